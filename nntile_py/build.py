@@ -1,0 +1,88 @@
+"""A training step and an evaluation as task lists: pure data, shared by the trainer and by `nntile plan`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from nntile_py import tasks as ops
+from nntile_py.graph import Graph
+from nntile_py.lowering import lower
+from nntile_py.models.gpt2 import GPT2, Binding
+from nntile_py.optimizers import Optimizer
+from nntile_py.passes import Fusion, fuse
+from nntile_py.tasks import Lowering, Tensor
+from nntile_py.tiles import Tiling
+
+
+@dataclass
+class Step:
+    """Task lists of one step: `first` micro-batch, each `more` (added to its gradients), `update` of the weights."""
+
+    graph: Graph
+    update_graph: Graph
+    bindings: list[Binding]
+    grads: dict[Tensor, Tensor]
+    first: Lowering
+    more: Lowering | None
+    update: Lowering
+
+    @property
+    def flop(self) -> float:
+        return self.graph.flop()
+
+
+def build_step(
+    model: GPT2,
+    batch: int,
+    seq: int,
+    tiling: Tiling,
+    *,
+    dtype: str,
+    optimizer: Optimizer,
+    clip_grad_norm: float | None,
+    policy: str,
+    fusion: Fusion,
+    grad_accumulation: int = 1,
+) -> Step:
+    graph = Graph(dtype)
+    loss, _, bindings = model.build(graph, batch, seq, fusion)
+    grads = graph.backward(loss)
+    fuse(graph, fusion, tiling.cut("vocab", model.config.vocab))
+    update = Graph(dtype)
+    norm, clip = (update.named(name, ["one"], [1], "scalar", "fp64") for name in ("grad_norm", "clip"))
+    update.add(ops.GradNorm(list(grads.values()), norm, clip, clip_grad_norm))
+    for param, grad in grads.items():
+        update.tensors[param.name] = param
+        with update.scope(param.name):
+            optimizer.build(update, param, grad, clip)
+    kept = [*grads.values(), loss]
+    return Step(
+        graph,
+        update,
+        bindings,
+        grads,
+        lower(graph, tiling, policy),
+        lower(graph, tiling, policy, holds=kept) if grad_accumulation > 1 else None,
+        lower(update, tiling, policy, holds=grads.values()),
+    )
+
+
+@dataclass
+class Evaluation:
+    """Task list of a forward pass; the logits are kept for the host if they were asked for."""
+
+    graph: Graph
+    logits: Tensor
+    bindings: list[Binding]
+    forward: Lowering
+
+
+def build_evaluation(
+    model: GPT2, batch: int, seq: int, tiling: Tiling, *, dtype: str, policy: str, fusion: Fusion, keep_logits: bool
+) -> Evaluation:
+    graph = Graph(dtype)
+    _, logits, bindings = model.without_dropout().build(graph, batch, seq, fusion)
+    fuse(graph, fusion, tiling.cut("vocab", model.config.vocab))
+    if keep_logits:
+        logits.name, logits.kind = "logits", "scalar"
+    return Evaluation(graph, logits, bindings, lower(graph, tiling, policy))

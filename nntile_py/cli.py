@@ -1,0 +1,126 @@
+"""The command `nntile`. Heavy imports happen inside the commands, so that --help and a wrong config answer at once."""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from nntile_py.errors import ConfigError, NNTileError
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+
+Config = Annotated[str, typer.Argument(metavar="CONFIG", help="A YAML file, such as experiments/gpt2_tiny.yaml.")]
+Sets = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key, such as tiles.embed=96.")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+def main() -> None:
+    """Entry point: errors of nntile_py become one message and an exit status (NNTILE_DEBUG=1 shows the traceback)."""
+    try:
+        app()
+    except (NNTileError, OSError) as error:
+        if os.environ.get("NNTILE_DEBUG") == "1":
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2 if isinstance(error, ConfigError) else 1)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        from importlib.metadata import version
+
+        print(version("nntile_py"))
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print it.")] = False,
+) -> None:
+    """Train transformers cut into tiles, every operator a StarPU task."""
+
+
+@app.command()
+def train(
+    config: Config,
+    sets: Sets = None,
+    out: Annotated[Path | None, typer.Option(help="Folder of the run. [default: runs/NAME of CONFIG]")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Write into a folder that is not empty.")] = False,
+) -> None:
+    """Train the model that CONFIG describes."""
+    from nntile_py.config import load
+
+    loaded = load(config, sets or [])
+    folder = _run_folder(config, loaded.out, out, overwrite)
+    try:
+        from rich.console import Console
+
+        from nntile_py.loop import train as run
+
+        status = run(loaded.model_copy(update={"out": str(folder)}), folder, Console())
+    except KeyboardInterrupt:
+        print("interrupted before training, or a second time: nothing saved", file=sys.stderr)
+        status = 130
+    raise typer.Exit(status)
+
+
+@app.command()
+def plan(config: Config, sets: Sets = None, as_json: Json = False) -> None:
+    """Print parameters, tasks, flop and bytes, without running."""
+    from nntile_py.config import load
+
+    loaded = load(config, sets or [])
+    from nntile_py.plan import plan as make
+
+    made = make(loaded)
+    _print(made.to_dict() if as_json else made.render())
+
+
+@app.command()
+def doctor(as_json: Json = False) -> None:
+    """Say what is there, what is missing, how to get it."""
+    from nntile_py import doctor as parts
+
+    checks = parts.report()
+    _print(checks if as_json else parts.render(checks))
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True}, add_help_option=False)
+def bench(context: typer.Context) -> None:
+    """Measure: tasks, steps, tile sizes (nntile bench --help)."""
+    from nntile_py.bench import bench_app  # its own typer app, handed all that follows
+
+    raise typer.Exit(bench_app(context.args, prog_name="nntile bench", standalone_mode=False) or 0)
+
+
+def _run_folder(config: str, configured: str | None, option: Path | None, overwrite: bool) -> Path:
+    """--out, else `out` of the config, else runs/NAME; only the last is numbered where it is taken."""
+    asked = option or (Path(configured) if configured else None)
+    folder = asked or Path("runs") / Path(config).stem
+    if overwrite or not _taken(folder):
+        return folder
+    if asked:
+        raise ConfigError(f"--out: {folder} is not an empty folder; allowed: a new or empty one, or --overwrite")
+    return next(f for n in range(2, 10**6) if not _taken(f := Path(f"{folder}-{n}")))
+
+
+def _taken(folder: Path) -> bool:
+    return folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
+
+
+def _print(what: Any) -> None:
+    if isinstance(what, (dict, list)):
+        print(json.dumps(what, indent=2))
+    else:
+        from rich.console import Console
+
+        Console().print(what)
+
+
+if __name__ == "__main__":
+    main()

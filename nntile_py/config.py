@@ -1,0 +1,505 @@
+"""The YAML of a run, typed and checked: every mistake is one ConfigError that names the key and what is allowed."""
+
+import difflib
+import json
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError, field_validator, model_validator
+
+from nntile_py.errors import ConfigError
+
+SCHEDULER_CONFIGS = next(
+    (d for p in Path(__file__).parents[:2] if (d := p / "scheduler_configs").is_dir()), Path("scheduler_configs")
+)
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+_SCHEDULERS = ["lws", "ws", "eager", "prio", "random", "dm", "dmda", "dmdap", "dmdar", "dmdas", "dmdasd"]
+_SCHEDULERS += ["pheft", "peager", "heteroprio"]
+
+
+def _only(what: str, convert: Callable[[Any], Any]) -> tuple[PlainValidator, Any]:
+    """A validator that takes what `convert` turns into a value other than None; all else is refused, saying `what`."""
+
+    def check(value: Any) -> Any:
+        result = convert(value)
+        if result is None:
+            raise ValueError(what)
+        return result
+
+    return PlainValidator(check), Field(description=what)
+
+
+def _integer(least: int) -> tuple[PlainValidator, Any]:
+    return _only(f"an integer of at least {least}", lambda v: v if type(v) is int and v >= least else None)
+
+
+def _number(what: str, inside: Callable[[float], bool]) -> tuple[PlainValidator, Any]:
+    return _only(what, lambda v: float(v) if type(v) in (int, float) and math.isfinite(v) and inside(v) else None)
+
+
+def _bytes(value: Any) -> int | None:
+    if isinstance(value, str) and (match := re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value)):
+        unit = _UNITS.get(match[2].upper())
+        value = unit and int(float(match[1]) * unit)
+    return value if type(value) is int and value > 0 else None
+
+
+Count = Annotated[int, *_integer(1)]
+Natural = Annotated[int, *_integer(0)]
+Positive = Annotated[float, *_number("a number above 0", lambda v: v > 0)]
+NonNegative = Annotated[float, *_number("a number of at least 0", lambda v: v >= 0)]
+BelowOne = Annotated[float, *_number("a number of at least 0 and below 1", lambda v: 0 <= v < 1)]
+Share = Annotated[float, *_number("a number above 0 and at most 0.5", lambda v: 0 < v <= 0.5)]
+Size = Annotated[int, *_only("a number of bytes, or a size such as '500MB' or '20GiB'", _bytes)]
+Switch = Annotated[bool, *_only("true or false", lambda v: v if type(v) is bool else None)]
+Betas = Annotated[
+    list[float],
+    *_only(
+        "two numbers of at least 0 and below 1, such as [0.9, 0.95]",
+        lambda v: (
+            [float(b) for b in v]
+            if isinstance(v, list) and len(v) == 2 and all(type(b) in (int, float) and 0 <= b < 1 for b in v)
+            else None
+        ),
+    ),
+]
+Workers = Annotated[
+    int | str,
+    *_only("an integer of at least 0, or 'all'", lambda v: v if v == "all" or (type(v) is int and v >= 0) else None),
+]
+Policy = Literal["chain", "commute", "redux", "tree"]
+Checked = TypeVar("Checked", bound=BaseModel)
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class Model(Section):
+    """A fresh GPT-2, or (`from`) one that save_pretrained wrote, whose shape is then read from its config.json."""
+
+    type: Literal["gpt2"] = "gpt2"
+    from_: str | None = Field(None, alias="from")
+    layers: Count
+    embed: Count
+    heads: Count
+    ffn: Count | None = None  # default: 4 * embed
+    positions: Count | None = None  # default: train.seq
+    vocab: Count | None = None  # default: the size of the tokenizer's vocabulary
+    dropout: BelowOne = 0.0
+    activation: Literal["gelu_new", "gelu", "relu"] = "gelu_new"
+    attention: Literal["vendor", "merge", "flash", "naive"] = "vendor"
+    tie_embeddings: Switch = True
+    layer_norm_eps: Positive = 1e-5
+
+    @model_validator(mode="before")
+    @classmethod
+    def _shape_of_folder(cls, given: Any) -> Any:
+        if not isinstance(given, dict) or given.get("from") is None:
+            return given
+        folder = Path(str(given["from"])).expanduser().resolve()
+        shape = _saved_shape(folder)
+        given = {key: value for key, value in given.items() if value is not None} | {"from": str(folder)}
+        for key in shape.keys() & given.keys():
+            if given[key] != shape[key]:
+                raise ConfigError(
+                    f"model.{key}: got {given[key]!r}; allowed: {shape[key]!r}, as in {folder}/config.json"
+                )
+        return shape | given
+
+    @model_validator(mode="after")
+    def _heads(self) -> "Model":
+        if self.embed % self.heads:
+            fitting = ", ".join(str(n) for n in range(1, self.embed + 1) if self.embed % n == 0)
+            raise ConfigError(
+                f"model.heads: got {self.heads}; allowed: a divisor of model.embed = {self.embed}: {fitting}"
+            )
+        self.ffn = self.ffn or 4 * self.embed
+        return self
+
+
+class Data(Section):
+    source: str = "python-stdlib"  # or the path of a text file or of a folder
+    val_fraction: Share = 0.05
+    max_bytes: Size | None = None
+    extensions: list[str] = [".txt", ".md", ".rst", ".py", ".c", ".h", ".cpp", ".hpp", ".cu", ".html", ".tex"]
+
+    @field_validator("source")
+    @classmethod
+    def _exists(cls, source: str) -> str:
+        return source if source == "python-stdlib" else _existing("data.source", source, "'python-stdlib' or")
+
+
+class Tokenizer(Section):
+    vocab_size: int | None = None  # default: 4096; of a tokenizer that is trained on the text
+    path: str | None = None  # a tokenizer.json, used instead of training one
+
+    @field_validator("vocab_size")
+    @classmethod
+    def _all_bytes(cls, size: int | None) -> int | None:
+        if size is not None and size < 257:
+            raise ValueError("an integer of at least 257: all bytes and the end-of-text token")
+        return size
+
+    @model_validator(mode="after")
+    def _one_of_two(self) -> "Tokenizer":
+        if self.path is None:
+            self.vocab_size = self.vocab_size or 4096
+            return self
+        self.path = _existing("tokenizer.path", self.path)
+        if self.vocab_size is not None:
+            raise ConfigError(
+                f"tokenizer.vocab_size: got {self.vocab_size}; allowed: null where tokenizer.path is given,"
+                " as that file has a vocabulary already"
+            )
+        return self
+
+    def size(self) -> int:
+        """Tokens in the vocabulary."""
+        if self.path is None:
+            assert self.vocab_size is not None
+            return self.vocab_size
+        from nntile_py.data import load_tokenizer  # here: `tokenizers` is not needed to read most configs
+
+        tokenizer: Any = load_tokenizer(Path(self.path))
+        return int(tokenizer.get_vocab_size())
+
+
+class Train(Section):
+    steps: Count
+    batch: Count  # sequences of one forward and backward pass
+    seq: Annotated[int, *_integer(2)]  # tokens of a sequence; its last one has no target
+    grad_accumulation: Count = 1  # passes whose gradients are averaged into one step
+    eval_every: Count = 100
+    eval_batches: Count = 4
+    log_every: Count = 10
+
+
+class Optimizer(Section):
+    name: Literal["adamw", "sgd"] = "adamw"
+    lr: Positive = 1e-3
+    min_lr: NonNegative | None = None  # of the cosine's end; default: lr / 10
+    betas: Betas = [0.9, 0.95]  # adamw
+    eps: Positive = 1e-8  # adamw
+    weight_decay: NonNegative = 0.0
+    momentum: BelowOne = 0.0  # sgd
+    warmup_steps: Natural = 0
+    schedule: Literal["cosine", "constant"] = "cosine"
+    clip_grad_norm: Positive | None = None
+
+    @model_validator(mode="after")
+    def _fitting(self) -> "Optimizer":
+        if self.min_lr is None:
+            self.min_lr = self.lr / 10
+        if self.min_lr > self.lr:
+            raise ConfigError(f"optimizer.min_lr: got {self.min_lr}; allowed: at most optimizer.lr = {self.lr}")
+        if self.name == "adamw" and self.momentum:
+            raise ConfigError(f"optimizer.momentum: got {self.momentum}; allowed: 0 unless optimizer.name is sgd")
+        return self
+
+
+class Tiles(Section):
+    """Tile size of each axis; an axis left out, or no longer than its tile, is not cut."""
+
+    batch: Count | None = None
+    seq: Count | None = None
+    embed: Count | None = None
+    heads: Count | None = None
+    ffn: Count | None = None
+    vocab: Count | None = None
+
+
+class Fusion(Section):
+    bias: Switch = True
+    activation: Switch = True
+    reshape: Switch = True
+    qkv: Switch = True
+    residual_norm: Switch = True
+
+
+class Runtime(Section):
+    cpus: Workers = "all"
+    cuda: Workers = 0
+    scheduler: str = "lws"  # StarPU's scheduling policy
+    memory: Size | None = None  # bytes of CPU memory that tiles may take
+    cuda_memory: Size | None = None  # the same, of each GPU
+    window: Count | None = None  # most tasks submitted and not yet done
+    calibrate: Switch = False
+
+    @field_validator("scheduler")
+    @classmethod
+    def _known(cls, name: str) -> str:
+        if name not in _SCHEDULERS and not name.startswith("modular-"):
+            raise ValueError(f"{', '.join(_SCHEDULERS)}, or modular-NAME")
+        return name
+
+
+class SchedulerFile(Runtime):
+    """A file of scheduler_configs/: the keys of `runtime`, and the default of `accumulate`."""
+
+    accumulate: Policy | None = None
+
+
+class Sample(Section):
+    prompt: str = "def "
+    tokens: Natural = 64  # 0: no sample
+    temperature: NonNegative = 0.8  # 0: always the likeliest token
+    top_k: Count | None = 40
+
+
+class RunConfig(Section):
+    """Everything that decides a run. Made by `load`, which fills in all defaults."""
+
+    model: Model
+    data: Data = Data()
+    tokenizer: Tokenizer = Tokenizer(vocab_size=4096)
+    train: Train
+    optimizer: Optimizer = Field(default_factory=Optimizer)
+    precision: Annotated[
+        str,
+        *_only("fp32 or fp64; bf16 and tf32 need CUDA workers", lambda v: v if v in ("fp32", "fp64") else None),
+    ] = "fp32"
+    tiles: Tiles = Tiles()
+    accumulate: Policy = "chain"
+    fusion: Fusion = Fusion()
+    scheduler: str | None = None  # a name in scheduler_configs/, or the path of such a file
+    runtime: Runtime = Runtime()
+    seed: Natural = 0
+    sample: Sample = Sample()
+    out: str | None = None  # default: runs/NAME of the config's file
+
+    @field_validator("fusion", mode="before")
+    @classmethod
+    def _all_or_none(cls, fusion: Any) -> Any:
+        return dict.fromkeys(Fusion.model_fields, fusion) if isinstance(fusion, bool) else fusion
+
+    @field_validator("scheduler")
+    @classmethod
+    def _from_anywhere(cls, name: str | None) -> str | None:
+        return str(Path(name).expanduser().resolve()) if name and _is_path(name) else name
+
+    @model_validator(mode="after")
+    def _together(self) -> "RunConfig":
+        model, seq = self.model, self.train.seq
+        if self.runtime.cpus == 0 == self.runtime.cuda:
+            raise ConfigError("runtime.cpus: got 0; allowed: at least 1, or 'all', where runtime.cuda is 0")
+        model.positions = model.positions or seq
+        if seq > model.positions:
+            raise ConfigError(f"train.seq: got {seq}; allowed: at most model.positions = {model.positions}")
+        if model.from_ and self.tokenizer.path is None:  # weights mean nothing with another vocabulary
+            self.tokenizer = Tokenizer(path=str(Path(model.from_) / "tokenizer.json"))
+        size = self.tokenizer.size()
+        model.vocab = model.vocab or size
+        if model.vocab < size:
+            raise ConfigError(f"model.vocab: got {model.vocab}; allowed: at least the tokenizer's size, {size}")
+        return self
+
+    def to_yaml(self) -> str:
+        """The config with every default filled in; loading it gives the same config."""
+        return yaml.safe_dump(self.model_dump(by_alias=True), sort_keys=False)
+
+
+def load(path: str | Path, overrides: Iterable[str] = ()) -> RunConfig:
+    """The config of a YAML file, with `overrides` such as "tiles.embed=96" laid over it.
+
+    Priority: overrides, the file, its scheduler's file, defaults. Raises ConfigError."""
+    tree = _read(Path(path), "CONFIG")
+    chosen = tree.get("scheduler")
+    for item in overrides:
+        _override(tree, item)
+    try:
+        tree = {key: {} if value is None and _is_section(key) else value for key, value in tree.items()}
+        if tree.get("scheduler") is not None:
+            # A scheduler chosen on the command line is meant to win over the file's own runtime keys.
+            _apply_scheduler(tree, wins=tree["scheduler"] != chosen, overrides=overrides)
+        return _validated(RunConfig, tree)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+
+
+def load_scheduler(name: str) -> dict[str, Any]:
+    """The keys that a scheduler file sets, checked. `name`: of a file in scheduler_configs/, or a path."""
+    if not isinstance(name, str):
+        raise ConfigError(f"scheduler: got {name!r}; allowed: a name in scheduler_configs/ or the path of a YAML file")
+    path = Path(name).expanduser() if _is_path(name) else SCHEDULER_CONFIGS / f"{name}.yaml"
+    if not path.is_file():
+        names = sorted(p.stem for p in SCHEDULER_CONFIGS.glob("*.yaml"))
+        raise ConfigError(f"scheduler: no such file: {path}; allowed: the path of a YAML file, or {', '.join(names)}")
+    try:
+        return _validated(SchedulerFile, _read(path, "scheduler")).model_dump(exclude_unset=True)
+    except ConfigError as error:
+        raise ConfigError(f"scheduler {path}: {error}") from None
+
+
+def runtime_options(config: str | Path | Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of nntile_py.Runtime, from a name in scheduler_configs/, a path, or keys. Resolves 'all'."""
+    if isinstance(config, Mapping):
+        options = _validated(SchedulerFile, dict(config)).model_dump(exclude_unset=True)
+    else:
+        options = load_scheduler(str(config))
+    options.pop("accumulate", None)
+    if options.get("cpus") == "all":
+        options["cpus"] = None
+    if options.get("cuda") == "all":
+        import torch  # here: reading a config needs no torch
+
+        options["cuda"] = torch.cuda.device_count()
+    return options
+
+
+def _apply_scheduler(tree: dict[str, Any], wins: bool, overrides: Iterable[str]) -> None:
+    keys = load_scheduler(tree["scheduler"])
+    runtime = tree.get("runtime", {})
+    if not isinstance(runtime, dict):
+        return  # validation refuses it
+    if (policy := keys.pop("accumulate", None)) is not None and (wins or "accumulate" not in tree):
+        tree["accumulate"] = policy
+    tree["runtime"] = runtime | keys if wins else keys | runtime
+    if wins:
+        for item in overrides:
+            if item.startswith(("runtime.", "accumulate")):
+                _override(tree, item)
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML with two traps removed: 1e-3 is a number (YAML 1.1 has it as text), a key given twice is an error."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key, _ in node.value:
+            if key.value in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"{key.value!r} is given twice", key.start_mark)
+            seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
+)
+
+
+def _parse(text: str, what: str) -> Any:
+    try:
+        return yaml.load(text, _Loader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        where = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        raise ConfigError(f"{what}{where}: {error.problem or error.context}; allowed: YAML") from None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{what}: {error}; allowed: YAML") from None
+
+
+def _read(path: Path, key: str) -> dict[str, Any]:
+    try:
+        tree = _parse(path.read_text(encoding="utf-8"), str(path))
+    except OSError as error:
+        reason = "no such file" if isinstance(error, FileNotFoundError) else error.strerror
+        raise ConfigError(f"{key}: {reason}: {path}; allowed: the path of a YAML file") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{key}: {path} is not UTF-8 text ({error}); allowed: a YAML file") from None
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path}: holds {_short(tree)}; allowed: a mapping of {', '.join(RunConfig.model_fields)}")
+    return tree
+
+
+def _override(tree: dict[str, Any], item: str) -> None:
+    key, equals, text = item.partition("=")
+    names = key.strip().split(".")
+    if not equals or not all(names):
+        raise ConfigError(f"--set {item}: allowed: key=value, such as tiles.embed=96")
+    for name in names[:-1]:
+        inner = tree.get(name)
+        if isinstance(inner, bool) and name == "fusion":
+            inner = dict.fromkeys(Fusion.model_fields, inner)
+        if inner is None:
+            inner = {}
+        if not isinstance(inner, dict):
+            raise ConfigError(f"--set {item}: {name} is {_short(inner)}, not a section")
+        tree[name] = inner
+        tree = inner
+    tree[names[-1]] = _parse(text, f"--set {item}")
+
+
+def _validated(cls: type[Checked], tree: dict[str, Any]) -> Checked:
+    try:
+        return cls.model_validate(tree)
+    except ValidationError as error:
+        raise ConfigError("\n  ".join(_explain(cls, e) for e in error.errors())) from None
+
+
+def _explain(cls: type[BaseModel], error: Any) -> str:
+    """One line: the key, what it got, what is allowed."""
+    loc = error["loc"]
+    key = ".".join(map(str, loc))
+    if error["type"] in ("extra_forbidden", "invalid_key"):
+        known = _keys(_inner(cls, loc[:-1]))
+        close = difflib.get_close_matches(str(loc[-1]), known, n=1)
+        hint = f"did you mean {close[0]}? " if close else ""
+        return f"{key}: unknown key; {hint}allowed: {', '.join(known)}"
+    if error["type"] == "missing":
+        field = _inner(cls, loc[:-1]).model_fields[loc[-1]]
+        what = field.description or f"a section with {', '.join(_keys(_inner(cls, loc)))}"
+        return f"{key}: not given, but required; allowed: {what}"
+    what = str(error.get("ctx", {}).get("error", error["msg"].removeprefix("Input should be ")))
+    if error["type"] in ("model_type", "model_attributes_type"):
+        what = f"a section with {', '.join(_keys(_inner(cls, loc)))}"
+    return f"{key}: got {_short(error['input'])}; allowed: {what}"
+
+
+def _inner(cls: type[BaseModel], loc: Iterable[Any]) -> type[BaseModel]:
+    for name in loc:
+        cls = cls.model_fields[name].annotation  # type: ignore[assignment]
+    return cls
+
+
+def _is_section(key: str) -> bool:
+    field = RunConfig.model_fields.get(key)
+    return field is not None and isinstance(field.annotation, type) and issubclass(field.annotation, Section)
+
+
+def _is_path(name: str) -> bool:
+    return "/" in name or name.endswith((".yaml", ".yml"))
+
+
+def _keys(cls: type[BaseModel]) -> list[str]:
+    return [field.alias or name for name, field in cls.model_fields.items()]
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _existing(key: str, path: str, others: str = "") -> str:
+    found = Path(path).expanduser().resolve()
+    if not found.exists():
+        raise ConfigError(f"{key}: no such file: {path}; allowed: {others} a path that exists".replace(":  ", ": "))
+    return str(found)
+
+
+def _saved_shape(folder: Path) -> dict[str, Any]:
+    """The keys of `model` that the config.json of a save_pretrained folder fixes."""
+    need = "allowed: a folder that save_pretrained of a GPT-2 wrote, with config.json and model.safetensors"
+    try:
+        saved = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        if saved["model_type"] != "gpt2" or not any(folder.glob("*.safetensors")):
+            raise ConfigError(f"model.from: {folder} holds no GPT-2 in safetensors; {need}")
+        shape = {
+            "layers": saved["n_layer"],
+            "embed": saved["n_embd"],
+            "heads": saved["n_head"],
+            "ffn": saved.get("n_inner") or 4 * saved["n_embd"],
+            "positions": saved["n_positions"],
+            "vocab": saved["vocab_size"],
+            "activation": saved.get("activation_function", "gelu_new"),
+            "tie_embeddings": saved.get("tie_word_embeddings", True),
+            "layer_norm_eps": saved.get("layer_norm_epsilon", 1e-5),
+        }
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"model.from: cannot read {folder}/config.json ({error!r}); {need}") from None
+    return shape | {"activation": {"gelu_pytorch_tanh": "gelu_new"}.get(shape["activation"], shape["activation"])}

@@ -1,0 +1,176 @@
+#include <pybind11/functional.h>
+#include <pybind11/numpy.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+#include <starpu.h>
+
+#include "runtime.h"
+
+namespace py = pybind11;
+using namespace nntile;
+
+namespace {
+
+using release = py::call_guard<py::gil_scoped_release>;
+
+const std::vector<std::tuple<std::string, at::ScalarType, std::string>> kDtypes = {
+    {"fp32", at::kFloat, "float32"}, {"fp64", at::kDouble, "float64"}, {"int64", at::kLong, "int64"}};
+
+at::ScalarType scalar_type(const std::string& name) {
+  for (const auto& [key, type, numpy] : kDtypes)
+    if (key == name) return type;
+  throw std::invalid_argument("unknown dtype " + name + "; known are fp32, fp64, int64");
+}
+
+py::dtype numpy_dtype(at::ScalarType type) {
+  for (const auto& [key, known, numpy] : kDtypes)
+    if (known == type) return py::dtype(numpy);
+  throw std::invalid_argument("this dtype has no numpy form");
+}
+
+// A numpy view of a tile's memory, valid while the task runs.
+py::array view(const Tile& tile, void* data, bool writeable) {
+  py::array array(numpy_dtype(tile.dtype), tile.shape, data, py::capsule(data, [](void*) {}));
+  if (!writeable) array.attr("flags").attr("writeable") = false;
+  return array;
+}
+
+// Python objects that a worker thread drops need the GIL to be dropped.
+std::shared_ptr<py::object> shared(py::object object) {
+  return {new py::object(std::move(object)), [](py::object* owned) {
+            const py::gil_scoped_acquire gil;
+            delete owned;
+          }};
+}
+
+void submit_python(const std::string& name, const py::function& function,
+                   const std::vector<std::shared_ptr<Tile>>& tiles, const std::vector<std::string>& names,
+                   const std::vector<std::string>& mode_names, const py::dict& constants) {
+  std::vector<int> modes;
+  std::vector<bool> writes;
+  for (const auto& mode : mode_names) {
+    modes.push_back(mode_of(mode));
+    writes.push_back(mode != "R");
+  }
+  auto held_function = shared(function);
+  auto held_constants = shared(constants);
+  Body body = [=](const std::vector<void*>& pointers) {
+    const py::gil_scoped_acquire gil;
+    try {
+      py::dict kwargs;
+      for (const auto& [key, value] : py::cast<py::dict>(*held_constants)) kwargs[key] = value;
+      for (size_t k = 0; k < pointers.size(); ++k)
+        kwargs[py::str(names[k])] = view(*tiles[k], pointers[k], writes[k]);
+      (*held_function)(**kwargs);
+    } catch (py::error_already_set& error) {
+      throw std::runtime_error(error.what());  // formatted here, where the GIL is held
+    }
+  };
+  const py::gil_scoped_release nogil;
+  submit_body(name, tiles, modes, std::move(body));
+}
+
+// A program waits for its tasks before it goes; Python tasks among them need the GIL to end.
+struct DeleteProgram {
+  void operator()(Program* program) const {
+    const py::gil_scoped_release nogil;
+    delete program;
+  }
+};
+
+}  // namespace
+
+PYBIND11_MODULE(_core, m) {
+  m.doc() = "StarPU runtime, tile programs and kernels of nntile_py";
+  static py::object task_error = py::module_::import("nntile_py.errors").attr("TaskError");
+  py::register_exception_translator([](std::exception_ptr p) {
+    try {
+      if (p) std::rethrow_exception(p);
+    } catch (const TaskError& e) {
+      PyErr_SetString(task_error.ptr(), e.what());
+    }
+  });
+
+  m.def("starpu_version", [] {
+    int major, minor, release;
+    starpu_get_version(&major, &minor, &release);
+    return std::vector<int>{major, minor, release};
+  });
+  m.def(
+      "start",
+      [](int cpus, const std::string& scheduler, int window, bool calibrate) {
+        start({cpus, scheduler, window, calibrate});
+      },
+      py::arg("cpus"), py::arg("scheduler"), py::arg("window"), py::arg("calibrate"), release());
+  m.def("stop", stop, release());
+  m.def("running", running);
+  m.def("wait_all", wait_all, release());
+  m.def("check", check, release());
+  m.def("memory_used", memory_used);
+  m.def("submit_python", submit_python);
+
+  py::class_<Tile, std::shared_ptr<Tile>>(m, "Tile")
+      .def(py::init([](std::vector<int64_t> shape, const std::string& dtype, int monoid, bool redux) {
+             return std::make_shared<Tile>(std::move(shape), scalar_type(dtype), static_cast<Monoid>(monoid), redux);
+           }),
+           py::arg("shape"), py::arg("dtype"), py::arg("monoid") = 0, py::arg("redux") = false)
+      .def_property_readonly("shape", [](const Tile& tile) { return py::tuple(py::cast(tile.shape)); })
+      .def_property_readonly("dtype", [](const Tile& tile) { return numpy_dtype(tile.dtype); })
+      .def_readonly("initialised", &Tile::initialised)
+      .def("write",
+           [](const std::shared_ptr<Tile>& tile, const py::array& array) {
+             const auto data = py::module_::import("numpy")
+                                   .attr("ascontiguousarray")(array, numpy_dtype(tile->dtype))
+                                   .cast<py::array>();
+             if (static_cast<size_t>(data.nbytes()) != tile->bytes)
+               throw std::invalid_argument("the array's size is not the tile's");
+             const void* pointer = data.data();
+             const py::gil_scoped_release nogil;
+             write_tile(tile, pointer);
+           })
+      .def("read",
+           [](const std::shared_ptr<Tile>& tile) {
+             py::array array(numpy_dtype(tile->dtype), tile->shape);
+             void* data = array.mutable_data();
+             {
+               const py::gil_scoped_release nogil;
+               read_tile(tile, data);
+             }
+             return array;
+           })
+      .def("invalidate", invalidate, release());
+
+  py::class_<Fetch>(m, "Fetch")
+      .def(py::init<std::vector<std::shared_ptr<Tile>>>(), release())
+      .def("done", &Fetch::done)
+      .def("wait", &Fetch::wait, release());
+
+  py::class_<Program, std::unique_ptr<Program, DeleteProgram>>(m, "Program")
+      .def(py::init<>())
+      .def(
+          "add",
+          [](Program& program, const std::string& kernel, const std::string& codelet, std::string name,
+             std::vector<std::shared_ptr<Tile>> tiles, const std::vector<std::string>& modes,
+             std::vector<int64_t> ints, std::vector<double> floats, std::vector<std::pair<int, int>> slots,
+             uint64_t accumulates, uint32_t footprint, int priority, double flop) {
+            TaskRecord record;
+            record.kernel = find_kernel(kernel);
+            record.name = std::move(name);
+            record.tiles = std::move(tiles);
+            for (const auto& mode : modes) record.modes.push_back(mode_of(mode));
+            record.ints = std::move(ints);
+            record.floats = std::move(floats);
+            record.slots = std::move(slots);
+            record.accumulates = accumulates;
+            record.footprint = footprint;
+            record.priority = priority;
+            record.flop = flop;
+            program.add(std::move(record), codelet);
+          },
+          py::arg("kernel"), py::arg("codelet"), py::arg("name"), py::arg("tiles"), py::arg("modes"), py::arg("ints"),
+          py::arg("floats"), py::arg("slots"), py::arg("accumulates"), py::arg("footprint"), py::arg("priority"),
+          py::arg("flop"))
+      .def("add_invalidate", &Program::add_invalidate)
+      .def("run", &Program::run, release())
+      .def_property_readonly("tasks", &Program::tasks);
+}

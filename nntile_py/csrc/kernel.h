@@ -1,0 +1,81 @@
+// What a kernel sees: its tiles as ATen tensors, its integer and floating point arguments.
+#pragma once
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <utility>
+#include <vector>
+
+struct _starpu_data_state;
+
+namespace nntile {
+
+// How two partial results of one tile are put together. All of them take a tile of zeros as "nothing yet":
+// sum: a + b; softmax: (..., [max, sumexp, weighted values...]); moments: (..., [count, mean, M2]).
+enum class Monoid : int { sum = 0, softmax = 1, moments = 2 };
+
+// dst <- dst (+) src, tiles of equal shape; the last axis holds the state for softmax and moments.
+void combine(Monoid monoid, const at::Tensor& dst, const at::Tensor& src);
+
+// A StarPU data handle with the shape and dtype of the tensor tile it holds.
+struct Tile {
+  Tile(std::vector<int64_t> shape, at::ScalarType dtype, Monoid monoid, bool redux);
+  ~Tile();
+  Tile(const Tile&) = delete;
+  Tile& operator=(const Tile&) = delete;
+
+  std::vector<int64_t> shape;
+  at::ScalarType dtype;
+  size_t bytes;
+  ::_starpu_data_state* handle = nullptr;
+  bool initialised = false;  // by the tasks submitted so far
+};
+
+class Args;
+using Kernel = void (*)(Args&);
+
+// The constant part of a task: what does not change from one replay of its program to the next.
+struct TaskRecord {
+  struct Codelet* codelet = nullptr;
+  Kernel kernel = nullptr;
+  std::string name;
+  std::vector<std::shared_ptr<Tile>> tiles;
+  std::vector<int> modes;  // enum starpu_data_access_mode
+  std::vector<int64_t> ints;
+  std::vector<double> floats;
+  std::vector<std::pair<int, int>> slots;  // (position in floats, slot of the program)
+  uint64_t accumulates = 0;                // bit k: tile k is added to, not overwritten
+  uint32_t footprint = 0;
+  int priority = 0;
+  double flop = 0;
+};
+
+class Args {
+ public:
+  Args(const TaskRecord& record, const double* floats, void** buffers)
+      : record_(record), floats_(floats), buffers_(buffers) {}
+  at::Tensor operator[](size_t k) const;
+  size_t tiles() const { return record_.tiles.size(); }
+  int64_t i(size_t k) const { return record_.ints.at(k); }
+  std::span<const int64_t> ints() const { return record_.ints; }
+  double f(size_t k) const { return floats_[k]; }
+  bool accumulates(size_t k) const { return (record_.accumulates >> k) & 1; }
+
+ private:
+  const TaskRecord& record_;
+  const double* floats_;
+  void** buffers_;
+};
+
+// Registers a kernel under a name; the Python side of an operator refers to it by that name.
+struct RegisterKernel {
+  RegisterKernel(const char* name, Kernel cpu);
+};
+Kernel find_kernel(const std::string& name);
+
+#define NNTILE_KERNEL(name, function) static const ::nntile::RegisterKernel register_##name(#name, function)
+
+}  // namespace nntile

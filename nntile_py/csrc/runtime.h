@@ -1,0 +1,76 @@
+// StarPU as the rest of the project sees it: start and stop, tiles, task records, programs, errors.
+#pragma once
+#include <atomic>
+#include <condition_variable>
+#include <functional>
+#include <mutex>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <variant>
+#include <vector>
+
+#include "kernel.h"
+
+namespace nntile {
+
+struct TaskError : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+struct RuntimeOptions {
+  int cpus = 1;
+  std::string scheduler = "lws";
+  int window = 0;  // most submitted tasks not yet ended; 0: no bound
+  bool calibrate = false;
+};
+
+void start(const RuntimeOptions& options);
+void stop();
+bool running();
+void wait_all();  // throws TaskError if a task failed
+void check();     // throws TaskError, after all tasks have ended, if a task failed
+void fail(const std::string& task, const std::string& what);
+bool failed();
+size_t memory_used();
+
+// A Python function as a task body: called with the buffers' addresses.
+using Body = std::function<void(const std::vector<void*>&)>;
+void submit_body(const std::string& name, std::vector<std::shared_ptr<Tile>> tiles, const std::vector<int>& modes,
+                 Body body);
+
+int mode_of(const std::string& name);  // R, W, RW, COMMUTE, REDUX, SCRATCH
+
+void write_tile(const std::shared_ptr<Tile>& tile, const void* data);        // in order with the tasks, without waiting
+void read_tile(const std::shared_ptr<Tile>& tile, void* data);               // waits
+void invalidate(const std::shared_ptr<Tile>& tile);
+
+// Scalars that become readable when the tasks submitted before have written them.
+class Fetch {
+ public:
+  explicit Fetch(const std::vector<std::shared_ptr<Tile>>& tiles);
+  bool done() const;
+  std::vector<double> wait();
+
+ private:
+  struct State;
+  std::shared_ptr<State> state_;
+};
+
+class Program {
+ public:
+  ~Program();
+  void add(TaskRecord record, const std::string& codelet);
+  void add_invalidate(std::shared_ptr<Tile> tile);
+  void run(const std::vector<double>& slots);  // submits everything; waits only for the window
+  size_t tasks() const { return tasks_; }
+
+ private:
+  void check_initialised();
+  std::vector<std::variant<TaskRecord, std::shared_ptr<Tile>>> items_;
+  std::vector<Tile*> needs_;  // tiles that must hold data before the program runs
+  size_t tasks_ = 0;
+  bool finished_ = false;
+};
+
+}  // namespace nntile

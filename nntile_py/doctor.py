@@ -1,0 +1,160 @@
+"""What this installation has, what it lacks, and how to get what it lacks. Works where the extension does not load."""
+
+import importlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import re
+import subprocess
+from pathlib import Path
+from typing import TypedDict
+
+import torch
+from rich.markup import escape
+from rich.table import Table
+
+
+class Check(TypedDict):
+    """One line of the report, fit for JSON; `hint` is one line on how to get what is missing, empty where `ok`."""
+
+    name: str
+    ok: bool
+    value: str
+    hint: str
+
+
+def _check(name: str, ok: bool, value: str, hint: str = "") -> Check:
+    return Check(name=name, ok=ok, value=value, hint="" if ok else hint)
+
+
+def report() -> list[Check]:
+    return [_extension(), *_starpu(), *_torch(), *_machine(), *_optional()]
+
+
+def render(checks: list[Check]) -> Table:
+    table = Table("", "", "", "how to get it", box=None, pad_edge=False)
+    for check in checks:
+        mark = "[green]ok[/]" if check["ok"] else "[yellow]no[/]"
+        table.add_row(mark, check["name"], escape(check["value"]), escape(check["hint"]))
+    return table
+
+
+def _build_info() -> dict[str, str]:
+    """What setup.py noted when it compiled the extension."""
+    try:
+        info: dict[str, str] = json.loads((Path(__file__).parent / "_build_info.json").read_text())
+        return info
+    except (OSError, ValueError):
+        return {}
+
+
+def _extension() -> Check:
+    try:
+        core = importlib.import_module("nntile_py._core")
+    except ImportError as error:
+        return _check("extension", False, str(error), "make setup")
+    built_with = _build_info().get("torch", torch.__version__)
+    if built_with != torch.__version__:
+        return _check("extension", False, f"compiled against torch {built_with}, not {torch.__version__}", "make setup")
+    return _check("extension", True, str(core.__file__))
+
+
+def _config_header() -> Path | None:
+    """The configuration of the StarPU that the extension is linked with, else of the one that would be."""
+    info = _build_info()
+    flags = info.get("starpu_cflags", "")
+    if not info:
+        try:
+            asked = subprocess.run(["pkg-config", "--cflags-only-I", "starpu-1.4"], capture_output=True, text=True)
+            flags = asked.stdout
+        except OSError:
+            pass
+    folders = [Path(flag.removeprefix("-I")) for flag in flags.split()]
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nntile_py"
+    folders += sorted(cache.glob("starpu-1.4*/include/starpu/1.4"), reverse=True)
+    return next((file for folder in folders if (file := folder / "starpu_config.h").is_file()), None)
+
+
+def _starpu() -> list[Check]:
+    header = _config_header()
+    if header is None:
+        return [_check("StarPU", False, "not found", "make setup builds it, or name yours: PKG_CONFIG_PATH")]
+    defined = dict(re.findall(r"^#define STARPU_(\w+) (.*)$", header.read_text(), re.MULTILINE))
+    version = ".".join(defined.get(f"{part}_VERSION", "?") for part in ("MAJOR", "MINOR", "RELEASE"))
+    prefix = header.parents[3]
+    libdir = Path(_build_info().get("starpu_libdir", prefix / "lib"))
+    lost = _unresolved(libdir / "libstarpu-1.4.so")
+    rebuild = "then scripts/build_starpu.sh --force && make setup"
+
+    def has(name: str, macro: str, how: str) -> Check:
+        found = macro in defined
+        return _check(f"  {name}", found, "yes" if found else "not in this build of StarPU", how)
+
+    toolkit = "install the CUDA toolkit with cuBLAS, cuSPARSE, cuSOLVER and NVML headers"
+    return [
+        _check("StarPU", not lost, f"{version} in {prefix}{lost}", "install the library's package, or make setup"),
+        has("CUDA", "USE_CUDA", f"{toolkit}, then make setup"),
+        has("NVML", "HAVE_NVML_H", f"{toolkit}, {rebuild}"),
+        has("FxT (traces)", "USE_FXT", f"apt-get install libfxt-dev, {rebuild}"),
+        has("MPI", "USE_MPI", f"apt-get install libopenmpi-dev, {rebuild}"),
+        has("hwloc", "HAVE_HWLOC", f"apt-get install libhwloc-dev, {rebuild}"),
+    ]
+
+
+def _unresolved(library: Path) -> str:
+    try:
+        listed = subprocess.run(["ldd", str(library)], capture_output=True, text=True).stdout
+    except OSError:
+        return ""
+    missing = re.findall(r"(\S+) => not found", listed)
+    return f", lacks {', '.join(missing)}" if missing else ""
+
+
+def _torch() -> list[Check]:
+    cuda = torch.cuda.is_available()
+    names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if cuda else []
+    if torch.version.cuda:
+        why, how = f"CUDA {torch.version.cuda}, but no device", "a GPU and its driver (nvidia-smi shows both)"
+    else:
+        why, how = "torch is built without CUDA", "TORCH=... make setup, naming a build of torch with CUDA"
+    mkl = torch.backends.mkl.is_available()
+    return [
+        _check("torch", True, torch.__version__),
+        _check("  MKL", mkl, "yes" if mkl else "no", "a torch from PyPI for x86-64; others do GEMM with OpenBLAS"),
+        _check("  threads", True, f"{torch.get_num_threads()} ({torch.backends.cpu.get_cpu_capability()})"),
+        _check("  CUDA devices", cuda, ", ".join(f"{names.count(n)} x {n}" for n in dict.fromkeys(names)) or why, how),
+    ]
+
+
+def _machine() -> list[Check]:
+    cpu = re.search(r"^model name\s*: (.*)$", _read("/proc/cpuinfo"), re.MULTILINE)
+    memory = dict(re.findall(r"^(\w+): +(\d+) kB$", _read("/proc/meminfo"), re.MULTILINE))
+    total, free = (int(memory.get(key, 0)) / 2**20 for key in ("MemTotal", "MemAvailable"))
+    return [
+        _check("CPU", True, cpu[1] if cpu else "unknown"),
+        _check("  cores", True, f"{len(os.sched_getaffinity(0))} of {os.cpu_count()} usable"),
+        _check("  memory", True, f"{total:.1f} GiB, {free:.1f} GiB available"),
+    ]
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text()
+    except OSError:
+        return ""
+
+
+def _optional() -> list[Check]:
+    hints = {
+        "triton": "comes with a CUDA build of torch; pip install triton",
+        "cupy": "pip install cupy-cuda13x (or the one for your CUDA)",
+        "mpi4py": "pip install mpi4py (with libopenmpi-dev installed)",
+    }
+    owners = importlib.metadata.packages_distributions()
+    checks = []
+    for name, hint in hints.items():
+        found = importlib.util.find_spec(name) is not None
+        version = importlib.metadata.version(owners[name][0]) if found and name in owners else "found"
+        checks.append(_check(name, found, version if found else "not installed", hint))
+    return checks

@@ -1,0 +1,150 @@
+"""The logical graph: operators on tensors with named axes, and their gradients as operators of the same graph."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from nntile_py import tasks as ops
+from nntile_py.tasks import Op, Tensor
+
+
+class Graph:
+    """Operators in the order in which they run. Pure data: nothing here touches StarPU.
+
+    `dtype` is that of parameters and activations: fp32 or fp64.
+    """
+
+    def __init__(self, dtype: str = "fp32") -> None:
+        self.dtype = dtype
+        self.ops: list[Op] = []
+        self.tensors: dict[str, Tensor] = {}  # those that the host names: inputs, parameters, state, scalars
+        self._scope: list[str] = []
+        self._phase = "forward"
+        self._dropouts = 0
+
+    # -- building
+
+    @contextmanager
+    def scope(self, name: str) -> Iterator[None]:
+        """Operators made inside carry `name` in front of theirs."""
+        self._scope.append(name)
+        yield
+        self._scope.pop()
+
+    def named(self, name: str, axes: Sequence[str], shape: Sequence[int], kind: str, dtype: str | None = None) -> Tensor:
+        """A tensor that outlives the program, known to the host by its name."""
+        tensor = Tensor(name, axes, shape, dtype or self.dtype, kind)
+        self.tensors[name] = tensor
+        return tensor
+
+    def temp(self, name: str, axes: Sequence[str], shape: Sequence[int], dtype: str, **options: Any) -> Tensor:
+        return Tensor(".".join([*self._scope, name]), axes, shape, dtype, **options)
+
+    def add(self, op: Op) -> Op:
+        op.name = op.name or ".".join([*self._scope, op.kind])
+        op.phase = self._phase
+        if self._phase == "forward":
+            for out in op.outputs:
+                out.requires_grad = any(t.requires_grad for t in op.inputs)
+        self.ops.append(op)
+        return op
+
+    # -- the vocabulary of model texts
+
+    def linear(self, x: Tensor, weight: Tensor, out_axes: Sequence[str], bias: Tensor | None = None) -> Tensor:
+        """y = sum over shared axes of x weight (+ bias); see tasks.Contract."""
+        y = ops.contract(self, x, weight, out_axes)
+        return self.bias_add(y, bias) if bias else y
+
+    def bias_add(self, x: Tensor, bias: Tensor) -> Tensor:
+        return self.add(ops.BiasAdd(x, bias, self.temp("bias_add", x.axes, x.shape, x.dtype))).output
+
+    def plus(self, a: Tensor, b: Tensor) -> Tensor:
+        return self.add(ops.Add(a, b, self.temp("add", a.axes, a.shape, a.dtype))).output
+
+    def activation(self, x: Tensor, kind: str) -> Tensor:
+        return self.add(ops.Activation(x, self.temp(kind, x.axes, x.shape, x.dtype), kind)).output
+
+    def transpose(self, x: Tensor, axes: Sequence[str]) -> Tensor:
+        return x if tuple(axes) == x.axes else ops.transpose(self, x, axes)
+
+    def rename(self, x: Tensor, **names: str) -> Tensor:
+        return self.add(ops.Rename(x, names)).output
+
+    def unpack(self, x: Tensor, axis: str) -> list[Tensor]:
+        axes = [a for a in x.axes if a != axis]
+        shape = [x.size(a) for a in axes]
+        outs = [self.temp(f"{axis}{i}", axes, shape, x.dtype) for i in range(x.size(axis))]
+        return self.add(ops.Unpack(x, outs, axis)).outputs
+
+    def dropout(self, x: Tensor, p: float) -> Tensor:
+        if p == 0:
+            return x
+        self._dropouts += 1
+        return self.add(ops.Dropout(x, self.temp("dropout", x.axes, x.shape, x.dtype), p, self._dropouts)).output
+
+    def embedding(self, ids: Tensor, table: Tensor) -> Tensor:
+        axes, width = [*ids.axes, table.axes[1]], table.shape[1]
+        return self.add(ops.Embedding(ids, table, self.temp("rows", axes, [*ids.shape, width], table.dtype))).output
+
+    def layer_norm(self, x: Tensor, gamma: Tensor, beta: Tensor, eps: float) -> Tensor:
+        return ops.LayerNorm.apply(self, x, gamma, beta, eps)
+
+    def attention(self, qkv: Sequence[Tensor], *, causal: bool, form: str, dropout: float = 0.0) -> Tensor:
+        """softmax(q k^T / sqrt(d)) v; qkv is [q, k, v] or [packed]. form: vendor, merge, flash or naive."""
+        if form != "naive":
+            if dropout:
+                raise ValueError("attention_dropout: only attention: naive has it; the fused forms have none")
+            return ops.Attention.apply(self, qkv, causal=causal, form=form)
+        q, k, v = qkv if len(qkv) == 3 else self.unpack(qkv[0], "qkv")
+        axes = q.axes
+        k, v = self.rename(k, seq="key"), self.rename(v, seq="key")
+        rows = [a for a in axes if a not in ("seq", "head_dim")]
+        sizes = {**q.sizes, **k.sizes}
+        out_axes = [*rows, "seq", "key"]
+        scores = self.temp("scores", out_axes, [sizes[a] for a in out_axes], q.dtype, causal=causal)
+        self.add(ops.Contract(q, k, scores, scale=q.size("head_dim") ** -0.5))
+        p = self.temp("softmax", scores.axes, scores.shape, scores.dtype, causal=causal)
+        p = self.add(ops.Softmax(scores, p)).output
+        if dropout:
+            p = self.dropout(p, dropout)
+            p.causal = causal
+        return ops.contract(self, p, v, axes)
+
+    def cross_entropy(self, logits: Tensor, labels: Tensor) -> Tensor:
+        loss = self.named("loss", ["one"], [1], "scalar", "fp64")
+        lse = self.temp("lse", labels.axes, labels.shape, logits.dtype)
+        return self.add(ops.CrossEntropy(logits, labels, loss, lse)).output
+
+    # -- gradients
+
+    def backward(self, loss: Tensor) -> dict[Tensor, Tensor]:
+        """Add the operators of d loss / d parameter; returns {parameter: gradient}, the gradients kept for the host."""
+        self._phase = "backward"
+        grads: dict[Tensor, Tensor] = {}
+        for op in reversed(self.ops[:]):
+            if op.output is not loss and not any(out in grads for out in op.outputs):
+                continue
+            self._scope.append(op.name.rpartition(".")[0] or "model")
+            for tensor, grad in zip(op.inputs, op.gradient(self, *(grads.get(out) for out in op.outputs)), strict=False):
+                if grad is None or not tensor.requires_grad:
+                    continue
+                known = grads.get(tensor)
+                grads[tensor] = self.plus(known, grad) if known else grad
+            self._scope.pop()
+        self._phase = "forward"
+        result = {}
+        for name, param in list(self.tensors.items()):
+            if param.kind == "param" and param in grads:
+                grad = grads[param].storage
+                assert grad.axes == param.axes, (grad, param)
+                grad.name, grad.kind = f"{name}.grad", "grad"
+                self.tensors[grad.name] = result[param] = grad
+        return result
+
+    def flop(self) -> float:
+        """Floating point operations of the contractions and attentions, the customary count."""
+        counted = (ops.Contract, ops.Attention, ops.AttentionGrad)
+        return sum(op.flop() for op in self.ops if isinstance(op, counted))

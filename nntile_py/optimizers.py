@@ -1,0 +1,47 @@
+"""What a user chooses to train with; the operators that do it are in tasks/optimizer.py."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from nntile_py import tasks as ops
+from nntile_py.graph import Graph
+from nntile_py.tasks import Tensor
+
+
+@dataclass(frozen=True)
+class AdamW:
+    """AdamW as torch.optim.AdamW: decoupled weight decay on every parameter."""
+
+    lr: float = 1e-3
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.01
+
+    def build(self, g: Graph, param: Tensor, grad: Tensor, clip: Tensor) -> None:
+        m, v = (g.named(f"{param.name}.{x}", param.axes, param.shape, "state") for x in ("m", "v"))
+        options = {"betas": self.betas, "eps": self.eps, "weight_decay": self.weight_decay}
+        g.add(ops.AdamW(param, grad, m, v, clip, **options))  # type: ignore[arg-type]
+
+    def slots(self, step: int) -> dict[str, float]:
+        """Scalars of step 1, 2, ..."""
+        return {f"beta{k + 1}_correction": 1 - beta**step for k, beta in enumerate(self.betas)}
+
+
+@dataclass(frozen=True)
+class SGD:
+    """SGD as torch.optim.SGD with momentum, no dampening."""
+
+    lr: float = 1e-2
+    momentum: float = 0.0
+    weight_decay: float = 0.0
+
+    def build(self, g: Graph, param: Tensor, grad: Tensor, clip: Tensor) -> None:
+        m = g.named(f"{param.name}.m", param.axes, param.shape, "state") if self.momentum else None
+        g.add(ops.SGD(param, grad, m, clip, momentum=self.momentum, weight_decay=self.weight_decay))
+
+    def slots(self, step: int) -> dict[str, float]:
+        return {}
+
+
+Optimizer = AdamW | SGD

@@ -1,0 +1,286 @@
+"""Passes over the logical graph: fusion of neighbours into one operator, each kind behind a switch of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+
+from nntile_py.errors import ConfigError
+from nntile_py.graph import Graph
+from nntile_py.tasks import (
+    Activation,
+    ActivationGrad,
+    Add,
+    BiasAdd,
+    Contract,
+    CrossEntropyGrad,
+    EmbeddingGrad,
+    LayerNorm,
+    LayerNormGrad,
+    Op,
+    Sum,
+    Tensor,
+    Transpose,
+)
+from nntile_py.tasks.cross_entropy import CrossEntropy
+
+
+@dataclass(frozen=True)
+class Fusion:
+    """Which neighbours become one task: bias, activation, reshape, packed qkv, residual + norm."""
+
+    bias: bool = True
+    activation: bool = True
+    reshape: bool = True
+    qkv: bool = True
+    residual_norm: bool = True
+
+    @staticmethod
+    def of(value: Fusion | bool | Mapping[str, bool]) -> Fusion:
+        """From True, False or {switch: bool}; switches left out are on."""
+        if isinstance(value, Fusion):
+            return value
+        names = [f.name for f in fields(Fusion)]
+        if isinstance(value, bool):
+            return Fusion(**dict.fromkeys(names, value))
+        for key, on in value.items():
+            if key not in names:
+                raise ConfigError(f"fusion.{key}: unknown switch; allowed are {', '.join(names)}")
+            if not isinstance(on, bool):
+                raise ConfigError(f"fusion.{key}: {on!r} is not allowed; use true or false")
+        return Fusion(**value)
+
+
+class _Uses:
+    """Who makes and who reads each tensor; an operator that goes is taken out of the graph's list."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.refresh()
+
+    def refresh(self) -> None:
+        self.maker: dict[Tensor, Op] = {}
+        self.readers: dict[Tensor, list[Op]] = {}
+        self.order: dict[Op, int] = {}
+        for number, op in enumerate(self.graph.ops):
+            self.order[op] = number
+            for t in op.outputs:
+                self.maker[t] = op
+            for t in op.inputs:
+                self.readers.setdefault(t, []).append(op)
+
+    def made_for(self, tensor: Tensor, reader: Op, kind: type[Op]) -> Op | None:
+        """The operator of this kind that makes the tensor for this reader alone."""
+        op = self.maker.get(tensor)
+        alone = self.readers.get(tensor) == [reader] and tensor.kind == "temp"
+        return op if alone and isinstance(op, kind) else None
+
+    def replace(self, old: list[Op], new: Op) -> None:
+        """Put `new` where the last of `old` stands."""
+        last = max(old, key=lambda op: self.order[op])
+        new.name, new.phase = old[0].name, old[0].phase
+        self.graph.ops[self.order[last]] = new
+        for op in old:
+            if op is not last:
+                self.graph.ops.remove(op)
+        self.refresh()
+
+
+Rule = Callable[[_Uses, Op], bool]
+
+
+def fuse(graph: Graph, fusion: Fusion, vocab_cut: bool) -> Graph:
+    """Apply the rules that are switched on until none applies. In place; returns the graph."""
+    rules: list[Rule] = [_embedding_grad_into]
+    if fusion.reshape:
+        rules += [_transposed_input, _transposed_output]
+    if fusion.bias:
+        rules += [_bias, _bias_grad]
+    if fusion.residual_norm:
+        rules += [_residual, _norm_residual, _norm_grad_add]
+    if fusion.activation:
+        rules += [_activation, _activation_grad]
+    if not vocab_cut:
+        rules += [_cross_entropy]
+    for rule in rules:
+        uses = _Uses(graph)
+        while any(rule(uses, op) for op in list(graph.ops)):
+            pass
+    return graph
+
+
+def _plain(op: Op | None) -> bool:
+    """A contraction whose result is not yet transformed: more can be added to its epilogue."""
+    return isinstance(op, Contract) and op.activation is None and op.aux is None and op.bias_grad is None
+
+
+def _rebuild(op: Contract, out: Tensor, **changes: object) -> Contract:
+    keep = ("scale", "bias", "residual", "activation", "pre", "aux", "bias_grad")
+    options = {name: getattr(op, name) for name in keep} | changes
+    a, b = options.pop("a", op.a), options.pop("b", op.b)
+    return Contract(a, b, out, **options)  # type: ignore[arg-type]
+
+
+def _transposed_input(uses: _Uses, op: Op) -> bool:
+    """Contract(Transpose(x), w), Sum(Transpose(x)): both read any order of axes."""
+    if not isinstance(op, Contract | Sum):
+        return False
+    for number, tensor in enumerate(op.inputs[:2]):
+        maker = uses.maker.get(tensor)
+        if not isinstance(maker, Transpose):
+            continue
+        x = maker.inputs[0]
+        if isinstance(op, Contract):
+            uses.replace([op], _rebuild(op, op.output, **{"ab"[number]: x}))
+        elif [a for a in x.axes if a in op.output.axes] == list(op.output.axes):
+            uses.replace([op], Sum(x, op.output))
+        else:
+            continue
+        if not uses.readers.get(maker.output) and maker.output.storage.kind == "temp":
+            uses.graph.ops.remove(maker)
+            uses.refresh()
+        return True
+    return False
+
+
+def _transposed_output(uses: _Uses, op: Op) -> bool:
+    """Transpose(Contract) or Transpose(BiasAdd(Contract)): GEMM + reshape, Alg. 4 of the NNTile report."""
+    if not isinstance(op, Transpose):
+        return False
+    gemm = uses.made_for(op.inputs[0], op, Contract)
+    if gemm and _plain(gemm) and not gemm.inputs[2:]:
+        uses.replace([gemm, op], _rebuild(gemm, op.output))  # type: ignore[arg-type]
+        return True
+    add = uses.made_for(op.inputs[0], op, BiasAdd)
+    inner = uses.made_for(add.inputs[0], add, Contract) if add else None
+    if not (isinstance(add, BiasAdd) and isinstance(inner, Contract) and _plain(inner)):
+        return False
+    bias = add.inputs[1]
+    if [a for a in op.output.axes if a in bias.axes] != list(bias.axes):
+        return False
+    # The transpose goes before the bias: both then fold into the contraction.
+    moved = Tensor(add.output.name, op.output.axes, op.output.shape, op.output.dtype)
+    uses.replace([inner], _rebuild(inner, moved))
+    uses.replace([add, op], BiasAdd(moved, bias, op.output))
+    return True
+
+
+def _bias(uses: _Uses, op: Op) -> bool:
+    """BiasAdd(Contract)."""
+    if not isinstance(op, BiasAdd):
+        return False
+    gemm = uses.made_for(op.inputs[0], op, Contract)
+    if not (isinstance(gemm, Contract) and _plain(gemm) and gemm.bias is None and gemm.residual is None):
+        return False
+    uses.replace([gemm, op], _rebuild(gemm, op.output, bias=op.inputs[1]))
+    return True
+
+
+def _bias_grad(uses: _Uses, op: Op) -> bool:
+    """Sum(dy) beside the contraction x dy that sums over the same axes: one reading of dy."""
+    if not isinstance(op, Sum):
+        return False
+    dy = op.inputs[0]
+    summed = {axis for axis in dy.axes if axis not in op.output.axes}
+    for reader in uses.readers[dy]:
+        if not (isinstance(reader, Contract) and _plain(reader)) or set(reader.k) != summed or reader.batch:
+            continue
+        side = 0 if reader.a is dy else 1
+        columns = reader.m if side == 0 else reader.n
+        if columns == list(op.output.axes):
+            uses.replace([reader, op], _rebuild(reader, reader.output, bias_grad=(side, op.output)))
+            return True
+    return False
+
+
+def _residual(uses: _Uses, op: Op) -> bool:
+    """Add(Contract, r): the product is accumulated onto r."""
+    if not isinstance(op, Add):
+        return False
+    for mine, other in ((0, 1), (1, 0)):
+        gemm = uses.made_for(op.inputs[mine], op, Contract)
+        if isinstance(gemm, Contract) and _plain(gemm) and gemm.residual is None and not op.output.causal:
+            uses.replace([gemm, op], _rebuild(gemm, op.output, residual=op.inputs[other]))
+            return True
+    return False
+
+
+def _norm_residual(uses: _Uses, op: Op) -> bool:
+    """LayerNorm(Add(x, r)) where the sum also goes on as the residual stream."""
+    if not isinstance(op, LayerNorm) or op.residual:
+        return False
+    add = uses.maker.get(op.inputs[0])
+    if not isinstance(add, Add) or add.phase != "forward":
+        return False
+    first = min(uses.order[r] for r in uses.readers[add.output])
+    if uses.order[op] != first:  # somebody needs the sum before the norm
+        return False
+    x, r = add.inputs
+    gamma, beta = op.inputs[1:3]
+    uses.replace([op, add], LayerNorm(x, gamma, beta, op.output, op.stat, op.eps, residual=r, total=add.output))
+    return True
+
+
+def _norm_grad_add(uses: _Uses, op: Op) -> bool:
+    """Add(LayerNormGrad's dx, g): the residual stream's gradient is added where dx is made."""
+    if not isinstance(op, Add):
+        return False
+    for mine, other in ((0, 1), (1, 0)):
+        norm = uses.made_for(op.inputs[mine], op, LayerNormGrad)
+        if isinstance(norm, LayerNormGrad) and norm.extra is None and norm.output is op.inputs[mine]:
+            dy, x, stat, gamma = norm.inputs
+            _, dgamma, dbeta = norm.outputs
+            fused = LayerNormGrad(dy, x, stat, gamma, op.output, dgamma, dbeta, add=op.inputs[other])
+            uses.replace([norm, op], fused)
+            return True
+    return False
+
+
+def _activation(uses: _Uses, op: Op) -> bool:
+    """Activation(Contract): the epilogue; what comes before the activation is kept if the gradient reads it."""
+    if not isinstance(op, Activation):
+        return False
+    x = op.inputs[0]
+    gemm = uses.maker.get(x)
+    readers = [r for r in uses.readers[x] if r is not op]
+    if not (isinstance(gemm, Contract) and _plain(gemm)) or any(r.phase == "forward" for r in readers):
+        return False
+    uses.replace([gemm, op], _rebuild(gemm, op.output, activation=op.act, pre=x if readers else None))
+    return True
+
+
+def _activation_grad(uses: _Uses, op: Op) -> bool:
+    """ActivationGrad(Contract, x): the gradient GEMM's epilogue (DGELU)."""
+    if not isinstance(op, ActivationGrad):
+        return False
+    gemm = uses.made_for(op.inputs[0], op, Contract)
+    if not (isinstance(gemm, Contract) and _plain(gemm) and not gemm.inputs[2:]):
+        return False
+    uses.replace([gemm, op], _rebuild(gemm, op.output, activation=op.act, aux=op.inputs[1]))
+    return True
+
+
+def _embedding_grad_into(uses: _Uses, op: Op) -> bool:
+    """Add(g, EmbeddingGrad) of a tied table: the rows are added to g in place."""
+    if not isinstance(op, Add):
+        return False
+    for mine, other in ((0, 1), (1, 0)):
+        rows = uses.made_for(op.inputs[mine], op, EmbeddingGrad)
+        base = op.inputs[other]
+        if isinstance(rows, EmbeddingGrad) and rows.into is None and uses.readers[base] == [op]:
+            ids, dy = rows.inputs[:2]
+            # The sum's tensor is the one that the host knows: the other gradient is made in its tiles.
+            base.storage = op.output.storage
+            uses.replace([rows, op], EmbeddingGrad(ids, dy, op.output, into=base))
+            return True
+    return False
+
+
+def _cross_entropy(uses: _Uses, op: Op) -> bool:
+    """CrossEntropy and its gradient over an uncut vocabulary: one task, the logits read once."""
+    if not isinstance(op, CrossEntropyGrad) or op.fused:
+        return False
+    forward = uses.maker[op.inputs[2]]
+    assert isinstance(forward, CrossEntropy)
+    forward.fused, op.fused = op, True
+    return True

@@ -1,0 +1,93 @@
+"""From a list of tile tasks to a native program: handles for the tiles, codelets, footprints."""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any
+
+import numpy as np
+
+from nntile_py import _core
+from nntile_py.tasks import Lowering, Tensor
+from nntile_py.tiles import Slot, TaskList, Tile
+from nntile_py.tiles.tasklist import MONOIDS
+
+
+class Store:
+    """StarPU handles of the tiles that outlive a program, shared by all programs of a trainer by tensor name."""
+
+    def __init__(self) -> None:
+        self.handles: dict[tuple[str, tuple[int, ...]], _core.Tile] = {}
+
+    def handle(self, tile: Tile) -> _core.Tile:
+        if not tile.persistent:
+            return _new(tile)
+        key = (tile.tensor, tile.index)
+        if key not in self.handles:
+            self.handles[key] = _new(tile)
+        return self.handles[key]
+
+    def write(self, low: Lowering, tensor: Tensor, value: np.ndarray[Any, Any]) -> None:
+        """Put a whole array into a tensor's tiles, in order with the tasks, without waiting."""
+        for where, tile in low.grid(tensor):
+            self.handle(tile).write(np.ascontiguousarray(value[where]))
+
+    def read(self, low: Lowering, tensor: Tensor) -> np.ndarray[Any, Any]:
+        """A whole tensor from its tiles; waits for the tasks that write them."""
+        out: np.ndarray[Any, Any] | None = None
+        for where, tile in low.grid(tensor):
+            part = self.handle(tile).read()
+            if out is None:
+                out = np.zeros(tensor.shape, part.dtype)
+            out[where] = part
+        assert out is not None
+        return out
+
+
+def _new(tile: Tile) -> _core.Tile:
+    return _core.Tile(list(tile.shape), tile.dtype, MONOIDS.index(tile.monoid), tile.redux)
+
+
+class Program:
+    """A resolved task list bound to handles: `run` submits all of it and returns."""
+
+    def __init__(self, tasks: TaskList, store: Store) -> None:
+        self.tasks = len(tasks.tasks)
+        self.slots: list[str] = []
+        self._native = _core.Program()
+        handles: dict[Tile, _core.Tile] = {}
+        for task in tasks.tasks:
+            for access in task.accesses:
+                if access.tile not in handles:
+                    handles[access.tile] = store.handle(access.tile)
+            for tile in task.clears:
+                self._native.add_invalidate(handles[tile])
+            floats, slots = [], []
+            for position, value in enumerate(task.floats):
+                if isinstance(value, Slot):
+                    if value.name not in self.slots:
+                        self.slots.append(value.name)
+                    slots.append((position, self.slots.index(value.name)))
+                floats.append(0.0 if isinstance(value, Slot) else float(value))
+            shapes = [a.tile.shape for a in task.accesses]
+            dtype = next((a.tile.dtype for a in task.accesses if a.tile.dtype.startswith("fp")), "fp32")
+            self._native.add(
+                kernel=task.kernel,
+                codelet=f"{task.kernel}_{dtype}",
+                name=task.op or task.kernel,
+                tiles=[handles[a.tile] for a in task.accesses],
+                modes=[a.mode for a in task.accesses],
+                ints=list(task.ints),
+                floats=floats,
+                slots=slots,
+                accumulates=sum(1 << k for k, a in enumerate(task.accesses) if a.accumulate),
+                footprint=zlib.crc32(repr((shapes, task.ints)).encode()),
+                priority=task.priority,
+                flop=task.flop,
+            )
+            for tile in task.frees:
+                self._native.add_invalidate(handles[tile])
+
+    def run(self, slots: dict[str, float] | None = None) -> None:
+        """Submit every task. `slots`: the step's scalars by name."""
+        self._native.run([float((slots or {})[name]) for name in self.slots])

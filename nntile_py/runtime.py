@@ -1,0 +1,160 @@
+"""StarPU for Python: start and stop, arrays held by StarPU, tasks in plain Python."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import weakref
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from nntile_py import _core
+from nntile_py.errors import ConfigError, TaskError
+
+_MODES = ("R", "W", "RW")
+
+
+class Runtime:
+    """StarPU with `cpus` CPU workers and a scheduling policy, as a context manager; one at a time in a process.
+
+    cpus: workers, default all cores. scheduler: a policy of StarPU (lws, dmdas, dmdar, eager, ...). memory: bytes of
+    main memory that tiles may take. window: most tasks submitted and not yet ended. calibrate: measure anew the
+    performance models that dmda* use. Raises ConfigError for values out of range, TaskError if StarPU does not start.
+    """
+
+    current: Runtime | None = None
+
+    def __init__(
+        self,
+        cpus: int | None = None,
+        scheduler: str = "lws",
+        *,
+        cuda: int = 0,
+        memory: int | None = None,
+        cuda_memory: int | None = None,
+        window: int | None = None,
+        calibrate: bool = False,
+    ) -> None:
+        cores = len(os.sched_getaffinity(0))
+        self.cpus = cores if cpus is None else cpus
+        if not 1 <= self.cpus <= cores:
+            raise ConfigError(f"runtime.cpus: {cpus} is not allowed; this machine has 1 to {cores}")
+        if cuda:
+            raise ConfigError("runtime.cuda: this build of nntile_py has no CUDA workers; use 0")
+        if window is not None and window < 1:
+            raise ConfigError(f"runtime.window: {window} is not allowed; use a positive number of tasks")
+        self.scheduler, self.memory, self.window, self.calibrate = scheduler, memory, window or 0, calibrate
+        self._closing: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    @staticmethod
+    def from_config(config: str | Path | Mapping[str, Any]) -> Runtime:
+        """From a scheduler config: a path, a name of scheduler_configs/, or its keys."""
+        from nntile_py.config import runtime_options
+
+        return Runtime(**runtime_options(config))
+
+    def __enter__(self) -> Runtime:
+        os.environ.setdefault("STARPU_SILENT", "1")
+        if self.memory:
+            os.environ["STARPU_LIMIT_CPU_MEM"] = str(max(1, self.memory >> 20))
+        try:
+            _core.start(self.cpus, self.scheduler, self.window, self.calibrate)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+        finally:
+            if self.memory:
+                del os.environ["STARPU_LIMIT_CPU_MEM"]
+        Runtime.current = self
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        try:
+            if exc[0] is None:
+                for user in list(self._closing):
+                    user.close()
+                _core.wait_all()
+        finally:
+            Runtime.current = None
+            _core.stop()
+
+    def at_exit(self, user: Any) -> None:
+        """Have `user.close()` called before StarPU stops, if it is still alive then."""
+        self._closing.add(user)
+
+    @staticmethod
+    def wait() -> None:
+        """Wait until every submitted task has ended; raises TaskError if one failed."""
+        _core.wait_all()
+
+
+class Array:
+    """A numpy array held by StarPU as one tile, for tasks in Python: `nt.array(x)`, then `.numpy()` to read it."""
+
+    def __init__(self, value: Any) -> None:
+        value = np.asarray(value)
+        names = {"float32": "fp32", "float64": "fp64", "int64": "int64"}
+        if value.dtype.name not in names:
+            raise TypeError(f"dtype {value.dtype} is not allowed; use {', '.join(names)}")
+        self.tile = _core.Tile(list(value.shape), names[value.dtype.name])
+        self.tile.write(value)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.tile.shape)
+
+    @property
+    def dtype(self) -> Any:
+        return self.tile.dtype
+
+    def numpy(self) -> np.ndarray[Any, Any]:
+        """A copy, after the tasks that write it. Raises TaskError if a task failed."""
+        return np.asarray(self.tile.read())
+
+
+def array(value: Any) -> Array:
+    """Give a numpy array (float32, float64 or int64) to StarPU."""
+    return Array(value)
+
+
+def task(**modes: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Make a Python function a task: `@nt.task(x="R", y="RW")`, mode R, W or RW for each array argument.
+
+    The call submits and returns at once. On a worker the function gets numpy views of the tiles' memory, read-only
+    for R; they must not be kept. Other arguments are passed on as they are. What the function raises comes out as
+    TaskError, naming it, at the next wait, read or submission.
+    """
+    for name, mode in modes.items():
+        if mode not in _MODES:
+            raise ValueError(f"task: mode {mode!r} of {name} is not allowed; use R, W or RW")
+
+    def decorate(function: Callable[..., None]) -> Callable[..., None]:
+        signature = inspect.signature(function)
+        unknown = set(modes) - set(signature.parameters)
+        if unknown:
+            raise ValueError(f"task {function.__name__}: has no argument {', '.join(sorted(unknown))}")
+
+        @functools.wraps(function)
+        def submit(*args: Any, **kwargs: Any) -> None:
+            bound = signature.bind(*args, **kwargs)
+            bound.apply_defaults()
+            arrays = {name: bound.arguments.pop(name) for name in modes}
+            for name, value in arrays.items():
+                if not isinstance(value, Array):
+                    raise TypeError(f"task {function.__name__}: {name} is no nt.array but {type(value).__name__}")
+            if len({id(value) for value in arrays.values()}) < len(arrays):
+                raise ValueError(f"task {function.__name__}: one array was given for two arguments")
+            tiles = [value.tile for value in arrays.values()]
+            _core.submit_python(
+                function.__name__, function, tiles, list(arrays), list(modes.values()), dict(bound.arguments)
+            )
+
+        return submit
+
+    return decorate
+
+
+__all__ = ["Array", "Runtime", "TaskError", "array", "task"]

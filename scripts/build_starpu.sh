@@ -1,0 +1,194 @@
+#!/usr/bin/env bash
+# Builds StarPU >= 1.4.8 once per user and prints its prefix, alone, on stdout.
+#   scripts/build_starpu.sh [--prefix DIR] [--tarball FILE] [--no-cuda] [--force]
+# Environment: NNTILE_STARPU_PREFIX, STARPU_TARBALL, NNTILE_CUDA=0, CUDA_HOME, MAX_JOBS.
+set -euo pipefail
+umask 022
+export LC_ALL=C
+
+oldest=1.4.8
+cache=${XDG_CACHE_HOME:-$HOME/.cache}/nntile_py
+prefix=${NNTILE_STARPU_PREFIX:-}
+tarball=${STARPU_TARBALL:-}
+cuda=${NNTILE_CUDA:-1}
+force=
+
+say() { echo "starpu: $*" >&2; }
+die() { say "$*"; exit 1; }
+while [ $# -gt 0 ]; do
+    case $1 in
+        --prefix) prefix=${2:?--prefix needs a folder}; shift ;;
+        --tarball) tarball=${2:?--tarball needs a file}; shift ;;
+        --no-cuda) cuda=0 ;;
+        --force) force=1 ;;
+        -h | --help) sed -n '2,4s/^# //p' "$0"; exit ;;
+        *) die "unknown argument $1 (--help)" ;;
+    esac
+    shift
+done
+
+no_source() {
+    say "$1"
+    say "StarPU's sources cannot be had from here. Either name a release tarball (1.4.10 is the version tried):"
+    say "    STARPU_TARBALL=/path/to/starpu-1.4.10.tar.gz make setup"
+    say "or install StarPU >= $oldest so that 'pkg-config --modversion starpu-1.4' finds it (PKG_CONFIG_PATH counts)."
+    exit 1
+}
+
+# StarPU compiles against all of these headers once CUDA is on, and some toolkits come without them.
+cuda_dir=
+no_cuda="no CUDA toolkit found"
+find_cuda() {
+    local nvcc dir header
+    nvcc=$(command -v nvcc || true)
+    for dir in "${CUDA_HOME:-}" "${CUDA_PATH:-}" ${nvcc:+"$(dirname "$(dirname "$(readlink -f "$nvcc")")")"} /usr/local/cuda; do
+        [ -n "$dir" ] && [ -x "$dir/bin/nvcc" ] || continue
+        for header in cuda_runtime.h cublas_v2.h cublasLt.h cusparse.h cusolverDn.h; do
+            [ -e "$dir/include/$header" ] && continue
+            no_cuda="nvcc is there but $dir/include/$header is not: install the rest of the CUDA toolkit"
+            continue 2
+        done
+        cuda_dir=$dir
+        return
+    done
+}
+if [ "$cuda" = 0 ]; then no_cuda="not wanted"; else find_cuda; fi
+
+# A prefix counts once its .pc file is there and no interrupted 'make install' left its mark.
+version_in() {
+    [ ! -e "$1/.installing" ] || return 1
+    PKG_CONFIG_LIBDIR=$1/lib/pkgconfig:$1/lib64/pkgconfig:$(pkg-config --variable pc_path pkg-config) \
+        pkg-config --atleast-version=$oldest starpu-1.4 && [ -e "$1"/lib*/pkgconfig/starpu-1.4.pc ]
+}
+done_already() {
+    local dir
+    [ -z "$force" ] || return 1
+    for dir in ${prefix:+"$prefix"} $([ -n "$prefix" ] || ls -dr "$cache"/starpu-1.4.*[0-9]${cuda_dir:+-cuda} 2>/dev/null); do
+        if version_in "$dir"; then echo "$dir"; return; fi
+    done
+    return 1
+}
+
+missing=
+for tool in gcc g++ make pkg-config tar flock; do command -v $tool >/dev/null || missing+=" $tool"; done
+[ -z "$missing" ] || die "missing:$missing (apt-get install build-essential pkg-config util-linux)"
+if done_already; then exit; fi
+
+base=${prefix:-$cache}
+mkdir -p "$base"
+base=$(cd "$base" && pwd)
+[ -z "$prefix" ] || prefix=$base
+exec 9>"$base/.starpu.lock"
+flock -n 9 || { say "waiting for another build ($base/.starpu.lock)"; flock 9; }
+if done_already; then exit; fi
+
+log=$base/starpu-build.log
+: >"$log"
+rm -rf "$base"/.starpu-build.*
+work=$(mktemp -d "$base/.starpu-build.XXXXXX")
+apt_dir=$(mktemp -d)
+trap 'rm -rf "$work" "$apt_dir"' EXIT
+trap 'exit 130' INT TERM HUP
+
+# Debian's source package, by apt, which checks signatures and hashes. Its lists, cache and sources file are private:
+# nothing of the system's apt changes. The archive is the one that the system's own sources name.
+download() {
+    command -v apt-get >/dev/null || no_source "no apt-get on this system"
+    chmod 755 "$apt_dir"
+    mkdir -p "$apt_dir"/{lists,cache/archives}/partial
+    python3 - "$apt_dir" >>"$log" 2>&1 <<'PY' || no_source "the system's apt sources name no Debian archive (log: $log)"
+import glob, re, sys
+entries = []  # (uri, suites, components, lines to carry over)
+for name in ["/etc/apt/sources.list", *sorted(glob.glob("/etc/apt/sources.list.d/*"))]:
+    try:
+        text = open(name, encoding="utf-8").read()
+    except OSError:
+        continue
+    text = re.sub(r"(?m)^\s*#.*\n?", "", text)
+    if name.endswith(".list"):
+        for kind, options, uri, rest in re.findall(r"(?m)^\s*(deb|deb-src)\s+(?:\[([^]]*)\]\s+)?(\S+)\s+(.*)$", text):
+            kept = [f"{k}: {v.replace(',', ' ')}" for k, v in re.findall(r"(signed-by|trusted)=(\S+)", options)]
+            entries.append((uri, rest.split()[:1], rest.split()[1:], kept))
+    elif name.endswith(".sources"):
+        for stanza in re.split(r"\n\s*\n", text):
+            fields = {k.lower(): v for k, v in re.findall(r"(?m)^([\w-]+):((?:.*(?:\n[ \t].*)*))", stanza)}
+            if fields.get("enabled", "yes").strip().lower() in ("no", "false", "0"):
+                continue
+            kept = [f"{k}:{fields[k]}" for k in ("signed-by", "trusted") if k in fields]
+            for uri in fields.get("uris", "").split():
+                entries.append((uri, fields.get("suites", "").split(), fields.get("components", "").split(), kept))
+# Debian's archive proper has "main" and a path that ends in "debian" (a snapshot's date may follow).
+archive = re.compile(r"debian(\.list)?/?(\d{8}T\d{6}Z/?)?$")
+chosen = [e for e in entries if "main" in e[2] and archive.search(e[0]) and not any("security" in s for s in e[1])]
+if not chosen:
+    sys.exit("no Debian archive among the apt sources")
+uri, _, _, kept = chosen[0]
+with open(f"{sys.argv[1]}/starpu.sources", "w") as out:
+    out.write("\n".join(["Types: deb-src", f"URIs: {uri}", "Suites: unstable", "Components: main", *kept]) + "\n")
+PY
+    cat >"$apt_dir/apt.conf" <<CONF
+Dir::Etc::sourcelist "$apt_dir/starpu.sources";
+Dir::Etc::sourceparts "/dev/null";
+Dir::State::lists "$apt_dir/lists";
+Dir::Cache "$apt_dir/cache";
+#clear APT::Update::Pre-Invoke;
+#clear APT::Update::Post-Invoke;
+#clear APT::Update::Post-Invoke-Success;
+CONF
+    say "reading the source index of Debian unstable"
+    apt-get -c="$apt_dir/apt.conf" -q --error-on=any update >>"$log" 2>&1 || { tail -n 5 "$log" >&2; no_source "apt-get update failed (log: $log)"; }
+    local version
+    version=$(apt-cache -c="$apt_dir/apt.conf" showsrc starpu 2>>"$log" | sed -n 's/^Version: \(1\.4\..*\)/\1/p' | sort -V | tail -n 1)
+    [ -n "$version" ] || no_source "Debian unstable has no StarPU 1.4"
+    say "downloading starpu $version"
+    (cd "$apt_dir" && apt-get -c="$apt_dir/apt.conf" -q source --download-only --tar-only "starpu=$version") >>"$log" 2>&1 ||
+        { tail -n 5 "$log" >&2; no_source "apt-get source failed (log: $log)"; }
+    tarball=$(ls "$apt_dir"/starpu_*.orig.tar.*)
+}
+
+[ -n "$tarball" ] || download
+[ -r "$tarball" ] || die "no such tarball: $tarball"
+mkdir "$work/src"
+tar -xf "$tarball" -C "$work/src" --strip-components=1 2>>"$log" || die "not a readable tarball: $tarball ($(tail -n 1 "$log"))"
+cd "$work/src"
+[ -x configure ] || die "$tarball has no configure script: take a release tarball of StarPU, not a snapshot of its repository"
+version=$(./configure --version | sed -n '1s/^StarPU configure //p')
+case $version in 1.4.*) ;; *) die "$tarball holds StarPU ${version:-(not StarPU)}; needed: 1.4, $oldest or later" ;; esac
+[ "$(printf '%s\n' $oldest "$version" | sort -V | head -n 1)" = $oldest ] || die "$tarball holds StarPU $version; needed: $oldest or later"
+if [ -z "$prefix" ]; then
+    prefix=$cache/starpu-$version${cuda_dir:+-cuda}
+    rm -rf "$prefix"
+fi
+
+# blocking drivers stay off: they set the pipeline of tasks per CUDA device to 0.
+flags=(--prefix="$prefix" --libdir="$prefix/lib" --disable-static --enable-fast
+    --enable-maxcpus=256 --enable-maxcudadev=8 --enable-maxbuffers=16 --enable-maxnodes=16
+    --disable-build-doc --disable-build-examples --disable-build-tests --disable-opencl --disable-hip --disable-socl
+    --disable-starpufft --disable-starpupy --disable-fortran --disable-openmp --disable-glpk --disable-papi --without-x)
+if [ -n "$cuda_dir" ]; then
+    flags+=(--with-cuda-dir="$cuda_dir")
+    # CUDA 13 dropped cudaDeviceProp.computeMode.
+    sed -i 's/props\[devid\]\.computeMode ==/({ int mode = 0; cudaDeviceGetAttribute(\&mode, cudaDevAttrComputeMode, devid); mode; }) ==/' \
+        src/drivers/cuda/driver_cuda.c src/drivers/cuda/driver_cuda1.c
+else
+    flags+=(--disable-cuda)
+fi
+pkg-config --exists hwloc || { flags+=(--without-hwloc); say "no hwloc: workers are not placed by topology (apt-get install libhwloc-dev)"; }
+pkg-config --exists fxt || { flags+=(--disable-fxt); say "no FxT: no traces (apt-get install libfxt-dev)"; }
+command -v mpicc >/dev/null || { flags+=(--disable-mpi); say "no MPI: one node only (apt-get install libopenmpi-dev)"; }
+
+failed() {
+    tail -n 25 "$log" >&2
+    die "$1 failed; log: $log"
+}
+say "configuring $version, $([ -n "$cuda_dir" ] && echo "CUDA from $cuda_dir" || echo "CUDA off ($no_cuda)")"
+./configure "${flags[@]}" >>"$log" 2>&1 || { cp config.log "$base/starpu-config.log"; say "config.log: $base/starpu-config.log"; failed configure; }
+say "compiling (a minute or two)"
+make -j"${MAX_JOBS:-$(nproc)}" >>"$log" 2>&1 || failed make
+mkdir -p "$prefix"
+touch "$prefix/.installing"
+make install >>"$log" 2>&1 || failed "make install"
+rm "$prefix/.installing"
+version_in "$prefix" || die "pkg-config does not find StarPU in $prefix; log: $log"
+say "StarPU $version is in $prefix"
+echo "$prefix"

@@ -1,0 +1,124 @@
+#!/usr/bin/env bash
+# Everything from a clean clone to an importable nntile_py in .venv: system packages, StarPU, torch, the extension.
+# A second run does nothing twice.
+#   PYTHON=python3.12        the interpreter to make .venv with
+#   TORCH='torch==2.13.0'    what to give pip for torch; the default keeps a torch >= 2.11 that .venv has already
+#   NNTILE_APT=0             never install system packages, only name them
+#   NNTILE_ARCH              the extension's -march (native), STARPU_TARBALL, NNTILE_STARPU_PREFIX: see build_starpu.sh
+set -euo pipefail
+cd "$(dirname "$0")/.."
+say() { echo "setup: $*" >&2; }
+die() { say "$*"; exit 1; }
+
+system_starpu() { [ -z "${NNTILE_STARPU_PREFIX:-}" ] && pkg-config --atleast-version=1.4.8 starpu-1.4 2>/dev/null; }
+
+find_python() {
+    local python
+    for python in ${PYTHON:-.venv/bin/python python3 python3.14 python3.13 python3.12 python3.11}; do
+        "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo "$python"; return; }
+    done
+    die "Python >= 3.11 is needed (PYTHON=... names one; apt-get install python3 python3-venv python3-dev)"
+}
+
+# Debian's names of what is missing: first what nothing works without, then what StarPU does less without.
+needed() {
+    command -v g++ >/dev/null || echo g++
+    command -v make >/dev/null || echo make
+    command -v pkg-config >/dev/null || echo pkg-config
+    [ -n "$has_headers" ] || echo "$python_package-dev"
+    [ -n "$has_venv" ] || echo "$python_package-venv"
+}
+wanted() {
+    system_starpu && return
+    pkg-config --exists hwloc 2>/dev/null || echo libhwloc-dev
+    pkg-config --exists fxt 2>/dev/null || echo libfxt-dev
+    command -v mpicc >/dev/null || echo libopenmpi-dev
+}
+look_at_python() {
+    read -r python_package has_headers has_venv < <("$python" - <<'PY'
+import importlib.util, os, sys, sysconfig
+header = os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h"))
+venv = all(map(importlib.util.find_spec, ("venv", "ensurepip")))
+# A virtual environment that exists needs no ensurepip.
+venv = venv or os.path.exists(".venv/bin/pip")
+print("python%d.%d" % sys.version_info[:2], "yes" if header else "-", "yes" if venv else "-")
+PY
+    )
+    [ "$has_headers" = yes ] || has_headers=
+    [ "$has_venv" = yes ] || has_venv=
+}
+install_packages() {
+    local sudo=
+    [ "${NNTILE_APT:-1}" != 0 ] && command -v apt-get >/dev/null || return 1
+    if [ "$(id -u)" != 0 ]; then sudo -n true 2>/dev/null && sudo="sudo -n" || return 1; fi
+    say "apt-get install $*"
+    local apt="$sudo env DEBIAN_FRONTEND=noninteractive apt-get -qq"
+    # A machine whose package lists are old or absent needs an update first.
+    $apt install -y --no-install-recommends "$@" >/dev/null 2>&1 ||
+        { $apt update >/dev/null && $apt install -y --no-install-recommends "$@" >/dev/null; }
+}
+
+python=$(find_python)
+look_at_python
+missing="$(needed) $(wanted)"
+if [ -n "${missing// /}" ]; then
+    # shellcheck disable=SC2086
+    install_packages $missing || say "not installed: apt-get install" $missing
+    look_at_python
+    missing=$(needed)
+    [ -z "$missing" ] || die "cannot go on without: apt-get install" $missing
+fi
+
+# A StarPU that was named once is remembered; the one in the cache folder is found again anyway.
+record=.venv/.starpu
+if system_starpu; then
+    starpu=$(pkg-config --variable=prefix starpu-1.4)
+    named=1
+else
+    named=${NNTILE_STARPU_PREFIX:+1}
+    if [ -z "$named" ] && [ -r $record ] && pkg-config --atleast-version=1.4.8 "$(cat $record)"/lib*/pkgconfig/starpu-1.4.pc 2>/dev/null; then
+        NNTILE_STARPU_PREFIX=$(cat $record)
+        export NNTILE_STARPU_PREFIX
+        named=1
+    fi
+    starpu=$(scripts/build_starpu.sh)
+    export PKG_CONFIG_PATH=$starpu/lib/pkgconfig:$starpu/lib64/pkgconfig${PKG_CONFIG_PATH:+:$PKG_CONFIG_PATH}
+fi
+
+[ -x .venv/bin/pip ] || "$python" -m venv .venv || die "no virtual environment: apt-get install $python_package-venv"
+if [ -n "$named" ]; then echo "$starpu" >$record; else rm -f $record; fi
+
+py=.venv/bin/python
+pip="$py -m pip -qq --disable-pip-version-check install"
+has_torch() {
+    $py -c 'import importlib.metadata as m, sys; sys.exit([int(n) for n in m.version("torch").split(".")[:2]] < [2, 11])' 2>/dev/null
+}
+if [ -n "${TORCH:-}" ] || ! has_torch; then
+    say "pip install ${TORCH:=torch==2.13.0}"
+    $pip "$TORCH"
+fi
+
+# The first stamp holds what the installation depends on; the second dates the last compilation.
+installed=.venv/.setup-done
+compiled=.venv/.compiled
+config=$starpu/include/starpu/1.4/starpu_config.h
+state=$({ cat pyproject.toml setup.py "$config"; find nntile_py/csrc tasks -name '*.cpp' | sort; ls -d .venv/lib/*/site-packages/torch-*.dist-info
+    echo "$PWD $starpu ${NNTILE_ARCH:-}"; } 2>&1 | sha256sum)
+touch $compiled.now
+if [ ! -e $installed ] || [ "$(cat $installed)" != "$state" ]; then
+    say "pip install -e . (compiles the extension)"
+    $pip setuptools wheel ninja
+    $pip --no-build-isolation -e '.[test]'
+elif [ ! -e $compiled ] || ! compgen -G 'nntile_py/_core*.so' >/dev/null ||
+    [ -n "$(find nntile_py/csrc tasks -name '*.[ch]*' -newer $compiled -print -quit)" ]; then
+    say "compiling the extension"
+    mkdir -p build
+    $py setup.py -q build_ext --inplace >build/ext.log 2>&1 ||
+        { grep -A 8 -E 'error|FAILED' build/ext.log | head -n 60 >&2; die "compilation failed; log: build/ext.log"; }
+else
+    rm $compiled.now
+    exit
+fi
+$py -c 'import nntile_py._core' || die "the extension does not load"
+mv $compiled.now $compiled
+echo "$state" >$installed

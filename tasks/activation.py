@@ -1,0 +1,81 @@
+"""Activations as in transformers: relu, gelu (exact, erf), gelu_new (tanh approximation; Hendrycks and Gimpel 2016)."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from nntile_py.tiles import R, W
+
+from .op import Array, GraphLike, Lowering, Op, Tensor
+
+ACTIVATIONS = ("relu", "gelu", "gelu_new")
+
+_erf = np.vectorize(math.erf)
+_C = math.sqrt(2 / math.pi)
+
+
+def activation(kind: str, x: Array) -> Array:
+    """The activation in numpy."""
+    if kind == "relu":
+        return np.maximum(x, 0.0)
+    if kind == "gelu":
+        return np.asarray(0.5 * x * (1 + _erf(x / math.sqrt(2))))
+    return np.asarray(0.5 * x * (1 + np.tanh(_C * (x + 0.044715 * x**3))))
+
+
+def activation_derivative(kind: str, x: Array) -> Array:
+    """Its derivative in numpy."""
+    if kind == "relu":
+        return np.asarray((x > 0).astype(x.dtype))
+    if kind == "gelu":
+        return np.asarray(0.5 * (1 + _erf(x / math.sqrt(2))) + x * np.exp(-x * x / 2) / math.sqrt(2 * math.pi))
+    t = np.tanh(_C * (x + 0.044715 * x**3))
+    return np.asarray(0.5 * (1 + t) + 0.5 * x * (1 - t * t) * _C * (1 + 3 * 0.044715 * x * x))
+
+
+class Activation(Op):
+    """y = act(x), element-wise; kind is relu, gelu or gelu_new."""
+
+    def __init__(self, x: Tensor, out: Tensor, kind: str) -> None:
+        if kind not in ACTIVATIONS:
+            raise ValueError(f"activation: {kind!r} is not allowed; use one of {', '.join(ACTIVATIONS)}")
+        super().__init__([x], [out])
+        self.act = kind
+
+    def gradient(self, g: GraphLike, *grads: Tensor | None) -> list[Tensor | None]:
+        dy, x = grads[0], self.inputs[0]
+        assert dy is not None
+        out = g.temp("activation_grad", x.axes, x.shape, x.dtype)
+        return [g.add(ActivationGrad(dy, x, out, self.act)).output]
+
+    def flop(self) -> float:
+        return 10.0 * self.output.words
+
+    def lower(self, low: Lowering) -> None:
+        for index in low.indices(self.output):
+            x, y = low.tile(self.inputs[0], index), low.tile(self.output, index)
+            low.emit("activation", [W(y), R(x)], [ACTIVATIONS.index(self.act)])
+
+    def reference(self, *inputs: Array) -> tuple[Array, ...]:
+        return (activation(self.act, inputs[0]),)
+
+
+class ActivationGrad(Op):
+    """dx = dy * act'(x)."""
+
+    def __init__(self, dy: Tensor, x: Tensor, out: Tensor, kind: str) -> None:
+        super().__init__([dy, x], [out])
+        self.act = kind
+
+    def flop(self) -> float:
+        return 15.0 * self.output.words
+
+    def lower(self, low: Lowering) -> None:
+        for index in low.indices(self.output):
+            dy, x = (low.tile(t, index) for t in self.inputs)
+            low.emit("activation_grad", [W(low.tile(self.output, index)), R(dy), R(x)], [ACTIVATIONS.index(self.act)])
+
+    def reference(self, *inputs: Array) -> tuple[Array, ...]:
+        return (inputs[0] * activation_derivative(self.act, inputs[1]),)

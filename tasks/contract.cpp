@@ -1,0 +1,183 @@
+// Contraction of tiles as (batched) GEMM, with the epilogues of FusedLinear. Arguments: see contract.py.
+#include <ATen/ops/addmm.h>
+#include <ATen/ops/baddbmm.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/sum.h>
+
+#include "activation.h"
+
+namespace nntile {
+namespace {
+
+struct Epilogue {
+  int64_t bias_axes;  // bit mask over the output's axes, -1: none
+  bool residual;
+  int activation;  // -1: none
+  bool keep_pre, aux;
+  int64_t colsum;  // which operand is summed too, -1: none
+};
+
+constexpr size_t kEpilogueInts = 6;
+
+Epilogue read_epilogue(const Args& t) {
+  return {t.i(0), t.i(1) != 0, static_cast<int>(t.i(2)), t.i(3) != 0, t.i(4) != 0, t.i(5)};
+}
+
+at::Tensor broadcastable(const at::Tensor& bias, int64_t mask, const at::Tensor& out) {
+  std::vector<int64_t> shape(out.sizes().begin(), out.sizes().end());
+  for (size_t axis = 0; axis < shape.size(); ++axis)
+    if (!((mask >> axis) & 1)) shape[axis] = 1;
+  return bias.view(shape);
+}
+
+// The bias has the last axes of the output and no other.
+bool trailing(int64_t mask, int64_t axes) {
+  int64_t last = 0;
+  while (last < axes && !((mask >> last) & 1)) ++last;
+  for (int64_t axis = last; axis < axes; ++axis)
+    if (!((mask >> axis) & 1)) return false;
+  return true;
+}
+
+// pre <- pre + bias (kept only if out is another tile); out <- act(pre). bias may be undefined.
+void activate_tile(int kind, const at::Tensor& pre, const at::Tensor& out, const at::Tensor& bias) {
+  dispatch(pre, [&](auto zero) {
+    using T = decltype(zero);
+    auto* x = pre.data_ptr<T>();
+    auto* y = out.data_ptr<T>();
+    const auto* b = bias.defined() ? bias.data_ptr<T>() : nullptr;
+    const int64_t columns = b ? bias.numel() : pre.numel();
+    for (int64_t row = 0; row < pre.numel() / columns; ++row, x += columns, y += columns)
+      for_vectors<T>(columns, [&](int64_t k, int64_t count) {
+        auto v = load(x + k, count);
+        if (b) {
+          v = v + load(b + k, count);
+          if (x != y) v.store(x + k, static_cast<int>(count));
+        }
+        activate(kind, v).store(y + k, static_cast<int>(count));
+      });
+  });
+}
+
+void multiply_derivative(int kind, const at::Tensor& y, const at::Tensor& aux) {
+  dispatch(y, [&](auto zero) {
+    using T = decltype(zero);
+    auto* out = y.data_ptr<T>();
+    const auto* x = aux.data_ptr<T>();
+    for_vectors<T>(y.numel(), [&](int64_t k, int64_t count) {
+      (load(out + k, count) * derivative(kind, load(x + k, count))).store(out + k, static_cast<int>(count));
+    });
+  });
+}
+
+// The product of the permuted operands as a (batched) matrix: out = beta * out + alpha * a b.
+void gemm(const at::Tensor& out, const at::Tensor& a, const at::Tensor& b, double beta, double alpha) {
+  auto target = out;
+  if (out.dim() == 2)
+    at::addmm_out(target, out, a, b, beta, alpha);
+  else
+    at::baddbmm_out(target, out, a, b, beta, alpha);
+}
+
+struct Plan {
+  bool swap, permuted_out;
+  at::IntArrayRef a, b, out;
+  size_t batch, m, n, k;
+
+  explicit Plan(const Args& t) {
+    const size_t at = kEpilogueInts;
+    swap = t.i(at) != 0;
+    batch = static_cast<size_t>(t.i(at + 1));
+    m = static_cast<size_t>(t.i(at + 2));
+    n = static_cast<size_t>(t.i(at + 3));
+    k = static_cast<size_t>(t.i(at + 4));
+    a = slice(t, at + 5, batch + m + k);
+    b = slice(t, at + 5 + a.size(), batch + k + n);
+    out = slice(t, at + 5 + a.size() + b.size(), batch + m + n);
+    permuted_out = false;
+    for (size_t axis = 0; axis < out.size(); ++axis) permuted_out |= out[axis] != static_cast<int64_t>(axis);
+  }
+};
+
+int64_t extent(at::IntArrayRef sizes, size_t from, size_t count) {
+  int64_t product = 1;
+  for (size_t axis = from; axis < from + count; ++axis) product *= sizes[axis];
+  return product;
+}
+
+at::Tensor matrix(const at::Tensor& tensor, size_t batch, size_t rows, size_t columns) {
+  const auto sizes = tensor.sizes();
+  const int64_t m = extent(sizes, batch, rows), n = extent(sizes, batch + rows, columns);
+  return batch ? tensor.reshape({extent(sizes, 0, batch), m, n}) : tensor.reshape({m, n});
+}
+
+void contract(Args& t) {
+  const auto epilogue = read_epilogue(t);
+  const Plan plan(t);
+  size_t next = 3;
+  const auto target = t[0];
+  const auto bias = epilogue.bias_axes >= 0 ? t[next++] : at::Tensor();
+  const auto residual = epilogue.residual ? t[next++] : at::Tensor();
+  const bool activates = epilogue.activation >= 0 && !epilogue.aux;
+  // With an activation the bias waits for its pass over the tile; otherwise the product is added to it.
+  const bool late_bias = bias.defined() && activates && !residual.defined() && trailing(epilogue.bias_axes, target.dim());
+
+  auto a = t[1], b = t[2];
+  if (plan.swap) std::swap(a, b);
+  const auto a_matrix = matrix(a.permute(plan.a), plan.batch, plan.m, plan.k);
+  const auto b_matrix = matrix(b.permute(plan.b), plan.batch, plan.k, plan.n);
+
+  double beta = t.accumulates(0) ? 1 : 0;
+  if (residual.defined()) {
+    if (beta == 0) target.copy_(residual);
+    else target.add_(residual);
+    beta = 1;
+  }
+  if (bias.defined() && !late_bias) {
+    const auto wide = broadcastable(bias, epilogue.bias_axes, target);
+    if (beta == 0) target.copy_(wide.expand_as(target));
+    else target.add_(wide);
+    beta = 1;
+  }
+  if (!plan.permuted_out) {
+    gemm(matrix(target, plan.batch, plan.m, plan.n), a_matrix, b_matrix, beta, t.f(0));
+  } else {
+    const auto view = target.permute(plan.out);
+    const auto product = at::empty(view.sizes(), target.options());
+    gemm(matrix(product, plan.batch, plan.m, plan.n), a_matrix, b_matrix, 0, t.f(0));
+    if (beta == 0) view.copy_(product);
+    else view.add_(product);
+  }
+
+  if (epilogue.aux) multiply_derivative(epilogue.activation, target, t[next++]);
+  else if (activates) {
+    const auto out = epilogue.keep_pre ? t[next++] : target;
+    activate_tile(epilogue.activation, target, out, late_bias ? bias : at::Tensor());
+  }
+  if (epilogue.colsum >= 0) {
+    // The operand's rows are the summed axes: K is first in the permuted b, last in the permuted a.
+    const bool first = (epilogue.colsum == 0) != plan.swap;
+    auto sum = t[next];
+    const auto operand = first ? a_matrix : b_matrix;
+    const auto total = operand.sum(first ? 1 : 0).view(sum.sizes());
+    if (t.accumulates(next)) sum.add_(total);
+    else sum.copy_(total);
+  }
+}
+
+void contract_epilogue(Args& t) {
+  const auto epilogue = read_epilogue(t);
+  size_t next = 1;
+  const auto target = t[0];
+  if (epilogue.bias_axes >= 0) target.add_(broadcastable(t[next++], epilogue.bias_axes, target));
+  if (epilogue.residual) target.add_(t[next++]);
+  if (epilogue.aux) multiply_derivative(epilogue.activation, target, t[next]);
+  else if (epilogue.activation >= 0)
+    activate_tile(epilogue.activation, target, epilogue.keep_pre ? t[next] : target, at::Tensor());
+}
+
+NNTILE_KERNEL(contract, contract);
+NNTILE_KERNEL(contract_epilogue, contract_epilogue);
+
+}  // namespace
+}  // namespace nntile

@@ -1,0 +1,200 @@
+"""Contraction of two tensors over their shared axes: every GEMM of the project, with fused epilogues (FusedLinear)."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from nntile_py.tiles import ACC, RW, Access, R, Tile, W
+
+from .activation import ACTIVATIONS, activation, activation_derivative
+from .op import Array, GraphLike, Index, Lowering, Op, Tensor, permutation
+
+
+class Contract(Op):
+    """y = act(scale * sum_K a b + bias + residual), or scale * sum_K a b * act'(aux): FusedLinear.
+
+    a and b have named axes: those in both and in `out_axes` are batch axes, those in both and not in `out_axes` are
+    summed over (K), the others are rows (M) and columns (N). `out_axes` may be any order of the rest, so that a
+    reshape of the output or of an input costs no task of its own (Alg. 4 of the NNTile report).
+
+    Optional: bias (axes a subset of the output's), residual (the output's axes), activation (relu, gelu, gelu_new)
+    with `keep_pre`: the value before the activation is a second output; `aux`: the output is multiplied by the
+    activation's derivative at aux; `bias_grad` (one of the inputs, 0 or 1): a last output, the sum of that input over
+    the axes that it sums over (K).
+    """
+
+    def __init__(
+        self,
+        a: Tensor,
+        b: Tensor,
+        out: Tensor,
+        *,
+        scale: float = 1.0,
+        bias: Tensor | None = None,
+        residual: Tensor | None = None,
+        activation: str | None = None,
+        pre: Tensor | None = None,
+        aux: Tensor | None = None,
+        bias_grad: tuple[int, Tensor] | None = None,
+    ) -> None:
+        self.a, self.b, self.scale, self.bias, self.residual = a, b, scale, bias, residual
+        self.activation, self.pre, self.aux, self.bias_grad = activation, pre, aux, bias_grad
+        outputs = [out, pre, bias_grad[1] if bias_grad else None]
+        super().__init__([t for t in (a, b, bias, residual, aux) if t], [t for t in outputs if t])
+        shared = [axis for axis in a.axes if axis in b.axes]
+        self.batch = [axis for axis in shared if axis in out.axes]
+        self.k = [axis for axis in shared if axis not in out.axes]
+        self.m = [axis for axis in out.axes if axis in a.axes and axis not in shared]
+        self.n = [axis for axis in out.axes if axis in b.axes and axis not in shared]
+        assert set(out.axes) == {*self.batch, *self.m, *self.n}, (a, b, out)
+
+    def gradient(self, g: GraphLike, *grads: Tensor | None) -> list[Tensor | None]:
+        assert len(self.inputs) == 2 and self.activation is None, "fusion comes after the gradients"
+        dy = grads[0]
+        assert dy is not None
+        da = contract(g, dy, self.b, self.a.axes, scale=self.scale, like=self.a) if self.a.requires_grad else None
+        db = contract(g, self.a, dy, self.b.axes, scale=self.scale, like=self.b) if self.b.requires_grad else None
+        return [da, db]
+
+    def _extent(self, axes: Sequence[str]) -> int:
+        sizes = {**self.a.sizes, **self.b.sizes}
+        return math.prod(sizes[axis] for axis in axes)
+
+    def flop(self) -> float:
+        return 2.0 * self._extent([*self.batch, *self.m, *self.n, *self.k])
+
+    # -- lowering
+
+    def lower(self, low: Lowering) -> None:
+        ks = [
+            dict(zip(self.k, index, strict=True))
+            for index in itertools.product(*(range(len(low.parts(self.a, axis))) for axis in self.k))
+        ]
+        for index in low.indices(self.output):
+            live = [k for k in ks if not (low.empty(self.a, index | k) or low.empty(self.b, index | k))]
+            self._lower_tile(low, index, live)
+
+    def _lower_tile(self, low: Lowering, index: Index, ks: list[Index]) -> None:
+        out = low.tile(self.output, index)
+        target = low.tile(self.pre, index) if self.pre else out
+        # Only a chain has a first and a last partial product; elsewhere what is not a sum waits for a task of its own.
+        inline = low.policy == "chain" or len(ks) == 1
+        for number, k in enumerate(ks):
+            at = index | k
+            first, last = number == 0 and inline, number == len(ks) - 1 and inline
+            a, b = low.tile(self.a, at), low.tile(self.b, at)
+            accesses = [ACC(target), R(a), R(b)]
+            start = self._start(low, index) if first else []
+            finish = self._finish(low, index, out, target) if last else []
+            sums, colsum = self._bias_grad(low, at)
+            flop = 2.0 * math.prod(
+                low.part(t, axis, at).size
+                for t, axes in ((self.a, [*self.batch, *self.m, *self.k]), (self.b, self.n))
+                for axis in axes
+            )
+            low.emit(
+                "contract",
+                [*accesses, *start, *finish, *sums],
+                [*self._epilogue(first, last), colsum, *self._plan()],
+                [self.scale],
+                flop=flop,
+            )
+        if not inline and (self.bias or self.residual or self.activation or self.aux):
+            accesses = [RW(target), *self._start(low, index), *self._finish(low, index, out, target)]
+            low.emit("contract_epilogue", accesses, [*self._epilogue(True, True), -1], [])
+
+    def _start(self, low: Lowering, index: Index) -> list[Access]:
+        return [R(low.tile(t, index)) for t in (self.bias, self.residual) if t]
+
+    def _finish(self, low: Lowering, index: Index, out: Tile, target: Tile) -> list[Access]:
+        if self.aux:
+            return [R(low.tile(self.aux, index))]
+        return [W(out)] if target is not out else []
+
+    def _bias_grad(self, low: Lowering, at: Index) -> tuple[list[Access], int]:
+        """The tasks of the first tile of the other input's rows also sum this input: each contribution once."""
+        if not self.bias_grad:
+            return [], -1
+        side, grad = self.bias_grad
+        if any(at[axis] for axis in (self.n if side == 0 else self.m)):
+            return [], -1
+        return [ACC(low.tile(grad, at))], side
+
+    def _epilogue(self, start: bool, finish: bool) -> list[int]:
+        """[bias: bit mask of the output's axes that it has, or -1; residual; activation; keeps pre; aux]."""
+        act = ACTIVATIONS.index(self.activation) if self.activation else -1
+        bias = -1
+        if start and self.bias:
+            order = [axis for axis in self.output.axes if axis in self.bias.axes]
+            assert order == list(self.bias.axes), (self.bias, self.output)
+            bias = sum(1 << i for i, axis in enumerate(self.output.axes) if axis in self.bias.axes)
+        return [
+            bias,
+            int(start and self.residual is not None),
+            act if finish else -1,
+            int(finish and self.pre is not None),
+            int(finish and self.aux is not None),
+        ]
+
+    def _plan(self) -> list[int]:
+        """Which axes are batch, rows, columns, summed; a and b change places if the output has columns first."""
+        m, n, a, b = self.m, self.n, self.a, self.b
+        rest = [axis for axis in self.output.axes if axis not in self.batch]
+        swap = bool(rest and rest[0] in n)
+        if swap:
+            m, n, a, b = n, m, b, a
+        return [
+            int(swap),
+            len(self.batch),
+            len(m),
+            len(n),
+            len(self.k),
+            *permutation(a.axes, [*self.batch, *m, *self.k]),
+            *permutation(b.axes, [*self.batch, *self.k, *n]),
+            *permutation(self.output.axes, [*self.batch, *m, *n]),
+        ]
+
+    # -- reference
+
+    def reference(self, *inputs: Array) -> tuple[Array, ...]:
+        given = iter(inputs)
+        a, b = next(given), next(given)
+        letters = {axis: chr(97 + i) for i, axis in enumerate(dict.fromkeys([*self.a.axes, *self.b.axes]))}
+
+        def spell(axes: Sequence[str]) -> str:
+            return "".join(letters[axis] for axis in axes)
+
+        out_axes = self.output.axes
+        y = self.scale * np.einsum(f"{spell(self.a.axes)},{spell(self.b.axes)}->{spell(out_axes)}", a, b)
+        if self.bias:
+            bias = next(given)
+            y = y + bias.reshape([s if axis in self.bias.axes else 1 for axis, s in self.output.sizes.items()])
+        if self.residual:
+            y = y + next(given)
+        results = [y]
+        if self.aux:
+            assert self.activation
+            results = [y * activation_derivative(self.activation, next(given))]
+        elif self.activation:
+            results = [activation(self.activation, y)] + ([y] if self.pre else [])
+        if self.bias_grad:
+            side, grad = self.bias_grad
+            source, axes = (a, self.a.axes) if side == 0 else (b, self.b.axes)
+            results.append(np.einsum(f"{spell(axes)}->{spell(grad.axes)}", source))
+        return tuple(results)
+
+
+def contract(
+    g: GraphLike, a: Tensor, b: Tensor, out_axes: Sequence[str], *, scale: float = 1.0, like: Tensor | None = None
+) -> Tensor:
+    """Contract a and b into a new tensor with `out_axes`; causal if `like` is."""
+    sizes = {**a.sizes, **b.sizes}
+    for axis in a.axes:
+        if axis in b.axes and a.size(axis) != b.size(axis):
+            raise ValueError(f"axis {axis} has {a.size(axis)} elements in {a} and {b.size(axis)} in {b}")
+    out = g.temp("contract", out_axes, [sizes[x] for x in out_axes], a.dtype, causal=bool(like and like.causal))
+    return g.add(Contract(a, b, out, scale=scale)).output

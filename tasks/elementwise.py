@@ -1,0 +1,220 @@
+"""Element-wise operators: add, broadcast add (bias, positions), sums over axes, transposes, dropout, unpacking of QKV."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from nntile_py.tiles import ACC, R, Slot, W
+
+from .op import Array, GraphLike, Lowering, Op, Tensor, permutation
+
+
+class Add(Op):
+    """y = a + b, tensors of the same axes."""
+
+    def __init__(self, a: Tensor, b: Tensor, out: Tensor) -> None:
+        assert a.axes == b.axes == out.axes, (a, b, out)
+        super().__init__([a, b], [out])
+
+    def gradient(self, g: GraphLike, *grads: Tensor | None) -> list[Tensor | None]:
+        return [grads[0], grads[0]]
+
+    def lower(self, low: Lowering) -> None:
+        for index in low.indices(self.output):
+            a, b = (low.tile(t, index) for t in self.inputs)
+            low.emit("add", [W(low.tile(self.output, index)), R(a), R(b)])
+
+    def reference(self, *inputs: Array) -> tuple[Array, ...]:
+        return (inputs[0] + inputs[1],)
+
+
+class BiasAdd(Op):
+    """y = x + bias; the bias has a subset of x's axes, in x's order."""
+
+    def __init__(self, x: Tensor, bias: Tensor, out: Tensor) -> None:
+        assert [axis for axis in x.axes if axis in bias.axes] == list(bias.axes), (x, bias)
+        super().__init__([x, bias], [out])
+
+    def gradient(self, g: GraphLike, *grads: Tensor | None) -> list[Tensor | None]:
+        (x, bias), dy = self.inputs, grads[0]
+        assert dy is not None
+        db = None
+        if bias.requires_grad:
+            db = g.add(Sum(dy, g.temp("bias_grad", bias.axes, bias.shape, bias.dtype))).output
+        return [dy if x.requires_grad else None, db]
+
+    def lower(self, low: Lowering) -> None:
+        x, bias = self.inputs
+        for index in low.indices(self.output):
+            wide = [low.part(x, axis, index).size if axis in bias.axes else 1 for axis in x.axes]
+            y = low.tile(self.output, index)
+            low.emit("bias_add", [W(y), R(low.tile(x, index)), R(low.tile(bias, index))], wide)
+
+    def reference(self, *inputs: Array) -> tuple[Array, ...]:
+        x, bias = self.inputs
+        return (inputs[0] + inputs[1].reshape([s if axis in bias.axes else 1 for axis, s in x.sizes.items()]),)
+
+
+class Sum(Op):
+    """y = sum of x over the axes that y lacks; y's axes in x's order (the gradient of a broadcast)."""
+
+    def __init__(self, x: Tensor, out: Tensor) -> None:
+        assert [axis for axis in x.axes if axis in out.axes] == list(out.axes), (x, out)
+        super().__init__([x], [out])
+
+    def lower(self, low: Lowering) -> None:
+        x = self.inputs[0]
+        dims = [i for i, axis in enumerate(x.axes) if axis not in self.output.axes]
+        for index in low.indices(x):
+            low.emit("sum", [ACC(low.tile(self.output, index)), R(low.tile(x, index))], dims)
+
+    def reference(self, *inputs: Array) -> tuple[Array, ...]:
+        return (inputs[0].sum(axis=tuple(i for i, a in enumerate(self.inputs[0].axes) if a not in self.output.axes)),)
+
+
+class Transpose(Op):
+    """y = x with its axes in another order."""
+
+    def __init__(self, x: Tensor, out: Tensor) -> None:
+        assert sorted(x.axes) == sorted(out.axes), (x, out)
+        super().__init__([x], [out])
+
+    def gradient(self, g: GraphLike, *grads: Tensor | None) -> list[Tensor | None]:
+        assert grads[0] is not None
+        return [transpose(g, grads[0], self.inputs[0].axes)]
+
+    def flop(self) -> float:
+        return 0.0
+
+    def lower(self, low: Lowering) -> None:
+        x = self.inputs[0]
+        for index in low.indices(self.output):
+            y = low.tile(self.output, index)
+            low.emit("transpose", [W(y), R(low.tile(x, index))], permutation(x.axes, self.output.axes))
+
+    def reference(self, *inputs: Array) -> tuple[Array, ...]:
+        return (inputs[0].transpose(permutation(self.inputs[0].axes, self.output.axes)),)
+
+
+class Rename(Op):
+    """The same tiles under other axis names, e.g. seq as key. No task."""
+
+    def __init__(self, x: Tensor, names: dict[str, str]) -> None:
+        axes = [names.get(axis, axis) for axis in x.axes]
+        out = Tensor(f"{x.name}.as", axes, x.shape, x.dtype, storage=x)
+        super().__init__([x], [out])
+        self.names = names
+
+    def gradient(self, g: GraphLike, *grads: Tensor | None) -> list[Tensor | None]:
+        assert grads[0] is not None
+        return [g.add(Rename(grads[0], {new: old for old, new in self.names.items()})).output]
+
+    def flop(self) -> float:
+        return 0.0
+
+    def words(self) -> int:
+        return 0
+
+    def lower(self, low: Lowering) -> None:
+        pass
+
+    def reference(self, *inputs: Array) -> tuple[Array, ...]:
+        return (inputs[0],)
+
+
+class Unpack(Op):
+    """Tensors from one whose axis `axis` (never cut) numbers them: q, k, v from a packed qkv."""
+
+    def __init__(self, x: Tensor, outs: Sequence[Tensor], axis: str) -> None:
+        super().__init__([x], outs)
+        self.axis = axis
+
+    def gradient(self, g: GraphLike, *grads: Tensor | None) -> list[Tensor | None]:
+        x = self.inputs[0]
+        assert all(grads)
+        out = g.temp("packed_grad", x.axes, x.shape, x.dtype)
+        return [g.add(Pack([t for t in grads if t], out, self.axis)).output]
+
+    def flop(self) -> float:
+        return 0.0
+
+    def lower(self, low: Lowering) -> None:
+        x = self.inputs[0]
+        for index in low.indices(x, [a for a in x.axes if a != self.axis]):
+            outs = [W(low.tile(t, index)) for t in self.outputs]
+            low.emit("unpack", [R(low.tile(x, index | {self.axis: 0})), *outs], [x.axes.index(self.axis)])
+
+    def reference(self, *inputs: Array) -> tuple[Array, ...]:
+        at = self.inputs[0].axes.index(self.axis)
+        return tuple(inputs[0].take(i, axis=at) for i in range(len(self.outputs)))
+
+
+class Pack(Op):
+    """The inverse of Unpack."""
+
+    def __init__(self, xs: Sequence[Tensor], out: Tensor, axis: str) -> None:
+        super().__init__(xs, [out])
+        self.axis = axis
+
+    def flop(self) -> float:
+        return 0.0
+
+    def lower(self, low: Lowering) -> None:
+        out = self.output
+        for index in low.indices(out, [a for a in out.axes if a != self.axis]):
+            ins = [R(low.tile(t, index)) for t in self.inputs]
+            low.emit("pack", [W(low.tile(out, index | {self.axis: 0})), *ins], [out.axes.index(self.axis)])
+
+    def reference(self, *inputs: Array) -> tuple[Array, ...]:
+        return (np.stack(inputs, axis=self.output.axes.index(self.axis)),)
+
+
+class Dropout(Op):
+    """y = x * mask / (1 - p); an element's mask is a hash of (seed, key, its index in the whole tensor).
+
+    So the mask does not depend on the tiling, is not stored, and the gradient is the same operator on dy. The seed is
+    the slot `dropout_seed`, another one each step; p is in [0, 1).
+    """
+
+    def __init__(self, x: Tensor, out: Tensor, p: float, key: int) -> None:
+        if not 0 <= p < 1:
+            raise ValueError(f"dropout: {p} is not allowed; use a number from 0 to below 1")
+        super().__init__([x], [out])
+        self.p, self.key = p, key
+
+    def gradient(self, g: GraphLike, *grads: Tensor | None) -> list[Tensor | None]:
+        dy = grads[0]
+        assert dy is not None
+        out = g.temp("dropout_grad", dy.axes, dy.shape, dy.dtype, causal=dy.causal)
+        return [g.add(Dropout(dy, out, self.p, self.key)).output]
+
+    def lower(self, low: Lowering) -> None:
+        x = self.inputs[0]
+        strides = [math.prod(x.shape[i + 1 :]) for i in range(len(x.axes))]
+        for index in low.indices(x):
+            first = sum(low.part(x, a, index).offset * s for a, s in zip(x.axes, strides, strict=True))
+            accesses = [W(low.tile(self.output, index)), R(low.tile(x, index))]
+            low.emit("dropout", accesses, [self.key, first, *strides], [Slot("dropout_seed"), self.p])
+
+    def reference(self, *inputs: Array, seed: int = 0) -> tuple[Array, ...]:
+        index = np.arange(inputs[0].size, dtype=np.uint64).reshape(inputs[0].shape)
+        keep = _hash(index, self.key, seed) >= np.uint64(int(self.p * 2**32))
+        return (inputs[0] * keep / (1 - self.p),)
+
+
+def _hash(index: Array, key: int, seed: int) -> Array:
+    """32 random bits per element: the finaliser of splitmix64 (Steele, Lea, Flood 2014) over index, key and seed."""
+    mask = 2**64 - 1
+    start = ((seed * 0x9E3779B97F4A7C15) & mask) ^ ((key * 0xD1B54A32D192ED03) & mask)
+    with np.errstate(over="ignore"):
+        z = (index + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15) ^ np.uint64(start)
+        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return np.asarray(z >> np.uint64(32))
+
+
+def transpose(g: GraphLike, x: Tensor, axes: Sequence[str]) -> Tensor:
+    return g.add(Transpose(x, g.temp("transpose", axes, [x.size(a) for a in axes], x.dtype))).output

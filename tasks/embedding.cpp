@@ -1,0 +1,49 @@
+#include "common.h"
+
+namespace nntile {
+namespace {
+
+// ints: first row of the table's tile, rows of the whole table.
+void embedding(Args& t) {
+  const auto out = t[0], ids = t[1], table = t[2];
+  dispatch(out, [&](auto zero) {
+    using T = decltype(zero);
+    const int64_t width = table.size(1), first = t.i(0), last = first + table.size(0);
+    auto* y = out.data_ptr<T>();
+    const auto* id = ids.data_ptr<int64_t>();
+    const auto* rows = table.data_ptr<T>();
+    for (int64_t k = 0; k < ids.numel(); ++k, y += width) {
+      if (id[k] < 0 || id[k] >= t.i(1))
+        throw std::out_of_range("id " + std::to_string(id[k]) + " is not in the table of " + std::to_string(t.i(1)) +
+                                " rows");
+      if (id[k] >= first && id[k] < last) std::copy_n(rows + (id[k] - first) * width, width, y);
+      else if (!t.accumulates(0)) std::fill_n(y, width, T(0));
+    }
+  });
+}
+
+// ints: first row of the gradient's tile.
+void embedding_grad(Args& t) {
+  const auto out = t[0], ids = t[1], dy = t[2];
+  if (!t.accumulates(0)) out.zero_();
+  dispatch(out, [&](auto zero) {
+    using T = decltype(zero);
+    const int64_t width = out.size(1), first = t.i(0), last = first + out.size(0);
+    auto* rows = out.data_ptr<T>();
+    const auto* id = ids.data_ptr<int64_t>();
+    const auto* grad = dy.data_ptr<T>();
+    for (int64_t k = 0; k < ids.numel(); ++k, grad += width) {
+      if (id[k] < first || id[k] >= last) continue;
+      auto* row = rows + (id[k] - first) * width;
+      for_vectors<T>(width, [&](int64_t c, int64_t count) {
+        (load(row + c, count) + load(grad + c, count)).store(row + c, static_cast<int>(count));
+      });
+    }
+  });
+}
+
+NNTILE_KERNEL(embedding, embedding);
+NNTILE_KERNEL(embedding_grad, embedding_grad);
+
+}  // namespace
+}  // namespace nntile

@@ -1,0 +1,74 @@
+"""Embedding look-up and its gradient, over a cut table."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from nntile_py.tiles import ACC, R
+
+from .op import Array, GraphLike, Lowering, Op, Tensor
+
+
+class Embedding(Op):
+    """y[..., :] = table[ids[...], :]; the table's first axis may be cut, each of its tiles adds the rows that it has.
+
+    ids int64, within the table (checked by the kernel).
+    """
+
+    def __init__(self, ids: Tensor, table: Tensor, out: Tensor) -> None:
+        super().__init__([ids, table], [out])
+        self.rows = table.axes[0]
+
+    def gradient(self, g: GraphLike, *grads: Tensor | None) -> list[Tensor | None]:
+        ids, table = self.inputs
+        assert grads[0] is not None
+        out = g.temp("embedding_grad", table.axes, table.shape, table.dtype)
+        return [None, g.add(EmbeddingGrad(ids, grads[0], out)).output]
+
+    def flop(self) -> float:
+        return float(self.output.words)
+
+    def words(self) -> int:
+        return self.inputs[0].words + 2 * self.output.words
+
+    def lower(self, low: Lowering) -> None:
+        ids, table = self.inputs
+        for index in low.indices(self.output):
+            for row, part in enumerate(low.parts(table, self.rows)):
+                tile = low.tile(table, index | {self.rows: row})
+                accesses = [ACC(low.tile(self.output, index)), R(low.tile(ids, index)), R(tile)]
+                low.emit("embedding", accesses, [part.offset, table.size(self.rows)])
+
+    def reference(self, *inputs: Array) -> tuple[Array, ...]:
+        return (inputs[1][inputs[0].astype(int)],)
+
+
+class EmbeddingGrad(Op):
+    """dtable[r, :] = (into[r, :] +) sum of dy[i, :] over the i with ids[i] = r, in the order of i.
+
+    With `into` (another gradient of a tied table) the sum is added in place.
+    """
+
+    def __init__(self, ids: Tensor, dy: Tensor, out: Tensor, into: Tensor | None = None) -> None:
+        super().__init__([ids, dy, *([into] if into else [])], [out])
+        self.into = into
+        self.rows = out.axes[0]
+
+    def flop(self) -> float:
+        return float(self.inputs[1].words)
+
+    def words(self) -> int:
+        return sum(t.words for t in self.inputs[:2]) * 2 + (0 if self.into else self.output.words)
+
+    def lower(self, low: Lowering) -> None:
+        ids, dy = self.inputs[:2]
+        for row in low.indices(self.output):
+            offset = low.part(self.output, self.rows, row).offset
+            for index in low.indices(ids):
+                accesses = [ACC(low.tile(self.output, row)), R(low.tile(ids, index)), R(low.tile(dy, index | row))]
+                low.emit("embedding_grad", accesses, [offset], flop=float(low.tile(dy, index | row).bytes))
+
+    def reference(self, *inputs: Array) -> tuple[Array, ...]:
+        out = np.array(inputs[2]) if self.into else np.zeros(self.output.shape)
+        np.add.at(out, inputs[0].astype(int), inputs[1])
+        return (out,)

@@ -1,0 +1,142 @@
+"""LayerNorm over the embed axis, cut or not, with the residual add before it and its gradient."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from nntile_py.tiles import ACC, Access, R, Tile, W
+
+from .op import Array, GraphLike, Index, Lowering, Op, Tensor
+
+AXIS = "embed"
+
+
+class LayerNorm(Op):
+    """y = (s - mean) / sqrt(var + eps) * gamma + beta over the last axis, embed, with s = x (+ residual).
+
+    Outputs: y; stat, fp32 or fp64 [..., 2]: mean and 1/sqrt(var + eps); with a residual also s. (Ba, Kiros, Hinton
+    2016; variance without Bessel's correction.) Uncut: one task a tile. Cut: statistics of each embed tile as
+    (count, mean, M2), combined, then applied.
+    """
+
+    def __init__(
+        self,
+        x: Tensor,
+        gamma: Tensor,
+        beta: Tensor,
+        y: Tensor,
+        stat: Tensor,
+        eps: float,
+        residual: Tensor | None = None,
+        total: Tensor | None = None,
+    ) -> None:
+        assert x.axes[-1] == AXIS, x
+        super().__init__([x, gamma, beta, *([residual] if residual else [])], [y, stat, *([total] if total else [])])
+        self.eps, self.residual, self.total, self.stat = eps, residual, total, stat
+
+    @staticmethod
+    def apply(g: GraphLike, x: Tensor, gamma: Tensor, beta: Tensor, eps: float) -> Tensor:
+        y = g.temp("layer_norm", x.axes, x.shape, x.dtype)
+        stat = g.temp("stat", [*x.axes[:-1], "stat"], [*x.shape[:-1], 2], x.dtype)
+        return g.add(LayerNorm(x, gamma, beta, y, stat, eps)).output
+
+    def gradient(self, g: GraphLike, *grads: Tensor | None) -> list[Tensor | None]:
+        x, gamma, beta = self.inputs[:3]
+        dy = grads[0]
+        assert dy is not None and self.residual is None, "fusion comes after the gradients"
+        dx = g.temp("layer_norm_grad", x.axes, x.shape, x.dtype)
+        dgamma = g.temp("gamma_grad", gamma.axes, gamma.shape, gamma.dtype)
+        dbeta = g.temp("beta_grad", beta.axes, beta.shape, beta.dtype)
+        g.add(LayerNormGrad(dy, x, self.stat, gamma, dx, dgamma, dbeta))
+        return [dx, dgamma, dbeta]
+
+    def flop(self) -> float:
+        return 8.0 * self.output.words
+
+    def lower(self, low: Lowering) -> None:
+        x, gamma, beta = self.inputs[:3]
+        rows = [a for a in x.axes if a != AXIS]
+        extra = [self.residual] if self.residual else []
+        for index in low.indices(x, rows):
+            stat = low.tile(self.stat, index | {"stat": 0})
+            columns = [index | {AXIS: k} for k in range(len(low.parts(x, AXIS)))]
+            if len(columns) == 1:
+                at = columns[0]
+                total = [W(low.tile(self.total, at))] if self.total else []
+                tiles = [low.tile(t, at) for t in (x, gamma, beta, *extra)]
+                low.emit("layer_norm", [W(low.tile(self.output, at)), W(stat), *map(R, tiles), *total], [], [self.eps])
+                continue
+            state = Tile(f"{self.name}.moments", tuple(index.values()), (*stat.shape[:-1], 3), x.dtype, "moments")
+            source = x
+            for at in columns:
+                if self.total:
+                    source = self.total
+                    tiles = [low.tile(t, at) for t in (x, *extra)]
+                    low.emit("add", [W(low.tile(self.total, at)), *map(R, tiles)])
+                low.emit("layer_norm_moments", [ACC(state), R(low.tile(source, at))])
+            low.emit("layer_norm_stat", [W(stat), R(state)], [], [self.eps])
+            for at in columns:
+                tiles = [low.tile(t, at) for t in (source, gamma, beta)]
+                low.emit("layer_norm_apply", [W(low.tile(self.output, at)), R(stat), *map(R, tiles)])
+
+    def reference(self, *inputs: Array) -> tuple[Array, ...]:
+        s = inputs[0] + inputs[3] if self.residual else inputs[0]
+        mean, rstd = s.mean(-1, keepdims=True), 1 / np.sqrt(s.var(-1, keepdims=True) + self.eps)
+        y = (s - mean) * rstd * inputs[1] + inputs[2]
+        return (y, np.concatenate([mean, rstd], -1), *([s] if self.total else []))
+
+
+class LayerNormGrad(Op):
+    """With xhat = (x - mean) rstd and w = dy gamma: dx = rstd (w - mean(w) - xhat mean(w xhat)) (+ add),
+    dgamma = sum dy xhat, dbeta = sum dy, sums over all rows, means over embed.
+    """
+
+    def __init__(
+        self,
+        dy: Tensor,
+        x: Tensor,
+        stat: Tensor,
+        gamma: Tensor,
+        dx: Tensor,
+        dgamma: Tensor,
+        dbeta: Tensor,
+        add: Tensor | None = None,
+    ) -> None:
+        super().__init__([dy, x, stat, gamma, *([add] if add else [])], [dx, dgamma, dbeta])
+        self.extra = add
+
+    def flop(self) -> float:
+        return 14.0 * self.output.words
+
+    def lower(self, low: Lowering) -> None:
+        dy, x, stat, gamma = self.inputs[:4]
+        rows = [a for a in x.axes if a != AXIS]
+        for index in low.indices(x, rows):
+            columns = [index | {AXIS: k} for k in range(len(low.parts(x, AXIS)))]
+            row_stat = low.tile(stat, index | {"stat": 0})
+            if len(columns) == 1:
+                low.emit("layer_norm_grad", self._accesses(low, columns[0], row_stat), [int(bool(self.extra))])
+                continue
+            sums = Tile(f"{self.name}.sums", tuple(index.values()), row_stat.shape, x.dtype)
+            for at in columns:
+                tiles = [low.tile(t, at) for t in (dy, x, gamma)]
+                low.emit("layer_norm_grad_sums", [ACC(sums), R(row_stat), *map(R, tiles)])
+            for at in columns:
+                ints = [int(bool(self.extra)), x.size(AXIS)]
+                low.emit("layer_norm_grad", [*self._accesses(low, at, row_stat), R(sums)], ints)
+
+    def _accesses(self, low: Lowering, at: Index, stat: Tile) -> list[Access]:
+        dx, dgamma, dbeta = (low.tile(t, at) for t in self.outputs)
+        dy, x, gamma = (low.tile(self.inputs[k], at) for k in (0, 1, 3))
+        extra = [R(low.tile(self.extra, at))] if self.extra else []
+        return [W(dx), ACC(dgamma), ACC(dbeta), R(dy), R(x), R(stat), R(gamma), *extra]
+
+    def reference(self, *inputs: Array) -> tuple[Array, ...]:
+        dy, x, stat, gamma = inputs[:4]
+        rows = tuple(range(x.ndim - 1))
+        xhat = (x - stat[..., :1]) * stat[..., 1:]
+        w = dy * gamma
+        dx = stat[..., 1:] * (w - w.mean(-1, keepdims=True) - xhat * (w * xhat).mean(-1, keepdims=True))
+        if self.extra:
+            dx = dx + inputs[4]
+        return dx, (dy * xhat).sum(rows), dy.sum(rows)

@@ -1,0 +1,176 @@
+"""What an operator is: tensors with named axes in and out, a gradient, a cost, a lowering to tile tasks, a reference.
+
+Axis names: batch, seq (positions), key (positions attended to), embed, heads, head_dim, qkv (3), ffn, vocab,
+position (rows of the position table); others may be added freely and are then never cut.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from nntile_py.tiles import Part, TaskList, Tile, Tiling
+
+Index = dict[str, int]
+Array = np.ndarray[Any, Any]
+
+
+class Tensor:
+    """A logical tensor: named axes with sizes, a dtype, and what it is for.
+
+    kind: `input`, `param`, `grad` (of a parameter), `state` (of the optimizer), `scalar` (kept for the host),
+    `temp` (freed after its last reader). Tensors of one `storage` share tiles: an operator in place gives its output
+    the storage of its input. `causal` tensors have axes seq and key; their tiles above the diagonal do not exist.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        axes: Sequence[str],
+        shape: Sequence[int],
+        dtype: str,
+        kind: str = "temp",
+        *,
+        monoid: str = "sum",
+        storage: Tensor | None = None,
+        causal: bool = False,
+    ) -> None:
+        assert len(axes) == len(shape), (name, axes, shape)
+        self.name, self.axes, self.shape = name, tuple(axes), tuple(int(s) for s in shape)
+        self.dtype, self.kind, self.monoid, self.causal = dtype, kind, monoid, causal
+        self.storage: Tensor = storage.storage if storage else self
+        self.requires_grad = kind == "param"
+
+    def size(self, axis: str) -> int:
+        return self.shape[self.axes.index(axis)]
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        return dict(zip(self.axes, self.shape, strict=True))
+
+    @property
+    def words(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def persistent(self) -> bool:
+        return self.storage.kind != "temp"
+
+    def __repr__(self) -> str:
+        return f"{self.name}[{', '.join(f'{a} {s}' for a, s in self.sizes.items())}]"
+
+
+class GraphLike(Protocol):
+    """What a gradient needs of the graph: to name tensors and to add operators."""
+
+    def temp(self, name: str, axes: Sequence[str], shape: Sequence[int], dtype: str, **options: Any) -> Tensor: ...
+    def add(self, op: Op) -> Op: ...
+
+
+class Lowering:
+    """A graph's tensors cut by a tiling, and the list of tasks that grows as operators lower themselves."""
+
+    def __init__(self, tiling: Tiling, tasks: TaskList) -> None:
+        self.tiling, self.tasks = tiling, tasks
+        self.tiles: dict[tuple[int, tuple[int, ...]], Tile] = {}
+        self._tensors: dict[int, Tensor] = {}  # keeps the keys of `tiles` alive
+        self.op = ""
+
+    @property
+    def policy(self) -> str:
+        return self.tasks.policy
+
+    def parts(self, tensor: Tensor, axis: str) -> list[Part]:
+        return self.tiling.parts(axis, tensor.size(axis))
+
+    def part(self, tensor: Tensor, axis: str, index: Index) -> Part:
+        return self.parts(tensor, axis)[index[axis]]
+
+    def cut(self, tensor: Tensor, axis: str) -> bool:
+        return axis in tensor.axes and len(self.parts(tensor, axis)) > 1
+
+    def indices(self, tensor: Tensor, axes: Iterable[str] | None = None) -> Iterator[Index]:
+        """Tile indices over `axes` (default: all of the tensor's), the last axis fastest; absent tiles are left out."""
+        axes = tensor.axes if axes is None else tuple(axes)
+        for index in itertools.product(*(range(len(self.parts(tensor, axis))) for axis in axes)):
+            named = dict(zip(axes, index, strict=True))
+            if not self.empty(tensor, named):
+                yield named
+
+    def empty(self, tensor: Tensor, index: Index) -> bool:
+        """Whether the tile lies wholly above the diagonal of a causal tensor."""
+        if not tensor.causal or "seq" not in index or "key" not in index:
+            return False
+        return self.part(tensor, "key", index).offset >= self.part(tensor, "seq", index).end
+
+    def shape(self, tensor: Tensor, index: Index) -> tuple[int, ...]:
+        return tuple(self.part(tensor, axis, index).size for axis in tensor.axes)
+
+    def tile(self, tensor: Tensor, index: Index) -> Tile:
+        """The tensor's tile at `index`, which may name other axes too. A key axis may be given the index of seq."""
+        owner = tensor.storage
+        at = tuple(index[axis] for axis in tensor.axes)
+        key = (id(owner), at)
+        if key not in self.tiles:
+            self._tensors[id(owner)] = owner
+            self.tiles[key] = Tile(
+                owner.name, at, self.shape(tensor, index), owner.dtype, owner.monoid, tensor.persistent
+            )
+        return self.tiles[key]
+
+    def emit(self, kernel: str, *args: Any, **options: Any) -> None:
+        self.tasks.emit(kernel, *args, op=self.op, **options)
+
+    def grid(self, tensor: Tensor) -> list[tuple[tuple[slice, ...], Tile]]:
+        """Each tile of a tensor with the slice of the whole that it holds."""
+        result = []
+        for index in self.indices(tensor):
+            parts = [self.part(tensor, axis, index) for axis in tensor.axes]
+            result.append((tuple(slice(p.offset, p.end) for p in parts), self.tile(tensor, index)))
+        return result
+
+
+class Op:
+    """An operator of the graph. Subclasses say, in this order: formula, gradient, cost, lowering, reference."""
+
+    name: str = ""  # set by the graph: scope and operator
+    phase: str = "forward"
+
+    def __init__(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+        self.inputs, self.outputs = list(inputs), list(outputs)
+
+    @property
+    def kind(self) -> str:
+        return type(self).__name__
+
+    @property
+    def output(self) -> Tensor:
+        return self.outputs[0]
+
+    def gradient(self, g: GraphLike, *grads: Tensor | None) -> list[Tensor | None]:
+        """Add the operators of the gradient; returns the gradient of each input, None where there is none."""
+        raise NotImplementedError(f"{self.kind} has no gradient")
+
+    def flop(self) -> float:
+        """Floating point operations, a multiply-add counted as two."""
+        return float(max(t.words for t in [*self.inputs, *self.outputs]))
+
+    def words(self) -> int:
+        """The fewest words to move: each input once, each output once."""
+        return sum(t.words for t in {*self.inputs, *self.outputs})
+
+    def lower(self, low: Lowering) -> None:
+        raise NotImplementedError
+
+    def reference(self, *inputs: Array) -> tuple[Array, ...]:
+        """The operator in numpy float64 on whole tensors."""
+        raise NotImplementedError
+
+
+def permutation(source: Sequence[str], target: Iterable[str]) -> list[int]:
+    """Positions in `source` of the axes of `target`: what `permute` takes."""
+    return [list(source).index(axis) for axis in target]

@@ -1,0 +1,122 @@
+"""Gradient norm, clipping and the optimizers AdamW and SGD, tile by tile, in place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from nntile_py.tiles import RW, R, Slot, Tile, W
+
+from .op import Array, Lowering, Op, Tensor
+
+FAN_IN = 8  # partial sums added by one task
+
+
+class GradNorm(Op):
+    """norm = sqrt(sum of squares of all gradients), fp64 [1]; clip = min(1, max_norm / (norm + 1e-6)), fp64 [1].
+
+    As torch.nn.utils.clip_grad_norm_; without max_norm clip is 1. Sums go up a tree of fixed shape: the result does
+    not depend on the order in which tasks run.
+    """
+
+    def __init__(self, grads: Sequence[Tensor], norm: Tensor, clip: Tensor, max_norm: float | None) -> None:
+        if max_norm is not None and max_norm <= 0:
+            raise ValueError(f"clip_grad_norm: {max_norm} is not allowed; use a positive number, or none")
+        super().__init__(grads, [norm, clip])
+        self.max_norm = max_norm
+
+    def flop(self) -> float:
+        return 2.0 * sum(t.words for t in self.inputs)
+
+    def lower(self, low: Lowering) -> None:
+        sums: list[Tile] = []
+        for grad in self.inputs:
+            for index in low.indices(grad):
+                sums.append(Tile(f"{self.name}.part", (len(sums),), (1,), "fp64"))
+                low.emit("sum_squares", [W(sums[-1]), R(low.tile(grad, index))])
+        while len(sums) > FAN_IN:
+            level, sums = sums, []
+            for first in range(0, len(level), FAN_IN):
+                sums.append(Tile(f"{self.name}.sum", (len(sums),), (1,), "fp64"))
+                low.emit("add_scalars", [W(sums[-1]), *map(R, level[first : first + FAN_IN])])
+        norm, clip = (low.tile(t, {"one": 0}) for t in self.outputs)
+        low.emit("clip", [W(norm), W(clip), *map(R, sums)], [], [self.max_norm or 0.0])
+
+    def reference(self, *inputs: Array) -> tuple[Array, ...]:
+        norm = np.sqrt(sum(float((g.astype(np.float64) ** 2).sum()) for g in inputs))
+        clip = 1.0 if self.max_norm is None else min(1.0, self.max_norm / (norm + 1e-6))
+        return np.array([norm]), np.array([clip])
+
+
+class AdamW(Op):
+    """One step of AdamW (Loshchilov and Hutter 2019, Alg. 2, as torch.optim.AdamW), param, m and v in place:
+
+    g = grad clip; p -= lr weight_decay p; m = b1 m + (1 - b1) g; v = b2 v + (1 - b2) g^2;
+    p -= lr / (1 - b1^t) m / (sqrt(v) / sqrt(1 - b2^t) + eps).
+    Slots lr, beta1_correction = 1 - b1^t and beta2_correction = 1 - b2^t change every step.
+    """
+
+    def __init__(
+        self,
+        param: Tensor,
+        grad: Tensor,
+        m: Tensor,
+        v: Tensor,
+        clip: Tensor,
+        *,
+        betas: tuple[float, float],
+        eps: float,
+        weight_decay: float,
+    ) -> None:
+        outputs = [Tensor(f"{t.name}.new", t.axes, t.shape, t.dtype, storage=t) for t in (param, m, v)]
+        super().__init__([param, grad, m, v, clip], outputs)
+        self.betas, self.eps, self.weight_decay = betas, eps, weight_decay
+
+    def flop(self) -> float:
+        return 14.0 * self.output.words
+
+    def lower(self, low: Lowering) -> None:
+        param, grad, m, v, clip = self.inputs
+        slots = [Slot("lr"), Slot("beta1_correction"), Slot("beta2_correction")]
+        for index in low.indices(param):
+            state = [RW(low.tile(t, index)) for t in (param, m, v)]
+            accesses = [*state, R(low.tile(grad, index)), R(low.tile(clip, {"one": 0}))]
+            low.emit("adamw", accesses, [], [*slots, *self.betas, self.eps, self.weight_decay])
+
+    def reference(self, *inputs: Array, lr: float = 1e-3, step: int = 1) -> tuple[Array, ...]:
+        p, g, m, v, clip = inputs
+        b1, b2 = self.betas
+        g = g * clip[0]
+        m, v = b1 * m + (1 - b1) * g, b2 * v + (1 - b2) * g * g
+        p = p * (1 - lr * self.weight_decay)
+        return p - lr / (1 - b1**step) * m / (np.sqrt(v) / np.sqrt(1 - b2**step) + self.eps), m, v
+
+
+class SGD(Op):
+    """g = grad clip + weight_decay p; m = momentum m + g; p -= lr m, in place (torch.optim.SGD, dampening 0)."""
+
+    def __init__(
+        self, param: Tensor, grad: Tensor, m: Tensor | None, clip: Tensor, *, momentum: float, weight_decay: float
+    ) -> None:
+        state = [param, m] if m else [param]
+        outputs = [Tensor(f"{t.name}.new", t.axes, t.shape, t.dtype, storage=t) for t in state]
+        super().__init__([param, grad, clip, *state[1:]], outputs)
+        self.momentum, self.weight_decay = momentum, weight_decay
+
+    def flop(self) -> float:
+        return 5.0 * self.output.words
+
+    def lower(self, low: Lowering) -> None:
+        param, grad, clip = self.inputs[:3]
+        for index in low.indices(param):
+            state = [RW(low.tile(t, index)) for t in (param, *self.inputs[3:])]
+            accesses = [R(low.tile(grad, index)), R(low.tile(clip, {"one": 0})), *state]
+            low.emit("sgd", accesses, [], [Slot("lr"), self.momentum, self.weight_decay])
+
+    def reference(self, *inputs: Array, lr: float = 1e-3) -> tuple[Array, ...]:
+        p, g, clip = inputs[:3]
+        m = g * clip[0] + self.weight_decay * p
+        if len(inputs) == 4:
+            m = self.momentum * inputs[3] + m
+        return (p - lr * m, *([m] if len(inputs) == 4 else []))

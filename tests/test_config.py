@@ -1,0 +1,271 @@
+"""The YAML of a run: what it resolves to, and the one message that each mistake gives."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from nntile_py import cli
+from nntile_py.config import load, load_scheduler
+from nntile_py.errors import ConfigError
+
+TINY = Path(__file__).parents[1] / "experiments" / "gpt2_tiny.yaml"
+SMALL = {"model": {"layers": 1, "embed": 12, "heads": 2}, "train": {"steps": 3, "batch": 2, "seq": 8}}
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    path = tmp_path / "small.yaml"
+    path.write_text(yaml.safe_dump(SMALL))
+    return path
+
+
+def message(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *arguments: str) -> str:
+    """What `nntile ARGUMENTS` says on stderr, having ended with status 2."""
+    monkeypatch.setattr(sys, "argv", ["nntile", *arguments])
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    text = capsys.readouterr().err
+    assert end.value.code == 2, text
+    assert "Traceback" not in text
+    return text
+
+
+# --set arguments, the key that the message must name, and what it must say is allowed.
+MISTAKES = [
+    ("tile.embed=96", "tile", "did you mean tiles?"),
+    ("tiles.embd=96", "tiles.embd", "did you mean embed? allowed: batch, seq, embed, heads, ffn, vocab"),
+    ("model.frm=x", "model.frm", "did you mean from?"),
+    ("optimiser.lr=1", "optimiser", "did you mean optimizer?"),
+    ("tiles.embed=0", "tiles.embed", "an integer of at least 1"),
+    ("tiles.seq=-3", "tiles.seq", "an integer of at least 1"),
+    ("tiles.seq=2.5", "tiles.seq", "an integer of at least 1"),
+    ("tiles=4", "tiles", "a section with batch, seq, embed"),
+    ("model.heads=5", "model.heads", "a divisor of model.embed = 12: 1, 2, 3, 4, 6, 12"),
+    ("model.positions=7", "train.seq", "at most model.positions = 7"),
+    ("model.vocab=100", "model.vocab", "at least the tokenizer's size, 4096"),
+    ("model.activation=swish", "model.activation", "'gelu_new', 'gelu' or 'relu'"),
+    ("model.attention=fused", "model.attention", "'vendor', 'merge', 'flash' or 'naive'"),
+    ("model.dropout=1", "model.dropout", "below 1"),
+    ("model.from=/no/such/folder", "model.from", "save_pretrained"),
+    ("model.tie_embeddings='yes'", "model.tie_embeddings", "true or false"),
+    ("model.layers=null", "model.layers", "an integer of at least 1"),
+    ("train=null", "train.steps", "required; allowed: an integer of at least 1"),
+    ("train.steps=true", "train.steps", "an integer of at least 1"),
+    ("train.steps='10'", "train.steps", "an integer of at least 1"),
+    ("train.seq=1", "train.seq", "an integer of at least 2"),
+    ("data.source=/no/such/file", "data.source", "'python-stdlib' or a path that exists"),
+    ("data.val_fraction=0.9", "data.val_fraction", "at most 0.5"),
+    ("data.max_bytes=3 parsecs", "data.max_bytes", "20GiB"),
+    ("tokenizer.vocab_size=256", "tokenizer.vocab_size", "at least 257"),
+    ("tokenizer.path=/no/such/file", "tokenizer.path", "a path that exists"),
+    ("optimizer.lr=fast", "optimizer.lr", "a number above 0"),
+    ("optimizer.lr=.nan", "optimizer.lr", "a number above 0"),
+    ("optimizer.betas=[0.9]", "optimizer.betas", "two numbers"),
+    ("optimizer.betas=[0.9, 1.0]", "optimizer.betas", "below 1"),
+    ("optimizer.name=lion", "optimizer.name", "'adamw' or 'sgd'"),
+    ("optimizer.min_lr=1", "optimizer.min_lr", "at most optimizer.lr = 0.001"),
+    ("optimizer.momentum=0.9", "optimizer.momentum", "unless optimizer.name is sgd"),
+    ("optimizer.clip_grad_norm=0", "optimizer.clip_grad_norm", "a number above 0"),
+    ("precision=bf16", "precision", "fp32 or fp64; bf16 and tf32 need CUDA workers"),
+    ("accumulate=chian", "accumulate", "'chain', 'commute', 'redux' or 'tree'"),
+    ("fusion.bias=3", "fusion.bias", "true or false"),
+    ("fusion.gelu=true", "fusion.gelu", "bias, activation, reshape, qkv, residual_norm"),
+    ("scheduler=nope", "scheduler", "cpu_dmdas"),
+    ("scheduler=no/such.yaml", "scheduler", "the path of a YAML file"),
+    ("scheduler=3", "scheduler", "a name in scheduler_configs/"),
+    ("runtime.scheduler=lsw", "runtime.scheduler", "lws"),
+    ("runtime.cpus=some", "runtime.cpus", "or 'all'"),
+    ("runtime.cpus=0", "runtime.cpus", "at least 1"),
+    ("runtime.memory=20Gib/s", "runtime.memory", "20GiB"),
+    ("seed=-1", "seed", "an integer of at least 0"),
+    ("sample.top_k=0", "sample.top_k", "an integer of at least 1"),
+    ("out=3", "out", "a valid string"),
+    ("model.layers.deep=3", "model.layers.deep", "not a section"),
+    ("tiles.embed", "tiles.embed", "key=value"),
+    ("tiles..embed=1", "tiles..embed", "key=value"),
+    ("tiles.embed=[1", "tiles.embed", "YAML"),
+]
+
+
+@pytest.mark.parametrize(("override", "key", "allowed"), MISTAKES, ids=[m[0] for m in MISTAKES])
+def test_a_mistake_ends_with_status_2_naming_the_key(
+    override: str,
+    key: str,
+    allowed: str,
+    small: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    text = message(capsys, monkeypatch, "train", str(small), "--set", override)
+    assert text.startswith("error: ")
+    assert key in text
+    assert allowed in text
+
+
+# The text of the file, and what the message must hold.
+FILES = [
+    ("model: {layers: 1", ["line 1", "allowed: YAML"]),
+    ("train:\n\tsteps: 3", ["line 2"]),
+    ("seed: 1\nseed: 2\n", ["line 2", "'seed' is given twice"]),
+    ("- 1\n- 2\n", ["a mapping of model, data"]),
+    ("", ["None", "a mapping of model"]),
+    ("a: *b", ["line 1", "undefined alias"]),
+    ("3: 4", ["3", "unknown key"]),
+    ("seed: 0", ["model: not given, but required", "layers", "train: not given, but required", "steps"]),
+    ("seed: \x00", ["allowed: YAML"]),
+]
+
+
+@pytest.mark.parametrize(("content", "parts"), FILES, ids=[repr(c) for c, _ in FILES])
+def test_a_bad_file_is_explained(
+    content: str, parts: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "bad.yaml"
+    path.write_text(content)
+    text = message(capsys, monkeypatch, "train", str(path))
+    assert [p for p in ["bad.yaml", *parts] if p not in text] == []
+
+
+def test_a_file_that_is_not_there_or_not_text(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "no such file: nowhere.yaml" in message(capsys, monkeypatch, "plan", "nowhere.yaml")
+    assert "directory" in message(capsys, monkeypatch, "plan", str(tmp_path))
+    (tmp_path / "x.yaml").write_bytes(b"\xff\xfe")
+    assert "UTF-8" in message(capsys, monkeypatch, "plan", str(tmp_path / "x.yaml"))
+
+
+def test_all_mistakes_are_told_at_once(small: Path) -> None:
+    with pytest.raises(ConfigError) as error:
+        load(small, ["tiles.embed=0", "train.stepz=3", "precision=fp16"])
+    assert all(key in str(error.value) for key in ("tiles.embed", "train.stepz", "precision"))
+
+
+def test_the_command_itself(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "nntile_py.cli", "train", str(TINY), "--set", "tiles.embed=0"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"error: {TINY}: tiles.embed: got 0; allowed: an integer of at least 1\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_defaults_are_filled_in(small: Path) -> None:
+    config = load(small)
+    assert (config.model.ffn, config.model.positions, config.model.vocab) == (48, 8, 4096)
+    assert config.tiles.model_dump(exclude_none=True) == {}
+    assert all(config.fusion.model_dump().values())
+    assert (config.accumulate, config.precision, config.runtime.cuda) == ("chain", "fp32", 0)
+    assert config.optimizer.min_lr == pytest.approx(config.optimizer.lr / 10)
+
+
+@pytest.mark.parametrize("overrides", [[], ["fusion=false", "scheduler=cpu_dmdas", "tokenizer.vocab_size=500"]])
+@pytest.mark.parametrize("path", [TINY, None])
+def test_the_resolved_config_loads_to_the_same(
+    path: Path | None, overrides: list[str], small: Path, tmp_path: Path
+) -> None:
+    config = load(path or small, overrides)
+    (tmp_path / "resolved.yaml").write_text(config.to_yaml())
+    assert load(tmp_path / "resolved.yaml") == config
+
+
+def test_overrides_are_yaml_and_come_last(small: Path) -> None:
+    overrides = ["optimizer.lr=1e-2", "optimizer.lr=3e-3", "optimizer.betas=[0.8, 0.9]", "tiles.embed=1000"]
+    config = load(small, [*overrides, "runtime.memory=1.5KiB", "fusion.bias=false", "data={max_bytes: 2MB}"])
+    assert config.optimizer.lr == 3e-3
+    assert config.optimizer.betas == [0.8, 0.9]
+    assert config.tiles.embed == 1000  # longer than the axis: not cut
+    assert config.runtime.memory == 1536
+    assert config.fusion.model_dump() == {
+        "bias": False,
+        "activation": True,
+        "reshape": True,
+        "qkv": True,
+        "residual_norm": True,
+    }
+    assert config.data.max_bytes == 2_000_000
+
+
+def test_a_switch_of_fusion_false_leaves_the_others_off(small: Path) -> None:
+    on = [name for name, value in load(small, ["fusion=false", "fusion.qkv=true"]).fusion.model_dump().items() if value]
+    assert on == ["qkv"]
+
+
+def test_numbers_with_an_exponent_are_numbers(tmp_path: Path) -> None:
+    path = tmp_path / "x.yaml"
+    path.write_text(yaml.safe_dump(SMALL) + "optimizer: {lr: 1e-3, eps: 1E-9, min_lr: .5e-4}\n")
+    optimizer = load(path).optimizer
+    assert (optimizer.lr, optimizer.eps, optimizer.min_lr) == (1e-3, 1e-9, 5e-5)
+
+
+def test_priority_of_scheduler_file_config_and_override(tmp_path: Path) -> None:
+    (tmp_path / "s.yaml").write_text("{cpus: 3, window: 7, memory: 1GB, scheduler: dmda, accumulate: tree}")
+    (tmp_path / "c.yaml").write_text(
+        yaml.safe_dump(SMALL | {"scheduler": f"{tmp_path}/s.yaml", "runtime": {"window": 9}})
+    )
+    config = load(tmp_path / "c.yaml", ["runtime.memory=2GB"])
+    assert config.runtime.model_dump(exclude={"cuda", "cuda_memory", "calibrate"}) == {
+        "cpus": 3,
+        "window": 9,
+        "memory": 2_000_000_000,
+        "scheduler": "dmda",
+    }
+    assert config.accumulate == "tree"
+    assert load(tmp_path / "c.yaml", ["accumulate=chain"]).accumulate == "chain"
+    # A scheduler chosen on the command line wins over the runtime keys of the file, not over those of the command line.
+    chosen = load(tmp_path / "c.yaml", ["scheduler=cpu", "runtime.cpus=1"])
+    assert (chosen.runtime.window, chosen.runtime.cpus, chosen.accumulate) == (
+        load_scheduler("cpu")["window"],
+        1,
+        "chain",
+    )
+
+
+def test_a_bad_scheduler_file_is_named(small: Path, tmp_path: Path) -> None:
+    (tmp_path / "s.yaml").write_text("cpu: 3")
+    with pytest.raises(ConfigError, match=r"s\.yaml: cpu: unknown key; did you mean cpus\?"):
+        load(small, [f"scheduler={tmp_path}/s.yaml"])
+
+
+@pytest.mark.parametrize("name", ["cpu", "cpu_dmdas"])
+def test_every_scheduler_file_is_valid(name: str, small: Path) -> None:
+    assert load(small, [f"scheduler={name}"]).runtime.scheduler == load_scheduler(name)["scheduler"]
+
+
+def saved_model(folder: Path) -> None:
+    """What save_pretrained leaves, weights aside."""
+    folder.mkdir()
+    shape = {"n_layer": 2, "n_embd": 8, "n_head": 2, "n_positions": 16, "vocab_size": 300, "n_inner": None}
+    (folder / "config.json").write_text(json.dumps(shape | {"model_type": "gpt2", "activation_function": "relu"}))
+    (folder / "model.safetensors").write_bytes(b"")
+
+
+def test_a_saved_model_gives_shape_and_tokenizer(tmp_path: Path) -> None:
+    from nntile_py.data import train_tokenizer
+
+    saved_model(tmp_path / "saved")
+    train_tokenizer(["some text"], 260).save(str(tmp_path / "saved" / "tokenizer.json"))
+    path = tmp_path / "x.yaml"
+    path.write_text(yaml.safe_dump(SMALL | {"model": {"from": str(tmp_path / "saved"), "attention": "flash"}}))
+    config = load(path)
+    model = config.model
+    assert (model.layers, model.embed, model.ffn, model.positions, model.vocab) == (2, 8, 32, 16, 300)
+    assert (model.activation, model.attention) == ("relu", "flash")
+    assert config.tokenizer.path == str(tmp_path / "saved" / "tokenizer.json")
+    (tmp_path / "resolved.yaml").write_text(config.to_yaml())
+    assert load(tmp_path / "resolved.yaml") == config
+    with pytest.raises(ConfigError, match=r"model.embed: got 9; allowed: 8"):
+        load(path, ["model.embed=9"])
+    with pytest.raises(ConfigError, match=r"train.seq: got 17; allowed: at most model.positions = 16"):
+        load(path, ["train.seq=17"])
+
+
+def test_a_saved_model_without_tokenizer_asks_for_one(tmp_path: Path) -> None:
+    saved_model(tmp_path / "saved")
+    path = tmp_path / "x.yaml"
+    path.write_text(yaml.safe_dump(SMALL | {"model": {"from": str(tmp_path / "saved")}}))
+    with pytest.raises(ConfigError, match=r"tokenizer.path: no such file: .*tokenizer.json"):
+        load(path)

@@ -1,0 +1,157 @@
+"""Corpus, tokenizer, split and batches."""
+
+import sysconfig
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nntile_py import data
+from nntile_py.config import Data, RunConfig, load
+from nntile_py.errors import ConfigError
+
+
+def config(tmp_path: Path, source: str, *overrides: str) -> RunConfig:
+    tree = {"model": {"layers": 1, "embed": 8, "heads": 2}, "train": {"steps": 1, "batch": 2, "seq": 8}}
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(tree | {"data": {"source": source}, "tokenizer": {"vocab_size": 300}}))
+    return load(path, overrides)
+
+
+def test_the_standard_library_without_its_tests(tmp_path: Path) -> None:
+    documents = data.read_documents(Data(max_bytes=2_000_000))
+    assert 1_900_000 < sum(len(d.encode()) for d in documents) < 2_100_000
+    assert documents == data.read_documents(Data(max_bytes=2_000_000))
+    everything = data.read_documents(Data())
+    root = Path(sysconfig.get_path("stdlib"))
+    assert (root / "argparse.py").read_text(encoding="utf-8") in everything
+    assert (root / "json" / "decoder.py").read_text(encoding="utf-8") in everything
+    assert (root / "unittest" / "case.py").read_text(encoding="utf-8") in everything
+    assert not any("site-packages" in str(p) or "/test/" in str(p) for p in _paths(root))
+
+
+def _paths(root: Path) -> list[Path]:
+    return list(data._files(root, [".py"], data._SKIPPED))
+
+
+def test_a_folder_by_extension_in_the_order_of_names(tmp_path: Path) -> None:
+    for name, text in {
+        "b.md": "second",
+        "a.TXT": "first",
+        "c.bin": "no",
+        "d/e.txt": "third",
+        "tests/t.txt": "fourth",
+    }.items():
+        (tmp_path / "text" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "text" / name).write_text(text)
+    (tmp_path / "text" / "empty.txt").write_text(" \n")
+    (tmp_path / "text" / "latin.txt").write_bytes(b"caf\xe9")
+    source = str(tmp_path / "text")
+    assert data.read_documents(Data(source=source)) == ["first", "second", "third", "caf�", "fourth"]
+    assert data.read_documents(Data(source=source, extensions=[".bin"])) == ["no"]
+    assert data.read_documents(Data(source=source, max_bytes=8)) == ["first", "sec"]
+
+
+@pytest.mark.parametrize("content", [b"", b"  \n"])
+def test_no_text_is_a_clear_error(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "x.txt"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=r"data.source: no text in .*x.txt; allowed: a text file, or a folder"):
+        data.load_corpus(config(tmp_path, str(path)))
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(ConfigError, match=r"data.source: no file with one of the extensions .txt, .*data.extensions"):
+        data.load_corpus(config(tmp_path, str(tmp_path / "folder")))
+
+
+def test_too_little_text_is_a_clear_error(tmp_path: Path) -> None:
+    path = tmp_path / "x.txt"
+    path.write_text("a few words\n" * 9)
+    with pytest.raises(ConfigError, match=r"the held-out text .* tokens; allowed: at least train.seq = 8"):
+        data.load_corpus(config(tmp_path, str(path)))
+
+
+def test_the_split_is_by_documents_and_near_the_fraction() -> None:
+    documents = [f"document {i} " * (20 + i % 7) for i in range(200)]
+    train, held = data.split(documents, 0.1)
+    assert sorted(train + held) == sorted(documents)
+    assert 0.08 < sum(map(len, held)) / sum(map(len, documents)) < 0.15
+    assert data.split(documents[::-1], 0.1)[1] == held[::-1]  # the text decides, not its order
+
+
+@settings(deadline=None)
+@given(st.lists(st.text(min_size=1), min_size=1, max_size=5), st.floats(0.01, 0.5))
+def test_the_split_loses_and_repeats_nothing(documents: list[str], fraction: float) -> None:
+    train, held = data.split(documents, fraction)
+    assert sorted("".join(train + held).replace("\n", "")) == sorted("".join(documents).replace("\n", ""))
+    assert sum(map(len, held)) <= 0.5 * sum(map(len, documents)) + 3 * len(documents)
+
+
+def test_a_single_file_holds_out_its_end() -> None:
+    text = "".join(f"line {i}\n" for i in range(1000))
+    (train,), (held,) = data.split([text], 0.1)
+    assert train + held == text
+    assert train.endswith("\n")
+    assert 0.09 < len(held) / len(text) < 0.11
+
+
+def test_the_tokenizer_is_the_same_each_time_and_loses_nothing(tmp_path: Path) -> None:
+    documents = data.read_documents(Data(max_bytes=300_000))
+    first, second = data.train_tokenizer(documents, 400), data.train_tokenizer(documents, 400)
+    assert first.to_str() == second.to_str()
+    assert first.get_vocab_size() == 400
+    text = "def f(x):\n\treturn 'Zürich ☃ \x00'  # 日本\n"
+    assert first.decode(first.encode(text).ids) == text
+    first.save(str(tmp_path / "tokenizer.json"))
+    loaded = data.load_tokenizer(tmp_path / "tokenizer.json")
+    assert loaded.encode(text).ids == first.encode(text).ids
+
+
+@given(text=st.text())
+@settings(max_examples=50, deadline=None)
+def test_any_text_survives_the_tokenizer(text: str) -> None:
+    tokenizer = data.train_tokenizer(["def f(): pass\n"], 270)
+    ids = data.encode(tokenizer, [text])
+    assert tokenizer.decode(ids[:-1].tolist()) == text
+    assert ids[-1] == tokenizer.token_to_id(data.END_OF_TEXT)
+
+
+def test_a_file_that_is_no_tokenizer(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"tokenizer.path: cannot read .*; allowed: a tokenizer.json"):
+        data.load_tokenizer(tmp_path / "tokenizer.json")
+
+
+def test_a_given_tokenizer_is_used(tmp_path: Path) -> None:
+    (tmp_path / "x.txt").write_text("to be or not to be\n" * 100)
+    tokenizer = data.train_tokenizer(["other words"], 280)
+    tokenizer.save(str(tmp_path / "mine.json"))
+    asked = config(tmp_path, str(tmp_path / "x.txt"), f"tokenizer={{path: {tmp_path}/mine.json}}")
+    assert asked.model.vocab == tokenizer.get_vocab_size()
+    corpus = data.load_corpus(asked)
+    assert corpus.tokenizer.to_str() == tokenizer.to_str()
+    assert corpus.train.max() < asked.model.vocab
+
+
+def test_training_batches_come_from_seed_and_step_alone() -> None:
+    tokens = np.arange(50, dtype=np.uint16)
+    batch = data.training_batch(tokens, 64, 7, seed=3, step=5)
+    assert batch.shape == (64, 7)
+    assert batch.dtype == np.int64
+    assert (np.diff(batch, axis=1) == 1).all()
+    assert (batch == data.training_batch(tokens, 64, 7, seed=3, step=5)).all()
+    assert (batch != data.training_batch(tokens, 64, 7, seed=3, step=6)).any()
+    assert (batch != data.training_batch(tokens, 64, 7, seed=4, step=5)).any()
+    starts = np.concatenate([data.training_batch(tokens, 64, 7, 0, step)[:, 0] for step in range(20)])
+    assert (starts.min(), starts.max()) == (0, 43)  # the first and the last place are drawn too
+    assert (data.training_batch(tokens[:7], 2, 7, 0, 1) == np.arange(7)).all()
+
+
+def test_held_out_batches_are_spread_and_fixed() -> None:
+    tokens = np.arange(1000, dtype=np.uint16)
+    batches = list(data.held_out_batches(tokens, 4, 10, 3))
+    assert [b.shape for b in batches] == [(4, 10)] * 3
+    assert batches[0][0, 0] == 0
+    assert batches[-1][-1, -1] == 999

@@ -1,0 +1,288 @@
+"""`nntile train` end to end on a tiny model: what it leaves behind, how it ends, what it says."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+
+from nntile_py import data, loop
+from nntile_py.config import Optimizer, load
+from nntile_py.errors import NNTileError
+
+TREE: dict[str, Any] = {
+    "model": {"layers": 1, "embed": 16, "heads": 2},
+    "data": {"max_bytes": 200_000},
+    "tokenizer": {"vocab_size": 300},
+    "train": {"steps": 12, "batch": 4, "seq": 12, "eval_every": 5, "eval_batches": 2, "log_every": 4},
+    "optimizer": {"lr": 0.01, "weight_decay": 0.1, "warmup_steps": 2, "clip_grad_norm": 1.0},
+    "tiles": {"batch": 2, "seq": 5, "embed": 7, "heads": 1, "ffn": 50, "vocab": 130},
+    "runtime": {"cpus": 2},
+    "sample": {"prompt": "import ", "tokens": 5},
+}
+
+
+def nntile(tmp_path: Path, *overrides: str, arguments: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+    """Run `nntile train tiny.yaml` in `tmp_path`, in a process of its own as StarPU wants."""
+    return subprocess.run(command(tmp_path, *overrides, arguments=arguments), **HOW, cwd=tmp_path, check=False)
+
+
+HOW: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 300}
+
+
+def command(tmp_path: Path, *overrides: str, arguments: tuple[str, ...] = ()) -> list[str]:
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(TREE))
+    sets = [part for item in overrides for part in ("--set", item)]
+    return [sys.executable, "-m", "nntile_py.cli", "train", "tiny.yaml", *sets, *arguments]
+
+
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The folder of one finished run, and what it printed."""
+    path = tmp_path_factory.mktemp("run")
+    done = nntile(path, "train.grad_accumulation=2")
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    return path / "runs" / "tiny", done.stdout
+
+
+def test_metrics_have_a_line_a_step(run: tuple[Path, str]) -> None:
+    lines = metrics(run[0])
+    assert [line["step"] for line in lines] == list(range(1, 13))
+    keys = {"step", "loss", "lr", "grad_norm", "tokens_per_s", "step_time_s"}
+    assert all(keys <= line.keys() for line in lines)
+    assert [line["step"] for line in lines if "held_out_loss" in line] == [5, 10, 12]
+    assert lines[0]["held_out_loss_before"] == pytest.approx(np.log(300), abs=0.1)  # knows nothing yet
+    assert lines[-1]["held_out_loss"] < lines[0]["held_out_loss_before"] - 0.3
+    for line in lines:
+        assert line["tokens_per_s"] * line["step_time_s"] == pytest.approx(4 * 12 * 2)
+    rates = load(run[0] / "config.yaml").optimizer
+    assert [line["lr"] for line in lines] == [loop.learning_rate(rates, step, 12) for step in range(1, 13)]
+
+
+def test_what_is_printed(run: tuple[Path, str]) -> None:
+    text = run[1]
+    assert [n for n in range(1, 13) if f"step {n}/12 " in text] == [1, 4, 5, 8, 10, 12]
+    for fact in ("loss ", "grad norm ", "lr ", " tokens/s", " TFLOP/s", " MiB", " left", "held-out loss "):
+        assert fact in text
+    assert "sample:\nimport " in text
+    assert "\x1b" not in text  # no colours and no live display where nobody watches
+
+
+def test_the_weights_are_those_of_a_transformers_model(run: tuple[Path, str]) -> None:
+    transformers = pytest.importorskip("transformers")
+    import torch
+
+    model, found = transformers.GPT2LMHeadModel.from_pretrained(run[0], output_loading_info=True)
+    assert {key: list(value) for key, value in found.items() if value} == {}
+    config = load(run[0] / "config.yaml")
+    corpus = data.load_corpus(config)
+    batches = data.held_out_batches(corpus.held_out, 4, 12, 2)
+    with torch.no_grad():
+        losses = [model(torch.tensor(ids), labels=torch.tensor(ids)).loss.item() for ids in batches]
+    assert np.mean(losses) == pytest.approx(metrics(run[0])[-1]["held_out_loss"], rel=1e-5)
+
+
+def test_config_and_tokenizer_are_saved(run: tuple[Path, str]) -> None:
+    config = load(run[0] / "config.yaml")
+    assert config.train.grad_accumulation == 2
+    assert config.out == "runs/tiny"
+    tokenizer = data.load_tokenizer(run[0] / "tokenizer.json")
+    assert tokenizer.get_vocab_size() == 300
+    assert {path.name for path in run[0].iterdir()} == {
+        "config.json",
+        "config.yaml",
+        "metrics.jsonl",
+        "model.safetensors",
+        "tokenizer.json",
+    }
+
+
+def test_training_goes_on_from_a_saved_run(run: tuple[Path, str], tmp_path: Path) -> None:
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(TREE | {"model": {"from": str(run[0])}, "tokenizer": {}}))
+    arguments = [sys.executable, "-m", "nntile_py.cli", "train", "tiny.yaml", "--set", "train.steps=1"]
+    done = subprocess.run(arguments, **HOW, cwd=tmp_path, check=False)
+    assert done.returncode == 0, done.stderr
+    before = metrics(tmp_path / "runs" / "tiny")[0]["held_out_loss_before"]
+    assert before == pytest.approx(metrics(run[0])[-1]["held_out_loss"], rel=1e-5)
+
+
+def test_the_same_seed_gives_the_same_losses(tmp_path: Path) -> None:
+    for out in ("a", "b"):
+        assert nntile(tmp_path, "train.steps=4", "sample.tokens=0", arguments=("--out", out)).returncode == 0
+    first, second = ([line["loss"] for line in metrics(tmp_path / out)] for out in ("a", "b"))
+    assert first == second
+
+
+def test_a_run_that_is_there_is_not_lost(tmp_path: Path) -> None:
+    (tmp_path / "runs" / "tiny").mkdir(parents=True)
+    note = tmp_path / "runs" / "tiny" / "note.txt"
+    note.write_text("mine")
+    refused = nntile(tmp_path, arguments=("--out", "runs/tiny"))
+    assert refused.returncode == 2
+    assert "--out: runs/tiny" in refused.stderr
+    assert "--overwrite" in refused.stderr
+    short = ("train.steps=1", "sample.tokens=0")
+    assert nntile(tmp_path, *short).returncode == 0  # no folder was named: the next free number
+    assert len(metrics(tmp_path / "runs" / "tiny-2")) == 1
+    assert [path.name for path in (tmp_path / "runs" / "tiny").iterdir()] == ["note.txt"]
+    assert nntile(tmp_path, *short, arguments=("--out", "runs/tiny", "--overwrite")).returncode == 0
+    assert len(metrics(tmp_path / "runs" / "tiny")) == 1
+    assert note.read_text() == "mine"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_cleanly_with_weights_saved(number: signal.Signals, tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        command(tmp_path, "train.steps=1000000"),
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    lines = tmp_path / "runs" / "tiny" / "metrics.jsonl"
+    try:
+        end = time.monotonic() + 120
+        while not (lines.exists() and lines.read_text().count("\n") > 3) and process.poll() is None:
+            assert time.monotonic() < end
+            time.sleep(0.05)
+        process.send_signal(number)
+        out, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 130, err
+    assert err == ""
+    done = metrics(lines.parent)
+    assert f"stopped by {number.name} after step {len(done)} of 1000000; what was trained is saved" in out
+    assert [line["step"] for line in done] == list(range(1, len(done) + 1))
+    from safetensors.numpy import load_file
+
+    weights = load_file(lines.parent / "model.safetensors")
+    assert weights["transformer.wte.weight"].shape == (300, 16)
+    assert list(lines.parent.glob("*.tmp*")) == []
+
+
+def test_a_loss_that_is_no_number_stops_without_weights(tmp_path: Path) -> None:
+    done = nntile(tmp_path, "optimizer.lr=1e30", "optimizer.clip_grad_norm=null", "optimizer.warmup_steps=0")
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    assert "optimizer.lr" in done.stderr
+    assert metrics(tmp_path / "runs" / "tiny")[-1]["loss"] is None
+    assert not (tmp_path / "runs" / "tiny" / "model.safetensors").exists()
+
+
+def test_debug_shows_the_traceback(tmp_path: Path) -> None:
+    how = HOW | {"env": os.environ | {"NNTILE_DEBUG": "1"}}
+    done = subprocess.run(command(tmp_path, "tiles.embed=0"), **how, cwd=tmp_path, check=False)
+    assert "Traceback" in done.stderr
+    assert "ConfigError" in done.stderr
+
+
+def test_warm_up_and_cosine() -> None:
+    how = Optimizer(lr=1.0, min_lr=0.1, warmup_steps=4)
+    rates = [loop.learning_rate(how, step, 24) for step in range(1, 25)]
+    assert rates[:4] == [0.25, 0.5, 0.75, 1.0]
+    assert rates[13] == pytest.approx(0.55)  # half way down
+    assert rates[-1] == pytest.approx(0.1)
+    assert rates[4:] == sorted(rates[4:], reverse=True)
+    constant = how.model_copy(update={"schedule": "constant"})
+    assert [loop.learning_rate(constant, step, 24) for step in (2, 5, 24)] == [0.5, 1.0, 1.0]
+    assert loop.learning_rate(how, 2, 2) == 0.5  # a run that ends within the warm-up
+
+
+class Trainer:
+    """Stands in for nt.Trainer: counts what is in flight, and predicts token + 1."""
+
+    tokens_per_step, flop_per_step = 10, 10**9
+
+    def __init__(self, losses: list[float], vocab: int = 300) -> None:
+        self.losses, self.vocab = losses, vocab
+        self.submitted = self.finished = self.most = 0
+
+    def submit(self, ids: np.ndarray, labels: np.ndarray, lr: float) -> Any:
+        assert (ids == labels).all()
+        self.submitted += 1
+        self.most = max(self.most, self.submitted - self.finished)
+        return SimpleNamespace(result=self.finish)
+
+    def finish(self) -> Any:
+        self.finished += 1
+        return SimpleNamespace(step=self.finished, loss=self.losses[self.finished - 1], grad_norm=1.0)
+
+    def evaluate(self, ids: np.ndarray, labels: np.ndarray, return_logits: bool = False) -> Any:
+        logits = np.zeros((*ids.shape, self.vocab), np.float32)
+        np.put_along_axis(logits, (ids[..., None] + 1) % self.vocab, 50.0, axis=-1)
+        assert not return_logits or (labels == -100).all()
+        return (float("nan"), logits) if return_logits else 3.0
+
+    def memory_bytes(self) -> int:
+        return 0
+
+
+def fake_run(tmp_path: Path, trainer: Trainer, stop: list[str], steps: int) -> tuple[int, float, float]:
+    import io
+
+    from rich.console import Console
+
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(TREE))
+    config = load(tmp_path / "tiny.yaml", [f"train.steps={steps}"])
+    tokens = np.arange(100, dtype=np.uint16)
+    corpus = data.Corpus(None, tokens, tokens)  # type: ignore[arg-type]
+    with (tmp_path / "metrics.jsonl").open("w") as lines:
+        display = loop.Display(Console(file=io.StringIO()), config, trainer)
+        return loop._steps(config, corpus, trainer, lines, display, stop)
+
+
+def test_two_steps_are_in_flight_and_no_more(tmp_path: Path) -> None:
+    trainer = Trainer([1.0] * 9)
+    assert fake_run(tmp_path, trainer, [], 9) == (9, 3.0, 3.0)
+    assert (trainer.submitted, trainer.finished, trainer.most) == (9, 9, 2)
+
+
+def test_a_nan_stops_at_its_step(tmp_path: Path) -> None:
+    trainer = Trainer([1.0, 2.0, float("nan"), 1.0, 1.0])
+    with pytest.raises(NNTileError, match="step 3: the loss is nan"):
+        fake_run(tmp_path, trainer, [], 5)
+    assert [line["loss"] for line in metrics(tmp_path)] == [1.0, 2.0, None]
+
+
+def test_a_sample_follows_the_model(tmp_path: Path) -> None:
+    tokenizer = data.train_tokenizer(["import this\n" * 10], 300)
+    size = tokenizer.get_vocab_size()
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(TREE))
+    for temperature in (0.0, 1.0):  # 50 above the others: drawn with near certainty
+        config = load(tmp_path / "tiny.yaml", [f"sample={{prompt: '!', tokens: 20, temperature: {temperature}}}"])
+        first = tokenizer.encode("!").ids[0]
+        expected = tokenizer.decode([(first + n) % size for n in range(21)])  # longer than seq: the window slides
+        assert loop.generate(Trainer([], size), tokenizer, config, []) == expected
+        assert loop.generate(Trainer([], size), tokenizer, config, ["SIGINT"]) == "!"
+
+
+def test_top_k_leaves_the_others_out() -> None:
+    logits = np.array([0.0, 1.0, 2.0, 1.5])
+    rng = np.random.default_rng(0)
+    assert {loop._draw(logits, 5.0, 2, rng) for _ in range(200)} == {2, 3}
+    assert {loop._draw(logits, 5.0, None, rng) for _ in range(200)} == {0, 1, 2, 3}
+    assert loop._draw(logits, 0.0, None, rng) == 2
+
+
+def test_a_file_is_whole_or_not_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    path.write_text("old")
+    with pytest.raises(ValueError, match="half way"), loop._replaced(path) as beside:
+        beside.write_text("ne")
+        raise ValueError("half way")
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]

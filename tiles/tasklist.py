@@ -1,0 +1,270 @@
+"""The flat list of tile tasks that a graph lowers to, and the passes over it.
+
+An operator emits tasks whose accesses are R, W, RW or ACC: "add my contribution to this tile". `TaskList.resolve`
+turns ACC into StarPU's access modes by the accumulation policy, frees each tile after its last reader and ranks the
+tasks by the longest path that still follows them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+POLICIES = ("chain", "commute", "redux", "tree")
+MONOIDS = ("sum", "softmax", "moments")
+ITEMSIZE = {"fp32": 4, "fp64": 8, "int64": 8}
+
+
+class Tile:
+    """A tile of a tensor: what becomes one StarPU data handle.
+
+    `persistent` tiles outlive the program (weights, optimizer state, inputs); the others are freed after their last
+    reader. `monoid` says how partial results combine.
+    """
+
+    __slots__ = ("dtype", "index", "monoid", "persistent", "redux", "shape", "tensor")
+
+    def __init__(
+        self,
+        tensor: str,
+        index: tuple[int, ...],
+        shape: tuple[int, ...],
+        dtype: str,
+        monoid: str = "sum",
+        persistent: bool = False,
+    ) -> None:
+        self.tensor, self.index, self.shape, self.dtype = tensor, index, shape, dtype
+        self.monoid, self.persistent, self.redux = monoid, persistent, False
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * ITEMSIZE[self.dtype]
+
+    def __repr__(self) -> str:
+        return f"{self.tensor}{list(self.index)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A float argument that changes every step; `name` is filled in when the program is submitted."""
+
+    name: str
+
+
+@dataclass(slots=True)
+class Access:
+    tile: Tile
+    mode: str  # R, W, RW, ACC; after resolve also COMMUTE and REDUX
+    accumulate: bool = False  # the kernel adds to what the tile holds
+
+
+def R(tile: Tile) -> Access:
+    return Access(tile, "R")
+
+
+def W(tile: Tile) -> Access:
+    return Access(tile, "W")
+
+
+def RW(tile: Tile) -> Access:
+    return Access(tile, "RW", True)
+
+
+def ACC(tile: Tile) -> Access:
+    return Access(tile, "ACC")
+
+
+@dataclass(slots=True)
+class Task:
+    """One task: a kernel on tiles. `op` is the graph operator's name; flop is the kernel's own work."""
+
+    kernel: str
+    accesses: list[Access]
+    ints: tuple[int, ...] = ()
+    floats: tuple[float | Slot, ...] = ()
+    op: str = ""
+    flop: float = 0.0
+    priority: int = 0
+    frees: list[Tile] = field(default_factory=list)  # tiles of no use after this task
+    clears: list[Tile] = field(default_factory=list)  # tiles whose old contents go before this task
+
+    @property
+    def bytes(self) -> int:
+        """The fewest bytes that the task moves: each tile once, twice where it is read and written."""
+        return sum(a.tile.bytes * (1 if a.mode in "RW" and len(a.mode) == 1 else 2) for a in self.accesses)
+
+
+class TaskList:
+    """Tasks in submission order. `initialised` are the tiles that hold data before the first task."""
+
+    def __init__(self, policy: str = "chain", initialised: Iterable[Tile] = ()) -> None:
+        if policy not in POLICIES:
+            raise ValueError(f"accumulate: {policy!r} is not allowed; use one of {', '.join(POLICIES)}")
+        self.policy = policy
+        self.initialised = set(initialised)
+        self.tasks: list[Task] = []
+
+    def emit(
+        self,
+        kernel: str,
+        accesses: Sequence[Access],
+        ints: Iterable[int] = (),
+        floats: Iterable[float | Slot] = (),
+        op: str = "",
+        flop: float | None = None,
+    ) -> None:
+        """Append a task. Without `flop` one operation per element of the largest tile is assumed."""
+        if flop is None:
+            flop = max(math.prod(a.tile.shape) for a in accesses)
+        self.tasks.append(Task(kernel, list(accesses), tuple(ints), tuple(floats), op, flop))
+
+    def resolve(self) -> TaskList:
+        """Fix the access modes, insert merges, free dead tiles, set priorities. Call once, after the last emit."""
+        self._accumulate()
+        self._liveness()
+        self._priorities()
+        return self
+
+    # -- accumulation
+
+    def _accumulate(self) -> None:
+        written = set(self.initialised)
+        runs = self._run_lengths()
+        trees: dict[Tile, list[tuple[int, Tile]]] = {}
+        out: list[Task] = []
+        for number, task in enumerate(self.tasks):
+            merges: list[Task] = []
+            for access in task.accesses:
+                tile = access.tile
+                if access.mode != "ACC":
+                    if tile in trees:
+                        self._finish_tree(trees.pop(tile), out)
+                    if access.mode in ("W", "RW"):
+                        written.add(tile)
+                    continue
+                first, length = runs[number, id(tile)]
+                if first and tile in trees:
+                    self._finish_tree(trees.pop(tile), out)
+                fresh = first and tile not in written
+                written.add(tile)
+                access.accumulate = not fresh
+                if self.policy == "chain" or length == 1:
+                    access.mode = "W" if fresh else "RW"
+                elif self.policy == "commute":
+                    access.mode = "W" if fresh else "COMMUTE"
+                elif self.policy == "redux":
+                    tile.redux = True
+                    if fresh and tile.persistent:  # a reduction adds to what the tile holds
+                        task.clears.append(tile)
+                    access.mode, access.accumulate = "REDUX", True
+                elif first:
+                    access.mode = "W" if fresh else "RW"
+                    trees[tile] = [(0, tile)]
+                else:  # tree: each further contribution into a tile of its own, equals merged as in a binary counter
+                    part = Tile(f"{tile.tensor}.part", tile.index, tile.shape, tile.dtype, tile.monoid)
+                    access.tile, access.mode, access.accumulate = part, "W", False
+                    stack = trees[tile]
+                    stack.append((0, part))
+                    while len(stack) > 1 and stack[-1][0] == stack[-2][0]:
+                        level, right = stack.pop()
+                        merges.append(_merge(stack[-1][1], right, task.op))
+                        stack[-1] = (level + 1, stack[-1][1])
+            out.append(task)
+            out.extend(merges)
+        for stack in trees.values():
+            self._finish_tree(stack, out)
+        self.tasks = out
+
+    def _run_lengths(self) -> dict[tuple[int, int], tuple[bool, int]]:
+        """For each ACC access, by (task number, tile): whether it opens a run of contributions, and the run's length."""
+        open_runs: dict[Tile, list[int]] = {}
+        result: dict[tuple[int, int], tuple[bool, int]] = {}
+
+        def close(tile: Tile) -> None:
+            run = open_runs.pop(tile, [])
+            for position, number in enumerate(run):
+                result[number, id(tile)] = (position == 0, len(run))
+
+        for number, task in enumerate(self.tasks):
+            for access in task.accesses:
+                if access.mode == "ACC":
+                    open_runs.setdefault(access.tile, []).append(number)
+                else:
+                    close(access.tile)
+        for tile in list(open_runs):
+            close(tile)
+        return result
+
+    @staticmethod
+    def _finish_tree(stack: list[tuple[int, Tile]], out: list[Task]) -> None:
+        op = out[-1].op if out else ""
+        while len(stack) > 1:
+            _, right = stack.pop()
+            out.append(_merge(stack[-1][1], right, op))
+
+    # -- liveness and priorities
+
+    def _liveness(self) -> None:
+        last: dict[Tile, Task] = {}
+        for task in self.tasks:
+            for access in task.accesses:
+                if not access.tile.persistent:
+                    last[access.tile] = task
+        for tile, task in last.items():
+            task.frees.append(tile)
+
+    def _priorities(self) -> None:
+        """Priority = the longest chain of work, in microseconds of a nominal worker, from the task to the end."""
+        next_writer: dict[Tile, float] = {}  # its rank
+        readers: dict[Tile, float] = {}  # the highest rank of the readers before it
+        for task in reversed(self.tasks):
+            below = 0.0
+            for access in task.accesses:
+                below = max(below, next_writer.get(access.tile, 0.0))
+                if access.mode != "R":
+                    below = max(below, readers.get(access.tile, 0.0))
+            rank = below + task.flop * 1e-4 + task.bytes * 1e-3 + 1.0
+            for access in task.accesses:
+                if access.mode == "R":
+                    readers[access.tile] = max(rank, readers.get(access.tile, 0.0))
+                else:
+                    next_writer[access.tile], readers[access.tile] = rank, 0.0
+            task.priority = min(int(rank), 2**31 - 1)
+
+    # -- reports
+
+    def peak_bytes(self) -> int:
+        """Bytes alive at the worst point when the tasks run in order, persistent tiles included."""
+        persistent = {a.tile for t in self.tasks for a in t.accesses if a.tile.persistent} | self.initialised
+        now = peak = sum(tile.bytes for tile in persistent)
+        alive: set[Tile] = set(persistent)
+        for task in self.tasks:
+            for access in task.accesses:
+                if access.tile not in alive:
+                    alive.add(access.tile)
+                    now += access.tile.bytes
+            peak = max(peak, now)
+            for tile in task.frees:
+                alive.discard(tile)
+                now -= tile.bytes
+        return peak
+
+    def digest(self) -> str:
+        """A hash of the whole program: equal digests run the same tasks on the same tiles in the same order."""
+        numbers: dict[Tile, int] = {}
+        h = hashlib.sha256()
+        for task in self.tasks:
+            accesses = [
+                (numbers.setdefault(a.tile, len(numbers)), a.tile.shape, a.tile.dtype, a.mode, a.accumulate)
+                for a in task.accesses
+            ]
+            gone = [sorted(numbers[tile] for tile in tiles) for tiles in (task.clears, task.frees)]
+            h.update(repr((task.kernel, accesses, task.ints, task.floats, task.priority, gone)).encode())
+        return h.hexdigest()
+
+
+def _merge(into: Tile, part: Tile, op: str) -> Task:
+    monoid = MONOIDS.index(into.monoid)
+    return Task("combine", [RW(into), R(part)], (monoid,), (), op, math.prod(into.shape))

@@ -1,0 +1,46 @@
+"""A tiling: `{axis: tile size}` over named axes. The last tile of an axis may be ragged; an axis left out is not cut."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from nntile_py.errors import ConfigError
+
+AXES = ("batch", "seq", "embed", "heads", "ffn", "vocab")
+
+# Axes that are cut as another one is: attended positions as positions are.
+_CUT_AS = {"key": "seq"}
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One tile's share of an axis: elements offset .. offset + size."""
+
+    offset: int
+    size: int
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.size
+
+
+class Tiling:
+    """Tile sizes by axis name (elements). Raises ConfigError for an unknown axis or a size that is no positive int."""
+
+    def __init__(self, tiles: Mapping[str, int] | None = None) -> None:
+        self.tiles = dict(tiles or {})
+        for axis, size in self.tiles.items():
+            if axis not in AXES:
+                raise ConfigError(f"tiles.{axis}: unknown axis; allowed are {', '.join(AXES)}")
+            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+                raise ConfigError(f"tiles.{axis}: {size!r} is not allowed; a tile size is a positive integer")
+
+    def parts(self, axis: str, size: int) -> list[Part]:
+        """The tiles of an axis of `size` elements, in order."""
+        tile = min(self.tiles.get(_CUT_AS.get(axis, axis), size), size)
+        return [Part(offset, min(tile, size - offset)) for offset in range(0, size, tile)]
+
+    def cut(self, axis: str, size: int) -> bool:
+        """Whether the axis has more than one tile."""
+        return len(self.parts(axis, size)) > 1
