@@ -64,7 +64,7 @@ def train(
 
         status = run(loaded.model_copy(update={"out": str(folder)}), folder, Console())
     except KeyboardInterrupt:
-        print("interrupted before training, or a second time: nothing saved", file=sys.stderr)
+        print("interrupted; nothing more is saved", file=sys.stderr)
         status = 130
     raise typer.Exit(status)
 

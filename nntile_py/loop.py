@@ -34,13 +34,14 @@ def train(config: RunConfig, out: Path, console: Console) -> int:
 
     Returns the exit status: 0, or 130 after SIGINT or SIGTERM, with what was trained saved.
     Raises NNTileError, without writing weights, when the loss or the gradient is no longer a finite number."""
+    runtime = nt.Runtime.from_config(config.runtime.model_dump())  # refuses what the machine lacks, before any work
     _say(console, f"reading {config.data.source}")
     corpus = load_corpus(config)
     out.mkdir(parents=True, exist_ok=True)
     _write(out / "config.yaml", config.to_yaml())
     _write(out / "tokenizer.json", corpus.tokenizer.to_str(pretty=True))
     _say(console, f"{len(corpus.train):,} tokens to train on, {len(corpus.held_out):,} held out; writing to {out}")
-    with nt.Runtime.from_config(config.runtime.model_dump()), _signals() as stop:
+    with runtime, _signals() as stop:
         trainer = build_trainer(config, build_model(config))
         with (out / "metrics.jsonl").open("w", buffering=1) as metrics, Display(console, config, trainer) as display:
             done, first, last = _steps(config, corpus, trainer, metrics, display, stop)
@@ -55,46 +56,51 @@ def train(config: RunConfig, out: Path, console: Console) -> int:
     return 0
 
 
+def model_config(config: RunConfig) -> nt.models.GPT2Config:
+    """The shape of `config.model`."""
+    shape = config.model
+    assert shape.vocab is not None and shape.positions is not None  # load() has filled them in
+    return nt.models.GPT2Config(
+        layers=shape.layers,
+        embed=shape.embed,
+        heads=shape.heads,
+        ffn=shape.ffn,
+        vocab=shape.vocab,
+        positions=shape.positions,
+        dropout=shape.dropout,
+        activation=shape.activation,
+        attention=shape.attention,
+        tie=shape.tie_embeddings,
+        eps=shape.layer_norm_eps,
+    )
+
+
 def build_model(config: RunConfig) -> nt.models.GPT2:
     """The model of `config.model`: read from its folder, or freshly initialised from the seed."""
     shape = config.model
     if shape.from_ is not None:
         return nt.models.GPT2.from_hf(shape.from_, attention=shape.attention, dropout=shape.dropout)
-    assert shape.vocab is not None and shape.positions is not None  # load() has filled them in
-    return nt.models.GPT2(
-        nt.models.GPT2Config(
-            layers=shape.layers,
-            embed=shape.embed,
-            heads=shape.heads,
-            ffn=shape.ffn,
-            vocab=shape.vocab,
-            positions=shape.positions,
-            dropout=shape.dropout,
-            activation=shape.activation,
-            attention=shape.attention,
-            tie=shape.tie_embeddings,
-            eps=shape.layer_norm_eps,
-        ),
-        seed=config.seed,
-    )
+    return nt.models.GPT2(model_config(config), seed=config.seed)
+
+
+def build_optimizer(config: RunConfig) -> nt.AdamW | nt.SGD:
+    """The optimizer that `config` asks for."""
+    how = config.optimizer
+    if how.name == "adamw":
+        return nt.AdamW(lr=how.lr, betas=(how.betas[0], how.betas[1]), eps=how.eps, weight_decay=how.weight_decay)
+    return nt.SGD(lr=how.lr, momentum=how.momentum, weight_decay=how.weight_decay)
 
 
 def build_trainer(config: RunConfig, model: nt.models.GPT2) -> nt.Trainer:
     """The nt.Trainer of `model` that `config` asks for; needs a running nt.Runtime."""
-    how = config.optimizer
-    if how.name == "adamw":
-        betas = (how.betas[0], how.betas[1])
-        optimizer: nt.AdamW | nt.SGD = nt.AdamW(lr=how.lr, betas=betas, eps=how.eps, weight_decay=how.weight_decay)
-    else:
-        optimizer = nt.SGD(lr=how.lr, momentum=how.momentum, weight_decay=how.weight_decay)
     return nt.Trainer(
         model,
         batch=config.train.batch,
         seq=config.train.seq,
         tiles=config.tiles.model_dump(exclude_none=True),
         dtype=config.precision,
-        optimizer=optimizer,
-        clip_grad_norm=how.clip_grad_norm,
+        optimizer=build_optimizer(config),
+        clip_grad_norm=config.optimizer.clip_grad_norm,
         accumulate=config.accumulate,
         fusion=config.fusion.model_dump(),
         grad_accumulation=config.train.grad_accumulation,

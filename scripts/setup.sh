@@ -71,18 +71,15 @@ fi
 
 # A StarPU that was named once is remembered; the one in the cache folder is found again anyway.
 record=.venv/.starpu
+named=${NNTILE_STARPU_PREFIX:-}
+use() { export PKG_CONFIG_PATH=$1/lib/pkgconfig:$1/lib64/pkgconfig${PKG_CONFIG_PATH:+:$PKG_CONFIG_PATH}; }
+if [ -z "$named" ] && [ -r $record ] && ! system_starpu; then use "$(cat $record)"; fi
 if system_starpu; then
-    starpu=$(pkg-config --variable=prefix starpu-1.4)
-    named=1
+    named=$(pkg-config --variable=prefix starpu-1.4)
+    starpu=$named
 else
-    named=${NNTILE_STARPU_PREFIX:+1}
-    if [ -z "$named" ] && [ -r $record ] && pkg-config --atleast-version=1.4.8 "$(cat $record)"/lib*/pkgconfig/starpu-1.4.pc 2>/dev/null; then
-        NNTILE_STARPU_PREFIX=$(cat $record)
-        export NNTILE_STARPU_PREFIX
-        named=1
-    fi
     starpu=$(scripts/build_starpu.sh)
-    export PKG_CONFIG_PATH=$starpu/lib/pkgconfig:$starpu/lib64/pkgconfig${PKG_CONFIG_PATH:+:$PKG_CONFIG_PATH}
+    use "$starpu"
 fi
 
 [ -x .venv/bin/pip ] || "$python" -m venv .venv || die "no virtual environment: apt-get install $python_package-venv"
@@ -104,17 +101,22 @@ compiled=.venv/.compiled
 config=$starpu/include/starpu/1.4/starpu_config.h
 state=$({ cat pyproject.toml setup.py "$config"; find nntile_py/csrc tasks -name '*.cpp' | sort; ls -d .venv/lib/*/site-packages/torch-*.dist-info
     echo "$PWD $starpu ${NNTILE_ARCH:-}"; } 2>&1 | sha256sum)
+compile() {
+    say "compiling the extension"
+    mkdir -p build
+    $py setup.py -q build_ext --inplace >build/ext.log 2>&1 && return
+    { grep -A 5 ': error: ' build/ext.log || tail -n 20 build/ext.log; } | head -n 60 >&2
+    die "compilation failed; log: build/ext.log"
+}
 touch $compiled.now
 if [ ! -e $installed ] || [ "$(cat $installed)" != "$state" ]; then
-    say "pip install -e . (compiles the extension)"
     $pip setuptools wheel ninja
+    compile
+    say "pip install -e ."
     $pip --no-build-isolation -e '.[test]'
 elif [ ! -e $compiled ] || ! compgen -G 'nntile_py/_core*.so' >/dev/null ||
     [ -n "$(find nntile_py/csrc tasks -name '*.[ch]*' -newer $compiled -print -quit)" ]; then
-    say "compiling the extension"
-    mkdir -p build
-    $py setup.py -q build_ext --inplace >build/ext.log 2>&1 ||
-        { grep -A 8 -E 'error|FAILED' build/ext.log | head -n 60 >&2; die "compilation failed; log: build/ext.log"; }
+    compile
 else
     rm $compiled.now
     exit

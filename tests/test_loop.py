@@ -183,6 +183,13 @@ def test_a_loss_that_is_no_number_stops_without_weights(tmp_path: Path) -> None:
     assert not (tmp_path / "runs" / "tiny" / "model.safetensors").exists()
 
 
+def test_too_many_workers_leave_no_folder_behind(tmp_path: Path) -> None:
+    done = nntile(tmp_path, "runtime.cpus=100000")
+    assert done.returncode == 2
+    assert "runtime.cpus" in done.stderr
+    assert not (tmp_path / "runs").exists()
+
+
 def test_debug_shows_the_traceback(tmp_path: Path) -> None:
     how = HOW | {"env": os.environ | {"NNTILE_DEBUG": "1"}}
     done = subprocess.run(command(tmp_path, "tiles.embed=0"), **how, cwd=tmp_path, check=False)

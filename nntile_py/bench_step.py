@@ -1,0 +1,89 @@
+"""One contestant of `nntile bench step`: makes the model, then times as many steps as each line of stdin asks for."""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+LR, WEIGHT_DECAY, CLIP = 1e-3, 0.1, 1.0
+Step = Callable[[int], list[float]]  # runs n steps, returns their losses
+
+
+def reference_model(o: dict[str, Any]) -> Any:
+    import torch
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        n_layer=o["layers"], n_embd=o["embed"], n_head=o["heads"], n_positions=o["seq"], vocab_size=o["vocab"],
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, attn_implementation="sdpa", use_cache=False,
+        bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    return transformers.GPT2LMHeadModel(config).train()
+
+
+def batch(o: dict[str, Any]) -> np.ndarray[Any, Any]:
+    return np.random.default_rng(0).integers(0, o["vocab"], (o["batch"], o["seq"]))
+
+
+def ours(o: dict[str, Any]) -> tuple[Step, dict[str, Any]]:
+    import nntile_py as nt
+
+    model = nt.models.GPT2.from_hf(reference_model(o), attention=o["attention"])
+    nt.Runtime(cpus=o["cpus"], scheduler=o["scheduler"]).__enter__()  # for as long as the process lives
+    trainer = nt.Trainer(
+        model, o["batch"], o["seq"], o["tiles"], optimizer=nt.AdamW(LR, weight_decay=WEIGHT_DECAY),
+        clip_grad_norm=CLIP, accumulate=o["accumulate"], fusion=o["fusion"],
+    )  # fmt: skip
+    ids = batch(o)
+
+    def run(n: int) -> list[float]:
+        return [p.result().loss for p in [trainer.submit(ids, ids) for _ in range(n)]]
+
+    return run, {"tasks": trainer.tasks_per_step, "flop": trainer.flop_per_step}
+
+
+def torch_side(o: dict[str, Any], compiled: bool) -> tuple[Step, dict[str, Any]]:
+    import torch
+
+    torch.set_num_threads(o["cpus"])
+    model = reference_model(o)
+    optimizer = torch.optim.AdamW(model.parameters(), LR, weight_decay=WEIGHT_DECAY, fused=True)
+    forward = torch.compile(model) if compiled else model
+    ids = torch.from_numpy(batch(o))
+
+    def run(n: int) -> list[float]:
+        losses = []
+        for _ in range(n):
+            loss = forward(input_ids=ids, labels=ids).loss
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            losses.append(loss.item())
+        return losses
+
+    return run, {}
+
+
+def main(name: str, options: str) -> None:
+    o = json.loads(options)
+    run, facts = ours(o) if name == "nntile" else torch_side(o, name == "torch_compile")
+    losses = run(3)
+    print(json.dumps({"first_loss": losses[0], "third_loss": losses[2], **facts}), flush=True)
+    for line in sys.stdin:
+        start = time.perf_counter()
+        run(int(line))
+        seconds = time.perf_counter() - start
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+        print(json.dumps({"seconds": seconds, "peak_mib": peak}), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,144 @@
+"""What a config will cost, told without running it: `nntile plan`."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from nntile_py.build import Step, build_step
+from nntile_py.models.gpt2 import GPT2, weight_shapes
+from nntile_py.passes import Fusion
+from nntile_py.tasks import Lowering
+from nntile_py.tiles import Tiling
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from nntile_py.config import RunConfig
+
+# What one CPU worker is taken for where nothing was measured.
+WORKER_FLOP_S = 50e9
+WORKER_BYTES_S = 5e9
+
+
+@dataclass
+class Row:
+    """Operators of one kind and phase: how many, into how many tiles and tasks, flop, bytes moved."""
+
+    operators: int = 0
+    tiles: int = 0
+    tasks: int = 0
+    flop: float = 0.0
+    bytes: int = 0
+    kernels: Counter[str] = field(default_factory=Counter)
+
+
+@dataclass
+class Plan:
+    """Of one optimizer step: parameters, tasks, flop, bytes; `rows` by (phase, kind of operator)."""
+
+    parameters: int
+    tokens: int
+    tasks: int
+    flop: float
+    bytes_moved: int
+    peak_bytes: int
+    state_bytes: int
+    task_seconds: float
+    digest: str
+    rows: dict[tuple[str, str], Row]
+
+    def to_dict(self) -> dict[str, Any]:
+        rows = [
+            {"phase": phase, "operator": kind} | {k: v for k, v in vars(row).items() if k != "kernels"}
+            | {"kernels": dict(row.kernels)}
+            for (phase, kind), row in self.rows.items()
+        ]  # fmt: skip
+        return {k: v for k, v in vars(self).items() if k != "rows"} | {"operators": rows}
+
+    def render(self) -> RenderableType:
+        from rich.console import Group
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table(box=None, pad_edge=False, header_style="bold")
+        for name in ("phase", "operator"):
+            table.add_column(name)
+        for name in ("count", "tiles", "tasks", "Gflop", "GB moved", "Mflop/task"):
+            table.add_column(name, justify="right")
+        for (phase, kind), row in self.rows.items():
+            each = row.flop / max(row.tasks, 1) / 1e6
+            numbers = [row.operators, row.tiles, row.tasks]
+            cells = [f"{n:,}" for n in numbers] + [f"{row.flop / 1e9:.3f}", f"{row.bytes / 1e9:.3f}", f"{each:.2f}"]
+            table.add_row(phase, kind, *cells)
+        lines = [
+            f"parameters          {self.parameters:,}",
+            f"tokens a step       {self.tokens:,}",
+            f"tasks a step        {self.tasks:,}",
+            f"flop a step         {self.flop / 1e9:,.1f} G",
+            f"bytes moved a step  {self.bytes_moved / 1e9:,.2f} GB",
+            f"bytes at peak       {self.peak_bytes / 2**20:,.1f} MiB, of which weights, gradients and optimizer state "
+            f"{self.state_bytes / 2**20:,.1f} MiB",
+            f"mean task           {self.task_seconds * 1e6:,.0f} us, if a worker does {WORKER_FLOP_S / 1e9:.0f} Gflop/s "
+            f"and moves {WORKER_BYTES_S / 1e9:.0f} GB/s",
+            f"program             {self.digest[:16]}",
+        ]
+        return Group(table, Text(), *map(Text, lines))
+
+
+def plan(config: RunConfig) -> Plan:
+    """The plan of a training config; nothing is run and no weight is made."""
+    from nntile_py.loop import build_optimizer, model_config
+
+    shape = model_config(config)
+    step = build_step(
+        GPT2(shape, {}), config.train.batch, config.train.seq, Tiling(config.tiles.model_dump(exclude_none=True)),
+        dtype=config.precision, optimizer=build_optimizer(config), clip_grad_norm=config.optimizer.clip_grad_norm,
+        policy=config.accumulate, fusion=Fusion.of(config.fusion.model_dump()),
+        grad_accumulation=config.train.grad_accumulation,
+    )  # fmt: skip
+    return summarise(step, shape_words=sum(math.prod(s) for _, s, _ in weight_shapes(shape)), config=config)
+
+
+def summarise(step: Step, *, shape_words: int, config: RunConfig) -> Plan:
+    repeats = config.train.grad_accumulation
+    parts: list[tuple[Lowering, int]] = [(step.first, 1), (step.update, 1)]
+    if step.more:
+        parts.insert(1, (step.more, repeats - 1))
+    kinds: dict[str, tuple[str, str]] = {}
+    rows: dict[tuple[str, str], Row] = {}
+    for graph, low in ((step.graph, step.first), (step.update_graph, step.update)):
+        for op in graph.ops:
+            phase = "update" if graph is step.update_graph else op.phase
+            row = rows.setdefault((phase, op.kind), Row())
+            row.operators += 1
+            row.tiles += sum(len(low.grid(t)) for t in op.outputs)
+            kinds[op.name if op.phase == "forward" else f"{op.name}.{op.phase}"] = (phase, op.kind)
+    seconds = 0.0
+    for low, times in parts:
+        for task in low.tasks.tasks:
+            row = rows[kinds[task.op]]
+            row.tasks += times
+            row.flop += times * task.flop
+            row.bytes += times * task.bytes
+            row.kernels[task.kernel] += times
+            seconds += times * max(task.flop / WORKER_FLOP_S, task.bytes / WORKER_BYTES_S)
+    tasks = sum(row.tasks for row in rows.values())
+    held = {t for low, _ in parts for task in low.tasks.tasks for a in task.accesses if (t := a.tile).persistent}
+    state = sum({(t.tensor, t.index): t.bytes for t in held}.values())
+    # The update's own tiles (optimizer state) are alive during the passes too.
+    idle = state - sum(t.bytes for t in {a.tile for k in step.first.tasks.tasks for a in k.accesses} if t.persistent)
+    return Plan(
+        parameters=shape_words,
+        tokens=repeats * config.train.batch * config.train.seq,
+        tasks=tasks,
+        flop=repeats * step.flop,
+        bytes_moved=sum(row.bytes for row in rows.values()),
+        peak_bytes=max(step.first.tasks.peak_bytes() + idle, step.update.tasks.peak_bytes()),
+        state_bytes=state,
+        task_seconds=seconds / max(tasks, 1),
+        digest=step.first.tasks.digest(),
+        rows=rows,
+    )

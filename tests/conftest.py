@@ -1,0 +1,50 @@
+"""A running StarPU for a module's tests, processes of their own for the others, and how results are compared."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import nntile_py as nt
+
+CPUS = min(2, len(os.sched_getaffinity(0)))
+
+
+@pytest.fixture(scope="module")
+def runtime() -> Iterator[nt.Runtime]:
+    """StarPU with two workers, shared by the tests of a module."""
+    with nt.Runtime(cpus=CPUS, scheduler="lws") as running:
+        yield running
+
+
+Python = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture(scope="module")
+def python(tmp_path_factory: pytest.TempPathFactory) -> Python:
+    """Run Python code in a process of its own, with performance models of its own: `python(code, *arguments)`.
+
+    A process that hangs fails the test; how it ends is the caller's to judge.
+    """
+    home = str(tmp_path_factory.mktemp("starpu"))
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("STARPU") and k != "XDG_CACHE_HOME"}
+
+    def run(code: str, *arguments: Any, timeout: float = 60, **env: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-c", code, *map(str, arguments)], capture_output=True, text=True, timeout=timeout,
+            env=environment | {"STARPU_HOME": home} | env, check=False,
+        )  # fmt: skip
+
+    return run
+
+
+def error(got: Any, want: Any) -> float:
+    """|got - want| / |want|, norm-wise; infinite where something is not finite or the shapes differ."""
+    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
+    if got.shape != want.shape or not np.isfinite(got).all():
+        return float("inf")
+    return float(np.linalg.norm(got - want) / (np.linalg.norm(want) or 1.0))

@@ -1,0 +1,499 @@
+"""One row per operator: how to build it on tensors with random values. And how a row is run and compared.
+
+A row makes tensors (`case.x`: an input, `case.y`: an output) and adds one operator or a few to the case's graph.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+from conftest import error
+
+from nntile_py import tasks as ops
+from nntile_py.graph import Graph
+from nntile_py.lowering import lower
+from nntile_py.program import Program, Store
+from nntile_py.tasks import IGNORED, Op, Tensor
+from nntile_py.tiles import Tiling
+
+Array = np.ndarray[Any, Any]
+Values = dict[Tensor, Array]
+Maker = Callable[[np.random.Generator, tuple[int, ...], Values], Array]
+
+SIZES = {"batch": 4, "seq": 6, "embed": 24, "heads": 4, "head_dim": 4, "ffn": 20, "vocab": 36}
+FIXED = {"qkv": 3, "stat": 2, "one": 1}
+NUMPY = {"fp32": np.float32, "fp64": np.float64, "int64": np.int64}
+
+
+# -- values of inputs
+
+
+def normal(rng: np.random.Generator, shape: tuple[int, ...], values: Values) -> Array:
+    return rng.standard_normal(shape)
+
+
+def positive(rng: np.random.Generator, shape: tuple[int, ...], values: Values) -> Array:
+    return rng.uniform(0.1, 1.0, shape)
+
+
+def triangle(rng: np.random.Generator, shape: tuple[int, ...], values: Values) -> Array:
+    """Zero above the diagonal, as the probabilities of causal attention."""
+    return np.tril(rng.standard_normal(shape))
+
+
+def ids(below: int, ignored: float = 0.0) -> Maker:
+    """Numbers of rows of a table or of words; some of them, not all, IGNORED."""
+
+    def make(rng: np.random.Generator, shape: tuple[int, ...], values: Values) -> Array:
+        result = np.where(rng.random(shape) < ignored, IGNORED, rng.integers(0, below, shape))
+        result.flat[0] = rng.integers(0, below)
+        return result
+
+    return make
+
+
+def of(op: Op, output: int) -> Maker:
+    """What an operator outside of the case would have made."""
+    return lambda rng, shape, values: op.reference(*(values[t] for t in op.inputs))[output]
+
+
+class Case:
+    """A graph under construction, the makers of its inputs' values, the slots of its program."""
+
+    def __init__(self, sizes: Mapping[str, int], dtype: str) -> None:
+        self.sizes = {**FIXED, **sizes, "key": sizes["seq"], "position": sizes["seq"] + 3}
+        self.graph = Graph(dtype)
+        self.makers: dict[Tensor, Maker] = {}
+        self.options: dict[str, Any] = {}  # of the reference
+        self.slots: dict[str, float] = {}
+        self.whole: set[str] = set()  # axes that must not be cut
+        self.labels: Tensor | None = None
+
+    def x(self, axes: str, make: Maker = normal, dtype: str | None = None, **options: Any) -> Tensor:
+        tensor = self._tensor(axes, "input", dtype, **options)
+        self.makers[tensor] = make
+        return tensor
+
+    def y(self, axes: str, dtype: str | None = None, **options: Any) -> Tensor:
+        """An output: `scalar` is the kind of tensor that is not written before the program and outlives it."""
+        return self._tensor(axes, "scalar", dtype, **options)
+
+    def like(self, tensor: Tensor) -> Tensor:
+        return self.y(" ".join(tensor.axes), tensor.dtype, causal=tensor.causal)
+
+    def temp(self, axes: str, **options: Any) -> Tensor:
+        names = axes.split()
+        return self.graph.temp("temp", names, [self.sizes[a] for a in names], self.graph.dtype, **options)
+
+    def _tensor(self, axes: str, kind: str, dtype: str | None, causal: bool = False) -> Tensor:
+        names = axes.split()
+        name = f"t{len(self.graph.tensors)}"
+        tensor = self.graph.named(name, names, [self.sizes[a] for a in names], kind, dtype)
+        tensor.causal = causal
+        return tensor
+
+    def label(self, ignored: float = 0.0) -> Tensor:
+        """Labels [batch, seq]; the slot loss_scale becomes what goes with them."""
+        self.labels = self.x("batch seq", ids(self.sizes["vocab"], ignored), "int64")
+        return self.labels
+
+    def add(self, op: Op) -> Op:
+        return self.graph.add(op)
+
+    # -- values
+
+    def draw(self, rng: np.random.Generator) -> Values:
+        values: Values = {}
+        for tensor, make in self.makers.items():
+            values[tensor] = np.asarray(make(rng, tensor.shape, values), NUMPY[tensor.dtype])
+            if tensor.dtype != "int64":
+                values[tensor] = values[tensor].astype(np.float64)
+        if self.labels:
+            self.slots["loss_scale"] = 1 / max(int((values[self.labels] != IGNORED).sum()), 1)
+        return values
+
+    def expected(self, inputs: Values) -> Values:
+        """What the references make of the inputs, one operator after the other."""
+        values = dict(inputs)
+        for op in self.graph.ops:
+            results = op.reference(*(values[t] for t in op.inputs), **self.options)
+            assert len(results) == len(op.outputs), op.kind
+            values.update(zip(op.outputs, results, strict=True))
+        return {t: v for t, v in values.items() if t not in inputs and t.persistent}
+
+
+def check(
+    row: Callable[[Case], Any],
+    tiles: Mapping[str, int],
+    policy: str,
+    dtype: str,
+    sizes: Mapping[str, int] = SIZES,
+    seed: int = 0,
+    tolerance: float | None = None,
+) -> None:
+    """Run a row through StarPU twice, with other values each time, and compare every output with the reference.
+
+    Outputs hold NaN before, and the second run finds the tiles as the first has left them: what is not written, or
+    is added to without having been cleared, is seen.
+    """
+    case = Case(sizes, dtype)
+    row(case)
+    low = lower(case.graph, Tiling({a: t for a, t in tiles.items() if a not in case.whole}), policy)
+    rng, store, program = np.random.default_rng(seed), Store(), None
+    for replay in range(2):
+        values = case.draw(rng)
+        expected = case.expected(values)
+        owners = {t.storage for t in values}
+        for tensor in expected:
+            if tensor.storage not in owners:
+                store.write(low, tensor, np.full(tensor.shape, np.nan))
+        for tensor, value in values.items():
+            store.write(low, tensor, value)
+        program = program or Program(low.tasks, store)
+        program.run(case.slots)
+        for tensor, want in expected.items():
+            got, there = store.read(low, tensor), np.zeros(tensor.shape, bool)
+            for where, _ in low.grid(tensor):
+                there[where] = True
+            assert got.dtype == NUMPY[tensor.dtype]
+            wrong = error(got, want * there)
+            limit = tolerance or {"fp64": 1e-12, "fp32": 1e-5}[dtype]
+            assert wrong < limit, f"{tensor}: off by {wrong:.1e}, replay {replay}, {policy}, {dict(tiles)}, {sizes}"
+
+
+# -- the table
+
+ROWS: dict[str, Callable[[Case], Any]] = {}
+
+
+def linear(
+    a: str = "batch seq embed",
+    b: str = "embed ffn",
+    out: str = "batch seq ffn",
+    *,
+    bias: str | None = None,
+    residual: bool = False,
+    activation: str | None = None,
+    pre: bool = False,
+    aux: bool = False,
+    bias_grad: tuple[int, str] | None = None,
+    scale: float = 1.0,
+    causal: str = "",
+) -> Callable[[Case], Op]:
+    """A Contract; `causal` names which of a, b and y are causal."""
+
+    def row(case: Case) -> Op:
+        return case.add(
+            ops.Contract(
+                case.x(a, triangle if "a" in causal else normal, causal="a" in causal),
+                case.x(b, triangle if "b" in causal else normal, causal="b" in causal),
+                case.y(out, causal="y" in causal),
+                scale=scale,
+                bias=case.x(bias) if bias else None,
+                residual=case.x(out) if residual else None,
+                activation=activation,
+                pre=case.y(out) if pre else None,
+                aux=case.x(out) if aux else None,
+                bias_grad=(bias_grad[0], case.y(bias_grad[1])) if bias_grad else None,
+            )
+        )
+
+    return row
+
+
+for _bias, _residual, _act in itertools.product((None, "ffn"), (False, True), (None, *ops.ACTIVATIONS)):
+    for _pre in (False, True) if _act else (False,):
+        _parts = [("bias", _bias), ("residual", _residual), (_act, _act), ("pre", _pre)]
+        ROWS[" ".join(["Contract", *(str(name) for name, on in _parts if on)])] = linear(
+            bias=_bias, residual=_residual, activation=_act, pre=_pre
+        )
+for _act in ops.ACTIVATIONS:
+    ROWS[f"Contract aux {_act}"] = linear(activation=_act, aux=True)
+
+_HEADS = "batch heads seq head_dim"
+_KEYS = "batch heads key head_dim"
+_SCORES = "batch heads seq key"
+_PERMUTED = {"a": "embed seq batch", "b": "ffn embed", "out": "ffn seq batch"}
+ROWS |= {
+    "Contract scale": linear(scale=-0.37),
+    "Contract scale bias": linear(scale=-0.37, bias="ffn"),
+    "Contract bias of a middle axis": linear(bias="seq"),
+    "Contract bias of two axes": linear(bias="seq ffn", activation="gelu"),
+    "Contract permuted inputs": linear("embed seq batch", "ffn embed"),
+    "Contract permuted output": linear(out="seq ffn batch"),
+    "Contract columns first": linear(out="ffn batch seq", bias="ffn", activation="gelu_new", pre=True),
+    "Contract all permuted": linear(**_PERMUTED, bias="ffn", residual=True, activation="gelu", pre=True),
+    "Contract all permuted, aux": linear(**_PERMUTED, activation="gelu_new", aux=True),
+    "Contract packed qkv": linear(
+        "batch seq embed", "embed qkv heads head_dim", "qkv batch heads seq head_dim", bias="qkv heads head_dim"
+    ),
+    "Contract two summed axes": linear("batch seq heads head_dim", "heads head_dim embed", "batch seq embed"),
+    "Contract weight gradient": linear("batch seq embed", "batch seq ffn", "embed ffn"),
+    "Contract bias_grad of b": linear("batch seq embed", "batch seq ffn", "embed ffn", bias_grad=(1, "ffn")),
+    "Contract bias_grad of a": linear("batch seq embed", "batch seq ffn", "embed ffn", bias_grad=(0, "embed")),
+    "Contract bias_grad of b, columns first": linear(
+        "batch seq embed", "batch seq ffn", "ffn embed", bias_grad=(1, "ffn")
+    ),
+    "Contract bias_grad of a, columns first": linear(
+        "batch seq embed", "batch seq ffn", "ffn embed", bias_grad=(0, "embed"), scale=0.5
+    ),
+    "Contract bias_grad of a permuted": linear(
+        "batch seq embed", "qkv batch heads seq head_dim", "embed qkv heads head_dim",
+        bias_grad=(1, "qkv heads head_dim"),
+    ),
+    "Contract batch axes": linear(_HEADS, _KEYS, _SCORES, scale=0.5),
+    "Contract batch axes permuted": linear("batch seq heads head_dim", "key batch head_dim heads", _SCORES),
+    "Contract causal output": linear(_HEADS, _KEYS, _SCORES, scale=0.5, causal="y"),
+    "Contract causal a": linear(_SCORES, _KEYS, _HEADS, causal="a"),
+    "Contract causal a, permuted output": linear(_SCORES, _KEYS, "batch seq heads head_dim", causal="a"),
+    "Contract causal a, over queries": linear(_SCORES, _HEADS, _KEYS, causal="a"),
+    "Contract causal b": linear(_KEYS, _SCORES, _HEADS, causal="b"),
+}  # fmt: skip
+
+
+def binary(op: type[Op], a: str, b: str) -> Callable[[Case], Op]:
+    return lambda case: case.add(op(case.x(a), case.x(b), case.y(a)))  # type: ignore[call-arg]
+
+
+def transposed(axes: str, out: str) -> Callable[[Case], Op]:
+    return lambda case: case.add(ops.Transpose(case.x(axes), case.y(out)))
+
+
+def summed(axes: str, out: str) -> Callable[[Case], Op]:
+    return lambda case: case.add(ops.Sum(case.x(axes), case.y(out)))
+
+
+def renamed(case: Case) -> None:
+    x = case.add(ops.Rename(case.x(_HEADS), {"seq": "key"})).output
+    case.add(ops.Transpose(x, case.y("head_dim key batch heads")))
+
+
+def unpacked(axes: str) -> Callable[[Case], Op]:
+    outs = axes.replace("qkv", "")
+    return lambda case: case.add(ops.Unpack(case.x(axes), [case.y(outs) for _ in range(3)], "qkv"))
+
+
+def packed(axes: str) -> Callable[[Case], Op]:
+    ins = axes.replace("qkv", "")
+    return lambda case: case.add(ops.Pack([case.x(ins) for _ in range(3)], case.y(axes), "qkv"))
+
+
+def dropout(p: float, seed: int, causal: bool = False) -> Callable[[Case], Op]:
+    def row(case: Case) -> Op:
+        axes = _SCORES if causal else "batch seq embed"
+        case.slots["dropout_seed"], case.options["seed"] = float(seed), seed
+        return case.add(ops.Dropout(case.x(axes, causal=causal), case.y(axes, causal=causal), p, key=7))
+
+    return row
+
+
+def embedding(ids_axes: str, rows: str) -> Callable[[Case], Op]:
+    def row(case: Case) -> Op:
+        numbers = case.x(ids_axes, ids(case.sizes[rows]), "int64")
+        return case.add(ops.Embedding(numbers, case.x(f"{rows} embed"), case.y(f"{ids_axes} embed")))
+
+    return row
+
+
+def embedding_grad(ids_axes: str, rows: str, into: str = "") -> Callable[[Case], Op]:
+    """into: "" for none, "input" for a tensor that is there, "contract" for the tied head's gradient."""
+
+    def row(case: Case) -> Op:
+        numbers, dy = case.x(ids_axes, ids(case.sizes[rows]), "int64"), case.x(f"{ids_axes} embed")
+        axes = f"{rows} embed"
+        if into == "input":
+            base = case.x(axes)
+            out = Tensor("sum", base.axes, base.shape, base.dtype, storage=base)
+            return case.add(ops.EmbeddingGrad(numbers, dy, out, into=base))
+        out = case.y(axes)
+        if not into:
+            return case.add(ops.EmbeddingGrad(numbers, dy, out))
+        base = Tensor("base", out.axes, out.shape, out.dtype, storage=out)
+        case.add(ops.Contract(case.x(f"batch seq {rows}"), case.x("batch seq embed"), base))
+        return case.add(ops.EmbeddingGrad(numbers, dy, out, into=base))
+
+    return row
+
+
+def activation(kind: str) -> Callable[[Case], Op]:
+    return lambda case: case.add(ops.Activation(case.x("batch seq ffn"), case.y("batch seq ffn"), kind))
+
+
+def activation_grad(kind: str) -> Callable[[Case], Op]:
+    axes = "batch seq ffn"
+    return lambda case: case.add(ops.ActivationGrad(case.x(axes), case.x(axes), case.y(axes), kind))
+
+
+def layer_norm(residual: bool) -> Callable[[Case], Op]:
+    def row(case: Case) -> Op:
+        axes = "batch seq embed"
+        return case.add(
+            ops.LayerNorm(
+                case.x(axes), case.x("embed"), case.x("embed"), case.y(axes), case.y("batch seq stat"), 1e-5,
+                residual=case.x(axes) if residual else None, total=case.y(axes) if residual else None,
+            )
+        )  # fmt: skip
+
+    return row
+
+
+def layer_norm_grad(add: bool) -> Callable[[Case], Op]:
+    def row(case: Case) -> Op:
+        axes = "batch seq embed"
+        x, gamma, beta = case.x(axes), case.x("embed"), case.x("embed")
+        forward = ops.LayerNorm(x, gamma, beta, case.temp(axes), case.temp("batch seq stat"), 1e-5)
+        return case.add(
+            ops.LayerNormGrad(
+                case.x(axes), x, case.x("batch seq stat", of(forward, 1)), gamma,
+                case.y(axes), case.y("embed"), case.y("embed"), add=case.x(axes) if add else None,
+            )
+        )  # fmt: skip
+
+    return row
+
+
+def softmax(causal: bool) -> Callable[[Case], Op]:
+    return lambda case: case.add(ops.Softmax(case.x(_SCORES, causal=causal), case.y(_SCORES, causal=causal)))
+
+
+def softmax_grad(causal: bool) -> Callable[[Case], Op]:
+    def row(case: Case) -> Op:
+        scores = case.x(_SCORES, causal=causal)
+        p = case.x(_SCORES, of(ops.Softmax(scores, scores), 0), causal=causal)
+        dp = case.x(_SCORES, causal=causal)
+        return case.add(ops.SoftmaxGrad(p, dp, case.y(_SCORES, causal=causal)))
+
+    return row
+
+
+PACKED = ["qkv batch heads seq head_dim"]
+SEPARATE = [_HEADS] * 3
+BY_SEQ = ["batch seq heads head_dim"] * 3
+
+
+def attention(qkv: list[str], form: str, causal: bool) -> Callable[[Case], Op]:
+    def row(case: Case) -> Op:
+        out, lse = case.y(qkv[0].replace("qkv", "")), case.y("batch heads seq")
+        return case.add(ops.Attention([case.x(axes) for axes in qkv], out, lse, causal=causal, form=form))
+
+    return row
+
+
+def attention_grad(qkv: list[str], form: str, causal: bool, do: str = _HEADS) -> Callable[[Case], Op]:
+    def row(case: Case) -> Op:
+        inputs, out = [case.x(axes) for axes in qkv], qkv[0].replace("qkv", "")
+        free = ops.Attention(inputs, case.temp(out), case.temp("batch heads seq"), causal=causal, form=form)
+        o, lse = case.x(out, of(free, 0)), case.x("batch heads seq", of(free, 1))
+        forward = ops.Attention(inputs, o, lse, causal=causal, form=form)
+        return case.add(ops.AttentionGrad(forward, case.x(do), [case.y(axes) for axes in qkv]))
+
+    return row
+
+
+def cross_entropy(case: Case) -> Op:
+    logits, lse = case.x("batch seq vocab"), case.y("batch seq")
+    return case.add(ops.CrossEntropy(logits, case.label(ignored=0.3), case.y("one", "fp64"), lse))
+
+
+def cross_entropy_fused(case: Case) -> None:
+    case.whole = {"vocab"}
+    forward = cross_entropy(case)
+    logits, labels = forward.inputs
+    out = Tensor("logits_grad", logits.axes, logits.shape, logits.dtype, storage=logits)
+    grad = case.add(ops.CrossEntropyGrad(logits, labels, forward.outputs[1], out))
+    assert isinstance(forward, ops.CrossEntropy) and isinstance(grad, ops.CrossEntropyGrad)
+    forward.fused, grad.fused = grad, True
+
+
+def cross_entropy_grad(case: Case) -> Op:
+    logits, labels = case.x("batch seq vocab"), case.label(ignored=0.3)
+    free = ops.CrossEntropy(logits, labels, case.temp("one"), case.temp("batch seq"))
+    out = Tensor("logits_grad", logits.axes, logits.shape, logits.dtype, storage=logits)
+    return case.add(ops.CrossEntropyGrad(logits, labels, case.x("batch seq", of(free, 1)), out))
+
+
+def grad_norm(max_norm: float | None) -> Callable[[Case], Op]:
+    def row(case: Case) -> Op:
+        grads = [case.x(axes) for axes in ("vocab embed", "embed ffn", "ffn")]
+        return case.add(ops.GradNorm(grads, case.y("one", "fp64"), case.y("one", "fp64"), max_norm))
+
+    return row
+
+
+def adamw(case: Case) -> Op:
+    case.options = {"lr": 1e-2, "step": 3}
+    case.slots = {"lr": 1e-2, "beta1_correction": 1 - 0.9**3, "beta2_correction": 1 - 0.95**3}
+    tensors = [case.x("embed ffn", make) for make in (normal, normal, normal, positive)]
+    clip = case.x("one", positive, "fp64")
+    return case.add(ops.AdamW(*tensors, clip, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1))
+
+
+def sgd(momentum: float) -> Callable[[Case], Op]:
+    def row(case: Case) -> Op:
+        case.options, case.slots = {"lr": 1e-2}, {"lr": 1e-2}
+        param, grad = case.x("embed ffn"), case.x("embed ffn")
+        m = case.x("embed ffn") if momentum else None
+        clip = case.x("one", positive, "fp64")
+        return case.add(ops.SGD(param, grad, m, clip, momentum=momentum, weight_decay=0.1))
+
+    return row
+
+
+ROWS |= {
+    "Add": binary(ops.Add, "batch seq embed", "batch seq embed"),
+    "BiasAdd": binary(ops.BiasAdd, "batch seq embed", "embed"),
+    "BiasAdd of leading axes": binary(ops.BiasAdd, "seq batch embed", "seq"),
+    "BiasAdd of positions": binary(ops.BiasAdd, "batch seq embed", "seq embed"),
+    "Sum": summed("batch seq embed", "embed"),
+    "Sum over the last axis": summed("batch seq embed", "batch seq"),
+    "Sum over outer axes": summed("qkv batch heads seq head_dim", "qkv heads head_dim"),
+    "Transpose": transposed("batch seq heads head_dim", _HEADS),
+    "Transpose all": transposed("batch seq qkv heads head_dim", "head_dim qkv seq heads batch"),
+    "Rename": renamed,
+    "Unpack": unpacked("qkv batch heads seq head_dim"),
+    "Unpack a middle axis": unpacked("batch seq qkv heads head_dim"),
+    "Pack": packed("qkv batch heads seq head_dim"),
+    "Pack a middle axis": packed("batch seq qkv heads head_dim"),
+    "Dropout": dropout(0.3, seed=5),
+    "Dropout of a large seed": dropout(0.9, seed=(12345 << 32) + 99),
+    "Dropout of nothing": dropout(0.0, seed=1),
+    "Dropout causal": dropout(0.4, seed=3, causal=True),
+    "Embedding": embedding("batch seq", "vocab"),
+    "Embedding of positions": embedding("seq", "position"),
+    "EmbeddingGrad": embedding_grad("batch seq", "vocab"),
+    "EmbeddingGrad of positions": embedding_grad("seq", "position"),
+    "EmbeddingGrad into": embedding_grad("batch seq", "vocab", "input"),
+    "EmbeddingGrad into a contraction": embedding_grad("batch seq", "vocab", "contract"),
+    **{f"Activation {kind}": activation(kind) for kind in ops.ACTIVATIONS},
+    **{f"ActivationGrad {kind}": activation_grad(kind) for kind in ops.ACTIVATIONS},
+    "LayerNorm": layer_norm(residual=False),
+    "LayerNorm residual": layer_norm(residual=True),
+    "LayerNormGrad": layer_norm_grad(add=False),
+    "LayerNormGrad add": layer_norm_grad(add=True),
+    "Softmax": softmax(causal=False),
+    "Softmax causal": softmax(causal=True),
+    "SoftmaxGrad": softmax_grad(causal=False),
+    "SoftmaxGrad causal": softmax_grad(causal=True),
+    "CrossEntropy": cross_entropy,
+    "CrossEntropy fused": cross_entropy_fused,
+    "CrossEntropyGrad": cross_entropy_grad,
+    "GradNorm": grad_norm(None),
+    "GradNorm clip": grad_norm(1.5),
+    "GradNorm under the limit": grad_norm(1e6),
+    "AdamW": adamw,
+    "SGD": sgd(0.0),
+    "SGD momentum": sgd(0.8),
+}
+for _form, _causal in itertools.product(("vendor", "merge", "flash"), (False, True)):
+    for _layout, _qkv in (("packed", PACKED), ("separate", SEPARATE)):
+        _name = f"{_form} {_layout}{' causal' if _causal else ''}"
+        ROWS[f"Attention {_name}"] = attention(_qkv, _form, _causal)
+        ROWS[f"AttentionGrad {_name}"] = attention_grad(_qkv, _form, _causal)
+for _form in ("vendor", "merge", "flash"):
+    ROWS[f"Attention {_form} by seq"] = attention(BY_SEQ, _form, True)
+    ROWS[f"AttentionGrad {_form} by seq"] = attention_grad(BY_SEQ, _form, True, BY_SEQ[0])
+ROWS["Attention packed in the middle"] = attention(["batch seq qkv heads head_dim"], "merge", True)
+ROWS["AttentionGrad packed in the middle"] = attention_grad(["batch seq qkv heads head_dim"], "merge", True)

@@ -1,0 +1,374 @@
+"""Every operator in every tiling, policy and dtype against its float64 reference; the references against PyTorch."""
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import error
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from operators import ROWS, SIZES, Case, check
+
+import nntile_py as nt
+from nntile_py import tasks as ops
+from nntile_py.graph import Graph
+from nntile_py.tasks import IGNORED, Op, Tensor
+
+POLICIES = ("chain", "commute", "redux", "tree")
+TILINGS: dict[str, dict[str, int]] = {
+    "uncut": {},
+    "even": {"batch": 2, "seq": 2, "embed": 6, "heads": 2, "ffn": 5, "vocab": 9},
+    "ragged": {"batch": 3, "seq": 4, "embed": 10, "heads": 3, "ffn": 17, "vocab": 17},
+}
+every_row = pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
+
+
+def test_every_operator_has_a_row() -> None:
+    built = set()
+    for row in ROWS.values():
+        case = Case(SIZES, "fp64")
+        row(case)
+        for op in case.graph.ops:
+            assert op.flop() >= 0 and op.words() >= 0
+        built |= {type(op) for op in case.graph.ops}
+    exported = {getattr(ops, name) for name in ops.__all__}
+    assert built == {x for x in exported if isinstance(x, type) and issubclass(x, Op)} - {Op}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("tiling", TILINGS)
+@every_row
+def test_in_fp64(runtime: nt.Runtime, row: Any, tiling: str, policy: str) -> None:
+    check(row, TILINGS[tiling], policy, "fp64")
+
+
+@pytest.mark.parametrize(("tiling", "policy"), [("uncut", "chain"), *(("ragged", policy) for policy in POLICIES)])
+@every_row
+def test_in_fp32(runtime: nt.Runtime, row: Any, tiling: str, policy: str) -> None:
+    check(row, TILINGS[tiling], policy, "fp32")
+
+
+# From four elements up a LayerNorm's gradient, from two on a softmax's are not all cancellation.
+LIMITS = {
+    "batch": (1, 4), "seq": (2, 9), "embed": (4, 40), "heads": (1, 4), "head_dim": (1, 20), "ffn": (1, 40),
+    "vocab": (2, 40),
+}  # fmt: skip
+
+
+@st.composite
+def tilings(draw: st.DrawFn) -> tuple[dict[str, int], dict[str, int]]:
+    """Sizes of the axes, and tile sizes of some of them: at most five tiles an axis, the last one of any size."""
+    sizes = {axis: draw(st.integers(*limits), label=axis) for axis, limits in LIMITS.items()}
+    cut = draw(st.sets(st.sampled_from(sorted(set(sizes) - {"head_dim"})), min_size=1), label="cut")
+    return sizes, {axis: draw(st.integers(-(-sizes[axis] // 5), sizes[axis])) for axis in sorted(cut)}
+
+
+@every_row
+@settings(max_examples=5, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+@given(drawn=tilings(), policy=st.sampled_from(POLICIES), seed=st.integers(0, 2**32))
+def test_any_shape(runtime: nt.Runtime, row: Any, drawn: Any, policy: str, seed: int) -> None:
+    sizes, tiles = drawn
+    check(row, tiles, policy, "fp64", sizes, seed, tolerance=1e-11)
+
+
+@pytest.mark.parametrize("name", ["Contract bias gelu", "LayerNormGrad", "Attention merge packed causal", "Embedding"])
+def test_a_wrong_result_is_seen(runtime: nt.Runtime, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    kind = getattr(ops, name.split()[0])
+    right = kind.reference
+
+    def wrong(self: Op, *inputs: Any) -> Any:
+        first, *rest = right(self, *inputs)
+        first.flat[-1] += 1e-6
+        return first, *rest
+
+    monkeypatch.setattr(kind, "reference", wrong)
+    with pytest.raises(AssertionError, match="off by"):
+        check(ROWS[name], TILINGS["ragged"], "chain", "fp64")
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_tile_that_nobody_writes_is_seen(runtime: nt.Runtime, monkeypatch: pytest.MonkeyPatch, policy: str) -> None:
+    everywhere = ops.Lowering.indices
+    monkeypatch.setattr(ops.Lowering, "indices", lambda *args: list(everywhere(*args))[:-1])
+    grid = {"grid": ops.Lowering.grid}
+
+    def whole(low: ops.Lowering, tensor: Tensor) -> Any:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ops.Lowering, "indices", everywhere)
+            return grid["grid"](low, tensor)
+
+    monkeypatch.setattr(ops.Lowering, "grid", whole)
+    with pytest.raises(AssertionError, match="off by inf"):
+        check(ROWS["Add"], TILINGS["ragged"], policy, "fp64")
+
+
+# -- the references against PyTorch
+
+AXES: dict[str, int] = {
+    "batch": 2, "seq": 5, "key": 5, "embed": 7, "heads": 3, "head_dim": 4, "ffn": 6, "vocab": 11, "qkv": 3, "one": 1,
+    "stat": 2,
+}  # fmt: skip
+
+
+class Pair:
+    """One forward operator on tensors that require gradients, with values in numpy and PyTorch."""
+
+    def __init__(self) -> None:
+        self.g = Graph("fp64")
+        self.rng = np.random.default_rng(3)
+        self.values: dict[Tensor, Any] = {}
+        self.torch: dict[Tensor, torch.Tensor] = {}
+
+    def param(self, axes: str, *, causal: bool = False) -> Tensor:
+        t = self.temp(axes, causal=causal)
+        t.requires_grad = True
+        self.values[t] = self.rng.standard_normal(t.shape)
+        self.torch[t] = torch.tensor(self.values[t], requires_grad=True)
+        return t
+
+    def temp(self, axes: str, **options: Any) -> Tensor:
+        names = axes.split()
+        return Tensor(f"t{id(names)}", names, [AXES[a] for a in names], "fp64", **options)
+
+    def ints(self, axes: str, below: int, ignored: bool = False) -> Tensor:
+        t = self.temp(axes)
+        value = self.rng.integers(0, below, t.shape)
+        if ignored:
+            value[0, :2] = IGNORED
+        self.values[t], self.torch[t] = value, torch.tensor(value)
+        return t
+
+    def compare(self, op: Op, *expected: torch.Tensor, **options: Any) -> None:
+        """The operator's outputs and gradients by the references with PyTorch's; dy is random."""
+        self.g.add(op)
+        made = len(self.g.ops)
+        results = op.reference(*(self.values[t] for t in op.inputs), **options)
+        self.values.update(zip(op.outputs, results, strict=True))
+        dys: list[Tensor | None] = []
+        for out, want in zip(op.outputs, expected, strict=False):
+            assert error(self.values[out], want.detach()) < 1e-12, out
+            dy = self.temp(" ".join(out.axes))
+            dy.causal = out.causal
+            self.values[dy] = np.ones(1) if out.shape == (1,) else self.rng.standard_normal(out.shape)
+            want.backward(torch.tensor(self.values[dy]).reshape(want.shape), retain_graph=True)
+            dys.append(dy)
+        grads = op.gradient(self.g, *dys, *[None] * (len(op.outputs) - len(dys)))
+        for other in self.g.ops[made:]:
+            results = other.reference(*(self.values[t] for t in other.inputs), **options)
+            self.values.update(zip(other.outputs, results, strict=True))
+        compared = 0
+        for t, grad in zip(op.inputs, grads, strict=True):
+            want = self.torch[t].grad
+            if want is not None:
+                assert grad is not None and grad.axes == t.axes
+                assert error(self.values[grad], want) < 1e-11, t
+                compared += 1
+        assert compared == sum(t.requires_grad for t in op.inputs)
+
+
+@pytest.fixture
+def pair() -> Pair:
+    return Pair()
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "out", "formula"),
+    [
+        ("batch seq embed", "embed ffn", "batch seq ffn", "bse,ef->bsf"),
+        ("batch seq embed", "embed qkv heads head_dim", "qkv batch heads seq head_dim", "bse,eqhd->qbhsd"),
+        ("batch heads seq head_dim", "batch heads key head_dim", "batch heads seq key", "bhsd,bhkd->bhsk"),
+        ("vocab embed", "batch seq embed", "batch seq vocab", "ve,bse->bsv"),
+    ],
+)
+def test_contract(pair: Pair, a: str, b: str, out: str, formula: str) -> None:
+    x, y = pair.param(a), pair.param(b)
+    want = 0.3 * torch.einsum(formula, pair.torch[x], pair.torch[y])
+    pair.compare(ops.Contract(x, y, pair.temp(out), scale=0.3), want)
+
+
+@pytest.mark.parametrize("kind", ops.ACTIVATIONS)
+def test_activation(pair: Pair, kind: str) -> None:
+    x = pair.param("batch seq ffn")
+    act = {"relu": F.relu, "gelu": F.gelu, "gelu_new": lambda x: F.gelu(x, approximate="tanh")}[kind]
+    pair.compare(ops.Activation(x, pair.temp("batch seq ffn"), kind), act(pair.torch[x]))
+
+
+@pytest.mark.parametrize("kind", ops.ACTIVATIONS)
+def test_fused_linear(kind: str) -> None:
+    """act(x w + b + r) with its pre-activation, and the gradient contraction with act' and the bias' gradient."""
+    rng = np.random.default_rng(0)
+    x, w, b, r = (torch.tensor(rng.standard_normal(s), requires_grad=True) for s in ((5, 4), (4, 3), (3,), (5, 3)))
+    pre = x @ w + b + r
+    act = {"relu": F.relu, "gelu": F.gelu, "gelu_new": lambda x: F.gelu(x, approximate="tanh")}[kind]
+    tensors = {
+        name: Tensor(name, axes.split(), shape, "fp64")
+        for name, axes, shape in (
+            ("x", "seq embed", (5, 4)), ("w", "embed ffn", (4, 3)), ("b", "ffn", (3,)), ("r", "seq ffn", (5, 3)),
+            ("y", "seq ffn", (5, 3)), ("pre", "seq ffn", (5, 3)), ("v", "ffn embed", (3, 4)), ("dz", "seq embed", (5, 4)),
+            ("dv", "ffn embed", (3, 4)), ("sum", "embed", (4,)),
+        )
+    }  # fmt: skip
+    t = tensors
+    op = ops.Contract(t["x"], t["w"], t["y"], bias=t["b"], residual=t["r"], activation=kind, pre=t["pre"])
+    y, kept = op.reference(*(v.detach().numpy() for v in (x, w, b, r)))
+    assert error(y, act(pre).detach()) < 1e-14 and error(kept, pre.detach()) < 1e-14
+
+    v, c = (torch.tensor(rng.standard_normal(s), requires_grad=True) for s in ((3, 4), (4,)))
+    pre.retain_grad()
+    dz = torch.tensor(rng.standard_normal((5, 4)))
+    (act(pre) @ v + c).backward(dz)
+    back = ops.Contract(t["dz"], t["v"], t["y"], activation=kind, aux=t["pre"])
+    assert pre.grad is not None and v.grad is not None and c.grad is not None
+    assert error(back.reference(dz.numpy(), v.detach().numpy(), kept)[0], pre.grad) < 1e-13
+    weight = ops.Contract(t["y"], t["dz"], t["dv"], bias_grad=(1, t["sum"]))
+    dv, dc = weight.reference(y, dz.numpy())
+    assert error(dv, v.grad) < 1e-13 and error(dc, c.grad) < 1e-13
+
+
+def test_elementwise(pair: Pair) -> None:
+    a, b = pair.param("batch seq embed"), pair.param("batch seq embed")
+    pair.compare(ops.Add(a, b, pair.temp("batch seq embed")), pair.torch[a] + pair.torch[b])
+
+
+@pytest.mark.parametrize("bias", ["embed", "seq embed", "seq", "batch embed"])
+def test_bias_add(pair: Pair, bias: str) -> None:
+    x, b = pair.param("batch seq embed"), pair.param(bias)
+    wide = pair.torch[b].reshape([AXES[a] if a in bias.split() else 1 for a in x.axes])
+    pair.compare(ops.BiasAdd(x, b, pair.temp("batch seq embed")), pair.torch[x] + wide)
+
+
+def test_transpose_rename_unpack(pair: Pair) -> None:
+    x = pair.param("batch seq heads head_dim")
+    pair.compare(ops.Transpose(x, pair.temp("batch heads seq head_dim")), pair.torch[x].permute(0, 2, 1, 3))
+    y = pair.param("batch seq embed")
+    pair.compare(ops.Rename(y, {"seq": "key"}), pair.torch[y] * 1)
+    z = pair.param("batch qkv heads")
+    outs = [pair.temp("batch heads") for _ in range(3)]
+    pair.compare(ops.Unpack(z, outs, "qkv"), *pair.torch[z].unbind(1))
+
+
+def test_dropout_is_linear_and_keeps_the_mean(pair: Pair) -> None:
+    x = pair.param("batch seq embed")
+    op = ops.Dropout(x, pair.temp("batch seq embed"), 0.25, 9)
+    (mask,) = op.reference(np.ones(x.shape), seed=4)
+    pair.compare(op, pair.torch[x] * torch.tensor(mask), seed=4)
+    big = Tensor("big", ["batch", "embed"], [500, 400], "fp64")
+    op = ops.Dropout(big, big, 0.25, 9)
+    masks = [op.reference(np.ones(big.shape), seed=seed)[0] for seed in (1, 2)]
+    assert set(np.unique(masks)) == {0.0, 1 / 0.75}
+    assert abs(np.mean(masks) - 1) < 0.01
+    assert abs(np.corrcoef(masks[0].ravel(), masks[1].ravel())[0, 1]) < 0.01
+    assert abs(np.corrcoef(masks[0][:, 1:].ravel(), masks[0][:, :-1].ravel())[0, 1]) < 0.01
+
+
+def test_embedding(pair: Pair) -> None:
+    numbers, table = pair.ints("batch seq", 4), pair.param("vocab embed")  # four of eleven rows: each occurs often
+    pair.compare(ops.Embedding(numbers, table, pair.temp("batch seq embed")), pair.torch[table][pair.torch[numbers]])
+
+
+def test_layer_norm(pair: Pair) -> None:
+    x, gamma, beta = (pair.param(axes) for axes in ("batch seq embed", "embed", "embed"))
+    op = ops.LayerNorm(x, gamma, beta, pair.temp("batch seq embed"), pair.temp("batch seq stat"), 1e-3)
+    pair.compare(op, F.layer_norm(*(pair.torch[x], (AXES["embed"],)), pair.torch[gamma], pair.torch[beta], 1e-3))
+
+
+def test_layer_norm_of_a_residual() -> None:
+    """y = norm(x + r) and the sum; the gradient of both outputs is LayerNormGrad with `add`."""
+    rng = np.random.default_rng(0)
+    shape = (3, 7)
+    x, r, gamma, beta, dy, ds = (rng.standard_normal(s) for s in (shape, shape, 7, 7, shape, shape))
+    rows, columns = ["seq", "embed"], ["embed"]
+    t = [Tensor(f"t{k}", rows, shape, "fp64") for k in range(8)]
+    c = [Tensor(f"c{k}", columns, [7], "fp64") for k in range(4)]
+    stat = Tensor("stat", ["seq", "stat"], [3, 2], "fp64")
+    forward = ops.LayerNorm(t[0], c[0], c[1], t[2], stat, 1e-5, residual=t[1], total=t[3])
+    y, statistics, total = forward.reference(x, gamma, beta, r)
+    tx, tr, tgamma, tbeta = (torch.tensor(v, requires_grad=True) for v in (x, r, gamma, beta))
+    want = F.layer_norm(tx + tr, (7,), tgamma, tbeta, 1e-5)
+    assert error(y, want.detach()) < 1e-13 and error(total, x + r) < 1e-15
+    ((want * torch.tensor(dy)).sum() + ((tx + tr) * torch.tensor(ds)).sum()).backward()
+    back = ops.LayerNormGrad(t[4], t[3], stat, c[0], t[5], c[2], c[3], add=t[6])
+    for got, param in zip(back.reference(dy, total, statistics, gamma, ds), (tr, tgamma, tbeta), strict=True):
+        assert param.grad is not None and error(got, param.grad) < 1e-13
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_softmax(pair: Pair, causal: bool) -> None:
+    scores = pair.param("batch heads seq key", causal=causal)
+    x = pair.torch[scores]
+    if causal:
+        x = x.masked_fill(~torch.ones(5, 5, dtype=torch.bool).tril(), -math.inf)
+    pair.compare(ops.Softmax(scores, pair.temp("batch heads seq key", causal=causal)), torch.softmax(x, -1))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("qkv", [["qkv batch heads seq head_dim"], ["batch seq heads head_dim"] * 3])
+def test_attention(pair: Pair, qkv: list[str], causal: bool) -> None:
+    inputs = [pair.param(axes) for axes in qkv]
+    q, k, v = pair.torch[inputs[0]] if len(qkv) == 1 else (pair.torch[t].transpose(1, 2) for t in inputs)
+    want = F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+    out = qkv[0].replace("qkv", "")
+    op = ops.Attention(inputs, pair.temp(out), pair.temp("batch heads seq"), causal=causal, form="vendor")
+    pair.compare(op, want if len(qkv) == 1 else want.transpose(1, 2))
+    scores = (q @ k.transpose(-1, -2) / 2).detach()
+    if causal:
+        scores = scores.masked_fill(~torch.ones(5, 5, dtype=torch.bool).tril(), -math.inf)
+    assert error(pair.values[op.lse], torch.logsumexp(scores, -1)) < 1e-13
+
+
+@pytest.mark.parametrize("ignored", [False, True])
+def test_cross_entropy(pair: Pair, ignored: bool) -> None:
+    logits, labels = pair.param("batch seq vocab"), pair.ints("batch seq", 11, ignored)
+    want = F.cross_entropy(pair.torch[logits].reshape(-1, 11), pair.torch[labels].reshape(-1), ignore_index=IGNORED)
+    pair.compare(ops.CrossEntropy(logits, labels, pair.temp("one"), pair.temp("batch seq")), want.reshape(1))
+
+
+def optimized(make: Any, grads: list[Any], start: Any) -> Any:
+    param = torch.nn.Parameter(torch.tensor(start))
+    optimizer = make([param])
+    for grad in grads:
+        param.grad = torch.tensor(grad)
+        optimizer.step()
+    return param.detach().numpy()
+
+
+def test_optimizers() -> None:
+    rng = np.random.default_rng(0)
+    start, grads = rng.standard_normal((4, 3)), [rng.standard_normal((4, 3)) for _ in range(4)]
+    t = [Tensor(f"t{k}", ["embed", "ffn"], [4, 3], "fp64") for k in range(4)]
+    clip = Tensor("clip", ["one"], [1], "fp64")
+
+    adamw = ops.AdamW(*t, clip, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.1)
+    p, m, v = start, np.zeros((4, 3)), np.zeros((4, 3))
+    for step, g in enumerate(grads, 1):
+        p, m, v = adamw.reference(p, 2 * g, m, v, np.array([0.5]), lr=0.01, step=step)
+    options: dict[str, Any] = {"lr": 0.01, "betas": (0.8, 0.9), "eps": 1e-6, "weight_decay": 0.1}
+    assert error(p, optimized(lambda params: torch.optim.AdamW(params, **options), grads, start)) < 1e-14
+
+    for momentum in (0.0, 0.7):
+        sgd = ops.SGD(t[0], t[1], t[2] if momentum else None, clip, momentum=momentum, weight_decay=0.1)
+        state: list[Any] = [start]
+        for g in grads:
+            rest = state[1:] if len(state) > 1 else [np.zeros((4, 3))] * bool(momentum)
+            state = list(sgd.reference(state[0], 2 * g, np.array([0.5]), *rest, lr=0.01))
+        options = {"lr": 0.01, "momentum": momentum, "weight_decay": 0.1}
+        assert error(state[0], optimized(lambda params, o=options: torch.optim.SGD(params, **o), grads, start)) < 1e-14
+
+
+@pytest.mark.parametrize("limit", [0.5, 100.0])
+def test_grad_norm(limit: float) -> None:
+    rng = np.random.default_rng(0)
+    params = [torch.nn.Parameter(torch.zeros(s, dtype=torch.float64)) for s in ((4, 3), (5,))]
+    grads = [rng.standard_normal(p.shape) for p in params]
+    for p, g in zip(params, grads, strict=True):
+        p.grad = torch.tensor(g)
+    norm = torch.nn.utils.clip_grad_norm_(params, limit)
+    t = [Tensor("a", ["embed", "ffn"], [4, 3], "fp64"), Tensor("b", ["embed"], [5], "fp64")]
+    one = [Tensor(name, ["one"], [1], "fp64") for name in ("norm", "clip")]
+    got, clip = ops.GradNorm(t, one[0], one[1], limit).reference(*grads)
+    assert error(got[0], norm) < 1e-14
+    for p, g in zip(params, grads, strict=True):
+        assert p.grad is not None and error(g * clip[0], p.grad) < 1e-14
