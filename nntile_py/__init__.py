@@ -1,15 +1,35 @@
 """Training transformers as tiled tasks on StarPU."""
 
-from nntile_py import models, tasks, tiles
-from nntile_py.errors import ConfigError, NNTileError, TaskError
-from nntile_py.optimizers import SGD, AdamW
-from nntile_py.passes import Fusion
-from nntile_py.runtime import Array, Runtime, array, task
-from nntile_py.trainer import Pending, StepResult, Trainer
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from nntile_py import models, tasks, tiles
+    from nntile_py.errors import ConfigError, NNTileError, TaskError
+    from nntile_py.optimizers import SGD, AdamW
+    from nntile_py.passes import Fusion
+    from nntile_py.runtime import Array, Runtime, array, task
+    from nntile_py.trainer import Pending, StepResult, Trainer
 
 __version__ = "0.1.0"
+
+# Imported at first use: torch takes seconds, and `nntile --help` or a wrong config should not wait for it.
+_HOME = {
+    "SGD": "optimizers", "AdamW": "optimizers", "Array": "runtime", "ConfigError": "errors", "Fusion": "passes",
+    "NNTileError": "errors", "Pending": "trainer", "Runtime": "runtime", "StepResult": "trainer",
+    "TaskError": "errors", "Trainer": "trainer", "array": "runtime", "task": "runtime",
+}  # fmt: skip
+_MODULES = ("models", "tasks", "tiles")
 
 __all__ = [
     "SGD", "AdamW", "Array", "ConfigError", "Fusion", "NNTileError", "Pending", "Runtime", "StepResult", "TaskError",
     "Trainer", "array", "models", "task", "tasks", "tiles",
 ]  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return import_module(f"nntile_py.{name}")
+    if name in _HOME:
+        return getattr(import_module(f"nntile_py.{_HOME[name]}"), name)
+    raise AttributeError(f"module 'nntile_py' has no attribute {name!r}")

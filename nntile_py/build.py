@@ -30,6 +30,28 @@ class Step:
     def flop(self) -> float:
         return self.graph.flop()
 
+    @property
+    def lists(self) -> list[Lowering]:
+        return [low for low in (self.first, self.more, self.update) if low]
+
+    def kept_tiles(self) -> dict[tuple[str, tuple[int, ...]], int]:
+        """Bytes of every tile that outlives a step: weights, gradients, optimizer state, inputs."""
+        tiles = {a.tile for low in self.lists for task in low.tasks.tasks for a in task.accesses}
+        return {(t.tensor, t.index): t.bytes for t in tiles if t.persistent}
+
+    def peak_bytes(self) -> int:
+        """Bytes alive at the worst point of the step when its tasks run in order."""
+        kept = sum(self.kept_tiles().values())
+        return max(low.tasks.peak_bytes(kept) for low in self.lists)
+
+    def largest(self, count: int = 3) -> str:
+        """The tensors that take most memory, and the axes along which they can be cut."""
+        sizes: dict[str, int] = {}
+        for tile in {a.tile for low in self.lists for task in low.tasks.tasks for a in task.accesses}:
+            sizes[tile.tensor] = sizes.get(tile.tensor, 0) + tile.bytes
+        top = sorted(sizes, key=lambda name: -sizes[name])[:count]
+        return ", ".join(f"{name} ({sizes[name] / 2**20:.1f} MiB)" for name in top)
+
 
 def build_step(
     model: GPT2,

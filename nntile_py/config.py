@@ -91,7 +91,8 @@ class Model(Section):
     ffn: Count | None = None  # default: 4 * embed
     positions: Count | None = None  # default: train.seq
     vocab: Count | None = None  # default: the size of the tokenizer's vocabulary
-    dropout: BelowOne = 0.0
+    dropout: BelowOne = 0.0  # of the embedding and of the residual branches
+    attention_dropout: BelowOne = 0.0  # of the probabilities; only the naive attention has it
     activation: Literal["gelu_new", "gelu", "relu"] = "gelu_new"
     attention: Literal["vendor", "merge", "flash", "naive"] = "vendor"
     tie_embeddings: Switch = True
@@ -118,6 +119,10 @@ class Model(Section):
             fitting = ", ".join(str(n) for n in range(1, self.embed + 1) if self.embed % n == 0)
             raise ConfigError(
                 f"model.heads: got {self.heads}; allowed: a divisor of model.embed = {self.embed}: {fitting}"
+            )
+        if self.attention_dropout and self.attention != "naive":
+            raise ConfigError(
+                f"model.attention_dropout: got {self.attention_dropout}; allowed: 0 unless model.attention is naive"
             )
         self.ffn = self.ffn or 4 * self.embed
         return self

@@ -55,8 +55,9 @@ class Graph:
 
     def linear(self, x: Tensor, weight: Tensor, out_axes: Sequence[str], bias: Tensor | None = None) -> Tensor:
         """y = sum over shared axes of x weight (+ bias); see tasks.Contract."""
-        y = ops.contract(self, x, weight, out_axes)
-        return self.bias_add(y, bias) if bias else y
+        with self.scope(weight.name.split(".")[-2]):
+            y = ops.contract(self, x, weight, out_axes)
+            return self.bias_add(y, bias) if bias else y
 
     def bias_add(self, x: Tensor, bias: Tensor) -> Tensor:
         return self.add(ops.BiasAdd(x, bias, self.temp("bias_add", x.axes, x.shape, x.dtype))).output

@@ -68,6 +68,7 @@ def model_config(config: RunConfig) -> nt.models.GPT2Config:
         vocab=shape.vocab,
         positions=shape.positions,
         dropout=shape.dropout,
+        attention_dropout=shape.attention_dropout,
         activation=shape.activation,
         attention=shape.attention,
         tie=shape.tie_embeddings,

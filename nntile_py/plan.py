@@ -126,18 +126,14 @@ def summarise(step: Step, *, shape_words: int, config: RunConfig) -> Plan:
             row.kernels[task.kernel] += times
             seconds += times * max(task.flop / WORKER_FLOP_S, task.bytes / WORKER_BYTES_S)
     tasks = sum(row.tasks for row in rows.values())
-    held = {t for low, _ in parts for task in low.tasks.tasks for a in task.accesses if (t := a.tile).persistent}
-    state = sum({(t.tensor, t.index): t.bytes for t in held}.values())
-    # The update's own tiles (optimizer state) are alive during the passes too.
-    idle = state - sum(t.bytes for t in {a.tile for k in step.first.tasks.tasks for a in k.accesses} if t.persistent)
     return Plan(
         parameters=shape_words,
         tokens=repeats * config.train.batch * config.train.seq,
         tasks=tasks,
         flop=repeats * step.flop,
         bytes_moved=sum(row.bytes for row in rows.values()),
-        peak_bytes=max(step.first.tasks.peak_bytes() + idle, step.update.tasks.peak_bytes()),
-        state_bytes=state,
+        peak_bytes=step.peak_bytes(),
+        state_bytes=sum(step.kept_tiles().values()),
         task_seconds=seconds / max(tasks, 1),
         digest=step.first.tasks.digest(),
         rows=rows,

@@ -62,7 +62,7 @@ class Runtime:
         if self.memory:
             os.environ["STARPU_LIMIT_CPU_MEM"] = str(max(1, self.memory >> 20))
         try:
-            _core.start(self.cpus, self.scheduler, self.window, self.calibrate)
+            _core.start(self.cpus, self.scheduler, self.window, self.calibrate, self.memory or 0)
         except ValueError as error:
             raise ConfigError(str(error)) from None
         finally:

@@ -102,6 +102,13 @@ class Trainer:
             )  # fmt: skip
         except ValueError as error:
             raise ConfigError(str(error)) from None
+        limit, peak = Runtime.current.memory, built.peak_bytes()
+        if limit and peak > limit:
+            raise TaskError(
+                f"out of memory: a step needs at least {peak / 2**20:.0f} MiB, runtime.memory allows "
+                f"{limit / 2**20:.0f}; the largest tensors are {built.largest()}. Use a smaller batch or seq, or smaller "
+                "tiles.batch, tiles.seq and tiles.vocab, which let activations be freed earlier"
+            )
         self._built, self._store = built, Store()
         self._first = Program(built.first.tasks, self._store)
         self._more = Program(built.more.tasks, self._store) if built.more else None

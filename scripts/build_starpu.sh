@@ -63,7 +63,7 @@ version_in() {
 done_already() {
     local dir
     [ -z "$force" ] || return 1
-    for dir in ${prefix:+"$prefix"} $([ -n "$prefix" ] || ls -dr "$cache"/starpu-1.4.*[0-9]${cuda_dir:+-cuda} 2>/dev/null); do
+    for dir in ${prefix:+"$prefix"} $([ -n "$prefix" ] || ls -d "$cache"/starpu-1.4.*[0-9]${cuda_dir:+-cuda} 2>/dev/null | sort -Vr); do
         if version_in "$dir"; then echo "$dir"; return; fi
     done
     return 1
@@ -166,7 +166,8 @@ flags=(--prefix="$prefix" --libdir="$prefix/lib" --disable-static --enable-fast
     --disable-build-doc --disable-build-examples --disable-build-tests --disable-opencl --disable-hip --disable-socl
     --disable-starpufft --disable-starpupy --disable-fortran --disable-openmp --disable-glpk --disable-papi --without-x)
 if [ -n "$cuda_dir" ]; then
-    flags+=(--with-cuda-dir="$cuda_dir")
+    flags+=(--with-cuda-dir="$cuda_dir" LDFLAGS="-Wl,-rpath,$cuda_dir/lib64 ${LDFLAGS:-}")
+    [ -e "$cuda_dir/include/nvml.h" ] || say "no nvml.h in the toolkit: bandwidths between several GPUs will be misjudged"
     # CUDA 13 dropped cudaDeviceProp.computeMode.
     sed -i 's/props\[devid\]\.computeMode ==/({ int mode = 0; cudaDeviceGetAttribute(\&mode, cudaDevAttrComputeMode, devid); mode; }) ==/' \
         src/drivers/cuda/driver_cuda.c src/drivers/cuda/driver_cuda1.c

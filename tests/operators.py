@@ -122,7 +122,8 @@ class Case:
             results = op.reference(*(values[t] for t in op.inputs), **self.options)
             assert len(results) == len(op.outputs), op.kind
             values.update(zip(op.outputs, results, strict=True))
-        return {t: v for t, v in values.items() if t not in inputs and t.persistent}
+        last = {t.storage: t for t in values if t.persistent}  # of those in the same tiles
+        return {t: values[t] for t in last.values() if t not in inputs}
 
 
 def check(

@@ -20,7 +20,7 @@ from nntile_py.tasks import IGNORED, Op, Tensor
 POLICIES = ("chain", "commute", "redux", "tree")
 TILINGS: dict[str, dict[str, int]] = {
     "uncut": {},
-    "even": {"batch": 2, "seq": 2, "embed": 6, "heads": 2, "ffn": 5, "vocab": 9},
+    "even": {"batch": 2, "seq": 3, "embed": 8, "heads": 2, "ffn": 10, "vocab": 12},
     "ragged": {"batch": 3, "seq": 4, "embed": 10, "heads": 3, "ffn": 17, "vocab": 17},
 }
 every_row = pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
@@ -38,14 +38,16 @@ def test_every_operator_has_a_row() -> None:
     assert built == {x for x in exported if isinstance(x, type) and issubclass(x, Op)} - {Op}
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("tiling", TILINGS)
+@pytest.mark.parametrize(
+    ("tiling", "policy"),
+    [("uncut", "chain"), ("even", "chain"), ("even", "tree"), *(("ragged", policy) for policy in POLICIES)],
+)
 @every_row
 def test_in_fp64(runtime: nt.Runtime, row: Any, tiling: str, policy: str) -> None:
     check(row, TILINGS[tiling], policy, "fp64")
 
 
-@pytest.mark.parametrize(("tiling", "policy"), [("uncut", "chain"), *(("ragged", policy) for policy in POLICIES)])
+@pytest.mark.parametrize(("tiling", "policy"), [("uncut", "chain"), ("ragged", "redux")])
 @every_row
 def test_in_fp32(runtime: nt.Runtime, row: Any, tiling: str, policy: str) -> None:
     check(row, TILINGS[tiling], policy, "fp32")
@@ -67,7 +69,7 @@ def tilings(draw: st.DrawFn) -> tuple[dict[str, int], dict[str, int]]:
 
 
 @every_row
-@settings(max_examples=5, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=4, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
 @given(drawn=tilings(), policy=st.sampled_from(POLICIES), seed=st.integers(0, 2**32))
 def test_any_shape(runtime: nt.Runtime, row: Any, drawn: Any, policy: str, seed: int) -> None:
     sizes, tiles = drawn
@@ -207,8 +209,8 @@ def test_fused_linear(kind: str) -> None:
         name: Tensor(name, axes.split(), shape, "fp64")
         for name, axes, shape in (
             ("x", "seq embed", (5, 4)), ("w", "embed ffn", (4, 3)), ("b", "ffn", (3,)), ("r", "seq ffn", (5, 3)),
-            ("y", "seq ffn", (5, 3)), ("pre", "seq ffn", (5, 3)), ("v", "ffn embed", (3, 4)), ("dz", "seq embed", (5, 4)),
-            ("dv", "ffn embed", (3, 4)), ("sum", "embed", (4,)),
+            ("y", "seq ffn", (5, 3)), ("pre", "seq ffn", (5, 3)), ("v", "ffn embed", (3, 4)),
+            ("dz", "seq embed", (5, 4)), ("dv", "ffn embed", (3, 4)), ("sum", "embed", (4,)),
         )
     }  # fmt: skip
     t = tensors

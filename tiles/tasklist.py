@@ -235,14 +235,19 @@ class TaskList:
 
     # -- reports
 
-    def peak_bytes(self) -> int:
-        """Bytes alive at the worst point when the tasks run in order, persistent tiles included."""
-        persistent = {a.tile for t in self.tasks for a in t.accesses if a.tile.persistent} | self.initialised
-        now = peak = sum(tile.bytes for tile in persistent)
-        alive: set[Tile] = set(persistent)
+    def peak_bytes(self, kept: int | None = None) -> int:
+        """Bytes alive at the worst point when the tasks run in order.
+
+        `kept`: bytes of all persistent tiles, those of other programs too; default: of this list's.
+        """
+        if kept is None:
+            tiles = {a.tile for t in self.tasks for a in t.accesses if a.tile.persistent} | self.initialised
+            kept = sum(tile.bytes for tile in tiles)
+        now = peak = kept
+        alive: set[Tile] = set()
         for task in self.tasks:
             for access in task.accesses:
-                if access.tile not in alive:
+                if access.tile not in alive and not access.tile.persistent:
                     alive.add(access.tile)
                     now += access.tile.bytes
             peak = max(peak, now)

@@ -30,6 +30,7 @@ class Tiling:
 
     def __init__(self, tiles: Mapping[str, int] | None = None) -> None:
         self.tiles = dict(tiles or {})
+        self._parts: dict[tuple[str, int], list[Part]] = {}
         for axis, size in self.tiles.items():
             if axis not in AXES:
                 raise ConfigError(f"tiles.{axis}: unknown axis; allowed are {', '.join(AXES)}")
@@ -37,9 +38,11 @@ class Tiling:
                 raise ConfigError(f"tiles.{axis}: {size!r} is not allowed; a tile size is a positive integer")
 
     def parts(self, axis: str, size: int) -> list[Part]:
-        """The tiles of an axis of `size` elements, in order."""
-        tile = min(self.tiles.get(_CUT_AS.get(axis, axis), size), size)
-        return [Part(offset, min(tile, size - offset)) for offset in range(0, size, tile)]
+        """The tiles of an axis of `size` elements, in order. Not to be changed: it is kept."""
+        if (axis, size) not in self._parts:
+            tile = min(self.tiles.get(_CUT_AS.get(axis, axis), size), size)
+            self._parts[axis, size] = [Part(o, min(tile, size - o)) for o in range(0, size, tile)]
+        return self._parts[axis, size]
 
     def cut(self, axis: str, size: int) -> bool:
         """Whether the axis has more than one tile."""

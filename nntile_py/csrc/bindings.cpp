@@ -98,10 +98,10 @@ PYBIND11_MODULE(_core, m) {
   });
   m.def(
       "start",
-      [](int cpus, const std::string& scheduler, int window, bool calibrate) {
-        start({cpus, scheduler, window, calibrate});
+      [](int cpus, const std::string& scheduler, int window, bool calibrate, size_t memory) {
+        start({cpus, scheduler, window, calibrate, memory});
       },
-      py::arg("cpus"), py::arg("scheduler"), py::arg("window"), py::arg("calibrate"), release());
+      py::arg("cpus"), py::arg("scheduler"), py::arg("window"), py::arg("calibrate"), py::arg("memory"), release());
   m.def("stop", stop, release());
   m.def("running", running);
   m.def("wait_all", wait_all, release());

@@ -31,11 +31,18 @@ struct Tile {
   at::ScalarType dtype;
   size_t bytes;
   ::_starpu_data_state* handle = nullptr;
+  bool reducible = false;    // may be accessed in REDUX mode
   bool initialised = false;  // by the tasks submitted so far
 };
 
 class Args;
 using Kernel = void (*)(Args&);
+
+// What travels with a submitted task.
+struct TaskInstance {
+  const struct TaskRecord* record;
+  const double* floats;
+};
 
 // The constant part of a task: what does not change from one replay of its program to the next.
 struct TaskRecord {
@@ -51,6 +58,7 @@ struct TaskRecord {
   uint32_t footprint = 0;
   int priority = 0;
   double flop = 0;
+  TaskInstance instance{};  // for tasks whose floats never change
 };
 
 class Args {

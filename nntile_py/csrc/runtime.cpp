@@ -7,8 +7,12 @@
 #include <malloc.h>
 #include <starpu.h>
 
+#include <unistd.h>
+
+#include <chrono>
 #include <cstring>
 #include <map>
+#include <thread>
 #include <tuple>
 #include <unordered_map>
 #include <unordered_set>
@@ -16,12 +20,6 @@
 namespace nntile {
 
 namespace {
-
-// What travels with a submitted task. Tasks whose floats change at each replay own a copy of them behind the struct.
-struct Instance {
-  const TaskRecord* record;
-  const double* floats;
-};
 
 std::unordered_map<std::string, Kernel>& kernels() {
   static std::unordered_map<std::string, Kernel> table;
@@ -35,11 +33,29 @@ struct {
 } g_error;
 
 bool g_running = false;
+unsigned g_generation = 0;  // of the runtime: what belongs to an earlier one is of no use
+int g_window = 0;
+size_t g_limit = 0;  // bytes that tiles may take
+
+// For noticing that nothing moves any more: StarPU waits for ever for memory that nobody will give back.
+std::atomic<uint64_t> g_ended{0};
+std::atomic<int> g_active{0};
+std::atomic<bool> g_stuck{false};
+constexpr auto kPatience = std::chrono::seconds(20);
+
+bool g_models = false;  // keeping a model up to date costs about 1 us a task: only where the policy asks it
 std::mutex g_tiles_mutex;
 std::unordered_set<Tile*> g_tiles;
 
 template <class Run>
 void guarded(const std::string& name, Run run) {
+  struct Active {
+    Active() { ++g_active; }
+    ~Active() {
+      --g_active;
+      ++g_ended;
+    }
+  } const active;
   if (failed()) return;  // tasks after a failure are drained, not executed
   try {
     c10::InferenceMode mode;
@@ -54,14 +70,14 @@ void guarded(const std::string& name, Run run) {
 }
 
 void run_cpu(void** buffers, void* cl_arg) {
-  const auto& instance = *static_cast<const Instance*>(cl_arg);
+  const auto& instance = *static_cast<const TaskInstance*>(cl_arg);
   guarded(instance.record->name, [&] {
     Args args(*instance.record, instance.floats, buffers);
     instance.record->kernel(args);
   });
 }
 
-uint32_t footprint(starpu_task* task) { return static_cast<const Instance*>(task->cl_arg)->record->footprint; }
+uint32_t footprint(starpu_task* task) { return static_cast<const TaskInstance*>(task->cl_arg)->record->footprint; }
 
 void* pointer(void* buffer) { return reinterpret_cast<void*>(STARPU_VARIABLE_GET_PTR(buffer)); }
 
@@ -71,6 +87,42 @@ at::Tensor wrap(void* data, at::IntArrayRef shape, at::ScalarType dtype) { retur
 
 void require_running() {
   if (!g_running) throw TaskError("no runtime is running: use `with nntile_py.Runtime(...):`");
+}
+
+void require(const Tile& tile) {
+  require_running();
+  if (!tile.handle) throw TaskError("this array belongs to a runtime that has stopped");
+}
+
+void require_main_thread() {
+  if (starpu_worker_get_id() >= 0) throw TaskError("a task must not wait for tasks: it would wait for itself");
+}
+
+// Waits until done(); throws when no task has run for a while although some are left.
+template <class Done>
+void wait_until(Done done) {
+  using clock = std::chrono::steady_clock;
+  auto since = clock::now();
+  auto ended = g_ended.load();
+  for (int turn = 0; !done(); ++turn) {
+    if (g_stuck) throw TaskError("the runtime ran out of memory before");
+    std::this_thread::sleep_for(std::chrono::microseconds(turn < 100 ? 20 : 200));
+    if (turn % 1000) continue;
+    if (g_active || g_ended != ended) {
+      since = clock::now();
+      ended = g_ended;
+    } else if (clock::now() - since > kPatience) {
+      g_stuck = true;
+      throw TaskError("out of memory: no task could start for " + std::to_string(kPatience.count()) + " s although " +
+                      std::to_string(starpu_task_nsubmitted()) + " are left; their tiles do not fit in " +
+                      std::to_string(g_limit >> 20) + " MiB (runtime.memory). Use smaller tiles or a smaller batch");
+    }
+  }
+}
+
+void wait_for_tasks() {
+  wait_until([] { return starpu_task_nsubmitted() == 0; });
+  starpu_task_wait_for_all();
 }
 
 }  // namespace
@@ -91,7 +143,6 @@ Codelet* make_codelet(const std::string& name) {
   codelet->cl.name = codelet->name.c_str();
   codelet->cl.cpu_funcs[0] = run_cpu;
   codelet->cl.nbuffers = STARPU_VARIABLE_NBUFFERS;
-  codelet->cl.model = &codelet->model;
   codelet->model.type = STARPU_HISTORY_BASED;
   codelet->model.symbol = codelet->name.c_str();
   codelet->model.footprint = footprint;
@@ -102,6 +153,7 @@ Codelet* get_codelet(const std::string& name) {
   static std::unordered_map<std::string, Codelet*> table;
   auto& codelet = table[name];
   if (!codelet) codelet = make_codelet(name);
+  codelet->cl.model = g_models ? &codelet->model : nullptr;
   return codelet;
 }
 
@@ -199,8 +251,16 @@ at::Tensor Args::operator[](size_t k) const {
 Tile::Tile(std::vector<int64_t> shape_, at::ScalarType dtype_, Monoid monoid, bool redux)
     : shape(std::move(shape_)), dtype(dtype_), bytes(c10::elementSize(dtype_)) {
   require_running();
-  for (const auto size : shape) bytes *= static_cast<size_t>(size);
+  double wanted = static_cast<double>(bytes);
+  for (const auto size : shape) {
+    wanted *= static_cast<double>(size);
+    bytes *= static_cast<size_t>(size);
+  }
+  if (wanted > static_cast<double>(g_limit))
+    throw TaskError("out of memory: one tile of " + std::to_string(wanted / (1 << 20)) + " MiB, allowed are " +
+                    std::to_string(g_limit >> 20) + " MiB in all (runtime.memory). Use smaller tiles");
   starpu_variable_data_register(&handle, -1, 0, bytes);  // home -1: allocated at the first write, evictable
+  reducible = redux;
   if (redux) {
     const int64_t width = monoid == Monoid::sum || shape.empty() ? 1 : shape.back();
     starpu_data_set_reduction_methods(handle, reduction_codelet(monoid, dtype, width), zero_codelet());
@@ -212,7 +272,7 @@ Tile::Tile(std::vector<int64_t> shape_, at::ScalarType dtype_, Monoid monoid, bo
 Tile::~Tile() {
   const std::lock_guard lock(g_tiles_mutex);
   g_tiles.erase(this);
-  if (handle) starpu_data_unregister_submit(handle);
+  if (handle && !g_stuck) starpu_data_unregister_submit(handle);
 }
 
 void write_tile(const std::shared_ptr<Tile>& tile, const void* data) {
@@ -220,7 +280,7 @@ void write_tile(const std::shared_ptr<Tile>& tile, const void* data) {
     std::shared_ptr<Tile> tile;
     std::unique_ptr<char[]> data;
   };
-  require_running();
+  require(*tile);
   auto write = std::make_unique<Write>(tile, std::make_unique<char[]>(tile->bytes));
   std::memcpy(write->data.get(), data, tile->bytes);
   tile->initialised = true;
@@ -237,25 +297,41 @@ void write_tile(const std::shared_ptr<Tile>& tile, const void* data) {
 }
 
 void read_tile(const std::shared_ptr<Tile>& tile, void* data) {
-  require_running();
+  struct Read {
+    std::shared_ptr<Tile> tile;
+    std::unique_ptr<char[]> data;
+    std::atomic<bool> done{false};
+  };
+  require(*tile);
+  require_main_thread();
   check();
   if (!tile->initialised) throw TaskError("a tile was read before any task wrote it");
-  if (starpu_data_acquire(tile->handle, STARPU_R)) throw TaskError("a tile could not be brought to main memory");
-  std::memcpy(data, reinterpret_cast<void*>(starpu_variable_get_local_ptr(tile->handle)), tile->bytes);
-  starpu_data_release(tile->handle);
+  auto read = std::make_shared<Read>(tile, std::make_unique<char[]>(tile->bytes));
+  starpu_data_acquire_cb(
+      tile->handle, STARPU_R,
+      [](void* arg) {
+        const std::unique_ptr<std::shared_ptr<Read>> owned(static_cast<std::shared_ptr<Read>*>(arg));
+        auto& r = **owned;
+        const auto handle = r.tile->handle;
+        std::memcpy(r.data.get(), reinterpret_cast<void*>(starpu_variable_get_local_ptr(handle)), r.tile->bytes);
+        starpu_data_release(handle);
+        r.done = true;
+      },
+      new std::shared_ptr<Read>(read));
+  wait_until([&] { return read->done.load(); });
   check();
+  std::memcpy(data, read->data.get(), tile->bytes);
 }
 
 void invalidate(const std::shared_ptr<Tile>& tile) {
+  require(*tile);
   if (tile->initialised) starpu_data_invalidate_submit(tile->handle);
   tile->initialised = false;
 }
 
 struct Fetch::State {
-  std::mutex mutex;
-  std::condition_variable ready;
   std::vector<double> values;
-  size_t missing;
+  std::atomic<size_t> missing;
 };
 
 Fetch::Fetch(const std::vector<std::shared_ptr<Tile>>& tiles) : state_(std::make_shared<State>()) {
@@ -268,6 +344,7 @@ Fetch::Fetch(const std::vector<std::shared_ptr<Tile>>& tiles) : state_(std::make
   state_->values.resize(tiles.size());
   state_->missing = tiles.size();
   for (size_t k = 0; k < tiles.size(); ++k) {
+    require(*tiles[k]);
     if (!tiles[k]->initialised || tiles[k]->dtype != at::kDouble)
       throw TaskError("a scalar was fetched before any task wrote it");
     starpu_data_acquire_cb(
@@ -277,24 +354,18 @@ Fetch::Fetch(const std::vector<std::shared_ptr<Tile>>& tiles) : state_(std::make
           const auto handle = item->tile->handle;
           const double value = *reinterpret_cast<double*>(starpu_variable_get_local_ptr(handle));
           starpu_data_release(handle);
-          const std::lock_guard lock(item->state->mutex);
           item->state->values[item->k] = value;
-          if (--item->state->missing == 0) item->state->ready.notify_all();
+          --item->state->missing;
         },
         new Item{state_, tiles[k], k});
   }
 }
 
-bool Fetch::done() const {
-  const std::lock_guard lock(state_->mutex);
-  return state_->missing == 0;
-}
+bool Fetch::done() const { return state_->missing == 0; }
 
 std::vector<double> Fetch::wait() {
-  {
-    std::unique_lock lock(state_->mutex);
-    state_->ready.wait(lock, [&] { return state_->missing == 0; });
-  }
+  require_main_thread();
+  wait_until([&] { return done(); });
   check();
   return state_->values;
 }
@@ -303,6 +374,7 @@ std::vector<double> Fetch::wait() {
 
 void start(const RuntimeOptions& options) {
   if (g_running) throw TaskError("a runtime is running already: one at a time in a process");
+  if (g_stuck) throw TaskError("a runtime of this process ran out of memory and cannot be replaced: start a new process");
   bool known = false;
   std::string names;
   for (auto** policy = starpu_sched_get_predefined_policies(); *policy; ++policy) {
@@ -326,10 +398,10 @@ void start(const RuntimeOptions& options) {
   starpu_malloc_set_align(64);  // MKL's results may depend on alignment
   const int status = starpu_init(&conf);
   if (status) throw TaskError(std::string("StarPU did not start: ") + std::strerror(-status));
-  if (options.window > 0) {
-    starpu_set_limit_max_submitted_tasks(options.window);
-    starpu_set_limit_min_submitted_tasks(options.window * 3 / 4);
-  }
+  g_window = options.window;
+  const auto pages = static_cast<size_t>(sysconf(_SC_PHYS_PAGES)), page = static_cast<size_t>(sysconf(_SC_PAGE_SIZE));
+  g_limit = options.memory ? std::min(options.memory, pages * page) : pages * page;
+  ++g_generation;
   starpu_execute_on_each_worker(
       [](void*) {
         at::internal::lazy_init_num_threads();  // else the first parallel region would set it back
@@ -337,12 +409,22 @@ void start(const RuntimeOptions& options) {
       },
       nullptr, STARPU_CPU);
   g_error.failed = false;
+  g_models = options.scheduler.starts_with("dm") || options.scheduler.find("heft") != std::string::npos;
   g_running = true;
 }
 
 void stop() {
   if (!g_running) return;
-  starpu_task_wait_for_all();
+  if (!g_stuck) {
+    try {
+      wait_for_tasks();
+    } catch (const TaskError&) {  // stuck: seen below
+    }
+  }
+  if (g_stuck) {  // its workers wait for memory for ever; they go with the process
+    g_running = false;
+    return;
+  }
   {
     const std::lock_guard lock(g_tiles_mutex);
     for (auto* tile : g_tiles) {
@@ -368,13 +450,15 @@ void fail(const std::string& task, const std::string& what) {
 
 void wait_all() {
   require_running();
-  starpu_task_wait_for_all();
+  require_main_thread();
+  wait_for_tasks();
   check();
 }
 
 void check() {
   if (!failed()) return;
-  starpu_task_wait_for_all();
+  require_main_thread();
+  wait_for_tasks();
   const std::lock_guard lock(g_error.mutex);
   g_error.failed = false;
   throw TaskError(g_error.message);
@@ -430,6 +514,7 @@ void submit_body(const std::string& name, std::vector<std::shared_ptr<Tile>> til
                  Body body) {
   require_running();
   check();
+  for (const auto& tile : tiles) require(*tile);
   for (size_t k = 0; k < tiles.size(); ++k)
     if (reads(modes[k]) && !tiles[k]->initialised)
       throw TaskError(name + ": argument " + std::to_string(k) + " is read before any task wrote it");
@@ -445,11 +530,18 @@ void submit_body(const std::string& name, std::vector<std::shared_ptr<Tile>> til
 
 // -- programs
 
+Program::Program() : generation_(g_generation) {}
+
 Program::~Program() {
-  if (running()) starpu_task_wait_for_all();  // tasks in flight point into the records
+  if (!running() || g_stuck || generation_ != g_generation) return;
+  starpu_task_wait_for_all();  // tasks in flight point into the records
 }
 
 void Program::add(TaskRecord record, const std::string& codelet) {
+  for (size_t k = 0; k < record.tiles.size(); ++k)
+    if ((record.modes.at(k) & STARPU_REDUX) && !record.tiles[k]->reducible)
+      throw std::invalid_argument(record.name + ": REDUX on a tile that was not made for it");
+  for (const auto& [position, slot] : record.slots) slots_ = std::max(slots_, static_cast<size_t>(slot) + 1);
   record.codelet = get_codelet(codelet);
   items_.emplace_back(std::move(record));
   ++tasks_;
@@ -462,7 +554,7 @@ void Program::add_invalidate(std::shared_ptr<Tile> tile) {
 }
 
 // Reading what nobody wrote aborts in StarPU: found here once, by walking the accesses in order.
-void Program::check_initialised() {
+void Program::finish() {
   std::unordered_map<const Tile*, bool> state;
   needs_.clear();
   for (const auto& item : items_) {
@@ -481,13 +573,17 @@ void Program::check_initialised() {
       if (!seen || record.modes[k] & (STARPU_W | STARPU_REDUX)) state[tile] = true;
     }
   }
+  for (auto& item : items_)  // the list is complete: its records stay where they are
+    if (auto* record = std::get_if<TaskRecord>(&item)) record->instance = {record, record->floats.data()};
   finished_ = true;
 }
 
 void Program::run(const std::vector<double>& slots) {
   require_running();
   check();
-  if (!finished_) check_initialised();
+  if (generation_ != g_generation) throw TaskError("this program belongs to a runtime that has stopped");
+  if (slots.size() < slots_) throw std::invalid_argument("a program was run with too few slots");
+  if (!finished_) finish();
   for (const auto* tile : needs_)
     if (!tile->initialised) throw TaskError("a program was run before its inputs were written");
   for (auto& item : items_) {
@@ -495,20 +591,26 @@ void Program::run(const std::vector<double>& slots) {
       invalidate(*tile);
       continue;
     }
+    if (g_window > 0 && starpu_task_nsubmitted() >= g_window)
+      wait_until([] { return starpu_task_nsubmitted() < g_window; });
     const auto& record = std::get<TaskRecord>(item);
     auto* task = starpu_task_create();
     task->cl = &record.codelet->cl;
     set_tiles(task, record.tiles, record.modes);
-    const size_t n = record.floats.size();
-    const size_t bytes = sizeof(Instance) + n * sizeof(double);
-    auto* instance = static_cast<Instance*>(std::malloc(bytes));  // the step's own copy: n+1 is submitted while n runs
-    auto* floats = reinterpret_cast<double*>(instance + 1);
-    std::memcpy(floats, record.floats.data(), n * sizeof(double));
-    for (const auto& [position, slot] : record.slots) floats[position] = slots.at(static_cast<size_t>(slot));
-    *instance = {&record, floats};
-    task->cl_arg = instance;
-    task->cl_arg_size = bytes;
-    task->cl_arg_free = 1;
+    if (record.slots.empty()) {
+      task->cl_arg = const_cast<TaskInstance*>(&record.instance);
+      task->cl_arg_size = sizeof(TaskInstance);
+    } else {  // the step's own copy: n+1 is submitted while n runs
+      const size_t bytes = record.floats.size() * sizeof(double);
+      auto* instance = static_cast<TaskInstance*>(std::malloc(sizeof(TaskInstance) + bytes));
+      auto* floats = reinterpret_cast<double*>(instance + 1);
+      std::memcpy(floats, record.floats.data(), bytes);
+      for (const auto& [position, slot] : record.slots) floats[position] = slots.at(static_cast<size_t>(slot));
+      *instance = {&record, floats};
+      task->cl_arg = instance;
+      task->cl_arg_size = sizeof(TaskInstance) + bytes;
+      task->cl_arg_free = 1;
+    }
     task->priority = record.priority;
     task->name = record.name.c_str();
     task->flops = record.flop;

@@ -1,7 +1,6 @@
 // StarPU as the rest of the project sees it: start and stop, tiles, task records, programs, errors.
 #pragma once
 #include <atomic>
-#include <condition_variable>
 #include <functional>
 #include <mutex>
 #include <optional>
@@ -23,6 +22,7 @@ struct RuntimeOptions {
   std::string scheduler = "lws";
   int window = 0;  // most submitted tasks not yet ended; 0: no bound
   bool calibrate = false;
+  size_t memory = 0;  // bytes that tiles may take; 0: what the machine has
 };
 
 void start(const RuntimeOptions& options);
@@ -59,6 +59,7 @@ class Fetch {
 
 class Program {
  public:
+  Program();
   ~Program();
   void add(TaskRecord record, const std::string& codelet);
   void add_invalidate(std::shared_ptr<Tile> tile);
@@ -66,10 +67,12 @@ class Program {
   size_t tasks() const { return tasks_; }
 
  private:
-  void check_initialised();
+  void finish();
   std::vector<std::variant<TaskRecord, std::shared_ptr<Tile>>> items_;
   std::vector<Tile*> needs_;  // tiles that must hold data before the program runs
   size_t tasks_ = 0;
+  size_t slots_ = 0;
+  unsigned generation_;
   bool finished_ = false;
 };
 

@@ -1,0 +1,479 @@
+"""Tilings, task lists and the fusion pass as plain data: nothing here starts StarPU."""
+
+import itertools
+import math
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import nntile_py as nt
+from nntile_py import tasks as ops
+from nntile_py.build import Step, build_step
+from nntile_py.errors import ConfigError
+from nntile_py.graph import Graph
+from nntile_py.lowering import lower
+from nntile_py.models import GPT2, GPT2Config
+from nntile_py.passes import Fusion, fuse
+from nntile_py.tiles import ACC, AXES, RW, Part, R, Slot, TaskList, Tile, Tiling, W
+
+POLICIES = ("chain", "commute", "redux", "tree")
+every_policy = pytest.mark.parametrize("policy", POLICIES)
+
+# -- tilings
+
+
+@given(axis=st.sampled_from([*AXES, "key", "head_dim"]), size=st.integers(1, 200), tile=st.integers(1, 300))
+def test_parts_cover_the_axis(axis: str, size: int, tile: int) -> None:
+    cut = {"key": "seq", "head_dim": "embed"}.get(axis, axis)
+    parts = Tiling({cut: tile}).parts(axis, size)
+    assert [x for p in parts for x in range(p.offset, p.end)] == list(range(size))
+    width = size if axis == "head_dim" else min(tile, size)
+    assert len(parts) == math.ceil(size / width)
+    assert {p.size for p in parts[:-1]} <= {width} and 1 <= parts[-1].size <= width
+    assert Tiling({cut: tile}).cut(axis, size) == (len(parts) > 1)
+
+
+def test_an_axis_left_out_is_not_cut() -> None:
+    assert Tiling({"seq": 3}).parts("batch", 7) == [Part(0, 7)] == Tiling().parts("vocab", 7)
+
+
+@pytest.mark.parametrize(
+    ("tiles", "text"),
+    [({"embd": 2}, "tiles.embd: unknown axis"), ({"seq": 0}, "tiles.seq: 0"), ({"seq": 2.0}, "tiles.seq: 2.0"),
+     ({"seq": True}, "tiles.seq: True"), ({"key": 2}, "tiles.key: unknown axis")],
+)  # fmt: skip
+def test_a_wrong_tiling(tiles: Any, text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        Tiling(tiles)
+
+
+# -- task lists: a machine that runs them on bags of contributions
+
+Bag = Counter[str]
+
+
+@dataclass
+class Machine:
+    """Runs tasks on tiles that hold bags of contributions; StarPU's rules for each access mode, checked."""
+
+    tiles: dict[Tile, Bag] = field(default_factory=dict)
+    pending: dict[Tile, Bag] = field(default_factory=dict)  # of reductions under way
+    reads: list[tuple[str, Bag]] = field(default_factory=list)
+
+    def settle(self, tile: Tile) -> None:
+        if tile in self.pending:
+            self.tiles[tile] = self.tiles.get(tile, Counter()) + self.pending.pop(tile)
+
+    def run(self, tasks: TaskList) -> None:
+        for task in tasks.tasks:
+            for tile in task.clears:
+                assert tile not in self.pending
+                self.tiles.pop(tile, None)
+            for access in task.accesses:
+                if access.mode != "REDUX":
+                    self.settle(access.tile)
+                if access.mode in ("R", "RW", "COMMUTE"):
+                    assert access.tile in self.tiles, f"{task.op}: {access.tile} is read before it is written"
+            bags = [Counter(self.tiles.get(a.tile, Counter())) for a in task.accesses]
+            for position, access in enumerate(task.accesses):
+                mine = Counter([f"{task.op}/{position}"])
+                if task.kernel == "combine":
+                    mine = bags[1]
+                if access.mode == "R" and task.kernel != "combine":
+                    self.reads.append((f"{task.op}/{position}", bags[position]))
+                elif access.mode == "R":
+                    continue
+                elif access.mode == "REDUX":
+                    assert access.accumulate and access.tile.redux
+                    self.pending[access.tile] = self.pending.get(access.tile, Counter()) + mine
+                else:
+                    assert access.accumulate == (access.mode != "W"), (access.mode, access.accumulate)
+                    self.tiles[access.tile] = (bags[position] + mine) if access.accumulate else mine
+            for tile in task.frees:
+                assert not tile.persistent
+                self.settle(tile)
+                del self.tiles[tile]
+        for tile in list(self.pending):
+            self.settle(tile)
+
+    def kept(self) -> dict[Tile, Bag]:
+        assert all(tile.persistent for tile in self.tiles), "a temporary tile is left over"
+        return self.tiles
+
+
+Recipe = list[tuple[str, list[tuple[str, int]]]]  # kernel, [(mode, number of the tile)]
+
+
+def expected(recipe: Recipe, tiles: Sequence[Tile], held: dict[Tile, Bag]) -> Machine:
+    """What the accesses mean: ACC adds to what the list or its start has put into the tile."""
+    machine = Machine({t: Counter(bag) for t, bag in held.items()})
+    for number, (_, accesses) in enumerate(recipe):
+        before = {t: Counter(bag) for t, bag in machine.tiles.items()}
+        for position, (mode, tile) in enumerate(accesses):
+            name = f"{number}/{position}"
+            if mode == "R":
+                machine.reads.append((name, before[tiles[tile]]))
+            else:
+                base = Counter() if mode == "W" else before.get(tiles[tile], Counter())
+                machine.tiles[tiles[tile]] = base + Counter([name])
+    return machine
+
+
+@st.composite
+def recipes(draw: st.DrawFn) -> tuple[Recipe, list[bool], list[bool]]:
+    """Tasks on up to five tiles, of which some are persistent, of which some hold data; nothing unwritten is read."""
+    count = draw(st.integers(1, 5))
+    persistent = [draw(st.booleans()) for _ in range(count)]
+    holds = [p and draw(st.booleans()) for p in persistent]
+    written = list(holds)
+    recipe: Recipe = []
+    for _ in range(draw(st.integers(1, 30))):
+        accesses = []
+        for tile in draw(st.lists(st.integers(0, count - 1), min_size=1, max_size=3, unique=True)):
+            modes = ["ACC", "ACC", "ACC", "W", *(["R", "RW"] if written[tile] else [])]
+            accesses.append((draw(st.sampled_from(modes)), tile))
+        for mode, tile in accesses:
+            written[tile] |= mode != "R"
+        recipe.append(("kernel", accesses))
+    return recipe, persistent, holds
+
+
+MODES = {"R": R, "W": W, "RW": RW, "ACC": ACC}
+
+
+def listed(recipe: Recipe, tiles: Sequence[Tile], holds: Sequence[bool], policy: str) -> TaskList:
+    tasks = TaskList(policy, [t for t, h in zip(tiles, holds, strict=True) if h])
+    for number, (kernel, accesses) in enumerate(recipe):
+        tasks.emit(kernel, [MODES[mode](tiles[tile]) for mode, tile in accesses], op=str(number))
+    return tasks.resolve()
+
+
+def edges(tasks: TaskList) -> list[tuple[Any, Any]]:
+    """(earlier, later) tasks that StarPU orders: by a tile that one of them writes. Contributions are not ordered."""
+    result = []
+    for first, second in itertools.combinations(tasks.tasks, 2):
+        for a, b in itertools.product(first.accesses, second.accesses):
+            free = a.mode == b.mode and a.mode in ("R", "COMMUTE", "REDUX")
+            if a.tile is b.tile and not free:
+                result.append((first, second))
+    return result
+
+
+@every_policy
+@settings(deadline=None, max_examples=100)
+@given(drawn=recipes())
+def test_each_contribution_lands_once(policy: str, drawn: tuple[Recipe, list[bool], list[bool]]) -> None:
+    recipe, persistent, holds = drawn
+    tiles = [Tile(f"t{k}", (), (2,), "fp32", persistent=p) for k, p in enumerate(persistent)]
+    tasks = listed(recipe, tiles, holds, policy)
+    initial = {t: Counter([f"initial {t.tensor}"]) for t, h in zip(tiles, holds, strict=True) if h}
+    want = expected(recipe, tiles, initial)
+    for stale in (False, True):  # a second replay finds what the first has left in tiles that are to be written anew
+        machine = Machine({t: Counter(bag) for t, bag in initial.items()})
+        if stale:
+            machine.tiles |= {
+                t: Counter(["stale"]) for t in tiles if t.persistent and t not in initial and t in want.tiles
+            }
+        machine.run(tasks)
+        assert machine.reads == want.reads
+        assert machine.kept() == {t: bag for t, bag in want.tiles.items() if t.persistent}
+    for first, second in edges(tasks):
+        assert first.priority > second.priority
+
+
+@every_policy
+@given(length=st.integers(1, 40), persistent=st.booleans(), holds=st.booleans())
+def test_modes_of_a_run_of_contributions(policy: str, length: int, persistent: bool, holds: bool) -> None:
+    tile, source = Tile("sum", (), (2,), "fp32", persistent=persistent), Tile("x", (), (2,), "fp32", persistent=True)
+    held = persistent and holds
+    recipe: Recipe = [*[("add", [("ACC", 0), ("R", 1)])] * length, ("use", [("R", 0)])]
+    tasks = listed(recipe, [tile, source], [held, True], policy)
+    modes = [t.accesses[0].mode for t in tasks.tasks if t.kernel == "add"]
+    first = "RW" if held else "W"
+    if length == 1:
+        assert modes == [first]
+    elif policy == "tree":
+        assert modes == [first] + ["W"] * (length - 1)
+        merges = [t for t in tasks.tasks if t.kernel == "combine"]
+        assert len(merges) == length - 1
+        assert depth(tasks, tile) == math.ceil(math.log2(length))
+    else:
+        rest = {"chain": "RW", "commute": "COMMUTE", "redux": "REDUX"}[policy]
+        assert modes == [rest if policy == "redux" else "COMMUTE" if held and policy == "commute" else first] + [
+            rest
+        ] * (length - 1)
+    assert tile.redux == (policy == "redux" and length > 1)
+
+
+def depth(tasks: TaskList, tile: Tile) -> int:
+    """The longest chain of merges that ends in the tile."""
+    depths: Counter[Tile] = Counter()
+    for task in tasks.tasks:
+        if task.kernel == "combine":
+            into, part = (a.tile for a in task.accesses)
+            depths[into] = max(depths[into], depths[part]) + 1
+    return depths[tile]
+
+
+def test_an_unknown_policy() -> None:
+    with pytest.raises(ValueError, match="'rings' is not allowed; use one of chain, commute, redux, tree"):
+        TaskList("rings")
+
+
+def test_peak_bytes_by_hand() -> None:
+    weight = Tile("w", (), (100,), "fp32", persistent=True)  # 400 bytes, always there
+    x, y, z = Tile("x", (), (10,), "fp64"), Tile("y", (), (30,), "fp32"), Tile("z", (), (5,), "fp32")
+    tasks = TaskList("chain", [weight])
+    tasks.emit("make", [W(x), R(weight)])  # 400 + 80
+    tasks.emit("widen", [W(y), R(x)])  # + 120: the peak; x goes
+    tasks.emit("narrow", [W(z), R(y)])  # 400 + 120 + 20; y goes
+    tasks.emit("end", [RW(weight), R(z)])
+    tasks.resolve()
+    assert [task.frees for task in tasks.tasks] == [[], [x], [y], [z]]
+    assert tasks.peak_bytes() == 600
+
+
+def test_tile_and_task_bytes() -> None:
+    a, b = Tile("a", (), (3, 5), "fp32"), Tile("b", (), (4,), "int64")
+    assert (a.bytes, b.bytes) == (60, 32)
+    tasks = TaskList()
+    tasks.emit("k", [W(a)])
+    tasks.emit("k", [RW(a), W(b)])
+    assert [t.bytes for t in tasks.resolve().tasks] == [60, 152]
+
+
+# -- digests
+
+
+def recorded(change: str = "") -> TaskList:
+    shape = (3, 4) if change != "shape" else (4, 3)
+    a = Tile("a", (0,), shape, "fp32" if change != "dtype" else "fp64")
+    b = Tile("b", (0,), (7,), "fp32", persistent=change == "persistent")
+    tasks = TaskList("chain")
+    tasks.emit("make", [W(a)], [1])
+    tasks.emit("make", [W(b if change != "tile" else a)], [1 if change != "int" else 2])
+    floats = [0.5 if change != "float" else 0.25, Slot("lr" if change != "slot" else "rl")]
+    accesses = [W(a) if change == "mode" else RW(a), R(b if change != "tile" else a)]
+    tasks.emit("use" if change != "kernel" else "lose", accesses, [], floats)
+    if change == "more":
+        tasks.emit("make", [W(a)])
+    return tasks.resolve()
+
+
+def test_equal_lists_have_equal_digests() -> None:
+    assert recorded().digest() == recorded().digest()
+
+
+@pytest.mark.parametrize(
+    "change", ["shape", "dtype", "persistent", "tile", "int", "kernel", "mode", "float", "slot", "more"]
+)
+def test_other_lists_have_other_digests(change: str) -> None:
+    assert recorded(change).digest() != recorded().digest()
+
+
+# -- lowered operators
+
+
+def causal_tiles(low: ops.Lowering) -> set[tuple[str, int, int]]:
+    """(tensor, query tile, key tile) of every tile of four axes."""
+    tiles = {access.tile for task in low.tasks.tasks for access in task.accesses}
+    return {(tile.tensor, *tile.index[-2:]) for tile in tiles if len(tile.index) == 4}
+
+
+@pytest.mark.parametrize(("size", "tile"), [(8, 2), (7, 3), (7, 4), (5, 1), (6, 6)])
+@pytest.mark.parametrize("form", ["vendor", "merge", "flash", "naive"])
+def test_tile_pairs_above_the_diagonal_are_absent(form: str, size: int, tile: int) -> None:
+    n = math.ceil(size / tile)
+    for causal in (True, False):
+        pairs = n * (n + 1) // 2 if causal else n * n
+        g = Graph("fp32")
+        names, shape = ["batch", "heads", "seq", "head_dim"], [2, 3, size, 4]
+        qkv = [g.named(name, names, shape, "param") for name in "qkv"]
+        o = g.attention(qkv, causal=causal, form=form)
+        one = g.named("one", ["one"], [1], "scalar", "fp64")
+        dy = g.named("dy", o.axes, o.shape, "input")
+        loss = g.add(ops.GradNorm([o], one, g.named("clip", ["one"], [1], "scalar", "fp64"), None)).output
+        g._phase = "backward"
+        grads: dict[Any, Any] = {o: dy}
+        for op in reversed(g.ops[:-1]):
+            for t, grad in zip(op.inputs, op.gradient(g, *(grads.get(x) for x in op.outputs)), strict=True):
+                grads[t] = grad
+        low = lower(g, Tiling({"seq": tile, "batch": 1}))
+        kernels = Counter(task.kernel for task in low.tasks.tasks)
+        if form == "naive":
+            by_op = Counter(task.kernel for task in low.tasks.tasks if task.kernel.startswith(("softmax", "maxsumexp")))
+            assert by_op == {k: 2 * pairs for k in ("maxsumexp", "softmax", "softmax_grad_sums", "softmax_grad")}
+            # scores, p v, and of the backward dp, dv, dq, dk: each one GEMM a pair
+            assert kernels["contract"] == 6 * 2 * pairs
+            scores = {(i, j) for name, i, j in causal_tiles(low) if name.endswith(("scores", "softmax"))}
+            assert scores == {(i, j) for i in range(n) for j in range(n) if not causal or j <= i}
+        elif form == "vendor" and n == 1:
+            assert kernels["attention"] == kernels["attention_grad"] == 2
+        else:
+            pair_kernels = ["flash_maxsumexp", "flash_softmax_gemm"] if form == "flash" else ["attention_partial"]
+            for kernel in [*pair_kernels, "attention_grad_pair"]:
+                assert kernels[kernel] == 2 * pairs
+        assert loss is one
+
+
+# -- GPT-2
+
+CONFIG = GPT2Config(layers=2, embed=24, heads=4, vocab=61, positions=32, dropout=0.1)
+TILES = {"batch": 2, "seq": 7, "embed": 10, "heads": 3, "ffn": 50, "vocab": 25}
+
+
+def step(config: GPT2Config = CONFIG, policy: str = "chain", fusion: Any = True, **tiles: int) -> Step:
+    return build_step(
+        GPT2(config, {}), 3, 17, Tiling(tiles), dtype="fp32", optimizer=nt.AdamW(), clip_grad_norm=1.0, policy=policy,
+        fusion=Fusion.of(fusion), grad_accumulation=2,
+    )  # fmt: skip
+
+
+def kernels(low: ops.Lowering, *names: str) -> float:
+    return sum(task.flop for task in low.tasks.tasks if task.kernel in names)
+
+
+@pytest.mark.parametrize("tiles", [{}, *({a: t} for a, t in TILES.items()), TILES, {"batch": 1, "heads": 1}], ids=str)
+@pytest.mark.parametrize("form", ["vendor", "merge"])
+def test_flop_does_not_depend_on_the_tiling(tiles: dict[str, int], form: str) -> None:
+    built = step(replace(CONFIG, attention=form), **tiles)
+    counted = ("contract", "attention", "attention_grad", "attention_partial", "attention_grad_pair")
+    assert kernels(built.first, *counted) == built.flop == step(CONFIG).flop
+    rows, embed, vocab = 3 * 17, CONFIG.embed, CONFIG.vocab
+    linear = 3 * 2 * rows * (CONFIG.layers * 12 * embed**2 + embed * vocab)  # forward, and twice backward
+    scores = 3.5 * CONFIG.layers * 4 * rows * 17 * embed / 2
+    assert built.flop == linear + scores
+
+
+@every_policy
+def test_both_micro_batches_land_in_the_gradients(policy: str) -> None:
+    built = step(policy=policy, **TILES)
+    held: dict[tuple[str, tuple[int, ...]], Bag] = {}
+    for program, low in enumerate((built.first, built.more, built.update)):
+        assert low
+        for number, task in enumerate(low.tasks.tasks):
+            task.op = f"{program} {number}"
+        start = {t: held.get((t.tensor, t.index), Counter(["start"])) for t in low.tasks.initialised}
+        machine = Machine(start)
+        machine.run(low.tasks)
+        held |= {(t.tensor, t.index): bag for t, bag in machine.kept().items()}
+    grads = {key: bag for key, bag in held.items() if key[0].endswith(".grad")}
+    assert {name for name, _ in grads} == {t.name for t in built.grads.values()}
+    for bag in (*grads.values(), held["loss", (0,)]):
+        assert set(bag.values()) == {1}
+        programs = Counter(name.split()[0] for name in bag)
+        assert programs["0"] == programs["1"] > 0 and len(programs) == 2
+    params = {param.name for param in built.grads}
+    assert all(len(bag) == 2 for (name, _), bag in held.items() if name in params)  # what it was, and one update
+
+
+def test_the_step_is_the_same_in_every_build() -> None:
+    assert digests(step(**TILES)) == digests(step(**TILES))
+    code = f"import sys; sys.path.insert(0, {str(__file__).rpartition('/')[0]!r})\n" + (
+        "from test_tiling import TILES, digests, step; print(*digests(step(**TILES)))"
+    )
+    other = subprocess.run([sys.executable, "-c", code], env={"PYTHONHASHSEED": "1"}, capture_output=True, text=True)
+    assert other.stdout.split() == digests(step(**TILES)), other.stderr
+
+
+def test_other_steps_are_other_programs() -> None:
+    variants = [step(**TILES), step(), step(fusion=False), step(policy="tree", **TILES), step(policy="redux", **TILES)]
+    variants += [step(replace(CONFIG, attention="flash"), **TILES), step(**{**TILES, "embed": 11})]
+    first = [digests(variant)[0] for variant in variants]
+    assert len(set(first)) == len(first)
+
+
+def digests(built: Step) -> list[str]:
+    assert built.more
+    return [low.tasks.digest() for low in (built.first, built.more, built.update)]
+
+
+# -- fusion: operators of a GPT-2 of two layers without dropout, by kind
+
+
+def kinds(fusion: Any, vocab_cut: bool = True, form: str = "vendor", **model: Any) -> Counter[str]:
+    g = Graph("fp32")
+    gpt2 = GPT2(replace(CONFIG, dropout=0.0, attention=form, **model), {})
+    loss, _, _ = gpt2.build(g, 3, 17, Fusion.of(fusion))
+    g.backward(loss)
+    fuse(g, Fusion.of(fusion), vocab_cut)
+    return Counter(op.kind for op in g.ops)
+
+
+UNFUSED = {
+    "Embedding": 2, "LayerNorm": 5, "CrossEntropy": 1, "CrossEntropyGrad": 1, "LayerNormGrad": 5, "EmbeddingGrad": 2,
+    "Attention": 2, "AttentionGrad": 2, "Activation": 2, "ActivationGrad": 2,
+    "Contract": 3 * (2 * 6 + 1),  # q, k, v, projection, two of the MLP; the head; each with two gradients
+    "BiasAdd": 2 * 6 + 1, "Sum": 2 * 6 + 1,  # and the positions
+    "Transpose": 2 * 2 * 4,  # q, k, v and attention's output, and back
+    "Add": 4 + 4 + 2 * 2,  # the residual stream, its gradients, those of q, k and v
+}  # fmt: skip
+FUSED = {
+    "Embedding": 2, "LayerNorm": 5, "CrossEntropy": 1, "CrossEntropyGrad": 1, "LayerNormGrad": 5, "EmbeddingGrad": 2,
+    "Attention": 2, "AttentionGrad": 2, "Contract": 3 * (2 * 4 + 1), "BiasAdd": 1, "Sum": 1,
+}  # fmt: skip
+
+# What each switch leaves where it alone is off.
+OFF = {
+    "bias": {"BiasAdd": 1 + 2 * 4, "Sum": 1 + 2 * 4, "Activation": 2},  # the bias stands between GEMM and activation
+    "activation": {"Activation": 2, "ActivationGrad": 2},
+    "reshape": {"Transpose": 2 * 2 * 2},
+    "qkv": {"Contract": 3 * (2 * 6 + 1)},  # the gradients of q, k and v are added where the GEMMs make them
+    "residual_norm": {"Add": 4 + 4},
+}
+# What each switch changes where it alone is on.
+ON = {
+    "bias": {"BiasAdd": 1, "Sum": 1},
+    "activation": {"ActivationGrad": 0},  # the bias is in the way of the other
+    "reshape": {"Transpose": 0},
+    "qkv": {"Contract": 3 * (2 * 4 + 1), "BiasAdd": 9, "Sum": 9, "Transpose": 8, "Add": 8},
+    "residual_norm": {"Add": 0},
+}
+
+
+def test_fusion_of_everything_and_of_nothing() -> None:
+    assert kinds(True) == Counter(FUSED) == kinds(True, vocab_cut=False)
+    assert kinds(False) == Counter(UNFUSED)
+    naive = {"Rename": 8, "Unpack": 2, "Pack": 2, "Softmax": 2, "SoftmaxGrad": 2, "Contract": 3 * (2 * 6 + 1)}
+    assert kinds(True, form="naive") == Counter({**FUSED, **naive, "Attention": 0, "AttentionGrad": 0})
+    assert kinds(True, tie=False) == Counter(FUSED)
+
+
+@pytest.mark.parametrize("switch", OFF)
+def test_each_switch_alone(switch: str) -> None:
+    assert kinds({switch: False}) == Counter({**FUSED, **OFF[switch]})
+    alone = {name: name == switch for name in OFF}
+    assert kinds(alone) == Counter({**UNFUSED, **ON[switch]})
+
+
+def epilogues(fusion: Any) -> Counter[str]:
+    g = Graph("fp32")
+    loss, _, _ = GPT2(replace(CONFIG, dropout=0.0), {}).build(g, 3, 17, Fusion.of(fusion))
+    g.backward(loss)
+    fuse(g, Fusion.of(fusion), vocab_cut=True)
+    names = ("bias", "residual", "pre", "aux", "bias_grad")
+    found = Counter(name for op in g.ops if isinstance(op, ops.Contract) for name in names if getattr(op, name))
+    found["activation"] = sum(isinstance(op, ops.Contract) and bool(op.activation) and not op.aux for op in g.ops)
+    found["norm residual"] = sum(isinstance(op, ops.LayerNorm) and bool(op.residual) for op in g.ops)
+    found["norm grad add"] = sum(isinstance(op, ops.LayerNormGrad) and bool(op.extra) for op in g.ops)
+    return +found
+
+
+def test_epilogues_of_the_fused_model() -> None:
+    everything = {"bias": 8, "residual": 4, "pre": 2, "aux": 2, "bias_grad": 8, "activation": 2, "norm grad add": 4}
+    assert epilogues(True) == everything
+    assert epilogues(False) == {}
+
+
+def test_an_unknown_switch() -> None:
+    with pytest.raises(ConfigError, match=r"fusion\.biass: unknown switch"):
+        Fusion.of({"biass": True})
+    with pytest.raises(ConfigError, match=r"fusion\.bias: 1 is not allowed"):
+        Fusion.of({"bias": 1})  # type: ignore[dict-item]
