@@ -97,7 +97,7 @@ class GPT2:
             """A parameter; with `part`, this third of a weight that transformers keeps packed."""
             at = 1 if len(axes) == 3 else 0
             full = shape if part is None else [*shape[:at], 3, *shape[at:]]
-            index = () if part is None else (*([slice(None)] * at), part)
+            index: tuple[slice | int, ...] = () if part is None else (*[slice(None)] * at, part)
             tensor = g.named(name if part is None else f"{name}.{'qkv'[part]}", axes, shape, "param")
             bindings.append(Binding(tensor, name, tuple(full), index))
             return tensor
@@ -177,7 +177,9 @@ class GPT2:
             if all(v.dtype.itemsize == 8 for v in source.parameters()):
                 weights = {k: v.detach().cpu().numpy().copy() for k, v in source.state_dict().items()}
         config = _config_from_hf(raw, attention, dropout)
-        weights = {k if k.startswith(("transformer.", "lm_head.")) else f"transformer.{k}": v for k, v in weights.items()}
+        weights = {
+            k if k.startswith(("transformer.", "lm_head.")) else f"transformer.{k}": v for k, v in weights.items()
+        }
         names = {name: shape for name, shape, _ in weight_shapes(config)}
         for name, shape in names.items():
             if name not in weights:
@@ -210,7 +212,7 @@ class GPT2:
         import torch
         import transformers
 
-        model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**self.hf_config()))
+        model: Any = transformers.GPT2LMHeadModel(transformers.GPT2Config(**self.hf_config()))
         dtype = torch.float64 if next(iter(self.weights.values())).dtype == np.float64 else torch.float32
         missing, unexpected = model.to(dtype).load_state_dict(
             {name: torch.from_numpy(np.array(value)) for name, value in self.weights.items()}, strict=False
@@ -223,7 +225,10 @@ class GPT2:
 def weight_shapes(c: GPT2Config) -> list[tuple[str, tuple[int, ...], float]]:
     """(name in transformers, shape, standard deviation at the start; -1: ones) of every weight."""
     residual = 0.02 / math.sqrt(2 * c.layers)
-    result = [("transformer.wte.weight", (c.vocab, c.embed), 0.02), ("transformer.wpe.weight", (c.positions, c.embed), 0.02)]
+    result: list[tuple[str, tuple[int, ...], float]] = [
+        ("transformer.wte.weight", (c.vocab, c.embed), 0.02),
+        ("transformer.wpe.weight", (c.positions, c.embed), 0.02),
+    ]
     for layer in range(c.layers):
         h = f"transformer.h.{layer}"
         shapes: list[tuple[str, tuple[int, ...], float]] = [
@@ -272,7 +277,11 @@ def _config_from_hf(raw: dict[str, Any], attention: str, dropout: float) -> GPT2
 def _read_folder(folder: Path) -> tuple[dict[str, Any], Weights]:
     from safetensors.numpy import load_file
 
-    config, index, single = folder / "config.json", folder / "model.safetensors.index.json", folder / "model.safetensors"
+    config, index, single = (
+        folder / "config.json",
+        folder / "model.safetensors.index.json",
+        folder / "model.safetensors",
+    )
     if not config.is_file():
         raise ConfigError(f"model: {config} is missing; expected a folder saved by save_pretrained")
     if index.is_file():

@@ -177,7 +177,8 @@ def step(
         s = result[name]
         t = s["seconds"]
         print(
-            f"{name:14} {t['median']:.3f} s a step ({t['min']:.3f} to {t['max']:.3f}), {s['tokens_per_s']:,.0f} tokens/s, "
+            f"{name:14} {t['median']:.3f} s a step ({t['min']:.3f} to {t['max']:.3f}), "
+            f"{s['tokens_per_s']:,.0f} tokens/s, "
             f"{s['gflop_per_s']:.1f} Gflop/s, peak {s['peak_mib']:,.0f} MiB, first loss {s['first_loss']:.6f}"
         )
     if peer:

@@ -20,7 +20,8 @@ def reference_model(o: dict[str, Any]) -> Any:
     import transformers
 
     torch.manual_seed(0)
-    config = transformers.GPT2Config(
+    make: Any = transformers.GPT2Config  # its stub lacks the arguments of all models
+    config = make(
         n_layer=o["layers"], n_embd=o["embed"], n_head=o["heads"], n_positions=o["seq"], vocab_size=o["vocab"],
         resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, attn_implementation="sdpa", use_cache=False,
         bos_token_id=None, eos_token_id=None,

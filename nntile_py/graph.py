@@ -33,7 +33,9 @@ class Graph:
         yield
         self._scope.pop()
 
-    def named(self, name: str, axes: Sequence[str], shape: Sequence[int], kind: str, dtype: str | None = None) -> Tensor:
+    def named(
+        self, name: str, axes: Sequence[str], shape: Sequence[int], kind: str, dtype: str | None = None
+    ) -> Tensor:
         """A tensor that outlives the program, known to the host by its name."""
         tensor = Tensor(name, axes, shape, dtype or self.dtype, kind)
         self.tensors[name] = tensor
@@ -129,7 +131,9 @@ class Graph:
             if op.output is not loss and not any(out in grads for out in op.outputs):
                 continue
             self._scope.append(op.name.rpartition(".")[0] or "model")
-            for tensor, grad in zip(op.inputs, op.gradient(self, *(grads.get(out) for out in op.outputs)), strict=False):
+            for tensor, grad in zip(
+                op.inputs, op.gradient(self, *(grads.get(out) for out in op.outputs)), strict=False
+            ):
                 if grad is None or not tensor.requires_grad:
                     continue
                 known = grads.get(tensor)

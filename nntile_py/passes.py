@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
+from typing import Any, TypeVar
 
 from nntile_py.errors import ConfigError
 from nntile_py.graph import Graph
@@ -51,6 +52,9 @@ class Fusion:
         return Fusion(**value)
 
 
+Kind = TypeVar("Kind", bound=Op)
+
+
 class _Uses:
     """Who makes and who reads each tensor; an operator that goes is taken out of the graph's list."""
 
@@ -69,7 +73,7 @@ class _Uses:
             for t in op.inputs:
                 self.readers.setdefault(t, []).append(op)
 
-    def made_for(self, tensor: Tensor, reader: Op, kind: type[Op]) -> Op | None:
+    def made_for(self, tensor: Tensor, reader: Op, kind: type[Kind]) -> Kind | None:
         """The operator of this kind that makes the tensor for this reader alone."""
         op = self.maker.get(tensor)
         alone = self.readers.get(tensor) == [reader] and tensor.kind == "temp"
@@ -114,11 +118,11 @@ def _plain(op: Op | None) -> bool:
     return isinstance(op, Contract) and op.activation is None and op.aux is None and op.bias_grad is None
 
 
-def _rebuild(op: Contract, out: Tensor, **changes: object) -> Contract:
+def _rebuild(op: Contract, out: Tensor, **changes: Any) -> Contract:
     keep = ("scale", "bias", "residual", "activation", "pre", "aux", "bias_grad")
     options = {name: getattr(op, name) for name in keep} | changes
     a, b = options.pop("a", op.a), options.pop("b", op.b)
-    return Contract(a, b, out, **options)  # type: ignore[arg-type]
+    return Contract(a, b, out, **options)
 
 
 def _transposed_input(uses: _Uses, op: Op) -> bool:
@@ -149,11 +153,11 @@ def _transposed_output(uses: _Uses, op: Op) -> bool:
         return False
     gemm = uses.made_for(op.inputs[0], op, Contract)
     if gemm and _plain(gemm) and not gemm.inputs[2:]:
-        uses.replace([gemm, op], _rebuild(gemm, op.output))  # type: ignore[arg-type]
+        uses.replace([gemm, op], _rebuild(gemm, op.output))
         return True
     add = uses.made_for(op.inputs[0], op, BiasAdd)
     inner = uses.made_for(add.inputs[0], add, Contract) if add else None
-    if not (isinstance(add, BiasAdd) and isinstance(inner, Contract) and _plain(inner)):
+    if not (add and inner and _plain(inner)):
         return False
     bias = add.inputs[1]
     if [a for a in op.output.axes if a in bias.axes] != list(bias.axes):
@@ -170,7 +174,7 @@ def _bias(uses: _Uses, op: Op) -> bool:
     if not isinstance(op, BiasAdd):
         return False
     gemm = uses.made_for(op.inputs[0], op, Contract)
-    if not (isinstance(gemm, Contract) and _plain(gemm) and gemm.bias is None and gemm.residual is None):
+    if not (gemm and _plain(gemm) and gemm.bias is None and gemm.residual is None):
         return False
     uses.replace([gemm, op], _rebuild(gemm, op.output, bias=op.inputs[1]))
     return True
@@ -199,7 +203,7 @@ def _residual(uses: _Uses, op: Op) -> bool:
         return False
     for mine, other in ((0, 1), (1, 0)):
         gemm = uses.made_for(op.inputs[mine], op, Contract)
-        if isinstance(gemm, Contract) and _plain(gemm) and gemm.residual is None and not op.output.causal:
+        if gemm and _plain(gemm) and gemm.residual is None and not op.output.causal:
             uses.replace([gemm, op], _rebuild(gemm, op.output, residual=op.inputs[other]))
             return True
     return False
@@ -227,7 +231,7 @@ def _norm_grad_add(uses: _Uses, op: Op) -> bool:
         return False
     for mine, other in ((0, 1), (1, 0)):
         norm = uses.made_for(op.inputs[mine], op, LayerNormGrad)
-        if isinstance(norm, LayerNormGrad) and norm.extra is None and norm.output is op.inputs[mine]:
+        if norm and norm.extra is None and norm.output is op.inputs[mine]:
             dy, x, stat, gamma = norm.inputs
             _, dgamma, dbeta = norm.outputs
             fused = LayerNormGrad(dy, x, stat, gamma, op.output, dgamma, dbeta, add=op.inputs[other])
@@ -254,7 +258,7 @@ def _activation_grad(uses: _Uses, op: Op) -> bool:
     if not isinstance(op, ActivationGrad):
         return False
     gemm = uses.made_for(op.inputs[0], op, Contract)
-    if not (isinstance(gemm, Contract) and _plain(gemm) and not gemm.inputs[2:]):
+    if not (gemm and _plain(gemm) and not gemm.inputs[2:]):
         return False
     uses.replace([gemm, op], _rebuild(gemm, op.output, activation=op.act, aux=op.inputs[1]))
     return True
@@ -267,7 +271,7 @@ def _embedding_grad_into(uses: _Uses, op: Op) -> bool:
     for mine, other in ((0, 1), (1, 0)):
         rows = uses.made_for(op.inputs[mine], op, EmbeddingGrad)
         base = op.inputs[other]
-        if isinstance(rows, EmbeddingGrad) and rows.into is None and uses.readers[base] == [op]:
+        if rows and rows.into is None and uses.readers[base] == [op]:
             ids, dy = rows.inputs[:2]
             # The sum's tensor is the one that the host knows: the other gradient is made in its tiles.
             base.storage = op.output.storage

@@ -81,8 +81,8 @@ class Plan:
             f"bytes moved a step  {self.bytes_moved / 1e9:,.2f} GB",
             f"bytes at peak       {self.peak_bytes / 2**20:,.1f} MiB, of which weights, gradients and optimizer state "
             f"{self.state_bytes / 2**20:,.1f} MiB",
-            f"mean task           {self.task_seconds * 1e6:,.0f} us, if a worker does {WORKER_FLOP_S / 1e9:.0f} Gflop/s "
-            f"and moves {WORKER_BYTES_S / 1e9:.0f} GB/s",
+            f"mean task           {self.task_seconds * 1e6:,.0f} us, if a worker does {WORKER_FLOP_S / 1e9:.0f} Gflop/s"
+            f" and moves {WORKER_BYTES_S / 1e9:.0f} GB/s",
             f"program             {self.digest[:16]}",
         ]
         return Group(table, Text(), *map(Text, lines))

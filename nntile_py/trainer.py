@@ -106,8 +106,8 @@ class Trainer:
         if limit and peak > limit:
             raise TaskError(
                 f"out of memory: a step needs at least {peak / 2**20:.0f} MiB, runtime.memory allows "
-                f"{limit / 2**20:.0f}; the largest tensors are {built.largest()}. Use a smaller batch or seq, or smaller "
-                "tiles.batch, tiles.seq and tiles.vocab, which let activations be freed earlier"
+                f"{limit / 2**20:.0f}; the largest tensors are {built.largest()}. Use a smaller batch or seq, or "
+                "smaller tiles.batch, tiles.seq and tiles.vocab, which let activations be freed earlier"
             )
         self._built, self._store = built, Store()
         self._first = Program(built.first.tasks, self._store)
@@ -234,13 +234,17 @@ class Trainer:
         ids, labels = np.asarray(input_ids), np.asarray(labels)
         for name, value in (("input_ids", ids), ("labels", labels)):
             if value.shape != (rows, self.seq) or value.dtype.kind not in "iu":
-                raise ValueError(f"{name}: {value.dtype} {value.shape} is not allowed; expected ints {(rows, self.seq)}")
+                raise ValueError(
+                    f"{name}: {value.dtype} {value.shape} is not allowed; expected ints {(rows, self.seq)}"
+                )
         vocab = self.model.config.vocab
         if ids.min() < 0 or ids.max() >= vocab:
             raise ValueError(f"input_ids: ids go from {ids.min()} to {ids.max()}; allowed are 0 to {vocab - 1}")
         kept = labels[labels != IGNORED]
         if kept.size and (kept.min() < 0 or kept.max() >= vocab):
-            raise ValueError(f"labels: go from {kept.min()} to {kept.max()}; allowed are 0 to {vocab - 1} and {IGNORED}")
+            raise ValueError(
+                f"labels: go from {kept.min()} to {kept.max()}; allowed are 0 to {vocab - 1} and {IGNORED}"
+            )
         if self.shift_labels:
             shifted = np.full_like(labels, IGNORED)
             shifted[:, :-1] = labels[:, 1:]

@@ -125,9 +125,7 @@ class Attention(Op):
                 tiles, places = self.operands.tiles(low, at, key)
                 kernel = "flash_maxsumexp" if flash else "attention_partial"
                 flop = self.pair_flop(low, at, key) / (2 if flash else 1)
-                low.emit(
-                    kernel, [ACC(state), *map(R, tiles)], self.ints(at, key, places), [self.scale], flop=flop
-                )
+                low.emit(kernel, [ACC(state), *map(R, tiles)], self.ints(at, key, places), [self.scale], flop=flop)
             if not flash:
                 low.emit("attention_normalise", [W(out), W(lse), R(state)], self.out_ints())
                 continue

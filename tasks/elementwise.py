@@ -1,4 +1,4 @@
-"""Element-wise operators: add, broadcast add (bias, positions), sums over axes, transposes, dropout, unpacking of QKV."""
+"""Element-wise operators: add, broadcast add (bias, positions), sums over axes, transposes, dropout, QKV unpacking."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from nntile_py.tiles import Part, TaskList, Tile, Tiling
+from nntile_py.tiles import Access, Part, Slot, TaskList, Tile, Tiling
 
 Index = dict[str, int]
 Array = np.ndarray[Any, Any]
@@ -122,8 +122,16 @@ class Lowering:
             )
         return self.tiles[key]
 
-    def emit(self, kernel: str, *args: Any, **options: Any) -> None:
-        self.tasks.emit(kernel, *args, op=self.op, **options)
+    def emit(
+        self,
+        kernel: str,
+        accesses: Sequence[Access],
+        ints: Iterable[int] = (),
+        floats: Iterable[float | Slot] = (),
+        flop: float | None = None,
+    ) -> None:
+        """Append a task of the operator that is being lowered; see TaskList.emit."""
+        self.tasks.emit(kernel, accesses, ints, floats, self.op, flop)
 
     def grid(self, tensor: Tensor) -> list[tuple[tuple[slice, ...], Tile]]:
         """Each tile of a tensor with the slice of the whole that it holds."""

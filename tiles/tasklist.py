@@ -178,7 +178,7 @@ class TaskList:
         self.tasks = out
 
     def _run_lengths(self) -> dict[tuple[int, int], tuple[bool, int]]:
-        """For each ACC access, by (task number, tile): whether it opens a run of contributions, and the run's length."""
+        """For each ACC access, by (task number, tile): whether it opens a run of contributions, the run's length."""
         open_runs: dict[Tile, list[int]] = {}
         result: dict[tuple[int, int], tuple[bool, int]] = {}
 

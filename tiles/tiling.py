@@ -1,4 +1,4 @@
-"""A tiling: `{axis: tile size}` over named axes. The last tile of an axis may be ragged; an axis left out is not cut."""
+"""A tiling: `{axis: tile size}` over named axes. The last tile may be ragged; an axis left out is not cut."""
 
 from __future__ import annotations
 
