@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import inspect
 import os
@@ -69,6 +70,7 @@ class Runtime:
             if self.memory:
                 del os.environ["STARPU_LIMIT_CPU_MEM"]
         Runtime.current = self
+        atexit.register(_core.stop)  # a process that ends inside the block: workers must not outlive the interpreter
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -80,6 +82,7 @@ class Runtime:
         finally:
             Runtime.current = None
             _core.stop()
+            atexit.unregister(_core.stop)
 
     def at_exit(self, user: Any) -> None:
         """Have `user.close()` called before StarPU stops, if it is still alive then."""

@@ -232,6 +232,8 @@ class Trainer:
     def _check(self, input_ids: IntArray, labels: IntArray, rows: int) -> tuple[IntArray, IntArray]:
         """Inputs of the right shape and range, and the targets of each position."""
         ids, labels = np.asarray(input_ids), np.asarray(labels)
+        if labels.dtype.kind == "u":
+            labels = labels.astype(np.int64)
         for name, value in (("input_ids", ids), ("labels", labels)):
             if value.shape != (rows, self.seq) or value.dtype.kind not in "iu":
                 raise ValueError(

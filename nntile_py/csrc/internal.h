@@ -1,0 +1,88 @@
+// Shared by runtime.cpp, tiles.cpp and program.cpp; nobody else includes it.
+#pragma once
+#include <ATen/ops/from_blob.h>
+#include <c10/core/InferenceMode.h>
+#include <c10/util/Exception.h>
+#include <starpu.h>
+
+#include <chrono>
+#include <thread>
+
+#include "runtime.h"
+
+namespace nntile {
+
+struct Shared {
+  bool running = false;
+  unsigned generation = 0;  // of the runtime: what belongs to an earlier one is of no use
+  bool models = false;      // keeping a model up to date costs about 1 us a task: only where the policy asks it
+  int window = 0;
+  size_t limit = 0;  // bytes that tiles may take
+
+  // For noticing that nothing moves any more: StarPU waits for ever for memory that nobody will give back.
+  std::atomic<uint64_t> ended{0};
+  std::atomic<int> active{0};
+  std::atomic<bool> stuck{false};
+};
+extern Shared g;
+
+// How long nothing may move.
+constexpr auto kPatience = std::chrono::seconds(20);
+
+void require_running();
+void require(const Tile& tile);
+void require_main_thread();  // a task that waits for tasks would wait for itself
+void forget_tiles();         // the runtime stops: every tile loses its handle
+[[noreturn]] void stuck();
+
+// Waits until done(); throws when no task has run for a while although some are left.
+template <class Done>
+void wait_until(Done done) {
+  using clock = std::chrono::steady_clock;
+  auto since = clock::now();
+  auto ended = g.ended.load();
+  for (int turn = 0; !done(); ++turn) {
+    if (g.stuck) throw TaskError("the runtime ran out of memory before");
+    std::this_thread::sleep_for(std::chrono::microseconds(turn < 100 ? 20 : 200));
+    if (turn % 1000) continue;
+    if (g.active || g.ended != ended) {
+      since = clock::now();
+      ended = g.ended;
+    } else if (clock::now() - since > kPatience) {
+      stuck();
+    }
+  }
+}
+
+void wait_for_tasks();
+
+// Runs a kernel; what it throws becomes the runtime's failure.
+template <class Run>
+void guarded(const std::string& name, Run run) {
+  struct Active {
+    Active() { ++g.active; }
+    ~Active() {
+      --g.active;
+      ++g.ended;
+    }
+  } const active;
+  if (failed()) return;  // tasks after a failure are drained, not executed
+  try {
+    c10::InferenceMode mode;
+    run();
+  } catch (const c10::Error& e) {
+    fail(name, e.what_without_backtrace());
+  } catch (const std::exception& e) {
+    fail(name, e.what());
+  } catch (...) {
+    fail(name, "unknown exception");
+  }
+}
+
+inline void* pointer(void* buffer) { return reinterpret_cast<void*>(STARPU_VARIABLE_GET_PTR(buffer)); }
+
+inline at::Tensor wrap(void* data, at::IntArrayRef shape, at::ScalarType dtype) {
+  return at::from_blob(data, shape, dtype);
+}
+
+}  // namespace nntile

@@ -1,0 +1,246 @@
+// Kernels, codelets, tasks in Python, programs.
+#include <cstring>
+#include <map>
+#include <unordered_map>
+
+#include "internal.h"
+
+namespace nntile {
+
+// StarPU keeps pointers to codelets, models and their names: once made they live as long as the process.
+struct Codelet {
+  starpu_codelet cl;
+  starpu_perfmodel model;
+  std::string name;
+};
+
+namespace {
+
+std::unordered_map<std::string, Kernel>& kernels() {
+  static std::unordered_map<std::string, Kernel> table;
+  return table;
+}
+
+void run_cpu(void** buffers, void* cl_arg) {
+  const auto& instance = *static_cast<const TaskInstance*>(cl_arg);
+  guarded(instance.record->name, [&] {
+    Args args(*instance.record, instance.floats, buffers);
+    instance.record->kernel(args);
+  });
+}
+
+uint32_t footprint(starpu_task* task) { return static_cast<const TaskInstance*>(task->cl_arg)->record->footprint; }
+
+Codelet* make_codelet(const std::string& name) {
+  auto* codelet = new Codelet{};  // StarPU initialises a zeroed model at its first task
+  codelet->name = name;
+  starpu_codelet_init(&codelet->cl);
+  codelet->cl.name = codelet->name.c_str();
+  codelet->cl.cpu_funcs[0] = run_cpu;
+  codelet->cl.nbuffers = STARPU_VARIABLE_NBUFFERS;
+  codelet->model.type = STARPU_HISTORY_BASED;
+  codelet->model.symbol = codelet->name.c_str();
+  codelet->model.footprint = footprint;
+  return codelet;
+}
+
+Codelet* get_codelet(const std::string& name) {
+  static std::unordered_map<std::string, Codelet*> table;
+  auto& codelet = table[name];
+  if (!codelet) codelet = make_codelet(name);
+  codelet->cl.model = g.models ? &codelet->model : nullptr;
+  return codelet;
+}
+
+// The tiles of a task go into it with these; ours are all implicit dependencies in submission order.
+void set_tiles(starpu_task* task, const std::vector<std::shared_ptr<Tile>>& tiles, const std::vector<int>& modes) {
+  const size_t n = tiles.size();
+  task->nbuffers = static_cast<int>(n);
+  auto* handles = task->handles;
+  auto* access = task->modes;
+  if (n > STARPU_NMAXBUFS) {  // both freed by StarPU
+    task->dyn_handles = handles = static_cast<starpu_data_handle_t*>(std::malloc(n * sizeof(*handles)));
+    task->dyn_modes = access = static_cast<starpu_data_access_mode*>(std::malloc(n * sizeof(*access)));
+  }
+  for (size_t k = 0; k < n; ++k) {
+    handles[k] = tiles[k]->handle;
+    access[k] = static_cast<starpu_data_access_mode>(modes[k]);
+    if (modes[k] & (STARPU_W | STARPU_REDUX)) tiles[k]->initialised = !(modes[k] & STARPU_SCRATCH);
+  }
+}
+
+void submit(starpu_task* task, const std::string& name) {
+  const int status = starpu_task_submit(task);
+  if (status) throw TaskError("task " + name + " was refused: " + std::strerror(-status));
+}
+
+bool reads(int mode) { return (mode & STARPU_R) && !(mode & STARPU_SCRATCH); }
+
+}  // namespace
+
+RegisterKernel::RegisterKernel(const char* name, Kernel cpu) { kernels()[name] = cpu; }
+
+Kernel find_kernel(const std::string& name) {
+  const auto found = kernels().find(name);
+  if (found == kernels().end()) throw std::invalid_argument("no kernel is called " + name);
+  return found->second;
+}
+
+at::Tensor Args::operator[](size_t k) const {
+  const Tile& tile = *record_.tiles.at(k);
+  return wrap(pointer(buffers_[k]), tile.shape, tile.dtype);
+}
+
+int mode_of(const std::string& name) {
+  static const std::map<std::string, int> modes = {
+      {"R", STARPU_R},         {"W", STARPU_W},
+      {"RW", STARPU_RW},       {"COMMUTE", STARPU_RW | STARPU_COMMUTE},
+      {"REDUX", STARPU_REDUX}, {"SCRATCH", STARPU_SCRATCH},
+  };
+  const auto found = modes.find(name);
+  if (found == modes.end()) throw std::invalid_argument("no access mode is called " + name);
+  return found->second;
+}
+
+// -- tasks with a body given at run time (Python functions)
+
+namespace {
+
+struct BodyTask {
+  std::string name;
+  std::vector<std::shared_ptr<Tile>> tiles;
+  Body body;
+};
+
+void run_body(void** buffers, void* cl_arg) {
+  const std::unique_ptr<BodyTask> task(static_cast<BodyTask*>(cl_arg));
+  guarded(task->name, [&] {
+    std::vector<void*> pointers;
+    for (size_t k = 0; k < task->tiles.size(); ++k) pointers.push_back(pointer(buffers[k]));
+    task->body(pointers);
+  });
+}
+
+starpu_codelet* body_codelet() {
+  static starpu_codelet* codelet = [] {
+    auto* cl = new starpu_codelet;
+    starpu_codelet_init(cl);
+    cl->name = "python";
+    cl->cpu_funcs[0] = run_body;
+    cl->nbuffers = STARPU_VARIABLE_NBUFFERS;
+    return cl;
+  }();
+  return codelet;
+}
+
+}  // namespace
+
+void submit_body(const std::string& name, std::vector<std::shared_ptr<Tile>> tiles, const std::vector<int>& modes,
+                 Body body) {
+  require_running();
+  check();
+  for (const auto& tile : tiles) require(*tile);
+  for (size_t k = 0; k < tiles.size(); ++k)
+    if (reads(modes[k]) && !tiles[k]->initialised)
+      throw TaskError(name + ": argument " + std::to_string(k) + " is read before any task wrote it");
+  auto* task = starpu_task_create();
+  task->cl = body_codelet();
+  set_tiles(task, tiles, modes);
+  auto* arg = new BodyTask{name, std::move(tiles), std::move(body)};
+  task->cl_arg = arg;
+  task->cl_arg_size = sizeof(*arg);
+  task->name = "python";
+  submit(task, name);
+}
+
+// -- programs
+
+Program::Program() : generation_(g.generation) {}
+
+Program::~Program() {
+  if (!running() || g.stuck || generation_ != g.generation) return;
+  starpu_task_wait_for_all();  // tasks in flight point into the records
+}
+
+void Program::add(TaskRecord record, const std::string& codelet) {
+  for (size_t k = 0; k < record.tiles.size(); ++k)
+    if ((record.modes.at(k) & STARPU_REDUX) && !record.tiles[k]->reducible)
+      throw std::invalid_argument(record.name + ": REDUX on a tile that was not made for it");
+  for (const auto& [position, slot] : record.slots) slots_ = std::max(slots_, static_cast<size_t>(slot) + 1);
+  record.codelet = get_codelet(codelet);
+  items_.emplace_back(std::move(record));
+  ++tasks_;
+  finished_ = false;
+}
+
+void Program::add_invalidate(std::shared_ptr<Tile> tile) {
+  items_.emplace_back(std::move(tile));
+  finished_ = false;
+}
+
+// Reading what nobody wrote aborts in StarPU: found here once, by walking the accesses in order.
+void Program::finish() {
+  std::unordered_map<const Tile*, bool> state;
+  needs_.clear();
+  for (const auto& item : items_) {
+    if (const auto* tile = std::get_if<std::shared_ptr<Tile>>(&item)) {
+      state[tile->get()] = false;
+      continue;
+    }
+    const auto& record = std::get<TaskRecord>(item);
+    for (size_t k = 0; k < record.tiles.size(); ++k) {
+      auto* tile = record.tiles[k].get();
+      const bool seen = state.contains(tile);
+      if (reads(record.modes[k])) {
+        if (seen && !state[tile]) throw TaskError(record.name + ": reads a tile before any task wrote it");
+        if (!seen) needs_.push_back(tile);
+      }
+      if (!seen || record.modes[k] & (STARPU_W | STARPU_REDUX)) state[tile] = true;
+    }
+  }
+  for (auto& item : items_)  // the list is complete: its records stay where they are
+    if (auto* record = std::get_if<TaskRecord>(&item)) record->instance = {record, record->floats.data()};
+  finished_ = true;
+}
+
+void Program::run(const std::vector<double>& slots) {
+  require_running();
+  check();
+  if (generation_ != g.generation) throw TaskError("this program belongs to a runtime that has stopped");
+  if (slots.size() < slots_) throw std::invalid_argument("a program was run with too few slots");
+  if (!finished_) finish();
+  for (const auto* tile : needs_)
+    if (!tile->initialised) throw TaskError("a program was run before its inputs were written");
+  for (auto& item : items_) {
+    if (auto* tile = std::get_if<std::shared_ptr<Tile>>(&item)) {
+      invalidate(*tile);
+      continue;
+    }
+    if (g.window > 0 && starpu_task_nsubmitted() >= g.window)
+      wait_until([] { return starpu_task_nsubmitted() < g.window; });
+    const auto& record = std::get<TaskRecord>(item);
+    auto* task = starpu_task_create();
+    task->cl = &record.codelet->cl;
+    set_tiles(task, record.tiles, record.modes);
+    if (record.slots.empty()) {
+      task->cl_arg = const_cast<TaskInstance*>(&record.instance);
+      task->cl_arg_size = sizeof(TaskInstance);
+    } else {  // the step's own copy: n+1 is submitted while n runs
+      const size_t bytes = record.floats.size() * sizeof(double);
+      auto* instance = static_cast<TaskInstance*>(std::malloc(sizeof(TaskInstance) + bytes));
+      auto* floats = reinterpret_cast<double*>(instance + 1);
+      std::memcpy(floats, record.floats.data(), bytes);
+      for (const auto& [position, slot] : record.slots) floats[position] = slots.at(static_cast<size_t>(slot));
+      *instance = {&record, floats};
+      task->cl_arg = instance;
+      task->cl_arg_size = sizeof(TaskInstance) + bytes;
+      task->cl_arg_free = 1;
+    }
+    task->priority = record.priority;
+    task->name = record.name.c_str();
+    task->flops = record.flop;
+    submit(task, record.name);
+  }
+}
+
+}  // namespace nntile

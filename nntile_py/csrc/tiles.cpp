@@ -1,0 +1,204 @@
+// Tiles: StarPU data handles, their reduction methods, what goes in and out of them.
+#include <cstring>
+#include <map>
+#include <tuple>
+#include <unordered_set>
+
+#include "internal.h"
+
+namespace nntile {
+namespace {
+
+std::mutex g_tiles_mutex;
+std::unordered_set<Tile*> g_tiles;
+
+void fill_zero(void** buffers, void*) { std::memset(pointer(buffers[0]), 0, STARPU_VARIABLE_GET_ELEMSIZE(buffers[0])); }
+
+// The reduction task is StarPU's own, with no argument of ours: what it needs to know stands beside its codelet.
+struct ReductionCodelet {
+  starpu_codelet cl;
+  Monoid monoid;
+  at::ScalarType dtype;
+  int64_t width;
+};
+
+void run_reduction(void** buffers, void*) {
+  const auto* codelet = reinterpret_cast<const ReductionCodelet*>(starpu_task_get_current()->cl);
+  guarded("reduction", [&] {
+    const auto elements =
+        static_cast<int64_t>(STARPU_VARIABLE_GET_ELEMSIZE(buffers[0]) / c10::elementSize(codelet->dtype));
+    const int64_t shape[] = {elements / codelet->width, codelet->width};
+    combine(codelet->monoid, wrap(pointer(buffers[0]), shape, codelet->dtype),
+            wrap(pointer(buffers[1]), shape, codelet->dtype));
+  });
+}
+
+starpu_codelet* reduction_codelet(Monoid monoid, at::ScalarType dtype, int64_t width) {
+  static std::map<std::tuple<Monoid, at::ScalarType, int64_t>, ReductionCodelet*> table;
+  auto& codelet = table[{monoid, dtype, width}];
+  if (!codelet) {
+    codelet = new ReductionCodelet;
+    codelet->monoid = monoid;
+    codelet->dtype = dtype;
+    codelet->width = width;
+    starpu_codelet_init(&codelet->cl);
+    codelet->cl.name = "reduction";
+    codelet->cl.cpu_funcs[0] = run_reduction;
+    codelet->cl.nbuffers = 2;
+    codelet->cl.modes[0] = STARPU_RW;
+    codelet->cl.modes[1] = STARPU_R;
+  }
+  return &codelet->cl;
+}
+
+starpu_codelet* zero_codelet() {
+  static starpu_codelet* codelet = [] {
+    auto* cl = new starpu_codelet;
+    starpu_codelet_init(cl);
+    cl->name = "zero";
+    cl->cpu_funcs[0] = fill_zero;
+    cl->nbuffers = 1;
+    cl->modes[0] = STARPU_W;
+    return cl;
+  }();
+  return codelet;
+}
+
+}  // namespace
+
+void require(const Tile& tile) {
+  require_running();
+  if (!tile.handle) throw TaskError("this array belongs to a runtime that has stopped");
+}
+
+void forget_tiles() {
+  const std::lock_guard lock(g_tiles_mutex);
+  for (auto* tile : g_tiles) {
+    starpu_data_unregister_no_coherency(tile->handle);
+    tile->handle = nullptr;
+  }
+  g_tiles.clear();
+}
+
+Tile::Tile(std::vector<int64_t> shape_, at::ScalarType dtype_, Monoid monoid, bool redux)
+    : shape(std::move(shape_)), dtype(dtype_), bytes(c10::elementSize(dtype_)) {
+  require_running();
+  double wanted = static_cast<double>(bytes);
+  for (const auto size : shape) {
+    wanted *= static_cast<double>(size);
+    bytes *= static_cast<size_t>(size);
+  }
+  if (wanted > static_cast<double>(g.limit))
+    throw TaskError("out of memory: one tile of " + std::to_string(wanted / (1 << 20)) + " MiB, allowed are " +
+                    std::to_string(g.limit >> 20) + " MiB in all (runtime.memory). Use smaller tiles");
+  starpu_variable_data_register(&handle, -1, 0, bytes);  // home -1: allocated at the first write, evictable
+  reducible = redux;
+  if (redux) {
+    const int64_t width = monoid == Monoid::sum || shape.empty() ? 1 : shape.back();
+    starpu_data_set_reduction_methods(handle, reduction_codelet(monoid, dtype, width), zero_codelet());
+  }
+  const std::lock_guard lock(g_tiles_mutex);
+  g_tiles.insert(this);
+}
+
+Tile::~Tile() {
+  const std::lock_guard lock(g_tiles_mutex);
+  g_tiles.erase(this);
+  if (handle && !g.stuck) starpu_data_unregister_submit(handle);
+}
+
+void write_tile(const std::shared_ptr<Tile>& tile, const void* data) {
+  struct Write {
+    std::shared_ptr<Tile> tile;
+    std::unique_ptr<char[]> data;
+  };
+  require(*tile);
+  auto write = std::make_unique<Write>(tile, std::make_unique<char[]>(tile->bytes));
+  std::memcpy(write->data.get(), data, tile->bytes);
+  tile->initialised = true;
+  starpu_data_acquire_cb(
+      tile->handle, STARPU_W,
+      [](void* arg) {
+        const std::unique_ptr<Write> owned(static_cast<Write*>(arg));
+        const auto handle = owned->tile->handle;
+        std::memcpy(reinterpret_cast<void*>(starpu_variable_get_local_ptr(handle)), owned->data.get(),
+                    owned->tile->bytes);
+        starpu_data_release(handle);
+      },
+      write.release());
+}
+
+void read_tile(const std::shared_ptr<Tile>& tile, void* data) {
+  struct Read {
+    std::shared_ptr<Tile> tile;
+    std::unique_ptr<char[]> data;
+    std::atomic<bool> done{false};
+  };
+  require(*tile);
+  require_main_thread();
+  check();
+  if (!tile->initialised) throw TaskError("a tile was read before any task wrote it");
+  auto read = std::make_shared<Read>(tile, std::make_unique<char[]>(tile->bytes));
+  starpu_data_acquire_cb(
+      tile->handle, STARPU_R,
+      [](void* arg) {
+        const std::unique_ptr<std::shared_ptr<Read>> owned(static_cast<std::shared_ptr<Read>*>(arg));
+        auto& r = **owned;
+        const auto handle = r.tile->handle;
+        std::memcpy(r.data.get(), reinterpret_cast<void*>(starpu_variable_get_local_ptr(handle)), r.tile->bytes);
+        starpu_data_release(handle);
+        r.done = true;
+      },
+      new std::shared_ptr<Read>(read));
+  wait_until([&] { return read->done.load(); });
+  check();
+  std::memcpy(data, read->data.get(), tile->bytes);
+}
+
+void invalidate(const std::shared_ptr<Tile>& tile) {
+  require(*tile);
+  if (tile->initialised) starpu_data_invalidate_submit(tile->handle);
+  tile->initialised = false;
+}
+
+struct Fetch::State {
+  std::vector<double> values;
+  std::atomic<size_t> missing;
+};
+
+Fetch::Fetch(const std::vector<std::shared_ptr<Tile>>& tiles) : state_(std::make_shared<State>()) {
+  struct Item {
+    std::shared_ptr<State> state;
+    std::shared_ptr<Tile> tile;
+    size_t k;
+  };
+  require_running();
+  state_->values.resize(tiles.size());
+  state_->missing = tiles.size();
+  for (size_t k = 0; k < tiles.size(); ++k) {
+    require(*tiles[k]);
+    if (!tiles[k]->initialised || tiles[k]->dtype != at::kDouble)
+      throw TaskError("a scalar was fetched before any task wrote it");
+    starpu_data_acquire_cb(
+        tiles[k]->handle, STARPU_R,
+        [](void* arg) {
+          const std::unique_ptr<Item> item(static_cast<Item*>(arg));
+          const auto handle = item->tile->handle;
+          const double value = *reinterpret_cast<double*>(starpu_variable_get_local_ptr(handle));
+          starpu_data_release(handle);
+          item->state->values[item->k] = value;
+          --item->state->missing;
+        },
+        new Item{state_, tiles[k], k});
+  }
+}
+
+bool Fetch::done() const { return state_->missing == 0; }
+
+std::vector<double> Fetch::wait() {
+  require_main_thread();
+  wait_until([&] { return done(); });
+  check();
+  return state_->values;
+}
+}  // namespace nntile
