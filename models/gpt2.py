@@ -82,8 +82,15 @@ class Binding:
 class GPT2:
     """GPT-2 with a language modelling head. `weights`: {name in transformers: numpy array}, fp32 or fp64."""
 
-    def __init__(self, config: GPT2Config, weights: Weights | None = None, *, seed: int = 0) -> None:
-        self.config = config
+    def __init__(
+        self,
+        config: GPT2Config,
+        weights: Weights | None = None,
+        *,
+        seed: int = 0,
+        hf: dict[str, Any] | None = None,
+    ) -> None:
+        self.config, self.hf = config, hf or {}
         self.weights = initial_weights(config, seed) if weights is None else weights
 
     # -- the model
@@ -186,26 +193,27 @@ class GPT2:
                 raise ConfigError(f"model: weight {name} is missing")
             if weights[name].shape != shape:
                 raise ConfigError(f"model: weight {name} has shape {weights[name].shape}, expected {shape}")
-        return GPT2(config, {name: weights[name] for name in names})
+        return GPT2(config, {name: weights[name] for name in names}, hf=raw)
 
     def with_attention(self, form: str) -> GPT2:
         """The same weights with another form of attention."""
-        return GPT2(replace(self.config, attention=form), self.weights)
+        return GPT2(replace(self.config, attention=form), self.weights, hf=self.hf)
 
     def without_dropout(self) -> GPT2:
         """The same weights with dropout off, as for evaluation."""
-        return GPT2(replace(self.config, dropout=0.0, attention_dropout=0.0), self.weights)
+        return GPT2(replace(self.config, dropout=0.0, attention_dropout=0.0), self.weights, hf=self.hf)
 
     def hf_config(self) -> dict[str, Any]:
-        """What transformers' GPT2Config takes."""
+        """What transformers' GPT2Config takes; a model that came from there keeps what it came with."""
         c = self.config
-        return {
+        own = {
             "model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "vocab_size": c.vocab,
             "n_positions": c.positions, "n_embd": c.embed, "n_layer": c.layers, "n_head": c.heads, "n_inner": c.inner,
             "activation_function": c.activation, "layer_norm_epsilon": c.eps, "tie_word_embeddings": c.tie,
             "embd_pdrop": c.dropout, "resid_pdrop": c.dropout, "attn_pdrop": c.attention_dropout,
             "bos_token_id": None, "eos_token_id": None,
         }  # fmt: skip
+        return own | self.hf
 
     def to_hf(self) -> Any:
         """A transformers GPT2LMHeadModel with these weights."""
@@ -263,6 +271,8 @@ def _config_from_hf(raw: dict[str, Any], attention: str, dropout: float) -> GPT2
     for key in ("scale_attn_by_inverse_layer_idx", "add_cross_attention"):
         if raw.get(key):
             raise ConfigError(f"model: {key} is set in the model's config; it is not supported")
+    if not raw.get("scale_attn_weights", True):
+        raise ConfigError("model: scale_attn_weights is off in the model's config; it is not supported")
     act = raw.get("activation_function", "gelu_new")
     if act not in _ACTIVATIONS:
         raise ConfigError(f"model: activation_function {act!r}; allowed are {', '.join(_ACTIVATIONS)}")

@@ -6,7 +6,6 @@ import atexit
 import functools
 import inspect
 import os
-import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from nntile_py import _core
-from nntile_py.errors import ConfigError, TaskError
+from nntile_py.errors import ConfigError, NNTileError, TaskError
 
 _MODES = ("R", "W", "RW")
 
@@ -49,7 +48,7 @@ class Runtime:
         if window is not None and window < 1:
             raise ConfigError(f"runtime.window: {window} is not allowed; use a positive number of tasks")
         self.scheduler, self.memory, self.window, self.calibrate = scheduler, memory, window or 0, calibrate
-        self._closing: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._users: list[Any] = []
 
     @staticmethod
     def from_config(config: str | Path | Mapping[str, Any]) -> Runtime:
@@ -73,11 +72,13 @@ class Runtime:
         atexit.register(_core.stop)  # a process that ends inside the block: workers must not outlive the interpreter
         return self
 
-    def __exit__(self, *exc: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
+        users, self._users = self._users, []
         try:
-            if exc[0] is None:
-                for user in list(self._closing):
+            if kind is None or not issubclass(kind, NNTileError):
+                for user in users:
                     user.close()
+            if kind is None:
                 _core.wait_all()
         finally:
             Runtime.current = None
@@ -85,8 +86,12 @@ class Runtime:
             atexit.unregister(_core.stop)
 
     def at_exit(self, user: Any) -> None:
-        """Have `user.close()` called before StarPU stops, if it is still alive then."""
-        self._closing.add(user)
+        """Keep `user` alive, and have `user.close()` called before StarPU stops."""
+        self._users.append(user)
+
+    def forget(self, user: Any) -> None:
+        """Undo at_exit."""
+        self._users = [u for u in self._users if u is not user]
 
     @staticmethod
     def wait() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -118,7 +119,8 @@ class Trainer:
             if tensor.kind == "state":
                 self._store.write(built.update, tensor, np.zeros(tensor.shape))
         self._store.write(built.first, built.graph.tensors["positions"], np.arange(seq))
-        Runtime.current.at_exit(self)
+        self._runtime = Runtime.current
+        self._runtime.at_exit(self)
 
     # -- what a step costs
 
@@ -161,7 +163,7 @@ class Trainer:
         }
         for micro in range(self.grad_accumulation):
             rows = slice(micro * self.batch, (micro + 1) * self.batch)
-            slots["dropout_seed"] = float((self.seed << 32) + self.steps * self.grad_accumulation + micro)
+            slots["dropout_seed"] = self._dropout_seed(micro)
             program, low = (self._first, self._built.first)
             if micro and self._more and self._built.more:
                 program, low = self._more, self._built.more
@@ -208,10 +210,16 @@ class Trainer:
         return dict(self.model.weights)
 
     def close(self) -> None:
-        """Bring the weights back into the model; the runtime does so before it stops."""
+        """Bring the weights back into the model and let go of the trainer; the runtime does so before it stops."""
         self.state_dict()
+        self._runtime.forget(self)
 
     # -- inside
+
+    def _dropout_seed(self, micro: int) -> float:
+        """Another one for each seed, step and micro-batch; 48 bits, which a float argument holds exactly."""
+        key = f"{self.seed} {self.steps} {micro}".encode()
+        return float(int.from_bytes(hashlib.blake2b(key, digest_size=6).digest(), "big"))
 
     def _read(self, tensors: Mapping[Tensor, Tensor]) -> dict[str, np.ndarray[Any, Any]]:
         result: dict[str, np.ndarray[Any, Any]] = {}

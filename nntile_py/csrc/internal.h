@@ -29,6 +29,9 @@ extern Shared g;
 // How long nothing may move.
 constexpr auto kPatience = std::chrono::seconds(20);
 
+uint64_t failure_count();  // since the process started
+std::string last_failure();
+
 void require_running();
 void require(const Tile& tile);
 void require_main_thread();  // a task that waits for tasks would wait for itself

@@ -16,6 +16,7 @@ struct {
   std::mutex mutex;
   std::atomic<bool> failed{false};
   std::string message;
+  std::atomic<uint64_t> count{0};
 } g_error;
 
 }  // namespace
@@ -107,6 +108,14 @@ void fail(const std::string& task, const std::string& what) {
   if (g_error.failed) return;  // the first failure is the cause
   g_error.message = task + ": " + what;
   g_error.failed = true;
+  ++g_error.count;
+}
+
+uint64_t failure_count() { return g_error.count; }
+
+std::string last_failure() {
+  const std::lock_guard lock(g_error.mutex);
+  return g_error.message;
 }
 
 void wait_all() {

@@ -162,6 +162,8 @@ void invalidate(const std::shared_ptr<Tile>& tile) {
 }
 
 struct Fetch::State {
+  uint64_t failures = failure_count();
+  std::atomic<bool> dropped{false};  // the value was read after a task had failed: it is nobody's
   std::vector<double> values;
   std::atomic<size_t> missing;
 };
@@ -187,6 +189,7 @@ Fetch::Fetch(const std::vector<std::shared_ptr<Tile>>& tiles) : state_(std::make
           const double value = *reinterpret_cast<double*>(starpu_variable_get_local_ptr(handle));
           starpu_data_release(handle);
           item->state->values[item->k] = value;
+          if (failure_count() != item->state->failures) item->state->dropped = true;
           --item->state->missing;
         },
         new Item{state_, tiles[k], k});
@@ -199,6 +202,7 @@ std::vector<double> Fetch::wait() {
   require_main_thread();
   wait_until([&] { return done(); });
   check();
+  if (state_->dropped) throw TaskError("the step was dropped, a task before it had failed: " + last_failure());
   return state_->values;
 }
 }  // namespace nntile
