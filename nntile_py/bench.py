@@ -51,11 +51,11 @@ def spread(times: Sequence[float]) -> dict[str, float]:
 
 @bench_app.command()
 def tasks(
-    count: Annotated[int, typer.Option(help="Tasks in the program.")] = 50_000,
-    tiles: Annotated[int, typer.Option(help="Tiles of each task: 0 or 1, written in turn.")] = 0,
+    count: Annotated[int, typer.Option(help="Tasks in the program.", min=1)] = 50_000,
+    tiles: Annotated[int, typer.Option(help="Tiles of each task, written in turn.", min=0, max=16)] = 0,
     cpus: Annotated[int | None, typer.Option(help="Workers. [default: all cores]")] = None,
     scheduler: Annotated[str, typer.Option(help="StarPU's scheduling policy.")] = "lws",
-    repeats: Annotated[int, typer.Option(help="Measurements.")] = 9,
+    repeats: Annotated[int, typer.Option(help="Measurements.", min=1)] = 9,
     as_json: Json = False,
 ) -> None:
     """Microseconds to submit and to run an empty task from a replayed program."""
@@ -144,8 +144,8 @@ class Side:
 @bench_app.command()
 def step(
     peer: Annotated[str | None, typer.Option(help="torch: PyTorch eager and torch.compile beside ours.")] = None,
-    rounds: Annotated[int, typer.Option(help="Turns of each contestant.")] = 7,
-    steps: Annotated[int, typer.Option(help="Steps in a turn.")] = 2,
+    rounds: Annotated[int, typer.Option(help="Turns of each contestant.", min=1)] = 7,
+    steps: Annotated[int, typer.Option(help="Steps in a turn.", min=1)] = 2,
     layers: int = 6,
     embed: int = 384,
     heads: int = 6,
@@ -201,6 +201,10 @@ def parse_tiles(text: str) -> dict[str, int]:
 
 def measure_step(options: dict[str, Any], names: Sequence[str], rounds: int, steps: int) -> dict[str, Any]:
     """Every contestant in turn, `rounds` times; medians, spread, ratios of the same round."""
+    from nntile_py.models import GPT2Config
+
+    shape = {k: options[k] for k in ("layers", "embed", "heads", "vocab")}
+    GPT2Config(positions=options["seq"], attention=options["attention"], **shape)  # refused here, not in a child
     sides: list[Side] = []
     try:
         sides.extend(Side(name, options) for name in names)

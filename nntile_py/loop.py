@@ -37,12 +37,12 @@ def train(config: RunConfig, out: Path, console: Console) -> int:
     runtime = nt.Runtime.from_config(config.runtime.model_dump())  # refuses what the machine lacks, before any work
     _say(console, f"reading {config.data.source}")
     corpus = load_corpus(config)
-    out.mkdir(parents=True, exist_ok=True)
-    _write(out / "config.yaml", config.to_yaml())
-    _write(out / "tokenizer.json", corpus.tokenizer.to_str(pretty=True))
     _say(console, f"{len(corpus.train):,} tokens to train on, {len(corpus.held_out):,} held out; writing to {out}")
     with runtime, _signals() as stop:
         trainer = build_trainer(config, build_model(config))
+        out.mkdir(parents=True, exist_ok=True)  # only now: what is refused leaves nothing behind
+        _write(out / "config.yaml", config.to_yaml())
+        _write(out / "tokenizer.json", corpus.tokenizer.to_str(pretty=True))
         with (out / "metrics.jsonl").open("w", buffering=1) as metrics, Display(console, config, trainer) as display:
             done, first, last = _steps(config, corpus, trainer, metrics, display, stop)
         save_weights(trainer, corpus.tokenizer, out)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from nntile_py import tasks as ops
+from nntile_py.errors import ConfigError
 from nntile_py.graph import Graph
 from nntile_py.tasks import Tensor
 
@@ -17,6 +18,9 @@ class AdamW:
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     weight_decay: float = 0.01
+
+    def __post_init__(self) -> None:
+        _check(self)
 
     def build(self, g: Graph, param: Tensor, grad: Tensor, clip: Tensor) -> None:
         m, v = (g.named(f"{param.name}.{x}", param.axes, param.shape, "state") for x in ("m", "v"))
@@ -36,12 +40,23 @@ class SGD:
     momentum: float = 0.0
     weight_decay: float = 0.0
 
+    def __post_init__(self) -> None:
+        _check(self)
+
     def build(self, g: Graph, param: Tensor, grad: Tensor, clip: Tensor) -> None:
         m = g.named(f"{param.name}.m", param.axes, param.shape, "state") if self.momentum else None
         g.add(ops.SGD(param, grad, m, clip, momentum=self.momentum, weight_decay=self.weight_decay))
 
     def slots(self, step: int) -> dict[str, float]:
         return {}
+
+
+def _check(optimizer: AdamW | SGD) -> None:
+    for name, value in vars(optimizer).items():
+        for number in value if isinstance(value, tuple) else (value,):
+            top = 1 if name in ("betas", "momentum") else float("inf")
+            if not 0 <= number < top:
+                raise ConfigError(f"optimizer.{name}: {value} is not allowed; use 0 or more and below {top}")
 
 
 Optimizer = AdamW | SGD

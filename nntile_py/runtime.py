@@ -45,6 +45,10 @@ class Runtime:
             raise ConfigError(f"runtime.cpus: {cpus} is not allowed; this machine has 1 to {cores}")
         if cuda:
             raise ConfigError("runtime.cuda: this build of nntile_py has no CUDA workers; use 0")
+        if scheduler not in _core.schedulers():
+            raise ConfigError(
+                f"runtime.scheduler: StarPU has no policy {scheduler!r}; allowed are {', '.join(_core.schedulers())}"
+            )
         if window is not None and window < 1:
             raise ConfigError(f"runtime.window: {window} is not allowed; use a positive number of tasks")
         self.scheduler, self.memory, self.window, self.calibrate = scheduler, memory, window or 0, calibrate
@@ -63,8 +67,6 @@ class Runtime:
             os.environ["STARPU_LIMIT_CPU_MEM"] = str(max(1, self.memory >> 20))
         try:
             _core.start(self.cpus, self.scheduler, self.window, self.calibrate, self.memory or 0)
-        except ValueError as error:
-            raise ConfigError(str(error)) from None
         finally:
             if self.memory:
                 del os.environ["STARPU_LIMIT_CPU_MEM"]

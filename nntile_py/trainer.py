@@ -14,7 +14,7 @@ from nntile_py import _core
 from nntile_py.build import Evaluation, build_evaluation, build_step
 from nntile_py.errors import ConfigError, TaskError
 from nntile_py.models.gpt2 import GPT2, Binding
-from nntile_py.optimizers import AdamW, Optimizer
+from nntile_py.optimizers import SGD, AdamW, Optimizer
 from nntile_py.passes import Fusion
 from nntile_py.program import Program, Store
 from nntile_py.runtime import Runtime
@@ -86,6 +86,8 @@ class Trainer:
         for name, value in (("batch", batch), ("seq", seq), ("grad_accumulation", grad_accumulation)):
             if value < 1:
                 raise ConfigError(f"{name}: {value} is not allowed; use a positive integer")
+        if optimizer is not None and not isinstance(optimizer, AdamW | SGD):
+            raise ConfigError(f"optimizer: {optimizer!r} is not allowed; use nt.AdamW(...) or nt.SGD(...)")
         self.model, self.batch, self.seq, self.dtype = model, batch, seq, dtype
         self.optimizer = optimizer or AdamW()
         self.grad_accumulation, self.seed, self.shift_labels = grad_accumulation, seed, shift_labels

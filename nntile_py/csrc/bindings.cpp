@@ -103,6 +103,11 @@ PYBIND11_MODULE(_core, m) {
       },
       py::arg("cpus"), py::arg("scheduler"), py::arg("window"), py::arg("calibrate"), py::arg("memory"), release());
   m.def("stop", stop, release());
+  m.def("schedulers", schedulers);
+  on_idle([] {  // Ctrl-C ends a wait
+    const py::gil_scoped_acquire gil;
+    if (PyErr_CheckSignals()) throw py::error_already_set();
+  });
   m.def("running", running);
   m.def("wait_all", wait_all, release());
   m.def("check", check, release());

@@ -143,6 +143,7 @@ void submit_body(const std::string& name, std::vector<std::shared_ptr<Tile>> til
   for (size_t k = 0; k < tiles.size(); ++k)
     if (reads(modes[k]) && !tiles[k]->initialised)
       throw TaskError(name + ": argument " + std::to_string(k) + " is read before any task wrote it");
+  wake();
   auto* task = starpu_task_create();
   task->cl = body_codelet();
   set_tiles(task, tiles, modes);
@@ -158,8 +159,11 @@ void submit_body(const std::string& name, std::vector<std::shared_ptr<Tile>> til
 Program::Program() : generation_(g.generation) {}
 
 Program::~Program() {
-  if (!running() || g.stuck || generation_ != g.generation) return;
-  starpu_task_wait_for_all();  // tasks in flight point into the records
+  if (generation_ != g.generation || !(running() || g.stuck)) return;
+  // Tasks in flight point into the records. Where nobody may wait for them (Python's collector inside a task) or where
+  // they will never end, the records are kept for ever.
+  if (g.stuck || starpu_worker_get_id() >= 0) new auto(std::move(items_));
+  else starpu_task_wait_for_all();
 }
 
 void Program::add(TaskRecord record, const std::string& codelet) {
@@ -211,6 +215,7 @@ void Program::run(const std::vector<double>& slots) {
   if (!finished_) finish();
   for (const auto* tile : needs_)
     if (!tile->initialised) throw TaskError("a program was run before its inputs were written");
+  wake();
   for (auto& item : items_) {
     if (auto* tile = std::get_if<std::shared_ptr<Tile>>(&item)) {
       invalidate(*tile);

@@ -29,6 +29,26 @@ void require_main_thread() {
   if (starpu_worker_get_id() >= 0) throw TaskError("a task must not wait for tasks: it would wait for itself");
 }
 
+bool short_of_memory() { return g.bounded && memory_used() + g.largest > g.limit; }
+
+namespace {
+std::mutex g_sleep_mutex;
+bool g_asleep = false;
+}  // namespace
+
+void wake() {
+  const std::lock_guard lock(g_sleep_mutex);
+  if (g_asleep) starpu_resume();
+  g_asleep = false;
+}
+
+void sleep_if_idle() {
+  const std::lock_guard lock(g_sleep_mutex);
+  if (g_asleep || starpu_task_nsubmitted()) return;
+  starpu_pause();
+  g_asleep = true;
+}
+
 void stuck() {
   g.stuck = true;
   throw TaskError("out of memory: no task could start for " + std::to_string(kPatience.count()) + " s although " +
@@ -41,17 +61,17 @@ void wait_for_tasks() {
   starpu_task_wait_for_all();
 }
 
+std::vector<std::string> schedulers() {
+  std::vector<std::string> names;
+  for (auto** policy = starpu_sched_get_predefined_policies(); *policy; ++policy) names.push_back((*policy)->policy_name);
+  return names;
+}
+
+void on_idle(std::function<void()> hook) { g.idle = std::move(hook); }
+
 void start(const RuntimeOptions& options) {
   if (g.running) throw TaskError("a runtime is running already: one at a time in a process");
   if (g.stuck) throw TaskError("a runtime of this process ran out of memory and cannot be replaced: start a new process");
-  bool known = false;
-  std::string names;
-  for (auto** policy = starpu_sched_get_predefined_policies(); *policy; ++policy) {
-    known |= options.scheduler == (*policy)->policy_name;
-    names += std::string(names.empty() ? "" : ", ") + (*policy)->policy_name;
-  }
-  if (!known) throw std::invalid_argument("scheduler: unknown policy '" + options.scheduler + "'; StarPU has " + names);
-
   starpu_conf conf;
   starpu_conf_init(&conf);
   conf.ncpus = options.cpus;
@@ -70,6 +90,8 @@ void start(const RuntimeOptions& options) {
   g.window = options.window;
   const auto pages = static_cast<size_t>(sysconf(_SC_PHYS_PAGES)), page = static_cast<size_t>(sysconf(_SC_PAGE_SIZE));
   g.limit = options.memory ? std::min(options.memory, pages * page) : pages * page;
+  g.bounded = options.memory != 0;
+  g.largest = 0;
   ++g.generation;
   starpu_execute_on_each_worker(
       [](void*) {
@@ -80,10 +102,12 @@ void start(const RuntimeOptions& options) {
   g_error.failed = false;
   g.models = options.scheduler.starts_with("dm") || options.scheduler.find("heft") != std::string::npos;
   g.running = true;
+  sleep_if_idle();
 }
 
 void stop() {
   if (!g.running) return;
+  wake();
   if (!g.stuck) {
     try {
       wait_for_tasks();
@@ -122,6 +146,7 @@ void wait_all() {
   require_running();
   require_main_thread();
   wait_for_tasks();
+  sleep_if_idle();
   check();
 }
 

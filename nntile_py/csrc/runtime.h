@@ -26,6 +26,8 @@ struct RuntimeOptions {
 };
 
 void start(const RuntimeOptions& options);
+std::vector<std::string> schedulers();
+void on_idle(std::function<void()> hook);  // called now and then by whoever waits; may throw to end the wait
 void stop();
 bool running();
 void wait_all();  // throws TaskError if a task failed

@@ -91,6 +91,7 @@ Tile::Tile(std::vector<int64_t> shape_, at::ScalarType dtype_, Monoid monoid, bo
   if (wanted > static_cast<double>(g.limit))
     throw TaskError("out of memory: one tile of " + std::to_string(wanted / (1 << 20)) + " MiB, allowed are " +
                     std::to_string(g.limit >> 20) + " MiB in all (runtime.memory). Use smaller tiles");
+  if (bytes > g.largest) g.largest = bytes;
   starpu_variable_data_register(&handle, -1, 0, bytes);  // home -1: allocated at the first write, evictable
   reducible = redux;
   if (redux) {
@@ -113,6 +114,7 @@ void write_tile(const std::shared_ptr<Tile>& tile, const void* data) {
     std::unique_ptr<char[]> data;
   };
   require(*tile);
+  wake();
   auto write = std::make_unique<Write>(tile, std::make_unique<char[]>(tile->bytes));
   std::memcpy(write->data.get(), data, tile->bytes);
   tile->initialised = true;
@@ -138,6 +140,7 @@ void read_tile(const std::shared_ptr<Tile>& tile, void* data) {
   require_main_thread();
   check();
   if (!tile->initialised) throw TaskError("a tile was read before any task wrote it");
+  wake();  // a reduction may be due
   auto read = std::make_shared<Read>(tile, std::make_unique<char[]>(tile->bytes));
   starpu_data_acquire_cb(
       tile->handle, STARPU_R,
@@ -151,6 +154,7 @@ void read_tile(const std::shared_ptr<Tile>& tile, void* data) {
       },
       new std::shared_ptr<Read>(read));
   wait_until([&] { return read->done.load(); });
+  sleep_if_idle();
   check();
   std::memcpy(data, read->data.get(), tile->bytes);
 }
@@ -201,6 +205,7 @@ bool Fetch::done() const { return state_->missing == 0; }
 std::vector<double> Fetch::wait() {
   require_main_thread();
   wait_until([&] { return done(); });
+  sleep_if_idle();
   check();
   if (state_->dropped) throw TaskError("the step was dropped, a task before it had failed: " + last_failure());
   return state_->values;
