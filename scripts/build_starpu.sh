@@ -160,6 +160,12 @@ if [ -z "$prefix" ]; then
     rm -rf "$prefix"
 fi
 
+# An idle worker spins on the core that it is bound to. On kernels that preempt lazily it then keeps a thread that has
+# work from that core for whole seconds (seen on Linux 6.18): it is to offer the core at every turn.
+backoff=src/drivers/driver_common/driver_common.c
+sed -i 's/^\(\s*\)while *(delay--)/\1sched_yield();\n&/; 1i #include <sched.h>' $backoff
+grep -q '^\s*sched_yield();' $backoff || say "$backoff has changed: idle workers will not yield"
+
 # blocking drivers stay off: they set the pipeline of tasks per CUDA device to 0.
 flags=(--prefix="$prefix" --libdir="$prefix/lib" --disable-static --enable-fast
     --enable-maxcpus=256 --enable-maxcudadev=8 --enable-maxbuffers=16 --enable-maxnodes=16
