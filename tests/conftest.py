@@ -33,7 +33,7 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Python:
     home = str(tmp_path_factory.mktemp("starpu"))
     environment = {k: v for k, v in os.environ.items() if not k.startswith("STARPU") and k != "XDG_CACHE_HOME"}
 
-    def run(code: str, *arguments: Any, timeout: float = 60, **env: str) -> subprocess.CompletedProcess[str]:
+    def run(code: str, *arguments: Any, timeout: float = 240, **env: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             [sys.executable, "-c", code, *map(str, arguments)], capture_output=True, text=True, timeout=timeout,
             env=environment | {"STARPU_HOME": home} | env, check=False,

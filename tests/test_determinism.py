@@ -13,7 +13,7 @@ import numpy as np
 import nntile_py as nt
 options, runs = json.loads(sys.argv[1]), json.loads(sys.argv[2])
 rng = np.random.default_rng(0)
-ids = rng.integers(0, 101, (5, 4, 19))
+ids = rng.integers(0, 101, (1, 4, 19)).repeat(5, 0)  # the same batch: its loss falls
 config = nt.models.GPT2Config(layers=2, embed=24, heads=4, vocab=101, positions=19, dropout=0.1)
 for run in runs:
     with nt.Runtime(**run):

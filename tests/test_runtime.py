@@ -499,7 +499,7 @@ ids = np.zeros((2, 8), int)
 """
 
 
-def ends_well(python: Any, code: str, refused: int = 0, timeout: float = 30) -> None:
+def ends_well(python: Any, code: str, refused: int = 0, timeout: float = 120) -> None:
     done = python(PRELUDE + code, timeout=timeout)
     assert done.returncode == 0 and "Traceback" not in done.stderr, (done.returncode, done.stderr)
     assert done.stdout.split() == ["refused"] * refused + ["end"]
@@ -535,7 +535,7 @@ with nt.Runtime(cpus=1):
     assert y.numpy().tolist() == [2, 2, 2]
 print("end")
 """
-    ends_well(python, code, refused=1, timeout=15)
+    ends_well(python, code, refused=1)
 
 
 def test_a_task_that_submits(python: Any) -> None:
@@ -560,7 +560,7 @@ with nt.Runtime(cpus=1, memory=1 << 20):
     assert y.numpy().tolist() == [2, 2, 2]
 print("end")
 """
-    ends_well(python, code, refused=1, timeout=15)
+    ends_well(python, code, refused=1)
 
 
 def test_a_model_larger_than_the_memory(python: Any) -> None:
@@ -574,7 +574,7 @@ with nt.Runtime(cpus=2, memory=1 << 20):
     refused(train, "memory")
 print("end")
 """
-    ends_well(python, code, refused=1, timeout=15)
+    ends_well(python, code, refused=1)
 
 
 def test_a_tile_larger_than_the_machine(python: Any) -> None:
@@ -591,7 +591,7 @@ with nt.Runtime(cpus=1):
     refused(run, "memory")
 print("end")
 """
-    ends_well(python, code, refused=1, timeout=15)
+    ends_well(python, code, refused=1)
 
 
 def test_the_process_may_end_at_any_time(python: Any) -> None:
