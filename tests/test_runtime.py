@@ -205,10 +205,10 @@ def test_a_task_that_fails(runtime: nt.Runtime, function: Any, text: str) -> Non
 
 def test_a_read_reports_the_first_failure(runtime: nt.Runtime) -> None:
     x, y = nt.array(np.ones(3)), nt.array(np.ones(3))
-    fail(x)
-    mistake_a_shape(x)  # after the failure tasks are drained, not run
-    axpy(x, y, alpha=1.0)
-    with pytest.raises(nt.TaskError, match=r"^fail: ValueError: of no use"):
+    with pytest.raises(nt.TaskError, match=r"^fail: ValueError: of no use"):  # at the read, or at a submission before
+        fail(x)
+        mistake_a_shape(x)  # after the failure tasks are drained, not run
+        axpy(x, y, alpha=1.0)
         y.numpy()
     assert y.numpy().tolist() == [1, 1, 1]
     works()
