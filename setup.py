@@ -100,7 +100,7 @@ setup(
     ext_modules=[
         cpp_extension.CppExtension(
             "nntile_py._core",
-            files("nntile_py/csrc/*.cpp", "tasks/*.cpp"),
+            [f for f in files("nntile_py/csrc/*.cpp", "tasks/*.cpp") if not f.endswith("_cuda.cpp")],
             include_dirs=[str(ROOT / "nntile_py" / "csrc")],
             depends=files("nntile_py/csrc/*.h", "tasks/*.h"),
         )

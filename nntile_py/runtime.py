@@ -130,12 +130,34 @@ def array(value: Any) -> Array:
     return Array(value)
 
 
+class _Device:
+    """Memory of a tile on a CUDA device, for whoever knows the CUDA array interface (version 3)."""
+
+    def __init__(self, pointer: int, shape: list[int], dtype: Any, read_only: bool) -> None:
+        self.__cuda_array_interface__ = {
+            "version": 3, "shape": tuple(shape), "typestr": dtype.str, "data": (pointer, read_only), "strides": None,
+        }  # fmt: skip
+
+
+def _on_cuda(
+    variant: Callable[..., None], device: int, stream: int, arrays: list[tuple[Any, ...]], constants: dict[str, Any]
+) -> None:
+    """Call a task's CUDA variant with cupy arrays, the worker's device and stream current."""
+    import cupy
+
+    with cupy.cuda.Device(device), cupy.cuda.ExternalStream(stream, device):
+        views = {name: cupy.asarray(_Device(*spec)) for name, *spec in arrays}
+        variant(**views, **constants)
+
+
 def task(**modes: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Make a Python function a task: `@nt.task(x="R", y="RW")`, mode R, W or RW for each array argument.
 
     The call submits and returns at once. On a worker the function gets numpy views of the tiles' memory, read-only
     for R; they must not be kept. Other arguments are passed on as they are. What the function raises comes out as
-    TaskError, naming it, at the next wait, read or submission.
+    TaskError, naming it, at the next wait, read or submission. `@NAME.cuda` above another function makes that the
+    variant for CUDA workers: it gets cupy arrays on the tiles' memory, with the worker's stream current, and should
+    enqueue its work there without waiting.
     """
     for name, mode in modes.items():
         if mode not in _MODES:
@@ -159,9 +181,17 @@ def task(**modes: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
                 raise ValueError(f"task {function.__name__}: one array was given for two arguments")
             tiles = [value.tile for value in arrays.values()]
             _core.submit_python(
-                function.__name__, function, tiles, list(arrays), list(modes.values()), dict(bound.arguments)
-            )
+                function.__name__, function, on_device.get("call"), tiles, list(arrays), list(modes.values()),
+                dict(bound.arguments),
+            )  # fmt: skip
 
+        on_device: dict[str, Callable[..., None]] = {}
+
+        def cuda(variant: Callable[..., None]) -> Callable[..., None]:
+            on_device["call"] = functools.partial(_on_cuda, variant)
+            return submit
+
+        submit.cuda = cuda  # type: ignore[attr-defined]
         return submit
 
     return decorate

@@ -1,4 +1,6 @@
 // Partial results put together: what the accumulation policies redux and tree, and kernels that add to a tile, call.
+#include <ATen/ops/maximum.h>
+
 #include "common.h"
 
 namespace nntile {
@@ -28,6 +30,27 @@ void combine_moments(T* a, const T* b) {
   a[0] = count;
 }
 
+// The same two in whole-tile operations, for devices whose memory is not to be walked from here.
+void combine_softmax(const at::Tensor& a, const at::Tensor& b) {
+  const auto top_a = a.select(-1, 0).masked_fill(a.select(-1, 1).eq(0), -INFINITY);
+  const auto top_b = b.select(-1, 0).masked_fill(b.select(-1, 1).eq(0), -INFINITY);
+  const auto both = at::maximum(top_a, top_b);
+  const auto top = both.masked_fill(both.eq(-INFINITY), 0.0);
+  const auto rest = a.narrow(-1, 1, a.size(-1) - 1);
+  rest.mul_(top_a.sub(top).exp_().unsqueeze(-1));
+  rest.add_(b.narrow(-1, 1, b.size(-1) - 1).mul(top_b.sub(top).exp_().unsqueeze(-1)));
+  a.select(-1, 0).copy_(top);
+}
+
+void combine_moments(const at::Tensor& a, const at::Tensor& b) {
+  const auto na = a.select(-1, 0), nb = b.select(-1, 0), n = na.add(nb);
+  const auto part = nb.div(n.masked_fill(n.eq(0), 1.0));
+  const auto delta = b.select(-1, 1).sub(a.select(-1, 1));
+  a.select(-1, 2).add_(b.select(-1, 2)).add_(delta.mul(delta).mul_(na).mul_(part));
+  a.select(-1, 1).add_(delta.mul(part));
+  na.copy_(n);
+}
+
 }  // namespace
 
 void combine(Monoid monoid, const at::Tensor& dst, const at::Tensor& src) {
@@ -35,6 +58,7 @@ void combine(Monoid monoid, const at::Tensor& dst, const at::Tensor& src) {
     dst.add_(src);
     return;
   }
+  if (!dst.is_cpu()) return monoid == Monoid::softmax ? combine_softmax(dst, src) : combine_moments(dst, src);
   dispatch(dst, [&](auto zero) {
     using T = decltype(zero);
     auto* a = dst.data_ptr<T>();
@@ -55,6 +79,8 @@ void empty(Args&) {}
 
 NNTILE_KERNEL(combine, combine_kernel);
 NNTILE_KERNEL(empty, empty);
+NNTILE_CUDA_KERNEL(combine, combine_kernel);
+NNTILE_CUDA_KERNEL(empty, empty);
 
 }  // namespace
 }  // namespace nntile

@@ -24,10 +24,6 @@ void dispatch(const at::Tensor& tensor, Run run) {
   }
 }
 
-inline at::IntArrayRef slice(const Args& t, size_t from, size_t count) {
-  return {t.ints().data() + from, count};
-}
-
 // f(offset, count) for the vectors of a row of n elements, the last one partial.
 template <class T, class F>
 inline void for_vectors(int64_t n, F f) {

@@ -14,12 +14,15 @@ namespace {
 using release = py::call_guard<py::gil_scoped_release>;
 
 const std::vector<std::tuple<std::string, at::ScalarType, std::string>> kDtypes = {
-    {"fp32", at::kFloat, "float32"}, {"fp64", at::kDouble, "float64"}, {"int64", at::kLong, "int64"}};
+    {"fp32", at::kFloat, "float32"},
+    {"fp64", at::kDouble, "float64"},
+    {"int64", at::kLong, "int64"},
+    {"bf16", at::kBFloat16, "float32"}};  // numpy has no bf16: it goes in and out as float32
 
 at::ScalarType scalar_type(const std::string& name) {
   for (const auto& [key, type, numpy] : kDtypes)
     if (key == name) return type;
-  throw std::invalid_argument("unknown dtype " + name + "; known are fp32, fp64, int64");
+  throw std::invalid_argument("unknown dtype " + name + "; known are bf16, fp32, fp64, int64");
 }
 
 py::dtype numpy_dtype(at::ScalarType type) {
@@ -43,7 +46,7 @@ std::shared_ptr<py::object> shared(py::object object) {
           }};
 }
 
-void submit_python(const std::string& name, const py::function& function,
+void submit_python(const std::string& name, const py::function& function, const py::object& cuda_call,
                    const std::vector<std::shared_ptr<Tile>>& tiles, const std::vector<std::string>& names,
                    const std::vector<std::string>& mode_names, const py::dict& constants) {
   std::vector<int> modes;
@@ -53,10 +56,19 @@ void submit_python(const std::string& name, const py::function& function,
     writes.push_back(mode != "R");
   }
   auto held_function = shared(function);
+  auto held_cuda = shared(cuda_call);
   auto held_constants = shared(constants);
-  Body body = [=](const std::vector<void*>& pointers) {
+  Body body = [=](const std::vector<void*>& pointers, int device, void* stream) {
     const py::gil_scoped_acquire gil;
     try {
+      if (device >= 0) {
+        py::list tensors;
+        for (size_t k = 0; k < pointers.size(); ++k)
+          tensors.append(py::make_tuple(names[k], reinterpret_cast<uintptr_t>(pointers[k]), tiles[k]->shape,
+                                        numpy_dtype(tiles[k]->dtype), !writes[k]));
+        (*held_cuda)(device, reinterpret_cast<uintptr_t>(stream), tensors, *held_constants);
+        return;
+      }
       py::dict kwargs;
       for (const auto& [key, value] : py::cast<py::dict>(*held_constants)) kwargs[key] = value;
       for (size_t k = 0; k < pointers.size(); ++k)
@@ -66,8 +78,28 @@ void submit_python(const std::string& name, const py::function& function,
       throw std::runtime_error(error.what());  // formatted here, where the GIL is held
     }
   };
+  const bool cuda = !cuda_call.is_none();
   const py::gil_scoped_release nogil;
-  submit_body(name, tiles, modes, std::move(body));
+  submit_body(name, tiles, modes, std::move(body), cuda);
+}
+
+// (cubin, name, shared bytes, warps, grid, [(kind, value)]); see tasks/launch.py.
+using LaunchList = std::vector<std::tuple<py::bytes, std::string, unsigned, unsigned, std::array<unsigned, 3>,
+                                          std::vector<std::pair<int, py::object>>>>;
+
+std::vector<Launch> make_launches([[maybe_unused]] const LaunchList& list) {
+  std::vector<Launch> result;
+#ifdef NNTILE_CUDA
+  for (const auto& [cubin, name, shared, warps, grid, arguments] : list) {
+    Launch launch{load_binary(std::string(cubin), name, shared), {grid[0], grid[1], grid[2]}, 32 * warps, shared, {}};
+    for (const auto& [kind, value] : arguments) {
+      if (kind == Launch::fp32) launch.arguments.push_back({kind, 0, value.cast<double>()});
+      else launch.arguments.push_back({kind, value.cast<int64_t>(), 0});
+    }
+    result.push_back(std::move(launch));
+  }
+#endif
+  return result;
 }
 
 // A program waits for its tasks before it goes; Python tasks among them need the GIL to end.
@@ -98,10 +130,16 @@ PYBIND11_MODULE(_core, m) {
   });
   m.def(
       "start",
-      [](int cpus, const std::string& scheduler, int window, bool calibrate, size_t memory) {
-        start({cpus, scheduler, window, calibrate, memory});
+      [](int cpus, const std::string& scheduler, int window, bool calibrate, size_t memory, int cuda) {
+        start({cpus, scheduler, window, calibrate, memory, cuda});
       },
-      py::arg("cpus"), py::arg("scheduler"), py::arg("window"), py::arg("calibrate"), py::arg("memory"), release());
+      py::arg("cpus"), py::arg("scheduler"), py::arg("window"), py::arg("calibrate"), py::arg("memory"),
+      py::arg("cuda") = 0, release());
+#ifdef NNTILE_CUDA
+  m.attr("has_cuda") = true;
+#else
+  m.attr("has_cuda") = false;
+#endif
   m.def("stop", stop, release());
   m.def("schedulers", schedulers);
   on_idle([] {  // Ctrl-C ends a wait
@@ -112,6 +150,8 @@ PYBIND11_MODULE(_core, m) {
   m.def("wait_all", wait_all, release());
   m.def("check", check, release());
   m.def("memory_used", memory_used);
+  m.def("cuda_memory_used", cuda_memory_used);
+  m.def("allow_tf32", allow_tf32);
   m.def("submit_python", submit_python);
 
   py::class_<Tile, std::shared_ptr<Tile>>(m, "Tile")
@@ -127,11 +167,15 @@ PYBIND11_MODULE(_core, m) {
              const auto data = py::module_::import("numpy")
                                    .attr("ascontiguousarray")(array, numpy_dtype(tile->dtype))
                                    .cast<py::array>();
-             if (static_cast<size_t>(data.nbytes()) != tile->bytes)
+             const auto elements = static_cast<size_t>(data.size());
+             if (elements * c10::elementSize(tile->dtype) != tile->bytes)
                throw std::invalid_argument("the array's size is not the tile's");
              const void* pointer = data.data();
              const py::gil_scoped_release nogil;
-             write_tile(tile, pointer);
+             if (tile->dtype != at::kBFloat16) return write_tile(tile, pointer);
+             std::vector<c10::BFloat16> low(elements);
+             std::copy_n(static_cast<const float*>(pointer), elements, low.begin());
+             write_tile(tile, low.data());
            })
       .def("read",
            [](const std::shared_ptr<Tile>& tile) {
@@ -139,7 +183,13 @@ PYBIND11_MODULE(_core, m) {
              void* data = array.mutable_data();
              {
                const py::gil_scoped_release nogil;
-               read_tile(tile, data);
+               if (tile->dtype != at::kBFloat16) {
+                 read_tile(tile, data);
+               } else {
+                 std::vector<c10::BFloat16> low(tile->bytes / sizeof(c10::BFloat16));
+                 read_tile(tile, low.data());
+                 std::copy(low.begin(), low.end(), static_cast<float*>(data));
+               }
              }
              return array;
            })
@@ -157,9 +207,11 @@ PYBIND11_MODULE(_core, m) {
           [](Program& program, const std::string& kernel, const std::string& codelet, std::string name,
              std::vector<std::shared_ptr<Tile>> tiles, const std::vector<std::string>& modes,
              std::vector<int64_t> ints, std::vector<double> floats, std::vector<std::pair<int, int>> slots,
-             uint64_t accumulates, uint32_t footprint, int priority, double flop) {
+             uint64_t accumulates, uint32_t footprint, int priority, double flop, const LaunchList& launches,
+             int64_t scratch) {
             TaskRecord record;
-            record.kernel = find_kernel(kernel);
+            record.launches = make_launches(launches);
+            record.scratch = scratch;
             record.name = std::move(name);
             record.tiles = std::move(tiles);
             for (const auto& mode : modes) record.modes.push_back(mode_of(mode));
@@ -170,11 +222,11 @@ PYBIND11_MODULE(_core, m) {
             record.footprint = footprint;
             record.priority = priority;
             record.flop = flop;
-            program.add(std::move(record), codelet);
+            program.add(std::move(record), kernel, codelet);
           },
           py::arg("kernel"), py::arg("codelet"), py::arg("name"), py::arg("tiles"), py::arg("modes"), py::arg("ints"),
           py::arg("floats"), py::arg("slots"), py::arg("accumulates"), py::arg("footprint"), py::arg("priority"),
-          py::arg("flop"))
+          py::arg("flop"), py::arg("launches") = LaunchList{}, py::arg("scratch") = 0)
       .def("add_invalidate", &Program::add_invalidate)
       .def("run", &Program::run, release())
       .def_property_readonly("tasks", &Program::tasks);

@@ -17,6 +17,7 @@ struct Shared {
   unsigned generation = 0;  // of the runtime: what belongs to an earlier one is of no use
   bool models = false;      // keeping a model up to date costs about 1 us a task: only where the policy asks it
   int window = 0;
+  int cpus = 0, cuda = 0;  // workers
   size_t limit = 0;    // bytes that tiles may take
   bool bounded = false;  // the limit was asked for; else it is what the machine has
   std::atomic<size_t> largest{0};  // bytes of the largest tile made
@@ -96,8 +97,8 @@ void guarded(const std::string& name, Run run) {
 
 inline void* pointer(void* buffer) { return reinterpret_cast<void*>(STARPU_VARIABLE_GET_PTR(buffer)); }
 
-inline at::Tensor wrap(void* data, at::IntArrayRef shape, at::ScalarType dtype) {
-  return at::from_blob(data, shape, dtype);
+inline at::Tensor wrap(void* data, at::IntArrayRef shape, at::ScalarType dtype, c10::Device device) {
+  return at::for_blob(data, shape).options(at::TensorOptions(dtype).device(device)).target_device(device).make_tensor();
 }
 
 }  // namespace nntile

@@ -1,6 +1,7 @@
 // What a kernel sees: its tiles as ATen tensors, its integer and floating point arguments.
 #pragma once
 #include <ATen/core/Tensor.h>
+#include <c10/core/Device.h>
 
 #include <cstdint>
 #include <memory>
@@ -38,6 +39,23 @@ struct Tile {
 class Args;
 using Kernel = void (*)(Args&);
 
+struct CudaBinary;
+std::shared_ptr<CudaBinary> load_binary(const std::string& cubin, const std::string& name, unsigned shared);
+
+// A Triton kernel with its grid and arguments; see tasks/launch.py.
+struct Launch {
+  enum Kind : int { tile = 0, scratch = 1, int32 = 2, int64 = 3, fp32 = 4, fp32_of_task = 5 };
+  struct Argument {
+    int kind;
+    int64_t whole;  // number of the tile, offset in the scratch block, integer, position in the task's floats
+    double real;
+  };
+  std::shared_ptr<CudaBinary> binary;
+  unsigned grid[3];
+  unsigned threads, shared;
+  std::vector<Argument> arguments;
+};
+
 // What travels with a submitted task.
 struct TaskInstance {
   const struct TaskRecord* record;
@@ -47,7 +65,10 @@ struct TaskInstance {
 // The constant part of a task: what does not change from one replay of its program to the next.
 struct TaskRecord {
   struct Codelet* codelet = nullptr;
-  Kernel kernel = nullptr;
+  Kernel cpu = nullptr;   // what runs it on a CPU worker
+  Kernel cuda = nullptr;  // and on a CUDA worker: this, or the launches, in order
+  std::vector<Launch> launches;
+  int64_t scratch = 0;  // bytes that the launches share
   std::string name;
   std::vector<std::shared_ptr<Tile>> tiles;
   std::vector<int> modes;  // enum starpu_data_access_mode
@@ -63,8 +84,8 @@ struct TaskRecord {
 
 class Args {
  public:
-  Args(const TaskRecord& record, const double* floats, void** buffers)
-      : record_(record), floats_(floats), buffers_(buffers) {}
+  Args(const TaskRecord& record, const double* floats, void** buffers, c10::Device device)
+      : record_(record), floats_(floats), buffers_(buffers), device_(device) {}
   at::Tensor operator[](size_t k) const;
   size_t tiles() const { return record_.tiles.size(); }
   int64_t i(size_t k) const { return record_.ints.at(k); }
@@ -76,14 +97,23 @@ class Args {
   const TaskRecord& record_;
   const double* floats_;
   void** buffers_;
+  c10::Device device_;
 };
+
+// Integer arguments [from, from + count).
+inline at::IntArrayRef slice(const Args& t, size_t from, size_t count) {
+  return {t.ints().data() + from, count};
+}
 
 // Registers a kernel under a name; the Python side of an operator refers to it by that name.
 struct RegisterKernel {
-  RegisterKernel(const char* name, Kernel cpu);
+  RegisterKernel(const char* name, c10::DeviceType where, Kernel kernel);
 };
-Kernel find_kernel(const std::string& name);
+Kernel find_kernel(const std::string& name, c10::DeviceType where);  // null: there is none
 
-#define NNTILE_KERNEL(name, function) static const ::nntile::RegisterKernel register_##name(#name, function)
+#define NNTILE_KERNEL(name, function) \
+  static const ::nntile::RegisterKernel register_##name(#name, c10::DeviceType::CPU, function)
+#define NNTILE_CUDA_KERNEL(name, function) \
+  static const ::nntile::RegisterKernel register_cuda_##name(#name, c10::DeviceType::CUDA, function)
 
 }  // namespace nntile

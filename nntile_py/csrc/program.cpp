@@ -3,6 +3,7 @@
 #include <map>
 #include <unordered_map>
 
+#include "on_cuda.h"
 #include "internal.h"
 
 namespace nntile {
@@ -16,27 +17,47 @@ struct Codelet {
 
 namespace {
 
-std::unordered_map<std::string, Kernel>& kernels() {
-  static std::unordered_map<std::string, Kernel> table;
+std::map<std::pair<c10::DeviceType, std::string>, Kernel>& kernels() {
+  static std::map<std::pair<c10::DeviceType, std::string>, Kernel> table;
   return table;
 }
 
 void run_cpu(void** buffers, void* cl_arg) {
   const auto& instance = *static_cast<const TaskInstance*>(cl_arg);
   guarded(instance.record->name, [&] {
-    Args args(*instance.record, instance.floats, buffers);
-    instance.record->kernel(args);
+    Args args(*instance.record, instance.floats, buffers, c10::kCPU);
+    instance.record->cpu(args);
   });
 }
 
+#ifdef NNTILE_CUDA
+void run_cuda(void** buffers, void* cl_arg) {
+  const auto& instance = *static_cast<const TaskInstance*>(cl_arg);
+  const auto& record = *instance.record;
+  guarded(record.name, [&] {
+    on_cuda([&](c10::Device device) {
+      if (!record.launches.empty()) return run_launches(record, instance.floats, buffers, device);
+      Args args(record, instance.floats, buffers, device);
+      record.cuda(args);
+    });
+  });
+}
+#endif
+
 uint32_t footprint(starpu_task* task) { return static_cast<const TaskInstance*>(task->cl_arg)->record->footprint; }
 
-Codelet* make_codelet(const std::string& name) {
+Codelet* make_codelet(const std::string& name, bool cpu, bool cuda) {
   auto* codelet = new Codelet{};  // StarPU initialises a zeroed model at its first task
   codelet->name = name;
   starpu_codelet_init(&codelet->cl);
   codelet->cl.name = codelet->name.c_str();
-  codelet->cl.cpu_funcs[0] = run_cpu;
+  if (cpu) codelet->cl.cpu_funcs[0] = run_cpu;
+#ifdef NNTILE_CUDA
+  if (cuda) codelet->cl.cuda_funcs[0] = run_cuda;
+  codelet->cl.cuda_flags[0] = STARPU_CUDA_ASYNC;
+#else
+  (void)cuda;
+#endif
   codelet->cl.nbuffers = STARPU_VARIABLE_NBUFFERS;
   codelet->model.type = STARPU_HISTORY_BASED;
   codelet->model.symbol = codelet->name.c_str();
@@ -44,10 +65,11 @@ Codelet* make_codelet(const std::string& name) {
   return codelet;
 }
 
-Codelet* get_codelet(const std::string& name) {
-  static std::unordered_map<std::string, Codelet*> table;
-  auto& codelet = table[name];
-  if (!codelet) codelet = make_codelet(name);
+// One for each name and each set of places where its tasks can run.
+Codelet* get_codelet(const std::string& name, bool cpu, bool cuda) {
+  static std::map<std::tuple<std::string, bool, bool>, Codelet*> table;
+  auto& codelet = table[{name, cpu, cuda}];
+  if (!codelet) codelet = make_codelet(name, cpu, cuda);
   codelet->cl.model = g.models ? &codelet->model : nullptr;
   return codelet;
 }
@@ -78,17 +100,18 @@ bool reads(int mode) { return (mode & STARPU_R) && !(mode & STARPU_SCRATCH); }
 
 }  // namespace
 
-RegisterKernel::RegisterKernel(const char* name, Kernel cpu) { kernels()[name] = cpu; }
+RegisterKernel::RegisterKernel(const char* name, c10::DeviceType where, Kernel kernel) {
+  kernels()[{where, name}] = kernel;
+}
 
-Kernel find_kernel(const std::string& name) {
-  const auto found = kernels().find(name);
-  if (found == kernels().end()) throw std::invalid_argument("no kernel is called " + name);
-  return found->second;
+Kernel find_kernel(const std::string& name, c10::DeviceType where) {
+  const auto found = kernels().find({where, name});
+  return found == kernels().end() ? nullptr : found->second;
 }
 
 at::Tensor Args::operator[](size_t k) const {
   const Tile& tile = *record_.tiles.at(k);
-  return wrap(pointer(buffers_[k]), tile.shape, tile.dtype);
+  return wrap(pointer(buffers_[k]), tile.shape, tile.dtype, device_);
 }
 
 int mode_of(const std::string& name) {
@@ -112,32 +135,40 @@ struct BodyTask {
   Body body;
 };
 
-void run_body(void** buffers, void* cl_arg) {
+void run_body(void** buffers, void* cl_arg, int device, void* stream) {
   const std::unique_ptr<BodyTask> task(static_cast<BodyTask*>(cl_arg));
   guarded(task->name, [&] {
     std::vector<void*> pointers;
     for (size_t k = 0; k < task->tiles.size(); ++k) pointers.push_back(pointer(buffers[k]));
-    task->body(pointers);
+    task->body(pointers, device, stream);
   });
 }
 
-starpu_codelet* body_codelet() {
-  static starpu_codelet* codelet = [] {
-    auto* cl = new starpu_codelet;
-    starpu_codelet_init(cl);
-    cl->name = "python";
-    cl->cpu_funcs[0] = run_body;
-    cl->nbuffers = STARPU_VARIABLE_NBUFFERS;
-    return cl;
-  }();
-  return codelet;
+starpu_codelet* body_codelet(bool cpu, bool cuda) {
+  static starpu_codelet* codelets[4] = {};
+  auto*& cl = codelets[2 * cpu + cuda];
+  if (cl) return cl;
+  cl = new starpu_codelet;
+  starpu_codelet_init(cl);
+  cl->name = "python";
+  cl->nbuffers = STARPU_VARIABLE_NBUFFERS;
+  if (cpu) cl->cpu_funcs[0] = [](void** buffers, void* arg) { run_body(buffers, arg, -1, nullptr); };
+#ifdef NNTILE_CUDA
+  cl->cuda_flags[0] = STARPU_CUDA_ASYNC;
+  if (cuda)
+    cl->cuda_funcs[0] = [](void** buffers, void* arg) {
+      run_body(buffers, arg, starpu_worker_get_devid(starpu_worker_get_id()), starpu_cuda_get_local_stream());
+    };
+#endif
+  return cl;
 }
 
 }  // namespace
 
 void submit_body(const std::string& name, std::vector<std::shared_ptr<Tile>> tiles, const std::vector<int>& modes,
-                 Body body) {
+                 Body body, bool cuda) {
   require_running();
+  if (!g.cpus && !cuda) throw TaskError(name + ": has no CUDA variant, and this runtime has no CPU workers");
   check();
   for (const auto& tile : tiles) require(*tile);
   for (size_t k = 0; k < tiles.size(); ++k)
@@ -145,7 +176,7 @@ void submit_body(const std::string& name, std::vector<std::shared_ptr<Tile>> til
       throw TaskError(name + ": argument " + std::to_string(k) + " is read before any task wrote it");
   wake();
   auto* task = starpu_task_create();
-  task->cl = body_codelet();
+  task->cl = body_codelet(g.cpus, cuda && g.cuda);
   set_tiles(task, tiles, modes);
   auto* arg = new BodyTask{name, std::move(tiles), std::move(body)};
   task->cl_arg = arg;
@@ -166,12 +197,23 @@ Program::~Program() {
   else starpu_task_wait_for_all();
 }
 
-void Program::add(TaskRecord record, const std::string& codelet) {
+void Program::add(TaskRecord record, const std::string& kernel, const std::string& codelet) {
+  bool low = false;  // tiles that CPU kernels cannot read
+  for (const auto& tile : record.tiles) low |= tile->dtype == at::kBFloat16;
+  if (!low && g.cpus) record.cpu = find_kernel(kernel, c10::kCPU);
+  if (g.cuda) record.cuda = find_kernel(kernel, c10::kCUDA);
+  if (!record.cpu && !record.cuda && record.launches.empty()) {
+    const bool known = find_kernel(kernel, c10::kCPU) || find_kernel(kernel, c10::kCUDA);
+    if (!known) throw std::invalid_argument("no kernel is called " + kernel);
+    throw TaskError(record.name + ": kernel " + kernel + (low ? " on bf16 tiles" : "") +
+                    " runs on no worker of this runtime (" + std::to_string(g.cpus) + " CPU, " +
+                    std::to_string(g.cuda) + " CUDA)");
+  }
   for (size_t k = 0; k < record.tiles.size(); ++k)
     if ((record.modes.at(k) & STARPU_REDUX) && !record.tiles[k]->reducible)
       throw std::invalid_argument(record.name + ": REDUX on a tile that was not made for it");
   for (const auto& [position, slot] : record.slots) slots_ = std::max(slots_, static_cast<size_t>(slot) + 1);
-  record.codelet = get_codelet(codelet);
+  record.codelet = get_codelet(codelet, record.cpu, record.cuda || !record.launches.empty());
   items_.emplace_back(std::move(record));
   ++tasks_;
   finished_ = false;

@@ -4,6 +4,7 @@
 #include <malloc.h>
 #include <unistd.h>
 
+#include "on_cuda.h"
 #include "internal.h"
 
 namespace nntile {
@@ -29,7 +30,16 @@ void require_main_thread() {
   if (starpu_worker_get_id() >= 0) throw TaskError("a task must not wait for tasks: it would wait for itself");
 }
 
-bool short_of_memory() { return g.bounded && memory_used() + g.largest > g.limit; }
+bool short_of_memory() {
+  if (g.bounded && memory_used() + g.largest > g.limit) return true;
+  for (unsigned node = 0; node < starpu_memory_nodes_get_count(); ++node) {
+    const auto total = starpu_memory_get_total(node);
+    if (starpu_node_get_kind(node) == STARPU_CUDA_RAM && total > 0 &&
+        starpu_memory_get_used(node) + g.largest > static_cast<size_t>(total))
+      return true;
+  }
+  return false;
+}
 
 namespace {
 std::mutex g_sleep_mutex;
@@ -75,7 +85,10 @@ void start(const RuntimeOptions& options) {
   starpu_conf conf;
   starpu_conf_init(&conf);
   conf.ncpus = options.cpus;
-  conf.ncuda = 0;
+  conf.ncuda = options.cuda;
+#ifndef NNTILE_CUDA
+  if (options.cuda) throw TaskError("runtime.cuda: this build of nntile_py has no CUDA; use 0");
+#endif
   conf.nopencl = 0;
   conf.sched_policy_name = options.scheduler.c_str();
   conf.catch_signals = 0;
@@ -88,6 +101,8 @@ void start(const RuntimeOptions& options) {
   const int status = starpu_init(&conf);
   if (status) throw TaskError(std::string("StarPU did not start: ") + std::strerror(-status));
   g.window = options.window;
+  g.cpus = static_cast<int>(starpu_cpu_worker_get_count());
+  g.cuda = static_cast<int>(starpu_cuda_worker_get_count());
   const auto pages = static_cast<size_t>(sysconf(_SC_PHYS_PAGES)), page = static_cast<size_t>(sysconf(_SC_PAGE_SIZE));
   g.limit = options.memory ? std::min(options.memory, pages * page) : pages * page;
   g.bounded = options.memory != 0;
@@ -99,6 +114,9 @@ void start(const RuntimeOptions& options) {
         at::set_num_threads(1);
       },
       nullptr, STARPU_CPU);
+#ifdef NNTILE_CUDA
+  if (g.cuda) start_cuda();
+#endif
   g_error.failed = false;
   g.models = options.scheduler.starts_with("dm") || options.scheduler.find("heft") != std::string::npos;
   g.running = true;
@@ -160,5 +178,20 @@ void check() {
 }
 
 size_t memory_used() { return g.running ? starpu_memory_get_used(STARPU_MAIN_RAM) : 0; }
+
+std::vector<size_t> cuda_memory_used() {
+  std::vector<size_t> used;
+  for (unsigned node = 0; g.running && node < starpu_memory_nodes_get_count(); ++node)
+    if (starpu_node_get_kind(node) == STARPU_CUDA_RAM) used.push_back(starpu_memory_get_used(node));
+  return used;
+}
+
+namespace {
+std::atomic<bool> g_tf32{false};
+}
+
+void allow_tf32(bool allowed) { g_tf32 = allowed; }
+
+bool tf32_allowed() { return g_tf32; }
 
 }  // namespace nntile

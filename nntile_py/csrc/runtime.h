@@ -23,6 +23,7 @@ struct RuntimeOptions {
   int window = 0;  // most submitted tasks not yet ended; 0: no bound
   bool calibrate = false;
   size_t memory = 0;  // bytes that tiles may take; 0: what the machine has
+  int cuda = 0;       // CUDA workers, one a device
 };
 
 void start(const RuntimeOptions& options);
@@ -35,11 +36,14 @@ void check();     // throws TaskError, after all tasks have ended, if a task fai
 void fail(const std::string& task, const std::string& what);
 bool failed();
 size_t memory_used();
+std::vector<size_t> cuda_memory_used();  // bytes of tiles on each CUDA device
+void allow_tf32(bool allowed);           // fp32 contractions on CUDA may round their operands to tf32
+bool tf32_allowed();
 
-// A Python function as a task body: called with the buffers' addresses.
-using Body = std::function<void(const std::vector<void*>&)>;
+// A Python function as a task body: called with the buffers' addresses, the CUDA device (-1: CPU) and its stream.
+using Body = std::function<void(const std::vector<void*>&, int device, void* stream)>;
 void submit_body(const std::string& name, std::vector<std::shared_ptr<Tile>> tiles, const std::vector<int>& modes,
-                 Body body);
+                 Body body, bool cuda);  // cuda: the body can run on a CUDA worker too
 
 int mode_of(const std::string& name);  // R, W, RW, COMMUTE, REDUX, SCRATCH
 
@@ -63,7 +67,7 @@ class Program {
  public:
   Program();
   ~Program();
-  void add(TaskRecord record, const std::string& codelet);
+  void add(TaskRecord record, const std::string& kernel, const std::string& codelet);
   void add_invalidate(std::shared_ptr<Tile> tile);
   void run(const std::vector<double>& slots);  // submits everything; waits only for the window
   size_t tasks() const { return tasks_; }

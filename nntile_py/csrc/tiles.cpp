@@ -4,6 +4,7 @@
 #include <tuple>
 #include <unordered_set>
 
+#include "on_cuda.h"
 #include "internal.h"
 
 namespace nntile {
@@ -22,16 +23,28 @@ struct ReductionCodelet {
   int64_t width;
 };
 
-void run_reduction(void** buffers, void*) {
+void reduce_on(c10::Device device, void** buffers) {
   const auto* codelet = reinterpret_cast<const ReductionCodelet*>(starpu_task_get_current()->cl);
   guarded("reduction", [&] {
     const auto elements =
         static_cast<int64_t>(STARPU_VARIABLE_GET_ELEMSIZE(buffers[0]) / c10::elementSize(codelet->dtype));
     const int64_t shape[] = {elements / codelet->width, codelet->width};
-    combine(codelet->monoid, wrap(pointer(buffers[0]), shape, codelet->dtype),
-            wrap(pointer(buffers[1]), shape, codelet->dtype));
+    combine(codelet->monoid, wrap(pointer(buffers[0]), shape, codelet->dtype, device),
+            wrap(pointer(buffers[1]), shape, codelet->dtype, device));
   });
 }
+
+void run_reduction(void** buffers, void*) { reduce_on(c10::kCPU, buffers); }
+
+#ifdef NNTILE_CUDA
+void run_reduction_cuda(void** buffers, void*) {
+  on_cuda([&](c10::Device device) { reduce_on(device, buffers); });
+}
+
+void fill_zero_cuda(void** buffers, void*) {
+  cudaMemsetAsync(pointer(buffers[0]), 0, STARPU_VARIABLE_GET_ELEMSIZE(buffers[0]), starpu_cuda_get_local_stream());
+}
+#endif
 
 starpu_codelet* reduction_codelet(Monoid monoid, at::ScalarType dtype, int64_t width) {
   static std::map<std::tuple<Monoid, at::ScalarType, int64_t>, ReductionCodelet*> table;
@@ -44,6 +57,10 @@ starpu_codelet* reduction_codelet(Monoid monoid, at::ScalarType dtype, int64_t w
     starpu_codelet_init(&codelet->cl);
     codelet->cl.name = "reduction";
     codelet->cl.cpu_funcs[0] = run_reduction;
+#ifdef NNTILE_CUDA
+    codelet->cl.cuda_funcs[0] = run_reduction_cuda;
+    codelet->cl.cuda_flags[0] = STARPU_CUDA_ASYNC;
+#endif
     codelet->cl.nbuffers = 2;
     codelet->cl.modes[0] = STARPU_RW;
     codelet->cl.modes[1] = STARPU_R;
@@ -57,6 +74,10 @@ starpu_codelet* zero_codelet() {
     starpu_codelet_init(cl);
     cl->name = "zero";
     cl->cpu_funcs[0] = fill_zero;
+#ifdef NNTILE_CUDA
+    cl->cuda_funcs[0] = fill_zero_cuda;
+    cl->cuda_flags[0] = STARPU_CUDA_ASYNC;
+#endif
     cl->nbuffers = 1;
     cl->modes[0] = STARPU_W;
     return cl;

@@ -1,0 +1,26 @@
+// What StarPU's CUDA workers need; nothing of it is there in a build without CUDA.
+#pragma once
+#ifdef NNTILE_CUDA
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+#include <starpu.h>
+#include <starpu_cuda.h>
+
+#include "kernel.h"
+
+namespace nntile {
+
+void start_cuda();  // on every CUDA worker: what is slow the first time
+
+// body(device) with the worker's stream as ATen's current one. Work is left on the stream: the codelets are asynchronous.
+template <class F>
+void on_cuda(F body) {
+  const auto id = static_cast<c10::DeviceIndex>(starpu_worker_get_devid(starpu_worker_get_id()));
+  const c10::cuda::CUDAStreamGuard guard(c10::cuda::getStreamFromExternal(starpu_cuda_get_local_stream(), id));
+  body(c10::Device(c10::kCUDA, id));
+}
+
+void run_launches(const TaskRecord& record, const double* floats, void** buffers, c10::Device device);
+
+}  // namespace nntile
+#endif

@@ -1,0 +1,93 @@
+// CUDA workers: what is made once for each, and the launching of Triton kernels.
+#include <ATen/Context.h>
+#include <ATen/ops/empty.h>
+#include <cuda.h>
+
+#include <map>
+
+#include "on_cuda.h"
+#include "internal.h"
+
+namespace nntile {
+
+// A cubin, loaded once for all devices.
+struct CudaBinary {
+  CUlibrary library = nullptr;
+  CUkernel kernel = nullptr;
+};
+
+namespace {
+
+void require(CUresult result, const char* what) {
+  if (result == CUDA_SUCCESS) return;
+  const char* text = nullptr;
+  cuGetErrorString(result, &text);
+  throw TaskError(std::string(what) + ": " + (text ? text : "unknown CUDA error"));
+}
+
+}  // namespace
+
+std::shared_ptr<CudaBinary> load_binary(const std::string& cubin, const std::string& name, unsigned shared) {
+  static std::map<std::string, std::shared_ptr<CudaBinary>> loaded;  // for as long as the process lives
+  auto& binary = loaded[cubin];
+  if (binary) return binary;
+  auto made = std::make_shared<CudaBinary>();
+  require(cuLibraryLoadData(&made->library, cubin.data(), nullptr, nullptr, 0, nullptr, nullptr, 0), name.c_str());
+  require(cuLibraryGetKernel(&made->kernel, made->library, name.c_str()), name.c_str());
+  if (shared > 48 * 1024) {  // more than a kernel may take unasked, on each device
+    int count = 0;
+    require(cuDeviceGetCount(&count), "cuDeviceGetCount");
+    for (CUdevice device = 0; device < count; ++device)
+      require(cuKernelSetAttribute(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, static_cast<int>(shared),
+                                   made->kernel, device),
+              name.c_str());
+  }
+  binary = made;
+  return binary;
+}
+
+void run_launches(const TaskRecord& record, const double* floats, void** buffers, c10::Device device) {
+  at::Tensor scratch;  // given back to ATen's allocator at once, which reuses it on this stream only: in order
+  if (record.scratch) scratch = at::empty({record.scratch}, at::TensorOptions(at::kByte).device(device));
+  for (const auto& launch : record.launches) {
+    union Value {
+      void* pointer;
+      int32_t int32;
+      int64_t int64;
+      float fp32;
+    };
+    std::array<Value, 64> values{};
+    std::array<void*, 64> parameters{};
+    size_t count = 0;
+    for (const auto& a : launch.arguments) {
+      auto& value = values.at(count);
+      switch (a.kind) {
+        case Launch::tile: value.pointer = pointer(buffers[a.whole]); break;
+        case Launch::scratch: value.pointer = scratch.data_ptr<uint8_t>() + a.whole; break;
+        case Launch::int32: value.int32 = static_cast<int32_t>(a.whole); break;
+        case Launch::int64: value.int64 = a.whole; break;
+        case Launch::fp32: value.fp32 = static_cast<float>(a.real); break;
+        default: value.fp32 = static_cast<float>(floats[a.whole]);
+      }
+      parameters[count++] = &value;
+    }
+    for (int spare = 0; spare < 2; ++spare) parameters.at(count) = &values.at(count), ++count;  // Triton's own scratch
+    require(cuLaunchKernel(reinterpret_cast<CUfunction>(launch.binary->kernel), launch.grid[0], launch.grid[1],
+                           launch.grid[2], launch.threads, 1, 1, launch.shared, starpu_cuda_get_local_stream(),
+                           parameters.data(), nullptr),
+            "cuLaunchKernel");
+  }
+}
+
+void start_cuda() {
+  at::globalContext().lazyInitDevice(c10::DeviceType::CUDA);
+  cudaGetLastError();  // StarPU's probing leaves one, which ATen would report at its next launch
+  starpu_execute_on_each_worker(
+      [](void*) {
+        on_cuda([](c10::Device device) { at::empty({1}, at::TensorOptions(at::kByte).device(device)); });
+        cudaGetLastError();
+      },
+      nullptr, STARPU_CUDA);
+}
+
+}  // namespace nntile

@@ -1,0 +1,71 @@
+// What the CPU and the CUDA contraction share: their arguments (see contract.py) and operands as matrices.
+#pragma once
+#include <ATen/core/Tensor.h>
+
+#include "kernel.h"
+
+namespace nntile {
+
+struct Epilogue {
+  int64_t bias_axes;  // bit mask over the output's axes, -1: none
+  bool residual;
+  int activation;  // -1: none
+  bool keep_pre, aux;
+  int64_t colsum;  // which operand is summed too, -1: none
+};
+
+constexpr size_t kEpilogueInts = 6;
+
+inline Epilogue read_epilogue(const Args& t) {
+  return {t.i(0), t.i(1) != 0, static_cast<int>(t.i(2)), t.i(3) != 0, t.i(4) != 0, t.i(5)};
+}
+
+inline at::Tensor broadcastable(const at::Tensor& bias, int64_t mask, const at::Tensor& out) {
+  std::vector<int64_t> shape(out.sizes().begin(), out.sizes().end());
+  for (size_t axis = 0; axis < shape.size(); ++axis)
+    if (!((mask >> axis) & 1)) shape[axis] = 1;
+  return bias.view(shape);
+}
+
+// The bias has the last axes of the output and no other.
+inline bool trailing(int64_t mask, int64_t axes) {
+  int64_t last = 0;
+  while (last < axes && !((mask >> last) & 1)) ++last;
+  for (int64_t axis = last; axis < axes; ++axis)
+    if (!((mask >> axis) & 1)) return false;
+  return true;
+}
+
+struct Plan {
+  bool swap, permuted_out;
+  at::IntArrayRef a, b, out;
+  size_t batch, m, n, k;
+
+  explicit Plan(const Args& t) {
+    const size_t at = kEpilogueInts;
+    swap = t.i(at) != 0;
+    batch = static_cast<size_t>(t.i(at + 1));
+    m = static_cast<size_t>(t.i(at + 2));
+    n = static_cast<size_t>(t.i(at + 3));
+    k = static_cast<size_t>(t.i(at + 4));
+    a = slice(t, at + 5, batch + m + k);
+    b = slice(t, at + 5 + a.size(), batch + k + n);
+    out = slice(t, at + 5 + a.size() + b.size(), batch + m + n);
+    permuted_out = false;
+    for (size_t axis = 0; axis < out.size(); ++axis) permuted_out |= out[axis] != static_cast<int64_t>(axis);
+  }
+};
+
+inline int64_t extent(at::IntArrayRef sizes, size_t from, size_t count) {
+  int64_t product = 1;
+  for (size_t axis = from; axis < from + count; ++axis) product *= sizes[axis];
+  return product;
+}
+
+inline at::Tensor matrix(const at::Tensor& tensor, size_t batch, size_t rows, size_t columns) {
+  const auto sizes = tensor.sizes();
+  const int64_t m = extent(sizes, batch, rows), n = extent(sizes, batch + rows, columns);
+  return batch ? tensor.reshape({extent(sizes, 0, batch), m, n}) : tensor.reshape({m, n});
+}
+
+}  // namespace nntile

@@ -1,0 +1,349 @@
+// Contraction of tiles on CUDA: cuBLASLt with its epilogues, chosen by measurement once for each shape.
+#include <ATen/ops/addmm.h>
+#include <ATen/ops/baddbmm.h>
+#include <ATen/ops/bmm.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/gelu.h>
+#include <ATen/ops/gelu_backward.h>
+#include <ATen/ops/relu.h>
+#include <ATen/ops/sum.h>
+#include <ATen/ops/threshold_backward.h>
+#include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAStream.h>
+#include <cublasLt.h>
+
+#include <limits>
+#include <map>
+#include <mutex>
+
+#include "contract.h"
+#include "runtime.h"
+
+namespace nntile {
+namespace {
+
+constexpr int kRelu = 0, kGelu = 1, kGeluNew = 2;  // as in activation.py
+constexpr size_t kWorkspace = 64 << 20;
+constexpr int kCandidates = 8, kTimings = 3;
+
+void require(cublasStatus_t status, const char* what) {
+  if (status != CUBLAS_STATUS_SUCCESS) throw std::runtime_error(std::string(what) + ": " + cublasGetStatusString(status));
+}
+
+cudaDataType type_of(const at::Tensor& x) {
+  switch (x.scalar_type()) {
+    case at::kBFloat16: return CUDA_R_16BF;
+    case at::kFloat: return CUDA_R_32F;
+    default: throw std::invalid_argument("cuBLASLt is given bf16 and fp32 tiles only");
+  }
+}
+
+// A row-major matrix as cuBLASLt's column-major one: its transpose, or with `flipped` the matrix itself.
+struct Operand {
+  at::Tensor data;
+  bool flipped = false;
+  int64_t leading = 0;
+
+  explicit Operand(const at::Tensor& x) : data(x) {
+    const auto rows = x.size(0), columns = x.size(1);
+    if (x.stride(1) == 1 && (rows == 1 || x.stride(0) >= columns)) {
+      leading = rows == 1 ? columns : x.stride(0);
+    } else if (x.stride(0) == 1 && (columns == 1 || x.stride(1) >= rows)) {
+      flipped = true;
+      leading = columns == 1 ? rows : x.stride(1);
+    } else {
+      data = x.contiguous();
+      leading = columns;
+    }
+  }
+};
+
+// Everything that the choice of an algorithm depends on.
+struct Key {
+  int64_t m, n, k, lda, ldb;
+  int flips, in, out, epilogue, compute;
+  bool adds, in_place;
+  auto operator<=>(const Key&) const = default;
+};
+
+struct Call {
+  const void *a, *b, *c, *bias;
+  void *d, *aux;
+  double alpha;
+};
+
+class Matmul {
+ public:
+  Matmul(const Key& key) : key_(key) {
+    const auto compute = static_cast<cublasComputeType_t>(key.compute);
+    require(cublasLtMatmulDescCreate(&desc_, compute, CUDA_R_32F), "cublasLtMatmulDescCreate");
+    // Column-major: D' (n x m) = B' A'.
+    set(CUBLASLT_MATMUL_DESC_TRANSA, key.flips & 2 ? CUBLAS_OP_T : CUBLAS_OP_N);
+    set(CUBLASLT_MATMUL_DESC_TRANSB, key.flips & 1 ? CUBLAS_OP_T : CUBLAS_OP_N);
+    set(CUBLASLT_MATMUL_DESC_EPILOGUE, static_cast<cublasLtEpilogue_t>(key.epilogue));
+    const auto out = static_cast<cudaDataType>(key.out), in = static_cast<cudaDataType>(key.in);
+    set(CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, out);
+    if (uses_aux()) {
+      set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, key.n);
+      set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_DATA_TYPE, out);
+    }
+    layout(&b_, in, key.flips & 2, key.n, key.k, key.ldb);
+    layout(&a_, in, key.flips & 1, key.k, key.m, key.lda);
+    layout(&d_, out, false, key.n, key.m, key.n);
+  }
+
+  void run(const Call& call, const cublasLtMatmulAlgo_t& algo, void* workspace) {
+    point(call);
+    require(matmul(call, algo, workspace), "cublasLtMatmul");
+  }
+
+  // The fastest of the candidates that the library proposes.
+  cublasLtMatmulAlgo_t choose(const Call& call, void* workspace) {
+    point(call);
+    cublasLtMatmulPreference_t preference;
+    require(cublasLtMatmulPreferenceCreate(&preference), "cublasLtMatmulPreferenceCreate");
+    size_t bytes = kWorkspace;
+    cublasLtMatmulPreferenceSetAttribute(preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &bytes, sizeof(bytes));
+    cublasLtMatmulHeuristicResult_t found[kCandidates];
+    int count = 0;
+    const auto status =
+        cublasLtMatmulAlgoGetHeuristic(handle(), desc_, b_, a_, d_, d_, preference, kCandidates, found, &count);
+    cublasLtMatmulPreferenceDestroy(preference);
+    if (status == CUBLAS_STATUS_NOT_SUPPORTED || (status == CUBLAS_STATUS_SUCCESS && count == 0)) throw Unsupported();
+    require(status, "cublasLtMatmulAlgoGetHeuristic");
+    int best = 0;
+    float least = std::numeric_limits<float>::infinity();
+    cudaEvent_t start, end;
+    C10_CUDA_CHECK(cudaEventCreate(&start));
+    C10_CUDA_CHECK(cudaEventCreate(&end));
+    const auto stream = c10::cuda::getCurrentCUDAStream().stream();
+    for (int k = 0; k < count && count > 1; ++k) {
+      if (matmul(call, found[k].algo, workspace) != CUBLAS_STATUS_SUCCESS) continue;
+      for (int turn = 0; turn < kTimings; ++turn) {
+        float ms = 0;
+        C10_CUDA_CHECK(cudaEventRecord(start, stream));
+        if (matmul(call, found[k].algo, workspace) != CUBLAS_STATUS_SUCCESS) break;
+        C10_CUDA_CHECK(cudaEventRecord(end, stream));
+        C10_CUDA_CHECK(cudaEventSynchronize(end));
+        C10_CUDA_CHECK(cudaEventElapsedTime(&ms, start, end));
+        if (ms < least) least = ms, best = k;
+      }
+    }
+    cudaEventDestroy(start);
+    cudaEventDestroy(end);
+    return found[best].algo;
+  }
+
+  struct Unsupported : std::runtime_error {
+    Unsupported() : std::runtime_error("cuBLASLt has no algorithm for this contraction") {}
+  };
+
+  static cublasLtHandle_t handle() {  // holds nothing of a device or a thread
+    static cublasLtHandle_t handle = [] {
+      cublasLtHandle_t made;
+      require(cublasLtCreate(&made), "cublasLtCreate");
+      return made;
+    }();
+    return handle;
+  }
+
+ private:
+  bool uses_aux() const {
+    return key_.epilogue == CUBLASLT_EPILOGUE_DGELU || key_.epilogue == CUBLASLT_EPILOGUE_GELU_AUX ||
+           key_.epilogue == CUBLASLT_EPILOGUE_GELU_AUX_BIAS;
+  }
+
+  template <class T>
+  void set(cublasLtMatmulDescAttributes_t attribute, T value) {
+    require(cublasLtMatmulDescSetAttribute(desc_, attribute, &value, sizeof(value)), "cublasLtMatmulDescSetAttribute");
+  }
+
+  static void layout(cublasLtMatrixLayout_t* made, cudaDataType type, bool flipped, int64_t rows, int64_t columns,
+                     int64_t leading) {
+    if (flipped) std::swap(rows, columns);
+    require(cublasLtMatrixLayoutCreate(made, type, static_cast<uint64_t>(rows), static_cast<uint64_t>(columns), leading),
+            "cublasLtMatrixLayoutCreate");
+  }
+
+  void point(const Call& call) {
+    if (call.bias) set(CUBLASLT_MATMUL_DESC_BIAS_POINTER, call.bias);
+    if (call.aux) set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, call.aux);
+  }
+
+  cublasStatus_t matmul(const Call& call, const cublasLtMatmulAlgo_t& algo, void* workspace) {
+    const auto alpha = static_cast<float>(call.alpha);
+    const float beta = key_.adds ? 1 : 0;
+    return cublasLtMatmul(handle(), desc_, &alpha, call.b, b_, call.a, a_, &beta, call.c, d_, call.d, d_, &algo,
+                          workspace, kWorkspace, c10::cuda::getCurrentCUDAStream().stream());
+  }
+
+  Key key_;
+  cublasLtMatmulDesc_t desc_;
+  cublasLtMatrixLayout_t a_, b_, d_;
+};
+
+// One a worker thread, for as long as the process lives.
+void* workspace(c10::Device device) {
+  thread_local std::map<c10::DeviceIndex, at::Tensor*> made;
+  auto*& block = made[device.index()];
+  if (!block)
+    block = new at::Tensor(at::empty({static_cast<int64_t>(kWorkspace)}, at::TensorOptions(at::kByte).device(device)));
+  return block->data_ptr();
+}
+
+struct Fused {
+  at::Tensor c;     // added to the product
+  at::Tensor bias;  // of each column, or where the epilogue sums an operand: what is written
+  at::Tensor aux;
+  cublasLtEpilogue_t epilogue = CUBLASLT_EPILOGUE_DEFAULT;
+};
+
+// out = epilogue(alpha a b + c + bias), row-major matrices. Throws Matmul::Unsupported.
+void matmul(const at::Tensor& out, const at::Tensor& a_matrix, const at::Tensor& b_matrix, double alpha, const Fused& f) {
+  const Operand a(a_matrix), b(b_matrix);
+  const auto compute = a.data.scalar_type() == at::kFloat && tf32_allowed() ? CUBLAS_COMPUTE_32F_FAST_TF32
+                                                                             : CUBLAS_COMPUTE_32F;
+  const Key key{out.size(0), out.size(1), a_matrix.size(1), a.leading, b.leading, a.flipped + 2 * b.flipped,
+                type_of(a.data), type_of(out), f.epilogue, compute, f.c.defined(),
+                f.c.defined() && f.c.data_ptr() == out.data_ptr()};
+  thread_local std::map<Key, std::pair<Matmul, cublasLtMatmulAlgo_t>> known;
+  auto found = known.find(key);
+  void* const space = workspace(out.device());
+  Call call{a.data.data_ptr(), b.data.data_ptr(), f.c.defined() ? f.c.data_ptr() : out.data_ptr(),
+            f.bias.defined() ? f.bias.data_ptr() : nullptr, out.data_ptr(),
+            f.aux.defined() ? f.aux.data_ptr() : nullptr, alpha};
+  if (found == known.end()) {
+    static std::mutex mutex;  // one worker measures, the others take its choice
+    static std::map<Key, cublasLtMatmulAlgo_t> chosen;
+    const std::lock_guard lock(mutex);
+    Matmul made(key);
+    auto choice = chosen.find(key);
+    if (choice == chosen.end()) {
+      Call trial = call;
+      at::Tensor spare;
+      if (key.in_place) {  // each trial would add again
+        spare = at::empty(out.sizes(), out.options());
+        trial.d = spare.data_ptr();
+      }
+      choice = chosen.emplace(key, made.choose(trial, space)).first;
+    }
+    found = known.emplace(key, std::pair(made, choice->second)).first;
+  }
+  found->second.first.run(call, found->second.second, space);
+}
+
+void apply_activation(int kind, const at::Tensor& pre, at::Tensor out) {
+  if (kind == kRelu) at::relu_out(out, pre);
+  else at::gelu_out(out, pre, kind == kGeluNew ? "tanh" : "none");
+}
+
+void multiply_derivative(int kind, at::Tensor y, const at::Tensor& aux) {
+  if (kind == kRelu) at::threshold_backward_out(y, y, aux, 0);
+  else at::gelu_backward_out(y, y, aux, kind == kGeluNew ? "tanh" : "none");
+}
+
+// The plain product, by ATen: batches, fp64, what cuBLASLt does not take.
+void plain(const at::Tensor& out, const at::Tensor& a, const at::Tensor& b, double beta, double alpha) {
+  auto target = out;
+  if (a.scalar_type() != out.scalar_type()) {
+    const auto product = out.dim() == 2 ? a.mm(b) : at::bmm(a, b);
+    if (beta == 0) target.copy_(alpha == 1 ? product : product.mul(alpha));
+    else target.add_(product, alpha);
+  } else if (out.dim() == 2) {
+    at::addmm_out(target, out, a, b, beta, alpha);
+  } else {
+    at::baddbmm_out(target, out, a, b, beta, alpha);
+  }
+}
+
+void contract(Args& t) {
+  const auto e = read_epilogue(t);
+  const Plan plan(t);
+  size_t next = 3;
+  const auto target = t[0];
+  auto bias = e.bias_axes >= 0 ? t[next++] : at::Tensor();
+  auto residual = e.residual ? t[next++] : at::Tensor();
+  const bool activates = e.activation >= 0 && !e.aux;
+  const auto aux = e.aux ? t[next++] : at::Tensor();
+  const auto out = activates && e.keep_pre ? t[next++] : target;  // with an activation `target` is what comes before
+  auto column_sum = e.colsum >= 0 ? t[next] : at::Tensor();
+  const bool sum_adds = e.colsum >= 0 && t.accumulates(next);
+
+  auto a = t[1], b = t[2];
+  if (plan.swap) std::swap(a, b);
+  const auto a_matrix = matrix(a.permute(plan.a), plan.batch, plan.m, plan.k);
+  const auto b_matrix = matrix(b.permute(plan.b), plan.batch, plan.k, plan.n);
+  const bool first = (e.colsum == 0) != plan.swap;  // the operand that is summed is a_matrix
+
+  const bool lt = !plan.batch && (a.scalar_type() == at::kBFloat16 || a.scalar_type() == at::kFloat);
+  bool activated = false;
+  if (lt && !plan.permuted_out) {
+    const auto shaped = [&](const at::Tensor& x) { return matrix(x, 0, plan.m, plan.n); };
+    Fused f;
+    if (t.accumulates(0)) f.c = shaped(target);
+    if (residual.defined() && !f.c.defined()) {
+      f.c = shaped(residual);
+      residual = at::Tensor();
+    }
+    const bool vector = bias.defined() && trailing(e.bias_axes, target.dim()) && bias.numel() == b_matrix.size(1);
+    const bool late = residual.defined() || (bias.defined() && !vector);  // something to add before the activation
+    if (vector) f.bias = std::exchange(bias, {});
+    const bool gelu = e.activation == kGeluNew && !late;
+    if (gelu && e.aux) {
+      f.epilogue = CUBLASLT_EPILOGUE_DGELU;
+      f.aux = aux;
+    } else if (gelu && e.keep_pre) {
+      f.epilogue = f.bias.defined() ? CUBLASLT_EPILOGUE_GELU_AUX_BIAS : CUBLASLT_EPILOGUE_GELU_AUX;
+      f.aux = target;
+    } else if (gelu) {
+      f.epilogue = f.bias.defined() ? CUBLASLT_EPILOGUE_GELU_BIAS : CUBLASLT_EPILOGUE_GELU;
+    } else if (f.bias.defined()) {
+      f.epilogue = CUBLASLT_EPILOGUE_BIAS;
+    }
+    try {
+      matmul(shaped(gelu && e.keep_pre ? out : target), a_matrix, b_matrix, t.f(0), f);
+      activated = gelu;
+    } catch (const Matmul::Unsupported&) {  // some epilogues are not there for some shapes: the parts one by one
+      if (f.bias.defined()) bias = f.bias;
+      Fused bare;
+      bare.c = f.c;
+      matmul(shaped(target), a_matrix, b_matrix, t.f(0), bare);
+    }
+  } else if (!plan.permuted_out) {
+    plain(matrix(target, plan.batch, plan.m, plan.n), a_matrix, b_matrix, t.accumulates(0) ? 1 : 0, t.f(0));
+  } else {
+    const auto view = target.permute(plan.out);
+    const auto product = at::empty(view.sizes(), target.options());
+    const auto whole = matrix(product, plan.batch, plan.m, plan.n);
+    if (lt) matmul(whole, a_matrix, b_matrix, t.f(0), Fused());
+    else plain(whole, a_matrix, b_matrix, 0, t.f(0));
+    if (t.accumulates(0)) view.add_(product);
+    else view.copy_(product);
+  }
+  if (residual.defined()) target.add_(residual);
+  if (bias.defined()) target.add_(broadcastable(bias, e.bias_axes, target));
+  if (e.aux && !activated) multiply_derivative(e.activation, target, aux);
+  else if (activates && !activated) apply_activation(e.activation, target, out);
+  if (column_sum.defined()) {
+    const auto operand = first ? a_matrix : b_matrix;
+    const auto total = at::sum(operand, {first ? 1 : 0}, false, column_sum.scalar_type()).view(column_sum.sizes());
+    if (sum_adds) column_sum.add_(total);
+    else column_sum.copy_(total);
+  }
+}
+
+void contract_epilogue(Args& t) {
+  const auto e = read_epilogue(t);
+  size_t next = 1;
+  const auto target = t[0];
+  if (e.bias_axes >= 0) target.add_(broadcastable(t[next++], e.bias_axes, target));
+  if (e.residual) target.add_(t[next++]);
+  if (e.aux) multiply_derivative(e.activation, target, t[next]);
+  else if (e.activation >= 0) apply_activation(e.activation, target, e.keep_pre ? t[next] : target);
+}
+
+NNTILE_CUDA_KERNEL(contract, contract);
+NNTILE_CUDA_KERNEL(contract_epilogue, contract_epilogue);
+
+}  // namespace
+}  // namespace nntile
