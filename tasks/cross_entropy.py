@@ -15,7 +15,7 @@ class CrossEntropy(Op):
     """loss = (sum over rows of log sum_v exp(logits) - logits[label]) * scale; rows labelled -100 are left out.
 
     The scale is the slot `loss_scale`: 1 / (labels that count, in all micro-batches of the step). Outputs: loss, fp64
-    [1]; lse [...]: log-sum-exp of each row. With `grad` (set by the fusion pass where the vocabulary is not cut) the
+    [1]; lse [...], wide(logits.dtype): log-sum-exp of each row. With `grad` (set by the fusion pass where the vocabulary is not cut) the
     same task overwrites the logits by their gradient.
     """
 
@@ -45,8 +45,8 @@ class CrossEntropy(Op):
                 access = RW(tiles[0]) if self.fused else R(tiles[0])
                 low.emit("cross_entropy", [access, R(label), W(lse), ACC(loss)], [int(bool(self.fused))], [scale])
                 continue
-            state = Tile(f"{self.name}.state", tuple(index.values()), (*lse.shape, 2), logits.dtype, "softmax")
-            picked = Tile(f"{self.name}.picked", tuple(index.values()), lse.shape, logits.dtype)
+            state = Tile(f"{self.name}.state", tuple(index.values()), (*lse.shape, 2), lse.dtype, "softmax")
+            picked = Tile(f"{self.name}.picked", tuple(index.values()), lse.shape, lse.dtype)
             for part, tile in zip(parts, tiles, strict=True):
                 ints = [part.offset, logits.size("vocab")]
                 low.emit("cross_entropy_state", [ACC(state), ACC(picked), R(tile), R(label)], ints)

@@ -9,7 +9,7 @@ import numpy as np
 
 from nntile_py.tiles import ACC, R, Slot, W
 
-from .op import Array, GraphLike, Lowering, Op, Tensor, permutation
+from .op import Array, GraphLike, Lowering, Op, Tensor, permutation, wide
 
 
 class Add(Op):
@@ -43,15 +43,15 @@ class BiasAdd(Op):
         assert dy is not None
         db = None
         if bias.requires_grad:
-            db = g.add(Sum(dy, g.temp("bias_grad", bias.axes, bias.shape, bias.dtype))).output
+            db = g.add(Sum(dy, g.temp("bias_grad", bias.axes, bias.shape, wide(bias.dtype)))).output
         return [dy if x.requires_grad else None, db]
 
     def lower(self, low: Lowering) -> None:
         x, bias = self.inputs
         for index in low.indices(self.output):
-            wide = [low.part(x, axis, index).size if axis in bias.axes else 1 for axis in x.axes]
+            shape = [low.part(x, axis, index).size if axis in bias.axes else 1 for axis in x.axes]
             y = low.tile(self.output, index)
-            low.emit("bias_add", [W(y), R(low.tile(x, index)), R(low.tile(bias, index))], wide)
+            low.emit("bias_add", [W(y), R(low.tile(x, index)), R(low.tile(bias, index))], shape)
 
     def reference(self, *inputs: Array) -> tuple[Array, ...]:
         x, bias = self.inputs

@@ -6,7 +6,7 @@ import numpy as np
 
 from nntile_py.tiles import ACC, R
 
-from .op import Array, GraphLike, Lowering, Op, Tensor
+from .op import Array, GraphLike, Lowering, Op, Tensor, wide
 
 
 class Embedding(Op):
@@ -22,7 +22,7 @@ class Embedding(Op):
     def gradient(self, g: GraphLike, *grads: Tensor | None) -> list[Tensor | None]:
         ids, table = self.inputs
         assert grads[0] is not None
-        out = g.temp("embedding_grad", table.axes, table.shape, table.dtype)
+        out = g.temp("embedding_grad", table.axes, table.shape, wide(table.dtype))
         return [None, g.add(EmbeddingGrad(ids, grads[0], out)).output]
 
     def flop(self) -> float:

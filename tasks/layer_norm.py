@@ -6,7 +6,7 @@ import numpy as np
 
 from nntile_py.tiles import ACC, Access, R, Tile, W
 
-from .op import Array, GraphLike, Index, Lowering, Op, Tensor
+from .op import Array, GraphLike, Index, Lowering, Op, Tensor, wide
 
 AXIS = "embed"
 
@@ -14,7 +14,7 @@ AXIS = "embed"
 class LayerNorm(Op):
     """y = (s - mean) / sqrt(var + eps) * gamma + beta over the last axis, embed, with s = x (+ residual).
 
-    Outputs: y; stat, fp32 or fp64 [..., 2]: mean and 1/sqrt(var + eps); with a residual also s. (Ba, Kiros, Hinton
+    Outputs: y; stat, fp32 (fp64 where x is) [..., 2]: mean and 1/sqrt(var + eps); with a residual also s. (Ba, Kiros, Hinton
     2016; variance without Bessel's correction.) Uncut: one task a tile. Cut: statistics of each embed tile as
     (count, mean, M2), combined, then applied.
     """
@@ -37,7 +37,7 @@ class LayerNorm(Op):
     @staticmethod
     def apply(g: GraphLike, x: Tensor, gamma: Tensor, beta: Tensor, eps: float) -> Tensor:
         y = g.temp("layer_norm", x.axes, x.shape, x.dtype)
-        stat = g.temp("stat", [*x.axes[:-1], "stat"], [*x.shape[:-1], 2], x.dtype)
+        stat = g.temp("stat", [*x.axes[:-1], "stat"], [*x.shape[:-1], 2], wide(x.dtype))
         return g.add(LayerNorm(x, gamma, beta, y, stat, eps)).output
 
     def gradient(self, g: GraphLike, *grads: Tensor | None) -> list[Tensor | None]:
@@ -45,8 +45,8 @@ class LayerNorm(Op):
         dy = grads[0]
         assert dy is not None and self.residual is None, "fusion comes after the gradients"
         dx = g.temp("layer_norm_grad", x.axes, x.shape, x.dtype)
-        dgamma = g.temp("gamma_grad", gamma.axes, gamma.shape, gamma.dtype)
-        dbeta = g.temp("beta_grad", beta.axes, beta.shape, beta.dtype)
+        dgamma = g.temp("gamma_grad", gamma.axes, gamma.shape, wide(gamma.dtype))
+        dbeta = g.temp("beta_grad", beta.axes, beta.shape, wide(beta.dtype))
         g.add(LayerNormGrad(dy, x, self.stat, gamma, dx, dgamma, dbeta))
         return [dx, dgamma, dbeta]
 
@@ -66,7 +66,7 @@ class LayerNorm(Op):
                 tiles = [low.tile(t, at) for t in (x, gamma, beta, *extra)]
                 low.emit("layer_norm", [W(low.tile(self.output, at)), W(stat), *map(R, tiles), *total], [], [self.eps])
                 continue
-            state = Tile(f"{self.name}.moments", tuple(index.values()), (*stat.shape[:-1], 3), x.dtype, "moments")
+            state = Tile(f"{self.name}.moments", tuple(index.values()), (*stat.shape[:-1], 3), stat.dtype, "moments")
             source = x
             for at in columns:
                 if self.total:
@@ -117,7 +117,7 @@ class LayerNormGrad(Op):
             if len(columns) == 1:
                 low.emit("layer_norm_grad", self._accesses(low, columns[0], row_stat), [int(bool(self.extra))])
                 continue
-            sums = Tile(f"{self.name}.sums", tuple(index.values()), row_stat.shape, x.dtype)
+            sums = Tile(f"{self.name}.sums", tuple(index.values()), row_stat.shape, row_stat.dtype)
             for at in columns:
                 tiles = [low.tile(t, at) for t in (dy, x, gamma)]
                 low.emit("layer_norm_grad_sums", [ACC(sums), R(row_stat), *map(R, tiles)])

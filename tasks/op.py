@@ -19,6 +19,11 @@ Index = dict[str, int]
 Array = np.ndarray[Any, Any]
 
 
+def wide(dtype: str) -> str:
+    """The dtype of statistics, states and sums over tensors of a dtype: fp32 for bf16."""
+    return "fp32" if dtype == "bf16" else dtype
+
+
 class Tensor:
     """A logical tensor: named axes with sizes, a dtype, and what it is for.
 

@@ -54,7 +54,8 @@ class AdamW(Op):
 
     g = grad clip; p -= lr weight_decay p; m = b1 m + (1 - b1) g; v = b2 v + (1 - b2) g^2;
     p -= lr / (1 - b1^t) m / (sqrt(v) / sqrt(1 - b2^t) + eps).
-    Slots lr, beta1_correction = 1 - b1^t and beta2_correction = 1 - b2^t change every step.
+    Slots lr, beta1_correction = 1 - b1^t and beta2_correction = 1 - b2^t change every step. With `master`, fp32, that is
+    what is updated, and param (bf16) is rewritten from it.
     """
 
     def __init__(
@@ -68,40 +69,56 @@ class AdamW(Op):
         betas: tuple[float, float],
         eps: float,
         weight_decay: float,
+        master: Tensor | None = None,
     ) -> None:
-        outputs = [Tensor(f"{t.name}.new", t.axes, t.shape, t.dtype, storage=t) for t in (param, m, v)]
-        super().__init__([param, grad, m, v, clip], outputs)
+        self.master = [master] if master else []
+        super().__init__([param, grad, m, v, clip, *self.master], _in_place([param, m, v, *self.master]))
         self.betas, self.eps, self.weight_decay = betas, eps, weight_decay
 
     def flop(self) -> float:
         return 14.0 * self.output.words
 
     def lower(self, low: Lowering) -> None:
-        param, grad, m, v, clip = self.inputs
+        param, grad, m, v, clip = self.inputs[:5]
         slots = [Slot("lr"), Slot("beta1_correction"), Slot("beta2_correction")]
         for index in low.indices(param):
-            state = [RW(low.tile(t, index)) for t in (param, m, v)]
-            accesses = [*state, R(low.tile(grad, index)), R(low.tile(clip, {"one": 0}))]
+            state = [RW(low.tile(t, index)) for t in (m, v)]
+            master = [RW(low.tile(t, index)) for t in self.master]
+            new = (W if master else RW)(low.tile(param, index))
+            accesses = [new, *state, R(low.tile(grad, index)), R(low.tile(clip, {"one": 0})), *master]
             low.emit("adamw", accesses, [], [*slots, *self.betas, self.eps, self.weight_decay])
 
     def reference(self, *inputs: Array, lr: float = 1e-3, step: int = 1) -> tuple[Array, ...]:
-        p, g, m, v, clip = inputs
+        p, g, m, v, clip = inputs[:5]
+        p = inputs[5] if self.master else p
         b1, b2 = self.betas
         g = g * clip[0]
         m, v = b1 * m + (1 - b1) * g, b2 * v + (1 - b2) * g * g
         p = p * (1 - lr * self.weight_decay)
-        return p - lr / (1 - b1**step) * m / (np.sqrt(v) / np.sqrt(1 - b2**step) + self.eps), m, v
+        p = p - lr / (1 - b1**step) * m / (np.sqrt(v) / np.sqrt(1 - b2**step) + self.eps)
+        return p, m, v, *([p] if self.master else [])
 
 
 class SGD(Op):
-    """g = grad clip + weight_decay p; m = momentum m + g; p -= lr m, in place (torch.optim.SGD, dampening 0)."""
+    """g = grad clip + weight_decay p; m = momentum m + g; p -= lr m, in place (torch.optim.SGD, dampening 0).
+
+    With `master`, fp32, that is what is updated, and param (bf16) is rewritten from it.
+    """
 
     def __init__(
-        self, param: Tensor, grad: Tensor, m: Tensor | None, clip: Tensor, *, momentum: float, weight_decay: float
+        self,
+        param: Tensor,
+        grad: Tensor,
+        m: Tensor | None,
+        clip: Tensor,
+        *,
+        momentum: float,
+        weight_decay: float,
+        master: Tensor | None = None,
     ) -> None:
-        state = [param, m] if m else [param]
-        outputs = [Tensor(f"{t.name}.new", t.axes, t.shape, t.dtype, storage=t) for t in state]
-        super().__init__([param, grad, clip, *state[1:]], outputs)
+        self.m, self.master = [m] if m else [], [master] if master else []
+        state = [*self.m, *self.master]
+        super().__init__([param, grad, clip, *state], _in_place([param, *state]))
         self.momentum, self.weight_decay = momentum, weight_decay
 
     def flop(self) -> float:
@@ -110,13 +127,21 @@ class SGD(Op):
     def lower(self, low: Lowering) -> None:
         param, grad, clip = self.inputs[:3]
         for index in low.indices(param):
-            state = [RW(low.tile(t, index)) for t in (param, *self.inputs[3:])]
-            accesses = [R(low.tile(grad, index)), R(low.tile(clip, {"one": 0})), *state]
-            low.emit("sgd", accesses, [], [Slot("lr"), self.momentum, self.weight_decay])
+            state = [RW(low.tile(t, index)) for t in self.inputs[3:]]
+            new = (W if self.master else RW)(low.tile(param, index))
+            accesses = [R(low.tile(grad, index)), R(low.tile(clip, {"one": 0})), new, *state]
+            ints = [1] if self.master else []  # the last tile is the master
+            low.emit("sgd", accesses, ints, [Slot("lr"), self.momentum, self.weight_decay])
 
     def reference(self, *inputs: Array, lr: float = 1e-3) -> tuple[Array, ...]:
         p, g, clip = inputs[:3]
+        p = inputs[-1] if self.master else p
         m = g * clip[0] + self.weight_decay * p
-        if len(inputs) == 4:
+        if self.m:
             m = self.momentum * inputs[3] + m
-        return (p - lr * m, *([m] if len(inputs) == 4 else []))
+        p = p - lr * m
+        return p, *([m] if self.m else []), *([p] if self.master else [])
+
+
+def _in_place(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [Tensor(f"{t.name}.new", t.axes, t.shape, t.dtype, storage=t) for t in tensors]

@@ -6,7 +6,7 @@ import numpy as np
 
 from nntile_py.tiles import ACC, R, Tile, W
 
-from .op import Array, GraphLike, Lowering, Op, Tensor
+from .op import Array, GraphLike, Lowering, Op, Tensor, wide
 
 
 def causal_mask(scores: Array) -> Array:
@@ -37,7 +37,7 @@ class Softmax(Op):
         scores = self.inputs[0]
         for index, keys in rows_of_keys(low, scores):
             shape = low.shape(scores, keys[0])[:-1]
-            state = Tile(f"{self.name}.maxsumexp", tuple(index.values()), (*shape, 2), scores.dtype, "softmax")
+            state = Tile(f"{self.name}.maxsumexp", tuple(index.values()), (*shape, 2), wide(scores.dtype), "softmax")
             for at in keys:
                 low.emit("maxsumexp", [ACC(state), R(low.tile(scores, at))], diagonal(low, scores, at))
             for at in keys:
@@ -62,7 +62,7 @@ class SoftmaxGrad(Op):
     def lower(self, low: Lowering) -> None:
         p, dp = self.inputs
         for index, keys in rows_of_keys(low, p):
-            sums = Tile(f"{self.name}.sums", tuple(index.values()), low.shape(p, keys[0])[:-1], p.dtype)
+            sums = Tile(f"{self.name}.sums", tuple(index.values()), low.shape(p, keys[0])[:-1], wide(p.dtype))
             for at in keys:
                 low.emit("softmax_grad_sums", [ACC(sums), R(low.tile(p, at)), R(low.tile(dp, at))])
             for at in keys:

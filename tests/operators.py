@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
+import torch
 from conftest import error
 
 from nntile_py import tasks as ops
@@ -17,6 +18,7 @@ from nntile_py.graph import Graph
 from nntile_py.lowering import lower
 from nntile_py.program import Program, Store
 from nntile_py.tasks import IGNORED, Op, Tensor
+from nntile_py.tasks.op import wide
 from nntile_py.tiles import Tiling
 
 Array = np.ndarray[Any, Any]
@@ -29,6 +31,14 @@ NUMPY = {"fp32": np.float32, "fp64": np.float64, "int64": np.int64}
 
 
 # -- values of inputs
+
+
+def rounded(value: Array, dtype: str) -> Array:
+    """What a tensor of the dtype holds of the values; in float64 if they are no integers."""
+    if dtype == "int64":
+        return np.asarray(value, np.int64)
+    kinds = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+    return np.asarray(torch.tensor(value, dtype=torch.float64).to(kinds[dtype]).double().numpy())
 
 
 def normal(rng: np.random.Generator, shape: tuple[int, ...], values: Values) -> Array:
@@ -71,6 +81,7 @@ class Case:
         self.slots: dict[str, float] = {}
         self.whole: set[str] = set()  # axes that must not be cut
         self.labels: Tensor | None = None
+        self.wide = wide(dtype)
 
     def x(self, axes: str, make: Maker = normal, dtype: str | None = None, **options: Any) -> Tensor:
         tensor = self._tensor(axes, "input", dtype, **options)
@@ -108,9 +119,7 @@ class Case:
     def draw(self, rng: np.random.Generator) -> Values:
         values: Values = {}
         for tensor, make in self.makers.items():
-            values[tensor] = np.asarray(make(rng, tensor.shape, values), NUMPY[tensor.dtype])
-            if tensor.dtype != "int64":
-                values[tensor] = values[tensor].astype(np.float64)
+            values[tensor] = rounded(make(rng, tensor.shape, values), tensor.dtype)
         if self.labels:
             self.slots["loss_scale"] = 1 / max(int((values[self.labels] != IGNORED).sum()), 1)
         return values
@@ -264,7 +273,7 @@ def transposed(axes: str, out: str) -> Callable[[Case], Op]:
 
 
 def summed(axes: str, out: str) -> Callable[[Case], Op]:
-    return lambda case: case.add(ops.Sum(case.x(axes), case.y(out)))
+    return lambda case: case.add(ops.Sum(case.x(axes), case.y(out, case.wide)))
 
 
 def renamed(case: Case) -> None:
@@ -306,10 +315,10 @@ def embedding_grad(ids_axes: str, rows: str, into: str = "") -> Callable[[Case],
         numbers, dy = case.x(ids_axes, ids(case.sizes[rows]), "int64"), case.x(f"{ids_axes} embed")
         axes = f"{rows} embed"
         if into == "input":
-            base = case.x(axes)
+            base = case.x(axes, dtype=case.wide)
             out = Tensor("sum", base.axes, base.shape, base.dtype, storage=base)
             return case.add(ops.EmbeddingGrad(numbers, dy, out, into=base))
-        out = case.y(axes)
+        out = case.y(axes, case.wide)
         if not into:
             return case.add(ops.EmbeddingGrad(numbers, dy, out))
         base = Tensor("base", out.axes, out.shape, out.dtype, storage=out)
@@ -333,7 +342,7 @@ def layer_norm(residual: bool) -> Callable[[Case], Op]:
         axes = "batch seq embed"
         return case.add(
             ops.LayerNorm(
-                case.x(axes), case.x("embed"), case.x("embed"), case.y(axes), case.y("batch seq stat"), 1e-5,
+                case.x(axes), case.x("embed"), case.x("embed"), case.y(axes), case.y("batch seq stat", case.wide), 1e-5,
                 residual=case.x(axes) if residual else None, total=case.y(axes) if residual else None,
             )
         )  # fmt: skip
@@ -348,8 +357,8 @@ def layer_norm_grad(add: bool) -> Callable[[Case], Op]:
         forward = ops.LayerNorm(x, gamma, beta, case.temp(axes), case.temp("batch seq stat"), 1e-5)
         return case.add(
             ops.LayerNormGrad(
-                case.x(axes), x, case.x("batch seq stat", of(forward, 1)), gamma,
-                case.y(axes), case.y("embed"), case.y("embed"), add=case.x(axes) if add else None,
+                case.x(axes), x, case.x("batch seq stat", of(forward, 1), case.wide), gamma,
+                case.y(axes), case.y("embed", case.wide), case.y("embed", case.wide), add=case.x(axes) if add else None,
             )
         )  # fmt: skip
 
@@ -395,7 +404,7 @@ def attention_grad(qkv: list[str], form: str, causal: bool, do: str = _HEADS) ->
 
 
 def cross_entropy(case: Case) -> Op:
-    logits, lse = case.x("batch seq vocab"), case.y("batch seq")
+    logits, lse = case.x("batch seq vocab"), case.y("batch seq", case.wide)
     return case.add(ops.CrossEntropy(logits, case.label(ignored=0.3), case.y("one", "fp64"), lse))
 
 
@@ -413,32 +422,38 @@ def cross_entropy_grad(case: Case) -> Op:
     logits, labels = case.x("batch seq vocab"), case.label(ignored=0.3)
     free = ops.CrossEntropy(logits, labels, case.temp("one"), case.temp("batch seq"))
     out = Tensor("logits_grad", logits.axes, logits.shape, logits.dtype, storage=logits)
-    return case.add(ops.CrossEntropyGrad(logits, labels, case.x("batch seq", of(free, 1)), out))
+    return case.add(ops.CrossEntropyGrad(logits, labels, case.x("batch seq", of(free, 1), case.wide), out))
 
 
 def grad_norm(max_norm: float | None) -> Callable[[Case], Op]:
     def row(case: Case) -> Op:
-        grads = [case.x(axes) for axes in ("vocab embed", "embed ffn", "ffn")]
+        grads = [case.x(axes, dtype=case.wide) for axes in ("vocab embed", "embed ffn", "ffn")]
         return case.add(ops.GradNorm(grads, case.y("one", "fp64"), case.y("one", "fp64"), max_norm))
 
     return row
 
 
-def adamw(case: Case) -> Op:
-    case.options = {"lr": 1e-2, "step": 3}
-    case.slots = {"lr": 1e-2, "beta1_correction": 1 - 0.9**3, "beta2_correction": 1 - 0.95**3}
-    tensors = [case.x("embed ffn", make) for make in (normal, normal, normal, positive)]
-    clip = case.x("one", positive, "fp64")
-    return case.add(ops.AdamW(*tensors, clip, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1))
+def adamw(master: bool) -> Callable[[Case], Op]:
+    def row(case: Case) -> Op:
+        case.options = {"lr": 1e-2, "step": 3}
+        case.slots = {"lr": 1e-2, "beta1_correction": 1 - 0.9**3, "beta2_correction": 1 - 0.95**3}
+        param = case.x("embed ffn")
+        state = [case.x("embed ffn", make, case.wide) for make in (normal, normal, positive)]
+        clip = case.x("one", positive, "fp64")
+        options = {"master": case.x("embed ffn", dtype=case.wide)} if master else {}
+        return case.add(ops.AdamW(param, *state, clip, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, **options))
+
+    return row
 
 
-def sgd(momentum: float) -> Callable[[Case], Op]:
+def sgd(momentum: float, master: bool = False) -> Callable[[Case], Op]:
     def row(case: Case) -> Op:
         case.options, case.slots = {"lr": 1e-2}, {"lr": 1e-2}
-        param, grad = case.x("embed ffn"), case.x("embed ffn")
-        m = case.x("embed ffn") if momentum else None
+        param, grad = case.x("embed ffn"), case.x("embed ffn", dtype=case.wide)
+        m = case.x("embed ffn", dtype=case.wide) if momentum else None
         clip = case.x("one", positive, "fp64")
-        return case.add(ops.SGD(param, grad, m, clip, momentum=momentum, weight_decay=0.1))
+        options = {"master": case.x("embed ffn", dtype=case.wide)} if master else {}
+        return case.add(ops.SGD(param, grad, m, clip, momentum=momentum, weight_decay=0.1, **options))
 
     return row
 
@@ -484,7 +499,7 @@ ROWS |= {
     "GradNorm": grad_norm(None),
     "GradNorm clip": grad_norm(1.5),
     "GradNorm under the limit": grad_norm(1e6),
-    "AdamW": adamw,
+    "AdamW": adamw(master=False),
     "SGD": sgd(0.0),
     "SGD momentum": sgd(0.8),
 }

@@ -1,0 +1,83 @@
+"""Partial results put together on CUDA, as in accumulate.cpp."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from nntile_py.tiles.tasklist import MONOIDS, Task
+
+from .launch import Launches, ceil_div, launch, launches, power_of_two, shape, tile, words
+
+
+@triton.jit
+def combine_softmax(top_a, sum_a, top_b, sum_b):
+    """(max, sumexp) of both, and the weights of either's values; sumexp 0 means nothing yet."""
+    top = tl.where(sum_a == 0, top_b, tl.where(sum_b == 0, top_a, tl.maximum(top_a, top_b)))
+    keep_a = tl.where(sum_a == 0, 0.0, tl.exp(top_a - top))
+    keep_b = tl.where(sum_b == 0, 0.0, tl.exp(top_b - top))
+    return top, sum_a * keep_a + sum_b * keep_b, keep_a, keep_b
+
+
+@triton.jit
+def combine_moments(n_a, mean_a, m2_a, n_b, mean_b, m2_b):
+    """(count, mean, M2) of both: Chan, Golub and LeVeque (1979)."""
+    count, delta = n_a + n_b, mean_b - mean_a
+    share = n_b / tl.maximum(count, 1.0)
+    return count, mean_a + delta * share, m2_a + m2_b + delta * delta * n_a * share
+
+
+@triton.jit
+def _add_to(A, B, n, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(A + at, at < n).to(tl.float32) + tl.load(B + at, at < n).to(tl.float32)
+    tl.store(A + at, value, at < n)
+
+
+@triton.jit
+def _combine_softmax(A, B, rows, width, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    kept, first = row < rows, row * width
+    top_a, sum_a = tl.load(A + first, kept, 0.0), tl.load(A + first + 1, kept, 0.0)
+    top_b, sum_b = tl.load(B + first, kept, 0.0), tl.load(B + first + 1, kept, 0.0)
+    top, total, keep_a, keep_b = combine_softmax(top_a, sum_a, top_b, sum_b)
+    for start in range(2, width, BLOCK):
+        col = start + tl.arange(0, BLOCK)
+        at, inside = first[:, None] + col[None, :], kept[:, None] & (col < width)[None, :]
+        value = tl.load(A + at, inside) * keep_a[:, None] + tl.load(B + at, inside) * keep_b[:, None]
+        tl.store(A + at, value, inside)
+    tl.store(A + first, top, kept)
+    tl.store(A + first + 1, total, kept)
+
+
+@triton.jit
+def _combine_moments(A, B, rows, ROWS: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    kept, a, b = row < rows, A + row * 3, B + row * 3
+    count, mean, m2 = combine_moments(
+        tl.load(a, kept, 0.0), tl.load(a + 1, kept, 0.0), tl.load(a + 2, kept, 0.0),
+        tl.load(b, kept, 0.0), tl.load(b + 1, kept, 0.0), tl.load(b + 2, kept, 0.0),
+    )  # fmt: skip
+    tl.store(a, count, kept)
+    tl.store(a + 1, mean, kept)
+    tl.store(a + 2, m2, kept)
+
+
+# tiles: into, part; ints: monoid
+@launches("combine")
+def _combine(task: Task) -> Launches:
+    a, b, monoid, n, width = tile(task, 0), tile(task, 1), MONOIDS[task.ints[0]], words(task, 0), shape(task, 0)[-1]
+    if monoid == "sum":
+        return Launches((launch(_add_to, ceil_div(n, 1024), a, b, n, BLOCK=1024),))
+    rows = n // width
+    if monoid == "moments":
+        return Launches((launch(_combine_moments, ceil_div(rows, 128), a, b, rows, ROWS=128),))
+    block = min(power_of_two(max(width - 2, 1)), 128)
+    lines = 1024 // block
+    grid = ceil_div(rows, lines)
+    return Launches((launch(_combine_softmax, grid, a, b, rows, width, ROWS=lines, BLOCK=block),))
+
+
+@launches("empty")
+def _empty(task: Task) -> Launches:
+    return Launches(())

@@ -1,0 +1,281 @@
+"""Tile tasks on CUDA as lists of Triton launches: described once when a program is bound, launched from C++.
+
+A function marked `@launches("NAME")` in tasks/*_triton.py takes the resolved task and says which compiled kernels run
+on which of its tiles. Only those files import triton, and `load` imports them: an installation without a GPU has none.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from nntile_py.tiles import Slot
+from nntile_py.tiles.tasklist import ITEMSIZE, Task
+
+ALIGNMENT = 16  # bytes: what StarPU's device buffers and the scratch offsets have at least; wide loads need it
+_ITEMSIZE = ITEMSIZE | {"int32": 4}
+_TRITON = {"fp32": "fp32", "fp64": "fp64", "bf16": "bf16", "int64": "i64", "int32": "i32"}
+
+
+@dataclass(frozen=True, slots=True)
+class TileAddress:
+    """The address of the task's tile number `tile`."""
+
+    tile: int
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class ScratchAddress:
+    """The address of the task's scratch block, plus `offset` bytes."""
+
+    offset: int
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class Int:
+    value: int
+    bits: int = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Float:
+    """An fp32 constant."""
+
+    value: float
+
+
+@dataclass(frozen=True, slots=True)
+class TaskFloat:
+    """The task's float number `position` as it is when the task is submitted: slots change every step."""
+
+    position: int
+    dtype: str = "fp32"  # or int64, for seeds, which fp32 does not hold
+
+
+Argument = TileAddress | ScratchAddress | Int | Float | TaskFloat
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """One launch: `args` are the kernel's parameters other than constexprs, in order."""
+
+    kernel: Any  # a triton.JITFunction
+    grid: tuple[int, int, int]
+    args: tuple[Argument, ...]
+    constexprs: tuple[tuple[str, Any], ...]
+    warps: int = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Launches:
+    """What runs for a task, in order, and the bytes of scratch that the launches share."""
+
+    launches: tuple[Launch, ...]
+    scratch: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Binary:
+    cubin: bytes
+    name: str
+    shared: int  # bytes of dynamic shared memory
+    warps: int
+
+
+LAUNCHES: dict[str, Callable[[Task], Launches]] = {}
+_MODULES = ("accumulate", "layer_norm", "optimizer")
+
+
+def launches(name: str) -> Callable[[Callable[[Task], Launches]], Callable[[Task], Launches]]:
+    """Register what the kernel called `name` launches."""
+
+    def register(describe: Callable[[Task], Launches]) -> Callable[[Task], Launches]:
+        LAUNCHES[name] = describe
+        return describe
+
+    return register
+
+
+@functools.cache
+def load() -> dict[str, Callable[[Task], Launches]]:
+    """LAUNCHES, filled: imports triton."""
+    for name in _MODULES:
+        importlib.import_module(f"nntile_py.tasks.{name}_triton")
+    return LAUNCHES
+
+
+# -- describing
+
+
+def tile(task: Task, number: int) -> TileAddress:
+    return TileAddress(number, task.accesses[number].tile.dtype)
+
+
+def shape(task: Task, number: int) -> tuple[int, ...]:
+    return task.accesses[number].tile.shape
+
+
+def words(task: Task, number: int) -> int:
+    return math.prod(shape(task, number))
+
+
+def constant(task: Task, position: int) -> float:
+    """A float of the task that is known when the program is bound."""
+    value = task.floats[position]
+    assert not isinstance(value, Slot), (task.kernel, value)
+    return float(value)
+
+
+class Scratch:
+    """Lays out a task's scratch block."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+
+    def take(self, count: int, dtype: str) -> ScratchAddress:
+        at, size = self.bytes, count * _ITEMSIZE[dtype]
+        self.bytes += -(-size // ALIGNMENT) * ALIGNMENT
+        return ScratchAddress(at, dtype)
+
+
+def launch(
+    kernel: Any, grid: int | Sequence[int], *args: Argument | float, warps: int = 4, **constexprs: Any
+) -> Launch:
+    """A launch; plain ints become int32 (int64 where they must), plain floats fp32 constants."""
+    x, y, z = (*((grid,) if isinstance(grid, int) else grid), 1, 1)[:3]
+    assert min(x, y, z) > 0 and max(y, z) < 2**16, (kernel, x, y, z)
+    return Launch(kernel, (x, y, z), tuple(map(_argument, args)), tuple(sorted(constexprs.items())), warps)
+
+
+def _argument(value: Argument | float) -> Argument:
+    if isinstance(value, int):
+        return Int(value, 32 if -(2**31) <= value < 2**31 else 64)
+    return Float(value) if isinstance(value, float) else value
+
+
+def ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def power_of_two(n: int) -> int:
+    """The smallest power of two from n up."""
+    return 1 << max(n - 1, 0).bit_length()
+
+
+# -- compiling
+
+
+def _type(arg: Argument) -> str:
+    match arg:
+        case TileAddress(_, dtype) | ScratchAddress(_, dtype):
+            return "*" + _TRITON[dtype]
+        case Int(_, bits):
+            return f"i{bits}"
+        case Float():
+            return "fp32"
+        case TaskFloat(_, dtype):
+            return _TRITON[dtype]
+
+
+def _aligned(arg: Argument) -> bool:
+    if isinstance(arg, Int):
+        return arg.value % ALIGNMENT == 0
+    return isinstance(arg, TileAddress | ScratchAddress)
+
+
+def compile_launch(launch: Launch, capability: int = 90) -> Binary:
+    """The launch's cubin for sm_{capability}; equal variants are compiled once a process. Needs no GPU."""
+    types = tuple((_type(arg), _aligned(arg)) for arg in launch.args)
+    return _compile(launch.kernel, types, launch.constexprs, launch.warps, capability)
+
+
+@functools.cache
+def _compile(
+    kernel: Any, types: tuple[tuple[str, bool], ...], constexprs: tuple[tuple[str, Any], ...], warps: int, cc: int
+) -> Binary:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    constants = dict(constexprs)
+    names = [name for name in kernel.arg_names if name not in constants]
+    assert len(names) == len(types), (kernel.__name__, names, types)
+    given = dict(zip(names, types, strict=True))
+    # Nothing but what is a constexpr is left out of the parameters: a source that is compiled directly is not
+    # specialised on integers that equal 1, as a JIT call would be.
+    signature = {name: given[name][0] if name in given else "constexpr" for name in kernel.arg_names}
+    attrs = {
+        (number,): [["tt.divisibility", ALIGNMENT]]
+        for number, name in enumerate(kernel.arg_names)
+        if name in given and given[name][1]
+    }
+    source = ASTSource(kernel, signature, constants, attrs)
+    compiled = triton.compile(source, target=GPUTarget("cuda", cc, 32), options={"num_warps": warps})
+    data = compiled.metadata
+    assert data.global_scratch_size == 0 and data.num_ctas == 1, kernel.__name__
+    return Binary(compiled.asm["cubin"], data.name, data.shared, data.num_warps)
+
+
+Encoded = tuple[bytes, str, int, int, tuple[int, int, int], list[tuple[int, float]]]
+
+
+def encode(launch: Launch, binary: Binary) -> Encoded:
+    """(cubin, function, shared bytes, warps, grid, parameters) for cuLaunchKernel with block (32 warps, 1, 1).
+
+    parameters are all of the kernel's, in order, as (kind, value):
+    0 address of tile value; 1 address of the scratch block + value; 2 int32; 3 int64; 4 fp32; 5 the task's float
+    number value as fp32; 6 the same, truncated to int64. In Triton 3.6 they are the non-constexpr parameters, each of
+    its own size and natural alignment, then two pointers (global scratch, profile scratch): null, as no kernel of ours
+    uses them (`compile_launch` checks it). Above 48 KiB, `shared` needs
+    CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES.
+    """
+    parameters: list[tuple[int, float]] = []
+    for arg in launch.args:
+        match arg:
+            case TileAddress(number):
+                parameters.append((0, number))
+            case ScratchAddress(offset):
+                parameters.append((1, offset))
+            case Int(value, bits):
+                parameters.append((2 if bits == 32 else 3, value))
+            case Float(constant):
+                parameters.append((4, constant))
+            case TaskFloat(position, dtype):
+                parameters.append((5 if dtype == "fp32" else 6, position))
+    parameters += [(3, 0), (3, 0)]
+    return binary.cubin, binary.name, binary.shared, binary.warps, launch.grid, parameters
+
+
+# -- interpreting
+
+
+def interpret(task: Task, tensors: Sequence[Any], slots: dict[str, float] | None = None) -> None:
+    """Run the task's launches on CPU torch tensors, one a tile. TRITON_INTERPRET=1 must be set before triton's import."""
+    import torch
+
+    described = load()[task.kernel](task)
+    scratch = torch.full((described.scratch,), 0xFF, dtype=torch.uint8)  # NaN: what is read before it was written shows
+    types = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "int64": torch.int64}
+    types["int32"] = torch.int32
+
+    def value(arg: Argument) -> Any:
+        match arg:
+            case TileAddress(number):
+                return tensors[number]
+            case ScratchAddress(offset, dtype):
+                return scratch[offset:].view(types[dtype])
+            case Int(number) | Float(number):
+                return number
+            case TaskFloat(position, dtype):
+                at = task.floats[position]
+                number = (slots or {})[at.name] if isinstance(at, Slot) else at
+                return number if dtype == "fp32" else int(number)
+
+    for one in described.launches:
+        one.kernel[one.grid](*map(value, one.args), **dict(one.constexprs))

@@ -1,0 +1,234 @@
+"""LayerNorm on CUDA: a program holds whole rows in registers. Tiles, ints and floats as in layer_norm.cpp."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from nntile_py.tiles.tasklist import Task
+
+from .accumulate_triton import combine_moments
+from .launch import (
+    Launches,
+    Scratch,
+    ceil_div,
+    constant,
+    launch,
+    launches,
+    power_of_two,
+    shape,
+    tile,
+    words,
+)  # fmt: skip
+
+WIDEST = 16384  # elements of a row in registers
+PROGRAMS = 528  # of the gradient, four for each SM of an H200; fixed, so that the order of the sums is
+
+
+@triton.jit
+def _normalise(x, mean, rstd, GAMMA, BETA, col, n):
+    gamma, beta = tl.load(GAMMA + col, col < n).to(tl.float32), tl.load(BETA + col, col < n).to(tl.float32)
+    return (x - mean[:, None]) * rstd[:, None] * gamma[None, :] + beta[None, :]
+
+
+@triton.jit
+def _layer_norm(
+    Y, STAT, X, GAMMA, BETA, RESIDUAL, TOTAL,
+    rows, n, eps, HAS_RESIDUAL: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row, col = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)
+    at, inside = row[:, None] * n + col[None, :], (row < rows)[:, None] & (col < n)[None, :]
+    x = tl.load(X + at, inside, 0.0).to(tl.float32)
+    if HAS_RESIDUAL:
+        x += tl.load(RESIDUAL + at, inside, 0.0).to(tl.float32)
+        total = x.to(TOTAL.dtype.element_ty)
+        tl.store(TOTAL + at, total, inside)
+        x = total.to(tl.float32)  # what the gradient will read
+    mean = tl.sum(x, 1) / n
+    d = tl.where((col < n)[None, :], x - mean[:, None], 0.0)
+    rstd = 1 / tl.sqrt(tl.sum(d * d, 1) / n + eps)
+    tl.store(STAT + row * 2, mean, row < rows)
+    tl.store(STAT + row * 2 + 1, rstd, row < rows)
+    tl.store(Y + at, _normalise(x, mean, rstd, GAMMA, BETA, col, n), inside)
+
+
+@triton.jit
+def _moments(STATE, X, rows, n, ACC: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    row, col = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)
+    at, kept = row[:, None] * n + col[None, :], row < rows
+    inside = kept[:, None] & (col < n)[None, :]
+    x = tl.load(X + at, inside, 0.0).to(tl.float32)
+    mean = tl.sum(x, 1) / n
+    d = tl.where(inside, x - mean[:, None], 0.0)
+    m2, count, s = tl.sum(d * d, 1), mean * 0.0 + n, STATE + row * 3
+    if ACC:
+        count, mean, m2 = combine_moments(
+            tl.load(s, kept, 0.0), tl.load(s + 1, kept, 0.0), tl.load(s + 2, kept, 0.0), count, mean, m2
+        )
+    tl.store(s, count, kept)
+    tl.store(s + 1, mean, kept)
+    tl.store(s + 2, m2, kept)
+
+
+@triton.jit
+def _stat(STAT, STATE, rows, eps, ROWS: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    kept = row < rows
+    count, m2 = tl.load(STATE + row * 3, kept, 1.0), tl.load(STATE + row * 3 + 2, kept, 1.0)
+    tl.store(STAT + row * 2, tl.load(STATE + row * 3 + 1, kept), kept)
+    tl.store(STAT + row * 2 + 1, 1 / tl.sqrt(m2 / count + eps), kept)
+
+
+@triton.jit
+def _apply(
+    Y, STAT, X, GAMMA, BETA, rows, n,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row, col = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)
+    at, inside = row[:, None] * n + col[None, :], (row < rows)[:, None] & (col < n)[None, :]
+    x = tl.load(X + at, inside, 0.0).to(tl.float32)
+    mean, rstd = tl.load(STAT + row * 2, row < rows, 0.0), tl.load(STAT + row * 2 + 1, row < rows, 0.0)
+    tl.store(Y + at, _normalise(x, mean, rstd, GAMMA, BETA, col, n), inside)
+
+
+@triton.jit
+def _grad_sums(
+    SUMS, STAT, DY, X, GAMMA, rows, n,
+    ACC: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row, col = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)
+    kept = row < rows
+    at, inside = row[:, None] * n + col[None, :], kept[:, None] & (col < n)[None, :]
+    gamma = tl.load(GAMMA + col, col < n, 0.0).to(tl.float32)
+    w = tl.load(DY + at, inside, 0.0).to(tl.float32) * gamma[None, :]
+    x = tl.load(X + at, inside, 0.0).to(tl.float32)
+    mean, rstd = tl.load(STAT + row * 2, kept, 0.0), tl.load(STAT + row * 2 + 1, kept, 0.0)
+    first, second = tl.sum(w, 1), tl.sum(w * (x - mean[:, None]) * rstd[:, None], 1)
+    s = SUMS + row * 2
+    if ACC:
+        first += tl.load(s, kept, 0.0)
+        second += tl.load(s + 1, kept, 0.0)
+    tl.store(s, first, kept)
+    tl.store(s + 1, second, kept)
+
+
+@triton.jit
+def _grad(
+    DX, PART, DY, X, STAT, GAMMA, EXTRA, SUMS,
+    rows, n, whole,
+    HAS_EXTRA: tl.constexpr, HAS_SUMS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    col = tl.arange(0, BLOCK)
+    gamma = tl.load(GAMMA + col, col < n, 0.0).to(tl.float32)
+    dgamma, dbeta = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
+    for first in range(tl.program_id(0).to(tl.int64) * ROWS, rows, tl.num_programs(0) * ROWS):
+        row = first + tl.arange(0, ROWS)
+        kept = row < rows
+        at, inside = row[:, None] * n + col[None, :], kept[:, None] & (col < n)[None, :]
+        dy = tl.load(DY + at, inside, 0.0).to(tl.float32)
+        x = tl.load(X + at, inside, 0.0).to(tl.float32)
+        mean, rstd = tl.load(STAT + row * 2, kept, 0.0), tl.load(STAT + row * 2 + 1, kept, 0.0)
+        xhat, w = (x - mean[:, None]) * rstd[:, None], dy * gamma[None, :]
+        if HAS_SUMS:
+            m1, m2 = tl.load(SUMS + row * 2, kept, 0.0) / whole, tl.load(SUMS + row * 2 + 1, kept, 0.0) / whole
+        else:
+            m1, m2 = tl.sum(w, 1) / whole, tl.sum(w * xhat, 1) / whole
+        dx = rstd[:, None] * (w - m1[:, None] - xhat * m2[:, None])
+        if HAS_EXTRA:
+            dx += tl.load(EXTRA + at, inside, 0.0).to(tl.float32)
+        tl.store(DX + at, dx, inside)
+        dgamma += tl.sum(dy * xhat, 0)  # rows beyond the last have dy = 0
+        dbeta += tl.sum(dy, 0)
+    part = PART + tl.program_id(0).to(tl.int64) * 2 * n + col
+    tl.store(part, dgamma, col < n)
+    tl.store(part + n, dbeta, col < n)
+
+
+@triton.jit
+def _grad_reduce(
+    DGAMMA, DBETA, PART, parts, n,
+    ACC_GAMMA: tl.constexpr, ACC_BETA: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Sums the programs' parts in their order."""
+    col, k = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, PARTS)
+    gamma, beta = tl.zeros([PARTS, BLOCK], tl.float32), tl.zeros([PARTS, BLOCK], tl.float32)
+    for first in range(0, parts, PARTS):
+        part = PART + (first + k)[:, None] * 2 * n + col[None, :]
+        inside = (first + k < parts)[:, None] & (col < n)[None, :]
+        gamma += tl.load(part, inside, 0.0)
+        beta += tl.load(part + n, inside, 0.0)
+    dgamma, dbeta = tl.sum(gamma, 0), tl.sum(beta, 0)
+    if ACC_GAMMA:
+        dgamma += tl.load(DGAMMA + col, col < n).to(tl.float32)
+    if ACC_BETA:
+        dbeta += tl.load(DBETA + col, col < n).to(tl.float32)
+    tl.store(DGAMMA + col, dgamma, col < n)
+    tl.store(DBETA + col, dbeta, col < n)
+
+
+def _blocks(task: Task, number: int, elements: int) -> tuple[int, int, dict[str, int]]:
+    """Rows and columns of a tile; the rows and columns of a program of about `elements`, its warps."""
+    n = shape(task, number)[-1]
+    if n > WIDEST:
+        raise ValueError(f"{task.op}: rows of {n} are not allowed on CUDA; cut embed into tiles of at most {WIDEST}")
+    block = power_of_two(n)
+    rows = max(1, elements // block)
+    warps = min(16, max(1, rows * block // 1024))  # 32 elements a thread
+    return words(task, number) // n, n, {"ROWS": rows, "BLOCK": block, "warps": warps}
+
+
+@launches("layer_norm")
+def _describe(task: Task) -> Launches:
+    rows, n, blocks = _blocks(task, 2, 1024)
+    has = len(task.accesses) > 5
+    args = [tile(task, k) for k in ((0, 1, 2, 3, 4, 5, 6) if has else (0, 1, 2, 3, 4, 0, 0))]
+    grid = ceil_div(rows, blocks["ROWS"])
+    return Launches((launch(_layer_norm, grid, *args, rows, n, constant(task, 0), HAS_RESIDUAL=has, **blocks),))
+
+
+@launches("layer_norm_moments")
+def _describe_moments(task: Task) -> Launches:
+    rows, n, blocks = _blocks(task, 1, 1024)
+    acc, grid = task.accesses[0].accumulate, ceil_div(rows, blocks["ROWS"])
+    return Launches((launch(_moments, grid, tile(task, 0), tile(task, 1), rows, n, ACC=acc, **blocks),))
+
+
+@launches("layer_norm_stat")
+def _describe_stat(task: Task) -> Launches:
+    rows = words(task, 0) // 2
+    args = [tile(task, 0), tile(task, 1), rows, constant(task, 0)]
+    return Launches((launch(_stat, ceil_div(rows, 128), *args, ROWS=128),))
+
+
+@launches("layer_norm_apply")
+def _describe_apply(task: Task) -> Launches:
+    rows, n, blocks = _blocks(task, 2, 1024)
+    args = [tile(task, k) for k in range(5)]
+    return Launches((launch(_apply, ceil_div(rows, blocks["ROWS"]), *args, rows, n, **blocks),))
+
+
+@launches("layer_norm_grad_sums")
+def _describe_grad_sums(task: Task) -> Launches:
+    rows, n, blocks = _blocks(task, 2, 1024)
+    args, acc = [tile(task, k) for k in range(5)], task.accesses[0].accumulate
+    return Launches((launch(_grad_sums, ceil_div(rows, blocks["ROWS"]), *args, rows, n, ACC=acc, **blocks),))
+
+
+@launches("layer_norm_grad")
+def _describe_grad(task: Task) -> Launches:
+    rows, n, blocks = _blocks(task, 0, 4096)
+    has_extra, has_sums = bool(task.ints[0]), len(task.ints) > 1
+    dx, dgamma, dbeta, dy, x, stat, gamma = (tile(task, k) for k in range(7))
+    extra, sums = tile(task, 7 if has_extra else 0), tile(task, len(task.accesses) - 1 if has_sums else 0)
+    parts, scratch = min(ceil_div(rows, blocks["ROWS"]), PROGRAMS), Scratch()
+    part = scratch.take(parts * 2 * n, "fp32")
+    whole = task.ints[1] if has_sums else n
+    acc = {"ACC_GAMMA": task.accesses[1].accumulate, "ACC_BETA": task.accesses[2].accumulate}
+    rest = {"HAS_EXTRA": has_extra, "HAS_SUMS": has_sums, **blocks}
+    return Launches(
+        (
+            launch(_grad, parts, dx, part, dy, x, stat, gamma, extra, sums, rows, n, whole, **rest),
+            launch(_grad_reduce, ceil_div(n, 16), dgamma, dbeta, part, parts, n, **acc, PARTS=64, BLOCK=16),
+        ),
+        scratch.bytes,
+    )
