@@ -13,6 +13,8 @@ from nntile_py.passes import Fusion, fuse
 from nntile_py.tasks import Lowering, Tensor
 from nntile_py.tiles import Tiling
 
+TILE_DTYPE = {"tf32": "fp32"}  # the others are what they say
+
 
 @dataclass
 class Step:
@@ -66,11 +68,11 @@ def build_step(
     fusion: Fusion,
     grad_accumulation: int = 1,
 ) -> Step:
-    graph = Graph(dtype)
+    graph = Graph(TILE_DTYPE.get(dtype, dtype))
     loss, _, bindings = model.build(graph, batch, seq, fusion)
     grads = graph.backward(loss)
     fuse(graph, fusion, tiling.cut("vocab", model.config.vocab))
-    update = Graph(dtype)
+    update = Graph(graph.dtype)
     norm, clip = (update.named(name, ["one"], [1], "scalar", "fp64") for name in ("grad_norm", "clip"))
     update.add(ops.GradNorm(list(grads.values()), norm, clip, clip_grad_norm))
     for param, grad in grads.items():
@@ -102,7 +104,7 @@ class Evaluation:
 def build_evaluation(
     model: GPT2, batch: int, seq: int, tiling: Tiling, *, dtype: str, policy: str, fusion: Fusion, keep_logits: bool
 ) -> Evaluation:
-    graph = Graph(dtype)
+    graph = Graph(TILE_DTYPE.get(dtype, dtype))
     _, logits, bindings = model.without_dropout().build(graph, batch, seq, fusion)
     fuse(graph, fusion, tiling.cut("vocab", model.config.vocab))
     if keep_logits:

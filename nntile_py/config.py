@@ -257,6 +257,9 @@ class Sample(Section):
     top_k: Count | None = 40
 
 
+PRECISIONS = ("fp32", "fp64", "bf16", "tf32")
+
+
 class RunConfig(Section):
     """Everything that decides a run. Made by `load`, which fills in all defaults."""
 
@@ -267,7 +270,7 @@ class RunConfig(Section):
     optimizer: Optimizer = Field(default_factory=Optimizer)
     precision: Annotated[
         str,
-        *_only("fp32 or fp64; bf16 and tf32 need CUDA workers", lambda v: v if v in ("fp32", "fp64") else None),
+        *_only("fp32, fp64; on CUDA workers also bf16, tf32", lambda v: v if v in PRECISIONS else None),
     ] = "fp32"
     tiles: Tiles = Tiles()
     accumulate: Policy = "chain"

@@ -8,12 +8,14 @@ from typing import Any
 
 from nntile_py import tasks as ops
 from nntile_py.tasks import Op, Tensor
+from nntile_py.tasks.op import wide
 
 
 class Graph:
     """Operators in the order in which they run. Pure data: nothing here touches StarPU.
 
-    `dtype` is that of parameters and activations: fp32 or fp64.
+    `dtype` is that of parameters and activations: fp32, fp64 or bf16; with bf16 statistics, gradients of parameters
+    and the optimizer's state are fp32.
     """
 
     def __init__(self, dtype: str = "fp32") -> None:
@@ -118,7 +120,7 @@ class Graph:
 
     def cross_entropy(self, logits: Tensor, labels: Tensor) -> Tensor:
         loss = self.named("loss", ["one"], [1], "scalar", "fp64")
-        lse = self.temp("lse", labels.axes, labels.shape, logits.dtype)
+        lse = self.temp("lse", labels.axes, labels.shape, wide(logits.dtype))
         return self.add(ops.CrossEntropy(logits, labels, loss, lse)).output
 
     # -- gradients

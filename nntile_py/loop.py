@@ -149,7 +149,7 @@ def save_weights(trainer: nt.Trainer, tokenizer: Tokenizer, out: Path) -> None:
         # Without this metadata transformers refuses the file.
         save_file({n: np.ascontiguousarray(a) for n, a in weights.items()}, path, metadata={"format": "pt"})
     saved = trainer.model.hf_config() | dict.fromkeys(("bos_token_id", "eos_token_id"), end)
-    saved["dtype"] = {"fp32": "float32", "fp64": "float64"}[trainer.dtype]
+    saved["dtype"] = "float64" if trainer.dtype == "fp64" else "float32"
     _write(out / "config.json", json.dumps(saved, indent=2))
 
 

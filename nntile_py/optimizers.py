@@ -8,6 +8,10 @@ from nntile_py import tasks as ops
 from nntile_py.errors import ConfigError
 from nntile_py.graph import Graph
 from nntile_py.tasks import Tensor
+from nntile_py.tasks.op import wide
+
+
+MASTER = "master"
 
 
 @dataclass(frozen=True)
@@ -23,9 +27,9 @@ class AdamW:
         _check(self)
 
     def build(self, g: Graph, param: Tensor, grad: Tensor, clip: Tensor) -> None:
-        m, v = (g.named(f"{param.name}.{x}", param.axes, param.shape, "state") for x in ("m", "v"))
+        m, v = (_state(g, param, name) for name in ("m", "v"))
         options = {"betas": self.betas, "eps": self.eps, "weight_decay": self.weight_decay}
-        g.add(ops.AdamW(param, grad, m, v, clip, **options))  # type: ignore[arg-type]
+        g.add(ops.AdamW(param, grad, m, v, clip, master=_master(g, param), **options))  # type: ignore[arg-type]
 
     def slots(self, step: int) -> dict[str, float]:
         """Scalars of step 1, 2, ..."""
@@ -44,11 +48,20 @@ class SGD:
         _check(self)
 
     def build(self, g: Graph, param: Tensor, grad: Tensor, clip: Tensor) -> None:
-        m = g.named(f"{param.name}.m", param.axes, param.shape, "state") if self.momentum else None
-        g.add(ops.SGD(param, grad, m, clip, momentum=self.momentum, weight_decay=self.weight_decay))
+        m = _state(g, param, "m") if self.momentum else None
+        g.add(ops.SGD(param, grad, m, clip, momentum=self.momentum, weight_decay=self.weight_decay, master=_master(g, param)))
 
     def slots(self, step: int) -> dict[str, float]:
         return {}
+
+
+def _state(g: Graph, param: Tensor, name: str) -> Tensor:
+    return g.named(f"{param.name}.{name}", param.axes, param.shape, "state", wide(param.dtype))
+
+
+def _master(g: Graph, param: Tensor) -> Tensor | None:
+    """The fp32 weights that a bf16 parameter is rounded from."""
+    return _state(g, param, MASTER) if wide(param.dtype) != param.dtype else None
 
 
 def _check(optimizer: AdamW | SGD) -> None:

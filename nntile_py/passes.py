@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
@@ -12,6 +12,8 @@ from nntile_py.tasks import (
     Activation,
     ActivationGrad,
     Add,
+    Attention,
+    AttentionGrad,
     BiasAdd,
     Contract,
     CrossEntropyGrad,
@@ -23,6 +25,7 @@ from nntile_py.tasks import (
     Tensor,
     Transpose,
 )
+from nntile_py.tasks.attention import Operands
 from nntile_py.tasks.cross_entropy import CrossEntropy
 
 
@@ -97,7 +100,7 @@ def fuse(graph: Graph, fusion: Fusion, vocab_cut: bool) -> Graph:
     """Apply the rules that are switched on until none applies. In place; returns the graph."""
     rules: list[Rule] = [_embedding_grad_into]
     if fusion.reshape:
-        rules += [_transposed_input, _transposed_output]
+        rules += [_attention_layout, _transposed_input, _transposed_output]
     if fusion.bias:
         rules += [_bias, _bias_grad]
     if fusion.residual_norm:
@@ -123,6 +126,52 @@ def _rebuild(op: Contract, out: Tensor, **changes: Any) -> Contract:
     options = {name: getattr(op, name) for name in keep} | changes
     a, b = options.pop("a", op.a), options.pop("b", op.b)
     return Contract(a, b, out, **options)
+
+
+def _attention_layout(uses: _Uses, op: Op) -> bool:
+    """Attention, or its gradient, between transposes: the kernels read and write any order of axes."""
+    if isinstance(op, Attention):
+        gradient = next((g for g in uses.graph.ops if isinstance(g, AttentionGrad) and g.forward is op), None)
+        before = [uses.maker.get(t) for t in op.inputs]
+        users = [r for r in uses.readers[op.output] if r is not gradient]
+        after = users if op.output.kind == "temp" else []
+        if _transposes(before):
+            op.inputs = [t.inputs[0] for t in before if t]
+            op.operands = Operands(op.inputs)
+        elif _transposes(after) and len(after) == 1:
+            op.outputs[0] = after[0].output
+            uses.graph.ops.remove(after[0])
+        else:
+            return False
+        if gradient:
+            gradient.inputs = [*op.inputs, op.output, op.lse, gradient.do]
+    elif isinstance(op, AttentionGrad):
+        before = [uses.maker.get(op.do)]
+        readers = [uses.readers.get(t, []) for t in op.outputs]
+        after = [r[0] for r in readers if len(r) == 1]
+        if _transposes(before) and before[0]:
+            op.do = op.inputs[-1] = before[0].inputs[0]
+        elif len(after) == len(op.outputs) and _transposes(after):
+            op.outputs = [t.output for t in after]
+            op.grads = Operands(op.outputs)
+            for transpose in after:
+                uses.graph.ops.remove(transpose)
+        else:
+            return False
+    else:
+        return False
+    uses.refresh()
+    for maker in before:
+        if maker and not uses.readers.get(maker.output) and maker.output.kind == "temp" and maker in uses.order:
+            uses.graph.ops.remove(maker)
+    uses.refresh()
+    return True
+
+
+def _transposes(ops: Sequence[Op | None]) -> bool:
+    """Whether all are transposes that permute alike."""
+    kinds = {(op.inputs[0].axes, op.output.axes) if isinstance(op, Transpose) else None for op in ops}
+    return len(kinds) == 1 and None not in kinds
 
 
 def _transposed_input(uses: _Uses, op: Op) -> bool:

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from nntile_py import _core
-from nntile_py.tasks import Lowering, Tensor
+from nntile_py.tasks import Lowering, Tensor, launch
 from nntile_py.tiles import Slot, TaskList, Tile
-from nntile_py.tiles.tasklist import MONOIDS
+from nntile_py.tiles.tasklist import MONOIDS, Task
 
 
 class Store:
@@ -32,6 +32,11 @@ class Store:
         for where, tile in low.grid(tensor):
             self.handle(tile).write(np.ascontiguousarray(value[where]))
 
+    def zero(self, low: Lowering, tensor: Tensor) -> None:
+        """Fill a tensor's tiles with zeros where they will be used."""
+        for _, tile in low.grid(tensor):
+            self.handle(tile).zero()
+
     def read(self, low: Lowering, tensor: Tensor) -> np.ndarray[Any, Any]:
         """A whole tensor from its tiles; waits for the tasks that write them."""
         out: np.ndarray[Any, Any] | None = None
@@ -48,6 +53,25 @@ def _new(tile: Tile) -> _core.Tile:
     return _core.Tile(list(tile.shape), tile.dtype, MONOIDS.index(tile.monoid), tile.redux)
 
 
+def _launches(task: Task, capability: int | None) -> tuple[list[Any], int]:
+    """What a CUDA worker launches for a task that has no C++ kernel there, and the bytes of scratch for it."""
+    described = launch.load().get(task.kernel) if capability else None
+    if not described or not capability:
+        return [], 0
+    made = described(task)
+    return [launch.encode(one, launch.compile_launch(one, capability)) for one in made.launches], made.scratch
+
+
+def _capability() -> int | None:
+    """Of the CUDA workers' devices, which are taken to be alike; None where there are none."""
+    if not _core.cuda_workers():
+        return None
+    import torch
+
+    major, minor = torch.cuda.get_device_capability(0)
+    return 10 * major + minor
+
+
 class Program:
     """A resolved task list bound to handles: `run` submits all of it and returns."""
 
@@ -56,6 +80,7 @@ class Program:
         self.slots: list[str] = []
         self._native = _core.Program()
         handles: dict[Tile, _core.Tile] = {}
+        capability = _capability()
         for task in tasks.tasks:
             for access in task.accesses:
                 if access.tile not in handles:
@@ -70,6 +95,7 @@ class Program:
                     slots.append((position, self.slots.index(value.name)))
                 floats.append(0.0 if isinstance(value, Slot) else float(value))
             shapes = [a.tile.shape for a in task.accesses]
+            launches, scratch = _launches(task, capability)
             dtype = next((a.tile.dtype for a in task.accesses if a.tile.dtype.startswith("fp")), "fp32")
             self._native.add(
                 kernel=task.kernel,
@@ -84,6 +110,8 @@ class Program:
                 footprint=zlib.crc32(repr((shapes, task.ints)).encode()),
                 priority=task.priority,
                 flop=task.flop,
+                launches=launches,
+                scratch=scratch,
             )
             for tile in task.frees:
                 self._native.add_invalidate(handles[tile])

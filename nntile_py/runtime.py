@@ -6,6 +6,9 @@ import atexit
 import functools
 import inspect
 import os
+import platform
+import subprocess
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,9 +22,10 @@ _MODES = ("R", "W", "RW")
 
 
 class Runtime:
-    """StarPU with `cpus` CPU workers and a scheduling policy, as a context manager; one at a time in a process.
+    """StarPU with CPU and CUDA workers and a scheduling policy, as a context manager; one at a time in a process.
 
-    cpus: workers, default all cores. scheduler: a policy of StarPU (lws, dmdas, dmdar, eager, ...). memory: bytes of
+    cpus: workers, default all cores, or none beside CUDA workers. cuda: devices to use, a worker each. cuda_memory:
+    bytes of each device that tiles may take, default 85 % of it. scheduler: a policy of StarPU (lws, dmdas, dmdar, eager, ...). memory: bytes of
     main memory that tiles may take. window: most tasks submitted and not yet ended. calibrate: measure anew the
     performance models that dmda* use. Raises ConfigError for values out of range, TaskError if StarPU does not start.
     """
@@ -40,11 +44,16 @@ class Runtime:
         calibrate: bool = False,
     ) -> None:
         cores = len(os.sched_getaffinity(0))
-        self.cpus = cores if cpus is None else cpus
-        if not 1 <= self.cpus <= cores:
-            raise ConfigError(f"runtime.cpus: {cpus} is not allowed; this machine has 1 to {cores}")
-        if cuda:
+        self.cpus = (0 if cuda else cores) if cpus is None else cpus
+        least = 0 if cuda else 1
+        if not least <= self.cpus <= cores:
+            raise ConfigError(f"runtime.cpus: {cpus} is not allowed; this machine has {least} to {cores}")
+        if cuda and not _core.has_cuda:
             raise ConfigError("runtime.cuda: this build of nntile_py has no CUDA workers; use 0")
+        devices = _cuda_devices() if cuda else 0
+        if not 0 <= cuda <= devices:
+            raise ConfigError(f"runtime.cuda: {cuda} is not allowed; this machine has {devices} CUDA devices")
+        self.cuda, self.cuda_memory = cuda, cuda_memory
         if scheduler not in _core.schedulers():
             raise ConfigError(
                 f"runtime.scheduler: StarPU has no policy {scheduler!r}; allowed are {', '.join(_core.schedulers())}"
@@ -63,13 +72,17 @@ class Runtime:
 
     def __enter__(self) -> Runtime:
         os.environ.setdefault("STARPU_SILENT", "1")
-        if self.memory:
-            os.environ["STARPU_LIMIT_CPU_MEM"] = str(max(1, self.memory >> 20))
+        limits = {"STARPU_LIMIT_CPU_MEM": self.memory}
+        if self.cuda:
+            _prepare_cuda(self.cuda)
+            limits["STARPU_LIMIT_CUDA_MEM"] = self.cuda_memory or _default_cuda_memory()
+        limits = {name: size for name, size in limits.items() if size}
+        os.environ.update({name: str(max(1, size >> 20)) for name, size in limits.items() if size})
         try:
-            _core.start(self.cpus, self.scheduler, self.window, self.calibrate, self.memory or 0)
+            _core.start(self.cpus, self.scheduler, self.window, self.calibrate, self.memory or 0, self.cuda)
         finally:
-            if self.memory:
-                del os.environ["STARPU_LIMIT_CPU_MEM"]
+            for name in limits:
+                del os.environ[name]
         Runtime.current = self
         atexit.register(_core.stop)  # a process that ends inside the block: workers must not outlive the interpreter
         return self
@@ -99,6 +112,35 @@ class Runtime:
     def wait() -> None:
         """Wait until every submitted task has ended; raises TaskError if one failed."""
         _core.wait_all()
+
+
+def _cuda_devices() -> int:
+    import torch
+
+    return int(torch.cuda.device_count())
+
+
+def _default_cuda_memory() -> int:
+    """What is left to tiles beside ATen's allocator, which holds the workspaces of kernels."""
+    import torch
+
+    return int(0.85 * torch.cuda.get_device_properties(0).total_memory)
+
+
+def _prepare_cuda(devices: int) -> None:
+    """StarPU's settings for CUDA where the user has none, and its measurement of the buses, once a machine."""
+    # Nothing is written back to main memory before there is need of the room.
+    for name, value in (("MINIMUM_CLEAN_BUFFERS", "0"), ("TARGET_CLEAN_BUFFERS", "0"), ("CUDA_PIPELINE", "4")):
+        os.environ.setdefault(f"STARPU_{name}", value)
+    os.environ.setdefault("STARPU_PERF_MODEL_HOMOGENEOUS_CUDA", "1")
+    done = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "nntile_py" / f"bus-{platform.node()}-{devices}"
+    if done.exists():
+        return
+    # It resets the devices under whoever uses them in the same process: in one of its own, then.
+    code = f"from nntile_py import _core; _core.start(0, 'eager', 0, False, 0, {devices}); _core.stop()"
+    subprocess.run([sys.executable, "-c", code], check=False, stdout=subprocess.DEVNULL)
+    done.parent.mkdir(parents=True, exist_ok=True)
+    done.touch()
 
 
 class Array:

@@ -14,7 +14,7 @@ from nntile_py import _core
 from nntile_py.build import Evaluation, build_evaluation, build_step
 from nntile_py.errors import ConfigError, TaskError
 from nntile_py.models.gpt2 import GPT2, Binding
-from nntile_py.optimizers import SGD, AdamW, Optimizer
+from nntile_py.optimizers import MASTER, SGD, AdamW, Optimizer
 from nntile_py.passes import Fusion
 from nntile_py.program import Program, Store
 from nntile_py.runtime import Runtime
@@ -22,7 +22,7 @@ from nntile_py.tasks import IGNORED, Lowering, Tensor
 from nntile_py.tiles import Tiling
 
 STEPS_IN_FLIGHT = 2
-_DTYPES = ("fp32", "fp64")
+_DTYPES = ("fp32", "fp64", "bf16", "tf32")
 IntArray = np.ndarray[Any, Any]
 
 
@@ -54,7 +54,8 @@ class Trainer:
     """Trains a model in tiles on the running Runtime.
 
     batch, seq: of one micro-batch; grad_accumulation: micro-batches a step. tiles: {axis: size} over batch, seq,
-    embed, heads, ffn, vocab. dtype: fp32 or fp64. accumulate: chain (deterministic), commute, redux or tree. fusion:
+    embed, heads, ffn, vocab. dtype: fp32, fp64; on CUDA workers also tf32 (fp32 tiles, contractions rounded to
+    tf32; for all trainers of the process) and bf16 (fp32 accumulation, gradients, master weights and moments). accumulate: chain (deterministic), commute, redux or tree. fusion:
     True, False or {bias, activation, reshape, qkv, residual_norm: bool}. attention: vendor, merge, flash or naive
     instead of the model's own. shift_labels: labels have the positions of the inputs and are shifted here, as
     transformers does; False: labels[b, s] is the target of position s. Raises ConfigError for values out of range.
@@ -81,6 +82,8 @@ class Trainer:
             raise TaskError("Trainer: no runtime is running; use it inside `with nntile_py.Runtime(...):`")
         if dtype not in _DTYPES:
             raise ConfigError(f"dtype: {dtype!r} is not allowed; use one of {', '.join(_DTYPES)}")
+        if dtype in ("bf16", "tf32") and not _core.cuda_workers():
+            raise ConfigError(f"dtype: {dtype} needs CUDA workers, and this runtime has none; use fp32, or cuda=1 or more")
         if seq > model.config.positions:
             raise ConfigError(f"seq: {seq} is longer than the model's {model.config.positions} positions")
         for name, value in (("batch", batch), ("seq", seq), ("grad_accumulation", grad_accumulation)):
@@ -97,6 +100,7 @@ class Trainer:
         self._pending: deque[Pending] = deque()
         self._evaluations: dict[bool, tuple[Evaluation, Program]] = {}
 
+        _core.allow_tf32(dtype == "tf32")
         try:
             built = build_step(
                 self._form, batch, seq, self._tiling, dtype=dtype, optimizer=self.optimizer,
@@ -105,7 +109,8 @@ class Trainer:
             )  # fmt: skip
         except ValueError as error:
             raise ConfigError(str(error)) from None
-        limit, peak = Runtime.current.memory, built.peak_bytes()
+        limit = None if Runtime.current.cuda else Runtime.current.memory
+        peak = built.peak_bytes()
         if limit and peak > limit:
             raise TaskError(
                 f"out of memory: a step needs at least {peak / 2**20:.0f} MiB, runtime.memory allows "
@@ -118,8 +123,8 @@ class Trainer:
         self._update = Program(built.update.tasks, self._store)
         self._write_weights(built.first, built.bindings)
         for tensor in built.update_graph.tensors.values():
-            if tensor.kind == "state":
-                self._store.write(built.update, tensor, np.zeros(tensor.shape))
+            if tensor.kind == "state" and tensor not in self._masters().values():
+                self._store.zero(built.update, tensor)
         self._store.write(built.first, built.graph.tensors["positions"], np.arange(seq))
         self._runtime = Runtime.current
         self._runtime.at_exit(self)
@@ -142,8 +147,8 @@ class Trainer:
 
     @staticmethod
     def memory_bytes() -> int:
-        """Bytes of main memory that tiles take now."""
-        return int(_core.memory_used())
+        """Bytes that tiles take now: on the fullest GPU if there are CUDA workers, else in main memory."""
+        return int(max(_core.cuda_memory_used(), default=0) or _core.memory_used())
 
     # -- training
 
@@ -208,7 +213,8 @@ class Trainer:
 
     def state_dict(self) -> dict[str, np.ndarray[Any, Any]]:
         """{name in transformers: weight}, tied weights once; also kept in the model."""
-        self.model.weights = self._read({b.tensor: b.tensor for b in self._built.bindings})
+        masters = self._masters()
+        self.model.weights = self._read({b.tensor: masters.get(b.tensor, b.tensor) for b in self._built.bindings})
         return dict(self.model.weights)
 
     def close(self) -> None:
@@ -231,9 +237,19 @@ class Trainer:
                 binding.put(result, value, self.model.weights[binding.name].shape)
         return result
 
+    def _masters(self) -> dict[Tensor, Tensor]:
+        """The fp32 weights behind each bf16 parameter; empty for other dtypes."""
+        states = self._built.update_graph.tensors
+        pairs = ((b.tensor, states.get(f"{b.tensor.name}.{MASTER}")) for b in self._built.bindings)
+        return {param: master for param, master in pairs if master}
+
     def _write_weights(self, low: Lowering, bindings: list[Binding]) -> None:
+        masters = self._masters()
         for binding in bindings:
-            self._store.write(low, binding.tensor, binding.take(self.model.weights))
+            value = binding.take(self.model.weights)
+            self._store.write(low, binding.tensor, value)
+            if binding.tensor in masters:
+                self._store.write(self._built.update, masters[binding.tensor], value)
 
     def _write_inputs(self, low: Lowering, tensors: Mapping[str, Tensor], ids: IntArray, labels: IntArray) -> None:
         self._store.write(low, tensors["input_ids"], ids)

@@ -12,7 +12,7 @@ import numpy as np
 
 from nntile_py.tiles import ACC, Access, R, Tile, W
 
-from .op import Array, GraphLike, Index, Lowering, Op, Tensor, permutation
+from .op import Array, GraphLike, Index, Lowering, Op, Tensor, permutation, wide
 from .softmax import causal_mask
 
 BHSD = ("batch", "heads", "seq", "head_dim")
@@ -72,7 +72,7 @@ class Attention(Op):
         x = qkv[0]
         axes = [axis for axis in x.axes if axis != "qkv"]
         out = g.temp("attention", axes, [x.size(a) for a in axes], x.dtype)
-        lse = g.temp("lse", BHSD[:3], [x.size(a) for a in BHSD[:3]], x.dtype)
+        lse = g.temp("lse", BHSD[:3], [x.size(a) for a in BHSD[:3]], wide(x.dtype))
         return g.add(Attention(qkv, out, lse, causal=causal, form=form)).output
 
     def gradient(self, g: GraphLike, *grads: Tensor | None) -> list[Tensor | None]:
@@ -120,7 +120,7 @@ class Attention(Op):
             width = self.output.size("head_dim")
             flash = self.form == "flash"
             state_shape = (*lse.shape, 2 if flash else width + 2)
-            state = Tile(f"{self.name}.state", tuple(index.values()), state_shape, out.dtype, "softmax")
+            state = Tile(f"{self.name}.state", tuple(index.values()), state_shape, lse.dtype, "softmax")
             for key in keys:
                 tiles, places = self.operands.tiles(low, at, key)
                 kernel = "flash_maxsumexp" if flash else "attention_partial"
@@ -178,7 +178,7 @@ class AttentionGrad(Op):
                 accesses: list[Access] = [R(do), R(out), R(lse), *map(R, tiles), *map(W, outs)]
                 low.emit("attention_grad", accesses, ints, scale, flop=2.5 * fwd.pair_flop(low, at, at))
                 continue
-            delta = Tile(f"{self.name}.delta", tuple(index.values()), lse.shape, out.dtype)
+            delta = Tile(f"{self.name}.delta", tuple(index.values()), lse.shape, lse.dtype)
             low.emit("attention_delta", [W(delta), R(do), R(out)], [*do_order, *fwd.out_ints()])
             for key in fwd.pairs(low, at):
                 tiles, places = fwd.operands.tiles(low, at, key)

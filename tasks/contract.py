@@ -11,7 +11,7 @@ import numpy as np
 from nntile_py.tiles import ACC, RW, Access, R, Tile, W
 
 from .activation import ACTIVATIONS, activation, activation_derivative
-from .op import Array, GraphLike, Index, Lowering, Op, Tensor, permutation
+from .op import Array, GraphLike, Index, Lowering, Op, Tensor, permutation, wide
 
 
 class Contract(Op):
@@ -196,5 +196,6 @@ def contract(
     for axis in a.axes:
         if axis in b.axes and a.size(axis) != b.size(axis):
             raise ValueError(f"axis {axis} has {a.size(axis)} elements in {a} and {b.size(axis)} in {b}")
-    out = g.temp("contract", out_axes, [sizes[x] for x in out_axes], a.dtype, causal=bool(like and like.causal))
+    dtype = wide(a.dtype) if like and like.kind == "param" else a.dtype  # gradients of parameters are sums over all tokens
+    out = g.temp("contract", out_axes, [sizes[x] for x in out_axes], dtype, causal=bool(like and like.causal))
     return g.add(Contract(a, b, out, scale=scale)).output

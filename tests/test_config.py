@@ -70,7 +70,7 @@ MISTAKES = [
     ("optimizer.min_lr=1", "optimizer.min_lr", "at most optimizer.lr = 0.001"),
     ("optimizer.momentum=0.9", "optimizer.momentum", "unless optimizer.name is sgd"),
     ("optimizer.clip_grad_norm=0", "optimizer.clip_grad_norm", "a number above 0"),
-    ("precision=bf16", "precision", "fp32 or fp64; bf16 and tf32 need CUDA workers"),
+    ("precision=fp16", "precision", "fp32, fp64; on CUDA workers also bf16, tf32"),
     ("accumulate=chian", "accumulate", "'chain', 'commute', 'redux' or 'tree'"),
     ("fusion.bias=3", "fusion.bias", "true or false"),
     ("fusion.gelu=true", "fusion.gelu", "bias, activation, reshape, qkv, residual_norm"),

@@ -151,6 +151,7 @@ PYBIND11_MODULE(_core, m) {
   m.def("check", check, release());
   m.def("memory_used", memory_used);
   m.def("cuda_memory_used", cuda_memory_used);
+  m.def("cuda_workers", cuda_workers);
   m.def("allow_tf32", allow_tf32);
   m.def("submit_python", submit_python);
 
@@ -193,6 +194,7 @@ PYBIND11_MODULE(_core, m) {
              }
              return array;
            })
+      .def("zero", zero_tile, release())
       .def("invalidate", invalidate, release());
 
   py::class_<Fetch>(m, "Fetch")

@@ -44,7 +44,7 @@ std::shared_ptr<CudaBinary> load_binary(const std::string& cubin, const std::str
 
 // A Triton kernel with its grid and arguments; see tasks/launch.py.
 struct Launch {
-  enum Kind : int { tile = 0, scratch = 1, int32 = 2, int64 = 3, fp32 = 4, fp32_of_task = 5 };
+  enum Kind : int { tile = 0, scratch = 1, int32 = 2, int64 = 3, fp32 = 4, fp32_of_task = 5, int64_of_task = 6 };
   struct Argument {
     int kind;
     int64_t whole;  // number of the tile, offset in the scratch block, integer, position in the task's floats

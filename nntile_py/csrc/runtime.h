@@ -36,6 +36,7 @@ void check();     // throws TaskError, after all tasks have ended, if a task fai
 void fail(const std::string& task, const std::string& what);
 bool failed();
 size_t memory_used();
+int cuda_workers();
 std::vector<size_t> cuda_memory_used();  // bytes of tiles on each CUDA device
 void allow_tf32(bool allowed);           // fp32 contractions on CUDA may round their operands to tf32
 bool tf32_allowed();
@@ -49,6 +50,7 @@ int mode_of(const std::string& name);  // R, W, RW, COMMUTE, REDUX, SCRATCH
 
 void write_tile(const std::shared_ptr<Tile>& tile, const void* data);        // in order with the tasks, without waiting
 void read_tile(const std::shared_ptr<Tile>& tile, void* data);               // waits
+void zero_tile(const std::shared_ptr<Tile>& tile);  // fills it with zeros, wherever there is a worker
 void invalidate(const std::shared_ptr<Tile>& tile);
 
 // Scalars that become readable when the tasks submitted before have written them.

@@ -67,11 +67,11 @@ void run_launches(const TaskRecord& record, const double* floats, void** buffers
         case Launch::int32: value.int32 = static_cast<int32_t>(a.whole); break;
         case Launch::int64: value.int64 = a.whole; break;
         case Launch::fp32: value.fp32 = static_cast<float>(a.real); break;
-        default: value.fp32 = static_cast<float>(floats[a.whole]);
+        case Launch::fp32_of_task: value.fp32 = static_cast<float>(floats[a.whole]); break;
+        default: value.int64 = static_cast<int64_t>(floats[a.whole]);
       }
       parameters[count++] = &value;
     }
-    for (int spare = 0; spare < 2; ++spare) parameters.at(count) = &values.at(count), ++count;  // Triton's own scratch
     require(cuLaunchKernel(reinterpret_cast<CUfunction>(launch.binary->kernel), launch.grid[0], launch.grid[1],
                            launch.grid[2], launch.threads, 1, 1, launch.shared, starpu_cuda_get_local_stream(),
                            parameters.data(), nullptr),

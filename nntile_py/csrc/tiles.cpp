@@ -151,6 +151,17 @@ void write_tile(const std::shared_ptr<Tile>& tile, const void* data) {
       write.release());
 }
 
+void zero_tile(const std::shared_ptr<Tile>& tile) {
+  require(*tile);
+  wake();
+  auto* task = starpu_task_create();
+  task->cl = zero_codelet();
+  task->handles[0] = tile->handle;
+  task->name = "zero";
+  tile->initialised = true;
+  if (starpu_task_submit(task)) throw TaskError("zero: the task was refused");
+}
+
 void read_tile(const std::shared_ptr<Tile>& tile, void* data) {
   struct Read {
     std::shared_ptr<Tile> tile;
