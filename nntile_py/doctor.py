@@ -1,5 +1,6 @@
 """What this installation has, what it lacks, and how to get what it lacks. Works where the extension does not load."""
 
+import ctypes
 import importlib
 import importlib.metadata
 import importlib.util
@@ -29,7 +30,7 @@ def _check(name: str, ok: bool, value: str, hint: str = "") -> Check:
 
 
 def report() -> list[Check]:
-    return [_extension(), *_starpu(), *_torch(), *_machine(), *_optional()]
+    return [_extension(), _extension_cuda(), *_starpu(), *_torch(), *_machine(), *_optional()]
 
 
 def render(checks: list[Check]) -> Table:
@@ -58,6 +59,12 @@ def _extension() -> Check:
     if built_with != torch.__version__:
         return _check("extension", False, f"compiled against torch {built_with}, not {torch.__version__}", "make setup")
     return _check("extension", True, str(core.__file__))
+
+
+def _extension_cuda() -> Check:
+    cuda = _build_info().get("cuda")
+    how = "needs a torch with CUDA and a StarPU with CUDA (see those rows), then make setup"
+    return _check("  CUDA", bool(cuda), cuda or "compiled without", how)
 
 
 def _config_header() -> Path | None:
@@ -95,7 +102,7 @@ def _starpu() -> list[Check]:
     return [
         _check("StarPU", not lost, f"{version} in {prefix}{lost}", "install the library's package, or make setup"),
         has("CUDA", "USE_CUDA", f"{toolkit}, then make setup"),
-        has("NVML", "HAVE_NVML_H", f"{toolkit}, {rebuild}"),
+        has("NVML header", "HAVE_NVML_H", f"{toolkit}, {rebuild}"),
         has("FxT (traces)", "USE_FXT", f"apt-get install libfxt-dev, {rebuild}"),
         has("MPI", "USE_MPI", f"apt-get install libopenmpi-dev, {rebuild}"),
         has("hwloc", "HAVE_HWLOC", f"apt-get install libhwloc-dev, {rebuild}"),
@@ -118,12 +125,17 @@ def _torch() -> list[Check]:
         why, how = f"CUDA {torch.version.cuda}, but no device", "a GPU and its driver (nvidia-smi shows both)"
     else:
         why, how = "torch is built without CUDA", "TORCH=... make setup, naming a build of torch with CUDA"
+    try:
+        nvml = bool(ctypes.CDLL("libnvidia-ml.so.1"))
+    except OSError:
+        nvml = False
     mkl = torch.backends.mkl.is_available()
     return [
         _check("torch", True, torch.__version__),
         _check("  MKL", mkl, "yes" if mkl else "no", "a torch from PyPI for x86-64; others do GEMM with OpenBLAS"),
         _check("  threads", True, f"{torch.get_num_threads()} ({torch.backends.cpu.get_cpu_capability()})"),
         _check("  CUDA devices", cuda, ", ".join(f"{names.count(n)} x {n}" for n in dict.fromkeys(names)) or why, how),
+        _check("  NVML", nvml, "loads" if nvml else "no libnvidia-ml.so.1", "comes with the driver"),
     ]
 
 
