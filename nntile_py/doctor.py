@@ -92,6 +92,7 @@ def _starpu() -> list[Check]:
     prefix = header.parents[3]
     libdir = Path(_build_info().get("starpu_libdir", prefix / "lib"))
     lost = _unresolved(libdir / "libstarpu-1.4.so")
+    mpi = (libdir / "libstarpumpi-1.4.so").exists()  # a bundle leaves it out
     rebuild = "then scripts/build_starpu.sh --force && make setup"
 
     def has(name: str, macro: str, how: str) -> Check:
@@ -104,7 +105,7 @@ def _starpu() -> list[Check]:
         has("CUDA", "USE_CUDA", f"{toolkit}, then make setup"),
         has("NVML header", "HAVE_NVML_H", f"{toolkit}, {rebuild}"),
         has("FxT (traces)", "USE_FXT", f"apt-get install libfxt-dev, {rebuild}"),
-        has("MPI", "USE_MPI", f"apt-get install libopenmpi-dev, {rebuild}"),
+        _check("  MPI", mpi, "yes" if mpi else "no libstarpumpi", f"apt-get install libopenmpi-dev, {rebuild}"),
         has("hwloc", "HAVE_HWLOC", f"apt-get install libhwloc-dev, {rebuild}"),
     ]
 
