@@ -1,4 +1,4 @@
-.PHONY: setup train test lint clean
+.PHONY: setup train test lint bundle clean
 .NOTPARALLEL:
 
 setup:
@@ -17,6 +17,10 @@ lint: setup
 	@ln -s $(addprefix ../../../,$(wildcard nntile_py/*) tasks tiles models) build/mypy/nntile_py/
 	@[ -e nntile_py/_core.pyi ] || echo 'def __getattr__(name: str): ...  # type: ignore' >build/mypy/nntile_py/_core.pyi
 	@cd build/mypy && ../../.venv/bin/mypy --config-file ../../pyproject.toml -p nntile_py
+
+# For machines without network: see the README.
+bundle:
+	@scripts/bundle.sh
 
 # StarPU stays in its cache folder.
 clean:

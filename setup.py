@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -21,15 +22,53 @@ def ask(*command: str) -> str:
     return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
 
 
-def find_starpu() -> None:
-    """Makes pkg-config find StarPU: the system's, or the one that scripts/build_starpu.sh keeps (or builds)."""
+def find_starpu() -> dict[str, str]:
+    """Where StarPU is: the system's, or the one that scripts/build_starpu.sh keeps (or builds)."""
+    named = os.environ.get("NNTILE_STARPU_PREFIX")
+    if named and (Path(named) / "lib" / f"lib{STARPU}.so").exists() and not (Path(named) / "lib/pkgconfig").exists():
+        # One that was moved ("make bundle") has no .pc file, which would name the place where it was built.
+        named = str(Path(named).resolve())
+        cflags = f"-I{named}/include/starpu/1.4"
+        return {"prefix": named, "libdir": f"{named}/lib", "cflags": cflags, "libs": f"-L{named}/lib -l{STARPU}"}
     if not shutil.which("pkg-config"):
         raise SystemExit("pkg-config is missing: apt-get install pkg-config")
-    named = os.environ.get("NNTILE_STARPU_PREFIX")
     if named or subprocess.run(["pkg-config", "--atleast-version=1.4.8", STARPU]).returncode:
         prefix = ask("scripts/build_starpu.sh")
         path = [f"{prefix}/lib/pkgconfig", f"{prefix}/lib64/pkgconfig", os.environ.get("PKG_CONFIG_PATH", "")]
         os.environ["PKG_CONFIG_PATH"] = ":".join(filter(None, path))
+    asked = {"prefix": "--variable=prefix", "libdir": "--variable=libdir", "cflags": "--cflags", "libs": "--libs"}
+    return {name: ask("pkg-config", option, STARPU) for name, option in asked.items()}
+
+
+def starpu_macros(cflags: str) -> dict[str, str]:
+    headers = (Path(flag.removeprefix("-I")) / "starpu_config.h" for flag in cflags.split())
+    text = next(header.read_text() for header in headers if header.is_file())
+    return dict(re.findall(r"^#define STARPU_(\w+) (.*)$", text, re.MULTILINE))
+
+
+def cuda_flags() -> tuple[list[str], list[str], list[str]]:
+    """Flags of the compiler and of the linker for CUDA's host side, and the folders of its libraries.
+
+    The toolkit's parts may lie in CUDA_HOME, or in the wheels that a CUDA torch brings along, or in both.
+    """
+    major = torch.version.cuda.split(".")[0]
+    homes = [Path(cpp_extension.CUDA_HOME or "/usr/local/cuda"), Path(torch.__file__).parents[1] / f"nvidia/cu{major}"]
+    headers = [home / "include" for home in homes if home != Path("/usr") and (home / "include").is_dir()]
+    # The wheels' libraries first: torch has loaded those already.
+    folders = [folder for home in reversed(homes) for name in ("lib", "lib64") if (folder := home / name).is_dir()]
+
+    def library(*names: str) -> str:
+        within = [*(folder / "stubs" for folder in folders), *folders, Path("/usr/lib/x86_64-linux-gnu")]
+        found = next((file for folder in within for name in names if (file := folder / name).exists()), None)
+        if found is None:
+            raise SystemExit(f"no {names[0]} in {', '.join(map(str, within))}: CUDA_HOME names the CUDA toolkit")
+        return str(found)
+
+    linked = [library(f"lib{name}.so.{major}", f"lib{name}.so") for name in ("cudart", "cublasLt", "cublas")]
+    # The driver is on machines with a GPU only, or as a stub in the toolkit: needed just where a kernel calls it.
+    driver = library("libcuda.so", "libcuda.so.1")
+    linked += ["-lc10_cuda", "-ltorch_cuda", "-Wl,--push-state,--as-needed", driver, "-Wl,--pop-state"]
+    return ["-DNNTILE_CUDA", *(f"-isystem{path}" for path in headers)], linked, list(map(str, folders))
 
 
 def vector_flags() -> list[str]:
@@ -54,29 +93,34 @@ class Build(cpp_extension.BuildExtension):
         self.build_temp = str(ROOT / "build" / "ext")
 
     def run(self) -> None:
-        find_starpu()
+        starpu = find_starpu()
+        macros = starpu_macros(starpu["cflags"])
+        cuda = torch.version.cuda is not None and "USE_CUDA" in macros
+        compiled, linked, folders = cuda_flags() if cuda else ([], [], [])
         os.environ.setdefault("MAX_JOBS", str(len(os.sched_getaffinity(0))))
         arch = vector_flags()
-        libdir = ask("pkg-config", "--variable=libdir", STARPU)
         # Torch's headers include pybind11's. As system headers they are exempt from our warnings.
         system = [f"-isystem{path}" for path in (*cpp_extension.include_paths(), sysconfig.get_path("include"))]
-        flags = [*arch, "-std=c++20", "-O3", "-g0", "-fopenmp", "-Wall", "-Wextra", "-Werror", *system]
+        flags = [*arch, "-std=c++20", "-O3", "-g0", "-fopenmp", "-Wall", "-Wextra", *system, *compiled]
+        flags += ["-Werror"] if os.environ.get("NNTILE_WERROR") != "0" else []
         # GCC 12 warns of its own AVX-512 header.
         flags += ["-Wno-uninitialized", "-Wno-maybe-uninitialized"]
-        flags += ask("pkg-config", "--cflags", STARPU).replace("-I", "-isystem").split()
+        flags += starpu["cflags"].replace("-I", "-isystem").split()
         (extension,) = self.extensions
+        extension.sources += files("nntile_py/csrc/*_cuda.cpp", "tasks/*_cuda.cpp") if cuda else []
         extension.extra_compile_args = {"cxx": flags}
         # The linker is not told -fopenmp: the OpenMP runtime in use has to be the one that torch brings along.
-        rpaths = dict.fromkeys([libdir, *cpp_extension.library_paths()])
+        rpaths = dict.fromkeys([starpu["libdir"], *cpp_extension.library_paths(), *folders])
         extension.extra_link_args = [f"-Wl,-rpath,{path}" for path in rpaths]
-        extension.extra_link_args += ask("pkg-config", "--libs", STARPU).split()
+        extension.extra_link_args += [*starpu["libs"].split(), *linked]
         super().run()
         info = {
-            "starpu_prefix": ask("pkg-config", "--variable=prefix", STARPU),
-            "starpu_version": ask("pkg-config", "--modversion", STARPU),
-            "starpu_cflags": ask("pkg-config", "--cflags-only-I", STARPU),
-            "starpu_libdir": libdir,
+            "starpu_prefix": starpu["prefix"],
+            "starpu_version": ".".join(macros[f"{part}_VERSION"] for part in ("MAJOR", "MINOR", "RELEASE")),
+            "starpu_cflags": starpu["cflags"],
+            "starpu_libdir": starpu["libdir"],
             "torch": torch.__version__,
+            "cuda": torch.version.cuda if cuda else "",
             "arch": " ".join(arch),
         }
         inside = Path("nntile_py") if self.inplace else Path(self.build_lib) / "nntile_py"
@@ -100,7 +144,7 @@ setup(
     ext_modules=[
         cpp_extension.CppExtension(
             "nntile_py._core",
-            [f for f in files("nntile_py/csrc/*.cpp", "tasks/*.cpp") if not f.endswith("_cuda.cpp")],
+            [file for file in files("nntile_py/csrc/*.cpp", "tasks/*.cpp") if not file.endswith("_cuda.cpp")],
             include_dirs=[str(ROOT / "nntile_py" / "csrc")],
             depends=files("nntile_py/csrc/*.h", "tasks/*.h"),
         )

@@ -1,5 +1,6 @@
 """What this installation has, what it lacks, and how to get what it lacks. Works where the extension does not load."""
 
+import ctypes
 import importlib
 import importlib.metadata
 import importlib.util
@@ -29,7 +30,7 @@ def _check(name: str, ok: bool, value: str, hint: str = "") -> Check:
 
 
 def report() -> list[Check]:
-    return [_extension(), *_starpu(), *_torch(), *_machine(), *_optional()]
+    return [_extension(), _extension_cuda(), *_starpu(), *_torch(), *_machine(), *_optional()]
 
 
 def render(checks: list[Check]) -> Table:
@@ -60,6 +61,12 @@ def _extension() -> Check:
     return _check("extension", True, str(core.__file__))
 
 
+def _extension_cuda() -> Check:
+    cuda = _build_info().get("cuda")
+    how = "needs a torch with CUDA and a StarPU with CUDA (see those rows), then make setup"
+    return _check("  CUDA", bool(cuda), cuda or "compiled without", how)
+
+
 def _config_header() -> Path | None:
     """The configuration of the StarPU that the extension is linked with, else of the one that would be."""
     info = _build_info()
@@ -85,6 +92,7 @@ def _starpu() -> list[Check]:
     prefix = header.parents[3]
     libdir = Path(_build_info().get("starpu_libdir", prefix / "lib"))
     lost = _unresolved(libdir / "libstarpu-1.4.so")
+    mpi = (libdir / "libstarpumpi-1.4.so").exists()  # a bundle leaves it out
     rebuild = "then scripts/build_starpu.sh --force && make setup"
 
     def has(name: str, macro: str, how: str) -> Check:
@@ -95,9 +103,9 @@ def _starpu() -> list[Check]:
     return [
         _check("StarPU", not lost, f"{version} in {prefix}{lost}", "install the library's package, or make setup"),
         has("CUDA", "USE_CUDA", f"{toolkit}, then make setup"),
-        has("NVML", "HAVE_NVML_H", f"{toolkit}, {rebuild}"),
+        has("NVML header", "HAVE_NVML_H", f"{toolkit}, {rebuild}"),
         has("FxT (traces)", "USE_FXT", f"apt-get install libfxt-dev, {rebuild}"),
-        has("MPI", "USE_MPI", f"apt-get install libopenmpi-dev, {rebuild}"),
+        _check("  MPI", mpi, "yes" if mpi else "no libstarpumpi", f"apt-get install libopenmpi-dev, {rebuild}"),
         has("hwloc", "HAVE_HWLOC", f"apt-get install libhwloc-dev, {rebuild}"),
     ]
 
@@ -118,12 +126,17 @@ def _torch() -> list[Check]:
         why, how = f"CUDA {torch.version.cuda}, but no device", "a GPU and its driver (nvidia-smi shows both)"
     else:
         why, how = "torch is built without CUDA", "TORCH=... make setup, naming a build of torch with CUDA"
+    try:
+        nvml = bool(ctypes.CDLL("libnvidia-ml.so.1"))
+    except OSError:
+        nvml = False
     mkl = torch.backends.mkl.is_available()
     return [
         _check("torch", True, torch.__version__),
         _check("  MKL", mkl, "yes" if mkl else "no", "a torch from PyPI for x86-64; others do GEMM with OpenBLAS"),
         _check("  threads", True, f"{torch.get_num_threads()} ({torch.backends.cpu.get_cpu_capability()})"),
         _check("  CUDA devices", cuda, ", ".join(f"{names.count(n)} x {n}" for n in dict.fromkeys(names)) or why, how),
+        _check("  NVML", nvml, "loads" if nvml else "no libnvidia-ml.so.1", "comes with the driver"),
     ]
 
 

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Builds StarPU >= 1.4.8 once per user and prints its prefix, alone, on stdout.
 #   scripts/build_starpu.sh [--prefix DIR] [--tarball FILE] [--no-cuda] [--force]
-# Environment: NNTILE_STARPU_PREFIX, STARPU_TARBALL, NNTILE_CUDA=0, CUDA_HOME, MAX_JOBS.
+# Environment: NNTILE_STARPU_PREFIX, STARPU_TARBALL, CUDA_HOME, MAX_JOBS, and NNTILE_CUDA: 0 leaves CUDA out, 1 insists
+# on it and downloads a toolkit where none is complete (1.6 GB, in the cache); else it is used where a toolkit is found.
 set -euo pipefail
 umask 022
 export LC_ALL=C
@@ -10,7 +11,7 @@ oldest=1.4.8
 cache=${XDG_CACHE_HOME:-$HOME/.cache}/nntile_py
 prefix=${NNTILE_STARPU_PREFIX:-}
 tarball=${STARPU_TARBALL:-}
-cuda=${NNTILE_CUDA:-1}
+cuda=${NNTILE_CUDA:-}
 force=
 
 say() { echo "starpu: $*" >&2; }
@@ -21,7 +22,7 @@ while [ $# -gt 0 ]; do
         --tarball) tarball=${2:?--tarball needs a file}; shift ;;
         --no-cuda) cuda=0 ;;
         --force) force=1 ;;
-        -h | --help) sed -n '2,4s/^# //p' "$0"; exit ;;
+        -h | --help) sed -n '2,5s/^# //p' "$0"; exit ;;
         *) die "unknown argument $1 (--help)" ;;
     esac
     shift
@@ -52,7 +53,26 @@ find_cuda() {
         return
     done
 }
+# NVIDIA's wheels together are a toolkit, but for the names that a linker looks for. No GPU or driver is needed to build.
+download_cuda() {
+    local release target python=python3 library
+    release=$(nvcc --version 2>/dev/null | sed -n 's/.*release \([0-9.]*\),.*/\1/p')
+    target=$cache/cuda-${release:=13.0}
+    [ -e "$target/.complete" ] || {
+        [ ! -x "$(dirname "$0")/../.venv/bin/python" ] || python=$(dirname "$0")/../.venv/bin/python
+        say "downloading the CUDA $release toolkit to $target ($no_cuda)"
+        "$python" -m pip -q install --no-compile --upgrade --target "$target" \
+            "cuda-toolkit[cccl,crt,cublas,cudart,cusolver,cusparse,nvcc,nvml,nvvm]==$release.*" >&2 ||
+            die "no CUDA toolkit: name one by CUDA_HOME"
+        cuda_dir=$(ls -d "$target"/nvidia/cu*)
+        ln -sfn lib "$cuda_dir/lib64"
+        for library in "$cuda_dir"/lib/lib*.so.*; do ln -sf "${library##*/}" "${library%%.so.*}.so"; done
+        touch "$target/.complete"
+    }
+    cuda_dir=$(ls -d "$target"/nvidia/cu*)
+}
 if [ "$cuda" = 0 ]; then no_cuda="not wanted"; else find_cuda; fi
+if [ "$cuda" = 1 ] && [ -z "$cuda_dir" ]; then download_cuda; fi
 
 # A prefix counts once its .pc file is there and no interrupted 'make install' left its mark.
 version_in() {

@@ -54,7 +54,7 @@ def test_commands(command: str) -> None:
 
 def test_make_targets() -> None:
     targets = re.findall(r"^    make (\w+)", README, re.M)
-    assert targets == ["train", "test"]
+    assert targets == ["train", "test", "bundle"]
     for target in targets:
         made = subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, text=True, env=os.environ)
         assert made.returncode == 0, made.stderr

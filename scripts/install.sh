@@ -1,0 +1,79 @@
+#!/usr/bin/env bash
+# In a bundle (make bundle): compiles the extension against the torch of this machine. No network, no root.
+#   ./install.sh             then: . ./env.sh; nntile doctor
+#   PYTHON=python3           the interpreter that has torch; NNTILE_ARCH: the extension's -march (native)
+# Once more after moving the folder, or after another torch was installed.
+set -euo pipefail
+cd "$(dirname "$0")"
+say() { echo "install: $*" >&2; }
+die() { say "$*"; exit 1; }
+[ -d starpu-cpu ] || die "this script runs in the folder that 'make bundle' makes"
+python=$(command -v "${PYTHON:-python3}") || die "no ${PYTHON:-python3}"
+command -v g++ >/dev/null || die "no g++"
+
+# One line each: where CUDA's libraries are (empty without a CUDA torch), then which wheels are wanted.
+{ read -r cuda_libs; read -r missing; } < <("$python" - <<'PY'
+import glob, importlib.metadata as metadata, os, sys
+try:
+    import torch
+    from torch.utils.cpp_extension import CUDA_HOME
+except ImportError as error:
+    sys.exit(f"install: {sys.executable} has no torch ({error}); PYTHON=... names one that has")
+if sys.version_info < (3, 11) or [int(n) for n in torch.__version__.split(".")[:2]] < [2, 11]:
+    sys.exit("install: Python >= 3.11 and torch >= 2.11 are needed")
+major = (torch.version.cuda or "").split(".")[0]
+folders = glob.glob(f"{os.path.dirname(os.path.dirname(torch.__file__))}/nvidia/cu{major}/lib") + [f"{CUDA_HOME}/lib64"]
+print(":".join(filter(os.path.isdir, folders)) if major else "")
+def lacks(name):
+    try:
+        return name == "setuptools" and int(metadata.version(name).split(".")[0]) < 77
+    except metadata.PackageNotFoundError:
+        return True
+print(*filter(lacks, ["pydantic", "typer", "pyyaml", "safetensors", "tokenizers", "ninja", "setuptools"]))
+PY
+)
+
+rm -rf site
+mkdir -p site bin
+if [ -n "$missing" ]; then
+    say "wheels: $missing"
+    # tokenizers alone goes without its dependencies: they serve downloads.
+    for name in $missing; do
+        deps=; [ "$name" != tokenizers ] || deps=--no-deps
+        # shellcheck disable=SC2086
+        "$python" -m pip -q --disable-pip-version-check install --no-index --find-links wheels --target site --upgrade $deps "$name"
+    done
+fi
+
+starpu='starpu-cpu'
+if [ -n "$cuda_libs" ]; then
+    lost=$(LD_LIBRARY_PATH=starpu-cuda/lib:$cuda_libs ldd starpu-cuda/lib/libstarpu-1.4.so | sed -n 's/ => not found//p' | xargs)
+    if [ -z "$lost" ]; then starpu='starpu-cuda'; else say "CPU only: CUDA's libraries lack $lost"; fi
+fi
+
+cat >env.sh <<ENV
+# Written by install.sh. To be sourced.
+nntile_bundle=\$(cd "\$(dirname "\${BASH_SOURCE[0]:-\$0}")" && pwd)
+export PATH="\$nntile_bundle/bin:\$nntile_bundle/$starpu/bin:\$nntile_bundle/site/bin:\$PATH"
+export PYTHONPATH="\$nntile_bundle/src:\$nntile_bundle/site\${PYTHONPATH:+:\$PYTHONPATH}"
+export LD_LIBRARY_PATH="\$nntile_bundle/$starpu/lib${cuda_libs:+:$cuda_libs}\${LD_LIBRARY_PATH:+:\$LD_LIBRARY_PATH}"
+ENV
+cat >bin/nntile <<NNTILE
+#!/usr/bin/env bash
+. "\$(dirname "\$(readlink -f "\$0")")/../env.sh"
+exec "$python" -c 'from nntile_py.cli import main; main()' "\$@"
+NNTILE
+chmod +x bin/nntile
+
+# Installed, these folders are packages inside nntile_py.
+for folder in tasks tiles models scheduler_configs experiments; do ln -sfn ../$folder src/nntile_py/$folder; done
+say "compiling the extension, with $starpu"
+# shellcheck disable=SC1091
+. ./env.sh
+cd src
+mkdir -p build
+# A compiler that nobody tried may warn of something new.
+NNTILE_STARPU_PREFIX=$PWD/../$starpu NNTILE_WERROR=0 "$python" setup.py -q build_ext --inplace >build/ext.log 2>&1 ||
+    { { grep -A 5 'error: ' build/ext.log || tail -n 20 build/ext.log; } | head -n 60 >&2; die "compilation failed; log: src/build/ext.log"; }
+"$python" -c 'import nntile_py._core' || die "the extension does not load"
+say "done: . ./env.sh; nntile doctor"
