@@ -89,7 +89,7 @@ class Binary:
 
 
 LAUNCHES: dict[str, Callable[[Task], Launches]] = {}
-_MODULES = ("accumulate", "layer_norm", "optimizer")
+_MODULES = ("accumulate", "activation", "cross_entropy", "elementwise", "embedding", "layer_norm", "optimizer", "softmax")
 
 
 def launches(name: str) -> Callable[[Callable[[Task], Launches]], Callable[[Task], Launches]]:

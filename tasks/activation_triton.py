@@ -1,0 +1,66 @@
+"""Activations on CUDA. Kinds as in activation.py: 0 relu, 1 gelu (erf), 2 gelu_new (tanh)."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from nntile_py.tiles.tasklist import Task
+
+from .launch import Launches, ceil_div, launch, launches, tile, words
+
+
+@triton.jit
+def _gelu_new_gate(x):
+    """(1 + tanh(u)) / 2 with u = sqrt(2/pi) (x + 0.044715 x^3), as a logistic function of 2u."""
+    return tl.sigmoid(1.5957691216057308 * x * (1 + 0.044715 * x * x))
+
+
+@triton.jit
+def activate(x, KIND: tl.constexpr):
+    if KIND == 0:
+        y = tl.maximum(x, 0.0)
+    elif KIND == 1:
+        y = 0.5 * x * (1 + tl.erf(x * 0.7071067811865476))
+    else:
+        y = x * _gelu_new_gate(x)
+    return y
+
+
+@triton.jit
+def derivative(x, KIND: tl.constexpr):
+    if KIND == 0:
+        y = tl.where(x > 0, 1.0, 0.0)
+    elif KIND == 1:
+        y = 0.5 * (1 + tl.erf(x * 0.7071067811865476)) + x * 0.3989422804014327 * tl.exp(-0.5 * x * x)
+    else:
+        gate = _gelu_new_gate(x)
+        y = gate + x * 1.5957691216057308 * (1 + 3 * 0.044715 * x * x) * gate * (1 - gate)
+    return y
+
+
+@triton.jit
+def _activation(Y, X, n, KIND: tl.constexpr, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(Y + at, activate(tl.load(X + at, at < n).to(tl.float32), KIND), at < n)
+
+
+@triton.jit
+def _activation_grad(DX, DY, X, n, KIND: tl.constexpr, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    dy, x = tl.load(DY + at, at < n).to(tl.float32), tl.load(X + at, at < n).to(tl.float32)
+    tl.store(DX + at, dy * derivative(x, KIND), at < n)
+
+
+@launches("activation")
+def _describe(task: Task) -> Launches:
+    n = words(task, 0)
+    args = [tile(task, 0), tile(task, 1), n]
+    return Launches((launch(_activation, ceil_div(n, 1024), *args, KIND=task.ints[0], BLOCK=1024),))
+
+
+@launches("activation_grad")
+def _describe_grad(task: Task) -> Launches:
+    n = words(task, 0)
+    args = [*(tile(task, k) for k in range(3)), n]
+    return Launches((launch(_activation_grad, ceil_div(n, 1024), *args, KIND=task.ints[0], BLOCK=1024),))

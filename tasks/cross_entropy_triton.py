@@ -1,0 +1,209 @@
+"""Cross-entropy on tiles of logits [rows, vocab] on CUDA: a program a row, in 16-byte vectors, nothing kept in fp32.
+
+Tiles, ints and floats as in cross_entropy.cpp. A label outside of the vocabulary, which the CPU reports, makes the loss
+NaN: a kernel cannot throw.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from nntile_py.tiles.tasklist import Task
+
+from .accumulate_triton import combine_softmax
+from .launch import Launches, Scratch, TaskFloat, ceil_div, launch, launches, power_of_two, shape, tile, words
+
+# A row of 50257 words does not begin at a multiple of 16 bytes. So it is walked in three parts: the few words before
+# the first such multiple, whole blocks without a mask (which become 16-byte accesses), and the rest.
+
+
+@triton.jit
+def _parts(n, LANES: tl.constexpr, VECTOR: tl.constexpr, ALIGNED: tl.constexpr):
+    """Row `program_id`: its offset, first aligned offset, number of whole blocks, offsets inside of a block."""
+    start = tl.program_id(0).to(tl.int64) * n
+    first = start if ALIGNED else tl.minimum((start + VECTOR - 1) // VECTOR * VECTOR, start + n)
+    blocks = (start + n - first) // (LANES * VECTOR)
+    inner = tl.arange(0, LANES)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
+    return start, first, blocks, inner
+
+
+@triton.jit
+def _more(top, total, x):
+    """A lane's running (max, sumexp) with a vector more: one exponential an element, not two."""
+    new = tl.maximum(top, tl.max(x, 1))
+    known = tl.where(new == float("-inf"), 0.0, new)  # nothing yet
+    return new, total * tl.exp(top - known) + tl.sum(tl.exp(x - known[:, None]), 1)
+
+
+@triton.jit
+def _row_state(X, n, LANES: tl.constexpr, VECTOR: tl.constexpr, ALIGNED: tl.constexpr):
+    """(max, sum of exp(x - max)) of the row."""
+    start, first, blocks, inner = _parts(n, LANES, VECTOR, ALIGNED)
+    top, total = tl.full([LANES], float("-inf"), tl.float32), tl.zeros([LANES], tl.float32)
+    for k in range(0, blocks):
+        top, total = _more(top, total, tl.load(X + first + k * LANES * VECTOR + inner).to(tl.float32))
+    at = first + blocks * LANES * VECTOR + inner
+    top, total = _more(top, total, tl.load(X + at, at < start + n, float("-inf")).to(tl.float32))
+    if not ALIGNED:
+        at = start + inner
+        top, total = _more(top, total, tl.load(X + at, at < first, float("-inf")).to(tl.float32))
+    best = tl.max(top, 0)
+    return best, tl.sum(total * tl.exp(top - best), 0)
+
+
+@triton.jit
+def _gradient(x, lse, scale, at, chosen):
+    return (tl.exp(x - lse) - tl.where(at == chosen, 1.0, 0.0)) * scale
+
+
+@triton.jit
+def _row_gradient(
+    X, n, lse, label, first_word, scale, LANES: tl.constexpr, VECTOR: tl.constexpr, ALIGNED: tl.constexpr
+):
+    """x <- (exp(x - lse) - onehot(label - first_word)) scale, in place; 0 where the label is negative."""
+    start, first, blocks, inner = _parts(n, LANES, VECTOR, ALIGNED)
+    scale = tl.where(label < 0, 0.0, scale)
+    here = label - first_word
+    chosen = tl.where((here >= 0) & (here < n), start + here, -1)
+    for k in range(0, blocks):
+        at = first + k * LANES * VECTOR + inner
+        tl.store(X + at, _gradient(tl.load(X + at).to(tl.float32), lse, scale, at, chosen).to(X.dtype.element_ty))
+    at = first + blocks * LANES * VECTOR + inner
+    x = tl.load(X + at, at < start + n, 0.0).to(tl.float32)
+    tl.store(X + at, _gradient(x, lse, scale, at, chosen).to(X.dtype.element_ty), at < start + n)
+    if not ALIGNED:
+        at = start + inner
+        x = tl.load(X + at, at < first, 0.0).to(tl.float32)
+        tl.store(X + at, _gradient(x, lse, scale, at, chosen).to(X.dtype.element_ty), at < first)
+
+
+@triton.jit
+def _pick(X, n, label, first_word, vocab):
+    """The logit of the label if it is in this tile, else 0; NaN if it is in no tile."""
+    here = label - first_word
+    mine = (label >= 0) & (here >= 0) & (here < n)
+    value = tl.load(X + tl.program_id(0).to(tl.int64) * n + tl.where(mine, here, 0), mine, 0.0).to(tl.float32)
+    return tl.where(label >= vocab, float("nan"), value)
+
+
+@triton.jit
+def _cross_entropy(
+    X, LABEL, LSE, LOSS, n, scale,
+    GRADIENT: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0)
+    label = tl.load(LABEL + row)
+    picked = _pick(X, n, label, 0, n)
+    top, total = _row_state(X, n, LANES, VECTOR, ALIGNED)
+    lse = top + tl.log(total)
+    tl.store(LSE + row, lse)
+    tl.store(LOSS + row, tl.where(label < 0, 0.0, lse - picked))
+    if GRADIENT:
+        tl.debug_barrier()  # every warp has read `picked` before one overwrites it
+        _row_gradient(X, n, lse, label, 0, scale, LANES, VECTOR, ALIGNED)
+
+
+@triton.jit
+def _total(LOSS, ROWS, rows, scale, ACC: tl.constexpr, BLOCK: tl.constexpr):
+    total = tl.zeros([BLOCK], tl.float64)
+    for first in range(0, rows, BLOCK):
+        row = first + tl.arange(0, BLOCK)
+        total += tl.load(ROWS + row, row < rows, 0.0).to(tl.float64)
+    loss = tl.sum(total, 0) * scale.to(tl.float64)
+    if ACC:
+        loss += tl.load(LOSS)
+    tl.store(LOSS, loss)
+
+
+@triton.jit
+def _state(
+    STATE, PICKED, X, LABEL, n, first_word, vocab, ACC: tl.constexpr, ACC_PICKED: tl.constexpr,
+    LANES: tl.constexpr, VECTOR: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0)
+    picked = _pick(X, n, tl.load(LABEL + row), first_word, vocab)
+    if ACC_PICKED:
+        picked += tl.load(PICKED + row)
+    tl.store(PICKED + row, picked)
+    top, total = _row_state(X, n, LANES, VECTOR, ALIGNED)
+    s = STATE + row.to(tl.int64) * 2
+    if ACC:
+        top, total, _a, _b = combine_softmax(tl.load(s), tl.load(s + 1), top, total)
+    tl.store(s, top)
+    tl.store(s + 1, total)
+
+
+@triton.jit
+def _loss(LSE, LOSS, STATE, PICKED, LABEL, rows, BLOCK: tl.constexpr):
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    there = row < rows
+    lse = tl.load(STATE + row * 2, there, 0.0) + tl.log(tl.load(STATE + row * 2 + 1, there, 1.0))
+    tl.store(LSE + row, lse, there)
+    kept = tl.load(LABEL + row, there, -1) >= 0
+    tl.store(LOSS + row, tl.where(kept, lse - tl.load(PICKED + row, there, 0.0), 0.0), there)
+
+
+@triton.jit
+def _cross_entropy_grad(
+    X, LABEL, LSE, n, first_word, scale, LANES: tl.constexpr, VECTOR: tl.constexpr, ALIGNED: tl.constexpr
+):
+    row = tl.program_id(0)
+    _row_gradient(X, n, tl.load(LSE + row), tl.load(LABEL + row), first_word, scale, LANES, VECTOR, ALIGNED)
+
+
+def _blocks(task: Task, number: int) -> tuple[int, int, dict[str, Any]]:
+    """Rows and columns of the logits; lanes and words of a program's vectors."""
+    n = shape(task, number)[-1]
+    vector = 8 if tile(task, number).dtype == "bf16" else 4
+    lanes = min(512, power_of_two(ceil_div(n, vector)))
+    blocks = {"LANES": lanes, "VECTOR": vector, "ALIGNED": n % vector == 0, "warps": max(1, lanes // 64)}
+    return words(task, number) // n, n, blocks
+
+
+@launches("cross_entropy")
+def _describe(task: Task) -> Launches:
+    rows, n, blocks = _blocks(task, 0)
+    logits, labels, lse, loss = (tile(task, k) for k in range(4))
+    scratch = Scratch()
+    losses = scratch.take(rows, "fp32")
+    return Launches(
+        (
+            launch(
+                _cross_entropy, rows, logits, labels, lse, losses, n, TaskFloat(0),
+                GRADIENT=bool(task.ints[0]), **blocks,
+            ),
+            launch(_total, 1, loss, losses, rows, TaskFloat(0), ACC=task.accesses[3].accumulate, BLOCK=4096, warps=8),
+        ),
+        scratch.bytes,
+    )  # fmt: skip
+
+
+@launches("cross_entropy_state")
+def _describe_state(task: Task) -> Launches:
+    rows, n, blocks = _blocks(task, 2)
+    acc = {"ACC": task.accesses[0].accumulate, "ACC_PICKED": task.accesses[1].accumulate}
+    return Launches((launch(_state, rows, *(tile(task, k) for k in range(4)), n, *task.ints, **acc, **blocks),))
+
+
+@launches("cross_entropy_loss")
+def _describe_loss(task: Task) -> Launches:
+    lse, loss, state, picked, labels = (tile(task, k) for k in range(5))
+    rows, scratch = words(task, 0), Scratch()
+    losses, acc = scratch.take(rows, "fp32"), task.accesses[1].accumulate
+    return Launches(
+        (
+            launch(_loss, ceil_div(rows, 256), lse, losses, state, picked, labels, rows, BLOCK=256),
+            launch(_total, 1, loss, losses, rows, TaskFloat(0), ACC=acc, BLOCK=4096, warps=8),
+        ),
+        scratch.bytes,
+    )
+
+
+@launches("cross_entropy_grad")
+def _describe_grad(task: Task) -> Launches:
+    rows, n, blocks = _blocks(task, 0)
+    args = [*(tile(task, k) for k in range(3)), n, task.ints[0], TaskFloat(0)]
+    return Launches((launch(_cross_entropy_grad, rows, *args, **blocks),))

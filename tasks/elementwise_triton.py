@@ -1,0 +1,280 @@
+"""Element-wise operators on CUDA. Tiles and ints as in elementwise.cpp.
+
+Neighbouring axes that are neighbours in every tensor of a task become one; the sizes and strides of what is left are
+constants of the compiled kernel, so that indices cost multiplications and accesses are as wide as the strides allow.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from nntile_py.tiles.tasklist import Task
+
+from .launch import (
+    Argument, Int, Launch, Launches, Scratch, TaskFloat, ceil_div, constant, launch, launches, power_of_two, shape,
+    tile, words,
+)  # fmt: skip
+
+PROGRAMS = 528  # that a sum is split over; fixed, so that the order of the sum is
+
+
+@triton.jit
+def _offset(index, SIZES: tl.constexpr, STRIDES: tl.constexpr):
+    """The offset of element `index` of axes of these sizes and strides, the last axis first."""
+    offset = index * 0
+    for axis in tl.static_range(len(SIZES)):
+        if axis + 1 < len(SIZES):
+            offset += index % SIZES[axis] * STRIDES[axis]
+            index = index // SIZES[axis]
+        else:
+            offset += index * STRIDES[axis]
+    return offset
+
+
+@triton.jit
+def _block(rows, columns, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Rows, columns and mask of the program's block."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    return row, col, (row < rows)[:, None] & (col < columns)[None, :]
+
+
+@triton.jit
+def _add(Y, A, B, n, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(Y + at, tl.load(A + at, at < n).to(tl.float32) + tl.load(B + at, at < n).to(tl.float32), at < n)
+
+
+@triton.jit
+def _bias_add(
+    Y, X, BIAS, rows, columns,
+    SIZES: tl.constexpr, STRIDES: tl.constexpr, STEP: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row, col, inside = _block(rows, columns, ROWS, BLOCK)
+    at = row[:, None] * columns + col[None, :]
+    bias = tl.load(BIAS + _offset(row, SIZES, STRIDES)[:, None] + col[None, :] * STEP, inside).to(tl.float32)
+    tl.store(Y + at, tl.load(X + at, inside).to(tl.float32) + bias, inside)
+
+
+@triton.jit
+def _copy(
+    Y, X, y_first, x_first, rows, columns,
+    SIZES: tl.constexpr, Y_STRIDES: tl.constexpr, X_STRIDES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Rows that are contiguous on both sides."""
+    row, col, inside = _block(rows, columns, ROWS, BLOCK)
+    x = tl.load(X + x_first + _offset(row, SIZES, X_STRIDES)[:, None] + col[None, :], inside)
+    tl.store(Y + y_first + _offset(row, SIZES, Y_STRIDES)[:, None] + col[None, :], x, inside)
+
+
+@triton.jit
+def _swap(
+    Y, X, p_size, q_size,
+    P_STRIDE: tl.constexpr, Q_STRIDE: tl.constexpr,
+    SIZES: tl.constexpr, Y_STRIDES: tl.constexpr, X_STRIDES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Axis p is contiguous in y and has P_STRIDE in x, axis q the other way round."""
+    blocks = tl.cdiv(p_size, BLOCK)
+    rest = tl.program_id(0).to(tl.int64) // blocks
+    p = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
+    q = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = (p < p_size)[:, None] & (q < q_size)[None, :]
+    p, q = p.to(tl.int64)[:, None], q.to(tl.int64)[None, :]
+    x = tl.load(X + _offset(rest, SIZES, X_STRIDES) + p * P_STRIDE + q, inside)
+    tl.store(Y + _offset(rest, SIZES, Y_STRIDES) + p + q * Q_STRIDE, x, inside)
+
+
+@triton.jit
+def _sum(
+    OUT, X, kept, summed,
+    KEPT_SIZES: tl.constexpr, KEPT_STRIDES: tl.constexpr, SUM_SIZES: tl.constexpr, SUM_STRIDES: tl.constexpr,
+    ACC: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """OUT[program_id(1), :] (+)= the sum over every num_programs(1)-th block of ROWS summed elements."""
+    k = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros([ROWS, BLOCK], tl.float32)
+    for block in range(tl.program_id(1).to(tl.int64), tl.cdiv(summed, ROWS), tl.num_programs(1)):
+        r = block * ROWS + tl.arange(0, ROWS)
+        at = _offset(r, SUM_SIZES, SUM_STRIDES)[:, None] + _offset(k, KEPT_SIZES, KEPT_STRIDES)[None, :]
+        total += tl.load(X + at, (r < summed)[:, None] & (k < kept)[None, :], 0.0).to(tl.float32)
+    value, out = tl.sum(total, 0), OUT + tl.program_id(1).to(tl.int64) * kept + k
+    if ACC:
+        value += tl.load(out, k < kept).to(tl.float32)
+    tl.store(out, value, k < kept)
+
+
+@triton.jit
+def _dropout(
+    Y, X, rows, columns, first, seed, key, limit, scale,
+    SIZES: tl.constexpr, STRIDES: tl.constexpr, STEP: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row, col, inside = _block(rows, columns, ROWS, BLOCK)
+    index = (first + _offset(row, SIZES, STRIDES)[:, None] + col[None, :] * STEP).to(tl.uint64)
+    start = (seed.to(tl.uint64) * 0x9E3779B97F4A7C15) ^ key.to(tl.uint64)
+    z = ((index + 1) * 0x9E3779B97F4A7C15) ^ start
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB
+    at = row[:, None] * columns + col[None, :]
+    x = tl.load(X + at, inside).to(tl.float32)
+    tl.store(Y + at, tl.where((z >> 32).to(tl.int64) >= limit, x * scale, 0.0), inside)
+
+
+# -- axes
+
+
+def _strides(sizes: Sequence[int]) -> list[int]:
+    """Of a contiguous tensor."""
+    return [math.prod(sizes[axis + 1 :]) for axis in range(len(sizes))]
+
+
+def _merged(sizes: Sequence[int], *strides: Sequence[int]) -> tuple[list[int], list[list[int]]]:
+    """Sizes and strides with axes of size 1 left out and neighbours in every tensor made one; at least one axis."""
+    axes: list[tuple[int, list[int]]] = []
+    for axis, size in enumerate(sizes):
+        steps = [s[axis] for s in strides]
+        if size == 1:
+            continue
+        if axes and axes[-1][1] == [size * step for step in steps]:
+            axes[-1] = (axes[-1][0] * size, steps)
+        else:
+            axes.append((size, steps))
+    axes = axes or [(1, [1] * len(strides))]
+    return [size for size, _ in axes], [[steps[k] for _, steps in axes] for k in range(len(strides))]
+
+
+def _last_first(values: Sequence[int]) -> tuple[int, ...]:
+    return tuple(reversed(values))
+
+
+def _plane(sizes: Sequence[int]) -> tuple[tuple[int, int], tuple[int, int], dict[str, int]]:
+    """Programs; rows and columns, the columns being the last axis; rows and columns of a program."""
+    rows, columns = math.prod(sizes[:-1]), sizes[-1]
+    block = min(power_of_two(columns), 1024)
+    lines = min(1024 // block, power_of_two(rows))
+    return (ceil_div(rows, lines), ceil_div(columns, block)), (rows, columns), {"ROWS": lines, "BLOCK": block}
+
+
+def _copies(y: Argument, x: Argument, sizes: Sequence[int], y_strides: Sequence[int], x_strides: Sequence[int],
+            y_first: int = 0, x_first: int = 0) -> Launch:  # fmt: skip
+    """y[y_first + ...] = x[x_first + ...] over axes of any strides; each tensor has a contiguous axis."""
+    sizes, (y_strides, x_strides) = _merged(sizes, y_strides, x_strides)
+    if y_strides[-1] == x_strides[-1] == 1:
+        grid, size, blocks = _plane(sizes)
+        axes = {"SIZES": sizes, "Y_STRIDES": y_strides, "X_STRIDES": x_strides}
+        outer: dict[str, Any] = {name: _last_first(values[:-1]) for name, values in axes.items()}
+        return launch(_copy, grid, y, x, Int(y_first, 64), Int(x_first, 64), *size, **outer, **blocks)
+    assert y_first == x_first == 0
+    p, q = len(sizes) - 1, x_strides.index(1)
+    rest = [axis for axis in range(len(sizes)) if axis not in (p, q)]
+    block = min(64, max(16, power_of_two(min(sizes[p], sizes[q]))))
+    axes = {"SIZES": sizes, "Y_STRIDES": y_strides, "X_STRIDES": x_strides}
+    outer = {name: _last_first([values[axis] for axis in rest]) for name, values in axes.items()}
+    grid = (math.prod(sizes[axis] for axis in rest) * ceil_div(sizes[p], block), ceil_div(sizes[q], block))
+    steps = {"P_STRIDE": x_strides[p], "Q_STRIDE": y_strides[q]}
+    return launch(_swap, grid, y, x, sizes[p], sizes[q], **steps, **outer, BLOCK=block)
+
+
+# -- tasks
+
+
+@launches("add")
+def _describe_add(task: Task) -> Launches:
+    n = words(task, 0)
+    return Launches((launch(_add, ceil_div(n, 1024), *(tile(task, k) for k in range(3)), n, BLOCK=1024),))
+
+
+@launches("bias_add")
+def _describe_bias_add(task: Task) -> Launches:
+    full, bias = shape(task, 0), list(task.ints)
+    steps = [0 if size == 1 else step for size, step in zip(bias, _strides(bias), strict=True)]
+    sizes, (_, steps) = _merged(full, _strides(full), steps)
+    grid, size, blocks = _plane(sizes)
+    args = [*(tile(task, k) for k in range(3)), *size]
+    outer: dict[str, Any] = {"SIZES": _last_first(sizes[:-1]), "STRIDES": _last_first(steps[:-1])}
+    return Launches((launch(_bias_add, grid, *args, **outer, STEP=steps[-1], **blocks),))
+
+
+@launches("sum")
+def _describe_sum(task: Task) -> Launches:
+    full = shape(task, 1)
+    strides = _strides(full)
+    kept, kept_strides = _chosen(full, strides, [axis for axis in range(len(full)) if axis not in task.ints])
+    over, over_strides = _chosen(full, strides, list(task.ints))
+    n, summed = math.prod(kept), math.prod(over)
+    if kept_strides[-1] == 1:
+        block = min(power_of_two(n), 128)
+        rows = min(power_of_two(summed), 4096 // block)
+    else:
+        rows = min(power_of_two(summed), 1024)
+        block = min(power_of_two(n), 2048 // rows)
+    columns, acc = ceil_div(n, block), task.accesses[0].accumulate
+    splits = min(max(PROGRAMS // columns, 1), ceil_div(summed, rows))
+    scratch = Scratch()
+    part = tile(task, 0) if splits == 1 else scratch.take(splits * n, "fp32")
+    axes: dict[str, Any] = {
+        "KEPT_SIZES": _last_first(kept), "KEPT_STRIDES": _last_first(kept_strides),
+        "SUM_SIZES": _last_first(over), "SUM_STRIDES": _last_first(over_strides),
+    }  # fmt: skip
+    first = launch(
+        _sum, (columns, splits), part, tile(task, 1), n, summed,
+        **axes, ACC=acc and splits == 1, ROWS=rows, BLOCK=block,
+    )  # fmt: skip
+    if splits == 1:
+        return Launches((first,))
+    axes = {"KEPT_SIZES": (n,), "KEPT_STRIDES": (1,), "SUM_SIZES": (splits,), "SUM_STRIDES": (n,)}
+    last = launch(_sum, (ceil_div(n, 32), 1), tile(task, 0), part, n, splits, **axes, ACC=acc, ROWS=32, BLOCK=32)
+    return Launches((first, last), scratch.bytes)
+
+
+def _chosen(sizes: Sequence[int], strides: Sequence[int], axes: Sequence[int]) -> tuple[list[int], list[int]]:
+    merged, (steps,) = _merged([sizes[axis] for axis in axes], [strides[axis] for axis in axes])
+    return merged, steps
+
+
+@launches("transpose")
+def _describe_transpose(task: Task) -> Launches:
+    order, steps = task.ints, _strides(shape(task, 1))
+    out = shape(task, 0)
+    return Launches((_copies(tile(task, 0), tile(task, 1), out, _strides(out), [steps[axis] for axis in order]),))
+
+
+def _slices(task: Task, packed: Argument, sizes: Sequence[int], pack: bool) -> Launches:
+    """Copies between the packed tile and tiles 1, 2, ... along axis ints[0]."""
+    axis = task.ints[0]
+    inner, outer, count = math.prod(sizes[axis + 1 :]), math.prod(sizes[:axis]), sizes[axis]
+    result = []
+    for k in range(1, len(task.accesses)):
+        whole, one = (count * inner, 1), (inner, 1)
+        if pack:
+            result.append(_copies(packed, tile(task, k), (outer, inner), whole, one, (k - 1) * inner, 0))
+        else:
+            result.append(_copies(tile(task, k), packed, (outer, inner), one, whole, 0, (k - 1) * inner))
+    return Launches(tuple(result))
+
+
+@launches("unpack")
+def _describe_unpack(task: Task) -> Launches:
+    return _slices(task, tile(task, 0), shape(task, 0), pack=False)
+
+
+@launches("pack")
+def _describe_pack(task: Task) -> Launches:
+    return _slices(task, tile(task, 0), shape(task, 0), pack=True)
+
+
+@launches("dropout")
+def _describe_dropout(task: Task) -> Launches:
+    full, (key, first, *whole) = shape(task, 0), task.ints
+    sizes, (_, steps) = _merged(full, _strides(full), whole)
+    grid, size, blocks = _plane(sizes)
+    p = constant(task, 1)
+    mixed = (key * 0xD1B54A32D192ED03 + 2**63) % 2**64 - 2**63
+    rest = [Int(first, 64), TaskFloat(0, "int64"), Int(mixed, 64), Int(int(p * 2**32), 64), 1 / (1 - p)]
+    outer: dict[str, Any] = {"SIZES": _last_first(sizes[:-1]), "STRIDES": _last_first(steps[:-1])}
+    args = [tile(task, 0), tile(task, 1), *size, *rest]
+    return Launches((launch(_dropout, grid, *args, **outer, STEP=steps[-1], **blocks),))

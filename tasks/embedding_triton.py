@@ -1,0 +1,153 @@
+"""Embedding and its gradient on CUDA. Tiles and ints as in embedding.cpp.
+
+The gradient sums the rows of one id in the order of their positions, without atomics: positions are sorted by id with
+a counting sort, then a program sums the rows of an id. An id that is not in the table, which the CPU reports, gives a
+row of NaN: a kernel cannot throw.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from nntile_py.tiles.tasklist import Task
+
+from .launch import Int, Launches, Scratch, ceil_div, launch, launches, power_of_two, shape, tile, words
+
+RUN = 1024  # positions that are compared with each other
+SHARE = 64  # of them, those that a program compares
+
+
+@triton.jit
+def _embedding(
+    OUT, IDS, TABLE, count, width, first, rows, last,
+    ACC: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    k = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    there = k < count
+    id = tl.load(IDS + k, there, 0)
+    wrong, mine = (id < 0) | (id >= last), (id >= first) & (id < first + rows)
+    inside = there[:, None] & (col < width)[None, :]
+    x = tl.load(TABLE + (id - first)[:, None] * width + col[None, :], inside & mine[:, None], 0.0).to(tl.float32)
+    x = tl.where(wrong[:, None], float("nan"), x)
+    if ACC:
+        inside = inside & (mine | wrong)[:, None]
+    tl.store(OUT + k[:, None] * width + col[None, :], x, inside)
+
+
+@triton.jit
+def _zero(X, n, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(X + at, tl.zeros([BLOCK], tl.int32), at < n)
+
+
+@triton.jit
+def _rank(RANK, COUNTS, IDS, count, first, rows, RUN: tl.constexpr, SHARE: tl.constexpr):
+    """Of each position, how many before it in its run have its id; of each run and id, how many there are."""
+    run = tl.program_id(0)
+    mine = run * RUN + tl.program_id(1) * SHARE + tl.arange(0, SHARE)
+    other = run * RUN + tl.arange(0, RUN)
+    id = tl.load(IDS + mine, mine < count, -1)
+    same = id[:, None] == tl.load(IDS + other, other < count, -2)[None, :]
+    before = tl.sum((same & (other[None, :] < mine[:, None])).to(tl.int32), 1)
+    tl.store(RANK + mine, before, mine < count)
+    row = id - first
+    opens = (mine < count) & (row >= 0) & (row < rows) & (before == 0)
+    tl.store(COUNTS + run.to(tl.int64) * rows + row, tl.sum(same.to(tl.int32), 1), opens)
+
+
+@triton.jit
+def _add_runs(COUNTS, TOTALS, rows, runs, BLOCK: tl.constexpr):
+    """Counts of each run become the counts of the runs before it."""
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], tl.int32)
+    for run in range(0, runs):
+        at = COUNTS + run * rows.to(tl.int64) + row
+        here = tl.load(at, row < rows, 0)
+        tl.store(at, total, row < rows)
+        total += here
+    tl.store(TOTALS + row, total, row < rows)
+
+
+@triton.jit
+def _starts(STARTS, TOTALS, rows, BLOCK: tl.constexpr):
+    """Where the positions of each id begin in the sorted order; one program."""
+    before = 0
+    for first in range(0, rows, BLOCK):
+        row = first + tl.arange(0, BLOCK)
+        total = tl.load(TOTALS + row, row < rows, 0)
+        tl.store(STARTS + row, before + tl.cumsum(total, 0) - total, row < rows)
+        before += tl.sum(total, 0)
+
+
+@triton.jit
+def _scatter(ORDER, RANK, COUNTS, STARTS, IDS, count, first, rows, RUN: tl.constexpr, BLOCK: tl.constexpr):
+    k = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.load(IDS + k, k < count, -1) - first
+    mine = (k < count) & (row >= 0) & (row < rows)
+    before = tl.load(COUNTS + (k // RUN).to(tl.int64) * rows + row, mine, 0)
+    at = tl.load(STARTS + row, mine, 0) + before + tl.load(RANK + k, mine, 0)
+    tl.store(ORDER + at, k, mine)
+
+
+@triton.jit
+def _sum_rows(
+    OUT, DY, ORDER, STARTS, TOTALS, width, ACC: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):
+    row = tl.program_id(0)
+    col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    count = tl.load(TOTALS + row)
+    out = OUT + row.to(tl.int64) * width + col
+    if count > 0:
+        start, total = tl.load(STARTS + row), tl.zeros([ROWS, BLOCK], tl.float32)
+        for first in range(0, count, ROWS):
+            k = first + tl.arange(0, ROWS)
+            position = tl.load(ORDER + start + k, k < count, 0).to(tl.int64)
+            inside = (k < count)[:, None] & (col < width)[None, :]
+            total += tl.load(DY + position[:, None] * width + col[None, :], inside, 0.0).to(tl.float32)
+        value = tl.sum(total, 0)
+        if ACC:
+            value += tl.load(out, col < width).to(tl.float32)
+        tl.store(out, value, col < width)
+    elif not ACC:
+        tl.store(out, tl.zeros([BLOCK], tl.float32), col < width)
+
+
+@launches("embedding")
+def _describe(task: Task) -> Launches:
+    count, (rows, width) = words(task, 1), shape(task, 2)
+    block = min(power_of_two(width), 1024)
+    lines = max(1, 1024 // block)
+    args = [*(tile(task, k) for k in range(3)), count, width, task.ints[0], rows, task.ints[1]]
+    grid = (ceil_div(count, lines), ceil_div(width, block))
+    return Launches(
+        (launch(_embedding, grid, *args, ACC=task.accesses[0].accumulate, ROWS=lines, BLOCK=block, warps=2),)
+    )
+
+
+@launches("embedding_grad")
+def _describe_grad(task: Task) -> Launches:
+    out, ids, dy = (tile(task, k) for k in range(3))
+    count, (rows, width), first = words(task, 1), shape(task, 0), task.ints[0]
+    runs, scratch = ceil_div(count, RUN), Scratch()
+    assert runs * rows < 2**31, task.op
+    counts = scratch.take(runs * rows, "int32")
+    totals, starts = scratch.take(rows, "int32"), scratch.take(rows, "int32")
+    rank, order = scratch.take(count, "int32"), scratch.take(count, "int32")
+    block = min(power_of_two(width), 256)
+    size = (count, Int(first), rows)
+    return Launches(
+        (
+            launch(_zero, ceil_div(runs * rows, 4096), counts, runs * rows, BLOCK=4096, warps=8),
+            launch(_rank, (runs, RUN // SHARE), rank, counts, ids, *size, RUN=RUN, SHARE=SHARE),
+            launch(_add_runs, ceil_div(rows, 256), counts, totals, rows, runs, BLOCK=256, warps=2),
+            launch(_starts, 1, starts, totals, rows, BLOCK=4096, warps=8),
+            launch(_scatter, ceil_div(count, 256), order, rank, counts, starts, ids, *size, RUN=RUN, BLOCK=256),
+            launch(
+                _sum_rows, (rows, ceil_div(width, block)), out, dy, order, starts, totals, width,
+                ACC=task.accesses[0].accumulate, ROWS=16, BLOCK=block,
+            ),
+        ),
+        scratch.bytes,
+    )  # fmt: skip
