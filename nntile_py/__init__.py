@@ -30,6 +30,9 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return import_module(f"nntile_py.{name}")
+    if name == "_core":
+        import_module("torch")  # first: it loads CUDA's libraries from where its wheels keep them
+        return import_module("nntile_py._core")
     if name in _HOME:
         return getattr(import_module(f"nntile_py.{_HOME[name]}"), name)
     raise AttributeError(f"module 'nntile_py' has no attribute {name!r}")

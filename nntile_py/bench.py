@@ -153,6 +153,11 @@ def step(
     batch: int = 8,
     vocab: int = 50257,
     cpus: Annotated[int | None, typer.Option(help="Cores for each side. [default: all]")] = None,
+    cuda: Annotated[int, typer.Option(help="CUDA devices of ours; PyTorch takes one. 0: on the CPU")] = 0,
+    dtype: Annotated[str, typer.Option(help="bf16, tf32 or fp32, on CUDA devices.")] = "bf16",
+    window: Annotated[int, typer.Option(help="Most tasks in flight. 0: no bound")] = 0,
+    cuda_memory: Annotated[float, typer.Option(help="GiB of each device for tiles. [default: 85 %]")] = 0.0,
+    losses: Annotated[int, typer.Option(help="Report the losses of this many first steps.")] = 0,
     scheduler: str = "lws",
     tiles: Annotated[str, typer.Option(help="Ours, as axis=size,...")] = "batch=1",
     attention: str = "vendor",
@@ -166,7 +171,8 @@ def step(
     options: dict[str, Any] = {
         "layers": layers, "embed": embed, "heads": heads, "seq": seq, "batch": batch, "vocab": vocab,
         "cpus": cpus or len(os.sched_getaffinity(0)), "scheduler": scheduler, "tiles": parse_tiles(tiles),
-        "attention": attention, "accumulate": accumulate, "fusion": fusion,
+        "attention": attention, "accumulate": accumulate, "fusion": fusion, "cuda": cuda, "dtype": dtype,
+        "window": window or None, "cuda_memory": cuda_memory, "losses": losses,
     }  # fmt: skip
     names = ["nntile"] + (["torch_eager", "torch_compile"] if peer else [])
     result = measure_step(options, names, rounds, steps)
@@ -263,7 +269,7 @@ def sweep(
         points = [point | {name: value} for point in points for value in values]
     base = {
         "layers": layers, "embed": embed, "heads": heads, "seq": seq, "batch": batch, "vocab": vocab,
-        "cpus": len(os.sched_getaffinity(0)), "scheduler": "lws", "accumulate": "chain",
+        "cpus": len(os.sched_getaffinity(0)), "scheduler": "lws", "accumulate": "chain", "cuda": 0,
     }  # fmt: skip
     rows = []
     for point in points:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 LR, WEIGHT_DECAY, CLIP = 1e-3, 0.1, 1.0
+GPU_LR = 3e-4  # larger models
 Step = Callable[[int], list[float]]  # runs n steps, returns their losses
 
 
@@ -31,6 +32,56 @@ def reference_model(o: dict[str, Any]) -> Any:
 
 def batch(o: dict[str, Any]) -> np.ndarray[Any, Any]:
     return np.random.default_rng(0).integers(0, o["vocab"], (o["batch"], o["seq"]))
+
+
+def gpu_weights(o: dict[str, Any]) -> dict[str, Any]:
+    """{name in transformers: tensor on the GPU}, the same in each process: GPT-2's initialisation."""
+    import torch
+
+    from nntile_py.models.gpt2 import GPT2Config, weight_shapes
+
+    shape = GPT2Config(o["layers"], o["embed"], o["heads"], o["vocab"], o["seq"])
+    generator = torch.Generator("cuda").manual_seed(0)
+    result = {}
+    for name, size, std in weight_shapes(shape):
+        value = torch.ones(size, device="cuda")
+        result[name] = value if std < 0 else value.normal_(0, std, generator=generator) if std else value.zero_()
+    return result
+
+
+def ours_on_gpu(o: dict[str, Any]) -> tuple[Step, dict[str, Any]]:
+    import torch
+
+    import nntile_py as nt
+
+    config = nt.models.GPT2Config(
+        o["layers"], o["embed"], o["heads"], o["vocab"], o["seq"], attention=o["attention"]
+    )
+    weights = {name: value.cpu().numpy() for name, value in gpu_weights(o).items()}
+    torch.cuda.empty_cache()
+    memory = int(o["cuda_memory"] * 2**30) if o["cuda_memory"] else None
+    runtime = nt.Runtime(cpus=0, cuda=o["cuda"], scheduler=o["scheduler"], window=o["window"], cuda_memory=memory)
+    runtime.__enter__()
+    trainer = nt.Trainer(
+        nt.models.GPT2(config, weights), o["batch"], o["seq"], o["tiles"], dtype=o["dtype"],
+        optimizer=nt.AdamW(GPU_LR, weight_decay=WEIGHT_DECAY, betas=(0.9, 0.95)), clip_grad_norm=CLIP,
+        accumulate=o["accumulate"], fusion=o["fusion"], shift_labels=False,
+    )  # fmt: skip
+    weights.clear()
+    ids = batch(o)
+
+    def run(n: int) -> list[float]:
+        return [p.result().loss for p in [trainer.submit(ids, ids) for _ in range(n)]]
+
+    return run, {"tasks": trainer.tasks_per_step, "flop": trainer.flop_per_step}
+
+
+def gpu_peak_mib() -> float:
+    """What the process holds of the fullest GPU, tiles and workspaces and contexts."""
+    import torch
+
+    used = [torch.cuda.mem_get_info(device) for device in range(torch.cuda.device_count())]
+    return max(total - free for free, total in used) / 2**20
 
 
 def ours(o: dict[str, Any]) -> tuple[Step, dict[str, Any]]:
@@ -75,14 +126,24 @@ def torch_side(o: dict[str, Any], compiled: bool) -> tuple[Step, dict[str, Any]]
 
 def main(name: str, options: str) -> None:
     o = json.loads(options)
-    run, facts = ours(o) if name == "nntile" else torch_side(o, name == "torch_compile")
+    if name == "nntile":
+        run, facts = ours_on_gpu(o) if o["cuda"] else ours(o)
+    elif o["cuda"]:
+        from nntile_py.bench_torch import torch_on_gpu
+
+        run, facts = torch_on_gpu(o, name == "torch_compile")
+    else:
+        run, facts = torch_side(o, name == "torch_compile")
     losses = run(3)
+    if o.get("losses"):
+        losses += run(o["losses"] - 3)
+        facts["losses"] = losses
     print(json.dumps({"first_loss": losses[0], "third_loss": losses[2], **facts}), flush=True)
     for line in sys.stdin:
         start = time.perf_counter()
         run(int(line))
         seconds = time.perf_counter() - start
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+        peak = gpu_peak_mib() if o["cuda"] else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
         print(json.dumps({"seconds": seconds, "peak_mib": peak}), flush=True)
 
 

@@ -1,6 +1,8 @@
 // Attention on CUDA: the vendor's fused kernels where a task has whole sequences, else whole-tile operations.
 #include <ATen/ops/_scaled_dot_product_cudnn_attention.h>
 #include <ATen/ops/_scaled_dot_product_cudnn_attention_backward.h>
+#include <ATen/ops/_scaled_dot_product_flash_attention.h>
+#include <ATen/ops/_scaled_dot_product_flash_attention_backward.h>
 #include <ATen/ops/_scaled_dot_product_efficient_attention.h>
 #include <ATen/ops/_scaled_dot_product_efficient_attention_backward.h>
 #include <ATen/ops/amax.h>
@@ -23,6 +25,17 @@ bool low(const at::Tensor& x) { return x.scalar_type() == at::kBFloat16; }
 // Scores and statistics are fp32 for bf16 operands.
 at::Tensor wide(const at::Tensor& x) { return low(x) ? x.to(at::kFloat) : x; }
 
+// Which kernel takes operands of this dtype and these sizes, forward and backward alike.
+enum class Vendor { cudnn, flash, efficient, none };
+
+Vendor vendor(const at::Tensor& q) {
+  const auto seq = q.size(2), width = q.size(3);
+  if (low(q) && width % 8 == 0 && width <= 128 && seq % 64 == 0) return Vendor::cudnn;
+  if (low(q) && width % 8 == 0 && width <= 256) return Vendor::flash;
+  if (q.scalar_type() == at::kFloat && width % 4 == 0) return Vendor::efficient;
+  return Vendor::none;
+}
+
 at::Tensor scores(const at::Tensor& q, const at::Tensor& k, double scale, bool diagonal) {
   auto s = at::matmul(wide(q), wide(k).transpose(-1, -2)).mul_(scale);
   if (diagonal) s.masked_fill_(at::ones({s.size(-2), s.size(-1)}, s.options().dtype(at::kBool)).triu_(1), -INFINITY);
@@ -35,19 +48,31 @@ void attention(Args& t) {
   const auto out = t[0].permute(ints.four());
   const bool causal = ints.one();
   const Triple x(ints, 2);
-  if (low(x.q)) {
-    const auto r = at::_scaled_dot_product_cudnn_attention(x.q, x.k, x.v, {}, true, 0.0, causal, false, t.f(0));
-    out.copy_(std::get<0>(r));
-    t[1].copy_(std::get<1>(r).view(t[1].sizes()));
-  } else if (x.q.scalar_type() == at::kFloat) {
-    const auto r = at::_scaled_dot_product_efficient_attention(x.q, x.k, x.v, {}, true, 0.0, causal, t.f(0));
-    out.copy_(std::get<0>(r));
-    t[1].copy_(std::get<1>(r).narrow(-1, 0, x.q.size(2)));
-  } else {
-    const auto s = scores(x.q, x.k, t.f(0), causal);
-    const auto lse = at::logsumexp(s, {-1});
-    out.copy_(at::matmul(s.sub(lse.unsqueeze(-1)).exp_(), x.v));
-    t[1].copy_(lse);
+  switch (vendor(x.q)) {
+    case Vendor::cudnn: {
+      const auto r = at::_scaled_dot_product_cudnn_attention(x.q, x.k, x.v, {}, true, 0.0, causal, false, t.f(0));
+      out.copy_(std::get<0>(r));
+      t[1].copy_(std::get<1>(r).view(t[1].sizes()));
+      return;
+    }
+    case Vendor::flash: {
+      const auto r = at::_scaled_dot_product_flash_attention(x.q, x.k, x.v, 0.0, causal, false, t.f(0));
+      out.copy_(std::get<0>(r));
+      t[1].copy_(std::get<1>(r));
+      return;
+    }
+    case Vendor::efficient: {
+      const auto r = at::_scaled_dot_product_efficient_attention(x.q, x.k, x.v, {}, true, 0.0, causal, t.f(0));
+      out.copy_(std::get<0>(r));
+      t[1].copy_(std::get<1>(r).narrow(-1, 0, x.q.size(2)));
+      return;
+    }
+    case Vendor::none: {
+      const auto s = scores(x.q, x.k, t.f(0), causal);
+      const auto lse = at::logsumexp(s, {-1});
+      out.copy_(at::matmul(s.sub(lse.unsqueeze(-1)).exp_(), wide(x.v)));
+      t[1].copy_(lse);
+    }
   }
 }
 
@@ -70,21 +95,29 @@ void attention_grad(Args& t) {
   const Triple x(ints, 3), grads(ints, 3 + x.count);
   const auto lse = t[2];
   const auto seed = at::empty({}, lse.options().dtype(at::kLong));  // of a dropout that is off
+  const auto rows = x.q.size(2);
   at::Tensor dq, dk, dv;
-  if (low(x.q)) {
-    std::tie(dq, dk, dv) = at::_scaled_dot_product_cudnn_attention_backward(
-        d_out, x.q, x.k, x.v, out, lse.unsqueeze(-1), seed, seed, {}, {}, {}, x.q.size(2), x.k.size(2), 0.0, causal,
-        t.f(0));
-  } else if (x.q.scalar_type() == at::kFloat) {
-    const auto rows = x.q.size(2), missing = (kLseRows - rows % kLseRows) % kLseRows;
-    const auto padded = missing ? at::constant_pad_nd(lse, {0, missing}, INFINITY) : lse;
-    at::Tensor db;
-    std::tie(dq, dk, dv, db) = at::_scaled_dot_product_efficient_attention_backward(
-        d_out, x.q, x.k, x.v, {}, out, padded, seed, seed, 0.0, {true, true, true, false}, causal, t.f(0));
-  } else {
-    for (size_t k = 3 + x.count; k < t.tiles(); ++k) t[k].zero_();
-    add_pair(x, grads, d_out, lse, d_out.mul(out).sum(-1), t.f(0), causal);
-    return;
+  switch (vendor(x.q)) {
+    case Vendor::cudnn:
+      std::tie(dq, dk, dv) = at::_scaled_dot_product_cudnn_attention_backward(
+          d_out, x.q, x.k, x.v, out, lse.unsqueeze(-1), seed, seed, {}, {}, {}, rows, rows, 0.0, causal, t.f(0));
+      break;
+    case Vendor::flash:
+      std::tie(dq, dk, dv) = at::_scaled_dot_product_flash_attention_backward(
+          d_out, x.q, x.k, x.v, out, lse, {}, {}, rows, rows, 0.0, causal, seed, seed, t.f(0));
+      break;
+    case Vendor::efficient: {
+      const auto missing = (kLseRows - rows % kLseRows) % kLseRows;
+      const auto padded = missing ? at::constant_pad_nd(lse, {0, missing}, INFINITY) : lse;
+      at::Tensor db;
+      std::tie(dq, dk, dv, db) = at::_scaled_dot_product_efficient_attention_backward(
+          d_out, x.q, x.k, x.v, {}, out, padded, seed, seed, 0.0, {true, true, true, false}, causal, t.f(0));
+      break;
+    }
+    case Vendor::none:
+      for (size_t k = 3 + x.count; k < t.tiles(); ++k) t[k].zero_();
+      add_pair(x, grads, d_out, lse, wide(d_out).mul(wide(out)).sum(-1), t.f(0), causal);
+      return;
   }
   grads.q.copy_(dq);
   grads.k.copy_(dk);

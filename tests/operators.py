@@ -27,7 +27,7 @@ Maker = Callable[[np.random.Generator, tuple[int, ...], Values], Array]
 
 SIZES = {"batch": 4, "seq": 6, "embed": 24, "heads": 4, "head_dim": 4, "ffn": 20, "vocab": 36}
 FIXED = {"qkv": 3, "stat": 2, "one": 1}
-NUMPY = {"fp32": np.float32, "fp64": np.float64, "int64": np.int64}
+NUMPY = {"bf16": np.float32, "fp32": np.float32, "fp64": np.float64, "int64": np.int64}
 
 
 # -- values of inputs
@@ -170,7 +170,7 @@ def check(
                 there[where] = True
             assert got.dtype == NUMPY[tensor.dtype]
             wrong = error(got, want * there)
-            limit = tolerance or {"fp64": 1e-12, "fp32": 1e-5}[dtype]
+            limit = tolerance or {"fp64": 1e-12, "fp32": 1e-5, "bf16": 1.5e-2}[dtype]
             assert wrong < limit, f"{tensor}: off by {wrong:.1e}, replay {replay}, {policy}, {dict(tiles)}, {sizes}"
 
 

@@ -1,0 +1,145 @@
+"""On a CUDA device: every operator against its float64 reference, GPT-2 against PyTorch, memory limits, Python tasks."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import error
+from operators import ROWS, adamw, check, sgd
+
+import nntile_py as nt
+from nntile_py import _core
+
+if not (torch.cuda.is_available() and _core.has_cuda):
+    pytest.skip("needs a CUDA device and an extension built for it", allow_module_level=True)
+
+TILINGS: dict[str, dict[str, int]] = {
+    "uncut": {},
+    "even": {"batch": 2, "seq": 3, "embed": 8, "heads": 2, "ffn": 10, "vocab": 12},
+    "ragged": {"batch": 3, "seq": 4, "embed": 10, "heads": 3, "ffn": 17, "vocab": 17},
+}
+MASTERS = {"AdamW master": adamw(master=True), "SGD momentum master": sgd(0.8, master=True)}
+LARGE = {"batch": 2, "seq": 192, "embed": 136, "heads": 4, "head_dim": 64, "ffn": 320, "vocab": 1000}
+CONFIG = nt.models.GPT2Config(layers=3, embed=128, heads=4, vocab=512, positions=64)
+
+
+@pytest.fixture(scope="module")
+def cuda() -> Iterator[nt.Runtime]:
+    with nt.Runtime(cpus=0, cuda=1) as running:
+        yield running
+
+
+@pytest.mark.parametrize(
+    ("tiling", "policy"), [("uncut", "chain"), ("even", "tree"), ("ragged", "chain"), ("ragged", "redux")]
+)
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
+def test_operator(cuda: nt.Runtime, row: Any, dtype: str, tiling: str, policy: str) -> None:
+    check(row, TILINGS[tiling], policy, dtype, tolerance=3e-5 if dtype == "fp32" else None)
+
+
+@pytest.mark.parametrize("row", MASTERS.values(), ids=MASTERS)
+def test_masters(cuda: nt.Runtime, row: Any) -> None:
+    check(row, TILINGS["ragged"], "chain", "bf16")
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
+def test_operator_on_large_tiles(cuda: nt.Runtime, row: Any, dtype: str) -> None:
+    check(row, {"batch": 1, "embed": 136}, "chain", dtype, LARGE, tolerance=5e-5 if dtype == "fp32" else None)
+
+
+def losses(trainer: nt.Trainer, steps: int) -> list[float]:
+    rng = np.random.default_rng(5)
+    ids = rng.integers(0, CONFIG.vocab, (trainer.batch, trainer.seq))  # one batch, learnt by heart
+    return [p.result().loss for p in [trainer.submit(ids, ids) for _ in range(steps)]]
+
+
+def train(dtype: str, steps: int = 20, **options: Any) -> list[float]:
+    model = nt.models.GPT2(CONFIG, seed=1)
+    trainer = nt.Trainer(model, 8, 64, dtype=dtype, optimizer=nt.AdamW(lr=1e-3), clip_grad_norm=1.0, **options)
+    result = losses(trainer, steps)
+    trainer.close()
+    return result
+
+
+@pytest.fixture(scope="module")
+def expected(python: Any) -> list[float]:
+    """The losses in fp32 on the CPU."""
+    code = """
+import sys; sys.path.insert(0, sys.argv[1])
+import test_cuda, nntile_py as nt
+with nt.Runtime(cpus=2):
+    print(test_cuda.train("fp32"))
+"""
+    result = python(code, __file__.rpartition("/")[0])
+    assert result.returncode == 0, result.stderr
+    return [float(x) for x in result.stdout.strip(" []\n").split(",")]
+
+
+CUTS: dict[str, dict[str, int]] = {
+    "uncut": {}, "batch": {"batch": 2}, "ragged": {"batch": 3, "embed": 48, "heads": 3, "ffn": 200, "vocab": 300},
+    "seq": {"seq": 24, "batch": 4},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize(("dtype", "limit"), [("fp32", 1e-4), ("tf32", 5e-3), ("bf16", 2e-2)])
+def test_training(cuda: nt.Runtime, expected: list[float], dtype: str, limit: float, cut: str) -> None:
+    got = train(dtype, tiles=CUTS[cut])
+    assert got[-1] < 0.8 * got[0]
+    assert error(got, expected) < limit
+
+
+@pytest.mark.parametrize("policy", ["commute", "redux", "tree"])
+def test_training_by_policy(cuda: nt.Runtime, expected: list[float], policy: str) -> None:
+    assert error(train("bf16", tiles={"batch": 2, "vocab": 300}, accumulate=policy), expected) < 2e-2
+
+
+def test_two_runs_are_alike(cuda: nt.Runtime) -> None:
+    assert train("bf16", tiles={"batch": 2}) == train("bf16", tiles={"batch": 2})
+
+
+def test_weights_come_back(cuda: nt.Runtime) -> None:
+    model = nt.models.GPT2(CONFIG, seed=2)
+    before = {name: value.copy() for name, value in model.weights.items()}
+    trainer = nt.Trainer(model, 2, 32, dtype="bf16", optimizer=nt.AdamW(lr=1e-9))
+    losses(trainer, 1)
+    after = trainer.state_dict()
+    assert all(error(after[name], before[name]) < 1e-5 or not before[name].any() for name in before)  # no bf16 rounding
+    trainer.close()
+
+
+@nt.task(x="R", y="RW")
+def axpy(x: Any, y: Any, *, alpha: float) -> None:
+    raise AssertionError("there is no CPU worker")
+
+
+@axpy.cuda  # type: ignore[attr-defined]
+def axpy_cuda(x: Any, y: Any, *, alpha: float) -> None:
+    y += alpha * x
+
+
+def test_task_in_python(cuda: nt.Runtime) -> None:
+    pytest.importorskip("cupy")
+    x, y = nt.array(np.arange(6.0).reshape(2, 3)), nt.array(np.ones((2, 3)))
+    for _ in range(10):
+        axpy(x, y, alpha=0.5)
+    assert np.array_equal(y.numpy(), 1 + 5 * np.arange(6.0).reshape(2, 3))
+
+
+LIMIT = """
+import sys; sys.path.insert(0, sys.argv[1])
+import test_cuda, nntile_py as nt
+with nt.Runtime(cpus=0, cuda=1, cuda_memory=int(sys.argv[2]) << 20, window=200):
+    print(test_cuda.train("bf16", tiles={"batch": 1}))
+"""
+
+
+def test_eviction(python: Any, cuda: nt.Runtime) -> None:
+    """With less memory than the tiles take together the losses are the same."""
+    results = [python(LIMIT, __file__.rpartition("/")[0], limit) for limit in (4096, 24)]
+    assert all(r.returncode == 0 for r in results), [r.stderr[-2000:] for r in results]
+    assert results[0].stdout == results[1].stdout
