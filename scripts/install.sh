@@ -26,7 +26,8 @@ folders = glob.glob(f"{os.path.dirname(os.path.dirname(torch.__file__))}/nvidia/
 print(":".join(filter(os.path.isdir, folders)) if major else "")
 def lacks(name):
     try:
-        return name == "setuptools" and int(metadata.version(name).split(".")[0]) < 77
+        version = metadata.version(name)
+        return name == "setuptools" and int(version.split(".")[0]) < 77
     except metadata.PackageNotFoundError:
         return True
 print(*filter(lacks, ["pydantic", "typer", "pyyaml", "safetensors", "tokenizers", "ninja", "setuptools"]))
