@@ -52,22 +52,27 @@ def cuda_flags() -> tuple[list[str], list[str], list[str]]:
     The toolkit's parts may lie in CUDA_HOME, or in the wheels that a CUDA torch brings along, or in both.
     """
     major = torch.version.cuda.split(".")[0]
-    homes = [Path(cpp_extension.CUDA_HOME or "/usr/local/cuda"), Path(torch.__file__).parents[1] / f"nvidia/cu{major}"]
-    headers = [home / "include" for home in homes if home != Path("/usr") and (home / "include").is_dir()]
+    wheels = Path(torch.__file__).parents[1] / f"nvidia/cu{major}"
+    named = dict.fromkeys([cpp_extension.CUDA_HOME, "/usr/local/cuda", wheels])
+    homes = [Path(home) for home in named if home and home != "/usr"]
+    headers = [home / "include" for home in homes if (home / "include").is_dir()]
     # The wheels' libraries first: torch has loaded those already.
     folders = [folder for home in reversed(homes) for name in ("lib", "lib64") if (folder := home / name).is_dir()]
 
-    def library(*names: str) -> str:
+    def library(*names: str) -> str | None:
         within = [*(folder / "stubs" for folder in folders), *folders, Path("/usr/lib/x86_64-linux-gnu")]
-        found = next((file for folder in within for name in names if (file := folder / name).exists()), None)
-        if found is None:
-            raise SystemExit(f"no {names[0]} in {', '.join(map(str, within))}: CUDA_HOME names the CUDA toolkit")
-        return str(found)
+        return next((str(file) for folder in within for name in names if (file := folder / name).exists()), None)
 
-    linked = [library(f"lib{name}.so.{major}", f"lib{name}.so") for name in ("cudart", "cublasLt", "cublas")]
-    # The driver is on machines with a GPU only, or as a stub in the toolkit: needed just where a kernel calls it.
-    driver = library("libcuda.so", "libcuda.so.1")
-    linked += ["-lc10_cuda", "-ltorch_cuda", "-Wl,--push-state,--as-needed", driver, "-Wl,--pop-state"]
+    linked = ["-lc10_cuda", "-ltorch_cuda"]
+    for name in ("cudart", "cublasLt", "cublas"):
+        found = library(f"lib{name}.so.{major}", f"lib{name}.so")
+        if found is None:
+            raise SystemExit(f"no lib{name}.so.{major} in {', '.join(map(str, homes))}: CUDA_HOME names the toolkit")
+        linked.append(found)
+    # The driver, or a toolkit's stub of it, is needed just where a kernel calls it: elsewhere the extension is to load
+    # on machines without a GPU.
+    if driver := library("libcuda.so", "libcuda.so.1"):
+        linked += ["-Wl,--push-state,--as-needed", driver, "-Wl,--pop-state"]
     return ["-DNNTILE_CUDA", *(f"-isystem{path}" for path in headers)], linked, list(map(str, folders))
 
 

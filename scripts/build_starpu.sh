@@ -78,11 +78,12 @@ if [ "$cuda" = 1 ] && [ -z "$cuda_dir" ]; then download_cuda; fi
 version_in() {
     [ ! -e "$1/.installing" ] || return 1
     PKG_CONFIG_LIBDIR=$1/lib/pkgconfig:$1/lib64/pkgconfig:$(pkg-config --variable pc_path pkg-config) \
-        pkg-config --atleast-version=$oldest starpu-1.4 && [ -e "$1"/lib*/pkgconfig/starpu-1.4.pc ]
+        pkg-config --atleast-version=$oldest starpu-1.4 && compgen -G "$1/lib*/pkgconfig/starpu-1.4.pc" >/dev/null
 }
 done_already() {
     local dir
     [ -z "$force" ] || return 1
+    # shellcheck disable=SC2012
     for dir in ${prefix:+"$prefix"} $([ -n "$prefix" ] || ls -d "$cache"/starpu-1.4.*[0-9]${cuda_dir:+-cuda} 2>/dev/null | sort -Vr); do
         if version_in "$dir"; then echo "$dir"; return; fi
     done

@@ -45,6 +45,8 @@ cuda=$(NNTILE_CUDA=1 scripts/build_starpu.sh)
 rm -rf "$out" "$out.tar.gz"
 copy_starpu starpu-cpu "$cpu"
 copy_starpu starpu-cuda "$cuda"
+# CUDA's wheels that torch brings along lack this header, of which StarPU's headers want one type.
+echo 'typedef struct nvmlDevice_st *nvmlDevice_t;' >"$out/starpu-cuda/include/starpu/1.4/nvml.h"
 sources
 
 # install.sh takes those that the machine lacks. Left out: numpy, which comes along with torch, and matplotlib, for its size.

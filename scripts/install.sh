@@ -13,7 +13,7 @@ command -v g++ >/dev/null || die "no g++"
 
 # One line each: where CUDA's libraries are (empty without a CUDA torch), then which wheels are wanted.
 { read -r cuda_libs; read -r missing; } < <("$python" - <<'PY'
-import glob, importlib.metadata as metadata, os, sys
+import glob, importlib.metadata as metadata, os, sys, sysconfig
 try:
     import torch
     from torch.utils.cpp_extension import CUDA_HOME
@@ -21,12 +21,15 @@ except ImportError as error:
     sys.exit(f"install: {sys.executable} has no torch ({error}); PYTHON=... names one that has")
 if sys.version_info < (3, 11) or [int(n) for n in torch.__version__.split(".")[:2]] < [2, 11]:
     sys.exit("install: Python >= 3.11 and torch >= 2.11 are needed")
+if not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h")):
+    sys.exit(f"install: no Python.h for {sys.executable} (Debian: python3-dev)")
 major = (torch.version.cuda or "").split(".")[0]
 folders = glob.glob(f"{os.path.dirname(os.path.dirname(torch.__file__))}/nvidia/cu{major}/lib") + [f"{CUDA_HOME}/lib64"]
 print(":".join(filter(os.path.isdir, folders)) if major else "")
 def lacks(name):
     try:
-        return name == "setuptools" and int(metadata.version(name).split(".")[0]) < 77
+        version = metadata.version(name)
+        return name == "setuptools" and int(version.split(".")[0]) < 77
     except metadata.PackageNotFoundError:
         return True
 print(*filter(lacks, ["pydantic", "typer", "pyyaml", "safetensors", "tokenizers", "ninja", "setuptools"]))

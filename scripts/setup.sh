@@ -66,6 +66,7 @@ if [ -n "${missing// /}" ]; then
     install_packages $missing || say "not installed: apt-get install" $missing
     look_at_python
     missing=$(needed)
+    # shellcheck disable=SC2086
     [ -z "$missing" ] || die "cannot go on without: apt-get install" $missing
 fi
 
