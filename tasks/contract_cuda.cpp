@@ -288,13 +288,14 @@ void contract(Args& t) {
     const bool vector = bias.defined() && trailing(e.bias_axes, target.dim()) && bias.numel() == b_matrix.size(1);
     const bool late = residual.defined() || (bias.defined() && !vector);  // something to add before the activation
     if (vector) f.bias = std::exchange(bias, {});
-    const bool gelu = e.activation == kGeluNew && !late;
+    // What accumulates in the tile that is to hold the value before the activation cannot be read and written at once.
+    const bool gelu = e.activation == kGeluNew && !late && !(e.keep_pre && t.accumulates(0));
     if (gelu && e.aux) {
       f.epilogue = CUBLASLT_EPILOGUE_DGELU;
       f.aux = aux;
     } else if (gelu && e.keep_pre) {
       f.epilogue = f.bias.defined() ? CUBLASLT_EPILOGUE_GELU_AUX_BIAS : CUBLASLT_EPILOGUE_GELU_AUX;
-      f.aux = target;
+      f.aux = target;  // out of the epilogue; out is D
     } else if (gelu) {
       f.epilogue = f.bias.defined() ? CUBLASLT_EPILOGUE_GELU_BIAS : CUBLASLT_EPILOGUE_GELU;
     } else if (f.bias.defined()) {

@@ -13,6 +13,11 @@ namespace {
 std::mutex g_tiles_mutex;
 std::unordered_set<Tile*> g_tiles;
 
+// Of acquired data. The callback may run on a CUDA worker, whose "local" memory is the device's.
+void* host_pointer(starpu_data_handle_t handle) {
+  return pointer(starpu_data_get_interface_on_node(handle, STARPU_MAIN_RAM));
+}
+
 void fill_zero(void** buffers, void*) { std::memset(pointer(buffers[0]), 0, STARPU_VARIABLE_GET_ELEMSIZE(buffers[0])); }
 
 // The reduction task is StarPU's own, with no argument of ours: what it needs to know stands beside its codelet.
@@ -144,7 +149,7 @@ void write_tile(const std::shared_ptr<Tile>& tile, const void* data) {
       [](void* arg) {
         const std::unique_ptr<Write> owned(static_cast<Write*>(arg));
         const auto handle = owned->tile->handle;
-        std::memcpy(reinterpret_cast<void*>(starpu_variable_get_local_ptr(handle)), owned->data.get(),
+        std::memcpy(host_pointer(handle), owned->data.get(),
                     owned->tile->bytes);
         starpu_data_release(handle);
       },
@@ -180,7 +185,7 @@ void read_tile(const std::shared_ptr<Tile>& tile, void* data) {
         const std::unique_ptr<std::shared_ptr<Read>> owned(static_cast<std::shared_ptr<Read>*>(arg));
         auto& r = **owned;
         const auto handle = r.tile->handle;
-        std::memcpy(r.data.get(), reinterpret_cast<void*>(starpu_variable_get_local_ptr(handle)), r.tile->bytes);
+        std::memcpy(r.data.get(), host_pointer(handle), r.tile->bytes);
         starpu_data_release(handle);
         r.done = true;
       },
@@ -222,7 +227,7 @@ Fetch::Fetch(const std::vector<std::shared_ptr<Tile>>& tiles) : state_(std::make
         [](void* arg) {
           const std::unique_ptr<Item> item(static_cast<Item*>(arg));
           const auto handle = item->tile->handle;
-          const double value = *reinterpret_cast<double*>(starpu_variable_get_local_ptr(handle));
+          const double value = *static_cast<double*>(host_pointer(handle));
           starpu_data_release(handle);
           item->state->values[item->k] = value;
           if (failure_count() != item->state->failures) item->state->dropped = true;
