@@ -16,8 +16,20 @@ import triton.language as tl
 from nntile_py.tiles.tasklist import Task
 
 from .launch import (
-    Argument, Int, Launch, Launches, Scratch, TaskFloat, ceil_div, constant, launch, launches, power_of_two, shape,
-    tile, words,
+    Argument,
+    Int,
+    Launch,
+    Launches,
+    Scratch,
+    TaskFloat,
+    ceil_div,
+    constant,
+    launch,
+    launches,
+    power_of_two,
+    shape,
+    tile,
+    words,
 )  # fmt: skip
 
 PROGRAMS = 528  # that a sum is split over; fixed, so that the order of the sum is
@@ -39,8 +51,9 @@ def _offset(index, SIZES: tl.constexpr, STRIDES: tl.constexpr):
 @triton.jit
 def _block(rows, columns, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """Rows, columns and mask of the program's block."""
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    across = tl.cdiv(columns, BLOCK)
+    row = (tl.program_id(0) // across).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    col = (tl.program_id(0) % across) * BLOCK + tl.arange(0, BLOCK)
     return row, col, (row < rows)[:, None] & (col < columns)[None, :]
 
 
@@ -151,12 +164,12 @@ def _last_first(values: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(values))
 
 
-def _plane(sizes: Sequence[int]) -> tuple[tuple[int, int], tuple[int, int], dict[str, int]]:
+def _plane(sizes: Sequence[int]) -> tuple[int, tuple[int, int], dict[str, int]]:
     """Programs; rows and columns, the columns being the last axis; rows and columns of a program."""
     rows, columns = math.prod(sizes[:-1]), sizes[-1]
     block = min(power_of_two(columns), 1024)
     lines = min(1024 // block, power_of_two(rows))
-    return (ceil_div(rows, lines), ceil_div(columns, block)), (rows, columns), {"ROWS": lines, "BLOCK": block}
+    return ceil_div(rows, lines) * ceil_div(columns, block), (rows, columns), {"ROWS": lines, "BLOCK": block}
 
 
 def _copies(y: Argument, x: Argument, sizes: Sequence[int], y_strides: Sequence[int], x_strides: Sequence[int],

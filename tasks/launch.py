@@ -89,7 +89,16 @@ class Binary:
 
 
 LAUNCHES: dict[str, Callable[[Task], Launches]] = {}
-_MODULES = ("accumulate", "activation", "cross_entropy", "elementwise", "embedding", "layer_norm", "optimizer", "softmax")
+_MODULES = (
+    "accumulate",
+    "activation",
+    "cross_entropy",
+    "elementwise",
+    "embedding",
+    "layer_norm",
+    "optimizer",
+    "softmax",
+)
 
 
 def launches(name: str) -> Callable[[Callable[[Task], Launches]], Callable[[Task], Launches]]:
@@ -255,10 +264,25 @@ def encode(launch: Launch, binary: Binary) -> Encoded:
 # -- interpreting
 
 
+@functools.cache
+def _mend_interpreter() -> None:
+    """Triton 3.6 makes a loop bound of an array of one element by int(), which numpy 2.4 refuses."""
+    from triton.runtime import interpreter
+
+    patch = interpreter._patch_lang_tensor
+
+    def patched(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    interpreter._patch_lang_tensor = patched
+
+
 def interpret(task: Task, tensors: Sequence[Any], slots: dict[str, float] | None = None) -> None:
     """Run the task's launches on CPU torch tensors, one a tile. TRITON_INTERPRET=1 must be set before triton's import."""
     import torch
 
+    _mend_interpreter()
     described = load()[task.kernel](task)
     scratch = torch.full((described.scratch,), 0xFF, dtype=torch.uint8)  # NaN: what is read before it was written shows
     types = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "int64": torch.int64}

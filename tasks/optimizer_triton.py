@@ -65,7 +65,7 @@ def _clip(
     tl.store(NORM, norm)
     factor = tl.full((), 1.0, tl.float64)
     if LIMITED:
-        factor = tl.minimum(factor, limit.to(tl.float64) / (norm + 1e-6))
+        factor = tl.minimum(factor, limit / (norm + 1e-6))
     tl.store(CLIP, factor)
 
 

@@ -31,7 +31,7 @@ def _maxsumexp(
     STATE, X, rows, n, seq, shift, CAUSAL: tl.constexpr, ACC: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):
     row, there, at, inside, kept = _rows(rows, n, seq, shift, CAUSAL, ROWS, BLOCK)
-    x = tl.where(kept, tl.load(X + at, kept, 0.0).to(tl.float32), float("-inf"))
+    x = tl.where(kept, tl.load(X + at, inside, 0.0).to(tl.float32), float("-inf"))
     top = tl.max(x, 1)
     top = tl.where(top == float("-inf"), 0.0, top)
     total, s = tl.sum(tl.exp(x - top[:, None]), 1), STATE + row * 2
@@ -45,7 +45,7 @@ def _maxsumexp(
 def _softmax(P, X, STATE, rows, n, seq, shift, CAUSAL: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     row, there, at, inside, kept = _rows(rows, n, seq, shift, CAUSAL, ROWS, BLOCK)
     top, total = tl.load(STATE + row * 2, there, 0.0), tl.load(STATE + row * 2 + 1, there, 1.0)
-    x = tl.load(X + at, kept, 0.0).to(tl.float32)
+    x = tl.load(X + at, inside, 0.0).to(tl.float32)
     p = tl.where(kept, tl.exp(x - top[:, None]) / total[:, None], 0.0)
     tl.store(P + at, p, inside)
 
