@@ -279,7 +279,10 @@ def _mend_interpreter() -> None:
 
 
 def interpret(task: Task, tensors: Sequence[Any], slots: dict[str, float] | None = None) -> None:
-    """Run the task's launches on CPU torch tensors, one a tile. TRITON_INTERPRET=1 must be set before triton's import."""
+    """Run the task's launches on CPU torch tensors, one a tile.
+
+    TRITON_INTERPRET=1 must be set when triton is imported first.
+    """
     import torch
 
     _mend_interpreter()
