@@ -14,7 +14,19 @@ import triton.language as tl
 from nntile_py.tiles.tasklist import Task
 
 from .accumulate_triton import combine_softmax
-from .launch import Launches, Scratch, TaskFloat, ceil_div, launch, launches, power_of_two, shape, tile, words
+from .launch import (
+    Launches,
+    Parameter,
+    Scratch,
+    TaskFloat,
+    ceil_div,
+    launch,
+    launches,
+    power_of_two,
+    shape,
+    tile,
+    words,
+)
 
 # A row of 50257 words does not begin at a multiple of 16 bytes. So it is walked in three parts: the few words before
 # the first such multiple, whole blocks without a mask (which become 16-byte accesses), and the rest.
@@ -209,5 +221,5 @@ def _describe_loss(task: Task) -> Launches:
 @launches("cross_entropy_grad")
 def _describe_grad(task: Task) -> Launches:
     rows, n, blocks = _blocks(task, 0)
-    args = [*(tile(task, k) for k in range(3)), n, task.ints[0], TaskFloat(0)]
+    args: list[Parameter] = [*(tile(task, k) for k in range(3)), n, task.ints[0], TaskFloat(0)]
     return Launches((launch(_cross_entropy_grad, rows, *args, **blocks),))

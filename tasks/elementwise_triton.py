@@ -20,6 +20,7 @@ from .launch import (
     Int,
     Launch,
     Launches,
+    Parameter,
     Scratch,
     TaskFloat,
     ceil_div,
@@ -187,9 +188,9 @@ def _copies(y: Argument, x: Argument, sizes: Sequence[int], y_strides: Sequence[
     block = min(64, max(16, power_of_two(min(sizes[p], sizes[q]))))
     axes = {"SIZES": sizes, "Y_STRIDES": y_strides, "X_STRIDES": x_strides}
     outer = {name: _last_first([values[axis] for axis in rest]) for name, values in axes.items()}
-    grid = (math.prod(sizes[axis] for axis in rest) * ceil_div(sizes[p], block), ceil_div(sizes[q], block))
+    programs = (math.prod(sizes[axis] for axis in rest) * ceil_div(sizes[p], block), ceil_div(sizes[q], block))
     steps = {"P_STRIDE": x_strides[p], "Q_STRIDE": y_strides[q]}
-    return launch(_swap, grid, y, x, sizes[p], sizes[q], **steps, **outer, BLOCK=block)
+    return launch(_swap, programs, y, x, sizes[p], sizes[q], **steps, **outer, BLOCK=block)
 
 
 # -- tasks
@@ -207,7 +208,7 @@ def _describe_bias_add(task: Task) -> Launches:
     steps = [0 if size == 1 else step for size, step in zip(bias, _strides(bias), strict=True)]
     sizes, (_, steps) = _merged(full, _strides(full), steps)
     grid, size, blocks = _plane(sizes)
-    args = [*(tile(task, k) for k in range(3)), *size]
+    args: list[Parameter] = [*(tile(task, k) for k in range(3)), *size]
     outer: dict[str, Any] = {"SIZES": _last_first(sizes[:-1]), "STRIDES": _last_first(steps[:-1])}
     return Launches((launch(_bias_add, grid, *args, **outer, STEP=steps[-1], **blocks),))
 
@@ -287,7 +288,16 @@ def _describe_dropout(task: Task) -> Launches:
     grid, size, blocks = _plane(sizes)
     p = constant(task, 1)
     mixed = (key * 0xD1B54A32D192ED03 + 2**63) % 2**64 - 2**63
-    rest = [Int(first, 64), TaskFloat(0, "int64"), Int(mixed, 64), Int(int(p * 2**32), 64), 1 / (1 - p)]
+    slot, limit = TaskFloat(0, "int64"), Int(int(p * 2**32), 64)
     outer: dict[str, Any] = {"SIZES": _last_first(sizes[:-1]), "STRIDES": _last_first(steps[:-1])}
-    args = [tile(task, 0), tile(task, 1), *size, *rest]
+    args: list[Parameter] = [
+        tile(task, 0),
+        tile(task, 1),
+        *size,
+        Int(first, 64),
+        slot,
+        Int(mixed, 64),
+        limit,
+        1 / (1 - p),
+    ]
     return Launches((launch(_dropout, grid, *args, **outer, STEP=steps[-1], **blocks),))

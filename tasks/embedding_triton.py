@@ -12,7 +12,7 @@ import triton.language as tl
 
 from nntile_py.tiles.tasklist import Task
 
-from .launch import Int, Launches, Scratch, ceil_div, launch, launches, power_of_two, shape, tile, words
+from .launch import Int, Launches, Parameter, Scratch, ceil_div, launch, launches, power_of_two, shape, tile, words
 
 RUN = 1024  # positions that are compared with each other
 SHARE = 32  # of them, those that a program compares
@@ -119,7 +119,7 @@ def _describe(task: Task) -> Launches:
     count, (rows, width) = words(task, 1), shape(task, 2)
     block = min(power_of_two(width), 1024)
     lines = max(1, 1024 // block)
-    args = [*(tile(task, k) for k in range(3)), count, width, task.ints[0], rows, task.ints[1]]
+    args: list[Parameter] = [*(tile(task, k) for k in range(3)), count, width, task.ints[0], rows, task.ints[1]]
     grid = (ceil_div(count, lines), ceil_div(width, block))
     return Launches(
         (launch(_embedding, grid, *args, ACC=task.accesses[0].accumulate, ROWS=lines, BLOCK=block, warps=2),)

@@ -59,6 +59,7 @@ class TaskFloat:
 
 
 Argument = TileAddress | ScratchAddress | Int | Float | TaskFloat
+Parameter = Argument | float  # plain numbers become constants
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,16 +154,14 @@ class Scratch:
         return ScratchAddress(at, dtype)
 
 
-def launch(
-    kernel: Any, grid: int | Sequence[int], *args: Argument | float, warps: int = 4, **constexprs: Any
-) -> Launch:
+def launch(kernel: Any, grid: int | Sequence[int], *args: Parameter, warps: int = 4, **constexprs: Any) -> Launch:
     """A launch; plain ints become int32 (int64 where they must), plain floats fp32 constants."""
     x, y, z = (*((grid,) if isinstance(grid, int) else grid), 1, 1)[:3]
     assert min(x, y, z) > 0 and max(y, z) < 2**16, (kernel, x, y, z)
     return Launch(kernel, (x, y, z), tuple(map(_argument, args)), tuple(sorted(constexprs.items())), warps)
 
 
-def _argument(value: Argument | float) -> Argument:
+def _argument(value: Parameter) -> Argument:
     if isinstance(value, int):
         return Int(value, 32 if -(2**31) <= value < 2**31 else 64)
     return Float(value) if isinstance(value, float) else value
