@@ -15,8 +15,8 @@ class CrossEntropy(Op):
     """loss = (sum over rows of log sum_v exp(logits) - logits[label]) * scale; rows labelled -100 are left out.
 
     The scale is the slot `loss_scale`: 1 / (labels that count, in all micro-batches of the step). Outputs: loss, fp64
-    [1]; lse [...], wide(logits.dtype): log-sum-exp of each row. With `grad` (set by the fusion pass where the vocabulary is not cut) the
-    same task overwrites the logits by their gradient.
+    [1]; lse [...], fp32 for bf16 logits: log-sum-exp of each row. With `fused` (set by the fusion pass where the
+    vocabulary is not cut) the same task overwrites the logits by their gradient.
     """
 
     def __init__(self, logits: Tensor, labels: Tensor, loss: Tensor, lse: Tensor) -> None:

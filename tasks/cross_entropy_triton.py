@@ -14,7 +14,19 @@ import triton.language as tl
 from nntile_py.tiles.tasklist import Task
 
 from .accumulate_triton import combine_softmax
-from .launch import Launches, Scratch, TaskFloat, ceil_div, launch, launches, power_of_two, shape, tile, words
+from .launch import (
+    Launches,
+    Parameter,
+    Scratch,
+    TaskFloat,
+    ceil_div,
+    launch,
+    launches,
+    power_of_two,
+    shape,
+    tile,
+    words,
+)
 
 # A row of 50257 words does not begin at a multiple of 16 bytes. So it is walked in three parts: the few words before
 # the first such multiple, whole blocks without a mask (which become 16-byte accesses), and the rest.
@@ -24,8 +36,8 @@ from .launch import Launches, Scratch, TaskFloat, ceil_div, launch, launches, po
 def _parts(n, LANES: tl.constexpr, VECTOR: tl.constexpr, ALIGNED: tl.constexpr):
     """Row `program_id`: its offset, first aligned offset, number of whole blocks, offsets inside of a block."""
     start = tl.program_id(0).to(tl.int64) * n
-    first = start if ALIGNED else tl.minimum((start + VECTOR - 1) // VECTOR * VECTOR, start + n)
-    blocks = (start + n - first) // (LANES * VECTOR)
+    first = start if ALIGNED else (start + VECTOR - 1) // VECTOR * VECTOR
+    blocks = tl.maximum(start + n - first, 0) // (LANES * VECTOR)
     inner = tl.arange(0, LANES)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
     return start, first, blocks, inner
 
@@ -47,16 +59,20 @@ def _row_state(X, n, LANES: tl.constexpr, VECTOR: tl.constexpr, ALIGNED: tl.cons
         top, total = _more(top, total, tl.load(X + first + k * LANES * VECTOR + inner).to(tl.float32))
     at = first + blocks * LANES * VECTOR + inner
     top, total = _more(top, total, tl.load(X + at, at < start + n, float("-inf")).to(tl.float32))
-    if not ALIGNED:
-        at = start + inner
-        top, total = _more(top, total, tl.load(X + at, at < first, float("-inf")).to(tl.float32))
     best = tl.max(top, 0)
-    return best, tl.sum(total * tl.exp(top - best), 0)
+    if ALIGNED:
+        result = tl.sum(total * tl.exp(top - best), 0)
+    else:
+        at = start + tl.arange(0, VECTOR)
+        x = tl.load(X + at, (at < first) & (at < start + n), float("-inf")).to(tl.float32)
+        best = tl.maximum(best, tl.max(x, 0))
+        result = tl.sum(total * tl.exp(top - best), 0) + tl.sum(tl.exp(x - best), 0)
+    return best, result
 
 
 @triton.jit
 def _gradient(x, lse, scale, at, chosen):
-    return (tl.exp(x - lse) - tl.where(at == chosen, 1.0, 0.0)) * scale
+    return (tl.exp(x.to(tl.float32) - lse) - tl.where(at == chosen, 1.0, 0.0)) * scale
 
 
 @triton.jit
@@ -67,17 +83,17 @@ def _row_gradient(
     start, first, blocks, inner = _parts(n, LANES, VECTOR, ALIGNED)
     scale = tl.where(label < 0, 0.0, scale)
     here = label - first_word
-    chosen = tl.where((here >= 0) & (here < n), start + here, -1)
+    chosen = tl.where((label >= 0) & (here >= 0) & (here < n), start + here, -1)
     for k in range(0, blocks):
         at = first + k * LANES * VECTOR + inner
-        tl.store(X + at, _gradient(tl.load(X + at).to(tl.float32), lse, scale, at, chosen).to(X.dtype.element_ty))
+        tl.store(X + at, _gradient(tl.load(X + at), lse, scale, at, chosen))
     at = first + blocks * LANES * VECTOR + inner
-    x = tl.load(X + at, at < start + n, 0.0).to(tl.float32)
-    tl.store(X + at, _gradient(x, lse, scale, at, chosen).to(X.dtype.element_ty), at < start + n)
+    x = tl.load(X + at, at < start + n, 0.0)
+    tl.store(X + at, _gradient(x, lse, scale, at, chosen), at < start + n)
     if not ALIGNED:
-        at = start + inner
-        x = tl.load(X + at, at < first, 0.0).to(tl.float32)
-        tl.store(X + at, _gradient(x, lse, scale, at, chosen).to(X.dtype.element_ty), at < first)
+        at = start + tl.arange(0, VECTOR)
+        inside = (at < first) & (at < start + n)
+        tl.store(X + at, _gradient(tl.load(X + at, inside, 0.0), lse, scale, at, chosen), inside)
 
 
 @triton.jit
@@ -112,7 +128,7 @@ def _total(LOSS, ROWS, rows, scale, ACC: tl.constexpr, BLOCK: tl.constexpr):
     for first in range(0, rows, BLOCK):
         row = first + tl.arange(0, BLOCK)
         total += tl.load(ROWS + row, row < rows, 0.0).to(tl.float64)
-    loss = tl.sum(total, 0) * scale.to(tl.float64)
+    loss = tl.sum(total, 0) * scale
     if ACC:
         loss += tl.load(LOSS)
     tl.store(LOSS, loss)
@@ -205,5 +221,5 @@ def _describe_loss(task: Task) -> Launches:
 @launches("cross_entropy_grad")
 def _describe_grad(task: Task) -> Launches:
     rows, n, blocks = _blocks(task, 0)
-    args = [*(tile(task, k) for k in range(3)), n, task.ints[0], TaskFloat(0)]
+    args: list[Parameter] = [*(tile(task, k) for k in range(3)), n, task.ints[0], TaskFloat(0)]
     return Launches((launch(_cross_entropy_grad, rows, *args, **blocks),))

@@ -16,8 +16,21 @@ import triton.language as tl
 from nntile_py.tiles.tasklist import Task
 
 from .launch import (
-    Argument, Int, Launch, Launches, Scratch, TaskFloat, ceil_div, constant, launch, launches, power_of_two, shape,
-    tile, words,
+    Argument,
+    Int,
+    Launch,
+    Launches,
+    Parameter,
+    Scratch,
+    TaskFloat,
+    ceil_div,
+    constant,
+    launch,
+    launches,
+    power_of_two,
+    shape,
+    tile,
+    words,
 )  # fmt: skip
 
 PROGRAMS = 528  # that a sum is split over; fixed, so that the order of the sum is
@@ -39,8 +52,9 @@ def _offset(index, SIZES: tl.constexpr, STRIDES: tl.constexpr):
 @triton.jit
 def _block(rows, columns, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """Rows, columns and mask of the program's block."""
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    across = tl.cdiv(columns, BLOCK)
+    row = (tl.program_id(0) // across).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    col = (tl.program_id(0) % across) * BLOCK + tl.arange(0, BLOCK)
     return row, col, (row < rows)[:, None] & (col < columns)[None, :]
 
 
@@ -151,12 +165,12 @@ def _last_first(values: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(values))
 
 
-def _plane(sizes: Sequence[int]) -> tuple[tuple[int, int], tuple[int, int], dict[str, int]]:
+def _plane(sizes: Sequence[int]) -> tuple[int, tuple[int, int], dict[str, int]]:
     """Programs; rows and columns, the columns being the last axis; rows and columns of a program."""
     rows, columns = math.prod(sizes[:-1]), sizes[-1]
     block = min(power_of_two(columns), 1024)
     lines = min(1024 // block, power_of_two(rows))
-    return (ceil_div(rows, lines), ceil_div(columns, block)), (rows, columns), {"ROWS": lines, "BLOCK": block}
+    return ceil_div(rows, lines) * ceil_div(columns, block), (rows, columns), {"ROWS": lines, "BLOCK": block}
 
 
 def _copies(y: Argument, x: Argument, sizes: Sequence[int], y_strides: Sequence[int], x_strides: Sequence[int],
@@ -174,9 +188,9 @@ def _copies(y: Argument, x: Argument, sizes: Sequence[int], y_strides: Sequence[
     block = min(64, max(16, power_of_two(min(sizes[p], sizes[q]))))
     axes = {"SIZES": sizes, "Y_STRIDES": y_strides, "X_STRIDES": x_strides}
     outer = {name: _last_first([values[axis] for axis in rest]) for name, values in axes.items()}
-    grid = (math.prod(sizes[axis] for axis in rest) * ceil_div(sizes[p], block), ceil_div(sizes[q], block))
+    programs = (math.prod(sizes[axis] for axis in rest) * ceil_div(sizes[p], block), ceil_div(sizes[q], block))
     steps = {"P_STRIDE": x_strides[p], "Q_STRIDE": y_strides[q]}
-    return launch(_swap, grid, y, x, sizes[p], sizes[q], **steps, **outer, BLOCK=block)
+    return launch(_swap, programs, y, x, sizes[p], sizes[q], **steps, **outer, BLOCK=block)
 
 
 # -- tasks
@@ -194,7 +208,7 @@ def _describe_bias_add(task: Task) -> Launches:
     steps = [0 if size == 1 else step for size, step in zip(bias, _strides(bias), strict=True)]
     sizes, (_, steps) = _merged(full, _strides(full), steps)
     grid, size, blocks = _plane(sizes)
-    args = [*(tile(task, k) for k in range(3)), *size]
+    args: list[Parameter] = [*(tile(task, k) for k in range(3)), *size]
     outer: dict[str, Any] = {"SIZES": _last_first(sizes[:-1]), "STRIDES": _last_first(steps[:-1])}
     return Launches((launch(_bias_add, grid, *args, **outer, STEP=steps[-1], **blocks),))
 
@@ -274,7 +288,16 @@ def _describe_dropout(task: Task) -> Launches:
     grid, size, blocks = _plane(sizes)
     p = constant(task, 1)
     mixed = (key * 0xD1B54A32D192ED03 + 2**63) % 2**64 - 2**63
-    rest = [Int(first, 64), TaskFloat(0, "int64"), Int(mixed, 64), Int(int(p * 2**32), 64), 1 / (1 - p)]
+    slot, limit = TaskFloat(0, "int64"), Int(int(p * 2**32), 64)
     outer: dict[str, Any] = {"SIZES": _last_first(sizes[:-1]), "STRIDES": _last_first(steps[:-1])}
-    args = [tile(task, 0), tile(task, 1), *size, *rest]
+    args: list[Parameter] = [
+        tile(task, 0),
+        tile(task, 1),
+        *size,
+        Int(first, 64),
+        slot,
+        Int(mixed, 64),
+        limit,
+        1 / (1 - p),
+    ]
     return Launches((launch(_dropout, grid, *args, **outer, STEP=steps[-1], **blocks),))

@@ -12,10 +12,10 @@ import triton.language as tl
 
 from nntile_py.tiles.tasklist import Task
 
-from .launch import Int, Launches, Scratch, ceil_div, launch, launches, power_of_two, shape, tile, words
+from .launch import Int, Launches, Parameter, Scratch, ceil_div, launch, launches, power_of_two, shape, tile, words
 
 RUN = 1024  # positions that are compared with each other
-SHARE = 64  # of them, those that a program compares
+SHARE = 32  # of them, those that a program compares
 
 
 @triton.jit
@@ -43,18 +43,20 @@ def _zero(X, n, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _rank(RANK, COUNTS, IDS, count, first, rows, RUN: tl.constexpr, SHARE: tl.constexpr):
+def _rank(RANK, COUNTS, IDS, count, first, rows, RUN: tl.constexpr, SHARE: tl.constexpr, BLOCK: tl.constexpr):
     """Of each position, how many before it in its run have its id; of each run and id, how many there are."""
     run = tl.program_id(0)
     mine = run * RUN + tl.program_id(1) * SHARE + tl.arange(0, SHARE)
-    other = run * RUN + tl.arange(0, RUN)
-    id = tl.load(IDS + mine, mine < count, -1)
-    same = id[:, None] == tl.load(IDS + other, other < count, -2)[None, :]
-    before = tl.sum((same & (other[None, :] < mine[:, None])).to(tl.int32), 1)
+    row = tl.load(IDS + mine, mine < count, -1) - first
+    before, total = tl.zeros([SHARE], tl.int32), tl.zeros([SHARE], tl.int32)
+    for start in range(0, RUN, BLOCK):
+        other = run * RUN + start + tl.arange(0, BLOCK)
+        same = row[:, None] == (tl.load(IDS + other, other < count, -2) - first)[None, :]
+        before += tl.sum((same & (other[None, :] < mine[:, None])).to(tl.int32), 1)
+        total += tl.sum(same.to(tl.int32), 1)
     tl.store(RANK + mine, before, mine < count)
-    row = id - first
     opens = (mine < count) & (row >= 0) & (row < rows) & (before == 0)
-    tl.store(COUNTS + run.to(tl.int64) * rows + row, tl.sum(same.to(tl.int32), 1), opens)
+    tl.store(COUNTS + run.to(tl.int64) * rows + row, total, opens)
 
 
 @triton.jit
@@ -92,9 +94,7 @@ def _scatter(ORDER, RANK, COUNTS, STARTS, IDS, count, first, rows, RUN: tl.const
 
 
 @triton.jit
-def _sum_rows(
-    OUT, DY, ORDER, STARTS, TOTALS, width, ACC: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
-):
+def _sum_rows(OUT, DY, ORDER, STARTS, TOTALS, width, ACC: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0)
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     count = tl.load(TOTALS + row)
@@ -119,7 +119,7 @@ def _describe(task: Task) -> Launches:
     count, (rows, width) = words(task, 1), shape(task, 2)
     block = min(power_of_two(width), 1024)
     lines = max(1, 1024 // block)
-    args = [*(tile(task, k) for k in range(3)), count, width, task.ints[0], rows, task.ints[1]]
+    args: list[Parameter] = [*(tile(task, k) for k in range(3)), count, width, task.ints[0], rows, task.ints[1]]
     grid = (ceil_div(count, lines), ceil_div(width, block))
     return Launches(
         (launch(_embedding, grid, *args, ACC=task.accesses[0].accumulate, ROWS=lines, BLOCK=block, warps=2),)
@@ -130,7 +130,8 @@ def _describe(task: Task) -> Launches:
 def _describe_grad(task: Task) -> Launches:
     out, ids, dy = (tile(task, k) for k in range(3))
     count, (rows, width), first = words(task, 1), shape(task, 0), task.ints[0]
-    runs, scratch = ceil_div(count, RUN), Scratch()
+    run = min(RUN, max(SHARE, power_of_two(count)))
+    runs, scratch = ceil_div(count, run), Scratch()
     assert runs * rows < 2**31, task.op
     counts = scratch.take(runs * rows, "int32")
     totals, starts = scratch.take(rows, "int32"), scratch.take(rows, "int32")
@@ -140,10 +141,10 @@ def _describe_grad(task: Task) -> Launches:
     return Launches(
         (
             launch(_zero, ceil_div(runs * rows, 4096), counts, runs * rows, BLOCK=4096, warps=8),
-            launch(_rank, (runs, RUN // SHARE), rank, counts, ids, *size, RUN=RUN, SHARE=SHARE),
+            launch(_rank, (runs, run // SHARE), rank, counts, ids, *size, RUN=run, SHARE=SHARE, BLOCK=min(run, 128)),
             launch(_add_runs, ceil_div(rows, 256), counts, totals, rows, runs, BLOCK=256, warps=2),
             launch(_starts, 1, starts, totals, rows, BLOCK=4096, warps=8),
-            launch(_scatter, ceil_div(count, 256), order, rank, counts, starts, ids, *size, RUN=RUN, BLOCK=256),
+            launch(_scatter, ceil_div(count, 256), order, rank, counts, starts, ids, *size, RUN=run, BLOCK=256),
             launch(
                 _sum_rows, (rows, ceil_div(width, block)), out, dy, order, starts, totals, width,
                 ACC=task.accesses[0].accumulate, ROWS=16, BLOCK=block,

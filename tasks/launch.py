@@ -59,6 +59,7 @@ class TaskFloat:
 
 
 Argument = TileAddress | ScratchAddress | Int | Float | TaskFloat
+Parameter = Argument | float  # plain numbers become constants
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +90,16 @@ class Binary:
 
 
 LAUNCHES: dict[str, Callable[[Task], Launches]] = {}
-_MODULES = ("accumulate", "activation", "cross_entropy", "elementwise", "embedding", "layer_norm", "optimizer", "softmax")
+_MODULES = (
+    "accumulate",
+    "activation",
+    "cross_entropy",
+    "elementwise",
+    "embedding",
+    "layer_norm",
+    "optimizer",
+    "softmax",
+)
 
 
 def launches(name: str) -> Callable[[Callable[[Task], Launches]], Callable[[Task], Launches]]:
@@ -144,16 +154,14 @@ class Scratch:
         return ScratchAddress(at, dtype)
 
 
-def launch(
-    kernel: Any, grid: int | Sequence[int], *args: Argument | float, warps: int = 4, **constexprs: Any
-) -> Launch:
+def launch(kernel: Any, grid: int | Sequence[int], *args: Parameter, warps: int = 4, **constexprs: Any) -> Launch:
     """A launch; plain ints become int32 (int64 where they must), plain floats fp32 constants."""
     x, y, z = (*((grid,) if isinstance(grid, int) else grid), 1, 1)[:3]
     assert min(x, y, z) > 0 and max(y, z) < 2**16, (kernel, x, y, z)
     return Launch(kernel, (x, y, z), tuple(map(_argument, args)), tuple(sorted(constexprs.items())), warps)
 
 
-def _argument(value: Argument | float) -> Argument:
+def _argument(value: Parameter) -> Argument:
     if isinstance(value, int):
         return Int(value, 32 if -(2**31) <= value < 2**31 else 64)
     return Float(value) if isinstance(value, float) else value
@@ -255,10 +263,28 @@ def encode(launch: Launch, binary: Binary) -> Encoded:
 # -- interpreting
 
 
+@functools.cache
+def _mend_interpreter() -> None:
+    """Triton 3.6 makes a loop bound of an array of one element by int(), which numpy 2.4 refuses."""
+    from triton.runtime import interpreter
+
+    patch = interpreter._patch_lang_tensor
+
+    def patched(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    interpreter._patch_lang_tensor = patched
+
+
 def interpret(task: Task, tensors: Sequence[Any], slots: dict[str, float] | None = None) -> None:
-    """Run the task's launches on CPU torch tensors, one a tile. TRITON_INTERPRET=1 must be set before triton's import."""
+    """Run the task's launches on CPU torch tensors, one a tile.
+
+    TRITON_INTERPRET=1 must be set when triton is imported first.
+    """
     import torch
 
+    _mend_interpreter()
     described = load()[task.kernel](task)
     scratch = torch.full((described.scratch,), 0xFF, dtype=torch.uint8)  # NaN: what is read before it was written shows
     types = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "int64": torch.int64}

@@ -14,7 +14,7 @@ AXIS = "embed"
 class LayerNorm(Op):
     """y = (s - mean) / sqrt(var + eps) * gamma + beta over the last axis, embed, with s = x (+ residual).
 
-    Outputs: y; stat, fp32 (fp64 where x is) [..., 2]: mean and 1/sqrt(var + eps); with a residual also s. (Ba, Kiros, Hinton
+    Outputs: y; stat, fp32 or fp64 [..., 2]: mean and 1/sqrt(var + eps); with a residual also s. (Ba, Kiros, Hinton
     2016; variance without Bessel's correction.) Uncut: one task a tile. Cut: statistics of each embed tile as
     (count, mean, M2), combined, then applied.
     """

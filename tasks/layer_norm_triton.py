@@ -10,6 +10,7 @@ from nntile_py.tiles.tasklist import Task
 from .accumulate_triton import combine_moments
 from .launch import (
     Launches,
+    Parameter,
     Scratch,
     ceil_div,
     constant,
@@ -181,7 +182,7 @@ def _blocks(task: Task, number: int, elements: int) -> tuple[int, int, dict[str,
 def _describe(task: Task) -> Launches:
     rows, n, blocks = _blocks(task, 2, 1024)
     has = len(task.accesses) > 5
-    args = [tile(task, k) for k in ((0, 1, 2, 3, 4, 5, 6) if has else (0, 1, 2, 3, 4, 0, 0))]
+    args: list[Parameter] = [tile(task, k) for k in ((0, 1, 2, 3, 4, 5, 6) if has else (0, 1, 2, 3, 4, 0, 0))]
     grid = ceil_div(rows, blocks["ROWS"])
     return Launches((launch(_layer_norm, grid, *args, rows, n, constant(task, 0), HAS_RESIDUAL=has, **blocks),))
 
@@ -196,21 +197,22 @@ def _describe_moments(task: Task) -> Launches:
 @launches("layer_norm_stat")
 def _describe_stat(task: Task) -> Launches:
     rows = words(task, 0) // 2
-    args = [tile(task, 0), tile(task, 1), rows, constant(task, 0)]
+    args: list[Parameter] = [tile(task, 0), tile(task, 1), rows, constant(task, 0)]
     return Launches((launch(_stat, ceil_div(rows, 128), *args, ROWS=128),))
 
 
 @launches("layer_norm_apply")
 def _describe_apply(task: Task) -> Launches:
     rows, n, blocks = _blocks(task, 2, 1024)
-    args = [tile(task, k) for k in range(5)]
+    args: list[Parameter] = [tile(task, k) for k in range(5)]
     return Launches((launch(_apply, ceil_div(rows, blocks["ROWS"]), *args, rows, n, **blocks),))
 
 
 @launches("layer_norm_grad_sums")
 def _describe_grad_sums(task: Task) -> Launches:
     rows, n, blocks = _blocks(task, 2, 1024)
-    args, acc = [tile(task, k) for k in range(5)], task.accesses[0].accumulate
+    args: list[Parameter] = [tile(task, k) for k in range(5)]
+    acc = task.accesses[0].accumulate
     return Launches((launch(_grad_sums, ceil_div(rows, blocks["ROWS"]), *args, rows, n, ACC=acc, **blocks),))
 
 

@@ -54,8 +54,8 @@ class AdamW(Op):
 
     g = grad clip; p -= lr weight_decay p; m = b1 m + (1 - b1) g; v = b2 v + (1 - b2) g^2;
     p -= lr / (1 - b1^t) m / (sqrt(v) / sqrt(1 - b2^t) + eps).
-    Slots lr, beta1_correction = 1 - b1^t and beta2_correction = 1 - b2^t change every step. With `master`, fp32, that is
-    what is updated, and param (bf16) is rewritten from it.
+    Slots lr, beta1_correction = 1 - b1^t and beta2_correction = 1 - b2^t change every step. With `master`, fp32, that
+    is what is updated, and param (bf16) is rewritten from it.
     """
 
     def __init__(

@@ -9,7 +9,19 @@ import triton.language as tl
 
 from nntile_py.tiles.tasklist import Task
 
-from .launch import Launches, Scratch, TaskFloat, ceil_div, constant, launch, launches, power_of_two, tile, words
+from .launch import (
+    Launches,
+    Parameter,
+    Scratch,
+    TaskFloat,
+    ceil_div,
+    constant,
+    launch,
+    launches,
+    power_of_two,
+    tile,
+    words,
+)
 
 FAN_IN = 8  # tiles of scalars that one kernel takes: FAN_IN of optimizer.py
 PROGRAMS = 1056  # fixed, so that the order of the sums is
@@ -65,7 +77,7 @@ def _clip(
     tl.store(NORM, norm)
     factor = tl.full((), 1.0, tl.float64)
     if LIMITED:
-        factor = tl.minimum(factor, limit.to(tl.float64) / (norm + 1e-6))
+        factor = tl.minimum(factor, limit / (norm + 1e-6))
     tl.store(CLIP, factor)
 
 
@@ -140,7 +152,7 @@ def _describe_add(task: Task) -> Launches:
 @launches("clip")
 def _describe_clip(task: Task) -> Launches:
     limit, count = constant(task, 0), len(task.accesses) - 2
-    args = [tile(task, 0), tile(task, 1), *_terms(task, 2), limit]
+    args: list[Parameter] = [tile(task, 0), tile(task, 1), *_terms(task, 2), limit]
     return Launches((launch(_clip, 1, *args, COUNT=count, LIMITED=limit > 0, warps=1),))
 
 
@@ -148,9 +160,9 @@ def _describe_clip(task: Task) -> Launches:
 @launches("adamw")
 def _describe_adamw(task: Task) -> Launches:
     n, has_master = words(task, 0), len(task.accesses) > 5
-    tiles = [tile(task, k) for k in (0, 1, 2, 3, 4, 5 if has_master else 0)]
+    tiles: list[Parameter] = [tile(task, k) for k in (0, 1, 2, 3, 4, 5 if has_master else 0)]
     b1, b2, eps, decay = (constant(task, k) for k in range(3, 7))
-    floats = [TaskFloat(0), TaskFloat(1), TaskFloat(2), b1, 1 - b1, b2, 1 - b2, eps, decay]
+    floats: list[Parameter] = [TaskFloat(0), TaskFloat(1), TaskFloat(2), b1, 1 - b1, b2, 1 - b2, eps, decay]
     return Launches((launch(_adamw, ceil_div(n, 1024), *tiles, n, *floats, HAS_MASTER=has_master, BLOCK=1024),))
 
 
@@ -160,7 +172,7 @@ def _describe_sgd(task: Task) -> Launches:
     n, has_master = words(task, 0), bool(task.ints)
     has_momentum = len(task.accesses) - has_master > 3
     last = len(task.accesses) - 1
-    tiles = [tile(task, k) for k in (2, 3 if has_momentum else 2, 0, 1, last if has_master else 2)]
-    floats = [TaskFloat(0), constant(task, 1), constant(task, 2)]
+    tiles: list[Parameter] = [tile(task, k) for k in (2, 3 if has_momentum else 2, 0, 1, last if has_master else 2)]
+    floats: list[Parameter] = [TaskFloat(0), constant(task, 1), constant(task, 2)]
     has = {"HAS_MOMENTUM": has_momentum, "HAS_MASTER": has_master}
     return Launches((launch(_sgd, ceil_div(n, 1024), *tiles, n, *floats, **has, BLOCK=1024),))

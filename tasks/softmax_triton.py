@@ -10,7 +10,7 @@ import triton.language as tl
 from nntile_py.tiles.tasklist import Task
 
 from .accumulate_triton import combine_softmax
-from .launch import Launches, ceil_div, launch, launches, power_of_two, shape, tile, words
+from .launch import Launches, Parameter, ceil_div, launch, launches, power_of_two, shape, tile, words
 
 WIDEST = 16384  # elements of a row in registers
 
@@ -31,7 +31,7 @@ def _maxsumexp(
     STATE, X, rows, n, seq, shift, CAUSAL: tl.constexpr, ACC: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):
     row, there, at, inside, kept = _rows(rows, n, seq, shift, CAUSAL, ROWS, BLOCK)
-    x = tl.where(kept, tl.load(X + at, kept, 0.0).to(tl.float32), float("-inf"))
+    x = tl.where(kept, tl.load(X + at, inside, 0.0).to(tl.float32), float("-inf"))
     top = tl.max(x, 1)
     top = tl.where(top == float("-inf"), 0.0, top)
     total, s = tl.sum(tl.exp(x - top[:, None]), 1), STATE + row * 2
@@ -45,7 +45,7 @@ def _maxsumexp(
 def _softmax(P, X, STATE, rows, n, seq, shift, CAUSAL: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     row, there, at, inside, kept = _rows(rows, n, seq, shift, CAUSAL, ROWS, BLOCK)
     top, total = tl.load(STATE + row * 2, there, 0.0), tl.load(STATE + row * 2 + 1, there, 1.0)
-    x = tl.load(X + at, kept, 0.0).to(tl.float32)
+    x = tl.load(X + at, inside, 0.0).to(tl.float32)
     p = tl.where(kept, tl.exp(x - top[:, None]) / total[:, None], 0.0)
     tl.store(P + at, p, inside)
 
@@ -80,7 +80,7 @@ def _blocks(task: Task, number: int) -> tuple[int, tuple[int, int], dict[str, An
 @launches("maxsumexp")
 def _describe_maxsumexp(task: Task) -> Launches:
     grid, size, blocks = _blocks(task, 1)
-    args = [tile(task, 0), tile(task, 1), *size, shape(task, 1)[-2], task.ints[1]]
+    args: list[Parameter] = [tile(task, 0), tile(task, 1), *size, shape(task, 1)[-2], task.ints[1]]
     how = {"CAUSAL": bool(task.ints[0]), "ACC": task.accesses[0].accumulate, **blocks}
     return Launches((launch(_maxsumexp, grid, *args, **how),))
 
@@ -88,19 +88,19 @@ def _describe_maxsumexp(task: Task) -> Launches:
 @launches("softmax")
 def _describe(task: Task) -> Launches:
     grid, size, blocks = _blocks(task, 1)
-    args = [*(tile(task, k) for k in range(3)), *size, shape(task, 1)[-2], task.ints[1]]
+    args: list[Parameter] = [*(tile(task, k) for k in range(3)), *size, shape(task, 1)[-2], task.ints[1]]
     return Launches((launch(_softmax, grid, *args, CAUSAL=bool(task.ints[0]), **blocks),))
 
 
 @launches("softmax_grad_sums")
 def _describe_grad_sums(task: Task) -> Launches:
     grid, size, blocks = _blocks(task, 1)
-    args = [*(tile(task, k) for k in range(3)), *size]
+    args: list[Parameter] = [*(tile(task, k) for k in range(3)), *size]
     return Launches((launch(_grad_sums, grid, *args, ACC=task.accesses[0].accumulate, **blocks),))
 
 
 @launches("softmax_grad")
 def _describe_grad(task: Task) -> Launches:
     grid, size, blocks = _blocks(task, 1)
-    args = [*(tile(task, k) for k in range(4)), *size]
+    args: list[Parameter] = [*(tile(task, k) for k in range(4)), *size]
     return Launches((launch(_grad, grid, *args, **blocks),))
