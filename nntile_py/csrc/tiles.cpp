@@ -5,6 +5,7 @@
 #include <unordered_set>
 
 #include "internal.h"
+#include "profile.h"
 
 namespace nntile {
 namespace {
@@ -23,6 +24,7 @@ struct ReductionCodelet {
 };
 
 void run_reduction(void** buffers, void*) {
+  const profile::Interval interval;
   const auto* codelet = reinterpret_cast<const ReductionCodelet*>(starpu_task_get_current()->cl);
   guarded("reduction", [&] {
     const auto elements =
