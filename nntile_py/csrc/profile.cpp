@@ -85,6 +85,7 @@ void begin(size_t expected) {
 py::dict finish() {
   require_running();
   require_main_thread();
+  if (!g_on) throw TaskError("no profile was begun");
   {
     const py::gil_scoped_release nogil;
     wait_for_tasks();

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -198,12 +198,12 @@ def measure_cpu(workers: int, precision: str) -> Peak:
         torch.set_num_threads(1)  # of this thread
         a, b = torch.rand(768, 768, dtype=dtype), torch.rand(768, 768, dtype=dtype)
         source, target = torch.rand(1 << 22), torch.empty(1 << 22)
-        best = []
-        for work, amount in (
-            (lambda: torch.mm(a, b, out=b_out), 2 * 768**3),
+        product, best = torch.empty_like(a), []
+        works: list[tuple[Callable[[], object], int]] = [
+            (lambda: torch.mm(a, b, out=product), 2 * 768**3),
             (lambda: target.copy_(source), 2 * source.nbytes),
-        ):
-            b_out = torch.empty_like(a)
+        ]
+        for work, amount in works:
             work()
             barrier.wait()
             times = []

@@ -15,13 +15,15 @@ import nntile_py as nt
 from nntile_py import _core
 from nntile_py.config import RunConfig
 from nntile_py.profile.analysis import Peak, device_peak, measure_cpu
-from nntile_py.profile.trace import REDUCTION, Bus, Info, Trace, Use, Worker
+from nntile_py.profile.trace import REDUCTION, Bus, Info, Trace, Use, Worker, one_after_the_other
 from nntile_py.program import Program
 from nntile_py.tiles.tasklist import Task, TaskList
 
 # Of csrc/profile.cpp; `ready` stands between: when the scheduler had taken the task.
-COLUMNS = ("replay", "task", "worker", "submit", "ready", "pop", "popped", "fetch", "fetched", "start", "end")
-COLUMNS += ("released", "memory", "main_memory")
+COLUMNS = (
+    "replay", "task", "worker", "submit", "ready", "pop", "popped", "fetch", "fetched", "start", "end", "released",
+    "memory", "main_memory",
+)  # fmt: skip
 
 
 def run_steps(trainer: nt.Trainer, steps: int, warmup: int) -> Trace:
@@ -88,6 +90,10 @@ def make_trace(programs: Sequence[TaskList], native: dict[str, Any], update: Tas
         Worker(**{k: w[k] for k in names}, counters={k: v for k, v in w.items() if k not in names})
         for w in native["workers"]
     ]
+    for number, worker in enumerate(workers):
+        mine = column["worker"] == number
+        if worker.kind != "CPU":
+            column["start"][mine] = one_after_the_other(column["start"][mine], column["end"][mine])
     kept = ("replay", "worker", "submit", "pop", "fetch", "fetched", "start", "end", "released", "memory")
     return Trace(
         infos=infos,

@@ -46,8 +46,9 @@ def events(trace: Trace) -> Iterator[dict[str, Any]]:
     yield from _fetches(trace, t0)
     for number, bus in enumerate(trace.buses):
         if bus.transfers:
-            yield {"ph": "X", "name": f"{bus.bytes / 1e6:.1f} MB in {bus.transfers} transfers", "cat": "bus", "tid": number,
-                   "pid": BUSES, "ts": 0, "dur": (t1 - t0) / 1e3, "args": {"bytes": bus.bytes}}  # fmt: skip
+            name = f"{bus.bytes / 1e6:.1f} MB in {bus.transfers} transfers"
+            yield {"ph": "X", "name": name, "cat": "bus", "pid": BUSES, "tid": number, "ts": 0, "dur": (t1 - t0) / 1e3,
+                   "args": {"bytes": bus.bytes, "transfers": bus.transfers}}  # fmt: skip
     yield from _counters(trace, t0)
 
 
@@ -93,10 +94,15 @@ def _arrows(trace: Trace, starts: list[float], ends: list[float], rows: list[int
 
 
 def _fetches(trace: Trace, t0: int) -> Iterator[dict[str, Any]]:
-    for task in np.flatnonzero(np.isin(trace.worker, remote(trace)) & (trace.fetched > trace.fetch)).tolist():
-        at = {"ts": (int(trace.fetch[task]) - t0) / 1e3, "dur": int(trace.fetched[task] - trace.fetch[task]) / 1e3}
-        yield {"ph": "X", "name": f"for {trace.info_of(task).name}", "cat": "fetch", "pid": FETCHES} | at | {
-            "tid": int(trace.worker[task]), "args": {"task": task}}  # fmt: skip
+    tasks = np.flatnonzero(np.isin(trace.worker, remote(trace)) & (trace.fetched > trace.fetch))
+    shown = dict.fromkeys(remote(trace), t0)  # until when each row is full: several tasks may be fetched for at once
+    for task in tasks[np.argsort(trace.fetch[tasks], kind="stable")].tolist():
+        worker, end = int(trace.worker[task]), int(trace.fetched[task])
+        start = max(int(trace.fetch[task]), shown[worker])
+        if start < end:
+            shown[worker] = end
+            yield {"ph": "X", "name": f"for {trace.info_of(task).name}", "cat": "fetch", "pid": FETCHES, "tid": worker,
+                   "ts": (start - t0) / 1e3, "dur": (end - start) / 1e3, "args": {"task": task}}  # fmt: skip
 
 
 def in_flight(trace: Trace) -> tuple[Any, Any]:

@@ -57,7 +57,8 @@ def _row(trace: Trace, worker: int, kinds: Any, columns: int) -> list[Bar]:
     mine = mine[np.argsort(trace.start[mine], kind="stable")]
     if len(mine) <= columns:
         left, right = ((dates[mine] - t0) / (t1 - t0) for dates in (trace.start, trace.end))
-        return [Bar(*bar) for bar in zip(left.tolist(), right.tolist(), kinds[mine].tolist(), mine.tolist(), strict=True)]
+        table = (left.tolist(), right.tolist(), kinds[mine].tolist(), mine.tolist())
+        return [Bar(*bar) for bar in zip(*table, strict=True)]
     edges = np.linspace(t0, t1, columns + 1)
     present = np.unique(kinds[mine])
     filled = np.array([_fill(trace, mine[kinds[mine] == kind], edges) for kind in present])

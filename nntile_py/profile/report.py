@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
+from markupsafe import Markup, escape
 
 from nntile_py.profile import events
 from nntile_py.profile.gantt import COLOURS, gantt, step_starts, titles
@@ -20,7 +21,7 @@ def write(trace: Trace, summary: dict[str, Any], path: Path, title: str, where: 
         loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True, lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )  # fmt: skip
-    environment.filters |= {"size": size, "duration": duration, "percent": percent}
+    environment.filters |= {"size": size, "duration": duration, "percent": percent, "code": code}
     drawn = gantt(trace)
     rows = [
         [(bar.left * 1e4, (bar.right - bar.left) * 1e4, COLOURS[bar.kind], text)
@@ -47,6 +48,12 @@ def curve(trace: Trace, name: str, dates: Any, values: Any, unit: str) -> dict[s
         line.append(f"{x:.0f},{last:.1f} {x:.0f},{y:.1f}")
         last = y
     return {"name": name, "top": size(top) if unit else f"{top:,}", "points": " ".join(line)}
+
+
+def code(text: str) -> Markup:
+    """`So` becomes <code>So</code>."""
+    parts = [escape(part) for part in text.split("`")]
+    return Markup("").join(Markup("<code>{}</code>").format(p) if k % 2 else p for k, p in enumerate(parts))
 
 
 def size(count: float) -> str:

@@ -103,7 +103,7 @@ def low_roofline(s: Summary) -> Finding | None:
         return None
     row = max(rows, key=lambda r: r["share"] * (1 - r["roofline"]))
     if row["bound_by"] == "memory":
-        advice = "It moves more than it computes: fuse it with its neighbours (`fusion: true`, `model.attention: vendor`)"
+        advice = "It moves more than it computes: fuse it (`fusion: true`, `model.attention: vendor`)"
     else:
         advice = "Its tiles are too small or too narrow for the kernel"
     return Finding(

@@ -93,7 +93,7 @@ class Trace:
         return len(self.info)
 
     def info_of(self, task: int) -> Info:
-        return self.infos[self.info[task]]
+        return self.infos[int(self.info[task])]
 
     @property
     def window(self) -> tuple[int, int]:
@@ -156,6 +156,14 @@ def accumulating(trace: Trace, path: Sequence[int]) -> list[int]:
     added = [{use.tile for use in trace.info_of(task).uses if use.adds} for task in path]
     outputs = [{use.tile for use in trace.info_of(task).uses if use.adds or use.mode == "W"} for task in path]
     return [path[k] for k in range(1, len(path)) if added[k] & outputs[k - 1]]
+
+
+def one_after_the_other(start: Ints, end: Ints) -> Ints:
+    """When each task of a stream really began: StarPU dates its launch, which may be while others still run."""
+    order = np.argsort(end, kind="stable")
+    result = start.copy()
+    result[order[1:]] = np.maximum(start[order[1:]], end[order[:-1]])
+    return result
 
 
 def merge(start: Ints, end: Ints) -> tuple[Ints, Ints]:
