@@ -6,7 +6,6 @@ import subprocess
 import sys
 import time
 from bisect import bisect_right
-from collections.abc import Iterator
 from html import unescape
 from itertools import pairwise
 from pathlib import Path
@@ -18,6 +17,7 @@ import yaml
 
 import nntile_py as nt
 from nntile_py import profile
+from nntile_py.config import RunConfig, load
 from nntile_py.profile import analysis, events, rules
 from nntile_py.profile.trace import (
     Bus,
@@ -136,11 +136,12 @@ def test_rules_find_what_was_put_there() -> None:
         for column in ("pop", "fetch", "fetched", "start", "end", "released"):
             getattr(lopsided, column)[rows] += shift
     assert names(lopsided)[0] == "imbalance"
+    for trace in (scheduled(chain(40, True), [5] * 40, overhead=4), scheduled(independent(3), [900] * 3)):
+        idle = {"short-tasks", "serial-chain", "few-tiles", "imbalance"} & set(names(trace))
+        assert len(idle) == 1  # one explanation of the idle time, no advice against another
 
 
 def test_rules_name_keys_of_the_config() -> None:
-    from nntile_py.config import RunConfig
-
     for trace in (
         scheduled(independent(400), [5] * 400, overhead=2),
         scheduled(chain(40, True), [100] * 40),
@@ -283,15 +284,18 @@ CONFIG: dict[str, Any] = {
 
 
 @pytest.fixture(scope="module", params=["chain", "redux", "commute"])
-def measured(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """A run of the command under each policy: its folder."""
+def measured(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    """A run under each policy, one of them by the command: its folder."""
     folder = tmp_path_factory.mktemp(request.param)
     (folder / "c.yaml").write_text(yaml.safe_dump(CONFIG | {"accumulate": request.param}))
-    command = [sys.executable, "-m", "nntile_py.cli", "profile", "c.yaml", "--steps", "2", "--out", "p"]
-    made = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=100, check=False)
-    assert made.returncode == 0, made.stderr
-    assert "ms a step" in made.stdout
-    yield request.param, folder / "p"
+    if request.param == "chain":
+        command = [sys.executable, "-m", "nntile_py.cli", "profile", "c.yaml", "--steps", "2", "--out", "p"]
+        made = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=200, check=False)
+        assert made.returncode == 0, made.stderr
+        assert "ms a step" in made.stdout
+    else:
+        profile.profile(load(folder / "c.yaml"), folder / "p", "c", 2)
+    return request.param, folder / "p"
 
 
 def test_files_of_a_run(measured: tuple[str, Path]) -> None:
@@ -319,7 +323,6 @@ def test_no_task_begins_before_its_predecessors_end(measured: tuple[str, Path]) 
     """Dates from the file against the dependencies of the config's program, built anew."""
     policy, folder = measured
     from nntile_py.build import build_step
-    from nntile_py.config import load
     from nntile_py.loop import build_optimizer, model_config
     from nntile_py.models.gpt2 import GPT2
     from nntile_py.passes import Fusion
@@ -350,6 +353,13 @@ def test_no_task_begins_before_its_predecessors_end(measured: tuple[str, Path]) 
     for task, before in enumerate(dependencies(keys)):
         for other in before:
             assert tasks[task]["ts"] >= tasks[other]["ts"] + tasks[other]["dur"] - 1e-3
+
+
+def test_fxt_that_is_not_there_is_said(tmp_path: Path) -> None:
+    from nntile_py.profile.collect import convert_fxt
+
+    with pytest.raises(nt.TaskError, match="without FxT"):
+        convert_fxt(tmp_path)
 
 
 def test_profiling_twice_and_off_between() -> None:

@@ -137,7 +137,7 @@ RULES: list[Callable[[Summary], Finding | None]] = [
     imbalance,
     low_roofline,
 ]
-EXCLUSIVE = {"serial-chain", "few-tiles", "imbalance"}  # explanations of the same idle time
+EXCLUSIVE = {"short-tasks", "serial-chain", "few-tiles", "imbalance"}  # explanations of the same idle time
 
 
 def report(summary: Summary) -> list[dict[str, str]]:
