@@ -82,6 +82,29 @@ def plan(config: Config, sets: Sets = None, as_json: Json = False) -> None:
 
 
 @app.command()
+def profile(
+    config: Config,
+    steps: Annotated[int | None, typer.Option(help="Steps to look at. [default: profile.steps]", min=1)] = None,
+    sets: Sets = None,
+    out: Annotated[Path | None, typer.Option(help="Folder of the run. [default: runs/NAME-profile]")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Write into a folder that is not empty.")] = False,
+    fxt: Annotated[bool, typer.Option("--fxt", help="Leave StarPU's own trace too, for ViTE and StarVZ.")] = False,
+) -> None:
+    """Run a few steps; leave trace, Gantt, report and what holds CONFIG back."""
+    from nntile_py.config import load
+
+    loaded = load(config, sets or [])
+    name = Path(config).stem
+    folder = _run_folder(f"{name}-profile", None, out or (Path(loaded.out) if loaded.out else None), overwrite)
+    from nntile_py.profile import profile as run
+
+    summary = run(loaded, folder, name, steps or loaded.profile.steps, fxt)
+    for finding in summary["findings"]:
+        print(f"{finding['rule']}: {finding['cause']}\n  {finding['advice']}")
+    print(f"{summary['seconds_per_step'] * 1e3:.1f} ms a step; open {folder / 'report.html'}")
+
+
+@app.command()
 def doctor(as_json: Json = False) -> None:
     """Say what is there, what is missing, how to get it."""
     from nntile_py import doctor as parts

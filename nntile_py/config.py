@@ -260,6 +260,15 @@ class Sample(Section):
 PRECISIONS = ("fp32", "fp64", "bf16", "tf32")
 
 
+class Profile(Section):
+    """Of `nntile profile`."""
+
+    steps: Count = 3
+    warmup: Natural = 2  # steps before, not looked at
+    peak_flop: Positive | None = None  # flop/s of one worker; default: measured
+    peak_bytes: Positive | None = None  # bytes/s of one worker
+
+
 class RunConfig(Section):
     """Everything that decides a run. Made by `load`, which fills in all defaults."""
 
@@ -279,6 +288,7 @@ class RunConfig(Section):
     runtime: Runtime = Runtime()
     seed: Natural = 0
     sample: Sample = Sample()
+    profile: Profile = Profile()
     out: str | None = None  # default: runs/NAME of the config's file
 
     @field_validator("fusion", mode="before")

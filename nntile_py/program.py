@@ -75,8 +75,10 @@ def _capability() -> int | None:
 class Program:
     """A resolved task list bound to handles: `run` submits all of it and returns."""
 
+    watched: list[TaskList] | None = None  # while a profile is taken: the list of each run, in order
+
     def __init__(self, tasks: TaskList, store: Store) -> None:
-        self.tasks = len(tasks.tasks)
+        self.list, self.tasks = tasks, len(tasks.tasks)
         self.slots: list[str] = []
         self._native = _core.Program()
         handles: dict[Tile, _core.Tile] = {}
@@ -118,4 +120,6 @@ class Program:
 
     def run(self, slots: dict[str, float] | None = None) -> None:
         """Submit every task. `slots`: the step's scalars by name."""
+        if Program.watched is not None:
+            Program.watched.append(self.list)
         self._native.run([float((slots or {})[name]) for name in self.slots])

@@ -19,7 +19,7 @@ from nntile_py.passes import Fusion
 from nntile_py.program import Program, Store
 from nntile_py.runtime import Runtime
 from nntile_py.tasks import IGNORED, Lowering, Tensor
-from nntile_py.tiles import Tiling
+from nntile_py.tiles import TaskList, Tiling
 
 STEPS_IN_FLIGHT = 2
 _DTYPES = ("fp32", "fp64", "bf16", "tf32")
@@ -144,6 +144,11 @@ class Trainer:
     def tasks_per_step(self) -> int:
         more = self._more.tasks if self._more else 0
         return self._first.tasks + (self.grad_accumulation - 1) * more + self._update.tasks
+
+    @property
+    def update_list(self) -> TaskList:
+        """The tasks that end a step."""
+        return self._built.update.tasks
 
     @staticmethod
     def memory_bytes() -> int:

@@ -4,6 +4,7 @@
 #include <pybind11/stl.h>
 #include <starpu.h>
 
+#include "profile.h"
 #include "runtime.h"
 
 namespace py = pybind11;
@@ -232,4 +233,5 @@ PYBIND11_MODULE(_core, m) {
       .def("add_invalidate", &Program::add_invalidate)
       .def("run", &Program::run, release())
       .def_property_readonly("tasks", &Program::tasks);
+  profile::bind(m);
 }

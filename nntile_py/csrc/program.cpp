@@ -5,6 +5,7 @@
 
 #include "on_cuda.h"
 #include "internal.h"
+#include "profile.h"
 
 namespace nntile {
 
@@ -258,6 +259,8 @@ void Program::run(const std::vector<double>& slots) {
   for (const auto* tile : needs_)
     if (!tile->initialised) throw TaskError("a program was run before its inputs were written");
   wake();
+  const uint32_t replay = profile::begin_run();
+  uint32_t index = 0;
   for (auto& item : items_) {
     if (auto* tile = std::get_if<std::shared_ptr<Tile>>(&item)) {
       invalidate(*tile);
@@ -286,6 +289,7 @@ void Program::run(const std::vector<double>& slots) {
     task->priority = record.priority;
     task->name = record.name.c_str();
     task->flops = record.flop;
+    if (replay) profile::watch(task, replay, index++);
     submit(task, record.name);
   }
 }

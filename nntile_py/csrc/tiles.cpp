@@ -4,8 +4,9 @@
 #include <tuple>
 #include <unordered_set>
 
-#include "on_cuda.h"
 #include "internal.h"
+#include "on_cuda.h"
+#include "profile.h"
 
 namespace nntile {
 namespace {
@@ -29,6 +30,7 @@ struct ReductionCodelet {
 };
 
 void reduce_on(c10::Device device, void** buffers) {
+  const profile::Interval interval;
   const auto* codelet = reinterpret_cast<const ReductionCodelet*>(starpu_task_get_current()->cl);
   guarded("reduction", [&] {
     const auto elements =

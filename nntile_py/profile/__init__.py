@@ -1,0 +1,55 @@
+"""`nntile profile`: a few steps of a config under StarPU's task profiling, and what they tell."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from nntile_py.config import RunConfig
+    from nntile_py.profile.trace import Trace
+
+
+def profile(config: RunConfig, folder: Path, name: str, steps: int, fxt: bool = False) -> dict[str, Any]:
+    """Run, and write trace.json, gantt.png, gantt.svg, report.html, summary.json; returns the summary.
+
+    The steps train on random tokens: no corpus is read. fxt: leave StarPU's own trace in the folder `fxt` too."""
+    import nntile_py as nt
+    from nntile_py.loop import build_model, build_trainer
+    from nntile_py.profile import collect
+
+    runtime = nt.Runtime.from_config(config.runtime.model_dump())
+    folder.mkdir(parents=True, exist_ok=True)
+    raw = (folder / "fxt").resolve()
+    if fxt:
+        raw.mkdir(exist_ok=True)
+        os.environ |= {"STARPU_FXT_TRACE": "1", "STARPU_FXT_PREFIX": f"{raw}/"}  # before StarPU starts
+    with runtime:
+        trainer = build_trainer(config, build_model(config))
+        trace = collect.run_steps(trainer, steps, config.profile.warmup)
+    if fxt:
+        collect.convert_fxt(raw)
+    (folder / "config.yaml").write_text(config.to_yaml(), encoding="utf-8")
+    return write(trace, collect.peaks(trace, config), collect.axes(config), folder, name)
+
+
+def write(trace: Trace, peaks: Any, tiles: Any, folder: Path, name: str) -> dict[str, Any]:
+    """All files of a profile, from a trace."""
+    from nntile_py.bench import machine
+    from nntile_py.profile import analysis, events, gantt, report, rules
+
+    summary = analysis.summarise(trace, peaks, tiles)
+    summary["findings"] = rules.report(summary)
+    summary["machine"] = machine()
+    text = json.dumps(summary, indent=1, allow_nan=False)
+    (folder / "summary.json").write_text(text + "\n", encoding="utf-8")
+    events.write(trace, folder / "trace.json")
+    title = f"{name}: {summary['seconds_per_step'] * 1e3:,.0f} ms a step"
+    gantt.save(trace, summary, folder, title)
+    where = summary["machine"]
+    tiling = ", ".join(f"{axis} {a['tile']}/{a['size']}" for axis, a in summary["tiles"].items())
+    line = f"{where['processor']}, {where['cores']} cores, torch {where['torch']}, {where['date']}. Tiles: {tiling}."
+    report.write(trace, summary, folder / "report.html", f"Profile of {name}", line)
+    return summary

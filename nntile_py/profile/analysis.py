@@ -1,0 +1,223 @@
+"""From a trace to the figures of summary.json: shares of the workers, operators against the roofline, critical path."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from nntile_py.profile.trace import REDUCTION, Trace, accumulating, critical_path, length, merge
+
+# A pause this short between two tasks is the runtime's; a longer one is a worker without work.
+PAUSE_NS = 10_000
+# bf16 flop/s and bytes/s that were measured, by a part of the device's name.
+DEVICES = {"H200": (790e12, 4.3e12)}
+
+
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """What one worker can do: flop/s, bytes/s; None where it is not known."""
+
+    flop: float | None
+    bytes: float | None
+    source: str
+
+    def seconds(self, flop: Any, size: Any) -> Any:
+        """The least time for so much work."""
+        if self.flop is None or self.bytes is None:
+            return np.nan * flop
+        return np.maximum(flop / self.flop, size / self.bytes)
+
+
+def summarise(trace: Trace, peaks: Mapping[str, Peak], tiles: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """All of summary.json but the findings. `peaks` by kind of worker; `tiles`: of each axis size, tile, count."""
+    t0, t1 = trace.window
+    window = (t1 - t0) * 1e-9
+    steps = len(np.unique(trace.step[trace.step > 0]))
+    workers = [_worker(trace, number) for number in range(len(trace.workers))]
+    path = _path(trace, window)
+    count = len(trace)
+    overhead = sum(w["overhead"] for w in workers) * window
+    work = float(trace.seconds.sum())
+    return {
+        "seconds": window,
+        "steps": steps,
+        "seconds_per_step": window / max(steps, 1),
+        "tasks": count,
+        "mean_task_s": work / max(count, 1),
+        "overhead_per_task_s": overhead / max(count, 1),
+        "submission": _submission(trace) / window,
+        "parallelism": work / path["seconds"] if path["seconds"] else 0.0,
+        "flop": float(_column(trace, "flop").sum()),
+        "workers": workers,
+        "operators": _operators(trace, peaks),
+        "critical_path": path,
+        "transfers": [
+            {"from": trace.nodes[b.source], "to": trace.nodes[b.target], "bytes": b.bytes, "transfers": b.transfers}
+            for b in trace.buses
+            if b.transfers
+        ],
+        "peaks": {kind: vars_of(peak) for kind, peak in peaks.items()},
+        "tiles": dict(tiles or {}),
+    }
+
+
+def vars_of(peak: Peak) -> dict[str, Any]:
+    return {"flop_per_s": peak.flop, "bytes_per_s": peak.bytes, "source": peak.source}
+
+
+def _column(trace: Trace, name: str) -> Any:
+    return np.array([getattr(info, name) for info in trace.infos], np.float64)[trace.info]
+
+
+def _worker(trace: Trace, number: int) -> dict[str, Any]:
+    """Shares of the window. Where a device overlaps them: working before communicating before overhead."""
+    worker, mine = trace.workers[number], trace.worker == number
+    t0, t1 = trace.window
+    run = trace.start[mine], trace.end[mine]
+    fetch = trace.fetch[mine], trace.fetched[mine]
+    handle = np.minimum(trace.pop[mine], trace.fetch[mine]), trace.released[mine]
+    busy = merge(np.concatenate((fetch[0], run[0], handle[0])), np.concatenate((fetch[1], run[1], handle[1])))
+    pauses = busy[0][1:] - busy[1][:-1]
+    working, moving, all_busy = length(run), length(run, fetch), int((busy[1] - busy[0]).sum())
+    all_busy += int(pauses[pauses < PAUSE_NS].sum())
+    total = max(t1 - t0, 1)
+    return {
+        "name": worker.name,
+        "kind": worker.kind,
+        "node": trace.nodes[worker.node],
+        "tasks": int(mine.sum()),
+        "busy_s": working * 1e-9,
+        "working": working / total,
+        "communicating": (moving - working) / total,
+        "overhead": (all_busy - moving) / total,
+        "idle": (total - all_busy) / total,
+        "starpu": worker.counters,
+    }
+
+
+def _operators(trace: Trace, peaks: Mapping[str, Peak]) -> list[dict[str, Any]]:
+    """A row for each operator and phase, the longest first."""
+    groups: dict[tuple[str, str], int] = {}
+    of_info = np.array([groups.setdefault(info.group, len(groups)) for info in trace.infos], np.int64)
+    of_task = of_info[trace.info]
+    seconds, flop, size = trace.seconds, _column(trace, "flop"), _column(trace, "bytes")
+    ideal = np.full(len(trace), np.nan)
+    for kind, peak in peaks.items():
+        here = np.isin(trace.worker, [k for k, w in enumerate(trace.workers) if w.kind == kind])
+        ideal[here] = peak.seconds(flop[here], size[here])
+    sums = {
+        name: np.bincount(of_task, weights=values, minlength=len(groups))
+        for name, values in (("s", seconds), ("flop", flop), ("bytes", size), ("ideal", ideal))
+    }
+    counts, total = np.bincount(of_task, minlength=len(groups)), max(float(seconds.sum()), 1e-12)
+    compute = {kind: (p.flop or 0) / p.bytes for kind, p in peaks.items() if p.bytes}
+    ridge = min(compute.values(), default=0.0)
+    rows = []
+    for (operator, phase), k in groups.items():
+        if not counts[k]:
+            continue
+        s = float(sums["s"][k])
+        reached = float(sums["ideal"][k]) / s if s and np.isfinite(sums["ideal"][k]) and operator != REDUCTION else None
+        intensity = float(sums["flop"][k] / sums["bytes"][k]) if sums["bytes"][k] else None
+        rows.append(
+            {
+                "operator": operator,
+                "phase": phase,
+                "seconds": s,
+                "share": s / total,
+                "tasks": int(counts[k]),
+                "mean_s": s / int(counts[k]),
+                "tflop_per_s": float(sums["flop"][k]) / s / 1e12 if s else 0.0,
+                "gb_per_s": float(sums["bytes"][k]) / s / 1e9 if s else 0.0,
+                "flop_per_byte": intensity,
+                "bound_by": None if intensity is None or not ridge else ("flop" if intensity > ridge else "memory"),
+                "roofline": reached,
+            }
+        )
+    return sorted(rows, key=lambda row: -row["seconds"])
+
+
+def _path(trace: Trace, window: float) -> dict[str, Any]:
+    path = critical_path(trace.before, trace.seconds)
+    seconds = trace.seconds
+    by: dict[tuple[str, str], list[float]] = {}
+    for task in path:
+        by.setdefault(trace.info_of(task).group, []).append(float(seconds[task]))
+    total = float(seconds[path].sum()) if path else 0.0
+    chained = accumulating(trace, path)
+    return {
+        "seconds": total,
+        "share_of_run": total / window if window else 0.0,
+        "tasks": len(path),
+        "accumulation_share": float(seconds[chained].sum()) / total if total else 0.0,
+        "operators": sorted(
+            (
+                {"operator": operator, "phase": phase, "seconds": sum(times), "tasks": len(times)}
+                for (operator, phase), times in by.items()
+            ),
+            key=lambda row: -float(str(row["seconds"])),
+        ),
+    }
+
+
+def _submission(trace: Trace) -> float:
+    """Seconds in which the main thread was submitting a program."""
+    total = 0
+    for replay in np.unique(trace.replay[trace.replay > 0]):
+        dates = trace.submit[trace.replay == replay]
+        total += int(dates.max() - dates.min())
+    return total * 1e-9
+
+
+# -- peaks
+
+
+def device_peak(name: str, precision: str) -> Peak:
+    """Of a GPU by its name; flop/s are known for bf16 only."""
+    for part, (flop, size) in DEVICES.items():
+        if part in name:
+            return Peak(flop if precision == "bf16" else None, size, f"table: {part}, {precision}")
+    return Peak(None, None, "unknown device: set profile.peak_flop and profile.peak_bytes")
+
+
+def measure_cpu(workers: int, precision: str) -> Peak:
+    """Of one CPU worker while all of them are at it: a GEMM, and a copy that no cache holds. Takes half a second."""
+    import threading
+    import time
+
+    import torch
+
+    dtype = torch.float64 if precision == "fp64" else torch.float32
+    barrier = threading.Barrier(workers)
+    found: list[tuple[float, float]] = []
+
+    def run() -> None:
+        torch.set_num_threads(1)  # of this thread
+        a, b = torch.rand(768, 768, dtype=dtype), torch.rand(768, 768, dtype=dtype)
+        source, target = torch.rand(1 << 22), torch.empty(1 << 22)
+        product, best = torch.empty_like(a), []
+        works: list[tuple[Callable[[], object], int]] = [
+            (lambda: torch.mm(a, b, out=product), 2 * 768**3),
+            (lambda: target.copy_(source), 2 * source.nbytes),
+        ]
+        for work, amount in works:
+            work()
+            barrier.wait()
+            times = []
+            end = time.perf_counter() + 0.2
+            while (now := time.perf_counter()) < end:
+                work()
+                times.append(time.perf_counter() - now)
+            best.append(amount / min(times))
+        found.append((best[0], best[1]))
+
+    threads = [threading.Thread(target=run) for _ in range(workers)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    flop, size = (sum(values) / len(found) for values in zip(*found, strict=True))
+    return Peak(flop, size, f"measured: {workers} threads at once, best of a GEMM of 768 and of a copy of 16 MiB")

@@ -1,0 +1,159 @@
+"""Runs steps of a config under StarPU's task profiling, and makes a Trace of what it noted."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import nntile_py as nt
+from nntile_py import _core
+from nntile_py.config import RunConfig
+from nntile_py.profile.analysis import Peak, device_peak, measure_cpu
+from nntile_py.profile.trace import REDUCTION, Bus, Info, Trace, Use, Worker, one_after_the_other
+from nntile_py.program import Program
+from nntile_py.tiles.tasklist import Task, TaskList
+
+# Of csrc/profile.cpp; `ready` stands between: when the scheduler had taken the task.
+COLUMNS = (
+    "replay", "task", "worker", "submit", "ready", "pop", "popped", "fetch", "fetched", "start", "end", "released",
+    "memory", "main_memory",
+)  # fmt: skip
+
+
+def run_steps(trainer: nt.Trainer, steps: int, warmup: int) -> Trace:
+    """Train on random tokens: `warmup` steps that are not looked at, then `steps` that are."""
+    rng = np.random.default_rng(0)
+    rows = trainer.grad_accumulation * trainer.batch
+    ids = rng.integers(0, trainer.model.config.vocab, (rows, trainer.seq))
+
+    def train(count: int) -> None:
+        for pending in [trainer.submit(ids, ids) for _ in range(count)]:
+            pending.result()
+
+    if warmup:
+        train(warmup)
+    with watched(trainer.tasks_per_step * steps) as found:
+        train(steps)
+    return make_trace(found.programs, found.native, trainer.update_list)
+
+
+class Found:
+    """The task lists in the order in which they were submitted, and what the binding noted."""
+
+    def __init__(self) -> None:
+        self.programs: list[TaskList] = []
+        self.native: dict[str, Any] = {}
+
+
+@contextmanager
+def watched(expected: int = 0) -> Iterator[Found]:
+    """Profile the programs that run inside. `expected`: tasks, to have room for them beforehand."""
+    found = Found()
+    _core.profile_begin(expected)
+    Program.watched = found.programs
+    try:
+        yield found
+    finally:
+        Program.watched = None
+        found.native = _core.profile_finish()
+
+
+def make_trace(programs: Sequence[TaskList], native: dict[str, Any], update: TaskList | None) -> Trace:
+    """`native`: what profile_finish returned. A step ends with the program `update`."""
+    infos: list[Info] = []
+    first: dict[int, int] = {}  # of each list: the index of its first task among the infos
+    numbers: dict[Any, int] = {}
+    offsets, steps, step = [], [], 1
+    for tasks in programs:
+        if id(tasks) not in first:
+            first[id(tasks)] = len(infos)
+            infos.extend(_info(task, tasks is update, numbers) for task in tasks.tasks)
+        offsets.append(first[id(tasks)])
+        steps.append(step)
+        step += tasks is update
+    infos.append(Info("", REDUCTION, "", REDUCTION, "", 0.0, 0))
+    events = native["events"]
+    own = events[:, 0] == 0  # StarPU's own tasks go to the end
+    events = events[np.lexsort((events[:, 3] * own, events[:, 1], events[:, 0], own))]
+    column = {name: events[:, k].copy() for k, name in enumerate(COLUMNS)}
+    own = column["replay"] == 0
+    at = np.maximum(column["replay"] - 1, 0)
+    info = np.where(own, len(infos) - 1, np.array([*offsets, 0])[at] + column["task"])
+    names = ("name", "kind", "node")
+    workers = [
+        Worker(**{k: w[k] for k in names}, counters={k: v for k, v in w.items() if k not in names})
+        for w in native["workers"]
+    ]
+    for number, worker in enumerate(workers):
+        mine = column["worker"] == number
+        if worker.kind != "CPU":
+            column["start"][mine] = one_after_the_other(column["start"][mine], column["end"][mine])
+    kept = ("replay", "worker", "submit", "pop", "fetch", "fetched", "start", "end", "released", "memory")
+    return Trace(
+        infos=infos,
+        workers=workers,
+        nodes=native["nodes"],
+        buses=[Bus(**bus) for bus in native["buses"]],
+        info=info,
+        step=np.where(own, 0, np.array([*steps, 0])[at]),
+        main_memory=column["main_memory"],
+        **{name: column[name] for name in kept},
+    )
+
+
+def _info(task: Task, updates: bool, numbers: dict[Any, int]) -> Info:
+    name = task.op.removesuffix(".backward")
+    phase = "update" if updates else "forward" if name == task.op else "backward"
+    layer, _, operator = name.rpartition(".")
+    uses = []
+    for access in task.accesses:
+        tile = access.tile  # a tile that outlives its program is known to all of them by its tensor's name
+        key = (tile.tensor, tile.index) if tile.persistent else tile
+        uses.append(Use(numbers.setdefault(key, len(numbers)), access.mode, access.accumulate))
+    tiles = ", ".join(f"{a.mode} {a.tile!r}" for a in task.accesses)
+    return Info(layer, operator, phase, task.kernel, tiles, task.flop, task.bytes, tuple(uses))
+
+
+def peaks(trace: Trace, config: RunConfig) -> dict[str, Peak]:
+    """Of each kind of worker: from the config, else measured (CPU) or from the table (CUDA)."""
+    how, found = config.profile, {}
+    for worker in trace.workers:
+        if worker.kind in found:
+            continue
+        if how.peak_flop and how.peak_bytes:
+            found[worker.kind] = Peak(how.peak_flop, how.peak_bytes, "config")
+        elif worker.kind == "CPU":
+            found["CPU"] = measure_cpu(sum(w.kind == "CPU" for w in trace.workers), config.precision)
+        else:
+            found[worker.kind] = device_peak(worker.name, config.precision)
+    return found
+
+
+def axes(config: RunConfig) -> dict[str, dict[str, int]]:
+    """Of each axis that a tiling may cut: its size, the tile's, the number of tiles."""
+    model, train = config.model, config.train
+    sizes = {"batch": train.batch, "seq": train.seq, "embed": model.embed, "heads": model.heads}
+    sizes |= {"ffn": model.ffn or 4 * model.embed, "vocab": model.vocab or 0}
+    result = {}
+    for axis, size in sizes.items():
+        tile = min(getattr(config.tiles, axis) or size, size)
+        result[axis] = {"size": size, "tile": tile, "tiles": -(-size // max(tile, 1))}
+    return result
+
+
+def convert_fxt(folder: Path) -> None:
+    """Turn FxT's raw file in `folder` into paje.trace and what else StarPU's tool writes, for ViTE and StarVZ."""
+    raw = sorted(str(path) for path in folder.glob("prof_file_*"))
+    if not raw:
+        raise nt.TaskError("--fxt: StarPU left no trace: it was built without FxT (libfxt-dev)")
+    info = json.loads((Path(nt.__file__).parent / "_build_info.json").read_text())
+    tool = Path(info["starpu_prefix"]) / "bin" / "starpu_fxt_tool"
+    made = subprocess.run([tool, "-i", *raw], cwd=folder, capture_output=True, text=True, check=False)
+    if made.returncode:
+        raise nt.TaskError(f"--fxt: {tool} failed: {made.stderr.strip()[-300:]}")

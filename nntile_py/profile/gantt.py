@@ -1,0 +1,126 @@
+"""Who ran what when, as bars few enough to draw: gantt.png, gantt.svg, and the Gantt of report.html."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from nntile_py.profile.trace import Trace, merge
+
+# Okabe and Ito's colours, told apart by colour-blind eyes too, then grey for what is left.
+COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#f0e442", "#7a5195", "#9aa0a6")
+COLUMNS = 1200  # a row of more bars than this is drawn in so many columns, each in the colour that fills most of it
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """Of a worker's row: where, in parts of the window, its colour, and the task, or -1 where it stands for many."""
+
+    left: float
+    right: float
+    kind: int
+    task: int = -1
+
+
+@dataclass
+class Gantt:
+    """`kinds`: what the colours mean; `rows`: the bars of each worker."""
+
+    kinds: list[str]
+    rows: list[list[Bar]]
+
+
+def gantt(trace: Trace, columns: int = COLUMNS) -> Gantt:
+    """The kinds of operator that take most time have colours of their own."""
+    seconds: dict[str, float] = {}
+    spent = np.bincount(trace.info, weights=trace.seconds, minlength=len(trace.infos)).tolist()
+    for info, time in zip(trace.infos, spent, strict=True):
+        seconds[_kind(info)] = seconds.get(_kind(info), 0.0) + time
+    top = sorted((kind for kind in seconds if seconds[kind]), key=lambda kind: -seconds[kind])
+    kinds = top if len(top) <= len(COLOURS) else [*top[: len(COLOURS) - 1], "other"]
+    number = {kind: k for k, kind in enumerate(kinds)}
+    of_task = np.array([number.get(_kind(info), len(kinds) - 1) for info in trace.infos])[trace.info]
+    return Gantt(kinds, [_row(trace, worker, of_task, columns) for worker in range(len(trace.workers))])
+
+
+def _kind(info: Any) -> str:
+    return f"{info.operator} {info.phase}".strip() if info.phase != "update" else info.operator
+
+
+def _row(trace: Trace, worker: int, kinds: Any, columns: int) -> list[Bar]:
+    t0, t1 = trace.window
+    mine = np.flatnonzero(trace.worker == worker)
+    mine = mine[np.argsort(trace.start[mine], kind="stable")]
+    if len(mine) <= columns:
+        left, right = ((dates[mine] - t0) / (t1 - t0) for dates in (trace.start, trace.end))
+        table = (left.tolist(), right.tolist(), kinds[mine].tolist(), mine.tolist())
+        return [Bar(*bar) for bar in zip(*table, strict=True)]
+    edges = np.linspace(t0, t1, columns + 1)
+    present = np.unique(kinds[mine])
+    filled = np.array([_fill(trace, mine[kinds[mine] == kind], edges) for kind in present])
+    best = np.where(filled.sum(axis=0) * 2 >= edges[1] - edges[0], present[filled.argmax(axis=0)], -1)
+    starts = np.flatnonzero(np.diff(best, prepend=-2))
+    ends = np.append(starts[1:], columns)
+    return [
+        Bar(a / columns, b / columns, int(best[a])) for a, b in zip(starts.tolist(), ends.tolist(), strict=True)
+        if best[a] >= 0
+    ]  # fmt: skip
+
+
+def _fill(trace: Trace, tasks: Any, edges: Any) -> Any:
+    """Time that the tasks take in each column."""
+    start, end = merge(trace.start[tasks], trace.end[tasks])
+    total = np.concatenate(([0], np.cumsum(end - start)))
+    at = np.searchsorted(start, edges, side="right")
+    cut = np.where(at > 0, np.maximum(end[np.maximum(at - 1, 0)] - edges, 0), 0)
+    return np.diff(total[at] - cut)
+
+
+def save(trace: Trace, summary: dict[str, Any], folder: Path, title: str) -> None:
+    """gantt.png and gantt.svg."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    drawn, milliseconds = gantt(trace), summary["seconds"] * 1e3
+    rows = len(drawn.rows)
+    figure = Figure(figsize=(12, 1.7 + 0.45 * rows), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    for row, bars in enumerate(drawn.rows):
+        spans = [(b.left * milliseconds, (b.right - b.left) * milliseconds) for b in bars]
+        axes.broken_barh(spans, (row - 0.4, 0.8), facecolors=[COLOURS[b.kind] for b in bars], linewidth=0)
+    axes.set_yticks(range(rows), [f"{w['name']}\nbusy {w['working']:.0%}" for w in summary["workers"]])
+    axes.set_ylim(rows - 0.5, -0.5)
+    axes.set_xlim(0, milliseconds)
+    axes.set_xlabel("milliseconds")
+    axes.set_title(title, fontsize=10, loc="left")
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.tick_params(axis="y", length=0)
+    for date in step_starts(trace)[1:]:
+        axes.axvline(date * milliseconds, color="black", linewidth=0.8, linestyle=":")
+    patches = [Patch(color=COLOURS[k], label=kind) for k, kind in enumerate(drawn.kinds)]
+    figure.legend(handles=patches, loc="outside lower center", ncols=5, frameon=False, fontsize=8)
+    figure.savefig(folder / "gantt.png", dpi=150)
+    figure.savefig(folder / "gantt.svg")
+
+
+def step_starts(trace: Trace) -> list[float]:
+    """When the first task of each step began, in parts of the window."""
+    t0, t1 = trace.window
+    steps = np.unique(trace.step[trace.step > 0])
+    return [(int(trace.start[trace.step == step].min()) - t0) / (t1 - t0) for step in steps]
+
+
+def titles(trace: Trace, bars: list[Bar], kinds: list[str]) -> Iterator[str]:
+    """What a pointer on a bar is told."""
+    for bar in bars:
+        if bar.task < 0:
+            yield kinds[bar.kind]
+            continue
+        length = (int(trace.end[bar.task]) - int(trace.start[bar.task])) / 1e3
+        yield f"{trace.info_of(bar.task).name}, step {trace.step[bar.task]}: {length:,.1f} us"

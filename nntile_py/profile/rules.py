@@ -1,0 +1,191 @@
+"""What held a run back, from the figures of its profile, and which key of the config to change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+IDLE = 0.15  # of the workers' time: worth a finding
+MOVING = 0.10
+SHORT = 20  # a task should last this many times what the runtime needs for it
+OVERHEAD = 0.05
+SUBMITTING = 0.8  # of the run
+SERIAL = 0.5  # of the critical path
+LOW, LARGE = 0.3, 0.15  # share of the roofline reached, share of the tasks' time
+
+Summary = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """`rule`: its name; `cause`: with the figures that show it; `advice`: what to change."""
+
+    rule: str
+    cause: str
+    advice: str
+
+    def to_dict(self) -> dict[str, str]:
+        return asdict(self)
+
+
+def findings(summary: Summary) -> list[Finding]:
+    """All that hold, the first cause first: the runtime's come before the kernels', as they hide those."""
+    return [found for rule in RULES if (found := rule(summary))]
+
+
+def short_tasks(s: Summary) -> Finding | None:
+    """Tasks shorter than SHORT times the overhead, and it shows; or submission is what the workers wait for."""
+    mean, overhead = s["mean_task_s"], s["overhead_per_task_s"]
+    starved = s["submission"] >= SUBMITTING and _share(s, "idle") >= IDLE
+    if not starved and (mean >= SHORT * overhead or _share(s, "overhead") < OVERHEAD):
+        return None
+    cause = f"A task lasts {_us(mean)} on average, and the runtime needs {_us(overhead)} of a worker for each: "
+    cause += f"{_share(s, 'overhead'):.0%} of the workers' time."
+    if starved:
+        cause += f" Tasks are used up as fast as they are submitted, which takes {s['submission']:.0%} of the run."
+    return Finding("short-tasks", cause, f"Fewer, larger tasks: {_coarser(s)}, and keep `fusion: true`.")
+
+
+def serial_chain(s: Summary) -> Finding | None:
+    """Workers idle while one tile after the other is added up in order."""
+    path = s["critical_path"]
+    if _share(s, "idle") < IDLE or not _path_bound(s) or path["accumulation_share"] < SERIAL:
+        return None
+    return Finding(
+        "serial-chain",
+        f"Workers are idle {_share(s, 'idle'):.0%} of the time; the critical path takes "
+        f"{path['share_of_run']:.0%} of the run, and {path['accumulation_share']:.0%} of it are tasks that add to one "
+        f"tile after the other, most of them {_top(path)}.",
+        "Let partial results meet in another order: `accumulate: tree` or `redux` (or `commute`, which reorders "
+        "but does not overlap them); or cut the summed axis into fewer tiles.",
+    )
+
+
+def few_tiles(s: Summary) -> Finding | None:
+    """Workers idle as fewer independent tasks exist than workers."""
+    if _share(s, "idle") < IDLE or not _path_bound(s):
+        return None
+    workers, path = len(s["workers"]), s["critical_path"]
+    return Finding(
+        "few-tiles",
+        f"Workers are idle {_share(s, 'idle'):.0%} of the time: all tasks together last {s['parallelism']:.1f} times "
+        f"as long as the longest chain among them, for {workers} workers. That chain is mostly {_top(path)}.",
+        f"Cut finer, so that more tasks can run at once: {_finer(s)}.",
+    )
+
+
+def transfers(s: Summary) -> Finding | None:
+    """Workers wait for their data."""
+    if _share(s, "communicating") < MOVING:
+        return None
+    moved = sum(t["bytes"] for t in s["transfers"])
+    if not moved:
+        return Finding(
+            "allocation",
+            f"Workers spend {_share(s, 'communicating'):.0%} of their time on getting memory for their tiles.",
+            f"Fewer, larger tiles of fewer different sizes: {_coarser(s)}; or more memory (`runtime.memory`).",
+        )
+    worst = max(s["transfers"], key=lambda t: t["bytes"])
+    return Finding(
+        "transfers",
+        f"Workers wait for their data {_share(s, 'communicating'):.0%} of the time; {moved / 1e9:.2f} GB were moved, "
+        f"most of it from {worst['from']} to {worst['to']}.",
+        "Let the scheduler place tasks where their data is (`scheduler: cpu_dmdas`, or `runtime.scheduler: dmdar`), "
+        "give more memory (`runtime.cuda_memory`), or cut along batch, which moves activations least.",
+    )
+
+
+def low_roofline(s: Summary) -> Finding | None:
+    """An operator that takes much of the time and reaches little of what the machine can do."""
+    rows = [r for r in s["operators"] if r["share"] >= LARGE and r["roofline"] is not None and r["roofline"] < LOW]
+    if not rows:
+        return None
+    row = max(rows, key=lambda r: r["share"] * (1 - r["roofline"]))
+    if row["bound_by"] == "memory":
+        advice = "It moves more than it computes: fuse it (`fusion: true`, `model.attention: vendor`)"
+    else:
+        advice = "Its tiles are too small or too narrow for the kernel"
+    return Finding(
+        "low-roofline",
+        f"{row['operator']} ({row['phase']}) takes {row['share']:.0%} of the tasks' time at {row['roofline']:.0%} of "
+        f"the roofline ({row['tflop_per_s'] * 1e3:.1f} Gflop/s, {row['gb_per_s']:.1f} GB/s).",
+        f"{advice}; larger tiles help: {_coarser(s)}.",
+    )
+
+
+def imbalance(s: Summary) -> Finding | None:
+    """Workers idle although enough independent tasks exist."""
+    if _share(s, "idle") < IDLE:
+        return None
+    worst = max(s["workers"], key=lambda w: w["idle"])
+    return Finding(
+        "imbalance",
+        f"Workers are idle {_share(s, 'idle'):.0%} of the time ({worst['name']}: {worst['idle']:.0%}) although "
+        f"there is work for {s['parallelism']:.1f} of them at once.",
+        "Try another scheduler, one that knows priorities (`scheduler: cpu_dmdas`), or a larger `runtime.window`; "
+        "on a machine that others use, measure again.",
+    )
+
+
+# Each explains the idle time that those after it would be blamed for.
+RULES: list[Callable[[Summary], Finding | None]] = [
+    short_tasks,
+    serial_chain,
+    few_tiles,
+    transfers,
+    imbalance,
+    low_roofline,
+]
+EXCLUSIVE = {"short-tasks", "serial-chain", "few-tiles", "imbalance"}  # explanations of the same idle time
+
+
+def report(summary: Summary) -> list[dict[str, str]]:
+    """For summary.json: the findings, one explanation of the idle time, or that there is none."""
+    result, idle_explained = [], False
+    for found in findings(summary):
+        if found.rule in EXCLUSIVE:
+            if idle_explained:
+                continue
+            idle_explained = True
+        result.append(found.to_dict())
+    if not result:
+        busy = f"Workers compute {_share(summary, 'working'):.0%} of the time and no operator stands out."
+        result.append(Finding("none", busy, "Nothing to change that this profile would show.").to_dict())
+    return result
+
+
+def _share(s: Summary, name: str) -> float:
+    return float(sum(w[name] for w in s["workers"]) / max(len(s["workers"]), 1))
+
+
+def _path_bound(s: Summary) -> bool:
+    """Whether more workers than these could not have been kept busy."""
+    return bool(s["parallelism"] < 1.25 * len(s["workers"]) or s["critical_path"]["share_of_run"] > 0.8)
+
+
+def _top(path: Mapping[str, Any]) -> str:
+    top = max(path["operators"], key=lambda row: row["seconds"])
+    return f"{top['operator']} ({top['phase']})".replace(" ()", "")
+
+
+def _us(seconds: float) -> str:
+    return f"{seconds * 1e6:,.1f} us"
+
+
+def _coarser(s: Summary) -> str:
+    """The axes with most tiles, their tile doubled."""
+    cut = sorted((a for a in s["tiles"].items() if a[1]["tiles"] > 1), key=lambda a: -a[1]["tiles"])
+    if not cut:
+        return "a larger batch"
+    return " or ".join(f"`tiles.{n}: {min(2 * a['tile'], a['size'])}` (now {a['tile']})" for n, a in cut[:2])
+
+
+def _finer(s: Summary) -> str:
+    """Batch first, which needs no summing up, then the axes with fewest tiles."""
+    order = {"batch": 0, "heads": 1, "ffn": 2, "vocab": 3, "embed": 4, "seq": 5}
+    able = [(name, a) for name, a in s["tiles"].items() if a["tile"] > 1]
+    able.sort(key=lambda item: (item[1]["tiles"] * 2 if item[0] == "batch" else 4 * item[1]["tiles"], order[item[0]]))
+    if not able:
+        return "use a larger batch, or fewer workers (`runtime.cpus`)"
+    return " or ".join(f"`tiles.{n}: {-(-a['tile'] // 2)}` (now {a['tile']})" for n, a in able[:2])

@@ -1,0 +1,183 @@
+"""What ran where and when, and what must run after what: pure data, testable without StarPU."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+Ints = np.ndarray[Any, np.dtype[np.int64]]
+UNORDERED = ("R", "COMMUTE", "REDUX")  # accesses of one of these modes in a row have no order among themselves
+REDUCTION = "reduction"  # the operator of tasks that StarPU makes itself
+
+
+class Use(NamedTuple):
+    """An access of a task: the tile's key, the resolved mode, whether the kernel adds to what the tile holds."""
+
+    tile: Hashable
+    mode: str
+    adds: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Info:
+    """What a task is, whenever it runs. `tiles` names them with their indices."""
+
+    layer: str
+    operator: str
+    phase: str
+    kernel: str
+    tiles: str
+    flop: float
+    bytes: int
+    uses: tuple[Use, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return " ".join(filter(None, (self.layer, self.operator, self.phase)))
+
+    @property
+    def group(self) -> tuple[str, str]:
+        """Operator and phase; the same place of all layers is one operator, and so are all updates."""
+        where = "" if self.phase == "update" else re.sub(r"\d+", "*", self.layer)
+        return " ".join(filter(None, (where, self.operator))), self.phase
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """`node`: its memory node. `counters`: StarPU's own account of its time, seconds."""
+
+    name: str
+    kind: str
+    node: int = 0
+    counters: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Bus:
+    """What went from one memory node to another."""
+
+    source: int
+    target: int
+    bytes: int
+    transfers: int
+
+
+@dataclass
+class Trace:
+    """Tasks in the order of submission, a column each; dates in ns. `tasks_of_starpu` are last, without uses."""
+
+    infos: list[Info]
+    workers: list[Worker]
+    nodes: list[str]
+    buses: list[Bus]
+    info: Ints  # index into infos
+    step: Ints
+    replay: Ints  # a program that was submitted once more
+    worker: Ints
+    submit: Ints
+    pop: Ints  # a worker asked for a task and got this one
+    fetch: Ints  # its data is allocated and brought to the worker ...
+    fetched: Ints  # ... until here
+    start: Ints
+    end: Ints
+    released: Ints
+    memory: Ints  # bytes on the worker's node when the task ended
+    main_memory: Ints
+    _before: list[list[int]] | None = None
+
+    def __len__(self) -> int:
+        return len(self.info)
+
+    def info_of(self, task: int) -> Info:
+        return self.infos[int(self.info[task])]
+
+    @property
+    def window(self) -> tuple[int, int]:
+        """From the first submission to the last end."""
+        return int(self.submit.min()), int(self.released.max())
+
+    @property
+    def seconds(self) -> Any:
+        return (self.end - self.start) * 1e-9
+
+    @property
+    def before(self) -> list[list[int]]:
+        """The direct predecessors of each task."""
+        if self._before is None:
+            self._before = dependencies(self.infos[i].uses for i in self.info)
+        return self._before
+
+
+def dependencies(tasks: Iterable[Sequence[Use]]) -> list[list[int]]:
+    """For each task, in order of submission, the tasks that StarPU's sequential consistency puts directly before it."""
+    last: dict[Hashable, tuple[str, list[int], list[int]]] = {}  # mode, tasks of that access, those before them
+    result = []
+    for number, uses in enumerate(tasks):
+        before: set[int] = set()
+        for tile, mode, _ in uses:
+            if mode == "SCRATCH":
+                continue
+            group = last.get(tile)
+            if group and mode in UNORDERED and group[0] == mode:
+                before.update(group[2])
+                group[1].append(number)
+            else:
+                previous = group[1] if group else []
+                before.update(previous)
+                last[tile] = (mode, [number], previous)
+        before.discard(number)
+        result.append(sorted(before))
+    return result
+
+
+def critical_path(before: list[list[int]], seconds: Sequence[float]) -> list[int]:
+    """The chain of dependent tasks that takes longest, first task first."""
+    total, parent = np.zeros(len(before)).tolist(), [-1] * len(before)
+    lengths = [float(s) for s in seconds]
+    for number, previous in enumerate(before):
+        if previous:
+            best = max(previous, key=total.__getitem__)
+            parent[number], total[number] = best, total[best]
+        total[number] += lengths[number]
+    path = []
+    at = max(range(len(total)), key=total.__getitem__, default=-1)
+    while at >= 0:
+        path.append(at)
+        at = parent[at]
+    return path[::-1]
+
+
+def accumulating(trace: Trace, path: Sequence[int]) -> list[int]:
+    """Tasks of the path that wait for their predecessor there only to add to the same tile after it."""
+    added = [{use.tile for use in trace.info_of(task).uses if use.adds} for task in path]
+    outputs = [{use.tile for use in trace.info_of(task).uses if use.adds or use.mode == "W"} for task in path]
+    return [path[k] for k in range(1, len(path)) if added[k] & outputs[k - 1]]
+
+
+def one_after_the_other(start: Ints, end: Ints) -> Ints:
+    """When each task of a stream really began: StarPU dates its launch, which may be while others still run."""
+    order = np.argsort(end, kind="stable")
+    result = start.copy()
+    result[order[1:]] = np.maximum(start[order[1:]], end[order[:-1]])
+    return result
+
+
+def merge(start: Ints, end: Ints) -> tuple[Ints, Ints]:
+    """The union of intervals, as intervals that are in order and apart."""
+    if not len(start):
+        return start, end
+    order = np.argsort(start, kind="stable")
+    start, end = start[order], np.maximum.accumulate(end[order])
+    first = np.concatenate(([True], start[1:] > end[:-1]))
+    last = np.concatenate((np.flatnonzero(first)[1:] - 1, [len(end) - 1]))
+    return start[first], end[last]
+
+
+def length(*parts: tuple[Ints, Ints]) -> int:
+    """Of the union of several sets of intervals, ns."""
+    start, end = merge(np.concatenate([p[0] for p in parts]), np.concatenate([p[1] for p in parts]))
+    return int((end - start).sum())

@@ -1,0 +1,382 @@
+"""`nntile profile`: dates against dependencies, the files it leaves, what its rules find."""
+
+import json
+import re
+import subprocess
+import sys
+import time
+from bisect import bisect_right
+from html import unescape
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+
+import nntile_py as nt
+from nntile_py import profile
+from nntile_py.config import RunConfig, load
+from nntile_py.profile import analysis, events, rules
+from nntile_py.profile.trace import (
+    Bus,
+    Info,
+    Trace,
+    Use,
+    Worker,
+    accumulating,
+    critical_path,
+    dependencies,
+    one_after_the_other,
+)
+
+US = 1_000
+PEAKS = {"CPU": analysis.Peak(1e9, 1e9, "test"), "CUDA": analysis.Peak(1e9, 1e9, "test")}
+TILES = {"batch": {"size": 8, "tile": 4, "tiles": 2}, "embed": {"size": 96, "tile": 96, "tiles": 1}}
+
+
+# -- dependencies, on lists written by hand
+
+
+@pytest.mark.parametrize(
+    ("modes", "before"),
+    [
+        ("W R R RW R", [[], [0], [0], [1, 2], [3]]),
+        ("W RW RW R", [[], [0], [1], [2]]),
+        ("W COMMUTE COMMUTE COMMUTE R", [[], [0], [0], [0], [1, 2, 3]]),
+        ("W REDUX REDUX R W", [[], [0], [0], [1, 2], [3]]),
+        ("R R W COMMUTE RW", [[], [], [0, 1], [2], [3]]),
+        ("W SCRATCH RW", [[], [], [0]]),
+    ],
+)
+def test_dependencies_on_one_tile(modes: str, before: list[list[int]]) -> None:
+    assert dependencies([[Use("a", mode)] for mode in modes.split()]) == before
+
+
+def test_dependencies_on_many_tiles_and_the_longest_chain() -> None:
+    tasks = [
+        [Use("a", "W")],
+        [Use("b", "W")],
+        [Use("a", "R"), Use("c", "W")],
+        [Use("b", "R"), Use("c", "RW", True)],
+        [Use("a", "W"), Use("b", "R")],
+    ]
+    before = dependencies(tasks)
+    assert before == [[], [], [0], [1, 2], [1, 2]]
+    assert critical_path(before, [1, 5, 1, 1, 1]) == [1, 3]
+    assert critical_path(before, [3, 3.5, 1, 1, 1]) == [0, 2, 3]
+    assert critical_path([], []) == []
+
+
+# -- traces made up, scheduled as a list scheduler would
+
+
+def info(name: str, uses: list[Use], flop: float = 1e3, size: int = 10) -> Info:
+    layer, _, operator = name.rpartition(".")
+    tiles = ", ".join(str(use.tile) for use in uses)
+    return Info(layer, operator, "forward", operator.lower(), tiles, flop, size, tuple(uses))
+
+
+def scheduled(
+    infos: list[Info], lengths: list[float], workers: int = 2, overhead: float = 1.0, fetch: float = 0.0,
+    kind: str = "CPU", submit: float = 0.01,
+) -> Trace:  # fmt: skip
+    """Each task, in order, on the worker that is free first. Lengths, overhead and fetch in us."""
+    before = dependencies(i.uses for i in infos)
+    free, end = [0.0] * workers, [0.0] * len(infos)
+    rows = []
+    for task, length in enumerate(lengths):
+        worker = min(range(workers), key=free.__getitem__)
+        submitted = task * submit
+        pop = max([submitted, free[worker], *(end[b] for b in before[task])])
+        start = pop + overhead / 2 + fetch
+        end[task] = start + length
+        free[worker] = end[task] + overhead / 2
+        rows.append((worker, submitted, pop, pop + overhead / 2, start, start, end[task], free[worker]))
+    names = ("worker", "submit", "pop", "fetch", "fetched", "start", "end", "released")
+    columns = dict(zip(names, (np.array(rows).T * [[1 / US]] + [[0]]) * US, strict=True))
+    table = {k: (v * (1 if k == "worker" else US)).round().astype(np.int64) for k, v in columns.items()}
+    count, node = len(infos), int(kind == "CUDA")
+    ones = np.ones(count, np.int64)
+    return Trace(
+        infos=infos, workers=[Worker(f"{kind} {k}", kind, node) for k in range(workers)], nodes=["RAM", "CUDA 0"],
+        buses=[Bus(0, 1, 10**6, 7)] if node else [], info=np.arange(count), step=ones, replay=ones,
+        memory=ones * 100, main_memory=ones * 200, **table,
+    )  # fmt: skip
+
+
+def independent(count: int, **options: Any) -> list[Info]:
+    return [info(f"h0.{options.get('name', 'Contract')}", [Use(k, "W")]) for k in range(count)]
+
+
+def chain(count: int, adds: bool) -> list[Info]:
+    return [info("h0.Contract", [Use("sum", "RW", adds)]) for _ in range(count)]
+
+
+def names(trace: Trace) -> list[str]:
+    return [found["rule"] for found in rules.report(analysis.summarise(trace, PEAKS, TILES))]
+
+
+def test_rules_find_what_was_put_there() -> None:
+    fine = 1e3 * 1e-9 * 1e6  # us that 1e3 flop take at the peak of the test
+    assert names(scheduled(independent(40), [fine] * 40, overhead=0.01)) == ["none"]
+    assert names(scheduled(independent(400), [5] * 400, overhead=2))[0] == "short-tasks"
+    assert names(scheduled(chain(40, True), [fine * 100] * 40))[0] == "serial-chain"
+    assert names(scheduled(chain(40, False), [fine * 100] * 40))[0] == "few-tiles"
+    assert names(scheduled(independent(2), [fine * 100] * 2, workers=4))[0] == "few-tiles"
+    assert names(scheduled(independent(40), [fine * 100] * 40, fetch=50, kind="CUDA"))[0] == "transfers"
+    assert names(scheduled(independent(40), [fine * 100] * 40, fetch=50))[0] == "allocation"
+    assert names(scheduled(independent(40), [fine * 10] * 40, overhead=0.1)) == ["low-roofline"]
+    lopsided = scheduled(independent(40), [fine * 100] * 40)
+    lopsided.worker[:] = np.arange(40) >= 30  # all but a few on one worker, one after the other
+    span = (lopsided.end - lopsided.start).max() + 2 * US
+    for rows in (np.flatnonzero(lopsided.worker == w) for w in (0, 1)):
+        shift = np.arange(len(rows)) * span - lopsided.pop[rows]
+        for column in ("pop", "fetch", "fetched", "start", "end", "released"):
+            getattr(lopsided, column)[rows] += shift
+    assert names(lopsided)[0] == "imbalance"
+    for trace in (scheduled(chain(40, True), [5] * 40, overhead=4), scheduled(independent(3), [900] * 3)):
+        idle = {"short-tasks", "serial-chain", "few-tiles", "imbalance"} & set(names(trace))
+        assert len(idle) == 1  # one explanation of the idle time, no advice against another
+
+
+def test_rules_name_keys_of_the_config() -> None:
+    for trace in (
+        scheduled(independent(400), [5] * 400, overhead=2),
+        scheduled(chain(40, True), [100] * 40),
+        scheduled(chain(40, False), [100] * 40),
+    ):
+        for found in rules.report(analysis.summarise(trace, PEAKS, TILES)):
+            keys = re.findall(r"`([a-z_.]+):", found["advice"])
+            assert keys
+            assert all(key.split(".")[0] in RunConfig.model_fields for key in keys), keys
+            assert found["cause"]
+
+
+def test_submission_that_does_not_keep_up_is_found() -> None:
+    assert names(scheduled(independent(300), [3] * 300, overhead=0.1, submit=4))[0] == "short-tasks"
+
+
+def test_a_stream_runs_one_task_after_the_other() -> None:
+    start, end = np.array([0, 10, 100, 5]), np.array([50, 90, 120, 40])
+    assert one_after_the_other(start, end).tolist() == [40, 50, 100, 5]
+
+
+def test_accumulation_is_told_from_other_chains() -> None:
+    for adds in (True, False):
+        trace = scheduled(chain(5, adds), [10] * 5)
+        path = critical_path(trace.before, trace.seconds)
+        assert len(path) == 5
+        assert len(accumulating(trace, path)) == (4 if adds else 0)
+
+
+def test_shares_of_a_known_trace() -> None:
+    trace = scheduled(independent(2), [60, 20], overhead=4, fetch=10)  # 0..78 us and 0..38 us
+    first, second = analysis.summarise(trace, PEAKS)["workers"]
+    total = 74.0
+    assert first["working"] == pytest.approx(60 / total, rel=1e-3)
+    assert first["communicating"] == pytest.approx(10 / total, rel=1e-3)
+    assert first["overhead"] == pytest.approx(4 / total, rel=2e-2)
+    assert first["idle"] == pytest.approx(0, abs=1e-3)
+    assert second["idle"] == pytest.approx((total - 34) / total, rel=1e-2)
+    for worker in (first, second):
+        assert sum(worker[k] for k in SHARES) == pytest.approx(1, abs=1e-9)
+
+
+SHARES = ("working", "communicating", "overhead", "idle")
+
+
+def test_roofline_and_rates() -> None:
+    work = [info("Contract", [Use(k, "W")], flop=1e6, size=4_000) for k in range(4)]
+    (row,) = analysis.summarise(scheduled(work, [2_000] * 4), PEAKS)["operators"]
+    assert row["tasks"] == 4
+    assert row["roofline"] == pytest.approx(0.5, rel=1e-3)  # 1e6 flop at 1e9 flop/s are 1 ms, it took 2
+    assert row["tflop_per_s"] == pytest.approx(0.0005, rel=1e-3)
+    assert row["gb_per_s"] == pytest.approx(0.002, rel=1e-3)
+    assert row["bound_by"] == "flop"
+    unknown = {"CPU": analysis.device_peak("a device", "fp32")}
+    (row,) = analysis.summarise(scheduled(work, [2_000] * 4), unknown)["operators"]
+    assert row["roofline"] is None
+    assert analysis.device_peak("CUDA 0.0 (NVIDIA H200)", "bf16").flop == 790e12
+
+
+# -- the format
+
+
+def check_format(path: Path) -> list[dict[str, Any]]:
+    """Reads a trace-event file and holds it to the format's rules."""
+    tree = json.loads(path.read_text())
+    assert isinstance(tree["traceEvents"], list)
+    rows: dict[tuple[int, int], list[tuple[float, float]]] = {}
+    flows: dict[int, dict[str, dict[str, Any]]] = {}
+    named = set()
+    for event in tree["traceEvents"]:
+        assert event["ph"] in "XMCsf", event
+        assert isinstance(event["name"], str) and event["name"]
+        assert isinstance(event["pid"], int) and isinstance(event["tid"], int)
+        if event["ph"] == "M":
+            assert event["name"] in ("process_name", "process_sort_index", "thread_name", "thread_sort_index")
+            named.add((event["pid"], event["tid"]))
+            continue
+        assert event["ts"] >= 0 and np.isfinite(event["ts"])
+        if event["ph"] == "X":
+            assert event["dur"] >= 0 and isinstance(event["cat"], str)
+            rows.setdefault((event["pid"], event["tid"]), []).append((event["ts"], event["ts"] + event["dur"]))
+        elif event["ph"] == "C":
+            assert all(isinstance(value, int | float) for value in event["args"].values())
+        else:
+            assert event["ph"] == "s" or event["bp"] == "e"
+            assert event["ph"] not in flows.setdefault(event["id"], {})
+            flows[event["id"]][event["ph"]] = event
+    assert set(rows) <= named
+    for spans in rows.values():  # slices of a row do not overlap
+        spans.sort()
+        assert all(a[1] <= b[0] + 1e-3 for a, b in pairwise(spans))
+    for flow in flows.values():
+        assert flow.keys() == {"s", "f"}
+        assert flow["s"]["ts"] <= flow["f"]["ts"] + 1e-3
+        for event in flow.values():  # both ends lie on a slice
+            spans = rows[event["pid"], event["tid"]]
+            at = bisect_right(spans, (event["ts"] + 1e-3, np.inf)) - 1
+            assert at >= 0 and event["ts"] <= spans[at][1] + 1e-3
+    return list(tree["traceEvents"])
+
+
+def test_rows_for_copies(tmp_path: Path) -> None:
+    trace = scheduled(independent(6), [100] * 6, fetch=30, kind="CUDA")
+    events.write(trace, tmp_path / "trace.json")
+    found = check_format(tmp_path / "trace.json")
+    rows = {e["args"]["name"] for e in found if e["ph"] == "M" and "name" in e["args"]}
+    assert {"workers", "CUDA 0", "fetching input", "to CUDA 1", "RAM to CUDA 0"} <= rows
+    assert sum(e["pid"] == events.FETCHES and e["ph"] == "X" for e in found) == 6
+    assert {e["name"] for e in found if e["ph"] == "C"} == {"memory of RAM", "memory of CUDA 0", "tasks in flight"}
+
+
+def test_a_hundred_thousand_tasks(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    infos = [
+        info(f"h{k % 12}.{('Contract', 'LayerNorm', 'Attention')[k % 3]}", [Use(k, "W"), Use(max(k - 7, 0), "R")])
+        for k in range(100_000)
+    ]
+    trace = scheduled(infos, rng.uniform(20, 200, len(infos)).tolist(), workers=8)
+    began = time.process_time()
+    profile.write(trace, PEAKS, TILES, tmp_path, "synthetic")
+    assert time.process_time() - began < 20  # of the processor: other work may share the machine
+    assert (tmp_path / "report.html").stat().st_size < 3e6
+    assert (tmp_path / "gantt.svg").stat().st_size < 5e6
+    assert (tmp_path / "report.html").read_text().count("<rect") < 12_000
+    tree = json.loads((tmp_path / "trace.json").read_text())
+    assert sum(e["ph"] == "X" for e in tree["traceEvents"]) == 100_000
+
+
+# -- a real step
+
+
+CONFIG: dict[str, Any] = {
+    "model": {"layers": 2, "embed": 48, "heads": 4, "dropout": 0.1},
+    "tokenizer": {"vocab_size": 500},
+    "train": {"steps": 1, "batch": 4, "seq": 32, "grad_accumulation": 2},
+    "tiles": {"batch": 2, "seq": 16, "embed": 24, "ffn": 100, "vocab": 300},
+    "runtime": {"cpus": 2},
+    "profile": {"warmup": 1, "peak_flop": 5e10, "peak_bytes": 1e10},
+}
+
+
+@pytest.fixture(scope="module", params=["chain", "redux", "commute"])
+def measured(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    """A run under each policy, one of them by the command: its folder."""
+    folder = tmp_path_factory.mktemp(request.param)
+    (folder / "c.yaml").write_text(yaml.safe_dump(CONFIG | {"accumulate": request.param}))
+    if request.param == "chain":
+        command = [sys.executable, "-m", "nntile_py.cli", "profile", "c.yaml", "--steps", "2", "--out", "p"]
+        made = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=200, check=False)
+        assert made.returncode == 0, made.stderr
+        assert "ms a step" in made.stdout
+    else:
+        profile.profile(load(folder / "c.yaml"), folder / "p", "c", 2)
+    return request.param, folder / "p"
+
+
+def test_files_of_a_run(measured: tuple[str, Path]) -> None:
+    policy, folder = measured
+    left = {path.name for path in folder.iterdir()}
+    assert left == {"config.yaml", "trace.json", "gantt.png", "gantt.svg", "report.html", "summary.json"}
+    summary = json.loads((folder / "summary.json").read_text())
+    found = [e for e in check_format(folder / "trace.json") if e["ph"] == "X" and e["pid"] == events.WORKERS]
+    assert len(found) == summary["tasks"]
+    for number, worker in enumerate(summary["workers"]):
+        assert sum(worker[k] for k in SHARES) == pytest.approx(1, abs=0.01)
+        assert all(worker[k] >= 0 for k in SHARES)
+        busy = sum(e["dur"] for e in found if e["tid"] == number) * 1e-6
+        assert busy == pytest.approx(worker["busy_s"], rel=0.01)
+        # StarPU's own account, which the trace does not come from. With redux it has filled tiles with zeros too.
+        assert busy == pytest.approx(worker["starpu"]["executing_s"], rel=0.25 if policy == "redux" else 0.01)
+    busy = sum(worker["busy_s"] for worker in summary["workers"])
+    assert sum(row["seconds"] for row in summary["operators"]) == pytest.approx(busy)
+    html = (folder / "report.html").read_text()
+    assert not re.search(r"(?:src|href)\s*=|url\(|https?://", html)  # nothing to fetch
+    assert summary["findings"][0]["cause"] in unescape(re.sub("<[^>]+>", "", html)).replace("`", "")
+
+
+def test_no_task_begins_before_its_predecessors_end(measured: tuple[str, Path]) -> None:
+    """Dates from the file against the dependencies of the config's program, built anew."""
+    policy, folder = measured
+    from nntile_py.build import build_step
+    from nntile_py.loop import build_optimizer, model_config
+    from nntile_py.models.gpt2 import GPT2
+    from nntile_py.passes import Fusion
+    from nntile_py.tiles import Tiling
+
+    config = load(folder / "config.yaml")
+    step = build_step(
+        GPT2(model_config(config), {}), 4, 32, Tiling(CONFIG["tiles"]), dtype="fp32",
+        optimizer=build_optimizer(config), clip_grad_norm=config.optimizer.clip_grad_norm, policy=policy,
+        fusion=Fusion.of(True), grad_accumulation=2,
+    )  # fmt: skip
+    assert step.more
+    expected = [t for low in (step.first, step.more, step.update) * 2 for t in low.tasks.tasks]
+    keys = [
+        [Use((a.tile.tensor, a.tile.index) if a.tile.persistent else a.tile, a.mode) for a in task.accesses]
+        for task in expected
+    ]
+    tree = json.loads((folder / "trace.json").read_text())
+    tasks = [e for e in tree["traceEvents"] if e["ph"] == "X" and e["pid"] == events.WORKERS]
+    tasks.sort(key=lambda e: e["args"]["task"])
+    own, tasks = tasks[len(expected) :], tasks[: len(expected)]
+    assert all(e["args"]["operator"] == "reduction" for e in own)
+    assert bool(own) == (policy == "redux")
+    assert [e["args"]["kernel"] for e in tasks] == [t.kernel for t in expected]  # every task, in its place
+    assert [e["args"]["flop"] for e in tasks] == [t.flop for t in expected]
+    half = len(expected) // 2
+    assert [e["args"]["step"] for e in tasks] == [1] * half + [2] * half
+    for task, before in enumerate(dependencies(keys)):
+        for other in before:
+            assert tasks[task]["ts"] >= tasks[other]["ts"] + tasks[other]["dur"] - 1e-3
+
+
+def test_fxt_that_is_not_there_is_said(tmp_path: Path) -> None:
+    from nntile_py.profile.collect import convert_fxt
+
+    with pytest.raises(nt.TaskError, match="without FxT"):
+        convert_fxt(tmp_path)
+
+
+def test_profiling_twice_and_off_between() -> None:
+    """Nothing is noted while it is off, and a second profile holds nothing of the first."""
+    from nntile_py.profile.collect import make_trace, watched
+
+    config = nt.models.GPT2Config(layers=1, embed=16, heads=2, vocab=40, positions=8)
+    ids = np.random.default_rng(0).integers(0, 40, (2, 8))
+    with nt.Runtime(cpus=1):
+        trainer = nt.Trainer(nt.models.GPT2(config), 2, 8)
+        traces = []
+        for steps in (1, 2):
+            trainer.step(ids, ids)
+            with watched() as found:
+                for _ in range(steps):
+                    trainer.step(ids, ids)
+            traces.append(make_trace(found.programs, found.native, trainer.update_list))
+    assert [len(t) for t in traces] == [trainer.tasks_per_step, 2 * trainer.tasks_per_step]
+    assert all((t.end >= t.start).all() and (t.start >= t.submit).all() for t in traces)
+    assert traces[0].released.max() < traces[1].submit.min()
