@@ -38,17 +38,19 @@ def search(path: Path, sets: list[str], budget: int, console: Console) -> Sweep:
         for start in starts:
             _walk(config, start, seen)
     refused: Counter[str] = Counter()
-    kept: list[tuple[float, tuple[int | None, ...]]] = []
+    kept: list[tuple[float, tuple[int | None, ...]]] = []  # seconds expected, tiling
+    rest = kept[:]
     for key, plan in seen.items():
         reason = why_not(config, plan)
         if reason:
             refused[reason] += 1
-        elif plan:
-            kept.append((plan.seconds, key))
+        if plan:
+            (rest if reason else kept).append((plan.seconds, key))
     pruned = ", ".join(f"{count} for {reason}" for reason, count in refused.most_common()) or "none"
     console.print(f"{len(seen)} tilings planned; pruned: {pruned}", highlight=False)
     always = [_key(own), _key(starts[1])]
-    best = [key for _, key in sorted(kept, key=lambda entry: entry[0])]
+    # A model so small that no tiling is good has a best one all the same.
+    best = [key for _, key in sorted(kept or rest, key=lambda entry: entry[0])]
     chosen = list(dict.fromkeys([*always, *best]))[: max(budget, 1)]
     tree: dict[str, Any] = {
         "config": str(path),

@@ -470,7 +470,7 @@ def _explain(cls: type[BaseModel], error: Any) -> str:
 def _inner(cls: type[BaseModel], loc: Iterable[Any]) -> type[BaseModel]:
     """The section at a place; those in a list, or with null as the other choice, too."""
     for name in loc:
-        field = cls.model_fields.get(name)
+        field = next((f for n, f in cls.model_fields.items() if name in (n, f.alias)), None)
         kinds = (field.annotation, *get_args(field.annotation)) if field else ()
         cls = next((k for k in kinds if isinstance(k, type) and issubclass(k, BaseModel)), cls)
     return cls

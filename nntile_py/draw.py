@@ -19,7 +19,7 @@ from nntile_py.passes import Fusion
 from nntile_py.tasks import Contract, Op, Tensor
 from nntile_py.tiles import Task, Tile
 from nntile_py.tiles.tasklist import ITEMSIZE
-from nntile_py.workloads import Built, Work, build
+from nntile_py.workloads import Built, Phase, Work, build
 
 if TYPE_CHECKING:
     from nntile_py.config import RunConfig
@@ -63,7 +63,7 @@ def draw(
     lines += ['node [style=filled fontname="Helvetica" fontsize=10]', 'edge [fontname="Helvetica" fontsize=8]']
     for part in parts:
         # Without a backward pass nothing before an activation is kept for it.
-        only = "forward" if phase == "forward" else "all"
+        only: Phase = "forward" if phase == "forward" else "all"
         built = build(config, work, only, fusion=Fusion.of(False) if part == "before" else None)
         body, count, flop, volume = _logical(built, layer, phase) if level == "logical" else _tiles(built, layer, phase)
         if not count:
@@ -215,9 +215,11 @@ def _title(op: Op) -> str:
     """The kind, and what was fused into a contraction."""
     if not isinstance(op, Contract):
         return op.kind
-    parts = [("bias", op.bias), ("residual", op.residual), (op.activation or "", op.activation and not op.aux)]
-    parts += [(f"{op.activation}'", op.aux), ("bias gradient", op.bias_grad)]
-    return " + ".join(["Contract", *(name for name, there in parts if there)])
+    parts = {"bias": op.bias, "residual": op.residual}
+    if op.activation:  # with aux it is a factor, the activation's derivative there
+        parts[f"{op.activation}'" if op.aux else op.activation] = op.output
+    parts["bias gradient"] = op.bias_grad[1] if op.bias_grad else None
+    return " + ".join(["Contract", *(name for name, there in parts.items() if there)])
 
 
 def _short(name: str) -> str:

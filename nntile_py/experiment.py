@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -54,7 +55,7 @@ class Experiment(Section):
     paper: str  # what the paper found
     kind: Literal["sweep", "graph", "profile"]
     columns: list[str] = Field(default=["seconds", "seconds_min", "tasks"])  # metrics that the report tells
-    ratio: str | None = None  # a key with two values: the report tells the first column's ratio of one to the other
+    ratio: str | None = None  # a key with two values: the report tells the ratio of their times
     cpu: dict[str, Any]
     gpu: dict[str, Any]
 
@@ -190,7 +191,7 @@ def report(made: Experiment, scale: str, rows: list[Row], written: str, load_bef
     lines.append(f"{where['date']}, commit {where['commit']}; {versions}.")
     if load_before > 0.3:
         lines.append(f"Other programs were using the machine: load average {load_before:.1f} before the start.")
-    lines += ["", "## The paper", "", made.paper, "", "## Here", ""]
+    lines += ["", "## The paper", "", made.paper.strip(), "", "## Here", ""]
     if rows:
         keys = list(dict.fromkeys(key for row in rows for key in row["sets"]))
         lines += _markdown(
@@ -203,23 +204,23 @@ def report(made: Experiment, scale: str, rows: list[Row], written: str, load_bef
 
 
 def _ratios(made: Experiment, rows: list[Row]) -> list[str]:
-    """Of rows that differ in the key `ratio` alone."""
+    """Of rows that differ in the key `ratio` alone: the median's, and the best repeat's, which noise disturbs less."""
     if not made.ratio:
         return []
-    groups: dict[str, dict[str, float]] = {}
+    groups: dict[str, dict[str, Row]] = {}
     for row in rows:
-        rest = _sets({key: of for key, of in row["sets"].items() if key != made.ratio})
-        if made.columns[0] in row:
-            groups.setdefault(rest, {})[json.dumps(row["sets"][made.ratio])] = row[made.columns[0]]
+        if row["status"] == "ok":
+            rest = _sets({key: of for key, of in row["sets"].items() if key != made.ratio})
+            groups.setdefault(rest, {})[json.dumps(row["sets"][made.ratio])] = row
     full = {rest: list(group.items()) for rest, group in groups.items() if len(group) == 2}
     if not full:
         return []
     (first, _), (second, _) = next(iter(full.values()))
-    head = ["", f"{made.columns[0]}, {made.ratio} {second} / {made.ratio} {first}:", ""]
-    return head + [f"* {rest or 'all'}: {pair[1][1] / pair[0][1]:.2f}" for rest, pair in full.items()]
-
-
-# -- drawings and profiles
+    lines = ["", f"Time with {made.ratio} {second} over time with {made.ratio} {first}, median (best repeat):", ""]
+    for rest, ((_, one), (_, other)) in full.items():
+        median, best = (other[metric] / one[metric] for metric in ("seconds", "seconds_min"))
+        lines.append(f"* {rest or 'all'}: {median:.2f} ({best:.2f})")
+    return lines
 
 
 def _draw(part: Drawing, folder: Path) -> tuple[Path, str]:
@@ -229,8 +230,7 @@ def _draw(part: Drawing, folder: Path) -> tuple[Path, str]:
     from nntile_py.workloads import build
 
     config, out = _config(part), io.StringIO()
-    options = {"level": part.level, "work": part.work, "layer": part.layer, "phase": part.phase, "fusion": part.fusion}
-    dot = draw.draw(config, **options)
+    dot = draw.draw(config, level=part.level, work=part.work, layer=part.layer, phase=part.phase, fusion=part.fusion)
     draw.write(dot, folder / "plot.dot")
     draw.write(dot, folder / "plot.png")
     writer = csv.writer(out)
@@ -244,6 +244,7 @@ def _draw(part: Drawing, folder: Path) -> tuple[Path, str]:
 
 
 def _profile(part: Profile, folder: Path) -> tuple[Path, str]:
+    shutil.rmtree(folder / "profile", ignore_errors=True)  # of a run before: it refuses a folder that is not empty
     (folder / "config.yaml").write_text(_config(part).to_yaml())
     command = ["profile", str(folder / "config.yaml"), "--steps", str(part.steps), "--out", str(folder / "profile")]
     made = subprocess.run([sys.executable, "-m", "nntile_py.cli", *command], capture_output=True, text=True)

@@ -231,6 +231,19 @@ def run(sweep: Sweep, folder: Path, console: Console, *, retry: bool = False) ->
     return result
 
 
+# On Linux a sweep that is killed takes its point with it (PR_SET_PDEATHSIG), so that none goes on beside the resumed
+# sweep. Asked for before anything is imported, as that takes a second.
+_START = """
+import ctypes, os, sys
+if sys.platform == "linux":
+    ctypes.CDLL(None).prctl(1, 9)
+if os.getppid() != int(sys.argv[1]):
+    os._exit(1)
+from nntile_py.sweep_point import main
+sys.exit(main())
+"""
+
+
 def measure_point(point: Point, time_limit: float) -> dict[str, Any]:
     """Run a point in a process of its own: its row."""
     row: dict[str, Any] = {"id": point.id, "sets": point.sets, "measure": point.measure.model_dump()}
@@ -239,7 +252,7 @@ def measure_point(point: Point, time_limit: float) -> dict[str, Any]:
     what = {"config": point.config.model_dump(by_alias=True), "measure": point.measure.model_dump()}
     start = time.time()
     child = subprocess.Popen(
-        [sys.executable, "-m", "nntile_py.sweep_point"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        [sys.executable, "-c", _START, str(os.getpid())], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         stderr=subprocess.PIPE, text=True, start_new_session=True,
     )  # fmt: skip
     try:
@@ -262,7 +275,7 @@ def measure_point(point: Point, time_limit: float) -> dict[str, Any]:
 
 def _kill(child: subprocess.Popen[str]) -> None:
     os.killpg(child.pid, signal.SIGKILL)
-    child.wait()
+    child.communicate()
 
 
 def _tail(text: str) -> str:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
-import os
 import resource
-import signal
 import statistics
 import sys
 import time
@@ -34,7 +31,6 @@ SLOTS = {"dropout_seed": 1.0, "loss_scale": 1.0, "lr": 1e-3, "beta1_correction":
 
 def main() -> int:
     """Status 0 with the metrics, or 1 with {"error": ...}."""
-    _die_with_parent()
     what = json.loads(sys.stdin.read())
     try:
         result = measure(RunConfig.model_validate(what["config"]), Measure(**what["measure"]))
@@ -161,16 +157,3 @@ def _alone(op: Op, tiling: Tiling, policy: str) -> Callable[[int], None]:
         nt.Runtime.wait()
 
     return run
-
-
-def _die_with_parent() -> None:
-    """On Linux: a sweep that is killed takes its point with it, so that none goes on beside the resumed sweep."""
-    if sys.platform == "linux":
-        parent = os.getppid()
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-        if os.getppid() != parent:
-            os._exit(1)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
