@@ -64,7 +64,8 @@ class Plot(Section):
     title: str = ""
     xlabel: str | None = None
     ylabel: str | None = None
-    log: Switch = False  # both axes, to base 2
+    log: Switch = False  # x, to base 2
+    same: Switch = True  # panels have one y axis
 
     @property
     def metrics(self) -> list[str]:

@@ -92,14 +92,17 @@ def draw_plot(plot: Plot, rows: list[Row]) -> bytes:
     panels = _values(good, plot.panel) if plot.panel else [None]
     figure = Figure(figsize=(4.8 * max(len(panels), 1) + 0.6, 3.8), layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.subplots(1, max(len(panels), 1), squeeze=False, sharey=plot.kind != "heat")[0]
+    axes = figure.subplots(1, max(len(panels), 1), squeeze=False, sharey=plot.same and plot.kind != "heat")[0]
+    highest: list[float] = []
     for axis, panel in zip(axes, panels, strict=False):
         inside = [row for row in good if plot.panel is None or value(row, plot.panel) == panel]
-        (_heat if plot.kind == "heat" else _lines)(axis, plot, inside)
+        highest.append((_heat if plot.kind == "heat" else _lines)(axis, plot, inside))
         axis.set_xlabel(plot.xlabel or _LABELS.get(plot.x, plot.x))
         if plot.panel:
             axis.set_title(name(plot.panel, panel), fontsize=10)
-    if plot.kind != "heat":
+    if plot.kind != "heat" and good:
+        for axis, high in zip(axes, highest, strict=True):  # one disturbed repeat's error bar is not to hide the rest
+            axis.set_ylim(0, 1.3 * (max(highest) if plot.same else high) or 1)
         axes[0].set_ylabel(plot.ylabel or _LABELS.get(plot.metrics[0], plot.metrics[0]))
     figure.suptitle(plot.title, fontsize=11)
     out = io.BytesIO()
@@ -121,7 +124,8 @@ def name(key: str, of: Any) -> str:
     return f"{key.rpartition('.')[2]} {'uncut' if of is None else _text(of)}"
 
 
-def _lines(axis: Any, plot: Plot, rows: list[Row]) -> None:
+def _lines(axis: Any, plot: Plot, rows: list[Row]) -> float:
+    """Returns the highest y."""
     xs = _values(rows, plot.x)
     numeric = all(isinstance(x, int | float) and not isinstance(x, bool) for x in xs)
     places = xs if numeric and plot.kind == "line" else range(len(xs))
@@ -146,15 +150,16 @@ def _lines(axis: Any, plot: Plot, rows: list[Row]) -> None:
             axis.plot([at for at, _ in here], ys, marker="o", label=label)
     if plot.log:
         axis.set_xscale("log", base=2)
-    axis.set_xticks(list(places), [_text(x) for x in xs], minor=False)
+    names = [name(plot.x, x) if isinstance(x, bool) else _text(x) for x in xs]
+    axis.set_xticks(list(places), names, minor=False)
     axis.minorticks_off()
-    axis.set_ylim(0, min(axis.get_ylim()[1], 1.6 * highest or 1))  # a disturbed repeat is not to hide the rest
     axis.grid(alpha=0.3)
     if plot.series or len(plot.metrics) > 1:
-        axis.legend(fontsize=8)
+        axis.legend(fontsize=8, framealpha=0.6)
+    return highest
 
 
-def _heat(axis: Any, plot: Plot, rows: list[Row]) -> None:
+def _heat(axis: Any, plot: Plot, rows: list[Row]) -> float:
     assert plot.series
     xs, ys = _values(rows, plot.x), _values(rows, plot.series)
     found = {(_text(value(r, plot.x)), _text(value(r, plot.series))): r[plot.metrics[0]] for r in rows}
@@ -170,6 +175,7 @@ def _heat(axis: Any, plot: Plot, rows: list[Row]) -> None:
     axis.set_yticks(range(len(ys)), [_text(y) for y in ys])
     axis.set_ylabel(_LABELS.get(plot.series, plot.series))
     axis.figure.colorbar(image, ax=axis, label=plot.ylabel or _LABELS.get(plot.metrics[0], plot.metrics[0]))
+    return 0.0
 
 
 def _values(rows: list[Row], key: str) -> list[Any]:
