@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -103,6 +104,89 @@ def profile(
         print(f"{finding['rule']}: {finding['cause']}\n  {finding['advice']}")
     print(f"{summary['seconds_per_step'] * 1e3:.1f} ms a step; open {folder / 'report.html'}")
 
+def graph(
+    config: Config,
+    out: Annotated[Path, typer.Option(help="The picture: .svg, .png or .pdf (made by graphviz), or .dot.")],
+    sets: Sets = None,
+    level: Annotated[str, typer.Option(help="logical (operators) or tiles (tasks).")] = "logical",
+    layer: Annotated[int | None, typer.Option(help="One layer, from 0. [default: all]", min=0)] = None,
+    phase: Annotated[str, typer.Option(help="forward, backward, update or all.")] = "all",
+    fusion: Annotated[str, typer.Option(help="before, after or both, side by side.")] = "after",
+    work: Annotated[str, typer.Option(help="train, inference, layer, linear_relu, linear_reshape, qkv_...")] = "train",
+) -> None:
+    """Draw operators or tile tasks, with flop and bytes, before and after fusion."""
+    from typing import cast, get_args
+
+    from nntile_py.config import load
+
+    loaded = load(config, sets or [])
+    from nntile_py import draw
+    from nntile_py.workloads import Work
+
+    _one_of("--level", level, ("logical", "tiles"))
+    _one_of("--phase", phase, draw.PHASES)
+    _one_of("--fusion", fusion, ("before", "after", "both"))
+    _one_of("--work", work, get_args(Work))
+    dot = draw.draw(loaded, level=level, work=cast(Work, work), layer=layer, phase=phase, fusion=fusion)
+    draw.write(dot, out)
+    print(out)
+
+
+@app.command()
+def sweep(
+    config: Annotated[str, typer.Argument(metavar="SWEEP", help="A sweep's YAML; with --auto the config of a run.")],
+    sets: Sets = None,
+    out: Annotated[Path | None, typer.Option(help="Folder of the results. [default: runs/sweep-NAME]")] = None,
+    auto: Annotated[bool, typer.Option("--auto", help="Search the tile sizes: plan many, measure the best.")] = False,
+    budget: Annotated[int, typer.Option(help="With --auto: how many tilings to measure.", min=1)] = 12,
+    retry: Annotated[bool, typer.Option("--retry", help="Measure points that failed once more.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Measure a config at many points; goes on where it was interrupted."""
+    from rich.console import Console
+
+    from nntile_py import sweep as sweeps
+    from nntile_py.autotune import search
+    from nntile_py.sweep_results import best_options, summary
+
+    console = Console(stderr=True)
+    path, folder = Path(config), out or Path("runs") / f"sweep-{Path(config).stem}"
+    try:
+        chosen = search(path, sets or [], budget, console) if auto else sweeps.load_sweep(path, sets or [])
+        rows = sweeps.run(chosen, folder, console, retry=retry)
+    except KeyboardInterrupt:
+        print(f"interrupted; the same command goes on from {folder}", file=sys.stderr)
+        raise typer.Exit(130) from None
+    _print({"rows": rows} if as_json else summary(chosen, rows))
+    if not as_json:
+        print(f"best: {best_options(rows, chosen.best)}\nresults in {folder}")
+    raise typer.Exit(0 if any(row["status"] == "ok" for row in rows) else 1)
+
+
+@app.command()
+def experiment(
+    name: Annotated[str | None, typer.Argument(help="Such as fig18. [default: list them]")] = None,
+    scale: Annotated[str, typer.Option(help="cpu: two cores, about a minute. gpu: the papers' sizes.")] = "cpu",
+    only_plan: Annotated[bool, typer.Option("--plan", help="Check and plan each point, run nothing.")] = False,
+    results: Annotated[Path | None, typer.Option(help="Put DATE-NAME.png, .csv, .md into this folder too.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder of the work. [default: runs/NAME-SCALE]")] = None,
+) -> None:
+    """Reproduce a figure or table of a paper (no NAME: list them)."""
+    from rich.console import Console
+
+    from nntile_py import experiment as parts
+
+    _one_of("--scale", scale, ("cpu", "gpu"))
+    if name is None:
+        _print(parts.listing())
+        return
+    made = parts.load_experiment(name)
+    if only_plan:
+        _print(parts.plan(made, scale))
+        return
+    for path in parts.run(made, scale, out or Path("runs") / f"{name}-{scale}", results, Console(stderr=True)):
+        print(path)
+
 
 @app.command()
 def doctor(as_json: Json = False) -> None:
@@ -119,6 +203,11 @@ def bench(context: typer.Context) -> None:
     from nntile_py.bench import bench_app  # its own typer app, handed all that follows
 
     raise typer.Exit(bench_app(context.args, prog_name="nntile bench", standalone_mode=False) or 0)
+
+
+def _one_of(option: str, value: str, allowed: Sequence[str]) -> None:
+    if value not in allowed:
+        raise ConfigError(f"{option}: {value!r} is not allowed; use {', '.join(allowed)}")
 
 
 def _run_folder(config: str, configured: str | None, option: Path | None, overwrite: bool) -> Path:

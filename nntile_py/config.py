@@ -3,10 +3,11 @@
 import difflib
 import json
 import math
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError, field_validator, model_validator
@@ -317,6 +318,13 @@ class RunConfig(Section):
             raise ConfigError(f"model.vocab: got {model.vocab}; allowed: at least the tokenizer's size, {size}")
         return self
 
+    @property
+    def workers(self) -> int:
+        """GPUs where there are any, else CPU cores."""
+        cores = len(os.sched_getaffinity(0))
+        cuda, cpus = self.runtime.cuda, self.runtime.cpus
+        return (8 if cuda == "all" else int(cuda)) or (cores if cpus == "all" else int(cpus))
+
     def to_yaml(self) -> str:
         """The config with every default filled in; loading it gives the same config."""
         return yaml.safe_dump(self.model_dump(by_alias=True), sort_keys=False)
@@ -326,7 +334,7 @@ def load(path: str | Path, overrides: Iterable[str] = ()) -> RunConfig:
     """The config of a YAML file, with `overrides` such as "tiles.embed=96" laid over it.
 
     Priority: overrides, the file, its scheduler's file, defaults. Raises ConfigError."""
-    tree = _read(Path(path), "CONFIG")
+    tree = read_yaml(Path(path), "CONFIG", RunConfig)
     chosen = tree.get("scheduler")
     for item in overrides:
         _override(tree, item)
@@ -335,7 +343,7 @@ def load(path: str | Path, overrides: Iterable[str] = ()) -> RunConfig:
         if tree.get("scheduler") is not None:
             # A scheduler chosen on the command line is meant to win over the file's own runtime keys.
             _apply_scheduler(tree, wins=tree["scheduler"] != chosen, overrides=overrides)
-        return _validated(RunConfig, tree)
+        return validated(RunConfig, tree)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
 
@@ -349,7 +357,7 @@ def load_scheduler(name: str) -> dict[str, Any]:
         names = sorted(p.stem for p in SCHEDULER_CONFIGS.glob("*.yaml"))
         raise ConfigError(f"scheduler: no such file: {path}; allowed: the path of a YAML file, or {', '.join(names)}")
     try:
-        return _validated(SchedulerFile, _read(path, "scheduler")).model_dump(exclude_unset=True)
+        return validated(SchedulerFile, read_yaml(path, "scheduler", SchedulerFile)).model_dump(exclude_unset=True)
     except ConfigError as error:
         raise ConfigError(f"scheduler {path}: {error}") from None
 
@@ -357,7 +365,7 @@ def load_scheduler(name: str) -> dict[str, Any]:
 def runtime_options(config: str | Path | Mapping[str, Any]) -> dict[str, Any]:
     """Arguments of nntile_py.Runtime, from a name in scheduler_configs/, a path, or keys. Resolves 'all'."""
     if isinstance(config, Mapping):
-        options = _validated(SchedulerFile, dict(config)).model_dump(exclude_unset=True)
+        options = validated(SchedulerFile, dict(config)).model_dump(exclude_unset=True)
     else:
         options = load_scheduler(str(config))
     options.pop("accumulate", None)
@@ -401,7 +409,8 @@ _Loader.add_implicit_resolver(
 )
 
 
-def _parse(text: str, what: str) -> Any:
+def parse(text: str, what: str) -> Any:
+    """What a YAML text holds; `what` names it in errors."""
     try:
         return yaml.load(text, _Loader)
     except yaml.MarkedYAMLError as error:
@@ -412,16 +421,17 @@ def _parse(text: str, what: str) -> Any:
         raise ConfigError(f"{what}: {error}; allowed: YAML") from None
 
 
-def _read(path: Path, key: str) -> dict[str, Any]:
+def read_yaml(path: Path, key: str, cls: type[BaseModel]) -> dict[str, Any]:
+    """The mapping that a YAML file holds, not yet checked against `cls`; `key` is what the user called it."""
     try:
-        tree = _parse(path.read_text(encoding="utf-8"), str(path))
+        tree = parse(path.read_text(encoding="utf-8"), str(path))
     except OSError as error:
         reason = "no such file" if isinstance(error, FileNotFoundError) else error.strerror
         raise ConfigError(f"{key}: {reason}: {path}; allowed: the path of a YAML file") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{key}: {path} is not UTF-8 text ({error}); allowed: a YAML file") from None
     if not isinstance(tree, dict):
-        raise ConfigError(f"{path}: holds {_short(tree)}; allowed: a mapping of {', '.join(RunConfig.model_fields)}")
+        raise ConfigError(f"{path}: holds {_short(tree)}; allowed: a mapping of {', '.join(_keys(cls))}")
     return tree
 
 
@@ -440,14 +450,15 @@ def _override(tree: dict[str, Any], item: str) -> None:
             raise ConfigError(f"--set {item}: {name} is {_short(inner)}, not a section")
         tree[name] = inner
         tree = inner
-    tree[names[-1]] = _parse(text, f"--set {item}")
+    tree[names[-1]] = parse(text, f"--set {item}")
 
 
-def _validated(cls: type[Checked], tree: dict[str, Any]) -> Checked:
+def validated(cls: type[Checked], tree: dict[str, Any], prefix: str = "") -> Checked:
+    """The tree as a `cls`; else one ConfigError that names every wrong key."""
     try:
         return cls.model_validate(tree)
     except ValidationError as error:
-        raise ConfigError("\n  ".join(_explain(cls, e) for e in error.errors())) from None
+        raise ConfigError("\n  ".join(prefix + _explain(cls, e) for e in error.errors())) from None
 
 
 def _explain(cls: type[BaseModel], error: Any) -> str:
@@ -470,8 +481,11 @@ def _explain(cls: type[BaseModel], error: Any) -> str:
 
 
 def _inner(cls: type[BaseModel], loc: Iterable[Any]) -> type[BaseModel]:
+    """The section at a place; those in a list, or with null as the other choice, too."""
     for name in loc:
-        cls = cls.model_fields[name].annotation  # type: ignore[assignment]
+        field = next((f for n, f in cls.model_fields.items() if name in (n, f.alias)), None)
+        kinds = (field.annotation, *get_args(field.annotation)) if field else ()
+        cls = next((k for k in kinds if isinstance(k, type) and issubclass(k, BaseModel)), cls)
     return cls
 
 

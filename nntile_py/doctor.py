@@ -7,6 +7,7 @@ import importlib.util
 import json
 import os
 import re
+import shutil
 import subprocess
 from pathlib import Path
 from typing import TypedDict
@@ -170,4 +171,7 @@ def _optional() -> list[Check]:
         found = importlib.util.find_spec(name) is not None
         version = importlib.metadata.version(owners[name][0]) if found and name in owners else "found"
         checks.append(_check(name, found, version if found else "not installed", hint))
+    dot = shutil.which("dot")
+    dot = shutil.which("dot")
+    checks.append(_check("graphviz's dot", dot is not None, dot or "not found", "apt-get install graphviz"))
     return checks

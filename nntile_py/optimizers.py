@@ -10,7 +10,6 @@ from nntile_py.graph import Graph
 from nntile_py.tasks import Tensor
 from nntile_py.tasks.op import wide
 
-
 MASTER = "master"
 
 

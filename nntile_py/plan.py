@@ -11,7 +11,7 @@ from nntile_py.build import Step, build_step
 from nntile_py.models.gpt2 import GPT2, weight_shapes
 from nntile_py.passes import Fusion
 from nntile_py.tasks import Lowering
-from nntile_py.tiles import Tiling
+from nntile_py.tiles import TaskList, Tile, Tiling
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -21,6 +21,63 @@ if TYPE_CHECKING:
 # What one CPU worker is taken for where nothing was measured.
 WORKER_FLOP_S = 50e9
 WORKER_BYTES_S = 5e9
+OVERHEAD_S = 3e-6  # of a task
+
+# The same of a GPU: an H200 in fp32.
+GPU_FLOP_S, GPU_BYTES_S, GPU_OVERHEAD_S = 40e12, 4e12, 6e-6
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Of task lists that run one after the other: `parallelism` is all work over the longest chain of tasks."""
+
+    tasks: int
+    bytes_moved: int
+    peak_bytes: int
+    mean_task: float  # seconds
+    parallelism: float
+    seconds: float
+
+
+def estimate(lists: list[TaskList], workers: int, gpu: bool = False) -> Estimate:
+    """What a nominal machine would need: `plan` for any task lists."""
+    rates = (GPU_FLOP_S, GPU_BYTES_S, GPU_OVERHEAD_S) if gpu else (WORKER_FLOP_S, WORKER_BYTES_S, OVERHEAD_S)
+    kept = {(a.tile.tensor, a.tile.index): a.tile.bytes for low in lists for task in low.tasks for a in task.accesses
+            if a.tile.persistent}  # fmt: skip
+    work, chain, seconds = 0.0, 0.0, 0.0
+    for low in lists:
+        all_of_it, longest = _work_and_chain(low, *rates)
+        work, chain = work + all_of_it, chain + longest
+        seconds += max(all_of_it / workers, longest)
+    tasks = sum(len(low.tasks) for low in lists)
+    return Estimate(
+        tasks=tasks,
+        bytes_moved=sum(task.bytes for low in lists for task in low.tasks),
+        peak_bytes=max(low.peak_bytes(sum(kept.values())) for low in lists),
+        mean_task=work / max(tasks, 1) - rates[2],
+        parallelism=work / (chain or 1.0),
+        seconds=seconds,
+    )
+
+
+def _work_and_chain(low: TaskList, flop_s: float, bytes_s: float, overhead: float) -> tuple[float, float]:
+    """Seconds of all tasks, and of the longest chain of tasks that wait for each other."""
+    written: dict[Tile, float] = {}  # when the last write ends
+    used: dict[Tile, float] = {}  # when all accesses so far end
+    work = end = 0.0
+    for task in low.tasks:
+        takes = max(task.flop / flop_s, task.bytes / bytes_s) + overhead
+        start = 0.0
+        for a in task.accesses:
+            # Readers do not wait for each other, nor do contributions to a reduction.
+            free = a.mode == "REDUX" or (a.mode == "R" and not a.tile.redux)
+            start = max(start, (written if free else used).get(a.tile, 0.0))
+        work, end = work + takes, max(end, start + takes)
+        for access in task.accesses:
+            used[access.tile] = max(used.get(access.tile, 0.0), start + takes)
+            if access.mode not in ("R", "REDUX"):
+                written[access.tile] = start + takes
+    return work, end
 
 
 @dataclass

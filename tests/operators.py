@@ -395,7 +395,7 @@ def attention(qkv: list[str], form: str, causal: bool) -> Callable[[Case], Op]:
 def attention_grad(qkv: list[str], form: str, causal: bool, do: str = _HEADS) -> Callable[[Case], Op]:
     def row(case: Case) -> Op:
         inputs, out = [case.x(axes) for axes in qkv], qkv[0].replace("qkv", "")
-        free = ops.Attention(inputs, case.temp(out), case.temp("batch heads seq", case.wide), causal=causal, form=form)
+        free = ops.Attention(inputs, case.temp(out), case.temp("batch heads seq"), causal=causal, form=form)
         o, lse = case.x(out, of(free, 0)), case.x("batch heads seq", of(free, 1), case.wide)
         forward = ops.Attention(inputs, o, lse, causal=causal, form=form)
         return case.add(ops.AttentionGrad(forward, case.x(do), [case.y(axes) for axes in qkv]))

@@ -1,0 +1,292 @@
+"""`nntile sweep`: measure a config at many points, each in a process of its own.
+
+A point that ended, well or badly, is one line of rows.jsonl, synced to disk before the next one starts: a sweep that
+was killed goes on where it was. What a point measures is in sweep_point.py.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import itertools
+import json
+import math
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, field_validator, model_validator
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from nntile_py.config import Count, Natural, Positive, RunConfig, Section, Switch, load, parse, read_yaml, validated
+from nntile_py.errors import ConfigError
+
+Values = dict[str, list[Any]]
+WORK = Literal["train", "inference", "linear_relu", "linear_reshape", "qkv_none", "qkv_qk", "qkv_all", "layer"]
+
+
+class Measure(Section):
+    """What a point runs, and how often: `repeats` times are taken, each of `steps` steps in flight together."""
+
+    work: WORK = "train"
+    phase: Literal["forward", "backward", "all"] = "all"  # of the works that are no whole model
+    how: Literal["run", "plan", "operators"] = "run"  # plan: nothing is run; operators: each alone, by class
+    warmup: Natural = 1
+    steps: Count = 1
+    repeats: Count = 3
+
+
+class Random(Section):
+    """`count` points of the grid of `over`, drawn without repetition."""
+
+    count: Count
+    seed: Natural = 0
+    over: Values
+
+
+class Plot(Section):
+    """y over x, a line or bars for each `series`, side by side for each `panel`; `heat`: y as colour over x, series."""
+
+    kind: Literal["line", "bar", "heat"] = "line"
+    x: str
+    y: str | list[str] = "seconds"  # a list: a line or bar for each
+    series: str | None = None
+    panel: str | None = None
+    title: str = ""
+    xlabel: str | None = None
+    ylabel: str | None = None
+    log: Switch = False  # x, to base 2
+    same: Switch = True  # panels have one y axis
+
+    @property
+    def metrics(self) -> list[str]:
+        return [self.y] if isinstance(self.y, str) else self.y
+
+    @model_validator(mode="after")
+    def _second_axis(self) -> Plot:
+        if self.kind == "heat" and self.series is None:
+            raise ConfigError("plots: a heat map needs `series`, the key of its vertical axis")
+        return self
+
+
+class Best(Section):
+    metric: str = "seconds"
+    of: Literal["least", "greatest"] = "least"
+
+
+class Sweep(Section):
+    """A sweep's YAML: the base config with `set` over it, and its points."""
+
+    config: str
+    set_: dict[str, Any] = Field(default_factory=dict, alias="set")
+    grid: Values | None = None
+    list_: list[dict[str, Any]] | None = Field(None, alias="list")
+    random_: Random | None = Field(None, alias="random")
+    measure: Measure = Measure()
+    time_limit: Positive = 600.0  # seconds of a point
+    best: Best = Best()
+    plots: list[Plot] = Field(default_factory=list)
+
+    @field_validator("grid")
+    @classmethod
+    def _full(cls, grid: Values | None) -> Values | None:
+        if grid is not None and not (grid and all(grid.values())):
+            raise ValueError("keys of a config, each with a list of at least one value")
+        return grid
+
+    @model_validator(mode="after")
+    def _some(self) -> Sweep:
+        if not (self.grid or self.list_ or self.random_) or (self.random_ and (self.grid or self.list_)):
+            raise ConfigError("grid, list, random: allowed: a grid, a list, both (their product), or random")
+        return self
+
+    def settings(self) -> Iterator[dict[str, Any]]:
+        """What each point sets, in order."""
+        over = self.random_.over if self.random_ else self.grid or {}
+        numbers: Sequence[int] = range(math.prod(map(len, over.values())))
+        if self.random_:
+            numbers = random.Random(self.random_.seed).sample(numbers, min(self.random_.count, len(numbers)))
+        for entry, number in itertools.product(self.list_ or [{}], numbers):
+            point = {}
+            for key, values in reversed(over.items()):
+                number, index = divmod(number, len(values))
+                point[key] = values[index]
+            yield entry | {key: point[key] for key in over}
+
+
+@dataclass(frozen=True)
+class Point:
+    """One configuration to measure; `id` is of all that decides the measurement, `error` why it cannot be made."""
+
+    id: str
+    sets: dict[str, Any]
+    config: RunConfig | None
+    measure: Measure
+    error: str | None = None
+
+
+def load_sweep(path: Path, overrides: Iterable[str] = ()) -> Sweep:
+    """Read and check a sweep's YAML, with `overrides` of the config's keys; `config` is relative to it."""
+    return check_sweep(read_yaml(path, "SWEEP", Sweep), path, overrides)
+
+
+def check_sweep(tree: Mapping[str, Any], path: Path, overrides: Iterable[str] = ()) -> Sweep:
+    """A sweep from what was read from `path`."""
+    try:
+        sweep: Sweep = validated(Sweep, dict(tree))
+        for item in overrides:
+            key, _, text = item.partition("=")
+            sweep.set_[key.strip()] = parse(text, f"--set {item}")
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+    beside = path.parent / sweep.config
+    return sweep.model_copy(update={"config": str(beside if beside.is_file() else sweep.config)})
+
+
+def points(sweep: Sweep) -> list[Point]:
+    """All points, each once. A value that no point can have is a ConfigError; a point that is refused is kept."""
+    found: dict[str, Point] = {}
+    for sets in sweep.settings():
+        config, error = None, None
+        try:
+            own = {key.removeprefix("measure."): v for key, v in sets.items() if key.startswith("measure.")}
+            measure: Measure = validated(Measure, sweep.measure.model_dump() | own, "measure.")
+            rest = sweep.set_ | {key: value for key, value in sets.items() if not key.startswith("measure.")}
+            config = load(sweep.config, [f"{key}={json.dumps(value)}" for key, value in rest.items()])
+        except ConfigError as refused:
+            measure, error = sweep.measure, str(refused)
+        what = [config.model_dump(by_alias=True) if config else sets, measure.model_dump()]
+        name = hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:16]
+        found.setdefault(name, Point(name, sets, config, measure, error))
+    result = list(found.values())
+    for point in result:
+        for key, value in point.sets.items():
+            alike = [p.error for p in result if key in p.sets and p.sets[key] == value]
+            if all(alike):
+                raise ConfigError(f"{key} = {value!r}: {alike[0]}")
+    return result
+
+
+class Rows:
+    """The rows of a folder, rows.jsonl: one line for each point that ended. One sweep at a time."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / "rows.jsonl"
+        self.all: dict[str, dict[str, Any]] = {}
+
+    @contextmanager
+    def open(self) -> Iterator[Rows]:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+        try:
+            try:
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ConfigError(f"--out: another sweep is writing into {self.path.parent}") from None
+            whole = self.path.read_bytes()
+            kept = whole[: whole.rfind(b"\n") + 1]  # a write that was cut short has no end of line
+            if kept != whole:
+                os.ftruncate(self._file, len(kept))
+            for line in kept.splitlines():
+                row = json.loads(line)
+                self.all[row["id"]] = row
+            yield self
+        finally:
+            os.close(self._file)
+
+    def append(self, row: dict[str, Any]) -> None:
+        self.all[row["id"]] = row
+        line = (json.dumps(row) + "\n").encode()
+        while line:
+            line = line[os.write(self._file, line) :]
+        os.fsync(self._file)
+
+
+def run(sweep: Sweep, folder: Path, console: Console, *, retry: bool = False) -> list[dict[str, Any]]:
+    """Measure every point that has no row yet (with `retry`: no good one); returns the rows in the points' order."""
+    from nntile_py.sweep_results import write_results
+
+    todo = points(sweep)
+    with Rows(folder).open() as rows:
+        done = {i for i, row in rows.all.items() if not retry or row["status"] == "ok"}
+        left = [p for p in todo if p.id not in done]
+        try:
+            with _progress(console) as progress:
+                bar = progress.add_task("", total=len(todo), completed=len(todo) - len(left))
+                for point in left:
+                    progress.update(bar, description=_told(point.sets))
+                    rows.append(measure_point(point, sweep.time_limit))
+                    progress.advance(bar)
+        finally:  # whatever ends the sweep, what is there can be read
+            result = [rows.all[p.id] | {"sets": p.sets} for p in todo if p.id in rows.all]
+            write_results(sweep, result, folder)
+    return result
+
+
+# On Linux a sweep that is killed takes its point with it (PR_SET_PDEATHSIG), so that none goes on beside the resumed
+# sweep. Asked for before anything is imported, as that takes a second.
+_START = """
+import ctypes, os, sys
+if sys.platform == "linux":
+    ctypes.CDLL(None).prctl(1, 9)
+if os.getppid() != int(sys.argv[1]):
+    os._exit(1)
+from nntile_py.sweep_point import main
+sys.exit(main())
+"""
+
+
+def measure_point(point: Point, time_limit: float) -> dict[str, Any]:
+    """Run a point in a process of its own: its row."""
+    row: dict[str, Any] = {"id": point.id, "sets": point.sets, "measure": point.measure.model_dump()}
+    if point.config is None:
+        return row | {"status": "refused", "error": point.error}
+    what = {"config": point.config.model_dump(by_alias=True), "measure": point.measure.model_dump()}
+    start = time.time()
+    child = subprocess.Popen(
+        [sys.executable, "-c", _START, str(os.getpid())], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+    try:
+        out, err = child.communicate(json.dumps(what), timeout=time_limit)
+    except subprocess.TimeoutExpired:
+        _kill(child)
+        row |= {"status": "timeout", "error": f"no result after {time_limit:g} s (time_limit)"}
+    except BaseException:
+        _kill(child)
+        raise
+    else:
+        answer = next((json.loads(line) for line in reversed(out.splitlines()) if line.startswith("{")), None)
+        if child.returncode == 0 and answer is not None:
+            row |= {"status": "ok", **answer}
+        else:
+            ended = f"signal {-child.returncode}" if child.returncode < 0 else f"status {child.returncode}"
+            row |= {"status": "failed", "error": (answer or {}).get("error") or _tail(err) or f"ended with {ended}"}
+    return row | {"started": start, "took": time.time() - start, "load": os.getloadavg()[0]}
+
+
+def _kill(child: subprocess.Popen[str]) -> None:
+    os.killpg(child.pid, signal.SIGKILL)
+    child.communicate()
+
+
+def _tail(text: str) -> str:
+    return "\n".join(text.strip().splitlines()[-3:])
+
+
+def _told(sets: dict[str, Any]) -> str:
+    return ", ".join(f"{key} {json.dumps(value)}" for key, value in sets.items())
+
+
+def _progress(console: Console) -> Progress:
+    columns = BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn()
+    return Progress(*columns, TextColumn("{task.description}"), console=console)

@@ -1,0 +1,159 @@
+"""One point of a sweep, in a process of its own: reads what to measure from stdin, prints a line of JSON."""
+
+from __future__ import annotations
+
+import json
+import resource
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+import nntile_py as nt
+from nntile_py.config import RunConfig
+from nntile_py.draw import operator_class
+from nntile_py.errors import NNTileError
+from nntile_py.graph import Graph
+from nntile_py.passes import Fusion
+from nntile_py.plan import estimate
+from nntile_py.program import Program, Store
+from nntile_py.sweep import Measure
+from nntile_py.tasks import Lowering, Op, Tensor
+from nntile_py.tiles import TaskList, Tiling
+from nntile_py.workloads import build, small_graph
+
+NUMPY = {"fp32": np.float32, "fp64": np.float64, "int64": np.int64}
+SLOTS = {"dropout_seed": 1.0, "loss_scale": 1.0, "lr": 1e-3, "beta1_correction": 0.1, "beta2_correction": 0.05}
+
+
+def main() -> int:
+    """Status 0 with the metrics, or 1 with {"error": ...}."""
+    what = json.loads(sys.stdin.read())
+    try:
+        result = measure(RunConfig.model_validate(what["config"]), Measure(**what["measure"]))
+    except (NNTileError, MemoryError, OSError) as error:
+        result = {"error": f"{type(error).__name__}: {error}"}
+    print("\n" + json.dumps(result), flush=True)
+    return int("error" in result)
+
+
+def measure(config: RunConfig, how: Measure) -> dict[str, Any]:
+    """The metrics of a point."""
+    built = build(config, how.work, how.phase)
+    plan = estimate(built.lists, config.workers, gpu=config.runtime.cuda != 0)
+    facts = {"tasks": plan.tasks, "flop": built.flop, "bytes_moved": plan.bytes_moved, "peak_bytes": plan.peak_bytes}
+    facts |= {"parallelism": plan.parallelism, "mean_task_us": plan.mean_task * 1e6}
+    if how.how == "plan":
+        return facts | {"seconds": plan.seconds}
+    with nt.Runtime.from_config(config.runtime.model_dump()):
+        if how.how == "operators":
+            return facts | _operators(config, how)
+        step = _whole_model(config, how) if how.work in ("train", "inference") else _program(built.graphs[0])
+        times = _times(step, how)
+    seconds = statistics.median(times)
+    tokens = config.train.batch * config.train.seq
+    tokens *= config.train.grad_accumulation if how.work == "train" else 1
+    return facts | {
+        "seconds": seconds, "seconds_min": min(times), "seconds_max": max(times),
+        "ms": seconds * 1e3, "us": seconds * 1e6, "best ms": min(times) * 1e3, "best us": min(times) * 1e6,
+        "tokens_per_s": tokens / seconds, "gflop_per_s": built.flop / seconds / 1e9,
+        "us_per_task": seconds / max(plan.tasks, 1) * 1e6, "times": times,
+        "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+    }  # fmt: skip
+
+
+def _times(step: Callable[[int], None], how: Measure) -> list[float]:
+    if how.warmup:
+        step(how.warmup)
+    times = []
+    for _ in range(how.repeats):
+        start = time.perf_counter()
+        step(how.steps)
+        times.append((time.perf_counter() - start) / how.steps)
+    return times
+
+
+def _whole_model(config: RunConfig, how: Measure) -> Callable[[int], None]:
+    """Steps on random tokens, or evaluations; a GPT-2 with fresh weights."""
+    from nntile_py.loop import build_model, build_trainer
+
+    trainer = build_trainer(config, build_model(config))
+    rows = config.train.batch * (config.train.grad_accumulation if how.work == "train" else 1)
+    ids = np.random.default_rng(config.seed).integers(0, trainer.model.config.vocab, (rows, config.train.seq))
+
+    def run(count: int) -> None:
+        if how.work == "train":
+            for pending in [trainer.submit(ids, ids) for _ in range(count)]:
+                pending.result()
+        else:
+            for _ in range(count):
+                trainer.evaluate(ids, ids)
+
+    return run
+
+
+def _program(made: tuple[Graph, Lowering]) -> Callable[[int], None]:
+    """The task list of a small graph, on random values."""
+    graph, low = made
+    store = Store()
+    _fill(low, store, [t for t in graph.tensors.values() if t.kind in ("input", "param")])
+    program = Program(low.tasks, store)
+
+    def run(count: int) -> None:
+        for _ in range(count):
+            program.run(SLOTS)
+        nt.Runtime.wait()
+
+    return run
+
+
+def _fill(low: Lowering, store: Store, tensors: list[Tensor]) -> None:
+    rng = np.random.default_rng(0)
+    for tensor in tensors:
+        store.write(low, tensor, rng.uniform(0.1, 1.0, tensor.shape).astype(NUMPY[tensor.dtype]))
+
+
+def _operators(config: RunConfig, how: Measure) -> dict[str, Any]:
+    """Each operator of a small graph alone, tiles in memory beforehand: seconds and flop by class of operator."""
+    graph = small_graph(config, how.work, Fusion.of(config.fusion.model_dump()), backward=how.phase != "forward")
+    tiling = Tiling(config.tiles.model_dump(exclude_none=True))
+    classes = {name: {"seconds": 0.0, "flop": 0.0} for name in ("contraction", "normalization", "element-wise")}
+    for op in graph.ops:
+        if how.phase in ("all", op.phase):
+            entry = classes[operator_class(op.kind)]
+            entry["flop"] += op.flop()
+            entry["seconds"] += min(_times(_alone(op, tiling, config.accumulate), how))  # the least disturbed
+    total = {key: sum(entry[key] for entry in classes.values()) for key in ("seconds", "flop")}
+    result = {"seconds": total["seconds"]}
+    for name, entry in classes.items():
+        result |= {f"{name} {key}": value for key, value in entry.items()}
+        result |= {f"{name} % {key}": 100 * value / total[key] for key, value in entry.items()}
+    return result
+
+
+def _alone(op: Op, tiling: Tiling, policy: str) -> Callable[[int], None]:
+    owners = list(dict.fromkeys(t.storage for t in [*op.inputs, *op.outputs]))
+    before = [(t.name, t.kind) for t in owners]
+    for number, tensor in enumerate(owners):  # all of it lives from run to run, under names that do not clash
+        tensor.name, tensor.kind = f"tensor{number}", "input"
+    low = Lowering(tiling, TaskList(policy))
+    for tensor in owners:
+        low.tasks.initialised.update(low.tile(tensor, index) for index in low.indices(tensor))
+    low.op = op.name
+    op.lower(low)
+    low.tasks.resolve()
+    store = Store()
+    _fill(low, store, owners)
+    program = Program(low.tasks, store)
+    for tensor, (name, kind) in zip(owners, before, strict=True):
+        tensor.name, tensor.kind = name, kind
+
+    def run(count: int) -> None:
+        for _ in range(count):
+            program.run(SLOTS)
+        nt.Runtime.wait()
+
+    return run

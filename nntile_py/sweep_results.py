@@ -1,0 +1,200 @@
+"""What a sweep leaves: results.csv, results.json with the best row, and its plots."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from nntile_py.sweep import Best, Plot, Sweep
+
+Row = dict[str, Any]
+_NOT_IN_CSV = ("id", "sets", "measure", "times", "started")
+_TIMES = {"seconds": 1.0, "ms": 1e3, "us": 1e6}
+_LABELS = {
+    "seconds": "time (s)", "ms": "time (ms)", "us": "time (us)", "tokens_per_s": "throughput (tokens/s)",
+    "runtime.cpus": "CPU workers", "runtime.cuda": "GPUs", "gflop_per_s": "Gflop/s",
+}  # fmt: skip
+
+
+def best_row(rows: list[Row], best: Best) -> Row | None:
+    """The good row with the least or greatest metric."""
+    good = [row for row in rows if row["status"] == "ok" and best.metric in row]
+    return (min if best.of == "least" else max)(good, key=lambda row: row[best.metric], default=None)
+
+
+def summary(sweep: Sweep, rows: list[Row]) -> RenderableType:
+    """A table of the rows, with what failed below it."""
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    keys = list(dict.fromkeys(key for row in rows for key in row["sets"]))
+    keys = [key for key in keys if len({_text(row["sets"].get(key)) for row in rows}) > 1]
+    metrics = list(dict.fromkeys([sweep.best.metric, "seconds_min", "tasks", "gflop_per_s"]))
+    shown = Table(box=None, pad_edge=False, header_style="bold")
+    for column in (*(key.rpartition(".")[2] for key in keys), *metrics, "status"):
+        shown.add_column(column, justify="right", overflow="fold")
+    best = best_row(rows, sweep.best)
+    for row in rows:
+        cells = [_text(row["sets"].get(key, "")) for key in keys]
+        cells += [f"{row[m]:.4g}" if isinstance(row.get(m), float) else str(row.get(m, "")) for m in metrics]
+        shown.add_row(*cells, row["status"], style="bold green" if row is best else None)
+    lines = [f"{row['status']}: {row['sets']}: {row['error']}" for row in rows if row["status"] != "ok"]
+    return Group(shown, *map(Text, lines))
+
+
+def best_options(rows: list[Row], best: Best) -> str:
+    """The best row as options of a command."""
+    row = best_row(rows, best)
+    sets = row["sets"].items() if row else []
+    return " ".join(f"--set {key}={'null' if of is None else _text(of)}" for key, of in sets) or "none"
+
+
+def write_results(sweep: Sweep, rows: list[Row], folder: Path) -> None:
+    """All files: each is complete, or as it was."""
+    from nntile_py.bench import machine
+
+    best = best_row(rows, sweep.best)
+    result = {"machine": machine(), "sweep": sweep.model_dump(by_alias=True), "best": best, "rows": rows}
+    replace_file(folder / "results.json", json.dumps(result, indent=1).encode())
+    replace_file(folder / "results.csv", table(rows).encode())
+    for number, plot in enumerate(sweep.plots):
+        name = "plot.png" if number == 0 else f"plot{number + 1}.png"
+        replace_file(folder / name, draw_plot(plot, rows))
+
+
+def table(rows: list[Row]) -> str:
+    """CSV: what was set, how it ended, the metrics."""
+    keys = list(dict.fromkeys(key for row in rows for key in row["sets"]))
+    others = [key for key in dict.fromkeys(k for row in rows for k in row) if key not in (*_NOT_IN_CSV, "error")]
+    out = io.StringIO()
+    writer = csv.writer(out)
+    writer.writerow([*keys, *others, "error"])
+    for row in rows:
+        sets = [_text(row["sets"].get(key, "")) for key in keys]
+        writer.writerow([*sets, *(row.get(key, "") for key in others), row.get("error", "")])
+    return out.getvalue()
+
+
+def draw_plot(plot: Plot, rows: list[Row]) -> bytes:
+    """A PNG: lines, bars or a heat map, a panel for each value of `panel`."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    good = [row for row in rows if row["status"] == "ok"]
+    panels = _values(good, plot.panel) if plot.panel else [None]
+    figure = Figure(figsize=(4.8 * max(len(panels), 1) + 0.6, 3.8), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(1, max(len(panels), 1), squeeze=False, sharey=plot.same and plot.kind != "heat")[0]
+    highest: list[float] = []
+    for axis, panel in zip(axes, panels, strict=False):
+        inside = [row for row in good if plot.panel is None or value(row, plot.panel) == panel]
+        highest.append((_heat if plot.kind == "heat" else _lines)(axis, plot, inside))
+        axis.set_xlabel(plot.xlabel or _LABELS.get(plot.x, plot.x))
+        if plot.panel:
+            axis.set_title(name(plot.panel, panel), fontsize=10)
+    if plot.kind != "heat" and good:
+        for axis, high in zip(axes, highest, strict=True):  # one disturbed repeat's error bar is not to hide the rest
+            axis.set_ylim(0, 1.3 * (max(highest) if plot.same else high) or 1)
+        axes[0].set_ylabel(plot.ylabel or _LABELS.get(plot.metrics[0], plot.metrics[0]))
+    figure.suptitle(plot.title, fontsize=11)
+    out = io.BytesIO()
+    figure.savefig(out, dpi=130)
+    return out.getvalue()
+
+
+def value(row: Row, key: str) -> Any:
+    """What a row set a key to, or its metric of that name."""
+    return row["sets"].get(key, row.get(key))
+
+
+def name(key: str, of: Any) -> str:
+    """A value as a legend tells it."""
+    if key.startswith("fusion") and isinstance(of, bool):
+        return "fused" if of else "naive"
+    if key in ("runtime.cuda", "runtime.cpus"):
+        return f"{_text(of)} {'GPU' if key.endswith('cuda') else 'worker'}{'s' * (of != 1)}"
+    return f"{key.rpartition('.')[2]} {'uncut' if of is None else _text(of)}"
+
+
+def _lines(axis: Any, plot: Plot, rows: list[Row]) -> float:
+    """Returns the highest y."""
+    xs = _values(rows, plot.x)
+    numeric = all(isinstance(x, int | float) and not isinstance(x, bool) for x in xs)
+    places = xs if numeric and plot.kind == "line" else range(len(xs))
+    series = [(of, y) for of in (_values(rows, plot.series) if plot.series else [None]) for y in plot.metrics]
+    highest = 0.0
+    for number, (of, y) in enumerate(series):
+        mine = {_text(value(r, plot.x)): r for r in rows if plot.series is None or value(r, plot.series) == of}
+        here = [(at, mine[_text(x)]) for at, x in zip(places, xs, strict=True) if _text(x) in mine]
+        told = [name(plot.series, of)] if plot.series else []
+        label = ", ".join([*told, *([y] if len(plot.metrics) > 1 else [])]) or None
+        ys = [row[y] for _, row in here]
+        highest = max([highest, *ys])
+        if plot.kind == "bar":
+            width = 0.8 / len(series)
+            axis.bar([at + (number - (len(series) - 1) / 2) * width for at, _ in here], ys, width, label=label)
+        elif y in _TIMES and all("seconds_min" in row for _, row in here):
+            low, high = (
+                [abs(r[e] - r["seconds"]) * _TIMES[y] for _, r in here] for e in ("seconds_min", "seconds_max")
+            )
+            axis.errorbar([at for at, _ in here], ys, [low, high], marker="o", capsize=3, label=label)
+        else:
+            axis.plot([at for at, _ in here], ys, marker="o", label=label)
+    if plot.log:
+        axis.set_xscale("log", base=2)
+    names = [name(plot.x, x) if isinstance(x, bool) else _text(x) for x in xs]
+    axis.set_xticks(list(places), names, minor=False)
+    axis.minorticks_off()
+    axis.grid(alpha=0.3)
+    if plot.series or len(plot.metrics) > 1:
+        axis.legend(fontsize=8, framealpha=0.6)
+    return highest
+
+
+def _heat(axis: Any, plot: Plot, rows: list[Row]) -> float:
+    assert plot.series
+    xs, ys = _values(rows, plot.x), _values(rows, plot.series)
+    found = {(_text(value(r, plot.x)), _text(value(r, plot.series))): r[plot.metrics[0]] for r in rows}
+    nan = float("nan")
+    image = axis.imshow([[found.get((_text(x), _text(y)), nan) for x in xs] for y in ys], cmap="viridis_r")
+    for column, x in enumerate(xs):
+        for line, y in enumerate(ys):
+            if (_text(x), _text(y)) in found:
+                number = found[_text(x), _text(y)]
+                box = {"facecolor": "white", "alpha": 0.7, "linewidth": 0, "pad": 1.5}
+                axis.text(column, line, f"{number:.3g}", ha="center", va="center", fontsize=8, bbox=box)
+    axis.set_xticks(range(len(xs)), [_text(x) for x in xs])
+    axis.set_yticks(range(len(ys)), [_text(y) for y in ys])
+    axis.set_ylabel(_LABELS.get(plot.series, plot.series))
+    axis.figure.colorbar(image, ax=axis, label=plot.ylabel or _LABELS.get(plot.metrics[0], plot.metrics[0]))
+    return 0.0
+
+
+def _values(rows: list[Row], key: str) -> list[Any]:
+    """The values of a key in the order of the points; numbers in their own, uncut last."""
+    found = list({_text(value(row, key)): value(row, key) for row in rows}.values())
+    numbers = [v for v in found if isinstance(v, int | float) and not isinstance(v, bool)]
+    return sorted(numbers) + [v for v in found if v is None] if len(numbers) + (None in found) == len(found) else found
+
+
+def _text(of: Any) -> str:
+    return of if isinstance(of, str) else "uncut" if of is None else json.dumps(of)
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Write beside its place, sync, rename."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f"{path.name}.tmp{os.getpid()}")
+    with beside.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    beside.replace(path)

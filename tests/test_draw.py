@@ -1,0 +1,100 @@
+"""`nntile graph`: what is in the picture."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nntile_py import draw
+from nntile_py.config import RunConfig
+from nntile_py.errors import ConfigError, NNTileError
+from nntile_py.workloads import build
+
+TREE: dict[str, Any] = {
+    "model": {"layers": 2, "embed": 16, "heads": 2, "vocab": 300, "positions": 8},
+    "tokenizer": {"vocab_size": 300},
+    "train": {"steps": 1, "batch": 4, "seq": 8},
+    "tiles": {"batch": 2, "embed": 8},
+}
+CONFIG = RunConfig.model_validate(TREE)
+
+
+def operators(dot: str) -> list[str]:
+    """The titles of the operators or tasks, without those of the legend."""
+    return re.findall(r'shape=ellipse[^\n]*label="[△□○] ([^\\"]+)\\n', dot)
+
+
+def test_logical() -> None:
+    dot = draw.draw(CONFIG, layer=0, phase="forward")
+    assert "Contract + bias + gelu_new" in operators(dot) and len(operators(dot)) == 7
+    # The first product: 2 * 32 tokens * 16 * 48 flop on 512 + 768 + 48 words, making 1536.
+    assert "49.2 kflop, 17.2 per word" in dot
+    assert "h.1." not in dot and "backward" not in dot
+    for kind in ("ellipse", "box", "cylinder"):
+        assert f"shape={kind}" in dot
+
+
+def test_before_and_after() -> None:
+    both = draw.draw(CONFIG, layer=0, phase="forward", fusion="both")
+    assert "before fusion: 22 operators" in both and "after fusion: 7 operators" in both
+    assert len(operators(both)) == 29
+    nodes = re.findall(r"^(\w+) \[", both, re.M)
+    assert len(nodes) == len(set(nodes)), "two nodes of one name"
+    edges = re.findall(r"^(\w+) -> (\w+) ", both, re.M)
+    assert edges and all({a, b} <= set(nodes) and a.split("_")[0] == b.split("_")[0] for a, b in edges[:-1])
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward", "update"])
+def test_tiles(phase: str) -> None:
+    """Every task of the phase is there, and nothing waits for itself."""
+    built = build(CONFIG)
+    dot = draw.draw(CONFIG, level="tiles", phase=phase)
+    _, low = built.graphs[phase == "update"]
+    assert len(operators(dot)) == sum(
+        phase == "update" or task.op.endswith(".backward") == (phase == "backward") for task in low.tasks.tasks
+    )
+    after: dict[str, set[str]] = {}
+    for a, b in re.findall(r"^(after_\w+) -> (after_\w+) ", dot, re.M):
+        after.setdefault(a, set()).add(b)
+    state: dict[str, int] = {}
+
+    def visit(node: str) -> None:
+        assert state.get(node) != 1, "a cycle"
+        if node not in state:
+            state[node] = 1
+            for follower in after.get(node, ()):
+                visit(follower)
+            state[node] = 2
+
+    sys.setrecursionlimit(20_000)
+    for node in list(after):
+        visit(node)
+
+
+def test_refused_and_without_dot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="--layer 7"):
+        draw.draw(CONFIG, layer=7)
+    with pytest.raises(ConfigError, match="suffix"):
+        draw.write("digraph {}", tmp_path / "g.jpeg")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(NNTileError, match="apt-get install graphviz"):
+        draw.write("digraph {}", tmp_path / "g.svg")
+    assert (tmp_path / "g.dot").read_text() == "digraph {}"
+
+
+def test_command(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text(CONFIG.to_yaml())
+    command = [sys.executable, "-m", "nntile_py.cli", "graph", "c.yaml", "--layer", "1"]
+    done = subprocess.run([*command, "--out", "g.dot"], cwd=tmp_path, capture_output=True, text=True, env=os.environ)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "g.dot").read_text().startswith("digraph {")
+    done = subprocess.run([*command, "--out", "g.dot", "--phase", "fwd"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 2 and "--phase" in done.stderr
+
+
+def test_si() -> None:
+    assert [draw.si(n) for n in (0, 999, 1000, 1_234_567, 2.5e12)] == ["0 ", "999 ", "1 k", "1.23 M", "2.5 T"]

@@ -1,0 +1,252 @@
+"""`nntile sweep`: killed and resumed, failures as rows, refusals, the automatic search; and `nntile experiment`."""
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from nntile_py import experiment, sweep
+from nntile_py.config import load
+from nntile_py.errors import ConfigError
+from nntile_py.plan import estimate
+from nntile_py.sweep_results import best_row, table
+from nntile_py.tiles import RW, R, TaskList, Tile, W
+
+BASE: dict[str, Any] = {
+    "model": {"layers": 1, "embed": 16, "heads": 2},
+    "tokenizer": {"vocab_size": 300},
+    "train": {"steps": 1, "batch": 4, "seq": 8},
+    "runtime": {"cpus": 1},
+}
+NNTILE = [sys.executable, "-m", "nntile_py.cli"]
+
+
+def write(folder: Path, tree: dict[str, Any]) -> Path:
+    (folder / "base.yaml").write_text(yaml.safe_dump(BASE))
+    (folder / "s.yaml").write_text(yaml.safe_dump({"config": "base.yaml"} | tree))
+    return folder / "s.yaml"
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    file = folder / "rows.jsonl"
+    whole = file.read_text() if file.exists() else ""
+    return [json.loads(line) for line in whole[: whole.rfind("\n") + 1].splitlines()]
+
+
+def nntile(path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*NNTILE, *arguments], cwd=path, capture_output=True, text=True, timeout=200, check=False)
+
+
+def children(pid: int) -> list[int]:
+    """Points that run for the process."""
+    tasks = Path(f"/proc/{pid}/task").glob("*/children")
+    return [int(child) for task in tasks for child in task.read_text().split()]
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+def test_killed_twice(tmp_path: Path) -> None:
+    """24 points, SIGKILL after some rows and again after some more: 24 rows in the end, none of them twice."""
+    grid = {"tiles.embed": [4, 8, None], "tiles.batch": [1, 2], "fusion": [True, False]}
+    measure = {"warmup": 0, "repeats": 1}  # a training step of a GPT-2
+    write(tmp_path, {"grid": grid | {"accumulate": ["chain", "tree"]}, "measure": measure})
+    out, before = tmp_path / "out", 0
+    for more in (3, 4):
+        running = subprocess.Popen([*NNTILE, "sweep", "s.yaml", "--out", "out"], cwd=tmp_path, stderr=subprocess.PIPE)
+        until = time.monotonic() + 60
+        while len(lines(out)) < before + more or not children(running.pid):
+            assert running.poll() is None and time.monotonic() < until
+            time.sleep(0.01)
+        points_running = children(running.pid)
+        running.kill()
+        running.communicate()
+        until = time.monotonic() + 10  # one that was just being started ends when it can
+        while any(map(alive, points_running)):
+            assert time.monotonic() < until, "a point outlived its sweep"
+            time.sleep(0.01)
+        before = len(lines(out))
+        assert before < 24
+    with (out / "rows.jsonl").open("a") as file:
+        file.write('{"id": "cut sh')  # what a power cut may leave
+    done = nntile(tmp_path, "sweep", "s.yaml", "--out", "out")
+    assert done.returncode == 0, done.stderr
+    rows = lines(out)
+    assert len(rows) == 24 == len({row["id"] for row in rows})
+    assert {row["status"] for row in rows} == {"ok"}
+    with (out / "results.csv").open() as file:
+        assert len(list(csv.DictReader(file))) == 24
+    assert len(json.loads((out / "results.json").read_text())["rows"]) == 24
+    again = nntile(tmp_path, "sweep", "s.yaml", "--out", "out")
+    assert again.returncode == 0 and lines(out) == rows  # nothing is left to do
+
+
+def test_training_points_failures_and_plots(tmp_path: Path) -> None:
+    path = write(tmp_path, {
+        "grid": {"model.heads": [2, 3], "tiles.batch": [1, 2]},  # three heads do not divide 16, with any tile
+        "measure": {"repeats": 2},
+        "plots": [{"x": "tiles.batch"}, {"x": "tiles.batch", "series": "model.heads", "kind": "heat"}],
+    })  # fmt: skip
+    with pytest.raises(ConfigError, match=r"model\.heads = 3.*allowed: a divisor"):
+        sweep.points(sweep.load_sweep(path))
+    tree = yaml.safe_load(path.read_text())
+    tree["grid"]["model.embed"] = [16, 18]  # now each value fits somewhere
+    tree["grid"]["tiles.batch"] = [2]
+    path.write_text(yaml.safe_dump(tree))
+    done = nntile(tmp_path, "sweep", "s.yaml", "--out", "out")
+    assert done.returncode == 0, done.stderr
+    rows = lines(tmp_path / "out")
+    assert sorted(row["status"] for row in rows) == ["ok", "ok", "ok", "refused"]
+    assert next("model.heads: got 3" in row["error"] for row in rows if row["status"] == "refused")
+    assert all(len(row["times"]) == 2 and row["tokens_per_s"] > 0 for row in rows if row["status"] == "ok")
+    assert (tmp_path / "out" / "plot.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "out" / "plot2.png").exists()
+    best = json.loads((tmp_path / "out" / "results.json").read_text())["best"]
+    assert best["seconds"] == min(row["seconds"] for row in rows if row["status"] == "ok")
+
+
+def test_time_limit_and_lost_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    point = sweep.points(sweep.load_sweep(write(tmp_path, {"grid": {"tiles.batch": [1]}})))[0]
+    row = sweep.measure_point(point, 0.05)
+    assert row["status"] == "timeout" and "time_limit" in row["error"]
+    real = subprocess.Popen
+
+    def killed(command: list[str], **options: Any) -> Any:
+        return real([sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"], **options)
+
+    monkeypatch.setattr(subprocess, "Popen", killed)
+    row = sweep.measure_point(point, 60)
+    assert row["status"] == "failed" and f"signal {int(signal.SIGKILL)}" in row["error"]
+
+
+def test_one_sweep_at_a_time(tmp_path: Path) -> None:
+    with sweep.Rows(tmp_path).open(), pytest.raises(ConfigError, match="another sweep"), sweep.Rows(tmp_path).open():
+        pass
+
+
+@pytest.mark.parametrize(
+    ("tree", "message"),
+    [
+        ({}, "grid, list, random"),
+        ({"grid": {}}, "grid"),
+        ({"grid": {"tiles.batch": []}}, "grid: got"),
+        ({"grid": {"tiles.bach": [1]}}, r"tiles\.bach.*did you mean batch"),
+        ({"grid": {"tiles.batch": ["two"]}}, r"tiles\.batch.*integer"),
+        ({"grid": {"tiles.batch": [1]}, "measure": {"work": "everything"}}, r"measure\.work: got 'everything'"),
+        (
+            {"grid": {"tiles.batch": [1]}, "plots": [{"x": "a", "colour": "red"}]},
+            r"plots\.0\.colour: unknown key.*series",
+        ),
+        ({"grid": {"tiles.batch": [1]}, "time_limit": -1}, "time_limit: got -1"),
+        ({"random": {"count": 2}}, r"random\.over: not given"),
+    ],
+)
+def test_refused(tmp_path: Path, tree: dict[str, Any], message: str) -> None:
+    path = write(tmp_path, tree)
+    with pytest.raises(ConfigError, match=message):
+        sweep.points(sweep.load_sweep(path))
+
+
+def test_exit_status(tmp_path: Path) -> None:
+    write(tmp_path, {"grid": {"tiles.bach": [1]}})
+    done = nntile(tmp_path, "sweep", "s.yaml")
+    assert done.returncode == 2 and "tiles.bach" in done.stderr and "Traceback" not in done.stderr
+    assert nntile(tmp_path, "sweep", "missing.yaml").returncode == 2
+    assert nntile(tmp_path, "experiment", "fig99").returncode == 2
+
+
+def test_points(tmp_path: Path) -> None:
+    values = {"tiles.batch": [1, 2, 4], "tiles.embed": [4, 8], "fusion": [True, False]}
+    drawn = sweep.load_sweep(write(tmp_path, {"random": {"count": 5, "seed": 3, "over": values}}))
+    assert len(sweep.points(drawn)) == 5 and list(drawn.settings()) == list(drawn.settings())
+    both = {"list": [{"train.seq": 4}, {"train.seq": 8}], "grid": {"tiles.batch": [1, 2]}}
+    assert [p.sets for p in sweep.points(sweep.load_sweep(write(tmp_path, both)))] == [
+        {"train.seq": s, "tiles.batch": b} for s in (4, 8) for b in (1, 2)
+    ]
+    same = {"list": [{"tiles.batch": 1}, {"tiles.batch": 1}]}
+    assert len(sweep.points(sweep.load_sweep(write(tmp_path, same)))) == 1
+
+
+def test_readme() -> None:
+    """The sweep that the README shows can be run, and is of 12 points."""
+    readme = (Path(__file__).parent.parent / "README.md").read_text()
+    tree = yaml.safe_load(readme.partition("## Sweeps\n")[2].partition("\n`nntile sweep`")[0])
+    made = sweep.check_sweep(tree, experiment.EXPERIMENTS / "shown.yaml")
+    assert len(sweep.points(made)) == 12
+
+
+def test_table_and_best() -> None:
+    rows = [
+        {"id": "a", "sets": {"x": None}, "status": "ok", "seconds": 2.0},
+        {"id": "b", "sets": {"x": 3}, "status": "failed", "error": "no, not this"},
+    ]
+    assert table(rows).splitlines() == ["x,status,seconds,error", "uncut,ok,2.0,", '3,failed,,"no, not this"']
+    assert best_row(rows, sweep.Best()) is rows[0]
+
+
+def test_estimate_of_a_known_graph() -> None:
+    """Two chains of two tasks, joined by a fifth: three in a row; a reduction's contributions do not wait."""
+    a, b, c = (Tile(name, (0,), (1000,), "fp32") for name in "abc")
+    tasks = TaskList()
+    for tile in (a, b):
+        tasks.emit("k", [W(tile)], flop=1e6)
+        tasks.emit("k", [RW(tile)], flop=1e6)
+    tasks.emit("k", [W(c), R(a), R(b)], flop=1e6)
+    made = estimate([tasks.resolve()], workers=2)
+    assert made.tasks == 5 and made.parallelism == pytest.approx(5 / 3, rel=1e-6)
+
+
+def test_auto(tmp_path: Path) -> None:
+    write(tmp_path, {})
+    done = nntile(tmp_path, "sweep", "--auto", "base.yaml", "--budget", "3", "--set", "train.batch=2", "--out", "out")
+    assert done.returncode == 0, done.stderr
+    assert "tilings planned; pruned:" in done.stderr and "best: --set tiles.batch=" in done.stdout
+    rows = lines(tmp_path / "out")
+    assert 2 <= len(rows) <= 3 and all(row["status"] == "ok" for row in rows)
+
+
+@pytest.mark.parametrize("name", experiment.names())
+def test_experiments_are_valid(name: str) -> None:
+    """Every YAML, at both scales: each point is a config that loads."""
+    made = experiment.load_experiment(name)
+    for scale in ("cpu", "gpu"):
+        assert list(experiment._planned(made.part(scale), made.kind))
+    readme = (experiment.EXPERIMENTS / "README.md").read_text()
+    assert f"`{name}`" in readme
+
+
+def test_experiment_needs_gpus(tmp_path: Path) -> None:
+    done = nntile(tmp_path, "experiment", "table2", "--scale", "gpu")
+    if done.returncode:
+        assert done.returncode == 1 and "GPU" in done.stderr and not (tmp_path / "runs").exists()
+
+
+def test_experiment_graph(tmp_path: Path) -> None:
+    done = nntile(tmp_path, "experiment", "fig10", "--out", "out")
+    with_dot = any((Path(p) / "dot").exists() for p in os.environ["PATH"].split(os.pathsep))
+    assert done.returncode == (0 if with_dot else 1), done.stderr
+    assert "before fusion: 12 tasks" in (tmp_path / "out" / "plot.dot").read_text()
+    if with_dot:
+        assert (tmp_path / "out" / "fig10.png").exists()
+        assert "## The paper" in (tmp_path / "out" / "fig10.md").read_text()
+    else:
+        assert "apt-get install graphviz" in done.stderr
+
+
+def test_workers_of_a_config(tmp_path: Path) -> None:
+    write(tmp_path, {})
+    assert load(tmp_path / "base.yaml").workers == 1
+    assert load(tmp_path / "base.yaml", ["runtime.cuda=4"]).workers == 4
