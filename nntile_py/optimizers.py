@@ -48,7 +48,8 @@ class SGD:
 
     def build(self, g: Graph, param: Tensor, grad: Tensor, clip: Tensor) -> None:
         m = _state(g, param, "m") if self.momentum else None
-        g.add(ops.SGD(param, grad, m, clip, momentum=self.momentum, weight_decay=self.weight_decay, master=_master(g, param)))
+        options = {"momentum": self.momentum, "weight_decay": self.weight_decay}
+        g.add(ops.SGD(param, grad, m, clip, master=_master(g, param), **options))  # type: ignore[arg-type]
 
     def slots(self, step: int) -> dict[str, float]:
         return {}

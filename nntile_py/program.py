@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,9 @@ from nntile_py import _core
 from nntile_py.tasks import Lowering, Tensor, launch
 from nntile_py.tiles import Slot, TaskList, Tile
 from nntile_py.tiles.tasklist import MONOIDS, Task
+
+# Tasks on biases and norms take a GPU less time than the runtime needs for a task.
+GROUPED, GROUP_BYTES = ("adamw", "sgd", "sum_squares"), 4 << 20
 
 
 class Store:
@@ -53,13 +57,18 @@ def _new(tile: Tile) -> _core.Tile:
     return _core.Tile(list(tile.shape), tile.dtype, MONOIDS.index(tile.monoid), tile.redux)
 
 
-def _launches(task: Task, capability: int | None) -> tuple[list[Any], int]:
+def _launches(task: Task, capability: int | None, places: Sequence[int] = ()) -> tuple[list[Any], int]:
     """What a CUDA worker launches for a task that has no C++ kernel there, and the bytes of scratch for it."""
+    if task.parts:  # one after the other on one stream: they can share the scratch block
+        places = {access.tile: number for number, access in enumerate(task.accesses)}
+        made_of = [_launches(part, capability, [places[a.tile] for a in part.accesses]) for part in task.parts]
+        return [one for launches, _ in made_of for one in launches], max(scratch for _, scratch in made_of)
     described = launch.load().get(task.kernel) if capability else None
     if not described or not capability:
         return [], 0
     made = described(task)
-    return [launch.encode(one, launch.compile_launch(one, capability)) for one in made.launches], made.scratch
+    ready = [launch.encode(one, launch.compile_launch(one, capability), places) for one in made.launches]
+    return ready, made.scratch
 
 
 def _capability() -> int | None:
@@ -78,11 +87,13 @@ class Program:
     watched: list[TaskList] | None = None  # while a profile is taken: the list of each run, in order
 
     def __init__(self, tasks: TaskList, store: Store) -> None:
+        capability = _capability()
+        if capability and not _core.cpu_workers():  # CPU kernels know no groups
+            tasks = tasks.grouped(GROUPED, GROUP_BYTES)
         self.list, self.tasks = tasks, len(tasks.tasks)
         self.slots: list[str] = []
         self._native = _core.Program()
         handles: dict[Tile, _core.Tile] = {}
-        capability = _capability()
         for task in tasks.tasks:
             for access in task.accesses:
                 if access.tile not in handles:
@@ -98,7 +109,7 @@ class Program:
                 floats.append(0.0 if isinstance(value, Slot) else float(value))
             shapes = [a.tile.shape for a in task.accesses]
             launches, scratch = _launches(task, capability)
-            dtype = next((a.tile.dtype for a in task.accesses if a.tile.dtype.startswith("fp")), "fp32")
+            dtype = next((a.tile.dtype for a in task.accesses if a.tile.dtype != "int64"), "fp32")
             self._native.add(
                 kernel=task.kernel,
                 codelet=f"{task.kernel}_{dtype}",

@@ -25,9 +25,10 @@ class Runtime:
     """StarPU with CPU and CUDA workers and a scheduling policy, as a context manager; one at a time in a process.
 
     cpus: workers, default all cores, or none beside CUDA workers. cuda: devices to use, a worker each. cuda_memory:
-    bytes of each device that tiles may take, default 85 % of it. scheduler: a policy of StarPU (lws, dmdas, dmdar, eager, ...). memory: bytes of
-    main memory that tiles may take. window: most tasks submitted and not yet ended. calibrate: measure anew the
-    performance models that dmda* use. Raises ConfigError for values out of range, TaskError if StarPU does not start.
+    bytes of each device that tiles may take, default 85 % of it. scheduler: a policy of StarPU (lws, dmdas, dmdar,
+    eager, ...). memory: bytes of main memory that tiles may take. window: most tasks submitted and not yet ended.
+    calibrate: measure anew the performance models that dmda* use. Raises ConfigError for values
+    out of range, TaskError if StarPU does not start.
     """
 
     current: Runtime | None = None
@@ -133,7 +134,8 @@ def _prepare_cuda(devices: int) -> None:
     for name, value in (("MINIMUM_CLEAN_BUFFERS", "0"), ("TARGET_CLEAN_BUFFERS", "0"), ("CUDA_PIPELINE", "4")):
         os.environ.setdefault(f"STARPU_{name}", value)
     os.environ.setdefault("STARPU_PERF_MODEL_HOMOGENEOUS_CUDA", "1")
-    done = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "nntile_py" / f"bus-{platform.node()}-{devices}"
+    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "nntile_py"
+    done = cache / f"bus-{platform.node()}-{devices}"
     if done.exists():
         return
     # It resets the devices under whoever uses them in the same process: in one of its own, then.

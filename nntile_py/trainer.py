@@ -55,8 +55,9 @@ class Trainer:
 
     batch, seq: of one micro-batch; grad_accumulation: micro-batches a step. tiles: {axis: size} over batch, seq,
     embed, heads, ffn, vocab. dtype: fp32, fp64; on CUDA workers also tf32 (fp32 tiles, contractions rounded to
-    tf32; for all trainers of the process) and bf16 (fp32 accumulation, gradients, master weights and moments). accumulate: chain (deterministic), commute, redux or tree. fusion:
-    True, False or {bias, activation, reshape, qkv, residual_norm: bool}. attention: vendor, merge, flash or naive
+    tf32; for all trainers of the process) and bf16 (fp32 accumulation, gradients, master weights and moments).
+    accumulate: chain (deterministic), commute, redux or tree. fusion: True, False or {bias, activation, reshape, qkv,
+    residual_norm: bool}. attention: vendor, merge, flash or naive
     instead of the model's own. shift_labels: labels have the positions of the inputs and are shifted here, as
     transformers does; False: labels[b, s] is the target of position s. Raises ConfigError for values out of range.
     """
@@ -83,7 +84,7 @@ class Trainer:
         if dtype not in _DTYPES:
             raise ConfigError(f"dtype: {dtype!r} is not allowed; use one of {', '.join(_DTYPES)}")
         if dtype in ("bf16", "tf32") and not _core.cuda_workers():
-            raise ConfigError(f"dtype: {dtype} needs CUDA workers, and this runtime has none; use fp32, or cuda=1 or more")
+            raise ConfigError(f"dtype: {dtype} needs CUDA workers, this runtime has none; use fp32, or cuda=1 or more")
         if seq > model.config.positions:
             raise ConfigError(f"seq: {seq} is longer than the model's {model.config.positions} positions")
         for name, value in (("batch", batch), ("seq", seq), ("grad_accumulation", grad_accumulation)):

@@ -12,6 +12,8 @@
 #include <ATen/ops/matmul.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/zeros.h>
+#include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAStream.h>
 
 #include "attention.h"
 
@@ -36,6 +38,22 @@ Vendor vendor(const at::Tensor& q) {
   return Vendor::none;
 }
 
+// dst <- src. Slices of packed tensors are rows at a distance: a 2D copy is twice as fast as ATen's strided one.
+void copy_rows(const at::Tensor& dst, const at::Tensor& src) {
+  const auto d = dst.permute({0, 2, 1, 3}), s = src.permute({0, 2, 1, 3});  // batch, seq, heads, head_dim
+  const auto row = s.size(2) * s.size(3), rows = s.size(0) * s.size(1), pitch = d.stride(1);
+  const bool inner = d.stride(3) == 1 && d.stride(2) == d.size(3) && d.stride(0) == d.size(1) * pitch;
+  if (!s.is_contiguous() || !inner || d.scalar_type() != s.scalar_type()) {
+    dst.copy_(src);
+    return;
+  }
+  const auto bytes = static_cast<size_t>(s.element_size());
+  C10_CUDA_CHECK(cudaMemcpy2DAsync(d.data_ptr(), static_cast<size_t>(pitch) * bytes, s.data_ptr(),
+                                   static_cast<size_t>(row) * bytes, static_cast<size_t>(row) * bytes,
+                                   static_cast<size_t>(rows), cudaMemcpyDeviceToDevice,
+                                   c10::cuda::getCurrentCUDAStream().stream()));
+}
+
 at::Tensor scores(const at::Tensor& q, const at::Tensor& k, double scale, bool diagonal) {
   auto s = at::matmul(wide(q), wide(k).transpose(-1, -2)).mul_(scale);
   if (diagonal) s.masked_fill_(at::ones({s.size(-2), s.size(-1)}, s.options().dtype(at::kBool)).triu_(1), -INFINITY);
@@ -51,19 +69,19 @@ void attention(Args& t) {
   switch (vendor(x.q)) {
     case Vendor::cudnn: {
       const auto r = at::_scaled_dot_product_cudnn_attention(x.q, x.k, x.v, {}, true, 0.0, causal, false, t.f(0));
-      out.copy_(std::get<0>(r));
+      copy_rows(out, std::get<0>(r));
       t[1].copy_(std::get<1>(r).view(t[1].sizes()));
       return;
     }
     case Vendor::flash: {
       const auto r = at::_scaled_dot_product_flash_attention(x.q, x.k, x.v, 0.0, causal, false, t.f(0));
-      out.copy_(std::get<0>(r));
+      copy_rows(out, std::get<0>(r));
       t[1].copy_(std::get<1>(r));
       return;
     }
     case Vendor::efficient: {
       const auto r = at::_scaled_dot_product_efficient_attention(x.q, x.k, x.v, {}, true, 0.0, causal, t.f(0));
-      out.copy_(std::get<0>(r));
+      copy_rows(out, std::get<0>(r));
       t[1].copy_(std::get<1>(r).narrow(-1, 0, x.q.size(2)));
       return;
     }
@@ -119,9 +137,9 @@ void attention_grad(Args& t) {
       add_pair(x, grads, d_out, lse, wide(d_out).mul(wide(out)).sum(-1), t.f(0), causal);
       return;
   }
-  grads.q.copy_(dq);
-  grads.k.copy_(dk);
-  grads.v.copy_(dv);
+  copy_rows(grads.q, dq);
+  copy_rows(grads.k, dk);
+  copy_rows(grads.v, dv);
 }
 
 // tiles: state (max, sumexp, values), q/k/v; flash_maxsumexp's state has no values

@@ -196,6 +196,7 @@ def contract(
     for axis in a.axes:
         if axis in b.axes and a.size(axis) != b.size(axis):
             raise ValueError(f"axis {axis} has {a.size(axis)} elements in {a} and {b.size(axis)} in {b}")
-    dtype = wide(a.dtype) if like and like.kind == "param" else a.dtype  # gradients of parameters are sums over all tokens
+    # The gradient of a parameter is a sum over all tokens.
+    dtype = wide(a.dtype) if like and like.kind == "param" else a.dtype
     out = g.temp("contract", out_axes, [sizes[x] for x in out_axes], dtype, causal=bool(like and like.causal))
     return g.add(Contract(a, b, out, scale=scale)).output

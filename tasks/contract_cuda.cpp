@@ -280,6 +280,7 @@ void contract(Args& t) {
   if (lt && !plan.permuted_out) {
     const auto shaped = [&](const at::Tensor& x) { return matrix(x, 0, plan.m, plan.n); };
     Fused f;
+    at::Tensor summed;
     if (t.accumulates(0)) f.c = shaped(target);
     if (residual.defined() && !f.c.defined()) {
       f.c = shaped(residual);
@@ -300,12 +301,19 @@ void contract(Args& t) {
       f.epilogue = f.bias.defined() ? CUBLASLT_EPILOGUE_GELU_BIAS : CUBLASLT_EPILOGUE_GELU;
     } else if (f.bias.defined()) {
       f.epilogue = CUBLASLT_EPILOGUE_BIAS;
+    } else if (column_sum.defined() && e.activation < 0 && !getenv("NO_BGRAD")) {
+      // Column-major, b comes first: the sum of b's columns is that of the library's A.
+      f.epilogue = first ? CUBLASLT_EPILOGUE_BGRADB : CUBLASLT_EPILOGUE_BGRADA;
+      summed = sum_adds ? at::empty(column_sum.sizes(), column_sum.options()) : column_sum;
+      f.bias = summed;
     }
     try {
       matmul(shaped(gelu && e.keep_pre ? out : target), a_matrix, b_matrix, t.f(0), f);
       activated = gelu;
+      if (summed.defined() && sum_adds) column_sum.add_(summed);
+      if (summed.defined()) column_sum.reset();
     } catch (const Matmul::Unsupported&) {  // some epilogues are not there for some shapes: the parts one by one
-      if (f.bias.defined()) bias = f.bias;
+      if (f.bias.defined() && !summed.defined()) bias = f.bias;
       Fused bare;
       bare.c = f.c;
       matmul(shaped(target), a_matrix, b_matrix, t.f(0), bare);

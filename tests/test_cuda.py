@@ -1,4 +1,4 @@
-"""On a CUDA device: every operator against its float64 reference, GPT-2 against PyTorch, memory limits, Python tasks."""
+"""On a CUDA device: every operator against its float64 reference, GPT-2, memory limits, Python tasks."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -179,6 +179,8 @@ void check() {
 
 size_t memory_used() { return g.running ? starpu_memory_get_used(STARPU_MAIN_RAM) : 0; }
 
+int cpu_workers() { return g.running ? g.cpus : 0; }
+
 int cuda_workers() { return g.running ? g.cuda : 0; }
 
 std::vector<size_t> cuda_memory_used() {

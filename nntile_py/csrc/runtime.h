@@ -36,6 +36,7 @@ void check();     // throws TaskError, after all tasks have ended, if a task fai
 void fail(const std::string& task, const std::string& what);
 bool failed();
 size_t memory_used();
+int cpu_workers();
 int cuda_workers();
 std::vector<size_t> cuda_memory_used();  // bytes of tiles on each CUDA device
 void allow_tf32(bool allowed);           // fp32 contractions on CUDA may round their operands to tf32
