@@ -143,7 +143,7 @@ class Side:
 
 @bench_app.command()
 def step(
-    peer: Annotated[str | None, typer.Option(help="torch: PyTorch eager and torch.compile beside ours.")] = None,
+    peer: Annotated[str | None, typer.Option(help="torch: PyTorch eager and torch.compile beside ours; torch_eager, torch_compile: one of them.")] = None,
     rounds: Annotated[int, typer.Option(help="Turns of each contestant.", min=1)] = 7,
     steps: Annotated[int, typer.Option(help="Steps in a turn.", min=1)] = 2,
     layers: int = 6,
@@ -166,15 +166,15 @@ def step(
     as_json: Json = False,
 ) -> None:
     """Seconds of one training step of a GPT-2 in fp32: forward, backward, clipping, AdamW."""
-    if peer not in (None, "torch"):
-        raise ConfigError(f"--peer: {peer!r} is not allowed; use torch")
+    if peer not in (None, "torch", "torch_eager", "torch_compile"):
+        raise ConfigError(f"--peer: {peer!r} is not allowed; use torch (both), torch_eager or torch_compile")
     options: dict[str, Any] = {
         "layers": layers, "embed": embed, "heads": heads, "seq": seq, "batch": batch, "vocab": vocab,
         "cpus": cpus or len(os.sched_getaffinity(0)), "scheduler": scheduler, "tiles": parse_tiles(tiles),
         "attention": attention, "accumulate": accumulate, "fusion": fusion, "cuda": cuda, "dtype": dtype,
         "window": window or None, "cuda_memory": cuda_memory, "losses": losses,
     }  # fmt: skip
-    names = ["nntile"] + (["torch_eager", "torch_compile"] if peer else [])
+    names = ["nntile", *(["torch_eager", "torch_compile"] if peer == "torch" else [peer] if peer else [])]
     result = measure_step(options, names, rounds, steps)
     if as_json:
         print(json.dumps(result, indent=2))

@@ -77,11 +77,14 @@ def ours_on_gpu(o: dict[str, Any]) -> tuple[Step, dict[str, Any]]:
 
 
 def gpu_peak_mib() -> float:
-    """What the process holds of the fullest GPU, tiles and workspaces and contexts."""
+    """Most that this process had allocated on the fullest GPU: tiles, and what ATen's allocator gave to kernels."""
     import torch
 
-    used = [torch.cuda.mem_get_info(device) for device in range(torch.cuda.device_count())]
-    return max(total - free for free, total in used) / 2**20
+    from nntile_py import _core
+
+    tiles = _core.cuda_memory_used() or [0]
+    kernels = [torch.cuda.max_memory_allocated(device) for device in range(torch.cuda.device_count())]
+    return float(max(a + b for a, b in zip(tiles + [0] * len(kernels), kernels, strict=False))) / 2**20
 
 
 def ours(o: dict[str, Any]) -> tuple[Step, dict[str, Any]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -11,10 +10,11 @@ import numpy as np
 from nntile_py import _core
 from nntile_py.tasks import Lowering, Tensor, launch
 from nntile_py.tiles import Slot, TaskList, Tile
+from nntile_py.tiles.groups import grouped
 from nntile_py.tiles.tasklist import MONOIDS, Task
 
-# Tasks on biases and norms take a GPU less time than the runtime needs for a task.
-GROUPED, GROUP_BYTES = ("adamw", "sgd", "sum_squares"), 4 << 20
+# What a GPU is taken for when tasks are grouped, and how long a group may last (seconds).
+GPU_FLOP_S, GPU_BYTES_S, GROUP_SECONDS = 600e12, 3.5e12, 1.5e-3
 
 
 class Store:
@@ -57,18 +57,13 @@ def _new(tile: Tile) -> _core.Tile:
     return _core.Tile(list(tile.shape), tile.dtype, MONOIDS.index(tile.monoid), tile.redux)
 
 
-def _launches(task: Task, capability: int | None, places: Sequence[int] = ()) -> tuple[list[Any], int]:
+def _launches(task: Task, capability: int | None) -> tuple[list[Any], int]:
     """What a CUDA worker launches for a task that has no C++ kernel there, and the bytes of scratch for it."""
-    if task.parts:  # one after the other on one stream: they can share the scratch block
-        places = {access.tile: number for number, access in enumerate(task.accesses)}
-        made_of = [_launches(part, capability, [places[a.tile] for a in part.accesses]) for part in task.parts]
-        return [one for launches, _ in made_of for one in launches], max(scratch for _, scratch in made_of)
     described = launch.load().get(task.kernel) if capability else None
     if not described or not capability:
         return [], 0
     made = described(task)
-    ready = [launch.encode(one, launch.compile_launch(one, capability), places) for one in made.launches]
-    return ready, made.scratch
+    return [launch.encode(one, launch.compile_launch(one, capability)) for one in made.launches], made.scratch
 
 
 def _capability() -> int | None:
@@ -88,8 +83,8 @@ class Program:
 
     def __init__(self, tasks: TaskList, store: Store) -> None:
         capability = _capability()
-        if capability and not _core.cpu_workers():  # CPU kernels know no groups
-            tasks = tasks.grouped(GROUPED, GROUP_BYTES)
+        if capability:
+            tasks = grouped(tasks, GPU_FLOP_S, GPU_BYTES_S, GROUP_SECONDS)
         self.list, self.tasks = tasks, len(tasks.tasks)
         self.slots: list[str] = []
         self._native = _core.Program()
@@ -100,31 +95,34 @@ class Program:
                     handles[access.tile] = store.handle(access.tile)
             for tile in task.clears:
                 self._native.add_invalidate(handles[tile])
-            floats, slots = [], []
-            for position, value in enumerate(task.floats):
-                if isinstance(value, Slot):
-                    if value.name not in self.slots:
-                        self.slots.append(value.name)
-                    slots.append((position, self.slots.index(value.name)))
-                floats.append(0.0 if isinstance(value, Slot) else float(value))
+            parts = task.parts or [task]
+            floats, slots, bodies = [], [], []
+            for part in parts:
+                first = len(floats)
+                for value in part.floats:
+                    if isinstance(value, Slot):
+                        if value.name not in self.slots:
+                            self.slots.append(value.name)
+                        slots.append((len(floats), self.slots.index(value.name)))
+                    floats.append(0.0 if isinstance(value, Slot) else float(value))
+                places = {access.tile: number for number, access in enumerate(task.accesses)}
+                accumulates = sum(1 << k for k, a in enumerate(part.accesses) if a.accumulate)
+                at = [places[a.tile] for a in part.accesses] if task.parts else list(range(len(task.accesses)))
+                named = (part.kernel, part.op or part.kernel)
+                bodies.append((*named, at, list(part.ints), first, accumulates, *_launches(part, capability)))
             shapes = [a.tile.shape for a in task.accesses]
-            launches, scratch = _launches(task, capability)
             dtype = next((a.tile.dtype for a in task.accesses if a.tile.dtype != "int64"), "fp32")
             self._native.add(
-                kernel=task.kernel,
+                bodies=bodies,
                 codelet=f"{task.kernel}_{dtype}",
                 name=task.op or task.kernel,
                 tiles=[handles[a.tile] for a in task.accesses],
                 modes=[a.mode for a in task.accesses],
-                ints=list(task.ints),
                 floats=floats,
                 slots=slots,
-                accumulates=sum(1 << k for k, a in enumerate(task.accesses) if a.accumulate),
-                footprint=zlib.crc32(repr((shapes, task.ints)).encode()),
+                footprint=zlib.crc32(repr((shapes, [(p.kernel, p.ints) for p in parts])).encode()),
                 priority=task.priority,
                 flop=task.flop,
-                launches=launches,
-                scratch=scratch,
             )
             for tile in task.frees:
                 self._native.add_invalidate(handles[tile])

@@ -233,7 +233,7 @@ def _compile(
 Encoded = tuple[bytes, str, int, int, tuple[int, int, int], list[tuple[int, float]]]
 
 
-def encode(launch: Launch, binary: Binary, places: Sequence[int] = ()) -> Encoded:
+def encode(launch: Launch, binary: Binary) -> Encoded:
     """(cubin, function, shared bytes, warps, grid, parameters) for cuLaunchKernel with block (32 warps, 1, 1).
 
     parameters are all of the kernel's, in order, as (kind, value):
@@ -241,13 +241,13 @@ def encode(launch: Launch, binary: Binary, places: Sequence[int] = ()) -> Encode
     number value as fp32; 6 the same, truncated to int64. In Triton 3.6 they are the non-constexpr parameters, each of
     its own size and natural alignment, then two pointers (global scratch, profile scratch): null, as no kernel of ours
     uses them (`compile_launch` checks it). Above 48 KiB, `shared` needs
-    CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES. `places`: where the task's tiles are among those of its group.
+    CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES.
     """
     parameters: list[tuple[int, float]] = []
     for arg in launch.args:
         match arg:
             case TileAddress(number):
-                parameters.append((0, places[number] if places else number))
+                parameters.append((0, number))
             case ScratchAddress(offset):
                 parameters.append((1, offset))
             case Int(value, bits):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 POLICIES = ("chain", "commute", "redux", "tree")
@@ -234,25 +234,6 @@ class TaskList:
                     next_writer[access.tile], readers[access.tile] = rank, 0.0
             task.priority = min(int(rank), 2**31 - 1)
 
-    def grouped(self, kernels: Collection[str], most: int) -> TaskList:
-        """A resolved list in which neighbours of one of the kernels are one task while they move `most` bytes at most.
-
-        Such a group runs its parts in order. It pays where a task takes less time than the runtime needs for it.
-        """
-        result = TaskList(self.policy, self.initialised)
-        group: list[Task] = []
-        for task in self.tasks:
-            if group and not _joins(group, task, most):
-                result.tasks.append(_group(group))
-                group = []
-            if task.kernel in kernels:
-                group.append(task)
-            else:
-                result.tasks.append(task)
-        if group:
-            result.tasks.append(_group(group))
-        return result
-
     # -- reports
 
     def peak_bytes(self, kept: int | None = None) -> int:
@@ -288,30 +269,6 @@ class TaskList:
             gone = [sorted(numbers[tile] for tile in tiles) for tiles in (task.clears, task.frees)]
             h.update(repr((task.kernel, accesses, task.ints, task.floats, task.priority, gone)).encode())
         return h.hexdigest()
-
-
-def _joins(group: list[Task], task: Task, most: int) -> bool:
-    """Whether the task can follow the group inside one task: alike, small, and no tile that either writes is shared."""
-    first = group[0]
-    if (task.kernel, task.floats) != (first.kernel, first.floats) or task.clears:
-        return False
-    if sum(t.bytes for t in group) + task.bytes > most or sum(len(t.accesses) for t in group) > 64:
-        return False
-    before = {a.tile: a.mode for t in group for a in t.accesses}
-    freed = {tile for t in group for tile in t.frees}
-    return all(before.get(a.tile, "R") == a.mode == "R" or a.tile not in before for a in task.accesses) and not any(
-        a.tile in freed for a in task.accesses
-    )
-
-
-def _group(tasks: list[Task]) -> Task:
-    if len(tasks) == 1:
-        return tasks[0]
-    accesses = {a.tile: a for t in tasks for a in t.accesses}
-    return Task(
-        f"{tasks[0].kernel}_group", list(accesses.values()), (), tasks[0].floats, tasks[0].op,
-        sum(t.flop for t in tasks), max(t.priority for t in tasks), [tile for t in tasks for tile in t.frees], tasks[0].clears, tasks,
-    )  # fmt: skip
 
 
 def _merge(into: Tile, part: Tile, op: str) -> Task:

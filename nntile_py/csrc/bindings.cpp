@@ -88,6 +88,10 @@ void submit_python(const std::string& name, const py::function& function, const 
 using LaunchList = std::vector<std::tuple<py::bytes, std::string, unsigned, unsigned, std::array<unsigned, 3>,
                                           std::vector<std::pair<int, py::object>>>>;
 
+// What a task runs: [(kernel, name, places of its tiles, ints, first float, accumulates, launches, scratch bytes)].
+using BodyList = std::vector<std::tuple<std::string, std::string, std::vector<int>, std::vector<int64_t>, size_t,
+                                        uint64_t, LaunchList, int64_t>>;
+
 std::vector<Launch> make_launches([[maybe_unused]] const LaunchList& list) {
   std::vector<Launch> result;
 #ifdef NNTILE_CUDA
@@ -208,29 +212,61 @@ PYBIND11_MODULE(_core, m) {
       .def(py::init<>())
       .def(
           "add",
-          [](Program& program, const std::string& kernel, const std::string& codelet, std::string name,
+          [](Program& program, const BodyList& bodies, const std::string& codelet, std::string name,
              std::vector<std::shared_ptr<Tile>> tiles, const std::vector<std::string>& modes,
-             std::vector<int64_t> ints, std::vector<double> floats, std::vector<std::pair<int, int>> slots,
-             uint64_t accumulates, uint32_t footprint, int priority, double flop, const LaunchList& launches,
-             int64_t scratch) {
+             std::vector<double> floats, std::vector<std::pair<int, int>> slots, uint32_t footprint, int priority,
+             double flop) {
             TaskRecord record;
-            record.launches = make_launches(launches);
-            record.scratch = scratch;
+            std::vector<std::string> kernels;
+            for (const auto& [kernel, part, places, ints, first_float, accumulates, launches, scratch] : bodies) {
+              TaskBody body;
+              body.name = part;
+              body.places = places;
+              body.ints = ints;
+              body.first_float = first_float;
+              body.accumulates = accumulates;
+              body.launches = make_launches(launches);
+              body.scratch = scratch;
+              record.bodies.push_back(std::move(body));
+              kernels.push_back(kernel);
+            }
             record.name = std::move(name);
             record.tiles = std::move(tiles);
             for (const auto& mode : modes) record.modes.push_back(mode_of(mode));
-            record.ints = std::move(ints);
             record.floats = std::move(floats);
             record.slots = std::move(slots);
-            record.accumulates = accumulates;
             record.footprint = footprint;
             record.priority = priority;
             record.flop = flop;
-            program.add(std::move(record), kernel, codelet);
+            program.add(std::move(record), kernels, codelet);
+          },
+          py::arg("bodies"), py::arg("codelet"), py::arg("name"), py::arg("tiles"), py::arg("modes"),
+          py::arg("floats"), py::arg("slots"), py::arg("footprint"), py::arg("priority"), py::arg("flop"))
+      .def(
+          "add",  // a task of one body
+          [](Program& program, const std::string& kernel, const std::string& codelet, const std::string& name,
+             std::vector<std::shared_ptr<Tile>> tiles, const std::vector<std::string>& modes,
+             std::vector<int64_t> ints, std::vector<double> floats, std::vector<std::pair<int, int>> slots,
+             uint64_t accumulates, uint32_t footprint, int priority, double flop) {
+            TaskRecord record;
+            TaskBody body;
+            body.name = record.name = name;
+            for (size_t k = 0; k < tiles.size(); ++k) body.places.push_back(static_cast<int>(k));
+            body.ints = std::move(ints);
+            body.accumulates = accumulates;
+            record.bodies.push_back(std::move(body));
+            record.tiles = std::move(tiles);
+            for (const auto& mode : modes) record.modes.push_back(mode_of(mode));
+            record.floats = std::move(floats);
+            record.slots = std::move(slots);
+            record.footprint = footprint;
+            record.priority = priority;
+            record.flop = flop;
+            program.add(std::move(record), {kernel}, codelet);
           },
           py::arg("kernel"), py::arg("codelet"), py::arg("name"), py::arg("tiles"), py::arg("modes"), py::arg("ints"),
           py::arg("floats"), py::arg("slots"), py::arg("accumulates"), py::arg("footprint"), py::arg("priority"),
-          py::arg("flop"), py::arg("launches") = LaunchList{}, py::arg("scratch") = 0)
+          py::arg("flop"))
       .def("add_invalidate", &Program::add_invalidate)
       .def("run", &Program::run, release())
       .def_property_readonly("tasks", &Program::tasks);

@@ -62,20 +62,29 @@ struct TaskInstance {
   const double* floats;
 };
 
-// The constant part of a task: what does not change from one replay of its program to the next.
-struct TaskRecord {
-  struct Codelet* codelet = nullptr;
+// What a task runs, or one part of what a group of tasks runs.
+struct TaskBody {
+  std::string name;
   Kernel cpu = nullptr;   // what runs it on a CPU worker
   Kernel cuda = nullptr;  // and on a CUDA worker: this, or the launches, in order
   std::vector<Launch> launches;
   int64_t scratch = 0;  // bytes that the launches share
+  std::vector<int> places;  // where its tiles are among the task's
+  std::vector<Tile*> tiles;
+  std::vector<int64_t> ints;
+  size_t first_float = 0;  // where its floats are among the task's
+  uint64_t accumulates = 0;  // bit k: tile k is added to, not overwritten
+};
+
+// The constant part of a task: what does not change from one replay of its program to the next.
+struct TaskRecord {
+  struct Codelet* codelet = nullptr;
+  std::vector<TaskBody> bodies;
   std::string name;
   std::vector<std::shared_ptr<Tile>> tiles;
   std::vector<int> modes;  // enum starpu_data_access_mode
-  std::vector<int64_t> ints;
   std::vector<double> floats;
   std::vector<std::pair<int, int>> slots;  // (position in floats, slot of the program)
-  uint64_t accumulates = 0;                // bit k: tile k is added to, not overwritten
   uint32_t footprint = 0;
   int priority = 0;
   double flop = 0;
@@ -84,17 +93,18 @@ struct TaskRecord {
 
 class Args {
  public:
-  Args(const TaskRecord& record, const double* floats, void** buffers, c10::Device device)
-      : record_(record), floats_(floats), buffers_(buffers), device_(device) {}
+  // floats, buffers: of the whole task
+  Args(const TaskBody& body, const double* floats, void** buffers, c10::Device device)
+      : body_(body), floats_(floats + body.first_float), buffers_(buffers), device_(device) {}
   at::Tensor operator[](size_t k) const;
-  size_t tiles() const { return record_.tiles.size(); }
-  int64_t i(size_t k) const { return record_.ints.at(k); }
-  std::span<const int64_t> ints() const { return record_.ints; }
+  size_t tiles() const { return body_.tiles.size(); }
+  int64_t i(size_t k) const { return body_.ints.at(k); }
+  std::span<const int64_t> ints() const { return body_.ints; }
   double f(size_t k) const { return floats_[k]; }
-  bool accumulates(size_t k) const { return (record_.accumulates >> k) & 1; }
+  bool accumulates(size_t k) const { return (body_.accumulates >> k) & 1; }
 
  private:
-  const TaskRecord& record_;
+  const TaskBody& body_;
   const double* floats_;
   void** buffers_;
   c10::Device device_;

@@ -20,7 +20,7 @@ void on_cuda(F body) {
   body(c10::Device(c10::kCUDA, id));
 }
 
-void run_launches(const TaskRecord& record, const double* floats, void** buffers, c10::Device device);
+void run_launches(const TaskBody& body, const double* floats, void** buffers, c10::Device device);
 
 }  // namespace nntile
 #endif

@@ -25,22 +25,23 @@ std::map<std::pair<c10::DeviceType, std::string>, Kernel>& kernels() {
 
 void run_cpu(void** buffers, void* cl_arg) {
   const auto& instance = *static_cast<const TaskInstance*>(cl_arg);
-  guarded(instance.record->name, [&] {
-    Args args(*instance.record, instance.floats, buffers, c10::kCPU);
-    instance.record->cpu(args);
-  });
+  for (const auto& body : instance.record->bodies)
+    guarded(body.name, [&] {
+      Args args(body, instance.floats, buffers, c10::kCPU);
+      body.cpu(args);
+    });
 }
 
 #ifdef NNTILE_CUDA
 void run_cuda(void** buffers, void* cl_arg) {
   const auto& instance = *static_cast<const TaskInstance*>(cl_arg);
-  const auto& record = *instance.record;
-  guarded(record.name, [&] {
-    on_cuda([&](c10::Device device) {
-      if (!record.launches.empty()) return run_launches(record, instance.floats, buffers, device);
-      Args args(record, instance.floats, buffers, device);
-      record.cuda(args);
-    });
+  on_cuda([&](c10::Device device) {
+    for (const auto& body : instance.record->bodies)
+      guarded(body.name, [&] {
+        if (!body.launches.empty()) return run_launches(body, instance.floats, buffers, device);
+        Args args(body, instance.floats, buffers, device);
+        body.cuda(args);
+      });
   });
 }
 #endif
@@ -111,8 +112,8 @@ Kernel find_kernel(const std::string& name, c10::DeviceType where) {
 }
 
 at::Tensor Args::operator[](size_t k) const {
-  const Tile& tile = *record_.tiles.at(k);
-  return wrap(pointer(buffers_[k]), tile.shape, tile.dtype, device_);
+  const Tile& tile = *body_.tiles.at(k);
+  return wrap(pointer(buffers_[body_.places[k]]), tile.shape, tile.dtype, device_);
 }
 
 int mode_of(const std::string& name) {
@@ -198,15 +199,22 @@ Program::~Program() {
   else starpu_task_wait_for_all();
 }
 
-void Program::add(TaskRecord record, const std::string& kernel, const std::string& codelet) {
-  bool low = false;  // tiles that CPU kernels cannot read
-  for (const auto& tile : record.tiles) low |= tile->dtype == at::kBFloat16;
-  if (!low && g.cpus) record.cpu = find_kernel(kernel, c10::kCPU);
-  if (g.cuda) record.cuda = find_kernel(kernel, c10::kCUDA);
-  if (!record.cpu && !record.cuda && record.launches.empty()) {
-    const bool known = find_kernel(kernel, c10::kCPU) || find_kernel(kernel, c10::kCUDA);
-    if (!known) throw std::invalid_argument("no kernel is called " + kernel);
-    throw TaskError(record.name + ": kernel " + kernel + (low ? " on bf16 tiles" : "") +
+void Program::add(TaskRecord record, const std::vector<std::string>& kernels, const std::string& codelet) {
+  bool cpu = g.cpus > 0, cuda = g.cuda > 0;  // where every part of it can run
+  for (size_t k = 0; k < record.bodies.size(); ++k) {
+    auto& body = record.bodies[k];
+    bool low = false;  // tiles that CPU kernels cannot read
+    for (const int place : body.places) {
+      body.tiles.push_back(record.tiles.at(static_cast<size_t>(place)).get());
+      low |= body.tiles.back()->dtype == at::kBFloat16;
+    }
+    body.cpu = low ? nullptr : find_kernel(kernels.at(k), c10::kCPU);
+    body.cuda = find_kernel(kernels[k], c10::kCUDA);
+    cpu &= body.cpu != nullptr;
+    cuda &= body.cuda || !body.launches.empty();
+    if (cpu || cuda) continue;
+    if (!find_kernel(kernels[k], c10::kCPU) && !body.cuda) throw std::invalid_argument("no kernel is called " + kernels[k]);
+    throw TaskError(body.name + ": kernel " + kernels[k] + (low ? " on bf16 tiles" : "") +
                     " runs on no worker of this runtime (" + std::to_string(g.cpus) + " CPU, " +
                     std::to_string(g.cuda) + " CUDA)");
   }
@@ -214,7 +222,7 @@ void Program::add(TaskRecord record, const std::string& kernel, const std::strin
     if ((record.modes.at(k) & STARPU_REDUX) && !record.tiles[k]->reducible)
       throw std::invalid_argument(record.name + ": REDUX on a tile that was not made for it");
   for (const auto& [position, slot] : record.slots) slots_ = std::max(slots_, static_cast<size_t>(slot) + 1);
-  record.codelet = get_codelet(codelet, record.cpu, record.cuda || !record.launches.empty());
+  record.codelet = get_codelet(codelet, cpu, cuda);
   items_.emplace_back(std::move(record));
   ++tasks_;
   finished_ = false;

@@ -70,7 +70,7 @@ class Program {
  public:
   Program();
   ~Program();
-  void add(TaskRecord record, const std::string& kernel, const std::string& codelet);
+  void add(TaskRecord record, const std::vector<std::string>& kernels, const std::string& codelet);
   void add_invalidate(std::shared_ptr<Tile> tile);
   void run(const std::vector<double>& slots);  // submits everything; waits only for the window
   size_t tasks() const { return tasks_; }

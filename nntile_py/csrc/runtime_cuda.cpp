@@ -46,10 +46,10 @@ std::shared_ptr<CudaBinary> load_binary(const std::string& cubin, const std::str
   return binary;
 }
 
-void run_launches(const TaskRecord& record, const double* floats, void** buffers, c10::Device device) {
+void run_launches(const TaskBody& body, const double* floats, void** buffers, c10::Device device) {
   at::Tensor scratch;  // given back to ATen's allocator at once, which reuses it on this stream only: in order
-  if (record.scratch) scratch = at::empty({record.scratch}, at::TensorOptions(at::kByte).device(device));
-  for (const auto& launch : record.launches) {
+  if (body.scratch) scratch = at::empty({body.scratch}, at::TensorOptions(at::kByte).device(device));
+  for (const auto& launch : body.launches) {
     union Value {
       void* pointer;
       int32_t int32;
@@ -62,13 +62,13 @@ void run_launches(const TaskRecord& record, const double* floats, void** buffers
     for (const auto& a : launch.arguments) {
       auto& value = values.at(count);
       switch (a.kind) {
-        case Launch::tile: value.pointer = pointer(buffers[a.whole]); break;
+        case Launch::tile: value.pointer = pointer(buffers[body.places[static_cast<size_t>(a.whole)]]); break;
         case Launch::scratch: value.pointer = scratch.data_ptr<uint8_t>() + a.whole; break;
         case Launch::int32: value.int32 = static_cast<int32_t>(a.whole); break;
         case Launch::int64: value.int64 = a.whole; break;
         case Launch::fp32: value.fp32 = static_cast<float>(a.real); break;
-        case Launch::fp32_of_task: value.fp32 = static_cast<float>(floats[a.whole]); break;
-        default: value.int64 = static_cast<int64_t>(floats[a.whole]);
+        case Launch::fp32_of_task: value.fp32 = static_cast<float>(floats[body.first_float + static_cast<size_t>(a.whole)]); break;
+        default: value.int64 = static_cast<int64_t>(floats[body.first_float + static_cast<size_t>(a.whole)]);
       }
       parameters[count++] = &value;
     }

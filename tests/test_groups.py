@@ -1,0 +1,96 @@
+"""Groups of tasks: the same tasks in an order that keeps every dependency, and nothing serialised that was not."""
+
+from collections.abc import Iterator
+
+import pytest
+
+import nntile_py as nt
+from nntile_py.build import build_step
+from nntile_py.passes import Fusion
+from nntile_py.tiles import R, TaskList, Tile, Tiling, W
+from nntile_py.tiles.groups import MOST_PARTS, grouped
+from nntile_py.tiles.tasklist import Task
+
+CONFIG = nt.models.GPT2Config(layers=2, embed=32, heads=4, vocab=64, positions=16)
+
+
+def lists(tiles: dict[str, int], policy: str, dtype: str = "bf16") -> Iterator[TaskList]:
+    model = nt.models.GPT2(CONFIG, {})
+    step = build_step(
+        model, 4, 16, Tiling(tiles), dtype=dtype, optimizer=nt.AdamW(), clip_grad_norm=1.0, policy=policy,
+        fusion=Fusion(), grad_accumulation=2,
+    )  # fmt: skip
+    yield from (low.tasks for low in step.lists)
+
+
+def waits(tasks: list[Task]) -> list[set[int]]:
+    """The tasks that each one has to wait for, all of them, by number."""
+    writer: dict[Tile, int] = {}
+    readers: dict[Tile, list[int]] = {}
+    result: list[set[int]] = []
+    for number, task in enumerate(tasks):
+        direct = set()
+        for access in task.accesses:
+            if access.tile in writer:
+                direct.add(writer[access.tile])
+            if access.mode != "R":
+                direct.update(readers.get(access.tile, []))
+        result.append(set().union(direct, *(result[d] for d in direct)))
+        for access in task.accesses:
+            if access.mode == "R":
+                readers.setdefault(access.tile, []).append(number)
+            else:
+                writer[access.tile], readers[access.tile] = number, []
+    return result
+
+
+@pytest.mark.parametrize("policy", ["chain", "commute", "redux", "tree"])
+@pytest.mark.parametrize(
+    "tiles", [{}, {"batch": 1}, {"batch": 3, "seq": 5, "embed": 20, "heads": 3, "ffn": 50, "vocab": 30}]
+)
+def test_groups_keep_the_order(tiles: dict[str, int], policy: str) -> None:
+    for tasks in lists(tiles, policy):
+        groups = grouped(tasks, 600e12, 3.5e12, 1e-3)
+        flat = [part for task in groups.tasks for part in task.parts or [task]]
+        assert len(flat) == len(tasks.tasks) and {id(t.accesses) for t in flat} == {id(t.accesses) for t in tasks.tasks}
+        place = {id(task.accesses): number for number, task in enumerate(flat)}
+        for number, before in enumerate(waits(tasks.tasks)):
+            here = place[id(tasks.tasks[number].accesses)]
+            assert all(place[id(tasks.tasks[b].accesses)] < here for b in before)
+        assert len(groups.tasks) < (0.7 if policy == "chain" else 1) * len(tasks.tasks)
+        assert all(len(task.parts) <= MOST_PARTS for task in groups.tasks)
+        gone: set[Tile] = set()
+        for task in groups.tasks:
+            assert gone.isdisjoint(a.tile for a in task.accesses)
+            gone.update(task.frees)
+        freed = [tile for task in groups.tasks for tile in task.frees]
+        assert sorted(map(id, freed)) == sorted(id(tile) for task in tasks.tasks for tile in task.frees)
+
+
+def test_no_group_waits_for_more_than_its_first_task() -> None:
+    for tasks in lists({"batch": 1}, "chain"):
+        groups = grouped(tasks, 600e12, 3.5e12, 1e-3).tasks
+        of = {id(part.accesses): number for number, task in enumerate(groups) for part in task.parts or [task]}
+        alone = {id(t.accesses): before for t, before in zip(tasks.tasks, waits(tasks.tasks), strict=True)}
+        all_waits = waits(groups)
+        for task, before in zip(groups, all_waits, strict=True):
+            head = (task.parts or [task])[0]
+            own = {of[id(tasks.tasks[b].accesses)] for b in alone[id(head.accesses)]}
+            assert before <= own.union(*(all_waits[o] for o in own))
+
+
+def test_modes_of_a_group() -> None:
+    a, b, c = (Tile(name, (0,), (4,), "fp32") for name in "abc")
+    a.persistent = True
+    tasks = TaskList(initialised=[a])
+    tasks.emit("x", [R(a), W(b)])
+    tasks.emit("y", [R(b), W(c)])
+    tasks.emit("z", [R(c), W(a)])
+    (group,) = grouped(tasks.resolve(), 1e12, 1e12, 1.0).tasks
+    assert {access.tile.tensor: access.mode for access in group.accesses} == {"a": "RW", "b": "W", "c": "W"}
+    assert [part.kernel for part in group.parts] == ["x", "y", "z"] and set(group.frees) == {b, c}
+
+
+def test_long_tasks_stay_alone() -> None:
+    for tasks in lists({}, "chain"):
+        assert len(grouped(tasks, 1.0, 1.0, 1e-3).tasks) == len(tasks.tasks)

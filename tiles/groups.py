@@ -1,0 +1,93 @@
+"""Groups of tasks that a worker runs as one: for programs whose tasks are short beside the runtime's own time.
+
+On a CUDA worker a task whose predecessor has just ended waits about 10 us for StarPU to notice it; inside a group the
+stream orders the kernels by itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from .tasklist import Access, Task, TaskList, Tile
+
+MOST_PARTS, MOST_TILES = 12, 64
+TINY = 15e-6  # seconds: independent tasks as short as this share a group
+
+
+def grouped(tasks: TaskList, flop_s: float, bytes_s: float, most_seconds: float) -> TaskList:
+    """A resolved list with the same tasks, in the same order on every tile, some of them as parts of groups.
+
+    A task joins the group that ends its dependencies if it depends on nothing else that the group did not wait for
+    already: no group waits for more than its first task did, so that what could run side by side still can. flop_s,
+    bytes_s: of a worker, to estimate durations; no group lasts longer than most_seconds.
+    """
+    groups: list[list[Task]] = []
+    seconds: list[float] = []
+    before: list[int] = []  # bit mask of the groups that one waits for, directly or not
+    writer: dict[int, int] = {}
+    readers: dict[int, list[int]] = {}
+    tiny: int | None = None  # the newest group of tiny tasks
+    for task in tasks.tasks:
+        direct = set()
+        for access in task.accesses:
+            tile = id(access.tile)
+            if tile in writer:
+                direct.add(writer[tile])
+            if access.mode != "R":
+                direct.update(readers.get(tile, []))
+        waits = 0
+        for group in direct:
+            waits |= before[group] | 1 << group
+        time = max(task.flop / flop_s, task.bytes / bytes_s)
+        latest = max(direct, default=-1)
+        chosen = None
+        for number in (latest, tiny if time < TINY else None):
+            if number is None or number < max(latest, 0) or waits & ~(before[number] | 1 << number):
+                continue
+            if seconds[number] + time <= most_seconds and _fits(groups[number], task):
+                chosen = number
+                break
+        if chosen is None:
+            chosen = len(groups)
+            groups.append([])
+            seconds.append(0.0)
+            before.append(waits)
+            if time < TINY:
+                tiny = chosen
+        groups[chosen].append(task)
+        seconds[chosen] += time
+        for access in task.accesses:
+            tile = id(access.tile)
+            if access.mode == "R":
+                readers.setdefault(tile, []).append(chosen)
+            else:
+                writer[tile], readers[tile] = chosen, []
+    result = TaskList(tasks.policy, tasks.initialised)
+    result.tasks = [_as_one(group) for group in groups]
+    # A tile's last reader may have joined a group that runs before another reader's.
+    last = {id(access.tile): number for number, task in enumerate(result.tasks) for access in task.accesses}
+    frees: list[list[Tile]] = [[] for _ in groups]
+    for tile in (tile for task in tasks.tasks for tile in task.frees):
+        frees[last[id(tile)]].append(tile)
+    result.tasks = [replace(task, frees=tiles) for task, tiles in zip(result.tasks, frees, strict=True)]
+    return result
+
+
+def _fits(group: list[Task], task: Task) -> bool:
+    plain = all(a.mode in ("R", "W", "RW") for t in (group[0], task) for a in t.accesses)
+    small = len(group) < MOST_PARTS and sum(len(t.accesses) for t in (*group, task)) <= MOST_TILES
+    return plain and small and not task.clears
+
+
+def _as_one(tasks: list[Task]) -> Task:
+    if len(tasks) == 1:
+        return tasks[0]
+    merged: dict[int, Access] = {}
+    for access in (a for t in tasks for a in t.accesses):
+        seen = merged.setdefault(id(access.tile), Access(access.tile, access.mode))
+        if access.mode != "R" and seen.mode == "R":
+            seen.mode = "RW"
+    return Task(
+        "group", list(merged.values()), op=f"{tasks[0].op} + {len(tasks) - 1}", flop=sum(t.flop for t in tasks),
+        priority=max(t.priority for t in tasks), clears=tasks[0].clears, parts=tasks,
+    )  # fmt: skip
