@@ -143,7 +143,12 @@ class Side:
 
 @bench_app.command()
 def step(
-    peer: Annotated[str | None, typer.Option(help="torch: PyTorch eager and torch.compile beside ours; torch_eager, torch_compile: one of them.")] = None,
+    peer: Annotated[
+        str | None,
+        typer.Option(
+            help="torch: PyTorch eager and torch.compile beside ours; torch_eager, torch_compile: one of them."
+        ),
+    ] = None,
     rounds: Annotated[int, typer.Option(help="Turns of each contestant.", min=1)] = 7,
     steps: Annotated[int, typer.Option(help="Steps in a turn.", min=1)] = 2,
     layers: int = 6,

@@ -54,9 +54,7 @@ def ours_on_gpu(o: dict[str, Any]) -> tuple[Step, dict[str, Any]]:
 
     import nntile_py as nt
 
-    config = nt.models.GPT2Config(
-        o["layers"], o["embed"], o["heads"], o["vocab"], o["seq"], attention=o["attention"]
-    )
+    config = nt.models.GPT2Config(o["layers"], o["embed"], o["heads"], o["vocab"], o["seq"], attention=o["attention"])
     weights = {name: value.cpu().numpy() for name, value in gpu_weights(o).items()}
     torch.cuda.empty_cache()
     memory = int(o["cuda_memory"] * 2**30) if o["cuda_memory"] else None

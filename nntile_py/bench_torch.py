@@ -27,7 +27,8 @@ class Block(nn.Module):
         q, k, v = (t.view(b, s, self.heads, -1).transpose(1, 2) for t in self.c_attn(self.ln_1(x)).split(e, dim=2))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(b, s, e)
         x = x + self.c_proj(y)
-        return x + self.mlp_proj(F.gelu(self.c_fc(self.ln_2(x)), approximate="tanh"))
+        y = F.gelu(self.c_fc(self.ln_2(x)), approximate="tanh")
+        return torch.add(x, self.mlp_proj(y))
 
 
 class Model(nn.Module):
@@ -62,8 +63,7 @@ def torch_on_gpu(o: dict[str, Any], compiled: bool) -> tuple[Step, dict[str, Any
     with torch.device("cuda"):
         model = Model(o)
     model.load(gpu_weights(o))
-    options = {"betas": (0.9, 0.95), "weight_decay": WEIGHT_DECAY, "fused": True}
-    optimizer = torch.optim.AdamW(model.parameters(), GPU_LR, **options)
+    optimizer = torch.optim.AdamW(model.parameters(), GPU_LR, betas=(0.9, 0.95), weight_decay=WEIGHT_DECAY, fused=True)
     forward = torch.compile(model) if compiled else model
     ids = torch.from_numpy(batch(o)).cuda()
     low = o["dtype"] == "bf16"

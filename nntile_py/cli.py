@@ -104,6 +104,8 @@ def profile(
         print(f"{finding['rule']}: {finding['cause']}\n  {finding['advice']}")
     print(f"{summary['seconds_per_step'] * 1e3:.1f} ms a step; open {folder / 'report.html'}")
 
+
+@app.command()
 def graph(
     config: Config,
     out: Annotated[Path, typer.Option(help="The picture: .svg, .png or .pdf (made by graphviz), or .dot.")],

@@ -49,7 +49,7 @@ class SGD:
     def build(self, g: Graph, param: Tensor, grad: Tensor, clip: Tensor) -> None:
         m = _state(g, param, "m") if self.momentum else None
         options = {"momentum": self.momentum, "weight_decay": self.weight_decay}
-        g.add(ops.SGD(param, grad, m, clip, master=_master(g, param), **options))  # type: ignore[arg-type]
+        g.add(ops.SGD(param, grad, m, clip, master=_master(g, param), **options))
 
     def slots(self, step: int) -> dict[str, float]:
         return {}

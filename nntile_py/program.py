@@ -96,7 +96,9 @@ class Program:
             for tile in task.clears:
                 self._native.add_invalidate(handles[tile])
             parts = task.parts or [task]
-            floats, slots, bodies = [], [], []
+            floats: list[float] = []
+            slots: list[tuple[int, int]] = []
+            bodies: list[tuple[Any, ...]] = []
             for part in parts:
                 first = len(floats)
                 for value in part.floats:

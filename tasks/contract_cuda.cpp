@@ -138,8 +138,8 @@ class Matmul {
     Unsupported() : std::runtime_error("cuBLASLt has no algorithm for this contraction") {}
   };
 
-  static cublasLtHandle_t handle() {  // holds nothing of a device or a thread
-    static cublasLtHandle_t handle = [] {
+  static cublasLtHandle_t handle() {  // belongs to the device that is current when it is made: a worker has one
+    thread_local const cublasLtHandle_t handle = [] {
       cublasLtHandle_t made;
       require(cublasLtCreate(&made), "cublasLtCreate");
       return made;

@@ -67,8 +67,8 @@ def grouped(tasks: TaskList, flop_s: float, bytes_s: float, most_seconds: float)
     # A tile's last reader may have joined a group that runs before another reader's.
     last = {id(access.tile): number for number, task in enumerate(result.tasks) for access in task.accesses}
     frees: list[list[Tile]] = [[] for _ in groups]
-    for tile in (tile for task in tasks.tasks for tile in task.frees):
-        frees[last[id(tile)]].append(tile)
+    for gone in (gone for task in tasks.tasks for gone in task.frees):
+        frees[last[id(gone)]].append(gone)
     result.tasks = [replace(task, frees=tiles) for task, tiles in zip(result.tasks, frees, strict=True)]
     return result
 
