@@ -149,7 +149,7 @@ class Trainer:
     @property
     def update_list(self) -> TaskList:
         """The tasks that end a step."""
-        return self._built.update.tasks
+        return self._update.list
 
     @staticmethod
     def memory_bytes() -> int:

@@ -87,7 +87,10 @@ def _as_one(tasks: list[Task]) -> Task:
         seen = merged.setdefault(id(access.tile), Access(access.tile, access.mode))
         if access.mode != "R" and seen.mode == "R":
             seen.mode = "RW"
+    name, dot, phase = tasks[0].op.rpartition(".")
+    if phase not in ("backward", "update"):
+        name, dot, phase = tasks[0].op, "", ""
     return Task(
-        "group", list(merged.values()), op=f"{tasks[0].op} + {len(tasks) - 1}", flop=sum(t.flop for t in tasks),
+        "group", list(merged.values()), op=f"{name} + {len(tasks) - 1}{dot}{phase}", flop=sum(t.flop for t in tasks),
         priority=max(t.priority for t in tasks), clears=tasks[0].clears, parts=tasks,
     )  # fmt: skip
