@@ -131,7 +131,7 @@ def _default_cuda_memory() -> int:
 def _prepare_cuda(devices: int) -> None:
     """StarPU's settings for CUDA where the user has none, and its measurement of the buses, once a machine."""
     # Nothing is written back to main memory before there is need of the room. Tasks that wait on a device's stream
-    # cannot be stolen by another device: fewer of them where there are several (XL on 4 GPUs: 0.52 s a step, then 0.43).
+    # cannot be stolen by another device: fewer where there are several (XL on 4 GPUs: 0.52 s a step, then 0.43).
     pipeline = "4" if devices == 1 else "2"
     for name, value in (("MINIMUM_CLEAN_BUFFERS", "0"), ("TARGET_CLEAN_BUFFERS", "0"), ("CUDA_PIPELINE", pipeline)):
         os.environ.setdefault(f"STARPU_{name}", value)
