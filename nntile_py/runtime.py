@@ -128,13 +128,18 @@ def _default_cuda_memory() -> int:
     return int(0.85 * torch.cuda.get_device_properties(0).total_memory)
 
 
+_OURS: set[str] = set()  # StarPU's settings that are not the user's
+
+
 def _prepare_cuda(devices: int) -> None:
     """StarPU's settings for CUDA where the user has none, and its measurement of the buses, once a machine."""
     # Nothing is written back to main memory before there is need of the room. Tasks that wait on a device's stream
     # cannot be stolen by another device: fewer where there are several (XL on 4 GPUs: 0.52 s a step, then 0.43).
     pipeline = "4" if devices == 1 else "2"
     for name, value in (("MINIMUM_CLEAN_BUFFERS", "0"), ("TARGET_CLEAN_BUFFERS", "0"), ("CUDA_PIPELINE", pipeline)):
-        os.environ.setdefault(f"STARPU_{name}", value)
+        if f"STARPU_{name}" not in os.environ or name in _OURS:  # another runtime of this process may differ
+            os.environ[f"STARPU_{name}"] = value
+            _OURS.add(name)
     os.environ.setdefault("STARPU_PERF_MODEL_HOMOGENEOUS_CUDA", "1")
     cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "nntile_py"
     done = cache / f"bus-{platform.node()}-{devices}"
@@ -142,7 +147,8 @@ def _prepare_cuda(devices: int) -> None:
         return
     # It resets the devices under whoever uses them in the same process: in one of its own, then.
     code = f"from nntile_py import _core; _core.start(0, 'eager', 0, False, 0, {devices}); _core.stop()"
-    subprocess.run([sys.executable, "-c", code], check=False, stdout=subprocess.DEVNULL)
+    if subprocess.run([sys.executable, "-c", code], check=False, stdout=subprocess.DEVNULL).returncode:
+        return  # what is wrong is said when the runtime itself starts
     done.parent.mkdir(parents=True, exist_ok=True)
     done.touch()
 

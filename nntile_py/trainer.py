@@ -123,8 +123,9 @@ class Trainer:
         self._more = Program(built.more.tasks, self._store) if built.more else None
         self._update = Program(built.update.tasks, self._store)
         self._write_weights(built.first, built.bindings)
+        written = set(self._masters().values())
         for tensor in built.update_graph.tensors.values():
-            if tensor.kind == "state" and tensor not in self._masters().values():
+            if tensor.kind == "state" and tensor not in written:
                 self._store.zero(built.update, tensor)
         self._store.write(built.first, built.graph.tensors["positions"], np.arange(seq))
         self._runtime = Runtime.current

@@ -301,7 +301,7 @@ void contract(Args& t) {
       f.epilogue = f.bias.defined() ? CUBLASLT_EPILOGUE_GELU_BIAS : CUBLASLT_EPILOGUE_GELU;
     } else if (f.bias.defined()) {
       f.epilogue = CUBLASLT_EPILOGUE_BIAS;
-    } else if (column_sum.defined() && e.activation < 0 && !getenv("NO_BGRAD")) {
+    } else if (column_sum.defined() && e.activation < 0) {
       // Column-major, b comes first: the sum of b's columns is that of the library's A.
       f.epilogue = first ? CUBLASLT_EPILOGUE_BGRADB : CUBLASLT_EPILOGUE_BGRADA;
       summed = sum_adds ? at::empty(column_sum.sizes(), column_sum.options()) : column_sum;
