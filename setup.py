@@ -69,6 +69,15 @@ def cuda_flags() -> tuple[list[str], list[str], list[str]]:
         if found is None:
             raise SystemExit(f"no lib{name}.so.{major} in {', '.join(map(str, homes))}: CUDA_HOME names the toolkit")
         linked.append(found)
+    frontend = [Path(os.environ.get("NNTILE_CUDNN_FRONTEND", "")), wheels.parents[1] / "include"]
+    cudnn = [home for home in (wheels.parent / "cudnn", *homes) if (home / "include/cudnn.h").exists()]
+    shim = next((home / name for home in cudnn for name in ("lib/libcudnn.so.9", "lib64/libcudnn.so.9")
+                 if (home / name).exists()), library("libcudnn.so.9"))  # fmt: skip
+    for folder in frontend:
+        if (folder / "cudnn_frontend.h").exists() and cudnn and shim:  # without it ATen's attention serves
+            headers += [folder, cudnn[0] / "include"]
+            linked.append(str(shim))
+            break
     # The driver, or a toolkit's stub of it, is needed just where a kernel calls it: elsewhere the extension is to load
     # on machines without a GPU.
     if driver := library("libcuda.so", "libcuda.so.1"):

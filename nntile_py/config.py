@@ -236,6 +236,7 @@ class Runtime(Section):
     cuda_memory: Size | None = None  # the same, of each GPU
     window: Count | None = None  # most tasks submitted and not yet done
     calibrate: Switch = False
+    placement: Literal["planned", "scheduler"] | None = None  # who says which worker runs a task; planned on several GPUs
 
     @field_validator("scheduler")
     @classmethod

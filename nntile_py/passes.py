@@ -231,7 +231,7 @@ def _bias(uses: _Uses, op: Op) -> bool:
 
 def _bias_grad(uses: _Uses, op: Op) -> bool:
     """Sum(dy) beside the contraction x dy that sums over the same axes: one reading of dy."""
-    if not isinstance(op, Sum):
+    if not isinstance(op, Sum) or op.inputs[0].dtype == "bf16":  # on CUDA cuBLASLt reads dy twice, slower than Sum does
         return False
     dy = op.inputs[0]
     summed = {axis for axis in dy.axes if axis not in op.output.axes}

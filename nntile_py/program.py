@@ -8,13 +8,17 @@ from typing import Any
 import numpy as np
 
 from nntile_py import _core
+from nntile_py.runtime import Runtime
 from nntile_py.tasks import Lowering, Tensor, launch
 from nntile_py.tiles import Slot, TaskList, Tile
 from nntile_py.tiles.groups import grouped
+from nntile_py.tiles.placement import Homes, Speed, placed
 from nntile_py.tiles.tasklist import MONOIDS, Task
 
-# What a GPU is taken for when tasks are grouped, and how long a group may last (seconds).
-GPU_FLOP_S, GPU_BYTES_S, GROUP_SECONDS = 600e12, 3.5e12, 1.5e-3
+GPU = Speed(flop_s=600e12, bytes_s=3.5e12, link_s=250e9)  # what a GPU is taken for when tasks are placed and grouped
+CPU = Speed(flop_s=50e9, bytes_s=10e9, link_s=1e15)  # one core: its memory is the others' too
+# How long a group may last: one GPU waits about 30 us between two of them; several wait for what is inside of one.
+ALONE, TOGETHER = 5e-3, 1.5e-3
 
 
 class Store:
@@ -22,6 +26,8 @@ class Store:
 
     def __init__(self) -> None:
         self.handles: dict[tuple[str, tuple[int, ...]], _core.Tile] = {}
+        # Where tiles lie between programs, if those say which worker runs what.
+        self.homes: Homes | None = {} if Runtime.current and Runtime.current.placement == "planned" else None
 
     def handle(self, tile: Tile) -> _core.Tile:
         if not tile.persistent:
@@ -82,9 +88,11 @@ class Program:
     watched: list[TaskList] | None = None  # while a profile is taken: the list of each run, in order
 
     def __init__(self, tasks: TaskList, store: Store) -> None:
-        capability = _capability()
-        if capability:
-            tasks = grouped(tasks, GPU_FLOP_S, GPU_BYTES_S, GROUP_SECONDS)
+        capability, gpus = _capability(), _core.cuda_workers()
+        if store.homes is not None:
+            tasks = placed(tasks, gpus or _core.cpu_workers(), GPU if gpus else CPU, store.homes)
+        if gpus:
+            tasks = grouped(tasks, GPU.flop_s, GPU.bytes_s, ALONE if gpus == 1 else TOGETHER)
         self.list, self.tasks = tasks, len(tasks.tasks)
         self.slots: list[str] = []
         self._native = _core.Program()
@@ -125,6 +133,7 @@ class Program:
                 footprint=zlib.crc32(repr((shapes, [(p.kernel, p.ints) for p in parts])).encode()),
                 priority=task.priority,
                 flop=task.flop,
+                worker=task.worker,
             )
             for tile in task.frees:
                 self._native.add_invalidate(handles[tile])

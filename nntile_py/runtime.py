@@ -19,6 +19,7 @@ from nntile_py import _core
 from nntile_py.errors import ConfigError, NNTileError, TaskError
 
 _MODES = ("R", "W", "RW")
+PLACEMENTS = ("scheduler", "planned")
 
 
 class Runtime:
@@ -27,7 +28,8 @@ class Runtime:
     cpus: workers, default all cores, or none beside CUDA workers. cuda: devices to use, a worker each. cuda_memory:
     bytes of each device that tiles may take, default 85 % of it. scheduler: a policy of StarPU (lws, dmdas, dmdar,
     eager, ...). memory: bytes of main memory that tiles may take. window: most tasks submitted and not yet ended.
-    calibrate: measure anew the performance models that dmda* use. Raises ConfigError for values
+    calibrate: measure anew the performance models that dmda* use. placement: "planned" (tiles/placement.py says which
+    worker runs a task, default on several GPUs) or "scheduler". Raises ConfigError for values
     out of range, TaskError if StarPU does not start.
     """
 
@@ -43,6 +45,7 @@ class Runtime:
         cuda_memory: int | None = None,
         window: int | None = None,
         calibrate: bool = False,
+        placement: str | None = None,
     ) -> None:
         cores = len(os.sched_getaffinity(0))
         self.cpus = (0 if cuda else cores) if cpus is None else cpus
@@ -61,6 +64,9 @@ class Runtime:
             )
         if window is not None and window < 1:
             raise ConfigError(f"runtime.window: {window} is not allowed; use a positive number of tasks")
+        if placement not in (None, *PLACEMENTS):
+            raise ConfigError(f"runtime.placement: {placement!r} is not allowed; use {' or '.join(PLACEMENTS)}")
+        self.placement = placement or PLACEMENTS[cuda > 1]
         self.scheduler, self.memory, self.window, self.calibrate = scheduler, memory, window or 0, calibrate
         self._users: list[Any] = []
 

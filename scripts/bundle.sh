@@ -49,6 +49,14 @@ copy_starpu starpu-cuda "$cuda"
 echo 'typedef struct nvmlDevice_st *nvmlDevice_t;' >"$out/starpu-cuda/include/starpu/1.4/nvml.h"
 sources
 
+# Headers alone: cuDNN itself comes along with torch.
+say "downloading the headers of cuDNN's frontend"
+$python -m pip -q download --no-deps --only-binary=:all: -d "$out/frontend" "$(sed -nE 's/^ *"(nvidia-cudnn-frontend==[^"]*)".*/\1/p' pyproject.toml)"
+$python -m zipfile -e "$out"/frontend/*.whl "$out/frontend"
+mkdir "$out/cudnn-frontend"
+mv "$out/frontend/include" "$out/cudnn-frontend/" # the headers want a folder of this name
+rm -rf "$out/frontend"
+
 # install.sh takes those that the machine lacks. Left out: numpy, which comes along with torch, and matplotlib, for its size.
 say "downloading wheels"
 for version in 3.11 3.12 3.13; do

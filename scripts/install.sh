@@ -76,7 +76,7 @@ say "compiling the extension, with $starpu"
 cd src
 mkdir -p build
 # A compiler that nobody tried may warn of something new.
-NNTILE_STARPU_PREFIX=$PWD/../$starpu NNTILE_WERROR=0 "$python" setup.py -q build_ext --inplace >build/ext.log 2>&1 ||
+NNTILE_STARPU_PREFIX=$PWD/../$starpu NNTILE_CUDNN_FRONTEND=$PWD/../cudnn-frontend/include NNTILE_WERROR=0 "$python" setup.py -q build_ext --inplace >build/ext.log 2>&1 ||
     { { grep -A 5 'error: ' build/ext.log || tail -n 20 build/ext.log; } | head -n 60 >&2; die "compilation failed; log: src/build/ext.log"; }
 "$python" -c 'import nntile_py._core' || die "the extension does not load"
 say "done: . ./env.sh; nntile doctor"

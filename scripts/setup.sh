@@ -112,6 +112,10 @@ compile() {
 touch $compiled.now
 if [ ! -e $installed ] || [ "$(cat $installed)" != "$state" ]; then
     $pip setuptools wheel ninja
+    # Headers that the compilation looks for.
+    if $py -c 'import sys, torch; sys.exit(not torch.version.cuda)'; then
+        $pip "$(sed -nE 's/^ *"(nvidia-cudnn-frontend==[^"]*)".*/\1/p' pyproject.toml)"
+    fi
     compile
     say "pip install -e ."
     $pip --no-build-isolation -e '.[test]'

@@ -15,6 +15,7 @@
 #include <ATen/ops/zeros.h>
 
 #include "attention.h"
+#include "cudnn.h"
 
 namespace nntile {
 namespace {
@@ -71,6 +72,7 @@ void attention(Args& t) {
   const Triple x(ints, 2);
   switch (vendor(x.q)) {
     case Vendor::cudnn: {
+      if (cudnn::attention(x, out, t[1], causal, t.f(0))) return;
       const auto r = at::_scaled_dot_product_cudnn_attention(x.q, x.k, x.v, {}, true, 0.0, causal, false, t.f(0));
       copy_rows(out, std::get<0>(r));
       t[1].copy_(std::get<1>(r).view(t[1].sizes()));
@@ -120,6 +122,7 @@ void attention_grad(Args& t) {
   at::Tensor dq, dk, dv;
   switch (vendor(x.q)) {
     case Vendor::cudnn:
+      if (cudnn::attention_grad(x, out, lse, d_out, grads, causal, t.f(0))) return;
       std::tie(dq, dk, dv) = at::_scaled_dot_product_cudnn_attention_backward(
           d_out, x.q, x.k, x.v, out, lse.unsqueeze(-1), seed, seed, {}, {}, {}, rows, rows, 0.0, causal, t.f(0));
       break;

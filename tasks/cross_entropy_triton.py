@@ -174,7 +174,7 @@ def _blocks(task: Task, number: int) -> tuple[int, int, dict[str, Any]]:
     """Rows and columns of the logits; lanes and words of a program's vectors."""
     n = shape(task, number)[-1]
     vector = 8 if tile(task, number).dtype == "bf16" else 4
-    lanes = min(512, power_of_two(ceil_div(n, vector)))
+    lanes = min(1024, power_of_two(ceil_div(n, vector)))
     blocks = {"LANES": lanes, "VECTOR": vector, "ALIGNED": n % vector == 0, "warps": max(1, lanes // 64)}
     return words(task, number) // n, n, blocks
 

@@ -33,7 +33,7 @@ from .launch import (
     words,
 )  # fmt: skip
 
-PROGRAMS = 528  # that a sum is split over; fixed, so that the order of the sum is
+PROGRAMS = 1056  # that a sum is split over; fixed, so that the order of the sum is
 
 
 @triton.jit
@@ -221,7 +221,7 @@ def _describe_sum(task: Task) -> Launches:
     over, over_strides = _chosen(full, strides, list(task.ints))
     n, summed = math.prod(kept), math.prod(over)
     if kept_strides[-1] == 1:
-        block = min(power_of_two(n), 128)
+        block = min(power_of_two(n), 64)
         rows = min(power_of_two(summed), 4096 // block)
     else:
         rows = min(power_of_two(summed), 1024)

@@ -84,6 +84,7 @@ class Lowering:
         self.tiles: dict[tuple[int, tuple[int, ...]], Tile] = {}
         self._tensors: dict[int, Tensor] = {}  # keeps the keys of `tiles` alive
         self.op = ""
+        self.turns = itertools.count()  # of chains of partial products
 
     @property
     def policy(self) -> str:

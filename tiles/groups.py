@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from .tasklist import Access, Task, TaskList, Tile
 
-MOST_PARTS, MOST_TILES = 12, 64
+MOST_PARTS, MOST_TILES = 64, 256
 TINY = 15e-6  # seconds: independent tasks as short as this share a group
 
 
@@ -26,7 +26,7 @@ def grouped(tasks: TaskList, flop_s: float, bytes_s: float, most_seconds: float)
     before: list[int] = []  # bit mask of the groups that one waits for, directly or not
     writer: dict[int, int] = {}
     readers: dict[int, list[int]] = {}
-    tiny: int | None = None  # the newest group of tiny tasks
+    tiny: dict[int, int] = {}  # the newest group of tiny tasks of each worker
     for task in tasks.tasks:
         direct = set()
         for access in task.accesses:
@@ -41,7 +41,7 @@ def grouped(tasks: TaskList, flop_s: float, bytes_s: float, most_seconds: float)
         time = max(task.flop / flop_s, task.bytes / bytes_s)
         latest = max(direct, default=-1)
         chosen = None
-        for number in (latest, tiny if time < TINY else None):
+        for number in (latest, tiny.get(task.worker) if time < TINY else None):
             if number is None or number < max(latest, 0) or waits & ~(before[number] | 1 << number):
                 continue
             if seconds[number] + time <= most_seconds and _fits(groups[number], task):
@@ -53,7 +53,7 @@ def grouped(tasks: TaskList, flop_s: float, bytes_s: float, most_seconds: float)
             seconds.append(0.0)
             before.append(waits)
             if time < TINY:
-                tiny = chosen
+                tiny[task.worker] = chosen
         groups[chosen].append(task)
         seconds[chosen] += time
         for access in task.accesses:
@@ -75,6 +75,7 @@ def grouped(tasks: TaskList, flop_s: float, bytes_s: float, most_seconds: float)
 
 def _fits(group: list[Task], task: Task) -> bool:
     plain = all(a.mode in ("R", "W", "RW") for t in (group[0], task) for a in t.accesses)
+    plain &= group[0].worker == task.worker
     small = len(group) < MOST_PARTS and sum(len(t.accesses) for t in (*group, task)) <= MOST_TILES
     return plain and small and not task.clears
 
@@ -92,5 +93,5 @@ def _as_one(tasks: list[Task]) -> Task:
         name, dot, phase = tasks[0].op, "", ""
     return Task(
         "group", list(merged.values()), op=f"{name} + {len(tasks) - 1}{dot}{phase}", flop=sum(t.flop for t in tasks),
-        priority=max(t.priority for t in tasks), clears=tasks[0].clears, parts=tasks,
+        priority=max(t.priority for t in tasks), clears=tasks[0].clears, parts=tasks, worker=tasks[0].worker,
     )  # fmt: skip

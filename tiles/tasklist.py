@@ -90,6 +90,7 @@ class Task:
     frees: list[Tile] = field(default_factory=list)  # tiles of no use after this task
     clears: list[Tile] = field(default_factory=list)  # tiles whose old contents go before this task
     parts: list[Task] = field(default_factory=list)  # of a group: the tasks that it stands for, in order
+    worker: int = -1  # the one that it has to run on, counted among its kind; -1: the scheduler's choice
 
     @property
     def bytes(self) -> int:

@@ -215,7 +215,7 @@ PYBIND11_MODULE(_core, m) {
           [](Program& program, const BodyList& bodies, const std::string& codelet, std::string name,
              std::vector<std::shared_ptr<Tile>> tiles, const std::vector<std::string>& modes,
              std::vector<double> floats, std::vector<std::pair<int, int>> slots, uint32_t footprint, int priority,
-             double flop) {
+             double flop, int worker) {
             TaskRecord record;
             std::vector<std::string> kernels;
             for (const auto& [kernel, part, places, ints, first_float, accumulates, launches, scratch] : bodies) {
@@ -238,10 +238,12 @@ PYBIND11_MODULE(_core, m) {
             record.footprint = footprint;
             record.priority = priority;
             record.flop = flop;
+            record.worker = worker;
             program.add(std::move(record), kernels, codelet);
           },
           py::arg("bodies"), py::arg("codelet"), py::arg("name"), py::arg("tiles"), py::arg("modes"),
-          py::arg("floats"), py::arg("slots"), py::arg("footprint"), py::arg("priority"), py::arg("flop"))
+          py::arg("floats"), py::arg("slots"), py::arg("footprint"), py::arg("priority"), py::arg("flop"),
+          py::arg("worker") = -1)
       .def(
           "add",  // a task of one body
           [](Program& program, const std::string& kernel, const std::string& codelet, const std::string& name,

@@ -222,6 +222,11 @@ void Program::add(TaskRecord record, const std::vector<std::string>& kernels, co
     if ((record.modes.at(k) & STARPU_REDUX) && !record.tiles[k]->reducible)
       throw std::invalid_argument(record.name + ": REDUX on a tile that was not made for it");
   for (const auto& [position, slot] : record.slots) slots_ = std::max(slots_, static_cast<size_t>(slot) + 1);
+  if (record.worker >= 0) {  // counted among the CUDA workers, or among the CPU workers where there are no others
+    const auto kind = cuda ? STARPU_CUDA_WORKER : STARPU_CPU_WORKER;
+    const int count = cuda ? g.cuda : g.cuda ? 0 : g.cpus;
+    record.worker = record.worker < count ? starpu_worker_get_by_type(kind, record.worker) : -1;
+  }
   record.codelet = get_codelet(codelet, cpu, cuda);
   items_.emplace_back(std::move(record));
   ++tasks_;
@@ -295,6 +300,10 @@ void Program::run(const std::vector<double>& slots) {
       task->cl_arg_free = 1;
     }
     task->priority = record.priority;
+    if (record.worker >= 0) {
+      task->execute_on_a_specific_worker = 1;
+      task->workerid = static_cast<unsigned>(record.worker);
+    }
     task->name = record.name.c_str();
     task->flops = record.flop;
     if (replay) profile::watch(task, replay, index++);

@@ -1,0 +1,15 @@
+// Attention by cuDNN on tiles where they are: its operands may be slices of packed tensors, ATen's results may not.
+#pragma once
+#include <ATen/core/Tensor.h>
+
+#include "attention.h"
+
+namespace nntile::cudnn {
+
+// Both return false where this build has no cuDNN frontend or cuDNN no kernel for these operands: nothing was done.
+// lse: [b, h, s], natural logarithm, fp32.
+bool attention(const Triple& x, const at::Tensor& out, const at::Tensor& lse, bool causal, double scale);
+bool attention_grad(const Triple& x, const at::Tensor& out, const at::Tensor& lse, const at::Tensor& d_out,
+                    const Triple& grads, bool causal, double scale);
+
+}  // namespace nntile::cudnn
