@@ -1,49 +1,27 @@
-"""`nntile bench`: the cost of a task, a training step beside PyTorch's, a sweep of tile sizes."""
+"""`nntile bench`: the cost of a task, a training step beside PyTorch's, a sweep of tile sizes, and bench_*.py."""
 
 from __future__ import annotations
 
 import json
 import os
-import platform
-import signal
-import statistics
-import subprocess
-import sys
 import time
-from collections.abc import Sequence
-from datetime import date
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from nntile_py.bench_capacity import capacity
+from nntile_py.bench_contestants import PEERS, TIME_LIMIT, machine, measure_step, spread
+from nntile_py.bench_metg import metg
 from nntile_py.errors import ConfigError, NNTileError
 
 bench_app = typer.Typer(
     name="nntile bench", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
     rich_markup_mode=None, help="Measure this machine.",
 )  # fmt: skip
+bench_app.command()(metg)
+bench_app.command()(capacity)
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-
-
-def machine() -> dict[str, Any]:
-    """Where a figure was measured: processor, cores, versions, commit, date."""
-    import torch
-
-    model = platform.processor()
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        model = next((x.split(":")[1].strip() for x in info.read_text().splitlines() if "model name" in x), model)
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    return {
-        "processor": model, "cores": len(os.sched_getaffinity(0)), "torch": torch.__version__,
-        "commit": commit.stdout.strip() or None, "date": date.today().isoformat(),
-    }  # fmt: skip
-
-
-def spread(times: Sequence[float]) -> dict[str, float]:
-    """Median, least and greatest."""
-    return {"median": statistics.median(times), "min": min(times), "max": max(times)}
 
 
 # -- tasks
@@ -104,49 +82,13 @@ def measure_tasks(count: int, tiles: int, cpus: int | None, scheduler: str, repe
 # -- one training step, beside PyTorch
 
 
-class Side:
-    """One contestant in a process of its own, stopped by a signal while it is not its turn."""
-
-    def __init__(self, name: str, options: dict[str, Any]) -> None:
-        self.name = name
-        command = [sys.executable, "-m", "nntile_py.bench_step", name, json.dumps(options)]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        self.ready = self.read()
-        self.times: list[float] = []
-        self.pause()
-
-    def read(self) -> dict[str, Any]:
-        assert self.process.stdout
-        for line in self.process.stdout:
-            if line.startswith("{"):
-                return dict(json.loads(line))
-        raise NNTileError(f"bench step: the process of {self.name} ended with status {self.process.wait()}")
-
-    def pause(self) -> None:
-        self.process.send_signal(signal.SIGSTOP)
-
-    def run(self, steps: int) -> dict[str, Any]:
-        """Time `steps` steps."""
-        assert self.process.stdin
-        self.process.send_signal(signal.SIGCONT)
-        self.process.stdin.write(f"{steps}\n")
-        self.process.stdin.flush()
-        result = self.read()
-        self.pause()
-        return result
-
-    def close(self) -> None:
-        self.process.send_signal(signal.SIGCONT)
-        self.process.kill()
-        self.process.wait()
-
-
 @bench_app.command()
 def step(
     peer: Annotated[
         str | None,
         typer.Option(
-            help="torch: PyTorch eager and torch.compile beside ours; torch_eager, torch_compile: one of them."
+            help="Beside ours, with commas between: torch_eager, torch_compile (torch is both); ddp, fsdp2, "
+            "fsdp2_offload: a process for each GPU of --cuda."
         ),
     ] = None,
     rounds: Annotated[int, typer.Option(help="Turns of each contestant.", min=1)] = 7,
@@ -158,43 +100,57 @@ def step(
     batch: int = 8,
     vocab: int = 50257,
     cpus: Annotated[int | None, typer.Option(help="Cores for each side. [default: all]")] = None,
-    cuda: Annotated[int, typer.Option(help="CUDA devices of ours; PyTorch takes one. 0: on the CPU")] = 0,
+    cuda: Annotated[int, typer.Option(help="CUDA devices; torch_* take one. 0: on the CPU")] = 0,
     dtype: Annotated[str, typer.Option(help="bf16, tf32 or fp32, on CUDA devices.")] = "bf16",
     window: Annotated[int, typer.Option(help="Most tasks in flight. 0: no bound")] = 0,
-    cuda_memory: Annotated[float, typer.Option(help="GiB of each device for tiles. [default: 85 %]")] = 0.0,
+    cuda_memory: Annotated[
+        float, typer.Option(help="GiB of each device, of ours for tiles. [default: 85 %, PyTorch all]")
+    ] = 0.0,
     losses: Annotated[int, typer.Option(help="Report the losses of this many first steps.")] = 0,
     scheduler: str = "lws",
     tiles: Annotated[str, typer.Option(help="Ours, as axis=size,...")] = "batch=1",
     attention: str = "vendor",
     accumulate: str = "chain",
     fusion: bool = True,
+    time_limit: Annotated[float, typer.Option(help="Seconds of a contestant's start, and of a turn.")] = TIME_LIMIT,
     as_json: Json = False,
 ) -> None:
-    """Seconds of one training step of a GPT-2 in fp32: forward, backward, clipping, AdamW."""
-    if peer not in (None, "torch", "torch_eager", "torch_compile"):
-        raise ConfigError(f"--peer: {peer!r} is not allowed; use torch (both), torch_eager or torch_compile")
+    """Seconds of one training step of a GPT-2: forward, backward, clipping, AdamW."""
+    names = ["nntile"]
+    for name in peer.split(",") if peer else []:
+        names += ["torch_eager", "torch_compile"] if name == "torch" else [name]
+    for name in names[1:]:
+        if name not in PEERS:
+            raise ConfigError(f"--peer: {name!r} is not allowed; use torch (both of torch_*), {', '.join(PEERS)}")
     options: dict[str, Any] = {
         "layers": layers, "embed": embed, "heads": heads, "seq": seq, "batch": batch, "vocab": vocab,
         "cpus": cpus or len(os.sched_getaffinity(0)), "scheduler": scheduler, "tiles": parse_tiles(tiles),
         "attention": attention, "accumulate": accumulate, "fusion": fusion, "cuda": cuda, "dtype": dtype,
-        "window": window or None, "cuda_memory": cuda_memory, "losses": losses,
+        "window": window or None, "cuda_memory": cuda_memory, "losses": losses, "time_limit": time_limit,
     }  # fmt: skip
-    names = ["nntile", *(["torch_eager", "torch_compile"] if peer == "torch" else [peer] if peer else [])]
     result = measure_step(options, names, rounds, steps)
     if as_json:
         print(json.dumps(result, indent=2))
-        return
-    for name in names:
-        s = result[name]
-        t = s["seconds"]
-        print(
-            f"{name:14} {t['median']:.3f} s a step ({t['min']:.3f} to {t['max']:.3f}), "
-            f"{s['tokens_per_s']:,.0f} tokens/s, "
-            f"{s['gflop_per_s']:.1f} Gflop/s, peak {s['peak_mib']:,.0f} MiB, first loss {s['first_loss']:.6f}"
-        )
-    if peer:
+    for name in [] if as_json else names:
+        print(told(name, result[name]))
+    if "fastest_peer" in result and not as_json:
         r = result["ratio_to_fastest_peer"]
         print(f"ours / {result['fastest_peer']}: {r['median']:.3f} (by round {r['min']:.3f} to {r['max']:.3f})")
+    if all("error" in result[name] for name in names):
+        raise typer.Exit(1)
+
+
+def told(name: str, row: dict[str, Any]) -> str:
+    """A contestant's line."""
+    if "error" in row:
+        return f"{name:14} failed: {row['error']}"
+    t = row["seconds"]
+    flop = f"{row['gflop_per_s']:.1f} Gflop/s, " if "gflop_per_s" in row else ""
+    return (
+        f"{name:14} {t['median']:.3f} s a step ({t['min']:.3f} to {t['max']:.3f}), "
+        f"{row['tokens_per_s']:,.0f} tokens/s, {flop}peak {row['peak_mib']:,.0f} MiB, "
+        f"first loss {row['first_loss']:.6f}"
+    )
 
 
 def parse_tiles(text: str) -> dict[str, int]:
@@ -208,41 +164,6 @@ def parse_tiles(text: str) -> dict[str, int]:
             raise ConfigError(f"--tiles: {item!r} is not allowed; write axis=size,axis=size")
         result[axis] = int(size)
     return Tiling(result).tiles
-
-
-def measure_step(options: dict[str, Any], names: Sequence[str], rounds: int, steps: int) -> dict[str, Any]:
-    """Every contestant in turn, `rounds` times; medians, spread, ratios of the same round."""
-    from nntile_py.models import GPT2Config
-
-    shape = {k: options[k] for k in ("layers", "embed", "heads", "vocab")}
-    GPT2Config(positions=options["seq"], attention=options["attention"], **shape)  # refused here, not in a child
-    sides: list[Side] = []
-    try:
-        sides.extend(Side(name, options) for name in names)
-        last: dict[str, Any] = {}
-        for _ in range(rounds):
-            for side in sides:
-                last[side.name] = side.run(steps)
-                side.times.append(last[side.name]["seconds"] / steps)
-    finally:
-        for side in sides:
-            side.close()
-    tokens, flop = options["batch"] * options["seq"], sides[0].ready["flop"]
-    result: dict[str, Any] = {"options": options, "rounds": rounds, "steps_per_round": steps, **machine()}
-    for side in sides:
-        t = spread(side.times)
-        result[side.name] = {
-            "seconds": t, "tokens_per_s": tokens / t["median"], "gflop_per_s": flop / t["median"] / 1e9,
-            "peak_mib": last[side.name]["peak_mib"], **{k: v for k, v in side.ready.items() if k != "flop"},
-        }  # fmt: skip
-    peers = sides[1:]
-    if peers:
-        best = min(peers, key=lambda side: statistics.median(side.times))
-        result["fastest_peer"] = best.name
-        ratios = spread([a / b for a, b in zip(sides[0].times, best.times, strict=True)])
-        ratios["of_medians"] = statistics.median(sides[0].times) / statistics.median(best.times)
-        result["ratio_to_fastest_peer"] = ratios
-    return result
 
 
 # -- tile sizes
@@ -282,6 +203,8 @@ def sweep(
         for name, fused in (("fused", True), ("naive", False)):
             options = base | {"tiles": point, "fusion": fused, "attention": "vendor" if fused else "naive"}
             measured = measure_step(options, ["nntile"], rounds, 1)["nntile"]
+            if "error" in measured:
+                raise NNTileError(f"bench sweep: {measured['error']}")
             row[name] = measured["seconds"] | {"tasks": measured["tasks"]}
         rows.append(row)
         if not as_json:

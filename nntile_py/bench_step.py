@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
+import os
 import resource
 import sys
 import time
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from nntile_py.bench_contestants import RANKED, lead
 
 LR, WEIGHT_DECAY, CLIP = 1e-3, 0.1, 1.0
 GPU_LR = 3e-4  # larger models
@@ -34,19 +41,17 @@ def batch(o: dict[str, Any]) -> np.ndarray[Any, Any]:
     return np.random.default_rng(0).integers(0, o["vocab"], (o["batch"], o["seq"]))
 
 
-def gpu_weights(o: dict[str, Any]) -> dict[str, Any]:
-    """{name in transformers: tensor on the GPU}, the same in each process: GPT-2's initialisation."""
+def weights(o: dict[str, Any], device: Any = "cuda") -> Iterator[tuple[str, Any]]:
+    """(name in transformers, tensor), one after the other, the same in each process: GPT-2's initialisation."""
     import torch
 
     from nntile_py.models.gpt2 import GPT2Config, weight_shapes
 
     shape = GPT2Config(o["layers"], o["embed"], o["heads"], o["vocab"], o["seq"])
-    generator = torch.Generator("cuda").manual_seed(0)
-    result = {}
+    generator = torch.Generator(device).manual_seed(0)
     for name, size, std in weight_shapes(shape):
-        value = torch.ones(size, device="cuda")
-        result[name] = value if std < 0 else value.normal_(0, std, generator=generator) if std else value.zero_()
-    return result
+        value = torch.ones(size, device=device)
+        yield name, value if std < 0 else value.normal_(0, std, generator=generator) if std else value.zero_()
 
 
 def ours_on_gpu(o: dict[str, Any]) -> tuple[Step, dict[str, Any]]:
@@ -55,17 +60,17 @@ def ours_on_gpu(o: dict[str, Any]) -> tuple[Step, dict[str, Any]]:
     import nntile_py as nt
 
     config = nt.models.GPT2Config(o["layers"], o["embed"], o["heads"], o["vocab"], o["seq"], attention=o["attention"])
-    weights = {name: value.cpu().numpy() for name, value in gpu_weights(o).items()}
+    values = {name: value.cpu().numpy() for name, value in weights(o)}
     torch.cuda.empty_cache()
     memory = int(o["cuda_memory"] * 2**30) if o["cuda_memory"] else None
     runtime = nt.Runtime(cpus=0, cuda=o["cuda"], scheduler=o["scheduler"], window=o["window"], cuda_memory=memory)
     runtime.__enter__()
     trainer = nt.Trainer(
-        nt.models.GPT2(config, weights), o["batch"], o["seq"], o["tiles"], dtype=o["dtype"],
+        nt.models.GPT2(config, values), o["batch"], o["seq"], o["tiles"], dtype=o["dtype"],
         optimizer=nt.AdamW(GPU_LR, weight_decay=WEIGHT_DECAY, betas=(0.9, 0.95)), clip_grad_norm=CLIP,
         accumulate=o["accumulate"], fusion=o["fusion"], shift_labels=False,
     )  # fmt: skip
-    weights.clear()
+    values.clear()
     ids = batch(o)
 
     def run(n: int) -> list[float]:
@@ -125,10 +130,37 @@ def torch_side(o: dict[str, Any], compiled: bool) -> tuple[Step, dict[str, Any]]
     return run, {}
 
 
-def main(name: str, options: str) -> None:
+def main(name: str, options: str, *place: str) -> int:
+    """`place`: rank and port, of a contestant with several processes; without them it is led here."""
     o = json.loads(options)
+    with_parent()
+    if name in RANKED and not place:
+        return lead(name, o)
+    try:
+        serve(name, o, *map(int, place))
+    except Exception as error:
+        traceback.print_exc()
+        text = f"{type(error).__name__}: {error}".strip().splitlines()[0]
+        print(json.dumps({"error": text[:400]}), flush=True)
+        return 1
+    return 0
+
+
+def with_parent() -> None:
+    """End with the process that started this one; be the first to go where main memory runs out."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, 9)  # PR_SET_PDEATHSIG, SIGKILL
+        with suppress(OSError):
+            Path("/proc/self/oom_score_adj").write_text("1000")
+
+
+def serve(name: str, o: dict[str, Any], *place: int) -> None:
     if name == "nntile":
         run, facts = ours_on_gpu(o) if o["cuda"] else ours(o)
+    elif name in RANKED:
+        from nntile_py.bench_peers import peer
+
+        run, facts = peer(name, o, *place)
     elif o["cuda"]:
         from nntile_py.bench_torch import torch_on_gpu
 
@@ -144,9 +176,12 @@ def main(name: str, options: str) -> None:
         start = time.perf_counter()
         run(int(line))
         seconds = time.perf_counter() - start
-        peak = gpu_peak_mib() if o["cuda"] else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-        print(json.dumps({"seconds": seconds, "peak_mib": peak}), flush=True)
+        host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+        peak = gpu_peak_mib() if o["cuda"] else host
+        print(json.dumps({"seconds": seconds, "peak_mib": peak, "host_mib": host}), flush=True)
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    status = main(*sys.argv[1:])
+    sys.stderr.flush()
+    os._exit(status)  # at once: what failed may wait for others that never come

@@ -5,13 +5,14 @@ The recipe of nanoGPT: scaled_dot_product_attention, tied head, cross-entropy of
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nntile_py.bench_step import CLIP, GPU_LR, WEIGHT_DECAY, Step, batch, gpu_weights
+from nntile_py.bench_step import CLIP, GPU_LR, WEIGHT_DECAY, Step, batch, weights
 
 
 class Block(nn.Module):
@@ -31,6 +32,11 @@ class Block(nn.Module):
         return torch.add(x, self.mlp_proj(y))
 
 
+def head_loss(x: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    logits = F.linear(x, weight)
+    return F.cross_entropy(logits.view(-1, logits.size(-1)).float(), labels.view(-1), ignore_index=-100)
+
+
 class Model(nn.Module):
     def __init__(self, o: dict[str, Any]) -> None:
         super().__init__()
@@ -38,31 +44,39 @@ class Model(nn.Module):
         self.h = nn.ModuleList(Block(o["embed"], o["heads"]) for _ in range(o["layers"]))
         self.ln_f = nn.LayerNorm(o["embed"])
         self.register_buffer("positions", torch.arange(o["seq"]))
+        self.loss = head_loss
 
     def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         x = self.wte(ids) + self.wpe(self.positions)
         for block in self.h:
             x = block(x)
-        logits = F.linear(self.ln_f(x), self.wte.weight)
-        return F.cross_entropy(logits.view(-1, logits.size(-1)), labels.view(-1), ignore_index=-100)
+        return self.loss(self.ln_f(x), self.wte.weight, labels)
 
-    def load(self, weights: dict[str, torch.Tensor]) -> None:
+    def load(self, values: Iterable[tuple[str, torch.Tensor]], copy: Callable[..., Any] = torch.Tensor.copy_) -> None:
         """Weights under transformers' names, whose matrices are stored transposed."""
-        own = dict(self.named_parameters())
+        own = {name.replace("_orig_mod.", ""): value for name, value in self.named_parameters()}  # of torch.compile
         with torch.no_grad():
-            for name, value in weights.items():
+            for name, value in values:
                 short = name.removeprefix("transformer.").replace("attn.c_", "c_").replace("mlp.c_proj", "mlp_proj")
                 short = short.replace("mlp.c_fc", "c_fc")
                 matrix = value.dim() == 2 and not short.startswith("w")
-                own.pop(short).copy_(value.t() if matrix else value)
+                copy(own.pop(short), value.t() if matrix else value)
         assert not own, list(own)
 
 
+def limit_memory(o: dict[str, Any]) -> None:
+    """What PyTorch may take of the current GPU."""
+    if o["cuda_memory"]:
+        total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, o["cuda_memory"] * 2**30 / total))
+
+
 def torch_on_gpu(o: dict[str, Any], compiled: bool) -> tuple[Step, dict[str, Any]]:
+    limit_memory(o)
     torch.set_float32_matmul_precision("high")
     with torch.device("cuda"):
         model = Model(o)
-    model.load(gpu_weights(o))
+    model.load(weights(o))
     optimizer = torch.optim.AdamW(model.parameters(), GPU_LR, betas=(0.9, 0.95), weight_decay=WEIGHT_DECAY, fused=True)
     forward = torch.compile(model) if compiled else model
     ids = torch.from_numpy(batch(o)).cuda()

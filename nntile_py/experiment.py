@@ -182,7 +182,7 @@ def run(made: Experiment, scale: str, folder: Path, results: Path | None, consol
 
 def report(made: Experiment, scale: str, rows: list[Row], written: str, load_before: float) -> str:
     """Markdown: how and where it was measured, what the paper found, what was found here."""
-    from nntile_py.bench import machine
+    from nntile_py.bench_contestants import machine
 
     where = machine()
     lines = [f"# {made.name}: {made.title}", "", made.shows, ""]

@@ -59,7 +59,7 @@ def best_options(rows: list[Row], best: Best) -> str:
 
 def write_results(sweep: Sweep, rows: list[Row], folder: Path) -> None:
     """All files: each is complete, or as it was."""
-    from nntile_py.bench import machine
+    from nntile_py.bench_contestants import machine
 
     best = best_row(rows, sweep.best)
     result = {"machine": machine(), "sweep": sweep.model_dump(by_alias=True), "best": best, "rows": rows}

@@ -78,6 +78,20 @@ def _combine(task: Task) -> Launches:
     return Launches((launch(_combine_softmax, grid, a, b, rows, width, ROWS=lines, BLOCK=block),))
 
 
+@triton.jit
+def _busy(X, n):
+    x = tl.load(X)
+    for _ in range(n):
+        x = x * 0.5 + 0.5
+    tl.store(X, x)
+
+
+# ints: multiply-adds, each of which waits for the one before
+@launches("busy")
+def _busy_alone(task: Task) -> Launches:
+    return Launches((launch(_busy, 1, tile(task, 0), int(task.ints[0]), warps=1),))
+
+
 @launches("empty")
 def _empty(task: Task) -> Launches:
     return Launches(())

@@ -16,7 +16,7 @@ from operators import ROWS, SIZES, Case, Values, adamw, sgd
 
 from nntile_py.lowering import lower
 from nntile_py.tasks import Contract, Lowering, Tensor, launch
-from nntile_py.tiles import R, Tile, Tiling, W
+from nntile_py.tiles import RW, R, Tile, Tiling, W
 from nntile_py.tiles.tasklist import Task
 
 if platform.system() != "Linux":
@@ -116,6 +116,12 @@ def test_every_kernel_has_launches() -> None:
         named |= set(re.findall(r"^NNTILE_KERNEL\((\w+),", path.read_text(), re.M))
     own = {name for name in named if not name.startswith(("contract", "attention", "flash"))}
     assert set(launch.load()) == own
+
+
+def test_busy() -> None:
+    x = torch.zeros(1)
+    launch.interpret(Task("busy", [RW(Tile("x", (0,), (1,), "fp32"))], (3,)), [x])
+    assert x.item() == 0.875
 
 
 def test_embedding_grad_of_many_runs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,7 +37,7 @@ def profile(config: RunConfig, folder: Path, name: str, steps: int, fxt: bool = 
 
 def write(trace: Trace, peaks: Any, tiles: Any, folder: Path, name: str) -> dict[str, Any]:
     """All files of a profile, from a trace."""
-    from nntile_py.bench import machine
+    from nntile_py.bench_contestants import machine
     from nntile_py.profile import analysis, events, gantt, report, rules
 
     summary = analysis.summarise(trace, peaks, tiles)

@@ -1,0 +1,97 @@
+"""`nntile bench capacity`: which GPT sizes train within so much memory of each GPU, ours and PyTorch's FSDP2."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from nntile_py.bench_contestants import PEERS, machine, measure_step, processes
+from nntile_py.errors import ConfigError
+
+MODELS = {  # layers, embed, heads: GPT-2's, then GPT-3's (Brown et al. 2020)
+    "tiny": (2, 32, 2), "124M": (12, 768, 12), "355M": (24, 1024, 16), "774M": (36, 1280, 20), "XL": (48, 1600, 25),
+    "2.7B": (32, 2560, 32), "6.7B": (32, 4096, 32), "13B": (40, 5120, 40),
+}  # fmt: skip
+HOST_BYTES = {"nntile": 24, "fsdp2_offload": 18}  # of main memory for each parameter, where all of the state goes there
+HEAD = "| model | contestant | trains | tokens/s | s a step | GiB of the fullest GPU | GiB of main memory |"
+
+
+def capacity(
+    models: Annotated[str, typer.Option(help=f"With commas between: {', '.join(MODELS)}.")] = "355M,774M,XL,2.7B,6.7B",
+    contestants: Annotated[str, typer.Option(help="nntile and peers of bench step.")] = "nntile,fsdp2,fsdp2_offload",
+    cuda: Annotated[int, typer.Option(help="CUDA devices. 0: on the CPU, for tests", min=0)] = 1,
+    cuda_memory: Annotated[float, typer.Option(help="GiB of each GPU that a contestant may take.")] = 20.0,
+    reserve: Annotated[float, typer.Option(help="GiB of those that ours leaves to kernels' workspaces.")] = 1.0,
+    host_memory: Annotated[float, typer.Option(help="GiB of main memory; who needs more is left out. 0: any")] = 0.0,
+    seq: int = 1024,
+    batch: Annotated[int, typer.Option(help="Sequences of all GPUs together. [default: 4 a GPU]")] = 0,
+    vocab: int = 50304,
+    tiles: Annotated[str, typer.Option(help="Ours, as axis=size,... [default: a tile of the batch a GPU]")] = "",
+    scheduler: str = "lws",
+    accumulate: str = "chain",
+    window: Annotated[int, typer.Option(help="Ours: most tasks in flight. 0: no bound")] = 0,
+    rounds: Annotated[int, typer.Option(help="Turns of one step.", min=1)] = 3,
+    time_limit: Annotated[float, typer.Option(help="Seconds of a start, and of a turn.")] = 120.0,
+    out: Annotated[Path | None, typer.Option(help="Write FILE.json and FILE.md, after each row.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """The largest GPT that trains within a limit of GPU memory, and how fast."""
+    from nntile_py.bench import parse_tiles
+
+    names = contestants.split(",")
+    for name in names:
+        if name not in ("nntile", *PEERS):
+            raise ConfigError(f"--contestants: {name!r} is not allowed; use nntile, {', '.join(PEERS)}")
+    for model in models.split(","):
+        if model not in MODELS:
+            raise ConfigError(f"--models: {model!r} is not allowed; use {', '.join(MODELS)}")
+    gpus = processes({"cuda": cuda})
+    batch = batch or 4 * gpus
+    base: dict[str, Any] = {
+        "seq": seq, "batch": batch, "vocab": vocab, "cpus": len(os.sched_getaffinity(0)), "scheduler": scheduler,
+        "attention": "vendor", "tiles": parse_tiles(tiles or f"batch={max(1, batch // gpus)}"), "fusion": True,
+        "accumulate": accumulate, "cuda": cuda, "dtype": "bf16", "window": window or None, "losses": 0,
+        "time_limit": time_limit,
+    }  # fmt: skip
+    rows: list[dict[str, Any]] = []
+    result = {"options": base | {"cuda_memory": cuda_memory, "reserve": reserve}, "rows": rows, **machine()}
+    if not as_json:
+        print(f"{HEAD}\n{'|---' * 7}|", flush=True)
+    for model in sorted(models.split(","), key=list(MODELS).index):
+        layers, embed, heads = MODELS[model]
+        shape = {"layers": layers, "embed": embed, "heads": heads}
+        count = 12 * layers * embed**2 + vocab * embed
+        for name in names:
+            memory = max(cuda_memory - (reserve if name == "nntile" else 0), 0.5)
+            host = HOST_BYTES.get(name, 0) * count / 2**30
+            row: dict[str, Any] = {"model": model, "contestant": name, "parameters": count}
+            failed = next((r["model"] for r in rows if r["contestant"] == name and "error" in r), None)
+            if failed:
+                row["error"] = f"not tried: {failed} had failed"
+            elif 0 < host_memory < host:
+                row["error"] = f"not tried: may need {host:.0f} GiB of main memory"
+            else:
+                measured = measure_step(base | shape | {"cuda_memory": memory}, [name], rounds, 1)
+                row |= measured[name]
+            rows.append(row)
+            if not as_json:
+                print(_line(row), flush=True)
+            if out:
+                out.with_suffix(".json").write_text(json.dumps(result, indent=2) + "\n")
+                out.with_suffix(".md").write_text("\n".join([HEAD, "|---" * 7 + "|", *map(_line, rows), ""]))
+    if as_json:
+        print(json.dumps(result, indent=2))
+
+
+def _line(row: dict[str, Any]) -> str:
+    if "error" in row:
+        return f"| {row['model']} | {row['contestant']} | no: {row['error'].replace('|', '/')[:120]} | | | | |"
+    gib = f"{row['peak_mib'] / 1024:.1f} | {row['host_mib'] / 1024:.1f}"
+    return (
+        f"| {row['model']} | {row['contestant']} | yes | {row['tokens_per_s']:,.0f} | "
+        f"{row['seconds']['median']:.3f} | {gib} |"
+    )

@@ -1,0 +1,127 @@
+"""The benches: what contestants compute, what comes of one that fails, how short tasks may be."""
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import Python
+
+from nntile_py import sweep
+from nntile_py.bench_contestants import Side, measure_step
+from nntile_py.bench_metg import shortest
+from nntile_py.bench_step import CLIP, GPU_LR, WEIGHT_DECAY, batch, weights
+from nntile_py.bench_torch import Model
+
+OPTIONS: dict[str, Any] = {
+    "layers": 2, "embed": 24, "heads": 2, "seq": 16, "batch": 4, "vocab": 101, "cpus": 2, "scheduler": "lws",
+    "tiles": {"batch": 2}, "attention": "vendor", "accumulate": "chain", "fusion": True, "cuda": 0, "dtype": "bf16",
+    "window": None, "cuda_memory": 0.0, "losses": 5, "time_limit": 120.0,
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiling takes longer than all of the rest."""
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[float]:
+    """The losses in one process."""
+    model = Model(OPTIONS)
+    model.load(weights(OPTIONS, "cpu"))
+    optimizer = torch.optim.AdamW(model.parameters(), GPU_LR, betas=(0.9, 0.95), weight_decay=WEIGHT_DECAY)
+    ids = torch.from_numpy(batch(OPTIONS))
+    losses = []
+    for _ in range(OPTIONS["losses"]):
+        loss = model(ids, ids)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="a torch without distributed")
+@pytest.mark.parametrize("name", ["ddp", "fsdp2", "fsdp2_offload"])
+def test_peers_train_alike(expected: list[float], name: str) -> None:
+    row = measure_step(OPTIONS, [name], 1, 1)[name]
+    assert row.get("losses") == pytest.approx(expected, rel=1e-5), row
+    assert row["processes"] == 2
+    assert row["tokens_per_s"] > 0
+
+
+def test_a_contestant_that_fails_is_a_row() -> None:
+    result = measure_step(OPTIONS | {"scheduler": "none such"}, ["nntile", "torch_eager"], 1, 1)
+    assert "StarPU has no policy 'none such'" in result["nntile"]["error"]
+    assert result["torch_eager"]["tokens_per_s"] > 0
+
+
+def test_a_rank_that_dies() -> None:
+    """The others wait for it in vain: they are ended."""
+    side = Side("ddp", OPTIONS)
+    assert not side.error
+    leader = side.child.process.pid
+    ranks = [int(pid) for pid in Path(f"/proc/{leader}/task/{leader}/children").read_text().split()]
+    assert len(ranks) == 2
+    os.kill(ranks[1], signal.SIGKILL)
+    start = time.monotonic()
+    assert side.run(1) == {}
+    assert side.error.startswith("rank ")
+    assert time.monotonic() - start < 60
+    side.close()
+    while any(Path(f"/proc/{pid}").exists() for pid in ranks):
+        assert time.monotonic() - start < 60
+        time.sleep(0.1)
+
+
+CLI = "import sys; from nntile_py.cli import main; sys.argv[0] = 'nntile'; main()"
+
+
+def test_metg(python: Python) -> None:
+    arguments = "bench metg --cpus 1 --us 5,500 --seconds 0.01 --repeats 2 --json"
+    made = python(CLI, *arguments.split())
+    assert made.returncode == 0, made.stderr
+    result = json.loads(made.stdout)
+    assert len(result["rows"]) == 2
+    for row in result["rows"]:
+        assert 0 < row["efficiency"]["max"] <= 1 + 1e-9
+        assert 0 < row["in_stream"] <= 1 + 1e-9
+    assert set(result["metg_us"]) == {"50", "95"}
+
+
+def test_shortest() -> None:
+    rows = [{"us": us, "efficiency": {"median": e}} for us, e in ((1.0, 0.2), (10.0, 0.4), (100.0, 0.6), (1000.0, 0.9))]
+    assert shortest(rows, 0.5) == pytest.approx(10**1.5)
+    assert shortest(rows, 0.1) == 1.0
+    assert shortest(rows, 0.95) is None
+
+
+def test_capacity(python: Python, tmp_path: Path) -> None:
+    """One that trains, one that is left out, one that takes too long."""
+    options = f"--cuda 0 --seq 16 --batch 2 --vocab 101 --rounds 1 --out {tmp_path / 'c'}"
+    ours = f"bench capacity --models tiny --contestants nntile,fsdp2_offload --host-memory 1e-6 {options}"
+    made = python(CLI, *ours.split())
+    assert made.returncode == 0, made.stderr
+    assert "| tiny | nntile | no: not tried: may need" in made.stdout
+    slow = f"bench capacity --models tiny,124M --contestants torch_eager --time-limit 0.1 {options}"
+    made = python(CLI, *slow.split())
+    assert made.returncode == 0, made.stderr
+    assert "| tiny | torch_eager | no: no answer within 0.1 s" in made.stdout
+    rows = json.loads((tmp_path / "c.json").read_text())["rows"]
+    assert [row["error"] for row in rows] == ["no answer within 0.1 s", "not tried: tiny had failed"]
+    good = f"bench capacity --models tiny --contestants nntile {options}"
+    made = python(CLI, *good.split())
+    assert "| tiny | nntile | yes |" in (tmp_path / "c.md").read_text()
+
+
+def test_policies() -> None:
+    found = sweep.points(sweep.load_sweep(Path(__file__).parent.parent / "experiments" / "policies.yaml"))
+    assert len(found) == 12
+    assert not any(point.error for point in found)
