@@ -228,12 +228,25 @@ class Fusion(Section):
     residual_norm: Switch = True
 
 
+class Disk(Section):
+    """Where tiles go that find no place in main memory."""
+
+    path: str  # a folder
+    size: Size
+
+    @field_validator("path")
+    @classmethod
+    def _exists(cls, path: str) -> str:
+        return _existing("runtime.disk.path", path)
+
+
 class Runtime(Section):
     cpus: Workers = "all"
     cuda: Workers = 0
     scheduler: str = "lws"  # StarPU's scheduling policy
     memory: Size | None = None  # bytes of CPU memory that tiles may take
     cuda_memory: Size | None = None  # the same, of each GPU
+    disk: Disk | None = None  # beyond runtime.memory, which must be given then
     window: Count | None = None  # most tasks submitted and not yet done
     calibrate: Switch = False
 

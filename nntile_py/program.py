@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import zlib
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from nntile_py import _core
+from nntile_py import _core, memory
+from nntile_py.runtime import Runtime
 from nntile_py.tasks import Lowering, Tensor, launch
 from nntile_py.tiles import Slot, TaskList, Tile
 from nntile_py.tiles.groups import grouped
@@ -22,6 +24,8 @@ class Store:
 
     def __init__(self) -> None:
         self.handles: dict[tuple[str, tuple[int, ...]], _core.Tile] = {}
+        # Of what is written at every step, by lowering and name.
+        self._grids: WeakKeyDictionary[Lowering, dict[str, list[tuple[Any, _core.Tile]]]] = WeakKeyDictionary()
 
     def handle(self, tile: Tile) -> _core.Tile:
         if not tile.persistent:
@@ -33,8 +37,11 @@ class Store:
 
     def write(self, low: Lowering, tensor: Tensor, value: np.ndarray[Any, Any]) -> None:
         """Put a whole array into a tensor's tiles, in order with the tasks, without waiting."""
-        for where, tile in low.grid(tensor):
-            self.handle(tile).write(np.ascontiguousarray(value[where]))
+        grids = self._grids.setdefault(low, {})
+        if tensor.name not in grids:
+            grids[tensor.name] = [(where, self.handle(tile)) for where, tile in low.grid(tensor)]
+        for where, handle in grids[tensor.name]:
+            handle.write(np.ascontiguousarray(value[where]))
 
     def zero(self, low: Lowering, tensor: Tensor) -> None:
         """Fill a tensor's tiles with zeros where they will be used."""
@@ -82,9 +89,11 @@ class Program:
     watched: list[TaskList] | None = None  # while a profile is taken: the list of each run, in order
 
     def __init__(self, tasks: TaskList, store: Store) -> None:
-        capability = _capability()
+        capability, runtime = _capability(), Runtime.current
+        assert runtime is not None
         if capability:
-            tasks = grouped(tasks, GPU_FLOP_S, GPU_BYTES_S, GROUP_SECONDS)
+            tasks = grouped(tasks, GPU_FLOP_S, GPU_BYTES_S, GROUP_SECONDS, memory.group_bytes(runtime))
+        memory.check_tasks(tasks, runtime)
         self.list, self.tasks = tasks, len(tasks.tasks)
         self.slots: list[str] = []
         self._native = _core.Program()
