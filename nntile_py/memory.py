@@ -60,33 +60,26 @@ def check_tasks(tasks: TaskList, runtime: Runtime) -> None:
 def check_step(step: Step, runtime: Runtime) -> None:
     """Raise TaskError if a step's tensors do not fit in all memories together."""
     peak, have = step.peak_bytes(), main_memory(runtime)
-    more = ", and runtime.disk" if runtime.disk else ", and no runtime.disk is given"
-    advice = (
-        f"the largest tensors are {step.largest()}. Use a smaller batch or seq, or smaller tiles.batch, tiles.seq and "
-        "tiles.vocab, which let activations be freed earlier"
-    )
-    if not runtime.cuda:
-        if peak > have:
-            raise TaskError(
-                f"out of memory: a step needs at least {peak / MIB:.0f} MiB, runtime.memory{more} allows "
-                f"{have / MIB:.0f}; {advice}"
-            )
-        return
-    devices = runtime.cuda * (runtime.cuda_memory or 0)
-    # Weights are written in main memory first; what the devices do not hold is there too.
-    rest = max(peak - devices, sum(tile.bytes for tile in step.first.tasks.initialised))
+    room = f"runtime.memory {'and runtime.disk have' if runtime.disk else 'has'} room for {have / MIB:.0f}"
+    rest = peak
+    if runtime.cuda:
+        devices = runtime.cuda * (runtime.cuda_memory or 0)
+        # Weights are written in main memory first; what the devices do not hold is there too.
+        rest = max(peak - devices, sum(tile.bytes for tile in step.first.tasks.initialised))
+        room = f"{rest / MIB:.0f} of it outside of runtime.cuda_memory = {devices / MIB:.0f} MiB in all, and {room}"
     if rest > have:
         raise TaskError(
-            f"out of memory: a step needs at least {peak / MIB:.0f} MiB; of it {rest / MIB:.0f} MiB must be in main "
-            f"memory beside {devices / MIB:.0f} MiB of runtime.cuda_memory, where runtime.memory{more} allows "
-            f"{have / MIB:.0f}; {advice}"
+            f"out of memory: a step needs at least {peak / MIB:.0f} MiB, {room}; the largest tensors are "
+            f"{step.largest()}. Use a smaller batch or seq, or smaller tiles.batch, tiles.seq and tiles.vocab, which let "
+            "activations be freed earlier"
         )
 
 
 def largest(tiles: Iterable[Tile], count: int = 3) -> str:
     """The largest tiles, and the tile sizes to lower."""
     top = sorted(set(tiles), key=lambda tile: -tile.bytes)[:count]
-    named, keys = [], {}
+    named: list[str] = []
+    keys: dict[str, None] = {}
     for tile in top:
         sizes = dict(zip(tile.axes, tile.shape, strict=False))
         shape = " x ".join(f"{axis} {size}" for axis, size in sizes.items()) or str(tile.shape)

@@ -24,8 +24,7 @@ class Store:
 
     def __init__(self) -> None:
         self.handles: dict[tuple[str, tuple[int, ...]], _core.Tile] = {}
-        # Of what is written at every step, by lowering and name.
-        self._grids: WeakKeyDictionary[Lowering, dict[str, list[tuple[Any, _core.Tile]]]] = WeakKeyDictionary()
+        self._grids: WeakKeyDictionary[Lowering, dict[Tensor, list[tuple[Any, _core.Tile]]]] = WeakKeyDictionary()
 
     def handle(self, tile: Tile) -> _core.Tile:
         if not tile.persistent:
@@ -38,9 +37,9 @@ class Store:
     def write(self, low: Lowering, tensor: Tensor, value: np.ndarray[Any, Any]) -> None:
         """Put a whole array into a tensor's tiles, in order with the tasks, without waiting."""
         grids = self._grids.setdefault(low, {})
-        if tensor.name not in grids:
-            grids[tensor.name] = [(where, self.handle(tile)) for where, tile in low.grid(tensor)]
-        for where, handle in grids[tensor.name]:
+        if tensor not in grids:  # inputs are written at every step
+            grids[tensor] = [(where, self.handle(tile)) for where, tile in low.grid(tensor)]
+        for where, handle in grids[tensor]:
             handle.write(np.ascontiguousarray(value[where]))
 
     def zero(self, low: Lowering, tensor: Tensor) -> None:
