@@ -70,8 +70,8 @@ def check_step(step: Step, runtime: Runtime) -> None:
     if rest > have:
         raise TaskError(
             f"out of memory: a step needs at least {peak / MIB:.0f} MiB, {room}; the largest tensors are "
-            f"{step.largest()}. Use a smaller batch or seq, or smaller tiles.batch, tiles.seq and tiles.vocab, which let "
-            "activations be freed earlier"
+            f"{step.largest()}. Use a smaller batch or seq, or smaller tiles.batch, tiles.seq and tiles.vocab, which "
+            "let activations be freed earlier"
         )
 
 
