@@ -74,7 +74,9 @@ def cuda_flags() -> tuple[list[str], list[str], list[str]]:
     shim = next((home / name for home in cudnn for name in ("lib/libcudnn.so.9", "lib64/libcudnn.so.9")
                  if (home / name).exists()), library("libcudnn.so.9"))  # fmt: skip
     for folder in frontend:
-        if (folder / "cudnn_frontend.h").exists() and cudnn and shim:  # without it ATen's attention serves
+        # Without it ATen's attention serves: as where the compiler has a static libstdc++ only, see scripts/install.sh.
+        shared = ask(*shlex.split(os.environ.get("CXX", "c++")), "-print-file-name=libstdc++.so") != "libstdc++.so"
+        if (folder / "cudnn_frontend.h").exists() and cudnn and shim and shared:
             headers += [folder, cudnn[0] / "include"]
             linked.append(str(shim))
             break

@@ -15,7 +15,8 @@ from typing import Any
 
 from rich.console import Console
 
-from nntile_py.config import RunConfig, load, parse, validated
+from nntile_py.checked import parse, validated
+from nntile_py.config import RunConfig, load
 from nntile_py.errors import ConfigError
 from nntile_py.plan import GPU_OVERHEAD_S, OVERHEAD_S, Estimate, estimate
 from nntile_py.sweep import Sweep

@@ -60,10 +60,8 @@ def measure_tasks(count: int, tiles: int, cpus: int | None, scheduler: str, repe
         program = _core.Program()
         for k in range(count):
             used = [pool[(k + j) % len(pool)] for j in range(tiles)]
-            program.add(
-                kernel="empty", codelet="empty", name="empty", tiles=used, modes=["RW"] * tiles, ints=[], floats=[],
-                slots=[], accumulates=0, footprint=0, priority=0, flop=0.0,
-            )  # fmt: skip
+            body: tuple[Any, ...] = ("empty", "empty", list(range(tiles)), [], 0, 0, [], 0)
+            program.add(bodies=[body], codelet="empty", name="empty", tiles=used, modes=["RW"] * tiles)
         for _ in range(repeats + 1):
             start = time.perf_counter()
             program.run([])

@@ -1,84 +1,43 @@
 """The YAML of a run, typed and checked: every mistake is one ConfigError that names the key and what is allowed."""
 
-import difflib
 import json
-import math
 import os
-import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, get_args
+from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
+from nntile_py.checked import (
+    BelowOne,
+    Betas,
+    Count,
+    Natural,
+    NonNegative,
+    Positive,
+    Section,
+    Share,
+    Size,
+    Switch,
+    Workers,
+    integer,
+    only,
+    parse,
+    read_yaml,
+    short,
+    validated,
+)  # fmt: skip
 from nntile_py.errors import ConfigError
 
 SCHEDULER_CONFIGS = next(
     (d for p in Path(__file__).parents[:2] if (d := p / "scheduler_configs").is_dir()), Path("scheduler_configs")
 )
-_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+
 _SCHEDULERS = ["lws", "ws", "eager", "prio", "random", "dm", "dmda", "dmdap", "dmdar", "dmdas", "dmdasd"]
 _SCHEDULERS += ["pheft", "peager", "heteroprio"]
 
-
-def _only(what: str, convert: Callable[[Any], Any]) -> tuple[PlainValidator, Any]:
-    """A validator that takes what `convert` turns into a value other than None; all else is refused, saying `what`."""
-
-    def check(value: Any) -> Any:
-        result = convert(value)
-        if result is None:
-            raise ValueError(what)
-        return result
-
-    return PlainValidator(check), Field(description=what)
-
-
-def _integer(least: int) -> tuple[PlainValidator, Any]:
-    return _only(f"an integer of at least {least}", lambda v: v if type(v) is int and v >= least else None)
-
-
-def _number(what: str, inside: Callable[[float], bool]) -> tuple[PlainValidator, Any]:
-    return _only(what, lambda v: float(v) if type(v) in (int, float) and math.isfinite(v) and inside(v) else None)
-
-
-def _bytes(value: Any) -> int | None:
-    if isinstance(value, str) and (match := re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value)):
-        unit = _UNITS.get(match[2].upper())
-        value = unit and int(float(match[1]) * unit)
-    return value if type(value) is int and value > 0 else None
-
-
-Count = Annotated[int, *_integer(1)]
-Natural = Annotated[int, *_integer(0)]
-Positive = Annotated[float, *_number("a number above 0", lambda v: v > 0)]
-NonNegative = Annotated[float, *_number("a number of at least 0", lambda v: v >= 0)]
-BelowOne = Annotated[float, *_number("a number of at least 0 and below 1", lambda v: 0 <= v < 1)]
-Share = Annotated[float, *_number("a number above 0 and at most 0.5", lambda v: 0 < v <= 0.5)]
-Size = Annotated[int, *_only("a number of bytes, or a size such as '500MB' or '20GiB'", _bytes)]
-Switch = Annotated[bool, *_only("true or false", lambda v: v if type(v) is bool else None)]
-Betas = Annotated[
-    list[float],
-    *_only(
-        "two numbers of at least 0 and below 1, such as [0.9, 0.95]",
-        lambda v: (
-            [float(b) for b in v]
-            if isinstance(v, list) and len(v) == 2 and all(type(b) in (int, float) and 0 <= b < 1 for b in v)
-            else None
-        ),
-    ),
-]
-Workers = Annotated[
-    int | str,
-    *_only("an integer of at least 0, or 'all'", lambda v: v if v == "all" or (type(v) is int and v >= 0) else None),
-]
 Policy = Literal["chain", "commute", "redux", "tree"]
-Checked = TypeVar("Checked", bound=BaseModel)
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class Model(Section):
@@ -133,7 +92,9 @@ class Data(Section):
     source: str = "python-stdlib"  # or the path of a text file or of a folder
     val_fraction: Share = 0.05
     max_bytes: Size | None = None
-    extensions: list[str] = [".txt", ".md", ".rst", ".py", ".c", ".h", ".cpp", ".hpp", ".cu", ".html", ".tex"]
+    extensions: list[str] = Field(
+        default=[".txt", ".md", ".rst", ".py", ".c", ".h", ".cpp", ".hpp", ".cu", ".html", ".tex"]
+    )
 
     @field_validator("source")
     @classmethod
@@ -179,7 +140,7 @@ class Tokenizer(Section):
 class Train(Section):
     steps: Count
     batch: Count  # sequences of one forward and backward pass
-    seq: Annotated[int, *_integer(2)]  # tokens of a sequence; its last one has no target
+    seq: Annotated[int, *integer(2)]  # tokens of a sequence; its last one has no target
     grad_accumulation: Count = 1  # passes whose gradients are averaged into one step
     eval_every: Count = 100
     eval_batches: Count = 4
@@ -190,7 +151,7 @@ class Optimizer(Section):
     name: Literal["adamw", "sgd"] = "adamw"
     lr: Positive = 1e-3
     min_lr: NonNegative | None = None  # of the cosine's end; default: lr / 10
-    betas: Betas = [0.9, 0.95]  # adamw
+    betas: Betas = Field(default=[0.9, 0.95])  # adamw
     eps: Positive = 1e-8  # adamw
     weight_decay: NonNegative = 0.0
     momentum: BelowOne = 0.0  # sgd
@@ -228,12 +189,25 @@ class Fusion(Section):
     residual_norm: Switch = True
 
 
+class Disk(Section):
+    """Where tiles go that find no place in main memory."""
+
+    path: str  # a folder
+    size: Size
+
+    @field_validator("path")
+    @classmethod
+    def _exists(cls, path: str) -> str:
+        return _existing("runtime.disk.path", path)
+
+
 class Runtime(Section):
     cpus: Workers = "all"
     cuda: Workers = 0
     scheduler: str = "lws"  # StarPU's scheduling policy
     memory: Size | None = None  # bytes of CPU memory that tiles may take
     cuda_memory: Size | None = None  # the same, of each GPU
+    disk: Disk | None = None  # beyond runtime.memory, which must be given then
     window: Count | None = None  # most tasks submitted and not yet done
     calibrate: Switch = False
     placement: Literal["planned", "scheduler"] | None = None  # who says which worker runs a task; planned on several GPUs
@@ -281,7 +255,7 @@ class RunConfig(Section):
     optimizer: Optimizer = Field(default_factory=Optimizer)
     precision: Annotated[
         str,
-        *_only("fp32, fp64; on CUDA workers also bf16, tf32", lambda v: v if v in PRECISIONS else None),
+        *only("fp32, fp64; on CUDA workers also bf16, tf32", lambda v: v if v in PRECISIONS else None),
     ] = "fp32"
     tiles: Tiles = Tiles()
     accumulate: Policy = "chain"
@@ -393,49 +367,6 @@ def _apply_scheduler(tree: dict[str, Any], wins: bool, overrides: Iterable[str])
                 _override(tree, item)
 
 
-class _Loader(yaml.SafeLoader):
-    """YAML with two traps removed: 1e-3 is a number (YAML 1.1 has it as text), a key given twice is an error."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen = set()
-        for key, _ in node.value:
-            if key.value in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"{key.value!r} is given twice", key.start_mark)
-            seen.add(key.value)
-        return super().construct_mapping(node, deep)
-
-
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
-)
-
-
-def parse(text: str, what: str) -> Any:
-    """What a YAML text holds; `what` names it in errors."""
-    try:
-        return yaml.load(text, _Loader)
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        where = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        raise ConfigError(f"{what}{where}: {error.problem or error.context}; allowed: YAML") from None
-    except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
-        raise ConfigError(f"{what}: {error}; allowed: YAML") from None
-
-
-def read_yaml(path: Path, key: str, cls: type[BaseModel]) -> dict[str, Any]:
-    """The mapping that a YAML file holds, not yet checked against `cls`; `key` is what the user called it."""
-    try:
-        tree = parse(path.read_text(encoding="utf-8"), str(path))
-    except OSError as error:
-        reason = "no such file" if isinstance(error, FileNotFoundError) else error.strerror
-        raise ConfigError(f"{key}: {reason}: {path}; allowed: the path of a YAML file") from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{key}: {path} is not UTF-8 text ({error}); allowed: a YAML file") from None
-    if not isinstance(tree, dict):
-        raise ConfigError(f"{path}: holds {_short(tree)}; allowed: a mapping of {', '.join(_keys(cls))}")
-    return tree
-
-
 def _override(tree: dict[str, Any], item: str) -> None:
     key, equals, text = item.partition("=")
     names = key.strip().split(".")
@@ -448,46 +379,10 @@ def _override(tree: dict[str, Any], item: str) -> None:
         if inner is None:
             inner = {}
         if not isinstance(inner, dict):
-            raise ConfigError(f"--set {item}: {name} is {_short(inner)}, not a section")
+            raise ConfigError(f"--set {item}: {name} is {short(inner)}, not a section")
         tree[name] = inner
         tree = inner
     tree[names[-1]] = parse(text, f"--set {item}")
-
-
-def validated(cls: type[Checked], tree: dict[str, Any], prefix: str = "") -> Checked:
-    """The tree as a `cls`; else one ConfigError that names every wrong key."""
-    try:
-        return cls.model_validate(tree)
-    except ValidationError as error:
-        raise ConfigError("\n  ".join(prefix + _explain(cls, e) for e in error.errors())) from None
-
-
-def _explain(cls: type[BaseModel], error: Any) -> str:
-    """One line: the key, what it got, what is allowed."""
-    loc = error["loc"]
-    key = ".".join(map(str, loc))
-    if error["type"] in ("extra_forbidden", "invalid_key"):
-        known = _keys(_inner(cls, loc[:-1]))
-        close = difflib.get_close_matches(str(loc[-1]), known, n=1)
-        hint = f"did you mean {close[0]}? " if close else ""
-        return f"{key}: unknown key; {hint}allowed: {', '.join(known)}"
-    if error["type"] == "missing":
-        field = _inner(cls, loc[:-1]).model_fields[loc[-1]]
-        what = field.description or f"a section with {', '.join(_keys(_inner(cls, loc)))}"
-        return f"{key}: not given, but required; allowed: {what}"
-    what = str(error.get("ctx", {}).get("error", error["msg"].removeprefix("Input should be ")))
-    if error["type"] in ("model_type", "model_attributes_type"):
-        what = f"a section with {', '.join(_keys(_inner(cls, loc)))}"
-    return f"{key}: got {_short(error['input'])}; allowed: {what}"
-
-
-def _inner(cls: type[BaseModel], loc: Iterable[Any]) -> type[BaseModel]:
-    """The section at a place; those in a list, or with null as the other choice, too."""
-    for name in loc:
-        field = next((f for n, f in cls.model_fields.items() if name in (n, f.alias)), None)
-        kinds = (field.annotation, *get_args(field.annotation)) if field else ()
-        cls = next((k for k in kinds if isinstance(k, type) and issubclass(k, BaseModel)), cls)
-    return cls
 
 
 def _is_section(key: str) -> bool:
@@ -497,15 +392,6 @@ def _is_section(key: str) -> bool:
 
 def _is_path(name: str) -> bool:
     return "/" in name or name.endswith((".yaml", ".yml"))
-
-
-def _keys(cls: type[BaseModel]) -> list[str]:
-    return [field.alias or name for name, field in cls.model_fields.items()]
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
 
 
 def _existing(key: str, path: str, others: str = "") -> str:

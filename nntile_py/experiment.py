@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, PrivateAttr
 
-from nntile_py.config import Count, RunConfig, Section, load, read_yaml, validated
+from nntile_py.checked import Count, Section, read_yaml, validated
+from nntile_py.config import RunConfig, load
 from nntile_py.errors import ConfigError, NNTileError
 from nntile_py.sweep import WORK, check_sweep, points
 from nntile_py.sweep_results import Row, draw_plot, replace_file, table, value

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import zlib
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from nntile_py import _core
+from nntile_py import _core, memory
 from nntile_py.runtime import Runtime
 from nntile_py.tasks import Lowering, Tensor, launch
 from nntile_py.tiles import Slot, TaskList, Tile
@@ -17,8 +18,7 @@ from nntile_py.tiles.tasklist import MONOIDS, Task
 
 GPU = Speed(flop_s=600e12, bytes_s=3.5e12, link_s=250e9)  # what a GPU is taken for when tasks are placed and grouped
 CPU = Speed(flop_s=50e9, bytes_s=10e9, link_s=1e15)  # one core: its memory is the others' too
-# How long a group may last: one GPU waits about 30 us between two of them; several wait for what is inside of one.
-ALONE, TOGETHER = 5e-3, 1.5e-3
+GROUP_SECONDS = 1.5e-3  # how long a group may last; 11 groups a step are no faster than 117, and hold more memory
 
 
 class Store:
@@ -28,6 +28,7 @@ class Store:
         self.handles: dict[tuple[str, tuple[int, ...]], _core.Tile] = {}
         # Where tiles lie between programs, if those say which worker runs what.
         self.homes: Homes | None = {} if Runtime.current and Runtime.current.placement == "planned" else None
+        self._grids: WeakKeyDictionary[Lowering, dict[Tensor, list[tuple[Any, _core.Tile]]]] = WeakKeyDictionary()
 
     def handle(self, tile: Tile) -> _core.Tile:
         if not tile.persistent:
@@ -39,8 +40,11 @@ class Store:
 
     def write(self, low: Lowering, tensor: Tensor, value: np.ndarray[Any, Any]) -> None:
         """Put a whole array into a tensor's tiles, in order with the tasks, without waiting."""
-        for where, tile in low.grid(tensor):
-            self.handle(tile).write(np.ascontiguousarray(value[where]))
+        grids = self._grids.setdefault(low, {})
+        if tensor not in grids:  # inputs are written at every step
+            grids[tensor] = [(where, self.handle(tile)) for where, tile in low.grid(tensor)]
+        for where, handle in grids[tensor]:
+            handle.write(np.ascontiguousarray(value[where]))
 
     def zero(self, low: Lowering, tensor: Tensor) -> None:
         """Fill a tensor's tiles with zeros where they will be used."""
@@ -88,11 +92,13 @@ class Program:
     watched: list[TaskList] | None = None  # while a profile is taken: the list of each run, in order
 
     def __init__(self, tasks: TaskList, store: Store) -> None:
-        capability, gpus = _capability(), _core.cuda_workers()
+        capability, gpus, runtime = _capability(), _core.cuda_workers(), Runtime.current
+        assert runtime is not None
         if store.homes is not None:
             tasks = placed(tasks, gpus or _core.cpu_workers(), GPU if gpus else CPU, store.homes)
         if gpus:
-            tasks = grouped(tasks, GPU.flop_s, GPU.bytes_s, ALONE if gpus == 1 else TOGETHER)
+            tasks = grouped(tasks, GPU.flop_s, GPU.bytes_s, GROUP_SECONDS, memory.group_bytes(runtime))
+        memory.check_tasks(tasks, runtime)
         self.list, self.tasks = tasks, len(tasks.tasks)
         self.slots: list[str] = []
         self._native = _core.Program()

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from nntile_py import _core
+from nntile_py.disk import Disk
 from nntile_py.errors import ConfigError, NNTileError, TaskError
 
 _MODES = ("R", "W", "RW")
@@ -27,10 +28,11 @@ class Runtime:
 
     cpus: workers, default all cores, or none beside CUDA workers. cuda: devices to use, a worker each. cuda_memory:
     bytes of each device that tiles may take, default 85 % of it. scheduler: a policy of StarPU (lws, dmdas, dmdar,
-    eager, ...). memory: bytes of main memory that tiles may take. window: most tasks submitted and not yet ended.
-    calibrate: measure anew the performance models that dmda* use. placement: "planned" (tiles/placement.py says which
-    worker runs a task, default on several GPUs) or "scheduler". Raises ConfigError for values
-    out of range, TaskError if StarPU does not start.
+    eager, ...). memory: bytes of main memory that tiles may take. disk: {path, size}, a folder and how many bytes may
+    lie there of tiles that find no place in `memory`. window: most tasks submitted and not yet ended. calibrate:
+    measure anew the performance models that dmda* use. placement: "planned" (tiles/placement.py says which worker
+    runs a task; the default on several GPUs) or "scheduler". Raises ConfigError for values out of range, TaskError
+    if StarPU does not start.
     """
 
     current: Runtime | None = None
@@ -43,6 +45,7 @@ class Runtime:
         cuda: int = 0,
         memory: int | None = None,
         cuda_memory: int | None = None,
+        disk: Mapping[str, Any] | None = None,
         window: int | None = None,
         calibrate: bool = False,
         placement: str | None = None,
@@ -68,6 +71,7 @@ class Runtime:
             raise ConfigError(f"runtime.placement: {placement!r} is not allowed; use {' or '.join(PLACEMENTS)}")
         self.placement = placement or PLACEMENTS[cuda > 1]
         self.scheduler, self.memory, self.window, self.calibrate = scheduler, memory, window or 0, calibrate
+        self.disk = Disk(disk, memory) if disk else None
         self._users: list[Any] = []
 
     @staticmethod
@@ -79,20 +83,38 @@ class Runtime:
 
     def __enter__(self) -> Runtime:
         os.environ.setdefault("STARPU_SILENT", "1")
-        limits = {"STARPU_LIMIT_CPU_MEM": self.memory}
+        variables, page = self.disk.open() if self.disk else ({}, 1)
+        if self.memory:
+            variables["STARPU_LIMIT_CPU_MEM"] = str(max(1, self.memory >> 20))
         if self.cuda:
-            _prepare_cuda(self.cuda)
-            limits["STARPU_LIMIT_CUDA_MEM"] = self.cuda_memory or _default_cuda_memory()
-        limits = {name: size for name, size in limits.items() if size}
-        os.environ.update({name: str(max(1, size >> 20)) for name, size in limits.items() if size})
+            self.cuda_memory = self.cuda_memory or _default_cuda_memory()
+            variables["STARPU_LIMIT_CUDA_MEM"] = str(max(1, self.cuda_memory >> 20))
+            _prepare_cuda(self.cuda, min(self.cuda_memory, self.memory or self.cuda_memory))
+        os.environ.update(variables)
         try:
-            _core.start(self.cpus, self.scheduler, self.window, self.calibrate, self.memory or 0, self.cuda)
+            _core.start(
+                self.cpus, self.scheduler, self.window, self.calibrate, self.memory or 0, self.cuda,
+                self.disk is not None, page,
+            )  # fmt: skip
+        except BaseException:
+            self._close_disk()
+            raise
         finally:
-            for name in limits:
+            for name in variables:
                 del os.environ[name]
         Runtime.current = self
-        atexit.register(_core.stop)  # a process that ends inside the block: workers must not outlive the interpreter
+        atexit.register(self._stop)  # a process that ends inside the block: workers must not outlive the interpreter
         return self
+
+    def _stop(self) -> None:
+        try:
+            _core.stop()
+        finally:
+            self._close_disk()
+
+    def _close_disk(self) -> None:
+        if self.disk:
+            self.disk.close()
 
     def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
         users, self._users = self._users, []
@@ -104,8 +126,8 @@ class Runtime:
                 _core.wait_all()
         finally:
             Runtime.current = None
-            _core.stop()
-            atexit.unregister(_core.stop)
+            self._stop()
+            atexit.unregister(self._stop)
 
     def at_exit(self, user: Any) -> None:
         """Keep `user` alive, and have `user.close()` called before StarPU stops."""
@@ -134,15 +156,25 @@ def _default_cuda_memory() -> int:
     return int(0.85 * torch.cuda.get_device_properties(0).total_memory)
 
 
+CHUNKS_FROM = 4 << 30  # bytes
+
 _OURS: set[str] = set()  # StarPU's settings that are not the user's
 
 
-def _prepare_cuda(devices: int) -> None:
-    """StarPU's settings for CUDA where the user has none, and its measurement of the buses, once a machine."""
+def _prepare_cuda(devices: int, memory: int) -> None:
+    """StarPU's settings for CUDA where the user has none, and its measurement of the buses, once a machine.
+
+    memory: bytes that tiles may take of the smallest memory."""
     # Nothing is written back to main memory before there is need of the room. Tasks that wait on a device's stream
     # cannot be stolen by another device: fewer where there are several (XL on 4 GPUs: 0.52 s a step, then 0.43).
     pipeline = "4" if devices == 1 else "2"
-    for name, value in (("MINIMUM_CLEAN_BUFFERS", "0"), ("TARGET_CLEAN_BUFFERS", "0"), ("CUDA_PIPELINE", pipeline)):
+    # It puts tiles of up to 4 MiB together in chunks of 32 MiB and keeps four empty ones. Where memory is short none
+    # finds its place (with 24 MiB nothing ever ran), or what is evicted makes no room for larger tiles.
+    chunks = "1" if memory >= CHUNKS_FROM else "0"
+    settings = {
+        "MINIMUM_CLEAN_BUFFERS": "0", "TARGET_CLEAN_BUFFERS": "0", "CUDA_PIPELINE": pipeline, "SUBALLOCATOR": chunks,
+    }  # fmt: skip
+    for name, value in settings.items():
         if f"STARPU_{name}" not in os.environ or name in _OURS:  # another runtime of this process may differ
             os.environ[f"STARPU_{name}"] = value
             _OURS.add(name)

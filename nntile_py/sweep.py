@@ -27,7 +27,8 @@ from pydantic import Field, field_validator, model_validator
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from nntile_py.config import Count, Natural, Positive, RunConfig, Section, Switch, load, parse, read_yaml, validated
+from nntile_py.checked import Count, Natural, Positive, Section, Switch, parse, read_yaml, validated
+from nntile_py.config import RunConfig, load
 from nntile_py.errors import ConfigError
 
 Values = dict[str, list[Any]]

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from nntile_py import _core
+from nntile_py import _core, memory
 from nntile_py.build import Evaluation, build_evaluation, build_step
 from nntile_py.errors import ConfigError, TaskError
 from nntile_py.models.gpt2 import GPT2, Binding
@@ -110,14 +110,8 @@ class Trainer:
             )  # fmt: skip
         except ValueError as error:
             raise ConfigError(str(error)) from None
-        limit = None if Runtime.current.cuda else Runtime.current.memory
-        peak = built.peak_bytes()
-        if limit and peak > limit:
-            raise TaskError(
-                f"out of memory: a step needs at least {peak / 2**20:.0f} MiB, runtime.memory allows "
-                f"{limit / 2**20:.0f}; the largest tensors are {built.largest()}. Use a smaller batch or seq, or "
-                "smaller tiles.batch, tiles.seq and tiles.vocab, which let activations be freed earlier"
-            )
+        memory.check_step(built, Runtime.current)
+        _core.advise(f"the largest tensors are {built.largest()}")
         self._built, self._store = built, Store()
         self._first = Program(built.first.tasks, self._store)
         self._more = Program(built.more.tasks, self._store) if built.more else None

@@ -187,6 +187,9 @@ backoff=src/drivers/driver_common/driver_common.c
 sed -i 's/^\(\s*\)while *(delay--)/\1sched_yield();\n&/; 1i #include <sched.h>' $backoff
 grep -q '^\s*sched_yield();' $backoff || say "$backoff has changed: idle workers will not yield"
 
+# Models of the installation folder are nobody's here, and a StarPU that was moved ("make bundle") warns that it is gone.
+sed -i '/^\s*_perf_model_add_dir(STARPU_SAMPLING_DIR,/d' src/core/perfmodel/perfmodel.c
+
 # blocking drivers stay off: they set the pipeline of tasks per CUDA device to 0.
 flags=(--prefix="$prefix" --libdir="$prefix/lib" --disable-static --enable-fast
     --enable-maxcpus=256 --enable-maxcudadev=8 --enable-maxbuffers=16 --enable-maxnodes=16

@@ -9,7 +9,12 @@ say() { echo "install: $*" >&2; }
 die() { say "$*"; exit 1; }
 [ -d starpu-cpu ] || die "this script runs in the folder that 'make bundle' makes"
 python=$(command -v "${PYTHON:-python3}") || die "no ${PYTHON:-python3}"
-command -v g++ >/dev/null || die "no g++"
+# Torch's libstdc++ is shared. A compiler that comes with a static one only puts a second one beside it, and streams crash.
+for CXX in "${CXX:-g++}" g++ /usr/bin/g++; do
+    [ "$("$CXX" -print-file-name=libstdc++.so 2>/dev/null || echo libstdc++.so)" = libstdc++.so ] || break
+done
+command -v "$CXX" >/dev/null || die "no g++"
+export CXX
 
 # One line each: where CUDA's libraries are (empty without a CUDA torch), then which wheels are wanted.
 { read -r cuda_libs; read -r missing; } < <("$python" - <<'PY'

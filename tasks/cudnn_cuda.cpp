@@ -84,7 +84,8 @@ bool run(const Operands& operands, bool causal, double scale) {
   std::vector<int64_t> key{causal, operands[0].second.get_device(), static_cast<int64_t>(operands.size())};
   std::unordered_map<int64_t, void*> pointers;
   for (const auto& [uid, x] : operands) {
-    if (reinterpret_cast<uintptr_t>(x.data_ptr()) % 16) return false;
+    // Of the log-sum-exp it writes fp32, whatever is asked for.
+    if (reinterpret_cast<uintptr_t>(x.data_ptr()) % 16 || (uid == kStats && x.scalar_type() != at::kFloat)) return false;
     pointers[uid] = x.data_ptr();
     key.insert(key.end(), x.sizes().begin(), x.sizes().end());
     key.insert(key.end(), x.strides().begin(), x.strides().end());

@@ -136,7 +136,7 @@ def _describe_grad(task: Task) -> Launches:
     counts = scratch.take(runs * rows, "int32")
     totals, starts = scratch.take(rows, "int32"), scratch.take(rows, "int32")
     rank, order = scratch.take(count, "int32"), scratch.take(count, "int32")
-    block = min(power_of_two(width), 256)
+    block = min(power_of_two(width), 1024)
     size = (count, Int(first), rows)
     return Launches(
         (
@@ -147,7 +147,7 @@ def _describe_grad(task: Task) -> Launches:
             launch(_scatter, ceil_div(count, 256), order, rank, counts, starts, ids, *size, RUN=run, BLOCK=256),
             launch(
                 _sum_rows, (rows, ceil_div(width, block)), out, dy, order, starts, totals, width,
-                ACC=task.accesses[0].accumulate, ROWS=16, BLOCK=block,
+                ACC=task.accesses[0].accumulate, ROWS=4, BLOCK=block,
             ),
         ),
         scratch.bytes,

@@ -123,9 +123,8 @@ class Lowering:
         key = (id(owner), at)
         if key not in self.tiles:
             self._tensors[id(owner)] = owner
-            self.tiles[key] = Tile(
-                owner.name, at, self.shape(tensor, index), owner.dtype, owner.monoid, tensor.persistent
-            )
+            shape = self.shape(tensor, index)
+            self.tiles[key] = Tile(owner.name, at, shape, owner.dtype, owner.monoid, tensor.persistent, tensor.axes)
         return self.tiles[key]
 
     def emit(

@@ -1,4 +1,4 @@
-"""One row per operator: how to build it on tensors with random values. And how a row is run and compared.
+"""One row per operator: how to build it on tensors with random values.
 
 A row makes tensors (`case.x`: an input, `case.y`: an output) and adds one operator or a few to the case's graph.
 """
@@ -6,173 +6,13 @@ A row makes tensors (`case.x`: an input, `case.y`: an output) and adds one opera
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-import torch
-from conftest import error
+from cases import Case, ids, normal, of, positive, triangle
 
 from nntile_py import tasks as ops
-from nntile_py.graph import Graph
-from nntile_py.lowering import lower
-from nntile_py.program import Program, Store
-from nntile_py.tasks import IGNORED, Op, Tensor
-from nntile_py.tasks.op import wide
-from nntile_py.tiles import Tiling
-
-Array = np.ndarray[Any, Any]
-Values = dict[Tensor, Array]
-Maker = Callable[[np.random.Generator, tuple[int, ...], Values], Array]
-
-SIZES = {"batch": 4, "seq": 6, "embed": 24, "heads": 4, "head_dim": 4, "ffn": 20, "vocab": 36}
-FIXED = {"qkv": 3, "stat": 2, "one": 1}
-NUMPY = {"bf16": np.float32, "fp32": np.float32, "fp64": np.float64, "int64": np.int64}
-
-
-# -- values of inputs
-
-
-def rounded(value: Array, dtype: str) -> Array:
-    """What a tensor of the dtype holds of the values; in float64 if they are no integers."""
-    if dtype == "int64":
-        return np.asarray(value, np.int64)
-    kinds = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
-    return np.asarray(torch.tensor(value, dtype=torch.float64).to(kinds[dtype]).double().numpy())
-
-
-def normal(rng: np.random.Generator, shape: tuple[int, ...], values: Values) -> Array:
-    return rng.standard_normal(shape)
-
-
-def positive(rng: np.random.Generator, shape: tuple[int, ...], values: Values) -> Array:
-    return rng.uniform(0.1, 1.0, shape)
-
-
-def triangle(rng: np.random.Generator, shape: tuple[int, ...], values: Values) -> Array:
-    """Zero above the diagonal, as the probabilities of causal attention."""
-    return np.tril(rng.standard_normal(shape))
-
-
-def ids(below: int, ignored: float = 0.0) -> Maker:
-    """Numbers of rows of a table or of words; some of them, not all, IGNORED."""
-
-    def make(rng: np.random.Generator, shape: tuple[int, ...], values: Values) -> Array:
-        result = np.where(rng.random(shape) < ignored, IGNORED, rng.integers(0, below, shape))
-        result.flat[0] = rng.integers(0, below)
-        return result
-
-    return make
-
-
-def of(op: Op, output: int) -> Maker:
-    """What an operator outside of the case would have made."""
-    return lambda rng, shape, values: op.reference(*(values[t] for t in op.inputs))[output]
-
-
-class Case:
-    """A graph under construction, the makers of its inputs' values, the slots of its program."""
-
-    def __init__(self, sizes: Mapping[str, int], dtype: str) -> None:
-        self.sizes = {**FIXED, **sizes, "key": sizes["seq"], "position": sizes["seq"] + 3}
-        self.graph = Graph(dtype)
-        self.makers: dict[Tensor, Maker] = {}
-        self.options: dict[str, Any] = {}  # of the reference
-        self.slots: dict[str, float] = {}
-        self.whole: set[str] = set()  # axes that must not be cut
-        self.labels: Tensor | None = None
-        self.wide = wide(dtype)
-
-    def x(self, axes: str, make: Maker = normal, dtype: str | None = None, **options: Any) -> Tensor:
-        tensor = self._tensor(axes, "input", dtype, **options)
-        self.makers[tensor] = make
-        return tensor
-
-    def y(self, axes: str, dtype: str | None = None, **options: Any) -> Tensor:
-        """An output: `scalar` is the kind of tensor that is not written before the program and outlives it."""
-        return self._tensor(axes, "scalar", dtype, **options)
-
-    def like(self, tensor: Tensor) -> Tensor:
-        return self.y(" ".join(tensor.axes), tensor.dtype, causal=tensor.causal)
-
-    def temp(self, axes: str, **options: Any) -> Tensor:
-        names = axes.split()
-        return self.graph.temp("temp", names, [self.sizes[a] for a in names], self.graph.dtype, **options)
-
-    def _tensor(self, axes: str, kind: str, dtype: str | None, causal: bool = False) -> Tensor:
-        names = axes.split()
-        name = f"t{len(self.graph.tensors)}"
-        tensor = self.graph.named(name, names, [self.sizes[a] for a in names], kind, dtype)
-        tensor.causal = causal
-        return tensor
-
-    def label(self, ignored: float = 0.0) -> Tensor:
-        """Labels [batch, seq]; the slot loss_scale becomes what goes with them."""
-        self.labels = self.x("batch seq", ids(self.sizes["vocab"], ignored), "int64")
-        return self.labels
-
-    def add(self, op: Op) -> Op:
-        return self.graph.add(op)
-
-    # -- values
-
-    def draw(self, rng: np.random.Generator) -> Values:
-        values: Values = {}
-        for tensor, make in self.makers.items():
-            values[tensor] = rounded(make(rng, tensor.shape, values), tensor.dtype)
-        if self.labels:
-            self.slots["loss_scale"] = 1 / max(int((values[self.labels] != IGNORED).sum()), 1)
-        return values
-
-    def expected(self, inputs: Values) -> Values:
-        """What the references make of the inputs, one operator after the other."""
-        values = dict(inputs)
-        for op in self.graph.ops:
-            results = op.reference(*(values[t] for t in op.inputs), **self.options)
-            assert len(results) == len(op.outputs), op.kind
-            values.update(zip(op.outputs, results, strict=True))
-        last = {t.storage: t for t in values if t.persistent}  # of those in the same tiles
-        return {t: values[t] for t in last.values() if t not in inputs}
-
-
-def check(
-    row: Callable[[Case], Any],
-    tiles: Mapping[str, int],
-    policy: str,
-    dtype: str,
-    sizes: Mapping[str, int] = SIZES,
-    seed: int = 0,
-    tolerance: float | None = None,
-) -> None:
-    """Run a row through StarPU twice, with other values each time, and compare every output with the reference.
-
-    Outputs hold NaN before, and the second run finds the tiles as the first has left them: what is not written, or
-    is added to without having been cleared, is seen.
-    """
-    case = Case(sizes, dtype)
-    row(case)
-    low = lower(case.graph, Tiling({a: t for a, t in tiles.items() if a not in case.whole}), policy)
-    rng, store, program = np.random.default_rng(seed), Store(), None
-    for replay in range(2):
-        values = case.draw(rng)
-        expected = case.expected(values)
-        owners = {t.storage for t in values}
-        for tensor in expected:
-            if tensor.storage not in owners:
-                store.write(low, tensor, np.full(tensor.shape, np.nan))
-        for tensor, value in values.items():
-            store.write(low, tensor, value)
-        program = program or Program(low.tasks, store)
-        program.run(case.slots)
-        for tensor, want in expected.items():
-            got, there = store.read(low, tensor), np.zeros(tensor.shape, bool)
-            for where, _ in low.grid(tensor):
-                there[where] = True
-            assert got.dtype == NUMPY[tensor.dtype]
-            wrong = error(got, want * there)
-            limit = tolerance or {"fp64": 1e-12, "fp32": 1e-5, "bf16": 1.5e-2}[dtype]
-            assert wrong < limit, f"{tensor}: off by {wrong:.1e}, replay {replay}, {policy}, {dict(tiles)}, {sizes}"
-
+from nntile_py.tasks import Op, Tensor
 
 # -- the table
 

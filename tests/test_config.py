@@ -81,6 +81,8 @@ MISTAKES = [
     ("runtime.cpus=some", "runtime.cpus", "or 'all'"),
     ("runtime.cpus=0", "runtime.cpus", "at least 1"),
     ("runtime.memory=20Gib/s", "runtime.memory", "20GiB"),
+    ("runtime.disk.path=/no/such", "runtime.disk.path", "a path that exists"),
+    ("runtime.disk={path: /}", "runtime.disk.size", "20GiB"),
     ("seed=-1", "seed", "an integer of at least 0"),
     ("sample.top_k=0", "sample.top_k", "an integer of at least 1"),
     ("out=3", "out", "a valid string"),
@@ -207,7 +209,7 @@ def test_priority_of_scheduler_file_config_and_override(tmp_path: Path) -> None:
         yaml.safe_dump(SMALL | {"scheduler": f"{tmp_path}/s.yaml", "runtime": {"window": 9}})
     )
     config = load(tmp_path / "c.yaml", ["runtime.memory=2GB"])
-    assert config.runtime.model_dump(exclude={"cuda", "cuda_memory", "calibrate"}) == {
+    assert config.runtime.model_dump(exclude={"cuda", "cuda_memory", "disk", "calibrate"}) == {
         "cpus": 3,
         "window": 9,
         "memory": 2_000_000_000,

@@ -1,13 +1,15 @@
 """On a CUDA device: every operator against its float64 reference, GPT-2, memory limits, Python tasks."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from cases import check
 from conftest import error
-from operators import ROWS, adamw, check, sgd
+from operators import ROWS, adamw, sgd
 
 import nntile_py as nt
 from nntile_py import _core
@@ -133,13 +135,36 @@ def test_task_in_python(cuda: nt.Runtime) -> None:
 LIMIT = """
 import sys; sys.path.insert(0, sys.argv[1])
 import test_cuda, nntile_py as nt
-with nt.Runtime(cpus=0, cuda=1, cuda_memory=int(sys.argv[2]) << 20, window=200):
+folder, limit = sys.argv[1:3]
+more = {"memory": int(sys.argv[3]) << 20, "disk": {"path": sys.argv[4], "size": 1 << 30}} if sys.argv[3:] else {}
+with nt.Runtime(cpus=0, cuda=1, cuda_memory=int(limit) << 20, window=200, **more):
     print(test_cuda.train("bf16", tiles={"batch": 1}))
 """
+FOLDER = __file__.rpartition("/")[0]
 
 
-def test_eviction(python: Any, cuda: nt.Runtime) -> None:
-    """With less memory than the tiles take together the losses are the same."""
-    results = [python(LIMIT, __file__.rpartition("/")[0], limit) for limit in (4096, 64)]
-    assert all(r.returncode == 0 for r in results), [r.stderr[-2000:] for r in results]
-    assert results[0].stdout == results[1].stdout
+@pytest.fixture(scope="module")
+def unlimited(python: Any) -> str:
+    result = python(LIMIT, FOLDER, 4096)
+    assert result.returncode == 0, result.stderr[-2000:]
+    return str(result.stdout)
+
+
+@pytest.mark.parametrize("limit", [64, 24, 8, 4])
+def test_eviction(python: Any, cuda: nt.Runtime, unlimited: str, limit: int) -> None:
+    """With less memory than the tiles take together, 18 MiB, the losses are the same."""
+    result = python(LIMIT, FOLDER, limit)
+    assert result.returncode == 0, result.stderr[-2000:]
+    assert result.stdout == unlimited
+
+
+def test_eviction_to_disk(python: Any, cuda: nt.Runtime, unlimited: str, tmp_path: Path) -> None:
+    result = python(LIMIT, FOLDER, 6, 10, tmp_path)
+    assert result.returncode == 0, result.stderr[-2000:]
+    assert result.stdout == unlimited and not list(tmp_path.iterdir())
+
+
+def test_too_little_memory(python: Any, cuda: nt.Runtime) -> None:
+    result = python(LIMIT, FOLDER, 2, timeout=60)
+    assert result.returncode == 1 and "AdamW works on 1.1 MiB of tiles at once" in result.stderr, result.stderr[-2000:]
+    assert "Lower tiles." in result.stderr

@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from cases import SIZES, Case, check
 from conftest import error
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from operators import ROWS, SIZES, Case, check
+from operators import ROWS
 
 import nntile_py as nt
 from nntile_py import tasks as ops

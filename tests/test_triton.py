@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cases import SIZES, Case, Values
 from conftest import Python, error
-from operators import ROWS, SIZES, Case, Values, adamw, sgd
+from operators import ROWS, adamw, sgd
 
 from nntile_py.lowering import lower
 from nntile_py.tasks import Contract, Lowering, Tensor, launch
@@ -149,7 +150,8 @@ def test_embedding_grad_of_many_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 COMPILE = """
 import sys
 sys.path.insert(0, sys.argv[1])
-from operators import ROWS, Case, adamw
+from cases import Case
+from operators import ROWS, adamw
 from nntile_py.lowering import lower
 from nntile_py.tasks import launch
 from nntile_py.tiles import Tiling

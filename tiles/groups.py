@@ -6,20 +6,24 @@ stream orders the kernels by itself.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from .tasklist import Access, Task, TaskList, Tile
 
-MOST_PARTS, MOST_TILES = 64, 256
+MOST_PARTS, MOST_TILES = 16, 64
 TINY = 15e-6  # seconds: independent tasks as short as this share a group
 
 
-def grouped(tasks: TaskList, flop_s: float, bytes_s: float, most_seconds: float) -> TaskList:
+def grouped(
+    tasks: TaskList, flop_s: float, bytes_s: float, most_seconds: float, most_bytes: float = math.inf
+) -> TaskList:
     """A resolved list with the same tasks, in the same order on every tile, some of them as parts of groups.
 
     A task joins the group that ends its dependencies if it depends on nothing else that the group did not wait for
     already: no group waits for more than its first task did, so that what could run side by side still can. flop_s,
-    bytes_s: of a worker, to estimate durations; no group lasts longer than most_seconds.
+    bytes_s: of a worker, to estimate durations; no group lasts longer than most_seconds, or
+    has more than most_bytes of tiles.
     """
     groups: list[list[Task]] = []
     seconds: list[float] = []
@@ -44,7 +48,7 @@ def grouped(tasks: TaskList, flop_s: float, bytes_s: float, most_seconds: float)
         for number in (latest, tiny.get(task.worker) if time < TINY else None):
             if number is None or number < max(latest, 0) or waits & ~(before[number] | 1 << number):
                 continue
-            if seconds[number] + time <= most_seconds and _fits(groups[number], task):
+            if seconds[number] + time <= most_seconds and _fits(groups[number], task, most_bytes):
                 chosen = number
                 break
         if chosen is None:
@@ -73,11 +77,12 @@ def grouped(tasks: TaskList, flop_s: float, bytes_s: float, most_seconds: float)
     return result
 
 
-def _fits(group: list[Task], task: Task) -> bool:
+def _fits(group: list[Task], task: Task, most_bytes: float) -> bool:
     plain = all(a.mode in ("R", "W", "RW") for t in (group[0], task) for a in t.accesses)
     plain &= group[0].worker == task.worker
     small = len(group) < MOST_PARTS and sum(len(t.accesses) for t in (*group, task)) <= MOST_TILES
-    return plain and small and not task.clears
+    tiles = {id(a.tile): a.tile.bytes for t in (*group, task) for a in t.accesses} if plain and small else {}
+    return plain and small and not task.clears and sum(tiles.values()) <= most_bytes
 
 
 def _as_one(tasks: list[Task]) -> Task:

@@ -24,7 +24,7 @@ class Tile:
     reader. `monoid` says how partial results combine.
     """
 
-    __slots__ = ("dtype", "index", "monoid", "persistent", "redux", "shape", "tensor")
+    __slots__ = ("axes", "dtype", "index", "monoid", "persistent", "redux", "shape", "tensor")
 
     def __init__(
         self,
@@ -34,8 +34,9 @@ class Tile:
         dtype: str,
         monoid: str = "sum",
         persistent: bool = False,
+        axes: tuple[str, ...] = (),
     ) -> None:
-        self.tensor, self.index, self.shape, self.dtype = tensor, index, shape, dtype
+        self.tensor, self.index, self.shape, self.dtype, self.axes = tensor, index, shape, dtype, axes
         self.monoid, self.persistent, self.redux = monoid, persistent, False
 
     @property

@@ -13,6 +13,11 @@ AXES = ("batch", "seq", "embed", "heads", "ffn", "vocab")
 _CUT_AS = {"key": "seq"}
 
 
+def cut_as(axis: str) -> str:
+    """The axis whose tile size counts for an axis."""
+    return _CUT_AS.get(axis, axis)
+
+
 @dataclass(frozen=True, slots=True)
 class Part:
     """One tile's share of an axis: elements offset .. offset + size."""
@@ -40,7 +45,7 @@ class Tiling:
     def parts(self, axis: str, size: int) -> list[Part]:
         """The tiles of an axis of `size` elements, in order. Not to be changed: it is kept."""
         if (axis, size) not in self._parts:
-            tile = min(self.tiles.get(_CUT_AS.get(axis, axis), size), size)
+            tile = min(self.tiles.get(cut_as(axis), size), size)
             self._parts[axis, size] = [Part(o, min(tile, size - o)) for o in range(0, size, tile)]
         return self._parts[axis, size]
 

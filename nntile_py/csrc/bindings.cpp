@@ -135,11 +135,10 @@ PYBIND11_MODULE(_core, m) {
   });
   m.def(
       "start",
-      [](int cpus, const std::string& scheduler, int window, bool calibrate, size_t memory, int cuda) {
-        start({cpus, scheduler, window, calibrate, memory, cuda});
-      },
+      [](int cpus, const std::string& scheduler, int window, bool calibrate, size_t memory, int cuda, bool disk,
+         size_t page) { start({cpus, scheduler, window, calibrate, memory, cuda, disk, page}); },
       py::arg("cpus"), py::arg("scheduler"), py::arg("window"), py::arg("calibrate"), py::arg("memory"),
-      py::arg("cuda") = 0, release());
+      py::arg("cuda") = 0, py::arg("disk") = false, py::arg("page") = 1, release());
 #ifdef NNTILE_CUDA
   m.attr("has_cuda") = true;
 #else
@@ -154,6 +153,7 @@ PYBIND11_MODULE(_core, m) {
   m.def("running", running);
   m.def("wait_all", wait_all, release());
   m.def("check", check, release());
+  m.def("advise", advise);
   m.def("memory_used", memory_used);
   m.def("cuda_memory_used", cuda_memory_used);
   m.def("cpu_workers", cpu_workers);
@@ -242,33 +242,9 @@ PYBIND11_MODULE(_core, m) {
             program.add(std::move(record), kernels, codelet);
           },
           py::arg("bodies"), py::arg("codelet"), py::arg("name"), py::arg("tiles"), py::arg("modes"),
-          py::arg("floats"), py::arg("slots"), py::arg("footprint"), py::arg("priority"), py::arg("flop"),
+          py::arg("floats") = std::vector<double>{}, py::arg("slots") = std::vector<std::pair<int, int>>{},
+          py::arg("footprint") = 0, py::arg("priority") = 0, py::arg("flop") = 0.0,
           py::arg("worker") = -1)
-      .def(
-          "add",  // a task of one body
-          [](Program& program, const std::string& kernel, const std::string& codelet, const std::string& name,
-             std::vector<std::shared_ptr<Tile>> tiles, const std::vector<std::string>& modes,
-             std::vector<int64_t> ints, std::vector<double> floats, std::vector<std::pair<int, int>> slots,
-             uint64_t accumulates, uint32_t footprint, int priority, double flop) {
-            TaskRecord record;
-            TaskBody body;
-            body.name = record.name = name;
-            for (size_t k = 0; k < tiles.size(); ++k) body.places.push_back(static_cast<int>(k));
-            body.ints = std::move(ints);
-            body.accumulates = accumulates;
-            record.bodies.push_back(std::move(body));
-            record.tiles = std::move(tiles);
-            for (const auto& mode : modes) record.modes.push_back(mode_of(mode));
-            record.floats = std::move(floats);
-            record.slots = std::move(slots);
-            record.footprint = footprint;
-            record.priority = priority;
-            record.flop = flop;
-            program.add(std::move(record), {kernel}, codelet);
-          },
-          py::arg("kernel"), py::arg("codelet"), py::arg("name"), py::arg("tiles"), py::arg("modes"), py::arg("ints"),
-          py::arg("floats"), py::arg("slots"), py::arg("accumulates"), py::arg("footprint"), py::arg("priority"),
-          py::arg("flop"))
       .def("add_invalidate", &Program::add_invalidate)
       .def("run", &Program::run, release())
       .def_property_readonly("tasks", &Program::tasks);

@@ -18,21 +18,16 @@ struct Shared {
   bool models = false;      // keeping a model up to date costs about 1 us a task: only where the policy asks it
   int window = 0;
   int cpus = 0, cuda = 0;  // workers
-  size_t limit = 0;    // bytes that tiles may take
-  bool bounded = false;  // the limit was asked for; else it is what the machine has
-  std::atomic<size_t> largest{0};  // bytes of the largest tile made
+  size_t limit = 0;  // bytes that tiles may take
+  size_t page = 1;   // handles have a multiple of so many bytes
 
-  // For noticing that nothing moves any more: StarPU waits for ever for memory that nobody will give back.
-  std::atomic<uint64_t> ended{0};
+  std::atomic<uint64_t> ended{0};  // tasks, and copies from and to the program
   std::atomic<int> active{0};
   std::atomic<bool> stuck{false};
 
   std::function<void()> idle = [] {};
 };
 extern Shared g;
-
-// How long nothing may move.
-constexpr auto kPatience = std::chrono::seconds(20);
 
 uint64_t failure_count();  // since the process started
 std::string last_failure();
@@ -41,32 +36,42 @@ void require_running();
 void require(const Tile& tile);
 void require_main_thread();  // a task that waits for tasks would wait for itself
 void forget_tiles();         // the runtime stops: every tile loses its handle
-bool short_of_memory();  // a tile may be waiting for room; otherwise the workers merely get no processor
-[[noreturn]] void stuck();
+size_t smallest_waiting(unsigned node);  // bytes of a tile that was asked for there and has no place yet; 0: none
+
+// Of a bus, since the process started.
+struct Transfers {
+  int64_t bytes = 0;
+  int count = 0;
+};
+Transfers transfers(int bus);
+
+// Of one wait: throws when nothing has moved for long.
+class Watchdog {
+ public:
+  void look();
+
+ private:
+  using clock = std::chrono::steady_clock;
+  clock::time_point last_ = clock::now();
+  clock::duration still_{}, in_vain_{};
+  uint64_t ended_ = g.ended;
+  std::vector<size_t> moved_;
+};
 
 // Idle workers spin on their cores and starve whoever else is there: they sleep while nothing is submitted.
 void wake();
 void sleep_if_idle();
 
-// Waits until done(); throws when no task has run for a while although some are left.
+// Waits until done(); throws when nothing moves although tasks are left.
 template <class Done>
 void wait_until(Done done) {
-  using clock = std::chrono::steady_clock;
-  auto last = clock::now();
-  clock::duration still{};
-  auto ended = g.ended.load();
+  Watchdog watchdog;
   for (int turn = 0; !done(); ++turn) {
-    if (g.stuck) throw TaskError("the runtime ran out of memory before");
+    if (g.stuck) throw TaskError("the runtime came to a standstill before");
     std::this_thread::sleep_for(std::chrono::microseconds(turn < 100 ? 20 : 200));
     if (turn % 1000) continue;
     g.idle();
-    // A process that was stopped, or a machine that was paused, comes back to a clock that has run on.
-    const auto now = clock::now();
-    still += std::min<clock::duration>(now - last, std::chrono::seconds(1));
-    last = now;
-    if (g.active || g.ended != ended) still = {};
-    ended = g.ended;
-    if (still > kPatience && short_of_memory()) stuck();
+    watchdog.look();
   }
 }
 

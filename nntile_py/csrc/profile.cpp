@@ -31,6 +31,7 @@ struct alignas(64) Buffer {
 std::unique_ptr<Buffer[]> g_buffers;
 std::mutex g_others;
 uint32_t g_runs = 0;
+std::vector<Transfers> g_transfers;  // of each bus, before the profile
 
 int64_t ns(const timespec& t) { return int64_t{t.tv_sec} * STARPU_NS_PER_S + t.tv_nsec; }
 
@@ -78,7 +79,9 @@ void begin(size_t expected) {
   g_buffers.reset(new Buffer[STARPU_NMAXWORKERS + 1]);
   for (unsigned worker = 0; worker < starpu_worker_get_count(); ++worker) g_buffers[worker].events.reserve(expected);
   g_runs = 0;
-  starpu_profiling_status_set(STARPU_PROFILING_ENABLE);  // resets the counters of workers and buses
+  starpu_profiling_status_set(STARPU_PROFILING_ENABLE);  // resets the counters of workers
+  g_transfers.clear();
+  for (int bus = 0; bus < starpu_bus_get_count(); ++bus) g_transfers.push_back(transfers(bus));
   g_on = true;
 }
 
@@ -112,11 +115,9 @@ py::dict finish() {
   }
   for (unsigned node = 0; node < starpu_memory_nodes_get_count(); ++node) nodes.append(node_name(node));
   for (int bus = 0; bus < starpu_bus_get_count(); ++bus) {
-    starpu_profiling_bus_info info;
-    starpu_bus_get_profiling_info(bus, &info);
+    const auto before = g_transfers.at(static_cast<size_t>(bus)), now = transfers(bus);
     buses.append(py::dict(py::arg("source") = starpu_bus_get_src(bus), py::arg("target") = starpu_bus_get_dst(bus),
-                          py::arg("bytes") = static_cast<int64_t>(info.transferred_bytes),
-                          py::arg("transfers") = info.transfer_count));
+                          py::arg("bytes") = now.bytes - before.bytes, py::arg("transfers") = now.count - before.count));
   }
   starpu_profiling_status_set(STARPU_PROFILING_DISABLE);
   const size_t columns = sizeof(Event) / sizeof(int64_t);

@@ -30,17 +30,6 @@ void require_main_thread() {
   if (starpu_worker_get_id() >= 0) throw TaskError("a task must not wait for tasks: it would wait for itself");
 }
 
-bool short_of_memory() {
-  if (g.bounded && memory_used() + g.largest > g.limit) return true;
-  for (unsigned node = 0; node < starpu_memory_nodes_get_count(); ++node) {
-    const auto total = starpu_memory_get_total(node);
-    if (starpu_node_get_kind(node) == STARPU_CUDA_RAM && total > 0 &&
-        starpu_memory_get_used(node) + g.largest > static_cast<size_t>(total))
-      return true;
-  }
-  return false;
-}
-
 namespace {
 std::mutex g_sleep_mutex;
 bool g_asleep = false;
@@ -59,13 +48,6 @@ void sleep_if_idle() {
   g_asleep = true;
 }
 
-void stuck() {
-  g.stuck = true;
-  throw TaskError("out of memory: no task could start for " + std::to_string(kPatience.count()) + " s although " +
-                  std::to_string(starpu_task_nsubmitted()) + " are left; their tiles do not fit in " +
-                  std::to_string(g.limit >> 20) + " MiB (runtime.memory). Use smaller tiles or a smaller batch");
-}
-
 void wait_for_tasks() {
   wait_until([] { return starpu_task_nsubmitted() == 0; });
   starpu_task_wait_for_all();
@@ -81,7 +63,7 @@ void on_idle(std::function<void()> hook) { g.idle = std::move(hook); }
 
 void start(const RuntimeOptions& options) {
   if (g.running) throw TaskError("a runtime is running already: one at a time in a process");
-  if (g.stuck) throw TaskError("a runtime of this process ran out of memory and cannot be replaced: start a new process");
+  if (g.stuck) throw TaskError("a runtime of this process came to a standstill and cannot be replaced: start a new process");
   starpu_conf conf;
   starpu_conf_init(&conf);
   conf.ncpus = options.cpus;
@@ -98,15 +80,19 @@ void start(const RuntimeOptions& options) {
   mallopt(M_MMAP_THRESHOLD, 1 << 30);
   mallopt(M_TRIM_THRESHOLD, 2147483647);
   starpu_malloc_set_align(64);  // MKL's results may depend on alignment
+  starpu_disk_swap_node = -1;
   const int status = starpu_init(&conf);
   if (status) throw TaskError(std::string("StarPU did not start: ") + std::strerror(-status));
+  if (options.disk && starpu_disk_swap_node < 0) {
+    starpu_shutdown();
+    throw TaskError("runtime.disk: StarPU could not use the folder");
+  }
   g.window = options.window;
   g.cpus = static_cast<int>(starpu_cpu_worker_get_count());
   g.cuda = static_cast<int>(starpu_cuda_worker_get_count());
   const auto pages = static_cast<size_t>(sysconf(_SC_PHYS_PAGES)), page = static_cast<size_t>(sysconf(_SC_PAGE_SIZE));
   g.limit = options.memory ? std::min(options.memory, pages * page) : pages * page;
-  g.bounded = options.memory != 0;
-  g.largest = 0;
+  g.page = options.page;
   ++g.generation;
   starpu_execute_on_each_worker(
       [](void*) {

@@ -24,12 +24,15 @@ struct RuntimeOptions {
   bool calibrate = false;
   size_t memory = 0;  // bytes that tiles may take; 0: what the machine has
   int cuda = 0;       // CUDA workers, one a device
+  bool disk = false;  // STARPU_DISK_SWAP names a folder for tiles that have no place in memory
+  size_t page = 1;    // tiles take a multiple of so many bytes
 };
 
 void start(const RuntimeOptions& options);
 std::vector<std::string> schedulers();
 void on_idle(std::function<void()> hook);  // called now and then by whoever waits; may throw to end the wait
 void stop();
+void advise(const std::string& text);  // what to say beside the watchdog's own words
 bool running();
 void wait_all();  // throws TaskError if a task failed
 void check();     // throws TaskError, after all tasks have ended, if a task failed

@@ -108,6 +108,17 @@ void forget_tiles() {
   g_tiles.clear();
 }
 
+size_t smallest_waiting(unsigned node) {
+  size_t least = 0;
+  const std::lock_guard lock(g_tiles_mutex);
+  for (const auto* tile : g_tiles) {
+    int allocated = 0, requested = 0;
+    starpu_data_query_status2(tile->handle, static_cast<int>(node), &allocated, nullptr, nullptr, &requested);
+    if (requested && !allocated && (!least || tile->bytes < least)) least = tile->bytes;
+  }
+  return least;
+}
+
 Tile::Tile(std::vector<int64_t> shape_, at::ScalarType dtype_, Monoid monoid, bool redux)
     : shape(std::move(shape_)), dtype(dtype_), bytes(c10::elementSize(dtype_)) {
   require_running();
@@ -119,8 +130,8 @@ Tile::Tile(std::vector<int64_t> shape_, at::ScalarType dtype_, Monoid monoid, bo
   if (wanted > static_cast<double>(g.limit))
     throw TaskError("out of memory: one tile of " + std::to_string(wanted / (1 << 20)) + " MiB, allowed are " +
                     std::to_string(g.limit >> 20) + " MiB in all (runtime.memory). Use smaller tiles");
-  if (bytes > g.largest) g.largest = bytes;
-  starpu_variable_data_register(&handle, -1, 0, bytes);  // home -1: allocated at the first write, evictable
+  // Home -1: allocated at the first write, evictable.
+  starpu_variable_data_register(&handle, -1, 0, (bytes + g.page - 1) / g.page * g.page);
   reducible = redux;
   if (redux) {
     const int64_t width = monoid == Monoid::sum || shape.empty() ? 1 : shape.back();
@@ -154,6 +165,7 @@ void write_tile(const std::shared_ptr<Tile>& tile, const void* data) {
         std::memcpy(host_pointer(handle), owned->data.get(),
                     owned->tile->bytes);
         starpu_data_release(handle);
+        ++g.ended;
       },
       write.release());
 }
@@ -243,6 +255,7 @@ bool Fetch::done() const { return state_->missing == 0; }
 
 std::vector<double> Fetch::wait() {
   require_main_thread();
+  wake();  // the values may have to come from another memory
   wait_until([&] { return done(); });
   sleep_if_idle();
   check();

@@ -1,0 +1,88 @@
+// Notices that nothing moves any more: StarPU waits for ever for memory that nobody will give back.
+#include <map>
+
+#include "internal.h"
+
+namespace nntile {
+namespace {
+
+constexpr auto kNoRoom = std::chrono::seconds(10);   // nothing moves, and a tile waits for room that is not there
+constexpr auto kStill = std::chrono::seconds(120);   // nothing moves, whatever the cause
+constexpr auto kInVain = std::chrono::seconds(600);  // tiles move between memories, but no task ends
+
+std::mutex g_mutex;
+std::string g_advice;
+
+std::string mib(size_t bytes) { return std::to_string((bytes + (1 << 20) - 1) >> 20) + " MiB"; }
+
+std::string describe(unsigned node) {
+  char name[64];
+  starpu_memory_node_get_name(node, name, sizeof name);
+  const auto total = starpu_memory_get_total(node);
+  return std::string(name) + " has " + mib(starpu_memory_get_used(node)) + " taken" +
+         (total > 0 ? " of " + mib(static_cast<size_t>(total)) : "");
+}
+
+// A tile that was asked for on a node and does not fit there: what StarPU keeps for reuse it gives up before it lets a
+// tile wait, so that this is no false alarm. Empty if there is none.
+std::string lack_of_room() {
+  for (unsigned node = 0; node < starpu_memory_nodes_get_count(); ++node) {
+    const auto total = starpu_memory_get_total(node);
+    const size_t wanted = smallest_waiting(node);
+    if (!wanted || total <= 0 || starpu_memory_get_used(node) + wanted <= static_cast<size_t>(total)) continue;
+    const bool cuda = starpu_node_get_kind(node) == STARPU_CUDA_RAM;
+    return "a tile of " + mib(wanted) + " waits for room: " + describe(node) +
+           (cuda ? " (runtime.cuda_memory)" : " (runtime.memory, runtime.disk)");
+  }
+  return "";
+}
+
+[[noreturn]] void stuck(const std::string& what, std::chrono::seconds patience, std::string state) {
+  g.stuck = true;
+  for (unsigned node = 0; state.empty() || node < starpu_memory_nodes_get_count(); ++node)
+    state += (state.empty() ? "" : "; ") + describe(node);
+  const std::lock_guard lock(g_mutex);
+  throw TaskError(what + " for " + std::to_string(patience.count()) + " s although " +
+                  std::to_string(starpu_task_nsubmitted()) + " are left. Memory: " + state +
+                  ". Use smaller tiles, or a smaller batch" + (g_advice.empty() ? "" : "; " + g_advice));
+}
+
+}  // namespace
+
+void advise(const std::string& text) {
+  const std::lock_guard lock(g_mutex);
+  g_advice = text;
+}
+
+Transfers transfers(int bus) {
+  static std::map<int, Transfers> sums;
+  const std::lock_guard lock(g_mutex);
+  starpu_profiling_bus_info info;
+  starpu_bus_get_profiling_info(bus, &info);  // counts while nothing is profiled too; StarPU forgets what it has told
+  auto& sum = sums[bus];
+  sum.bytes += static_cast<int64_t>(info.transferred_bytes);
+  sum.count += info.transfer_count;
+  return sum;
+}
+
+void Watchdog::look() {
+  // A process that was stopped, or a machine that was paused, comes back to a clock that has run on.
+  const auto now = clock::now();
+  const auto passed = std::min<clock::duration>(now - last_, std::chrono::seconds(1));
+  last_ = now;
+  still_ += passed;
+  in_vain_ += passed;
+  if (g.active || g.ended != ended_) still_ = in_vain_ = {};
+  ended_ = g.ended;
+  std::vector<size_t> moved;
+  for (int bus = 0; bus < starpu_bus_get_count(); ++bus) moved.push_back(static_cast<size_t>(transfers(bus).count));
+  for (unsigned node = 0; node < starpu_memory_nodes_get_count(); ++node) moved.push_back(starpu_memory_get_used(node));
+  if (moved != moved_) still_ = {};
+  moved_ = std::move(moved);
+  if (still_ > kNoRoom)
+    if (auto lack = lack_of_room(); !lack.empty()) stuck("out of memory: no task could start", kNoRoom, lack);
+  if (still_ > kStill) stuck("no progress: no task ended and no tile moved", kStill, "");
+  if (in_vain_ > kInVain) stuck("no progress: tiles move between memories but no task ended", kInVain, "");
+}
+
+}  // namespace nntile

@@ -1,0 +1,68 @@
+"""A folder for the tiles that find no place in main memory: StarPU writes them there and reads them back."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from nntile_py.errors import ConfigError
+
+LEAST = 16 << 20  # StarPU's own
+
+
+class Disk:
+    """`runtime.disk`, checked: a folder, and how many bytes of tiles it may take. Raises ConfigError."""
+
+    def __init__(self, given: Mapping[str, Any], memory: int | None) -> None:
+        if set(given) != {"path", "size"}:
+            raise ConfigError(f"runtime.disk: got {dict(given)}; allowed: {{path: of a folder, size: bytes}}")
+        self.path, self.size = Path(given["path"]).expanduser(), int(given["size"])
+        if not self.path.is_dir() or not os.access(self.path, os.W_OK | os.X_OK):
+            raise ConfigError(f"runtime.disk.path: {self.path} is no folder that can be written to")
+        if memory is None:
+            raise ConfigError("runtime.disk: needs runtime.memory, the bytes beyond which tiles go to the disk")
+        free = shutil.disk_usage(self.path).free
+        if not LEAST <= self.size <= free:  # StarPU does not survive a full disk
+            raise ConfigError(
+                f"runtime.disk.size: {self.size >> 20} MiB is not allowed; use {LEAST >> 20} MiB to what is free in "
+                f"{self.path}, {free >> 20} MiB"
+            )
+        self._folder: str | None = None
+
+    def open(self) -> tuple[dict[str, str], int]:
+        """Make a folder of our own; StarPU's variables for it, and the size of which tiles must be a multiple."""
+        self._folder = tempfile.mkdtemp(prefix="nntile-", dir=self.path)
+        direct = _direct(self._folder)
+        names = {
+            "STARPU_DISK_SWAP": self._folder,
+            "STARPU_DISK_SWAP_SIZE": str(self.size >> 20),
+            "STARPU_DISK_SWAP_BACKEND": "unistd_o_direct" if direct else "unistd",
+        }
+        return names, mmap.PAGESIZE if direct else 1
+
+    def close(self) -> None:
+        """Remove what is left of the folder."""
+        if self._folder:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder = None
+
+
+def _direct(folder: str) -> bool:
+    """Whether files there can be written past the system's cache, which would take main memory from the tiles."""
+    path = os.path.join(folder, "probe")
+    try:
+        file = os.open(path, os.O_CREAT | os.O_RDWR | os.O_DIRECT)
+        try:
+            os.write(file, mmap.mmap(-1, mmap.PAGESIZE))  # aligned as O_DIRECT wants it
+        finally:
+            os.close(file)
+        return True
+    except OSError:
+        return False
+    finally:
+        Path(path).unlink(missing_ok=True)

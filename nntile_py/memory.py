@@ -1,0 +1,88 @@
+"""Whether what a run needs will fit: said before the first step, with the tensors and the keys to change."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from nntile_py.errors import TaskError
+from nntile_py.runtime import Runtime
+from nntile_py.tiles import AXES, TaskList, Tile, cut_as
+
+if TYPE_CHECKING:
+    from nntile_py.build import Step
+
+MIB = 2**20
+
+
+def main_memory(runtime: Runtime) -> int:
+    """Bytes that tiles may take of main memory and of the disk."""
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min(runtime.memory or machine, machine) + (runtime.disk.size if runtime.disk else 0)
+
+
+def task_bytes(runtime: Runtime) -> int | None:
+    """What the tiles of one task may take, where memories are emptied for tasks; None: there is nothing to bound.
+
+    A worker holds the tiles of the task that it fetches while it waits for room. Those of tasks that it runs come
+    free by themselves, but other workers may be reading from its memory, or fetch into the same.
+    """
+    if runtime.cuda:
+        return (runtime.cuda_memory or 0) // 2
+    return runtime.memory // (runtime.cpus + 1) if runtime.disk and runtime.memory else None
+
+
+def group_bytes(runtime: Runtime) -> int:
+    """What the tiles of a group of tasks may take: as many groups as the worker takes at once, and one more, fit."""
+    return (runtime.cuda_memory or 0) // (int(os.environ["STARPU_CUDA_PIPELINE"]) + 1)
+
+
+def check_tasks(tasks: TaskList, runtime: Runtime) -> None:
+    """Raise TaskError if the tiles of some task do not fit where it runs."""
+    limit = task_bytes(runtime)
+    if limit is None or not tasks.tasks:
+        return
+    held = {number: sum(a.tile.bytes for a in task.accesses) for number, task in enumerate(tasks.tasks)}
+    number = max(held, key=lambda k: held[k])
+    if held[number] <= limit:
+        return
+    key, have = "memory", runtime.memory
+    if runtime.cuda:
+        key, have = "cuda_memory", runtime.cuda_memory
+    raise TaskError(
+        f"out of memory: {tasks.tasks[number].op} works on {held[number] / MIB:.1f} MiB of tiles at once, and "
+        f"runtime.{key} = {(have or 0) / MIB:.1f} MiB has room for {limit / MIB:.1f}; "
+        f"{largest(a.tile for a in tasks.tasks[number].accesses)}"
+    )
+
+
+def check_step(step: Step, runtime: Runtime) -> None:
+    """Raise TaskError if a step's tensors do not fit in all memories together."""
+    peak, have = step.peak_bytes(), main_memory(runtime)
+    room = f"runtime.memory {'and runtime.disk have' if runtime.disk else 'has'} room for {have / MIB:.0f}"
+    rest = peak
+    if runtime.cuda:
+        devices = runtime.cuda * (runtime.cuda_memory or 0)
+        # Weights are written in main memory first; what the devices do not hold is there too.
+        rest = max(peak - devices, sum(tile.bytes for tile in step.first.tasks.initialised))
+        room = f"{rest / MIB:.0f} of it outside of runtime.cuda_memory = {devices / MIB:.0f} MiB in all, and {room}"
+    if rest > have:
+        raise TaskError(
+            f"out of memory: a step needs at least {peak / MIB:.0f} MiB, {room}; the largest tensors are "
+            f"{step.largest()}. Use a smaller batch or seq, or smaller tiles.batch, tiles.seq and tiles.vocab, which "
+            "let activations be freed earlier"
+        )
+
+
+def largest(tiles: Iterable[Tile], count: int = 3) -> str:
+    """The largest tiles, and the tile sizes to lower."""
+    top = sorted(set(tiles), key=lambda tile: -tile.bytes)[:count]
+    named: list[str] = []
+    keys: dict[str, None] = {}
+    for tile in top:
+        sizes = dict(zip(tile.axes, tile.shape, strict=False))
+        shape = " x ".join(f"{axis} {size}" for axis, size in sizes.items()) or str(tile.shape)
+        named.append(f"{tile} ({tile.bytes / MIB:.1f} MiB: {shape})")
+        keys |= {f"tiles.{cut_as(axis)}": None for axis, size in sizes.items() if cut_as(axis) in AXES and size > 1}
+    return f"the largest tiles are {', '.join(named)}. Lower {', '.join(keys) or 'the tile sizes'}"

@@ -1,0 +1,192 @@
+"""Memory that does not suffice: the disk where there is one, else an exception that names keys and tensors."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import CPUS, error
+from faults import PRELUDE, ends_well
+
+import nntile_py as nt
+from nntile_py import memory
+from nntile_py.build import build_step
+from nntile_py.passes import Fusion
+from nntile_py.tiles import Tiling
+from nntile_py.tiles.groups import grouped
+
+MIB = 2**20
+CONFIG = nt.models.GPT2Config(layers=2, embed=64, heads=2, vocab=1000, positions=64)
+
+
+def test_an_array_larger_than_the_memory(python: Any) -> None:
+    code = """
+with nt.Runtime(cpus=1, memory=1 << 20):
+    refused(lambda: nt.array(np.zeros(1 << 20)).numpy(), "memory")
+    y = nt.array(np.ones(3)); inc(y)
+    assert y.numpy().tolist() == [2, 2, 2]
+print("end")
+"""
+    ends_well(python, code, refused=1)
+
+
+def test_a_model_larger_than_the_memory(python: Any) -> None:
+    code = """
+big = nt.models.GPT2(nt.models.GPT2Config(2, 64, 2, 1000, 64))
+many = np.zeros((4, 64), int)
+def train():
+    trainer = nt.Trainer(big, 4, 64)
+    for _ in range(3): trainer.step(many, many)
+with nt.Runtime(cpus=2, memory=1 << 20):
+    refused(train, "memory")
+print("end")
+"""
+    ends_well(python, code, refused=1)
+
+
+def test_a_tile_larger_than_the_machine(python: Any) -> None:
+    code = """
+with nt.Runtime(cpus=1):
+    def run():
+        source, huge = _core.Tile([4], "fp32"), _core.Tile([1 << 45], "fp32")
+        source.write(np.ones(4))
+        program = _core.Program()
+        body = ("transpose", "h0.Transpose", [0, 1], [0], 0, 0, [], 0)
+        program.add(bodies=[body], codelet="transpose", name="h0.Transpose", tiles=[huge, source], modes=["W", "R"])
+        program.run([])
+        nt.Runtime.wait()
+    refused(run, "memory")
+print("end")
+"""
+    ends_well(python, code, refused=1)
+
+
+# -- the disk
+
+TRAIN = """
+import sys
+from nntile_py import disk
+memory, folder, policy, direct = sys.argv[1:]
+if direct == "False": disk._direct = lambda folder: False
+on_disk = {"path": folder, "size": 1 << 30} if folder else None
+with nt.Runtime(cpus=2, memory=int(memory) << 20, disk=on_disk):
+    big = nt.models.GPT2(nt.models.GPT2Config(2, 64, 2, 1000, 64), seed=1)
+    trainer = nt.Trainer(big, 8, 64, {"batch": 1, "vocab": 300}, accumulate=policy)
+    tokens = np.random.default_rng(0).integers(0, 1000, (8, 64))
+    losses = [trainer.step(tokens, tokens) for _ in range(3)]
+    print(*losses, float(trainer.state_dict()["transformer.wte.weight"].sum()))
+"""
+
+
+@pytest.mark.parametrize(("policy", "direct"), [("chain", True), ("chain", False), ("redux", True)])
+def test_a_model_that_does_not_fit_in_memory(python: Any, tmp_path: Path, policy: str, direct: bool) -> None:
+    """With the disk it learns the same."""
+    fits, rest = (python(PRELUDE + TRAIN, *where, policy, direct) for where in ((1000, ""), (6, tmp_path)))
+    assert fits.returncode == rest.returncode == 0, (fits.stderr[-2000:], rest.stderr[-2000:])
+    if policy == "chain":
+        assert fits.stdout == rest.stdout
+    assert error([float(x) for x in rest.stdout.split()], [float(x) for x in fits.stdout.split()]) < 1e-4
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_the_disk_must_be(tmp_path: Path) -> None:
+    def refused(text: str, memory: int | None = MIB, **disk: Any) -> None:
+        with pytest.raises(nt.ConfigError, match=text):
+            nt.Runtime(cpus=1, memory=memory, disk=disk)
+
+    refused(r"runtime\.disk\.path: /no/such is no folder", path="/no/such", size=MIB)
+    refused(r"runtime\.disk\.size: 1 MiB is not allowed; use 16 MiB to", path=tmp_path, size=MIB)
+    refused(r"runtime\.disk\.size: .* is not allowed", path=tmp_path, size=2**60)
+    refused(r"runtime\.disk: needs runtime\.memory", None, path=tmp_path, size=2**26)
+    refused(r"runtime\.disk: got {'path'", path=tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_disk_that_is_too_small(python: Any, tmp_path: Path) -> None:
+    code = f"""
+big = nt.models.GPT2(nt.models.GPT2Config(2, 64, 2, 1000, 64))
+with nt.Runtime(cpus=1, memory=6 << 20, disk={{"path": {str(tmp_path)!r}, "size": 16 << 20}}):
+    refused(lambda: nt.Trainer(big, 64, 64, {{"batch": 1}}), "runtime.disk")
+print("end")
+"""
+    ends_well(python, code, refused=1)
+    assert not list(tmp_path.iterdir())
+
+
+# -- the watchdog
+
+
+def test_tasks_that_wait_for_memory_for_ever(python: Any) -> None:
+    """Arrays that are all in use, more than memory holds."""
+    code = """
+def fill():
+    with nt.Runtime(cpus=1, memory=4 << 20):
+        nt.Trainer(model, 2, 8)
+        arrays = [nt.array(np.zeros(1 << 17)) for _ in range(8)]
+        for array in arrays: inc(array)
+        nt.Runtime.wait()
+refused(fill, "a tile of 1 MiB waits for room: NUMA 0 has ")
+refused(lambda: nt.Runtime(cpus=1).__enter__(), "start a new process")
+print("end")
+"""
+    ends_well(python, code, refused=2)
+
+
+# -- checks before the first step, on what GPUs would be given
+
+
+class Gpu:
+    """What the checks look at of a Runtime."""
+
+    disk = None
+
+    def __init__(self, cuda_memory: int, memory: int | None = None, cuda: int = 1) -> None:
+        self.cuda, self.cpus, self.cuda_memory, self.memory = cuda, 0, cuda_memory, memory
+
+
+def step(tiles: dict[str, int]) -> Any:
+    return build_step(
+        nt.models.GPT2(CONFIG, {}), 8, 64, Tiling(tiles), dtype="bf16", optimizer=nt.AdamW(), clip_grad_norm=1.0,
+        policy="chain", fusion=Fusion(),
+    )  # fmt: skip
+
+
+def test_a_task_larger_than_the_gpu() -> None:
+    uncut, cut = step({}).first.tasks, step({"batch": 1, "vocab": 100}).first.tasks
+    for tasks in (uncut, cut):
+        memory.check_tasks(tasks, Gpu(2**30))  # type: ignore[arg-type]
+    memory.check_tasks(cut, Gpu(MIB))  # type: ignore[arg-type]
+    text = (
+        r"out of memory: head\.\S* works on 1\.3 MiB of tiles at once, and runtime\.cuda_memory = 1\.0 MiB has room "
+        r"for 0\.5; the largest tiles are .*\(1\.0 MiB: batch 8 x seq 64 x vocab 1000\).* Lower tiles\.batch, "
+        r"tiles\.seq, tiles\.vocab, tiles\.embed$"
+    )
+    with pytest.raises(nt.TaskError, match=text):
+        memory.check_tasks(uncut, Gpu(MIB))  # type: ignore[arg-type]
+
+
+def test_groups_are_bounded_in_bytes() -> None:
+    tasks = step({"batch": 1, "vocab": 100}).first.tasks
+    most = max(sum(a.tile.bytes for a in task.accesses) for task in tasks.tasks)
+    counts = []
+    for limit in (most, 4 * most, 2**30):
+        groups = grouped(tasks, 600e12, 3.5e12, 1e-3, limit).tasks
+        assert all(sum(a.tile.bytes for a in task.accesses) <= limit for task in groups)
+        counts.append(len(groups))
+    assert counts == sorted(counts, reverse=True) and counts[0] > counts[-1]
+
+
+def test_main_memory_beside_gpus() -> None:
+    built = step({"batch": 1})
+    peak = built.peak_bytes()
+    memory.check_step(built, Gpu(peak, 2 * MIB))  # type: ignore[arg-type]
+    memory.check_step(built, Gpu(peak // 2, peak, cuda=2))  # type: ignore[arg-type]
+    for gpu in (Gpu(peak // 2, peak // 4), Gpu(peak, MIB // 4)):
+        with pytest.raises(
+            nt.TaskError, match=r"of it outside of runtime\.cuda_memory .* runtime\.memory has room for"
+        ):
+            memory.check_step(built, gpu)  # type: ignore[arg-type]
+
+
+def test_more_than_the_machine_has() -> None:
+    with nt.Runtime(cpus=CPUS), pytest.raises(nt.TaskError, match="out of memory: a step needs at least"):
+        nt.Trainer(nt.models.GPT2(CONFIG), 10**7, 64)
