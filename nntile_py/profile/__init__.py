@@ -45,11 +45,12 @@ def write(trace: Trace, peaks: Any, tiles: Any, folder: Path, name: str) -> dict
     summary["machine"] = machine()
     text = json.dumps(summary, indent=1, allow_nan=False)
     (folder / "summary.json").write_text(text + "\n", encoding="utf-8")
-    events.write(trace, folder / "trace.json")
+    parts = analysis.parts(trace, peaks)
+    events.write(trace, folder / "trace.json", parts)
     title = f"{name}: {summary['seconds_per_step'] * 1e3:,.0f} ms a step"
-    gantt.save(trace, summary, folder, title)
+    gantt.save(parts, summary, folder, title)
     where = summary["machine"]
     tiling = ", ".join(f"{axis} {a['tile']}/{a['size']}" for axis, a in summary["tiles"].items())
     line = f"{where['processor']}, {where['cores']} cores, torch {where['torch']}, {where['date']}. Tiles: {tiling}."
-    report.write(trace, summary, folder / "report.html", f"Profile of {name}", line)
+    report.write(trace, parts, summary, folder / "report.html", f"Profile of {name}", line)
     return summary

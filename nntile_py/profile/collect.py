@@ -6,6 +6,7 @@ import json
 import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -117,7 +118,8 @@ def _info(task: Task, updates: bool, numbers: dict[Any, int]) -> Info:
         key = (tile.tensor, tile.index) if tile.persistent else tile
         uses.append(Use(numbers.setdefault(key, len(numbers)), access.mode, access.accumulate))
     tiles = ", ".join(f"{a.mode} {a.tile!r}" for a in task.accesses)
-    return Info(layer, operator, phase, task.kernel, tiles, task.flop, task.bytes, tuple(uses))
+    parts = tuple(replace(_info(part, updates, {}), uses=(), estimated=True) for part in task.parts)
+    return Info(layer, operator, phase, task.kernel, tiles, task.flop, task.bytes, tuple(uses), parts)
 
 
 def peaks(trace: Trace, config: RunConfig) -> dict[str, Peak]:
