@@ -19,7 +19,7 @@ import yaml
 import nntile_py as nt
 from nntile_py import profile
 from nntile_py.config import RunConfig, load
-from nntile_py.profile import analysis, events, rules
+from nntile_py.profile import analysis, collect, events, rules
 from nntile_py.profile.trace import (
     Bus,
     Info,
@@ -363,7 +363,7 @@ CONFIG: dict[str, Any] = {
 
 @pytest.fixture(scope="module", params=["chain", "redux", "commute"])
 def measured(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
-    """A run under each policy, one of them by the command: its folder."""
+    """A run under each policy, one of them by the command, one in full, one light: its folder."""
     folder = tmp_path_factory.mktemp(request.param)
     (folder / "c.yaml").write_text(yaml.safe_dump(CONFIG | {"accumulate": request.param}))
     if request.param == "chain":
@@ -372,7 +372,10 @@ def measured(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         assert made.returncode == 0, made.stderr
         assert "ms a step" in made.stdout
     else:
-        profile.profile(load(folder / "c.yaml"), folder / "p", "c", 2)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(collect, "LIGHT_BELOW", 0 if request.param == "redux" else 1)
+            profile.profile(load(folder / "c.yaml"), folder / "p", "c", 2)
+        assert json.loads((folder / "p/summary.json").read_text())["light"] == (request.param == "commute")
     return request.param, folder / "p"
 
 
@@ -389,7 +392,9 @@ def test_files_of_a_run(measured: tuple[str, Path]) -> None:
         busy = sum(e["dur"] for e in found if e["tid"] == number) * 1e-6
         assert busy == pytest.approx(worker["busy_s"], rel=0.01)
         # StarPU's own account, which the trace does not come from. With redux it has filled tiles with zeros too.
-        assert busy == pytest.approx(worker["starpu"]["executing_s"], rel=0.25 if policy == "redux" else 0.01)
+        if not summary["light"]:
+            rel = 0.25 if policy == "redux" else 0.01
+            assert busy == pytest.approx(worker["starpu"]["executing_s"], rel=rel)
     busy = sum(worker["busy_s"] for worker in summary["workers"])
     assert sum(row["seconds"] for row in summary["operators"]) == pytest.approx(busy)
     html = (folder / "report.html").read_text()
@@ -433,6 +438,14 @@ def test_no_task_begins_before_its_predecessors_end(measured: tuple[str, Path]) 
             assert tasks[task]["ts"] >= tasks[other]["ts"] + tasks[other]["dur"] - 1e-3
 
 
+def test_forward_passes_alone(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump(CONFIG))
+    summary = profile.profile(load(tmp_path / "c.yaml"), tmp_path / "p", "c", 3, inference=True)
+    assert summary["steps"] == 3 and summary["tasks"] % 3 == 0
+    assert {row["phase"] for row in summary["operators"]} == {"forward"}
+    check_format(tmp_path / "p/trace.json")
+
+
 def test_fxt_that_is_not_there_is_said(tmp_path: Path) -> None:
     from nntile_py.profile.collect import convert_fxt
 
@@ -440,7 +453,8 @@ def test_fxt_that_is_not_there_is_said(tmp_path: Path) -> None:
         convert_fxt(tmp_path)
 
 
-def test_profiling_twice_and_off_between() -> None:
+@pytest.mark.parametrize("light", [False, True])
+def test_profiling_twice_and_off_between(light: bool) -> None:
     """Nothing is noted while it is off, and a second profile holds nothing of the first."""
     from nntile_py.profile.collect import make_trace, watched
 
@@ -451,7 +465,7 @@ def test_profiling_twice_and_off_between() -> None:
         traces = []
         for steps in (1, 2):
             trainer.step(ids, ids)
-            with watched() as found:
+            with watched(light=light) as found:
                 for _ in range(steps):
                     trainer.step(ids, ids)
             traces.append(make_trace(found.programs, found.native, trainer.update_list))

@@ -12,10 +12,13 @@ if TYPE_CHECKING:
     from nntile_py.profile.trace import Trace
 
 
-def profile(config: RunConfig, folder: Path, name: str, steps: int, fxt: bool = False) -> dict[str, Any]:
+def profile(
+    config: RunConfig, folder: Path, name: str, steps: int, fxt: bool = False, inference: bool = False
+) -> dict[str, Any]:
     """Run, and write trace.json, gantt.png, gantt.svg, report.html, summary.json; returns the summary.
 
-    The steps train on random tokens: no corpus is read. fxt: leave StarPU's own trace in the folder `fxt` too."""
+    The steps are of training, or forward passes, on random tokens: no corpus is read. fxt: leave StarPU's own trace
+    in the folder `fxt` too."""
     import nntile_py as nt
     from nntile_py.loop import build_model, build_trainer
     from nntile_py.profile import collect
@@ -28,7 +31,7 @@ def profile(config: RunConfig, folder: Path, name: str, steps: int, fxt: bool = 
         os.environ |= {"STARPU_FXT_TRACE": "1", "STARPU_FXT_PREFIX": f"{raw}/"}  # before StarPU starts
     with runtime:
         trainer = build_trainer(config, build_model(config))
-        trace = collect.run_steps(trainer, steps, config.profile.warmup)
+        trace = collect.run_steps(trainer, steps, config.profile.warmup, inference)
     if fxt:
         collect.convert_fxt(raw)
     (folder / "config.yaml").write_text(config.to_yaml(), encoding="utf-8")

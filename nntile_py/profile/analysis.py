@@ -47,6 +47,7 @@ def summarise(trace: Trace, peaks: Mapping[str, Peak], tiles: Mapping[str, Any] 
     work = float(trace.seconds.sum())
     return {
         "seconds": window,
+        "light": trace.light,
         "steps": steps,
         "seconds_per_step": window / max(steps, 1),
         "tasks": count,

@@ -91,6 +91,7 @@ class Trace:
     released: Ints
     memory: Ints  # bytes on the worker's node when the task ended
     main_memory: Ints
+    light: bool = False  # only submit, start and end were dated; the others are one of these
     _before: list[list[int]] | None = None
 
     def __len__(self) -> int:
