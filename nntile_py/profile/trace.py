@@ -91,7 +91,9 @@ class Trace:
     released: Ints
     memory: Ints  # bytes on the worker's node when the task ended
     main_memory: Ints
-    light: bool = False  # only submit, start and end were dated; the others are one of these
+    light: bool = (
+        False  # only submit, start and end were dated; pop is when the task was ready, the others one of these
+    )
     _before: list[list[int]] | None = None
 
     def __len__(self) -> int:
