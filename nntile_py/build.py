@@ -71,7 +71,7 @@ def build_step(
     graph = Graph(TILE_DTYPE.get(dtype, dtype))
     loss, _, bindings = model.build(graph, batch, seq, fusion)
     grads = graph.backward(loss)
-    fuse(graph, fusion, tiling.cut("vocab", model.config.vocab))
+    fuse(graph, fusion, tiling.cut("vocab", model.config.vocab), tiling)
     update = Graph(graph.dtype)
     norm, clip = (update.named(name, ["one"], [1], "scalar", "fp64") for name in ("grad_norm", "clip"))
     update.add(ops.GradNorm(list(grads.values()), norm, clip, clip_grad_norm))
@@ -106,7 +106,7 @@ def build_evaluation(
 ) -> Evaluation:
     graph = Graph(TILE_DTYPE.get(dtype, dtype))
     _, logits, bindings = model.without_dropout().build(graph, batch, seq, fusion)
-    fuse(graph, fusion, tiling.cut("vocab", model.config.vocab))
+    fuse(graph, fusion, tiling.cut("vocab", model.config.vocab), tiling)
     if keep_logits:
         logits.name, logits.kind = "logits", "scalar"
     return Evaluation(graph, logits, bindings, lower(graph, tiling, policy))

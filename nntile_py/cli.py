@@ -5,7 +5,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import typer
 
@@ -89,17 +89,19 @@ def profile(
     sets: Sets = None,
     out: Annotated[Path | None, typer.Option(help="Folder of the run. [default: runs/NAME-profile]")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Write into a folder that is not empty.")] = False,
+    work: Annotated[str, typer.Option(help="train, or inference: forward passes alone.")] = "train",
     fxt: Annotated[bool, typer.Option("--fxt", help="Leave StarPU's own trace too, for ViTE and StarVZ.")] = False,
 ) -> None:
     """Run a few steps; leave trace, Gantt, report and what holds CONFIG back."""
     from nntile_py.config import load
 
+    _one_of("--work", work, ("train", "inference"))
     loaded = load(config, sets or [])
     name = Path(config).stem
     folder = _run_folder(f"{name}-profile", None, out or (Path(loaded.out) if loaded.out else None), overwrite)
     from nntile_py.profile import profile as run
 
-    summary = run(loaded, folder, name, steps or loaded.profile.steps, fxt)
+    summary = run(loaded, folder, name, steps or loaded.profile.steps, fxt, work == "inference")
     for finding in summary["findings"]:
         print(f"{finding['rule']}: {finding['cause']}\n  {finding['advice']}")
     print(f"{summary['seconds_per_step'] * 1e3:.1f} ms a step; open {folder / 'report.html'}")
@@ -117,7 +119,7 @@ def graph(
     work: Annotated[str, typer.Option(help="train, inference, layer, linear_relu, linear_reshape, qkv_...")] = "train",
 ) -> None:
     """Draw operators or tile tasks, with flop and bytes, before and after fusion."""
-    from typing import cast, get_args
+    from typing import get_args
 
     from nntile_py.config import load
 
@@ -169,9 +171,10 @@ def sweep(
 def experiment(
     name: Annotated[str | None, typer.Argument(help="Such as fig18. [default: list them]")] = None,
     scale: Annotated[str, typer.Option(help="cpu: two cores, about a minute. gpu: the papers' sizes.")] = "cpu",
+    mode: Annotated[str | None, typer.Option(help="training or inference. [default: the experiment's own]")] = None,
     only_plan: Annotated[bool, typer.Option("--plan", help="Check and plan each point, run nothing.")] = False,
     results: Annotated[Path | None, typer.Option(help="Put DATE-NAME.png, .csv, .md into this folder too.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder of the work. [default: runs/NAME-SCALE]")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder of the work. [default: runs/NAME-SCALE[-MODE]]")] = None,
 ) -> None:
     """Reproduce a figure or table of a paper (no NAME: list them)."""
     from rich.console import Console
@@ -179,14 +182,16 @@ def experiment(
     from nntile_py import experiment as parts
 
     _one_of("--scale", scale, ("cpu", "gpu"))
+    _one_of("--mode", mode or "training", ("training", "inference"))
     if name is None:
         _print(parts.listing())
         return
-    made = parts.load_experiment(name)
+    made, how = parts.load_experiment(name), cast(parts.Mode | None, mode)
     if only_plan:
-        _print(parts.plan(made, scale))
+        _print(parts.plan(made, scale, how))
         return
-    for path in parts.run(made, scale, out or Path("runs") / f"{name}-{scale}", results, Console(stderr=True)):
+    folder = out or Path("runs") / "-".join(filter(None, (name, scale, mode)))
+    for path in parts.run(made, scale, folder, results, Console(stderr=True), how):
         print(path)
 
 

@@ -19,13 +19,16 @@ from pydantic import Field, PrivateAttr
 from nntile_py.checked import Count, Section, read_yaml, validated
 from nntile_py.config import RunConfig, load
 from nntile_py.errors import ConfigError, NNTileError
-from nntile_py.sweep import WORK, check_sweep, points
+from nntile_py.sweep import WORK, Sweep, check_sweep, points
 from nntile_py.sweep_results import Row, draw_plot, replace_file, table, value
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
 EXPERIMENTS = next((d for p in Path(__file__).parents[:2] if (d := p / "experiments").is_dir()), Path("experiments"))
+
+
+Mode = Literal["training", "inference"]
 
 
 class Drawing(Section):
@@ -45,6 +48,7 @@ class Profile(Section):
 
     config: str
     set_: dict[str, Any] = Field(default_factory=dict, alias="set")
+    work: Literal["train", "inference"] = "train"
     steps: Count = 3
 
 
@@ -66,9 +70,11 @@ class Experiment(Section):
     def name(self) -> str:
         return self._name
 
-    def part(self, scale: str) -> Any:
-        """The Sweep, Drawing or Profile of a scale."""
+    def part(self, scale: str, mode: Mode | None = None) -> Any:
+        """The Sweep, Drawing or Profile of a scale, in a mode other than its own if one is named."""
         path, tree = EXPERIMENTS / f"{self.name}.yaml", getattr(self, scale)
+        if mode:
+            tree = self._in_mode(tree, mode)
         if self.kind == "sweep":
             return check_sweep(tree, path)
         cls: Any = Drawing if self.kind == "graph" else Profile
@@ -77,6 +83,20 @@ class Experiment(Section):
         except ConfigError as error:
             raise ConfigError(f"{path}: {error}") from None
         return made.model_copy(update={"config": str(path.parent / made.config)})
+
+    def _in_mode(self, tree: dict[str, Any], mode: Mode) -> dict[str, Any]:
+        """A whole model's work changes; of a small graph, inference is the forward pass and training all of it."""
+        inner = tree.get("measure", {}) if self.kind == "sweep" else tree
+        if {"measure.work", "measure.phase"} & tree.get("grid", {}).keys():
+            raise ConfigError(f"--mode: {self.name} compares several by itself; leave the option out")
+        if inner.get("work", "train") in ("train", "inference"):
+            inner = inner | {"work": "train" if mode == "training" else mode}
+        else:
+            inner = inner | {"phase": "all" if mode == "training" else "forward"}
+        if self.kind != "sweep":
+            return inner
+        plots = [plot | {"title": plot.get("title", "").replace("inference", mode)} for plot in tree.get("plots", [])]
+        return tree | {"measure": inner, "plots": plots}
 
 
 def names() -> list[str]:
@@ -111,7 +131,7 @@ def listing() -> RenderableType:
 # -- planning
 
 
-def plan(made: Experiment, scale: str) -> RenderableType:
+def plan(made: Experiment, scale: str, mode: Mode | None = None) -> RenderableType:
     """Every point checked and planned; nothing is run."""
     from rich.table import Table
 
@@ -122,7 +142,7 @@ def plan(made: Experiment, scale: str) -> RenderableType:
     for column in ("point", "tasks", "Tflop", "GB moved", "GiB at peak", "mean task us", "parallelism"):
         shown.add_column(column, justify="left" if column == "point" else "right", overflow="fold")
     known: dict[str, tuple[Estimate, float]] = {}
-    for told, config, work, phase in _planned(made.part(scale), made.kind):
+    for told, config, work, phase in _planned(made.part(scale, mode), made.kind):
         key = json.dumps([config.model_dump(exclude={"runtime"}), work, phase], default=str)
         if key not in known:  # the number of workers changes no task
             built = build(config, work, phase)
@@ -147,9 +167,13 @@ def _planned(part: Any, kind: str) -> Iterator[tuple[str, RunConfig, Any, Any]]:
 # -- running
 
 
-def run(made: Experiment, scale: str, folder: Path, results: Path | None, console: Console) -> list[Path]:
+def run(
+    made: Experiment, scale: str, folder: Path, results: Path | None, console: Console, mode: Mode | None = None
+) -> list[Path]:
     """Run it; returns the files of the result: picture, CSV, report."""
-    part, load_before = made.part(scale), os.getloadavg()[0]
+    part, load_before = made.part(scale, mode), os.getloadavg()[0]
+    if made.kind == "sweep":
+        part = _on_gpus_there(part, console)
     for told, config, _, _ in _planned(part, made.kind):
         if config.runtime.cuda and made.kind != "graph":
             _need_gpus(config, told)
@@ -166,9 +190,10 @@ def run(made: Experiment, scale: str, folder: Path, results: Path | None, consol
     else:
         picture, written = _profile(part, folder)
     failed = [row for row in rows if row["status"] != "ok"]
-    text = report(made, scale, rows, written, load_before)
+    text = report(made, scale, rows, written, load_before, mode)
     target = results or folder
     stem = f"{date.today().isoformat()}-{made.name}" if results else made.name
+    stem += f"-{mode}" if mode else ""
     files = {
         f"{stem}{picture.suffix}": picture.read_bytes(),
         f"{stem}.csv": written.encode(),
@@ -181,13 +206,18 @@ def run(made: Experiment, scale: str, folder: Path, results: Path | None, consol
     return [target / name for name in files]
 
 
-def report(made: Experiment, scale: str, rows: list[Row], written: str, load_before: float) -> str:
+def report(
+    made: Experiment, scale: str, rows: list[Row], written: str, load_before: float, mode: Mode | None = None
+) -> str:
     """Markdown: how and where it was measured, what the paper found, what was found here."""
     from nntile_py.bench_contestants import machine
 
     where = machine()
     lines = [f"# {made.name}: {made.title}", "", made.shows, ""]
-    lines += [f"    nntile experiment {made.name} --scale {scale}", ""]
+    lines += [f"    nntile experiment {made.name} --scale {scale}" + (f" --mode {mode}" if mode else ""), ""]
+    if mode:
+        told = "forward, backward and, of a whole model, the update" if mode == "training" else "the forward pass alone"
+        lines += [f"Measured here: {mode}, {told}.", ""]
     versions = f"{where['processor']}, {where['cores']} cores, torch {where['torch']}"
     lines.append(f"{where['date']}, commit {where['commit']}; {versions}.")
     if load_before > 0.3:
@@ -248,6 +278,7 @@ def _profile(part: Profile, folder: Path) -> tuple[Path, str]:
     shutil.rmtree(folder / "profile", ignore_errors=True)  # of a run before: it refuses a folder that is not empty
     (folder / "config.yaml").write_text(_config(part).to_yaml())
     command = ["profile", str(folder / "config.yaml"), "--steps", str(part.steps), "--out", str(folder / "profile")]
+    command += ["--work", part.work]
     made = subprocess.run([sys.executable, "-m", "nntile_py.cli", *command], capture_output=True, text=True)
     if made.returncode:
         raise NNTileError(f"nntile {' '.join(command)}: {made.stderr.strip() or made.stdout.strip()}")
@@ -274,6 +305,22 @@ def _sequence(of: Any) -> list[Any]:
 
 def _config(part: Drawing | Profile) -> RunConfig:
     return load(part.config, [f"{key}={json.dumps(of)}" for key, of in part.set_.items()])
+
+
+def _on_gpus_there(sweep: Sweep, console: Console) -> Sweep:
+    """The sweep with the numbers of GPUs that this machine has; as it was if none of them is there."""
+    counts = (sweep.grid or {}).get("runtime.cuda")
+    if not sweep.grid or not counts:
+        return sweep
+    import torch
+
+    there = torch.cuda.device_count()
+    kept = [count for count in counts if count <= there]
+    if not kept or kept == counts:
+        return sweep
+    left = ", ".join(str(count) for count in counts if count not in kept)
+    console.print(f"left out: runtime.cuda {left}; this machine has {there} GPU{'s' * (there != 1)}")
+    return sweep.model_copy(update={"grid": sweep.grid | {"runtime.cuda": kept}})
 
 
 def _need_gpus(config: RunConfig, told: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any, TypeVar
 
 from nntile_py.errors import ConfigError
@@ -27,6 +28,7 @@ from nntile_py.tasks import (
 )
 from nntile_py.tasks.attention import Operands
 from nntile_py.tasks.cross_entropy import CrossEntropy
+from nntile_py.tiles import Tiling
 
 
 @dataclass(frozen=True)
@@ -96,11 +98,12 @@ class _Uses:
 Rule = Callable[[_Uses, Op], bool]
 
 
-def fuse(graph: Graph, fusion: Fusion, vocab_cut: bool) -> Graph:
-    """Apply the rules that are switched on until none applies. In place; returns the graph."""
+def fuse(graph: Graph, fusion: Fusion, vocab_cut: bool, tiling: Tiling | None = None) -> Graph:
+    """Apply the rules that are switched on until none applies. In place; returns the graph. No tiling: all uncut."""
+    tiling = tiling or Tiling()
     rules: list[Rule] = [_embedding_grad_into]
     if fusion.reshape:
-        rules += [_attention_layout, _transposed_input, _transposed_output]
+        rules += [_attention_layout, _transposed_input, partial(_transposed_output, tiling=tiling)]
     if fusion.bias:
         rules += [_bias, _bias_grad]
     if fusion.residual_norm:
@@ -196,17 +199,24 @@ def _transposed_input(uses: _Uses, op: Op) -> bool:
     return False
 
 
-def _transposed_output(uses: _Uses, op: Op) -> bool:
-    """Transpose(Contract) or Transpose(BiasAdd(Contract)): GEMM + reshape, Alg. 4 of the NNTile report."""
+def _in_parts(op: Contract, tiling: Tiling) -> bool:
+    return any(tiling.cut(axis, op.a.size(axis)) for axis in op.k)
+
+
+def _transposed_output(uses: _Uses, op: Op, tiling: Tiling) -> bool:
+    """Transpose(Contract) or Transpose(BiasAdd(Contract)): GEMM + reshape, Alg. 4 of the NNTile report.
+
+    Not where the summed axes are cut: each partial product would be scattered, a Transpose does so once for all.
+    """
     if not isinstance(op, Transpose):
         return False
     gemm = uses.made_for(op.inputs[0], op, Contract)
-    if gemm and _plain(gemm) and not gemm.inputs[2:]:
+    if gemm and _plain(gemm) and not gemm.inputs[2:] and not _in_parts(gemm, tiling):
         uses.replace([gemm, op], _rebuild(gemm, op.output))
         return True
     add = uses.made_for(op.inputs[0], op, BiasAdd)
     inner = uses.made_for(add.inputs[0], add, Contract) if add else None
-    if not (add and inner and _plain(inner)):
+    if not (add and inner and _plain(inner)) or _in_parts(inner, tiling):
         return False
     bias = add.inputs[1]
     if [a for a in op.output.axes if a in bias.axes] != list(bias.axes):

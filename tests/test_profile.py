@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from bisect import bisect_right
+from dataclasses import replace
 from html import unescape
 from itertools import pairwise
 from pathlib import Path
@@ -18,7 +19,7 @@ import yaml
 import nntile_py as nt
 from nntile_py import profile
 from nntile_py.config import RunConfig, load
-from nntile_py.profile import analysis, events, rules
+from nntile_py.profile import analysis, collect, events, rules
 from nntile_py.profile.trace import (
     Bus,
     Info,
@@ -201,6 +202,69 @@ def test_roofline_and_rates() -> None:
     assert analysis.device_peak("CUDA 0.0 (NVIDIA H200)", "bf16").flop == 790e12
 
 
+# -- groups: several tasks that run as one
+
+
+def grouped_trace() -> Trace:
+    """A task, then a group of a product and of two copies: 8 us, 1 us and 1 us at the peak of the test."""
+    one, two = info("h0.Contract", [Use("a", "W")], flop=8e3), info("h0.Copy", [Use("a", "R")], flop=0, size=1_000)
+    inside = tuple(replace(i, uses=(), estimated=True) for i in (one, two, two))
+    group = replace(info("h0.Contract + 2", [Use("a", "RW")], flop=8e3, size=1_010), parts=inside)
+    return scheduled([one, group], [10, 20])
+
+
+def test_a_groups_time_is_shared_by_floors(tmp_path: Path) -> None:
+    trace = grouped_trace()
+    parts = analysis.parts(trace, PEAKS)
+    assert (parts.seconds * 1e6).tolist() == pytest.approx([10, 16, 2, 2], abs=1e-2)
+    assert parts.start[1] == trace.start[1] and parts.end[-1] == trace.end[1]
+    assert parts.end[1:-1].tolist() == parts.start[2:].tolist()
+    summary = analysis.summarise(trace, PEAKS, TILES)
+    assert summary["tasks"] == 2 and len(summary["critical_path"]["operators"]) == 2
+    product, copy = summary["operators"]
+    assert (product["operator"], product["tasks"], copy["tasks"]) == ("h* Contract", 2, 2)
+    assert product["seconds"] == pytest.approx(26e-6, rel=1e-3) and copy["seconds"] == pytest.approx(4e-6, rel=1e-3)
+    assert product["estimated"] == pytest.approx(16 / 26, rel=1e-3) and copy["estimated"] == pytest.approx(1)
+    assert copy["roofline"] == pytest.approx(0.5, rel=1e-3)
+    assert [row["seconds"] for row in summary["critical_path"]["operators"]] == pytest.approx([26e-6, 4e-6], rel=1e-3)
+    unknown = analysis.parts(trace, {"CPU": analysis.device_peak("a device", "fp32")})
+    assert unknown.seconds.sum() == pytest.approx(trace.seconds.sum())
+    profile.write(trace, PEAKS, TILES, tmp_path, "groups")
+    found = [e for e in check_format(tmp_path / "trace.json") if e["ph"] == "X" and e["pid"] == events.WORKERS]
+    (group,) = (e for e in found if "parts" in e["args"])
+    assert [p["flop"] for p in group["args"]["parts"]] == [8e3, 0, 0]
+    assert group["args"]["parts"][1]["tiles"] == "a" and sum(e["cat"] == "part" for e in found) == 3
+    assert "its tasks in proportion" in (tmp_path / "report.html").read_text()
+
+
+def test_groups_of_a_real_program(tmp_path: Path) -> None:
+    """The groups that a GPU would get, on a CPU worker."""
+    from nntile_py.profile.collect import make_trace, watched
+    from nntile_py.program import Program, Store
+    from nntile_py.sweep_point import _fill
+    from nntile_py.tiles.groups import grouped
+    from nntile_py.workloads import build
+
+    config = RunConfig.model_validate(CONFIG | {"fusion": False})
+    ((graph, low),) = build(config, "linear_relu").graphs
+    tasks = grouped(low.tasks, 1e10, 1e10, 1e-3)
+    assert any(task.parts for task in tasks.tasks)
+    with nt.Runtime(cpus=1):
+        store = Store()
+        _fill(low, store, [t for t in graph.tensors.values() if t.kind in ("input", "param")])
+        program = Program(tasks, store)
+        with watched() as found:
+            program.run()
+        trace = make_trace(found.programs, found.native, None)
+    parts = analysis.parts(trace, PEAKS)
+    assert len(trace) == len(tasks.tasks) and len(parts) == len(low.tasks.tasks)
+    flat = [part for task in tasks.tasks for part in task.parts or [task]]
+    assert [parts.info_of(k).kernel for k in range(len(parts))] == [task.kernel for task in flat]
+    assert (parts.end >= parts.start).all() and parts.seconds.sum() == pytest.approx(trace.seconds.sum())
+    profile.write(trace, PEAKS, TILES, tmp_path, "groups")
+    check_format(tmp_path / "trace.json")
+
+
 # -- the format
 
 
@@ -210,7 +274,7 @@ def check_format(path: Path) -> list[dict[str, Any]]:
     assert isinstance(tree["traceEvents"], list)
     rows: dict[tuple[int, int], list[tuple[float, float]]] = {}
     flows: dict[int, dict[str, dict[str, Any]]] = {}
-    named = set()
+    named, inner = set(), []
     for event in tree["traceEvents"]:
         assert event["ph"] in "XMCsf", event
         assert isinstance(event["name"], str) and event["name"]
@@ -222,6 +286,9 @@ def check_format(path: Path) -> list[dict[str, Any]]:
         assert event["ts"] >= 0 and np.isfinite(event["ts"])
         if event["ph"] == "X":
             assert event["dur"] >= 0 and isinstance(event["cat"], str)
+            if event["cat"] == "part":
+                inner.append(event)
+                continue
             rows.setdefault((event["pid"], event["tid"]), []).append((event["ts"], event["ts"] + event["dur"]))
         elif event["ph"] == "C":
             assert all(isinstance(value, int | float) for value in event["args"].values())
@@ -230,9 +297,20 @@ def check_format(path: Path) -> list[dict[str, Any]]:
             assert event["ph"] not in flows.setdefault(event["id"], {})
             flows[event["id"]][event["ph"]] = event
     assert set(rows) <= named
-    for spans in rows.values():  # slices of a row do not overlap
+    for pid_tid, spans in rows.items():  # slices of a row do not overlap
         spans.sort()
-        assert all(a[1] <= b[0] + 1e-3 for a, b in pairwise(spans))
+        assert all(a[1] <= b[0] + 1e-3 for a, b in pairwise(spans)), pid_tid
+    parts: dict[int, list[dict[str, Any]]] = {}
+    groups = {e["args"]["task"]: e for e in tree["traceEvents"] if e["ph"] == "X" and "parts" in e["args"]}
+    for event in inner:
+        parts.setdefault(event["args"]["group"], []).append(event)
+    assert parts.keys() == groups.keys()
+    for task, found in parts.items():  # the parts fill their group, one after the other
+        group = groups[task]
+        assert [p["name"].removesuffix(" (estimated)") for p in found] == [p["name"] for p in group["args"]["parts"]]
+        edges = [group["ts"], *(p["ts"] + p["dur"] for p in found)]
+        assert edges[:-1] == pytest.approx([p["ts"] for p in found], abs=1e-6)
+        assert edges[-1] == pytest.approx(group["ts"] + group["dur"], abs=1e-6)
     for flow in flows.values():
         assert flow.keys() == {"s", "f"}
         assert flow["s"]["ts"] <= flow["f"]["ts"] + 1e-3
@@ -285,7 +363,7 @@ CONFIG: dict[str, Any] = {
 
 @pytest.fixture(scope="module", params=["chain", "redux", "commute"])
 def measured(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
-    """A run under each policy, one of them by the command: its folder."""
+    """A run under each policy, one of them by the command, one in full, one light: its folder."""
     folder = tmp_path_factory.mktemp(request.param)
     (folder / "c.yaml").write_text(yaml.safe_dump(CONFIG | {"accumulate": request.param}))
     if request.param == "chain":
@@ -294,7 +372,10 @@ def measured(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         assert made.returncode == 0, made.stderr
         assert "ms a step" in made.stdout
     else:
-        profile.profile(load(folder / "c.yaml"), folder / "p", "c", 2)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(collect, "LIGHT_BELOW", 0 if request.param == "redux" else 1)
+            profile.profile(load(folder / "c.yaml"), folder / "p", "c", 2)
+        assert json.loads((folder / "p/summary.json").read_text())["light"] == (request.param == "commute")
     return request.param, folder / "p"
 
 
@@ -311,7 +392,9 @@ def test_files_of_a_run(measured: tuple[str, Path]) -> None:
         busy = sum(e["dur"] for e in found if e["tid"] == number) * 1e-6
         assert busy == pytest.approx(worker["busy_s"], rel=0.01)
         # StarPU's own account, which the trace does not come from. With redux it has filled tiles with zeros too.
-        assert busy == pytest.approx(worker["starpu"]["executing_s"], rel=0.25 if policy == "redux" else 0.01)
+        if not summary["light"]:
+            rel = 0.25 if policy == "redux" else 0.01
+            assert busy == pytest.approx(worker["starpu"]["executing_s"], rel=rel)
     busy = sum(worker["busy_s"] for worker in summary["workers"])
     assert sum(row["seconds"] for row in summary["operators"]) == pytest.approx(busy)
     html = (folder / "report.html").read_text()
@@ -355,6 +438,14 @@ def test_no_task_begins_before_its_predecessors_end(measured: tuple[str, Path]) 
             assert tasks[task]["ts"] >= tasks[other]["ts"] + tasks[other]["dur"] - 1e-3
 
 
+def test_forward_passes_alone(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump(CONFIG))
+    summary = profile.profile(load(tmp_path / "c.yaml"), tmp_path / "p", "c", 3, inference=True)
+    assert summary["steps"] == 3 and summary["tasks"] % 3 == 0
+    assert {row["phase"] for row in summary["operators"]} == {"forward"}
+    check_format(tmp_path / "p/trace.json")
+
+
 def test_fxt_that_is_not_there_is_said(tmp_path: Path) -> None:
     from nntile_py.profile.collect import convert_fxt
 
@@ -362,7 +453,8 @@ def test_fxt_that_is_not_there_is_said(tmp_path: Path) -> None:
         convert_fxt(tmp_path)
 
 
-def test_profiling_twice_and_off_between() -> None:
+@pytest.mark.parametrize("light", [False, True])
+def test_profiling_twice_and_off_between(light: bool) -> None:
     """Nothing is noted while it is off, and a second profile holds nothing of the first."""
     from nntile_py.profile.collect import make_trace, watched
 
@@ -373,7 +465,7 @@ def test_profiling_twice_and_off_between() -> None:
         traces = []
         for steps in (1, 2):
             trainer.step(ids, ids)
-            with watched() as found:
+            with watched(light=light) as found:
                 for _ in range(steps):
                     trainer.step(ids, ids)
             traces.append(make_trace(found.programs, found.native, trainer.update_list))

@@ -1,6 +1,7 @@
 """`nntile sweep`: killed and resumed, failures as rows, refusals, the automatic search; and `nntile experiment`."""
 
 import csv
+import io
 import json
 import os
 import signal
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 import yaml
+from rich.console import Console
 
 from nntile_py import experiment, sweep
 from nntile_py.config import load
@@ -232,6 +234,27 @@ def test_experiment_needs_gpus(tmp_path: Path) -> None:
     done = nntile(tmp_path, "experiment", "table2", "--scale", "gpu")
     if done.returncode:
         assert done.returncode == 1 and "GPU" in done.stderr and not (tmp_path / "runs").exists()
+
+
+def test_experiments_take_the_gpus_that_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, told = experiment.load_experiment("fig15").part("gpu"), io.StringIO()
+    for there, kept in ((2, [1, 2]), (8, [1, 2, 4, 8]), (0, [1, 2, 4, 8])):  # none: refused later
+        monkeypatch.setattr("torch.cuda.device_count", lambda there=there: there)
+        assert experiment._on_gpus_there(made, Console(file=told)).grid["runtime.cuda"] == kept
+    assert told.getvalue() == "left out: runtime.cuda 4, 8; this machine has 2 GPUs\n"
+
+
+def test_experiments_in_both_modes() -> None:
+    for name in ("fig09", "fig11", "fig12", "fig14", "fig15", "fig16", "fig17", "fig18"):
+        made = experiment.load_experiment(name)
+        plans = {m: list(experiment._planned(made.part("gpu", m), made.kind)) for m in ("inference", "training")}
+        kinds = {m: {(work, phase) for _, _, work, phase in planned} for m, planned in plans.items()}
+        work = "linear_relu" if name == "fig15" else "linear_reshape"
+        small = {"inference": {(work, "forward")}, "training": {(work, "all")}}
+        assert kinds in ({"inference": {("inference", "all")}, "training": {("train", "all")}}, small)
+    assert experiment.load_experiment("fig17").part("cpu", "training").plots[0].title == "GPT-2 training"
+    with pytest.raises(ConfigError, match="--mode"):
+        experiment.load_experiment("table2").part("cpu", "training")
 
 
 def test_experiment_graph(tmp_path: Path) -> None:

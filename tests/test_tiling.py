@@ -472,6 +472,17 @@ def test_epilogues_of_the_fused_model() -> None:
     assert epilogues(False) == {}
 
 
+def test_no_reshape_of_partial_products() -> None:
+    x, w = ["batch", "seq", "embed"], ["embed", "heads", "head_dim"]
+    for tile, left in ((8, 0), (4, 1)):
+        g = Graph("fp32")
+        a, b = g.named("x", x, [2, 4, 8], "input"), g.named("q.w", w, [8, 2, 4], "param")
+        y = g.transpose(g.linear(a, b, ["batch", "seq", "heads", "head_dim"]), ["batch", "heads", "seq", "head_dim"])
+        y.kind = "scalar"
+        fuse(g, Fusion(), False, Tiling({"embed": tile}))
+        assert sum(op.kind == "Transpose" for op in g.ops) == left
+
+
 def test_an_unknown_switch() -> None:
     with pytest.raises(ConfigError, match=r"fusion\.biass: unknown switch"):
         Fusion.of({"biass": True})

@@ -11,11 +11,12 @@ namespace py = pybind11;
 
 namespace nntile::profile {
 
-std::atomic<bool> g_on{false};
+std::atomic<bool> g_on{false}, g_light{false};
 
 namespace {
 
-// All dates in nanoseconds since StarPU started; the order is that of COLUMNS in nntile_py/profile/collect.py.
+// All dates in nanoseconds since StarPU started (in a light profile, of the system's clock). The order is that of COLUMNS
+// in nntile_py/profile/collect.py.
 struct Event {
   int64_t run, task, worker;
   int64_t submit, ready, pop, popped, fetch, fetched, start, end, released;
@@ -27,26 +28,36 @@ static_assert(sizeof(Event) == 14 * sizeof(int64_t));
 // one belongs to threads that are no workers, and has a mutex.
 struct alignas(64) Buffer {
   std::vector<Event> events;
+  int64_t measured = 0, memory = 0, main_memory = 0;  // when the bytes in use were read last
 };
 std::unique_ptr<Buffer[]> g_buffers;
 std::mutex g_others;
 uint32_t g_runs = 0;
 std::vector<Transfers> g_transfers;  // of each bus, before the profile
+std::vector<std::vector<int64_t>> g_submitted;  // of a light profile: by run, by task
+constexpr int64_t kMemoryEvery = 20'000;  // ns
 
 int64_t ns(const timespec& t) { return int64_t{t.tv_sec} * STARPU_NS_PER_S + t.tv_nsec; }
 
-void keep(const Event& event) {
-  const int worker = starpu_worker_get_id();
-  if (worker >= 0) {
-    g_buffers[worker].events.push_back(event);
-  } else {
-    const std::lock_guard lock(g_others);
-    g_buffers[STARPU_NMAXWORKERS].events.push_back(event);
+// Fills in the bytes in use: read now and then, as each reading takes locks.
+void keep(Buffer& buffer, Event& event) {
+  if (event.end - buffer.measured >= kMemoryEvery || buffer.events.empty()) {
+    const auto worker = static_cast<unsigned>(event.worker);
+    const unsigned node = event.worker < 0 ? STARPU_MAIN_RAM : starpu_worker_get_memory_node(worker);
+    buffer.main_memory = static_cast<int64_t>(starpu_memory_get_used(STARPU_MAIN_RAM));
+    buffer.memory = node == STARPU_MAIN_RAM ? buffer.main_memory : static_cast<int64_t>(starpu_memory_get_used(node));
+    buffer.measured = event.end;
   }
+  event.memory = buffer.memory;
+  event.main_memory = buffer.main_memory;
+  buffer.events.push_back(event);
 }
 
-int64_t memory_of(int worker) {
-  return static_cast<int64_t>(starpu_memory_get_used(worker < 0 ? STARPU_MAIN_RAM : starpu_worker_get_memory_node(worker)));
+void keep(Event event) {
+  const int worker = starpu_worker_get_id();
+  if (worker >= 0) return keep(g_buffers[worker], event);
+  const std::lock_guard lock(g_others);
+  keep(g_buffers[STARPU_NMAXWORKERS], event);
 }
 
 // Runs on StarPU's threads.
@@ -57,11 +68,8 @@ void ended(void* arg) {
   const auto id = reinterpret_cast<uint64_t>(arg);
   keep({static_cast<int64_t>(id >> 32), static_cast<int64_t>(id & 0xffffffff), i->workerid, ns(i->submit_time),
         ns(i->push_end_time), ns(i->pop_start_time), ns(i->pop_end_time), ns(i->acquire_data_start_time),
-        ns(i->acquire_data_end_time), ns(i->start_time), ns(i->end_time), ns(i->callback_start_time),
-        memory_of(i->workerid), memory_of(-1)});
+        ns(i->acquire_data_end_time), ns(i->start_time), ns(i->end_time), ns(i->callback_start_time), 0, 0});
 }
-
-int64_t now() { return static_cast<int64_t>(starpu_timing_now() * 1e3); }
 
 std::string node_name(unsigned node) {
   char name[64];
@@ -69,7 +77,7 @@ std::string node_name(unsigned node) {
   return name;
 }
 
-void begin(size_t expected) {
+void begin(size_t expected, bool light) {
   require_running();
   require_main_thread();
   {
@@ -77,11 +85,17 @@ void begin(size_t expected) {
     wait_for_tasks();
   }
   g_buffers.reset(new Buffer[STARPU_NMAXWORKERS + 1]);
-  for (unsigned worker = 0; worker < starpu_worker_get_count(); ++worker) g_buffers[worker].events.reserve(expected);
+  for (unsigned worker = 0; worker < starpu_worker_get_count(); ++worker) {
+    auto& events = g_buffers[worker].events;
+    events.resize(expected);  // not only reserved: the pages are there when they are written
+    events.clear();
+  }
   g_runs = 0;
-  starpu_profiling_status_set(STARPU_PROFILING_ENABLE);  // resets the counters of workers
   g_transfers.clear();
   for (int bus = 0; bus < starpu_bus_get_count(); ++bus) g_transfers.push_back(transfers(bus));
+  g_submitted.clear();
+  if (!light) starpu_profiling_status_set(STARPU_PROFILING_ENABLE);  // resets the counters of workers
+  g_light = light;
   g_on = true;
 }
 
@@ -94,21 +108,30 @@ py::dict finish() {
     wait_for_tasks();
   }
   g_on = false;
+  const bool light = g_light.exchange(false);
   py::list workers, nodes, buses;
   std::vector<Event> events;
   for (unsigned worker = 0; worker <= STARPU_NMAXWORKERS; ++worker)
     events.insert(events.end(), g_buffers[worker].events.begin(), g_buffers[worker].events.end());
   g_buffers.reset();
+  if (light)
+    for (auto& event : events)
+      if (event.run)
+        event.submit = g_submitted.at(static_cast<size_t>(event.run - 1)).at(static_cast<size_t>(event.task));
   for (unsigned worker = 0; worker < starpu_worker_get_count(); ++worker) {
     char name[128];
     starpu_worker_get_name(static_cast<int>(worker), name, sizeof name);
     starpu_profiling_worker_info info;
     starpu_profiling_worker_get_info(static_cast<int>(worker), &info);
     const auto seconds = [](const timespec& t) { return static_cast<double>(ns(t)) * 1e-9; };
+    const auto* kind = starpu_worker_get_type_as_string(starpu_worker_get_type(static_cast<int>(worker)));
+    const auto node = starpu_worker_get_memory_node(worker);
+    if (light) {  // StarPU has counted nothing
+      workers.append(py::dict(py::arg("name") = name, py::arg("kind") = kind, py::arg("node") = node));
+      continue;
+    }
     workers.append(py::dict(
-        py::arg("name") = name,
-        py::arg("kind") = starpu_worker_get_type_as_string(starpu_worker_get_type(static_cast<int>(worker))),
-        py::arg("node") = starpu_worker_get_memory_node(worker), py::arg("total_s") = seconds(info.total_time),
+        py::arg("name") = name, py::arg("kind") = kind, py::arg("node") = node, py::arg("total_s") = seconds(info.total_time),
         py::arg("executing_s") = seconds(info.executing_time), py::arg("callback_s") = seconds(info.callback_time),
         py::arg("waiting_s") = seconds(info.waiting_time), py::arg("sleeping_s") = seconds(info.sleeping_time),
         py::arg("scheduling_s") = seconds(info.scheduling_time), py::arg("executed_tasks") = info.executed_tasks));
@@ -119,34 +142,45 @@ py::dict finish() {
     buses.append(py::dict(py::arg("source") = starpu_bus_get_src(bus), py::arg("target") = starpu_bus_get_dst(bus),
                           py::arg("bytes") = now.bytes - before.bytes, py::arg("transfers") = now.count - before.count));
   }
-  starpu_profiling_status_set(STARPU_PROFILING_DISABLE);
+  if (!light) starpu_profiling_status_set(STARPU_PROFILING_DISABLE);
   const size_t columns = sizeof(Event) / sizeof(int64_t);
   py::array_t<int64_t> table({events.size(), columns});
   std::memcpy(table.mutable_data(), events.data(), events.size() * sizeof(Event));
   return py::dict(py::arg("events") = table, py::arg("workers") = workers, py::arg("nodes") = nodes,
-                  py::arg("buses") = buses);
+                  py::arg("buses") = buses, py::arg("light") = light);
 }
 
 }  // namespace
 
-uint32_t begin_run() { return on() ? ++g_runs : 0; }
-
-void watch(starpu_task* task, uint32_t run, uint32_t index) {
-  task->callback_func = ended;
-  task->callback_arg = reinterpret_cast<void*>((uint64_t{run} << 32) | index);
+int64_t now() {
+  if (light()) return std::chrono::steady_clock::now().time_since_epoch() / std::chrono::nanoseconds(1);  // sooner read
+  return static_cast<int64_t>(starpu_timing_now() * 1e3);
 }
 
-Interval::Interval() : start_(on() ? now() : -1) {}
+uint32_t begin_run() {
+  if (!on()) return 0;
+  if (light()) g_submitted.emplace_back();
+  return ++g_runs;
+}
 
-Interval::~Interval() {
-  if (start_ < 0 || !on()) return;
+// A light profile sets no callback, which would cost as much as all the rest of it; the argument says which task it is.
+void watch(starpu_task* task, uint32_t run, uint32_t index) {
+  task->callback_arg = reinterpret_cast<void*>((uint64_t{run} << 32) | index);
+  if (light()) g_submitted.back().push_back(now());
+  else task->callback_func = ended;
+}
+
+void Interval::keep() const {
+  if (!on()) return;
+  const auto* task = of_ == Of::program ? starpu_task_get_current() : nullptr;
+  const auto id = task ? reinterpret_cast<uint64_t>(task->callback_arg) : 0;
   const int64_t end = now(), s = start_;
-  const int worker = starpu_worker_get_id();
-  keep({0, 0, worker, s, s, s, s, s, s, s, end, end, memory_of(worker), memory_of(-1)});
+  profile::keep({static_cast<int64_t>(id >> 32), static_cast<int64_t>(id & 0xffffffff), starpu_worker_get_id(), s, s, s,
+                 s, s, s, s, end, end, 0, 0});
 }
 
 void bind(py::module_& m) {
-  m.def("profile_begin", begin, py::arg("expected"));
+  m.def("profile_begin", begin, py::arg("expected"), py::arg("light") = false);
   m.def("profile_finish", finish);
 }
 

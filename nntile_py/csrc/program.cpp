@@ -24,6 +24,7 @@ std::map<std::pair<c10::DeviceType, std::string>, Kernel>& kernels() {
 }
 
 void run_cpu(void** buffers, void* cl_arg) {
+  const profile::Interval interval(profile::Interval::Of::program);
   const auto& instance = *static_cast<const TaskInstance*>(cl_arg);
   for (const auto& body : instance.record->bodies)
     guarded(body.name, [&] {

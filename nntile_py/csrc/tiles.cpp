@@ -30,7 +30,7 @@ struct ReductionCodelet {
 };
 
 void reduce_on(c10::Device device, void** buffers) {
-  const profile::Interval interval;
+  const profile::Interval interval(profile::Interval::Of::starpu);
   const auto* codelet = reinterpret_cast<const ReductionCodelet*>(starpu_task_get_current()->cl);
   guarded("reduction", [&] {
     const auto elements =

@@ -12,10 +12,13 @@ if TYPE_CHECKING:
     from nntile_py.profile.trace import Trace
 
 
-def profile(config: RunConfig, folder: Path, name: str, steps: int, fxt: bool = False) -> dict[str, Any]:
+def profile(
+    config: RunConfig, folder: Path, name: str, steps: int, fxt: bool = False, inference: bool = False
+) -> dict[str, Any]:
     """Run, and write trace.json, gantt.png, gantt.svg, report.html, summary.json; returns the summary.
 
-    The steps train on random tokens: no corpus is read. fxt: leave StarPU's own trace in the folder `fxt` too."""
+    The steps are of training, or forward passes, on random tokens: no corpus is read. fxt: leave StarPU's own trace
+    in the folder `fxt` too."""
     import nntile_py as nt
     from nntile_py.loop import build_model, build_trainer
     from nntile_py.profile import collect
@@ -28,7 +31,7 @@ def profile(config: RunConfig, folder: Path, name: str, steps: int, fxt: bool = 
         os.environ |= {"STARPU_FXT_TRACE": "1", "STARPU_FXT_PREFIX": f"{raw}/"}  # before StarPU starts
     with runtime:
         trainer = build_trainer(config, build_model(config))
-        trace = collect.run_steps(trainer, steps, config.profile.warmup)
+        trace = collect.run_steps(trainer, steps, config.profile.warmup, inference)
     if fxt:
         collect.convert_fxt(raw)
     (folder / "config.yaml").write_text(config.to_yaml(), encoding="utf-8")
@@ -45,11 +48,12 @@ def write(trace: Trace, peaks: Any, tiles: Any, folder: Path, name: str) -> dict
     summary["machine"] = machine()
     text = json.dumps(summary, indent=1, allow_nan=False)
     (folder / "summary.json").write_text(text + "\n", encoding="utf-8")
-    events.write(trace, folder / "trace.json")
+    parts = analysis.parts(trace, peaks)
+    events.write(trace, folder / "trace.json", parts)
     title = f"{name}: {summary['seconds_per_step'] * 1e3:,.0f} ms a step"
-    gantt.save(trace, summary, folder, title)
+    gantt.save(parts, summary, folder, title)
     where = summary["machine"]
     tiling = ", ".join(f"{axis} {a['tile']}/{a['size']}" for axis, a in summary["tiles"].items())
     line = f"{where['processor']}, {where['cores']} cores, torch {where['torch']}, {where['date']}. Tiles: {tiling}."
-    report.write(trace, summary, folder / "report.html", f"Profile of {name}", line)
+    report.write(trace, parts, summary, folder / "report.html", f"Profile of {name}", line)
     return summary

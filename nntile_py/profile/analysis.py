@@ -8,12 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from nntile_py.profile.trace import REDUCTION, Trace, accumulating, critical_path, length, merge
+from nntile_py.profile.trace import REDUCTION, Info, Trace, Worker, accumulating, by_parts, critical_path, length, merge
 
 # A pause this short between two tasks is the runtime's; a longer one is a worker without work.
 PAUSE_NS = 10_000
 # bf16 flop/s and bytes/s that were measured, by a part of the device's name.
 DEVICES = {"H200": (790e12, 4.3e12)}
+# What a device of unknown speed is taken for where only proportions matter: the time of a group's parts.
+USUAL = (600e12, 3.5e12)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,17 +34,20 @@ class Peak:
 
 
 def summarise(trace: Trace, peaks: Mapping[str, Peak], tiles: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """All of summary.json but the findings. `peaks` by kind of worker; `tiles`: of each axis size, tile, count."""
+    """All of summary.json but the findings. `peaks` by kind of worker; `tiles`: of each axis size, tile, count.
+
+    Figures by operator are of the parts of groups, whose times are estimates: `estimated` is the share of such time."""
     t0, t1 = trace.window
     window = (t1 - t0) * 1e-9
     steps = len(np.unique(trace.step[trace.step > 0]))
     workers = [_worker(trace, number) for number in range(len(trace.workers))]
-    path = _path(trace, window)
+    path = _path(trace, parts(trace, peaks), window)
     count = len(trace)
     overhead = sum(w["overhead"] for w in workers) * window
     work = float(trace.seconds.sum())
     return {
         "seconds": window,
+        "light": trace.light,
         "steps": steps,
         "seconds_per_step": window / max(steps, 1),
         "tasks": count,
@@ -52,7 +57,7 @@ def summarise(trace: Trace, peaks: Mapping[str, Peak], tiles: Mapping[str, Any] 
         "parallelism": work / path["seconds"] if path["seconds"] else 0.0,
         "flop": float(_column(trace, "flop").sum()),
         "workers": workers,
-        "operators": _operators(trace, peaks),
+        "operators": _operators(parts(trace, peaks), peaks),
         "critical_path": path,
         "transfers": [
             {"from": trace.nodes[b.source], "to": trace.nodes[b.target], "bytes": b.bytes, "transfers": b.transfers}
@@ -62,6 +67,17 @@ def summarise(trace: Trace, peaks: Mapping[str, Peak], tiles: Mapping[str, Any] 
         "peaks": {kind: vars_of(peak) for kind, peak in peaks.items()},
         "tiles": dict(tiles or {}),
     }
+
+
+def parts(trace: Trace, peaks: Mapping[str, Peak]) -> Trace:
+    """The trace with each group's time shared among its parts, in proportion to max(flop / peak, bytes / peak)."""
+
+    def floor(info: Info, worker: Worker) -> float:
+        peak = peaks.get(worker.kind)
+        flop, size = (peak and peak.flop) or USUAL[0], (peak and peak.bytes) or USUAL[1]
+        return max(info.flop / flop, info.bytes / size)
+
+    return by_parts(trace, floor)
 
 
 def vars_of(peak: Peak) -> dict[str, Any]:
@@ -99,18 +115,25 @@ def _worker(trace: Trace, number: int) -> dict[str, Any]:
 
 
 def _operators(trace: Trace, peaks: Mapping[str, Peak]) -> list[dict[str, Any]]:
-    """A row for each operator and phase, the longest first."""
+    """A row for each operator and phase, the longest first. `trace`: by parts."""
     groups: dict[tuple[str, str], int] = {}
     of_info = np.array([groups.setdefault(info.group, len(groups)) for info in trace.infos], np.int64)
     of_task = of_info[trace.info]
     seconds, flop, size = trace.seconds, _column(trace, "flop"), _column(trace, "bytes")
+    estimated = np.array([info.estimated for info in trace.infos])[trace.info]
     ideal = np.full(len(trace), np.nan)
     for kind, peak in peaks.items():
         here = np.isin(trace.worker, [k for k, w in enumerate(trace.workers) if w.kind == kind])
         ideal[here] = peak.seconds(flop[here], size[here])
     sums = {
         name: np.bincount(of_task, weights=values, minlength=len(groups))
-        for name, values in (("s", seconds), ("flop", flop), ("bytes", size), ("ideal", ideal))
+        for name, values in (
+            ("s", seconds),
+            ("flop", flop),
+            ("bytes", size),
+            ("ideal", ideal),
+            ("estimated", seconds * estimated),
+        )
     }
     counts, total = np.bincount(of_task, minlength=len(groups)), max(float(seconds.sum()), 1e-12)
     compute = {kind: (p.flop or 0) / p.bytes for kind, p in peaks.items() if p.bytes}
@@ -128,6 +151,7 @@ def _operators(trace: Trace, peaks: Mapping[str, Peak]) -> list[dict[str, Any]]:
                 "phase": phase,
                 "seconds": s,
                 "share": s / total,
+                "estimated": float(sums["estimated"][k]) / s if s else 0.0,
                 "tasks": int(counts[k]),
                 "mean_s": s / int(counts[k]),
                 "tflop_per_s": float(sums["flop"][k]) / s / 1e12 if s else 0.0,
@@ -140,12 +164,14 @@ def _operators(trace: Trace, peaks: Mapping[str, Peak]) -> list[dict[str, Any]]:
     return sorted(rows, key=lambda row: -row["seconds"])
 
 
-def _path(trace: Trace, window: float) -> dict[str, Any]:
+def _path(trace: Trace, parts: Trace, window: float) -> dict[str, Any]:
     path = critical_path(trace.before, trace.seconds)
-    seconds = trace.seconds
+    seconds, of_part = trace.seconds, parts.seconds
+    counts = np.array([len(info.parts) or 1 for info in trace.infos], np.int64)[trace.info]
+    first = np.cumsum(counts) - counts
     by: dict[tuple[str, str], list[float]] = {}
-    for task in path:
-        by.setdefault(trace.info_of(task).group, []).append(float(seconds[task]))
+    for part in (first[task] + k for task in path for k in range(counts[task])):
+        by.setdefault(parts.info_of(part).group, []).append(float(of_part[part]))
     total = float(seconds[path].sum()) if path else 0.0
     chained = accumulating(trace, path)
     return {

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import subprocess
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,21 +28,39 @@ COLUMNS = (
 )  # fmt: skip
 
 
-def run_steps(trainer: nt.Trainer, steps: int, warmup: int) -> Trace:
-    """Train on random tokens: `warmup` steps that are not looked at, then `steps` that are."""
+# StarPU's task profiling takes up to 1.4 us a task: where that would be 5 % of a step, it stays off.
+LIGHT_BELOW = 30e-6  # seconds of a step for each of its tasks
+
+
+def run_steps(trainer: nt.Trainer, steps: int, warmup: int, inference: bool = False) -> Trace:
+    """Train on random tokens, or evaluate them: `warmup` steps that are not looked at, then `steps` that are.
+
+    With tasks so short that StarPU's profiling would show, and CPU workers only, a light profile is taken."""
     rng = np.random.default_rng(0)
-    rows = trainer.grad_accumulation * trainer.batch
+    rows = trainer.batch * (1 if inference else trainer.grad_accumulation)
     ids = rng.integers(0, trainer.model.config.vocab, (rows, trainer.seq))
 
-    def train(count: int) -> None:
+    def run(count: int) -> None:
+        if inference:
+            for _ in range(count):
+                trainer.evaluate(ids, ids)
+            return
         for pending in [trainer.submit(ids, ids) for _ in range(count)]:
             pending.result()
 
+    light, expected = False, trainer.tasks_per_step * steps
     if warmup:
-        train(warmup)
-    with watched(trainer.tasks_per_step * steps) as found:
-        train(steps)
-    return make_trace(found.programs, found.native, trainer.update_list)
+        run(warmup - 1)  # the first step takes longer
+        lists: list[TaskList] = []
+        Program.watched = lists
+        start = time.perf_counter()
+        run(1)
+        each = (time.perf_counter() - start) / sum(len(tasks.tasks) for tasks in lists)
+        Program.watched = None
+        light = each < LIGHT_BELOW and not _core.cuda_workers()
+    with watched(expected, light) as found:
+        run(steps)
+    return make_trace(found.programs, found.native, None if inference else trainer.update_list)
 
 
 class Found:
@@ -52,10 +72,12 @@ class Found:
 
 
 @contextmanager
-def watched(expected: int = 0) -> Iterator[Found]:
-    """Profile the programs that run inside. `expected`: tasks, to have room for them beforehand."""
+def watched(expected: int = 0, light: bool = False) -> Iterator[Found]:
+    """Profile the programs that run inside. `expected`: tasks, to have room for them beforehand.
+
+    light: note only submission, start and end of each task, on CPU workers."""
     found = Found()
-    _core.profile_begin(expected)
+    _core.profile_begin(expected, light)
     Program.watched = found.programs
     try:
         yield found
@@ -65,7 +87,7 @@ def watched(expected: int = 0) -> Iterator[Found]:
 
 
 def make_trace(programs: Sequence[TaskList], native: dict[str, Any], update: TaskList | None) -> Trace:
-    """`native`: what profile_finish returned. A step ends with the program `update`."""
+    """`native`: what profile_finish returned. A step ends with the program `update`; without it each is one."""
     infos: list[Info] = []
     first: dict[int, int] = {}  # of each list: the index of its first task among the infos
     numbers: dict[Any, int] = {}
@@ -76,7 +98,7 @@ def make_trace(programs: Sequence[TaskList], native: dict[str, Any], update: Tas
             infos.extend(_info(task, tasks is update, numbers) for task in tasks.tasks)
         offsets.append(first[id(tasks)])
         steps.append(step)
-        step += tasks is update
+        step += int(update is None or tasks is update)
     infos.append(Info("", REDUCTION, "", REDUCTION, "", 0.0, 0))
     events = native["events"]
     own = events[:, 0] == 0  # StarPU's own tasks go to the end
@@ -95,7 +117,7 @@ def make_trace(programs: Sequence[TaskList], native: dict[str, Any], update: Tas
         if worker.kind != "CPU":
             column["start"][mine] = one_after_the_other(column["start"][mine], column["end"][mine])
     kept = ("replay", "worker", "submit", "pop", "fetch", "fetched", "start", "end", "released", "memory")
-    return Trace(
+    trace = Trace(
         infos=infos,
         workers=workers,
         nodes=native["nodes"],
@@ -103,8 +125,14 @@ def make_trace(programs: Sequence[TaskList], native: dict[str, Any], update: Tas
         info=info,
         step=np.where(own, 0, np.array([*steps, 0])[at]),
         main_memory=column["main_memory"],
+        light=native["light"],
         **{name: column[name] for name in kept},
     )
+    if trace.light:  # nobody noted when its worker turned to a task: not before it was ready
+        ends = trace.end.tolist()
+        ready = [max((ends[other] for other in before), default=0) for before in trace.before]
+        trace.pop = np.minimum(np.maximum(trace.submit, ready), trace.start)
+    return trace
 
 
 def _info(task: Task, updates: bool, numbers: dict[Any, int]) -> Info:
@@ -117,7 +145,8 @@ def _info(task: Task, updates: bool, numbers: dict[Any, int]) -> Info:
         key = (tile.tensor, tile.index) if tile.persistent else tile
         uses.append(Use(numbers.setdefault(key, len(numbers)), access.mode, access.accumulate))
     tiles = ", ".join(f"{a.mode} {a.tile!r}" for a in task.accesses)
-    return Info(layer, operator, phase, task.kernel, tiles, task.flop, task.bytes, tuple(uses))
+    parts = tuple(replace(_info(part, updates, {}), uses=(), estimated=True) for part in task.parts)
+    return Info(layer, operator, phase, task.kernel, tiles, task.flop, task.bytes, tuple(uses), parts)
 
 
 def peaks(trace: Trace, config: RunConfig) -> dict[str, Peak]:

@@ -9,39 +9,48 @@ from typing import Any
 
 import numpy as np
 
-from nntile_py.profile.trace import Trace
+from nntile_py.profile.trace import Info, Trace
 
 WORKERS, FETCHES, BUSES = 1, 2, 3  # processes of the viewer: a group of rows each
 MOST_ARROWS = 200_000  # with more, each task keeps the one from the predecessor that ended last
 MOST_SAMPLES = 5_000  # of a counter
 
 
-def write(trace: Trace, path: Path) -> None:
-    """Write the whole trace; an event a line."""
+def write(trace: Trace, path: Path, parts: Trace | None = None) -> None:
+    """Write the whole trace; an event a line. `parts`: the trace by parts, drawn inside of their groups."""
     with path.open("w", encoding="utf-8") as file:
         file.write('{"displayTimeUnit":"ms","traceEvents":[\n')
         encode = json.JSONEncoder(separators=(",", ":")).encode
-        for number, event in enumerate(events(trace)):
+        for number, event in enumerate(events(trace, parts)):
             file.write(",\n" if number else "")
             file.write(encode(event))
         file.write("\n]}\n")
 
 
-def events(trace: Trace) -> Iterator[dict[str, Any]]:
+def events(trace: Trace, parts: Trace | None = None) -> Iterator[dict[str, Any]]:
     t0, t1 = trace.window
     yield from _rows(trace)
-    start, end = ((dates - t0) / 1e3 for dates in (trace.start, trace.end))
-    lengths = np.maximum(end - start, 0).tolist()
-    starts, ends, rows = start.tolist(), end.tolist(), trace.worker.tolist()
-    submitted = ((trace.submit - t0) / 1e3).tolist()
+    starts, lengths = _spans(trace, t0)
+    rows, submitted = trace.worker.tolist(), ((trace.submit - t0) / 1e3).tolist()
+    inner, at = _spans(parts, t0) if parts else ([], []), 0
     for task, (step, which) in enumerate(zip(trace.step.tolist(), trace.info.tolist(), strict=True)):
         info = trace.infos[which]
         args = {"task": task, "step": step, "layer": info.layer, "operator": info.operator, "phase": info.phase}
-        args |= {"kernel": info.kernel, "tiles": info.tiles, "flop": info.flop, "bytes": info.bytes}
+        args |= _work(info)
         args["submitted_us"] = submitted[task]
+        if info.parts:
+            args["parts"] = [{"name": part.name, **_work(part)} for part in info.parts]
         name = f"{info.name} step {step}" if step else info.name
         yield {"ph": "X", "name": name, "cat": info.phase or "runtime", "pid": WORKERS, "tid": rows[task],
                "ts": starts[task], "dur": lengths[task], "args": args}  # fmt: skip
+        if parts:
+            for number, part in enumerate(info.parts):
+                start, length = (values[at + number] for values in inner)
+                args = {"group": task, "estimated": "share of the group's time", **_work(part)}
+                yield {"ph": "X", "name": f"{part.name} (estimated)", "cat": "part", "pid": WORKERS, "tid": rows[task],
+                       "ts": start, "dur": length, "args": args}  # fmt: skip
+            at += len(info.parts) or 1
+    ends = [start + length for start, length in zip(starts, lengths, strict=True)]
     yield from _arrows(trace, starts, ends, rows)
     yield from _fetches(trace, t0)
     for number, bus in enumerate(trace.buses):
@@ -50,6 +59,15 @@ def events(trace: Trace) -> Iterator[dict[str, Any]]:
             yield {"ph": "X", "name": name, "cat": "bus", "pid": BUSES, "tid": number, "ts": 0, "dur": (t1 - t0) / 1e3,
                    "args": {"bytes": bus.bytes, "transfers": bus.transfers}}  # fmt: skip
     yield from _counters(trace, t0)
+
+
+def _spans(trace: Trace, t0: int) -> tuple[list[float], list[float]]:
+    """When each task began and how long it took, us."""
+    return ((trace.start - t0) / 1e3).tolist(), (np.maximum(trace.end - trace.start, 0) / 1e3).tolist()
+
+
+def _work(info: Info) -> dict[str, Any]:
+    return {"kernel": info.kernel, "tiles": info.tiles, "flop": info.flop, "bytes": info.bytes}
 
 
 def _rows(trace: Trace) -> Iterator[dict[str, Any]]:

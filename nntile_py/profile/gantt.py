@@ -123,4 +123,6 @@ def titles(trace: Trace, bars: list[Bar], kinds: list[str]) -> Iterator[str]:
             yield kinds[bar.kind]
             continue
         length = (int(trace.end[bar.task]) - int(trace.start[bar.task])) / 1e3
-        yield f"{trace.info_of(bar.task).name}, step {trace.step[bar.task]}: {length:,.1f} us"
+        info = trace.info_of(bar.task)
+        estimated = " (estimated: its group's time shared)" if info.estimated else ""
+        yield f"{info.name}, step {trace.step[bar.task]}: {length:,.1f} us{estimated}"

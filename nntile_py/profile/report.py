@@ -16,16 +16,16 @@ SHARES = (("working", "#009e73"), ("communicating", "#e69f00"), ("overhead", "#d
 POINTS = 600  # of a curve
 
 
-def write(trace: Trace, summary: dict[str, Any], path: Path, title: str, where: str) -> None:
+def write(trace: Trace, parts: Trace, summary: dict[str, Any], path: Path, title: str, where: str) -> None:
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True, lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )  # fmt: skip
     environment.filters |= {"size": size, "duration": duration, "percent": percent, "code": code}
-    drawn = gantt(trace)
+    drawn = gantt(parts)
     rows = [
         [(bar.left * 1e4, (bar.right - bar.left) * 1e4, COLOURS[bar.kind], text)
-         for bar, text in zip(bars, titles(trace, bars, drawn.kinds), strict=True)]
+         for bar, text in zip(bars, titles(parts, bars, drawn.kinds), strict=True)]
         for bars in drawn.rows
     ]  # fmt: skip
     curves = [curve(trace, "tasks in flight", *events.in_flight(trace), "")]

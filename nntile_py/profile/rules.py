@@ -106,10 +106,11 @@ def low_roofline(s: Summary) -> Finding | None:
         advice = "It moves more than it computes: fuse it (`fusion: true`, `model.attention: vendor`)"
     else:
         advice = "Its tiles are too small or too narrow for the kernel"
+    about = "about " if row["estimated"] else ""
     return Finding(
         "low-roofline",
-        f"{row['operator']} ({row['phase']}) takes {row['share']:.0%} of the tasks' time at {row['roofline']:.0%} of "
-        f"the roofline ({row['tflop_per_s'] * 1e3:.1f} Gflop/s, {row['gb_per_s']:.1f} GB/s).",
+        f"{row['operator']} ({row['phase']}) takes {about}{row['share']:.0%} of the tasks' time at "
+        f"{row['roofline']:.0%} of the roofline ({row['tflop_per_s'] * 1e3:.1f} Gflop/s, {row['gb_per_s']:.1f} GB/s).",
         f"{advice}; larger tiles help: {_coarser(s)}.",
     )
 

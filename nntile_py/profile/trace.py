@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,7 +24,9 @@ class Use(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Info:
-    """What a task is, whenever it runs. `tiles` names them with their indices."""
+    """What a task is, whenever it runs. `tiles` names them with their indices.
+
+    `parts`: of a group, the tasks that it stands for, in order; `estimated`: it is such a part."""
 
     layer: str
     operator: str
@@ -34,6 +36,8 @@ class Info:
     flop: float
     bytes: int
     uses: tuple[Use, ...] = ()
+    parts: tuple[Info, ...] = ()
+    estimated: bool = False
 
     @property
     def name(self) -> str:
@@ -87,6 +91,9 @@ class Trace:
     released: Ints
     memory: Ints  # bytes on the worker's node when the task ended
     main_memory: Ints
+    light: bool = (
+        False  # only submit, start and end were dated; pop is when the task was ready, the others one of these
+    )
     _before: list[list[int]] | None = None
 
     def __len__(self) -> int:
@@ -110,6 +117,41 @@ class Trace:
         if self._before is None:
             self._before = dependencies(self.infos[i].uses for i in self.info)
         return self._before
+
+
+def by_parts(trace: Trace, floors: Callable[[Info, Worker], float]) -> Trace:
+    """The parts of groups as tasks of their own, for figures by operator: nobody dates them, so each has its group's
+    time in proportion to its floor, the least time that it needs on that worker."""
+    if not any(info.parts for info in trace.infos):
+        return trace
+    infos = [part for info in trace.infos for part in info.parts or (info,)]
+    counts = np.array([len(info.parts) or 1 for info in trace.infos], np.int64)
+    # Where each part ends, in parts of its group's time; by info and kind of worker.
+    ends: dict[tuple[int, str], Any] = {}
+    for which, worker in np.unique(np.stack((trace.info, trace.worker)), axis=1).T.tolist():
+        on = trace.workers[worker]
+        if (which, on.kind) not in ends:
+            ends[which, on.kind] = _ends([floors(part, on) for part in trace.infos[which].parts] or [1.0])
+    kinds = [worker.kind for worker in trace.workers]
+    upto = [
+        ends[which, kinds[worker]] for which, worker in zip(trace.info.tolist(), trace.worker.tolist(), strict=True)
+    ]
+    repeat = counts[trace.info]
+    columns: dict[str, Any] = {
+        f.name: np.repeat(getattr(trace, f.name), repeat) for f in fields(trace) if f.type == "Ints"
+    }
+    first = np.cumsum(repeat) - repeat  # of each task: where its parts begin
+    number = np.arange(repeat.sum()) - np.repeat(first, repeat)
+    columns["info"] = np.repeat((np.cumsum(counts) - counts)[trace.info], repeat) + number
+    length = columns["end"] - columns["start"]
+    columns["end"] = columns["start"] + np.rint(length * np.concatenate([*upto, []])).astype(np.int64)
+    columns["start"] = np.where(number == 0, columns["start"], np.roll(columns["end"], 1))
+    return replace(trace, infos=infos, _before=None, **columns)
+
+
+def _ends(floors: Sequence[float]) -> Any:
+    total = np.cumsum(floors)
+    return total / total[-1] if total[-1] else np.arange(1, len(floors) + 1) / len(floors)
 
 
 def dependencies(tasks: Iterable[Sequence[Use]]) -> list[list[int]]:
