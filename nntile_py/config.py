@@ -210,7 +210,7 @@ class Runtime(Section):
     disk: Disk | None = None  # beyond runtime.memory, which must be given then
     window: Count | None = None  # most tasks submitted and not yet done
     calibrate: Switch = False
-    placement: Literal["planned", "scheduler"] | None = None  # who says which worker runs a task; planned on several GPUs
+    placement: Literal["planned", "scheduler"] | None = None  # who chooses a task's worker; several GPUs: planned
 
     @field_validator("scheduler")
     @classmethod

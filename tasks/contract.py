@@ -76,9 +76,7 @@ class Contract(Op):
         ]
         for index in low.indices(self.output):
             live = [k for k in ks if not (low.empty(self.a, index | k) or low.empty(self.b, index | k))]
-            # Chains begin at different tiles: where each batch tile has its own GPU, the sums end spread over all.
-            turn = next(low.turns) % max(len(live), 1)
-            self._lower_tile(low, index, live[turn:] + live[:turn])
+            self._lower_tile(low, index, low.turned(live, math.prod(low.shape(self.output, index))))
 
     def _lower_tile(self, low: Lowering, index: Index, ks: list[Index]) -> None:
         out = low.tile(self.output, index)

@@ -84,7 +84,7 @@ class Lowering:
         self.tiles: dict[tuple[int, tuple[int, ...]], Tile] = {}
         self._tensors: dict[int, Tensor] = {}  # keeps the keys of `tiles` alive
         self.op = ""
-        self.turns = itertools.count()  # of chains of partial products
+        self._ends: dict[int, list[int]] = {}  # words of sums by their last part, for each number of parts
 
     @property
     def policy(self) -> str:
@@ -126,6 +126,18 @@ class Lowering:
             shape = self.shape(tensor, index)
             self.tiles[key] = Tile(owner.name, at, shape, owner.dtype, owner.monoid, tensor.persistent, tensor.axes)
         return self.tiles[key]
+
+    def turned(self, parts: Sequence[Index], words: int) -> list[Index]:
+        """The parts of a sum of `words` words, begun at another one each time.
+
+        Where each part of the batch has its own GPU, the sums so end spread over all of them, and the optimizer's work.
+        """
+        if not parts:
+            return []
+        ends = self._ends.setdefault(len(parts), [0] * len(parts))
+        last = ends.index(min(ends))
+        ends[last] += words
+        return [*parts[last + 1 :], *parts[: last + 1]]
 
     def emit(
         self,

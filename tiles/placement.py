@@ -14,7 +14,7 @@ from .tasklist import Task, TaskList, Tile
 
 @dataclass(frozen=True)
 class Speed:
-    """Of one worker: flop/s, bytes/s of its memory; bytes/s between two workers, seconds that a transfer begins with."""
+    """Of one worker: flop/s, bytes/s of its memory; bytes/s between two workers, seconds before a transfer begins."""
 
     flop_s: float
     bytes_s: float

@@ -1,0 +1,105 @@
+"""Tasks placed before they run: little travels, all workers have as much to do, results stay the same."""
+
+import pytest
+
+import nntile_py as nt
+from nntile_py.build import Step, build_step
+from nntile_py.models.gpt2 import initial_weights
+from nntile_py.passes import Fusion
+from nntile_py.tiles import ACC, R, TaskList, Tile, Tiling, W
+from nntile_py.tiles.placement import Homes, Speed, placed
+from nntile_py.tiles.tasklist import Task
+
+CONFIG = nt.models.GPT2Config(layers=3, embed=256, heads=4, vocab=512, positions=128)
+GPU = Speed(flop_s=600e12, bytes_s=3.5e12, link_s=250e9, latency=0.0)
+
+
+def step(tiles: dict[str, int], policy: str = "chain") -> Step:
+    return build_step(
+        nt.models.GPT2(CONFIG, {}), 64, 128, Tiling(tiles), dtype="bf16", optimizer=nt.AdamW(), clip_grad_norm=1.0,
+        policy=policy, fusion=Fusion(), grad_accumulation=1,
+    )  # fmt: skip
+
+
+def moved(tasks: list[Task], kinds: tuple[str, ...]) -> int:
+    """Bytes of tiles, other than those whose tensor begins with one of `kinds`, that a task finds elsewhere."""
+    copies: dict[Tile, set[int]] = {}
+    total = 0
+    for task in tasks:
+        for access in task.accesses:
+            held = copies.setdefault(access.tile, set())
+            if access.mode != "W" and held and task.worker not in held and not access.tile.tensor.startswith(kinds):
+                total += access.tile.bytes
+            if access.mode == "R":
+                held.add(task.worker)
+            else:
+                copies[access.tile] = {task.worker}
+    return total
+
+
+def load(tasks: list[Task], workers: int) -> list[float]:
+    work = [0.0] * workers
+    for task in tasks:
+        work[task.worker] += GPU.seconds(task)
+    return work
+
+
+def test_batch_tiles_stay_where_they_are() -> None:
+    homes: Homes = {}
+    first, update = (placed(low.tasks, 4, GPU, homes).tasks for low in step({"batch": 16}).lists)
+    # Weights travel and their gradients, and in the embedding what is the same for all of the batch.
+    grads = {access.tile.tensor for task in first for access in task.accesses if access.tile.persistent}
+    others = [t for t in first if not t.kernel.startswith("embedding_grad")]
+    assert moved(others, ("embed.", *grads)) == 0
+    work = load(first, 4)
+    assert max(work) < 1.1 * min(work)
+    matrices = [t for t in update if t.kernel == "adamw" and len(t.accesses[0].tile.shape) > 1]
+    assert {t.worker for t in matrices} == {0, 1, 2, 3}  # the sums have ended on different workers
+    at = {(a.tile.tensor, a.tile.index): t.worker for t in first for a in t.accesses if a.mode != "R"}
+    stays = [t for t in matrices if at[t.accesses[3].tile.tensor, t.accesses[3].tile.index] == t.worker]
+    assert len(stays) > 0.6 * len(matrices)
+
+
+def test_parts_of_a_layer_spread() -> None:
+    """One batch tile: the heads and the hidden units are what there is to share."""
+    first = placed(step({"ffn": 256, "heads": 1}).lists[0].tasks, 4, GPU).tasks
+    work = load(first, 4)
+    assert max(work) < 1.5 * min(work)
+
+
+@pytest.mark.parametrize("policy", ["chain", "commute", "redux", "tree"])
+def test_every_task_has_a_worker_and_the_same_each_time(policy: str) -> None:
+    one, two = (
+        [t.worker for low in step({"batch": 20}, policy).lists for t in placed(low.tasks, 3, GPU).tasks] for _ in "ab"
+    )
+    assert one == two and set(one) == {0, 1, 2}
+
+
+def test_what_travels_against_who_is_idle() -> None:
+    big, small = Tile("big", (0,), (1000, 1000), "fp32"), Tile("small", (0,), (1,), "fp32")
+    tasks = TaskList()
+    tasks.emit("make", [W(big)], flop=600e12 * 1e-3)
+    tasks.emit("use", [ACC(big)], flop=600e12 * 1e-6)  # 16 us of travel, and the other worker has nothing to do
+    tasks.emit("other", [W(small)], flop=600e12 * 0.995e-3)
+    tasks.emit("read", [R(big), W(Tile("out", (0,), (1,), "fp32"))], flop=0.0)  # a little more to do than the other
+    workers = [task.worker for task in placed(tasks.resolve(), 2, GPU).tasks]
+    assert workers == [0, 1, 1, 1]
+
+
+def test_training_with_planned_workers() -> None:
+    """Bitwise the losses that a scheduler's choice gives."""
+
+    def losses(placement: str) -> list[float]:
+        config = nt.models.GPT2Config(layers=2, embed=32, heads=4, vocab=64, positions=16)
+        weights = initial_weights(config, 0)
+        ids = [[(3 * b + s) % 64 for s in range(16)] for b in range(4)]
+        with nt.Runtime(cpus=2, placement=placement):
+            trainer = nt.Trainer(nt.models.GPT2(config, weights), 4, 16, {"batch": 1, "ffn": 48})
+            return [float(trainer.step(ids, ids)) for _ in range(4)]
+
+    assert losses("planned") == losses("scheduler")
+
+
+def test_unknown_placement() -> None:
+    with pytest.raises(nt.ConfigError, match=r"runtime.placement: 'best' is not allowed; use scheduler or planned"):
+        nt.Runtime(cpus=1, placement="best")
