@@ -18,7 +18,7 @@ from rich.console import Console
 from nntile_py.checked import parse, validated
 from nntile_py.config import RunConfig, load
 from nntile_py.errors import ConfigError
-from nntile_py.plan import GPU_OVERHEAD_S, OVERHEAD_S, Estimate, estimate
+from nntile_py.plan import Estimate, estimate
 from nntile_py.sweep import Sweep
 from nntile_py.tiles import AXES
 from nntile_py.workloads import build
@@ -70,7 +70,7 @@ def why_not(config: RunConfig, plan: Estimate | None) -> str | None:
     have = (config.runtime.cuda_memory or 0) * config.workers if config.runtime.cuda else _memory(config)
     if have and plan.peak_bytes > have:
         return "memory"
-    if plan.mean_task < SHORT * (GPU_OVERHEAD_S if config.runtime.cuda else OVERHEAD_S):
+    if plan.mean_task < SHORT * plan.speed.overhead:
         return f"tasks shorter than {SHORT} times their overhead"
     if plan.parallelism < config.workers:
         return "less parallelism than workers"

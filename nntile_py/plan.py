@@ -7,24 +7,18 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from nntile_py import nominal
 from nntile_py.build import Step, build_step
 from nntile_py.models.gpt2 import GPT2, weight_shapes
 from nntile_py.passes import Fusion
 from nntile_py.tasks import Lowering
 from nntile_py.tiles import TaskList, Tile, Tiling
+from nntile_py.tiles.placement import Speed
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from nntile_py.config import RunConfig
-
-# What one CPU worker is taken for where nothing was measured.
-WORKER_FLOP_S = 50e9
-WORKER_BYTES_S = 5e9
-OVERHEAD_S = 3e-6  # of a task
-
-# The same of a GPU: an H200 in fp32.
-GPU_FLOP_S, GPU_BYTES_S, GPU_OVERHEAD_S = 40e12, 4e12, 6e-6
 
 
 @dataclass(frozen=True)
@@ -37,16 +31,17 @@ class Estimate:
     mean_task: float  # seconds
     parallelism: float
     seconds: float
+    speed: Speed  # of a worker
 
 
 def estimate(lists: list[TaskList], workers: int, gpu: bool = False) -> Estimate:
     """What a nominal machine would need: `plan` for any task lists."""
-    rates = (GPU_FLOP_S, GPU_BYTES_S, GPU_OVERHEAD_S) if gpu else (WORKER_FLOP_S, WORKER_BYTES_S, OVERHEAD_S)
+    speed = nominal.speed(lists, gpu)
     kept = {(a.tile.tensor, a.tile.index): a.tile.bytes for low in lists for task in low.tasks for a in task.accesses
             if a.tile.persistent}  # fmt: skip
     work, chain, seconds = 0.0, 0.0, 0.0
     for low in lists:
-        all_of_it, longest = _work_and_chain(low, *rates)
+        all_of_it, longest = _work_and_chain(low, speed)
         work, chain = work + all_of_it, chain + longest
         seconds += max(all_of_it / workers, longest)
     tasks = sum(len(low.tasks) for low in lists)
@@ -54,19 +49,20 @@ def estimate(lists: list[TaskList], workers: int, gpu: bool = False) -> Estimate
         tasks=tasks,
         bytes_moved=sum(task.bytes for low in lists for task in low.tasks),
         peak_bytes=max(low.peak_bytes(sum(kept.values())) for low in lists),
-        mean_task=work / max(tasks, 1) - rates[2],
+        mean_task=work / max(tasks, 1) - speed.overhead,
         parallelism=work / (chain or 1.0),
         seconds=seconds,
+        speed=speed,
     )
 
 
-def _work_and_chain(low: TaskList, flop_s: float, bytes_s: float, overhead: float) -> tuple[float, float]:
+def _work_and_chain(low: TaskList, speed: Speed) -> tuple[float, float]:
     """Seconds of all tasks, and of the longest chain of tasks that wait for each other."""
     written: dict[Tile, float] = {}  # when the last write ends
     used: dict[Tile, float] = {}  # when all accesses so far end
     work = end = 0.0
     for task in low.tasks:
-        takes = max(task.flop / flop_s, task.bytes / bytes_s) + overhead
+        takes = speed.seconds(task) + speed.overhead
         start = 0.0
         for a in task.accesses:
             # Readers do not wait for each other, nor do contributions to a reduction.
@@ -104,6 +100,8 @@ class Plan:
     peak_bytes: int
     state_bytes: int
     task_seconds: float
+    step_seconds: float
+    workers: str
     digest: str
     rows: dict[tuple[str, str], Row]
 
@@ -138,8 +136,8 @@ class Plan:
             f"bytes moved a step  {self.bytes_moved / 1e9:,.2f} GB",
             f"bytes at peak       {self.peak_bytes / 2**20:,.1f} MiB, of which weights, gradients and optimizer state "
             f"{self.state_bytes / 2**20:,.1f} MiB",
-            f"mean task           {self.task_seconds * 1e6:,.0f} us, if a worker does {WORKER_FLOP_S / 1e9:.0f} Gflop/s"
-            f" and moves {WORKER_BYTES_S / 1e9:.0f} GB/s",
+            f"mean task           {self.task_seconds * 1e6:,.0f} us",
+            f"time a step         {self.step_seconds:,.3g} s, on {self.workers}",
             f"program             {self.digest[:16]}",
         ]
         return Group(table, Text(), *map(Text, lines))
@@ -173,7 +171,6 @@ def summarise(step: Step, *, shape_words: int, config: RunConfig) -> Plan:
             row.operators += 1
             row.tiles += sum(len(low.grid(t)) for t in op.outputs)
             kinds[op.name if op.phase == "forward" else f"{op.name}.{op.phase}"] = (phase, op.kind)
-    seconds = 0.0
     for low, times in parts:
         for task in low.tasks.tasks:
             row = rows[kinds[task.op]]
@@ -181,8 +178,11 @@ def summarise(step: Step, *, shape_words: int, config: RunConfig) -> Plan:
             row.flop += times * task.flop
             row.bytes += times * task.bytes
             row.kernels[task.kernel] += times
-            seconds += times * max(task.flop / WORKER_FLOP_S, task.bytes / WORKER_BYTES_S)
     tasks = sum(row.tasks for row in rows.values())
+    gpu = config.runtime.cuda != 0
+    of = estimate([low.tasks for low, times in parts for _ in range(times)], config.workers, gpu)
+    kind = ("GPU" if gpu else "CPU worker") + "s" * (config.workers > 1)
+    each = f"{of.speed.flop_s / 1e9:,.0f} Gflop/s and {of.speed.bytes_s / 1e9:,.0f} GB/s"
     return Plan(
         parameters=shape_words,
         tokens=repeats * config.train.batch * config.train.seq,
@@ -191,7 +191,9 @@ def summarise(step: Step, *, shape_words: int, config: RunConfig) -> Plan:
         bytes_moved=sum(row.bytes for row in rows.values()),
         peak_bytes=step.peak_bytes(),
         state_bytes=sum(step.kept_tiles().values()),
-        task_seconds=seconds / max(tasks, 1),
+        task_seconds=of.mean_task,
+        step_seconds=of.seconds,
+        workers=f"{config.workers} {kind} of {each}",
         digest=step.first.tasks.digest(),
         rows=rows,
     )

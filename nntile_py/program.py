@@ -8,16 +8,14 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from nntile_py import _core, memory
+from nntile_py import _core, memory, nominal
 from nntile_py.runtime import Runtime
 from nntile_py.tasks import Lowering, Tensor, launch
 from nntile_py.tiles import Slot, TaskList, Tile
 from nntile_py.tiles.groups import grouped
-from nntile_py.tiles.placement import Homes, Speed, placed
+from nntile_py.tiles.placement import Homes, placed
 from nntile_py.tiles.tasklist import MONOIDS, Task
 
-GPU = Speed(flop_s=600e12, bytes_s=3.5e12, link_s=250e9)  # what a GPU is taken for when tasks are placed and grouped
-CPU = Speed(flop_s=50e9, bytes_s=10e9, link_s=1e15)  # one core: its memory is the others' too
 GROUP_SECONDS = 1.5e-3  # how long a group may last; 11 groups a step are no faster than 117, and hold more memory
 
 
@@ -94,10 +92,11 @@ class Program:
     def __init__(self, tasks: TaskList, store: Store) -> None:
         capability, gpus, runtime = _capability(), _core.cuda_workers(), Runtime.current
         assert runtime is not None
+        speed = nominal.speed([tasks], gpus > 0)
         if store.homes is not None:
-            tasks = placed(tasks, gpus or _core.cpu_workers(), GPU if gpus else CPU, store.homes)
+            tasks = placed(tasks, gpus or _core.cpu_workers(), speed, store.homes)
         if gpus:
-            tasks = grouped(tasks, GPU.flop_s, GPU.bytes_s, GROUP_SECONDS, memory.group_bytes(runtime))
+            tasks = grouped(tasks, speed.flop_s, speed.bytes_s, GROUP_SECONDS, memory.group_bytes(runtime))
         memory.check_tasks(tasks, runtime)
         self.list, self.tasks = tasks, len(tasks.tasks)
         self.slots: list[str] = []

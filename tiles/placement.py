@@ -14,12 +14,16 @@ from .tasklist import Task, TaskList, Tile
 
 @dataclass(frozen=True)
 class Speed:
-    """Of one worker: flop/s, bytes/s of its memory; bytes/s between two workers, seconds before a transfer begins."""
+    """Of one worker: flop/s, bytes/s of its memory; bytes/s between two workers, seconds before a transfer begins.
+
+    overhead: seconds of the runtime for each task.
+    """
 
     flop_s: float
     bytes_s: float
     link_s: float
     latency: float = 20e-6
+    overhead: float = 0.0
 
     def seconds(self, task: Task) -> float:
         return max(task.flop / self.flop_s, task.bytes / self.bytes_s)

@@ -1,0 +1,21 @@
+"""What workers are taken for where nothing was measured: by plans, by placement, by groups of tasks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from nntile_py.tiles import TaskList
+from nntile_py.tiles.placement import Speed
+
+CPU = Speed(flop_s=50e9, bytes_s=5e9, link_s=1e15, overhead=3e-6)  # one core: its memory is the others' too
+# One H200, by the dtype of its tiles; tf32 tiles are fp32's.
+GPU = {
+    "bf16": Speed(flop_s=600e12, bytes_s=3.5e12, link_s=250e9, overhead=6e-6),
+    "fp32": Speed(flop_s=40e12, bytes_s=3.5e12, link_s=250e9, overhead=6e-6),
+}
+
+
+def speed(lists: Iterable[TaskList], gpu: bool) -> Speed:
+    """Of a worker that runs these tasks."""
+    low = any(access.tile.dtype == "bf16" for tasks in lists for task in tasks.tasks for access in task.accesses)
+    return GPU["bf16" if low else "fp32"] if gpu else CPU

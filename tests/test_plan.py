@@ -1,0 +1,65 @@
+"""`nntile plan` against what a run then does, and against arithmetic by hand."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+import nntile_py as nt
+from nntile_py import nominal
+from nntile_py.config import RunConfig, load
+from nntile_py.plan import Plan, estimate, plan
+from nntile_py.tiles import R, TaskList, Tile, W
+
+TINY = Path(__file__).parents[1] / "experiments/gpt2_tiny.yaml"
+
+
+def of(*overrides: str) -> tuple[RunConfig, Plan]:
+    config = load(TINY, ["model.layers=2", "train.seq=32", "train.batch=4", "tokenizer.vocab_size=300", *overrides])
+    return config, plan(config)
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("tiles", ["{}", "{batch: 3, embed: 40, vocab: 130}"])
+def test_the_plan_is_what_runs(tiles: str, accumulation: int) -> None:
+    config, made = of(f"tiles={tiles}", f"train.grad_accumulation={accumulation}")
+    from nntile_py.loop import model_config
+    from nntile_py.models.gpt2 import GPT2, initial_weights
+
+    shape = model_config(config)
+    with nt.Runtime(cpus=1):
+        trainer = nt.Trainer(
+            GPT2(shape, initial_weights(shape, 0)), 4, 32, config.tiles.model_dump(exclude_none=True),
+            clip_grad_norm=config.optimizer.clip_grad_norm, grad_accumulation=accumulation,
+        )  # fmt: skip
+        assert made.tasks == trainer.tasks_per_step
+        assert made.flop == pytest.approx(trainer.flop_per_step, rel=1e-9)
+        words = sum(w.size for w in trainer.state_dict().values())
+    assert made.parameters == words and made.tokens == accumulation * 4 * 32
+
+
+def test_time_is_of_the_workers_that_the_config_names() -> None:
+    _, one = of("runtime.cpus=1")
+    _, two = of("runtime.cpus=2", "tiles={batch: 1}")
+    assert "1 CPU worker of 50 Gflop/s" in one.workers and "2 CPU workers" in two.workers
+    assert one.step_seconds == pytest.approx(one.tasks * (one.task_seconds + nominal.CPU.overhead))
+    assert two.step_seconds < 0.8 * one.step_seconds
+    config, _ = of()
+    gpu = config.model_copy(update={"precision": "bf16", "runtime": config.runtime.model_copy(update={"cuda": 1})})
+    made = plan(gpu)
+    assert "1 GPU of 600,000 Gflop/s" in made.workers and made.step_seconds < 0.1 * one.step_seconds
+
+
+def test_estimate_by_hand() -> None:
+    """Two tasks that one may run beside the other, then one that waits for both."""
+    a, b, c = (Tile(name, (0,), (1000,), "fp32") for name in "abc")
+    tasks = TaskList()
+    tasks.emit("x", [W(a)], flop=50e9 * 1e-3)
+    tasks.emit("x", [W(b)], flop=50e9 * 3e-3)
+    tasks.emit("y", [W(c), R(a), R(b)], flop=50e9 * 2e-3)
+    made = estimate([tasks.resolve()], workers=2)
+    each = nominal.CPU.overhead
+    assert made.tasks == 3 and made.mean_task == pytest.approx(2e-3)
+    assert made.seconds == pytest.approx(5e-3 + 2 * each)  # the longest chain
+    assert made.parallelism == pytest.approx((6e-3 + 3 * each) / (5e-3 + 2 * each))
+    assert made.bytes_moved == 5 * 4000 and dataclasses.asdict(made)["speed"]["flop_s"] == 50e9
