@@ -1,0 +1,58 @@
+#!/usr/bin/env bash
+# What is measured of GPUs, on those that the machine has; JSON into a folder, one file a line of the tables.
+#   experiments/gpus.sh [step] [scaling] [strong] [peers] [metg] [capacity] [policies] [figures]     OUT=runs/gpus
+# Each part takes some minutes; PYTHON and PATH as for nntile itself.
+set -uo pipefail
+out=${OUT:-runs/gpus}
+mkdir -p "$out"
+gpus=$(nvidia-smi -L 2>/dev/null | wc -l)
+[ "$gpus" -gt 0 ] || { echo "gpus.sh: no GPU here" >&2; exit 1; }
+counts=$(for n in 1 2 4 8; do [ "$n" -gt "$gpus" ] || echo "$n"; done)
+S124M="--layers 12 --embed 768 --heads 12" S355M="--layers 24 --embed 1024 --heads 16" S774M="--layers 36 --embed 1280 --heads 20"
+SXL="--layers 48 --embed 1600 --heads 25" S2B7="--layers 32 --embed 2560 --heads 32"
+
+bench() { # NAME ARGUMENTS...
+    echo "$1"
+    # shellcheck disable=SC2086
+    nntile bench step --seq 1024 --vocab 50304 --json --time-limit 300 ${*:2} >"$out/$1.json" 2>"$out/$1.log" || tail -n 3 "$out/$1.log"
+}
+step() {
+    bench step-124m "$S124M" --batch 32 --tiles= --cuda 1 --peer torch --rounds 5 --steps 6 --losses 50
+    bench step-355m "$S355M" --batch 16 --tiles= --cuda 1 --peer torch_compile --rounds 5 --steps 5
+    bench step-774m "$S774M" --batch 16 --tiles= --cuda 1 --peer torch_compile --rounds 5 --steps 3
+    bench step-xl "$SXL" --batch 16 --tiles= --cuda 1 --peer torch_compile --rounds 4 --steps 3
+    bench step-2.7b "$S2B7" --batch 8 --tiles= --cuda 1 --peer torch_compile --rounds 4 --steps 2
+}
+scaling() { # the same for each GPU
+    for n in $counts; do
+        bench "weak-xl-$n" "$SXL" --batch $((16 * n)) --tiles batch=16 --cuda "$n" --rounds 3 --steps 3
+        bench "weak-2.7b-$n" "$S2B7" --batch $((8 * n)) --tiles batch=8 --cuda "$n" --rounds 3 --steps 3
+    done
+}
+strong() { # the same for all together
+    for n in $counts; do
+        bench "strong-xl-$n" "$SXL" --batch 16 --tiles batch=$((16 / n)) --cuda "$n" --rounds 3 --steps 3
+        bench "strong-2.7b-$n" "$S2B7" --batch 8 --tiles batch=$((8 / n)) --cuda "$n" --rounds 3 --steps 3
+    done
+}
+peers() { # 12 sequences a GPU: two contestants share its memory
+    for peer in ddp fsdp2; do
+        bench "xl-$peer-$gpus" "$SXL" --batch $((12 * gpus)) --tiles batch=12 --cuda "$gpus" --peer $peer --rounds 3 --steps 3
+    done
+}
+metg() { for n in 1 $((gpus > 1 ? gpus : 0)); do [ "$n" = 0 ] || nntile bench metg --cuda "$n" --json >"$out/metg-$n.json"; done; }
+capacity() { nntile bench capacity --cuda "$gpus" --cuda-memory 20 --out "$out/capacity"; }
+policies() { nntile sweep experiments/policies.yaml --set runtime.cuda="$gpus" --set train.batch=$((16 * gpus)) --out "$out/policies"; }
+figures() {
+    for mode in inference training; do
+        for name in fig09 fig14 fig15 fig16 fig17 fig18; do nntile experiment $name --scale gpu --mode $mode --out "$out/$name-$mode"; done
+    done
+}
+
+[ $# -gt 0 ] || set -- step scaling strong peers metg capacity policies figures
+for part in "$@"; do
+    case $part in
+    step | scaling | strong | peers | metg | capacity | policies | figures) $part ;;
+    *) echo "gpus.sh: no part $part; there are step, scaling, strong, peers, metg, capacity, policies, figures" >&2; exit 2 ;;
+    esac
+done
