@@ -106,6 +106,9 @@ def step(
     ] = 0.0,
     losses: Annotated[int, typer.Option(help="Report the losses of this many first steps.")] = 0,
     scheduler: str = "lws",
+    placement: Annotated[
+        str | None, typer.Option(help="planned or scheduler. [default: planned on several GPUs]")
+    ] = None,
     tiles: Annotated[str, typer.Option(help="Ours, as axis=size,...")] = "batch=1",
     attention: str = "vendor",
     accumulate: str = "chain",
@@ -125,6 +128,7 @@ def step(
         "cpus": cpus or len(os.sched_getaffinity(0)), "scheduler": scheduler, "tiles": parse_tiles(tiles),
         "attention": attention, "accumulate": accumulate, "fusion": fusion, "cuda": cuda, "dtype": dtype,
         "window": window or None, "cuda_memory": cuda_memory, "losses": losses, "time_limit": time_limit,
+        "placement": placement,
     }  # fmt: skip
     result = measure_step(options, names, rounds, steps)
     if as_json:

@@ -31,7 +31,6 @@ def capacity(
     batch: Annotated[int, typer.Option(help="Sequences of all GPUs together. [default: 4 a GPU]")] = 0,
     vocab: int = 50304,
     tiles: Annotated[str, typer.Option(help="Ours, as axis=size,... [default: a tile of the batch a GPU]")] = "",
-    scheduler: str = "lws",
     accumulate: str = "chain",
     window: Annotated[int, typer.Option(help="Ours: most tasks in flight. 0: no bound")] = 0,
     rounds: Annotated[int, typer.Option(help="Turns of one step.", min=1)] = 3,
@@ -52,10 +51,10 @@ def capacity(
     gpus = processes({"cuda": cuda})
     batch = batch or 4 * gpus
     base: dict[str, Any] = {
-        "seq": seq, "batch": batch, "vocab": vocab, "cpus": len(os.sched_getaffinity(0)), "scheduler": scheduler,
+        "seq": seq, "batch": batch, "vocab": vocab, "cpus": len(os.sched_getaffinity(0)), "scheduler": "lws",
         "attention": "vendor", "tiles": parse_tiles(tiles or f"batch={max(1, batch // gpus)}"), "fusion": True,
         "accumulate": accumulate, "cuda": cuda, "dtype": "bf16", "window": window or None, "losses": 0,
-        "time_limit": time_limit,
+        "time_limit": time_limit, "placement": None,
     }  # fmt: skip
     rows: list[dict[str, Any]] = []
     result = {"options": base | {"cuda_memory": cuda_memory, "reserve": reserve}, "rows": rows, **machine()}

@@ -22,6 +22,7 @@ from nntile_py.errors import ConfigError, NNTileError
 
 PEERS = ("torch_eager", "torch_compile", "ddp", "fsdp2", "fsdp2_offload")
 RANKED = PEERS[2:]  # those with a process for each GPU
+PARENT = "NNTILE_BENCH_PARENT"  # the process that started a contestant, in its environment
 TIME_LIMIT = 600.0  # seconds for the start of a contestant, and for one of its turns
 
 
@@ -54,7 +55,10 @@ class Child:
     def __init__(self, label: str, *arguments: Any) -> None:
         self.label, self._rest = label, b""
         command = [sys.executable, "-m", "nntile_py.bench_step", *map(str, arguments)]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0,
+            env=os.environ | {PARENT: str(os.getpid())},
+        )  # fmt: skip
 
     def send(self, line: str) -> None:
         assert self.process.stdin
@@ -100,9 +104,10 @@ def answers(children: Sequence[Child], seconds: float) -> list[dict[str, Any]]:
             ready = selector.select(1.0)
             waiting = [child for child in children if child not in got]
             for child in [] if ready else waiting:
-                if child.process.poll() is not None:  # whatever it had started may hold its stdout open
+                # Whatever it had started may hold its stdout open.
+                if child.process.poll() is not None and not (ready := selector.select(0)):
                     raise child.gone()
-            if not ready and time.monotonic() >= end:
+            if time.monotonic() >= end:
                 raise NNTileError(f"{waiting[0].label}no answer within {seconds:g} s")
             for key, _ in ready:
                 if (answer := key.data.take()) is not None:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from nntile_py.errors import ConfigError
 
 LEAST = 16 << 20  # StarPU's own
+PREFIX = "nntile-"  # of the folders, each locked by its process
 
 
 class Disk:
@@ -26,6 +29,8 @@ class Disk:
             raise ConfigError(f"runtime.disk.path: {self.path} is no folder that can be written to")
         if memory is None:
             raise ConfigError("runtime.disk: needs runtime.memory, the bytes beyond which tiles go to the disk")
+        with _locked(self.path, wait=True):
+            _remove_left_behind(self.path)
         free = shutil.disk_usage(self.path).free
         if not LEAST <= self.size <= free:  # StarPU does not survive a full disk
             raise ConfigError(
@@ -33,10 +38,14 @@ class Disk:
                 f"{self.path}, {free >> 20} MiB"
             )
         self._folder: str | None = None
+        self._lock = -1
 
     def open(self) -> tuple[dict[str, str], int]:
         """Make a folder of our own; StarPU's variables for it, and the size of which tiles must be a multiple."""
-        self._folder = tempfile.mkdtemp(prefix="nntile-", dir=self.path)
+        with _locked(self.path, wait=True):
+            self._folder = tempfile.mkdtemp(prefix=PREFIX, dir=self.path)
+            self._lock = os.open(self._folder, os.O_RDONLY)
+            fcntl.flock(self._lock, fcntl.LOCK_EX)
         direct = _direct(self._folder)
         names = {
             "STARPU_DISK_SWAP": self._folder,
@@ -49,7 +58,26 @@ class Disk:
         """Remove what is left of the folder."""
         if self._folder:
             shutil.rmtree(self._folder, ignore_errors=True)
+            os.close(self._lock)
             self._folder = None
+
+
+@contextmanager
+def _locked(folder: Path, wait: bool) -> Iterator[None]:
+    """While holding the lock of a folder, which a process that dies gives up; OSError if another has it."""
+    file = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        yield
+    finally:
+        os.close(file)
+
+
+def _remove_left_behind(path: Path) -> None:
+    """Folders of processes that were killed."""
+    for folder in path.glob(f"{PREFIX}*"):
+        with suppress(OSError), _locked(folder, wait=False):
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _direct(folder: str) -> bool:

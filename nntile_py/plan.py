@@ -134,8 +134,8 @@ class Plan:
             f"tasks a step        {self.tasks:,}",
             f"flop a step         {self.flop / 1e9:,.1f} G",
             f"bytes moved a step  {self.bytes_moved / 1e9:,.2f} GB",
-            f"bytes at peak       {self.peak_bytes / 2**20:,.1f} MiB, of which weights, gradients and optimizer state "
-            f"{self.state_bytes / 2**20:,.1f} MiB",
+            f"bytes at peak       {self.peak_bytes / 2**20:,.1f} MiB",
+            f"  kept all the time {self.state_bytes / 2**20:,.1f} MiB: weights, gradients, optimizer state",
             f"mean task           {self.task_seconds * 1e6:,.0f} us",
             f"time a step         {self.step_seconds:,.3g} s, on {self.workers}",
             f"program             {self.digest[:16]}",

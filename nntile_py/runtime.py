@@ -31,8 +31,8 @@ class Runtime:
     eager, ...). memory: bytes of main memory that tiles may take. disk: {path, size}, a folder and how many bytes may
     lie there of tiles that find no place in `memory`. window: most tasks submitted and not yet ended. calibrate:
     measure anew the performance models that dmda* use. placement: "planned" (tiles/placement.py says which worker
-    runs a task; the default on several GPUs) or "scheduler". Raises ConfigError for values out of range, TaskError
-    if StarPU does not start.
+    runs a task; the default on several GPUs without CPU workers) or "scheduler". Raises ConfigError for values out
+    of range, TaskError if StarPU does not start.
     """
 
     current: Runtime | None = None
@@ -69,8 +69,10 @@ class Runtime:
             raise ConfigError(f"runtime.window: {window} is not allowed; use a positive number of tasks")
         if placement not in (None, *PLACEMENTS):
             raise ConfigError(f"runtime.placement: {placement!r} is not allowed; use {' or '.join(PLACEMENTS)}")
-        self.placement = placement or PLACEMENTS[cuda > 1]
+        self.placement = placement or PLACEMENTS[cuda > 1 and not self.cpus]
         self.scheduler, self.memory, self.window, self.calibrate = scheduler, memory, window or 0, calibrate
+        if disk and cuda:  # tried: no tile moves on
+            raise ConfigError("runtime.disk: works with CPU workers only; leave it out, or use runtime.cuda: 0")
         self.disk = Disk(disk, memory) if disk else None
         self._users: list[Any] = []
 
@@ -83,15 +85,18 @@ class Runtime:
 
     def __enter__(self) -> Runtime:
         os.environ.setdefault("STARPU_SILENT", "1")
-        variables, page = self.disk.open() if self.disk else ({}, 1)
-        if self.memory:
-            variables["STARPU_LIMIT_CPU_MEM"] = str(max(1, self.memory >> 20))
-        if self.cuda:
-            self.cuda_memory = self.cuda_memory or _default_cuda_memory()
-            variables["STARPU_LIMIT_CUDA_MEM"] = str(max(1, self.cuda_memory >> 20))
-            _prepare_cuda(self.cuda, min(self.cuda_memory, self.memory or self.cuda_memory))
-        os.environ.update(variables)
+        variables: dict[str, str] = {}
         try:
+            page = 1
+            if self.disk:
+                variables, page = self.disk.open()
+            if self.memory:
+                variables["STARPU_LIMIT_CPU_MEM"] = str(max(1, self.memory >> 20))
+            if self.cuda:
+                self.cuda_memory = self.cuda_memory or _default_cuda_memory()
+                variables["STARPU_LIMIT_CUDA_MEM"] = str(max(1, self.cuda_memory >> 20))
+                _prepare_cuda(self.cuda, min(self.cuda_memory, self.memory or self.cuda_memory))
+            os.environ.update(variables)
             _core.start(
                 self.cpus, self.scheduler, self.window, self.calibrate, self.memory or 0, self.cuda,
                 self.disk is not None, page,
@@ -101,7 +106,7 @@ class Runtime:
             raise
         finally:
             for name in variables:
-                del os.environ[name]
+                os.environ.pop(name, None)
         Runtime.current = self
         atexit.register(self._stop)  # a process that ends inside the block: workers must not outlive the interpreter
         return self

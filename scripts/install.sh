@@ -10,11 +10,14 @@ die() { say "$*"; exit 1; }
 [ -d starpu-cpu ] || die "this script runs in the folder that 'make bundle' makes"
 python=$(command -v "${PYTHON:-python3}") || die "no ${PYTHON:-python3}"
 # Torch's libstdc++ is shared. A compiler that comes with a static one only puts a second one beside it, and streams crash.
-for CXX in "${CXX:-g++}" g++ /usr/bin/g++; do
-    [ "$("$CXX" -print-file-name=libstdc++.so 2>/dev/null || echo libstdc++.so)" = libstdc++.so ] || break
+# (Where there is no other, attention goes without cuDNN's frontend, which uses them: see setup.py.)
+compiler=
+for name in "${CXX:-g++}" g++ /usr/bin/g++; do
+    command -v "$name" >/dev/null || continue
+    if [ "$("$name" -print-file-name=libstdc++.so)" != libstdc++.so ]; then compiler=$name; break; fi
+    compiler=${compiler:-$name}
 done
-command -v "$CXX" >/dev/null || die "no g++"
-export CXX
+export CXX=${compiler:?install: no g++}
 
 # One line each: where CUDA's libraries are (empty without a CUDA torch), then which wheels are wanted.
 { read -r cuda_libs; read -r missing; } < <("$python" - <<'PY'

@@ -190,3 +190,22 @@ def test_main_memory_beside_gpus() -> None:
 def test_more_than_the_machine_has() -> None:
     with nt.Runtime(cpus=CPUS), pytest.raises(nt.TaskError, match="out of memory: a step needs at least"):
         nt.Trainer(nt.models.GPT2(CONFIG), 10**7, 64)
+
+
+def test_what_a_killed_process_left_on_the_disk(python: Any, tmp_path: Path) -> None:
+    """Its folder goes with the next run there; those of runs that go on, and of others, stay."""
+    code = """
+import os, signal, sys
+nt.Runtime(cpus=1, memory=1 << 24, disk={"path": sys.argv[1], "size": 1 << 24}).__enter__()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    assert python("import nntile_py as nt\n" + code, tmp_path).returncode == -9
+    (left,) = tmp_path.iterdir()
+    disk = {"path": tmp_path, "size": 2**24}
+    with nt.Runtime(cpus=1, memory=2**24, disk=disk):
+        (own,) = tmp_path.iterdir()
+        assert own != left
+        (tmp_path / "mine").mkdir()
+        nt.Runtime(cpus=1, memory=2**24, disk=disk)
+        assert set(tmp_path.iterdir()) == {own, tmp_path / "mine"}
+    assert list(tmp_path.iterdir()) == [tmp_path / "mine"]

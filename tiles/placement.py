@@ -7,7 +7,7 @@ parts of a layer spread over GPUs where there is one batch tile, optimizer state
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .tasklist import Task, TaskList, Tile
 
@@ -33,7 +33,7 @@ Homes = dict[tuple[str, tuple[int, ...]], set[int]]
 
 
 def placed(tasks: TaskList, workers: int, speed: Speed, homes: Homes | None = None) -> TaskList:
-    """Give each task of a resolved list its worker, from 0. In place; returns the list.
+    """A resolved list with the same tasks, each with its worker, from 0.
 
     homes: the workers that hold a copy of each tile that outlives the program, by tensor and index; brought up to date.
     A tile without an entry is taken to be wherever it is wanted.
@@ -45,6 +45,7 @@ def placed(tasks: TaskList, workers: int, speed: Speed, homes: Homes | None = No
             readers[access.tile] = readers.get(access.tile, 0) + 1
     copies: dict[Tile, set[int]] = {tile: homes.get((tile.tensor, tile.index), set()) for tile in readers}
     load = [0.0] * workers
+    result = TaskList(tasks.policy, tasks.initialised)
     for task in tasks.tasks:
         least = min(load)
         costs = [work - least for work in load]
@@ -62,6 +63,6 @@ def placed(tasks: TaskList, workers: int, speed: Speed, homes: Homes | None = No
         load[chosen] += speed.seconds(task)
         for access in task.accesses:
             copies[access.tile] = {chosen} if access.mode != "R" else copies[access.tile] | {chosen}
-        task.worker = chosen
+        result.tasks.append(replace(task, worker=chosen))
     homes.update({(tile.tensor, tile.index): held for tile, held in copies.items() if tile.persistent})
-    return tasks
+    return result

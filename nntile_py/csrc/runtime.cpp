@@ -64,6 +64,7 @@ void on_idle(std::function<void()> hook) { g.idle = std::move(hook); }
 void start(const RuntimeOptions& options) {
   if (g.running) throw TaskError("a runtime is running already: one at a time in a process");
   if (g.stuck) throw TaskError("a runtime of this process came to a standstill and cannot be replaced: start a new process");
+  advise("");
   starpu_conf conf;
   starpu_conf_init(&conf);
   conf.ncpus = options.cpus;

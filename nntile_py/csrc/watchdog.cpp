@@ -39,8 +39,9 @@ std::string lack_of_room() {
 
 [[noreturn]] void stuck(const std::string& what, std::chrono::seconds patience, std::string state) {
   g.stuck = true;
-  for (unsigned node = 0; state.empty() || node < starpu_memory_nodes_get_count(); ++node)
-    state += (state.empty() ? "" : "; ") + describe(node);
+  if (state.empty())
+    for (unsigned node = 0; node < starpu_memory_nodes_get_count(); ++node)
+      state += (node ? "; " : "") + describe(node);
   const std::lock_guard lock(g_mutex);
   throw TaskError(what + " for " + std::to_string(patience.count()) + " s although " +
                   std::to_string(starpu_task_nsubmitted()) + " are left. Memory: " + state +
@@ -79,8 +80,10 @@ void Watchdog::look() {
   for (unsigned node = 0; node < starpu_memory_nodes_get_count(); ++node) moved.push_back(starpu_memory_get_used(node));
   if (moved != moved_) still_ = {};
   moved_ = std::move(moved);
-  if (still_ > kNoRoom)
-    if (auto lack = lack_of_room(); !lack.empty()) stuck("out of memory: no task could start", kNoRoom, lack);
+  // A transfer is counted when it starts and its memory when it ends: one to a slow disk looks like none.
+  const auto no_room = starpu_disk_swap_node >= 0 ? kStill : kNoRoom;
+  if (still_ > no_room)
+    if (auto lack = lack_of_room(); !lack.empty()) stuck("out of memory: no task could start", no_room, lack);
   if (still_ > kStill) stuck("no progress: no task ended and no tile moved", kStill, "");
   if (in_vain_ > kInVain) stuck("no progress: tiles move between memories but no task ended", kInVain, "");
 }

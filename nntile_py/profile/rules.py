@@ -91,7 +91,7 @@ def transfers(s: Summary) -> Finding | None:
         "transfers",
         f"Workers wait for their data {_share(s, 'communicating'):.0%} of the time; {moved / 1e9:.2f} GB were moved, "
         f"most of it from {worst['from']} to {worst['to']}.",
-        "Let the scheduler place tasks where their data is (`scheduler: cpu_dmdas`, or `runtime.scheduler: dmdar`), "
+        "Place tasks where their data is (`runtime.placement: planned`, or `scheduler` and `runtime.scheduler: dmdar`), "
         "give more memory (`runtime.cuda_memory`), or cut along batch, which moves activations least.",
     )
 
