@@ -91,8 +91,8 @@ def transfers(s: Summary) -> Finding | None:
         "transfers",
         f"Workers wait for their data {_share(s, 'communicating'):.0%} of the time; {moved / 1e9:.2f} GB were moved, "
         f"most of it from {worst['from']} to {worst['to']}.",
-        "Place tasks where their data is (`runtime.placement: planned`, or `scheduler` and `runtime.scheduler: dmdar`), "
-        "give more memory (`runtime.cuda_memory`), or cut along batch, which moves activations least.",
+        "Place tasks where their data is (`runtime.placement: planned`, or `runtime.scheduler: dmdar`), give "
+        "more memory (`runtime.cuda_memory`), or cut along batch, which moves activations least.",
     )
 
 
