@@ -93,7 +93,8 @@ class Sweep(Section):
     list_: list[dict[str, Any]] | None = Field(None, alias="list")
     random_: Random | None = Field(None, alias="random")
     measure: Measure = Measure()
-    time_limit: Positive = 600.0  # seconds of a point
+    rounds: Count = 1  # times that all points are measured, in turns: against machines that change meanwhile
+    time_limit: Positive = 600.0  # seconds of a point, each time
     best: Best = Best()
     plots: list[Plot] = Field(default_factory=list)
 
@@ -213,22 +214,28 @@ class Rows:
 
 
 def run(sweep: Sweep, folder: Path, console: Console, *, retry: bool = False) -> list[dict[str, Any]]:
-    """Measure every point that has no row yet (with `retry`: no good one); returns the rows in the points' order."""
-    from nntile_py.sweep_results import write_results
+    """Measure every point that has no row yet (with `retry`: no good one); returns the rows in the points' order.
 
-    todo = points(sweep)
+    With several rounds a point has a row of each in the file, and one of all in the results.
+    """
+    from nntile_py.sweep_results import pooled, write_results
+
+    every = points(sweep)
+    names = {p.id: [p.id if k == 0 else f"{p.id}.{k + 1}" for k in range(sweep.rounds)] for p in every}
+    todo = [(p, names[p.id][k]) for k in range(sweep.rounds) for p in every]
     with Rows(folder).open() as rows:
         done = {i for i, row in rows.all.items() if not retry or row["status"] == "ok"}
-        left = [p for p in todo if p.id not in done]
+        left = [(p, name) for p, name in todo if name not in done]
         try:
             with _progress(console) as progress:
                 bar = progress.add_task("", total=len(todo), completed=len(todo) - len(left))
-                for point in left:
+                for point, name in left:
                     progress.update(bar, description=_told(point.sets))
-                    rows.append(measure_point(point, sweep.time_limit))
+                    rows.append(measure_point(point, sweep.time_limit) | {"id": name})
                     progress.advance(bar)
         finally:  # whatever ends the sweep, what is there can be read
-            result = [rows.all[p.id] | {"sets": p.sets} for p in todo if p.id in rows.all]
+            there = [(p, [rows.all[name] for name in names[p.id] if name in rows.all]) for p in every]
+            result = [pooled(own) | {"id": p.id, "sets": p.sets} for p, own in there if own]
             write_results(sweep, result, folder)
     return result
 

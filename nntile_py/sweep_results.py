@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import os
+import statistics
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,20 @@ _LABELS = {
     "seconds": "time (s)", "ms": "time (ms)", "us": "time (us)", "tokens_per_s": "throughput (tokens/s)",
     "runtime.cpus": "CPU workers", "runtime.cuda": "GPUs", "gflop_per_s": "Gflop/s",
 }  # fmt: skip
+
+
+def pooled(rows: list[Row]) -> Row:
+    """One row of those of a point's rounds: medians, and extremes of extremes. The first that failed, if one did."""
+    failed = next((row for row in rows if row["status"] != "ok"), None)
+    if failed or len(rows) == 1:
+        return failed or rows[0]
+    result = rows[0] | {"rounds": len(rows), "times": [t for row in rows for t in row.get("times", [])]}
+    for key, value in rows[0].items():
+        if isinstance(value, float):
+            least, most = key.startswith("best") or key.endswith("_min"), key.endswith("_max") or key.startswith("peak")
+            of = min if least else max if most else statistics.median
+            result[key] = of([row[key] for row in rows])
+    return result
 
 
 def best_row(rows: list[Row], best: Best) -> Row | None:

@@ -19,7 +19,7 @@ from nntile_py import experiment, sweep
 from nntile_py.config import load
 from nntile_py.errors import ConfigError
 from nntile_py.plan import estimate
-from nntile_py.sweep_results import best_row, table
+from nntile_py.sweep_results import best_row, pooled, table
 from nntile_py.tiles import RW, R, TaskList, Tile, W
 
 BASE: dict[str, Any] = {
@@ -94,6 +94,29 @@ def test_killed_twice(tmp_path: Path) -> None:
     assert len(json.loads((out / "results.json").read_text())["rows"]) == 24
     again = nntile(tmp_path, "sweep", "s.yaml", "--out", "out")
     assert again.returncode == 0 and lines(out) == rows  # nothing is left to do
+
+
+def test_rounds_take_turns(tmp_path: Path) -> None:
+    write(tmp_path, {"grid": {"tiles.batch": [1, 2]}, "rounds": 2, "measure": {"warmup": 0, "repeats": 3}})
+    done = nntile(tmp_path, "sweep", "s.yaml", "--out", "out")
+    assert done.returncode == 0, done.stderr
+    rows = lines(tmp_path / "out")
+    assert [row["sets"]["tiles.batch"] for row in rows] == [1, 2, 1, 2] and len({row["id"] for row in rows}) == 4
+    one, two = json.loads((tmp_path / "out/results.json").read_text())["rows"]
+    assert one["id"] == rows[0]["id"] and one["times"] == rows[0]["times"] + rows[2]["times"] and len(one["times"]) == 6
+    assert two["seconds_min"] == min(two["times"]) and two["seconds_max"] == max(two["times"])
+    assert two["seconds"] == pytest.approx((rows[1]["seconds"] + rows[3]["seconds"]) / 2)
+
+
+def test_a_point_of_several_rounds() -> None:
+    row = {"status": "ok", "sets": {}, "tasks": 7, "seconds": 2.0, "seconds_min": 1.0, "peak_mib": 5.0, "best ms": 9.0}
+    other = row | {"seconds": 4.0, "seconds_min": 0.5, "peak_mib": 6.0, "best ms": 8.0, "times": [4.0]}
+    bad = {"status": "error", "sets": {}, "error": "no"}
+    assert pooled([row]) is row and pooled([row, bad]) is bad
+    assert pooled([row, other, other | {"seconds": 9.0}]) == {
+        "status": "ok", "sets": {}, "tasks": 7, "seconds": 4.0, "seconds_min": 0.5, "peak_mib": 6.0, "best ms": 8.0,
+        "rounds": 3, "times": [4.0, 4.0],
+    }  # fmt: skip
 
 
 def test_training_points_failures_and_plots(tmp_path: Path) -> None:
