@@ -123,6 +123,10 @@ def step(
     for name in names[1:]:
         if name not in PEERS:
             raise ConfigError(f"--peer: {name!r} is not allowed; use torch (both of torch_*), {', '.join(PEERS)}")
+    from nntile_py.runtime import PLACEMENTS
+
+    if placement not in (None, *PLACEMENTS):
+        raise ConfigError(f"--placement: {placement!r} is not allowed; use {' or '.join(PLACEMENTS)}")
     options: dict[str, Any] = {
         "layers": layers, "embed": embed, "heads": heads, "seq": seq, "batch": batch, "vocab": vocab,
         "cpus": cpus or len(os.sched_getaffinity(0)), "scheduler": scheduler, "tiles": parse_tiles(tiles),

@@ -109,6 +109,7 @@ class Program:
             for tile in task.clears:
                 self._native.add_invalidate(handles[tile])
             parts = task.parts or [task]
+            places = {access.tile: number for number, access in enumerate(task.accesses)}
             floats: list[float] = []
             slots: list[tuple[int, int]] = []
             bodies: list[tuple[Any, ...]] = []
@@ -120,7 +121,6 @@ class Program:
                             self.slots.append(value.name)
                         slots.append((len(floats), self.slots.index(value.name)))
                     floats.append(0.0 if isinstance(value, Slot) else float(value))
-                places = {access.tile: number for number, access in enumerate(task.accesses)}
                 accumulates = sum(1 << k for k, a in enumerate(part.accesses) if a.accumulate)
                 at = [places[a.tile] for a in part.accesses] if task.parts else list(range(len(task.accesses)))
                 named = (part.kernel, part.op or part.kernel)
