@@ -34,25 +34,33 @@ def tasks(
     cpus: Annotated[int | None, typer.Option(help="Workers. [default: all cores]")] = None,
     scheduler: Annotated[str, typer.Option(help="StarPU's scheduling policy.")] = "lws",
     repeats: Annotated[int, typer.Option(help="Measurements.", min=1)] = 9,
+    profiled: Annotated[
+        bool, typer.Option("--profiled", help="Beside it, in turns: with light and full profiles.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Microseconds to submit and to run an empty task from a replayed program."""
-    result = measure_tasks(count, tiles, cpus, scheduler, repeats)
+    result = measure_tasks(count, tiles, cpus, scheduler, repeats, profiled)
     if as_json:
         print(json.dumps(result, indent=2))
         return
     total, submit = result["us_per_task"], result["submit_us_per_task"]
     print(f"{total['median']:.2f} us a task end to end ({total['min']:.2f} to {total['max']:.2f}), of which submission")
     print(f"{submit['median']:.2f} us; {count} tasks, {tiles} tiles each, {result['workers']} workers, {scheduler}")
+    for kind, at in result["profiled"].items():
+        print(f"{at['median']:.2f} us ({at['min']:.2f} to {at['max']:.2f}) with a {kind} profile")
 
 
-def measure_tasks(count: int, tiles: int, cpus: int | None, scheduler: str, repeats: int) -> dict[str, Any]:
+def measure_tasks(
+    count: int, tiles: int, cpus: int | None, scheduler: str, repeats: int, profiled: bool = False
+) -> dict[str, Any]:
     import numpy as np
 
     import nntile_py as nt
     from nntile_py import _core
 
     total, submit = [], []
+    profiles: dict[str, list[float]] = {"light": [], "full": []} if profiled else {}
     with nt.Runtime(cpus=cpus, scheduler=scheduler) as runtime:
         pool = [_core.Tile([1], "fp32") for _ in range(64)]
         for tile in pool:
@@ -70,10 +78,18 @@ def measure_tasks(count: int, tiles: int, cpus: int | None, scheduler: str, repe
             end = time.perf_counter()
             total.append((end - start) / count * 1e6)
             submit.append((submitted - start) / count * 1e6)
+            for kind, times in profiles.items():
+                _core.profile_begin(count, kind == "light")
+                start = time.perf_counter()
+                program.run([])
+                _core.wait_all()
+                times.append((time.perf_counter() - start) / count * 1e6)
+                _core.profile_finish()
         workers = runtime.cpus
     return {
         "tasks": count, "tiles_per_task": tiles, "workers": workers, "scheduler": scheduler,
-        "us_per_task": spread(total[1:]), "submit_us_per_task": spread(submit[1:]), **machine(),
+        "us_per_task": spread(total[1:]), "submit_us_per_task": spread(submit[1:]),
+        "profiled": {kind: spread(times[1:]) for kind, times in profiles.items()}, **machine(),
     }  # fmt: skip
 
 

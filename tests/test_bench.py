@@ -12,6 +12,7 @@ import torch
 from conftest import Python
 
 from nntile_py import sweep
+from nntile_py.bench import measure_tasks
 from nntile_py.bench_contestants import Side, measure_step
 from nntile_py.bench_metg import shortest
 from nntile_py.bench_step import CLIP, GPU_LR, WEIGHT_DECAY, batch, weights
@@ -125,3 +126,11 @@ def test_policies() -> None:
     found = sweep.points(sweep.load_sweep(Path(__file__).parent.parent / "experiments" / "policies.yaml"))
     assert len(found) == 12
     assert not any(point.error for point in found)
+
+
+def test_empty_tasks_with_profiles() -> None:
+    found = measure_tasks(300, 1, 1, "lws", 3, profiled=True)
+    assert list(found["profiled"]) == ["light", "full"] and found["tasks"] == 300
+    for spread in (found["us_per_task"], *found["profiled"].values()):
+        assert 0 < spread["min"] <= spread["median"] <= spread["max"]
+    assert measure_tasks(300, 0, 1, "lws", 1)["profiled"] == {}
