@@ -68,7 +68,7 @@ def measure_tasks(
         program = _core.Program()
         for k in range(count):
             used = [pool[(k + j) % len(pool)] for j in range(tiles)]
-            body: tuple[Any, ...] = ("empty", "empty", list(range(tiles)), [], 0, 0, [], 0)
+            body: tuple[Any, ...] = ("empty", "empty", list(range(tiles)), [], 0, 0, [], 0, [])
             program.add(bodies=[body], codelet="empty", name="empty", tiles=used, modes=["RW"] * tiles)
         for _ in range(repeats + 1):
             start = time.perf_counter()

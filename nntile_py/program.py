@@ -65,13 +65,14 @@ def _new(tile: Tile) -> _core.Tile:
     return _core.Tile(list(tile.shape), tile.dtype, MONOIDS.index(tile.monoid), tile.redux)
 
 
-def _launches(task: Task, capability: int | None) -> tuple[list[Any], int]:
-    """What a CUDA worker launches for a task that has no C++ kernel there, and the bytes of scratch for it."""
-    described = launch.load().get(task.kernel) if capability else None
+def _launches(tasks: list[Task], capability: int | None) -> tuple[list[Any], int, list[tuple[int, int]]]:
+    """What a CUDA worker launches for tasks that have no C++ kernel there, its bytes of scratch, its table."""
+    described = launch.load().get(tasks[0].kernel) if capability else None
     if not described or not capability:
-        return [], 0
-    made = described(task)
-    return [launch.encode(one, launch.compile_launch(one, capability)) for one in made.launches], made.scratch
+        return [], 0, []
+    made = described(tasks)
+    encoded = [launch.encode(one, launch.compile_launch(one, capability)) for one in made.launches]
+    return encoded, made.scratch, launch.encode_table(made)
 
 
 def _capability() -> int | None:
@@ -96,7 +97,9 @@ class Program:
         if store.homes is not None:
             tasks = placed(tasks, gpus or _core.cpu_workers(), speed, store.homes)
         if gpus:
-            tasks = grouped(tasks, speed.flop_s, speed.bytes_s, GROUP_SECONDS, memory.group_bytes(runtime))
+            alone = gpus == 1 and not _core.cpu_workers()
+            room = memory.group_bytes(runtime)
+            tasks = grouped(tasks, speed.flop_s, speed.bytes_s, GROUP_SECONDS, room, alone)
         memory.check_tasks(tasks, runtime)
         self.list, self.tasks = tasks, len(tasks.tasks)
         self.slots: list[str] = []
@@ -108,13 +111,16 @@ class Program:
                     handles[access.tile] = store.handle(access.tile)
             for tile in task.clears:
                 self._native.add_invalidate(handles[tile])
-            parts = task.parts or [task]
+            # CPU kernels take one part at a time.
+            runs = [[part] for part in task.parts or [task]]
+            if capability and not _core.cpu_workers():
+                runs = launch.together(task.parts or [task])
             places = {access.tile: number for number, access in enumerate(task.accesses)}
             floats: list[float] = []
             slots: list[tuple[int, int]] = []
             bodies: list[tuple[Any, ...]] = []
-            for part in parts:
-                first = len(floats)
+            for run in runs:
+                part, first = run[0], len(floats)
                 for value in part.floats:
                     if isinstance(value, Slot):
                         if value.name not in self.slots:
@@ -122,9 +128,11 @@ class Program:
                         slots.append((len(floats), self.slots.index(value.name)))
                     floats.append(0.0 if isinstance(value, Slot) else float(value))
                 accumulates = sum(1 << k for k, a in enumerate(part.accesses) if a.accumulate)
-                at = [places[a.tile] for a in part.accesses] if task.parts else list(range(len(task.accesses)))
+                at = list(range(len(task.accesses)))
+                if task.parts:
+                    at = [places[a.tile] for one in run for a in one.accesses]
                 named = (part.kernel, part.op or part.kernel)
-                bodies.append((*named, at, list(part.ints), first, accumulates, *_launches(part, capability)))
+                bodies.append((*named, at, list(part.ints), first, accumulates, *_launches(run, capability)))
             shapes = [a.tile.shape for a in task.accesses]
             dtype = next((a.tile.dtype for a in task.accesses if a.tile.dtype != "int64"), "fp32")
             self._native.add(
@@ -135,7 +143,7 @@ class Program:
                 modes=[a.mode for a in task.accesses],
                 floats=floats,
                 slots=slots,
-                footprint=zlib.crc32(repr((shapes, [(p.kernel, p.ints) for p in parts])).encode()),
+                footprint=zlib.crc32(repr((shapes, [(p.kernel, p.ints) for run in runs for p in run])).encode()),
                 priority=task.priority,
                 flop=task.flop,
                 worker=task.worker,

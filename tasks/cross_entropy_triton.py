@@ -28,6 +28,8 @@ from .launch import (
     words,
 )
 
+LOG2E = tl.constexpr(1.4426950408889634)  # exp2(x LOG2E - y) is two instructions, exp(x - z) three
+
 # A row of 50257 words does not begin at a multiple of 16 bytes. So it is walked in three parts: the few words before
 # the first such multiple, whole blocks without a mask (which become 16-byte accesses), and the rest.
 
@@ -44,10 +46,11 @@ def _parts(n, LANES: tl.constexpr, VECTOR: tl.constexpr, ALIGNED: tl.constexpr):
 
 @triton.jit
 def _more(top, total, x):
-    """A lane's running (max, sumexp) with a vector more: one exponential an element, not two."""
+    """A lane's running (max x LOG2E, sumexp) with a vector more: one exponential an element, not two."""
+    x = x.to(tl.float32) * LOG2E
     new = tl.maximum(top, tl.max(x, 1))
     known = tl.where(new == float("-inf"), 0.0, new)  # nothing yet
-    return new, total * tl.exp(top - known) + tl.sum(tl.exp(x - known[:, None]), 1)
+    return new, total * tl.exp2(top - known) + tl.sum(tl.exp2(x - known[:, None]), 1)
 
 
 @triton.jit
@@ -56,40 +59,45 @@ def _row_state(X, n, LANES: tl.constexpr, VECTOR: tl.constexpr, ALIGNED: tl.cons
     start, first, blocks, inner = _parts(n, LANES, VECTOR, ALIGNED)
     top, total = tl.full([LANES], float("-inf"), tl.float32), tl.zeros([LANES], tl.float32)
     for k in range(0, blocks):
-        top, total = _more(top, total, tl.load(X + first + k * LANES * VECTOR + inner).to(tl.float32))
+        top, total = _more(top, total, tl.load(X + first + k * LANES * VECTOR + inner))
     at = first + blocks * LANES * VECTOR + inner
-    top, total = _more(top, total, tl.load(X + at, at < start + n, float("-inf")).to(tl.float32))
+    top, total = _more(top, total, tl.load(X + at, at < start + n, float("-inf")))
     best = tl.max(top, 0)
     if ALIGNED:
-        result = tl.sum(total * tl.exp(top - best), 0)
+        result = tl.sum(total * tl.exp2(top - best), 0)
     else:
         at = start + tl.arange(0, VECTOR)
-        x = tl.load(X + at, (at < first) & (at < start + n), float("-inf")).to(tl.float32)
+        x = tl.load(X + at, (at < first) & (at < start + n), float("-inf")).to(tl.float32) * LOG2E
         best = tl.maximum(best, tl.max(x, 0))
-        result = tl.sum(total * tl.exp(top - best), 0) + tl.sum(tl.exp(x - best), 0)
-    return best, result
+        result = tl.sum(total * tl.exp2(top - best), 0) + tl.sum(tl.exp2(x - best), 0)
+    return best / LOG2E, result
 
 
 @triton.jit
 def _gradient(x, lse, scale, at, chosen):
-    return (tl.exp(x.to(tl.float32) - lse) - tl.where(at == chosen, 1.0, 0.0)) * scale
+    return (tl.exp2(x.to(tl.float32) * LOG2E - lse) - tl.where(at == chosen, 1.0, 0.0)) * scale
 
 
 @triton.jit
 def _row_gradient(
     X, n, lse, label, first_word, scale, LANES: tl.constexpr, VECTOR: tl.constexpr, ALIGNED: tl.constexpr
 ):
-    """x <- (exp(x - lse) - onehot(label - first_word)) scale, in place; 0 where the label is negative."""
+    """x <- (exp(x - lse) - onehot(label - first_word)) scale, in place; 0 where the label is negative.
+
+    From the end of the row: what was read last is the likeliest to be in the cache still, and need not stay there.
+    """
+    lse *= LOG2E
     start, first, blocks, inner = _parts(n, LANES, VECTOR, ALIGNED)
     scale = tl.where(label < 0, 0.0, scale)
     here = label - first_word
     chosen = tl.where((label >= 0) & (here >= 0) & (here < n), start + here, -1)
-    for k in range(0, blocks):
-        at = first + k * LANES * VECTOR + inner
-        tl.store(X + at, _gradient(tl.load(X + at), lse, scale, at, chosen))
     at = first + blocks * LANES * VECTOR + inner
-    x = tl.load(X + at, at < start + n, 0.0)
-    tl.store(X + at, _gradient(x, lse, scale, at, chosen), at < start + n)
+    x = tl.load(X + at, at < start + n, 0.0, eviction_policy="evict_first")
+    tl.store(X + at, _gradient(x, lse, scale, at, chosen), at < start + n, eviction_policy="evict_first")
+    for k in range(0, blocks):
+        at = first + (blocks - 1 - k) * LANES * VECTOR + inner
+        x = tl.load(X + at, eviction_policy="evict_first")
+        tl.store(X + at, _gradient(x, lse, scale, at, chosen), eviction_policy="evict_first")
     if not ALIGNED:
         at = start + tl.arange(0, VECTOR)
         inside = (at < first) & (at < start + n)
@@ -174,7 +182,7 @@ def _blocks(task: Task, number: int) -> tuple[int, int, dict[str, Any]]:
     """Rows and columns of the logits; lanes and words of a program's vectors."""
     n = shape(task, number)[-1]
     vector = 8 if tile(task, number).dtype == "bf16" else 4
-    lanes = min(1024, power_of_two(ceil_div(n, vector)))
+    lanes = min(512, power_of_two(ceil_div(n, vector)))
     blocks = {"LANES": lanes, "VECTOR": vector, "ALIGNED": n % vector == 0, "warps": max(1, lanes // 64)}
     return words(task, number) // n, n, blocks
 

@@ -1,7 +1,9 @@
 """Tile tasks on CUDA as lists of Triton launches: described once when a program is bound, launched from C++.
 
 A function marked `@launches("NAME")` in tasks/*_triton.py takes the resolved task and says which compiled kernels run
-on which of its tiles. Only those files import triton, and `load` imports them: an installation without a GPU has none.
+on which of its tiles; one marked `@launches_together("NAME")` takes several such tasks: kernels find their tiles in a
+table.
+Only those files import triton, and `load` imports them: an installation without a GPU has none.
 """
 
 from __future__ import annotations
@@ -75,10 +77,14 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class Launches:
-    """What runs for a task, in order, and the bytes of scratch that the launches share."""
+    """What runs for a task, in order, and the bytes of scratch that the launches share.
+
+    table: addresses and ints that are written as int64 at the beginning of the scratch block before the launches.
+    """
 
     launches: tuple[Launch, ...]
     scratch: int = 0
+    table: tuple[TileAddress | Int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +95,9 @@ class Binary:
     warps: int
 
 
-LAUNCHES: dict[str, Callable[[Task], Launches]] = {}
+Describe = Callable[[Sequence[Task]], Launches]
+LAUNCHES: dict[str, Describe] = {}
+TOGETHER: set[str] = set()
 _MODULES = (
     "accumulate",
     "activation",
@@ -106,14 +114,46 @@ def launches(name: str) -> Callable[[Callable[[Task], Launches]], Callable[[Task
     """Register what the kernel called `name` launches."""
 
     def register(describe: Callable[[Task], Launches]) -> Callable[[Task], Launches]:
-        LAUNCHES[name] = describe
+        LAUNCHES[name] = lambda tasks: describe(*tasks)
         return describe
 
     return register
 
 
+def launches_together(name: str) -> Callable[[Describe], Describe]:
+    """Register what several tasks of the kernel called `name` launch; the tiles are numbered through, task by task."""
+
+    def register(describe: Describe) -> Describe:
+        LAUNCHES[name] = describe
+        TOGETHER.add(name)
+        return describe
+
+    return register
+
+
+def together(tasks: Sequence[Task]) -> list[list[Task]]:
+    """Runs of neighbours that the same launches can serve: alike but for their tiles, and independent."""
+    runs: list[list[Task]] = []
+    for task in tasks:
+        if runs and task.kernel in TOGETHER and _alike(runs[-1][0], task) and all(_apart(t, task) for t in runs[-1]):
+            runs[-1].append(task)
+        else:
+            runs.append([task])
+    return runs
+
+
+def _alike(a: Task, b: Task) -> bool:
+    kinds = [[(x.mode, x.accumulate, x.tile.dtype) for x in task.accesses] for task in (a, b)]
+    return (a.kernel, a.ints, a.floats) == (b.kernel, b.ints, b.floats) and kinds[0] == kinds[1]
+
+
+def _apart(a: Task, b: Task) -> bool:
+    written = [{x.tile for x in task.accesses if x.mode != "R"} for task in (a, b)]
+    return all(written[1 - k].isdisjoint(x.tile for x in task.accesses) for k, task in enumerate((a, b)))
+
+
 @functools.cache
-def load() -> dict[str, Callable[[Task], Launches]]:
+def load() -> dict[str, Describe]:
     """LAUNCHES, filled: imports triton."""
     for name in _MODULES:
         importlib.import_module(f"nntile_py.tasks.{name}_triton")
@@ -140,6 +180,16 @@ def constant(task: Task, position: int) -> float:
     value = task.floats[position]
     assert not isinstance(value, Slot), (task.kernel, value)
     return float(value)
+
+
+def numbered(tasks: Sequence[Task]) -> list[list[TileAddress]]:
+    """The addresses of the tasks' tiles, numbered through."""
+    result: list[list[TileAddress]] = []
+    count = 0
+    for task in tasks:
+        result.append([TileAddress(count + k, access.tile.dtype) for k, access in enumerate(task.accesses)])
+        count += len(task.accesses)
+    return result
 
 
 class Scratch:
@@ -233,6 +283,11 @@ def _compile(
 Encoded = tuple[bytes, str, int, int, tuple[int, int, int], list[tuple[int, float]]]
 
 
+def encode_table(made: Launches) -> list[tuple[int, int]]:
+    """The table's words, as `encode` writes parameters."""
+    return [(0, word.tile) if isinstance(word, TileAddress) else (3, word.value) for word in made.table]
+
+
 def encode(launch: Launch, binary: Binary) -> Encoded:
     """(cubin, function, shared bytes, warps, grid, parameters) for cuLaunchKernel with block (32 warps, 1, 1).
 
@@ -277,16 +332,18 @@ def _mend_interpreter() -> None:
     interpreter._patch_lang_tensor = patched
 
 
-def interpret(task: Task, tensors: Sequence[Any], slots: dict[str, float] | None = None) -> None:
-    """Run the task's launches on CPU torch tensors, one a tile.
+def interpret(tasks: Sequence[Task], tensors: Sequence[Any], slots: dict[str, float] | None = None) -> None:
+    """Run the launches of a task, or of several together, on CPU torch tensors, one a tile.
 
     TRITON_INTERPRET=1 must be set when triton is imported first.
     """
     import torch
 
     _mend_interpreter()
-    described = load()[task.kernel](task)
+    described = load()[tasks[0].kernel](tasks)
     scratch = torch.full((described.scratch,), 0xFF, dtype=torch.uint8)  # NaN: what is read before it was written shows
+    table = [tensors[w.tile].data_ptr() if isinstance(w, TileAddress) else w.value for w in described.table]
+    scratch[: 8 * len(table)].view(torch.int64)[:] = torch.tensor(table, dtype=torch.int64)
     types = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "int64": torch.int64}
     types["int32"] = torch.int32
 
@@ -299,7 +356,7 @@ def interpret(task: Task, tensors: Sequence[Any], slots: dict[str, float] | None
             case Int(number) | Float(number):
                 return number
             case TaskFloat(position, dtype):
-                at = task.floats[position]
+                at = tasks[0].floats[position]
                 number = (slots or {})[at.name] if isinstance(at, Slot) else at
                 return number if dtype == "fp32" else int(number)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import triton
@@ -10,37 +12,77 @@ import triton.language as tl
 from nntile_py.tiles.tasklist import Task
 
 from .launch import (
+    ALIGNMENT,
+    Int,
     Launches,
     Parameter,
     Scratch,
     TaskFloat,
+    TileAddress,
     ceil_div,
     constant,
     launch,
     launches,
+    launches_together,
+    numbered,
     power_of_two,
     tile,
     words,
 )
 
 FAN_IN = 8  # tiles of scalars that one kernel takes: FAN_IN of optimizer.py
-PROGRAMS = 1056  # fixed, so that the order of the sums is
+BLOCK = 4096
+SQUARES = 8 * BLOCK  # words that one program sums: fixed, so that the order of the sums is
+TYPES = {"bf16": tl.bfloat16, "fp32": tl.float32, "fp64": tl.float64}
+
+
+# A table is COLUMNS of ROWS int64 each: where a tile's programs begin (beyond all of them in rows without a tile), its
+# words, the addresses of its data. ROWS is a power of two.
 
 
 @triton.jit
-def _squares(PART, X, n, BLOCK: tl.constexpr):
-    total = tl.zeros([BLOCK], tl.float32)
-    for block in range(tl.program_id(0).to(tl.int64), tl.cdiv(n, BLOCK), tl.num_programs(0)):
-        at = block * BLOCK + tl.arange(0, BLOCK)
-        x = tl.load(X + at, at < n, 0.0).to(tl.float32)
-        total += x * x
+def _row(TABLE, ROWS: tl.constexpr):
+    """This program's row of the table, and which of the row's programs it is."""
+    begins = tl.load(TABLE + tl.arange(0, ROWS))
+    row = tl.sum((begins <= tl.program_id(0)).to(tl.int32), 0) - 1
+    return TABLE + row, tl.program_id(0) - tl.load(TABLE + row)
+
+
+@triton.jit
+def _words(ROW, ROWS: tl.constexpr, ALIGNED: tl.constexpr):
+    n = tl.load(ROW + ROWS)
+    return tl.multiple_of(n, 16) if ALIGNED else n
+
+
+@triton.jit
+def _address(ROW, column: tl.constexpr, TYPE: tl.constexpr, ROWS: tl.constexpr):
+    return tl.multiple_of(tl.load(ROW + column * ROWS).to(tl.pointer_type(TYPE)), 16)
+
+
+@triton.jit
+def _squares(
+    TABLE, PART, TYPE: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr, BLOCKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    row, part = _row(TABLE, ROWS)
+    n, x = _words(row, ROWS, ALIGNED), _address(row, 3, TYPE, ROWS)
+    total, first = tl.zeros([BLOCK], tl.float32), part * BLOCKS * BLOCK
+    for start in range(first, tl.minimum(n, first + BLOCKS * BLOCK), BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        value = tl.load(x + at, at < n, 0.0).to(tl.float32)
+        total += value * value
     tl.store(PART + tl.program_id(0), tl.sum(total.to(tl.float64), 0))
 
 
 @triton.jit
-def _total(OUT, PART, parts, BLOCK: tl.constexpr):
-    k = tl.arange(0, BLOCK)
-    tl.store(OUT, tl.sum(tl.load(PART + k, k < parts, 0.0), 0))
+def _total(TABLE, PART, ROWS: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr):
+    row = TABLE + tl.program_id(0)
+    first, total = tl.load(row), tl.zeros([BLOCK], tl.float64)
+    parts = tl.cdiv(tl.load(row + ROWS), WORDS)
+    for start in range(0, parts, BLOCK):
+        k = start + tl.arange(0, BLOCK)
+        total += tl.load(PART + first + k, k < parts, 0.0)
+    tl.store(_address(row, 2, tl.float64, ROWS), tl.sum(total, 0))
 
 
 @triton.jit
@@ -83,19 +125,21 @@ def _clip(
 
 @triton.jit
 def _adamw(
-    PARAM, M, V, GRAD, CLIP, MASTER, n,
-    lr, correction1, correction2,
-    keep1, new1, keep2, new2, eps, decay,
-    HAS_MASTER: tl.constexpr, BLOCK: tl.constexpr,
+    TABLE, CLIP, lr, correction1, correction2, keep1, new1, keep2, new2, eps, decay,
+    TYPE: tl.constexpr, STATE: tl.constexpr, GRAD: tl.constexpr, HAS_MASTER: tl.constexpr,
+    ROWS: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < n
-    g = tl.load(GRAD + at, inside).to(tl.float32) * tl.load(CLIP).to(tl.float32)
+    row, block = _row(TABLE, ROWS)
+    at = block * BLOCK + tl.arange(0, BLOCK)
+    inside = at < _words(row, ROWS, ALIGNED)
+    PARAM, M, V = _address(row, 2, TYPE, ROWS), _address(row, 3, STATE, ROWS), _address(row, 4, STATE, ROWS)
+    MASTER = _address(row, 6, STATE, ROWS) if HAS_MASTER else PARAM
+    g = tl.load(_address(row, 5, GRAD, ROWS) + at, inside).to(tl.float32) * tl.load(CLIP).to(tl.float32)
     m = keep1 * tl.load(M + at, inside).to(tl.float32) + new1 * g
     v = keep2 * tl.load(V + at, inside).to(tl.float32) + new2 * g * g
     tl.store(M + at, m, inside)
     tl.store(V + at, v, inside)
-    p = tl.load((MASTER if HAS_MASTER else PARAM) + at, inside).to(tl.float32)
+    p = tl.load(MASTER + at, inside).to(tl.float32)
     # p - lr decay p, not (1 - lr decay) p: the factor would lose most digits of lr decay.
     p -= lr * decay * p
     p -= (lr / correction1) * m / (tl.sqrt(v) / tl.sqrt(correction2) + eps)
@@ -122,20 +166,38 @@ def _sgd(
         tl.store(MASTER + at, p, inside)
 
 
-@launches("sum_squares")
-def _describe_squares(task: Task) -> Launches:
-    n, scratch = words(task, 1), Scratch()
-    parts = min(ceil_div(n, 4096), PROGRAMS)
-    if parts == 1:
-        return Launches((launch(_squares, 1, tile(task, 0), tile(task, 1), n, BLOCK=4096, warps=8),))
-    part = scratch.take(parts, "fp64")
-    return Launches(
-        (
-            launch(_squares, parts, part, tile(task, 1), n, BLOCK=4096, warps=8),
-            launch(_total, 1, tile(task, 0), part, parts, BLOCK=power_of_two(PROGRAMS)),
-        ),
-        scratch.bytes,
-    )
+@dataclass(frozen=True)
+class _Table:
+    """A row a task: what `_row` reads, with the programs of all rows, and the constexprs that describe it."""
+
+    words: tuple[TileAddress | Int, ...]
+    programs: int
+    form: dict[str, Any]
+
+
+def _table(counts: Sequence[int], addresses: Sequence[Sequence[TileAddress]], block: int) -> _Table:
+    rows, programs = power_of_two(len(counts)), 0
+    begins: list[TileAddress | Int] = []
+    for n in counts:
+        begins.append(Int(programs))
+        programs += ceil_div(n, block)
+    nothing = [Int(0)] * (rows - len(counts))
+    columns = [[*begins, *[Int(programs)] * len(nothing)], [*map(Int, counts), *nothing]]
+    columns += [[*column, *nothing] for column in zip(*addresses, strict=True)]
+    aligned = all(n % ALIGNMENT == 0 for n in counts)
+    return _Table(tuple(word for column in columns for word in column), programs, {"ROWS": rows, "ALIGNED": aligned})
+
+
+# tiles: sum, x
+@launches_together("sum_squares")
+def _describe_squares(tasks: Sequence[Task]) -> Launches:
+    table = _table([words(task, 1) for task in tasks], numbered(tasks), SQUARES)
+    scratch = Scratch()
+    at, part = scratch.take(len(table.words), "int64"), scratch.take(table.programs, "fp64")
+    form = {"TYPE": TYPES[tile(tasks[0], 1).dtype], "BLOCK": BLOCK, "warps": 8}
+    total = launch(_total, len(tasks), at, part, ROWS=table.form["ROWS"], WORDS=SQUARES, BLOCK=1024)
+    squares = launch(_squares, table.programs, at, part, **table.form, **form, BLOCKS=SQUARES // BLOCK)
+    return Launches((squares, total), scratch.bytes, table.words)
 
 
 def _terms(task: Task, first: int) -> list[Any]:
@@ -159,13 +221,18 @@ def _describe_clip(task: Task) -> Launches:
 
 
 # tiles: param, m, v, grad, clip (, master)
-@launches("adamw")
-def _describe_adamw(task: Task) -> Launches:
-    n, has_master = words(task, 0), len(task.accesses) > 5
-    tiles: list[Parameter] = [tile(task, k) for k in (0, 1, 2, 3, 4, 5 if has_master else 0)]
-    b1, b2, eps, decay = (constant(task, k) for k in range(3, 7))
+@launches_together("adamw")
+def _describe_adamw(tasks: Sequence[Task]) -> Launches:
+    first, block = tasks[0], 1024
+    has_master = len(first.accesses) > 5
+    table = _table([words(task, 0) for task in tasks], [a[:4] + a[5:] for a in numbered(tasks)], block)
+    scratch = Scratch()
+    at = scratch.take(len(table.words), "int64")
+    types = {name: TYPES[tile(first, k).dtype] for name, k in (("TYPE", 0), ("STATE", 1), ("GRAD", 3))}
+    b1, b2, eps, decay = (constant(first, k) for k in range(3, 7))
     floats: list[Parameter] = [TaskFloat(0), TaskFloat(1), TaskFloat(2), b1, 1 - b1, b2, 1 - b2, eps, decay]
-    return Launches((launch(_adamw, ceil_div(n, 1024), *tiles, n, *floats, HAS_MASTER=has_master, BLOCK=1024),))
+    form = {**table.form, **types, "HAS_MASTER": has_master, "BLOCK": block}
+    return Launches((launch(_adamw, table.programs, at, tile(first, 4), *floats, **form),), scratch.bytes, table.words)
 
 
 # tiles: grad, clip, param (, m) (, master); ints: 1 if there is a master

@@ -50,7 +50,7 @@ with nt.Runtime(cpus=1):
         source, huge = _core.Tile([4], "fp32"), _core.Tile([1 << 45], "fp32")
         source.write(np.ones(4))
         program = _core.Program()
-        body = ("transpose", "h0.Transpose", [0, 1], [0], 0, 0, [], 0)
+        body = ("transpose", "h0.Transpose", [0, 1], [0], 0, 0, [], 0, [])
         program.add(bodies=[body], codelet="transpose", name="h0.Transpose", tiles=[huge, source], modes=["W", "R"])
         program.run([])
         nt.Runtime.wait()

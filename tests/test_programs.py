@@ -23,7 +23,7 @@ def runtime() -> Iterator[nt.Runtime]:
 
 
 def body(kernel: str, name: str, tiles: int, ints: Any = ()) -> tuple[Any, ...]:
-    return kernel, name, list(range(tiles)), list(ints), 0, 0, [], 0
+    return kernel, name, list(range(tiles)), list(ints), 0, 0, [], 0, []
 
 
 def program(kernel: str, tiles: list[_core.Tile], modes: str, ints: Any = ()) -> _core.Program:

@@ -5,6 +5,7 @@ import os
 import platform
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +76,7 @@ class Interpreted:
                 tile = access.tile
                 if tile not in self.tiles:
                     self.tiles[tile] = torch.full(tile.shape, np.nan).to(TORCH[tile.dtype])
-            launch.interpret(task, [self.tiles[a.tile] for a in task.accesses], dict(slots))
+            launch.interpret([task], [self.tiles[a.tile] for a in task.accesses], dict(slots))
 
 
 def interpret(case: Case, tiles: Mapping[str, int], policy: str, values: Values) -> Interpreted:
@@ -121,7 +122,7 @@ def test_every_kernel_has_launches() -> None:
 
 def test_busy() -> None:
     x = torch.zeros(1)
-    launch.interpret(Task("busy", [RW(Tile("x", (0,), (1,), "fp32"))], (3,)), [x])
+    launch.interpret([Task("busy", [RW(Tile("x", (0,), (1,), "fp32"))], (3,))], [x])
     assert x.item() == 0.875
 
 
@@ -137,7 +138,7 @@ def test_embedding_grad_of_many_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     results = []
     for _ in range(2):
         out = torch.full((rows, 8), np.nan)
-        launch.interpret(task, [out, ids, dy])
+        launch.interpret([task], [out, ids, dy])
         results.append(out)
     want = np.zeros((rows, 8))
     for k, row in enumerate(ids.tolist()):
@@ -145,6 +146,44 @@ def test_embedding_grad_of_many_runs(monkeypatch: pytest.MonkeyPatch) -> None:
             want[row - 1] += dy[k].double().numpy()
     assert error(results[0], want) < 1e-5
     assert torch.equal(results[0], results[1])
+
+
+def adamw_tasks(sizes: list[int]) -> tuple[list[Task], list[torch.Tensor]]:
+    """The norm's first step and AdamW's tasks of parameters of these sizes, and data for all their tiles."""
+    rng, clip, tasks, data = np.random.default_rng(0), Tile("clip", (0,), (1,), "fp64"), list[Task](), {}
+    for number, n in enumerate(sizes):
+        kinds = {"p": "bf16", "m": "fp32", "v": "fp32", "grad": "fp32", "master": "fp32"}
+        p, m, v, grad, master = (Tile(name, (number,), (n,), dtype) for name, dtype in kinds.items())
+        part = Tile("part", (number,), (1,), "fp64")
+        tasks.append(Task("sum_squares", [W(part), R(grad)]))
+        floats = (1e-3, 0.1, 0.05, 0.9, 0.95, 1e-8, 0.1)
+        tasks.append(Task("adamw", [W(p), RW(m), RW(v), R(grad), R(clip), RW(master)], (), floats))
+        data |= {t: torch.tensor(rng.random(n)).to(TORCH[t.dtype]) for t in (p, m, v, grad, master)}
+        data[part] = torch.full((1,), np.nan, dtype=torch.float64)
+    data[clip] = torch.tensor([0.5], dtype=torch.float64)
+    tasks.sort(key=lambda task: task.kernel)
+    return tasks, data
+
+
+def test_tasks_together() -> None:
+    """One launch for several tasks has the bits of a launch each; tasks that share what they write stay apart."""
+    sizes = [48, 5000, 1, 40000]
+    tasks, alone = adamw_tasks(sizes)
+    _, merged = adamw_tasks(sizes)
+    merged = dict(zip(alone, merged.values(), strict=True))
+    runs = launch.together(tasks)
+    assert [len(run) for run in runs] == [len(sizes), len(sizes)]
+    for task in tasks:
+        launch.interpret([task], [alone[a.tile] for a in task.accesses])
+    for run in runs:
+        launch.interpret(run, [merged[a.tile] for task in run for a in task.accesses])
+    assert all(torch.equal(alone[t], merged[t]) for t in alone)
+    for task in tasks:
+        if task.kernel == "sum_squares":
+            part, grad = (alone[a.tile] for a in task.accesses)
+            assert part.item() == pytest.approx((grad.double() ** 2).sum().item(), rel=1e-6)
+    other = replace(tasks[1], floats=(2e-3, *tasks[1].floats[1:]))
+    assert [len(run) for run in launch.together([tasks[0], tasks[0], tasks[1], other])] == [1, 2, 1]
 
 
 COMPILE = """
@@ -162,7 +201,7 @@ for row in [*map(ROWS.get, rows), adamw(master=True)]:
     case = Case(sizes, "bf16")
     row(case)
     for task in lower(case.graph, Tiling({})).tasks.tasks:
-        for one in launch.load()[task.kernel](task).launches:
+        for one in launch.load()[task.kernel]([task]).launches:
             binary = launch.compile_launch(one)
             assert binary is launch.compile_launch(one)
             cubin, name, shared, warps, grid, parameters = launch.encode(one, binary)

@@ -11,26 +11,28 @@ from dataclasses import replace
 
 from .tasklist import Access, Task, TaskList, Tile
 
-MOST_PARTS, MOST_TILES = 16, 64
+MOST_PARTS, MOST_TILES = 32, 160
 TINY = 15e-6  # seconds: independent tasks as short as this share a group
 
 
 def grouped(
-    tasks: TaskList, flop_s: float, bytes_s: float, most_seconds: float, most_bytes: float = math.inf
-) -> TaskList:
+    tasks: TaskList, flop_s: float, bytes_s: float, most_seconds: float, most_bytes: float = math.inf,
+    alone: bool = False,
+) -> TaskList:  # fmt: skip
     """A resolved list with the same tasks, in the same order on every tile, some of them as parts of groups.
 
-    A task joins the group that ends its dependencies if it depends on nothing else that the group did not wait for
-    already: no group waits for more than its first task did, so that what could run side by side still can. flop_s,
-    bytes_s: of a worker, to estimate durations; no group lasts longer than most_seconds, or
-    has more than most_bytes of tiles.
+    A task joins the newest group of its worker, if that is known (`alone`: there is one worker only), or else the group
+    that ends its dependencies; but only if it depends on nothing of other workers that the group did not wait for
+    already: what could run side by side still can. flop_s, bytes_s: of a worker, to estimate durations; no group lasts
+    longer than most_seconds, or has more than most_bytes of tiles.
     """
     groups: list[list[Task]] = []
     seconds: list[float] = []
     before: list[int] = []  # bit mask of the groups that one waits for, directly or not
     writer: dict[int, int] = {}
     readers: dict[int, list[int]] = {}
-    tiny: dict[int, int] = {}  # the newest group of tiny tasks of each worker
+    newest: dict[int, int] = {}  # the newest group of each worker, of tiny tasks where workers are not known
+    own: dict[int, int] = {}  # bit mask of the groups of each worker that is known
     for task in tasks.tasks:
         direct = set()
         for access in task.accesses:
@@ -45,8 +47,11 @@ def grouped(
         time = max(task.flop / flop_s, task.bytes / bytes_s)
         latest = max(direct, default=-1)
         chosen = None
-        for number in (latest, tiny.get(task.worker) if time < TINY else None):
-            if number is None or number < max(latest, 0) or waits & ~(before[number] | 1 << number):
+        known, mine = alone or task.worker >= 0, own.get(task.worker, 0)
+        for number in (newest.get(task.worker) if known or time < TINY else None, latest):
+            if number is None or number < max(latest, 0) or waits & ~(before[number] | 1 << number | mine):
+                continue
+            if time >= TINY and before[number] & ~(waits | mine):  # it would wait for what others do
                 continue
             if seconds[number] + time <= most_seconds and _fits(groups[number], task, most_bytes):
                 chosen = number
@@ -56,8 +61,11 @@ def grouped(
             groups.append([])
             seconds.append(0.0)
             before.append(waits)
-            if time < TINY:
-                tiny[task.worker] = chosen
+            if known:
+                own[task.worker] = own.get(task.worker, 0) | 1 << chosen
+            if known or time < TINY:
+                newest[task.worker] = chosen
+        before[chosen] |= waits & ~(1 << chosen)
         groups[chosen].append(task)
         seconds[chosen] += time
         for access in task.accesses:

@@ -88,9 +88,10 @@ void submit_python(const std::string& name, const py::function& function, const 
 using LaunchList = std::vector<std::tuple<py::bytes, std::string, unsigned, unsigned, std::array<unsigned, 3>,
                                           std::vector<std::pair<int, py::object>>>>;
 
-// What a task runs: [(kernel, name, places of its tiles, ints, first float, accumulates, launches, scratch bytes)].
+// What a task runs:
+// [(kernel, name, places of its tiles, ints, first float, accumulates, launches, scratch bytes, [(kind, value)])].
 using BodyList = std::vector<std::tuple<std::string, std::string, std::vector<int>, std::vector<int64_t>, size_t,
-                                        uint64_t, LaunchList, int64_t>>;
+                                        uint64_t, LaunchList, int64_t, std::vector<std::pair<int, int64_t>>>>;
 
 std::vector<Launch> make_launches([[maybe_unused]] const LaunchList& list) {
   std::vector<Launch> result;
@@ -218,7 +219,7 @@ PYBIND11_MODULE(_core, m) {
              double flop, int worker) {
             TaskRecord record;
             std::vector<std::string> kernels;
-            for (const auto& [kernel, part, places, ints, first_float, accumulates, launches, scratch] : bodies) {
+            for (const auto& [kernel, part, places, ints, first_float, accumulates, launches, scratch, table] : bodies) {
               TaskBody body;
               body.name = part;
               body.places = places;
@@ -227,6 +228,7 @@ PYBIND11_MODULE(_core, m) {
               body.accumulates = accumulates;
               body.launches = make_launches(launches);
               body.scratch = scratch;
+              for (const auto& [kind, value] : table) body.table.push_back({kind, value, 0});
               record.bodies.push_back(std::move(body));
               kernels.push_back(kernel);
             }

@@ -69,6 +69,7 @@ struct TaskBody {
   Kernel cuda = nullptr;  // and on a CUDA worker: this, or the launches, in order
   std::vector<Launch> launches;
   int64_t scratch = 0;  // bytes that the launches share
+  std::vector<Launch::Argument> table;  // written as int64 at their beginning, before the launches
   std::vector<int> places;  // where its tiles are among the task's
   std::vector<Tile*> tiles;
   std::vector<int64_t> ints;

@@ -49,6 +49,16 @@ std::shared_ptr<CudaBinary> load_binary(const std::string& cubin, const std::str
 void run_launches(const TaskBody& body, const double* floats, void** buffers, c10::Device device) {
   at::Tensor scratch;  // given back to ATen's allocator at once, which reuses it on this stream only: in order
   if (body.scratch) scratch = at::empty({body.scratch}, at::TensorOptions(at::kByte).device(device));
+  const auto address = [&](const Launch::Argument& a) {
+    return pointer(buffers[body.places[static_cast<size_t>(a.whole)]]);
+  };
+  if (!body.table.empty()) {  // from memory that is not pinned: copied out of `words` before the call returns
+    std::vector<int64_t> words;
+    for (const auto& a : body.table)
+      words.push_back(a.kind == Launch::tile ? reinterpret_cast<int64_t>(address(a)) : a.whole);
+    C10_CUDA_CHECK(cudaMemcpyAsync(scratch.data_ptr<uint8_t>(), words.data(), words.size() * sizeof(int64_t),
+                                   cudaMemcpyHostToDevice, starpu_cuda_get_local_stream()));
+  }
   for (const auto& launch : body.launches) {
     union Value {
       void* pointer;
@@ -62,7 +72,7 @@ void run_launches(const TaskBody& body, const double* floats, void** buffers, c1
     for (const auto& a : launch.arguments) {
       auto& value = values.at(count);
       switch (a.kind) {
-        case Launch::tile: value.pointer = pointer(buffers[body.places[static_cast<size_t>(a.whole)]]); break;
+        case Launch::tile: value.pointer = address(a); break;
         case Launch::scratch: value.pointer = scratch.data_ptr<uint8_t>() + a.whole; break;
         case Launch::int32: value.int32 = static_cast<int32_t>(a.whole); break;
         case Launch::int64: value.int64 = a.whole; break;
