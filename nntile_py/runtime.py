@@ -21,6 +21,7 @@ from nntile_py.errors import ConfigError, NNTileError, TaskError
 
 _MODES = ("R", "W", "RW")
 PLACEMENTS = ("scheduler", "planned")
+AHEAD = 4  # tasks that a GPU works on after the one that StarPU waits for, where no other worker could have taken them
 
 
 class Runtime:
@@ -99,7 +100,7 @@ class Runtime:
             os.environ.update(variables)
             _core.start(
                 self.cpus, self.scheduler, self.window, self.calibrate, self.memory or 0, self.cuda,
-                self.disk is not None, page,
+                self.disk is not None, page, AHEAD if self.cuda == 1 or self.placement == "planned" else 0,
             )  # fmt: skip
         except BaseException:
             self._close_disk()

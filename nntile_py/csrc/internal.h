@@ -18,6 +18,7 @@ struct Shared {
   bool models = false;      // keeping a model up to date costs about 1 us a task: only where the policy asks it
   int window = 0;
   int cpus = 0, cuda = 0;  // workers
+  int ahead = 0;           // tasks that a CUDA worker goes on before one has ended
   size_t limit = 0;  // bytes that tiles may take
   size_t page = 1;   // handles have a multiple of so many bytes
 
@@ -76,6 +77,11 @@ void wait_until(Done done) {
 }
 
 void wait_for_tasks();
+#ifdef NNTILE_CUDA
+bool queues_empty();  // of CUDA devices: what StarPU takes for ended has ended
+#else
+inline bool queues_empty() { return true; }
+#endif
 
 // Runs a kernel; what it throws becomes the runtime's failure.
 template <class Run>

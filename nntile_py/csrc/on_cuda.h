@@ -12,13 +12,21 @@ namespace nntile {
 
 void start_cuda();  // on every CUDA worker: what is slow the first time
 
+// Of the CUDA worker that calls; see queue_cuda.cpp.
+void start_queue();
+cudaStream_t task_stream();                    // where tasks put their kernels
+void end_task(void** buffers, size_t count);   // they are all there: StarPU's buffers of the task
+
 // body(device) with the worker's stream as ATen's current one. Work is left on the stream: the codelets are asynchronous.
 template <class F>
-void on_cuda(F body) {
+void on_cuda(void** buffers, size_t count, F body) {
   const auto id = static_cast<c10::DeviceIndex>(starpu_worker_get_devid(starpu_worker_get_id()));
-  const c10::cuda::CUDAStreamGuard guard(c10::cuda::getStreamFromExternal(starpu_cuda_get_local_stream(), id));
+  const c10::cuda::CUDAStreamGuard guard(c10::cuda::getStreamFromExternal(task_stream(), id));
   body(c10::Device(c10::kCUDA, id));
+  end_task(buffers, count);
 }
+
+starpu_data_interface_ops* tile_interface();  // StarPU's variables, but copies wait for the tasks that use the memory
 
 void run_launches(const TaskBody& body, const double* floats, void** buffers, c10::Device device);
 

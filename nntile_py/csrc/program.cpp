@@ -36,7 +36,7 @@ void run_cpu(void** buffers, void* cl_arg) {
 #ifdef NNTILE_CUDA
 void run_cuda(void** buffers, void* cl_arg) {
   const auto& instance = *static_cast<const TaskInstance*>(cl_arg);
-  on_cuda([&](c10::Device device) {
+  on_cuda(buffers, instance.record->tiles.size(), [&](c10::Device device) {
     for (const auto& body : instance.record->bodies)
       guarded(body.name, [&] {
         if (!body.launches.empty()) return run_launches(body, instance.floats, buffers, device);
@@ -160,7 +160,8 @@ starpu_codelet* body_codelet(bool cpu, bool cuda) {
   cl->cuda_flags[0] = STARPU_CUDA_ASYNC;
   if (cuda)
     cl->cuda_funcs[0] = [](void** buffers, void* arg) {
-      run_body(buffers, arg, starpu_worker_get_devid(starpu_worker_get_id()), starpu_cuda_get_local_stream());
+      const size_t count = static_cast<BodyTask*>(arg)->tiles.size();
+      on_cuda(buffers, count, [&](c10::Device device) { run_body(buffers, arg, device.index(), task_stream()); });
     };
 #endif
   return cl;

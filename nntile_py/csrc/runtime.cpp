@@ -51,6 +51,7 @@ void sleep_if_idle() {
 void wait_for_tasks() {
   wait_until([] { return starpu_task_nsubmitted() == 0; });
   starpu_task_wait_for_all();
+  wait_until(queues_empty);
 }
 
 std::vector<std::string> schedulers() {
@@ -106,6 +107,7 @@ void start(const RuntimeOptions& options) {
 #endif
   g_error.failed = false;
   g.models = options.scheduler.starts_with("dm") || options.scheduler.find("heft") != std::string::npos;
+  g.ahead = g.models ? 0 : options.ahead;  // models are made of the times of tasks
   g.running = true;
   sleep_if_idle();
 }

@@ -26,6 +26,7 @@ struct RuntimeOptions {
   int cuda = 0;       // CUDA workers, one a device
   bool disk = false;  // STARPU_DISK_SWAP names a folder for tiles that have no place in memory
   size_t page = 1;    // tiles take a multiple of so many bytes
+  int ahead = 0;      // tasks that a CUDA worker goes on before one has ended, if the policy measures none
 };
 
 void start(const RuntimeOptions& options);

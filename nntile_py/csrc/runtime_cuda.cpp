@@ -57,7 +57,7 @@ void run_launches(const TaskBody& body, const double* floats, void** buffers, c1
     for (const auto& a : body.table)
       words.push_back(a.kind == Launch::tile ? reinterpret_cast<int64_t>(address(a)) : a.whole);
     C10_CUDA_CHECK(cudaMemcpyAsync(scratch.data_ptr<uint8_t>(), words.data(), words.size() * sizeof(int64_t),
-                                   cudaMemcpyHostToDevice, starpu_cuda_get_local_stream()));
+                                   cudaMemcpyHostToDevice, task_stream()));
   }
   for (const auto& launch : body.launches) {
     union Value {
@@ -83,7 +83,7 @@ void run_launches(const TaskBody& body, const double* floats, void** buffers, c1
       parameters[count++] = &value;
     }
     require(cuLaunchKernel(reinterpret_cast<CUfunction>(launch.binary->kernel), launch.grid[0], launch.grid[1],
-                           launch.grid[2], launch.threads, 1, 1, launch.shared, starpu_cuda_get_local_stream(),
+                           launch.grid[2], launch.threads, 1, 1, launch.shared, task_stream(),
                            parameters.data(), nullptr),
             "cuLaunchKernel");
   }
@@ -94,7 +94,8 @@ void start_cuda() {
   cudaGetLastError();  // StarPU's probing leaves one, which ATen would report at its next launch
   starpu_execute_on_each_worker(
       [](void*) {
-        on_cuda([](c10::Device device) { at::empty({1}, at::TensorOptions(at::kByte).device(device)); });
+        start_queue();
+        on_cuda(nullptr, 0, [](c10::Device device) { at::empty({1}, at::TensorOptions(at::kByte).device(device)); });
         cudaGetLastError();
       },
       nullptr, STARPU_CUDA);

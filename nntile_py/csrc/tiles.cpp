@@ -45,11 +45,13 @@ void run_reduction(void** buffers, void*) { reduce_on(c10::kCPU, buffers); }
 
 #ifdef NNTILE_CUDA
 void run_reduction_cuda(void** buffers, void*) {
-  on_cuda([&](c10::Device device) { reduce_on(device, buffers); });
+  on_cuda(buffers, 2, [&](c10::Device device) { reduce_on(device, buffers); });
 }
 
 void fill_zero_cuda(void** buffers, void*) {
-  cudaMemsetAsync(pointer(buffers[0]), 0, STARPU_VARIABLE_GET_ELEMSIZE(buffers[0]), starpu_cuda_get_local_stream());
+  on_cuda(buffers, 1, [&](c10::Device) {
+    cudaMemsetAsync(pointer(buffers[0]), 0, STARPU_VARIABLE_GET_ELEMSIZE(buffers[0]), task_stream());
+  });
 }
 #endif
 
@@ -74,6 +76,10 @@ starpu_codelet* reduction_codelet(Monoid monoid, at::ScalarType dtype, int64_t w
   }
   return &codelet->cl;
 }
+
+#ifndef NNTILE_CUDA
+starpu_data_interface_ops* tile_interface() { return &starpu_interface_variable_ops; }
+#endif
 
 starpu_codelet* zero_codelet() {
   static starpu_codelet* codelet = [] {
@@ -131,7 +137,10 @@ Tile::Tile(std::vector<int64_t> shape_, at::ScalarType dtype_, Monoid monoid, bo
     throw TaskError("out of memory: one tile of " + std::to_string(wanted / (1 << 20)) + " MiB, allowed are " +
                     std::to_string(g.limit >> 20) + " MiB in all (runtime.memory). Use smaller tiles");
   // Home -1: allocated at the first write, evictable.
-  starpu_variable_data_register(&handle, -1, 0, (bytes + g.page - 1) / g.page * g.page);
+  starpu_variable_interface variable{};
+  variable.id = STARPU_VARIABLE_INTERFACE_ID;
+  variable.elemsize = (bytes + g.page - 1) / g.page * g.page;
+  starpu_data_register(&handle, -1, &variable, tile_interface());
   reducible = redux;
   if (redux) {
     const int64_t width = monoid == Monoid::sum || shape.empty() ? 1 : shape.back();

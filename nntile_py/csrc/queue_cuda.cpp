@@ -1,0 +1,139 @@
+// What CUDA devices have been given to do. Kernels run on a stream of ours, and StarPU takes a task for ended when the
+// task g.ahead places before it on that stream has ended: it releases, schedules and launches the next ones meanwhile,
+// which takes about 1 us a tile. Kernels of later tasks are behind on the same stream; only StarPU's copies are not,
+// so they wait here for the last task that used either end's memory.
+#include <array>
+#include <map>
+
+#include "on_cuda.h"
+#include "internal.h"
+#include "profile.h"
+
+namespace nntile {
+namespace {
+
+void require(cudaError_t status) {
+  if (status != cudaSuccess) fail("CUDA", cudaGetErrorString(status));
+}
+
+class Queue {
+ public:
+  Queue() {
+    require(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+    for (auto& event : events_) require(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
+  }
+
+  void end_task(void** buffers, size_t count, size_t ahead) {
+    const std::lock_guard lock(mutex_);
+    const auto event = events_[tasks_ % kEvents];
+    require(cudaEventRecord(event, stream));
+    for (size_t k = 0; k < count; ++k) note(address(buffers[k]), STARPU_VARIABLE_GET_ELEMSIZE(buffers[k]), event);
+    if (tasks_ >= ahead)
+      require(cudaStreamWaitEvent(starpu_cuda_get_local_stream(), events_[(tasks_ - ahead) % kEvents]));
+    ++tasks_;
+  }
+
+  // wait(event) for each task that may still use some of this memory.
+  template <class Wait>
+  void uses(uintptr_t begin, size_t bytes, Wait wait) {
+    const std::lock_guard lock(mutex_);
+    for (auto use = first(begin); use != uses_.end() && use->first < begin + bytes; ++use) wait(use->second.event);
+  }
+
+  static uintptr_t address(void* buffer) { return STARPU_VARIABLE_GET_PTR(buffer); }
+
+  cudaStream_t stream = nullptr;
+
+ private:
+  static constexpr size_t kEvents = 64;  // recorded again in turn: who waits for an old one waits too long, which is safe
+  struct Use {
+    uintptr_t end;
+    cudaEvent_t event;
+  };
+
+  std::map<uintptr_t, Use>::iterator first(uintptr_t begin) {
+    auto use = uses_.upper_bound(begin);
+    return use != uses_.begin() && std::prev(use)->second.end > begin ? std::prev(use) : use;
+  }
+
+  // Memory may have been given back and cut anew: what overlaps and may be in use is covered by the later event.
+  void note(uintptr_t begin, size_t bytes, cudaEvent_t event) {
+    uintptr_t end = begin + bytes;
+    for (auto use = first(begin); use != uses_.end() && use->first < end; use = uses_.erase(use)) {
+      if (use->first == begin && use->second.end == end) break;
+      if (cudaEventQuery(use->second.event) == cudaSuccess) continue;
+      begin = std::min(begin, use->first);
+      end = std::max(end, use->second.end);
+    }
+    uses_[begin] = {end, event};
+  }
+
+  std::mutex mutex_;
+  std::array<cudaEvent_t, kEvents> events_{};
+  size_t tasks_ = 0;
+  std::map<uintptr_t, Use> uses_;
+};
+
+// One for each device that a runtime has used; they live as long as the process.
+Queue*& of_device(int device) {
+  static std::array<Queue*, STARPU_MAXCUDADEVS> queues{};
+  return queues.at(static_cast<size_t>(device));
+}
+
+Queue& mine() { return *of_device(starpu_worker_get_devid(starpu_worker_get_id())); }
+
+template <class Wait>
+void at_both_ends(void* from, unsigned from_node, void* to, unsigned to_node, Wait wait) {
+  for (const auto& [buffer, node] : {std::pair{from, from_node}, std::pair{to, to_node}})
+    if (starpu_node_get_kind(node) == STARPU_CUDA_RAM)
+      of_device(starpu_memory_node_get_devid(node))
+          ->uses(Queue::address(buffer), STARPU_VARIABLE_GET_ELEMSIZE(buffer), wait);
+}
+
+template <cudaMemcpyKind kind>
+int copy_async(void* from, unsigned from_node, void* to, unsigned to_node, cudaStream_t stream) {
+  at_both_ends(from, from_node, to, to_node, [&](cudaEvent_t event) { require(cudaStreamWaitEvent(stream, event)); });
+  return starpu_cuda_copy_async_sync(pointer(from), from_node, pointer(to), to_node, STARPU_VARIABLE_GET_ELEMSIZE(from),
+                                     stream, kind);
+}
+
+template <cudaMemcpyKind kind>
+int copy(void* from, unsigned from_node, void* to, unsigned to_node) {
+  at_both_ends(from, from_node, to, to_node, [](cudaEvent_t event) { require(cudaEventSynchronize(event)); });
+  return starpu_cuda_copy_async_sync(pointer(from), from_node, pointer(to), to_node, STARPU_VARIABLE_GET_ELEMSIZE(from),
+                                     nullptr, kind);
+}
+
+}  // namespace
+
+void start_queue() {
+  auto& queue = of_device(starpu_worker_get_devid(starpu_worker_get_id()));
+  if (!queue) queue = new Queue;
+}
+
+cudaStream_t task_stream() { return mine().stream; }
+
+void end_task(void** buffers, size_t count) {
+  mine().end_task(buffers, count, profile::on() ? 0 : static_cast<size_t>(g.ahead));
+}
+
+bool queues_empty() {
+  for (int device = 0; device < STARPU_MAXCUDADEVS; ++device)
+    if (of_device(device) && cudaStreamQuery(of_device(device)->stream) == cudaErrorNotReady) return false;
+  return true;
+}
+
+starpu_data_interface_ops* tile_interface() {
+  static starpu_data_copy_methods methods = *starpu_interface_variable_ops.copy_methods;
+  static starpu_data_interface_ops ops = starpu_interface_variable_ops;
+  methods.ram_to_cuda = copy<cudaMemcpyHostToDevice>;
+  methods.cuda_to_ram = copy<cudaMemcpyDeviceToHost>;
+  methods.cuda_to_cuda = copy<cudaMemcpyDeviceToDevice>;
+  methods.ram_to_cuda_async = copy_async<cudaMemcpyHostToDevice>;
+  methods.cuda_to_ram_async = copy_async<cudaMemcpyDeviceToHost>;
+  methods.cuda_to_cuda_async = copy_async<cudaMemcpyDeviceToDevice>;
+  ops.copy_methods = &methods;
+  return &ops;
+}
+
+}  // namespace nntile
