@@ -11,6 +11,7 @@ from nntile_py.errors import ConfigError
 from nntile_py.graph import Graph
 from nntile_py.models import GPT2, GPT2Config
 from nntile_py.passes import Fusion, fuse
+from nntile_py.tasks import Tensor
 from nntile_py.tiles import Tiling
 
 CONFIG = GPT2Config(layers=2, embed=24, heads=4, vocab=61, positions=32)
@@ -81,13 +82,34 @@ def epilogues(fusion: Any) -> Counter[str]:
     found["activation"] = sum(isinstance(op, ops.Contract) and bool(op.activation) and not op.aux for op in g.ops)
     found["norm residual"] = sum(isinstance(op, ops.LayerNorm) and bool(op.residual) for op in g.ops)
     found["norm grad add"] = sum(isinstance(op, ops.LayerNormGrad) and bool(op.extra) for op in g.ops)
+    found["norm grad bias"] = sum(isinstance(op, ops.LayerNormGrad) and bool(op.bias) for op in g.ops)
     return +found
 
 
 def test_epilogues_of_the_fused_model() -> None:
-    everything = {"bias": 8, "residual": 4, "pre": 2, "aux": 2, "bias_grad": 8, "activation": 2, "norm grad add": 4}
-    assert epilogues(True) == everything
+    everything = {"bias": 8, "residual": 4, "pre": 2, "aux": 2, "bias_grad": 4, "activation": 2, "norm grad add": 4}
+    assert epilogues(True) == {**everything, "norm grad bias": 4}
     assert epilogues(False) == {}
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_bias_gradient_is_summed_where_dx_is_made(dtype: str) -> None:
+    """Though a contraction reads dx before the sum; a sum over fewer axes stays."""
+    sizes = {"batch": 2, "seq": 3, "embed": 8, "stat": 2, "ffn": 4}
+    g = Graph(dtype)
+
+    def named(axes: str, kind: str = "scalar") -> Tensor:
+        return g.named(f"t{len(g.tensors)}", axes.split(), [sizes[a] for a in axes.split()], kind)
+
+    dx = g.temp("dx", ["batch", "seq", "embed"], [2, 3, 8], dtype)
+    ins = [named(axes, "input") for axes in ("batch seq embed", "batch seq embed", "batch seq stat", "embed")]
+    g.add(ops.LayerNormGrad(*ins, dx, named("embed"), named("embed")))
+    g.add(ops.Contract(dx, named("embed ffn", "param"), named("batch seq ffn")))
+    bias = g.add(ops.Sum(dx, named("embed"))).output
+    g.add(ops.Sum(dx, named("seq embed")))
+    fuse(g, Fusion(), False)
+    assert [op.kind for op in g.ops] == ["LayerNormGrad", "Contract", "Sum"]
+    assert g.ops[0].outputs[3] is bias and bias not in g.ops[2].outputs
 
 
 def test_no_reshape_of_partial_products() -> None:
