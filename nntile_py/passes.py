@@ -104,10 +104,12 @@ def fuse(graph: Graph, fusion: Fusion, vocab_cut: bool, tiling: Tiling | None = 
     rules: list[Rule] = [_embedding_grad_into]
     if fusion.reshape:
         rules += [_attention_layout, _transposed_input, partial(_transposed_output, tiling=tiling)]
-    if fusion.bias:
-        rules += [_bias, _bias_grad]
     if fusion.residual_norm:
-        rules += [_residual, _norm_residual, _norm_grad_add]
+        rules += [_norm_grad_add]
+    if fusion.bias:
+        rules += [_bias, _norm_bias_grad, _bias_grad]
+    if fusion.residual_norm:
+        rules += [_residual, _norm_residual]
     if fusion.activation:
         rules += [_activation, _activation_grad]
     if not vocab_cut:
@@ -236,6 +238,23 @@ def _bias(uses: _Uses, op: Op) -> bool:
     if not (gemm and _plain(gemm) and gemm.bias is None and gemm.residual is None):
         return False
     uses.replace([gemm, op], _rebuild(gemm, op.output, bias=op.inputs[1]))
+    return True
+
+
+def _norm_bias_grad(uses: _Uses, op: Op) -> bool:
+    """Sum(LayerNormGrad's dx) over all rows: summed where dx is made, instead of reading it again."""
+    if not isinstance(op, Sum):
+        return False
+    dx = op.inputs[0]
+    norm = uses.maker.get(dx)
+    if not isinstance(norm, LayerNormGrad) or norm.output is not dx or norm.bias or op.output.axes != dx.axes[-1:]:
+        return False
+    dy, x, stat, gamma = norm.inputs[:4]
+    dgamma, dbeta = norm.outputs[1:]
+    fused = LayerNormGrad(dy, x, stat, gamma, dx, dgamma, dbeta, add=norm.extra, dbias=op.output)
+    uses.replace([norm], fused)  # there, not where the sum stood: others read dx before
+    uses.graph.ops.remove(op)
+    uses.refresh()
     return True
 
 

@@ -132,26 +132,31 @@ void layer_norm_grad_sums(Args& t) {
   });
 }
 
-// tiles: dx, dgamma (ACC), dbeta (ACC), dy, x, stat, gamma (, add) (, sums); ints: has add (, embed of the whole)
+// tiles: dx, dgamma (ACC), dbeta (ACC), dy, x, stat, gamma (, add) (, dbias (ACC)) (, sums)
+// ints: the places of add, dbias and sums among the tiles (0: it is not there), embed of the whole
 void layer_norm_grad(Args& t) {
   const auto dx = t[0], dgamma = t[1], dbeta = t[2], dy = t[3], x = t[4], stat = t[5], gamma = t[6];
-  const bool has_add = t.i(0) != 0, has_sums = t.ints().size() > 1;
-  const auto add = has_add ? t[7] : at::Tensor(), sums = has_sums ? t[has_add ? 8 : 7] : at::Tensor();
+  const auto place = [&](size_t k) { return static_cast<size_t>(t.i(k)); };
+  const size_t add_at = place(0), bias_at = place(1), sums_at = place(2);
+  const auto add = add_at ? t[add_at] : at::Tensor(), dbias = bias_at ? t[bias_at] : at::Tensor();
+  const auto sums = sums_at ? t[sums_at] : at::Tensor();
   if (!t.accumulates(1)) dgamma.zero_();
   if (!t.accumulates(2)) dbeta.zero_();
+  if (bias_at && !t.accumulates(bias_at)) dbias.zero_();
   dispatch(x, [&](auto zero) {
     using T = decltype(zero);
     const int64_t n = x.size(-1), rows = x.numel() / n;
-    const T whole = static_cast<T>(has_sums ? t.i(1) : n);
-    std::vector<T> gamma_sum(static_cast<size_t>(n)), beta_sum(static_cast<size_t>(n));
+    const T whole = static_cast<T>(t.i(3));
+    const auto width = static_cast<size_t>(n);
+    std::vector<T> gamma_sum(width), beta_sum(width), bias_sum(bias_at ? width : 0);
     for (int64_t row = 0; row < rows; ++row) {
       const auto *g = dy.data_ptr<T>() + row * n, *in = x.data_ptr<T>() + row * n, *st = stat.data_ptr<T>() + row * 2;
       const auto* w = gamma.data_ptr<T>();
-      auto pair = has_sums ? std::pair<T, T>(sums.data_ptr<T>()[row * 2], sums.data_ptr<T>()[row * 2 + 1])
-                           : row_sums(g, in, st, w, n);
+      auto pair = sums_at ? std::pair<T, T>(sums.data_ptr<T>()[row * 2], sums.data_ptr<T>()[row * 2 + 1])
+                          : row_sums(g, in, st, w, n);
       const Vec<T> mean(st[0]), rstd(st[1]), m1(pair.first / whole), m2(pair.second / whole);
       auto* out = dx.data_ptr<T>() + row * n;
-      const T* extra = has_add ? add.data_ptr<T>() + row * n : nullptr;
+      const T* extra = add_at ? add.data_ptr<T>() + row * n : nullptr;
       for_vectors<T>(n, [&](int64_t k, int64_t count) {
         const int c = static_cast<int>(count);
         const auto grad = load(g + k, count), xhat = (load(in + k, count) - mean) * rstd;
@@ -161,13 +166,15 @@ void layer_norm_grad(Args& t) {
         auto *gs = gamma_sum.data() + k, *bs = beta_sum.data() + k;
         at::vec::fmadd(grad, xhat, load(gs, count)).store(gs, c);
         (load(bs, count) + grad).store(bs, c);
+        if (bias_at) (load(bias_sum.data() + k, count) + d).store(bias_sum.data() + k, c);
       });
     }
-    auto *gs = dgamma.data_ptr<T>(), *bs = dbeta.data_ptr<T>();
-    for (int64_t k = 0; k < n; ++k) {
-      gs[k] += gamma_sum[static_cast<size_t>(k)];
-      bs[k] += beta_sum[static_cast<size_t>(k)];
-    }
+    const auto add_to = [](const at::Tensor& out, const std::vector<T>& sum) {
+      for (size_t k = 0; k < sum.size(); ++k) out.data_ptr<T>()[k] += sum[k];
+    };
+    add_to(dgamma, gamma_sum);
+    add_to(dbeta, beta_sum);
+    if (bias_at) add_to(dbias, bias_sum);
   });
 }
 

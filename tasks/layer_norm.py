@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from nntile_py.tiles import ACC, Access, R, Tile, W
+from nntile_py.tiles import ACC, R, Tile, W
 
 from .op import Array, GraphLike, Index, Lowering, Op, Tensor, wide
 
@@ -89,6 +89,9 @@ class LayerNorm(Op):
 class LayerNormGrad(Op):
     """With xhat = (x - mean) rstd and w = dy gamma: dx = rstd (w - mean(w) - xhat mean(w xhat)) (+ add),
     dgamma = sum dy xhat, dbeta = sum dy, sums over all rows, means over embed.
+
+    With `dbias` [embed] a fourth output: the sum of dx over all rows, the gradient of a bias that was added to what
+    made x.
     """
 
     def __init__(
@@ -101,35 +104,40 @@ class LayerNormGrad(Op):
         dgamma: Tensor,
         dbeta: Tensor,
         add: Tensor | None = None,
+        dbias: Tensor | None = None,
     ) -> None:
-        super().__init__([dy, x, stat, gamma, *([add] if add else [])], [dx, dgamma, dbeta])
-        self.extra = add
+        inputs, outputs = [dy, x, stat, gamma], [dx, dgamma, dbeta]
+        super().__init__([*inputs, *([add] if add else [])], [*outputs, *([dbias] if dbias else [])])
+        self.extra, self.bias = add, dbias
 
     def flop(self) -> float:
-        return 14.0 * self.output.words
+        return (15.0 if self.bias else 14.0) * self.output.words
 
     def lower(self, low: Lowering) -> None:
         dy, x, stat, gamma = self.inputs[:4]
         rows = [a for a in x.axes if a != AXIS]
         for index in low.indices(x, rows):
             columns = [index | {AXIS: k} for k in range(len(low.parts(x, AXIS)))]
-            row_stat = low.tile(stat, index | {"stat": 0})
-            if len(columns) == 1:
-                low.emit("layer_norm_grad", self._accesses(low, columns[0], row_stat), [int(bool(self.extra))])
-                continue
-            sums = Tile(f"{self.name}.sums", tuple(index.values()), row_stat.shape, row_stat.dtype)
+            row_stat, sums = low.tile(stat, index | {"stat": 0}), None
+            if len(columns) > 1:
+                sums = Tile(f"{self.name}.sums", tuple(index.values()), row_stat.shape, row_stat.dtype)
+                for at in columns:
+                    tiles = [low.tile(t, at) for t in (dy, x, gamma)]
+                    low.emit("layer_norm_grad_sums", [ACC(sums), R(row_stat), *map(R, tiles)])
             for at in columns:
-                tiles = [low.tile(t, at) for t in (dy, x, gamma)]
-                low.emit("layer_norm_grad_sums", [ACC(sums), R(row_stat), *map(R, tiles)])
-            for at in columns:
-                ints = [int(bool(self.extra)), x.size(AXIS)]
-                low.emit("layer_norm_grad", [*self._accesses(low, at, row_stat), R(sums)], ints)
+                self._emit(low, at, row_stat, sums)
 
-    def _accesses(self, low: Lowering, at: Index, stat: Tile) -> list[Access]:
-        dx, dgamma, dbeta = (low.tile(t, at) for t in self.outputs)
+    def _emit(self, low: Lowering, at: Index, stat: Tile, sums: Tile | None) -> None:
+        dx, dgamma, dbeta = (low.tile(t, at) for t in self.outputs[:3])
         dy, x, gamma = (low.tile(self.inputs[k], at) for k in (0, 1, 3))
-        extra = [R(low.tile(self.extra, at))] if self.extra else []
-        return [W(dx), ACC(dgamma), ACC(dbeta), R(dy), R(x), R(stat), R(gamma), *extra]
+        accesses = [W(dx), ACC(dgamma), ACC(dbeta), R(dy), R(x), R(stat), R(gamma)]
+        extra = R(low.tile(self.extra, at)) if self.extra else None
+        dbias = ACC(low.tile(self.bias, at)) if self.bias else None
+        places = []
+        for access in (extra, dbias, R(sums) if sums else None):
+            places.append(len(accesses) if access else 0)
+            accesses += [access] if access else []
+        low.emit("layer_norm_grad", accesses, [*places, self.inputs[1].size(AXIS)])
 
     def reference(self, *inputs: Array) -> tuple[Array, ...]:
         dy, x, stat, gamma = inputs[:4]
@@ -139,4 +147,4 @@ class LayerNormGrad(Op):
         dx = stat[..., 1:] * (w - w.mean(-1, keepdims=True) - xhat * (w * xhat).mean(-1, keepdims=True))
         if self.extra:
             dx = dx + inputs[4]
-        return dx, (dy * xhat).sum(rows), dy.sum(rows)
+        return dx, (dy * xhat).sum(rows), dy.sum(rows), *([dx.sum(rows)] if self.bias else [])

@@ -117,11 +117,11 @@ def _grad_sums(
 def _grad(
     DX, PART, DY, X, STAT, GAMMA, EXTRA, SUMS,
     rows, n, whole,
-    HAS_EXTRA: tl.constexpr, HAS_SUMS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_EXTRA: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SUMS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     col = tl.arange(0, BLOCK)
     gamma = tl.load(GAMMA + col, col < n, 0.0).to(tl.float32)
-    dgamma, dbeta = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
+    dgamma, dbeta, dbias = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
     for first in range(tl.program_id(0).to(tl.int64) * ROWS, rows, tl.num_programs(0) * ROWS):
         row = first + tl.arange(0, ROWS)
         kept = row < rows
@@ -137,27 +137,36 @@ def _grad(
         dx = rstd[:, None] * (w - m1[:, None] - xhat * m2[:, None])
         if HAS_EXTRA:
             dx += tl.load(EXTRA + at, inside, 0.0).to(tl.float32)
+        dx = dx.to(DX.dtype.element_ty)
         tl.store(DX + at, dx, inside)
         dgamma += tl.sum(dy * xhat, 0)  # rows beyond the last have dy = 0
         dbeta += tl.sum(dy, 0)
-    part = PART + tl.program_id(0).to(tl.int64) * 2 * n + col
+        if HAS_BIAS:
+            dbias += tl.sum(dx.to(tl.float32), 0)  # and dx = 0
+    part = PART + tl.program_id(0).to(tl.int64) * (3 if HAS_BIAS else 2) * n + col
     tl.store(part, dgamma, col < n)
     tl.store(part + n, dbeta, col < n)
+    if HAS_BIAS:
+        tl.store(part + 2 * n, dbias, col < n)
 
 
 @triton.jit
 def _grad_reduce(
-    DGAMMA, DBETA, PART, parts, n,
-    ACC_GAMMA: tl.constexpr, ACC_BETA: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
+    DGAMMA, DBETA, DBIAS, PART, parts, n,
+    ACC_GAMMA: tl.constexpr, ACC_BETA: tl.constexpr, ACC_BIAS: tl.constexpr, HAS_BIAS: tl.constexpr,
+    PARTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Sums the programs' parts in their order."""
     col, k = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, PARTS)
     gamma, beta = tl.zeros([PARTS, BLOCK], tl.float32), tl.zeros([PARTS, BLOCK], tl.float32)
+    bias = tl.zeros([PARTS, BLOCK], tl.float32)
     for first in range(0, parts, PARTS):
-        part = PART + (first + k)[:, None] * 2 * n + col[None, :]
+        part = PART + (first + k)[:, None] * (3 if HAS_BIAS else 2) * n + col[None, :]
         inside = (first + k < parts)[:, None] & (col < n)[None, :]
         gamma += tl.load(part, inside, 0.0)
         beta += tl.load(part + n, inside, 0.0)
+        if HAS_BIAS:
+            bias += tl.load(part + 2 * n, inside, 0.0)
     dgamma, dbeta = tl.sum(gamma, 0), tl.sum(beta, 0)
     if ACC_GAMMA:
         dgamma += tl.load(DGAMMA + col, col < n).to(tl.float32)
@@ -165,6 +174,11 @@ def _grad_reduce(
         dbeta += tl.load(DBETA + col, col < n).to(tl.float32)
     tl.store(DGAMMA + col, dgamma, col < n)
     tl.store(DBETA + col, dbeta, col < n)
+    if HAS_BIAS:
+        dbias = tl.sum(bias, 0)
+        if ACC_BIAS:
+            dbias += tl.load(DBIAS + col, col < n).to(tl.float32)
+        tl.store(DBIAS + col, dbias, col < n)
 
 
 def _blocks(task: Task, number: int, elements: int) -> tuple[int, int, dict[str, int]]:
@@ -219,18 +233,18 @@ def _describe_grad_sums(task: Task) -> Launches:
 @launches("layer_norm_grad")
 def _describe_grad(task: Task) -> Launches:
     rows, n, blocks = _blocks(task, 0, 4096)
-    has_extra, has_sums = bool(task.ints[0]), len(task.ints) > 1
+    extra_at, bias_at, sums_at, whole = task.ints
     dx, dgamma, dbeta, dy, x, stat, gamma = (tile(task, k) for k in range(7))
-    extra, sums = tile(task, 7 if has_extra else 0), tile(task, len(task.accesses) - 1 if has_sums else 0)
+    extra, dbias, sums = (tile(task, k) for k in (extra_at, bias_at, sums_at))
     parts, scratch = min(ceil_div(rows, blocks["ROWS"]), PROGRAMS), Scratch()
-    part = scratch.take(parts * 2 * n, "fp32")
-    whole = task.ints[1] if has_sums else n
-    acc = {"ACC_GAMMA": task.accesses[1].accumulate, "ACC_BETA": task.accesses[2].accumulate}
-    rest = {"HAS_EXTRA": has_extra, "HAS_SUMS": has_sums, **blocks}
+    part = scratch.take(parts * (3 if bias_at else 2) * n, "fp32")
+    has = {"HAS_EXTRA": extra_at > 0, "HAS_BIAS": bias_at > 0, "HAS_SUMS": sums_at > 0}
+    acc = {f"ACC_{name}": task.accesses[k].accumulate for name, k in (("GAMMA", 1), ("BETA", 2), ("BIAS", bias_at))}
+    rest = {"HAS_BIAS": bias_at > 0, **acc, "PARTS": 64, "BLOCK": 16}
     return Launches(
         (
-            launch(_grad, parts, dx, part, dy, x, stat, gamma, extra, sums, rows, n, whole, **rest),
-            launch(_grad_reduce, ceil_div(n, 16), dgamma, dbeta, part, parts, n, **acc, PARTS=64, BLOCK=16),
+            launch(_grad, parts, dx, part, dy, x, stat, gamma, extra, sums, rows, n, whole, **has, **blocks),
+            launch(_grad_reduce, ceil_div(n, 16), dgamma, dbeta, dbias, part, parts, n, **rest),
         ),
         scratch.bytes,
     )

@@ -190,7 +190,7 @@ def layer_norm(residual: bool) -> Callable[[Case], Op]:
     return row
 
 
-def layer_norm_grad(add: bool) -> Callable[[Case], Op]:
+def layer_norm_grad(add: bool, bias: bool = False) -> Callable[[Case], Op]:
     def row(case: Case) -> Op:
         axes = "batch seq embed"
         x, gamma, beta = case.x(axes), case.x("embed"), case.x("embed")
@@ -199,6 +199,7 @@ def layer_norm_grad(add: bool) -> Callable[[Case], Op]:
             ops.LayerNormGrad(
                 case.x(axes), x, case.x("batch seq stat", of(forward, 1), case.wide), gamma,
                 case.y(axes), case.y("embed", case.wide), case.y("embed", case.wide), add=case.x(axes) if add else None,
+                dbias=case.y("embed", case.wide) if bias else None,
             )
         )  # fmt: skip
 
@@ -329,6 +330,8 @@ ROWS |= {
     "LayerNorm residual": layer_norm(residual=True),
     "LayerNormGrad": layer_norm_grad(add=False),
     "LayerNormGrad add": layer_norm_grad(add=True),
+    "LayerNormGrad bias": layer_norm_grad(add=False, bias=True),
+    "LayerNormGrad add bias": layer_norm_grad(add=True, bias=True),
     "Softmax": softmax(causal=False),
     "Softmax causal": softmax(causal=True),
     "SoftmaxGrad": softmax_grad(causal=False),

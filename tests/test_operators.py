@@ -279,22 +279,22 @@ def test_layer_norm(pair: Pair) -> None:
 
 
 def test_layer_norm_of_a_residual() -> None:
-    """y = norm(x + r) and the sum; the gradient of both outputs is LayerNormGrad with `add`."""
+    """y = norm(x + r + b) and the sum; the gradient of both outputs is LayerNormGrad with `add`, that of b its sum."""
     rng = np.random.default_rng(0)
     shape = (3, 7)
     x, r, gamma, beta, dy, ds = (rng.standard_normal(s) for s in (shape, shape, 7, 7, shape, shape))
     rows, columns = ["seq", "embed"], ["embed"]
     t = [Tensor(f"t{k}", rows, shape, "fp64") for k in range(8)]
-    c = [Tensor(f"c{k}", columns, [7], "fp64") for k in range(4)]
+    c = [Tensor(f"c{k}", columns, [7], "fp64") for k in range(5)]
     stat = Tensor("stat", ["seq", "stat"], [3, 2], "fp64")
     forward = ops.LayerNorm(t[0], c[0], c[1], t[2], stat, 1e-5, residual=t[1], total=t[3])
     y, statistics, total = forward.reference(x, gamma, beta, r)
-    tx, tr, tgamma, tbeta = (torch.tensor(v, requires_grad=True) for v in (x, r, gamma, beta))
-    want = F.layer_norm(tx + tr, (7,), tgamma, tbeta, 1e-5)
+    tx, tr, tb, tgamma, tbeta = (torch.tensor(v, requires_grad=True) for v in (x, r, np.zeros(7), gamma, beta))
+    want = F.layer_norm(tx + tb + tr, (7,), tgamma, tbeta, 1e-5)
     assert error(y, want.detach()) < 1e-13 and error(total, x + r) < 1e-15
-    ((want * torch.tensor(dy)).sum() + ((tx + tr) * torch.tensor(ds)).sum()).backward()
-    back = ops.LayerNormGrad(t[4], t[3], stat, c[0], t[5], c[2], c[3], add=t[6])
-    for got, param in zip(back.reference(dy, total, statistics, gamma, ds), (tr, tgamma, tbeta), strict=True):
+    ((want * torch.tensor(dy)).sum() + ((tx + tb + tr) * torch.tensor(ds)).sum()).backward()
+    back = ops.LayerNormGrad(t[4], t[3], stat, c[0], t[5], c[2], c[3], add=t[6], dbias=c[4])
+    for got, param in zip(back.reference(dy, total, statistics, gamma, ds), (tr, tgamma, tbeta, tb), strict=True):
         assert param.grad is not None and error(got, param.grad) < 1e-13
 
 

@@ -1,4 +1,4 @@
-"""Tilings, task lists and the fusion pass as plain data: nothing here starts StarPU."""
+"""Tilings, task lists and steps as plain data: nothing here starts StarPU."""
 
 import itertools
 import math
@@ -20,7 +20,7 @@ from nntile_py.errors import ConfigError
 from nntile_py.graph import Graph
 from nntile_py.lowering import lower
 from nntile_py.models import GPT2, GPT2Config
-from nntile_py.passes import Fusion, fuse
+from nntile_py.passes import Fusion
 from nntile_py.tiles import ACC, AXES, RW, Part, R, Slot, TaskList, Tile, Tiling, W
 
 POLICIES = ("chain", "commute", "redux", "tree")
@@ -393,98 +393,3 @@ def test_other_steps_are_other_programs() -> None:
 def digests(built: Step) -> list[str]:
     assert built.more
     return [low.tasks.digest() for low in (built.first, built.more, built.update)]
-
-
-# -- fusion: operators of a GPT-2 of two layers without dropout, by kind
-
-
-def kinds(fusion: Any, vocab_cut: bool = True, form: str = "vendor", **model: Any) -> Counter[str]:
-    g = Graph("fp32")
-    gpt2 = GPT2(replace(CONFIG, dropout=0.0, attention=form, **model), {})
-    loss, _, _ = gpt2.build(g, 3, 17, Fusion.of(fusion))
-    g.backward(loss)
-    fuse(g, Fusion.of(fusion), vocab_cut)
-    return Counter(op.kind for op in g.ops)
-
-
-UNFUSED = {
-    "Embedding": 2, "LayerNorm": 5, "CrossEntropy": 1, "CrossEntropyGrad": 1, "LayerNormGrad": 5, "EmbeddingGrad": 2,
-    "Attention": 2, "AttentionGrad": 2, "Activation": 2, "ActivationGrad": 2,
-    "Contract": 3 * (2 * 6 + 1),  # q, k, v, projection, two of the MLP; the head; each with two gradients
-    "BiasAdd": 2 * 6 + 1, "Sum": 2 * 6 + 1,  # and the positions
-    "Transpose": 2 * 2 * 4,  # q, k, v and attention's output, and back
-    "Add": 4 + 4 + 2 * 2,  # the residual stream, its gradients, those of q, k and v
-}  # fmt: skip
-FUSED = {
-    "Embedding": 2, "LayerNorm": 5, "CrossEntropy": 1, "CrossEntropyGrad": 1, "LayerNormGrad": 5, "EmbeddingGrad": 2,
-    "Attention": 2, "AttentionGrad": 2, "Contract": 3 * (2 * 4 + 1), "BiasAdd": 1, "Sum": 1,
-}  # fmt: skip
-
-# What each switch leaves where it alone is off.
-OFF = {
-    "bias": {"BiasAdd": 1 + 2 * 4, "Sum": 1 + 2 * 4, "Activation": 2},  # the bias stands between GEMM and activation
-    "activation": {"Activation": 2, "ActivationGrad": 2},
-    "reshape": {"Transpose": 2 * 2 * 2},
-    "qkv": {"Contract": 3 * (2 * 6 + 1)},  # the gradients of q, k and v are added where the GEMMs make them
-    "residual_norm": {"Add": 4 + 4},
-}
-# What each switch changes where it alone is on.
-ON = {
-    "bias": {"BiasAdd": 1, "Sum": 1},
-    "activation": {"ActivationGrad": 0},  # the bias is in the way of the other
-    "reshape": {"Transpose": 0},
-    "qkv": {"Contract": 3 * (2 * 4 + 1), "BiasAdd": 9, "Sum": 9, "Transpose": 8, "Add": 8},
-    "residual_norm": {"Add": 0},
-}
-
-
-def test_fusion_of_everything_and_of_nothing() -> None:
-    assert kinds(True) == Counter(FUSED) == kinds(True, vocab_cut=False)
-    assert kinds(False) == Counter(UNFUSED)
-    naive = {"Rename": 8, "Unpack": 2, "Pack": 2, "Softmax": 2, "SoftmaxGrad": 2, "Contract": 3 * (2 * 6 + 1)}
-    assert kinds(True, form="naive") == Counter({**FUSED, **naive, "Attention": 0, "AttentionGrad": 0})
-    assert kinds(True, tie=False) == Counter(FUSED)
-
-
-@pytest.mark.parametrize("switch", OFF)
-def test_each_switch_alone(switch: str) -> None:
-    assert kinds({switch: False}) == Counter({**FUSED, **OFF[switch]})
-    alone = {name: name == switch for name in OFF}
-    assert kinds(alone) == Counter({**UNFUSED, **ON[switch]})
-
-
-def epilogues(fusion: Any) -> Counter[str]:
-    g = Graph("fp32")
-    loss, _, _ = GPT2(replace(CONFIG, dropout=0.0), {}).build(g, 3, 17, Fusion.of(fusion))
-    g.backward(loss)
-    fuse(g, Fusion.of(fusion), vocab_cut=True)
-    names = ("bias", "residual", "pre", "aux", "bias_grad")
-    found = Counter(name for op in g.ops if isinstance(op, ops.Contract) for name in names if getattr(op, name))
-    found["activation"] = sum(isinstance(op, ops.Contract) and bool(op.activation) and not op.aux for op in g.ops)
-    found["norm residual"] = sum(isinstance(op, ops.LayerNorm) and bool(op.residual) for op in g.ops)
-    found["norm grad add"] = sum(isinstance(op, ops.LayerNormGrad) and bool(op.extra) for op in g.ops)
-    return +found
-
-
-def test_epilogues_of_the_fused_model() -> None:
-    everything = {"bias": 8, "residual": 4, "pre": 2, "aux": 2, "bias_grad": 8, "activation": 2, "norm grad add": 4}
-    assert epilogues(True) == everything
-    assert epilogues(False) == {}
-
-
-def test_no_reshape_of_partial_products() -> None:
-    x, w = ["batch", "seq", "embed"], ["embed", "heads", "head_dim"]
-    for tile, left in ((8, 0), (4, 1)):
-        g = Graph("fp32")
-        a, b = g.named("x", x, [2, 4, 8], "input"), g.named("q.w", w, [8, 2, 4], "param")
-        y = g.transpose(g.linear(a, b, ["batch", "seq", "heads", "head_dim"]), ["batch", "heads", "seq", "head_dim"])
-        y.kind = "scalar"
-        fuse(g, Fusion(), False, Tiling({"embed": tile}))
-        assert sum(op.kind == "Transpose" for op in g.ops) == left
-
-
-def test_an_unknown_switch() -> None:
-    with pytest.raises(ConfigError, match=r"fusion\.biass: unknown switch"):
-        Fusion.of({"biass": True})
-    with pytest.raises(ConfigError, match=r"fusion\.bias: 1 is not allowed"):
-        Fusion.of({"bias": 1})  # type: ignore[dict-item]
