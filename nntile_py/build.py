@@ -9,7 +9,7 @@ from nntile_py.graph import Graph
 from nntile_py.lowering import lower
 from nntile_py.models.gpt2 import GPT2, Binding
 from nntile_py.optimizers import Optimizer
-from nntile_py.passes import Fusion, fuse
+from nntile_py.passes import Fusion, fuse, narrow_gradients
 from nntile_py.tasks import Lowering, Tensor
 from nntile_py.tiles import Tiling
 
@@ -72,6 +72,8 @@ def build_step(
     loss, _, bindings = model.build(graph, batch, seq, fusion)
     grads = graph.backward(loss)
     fuse(graph, fusion, tiling.cut("vocab", model.config.vocab), tiling)
+    if grad_accumulation == 1:
+        narrow_gradients(graph, grads.values(), tiling)
     update = Graph(graph.dtype)
     norm, clip = (update.named(name, ["one"], [1], "scalar", "fp64") for name in ("grad_norm", "clip"))
     update.add(ops.GradNorm(list(grads.values()), norm, clip, clip_grad_norm))

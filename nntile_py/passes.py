@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any, TypeVar
@@ -199,6 +199,18 @@ def _transposed_input(uses: _Uses, op: Op) -> bool:
             uses.refresh()
         return True
     return False
+
+
+def narrow_gradients(graph: Graph, grads: Iterable[Tensor], tiling: Tiling) -> None:
+    """Keep in bf16 each gradient of a bf16 weight that one product makes and nothing is added to, as autocast does.
+
+    It is summed in fp32 and rounded once. What several tasks add up stays in fp32."""
+    for grad in grads:
+        makers = [op for op in graph.ops if any(t.storage is grad.storage for t in op.outputs)]
+        if graph.dtype == "bf16" and len(makers) == 1 and isinstance(makers[0], Contract):
+            (product,) = makers
+            if product.output is grad and _plain(product) and not _in_parts(product, tiling):
+                grad.dtype = "bf16"
 
 
 def _in_parts(op: Contract, tiling: Tiling) -> bool:

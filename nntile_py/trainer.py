@@ -55,7 +55,8 @@ class Trainer:
 
     batch, seq: of one micro-batch; grad_accumulation: micro-batches a step. tiles: {axis: size} over batch, seq,
     embed, heads, ffn, vocab. dtype: fp32, fp64; on CUDA workers also tf32 (fp32 tiles, contractions rounded to
-    tf32; for all trainers of the process) and bf16 (fp32 accumulation, gradients, master weights and moments).
+    tf32; for all trainers of the process) and bf16 (fp32 accumulation, master weights and moments; gradients in fp32
+    where several tasks add to them, in bf16 where one task makes them).
     accumulate: chain (deterministic), commute, redux or tree. fusion: True, False or {bias, activation, reshape, qkv,
     residual_norm: bool}. attention: vendor, merge, flash or naive
     instead of the model's own. shift_labels: labels have the positions of the inputs and are shifted here, as

@@ -132,13 +132,19 @@ def launches_together(name: str) -> Callable[[Describe], Describe]:
 
 
 def together(tasks: Sequence[Task]) -> list[list[Task]]:
-    """Runs of neighbours that the same launches can serve: alike but for their tiles, and independent."""
+    """Runs that the same launches can serve: alike but for their tiles, and independent of all that they overtake."""
     runs: list[list[Task]] = []
     for task in tasks:
-        if runs and task.kernel in TOGETHER and _alike(runs[-1][0], task) and all(_apart(t, task) for t in runs[-1]):
-            runs[-1].append(task)
-        else:
-            runs.append([task])
+        chosen: list[Task] = []
+        for run in reversed(runs if task.kernel in TOGETHER else []):
+            if not all(_apart(other, task) for other in run):
+                break
+            if _alike(run[0], task):
+                chosen = run
+                break
+        if not chosen:
+            runs.append(chosen)
+        chosen.append(task)
     return runs
 
 

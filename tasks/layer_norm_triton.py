@@ -23,7 +23,7 @@ from .launch import (
 )  # fmt: skip
 
 WIDEST = 16384  # elements of a row in registers
-PROGRAMS = 528  # of the gradient, four for each SM of an H200; fixed, so that the order of the sums is
+PROGRAMS = 264  # of the gradient, two for each SM of an H200; fixed, so that the order of the sums is
 
 
 @triton.jit
@@ -117,12 +117,15 @@ def _grad_sums(
 def _grad(
     DX, PART, DY, X, STAT, GAMMA, EXTRA, SUMS,
     rows, n, whole,
-    HAS_EXTRA: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SUMS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_EXTRA: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SUMS: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     col = tl.arange(0, BLOCK)
     gamma = tl.load(GAMMA + col, col < n, 0.0).to(tl.float32)
-    dgamma, dbeta, dbias = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
-    for first in range(tl.program_id(0).to(tl.int64) * ROWS, rows, tl.num_programs(0) * ROWS):
+    zeros = tl.zeros([ROWS, BLOCK], tl.float32)
+    dgamma, dbeta, dbias = zeros, zeros, zeros
+    # Staged: rows are on their way into shared memory while those before them are worked on.
+    for first in tl.range(tl.program_id(0).to(tl.int64) * ROWS, rows, tl.num_programs(0) * ROWS, num_stages=STAGES):
         row = first + tl.arange(0, ROWS)
         kept = row < rows
         at, inside = row[:, None] * n + col[None, :], kept[:, None] & (col < n)[None, :]
@@ -139,15 +142,15 @@ def _grad(
             dx += tl.load(EXTRA + at, inside, 0.0).to(tl.float32)
         dx = dx.to(DX.dtype.element_ty)
         tl.store(DX + at, dx, inside)
-        dgamma += tl.sum(dy * xhat, 0)  # rows beyond the last have dy = 0
-        dbeta += tl.sum(dy, 0)
+        dgamma += dy * xhat  # rows beyond the last have dy = 0
+        dbeta += dy
         if HAS_BIAS:
-            dbias += tl.sum(dx.to(tl.float32), 0)  # and dx = 0
+            dbias += dx.to(tl.float32)  # and dx = 0
     part = PART + tl.program_id(0).to(tl.int64) * (3 if HAS_BIAS else 2) * n + col
-    tl.store(part, dgamma, col < n)
-    tl.store(part + n, dbeta, col < n)
+    tl.store(part, tl.sum(dgamma, 0), col < n)
+    tl.store(part + n, tl.sum(dbeta, 0), col < n)
     if HAS_BIAS:
-        tl.store(part + 2 * n, dbias, col < n)
+        tl.store(part + 2 * n, tl.sum(dbias, 0), col < n)
 
 
 @triton.jit
@@ -238,6 +241,7 @@ def _describe_grad(task: Task) -> Launches:
     extra, dbias, sums = (tile(task, k) for k in (extra_at, bias_at, sums_at))
     parts, scratch = min(ceil_div(rows, blocks["ROWS"]), PROGRAMS), Scratch()
     part = scratch.take(parts * (3 if bias_at else 2) * n, "fp32")
+    blocks["STAGES"] = 3 if blocks["BLOCK"] <= 4096 else 1  # as far as shared memory goes
     has = {"HAS_EXTRA": extra_at > 0, "HAS_BIAS": bias_at > 0, "HAS_SUMS": sums_at > 0}
     acc = {f"ACC_{name}": task.accesses[k].accumulate for name, k in (("GAMMA", 1), ("BETA", 2), ("BIAS", bias_at))}
     rest = {"HAS_BIAS": bias_at > 0, **acc, "PARTS": 64, "BLOCK": 16}

@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 
 from nntile_py import tasks as ops
+from nntile_py.build import build_step
 from nntile_py.errors import ConfigError
 from nntile_py.graph import Graph
 from nntile_py.models import GPT2, GPT2Config
+from nntile_py.optimizers import AdamW
 from nntile_py.passes import Fusion, fuse
 from nntile_py.tasks import Tensor
 from nntile_py.tiles import Tiling
@@ -128,3 +130,22 @@ def test_an_unknown_switch() -> None:
         Fusion.of({"biass": True})
     with pytest.raises(ConfigError, match=r"fusion\.bias: 1 is not allowed"):
         Fusion.of({"bias": 1})  # type: ignore[dict-item]
+
+
+def gradient_dtypes(dtype: str, tiles: dict[str, int], micro: int = 1) -> dict[str, str]:
+    step = build_step(
+        GPT2(CONFIG, {}), 4, 16, Tiling(tiles), dtype=dtype, optimizer=AdamW(), clip_grad_norm=1.0, policy="chain",
+        fusion=Fusion(), grad_accumulation=micro,
+    )  # fmt: skip
+    return {param.name: grad.dtype for param, grad in step.grads.items()}
+
+
+def test_gradients_that_one_task_makes_are_narrow() -> None:
+    """Weights of the layers' linears, and only where nothing is added to their gradients."""
+    whole = gradient_dtypes("bf16", {})
+    linears = {name for name in whole if name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight"))}
+    assert {name for name, dtype in whole.items() if dtype == "bf16"} == linears
+    assert set(whole.values()) == {"bf16", "fp32"}
+    assert set(gradient_dtypes("bf16", {"batch": 2}).values()) == {"fp32"}
+    assert set(gradient_dtypes("bf16", {}, micro=2).values()) == {"fp32"}
+    assert set(gradient_dtypes("fp32", {}).values()) == {"fp32"}

@@ -184,7 +184,8 @@ def test_tasks_together() -> None:
             part, grad = (alone[a.tile] for a in task.accesses)
             assert part.item() == pytest.approx((grad.double() ** 2).sum().item(), rel=1e-6)
     other = replace(tasks[1], floats=(2e-3, *tasks[1].floats[1:]))
-    assert [len(run) for run in launch.together([tasks[0], tasks[0], tasks[1], other])] == [1, 2, 1]
+    # The second waits for the first, and so does nobody else; the fourth overtakes the third.
+    assert [len(run) for run in launch.together([tasks[0], tasks[0], other, tasks[2]])] == [1, 2, 1]
 
 
 COMPILE = """
