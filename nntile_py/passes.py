@@ -207,10 +207,11 @@ def narrow_gradients(graph: Graph, grads: Iterable[Tensor], tiling: Tiling) -> N
     It is summed in fp32 and rounded once. What several tasks add up stays in fp32."""
     for grad in grads:
         makers = [op for op in graph.ops if any(t.storage is grad.storage for t in op.outputs)]
-        if graph.dtype == "bf16" and len(makers) == 1 and isinstance(makers[0], Contract):
-            (product,) = makers
-            if product.output is grad and _plain(product) and not _in_parts(product, tiling):
-                grad.dtype = "bf16"
+        product = makers[0] if len(makers) == 1 else None
+        if graph.dtype != "bf16" or not isinstance(product, Contract) or product.output is not grad:
+            continue
+        if _plain(product) and not _in_parts(product, tiling):
+            grad.dtype = "bf16"
 
 
 def _in_parts(op: Contract, tiling: Tiling) -> bool:

@@ -177,12 +177,12 @@ class _Table:
 
 def _table(counts: Sequence[int], addresses: Sequence[Sequence[TileAddress]], block: int) -> _Table:
     rows, programs = power_of_two(len(counts)), 0
-    begins: list[TileAddress | Int] = []
+    begins: list[Int] = []
     for n in counts:
         begins.append(Int(programs))
         programs += ceil_div(n, block)
     nothing = [Int(0)] * (rows - len(counts))
-    columns = [[*begins, *[Int(programs)] * len(nothing)], [*map(Int, counts), *nothing]]
+    columns: list[list[TileAddress | Int]] = [[*begins, *[Int(programs)] * len(nothing)], [*map(Int, counts), *nothing]]
     columns += [[*column, *nothing] for column in zip(*addresses, strict=True)]
     aligned = all(n % ALIGNMENT == 0 for n in counts)
     return _Table(tuple(word for column in columns for word in column), programs, {"ROWS": rows, "ALIGNED": aligned})
