@@ -286,11 +286,20 @@ def test_experiment_needs_gpus(tmp_path: Path) -> None:
 
 
 def test_experiments_take_the_gpus_that_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    made, told = experiment.load_experiment("fig15").part("gpu"), io.StringIO()
+    made = experiment.load_experiment("fig15").part("gpu")
     for there, kept in ((2, [1, 2]), (8, [1, 2, 4, 8]), (0, [1, 2, 4, 8])):  # none: refused later
         monkeypatch.setattr("torch.cuda.device_count", lambda there=there: there)
-        assert experiment._on_gpus_there(made, Console(file=told)).grid["runtime.cuda"] == kept
-    assert told.getvalue() == "left out: runtime.cuda 4, 8; this machine has 2 GPUs\n"
+        part, told = experiment._on_gpus_there(made)
+        assert part.grid["runtime.cuda"] == kept
+        assert told == ("left out: runtime.cuda 4, 8; this machine has 2 GPUs" if there == 2 else "")
+    made = experiment.load_experiment("fig09").part("gpu", "inference")
+    for there, taken in ((1, 1), (4, 2), (0, 2)):
+        monkeypatch.setattr("torch.cuda.device_count", lambda there=there: there)
+        part, told = experiment._on_gpus_there(made)
+        assert experiment._config(part).runtime.cuda == taken and part.work == "inference"
+        assert told == ("runtime.cuda 1 instead of 2; this machine has 1 GPU" if there == 1 else "")
+    text = experiment.report(experiment.load_experiment("fig09"), "gpu", [], "a\n1\n", 0.0, note="left out: 8")
+    assert "\nLeft out: 8.\n" in text
 
 
 def test_experiments_in_both_modes() -> None:
