@@ -41,12 +41,22 @@ peers() { # 12 sequences a GPU: two contestants share its memory
     done
 }
 metg() { for n in 1 $((gpus > 1 ? gpus : 0)); do [ "$n" = 0 ] || nntile bench metg --cuda "$n" --json >"$out/metg-$n.json"; done; }
-capacity() { nntile bench capacity --cuda "$gpus" --cuda-memory 20 --out "$out/capacity"; }
-policies() { nntile sweep experiments/policies.yaml --set runtime.cuda="$gpus" --set train.batch=$((16 * gpus)) --out "$out/policies"; }
-figures() {
-    for mode in inference training; do
-        for name in fig09 fig14 fig15 fig16 fig17 fig18; do nntile experiment $name --scale gpu --mode $mode --out "$out/$name-$mode"; done
-    done
+capacity() { nntile bench capacity --cuda "$gpus" --cuda-memory 20 --search --rounds 1 --budget 60 --time-limit 60 --out "$out/capacity"; }
+policies() { limited 120 nntile sweep experiments/policies.yaml --set runtime.cuda="$gpus" --set train.batch=$((16 * gpus)) --out "$out/policies"; }
+limited() { # SECONDS COMMAND...; a sweep or an experiment that was cut off goes on where it was when it is called again
+    timeout -s INT -k 10 "$@" || echo "gpus.sh: status $?: ${*:2}" >&2
+}
+figure() { # NAME MODE SECONDS
+    echo "$1 $2"
+    limited "$3" nntile experiment "$1" --scale gpu --mode "$2" --out "$out/$1-$2"
+}
+figures() { # what matters most comes first
+    figure fig17 training 90
+    figure fig17 inference 60
+    figure fig18 inference 90
+    figure fig18 training 120
+    for name in fig15 fig16; do for mode in inference training; do figure $name $mode 60; done; done
+    for name in fig09 fig14; do for mode in inference training; do figure $name $mode 60; done; done
 }
 
 [ $# -gt 0 ] || set -- step scaling strong peers metg capacity policies figures

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from nntile_py.draws import fill
 from nntile_py.errors import ConfigError
 from nntile_py.graph import Graph
 from nntile_py.passes import Fusion
@@ -256,13 +257,17 @@ def weight_shapes(c: GPT2Config) -> list[tuple[str, tuple[int, ...], float]]:
 
 def initial_weights(c: GPT2Config, seed: int) -> Weights:
     """GPT-2's initialisation: normal 0.02, residual projections smaller by sqrt(2 layers), norms 1 and 0."""
-    rng = np.random.default_rng(seed)
-    return {
-        name: np.ones(shape, np.float32)
-        if std < 0
-        else (rng.standard_normal(shape, np.float32) * np.float32(std) if std else np.zeros(shape, np.float32))
-        for name, shape, std in weight_shapes(c)
-    }
+    shapes = weight_shapes(c)
+    makers = {-1.0: np.ones, 0.0: np.zeros}
+    weights: Weights = {name: makers.get(std, np.empty)(shape, np.float32) for name, shape, std in shapes}
+    drawn = [(name, np.float32(std)) for name, _, std in shapes if std > 0]
+
+    def draw(rng: np.random.Generator, block: np.ndarray[Any, Any], number: int) -> None:
+        rng.standard_normal(out=block, dtype=np.float32)
+        block *= drawn[number][1]
+
+    fill([weights[name] for name, _ in drawn], seed, draw)
+    return weights
 
 
 def _config_from_hf(raw: dict[str, Any], attention: str, dropout: float) -> GPT2Config:

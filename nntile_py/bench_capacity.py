@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,6 +19,7 @@ MODELS = {  # layers, embed, heads: GPT-2's, then GPT-3's (Brown et al. 2020)
     "2.7B": (32, 2560, 32), "6.7B": (32, 4096, 32), "13B": (40, 5120, 40),
 }  # fmt: skip
 HOST_BYTES = {"nntile": 24, "fsdp2_offload": 18}  # of main memory for each parameter, where all of the state goes there
+STATE_BYTES = 18  # of a parameter in bf16: itself, its gradient, master and two moments
 HEAD = "| model | contestant | trains | tokens/s | s a step | GiB of the fullest GPU | GiB of main memory |"
 
 
@@ -35,6 +38,10 @@ def capacity(
     window: Annotated[int, typer.Option(help="Ours: most tasks in flight. 0: no bound")] = 0,
     rounds: Annotated[int, typer.Option(help="Turns of one step.", min=1)] = 3,
     time_limit: Annotated[float, typer.Option(help="Seconds of a start, and of a turn.")] = 120.0,
+    search: Annotated[
+        bool, typer.Option("--search", help="Start where weights and states fill the GPUs, then up or down.")
+    ] = False,
+    budget: Annotated[float, typer.Option(help="Seconds after which none is begun. 0: no bound")] = 0.0,
     out: Annotated[Path | None, typer.Option(help="Write FILE.json and FILE.md, after each row.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -60,30 +67,50 @@ def capacity(
     result = {"options": base | {"cuda_memory": cuda_memory, "reserve": reserve}, "rows": rows, **machine()}
     if not as_json:
         print(f"{HEAD}\n{'|---' * 7}|", flush=True)
-    for model in sorted(models.split(","), key=list(MODELS).index):
-        layers, embed, heads = MODELS[model]
-        shape = {"layers": layers, "embed": embed, "heads": heads}
-        count = 12 * layers * embed**2 + vocab * embed
-        for name in names:
+    order = sorted(models.split(","), key=list(MODELS).index)
+    filling = [_parameters(model, vocab) * STATE_BYTES <= gpus * cuda_memory * 2**30 for model in order]
+    first = max(sum(filling) - 1, 0) if search else 0
+    trains: dict[str, dict[str, bool]] = {name: {} for name in names}
+    start = time.monotonic()
+    while turns := [(name, of) for name in names if (of := next_model(order, first, trains[name]))]:
+        for name, model in turns:  # the contestants by turns, so that `budget` cuts off all alike
+            row: dict[str, Any] = {"model": model, "contestant": name, "parameters": _parameters(model, vocab)}
             memory = max(cuda_memory - (reserve if name == "nntile" else 0), 0.5)
-            host = HOST_BYTES.get(name, 0) * count / 2**30
-            row: dict[str, Any] = {"model": model, "contestant": name, "parameters": count}
-            failed = next((r["model"] for r in rows if r["contestant"] == name and "error" in r), None)
-            if failed:
-                row["error"] = f"not tried: {failed} had failed"
+            host = HOST_BYTES.get(name, 0) * row["parameters"] / 2**30
+            if 0 < budget < time.monotonic() - start:
+                row["error"] = f"not tried: {budget:g} s were over"
             elif 0 < host_memory < host:
                 row["error"] = f"not tried: may need {host:.0f} GiB of main memory"
             else:
-                measured = measure_step(base | shape | {"cuda_memory": memory}, [name], rounds, 1)
-                row |= measured[name]
+                layers, embed, heads = MODELS[model]
+                shape = {"layers": layers, "embed": embed, "heads": heads}
+                row |= measure_step(base | shape | {"cuda_memory": memory}, [name], rounds, 1)[name]
+            trains[name][model] = "error" not in row
             rows.append(row)
             if not as_json:
                 print(_line(row), flush=True)
             if out:
                 out.with_suffix(".json").write_text(json.dumps(result, indent=2) + "\n")
                 out.with_suffix(".md").write_text("\n".join([HEAD, "|---" * 7 + "|", *map(_line, rows), ""]))
+        if 0 < budget < time.monotonic() - start:
+            break
     if as_json:
         print(json.dumps(result, indent=2))
+
+
+def next_model(models: Sequence[str], first: int, trains: dict[str, bool]) -> str | None:
+    """The next of these, which grow, to try: `first`, then towards the largest that trains; None once that is known."""
+    good, bad = ([k for k, model in enumerate(models) if trains.get(model) is found] for found in (True, False))
+    if good and bad:
+        at = (max(good) + min(bad)) // 2 if min(bad) - max(good) > 1 else -1
+    else:
+        at = max(good) + 1 if good else min(bad) - 1 if bad else first
+    return models[at] if 0 <= at < len(models) else None
+
+
+def _parameters(model: str, vocab: int) -> int:
+    layers, embed, _ = MODELS[model]
+    return 12 * layers * embed**2 + vocab * embed
 
 
 def _line(row: dict[str, Any]) -> str:

@@ -6,12 +6,14 @@ import json
 import os
 import platform
 import selectors
+import shutil
 import signal
 import socket
 import statistics
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import date
@@ -26,8 +28,18 @@ PARENT = "NNTILE_BENCH_PARENT"  # the process that started a contestant, in its 
 TIME_LIMIT = 600.0  # seconds for the start of a contestant, and for one of its turns
 
 
+def gpus() -> str:
+    """Such as 4 NVIDIA H200; empty if there are none. Asked from outside: CUDA is not started here."""
+    if not shutil.which("nvidia-smi"):
+        return ""
+    command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    told = subprocess.run(command, capture_output=True, text=True, check=False)
+    names = [] if told.returncode else told.stdout.strip().splitlines()
+    return ", ".join(f"{count} {name}" for name, count in Counter(names).items())
+
+
 def machine() -> dict[str, Any]:
-    """Where a figure was measured: processor, cores, versions, commit, date."""
+    """Where a figure was measured: processor, cores, GPUs, versions, commit, date."""
     import torch
 
     model = platform.processor()
@@ -36,7 +48,7 @@ def machine() -> dict[str, Any]:
         model = next((x.split(":")[1].strip() for x in info.read_text().splitlines() if "model name" in x), model)
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     return {
-        "processor": model, "cores": len(os.sched_getaffinity(0)), "torch": torch.__version__,
+        "processor": model, "cores": len(os.sched_getaffinity(0)), "gpus": gpus(), "torch": torch.__version__,
         "commit": commit.stdout.strip() or None, "date": date.today().isoformat(),
     }  # fmt: skip
 

@@ -172,8 +172,9 @@ def run(
 ) -> list[Path]:
     """Run it; returns the files of the result: picture, CSV, report."""
     part, load_before = made.part(scale, mode), os.getloadavg()[0]
-    if made.kind == "sweep":
-        part = _on_gpus_there(part, console)
+    part, note = _on_gpus_there(part) if scale == "gpu" else (part, "")
+    if note:
+        console.print(note)
     for told, config, _, _ in _planned(part, made.kind):
         if config.runtime.cuda and made.kind != "graph":
             _need_gpus(config, told)
@@ -190,7 +191,7 @@ def run(
     else:
         picture, written = _profile(part, folder)
     failed = [row for row in rows if row["status"] != "ok"]
-    text = report(made, scale, rows, written, load_before, mode)
+    text = report(made, scale, rows, written, load_before, mode, note)
     target = results or folder
     stem = f"{date.today().isoformat()}-{made.name}" if results else made.name
     stem += f"-{mode}" if mode else ""
@@ -207,7 +208,13 @@ def run(
 
 
 def report(
-    made: Experiment, scale: str, rows: list[Row], written: str, load_before: float, mode: Mode | None = None
+    made: Experiment,
+    scale: str,
+    rows: list[Row],
+    written: str,
+    load_before: float,
+    mode: Mode | None = None,
+    note: str = "",
 ) -> str:
     """Markdown: how and where it was measured, what the paper found, what was found here."""
     from nntile_py.bench_contestants import machine
@@ -218,8 +225,10 @@ def report(
     if mode:
         told = "forward, backward and, of a whole model, the update" if mode == "training" else "the forward pass alone"
         lines += [f"Measured here: {mode}, {told}.", ""]
-    versions = f"{where['processor']}, {where['cores']} cores, torch {where['torch']}"
+    with_gpus = f"{where['gpus']}, " if scale == "gpu" and where["gpus"] else ""
+    versions = f"{with_gpus}{where['processor']}, {where['cores']} cores, torch {where['torch']}"
     lines.append(f"{where['date']}, commit {where['commit']}; {versions}.")
+    lines += [f"{note[0].upper()}{note[1:]}."] if note else []
     if load_before > 0.3:
         lines.append(f"Other programs were using the machine: load average {load_before:.1f} before the start.")
     lines += ["", "## The paper", "", made.paper.strip(), "", "## Here", ""]
@@ -307,20 +316,28 @@ def _config(part: Drawing | Profile) -> RunConfig:
     return load(part.config, [f"{key}={json.dumps(of)}" for key, of in part.set_.items()])
 
 
-def _on_gpus_there(sweep: Sweep, console: Console) -> Sweep:
-    """The sweep with the numbers of GPUs that this machine has; as it was if none of them is there."""
-    counts = (sweep.grid or {}).get("runtime.cuda")
-    if not sweep.grid or not counts:
-        return sweep
+def _on_gpus_there(part: Any) -> tuple[Any, str]:
+    """A sweep with the numbers of GPUs that this machine has, a profile on those that it has; and what was changed.
+
+    As it was if there are none: refused later, or wanted by nobody."""
     import torch
 
     there = torch.cuda.device_count()
+    here = f"this machine has {there} GPU{'s' * (there != 1)}"
+    if isinstance(part, Profile):
+        asked = part.set_.get("runtime.cuda", 0)
+        if not 0 < there < asked:
+            return part, ""
+        less = part.model_copy(update={"set_": part.set_ | {"runtime.cuda": there}})
+        return less, f"runtime.cuda {there} instead of {asked}; {here}"
+    counts = part.grid.get("runtime.cuda", []) if isinstance(part, Sweep) and part.grid else []
     kept = [count for count in counts if count <= there]
     if not kept or kept == counts:
-        return sweep
+        return part, ""
     left = ", ".join(str(count) for count in counts if count not in kept)
-    console.print(f"left out: runtime.cuda {left}; this machine has {there} GPU{'s' * (there != 1)}")
-    return sweep.model_copy(update={"grid": sweep.grid | {"runtime.cuda": kept}})
+    return part.model_copy(
+        update={"grid": part.grid | {"runtime.cuda": kept}}
+    ), f"left out: runtime.cuda {left}; {here}"
 
 
 def _need_gpus(config: RunConfig, told: str) -> None:

@@ -1,4 +1,4 @@
-"""`nntile sweep`: measure a config at many points, each in a process of its own.
+"""`nntile sweep`: measure a config at many points, each in a process of its own, or those of one runtime in one.
 
 A point that ended, well or badly, is one line of rows.jsonl, synced to disk before the next one starts: a sweep that
 was killed goes on where it was. What a point measures is in sweep_point.py.
@@ -13,12 +13,9 @@ import json
 import math
 import os
 import random
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -30,6 +27,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from nntile_py.checked import Count, Natural, Positive, Section, Switch, parse, read_yaml, validated
 from nntile_py.config import RunConfig, load
 from nntile_py.errors import ConfigError
+from nntile_py.sweep_process import Processes
 
 Values = dict[str, list[Any]]
 WORK = Literal["train", "inference", "linear_relu", "linear_reshape", "qkv_none", "qkv_qk", "qkv_all", "layer"]
@@ -95,6 +93,7 @@ class Sweep(Section):
     measure: Measure = Measure()
     rounds: Count = 1  # times that all points are measured, in turns: against machines that change meanwhile
     time_limit: Positive = 600.0  # seconds of a point, each time
+    together: Switch = False  # points of one `runtime` share a process: GPUs take longer to start than to measure
     best: Best = Best()
     plots: list[Plot] = Field(default_factory=list)
 
@@ -222,16 +221,19 @@ def run(sweep: Sweep, folder: Path, console: Console, *, retry: bool = False) ->
 
     every = points(sweep)
     names = {p.id: [p.id if k == 0 else f"{p.id}.{k + 1}" for k in range(sweep.rounds)] for p in every}
-    todo = [(p, names[p.id][k]) for k in range(sweep.rounds) for p in every]
+    runtimes = [p.config and p.config.runtime for p in every]
+    ordered = sorted(every, key=lambda p: runtimes.index(p.config and p.config.runtime)) if sweep.together else every
+    todo = [(p, names[p.id][k]) for k in range(sweep.rounds) for p in ordered]
     with Rows(folder).open() as rows:
         done = {i for i, row in rows.all.items() if not retry or row["status"] == "ok"}
         left = [(p, name) for p, name in todo if name not in done]
         try:
-            with _progress(console) as progress:
+            with _progress(console) as progress, closing(Processes(sweep.together)) as processes:
                 bar = progress.add_task("", total=len(todo), completed=len(todo) - len(left))
-                for point, name in left:
+                for number, (point, name) in enumerate(left):
                     progress.update(bar, description=_told(point.sets))
-                    rows.append(measure_point(point, sweep.time_limit) | {"id": name})
+                    follows = [p for p, _ in left[number + 1 :]]
+                    rows.append(measure_point(point, sweep.time_limit, processes, follows) | {"id": name})
                     progress.advance(bar)
         finally:  # whatever ends the sweep, what is there can be read
             there = [(p, [rows.all[name] for name in names[p.id] if name in rows.all]) for p in every]
@@ -240,55 +242,16 @@ def run(sweep: Sweep, folder: Path, console: Console, *, retry: bool = False) ->
     return result
 
 
-# On Linux a sweep that is killed takes its point with it (PR_SET_PDEATHSIG), so that none goes on beside the resumed
-# sweep. Asked for before anything is imported, as that takes a second.
-_START = """
-import ctypes, os, sys
-if sys.platform == "linux":
-    ctypes.CDLL(None).prctl(1, 9)
-if os.getppid() != int(sys.argv[1]):
-    os._exit(1)
-from nntile_py.sweep_point import main
-sys.exit(main())
-"""
-
-
-def measure_point(point: Point, time_limit: float) -> dict[str, Any]:
-    """Run a point in a process of its own: its row."""
+def measure_point(
+    point: Point, time_limit: float, processes: Processes | None = None, follows: Sequence[Point] = ()
+) -> dict[str, Any]:
+    """Run a point, in a process of its own if none are given: its row. `follows`: the points after it."""
     row: dict[str, Any] = {"id": point.id, "sets": point.sets, "measure": point.measure.model_dump()}
     if point.config is None:
         return row | {"status": "refused", "error": point.error}
-    what = {"config": point.config.model_dump(by_alias=True), "measure": point.measure.model_dump()}
     start = time.time()
-    child = subprocess.Popen(
-        [sys.executable, "-c", _START, str(os.getpid())], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE, text=True, start_new_session=True,
-    )  # fmt: skip
-    try:
-        out, err = child.communicate(json.dumps(what), timeout=time_limit)
-    except subprocess.TimeoutExpired:
-        _kill(child)
-        row |= {"status": "timeout", "error": f"no result after {time_limit:g} s (time_limit)"}
-    except BaseException:
-        _kill(child)
-        raise
-    else:
-        answer = next((json.loads(line) for line in reversed(out.splitlines()) if line.startswith("{")), None)
-        if child.returncode == 0 and answer is not None:
-            row |= {"status": "ok", **answer}
-        else:
-            ended = f"signal {-child.returncode}" if child.returncode < 0 else f"status {child.returncode}"
-            row |= {"status": "failed", "error": (answer or {}).get("error") or _tail(err) or f"ended with {ended}"}
+    row |= (processes or Processes(together=False)).measure(point, time_limit, follows)
     return row | {"started": start, "took": time.time() - start, "load": os.getloadavg()[0]}
-
-
-def _kill(child: subprocess.Popen[str]) -> None:
-    os.killpg(child.pid, signal.SIGKILL)
-    child.communicate()
-
-
-def _tail(text: str) -> str:
-    return "\n".join(text.strip().splitlines()[-3:])
 
 
 def _told(sets: dict[str, Any]) -> str:

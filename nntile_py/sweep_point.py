@@ -1,20 +1,24 @@
-"""One point of a sweep, in a process of its own: reads what to measure from stdin, prints a line of JSON."""
+"""Points of a sweep, in a process of their own: each line of stdin says what to measure, each answer is one of JSON."""
 
 from __future__ import annotations
 
+import gc
 import json
 import resource
 import statistics
 import sys
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
 
 import nntile_py as nt
+from nntile_py import _core
 from nntile_py.config import RunConfig
 from nntile_py.draw import operator_class
+from nntile_py.draws import fill
 from nntile_py.errors import NNTileError
 from nntile_py.graph import Graph
 from nntile_py.passes import Fusion
@@ -23,36 +27,46 @@ from nntile_py.program import Program, Store
 from nntile_py.sweep import Measure
 from nntile_py.tasks import Lowering, Op, Tensor
 from nntile_py.tiles import TaskList, Tiling
-from nntile_py.workloads import build, small_graph
+from nntile_py.workloads import Built, build, of_step, small_graph
 
-NUMPY = {"fp32": np.float32, "fp64": np.float64, "int64": np.int64}
+NUMPY = {"fp32": np.float32, "bf16": np.float32, "fp64": np.float64, "int64": np.int64}  # bf16: rounded by the tiles
 SLOTS = {"dropout_seed": 1.0, "loss_scale": 1.0, "lr": 1e-3, "beta1_correction": 0.1, "beta2_correction": 0.05}
 
 
 def main() -> int:
-    """Status 0 with the metrics, or 1 with {"error": ...}."""
-    what = json.loads(sys.stdin.read())
+    """Status 0, or 1 at the first point that fails, with {"error": ...}. All points have one `runtime`."""
     try:
-        result = measure(RunConfig.model_validate(what["config"]), Measure(**what["measure"]))
+        with ExitStack() as running:  # StarPU, from the first point that needs it
+            for line in sys.stdin:
+                what = json.loads(line)
+                result = measure(RunConfig.model_validate(what["config"]), Measure(**what["measure"]), running)
+                print("\n" + json.dumps(result), flush=True)
+                gc.collect()  # the point's tiles: the next one needs their place
     except (NNTileError, MemoryError, OSError) as error:
-        result = {"error": f"{type(error).__name__}: {error}"}
-    print("\n" + json.dumps(result), flush=True)
-    return int("error" in result)
+        print("\n" + json.dumps({"error": f"{type(error).__name__}: {error}"}), flush=True)
+        return 1
+    return 0
 
 
-def measure(config: RunConfig, how: Measure) -> dict[str, Any]:
-    """The metrics of a point."""
-    built = build(config, how.work, how.phase)
+def measure(config: RunConfig, how: Measure, running: ExitStack) -> dict[str, Any]:
+    """The metrics of a point. Starts the runtime, which stops with `running`."""
+    trains = how.work == "train" and how.how == "run"
+    built = None if trains else build(config, how.work, how.phase)
+    if how.how != "plan" and nt.Runtime.current is None:
+        running.enter_context(nt.Runtime.from_config(config.runtime.model_dump()))
+    if trains:
+        built, step = _training(config)
+    assert built is not None
     plan = estimate(built.lists, config.workers, gpu=config.runtime.cuda != 0)
     facts = {"tasks": plan.tasks, "flop": built.flop, "bytes_moved": plan.bytes_moved, "peak_bytes": plan.peak_bytes}
     facts |= {"parallelism": plan.parallelism, "mean_task_us": plan.mean_task * 1e6}
     if how.how == "plan":
         return facts | {"seconds": plan.seconds}
-    with nt.Runtime.from_config(config.runtime.model_dump()):
-        if how.how == "operators":
-            return facts | _operators(config, how)
-        step = _whole_model(config, how) if how.work in ("train", "inference") else _program(built.graphs[0])
-        times = _times(step, how)
+    if how.how == "operators":
+        return facts | _operators(config, how)
+    if not trains:
+        step = _inference(config, built) if how.work == "inference" else _program(built.graphs[0])
+    times = _times(step, how)
     seconds = statistics.median(times)
     tokens = config.train.batch * config.train.seq
     tokens *= config.train.grad_accumulation if how.work == "train" else 1
@@ -61,7 +75,7 @@ def measure(config: RunConfig, how: Measure) -> dict[str, Any]:
         "ms": seconds * 1e3, "us": seconds * 1e6, "best ms": min(times) * 1e3, "best us": min(times) * 1e6,
         "tokens_per_s": tokens / seconds, "gflop_per_s": built.flop / seconds / 1e9,
         "us_per_task": seconds / max(plan.tasks, 1) * 1e6, "times": times,
-        "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+        "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,  # of the process so far
     }  # fmt: skip
 
 
@@ -76,21 +90,45 @@ def _times(step: Callable[[int], None], how: Measure) -> list[float]:
     return times
 
 
-def _whole_model(config: RunConfig, how: Measure) -> Callable[[int], None]:
-    """Steps on random tokens, or evaluations; a GPT-2 with fresh weights."""
+def _tokens(config: RunConfig, rows: int, vocab: int) -> np.ndarray[Any, Any]:
+    return np.random.default_rng(config.seed).integers(0, vocab, (rows, config.train.seq))
+
+
+def _training(config: RunConfig) -> tuple[Built, Callable[[int], None]]:
+    """Steps on random tokens; a GPT-2 with fresh weights."""
     from nntile_py.loop import build_model, build_trainer
 
     trainer = build_trainer(config, build_model(config))
-    rows = config.train.batch * (config.train.grad_accumulation if how.work == "train" else 1)
-    ids = np.random.default_rng(config.seed).integers(0, trainer.model.config.vocab, (rows, config.train.seq))
+    assert nt.Runtime.current
+    nt.Runtime.current.forget(trainer)  # nobody wants the weights back
+    ids = _tokens(config, config.train.batch * config.train.grad_accumulation, trainer.model.config.vocab)
 
     def run(count: int) -> None:
-        if how.work == "train":
-            for pending in [trainer.submit(ids, ids) for _ in range(count)]:
-                pending.result()
-        else:
-            for _ in range(count):
-                trainer.evaluate(ids, ids)
+        for pending in [trainer.submit(ids, ids) for _ in range(count)]:
+            pending.result()
+
+    return of_step(trainer.built, config.train.grad_accumulation), run
+
+
+def _inference(config: RunConfig, built: Built) -> Callable[[int], None]:
+    """Forward passes with a loss on random tokens; nothing that only training needs is made."""
+    from nntile_py.loop import build_model
+
+    _core.allow_tf32(config.precision == "tf32")
+    graph, low = built.graphs[0]
+    model, store = build_model(config), Store()
+    program = Program(low.tasks, store)
+    for binding in built.bindings:
+        store.write(low, binding.tensor, binding.take(model.weights))
+    ids = _tokens(config, config.train.batch, model.config.vocab)
+    store.write(low, graph.tensors["positions"], np.arange(config.train.seq))
+
+    def run(count: int) -> None:
+        for _ in range(count):
+            for name in ("input_ids", "labels"):
+                store.write(low, graph.tensors[name], ids)
+            program.run({"loss_scale": 1.0 / ids.size})
+            nt.Runtime.wait()
 
     return run
 
@@ -111,9 +149,14 @@ def _program(made: tuple[Graph, Lowering]) -> Callable[[int], None]:
 
 
 def _fill(low: Lowering, store: Store, tensors: list[Tensor]) -> None:
-    rng = np.random.default_rng(0)
-    for tensor in tensors:
-        store.write(low, tensor, rng.uniform(0.1, 1.0, tensor.shape).astype(NUMPY[tensor.dtype]))
+    values = [np.empty(tensor.shape, NUMPY[tensor.dtype]) for tensor in tensors]
+
+    def draw(rng: np.random.Generator, block: np.ndarray[Any, Any], number: int) -> None:
+        block[:] = 0.1 + 0.9 * rng.random(block.size, np.float32)
+
+    fill(values, 0, draw)
+    for tensor, value in zip(tensors, values, strict=True):
+        store.write(low, tensor, value)
 
 
 def _operators(config: RunConfig, how: Measure) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from nntile_py import _core, memory
-from nntile_py.build import Evaluation, build_evaluation, build_step
+from nntile_py.build import Evaluation, Step, build_evaluation, build_step
 from nntile_py.errors import ConfigError, TaskError
 from nntile_py.models.gpt2 import GPT2, Binding
 from nntile_py.optimizers import MASTER, SGD, AdamW, Optimizer
@@ -141,6 +141,11 @@ class Trainer:
     def tasks_per_step(self) -> int:
         more = self._more.tasks if self._more else 0
         return self._first.tasks + (self.grad_accumulation - 1) * more + self._update.tasks
+
+    @property
+    def built(self) -> Step:
+        """Graphs and task lists of a step."""
+        return self._built
 
     @property
     def update_list(self) -> TaskList:

@@ -6,14 +6,14 @@ All sizes come from a run's config, so that any key of it can be swept. Pure dat
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-from nntile_py.build import build_evaluation, build_step
+from nntile_py.build import Step, build_evaluation, build_step
 from nntile_py.errors import ConfigError
 from nntile_py.graph import Graph
 from nntile_py.lowering import lower
-from nntile_py.models.gpt2 import GPT2
+from nntile_py.models.gpt2 import GPT2, Binding
 from nntile_py.passes import Fusion, fuse
 from nntile_py.tasks import Lowering, Op, Tensor
 from nntile_py.tasks.op import GraphLike
@@ -32,6 +32,7 @@ class Built:
 
     graphs: list[tuple[Graph, Lowering]]
     flop: float  # of contractions and attentions
+    bindings: list[Binding] = field(default_factory=list)  # the weights, of inference
 
     @property
     def lists(self) -> list[TaskList]:
@@ -52,21 +53,25 @@ def build(config: RunConfig, work: Work = "train", phase: Phase = "all", *, fusi
                 optimizer=build_optimizer(config), clip_grad_norm=config.optimizer.clip_grad_norm,
                 policy=config.accumulate, fusion=fusion, grad_accumulation=config.train.grad_accumulation,
             )  # fmt: skip
-            more = [(step.graph, step.more)] * (config.train.grad_accumulation - 1) if step.more else []
-            graphs = [(step.graph, step.first), *more, (step.update_graph, step.update)]
-            return Built(graphs, config.train.grad_accumulation * step.flop)
+            return of_step(step, config.train.grad_accumulation)
         if work == "inference":
             made = build_evaluation(
                 GPT2(model_config(config), {}), batch, seq, tiling, dtype=config.precision, policy=config.accumulate,
                 fusion=fusion, keep_logits=False,
             )  # fmt: skip
-            return Built([(made.graph, made.forward)], made.graph.flop())
+            return Built([(made.graph, made.forward)], made.graph.flop(), made.bindings)
     except ValueError as error:  # of the operators: a tiling that they do not take
         raise ConfigError(str(error)) from None
     graph = small_graph(config, work, fusion, backward=phase != "forward")
     if phase != "all":
         select(graph, phase)
     return Built([(graph, lower(graph, tiling, config.accumulate))], graph.flop())
+
+
+def of_step(step: Step, grad_accumulation: int) -> Built:
+    """What a training step runs."""
+    more = [(step.graph, step.more)] * (grad_accumulation - 1) if step.more else []
+    return Built([(step.graph, step.first), *more, (step.update_graph, step.update)], grad_accumulation * step.flop)
 
 
 def small_graph(config: RunConfig, work: Work, fusion: Fusion, *, backward: bool) -> Graph:

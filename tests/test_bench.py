@@ -13,6 +13,7 @@ from conftest import Python
 
 from nntile_py import sweep
 from nntile_py.bench import measure_tasks
+from nntile_py.bench_capacity import next_model
 from nntile_py.bench_contestants import Side, measure_step
 from nntile_py.bench_metg import shortest
 from nntile_py.bench_step import CLIP, GPU_LR, WEIGHT_DECAY, batch, weights
@@ -116,10 +117,21 @@ def test_capacity(python: Python, tmp_path: Path) -> None:
     assert made.returncode == 0, made.stderr
     assert "| tiny | torch_eager | no: no answer within 0.1 s" in made.stdout
     rows = json.loads((tmp_path / "c.json").read_text())["rows"]
-    assert [row["error"] for row in rows] == ["no answer within 0.1 s", "not tried: tiny had failed"]
+    assert [row["error"] for row in rows] == ["no answer within 0.1 s"]  # what is larger is not tried
     good = f"bench capacity --models tiny --contestants nntile {options}"
     made = python(CLI, *good.split())
     assert "| tiny | nntile | yes |" in (tmp_path / "c.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("first", "largest", "tried"),
+    [(0, "c", "abcd"), (2, "c", "cd"), (3, "b", "dcb"), (1, "e", "bcde"), (1, "", "ba"), (4, "e", "e")],
+)
+def test_search_for_capacity(first: int, largest: str, tried: str) -> None:
+    trains: dict[str, bool] = {}
+    while model := next_model("abcde", first, trains):
+        trains[model] = model <= largest
+    assert "".join(trains) == tried
 
 
 def test_policies() -> None:

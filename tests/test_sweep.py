@@ -108,6 +108,32 @@ def test_rounds_take_turns(tmp_path: Path) -> None:
     assert two["seconds"] == pytest.approx((rows[1]["seconds"] + rows[3]["seconds"]) / 2)
 
 
+def test_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Points of one runtime share a process, in whatever order they come; one that fails does not take others along."""
+    started: list[Any] = []
+    real = subprocess.Popen
+
+    def counted(*arguments: Any, **options: Any) -> Any:
+        made = real(*arguments, **options)
+        started.extend([made] if "-c" in arguments[0] else [])  # others ask git
+        return made
+
+    monkeypatch.setattr(subprocess, "Popen", counted)
+    grid = {"tiles.batch": [1, 2], "runtime.window": [500, 600], "precision": ["fp32", "bf16"]}  # no bf16 on CPU
+    for work in ("train", "inference"):
+        measure = {"work": work, "warmup": 0, "repeats": 1}
+        made = sweep.load_sweep(write(tmp_path, {"grid": grid, "measure": measure, "together": True}))
+        rows, before = sweep.run(made, tmp_path / work, Console(file=io.StringIO())), len(started)
+        assert [r["sets"] for r in rows] == list(made.settings())
+        assert {(r["sets"]["precision"], r["status"]) for r in rows} == {("fp32", "ok"), ("bf16", "failed")}
+        assert [r["sets"]["runtime.window"] for r in lines(tmp_path / work)] == 4 * [500] + 4 * [600]
+    assert before == 2 * 4, "a new one after each failure, but for the last"
+    assert all(p.poll() is not None for p in started)
+    grid.pop("precision")
+    made = sweep.load_sweep(write(tmp_path, {"grid": grid, "measure": measure, "together": True}))
+    assert len(sweep.run(made, tmp_path / "good", Console(file=io.StringIO()))) == 4 and len(started) == before + 2
+
+
 def test_a_point_of_several_rounds() -> None:
     row = {"status": "ok", "sets": {}, "tasks": 7, "seconds": 2.0, "seconds_min": 1.0, "peak_mib": 5.0, "best ms": 9.0}
     other = row | {"seconds": 4.0, "seconds_min": 0.5, "peak_mib": 6.0, "best ms": 8.0, "times": [4.0]}
@@ -260,11 +286,20 @@ def test_experiment_needs_gpus(tmp_path: Path) -> None:
 
 
 def test_experiments_take_the_gpus_that_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    made, told = experiment.load_experiment("fig15").part("gpu"), io.StringIO()
+    made = experiment.load_experiment("fig15").part("gpu")
     for there, kept in ((2, [1, 2]), (8, [1, 2, 4, 8]), (0, [1, 2, 4, 8])):  # none: refused later
         monkeypatch.setattr("torch.cuda.device_count", lambda there=there: there)
-        assert experiment._on_gpus_there(made, Console(file=told)).grid["runtime.cuda"] == kept
-    assert told.getvalue() == "left out: runtime.cuda 4, 8; this machine has 2 GPUs\n"
+        part, told = experiment._on_gpus_there(made)
+        assert part.grid["runtime.cuda"] == kept
+        assert told == ("left out: runtime.cuda 4, 8; this machine has 2 GPUs" if there == 2 else "")
+    made = experiment.load_experiment("fig09").part("gpu", "inference")
+    for there, taken in ((1, 1), (4, 2), (0, 2)):
+        monkeypatch.setattr("torch.cuda.device_count", lambda there=there: there)
+        part, told = experiment._on_gpus_there(made)
+        assert experiment._config(part).runtime.cuda == taken and part.work == "inference"
+        assert told == ("runtime.cuda 1 instead of 2; this machine has 1 GPU" if there == 1 else "")
+    text = experiment.report(experiment.load_experiment("fig09"), "gpu", [], "a\n1\n", 0.0, note="left out: 8")
+    assert "\nLeft out: 8.\n" in text
 
 
 def test_experiments_in_both_modes() -> None:

@@ -1,0 +1,36 @@
+"""Random arrays: the same numbers for any number of cores; GPT-2's weights as they should be spread."""
+
+import os
+
+import numpy as np
+import pytest
+
+from nntile_py import draws
+from nntile_py.models.gpt2 import GPT2Config, initial_weights
+
+
+def test_the_same_for_any_number_of_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(draws, "BLOCK", 100)
+    config = GPT2Config(2, 16, 2, 300, 12)
+    found = []
+    for cores in (1, 3):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _, cores=cores: range(cores))
+        found.append(initial_weights(config, 7))
+    one, three = found
+    assert list(one) == list(three) and all(np.array_equal(one[name], three[name]) for name in one)
+    table, other = one["transformer.wte.weight"].ravel(), initial_weights(config, 8)["transformer.wte.weight"].ravel()
+    blocks = {tuple(block) for of in (table, other) for block in of[:4800].reshape(-1, 100)}
+    assert len(blocks) == 96, "two blocks have the same numbers"
+
+
+def test_weights_of_gpt2() -> None:
+    weights = initial_weights(GPT2Config(8, 128, 2, 2000, 12), 0)
+    for name, std in (
+        ("transformer.wte", 0.02),
+        ("transformer.h.3.attn.c_attn", 0.02),
+        ("transformer.h.3.mlp.c_proj", 0.005),
+    ):
+        value = weights[f"{name}.weight"]
+        assert value.dtype == np.float32 and value.std() == pytest.approx(std, rel=0.02), name
+        assert abs(value.mean()) < 0.02 * std + 3 * std / value.size**0.5
+    assert (weights["transformer.ln_f.weight"] == 1).all() and not weights["transformer.h.0.mlp.c_fc.bias"].any()

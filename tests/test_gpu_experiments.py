@@ -1,0 +1,73 @@
+"""The GPU parts of the experiments, as far as a machine without GPUs can tell: they lower, are placed, have kernels."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nntile_py import experiment, nominal, sweep
+from nntile_py.config import RunConfig
+from nntile_py.plan import estimate
+from nntile_py.tasks import launch
+from nntile_py.tiles.groups import grouped
+from nntile_py.tiles.placement import Homes, placed
+from nntile_py.workloads import build
+
+pytest.importorskip("triton")
+ROOT = Path(__file__).parents[1]
+NAMES = ("fig09", "fig14", "fig15", "fig16", "fig17", "fig18")
+GPU_BYTES = 0.85 * 140e9  # what tiles may take of an H200
+
+
+def in_cpp() -> set[str]:
+    """Kernels that C++ has for CUDA workers."""
+    sources = (path.read_text() for path in (ROOT / "tasks").glob("*.cpp"))
+    return {name for text in sources for name in re.findall(r"^NNTILE_CUDA_KERNEL\((\w+),", text, re.M)}
+
+
+def check(config: RunConfig, work: Any, phase: Any) -> None:
+    """One layer of the point: what every kernel of it would launch is described, for the dtypes of its tiles."""
+    config = config.model_copy(update={"model": config.model.model_copy(update={"layers": 1})})
+    assert config.precision == "bf16" and config.runtime.cpus == 0
+    built, homes, cpp = build(config, work, phase), Homes(), in_cpp()
+    speed = nominal.speed(built.lists, gpu=True)
+    for low in built.lists:
+        tasks = placed(low, config.workers, speed, homes) if config.workers > 1 else low
+        groups = grouped(tasks, speed.flop_s, speed.bytes_s, 1.5e-3, GPU_BYTES / 3)
+        parts = [part for task in groups.tasks for part in task.parts or [task]]
+        assert len(parts) == len(low.tasks) and {p.worker for p in parts} <= set(range(-1, config.workers))
+        for task in parts:
+            if described := launch.load().get(task.kernel):
+                assert described(task).launches, task.kernel
+            else:
+                assert task.kernel in cpp, f"{task.op}: no kernel {task.kernel} on CUDA"
+                assert {a.tile.dtype for a in task.accesses} <= {"bf16", "fp32", "fp64"}, task.kernel
+
+
+@pytest.mark.parametrize("mode", ["inference", "training"])
+@pytest.mark.parametrize("name", NAMES)
+def test_kernels(name: str, mode: Any) -> None:
+    made = experiment.load_experiment(name)
+    seen: set[str] = set()
+    for _, config, work, phase in experiment._planned(made.part("gpu", mode), made.kind):
+        key = repr((config.fusion, config.model, config.tiles, config.workers > 1))
+        if key not in seen and config.workers in (1, 2):  # more GPUs run the same tasks
+            seen.add(key)
+            check(config, work, phase)
+    assert seen
+
+
+def test_kernels_of_the_policies() -> None:
+    found = sweep.load_sweep(ROOT / "experiments/policies.yaml")
+    for point in sweep.points(found):
+        if point.config and point.config.runtime.scheduler == "lws":
+            check(point.config, point.measure.work, point.measure.phase)
+
+
+@pytest.mark.parametrize("name", ["fig15", "fig17"])
+def test_one_gpu_holds_the_largest(name: str) -> None:
+    made = experiment.load_experiment(name)
+    for told, config, work, phase in experiment._planned(made.part("gpu", "training"), made.kind):
+        if config.workers == 1:
+            assert estimate(build(config, work, phase).lists, 1, gpu=True).peak_bytes < GPU_BYTES, told
