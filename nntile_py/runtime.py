@@ -21,7 +21,9 @@ from nntile_py.errors import ConfigError, NNTileError, TaskError
 
 _MODES = ("R", "W", "RW")
 PLACEMENTS = ("scheduler", "planned")
-AHEAD = 4  # tasks that a GPU works on after the one that StarPU waits for, where no other worker could have taken them
+# Tasks that a GPU is given beyond the one that StarPU waits for, where no other worker could have taken them: alone, and
+# where it waits for others (XL on 4 GPUs: 0.330 s a step with 0, 0.322 with 2, 0.360 with 4).
+AHEAD, AHEAD_OF_OTHERS = 4, 2
 
 
 class Runtime:
@@ -100,7 +102,7 @@ class Runtime:
             os.environ.update(variables)
             _core.start(
                 self.cpus, self.scheduler, self.window, self.calibrate, self.memory or 0, self.cuda,
-                self.disk is not None, page, AHEAD if self.cuda == 1 or self.placement == "planned" else 0,
+                self.disk is not None, page, self._ahead(),
             )  # fmt: skip
         except BaseException:
             self._close_disk()
@@ -111,6 +113,11 @@ class Runtime:
         Runtime.current = self
         atexit.register(self._stop)  # a process that ends inside the block: workers must not outlive the interpreter
         return self
+
+    def _ahead(self) -> int:
+        if self.cuda == 1 and not self.cpus:
+            return AHEAD
+        return AHEAD_OF_OTHERS if self.placement == "planned" else 0
 
     def _stop(self) -> None:
         try:
