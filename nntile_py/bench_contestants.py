@@ -38,6 +38,15 @@ def gpus() -> str:
     return ", ".join(f"{count} {name}" for name, count in Counter(names).items())
 
 
+def _commit() -> str | None:
+    """Of these sources: as `make bundle` noted it, or their repository's; whatever folder the command runs in."""
+    here = Path(__file__).resolve().parent
+    if (noted := here / "_commit.txt").exists():
+        return noted.read_text().strip()
+    asked = ["git", "-C", str(here), "describe", "--always", "--dirty"]
+    return subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip() or None
+
+
 def machine() -> dict[str, Any]:
     """Where a figure was measured: processor, cores, GPUs, versions, commit, date."""
     import torch
@@ -46,10 +55,9 @@ def machine() -> dict[str, Any]:
     info = Path("/proc/cpuinfo")
     if info.exists():
         model = next((x.split(":")[1].strip() for x in info.read_text().splitlines() if "model name" in x), model)
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     return {
         "processor": model, "cores": len(os.sched_getaffinity(0)), "gpus": gpus(), "torch": torch.__version__,
-        "commit": commit.stdout.strip() or None, "date": date.today().isoformat(),
+        "commit": _commit(), "date": date.today().isoformat(),
     }  # fmt: skip
 
 

@@ -16,6 +16,7 @@ sources() {
     rm -rf "$out/src"
     mkdir -p "$out/src"
     git ls-files -z --cached --others --exclude-standard | tar --null -T - --ignore-failed-read -cf - | tar -xf - -C "$out/src"
+    git describe --always --dirty >"$out/src/nntile_py/_commit.txt"
     cp scripts/install.sh "$out/"
 }
 if [ -n "$refresh" ]; then
