@@ -102,12 +102,12 @@ def measure_metg(
 def _program(tiles: Sequence[Any], count: int, bodies: int = 1) -> Callable[[], float]:
     """Tasks of `bodies` loops of `count` multiply-adds, one on each of `tiles` in turn; returns their time."""
     from nntile_py import _core
-    from nntile_py.program import _capability, _launches
+    from nntile_py.program import capability_of_devices, encoded_launches
     from nntile_py.tiles import RW, Tile
     from nntile_py.tiles.tasklist import Task
 
     described = Task("busy", [RW(Tile("busy", (0,), (1,), "fp32"))], (count,))
-    body = ("busy", "busy", [0], [count], 0, 0, *_launches([described], _capability()))
+    body = ("busy", "busy", [0], [count], 0, 0, *encoded_launches([described], capability_of_devices()))
     program = _core.Program()
     for tile in tiles:
         program.add(

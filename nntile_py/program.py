@@ -65,7 +65,7 @@ def _new(tile: Tile) -> _core.Tile:
     return _core.Tile(list(tile.shape), tile.dtype, MONOIDS.index(tile.monoid), tile.redux)
 
 
-def _launches(tasks: list[Task], capability: int | None) -> tuple[list[Any], int, list[tuple[int, int]]]:
+def encoded_launches(tasks: list[Task], capability: int | None) -> tuple[list[Any], int, list[tuple[int, int]]]:
     """What a CUDA worker launches for tasks that have no C++ kernel there, its bytes of scratch, its table."""
     described = launch.load().get(tasks[0].kernel) if capability else None
     if not described or not capability:
@@ -75,7 +75,7 @@ def _launches(tasks: list[Task], capability: int | None) -> tuple[list[Any], int
     return encoded, made.scratch, launch.encode_table(made)
 
 
-def _capability() -> int | None:
+def capability_of_devices() -> int | None:
     """Of the CUDA workers' devices, which are taken to be alike; None where there are none."""
     if not _core.cuda_workers():
         return None
@@ -91,7 +91,7 @@ class Program:
     watched: list[TaskList] | None = None  # while a profile is taken: the list of each run, in order
 
     def __init__(self, tasks: TaskList, store: Store) -> None:
-        capability, gpus, runtime = _capability(), _core.cuda_workers(), Runtime.current
+        capability, gpus, runtime = capability_of_devices(), _core.cuda_workers(), Runtime.current
         assert runtime is not None
         speed = nominal.speed([tasks], gpus > 0)
         if store.homes is not None:
@@ -132,7 +132,7 @@ class Program:
                 if task.parts:
                     at = [places[a.tile] for one in run for a in one.accesses]
                 named = (part.kernel, part.op or part.kernel)
-                bodies.append((*named, at, list(part.ints), first, accumulates, *_launches(run, capability)))
+                bodies.append((*named, at, list(part.ints), first, accumulates, *encoded_launches(run, capability)))
             shapes = [a.tile.shape for a in task.accesses]
             dtype = next((a.tile.dtype for a in task.accesses if a.tile.dtype != "int64"), "fp32")
             self._native.add(
