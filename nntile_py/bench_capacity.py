@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from nntile_py.bench_contestants import PEERS, machine, measure_step, processes
+from nntile_py.bench_contestants import NO_ANSWER, PEERS, machine, measure_step, processes
 from nntile_py.errors import ConfigError
 
 MODELS = {  # layers, embed, heads: GPT-2's, then GPT-3's (Brown et al. 2020)
@@ -71,8 +71,11 @@ def capacity(
     filling = [_parameters(model, vocab) * STATE_BYTES <= gpus * cuda_memory * 2**30 for model in order]
     first = max(sum(filling) - 1, 0) if search else 0
     trains: dict[str, dict[str, bool]] = {name: {} for name in names}
+    unknown: set[str] = set()  # contestants of which one was too slow to tell
     start = time.monotonic()
-    while turns := [(name, of) for name in names if (of := next_model(order, first, trains[name]))]:
+    while turns := [
+        (name, of) for name in names if name not in unknown and (of := next_model(order, first, trains[name]))
+    ]:
         for name, model in turns:  # the contestants by turns, so that `budget` cuts off all alike
             row: dict[str, Any] = {"model": model, "contestant": name, "parameters": _parameters(model, vocab)}
             memory = max(cuda_memory - (reserve if name == "nntile" else 0), 0.5)
@@ -85,7 +88,10 @@ def capacity(
                 layers, embed, heads = MODELS[model]
                 shape = {"layers": layers, "embed": embed, "heads": heads}
                 row |= measure_step(base | shape | {"cuda_memory": memory}, [name], rounds, 1)[name]
-            trains[name][model] = "error" not in row
+            error = row.get("error", "")
+            trains[name][model] = not error
+            if NO_ANSWER in error:
+                unknown.add(name)
             rows.append(row)
             if not as_json:
                 print(_line(row), flush=True)

@@ -25,6 +25,7 @@ from nntile_py.errors import ConfigError, NNTileError
 PEERS = ("torch_eager", "torch_compile", "ddp", "fsdp2", "fsdp2_offload")
 RANKED = PEERS[2:]  # those with a process for each GPU
 PARENT = "NNTILE_BENCH_PARENT"  # the process that started a contestant, in its environment
+NO_ANSWER = "no answer within"
 TIME_LIMIT = 600.0  # seconds for the start of a contestant, and for one of its turns
 
 
@@ -128,7 +129,7 @@ def answers(children: Sequence[Child], seconds: float) -> list[dict[str, Any]]:
                 if child.process.poll() is not None and not (ready := selector.select(0)):
                     raise child.gone()
             if time.monotonic() >= end:
-                raise NNTileError(f"{waiting[0].label}no answer within {seconds:g} s")
+                raise NNTileError(f"{waiting[0].label}{NO_ANSWER} {seconds:g} s")
             for key, _ in ready:
                 if (answer := key.data.take()) is not None:
                     got[key.data] = answer

@@ -204,7 +204,8 @@ def _transposed_input(uses: _Uses, op: Op) -> bool:
 def narrow_gradients(graph: Graph, grads: Iterable[Tensor], tiling: Tiling) -> None:
     """Keep in bf16 each gradient of a bf16 weight that one product makes and nothing is added to, as autocast does.
 
-    It is summed in fp32 and rounded once. What several tasks add up stays in fp32."""
+    What several tasks add up stays in fp32. (Products are summed in fp32; where cuBLASLt splits one, it may round the
+    parts.)"""
     for grad in grads:
         makers = [op for op in graph.ops if any(t.storage is grad.storage for t in op.outputs)]
         product = makers[0] if len(makers) == 1 else None

@@ -259,8 +259,8 @@ def task(**modes: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
     The call submits and returns at once. On a worker the function gets numpy views of the tiles' memory, read-only
     for R; they must not be kept. Other arguments are passed on as they are. What the function raises comes out as
     TaskError, naming it, at the next wait, read or submission. `@NAME.cuda` above another function makes that the
-    variant for CUDA workers: it gets cupy arrays on the tiles' memory, with the worker's stream current, and should
-    enqueue its work there without waiting.
+    variant for CUDA workers: it gets cupy arrays on the tiles' memory, with the worker's stream current, and must
+    enqueue its work there, without waiting: what wrote its tiles may still be running on that stream.
     """
     for name, mode in modes.items():
         if mode not in _MODES:

@@ -114,6 +114,7 @@ class Processes:
             self._last, self._next = self._next or Process(), None
         if (
             self.together
+            and point.config.runtime.cuda  # on CPU its imports would take the cores of what is being measured
             and not self._next
             and any(p.config and p.config.runtime != point.config.runtime for p in follows)
         ):

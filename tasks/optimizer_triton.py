@@ -224,6 +224,7 @@ def _describe_clip(task: Task) -> Launches:
 @launches_together("adamw")
 def _describe_adamw(tasks: Sequence[Task]) -> Launches:
     first, block = tasks[0], 1024
+    assert len({task.accesses[4].tile for task in tasks}) == 1, "one clip for all"
     has_master = len(first.accesses) > 5
     table = _table([words(task, 0) for task in tasks], [a[:4] + a[5:] for a in numbered(tasks)], block)
     scratch = Scratch()

@@ -19,6 +19,7 @@ struct Shared {
   int window = 0;
   int cpus = 0, cuda = 0;  // workers
   int ahead = 0;           // tasks that a CUDA worker goes on before one has ended
+  std::atomic<bool> reduces{false};  // there are tiles for REDUX: StarPU ends that with a copy that waits for nothing
   size_t limit = 0;  // bytes that tiles may take
   size_t page = 1;   // handles have a multiple of so many bytes
 

@@ -45,7 +45,7 @@ class Queue {
   cudaStream_t stream = nullptr;
 
  private:
-  static constexpr size_t kEvents = 64;  // recorded again in turn: who waits for an old one waits too long, which is safe
+  static constexpr size_t kEvents = 64;  // more than `ahead`; recorded again in turn: who waits for an old one waits too long, which is safe
   struct Use {
     uintptr_t end;
     cudaEvent_t event;
@@ -114,7 +114,7 @@ void start_queue() {
 cudaStream_t task_stream() { return mine().stream; }
 
 void end_task(void** buffers, size_t count) {
-  mine().end_task(buffers, count, profile::on() ? 0 : static_cast<size_t>(g.ahead));
+  mine().end_task(buffers, count, profile::on() || g.reduces ? 0 : static_cast<size_t>(g.ahead));
 }
 
 bool queues_empty() {

@@ -108,6 +108,7 @@ void start(const RuntimeOptions& options) {
   g_error.failed = false;
   g.models = options.scheduler.starts_with("dm") || options.scheduler.find("heft") != std::string::npos;
   g.ahead = g.models ? 0 : options.ahead;  // models are made of the times of tasks
+  g.reduces = false;
   g.running = true;
   sleep_if_idle();
 }

@@ -96,6 +96,7 @@ void start_cuda() {
       [](void*) {
         start_queue();
         on_cuda(nullptr, 0, [](c10::Device device) { at::empty({1}, at::TensorOptions(at::kByte).device(device)); });
+        cudaStreamSynchronize(starpu_cuda_get_local_stream());  // StarPU wants it empty after what is not a task of ours
         cudaGetLastError();
       },
       nullptr, STARPU_CUDA);

@@ -143,6 +143,7 @@ Tile::Tile(std::vector<int64_t> shape_, at::ScalarType dtype_, Monoid monoid, bo
   starpu_data_register(&handle, -1, &variable, tile_interface());
   reducible = redux;
   if (redux) {
+    g.reduces = true;
     const int64_t width = monoid == Monoid::sum || shape.empty() ? 1 : shape.back();
     starpu_data_set_reduction_methods(handle, reduction_codelet(monoid, dtype, width), zero_codelet());
   }
