@@ -18,6 +18,7 @@ from nntile_py.tasks import (
     BiasAdd,
     Contract,
     CrossEntropyGrad,
+    Dropout,
     EmbeddingGrad,
     LayerNorm,
     LayerNormGrad,
@@ -39,7 +40,7 @@ class Fusion:
     activation: bool = True
     reshape: bool = True
     qkv: bool = True
-    residual_norm: bool = True
+    residual_norm: bool = True  # and dropout of what the residual is added to
 
     @staticmethod
     def of(value: Fusion | bool | Mapping[str, bool]) -> Fusion:
@@ -109,7 +110,7 @@ def fuse(graph: Graph, fusion: Fusion, vocab_cut: bool, tiling: Tiling | None = 
     if fusion.bias:
         rules += [_bias, _norm_bias_grad, _bias_grad]
     if fusion.residual_norm:
-        rules += [_residual, _norm_residual]
+        rules += [_residual, partial(_norm_residual, tiling=tiling)]
     if fusion.activation:
         rules += [_activation, _activation_grad]
     if not vocab_cut:
@@ -300,8 +301,11 @@ def _residual(uses: _Uses, op: Op) -> bool:
     return False
 
 
-def _norm_residual(uses: _Uses, op: Op) -> bool:
-    """LayerNorm(Add(x, r)) where the sum also goes on as the residual stream."""
+def _norm_residual(uses: _Uses, op: Op, tiling: Tiling) -> bool:
+    """LayerNorm(Add(x, r)) or LayerNorm(Add(Dropout(x), r)) where the sum also goes on as the residual stream.
+
+    Where embed is cut the norm is several tasks, none of which would save the dropout's: it stays.
+    """
     if not isinstance(op, LayerNorm) or op.residual:
         return False
     add = uses.maker.get(op.inputs[0])
@@ -311,8 +315,15 @@ def _norm_residual(uses: _Uses, op: Op) -> bool:
     if uses.order[op] != first:  # somebody needs the sum before the norm
         return False
     x, r = add.inputs
+    dropout = None
+    if not tiling.cut(x.axes[-1], x.shape[-1]):
+        dropout = uses.made_for(x, add, Dropout)
+        if not dropout and (dropout := uses.made_for(r, add, Dropout)):
+            x, r = r, x
+    x, old = (dropout.inputs[0], [op, add, dropout]) if dropout else (x, [op, add])
     gamma, beta = op.inputs[1:3]
-    uses.replace([op, add], LayerNorm(x, gamma, beta, op.output, op.stat, op.eps, residual=r, total=add.output))
+    total = add.output
+    uses.replace(old, LayerNorm(x, gamma, beta, op.output, op.stat, op.eps, residual=r, total=total, dropout=dropout))
     return True
 
 

@@ -1,7 +1,9 @@
 // LayerNorm on tiles [rows, embed]. stat rows are (mean, 1/sqrt(var + eps)).
+#include <optional>
 #include <vector>
 
 #include "common.h"
+#include "dropout.h"
 
 namespace nntile {
 namespace {
@@ -30,10 +32,12 @@ void normalise(T* y, const T* x, const T* stat, const T* gamma, const T* beta, i
 }
 
 // tiles: y, stat, x, gamma, beta (, residual, total)
+// ints: none, or those of dropout of x; floats: eps (, seed, p)
 void layer_norm(Args& t) {
   const auto y = t[0], stat = t[1], x = t[2], gamma = t[3], beta = t[4];
   const bool has_residual = t.tiles() > 5;
   const auto residual = has_residual ? t[5] : at::Tensor(), total = has_residual ? t[6] : at::Tensor();
+  const auto mask = t.ints().empty() ? std::nullopt : std::optional<Mask>(std::in_place, t, 0, 1);
   dispatch(x, [&](auto zero) {
     using T = decltype(zero);
     const int64_t n = x.size(-1), rows = x.numel() / n;
@@ -43,6 +47,10 @@ void layer_norm(Args& t) {
       if (has_residual) {
         auto* s = total.data_ptr<T>() + row * n;
         const auto* r = residual.data_ptr<T>() + row * n;
+        if (mask) {
+          mask->apply(s, in, x, row);
+          in = s;
+        }
         for_vectors<T>(n, [&](int64_t k, int64_t count) {
           (load(in + k, count) + load(r + k, count)).store(s + k, static_cast<int>(count));
         });

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
 
 from nntile_py.tiles.tasklist import Task
 
 from .accumulate_triton import combine_moments
+from .elementwise_triton import dropped, mask_of, offset_of, rows_in_whole
 from .launch import (
+    Int,
     Launches,
     Parameter,
     Scratch,
@@ -35,11 +39,16 @@ def _normalise(x, mean, rstd, GAMMA, BETA, col, n):
 @triton.jit
 def _layer_norm(
     Y, STAT, X, GAMMA, BETA, RESIDUAL, TOTAL,
-    rows, n, eps, HAS_RESIDUAL: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    rows, n, eps, mask_first, seed, key, limit, scale,
+    HAS_RESIDUAL: tl.constexpr, DROPOUT: tl.constexpr, SIZES: tl.constexpr, STRIDES: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row, col = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)
     at, inside = row[:, None] * n + col[None, :], (row < rows)[:, None] & (col < n)[None, :]
     x = tl.load(X + at, inside, 0.0).to(tl.float32)
+    if DROPOUT:
+        index = mask_first + offset_of(row, SIZES, STRIDES)[:, None] + col[None, :]
+        x = dropped(x, index, seed, key, limit, scale)
     if HAS_RESIDUAL:
         x += tl.load(RESIDUAL + at, inside, 0.0).to(tl.float32)
         total = x.to(TOTAL.dtype.element_ty)
@@ -195,13 +204,24 @@ def _blocks(task: Task, number: int, elements: int) -> tuple[int, int, dict[str,
     return words(task, number) // n, n, {"ROWS": rows, "BLOCK": block, "warps": warps}
 
 
+def _dropout(task: Task, ints: int | None, floats: int, number: int) -> tuple[list[Parameter], dict[str, Any]]:
+    """Parameters and constants of the dropout of a tile by the task's numbers from there on; None: there is none."""
+    if ints is None:
+        return [*[Int(0, 64)] * 4, 0.0], {"DROPOUT": False, "SIZES": (), "STRIDES": ()}
+    constants = rows_in_whole(shape(task, number), task.ints[ints + 2 :])
+    return mask_of(task, ints, floats), {"DROPOUT": True, **constants}
+
+
 @launches("layer_norm")
 def _describe(task: Task) -> Launches:
     rows, n, blocks = _blocks(task, 2, 1024)
     has = len(task.accesses) > 5
     args: list[Parameter] = [tile(task, k) for k in ((0, 1, 2, 3, 4, 5, 6) if has else (0, 1, 2, 3, 4, 0, 0))]
-    grid = ceil_div(rows, blocks["ROWS"])
-    return Launches((launch(_layer_norm, grid, *args, rows, n, constant(task, 0), HAS_RESIDUAL=has, **blocks),))
+    mask, constants = _dropout(task, 0 if task.ints else None, 1, 2)
+    args += [rows, n, constant(task, 0), *mask]
+    return Launches(
+        (launch(_layer_norm, ceil_div(rows, blocks["ROWS"]), *args, HAS_RESIDUAL=has, **constants, **blocks),)
+    )
 
 
 @launches("layer_norm_moments")

@@ -177,13 +177,16 @@ def activation_grad(kind: str) -> Callable[[Case], Op]:
     return lambda case: case.add(ops.ActivationGrad(case.x(axes), case.x(axes), case.y(axes), kind))
 
 
-def layer_norm(residual: bool) -> Callable[[Case], Op]:
+def layer_norm(residual: bool, p: float = 0.0) -> Callable[[Case], Op]:
     def row(case: Case) -> Op:
-        axes = "batch seq embed"
+        axes, x = "batch seq embed", case.x("batch seq embed")
+        if p:
+            case.slots["dropout_seed"], case.options["seed"], case.whole = 6.0, 6, {"embed"}
         return case.add(
             ops.LayerNorm(
-                case.x(axes), case.x("embed"), case.x("embed"), case.y(axes), case.y("batch seq stat", case.wide), 1e-5,
+                x, case.x("embed"), case.x("embed"), case.y(axes), case.y("batch seq stat", case.wide), 1e-5,
                 residual=case.x(axes) if residual else None, total=case.y(axes) if residual else None,
+                dropout=ops.Dropout(x, case.temp(axes), p, key=7) if p else None,
             )
         )  # fmt: skip
 
@@ -328,6 +331,7 @@ ROWS |= {
     **{f"ActivationGrad {kind}": activation_grad(kind) for kind in ops.ACTIVATIONS},
     "LayerNorm": layer_norm(residual=False),
     "LayerNorm residual": layer_norm(residual=True),
+    "LayerNorm residual dropout": layer_norm(residual=True, p=0.3),
     "LayerNormGrad": layer_norm_grad(add=False),
     "LayerNormGrad add": layer_norm_grad(add=True),
     "LayerNormGrad bias": layer_norm_grad(add=False, bias=True),

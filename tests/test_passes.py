@@ -94,6 +94,33 @@ def test_epilogues_of_the_fused_model() -> None:
     assert epilogues(False) == {}
 
 
+def test_dropout_in_the_norms() -> None:
+    """That of the embedding stays: the residual stream reads it too."""
+    left = {on: kinds({"residual_norm": on}, dropout=0.1)["Dropout"] for on in (True, False)}
+    assert left == {True: 1 + (1 + 4), False: 2 * (1 + 4)}
+    assert kinds(True, dropout=0.1)["Add"] == 0
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_dropout_and_add_in_either_order(swapped: bool) -> None:
+    """Also after an encoder's dropout, the add's second operand; not where somebody else reads it or embed is cut."""
+    axes, shape = ["batch", "seq", "embed"], [2, 4, 8]
+    for tiles, read_again, left in (({}, False, 0), ({}, True, 1), ({"embed": 4}, False, 1)):
+        g = Graph("fp32")
+        y, r = g.named("y", axes, shape, "input"), g.named("r", axes, shape, "input")
+        gamma, beta = (g.named(name, ["embed"], [8], "param") for name in ("gamma", "beta"))
+        x = g.dropout(y, 0.1)
+        g.layer_norm(g.plus(r, x) if swapped else g.plus(x, r), gamma, beta, 1e-5).kind = "scalar"
+        if read_again:
+            g.activation(x, "relu").kind = "scalar"
+        fuse(g, Fusion(), False, Tiling(tiles))
+        assert sum(op.kind == "Dropout" for op in g.ops) == left and not any(op.kind == "Add" for op in g.ops)
+        norm = next(op for op in g.ops if isinstance(op, ops.LayerNorm))
+        assert bool(norm.dropout) == (not left)
+        if norm.dropout:
+            assert norm.inputs[0] is y and norm.residual is r
+
+
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_a_bias_gradient_is_summed_where_dx_is_made(dtype: str) -> None:
     """Though a contraction reads dx before the sum; a sum over fewer axes stays."""
