@@ -106,7 +106,7 @@ def fuse(graph: Graph, fusion: Fusion, vocab_cut: bool, tiling: Tiling | None = 
     if fusion.reshape:
         rules += [_attention_layout, _transposed_input, partial(_transposed_output, tiling=tiling)]
     if fusion.residual_norm:
-        rules += [_norm_grad_add]
+        rules += [_norm_grad_add, _norm_grad_dropout]
     if fusion.bias:
         rules += [_bias, _norm_bias_grad, _bias_grad]
     if fusion.residual_norm:
@@ -256,17 +256,24 @@ def _bias(uses: _Uses, op: Op) -> bool:
 
 
 def _norm_bias_grad(uses: _Uses, op: Op) -> bool:
-    """Sum(LayerNormGrad's dx) over all rows: summed where dx is made, instead of reading it again."""
+    """Sum(LayerNormGrad's dx, or its dropout) over all rows: summed where it is made, instead of reading it again."""
     if not isinstance(op, Sum):
         return False
-    dx = op.inputs[0]
-    norm = uses.maker.get(dx)
-    if not isinstance(norm, LayerNormGrad) or norm.output is not dx or norm.bias or op.output.axes != dx.axes[-1:]:
+    summed = op.inputs[0]
+    norm = uses.maker.get(summed)
+    if not isinstance(norm, LayerNormGrad) or norm.bias or op.output.axes != summed.axes[-1:]:
         return False
+    if summed is not (norm.dropout or norm).output:
+        return False
+    return _into_norm_grad(uses, norm, op, dbias=op.output)
+
+
+def _into_norm_grad(uses: _Uses, norm: LayerNormGrad, op: Op, **changes: Any) -> bool:
+    """The norm's gradient with what `op` did, where the norm stood and not op: others read dx before."""
     dy, x, stat, gamma = norm.inputs[:4]
-    dgamma, dbeta = norm.outputs[1:]
-    fused = LayerNormGrad(dy, x, stat, gamma, dx, dgamma, dbeta, add=norm.extra, dbias=op.output)
-    uses.replace([norm], fused)  # there, not where the sum stood: others read dx before
+    dx, dgamma, dbeta = norm.outputs[:3]
+    options = {"add": norm.extra, "dbias": norm.bias, "dropout": norm.dropout} | changes
+    uses.replace([norm], LayerNormGrad(dy, x, stat, gamma, dx, dgamma, dbeta, **options))
     uses.graph.ops.remove(op)
     uses.refresh()
     return True
@@ -340,6 +347,14 @@ def _norm_grad_add(uses: _Uses, op: Op) -> bool:
             uses.replace([norm, op], fused)
             return True
     return False
+
+
+def _norm_grad_dropout(uses: _Uses, op: Op) -> bool:
+    """Dropout(LayerNormGrad's dx), a branch's gradient: made where dx is, which goes on as the residual stream's."""
+    norm = uses.maker.get(op.inputs[0]) if isinstance(op, Dropout) else None
+    if not isinstance(norm, LayerNormGrad) or norm.output is not op.inputs[0] or norm.dropout:
+        return False
+    return _into_norm_grad(uses, norm, op, dropout=op)
 
 
 def _activation(uses: _Uses, op: Op) -> bool:

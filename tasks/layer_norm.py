@@ -97,7 +97,7 @@ class LayerNormGrad(Op):
     dgamma = sum dy xhat, dbeta = sum dy, sums over all rows, means over embed.
 
     With `dbias` [embed] a fourth output: the sum of dx over all rows, the gradient of a bias that was added to what
-    made x.
+    made x. With `dropout`, a Dropout of dx, its output is the last one, and `dbias` is the sum of that.
     """
 
     def __init__(
@@ -111,10 +111,11 @@ class LayerNormGrad(Op):
         dbeta: Tensor,
         add: Tensor | None = None,
         dbias: Tensor | None = None,
+        dropout: Dropout | None = None,
     ) -> None:
-        inputs, outputs = [dy, x, stat, gamma], [dx, dgamma, dbeta]
-        super().__init__([*inputs, *([add] if add else [])], [*outputs, *([dbias] if dbias else [])])
-        self.extra, self.bias = add, dbias
+        outputs = [dx, dgamma, dbeta, *([dbias] if dbias else []), *([dropout.output] if dropout else [])]
+        super().__init__([dy, x, stat, gamma, *([add] if add else [])], outputs)
+        self.extra, self.bias, self.dropout = add, dbias, dropout
 
     def flop(self) -> float:
         return (15.0 if self.bias else 14.0) * self.output.words
@@ -140,12 +141,14 @@ class LayerNormGrad(Op):
         extra = R(low.tile(self.extra, at)) if self.extra else None
         dbias = ACC(low.tile(self.bias, at)) if self.bias else None
         places = []
-        for access in (extra, dbias, R(sums) if sums else None):
+        dropped = W(low.tile(self.dropout.output, at)) if self.dropout else None
+        for access in (extra, dbias, R(sums) if sums else None, dropped):
             places.append(len(accesses) if access else 0)
             accesses += [access] if access else []
-        low.emit("layer_norm_grad", accesses, [*places, self.inputs[1].size(AXIS)])
+        ints, floats = self.dropout.numbers(low, at) if self.dropout else ([], [])
+        low.emit("layer_norm_grad", accesses, [*places, self.inputs[1].size(AXIS), *ints], floats)
 
-    def reference(self, *inputs: Array) -> tuple[Array, ...]:
+    def reference(self, *inputs: Array, seed: int = 0) -> tuple[Array, ...]:
         dy, x, stat, gamma = inputs[:4]
         rows = tuple(range(x.ndim - 1))
         xhat = (x - stat[..., :1]) * stat[..., 1:]
@@ -153,4 +156,6 @@ class LayerNormGrad(Op):
         dx = stat[..., 1:] * (w - w.mean(-1, keepdims=True) - xhat * (w * xhat).mean(-1, keepdims=True))
         if self.extra:
             dx = dx + inputs[4]
-        return dx, (dy * xhat).sum(rows), dy.sum(rows), *([dx.sum(rows)] if self.bias else [])
+        dropped = self.dropout.reference(dx, seed=seed) if self.dropout else ()
+        dbias = [(*dropped, dx)[0].sum(rows)] if self.bias else []
+        return dx, (dy * xhat).sum(rows), dy.sum(rows), *dbias, *dropped

@@ -193,16 +193,20 @@ def layer_norm(residual: bool, p: float = 0.0) -> Callable[[Case], Op]:
     return row
 
 
-def layer_norm_grad(add: bool, bias: bool = False) -> Callable[[Case], Op]:
+def layer_norm_grad(add: bool, bias: bool = False, p: float = 0.0) -> Callable[[Case], Op]:
     def row(case: Case) -> Op:
         axes = "batch seq embed"
         x, gamma, beta = case.x(axes), case.x("embed"), case.x("embed")
         forward = ops.LayerNorm(x, gamma, beta, case.temp(axes), case.temp("batch seq stat"), 1e-5)
+        dx = case.y(axes)
+        if p:
+            case.slots["dropout_seed"], case.options["seed"] = 6.0, 6
         return case.add(
             ops.LayerNormGrad(
                 case.x(axes), x, case.x("batch seq stat", of(forward, 1), case.wide), gamma,
-                case.y(axes), case.y("embed", case.wide), case.y("embed", case.wide), add=case.x(axes) if add else None,
+                dx, case.y("embed", case.wide), case.y("embed", case.wide), add=case.x(axes) if add else None,
                 dbias=case.y("embed", case.wide) if bias else None,
+                dropout=ops.Dropout(dx, case.y(axes), p, key=7) if p else None,
             )
         )  # fmt: skip
 
@@ -336,6 +340,8 @@ ROWS |= {
     "LayerNormGrad add": layer_norm_grad(add=True),
     "LayerNormGrad bias": layer_norm_grad(add=False, bias=True),
     "LayerNormGrad add bias": layer_norm_grad(add=True, bias=True),
+    "LayerNormGrad dropout": layer_norm_grad(add=False, p=0.3),
+    "LayerNormGrad add bias dropout": layer_norm_grad(add=True, bias=True, p=0.3),
     "Softmax": softmax(causal=False),
     "Softmax causal": softmax(causal=True),
     "SoftmaxGrad": softmax_grad(causal=False),

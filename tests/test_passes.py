@@ -74,9 +74,9 @@ def test_each_switch_alone(switch: str) -> None:
     assert kinds(alone) == Counter({**UNFUSED, **ON[switch]})
 
 
-def epilogues(fusion: Any) -> Counter[str]:
+def epilogues(fusion: Any, **model: Any) -> Counter[str]:
     g = Graph("fp32")
-    loss, _, _ = GPT2(CONFIG, {}).build(g, 3, 17, Fusion.of(fusion))
+    loss, _, _ = GPT2(replace(CONFIG, **model), {}).build(g, 3, 17, Fusion.of(fusion))
     g.backward(loss)
     fuse(g, Fusion.of(fusion), vocab_cut=True)
     names = ("bias", "residual", "pre", "aux", "bias_grad")
@@ -95,10 +95,11 @@ def test_epilogues_of_the_fused_model() -> None:
 
 
 def test_dropout_in_the_norms() -> None:
-    """That of the embedding stays: the residual stream reads it too."""
+    """That of the embedding stays: the residual stream reads it too. Its gradient goes into the first norm's."""
     left = {on: kinds({"residual_norm": on}, dropout=0.1)["Dropout"] for on in (True, False)}
-    assert left == {True: 1 + (1 + 4), False: 2 * (1 + 4)}
-    assert kinds(True, dropout=0.1)["Add"] == 0
+    assert left == {True: 1, False: 2 * (1 + 4)}
+    assert kinds(True, dropout=0.1) == Counter({**FUSED, "Dropout": 1})
+    assert epilogues(True, dropout=0.1)["norm grad bias"] == 4
 
 
 @pytest.mark.parametrize("swapped", [False, True])
