@@ -18,6 +18,7 @@ from nntile_py.tasks import (
     BiasAdd,
     Contract,
     CrossEntropyGrad,
+    Dropout,
     EmbeddingGrad,
     LayerNorm,
     LayerNormGrad,
@@ -39,7 +40,7 @@ class Fusion:
     activation: bool = True
     reshape: bool = True
     qkv: bool = True
-    residual_norm: bool = True
+    residual_norm: bool = True  # and dropout of what the residual is added to
 
     @staticmethod
     def of(value: Fusion | bool | Mapping[str, bool]) -> Fusion:
@@ -105,11 +106,11 @@ def fuse(graph: Graph, fusion: Fusion, vocab_cut: bool, tiling: Tiling | None = 
     if fusion.reshape:
         rules += [_attention_layout, _transposed_input, partial(_transposed_output, tiling=tiling)]
     if fusion.residual_norm:
-        rules += [_norm_grad_add]
+        rules += [_norm_grad_add, _norm_grad_dropout]
     if fusion.bias:
         rules += [_bias, _norm_bias_grad, _bias_grad]
     if fusion.residual_norm:
-        rules += [_residual, _norm_residual]
+        rules += [_residual, partial(_norm_residual, tiling=tiling)]
     if fusion.activation:
         rules += [_activation, _activation_grad]
     if not vocab_cut:
@@ -256,17 +257,24 @@ def _bias(uses: _Uses, op: Op) -> bool:
 
 
 def _norm_bias_grad(uses: _Uses, op: Op) -> bool:
-    """Sum(LayerNormGrad's dx) over all rows: summed where dx is made, instead of reading it again."""
+    """Sum(LayerNormGrad's dx, or its dropout) over all rows: summed where it is made, instead of reading it again."""
     if not isinstance(op, Sum):
         return False
-    dx = op.inputs[0]
-    norm = uses.maker.get(dx)
-    if not isinstance(norm, LayerNormGrad) or norm.output is not dx or norm.bias or op.output.axes != dx.axes[-1:]:
+    summed = op.inputs[0]
+    norm = uses.maker.get(summed)
+    if not isinstance(norm, LayerNormGrad) or norm.bias or op.output.axes != summed.axes[-1:]:
         return False
+    if summed is not (norm.dropout or norm).output:
+        return False
+    return _into_norm_grad(uses, norm, op, dbias=op.output)
+
+
+def _into_norm_grad(uses: _Uses, norm: LayerNormGrad, op: Op, **changes: Any) -> bool:
+    """The norm's gradient with what `op` did, where the norm stood and not op: others read dx before."""
     dy, x, stat, gamma = norm.inputs[:4]
-    dgamma, dbeta = norm.outputs[1:]
-    fused = LayerNormGrad(dy, x, stat, gamma, dx, dgamma, dbeta, add=norm.extra, dbias=op.output)
-    uses.replace([norm], fused)  # there, not where the sum stood: others read dx before
+    dx, dgamma, dbeta = norm.outputs[:3]
+    options = {"add": norm.extra, "dbias": norm.bias, "dropout": norm.dropout} | changes
+    uses.replace([norm], LayerNormGrad(dy, x, stat, gamma, dx, dgamma, dbeta, **options))
     uses.graph.ops.remove(op)
     uses.refresh()
     return True
@@ -301,8 +309,11 @@ def _residual(uses: _Uses, op: Op) -> bool:
     return False
 
 
-def _norm_residual(uses: _Uses, op: Op) -> bool:
-    """LayerNorm(Add(x, r)) where the sum also goes on as the residual stream."""
+def _norm_residual(uses: _Uses, op: Op, tiling: Tiling) -> bool:
+    """LayerNorm(Add(x, r)) or LayerNorm(Add(Dropout(x), r)) where the sum also goes on as the residual stream.
+
+    Where embed is cut the norm is several tasks, none of which would save the dropout's: it stays.
+    """
     if not isinstance(op, LayerNorm) or op.residual:
         return False
     add = uses.maker.get(op.inputs[0])
@@ -312,8 +323,15 @@ def _norm_residual(uses: _Uses, op: Op) -> bool:
     if uses.order[op] != first:  # somebody needs the sum before the norm
         return False
     x, r = add.inputs
+    dropout = None
+    if not tiling.cut(x.axes[-1], x.shape[-1]):
+        dropout = uses.made_for(x, add, Dropout)
+        if not dropout and (dropout := uses.made_for(r, add, Dropout)):
+            x, r = r, x
+    x, old = (dropout.inputs[0], [op, add, dropout]) if dropout else (x, [op, add])
     gamma, beta = op.inputs[1:3]
-    uses.replace([op, add], LayerNorm(x, gamma, beta, op.output, op.stat, op.eps, residual=r, total=add.output))
+    total = add.output
+    uses.replace(old, LayerNorm(x, gamma, beta, op.output, op.stat, op.eps, residual=r, total=total, dropout=dropout))
     return True
 
 
@@ -330,6 +348,14 @@ def _norm_grad_add(uses: _Uses, op: Op) -> bool:
             uses.replace([norm, op], fused)
             return True
     return False
+
+
+def _norm_grad_dropout(uses: _Uses, op: Op) -> bool:
+    """Dropout(LayerNormGrad's dx), a branch's gradient: made where dx is, which goes on as the residual stream's."""
+    norm = uses.maker.get(op.inputs[0]) if isinstance(op, Dropout) else None
+    if not isinstance(norm, LayerNormGrad) or norm.output is not op.inputs[0] or norm.dropout:
+        return False
+    return _into_norm_grad(uses, norm, op, dropout=op)
 
 
 def _activation(uses: _Uses, op: Op) -> bool:

@@ -9,7 +9,7 @@ import numpy as np
 
 from nntile_py.tiles import ACC, R, Slot, W
 
-from .op import Array, GraphLike, Lowering, Op, Tensor, permutation, wide
+from .op import Array, GraphLike, Index, Lowering, Op, Tensor, permutation, wide
 
 
 class Add(Op):
@@ -191,13 +191,17 @@ class Dropout(Op):
         out = g.temp("dropout_grad", dy.axes, dy.shape, dy.dtype, causal=dy.causal)
         return [g.add(Dropout(dy, out, self.p, self.key)).output]
 
-    def lower(self, low: Lowering) -> None:
+    def numbers(self, low: Lowering, index: Index) -> tuple[list[int], list[float | Slot]]:
+        """The ints and floats by which a kernel knows a tile's mask; see dropout.h."""
         x = self.inputs[0]
         strides = [math.prod(x.shape[i + 1 :]) for i in range(len(x.axes))]
+        first = sum(low.part(x, a, index).offset * s for a, s in zip(x.axes, strides, strict=True))
+        return [self.key, first, *strides], [Slot("dropout_seed"), self.p]
+
+    def lower(self, low: Lowering) -> None:
+        x = self.inputs[0]
         for index in low.indices(x):
-            first = sum(low.part(x, a, index).offset * s for a, s in zip(x.axes, strides, strict=True))
-            accesses = [W(low.tile(self.output, index)), R(low.tile(x, index))]
-            low.emit("dropout", accesses, [self.key, first, *strides], [Slot("dropout_seed"), self.p])
+            low.emit("dropout", [W(low.tile(self.output, index)), R(low.tile(x, index))], *self.numbers(low, index))
 
     def reference(self, *inputs: Array, seed: int = 0) -> tuple[Array, ...]:
         index = np.arange(inputs[0].size, dtype=np.uint64).reshape(inputs[0].shape)

@@ -37,7 +37,7 @@ PROGRAMS = 1056  # that a sum is split over; fixed, so that the order of the sum
 
 
 @triton.jit
-def _offset(index, SIZES: tl.constexpr, STRIDES: tl.constexpr):
+def offset_of(index, SIZES: tl.constexpr, STRIDES: tl.constexpr):
     """The offset of element `index` of axes of these sizes and strides, the last axis first."""
     offset = index * 0
     for axis in tl.static_range(len(SIZES)):
@@ -71,7 +71,7 @@ def _bias_add(
 ):  # fmt: skip
     row, col, inside = _block(rows, columns, ROWS, BLOCK)
     at = row[:, None] * columns + col[None, :]
-    bias = tl.load(BIAS + _offset(row, SIZES, STRIDES)[:, None] + col[None, :] * STEP, inside).to(tl.float32)
+    bias = tl.load(BIAS + offset_of(row, SIZES, STRIDES)[:, None] + col[None, :] * STEP, inside).to(tl.float32)
     tl.store(Y + at, tl.load(X + at, inside).to(tl.float32) + bias, inside)
 
 
@@ -82,8 +82,8 @@ def _copy(
 ):  # fmt: skip
     """Rows that are contiguous on both sides."""
     row, col, inside = _block(rows, columns, ROWS, BLOCK)
-    x = tl.load(X + x_first + _offset(row, SIZES, X_STRIDES)[:, None] + col[None, :], inside)
-    tl.store(Y + y_first + _offset(row, SIZES, Y_STRIDES)[:, None] + col[None, :], x, inside)
+    x = tl.load(X + x_first + offset_of(row, SIZES, X_STRIDES)[:, None] + col[None, :], inside)
+    tl.store(Y + y_first + offset_of(row, SIZES, Y_STRIDES)[:, None] + col[None, :], x, inside)
 
 
 @triton.jit
@@ -99,8 +99,8 @@ def _swap(
     q = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = (p < p_size)[:, None] & (q < q_size)[None, :]
     p, q = p.to(tl.int64)[:, None], q.to(tl.int64)[None, :]
-    x = tl.load(X + _offset(rest, SIZES, X_STRIDES) + p * P_STRIDE + q, inside)
-    tl.store(Y + _offset(rest, SIZES, Y_STRIDES) + p + q * Q_STRIDE, x, inside)
+    x = tl.load(X + offset_of(rest, SIZES, X_STRIDES) + p * P_STRIDE + q, inside)
+    tl.store(Y + offset_of(rest, SIZES, Y_STRIDES) + p + q * Q_STRIDE, x, inside)
 
 
 @triton.jit
@@ -114,7 +114,7 @@ def _sum(
     total = tl.zeros([ROWS, BLOCK], tl.float32)
     for block in range(tl.program_id(1).to(tl.int64), tl.cdiv(summed, ROWS), tl.num_programs(1)):
         r = block * ROWS + tl.arange(0, ROWS)
-        at = _offset(r, SUM_SIZES, SUM_STRIDES)[:, None] + _offset(k, KEPT_SIZES, KEPT_STRIDES)[None, :]
+        at = offset_of(r, SUM_SIZES, SUM_STRIDES)[:, None] + offset_of(k, KEPT_SIZES, KEPT_STRIDES)[None, :]
         total += tl.load(X + at, (r < summed)[:, None] & (k < kept)[None, :], 0.0).to(tl.float32)
     value, out = tl.sum(total, 0), OUT + tl.program_id(1).to(tl.int64) * kept + k
     if ACC:
@@ -123,19 +123,25 @@ def _sum(
 
 
 @triton.jit
+def dropped(x, index, seed, key, limit, scale):
+    """x * mask / (1 - p) of the elements of these indices in the whole tensor; the rest: `mask_of`."""
+    start = (seed.to(tl.uint64) * 0x9E3779B97F4A7C15) ^ key.to(tl.uint64)
+    z = ((index.to(tl.uint64) + 1) * 0x9E3779B97F4A7C15) ^ start
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB
+    return tl.where((z >> 32).to(tl.int64) >= limit, x * scale, 0.0)
+
+
+@triton.jit
 def _dropout(
     Y, X, rows, columns, first, seed, key, limit, scale,
     SIZES: tl.constexpr, STRIDES: tl.constexpr, STEP: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row, col, inside = _block(rows, columns, ROWS, BLOCK)
-    index = (first + _offset(row, SIZES, STRIDES)[:, None] + col[None, :] * STEP).to(tl.uint64)
-    start = (seed.to(tl.uint64) * 0x9E3779B97F4A7C15) ^ key.to(tl.uint64)
-    z = ((index + 1) * 0x9E3779B97F4A7C15) ^ start
-    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
-    z = (z ^ (z >> 27)) * 0x94D049BB133111EB
+    index = first + offset_of(row, SIZES, STRIDES)[:, None] + col[None, :] * STEP
     at = row[:, None] * columns + col[None, :]
     x = tl.load(X + at, inside).to(tl.float32)
-    tl.store(Y + at, tl.where((z >> 32).to(tl.int64) >= limit, x * scale, 0.0), inside)
+    tl.store(Y + at, dropped(x, index, seed, key, limit, scale), inside)
 
 
 # -- axes
@@ -281,23 +287,25 @@ def _describe_pack(task: Task) -> Launches:
     return _slices(task, tile(task, 0), shape(task, 0), pack=True)
 
 
+def mask_of(task: Task, ints: int, floats: int) -> list[Parameter]:
+    """The tile's first index, then what `dropped` takes; the task's numbers of dropout begin there, see dropout.h."""
+    (key, first), p = task.ints[ints : ints + 2], constant(task, floats + 1)
+    mixed = (key * 0xD1B54A32D192ED03 + 2**63) % 2**64 - 2**63
+    limit, scale = Int(int(p * 2**32), 64), 1 / (1 - p)
+    return [Int(first, 64), TaskFloat(floats, "int64"), Int(mixed, 64), limit, scale]
+
+
+def rows_in_whole(sizes: Sequence[int], strides: Sequence[int]) -> dict[str, Any]:
+    """By which `offset_of` finds a tile's rows in the whole tensor: sizes of the tile, strides of the whole."""
+    merged, (steps,) = _merged(sizes[:-1], strides[:-1])
+    return {"SIZES": _last_first(merged), "STRIDES": _last_first(steps)}
+
+
 @launches("dropout")
 def _describe_dropout(task: Task) -> Launches:
-    full, (key, first, *whole) = shape(task, 0), task.ints
-    sizes, (_, steps) = _merged(full, _strides(full), whole)
+    full = shape(task, 0)
+    sizes, (_, steps) = _merged(full, _strides(full), task.ints[2:])
     grid, size, blocks = _plane(sizes)
-    p = constant(task, 1)
-    mixed = (key * 0xD1B54A32D192ED03 + 2**63) % 2**64 - 2**63
-    slot, limit = TaskFloat(0, "int64"), Int(int(p * 2**32), 64)
     outer: dict[str, Any] = {"SIZES": _last_first(sizes[:-1]), "STRIDES": _last_first(steps[:-1])}
-    args: list[Parameter] = [
-        tile(task, 0),
-        tile(task, 1),
-        *size,
-        Int(first, 64),
-        slot,
-        Int(mixed, 64),
-        limit,
-        1 / (1 - p),
-    ]
+    args: list[Parameter] = [tile(task, 0), tile(task, 1), *size, *mask_of(task, 0, 0)]
     return Launches((launch(_dropout, grid, *args, **outer, STEP=steps[-1], **blocks),))

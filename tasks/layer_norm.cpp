@@ -1,7 +1,9 @@
 // LayerNorm on tiles [rows, embed]. stat rows are (mean, 1/sqrt(var + eps)).
+#include <optional>
 #include <vector>
 
 #include "common.h"
+#include "dropout.h"
 
 namespace nntile {
 namespace {
@@ -30,10 +32,12 @@ void normalise(T* y, const T* x, const T* stat, const T* gamma, const T* beta, i
 }
 
 // tiles: y, stat, x, gamma, beta (, residual, total)
+// ints: none, or those of dropout of x; floats: eps (, seed, p)
 void layer_norm(Args& t) {
   const auto y = t[0], stat = t[1], x = t[2], gamma = t[3], beta = t[4];
   const bool has_residual = t.tiles() > 5;
   const auto residual = has_residual ? t[5] : at::Tensor(), total = has_residual ? t[6] : at::Tensor();
+  const auto mask = t.ints().empty() ? std::nullopt : std::optional<Mask>(std::in_place, t, 0, 1);
   dispatch(x, [&](auto zero) {
     using T = decltype(zero);
     const int64_t n = x.size(-1), rows = x.numel() / n;
@@ -43,6 +47,10 @@ void layer_norm(Args& t) {
       if (has_residual) {
         auto* s = total.data_ptr<T>() + row * n;
         const auto* r = residual.data_ptr<T>() + row * n;
+        if (mask) {
+          mask->apply(s, in, x, row);
+          in = s;
+        }
         for_vectors<T>(n, [&](int64_t k, int64_t count) {
           (load(in + k, count) + load(r + k, count)).store(s + k, static_cast<int>(count));
         });
@@ -132,21 +140,23 @@ void layer_norm_grad_sums(Args& t) {
   });
 }
 
-// tiles: dx, dgamma (ACC), dbeta (ACC), dy, x, stat, gamma (, add) (, dbias (ACC)) (, sums)
-// ints: the places of add, dbias and sums among the tiles (0: it is not there), embed of the whole
+// tiles: dx, dgamma (ACC), dbeta (ACC), dy, x, stat, gamma (, add) (, dbias (ACC)) (, sums) (, dropped)
+// ints: the places of add, dbias, sums and dropped among the tiles (0: it is not there), embed of the whole (, those of
+// dropout of dx); floats: none, or those of dropout: seed, p
 void layer_norm_grad(Args& t) {
   const auto dx = t[0], dgamma = t[1], dbeta = t[2], dy = t[3], x = t[4], stat = t[5], gamma = t[6];
   const auto place = [&](size_t k) { return static_cast<size_t>(t.i(k)); };
-  const size_t add_at = place(0), bias_at = place(1), sums_at = place(2);
+  const size_t add_at = place(0), bias_at = place(1), sums_at = place(2), dropped_at = place(3);
   const auto add = add_at ? t[add_at] : at::Tensor(), dbias = bias_at ? t[bias_at] : at::Tensor();
-  const auto sums = sums_at ? t[sums_at] : at::Tensor();
+  const auto sums = sums_at ? t[sums_at] : at::Tensor(), dropped = dropped_at ? t[dropped_at] : at::Tensor();
+  const auto mask = dropped_at ? std::optional<Mask>(std::in_place, t, 5, 0) : std::nullopt;
   if (!t.accumulates(1)) dgamma.zero_();
   if (!t.accumulates(2)) dbeta.zero_();
   if (bias_at && !t.accumulates(bias_at)) dbias.zero_();
   dispatch(x, [&](auto zero) {
     using T = decltype(zero);
     const int64_t n = x.size(-1), rows = x.numel() / n;
-    const T whole = static_cast<T>(t.i(3));
+    const T whole = static_cast<T>(t.i(4));
     const auto width = static_cast<size_t>(n);
     std::vector<T> gamma_sum(width), beta_sum(width), bias_sum(bias_at ? width : 0);
     for (int64_t row = 0; row < rows; ++row) {
@@ -166,8 +176,13 @@ void layer_norm_grad(Args& t) {
         auto *gs = gamma_sum.data() + k, *bs = beta_sum.data() + k;
         at::vec::fmadd(grad, xhat, load(gs, count)).store(gs, c);
         (load(bs, count) + grad).store(bs, c);
-        if (bias_at) (load(bias_sum.data() + k, count) + d).store(bias_sum.data() + k, c);
       });
+      if (mask) {
+        auto* y = dropped.data_ptr<T>() + row * n;
+        mask->apply(y, out, dx, row);
+        out = y;
+      }
+      for (size_t k = 0; k < bias_sum.size(); ++k) bias_sum[k] += out[k];
     }
     const auto add_to = [](const at::Tensor& out, const std::vector<T>& sum) {
       for (size_t k = 0; k < sum.size(); ++k) out.data_ptr<T>()[k] += sum[k];

@@ -6,6 +6,7 @@ import numpy as np
 
 from nntile_py.tiles import ACC, R, Tile, W
 
+from .elementwise import Dropout
 from .op import Array, GraphLike, Index, Lowering, Op, Tensor, wide
 
 AXIS = "embed"
@@ -16,7 +17,7 @@ class LayerNorm(Op):
 
     Outputs: y; stat, fp32 or fp64 [..., 2]: mean and 1/sqrt(var + eps); with a residual also s. (Ba, Kiros, Hinton
     2016; variance without Bessel's correction.) Uncut: one task a tile. Cut: statistics of each embed tile as
-    (count, mean, M2), combined, then applied.
+    (count, mean, M2), combined, then applied. With `dropout`, a Dropout of x, s = dropout(x) + residual; embed uncut.
     """
 
     def __init__(
@@ -29,10 +30,11 @@ class LayerNorm(Op):
         eps: float,
         residual: Tensor | None = None,
         total: Tensor | None = None,
+        dropout: Dropout | None = None,
     ) -> None:
-        assert x.axes[-1] == AXIS, x
+        assert x.axes[-1] == AXIS and (residual or not dropout), x
         super().__init__([x, gamma, beta, *([residual] if residual else [])], [y, stat, *([total] if total else [])])
-        self.eps, self.residual, self.total, self.stat = eps, residual, total, stat
+        self.eps, self.residual, self.total, self.stat, self.dropout = eps, residual, total, stat, dropout
 
     @staticmethod
     def apply(g: GraphLike, x: Tensor, gamma: Tensor, beta: Tensor, eps: float) -> Tensor:
@@ -64,8 +66,11 @@ class LayerNorm(Op):
                 at = columns[0]
                 total = [W(low.tile(self.total, at))] if self.total else []
                 tiles = [low.tile(t, at) for t in (x, gamma, beta, *extra)]
-                low.emit("layer_norm", [W(low.tile(self.output, at)), W(stat), *map(R, tiles), *total], [], [self.eps])
+                ints, floats = self.dropout.numbers(low, at) if self.dropout else ([], [])
+                accesses = [W(low.tile(self.output, at)), W(stat), *map(R, tiles), *total]
+                low.emit("layer_norm", accesses, ints, [self.eps, *floats])
                 continue
+            assert not self.dropout, "not fused where embed is cut"
             state = Tile(f"{self.name}.moments", tuple(index.values()), (*stat.shape[:-1], 3), stat.dtype, "moments")
             source = x
             for at in columns:
@@ -79,8 +84,9 @@ class LayerNorm(Op):
                 tiles = [low.tile(t, at) for t in (source, gamma, beta)]
                 low.emit("layer_norm_apply", [W(low.tile(self.output, at)), R(stat), *map(R, tiles)])
 
-    def reference(self, *inputs: Array) -> tuple[Array, ...]:
-        s = inputs[0] + inputs[3] if self.residual else inputs[0]
+    def reference(self, *inputs: Array, seed: int = 0) -> tuple[Array, ...]:
+        x = self.dropout.reference(inputs[0], seed=seed)[0] if self.dropout else inputs[0]
+        s = x + inputs[3] if self.residual else x
         mean, rstd = s.mean(-1, keepdims=True), 1 / np.sqrt(s.var(-1, keepdims=True) + self.eps)
         y = (s - mean) * rstd * inputs[1] + inputs[2]
         return (y, np.concatenate([mean, rstd], -1), *([s] if self.total else []))
@@ -91,7 +97,7 @@ class LayerNormGrad(Op):
     dgamma = sum dy xhat, dbeta = sum dy, sums over all rows, means over embed.
 
     With `dbias` [embed] a fourth output: the sum of dx over all rows, the gradient of a bias that was added to what
-    made x.
+    made x. With `dropout`, a Dropout of dx, its output is the last one, and `dbias` is the sum of that.
     """
 
     def __init__(
@@ -105,10 +111,11 @@ class LayerNormGrad(Op):
         dbeta: Tensor,
         add: Tensor | None = None,
         dbias: Tensor | None = None,
+        dropout: Dropout | None = None,
     ) -> None:
-        inputs, outputs = [dy, x, stat, gamma], [dx, dgamma, dbeta]
-        super().__init__([*inputs, *([add] if add else [])], [*outputs, *([dbias] if dbias else [])])
-        self.extra, self.bias = add, dbias
+        outputs = [dx, dgamma, dbeta, *([dbias] if dbias else []), *([dropout.output] if dropout else [])]
+        super().__init__([dy, x, stat, gamma, *([add] if add else [])], outputs)
+        self.extra, self.bias, self.dropout = add, dbias, dropout
 
     def flop(self) -> float:
         return (15.0 if self.bias else 14.0) * self.output.words
@@ -134,12 +141,14 @@ class LayerNormGrad(Op):
         extra = R(low.tile(self.extra, at)) if self.extra else None
         dbias = ACC(low.tile(self.bias, at)) if self.bias else None
         places = []
-        for access in (extra, dbias, R(sums) if sums else None):
+        dropped = W(low.tile(self.dropout.output, at)) if self.dropout else None
+        for access in (extra, dbias, R(sums) if sums else None, dropped):
             places.append(len(accesses) if access else 0)
             accesses += [access] if access else []
-        low.emit("layer_norm_grad", accesses, [*places, self.inputs[1].size(AXIS)])
+        ints, floats = self.dropout.numbers(low, at) if self.dropout else ([], [])
+        low.emit("layer_norm_grad", accesses, [*places, self.inputs[1].size(AXIS), *ints], floats)
 
-    def reference(self, *inputs: Array) -> tuple[Array, ...]:
+    def reference(self, *inputs: Array, seed: int = 0) -> tuple[Array, ...]:
         dy, x, stat, gamma = inputs[:4]
         rows = tuple(range(x.ndim - 1))
         xhat = (x - stat[..., :1]) * stat[..., 1:]
@@ -147,4 +156,6 @@ class LayerNormGrad(Op):
         dx = stat[..., 1:] * (w - w.mean(-1, keepdims=True) - xhat * (w * xhat).mean(-1, keepdims=True))
         if self.extra:
             dx = dx + inputs[4]
-        return dx, (dy * xhat).sum(rows), dy.sum(rows), *([dx.sum(rows)] if self.bias else [])
+        dropped = self.dropout.reference(dx, seed=seed) if self.dropout else ()
+        dbias = [(*dropped, dx)[0].sum(rows)] if self.bias else []
+        return dx, (dy * xhat).sum(rows), dy.sum(rows), *dbias, *dropped

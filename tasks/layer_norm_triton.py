@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
 
 from nntile_py.tiles.tasklist import Task
 
 from .accumulate_triton import combine_moments
+from .elementwise_triton import dropped, mask_of, offset_of, rows_in_whole
 from .launch import (
+    Int,
     Launches,
     Parameter,
     Scratch,
@@ -35,11 +39,16 @@ def _normalise(x, mean, rstd, GAMMA, BETA, col, n):
 @triton.jit
 def _layer_norm(
     Y, STAT, X, GAMMA, BETA, RESIDUAL, TOTAL,
-    rows, n, eps, HAS_RESIDUAL: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    rows, n, eps, mask_first, seed, key, limit, scale,
+    HAS_RESIDUAL: tl.constexpr, DROPOUT: tl.constexpr, SIZES: tl.constexpr, STRIDES: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row, col = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)
     at, inside = row[:, None] * n + col[None, :], (row < rows)[:, None] & (col < n)[None, :]
     x = tl.load(X + at, inside, 0.0).to(tl.float32)
+    if DROPOUT:
+        index = mask_first + offset_of(row, SIZES, STRIDES)[:, None] + col[None, :]
+        x = dropped(x, index, seed, key, limit, scale)
     if HAS_RESIDUAL:
         x += tl.load(RESIDUAL + at, inside, 0.0).to(tl.float32)
         total = x.to(TOTAL.dtype.element_ty)
@@ -115,9 +124,10 @@ def _grad_sums(
 
 @triton.jit
 def _grad(
-    DX, PART, DY, X, STAT, GAMMA, EXTRA, SUMS,
-    rows, n, whole,
+    DX, PART, DY, X, STAT, GAMMA, EXTRA, SUMS, DROPPED,
+    rows, n, whole, mask_first, seed, key, limit, scale,
     HAS_EXTRA: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SUMS: tl.constexpr,
+    DROPOUT: tl.constexpr, SIZES: tl.constexpr, STRIDES: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     col = tl.arange(0, BLOCK)
@@ -140,12 +150,15 @@ def _grad(
         dx = rstd[:, None] * (w - m1[:, None] - xhat * m2[:, None])
         if HAS_EXTRA:
             dx += tl.load(EXTRA + at, inside, 0.0).to(tl.float32)
-        dx = dx.to(DX.dtype.element_ty)
         tl.store(DX + at, dx, inside)
+        if DROPOUT:
+            index = mask_first + offset_of(row, SIZES, STRIDES)[:, None] + col[None, :]
+            dx = dropped(dx, index, seed, key, limit, scale)
+            tl.store(DROPPED + at, dx, inside)
         dgamma += dy * xhat  # rows beyond the last have dy = 0
         dbeta += dy
         if HAS_BIAS:
-            dbias += dx.to(tl.float32)  # and dx = 0
+            dbias += dx.to(DX.dtype.element_ty).to(tl.float32)  # and dx = 0; what was stored
     part = PART + tl.program_id(0).to(tl.int64) * (3 if HAS_BIAS else 2) * n + col
     tl.store(part, tl.sum(dgamma, 0), col < n)
     tl.store(part + n, tl.sum(dbeta, 0), col < n)
@@ -195,13 +208,24 @@ def _blocks(task: Task, number: int, elements: int) -> tuple[int, int, dict[str,
     return words(task, number) // n, n, {"ROWS": rows, "BLOCK": block, "warps": warps}
 
 
+def _dropout(task: Task, ints: int | None, floats: int, number: int) -> tuple[list[Parameter], dict[str, Any]]:
+    """Parameters and constants of the dropout of a tile by the task's numbers from there on; None: there is none."""
+    if ints is None:
+        return [*[Int(0, 64)] * 4, 0.0], {"DROPOUT": False, "SIZES": (), "STRIDES": ()}
+    constants = rows_in_whole(shape(task, number), task.ints[ints + 2 :])
+    return mask_of(task, ints, floats), {"DROPOUT": True, **constants}
+
+
 @launches("layer_norm")
 def _describe(task: Task) -> Launches:
     rows, n, blocks = _blocks(task, 2, 1024)
     has = len(task.accesses) > 5
     args: list[Parameter] = [tile(task, k) for k in ((0, 1, 2, 3, 4, 5, 6) if has else (0, 1, 2, 3, 4, 0, 0))]
-    grid = ceil_div(rows, blocks["ROWS"])
-    return Launches((launch(_layer_norm, grid, *args, rows, n, constant(task, 0), HAS_RESIDUAL=has, **blocks),))
+    mask, constants = _dropout(task, 0 if task.ints else None, 1, 2)
+    args += [rows, n, constant(task, 0), *mask]
+    return Launches(
+        (launch(_layer_norm, ceil_div(rows, blocks["ROWS"]), *args, HAS_RESIDUAL=has, **constants, **blocks),)
+    )
 
 
 @launches("layer_norm_moments")
@@ -236,18 +260,20 @@ def _describe_grad_sums(task: Task) -> Launches:
 @launches("layer_norm_grad")
 def _describe_grad(task: Task) -> Launches:
     rows, n, blocks = _blocks(task, 0, 4096)
-    extra_at, bias_at, sums_at, whole = task.ints
+    extra_at, bias_at, sums_at, dropped_at, whole = task.ints[:5]
     dx, dgamma, dbeta, dy, x, stat, gamma = (tile(task, k) for k in range(7))
-    extra, dbias, sums = (tile(task, k) for k in (extra_at, bias_at, sums_at))
+    extra, dbias, sums, dropout = (tile(task, k) for k in (extra_at, bias_at, sums_at, dropped_at))
+    mask, constants = _dropout(task, 5 if dropped_at else None, 0, 0)
     parts, scratch = min(ceil_div(rows, blocks["ROWS"]), PROGRAMS), Scratch()
     part = scratch.take(parts * (3 if bias_at else 2) * n, "fp32")
+    args: list[Parameter] = [dx, part, dy, x, stat, gamma, extra, sums, dropout, rows, n, whole, *mask]
     blocks["STAGES"] = 3 if blocks["BLOCK"] <= 4096 else 1  # as far as shared memory goes
     has = {"HAS_EXTRA": extra_at > 0, "HAS_BIAS": bias_at > 0, "HAS_SUMS": sums_at > 0}
     acc = {f"ACC_{name}": task.accesses[k].accumulate for name, k in (("GAMMA", 1), ("BETA", 2), ("BIAS", bias_at))}
     rest = {"HAS_BIAS": bias_at > 0, **acc, "PARTS": 64, "BLOCK": 16}
     return Launches(
         (
-            launch(_grad, parts, dx, part, dy, x, stat, gamma, extra, sums, rows, n, whole, **has, **blocks),
+            launch(_grad, parts, *args, **has, **constants, **blocks),
             launch(_grad_reduce, ceil_div(n, 16), dgamma, dbeta, dbias, part, parts, n, **rest),
         ),
         scratch.bytes,

@@ -177,29 +177,36 @@ def activation_grad(kind: str) -> Callable[[Case], Op]:
     return lambda case: case.add(ops.ActivationGrad(case.x(axes), case.x(axes), case.y(axes), kind))
 
 
-def layer_norm(residual: bool) -> Callable[[Case], Op]:
+def layer_norm(residual: bool, p: float = 0.0) -> Callable[[Case], Op]:
     def row(case: Case) -> Op:
-        axes = "batch seq embed"
+        axes, x = "batch seq embed", case.x("batch seq embed")
+        if p:
+            case.slots["dropout_seed"], case.options["seed"], case.whole = 6.0, 6, {"embed"}
         return case.add(
             ops.LayerNorm(
-                case.x(axes), case.x("embed"), case.x("embed"), case.y(axes), case.y("batch seq stat", case.wide), 1e-5,
+                x, case.x("embed"), case.x("embed"), case.y(axes), case.y("batch seq stat", case.wide), 1e-5,
                 residual=case.x(axes) if residual else None, total=case.y(axes) if residual else None,
+                dropout=ops.Dropout(x, case.temp(axes), p, key=7) if p else None,
             )
         )  # fmt: skip
 
     return row
 
 
-def layer_norm_grad(add: bool, bias: bool = False) -> Callable[[Case], Op]:
+def layer_norm_grad(add: bool, bias: bool = False, p: float = 0.0) -> Callable[[Case], Op]:
     def row(case: Case) -> Op:
         axes = "batch seq embed"
         x, gamma, beta = case.x(axes), case.x("embed"), case.x("embed")
         forward = ops.LayerNorm(x, gamma, beta, case.temp(axes), case.temp("batch seq stat"), 1e-5)
+        dx = case.y(axes)
+        if p:
+            case.slots["dropout_seed"], case.options["seed"] = 6.0, 6
         return case.add(
             ops.LayerNormGrad(
                 case.x(axes), x, case.x("batch seq stat", of(forward, 1), case.wide), gamma,
-                case.y(axes), case.y("embed", case.wide), case.y("embed", case.wide), add=case.x(axes) if add else None,
+                dx, case.y("embed", case.wide), case.y("embed", case.wide), add=case.x(axes) if add else None,
                 dbias=case.y("embed", case.wide) if bias else None,
+                dropout=ops.Dropout(dx, case.y(axes), p, key=7) if p else None,
             )
         )  # fmt: skip
 
@@ -328,10 +335,13 @@ ROWS |= {
     **{f"ActivationGrad {kind}": activation_grad(kind) for kind in ops.ACTIVATIONS},
     "LayerNorm": layer_norm(residual=False),
     "LayerNorm residual": layer_norm(residual=True),
+    "LayerNorm residual dropout": layer_norm(residual=True, p=0.3),
     "LayerNormGrad": layer_norm_grad(add=False),
     "LayerNormGrad add": layer_norm_grad(add=True),
     "LayerNormGrad bias": layer_norm_grad(add=False, bias=True),
     "LayerNormGrad add bias": layer_norm_grad(add=True, bias=True),
+    "LayerNormGrad dropout": layer_norm_grad(add=False, p=0.3),
+    "LayerNormGrad add bias dropout": layer_norm_grad(add=True, bias=True, p=0.3),
     "Softmax": softmax(causal=False),
     "Softmax causal": softmax(causal=True),
     "SoftmaxGrad": softmax_grad(causal=False),

@@ -74,9 +74,9 @@ def test_each_switch_alone(switch: str) -> None:
     assert kinds(alone) == Counter({**UNFUSED, **ON[switch]})
 
 
-def epilogues(fusion: Any) -> Counter[str]:
+def epilogues(fusion: Any, **model: Any) -> Counter[str]:
     g = Graph("fp32")
-    loss, _, _ = GPT2(CONFIG, {}).build(g, 3, 17, Fusion.of(fusion))
+    loss, _, _ = GPT2(replace(CONFIG, **model), {}).build(g, 3, 17, Fusion.of(fusion))
     g.backward(loss)
     fuse(g, Fusion.of(fusion), vocab_cut=True)
     names = ("bias", "residual", "pre", "aux", "bias_grad")
@@ -92,6 +92,34 @@ def test_epilogues_of_the_fused_model() -> None:
     everything = {"bias": 8, "residual": 4, "pre": 2, "aux": 2, "bias_grad": 4, "activation": 2, "norm grad add": 4}
     assert epilogues(True) == {**everything, "norm grad bias": 4}
     assert epilogues(False) == {}
+
+
+def test_dropout_in_the_norms() -> None:
+    """That of the embedding stays: the residual stream reads it too. Its gradient goes into the first norm's."""
+    left = {on: kinds({"residual_norm": on}, dropout=0.1)["Dropout"] for on in (True, False)}
+    assert left == {True: 1, False: 2 * (1 + 4)}
+    assert kinds(True, dropout=0.1) == Counter({**FUSED, "Dropout": 1})
+    assert epilogues(True, dropout=0.1)["norm grad bias"] == 4
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_dropout_and_add_in_either_order(swapped: bool) -> None:
+    """Also after an encoder's dropout, the add's second operand; not where somebody else reads it or embed is cut."""
+    axes, shape = ["batch", "seq", "embed"], [2, 4, 8]
+    for tiles, read_again, left in (({}, False, 0), ({}, True, 1), ({"embed": 4}, False, 1)):
+        g = Graph("fp32")
+        y, r = g.named("y", axes, shape, "input"), g.named("r", axes, shape, "input")
+        gamma, beta = (g.named(name, ["embed"], [8], "param") for name in ("gamma", "beta"))
+        x = g.dropout(y, 0.1)
+        g.layer_norm(g.plus(r, x) if swapped else g.plus(x, r), gamma, beta, 1e-5).kind = "scalar"
+        if read_again:
+            g.activation(x, "relu").kind = "scalar"
+        fuse(g, Fusion(), False, Tiling(tiles))
+        assert sum(op.kind == "Dropout" for op in g.ops) == left and not any(op.kind == "Add" for op in g.ops)
+        norm = next(op for op in g.ops if isinstance(op, ops.LayerNorm))
+        assert bool(norm.dropout) == (not left)
+        if norm.dropout:
+            assert norm.inputs[0] is y and norm.residual is r
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])

@@ -1,0 +1,44 @@
+// Dropout of a tile's rows, shared by the kernels that apply it; see Dropout in elementwise.py.
+#pragma once
+#include "common.h"
+
+namespace nntile {
+
+class Mask {
+ public:
+  // The task's ints from `ints` on: key, index of the tile's first element in the whole tensor, strides of the whole
+  // tensor. Its floats from `floats` on: seed, p.
+  Mask(const Args& t, size_t ints, size_t floats) : t_(t), ints_(ints), p_(t.f(floats + 1)) {
+    const auto seed = static_cast<uint64_t>(t.f(floats));
+    start_ = (seed * 0x9E3779B97F4A7C15ULL) ^ (static_cast<uint64_t>(t.i(ints)) * 0xD1B54A32D192ED03ULL);
+    limit_ = static_cast<uint64_t>(p_ * 4294967296.0);
+  }
+
+  // out = in * mask / (1 - p), row number `row` of tile x.
+  template <class T>
+  void apply(T* out, const T* in, const at::Tensor& x, int64_t row) const {
+    const T scale = static_cast<T>(1 / (1 - p_));
+    int64_t first = t_.i(ints_ + 1), rest = row;
+    for (int64_t axis = x.dim() - 2; axis >= 0; --axis) {
+      first += rest % x.size(axis) * t_.i(ints_ + 2 + static_cast<size_t>(axis));
+      rest /= x.size(axis);
+    }
+    for (int64_t k = 0; k < x.size(-1); ++k)
+      out[k] = hash(static_cast<uint64_t>(first + k)) >= limit_ ? in[k] * scale : T(0);
+  }
+
+ private:
+  uint64_t hash(uint64_t index) const {
+    uint64_t z = ((index + 1) * 0x9E3779B97F4A7C15ULL) ^ start_;
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ULL;
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EBULL;
+    return z >> 32;
+  }
+
+  const Args& t_;
+  size_t ints_;
+  double p_;
+  uint64_t start_, limit_;
+};
+
+}  // namespace nntile
