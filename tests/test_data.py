@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from nntile_py import data
@@ -83,10 +83,11 @@ def test_the_split_is_by_documents_and_near_the_fraction() -> None:
 
 @settings(deadline=None)
 @given(st.lists(st.text(min_size=1), min_size=1, max_size=5), st.floats(0.01, 0.5))
+@example(["0" * 15, "0" * 19, "0" * 19], 0.5)
 def test_the_split_loses_and_repeats_nothing(documents: list[str], fraction: float) -> None:
     train, held = data.split(documents, fraction)
     assert sorted("".join(train + held).replace("\n", "")) == sorted("".join(documents).replace("\n", ""))
-    assert sum(map(len, held)) <= 0.5 * sum(map(len, documents)) + 3 * len(documents)
+    assert sum(map(len, held)) <= 1.5 * fraction * sum(map(len, documents)) + 1e-9  # whole documents overshoot
 
 
 def test_a_single_file_holds_out_its_end() -> None:
