@@ -207,10 +207,15 @@ def narrow_gradients(graph: Graph, grads: Iterable[Tensor], tiling: Tiling) -> N
 
     What several tasks add up stays in fp32. (Products are summed in fp32; where cuBLASLt splits one, it may round the
     parts.)"""
+    if graph.dtype != "bf16":
+        return
+    makers: dict[Tensor, list[Op]] = {}  # of each storage
+    for op in graph.ops:
+        for out in op.outputs:
+            makers.setdefault(out.storage, []).append(op)
     for grad in grads:
-        makers = [op for op in graph.ops if any(t.storage is grad.storage for t in op.outputs)]
-        product = makers[0] if len(makers) == 1 else None
-        if graph.dtype != "bf16" or not isinstance(product, Contract) or product.output is not grad:
+        product, *others = makers[grad.storage]
+        if others or not isinstance(product, Contract) or product.output is not grad:
             continue
         if _plain(product) and not _in_parts(product, tiling):
             grad.dtype = "bf16"

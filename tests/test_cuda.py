@@ -46,10 +46,11 @@ def test_masters(cuda: nt.Runtime, row: Any) -> None:
     check(row, TILINGS["ragged"], "chain", "bf16")
 
 
+@pytest.mark.parametrize("policy", ["chain", "redux"])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
-def test_operator_on_large_tiles(cuda: nt.Runtime, row: Any, dtype: str) -> None:
-    check(row, {"batch": 1, "embed": 136}, "chain", dtype, LARGE, tolerance=5e-5 if dtype == "fp32" else None)
+def test_operator_on_large_tiles(cuda: nt.Runtime, row: Any, dtype: str, policy: str) -> None:
+    check(row, {"batch": 1, "embed": 136}, policy, dtype, LARGE, tolerance=5e-5 if dtype == "fp32" else None)
 
 
 def losses(trainer: nt.Trainer, steps: int) -> list[float]:

@@ -199,7 +199,7 @@ from nntile_py.tiles import Tiling
 
 sizes = {"batch": 2, "seq": 128, "embed": 768, "heads": 12, "head_dim": 64, "ffn": 3072, "vocab": 50257}
 rows = ["LayerNorm residual", "LayerNormGrad add bias", "CrossEntropy fused", "EmbeddingGrad into", "Transpose all"]
-rows += ["Dropout", "LayerNorm residual dropout", "LayerNormGrad add bias dropout"]
+rows += ["GradNorm clip", "Dropout", "LayerNorm residual dropout", "LayerNormGrad add bias dropout"]
 for row in [*map(ROWS.get, rows), adamw(master=True)]:
     case = Case(sizes, "bf16")
     row(case)
@@ -217,4 +217,5 @@ for row in [*map(ROWS.get, rows), adamw(master=True)]:
 def test_compiles_for_sm_90(python: Python, tmp_path: Path) -> None:
     done = python(COMPILE, Path(__file__).parent, TRITON_CACHE_DIR=str(tmp_path))
     assert done.returncode == 0, done.stderr
-    assert {"_layer_norm", "_grad", "_cross_entropy", "_sum_rows", "_swap", "_adamw"} <= set(done.stdout.split())
+    names = {"_layer_norm", "_grad", "_cross_entropy", "_sum_rows", "_swap", "_adamw", "_squares", "_total", "_clip"}
+    assert names <= set(done.stdout.split())
