@@ -118,7 +118,8 @@ def step(
     dtype: Annotated[str, typer.Option(help="bf16, tf32 or fp32, on CUDA devices.")] = "bf16",
     window: Annotated[int, typer.Option(help="Most tasks in flight. 0: no bound")] = 0,
     cuda_memory: Annotated[
-        float, typer.Option(help="GiB of each device, of ours for tiles. [default: 85 %, PyTorch all]")
+        float,
+        typer.Option(help="GiB of each device, of ours 1 for kernels' workspaces. [default: all; tiles 85 %]"),
     ] = 0.0,
     losses: Annotated[int, typer.Option(help="Report the losses of this many first steps.")] = 0,
     scheduler: str = "lws",

@@ -28,7 +28,6 @@ def capacity(
     contestants: Annotated[str, typer.Option(help="nntile and peers of bench step.")] = "nntile,fsdp2,fsdp2_offload",
     cuda: Annotated[int, typer.Option(help="CUDA devices. 0: on the CPU, for tests", min=0)] = 1,
     cuda_memory: Annotated[float, typer.Option(help="GiB of each GPU that a contestant may take.")] = 20.0,
-    reserve: Annotated[float, typer.Option(help="GiB of those that ours leaves to kernels' workspaces.")] = 1.0,
     host_memory: Annotated[float, typer.Option(help="GiB of main memory; who needs more is left out. 0: any")] = 0.0,
     seq: int = 1024,
     batch: Annotated[int, typer.Option(help="Sequences of all GPUs together. [default: 4 a GPU]")] = 0,
@@ -61,10 +60,10 @@ def capacity(
         "seq": seq, "batch": batch, "vocab": vocab, "cpus": len(os.sched_getaffinity(0)), "scheduler": "lws",
         "attention": "vendor", "tiles": parse_tiles(tiles or f"batch={max(1, batch // gpus)}"), "fusion": True,
         "accumulate": accumulate, "cuda": cuda, "dtype": "bf16", "window": window or None, "losses": 0,
-        "time_limit": time_limit, "placement": None,
+        "time_limit": time_limit, "placement": None, "cuda_memory": cuda_memory,
     }  # fmt: skip
     rows: list[dict[str, Any]] = []
-    result = {"options": base | {"cuda_memory": cuda_memory, "reserve": reserve}, "rows": rows, **machine()}
+    result = {"options": base, "rows": rows, **machine()}
     if not as_json:
         print(f"{HEAD}\n{'|---' * 7}|", flush=True)
     order = sorted(models.split(","), key=list(MODELS).index)
@@ -78,7 +77,6 @@ def capacity(
     ]:
         for name, model in turns:  # the contestants by turns, so that `budget` cuts off all alike
             row: dict[str, Any] = {"model": model, "contestant": name, "parameters": _parameters(model, vocab)}
-            memory = max(cuda_memory - (reserve if name == "nntile" else 0), 0.5)
             host = HOST_BYTES.get(name, 0) * row["parameters"] / 2**30
             if 0 < budget < time.monotonic() - start:
                 row["error"] = f"not tried: {budget:g} s were over"
@@ -87,7 +85,7 @@ def capacity(
             else:
                 layers, embed, heads = MODELS[model]
                 shape = {"layers": layers, "embed": embed, "heads": heads}
-                row |= measure_step(base | shape | {"cuda_memory": memory}, [name], rounds, 1)[name]
+                row |= measure_step(base | shape, [name], rounds, 1)[name]
             error = row.get("error", "")
             trains[name][model] = not error
             if NO_ANSWER in error:

@@ -16,8 +16,10 @@ from typing import Any
 
 import numpy as np
 
+from nntile_py import memory
 from nntile_py.bench_contestants import PARENT, RANKED, lead
 
+RESERVE = 2**30  # bytes of a GPU that ours leaves to kernels' workspaces, where its memory is limited
 LR, WEIGHT_DECAY, CLIP = 1e-3, 0.1, 1.0
 GPU_LR = 3e-4  # larger models
 Step = Callable[[int], list[float]]  # runs n steps, returns their losses
@@ -58,13 +60,16 @@ def ours_on_gpu(o: dict[str, Any]) -> tuple[Step, dict[str, Any]]:
     import torch
 
     import nntile_py as nt
+    from nntile_py.bench_torch import limit_memory
 
     config = nt.models.GPT2Config(o["layers"], o["embed"], o["heads"], o["vocab"], o["seq"], attention=o["attention"])
     values = {name: value.cpu().numpy() for name, value in weights(o)}
     torch.cuda.empty_cache()
-    memory = int(o["cuda_memory"] * 2**30) if o["cuda_memory"] else None
+    for device in range(o["cuda"]):
+        limit_memory(o, device)
+    room = max(int(o["cuda_memory"] * 2**30) - RESERVE, RESERVE // 2) if o["cuda_memory"] else None
     runtime = nt.Runtime(
-        cpus=0, cuda=o["cuda"], scheduler=o["scheduler"], window=o["window"], cuda_memory=memory,
+        cpus=0, cuda=o["cuda"], scheduler=o["scheduler"], window=o["window"], cuda_memory=room,
         placement=o["placement"],
     )  # fmt: skip
     runtime.__enter__()
@@ -80,17 +85,6 @@ def ours_on_gpu(o: dict[str, Any]) -> tuple[Step, dict[str, Any]]:
         return [p.result().loss for p in [trainer.submit(ids, ids) for _ in range(n)]]
 
     return run, {"tasks": trainer.tasks_per_step, "flop": trainer.flop_per_step}
-
-
-def gpu_peak_mib() -> float:
-    """Most that this process had allocated on the fullest GPU: tiles, and what ATen's allocator gave to kernels."""
-    import torch
-
-    from nntile_py import _core
-
-    tiles = _core.cuda_memory_used() or [0]
-    kernels = [torch.cuda.max_memory_allocated(device) for device in range(torch.cuda.device_count())]
-    return float(max(a + b for a, b in zip(tiles + [0] * len(kernels), kernels, strict=False))) / 2**20
 
 
 def ours(o: dict[str, Any]) -> tuple[Step, dict[str, Any]]:
@@ -183,7 +177,7 @@ def serve(name: str, o: dict[str, Any], *place: int) -> None:
         run(int(line))
         seconds = time.perf_counter() - start
         host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-        peak = gpu_peak_mib() if o["cuda"] else host
+        peak = memory.gpu_peak() / 2**20 if o["cuda"] else host
         print(json.dumps({"seconds": seconds, "peak_mib": peak, "host_mib": host}), flush=True)
 
 

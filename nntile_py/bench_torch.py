@@ -64,11 +64,12 @@ class Model(nn.Module):
         assert not own, list(own)
 
 
-def limit_memory(o: dict[str, Any]) -> None:
-    """What PyTorch may take of the current GPU."""
+def limit_memory(o: dict[str, Any], device: int | None = None) -> None:
+    """What ATen's allocator may take of a GPU, default the current one."""
     if o["cuda_memory"]:
-        total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, o["cuda_memory"] * 2**30 / total))
+        device = torch.cuda.current_device() if device is None else device
+        total = torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, o["cuda_memory"] * 2**30 / total), device)
 
 
 def torch_on_gpu(o: dict[str, Any], compiled: bool) -> tuple[Step, dict[str, Any]]:

@@ -82,12 +82,15 @@ def build_step(
         with update.scope(param.name):
             optimizer.build(update, param, grad, clip)
     kept = [*grads.values(), loss]
+    first = lower(graph, tiling, policy)
+    # They can be read until the next step begins; the activations then take their place.
+    first.tasks.forget(first.tile(grad, index) for grad in grads.values() for index in first.indices(grad))
     return Step(
         graph,
         update,
         bindings,
         grads,
-        lower(graph, tiling, policy),
+        first,
         lower(graph, tiling, policy, holds=kept) if grad_accumulation > 1 else None,
         lower(update, tiling, policy, holds=grads.values()),
     )

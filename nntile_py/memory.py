@@ -38,6 +38,21 @@ def group_bytes(runtime: Runtime) -> int:
     return (runtime.cuda_memory or 0) // (int(os.environ["STARPU_CUDA_PIPELINE"]) + 1)
 
 
+def gpu_peak() -> int:
+    """Most bytes that this process has had of the fullest GPU: tiles, and what kernels took to work in."""
+    import torch
+
+    return max(torch.cuda.max_memory_allocated(device) for device in range(torch.cuda.device_count()))
+
+
+def forget_gpu_peak() -> None:
+    """Count gpu_peak() from here on."""
+    import torch
+
+    for device in range(torch.cuda.device_count()):
+        torch.cuda.reset_peak_memory_stats(device)
+
+
 def check_tasks(tasks: TaskList, runtime: Runtime) -> None:
     """Raise TaskError if the tiles of some task do not fit where it runs."""
     limit = task_bytes(runtime)

@@ -106,9 +106,9 @@ class Program:
         self._native = _core.Program()
         handles: dict[Tile, _core.Tile] = {}
         for task in tasks.tasks:
-            for access in task.accesses:
-                if access.tile not in handles:
-                    handles[access.tile] = store.handle(access.tile)
+            for tile in (*task.clears, *(access.tile for access in task.accesses)):
+                if tile not in handles:
+                    handles[tile] = store.handle(tile)
             for tile in task.clears:
                 self._native.add_invalidate(handles[tile])
             # CPU kernels take one part at a time.

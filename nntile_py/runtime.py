@@ -98,7 +98,7 @@ class Runtime:
             if self.cuda:
                 self.cuda_memory = self.cuda_memory or _default_cuda_memory()
                 variables["STARPU_LIMIT_CUDA_MEM"] = str(max(1, self.cuda_memory >> 20))
-                _prepare_cuda(self.cuda, min(self.cuda_memory, self.memory or self.cuda_memory))
+                _prepare_cuda(self.cuda, self.memory)
             os.environ.update(variables)
             _core.start(
                 self.cpus, self.scheduler, self.window, self.calibrate, self.memory or 0, self.cuda,
@@ -174,16 +174,16 @@ CHUNKS_FROM = 4 << 30  # bytes
 _OURS: set[str] = set()  # StarPU's settings that are not the user's
 
 
-def _prepare_cuda(devices: int, memory: int) -> None:
+def _prepare_cuda(devices: int, memory: int | None) -> None:
     """StarPU's settings for CUDA where the user has none, and its measurement of the buses, once a machine.
 
-    memory: bytes that tiles may take of the smallest memory."""
+    memory: bytes that tiles may take of main memory; None: all."""
     # Nothing is written back to main memory before there is need of the room. Tasks that wait on a device's stream
     # cannot be stolen by another device: fewer where there are several (XL on 4 GPUs: 0.52 s a step, then 0.43).
     pipeline = "4" if devices == 1 else "2"
-    # It puts tiles of up to 4 MiB together in chunks of 32 MiB and keeps four empty ones. Where memory is short none
-    # finds its place (with 24 MiB nothing ever ran), or what is evicted makes no room for larger tiles.
-    chunks = "1" if memory >= CHUNKS_FROM else "0"
+    # It puts pinned tiles of up to 4 MiB together in chunks of 32 MiB and keeps four empty ones. Where memory is short
+    # none finds its place, or what is evicted makes no room for larger tiles.
+    chunks = "0" if memory and memory < CHUNKS_FROM else "1"
     settings = {
         "MINIMUM_CLEAN_BUFFERS": "0", "TARGET_CLEAN_BUFFERS": "0", "CUDA_PIPELINE": pipeline, "SUBALLOCATOR": chunks,
     }  # fmt: skip

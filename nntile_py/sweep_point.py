@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 import nntile_py as nt
-from nntile_py import _core
+from nntile_py import _core, memory
 from nntile_py.config import RunConfig
 from nntile_py.draw import operator_class
 from nntile_py.draws import fill
@@ -81,11 +81,16 @@ def measure(config: RunConfig, how: Measure, running: ExitStack) -> dict[str, An
 
 
 def _forget_peak() -> None:
+    if _core.cuda_workers():  # of the points before
+        memory.forget_gpu_peak()
     with suppress(OSError):  # where it is not allowed the peak is that of the process so far
         Path("/proc/self/clear_refs").write_text("5")
 
 
 def _peak_mib() -> float:
+    """Of main memory, or of the fullest GPU where GPUs work."""
+    if _core.cuda_workers():
+        return memory.gpu_peak() / 2**20
     status = Path("/proc/self/status").read_text()
     return next(int(line.split()[1]) / 1024 for line in status.splitlines() if line.startswith("VmHWM"))
 

@@ -154,8 +154,8 @@ class Trainer:
 
     @staticmethod
     def memory_bytes() -> int:
-        """Bytes that tiles take now: on the fullest GPU if there are CUDA workers, else in main memory."""
-        return int(max(_core.cuda_memory_used(), default=0) or _core.memory_used())
+        """Bytes that tiles take now, in main memory; with CUDA workers the most that the fullest GPU has held."""
+        return memory.gpu_peak() if _core.cuda_workers() else int(_core.memory_used())
 
     # -- training
 

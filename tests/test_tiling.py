@@ -240,6 +240,35 @@ def test_peak_bytes_by_hand() -> None:
     assert tasks.peak_bytes() == 600
 
 
+def test_a_forgotten_tile_takes_no_room_until_it_is_written() -> None:
+    kept, x, y = (Tile(name, (), (10,), "fp64", persistent=name == "kept") for name in ("kept", "x", "y"))  # 80 bytes
+    tasks = TaskList("chain")
+    tasks.emit("make", [W(x)])
+    tasks.emit("go on", [W(y), R(x)])  # x goes
+    tasks.emit("end", [W(kept), R(y)])
+    tasks.resolve()
+    assert tasks.peak_bytes() == 240
+    tasks.forget([kept])
+    assert tasks.tasks[0].clears == [kept] and tasks.peak_bytes() == 160
+
+
+@pytest.mark.parametrize("policy", ["chain", "redux", "tree"])
+def test_a_step_begins_without_the_gradients_of_the_last(policy: str) -> None:
+    model = GPT2(GPT2Config(layers=1, embed=8, heads=2, vocab=20, positions=4))
+    step = build_step(
+        model, 4, 4, Tiling({"batch": 2, "embed": 4}), dtype="fp32", optimizer=nt.AdamW(), clip_grad_norm=1.0,
+        policy=policy, fusion=Fusion(),
+    )  # fmt: skip
+    tiles = [step.first.tile(grad, index) for grad in step.grads.values() for index in step.first.indices(grad)]
+    grads = {(tile.tensor, tile.index) for tile in tiles}
+    assert grads <= {(tile.tensor, tile.index) for tile in step.first.tasks.tasks[0].clears}
+    machine = Machine({tile: Counter(["host"]) for low in step.lists for tile in low.tasks.initialised})
+    machine.run(step.first.tasks)
+    once = {str(tile): bag for tile, bag in machine.tiles.items() if (tile.tensor, tile.index) in grads}
+    machine.run(step.first.tasks)
+    assert once == {str(tile): bag for tile, bag in machine.tiles.items() if (tile.tensor, tile.index) in grads}
+
+
 def test_tile_and_task_bytes() -> None:
     a, b = Tile("a", (), (3, 5), "fp32"), Tile("b", (), (4,), "int64")
     assert (a.bytes, b.bytes) == (60, 32)

@@ -236,6 +236,10 @@ class TaskList:
                     next_writer[access.tile], readers[access.tile] = rank, 0.0
             task.priority = min(int(rank), 2**31 - 1)
 
+    def forget(self, tiles: Iterable[Tile]) -> None:
+        """Free what these tiles hold from a run before, when this list begins: it writes them before it reads them."""
+        self.tasks[0].clears += tiles
+
     # -- reports
 
     def peak_bytes(self, kept: int | None = None) -> int:
@@ -246,11 +250,12 @@ class TaskList:
         if kept is None:
             tiles = {a.tile for t in self.tasks for a in t.accesses if a.tile.persistent} | self.initialised
             kept = sum(tile.bytes for tile in tiles)
-        now = peak = kept
+        forgotten = {tile for tile in self.tasks[0].clears if tile.persistent}
+        now = peak = kept - sum(tile.bytes for tile in forgotten)
         alive: set[Tile] = set()
         for task in self.tasks:
             for access in task.accesses:
-                if access.tile not in alive and not access.tile.persistent:
+                if access.tile not in alive and (not access.tile.persistent or access.tile in forgotten):
                     alive.add(access.tile)
                     now += access.tile.bytes
             peak = max(peak, now)
@@ -268,7 +273,9 @@ class TaskList:
                 (numbers.setdefault(a.tile, len(numbers)), a.tile.shape, a.tile.dtype, a.mode, a.accumulate)
                 for a in task.accesses
             ]
-            gone = [sorted(numbers[tile] for tile in tiles) for tiles in (task.clears, task.frees)]
+            gone = [
+                sorted(numbers.setdefault(tile, len(numbers)) for tile in tiles) for tiles in (task.clears, task.frees)
+            ]
             h.update(repr((task.kernel, accesses, task.ints, task.floats, task.priority, gone)).encode())
         return h.hexdigest()
 

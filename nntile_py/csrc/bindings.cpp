@@ -156,7 +156,6 @@ PYBIND11_MODULE(_core, m) {
   m.def("check", check, release());
   m.def("advise", advise);
   m.def("memory_used", memory_used);
-  m.def("cuda_memory_used", cuda_memory_used);
   m.def("cpu_workers", cpu_workers);
   m.def("cuda_workers", cuda_workers);
   m.def("allow_tf32", allow_tf32);

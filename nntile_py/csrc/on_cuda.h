@@ -26,7 +26,11 @@ void on_cuda(void** buffers, size_t count, F body) {
   end_task(buffers, count);
 }
 
-starpu_data_interface_ops* tile_interface();  // StarPU's variables, but copies wait for the tasks that use the memory
+// StarPU's variables, but copies wait for the tasks that use the memory (queue_cuda.cpp), and it comes from memory_cuda.cpp.
+starpu_data_interface_ops* tile_interface();
+const starpu_data_copy_methods* tile_copies();
+cudaStream_t task_stream_of(int device);
+void free_kept_memory();  // before StarPU stops
 
 void run_launches(const TaskBody& body, const double* floats, void** buffers, c10::Device device);
 

@@ -113,6 +113,8 @@ void start_queue() {
 
 cudaStream_t task_stream() { return mine().stream; }
 
+cudaStream_t task_stream_of(int device) { return of_device(device)->stream; }
+
 void end_task(void** buffers, size_t count) {
   mine().end_task(buffers, count, profile::on() || g.reduces ? 0 : static_cast<size_t>(g.ahead));
 }
@@ -123,17 +125,15 @@ bool queues_empty() {
   return true;
 }
 
-starpu_data_interface_ops* tile_interface() {
+const starpu_data_copy_methods* tile_copies() {
   static starpu_data_copy_methods methods = *starpu_interface_variable_ops.copy_methods;
-  static starpu_data_interface_ops ops = starpu_interface_variable_ops;
   methods.ram_to_cuda = copy<cudaMemcpyHostToDevice>;
   methods.cuda_to_ram = copy<cudaMemcpyDeviceToHost>;
   methods.cuda_to_cuda = copy<cudaMemcpyDeviceToDevice>;
   methods.ram_to_cuda_async = copy_async<cudaMemcpyHostToDevice>;
   methods.cuda_to_ram_async = copy_async<cudaMemcpyDeviceToHost>;
   methods.cuda_to_cuda_async = copy_async<cudaMemcpyDeviceToDevice>;
-  ops.copy_methods = &methods;
-  return &ops;
+  return &methods;
 }
 
 }  // namespace nntile

@@ -128,6 +128,9 @@ void stop() {
   }
   forget_tiles();
   g.running = false;
+#ifdef NNTILE_CUDA
+  free_kept_memory();
+#endif
   starpu_shutdown();
 }
 
@@ -172,13 +175,6 @@ size_t memory_used() { return g.running ? starpu_memory_get_used(STARPU_MAIN_RAM
 int cpu_workers() { return g.running ? g.cpus : 0; }
 
 int cuda_workers() { return g.running ? g.cuda : 0; }
-
-std::vector<size_t> cuda_memory_used() {
-  std::vector<size_t> used;
-  for (unsigned node = 0; g.running && node < starpu_memory_nodes_get_count(); ++node)
-    if (starpu_node_get_kind(node) == STARPU_CUDA_RAM) used.push_back(starpu_memory_get_used(node));
-  return used;
-}
 
 namespace {
 std::atomic<bool> g_tf32{false};

@@ -42,7 +42,6 @@ bool failed();
 size_t memory_used();
 int cpu_workers();
 int cuda_workers();
-std::vector<size_t> cuda_memory_used();  // bytes of tiles on each CUDA device
 void allow_tf32(bool allowed);           // fp32 contractions on CUDA may round their operands to tf32
 bool tf32_allowed();
 

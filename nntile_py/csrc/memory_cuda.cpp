@@ -1,0 +1,113 @@
+// Where tiles lie beside CUDA devices. On a device ATen's allocator cuts and joins blocks of any size, as it does for
+// kernels' workspaces; StarPU's own cache gives a buffer out again for its very size only, and holds the rest until
+// memory is short. All that uses a block does so on one stream, or waits for it (queue_cuda.cpp): freed means free. In
+// main memory StarPU's buffers are pinned, which takes milliseconds: they are kept, by size.
+#include <c10/cuda/CUDACachingAllocator.h>
+
+#include <map>
+
+#include "on_cuda.h"
+#include "internal.h"
+
+namespace nntile {
+namespace {
+
+namespace blocks = c10::cuda::CUDACachingAllocator;
+
+class Kept {
+ public:
+  uintptr_t allocate(unsigned node, size_t bytes) {
+    {
+      const std::lock_guard lock(mutex_);
+      if (const auto found = buffers_.find({node, bytes}); found != buffers_.end()) {
+        const auto address = found->second;
+        buffers_.erase(found);
+        return address;
+      }
+    }
+    const auto address = starpu_malloc_on_node(node, bytes);
+    return address || !free_all() ? address : starpu_malloc_on_node(node, bytes);
+  }
+
+  void keep(unsigned node, size_t bytes, uintptr_t address) {
+    const std::lock_guard lock(mutex_);
+    buffers_.emplace(std::pair{node, bytes}, address);
+  }
+
+  bool free_all() {
+    std::multimap<std::pair<unsigned, size_t>, uintptr_t> all;
+    {
+      const std::lock_guard lock(mutex_);
+      all.swap(buffers_);
+    }
+    for (const auto& [key, address] : all) starpu_free_on_node(key.first, address, key.second);
+    return !all.empty();
+  }
+
+ private:
+  std::mutex mutex_;
+  std::multimap<std::pair<unsigned, size_t>, uintptr_t> buffers_;  // of (memory node, bytes)
+};
+
+Kept& kept() {
+  static Kept buffers;
+  return buffers;
+}
+
+// 0: there is no room for it, within the limit or on the card.
+uintptr_t allocate_on_device(unsigned node, size_t bytes) {
+  if (starpu_memory_allocate(node, bytes, 0)) return 0;
+  const int device = starpu_memory_node_get_devid(node);
+  try {
+    const c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(device));
+    return reinterpret_cast<uintptr_t>(blocks::raw_alloc_with_stream(bytes, task_stream_of(device)));
+  } catch (const c10::Error&) {
+    starpu_memory_deallocate(node, bytes);
+    return 0;
+  }
+}
+
+bool is_device(unsigned node) { return starpu_node_get_kind(node) == STARPU_CUDA_RAM; }
+
+bool is_ours(unsigned node) { return g.cuda && (is_device(node) || starpu_node_get_kind(node) == STARPU_CPU_RAM); }
+
+starpu_ssize_t allocate(void* buffer, unsigned node) {
+  if (!is_ours(node)) return starpu_interface_variable_ops.allocate_data_on_node(buffer, node);
+  const size_t bytes = STARPU_VARIABLE_GET_ELEMSIZE(buffer);
+  const auto address = is_device(node) ? allocate_on_device(node, bytes) : kept().allocate(node, bytes);
+  if (!address) return -ENOMEM;
+  auto& variable = *static_cast<starpu_variable_interface*>(buffer);
+  variable.ptr = variable.dev_handle = address;
+  variable.offset = 0;
+  return static_cast<starpu_ssize_t>(bytes);
+}
+
+void free(void* buffer, unsigned node) {
+  if (!is_ours(node)) return starpu_interface_variable_ops.free_data_on_node(buffer, node);
+  auto& variable = *static_cast<starpu_variable_interface*>(buffer);
+  if (is_device(node)) {
+    blocks::raw_delete(reinterpret_cast<void*>(variable.ptr));
+    starpu_memory_deallocate(node, variable.elemsize);
+  } else {
+    kept().keep(node, variable.elemsize, variable.ptr);
+  }
+  variable.ptr = variable.dev_handle = 0;
+}
+
+}  // namespace
+
+void free_kept_memory() { kept().free_all(); }
+
+starpu_data_interface_ops* tile_interface() {
+  static starpu_data_interface_ops ops = [] {
+    auto variable = starpu_interface_variable_ops;
+    variable.copy_methods = tile_copies();
+    variable.allocate_data_on_node = allocate;
+    variable.free_data_on_node = free;
+    variable.dontcache = 1;
+    return variable;
+  }();
+  return &ops;
+}
+
+}  // namespace nntile
