@@ -28,14 +28,15 @@ def task_bytes(runtime: Runtime) -> int | None:
     A worker holds the tiles of the task that it fetches while it waits for room. Those of tasks that it runs come
     free by themselves, but other workers may be reading from its memory, or fetch into the same.
     """
-    if runtime.cuda:
-        return (runtime.cuda_memory or 0) // 2
-    return runtime.memory // (runtime.cpus + 1) if runtime.disk and runtime.memory else None
+    bounds = [(runtime.cuda_memory or 0) // 2] if runtime.cuda else []
+    if runtime.disk and runtime.memory:  # they pass through main memory
+        bounds.append(runtime.memory // (runtime.cuda + runtime.cpus + 1))
+    return min(bounds, default=None)
 
 
 def group_bytes(runtime: Runtime) -> int:
     """What the tiles of a group of tasks may take: as many groups as the worker takes at once, and one more, fit."""
-    return (runtime.cuda_memory or 0) // (int(os.environ["STARPU_CUDA_PIPELINE"]) + 1)
+    return min((runtime.cuda_memory or 0) // (int(os.environ["STARPU_CUDA_PIPELINE"]) + 1), task_bytes(runtime) or 0)
 
 
 def gpu_peak() -> int:
@@ -63,7 +64,7 @@ def check_tasks(tasks: TaskList, runtime: Runtime) -> None:
     if held[number] <= limit:
         return
     key, have = "memory", runtime.memory
-    if runtime.cuda:
+    if runtime.cuda and limit == (runtime.cuda_memory or 0) // 2:
         key, have = "cuda_memory", runtime.cuda_memory
     raise TaskError(
         f"out of memory: {tasks.tasks[number].op} works on {held[number] / MIB:.1f} MiB of tiles at once, and "

@@ -74,8 +74,6 @@ class Runtime:
             raise ConfigError(f"runtime.placement: {placement!r} is not allowed; use {' or '.join(PLACEMENTS)}")
         self.placement = placement or PLACEMENTS[cuda > 1 and not self.cpus]
         self.scheduler, self.memory, self.window, self.calibrate = scheduler, memory, window or 0, calibrate
-        if disk and cuda:  # tried: no tile moves on
-            raise ConfigError("runtime.disk: works with CPU workers only; leave it out, or use runtime.cuda: 0")
         self.disk = Disk(disk, memory) if disk else None
         self._users: list[Any] = []
 
@@ -93,6 +91,10 @@ class Runtime:
             page = 1
             if self.disk:
                 variables, page = self.disk.open()
+            if (
+                self.disk and self.cuda
+            ):  # what is on its way from the disk to a device holds main memory until it has arrived
+                variables["STARPU_PREFETCH"] = "0"
             if self.memory:
                 variables["STARPU_LIMIT_CPU_MEM"] = str(max(1, self.memory >> 20))
             if self.cuda:

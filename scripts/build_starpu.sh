@@ -8,6 +8,7 @@ umask 022
 export LC_ALL=C
 
 oldest=1.4.8
+changes=2 # of what is changed in its sources below: who has built it before builds it anew
 cache=${XDG_CACHE_HOME:-$HOME/.cache}/nntile_py
 prefix=${NNTILE_STARPU_PREFIX:-}
 tarball=${STARPU_TARBALL:-}
@@ -84,7 +85,7 @@ done_already() {
     local dir
     [ -z "$force" ] || return 1
     # shellcheck disable=SC2012
-    for dir in ${prefix:+"$prefix"} $([ -n "$prefix" ] || ls -d "$cache"/starpu-1.4.*[0-9]${cuda_dir:+-cuda} 2>/dev/null | sort -Vr); do
+    for dir in ${prefix:+"$prefix"} $([ -n "$prefix" ] || ls -d "$cache"/starpu-1.4.*-$changes${cuda_dir:+-cuda} 2>/dev/null | sort -Vr); do
         if version_in "$dir"; then echo "$dir"; return; fi
     done
     return 1
@@ -177,7 +178,7 @@ version=$(./configure --version | sed -n '1s/^StarPU configure //p')
 case $version in 1.4.*) ;; *) die "$tarball holds StarPU ${version:-(not StarPU)}; needed: 1.4, $oldest or later" ;; esac
 [ "$(printf '%s\n' $oldest "$version" | sort -V | head -n 1)" = $oldest ] || die "$tarball holds StarPU $version; needed: $oldest or later"
 if [ -z "$prefix" ]; then
-    prefix=$cache/starpu-$version${cuda_dir:+-cuda}
+    prefix=$cache/starpu-$version-$changes${cuda_dir:+-cuda}
     rm -rf "$prefix"
 fi
 
@@ -189,6 +190,12 @@ grep -q '^\s*sched_yield();' $backoff || say "$backoff has changed: idle workers
 
 # Models of the installation folder are nobody's here, and a StarPU that was moved ("make bundle") warns that it is gone.
 sed -i '/^\s*_perf_model_add_dir(STARPU_SAMPLING_DIR,/d' src/core/perfmodel/perfmodel.c
+
+# A worker that evicts from main memory to a disk goes on serving requests while it waits. One that makes room on a device
+# would evict from there to main memory, which is refused meanwhile, and it would never come back.
+copies=src/datawizard/copy_driver.c
+sed -i 's/DO_NOT_ALLOC || _starpu_is_reclaiming(dst_node))/DO_NOT_ALLOC || _starpu_is_reclaiming(dst_node) || (starpu_node_get_kind(dst_node) == STARPU_CUDA_RAM \&\& _starpu_is_reclaiming(STARPU_MAIN_RAM)))/' $copies
+grep -q '_starpu_is_reclaiming(STARPU_MAIN_RAM)' $copies || say "$copies has changed: a disk beside CUDA devices may come to a standstill"
 
 # blocking drivers stay off: they set the pipeline of tasks per CUDA device to 0.
 flags=(--prefix="$prefix" --libdir="$prefix/lib" --disable-static --enable-fast

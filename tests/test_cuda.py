@@ -1,6 +1,7 @@
 """On a CUDA device: every operator against its float64 reference, GPT-2, memory limits, Python tasks."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -135,7 +136,10 @@ def test_task_in_python(cuda: nt.Runtime) -> None:
 LIMIT = """
 import sys; sys.path.insert(0, sys.argv[1])
 import test_cuda, nntile_py as nt
-with nt.Runtime(cpus=0, cuda=1, cuda_memory=int(sys.argv[2]) << 20, window=200):
+folder, limit = sys.argv[1:3]
+more = {"memory": int(sys.argv[3]) << 20, "disk": {"path": sys.argv[4], "size": 1 << 30}} if sys.argv[3:] else {}
+if sys.argv[5:]: test_cuda.disk._direct = lambda folder: False
+with nt.Runtime(cpus=0, cuda=1, cuda_memory=int(limit) << 20, window=200, **more):
     print(test_cuda.train("bf16", tiles={"batch": 1}))
 """
 FOLDER = __file__.rpartition("/")[0]
@@ -154,6 +158,17 @@ def test_eviction(python: Any, cuda: nt.Runtime, unlimited: str, limit: int) -> 
     result = python(LIMIT, FOLDER, limit)
     assert result.returncode == 0, result.stderr[-2000:]
     assert result.stdout == unlimited
+
+
+@pytest.mark.parametrize(("limit", "main"), [(6, 10), (6, 6), (4, 4)])
+@pytest.mark.parametrize("cached", [(), ("cached",)], ids=["direct", "cached"])
+def test_eviction_to_disk(
+    python: Any, cuda: nt.Runtime, unlimited: str, tmp_path: Path, limit: int, main: int, cached: Sequence[str]
+) -> None:
+    """Tiles go from the device to main memory, from there to files, and back."""
+    result = python(LIMIT, FOLDER, limit, main, tmp_path, *cached)
+    assert result.returncode == 0, result.stderr[-2000:]
+    assert result.stdout == unlimited and not list(tmp_path.iterdir())
 
 
 def test_too_little_memory(python: Any, cuda: nt.Runtime) -> None:

@@ -137,10 +137,8 @@ print("end")
 class Gpu:
     """What the checks look at of a Runtime."""
 
-    disk = None
-
-    def __init__(self, cuda_memory: int, memory: int | None = None, cuda: int = 1) -> None:
-        self.cuda, self.cpus, self.cuda_memory, self.memory = cuda, 0, cuda_memory, memory
+    def __init__(self, cuda_memory: int, memory: int | None = None, cuda: int = 1, disk: Any = None) -> None:
+        self.cuda, self.cpus, self.cuda_memory, self.memory, self.disk = cuda, 0, cuda_memory, memory, disk
 
 
 def step(tiles: dict[str, int]) -> Any:
@@ -162,6 +160,14 @@ def test_a_task_larger_than_the_gpu() -> None:
     )
     with pytest.raises(nt.TaskError, match=text):
         memory.check_tasks(uncut, Gpu(MIB))  # type: ignore[arg-type]
+
+
+def test_a_task_larger_than_what_the_disk_fills() -> None:
+    """What comes from the disk passes through main memory, where a tile of each worker's and one more must fit."""
+    uncut = step({}).first.tasks
+    memory.check_tasks(uncut, Gpu(2**30, 3 * MIB, disk=True))  # type: ignore[arg-type]
+    with pytest.raises(nt.TaskError, match=r"runtime\.memory = 3\.0 MiB has room for 0\.6; the largest"):
+        memory.check_tasks(uncut, Gpu(2**30, 3 * MIB, cuda=4, disk=True))  # type: ignore[arg-type]
 
 
 def test_groups_are_bounded_in_bytes() -> None:
