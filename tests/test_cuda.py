@@ -136,9 +136,10 @@ def test_task_in_python(cuda: nt.Runtime) -> None:
 LIMIT = """
 import sys; sys.path.insert(0, sys.argv[1])
 import test_cuda, nntile_py as nt
+from nntile_py import disk
 folder, limit = sys.argv[1:3]
 more = {"memory": int(sys.argv[3]) << 20, "disk": {"path": sys.argv[4], "size": 1 << 30}} if sys.argv[3:] else {}
-if sys.argv[5:]: test_cuda.disk._direct = lambda folder: False
+if sys.argv[5:]: disk._direct = lambda folder: False
 with nt.Runtime(cpus=0, cuda=1, cuda_memory=int(limit) << 20, window=200, **more):
     print(test_cuda.train("bf16", tiles={"batch": 1}))
 """

@@ -1,7 +1,8 @@
-// Where tiles lie beside CUDA devices. On a device ATen's allocator cuts and joins blocks of any size, as it does for
-// kernels' workspaces; StarPU's own cache gives a buffer out again for its very size only, and holds the rest until
-// memory is short. All that uses a block does so on one stream, or waits for it (queue_cuda.cpp): freed means free. In
-// main memory StarPU's buffers are pinned, which takes milliseconds: they are kept, by size.
+// Where tiles lie beside CUDA devices. On a device ATen's allocator cuts and joins blocks of any size; StarPU's own cache
+// gives a buffer out again for its very size only, and holds the rest until memory is short. All that uses a tile's block
+// does so on one stream, or waits for it (queue_cuda.cpp): freed means free. Kernels' workspaces are not known there, so
+// no tile may ever get the block of one: tiles have a key of their own. In main memory StarPU's buffers are pinned, which
+// takes milliseconds: they are kept, by size.
 #include <c10/cuda/CUDACachingAllocator.h>
 
 #include <map>
@@ -60,7 +61,7 @@ uintptr_t allocate_on_device(unsigned node, size_t bytes) {
   const int device = starpu_memory_node_get_devid(node);
   try {
     const c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(device));
-    return reinterpret_cast<uintptr_t>(blocks::raw_alloc_with_stream(bytes, task_stream_of(device)));
+    return reinterpret_cast<uintptr_t>(blocks::raw_alloc_with_stream(bytes, key_of_tiles(device)));
   } catch (const c10::Error&) {
     starpu_memory_deallocate(node, bytes);
     return 0;

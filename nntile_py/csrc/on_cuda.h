@@ -29,7 +29,7 @@ void on_cuda(void** buffers, size_t count, F body) {
 // StarPU's variables, but copies wait for the tasks that use the memory (queue_cuda.cpp), and it comes from memory_cuda.cpp.
 starpu_data_interface_ops* tile_interface();
 const starpu_data_copy_methods* tile_copies();
-cudaStream_t task_stream_of(int device);
+cudaStream_t key_of_tiles(int device);  // nothing runs on it: ATen gives what is freed under a stream to that one alone
 void free_kept_memory();  // before StarPU stops
 
 void run_launches(const TaskBody& body, const double* floats, void** buffers, c10::Device device);

@@ -19,7 +19,7 @@ void require(cudaError_t status) {
 class Queue {
  public:
   Queue() {
-    require(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+    for (auto* one : {&stream, &key}) require(cudaStreamCreateWithFlags(one, cudaStreamNonBlocking));
     for (auto& event : events_) require(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
   }
 
@@ -42,7 +42,7 @@ class Queue {
 
   static uintptr_t address(void* buffer) { return STARPU_VARIABLE_GET_PTR(buffer); }
 
-  cudaStream_t stream = nullptr;
+  cudaStream_t stream = nullptr, key = nullptr;
 
  private:
   static constexpr size_t kEvents = 64;  // more than `ahead`; recorded again in turn: who waits for an old one waits too long, which is safe
@@ -113,7 +113,7 @@ void start_queue() {
 
 cudaStream_t task_stream() { return mine().stream; }
 
-cudaStream_t task_stream_of(int device) { return of_device(device)->stream; }
+cudaStream_t key_of_tiles(int device) { return of_device(device)->key; }
 
 void end_task(void** buffers, size_t count) {
   mine().end_task(buffers, count, profile::on() || g.reduces ? 0 : static_cast<size_t>(g.ahead));
