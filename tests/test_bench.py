@@ -11,10 +11,10 @@ import pytest
 import torch
 from conftest import Python
 
-from nntile_py import sweep
+from nntile_py import bench_capacity, sweep
 from nntile_py.bench import measure_tasks
 from nntile_py.bench_capacity import next_model
-from nntile_py.bench_contestants import Side, measure_step
+from nntile_py.bench_contestants import NO_ANSWER, Side, measure_step
 from nntile_py.bench_metg import shortest
 from nntile_py.bench_step import CLIP, GPU_LR, WEIGHT_DECAY, batch, weights
 from nntile_py.bench_torch import Model
@@ -132,6 +132,21 @@ def test_search_for_capacity(first: int, largest: str, tried: str) -> None:
     while model := next_model("abcde", first, trains):
         trains[model] = model <= largest
     assert "".join(trains) == tried
+
+
+@pytest.mark.parametrize(
+    ("error", "tried"),
+    [("CUDA out of memory", ["774M", "355M"]), (f"{NO_ANSWER} 60 s", ["774M"])],
+)
+def test_who_was_too_slow_is_not_taken_for_too_large(
+    error: str, tried: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """--search begins at 774M, which fills 20 GiB, and goes down only from what found no room."""
+    monkeypatch.setattr(
+        bench_capacity, "measure_step", lambda options, names, rounds, steps: {names[0]: {"error": error}}
+    )
+    bench_capacity.capacity(contestants="nntile", cuda=1, cuda_memory=20.0, search=True, as_json=True)
+    assert [row["model"] for row in json.loads(capsys.readouterr().out)["rows"]] == tried
 
 
 def test_policies() -> None:
