@@ -180,6 +180,9 @@ def _prepare_cuda(devices: int, memory: int | None) -> None:
     """StarPU's settings for CUDA where the user has none, and its measurement of the buses, once a machine.
 
     memory: bytes that tiles may take of main memory; None: all."""
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        if "expandable_segments:True" in os.environ.get(name, ""):  # which would be unmapped under kernels that run
+            raise ConfigError(f"{name}: expandable_segments:True is not allowed with CUDA workers; leave it out")
     # Nothing is written back to main memory before there is need of the room. Tasks that wait on a device's stream
     # cannot be stolen by another device: fewer where there are several (XL on 4 GPUs: 0.52 s a step, then 0.43).
     pipeline = "4" if devices == 1 else "2"

@@ -8,7 +8,7 @@ from conftest import CPUS, error
 from faults import PRELUDE, ends_well
 
 import nntile_py as nt
-from nntile_py import memory
+from nntile_py import memory, runtime
 from nntile_py.build import build_step
 from nntile_py.passes import Fusion
 from nntile_py.tiles import Tiling
@@ -179,6 +179,12 @@ def test_groups_are_bounded_in_bytes() -> None:
         assert all(sum(a.tile.bytes for a in task.accesses) <= limit for task in groups)
         counts.append(len(groups))
     assert counts == sorted(counts, reverse=True) and counts[0] > counts[-1]
+
+
+def test_memory_that_may_go_under_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:64,expandable_segments:True")
+    with pytest.raises(nt.ConfigError, match=r"^PYTORCH_ALLOC_CONF: expandable_segments:True is not allowed"):
+        runtime._prepare_cuda(1, None)
 
 
 def test_main_memory_beside_gpus() -> None:

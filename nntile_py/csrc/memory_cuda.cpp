@@ -61,7 +61,7 @@ uintptr_t allocate_on_device(unsigned node, size_t bytes) {
   const int device = starpu_memory_node_get_devid(node);
   try {
     const c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(device));
-    return reinterpret_cast<uintptr_t>(blocks::raw_alloc_with_stream(bytes, key_of_tiles(device)));
+    return reinterpret_cast<uintptr_t>(blocks::raw_alloc_with_stream(std::max<size_t>(bytes, 1), key_of_tiles(device)));
   } catch (const c10::Error&) {
     starpu_memory_deallocate(node, bytes);
     return 0;
@@ -76,7 +76,12 @@ starpu_ssize_t allocate(void* buffer, unsigned node) {
   if (!is_ours(node)) return starpu_interface_variable_ops.allocate_data_on_node(buffer, node);
   const size_t bytes = STARPU_VARIABLE_GET_ELEMSIZE(buffer);
   const auto address = is_device(node) ? allocate_on_device(node, bytes) : kept().allocate(node, bytes);
-  if (!address) return -ENOMEM;
+  if (!address) {
+    // StarPU makes room on a device only if main memory has some, and does not know what can be had there.
+    const auto all = starpu_memory_get_total(STARPU_MAIN_RAM);
+    if (all > 0 && starpu_memory_get_available(STARPU_MAIN_RAM) < all / 2) kept().free_all();
+    return -ENOMEM;
+  }
   auto& variable = *static_cast<starpu_variable_interface*>(buffer);
   variable.ptr = variable.dev_handle = address;
   variable.offset = 0;
