@@ -18,6 +18,9 @@ void check_label(int64_t label, int64_t vocab) {
                             std::to_string(vocab));
 }
 
+// A loss is scaled row by row: a product at the end would be rounded with the sum before it, or alone where that is added
+// by a task of its own.
+
 // tiles: logits, labels, lse, loss (ACC); ints: whether the logits become their gradient
 void cross_entropy(Args& t) {
   const auto logits = t[0], labels = t[1], lse = t[2], loss = t[3];
@@ -31,11 +34,11 @@ void cross_entropy(Args& t) {
       check_label(label[row], n);
       const T top = max_of(x, n), value = top + std::log(sumexp_of(x, top, n));
       lse.data_ptr<T>()[row] = value;
-      if (label[row] >= 0) total += static_cast<double>(value) - static_cast<double>(x[label[row]]);
+      if (label[row] >= 0) total += (static_cast<double>(value) - static_cast<double>(x[label[row]])) * t.f(0);
       if (t.i(0)) gradient(x, value, label[row] < 0 ? -2 * n : label[row], static_cast<T>(t.f(0)), n);
     }
     auto* out = loss.data_ptr<double>();
-    *out = (t.accumulates(3) ? *out : 0.0) + total * t.f(0);
+    *out = (t.accumulates(3) ? *out : 0.0) + total;
   });
 }
 
@@ -73,10 +76,10 @@ void cross_entropy_loss(Args& t) {
       const T value = s[0] + std::log(s[1]);
       lse.data_ptr<T>()[row] = value;
       if (labels.data_ptr<int64_t>()[row] >= 0)
-        total += static_cast<double>(value) - static_cast<double>(picked.data_ptr<T>()[row]);
+        total += (static_cast<double>(value) - static_cast<double>(picked.data_ptr<T>()[row])) * t.f(0);
     }
     auto* out = loss.data_ptr<double>();
-    *out = (t.accumulates(1) ? *out : 0.0) + total * t.f(0);
+    *out = (t.accumulates(1) ? *out : 0.0) + total;
   });
 }
 

@@ -135,8 +135,8 @@ def _total(LOSS, ROWS, rows, scale, ACC: tl.constexpr, BLOCK: tl.constexpr):
     total = tl.zeros([BLOCK], tl.float64)
     for first in range(0, rows, BLOCK):
         row = first + tl.arange(0, BLOCK)
-        total += tl.load(ROWS + row, row < rows, 0.0).to(tl.float64)
-    loss = tl.sum(total, 0) * scale
+        total += tl.load(ROWS + row, row < rows, 0.0).to(tl.float64) * scale  # see cross_entropy.cpp
+    loss = tl.sum(total, 0)
     if ACC:
         loss += tl.load(LOSS)
     tl.store(LOSS, loss)

@@ -7,6 +7,7 @@ from nntile_py.build import Step, build_step
 from nntile_py.models.gpt2 import initial_weights
 from nntile_py.passes import Fusion
 from nntile_py.tiles import ACC, R, TaskList, Tile, Tiling, W
+from nntile_py.tiles.groups import grouped
 from nntile_py.tiles.placement import Homes, Speed, placed
 from nntile_py.tiles.tasklist import Task
 
@@ -58,6 +59,86 @@ def test_batch_tiles_stay_where_they_are() -> None:
     at = {(a.tile.tensor, a.tile.index): t.worker for t in first for a in t.accesses if a.mode != "R"}
     stays = [t for t in matrices if at[t.accesses[3].tile.tensor, t.accesses[3].tile.index] == t.worker]
     assert len(stays) > 0.6 * len(matrices)
+
+
+@pytest.mark.parametrize(("size", "owners"), [(16, [0, 1, 2, 3]), (8, [0, 0, 1, 1, 2, 2, 3, 3]), (13, [0, 0, 1, 2, 3])])
+def test_each_worker_has_neighbours_of_the_batch(size: int, owners: list[int]) -> None:
+    tasks = placed(step({"batch": size}).lists[0].tasks, 4, GPU).tasks
+    for task in tasks:
+        batch = {a.tile.index[a.tile.axes.index("batch")] for a in task.accesses if "batch" in a.tile.axes}
+        if len(batch) == 1:
+            assert task.worker == owners[batch.pop()]
+
+
+def waits(tasks: list[Task], group: dict[int, int]) -> list[set[int]]:
+    """The groups that each task waits for, directly or through others; `group` of each task."""
+    writer: dict[Tile, int] = {}
+    readers: dict[Tile, list[int]] = {}
+    result: list[set[int]] = []
+    of_group: dict[int, set[int]] = {}
+    for number, task in enumerate(tasks):
+        direct = {writer[a.tile] for a in task.accesses if a.tile in writer}
+        direct |= {k for a in task.accesses if a.mode != "R" for k in readers.get(a.tile, [])}
+        before = {group[k] for k in direct}.union(*(of_group[group[k]] for k in direct))
+        result.append(before)
+        of_group.setdefault(group[number], set()).update(before - {group[number]})
+        for access in task.accesses:
+            if access.mode == "R":
+                readers.setdefault(access.tile, []).append(number)
+            else:
+                writer[access.tile], readers[access.tile] = number, []
+    return result
+
+
+@pytest.mark.parametrize("size", [16, 8])
+def test_the_backward_pass_of_a_part_of_the_batch_waits_for_no_other(size: int) -> None:
+    tasks = placed(step({"batch": size}).lists[0].tasks, 4, GPU).tasks
+    before = waits(tasks, {k: k for k in range(len(tasks))})
+    ends = [k for k, task in enumerate(tasks) if task.kernel == "attention_grad"]
+    assert len(ends) == CONFIG.layers * 64 // size
+    for k in ends:
+        assert {tasks[j].worker for j in before[k] if "backward" in tasks[j].op} == {tasks[k].worker}
+
+
+@pytest.mark.parametrize("size", [16, 8])
+def test_no_task_of_a_group_waits_for_what_another_of_it_needs(size: int) -> None:
+    one = placed(step({"batch": size}).lists[0].tasks, 4, GPU)
+    groups = grouped(one, GPU.flop_s, GPU.bytes_s, 1e-4).tasks
+    # The tasks in the order of the groups; each is the same object in a group as in the list.
+    tasks, group = [], {}
+    for number, task in enumerate(groups):
+        for part in task.parts or [task]:
+            group[len(tasks)] = number
+            tasks.append(part)
+    before = waits(tasks, group)
+    elsewhere = [{g for g in held if groups[g].worker != task.worker} for task, held in zip(tasks, before, strict=True)]
+    for number, task in enumerate(groups):
+        needs = [elsewhere[k] for k in group if group[k] == number]
+        assert all(need == needs[0] for need in needs), task.op
+
+
+@pytest.mark.parametrize("size", [16, 8])
+def test_sums_beside_are_added_in_the_order_of_the_batch(size: int) -> None:
+    one, tasks = step({"batch": size}).lists[0].tasks, placed(step({"batch": size}).lists[0].tasks, 4, GPU)
+
+    def contributions(of: list[Task]) -> dict[str, list[str]]:
+        """To each gradient, by the name of an input of the task that made it."""
+        made, found = {}, {}  # type: ignore[var-annotated]
+        for task in of:
+            name = next((str(a.tile) for a in task.accesses if "batch" in a.tile.axes), "")
+            for access in task.accesses:
+                if task.kernel == "combine":
+                    name = made[str(task.accesses[1].tile), task.worker]
+                if access.mode != "R" and access.tile.persistent:
+                    found.setdefault(str(access.tile), []).append(name)
+                elif access.tile.tensor.endswith(".part"):
+                    made[str(access.tile), task.worker] = name
+        return found
+
+    assert contributions(tasks.tasks) == contributions(one.tasks)
+    assert sum(t.kernel == "combine" for t in tasks.tasks) > 0 and tasks.tasks[-1].worker >= 0
+    freed = [tile for task in tasks.tasks for tile in task.frees]
+    assert len(freed) == len(set(freed)) and all(not tile.persistent for tile in freed)
 
 
 def test_parts_of_a_layer_spread() -> None:

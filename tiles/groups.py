@@ -23,8 +23,9 @@ def grouped(
 
     A task joins the newest group of its worker, if that is known (`alone`: there is one worker only), or else the group
     that ends its dependencies; but only if it depends on nothing of other workers that the group did not wait for
-    already: what could run side by side still can. flop_s, bytes_s: of a worker, to estimate durations; no group lasts
-    longer than most_seconds, or has more than most_bytes of tiles.
+    already, nor the group on what the task does not: what could run side by side still can. (Where workers are not
+    known a tiny task may wait.) flop_s, bytes_s: of a worker, to estimate durations; no group lasts longer than
+    most_seconds, or has more than most_bytes of tiles.
     """
     groups: list[list[Task]] = []
     seconds: list[float] = []
@@ -51,7 +52,7 @@ def grouped(
         for number in (newest.get(task.worker) if known or time < TINY else None, latest):
             if number is None or number < max(latest, 0) or waits & ~(before[number] | 1 << number | mine):
                 continue
-            if time >= TINY and before[number] & ~(waits | mine):  # it would wait for what others do
+            if (known or time >= TINY) and before[number] & ~(waits | mine):  # it would wait for what others do
                 continue
             if seconds[number] + time <= most_seconds and _fits(groups[number], task, most_bytes):
                 chosen = number

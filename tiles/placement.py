@@ -1,15 +1,17 @@
 """Which worker each task runs on, decided before the program runs, for workers that are alike (the GPUs of a node).
 
-A scheduler that sees ready tasks one by one moves tiles to whoever is idle. Here each task, in the list's order, goes
-where the least has to travel, against the work that the workers were given so far: batch tiles stay on one GPU each,
-parts of a layer spread over GPUs where there is one batch tile, optimizer states stay where they are.
+A scheduler that sees ready tasks one by one moves tiles to whoever is idle. Where there is a batch tile for each
+worker, all that is done to one stays with it, and each worker has neighbours in the batch: a sum over the batch, which
+is a chain in their order, does not come and go. Every other task, in the list's order, goes where the least has to
+travel, against the work that the workers were given so far: parts of a layer spread over GPUs where there are fewer
+batch tiles, optimizer states stay where they are.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from .tasklist import Task, TaskList, Tile
+from .tasklist import Access, Task, TaskList, Tile, merge
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,7 @@ Homes = dict[tuple[str, tuple[int, ...]], set[int]]
 
 
 def placed(tasks: TaskList, workers: int, speed: Speed, homes: Homes | None = None) -> TaskList:
-    """A resolved list with the same tasks, each with its worker, from 0.
+    """A resolved list that computes the same to the bit, each task with its worker, from 0.
 
     homes: the workers that hold a copy of each tile that outlives the program, by tensor and index; brought up to date.
     A tile without an entry is taken to be wherever it is wanted.
@@ -44,25 +46,67 @@ def placed(tasks: TaskList, workers: int, speed: Speed, homes: Homes | None = No
         for access in task.accesses:
             readers[access.tile] = readers.get(access.tile, 0) + 1
     copies: dict[Tile, set[int]] = {tile: homes.get((tile.tensor, tile.index), set()) for tile in readers}
+    parts = 1 + max((part for tile in readers for part in _batch(tile)), default=-1)
+    away: set[Tile] = set()  # sums that have left the worker that began them
     load = [0.0] * workers
     result = TaskList(tasks.policy, tasks.initialised)
     for task in tasks.tasks:
-        least = min(load)
-        costs = [work - least for work in load]
-        for access in task.accesses:
-            held = copies[access.tile]
-            if access.mode == "W" or not held:
-                continue
-            # A copy that is only read serves later readers too.
-            share = readers[access.tile] if access.mode == "R" else 1
-            travel = (speed.latency + access.tile.bytes / speed.link_s) / share
-            for worker in range(workers):
-                if worker not in held:
-                    costs[worker] += travel
-        chosen = min(range(workers), key=costs.__getitem__)
-        load[chosen] += speed.seconds(task)
-        for access in task.accesses:
-            copies[access.tile] = {chosen} if access.mode != "R" else copies[access.tile] | {chosen}
-        result.tasks.append(replace(task, worker=chosen))
+        batch = {part for access in task.accesses for part in _batch(access.tile)}
+        merges: list[Task] = []
+        if parts >= workers and len(batch) == 1:
+            chosen = batch.pop() * workers // parts
+            sums = [a for a in _aside(task) if a.tile in away or chosen not in copies[a.tile]]
+            away.update(access.tile for access in sums)
+            task, merges = _apart(task, sums)
+        else:
+            chosen = _cheapest(task, load, copies, readers, speed)
+        for one in (task, *merges):
+            load[chosen] += speed.seconds(one)
+            for access in one.accesses:
+                held = copies.get(access.tile, set())
+                copies[access.tile] = {chosen} if access.mode != "R" else held | {chosen}
+            result.tasks.append(replace(one, worker=chosen))
     homes.update({(tile.tensor, tile.index): held for tile, held in copies.items() if tile.persistent})
     return result
+
+
+def _batch(tile: Tile) -> list[int]:
+    """Which part of the batch the tile is of, if of one."""
+    return [part for axis, part in zip(tile.axes, tile.index, strict=False) if axis == "batch"]
+
+
+def _cheapest(
+    task: Task, load: list[float], copies: dict[Tile, set[int]], readers: dict[Tile, int], speed: Speed
+) -> int:
+    least = min(load)
+    costs = [work - least for work in load]
+    for access in task.accesses:
+        held = copies[access.tile]
+        if access.mode == "W" or not held:
+            continue
+        # A copy that is only read serves later readers too.
+        share = readers[access.tile] if access.mode == "R" else 1
+        travel = (speed.latency + access.tile.bytes / speed.link_s) / share
+        for worker in range(len(load)):
+            if worker not in held:
+                costs[worker] += travel
+    return min(range(len(load)), key=costs.__getitem__)
+
+
+def _aside(task: Task) -> list[Access]:
+    """Sums that a task adds to beside what it is there for: the gradients of a LayerNorm's weights, the loss."""
+    if all(access.mode != "W" for access in task.accesses):
+        return []
+    return [a for a in task.accesses if a.mode == "RW" and a.accumulate and a.tile not in task.frees]
+
+
+def _apart(task: Task, sums: list[Access]) -> tuple[Task, list[Task]]:
+    """The task with its contributions to `sums` in tiles of their own, and what adds those: it waits for no sum."""
+    parts = {
+        id(a): Tile(f"{a.tile.tensor}.part", a.tile.index, a.tile.shape, a.tile.dtype, a.tile.monoid) for a in sums
+    }
+    accesses = [Access(parts[id(a)], "W") if id(a) in parts else a for a in task.accesses]
+    merges = [replace(merge(a.tile, parts[id(a)], task.op), priority=task.priority) for a in sums]
+    for one in merges:
+        one.frees.append(one.accesses[1].tile)
+    return replace(task, accesses=accesses), merges

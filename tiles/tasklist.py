@@ -172,7 +172,7 @@ class TaskList:
                     stack.append((0, part))
                     while len(stack) > 1 and stack[-1][0] == stack[-2][0]:
                         level, right = stack.pop()
-                        merges.append(_merge(stack[-1][1], right, task.op))
+                        merges.append(merge(stack[-1][1], right, task.op))
                         stack[-1] = (level + 1, stack[-1][1])
             out.append(task)
             out.extend(merges)
@@ -205,7 +205,7 @@ class TaskList:
         op = out[-1].op if out else ""
         while len(stack) > 1:
             _, right = stack.pop()
-            out.append(_merge(stack[-1][1], right, op))
+            out.append(merge(stack[-1][1], right, op))
 
     # -- liveness and priorities
 
@@ -280,6 +280,7 @@ class TaskList:
         return h.hexdigest()
 
 
-def _merge(into: Tile, part: Tile, op: str) -> Task:
+def merge(into: Tile, part: Tile, op: str) -> Task:
+    """Adds one partial result to another."""
     monoid = MONOIDS.index(into.monoid)
     return Task("combine", [RW(into), R(part)], (monoid,), (), op, math.prod(into.shape))
