@@ -191,8 +191,12 @@ def experiment(
         _print(parts.plan(made, scale, how))
         return
     folder = out or Path("runs") / "-".join(filter(None, (name, scale, mode)))
-    for path in parts.run(made, scale, folder, results, Console(stderr=True), how):
-        print(path)
+    try:
+        for path in parts.run(made, scale, folder, results, Console(stderr=True), how):
+            print(path)
+    except KeyboardInterrupt:
+        print(f"interrupted; the same command goes on from {folder}", file=sys.stderr)
+        raise typer.Exit(130) from None
 
 
 @app.command()

@@ -170,7 +170,7 @@ def _planned(part: Any, kind: str) -> Iterator[tuple[str, RunConfig, Any, Any]]:
 def run(
     made: Experiment, scale: str, folder: Path, results: Path | None, console: Console, mode: Mode | None = None
 ) -> list[Path]:
-    """Run it; returns the files of the result: picture, CSV, report."""
+    """Run it; returns the files of the result: picture, CSV, report. An interrupted sweep leaves them too."""
     part, load_before = made.part(scale, mode), os.getloadavg()[0]
     part, note = _on_gpus_there(part) if scale == "gpu" else (part, "")
     if note:
@@ -179,11 +179,16 @@ def run(
         if config.runtime.cuda and made.kind != "graph":
             _need_gpus(config, told)
     folder.mkdir(parents=True, exist_ok=True)
-    picture, rows = folder / "plot.png", []
+    picture, rows, interrupted = folder / "plot.png", [], None
     if made.kind == "sweep":
         from nntile_py.sweep import run as run_sweep
 
-        rows = run_sweep(part, folder, console)
+        try:
+            rows = run_sweep(part, folder, console)
+        except KeyboardInterrupt as error:
+            interrupted, rows = error, json.loads((folder / "results.json").read_text())["rows"]
+            there = f"interrupted after {len(rows)} of {len(points(part))} points; the same command goes on"
+            note = ". ".join(filter(None, (note, there.capitalize())))
         picture.write_bytes(_side_by_side([draw_plot(plot, rows) for plot in part.plots]))
         written = table(rows)
     elif made.kind == "graph":
@@ -202,6 +207,8 @@ def run(
     }
     for name, content in files.items():
         replace_file(target / name, content)
+    if interrupted:
+        raise interrupted
     if failed:
         raise NNTileError(f"{len(failed)} of {len(rows)} points failed, the first: {failed[0]['error']}")
     return [target / name for name in files]

@@ -302,6 +302,36 @@ def test_experiments_take_the_gpus_that_are_there(monkeypatch: pytest.MonkeyPatc
     assert "\nLeft out: 8.\n" in text
 
 
+def test_an_interrupted_experiment_tells_what_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, left = experiment.load_experiment("fig17"), 3
+
+    def measured(point: sweep.Point, *_: Any) -> dict[str, Any]:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise KeyboardInterrupt
+        row = {"id": point.id, "sets": point.sets, "measure": {}, "status": "ok", "load": 0.0}
+        return row | {
+            "seconds": 2.0,
+            "seconds_min": 1.0,
+            "seconds_max": 3.0,
+            "tokens_per_s": 5.0,
+            "times": [1.0, 2.0, 3.0],
+        }
+
+    monkeypatch.setattr(sweep, "measure_point", measured)
+    every = len(sweep.points(made.part("cpu"))) * made.part("cpu").rounds
+    assert every > 3
+    with pytest.raises(KeyboardInterrupt):
+        experiment.run(made, "cpu", tmp_path, None, Console(stderr=True))
+    told = (tmp_path / "fig17.md").read_text()
+    assert "\nInterrupted after " in told and "the same command goes on.\n" in told and "| 2 | 1 |" in told
+    assert (tmp_path / "fig17.png").stat().st_size > 1000 and (tmp_path / "fig17.csv").read_text().count("\n") > 1
+    left = every - 3  # no point is measured twice
+    experiment.run(made, "cpu", tmp_path, None, Console(stderr=True))
+    assert left == 0 and "Interrupted" not in (tmp_path / "fig17.md").read_text()
+
+
 def test_experiments_in_both_modes() -> None:
     for name in ("fig09", "fig11", "fig12", "fig14", "fig15", "fig16", "fig17", "fig18"):
         made = experiment.load_experiment(name)
