@@ -126,6 +126,8 @@ def test_rules_find_what_was_put_there() -> None:
     assert names(scheduled(chain(40, True), [fine * 100] * 40))[0] == "serial-chain"
     assert names(scheduled(chain(40, False), [fine * 100] * 40))[0] == "few-tiles"
     assert names(scheduled(independent(2), [fine * 100] * 2, workers=4))[0] == "few-tiles"
+    # Tasks that are short too, but what the workers wait for is each other.
+    assert names(scheduled(chain(40, False), [15] * 40, overhead=2))[0] == "few-tiles"
     assert names(scheduled(independent(40), [fine * 100] * 40, fetch=50, kind="CUDA"))[0] == "transfers"
     assert names(scheduled(independent(40), [fine * 100] * 40, fetch=50))[0] == "allocation"
     assert names(scheduled(independent(40), [fine * 10] * 40, overhead=0.1)) == ["low-roofline"]

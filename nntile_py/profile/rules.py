@@ -38,7 +38,8 @@ def short_tasks(s: Summary) -> Finding | None:
     """Tasks shorter than SHORT times the overhead, and it shows; or submission is what the workers wait for."""
     mean, overhead = s["mean_task_s"], s["overhead_per_task_s"]
     starved = s["submission"] >= SUBMITTING and _share(s, "idle") >= IDLE
-    if not starved and (mean >= SHORT * overhead or _share(s, "overhead") < OVERHEAD):
+    serial = _path_bound(s) and _share(s, "idle") > 2 * _share(s, "overhead")  # longer tasks would not help
+    if not starved and (serial or mean >= SHORT * overhead or _share(s, "overhead") < OVERHEAD):
         return None
     cause = f"A task lasts {_us(mean)} on average, and the runtime needs {_us(overhead)} of a worker for each: "
     cause += f"{_share(s, 'overhead'):.0%} of the workers' time."
