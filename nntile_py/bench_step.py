@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import math
 import os
 import resource
 import sys
@@ -18,6 +19,7 @@ import numpy as np
 
 from nntile_py import memory
 from nntile_py.bench_contestants import PARENT, RANKED, lead
+from nntile_py.errors import NNTileError
 
 RESERVE = 2**30  # bytes of a GPU that ours leaves to kernels' workspaces, where its memory is limited
 LR, WEIGHT_DECAY, CLIP = 1e-3, 0.1, 1.0
@@ -169,6 +171,8 @@ def serve(name: str, o: dict[str, Any], *place: int) -> None:
         run, facts = torch_side(o, name == "torch_compile")
     asked = o.get("losses", 0)
     losses = run(max(3, asked))
+    if not all(map(math.isfinite, losses)):
+        raise NNTileError(f"the losses of the first steps are {', '.join(f'{loss:.4g}' for loss in losses)}")
     if asked:
         facts["losses"] = losses[:asked]
     print(json.dumps({"first_loss": losses[0], "third_loss": losses[2], **facts}), flush=True)

@@ -1,6 +1,7 @@
 """The benches: what contestants compute, what comes of one that fails, how short tasks may be."""
 
 import json
+import math
 import os
 import signal
 import time
@@ -11,13 +12,14 @@ import pytest
 import torch
 from conftest import Python
 
-from nntile_py import bench_capacity, sweep
+from nntile_py import bench_capacity, bench_step, sweep
 from nntile_py.bench import measure_tasks
 from nntile_py.bench_capacity import next_model
 from nntile_py.bench_contestants import NO_ANSWER, Side, measure_step
 from nntile_py.bench_metg import shortest
 from nntile_py.bench_step import CLIP, GPU_LR, WEIGHT_DECAY, batch, weights
 from nntile_py.bench_torch import Model
+from nntile_py.errors import NNTileError
 
 OPTIONS: dict[str, Any] = {
     "layers": 2, "embed": 24, "heads": 2, "seq": 16, "batch": 4, "vocab": 101, "cpus": 2, "scheduler": "lws",
@@ -63,6 +65,13 @@ def test_a_contestant_that_fails_is_a_row() -> None:
     result = measure_step(OPTIONS | {"scheduler": "none such"}, ["nntile", "torch_eager"], 1, 1)
     assert "StarPU has no policy 'none such'" in result["nntile"]["error"]
     assert result["torch_eager"]["tokens_per_s"] > 0
+
+
+def test_losses_that_are_no_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who is fast with wrong values is not fast."""
+    monkeypatch.setattr(bench_step, "torch_side", lambda o, compiled: (lambda n: [1.5, math.nan, 1.5][:n], {}))
+    with pytest.raises(NNTileError, match=r"the losses of the first steps are 1\.5, nan, 1\.5"):
+        bench_step.serve("torch_eager", OPTIONS | {"losses": 0})
 
 
 def test_a_rank_that_dies() -> None:
