@@ -300,6 +300,12 @@ class RunConfig(Section):
         cuda, cpus = self.runtime.cuda, self.runtime.cpus
         return (8 if cuda == "all" else int(cuda)) or (cores if cpus == "all" else int(cpus))
 
+    @property
+    def planned(self) -> bool:
+        """Whether several GPUs run what a plan gives them, as Runtime has it."""
+        several, of = self.runtime.cuda != 0 and self.workers > 1, self.runtime
+        return several and (of.placement == "planned" or (of.placement is None and of.cpus == 0))
+
     def to_yaml(self) -> str:
         """The config with every default filled in; loading it gives the same config."""
         return yaml.safe_dump(self.model_dump(by_alias=True), sort_keys=False)

@@ -11,6 +11,7 @@ from nntile_py import nominal
 from nntile_py.build import Step, build_step
 from nntile_py.models.gpt2 import GPT2, weight_shapes
 from nntile_py.passes import Fusion
+from nntile_py.simulate import planned_seconds
 from nntile_py.tasks import Lowering
 from nntile_py.tiles import TaskList, Tile, Tiling
 from nntile_py.tiles.placement import Speed
@@ -181,6 +182,9 @@ def summarise(step: Step, *, shape_words: int, config: RunConfig) -> Plan:
     tasks = sum(row.tasks for row in rows.values())
     gpu = config.runtime.cuda != 0
     of = estimate([low.tasks for low, times in parts for _ in range(times)], config.workers, gpu)
+    seconds = of.seconds
+    if config.planned:
+        seconds = planned_seconds([low.tasks for low, times in parts for _ in range(times)], config.workers, of.speed)
     kind = ("GPU" if gpu else "CPU worker") + "s" * (config.workers > 1)
     each = f"{of.speed.flop_s / 1e9:,.0f} Gflop/s and {of.speed.bytes_s / 1e9:,.0f} GB/s"
     return Plan(
@@ -192,7 +196,7 @@ def summarise(step: Step, *, shape_words: int, config: RunConfig) -> Plan:
         peak_bytes=step.peak_bytes(),
         state_bytes=sum(step.kept_tiles().values()),
         task_seconds=of.mean_task,
-        step_seconds=of.seconds,
+        step_seconds=seconds,
         workers=f"{config.workers} {kind} of {each}",
         digest=step.first.tasks.digest(),
         rows=rows,

@@ -12,11 +12,9 @@ from nntile_py import _core, memory, nominal
 from nntile_py.runtime import Runtime
 from nntile_py.tasks import Lowering, Tensor, launch
 from nntile_py.tiles import Slot, TaskList, Tile
-from nntile_py.tiles.groups import grouped
+from nntile_py.tiles.groups import GROUP_SECONDS, grouped
 from nntile_py.tiles.placement import Homes, placed
 from nntile_py.tiles.tasklist import MONOIDS, Task
-
-GROUP_SECONDS = 1.5e-3  # how long a group may last; 11 groups a step are no faster than 117, and hold more memory
 
 
 class Store:

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from .tasklist import Access, Task, TaskList, Tile
 
+GROUP_SECONDS = 1.5e-3  # how long a group may last; 11 groups a step are no faster than 117, and hold more memory
 MOST_PARTS, MOST_TILES = 32, 160
 TINY = 15e-6  # seconds: independent tasks as short as this share a group
 

@@ -1,0 +1,87 @@
+"""How long a planned program would take on several GPUs, without one: placed, grouped, then played event by event."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Hashable, Sequence
+
+from nntile_py.profile.trace import Use, dependencies
+from nntile_py.tiles import TaskList, Tile
+from nntile_py.tiles.groups import GROUP_SECONDS, grouped
+from nntile_py.tiles.placement import Homes, Speed, placed
+from nntile_py.tiles.tasklist import Task
+
+
+def planned_seconds(lists: Sequence[TaskList], workers: int, speed: Speed) -> float:
+    """Seconds of a step, whose resolved `lists` run one after the other, after a first step that put tiles in place."""
+    homes: Homes = {}
+    ready = [
+        grouped(placed(tasks, workers, speed, homes), speed.flop_s, speed.bytes_s, GROUP_SECONDS) for tasks in lists
+    ]
+    copies: dict[Hashable, set[int]] = {}
+    first = 0.0
+    for tasks in ready:
+        first = play(tasks.tasks, workers, speed, copies, first)
+    end = first
+    for tasks in ready:
+        end = play(tasks.tasks, workers, speed, copies, end)
+    return end - first
+
+
+def play(
+    tasks: Sequence[Task], workers: int, speed: Speed, copies: dict[Hashable, set[int]], start: float = 0.0
+) -> float:
+    """When the last of the tasks, each with its worker, has ended, if all were submitted at `start`.
+
+    A task's tiles travel as soon as its predecessors have ended, one after the other into a worker. A worker takes the
+    first in the list of those whose tiles are there. copies: the workers that hold each tile, brought up to date; a
+    tile that is not in it is wherever it is wanted.
+    """
+    before = dependencies([Use(_key(a.tile), a.mode) for a in task.accesses] for task in tasks)
+    after: list[list[int]] = [[] for _ in tasks]
+    missing = [len(previous) for previous in before]
+    for number, previous in enumerate(before):
+        for earlier in previous:
+            after[earlier].append(number)
+    arrived = [start] * workers  # when what is on its way to each worker is there
+    waiting: list[list[int]] = [[] for _ in range(workers)]
+    busy = [False] * workers
+    events: list[tuple[float, bool, int]] = []  # when, whether it is a task's end, the task
+
+    def fetch(number: int, now: float) -> None:
+        worker, there = tasks[number].worker, now
+        for access in tasks[number].accesses:
+            held = copies.get(_key(access.tile))
+            if access.mode != "W" and held and worker not in held:
+                arrived[worker] = max(arrived[worker], now) + access.tile.bytes / speed.link_s
+                there = arrived[worker] + speed.latency
+                held.add(worker)
+        heapq.heappush(events, (there, False, number))
+
+    for number, count in enumerate(missing):
+        if not count:
+            fetch(number, start)
+    end = start
+    while events:
+        end, ended, number = heapq.heappop(events)
+        worker = tasks[number].worker
+        if ended:
+            busy[worker] = False
+            for access in tasks[number].accesses:
+                if access.mode != "R":
+                    copies[_key(access.tile)] = {worker}
+            for later in after[number]:
+                missing[later] -= 1
+                if not missing[later]:
+                    fetch(later, end)
+        else:
+            heapq.heappush(waiting[worker], number)
+        if waiting[worker] and not busy[worker]:
+            busy[worker], chosen = True, heapq.heappop(waiting[worker])
+            seconds = sum(map(speed.seconds, tasks[chosen].parts or [tasks[chosen]]))
+            heapq.heappush(events, (end + seconds + speed.overhead, True, chosen))
+    return end
+
+
+def _key(tile: Tile) -> Hashable:
+    return (tile.tensor, tile.index) if tile.persistent else tile
