@@ -250,7 +250,7 @@ class TaskList:
         if kept is None:
             tiles = {a.tile for t in self.tasks for a in t.accesses if a.tile.persistent} | self.initialised
             kept = sum(tile.bytes for tile in tiles)
-        forgotten = {tile for tile in self.tasks[0].clears if tile.persistent}
+        forgotten = {tile for task in self.tasks[:1] for tile in task.clears if tile.persistent}
         now = peak = kept - sum(tile.bytes for tile in forgotten)
         alive: set[Tile] = set()
         for task in self.tasks:
