@@ -195,7 +195,7 @@ def experiment(
         for path in parts.run(made, scale, folder, results, Console(stderr=True), how):
             print(path)
     except KeyboardInterrupt:
-        print(f"interrupted; the same command goes on from {folder}", file=sys.stderr)
+        print(f"interrupted; what is there is in {folder}, from where a sweep goes on", file=sys.stderr)
         raise typer.Exit(130) from None
 
 

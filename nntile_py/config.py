@@ -295,16 +295,17 @@ class RunConfig(Section):
 
     @property
     def workers(self) -> int:
-        """GPUs where there are any, else CPU cores."""
+        """GPUs where there are any, else CPU cores. All GPUs of a machine that has none are taken for 8."""
         cores = len(os.sched_getaffinity(0))
         cuda, cpus = self.runtime.cuda, self.runtime.cpus
-        return (8 if cuda == "all" else int(cuda)) or (cores if cpus == "all" else int(cpus))
+        return (_gpus() if cuda == "all" else int(cuda)) or (cores if cpus == "all" else int(cpus))
 
     @property
     def planned(self) -> bool:
-        """Whether several GPUs run what a plan gives them, as Runtime has it."""
+        """Whether several GPUs without CPU workers run what a plan gives them."""
         several, of = self.runtime.cuda != 0 and self.workers > 1, self.runtime
-        return several and (of.placement == "planned" or (of.placement is None and of.cpus == 0))
+        # "all" cores beside CUDA workers are none, as Runtime has it
+        return several and of.cpus in (0, "all") and of.placement != "scheduler"
 
     def to_yaml(self) -> str:
         """The config with every default filled in; loading it gives the same config."""
@@ -357,6 +358,12 @@ def runtime_options(config: str | Path | Mapping[str, Any]) -> dict[str, Any]:
 
         options["cuda"] = torch.cuda.device_count()
     return options
+
+
+def _gpus() -> int:
+    from torch.cuda import device_count
+
+    return int(device_count()) or 8
 
 
 def _apply_scheduler(tree: dict[str, Any], wins: bool, overrides: Iterable[str]) -> None:

@@ -80,7 +80,7 @@ def _config_header() -> Path | None:
             pass
     folders = [Path(flag.removeprefix("-I")) for flag in flags.split()]
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nntile_py"
-    folders += sorted(cache.glob("starpu-1.4*/include/starpu/1.4"), reverse=True)
+    folders += sorted(cache.glob("starpu-1.4*/include/starpu/1.4"), key=lambda at: at.stat().st_mtime, reverse=True)
     return next((file for folder in folders if (file := folder / "starpu_config.h").is_file()), None)
 
 

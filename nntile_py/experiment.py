@@ -186,8 +186,10 @@ def run(
         try:
             rows = run_sweep(part, folder, console)
         except KeyboardInterrupt as error:
+            if not (folder / "results.json").is_file():
+                raise
             interrupted, rows = error, json.loads((folder / "results.json").read_text())["rows"]
-            there = f"interrupted after {len(rows)} of {len(points(part))} points; the same command goes on"
+            there = f"interrupted with {len(rows)} of {len(points(part))} points begun; the same command goes on"
             note = ". ".join(filter(None, (note, there.capitalize())))
         picture.write_bytes(_side_by_side([draw_plot(plot, rows) for plot in part.plots]))
         written = table(rows)

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from nntile_py import _core
 from nntile_py.errors import TaskError
 from nntile_py.runtime import Runtime
 from nntile_py.tiles import AXES, TaskList, Tile, cut_as
@@ -43,15 +44,22 @@ def gpu_peak() -> int:
     """Most bytes that this process has had of the fullest GPU: tiles, and what kernels took to work in."""
     import torch
 
-    return max(torch.cuda.max_memory_allocated(device) for device in range(torch.cuda.device_count()))
+    return max(torch.cuda.max_memory_allocated(device) for device in _devices())
 
 
 def forget_gpu_peak() -> None:
     """Count gpu_peak() from here on."""
     import torch
 
-    for device in range(torch.cuda.device_count()):
+    for device in _devices():
         torch.cuda.reset_peak_memory_stats(device)
+
+
+def _devices() -> range:
+    """Those of the runtime, or all where none is running."""
+    import torch
+
+    return range(_core.cuda_workers() or torch.cuda.device_count())
 
 
 def check_tasks(tasks: TaskList, runtime: Runtime) -> None:

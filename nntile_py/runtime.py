@@ -91,10 +91,8 @@ class Runtime:
             page = 1
             if self.disk:
                 variables, page = self.disk.open()
-            if (
-                self.disk and self.cuda
-            ):  # what is on its way from the disk to a device holds main memory until it has arrived
-                variables["STARPU_PREFETCH"] = "0"
+            if self.disk and self.cuda:
+                variables["STARPU_PREFETCH"] = "0"  # what is on its way to a device holds main memory for so long
             if self.memory:
                 variables["STARPU_LIMIT_CPU_MEM"] = str(max(1, self.memory >> 20))
             if self.cuda:
@@ -165,7 +163,7 @@ def _cuda_devices() -> int:
 
 
 def _default_cuda_memory() -> int:
-    """What is left to tiles beside ATen's allocator, which holds the workspaces of kernels."""
+    """What tiles may take: the rest is for kernels' workspaces, and for what ATen's allocator cuts off."""
     import torch
 
     return int(0.85 * torch.cuda.get_device_properties(0).total_memory)
@@ -181,7 +179,7 @@ def _prepare_cuda(devices: int, memory: int | None) -> None:
 
     memory: bytes that tiles may take of main memory; None: all."""
     for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
-        if "expandable_segments:True" in os.environ.get(name, ""):  # which would be unmapped under kernels that run
+        if "expandable_segments:True" in os.environ.get(name, "").replace(" ", ""):  # unmapped under kernels
             raise ConfigError(f"{name}: expandable_segments:True is not allowed with CUDA workers; leave it out")
     # Nothing is written back to main memory before there is need of the room. Tasks that wait on a device's stream
     # cannot be stolen by another device: fewer where there are several (XL on 4 GPUs: 0.52 s a step, then 0.43).

@@ -15,16 +15,18 @@ from nntile_py.tiles.tasklist import Task
 def planned_seconds(lists: Sequence[TaskList], workers: int, speed: Speed) -> float:
     """Seconds of a step, whose resolved `lists` run one after the other, after a first step that put tiles in place."""
     homes: Homes = {}
-    ready = [
-        grouped(placed(tasks, workers, speed, homes), speed.flop_s, speed.bytes_s, GROUP_SECONDS) for tasks in lists
-    ]
+    made: dict[int, list[Task]] = {}  # a list that is run several times is placed once
+    for one in lists:
+        if id(one) not in made:
+            apart = placed(one, workers, speed, homes)
+            made[id(one)] = grouped(apart, speed.flop_s, speed.bytes_s, GROUP_SECONDS).tasks
     copies: dict[Hashable, set[int]] = {}
     first = 0.0
-    for tasks in ready:
-        first = play(tasks.tasks, workers, speed, copies, first)
+    for tasks in (made[id(one)] for one in lists):
+        first = play(tasks, workers, speed, copies, first)
     end = first
-    for tasks in ready:
-        end = play(tasks.tasks, workers, speed, copies, end)
+    for tasks in (made[id(one)] for one in lists):
+        end = play(tasks, workers, speed, copies, end)
     return end - first
 
 
@@ -35,7 +37,7 @@ def play(
 
     A task's tiles travel as soon as its predecessors have ended, one after the other into a worker. A worker takes the
     first in the list of those whose tiles are there. copies: the workers that hold each tile, brought up to date; a
-    tile that is not in it is wherever it is wanted.
+    tile that is not in it is wherever it is wanted. Not played: memory that runs short, and what ends a reduction.
     """
     before = dependencies([Use(_key(a.tile), a.mode) for a in task.accesses] for task in tasks)
     after: list[list[int]] = [[] for _ in tasks]
@@ -52,7 +54,7 @@ def play(
         worker, there = tasks[number].worker, now
         for access in tasks[number].accesses:
             held = copies.get(_key(access.tile))
-            if access.mode != "W" and held and worker not in held:
+            if access.mode not in ("W", "REDUX") and held and worker not in held:
                 arrived[worker] = max(arrived[worker], now) + access.tile.bytes / speed.link_s
                 there = arrived[worker] + speed.latency
                 held.add(worker)
@@ -68,7 +70,7 @@ def play(
         if ended:
             busy[worker] = False
             for access in tasks[number].accesses:
-                if access.mode != "R":
+                if access.mode not in ("R", "REDUX"):
                     copies[_key(access.tile)] = {worker}
             for later in after[number]:
                 missing[later] -= 1

@@ -8,7 +8,7 @@ umask 022
 export LC_ALL=C
 
 oldest=1.4.8
-changes=2 # of what is changed in its sources below: who has built it before builds it anew
+changes=2 # of what is changed in its sources below: one that this script built before is built anew
 cache=${XDG_CACHE_HOME:-$HOME/.cache}/nntile_py
 prefix=${NNTILE_STARPU_PREFIX:-}
 tarball=${STARPU_TARBALL:-}

@@ -51,11 +51,24 @@ def test_gpus_do_not_take_turns() -> None:
     assert seconds(128, 16, 4) < 1.05 * four and seconds(128, 8, 4) < 1.1 * four
 
 
+def test_micro_batches_run_the_same_program() -> None:
+    config = load(EXPERIMENTS / "gpt2_124m.yaml", ["scheduler=multi_gpu", "runtime.cuda=2", "tiles.batch=8"])
+    times = []
+    for count in (1, 2, 9):
+        train = config.train.model_copy(update={"grad_accumulation": count})
+        times.append(plan(config.model_copy(update={"train": train})).step_seconds)
+    one, two, nine = times
+    assert one < two < nine < 9 * one
+    assert (nine - two) / 7 == pytest.approx(two - one, rel=0.1)
+
+
 def test_plan_tells_the_time_of_what_is_planned() -> None:
     config = load(EXPERIMENTS / "gpt2_124m.yaml", ["scheduler=multi_gpu", "runtime.cuda=2", "tiles.batch=8"])
     assert config.planned
     by_plan = plan(config).step_seconds
     loose = config.model_copy(update={"runtime": config.runtime.model_copy(update={"placement": "scheduler"})})
     assert not loose.planned and plan(loose).step_seconds != by_plan
+    every = config.model_copy(update={"runtime": config.runtime.model_copy(update={"cpus": "all", "placement": None})})
+    assert every.planned  # beside GPUs, all cores are none
     one = config.model_copy(update={"runtime": config.runtime.model_copy(update={"cuda": 1})})
     assert not one.planned and by_plan < plan(one).step_seconds

@@ -325,7 +325,7 @@ def test_an_interrupted_experiment_tells_what_is_there(tmp_path: Path, monkeypat
     with pytest.raises(KeyboardInterrupt):
         experiment.run(made, "cpu", tmp_path, None, Console(stderr=True))
     told = (tmp_path / "fig17.md").read_text()
-    assert "\nInterrupted after " in told and "the same command goes on.\n" in told and "| 2 | 1 |" in told
+    assert "\nInterrupted with " in told and "the same command goes on.\n" in told and "| 2 | 1 |" in told
     assert (tmp_path / "fig17.png").stat().st_size > 1000 and (tmp_path / "fig17.csv").read_text().count("\n") > 1
     left = every - 3  # no point is measured twice
     experiment.run(made, "cpu", tmp_path, None, Console(stderr=True))

@@ -94,19 +94,23 @@ def _cheapest(
 
 
 def _aside(task: Task) -> list[Access]:
-    """Sums that a task adds to beside what it is there for: the gradients of a LayerNorm's weights, the loss."""
+    """Sums over the batch that a task adds to beside its own work: gradients of a LayerNorm's weights, the loss.
+
+    The kernels add to each what they have summed up, once: to add that by a task of its own gives the same bits.
+    """
     if all(access.mode != "W" for access in task.accesses):
         return []
-    return [a for a in task.accesses if a.mode == "RW" and a.accumulate and a.tile not in task.frees]
+    adds = [a for a in task.accesses if a.mode == "RW" and a.accumulate and a.tile.monoid == "sum"]
+    return [a for a in adds if not _batch(a.tile) and a.tile not in task.frees]
 
 
 def _apart(task: Task, sums: list[Access]) -> tuple[Task, list[Task]]:
     """The task with its contributions to `sums` in tiles of their own, and what adds those: it waits for no sum."""
     parts = {
-        id(a): Tile(f"{a.tile.tensor}.part", a.tile.index, a.tile.shape, a.tile.dtype, a.tile.monoid) for a in sums
+        a.tile: Tile(f"{a.tile.tensor}.part", a.tile.index, a.tile.shape, a.tile.dtype, axes=a.tile.axes) for a in sums
     }
-    accesses = [Access(parts[id(a)], "W") if id(a) in parts else a for a in task.accesses]
-    merges = [replace(merge(a.tile, parts[id(a)], task.op), priority=task.priority) for a in sums]
-    for one in merges:
-        one.frees.append(one.accesses[1].tile)
+    accesses = [Access(parts[a.tile], "W") if a.tile in parts else a for a in task.accesses]
+    merges = [replace(merge(tile, part, task.op), priority=task.priority) for tile, part in parts.items()]
+    for one, part in zip(merges, parts.values(), strict=True):
+        one.frees.append(part)
     return replace(task, accesses=accesses), merges

@@ -62,10 +62,12 @@ uintptr_t allocate_on_device(unsigned node, size_t bytes) {
   try {
     const c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(device));
     return reinterpret_cast<uintptr_t>(blocks::raw_alloc_with_stream(std::max<size_t>(bytes, 1), key_of_tiles(device)));
-  } catch (const c10::Error&) {
-    starpu_memory_deallocate(node, bytes);
-    return 0;
+  } catch (const c10::OutOfMemoryError&) {  // within the limit: others use the card too
+  } catch (const std::exception& error) {
+    fail("CUDA", error.what());
   }
+  starpu_memory_deallocate(node, bytes);
+  return 0;
 }
 
 bool is_device(unsigned node) { return starpu_node_get_kind(node) == STARPU_CUDA_RAM; }
