@@ -3,13 +3,13 @@
 from collections.abc import Iterator
 
 import pytest
+from orders import waits
 
 import nntile_py as nt
 from nntile_py.build import build_step
 from nntile_py.passes import Fusion
 from nntile_py.tiles import R, TaskList, Tile, Tiling, W
 from nntile_py.tiles.groups import MOST_PARTS, grouped
-from nntile_py.tiles.tasklist import Task
 
 CONFIG = nt.models.GPT2Config(layers=2, embed=32, heads=4, vocab=64, positions=16)
 
@@ -21,27 +21,6 @@ def lists(tiles: dict[str, int], policy: str, dtype: str = "bf16") -> Iterator[T
         fusion=Fusion(), grad_accumulation=2,
     )  # fmt: skip
     yield from (low.tasks for low in step.lists)
-
-
-def waits(tasks: list[Task]) -> list[set[int]]:
-    """The tasks that each one has to wait for, all of them, by number."""
-    writer: dict[Tile, int] = {}
-    readers: dict[Tile, list[int]] = {}
-    result: list[set[int]] = []
-    for number, task in enumerate(tasks):
-        direct = set()
-        for access in task.accesses:
-            if access.tile in writer:
-                direct.add(writer[access.tile])
-            if access.mode != "R":
-                direct.update(readers.get(access.tile, []))
-        result.append(set().union(direct, *(result[d] for d in direct)))
-        for access in task.accesses:
-            if access.mode == "R":
-                readers.setdefault(access.tile, []).append(number)
-            else:
-                writer[access.tile], readers[access.tile] = number, []
-    return result
 
 
 @pytest.mark.parametrize("policy", ["chain", "commute", "redux", "tree"])

@@ -1,6 +1,7 @@
 """Tasks placed before they run: little travels, all workers have as much to do, results stay the same."""
 
 import pytest
+from orders import waits
 
 import nntile_py as nt
 from nntile_py.build import Step, build_step
@@ -70,30 +71,10 @@ def test_each_worker_has_neighbours_of_the_batch(size: int, owners: list[int]) -
             assert task.worker == owners[batch.pop()]
 
 
-def waits(tasks: list[Task], group: dict[int, int]) -> list[set[int]]:
-    """The groups that each task waits for, directly or through others; `group` of each task."""
-    writer: dict[Tile, int] = {}
-    readers: dict[Tile, list[int]] = {}
-    result: list[set[int]] = []
-    of_group: dict[int, set[int]] = {}
-    for number, task in enumerate(tasks):
-        direct = {writer[a.tile] for a in task.accesses if a.tile in writer}
-        direct |= {k for a in task.accesses if a.mode != "R" for k in readers.get(a.tile, [])}
-        before = {group[k] for k in direct}.union(*(of_group[group[k]] for k in direct))
-        result.append(before)
-        of_group.setdefault(group[number], set()).update(before - {group[number]})
-        for access in task.accesses:
-            if access.mode == "R":
-                readers.setdefault(access.tile, []).append(number)
-            else:
-                writer[access.tile], readers[access.tile] = number, []
-    return result
-
-
 @pytest.mark.parametrize("size", [16, 8])
 def test_the_backward_pass_of_a_part_of_the_batch_waits_for_no_other(size: int) -> None:
     tasks = placed(step({"batch": size}).lists[0].tasks, 4, GPU).tasks
-    before = waits(tasks, {k: k for k in range(len(tasks))})
+    before = waits(tasks)
     ends = [k for k, task in enumerate(tasks) if task.kernel == "attention_grad"]
     assert len(ends) == CONFIG.layers * 64 // size
     for k in ends:
