@@ -96,8 +96,10 @@ void free(void* buffer, unsigned node) {
   if (is_device(node)) {
     blocks::raw_delete(reinterpret_cast<void*>(variable.ptr));
     starpu_memory_deallocate(node, variable.elemsize);
-  } else {
+  } else if (g.running) {
     kept().keep(node, variable.elemsize, variable.ptr);
+  } else {  // StarPU is stopping, and what is kept has been given back
+    starpu_free_on_node(node, variable.ptr, variable.elemsize);
   }
   variable.ptr = variable.dev_handle = 0;
 }
