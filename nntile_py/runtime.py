@@ -100,8 +100,9 @@ class Runtime:
                 variables["STARPU_LIMIT_CUDA_MEM"] = str(max(1, self.cuda_memory >> 20))
                 _prepare_cuda(self.cuda, self.memory)
             os.environ.update(variables)
+            policy = "planned" if self.placement == "planned" else self.scheduler
             _core.start(
-                self.cpus, self.scheduler, self.window, self.calibrate, self.memory or 0, self.cuda,
+                self.cpus, policy, self.window, self.calibrate, self.memory or 0, self.cuda,
                 self.disk is not None, page, self._ahead(),
             )  # fmt: skip
         except BaseException:

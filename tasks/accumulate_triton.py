@@ -30,7 +30,8 @@ def combine_moments(n_a, mean_a, m2_a, n_b, mean_b, m2_b):
 @triton.jit
 def _add_to(A, B, n, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    value = tl.load(A + at, at < n).to(tl.float32) + tl.load(B + at, at < n).to(tl.float32)
+    wide = tl.float64 if A.dtype.element_ty == tl.float64 else tl.float32  # the loss, and its parts, are fp64
+    value = tl.load(A + at, at < n).to(wide) + tl.load(B + at, at < n).to(wide)
     tl.store(A + at, value, at < n)
 
 

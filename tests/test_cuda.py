@@ -172,6 +172,24 @@ def test_eviction_to_disk(
     assert result.stdout == unlimited and not list(tmp_path.iterdir())
 
 
+PLACED = """
+import sys; sys.path.insert(0, sys.argv[1])
+import test_cuda, nntile_py as nt
+with nt.Runtime(cpus=0, cuda=int(sys.argv[2]), placement=sys.argv[3]):
+    print(test_cuda.train("bf16", tiles={"batch": 1, "ffn": 96}))
+"""
+
+
+@pytest.mark.parametrize("placement", ["planned", "scheduler"])
+def test_several_gpus(python: Any, placement: str) -> None:
+    """Whoever runs what, the losses are those of one GPU to the bit."""
+    if (count := torch.cuda.device_count()) < 2:
+        pytest.skip("there is one GPU")
+    runs = [python(PLACED, FOLDER, *where) for where in ((1, "scheduler"), (count, placement))]
+    assert not any(run.returncode for run in runs), runs[-1].stderr[-2000:]
+    assert runs[0].stdout == runs[1].stdout
+
+
 def test_too_little_memory(python: Any, cuda: nt.Runtime) -> None:
     result = python(LIMIT, FOLDER, 2, timeout=60)
     assert result.returncode == 1 and "AdamW works on 1.1 MiB of tiles at once" in result.stderr, result.stderr[-2000:]

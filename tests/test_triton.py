@@ -19,7 +19,7 @@ from operators import ROWS, adamw, sgd
 from nntile_py.lowering import lower
 from nntile_py.tasks import Contract, Lowering, Tensor, launch
 from nntile_py.tiles import RW, R, Tile, Tiling, W
-from nntile_py.tiles.tasklist import Task
+from nntile_py.tiles.tasklist import Task, merge
 
 if platform.system() != "Linux":
     pytest.skip("triton is there on Linux only", allow_module_level=True)
@@ -125,6 +125,16 @@ def test_busy() -> None:
     x = torch.zeros(1)
     launch.interpret([Task("busy", [RW(Tile("x", (0,), (1,), "fp32"))], (3,))], [x])
     assert x.item() == 0.875
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp64"])
+def test_partial_sums_keep_their_bits(dtype: str) -> None:
+    """The loss is fp64 whatever the precision of the rest."""
+    into, part = (torch.full((5,), value, dtype=TORCH[dtype]) for value in (1 / 3, 1 / 7))
+    want = into + part
+    tiles = [Tile(name, (0,), (5,), dtype) for name in ("into", "part")]
+    launch.interpret([merge(*tiles, op="sum")], [into, part])
+    assert torch.equal(into, want)
 
 
 def test_embedding_grad_of_many_runs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@
 #include <c10/core/InferenceMode.h>
 #include <c10/util/Exception.h>
 #include <starpu.h>
+#include <starpu_scheduler.h>
 
 #include <chrono>
 #include <thread>
@@ -76,6 +77,10 @@ void wait_until(Done done) {
     watchdog.look();
   }
 }
+
+// Of planned programs (policy.cpp); `plan` comes before a task is submitted.
+starpu_sched_policy* planned_policy();
+void plan(starpu_task* task, unsigned worker);
 
 void wait_for_tasks();
 #ifdef NNTILE_CUDA

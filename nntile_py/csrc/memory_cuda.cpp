@@ -15,6 +15,8 @@ namespace {
 
 namespace blocks = c10::cuda::CUDACachingAllocator;
 
+constexpr size_t kForKernels = size_t{512} << 20;
+
 class Kept {
  public:
   uintptr_t allocate(unsigned node, size_t bytes) {
@@ -55,13 +57,30 @@ Kept& kept() {
   return buffers;
 }
 
+size_t held(c10::DeviceIndex device) { return static_cast<size_t>(blocks::getDeviceStats(device).reserved_bytes[0].current); }
+
+// ATen holds more than tiles have: parts of segments that nobody asks for. A kernel that finds no workspace has failed,
+// a tile can wait for others to be evicted: tiles leave so much, of what the process may allocate and of what is free.
+bool leaves_room(c10::DeviceIndex device) {
+  size_t free = 0, total = 0;
+  if (cudaMemGetInfo(&free, &total) != cudaSuccess) return true;
+  const auto limit = static_cast<size_t>(blocks::getMemoryFraction(device) * static_cast<double>(total));
+  const size_t own = held(device), room = std::min(free, limit > own ? limit - own : 0);
+  return room >= std::min<size_t>(kForKernels, limit / 8);
+}
+
 // 0: there is no room for it, within the limit or on the card.
 uintptr_t allocate_on_device(unsigned node, size_t bytes) {
   if (starpu_memory_allocate(node, bytes, 0)) return 0;
-  const int device = starpu_memory_node_get_devid(node);
+  const auto device = static_cast<c10::DeviceIndex>(starpu_memory_node_get_devid(node));
   try {
-    const c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(device));
-    return reinterpret_cast<uintptr_t>(blocks::raw_alloc_with_stream(std::max<size_t>(bytes, 1), key_of_tiles(device)));
+    const c10::cuda::CUDAGuard guard(device);
+    const bool scarce = starpu_memory_get_available(node) < starpu_memory_get_total(node) / 4;
+    const size_t before = scarce ? held(device) : 0;
+    auto* block = blocks::raw_alloc_with_stream(std::max<size_t>(bytes, 1), key_of_tiles(device));
+    if (!scarce || held(device) <= before || leaves_room(device)) return reinterpret_cast<uintptr_t>(block);
+    blocks::raw_delete(block);
+    blocks::emptyCache();
   } catch (const c10::OutOfMemoryError&) {  // within the limit: others use the card too
   } catch (const std::exception& error) {
     fail("CUDA", error.what());

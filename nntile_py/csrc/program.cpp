@@ -302,10 +302,7 @@ void Program::run(const std::vector<double>& slots) {
       task->cl_arg_free = 1;
     }
     task->priority = record.priority;
-    if (record.worker >= 0) {
-      task->execute_on_a_specific_worker = 1;
-      task->workerid = static_cast<unsigned>(record.worker);
-    }
+    if (record.worker >= 0) plan(task, static_cast<unsigned>(record.worker));
     task->name = record.name.c_str();
     task->flops = record.flop;
     if (replay) profile::watch(task, replay, index++);

@@ -74,7 +74,8 @@ void start(const RuntimeOptions& options) {
   if (options.cuda) throw TaskError("runtime.cuda: this build of nntile_py has no CUDA; use 0");
 #endif
   conf.nopencl = 0;
-  conf.sched_policy_name = options.scheduler.c_str();
+  if (options.scheduler == planned_policy()->policy_name) conf.sched_policy = planned_policy();
+  else conf.sched_policy_name = options.scheduler.c_str();
   conf.catch_signals = 0;
   conf.calibrate = options.calibrate;
   // Tiles are large and short-lived: without these glibc returns each to the kernel, and every step pays the page
