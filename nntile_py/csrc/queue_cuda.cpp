@@ -25,11 +25,10 @@ class Queue {
 
   void end_task(void** buffers, size_t count, size_t ahead) {
     const std::lock_guard lock(mutex_);
-    const auto event = events_[tasks_ % kEvents];
-    require(cudaEventRecord(event, stream));
-    for (size_t k = 0; k < count; ++k) note(address(buffers[k]), STARPU_VARIABLE_GET_ELEMSIZE(buffers[k]), event);
-    if (tasks_ >= ahead)
-      require(cudaStreamWaitEvent(starpu_cuda_get_local_stream(), events_[(tasks_ - ahead) % kEvents]));
+    require(cudaEventRecord(event(tasks_), stream));
+    look();
+    for (size_t k = 0; k < count; ++k) note(address(buffers[k]), STARPU_VARIABLE_GET_ELEMSIZE(buffers[k]));
+    if (tasks_ >= ahead) require(cudaStreamWaitEvent(starpu_cuda_get_local_stream(), event(tasks_ - ahead)));
     ++tasks_;
   }
 
@@ -37,7 +36,11 @@ class Queue {
   template <class Wait>
   void uses(uintptr_t begin, size_t bytes, Wait wait) {
     const std::lock_guard lock(mutex_);
-    for (auto use = first(begin); use != uses_.end() && use->first < begin + bytes; ++use) wait(use->second.event);
+    bool looked = false;
+    for (auto use = first(begin); use != uses_.end() && use->first < begin + bytes; ++use) {
+      if (use->second.task >= ended_ && !looked) look(), looked = true;
+      if (use->second.task >= ended_) wait(event(use->second.task));
+    }
   }
 
   static uintptr_t address(void* buffer) { return STARPU_VARIABLE_GET_PTR(buffer); }
@@ -48,29 +51,36 @@ class Queue {
   static constexpr size_t kEvents = 64;  // more than `ahead`; recorded again in turn: who waits for an old one waits too long, which is safe
   struct Use {
     uintptr_t end;
-    cudaEvent_t event;
+    size_t task;  // the last one
   };
+
+  cudaEvent_t event(size_t task) const { return events_[task % kEvents]; }
+
+  // Tasks end in their order.
+  void look() {
+    while (ended_ < tasks_ && cudaEventQuery(event(ended_)) == cudaSuccess) ++ended_;
+  }
 
   std::map<uintptr_t, Use>::iterator first(uintptr_t begin) {
     auto use = uses_.upper_bound(begin);
     return use != uses_.begin() && std::prev(use)->second.end > begin ? std::prev(use) : use;
   }
 
-  // Memory may have been given back and cut anew: what overlaps and may be in use is covered by the later event.
-  void note(uintptr_t begin, size_t bytes, cudaEvent_t event) {
+  // Memory may have been given back and cut anew: what overlaps and may be in use is covered by the later task.
+  void note(uintptr_t begin, size_t bytes) {
     uintptr_t end = begin + bytes;
     for (auto use = first(begin); use != uses_.end() && use->first < end; use = uses_.erase(use)) {
       if (use->first == begin && use->second.end == end) break;
-      if (cudaEventQuery(use->second.event) == cudaSuccess) continue;
+      if (use->second.task < ended_) continue;
       begin = std::min(begin, use->first);
       end = std::max(end, use->second.end);
     }
-    uses_[begin] = {end, event};
+    uses_[begin] = {end, tasks_};
   }
 
   std::mutex mutex_;
   std::array<cudaEvent_t, kEvents> events_{};
-  size_t tasks_ = 0;
+  size_t tasks_ = 0, ended_ = 0;  // all before this one have
   std::map<uintptr_t, Use> uses_;
 };
 
