@@ -76,7 +76,7 @@ def build_step(
         narrow_gradients(graph, grads.values(), tiling)
     update = Graph(graph.dtype)
     norm, clip = (update.named(name, ["one"], [1], "scalar", "fp64") for name in ("grad_norm", "clip"))
-    update.add(ops.GradNorm(list(grads.values()), norm, clip, clip_grad_norm))
+    update.add(total := ops.GradNorm(list(grads.values()), norm, clip, clip_grad_norm))
     for param, grad in grads.items():
         update.tensors[param.name] = param
         with update.scope(param.name):
@@ -85,6 +85,7 @@ def build_step(
     first = lower(graph, tiling, policy)
     # They can be read until the next step begins; the activations then take their place.
     first.tasks.forget(first.tile(grad, index) for grad in grads.values() for index in first.indices(grad))
+    total.ends = first.tasks.ends("batch")
     return Step(
         graph,
         update,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -17,7 +18,8 @@ class GradNorm(Op):
     """norm = sqrt(sum of squares of all gradients), fp64 [1]; clip = min(1, max_norm / (norm + 1e-6)), fp64 [1].
 
     As torch.nn.utils.clip_grad_norm_; without max_norm clip is 1. Sums go up a tree of fixed shape: the result does
-    not depend on the order in which tasks run.
+    not depend on the order in which tasks run. What `ends` names alike, by tensor and index of a gradient's tile, is
+    added first: tiles that lie on the same device.
     """
 
     def __init__(self, grads: Sequence[Tensor], norm: Tensor, clip: Tensor, max_norm: float | None) -> None:
@@ -25,23 +27,34 @@ class GradNorm(Op):
             raise ValueError(f"clip_grad_norm: {max_norm} is not allowed; use a positive number, or none")
         super().__init__(grads, [norm, clip])
         self.max_norm = max_norm
+        self.ends: Mapping[tuple[str, tuple[int, ...]], int] = {}
 
     def flop(self) -> float:
         return 2.0 * sum(t.words for t in self.inputs)
 
     def lower(self, low: Lowering) -> None:
-        sums: list[Tile] = []
+        near: dict[int, list[Tile]] = {}
         for grad in self.inputs:
             for index in low.indices(grad):
-                sums.append(Tile(f"{self.name}.part", (len(sums),), (1,), "fp64"))
-                low.emit("sum_squares", [W(sums[-1]), R(low.tile(grad, index))])
-        while len(sums) > FAN_IN:
-            level, sums = sums, []
-            for first in range(0, len(level), FAN_IN):
-                sums.append(Tile(f"{self.name}.sum", (len(sums),), (1,), "fp64"))
-                low.emit("add_scalars", [W(sums[-1]), *map(R, level[first : first + FAN_IN])])
+                tile = low.tile(grad, index)
+                sums = near.setdefault(self.ends.get((tile.tensor, tile.index), 0), [])
+                sums.append(self._sum(low))
+                low.emit("sum_squares", [W(sums[-1]), R(tile)])
+        tops = [self._tree(low, sums, 1) for _, sums in sorted(near.items())]
+        sums = self._tree(low, list(itertools.chain(*tops)), FAN_IN)
         norm, clip = (low.tile(t, {"one": 0}) for t in self.outputs)
         low.emit("clip", [W(norm), W(clip), *map(R, sums)], [], [self.max_norm or 0.0])
+
+    def _tree(self, low: Lowering, sums: list[Tile], most: int) -> list[Tile]:
+        while len(sums) > most:
+            level, sums = sums, []
+            for first in range(0, len(level), FAN_IN):
+                sums.append(self._sum(low))
+                low.emit("add_scalars", [W(sums[-1]), *map(R, level[first : first + FAN_IN])])
+        return sums
+
+    def _sum(self, low: Lowering) -> Tile:
+        return Tile(f"{self.name}.sum", (len(low.tasks.tasks),), (1,), "fp64")
 
     def reference(self, *inputs: Array) -> tuple[Array, ...]:
         norm = np.sqrt(sum(float((g.astype(np.float64) ** 2).sum()) for g in inputs))

@@ -141,11 +141,36 @@ def test_what_travels_against_who_is_idle() -> None:
     big, small = Tile("big", (0,), (1000, 1000), "fp32"), Tile("small", (0,), (1,), "fp32")
     tasks = TaskList()
     tasks.emit("make", [W(big)], flop=600e12 * 1e-3)
-    tasks.emit("use", [ACC(big)], flop=600e12 * 1e-6)  # 16 us of travel, and the other worker has nothing to do
-    tasks.emit("other", [W(small)], flop=600e12 * 0.995e-3)
+    tasks.emit("short", [ACC(big)], flop=600e12 * 1e-6)  # 16 us of travel
+    tasks.emit("long", [ACC(big)], flop=600e12 * 20e-6)  # and the other worker has nothing to do
+    tasks.emit("other", [W(small)], flop=600e12 * 0.975e-3)
     tasks.emit("read", [R(big), W(Tile("out", (0,), (1,), "fp32"))], flop=0.0)  # a little more to do than the other
     workers = [task.worker for task in placed(tasks.resolve(), 2, GPU).tasks]
-    assert workers == [0, 1, 1, 1]
+    assert workers == [0, 0, 1, 1, 1]
+
+
+@pytest.mark.parametrize("size", [16, 8])
+def test_the_norm_is_summed_where_gradients_are(size: int) -> None:
+    """One sum of each part of the batch meets the others; that is the only thing to travel but clip."""
+    lists, homes = step({"batch": size}).lists, Homes()
+    for low in lists:
+        tasks = placed(low.tasks, 4, GPU, homes).tasks
+    sums = [t for t in tasks if t.kernel in ("sum_squares", "add_scalars", "clip")]
+    travelled = sum(len(t.accesses) for t in sums if t.kernel == "clip") + 3
+    assert moved(sums, ()) < 8 * travelled
+    assert len({t.worker for t in sums}) == 4
+
+
+def test_the_gradient_of_a_large_vocabulary_stays() -> None:
+    config = nt.models.GPT2Config(layers=1, embed=256, heads=4, vocab=50304, positions=128)
+    made = build_step(
+        nt.models.GPT2(config, {}), 64, 128, Tiling({"batch": 16}), dtype="bf16", optimizer=nt.AdamW(),
+        clip_grad_norm=1.0, policy="chain", fusion=Fusion(),
+    )  # fmt: skip
+    tasks = placed(made.lists[0].tasks, 4, GPU).tasks
+    adds = [t for t in tasks if t.kernel == "embedding_grad" and "wte" in t.accesses[0].tile.tensor]
+    before = [t for t in tasks[: tasks.index(adds[0])] if adds[0].accesses[0].tile in [a.tile for a in t.accesses]]
+    assert len(adds) == 4 and {t.worker for t in adds} == {before[-1].worker}
 
 
 def test_training_with_planned_workers() -> None:

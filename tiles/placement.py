@@ -46,15 +46,15 @@ def placed(tasks: TaskList, workers: int, speed: Speed, homes: Homes | None = No
         for access in task.accesses:
             readers[access.tile] = readers.get(access.tile, 0) + 1
     copies: dict[Tile, set[int]] = {tile: homes.get((tile.tensor, tile.index), set()) for tile in readers}
-    parts = 1 + max((part for tile in readers for part in _batch(tile)), default=-1)
+    parts = 1 + max((part for tile in readers for part in tile.part("batch")), default=-1)
     away: set[Tile] = set()  # sums that have left the worker that began them
     load = [0.0] * workers
     result = TaskList(tasks.policy, tasks.initialised)
     for task in tasks.tasks:
-        batch = {part for access in task.accesses for part in _batch(access.tile)}
+        batch = {part for access in task.accesses for part in access.tile.part("batch")}
         merges: list[Task] = []
         if parts >= workers and len(batch) == 1:
-            chosen = batch.pop() * workers // parts
+            chosen = _beside_its_sum(task, batch.pop() * workers // parts, workers, copies, readers, speed)
             sums = [a for a in _aside(task) if a.tile in away or chosen not in copies[a.tile]]
             away.update(access.tile for access in sums)
             task, merges = _apart(task, sums)
@@ -70,16 +70,36 @@ def placed(tasks: TaskList, workers: int, speed: Speed, homes: Homes | None = No
     return result
 
 
-def _batch(tile: Tile) -> list[int]:
-    """Which part of the batch the tile is of, if of one."""
-    return [part for axis, part in zip(tile.axes, tile.index, strict=False) if axis == "batch"]
-
-
 def _cheapest(
     task: Task, load: list[float], copies: dict[Tile, set[int]], readers: dict[Tile, int], speed: Speed
 ) -> int:
-    least = min(load)
-    costs = [work - least for work in load]
+    # What is short is soon done, however much its worker has to do: many such tasks would else spread, and their tiles.
+    least, most = min(load), len(load) * speed.seconds(task)
+    travels = _travel(task, len(load), copies, readers, speed)
+    costs = [min(work - least, most) + travel for work, travel in zip(load, travels, strict=True)]
+    return min(range(len(load)), key=costs.__getitem__)
+
+
+def _beside_its_sum(
+    task: Task, own: int, workers: int, copies: dict[Tile, set[int]], readers: dict[Tile, int], speed: Speed
+) -> int:
+    """The worker of its part of the batch; or, if it is short and adds to a large sum, the one that holds that.
+
+    So the gradients of a part's embeddings travel to that of the vocabulary, not this to each of them in turn.
+    """
+    sums = [a.tile for a in task.accesses if a.mode != "R"]
+    if len(sums) != 1 or sums[0].part("batch") or len(copies[sums[0]]) != 1:
+        return own
+    (holder,) = copies[sums[0]]
+    travels = _travel(task, workers, copies, readers, speed)
+    return holder if travels[holder] + workers * speed.seconds(task) < travels[own] else own
+
+
+def _travel(
+    task: Task, workers: int, copies: dict[Tile, set[int]], readers: dict[Tile, int], speed: Speed
+) -> list[float]:
+    """Seconds until the task's tiles are with each worker."""
+    seconds = [0.0] * workers
     for access in task.accesses:
         held = copies[access.tile]
         if access.mode == "W" or not held:
@@ -87,10 +107,10 @@ def _cheapest(
         # A copy that is only read serves later readers too.
         share = readers[access.tile] if access.mode == "R" else 1
         travel = (speed.latency + access.tile.bytes / speed.link_s) / share
-        for worker in range(len(load)):
+        for worker in range(workers):
             if worker not in held:
-                costs[worker] += travel
-    return min(range(len(load)), key=costs.__getitem__)
+                seconds[worker] += travel
+    return seconds
 
 
 def _aside(task: Task) -> list[Access]:
@@ -101,7 +121,7 @@ def _aside(task: Task) -> list[Access]:
     if all(access.mode != "W" for access in task.accesses):
         return []
     adds = [a for a in task.accesses if a.mode == "RW" and a.accumulate and a.tile.monoid == "sum"]
-    return [a for a in adds if not _batch(a.tile) and a.tile not in task.frees]
+    return [a for a in adds if not a.tile.part("batch") and a.tile not in task.frees]
 
 
 def _apart(task: Task, sums: list[Access]) -> tuple[Task, list[Task]]:

@@ -43,6 +43,10 @@ class Tile:
     def bytes(self) -> int:
         return math.prod(self.shape) * ITEMSIZE[self.dtype]
 
+    def part(self, axis: str) -> list[int]:
+        """Which part of the axis the tile is of, if of one."""
+        return [part for name, part in zip(self.axes, self.index, strict=False) if name == axis]
+
     def __repr__(self) -> str:
         return f"{self.tensor}{list(self.index)}"
 
@@ -241,6 +245,17 @@ class TaskList:
         self.tasks[0].clears += tiles
 
     # -- reports
+
+    def ends(self, axis: str) -> dict[tuple[str, tuple[int, ...]], int]:
+        """Which part of the axis was added last to each tile that outlives the program and is not cut along it."""
+        found = {}
+        for task in self.tasks:
+            parts = [part for access in task.accesses for part in access.tile.part(axis)]
+            for access in task.accesses:
+                tile = access.tile
+                if parts and access.mode != "R" and tile.persistent and not tile.part(axis):
+                    found[tile.tensor, tile.index] = parts[0]
+        return found
 
     def peak_bytes(self, kept: int | None = None) -> int:
         """Bytes alive at the worst point when the tasks run in order.
