@@ -55,8 +55,8 @@ def play(
         for access in tasks[number].accesses:
             held = copies.get(_key(access.tile))
             if access.mode not in ("W", "REDUX") and held and worker not in held:
-                arrived[worker] = max(arrived[worker], now) + access.tile.bytes / speed.link_s
-                there = arrived[worker] + speed.latency
+                there = max(arrived[worker], now) + speed.latency + access.tile.bytes / speed.link_s
+                arrived[worker] = there
                 held.add(worker)
         heapq.heappush(events, (there, False, number))
 

@@ -16,7 +16,7 @@ from .tasklist import Access, Task, TaskList, Tile, merge
 
 @dataclass(frozen=True)
 class Speed:
-    """Of one worker: flop/s, bytes/s of its memory; bytes/s between two workers, seconds before a transfer begins.
+    """Of one worker: flop/s, bytes/s of its memory; bytes/s between two workers, seconds of each transfer beside.
 
     overhead: seconds of the runtime for each task.
     """
