@@ -11,9 +11,10 @@ from nntile_py import nominal
 from nntile_py.build import Step, build_step
 from nntile_py.models.gpt2 import GPT2, weight_shapes
 from nntile_py.passes import Fusion
+from nntile_py.profile.trace import Use, critical_path, dependencies
 from nntile_py.simulate import planned_seconds
 from nntile_py.tasks import Lowering
-from nntile_py.tiles import TaskList, Tile, Tiling
+from nntile_py.tiles import TaskList, Tiling
 from nntile_py.tiles.placement import Speed
 
 if TYPE_CHECKING:
@@ -59,22 +60,9 @@ def estimate(lists: list[TaskList], workers: int, gpu: bool = False) -> Estimate
 
 def _work_and_chain(low: TaskList, speed: Speed) -> tuple[float, float]:
     """Seconds of all tasks, and of the longest chain of tasks that wait for each other."""
-    written: dict[Tile, float] = {}  # when the last write ends
-    used: dict[Tile, float] = {}  # when all accesses so far end
-    work = end = 0.0
-    for task in low.tasks:
-        takes = speed.seconds(task) + speed.overhead
-        start = 0.0
-        for a in task.accesses:
-            # Readers do not wait for each other, nor do contributions to a reduction.
-            free = a.mode == "REDUX" or (a.mode == "R" and not a.tile.redux)
-            start = max(start, (written if free else used).get(a.tile, 0.0))
-        work, end = work + takes, max(end, start + takes)
-        for access in task.accesses:
-            used[access.tile] = max(used.get(access.tile, 0.0), start + takes)
-            if access.mode not in ("R", "REDUX"):
-                written[access.tile] = start + takes
-    return work, end
+    takes = [speed.seconds(task) + speed.overhead for task in low.tasks]
+    before = dependencies([Use(a.tile, a.mode) for a in task.accesses] for task in low.tasks)
+    return sum(takes), sum(takes[number] for number in critical_path(before, takes))
 
 
 @dataclass
