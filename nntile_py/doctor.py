@@ -14,7 +14,7 @@ from typing import TypedDict
 
 import torch
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 
 class Check(TypedDict):
@@ -35,7 +35,7 @@ def report() -> list[Check]:
 
 
 def render(checks: list[Check]) -> Table:
-    table = Table("", "", "", "how to get it", box=None, pad_edge=False)
+    table = Table("", "", Column(overflow="fold"), "how to get it", box=None, pad_edge=False)  # paths are long words
     for check in checks:
         mark = "[green]ok[/]" if check["ok"] else "[yellow]no[/]"
         table.add_row(mark, check["name"], escape(check["value"]), escape(check["hint"]))
