@@ -1,5 +1,6 @@
 """Tasks placed before they run: little travels, all workers have as much to do, results stay the same."""
 
+import numpy as np
 import pytest
 from orders import waits
 
@@ -185,6 +186,28 @@ def test_training_with_planned_workers() -> None:
             return [float(trainer.step(ids, ids)) for _ in range(4)]
 
     assert losses("planned") == losses("scheduler")
+
+
+@nt.task(x="R", y="RW")
+def axpy(x: np.ndarray, y: np.ndarray, *, alpha: float) -> None:
+    if alpha < 0:
+        raise ValueError("alpha is negative")
+    y += alpha * x
+
+
+def test_tasks_without_a_plan() -> None:
+    """Whoever is free runs them; one that fails is told, and others run after it."""
+    with nt.Runtime(cpus=2, placement="planned"):
+        x, y = nt.array(np.ones(4)), [nt.array(np.zeros(4)) for _ in range(20)]
+        for _ in range(10):
+            for one in y:
+                axpy(x, one, alpha=0.5)
+        assert all(np.array_equal(one.numpy(), np.full(4, 5.0)) for one in y)
+        axpy(x, y[0], alpha=-1.0)
+        with pytest.raises(nt.TaskError, match="alpha is negative"):
+            y[0].numpy()
+        axpy(x, y[1], alpha=1.0)
+        assert np.array_equal(y[1].numpy(), np.full(4, 6.0))
 
 
 def test_unknown_placement() -> None:
