@@ -34,8 +34,8 @@ class Runtime:
     eager, ...). memory: bytes of main memory that tiles may take. disk: {path, size}, a folder and how many bytes may
     lie there of tiles that find no place in `memory`. window: most tasks submitted and not yet ended. calibrate:
     measure anew the performance models that dmda* use. placement: "planned" (tiles/placement.py says which worker
-    runs a task; the default on several GPUs without CPU workers) or "scheduler". Raises ConfigError for values out
-    of range, TaskError if StarPU does not start.
+    runs a task, csrc/policy.cpp when, and `scheduler` nothing; the default on several GPUs without CPU workers) or
+    "scheduler". Raises ConfigError for values out of range, TaskError if StarPU does not start.
     """
 
     current: Runtime | None = None
@@ -73,6 +73,8 @@ class Runtime:
         if placement not in (None, *PLACEMENTS):
             raise ConfigError(f"runtime.placement: {placement!r} is not allowed; use {' or '.join(PLACEMENTS)}")
         self.placement = placement or PLACEMENTS[cuda > 1 and not self.cpus]
+        if self.placement == "planned" and "STARPU_SCHED" in os.environ:
+            raise ConfigError("STARPU_SCHED is not allowed with runtime.placement: planned; unset it, or use placement: scheduler")
         self.scheduler, self.memory, self.window, self.calibrate = scheduler, memory, window or 0, calibrate
         self.disk = Disk(disk, memory) if disk else None
         self._users: list[Any] = []
@@ -91,8 +93,8 @@ class Runtime:
             page = 1
             if self.disk:
                 variables, page = self.disk.open()
-            if self.disk and self.cuda:
-                variables["STARPU_PREFETCH"] = "0"  # what is on its way to a device holds main memory for so long
+                # What is on its way to a device holds main memory for so long, and who fetches into that waits for room.
+                variables["STARPU_PREFETCH"] = "0"
             if self.memory:
                 variables["STARPU_LIMIT_CPU_MEM"] = str(max(1, self.memory >> 20))
             if self.cuda:

@@ -65,10 +65,11 @@ print("end")
 TRAIN = """
 import sys
 from nntile_py import disk
-memory, folder, policy, direct = sys.argv[1:]
+memory, folder, policy, direct, scheduler = sys.argv[1:]
+how = {"placement": "planned"} if scheduler == "planned" else {"scheduler": scheduler}
 if direct == "False": disk._direct = lambda folder: False
 on_disk = {"path": folder, "size": 1 << 30} if folder else None
-with nt.Runtime(cpus=2, memory=int(memory) << 20, disk=on_disk):
+with nt.Runtime(cpus=2, memory=int(memory) << 20, disk=on_disk, **how):
     big = nt.models.GPT2(nt.models.GPT2Config(2, 64, 2, 1000, 64), seed=1)
     trainer = nt.Trainer(big, 8, 64, {"batch": 1, "vocab": 300}, accumulate=policy)
     tokens = np.random.default_rng(0).integers(0, 1000, (8, 64))
@@ -77,10 +78,16 @@ with nt.Runtime(cpus=2, memory=int(memory) << 20, disk=on_disk):
 """
 
 
-@pytest.mark.parametrize(("policy", "direct"), [("chain", True), ("chain", False), ("redux", True)])
-def test_a_model_that_does_not_fit_in_memory(python: Any, tmp_path: Path, policy: str, direct: bool) -> None:
+@pytest.mark.parametrize(
+    ("policy", "direct", "scheduler"),
+    [("chain", True, "lws"), ("chain", False, "lws"), ("redux", True, "lws"), ("chain", True, "planned"),
+     ("redux", True, "planned"), ("chain", True, "dmdas")],
+)  # fmt: skip
+def test_a_model_that_does_not_fit_in_memory(
+    python: Any, tmp_path: Path, policy: str, direct: bool, scheduler: str
+) -> None:
     """With the disk it learns the same."""
-    fits, rest = (python(PRELUDE + TRAIN, *where, policy, direct) for where in ((1000, ""), (6, tmp_path)))
+    fits, rest = (python(PRELUDE + TRAIN, *where, policy, direct, scheduler) for where in ((1000, ""), (6, tmp_path)))
     assert fits.returncode == rest.returncode == 0, (fits.stderr[-2000:], rest.stderr[-2000:])
     if policy == "chain":
         assert fits.stdout == rest.stdout

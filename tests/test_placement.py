@@ -210,6 +210,9 @@ def test_tasks_without_a_plan() -> None:
         assert np.array_equal(y[1].numpy(), np.full(4, 6.0))
 
 
-def test_unknown_placement() -> None:
+def test_unknown_placement(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(nt.ConfigError, match=r"runtime.placement: 'best' is not allowed; use scheduler or planned"):
         nt.Runtime(cpus=1, placement="best")
+    monkeypatch.setenv("STARPU_SCHED", "lws")
+    with pytest.raises(nt.ConfigError, match=r"STARPU_SCHED is not allowed with runtime.placement: planned"):
+        nt.Runtime(cpus=1, placement="planned")

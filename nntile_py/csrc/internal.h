@@ -85,8 +85,10 @@ void plan(starpu_task* task, unsigned worker);
 void wait_for_tasks();
 #ifdef NNTILE_CUDA
 bool queues_empty();  // of CUDA devices: what StarPU takes for ended has ended
+bool lacks_room(unsigned node, size_t bytes);  // the card has none for a tile, whatever the limit says
 #else
 inline bool queues_empty() { return true; }
+inline bool lacks_room(unsigned, size_t) { return false; }
 #endif
 
 // Runs a kernel; what it throws becomes the runtime's failure.

@@ -5,6 +5,7 @@
 // takes milliseconds: they are kept, by size.
 #include <c10/cuda/CUDACachingAllocator.h>
 
+#include <array>
 #include <map>
 
 #include "on_cuda.h"
@@ -65,13 +66,50 @@ bool leaves_room(c10::DeviceIndex device) {
   size_t free = 0, total = 0;
   if (cudaMemGetInfo(&free, &total) != cudaSuccess) return true;
   const auto limit = static_cast<size_t>(blocks::getMemoryFraction(device) * static_cast<double>(total));
-  const size_t own = held(device), room = std::min(free, limit > own ? limit - own : 0);
-  return room >= std::min<size_t>(kForKernels, limit / 8);
+  const size_t own = held(device);
+  return std::min(free, limit > own ? limit - own : 0) >= std::min<size_t>(kForKernels, limit / 8);
+}
+
+// Of a device: for how many bytes no room was found since the last block was given back. StarPU asks again and again, and
+// finding out takes milliseconds.
+class Room {
+ public:
+  uint64_t now() {
+    const std::lock_guard lock(mutex_);
+    return given_back_;
+  }
+
+  void refuse(size_t bytes, uint64_t since) {
+    const std::lock_guard lock(mutex_);
+    if (since == given_back_) refused_ = std::min(refused_, bytes);
+  }
+
+  void give_back() {
+    const std::lock_guard lock(mutex_);
+    ++given_back_;
+    refused_ = SIZE_MAX;
+  }
+
+  bool lacks(size_t bytes) {
+    const std::lock_guard lock(mutex_);
+    return bytes >= refused_;
+  }
+
+ private:
+  std::mutex mutex_;
+  uint64_t given_back_ = 0;  // blocks
+  size_t refused_ = SIZE_MAX;
+};
+
+Room& room(unsigned node) {
+  static auto& rooms = *new std::array<Room, STARPU_MAXCUDADEVS>;
+  return rooms.at(static_cast<size_t>(starpu_memory_node_get_devid(node)));
 }
 
 // 0: there is no room for it, within the limit or on the card.
 uintptr_t allocate_on_device(unsigned node, size_t bytes) {
-  if (starpu_memory_allocate(node, bytes, 0)) return 0;
+  const auto since = room(node).now();
+  if (room(node).lacks(bytes) || starpu_memory_allocate(node, bytes, 0)) return 0;
   const auto device = static_cast<c10::DeviceIndex>(starpu_memory_node_get_devid(node));
   try {
     const c10::cuda::CUDAGuard guard(device);
@@ -86,6 +124,7 @@ uintptr_t allocate_on_device(unsigned node, size_t bytes) {
     fail("CUDA", error.what());
   }
   starpu_memory_deallocate(node, bytes);
+  room(node).refuse(bytes, since);
   return 0;
 }
 
@@ -115,6 +154,7 @@ void free(void* buffer, unsigned node) {
   if (is_device(node)) {
     blocks::raw_delete(reinterpret_cast<void*>(variable.ptr));
     starpu_memory_deallocate(node, variable.elemsize);
+    room(node).give_back();
   } else if (g.running) {
     kept().keep(node, variable.elemsize, variable.ptr);
   } else {  // StarPU is stopping, and what is kept has been given back
@@ -126,6 +166,8 @@ void free(void* buffer, unsigned node) {
 }  // namespace
 
 void free_kept_memory() { kept().free_all(); }
+
+bool lacks_room(unsigned node, size_t bytes) { return is_device(node) && room(node).lacks(bytes); }
 
 starpu_data_interface_ops* tile_interface() {
   static starpu_data_interface_ops ops = [] {

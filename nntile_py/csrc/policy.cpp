@@ -1,8 +1,10 @@
 // StarPU's policy of planned programs: which worker runs a task is known, so its tiles begin to travel as soon as it is
 // ready, and a worker takes the most urgent of its tasks whose tiles are there. What StarPU itself does with tasks that
 // name their worker is to take the most urgent, and to do nothing else until its tiles have come.
+#include <algorithm>
 #include <array>
 #include <climits>
+#include <deque>
 #include <map>
 
 #include "internal.h"
@@ -10,14 +12,12 @@
 namespace nntile {
 namespace {
 
-// In a task's sched_data: its worker, from 1, and whether it was given to that.
+// In a task's sched_data: the worker of its plan, from 1, and whether it was given to that; null without a plan.
 constexpr uintptr_t kTaken = uintptr_t{1} << 32;
 
-unsigned worker_of(const starpu_task* task) {
-  return static_cast<unsigned>((reinterpret_cast<uintptr_t>(task->sched_data) & ~kTaken) - 1);
-}
+uintptr_t data_of(const starpu_task* task) { return reinterpret_cast<uintptr_t>(task->sched_data); }
 
-bool taken(const starpu_task* task) { return reinterpret_cast<uintptr_t>(task->sched_data) & kTaken; }
+unsigned worker_of(const starpu_task* task) { return static_cast<unsigned>((data_of(task) & ~kTaken) - 1); }
 
 bool is_there(starpu_data_handle_t handle, unsigned node) {
   int valid = 0;
@@ -25,16 +25,19 @@ bool is_there(starpu_data_handle_t handle, unsigned node) {
   return valid;
 }
 
+// Of a worker: tasks that have a plan and are ready.
 class Queue {
  public:
   void push(starpu_task* task, unsigned worker) {
     Waiting waiting{task, {}};
     const unsigned node = starpu_worker_get_memory_node(worker);
-    if (starpu_get_prefetch_flag()) {  // else nothing comes before the worker asks for it
+    // Fetching into main memory may have to wait for room there, which nobody makes while this worker waits.
+    if (starpu_get_prefetch_flag() && starpu_node_get_kind(node) == STARPU_CUDA_RAM) {
       for (unsigned k = 0; k < STARPU_TASK_GET_NBUFFERS(task); ++k) {
         const auto handle = STARPU_TASK_GET_HANDLE(task, k);
         if ((STARPU_TASK_GET_MODE(task, k) & STARPU_R) && !is_there(handle, node)) waiting.missing.push_back(handle);
       }
+      // Where all are there, StarPU is not told that they are wanted: 0.2 us a tile to keep them from other prefetches.
       if (!waiting.missing.empty()) starpu_prefetch_task_input_for(task, worker);
     }
     const std::lock_guard lock(mutex_);
@@ -57,12 +60,13 @@ class Queue {
     tasks_.erase(chosen);
     size_ = tasks_.size();
     ++running_;
+    task->sched_data = reinterpret_cast<void*>(data_of(task) | kTaken);
     return task;
   }
 
   void ended() { --running_; }
 
-  size_t length() const { return size_ + running_; }
+  void begin() { running_ = 0; }
 
  private:
   struct Waiting {
@@ -81,37 +85,61 @@ class Queue {
   std::atomic<size_t> size_{0}, running_{0};
 };
 
-std::array<Queue, STARPU_NMAXWORKERS> queues;
+// Tasks without a plan: Python's, and those that StarPU makes itself. Who can run one takes it before its own.
+class Others {
+ public:
+  void push(starpu_task* task) {
+    const std::lock_guard lock(mutex_);
+    starpu_push_task_end(task);
+    tasks_.push_back(task);
+    size_ = tasks_.size();
+  }
 
-// Of a task without a plan: who can run it and has least to do.
-unsigned any_worker(starpu_task* task) {
-  unsigned best = STARPU_NMAXWORKERS;
-  for (unsigned worker = 0; worker < starpu_worker_get_count(); ++worker)
-    if (starpu_worker_can_execute_task_first_impl(worker, task, nullptr) &&
-        (best == STARPU_NMAXWORKERS || queues[worker].length() < queues[best].length()))
-      best = worker;
-  return best;
-}
+  starpu_task* pop(unsigned worker) {
+    if (!size_) return nullptr;
+    const std::lock_guard lock(mutex_);
+    const auto chosen = std::find_if(tasks_.begin(), tasks_.end(), [worker](starpu_task* task) {
+      return starpu_worker_can_execute_task_first_impl(worker, task, nullptr);
+    });
+    if (chosen == tasks_.end()) return nullptr;
+    auto* task = *chosen;
+    tasks_.erase(chosen);
+    size_ = tasks_.size();
+    return task;
+  }
 
-void ended(starpu_task* task, unsigned) {
-  if (taken(task)) queues[worker_of(task)].ended();
-}
+ private:
+  std::mutex mutex_;
+  std::deque<starpu_task*> tasks_;
+  std::atomic<size_t> size_{0};
+};
+
+// They outlive a runtime that came to a standstill, whose workers go with the process.
+auto& queues = *new std::array<Queue, STARPU_NMAXWORKERS>;
+auto& others = *new Others;
+
+void wake(unsigned worker) { starpu_wake_worker_relax_light(static_cast<int>(worker)); }
 
 int push_task(starpu_task* task) {
-  if (taken(task)) ended(task, 0);  // it comes back: there was no room for its tiles
-  const unsigned worker = task->sched_data ? worker_of(task) : any_worker(task);
-  if (worker >= starpu_worker_get_count()) return -ENODEV;
-  plan(task, worker);
-  queues[worker].push(task, worker);
-  starpu_wake_worker_relax_light(static_cast<int>(worker));
+  if (task->sched_data) {
+    const unsigned worker = worker_of(task);
+    queues[worker].push(task, worker);
+    wake(worker);
+  } else {
+    others.push(task);
+    for (unsigned worker = 0; worker < starpu_worker_get_count(); ++worker) wake(worker);
+  }
   return 0;
 }
 
 starpu_task* pop_task(unsigned) {
   const auto worker = static_cast<unsigned>(starpu_worker_get_id_check());
-  auto* task = queues[worker].pop(starpu_worker_get_memory_node(worker));
-  if (task) task->sched_data = reinterpret_cast<void*>(reinterpret_cast<uintptr_t>(task->sched_data) | kTaken);
-  return task;
+  auto* task = others.pop(worker);
+  return task ? task : queues[worker].pop(starpu_worker_get_memory_node(worker));
+}
+
+void ended(starpu_task* task, unsigned) {
+  if (data_of(task) & kTaken) queues[worker_of(task)].ended();
 }
 
 }  // namespace
@@ -128,10 +156,10 @@ starpu_sched_policy* planned_policy() {
     made.policy_name = "planned";
     made.policy_description = "each task on the worker of its plan";
     made.worker_type = STARPU_WORKER_LIST;
-    // Priorities are any integers.
-    made.init_sched = [](unsigned) {
+    made.init_sched = [](unsigned) {  // priorities are any integers
       starpu_sched_set_min_priority(INT_MIN);
       starpu_sched_set_max_priority(INT_MAX);
+      for (auto& queue : queues) queue.begin();
     };
     return made;
   }();

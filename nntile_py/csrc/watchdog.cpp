@@ -29,7 +29,8 @@ std::string lack_of_room() {
   for (unsigned node = 0; node < starpu_memory_nodes_get_count(); ++node) {
     const auto total = starpu_memory_get_total(node);
     const size_t wanted = smallest_waiting(node);
-    if (!wanted || total <= 0 || starpu_memory_get_used(node) + wanted <= static_cast<size_t>(total)) continue;
+    if (!wanted || total <= 0) continue;
+    if (starpu_memory_get_used(node) + wanted <= static_cast<size_t>(total) && !lacks_room(node, wanted)) continue;
     const bool cuda = starpu_node_get_kind(node) == STARPU_CUDA_RAM;
     return "a tile of " + mib(wanted) + " waits for room: " + describe(node) +
            (cuda ? " (runtime.cuda_memory)" : " (runtime.memory, runtime.disk)");
