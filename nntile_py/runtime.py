@@ -74,7 +74,7 @@ class Runtime:
             raise ConfigError(f"runtime.placement: {placement!r} is not allowed; use {' or '.join(PLACEMENTS)}")
         self.placement = placement or PLACEMENTS[cuda > 1 and not self.cpus]
         if self.placement == "planned" and "STARPU_SCHED" in os.environ:
-            raise ConfigError("STARPU_SCHED is not allowed with runtime.placement: planned; unset it, or use placement: scheduler")
+            raise ConfigError("STARPU_SCHED is not allowed with runtime.placement: planned; unset it, or use scheduler")
         self.scheduler, self.memory, self.window, self.calibrate = scheduler, memory, window or 0, calibrate
         self.disk = Disk(disk, memory) if disk else None
         self._users: list[Any] = []
@@ -93,7 +93,7 @@ class Runtime:
             page = 1
             if self.disk:
                 variables, page = self.disk.open()
-                # What is on its way to a device holds main memory for so long, and who fetches into that waits for room.
+                # What is on its way to a device holds main memory for so long; fetching into that may wait for room.
                 variables["STARPU_PREFETCH"] = "0"
             if self.memory:
                 variables["STARPU_LIMIT_CPU_MEM"] = str(max(1, self.memory >> 20))
