@@ -74,18 +74,17 @@ def build_step(
     fuse(graph, fusion, tiling.cut("vocab", model.config.vocab), tiling)
     if grad_accumulation == 1:
         narrow_gradients(graph, grads.values(), tiling)
+    first = lower(graph, tiling, policy)
+    # They can be read until the next step begins; the activations then take their place.
+    first.tasks.forget(first.tile(grad, index) for grad in grads.values() for index in first.indices(grad))
     update = Graph(graph.dtype)
     norm, clip = (update.named(name, ["one"], [1], "scalar", "fp64") for name in ("grad_norm", "clip"))
-    update.add(total := ops.GradNorm(list(grads.values()), norm, clip, clip_grad_norm))
+    update.add(ops.GradNorm(list(grads.values()), norm, clip, clip_grad_norm, first.tasks.ends("batch")))
     for param, grad in grads.items():
         update.tensors[param.name] = param
         with update.scope(param.name):
             optimizer.build(update, param, grad, clip)
     kept = [*grads.values(), loss]
-    first = lower(graph, tiling, policy)
-    # They can be read until the next step begins; the activations then take their place.
-    first.tasks.forget(first.tile(grad, index) for grad in grads.values() for index in first.indices(grad))
-    total.ends = first.tasks.ends("batch")
     return Step(
         graph,
         update,

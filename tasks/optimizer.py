@@ -12,6 +12,7 @@ from nntile_py.tiles import RW, R, Slot, Tile, W
 from .op import Array, Lowering, Op, Tensor
 
 FAN_IN = 8  # partial sums added by one task
+Ends = Mapping[tuple[str, tuple[int, ...]], int]
 
 
 class GradNorm(Op):
@@ -22,12 +23,14 @@ class GradNorm(Op):
     added first: tiles that lie on the same device.
     """
 
-    def __init__(self, grads: Sequence[Tensor], norm: Tensor, clip: Tensor, max_norm: float | None) -> None:
+    def __init__(
+        self, grads: Sequence[Tensor], norm: Tensor, clip: Tensor, max_norm: float | None, ends: Ends | None = None
+    ) -> None:
         if max_norm is not None and max_norm <= 0:
             raise ValueError(f"clip_grad_norm: {max_norm} is not allowed; use a positive number, or none")
         super().__init__(grads, [norm, clip])
         self.max_norm = max_norm
-        self.ends: Mapping[tuple[str, tuple[int, ...]], int] = {}
+        self.ends = ends or {}
 
     def flop(self) -> float:
         return 2.0 * sum(t.words for t in self.inputs)

@@ -273,10 +273,14 @@ def cross_entropy_grad(case: Case) -> Op:
     return case.add(ops.CrossEntropyGrad(logits, labels, case.x("batch seq", of(free, 1), case.wide), out))
 
 
-def grad_norm(max_norm: float | None) -> Callable[[Case], Op]:
+def grad_norm(max_norm: float | None, places: int = 0) -> Callable[[Case], Op]:
+    """places: where tiles lie, in turn; the last tensor's are not known."""
+
     def row(case: Case) -> Op:
         grads = [case.x(axes, dtype=case.wide) for axes in ("vocab embed", "embed ffn", "ffn")]
-        return case.add(ops.GradNorm(grads, case.y("one", "fp64"), case.y("one", "fp64"), max_norm))
+        indices = [(grad.storage.name, index) for grad in grads[:2] for index in itertools.product(range(20), repeat=2)]
+        ends = {where: sum(where[1]) % places for where in indices if places}
+        return case.add(ops.GradNorm(grads, case.y("one", "fp64"), case.y("one", "fp64"), max_norm, ends))
 
     return row
 
@@ -352,6 +356,7 @@ ROWS |= {
     "GradNorm": grad_norm(None),
     "GradNorm clip": grad_norm(1.5),
     "GradNorm under the limit": grad_norm(1e6),
+    "GradNorm in several places": grad_norm(1.5, places=3),
     "AdamW": adamw(master=False),
     "SGD": sgd(0.0),
     "SGD momentum": sgd(0.8),
