@@ -11,10 +11,10 @@ from nntile_py import nominal
 from nntile_py.build import Step, build_step
 from nntile_py.models.gpt2 import GPT2, weight_shapes
 from nntile_py.passes import Fusion
-from nntile_py.profile.trace import Use, critical_path, dependencies
 from nntile_py.simulate import planned_seconds
 from nntile_py.tasks import Lowering
 from nntile_py.tiles import TaskList, Tiling
+from nntile_py.tiles.order import Use, critical_path, dependencies
 from nntile_py.tiles.placement import Speed
 
 if TYPE_CHECKING:

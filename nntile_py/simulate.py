@@ -5,9 +5,9 @@ from __future__ import annotations
 import heapq
 from collections.abc import Hashable, Sequence
 
-from nntile_py.profile.trace import Use, dependencies
 from nntile_py.tiles import TaskList, Tile
 from nntile_py.tiles.groups import GROUP_SECONDS, grouped
+from nntile_py.tiles.order import Use, dependencies
 from nntile_py.tiles.placement import Homes, Speed, placed
 from nntile_py.tiles.tasklist import Task
 

@@ -20,17 +20,8 @@ import nntile_py as nt
 from nntile_py import profile
 from nntile_py.config import RunConfig, load
 from nntile_py.profile import analysis, collect, events, rules
-from nntile_py.profile.trace import (
-    Bus,
-    Info,
-    Trace,
-    Use,
-    Worker,
-    accumulating,
-    critical_path,
-    dependencies,
-    one_after_the_other,
-)
+from nntile_py.profile.trace import Bus, Info, Trace, Worker, accumulating, one_after_the_other
+from nntile_py.tiles.order import Use, critical_path, dependencies
 
 US = 1_000
 PEAKS = {"CPU": analysis.Peak(1e9, 1e9, "test"), "CUDA": analysis.Peak(1e9, 1e9, "test")}
