@@ -74,7 +74,9 @@ class Runtime:
             raise ConfigError(f"runtime.placement: {placement!r} is not allowed; use {' or '.join(PLACEMENTS)}")
         self.placement = placement or PLACEMENTS[cuda > 1 and not self.cpus]
         if self.placement == "planned" and "STARPU_SCHED" in os.environ:
-            raise ConfigError("STARPU_SCHED is not allowed with runtime.placement: planned; unset it, or use scheduler")
+            raise ConfigError(
+                "STARPU_SCHED is not allowed with runtime.placement: planned; unset it, or use placement: scheduler"
+            )
         self.scheduler, self.memory, self.window, self.calibrate = scheduler, memory, window or 0, calibrate
         self.disk = Disk(disk, memory) if disk else None
         self._users: list[Any] = []

@@ -11,7 +11,7 @@ from nntile_py import experiment, nominal, sweep
 from nntile_py.config import RunConfig
 from nntile_py.plan import estimate
 from nntile_py.tasks import launch
-from nntile_py.tiles.groups import grouped
+from nntile_py.tiles.groups import GROUP_SECONDS, grouped
 from nntile_py.tiles.placement import Homes, placed
 from nntile_py.workloads import build
 
@@ -36,7 +36,7 @@ def check(config: RunConfig, work: Any, phase: Any) -> None:
     speed = nominal.speed(built.lists, gpu=True)
     for low in built.lists:
         tasks = placed(low, config.workers, speed, homes) if config.workers > 1 else low
-        groups = grouped(tasks, speed.flop_s, speed.bytes_s, 1.5e-3, GPU_BYTES / 3, alone=config.workers == 1)
+        groups = grouped(tasks, speed.flop_s, speed.bytes_s, GROUP_SECONDS, GPU_BYTES / 3, alone=config.workers == 1)
         parts = [part for task in groups.tasks for part in task.parts or [task]]
         # Placement adds what adds sums up; see tiles/placement.py.
         before, after = (sum(task.kernel != "combine" for task in of) for of in (low.tasks, parts))
