@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import inspect
 import os
@@ -200,16 +201,22 @@ def _prepare_cuda(devices: int, memory: int | None) -> None:
             os.environ[f"STARPU_{name}"] = value
             _OURS.add(name)
     os.environ.setdefault("STARPU_PERF_MODEL_HOMOGENEOUS_CUDA", "1")
-    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "nntile_py"
-    done = cache / f"bus-{platform.node()}-{devices}"
+    _core.keep_choices(str(cache_folder()))
+    done = cache_folder() / f"bus-{platform.node()}-{devices}"
     if done.exists():
         return
     # It resets the devices under whoever uses them in the same process: in one of its own, then.
     code = f"from nntile_py import _core; _core.start(0, 'eager', 0, False, 0, {devices}); _core.stop()"
     if subprocess.run([sys.executable, "-c", code], check=False, stdout=subprocess.DEVNULL).returncode:
         return  # what is wrong is said when the runtime itself starts
-    done.parent.mkdir(parents=True, exist_ok=True)
-    done.touch()
+    with contextlib.suppress(OSError):  # measured anew next time
+        done.parent.mkdir(parents=True, exist_ok=True)
+        done.touch()
+
+
+def cache_folder() -> Path:
+    """What was measured of this machine, once, and StarPU as `make setup` builds it."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nntile_py"
 
 
 class Array:

@@ -1,4 +1,5 @@
-// Contraction of tiles on CUDA: cuBLASLt with its epilogues, chosen by measurement once for each shape.
+// Contraction of tiles on CUDA: cuBLASLt with its epilogues, chosen by measurement once for each shape and kind of GPU.
+#include <ATen/cuda/CUDAContext.h>
 #include <ATen/ops/addmm.h>
 #include <ATen/ops/baddbmm.h>
 #include <ATen/ops/bmm.h>
@@ -12,10 +13,13 @@
 #include <c10/cuda/CUDAStream.h>
 #include <cublasLt.h>
 
+#include <algorithm>
+#include <cctype>
 #include <limits>
 #include <map>
-#include <mutex>
+#include <sstream>
 
+#include "choices.h"
 #include "contract.h"
 #include "runtime.h"
 
@@ -64,6 +68,13 @@ struct Key {
   int flips, in, out, epilogue, compute;
   bool adds, in_place;
   auto operator<=>(const Key&) const = default;
+
+  std::string text() const {
+    std::ostringstream made;
+    for (const int64_t value : {m, n, k, lda, ldb}) made << value << ' ';
+    for (const int value : {flips, in, out, epilogue, compute, int{adds}, int{in_place}}) made << value << ' ';
+    return made.str() + "of " + std::to_string(kCandidates);
+  }
 };
 
 struct Call {
@@ -97,41 +108,22 @@ class Matmul {
     require(matmul(call, algo, workspace), "cublasLtMatmul");
   }
 
-  // The fastest of the candidates that the library proposes.
-  cublasLtMatmulAlgo_t choose(const Call& call, void* workspace) {
-    point(call);
+  // One of those that the library proposes: which, is measured where nobody has.
+  cublasLtMatmulAlgo_t choose(const Call& call, void* workspace, const at::Tensor& out) {
     cublasLtMatmulPreference_t preference;
     require(cublasLtMatmulPreferenceCreate(&preference), "cublasLtMatmulPreferenceCreate");
     size_t bytes = kWorkspace;
     cublasLtMatmulPreferenceSetAttribute(preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &bytes, sizeof(bytes));
-    cublasLtMatmulHeuristicResult_t found[kCandidates];
+    std::vector<cublasLtMatmulHeuristicResult_t> found(kCandidates);
     int count = 0;
-    const auto status =
-        cublasLtMatmulAlgoGetHeuristic(handle(), desc_, b_, a_, d_, d_, preference, kCandidates, found, &count);
+    const auto status = cublasLtMatmulAlgoGetHeuristic(handle(), desc_, b_, a_, d_, d_, preference, kCandidates,
+                                                       found.data(), &count);
     cublasLtMatmulPreferenceDestroy(preference);
     if (status == CUBLAS_STATUS_NOT_SUPPORTED || (status == CUBLAS_STATUS_SUCCESS && count == 0)) throw Unsupported();
     require(status, "cublasLtMatmulAlgoGetHeuristic");
-    int best = 0;
-    float least = std::numeric_limits<float>::infinity();
-    cudaEvent_t start, end;
-    C10_CUDA_CHECK(cudaEventCreate(&start));
-    C10_CUDA_CHECK(cudaEventCreate(&end));
-    const auto stream = c10::cuda::getCurrentCUDAStream().stream();
-    for (int k = 0; k < count && count > 1; ++k) {
-      if (matmul(call, found[k].algo, workspace) != CUBLAS_STATUS_SUCCESS) continue;
-      for (int turn = 0; turn < kTimings; ++turn) {
-        float ms = 0;
-        C10_CUDA_CHECK(cudaEventRecord(start, stream));
-        if (matmul(call, found[k].algo, workspace) != CUBLAS_STATUS_SUCCESS) break;
-        C10_CUDA_CHECK(cudaEventRecord(end, stream));
-        C10_CUDA_CHECK(cudaEventSynchronize(end));
-        C10_CUDA_CHECK(cudaEventElapsedTime(&ms, start, end));
-        if (ms < least) least = ms, best = k;
-      }
-    }
-    cudaEventDestroy(start);
-    cudaEventDestroy(end);
-    return found[best].algo;
+    found.resize(static_cast<size_t>(count));
+    const int best = chosen(file(), key_.text(), [&] { return fastest(call, workspace, out, found); });
+    return found.at(best < count ? static_cast<size_t>(best) : 0).algo;
   }
 
   struct Unsupported : std::runtime_error {
@@ -148,6 +140,43 @@ class Matmul {
   }
 
  private:
+  static std::string file() {
+    std::string gpu = at::cuda::getCurrentDeviceProperties()->name;
+    std::replace_if(gpu.begin(), gpu.end(), [](unsigned char c) { return !std::isalnum(c); }, '-');
+    return "gemm-" + gpu + "-cublasLt-" + std::to_string(cublasLtGetVersion());
+  }
+
+  int fastest(Call call, void* workspace, const at::Tensor& out,
+              const std::vector<cublasLtMatmulHeuristicResult_t>& found) {
+    at::Tensor spare;
+    if (key_.in_place) {  // each trial would add again
+      spare = at::empty(out.sizes(), out.options());
+      call.d = spare.data_ptr();
+    }
+    point(call);
+    int best = 0;
+    float least = std::numeric_limits<float>::infinity();
+    cudaEvent_t start, end;
+    C10_CUDA_CHECK(cudaEventCreate(&start));
+    C10_CUDA_CHECK(cudaEventCreate(&end));
+    const auto stream = c10::cuda::getCurrentCUDAStream().stream();
+    for (size_t k = 0; k < found.size() && found.size() > 1; ++k) {
+      if (matmul(call, found[k].algo, workspace) != CUBLAS_STATUS_SUCCESS) continue;
+      for (int turn = 0; turn < kTimings; ++turn) {
+        float ms = 0;
+        C10_CUDA_CHECK(cudaEventRecord(start, stream));
+        if (matmul(call, found[k].algo, workspace) != CUBLAS_STATUS_SUCCESS) break;
+        C10_CUDA_CHECK(cudaEventRecord(end, stream));
+        C10_CUDA_CHECK(cudaEventSynchronize(end));
+        C10_CUDA_CHECK(cudaEventElapsedTime(&ms, start, end));
+        if (ms < least) least = ms, best = static_cast<int>(k);
+      }
+    }
+    cudaEventDestroy(start);
+    cudaEventDestroy(end);
+    return best;
+  }
+
   bool uses_aux() const {
     return key_.epilogue == CUBLASLT_EPILOGUE_DGELU || key_.epilogue == CUBLASLT_EPILOGUE_GELU_AUX ||
            key_.epilogue == CUBLASLT_EPILOGUE_GELU_AUX_BIAS;
@@ -213,21 +242,9 @@ void matmul(const at::Tensor& out, const at::Tensor& a_matrix, const at::Tensor&
             f.bias.defined() ? f.bias.data_ptr() : nullptr, out.data_ptr(),
             f.aux.defined() ? f.aux.data_ptr() : nullptr, alpha};
   if (found == known.end()) {
-    static std::mutex mutex;  // one worker measures, the others take its choice
-    static std::map<Key, cublasLtMatmulAlgo_t> chosen;
-    const std::lock_guard lock(mutex);
     Matmul made(key);
-    auto choice = chosen.find(key);
-    if (choice == chosen.end()) {
-      Call trial = call;
-      at::Tensor spare;
-      if (key.in_place) {  // each trial would add again
-        spare = at::empty(out.sizes(), out.options());
-        trial.d = spare.data_ptr();
-      }
-      choice = chosen.emplace(key, made.choose(trial, space)).first;
-    }
-    found = known.emplace(key, std::pair(made, choice->second)).first;
+    const auto choice = made.choose(call, space, out);
+    found = known.emplace(key, std::pair(made, choice)).first;
   }
   found->second.first.run(call, found->second.second, space);
 }

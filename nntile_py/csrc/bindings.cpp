@@ -4,6 +4,7 @@
 #include <pybind11/stl.h>
 #include <starpu.h>
 
+#include "choices.h"
 #include "profile.h"
 #include "runtime.h"
 
@@ -159,6 +160,8 @@ PYBIND11_MODULE(_core, m) {
   m.def("cpu_workers", cpu_workers);
   m.def("cuda_workers", cuda_workers);
   m.def("allow_tf32", allow_tf32);
+  m.def("keep_choices", keep_choices);
+  m.def("chosen", chosen, release());
   m.def("submit_python", submit_python);
 
   py::class_<Tile, std::shared_ptr<Tile>>(m, "Tile")

@@ -1,0 +1,85 @@
+#include "choices.h"
+
+#include <fcntl.h>
+#include <sys/file.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <filesystem>
+#include <map>
+#include <mutex>
+#include <sstream>
+
+namespace nntile {
+namespace {
+
+struct State {
+  std::mutex mutex;
+  std::string folder;
+  std::map<std::string, std::map<std::string, int>> files;  // of each, the choice by key
+};
+
+State& state() {
+  static auto& made = *new State;  // workers may outlive main
+  return made;
+}
+
+// A file of lines "KEY: CHOICE" that no other process reads or writes meanwhile. One that cannot be opened is empty,
+// and what is written to it is lost.
+class Locked {
+ public:
+  explicit Locked(const std::filesystem::path& path) {
+    std::error_code ignored;
+    std::filesystem::create_directories(path.parent_path(), ignored);
+    file_ = open(path.c_str(), O_RDWR | O_CREAT | O_APPEND | O_CLOEXEC, 0644);
+    if (file_ >= 0) flock(file_, LOCK_EX);  // not everywhere possible: at worst two measure the same
+  }
+
+  ~Locked() {
+    if (file_ >= 0) close(file_);
+  }
+
+  Locked(const Locked&) = delete;
+
+  void read(std::map<std::string, int>& choices) const {
+    std::string text(file_ < 0 ? 0 : static_cast<size_t>(lseek(file_, 0, SEEK_END)), ' ');
+    const auto bytes = text.empty() ? 0 : pread(file_, text.data(), text.size(), 0);
+    std::istringstream lines(text.substr(0, static_cast<size_t>(std::max<ssize_t>(bytes, 0))));
+    for (std::string line; std::getline(lines, line);) {
+      const auto colon = line.rfind(": ");
+      int choice = -1;
+      if (colon != line.npos && std::istringstream(line.substr(colon + 2)) >> choice && choice >= 0)
+        choices.emplace(line.substr(0, colon), choice);
+    }
+  }
+
+  void add(const std::string& key, int choice) const {
+    const auto line = key + ": " + std::to_string(choice) + "\n";
+    if (file_ >= 0 && write(file_, line.data(), line.size()) < 0) return;  // no room there: kept by the process alone
+  }
+
+ private:
+  int file_;
+};
+
+}  // namespace
+
+void keep_choices(const std::string& folder) {
+  const std::lock_guard lock(state().mutex);
+  state().folder = folder;
+}
+
+int chosen(const std::string& file, const std::string& key, const std::function<int()>& measure) {
+  const std::lock_guard lock(state().mutex);
+  auto& choices = state().files[file];
+  if (const auto found = choices.find(key); found != choices.end()) return found->second;
+  if (state().folder.empty()) return choices[key] = measure();
+  const Locked shared(std::filesystem::path(state().folder) / file);
+  shared.read(choices);
+  if (const auto found = choices.find(key); found != choices.end()) return found->second;
+  const int choice = measure();
+  shared.add(key, choice);
+  return choices[key] = choice;
+}
+
+}  // namespace nntile

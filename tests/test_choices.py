@@ -1,0 +1,70 @@
+"""Choices made by measurement outlive the process, so that the next one computes the same to the bit."""
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+CODE = """
+import os, sys
+from nntile_py import _core
+_core.keep_choices(sys.argv[1])
+def measure():
+    print("measured", flush=True)
+    return int(sys.argv[2])
+print([_core.chosen("gemm", key, measure) for key in sys.argv[3:]])
+"""
+
+
+@pytest.fixture
+def choose(python: Any) -> Any:
+    def run(folder: Path, choice: int, *keys: str) -> tuple[int, str]:
+        result = python(CODE, folder, choice, *keys)
+        assert result.returncode == 0, result.stderr
+        *measured, told = result.stdout.splitlines()
+        return len(measured), told
+
+    return run
+
+
+def test_the_first_choice_stays(choose: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "not" / "there"
+    assert choose(folder, 3, "a b", "a b", "c") == (2, "[3, 3, 3]")
+    assert choose(folder, 5, "c", "a b", "d") == (1, "[3, 3, 5]")
+    assert (folder / "gemm").read_text() == "a b: 3\nc: 3\nd: 5\n"
+
+
+def test_what_cannot_be_kept_is_measured(choose: Any, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    assert choose(tmp_path / "file" / "below", 2, "a", "a") == (1, "[2, 2]")
+
+
+def test_lines_that_say_nothing(choose: Any, tmp_path: Path) -> None:
+    (tmp_path / "gemm").write_text("a\na: \nb: -1\nb: x\n\nc: 4\nc: 5\n")
+    assert choose(tmp_path, 7, "a", "b", "c") == (2, "[7, 7, 4]")
+
+
+def test_what_fails_is_no_choice(python: Any, tmp_path: Path) -> None:
+    code = """
+import sys
+from nntile_py import _core
+_core.keep_choices(sys.argv[1])
+def fail(): raise ValueError("no")
+try: _core.chosen("gemm", "a", fail)
+except ValueError as error: print(error)
+print(_core.chosen("gemm", "a", lambda: 6))
+"""
+    assert python(code, tmp_path).stdout == "no\n6\n" and (tmp_path / "gemm").read_text() == "a: 6\n"
+
+
+def test_two_at_once_choose_alike(python: Any, tmp_path: Path) -> None:
+    code = """
+import sys, time
+from nntile_py import _core
+_core.keep_choices(sys.argv[1])
+print(_core.chosen("gemm", "a", lambda: time.sleep(0.5) or int(sys.argv[2])))
+"""
+    with ThreadPoolExecutor() as pool:
+        told = {run.stdout for run in pool.map(lambda choice: python(code, tmp_path, choice), range(3))}
+    assert len(told) == 1 and told < {"0\n", "1\n", "2\n"}
