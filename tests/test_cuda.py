@@ -105,6 +105,17 @@ def test_two_runs_are_alike(cuda: nt.Runtime) -> None:
     assert train("bf16", tiles={"batch": 2}) == train("bf16", tiles={"batch": 2})
 
 
+def test_algorithms_are_kept(python: Any, cuda: nt.Runtime, tmp_path: Path) -> None:
+    """What cuBLASLt's products take is measured by the first process, and by no other."""
+    first = python(LIMIT, FOLDER, 4096, XDG_CACHE_HOME=str(tmp_path))
+    assert first.returncode == 0, first.stderr[-2000:]
+    (kept,) = (tmp_path / "nntile_py").glob("gemm-*")
+    choices = kept.read_text()
+    assert choices.count("\n") > 10
+    again = python(LIMIT, FOLDER, 4096, XDG_CACHE_HOME=str(tmp_path))
+    assert again.stdout == first.stdout and kept.read_text() == choices
+
+
 def test_weights_come_back(cuda: nt.Runtime) -> None:
     model = nt.models.GPT2(CONFIG, seed=2)
     before = {name: value.copy() for name, value in model.weights.items()}
