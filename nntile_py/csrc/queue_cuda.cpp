@@ -1,7 +1,7 @@
 // What CUDA devices have been given to do. Kernels run on a stream of ours, and StarPU takes a task for ended when the
 // task g.ahead places before it on that stream has ended: it releases, schedules and launches the next ones meanwhile,
 // which takes about 1 us a tile. Kernels of later tasks are behind on the same stream; only StarPU's copies are not,
-// so they wait here for the last task that used either end's memory.
+// so they wait here for the last task that wrote where they read, and for the last that used where they write.
 #include <array>
 #include <map>
 
@@ -24,22 +24,25 @@ class Queue {
   }
 
   void end_task(void** buffers, size_t count, size_t ahead) {
+    auto* task = starpu_task_get_current();
     const std::lock_guard lock(mutex_);
     require(cudaEventRecord(event(tasks_), stream));
     look();
-    for (size_t k = 0; k < count; ++k) note(address(buffers[k]), STARPU_VARIABLE_GET_ELEMSIZE(buffers[k]));
-    if (tasks_ >= ahead) require(cudaStreamWaitEvent(starpu_cuda_get_local_stream(), event(tasks_ - ahead)));
+    for (size_t k = 0; k < count; ++k)
+      note(address(buffers[k]), STARPU_VARIABLE_GET_ELEMSIZE(buffers[k]), !task || writes(STARPU_TASK_GET_MODE(task, k)));
+    if (tasks_ > ahead) require(cudaStreamWaitEvent(starpu_cuda_get_local_stream(), event(tasks_ - ahead)));
     ++tasks_;
   }
 
-  // wait(event) for each task that may still use some of this memory.
+  // wait(event) for each task that may still write to some of this memory, or with `any` use it.
   template <class Wait>
-  void uses(uintptr_t begin, size_t bytes, Wait wait) {
+  void uses(uintptr_t begin, size_t bytes, bool any, Wait wait) {
     const std::lock_guard lock(mutex_);
     bool looked = false;
     for (auto use = first(begin); use != uses_.end() && use->first < begin + bytes; ++use) {
-      if (use->second.task >= ended_ && !looked) look(), looked = true;
-      if (use->second.task >= ended_) wait(event(use->second.task));
+      const size_t task = any ? use->second.task : use->second.wrote;
+      if (task >= ended_ && !looked) look(), looked = true;
+      if (task >= ended_) wait(event(task));
     }
   }
 
@@ -51,8 +54,10 @@ class Queue {
   static constexpr size_t kEvents = 64;  // more than `ahead`; recorded again in turn: who waits for an old one waits too long, which is safe
   struct Use {
     uintptr_t end;
-    size_t task;  // the last one
+    size_t task, wrote;  // the last one, the last that wrote; 0: none
   };
+
+  static bool writes(starpu_data_access_mode mode) { return mode & (STARPU_W | STARPU_SCRATCH | STARPU_REDUX); }
 
   cudaEvent_t event(size_t task) const { return events_[task % kEvents]; }
 
@@ -67,20 +72,22 @@ class Queue {
   }
 
   // Memory may have been given back and cut anew: what overlaps and may be in use is covered by the later task.
-  void note(uintptr_t begin, size_t bytes) {
+  void note(uintptr_t begin, size_t bytes, bool writes) {
     uintptr_t end = begin + bytes;
+    size_t wrote = writes ? tasks_ : 0;
     for (auto use = first(begin); use != uses_.end() && use->first < end; use = uses_.erase(use)) {
+      wrote = std::max(wrote, use->second.wrote);
       if (use->first == begin && use->second.end == end) break;
       if (use->second.task < ended_) continue;
       begin = std::min(begin, use->first);
       end = std::max(end, use->second.end);
     }
-    uses_[begin] = {end, tasks_};
+    uses_[begin] = {end, tasks_, wrote};
   }
 
   std::mutex mutex_;
   std::array<cudaEvent_t, kEvents> events_{};
-  size_t tasks_ = 0, ended_ = 0;  // all before this one have
+  size_t tasks_ = 1, ended_ = 1;  // the next one's number; all before this one have ended
   std::map<uintptr_t, Use> uses_;
 };
 
@@ -94,10 +101,11 @@ Queue& mine() { return *of_device(starpu_worker_get_devid(starpu_worker_get_id()
 
 template <class Wait>
 void at_both_ends(void* from, unsigned from_node, void* to, unsigned to_node, Wait wait) {
-  for (const auto& [buffer, node] : {std::pair{from, from_node}, std::pair{to, to_node}})
+  // Others that read there do not matter: on several devices each reads what one of them has, at about the same time.
+  for (const auto& [buffer, node, any] : {std::tuple{from, from_node, false}, std::tuple{to, to_node, true}})
     if (starpu_node_get_kind(node) == STARPU_CUDA_RAM)
       of_device(starpu_memory_node_get_devid(node))
-          ->uses(Queue::address(buffer), STARPU_VARIABLE_GET_ELEMSIZE(buffer), wait);
+          ->uses(Queue::address(buffer), STARPU_VARIABLE_GET_ELEMSIZE(buffer), any, wait);
 }
 
 template <cudaMemcpyKind kind>
