@@ -1,6 +1,7 @@
 // StarPU's policy of planned programs: which worker runs a task is known, so its tiles begin to travel as soon as it is
-// ready, and a worker takes the most urgent of its tasks whose tiles are there. What StarPU itself does with tasks that
-// name their worker is to take the most urgent, and to do nothing else until its tiles have come.
+// ready, and a worker takes the first submitted of its tasks whose tiles are there. What StarPU itself does with tasks
+// that name their worker is to take the most urgent, and to do nothing else until its tiles have come. By urgency, sums
+// that nothing waits for but the end of the step were all left until then, and each waited for another GPU's in turn.
 #include <algorithm>
 #include <array>
 #include <climits>
@@ -12,12 +13,14 @@
 namespace nntile {
 namespace {
 
-// In a task's sched_data: the worker of its plan, from 1, and whether it was given to that; null without a plan.
-constexpr uintptr_t kTaken = uintptr_t{1} << 32;
+// In a task's sched_data, null without a plan: the worker of its plan, from 1, whether it was given to that, and the
+// task's number.
+constexpr uintptr_t kWorkers = 0xffff, kTaken = kWorkers + 1;
+constexpr int kNumber = 17;  // its first bit
 
 uintptr_t data_of(const starpu_task* task) { return reinterpret_cast<uintptr_t>(task->sched_data); }
 
-unsigned worker_of(const starpu_task* task) { return static_cast<unsigned>((data_of(task) & ~kTaken) - 1); }
+unsigned worker_of(const starpu_task* task) { return static_cast<unsigned>((data_of(task) & kWorkers) - 1); }
 
 bool is_there(starpu_data_handle_t handle, unsigned node) {
   int valid = 0;
@@ -42,11 +45,11 @@ class Queue {
     }
     const std::lock_guard lock(mutex_);
     starpu_push_task_end(task);
-    tasks_.emplace(task->priority, std::move(waiting));
+    tasks_.emplace(data_of(task) >> kNumber, std::move(waiting));
     size_ = tasks_.size();
   }
 
-  // While a task runs, or waits on the device's stream, none is taken that would make the worker wait.
+  // None is taken that would make the worker wait while a task runs, or waits on the device's stream, nor soon after.
   starpu_task* pop(unsigned node) {
     if (!size_) return nullptr;
     const std::lock_guard lock(mutex_);
@@ -54,8 +57,12 @@ class Queue {
     while (chosen != tasks_.end() && !there(chosen->second, node)) ++chosen;
     if (chosen == tasks_.end()) {
       if (running_ || tasks_.empty()) return nullptr;
-      chosen = tasks_.begin();
+      const double now = starpu_timing_now();
+      if (!idle_since_) idle_since_ = now;
+      if (now < idle_since_ + kPatience) return nullptr;
+      chosen = tasks_.begin();  // where memory is short tiles may not have set out
     }
+    idle_since_ = 0;
     auto* task = chosen->second.task;
     tasks_.erase(chosen);
     size_ = tasks_.size();
@@ -80,9 +87,12 @@ class Queue {
     return missing.empty();
   }
 
+  static constexpr double kPatience = 200;  // us
+
   std::mutex mutex_;
-  std::multimap<int, Waiting, std::greater<>> tasks_;  // by falling priority, then as they became ready
+  std::map<uintptr_t, Waiting> tasks_;  // by their numbers
   std::atomic<size_t> size_{0}, running_{0};
+  double idle_since_ = 0;  // us; 0: it is not
 };
 
 // Tasks without a plan: Python's, and those that StarPU makes itself. Who can run one takes it before its own.
@@ -144,7 +154,11 @@ void ended(starpu_task* task, unsigned) {
 
 }  // namespace
 
-void plan(starpu_task* task, unsigned worker) { task->sched_data = reinterpret_cast<void*>(uintptr_t{worker} + 1); }
+void plan(starpu_task* task, unsigned worker) {
+  static std::atomic<uintptr_t> number{0};
+  static_assert(STARPU_NMAXWORKERS < kWorkers);
+  task->sched_data = reinterpret_cast<void*>(++number << kNumber | (worker + 1));
+}
 
 starpu_sched_policy* planned_policy() {
   static starpu_sched_policy policy = [] {
