@@ -8,6 +8,7 @@ import nntile_py as nt
 from nntile_py.build import Step, build_step
 from nntile_py.models.gpt2 import initial_weights
 from nntile_py.passes import Fusion
+from nntile_py.profile.collect import run_steps
 from nntile_py.tiles import ACC, R, TaskList, Tile, Tiling, W
 from nntile_py.tiles.groups import grouped
 from nntile_py.tiles.placement import Homes, Speed, placed
@@ -186,6 +187,14 @@ def test_training_with_planned_workers() -> None:
             return [float(trainer.step(ids, ids)) for _ in range(4)]
 
     assert losses("planned") == losses("scheduler")
+
+
+def test_planned_tasks_run_in_the_order_of_submission() -> None:
+    """On one worker; by urgency, sums of weights' gradients would wait for the end of the step."""
+    config = nt.models.GPT2Config(layers=2, embed=32, heads=4, vocab=64, positions=16)
+    with nt.Runtime(cpus=1, placement="planned"):
+        trace = run_steps(nt.Trainer(nt.models.GPT2(config, seed=0), 4, 16, {"batch": 1}), 2, 1)
+    assert len(trace) > 100 and np.all(np.diff(trace.start) >= 0)
 
 
 @nt.task(x="R", y="RW")
