@@ -10,6 +10,7 @@ import os
 import platform
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -216,7 +217,11 @@ def _prepare_cuda(devices: int, memory: int | None) -> None:
 
 def cache_folder() -> Path:
     """What was measured of this machine, once, and StarPU as `make setup` builds it."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nntile_py"
+    try:
+        home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError:  # nobody's home
+        home = Path(tempfile.gettempdir())
+    return home / "nntile_py"
 
 
 class Array:

@@ -110,6 +110,7 @@ class Matmul {
 
   // One of those that the library proposes: which, is measured where nobody has.
   cublasLtMatmulAlgo_t choose(const Call& call, void* workspace, const at::Tensor& out) {
+    point(call);  // how pointers are aligned has a say
     cublasLtMatmulPreference_t preference;
     require(cublasLtMatmulPreferenceCreate(&preference), "cublasLtMatmulPreferenceCreate");
     size_t bytes = kWorkspace;
@@ -143,7 +144,9 @@ class Matmul {
   static std::string file() {
     std::string gpu = at::cuda::getCurrentDeviceProperties()->name;
     std::replace_if(gpu.begin(), gpu.end(), [](unsigned char c) { return !std::isalnum(c); }, '-');
-    return "gemm-" + gpu + "-cublasLt-" + std::to_string(cublasLtGetVersion());
+    int driver = 0;
+    C10_CUDA_CHECK(cudaDriverGetVersion(&driver));
+    return "gemm-" + gpu + "-cublasLt-" + std::to_string(cublasLtGetVersion()) + "-driver-" + std::to_string(driver);
   }
 
   int fastest(Call call, void* workspace, const at::Tensor& out,
@@ -174,6 +177,8 @@ class Matmul {
     }
     cudaEventDestroy(start);
     cudaEventDestroy(end);
+    if (found.size() > 1 && least == std::numeric_limits<float>::infinity())
+      throw std::runtime_error("none of cuBLASLt's algorithms for a product ran");
     return best;
   }
 

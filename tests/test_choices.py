@@ -40,6 +40,25 @@ def test_what_cannot_be_kept_is_measured(choose: Any, tmp_path: Path) -> None:
     assert choose(tmp_path / "file" / "below", 2, "a", "a") == (1, "[2, 2]")
 
 
+def test_a_process_forked_meanwhile_keeps_nobody_waiting(python: Any, tmp_path: Path) -> None:
+    code = """
+import os, sys, time
+from nntile_py import _core
+_core.keep_choices(sys.argv[1])
+child = []
+def measure():
+    child.append(os.fork())
+    if not child[0]: time.sleep(9); os._exit(0)
+    return 1
+_core.chosen("gemm", "a", measure)
+start = time.monotonic()
+_core.chosen("gemm", "b", lambda: 2)
+print(time.monotonic() - start)
+os.kill(child[0], 9)
+"""
+    assert float(python(code, tmp_path).stdout) < 4
+
+
 def test_lines_that_say_nothing(choose: Any, tmp_path: Path) -> None:
     (tmp_path / "gemm").write_text("a\na: \nb: -1\nb: x\n\nc: 4\nc: 5\n")
     assert choose(tmp_path, 7, "a", "b", "c") == (2, "[7, 7, 4]")

@@ -5,10 +5,13 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
+#include <chrono>
 #include <filesystem>
 #include <map>
 #include <mutex>
 #include <sstream>
+#include <thread>
 
 namespace nntile {
 namespace {
@@ -24,19 +27,24 @@ State& state() {
   return made;
 }
 
-// A file of lines "KEY: CHOICE" that no other process reads or writes meanwhile. One that cannot be opened is empty,
-// and what is written to it is lost.
+// A file of lines "KEY: CHOICE" that no other process reads or writes meanwhile, unless one has stopped while it did.
+// One that cannot be opened is empty, and what cannot be written to it is lost.
 class Locked {
  public:
   explicit Locked(const std::filesystem::path& path) {
     std::error_code ignored;
     std::filesystem::create_directories(path.parent_path(), ignored);
     file_ = open(path.c_str(), O_RDWR | O_CREAT | O_APPEND | O_CLOEXEC, 0644);
-    if (file_ >= 0) flock(file_, LOCK_EX);  // not everywhere possible: at worst two measure the same
+    if (file_ < 0) file_ = open(path.c_str(), O_RDONLY | O_CLOEXEC);
+    // Not everywhere possible: at worst two measure the same.
+    for (int turn = 0; turn < kTurns && file_ >= 0 && flock(file_, LOCK_EX | LOCK_NB) && errno == EWOULDBLOCK; ++turn)
+      std::this_thread::sleep_for(std::chrono::milliseconds(10));
   }
 
   ~Locked() {
-    if (file_ >= 0) close(file_);
+    if (file_ < 0) return;
+    flock(file_, LOCK_UN);  // a process that was forked meanwhile has the file open, too
+    close(file_);
   }
 
   Locked(const Locked&) = delete;
@@ -59,6 +67,7 @@ class Locked {
   }
 
  private:
+  static constexpr int kTurns = 1000;
   int file_;
 };
 

@@ -15,15 +15,16 @@ void start_cuda();  // on every CUDA worker: what is slow the first time
 // Of the CUDA worker that calls; see queue_cuda.cpp.
 void start_queue();
 cudaStream_t task_stream();                    // where tasks put their kernels
-void end_task(void** buffers, size_t count);   // they are all there: StarPU's buffers of the task
+// StarPU's buffers of the task, all there. writes: to all of them, whatever their modes are.
+void end_task(void** buffers, size_t count, bool writes);
 
 // body(device) with the worker's stream as ATen's current one. Work is left on the stream: the codelets are asynchronous.
 template <class F>
-void on_cuda(void** buffers, size_t count, F body) {
+void on_cuda(void** buffers, size_t count, F body, bool writes = false) {
   const auto id = static_cast<c10::DeviceIndex>(starpu_worker_get_devid(starpu_worker_get_id()));
   const c10::cuda::CUDAStreamGuard guard(c10::cuda::getStreamFromExternal(task_stream(), id));
   body(c10::Device(c10::kCUDA, id));
-  end_task(buffers, count);
+  end_task(buffers, count, writes);
 }
 
 // StarPU's variables, but copies wait for the tasks that use the memory (queue_cuda.cpp), and it comes from memory_cuda.cpp.

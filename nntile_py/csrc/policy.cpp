@@ -41,7 +41,8 @@ class Queue {
         if ((STARPU_TASK_GET_MODE(task, k) & STARPU_R) && !is_there(handle, node)) waiting.missing.push_back(handle);
       }
       // Where all are there, StarPU is not told that they are wanted: 0.2 us a tile to keep them from other prefetches.
-      if (!waiting.missing.empty()) starpu_prefetch_task_input_for(task, worker);
+      const auto number = static_cast<int>(data_of(task) >> kNumber & INT_MAX);
+      if (!waiting.missing.empty()) starpu_prefetch_task_input_for_prio(task, worker, INT_MAX - number);
     }
     const std::lock_guard lock(mutex_);
     starpu_push_task_end(task);
@@ -73,7 +74,7 @@ class Queue {
 
   void ended() { --running_; }
 
-  void begin() { running_ = 0; }
+  void begin() { running_ = 0, idle_since_ = 0; }
 
  private:
   struct Waiting {
@@ -87,7 +88,11 @@ class Queue {
     return missing.empty();
   }
 
+#ifdef STARPU_NON_BLOCKING_DRIVERS
   static constexpr double kPatience = 200;  // us
+#else
+  static constexpr double kPatience = 0;  // who got no task sleeps until there is another
+#endif
 
   std::mutex mutex_;
   std::map<uintptr_t, Waiting> tasks_;  // by their numbers

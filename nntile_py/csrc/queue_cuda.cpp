@@ -23,13 +23,13 @@ class Queue {
     for (auto& event : events_) require(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
   }
 
-  void end_task(void** buffers, size_t count, size_t ahead) {
+  void end_task(void** buffers, size_t count, bool all, size_t ahead) {
     auto* task = starpu_task_get_current();
     const std::lock_guard lock(mutex_);
     require(cudaEventRecord(event(tasks_), stream));
     look();
     for (size_t k = 0; k < count; ++k)
-      note(address(buffers[k]), STARPU_VARIABLE_GET_ELEMSIZE(buffers[k]), !task || writes(STARPU_TASK_GET_MODE(task, k)));
+      note(address(buffers[k]), STARPU_VARIABLE_GET_ELEMSIZE(buffers[k]), all || writes(STARPU_TASK_GET_MODE(task, k)));
     if (tasks_ > ahead) require(cudaStreamWaitEvent(starpu_cuda_get_local_stream(), event(tasks_ - ahead)));
     ++tasks_;
   }
@@ -133,8 +133,8 @@ cudaStream_t task_stream() { return mine().stream; }
 
 cudaStream_t key_of_tiles(int device) { return of_device(device)->key; }
 
-void end_task(void** buffers, size_t count) {
-  mine().end_task(buffers, count, profile::on() || g.reduces ? 0 : static_cast<size_t>(g.ahead));
+void end_task(void** buffers, size_t count, bool writes) {
+  mine().end_task(buffers, count, writes, profile::on() || g.reduces ? 0 : static_cast<size_t>(g.ahead));
 }
 
 bool queues_empty() {

@@ -49,9 +49,10 @@ void run_reduction_cuda(void** buffers, void*) {
 }
 
 void fill_zero_cuda(void** buffers, void*) {
-  on_cuda(buffers, 1, [&](c10::Device) {
+  const auto fill = [&](c10::Device) {
     cudaMemsetAsync(pointer(buffers[0]), 0, STARPU_VARIABLE_GET_ELEMSIZE(buffers[0]), task_stream());
-  });
+  };
+  on_cuda(buffers, 1, fill, true);  // StarPU calls it inside of another task, too
 }
 #endif
 
