@@ -8,7 +8,7 @@ umask 022
 export LC_ALL=C
 
 oldest=1.4.8
-changes=2 # of what is changed in its sources below: one that this script built before is built anew
+changes=3 # of what is changed in its sources below: one that this script built before is built anew
 cache=${XDG_CACHE_HOME:-$HOME/.cache}/nntile_py
 prefix=${NNTILE_STARPU_PREFIX:-}
 tarball=${STARPU_TARBALL:-}
@@ -196,6 +196,12 @@ sed -i '/^\s*_perf_model_add_dir(STARPU_SAMPLING_DIR,/d' src/core/perfmodel/perf
 copies=src/datawizard/copy_driver.c
 sed -i 's/DO_NOT_ALLOC || _starpu_is_reclaiming(dst_node))/DO_NOT_ALLOC || _starpu_is_reclaiming(dst_node) || (starpu_node_get_kind(dst_node) == STARPU_CUDA_RAM \&\& _starpu_is_reclaiming(STARPU_MAIN_RAM)))/' $copies
 grep -q '_starpu_is_reclaiming(STARPU_MAIN_RAM)' $copies || say "$copies has changed: a disk beside CUDA devices may come to a standstill"
+
+# Copies from one device to another that may be under way at a time: 2 that were asked for ahead of a task, 5 that one waits
+# for. Ours lie on a stream behind the kernels that write what they copy, and a layer's weights are twelve of them.
+requests=src/datawizard/data_request.h
+sed -i -E 's/^(#define MAX_PENDING_(PREFETCH_)?REQUESTS_PER_NODE) [0-9]+/\1 16/' $requests
+[ "$(grep -cE '^#define MAX_PENDING_(PREFETCH_)?REQUESTS_PER_NODE 16' $requests)" = 2 ] || say "$requests has changed: few copies will travel at a time"
 
 # blocking drivers stay off: they set the pipeline of tasks per CUDA device to 0.
 flags=(--prefix="$prefix" --libdir="$prefix/lib" --disable-static --enable-fast
