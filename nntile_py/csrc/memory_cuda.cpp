@@ -1,12 +1,11 @@
 // Where tiles lie beside CUDA devices. On a device ATen's allocator cuts and joins blocks of any size; StarPU's own cache
 // gives a buffer out again for its very size only, and holds the rest until memory is short. All that uses a tile's block
-// does so on one stream, or waits for it (queue_cuda.cpp): what is freed could be used at once. Kernels' workspaces are
-// not known there, so no tile may ever get the block of one: tiles have a key of their own. In main memory StarPU's
-// buffers are pinned, which takes milliseconds: they are kept, by size.
+// does so on one stream, or waits for it (queue_cuda.cpp): freed means free. Kernels' workspaces are not known there, so
+// no tile may ever get the block of one: tiles have a key of their own. In main memory StarPU's buffers are pinned, which
+// takes milliseconds: they are kept, by size.
 #include <c10/cuda/CUDACachingAllocator.h>
 
 #include <array>
-#include <deque>
 #include <map>
 
 #include "on_cuda.h"
@@ -107,41 +106,6 @@ Room& room(unsigned node) {
   return rooms.at(static_cast<size_t>(starpu_memory_node_get_devid(node)));
 }
 
-bool scarce(unsigned node) { return starpu_memory_get_available(node) < starpu_memory_get_total(node) / 4; }
-
-// Of a device: blocks that tasks on its stream may still use. A copy from another device into one of them would wait for
-// those, and all that is to be copied after it as well: unless memory is scarce, it had better get another block.
-class Used {
- public:
-  void give_back(int device, uintptr_t address, size_t bytes) {
-    const auto [task, ended] = last_use(device, address, bytes);
-    const std::lock_guard lock(mutex_);
-    blocks_.emplace_back(task, address);
-    free_those_before(ended);
-  }
-
-  bool free_all() {
-    const std::lock_guard lock(mutex_);
-    const bool any = !blocks_.empty();
-    free_those_before(SIZE_MAX);
-    return any;
-  }
-
- private:
-  void free_those_before(size_t ended) {
-    for (; !blocks_.empty() && blocks_.front().first < ended; blocks_.pop_front())
-      blocks::raw_delete(reinterpret_cast<void*>(blocks_.front().second));
-  }
-
-  std::mutex mutex_;
-  std::deque<std::pair<size_t, uintptr_t>> blocks_;  // (last task, address), in the order that they came in
-};
-
-Used& used(unsigned node) {
-  static auto& all = *new std::array<Used, STARPU_MAXCUDADEVS>;
-  return all.at(static_cast<size_t>(starpu_memory_node_get_devid(node)));
-}
-
 // 0: there is no room for it, within the limit or on the card.
 uintptr_t allocate_on_device(unsigned node, size_t bytes) {
   const auto since = room(node).now();
@@ -149,15 +113,13 @@ uintptr_t allocate_on_device(unsigned node, size_t bytes) {
   const auto device = static_cast<c10::DeviceIndex>(starpu_memory_node_get_devid(node));
   try {
     const c10::cuda::CUDAGuard guard(device);
-    const bool little = scarce(node);
-    if (little) used(node).free_all();
-    const size_t before = little ? held(device) : 0;
+    const bool scarce = starpu_memory_get_available(node) < starpu_memory_get_total(node) / 4;
+    const size_t before = scarce ? held(device) : 0;
     auto* block = blocks::raw_alloc_with_stream(std::max<size_t>(bytes, 1), key_of_tiles(device));
-    if (!little || held(device) <= before || leaves_room(device)) return reinterpret_cast<uintptr_t>(block);
+    if (!scarce || held(device) <= before || leaves_room(device)) return reinterpret_cast<uintptr_t>(block);
     blocks::raw_delete(block);
     blocks::emptyCache();
   } catch (const c10::OutOfMemoryError&) {  // within the limit: others use the card too
-    if (used(node).free_all()) room(node).give_back();
   } catch (const std::exception& error) {
     fail("CUDA", error.what());
   }
@@ -190,10 +152,7 @@ void free(void* buffer, unsigned node) {
   if (!is_ours(node)) return starpu_interface_variable_ops.free_data_on_node(buffer, node);
   auto& variable = *static_cast<starpu_variable_interface*>(buffer);
   if (is_device(node)) {
-    if (g.cuda > 1 && g.ahead && g.running && !scarce(node))
-      used(node).give_back(starpu_memory_node_get_devid(node), variable.ptr, variable.elemsize);
-    else
-      blocks::raw_delete(reinterpret_cast<void*>(variable.ptr));
+    blocks::raw_delete(reinterpret_cast<void*>(variable.ptr));
     starpu_memory_deallocate(node, variable.elemsize);
     room(node).give_back();
   } else if (g.running) {
@@ -206,11 +165,7 @@ void free(void* buffer, unsigned node) {
 
 }  // namespace
 
-void free_kept_memory() {
-  kept().free_all();
-  for (unsigned node = 0; node < starpu_memory_nodes_get_count(); ++node)
-    if (is_device(node)) used(node).free_all();
-}
+void free_kept_memory() { kept().free_all(); }
 
 bool lacks_room(unsigned node, size_t bytes) { return is_device(node) && room(node).lacks(bytes); }
 

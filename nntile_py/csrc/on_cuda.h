@@ -18,9 +18,6 @@ cudaStream_t task_stream();                    // where tasks put their kernels
 // StarPU's buffers of the task, all there. writes: to all of them, whatever their modes are.
 void end_task(void** buffers, size_t count, bool writes);
 
-// Of a device: the number of the last task that used the memory, 0 if none did, and that of the first that has not ended.
-std::pair<size_t, size_t> last_use(int device, uintptr_t begin, size_t bytes);
-
 // body(device) with the worker's stream as ATen's current one. Work is left on the stream: the codelets are asynchronous.
 template <class F>
 void on_cuda(void** buffers, size_t count, F body, bool writes = false) {

@@ -46,15 +46,6 @@ class Queue {
     }
   }
 
-  // The last task that used some of this memory; how many tasks have ended is told beside.
-  std::pair<size_t, size_t> last_use(uintptr_t begin, size_t bytes) {
-    const std::lock_guard lock(mutex_);
-    size_t task = 0;
-    for (auto use = first(begin); use != uses_.end() && use->first < begin + bytes; ++use)
-      task = std::max(task, use->second.task);
-    return {task, ended_};
-  }
-
   static uintptr_t address(void* buffer) { return STARPU_VARIABLE_GET_PTR(buffer); }
 
   cudaStream_t stream = nullptr, key = nullptr;
@@ -144,10 +135,6 @@ cudaStream_t key_of_tiles(int device) { return of_device(device)->key; }
 
 void end_task(void** buffers, size_t count, bool writes) {
   mine().end_task(buffers, count, writes, profile::on() || g.reduces ? 0 : static_cast<size_t>(g.ahead));
-}
-
-std::pair<size_t, size_t> last_use(int device, uintptr_t begin, size_t bytes) {
-  return of_device(device)->last_use(begin, bytes);
 }
 
 bool queues_empty() {
