@@ -24,7 +24,7 @@ class Speed:
     flop_s: float
     bytes_s: float
     link_s: float
-    latency: float = 20e-6
+    latency: float = 15e-6
     overhead: float = 0.0
 
     def seconds(self, task: Task) -> float:
