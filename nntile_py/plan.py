@@ -171,7 +171,7 @@ def summarise(step: Step, *, shape_words: int, config: RunConfig) -> Plan:
     gpu = config.runtime.cuda != 0
     of = estimate([low.tasks for low, times in parts for _ in range(times)], config.workers, gpu)
     seconds = of.seconds
-    if config.planned:
+    if config.planned or (gpu and config.workers == 1):  # one GPU runs the tasks in their order, in groups as by a plan
         seconds = planned_seconds([low.tasks for low, times in parts for _ in range(times)], config.workers, of.speed)
     kind = ("GPU" if gpu else "CPU worker") + "s" * (config.workers > 1)
     each = f"{of.speed.flop_s / 1e9:,.0f} Gflop/s and {of.speed.bytes_s / 1e9:,.0f} GB/s"
