@@ -80,7 +80,8 @@ def play(
             heapq.heappush(waiting[worker], number)
         if waiting[worker] and not busy[worker]:
             busy[worker], chosen = True, heapq.heappop(waiting[worker])
-            seconds = sum(map(speed.seconds, tasks[chosen].parts or [tasks[chosen]]))
+            parts = tasks[chosen].parts or [tasks[chosen]]
+            seconds = sum(map(speed.seconds, parts)) + speed.launch * len(parts)
             heapq.heappush(events, (end + seconds + speed.overhead, True, chosen))
     return end
 

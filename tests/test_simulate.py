@@ -1,5 +1,6 @@
 """What planned lists would take on several GPUs: by hand, and that a plan is worth its name."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,8 @@ def test_by_hand() -> None:
         task.worker = worker
     a_there = 4e-3 + 0.5e-3 + 1e6 / 1e9 + 1e-3
     assert play(tasks.tasks, 2, HAND, {}) == pytest.approx(a_there + 3e-3 + 0.5e-3)
+    launched = replace(HAND, launch=1e-4)
+    assert play(tasks.tasks, 2, launched, {}) == pytest.approx(a_there + 3e-3 + 0.5e-3 + 2e-4)
     for task in tasks.tasks:
         task.worker = 0
     assert play(tasks.tasks, 2, HAND, {}) == pytest.approx(9e-3 + 3 * 0.5e-3)

@@ -18,7 +18,7 @@ from .tasklist import Access, Task, TaskList, Tile, merge
 class Speed:
     """Of one worker: flop/s, bytes/s of its memory; bytes/s between two workers, seconds of each transfer beside.
 
-    overhead: seconds of the runtime for each task.
+    overhead: seconds of the runtime for each task, launch: for each part of a group.
     """
 
     flop_s: float
@@ -26,6 +26,7 @@ class Speed:
     link_s: float
     latency: float = 15e-6
     overhead: float = 0.0
+    launch: float = 0.0
 
     def seconds(self, task: Task) -> float:
         return max(task.flop / self.flop_s, task.bytes / self.bytes_s)
