@@ -16,6 +16,8 @@ import torch
 from rich.markup import escape
 from rich.table import Column, Table
 
+from nntile_py.folders import cache_folder
+
 
 class Check(TypedDict):
     """One line of the report, fit for JSON; `hint` is one line on how to get what is missing, empty where `ok`."""
@@ -79,8 +81,8 @@ def _config_header() -> Path | None:
         except OSError:
             pass
     folders = [Path(flag.removeprefix("-I")) for flag in flags.split()]
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nntile_py"
-    folders += sorted(cache.glob("starpu-1.4*/include/starpu/1.4"), key=lambda at: at.stat().st_mtime, reverse=True)
+    built = cache_folder().glob("starpu-1.4*/include/starpu/1.4")
+    folders += sorted(built, key=lambda at: at.stat().st_mtime, reverse=True)
     return next((file for folder in folders if (file := folder / "starpu_config.h").is_file()), None)
 
 

@@ -10,7 +10,6 @@ import os
 import platform
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ import numpy as np
 from nntile_py import _core
 from nntile_py.disk import Disk
 from nntile_py.errors import ConfigError, NNTileError, TaskError
+from nntile_py.folders import cache_folder
 
 _MODES = ("R", "W", "RW")
 PLACEMENTS = ("scheduler", "planned")
@@ -213,15 +213,6 @@ def _prepare_cuda(devices: int, memory: int | None) -> None:
     with contextlib.suppress(OSError):  # measured anew next time
         done.parent.mkdir(parents=True, exist_ok=True)
         done.touch()
-
-
-def cache_folder() -> Path:
-    """What was measured of this machine, once, and StarPU as `make setup` builds it."""
-    try:
-        home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    except RuntimeError:  # nobody's home
-        home = Path(tempfile.gettempdir())
-    return home / "nntile_py"
 
 
 class Array:

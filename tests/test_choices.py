@@ -87,3 +87,15 @@ print(_core.chosen("gemm", "a", lambda: time.sleep(0.5) or int(sys.argv[2])))
     with ThreadPoolExecutor() as pool:
         told = {run.stdout for run in pool.map(lambda choice: python(code, tmp_path, choice), range(3))}
     assert len(told) == 1 and told < {"0\n", "1\n", "2\n"}
+
+
+def test_without_a_home(python: Any) -> None:
+    """HOME unset, and a user that the system does not know: somewhere all the same."""
+    code = """
+import os, pathlib
+def nobody(): raise RuntimeError("Could not determine home directory.")
+pathlib.Path.home = nobody
+from nntile_py.folders import cache_folder
+print(cache_folder().parent.is_dir())
+"""
+    assert python(code).stdout == "True\n"
