@@ -1,6 +1,8 @@
 // What the CPU and the CUDA contraction share: their arguments (see contract.py) and operands as matrices.
 #pragma once
+#include <ATen/TensorUtils.h>
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
 
 #include "kernel.h"
 
@@ -62,10 +64,28 @@ inline int64_t extent(at::IntArrayRef sizes, size_t from, size_t count) {
   return product;
 }
 
+// ATen copies an element a thread: where the last axis stays the last one, eight of bf16 go as one of 16 bytes.
+inline void copy(at::Tensor to, const at::Tensor& from) {
+  const auto several = static_cast<int64_t>(16 / from.element_size());
+  const auto wide = [&](const at::Tensor& x) {
+    bool fits = x.dim() > 0 && x.size(-1) % several == 0 && x.stride(-1) == 1 &&
+                reinterpret_cast<uintptr_t>(x.data_ptr()) % 16 == 0;
+    for (int64_t axis = 0; axis + 1 < x.dim(); ++axis) fits = fits && x.stride(axis) % several == 0;
+    return fits;
+  };
+  if (to.dtype() == from.dtype() && wide(to) && wide(from))
+    to.view(at::kComplexDouble).copy_(from.view(at::kComplexDouble));
+  else to.copy_(from);
+}
+
 inline at::Tensor matrix(const at::Tensor& tensor, size_t batch, size_t rows, size_t columns) {
   const auto sizes = tensor.sizes();
-  const int64_t m = extent(sizes, batch, rows), n = extent(sizes, batch + rows, columns);
-  return batch ? tensor.reshape({extent(sizes, 0, batch), m, n}) : tensor.reshape({m, n});
+  std::vector<int64_t> shape{extent(sizes, batch, rows), extent(sizes, batch + rows, columns)};
+  if (batch) shape.insert(shape.begin(), extent(sizes, 0, batch));
+  if (at::detail::computeStride(sizes, tensor.strides(), shape)) return tensor.view(shape);
+  const auto copied = at::empty(sizes, tensor.options());
+  copy(copied, tensor);
+  return copied.view(shape);
 }
 
 }  // namespace nntile

@@ -349,7 +349,7 @@ void contract(Args& t) {
     if (lt) matmul(whole, a_matrix, b_matrix, t.f(0), Fused());
     else plain(whole, a_matrix, b_matrix, 0, t.f(0));
     if (t.accumulates(0)) view.add_(product);
-    else view.copy_(product);
+    else copy(view, product);
   }
   if (residual.defined()) target.add_(residual);
   if (bias.defined()) target.add_(broadcastable(bias, e.bias_axes, target));
