@@ -18,8 +18,9 @@ def planned_seconds(lists: Sequence[TaskList], workers: int, speed: Speed) -> fl
     made: dict[int, list[Task]] = {}  # a list that is run several times is placed once
     for one in lists:
         if id(one) not in made:
-            apart = placed(one, workers, speed, homes)
-            made[id(one)] = grouped(apart, speed.flop_s, speed.bytes_s, GROUP_SECONDS).tasks
+            apart = placed(one, workers, speed, homes) if workers > 1 else one
+            alone = workers == 1
+            made[id(one)] = grouped(apart, speed.flop_s, speed.bytes_s, GROUP_SECONDS, alone=alone).tasks
     copies: dict[Hashable, set[int]] = {}
     first = 0.0
     for tasks in (made[id(one)] for one in lists):
@@ -33,7 +34,7 @@ def planned_seconds(lists: Sequence[TaskList], workers: int, speed: Speed) -> fl
 def play(
     tasks: Sequence[Task], workers: int, speed: Speed, copies: dict[Hashable, set[int]], start: float = 0.0
 ) -> float:
-    """When the last of the tasks, each with its worker, has ended, if all were submitted at `start`.
+    """When the last of the tasks, each with its worker (or all on one), has ended, if all were submitted at `start`.
 
     A task's tiles travel as soon as its predecessors have ended, one after the other into a worker. A worker takes the
     first in the list of those whose tiles are there. copies: the workers that hold each tile, brought up to date; a
@@ -51,7 +52,7 @@ def play(
     events: list[tuple[float, bool, int]] = []  # when, whether it is a task's end, the task
 
     def fetch(number: int, now: float) -> None:
-        worker, there = tasks[number].worker, now
+        worker, there = max(tasks[number].worker, 0), now
         for access in tasks[number].accesses:
             held = copies.get(_key(access.tile))
             if access.mode not in ("W", "REDUX") and held and worker not in held:
@@ -66,7 +67,7 @@ def play(
     end = start
     while events:
         end, ended, number = heapq.heappop(events)
-        worker = tasks[number].worker
+        worker = max(tasks[number].worker, 0)
         if ended:
             busy[worker] = False
             for access in tasks[number].accesses:

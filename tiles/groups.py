@@ -29,6 +29,7 @@ def grouped(
     most_seconds, or has more than most_bytes of tiles.
     """
     groups: list[list[Task]] = []
+    held: list[_Held] = []
     seconds: list[float] = []
     before: list[int] = []  # bit mask of the groups that one waits for, directly or not
     writer: dict[int, int] = {}
@@ -55,12 +56,13 @@ def grouped(
                 continue
             if (known or time >= TINY) and before[number] & ~(waits | mine):  # it would wait for what others do
                 continue
-            if seconds[number] + time <= most_seconds and _fits(groups[number], task, most_bytes):
+            if seconds[number] + time <= most_seconds and _fits(groups[number], held[number], task, most_bytes):
                 chosen = number
                 break
         if chosen is None:
             chosen = len(groups)
             groups.append([])
+            held.append(_Held())
             seconds.append(0.0)
             before.append(waits)
             if known:
@@ -69,6 +71,7 @@ def grouped(
                 newest[task.worker] = chosen
         before[chosen] |= waits & ~(1 << chosen)
         groups[chosen].append(task)
+        held[chosen].add(task)
         seconds[chosen] += time
         for access in task.accesses:
             tile = id(access.tile)
@@ -87,12 +90,33 @@ def grouped(
     return result
 
 
-def _fits(group: list[Task], task: Task, most_bytes: float) -> bool:
-    plain = all(a.mode in ("R", "W", "RW") for t in (group[0], task) for a in t.accesses)
-    plain &= group[0].worker == task.worker
-    small = len(group) < MOST_PARTS and sum(len(t.accesses) for t in (*group, task)) <= MOST_TILES
-    tiles = {id(a.tile): a.tile.bytes for t in (*group, task) for a in t.accesses} if plain and small else {}
-    return plain and small and not task.clears and sum(tiles.values()) <= most_bytes
+class _Held:
+    """Tiles of a group."""
+
+    def __init__(self) -> None:
+        self.accesses, self.bytes, self.plain = 0, 0, True
+        self.tiles: set[int] = set()
+
+    def more(self, task: Task) -> int:
+        """Bytes that the task would add."""
+        new = {id(a.tile): a.tile for a in task.accesses if id(a.tile) not in self.tiles}
+        return sum(tile.bytes for tile in new.values())
+
+    def add(self, task: Task) -> None:
+        self.bytes += self.more(task)
+        self.accesses += len(task.accesses)
+        self.plain &= _plain(task)
+        self.tiles.update(id(a.tile) for a in task.accesses)
+
+
+def _plain(task: Task) -> bool:
+    return all(a.mode in ("R", "W", "RW") for a in task.accesses)
+
+
+def _fits(group: list[Task], held: _Held, task: Task, most_bytes: float) -> bool:
+    if len(group) >= MOST_PARTS or held.accesses + len(task.accesses) > MOST_TILES or task.clears:
+        return False
+    return held.plain and _plain(task) and group[0].worker == task.worker and held.bytes + held.more(task) <= most_bytes
 
 
 def _as_one(tasks: list[Task]) -> Task:
