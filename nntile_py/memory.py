@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from nntile_py import _core
 from nntile_py.errors import TaskError
 from nntile_py.runtime import Runtime
 from nntile_py.tiles import AXES, TaskList, Tile, cut_as
+from nntile_py.tiles.leaving import FULL, SHARE, fits
 
 if TYPE_CHECKING:
     from nntile_py.build import Step
 
 MIB = 2**20
+TIGHT_GROUPS = 64  # that fit, where not all tiles do
 
 
 def main_memory(runtime: Runtime) -> int:
@@ -35,9 +37,28 @@ def task_bytes(runtime: Runtime) -> int | None:
     return min(bounds, default=None)
 
 
-def group_bytes(runtime: Runtime) -> int:
-    """What the tiles of a group of tasks may take: as many groups as the worker takes at once, and one more, fit."""
-    return min((runtime.cuda_memory or 0) // (int(os.environ["STARPU_CUDA_PIPELINE"]) + 1), task_bytes(runtime) or 0)
+def group_bytes(runtime: Runtime, tight: bool) -> int:
+    """What the tiles of a group of tasks may take: as many groups as the worker takes at once, and one more, fit.
+
+    tight: not all tiles fit; the next group's come while those of the last one leave.
+    """
+    most = (runtime.cuda_memory or 0) // (TIGHT_GROUPS if tight else int(os.environ["STARPU_CUDA_PIPELINE"]) + 1)
+    return min(most, task_bytes(runtime) or 0)
+
+
+def room_to_plan(runtime: Runtime, lists: Sequence[TaskList]) -> float:
+    """Bytes of the GPU that tiles may take in turn; 0: nothing has to leave, or what will is not known."""
+    memory = runtime.cuda_memory or 0
+    if runtime.cuda != 1 or runtime.cpus or runtime.disk or fits(lists, FULL * memory):
+        return 0
+    return SHARE * memory
+
+
+def has_room_for_leaving(lists: Sequence[TaskList], runtime: Runtime) -> bool:
+    """Whether main memory holds copies of all that leaves the GPU, beside what has been written there at the start."""
+    left = {(a.tile.tensor, a.tile.index): a.tile.bytes for low in lists for task in low.tasks for a in task.accesses
+            if a.tile.persistent or a.tile in task.leaves}  # fmt: skip
+    return sum(left.values()) <= main_memory(runtime)
 
 
 def gpu_peak() -> int:

@@ -10,8 +10,8 @@ from nntile_py.tiles.placement import Speed
 CPU = Speed(flop_s=50e9, bytes_s=5e9, link_s=1e15, overhead=3e-6)  # one core: its memory is the others' too
 # One H200, by the dtype of its tiles; tf32 tiles are fp32's.
 GPU = {
-    "bf16": Speed(flop_s=600e12, bytes_s=3.5e12, link_s=350e9, overhead=6e-6, launch=2e-6),
-    "fp32": Speed(flop_s=40e12, bytes_s=3.5e12, link_s=350e9, overhead=6e-6, launch=2e-6),
+    "bf16": Speed(flop_s=600e12, bytes_s=3.5e12, link_s=350e9, overhead=6e-6, launch=2e-6, host_s=50e9),
+    "fp32": Speed(flop_s=40e12, bytes_s=3.5e12, link_s=350e9, overhead=6e-6, launch=2e-6, host_s=50e9),
 }
 
 

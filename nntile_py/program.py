@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import zlib
+from collections.abc import Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -13,6 +15,7 @@ from nntile_py.runtime import Runtime
 from nntile_py.tasks import Lowering, Tensor, launch
 from nntile_py.tiles import Slot, TaskList, Tile
 from nntile_py.tiles.groups import GROUP_SECONDS, grouped
+from nntile_py.tiles.leaving import mark_leaving
 from nntile_py.tiles.placement import Homes, placed
 from nntile_py.tiles.tasklist import MONOIDS, Task
 
@@ -83,22 +86,39 @@ def capability_of_devices() -> int | None:
     return 10 * major + minor
 
 
+def programs(lists: Sequence[TaskList], store: Store) -> list[Program]:
+    """Of resolved lists that run in turn, again and again."""
+    gpus, runtime = _core.cuda_workers(), Runtime.current
+    assert runtime is not None
+    speeds = [nominal.speed([tasks], gpus > 0) for tasks in lists]
+    if store.homes is not None:
+        lists = [
+            placed(tasks, gpus or _core.cpu_workers(), speed, store.homes)
+            for tasks, speed in zip(lists, speeds, strict=True)
+        ]
+    if gpus:
+        room = memory.room_to_plan(runtime, lists)
+        most, alone = memory.group_bytes(runtime, room > 0), gpus == 1 and not _core.cpu_workers()
+        lists = [
+            grouped(tasks, speed.flop_s, speed.bytes_s, GROUP_SECONDS, most, alone)
+            for tasks, speed in zip(lists, speeds, strict=True)
+        ]
+        if room:
+            _core.reserve_for_tiles()
+            if mark_leaving(lists, room) and not memory.has_room_for_leaving(lists, runtime):
+                mark_leaving(lists, math.inf)
+    for tasks in lists:
+        memory.check_tasks(tasks, runtime)
+    return [Program(tasks, store) for tasks in lists]
+
+
 class Program:
-    """A resolved task list bound to handles: `run` submits all of it and returns."""
+    """A task list bound to handles: `run` submits all of it and returns. Made by `programs`."""
 
     watched: list[TaskList] | None = None  # while a profile is taken: the list of each run, in order
 
     def __init__(self, tasks: TaskList, store: Store) -> None:
-        capability, gpus, runtime = capability_of_devices(), _core.cuda_workers(), Runtime.current
-        assert runtime is not None
-        speed = nominal.speed([tasks], gpus > 0)
-        if store.homes is not None:
-            tasks = placed(tasks, gpus or _core.cpu_workers(), speed, store.homes)
-        if gpus:
-            alone = gpus == 1 and not _core.cpu_workers()
-            room = memory.group_bytes(runtime)
-            tasks = grouped(tasks, speed.flop_s, speed.bytes_s, GROUP_SECONDS, room, alone)
-        memory.check_tasks(tasks, runtime)
+        capability = capability_of_devices()
         self.list, self.tasks = tasks, len(tasks.tasks)
         self.slots: list[str] = []
         self._native = _core.Program()
@@ -145,6 +165,7 @@ class Program:
                 priority=task.priority,
                 flop=task.flop,
                 worker=task.worker,
+                leaves=[handles[tile] for tile in task.leaves],
             )
             for tile in task.frees:
                 self._native.add_invalidate(handles[tile])

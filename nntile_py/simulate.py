@@ -7,6 +7,7 @@ from collections.abc import Hashable, Sequence
 
 from nntile_py.tiles import TaskList, Tile
 from nntile_py.tiles.groups import GROUP_SECONDS, grouped
+from nntile_py.tiles.leaving import FULL, SHARE, fits, mark_leaving
 from nntile_py.tiles.order import Use, dependencies
 from nntile_py.tiles.placement import Homes, Speed, placed
 from nntile_py.tiles.tasklist import Task
@@ -29,6 +30,14 @@ def planned_seconds(lists: Sequence[TaskList], workers: int, speed: Speed) -> fl
     for tasks in (made[id(one)] for one in lists):
         end = play(tasks, workers, speed, copies, end)
     return end - first
+
+
+def leaving_bytes(lists: Sequence[TaskList], memory: float) -> int:
+    """Bytes that a step on one worker with so much memory sends to main memory, and gets back."""
+    if fits(lists, FULL * memory):
+        return 0
+    mark_leaving(list({id(one): one for one in lists}.values()), SHARE * memory)
+    return sum(tile.bytes for one in lists for task in one.tasks for tile in task.leaves)
 
 
 def play(

@@ -23,7 +23,7 @@ from nntile_py.errors import NNTileError
 from nntile_py.graph import Graph
 from nntile_py.passes import Fusion
 from nntile_py.plan import estimate
-from nntile_py.program import Program, Store
+from nntile_py.program import Store, programs
 from nntile_py.sweep import Measure
 from nntile_py.tasks import Lowering, Op, Tensor
 from nntile_py.tiles import TaskList, Tiling
@@ -133,7 +133,7 @@ def _inference(config: RunConfig, built: Built) -> Callable[[int], None]:
     _core.allow_tf32(config.precision == "tf32")
     graph, low = built.graphs[0]
     model, store = build_model(config), Store()
-    program = Program(low.tasks, store)
+    (program,) = programs([low.tasks], store)
     for binding in built.bindings:
         store.write(low, binding.tensor, binding.take(model.weights))
     ids = _tokens(config, config.train.batch, model.config.vocab)
@@ -154,7 +154,7 @@ def _program(made: tuple[Graph, Lowering]) -> Callable[[int], None]:
     graph, low = made
     store = Store()
     _fill(low, store, [t for t in graph.tensors.values() if t.kind in ("input", "param")])
-    program = Program(low.tasks, store)
+    (program,) = programs([low.tasks], store)
 
     def run(count: int) -> None:
         for _ in range(count):
@@ -206,7 +206,7 @@ def _alone(op: Op, tiling: Tiling, policy: str) -> Callable[[int], None]:
     low.tasks.resolve()
     store = Store()
     _fill(low, store, owners)
-    program = Program(low.tasks, store)
+    (program,) = programs([low.tasks], store)
     for tensor, (name, kind) in zip(owners, before, strict=True):
         tensor.name, tensor.kind = name, kind
 

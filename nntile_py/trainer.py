@@ -16,7 +16,7 @@ from nntile_py.errors import ConfigError, TaskError
 from nntile_py.models.gpt2 import GPT2, Binding
 from nntile_py.optimizers import MASTER, SGD, AdamW, Optimizer
 from nntile_py.passes import Fusion
-from nntile_py.program import Program, Store
+from nntile_py.program import Program, Store, programs
 from nntile_py.runtime import Runtime
 from nntile_py.tasks import IGNORED, Lowering, Tensor
 from nntile_py.tiles import TaskList, Tiling
@@ -114,9 +114,8 @@ class Trainer:
         memory.check_step(built, Runtime.current)
         _core.advise(f"the largest tensors are {built.largest()}")
         self._built, self._store = built, Store()
-        self._first = Program(built.first.tasks, self._store)
-        self._more = Program(built.more.tasks, self._store) if built.more else None
-        self._update = Program(built.update.tasks, self._store)
+        self._first, *more, self._update = programs([low.tasks for low in built.lists], self._store)
+        self._more = more[0] if more else None
         self._write_weights(built.first, built.bindings)
         written = set(self._masters().values())
         for tensor in built.update_graph.tensors.values():
@@ -201,7 +200,8 @@ class Trainer:
                 self._form, self.batch, self.seq, self._tiling, dtype=self.dtype, policy=self._policy,
                 fusion=self._fusion, keep_logits=return_logits,
             )  # fmt: skip
-            self._evaluations[return_logits] = (built, Program(built.forward.tasks, self._store))
+            (program,) = programs([built.forward.tasks], self._store)
+            self._evaluations[return_logits] = (built, program)
         built, program = self._evaluations[return_logits]
         self._write_inputs(built.forward, built.graph.tensors, ids, targets)
         program.run({"loss_scale": 1.0 / max(int((targets >= 0).sum()), 1)})

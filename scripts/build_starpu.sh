@@ -8,7 +8,7 @@ umask 022
 export LC_ALL=C
 
 oldest=1.4.8
-changes=3 # of what is changed in its sources below: one that this script built before is built anew
+changes=5 # of what is changed in its sources below: one that this script built before is built anew
 cache=${XDG_CACHE_HOME:-$HOME/.cache}/nntile_py
 prefix=${NNTILE_STARPU_PREFIX:-}
 tarball=${STARPU_TARBALL:-}
@@ -202,6 +202,15 @@ grep -q '_starpu_is_reclaiming(STARPU_MAIN_RAM)' $copies || say "$copies has cha
 requests=src/datawizard/data_request.h
 sed -i -E 's/^(#define MAX_PENDING_(PREFETCH_)?REQUESTS_PER_NODE) [0-9]+/\1 16/' $requests
 [ "$(grep -cE '^#define MAX_PENDING_(PREFETCH_)?REQUESTS_PER_NODE 16' $requests)" = 2 ] || say "$requests has changed: few copies will travel at a time"
+
+# What will not be used soon is to be the first to make room on a device. StarPU does so only with tiles that have a place of
+# their own in main memory; ours have none. Theirs alone are ever "dirty", too, and what is not goes to the end of the list.
+chunks=src/datawizard/memalloc.c
+device='starpu_node_get_kind(node) == STARPU_CUDA_RAM'
+sed -i "s/if (mc->data && mc->data->home_node != -1)/if (mc->data \&\& (mc->data->home_node != -1 || $device))/
+    /^static struct _starpu_mem_chunk \*_starpu_memchunk_init/,/^}/s/mc->clean = 1;/mc->clean = handle->home_node != -1 || starpu_node_get_kind(replicate->memory_node) != STARPU_CUDA_RAM;/
+    /^void _starpu_memchunk_recently_used/,/^}/s/mc->wontuse = 0;/&\n\tif (mc->data \&\& mc->data->home_node == -1 \&\& $device)\n\t\tmc->clean = 0;/" $chunks
+[ "$(grep -c STARPU_CUDA_RAM $chunks)" = 3 ] || say "$chunks has changed: tiles will leave a full device in the order of their use"
 
 # blocking drivers stay off: they set the pipeline of tasks per CUDA device to 0.
 flags=(--prefix="$prefix" --libdir="$prefix/lib" --disable-static --enable-fast

@@ -11,7 +11,7 @@ from conftest import error
 
 from nntile_py.graph import Graph
 from nntile_py.lowering import lower
-from nntile_py.program import Program, Store
+from nntile_py.program import Store, programs
 from nntile_py.tasks import IGNORED, Op, Tensor
 from nntile_py.tasks.op import wide
 from nntile_py.tiles import Tiling
@@ -157,7 +157,7 @@ def check(
                 store.write(low, tensor, np.full(tensor.shape, np.nan))
         for tensor, value in values.items():
             store.write(low, tensor, value)
-        program = program or Program(low.tasks, store)
+        program = program or programs([low.tasks], store)[0]
         program.run(case.slots)
         for tensor, want in expected.items():
             got, there = store.read(low, tensor), np.zeros(tensor.shape, bool)

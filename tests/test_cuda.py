@@ -172,6 +172,37 @@ def test_eviction(python: Any, cuda: nt.Runtime, unlimited: str, limit: int) -> 
     assert result.stdout == unlimited
 
 
+MOVED = """
+import numpy as np, nntile_py as nt, sys
+from nntile_py import program
+from nntile_py.profile.collect import make_trace, watched
+from nntile_py.tiles import TaskList, Tile
+from nntile_py.tiles.tasklist import merge
+if sys.argv[1] == "unmarked": program.mark_leaving = lambda lists, room: False
+shape = (384, 1024)
+total, *parts = tiles = [Tile("x", (k,), shape, "fp32", persistent=True) for k in range(65)]
+tasks = TaskList("chain", tiles)
+tasks.tasks = [merge(total, part, "add") for part in parts]
+with nt.Runtime(cpus=0, cuda=1, cuda_memory=60 << 20):
+    store = program.Store()
+    for number, tile in enumerate(tiles): store.handle(tile).write(np.full(shape, number, np.float32))
+    (adds,) = program.programs([tasks.resolve()], store)
+    with watched() as found:
+        for _ in range(6): adds.run()
+        nt.Runtime.wait()
+    assert (store.handle(total).read() == 6 * 64 * 65 / 2).all()
+    print(sum(bus.bytes for bus in make_trace(found.programs, found.native, None).buses))
+"""
+
+
+def test_what_is_used_soon_stays(python: Any, cuda: nt.Runtime) -> None:
+    """64 tiles one after the other, with room for 39: the least recently used is always the next to be used."""
+    runs = [python(MOVED, how) for how in ("marked", "unmarked")]
+    assert not any(run.returncode for run in runs), [run.stderr[-1000:] for run in runs]
+    marked, unmarked = (int(run.stdout) / (384 * 1024 * 4) / 6 for run in runs)
+    assert unmarked > 60 and 20 < marked < 45, (marked, unmarked)
+
+
 @pytest.mark.parametrize(("limit", "main"), [(6, 10), (6, 6), (4, 4)])
 @pytest.mark.parametrize("cached", [(), ("cached",)], ids=["direct", "cached"])
 def test_eviction_to_disk(

@@ -50,6 +50,22 @@ def test_time_is_of_the_workers_that_the_config_names() -> None:
     assert "1 GPU of 600,000 Gflop/s" in made.workers and made.step_seconds < 0.1 * one.step_seconds
 
 
+def test_what_leaves_a_gpu_that_is_too_small() -> None:
+    config, _ = of()
+
+    def made(memory: int | None) -> Plan:
+        update = {"cuda": 1, "cpus": 0, "cuda_memory": memory, "memory": None}
+        runtime = config.runtime.model_copy(update=update)
+        return plan(config.model_copy(update={"precision": "bf16", "runtime": runtime}))
+
+    free = made(None)
+    assert free.leaving_bytes == made(2 * free.peak_bytes).leaving_bytes == 0
+    tight = made(int(0.7 * free.peak_bytes))
+    assert 0.3 * free.peak_bytes < tight.leaving_bytes < 0.8 * free.peak_bytes
+    assert tight.step_seconds == pytest.approx(free.step_seconds + tight.leaving_bytes / nominal.GPU["bf16"].host_s)
+    assert made(int(0.5 * free.peak_bytes)).leaving_bytes > tight.leaving_bytes
+
+
 def test_estimate_by_hand() -> None:
     """Two tasks that one may run beside the other, then one that waits for both."""
     a, b, c = (Tile(name, (0,), (1000,), "fp32") for name in "abc")

@@ -233,7 +233,7 @@ def test_a_groups_time_is_shared_by_floors(tmp_path: Path) -> None:
 def test_groups_of_a_real_program(tmp_path: Path) -> None:
     """The groups that a GPU would get, on a CPU worker."""
     from nntile_py.profile.collect import make_trace, watched
-    from nntile_py.program import Program, Store
+    from nntile_py.program import Store, programs
     from nntile_py.sweep_point import _fill
     from nntile_py.tiles.groups import grouped
     from nntile_py.workloads import build
@@ -245,7 +245,7 @@ def test_groups_of_a_real_program(tmp_path: Path) -> None:
     with nt.Runtime(cpus=1):
         store = Store()
         _fill(low, store, [t for t in graph.tensors.values() if t.kind in ("input", "param")])
-        program = Program(tasks, store)
+        (program,) = programs([tasks], store)
         with watched() as found:
             program.run()
         trace = make_trace(found.programs, found.native, None)

@@ -9,6 +9,7 @@ batch tiles, optimizer states stay where they are.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from .tasklist import Access, Task, TaskList, Tile, merge
@@ -18,7 +19,8 @@ from .tasklist import Access, Task, TaskList, Tile, merge
 class Speed:
     """Of one worker: flop/s, bytes/s of its memory; bytes/s between two workers, seconds of each transfer beside.
 
-    overhead: seconds of the runtime for each task, launch: for each part of a group.
+    overhead: seconds of the runtime for each task, launch: for each part of a group. host_s: bytes/s from main memory,
+    and at the same time to it.
     """
 
     flop_s: float
@@ -27,6 +29,7 @@ class Speed:
     latency: float = 15e-6
     overhead: float = 0.0
     launch: float = 0.0
+    host_s: float = math.inf
 
     def seconds(self, task: Task) -> float:
         return max(task.flop / self.flop_s, task.bytes / self.bytes_s)

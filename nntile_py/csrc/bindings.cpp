@@ -159,6 +159,7 @@ PYBIND11_MODULE(_core, m) {
   m.def("memory_used", memory_used);
   m.def("cpu_workers", cpu_workers);
   m.def("cuda_workers", cuda_workers);
+  m.def("reserve_for_tiles", reserve_for_tiles, release());
   m.def("allow_tf32", allow_tf32);
   m.def("keep_choices", keep_choices);
   m.def("chosen", chosen, release());
@@ -218,7 +219,7 @@ PYBIND11_MODULE(_core, m) {
           [](Program& program, const BodyList& bodies, const std::string& codelet, std::string name,
              std::vector<std::shared_ptr<Tile>> tiles, const std::vector<std::string>& modes,
              std::vector<double> floats, std::vector<std::pair<int, int>> slots, uint32_t footprint, int priority,
-             double flop, int worker) {
+             double flop, int worker, std::vector<std::shared_ptr<Tile>> leaves) {
             TaskRecord record;
             std::vector<std::string> kernels;
             for (const auto& [kernel, part, places, ints, first_float, accumulates, launches, scratch, table] : bodies) {
@@ -243,12 +244,13 @@ PYBIND11_MODULE(_core, m) {
             record.priority = priority;
             record.flop = flop;
             record.worker = worker;
+            record.leaves = std::move(leaves);
             program.add(std::move(record), kernels, codelet);
           },
           py::arg("bodies"), py::arg("codelet"), py::arg("name"), py::arg("tiles"), py::arg("modes"),
           py::arg("floats") = std::vector<double>{}, py::arg("slots") = std::vector<std::pair<int, int>>{},
           py::arg("footprint") = 0, py::arg("priority") = 0, py::arg("flop") = 0.0,
-          py::arg("worker") = -1)
+          py::arg("worker") = -1, py::arg("leaves") = std::vector<std::shared_ptr<Tile>>{})
       .def("add_invalidate", &Program::add_invalidate)
       .def("run", &Program::run, release())
       .def_property_readonly("tasks", &Program::tasks);

@@ -6,6 +6,7 @@
 #include <c10/cuda/CUDACachingAllocator.h>
 
 #include <array>
+#include <atomic>
 #include <map>
 
 #include "on_cuda.h"
@@ -62,12 +63,26 @@ size_t held(c10::DeviceIndex device) { return static_cast<size_t>(blocks::getDev
 
 // ATen holds more than tiles have: parts of segments that nobody asks for. A kernel that finds no workspace has failed,
 // a tile can wait for others to be evicted: tiles leave so much, of what the process may allocate and of what is free.
-bool leaves_room(c10::DeviceIndex device) {
+bool leaves_room(c10::DeviceIndex device, size_t more = 0) {
   size_t free = 0, total = 0;
   if (cudaMemGetInfo(&free, &total) != cudaSuccess) return true;
   const auto limit = static_cast<size_t>(blocks::getMemoryFraction(device) * static_cast<double>(total));
   const size_t own = held(device);
-  return std::min(free, limit > own ? limit - own : 0) >= std::min<size_t>(kForKernels, limit / 8);
+  return std::min(free, limit > own ? limit - own : 0) >= std::min<size_t>(kForKernels, limit / 8) + more;
+}
+
+// Whether tiles are cut from one block (reserve_for_tiles). Then nothing is to be had beside it, and getting memory from
+// the driver only to give it back takes a millisecond, in which the device does nothing else.
+std::array<std::atomic<bool>, STARPU_MAXCUDADEVS> g_reserved{};
+
+size_t largest_block(c10::DeviceIndex device) {
+  size_t largest = 1;
+  blocks::cacheInfo(device, &largest);
+  return largest;
+}
+
+bool would_not_fit(c10::DeviceIndex device, size_t bytes) {
+  return g_reserved.at(static_cast<size_t>(device)) && largest_block(device) < bytes && !leaves_room(device, bytes);
 }
 
 // Of a device: for how many bytes no room was found since the last block was given back. StarPU asks again and again, and
@@ -115,10 +130,12 @@ uintptr_t allocate_on_device(unsigned node, size_t bytes) {
     const c10::cuda::CUDAGuard guard(device);
     const bool scarce = starpu_memory_get_available(node) < starpu_memory_get_total(node) / 4;
     const size_t before = scarce ? held(device) : 0;
-    auto* block = blocks::raw_alloc_with_stream(std::max<size_t>(bytes, 1), key_of_tiles(device));
-    if (!scarce || held(device) <= before || leaves_room(device)) return reinterpret_cast<uintptr_t>(block);
-    blocks::raw_delete(block);
-    blocks::emptyCache();
+    if (!scarce || !would_not_fit(device, bytes)) {
+      auto* block = blocks::raw_alloc_with_stream(std::max<size_t>(bytes, 1), key_of_tiles(device));
+      if (!scarce || held(device) <= before || leaves_room(device)) return reinterpret_cast<uintptr_t>(block);
+      blocks::raw_delete(block);
+      blocks::emptyCache();
+    }
   } catch (const c10::OutOfMemoryError&) {  // within the limit: others use the card too
   } catch (const std::exception& error) {
     fail("CUDA", error.what());
@@ -166,6 +183,25 @@ void free(void* buffer, unsigned node) {
 }  // namespace
 
 void free_kept_memory() { kept().free_all(); }
+
+// The driver gives segments that ATen never joins: where memory is short they are all too small in the end.
+void reserve_for_tiles() {
+  for (unsigned node = 0; node < starpu_memory_nodes_get_count(); ++node) {
+    if (!is_device(node) || starpu_memory_get_used(node)) continue;  // something was cut already
+    const auto device = static_cast<c10::DeviceIndex>(starpu_memory_node_get_devid(node));
+    auto& reserved = g_reserved.at(static_cast<size_t>(device));
+    const size_t bytes = starpu_memory_get_total(node);
+    reserved = largest_block(device) >= bytes;  // from a runtime before this one
+    if (reserved || !leaves_room(device, bytes)) continue;
+    const c10::cuda::CUDAGuard guard(device);
+    try {
+      blocks::raw_delete(blocks::raw_alloc_with_stream(bytes, key_of_tiles(device)));
+      blocks::resetPeakStats(device);  // nothing has used it
+      reserved = true;
+    } catch (const c10::OutOfMemoryError&) {  // others use the card too: segments, then
+    }
+  }
+}
 
 bool lacks_room(unsigned node, size_t bytes) { return is_device(node) && room(node).lacks(bytes); }
 

@@ -307,6 +307,7 @@ void Program::run(const std::vector<double>& slots) {
     task->flops = record.flop;
     if (replay) profile::watch(task, replay, index++);
     submit(task, record.name);
+    for (const auto& leaving : record.leaves) leave(*leaving);
   }
 }
 

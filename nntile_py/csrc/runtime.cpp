@@ -43,13 +43,13 @@ void wake() {
 
 void sleep_if_idle() {
   const std::lock_guard lock(g_sleep_mutex);
-  if (g_asleep || starpu_task_nsubmitted()) return;
+  if (g_asleep || starpu_task_nsubmitted() || g.leaving) return;
   starpu_pause();
   g_asleep = true;
 }
 
 void wait_for_tasks() {
-  wait_until([] { return starpu_task_nsubmitted() == 0; });
+  wait_until([] { return starpu_task_nsubmitted() == 0 && g.leaving == 0; });
   starpu_task_wait_for_all();
   wait_until(queues_empty);
 }
@@ -174,6 +174,10 @@ void check() {
 size_t memory_used() { return g.running ? starpu_memory_get_used(STARPU_MAIN_RAM) : 0; }
 
 int cpu_workers() { return g.running ? g.cpus : 0; }
+
+#ifndef NNTILE_CUDA
+void reserve_for_tiles() {}
+#endif
 
 int cuda_workers() { return g.running ? g.cuda : 0; }
 

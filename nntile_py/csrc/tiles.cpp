@@ -227,6 +227,17 @@ void invalidate(const std::shared_ptr<Tile>& tile) {
   tile->initialised = false;
 }
 
+void leave(const Tile& tile) {
+  // Acquired at this place among the tasks: whoever reads it does not wait for the copy, whoever writes it does.
+  ++g.leaving;
+  const auto release = [](void* handle) {
+    starpu_data_release(static_cast<starpu_data_handle_t>(handle));
+    --g.leaving;
+  };
+  starpu_data_acquire_on_node_cb(tile.handle, STARPU_MAIN_RAM, STARPU_R, release, tile.handle);
+  starpu_data_wont_use(tile.handle);
+}
+
 struct Fetch::State {
   uint64_t failures = failure_count();
   std::atomic<bool> dropped{false};  // the value was read after a task had failed: it is nobody's

@@ -1,0 +1,141 @@
+"""Tiles that leave a device's memory: the furthest next use first, after the last use before it, no more than need."""
+
+from collections import OrderedDict
+
+import numpy as np
+import pytest
+from conftest import CPUS
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import nntile_py as nt
+from nntile_py import program
+from nntile_py.build import build_step
+from nntile_py.models.gpt2 import initial_weights
+from nntile_py.passes import Fusion
+from nntile_py.tiles import RW, R, TaskList, Tile, Tiling, W
+from nntile_py.tiles.leaving import fits, mark_leaving
+from nntile_py.tiles.tasklist import Task
+
+
+def tile(name: str, kib: int = 1, persistent: bool = True) -> Tile:
+    return Tile(name, (0,), (kib * 256,), "fp32", persistent=persistent)
+
+
+def a_list(*tasks: Task) -> TaskList:
+    made = TaskList()
+    made.tasks = list(tasks)
+    return made
+
+
+def names(tasks: TaskList) -> list[str]:
+    return ["".join(sorted(tile.tensor for tile in task.leaves)) for task in tasks.tasks]
+
+
+def fetched(tasks: list[Task], room: int, marks: bool) -> int:
+    """Bytes that come in a late round, where the least recently used leaves first, with `marks` a marked one."""
+    held: OrderedDict[Tile, bool] = OrderedDict()
+    total = 0
+    for turn in range(6):
+        for task in tasks:
+            for access in task.accesses:
+                total += access.tile.bytes if turn == 5 and access.tile not in held else 0
+                held[access.tile] = marks and access.tile in task.leaves
+                held.move_to_end(access.tile)
+            mine = {access.tile for access in task.accesses}
+            for gone in sorted(held, key=lambda tile: not held[tile]):  # stable
+                if sum(tile.bytes for tile in held) <= room:
+                    break
+                if gone not in mine:
+                    del held[gone]
+    return total
+
+
+def test_nothing_leaves_where_all_fits() -> None:
+    a, b = tile("a"), tile("b")
+    tasks = a_list(Task("k", [R(a), RW(b)]), Task("k", [RW(a)]))
+    assert not mark_leaving([tasks], 2048) and names(tasks) == ["", ""] and fits([tasks], 2048)
+    assert mark_leaving([tasks], 1024) and not fits([tasks], 1024)
+    assert mark_leaving([tasks], 2048) is False and names(tasks) == ["", ""]  # old marks are gone
+
+
+def test_a_scan_keeps_what_fits() -> None:
+    """The worst of cases for the least recently used: ten tiles one after the other, again and again, room for six."""
+    tasks = a_list(*(Task("k", [RW(tile(str(k)))]) for k in range(10)))
+    assert mark_leaving([tasks], 6 << 10)
+    assert sum(map(bool, names(tasks))) == 5  # four have no room, and what is used needs some
+    assert fetched(tasks.tasks, 6 << 10, marks=False) == 10 << 10
+    assert fetched(tasks.tasks, 6 << 10, marks=True) <= 5 << 10
+
+
+def test_tiles_of_several_lists_are_the_same_by_name() -> None:
+    first = a_list(*(Task("k", [RW(tile(name))]) for name in "ab"), Task("k", [RW(tile("x", 4))]))
+    then = a_list(Task("k", [RW(tile("a"))]), Task("k", [RW(tile("x", 4))]))
+    assert mark_leaving([first, then], 5 << 10)
+    # With x, 4 of 5 KiB, there is room for one more: a has none while b is used, nor b while a is.
+    assert names(first) == ["a", "b", ""] and names(then) == ["", ""]
+
+
+def test_what_is_freed_or_forgotten_does_not_leave() -> None:
+    big, weight = tile("big", 4, persistent=False), tile("w")
+    gradient = tile("g", 2)
+    tasks = a_list(
+        Task("k", [W(gradient), R(weight)], clears=[gradient]), Task("k", [W(big)]), Task("k", [R(big)], frees=[big]),
+    )  # fmt: skip
+    assert mark_leaving([tasks], 6 << 10)
+    assert names(tasks) == ["g", "", ""] or names(tasks) == ["w", "", ""]
+    assert not mark_leaving([a_list(*tasks.tasks[1:])], 4 << 10)
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=3, unique=True), min_size=2, max_size=12),
+    st.integers(3, 9),
+)
+@settings(max_examples=200, deadline=None)
+def test_little_more_travels_than_by_use(uses: list[list[int]], room: int) -> None:
+    """Marked tiles are the task's own; for equal sizes they spare transfers, or cost a tile where the rounds differ."""
+    tiles = [tile(str(k)) for k in range(10)]
+    tasks = a_list(*(Task("k", [RW(tiles[k]) for k in used]) for used in uses))
+    leave = mark_leaving([tasks], room << 10)
+    assert leave == (not fits([tasks], room << 10)) == (len({k for used in uses for k in used}) > room)
+    for task in tasks.tasks:
+        assert {t.tensor for t in task.leaves} <= {a.tile.tensor for a in task.accesses}
+    assert fetched(tasks.tasks, room << 10, True) <= fetched(tasks.tasks, room << 10, False) + (1 << 10)
+
+
+def test_a_step_of_gpt2_moves_less() -> None:
+    config = nt.models.GPT2Config(layers=6, embed=256, heads=4, vocab=512, positions=128)
+    built = build_step(
+        nt.models.GPT2(config, {}), 8, 128, Tiling({"batch": 8}), dtype="bf16", optimizer=nt.AdamW(),
+        clip_grad_norm=1.0, policy="chain", fusion=Fusion(), grad_accumulation=1,
+    )  # fmt: skip
+    lists = [low.tasks for low in built.lists]
+    peak = built.peak_bytes()
+    assert not mark_leaving(lists, peak * 1.05)
+    leaving = []
+    for room in (0.8, 0.6, 0.4):
+        assert mark_leaving(lists, peak * room)
+        leaving.append(sum(tile.bytes for tasks in lists for task in tasks.tasks for tile in task.leaves))
+        assert leaving[-1] >= (1 - room) * peak * 0.9
+    assert leaving == sorted(leaving) and leaving[0] < 0.5 * peak
+
+
+class AllLeave(program.Program):
+    def __init__(self, tasks: TaskList, store: program.Store) -> None:
+        for task in tasks.tasks:
+            task.leaves = [access.tile for access in task.accesses]
+        super().__init__(tasks, store)
+
+
+def test_results_do_not_depend_on_what_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CPUs nothing can leave; the copies that are asked for take their place among the tasks."""
+    config = nt.models.GPT2Config(layers=2, embed=32, heads=2, vocab=64, positions=16)
+    ids = np.arange(64).reshape(4, 16) % 64
+    losses = []
+    for leaves in (False, True):
+        if leaves:
+            monkeypatch.setattr(program, "Program", AllLeave)
+        with nt.Runtime(cpus=CPUS):
+            trainer = nt.Trainer(nt.models.GPT2(config, initial_weights(config, 0)), 4, 16, {"batch": 2, "embed": 16})
+            losses.append([trainer.step(ids, ids) for _ in range(3)])
+    assert losses[0] == losses[1]
