@@ -165,7 +165,7 @@ class Program:
                 priority=task.priority,
                 flop=task.flop,
                 worker=task.worker,
-                leaves=[handles[tile] for tile in task.leaves],
+                leaves=[places[tile] for tile in task.leaves],
             )
             for tile in task.frees:
                 self._native.add_invalidate(handles[tile])

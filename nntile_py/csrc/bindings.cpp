@@ -219,7 +219,7 @@ PYBIND11_MODULE(_core, m) {
           [](Program& program, const BodyList& bodies, const std::string& codelet, std::string name,
              std::vector<std::shared_ptr<Tile>> tiles, const std::vector<std::string>& modes,
              std::vector<double> floats, std::vector<std::pair<int, int>> slots, uint32_t footprint, int priority,
-             double flop, int worker, std::vector<std::shared_ptr<Tile>> leaves) {
+             double flop, int worker, std::vector<int> leaves) {
             TaskRecord record;
             std::vector<std::string> kernels;
             for (const auto& [kernel, part, places, ints, first_float, accumulates, launches, scratch, table] : bodies) {
@@ -250,7 +250,7 @@ PYBIND11_MODULE(_core, m) {
           py::arg("bodies"), py::arg("codelet"), py::arg("name"), py::arg("tiles"), py::arg("modes"),
           py::arg("floats") = std::vector<double>{}, py::arg("slots") = std::vector<std::pair<int, int>>{},
           py::arg("footprint") = 0, py::arg("priority") = 0, py::arg("flop") = 0.0,
-          py::arg("worker") = -1, py::arg("leaves") = std::vector<std::shared_ptr<Tile>>{})
+          py::arg("worker") = -1, py::arg("leaves") = std::vector<int>{})
       .def("add_invalidate", &Program::add_invalidate)
       .def("run", &Program::run, release())
       .def_property_readonly("tasks", &Program::tasks);

@@ -88,7 +88,7 @@ struct TaskRecord {
   std::vector<std::pair<int, int>> slots;  // (position in floats, slot of the program)
   uint32_t footprint = 0;
   int priority = 0;
-  std::vector<std::shared_ptr<Tile>> leaves;  // tiles whose room on the device others will need
+  std::vector<int> leaves;  // places of tiles whose room on the device others will need
   int worker = -1;  // StarPU's number of the only one that may run it; -1: any
   double flop = 0;
   TaskInstance instance{};  // for tasks whose floats never change

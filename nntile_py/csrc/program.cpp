@@ -307,7 +307,8 @@ void Program::run(const std::vector<double>& slots) {
     task->flops = record.flop;
     if (replay) profile::watch(task, replay, index++);
     submit(task, record.name);
-    for (const auto& leaving : record.leaves) leave(*leaving);
+    for (const int place : record.leaves)
+      leave(*record.tiles.at(static_cast<size_t>(place)), !(record.modes[static_cast<size_t>(place)] & STARPU_W));
   }
 }
 

@@ -56,7 +56,8 @@ void write_tile(const std::shared_ptr<Tile>& tile, const void* data);        // 
 void read_tile(const std::shared_ptr<Tile>& tile, void* data);               // waits
 void zero_tile(const std::shared_ptr<Tile>& tile);  // fills it with zeros, wherever there is a worker
 void invalidate(const std::shared_ptr<Tile>& tile);
-void leave(const Tile& tile);  // copied to main memory after the tasks submitted so far, it is the first to make room
+// Copied to main memory after the tasks submitted so far, it is the first to make room. only_read: by the last of them.
+void leave(const Tile& tile, bool only_read);
 void reserve_for_tiles();      // on each device, one block of all that tiles may take, to cut them from
 
 // Scalars that become readable when the tasks submitted before have written them.

@@ -99,6 +99,23 @@ starpu_codelet* zero_codelet() {
   return codelet;
 }
 
+void submit_barrier(const Tile& tile) {
+  static starpu_codelet* codelet = [] {
+    auto* cl = new starpu_codelet;
+    starpu_codelet_init(cl);
+    cl->name = "barrier";
+    cl->where = STARPU_NOWHERE;  // it fetches nothing, either
+    cl->nbuffers = 1;
+    cl->modes[0] = STARPU_RW;
+    return cl;
+  }();
+  auto* task = starpu_task_create();
+  task->cl = codelet;
+  task->handles[0] = tile.handle;
+  task->name = "barrier";
+  if (starpu_task_submit(task)) throw TaskError("barrier: the task was refused");
+}
+
 }  // namespace
 
 void require(const Tile& tile) {
@@ -227,8 +244,10 @@ void invalidate(const std::shared_ptr<Tile>& tile) {
   tile->initialised = false;
 }
 
-void leave(const Tile& tile) {
-  // Acquired at this place among the tasks: whoever reads it does not wait for the copy, whoever writes it does.
+void leave(const Tile& tile, bool only_read) {
+  // Whoever reads it later does not wait for the copy, whoever writes it does. That it comes after the tasks that read
+  // the tile takes one that does nothing, and in name writes it: readers have no order among themselves.
+  if (only_read) submit_barrier(tile);
   ++g.leaving;
   const auto release = [](void* handle) {
     starpu_data_release(static_cast<starpu_data_handle_t>(handle));
