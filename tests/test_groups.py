@@ -58,6 +58,21 @@ def test_no_group_waits_for_more_than_its_first_task() -> None:
             assert before <= own.union(*(all_waits[o] for o in own))
 
 
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_a_group_ends_soon_after_what_another_worker_waits_for(elsewhere: bool) -> None:
+    """Ten tasks of 100 us; the result of the first is used by a worker that would have to wait for all of them."""
+    tasks = TaskList()
+    made = [Tile("x", (k,), (1000,), "fp32") for k in range(10)]
+    for number, tile in enumerate(made):
+        tasks.emit("k", [W(tile), *([R(made[number - 1])] if number else [])], flop=100e-6 * 1e12)
+    tasks.emit("k", [W(Tile("y", (0,), (1000,), "fp32")), R(made[0])], flop=100e-6 * 1e12)
+    for task in tasks.tasks:
+        task.worker = 0
+    tasks.tasks[-1].worker = int(elsewhere)
+    groups = grouped(tasks.resolve(), 1e12, 1e12, 5e-3).tasks
+    assert [len(group.parts) for group in groups if group.worker == 0] == ([3, 7] if elsewhere else [11])
+
+
 def test_modes_of_a_group() -> None:
     a, b, c = (Tile(name, (0,), (4,), "fp32") for name in "abc")
     a.persistent = True

@@ -13,6 +13,7 @@ from .tasklist import Access, Task, TaskList, Tile
 
 GROUP_SECONDS = 1.5e-3  # how long a group may last; 11 groups a step are no faster than 117, and hold more memory
 MOST_PARTS, MOST_TILES = 32, 160
+EXPORT_SECONDS = 200e-6  # how much longer a group may last than its first task that another worker waits for
 TINY = 15e-6  # seconds: independent tasks as short as this share a group
 
 
@@ -25,8 +26,8 @@ def grouped(
     A task joins the newest group of its worker, if that is known (`alone`: there is one worker only), or else the group
     that ends its dependencies; but only if it depends on nothing of other workers that the group did not wait for
     already, nor the group on what the task does not: what could run side by side still can. (Where workers are not
-    known a tiny task may wait.) flop_s, bytes_s: of a worker, to estimate durations; no group lasts longer than
-    most_seconds, or has more than most_bytes of tiles.
+    known a tiny task may wait.) A group that has made what another worker waits for ends soon. flop_s, bytes_s: of a
+    worker, to estimate durations; no group lasts longer than most_seconds, or has more than most_bytes of tiles.
     """
     groups: list[list[Task]] = []
     held: list[_Held] = []
@@ -34,9 +35,11 @@ def grouped(
     before: list[int] = []  # bit mask of the groups that one waits for, directly or not
     writer: dict[int, int] = {}
     readers: dict[int, list[int]] = {}
+    exported = _exported(tasks.tasks)
+    until: list[float] = []  # how long a group may last
     newest: dict[int, int] = {}  # the newest group of each worker, of tiny tasks where workers are not known
     own: dict[int, int] = {}  # bit mask of the groups of each worker that is known
-    for task in tasks.tasks:
+    for position, task in enumerate(tasks.tasks):
         direct = set()
         for access in task.accesses:
             tile = id(access.tile)
@@ -56,7 +59,7 @@ def grouped(
                 continue
             if (known or time >= TINY) and before[number] & ~(waits | mine):  # it would wait for what others do
                 continue
-            if seconds[number] + time <= most_seconds and _fits(groups[number], held[number], task, most_bytes):
+            if seconds[number] + time <= until[number] and _fits(groups[number], held[number], task, most_bytes):
                 chosen = number
                 break
         if chosen is None:
@@ -64,6 +67,7 @@ def grouped(
             groups.append([])
             held.append(_Held())
             seconds.append(0.0)
+            until.append(most_seconds)
             before.append(waits)
             if known:
                 own[task.worker] = own.get(task.worker, 0) | 1 << chosen
@@ -73,6 +77,8 @@ def grouped(
         groups[chosen].append(task)
         held[chosen].add(task)
         seconds[chosen] += time
+        if position in exported:
+            until[chosen] = min(until[chosen], seconds[chosen] + EXPORT_SECONDS)
         for access in task.accesses:
             tile = id(access.tile)
             if access.mode == "R":
@@ -88,6 +94,19 @@ def grouped(
         frees[last[id(gone)]].append(gone)
     result.tasks = [replace(task, frees=tiles) for task, tiles in zip(result.tasks, frees, strict=True)]
     return result
+
+
+def _exported(tasks: list[Task]) -> set[int]:
+    """Tasks that make what another worker uses next, by their place in the list."""
+    maker: dict[int, int] = {}
+    found: set[int] = set()
+    for position, task in enumerate(tasks):
+        for access in task.accesses:
+            before = maker.get(id(access.tile))
+            if before is not None and tasks[before].worker != task.worker:
+                found.add(before)
+        maker.update((id(access.tile), position) for access in task.accesses if access.mode != "R")
+    return found
 
 
 class _Held:
