@@ -181,7 +181,10 @@ def _transposes(ops: Sequence[Op | None]) -> bool:
 
 
 def _transposed_input(uses: _Uses, op: Op) -> bool:
-    """Contract(Transpose(x), w), Sum(Transpose(x)): both read any order of axes."""
+    """Contract(Transpose(x), w), Sum(Transpose(x)): both read any order of axes.
+
+    Not where two products read the same Transpose, and would each have to turn its tiles into a matrix.
+    """
     if not isinstance(op, Contract | Sum):
         return False
     for number, tensor in enumerate(op.inputs[:2]):
@@ -189,6 +192,9 @@ def _transposed_input(uses: _Uses, op: Op) -> bool:
         if not isinstance(maker, Transpose):
             continue
         x = maker.inputs[0]
+        products = [reader for reader in uses.readers[tensor] if isinstance(reader, Contract)]
+        if len(products) > 1 and not all(_reads_matrix(product, tensor, x) for product in products):
+            continue
         if isinstance(op, Contract):
             uses.replace([op], _rebuild(op, op.output, **{"ab"[number]: x}))
         elif [a for a in x.axes if a in op.output.axes] == list(op.output.axes):
@@ -200,6 +206,15 @@ def _transposed_input(uses: _Uses, op: Op) -> bool:
             uses.refresh()
         return True
     return False
+
+
+def _reads_matrix(product: Contract, tensor: Tensor, x: Tensor) -> bool:
+    """Whether tiles of x, in the place of the tensor, are matrices or their transposes as they are."""
+    side = 0 if product.a is tensor else 1
+    made = _rebuild(product, product.output, **{"ab"[side]: x})
+    groups = [group for group in (made.batch, made.n if side else made.m, made.k) if group]
+    starts = [x.axes.index(group[0]) for group in groups]
+    return all(list(x.axes[at : at + len(group)]) == list(group) for at, group in zip(starts, groups, strict=True))
 
 
 def narrow_gradients(graph: Graph, grads: Iterable[Tensor], tiling: Tiling) -> None:

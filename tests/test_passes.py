@@ -63,6 +63,7 @@ def test_fusion_of_everything_and_of_nothing() -> None:
     assert kinds(True) == Counter(FUSED) == kinds(True, vocab_cut=False)
     assert kinds(False) == Counter(UNFUSED)
     naive = {"Rename": 8, "Unpack": 2, "Pack": 2, "Softmax": 2, "SoftmaxGrad": 2, "Contract": 3 * (2 * 6 + 1)}
+    naive["Transpose"] = 2  # two products read each: turned once
     assert kinds(True, form="naive") == Counter({**FUSED, **naive, "Attention": 0, "AttentionGrad": 0})
     assert kinds(True, tie=False) == Counter(FUSED)
 
@@ -140,6 +141,20 @@ def test_a_bias_gradient_is_summed_where_dx_is_made(dtype: str) -> None:
     fuse(g, Fusion(), False)
     assert [op.kind for op in g.ops] == ["LayerNormGrad", "Contract", "Sum"]
     assert g.ops[0].outputs[3] is bias and bias not in g.ops[2].outputs
+
+
+@pytest.mark.parametrize("axes", [["batch", "heads", "seq", "head_dim"], ["heads", "head_dim", "batch", "seq"]])
+def test_tiles_that_two_products_read_are_turned_once(axes: list[str]) -> None:
+    """dX and dW read dY: with heads before positions it is no matrix for either, columns first it is one for both."""
+    g, sizes = Graph("fp32"), {"batch": 2, "seq": 8, "heads": 2, "head_dim": 3}
+    dy = g.named("dy", axes, [sizes[axis] for axis in axes], "input")
+    x = g.named("x", ["batch", "seq", "embed"], [2, 8, 6], "input")
+    w = g.named("w", ["embed", "heads", "head_dim"], [6, 2, 3], "param")
+    turned = g.transpose(dy, list(sizes))
+    for made in (ops.contract(g, turned, w, x.axes), ops.contract(g, x, turned, w.axes)):
+        made.kind = "scalar"
+    fuse(g, Fusion(), False)
+    assert sum(op.kind == "Transpose" for op in g.ops) == (axes[0] == "batch")
 
 
 def test_no_reshape_of_partial_products() -> None:
