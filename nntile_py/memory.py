@@ -10,7 +10,7 @@ from nntile_py import _core
 from nntile_py.errors import TaskError
 from nntile_py.runtime import Runtime
 from nntile_py.tiles import AXES, TaskList, Tile, cut_as
-from nntile_py.tiles.leaving import FULL, SHARE, fits
+from nntile_py.tiles.leaving import FULL, SHARE, fits, key_of
 
 if TYPE_CHECKING:
     from nntile_py.build import Step
@@ -55,10 +55,14 @@ def room_to_plan(runtime: Runtime, lists: Sequence[TaskList]) -> float:
 
 
 def has_room_for_leaving(lists: Sequence[TaskList], runtime: Runtime) -> bool:
-    """Whether main memory holds copies of all that leaves the GPU, beside what has been written there at the start."""
-    left = {(a.tile.tensor, a.tile.index): a.tile.bytes for low in lists for task in low.tasks for a in task.accesses
-            if a.tile.persistent or a.tile in task.leaves}  # fmt: skip
-    return sum(left.values()) <= main_memory(runtime)
+    """Whether main memory holds what leaves the GPU, and what may have been written there at the start: all that lasts
+    but what a step forgets, gradients."""
+    tasks = [task for low in lists for task in low.tasks]
+    held = {key_of(a.tile): a.tile.bytes for task in tasks for a in task.accesses if a.tile.persistent}
+    for gone in {key_of(tile) for task in tasks for tile in task.clears}:
+        held.pop(gone, None)
+    held |= {key_of(tile): tile.bytes for task in tasks for tile in task.leaves}
+    return sum(held.values()) <= main_memory(runtime)
 
 
 def gpu_peak() -> int:

@@ -13,6 +13,7 @@ from nntile_py.build import build_step
 from nntile_py.passes import Fusion
 from nntile_py.tiles import Tiling
 from nntile_py.tiles.groups import grouped
+from nntile_py.tiles.leaving import mark_leaving
 
 MIB = 2**20
 CONFIG = nt.models.GPT2Config(layers=2, embed=64, heads=2, vocab=1000, positions=64)
@@ -204,6 +205,22 @@ def test_main_memory_beside_gpus() -> None:
             nt.TaskError, match=r"of it outside of runtime\.cuda_memory .* runtime\.memory has room for"
         ):
             memory.check_step(built, gpu)  # type: ignore[arg-type]
+
+
+def test_main_memory_for_what_leaves_a_gpu() -> None:
+    """Nothing is marked where the copies would fill main memory: StarPU evicts what it has room for."""
+    built = step({})
+    lists = [low.tasks for low in built.lists]
+    kept, peak = sum(built.kept_tiles().values()), built.peak_bytes()
+    assert memory.room_to_plan(Gpu(peak * 2), lists) == 0  # type: ignore[arg-type]
+    for gpu in (Gpu(peak // 2, cuda=2), Gpu(peak // 2, kept, disk=True)):
+        assert memory.room_to_plan(gpu, lists) == 0  # type: ignore[arg-type]
+    room = memory.room_to_plan(Gpu(peak // 2), lists)  # type: ignore[arg-type]
+    assert 0.4 * peak < room < 0.5 * peak and mark_leaving(lists, room)
+    left = sum(tile.bytes for tasks in lists for task in tasks.tasks for tile in task.leaves)
+    assert left > 0.4 * peak
+    assert memory.has_room_for_leaving(lists, Gpu(peak // 2, kept + left))  # type: ignore[arg-type]
+    assert not memory.has_room_for_leaving(lists, Gpu(peak // 2, int(0.9 * left)))  # type: ignore[arg-type]
 
 
 def test_more_than_the_machine_has() -> None:

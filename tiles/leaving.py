@@ -35,17 +35,18 @@ def fits(lists: Sequence[TaskList], room: float) -> bool:
     return not _leaving([task for one in lists for task in one.tasks], room, first=True)
 
 
-def _key(tile: Tile) -> Hashable:
+def key_of(tile: Tile) -> Hashable:
+    """The same for one tile in all lists of a step."""
     return (tile.tensor, tile.index) if tile.persistent else id(tile)
 
 
 def _leaving(tasks: list[Task], room: float, first: bool) -> list[tuple[int, Tile]]:
     """After which task which tile leaves. `first`: one of them, if any, is enough."""
-    if sum({_key(a.tile): a.tile.bytes for t in tasks for a in t.accesses}.values()) <= room:
+    if sum({key_of(a.tile): a.tile.bytes for t in tasks for a in t.accesses}.values()) <= room:
         return []
     count = len(tasks)
-    used = [{_key(a.tile): a.tile for a in t.accesses} for t in tasks]
-    after = _next_uses(used, [{_key(tile) for tile in t.clears} for t in tasks])
+    used = [{key_of(a.tile): a.tile for a in t.accesses} for t in tasks]
+    after = _next_uses(used, [{key_of(tile) for tile in t.clears} for t in tasks])
     held: dict[Hashable, int] = {}  # the turn of its last use
     by_use: list[tuple[int, int, Hashable]] = []  # the furthest first
     order, taken = itertools.count(), 0
@@ -60,7 +61,7 @@ def _leaving(tasks: list[Task], room: float, first: bool) -> list[tuple[int, Til
         number = turn % count
         task, tiles = tasks[number], used[number]
         for tile in task.clears:
-            taken -= tile.bytes if held.pop(_key(tile), None) is not None else 0
+            taken -= tile.bytes if held.pop(key_of(tile), None) is not None else 0
         for key, tile in tiles.items():
             taken += 0 if key in held else tile.bytes
             held[key] = turn
@@ -83,7 +84,7 @@ def _leaving(tasks: list[Task], room: float, first: bool) -> list[tuple[int, Til
                     return [(last % count, used[last % count][key])]
         for entry in own:
             heapq.heappush(by_use, entry)
-        gone = [*map(_key, task.frees), *(key for key in tiles if (number, key) in marked)]
+        gone = [*map(key_of, task.frees), *(key for key in tiles if (number, key) in marked)]
         for key in gone:
             taken -= tiles[key].bytes if held.pop(key, None) is not None else 0
     uses = ((number, key) for number, tiles in enumerate(used) for key in tiles)
