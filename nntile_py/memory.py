@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from nntile_py.build import Step
 
 MIB = 2**20
+OF_MACHINE = 0.8  # of main memory where no limit is given: the program's own arrays are there, too
 TIGHT_GROUPS = 64  # that fit, where not all tiles do
 
 
@@ -62,7 +63,8 @@ def has_room_for_leaving(lists: Sequence[TaskList], runtime: Runtime) -> bool:
     for gone in {key_of(tile) for task in tasks for tile in task.clears}:
         held.pop(gone, None)
     held |= {key_of(tile): tile.bytes for task in tasks for tile in task.leaves}
-    return sum(held.values()) <= main_memory(runtime)
+    room = main_memory(runtime) * (1 if runtime.memory else OF_MACHINE)
+    return sum(held.values()) <= room
 
 
 def gpu_peak() -> int:

@@ -178,8 +178,9 @@ def summarise(step: Step, *, shape_words: int, config: RunConfig) -> Plan:
     if config.planned or (gpu and config.workers == 1):  # one GPU runs the tasks in their order, in groups as by a plan
         lists = [low.tasks for low, times in parts for _ in range(times)]
         seconds = planned_seconds(lists, config.workers, of.speed)
-        if gpu and config.workers == 1 and config.runtime.cuda_memory and not config.runtime.disk:
-            leaving = leaving_bytes(lists, config.runtime.cuda_memory)
+        runs = config.runtime
+        if gpu and config.workers == 1 and runs.cuda_memory and not runs.cpus and not runs.disk:
+            leaving = leaving_bytes(lists, runs.cuda_memory)
             seconds += leaving / of.speed.host_s
     kind = ("GPU" if gpu else "CPU worker") + "s" * (config.workers > 1)
     each = f"{of.speed.flop_s / 1e9:,.0f} Gflop/s and {of.speed.bytes_s / 1e9:,.0f} GB/s"

@@ -207,7 +207,7 @@ def test_main_memory_beside_gpus() -> None:
             memory.check_step(built, gpu)  # type: ignore[arg-type]
 
 
-def test_main_memory_for_what_leaves_a_gpu() -> None:
+def test_main_memory_for_what_leaves_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is marked where the copies would fill main memory: StarPU evicts what it has room for."""
     built = step({})
     lists = [low.tasks for low in built.lists]
@@ -221,6 +221,9 @@ def test_main_memory_for_what_leaves_a_gpu() -> None:
     assert left > 0.4 * peak
     assert memory.has_room_for_leaving(lists, Gpu(peak // 2, kept + left))  # type: ignore[arg-type]
     assert not memory.has_room_for_leaving(lists, Gpu(peak // 2, int(0.9 * left)))  # type: ignore[arg-type]
+    assert memory.has_room_for_leaving(lists, Gpu(peak // 2))  # type: ignore[arg-type]
+    monkeypatch.setattr(memory, "main_memory", lambda runtime: 1.1 * left)  # some is left to the program itself
+    assert not memory.has_room_for_leaving(lists, Gpu(peak // 2))  # type: ignore[arg-type]
 
 
 def test_more_than_the_machine_has() -> None:

@@ -53,8 +53,8 @@ def test_time_is_of_the_workers_that_the_config_names() -> None:
 def test_what_leaves_a_gpu_that_is_too_small() -> None:
     config, _ = of()
 
-    def made(memory: int | None) -> Plan:
-        update = {"cuda": 1, "cpus": 0, "cuda_memory": memory, "memory": None}
+    def made(memory: int | None, cpus: int = 0) -> Plan:
+        update = {"cuda": 1, "cpus": cpus, "cuda_memory": memory, "memory": None}
         runtime = config.runtime.model_copy(update=update)
         return plan(config.model_copy(update={"precision": "bf16", "runtime": runtime}))
 
@@ -64,6 +64,7 @@ def test_what_leaves_a_gpu_that_is_too_small() -> None:
     assert 0.3 * free.peak_bytes < tight.leaving_bytes < 0.8 * free.peak_bytes
     assert tight.step_seconds == pytest.approx(free.step_seconds + tight.leaving_bytes / nominal.GPU["bf16"].host_s)
     assert made(int(0.5 * free.peak_bytes)).leaving_bytes > tight.leaving_bytes
+    assert made(int(0.5 * free.peak_bytes), cpus=2).leaving_bytes == 0  # who runs what is not known
 
 
 def test_estimate_by_hand() -> None:

@@ -45,7 +45,9 @@ std::string lack_of_room() {
       state += (node ? "; " : "") + describe(node);
   const std::lock_guard lock(g_mutex);
   throw TaskError(what + " for " + std::to_string(patience.count()) + " s although " +
-                  std::to_string(starpu_task_nsubmitted()) + " are left. Memory: " + state +
+                  std::to_string(starpu_task_nsubmitted()) + " are left" +
+                  (g.leaving ? ", and " + std::to_string(g.leaving) + " tiles on their way to main memory" : "") +
+                  ". Memory: " + state +
                   ". Use smaller tiles, or a smaller batch" + (g_advice.empty() ? "" : "; " + g_advice));
 }
 
