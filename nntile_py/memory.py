@@ -10,7 +10,7 @@ from nntile_py import _core
 from nntile_py.errors import TaskError
 from nntile_py.runtime import Runtime
 from nntile_py.tiles import AXES, TaskList, Tile, cut_as
-from nntile_py.tiles.leaving import FULL, SHARE, fits, key_of
+from nntile_py.tiles.leaving import room_in_turn
 
 if TYPE_CHECKING:
     from nntile_py.build import Step
@@ -49,20 +49,19 @@ def group_bytes(runtime: Runtime, tight: bool) -> int:
 
 def room_to_plan(runtime: Runtime, lists: Sequence[TaskList]) -> float:
     """Bytes of the GPU that tiles may take in turn; 0: nothing has to leave, or what will is not known."""
-    memory = runtime.cuda_memory or 0
-    if runtime.cuda != 1 or runtime.cpus or runtime.disk or fits(lists, FULL * memory):
+    if runtime.cuda != 1 or runtime.cpus or runtime.disk:
         return 0
-    return SHARE * memory
+    return room_in_turn(lists, runtime.cuda_memory or 0)
 
 
 def has_room_for_leaving(lists: Sequence[TaskList], runtime: Runtime) -> bool:
     """Whether main memory holds what leaves the GPU, and what may have been written there at the start: all that lasts
     but what a step forgets, gradients."""
     tasks = [task for low in lists for task in low.tasks]
-    held = {key_of(a.tile): a.tile.bytes for task in tasks for a in task.accesses if a.tile.persistent}
-    for gone in {key_of(tile) for task in tasks for tile in task.clears}:
+    held = {a.tile.key: a.tile.bytes for task in tasks for a in task.accesses if a.tile.persistent}
+    for gone in {tile.key for task in tasks for tile in task.clears}:
         held.pop(gone, None)
-    held |= {key_of(tile): tile.bytes for task in tasks for tile in task.leaves}
+    held |= {tile.key: tile.bytes for task in tasks for tile in task.leaves}
     room = main_memory(runtime) * (1 if runtime.memory else OF_MACHINE)
     return sum(held.values()) <= room
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import heapq
 from collections.abc import Hashable, Sequence
 
-from nntile_py.tiles import TaskList, Tile
+from nntile_py.tiles import TaskList
 from nntile_py.tiles.groups import GROUP_SECONDS, grouped
-from nntile_py.tiles.leaving import FULL, SHARE, fits, mark_leaving
+from nntile_py.tiles.leaving import mark_leaving, room_in_turn
 from nntile_py.tiles.order import Use, dependencies
 from nntile_py.tiles.placement import Homes, Speed, placed
 from nntile_py.tiles.tasklist import Task
@@ -34,9 +34,10 @@ def planned_seconds(lists: Sequence[TaskList], workers: int, speed: Speed) -> fl
 
 def leaving_bytes(lists: Sequence[TaskList], memory: float) -> int:
     """Bytes that a step on one worker with so much memory sends to main memory, and gets back."""
-    if fits(lists, FULL * memory):
+    room = room_in_turn(lists, memory)
+    if not room:
         return 0
-    mark_leaving(list({id(one): one for one in lists}.values()), SHARE * memory)
+    mark_leaving(list({id(one): one for one in lists}.values()), room)
     return sum(tile.bytes for one in lists for task in one.tasks for tile in task.leaves)
 
 
@@ -49,7 +50,7 @@ def play(
     first in the list of those whose tiles are there. copies: the workers that hold each tile, brought up to date; a
     tile that is not in it is wherever it is wanted. Not played: memory that runs short, and what ends a reduction.
     """
-    before = dependencies([Use(_key(a.tile), a.mode) for a in task.accesses] for task in tasks)
+    before = dependencies([Use(a.tile.key, a.mode) for a in task.accesses] for task in tasks)
     after: list[list[int]] = [[] for _ in tasks]
     missing = [len(previous) for previous in before]
     for number, previous in enumerate(before):
@@ -63,7 +64,7 @@ def play(
     def fetch(number: int, now: float) -> None:
         worker, there = max(tasks[number].worker, 0), now
         for access in tasks[number].accesses:
-            held = copies.get(_key(access.tile))
+            held = copies.get(access.tile.key)
             if access.mode not in ("W", "REDUX") and held and worker not in held:
                 there = max(arrived[worker], now) + speed.latency + access.tile.bytes / speed.link_s
                 arrived[worker] = there
@@ -81,7 +82,7 @@ def play(
             busy[worker] = False
             for access in tasks[number].accesses:
                 if access.mode not in ("R", "REDUX"):
-                    copies[_key(access.tile)] = {worker}
+                    copies[access.tile.key] = {worker}
             for later in after[number]:
                 missing[later] -= 1
                 if not missing[later]:
@@ -94,7 +95,3 @@ def play(
             seconds = sum(map(speed.seconds, parts)) + speed.launch * len(parts)
             heapq.heappush(events, (end + seconds + speed.overhead, True, chosen))
     return end
-
-
-def _key(tile: Tile) -> Hashable:
-    return (tile.tensor, tile.index) if tile.persistent else tile

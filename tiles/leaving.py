@@ -13,6 +13,12 @@ SHARE = 7 / 8  # of a device's memory that tiles may take in turn; the rest is f
 MOST_ROUNDS = 12
 
 
+def room_in_turn(lists: Sequence[TaskList], memory: float) -> float:
+    """Bytes of so much memory that tiles of these lists may take in turn; 0: all fit."""
+    fit = not _leaving([task for one in lists for task in one.tasks], FULL * memory, first=True)
+    return 0 if fit else SHARE * memory
+
+
 def mark_leaving(lists: Sequence[TaskList], room: float) -> bool:
     """Set `Task.leaves` of resolved lists that one worker runs in turn, again and again; whether any tile has to leave.
 
@@ -30,23 +36,13 @@ def mark_leaving(lists: Sequence[TaskList], room: float) -> bool:
     return bool(uses)
 
 
-def fits(lists: Sequence[TaskList], room: float) -> bool:
-    """Whether no tile would have to leave."""
-    return not _leaving([task for one in lists for task in one.tasks], room, first=True)
-
-
-def key_of(tile: Tile) -> Hashable:
-    """The same for one tile in all lists of a step."""
-    return (tile.tensor, tile.index) if tile.persistent else id(tile)
-
-
 def _leaving(tasks: list[Task], room: float, first: bool) -> list[tuple[int, Tile]]:
     """After which task which tile leaves. `first`: one of them, if any, is enough."""
-    if sum({key_of(a.tile): a.tile.bytes for t in tasks for a in t.accesses}.values()) <= room:
+    if sum({a.tile.key: a.tile.bytes for t in tasks for a in t.accesses}.values()) <= room:
         return []
     count = len(tasks)
-    used = [{key_of(a.tile): a.tile for a in t.accesses} for t in tasks]
-    after = _next_uses(used, [{key_of(tile) for tile in t.clears} for t in tasks])
+    used = [{a.tile.key: a.tile for a in t.accesses} for t in tasks]
+    after = _next_uses(used, [{tile.key for tile in t.clears} for t in tasks])
     held: dict[Hashable, int] = {}  # the turn of its last use
     by_use: list[tuple[int, int, Hashable]] = []  # the furthest first
     order, taken = itertools.count(), 0
@@ -61,7 +57,7 @@ def _leaving(tasks: list[Task], room: float, first: bool) -> list[tuple[int, Til
         number = turn % count
         task, tiles = tasks[number], used[number]
         for tile in task.clears:
-            taken -= tile.bytes if held.pop(key_of(tile), None) is not None else 0
+            taken -= tile.bytes if held.pop(tile.key, None) is not None else 0
         for key, tile in tiles.items():
             taken += 0 if key in held else tile.bytes
             held[key] = turn
@@ -84,7 +80,7 @@ def _leaving(tasks: list[Task], room: float, first: bool) -> list[tuple[int, Til
                     return [(last % count, used[last % count][key])]
         for entry in own:
             heapq.heappush(by_use, entry)
-        gone = [*map(key_of, task.frees), *(key for key in tiles if (number, key) in marked)]
+        gone = [*(tile.key for tile in task.frees), *(key for key in tiles if (number, key) in marked)]
         for key in gone:
             taken -= tiles[key].bytes if held.pop(key, None) is not None else 0
     uses = ((number, key) for number, tiles in enumerate(used) for key in tiles)

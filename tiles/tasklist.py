@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 POLICIES = ("chain", "commute", "redux", "tree")
@@ -42,6 +42,11 @@ class Tile:
     @property
     def bytes(self) -> int:
         return math.prod(self.shape) * ITEMSIZE[self.dtype]
+
+    @property
+    def key(self) -> Hashable:
+        """The same for one tile in all lists of a step: by its name if it outlives them."""
+        return (self.tensor, self.index) if self.persistent else self
 
     def part(self, axis: str) -> list[int]:
         """Which part of the axis the tile is of, if of one."""

@@ -142,9 +142,8 @@ def _info(task: Task, updates: bool, numbers: dict[Any, int]) -> Info:
     layer, _, operator = name.rpartition(".")
     uses = []
     for access in task.accesses:
-        tile = access.tile  # a tile that outlives its program is known to all of them by its tensor's name
-        key = (tile.tensor, tile.index) if tile.persistent else tile
-        uses.append(Use(numbers.setdefault(key, len(numbers)), access.mode, access.accumulate))
+        number = numbers.setdefault(access.tile.key, len(numbers))
+        uses.append(Use(number, access.mode, access.accumulate))
     tiles = ", ".join(f"{a.mode} {a.tile!r}" for a in task.accesses)
     parts = tuple(replace(_info(part, updates, {}), uses=(), estimated=True) for part in task.parts)
     return Info(layer, operator, phase, task.kernel, tiles, task.flop, task.bytes, tuple(uses), parts)
