@@ -182,7 +182,10 @@ void free(void* buffer, unsigned node) {
 
 }  // namespace
 
-void free_kept_memory() { kept().free_all(); }
+void free_kept_memory() {
+  kept().free_all();
+  for (auto& reserved : g_reserved) reserved = false;  // the next runtime may cut its tiles from segments
+}
 
 // The driver gives segments that ATen never joins: where memory is short they are all too small in the end.
 void reserve_for_tiles() {
