@@ -253,13 +253,32 @@ class _Device:
         }  # fmt: skip
 
 
+class _Foreign:
+    """A CUDA stream, for whoever knows the CUDA stream protocol."""
+
+    def __init__(self, pointer: int) -> None:
+        self.pointer = pointer
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self.pointer
+
+
+@functools.cache  # for good: in CuPy 14 a Stream destroys what it wraps when it goes
+def _stream(device: int, pointer: int) -> Any:
+    import cupy
+
+    if hasattr(cupy.cuda.Stream, "from_external"):  # of the current device
+        return cupy.cuda.Stream.from_external(_Foreign(pointer))
+    return cupy.cuda.ExternalStream(pointer, device)  # before CuPy 14
+
+
 def _on_cuda(
     variant: Callable[..., None], device: int, stream: int, arrays: list[tuple[Any, ...]], constants: dict[str, Any]
 ) -> None:
     """Call a task's CUDA variant with cupy arrays, the worker's device and stream current."""
     import cupy
 
-    with cupy.cuda.Device(device), cupy.cuda.ExternalStream(stream, device):
+    with cupy.cuda.Device(device), _stream(device, stream):
         views = {name: cupy.asarray(_Device(*spec)) for name, *spec in arrays}
         variant(**views, **constants)
 

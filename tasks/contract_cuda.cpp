@@ -14,9 +14,12 @@
 #include <cublasLt.h>
 
 #include <algorithm>
+#include <array>
 #include <cctype>
+#include <functional>
 #include <limits>
 #include <map>
+#include <optional>
 #include <sstream>
 
 #include "choices.h"
@@ -29,6 +32,47 @@ namespace {
 constexpr int kRelu = 0, kGelu = 1, kGeluNew = 2;  // as in activation.py
 constexpr size_t kWorkspace = 64 << 20;
 constexpr int kCandidates = 8, kTimings = 3;
+
+// The least of some timings on this worker's stream, in ms; infinite where `run` returns false.
+float least_ms(const std::function<bool()>& run) {
+  float least = std::numeric_limits<float>::infinity();
+  cudaEvent_t start, end;
+  C10_CUDA_CHECK(cudaEventCreate(&start));
+  C10_CUDA_CHECK(cudaEventCreate(&end));
+  const auto stream = c10::cuda::getCurrentCUDAStream().stream();
+  for (int turn = 0; turn < kTimings; ++turn) {
+    float ms = 0;
+    C10_CUDA_CHECK(cudaEventRecord(start, stream));
+    if (!run()) break;
+    C10_CUDA_CHECK(cudaEventRecord(end, stream));
+    C10_CUDA_CHECK(cudaEventSynchronize(end));
+    C10_CUDA_CHECK(cudaEventElapsedTime(&ms, start, end));
+    least = std::min(least, ms);
+  }
+  cudaEventDestroy(start);
+  cudaEventDestroy(end);
+  return least;
+}
+
+// Where choices for this kind of GPU, library and driver are kept.
+std::string choices_file() {
+  std::string gpu = at::cuda::getCurrentDeviceProperties()->name;
+  std::replace_if(gpu.begin(), gpu.end(), [](unsigned char c) { return !std::isalnum(c); }, '-');
+  int driver = 0;
+  C10_CUDA_CHECK(cudaDriverGetVersion(&driver));
+  return "gemm-" + gpu + "-cublasLt-" + std::to_string(cublasLtGetVersion()) + "-driver-" + std::to_string(driver);
+}
+
+// Which of several ways to the same result is the fastest: measured once for `key` and kind of GPU, 0 the first of them.
+int fastest_of(const std::string& key, const std::vector<std::function<void()>>& ways) {
+  for (const auto& way : ways) way();  // products choose their algorithms under the lock that `chosen` takes
+  const int way = chosen(choices_file(), key, [&] {
+    std::vector<float> times;
+    for (const auto& run : ways) times.push_back(least_ms([&] { return run(), true; }));
+    return static_cast<int>(std::min_element(times.begin(), times.end()) - times.begin());
+  });
+  return way < static_cast<int>(ways.size()) ? way : 0;
+}
 
 void require(cublasStatus_t status, const char* what) {
   if (status != CUBLAS_STATUS_SUCCESS) throw std::runtime_error(std::string(what) + ": " + cublasGetStatusString(status));
@@ -123,7 +167,7 @@ class Matmul {
     if (status == CUBLAS_STATUS_NOT_SUPPORTED || (status == CUBLAS_STATUS_SUCCESS && count == 0)) throw Unsupported();
     require(status, "cublasLtMatmulAlgoGetHeuristic");
     found.resize(static_cast<size_t>(count));
-    const int best = chosen(file(), key_.text(), [&] { return fastest(call, workspace, out, found); });
+    const int best = chosen(choices_file(), key_.text(), [&] { return fastest(call, workspace, out, found); });
     return found.at(best < count ? static_cast<size_t>(best) : 0).algo;
   }
 
@@ -141,14 +185,6 @@ class Matmul {
   }
 
  private:
-  static std::string file() {
-    std::string gpu = at::cuda::getCurrentDeviceProperties()->name;
-    std::replace_if(gpu.begin(), gpu.end(), [](unsigned char c) { return !std::isalnum(c); }, '-');
-    int driver = 0;
-    C10_CUDA_CHECK(cudaDriverGetVersion(&driver));
-    return "gemm-" + gpu + "-cublasLt-" + std::to_string(cublasLtGetVersion()) + "-driver-" + std::to_string(driver);
-  }
-
   int fastest(Call call, void* workspace, const at::Tensor& out,
               const std::vector<cublasLtMatmulHeuristicResult_t>& found) {
     at::Tensor spare;
@@ -159,24 +195,10 @@ class Matmul {
     point(call);
     int best = 0;
     float least = std::numeric_limits<float>::infinity();
-    cudaEvent_t start, end;
-    C10_CUDA_CHECK(cudaEventCreate(&start));
-    C10_CUDA_CHECK(cudaEventCreate(&end));
-    const auto stream = c10::cuda::getCurrentCUDAStream().stream();
     for (size_t k = 0; k < found.size() && found.size() > 1; ++k) {
-      if (matmul(call, found[k].algo, workspace) != CUBLAS_STATUS_SUCCESS) continue;
-      for (int turn = 0; turn < kTimings; ++turn) {
-        float ms = 0;
-        C10_CUDA_CHECK(cudaEventRecord(start, stream));
-        if (matmul(call, found[k].algo, workspace) != CUBLAS_STATUS_SUCCESS) break;
-        C10_CUDA_CHECK(cudaEventRecord(end, stream));
-        C10_CUDA_CHECK(cudaEventSynchronize(end));
-        C10_CUDA_CHECK(cudaEventElapsedTime(&ms, start, end));
-        if (ms < least) least = ms, best = static_cast<int>(k);
-      }
+      const float ms = least_ms([&] { return matmul(call, found[k].algo, workspace) == CUBLAS_STATUS_SUCCESS; });
+      if (ms < least) least = ms, best = static_cast<int>(k);
     }
-    cudaEventDestroy(start);
-    cudaEventDestroy(end);
     if (found.size() > 1 && least == std::numeric_limits<float>::infinity())
       throw std::runtime_error("none of cuBLASLt's algorithms for a product ran");
     return best;
@@ -278,6 +300,61 @@ void plain(const at::Tensor& out, const at::Tensor& a, const at::Tensor& b, doub
   }
 }
 
+// A target whose rows and columns (its first m axes, its last n) do not lie as in a matrix, as blocks that do:
+// [outer rows, rows, outer columns, columns]. None if that takes more axes.
+std::optional<at::Tensor> blocks(const at::Tensor& target, size_t m, size_t n) {
+  const auto sizes = target.sizes();
+  for (size_t outer_m = 0; outer_m < m; ++outer_m)
+    for (size_t outer_n = 0; outer_n < n; ++outer_n) {
+      const std::vector<int64_t> shape{extent(sizes, 0, outer_m), extent(sizes, outer_m, m - outer_m),
+                                       extent(sizes, m, outer_n), extent(sizes, m + outer_n, n - outer_n)};
+      if (at::detail::computeStride(sizes, target.strides(), shape)) return target.view(shape);
+    }
+  return {};
+}
+
+// to = alpha a b, each block written where it belongs: a batch of products over the blocks of a row, or of a column.
+void into_blocks(const at::Tensor& to, const at::Tensor& a_matrix, const at::Tensor& b_matrix, double alpha, bool by_row) {
+  const auto k = a_matrix.size(1);
+  const auto a = a_matrix.view({to.size(0), to.size(1), k});
+  const auto b = b_matrix.view({k, to.size(2), to.size(3)}).permute({1, 0, 2});
+  if (by_row) {
+    for (int64_t i = 0; i < a.size(0); ++i)
+      plain(to.select(0, i).permute({1, 0, 2}), a.select(0, i).expand({b.size(0), -1, -1}), b, 0, alpha);
+  } else {
+    for (int64_t j = 0; j < b.size(0); ++j)
+      plain(to.select(2, j), a, b.select(0, j).expand({a.size(0), -1, -1}), 0, alpha);
+  }
+}
+
+// target = alpha a b, in another order of axes than the product has: that product and a copy, or a product for each
+// block. Which is faster depends on how wide blocks are, so it is measured.
+void permuted(const at::Tensor& target, const at::Tensor& a, const at::Tensor& b, double alpha, size_t m, size_t n) {
+  const auto product_and_copy = [&] {
+    const auto product = at::empty(target.sizes(), target.options());
+    matmul(matrix(product, 0, m, n), a, b, alpha, Fused());
+    copy(target, product);
+  };
+  std::vector<int64_t> key{static_cast<int64_t>(a.scalar_type()), static_cast<int64_t>(target.scalar_type()),
+                           tf32_allowed(), static_cast<int64_t>(m)};
+  for (const auto part : {target.sizes(), target.strides(), a.sizes(), a.strides(), b.strides()})
+    key.insert(key.end(), part.begin(), part.end());
+  thread_local std::map<std::vector<int64_t>, int> known;
+  auto found = known.find(key);
+  if (found == known.end()) {
+    int way = 0;
+    if (const auto to = a.scalar_type() == target.scalar_type() ? blocks(target, m, n) : std::nullopt) {
+      std::ostringstream text("blocks ", std::ios::ate);
+      for (const auto value : key) text << value << ' ';
+      way = fastest_of(text.str(), {product_and_copy, [&] { into_blocks(*to, a, b, alpha, true); },
+                                    [&] { into_blocks(*to, a, b, alpha, false); }});
+    }
+    found = known.emplace(std::move(key), way).first;
+  }
+  if (found->second == 0) product_and_copy();
+  else into_blocks(*blocks(target, m, n), a, b, alpha, found->second == 1);
+}
+
 void contract(Args& t) {
   const auto e = read_epilogue(t);
   const Plan plan(t);
@@ -344,12 +421,16 @@ void contract(Args& t) {
     plain(matrix(target, plan.batch, plan.m, plan.n), a_matrix, b_matrix, t.accumulates(0) ? 1 : 0, t.f(0));
   } else {
     const auto view = target.permute(plan.out);
-    const auto product = at::empty(view.sizes(), target.options());
-    const auto whole = matrix(product, plan.batch, plan.m, plan.n);
-    if (lt) matmul(whole, a_matrix, b_matrix, t.f(0), Fused());
-    else plain(whole, a_matrix, b_matrix, 0, t.f(0));
-    if (t.accumulates(0)) view.add_(product);
-    else copy(view, product);
+    if (lt && !t.accumulates(0)) {
+      permuted(view, a_matrix, b_matrix, t.f(0), plan.m, plan.n);
+    } else {
+      const auto product = at::empty(view.sizes(), target.options());
+      const auto whole = matrix(product, plan.batch, plan.m, plan.n);
+      if (lt) matmul(whole, a_matrix, b_matrix, t.f(0), Fused());
+      else plain(whole, a_matrix, b_matrix, 0, t.f(0));
+      if (t.accumulates(0)) view.add_(product);
+      else copy(view, product);
+    }
   }
   if (residual.defined()) target.add_(residual);
   if (bias.defined()) target.add_(broadcastable(bias, e.bias_axes, target));

@@ -1,5 +1,6 @@
 """On a CUDA device: every operator against its float64 reference, GPT-2, memory limits, Python tasks."""
 
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ TILINGS: dict[str, dict[str, int]] = {
 }
 MASTERS = {"AdamW master": adamw(master=True), "SGD momentum master": sgd(0.8, master=True)}
 LARGE = {"batch": 2, "seq": 192, "embed": 136, "heads": 4, "head_dim": 64, "ffn": 320, "vocab": 1000}
+FOLDER = __file__.rpartition("/")[0]
 CONFIG = nt.models.GPT2Config(layers=3, embed=128, heads=4, vocab=512, positions=64)
 
 
@@ -116,6 +118,32 @@ def test_algorithms_are_kept(python: Any, cuda: nt.Runtime, tmp_path: Path) -> N
     assert again.stdout == first.stdout and kept.read_text() == choices
 
 
+BLOCKS = """
+import sys; sys.path.insert(0, sys.argv[1])
+import test_cuda, nntile_py as nt
+rows = [row for name, row in test_cuda.ROWS.items() if name.startswith("Contract") and "permuted" in name]
+with nt.Runtime(cpus=0, cuda=1):
+    for row in rows:
+        for dtype, tolerance in (("fp32", 5e-5), ("bf16", None)):
+            test_cuda.check(row, {}, "chain", dtype, test_cuda.LARGE, tolerance=tolerance)
+            test_cuda.check(row, test_cuda.TILINGS["ragged"], "chain", dtype, tolerance=tolerance)
+"""
+
+
+def test_each_way_to_permute(python: Any, cuda: nt.Runtime, tmp_path: Path) -> None:
+    """A product gets into a target whose axes are in another order by a copy, by rows, by columns: all are right."""
+    first = python(BLOCKS, FOLDER, XDG_CACHE_HOME=str(tmp_path))
+    assert first.returncode == 0, first.stderr[-2000:]
+    (kept,) = (tmp_path / "nntile_py").glob("gemm-*")
+    measured = kept.read_text()
+    assert measured.count("blocks") > 5
+    for choice in range(3):
+        kept.write_text(changed := re.sub(r"(blocks .*: )\d", rf"\g<1>{choice}", measured))
+        result = python(BLOCKS, FOLDER, XDG_CACHE_HOME=str(tmp_path))
+        assert result.returncode == 0, (choice, result.stderr[-2000:])
+        assert kept.read_text() == changed
+
+
 def test_weights_come_back(cuda: nt.Runtime) -> None:
     model = nt.models.GPT2(CONFIG, seed=2)
     before = {name: value.copy() for name, value in model.weights.items()}
@@ -154,7 +182,6 @@ if sys.argv[5:]: disk._direct = lambda folder: False
 with nt.Runtime(cpus=0, cuda=1, cuda_memory=int(limit) << 20, window=200, **more):
     print(test_cuda.train("bf16", tiles={"batch": 1}))
 """
-FOLDER = __file__.rpartition("/")[0]
 
 
 @pytest.fixture(scope="module")
