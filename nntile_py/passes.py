@@ -58,7 +58,6 @@ class Fusion:
         return Fusion(**value)
 
 
-LONG_PRODUCT = 1024  # elements that are summed over; measured on H200 with GPT-2's widths
 Kind = TypeVar("Kind", bound=Op)
 
 
@@ -112,8 +111,6 @@ def fuse(graph: Graph, fusion: Fusion, vocab_cut: bool, tiling: Tiling | None = 
         rules += [_bias, _norm_bias_grad, _bias_grad]
     if fusion.residual_norm:
         rules += [_residual, partial(_norm_residual, tiling=tiling)]
-    if fusion.activation and fusion.bias:
-        rules += [_activation_bias_grad]
     if fusion.activation:
         rules += [_activation, _activation_grad]
     if not vocab_cut:
@@ -394,29 +391,9 @@ def _activation(uses: _Uses, op: Op) -> bool:
     return True
 
 
-def _activation_bias_grad(uses: _Uses, op: Op) -> bool:
-    """Sum(ActivationGrad(Contract)) over all rows: summed where it is made, not in the product's epilogue.
-
-    On CUDA cuBLASLt's DGELU makes a long product slower by more than this pass takes, which saves the Sum's reading.
-    """
-    if not isinstance(op, Sum) or op.inputs[0].dtype != "bf16" or op.output.axes != op.inputs[0].axes[-1:]:
-        return False
-    made = uses.maker.get(op.inputs[0])
-    if not isinstance(made, ActivationGrad) or made.bias:
-        return False
-    product = uses.maker.get(made.inputs[0])
-    if not isinstance(product, Contract) or product.flop() < LONG_PRODUCT * 2.0 * product.output.words:
-        return False
-    dy, x = made.inputs
-    uses.replace([made], ActivationGrad(dy, x, made.output, made.act, dbias=op.output))
-    uses.graph.ops.remove(op)
-    uses.refresh()
-    return True
-
-
 def _activation_grad(uses: _Uses, op: Op) -> bool:
     """ActivationGrad(Contract, x): the gradient GEMM's epilogue (DGELU)."""
-    if not isinstance(op, ActivationGrad) or op.bias:
+    if not isinstance(op, ActivationGrad):
         return False
     gemm = uses.made_for(op.inputs[0], op, Contract)
     if not (gemm and _plain(gemm) and not gemm.inputs[2:]):

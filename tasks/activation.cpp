@@ -26,11 +26,6 @@ void activation_grad(Args& t) {
           .store(out + k, static_cast<int>(count));
     });
   });
-  if (t.tiles() <= 3) return;
-  auto dbias = t[3];
-  const auto sums = dx.view({-1, dx.size(-1)}).sum(0);
-  if (t.accumulates(3)) dbias.add_(sums);
-  else dbias.copy_(sums);
 }
 
 NNTILE_KERNEL(activation, activation);

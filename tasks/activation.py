@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from nntile_py.tiles import ACC, R, W
+from nntile_py.tiles import R, W
 
 from .op import Array, GraphLike, Lowering, Op, Tensor
 
@@ -63,24 +63,19 @@ class Activation(Op):
 
 
 class ActivationGrad(Op):
-    """dx = dy * act'(x); with `dbias` [last axis] a second output: the sum of dx over all rows."""
+    """dx = dy * act'(x)."""
 
-    def __init__(self, dy: Tensor, x: Tensor, out: Tensor, kind: str, dbias: Tensor | None = None) -> None:
-        assert not dbias or dbias.axes == x.axes[-1:], (x, dbias)
-        super().__init__([dy, x], [out, *([dbias] if dbias else [])])
-        self.act, self.bias = kind, dbias
+    def __init__(self, dy: Tensor, x: Tensor, out: Tensor, kind: str) -> None:
+        super().__init__([dy, x], [out])
+        self.act = kind
 
     def flop(self) -> float:
-        return (16.0 if self.bias else 15.0) * self.output.words
+        return 15.0 * self.output.words
 
     def lower(self, low: Lowering) -> None:
         for index in low.indices(self.output):
             dy, x = (low.tile(t, index) for t in self.inputs)
-            dbias = [ACC(low.tile(self.bias, index))] if self.bias else []
-            low.emit(
-                "activation_grad", [W(low.tile(self.output, index)), R(dy), R(x), *dbias], [ACTIVATIONS.index(self.act)]
-            )
+            low.emit("activation_grad", [W(low.tile(self.output, index)), R(dy), R(x)], [ACTIVATIONS.index(self.act)])
 
     def reference(self, *inputs: Array) -> tuple[Array, ...]:
-        dx = inputs[0] * activation_derivative(self.act, inputs[1])
-        return dx, *([dx.sum(tuple(range(dx.ndim - 1)))] if self.bias else [])
+        return (inputs[0] * activation_derivative(self.act, inputs[1]),)

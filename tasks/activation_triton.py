@@ -7,8 +7,7 @@ import triton.language as tl
 
 from nntile_py.tiles.tasklist import Task
 
-from .elementwise_triton import PROGRAMS, sum_of_rows
-from .launch import Launches, Parameter, Scratch, ceil_div, launch, launches, power_of_two, shape, tile, words
+from .launch import Launches, Parameter, ceil_div, launch, launches, tile, words
 
 
 @triton.jit
@@ -60,37 +59,8 @@ def _describe(task: Task) -> Launches:
     return Launches((launch(_activation, ceil_div(n, 1024), *args, KIND=task.ints[0], BLOCK=1024),))
 
 
-@triton.jit
-def _activation_grad_sums(
-    DX, PART, DY, X, rows, n,
-    KIND: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """The same, and PART[program_id(1), :] = the sum over every num_programs(1)-th block of ROWS rows."""
-    col = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    sums = tl.zeros([ROWS, BLOCK], tl.float32)
-    # Staged: rows are on their way into shared memory while those before them are worked on.
-    for first in tl.range(tl.program_id(1).to(tl.int64) * ROWS, rows, tl.num_programs(1) * ROWS, num_stages=STAGES):
-        row = first + tl.arange(0, ROWS)
-        at, inside = row[:, None] * n + col[None, :], (row < rows)[:, None] & (col < n)[None, :]
-        dy, x = tl.load(DY + at, inside, 0.0).to(tl.float32), tl.load(X + at, inside, 0.0).to(tl.float32)
-        dx = dy * derivative(x, KIND)  # beyond the last row dy = 0
-        tl.store(DX + at, dx, inside)
-        sums += dx
-    tl.store(PART + tl.program_id(1).to(tl.int64) * n + col, tl.sum(sums, 0), col < n)
-
-
 @launches("activation_grad")
 def _describe_grad(task: Task) -> Launches:
-    tiles, kind = [tile(task, k) for k in range(3)], task.ints[0]
-    if len(task.accesses) == 3:
-        n = words(task, 0)
-        return Launches((launch(_activation_grad, ceil_div(n, 1024), *tiles, n, KIND=kind, BLOCK=1024),))
-    n = shape(task, 0)[-1]
-    rows, block, scratch = words(task, 0) // n, min(power_of_two(n), 256), Scratch()
-    lines = max(1, 4096 // block)
-    splits = min(max(PROGRAMS // ceil_div(n, block), 1), ceil_div(rows, lines))
-    part = scratch.take(splits * n, "fp32")
-    args: list[Parameter] = [tiles[0], part, *tiles[1:], rows, n]
-    grid = (ceil_div(n, block), splits)
-    first = launch(_activation_grad_sums, grid, *args, KIND=kind, ROWS=lines, BLOCK=block, STAGES=3)
-    return Launches((first, sum_of_rows(tile(task, 3), part, splits, n, task.accesses[3].accumulate)), scratch.bytes)
+    n = words(task, 0)
+    args: list[Parameter] = [*(tile(task, k) for k in range(3)), n]
+    return Launches((launch(_activation_grad, ceil_div(n, 1024), *args, KIND=task.ints[0], BLOCK=1024),))

@@ -246,13 +246,9 @@ def _describe_sum(task: Task) -> Launches:
     )  # fmt: skip
     if splits == 1:
         return Launches((first,))
-    return Launches((first, sum_of_rows(tile(task, 0), part, splits, n, acc)), scratch.bytes)
-
-
-def sum_of_rows(out: Argument, part: Argument, rows: int, n: int, acc: bool) -> Launch:
-    """out [n] (+)= the sum of part [rows, n], in its order."""
-    axes: dict[str, Any] = {"KEPT_SIZES": (n,), "KEPT_STRIDES": (1,), "SUM_SIZES": (rows,), "SUM_STRIDES": (n,)}
-    return launch(_sum, (ceil_div(n, 32), 1), out, part, n, rows, **axes, ACC=acc, ROWS=32, BLOCK=32)
+    axes = {"KEPT_SIZES": (n,), "KEPT_STRIDES": (1,), "SUM_SIZES": (splits,), "SUM_STRIDES": (n,)}
+    last = launch(_sum, (ceil_div(n, 32), 1), tile(task, 0), part, n, splits, **axes, ACC=acc, ROWS=32, BLOCK=32)
+    return Launches((first, last), scratch.bytes)
 
 
 def _chosen(sizes: Sequence[int], strides: Sequence[int], axes: Sequence[int]) -> tuple[list[int], list[int]]:

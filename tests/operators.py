@@ -172,12 +172,9 @@ def activation(kind: str) -> Callable[[Case], Op]:
     return lambda case: case.add(ops.Activation(case.x("batch seq ffn"), case.y("batch seq ffn"), kind))
 
 
-def activation_grad(kind: str, bias: bool = False) -> Callable[[Case], Op]:
-    def row(case: Case) -> Op:
-        dy, x, dx = case.x("batch seq ffn"), case.x("batch seq ffn"), case.y("batch seq ffn")
-        return case.add(ops.ActivationGrad(dy, x, dx, kind, case.y("ffn", case.wide) if bias else None))
-
-    return row
+def activation_grad(kind: str) -> Callable[[Case], Op]:
+    axes = "batch seq ffn"
+    return lambda case: case.add(ops.ActivationGrad(case.x(axes), case.x(axes), case.y(axes), kind))
 
 
 def layer_norm(residual: bool, p: float = 0.0) -> Callable[[Case], Op]:
@@ -340,7 +337,6 @@ ROWS |= {
     "EmbeddingGrad into a contraction": embedding_grad("batch seq", "vocab", "contract"),
     **{f"Activation {kind}": activation(kind) for kind in ops.ACTIVATIONS},
     **{f"ActivationGrad {kind}": activation_grad(kind) for kind in ops.ACTIVATIONS},
-    **{f"ActivationGrad {kind} bias": activation_grad(kind, bias=True) for kind in ops.ACTIVATIONS},
     "LayerNorm": layer_norm(residual=False),
     "LayerNorm residual": layer_norm(residual=True),
     "LayerNorm residual dropout": layer_norm(residual=True, p=0.3),

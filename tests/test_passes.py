@@ -143,30 +143,6 @@ def test_a_bias_gradient_is_summed_where_dx_is_made(dtype: str) -> None:
     assert g.ops[0].outputs[3] is bias and bias not in g.ops[2].outputs
 
 
-@pytest.mark.parametrize(
-    ("dtype", "embed", "kinds"),
-    [
-        ("bf16", 1024, ["Contract", "ActivationGrad", "Contract"]),
-        ("bf16", 1023, ["Contract", "Contract", "Sum"]),
-        ("fp32", 1024, ["Contract", "Contract"]),
-    ],
-)
-def test_a_long_product_leaves_the_activation_to_what_sums_it(dtype: str, embed: int, kinds: list[str]) -> None:
-    g = Graph(dtype)
-    dy = g.named("dy", ["seq", "embed"], [8, embed], "input")
-    pre, x = g.named("pre", ["seq", "ffn"], [8, 16], "input"), g.named("x", ["seq", "in"], [8, 4], "input")
-    w = g.named("w", ["ffn", "embed"], [16, embed], "param")
-    grad, dx = (g.temp(name, ["seq", "ffn"], [8, 16], dtype) for name in ("grad", "dx"))
-    dw, bias = g.named("dw", ["in", "ffn"], [4, 16], "scalar"), g.named("bias", ["ffn"], [16], "scalar")
-    g.add(ops.Contract(dy, w, grad))
-    g.add(ops.ActivationGrad(grad, pre, dx, "gelu_new"))
-    g.add(ops.Contract(x, dx, dw))
-    g.add(ops.Sum(dx, bias))
-    fuse(g, Fusion(), False)
-    assert [op.kind for op in g.ops] == kinds
-    assert any(bias in op.outputs for op in g.ops)
-
-
 @pytest.mark.parametrize("axes", [["batch", "heads", "seq", "head_dim"], ["heads", "head_dim", "batch", "seq"]])
 def test_tiles_that_two_products_read_are_turned_once(axes: list[str]) -> None:
     """dX and dW read dY: with heads before positions it is no matrix for either, columns first it is one for both."""
