@@ -196,12 +196,13 @@ def run(
     elif made.kind == "graph":
         picture, written = _draw(part, folder)
     else:
-        picture, written = _profile(part, folder)
+        picture, written = _profile(part, folder, made.name)
     failed = [row for row in rows if row["status"] != "ok"]
     text = report(made, scale, rows, written, load_before, mode, note)
     target = results or folder
     stem = f"{date.today().isoformat()}-{made.name}" if results else made.name
     stem += f"-{mode}" if mode else ""
+    stem += f"-{scale}" if results and scale != "cpu" else ""  # beside those of the same day
     files = {
         f"{stem}{picture.suffix}": picture.read_bytes(),
         f"{stem}.csv": written.encode(),
@@ -248,7 +249,7 @@ def report(
         )
         lines += _ratios(made, rows)
     else:
-        lines += _markdown(list(csv.reader(io.StringIO(written)))[:30])
+        lines += _markdown([[_cell(_number(of)) for of in row] for row in list(csv.reader(io.StringIO(written)))[:30]])
     return "\n".join([*lines, ""])
 
 
@@ -292,10 +293,11 @@ def _draw(part: Drawing, folder: Path) -> tuple[Path, str]:
     return folder / "plot.png", out.getvalue()
 
 
-def _profile(part: Profile, folder: Path) -> tuple[Path, str]:
+def _profile(part: Profile, folder: Path, name: str) -> tuple[Path, str]:
     shutil.rmtree(folder / "profile", ignore_errors=True)  # of a run before: it refuses a folder that is not empty
-    (folder / "config.yaml").write_text(_config(part).to_yaml())
-    command = ["profile", str(folder / "config.yaml"), "--steps", str(part.steps), "--out", str(folder / "profile")]
+    config = folder / f"{name}.yaml"
+    config.write_text(_config(part).to_yaml())
+    command = ["profile", str(config), "--steps", str(part.steps), "--out", str(folder / "profile")]
     command += ["--work", part.work]
     made = subprocess.run([sys.executable, "-m", "nntile_py.cli", *command], capture_output=True, text=True)
     if made.returncode:
@@ -381,6 +383,13 @@ def _side_by_side(pictures: list[bytes]) -> bytes:
 def _markdown(cells: list[list[str]]) -> list[str]:
     lines = ["| " + " | ".join(line) + " |" for line in cells]
     return [lines[0], "|" + "---|" * len(cells[0]), *lines[1:]]
+
+
+def _number(text: str) -> float | str:
+    try:
+        return float(text) if "." in text else text
+    except ValueError:
+        return text
 
 
 def _cell(of: Any) -> str:
