@@ -8,13 +8,13 @@ fewer tasks at once than workers.
 from __future__ import annotations
 
 import math
-import os
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
+from nntile_py.cgroup import machine_memory
 from nntile_py.checked import parse, validated
 from nntile_py.config import RunConfig, load
 from nntile_py.errors import ConfigError
@@ -126,4 +126,4 @@ def _score(config: RunConfig, plan: Estimate | None) -> float:
 
 
 def _memory(config: RunConfig) -> int:
-    return config.runtime.memory or int(0.8 * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    return config.runtime.memory or int(0.8 * machine_memory())

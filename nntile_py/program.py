@@ -86,8 +86,8 @@ def capability_of_devices() -> int | None:
     return 10 * major + minor
 
 
-def programs(lists: Sequence[TaskList], store: Store) -> list[Program]:
-    """Of resolved lists that run in turn, again and again."""
+def programs(lists: Sequence[TaskList], store: Store, tf32: bool = False) -> list[Program]:
+    """Of resolved lists that run in turn, again and again. tf32: products on CUDA may round fp32 tiles to that."""
     gpus, runtime = _core.cuda_workers(), Runtime.current
     assert runtime is not None
     speeds = [nominal.speed([tasks], gpus > 0) for tasks in lists]
@@ -109,7 +109,7 @@ def programs(lists: Sequence[TaskList], store: Store) -> list[Program]:
                 mark_leaving(lists, math.inf)
     for tasks in lists:
         memory.check_tasks(tasks, runtime)
-    return [Program(tasks, store) for tasks in lists]
+    return [Program(tasks, store, tf32) for tasks in lists]
 
 
 class Program:
@@ -117,11 +117,11 @@ class Program:
 
     watched: list[TaskList] | None = None  # while a profile is taken: the list of each run, in order
 
-    def __init__(self, tasks: TaskList, store: Store) -> None:
+    def __init__(self, tasks: TaskList, store: Store, tf32: bool) -> None:
         capability = capability_of_devices()
         self.list, self.tasks = tasks, len(tasks.tasks)
         self.slots: list[str] = []
-        self._native = _core.Program()
+        self._native = _core.Program(tf32)
         handles: dict[Tile, _core.Tile] = {}
         for task in tasks.tasks:
             for tile in (*task.clears, *(access.tile for access in task.accesses)):

@@ -66,7 +66,7 @@ def measure(config: RunConfig, how: Measure, running: ExitStack) -> dict[str, An
     if how.how == "operators":
         return facts | _operators(config, how)
     if not trains:
-        step = _inference(config, built) if how.work == "inference" else _program(built.graphs[0])
+        step = _inference(config, built) if how.work == "inference" else _program(built.graphs[0], config)
     times = _times(step, how)
     seconds = statistics.median(times)
     tokens = config.train.batch * config.train.seq
@@ -130,10 +130,9 @@ def _inference(config: RunConfig, built: Built) -> Callable[[int], None]:
     """Forward passes with a loss on random tokens; nothing that only training needs is made."""
     from nntile_py.loop import build_model
 
-    _core.allow_tf32(config.precision == "tf32")
     graph, low = built.graphs[0]
     model, store = build_model(config), Store()
-    (program,) = programs([low.tasks], store)
+    (program,) = programs([low.tasks], store, config.precision == "tf32")
     for binding in built.bindings:
         store.write(low, binding.tensor, binding.take(model.weights))
     ids = _tokens(config, config.train.batch, model.config.vocab)
@@ -149,12 +148,12 @@ def _inference(config: RunConfig, built: Built) -> Callable[[int], None]:
     return run
 
 
-def _program(made: tuple[Graph, Lowering]) -> Callable[[int], None]:
+def _program(made: tuple[Graph, Lowering], config: RunConfig) -> Callable[[int], None]:
     """The task list of a small graph, on random values."""
     graph, low = made
     store = Store()
     _fill(low, store, [t for t in graph.tensors.values() if t.kind in ("input", "param")])
-    (program,) = programs([low.tasks], store)
+    (program,) = programs([low.tasks], store, config.precision == "tf32")
 
     def run(count: int) -> None:
         for _ in range(count):
@@ -184,7 +183,7 @@ def _operators(config: RunConfig, how: Measure) -> dict[str, Any]:
         if how.phase in ("all", op.phase):
             entry = classes[operator_class(op.kind)]
             entry["flop"] += op.flop()
-            entry["seconds"] += min(_times(_alone(op, tiling, config.accumulate), how))  # the least disturbed
+            entry["seconds"] += min(_times(_alone(op, tiling, config), how))  # the least disturbed
     total = {key: sum(entry[key] for entry in classes.values()) for key in ("seconds", "flop")}
     result = {"seconds": total["seconds"]}
     for name, entry in classes.items():
@@ -193,12 +192,12 @@ def _operators(config: RunConfig, how: Measure) -> dict[str, Any]:
     return result
 
 
-def _alone(op: Op, tiling: Tiling, policy: str) -> Callable[[int], None]:
+def _alone(op: Op, tiling: Tiling, config: RunConfig) -> Callable[[int], None]:
     owners = list(dict.fromkeys(t.storage for t in [*op.inputs, *op.outputs]))
     before = [(t.name, t.kind) for t in owners]
     for number, tensor in enumerate(owners):  # all of it lives from run to run, under names that do not clash
         tensor.name, tensor.kind = f"tensor{number}", "input"
-    low = Lowering(tiling, TaskList(policy))
+    low = Lowering(tiling, TaskList(config.accumulate))
     for tensor in owners:
         low.tasks.initialised.update(low.tile(tensor, index) for index in low.indices(tensor))
     low.op = op.name
@@ -206,7 +205,7 @@ def _alone(op: Op, tiling: Tiling, policy: str) -> Callable[[int], None]:
     low.tasks.resolve()
     store = Store()
     _fill(low, store, owners)
-    (program,) = programs([low.tasks], store)
+    (program,) = programs([low.tasks], store, config.precision == "tf32")
     for tensor, (name, kind) in zip(owners, before, strict=True):
         tensor.name, tensor.kind = name, kind
 

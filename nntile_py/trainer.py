@@ -55,7 +55,7 @@ class Trainer:
 
     batch, seq: of one micro-batch; grad_accumulation: micro-batches a step. tiles: {axis: size} over batch, seq,
     embed, heads, ffn, vocab. dtype: fp32, fp64; on CUDA workers also tf32 (fp32 tiles, contractions rounded to
-    tf32; for all trainers of the process) and bf16 (fp32 accumulation, master weights and moments; gradients in fp32
+    tf32) and bf16 (fp32 accumulation, master weights and moments; gradients in fp32
     where several tasks add to them, in bf16 where one task makes them).
     accumulate: chain (deterministic), commute, redux or tree. fusion: True, False or {bias, activation, reshape, qkv,
     residual_norm: bool}. attention: vendor, merge, flash or naive
@@ -102,7 +102,6 @@ class Trainer:
         self._pending: deque[Pending] = deque()
         self._evaluations: dict[bool, tuple[Evaluation, Program]] = {}
 
-        _core.allow_tf32(dtype == "tf32")
         try:
             built = build_step(
                 self._form, batch, seq, self._tiling, dtype=dtype, optimizer=self.optimizer,
@@ -114,7 +113,9 @@ class Trainer:
         memory.check_step(built, Runtime.current)
         _core.advise(f"the largest tensors are {built.largest()}")
         self._built, self._store = built, Store()
-        self._first, *more, self._update = programs([low.tasks for low in built.lists], self._store)
+        self._first, *more, self._update = programs(
+            [low.tasks for low in built.lists], self._store, tf32=dtype == "tf32"
+        )
         self._more = more[0] if more else None
         self._write_weights(built.first, built.bindings)
         written = set(self._masters().values())
@@ -200,7 +201,7 @@ class Trainer:
                 self._form, self.batch, self.seq, self._tiling, dtype=self.dtype, policy=self._policy,
                 fusion=self._fusion, keep_logits=return_logits,
             )  # fmt: skip
-            (program,) = programs([built.forward.tasks], self._store)
+            (program,) = programs([built.forward.tasks], self._store, tf32=self.dtype == "tf32")
             self._evaluations[return_logits] = (built, program)
         built, program = self._evaluations[return_logits]
         self._write_inputs(built.forward, built.graph.tensors, ids, targets)

@@ -33,24 +33,27 @@ constexpr int kRelu = 0, kGelu = 1, kGeluNew = 2;  // as in activation.py
 constexpr size_t kWorkspace = 64 << 20;
 constexpr int kCandidates = 8, kTimings = 3;
 
+struct Event {
+  cudaEvent_t it;
+  Event() { C10_CUDA_CHECK(cudaEventCreate(&it)); }
+  ~Event() { cudaEventDestroy(it); }
+  Event(const Event&) = delete;
+};
+
 // The least of some timings on this worker's stream, in ms; infinite where `run` returns false.
 float least_ms(const std::function<bool()>& run) {
   float least = std::numeric_limits<float>::infinity();
-  cudaEvent_t start, end;
-  C10_CUDA_CHECK(cudaEventCreate(&start));
-  C10_CUDA_CHECK(cudaEventCreate(&end));
+  const Event start, end;
   const auto stream = c10::cuda::getCurrentCUDAStream().stream();
   for (int turn = 0; turn < kTimings; ++turn) {
     float ms = 0;
-    C10_CUDA_CHECK(cudaEventRecord(start, stream));
+    C10_CUDA_CHECK(cudaEventRecord(start.it, stream));
     if (!run()) break;
-    C10_CUDA_CHECK(cudaEventRecord(end, stream));
-    C10_CUDA_CHECK(cudaEventSynchronize(end));
-    C10_CUDA_CHECK(cudaEventElapsedTime(&ms, start, end));
+    C10_CUDA_CHECK(cudaEventRecord(end.it, stream));
+    C10_CUDA_CHECK(cudaEventSynchronize(end.it));
+    C10_CUDA_CHECK(cudaEventElapsedTime(&ms, start.it, end.it));
     least = std::min(least, ms);
   }
-  cudaEventDestroy(start);
-  cudaEventDestroy(end);
   return least;
 }
 
@@ -65,7 +68,7 @@ std::string choices_file() {
 
 // Which of several ways to the same result is the fastest: measured once for `key` and kind of GPU, 0 the first of them.
 int fastest_of(const std::string& key, const std::vector<std::function<void()>>& ways) {
-  for (const auto& way : ways) way();  // products choose their algorithms under the lock that `chosen` takes
+  ways.front()();  // the only one that may choose an algorithm of its own: under the lock that `chosen` takes
   const int way = chosen(choices_file(), key, [&] {
     std::vector<float> times;
     for (const auto& run : ways) times.push_back(least_ms([&] { return run(), true; }));
@@ -152,8 +155,8 @@ class Matmul {
     require(matmul(call, algo, workspace), "cublasLtMatmul");
   }
 
-  // One of those that the library proposes: which, is measured where nobody has.
-  cublasLtMatmulAlgo_t choose(const Call& call, void* workspace, const at::Tensor& out) {
+  // One of those that the library proposes, if it does: which, is measured where nobody has.
+  std::optional<cublasLtMatmulAlgo_t> choose(const Call& call, void* workspace, const at::Tensor& out) {
     point(call);  // how pointers are aligned has a say
     cublasLtMatmulPreference_t preference;
     require(cublasLtMatmulPreferenceCreate(&preference), "cublasLtMatmulPreferenceCreate");
@@ -164,7 +167,7 @@ class Matmul {
     const auto status = cublasLtMatmulAlgoGetHeuristic(handle(), desc_, b_, a_, d_, d_, preference, kCandidates,
                                                        found.data(), &count);
     cublasLtMatmulPreferenceDestroy(preference);
-    if (status == CUBLAS_STATUS_NOT_SUPPORTED || (status == CUBLAS_STATUS_SUCCESS && count == 0)) throw Unsupported();
+    if (status == CUBLAS_STATUS_NOT_SUPPORTED || (status == CUBLAS_STATUS_SUCCESS && count == 0)) return {};
     require(status, "cublasLtMatmulAlgoGetHeuristic");
     found.resize(static_cast<size_t>(count));
     const int best = chosen(choices_file(), key_.text(), [&] { return fastest(call, workspace, out, found); });
@@ -238,13 +241,13 @@ class Matmul {
   cublasLtMatrixLayout_t a_, b_, d_;
 };
 
-// One a worker thread, for as long as the process lives.
+// One a worker thread.
 void* workspace(c10::Device device) {
-  thread_local std::map<c10::DeviceIndex, at::Tensor*> made;
-  auto*& block = made[device.index()];
-  if (!block)
-    block = new at::Tensor(at::empty({static_cast<int64_t>(kWorkspace)}, at::TensorOptions(at::kByte).device(device)));
-  return block->data_ptr();
+  thread_local std::map<c10::DeviceIndex, at::Tensor> made;
+  auto& block = made[device.index()];
+  if (!block.defined())
+    block = at::empty({static_cast<int64_t>(kWorkspace)}, at::TensorOptions(at::kByte).device(device));
+  return block.data_ptr();
 }
 
 struct Fused {
@@ -255,14 +258,15 @@ struct Fused {
 };
 
 // out = epilogue(alpha a b + c + bias), row-major matrices. Throws Matmul::Unsupported.
-void matmul(const at::Tensor& out, const at::Tensor& a_matrix, const at::Tensor& b_matrix, double alpha, const Fused& f) {
+void matmul(const at::Tensor& out, const at::Tensor& a_matrix, const at::Tensor& b_matrix, double alpha, const Fused& f,
+            bool tf32) {
   const Operand a(a_matrix), b(b_matrix);
-  const auto compute = a.data.scalar_type() == at::kFloat && tf32_allowed() ? CUBLAS_COMPUTE_32F_FAST_TF32
+  const auto compute = a.data.scalar_type() == at::kFloat && tf32 ? CUBLAS_COMPUTE_32F_FAST_TF32
                                                                              : CUBLAS_COMPUTE_32F;
   const Key key{out.size(0), out.size(1), a_matrix.size(1), a.leading, b.leading, a.flipped + 2 * b.flipped,
                 type_of(a.data), type_of(out), f.epilogue, compute, f.c.defined(),
                 f.c.defined() && f.c.data_ptr() == out.data_ptr()};
-  thread_local std::map<Key, std::pair<Matmul, cublasLtMatmulAlgo_t>> known;
+  thread_local std::map<Key, std::pair<Matmul, std::optional<cublasLtMatmulAlgo_t>>> known;
   auto found = known.find(key);
   void* const space = workspace(out.device());
   Call call{a.data.data_ptr(), b.data.data_ptr(), f.c.defined() ? f.c.data_ptr() : out.data_ptr(),
@@ -273,7 +277,9 @@ void matmul(const at::Tensor& out, const at::Tensor& a_matrix, const at::Tensor&
     const auto choice = made.choose(call, space, out);
     found = known.emplace(key, std::pair(made, choice)).first;
   }
-  found->second.first.run(call, found->second.second, space);
+  auto& [product, algorithm] = found->second;
+  if (!algorithm) throw Matmul::Unsupported();
+  product.run(call, *algorithm, space);
 }
 
 void apply_activation(int kind, const at::Tensor& pre, at::Tensor out) {
@@ -286,8 +292,9 @@ void multiply_derivative(int kind, at::Tensor y, const at::Tensor& aux) {
   else at::gelu_backward_out(y, y, aux, kind == kGeluNew ? "tanh" : "none");
 }
 
-// The plain product, by ATen: batches, fp64, what cuBLASLt does not take.
+// The plain product, by ATen: batches, fp64, what cuBLASLt does not take. Never in tf32, which PyTorch may have on.
 void plain(const at::Tensor& out, const at::Tensor& a, const at::Tensor& b, double beta, double alpha) {
+  const at::NoTF32Guard exact;
   auto target = out;
   if (a.scalar_type() != out.scalar_type()) {
     const auto product = out.dim() == 2 ? a.mm(b) : at::bmm(a, b);
@@ -329,21 +336,23 @@ void into_blocks(const at::Tensor& to, const at::Tensor& a_matrix, const at::Ten
 
 // target = alpha a b, in another order of axes than the product has: that product and a copy, or a product for each
 // block. Which is faster depends on how wide blocks are, so it is measured.
-void permuted(const at::Tensor& target, const at::Tensor& a, const at::Tensor& b, double alpha, size_t m, size_t n) {
+void permuted(const at::Tensor& target, const at::Tensor& a, const at::Tensor& b, double alpha, size_t m, size_t n,
+              bool tf32) {
   const auto product_and_copy = [&] {
     const auto product = at::empty(target.sizes(), target.options());
-    matmul(matrix(product, 0, m, n), a, b, alpha, Fused());
+    matmul(matrix(product, 0, m, n), a, b, alpha, Fused(), tf32);
     copy(target, product);
   };
-  std::vector<int64_t> key{static_cast<int64_t>(a.scalar_type()), static_cast<int64_t>(target.scalar_type()),
-                           tf32_allowed(), static_cast<int64_t>(m)};
+  // Batches are not in tf32, nor of mixed types.
+  if (a.scalar_type() != target.scalar_type() || (tf32 && a.scalar_type() == at::kFloat)) return product_and_copy();
+  std::vector<int64_t> key{static_cast<int64_t>(a.scalar_type()), static_cast<int64_t>(m)};
   for (const auto part : {target.sizes(), target.strides(), a.sizes(), a.strides(), b.strides()})
     key.insert(key.end(), part.begin(), part.end());
   thread_local std::map<std::vector<int64_t>, int> known;
   auto found = known.find(key);
   if (found == known.end()) {
     int way = 0;
-    if (const auto to = a.scalar_type() == target.scalar_type() ? blocks(target, m, n) : std::nullopt) {
+    if (const auto to = blocks(target, m, n)) {
       std::ostringstream text("blocks ", std::ios::ate);
       for (const auto value : key) text << value << ' ';
       way = fastest_of(text.str(), {product_and_copy, [&] { into_blocks(*to, a, b, alpha, true); },
@@ -407,7 +416,7 @@ void contract(Args& t) {
       f.bias = summed;
     }
     try {
-      matmul(shaped(gelu && e.keep_pre ? out : target), a_matrix, b_matrix, t.f(0), f);
+      matmul(shaped(gelu && e.keep_pre ? out : target), a_matrix, b_matrix, t.f(0), f, t.tf32());
       activated = gelu;
       if (summed.defined() && sum_adds) column_sum.add_(summed);
       if (summed.defined()) column_sum.reset();
@@ -415,18 +424,18 @@ void contract(Args& t) {
       if (f.bias.defined() && !summed.defined()) bias = f.bias;
       Fused bare;
       bare.c = f.c;
-      matmul(shaped(target), a_matrix, b_matrix, t.f(0), bare);
+      matmul(shaped(target), a_matrix, b_matrix, t.f(0), bare, t.tf32());
     }
   } else if (!plan.permuted_out) {
     plain(matrix(target, plan.batch, plan.m, plan.n), a_matrix, b_matrix, t.accumulates(0) ? 1 : 0, t.f(0));
   } else {
     const auto view = target.permute(plan.out);
     if (lt && !t.accumulates(0)) {
-      permuted(view, a_matrix, b_matrix, t.f(0), plan.m, plan.n);
+      permuted(view, a_matrix, b_matrix, t.f(0), plan.m, plan.n, t.tf32());
     } else {
       const auto product = at::empty(view.sizes(), target.options());
       const auto whole = matrix(product, plan.batch, plan.m, plan.n);
-      if (lt) matmul(whole, a_matrix, b_matrix, t.f(0), Fused());
+      if (lt) matmul(whole, a_matrix, b_matrix, t.f(0), Fused(), t.tf32());
       else plain(whole, a_matrix, b_matrix, 0, t.f(0));
       if (t.accumulates(0)) view.add_(product);
       else copy(view, product);

@@ -35,6 +35,18 @@ def test_the_first_choice_stays(choose: Any, tmp_path: Path) -> None:
     assert (folder / "gemm").read_text() == "a b: 3\nc: 3\nd: 5\n"
 
 
+def test_a_choice_inside_of_another(python: Any, tmp_path: Path) -> None:
+    code = """
+import sys
+from nntile_py import _core
+_core.keep_choices(sys.argv[1])
+print([_core.chosen("gemm", key, lambda: 1 + _core.chosen("gemm", "inner", lambda: 5)) for key in ("outer", "inner")])
+"""
+    result = python(code, tmp_path, timeout=30)
+    assert result.stdout == "[6, 6]\n", result.stderr
+    assert (tmp_path / "gemm").read_text() == "outer: 6\ninner: 6\n"
+
+
 def test_what_cannot_be_kept_is_measured(choose: Any, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     assert choose(tmp_path / "file" / "below", 2, "a", "a") == (1, "[2, 2]")

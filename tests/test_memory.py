@@ -10,6 +10,7 @@ from faults import PRELUDE, ends_well
 import nntile_py as nt
 from nntile_py import memory, runtime
 from nntile_py.build import build_step
+from nntile_py.cgroup import machine_memory
 from nntile_py.passes import Fusion
 from nntile_py.tiles import Tiling
 from nntile_py.tiles.groups import grouped
@@ -248,3 +249,22 @@ os.kill(os.getpid(), signal.SIGKILL)
         nt.Runtime(cpus=1, memory=2**24, disk=disk)
         assert set(tmp_path.iterdir()) == {own, tmp_path / "mine"}
     assert list(tmp_path.iterdir()) == [tmp_path / "mine"]
+
+
+def test_memory_of_a_job(tmp_path: Path) -> None:
+    """The least limit of the cgroups above; of either version, or none that can be read."""
+    whole, mine, root = machine_memory(tmp_path / "none"), tmp_path / "cgroup", tmp_path / "fs"
+    (root / "job" / "step").mkdir(parents=True)
+    (root / "memory" / "job").mkdir(parents=True)
+    mine.write_text("0::/job/step\n")
+    assert machine_memory(mine, root) == whole > 3 << 20
+    (root / "job" / "step" / "memory.max").write_text("max\n")
+    (root / "job" / "memory.max").write_text(f"{3 << 20}\n")
+    assert machine_memory(mine, root) == 3 << 20
+    (root / "memory" / "job" / "memory.limit_in_bytes").write_text(f"{2 << 20}\n")
+    mine.write_text("5:cpu,cpuacct:/job\n4:memory:/job/step\n0::/\n")
+    assert machine_memory(mine, root) == 2 << 20
+    mine.write_text("4:memory:/the/host's\n")
+    assert machine_memory(mine, root) == whole
+    (root / "memory" / "memory.limit_in_bytes").write_text(f"{1 << 20}\n")
+    assert machine_memory(mine, root) == 1 << 20

@@ -160,7 +160,6 @@ PYBIND11_MODULE(_core, m) {
   m.def("cpu_workers", cpu_workers);
   m.def("cuda_workers", cuda_workers);
   m.def("reserve_for_tiles", reserve_for_tiles, release());
-  m.def("allow_tf32", allow_tf32);
   m.def("keep_choices", keep_choices);
   m.def("chosen", chosen, release());
   m.def("submit_python", submit_python);
@@ -213,7 +212,7 @@ PYBIND11_MODULE(_core, m) {
       .def("wait", &Fetch::wait, release());
 
   py::class_<Program, std::unique_ptr<Program, DeleteProgram>>(m, "Program")
-      .def(py::init<>())
+      .def(py::init<bool>(), py::arg("tf32") = false)
       .def(
           "add",
           [](Program& program, const BodyList& bodies, const std::string& codelet, std::string name,

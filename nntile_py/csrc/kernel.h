@@ -75,6 +75,7 @@ struct TaskBody {
   std::vector<int64_t> ints;
   size_t first_float = 0;  // where its floats are among the task's
   uint64_t accumulates = 0;  // bit k: tile k is added to, not overwritten
+  bool tf32 = false;  // products of fp32 tiles on CUDA may round them to tf32
 };
 
 // The constant part of a task: what does not change from one replay of its program to the next.
@@ -105,6 +106,7 @@ class Args {
   std::span<const int64_t> ints() const { return body_.ints; }
   double f(size_t k) const { return floats_[k]; }
   bool accumulates(size_t k) const { return (body_.accumulates >> k) & 1; }
+  bool tf32() const { return body_.tf32; }
 
  private:
   const TaskBody& body_;

@@ -191,7 +191,7 @@ void submit_body(const std::string& name, std::vector<std::shared_ptr<Tile>> til
 
 // -- programs
 
-Program::Program() : generation_(g.generation) {}
+Program::Program(bool tf32) : generation_(g.generation), tf32_(tf32) {}
 
 Program::~Program() {
   if (generation_ != g.generation || !(running() || g.stuck)) return;
@@ -205,6 +205,7 @@ void Program::add(TaskRecord record, const std::vector<std::string>& kernels, co
   bool cpu = g.cpus > 0, cuda = g.cuda > 0;  // where every part of it can run
   for (size_t k = 0; k < record.bodies.size(); ++k) {
     auto& body = record.bodies[k];
+    body.tf32 = tf32_;
     bool low = false;  // tiles that CPU kernels cannot read
     for (const int place : body.places) {
       body.tiles.push_back(record.tiles.at(static_cast<size_t>(place)).get());

@@ -181,12 +181,4 @@ void reserve_for_tiles() {}
 
 int cuda_workers() { return g.running ? g.cuda : 0; }
 
-namespace {
-std::atomic<bool> g_tf32{false};
-}
-
-void allow_tf32(bool allowed) { g_tf32 = allowed; }
-
-bool tf32_allowed() { return g_tf32; }
-
 }  // namespace nntile

@@ -42,8 +42,6 @@ bool failed();
 size_t memory_used();
 int cpu_workers();
 int cuda_workers();
-void allow_tf32(bool allowed);           // fp32 contractions on CUDA may round their operands to tf32
-bool tf32_allowed();
 
 // A Python function as a task body: called with the buffers' addresses, the CUDA device (-1: CPU) and its stream.
 using Body = std::function<void(const std::vector<void*>&, int device, void* stream)>;
@@ -74,7 +72,7 @@ class Fetch {
 
 class Program {
  public:
-  Program();
+  explicit Program(bool tf32);
   ~Program();
   void add(TaskRecord record, const std::vector<std::string>& kernels, const std::string& codelet);
   void add_invalidate(std::shared_ptr<Tile> tile);
@@ -88,6 +86,7 @@ class Program {
   size_t tasks_ = 0;
   size_t slots_ = 0;
   unsigned generation_;
+  bool tf32_;
   bool finished_ = false;
 };
 
