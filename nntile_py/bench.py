@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from nntile_py.bench_capacity import capacity
-from nntile_py.bench_contestants import PEERS, TIME_LIMIT, machine, measure_step, spread
+from nntile_py.bench_contestants import PEERS, TIME_LIMIT, check_gpus, machine, measure_step, spread
 from nntile_py.bench_metg import metg
 from nntile_py.errors import ConfigError, NNTileError
 
@@ -142,6 +142,7 @@ def step(
             raise ConfigError(f"--peer: {name!r} is not allowed; use torch (both of torch_*), {', '.join(PEERS)}")
     from nntile_py.runtime import PLACEMENTS
 
+    check_gpus(cuda)
     if placement not in (None, *PLACEMENTS):
         raise ConfigError(f"--placement: {placement!r} is not allowed; use {' or '.join(PLACEMENTS)}")
     options: dict[str, Any] = {

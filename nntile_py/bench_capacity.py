@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from nntile_py.bench_contestants import NO_ANSWER, PEERS, machine, measure_step, processes
+from nntile_py.bench_contestants import NO_ANSWER, PEERS, check_gpus, machine, measure_step, processes
 from nntile_py.errors import ConfigError
 
 MODELS = {  # layers, embed, heads: GPT-2's, then GPT-3's (Brown et al. 2020)
@@ -54,6 +54,7 @@ def capacity(
     for model in models.split(","):
         if model not in MODELS:
             raise ConfigError(f"--models: {model!r} is not allowed; use {', '.join(MODELS)}")
+    check_gpus(cuda)
     gpus = processes({"cuda": cuda})
     batch = batch or 4 * gpus
     base: dict[str, Any] = {

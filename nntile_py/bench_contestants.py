@@ -39,6 +39,13 @@ def gpus() -> str:
     return ", ".join(f"{count} {name}" for name, count in Counter(names).items())
 
 
+def check_gpus(cuda: int) -> None:
+    """Raise ConfigError if the machine has fewer; before any contestant starts."""
+    there = sum(int(of.split()[0]) for of in gpus().split(", ") if of)
+    if cuda > there:
+        raise ConfigError(f"--cuda: {cuda} is not allowed; this machine has {there} CUDA devices")
+
+
 def _commit() -> str | None:
     """Of these sources: as `make bundle` noted it, or their repository's; whatever folder the command runs in."""
     here = Path(__file__).resolve().parent

@@ -139,7 +139,8 @@ def main(name: str, options: str, *place: str) -> int:
     try:
         serve(name, o, *map(int, place))
     except Exception as error:
-        traceback.print_exc()
+        if not isinstance(error, NNTileError):  # whose text says all
+            traceback.print_exc()
         text = f"{type(error).__name__}: {error}".strip().splitlines()[0]
         print(json.dumps({"error": text[:400]}), flush=True)
         return 1

@@ -27,7 +27,8 @@ def main() -> None:
     except (NNTileError, OSError) as error:
         if os.environ.get("NNTILE_DEBUG") == "1":
             raise
-        print(f"error: {error}", file=sys.stderr)
+        told = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else error
+        print(f"error: {told}", file=sys.stderr)
         sys.exit(2 if isinstance(error, ConfigError) else 1)
 
 

@@ -280,6 +280,10 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _together(self) -> "RunConfig":
         model, seq = self.model, self.train.seq
+        if self.precision in ("bf16", "tf32") and self.runtime.cuda == 0:
+            raise ConfigError(
+                f"precision: {self.precision} needs GPUs (runtime.cuda); allowed on CPU workers: fp32, fp64"
+            )
         if self.runtime.cpus == 0 == self.runtime.cuda:
             raise ConfigError("runtime.cpus: got 0; allowed: at least 1, or 'all', where runtime.cuda is 0")
         model.positions = model.positions or seq

@@ -42,7 +42,8 @@ def load_corpus(config: RunConfig) -> Corpus:
             raise ConfigError(
                 f"data.source: the {name} text of {config.data.source} has {len(tokens)} tokens;"
                 f" allowed: at least train.seq = {config.train.seq}"
-                " (give more text, a smaller train.seq or another data.val_fraction)"
+                f" (give more text{', a larger data.max_bytes' if config.data.max_bytes else ''}, a smaller train.seq"
+                " or another data.val_fraction)"
             )
     return corpus
 

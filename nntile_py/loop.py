@@ -27,6 +27,7 @@ from nntile_py.errors import NNTileError
 
 IN_FLIGHT = 2  # step n+1 is submitted while n runs
 INTERRUPTED = 130
+SAVED = ("model.safetensors", "config.json")
 
 
 def train(config: RunConfig, out: Path, console: Console) -> int:
@@ -41,11 +42,17 @@ def train(config: RunConfig, out: Path, console: Console) -> int:
     with runtime, _signals() as stop:
         trainer = build_trainer(config, build_model(config))
         out.mkdir(parents=True, exist_ok=True)  # only now: what is refused leaves nothing behind
+        # Weights of a run that was there do not belong to the tokenizer of this one, if it is cut off.
+        before = [(out / name, out / f"{name}.old") for name in SAVED if (out / name).exists()]
+        for path, old in before:
+            path.replace(old)
         _write(out / "config.yaml", config.to_yaml())
         _write(out / "tokenizer.json", corpus.tokenizer.to_str(pretty=True))
         with (out / "metrics.jsonl").open("w", buffering=1) as metrics, Display(console, config, trainer) as display:
             done, first, last = _steps(config, corpus, trainer, metrics, display, stop)
         save_weights(trainer, corpus.tokenizer, out)
+        for _, old in before:
+            old.unlink(missing_ok=True)
         _say(console, f"held-out loss {first:.4f} before the first step, {last:.4f} at the last measurement")
         _say(console, f"weights saved in {out / 'model.safetensors'}")
         if config.sample.tokens and not stop:
@@ -148,6 +155,7 @@ def save_weights(trainer: nt.Trainer, tokenizer: Tokenizer, out: Path) -> None:
     with _replaced(out / "model.safetensors") as path:
         # Without this metadata transformers refuses the file.
         save_file({n: np.ascontiguousarray(a) for n, a in weights.items()}, path, metadata={"format": "pt"})
+        path.chmod(0o666 & ~_umask())  # as other files: safetensors makes it for its owner alone
     saved = trainer.model.hf_config() | dict.fromkeys(("bos_token_id", "eos_token_id"), end)
     saved["dtype"] = "float64" if trainer.dtype == "fp64" else "float32"
     _write(out / "config.json", json.dumps(saved, indent=2))
@@ -279,6 +287,12 @@ def _signals() -> Iterator[list[str]]:
         yield stop
     finally:
         restore()
+
+
+def _umask() -> int:
+    mask = os.umask(0)  # there is no other way to read it
+    os.umask(mask)
+    return mask
 
 
 @contextmanager

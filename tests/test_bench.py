@@ -12,14 +12,14 @@ import pytest
 import torch
 from conftest import Python
 
-from nntile_py import bench_capacity, bench_step, sweep
+from nntile_py import bench, bench_capacity, bench_step, sweep
 from nntile_py.bench import measure_tasks
 from nntile_py.bench_capacity import next_model
 from nntile_py.bench_contestants import NO_ANSWER, Side, measure_step
 from nntile_py.bench_metg import shortest
 from nntile_py.bench_step import CLIP, GPU_LR, WEIGHT_DECAY, batch, weights
 from nntile_py.bench_torch import Model
-from nntile_py.errors import NNTileError
+from nntile_py.errors import ConfigError, NNTileError
 
 OPTIONS: dict[str, Any] = {
     "layers": 2, "embed": 24, "heads": 2, "seq": 16, "batch": 4, "vocab": 101, "cpus": 2, "scheduler": "lws",
@@ -154,8 +154,15 @@ def test_who_was_too_slow_is_not_taken_for_too_large(
     monkeypatch.setattr(
         bench_capacity, "measure_step", lambda options, names, rounds, steps: {names[0]: {"error": error}}
     )
+    monkeypatch.setattr(bench_capacity, "check_gpus", lambda cuda: None)
     bench_capacity.capacity(contestants="nntile", cuda=1, cuda_memory=20.0, search=True, as_json=True)
     assert [row["model"] for row in json.loads(capsys.readouterr().out)["rows"]] == tried
+
+
+def test_more_gpus_than_there_are() -> None:
+    for command in (bench.step, bench_capacity.capacity):
+        with pytest.raises(ConfigError, match="--cuda: 99 is not allowed; this machine has"):
+            command(cuda=99)
 
 
 def test_policies() -> None:

@@ -71,6 +71,7 @@ MISTAKES = [
     ("optimizer.momentum=0.9", "optimizer.momentum", "unless optimizer.name is sgd"),
     ("optimizer.clip_grad_norm=0", "optimizer.clip_grad_norm", "a number above 0"),
     ("precision=fp16", "precision", "fp32, fp64; on CUDA workers also bf16, tf32"),
+    ("precision=bf16", "precision", "allowed on CPU workers: fp32, fp64"),
     ("accumulate=chian", "accumulate", "'chain', 'commute', 'redux' or 'tree'"),
     ("fusion.bias=3", "fusion.bias", "true or false"),
     ("fusion.gelu=true", "fusion.gelu", "bias, activation, reshape, qkv, residual_norm"),

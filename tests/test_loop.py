@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -141,6 +142,25 @@ def test_a_run_that_is_there_is_not_lost(tmp_path: Path) -> None:
     assert nntile(tmp_path, *short, arguments=("--out", "runs/tiny", "--overwrite")).returncode == 0
     assert len(metrics(tmp_path / "runs" / "tiny")) == 1
     assert note.read_text() == "mine"
+
+
+def test_a_killed_run_is_not_mixed_with_the_one_before(run: tuple[Path, str], tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    shutil.copytree(run[0], out)
+    weights = (out / "model.safetensors").read_bytes()
+    assert (out / "model.safetensors").stat().st_mode == (out / "config.json").stat().st_mode
+    arguments = ("--out", str(out), "--overwrite")
+    process = subprocess.Popen(command(tmp_path, "train.steps=1000000", arguments=arguments), cwd=tmp_path)
+    (out / "metrics.jsonl").unlink()
+    while not ((out / "metrics.jsonl").exists() and metrics(out)):
+        time.sleep(0.05)
+        assert process.poll() is None
+    process.kill()
+    process.wait()
+    assert not (out / "model.safetensors").exists() and not (out / "config.json").exists()
+    assert (out / "model.safetensors.old").read_bytes() == weights
+    assert nntile(tmp_path, "train.steps=1", "sample.tokens=0", arguments=arguments).returncode == 0
+    assert (out / "model.safetensors").exists() and (out / "model.safetensors.old").read_bytes() == weights
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -8,6 +8,7 @@ import pytest
 import nntile_py as nt
 from nntile_py import nominal
 from nntile_py.config import RunConfig, load
+from nntile_py.errors import ConfigError
 from nntile_py.plan import Plan, estimate, plan
 from nntile_py.tiles import R, TaskList, Tile, W
 
@@ -36,6 +37,12 @@ def test_the_plan_is_what_runs(tiles: str, accumulation: int) -> None:
         assert made.flop == pytest.approx(trainer.flop_per_step, rel=1e-9)
         words = sum(w.size for w in trainer.state_dict().values())
     assert made.parameters == words and made.tokens == accumulation * 4 * 32
+
+
+@pytest.mark.parametrize("batch", [10**5, 10**9])
+def test_too_many_tiles_are_refused_at_once(batch: int) -> None:
+    with pytest.raises(ConfigError, match=f"{batch // 2:,} of them: raise tiles.batch"):
+        of(f"train.batch={batch}", "tiles={batch: 2}")
 
 
 def test_time_is_of_the_workers_that_the_config_names() -> None:

@@ -45,9 +45,13 @@ class Tiling:
     def parts(self, axis: str, size: int) -> list[Part]:
         """The tiles of an axis of `size` elements, in order. Not to be changed: it is kept."""
         if (axis, size) not in self._parts:
-            tile = min(self.tiles.get(cut_as(axis), size), size)
+            tile = self.tile(axis, size)
             self._parts[axis, size] = [Part(o, min(tile, size - o)) for o in range(0, size, tile)]
         return self._parts[axis, size]
+
+    def tile(self, axis: str, size: int) -> int:
+        """The size of all tiles of the axis but the last."""
+        return min(self.tiles.get(cut_as(axis), size), size)
 
     def cut(self, axis: str, size: int) -> bool:
         """Whether the axis has more than one tile."""
