@@ -51,6 +51,8 @@ def _commit() -> str | None:
     here = Path(__file__).resolve().parent
     if (noted := here / "_commit.txt").exists():
         return noted.read_text().strip()
+    if not shutil.which("git"):
+        return None
     asked = ["git", "-C", str(here), "describe", "--always", "--dirty"]
     return subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip() or None
 

@@ -25,10 +25,11 @@ if TYPE_CHECKING:
     from nntile_py.config import RunConfig
 
 MOST_NODES = 4000  # above, dot takes minutes and nobody reads the picture
+MOST_SECONDS = 60.0  # that dot may take: its time grows faster than the number of nodes
 PHASES = ("all", "forward", "backward", "update")
 GET_DOT = (
     "graphviz's program `dot` is not on the PATH; get it with `apt-get install graphviz` (macOS: `brew install "
-    "graphviz`), or give --out a name that ends in .dot: that needs no program"
+    "graphviz`)"
 )
 _CLASSES = {
     "contraction": ("△", "#f2a49a", ("Contract", "Attention", "AttentionGrad")),
@@ -45,6 +46,14 @@ _DATA = {
     "input": ("parallelogram", "#b4d2ee", "input"),
     "scalar": ("doubleoctagon", "#b9dfb0", "result that is kept"),
 }
+
+
+class NoPicture(NNTileError):
+    """Graphviz made none: why, and what `nntile graph` advises then."""
+
+    def __init__(self, why: str, advice: str) -> None:
+        super().__init__(why)
+        self.advice = advice
 
 
 def operator_class(kind: str) -> str:
@@ -80,20 +89,45 @@ def draw(
 def write(dot: str, out: Path) -> None:
     """Write the picture: .dot as it is, else what `dot` makes of it (.svg, .png, .pdf)."""
     if out.suffix in (".dot", ".gv"):
-        out.write_text(dot)
+        out.write_text(dot, encoding="utf-8")
         return
     if out.suffix not in (".svg", ".png", ".pdf"):
         raise ConfigError(f"--out: {out} has no suffix .svg, .png, .pdf or .dot")
+    try:
+        made = picture(dot, out.suffix[1:])
+    except NoPicture as error:
+        raise NNTileError(f"{error}{error.advice}; {_kept(dot, out.with_suffix('.dot'))}") from None
+    out.write_bytes(made)
+
+
+def picture(dot: str, form: str) -> bytes:
+    """What graphviz makes of it: svg, png or pdf."""
     program = shutil.which("dot")
     if program is None:
-        out.with_suffix(".dot").write_text(dot)
-        raise NNTileError(f"{GET_DOT}; the graph is in {out.with_suffix('.dot')}")
+        raise NoPicture(GET_DOT, ", or give --out a name that ends in .dot: that needs no program")
     if (nodes := dot.count("shape=")) > MOST_NODES:
         raise ConfigError(f"--out: {nodes} nodes are too many for a picture (at most {MOST_NODES}): choose --layer, "
                           "--phase or larger tiles, or write a .dot")  # fmt: skip
-    made = subprocess.run([program, f"-T{out.suffix[1:]}", "-o", str(out)], input=dot, text=True, capture_output=True)
+    try:  # run() kills dot when the time is over
+        made = subprocess.run([program, f"-T{form}"], input=dot.encode(), capture_output=True, timeout=MOST_SECONDS)
+    except subprocess.TimeoutExpired:
+        why = f"graphviz's dot was stopped after {MOST_SECONDS:g} s on {nodes} nodes"
+        less = ": choose fewer with --layer, --phase or --level logical, or give --out a name that ends in .dot and "
+        raise NoPicture(why, f"{less}lay that out with graphviz's `sfdp -Tsvg`, which is faster") from None
     if made.returncode:
-        raise NNTileError(f"dot: {made.stderr.strip()}")
+        raise NoPicture(f"dot: {made.stderr.decode(errors='replace').strip()}", "")
+    return made.stdout
+
+
+def _kept(dot: str, path: Path) -> str:
+    """Leaves the graph where no picture could be made, but over no file of the user's; and says so."""
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.write(dot)
+    except FileExistsError:
+        if not path.is_file() or path.read_bytes() != dot.encode():
+            return f"{path} exists and was left as it is"
+    return f"the graph is in {path}"
 
 
 def si(number: float) -> str:

@@ -6,7 +6,6 @@ import csv
 import io
 import json
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ from pydantic import Field, PrivateAttr
 from nntile_py.checked import Count, Section, read_yaml, validated
 from nntile_py.config import RunConfig, load
 from nntile_py.errors import ConfigError, NNTileError
+from nntile_py.profile import FILES
 from nntile_py.sweep import WORK, Sweep, check_sweep, points
 from nntile_py.sweep_results import Row, draw_plot, replace_file, table, value
 
@@ -178,8 +178,10 @@ def run(
     for told, config, _, _ in _planned(part, made.kind):
         if config.runtime.cuda and made.kind != "graph":
             _need_gpus(config, told)
+    if folder.resolve() == EXPERIMENTS.resolve():  # the config of a profile would go over the experiment's YAML
+        raise ConfigError(f"--out: {folder} holds the experiments themselves; allowed: any other folder")
     folder.mkdir(parents=True, exist_ok=True)
-    picture, rows, interrupted = folder / "plot.png", [], None
+    picture, rows, interrupted, missing = folder / "plot.png", [], None, None
     if made.kind == "sweep":
         from nntile_py.sweep import run as run_sweep
 
@@ -191,10 +193,15 @@ def run(
             interrupted, rows = error, json.loads((folder / "results.json").read_text())["rows"]
             there = f"interrupted with {len(rows)} of {len(points(part))} points begun; the same command goes on"
             note = ". ".join(filter(None, (note, there.capitalize())))
-        picture.write_bytes(_side_by_side([draw_plot(plot, rows) for plot in part.plots]))
+        plots, drawn, count = part.plots, sum(row["status"] == "ok" for row in rows), len(points(part))
+        if drawn < count:  # the picture alone tells it too
+            told = f"({drawn} of {count} points)"
+            plots = [plot.model_copy(update={"title": f"{plot.title} {told}".strip()}) for plot in plots]
+        picture.write_bytes(_side_by_side([draw_plot(plot, rows) for plot in plots]))
         written = table(rows)
     elif made.kind == "graph":
-        picture, written = _draw(part, folder)
+        written, missing = _draw(part, folder)
+        note = ". ".join(filter(None, (note, f"No picture: {missing}" if missing else "")))
     else:
         picture, written = _profile(part, folder, made.name)
     failed = [row for row in rows if row["status"] != "ok"]
@@ -204,7 +211,7 @@ def run(
     stem += f"-{mode}" if mode else ""
     stem += f"-{scale}" if results and scale != "cpu" else ""  # beside those of the same day
     files = {
-        f"{stem}{picture.suffix}": picture.read_bytes(),
+        **({} if missing else {f"{stem}{picture.suffix}": picture.read_bytes()}),
         f"{stem}.csv": written.encode(),
         f"{stem}.md": text.encode(),
     }
@@ -212,6 +219,9 @@ def run(
         replace_file(target / name, content)
     if interrupted:
         raise interrupted
+    if missing:
+        raise NNTileError(f"{missing}; no picture was made, written are {', '.join(files)} in {target}, and "
+                          f"{folder / 'plot.dot'}")  # fmt: skip
     if failed:
         raise NNTileError(f"{len(failed)} of {len(rows)} points failed, the first: {failed[0]['error']}")
     return [target / name for name in files]
@@ -273,7 +283,8 @@ def _ratios(made: Experiment, rows: list[Row]) -> list[str]:
     return lines
 
 
-def _draw(part: Drawing, folder: Path) -> tuple[Path, str]:
+def _draw(part: Drawing, folder: Path) -> tuple[str, NNTileError | None]:
+    """Leaves plot.dot and plot.png; returns the CSV, and why there is no plot.png."""
     from nntile_py import draw
     from nntile_py.passes import Fusion
     from nntile_py.plan import estimate
@@ -282,7 +293,11 @@ def _draw(part: Drawing, folder: Path) -> tuple[Path, str]:
     config, out = _config(part), io.StringIO()
     dot = draw.draw(config, level=part.level, work=part.work, layer=part.layer, phase=part.phase, fusion=part.fusion)
     draw.write(dot, folder / "plot.dot")
-    draw.write(dot, folder / "plot.png")
+    missing = None
+    try:
+        (folder / "plot.png").write_bytes(draw.picture(dot, "png"))
+    except draw.NoPicture as error:
+        missing = error
     writer = csv.writer(out)
     writer.writerow(["graph", "operators", "tasks", "flop", "bytes moved by tasks"])
     for name, fusion in (("before fusion", Fusion.of(False)), ("after fusion", None)):
@@ -290,11 +305,11 @@ def _draw(part: Drawing, folder: Path) -> tuple[Path, str]:
         count = sum(len(graph.ops) for graph, _ in built.graphs)
         of = estimate(built.lists, config.workers)
         writer.writerow([name, count, of.tasks, int(built.flop), of.bytes_moved])
-    return folder / "plot.png", out.getvalue()
+    return out.getvalue(), missing
 
 
 def _profile(part: Profile, folder: Path, name: str) -> tuple[Path, str]:
-    shutil.rmtree(folder / "profile", ignore_errors=True)  # of a run before: it refuses a folder that is not empty
+    _clear(folder / "profile")
     config = folder / f"{name}.yaml"
     config.write_text(_config(part).to_yaml())
     command = ["profile", str(config), "--steps", str(part.steps), "--out", str(folder / "profile")]
@@ -311,6 +326,21 @@ def _profile(part: Profile, folder: Path, name: str) -> tuple[Path, str]:
     writer.writerow(keys)
     writer.writerows([[w.get(k, "") for k in keys] for w in workers])
     return folder / "profile" / "gantt.png", out.getvalue()
+
+
+def _clear(folder: Path) -> None:
+    """Deletes the profile of a run before, as `nntile profile` refuses a folder that is not empty; and nothing else."""
+    if not folder.exists():
+        return
+    found = sorted(folder.iterdir()) if folder.is_dir() else [folder]
+    others = [path for path in found if path.name not in FILES or not path.is_file()]
+    if found and not any(path.name == "summary.json" for path in found):  # nor a config.yaml of the user's, alone
+        others = others or found
+    if others:
+        raise ConfigError(f"{others[0]}: not of an earlier profile, so {folder} is not emptied for a new one: "
+                          "move it, or choose another --out")  # fmt: skip
+    for path in found:
+        path.unlink()
 
 
 def _sequence(of: Any) -> list[Any]:

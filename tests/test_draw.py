@@ -84,6 +84,29 @@ def test_refused_and_without_dot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     with pytest.raises(NNTileError, match="apt-get install graphviz"):
         draw.write("digraph {}", tmp_path / "g.svg")
     assert (tmp_path / "g.dot").read_text() == "digraph {}"
+    with pytest.raises(NNTileError, match=r"the graph is in .*g.dot"):  # the same graph once more
+        draw.write("digraph {}", tmp_path / "g.svg")
+    (tmp_path / "g.dot").write_text("mine")
+    with pytest.raises(NNTileError, match=r"ends in .dot.*g.dot exists and was left as it is"):
+        draw.write("digraph {}", tmp_path / "g.svg")
+    assert (tmp_path / "g.dot").read_text() == "mine"
+
+
+def test_dot_has_a_time_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is killed then; the graph is kept, no half a picture is."""
+    program = tmp_path / "dot"
+    program.write_text(f"#!/bin/sh\necho $$ > {tmp_path}/pid\nexec /bin/sleep 100\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(draw, "MOST_SECONDS", 0.5)
+    with pytest.raises(NNTileError, match=r"after 0.5 s on 0 nodes.*--layer, --phase or --level.*sfdp.*g.dot"):
+        draw.write("digraph {}", tmp_path / "g.svg")
+    assert (tmp_path / "g.dot").exists() and not (tmp_path / "g.svg").exists()
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "pid").read_text()), 0)
+    program.write_text("#!/bin/sh\nread all\necho $1 $all\n")
+    draw.write("digraph {}\n", tmp_path / "g.svg")
+    assert (tmp_path / "g.svg").read_text() == "-Tsvg digraph {}\n"
 
 
 def test_command(tmp_path: Path) -> None:

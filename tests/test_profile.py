@@ -15,15 +15,15 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
+from traces import US, chain, independent, info, scheduled
 
 import nntile_py as nt
 from nntile_py import profile
 from nntile_py.config import RunConfig, load
 from nntile_py.profile import analysis, collect, events, rules
-from nntile_py.profile.trace import Bus, Info, Trace, Worker, accumulating, one_after_the_other
+from nntile_py.profile.trace import Trace, accumulating, one_after_the_other
 from nntile_py.tiles.order import Use, critical_path, dependencies
 
-US = 1_000
 PEAKS = {"CPU": analysis.Peak(1e9, 1e9, "test"), "CUDA": analysis.Peak(1e9, 1e9, "test")}
 TILES = {"batch": {"size": 8, "tile": 4, "tiles": 2}, "embed": {"size": 96, "tile": 96, "tiles": 1}}
 
@@ -62,48 +62,6 @@ def test_dependencies_on_many_tiles_and_the_longest_chain() -> None:
 
 
 # -- traces made up, scheduled as a list scheduler would
-
-
-def info(name: str, uses: list[Use], flop: float = 1e3, size: int = 10) -> Info:
-    layer, _, operator = name.rpartition(".")
-    tiles = ", ".join(str(use.tile) for use in uses)
-    return Info(layer, operator, "forward", operator.lower(), tiles, flop, size, tuple(uses))
-
-
-def scheduled(
-    infos: list[Info], lengths: list[float], workers: int = 2, overhead: float = 1.0, fetch: float = 0.0,
-    kind: str = "CPU", submit: float = 0.01,
-) -> Trace:  # fmt: skip
-    """Each task, in order, on the worker that is free first. Lengths, overhead and fetch in us."""
-    before = dependencies(i.uses for i in infos)
-    free, end = [0.0] * workers, [0.0] * len(infos)
-    rows = []
-    for task, length in enumerate(lengths):
-        worker = min(range(workers), key=free.__getitem__)
-        submitted = task * submit
-        pop = max([submitted, free[worker], *(end[b] for b in before[task])])
-        start = pop + overhead / 2 + fetch
-        end[task] = start + length
-        free[worker] = end[task] + overhead / 2
-        rows.append((worker, submitted, pop, pop + overhead / 2, start, start, end[task], free[worker]))
-    names = ("worker", "submit", "pop", "fetch", "fetched", "start", "end", "released")
-    columns = dict(zip(names, (np.array(rows).T * [[1 / US]] + [[0]]) * US, strict=True))
-    table = {k: (v * (1 if k == "worker" else US)).round().astype(np.int64) for k, v in columns.items()}
-    count, node = len(infos), int(kind == "CUDA")
-    ones = np.ones(count, np.int64)
-    return Trace(
-        infos=infos, workers=[Worker(f"{kind} {k}", kind, node) for k in range(workers)], nodes=["RAM", "CUDA 0"],
-        buses=[Bus(0, 1, 10**6, 7)] if node else [], info=np.arange(count), step=ones, replay=ones,
-        memory=ones * 100, main_memory=ones * 200, **table,
-    )  # fmt: skip
-
-
-def independent(count: int, **options: Any) -> list[Info]:
-    return [info(f"h0.{options.get('name', 'Contract')}", [Use(k, "W")]) for k in range(count)]
-
-
-def chain(count: int, adds: bool) -> list[Info]:
-    return [info("h0.Contract", [Use("sum", "RW", adds)]) for _ in range(count)]
 
 
 def names(trace: Trace) -> list[str]:
@@ -375,7 +333,7 @@ def measured(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 def test_files_of_a_run(measured: tuple[str, Path]) -> None:
     policy, folder = measured
     left = {path.name for path in folder.iterdir()}
-    assert left == {"config.yaml", "trace.json", "gantt.png", "gantt.svg", "report.html", "summary.json"}
+    assert left == {*profile.FILES}
     summary = json.loads((folder / "summary.json").read_text())
     found = [e for e in check_format(folder / "trace.json") if e["ph"] == "X" and e["pid"] == events.WORKERS]
     assert len(found) == summary["tasks"]
@@ -437,6 +395,27 @@ def test_forward_passes_alone(tmp_path: Path) -> None:
     assert summary["steps"] == 3 and summary["tasks"] % 3 == 0
     assert {row["phase"] for row in summary["operators"]} == {"forward"}
     check_format(tmp_path / "p/trace.json")
+
+
+@pytest.mark.parametrize("fxt", [False, True])
+def test_a_profile_that_fails_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fxt: bool) -> None:
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump(CONFIG))
+    config = load(tmp_path / "c.yaml")
+
+    def interrupted(*_: Any) -> None:
+        assert (tmp_path / "p/fxt").is_dir() == fxt
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(collect, "run_steps", interrupted)
+    for name in ("STARPU_FXT_TRACE", "STARPU_FXT_PREFIX"):
+        monkeypatch.setenv(name, "0")  # to be as it was after the test
+    with pytest.raises(KeyboardInterrupt):
+        profile.profile(config, tmp_path / "p", "c", 1, fxt=fxt)
+    assert not (tmp_path / "p").exists()
+    (tmp_path / "p").mkdir()  # somebody's own stays
+    with pytest.raises(KeyboardInterrupt):
+        profile.profile(config, tmp_path / "p", "c", 1, fxt=fxt)
+    assert not any((tmp_path / "p").iterdir())
 
 
 def test_fxt_that_is_not_there_is_said(tmp_path: Path) -> None:

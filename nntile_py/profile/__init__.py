@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from nntile_py.config import RunConfig
     from nntile_py.profile.trace import Trace
+
+# All that it leaves, without --fxt.
+FILES = ("config.yaml", "trace.json", "gantt.png", "gantt.svg", "report.html", "summary.json")
 
 
 def profile(
@@ -24,16 +28,26 @@ def profile(
     from nntile_py.profile import collect
 
     runtime = nt.Runtime.from_config(config.runtime.model_dump())
-    folder.mkdir(parents=True, exist_ok=True)
-    raw = (folder / "fxt").resolve()
+    raw, made, ran = (folder / "fxt").resolve(), [], False
     if fxt:
-        raw.mkdir(exist_ok=True)
+        made = [path for path in (raw, raw.parent) if not path.exists()]
+        raw.mkdir(parents=True, exist_ok=True)
         os.environ |= {"STARPU_FXT_TRACE": "1", "STARPU_FXT_PREFIX": f"{raw}/"}  # before StarPU starts
-    with runtime:
-        trainer = build_trainer(config, build_model(config))
-        trace = collect.run_steps(trainer, steps, config.profile.warmup, inference)
-    if fxt:
-        collect.convert_fxt(raw)
+    try:
+        with runtime:
+            trainer = build_trainer(config, build_model(config))
+            trace = collect.run_steps(trainer, steps, config.profile.warmup, inference)
+            ran = True
+        if fxt:
+            collect.convert_fxt(raw)
+    except BaseException:
+        with suppress(OSError):  # a folder that is not empty stays
+            for path in raw.glob("prof_file_*") if made and not ran else ():  # StarPU's, of no use
+                path.unlink()
+            for path in made:
+                path.rmdir()
+        raise
+    folder.mkdir(parents=True, exist_ok=True)  # not before there is something to write
     (folder / "config.yaml").write_text(config.to_yaml(), encoding="utf-8")
     return write(trace, collect.peaks(trace, config), collect.axes(config), folder, name)
 

@@ -11,9 +11,19 @@ import numpy as np
 
 from nntile_py.profile.trace import Trace, merge
 
-# Okabe and Ito's colours, told apart by colour-blind eyes too, then grey for what is left.
-COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#f0e442", "#7a5195", "#9aa0a6")
-COLUMNS = 1200  # a row of more bars than this is drawn in so many columns, each in the colour that fills most of it
+# Fixed, so that pictures can be compared. The first are Okabe and Ito's, told apart by colour-blind eyes too.
+COLOURS = {
+    "Contract forward": "#0072b2", "Contract backward": "#e69f00", "Attention forward": "#009e73",
+    "AttentionGrad backward": "#cc79a7", "LayerNorm forward": "#56b4e9", "LayerNormGrad backward": "#d55e00",
+    "AdamW": "#f0e442", "CrossEntropy forward": "#7a5195", "CrossEntropyGrad backward": "#8c564b",
+    "Activation forward": "#44aa99", "ActivationGrad backward": "#882255", "BiasAdd forward": "#b5bd61",
+    "Sum backward": "#ff9896", "EmbeddingGrad backward": "#1b3a6b", "Transpose forward": "#a6d854",
+    "Transpose backward": "#5b7f2b",
+}  # fmt: skip
+SPARE = ("#b39ddb", "#17becf", "#6b4f2a", "#f781bf", "#2f4f4f", "#c0ca33", "#8d6e9f", "#e4b9a0")  # for other kinds
+OTHER = "#9aa0a6"
+MOST_KINDS = 8  # with colours of their own
+COLUMNS = 1200  # a row of more bars than this is drawn in so many columns, shared among the kinds as their times are
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +38,10 @@ class Bar:
 
 @dataclass
 class Gantt:
-    """`kinds`: what the colours mean; `rows`: the bars of each worker."""
+    """`kinds`: what the colours mean, `colours`; `rows`: the bars of each worker."""
 
     kinds: list[str]
+    colours: list[str]
     rows: list[list[Bar]]
 
 
@@ -41,10 +52,18 @@ def gantt(trace: Trace, columns: int = COLUMNS) -> Gantt:
     for info, time in zip(trace.infos, spent, strict=True):
         seconds[_kind(info)] = seconds.get(_kind(info), 0.0) + time
     top = sorted((kind for kind in seconds if seconds[kind]), key=lambda kind: -seconds[kind])
-    kinds = top if len(top) <= len(COLOURS) else [*top[: len(COLOURS) - 1], "other"]
+    kinds = top if len(top) <= MOST_KINDS + 1 else [*top[:MOST_KINDS], "other"]
     number = {kind: k for k, kind in enumerate(kinds)}
     of_task = np.array([number.get(_kind(info), len(kinds) - 1) for info in trace.infos])[trace.info]
-    return Gantt(kinds, [_row(trace, worker, of_task, columns) for worker in range(len(trace.workers))])
+    return Gantt(
+        kinds, _colours(kinds), [_row(trace, worker, of_task, columns) for worker in range(len(trace.workers))]
+    )
+
+
+def _colours(kinds: list[str]) -> list[str]:
+    """Fixed ones for those that are well known; others take the spare ones, in an order that no time changes."""
+    spare = dict(zip(sorted(set(kinds) - {*COLOURS, "other"}), (*SPARE, OTHER), strict=False))
+    return [COLOURS.get(kind) or spare.get(kind, OTHER) for kind in kinds]
 
 
 def _kind(info: Any) -> str:
@@ -62,13 +81,26 @@ def _row(trace: Trace, worker: int, kinds: Any, columns: int) -> list[Bar]:
     edges = np.linspace(t0, t1, columns + 1)
     present = np.unique(kinds[mine])
     filled = np.array([_fill(trace, mine[kinds[mine] == kind], edges) for kind in present])
-    best = np.where(filled.sum(axis=0) * 2 >= edges[1] - edges[0], present[filled.argmax(axis=0)], -1)
+    idle = np.maximum(np.diff(edges) - filled.sum(axis=0), 0)
+    best = np.append(present, -1)[_shared(np.vstack((filled, idle)))]
     starts = np.flatnonzero(np.diff(best, prepend=-2))
     ends = np.append(starts[1:], columns)
     return [
         Bar(a / columns, b / columns, int(best[a])) for a, b in zip(starts.tolist(), ends.tolist(), strict=True)
         if best[a] >= 0
     ]  # fmt: skip
+
+
+def _shared(filled: Any) -> Any:
+    """For each column one of the rows that fill some of it: the one to which most time is owed by then.
+
+    What the column does not show of the others is owed to them further on, so areas are as the times are."""
+    owed, best = np.zeros(len(filled)), np.zeros(filled.shape[1], np.int64)
+    for column, here in enumerate(filled.T):
+        owed += here
+        best[column] = chosen = np.where(here > 0, owed, -np.inf).argmax()
+        owed[chosen] -= here.sum()
+    return best
 
 
 def _fill(trace: Trace, tasks: Any, edges: Any) -> Any:
@@ -93,7 +125,7 @@ def save(trace: Trace, summary: dict[str, Any], folder: Path, title: str) -> Non
     axes = figure.add_subplot()
     for row, bars in enumerate(drawn.rows):
         spans = [(b.left * milliseconds, (b.right - b.left) * milliseconds) for b in bars]
-        axes.broken_barh(spans, (row - 0.4, 0.8), facecolors=[COLOURS[b.kind] for b in bars], linewidth=0)
+        axes.broken_barh(spans, (row - 0.4, 0.8), facecolors=[drawn.colours[b.kind] for b in bars], linewidth=0)
     axes.set_yticks(range(rows), [f"{w['name']}\nbusy {w['working']:.0%}" for w in summary["workers"]])
     axes.set_ylim(rows - 0.5, -0.5)
     axes.set_xlim(0, milliseconds)
@@ -103,7 +135,7 @@ def save(trace: Trace, summary: dict[str, Any], folder: Path, title: str) -> Non
     axes.tick_params(axis="y", length=0)
     for date in step_starts(trace)[1:]:
         axes.axvline(date * milliseconds, color="black", linewidth=0.8, linestyle=":")
-    patches = [Patch(color=COLOURS[k], label=kind) for k, kind in enumerate(drawn.kinds)]
+    patches = [Patch(color=of, label=kind) for kind, of in zip(drawn.kinds, drawn.colours, strict=True)]
     figure.legend(handles=patches, loc="outside lower center", ncols=5, frameon=False, fontsize=8)
     figure.savefig(folder / "gantt.png", dpi=150)
     figure.savefig(folder / "gantt.svg")

@@ -9,7 +9,7 @@ import jinja2
 from markupsafe import Markup, escape
 
 from nntile_py.profile import events
-from nntile_py.profile.gantt import COLOURS, gantt, step_starts, titles
+from nntile_py.profile.gantt import gantt, step_starts, titles
 from nntile_py.profile.trace import Trace
 
 SHARES = (("working", "#009e73"), ("communicating", "#e69f00"), ("overhead", "#d55e00"), ("idle", "#d0d4d8"))
@@ -24,7 +24,7 @@ def write(trace: Trace, parts: Trace, summary: dict[str, Any], path: Path, title
     environment.filters |= {"size": size, "duration": duration, "percent": percent, "code": code}
     drawn = gantt(parts)
     rows = [
-        [(bar.left * 1e4, (bar.right - bar.left) * 1e4, COLOURS[bar.kind], text)
+        [(bar.left * 1e4, (bar.right - bar.left) * 1e4, drawn.colours[bar.kind], text)
          for bar, text in zip(bars, titles(parts, bars, drawn.kinds), strict=True)]
         for bars in drawn.rows
     ]  # fmt: skip
@@ -32,7 +32,8 @@ def write(trace: Trace, parts: Trace, summary: dict[str, Any], path: Path, title
     curves += [curve(trace, f"memory of {node}", *points, "B") for node, points in events.memory(trace).items()]
     text = environment.get_template("report.html.j2").render(
         title=title, where=where, s=summary, rows=rows, shares=SHARES, curves=curves,
-        kinds=list(zip(drawn.kinds, COLOURS, strict=False)), steps=[start * 1e4 for start in step_starts(trace)[1:]],
+        kinds=list(zip(drawn.kinds, drawn.colours, strict=True)),
+        steps=[start * 1e4 for start in step_starts(trace)[1:]],
     )  # fmt: skip
     path.write_text(text, encoding="utf-8")
 
