@@ -15,7 +15,7 @@ from typing import Any
 from rich.console import Console
 
 from nntile_py.cgroup import machine_memory
-from nntile_py.checked import parse, validated
+from nntile_py.checked import assignment, read_yaml, validated
 from nntile_py.config import RunConfig, load
 from nntile_py.errors import ConfigError
 from nntile_py.plan import Estimate, estimate
@@ -31,6 +31,9 @@ MOST_PLANS = 250
 
 def search(path: Path, sets: list[str], budget: int, console: Console) -> Sweep:
     """The sweep that measures the `budget` most promising tilings, the config's own and the uncut one among them."""
+    tree = read_yaml(path, "SWEEP", RunConfig) if path.is_file() else {}
+    if "config" in tree and tree.keys() & {"grid", "list", "random"}:
+        raise ConfigError(f"{path}: this is a sweep's YAML; --auto takes a run's config, such as {tree['config']}")
     config = load(path, sets)
     seen: dict[tuple[int | None, ...], Estimate | None] = {}
     own: Tiles = config.tiles.model_dump()
@@ -53,13 +56,13 @@ def search(path: Path, sets: list[str], budget: int, console: Console) -> Sweep:
     # A model so small that no tiling is good has a best one all the same.
     best = [key for _, key in sorted(kept or rest, key=lambda entry: entry[0])]
     chosen = list(dict.fromkeys([*always, *best]))[: max(budget, 1)]
-    tree: dict[str, Any] = {
+    made: dict[str, Any] = {
         "config": str(path),
-        "set": {k.strip(): parse(v, f"--set {k}") for k, _, v in (item.partition("=") for item in sets)},
+        "set": dict(map(assignment, sets)),
         "list": [{f"tiles.{axis}": size for axis, size in zip(AXES, key, strict=True)} for key in chosen],
         "measure": {"work": "train", "repeats": 5},
     }
-    return validated(Sweep, tree)
+    return validated(Sweep, made)
 
 
 def why_not(config: RunConfig, plan: Estimate | None) -> str | None:

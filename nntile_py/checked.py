@@ -102,6 +102,14 @@ def parse(text: str, what: str) -> Any:
         raise ConfigError(f"{what}: {error}; allowed: YAML") from None
 
 
+def assignment(item: str) -> tuple[str, Any]:
+    """Key and value of a --set."""
+    key, equals, text = item.partition("=")
+    if not equals or not all(key.strip().split(".")):
+        raise ConfigError(f"--set {item}: allowed: key=value, such as tiles.embed=96")
+    return key.strip(), parse(text, f"--set {item}")
+
+
 def read_yaml(path: Path, key: str, cls: type[BaseModel]) -> dict[str, Any]:
     """The mapping that a YAML file holds, not yet checked against `cls`; `key` is what the user called it."""
     try:
@@ -124,15 +132,18 @@ def validated(cls: type[Checked], tree: dict[str, Any], prefix: str = "") -> Che
         raise ConfigError("\n  ".join(prefix + _explain(cls, e) for e in error.errors())) from None
 
 
+def allowed(given: Any, known: list[str]) -> str:
+    """The end of a message: the known name that is like the given one, and all of them."""
+    close = difflib.get_close_matches(str(given), known, n=1)
+    return (f"did you mean {close[0]}? " if close else "") + f"allowed: {', '.join(known)}"
+
+
 def _explain(cls: type[BaseModel], error: Any) -> str:
     """One line: the key, what it got, what is allowed."""
     loc = error["loc"]
     key = ".".join(map(str, loc))
     if error["type"] in ("extra_forbidden", "invalid_key"):
-        known = _keys(_inner(cls, loc[:-1]))
-        close = difflib.get_close_matches(str(loc[-1]), known, n=1)
-        hint = f"did you mean {close[0]}? " if close else ""
-        return f"{key}: unknown key; {hint}allowed: {', '.join(known)}"
+        return f"{key}: unknown key; {allowed(loc[-1], _keys(_inner(cls, loc[:-1])))}"
     if error["type"] == "missing":
         field = _inner(cls, loc[:-1]).model_fields[loc[-1]]
         what = field.description or f"a section with {', '.join(_keys(_inner(cls, loc)))}"

@@ -160,7 +160,8 @@ def sweep(
         chosen = search(path, sets or [], budget, console) if auto else sweeps.load_sweep(path, sets or [])
         rows = sweeps.run(chosen, folder, console, retry=retry)
     except KeyboardInterrupt:
-        print(f"interrupted; the same command goes on from {folder}", file=sys.stderr)
+        goes_on = f"; the same command goes on from {folder}" if (folder / "rows.jsonl").exists() else ""
+        print(f"interrupted{goes_on}", file=sys.stderr)
         raise typer.Exit(130) from None
     _print({"rows": rows} if as_json else summary(chosen, rows))
     if not as_json:

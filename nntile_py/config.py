@@ -21,9 +21,9 @@ from nntile_py.checked import (
     Size,
     Switch,
     Workers,
+    assignment,
     integer,
     only,
-    parse,
     read_yaml,
     short,
     validated,
@@ -385,10 +385,8 @@ def _apply_scheduler(tree: dict[str, Any], wins: bool, overrides: Iterable[str])
 
 
 def _override(tree: dict[str, Any], item: str) -> None:
-    key, equals, text = item.partition("=")
-    names = key.strip().split(".")
-    if not equals or not all(names):
-        raise ConfigError(f"--set {item}: allowed: key=value, such as tiles.embed=96")
+    key, value = assignment(item)
+    names = key.split(".")
     for name in names[:-1]:
         inner = tree.get(name)
         if isinstance(inner, bool) and name == "fusion":
@@ -399,7 +397,7 @@ def _override(tree: dict[str, Any], item: str) -> None:
             raise ConfigError(f"--set {item}: {name} is {short(inner)}, not a section")
         tree[name] = inner
         tree = inner
-    tree[names[-1]] = parse(text, f"--set {item}")
+    tree[names[-1]] = value
 
 
 def _is_section(key: str) -> bool:

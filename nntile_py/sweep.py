@@ -24,13 +24,28 @@ from pydantic import Field, field_validator, model_validator
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from nntile_py.checked import Count, Natural, Positive, Section, Switch, parse, read_yaml, validated
+from nntile_py.checked import Count, Natural, Positive, Section, Switch, allowed, assignment, read_yaml, validated
 from nntile_py.config import RunConfig, load
 from nntile_py.errors import ConfigError
 from nntile_py.sweep_process import Processes
 
 Values = dict[str, list[Any]]
+_POINTS = ("grid", "list", "random")
+_ALWAYS = ["seconds", "tasks", "flop", "bytes_moved", "peak_bytes", "parallelism", "mean_task_us", "took", "load"]
+_CLASSES, _UNITS = ("contraction", "normalization", "element-wise"), ("seconds", "flop", "% seconds", "% flop")
+_TIMED = ["seconds_min", "seconds_max", "ms", "us", "best ms", "best us", "us_per_task"]
+METRICS = {  # that sweep_point.py gives, by measure.how
+    "plan": _ALWAYS,
+    "run": [*_ALWAYS, *_TIMED, "tokens_per_s", "gflop_per_s", "peak_mib"],
+    "operators": [*_ALWAYS, *(f"{of} {unit}" for of in _CLASSES for unit in _UNITS)],
+}
 WORK = Literal["train", "inference", "linear_relu", "linear_reshape", "qkv_none", "qkv_qk", "qkv_all", "layer"]
+
+
+def _full(values: Values | None) -> Values | None:
+    if values is not None and not (values and all(values.values())):
+        raise ValueError("keys of a config, each with a list of at least one value")
+    return values
 
 
 class Measure(Section):
@@ -50,6 +65,8 @@ class Random(Section):
     count: Count
     seed: Natural = 0
     over: Values
+
+    _values = field_validator("over")(_full)
 
 
 class Plot(Section):
@@ -97,18 +114,41 @@ class Sweep(Section):
     best: Best = Best()
     plots: list[Plot] = Field(default_factory=list)
 
-    @field_validator("grid")
-    @classmethod
-    def _full(cls, grid: Values | None) -> Values | None:
-        if grid is not None and not (grid and all(grid.values())):
-            raise ValueError("keys of a config, each with a list of at least one value")
-        return grid
+    _values = field_validator("grid")(_full)
 
     @model_validator(mode="after")
     def _some(self) -> Sweep:
         if not (self.grid or self.list_ or self.random_) or (self.random_ and (self.grid or self.list_)):
             raise ConfigError("grid, list, random: allowed: a grid, a list, both (their product), or random")
         return self
+
+    def varied(self) -> dict[str, str]:
+        """The keys that points set, with what sets each: grid, list or random."""
+        over = [(key, "random") for key in self.random_.over] if self.random_ else []
+        return dict(
+            [*over, *((k, "list") for e in self.list_ or [] for k in e), *((k, "grid") for k in self.grid or {})]
+        )
+
+    def metrics(self) -> list[str]:
+        """What the rows can hold."""
+        tables = [self.grid or {}, self.random_.over if self.random_ else {}]
+        hows = [self.measure.how, *(how for values in tables for how in values.get("measure.how", []))]
+        hows += [entry["measure.how"] for entry in self.list_ or [] if "measure.how" in entry]
+        return list(dict.fromkeys(metric for how in hows for metric in METRICS.get(how, [])))
+
+    def check_names(self) -> None:
+        """Refuses what no row will hold, before anything is measured."""
+        metrics = self.metrics()
+        keys = [*self.varied(), *self.set_, *metrics]
+        wanted = [("best.metric", self.best.metric, metrics)]
+        for number, plot in enumerate(self.plots):
+            axes = {name: getattr(plot, name) for name in ("x", "series", "panel")}
+            wanted += [(f"plots.{number}.{name}", of, keys) for name, of in axes.items() if of is not None]
+            wanted += [(f"plots.{number}.y", y, metrics) for y in plot.metrics]
+        for name, of, known in wanted:
+            if of not in known:
+                what = "a metric that this measure gives" if known is metrics else "a key that the sweep sets"
+                raise ConfigError(f"{name}: {of!r} is not {what}; {allowed(of, known)}")
 
     def settings(self) -> Iterator[dict[str, Any]]:
         """What each point sets, in order."""
@@ -137,7 +177,10 @@ class Point:
 
 def load_sweep(path: Path, overrides: Iterable[str] = ()) -> Sweep:
     """Read and check a sweep's YAML, with `overrides` of the config's keys; `config` is relative to it."""
-    return check_sweep(read_yaml(path, "SWEEP", Sweep), path, overrides)
+    tree = read_yaml(path, "SWEEP", Sweep)
+    if tree.keys() & RunConfig.model_fields and not tree.keys() & {"config", *_POINTS}:
+        raise ConfigError(f"{path}: this is a run's config, not a sweep's YAML; did you mean --auto?")
+    return check_sweep(tree, path, overrides)
 
 
 def check_sweep(tree: Mapping[str, Any], path: Path, overrides: Iterable[str] = ()) -> Sweep:
@@ -145,8 +188,15 @@ def check_sweep(tree: Mapping[str, Any], path: Path, overrides: Iterable[str] = 
     try:
         sweep: Sweep = validated(Sweep, dict(tree))
         for item in overrides:
-            key, _, text = item.partition("=")
-            sweep.set_[key.strip()] = parse(text, f"--set {item}")
+            key, value = assignment(item)
+            head = key.partition(".")[0]
+            if head in {field.alias or name for name, field in Sweep.model_fields.items()}:
+                raise ConfigError(f"--set {item}: {head} is part of the sweep's file; change it there")
+            for other, where in sweep.varied().items():
+                if key == other or key.startswith(f"{other}."):
+                    raise ConfigError(f"--set {item}: the sweep's {where} sets {other}; change it there")
+            sweep.set_[key] = value
+        sweep.check_names()
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
     beside = path.parent / sweep.config
@@ -162,19 +212,37 @@ def points(sweep: Sweep) -> list[Point]:
             own = {key.removeprefix("measure."): v for key, v in sets.items() if key.startswith("measure.")}
             measure: Measure = validated(Measure, sweep.measure.model_dump() | own, "measure.")
             rest = sweep.set_ | {key: value for key, value in sets.items() if not key.startswith("measure.")}
-            config = load(sweep.config, [f"{key}={json.dumps(value)}" for key, value in rest.items()])
+            config = load(sweep.config, _overrides(rest))
         except ConfigError as refused:
             measure, error = sweep.measure, str(refused)
         what = [config.model_dump(by_alias=True) if config else sets, measure.model_dump()]
         name = hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:16]
         found.setdefault(name, Point(name, sets, config, measure, error))
     result = list(found.values())
+    if all(point.error for point in result):
+        _check_base(sweep)
     for point in result:
         for key, value in point.sets.items():
             alike = [p.error for p in result if key in p.sets and p.sets[key] == value]
             if all(alike):
                 raise ConfigError(f"{key} = {value!r}: {alike[0]}")
     return result
+
+
+def _check_base(sweep: Sweep) -> None:
+    """Where all points are refused it may be for what they share: then that is named, not a point's key."""
+    try:
+        load(sweep.config, _overrides(sweep.set_))
+    except ConfigError as error:
+        try:
+            load(sweep.config)
+        except ConfigError:
+            raise ConfigError(f"config: {error}") from None
+        raise ConfigError(f"set: {error}") from None
+
+
+def _overrides(sets: dict[str, Any]) -> list[str]:
+    return [f"{key}={json.dumps(value)}" for key, value in sets.items()]
 
 
 class Rows:
@@ -195,14 +263,23 @@ class Rows:
                 raise ConfigError(f"--out: another sweep is writing into {self.path.parent}") from None
             whole = self.path.read_bytes()
             kept = whole[: whole.rfind(b"\n") + 1]  # a write that was cut short has no end of line
+            self.all = dict(self._read(number, line) for number, line in enumerate(kept.splitlines(), 1))
             if kept != whole:
                 os.ftruncate(self._file, len(kept))
-            for line in kept.splitlines():
-                row = json.loads(line)
-                self.all[row["id"]] = row
             yield self
         finally:
             os.close(self._file)
+
+    def _read(self, number: int, line: bytes) -> tuple[str, dict[str, Any]]:
+        try:
+            row = json.loads(line)
+            row["id"], row["status"], row["sets"]
+        except (ValueError, KeyError, TypeError):
+            raise ConfigError(
+                f"{self.path}, line {number}: allowed: a point's row, which is JSON with id, sets and status; "
+                "remove the line, or take another --out"
+            ) from None
+        return row["id"], row
 
     def append(self, row: dict[str, Any]) -> None:
         self.all[row["id"]] = row
@@ -225,6 +302,8 @@ def run(sweep: Sweep, folder: Path, console: Console, *, retry: bool = False) ->
     ordered = sorted(every, key=lambda p: runtimes.index(p.config and p.config.runtime)) if sweep.together else every
     todo = [(p, names[p.id][k]) for k in range(sweep.rounds) for p in ordered]
     with Rows(folder).open() as rows:
+        if rows.all and not any(name in rows.all for own in names.values() for name in own):
+            raise ConfigError(f"--out: the rows in {folder} are of another sweep; take another --out")
         done = {i for i, row in rows.all.items() if not retry or row["status"] == "ok"}
         left = [(p, name) for p, name in todo if name not in done]
         try:
@@ -238,7 +317,8 @@ def run(sweep: Sweep, folder: Path, console: Console, *, retry: bool = False) ->
         finally:  # whatever ends the sweep, what is there can be read
             there = [(p, [rows.all[name] for name in names[p.id] if name in rows.all]) for p in every]
             result = [pooled(own) | {"id": p.id, "sets": p.sets} for p, own in there if own]
-            write_results(sweep, result, folder)
+            for line in write_results(sweep, result, folder):
+                console.print(line, highlight=False, markup=False)
     return result
 
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 Row = dict[str, Any]
 _NOT_IN_CSV = ("id", "sets", "measure", "times", "started")
 _TIMES = {"seconds": 1.0, "ms": 1e3, "us": 1e6}
+_TOLD = 5  # errors
 _LABELS = {
     "seconds": "time (s)", "ms": "time (ms)", "us": "time (us)", "tokens_per_s": "throughput (tokens/s)",
     "runtime.cpus": "CPU workers", "runtime.cuda": "GPUs", "gflop_per_s": "Gflop/s",
@@ -61,7 +62,9 @@ def summary(sweep: Sweep, rows: list[Row]) -> RenderableType:
         cells = [_text(row["sets"].get(key, "")) for key in keys]
         cells += [f"{row[m]:.4g}" if isinstance(row.get(m), float) else str(row.get(m, "")) for m in metrics]
         shown.add_row(*cells, row["status"], style="bold green" if row is best else None)
-    lines = [f"{row['status']}: {row['sets']}: {row['error']}" for row in rows if row["status"] != "ok"]
+    failed = [row for row in rows if row["status"] != "ok"]
+    lines = [f"{row['status']}: {row['sets']}: {row['error']}" for row in failed[:_TOLD]]
+    lines += [f"and {len(failed) - _TOLD} more, in results.csv"] if len(failed) > _TOLD else []
     return Group(shown, *map(Text, lines))
 
 
@@ -72,17 +75,24 @@ def best_options(rows: list[Row], best: Best) -> str:
     return " ".join(f"--set {key}={'null' if of is None else _text(of)}" for key, of in sets) or "none"
 
 
-def write_results(sweep: Sweep, rows: list[Row], folder: Path) -> None:
-    """All files: each is complete, or as it was."""
+def write_results(sweep: Sweep, rows: list[Row], folder: Path) -> list[str]:
+    """All files: each is complete, or as it was. Returns what is to be told: plots that have nothing to show."""
     from nntile_py.bench_contestants import machine
 
     best = best_row(rows, sweep.best)
     result = {"machine": machine(), "sweep": sweep.model_dump(by_alias=True), "best": best, "rows": rows}
     replace_file(folder / "results.json", json.dumps(result, indent=1).encode())
     replace_file(folder / "results.csv", table(rows).encode())
+    told = []
+    rows = [row | {"sets": sweep.set_ | row["sets"]} for row in rows]  # plots may name what all points share
     for number, plot in enumerate(sweep.plots):
         name = "plot.png" if number == 0 else f"plot{number + 1}.png"
-        replace_file(folder / name, draw_plot(plot, rows))
+        if _good(plot, rows):
+            replace_file(folder / name, draw_plot(plot, rows, sweep.best))
+        else:
+            (folder / name).unlink(missing_ok=True)  # one of before is not of these rows
+            told.append(f"{name}: not drawn, no point has {', '.join(plot.metrics)}")
+    return told
 
 
 def table(rows: list[Row]) -> str:
@@ -98,18 +108,20 @@ def table(rows: list[Row]) -> str:
     return out.getvalue()
 
 
-def draw_plot(plot: Plot, rows: list[Row]) -> bytes:
-    """A PNG: lines, bars or a heat map, a panel for each value of `panel`."""
+def draw_plot(plot: Plot, rows: list[Row], best: Best | None = None) -> bytes:
+    """A PNG: lines, bars or a heat map, a panel for each value of `panel`; without axes if there is nothing to show."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    good = [row for row in rows if row["status"] == "ok"]
+    good, over = shown_rows(plot, rows, best)
     panels = _values(good, plot.panel) if plot.panel else [None]
     figure = Figure(figsize=(4.8 * max(len(panels), 1) + 0.6, 3.8), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots(1, max(len(panels), 1), squeeze=False, sharey=plot.same and plot.kind != "heat")[0]
     highest: list[float] = []
-    for axis, panel in zip(axes, panels, strict=False):
+    for axis in axes if not good else []:
+        axis.set_axis_off()
+    for axis, panel in zip(axes, panels if good else [], strict=False):
         inside = [row for row in good if plot.panel is None or value(row, plot.panel) == panel]
         highest.append((_heat if plot.kind == "heat" else _lines)(axis, plot, inside))
         axis.set_xlabel(plot.xlabel or _LABELS.get(plot.x, plot.x))
@@ -119,10 +131,28 @@ def draw_plot(plot: Plot, rows: list[Row]) -> bytes:
         for axis, high in zip(axes, highest, strict=True):  # one disturbed repeat's error bar is not to hide the rest
             axis.set_ylim(0, 1.3 * (max(highest) if plot.same else high) or 1)
         axes[0].set_ylabel(plot.ylabel or _LABELS.get(plot.metrics[0], plot.metrics[0]))
-    figure.suptitle(plot.title, fontsize=11)
+    hidden = f"best over {', '.join(over)}" if over else ""
+    figure.suptitle(", ".join(filter(None, (plot.title, hidden if good else "no data"))), fontsize=11)
     out = io.BytesIO()
     figure.savefig(out, dpi=130)
     return out.getvalue()
+
+
+def shown_rows(plot: Plot, rows: list[Row], best: Best | None = None) -> tuple[list[Row], list[str]]:
+    """The best good row of each place, by the first y, and the keys in which those that it hides differ from it."""
+    y = plot.metrics[0]
+    most = best.of == "greatest" if best and best.metric == y else y.endswith("_per_s") or y == "parallelism"
+    places: dict[tuple[str, ...], list[Row]] = {}
+    for row in _good(plot, rows):
+        place = tuple(_text(value(row, key)) for key in (plot.x, plot.series, plot.panel) if key)
+        places.setdefault(place, []).append(row)
+    keys = dict.fromkeys(key for own in places.values() for row in own for key in row["sets"])
+    over = [k for k in keys if any(len({_text(value(row, k)) for row in own}) > 1 for own in places.values())]
+    return [(max if most else min)(own, key=lambda row: row[y]) for own in places.values()], over
+
+
+def _good(plot: Plot, rows: list[Row]) -> list[Row]:
+    return [row for row in rows if row["status"] == "ok" and all(y in row for y in plot.metrics)]
 
 
 def value(row: Row, key: str) -> Any:

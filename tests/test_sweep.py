@@ -15,11 +15,11 @@ import pytest
 import yaml
 from rich.console import Console
 
-from nntile_py import experiment, sweep
+from nntile_py import autotune, experiment, sweep
 from nntile_py.config import load
 from nntile_py.errors import ConfigError
 from nntile_py.plan import estimate
-from nntile_py.sweep_results import best_row, pooled, table
+from nntile_py.sweep_results import best_row, draw_plot, pooled, shown_rows, summary, table
 from nntile_py.tiles import RW, R, TaskList, Tile, W
 
 BASE: dict[str, Any] = {
@@ -119,17 +119,17 @@ def test_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         return made
 
     monkeypatch.setattr(subprocess, "Popen", counted)
-    grid = {"tiles.batch": [1, 2], "runtime.window": [500, 600], "precision": ["fp32", "bf16"]}  # no bf16 on CPU
+    grid = {"tiles.batch": [1, 2], "runtime.window": [500, 600], "train.batch": [4, 10**8]}  # too many tiles
     for work in ("train", "inference"):
         measure = {"work": work, "warmup": 0, "repeats": 1}
         made = sweep.load_sweep(write(tmp_path, {"grid": grid, "measure": measure, "together": True}))
         rows, before = sweep.run(made, tmp_path / work, Console(file=io.StringIO())), len(started)
         assert [r["sets"] for r in rows] == list(made.settings())
-        assert {(r["sets"]["precision"], r["status"]) for r in rows} == {("fp32", "ok"), ("bf16", "failed")}
+        assert {(r["sets"]["train.batch"], r["status"]) for r in rows} == {(4, "ok"), (10**8, "failed")}
         assert [r["sets"]["runtime.window"] for r in lines(tmp_path / work)] == 4 * [500] + 4 * [600]
     assert before == 2 * 4, "a new one after each failure, but for the last"
     assert all(p.poll() is not None for p in started)
-    grid.pop("precision")
+    grid.pop("train.batch")
     made = sweep.load_sweep(write(tmp_path, {"grid": grid, "measure": measure, "together": True}))
     assert len(sweep.run(made, tmp_path / "good", Console(file=io.StringIO()))) == 4 and len(started) == before + 2
 
@@ -361,3 +361,129 @@ def test_workers_of_a_config(tmp_path: Path) -> None:
     write(tmp_path, {})
     assert load(tmp_path / "base.yaml").workers == 1
     assert load(tmp_path / "base.yaml", ["runtime.cuda=4"]).workers == 4
+
+
+GRID = {"grid": {"tiles.batch": [1, 2]}}
+
+
+@pytest.mark.parametrize(
+    ("tree", "message"),
+    [
+        ({"plots": [{"x": "tiles.bach"}]}, r"plots\.0\.x: 'tiles\.bach'.*did you mean tiles\.batch\?"),
+        ({"plots": [{"x": "tiles.batch", "series": "fusion"}]}, r"plots\.0\.series: 'fusion'"),
+        ({"plots": [{"x": "tiles.batch", "panel": "fusion"}]}, r"plots\.0\.panel: 'fusion'"),
+        ({"plots": [{"x": "tiles.batch", "y": ["ms", "secnds"]}]}, r"plots\.0\.y: 'secnds'.*did you mean seconds\?"),
+        ({"plots": [{"x": "tiles.batch", "y": "ms"}], "measure": {"how": "plan"}}, r"plots\.0\.y: 'ms'"),
+        ({"best": {"metric": "foo"}}, r"best\.metric: 'foo'.*allowed: seconds"),
+        ({"grid": None, "random": {"count": 1, "over": {"tiles.embed": []}}}, r"random\.over: got"),
+        ({"config": "nope.yaml"}, r"^config: .*no such file: nope\.yaml"),
+        ({"set": {"model.layrs": 1}}, r"^set: .*model\.layrs: unknown key"),
+    ],
+)
+def test_refused_before_anything_is_measured(tmp_path: Path, tree: dict[str, Any], message: str) -> None:
+    path = write(tmp_path, GRID | tree)
+    with pytest.raises(ConfigError, match=message):
+        sweep.points(sweep.load_sweep(path))
+
+
+@pytest.mark.parametrize(
+    ("item", "message"),
+    [
+        ("tiles.embed", "--set tiles.embed: allowed: key=value"),
+        ("tiles.batch=2", "--set tiles.batch=2: the sweep's grid sets tiles.batch"),
+        ("train.seq=4", "list sets train.seq"),
+        ("measure.repeats=1", "measure is part of the sweep's file"),
+        ("foo=1", "^set: .*foo: unknown key"),
+    ],
+)
+def test_set_refused(tmp_path: Path, item: str, message: str) -> None:
+    path = write(tmp_path, GRID | {"list": [{"train.seq": 4}]})
+    with pytest.raises(ConfigError, match=message):
+        sweep.points(sweep.load_sweep(path, [item]))
+
+
+def test_a_config_is_no_sweep(tmp_path: Path) -> None:
+    path = write(tmp_path, GRID)
+    with pytest.raises(ConfigError, match=r"a run's config.*did you mean --auto"):
+        sweep.load_sweep(tmp_path / "base.yaml")
+    with pytest.raises(ConfigError, match=r"--auto takes a run's config, such as base\.yaml"):
+        autotune.search(path, [], 1, Console(file=io.StringIO()))
+
+
+@pytest.mark.parametrize("line", ["no JSON", "3", '{"status": "ok", "sets": {}}', '{"id": "a"}'])
+def test_rows_that_are_none(tmp_path: Path, line: str) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"id": "a", "status": "ok", "sets": {}}\n' + line + "\n")
+    with pytest.raises(ConfigError, match=r"rows\.jsonl, line 2: allowed"), sweep.Rows(tmp_path).open():
+        pass
+
+
+def measured(point: sweep.Point, *_: Any) -> dict[str, Any]:
+    at = point.sets["tiles.batch"] + 10 * point.sets.get("train.seq", 0)
+    result = {"seconds": float(at), "seconds_min": float(at), "seconds_max": float(at), "tokens_per_s": float(at)}
+    return {"id": point.id, "sets": point.sets, "measure": {}, "status": "ok"} | result
+
+
+def test_rows_of_another_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sweep, "measure_point", measured)
+    out, console = tmp_path / "out", Console(file=io.StringIO())
+    sweep.run(sweep.load_sweep(write(tmp_path, GRID)), out, console)
+    before = (out / "results.csv").read_bytes()
+    more = sweep.load_sweep(write(tmp_path, {"grid": {"tiles.batch": [2, 4]}}))
+    assert len(sweep.run(more, out, console)) == 2 and len(lines(out)) == 3, "one that shares points goes on"
+    with pytest.raises(ConfigError, match="of another sweep; take another --out"):
+        sweep.run(sweep.load_sweep(path=tmp_path / "s.yaml", overrides=["train.seq=4"]), out, console)
+    assert (out / "results.csv").read_bytes() != before and len(lines(out)) == 3
+
+
+@pytest.mark.parametrize("end", ["failed", "interrupted"])
+def test_nothing_to_draw(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str) -> None:
+    def bad(point: sweep.Point, *_: Any) -> dict[str, Any]:
+        if end == "interrupted":
+            raise KeyboardInterrupt
+        return {"id": point.id, "sets": point.sets, "measure": {}, "status": "failed", "error": f"no {point.sets}"}
+
+    monkeypatch.setattr(sweep, "measure_point", bad)
+    plots = [{"kind": "heat", "x": "tiles.batch", "series": "fusion"}, {"x": "tiles.batch"}]
+    grid = {"tiles.batch": [1, 2, 4], "fusion": [True, False]}
+    made, told = sweep.load_sweep(write(tmp_path, {"grid": grid, "plots": plots})), io.StringIO()
+    console = Console(file=told, width=200)
+    if end == "interrupted":
+        with pytest.raises(KeyboardInterrupt):
+            sweep.run(made, tmp_path, console)
+    else:
+        console.print(summary(made, sweep.run(made, tmp_path, console)))
+        assert "failed: {'fusion': True, 'tiles.batch': 1}: no {" in told.getvalue() and "and 1 more" in told.getvalue()
+    assert "plot.png: not drawn" in told.getvalue() and "plot2.png: not drawn" in told.getvalue()
+    assert not list(tmp_path.glob("*.png")) and (tmp_path / "results.csv").exists()
+    for plot in made.plots:  # as an experiment does
+        assert draw_plot(plot, []).startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("plot", "best", "value", "over"),
+    [
+        ({"y": "seconds"}, {}, [1.0, 2.0], ["c"]),
+        ({"y": "tokens_per_s"}, {}, [5.0, 2.0], ["c"]),
+        ({"y": "tokens_per_s"}, {"metric": "tokens_per_s", "of": "least"}, [1.0, 2.0], ["c"]),
+        ({"y": "seconds"}, {"of": "greatest"}, [5.0, 2.0], ["c"]),
+        ({"y": "seconds", "panel": "c"}, {}, [5.0, 1.0, 2.0], []),
+    ],
+)
+def test_rows_of_one_place(plot: dict[str, Any], best: dict[str, Any], value: list[float], over: list[str]) -> None:
+    """The best is drawn, not the last."""
+    rows = [
+        {"sets": {"a": a, "b": 1, "c": c}, "status": "ok", "seconds": of, "tokens_per_s": of}
+        for a, c, of in ((1, True, 5.0), (1, False, 1.0), (2, True, 2.0))
+    ]
+    made = sweep.Plot(kind="heat", x="a", series="b", **plot)
+    shown, told = shown_rows(made, rows, sweep.Best(**best))
+    assert [row["seconds"] for row in shown] == value and told == over
+    assert draw_plot(made, rows).startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("how", ["plan", "run", "operators"])
+def test_metrics_are_those_measured(tmp_path: Path, how: Any) -> None:
+    path = write(tmp_path, {"grid": {"tiles.batch": [2]}, "measure": {"how": how, "work": "layer", "repeats": 1}})
+    row = sweep.measure_point(sweep.points(sweep.load_sweep(path))[0], 120)
+    assert row["status"] == "ok", row
+    assert set(sweep.METRICS[how]) == row.keys() - {"id", "sets", "measure", "status", "started", "times"}
