@@ -122,10 +122,10 @@ def test_a_step_of_gpt2_moves_less() -> None:
 
 
 class AllLeave(program.Program):
-    def __init__(self, tasks: TaskList, store: program.Store) -> None:
+    def __init__(self, tasks: TaskList, store: program.Store, tf32: bool) -> None:
         for task in tasks.tasks:
             task.leaves = [access.tile for access in task.accesses]
-        super().__init__(tasks, store)
+        super().__init__(tasks, store, tf32)
 
 
 def test_results_do_not_depend_on_what_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
