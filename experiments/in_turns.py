@@ -26,13 +26,15 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--steps", type=int, default=3, help="in a turn")
     o = parser.parse_args()
-    module, _, name = o.constant.rpartition(".")
+    where, _, name = o.constant.rpartition(".")
+    module = importlib.import_module(where)
+    kind = type(getattr(module, name))  # one that is not there would be set, and change nothing
     config = nt.models.GPT2Config(o.layers, o.embed, o.heads, 50304, 1024)
     ids = np.random.default_rng(0).integers(0, 50304, (o.batch, 1024))
     trainers, times = {}, {value: list[float]() for value in o.values}
     with nt.Runtime(cpus=0, cuda=o.cuda):
         for value in o.values:
-            setattr(importlib.import_module(module), name, value)
+            setattr(module, name, kind(value))
             trainers[value] = nt.Trainer(
                 nt.models.GPT2(config, seed=0), o.batch, 1024, parse_tiles(o.tiles), dtype="bf16",
                 optimizer=nt.AdamW(3e-4, weight_decay=0.1, betas=(0.9, 0.95)), clip_grad_norm=1.0, shift_labels=False,

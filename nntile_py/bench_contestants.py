@@ -41,8 +41,9 @@ def gpus() -> str:
 
 def check_gpus(cuda: int) -> None:
     """Raise ConfigError if the machine has fewer; before any contestant starts."""
-    there = sum(int(of.split()[0]) for of in gpus().split(", ") if of)
-    if cuda > there:
+    from nntile_py.runtime import cuda_devices
+
+    if cuda > (there := cuda_devices() if cuda else 0):
         raise ConfigError(f"--cuda: {cuda} is not allowed; this machine has {there} CUDA devices")
 
 

@@ -23,3 +23,9 @@ def machine_memory(proc: Path = Path("/proc/self/cgroup"), root: Path = Path("/s
                 with suppress(OSError, ValueError):  # "max": none
                     found.append(int((folder / name).read_text()))
     return min(found)
+
+
+def within_machine(limit: int | None) -> int:
+    """Bytes of main memory under a limit, if there is one, that may be more than there is."""
+    there = machine_memory()
+    return min(limit or there, there)

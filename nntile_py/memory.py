@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from nntile_py import _core
-from nntile_py.cgroup import machine_memory
+from nntile_py.cgroup import within_machine
 from nntile_py.errors import TaskError
 from nntile_py.runtime import Runtime
 from nntile_py.tiles import AXES, TaskList, Tile, cut_as
@@ -23,8 +23,7 @@ TIGHT_GROUPS = 64  # that fit, where not all tiles do
 
 def main_memory(runtime: Runtime) -> int:
     """Bytes that tiles may take of main memory and of the disk."""
-    machine = machine_memory()
-    return min(runtime.memory or machine, machine) + (runtime.disk.size if runtime.disk else 0)
+    return within_machine(runtime.memory) + (runtime.disk.size if runtime.disk else 0)
 
 
 def task_bytes(runtime: Runtime) -> int | None:

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from nntile_py import _core
+from nntile_py.cgroup import within_machine
 from nntile_py.disk import Disk
 from nntile_py.errors import ConfigError, NNTileError, TaskError
 from nntile_py.folders import cache_folder
@@ -62,7 +63,7 @@ class Runtime:
             raise ConfigError(f"runtime.cpus: {cpus} is not allowed; this machine has {least} to {cores}")
         if cuda and not _core.has_cuda:
             raise ConfigError("runtime.cuda: this build of nntile_py has no CUDA workers; use 0")
-        devices = _cuda_devices() if cuda else 0
+        devices = cuda_devices() if cuda else 0
         if not 0 <= cuda <= devices:
             raise ConfigError(f"runtime.cuda: {cuda} is not allowed; this machine has {devices} CUDA devices")
         self.cuda, self.cuda_memory = cuda, cuda_memory
@@ -108,7 +109,7 @@ class Runtime:
             os.environ.update(variables)
             policy = "planned" if self.placement == "planned" else self.scheduler
             _core.start(
-                self.cpus, policy, self.window, self.calibrate, self.memory or 0, self.cuda,
+                self.cpus, policy, self.window, self.calibrate, within_machine(self.memory), self.cuda,
                 self.disk is not None, page, self._ahead(),
             )  # fmt: skip
         except BaseException:
@@ -163,7 +164,8 @@ class Runtime:
         _core.wait_all()
 
 
-def _cuda_devices() -> int:
+def cuda_devices() -> int:
+    """Those that this process may use; none is started by asking."""
     import torch
 
     return int(torch.cuda.device_count())

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# tests/test_cuda.py in parts beside each other, over all GPUs of the machine: three minutes on two.
+# tests/test_cuda.py in parts beside each other, over all GPUs of the machine: about four minutes on two.
 #   scripts/test_gpus.sh        with .venv, or a bundle's env.sh sourced; PYTHON names the interpreter
 set -uo pipefail
 cd "$(dirname "$0")/.."

@@ -98,6 +98,18 @@ def test_training(cuda: nt.Runtime, expected: list[float], dtype: str, limit: fl
     assert error(got, expected) < limit
 
 
+def test_a_precision_is_its_trainers_own(cuda: nt.Runtime) -> None:
+    """Another trainer in tf32, made meanwhile, changes no bit of one in fp32."""
+    alone = train("fp32", steps=4)
+    fp32, tf32 = (
+        nt.Trainer(nt.models.GPT2(CONFIG, seed=1), 8, 64, dtype=dtype, optimizer=nt.AdamW(lr=1e-3), clip_grad_norm=1.0)
+        for dtype in ("fp32", "tf32")
+    )
+    assert losses(fp32, 4) == alone != losses(tf32, 4)
+    fp32.close()
+    tf32.close()
+
+
 @pytest.mark.parametrize("policy", ["commute", "redux", "tree"])
 def test_training_by_policy(cuda: nt.Runtime, expected: list[float], policy: str) -> None:
     assert error(train("bf16", tiles={"batch": 2, "vocab": 300}, accumulate=policy), expected) < 2e-2

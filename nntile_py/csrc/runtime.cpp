@@ -93,8 +93,7 @@ void start(const RuntimeOptions& options) {
   g.window = options.window;
   g.cpus = static_cast<int>(starpu_cpu_worker_get_count());
   g.cuda = static_cast<int>(starpu_cuda_worker_get_count());
-  const auto pages = static_cast<size_t>(sysconf(_SC_PHYS_PAGES)), page = static_cast<size_t>(sysconf(_SC_PAGE_SIZE));
-  g.limit = options.memory ? std::min(options.memory, pages * page) : pages * page;
+  g.limit = options.memory;
   g.page = options.page;
   ++g.generation;
   starpu_execute_on_each_worker(

@@ -22,7 +22,7 @@ struct RuntimeOptions {
   std::string scheduler = "lws";
   int window = 0;  // most submitted tasks not yet ended; 0: no bound
   bool calibrate = false;
-  size_t memory = 0;  // bytes that tiles may take; 0: what the machine has
+  size_t memory = 0;  // bytes of main memory that a tile may take
   int cuda = 0;       // CUDA workers, one a device
   bool disk = false;  // STARPU_DISK_SWAP names a folder for tiles that have no place in memory
   size_t page = 1;    // tiles take a multiple of so many bytes
