@@ -18,8 +18,8 @@ MODELS = {  # layers, embed, heads: GPT-2's, then GPT-3's (Brown et al. 2020)
     "tiny": (2, 32, 2), "124M": (12, 768, 12), "355M": (24, 1024, 16), "774M": (36, 1280, 20), "XL": (48, 1600, 25),
     "2.7B": (32, 2560, 32), "6.7B": (32, 4096, 32), "13B": (40, 5120, 40),
 }  # fmt: skip
-HOST_BYTES = {"nntile": 24, "fsdp2_offload": 18}  # of main memory for each parameter, where all of the state goes there
-STATE_BYTES = 18  # of a parameter in bf16: itself, its gradient, master and two moments
+HOST_BYTES = {"nntile": 22, "fsdp2_offload": 18}  # of main memory for each parameter, where all of the state goes there
+STATE_BYTES = 16  # of a parameter in bf16: itself, what rounding left, its gradient and two moments
 HEAD = "| model | contestant | trains | tokens/s | s a step | GiB of the fullest GPU | GiB of main memory |"
 
 

@@ -10,7 +10,7 @@ from nntile_py.graph import Graph
 from nntile_py.tasks import Tensor
 from nntile_py.tasks.op import wide
 
-MASTER = "master"
+REST = "rest"
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class AdamW:
     def build(self, g: Graph, param: Tensor, grad: Tensor, clip: Tensor) -> None:
         m, v = (_state(g, param, name) for name in ("m", "v"))
         options = {"betas": self.betas, "eps": self.eps, "weight_decay": self.weight_decay}
-        g.add(ops.AdamW(param, grad, m, v, clip, master=_master(g, param), **options))  # type: ignore[arg-type]
+        g.add(ops.AdamW(param, grad, m, v, clip, rest=_rest(g, param), **options))  # type: ignore[arg-type]
 
     def slots(self, step: int) -> dict[str, float]:
         """Scalars of step 1, 2, ..."""
@@ -49,19 +49,19 @@ class SGD:
     def build(self, g: Graph, param: Tensor, grad: Tensor, clip: Tensor) -> None:
         m = _state(g, param, "m") if self.momentum else None
         options = {"momentum": self.momentum, "weight_decay": self.weight_decay}
-        g.add(ops.SGD(param, grad, m, clip, master=_master(g, param), **options))
+        g.add(ops.SGD(param, grad, m, clip, rest=_rest(g, param), **options))
 
     def slots(self, step: int) -> dict[str, float]:
         return {}
 
 
-def _state(g: Graph, param: Tensor, name: str) -> Tensor:
-    return g.named(f"{param.name}.{name}", param.axes, param.shape, "state", wide(param.dtype))
+def _state(g: Graph, param: Tensor, name: str, dtype: str | None = None) -> Tensor:
+    return g.named(f"{param.name}.{name}", param.axes, param.shape, "state", dtype or wide(param.dtype))
 
 
-def _master(g: Graph, param: Tensor) -> Tensor | None:
-    """The fp32 weights that a bf16 parameter is rounded from."""
-    return _state(g, param, MASTER) if wide(param.dtype) != param.dtype else None
+def _rest(g: Graph, param: Tensor) -> Tensor | None:
+    """What a bf16 parameter lacks of the fp32 one that is trained: 2 bytes, where a copy in fp32 takes 4."""
+    return _state(g, param, REST, "int16") if param.dtype == "bf16" else None
 
 
 def _check(optimizer: AdamW | SGD) -> None:

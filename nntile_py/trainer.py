@@ -14,11 +14,12 @@ from nntile_py import _core, memory
 from nntile_py.build import Evaluation, Step, build_evaluation, build_step
 from nntile_py.errors import ConfigError, TaskError
 from nntile_py.models.gpt2 import GPT2, Binding
-from nntile_py.optimizers import MASTER, SGD, AdamW, Optimizer
+from nntile_py.optimizers import REST, SGD, AdamW, Optimizer
 from nntile_py.passes import Fusion
 from nntile_py.program import Program, Store, programs
 from nntile_py.runtime import Runtime
 from nntile_py.tasks import IGNORED, Lowering, Tensor
+from nntile_py.tasks.optimizer import joined, split
 from nntile_py.tiles import TaskList, Tiling
 
 STEPS_IN_FLIGHT = 2
@@ -55,8 +56,8 @@ class Trainer:
 
     batch, seq: of one micro-batch; grad_accumulation: micro-batches a step. tiles: {axis: size} over batch, seq,
     embed, heads, ffn, vocab. dtype: fp32, fp64; on CUDA workers also tf32 (fp32 tiles, contractions rounded to
-    tf32) and bf16 (fp32 accumulation, master weights and moments; gradients in fp32
-    where several tasks add to them, in bf16 where one task makes them).
+    tf32) and bf16 (fp32 accumulation and moments, weights trained in fp32: bf16
+    and what rounding left; gradients in fp32 where several tasks add to them, in bf16 where one task makes them).
     accumulate: chain (deterministic), commute, redux or tree. fusion: True, False or {bias, activation, reshape, qkv,
     residual_norm: bool}. attention: vendor, merge, flash or naive
     instead of the model's own. shift_labels: labels have the positions of the inputs and are shifted here, as
@@ -118,7 +119,7 @@ class Trainer:
         )
         self._more = more[0] if more else None
         self._write_weights(built.first, built.bindings)
-        written = set(self._masters().values())
+        written = set(self._rests().values())
         for tensor in built.update_graph.tensors.values():
             if tensor.kind == "state" and tensor not in written:
                 self._store.zero(built.update, tensor)
@@ -221,8 +222,8 @@ class Trainer:
 
     def state_dict(self) -> dict[str, np.ndarray[Any, Any]]:
         """{name in transformers: weight}, tied weights once; also kept in the model."""
-        masters = self._masters()
-        self.model.weights = self._read({b.tensor: masters.get(b.tensor, b.tensor) for b in self._built.bindings})
+        rests = self._rests()
+        self.model.weights = self._read({b.tensor: b.tensor for b in self._built.bindings}, rests)
         return dict(self.model.weights)
 
     def close(self) -> None:
@@ -237,27 +238,32 @@ class Trainer:
         key = f"{self.seed} {self.steps} {micro}".encode()
         return float(int.from_bytes(hashlib.blake2b(key, digest_size=6).digest(), "big"))
 
-    def _read(self, tensors: Mapping[Tensor, Tensor]) -> dict[str, np.ndarray[Any, Any]]:
+    def _read(
+        self, tensors: Mapping[Tensor, Tensor], rests: Mapping[Tensor, Tensor] | None = None
+    ) -> dict[str, np.ndarray[Any, Any]]:
         result: dict[str, np.ndarray[Any, Any]] = {}
         for binding in self._built.bindings:
             if binding.tensor in tensors:
                 value = self._store.read(self._built.first, tensors[binding.tensor])
+                if rest := (rests or {}).get(binding.tensor):
+                    value = joined(value, self._store.read(self._built.update, rest))
                 binding.put(result, value, self.model.weights[binding.name].shape)
         return result
 
-    def _masters(self) -> dict[Tensor, Tensor]:
-        """The fp32 weights behind each bf16 parameter; empty for other dtypes."""
+    def _rests(self) -> dict[Tensor, Tensor]:
+        """What each bf16 parameter lacks of the fp32 one; empty for other dtypes."""
         states = self._built.update_graph.tensors
-        pairs = ((b.tensor, states.get(f"{b.tensor.name}.{MASTER}")) for b in self._built.bindings)
-        return {param: master for param, master in pairs if master}
+        pairs = ((b.tensor, states.get(f"{b.tensor.name}.{REST}")) for b in self._built.bindings)
+        return {param: rest for param, rest in pairs if rest}
 
     def _write_weights(self, low: Lowering, bindings: list[Binding]) -> None:
-        masters = self._masters()
+        rests = self._rests()
         for binding in bindings:
             value = binding.take(self.model.weights)
+            if binding.tensor in rests:
+                value, rest = split(value)
+                self._store.write(self._built.update, rests[binding.tensor], rest)
             self._store.write(low, binding.tensor, value)
-            if binding.tensor in masters:
-                self._store.write(self._built.update, masters[binding.tensor], value)
 
     def _write_inputs(self, low: Lowering, tensors: Mapping[str, Tensor], ids: IntArray, labels: IntArray) -> None:
         self._store.write(low, tensors["input_ids"], ids)

@@ -20,7 +20,7 @@ from nntile_py.tiles.tasklist import ITEMSIZE, Task
 
 ALIGNMENT = 16  # bytes: what StarPU's device buffers and the scratch offsets have at least; wide loads need it
 _ITEMSIZE = ITEMSIZE | {"int32": 4}
-_TRITON = {"fp32": "fp32", "fp64": "fp64", "bf16": "bf16", "int64": "i64", "int32": "i32"}
+_TRITON = {"fp32": "fp32", "fp64": "fp64", "bf16": "bf16", "int16": "i16", "int64": "i64", "int32": "i32"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -351,7 +351,7 @@ def interpret(tasks: Sequence[Task], tensors: Sequence[Any], slots: dict[str, fl
     table = [tensors[w.tile].data_ptr() if isinstance(w, TileAddress) else w.value for w in described.table]
     scratch[: 8 * len(table)].view(torch.int64)[:] = torch.tensor(table, dtype=torch.int64)
     types = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "int64": torch.int64}
-    types["int32"] = torch.int32
+    types |= {"int16": torch.int16, "int32": torch.int32}
 
     def value(arg: Argument) -> Any:
         match arg:

@@ -65,13 +65,26 @@ class GradNorm(Op):
         return np.array([norm]), np.array([clip])
 
 
+def split(value: Array) -> tuple[Array, Array]:
+    """fp32 values rounded to bf16, halves away from zero, and what that left: int16, the lower half of their bits."""
+    value = np.where(np.isnan(value), np.nan, value)  # some NaN would be rounded to a number
+    bits = value.astype(np.float32).view(np.int32)
+    rest = bits.astype(np.int16)
+    return (bits - rest).view(np.float32), rest
+
+
+def joined(param: Array, rest: Array) -> Array:
+    """The fp32 values of which `split` made these, to the bit."""
+    return (np.asarray(param, np.float32).view(np.int32) + np.asarray(rest, np.int32)).view(np.float32)
+
+
 class AdamW(Op):
     """One step of AdamW (Loshchilov and Hutter 2019, Alg. 2, as torch.optim.AdamW), param, m and v in place:
 
     g = grad clip; p -= lr weight_decay p; m = b1 m + (1 - b1) g; v = b2 v + (1 - b2) g^2;
     p -= lr / (1 - b1^t) m / (sqrt(v) / sqrt(1 - b2^t) + eps).
-    Slots lr, beta1_correction = 1 - b1^t and beta2_correction = 1 - b2^t change every step. With `master`, fp32, that
-    is what is updated, and param (bf16) is rewritten from it.
+    Slots lr, beta1_correction = 1 - b1^t and beta2_correction = 1 - b2^t change every step. With `rest`, int16, param
+    is bf16 and p what both together are in fp32 (`joined`).
     """
 
     def __init__(
@@ -85,10 +98,10 @@ class AdamW(Op):
         betas: tuple[float, float],
         eps: float,
         weight_decay: float,
-        master: Tensor | None = None,
+        rest: Tensor | None = None,
     ) -> None:
-        self.master = [master] if master else []
-        super().__init__([param, grad, m, v, clip, *self.master], _in_place([param, m, v, *self.master]))
+        self.rest = [rest] if rest else []
+        super().__init__([param, grad, m, v, clip, *self.rest], _in_place([param, m, v, *self.rest]))
         self.betas, self.eps, self.weight_decay = betas, eps, weight_decay
 
     def flop(self) -> float:
@@ -98,27 +111,27 @@ class AdamW(Op):
         param, grad, m, v, clip = self.inputs[:5]
         slots = [Slot("lr"), Slot("beta1_correction"), Slot("beta2_correction")]
         for index in low.indices(param):
-            state = [RW(low.tile(t, index)) for t in (m, v)]
-            master = [RW(low.tile(t, index)) for t in self.master]
-            new = (W if master else RW)(low.tile(param, index))
-            accesses = [new, *state, R(low.tile(grad, index)), R(low.tile(clip, {"one": 0})), *master]
+            state = [RW(low.tile(t, index)) for t in (param, m, v)]
+            rest = [RW(low.tile(t, index)) for t in self.rest]
+            accesses = [*state, R(low.tile(grad, index)), R(low.tile(clip, {"one": 0})), *rest]
             low.emit("adamw", accesses, [], [*slots, *self.betas, self.eps, self.weight_decay])
 
     def reference(self, *inputs: Array, lr: float = 1e-3, step: int = 1) -> tuple[Array, ...]:
         p, g, m, v, clip = inputs[:5]
-        p = inputs[5] if self.master else p
+        p = joined(p, inputs[5]).astype(np.float64) if self.rest else p
         b1, b2 = self.betas
         g = g * clip[0]
         m, v = b1 * m + (1 - b1) * g, b2 * v + (1 - b2) * g * g
         p = p * (1 - lr * self.weight_decay)
         p = p - lr / (1 - b1**step) * m / (np.sqrt(v) / np.sqrt(1 - b2**step) + self.eps)
-        return p, m, v, *([p] if self.master else [])
+        p, *rest = split(p) if self.rest else [p]
+        return p, m, v, *rest
 
 
 class SGD(Op):
     """g = grad clip + weight_decay p; m = momentum m + g; p -= lr m, in place (torch.optim.SGD, dampening 0).
 
-    With `master`, fp32, that is what is updated, and param (bf16) is rewritten from it.
+    With `rest`, int16, param is bf16 and p what both together are in fp32 (`joined`).
     """
 
     def __init__(
@@ -130,10 +143,10 @@ class SGD(Op):
         *,
         momentum: float,
         weight_decay: float,
-        master: Tensor | None = None,
+        rest: Tensor | None = None,
     ) -> None:
-        self.m, self.master = [m] if m else [], [master] if master else []
-        state = [*self.m, *self.master]
+        self.m, self.rest = [m] if m else [], [rest] if rest else []
+        state = [*self.m, *self.rest]
         super().__init__([param, grad, clip, *state], _in_place([param, *state]))
         self.momentum, self.weight_decay = momentum, weight_decay
 
@@ -143,20 +156,20 @@ class SGD(Op):
     def lower(self, low: Lowering) -> None:
         param, grad, clip = self.inputs[:3]
         for index in low.indices(param):
-            state = [RW(low.tile(t, index)) for t in self.inputs[3:]]
-            new = (W if self.master else RW)(low.tile(param, index))
-            accesses = [R(low.tile(grad, index)), R(low.tile(clip, {"one": 0})), new, *state]
-            ints = [1] if self.master else []  # the last tile is the master
+            state = [RW(low.tile(t, index)) for t in (param, *self.inputs[3:])]
+            accesses = [R(low.tile(grad, index)), R(low.tile(clip, {"one": 0})), *state]
+            ints = [1] if self.rest else []  # the last tile is the rest
             low.emit("sgd", accesses, ints, [Slot("lr"), self.momentum, self.weight_decay])
 
     def reference(self, *inputs: Array, lr: float = 1e-3) -> tuple[Array, ...]:
         p, g, clip = inputs[:3]
-        p = inputs[-1] if self.master else p
+        p = joined(p, inputs[-1]).astype(np.float64) if self.rest else p
         m = g * clip[0] + self.weight_decay * p
         if self.m:
             m = self.momentum * inputs[3] + m
         p = p - lr * m
-        return p, *([m] if self.m else []), *([p] if self.master else [])
+        p, *rest = split(p) if self.rest else [p]
+        return p, *([m] if self.m else []), *rest
 
 
 def _in_place(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -123,47 +123,66 @@ def _clip(
     tl.store(CLIP, factor)
 
 
+# As `split` and `joined` of optimizer.py.
+
+
+@triton.jit
+def _load_param(PARAM, REST, at, inside, HAS_REST: tl.constexpr):
+    p = tl.load(PARAM + at, inside)
+    if HAS_REST:
+        bits = p.to(tl.int16, bitcast=True).to(tl.int32) << 16
+        return (bits + tl.load(REST + at, inside).to(tl.int32)).to(tl.float32, bitcast=True)
+    return p.to(tl.float32)
+
+
+@triton.jit
+def _store_param(PARAM, REST, at, p, inside, HAS_REST: tl.constexpr):
+    if HAS_REST:
+        bits = tl.where(p == p, p.to(tl.int32, bitcast=True), 0x7FC00000)
+        rest = bits.to(tl.int16)
+        tl.store(PARAM + at, ((bits - rest.to(tl.int32)) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), inside)
+        tl.store(REST + at, rest, inside)
+    else:
+        tl.store(PARAM + at, p, inside)
+
+
 @triton.jit
 def _adamw(
     TABLE, CLIP, lr, correction1, correction2, keep1, new1, keep2, new2, eps, decay,
-    TYPE: tl.constexpr, STATE: tl.constexpr, GRAD: tl.constexpr, HAS_MASTER: tl.constexpr,
+    TYPE: tl.constexpr, STATE: tl.constexpr, GRAD: tl.constexpr, HAS_REST: tl.constexpr,
     ROWS: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row, block = _row(TABLE, ROWS)
     at = block * BLOCK + tl.arange(0, BLOCK)
     inside = at < _words(row, ROWS, ALIGNED)
     PARAM, M, V = _address(row, 2, TYPE, ROWS), _address(row, 3, STATE, ROWS), _address(row, 4, STATE, ROWS)
-    MASTER = _address(row, 6, STATE, ROWS) if HAS_MASTER else PARAM
+    REST = _address(row, 6, tl.int16, ROWS) if HAS_REST else PARAM
     g = tl.load(_address(row, 5, GRAD, ROWS) + at, inside).to(tl.float32) * tl.load(CLIP).to(tl.float32)
     m = keep1 * tl.load(M + at, inside).to(tl.float32) + new1 * g
     v = keep2 * tl.load(V + at, inside).to(tl.float32) + new2 * g * g
     tl.store(M + at, m, inside)
     tl.store(V + at, v, inside)
-    p = tl.load(MASTER + at, inside).to(tl.float32)
+    p = _load_param(PARAM, REST, at, inside, HAS_REST)
     # p - lr decay p, not (1 - lr decay) p: the factor would lose most digits of lr decay.
     p -= lr * decay * p
     p -= (lr / correction1) * m / (tl.sqrt(v) / tl.sqrt(correction2) + eps)
-    tl.store(PARAM + at, p, inside)
-    if HAS_MASTER:
-        tl.store(MASTER + at, p, inside)
+    _store_param(PARAM, REST, at, p, inside, HAS_REST)
 
 
 @triton.jit
 def _sgd(
-    PARAM, M, GRAD, CLIP, MASTER, n, lr, momentum, decay,
-    HAS_MOMENTUM: tl.constexpr, HAS_MASTER: tl.constexpr, BLOCK: tl.constexpr,
+    PARAM, M, GRAD, CLIP, REST, n, lr, momentum, decay,
+    HAS_MOMENTUM: tl.constexpr, HAS_REST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < n
-    p = tl.load((MASTER if HAS_MASTER else PARAM) + at, inside).to(tl.float32)
+    p = _load_param(PARAM, REST, at, inside, HAS_REST)
     d = tl.load(GRAD + at, inside).to(tl.float32) * tl.load(CLIP).to(tl.float32) + decay * p
     if HAS_MOMENTUM:
         d += momentum * tl.load(M + at, inside).to(tl.float32)
         tl.store(M + at, d, inside)
     p -= lr * d
-    tl.store(PARAM + at, p, inside)
-    if HAS_MASTER:
-        tl.store(MASTER + at, p, inside)
+    _store_param(PARAM, REST, at, p, inside, HAS_REST)
 
 
 @dataclass(frozen=True)
@@ -220,29 +239,29 @@ def _describe_clip(task: Task) -> Launches:
     return Launches((launch(_clip, 1, *args, COUNT=count, LIMITED=limit > 0, warps=1),))
 
 
-# tiles: param, m, v, grad, clip (, master)
+# tiles: param, m, v, grad, clip (, rest)
 @launches_together("adamw")
 def _describe_adamw(tasks: Sequence[Task]) -> Launches:
     first, block = tasks[0], 1024
     assert len({task.accesses[4].tile for task in tasks}) == 1, "one clip for all"
-    has_master = len(first.accesses) > 5
+    has_rest = len(first.accesses) > 5
     table = _table([words(task, 0) for task in tasks], [a[:4] + a[5:] for a in numbered(tasks)], block)
     scratch = Scratch()
     at = scratch.take(len(table.words), "int64")
     types = {name: TYPES[tile(first, k).dtype] for name, k in (("TYPE", 0), ("STATE", 1), ("GRAD", 3))}
     b1, b2, eps, decay = (constant(first, k) for k in range(3, 7))
     floats: list[Parameter] = [TaskFloat(0), TaskFloat(1), TaskFloat(2), b1, 1 - b1, b2, 1 - b2, eps, decay]
-    form = {**table.form, **types, "HAS_MASTER": has_master, "BLOCK": block}
+    form = {**table.form, **types, "HAS_REST": has_rest, "BLOCK": block}
     return Launches((launch(_adamw, table.programs, at, tile(first, 4), *floats, **form),), scratch.bytes, table.words)
 
 
-# tiles: grad, clip, param (, m) (, master); ints: 1 if there is a master
+# tiles: grad, clip, param (, m) (, rest); ints: 1 if there is a rest
 @launches("sgd")
 def _describe_sgd(task: Task) -> Launches:
-    n, has_master = words(task, 0), bool(task.ints)
-    has_momentum = len(task.accesses) - has_master > 3
+    n, has_rest = words(task, 0), bool(task.ints)
+    has_momentum = len(task.accesses) - has_rest > 3
     last = len(task.accesses) - 1
-    tiles: list[Parameter] = [tile(task, k) for k in (2, 3 if has_momentum else 2, 0, 1, last if has_master else 2)]
+    tiles: list[Parameter] = [tile(task, k) for k in (2, 3 if has_momentum else 2, 0, 1, last if has_rest else 2)]
     floats: list[Parameter] = [TaskFloat(0), constant(task, 1), constant(task, 2)]
-    has = {"HAS_MOMENTUM": has_momentum, "HAS_MASTER": has_master}
+    has = {"HAS_MOMENTUM": has_momentum, "HAS_REST": has_rest}
     return Launches((launch(_sgd, ceil_div(n, 1024), *tiles, n, *floats, **has, BLOCK=1024),))

@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
-from cases import Case, ids, normal, of, positive, triangle
+from cases import Case, ids, normal, of, positive, rest, triangle
 
 from nntile_py import tasks as ops
 from nntile_py.tasks import Op, Tensor
@@ -285,26 +285,32 @@ def grad_norm(max_norm: float | None, places: int = 0) -> Callable[[Case], Op]:
     return row
 
 
-def adamw(master: bool) -> Callable[[Case], Op]:
+def with_rest(case: Case, param: Tensor) -> dict[str, Tensor]:
+    """The operand that makes a bf16 parameter an fp32 one."""
+    case.rests[param] = case.x("embed ffn", rest, "int16")
+    return {"rest": case.rests[param]}
+
+
+def adamw(split: bool) -> Callable[[Case], Op]:
     def row(case: Case) -> Op:
         case.options = {"lr": 1e-2, "step": 3}
         case.slots = {"lr": 1e-2, "beta1_correction": 1 - 0.9**3, "beta2_correction": 1 - 0.95**3}
         param = case.x("embed ffn")
         state = [case.x("embed ffn", make, case.wide) for make in (normal, normal, positive)]
         clip = case.x("one", positive, "fp64")
-        options = {"master": case.x("embed ffn", dtype=case.wide)} if master else {}
+        options = with_rest(case, param) if split and param.dtype == "bf16" else {}
         return case.add(ops.AdamW(param, *state, clip, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, **options))
 
     return row
 
 
-def sgd(momentum: float, master: bool = False) -> Callable[[Case], Op]:
+def sgd(momentum: float, split: bool = False) -> Callable[[Case], Op]:
     def row(case: Case) -> Op:
         case.options, case.slots = {"lr": 1e-2}, {"lr": 1e-2}
         param, grad = case.x("embed ffn"), case.x("embed ffn", dtype=case.wide)
         m = case.x("embed ffn", dtype=case.wide) if momentum else None
         clip = case.x("one", positive, "fp64")
-        options = {"master": case.x("embed ffn", dtype=case.wide)} if master else {}
+        options = with_rest(case, param) if split and param.dtype == "bf16" else {}
         return case.add(ops.SGD(param, grad, m, clip, momentum=momentum, weight_decay=0.1, **options))
 
     return row
@@ -357,7 +363,7 @@ ROWS |= {
     "GradNorm clip": grad_norm(1.5),
     "GradNorm under the limit": grad_norm(1e6),
     "GradNorm in several places": grad_norm(1.5, places=3),
-    "AdamW": adamw(master=False),
+    "AdamW": adamw(split=False),
     "SGD": sgd(0.0),
     "SGD momentum": sgd(0.8),
 }

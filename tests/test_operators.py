@@ -17,6 +17,7 @@ import nntile_py as nt
 from nntile_py import tasks as ops
 from nntile_py.graph import Graph
 from nntile_py.tasks import IGNORED, Op, Tensor
+from nntile_py.tasks.optimizer import joined, split
 
 POLICIES = ("chain", "commute", "redux", "tree")
 TILINGS: dict[str, dict[str, int]] = {
@@ -375,3 +376,19 @@ def test_grad_norm(limit: float) -> None:
     assert error(got[0], norm) < 1e-14
     for p, g in zip(params, grads, strict=True):
         assert p.grad is not None and error(g * clip[0], p.grad) < 1e-14
+
+
+SPECIAL = [2**31 - 1, -1, 0x7F7FFFFF, 0x7F800000]  # bits of NaN, NaN, the greatest number, infinity
+
+
+@given(st.lists(st.integers(-(2**31), 2**31 - 1) | st.sampled_from(SPECIAL), min_size=1))
+def test_split_and_joined(bits: list[int]) -> None:
+    """A parameter in two parts is the fp32 one to the bit; what is no number stays none in either."""
+    value = np.array(bits, np.int32).view(np.float32)
+    near, rest = split(value)
+    numbers = ~np.isnan(value)
+    assert rest.dtype == np.int16 and np.array_equal(np.isnan(near), ~numbers)
+    assert np.array_equal(joined(near, rest), value, equal_nan=True)
+    assert np.array_equal(torch.tensor(near).bfloat16().float().numpy(), near, equal_nan=True)
+    halves = np.array(bits)[numbers] % 2**16 == 2**15
+    assert np.array_equal(near[numbers][~halves], torch.tensor(value).bfloat16().float().numpy()[numbers][~halves])

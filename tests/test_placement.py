@@ -61,7 +61,7 @@ def test_batch_tiles_stay_where_they_are() -> None:
     assert {t.worker for t in matrices} == {0, 1, 2, 3}  # the sums have ended on different workers
     at = {(a.tile.tensor, a.tile.index): t.worker for t in first for a in t.accesses if a.mode != "R"}
     stays = [t for t in matrices if at[t.accesses[3].tile.tensor, t.accesses[3].tile.index] == t.worker]
-    assert len(stays) > 0.6 * len(matrices)
+    assert len(stays) > 0.5 * len(matrices)
 
 
 @pytest.mark.parametrize(("size", "owners"), [(16, [0, 1, 2, 3]), (8, [0, 0, 1, 1, 2, 2, 3, 3]), (13, [0, 0, 1, 2, 3])])

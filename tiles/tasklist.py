@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 POLICIES = ("chain", "commute", "redux", "tree")
 MONOIDS = ("sum", "softmax", "moments")
-ITEMSIZE = {"bf16": 2, "fp32": 4, "fp64": 8, "int64": 8}
+ITEMSIZE = {"bf16": 2, "fp32": 4, "fp64": 8, "int16": 2, "int64": 8}
 
 
 class Tile:
