@@ -37,10 +37,12 @@ def report() -> list[Check]:
 
 
 def render(checks: list[Check]) -> Table:
-    table = Table("", "", Column(overflow="fold"), "how to get it", box=None, pad_edge=False)  # paths are long words
+    table = Table("", "", Column(overflow="fold"), box=None, pad_edge=False, show_header=False)  # paths are long words
     for check in checks:
         mark = "[green]ok[/]" if check["ok"] else "[yellow]no[/]"
-        table.add_row(mark, check["name"], escape(check["value"]), escape(check["hint"]))
+        table.add_row(mark, check["name"], escape(check["value"]))
+        if check["hint"]:
+            table.add_row("", "", f"[dim]to get it: {escape(check['hint'])}[/]")
     return table
 
 
@@ -173,7 +175,6 @@ def _optional() -> list[Check]:
         found = importlib.util.find_spec(name) is not None
         version = importlib.metadata.version(owners[name][0]) if found and name in owners else "found"
         checks.append(_check(name, found, version if found else "not installed", hint))
-    dot = shutil.which("dot")
     dot = shutil.which("dot")
     checks.append(_check("graphviz's dot", dot is not None, dot or "not found", "apt-get install graphviz"))
     return checks

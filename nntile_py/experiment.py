@@ -139,7 +139,7 @@ def plan(made: Experiment, scale: str, mode: Mode | None = None) -> RenderableTy
     from nntile_py.workloads import build
 
     shown = Table(box=None, pad_edge=False, header_style="bold")
-    for column in ("point", "tasks", "Tflop", "GB moved", "GiB at peak", "mean task us", "parallelism"):
+    for column in ("point", "tasks", "Tflop", "GB moved", "GiB peak", "us a task", "parallel"):
         shown.add_column(column, justify="left" if column == "point" else "right", overflow="fold")
     known: dict[str, tuple[Estimate, float]] = {}
     for told, config, work, phase in _planned(made.part(scale, mode), made.kind):
@@ -250,7 +250,7 @@ def report(
     lines.append(f"{where['date']}, commit {where['commit']}; {versions}.")
     lines += [f"{note[0].upper()}{note[1:]}."] if note else []
     if load_before > 0.3:
-        lines.append(f"Other programs were using the machine: load average {load_before:.1f} before the start.")
+        lines.append(f"Load average {load_before:.1f} before the start: something used the machine, or just had.")
     lines += ["", "## The paper", "", made.paper.strip(), "", "## Here", ""]
     if rows:
         keys = list(dict.fromkeys(key for row in rows for key in row["sets"]))

@@ -26,14 +26,13 @@ from nntile_py.data import END_OF_TEXT, Corpus, held_out_batches, load_corpus, t
 from nntile_py.errors import NNTileError
 
 IN_FLIGHT = 2  # step n+1 is submitted while n runs
-INTERRUPTED = 130
 SAVED = ("model.safetensors", "config.json")
 
 
 def train(config: RunConfig, out: Path, console: Console) -> int:
     """Train as `config` says; leaves config, tokenizer, metrics and weights in the folder `out`.
 
-    Returns the exit status: 0, or 130 after SIGINT or SIGTERM, with what was trained saved.
+    Returns the exit status: 0, or after SIGINT or SIGTERM 130 or 143, with what was trained saved.
     Raises NNTileError, without writing weights, when the loss or the gradient is no longer a finite number."""
     runtime = nt.Runtime.from_config(config.runtime.model_dump())  # refuses what the machine lacks, before any work
     _say(console, f"reading {config.data.source}")
@@ -59,7 +58,7 @@ def train(config: RunConfig, out: Path, console: Console) -> int:
             _say(console, f"\nsample:\n{generate(trainer, corpus.tokenizer, config, stop)}")
     if stop:
         _say(console, f"stopped by {stop[0]} after step {done} of {config.train.steps}; what was trained is saved")
-        return INTERRUPTED
+        return 128 + signal.Signals[stop[0]].value
     return 0
 
 

@@ -86,13 +86,21 @@ def write_results(sweep: Sweep, rows: list[Row], folder: Path) -> list[str]:
     told = []
     rows = [row | {"sets": sweep.set_ | row["sets"]} for row in rows]  # plots may name what all points share
     for number, plot in enumerate(sweep.plots):
-        name = "plot.png" if number == 0 else f"plot{number + 1}.png"
+        path = folder / _picture(number)
         if _good(plot, rows):
-            replace_file(folder / name, draw_plot(plot, rows, sweep.best))
+            replace_file(path, draw_plot(plot, rows, sweep.best))
         else:
-            (folder / name).unlink(missing_ok=True)  # one of before is not of these rows
-            told.append(f"{name}: not drawn, no point has {', '.join(plot.metrics)}")
+            path.unlink(missing_ok=True)  # one of before is not of these rows
+            told.append(f"{path.name}: not drawn, no point has {', '.join(plot.metrics)}")
+    number = len(sweep.plots)
+    while (more := folder / _picture(number)).exists():  # of a sweep that had more of them
+        more.unlink()
+        number += 1
     return told
+
+
+def _picture(number: int) -> str:
+    return f"plot{number + 1 if number else ''}.png"
 
 
 def table(rows: list[Row]) -> str:

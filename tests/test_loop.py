@@ -182,7 +182,7 @@ def test_a_signal_ends_cleanly_with_weights_saved(number: signal.Signals, tmp_pa
         out, err = process.communicate(timeout=60)
     finally:
         process.kill()
-    assert process.returncode == 130, err
+    assert process.returncode == 128 + number, err
     assert err == ""
     done = metrics(lines.parent)
     assert f"stopped by {number.name} after step {len(done)} of 1000000; what was trained is saved" in out

@@ -447,6 +447,8 @@ def test_nothing_to_draw(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: s
     grid = {"tiles.batch": [1, 2, 4], "fusion": [True, False]}
     made, told = sweep.load_sweep(write(tmp_path, {"grid": grid, "plots": plots})), io.StringIO()
     console = Console(file=told, width=200)
+    for number in ("", 2, 3):  # of an earlier sweep, that had three
+        (tmp_path / f"plot{number}.png").touch()
     if end == "interrupted":
         with pytest.raises(KeyboardInterrupt):
             sweep.run(made, tmp_path, console)
