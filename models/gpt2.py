@@ -171,11 +171,13 @@ class GPT2:
     # -- weights in and out
 
     @staticmethod
-    def from_hf(source: Any, *, attention: str = "vendor", dropout: float = 0.0) -> GPT2:
+    def from_hf(
+        source: Any, *, attention: str = "vendor", dropout: float = 0.0, attention_dropout: float = 0.0
+    ) -> GPT2:
         """From a transformers GPT2LMHeadModel, or a folder saved by save_pretrained (safetensors).
 
-        Dropout is off unless `dropout` is given: the model's own rates are not taken over. Raises ConfigError for a
-        folder or a variant of the model that cannot be read.
+        Dropout is off unless its rates are given: the model's own are not taken over. Raises ConfigError for a folder
+        or a variant of the model that cannot be read.
         """
         if isinstance(source, str | Path):
             raw, weights = _read_folder(Path(source))
@@ -184,7 +186,8 @@ class GPT2:
             weights = {k: v.detach().cpu().float().numpy().copy() for k, v in source.state_dict().items()}
             if all(v.dtype.itemsize == 8 for v in source.parameters()):
                 weights = {k: v.detach().cpu().numpy().copy() for k, v in source.state_dict().items()}
-        config = _config_from_hf(raw, attention, dropout)
+        config = config_from_hf(raw)
+        config = replace(config, attention=attention, dropout=dropout, attention_dropout=attention_dropout)
         weights = {
             k if k.startswith(("transformer.", "lm_head.")) else f"transformer.{k}": v for k, v in weights.items()
         }
@@ -270,7 +273,8 @@ def initial_weights(c: GPT2Config, seed: int) -> Weights:
     return weights
 
 
-def _config_from_hf(raw: dict[str, Any], attention: str, dropout: float) -> GPT2Config:
+def config_from_hf(raw: dict[str, Any]) -> GPT2Config:
+    """From what transformers wrote into config.json, but its rates of dropout. Raises ConfigError for another model."""
     if raw.get("model_type") != "gpt2":
         raise ConfigError(f"model: model_type is {raw.get('model_type')!r}; only gpt2 can be read")
     for key in ("scale_attn_by_inverse_layer_idx", "add_cross_attention"):
@@ -283,14 +287,14 @@ def _config_from_hf(raw: dict[str, Any], attention: str, dropout: float) -> GPT2
         raise ConfigError(f"model: activation_function {act!r}; allowed are {', '.join(_ACTIVATIONS)}")
     return GPT2Config(
         layers=raw["n_layer"], embed=raw["n_embd"], heads=raw["n_head"], vocab=raw["vocab_size"],
-        positions=raw["n_positions"], ffn=raw.get("n_inner") or 4 * raw["n_embd"], dropout=dropout,
-        activation=_ACTIVATIONS[act], attention=attention, tie=raw.get("tie_word_embeddings", True),
+        positions=raw["n_positions"], ffn=raw.get("n_inner") or 4 * raw["n_embd"],
+        activation=_ACTIVATIONS[act], tie=raw.get("tie_word_embeddings", True),
         eps=raw.get("layer_norm_epsilon", 1e-5),
     )  # fmt: skip
 
 
 def _read_folder(folder: Path) -> tuple[dict[str, Any], Weights]:
-    from safetensors.numpy import load_file
+    from safetensors.torch import load_file
 
     config, index, single = (
         folder / "config.json",
@@ -307,5 +311,5 @@ def _read_folder(folder: Path) -> tuple[dict[str, Any], Weights]:
         raise ConfigError(f"model: no model.safetensors in {folder}; save the model with safetensors")
     weights: Weights = {}
     for file in files:
-        weights.update(load_file(file))
+        weights |= {k: (v.float() if v.itemsize == 2 else v).numpy() for k, v in load_file(file).items()}
     return json.loads(config.read_text()), weights

@@ -69,9 +69,7 @@ def why_not(config: RunConfig, plan: Estimate | None) -> str | None:
     """The reason for which a tiling is not worth a measurement."""
     if plan is None:
         return "operators that cannot be cut so"
-    # Of GPUs: all that they have together, as tiles spread over them.
-    have = (config.runtime.cuda_memory or 0) * config.workers if config.runtime.cuda else _memory(config)
-    if have and plan.peak_bytes > have:
+    if plan.peak_bytes > _memory(config):
         return "memory"
     if plan.mean_task < SHORT * plan.speed.overhead:
         return f"tasks shorter than {SHORT} times their overhead"
@@ -128,5 +126,10 @@ def _score(config: RunConfig, plan: Estimate | None) -> float:
     return math.inf if plan is None else plan.seconds * (1 if why_not(config, plan) is None else 1e3)
 
 
-def _memory(config: RunConfig) -> int:
-    return config.runtime.memory or int(0.8 * machine_memory())
+def _memory(config: RunConfig) -> float:
+    """What tiles may take; of GPUs all that they have together, as tiles spread over them."""
+    if not config.runtime.cuda:
+        return config.runtime.memory or 0.8 * machine_memory()
+    from nntile_py.runtime import cuda_devices, default_cuda_memory
+
+    return (config.runtime.cuda_memory or (default_cuda_memory() if cuda_devices() else math.inf)) * config.workers

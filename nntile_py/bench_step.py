@@ -93,7 +93,7 @@ def ours(o: dict[str, Any]) -> tuple[Step, dict[str, Any]]:
     import nntile_py as nt
 
     model = nt.models.GPT2.from_hf(reference_model(o), attention=o["attention"])
-    runtime = nt.Runtime(cpus=o["cpus"], scheduler=o["scheduler"], placement=o.get("placement"))
+    runtime = nt.Runtime(cpus=o["cpus"], scheduler=o["scheduler"], placement=o.get("placement"), window=o.get("window"))
     runtime.__enter__()  # for as long as the process lives
     trainer = nt.Trainer(
         model, o["batch"], o["seq"], o["tiles"], optimizer=nt.AdamW(LR, weight_decay=WEIGHT_DECAY),

@@ -13,6 +13,7 @@ from nntile_py.passes import Fusion, fuse, narrow_gradients
 from nntile_py.tasks import Lowering, Tensor
 from nntile_py.tiles import Tiling
 
+PRECISIONS = ("fp32", "fp64", "bf16", "tf32")
 TILE_DTYPE = {"tf32": "fp32"}  # the others are what they say
 
 

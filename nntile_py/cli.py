@@ -58,7 +58,7 @@ def train(
     from nntile_py.config import load
 
     loaded = load(config, sets or [])
-    folder = _run_folder(config, loaded.out, out, overwrite)
+    folder = _run_folder(Path(config).stem, loaded.out, out, overwrite)
     try:
         from rich.console import Console
 
@@ -223,10 +223,10 @@ def _one_of(option: str, value: str, allowed: Sequence[str]) -> None:
         raise ConfigError(f"{option}: {value!r} is not allowed; use {', '.join(allowed)}")
 
 
-def _run_folder(config: str, configured: str | None, option: Path | None, overwrite: bool) -> Path:
+def _run_folder(name: str, configured: str | None, option: Path | None, overwrite: bool) -> Path:
     """--out, else `out` of the config, else runs/NAME; only the last is numbered where it is taken."""
     asked = option or (Path(configured) if configured else None)
-    folder = asked or Path("runs") / Path(config).stem
+    folder = asked or Path("runs") / name
     if overwrite or not _taken(folder):
         return folder
     if asked:

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import Field, field_validator, model_validator
 
+from nntile_py.build import PRECISIONS
 from nntile_py.checked import (
     BelowOne,
     Betas,
@@ -29,6 +30,7 @@ from nntile_py.checked import (
     validated,
 )  # fmt: skip
 from nntile_py.errors import ConfigError
+from nntile_py.models.gpt2 import config_from_hf
 
 SCHEDULER_CONFIGS = next(
     (d for p in Path(__file__).parents[:2] if (d := p / "scheduler_configs").is_dir()), Path("scheduler_configs")
@@ -233,9 +235,6 @@ class Sample(Section):
     top_k: Count | None = 40
 
 
-PRECISIONS = ("fp32", "fp64", "bf16", "tf32")
-
-
 class Profile(Section):
     """Of `nntile profile`."""
 
@@ -255,7 +254,7 @@ class RunConfig(Section):
     optimizer: Optimizer = Field(default_factory=Optimizer)
     precision: Annotated[
         str,
-        *only("fp32, fp64; on CUDA workers also bf16, tf32", lambda v: v if v in PRECISIONS else None),
+        *only("fp32; on CPU workers also fp64, on GPUs bf16, tf32", lambda v: v if v in PRECISIONS else None),
     ] = "fp32"
     tiles: Tiles = Tiles()
     accumulate: Policy = "chain"
@@ -284,6 +283,8 @@ class RunConfig(Section):
             raise ConfigError(
                 f"precision: {self.precision} needs GPUs (runtime.cuda); allowed on CPU workers: fp32, fp64"
             )
+        if self.precision == "fp64" and self.runtime.cuda:
+            raise ConfigError("precision: fp64 needs runtime.cuda: 0; allowed on GPUs: fp32, tf32, bf16")
         if self.runtime.cpus == 0 == self.runtime.cuda:
             raise ConfigError("runtime.cpus: got 0; allowed: at least 1, or 'all', where runtime.cuda is 0")
         model.positions = model.positions or seq
@@ -420,20 +421,13 @@ def _saved_shape(folder: Path) -> dict[str, Any]:
     """The keys of `model` that the config.json of a save_pretrained folder fixes."""
     need = "allowed: a folder that save_pretrained of a GPT-2 wrote, with config.json and model.safetensors"
     try:
-        saved = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        if saved["model_type"] != "gpt2" or not any(folder.glob("*.safetensors")):
-            raise ConfigError(f"model.from: {folder} holds no GPT-2 in safetensors; {need}")
-        shape = {
-            "layers": saved["n_layer"],
-            "embed": saved["n_embd"],
-            "heads": saved["n_head"],
-            "ffn": saved.get("n_inner") or 4 * saved["n_embd"],
-            "positions": saved["n_positions"],
-            "vocab": saved["vocab_size"],
-            "activation": saved.get("activation_function", "gelu_new"),
-            "tie_embeddings": saved.get("tie_word_embeddings", True),
-            "layer_norm_eps": saved.get("layer_norm_epsilon", 1e-5),
-        }
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        saved = config_from_hf(json.loads((folder / "config.json").read_text(encoding="utf-8")))
+    except ConfigError as error:
+        raise ConfigError(f"model.from: {folder}: {error}; {need}") from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"model.from: cannot read {folder}/config.json ({error!r}); {need}") from None
-    return shape | {"activation": {"gelu_pytorch_tanh": "gelu_new"}.get(shape["activation"], shape["activation"])}
+    if not any(folder.glob("*.safetensors")):
+        raise ConfigError(f"model.from: {folder} holds no weights in safetensors; {need}")
+    names = {"tie": "tie_embeddings", "eps": "layer_norm_eps"}  # here: there
+    same = ("layers", "embed", "heads", "ffn", "positions", "vocab", "activation")
+    return {names.get(name, name): getattr(saved, name) for name in (*same, *names)}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 
 MOST_NODES = 4000  # above, dot takes minutes and nobody reads the picture
 MOST_SECONDS = 60.0  # that dot may take: its time grows faster than the number of nodes
+MOST_ALIKE = 4  # operators of a kind at the end of a step that are drawn one by one beside the rest of it
+MOST_CURVED = 250  # nodes; above, dot spends its time on curves: 13 s with straight edges are minutes
 PHASES = ("all", "forward", "backward", "update")
 GET_DOT = (
     "graphviz's program `dot` is not on the PATH; get it with `apt-get install graphviz` (macOS: `brew install "
@@ -108,8 +111,10 @@ def picture(dot: str, form: str) -> bytes:
     if (nodes := dot.count("shape=")) > MOST_NODES:
         raise ConfigError(f"--out: {nodes} nodes are too many for a picture (at most {MOST_NODES}): choose --layer, "
                           "--phase or larger tiles, or write a .dot")  # fmt: skip
+    straight = ["-Gsplines=line", "-Gnslimit=1", "-Gnslimit1=1"] if nodes > MOST_CURVED else []
     try:  # run() kills dot when the time is over
-        made = subprocess.run([program, f"-T{form}"], input=dot.encode(), capture_output=True, timeout=MOST_SECONDS)
+        how = [program, f"-T{form}", *straight]
+        made = subprocess.run(how, input=dot.encode(), capture_output=True, timeout=MOST_SECONDS)
     except subprocess.TimeoutExpired:
         why = f"graphviz's dot was stopped after {MOST_SECONDS:g} s on {nodes} nodes"
         less = ": choose fewer with --layer, --phase or --level logical, or give --out a name that ends in .dot and "
@@ -172,14 +177,30 @@ def _logical(built: Built, layer: int | None, phase: str) -> tuple[list[str], in
             lines.append(f"{names[tensor]} [{_data_style(tensor.storage.kind)} label={_quote(label)}]")
         return names[tensor]
 
-    for _, ops, _ in _phases(built, layer, phase):
+    for graph, ops, _ in _phases(built, layer, phase):
+        # Beside the rest of a step its end is drawn short: each weight has its own there, in rows wider than all else.
+        short = phase == "all" and graph is not built.graphs[0][0] and len(ops) > MOST_ALIKE
+        kinds = Counter(op.kind for op in ops)
+        alike: dict[str, list[Op]] = {}
         for op in ops:
-            node = f"o{count}"
             count, flop, volume = count + 1, flop + op.flop(), volume + _volume(op)
+            if short and kinds[op.kind] > MOST_ALIKE:
+                alike.setdefault(op.kind, []).append(op)
+                continue
+            node, inputs = f"o{count}", dict.fromkeys(op.inputs)
             cost = f"{si(op.flop())}flop, {op.flop() / max(op.words(), 1):.3g} per word"
+            if short and (grads := sum(t.storage.kind == "grad" for t in inputs)) > MOST_ALIKE:
+                cost += f"\nof all {grads} gradients"
+                inputs = dict.fromkeys(t for t in inputs if t.storage.kind != "grad")
             lines.append(f"{node} [{_operator(op.kind, _title(op), _short(op.name), cost)}]")
-            lines += [f"{data(t)} -> {node} [label={_quote(si(_bytes(t)) + 'B')}]" for t in dict.fromkeys(op.inputs)]
+            lines += [f"{data(t)} -> {node} [label={_quote(si(_bytes(t)) + 'B')}]" for t in inputs]
             lines += [f"{node} -> {data(t)} [label={_quote(si(_bytes(t)) + 'B')}]" for t in op.outputs]
+        for kind, group in alike.items():
+            cost = f"{si(sum(op.flop() for op in group))}flop, {si(sum(map(_volume, group)))}B"
+            told = "of each weight; --phase update draws them"
+            lines.append(f"o{kind} [{_operator(kind, f'{len(group)} {kind}', told, cost)}]")
+            read = dict.fromkeys(t for op in group for t in op.inputs if t.storage.kind == "scalar")
+            lines += [f"{data(t)} -> o{kind} [label={_quote(si(_bytes(t)) + 'B')}]" for t in read]
     return lines, count, flop, volume
 
 

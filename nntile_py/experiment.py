@@ -18,9 +18,11 @@ from pydantic import Field, PrivateAttr
 from nntile_py.checked import Count, Section, read_yaml, validated
 from nntile_py.config import RunConfig, load
 from nntile_py.errors import ConfigError, NNTileError
+from nntile_py.folders import replace_file
 from nntile_py.profile import FILES
-from nntile_py.sweep import WORK, Sweep, check_sweep, points
-from nntile_py.sweep_results import Row, draw_plot, replace_file, table, value
+from nntile_py.sweep import Sweep, check_sweep, points
+from nntile_py.sweep_results import Row, draw_plot, table, value
+from nntile_py.workloads import Work
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -36,7 +38,7 @@ class Drawing(Section):
 
     config: str
     set_: dict[str, Any] = Field(default_factory=dict, alias="set")
-    work: WORK = "train"
+    work: Work = "train"
     level: Literal["logical", "tiles"] = "logical"
     layer: int | None = None
     phase: Literal["forward", "backward", "update", "all"] = "all"

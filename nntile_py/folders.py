@@ -1,7 +1,9 @@
-"""Where a user's machine keeps what is made or measured once."""
+"""Where a user's machine keeps what is made or measured once, and how files are written whole or not at all."""
 
 import os
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 
@@ -12,3 +14,23 @@ def cache_folder() -> Path:
     except RuntimeError:  # nobody's home
         home = Path(tempfile.gettempdir())
     return home / "nntile_py"
+
+
+@contextmanager
+def replaced(path: Path) -> Iterator[Path]:
+    """A path to write to; afterwards it is synced and takes the place of `path`."""
+    beside = path.with_name(f"{path.name}.tmp{os.getpid()}")
+    try:
+        yield beside
+        with beside.open("rb") as file:
+            os.fsync(file.fileno())
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def replace_file(path: Path, content: str | bytes) -> None:
+    """Write a file, and its folder."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replaced(path) as beside:
+        beside.write_bytes(content.encode() if isinstance(content, str) else content)

@@ -15,7 +15,7 @@ class Graph:
     """Operators in the order in which they run. Pure data: nothing here touches StarPU.
 
     `dtype` is that of parameters and activations: fp32, fp64 or bf16; with bf16 statistics, gradients of parameters
-    and the optimizer's state are fp32 (but see passes.narrow_gradients).
+    and moments are fp32 (but see passes.narrow_gradients).
     """
 
     def __init__(self, dtype: str = "fp32") -> None:

@@ -24,8 +24,9 @@ import nntile_py as nt
 from nntile_py.config import Optimizer, RunConfig
 from nntile_py.data import END_OF_TEXT, Corpus, held_out_batches, load_corpus, training_batch
 from nntile_py.errors import NNTileError
+from nntile_py.folders import replace_file, replaced
+from nntile_py.trainer import STEPS_IN_FLIGHT
 
-IN_FLIGHT = 2  # step n+1 is submitted while n runs
 SAVED = ("model.safetensors", "config.json")
 
 
@@ -45,12 +46,12 @@ def train(config: RunConfig, out: Path, console: Console) -> int:
         before = [(out / name, out / f"{name}.old") for name in SAVED if (out / name).exists()]
         for path, old in before:
             path.replace(old)
-        _write(out / "config.yaml", config.to_yaml())
-        _write(out / "tokenizer.json", corpus.tokenizer.to_str(pretty=True))
+        replace_file(out / "config.yaml", config.to_yaml())
+        replace_file(out / "tokenizer.json", corpus.tokenizer.to_str(pretty=True))
         with (out / "metrics.jsonl").open("w", buffering=1) as metrics, Display(console, config, trainer) as display:
             done, first, last = _steps(config, corpus, trainer, metrics, display, stop)
         save_weights(trainer, corpus.tokenizer, out)
-        for _, old in before:
+        for _, old in before:  # one that a killed run has left stays
             old.unlink(missing_ok=True)
         _say(console, f"held-out loss {first:.4f} before the first step, {last:.4f} at the last measurement")
         _say(console, f"weights saved in {out / 'model.safetensors'}")
@@ -86,7 +87,9 @@ def build_model(config: RunConfig) -> nt.models.GPT2:
     """The model of `config.model`: read from its folder, or freshly initialised from the seed."""
     shape = config.model
     if shape.from_ is not None:
-        return nt.models.GPT2.from_hf(shape.from_, attention=shape.attention, dropout=shape.dropout)
+        return nt.models.GPT2.from_hf(
+            shape.from_, attention=shape.attention, dropout=shape.dropout, attention_dropout=shape.attention_dropout
+        )
     return nt.models.GPT2(model_config(config), seed=config.seed)
 
 
@@ -149,15 +152,19 @@ def generate(trainer: nt.Trainer, tokenizer: Tokenizer, config: RunConfig, stop:
 def save_weights(trainer: nt.Trainer, tokenizer: Tokenizer, out: Path) -> None:
     """Write model.safetensors and config.json, which GPT2LMHeadModel.from_pretrained(out) reads.
 
-    Each file is complete or not there: written beside its place, then renamed."""
+    Each file is complete or not there: written beside its place, then renamed. Raises NNTileError, without writing,
+    for weights that are no finite numbers."""
     weights, end = trainer.state_dict(), tokenizer.token_to_id(END_OF_TEXT)
-    with _replaced(out / "model.safetensors") as path:
+    for name, value in weights.items():  # the losses that were looked at do not see the last update
+        if not np.isfinite(value).all():
+            raise _diverged(f"weight {name} has values that are no finite numbers")
+    with replaced(out / "model.safetensors") as path:
         # Without this metadata transformers refuses the file.
         save_file({n: np.ascontiguousarray(a) for n, a in weights.items()}, path, metadata={"format": "pt"})
         path.chmod(0o666 & ~_umask())  # as other files: safetensors makes it for its owner alone
     saved = trainer.model.hf_config() | dict.fromkeys(("bos_token_id", "eos_token_id"), end)
     saved["dtype"] = "float64" if trainer.dtype == "fp64" else "float32"
-    _write(out / "config.json", json.dumps(saved, indent=2))
+    replace_file(out / "config.json", json.dumps(saved, indent=2))
 
 
 class Display:
@@ -222,7 +229,7 @@ def _steps(
             ids = training_batch(corpus.train, rows, how.seq, config.seed, step)
             in_flight.append((trainer.submit(ids, ids.copy(), lr=lr), lr))
         measures = not ends and (step % how.eval_every == 0 or step == how.steps)
-        while len(in_flight) >= (1 if ends or measures else IN_FLIGHT):
+        while len(in_flight) >= (1 if ends or measures else STEPS_IN_FLIGHT):
             pending, lr = in_flight.popleft()
             result = pending.result()
             done, took, clock = result.step, time.perf_counter() - clock, time.perf_counter()
@@ -236,20 +243,25 @@ def _steps(
             }
             if not math.isfinite(result.loss) or not math.isfinite(result.grad_norm):
                 metrics.write(json.dumps(line | {"loss": None, "grad_norm": None}) + "\n")
-                raise NNTileError(
-                    f"step {done}: the loss is {result.loss}, the gradient norm {result.grad_norm};"
-                    " stopped, no weights written (try a smaller optimizer.lr, or optimizer.clip_grad_norm=1.0)"
-                )
+                raise _diverged(f"step {done}: the loss is {result.loss}, the gradient norm {result.grad_norm}")
             if done == 1:
                 line["held_out_loss_before"] = first
             if measures and not in_flight:
                 last = line["held_out_loss"] = _held_out_loss(config, corpus, trainer)
                 clock = time.perf_counter()
+                if not math.isfinite(last):
+                    metrics.write(json.dumps(line | {"held_out_loss": None}) + "\n")
+                    raise _diverged(f"after step {done} the held-out loss is {last}")
             metrics.write(json.dumps(line) + "\n")
             display.show(line)
         if ends:
             break
     return done, first, last
+
+
+def _diverged(what: str) -> NNTileError:
+    how = "stopped, no weights written (try a smaller optimizer.lr, or optimizer.clip_grad_norm=1.0)"
+    return NNTileError(f"{what}; {how}")
 
 
 def _held_out_loss(config: RunConfig, corpus: Corpus, trainer: nt.Trainer) -> float:
@@ -292,24 +304,6 @@ def _umask() -> int:
     mask = os.umask(0)  # there is no other way to read it
     os.umask(mask)
     return mask
-
-
-@contextmanager
-def _replaced(path: Path) -> Iterator[Path]:
-    """A path to write to; afterwards it is synced and takes the place of `path`."""
-    beside = path.with_name(f"{path.name}.tmp{os.getpid()}")
-    try:
-        yield beside
-        with beside.open("rb") as file:
-            os.fsync(file.fileno())
-        beside.replace(path)
-    finally:
-        beside.unlink(missing_ok=True)
-
-
-def _write(path: Path, text: str) -> None:
-    with _replaced(path) as beside:
-        beside.write_text(text, encoding="utf-8")
 
 
 def _size(count: int) -> str:

@@ -103,7 +103,7 @@ class Runtime:
             if self.memory:
                 variables["STARPU_LIMIT_CPU_MEM"] = str(max(1, self.memory >> 20))
             if self.cuda:
-                self.cuda_memory = self.cuda_memory or _default_cuda_memory()
+                self.cuda_memory = self.cuda_memory or default_cuda_memory()
                 variables["STARPU_LIMIT_CUDA_MEM"] = str(max(1, self.cuda_memory >> 20))
                 _prepare_cuda(self.cuda, self.memory)
             os.environ.update(variables)
@@ -171,7 +171,7 @@ def cuda_devices() -> int:
     return int(torch.cuda.device_count())
 
 
-def _default_cuda_memory() -> int:
+def default_cuda_memory() -> int:
     """What tiles may take: the rest is for kernels' workspaces, and for what ATen's allocator cuts off."""
     import torch
 

@@ -28,6 +28,7 @@ from nntile_py.checked import Count, Natural, Positive, Section, Switch, allowed
 from nntile_py.config import RunConfig, load
 from nntile_py.errors import ConfigError
 from nntile_py.sweep_process import Processes
+from nntile_py.workloads import Phase, Work
 
 Values = dict[str, list[Any]]
 _POINTS = ("grid", "list", "random")
@@ -39,7 +40,6 @@ METRICS = {  # that sweep_point.py gives, by measure.how
     "run": [*_ALWAYS, *_TIMED, "tokens_per_s", "gflop_per_s", "peak_mib"],
     "operators": [*_ALWAYS, *(f"{of} {unit}" for of in _CLASSES for unit in _UNITS)],
 }
-WORK = Literal["train", "inference", "linear_relu", "linear_reshape", "qkv_none", "qkv_qk", "qkv_all", "layer"]
 
 
 def _full(values: Values | None) -> Values | None:
@@ -51,8 +51,8 @@ def _full(values: Values | None) -> Values | None:
 class Measure(Section):
     """What a point runs, and how often: `repeats` times are taken, each of `steps` steps in flight together."""
 
-    work: WORK = "train"
-    phase: Literal["forward", "backward", "all"] = "all"  # of the works that are no whole model
+    work: Work = "train"
+    phase: Phase = "all"  # of the works that are no whole model
     how: Literal["run", "plan", "operators"] = "run"  # plan: nothing is run; operators: each alone, by class
     warmup: Natural = 1
     steps: Count = 1

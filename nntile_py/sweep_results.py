@@ -5,10 +5,11 @@ from __future__ import annotations
 import csv
 import io
 import json
-import os
 import statistics
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from nntile_py.folders import replace_file
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -240,14 +241,3 @@ def _values(rows: list[Row], key: str) -> list[Any]:
 
 def _text(of: Any) -> str:
     return of if isinstance(of, str) else "uncut" if of is None else json.dumps(of)
-
-
-def replace_file(path: Path, content: bytes) -> None:
-    """Write beside its place, sync, rename."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f"{path.name}.tmp{os.getpid()}")
-    with beside.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    beside.replace(path)

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from nntile_py import _core, memory
-from nntile_py.build import Evaluation, Step, build_evaluation, build_step
+from nntile_py.build import PRECISIONS, Evaluation, Step, build_evaluation, build_step
 from nntile_py.errors import ConfigError, TaskError
-from nntile_py.models.gpt2 import GPT2, Binding
+from nntile_py.models.gpt2 import GPT2
 from nntile_py.optimizers import REST, SGD, AdamW, Optimizer
 from nntile_py.passes import Fusion
 from nntile_py.program import Program, Store, programs
@@ -23,7 +23,6 @@ from nntile_py.tasks.optimizer import joined, split
 from nntile_py.tiles import TaskList, Tiling
 
 STEPS_IN_FLIGHT = 2
-_DTYPES = ("fp32", "fp64", "bf16", "tf32")
 IntArray = np.ndarray[Any, Any]
 
 
@@ -55,8 +54,8 @@ class Trainer:
     """Trains a model in tiles on the running Runtime.
 
     batch, seq: of one micro-batch; grad_accumulation: micro-batches a step. tiles: {axis: size} over batch, seq,
-    embed, heads, ffn, vocab. dtype: fp32, fp64; on CUDA workers also tf32 (fp32 tiles, contractions rounded to
-    tf32) and bf16 (fp32 accumulation and moments, weights trained in fp32: bf16
+    embed, heads, ffn, vocab. dtype: fp32; on CPU workers alone fp64; on CUDA workers tf32 (fp32 tiles,
+    contractions rounded to tf32) and bf16 (fp32 accumulation and moments, weights trained in fp32: bf16
     and what rounding left; gradients in fp32 where several tasks add to them, in bf16 where one task makes them).
     accumulate: chain (deterministic), commute, redux or tree. fusion: True, False or {bias, activation, reshape, qkv,
     residual_norm: bool}. attention: vendor, merge, flash or naive
@@ -83,10 +82,12 @@ class Trainer:
     ) -> None:
         if Runtime.current is None:
             raise TaskError("Trainer: no runtime is running; use it inside `with nntile_py.Runtime(...):`")
-        if dtype not in _DTYPES:
-            raise ConfigError(f"dtype: {dtype!r} is not allowed; use one of {', '.join(_DTYPES)}")
+        if dtype not in PRECISIONS:
+            raise ConfigError(f"dtype: {dtype!r} is not allowed; use one of {', '.join(PRECISIONS)}")
         if dtype in ("bf16", "tf32") and not _core.cuda_workers():
             raise ConfigError(f"dtype: {dtype} needs CUDA workers, this runtime has none; use fp32, or cuda=1 or more")
+        if dtype == "fp64" and _core.cuda_workers():
+            raise ConfigError("dtype: fp64 is for CPU workers alone; use fp32, tf32 or bf16, or cuda=0")
         if seq > model.config.positions:
             raise ConfigError(f"seq: {seq} is longer than the model's {model.config.positions} positions")
         for name, value in (("batch", batch), ("seq", seq), ("grad_accumulation", grad_accumulation)):
@@ -118,7 +119,7 @@ class Trainer:
             [low.tasks for low in built.lists], self._store, tf32=dtype == "tf32"
         )
         self._more = more[0] if more else None
-        self._write_weights(built.first, built.bindings)
+        self._write_weights()
         written = set(self._rests().values())
         for tensor in built.update_graph.tensors.values():
             if tensor.kind == "state" and tensor not in written:
@@ -256,14 +257,14 @@ class Trainer:
         pairs = ((b.tensor, states.get(f"{b.tensor.name}.{REST}")) for b in self._built.bindings)
         return {param: rest for param, rest in pairs if rest}
 
-    def _write_weights(self, low: Lowering, bindings: list[Binding]) -> None:
+    def _write_weights(self) -> None:
         rests = self._rests()
-        for binding in bindings:
+        for binding in self._built.bindings:
             value = binding.take(self.model.weights)
             if binding.tensor in rests:
                 value, rest = split(value)
                 self._store.write(self._built.update, rests[binding.tensor], rest)
-            self._store.write(low, binding.tensor, value)
+            self._store.write(self._built.first, binding.tensor, value)
 
     def _write_inputs(self, low: Lowering, tensors: Mapping[str, Tensor], ids: IntArray, labels: IntArray) -> None:
         self._store.write(low, tensors["input_ids"], ids)

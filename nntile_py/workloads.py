@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-from nntile_py.build import Step, build_evaluation, build_step
+from nntile_py.build import TILE_DTYPE, Step, build_evaluation, build_step
 from nntile_py.errors import ConfigError
 from nntile_py.graph import Graph
 from nntile_py.lowering import lower
@@ -76,7 +76,7 @@ def of_step(step: Step, grad_accumulation: int) -> Built:
 
 def small_graph(config: RunConfig, work: Work, fusion: Fusion, *, backward: bool) -> Graph:
     """A graph of x [batch, seq, embed] and, with `backward`, of the gradients for an output gradient that is given."""
-    graph = Graph(config.precision)
+    graph = Graph(TILE_DTYPE.get(config.precision, config.precision))
     x = graph.named("x", ["batch", "seq", "embed"], [config.train.batch, config.train.seq, config.model.embed], "input")
     x.requires_grad = True  # a layer inside of a model passes a gradient on
     outputs = _MAKERS[work](graph, x, config)

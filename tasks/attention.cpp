@@ -14,7 +14,7 @@ namespace {
 
 constexpr int64_t kRows = 128;  // query rows at a time: their scores stay in the cache
 
-// f(q, k, v of one head [s, d], batch, head)
+// f(batch, head)
 template <class F>
 void for_heads(const at::Tensor& q, F f) {
   for (int64_t b = 0; b < q.size(0); ++b)
@@ -232,6 +232,8 @@ NNTILE_KERNEL(attention_lse, attention_lse);
 NNTILE_KERNEL(flash_softmax_gemm, flash_softmax_gemm);
 NNTILE_KERNEL(attention_delta, attention_delta);
 NNTILE_KERNEL(attention_grad_pair, attention_grad_pair);
+NNTILE_CUDA_KERNEL(attention_normalise, attention_normalise);
+NNTILE_CUDA_KERNEL(attention_lse, attention_lse);
 
 }  // namespace
 }  // namespace nntile

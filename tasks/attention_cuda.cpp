@@ -168,18 +168,6 @@ void attention_partial(Args& t) { add_state(t, true); }
 
 void flash_maxsumexp(Args& t) { add_state(t, false); }
 
-// tiles: out, lse, state
-void attention_normalise(Args& t) {
-  Reader ints{t};
-  const auto out = t[0].permute(ints.four()), lse = t[1], state = t[2];
-  const auto sum = state.select(-1, 1);
-  out.copy_(state.narrow(-1, 2, state.size(-1) - 2).div(sum.unsqueeze(-1)));
-  lse.copy_(sum.log().add_(state.select(-1, 0)));
-}
-
-// tiles: lse, state
-void attention_lse(Args& t) { t[0].copy_(t[1].select(-1, 1).log().add_(t[1].select(-1, 0))); }
-
 // tiles: out (ACC), lse, q/k/v
 void flash_softmax_gemm(Args& t) {
   Reader ints{t};
@@ -213,9 +201,7 @@ void attention_grad_pair(Args& t) {
 NNTILE_CUDA_KERNEL(attention, attention);
 NNTILE_CUDA_KERNEL(attention_grad, attention_grad);
 NNTILE_CUDA_KERNEL(attention_partial, attention_partial);
-NNTILE_CUDA_KERNEL(attention_normalise, attention_normalise);
 NNTILE_CUDA_KERNEL(flash_maxsumexp, flash_maxsumexp);
-NNTILE_CUDA_KERNEL(attention_lse, attention_lse);
 NNTILE_CUDA_KERNEL(flash_softmax_gemm, flash_softmax_gemm);
 NNTILE_CUDA_KERNEL(attention_delta, attention_delta);
 NNTILE_CUDA_KERNEL(attention_grad_pair, attention_grad_pair);

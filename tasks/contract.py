@@ -22,9 +22,9 @@ class Contract(Op):
     reshape of the output or of an input costs no task of its own (Alg. 4 of the NNTile report).
 
     Optional: bias (axes a subset of the output's), residual (the output's axes), activation (relu, gelu, gelu_new)
-    with `keep_pre`: the value before the activation is a second output; `aux`: the output is multiplied by the
-    activation's derivative at aux; `bias_grad` (one of the inputs, 0 or 1): a last output, the sum of that input over
-    the axes that it sums over (K).
+    with `pre`, a second output: the value before the activation; `aux`: the output is multiplied by the activation's
+    derivative at aux; `bias_grad` (which of the inputs, 0 or 1, and a last output): the sum of that input over the axes
+    that it sums over (K).
     """
 
     def __init__(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from nntile_py.tiles import ACC, R
@@ -66,7 +68,7 @@ class EmbeddingGrad(Op):
             offset = low.part(self.output, self.rows, row).offset
             for index in low.indices(ids):
                 accesses = [ACC(low.tile(self.output, row)), R(low.tile(ids, index)), R(low.tile(dy, index | row))]
-                low.emit("embedding_grad", accesses, [offset], flop=float(low.tile(dy, index | row).bytes))
+                low.emit("embedding_grad", accesses, [offset], flop=float(math.prod(low.tile(dy, index | row).shape)))
 
     def reference(self, *inputs: Array) -> tuple[Array, ...]:
         out = np.array(inputs[2]) if self.into else np.zeros(self.output.shape)

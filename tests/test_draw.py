@@ -48,6 +48,16 @@ def test_before_and_after() -> None:
     assert edges and all({a, b} <= set(nodes) and a.split("_")[0] == b.split("_")[0] for a, b in edges[:-1])
 
 
+def test_the_end_of_a_whole_step_is_drawn_short() -> None:
+    """One node for AdamW of all weights beside the rest; each of them where the update alone is asked for."""
+    whole, update = draw.draw(CONFIG), draw.draw(CONFIG, phase="update")
+    weights = operators(update).count("AdamW")
+    assert weights == 28 and f"{weights} AdamW" in operators(whole) and "AdamW" not in operators(whole)
+    assert f"of all {weights} gradients" in whole and "gradients" not in "".join(operators(update))
+    count = re.search(r"after fusion: (\d+) operators", whole)
+    assert count and int(count[1]) == len(operators(whole)) + weights - 1
+
+
 @pytest.mark.parametrize("phase", ["forward", "backward", "update"])
 def test_tiles(phase: str) -> None:
     """Every task of the phase is there, and nothing waits for itself."""

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ import yaml
 from nntile_py import data, loop
 from nntile_py.config import Optimizer, load
 from nntile_py.errors import NNTileError
+from nntile_py.folders import replaced
 
 TREE: dict[str, Any] = {
     "model": {"layers": 1, "embed": 16, "heads": 2},
@@ -203,6 +205,26 @@ def test_a_loss_that_is_no_number_stops_without_weights(tmp_path: Path) -> None:
     assert not (tmp_path / "runs" / "tiny" / "model.safetensors").exists()
 
 
+def test_a_last_update_to_no_numbers_leaves_the_weights_of_before(tmp_path: Path) -> None:
+    """No loss of a step sees it; the held-out loss does."""
+    assert nntile(tmp_path).returncode == 0
+    run = tmp_path / "runs" / "tiny"
+    before = (run / "model.safetensors").read_bytes()
+    sets = ["optimizer.lr=1e39", "optimizer.schedule=constant", "optimizer.warmup_steps=0", "train.steps=1"]
+    done = nntile(tmp_path, *sets, arguments=("--overwrite",))
+    assert done.returncode == 1 and "optimizer.lr" in done.stderr and "Traceback" not in done.stderr, done.stderr
+    assert metrics(run)[-1]["held_out_loss"] is None
+    assert not (run / "model.safetensors").exists() and (run / "model.safetensors.old").read_bytes() == before
+
+
+def test_weights_that_are_no_numbers_are_not_saved(tmp_path: Path) -> None:
+    """As after Ctrl-C, when nothing has looked at what the last update made."""
+    trainer: Any = SimpleNamespace(state_dict=lambda: {"a": np.ones(2), "b": np.array([1.0, np.inf])})
+    with pytest.raises(NNTileError, match="weight b has values that are no finite numbers; stopped, no weights"):
+        loop.save_weights(trainer, MagicMock(), tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
 def test_too_many_workers_leave_no_folder_behind(tmp_path: Path) -> None:
     done = nntile(tmp_path, "runtime.cpus=100000")
     assert done.returncode == 2
@@ -308,7 +330,7 @@ def test_top_k_leaves_the_others_out() -> None:
 def test_a_file_is_whole_or_not_replaced(tmp_path: Path) -> None:
     path = tmp_path / "x.json"
     path.write_text("old")
-    with pytest.raises(ValueError, match="half way"), loop._replaced(path) as beside:
+    with pytest.raises(ValueError, match="half way"), replaced(path) as beside:
         beside.write_text("ne")
         raise ValueError("half way")
     assert path.read_text() == "old"

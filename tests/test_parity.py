@@ -344,6 +344,14 @@ def test_a_folder_without_a_head(tmp_path: Path) -> None:
     assert same(nt.models.GPT2.from_hf(tmp_path).weights, nt.models.GPT2.from_hf(hf).weights)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_folder_of_half_floats(tmp_path: Path, dtype: torch.dtype) -> None:
+    hf = gpt2().to(dtype)
+    hf.save_pretrained(tmp_path)
+    model = nt.models.GPT2.from_hf(tmp_path)
+    assert same(model.weights, nt.models.GPT2.from_hf(hf.float()).weights)
+
+
 def test_what_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(nt.ConfigError, match=r"config\.json is missing"):
         nt.models.GPT2.from_hf(tmp_path)

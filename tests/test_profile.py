@@ -39,7 +39,6 @@ TILES = {"batch": {"size": 8, "tile": 4, "tiles": 2}, "embed": {"size": 96, "til
         ("W COMMUTE COMMUTE COMMUTE R", [[], [0], [0], [0], [1, 2, 3]]),
         ("W REDUX REDUX R W", [[], [0], [0], [1, 2], [3]]),
         ("R R W COMMUTE RW", [[], [], [0, 1], [2], [3]]),
-        ("W SCRATCH RW", [[], [], [0]]),
     ],
 )
 def test_dependencies_on_one_tile(modes: str, before: list[list[int]]) -> None:

@@ -18,6 +18,7 @@ from operators import ROWS, adamw, sgd
 
 from nntile_py.lowering import lower
 from nntile_py.tasks import Contract, Lowering, Tensor, launch
+from nntile_py.tasks.optimizer import joined, split
 from nntile_py.tiles import RW, R, Tile, Tiling, W
 from nntile_py.tiles.tasklist import Task, merge
 
@@ -200,6 +201,30 @@ def test_tasks_together() -> None:
     other = replace(tasks[1], floats=(2e-3, *tasks[1].floats[1:]))
     # The second waits for the first, and so does nobody else; the fourth overtakes the third.
     assert [len(run) for run in launch.together([tasks[0], tasks[0], other, tasks[2]])] == [1, 2, 1]
+
+
+@pytest.mark.parametrize("kernel", ["adamw", "sgd"])
+def test_every_value_of_a_split_parameter(kernel: str) -> None:
+    """A step of nothing changes no bit of any number, NaN stays NaN in either part, and what is stored is `split`'s."""
+    special = [0x7F7FFFFF, 0x7F7F8000, 0, -(2**31), 1, 0x8000, 0xFFFF, -0x7FFF8000, 0x7FC00000, 0x7F800001, -1]
+    bits = np.concatenate([np.random.default_rng(0).integers(-(2**31), 2**31, 500), special]).astype(np.int32)
+    value = bits.view(np.float32)
+    param, rest = map(torch.tensor, split(value))
+    n, zeros, one = len(bits), torch.zeros(len(bits)), torch.ones(1, dtype=torch.float64)
+    p, r, clip = Tile("p", (0,), (n,), "bf16"), Tile("rest", (0,), (n,), "int16"), Tile("clip", (0,), (1,), "fp64")
+    m, v, grad = (Tile(name, (0,), (n,), "fp32") for name in ("m", "v", "grad"))
+    near = param.bfloat16()
+    if kernel == "adamw":
+        task = Task(kernel, [RW(p), RW(m), RW(v), R(grad), R(clip), RW(r)], (), (1e-3, 0.1, 0.05, 0.9, 0.95, 1e-8, 0.0))
+        launch.interpret([task], [near, zeros.clone(), zeros.clone(), zeros, one, rest])
+    else:
+        task = Task(kernel, [R(grad), R(clip), RW(p), RW(r)], (1,), (1e-3, 0.0, 0.0))
+        launch.interpret([task], [zeros, one, near, rest])
+    got = joined(near.float().numpy(), rest.numpy())
+    assert np.array_equal(got, value, equal_nan=True) and np.array_equal(
+        np.isnan(near.float().numpy()), np.isnan(value)
+    )
+    assert all(np.array_equal(a, b, equal_nan=True) for a, b in zip(split(got), (near.float(), rest), strict=True))
 
 
 COMPILE = """

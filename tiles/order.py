@@ -23,8 +23,6 @@ def dependencies(tasks: Iterable[Sequence[Use]]) -> list[list[int]]:
     for number, uses in enumerate(tasks):
         before: set[int] = set()
         for tile, mode, _ in uses:
-            if mode == "SCRATCH":
-                continue
             group = last.get(tile)
             if group and mode in UNORDERED and group[0] == mode:
                 before.update(group[2])

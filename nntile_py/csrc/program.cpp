@@ -90,7 +90,7 @@ void set_tiles(starpu_task* task, const std::vector<std::shared_ptr<Tile>>& tile
   for (size_t k = 0; k < n; ++k) {
     handles[k] = tiles[k]->handle;
     access[k] = static_cast<starpu_data_access_mode>(modes[k]);
-    if (modes[k] & (STARPU_W | STARPU_REDUX)) tiles[k]->initialised = !(modes[k] & STARPU_SCRATCH);
+    if (modes[k] & (STARPU_W | STARPU_REDUX)) tiles[k]->initialised = true;
   }
 }
 
@@ -99,7 +99,7 @@ void submit(starpu_task* task, const std::string& name) {
   if (status) throw TaskError("task " + name + " was refused: " + std::strerror(-status));
 }
 
-bool reads(int mode) { return (mode & STARPU_R) && !(mode & STARPU_SCRATCH); }
+bool reads(int mode) { return mode & STARPU_R; }
 
 }  // namespace
 
@@ -119,9 +119,8 @@ at::Tensor Args::operator[](size_t k) const {
 
 int mode_of(const std::string& name) {
   static const std::map<std::string, int> modes = {
-      {"R", STARPU_R},         {"W", STARPU_W},
-      {"RW", STARPU_RW},       {"COMMUTE", STARPU_RW | STARPU_COMMUTE},
-      {"REDUX", STARPU_REDUX}, {"SCRATCH", STARPU_SCRATCH},
+      {"R", STARPU_R}, {"W", STARPU_W}, {"RW", STARPU_RW}, {"COMMUTE", STARPU_RW | STARPU_COMMUTE},
+      {"REDUX", STARPU_REDUX},
   };
   const auto found = modes.find(name);
   if (found == modes.end()) throw std::invalid_argument("no access mode is called " + name);

@@ -57,7 +57,7 @@ class Queue {
     size_t task, wrote;  // the last one, the last that wrote; 0: none
   };
 
-  static bool writes(starpu_data_access_mode mode) { return mode & (STARPU_W | STARPU_SCRATCH | STARPU_REDUX); }
+  static bool writes(starpu_data_access_mode mode) { return mode & (STARPU_W | STARPU_REDUX); }
 
   cudaEvent_t event(size_t task) const { return events_[task % kEvents]; }
 

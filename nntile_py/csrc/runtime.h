@@ -48,7 +48,7 @@ using Body = std::function<void(const std::vector<void*>&, int device, void* str
 void submit_body(const std::string& name, std::vector<std::shared_ptr<Tile>> tiles, const std::vector<int>& modes,
                  Body body, bool cuda);  // cuda: the body can run on a CUDA worker too
 
-int mode_of(const std::string& name);  // R, W, RW, COMMUTE, REDUX, SCRATCH
+int mode_of(const std::string& name);  // R, W, RW, COMMUTE, REDUX
 
 void write_tile(const std::shared_ptr<Tile>& tile, const void* data);        // in order with the tasks, without waiting
 void read_tile(const std::shared_ptr<Tile>& tile, void* data);               // waits

@@ -65,7 +65,7 @@ class Bus:
 
 @dataclass
 class Trace:
-    """Tasks in the order of submission, a column each; dates in ns. `tasks_of_starpu` are last, without uses."""
+    """Tasks in the order of submission, a column each; dates in ns. StarPU's own are last, without uses."""
 
     infos: list[Info]
     workers: list[Worker]
