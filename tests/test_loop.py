@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 import yaml
 
-from nntile_py import data, loop
+from nntile_py import cli, data, loop
 from nntile_py.config import Optimizer, load
-from nntile_py.errors import NNTileError
+from nntile_py.errors import ConfigError, NNTileError
 from nntile_py.folders import replaced
 
 TREE: dict[str, Any] = {
@@ -237,6 +237,16 @@ def test_debug_shows_the_traceback(tmp_path: Path) -> None:
     done = subprocess.run(command(tmp_path, "tiles.embed=0"), **how, cwd=tmp_path, check=False)
     assert "Traceback" in done.stderr
     assert "ConfigError" in done.stderr
+
+
+def test_the_folder_of_a_run_is_named_as_its_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli._run_folder("my.v2-profile", None, None, False) == Path("runs/my.v2-profile")
+    (tmp_path / "runs" / "my.v2").mkdir(parents=True)
+    (tmp_path / "runs" / "my.v2" / "x").touch()
+    assert cli._run_folder("my.v2", None, None, False) == Path("runs/my.v2-2")
+    with pytest.raises(ConfigError, match="--overwrite"):
+        cli._run_folder("my", None, tmp_path / "runs" / "my.v2", False)
 
 
 def test_warm_up_and_cosine() -> None:

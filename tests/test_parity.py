@@ -335,6 +335,8 @@ def test_a_saved_folder(tmp_path: Path, config: dict[str, Any], shards: bool) ->
         model = nt.models.GPT2.from_hf(source)
         assert same(model.weights, nt.models.GPT2.from_hf(hf).weights)
         assert model.config == nt.models.GPT2.from_hf(hf).config
+    model = nt.models.GPT2.from_hf(tmp_path, attention="naive", dropout=0.1, attention_dropout=0.2)
+    assert (model.config.attention, model.config.dropout, model.config.attention_dropout) == ("naive", 0.1, 0.2)
 
 
 def test_a_folder_without_a_head(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
@@ -11,6 +12,7 @@ from nntile_py.config import RunConfig, load
 from nntile_py.errors import ConfigError
 from nntile_py.plan import Plan, estimate, plan
 from nntile_py.tiles import R, TaskList, Tile, W
+from nntile_py.workloads import build
 
 TINY = Path(__file__).parents[1] / "experiments/gpt2_tiny.yaml"
 
@@ -55,6 +57,15 @@ def test_time_is_of_the_workers_that_the_config_names() -> None:
     gpu = config.model_copy(update={"precision": "bf16", "runtime": config.runtime.model_copy(update={"cuda": 1})})
     made = plan(gpu)
     assert "1 GPU of 600,000 Gflop/s" in made.workers and made.step_seconds < 0.1 * one.step_seconds
+
+
+def test_tf32_is_fp32_tiles_in_every_work() -> None:
+    for work in ("train", "inference", "layer", "linear_relu", "qkv_all"):
+        bytes_moved = [
+            estimate(build(load(TINY, sets), cast(Any, work)).lists, 1).bytes_moved
+            for sets in (["precision=tf32", "runtime.cuda=1"], ["precision=fp32"])
+        ]
+        assert bytes_moved[0] == bytes_moved[1] > 0
 
 
 def test_what_leaves_a_gpu_that_is_too_small() -> None:
