@@ -294,6 +294,7 @@ def config_from_hf(raw: dict[str, Any]) -> GPT2Config:
 
 
 def _read_folder(folder: Path) -> tuple[dict[str, Any], Weights]:
+    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     config, index, single = (
@@ -311,5 +312,10 @@ def _read_folder(folder: Path) -> tuple[dict[str, Any], Weights]:
         raise ConfigError(f"model: no model.safetensors in {folder}; save the model with safetensors")
     weights: Weights = {}
     for file in files:
-        weights |= {k: (v.float() if v.itemsize == 2 else v).numpy() for k, v in load_file(file).items()}
+        try:
+            loaded = load_file(file)
+        except (OSError, SafetensorError) as error:
+            need = "expected weights that save_pretrained wrote"
+            raise ConfigError(f"model: cannot read {file} ({error}); {need}") from None
+        weights |= {k: (v.float() if v.itemsize == 2 else v).numpy() for k, v in loaded.items()}
     return json.loads(config.read_text()), weights

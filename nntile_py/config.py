@@ -136,7 +136,7 @@ class Tokenizer(Section):
         from nntile_py.data import load_tokenizer  # here: `tokenizers` is not needed to read most configs
 
         tokenizer: Any = load_tokenizer(Path(self.path))
-        return int(tokenizer.get_vocab_size())
+        return max(tokenizer.get_vocab().values(), default=-1) + 1  # there may be gaps
 
 
 class Train(Section):

@@ -50,10 +50,11 @@ def train(config: RunConfig, out: Path, console: Console) -> int:
         replace_file(out / "tokenizer.json", corpus.tokenizer.to_str(pretty=True))
         with (out / "metrics.jsonl").open("w", buffering=1) as metrics, Display(console, config, trainer) as display:
             done, first, last = _steps(config, corpus, trainer, metrics, display, stop)
-        save_weights(trainer, corpus.tokenizer, out)
+            measured = "not measured since" if last is None else f"{last:.4f} at the last measurement"
+        save_weights(trainer, corpus.tokenizer, out, config.model.from_)
         for _, old in before:  # one that a killed run has left stays
             old.unlink(missing_ok=True)
-        _say(console, f"held-out loss {first:.4f} before the first step, {last:.4f} at the last measurement")
+        _say(console, f"held-out loss {first:.4f} before the first step, {measured}")
         _say(console, f"weights saved in {out / 'model.safetensors'}")
         if config.sample.tokens and not stop:
             _say(console, f"\nsample:\n{generate(trainer, corpus.tokenizer, config, stop)}")
@@ -149,8 +150,10 @@ def generate(trainer: nt.Trainer, tokenizer: Tokenizer, config: RunConfig, stop:
     return str(tokenizer.decode(ids))
 
 
-def save_weights(trainer: nt.Trainer, tokenizer: Tokenizer, out: Path) -> None:
+def save_weights(trainer: nt.Trainer, tokenizer: Tokenizer, out: Path, source: str | None = None) -> None:
     """Write model.safetensors and config.json, which GPT2LMHeadModel.from_pretrained(out) reads.
+
+    source: the folder that the model was read from, whose generation_config.json goes along.
 
     Each file is complete or not there: written beside its place, then renamed. Raises NNTileError, without writing,
     for weights that are no finite numbers."""
@@ -165,6 +168,8 @@ def save_weights(trainer: nt.Trainer, tokenizer: Tokenizer, out: Path) -> None:
     saved = trainer.model.hf_config() | dict.fromkeys(("bos_token_id", "eos_token_id"), end)
     saved["dtype"] = "float64" if trainer.dtype == "fp64" else "float32"
     replace_file(out / "config.json", json.dumps(saved, indent=2))
+    if source and (kept := Path(source) / "generation_config.json").is_file():
+        replace_file(out / kept.name, kept.read_bytes())
 
 
 class Display:
@@ -215,11 +220,11 @@ class Display:
 
 def _steps(
     config: RunConfig, corpus: Corpus, trainer: nt.Trainer, metrics: TextIO, display: Display, stop: list[str]
-) -> tuple[int, float, float]:
-    """All steps, or those up to a signal: how many were done, the first and the last held-out loss."""
+) -> tuple[int, float, float | None]:
+    """All steps, or those up to a signal: how many were done, the held-out loss before and the last one since."""
     how = config.train
     in_flight: deque[tuple[nt.Pending, float]] = deque()
-    first = last = _held_out_loss(config, corpus, trainer)
+    first, last = _held_out_loss(config, corpus, trainer), None
     done, clock = 0, time.perf_counter()
     for step in range(1, how.steps + 2):
         ends = step > how.steps or bool(stop)

@@ -19,7 +19,7 @@ import numpy as np
 from nntile_py import _core
 from nntile_py.cgroup import within_machine
 from nntile_py.disk import Disk
-from nntile_py.errors import ConfigError, NNTileError, TaskError
+from nntile_py.errors import ConfigError, TaskError
 from nntile_py.folders import cache_folder
 
 _MODES = ("R", "W", "RW")
@@ -140,7 +140,7 @@ class Runtime:
     def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
         users, self._users = self._users, []
         try:
-            if kind is None or not issubclass(kind, NNTileError):
+            if kind is None or not issubclass(kind, TaskError):  # after which weights may be anything
                 for user in users:
                     user.close()
             if kind is None:
@@ -149,6 +149,11 @@ class Runtime:
             Runtime.current = None
             self._stop()
             atexit.unregister(self._stop)
+
+    @property
+    def users(self) -> tuple[Any, ...]:
+        """Those that `at_exit` was told of."""
+        return tuple(self._users)
 
     def at_exit(self, user: Any) -> None:
         """Keep `user` alive, and have `user.close()` called before StarPU stops."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -95,6 +95,8 @@ class Trainer:
                 raise ConfigError(f"{name}: {value} is not allowed; use a positive integer")
         if optimizer is not None and not isinstance(optimizer, AdamW | SGD):
             raise ConfigError(f"optimizer: {optimizer!r} is not allowed; use nt.AdamW(...) or nt.SGD(...)")
+        if any(user.model is model for user in Runtime.current.users):
+            raise ConfigError("model: another Trainer trains it; use close() of that one first, or a model of its own")
         self.model, self.batch, self.seq, self.dtype = model, batch, seq, dtype
         self.optimizer = optimizer or AdamW()
         self.grad_accumulation, self.seed, self.shift_labels = grad_accumulation, seed, shift_labels
@@ -168,6 +170,8 @@ class Trainer:
         step, default the optimizer's.
         """
         ids, targets = self._check(input_ids, labels, self.grad_accumulation * self.batch)
+        if lr is not None:
+            replace(self.optimizer, lr=lr)  # refuses what an optimizer's rate may not be
         while len(self._pending) >= STEPS_IN_FLIGHT:
             self._pending.popleft().result()
         self.steps += 1
@@ -197,6 +201,8 @@ class Trainer:
 
     def evaluate(self, input_ids: IntArray, labels: IntArray, *, return_logits: bool = False) -> Any:
         """Mean cross-entropy of [batch, seq] ints without dropout, or (loss, logits [batch, seq, vocab])."""
+        if Runtime.current is not self._runtime:
+            raise TaskError("evaluate: the runtime of this Trainer has ended; make a Trainer of another")
         ids, targets = self._check(input_ids, labels, self.batch)
         if return_logits not in self._evaluations:
             built = build_evaluation(

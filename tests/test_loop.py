@@ -225,6 +225,22 @@ def test_weights_that_are_no_numbers_are_not_saved(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def test_what_goes_along_from_the_folder_of_a_model(run: tuple[Path, str], tmp_path: Path) -> None:
+    """Settings of generate(); and a tokenizer's ids count, which may have gaps."""
+    source = tmp_path / "saved"
+    shutil.copytree(run[0], source)
+    (source / "generation_config.json").write_text('{"top_k": 7}')
+    sets = (f"model={{from: {source}}}", "train.steps=1", "train.eval_every=100", "tokenizer={}")
+    assert (done := nntile(tmp_path, *sets)).returncode == 0, done.stderr
+    assert (tmp_path / "runs/tiny/generation_config.json").read_text() == '{"top_k": 7}'
+    tree = json.loads((source / "tokenizer.json").read_text())
+    vocab = tree["model"]["vocab"]
+    vocab[max(vocab, key=vocab.get)] = 5000
+    (source / "tokenizer.json").write_text(json.dumps(tree))
+    done = nntile(tmp_path, *sets)
+    assert done.returncode == 2 and "model.vocab: got 300; allowed: at least the tokenizer's size, 5001" in done.stderr
+
+
 def test_too_many_workers_leave_no_folder_behind(tmp_path: Path) -> None:
     done = nntile(tmp_path, "runtime.cpus=100000")
     assert done.returncode == 2

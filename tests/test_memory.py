@@ -31,6 +31,17 @@ print("end")
     ends_well(python, code, refused=1)
 
 
+def test_arrays_that_found_no_place_when_the_block_ends(python: Any) -> None:
+    code = """
+def leave():
+    with nt.Runtime(cpus=1, memory=2 << 20):
+        arrays = [nt.array(np.ones(1 << 17)) for _ in range(3)]
+refused(leave, "tiles on their way to main memory")
+print("end")
+"""
+    ends_well(python, code, refused=1)
+
+
 def test_a_model_larger_than_the_memory(python: Any) -> None:
     code = """
 big = nt.models.GPT2(nt.models.GPT2Config(2, 64, 2, 1000, 64))

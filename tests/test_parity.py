@@ -387,3 +387,11 @@ def test_training_goes_into_the_model(runtime: nt.Runtime) -> None:
     assert same({name: p.detach().numpy() for name, p in hf.named_parameters()}, trainer.state_dict())
     again = nt.Trainer(nt.models.GPT2.from_hf(hf), BATCH, 37)
     assert again.evaluate(ids[0], labels[0]) == pytest.approx(loss, rel=1e-6)
+
+
+def test_weights_that_were_cut_off(tmp_path: Path) -> None:
+    gpt2().save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:5000])
+    with pytest.raises(nt.ConfigError, match=rf"cannot read {path}"):
+        nt.models.GPT2.from_hf(tmp_path)

@@ -92,6 +92,17 @@ def test_rules_find_what_was_put_there() -> None:
         assert len(idle) == 1  # one explanation of the idle time, no advice against another
 
 
+def test_advice_for_attention_whose_sequence_is_cut() -> None:
+    """It is one kernel where the sequence is uncut, whatever `model.attention` says."""
+    row = {"operator": "h*.attn Attention", "phase": "forward", "share": 0.5, "roofline": 0.1, "bound_by": "memory"}
+    row |= {"estimated": False, "tflop_per_s": 1.0, "gb_per_s": 1.0}
+    for tile, named in ((16, "`tiles.seq` uncut"), (32, "if it is not (`fusion: true`")):
+        found = rules.low_roofline(
+            {"operators": [row], "tiles": {"seq": {"tile": tile, "size": 32, "tiles": 32 // tile}}}
+        )
+        assert found and named in found.advice
+
+
 def test_rules_name_keys_of_the_config() -> None:
     for trace in (
         scheduled(independent(400), [5] * 400, overhead=2),

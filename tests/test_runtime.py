@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import CPUS
-from faults import CONFIG, IDS, axpy, fail, fill, works
+from faults import CONFIG, IDS, axpy, ends_well, fail, fill, works
 
 import nntile_py as nt
 
@@ -259,3 +259,30 @@ def test_leaving_brings_the_weights_back() -> None:
     assert moved == list(before)
     with nt.Runtime(cpus=1):
         assert nt.Trainer(model, 2, 8).evaluate(IDS, IDS) < np.log(20)
+
+
+def test_one_trainer_a_model(python: Any) -> None:
+    """A second one would start from weights of before, and what the first has learnt be lost when both end."""
+    code = """
+before = model.weights["transformer.wte.weight"].copy()
+def expect(text, call):
+    try: call()
+    except nt.NNTileError as error: assert text in str(error), error
+    else: raise SystemExit("not refused")
+def twice():
+    with nt.Runtime(cpus=1):
+        first = nt.Trainer(model, 2, 8, optimizer=nt.AdamW(lr=1.0))
+        first.step(ids, ids)
+        nt.Trainer(model, 2, 8)
+expect("close() of that one first", twice)
+learnt = model.weights["transformer.wte.weight"]
+assert abs(learnt - before).max() > 0.5  # the mistake has cost no training
+with nt.Runtime(cpus=1):
+    nt.Trainer(model, 2, 8).close()
+    again = nt.Trainer(model, 2, 8)
+    expect("optimizer.lr: nan", lambda: again.step(ids, ids, lr=float("nan")))
+assert (model.weights["transformer.wte.weight"] == learnt).all()
+expect("has ended", lambda: again.evaluate(ids, ids))
+print("end")
+"""
+    ends_well(python, code)

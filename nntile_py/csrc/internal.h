@@ -26,7 +26,7 @@ struct Shared {
 
   std::atomic<uint64_t> ended{0};  // tasks, and copies from and to the program
   std::atomic<int> active{0};
-  std::atomic<int> leaving{0};  // tiles on their way to main memory, which StarPU does not count among tasks
+  std::atomic<int> leaving{0};  // tiles on their way to main memory, also from the program: StarPU counts no task for them
   std::atomic<bool> stuck{false};
 
   std::function<void()> idle = [] {};

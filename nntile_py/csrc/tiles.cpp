@@ -185,6 +185,7 @@ void write_tile(const std::shared_ptr<Tile>& tile, const void* data) {
   auto write = std::make_unique<Write>(tile, std::make_unique<char[]>(tile->bytes));
   std::memcpy(write->data.get(), data, tile->bytes);
   tile->initialised = true;
+  ++g.leaving;
   starpu_data_acquire_cb(
       tile->handle, STARPU_W,
       [](void* arg) {
@@ -194,6 +195,7 @@ void write_tile(const std::shared_ptr<Tile>& tile, const void* data) {
                     owned->tile->bytes);
         starpu_data_release(handle);
         ++g.ended;
+        --g.leaving;
       },
       write.release());
 }

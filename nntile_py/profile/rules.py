@@ -103,8 +103,11 @@ def low_roofline(s: Summary) -> Finding | None:
     if not rows:
         return None
     row = max(rows, key=lambda r: r["share"] * (1 - r["roofline"]))
-    if row["bound_by"] == "memory":
-        advice = "It moves more than it computes: fuse it (`fusion: true`, `model.attention: vendor`)"
+    seq = s["tiles"].get("seq")
+    if row["bound_by"] == "memory" and "Attention" in row["operator"] and seq and seq["tile"] < seq["size"]:
+        advice = "It moves more than it computes: with `tiles.seq` uncut `model.attention: vendor` is one fused kernel"
+    elif row["bound_by"] == "memory":
+        advice = "It moves more than it computes: fuse it, if it is not (`fusion: true`, `model.attention: vendor`)"
     else:
         advice = "Its tiles are too small or too narrow for the kernel"
     about = "about " if row["estimated"] else ""
