@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from nntile_py.config import Data, RunConfig
 from nntile_py.errors import ConfigError
 
 END_OF_TEXT = "<|endoftext|>"
+LONGEST_WORD = 256  # characters
 # Of the standard library: tests repeat themselves, `encodings` is tables, installed packages differ between machines.
 _SKIPPED = {"test", "tests", "idle_test", "encodings", "site-packages", "dist-packages", "__pycache__"}
 
@@ -99,7 +100,10 @@ def split(documents: list[str], val_fraction: float) -> tuple[list[str], list[st
 def train_tokenizer(documents: list[str], vocab_size: int) -> Tokenizer:
     """A byte-level BPE as GPT-2's: any text can be encoded, and decodes to itself. The same text gives the same one."""
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    # What has no spaces, or nothing else, would be one word, and take minutes.
+    parts = pre_tokenizers.Split(Regex(rf"\S{{{LONGEST_WORD}}}|\s{{{LONGEST_WORD}}}"), "isolated")
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([parts, byte_level])
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,

@@ -68,7 +68,7 @@ def _check(optimizer: AdamW | SGD) -> None:
     for name, value in vars(optimizer).items():
         for number in value if isinstance(value, tuple) else (value,):
             top = 1 if name in ("betas", "momentum") else float("inf")
-            if not 0 <= number < top:
+            if not isinstance(number, int | float) or not 0 <= number < top:
                 raise ConfigError(f"optimizer.{name}: {value} is not allowed; use 0 or more and below {top}")
 
 

@@ -50,6 +50,8 @@ class Fusion:
         names = [f.name for f in fields(Fusion)]
         if isinstance(value, bool):
             return Fusion(**dict.fromkeys(names, value))
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"fusion: {value!r} is not allowed; use true, false or a mapping of {', '.join(names)}")
         for key, on in value.items():
             if key not in names:
                 raise ConfigError(f"fusion.{key}: unknown switch; allowed are {', '.join(names)}")

@@ -11,6 +11,7 @@ import platform
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,10 @@ class Runtime:
         calibrate: bool = False,
         placement: str | None = None,
     ) -> None:
+        counts = {"cpus": cpus, "cuda": cuda, "memory": memory, "cuda_memory": cuda_memory, "window": window}
+        for name, count in counts.items():
+            if count is not None and (not isinstance(count, Integral) or ("memory" in name and count < 1)):
+                raise ConfigError(f"runtime.{name}: {count!r} is not allowed; use an integer (memory: bytes)")
         cores = len(os.sched_getaffinity(0))
         self.cpus = (0 if cuda else cores) if cpus is None else cpus
         least = 0 if cuda else 1

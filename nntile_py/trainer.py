@@ -82,6 +82,8 @@ class Trainer:
     ) -> None:
         if Runtime.current is None:
             raise TaskError("Trainer: no runtime is running; use it inside `with nntile_py.Runtime(...):`")
+        if not isinstance(model, GPT2):
+            raise ConfigError(f"model: {type(model).__name__} is not allowed; use nt.models.GPT2, which has from_hf()")
         if dtype not in PRECISIONS:
             raise ConfigError(f"dtype: {dtype!r} is not allowed; use one of {', '.join(PRECISIONS)}")
         if dtype in ("bf16", "tf32") and not _core.cuda_workers():

@@ -1,6 +1,7 @@
 """Corpus, tokenizer, split and batches."""
 
 import sysconfig
+import time
 from pathlib import Path
 
 import numpy as np
@@ -156,3 +157,13 @@ def test_held_out_batches_are_spread_and_fixed() -> None:
     assert [b.shape for b in batches] == [(4, 10)] * 3
     assert batches[0][0, 0] == 0
     assert batches[-1][-1, -1] == 999
+
+
+@pytest.mark.parametrize("text", ["a" * 10**6, " " * 10**6, "".join(np.random.default_rng(0).choice([*"ACGT"], 10**6))])
+def test_text_without_words(text: str) -> None:
+    """It is not one word of a million letters, which would take minutes; and comes back from its tokens."""
+    begin = time.monotonic()
+    tokenizer = data.train_tokenizer([text], 300)
+    tokens = data.encode(tokenizer, [text])
+    assert time.monotonic() - begin < 30
+    assert tokenizer.decode(tokens.tolist()) == text

@@ -286,3 +286,20 @@ expect("has ended", lambda: again.evaluate(ids, ids))
 print("end")
 """
     ends_well(python, code)
+
+
+@pytest.mark.parametrize(
+    ("make", "named"),
+    [
+        (lambda: nt.Runtime(cpus="2"), "runtime.cpus: '2'"),
+        (lambda: nt.Runtime(cpus=1, memory="1GiB"), "runtime.memory: '1GiB'"),
+        (lambda: nt.Runtime(cpus=1, memory=-5), "runtime.memory: -5"),
+        (lambda: nt.Runtime(cpus=1, window="a"), "runtime.window: 'a'"),
+        (lambda: nt.AdamW(lr="x"), "optimizer.lr: x"),
+        (lambda: nt.Trainer("gpt2", 1, 8), "model: str"),
+        (lambda: nt.Trainer(nt.models.GPT2(CONFIG), 2, 8, fusion="x"), "fusion: 'x'"),
+    ],
+)
+def test_arguments_of_a_wrong_type(runtime: nt.Runtime, make: Any, named: str) -> None:
+    with pytest.raises(nt.ConfigError, match=named):
+        make()
