@@ -97,9 +97,8 @@ class Trainer:
                 raise ConfigError(f"{name}: {value} is not allowed; use a positive integer")
         if optimizer is not None and not isinstance(optimizer, AdamW | SGD):
             raise ConfigError(f"optimizer: {optimizer!r} is not allowed; use nt.AdamW(...) or nt.SGD(...)")
-        if any(user.model is model for user in Runtime.current.users):
-            raise ConfigError("model: another Trainer trains it; use close() of that one first, or a model of its own")
         self.model, self.batch, self.seq, self.dtype = model, batch, seq, dtype
+        self._check_alone(Runtime.current)
         self.optimizer = optimizer or AdamW()
         self.grad_accumulation, self.seed, self.shift_labels = grad_accumulation, seed, shift_labels
         self._policy, self._fusion, self._tiling = accumulate, Fusion.of(fusion), Tiling(tiles)
@@ -174,6 +173,8 @@ class Trainer:
         ids, targets = self._check(input_ids, labels, self.grad_accumulation * self.batch)
         if lr is not None:
             replace(self.optimizer, lr=lr)  # refuses what an optimizer's rate may not be
+        if not self.steps:
+            self._check_alone(self._runtime)
         while len(self._pending) >= STEPS_IN_FLIGHT:
             self._pending.popleft().result()
         self.steps += 1
@@ -204,7 +205,7 @@ class Trainer:
     def evaluate(self, input_ids: IntArray, labels: IntArray, *, return_logits: bool = False) -> Any:
         """Mean cross-entropy of [batch, seq] ints without dropout, or (loss, logits [batch, seq, vocab])."""
         if Runtime.current is not self._runtime:
-            raise TaskError("evaluate: the runtime of this Trainer has ended; make a Trainer of another")
+            raise TaskError("evaluate: the runtime of this Trainer has stopped; make a Trainer of another")
         ids, targets = self._check(input_ids, labels, self.batch)
         if return_logits not in self._evaluations:
             built = build_evaluation(
@@ -237,10 +238,16 @@ class Trainer:
 
     def close(self) -> None:
         """Bring the weights back into the model and let go of the trainer; the runtime does so before it stops."""
-        self.state_dict()
+        if self.steps:
+            self.state_dict()
         self._runtime.forget(self)
 
     # -- inside
+
+    def _check_alone(self, runtime: Runtime) -> None:
+        """Of two that train one model each would lose what the other has learnt."""
+        if any(user is not self and user.model is self.model and user.steps for user in runtime.users):
+            raise ConfigError("model: another Trainer trains it; use close() of that one first, or a model of its own")
 
     def _dropout_seed(self, micro: int) -> float:
         """Another one for each seed, step and micro-batch; 48 bits, which a float argument holds exactly."""

@@ -279,10 +279,16 @@ learnt = model.weights["transformer.wte.weight"]
 assert abs(learnt - before).max() > 0.5  # the mistake has cost no training
 with nt.Runtime(cpus=1):
     nt.Trainer(model, 2, 8).close()
-    again = nt.Trainer(model, 2, 8)
+    again, other = nt.Trainer(model, 2, 8), nt.Trainer(model, 2, 8)
+    assert again.evaluate(ids, ids) == other.evaluate(ids, ids)
     expect("optimizer.lr: nan", lambda: again.step(ids, ids, lr=float("nan")))
 assert (model.weights["transformer.wte.weight"] == learnt).all()
-expect("has ended", lambda: again.evaluate(ids, ids))
+with nt.Runtime(cpus=1):
+    first, second = nt.Trainer(model, 2, 8, optimizer=nt.AdamW(lr=1.0)), nt.Trainer(model, 2, 8)
+    first.step(ids, ids)
+    expect("close() of that one first", lambda: second.step(ids, ids))
+assert (model.weights["transformer.wte.weight"] != learnt).any()  # what the second one held has not come over it
+expect("has stopped", lambda: again.evaluate(ids, ids))
 print("end")
 """
     ends_well(python, code)
