@@ -133,10 +133,10 @@ class Tokenizer(Section):
         if self.path is None:
             assert self.vocab_size is not None
             return self.vocab_size
-        from nntile_py.data import load_tokenizer  # here: `tokenizers` is not needed to read most configs
+        # Here: `tokenizers` is not needed to read most configs.
+        from nntile_py.data import load_tokenizer, token_numbers
 
-        tokenizer: Any = load_tokenizer(Path(self.path))
-        return max(tokenizer.get_vocab().values(), default=-1) + 1  # there may be gaps
+        return token_numbers(load_tokenizer(Path(self.path)))
 
 
 class Train(Section):

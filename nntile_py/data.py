@@ -123,11 +123,16 @@ def load_tokenizer(path: Path) -> Tokenizer:
         raise ConfigError(f"tokenizer.path: cannot read {path} ({error}); allowed: a tokenizer.json") from None
 
 
+def token_numbers(tokenizer: Tokenizer) -> int:
+    """The largest number of a token, and one: those of its tokens may have gaps."""
+    return max(tokenizer.get_vocab().values(), default=-1) + 1
+
+
 def encode(tokenizer: Tokenizer, documents: list[str]) -> np.ndarray:
     """All documents in one 1-D array of token numbers, each closed by the end-of-text token where there is one."""
     end = tokenizer.token_to_id(END_OF_TEXT)
     tail = [] if end is None else [end]
-    dtype = np.uint16 if tokenizer.get_vocab_size() <= 2**16 else np.int32
+    dtype = np.uint16 if token_numbers(tokenizer) <= 2**16 else np.int32
     parts = []
     for first in range(0, len(documents), 64):  # in parts: an encoding in the library's form takes 100 bytes a token
         for encoding in tokenizer.encode_batch_fast(documents[first : first + 64], add_special_tokens=False):

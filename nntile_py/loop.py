@@ -22,7 +22,7 @@ from tokenizers import Tokenizer
 
 import nntile_py as nt
 from nntile_py.config import Optimizer, RunConfig
-from nntile_py.data import END_OF_TEXT, Corpus, held_out_batches, load_corpus, training_batch
+from nntile_py.data import END_OF_TEXT, Corpus, held_out_batches, load_corpus, token_numbers, training_batch
 from nntile_py.errors import NNTileError
 from nntile_py.folders import replace_file, replaced
 from nntile_py.trainer import STEPS_IN_FLIGHT
@@ -135,7 +135,7 @@ def generate(trainer: nt.Trainer, tokenizer: Tokenizer, config: RunConfig, stop:
     sample, batch, seq = config.sample, config.train.batch, config.train.seq
     end = tokenizer.token_to_id(END_OF_TEXT)
     ids = tokenizer.encode(sample.prompt, add_special_tokens=False).ids or [end or 0]
-    rng = np.random.default_rng([config.seed, 0])
+    rng, tokens = np.random.default_rng([config.seed, 0]), token_numbers(tokenizer)
     for _ in range(sample.tokens):
         if stop:
             break
@@ -143,7 +143,7 @@ def generate(trainer: nt.Trainer, tokenizer: Tokenizer, config: RunConfig, stop:
         padded = np.zeros((batch, seq), np.int64)  # what is right of the window cannot influence it
         padded[0, : len(window)] = window
         _, logits = trainer.evaluate(padded, np.full((batch, seq), -100), return_logits=True)
-        token = _draw(logits[0, len(window) - 1, : tokenizer.get_vocab_size()], sample.temperature, sample.top_k, rng)
+        token = _draw(logits[0, len(window) - 1, :tokens], sample.temperature, sample.top_k, rng)
         if token == end:
             break
         ids.append(token)

@@ -1,5 +1,6 @@
 """Corpus, tokenizer, split and batches."""
 
+import json
 import sysconfig
 import time
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 import yaml
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer
 
 from nntile_py import data
 from nntile_py.config import Data, RunConfig, load
@@ -157,6 +159,16 @@ def test_held_out_batches_are_spread_and_fixed() -> None:
     assert [b.shape for b in batches] == [(4, 10)] * 3
     assert batches[0][0, 0] == 0
     assert batches[-1][-1, -1] == 999
+
+
+def test_numbers_of_tokens_with_gaps() -> None:
+    tree = json.loads(data.train_tokenizer(["some text"], 260).to_str())
+    vocab = tree["model"]["vocab"]
+    vocab["e"] = 70000  # more than 16 bits hold
+    tokenizer = Tokenizer.from_str(json.dumps(tree))
+    assert tokenizer.get_vocab_size() == 260 and data.token_numbers(tokenizer) == 70001
+    tokens = data.encode(tokenizer, ["e"])
+    assert tokens[0] == 70000 and tokenizer.decode(tokens.tolist()) == "e"
 
 
 @pytest.mark.parametrize("text", ["a" * 10**6, " " * 10**6, "".join(np.random.default_rng(0).choice([*"ACGT"], 10**6))])

@@ -1,5 +1,7 @@
 """Tasks placed before they run: little travels, all workers have as much to do, results stay the same."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from orders import waits
@@ -18,9 +20,10 @@ CONFIG = nt.models.GPT2Config(layers=3, embed=256, heads=4, vocab=512, positions
 GPU = Speed(flop_s=600e12, bytes_s=3.5e12, link_s=250e9, latency=0.0)
 
 
-def step(tiles: dict[str, int], policy: str = "chain") -> Step:
+def step(tiles: dict[str, int], policy: str = "chain", layers: int = CONFIG.layers) -> Step:
+    model = nt.models.GPT2(replace(CONFIG, layers=layers), {})
     return build_step(
-        nt.models.GPT2(CONFIG, {}), 64, 128, Tiling(tiles), dtype="bf16", optimizer=nt.AdamW(), clip_grad_norm=1.0,
+        model, 64, 128, Tiling(tiles), dtype="bf16", optimizer=nt.AdamW(), clip_grad_norm=1.0,
         policy=policy, fusion=Fusion(), grad_accumulation=1,
     )  # fmt: skip
 
@@ -50,7 +53,7 @@ def load(tasks: list[Task], workers: int) -> list[float]:
 
 def test_batch_tiles_stay_where_they_are() -> None:
     homes: Homes = {}
-    first, update = (placed(low.tasks, 4, GPU, homes).tasks for low in step({"batch": 16}).lists)
+    first, update = (placed(low.tasks, 4, GPU, homes).tasks for low in step({"batch": 16}, layers=8).lists)
     # Weights travel and their gradients, and in the embedding what is the same for all of the batch.
     grads = {access.tile.tensor for task in first for access in task.accesses if access.tile.persistent}
     others = [t for t in first if not t.kernel.startswith("embedding_grad")]
@@ -61,7 +64,7 @@ def test_batch_tiles_stay_where_they_are() -> None:
     assert {t.worker for t in matrices} == {0, 1, 2, 3}  # the sums have ended on different workers
     at = {(a.tile.tensor, a.tile.index): t.worker for t in first for a in t.accesses if a.mode != "R"}
     stays = [t for t in matrices if at[t.accesses[3].tile.tensor, t.accesses[3].tile.index] == t.worker]
-    assert len(stays) > 0.5 * len(matrices)
+    assert len(stays) > 0.6 * len(matrices)
 
 
 @pytest.mark.parametrize(("size", "owners"), [(16, [0, 1, 2, 3]), (8, [0, 0, 1, 1, 2, 2, 3, 3]), (13, [0, 0, 1, 2, 3])])
