@@ -123,7 +123,7 @@ class Build(cpp_extension.BuildExtension):
         flags += ["-Wno-uninitialized", "-Wno-maybe-uninitialized"]
         flags += starpu["cflags"].replace("-I", "-isystem").split()
         (extension,) = self.extensions
-        extension.sources += files("nntile_py/csrc/*_cuda.cpp", "tasks/*_cuda.cpp") if cuda else []
+        extension.sources += files("nntile_py/execution/csrc/*_cuda.cpp", "tasks/*_cuda.cpp") if cuda else []
         extension.extra_compile_args = {"cxx": flags}
         # The linker is not told -fopenmp: the OpenMP runtime in use has to be the one that torch brings along.
         rpaths = dict.fromkeys([starpu["libdir"], *cpp_extension.library_paths(), *folders])
@@ -160,9 +160,9 @@ setup(
     ext_modules=[
         cpp_extension.CppExtension(
             "nntile_py._core",
-            [file for file in files("nntile_py/csrc/*.cpp", "tasks/*.cpp") if not file.endswith("_cuda.cpp")],
-            include_dirs=[str(ROOT / "nntile_py" / "csrc")],
-            depends=files("nntile_py/csrc/*.h", "tasks/*.h"),
+            [file for file in files("nntile_py/execution/csrc/*.cpp", "tasks/*.cpp") if not file.endswith("_cuda.cpp")],
+            include_dirs=[str(ROOT / "nntile_py" / "execution" / "csrc")],
+            depends=files("nntile_py/execution/csrc/*.h", "tasks/*.h"),
         )
     ],
     cmdclass={"build_ext": Build},

@@ -6,8 +6,8 @@ from collections import Counter
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from nntile_py.bench import parse_tiles
-from nntile_py.bench_step import ours_on_gpu
+from nntile_py.bench.app import parse_tiles
+from nntile_py.bench.step import ours_on_gpu
 
 STEPS = 3
 

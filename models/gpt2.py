@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from nntile_py.draws import fill
 from nntile_py.errors import ConfigError
-from nntile_py.graph import Graph
-from nntile_py.passes import Fusion
+from nntile_py.graph.fusion import Fusion
+from nntile_py.graph.graph import Graph
+from nntile_py.models.init import fill
 from nntile_py.tasks import Tensor
 
 if TYPE_CHECKING:

@@ -6,18 +6,19 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from nntile_py import models, tasks, tiles
     from nntile_py.errors import ConfigError, NNTileError, TaskError
-    from nntile_py.optimizers import SGD, AdamW
-    from nntile_py.passes import Fusion
-    from nntile_py.runtime import Array, Runtime, array, task
-    from nntile_py.trainer import Pending, StepResult, Trainer
+    from nntile_py.execution.runtime import Array, Runtime, array, task
+    from nntile_py.graph.fusion import Fusion
+    from nntile_py.graph.optimizers import SGD, AdamW
+    from nntile_py.training.trainer import Pending, StepResult, Trainer
 
 __version__ = "0.1.0"
 
 # Imported at first use: torch takes seconds, and `nntile --help` or a wrong config should not wait for it.
 _HOME = {
-    "SGD": "optimizers", "AdamW": "optimizers", "Array": "runtime", "ConfigError": "errors", "Fusion": "passes",
-    "NNTileError": "errors", "Pending": "trainer", "Runtime": "runtime", "StepResult": "trainer",
-    "TaskError": "errors", "Trainer": "trainer", "array": "runtime", "task": "runtime",
+    "SGD": "graph.optimizers", "AdamW": "graph.optimizers", "Array": "execution.runtime", "ConfigError": "errors",
+    "Fusion": "graph.fusion", "NNTileError": "errors", "Pending": "training.trainer", "Runtime": "execution.runtime",
+    "StepResult": "training.trainer", "TaskError": "errors", "Trainer": "training.trainer",
+    "array": "execution.runtime", "task": "execution.runtime",
 }  # fmt: skip
 _MODULES = ("models", "tasks", "tiles")
 

@@ -55,14 +55,14 @@ def train(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Write into a folder that is not empty.")] = False,
 ) -> None:
     """Train the model that CONFIG describes."""
-    from nntile_py.config import load
+    from nntile_py.config.run import load
 
     loaded = load(config, sets or [])
     folder = _run_folder(Path(config).stem, loaded.out, out, overwrite)
     try:
         from rich.console import Console
 
-        from nntile_py.loop import train as run
+        from nntile_py.training.loop import train as run
 
         status = run(loaded.model_copy(update={"out": str(folder)}), folder, Console())
     except KeyboardInterrupt:
@@ -74,10 +74,10 @@ def train(
 @app.command()
 def plan(config: Config, sets: Sets = None, as_json: Json = False) -> None:
     """Print parameters, tasks, flop and bytes, without running."""
-    from nntile_py.config import load
+    from nntile_py.config.run import load
 
     loaded = load(config, sets or [])
-    from nntile_py.plan import plan as make
+    from nntile_py.analysis.plan import plan as make
 
     made = make(loaded)
     _print(made.to_dict() if as_json else made.render())
@@ -94,7 +94,7 @@ def profile(
     fxt: Annotated[bool, typer.Option("--fxt", help="Leave StarPU's own trace too, for ViTE and StarVZ.")] = False,
 ) -> None:
     """Run a few steps; leave trace, Gantt, report and what holds CONFIG back."""
-    from nntile_py.config import load
+    from nntile_py.config.run import load
 
     _one_of("--work", work, ("train", "inference"))
     loaded = load(config, sets or [])
@@ -122,11 +122,11 @@ def graph(
     """Draw operators or tile tasks, with flop and bytes, before and after fusion."""
     from typing import get_args
 
-    from nntile_py.config import load
+    from nntile_py.config.run import load
 
     loaded = load(config, sets or [])
-    from nntile_py import draw
-    from nntile_py.workloads import Work
+    from nntile_py.analysis import draw
+    from nntile_py.analysis.workloads import Work
 
     _one_of("--level", level, ("logical", "tiles"))
     _one_of("--phase", phase, draw.PHASES)
@@ -150,9 +150,9 @@ def sweep(
     """Measure a config at many points; goes on where it was interrupted."""
     from rich.console import Console
 
-    from nntile_py import sweep as sweeps
-    from nntile_py.autotune import search
-    from nntile_py.sweep_results import best_options, summary
+    from nntile_py.sweep import spec as sweeps
+    from nntile_py.sweep.autotune import search
+    from nntile_py.sweep.results import best_options, summary
 
     console = Console(stderr=True)
     path, folder = Path(config), out or Path("runs") / f"sweep-{Path(config).stem}"
@@ -181,7 +181,7 @@ def experiment(
     """Reproduce a figure or table of a paper (no NAME: list them)."""
     from rich.console import Console
 
-    from nntile_py import experiment as parts
+    from nntile_py.sweep import experiment as parts
 
     _one_of("--scale", scale, ("cpu", "gpu"))
     _one_of("--mode", mode or "training", ("training", "inference"))
@@ -213,7 +213,7 @@ def doctor(as_json: Json = False) -> None:
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True}, add_help_option=False)
 def bench(context: typer.Context) -> None:
     """Measure: tasks, steps, tile sizes (nntile bench --help)."""
-    from nntile_py.bench import bench_app  # its own typer app, handed all that follows
+    from nntile_py.bench.app import bench_app  # its own typer app, handed all that follows
 
     raise typer.Exit(bench_app(context.args, prog_name="nntile bench", standalone_mode=False) or 0)
 

@@ -16,7 +16,7 @@ import torch
 from rich.markup import escape
 from rich.table import Column, Table
 
-from nntile_py.folders import cache_folder
+from nntile_py.system.folders import cache_folder
 
 
 class Check(TypedDict):

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Compiles the CUDA side of the C++, syntax only: no GPU, no driver and no torch with CUDA are needed.
-#   scripts/check_cuda_syntax.sh [FILE...]     by default all of nntile_py/csrc and tasks
+#   scripts/check_cuda_syntax.sh [FILE...]     by default all of nntile_py/execution/csrc and tasks
 set -euo pipefail
 cd "$(dirname "$0")/.."
-[ $# -gt 0 ] || set -- nntile_py/csrc/*.cpp tasks/*.cpp
+[ $# -gt 0 ] || set -- nntile_py/execution/csrc/*.cpp tasks/*.cpp
 python=python3
 [ ! -x .venv/bin/python ] || python=.venv/bin/python
 prefix=$(NNTILE_CUDA=1 scripts/build_starpu.sh)
@@ -24,4 +24,4 @@ PY
 # shellcheck disable=SC2016
 printf '%s\0' "$@" | xargs -0 -P "${MAX_JOBS:-2}" -I{} sh -c 'echo "$1"; file=$1; shift; exec "$@" "$file"' - {} \
     "${CXX:-g++}" -fsyntax-only -std=c++20 -march=native -fopenmp -Wall -Wextra -Werror -Wno-uninitialized -Wno-maybe-uninitialized \
-    -DNNTILE_CUDA -Inntile_py/csrc "${flags[@]}"
+    -DNNTILE_CUDA -Inntile_py/execution/csrc "${flags[@]}"

@@ -100,7 +100,7 @@ fi
 installed=.venv/.setup-done
 compiled=.venv/.compiled
 config=$starpu/include/starpu/1.4/starpu_config.h
-state=$({ cat pyproject.toml setup.py "$config"; find nntile_py/csrc tasks -name '*.cpp' | sort; ls -d .venv/lib/*/site-packages/torch-*.dist-info
+state=$({ cat pyproject.toml setup.py "$config"; find nntile_py/execution/csrc tasks -name '*.cpp' | sort; ls -d .venv/lib/*/site-packages/torch-*.dist-info
     echo "$PWD $starpu ${NNTILE_ARCH:-}"; } 2>&1 | sha256sum)
 compile() {
     say "compiling the extension"
@@ -120,7 +120,7 @@ if [ ! -e $installed ] || [ "$(cat $installed)" != "$state" ]; then
     say "pip install -e ."
     $pip --no-build-isolation -e '.[test]'
 elif [ ! -e $compiled ] || ! compgen -G 'nntile_py/_core*.so' >/dev/null ||
-    [ -n "$(find nntile_py/csrc tasks -name '*.[ch]*' -newer $compiled -print -quit)" ]; then
+    [ -n "$(find nntile_py/execution/csrc tasks -name '*.[ch]*' -newer $compiled -print -quit)" ]; then
     compile
 else
     rm $compiled.now

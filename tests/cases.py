@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from conftest import error
 
-from nntile_py.graph import Graph
-from nntile_py.lowering import lower
-from nntile_py.program import Store, programs
+from nntile_py.execution.program import Store, programs
+from nntile_py.graph.graph import Graph
+from nntile_py.graph.lowering import lower
 from nntile_py.tasks import IGNORED, Op, Tensor
 from nntile_py.tasks.op import wide
 from nntile_py.tasks.optimizer import joined

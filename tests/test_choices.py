@@ -107,7 +107,7 @@ def test_without_a_home(python: Any) -> None:
 import os, pathlib
 def nobody(): raise RuntimeError("Could not determine home directory.")
 pathlib.Path.home = nobody
-from nntile_py.folders import cache_folder
+from nntile_py.system.folders import cache_folder
 print(cache_folder().parent.is_dir())
 """
     assert python(code).stdout == "True\n"

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from nntile_py import cli
-from nntile_py.config import load, load_scheduler
+from nntile_py.config.run import load, load_scheduler
 from nntile_py.errors import ConfigError
 
 TINY = Path(__file__).parents[1] / "experiments" / "gpt2_tiny.yaml"
@@ -253,7 +253,7 @@ def saved_model(folder: Path) -> None:
 
 
 def test_a_saved_model_gives_shape_and_tokenizer(tmp_path: Path) -> None:
-    from nntile_py.data import train_tokenizer
+    from nntile_py.training.data import train_tokenizer
 
     saved_model(tmp_path / "saved")
     train_tokenizer(["some text"], 260).save(str(tmp_path / "saved" / "tokenizer.json"))

@@ -190,7 +190,7 @@ def test_task_in_python(cuda: nt.Runtime) -> None:
 LIMIT = """
 import sys; sys.path.insert(0, sys.argv[1])
 import test_cuda, nntile_py as nt
-from nntile_py import disk
+from nntile_py.execution import disk
 folder, limit = sys.argv[1:3]
 more = {"memory": int(sys.argv[3]) << 20, "disk": {"path": sys.argv[4], "size": 1 << 30}} if sys.argv[3:] else {}
 if sys.argv[5:]: disk._direct = lambda folder: False
@@ -216,7 +216,7 @@ def test_eviction(python: Any, cuda: nt.Runtime, unlimited: str, limit: int) -> 
 
 MOVED = """
 import numpy as np, nntile_py as nt, sys
-from nntile_py import program
+from nntile_py.execution import program
 from nntile_py.profile.collect import make_trace, watched
 from nntile_py.tiles import TaskList, Tile
 from nntile_py.tiles.tasklist import merge

@@ -12,9 +12,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from nntile_py import data
-from nntile_py.config import Data, RunConfig, load
+from nntile_py.config.run import Data, RunConfig, load
 from nntile_py.errors import ConfigError
+from nntile_py.training import data
 
 
 def config(tmp_path: Path, source: str, *overrides: str) -> RunConfig:

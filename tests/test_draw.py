@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from nntile_py import draw
-from nntile_py.config import RunConfig
+from nntile_py.analysis import draw
+from nntile_py.analysis.workloads import build
+from nntile_py.config.run import RunConfig
 from nntile_py.errors import ConfigError, NNTileError
-from nntile_py.workloads import build
 
 TREE: dict[str, Any] = {
     "model": {"layers": 2, "embed": 16, "heads": 2, "vocab": 300, "positions": 8},

@@ -5,7 +5,7 @@ import os
 import numpy as np
 import pytest
 
-from nntile_py import draws
+from nntile_py.models import init as draws
 from nntile_py.models.gpt2 import GPT2Config, initial_weights
 
 

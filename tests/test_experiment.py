@@ -6,9 +6,11 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from nntile_py import draw, experiment, sweep
+from nntile_py.analysis import draw
 from nntile_py.errors import ConfigError, NNTileError
 from nntile_py.profile import FILES
+from nntile_py.sweep import experiment
+from nntile_py.sweep import spec as sweep
 
 CONSOLE = Console(stderr=True)
 

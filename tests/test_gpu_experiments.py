@@ -7,13 +7,15 @@ from typing import Any
 
 import pytest
 
-from nntile_py import experiment, nominal, sweep
-from nntile_py.config import RunConfig
-from nntile_py.plan import estimate
+from nntile_py.analysis.plan import estimate
+from nntile_py.analysis.workloads import build
+from nntile_py.config.run import RunConfig
+from nntile_py.sweep import experiment
+from nntile_py.sweep import spec as sweep
 from nntile_py.tasks import launch
+from nntile_py.tiles import device_model as nominal
 from nntile_py.tiles.groups import GROUP_SECONDS, grouped
 from nntile_py.tiles.placement import Homes, placed
-from nntile_py.workloads import build
 
 if not importlib.util.find_spec("triton"):  # not imported here: test_triton.py has to be the first to do so
     pytest.skip("triton is there on Linux only", allow_module_level=True)

@@ -6,8 +6,8 @@ import pytest
 from orders import waits
 
 import nntile_py as nt
-from nntile_py.build import build_step
-from nntile_py.passes import Fusion
+from nntile_py.graph.fusion import Fusion
+from nntile_py.graph.step import build_step
 from nntile_py.tiles import R, TaskList, Tile, Tiling, W
 from nntile_py.tiles.groups import MOST_PARTS, grouped
 

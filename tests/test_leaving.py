@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import nntile_py as nt
-from nntile_py import program
-from nntile_py.build import build_step
+from nntile_py.execution import program
+from nntile_py.graph.fusion import Fusion
+from nntile_py.graph.step import build_step
 from nntile_py.models.gpt2 import initial_weights
-from nntile_py.passes import Fusion
 from nntile_py.tiles import RW, R, TaskList, Tile, Tiling, W
 from nntile_py.tiles.leaving import FULL, mark_leaving, room_in_turn
 from nntile_py.tiles.tasklist import Task

@@ -16,10 +16,11 @@ import numpy as np
 import pytest
 import yaml
 
-from nntile_py import cli, data, loop
-from nntile_py.config import Optimizer, load
+from nntile_py import cli
+from nntile_py.config.run import Optimizer, load
 from nntile_py.errors import ConfigError, NNTileError
-from nntile_py.folders import replaced
+from nntile_py.system.folders import replaced
+from nntile_py.training import data, loop
 
 TREE: dict[str, Any] = {
     "model": {"layers": 1, "embed": 16, "heads": 2},

@@ -8,10 +8,10 @@ from conftest import CPUS, error
 from faults import PRELUDE, ends_well
 
 import nntile_py as nt
-from nntile_py import memory, runtime
-from nntile_py.build import build_step
-from nntile_py.cgroup import machine_memory
-from nntile_py.passes import Fusion
+from nntile_py.execution import memory, runtime
+from nntile_py.graph.fusion import Fusion
+from nntile_py.graph.step import build_step
+from nntile_py.system.cgroup import machine_memory
 from nntile_py.tiles import Tiling
 from nntile_py.tiles.groups import grouped
 from nntile_py.tiles.leaving import mark_leaving
@@ -77,7 +77,7 @@ print("end")
 
 TRAIN = """
 import sys
-from nntile_py import disk
+from nntile_py.execution import disk
 memory, folder, policy, direct, scheduler = sys.argv[1:]
 how = {"placement": "planned"} if scheduler == "planned" else {"scheduler": scheduler}
 if direct == "False": disk._direct = lambda folder: False

@@ -15,7 +15,7 @@ from operators import ROWS
 
 import nntile_py as nt
 from nntile_py import tasks as ops
-from nntile_py.graph import Graph
+from nntile_py.graph.graph import Graph
 from nntile_py.tasks import IGNORED, Op, Tensor
 from nntile_py.tasks.optimizer import joined, split
 

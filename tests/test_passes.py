@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 from nntile_py import tasks as ops
-from nntile_py.build import build_step
 from nntile_py.errors import ConfigError
-from nntile_py.graph import Graph
+from nntile_py.graph.fusion import Fusion, fuse
+from nntile_py.graph.graph import Graph
+from nntile_py.graph.optimizers import AdamW
+from nntile_py.graph.step import build_step
 from nntile_py.models import GPT2, GPT2Config
-from nntile_py.optimizers import AdamW
-from nntile_py.passes import Fusion, fuse
 from nntile_py.tasks import Tensor
 from nntile_py.tiles import Tiling
 

@@ -7,9 +7,9 @@ import pytest
 from orders import waits
 
 import nntile_py as nt
-from nntile_py.build import Step, build_step
+from nntile_py.graph.fusion import Fusion
+from nntile_py.graph.step import Step, build_step
 from nntile_py.models.gpt2 import initial_weights
-from nntile_py.passes import Fusion
 from nntile_py.profile.collect import run_steps
 from nntile_py.tiles import ACC, R, TaskList, Tile, Tiling, W
 from nntile_py.tiles.groups import grouped

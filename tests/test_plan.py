@@ -7,12 +7,12 @@ from typing import Any, cast
 import pytest
 
 import nntile_py as nt
-from nntile_py import nominal
-from nntile_py.config import RunConfig, load
+from nntile_py.analysis.plan import Plan, estimate, plan
+from nntile_py.analysis.workloads import build
+from nntile_py.config.run import RunConfig, load
 from nntile_py.errors import ConfigError
-from nntile_py.plan import Plan, estimate, plan
 from nntile_py.tiles import R, TaskList, Tile, W
-from nntile_py.workloads import build
+from nntile_py.tiles import device_model as nominal
 
 TINY = Path(__file__).parents[1] / "experiments/gpt2_tiny.yaml"
 
@@ -26,8 +26,8 @@ def of(*overrides: str) -> tuple[RunConfig, Plan]:
 @pytest.mark.parametrize("tiles", ["{}", "{batch: 3, embed: 40, vocab: 130}"])
 def test_the_plan_is_what_runs(tiles: str, accumulation: int) -> None:
     config, made = of(f"tiles={tiles}", f"train.grad_accumulation={accumulation}")
-    from nntile_py.loop import model_config
     from nntile_py.models.gpt2 import GPT2, initial_weights
+    from nntile_py.training.loop import model_config
 
     shape = model_config(config)
     with nt.Runtime(cpus=1):

@@ -19,7 +19,7 @@ from traces import US, chain, independent, info, scheduled
 
 import nntile_py as nt
 from nntile_py import profile
-from nntile_py.config import RunConfig, load
+from nntile_py.config.run import RunConfig, load
 from nntile_py.profile import analysis, collect, events, rules
 from nntile_py.profile.trace import Trace, accumulating, one_after_the_other
 from nntile_py.tiles.order import Use, critical_path, dependencies
@@ -200,11 +200,11 @@ def test_a_groups_time_is_shared_by_floors(tmp_path: Path) -> None:
 
 def test_groups_of_a_real_program(tmp_path: Path) -> None:
     """The groups that a GPU would get, on a CPU worker."""
+    from nntile_py.analysis.workloads import build
+    from nntile_py.execution.program import Store, programs
     from nntile_py.profile.collect import make_trace, watched
-    from nntile_py.program import Store, programs
-    from nntile_py.sweep_point import _fill
+    from nntile_py.sweep.point import _fill
     from nntile_py.tiles.groups import grouped
-    from nntile_py.workloads import build
 
     config = RunConfig.model_validate(CONFIG | {"fusion": False})
     ((graph, low),) = build(config, "linear_relu").graphs
@@ -366,11 +366,11 @@ def test_files_of_a_run(measured: tuple[str, Path]) -> None:
 def test_no_task_begins_before_its_predecessors_end(measured: tuple[str, Path]) -> None:
     """Dates from the file against the dependencies of the config's program, built anew."""
     policy, folder = measured
-    from nntile_py.build import build_step
-    from nntile_py.loop import build_optimizer, model_config
+    from nntile_py.graph.fusion import Fusion
+    from nntile_py.graph.step import build_step
     from nntile_py.models.gpt2 import GPT2
-    from nntile_py.passes import Fusion
     from nntile_py.tiles import Tiling
+    from nntile_py.training.loop import build_optimizer, model_config
 
     config = load(folder / "config.yaml")
     step = build_step(

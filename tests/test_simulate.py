@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 
 import nntile_py as nt
-from nntile_py import nominal
-from nntile_py.build import build_step
-from nntile_py.config import load
-from nntile_py.passes import Fusion
-from nntile_py.plan import plan
-from nntile_py.simulate import planned_seconds, play
+from nntile_py.analysis.plan import plan
+from nntile_py.analysis.simulate import planned_seconds, play
+from nntile_py.config.run import load
+from nntile_py.graph.fusion import Fusion
+from nntile_py.graph.step import build_step
 from nntile_py.tiles import R, TaskList, Tile, Tiling, W
+from nntile_py.tiles import device_model as nominal
 from nntile_py.tiles.placement import Speed
 
 EXPERIMENTS = Path(__file__).parents[1] / "experiments"

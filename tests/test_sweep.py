@@ -15,11 +15,12 @@ import pytest
 import yaml
 from rich.console import Console
 
-from nntile_py import autotune, experiment, sweep
-from nntile_py.config import load
+from nntile_py.analysis.plan import estimate
+from nntile_py.config.run import load
 from nntile_py.errors import ConfigError
-from nntile_py.plan import estimate
-from nntile_py.sweep_results import best_row, draw_plot, pooled, shown_rows, summary, table
+from nntile_py.sweep import autotune, experiment
+from nntile_py.sweep import spec as sweep
+from nntile_py.sweep.results import best_row, draw_plot, pooled, shown_rows, summary, table
 from nntile_py.tiles import RW, R, TaskList, Tile, W
 
 BASE: dict[str, Any] = {

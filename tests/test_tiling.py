@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 
 import nntile_py as nt
 from nntile_py import tasks as ops
-from nntile_py.build import Step, build_step
 from nntile_py.errors import ConfigError
-from nntile_py.graph import Graph
-from nntile_py.lowering import lower
+from nntile_py.graph.fusion import Fusion
+from nntile_py.graph.graph import Graph
+from nntile_py.graph.lowering import lower
+from nntile_py.graph.step import Step, build_step
 from nntile_py.models import GPT2, GPT2Config
-from nntile_py.passes import Fusion
 from nntile_py.tiles import ACC, AXES, RW, Part, R, Slot, TaskList, Tile, Tiling, W
 
 POLICIES = ("chain", "commute", "redux", "tree")

@@ -16,7 +16,7 @@ from cases import SIZES, Case, Values
 from conftest import Python, error
 from operators import ROWS, adamw, sgd
 
-from nntile_py.lowering import lower
+from nntile_py.graph.lowering import lower
 from nntile_py.tasks import Contract, Lowering, Tensor, launch
 from nntile_py.tasks.optimizer import joined, split
 from nntile_py.tiles import RW, R, Tile, Tiling, W
@@ -232,7 +232,7 @@ import sys
 sys.path.insert(0, sys.argv[1])
 from cases import Case
 from operators import ROWS, adamw
-from nntile_py.lowering import lower
+from nntile_py.graph.lowering import lower
 from nntile_py.tasks import launch
 from nntile_py.tiles import Tiling
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from nntile_py.config import RunConfig
+    from nntile_py.config.run import RunConfig
     from nntile_py.profile.trace import Trace
 
 # All that it leaves, without --fxt.
@@ -24,8 +24,8 @@ def profile(
     The steps are of training, or forward passes, on random tokens: no corpus is read. fxt: leave StarPU's own trace
     in the folder `fxt` too."""
     import nntile_py as nt
-    from nntile_py.loop import build_model, build_trainer
     from nntile_py.profile import collect
+    from nntile_py.training.loop import build_model, build_trainer
 
     runtime = nt.Runtime.from_config(config.runtime.model_dump())
     raw, made, ran = (folder / "fxt").resolve(), [], False
@@ -54,7 +54,7 @@ def profile(
 
 def write(trace: Trace, peaks: Any, tiles: Any, folder: Path, name: str) -> dict[str, Any]:
     """All files of a profile, from a trace."""
-    from nntile_py.bench_contestants import machine
+    from nntile_py.bench.contestants import machine
     from nntile_py.profile import analysis, events, gantt, report, rules
 
     summary = analysis.summarise(trace, peaks, tiles)

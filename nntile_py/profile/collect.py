@@ -15,10 +15,10 @@ import numpy as np
 
 import nntile_py as nt
 from nntile_py import _core
-from nntile_py.config import RunConfig
+from nntile_py.config.run import RunConfig
+from nntile_py.execution.program import Program
 from nntile_py.profile.analysis import Peak, device_peak, measure_cpu
 from nntile_py.profile.trace import REDUCTION, Bus, Info, Trace, Worker, one_after_the_other
-from nntile_py.program import Program
 from nntile_py.tiles.order import Use
 from nntile_py.tiles.tasklist import Task, TaskList
 

@@ -1,0 +1,1 @@
+"""What a config becomes, told without running it: plans, simulation, drawings."""

@@ -1,0 +1,201 @@
+"""What a config will cost, told without running it: `nntile plan`."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from nntile_py.analysis.simulate import leaving_bytes, planned_seconds
+from nntile_py.graph.fusion import Fusion
+from nntile_py.graph.step import Step, build_step
+from nntile_py.models.gpt2 import GPT2, weight_shapes
+from nntile_py.tasks import Lowering
+from nntile_py.tiles import TaskList, Tiling
+from nntile_py.tiles import device_model as nominal
+from nntile_py.tiles.order import Use, critical_path, dependencies
+from nntile_py.tiles.placement import Speed
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from nntile_py.config.run import RunConfig
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Of task lists that run one after the other: `parallelism` is all work over the longest chain of tasks."""
+
+    tasks: int
+    bytes_moved: int
+    peak_bytes: int
+    mean_task: float  # seconds
+    parallelism: float
+    seconds: float
+    speed: Speed  # of a worker
+
+
+def estimate(lists: list[TaskList], workers: int, gpu: bool = False) -> Estimate:
+    """What a nominal machine would need: `plan` for any task lists."""
+    speed = nominal.speed(lists, gpu)
+    kept = {(a.tile.tensor, a.tile.index): a.tile.bytes for low in lists for task in low.tasks for a in task.accesses
+            if a.tile.persistent}  # fmt: skip
+    work, chain, seconds = 0.0, 0.0, 0.0
+    for low in lists:
+        all_of_it, longest = _work_and_chain(low, speed)
+        work, chain = work + all_of_it, chain + longest
+        seconds += max(all_of_it / workers, longest)
+    tasks = sum(len(low.tasks) for low in lists)
+    return Estimate(
+        tasks=tasks,
+        bytes_moved=sum(task.bytes for low in lists for task in low.tasks),
+        peak_bytes=max(low.peak_bytes(sum(kept.values())) for low in lists),
+        mean_task=work / max(tasks, 1) - speed.overhead,
+        parallelism=work / (chain or 1.0),
+        seconds=seconds,
+        speed=speed,
+    )
+
+
+def _work_and_chain(low: TaskList, speed: Speed) -> tuple[float, float]:
+    """Seconds of all tasks, and of the longest chain of tasks that wait for each other."""
+    takes = [speed.seconds(task) + speed.overhead for task in low.tasks]
+    before = dependencies([Use(a.tile, a.mode) for a in task.accesses] for task in low.tasks)
+    return sum(takes), sum(takes[number] for number in critical_path(before, takes))
+
+
+@dataclass
+class Row:
+    """Operators of one kind and phase: how many, into how many tiles and tasks, flop, bytes moved."""
+
+    operators: int = 0
+    tiles: int = 0
+    tasks: int = 0
+    flop: float = 0.0
+    bytes: int = 0
+    kernels: Counter[str] = field(default_factory=Counter)
+
+
+@dataclass
+class Plan:
+    """Of one optimizer step: parameters, tasks, flop, bytes; `rows` by (phase, kind of operator)."""
+
+    parameters: int
+    tokens: int
+    tasks: int
+    flop: float
+    bytes_moved: int
+    peak_bytes: int
+    leaving_bytes: int
+    state_bytes: int
+    task_seconds: float
+    step_seconds: float
+    workers: str
+    digest: str
+    rows: dict[tuple[str, str], Row]
+
+    def to_dict(self) -> dict[str, Any]:
+        rows = [
+            {"phase": phase, "operator": kind} | {k: v for k, v in vars(row).items() if k != "kernels"}
+            | {"kernels": dict(row.kernels)}
+            for (phase, kind), row in self.rows.items()
+        ]  # fmt: skip
+        return {k: v for k, v in vars(self).items() if k != "rows"} | {"operators": rows}
+
+    def render(self) -> RenderableType:
+        from rich.console import Group
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table(box=None, pad_edge=False, header_style="bold")
+        for name in ("phase", "operator"):
+            table.add_column(name)
+        for name in ("count", "tiles", "tasks", "Gflop", "GB moved", "Mflop/task"):
+            table.add_column(name, justify="right")
+        for (phase, kind), row in self.rows.items():
+            each = row.flop / max(row.tasks, 1) / 1e6
+            numbers = [row.operators, row.tiles, row.tasks]
+            cells = [f"{n:,}" for n in numbers] + [f"{row.flop / 1e9:.3f}", f"{row.bytes / 1e9:.3f}", f"{each:.2f}"]
+            table.add_row(phase, kind, *cells)
+        leaving = self.leaving_bytes / 1e9
+        lines = [
+            f"parameters          {self.parameters:,}",
+            f"tokens a step       {self.tokens:,}",
+            f"tasks a step        {self.tasks:,}",
+            f"flop a step         {self.flop / 1e9:,.1f} G",
+            f"bytes moved a step  {self.bytes_moved / 1e9:,.2f} GB",
+            f"bytes at peak       {self.peak_bytes / 2**20:,.1f} MiB",
+            f"  kept all the time {self.state_bytes / 2**20:,.1f} MiB: weights, gradients, optimizer state",
+            *([f"leave the GPU       {leaving:,.1f} GB a step, and come back"] if leaving else []),
+            f"mean task           {self.task_seconds * 1e6:,.0f} us",
+            f"time a step         {self.step_seconds:,.3g} s, on {self.workers}",
+            f"program             {self.digest[:16]}",
+        ]
+        return Group(table, Text(), *map(Text, lines))
+
+
+def plan(config: RunConfig) -> Plan:
+    """The plan of a training config; nothing is run and no weight is made."""
+    from nntile_py.training.loop import build_optimizer, model_config
+
+    shape = model_config(config)
+    step = build_step(
+        GPT2(shape, {}), config.train.batch, config.train.seq, Tiling(config.tiles.model_dump(exclude_none=True)),
+        dtype=config.precision, optimizer=build_optimizer(config), clip_grad_norm=config.optimizer.clip_grad_norm,
+        policy=config.accumulate, fusion=Fusion.of(config.fusion.model_dump()),
+        grad_accumulation=config.train.grad_accumulation,
+    )  # fmt: skip
+    return summarise(step, shape_words=sum(math.prod(s) for _, s, _ in weight_shapes(shape)), config=config)
+
+
+def summarise(step: Step, *, shape_words: int, config: RunConfig) -> Plan:
+    repeats = config.train.grad_accumulation
+    parts: list[tuple[Lowering, int]] = [(step.first, 1), (step.update, 1)]
+    if step.more:
+        parts.insert(1, (step.more, repeats - 1))
+    kinds: dict[str, tuple[str, str]] = {}
+    rows: dict[tuple[str, str], Row] = {}
+    for graph, low in ((step.graph, step.first), (step.update_graph, step.update)):
+        for op in graph.ops:
+            phase = "update" if graph is step.update_graph else op.phase
+            row = rows.setdefault((phase, op.kind), Row())
+            row.operators += 1
+            row.tiles += sum(len(low.grid(t)) for t in op.outputs)
+            kinds[op.name if op.phase == "forward" else f"{op.name}.{op.phase}"] = (phase, op.kind)
+    for low, times in parts:
+        for task in low.tasks.tasks:
+            row = rows[kinds[task.op]]
+            row.tasks += times
+            row.flop += times * task.flop
+            row.bytes += times * task.bytes
+            row.kernels[task.kernel] += times
+    tasks = sum(row.tasks for row in rows.values())
+    gpu = config.runtime.cuda != 0
+    of = estimate([low.tasks for low, times in parts for _ in range(times)], config.workers, gpu)
+    seconds = of.seconds
+    leaving = 0
+    if config.planned or (gpu and config.workers == 1):  # one GPU runs the tasks in their order, in groups as by a plan
+        lists = [low.tasks for low, times in parts for _ in range(times)]
+        seconds = planned_seconds(lists, config.workers, of.speed)
+        runs = config.runtime
+        if gpu and config.workers == 1 and runs.cuda_memory and not runs.cpus and not runs.disk:
+            leaving = leaving_bytes(lists, runs.cuda_memory)
+            seconds += leaving / of.speed.host_s
+    kind = ("GPU" if gpu else "CPU worker") + "s" * (config.workers > 1)
+    each = f"{of.speed.flop_s / 1e9:,.0f} Gflop/s and {of.speed.bytes_s / 1e9:,.0f} GB/s"
+    return Plan(
+        parameters=shape_words,
+        tokens=repeats * config.train.batch * config.train.seq,
+        tasks=tasks,
+        flop=repeats * step.flop,
+        bytes_moved=sum(row.bytes for row in rows.values()),
+        peak_bytes=step.peak_bytes(),
+        leaving_bytes=leaving,
+        state_bytes=sum(step.kept_tiles().values()),
+        task_seconds=of.mean_task,
+        step_seconds=seconds,
+        workers=f"{config.workers} {kind} of {each}",
+        digest=step.first.tasks.digest(),
+        rows=rows,
+    )

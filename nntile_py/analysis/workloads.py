@@ -1,0 +1,200 @@
+"""What can be drawn, swept and timed besides a training step: inference, and the small graphs that papers measure.
+
+All sizes come from a run's config, so that any key of it can be swept. Pure data: nothing here touches StarPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+from nntile_py.errors import ConfigError
+from nntile_py.graph.fusion import Fusion, fuse
+from nntile_py.graph.graph import Graph
+from nntile_py.graph.lowering import lower
+from nntile_py.graph.step import TILE_DTYPE, Step, build_evaluation, build_step
+from nntile_py.models.gpt2 import GPT2, Binding
+from nntile_py.tasks import Lowering, Op, Tensor
+from nntile_py.tasks.op import GraphLike
+from nntile_py.tiles import TaskList, Tiling
+
+if TYPE_CHECKING:
+    from nntile_py.config.run import RunConfig
+
+Work = Literal["train", "inference", "linear_relu", "linear_reshape", "qkv_none", "qkv_qk", "qkv_all", "layer"]
+Phase = Literal["forward", "backward", "all"]
+
+
+@dataclass
+class Built:
+    """Graphs with their task lists, in the order in which they run in a step."""
+
+    graphs: list[tuple[Graph, Lowering]]
+    flop: float  # of contractions and attentions
+    bindings: list[Binding] = field(default_factory=list)  # the weights, of inference
+
+    @property
+    def lists(self) -> list[TaskList]:
+        return [low.tasks for _, low in self.graphs]
+
+
+def build(config: RunConfig, work: Work = "train", phase: Phase = "all", *, fusion: Fusion | None = None) -> Built:
+    """The graphs of a workload of the sizes of `config`. `fusion` instead of the config's own."""
+    from nntile_py.training.loop import build_optimizer, model_config
+
+    fusion = fusion or Fusion.of(config.fusion.model_dump())
+    tiling = Tiling(config.tiles.model_dump(exclude_none=True))
+    batch, seq = config.train.batch, config.train.seq
+    try:
+        if work == "train":
+            step = build_step(
+                GPT2(model_config(config), {}), batch, seq, tiling, dtype=config.precision,
+                optimizer=build_optimizer(config), clip_grad_norm=config.optimizer.clip_grad_norm,
+                policy=config.accumulate, fusion=fusion, grad_accumulation=config.train.grad_accumulation,
+            )  # fmt: skip
+            return of_step(step, config.train.grad_accumulation)
+        if work == "inference":
+            made = build_evaluation(
+                GPT2(model_config(config), {}), batch, seq, tiling, dtype=config.precision, policy=config.accumulate,
+                fusion=fusion, keep_logits=False,
+            )  # fmt: skip
+            return Built([(made.graph, made.forward)], made.graph.flop(), made.bindings)
+    except ValueError as error:  # of the operators: a tiling that they do not take
+        raise ConfigError(str(error)) from None
+    graph = small_graph(config, work, fusion, backward=phase != "forward")
+    if phase != "all":
+        select(graph, phase)
+    return Built([(graph, lower(graph, tiling, config.accumulate))], graph.flop())
+
+
+def of_step(step: Step, grad_accumulation: int) -> Built:
+    """What a training step runs."""
+    more = [(step.graph, step.more)] * (grad_accumulation - 1) if step.more else []
+    return Built([(step.graph, step.first), *more, (step.update_graph, step.update)], grad_accumulation * step.flop)
+
+
+def small_graph(config: RunConfig, work: Work, fusion: Fusion, *, backward: bool) -> Graph:
+    """A graph of x [batch, seq, embed] and, with `backward`, of the gradients for an output gradient that is given."""
+    graph = Graph(TILE_DTYPE.get(config.precision, config.precision))
+    x = graph.named("x", ["batch", "seq", "embed"], [config.train.batch, config.train.seq, config.model.embed], "input")
+    x.requires_grad = True  # a layer inside of a model passes a gradient on
+    outputs = _MAKERS[work](graph, x, config)
+    if backward:
+        loss = graph.add(_Given(outputs, graph.temp("loss", ["one"], [1], "fp64"))).output
+        graph.backward(loss)
+        graph.ops = [op for op in graph.ops if not isinstance(op, _Given)]
+    for tensor in outputs:
+        tensor.kind = "scalar"  # read by whoever asked for it: not to be fused away
+    return fuse(graph, fusion, False, Tiling(config.tiles.model_dump(exclude_none=True)))
+
+
+def select(graph: Graph, phase: str, layer: int | None = None) -> Graph:
+    """Keep the operators of one phase, of one layer; what they read from elsewhere is an input then. In place."""
+    inside = (f"h{layer}.", f"transformer.h.{layer}.")
+    graph.ops = [op for op in graph.ops if phase in ("all", op.phase) and (layer is None or op.name.startswith(inside))]
+    made = {t.storage for op in graph.ops for t in op.outputs}
+    for op in graph.ops:
+        for tensor in op.inputs:
+            if tensor.storage not in made and tensor.storage.kind == "temp":
+                tensor.storage.kind = "input"
+                tensor.storage.name = tensor.name = f"{tensor.name}#{len(graph.tensors)}"
+                graph.tensors[tensor.name] = tensor.storage
+    for op in graph.ops:  # of gradients nobody else may be left to read them
+        for tensor in op.outputs:
+            if not any(tensor in other.inputs for other in graph.ops) and tensor.storage.kind == "temp":
+                tensor.storage.kind = "scalar"
+                tensor.storage.name = tensor.name = f"{tensor.name}#{len(graph.tensors)}"
+                graph.tensors[tensor.name] = tensor.storage
+    return graph
+
+
+class _Given(Op):
+    """Stands for what comes after: the gradients of `inputs` are inputs of the graph. No task."""
+
+    def __init__(self, inputs: list[Tensor], loss: Tensor) -> None:
+        super().__init__(inputs, [loss])
+
+    def gradient(self, g: GraphLike, *grads: Tensor | None) -> list[Tensor | None]:
+        assert isinstance(g, Graph)
+        return [g.named(f"dy{k}", t.axes, t.shape, "input") for k, t in enumerate(self.inputs)]
+
+    def lower(self, low: Lowering) -> None:
+        pass
+
+
+# -- the graphs
+
+
+def _param(g: Graph, name: str, **sizes: int) -> Tensor:
+    return g.named(name, list(sizes), list(sizes.values()), "param")
+
+
+def _linear_relu(g: Graph, x: Tensor, c: RunConfig) -> list[Tensor]:
+    """relu(x W + bias), the first half of a feed-forward block: figures 10, 11, 12 and 15 of the NNTile report."""
+    ffn = c.model.ffn or 4 * c.model.embed
+    weight, bias = _param(g, "fc.weight", embed=c.model.embed, ffn=ffn), _param(g, "fc.bias", ffn=ffn)
+    return [g.activation(g.linear(x, weight, ["batch", "seq", "ffn"], bias), "relu")]
+
+
+def _heads(c: RunConfig) -> dict[str, int]:
+    return {"heads": c.model.heads, "head_dim": c.model.embed // c.model.heads}
+
+
+def _linear_reshape(g: Graph, x: Tensor, c: RunConfig) -> list[Tensor]:
+    """reshape(x W): rows of embed to [batch, heads, seq, head_dim]; figures 13 and 16 of the NNTile report."""
+    y = g.linear(x, _param(g, "q.weight", embed=c.model.embed, **_heads(c)), ["batch", "seq", "heads", "head_dim"])
+    return [g.transpose(y, ["batch", "heads", "seq", "head_dim"])]
+
+
+def _qkv(stacked: int) -> Callable[[Graph, Tensor, RunConfig], list[Tensor]]:
+    """Queries, keys, values: three products, the first two as one, or all as one; Table II of the data-movement paper.
+
+    The backward pass has dX and dW of each product, and with more than one the sum of their dX."""
+
+    def make(g: Graph, x: Tensor, c: RunConfig) -> list[Tensor]:
+        names = {1: ["q", "k", "v"], 2: ["qk", "v"], 3: ["qkv"]}[stacked]
+        axes, result = ["batch", "seq", "heads", "head_dim"], []
+        for name in names:
+            parts = {"qkv": len(name)} if len(name) > 1 else {}
+            weight = _param(g, f"{name}.weight", embed=c.model.embed, **parts, **_heads(c))
+            result.append(g.linear(x, weight, [*axes[:2], *parts, *axes[2:]]))
+        return result
+
+    return make
+
+
+def _layer(g: Graph, x: Tensor, c: RunConfig) -> list[Tensor]:
+    """A BERT encoder layer (norm after the residual, attention to all positions, relu): Table I of that paper."""
+    embed, p, axes = c.model.embed, c.model.dropout, ["batch", "seq", "embed"]
+    ffn, heads = c.model.ffn or 4 * embed, _heads(c)
+
+    def norm(y: Tensor, name: str) -> Tensor:
+        gamma, beta = (_param(g, f"{name}.{part}", embed=embed) for part in ("weight", "bias"))
+        return g.layer_norm(y, gamma, beta, c.model.layer_norm_eps)
+
+    with g.scope("attn"):
+        weight, bias = _param(g, "attn.c_attn.weight", embed=embed, qkv=3, **heads), _param(g, "b_in", qkv=3, **heads)
+        packed = g.linear(x, weight, ["batch", "seq", "qkv", "heads", "head_dim"], bias)
+        qkv = [g.transpose(packed, ["qkv", "batch", "heads", "seq", "head_dim"])]
+        a = g.attention(qkv, causal=False, form=c.model.attention, dropout=c.model.attention_dropout)
+        a = g.transpose(a, ["batch", "seq", "heads", "head_dim"])
+        a = g.linear(a, _param(g, "attn.c_proj.weight", **heads, embed=embed), axes, _param(g, "b_out", embed=embed))
+        x = norm(g.plus(x, g.dropout(a, p)), "norm1")
+    with g.scope("mlp"):
+        y = g.linear(
+            x, _param(g, "mlp.c_fc.weight", embed=embed, ffn=ffn), [*axes[:2], "ffn"], _param(g, "b1", ffn=ffn)
+        )
+        y = g.dropout(g.activation(y, "relu"), p)
+        y = g.linear(y, _param(g, "mlp.c_proj.weight", ffn=ffn, embed=embed), axes, _param(g, "b2", embed=embed))
+        return [norm(g.plus(x, g.dropout(y, p)), "norm2")]
+
+
+_MAKERS: dict[str, Callable[[Graph, Tensor, RunConfig], list[Tensor]]] = {
+    "linear_relu": _linear_relu,
+    "linear_reshape": _linear_reshape,
+    "qkv_none": _qkv(1),
+    "qkv_qk": _qkv(2),
+    "qkv_all": _qkv(3),
+    "layer": _layer,
+}

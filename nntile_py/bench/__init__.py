@@ -1,0 +1,1 @@
+"""Timing: tasks, steps beside PyTorch, tile sizes, capacity."""

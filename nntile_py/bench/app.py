@@ -1,0 +1,251 @@
+"""`nntile bench`: the cost of a task, a training step beside PyTorch's, a sweep of tile sizes, and bench_*.py."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from nntile_py.bench.capacity import capacity
+from nntile_py.bench.contestants import PEERS, TIME_LIMIT, check_gpus, machine, measure_step, spread
+from nntile_py.bench.metg import metg
+from nntile_py.errors import ConfigError, NNTileError
+
+bench_app = typer.Typer(
+    name="nntile bench", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
+    rich_markup_mode=None, help="Measure this machine.",
+)  # fmt: skip
+bench_app.command()(metg)
+bench_app.command()(capacity)
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+# -- tasks
+
+
+@bench_app.command()
+def tasks(
+    count: Annotated[int, typer.Option(help="Tasks in the program.", min=1)] = 50_000,
+    tiles: Annotated[int, typer.Option(help="Tiles of each task, written in turn.", min=0, max=16)] = 0,
+    cpus: Annotated[int | None, typer.Option(help="Workers. [default: all cores]")] = None,
+    scheduler: Annotated[str, typer.Option(help="StarPU's scheduling policy.")] = "lws",
+    repeats: Annotated[int, typer.Option(help="Measurements.", min=1)] = 9,
+    profiled: Annotated[
+        bool, typer.Option("--profiled", help="Beside it, in turns: with light and full profiles.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Microseconds to submit and to run an empty task from a replayed program."""
+    result = measure_tasks(count, tiles, cpus, scheduler, repeats, profiled)
+    if as_json:
+        print(json.dumps(result, indent=2))
+        return
+    total, submit = result["us_per_task"], result["submit_us_per_task"]
+    print(f"{total['median']:.2f} us a task end to end ({total['min']:.2f} to {total['max']:.2f}), of which submission")
+    print(f"{submit['median']:.2f} us; {count} tasks, {tiles} tiles each, {result['workers']} workers, {scheduler}")
+    for kind, at in result["profiled"].items():
+        print(f"{at['median']:.2f} us ({at['min']:.2f} to {at['max']:.2f}) with a {kind} profile")
+
+
+def measure_tasks(
+    count: int, tiles: int, cpus: int | None, scheduler: str, repeats: int, profiled: bool = False
+) -> dict[str, Any]:
+    import numpy as np
+
+    import nntile_py as nt
+    from nntile_py import _core
+
+    total, submit = [], []
+    profiles: dict[str, list[float]] = {"light": [], "full": []} if profiled else {}
+    with nt.Runtime(cpus=cpus, scheduler=scheduler) as runtime:
+        pool = [_core.Tile([1], "fp32") for _ in range(64)]
+        for tile in pool:
+            tile.write(np.zeros(1, np.float32))
+        program = _core.Program()
+        for k in range(count):
+            used = [pool[(k + j) % len(pool)] for j in range(tiles)]
+            body: tuple[Any, ...] = ("empty", "empty", list(range(tiles)), [], 0, 0, [], 0, [])
+            program.add(bodies=[body], codelet="empty", name="empty", tiles=used, modes=["RW"] * tiles)
+        for _ in range(repeats + 1):
+            start = time.perf_counter()
+            program.run([])
+            submitted = time.perf_counter()
+            _core.wait_all()
+            end = time.perf_counter()
+            total.append((end - start) / count * 1e6)
+            submit.append((submitted - start) / count * 1e6)
+            for kind, times in profiles.items():
+                _core.profile_begin(count, kind == "light")
+                start = time.perf_counter()
+                program.run([])
+                _core.wait_all()
+                times.append((time.perf_counter() - start) / count * 1e6)
+                _core.profile_finish()
+        workers = runtime.cpus
+    return {
+        "tasks": count, "tiles_per_task": tiles, "workers": workers, "scheduler": scheduler,
+        "us_per_task": spread(total[1:]), "submit_us_per_task": spread(submit[1:]),
+        "profiled": {kind: spread(times[1:]) for kind, times in profiles.items()}, **machine(),
+    }  # fmt: skip
+
+
+# -- one training step, beside PyTorch
+
+
+@bench_app.command()
+def step(
+    peer: Annotated[
+        str | None,
+        typer.Option(
+            help="Beside ours, with commas between: torch_eager, torch_compile (torch is both); ddp, fsdp2, "
+            "fsdp2_offload: a process for each GPU of --cuda."
+        ),
+    ] = None,
+    rounds: Annotated[int, typer.Option(help="Turns of each contestant.", min=1)] = 7,
+    steps: Annotated[int, typer.Option(help="Steps in a turn.", min=1)] = 2,
+    layers: int = 6,
+    embed: int = 384,
+    heads: int = 6,
+    seq: int = 256,
+    batch: int = 8,
+    vocab: int = 50257,
+    cpus: Annotated[int | None, typer.Option(help="Cores for each side. [default: all]")] = None,
+    cuda: Annotated[int, typer.Option(help="CUDA devices; torch_* take one. 0: on the CPU")] = 0,
+    dtype: Annotated[str, typer.Option(help="bf16, tf32 or fp32, on CUDA devices.")] = "bf16",
+    window: Annotated[int, typer.Option(help="Most tasks in flight. 0: no bound")] = 0,
+    cuda_memory: Annotated[
+        float,
+        typer.Option(help="GiB of each device, of ours 1 for kernels' workspaces. [default: all; tiles 85 %]"),
+    ] = 0.0,
+    losses: Annotated[int, typer.Option(help="Report the losses of this many first steps.")] = 0,
+    scheduler: str = "lws",
+    placement: Annotated[
+        str | None, typer.Option(help="planned or scheduler. [default: planned on several GPUs]")
+    ] = None,
+    tiles: Annotated[str, typer.Option(help="Ours, as axis=size,...")] = "batch=1",
+    attention: str = "vendor",
+    accumulate: str = "chain",
+    fusion: bool = True,
+    time_limit: Annotated[float, typer.Option(help="Seconds of a contestant's start, and of a turn.")] = TIME_LIMIT,
+    as_json: Json = False,
+) -> None:
+    """Seconds of one training step of a GPT-2: forward, backward, clipping, AdamW."""
+    names = ["nntile"]
+    for name in peer.split(",") if peer else []:
+        names += ["torch_eager", "torch_compile"] if name == "torch" else [name]
+    for name in names[1:]:
+        if name not in PEERS:
+            raise ConfigError(f"--peer: {name!r} is not allowed; use torch (both of torch_*), {', '.join(PEERS)}")
+    from nntile_py.execution.runtime import PLACEMENTS
+
+    check_gpus(cuda)
+    if placement not in (None, *PLACEMENTS):
+        raise ConfigError(f"--placement: {placement!r} is not allowed; use {' or '.join(PLACEMENTS)}")
+    options: dict[str, Any] = {
+        "layers": layers, "embed": embed, "heads": heads, "seq": seq, "batch": batch, "vocab": vocab,
+        "cpus": cpus or len(os.sched_getaffinity(0)), "scheduler": scheduler, "tiles": parse_tiles(tiles),
+        "attention": attention, "accumulate": accumulate, "fusion": fusion, "cuda": cuda, "dtype": dtype,
+        "window": window or None, "cuda_memory": cuda_memory, "losses": losses, "time_limit": time_limit,
+        "placement": placement,
+    }  # fmt: skip
+    result = measure_step(options, names, rounds, steps)
+    if as_json:
+        print(json.dumps(result, indent=2))
+    for name in [] if as_json else names:
+        print(told(name, result[name]))
+    if "fastest_peer" in result and not as_json:
+        r = result["ratio_to_fastest_peer"]
+        print(f"ours / {result['fastest_peer']}: {r['median']:.3f} (by round {r['min']:.3f} to {r['max']:.3f})")
+    if all("error" in result[name] for name in names):
+        raise typer.Exit(1)
+
+
+def told(name: str, row: dict[str, Any]) -> str:
+    """A contestant's line."""
+    if "error" in row:
+        return f"{name:14} failed: {row['error']}"
+    t = row["seconds"]
+    flop = f"{row['gflop_per_s']:.1f} Gflop/s, " if "gflop_per_s" in row else ""
+    return (
+        f"{name:14} {t['median']:.3f} s a step ({t['min']:.3f} to {t['max']:.3f}), "
+        f"{row['tokens_per_s']:,.0f} tokens/s, {flop}peak {row['peak_mib']:,.0f} MiB, "
+        f"first loss {row['first_loss']:.6f}"
+    )
+
+
+def parse_tiles(text: str) -> dict[str, int]:
+    """`batch=2,embed=96` as a dictionary; empty: uncut."""
+    from nntile_py.tiles import Tiling
+
+    result = {}
+    for item in filter(None, text.split(",")):
+        axis, _, size = item.partition("=")
+        if not size.isdigit():
+            raise ConfigError(f"--tiles: {item!r} is not allowed; write axis=size,axis=size")
+        result[axis] = int(size)
+    return Tiling(result).tiles
+
+
+# -- tile sizes
+
+
+@bench_app.command()
+def sweep(
+    axis: Annotated[list[str] | None, typer.Option(help="AXIS=SIZE,SIZE,...; several make a grid.")] = None,
+    rounds: int = 3,
+    layers: int = 6,
+    embed: int = 384,
+    heads: int = 6,
+    seq: int = 256,
+    batch: int = 8,
+    vocab: int = 8192,
+    out: Annotated[Path | None, typer.Option(help="Write the table to this file (.md) too.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Step time against tile size, fused and naive."""
+    axes: dict[str, list[int]] = {}
+    for item in axis or ["batch=1,2,4,8", "embed=96,192,384"]:
+        name, _, sizes = item.partition("=")
+        if not sizes or not all(s.isdigit() and int(s) for s in sizes.split(",")):
+            raise ConfigError(f"--axis: {item!r} is not allowed; write AXIS=SIZE,SIZE,...")
+        axes[name] = [int(s) for s in sizes.split(",")]
+        parse_tiles(f"{name}=1")
+    points: list[dict[str, int]] = [{}]
+    for name, values in axes.items():
+        points = [point | {name: value} for point in points for value in values]
+    base = {
+        "layers": layers, "embed": embed, "heads": heads, "seq": seq, "batch": batch, "vocab": vocab,
+        "cpus": len(os.sched_getaffinity(0)), "scheduler": "lws", "accumulate": "chain", "cuda": 0,
+    }  # fmt: skip
+    rows = []
+    for point in points:
+        row: dict[str, Any] = {"tiles": point}
+        for name, fused in (("fused", True), ("naive", False)):
+            options = base | {"tiles": point, "fusion": fused, "attention": "vendor" if fused else "naive"}
+            measured = measure_step(options, ["nntile"], rounds, 1)["nntile"]
+            if "error" in measured:
+                raise NNTileError(f"bench sweep: {measured['error']}")
+            row[name] = measured["seconds"] | {"tasks": measured["tasks"]}
+        rows.append(row)
+        if not as_json:
+            print(_row(row), flush=True)
+    if as_json:
+        print(json.dumps({"options": base, "rows": rows, **machine()}, indent=2))
+    if out:
+        where = machine()
+        head = f"GPT-2, {base}; {where['processor']}, {where['cores']} cores, torch {where['torch']}, {where['date']}"
+        title = "| tiles | fused s | tasks | naive s | tasks | naive / fused |\n|---|---|---|---|---|---|"
+        out.write_text("\n".join([head, "", title, *map(_row, rows), ""]))
+
+
+def _row(row: dict[str, Any]) -> str:
+    tiles = ", ".join(f"{k} {v}" for k, v in row["tiles"].items()) or "uncut"
+    f, n = row["fused"], row["naive"]
+    return (
+        f"| {tiles} | {f['median']:.3f} ({f['min']:.3f}-{f['max']:.3f}) | {f['tasks']} | "
+        f"{n['median']:.3f} ({n['min']:.3f}-{n['max']:.3f}) | {n['tasks']} | {n['median'] / f['median']:.2f} |"
+    )

@@ -1,0 +1,256 @@
+"""Contestants of `nntile bench step`: each a process of its own, in turn, in numbers; one that fails is a row too."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import selectors
+import shutil
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from nntile_py.errors import ConfigError, NNTileError
+
+PEERS = ("torch_eager", "torch_compile", "ddp", "fsdp2", "fsdp2_offload")
+RANKED = PEERS[2:]  # those with a process for each GPU
+PARENT = "NNTILE_BENCH_PARENT"  # the process that started a contestant, in its environment
+NO_ANSWER = "no answer within"
+TIME_LIMIT = 600.0  # seconds for the start of a contestant, and for one of its turns
+
+
+def gpus() -> str:
+    """Such as 4 NVIDIA H200; empty if there are none. Asked from outside: CUDA is not started here."""
+    if not shutil.which("nvidia-smi"):
+        return ""
+    command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    told = subprocess.run(command, capture_output=True, text=True, check=False)
+    names = [] if told.returncode else told.stdout.strip().splitlines()
+    return ", ".join(f"{count} {name}" for name, count in Counter(names).items())
+
+
+def check_gpus(cuda: int) -> None:
+    """Raise ConfigError if the machine has fewer; before any contestant starts."""
+    from nntile_py.execution.runtime import cuda_devices
+
+    if cuda > (there := cuda_devices() if cuda else 0):
+        raise ConfigError(f"--cuda: {cuda} is not allowed; this machine has {there} CUDA devices")
+
+
+def _commit() -> str | None:
+    """Of these sources: as `make bundle` noted it, or their repository's; whatever folder the command runs in."""
+    here = Path(__file__).resolve().parents[1]
+    if (noted := here / "_commit.txt").exists():
+        return noted.read_text().strip()
+    if not shutil.which("git"):
+        return None
+    asked = ["git", "-C", str(here), "describe", "--always", "--dirty"]
+    return subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip() or None
+
+
+def machine() -> dict[str, Any]:
+    """Where a figure was measured: processor, cores, GPUs, versions, commit, date."""
+    import torch
+
+    model = platform.processor()
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        model = next((x.split(":")[1].strip() for x in info.read_text().splitlines() if "model name" in x), model)
+    return {
+        "processor": model, "cores": len(os.sched_getaffinity(0)), "gpus": gpus(), "torch": torch.__version__,
+        "commit": _commit(), "date": date.today().isoformat(),
+    }  # fmt: skip
+
+
+def spread(times: Sequence[float]) -> dict[str, float]:
+    """Median, least and greatest."""
+    return {"median": statistics.median(times), "min": min(times), "max": max(times)}
+
+
+# -- processes
+
+
+class Child:
+    """A process of step.py, which answers its start and then each line of stdin with a line of JSON."""
+
+    def __init__(self, label: str, *arguments: Any) -> None:
+        self.label, self._rest = label, b""
+        command = [sys.executable, "-m", "nntile_py.bench.step", *map(str, arguments)]
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0,
+            env=os.environ | {PARENT: str(os.getpid())},
+        )  # fmt: skip
+
+    def send(self, line: str) -> None:
+        assert self.process.stdin
+        with suppress(BrokenPipeError):  # it has ended: said when it is asked for its answer
+            self.process.stdin.write(line.encode())
+
+    def take(self) -> dict[str, Any] | None:
+        """The answer, if it is there with what has arrived; NNTileError if it is an error, or will never come."""
+        assert self.process.stdout
+        data = os.read(self.process.stdout.fileno(), 1 << 16)
+        if not data:
+            raise self.gone()
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        for line in lines:
+            if line.startswith(b'{"'):
+                answer: dict[str, Any] = json.loads(line)
+                if "error" in answer:
+                    raise NNTileError(f"{self.label}{answer['error']}")
+                return answer
+        return None
+
+    def gone(self) -> NNTileError:
+        status = self.process.wait()
+        how = f"signal {signal.Signals(-status).name}" if status < 0 else f"status {status}"
+        return NNTileError(f"{self.label}ended with {how}")
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        for pipe in filter(None, (self.process.stdin, self.process.stdout)):
+            pipe.close()
+
+
+def answers(children: Sequence[Child], seconds: float) -> list[dict[str, Any]]:
+    """The next answer of each child; NNTileError as soon as one fails, or after `seconds`."""
+    got: dict[Child, dict[str, Any]] = {}
+    end = time.monotonic() + seconds
+    with selectors.DefaultSelector() as selector:
+        for child in children:
+            assert child.process.stdout
+            selector.register(child.process.stdout, selectors.EVENT_READ, child)
+        while len(got) < len(children):
+            ready = selector.select(1.0)
+            waiting = [child for child in children if child not in got]
+            for child in [] if ready else waiting:
+                # Whatever it had started may hold its stdout open.
+                if child.process.poll() is not None and not (ready := selector.select(0)):
+                    raise child.gone()
+            if time.monotonic() >= end:
+                raise NNTileError(f"{waiting[0].label}{NO_ANSWER} {seconds:g} s")
+            for key, _ in ready:
+                if (answer := key.data.take()) is not None:
+                    got[key.data] = answer
+                    selector.unregister(key.fileobj)
+    return [got[child] for child in children]
+
+
+def processes(o: dict[str, Any]) -> int:
+    """Of a contestant that has one for each GPU; on the CPU, for tests, two."""
+    return o["cuda"] or 2
+
+
+def lead(name: str, o: dict[str, Any]) -> int:
+    """Be the contestant for its ranks: hand on what is asked, answer once for all of them. The exit status."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    ranks = [Child(f"rank {k}: ", name, json.dumps(o), k, port) for k in range(processes(o))]
+    try:
+        print(json.dumps(answers(ranks, o["time_limit"])[0]), flush=True)
+        for line in sys.stdin:
+            for rank in ranks:
+                rank.send(line)
+            got = answers(ranks, o["time_limit"])
+            most = {key: max(a[key] for a in got) for key in ("seconds", "peak_mib")}
+            print(json.dumps(most | {"host_mib": sum(a["host_mib"] for a in got)}), flush=True)
+    except NNTileError as error:
+        print(json.dumps({"error": str(error)}), flush=True)
+        return 1
+    finally:
+        for rank in ranks:
+            rank.kill()
+    return 0
+
+
+class Side:
+    """One contestant, stopped by a signal while it is not its turn. What it fails by is in `error`."""
+
+    def __init__(self, name: str, options: dict[str, Any]) -> None:
+        self.name, self.limit, self.error = name, options["time_limit"], ""
+        # Ranks and their leader end each other by their own limit, which says who it was.
+        slack = 30.0 if name in RANKED else 0.0
+        self.limit += slack
+        self.child = Child("", name, json.dumps(options))
+        self.times: list[float] = []
+        self.ready = self._answer()
+
+    def _answer(self) -> dict[str, Any]:
+        try:
+            answer = answers([self.child], self.limit)[0]
+        except NNTileError as error:
+            self.error = str(error)
+            self.child.kill()
+            return {}
+        self.child.process.send_signal(signal.SIGSTOP)
+        return answer
+
+    def run(self, steps: int) -> dict[str, Any]:
+        """Time `steps` steps."""
+        self.child.process.send_signal(signal.SIGCONT)
+        self.child.send(f"{steps}\n")
+        result = self._answer()
+        if result:
+            self.times.append(result["seconds"] / steps)
+        return result
+
+    def close(self) -> None:
+        self.child.kill()  # ranks go with their leader
+
+
+# -- one training step
+
+
+def measure_step(options: dict[str, Any], names: Sequence[str], rounds: int, steps: int) -> dict[str, Any]:
+    """Every contestant in turn, `rounds` times; medians, spread, ratios of the same round. A failure is a row."""
+    from nntile_py.models import GPT2Config
+
+    shape = {k: options[k] for k in ("layers", "embed", "heads", "vocab")}
+    GPT2Config(positions=options["seq"], attention=options["attention"], **shape)  # refused here, not in a child
+    options = {"time_limit": TIME_LIMIT} | options
+    if set(names) & set(RANKED) and options["batch"] % processes(options):
+        raise ConfigError(f"--batch: {options['batch']} is not allowed; use a multiple of {processes(options)}")
+    sides: list[Side] = []
+    last: dict[str, Any] = {}
+    try:
+        for name in names:
+            sides.append(Side(name, options))
+        for _ in range(rounds):
+            for side in sides:
+                if not side.error:
+                    last[side.name] = side.run(steps)
+    finally:
+        for side in sides:
+            side.close()
+    tokens, flop = options["batch"] * options["seq"], next((s.ready["flop"] for s in sides if "flop" in s.ready), None)
+    result: dict[str, Any] = {"options": options, "rounds": rounds, "steps_per_round": steps, **machine()}
+    for side in sides:
+        if side.error:
+            result[side.name] = {"error": side.error}
+            continue
+        t = spread(side.times)
+        row = {"seconds": t, "tokens_per_s": tokens / t["median"]}
+        row |= {"gflop_per_s": flop / t["median"] / 1e9} if flop else {}
+        row |= {key: value for key, value in last[side.name].items() if key != "seconds"}
+        result[side.name] = row | {k: v for k, v in side.ready.items() if k != "flop"}
+    ours = next((side for side in sides if side.name == "nntile" and not side.error), None)
+    peers = [side for side in sides if side.name != "nntile" and not side.error]
+    if ours and peers:
+        best = min(peers, key=lambda side: statistics.median(side.times))
+        result["fastest_peer"] = best.name
+        ratios = spread([a / b for a, b in zip(ours.times, best.times, strict=True)])
+        ratios["of_medians"] = statistics.median(ours.times) / statistics.median(best.times)
+        result["ratio_to_fastest_peer"] = ratios
+    return result

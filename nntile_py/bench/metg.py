@@ -1,0 +1,149 @@
+"""`nntile bench metg`: how short tasks may be before the runtime's own time shows (Task Bench, Slaughter et al. 2020).
+
+A task is a loop of multiply-adds, each of which waits for the one before: its time is in proportion to their number,
+on a CPU and on one warp of a GPU. So the fastest of all that was measured, which is a long one, tells the length of
+each. What starting a kernel costs counts as the runtime's time; `in_stream` tells it apart: the same kernels one after
+the other in a single task.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+
+from nntile_py.bench.contestants import machine, spread
+from nntile_py.errors import ConfigError
+
+DURATIONS = "2,5,10,20,50,100,200,500,1000,2000"
+IN_STREAM = 32  # kernels in one task
+GOALS = (0.5, 0.95)
+
+
+def metg(
+    cuda: Annotated[int, typer.Option(help="CUDA devices. 0: on the CPU", min=0)] = 0,
+    cpus: Annotated[int | None, typer.Option(help="Workers on the CPU. [default: all cores]")] = None,
+    scheduler: Annotated[str, typer.Option(help="StarPU's scheduling policy.")] = "lws",
+    chains: Annotated[int, typer.Option(help="Independent chains of tasks for each worker.", min=1)] = 4,
+    us: Annotated[str, typer.Option(help="Lengths of a task in microseconds.")] = DURATIONS,
+    seconds: Annotated[float, typer.Option(help="Work of each worker in a measurement.", min=0)] = 0.2,
+    repeats: Annotated[int, typer.Option(help="Measurements.", min=1)] = 5,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """The shortest tasks that keep the workers busy: efficiency against length."""
+    if cuda and cpus:
+        raise ConfigError("--cpus: not beside --cuda; a task's length is that of one kind of worker")
+    try:
+        lengths = sorted({float(item) for item in us.split(",")})
+    except ValueError:
+        lengths = []
+    if not lengths or lengths[0] <= 0:
+        raise ConfigError(f"--us: {us!r} is not allowed; write positive numbers with commas between")
+    result = measure_metg(cuda, cpus, scheduler, chains, lengths, seconds, repeats)
+    if as_json:
+        print(json.dumps(result, indent=2))
+        return
+    print("us a task    tasks   efficiency (least to greatest)   in one task")
+    for row in result["rows"]:
+        e = row["efficiency"]
+        print(
+            f"{row['us']:9.1f} {row['tasks']:8} {e['median']:12.3f} ({e['min']:.3f} to {e['max']:.3f})"
+            f" {row['in_stream']:17.3f}"
+        )
+    for goal, found in result["metg_us"].items():
+        print(f"{goal} % busy from {'none of these' if found is None else f'{found:.1f} us'} a task")
+    print(f"{result['workers']} {result['kind']} workers, {chains} chains each, {scheduler}")
+
+
+def measure_metg(
+    cuda: int, cpus: int | None, scheduler: str, chains: int, lengths: Sequence[float], seconds: float, repeats: int
+) -> dict[str, Any]:
+    import nntile_py as nt
+    from nntile_py import _core
+
+    with nt.Runtime(cpus=0 if cuda else cpus, cuda=cuda, scheduler=scheduler) as runtime:
+        workers = cuda or runtime.cpus
+        tiles = [_core.Tile([1], "fp32") for _ in range(chains * workers)]
+        for tile in tiles:
+            tile.write(np.zeros(1, np.float32))
+        step = _calibrate(tiles[0])  # a multiply-add, in seconds
+        measured: list[tuple[int, int, list[float], float]] = []
+        for length in lengths:
+            count = max(1, round(length * 1e-6 / step))
+            each = math.ceil(min(max(seconds / (length * 1e-6), 50), 20_000) / chains)  # tasks of a chain
+            run = _program([tile for _ in range(each) for tile in tiles], count)
+            run()  # moves the tiles, and lets dmda* measure
+            times = [run() for _ in range(repeats)]
+            alone = _program([tiles[0]], count, IN_STREAM)
+            measured.append((count, each * chains, times, min(alone() for _ in range(10))))
+    for count, tasks, times, in_stream in measured:
+        step = min(step, min(times) / tasks / count, in_stream / IN_STREAM / count)
+    rows = [
+        {
+            "us": count * step * 1e6, "tasks": tasks * workers, "seconds": spread(times),
+            "efficiency": spread([tasks * count * step / t for t in times]),
+            "in_stream": IN_STREAM * count * step / in_stream,
+        }
+        for count, tasks, times, in_stream in measured
+    ]  # fmt: skip
+    found = {f"{goal * 100:g}": shortest(rows, goal) for goal in GOALS}
+    return {
+        "metg_us": found, "rows": rows, "workers": workers, "kind": "CUDA" if cuda else "CPU", "scheduler": scheduler,
+        "chains": chains, "us_per_multiply_add": step * 1e6, **machine(),
+    }  # fmt: skip
+
+
+def _program(tiles: Sequence[Any], count: int, bodies: int = 1) -> Callable[[], float]:
+    """Tasks of `bodies` loops of `count` multiply-adds, one on each of `tiles` in turn; returns their time."""
+    from nntile_py import _core
+    from nntile_py.execution.program import capability_of_devices, encoded_launches
+    from nntile_py.tiles import RW, Tile
+    from nntile_py.tiles.tasklist import Task
+
+    described = Task("busy", [RW(Tile("busy", (0,), (1,), "fp32"))], (count,))
+    body = ("busy", "busy", [0], [count], 0, 0, *encoded_launches([described], capability_of_devices()))
+    program = _core.Program()
+    for tile in tiles:
+        program.add(
+            bodies=[body] * bodies, codelet="busy", name="busy", tiles=[tile], modes=["RW"], floats=[], slots=[],
+            footprint=zlib.crc32(repr((count, bodies)).encode()), priority=0, flop=0.0,
+        )  # fmt: skip
+
+    def run() -> float:
+        start = time.perf_counter()
+        program.run([])
+        _core.wait_all()
+        return time.perf_counter() - start
+
+    return run
+
+
+def _calibrate(tile: Any) -> float:
+    """Seconds of a multiply-add in a task of 20 ms, beside which its start is nothing."""
+    count, last = 1000, 0.0
+    while (last := min(_program([tile], count)() for _ in range(5))) < 2e-3:
+        count *= 4
+    count = round(count * 20e-3 / last)
+    run = _program([tile], count)
+    return min(run() for _ in range(10)) / count
+
+
+def shortest(rows: Sequence[dict[str, Any]], goal: float) -> float | None:
+    """The length from which on all are efficient enough, between two that were measured by log-linear interpolation."""
+    found, longer = None, None
+    for row in reversed(rows):
+        e = row["efficiency"]["median"]
+        if e < goal:
+            if longer is not None:
+                below, above = longer
+                share = (goal - e) / (above - e)
+                return float(math.exp(math.log(row["us"]) + share * (math.log(below) - math.log(row["us"]))))
+            return None
+        found, longer = row["us"], (row["us"], e)
+    return found

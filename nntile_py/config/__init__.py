@@ -1,0 +1,1 @@
+"""The YAML of a run, typed and checked."""

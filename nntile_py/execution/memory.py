@@ -1,0 +1,139 @@
+"""Whether what a run needs will fit: said before the first step, with the tensors and the keys to change."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from nntile_py import _core
+from nntile_py.errors import TaskError
+from nntile_py.execution.runtime import Runtime
+from nntile_py.system.cgroup import within_machine
+from nntile_py.tiles import AXES, TaskList, Tile, cut_as
+from nntile_py.tiles.leaving import room_in_turn
+
+if TYPE_CHECKING:
+    from nntile_py.graph.step import Step
+
+MIB = 2**20
+OF_MACHINE = 0.8  # of main memory where no limit is given: the program's own arrays are there, too
+TIGHT_GROUPS = 64  # that fit, where not all tiles do
+
+
+def main_memory(runtime: Runtime) -> int:
+    """Bytes that tiles may take of main memory and of the disk."""
+    return within_machine(runtime.memory) + (runtime.disk.size if runtime.disk else 0)
+
+
+def task_bytes(runtime: Runtime) -> int | None:
+    """What the tiles of one task may take, where memories are emptied for tasks; None: there is nothing to bound.
+
+    A worker holds the tiles of the task that it fetches while it waits for room. Those of tasks that it runs come
+    free by themselves, but other workers may be reading from its memory, or fetch into the same.
+    """
+    bounds = [(runtime.cuda_memory or 0) // 2] if runtime.cuda else []
+    if runtime.disk and runtime.memory:  # they pass through main memory
+        bounds.append(runtime.memory // (runtime.cuda + runtime.cpus + 1))
+    return min(bounds, default=None)
+
+
+def group_bytes(runtime: Runtime, tight: bool) -> int:
+    """What the tiles of a group of tasks may take: as many groups as the worker takes at once, and one more, fit.
+
+    tight: not all tiles fit; the next group's come while those of the last one leave.
+    """
+    most = (runtime.cuda_memory or 0) // (TIGHT_GROUPS if tight else int(os.environ["STARPU_CUDA_PIPELINE"]) + 1)
+    return min(most, task_bytes(runtime) or 0)
+
+
+def room_to_plan(runtime: Runtime, lists: Sequence[TaskList]) -> float:
+    """Bytes of the GPU that tiles may take in turn; 0: nothing has to leave, or what will is not known."""
+    if runtime.cuda != 1 or runtime.cpus or runtime.disk:
+        return 0
+    return room_in_turn(lists, runtime.cuda_memory or 0)
+
+
+def has_room_for_leaving(lists: Sequence[TaskList], runtime: Runtime) -> bool:
+    """Whether main memory holds what leaves the GPU, and what may have been written there at the start: all that lasts
+    but what a step forgets, gradients."""
+    tasks = [task for low in lists for task in low.tasks]
+    held = {a.tile.key: a.tile.bytes for task in tasks for a in task.accesses if a.tile.persistent}
+    for gone in {tile.key for task in tasks for tile in task.clears}:
+        held.pop(gone, None)
+    held |= {tile.key: tile.bytes for task in tasks for tile in task.leaves}
+    room = main_memory(runtime) * (1 if runtime.memory else OF_MACHINE)
+    return sum(held.values()) <= room
+
+
+def gpu_peak() -> int:
+    """Most bytes that this process has had of the fullest GPU: tiles, and what kernels took to work in."""
+    import torch
+
+    return max(torch.cuda.max_memory_allocated(device) for device in _devices())
+
+
+def forget_gpu_peak() -> None:
+    """Count gpu_peak() from here on."""
+    import torch
+
+    for device in _devices():
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def _devices() -> range:
+    """Those of the runtime, or all where none is running."""
+    import torch
+
+    return range(_core.cuda_workers() or torch.cuda.device_count())
+
+
+def check_tasks(tasks: TaskList, runtime: Runtime) -> None:
+    """Raise TaskError if the tiles of some task do not fit where it runs."""
+    limit = task_bytes(runtime)
+    if limit is None or not tasks.tasks:
+        return
+    held = {number: sum(a.tile.bytes for a in task.accesses) for number, task in enumerate(tasks.tasks)}
+    number = max(held, key=lambda k: held[k])
+    if held[number] <= limit:
+        return
+    key, have = "memory", runtime.memory
+    if runtime.cuda and limit == (runtime.cuda_memory or 0) // 2:
+        key, have = "cuda_memory", runtime.cuda_memory
+    raise TaskError(
+        f"out of memory: {tasks.tasks[number].op} works on {held[number] / MIB:.1f} MiB of tiles at once, and "
+        f"runtime.{key} = {(have or 0) / MIB:.1f} MiB has room for {limit / MIB:.1f}; "
+        f"{largest(a.tile for a in tasks.tasks[number].accesses)}"
+    )
+
+
+def check_step(step: Step, runtime: Runtime) -> None:
+    """Raise TaskError if a step's tensors do not fit in all memories together."""
+    peak, have = step.peak_bytes(), main_memory(runtime)
+    room = f"runtime.memory {'and runtime.disk have' if runtime.disk else 'has'} room for {have / MIB:.0f}"
+    rest = peak
+    if runtime.cuda:
+        devices = runtime.cuda * (runtime.cuda_memory or 0)
+        # Weights are written in main memory first; what the devices do not hold is there too.
+        rests = {a.tile for task in step.update.tasks.tasks for a in task.accesses if a.tile.dtype == "int16"}
+        rest = max(peak - devices, sum(tile.bytes for tile in (*step.first.tasks.initialised, *rests)))
+        room = f"{rest / MIB:.0f} of it outside of runtime.cuda_memory = {devices / MIB:.0f} MiB in all, and {room}"
+    if rest > have:
+        raise TaskError(
+            f"out of memory: a step needs at least {peak / MIB:.0f} MiB, {room}; the largest tensors are "
+            f"{step.largest()}. Use a smaller batch or seq, or smaller tiles.batch, tiles.seq and tiles.vocab, which "
+            "let activations be freed earlier"
+        )
+
+
+def largest(tiles: Iterable[Tile], count: int = 3) -> str:
+    """The largest tiles, and the tile sizes to lower."""
+    top = sorted(set(tiles), key=lambda tile: -tile.bytes)[:count]
+    named: list[str] = []
+    keys: dict[str, None] = {}
+    for tile in top:
+        sizes = dict(zip(tile.axes, tile.shape, strict=False))
+        shape = " x ".join(f"{axis} {size}" for axis, size in sizes.items()) or str(tile.shape)
+        named.append(f"{tile} ({tile.bytes / MIB:.1f} MiB: {shape})")
+        keys |= {f"tiles.{cut_as(axis)}": None for axis, size in sizes.items() if cut_as(axis) in AXES and size > 1}
+    return f"the largest tiles are {', '.join(named)}. Lower {', '.join(keys) or 'the tile sizes'}"

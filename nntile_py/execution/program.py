@@ -1,0 +1,179 @@
+"""From a list of tile tasks to a native program: handles for the tiles, codelets, footprints."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+from nntile_py import _core
+from nntile_py.execution import memory
+from nntile_py.execution.runtime import Runtime
+from nntile_py.tasks import Lowering, Tensor, launch
+from nntile_py.tiles import Slot, TaskList, Tile
+from nntile_py.tiles import device_model as nominal
+from nntile_py.tiles.groups import GROUP_SECONDS, grouped
+from nntile_py.tiles.leaving import mark_leaving
+from nntile_py.tiles.placement import Homes, placed
+from nntile_py.tiles.tasklist import MONOIDS, Task
+
+
+class Store:
+    """StarPU handles of the tiles that outlive a program, shared by all programs of a trainer by tensor name."""
+
+    def __init__(self) -> None:
+        self.handles: dict[tuple[str, tuple[int, ...]], _core.Tile] = {}
+        # Where tiles lie between programs, if those say which worker runs what.
+        self.homes: Homes | None = {} if Runtime.current and Runtime.current.placement == "planned" else None
+        self._grids: WeakKeyDictionary[Lowering, dict[Tensor, list[tuple[Any, _core.Tile]]]] = WeakKeyDictionary()
+
+    def handle(self, tile: Tile) -> _core.Tile:
+        if not tile.persistent:
+            return _new(tile)
+        key = (tile.tensor, tile.index)
+        if key not in self.handles:
+            self.handles[key] = _new(tile)
+        return self.handles[key]
+
+    def write(self, low: Lowering, tensor: Tensor, value: np.ndarray[Any, Any]) -> None:
+        """Put a whole array into a tensor's tiles, in order with the tasks, without waiting."""
+        grids = self._grids.setdefault(low, {})
+        if tensor not in grids:  # inputs are written at every step
+            grids[tensor] = [(where, self.handle(tile)) for where, tile in low.grid(tensor)]
+        for where, handle in grids[tensor]:
+            handle.write(np.ascontiguousarray(value[where]))
+
+    def zero(self, low: Lowering, tensor: Tensor) -> None:
+        """Fill a tensor's tiles with zeros where they will be used."""
+        for _, tile in low.grid(tensor):
+            self.handle(tile).zero()
+
+    def read(self, low: Lowering, tensor: Tensor) -> np.ndarray[Any, Any]:
+        """A whole tensor from its tiles; waits for the tasks that write them."""
+        out: np.ndarray[Any, Any] | None = None
+        for where, tile in low.grid(tensor):
+            part = self.handle(tile).read()
+            if out is None:
+                out = np.zeros(tensor.shape, part.dtype)
+            out[where] = part
+        assert out is not None
+        return out
+
+
+def _new(tile: Tile) -> _core.Tile:
+    return _core.Tile(list(tile.shape), tile.dtype, MONOIDS.index(tile.monoid), tile.redux)
+
+
+def encoded_launches(tasks: list[Task], capability: int | None) -> tuple[list[Any], int, list[tuple[int, int]]]:
+    """What a CUDA worker launches for tasks that have no C++ kernel there, its bytes of scratch, its table."""
+    described = launch.load().get(tasks[0].kernel) if capability else None
+    if not described or not capability:
+        return [], 0, []
+    made = described(tasks)
+    encoded = [launch.encode(one, launch.compile_launch(one, capability)) for one in made.launches]
+    return encoded, made.scratch, launch.encode_table(made)
+
+
+def capability_of_devices() -> int | None:
+    """Of the CUDA workers' devices, which are taken to be alike; None where there are none."""
+    if not _core.cuda_workers():
+        return None
+    import torch
+
+    major, minor = torch.cuda.get_device_capability(0)
+    return 10 * major + minor
+
+
+def programs(lists: Sequence[TaskList], store: Store, tf32: bool = False) -> list[Program]:
+    """Of resolved lists that run in turn, again and again. tf32: products on CUDA may round fp32 tiles to that."""
+    gpus, runtime = _core.cuda_workers(), Runtime.current
+    assert runtime is not None
+    speeds = [nominal.speed([tasks], gpus > 0) for tasks in lists]
+    if store.homes is not None:
+        lists = [
+            placed(tasks, gpus or _core.cpu_workers(), speed, store.homes)
+            for tasks, speed in zip(lists, speeds, strict=True)
+        ]
+    if gpus:
+        room = memory.room_to_plan(runtime, lists)
+        most, alone = memory.group_bytes(runtime, room > 0), gpus == 1 and not _core.cpu_workers()
+        lists = [
+            grouped(tasks, speed.flop_s, speed.bytes_s, GROUP_SECONDS, most, alone)
+            for tasks, speed in zip(lists, speeds, strict=True)
+        ]
+        if room:
+            _core.reserve_for_tiles()
+            if mark_leaving(lists, room) and not memory.has_room_for_leaving(lists, runtime):
+                mark_leaving(lists, math.inf)
+    for tasks in lists:
+        memory.check_tasks(tasks, runtime)
+    return [Program(tasks, store, tf32) for tasks in lists]
+
+
+class Program:
+    """A task list bound to handles: `run` submits all of it and returns. Made by `programs`."""
+
+    watched: list[TaskList] | None = None  # while a profile is taken: the list of each run, in order
+
+    def __init__(self, tasks: TaskList, store: Store, tf32: bool) -> None:
+        capability = capability_of_devices()
+        self.list, self.tasks = tasks, len(tasks.tasks)
+        self.slots: list[str] = []
+        self._native = _core.Program(tf32)
+        handles: dict[Tile, _core.Tile] = {}
+        for task in tasks.tasks:
+            for tile in (*task.clears, *(access.tile for access in task.accesses)):
+                if tile not in handles:
+                    handles[tile] = store.handle(tile)
+            for tile in task.clears:
+                self._native.add_invalidate(handles[tile])
+            # CPU kernels take one part at a time.
+            runs = [[part] for part in task.parts or [task]]
+            if capability and not _core.cpu_workers():
+                runs = launch.together(task.parts or [task])
+            places = {access.tile: number for number, access in enumerate(task.accesses)}
+            floats: list[float] = []
+            slots: list[tuple[int, int]] = []
+            bodies: list[tuple[Any, ...]] = []
+            for run in runs:
+                part, first = run[0], len(floats)
+                for value in part.floats:
+                    if isinstance(value, Slot):
+                        if value.name not in self.slots:
+                            self.slots.append(value.name)
+                        slots.append((len(floats), self.slots.index(value.name)))
+                    floats.append(0.0 if isinstance(value, Slot) else float(value))
+                accumulates = sum(1 << k for k, a in enumerate(part.accesses) if a.accumulate)
+                at = list(range(len(task.accesses)))
+                if task.parts:
+                    at = [places[a.tile] for one in run for a in one.accesses]
+                named = (part.kernel, part.op or part.kernel)
+                bodies.append((*named, at, list(part.ints), first, accumulates, *encoded_launches(run, capability)))
+            shapes = [a.tile.shape for a in task.accesses]
+            dtype = next((a.tile.dtype for a in task.accesses if a.tile.dtype != "int64"), "fp32")
+            self._native.add(
+                bodies=bodies,
+                codelet=f"{task.kernel}_{dtype}",
+                name=task.op or task.kernel,
+                tiles=[handles[a.tile] for a in task.accesses],
+                modes=[a.mode for a in task.accesses],
+                floats=floats,
+                slots=slots,
+                footprint=zlib.crc32(repr((shapes, [(p.kernel, p.ints) for run in runs for p in run])).encode()),
+                priority=task.priority,
+                flop=task.flop,
+                worker=task.worker,
+                leaves=[places[tile] for tile in task.leaves],
+            )
+            for tile in task.frees:
+                self._native.add_invalidate(handles[tile])
+
+    def run(self, slots: dict[str, float] | None = None) -> None:
+        """Submit every task. `slots`: the step's scalars by name."""
+        if Program.watched is not None:
+            Program.watched.append(self.list)
+        self._native.run([float((slots or {})[name]) for name in self.slots])

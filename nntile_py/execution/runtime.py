@@ -1,0 +1,345 @@
+"""StarPU for Python: start and stop, arrays held by StarPU, tasks in plain Python."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import inspect
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from numbers import Integral
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from nntile_py import _core
+from nntile_py.errors import ConfigError, TaskError
+from nntile_py.execution.disk import Disk
+from nntile_py.system.cgroup import within_machine
+from nntile_py.system.folders import cache_folder
+
+_MODES = ("R", "W", "RW")
+PLACEMENTS = ("scheduler", "planned")
+# Tasks that a GPU is given beyond the one that StarPU waits for, where no other worker could have taken them: where it
+# is alone, and where it waits for others (XL on 4 GPUs: 0.330 s a step with 0, 0.322 with 2, 0.360 with 4).
+AHEAD, AHEAD_OF_OTHERS = 4, 2
+
+
+class Runtime:
+    """StarPU with CPU and CUDA workers and a scheduling policy, as a context manager; one at a time in a process.
+
+    cpus: workers, default all cores, or none beside CUDA workers. cuda: devices to use, a worker each. cuda_memory:
+    bytes of each device that tiles may take, default 85 % of it. scheduler: a policy of StarPU (lws, dmdas, dmdar,
+    eager, ...). memory: bytes of main memory that tiles may take. disk: {path, size}, a folder and how many bytes may
+    lie there of tiles that find no place in `memory`. window: most tasks submitted and not yet ended. calibrate:
+    measure anew the performance models that dmda* use. placement: "planned" (tiles/placement.py says which worker
+    runs a task, csrc/policy.cpp when, and `scheduler` nothing; the default on several GPUs without CPU workers) or
+    "scheduler". Raises ConfigError for values out of range, TaskError if StarPU does not start.
+    """
+
+    current: Runtime | None = None
+
+    def __init__(
+        self,
+        cpus: int | None = None,
+        scheduler: str = "lws",
+        *,
+        cuda: int = 0,
+        memory: int | None = None,
+        cuda_memory: int | None = None,
+        disk: Mapping[str, Any] | None = None,
+        window: int | None = None,
+        calibrate: bool = False,
+        placement: str | None = None,
+    ) -> None:
+        counts = {"cpus": cpus, "cuda": cuda, "memory": memory, "cuda_memory": cuda_memory, "window": window}
+        for name, count in counts.items():
+            if count is not None and (not isinstance(count, Integral) or ("memory" in name and count < 1)):
+                raise ConfigError(f"runtime.{name}: {count!r} is not allowed; use an integer (memory: bytes)")
+        cores = len(os.sched_getaffinity(0))
+        self.cpus = (0 if cuda else cores) if cpus is None else cpus
+        least = 0 if cuda else 1
+        if not least <= self.cpus <= cores:
+            raise ConfigError(f"runtime.cpus: {cpus} is not allowed; this machine has {least} to {cores}")
+        if cuda and not _core.has_cuda:
+            raise ConfigError("runtime.cuda: this build of nntile_py has no CUDA workers; use 0")
+        devices = cuda_devices() if cuda else 0
+        if not 0 <= cuda <= devices:
+            raise ConfigError(f"runtime.cuda: {cuda} is not allowed; this machine has {devices} CUDA devices")
+        self.cuda, self.cuda_memory = cuda, cuda_memory
+        if scheduler not in _core.schedulers():
+            raise ConfigError(
+                f"runtime.scheduler: StarPU has no policy {scheduler!r}; allowed are {', '.join(_core.schedulers())}"
+            )
+        if window is not None and window < 1:
+            raise ConfigError(f"runtime.window: {window} is not allowed; use a positive number of tasks")
+        if placement not in (None, *PLACEMENTS):
+            raise ConfigError(f"runtime.placement: {placement!r} is not allowed; use {' or '.join(PLACEMENTS)}")
+        self.placement = placement or PLACEMENTS[cuda > 1 and not self.cpus]
+        if self.placement == "planned" and "STARPU_SCHED" in os.environ:
+            raise ConfigError(
+                "STARPU_SCHED is not allowed with runtime.placement: planned; unset it, or use placement: scheduler"
+            )
+        self.scheduler, self.memory, self.window, self.calibrate = scheduler, memory, window or 0, calibrate
+        self.disk = Disk(disk, memory) if disk else None
+        self._users: list[Any] = []
+
+    @staticmethod
+    def from_config(config: str | Path | Mapping[str, Any]) -> Runtime:
+        """From a scheduler config: a path, a name of scheduler_configs/, or its keys."""
+        from nntile_py.config.run import runtime_options
+
+        return Runtime(**runtime_options(config))
+
+    def __enter__(self) -> Runtime:
+        os.environ.setdefault("STARPU_SILENT", "1")
+        variables: dict[str, str] = {}
+        try:
+            page = 1
+            if self.disk:
+                variables, page = self.disk.open()
+                # What is on its way to a device holds main memory for so long; fetching into that may wait for room.
+                variables["STARPU_PREFETCH"] = "0"
+            if self.memory:
+                variables["STARPU_LIMIT_CPU_MEM"] = str(max(1, self.memory >> 20))
+            if self.cuda:
+                self.cuda_memory = self.cuda_memory or default_cuda_memory()
+                variables["STARPU_LIMIT_CUDA_MEM"] = str(max(1, self.cuda_memory >> 20))
+                _prepare_cuda(self.cuda, self.memory)
+            os.environ.update(variables)
+            policy = "planned" if self.placement == "planned" else self.scheduler
+            _core.start(
+                self.cpus, policy, self.window, self.calibrate, within_machine(self.memory), self.cuda,
+                self.disk is not None, page, self._ahead(),
+            )  # fmt: skip
+        except BaseException:
+            self._close_disk()
+            raise
+        finally:
+            for name in variables:
+                os.environ.pop(name, None)
+        Runtime.current = self
+        atexit.register(self._stop)  # a process that ends inside the block: workers must not outlive the interpreter
+        return self
+
+    def _ahead(self) -> int:
+        if self.cuda == 1 and not self.cpus:
+            return AHEAD
+        return AHEAD_OF_OTHERS if self.placement == "planned" else 0
+
+    def _stop(self) -> None:
+        try:
+            _core.stop()
+        finally:
+            self._close_disk()
+
+    def _close_disk(self) -> None:
+        if self.disk:
+            self.disk.close()
+
+    def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
+        users, self._users = self._users, []
+        try:
+            if kind is None or not issubclass(kind, TaskError):  # after which weights may be anything
+                for user in users:
+                    user.close()
+            if kind is None:
+                _core.wait_all()
+        finally:
+            Runtime.current = None
+            self._stop()
+            atexit.unregister(self._stop)
+
+    @property
+    def users(self) -> tuple[Any, ...]:
+        """Those that `at_exit` was told of."""
+        return tuple(self._users)
+
+    def at_exit(self, user: Any) -> None:
+        """Keep `user` alive, and have `user.close()` called before StarPU stops."""
+        self._users.append(user)
+
+    def forget(self, user: Any) -> None:
+        """Undo at_exit."""
+        self._users = [u for u in self._users if u is not user]
+
+    @staticmethod
+    def wait() -> None:
+        """Wait until every submitted task has ended; raises TaskError if one failed."""
+        _core.wait_all()
+
+
+def cuda_devices() -> int:
+    """Those that this process may use; none is started by asking."""
+    import torch
+
+    return int(torch.cuda.device_count())
+
+
+def default_cuda_memory() -> int:
+    """What tiles may take: the rest is for kernels' workspaces, and for what ATen's allocator cuts off."""
+    import torch
+
+    return int(0.85 * torch.cuda.get_device_properties(0).total_memory)
+
+
+CHUNKS_FROM = 4 << 30  # bytes
+
+_OURS: set[str] = set()  # StarPU's settings that are not the user's
+
+
+def _prepare_cuda(devices: int, memory: int | None) -> None:
+    """StarPU's settings for CUDA where the user has none, and its measurement of the buses, once a machine.
+
+    memory: bytes that tiles may take of main memory; None: all."""
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        if "expandable_segments:True" in os.environ.get(name, "").replace(" ", ""):  # unmapped under kernels
+            raise ConfigError(f"{name}: expandable_segments:True is not allowed with CUDA workers; leave it out")
+    # Nothing is written back to main memory before there is need of the room. Tasks that wait on a device's stream
+    # cannot be stolen by another device: fewer where there are several (XL on 4 GPUs: 0.52 s a step, then 0.43).
+    pipeline = "4" if devices == 1 else "2"
+    # It puts pinned tiles of up to 4 MiB together in chunks of 32 MiB and keeps four empty ones. Where memory is short
+    # none finds its place, or what is evicted makes no room for larger tiles.
+    chunks = "0" if memory and memory < CHUNKS_FROM else "1"
+    settings = {
+        "MINIMUM_CLEAN_BUFFERS": "0", "TARGET_CLEAN_BUFFERS": "0", "CUDA_PIPELINE": pipeline, "SUBALLOCATOR": chunks,
+    }  # fmt: skip
+    for name, value in settings.items():
+        if f"STARPU_{name}" not in os.environ or name in _OURS:  # another runtime of this process may differ
+            os.environ[f"STARPU_{name}"] = value
+            _OURS.add(name)
+    os.environ.setdefault("STARPU_PERF_MODEL_HOMOGENEOUS_CUDA", "1")
+    _core.keep_choices(str(cache_folder()))
+    done = cache_folder() / f"bus-{platform.node()}-{devices}"
+    if done.exists():
+        return
+    # It resets the devices under whoever uses them in the same process: in one of its own, then.
+    code = f"from nntile_py import _core; _core.start(0, 'eager', 0, False, 0, {devices}); _core.stop()"
+    if subprocess.run([sys.executable, "-c", code], check=False, stdout=subprocess.DEVNULL).returncode:
+        return  # what is wrong is said when the runtime itself starts
+    with contextlib.suppress(OSError):  # measured anew next time
+        done.parent.mkdir(parents=True, exist_ok=True)
+        done.touch()
+
+
+class Array:
+    """A numpy array held by StarPU as one tile, for tasks in Python: `nt.array(x)`, then `.numpy()` to read it."""
+
+    def __init__(self, value: Any) -> None:
+        value = np.asarray(value)
+        names = {"float32": "fp32", "float64": "fp64", "int64": "int64"}
+        if value.dtype.name not in names:
+            raise TypeError(f"dtype {value.dtype} is not allowed; use {', '.join(names)}")
+        self.tile = _core.Tile(list(value.shape), names[value.dtype.name])
+        self.tile.write(value)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.tile.shape)
+
+    @property
+    def dtype(self) -> Any:
+        return self.tile.dtype
+
+    def numpy(self) -> np.ndarray[Any, Any]:
+        """A copy, after the tasks that write it. Raises TaskError if a task failed."""
+        return np.asarray(self.tile.read())
+
+
+def array(value: Any) -> Array:
+    """Give a numpy array (float32, float64 or int64) to StarPU."""
+    return Array(value)
+
+
+class _Device:
+    """Memory of a tile on a CUDA device, for whoever knows the CUDA array interface (version 3)."""
+
+    def __init__(self, pointer: int, shape: list[int], dtype: Any, read_only: bool) -> None:
+        self.__cuda_array_interface__ = {
+            "version": 3, "shape": tuple(shape), "typestr": dtype.str, "data": (pointer, read_only), "strides": None,
+        }  # fmt: skip
+
+
+class _Foreign:
+    """A CUDA stream, for whoever knows the CUDA stream protocol."""
+
+    def __init__(self, pointer: int) -> None:
+        self.pointer = pointer
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self.pointer
+
+
+@functools.cache  # for good: in CuPy 14 a Stream destroys what it wraps when it goes
+def _stream(device: int, pointer: int) -> Any:
+    import cupy
+
+    if hasattr(cupy.cuda.Stream, "from_external"):  # of the current device
+        return cupy.cuda.Stream.from_external(_Foreign(pointer))
+    return cupy.cuda.ExternalStream(pointer, device)  # before CuPy 14
+
+
+def _on_cuda(
+    variant: Callable[..., None], device: int, stream: int, arrays: list[tuple[Any, ...]], constants: dict[str, Any]
+) -> None:
+    """Call a task's CUDA variant with cupy arrays, the worker's device and stream current."""
+    import cupy
+
+    with cupy.cuda.Device(device), _stream(device, stream):
+        views = {name: cupy.asarray(_Device(*spec)) for name, *spec in arrays}
+        variant(**views, **constants)
+
+
+def task(**modes: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Make a Python function a task: `@nt.task(x="R", y="RW")`, mode R, W or RW for each array argument.
+
+    The call submits and returns at once. On a worker the function gets numpy views of the tiles' memory, read-only
+    for R; they must not be kept. Other arguments are passed on as they are. What the function raises comes out as
+    TaskError, naming it, at the next wait, read or submission. `@NAME.cuda` above another function makes that the
+    variant for CUDA workers: it gets cupy arrays on the tiles' memory, with the worker's stream current, and must
+    enqueue its work there, without waiting: what wrote its tiles may still be running on that stream.
+    """
+    for name, mode in modes.items():
+        if mode not in _MODES:
+            raise ValueError(f"task: mode {mode!r} of {name} is not allowed; use R, W or RW")
+
+    def decorate(function: Callable[..., None]) -> Callable[..., None]:
+        signature = inspect.signature(function)
+        unknown = set(modes) - set(signature.parameters)
+        if unknown:
+            raise ValueError(f"task {function.__name__}: has no argument {', '.join(sorted(unknown))}")
+
+        @functools.wraps(function)
+        def submit(*args: Any, **kwargs: Any) -> None:
+            bound = signature.bind(*args, **kwargs)
+            bound.apply_defaults()
+            arrays = {name: bound.arguments.pop(name) for name in modes}
+            for name, value in arrays.items():
+                if not isinstance(value, Array):
+                    raise TypeError(f"task {function.__name__}: {name} is no nt.array but {type(value).__name__}")
+            if len({id(value) for value in arrays.values()}) < len(arrays):
+                raise ValueError(f"task {function.__name__}: one array was given for two arguments")
+            tiles = [value.tile for value in arrays.values()]
+            _core.submit_python(
+                function.__name__, function, on_device.get("call"), tiles, list(arrays), list(modes.values()),
+                dict(bound.arguments),
+            )  # fmt: skip
+
+        on_device: dict[str, Callable[..., None]] = {}
+
+        def cuda(variant: Callable[..., None]) -> Callable[..., None]:
+            on_device["call"] = functools.partial(_on_cuda, variant)
+            return submit
+
+        submit.cuda = cuda  # type: ignore[attr-defined]
+        return submit
+
+    return decorate
+
+
+__all__ = ["Array", "Runtime", "TaskError", "array", "task"]

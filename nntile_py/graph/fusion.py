@@ -1,0 +1,430 @@
+"""Passes over the logical graph: fusion of neighbours into one operator, each kind behind a switch of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import partial
+from typing import Any, TypeVar
+
+from nntile_py.errors import ConfigError
+from nntile_py.graph.graph import Graph
+from nntile_py.tasks import (
+    Activation,
+    ActivationGrad,
+    Add,
+    Attention,
+    AttentionGrad,
+    BiasAdd,
+    Contract,
+    CrossEntropyGrad,
+    Dropout,
+    EmbeddingGrad,
+    LayerNorm,
+    LayerNormGrad,
+    Op,
+    Sum,
+    Tensor,
+    Transpose,
+)
+from nntile_py.tasks.attention import Operands
+from nntile_py.tasks.cross_entropy import CrossEntropy
+from nntile_py.tiles import Tiling
+
+
+@dataclass(frozen=True)
+class Fusion:
+    """Which neighbours become one task: bias, activation, reshape, packed qkv, residual + norm."""
+
+    bias: bool = True
+    activation: bool = True
+    reshape: bool = True
+    qkv: bool = True
+    residual_norm: bool = True  # and dropout of what the residual is added to
+
+    @staticmethod
+    def of(value: Fusion | bool | Mapping[str, bool]) -> Fusion:
+        """From True, False or {switch: bool}; switches left out are on."""
+        if isinstance(value, Fusion):
+            return value
+        names = [f.name for f in fields(Fusion)]
+        if isinstance(value, bool):
+            return Fusion(**dict.fromkeys(names, value))
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"fusion: {value!r} is not allowed; use true, false or a mapping of {', '.join(names)}")
+        for key, on in value.items():
+            if key not in names:
+                raise ConfigError(f"fusion.{key}: unknown switch; allowed are {', '.join(names)}")
+            if not isinstance(on, bool):
+                raise ConfigError(f"fusion.{key}: {on!r} is not allowed; use true or false")
+        return Fusion(**value)
+
+
+Kind = TypeVar("Kind", bound=Op)
+
+
+class _Uses:
+    """Who makes and who reads each tensor; an operator that goes is taken out of the graph's list."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.refresh()
+
+    def refresh(self) -> None:
+        self.maker: dict[Tensor, Op] = {}
+        self.readers: dict[Tensor, list[Op]] = {}
+        self.order: dict[Op, int] = {}
+        for number, op in enumerate(self.graph.ops):
+            self.order[op] = number
+            for t in op.outputs:
+                self.maker[t] = op
+            for t in op.inputs:
+                self.readers.setdefault(t, []).append(op)
+
+    def made_for(self, tensor: Tensor, reader: Op, kind: type[Kind]) -> Kind | None:
+        """The operator of this kind that makes the tensor for this reader alone."""
+        op = self.maker.get(tensor)
+        alone = self.readers.get(tensor) == [reader] and tensor.kind == "temp"
+        return op if alone and isinstance(op, kind) else None
+
+    def replace(self, old: list[Op], new: Op) -> None:
+        """Put `new` where the last of `old` stands."""
+        last = max(old, key=lambda op: self.order[op])
+        new.name, new.phase = old[0].name, old[0].phase
+        self.graph.ops[self.order[last]] = new
+        for op in old:
+            if op is not last:
+                self.graph.ops.remove(op)
+        self.refresh()
+
+
+Rule = Callable[[_Uses, Op], bool]
+
+
+def fuse(graph: Graph, fusion: Fusion, vocab_cut: bool, tiling: Tiling | None = None) -> Graph:
+    """Apply the rules that are switched on until none applies. In place; returns the graph. No tiling: all uncut."""
+    tiling = tiling or Tiling()
+    rules: list[Rule] = [_embedding_grad_into]
+    if fusion.reshape:
+        rules += [_attention_layout, _transposed_input, partial(_transposed_output, tiling=tiling)]
+    if fusion.residual_norm:
+        rules += [_norm_grad_add, _norm_grad_dropout]
+    if fusion.bias:
+        rules += [_bias, _norm_bias_grad, _bias_grad]
+    if fusion.residual_norm:
+        rules += [_residual, partial(_norm_residual, tiling=tiling)]
+    if fusion.activation:
+        rules += [_activation, _activation_grad]
+    if not vocab_cut:
+        rules += [_cross_entropy]
+    for rule in rules:
+        uses = _Uses(graph)
+        while any(rule(uses, op) for op in list(graph.ops)):
+            pass
+    return graph
+
+
+def _plain(op: Op | None) -> bool:
+    """A contraction whose result is not yet transformed: more can be added to its epilogue."""
+    return isinstance(op, Contract) and op.activation is None and op.aux is None and op.bias_grad is None
+
+
+def _rebuild(op: Contract, out: Tensor, **changes: Any) -> Contract:
+    keep = ("scale", "bias", "residual", "activation", "pre", "aux", "bias_grad")
+    options = {name: getattr(op, name) for name in keep} | changes
+    a, b = options.pop("a", op.a), options.pop("b", op.b)
+    return Contract(a, b, out, **options)
+
+
+def _attention_layout(uses: _Uses, op: Op) -> bool:
+    """Attention, or its gradient, between transposes: the kernels read and write any order of axes."""
+    if isinstance(op, Attention):
+        gradient = next((g for g in uses.graph.ops if isinstance(g, AttentionGrad) and g.forward is op), None)
+        before = [uses.maker.get(t) for t in op.inputs]
+        users = [r for r in uses.readers[op.output] if r is not gradient]
+        after = users if op.output.kind == "temp" else []
+        if _transposes(before):
+            op.inputs = [t.inputs[0] for t in before if t]
+            op.operands = Operands(op.inputs)
+        elif _transposes(after) and len(after) == 1:
+            op.outputs[0] = after[0].output
+            uses.graph.ops.remove(after[0])
+        else:
+            return False
+        if gradient:
+            gradient.inputs = [*op.inputs, op.output, op.lse, gradient.do]
+    elif isinstance(op, AttentionGrad):
+        before = [uses.maker.get(op.do)]
+        readers = [uses.readers.get(t, []) for t in op.outputs]
+        after = [r[0] for r in readers if len(r) == 1]
+        if _transposes(before) and before[0]:
+            op.do = op.inputs[-1] = before[0].inputs[0]
+        elif len(after) == len(op.outputs) and _transposes(after):
+            op.outputs = [t.output for t in after]
+            op.grads = Operands(op.outputs)
+            for transpose in after:
+                uses.graph.ops.remove(transpose)
+        else:
+            return False
+    else:
+        return False
+    uses.refresh()
+    for maker in before:
+        if maker and not uses.readers.get(maker.output) and maker.output.kind == "temp" and maker in uses.order:
+            uses.graph.ops.remove(maker)
+    uses.refresh()
+    return True
+
+
+def _transposes(ops: Sequence[Op | None]) -> bool:
+    """Whether all are transposes that permute alike."""
+    kinds = {(op.inputs[0].axes, op.output.axes) if isinstance(op, Transpose) else None for op in ops}
+    return len(kinds) == 1 and None not in kinds
+
+
+def _transposed_input(uses: _Uses, op: Op) -> bool:
+    """Contract(Transpose(x), w), Sum(Transpose(x)): both read any order of axes.
+
+    Not where two products read the same Transpose, and would each have to turn its tiles into a matrix.
+    """
+    if not isinstance(op, Contract | Sum):
+        return False
+    for number, tensor in enumerate(op.inputs[:2]):
+        maker = uses.maker.get(tensor)
+        if not isinstance(maker, Transpose):
+            continue
+        x = maker.inputs[0]
+        products = [reader for reader in uses.readers[tensor] if isinstance(reader, Contract)]
+        if len(products) > 1 and not all(_reads_matrix(product, tensor, x) for product in products):
+            continue
+        if isinstance(op, Contract):
+            uses.replace([op], _rebuild(op, op.output, **{"ab"[number]: x}))
+        elif [a for a in x.axes if a in op.output.axes] == list(op.output.axes):
+            uses.replace([op], Sum(x, op.output))
+        else:
+            continue
+        if not uses.readers.get(maker.output) and maker.output.storage.kind == "temp":
+            uses.graph.ops.remove(maker)
+            uses.refresh()
+        return True
+    return False
+
+
+def _reads_matrix(product: Contract, tensor: Tensor, x: Tensor) -> bool:
+    """Whether tiles of x, in the place of the tensor, are matrices or their transposes as they are."""
+    side = 0 if product.a is tensor else 1
+    made = _rebuild(product, product.output, **{"ab"[side]: x})
+    groups = [group for group in (made.batch, made.n if side else made.m, made.k) if group]
+    starts = [x.axes.index(group[0]) for group in groups]
+    return all(list(x.axes[at : at + len(group)]) == list(group) for at, group in zip(starts, groups, strict=True))
+
+
+def narrow_gradients(graph: Graph, grads: Iterable[Tensor], tiling: Tiling) -> None:
+    """Keep in bf16 each gradient of a bf16 weight that one product makes and nothing is added to, as autocast does.
+
+    What several tasks add up stays in fp32. (Products are summed in fp32; where cuBLASLt splits one, it may round the
+    parts.)"""
+    if graph.dtype != "bf16":
+        return
+    makers: dict[Tensor, list[Op]] = {}  # of each storage
+    for op in graph.ops:
+        for out in op.outputs:
+            makers.setdefault(out.storage, []).append(op)
+    for grad in grads:
+        product, *others = makers[grad.storage]
+        if others or not isinstance(product, Contract) or product.output is not grad:
+            continue
+        if _plain(product) and not _in_parts(product, tiling):
+            grad.dtype = "bf16"
+
+
+def _in_parts(op: Contract, tiling: Tiling) -> bool:
+    return any(tiling.cut(axis, op.a.size(axis)) for axis in op.k)
+
+
+def _transposed_output(uses: _Uses, op: Op, tiling: Tiling) -> bool:
+    """Transpose(Contract) or Transpose(BiasAdd(Contract)): GEMM + reshape, Alg. 4 of the NNTile report.
+
+    Not where the summed axes are cut: each partial product would be scattered, a Transpose does so once for all.
+    """
+    if not isinstance(op, Transpose):
+        return False
+    gemm = uses.made_for(op.inputs[0], op, Contract)
+    if gemm and _plain(gemm) and not gemm.inputs[2:] and not _in_parts(gemm, tiling):
+        uses.replace([gemm, op], _rebuild(gemm, op.output))
+        return True
+    add = uses.made_for(op.inputs[0], op, BiasAdd)
+    inner = uses.made_for(add.inputs[0], add, Contract) if add else None
+    if not (add and inner and _plain(inner)) or _in_parts(inner, tiling):
+        return False
+    bias = add.inputs[1]
+    if [a for a in op.output.axes if a in bias.axes] != list(bias.axes):
+        return False
+    # The transpose goes before the bias: both then fold into the contraction.
+    moved = Tensor(add.output.name, op.output.axes, op.output.shape, op.output.dtype)
+    uses.replace([inner], _rebuild(inner, moved))
+    uses.replace([add, op], BiasAdd(moved, bias, op.output))
+    return True
+
+
+def _bias(uses: _Uses, op: Op) -> bool:
+    """BiasAdd(Contract)."""
+    if not isinstance(op, BiasAdd):
+        return False
+    gemm = uses.made_for(op.inputs[0], op, Contract)
+    if not (gemm and _plain(gemm) and gemm.bias is None and gemm.residual is None):
+        return False
+    uses.replace([gemm, op], _rebuild(gemm, op.output, bias=op.inputs[1]))
+    return True
+
+
+def _norm_bias_grad(uses: _Uses, op: Op) -> bool:
+    """Sum(LayerNormGrad's dx, or its dropout) over all rows: summed where it is made, instead of reading it again."""
+    if not isinstance(op, Sum):
+        return False
+    summed = op.inputs[0]
+    norm = uses.maker.get(summed)
+    if not isinstance(norm, LayerNormGrad) or norm.bias or op.output.axes != summed.axes[-1:]:
+        return False
+    if summed is not (norm.dropout or norm).output:
+        return False
+    return _into_norm_grad(uses, norm, op, dbias=op.output)
+
+
+def _into_norm_grad(uses: _Uses, norm: LayerNormGrad, op: Op, **changes: Any) -> bool:
+    """The norm's gradient with what `op` did, where the norm stood and not op: others read dx before."""
+    dy, x, stat, gamma = norm.inputs[:4]
+    dx, dgamma, dbeta = norm.outputs[:3]
+    options = {"add": norm.extra, "dbias": norm.bias, "dropout": norm.dropout} | changes
+    uses.replace([norm], LayerNormGrad(dy, x, stat, gamma, dx, dgamma, dbeta, **options))
+    uses.graph.ops.remove(op)
+    uses.refresh()
+    return True
+
+
+def _bias_grad(uses: _Uses, op: Op) -> bool:
+    """Sum(dy) beside the contraction x dy that sums over the same axes: one reading of dy."""
+    if not isinstance(op, Sum) or op.inputs[0].dtype == "bf16":  # on CUDA cuBLASLt reads dy twice, slower than Sum does
+        return False
+    dy = op.inputs[0]
+    summed = {axis for axis in dy.axes if axis not in op.output.axes}
+    for reader in uses.readers[dy]:
+        if not (isinstance(reader, Contract) and _plain(reader)) or set(reader.k) != summed or reader.batch:
+            continue
+        side = 0 if reader.a is dy else 1
+        columns = reader.m if side == 0 else reader.n
+        if columns == list(op.output.axes):
+            uses.replace([reader, op], _rebuild(reader, reader.output, bias_grad=(side, op.output)))
+            return True
+    return False
+
+
+def _residual(uses: _Uses, op: Op) -> bool:
+    """Add(Contract, r): the product is accumulated onto r."""
+    if not isinstance(op, Add):
+        return False
+    for mine, other in ((0, 1), (1, 0)):
+        gemm = uses.made_for(op.inputs[mine], op, Contract)
+        if gemm and _plain(gemm) and gemm.residual is None and not op.output.causal:
+            uses.replace([gemm, op], _rebuild(gemm, op.output, residual=op.inputs[other]))
+            return True
+    return False
+
+
+def _norm_residual(uses: _Uses, op: Op, tiling: Tiling) -> bool:
+    """LayerNorm(Add(x, r)) or LayerNorm(Add(Dropout(x), r)) where the sum also goes on as the residual stream.
+
+    Where embed is cut the norm is several tasks, none of which would save the dropout's: it stays.
+    """
+    if not isinstance(op, LayerNorm) or op.residual:
+        return False
+    add = uses.maker.get(op.inputs[0])
+    if not isinstance(add, Add) or add.phase != "forward":
+        return False
+    first = min(uses.order[r] for r in uses.readers[add.output])
+    if uses.order[op] != first:  # somebody needs the sum before the norm
+        return False
+    x, r = add.inputs
+    dropout = None
+    if not tiling.cut(x.axes[-1], x.shape[-1]):
+        dropout = uses.made_for(x, add, Dropout)
+        if not dropout and (dropout := uses.made_for(r, add, Dropout)):
+            x, r = r, x
+    x, old = (dropout.inputs[0], [op, add, dropout]) if dropout else (x, [op, add])
+    gamma, beta = op.inputs[1:3]
+    total = add.output
+    uses.replace(old, LayerNorm(x, gamma, beta, op.output, op.stat, op.eps, residual=r, total=total, dropout=dropout))
+    return True
+
+
+def _norm_grad_add(uses: _Uses, op: Op) -> bool:
+    """Add(LayerNormGrad's dx, g): the residual stream's gradient is added where dx is made."""
+    if not isinstance(op, Add):
+        return False
+    for mine, other in ((0, 1), (1, 0)):
+        norm = uses.made_for(op.inputs[mine], op, LayerNormGrad)
+        if norm and norm.extra is None and norm.output is op.inputs[mine]:
+            dy, x, stat, gamma = norm.inputs
+            _, dgamma, dbeta = norm.outputs
+            fused = LayerNormGrad(dy, x, stat, gamma, op.output, dgamma, dbeta, add=op.inputs[other])
+            uses.replace([norm, op], fused)
+            return True
+    return False
+
+
+def _norm_grad_dropout(uses: _Uses, op: Op) -> bool:
+    """Dropout(LayerNormGrad's dx), a branch's gradient: made where dx is, which goes on as the residual stream's."""
+    norm = uses.maker.get(op.inputs[0]) if isinstance(op, Dropout) else None
+    if not isinstance(norm, LayerNormGrad) or norm.output is not op.inputs[0] or norm.dropout:
+        return False
+    return _into_norm_grad(uses, norm, op, dropout=op)
+
+
+def _activation(uses: _Uses, op: Op) -> bool:
+    """Activation(Contract): the epilogue; what comes before the activation is kept if the gradient reads it."""
+    if not isinstance(op, Activation):
+        return False
+    x = op.inputs[0]
+    gemm = uses.maker.get(x)
+    readers = [r for r in uses.readers[x] if r is not op]
+    if not (isinstance(gemm, Contract) and _plain(gemm)) or any(r.phase == "forward" for r in readers):
+        return False
+    uses.replace([gemm, op], _rebuild(gemm, op.output, activation=op.act, pre=x if readers else None))
+    return True
+
+
+def _activation_grad(uses: _Uses, op: Op) -> bool:
+    """ActivationGrad(Contract, x): the gradient GEMM's epilogue (DGELU)."""
+    if not isinstance(op, ActivationGrad):
+        return False
+    gemm = uses.made_for(op.inputs[0], op, Contract)
+    if not (gemm and _plain(gemm) and not gemm.inputs[2:]):
+        return False
+    uses.replace([gemm, op], _rebuild(gemm, op.output, activation=op.act, aux=op.inputs[1]))
+    return True
+
+
+def _embedding_grad_into(uses: _Uses, op: Op) -> bool:
+    """Add(g, EmbeddingGrad) of a tied table: the rows are added to g in place."""
+    if not isinstance(op, Add):
+        return False
+    for mine, other in ((0, 1), (1, 0)):
+        rows = uses.made_for(op.inputs[mine], op, EmbeddingGrad)
+        base = op.inputs[other]
+        if rows and rows.into is None and uses.readers[base] == [op]:
+            ids, dy = rows.inputs[:2]
+            # The sum's tensor is the one that the host knows: the other gradient is made in its tiles.
+            base.storage = op.output.storage
+            uses.replace([rows, op], EmbeddingGrad(ids, dy, op.output, into=base))
+            return True
+    return False
+
+
+def _cross_entropy(uses: _Uses, op: Op) -> bool:
+    """CrossEntropy and its gradient over an uncut vocabulary: one task, the logits read once."""
+    if not isinstance(op, CrossEntropyGrad) or op.fused:
+        return False
+    forward = uses.maker[op.inputs[2]]
+    assert isinstance(forward, CrossEntropy)
+    forward.fused, op.fused = op, True
+    return True

@@ -1,0 +1,75 @@
+"""What a user chooses to train with; the operators that do it are in tasks/optimizer.py."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from nntile_py import tasks as ops
+from nntile_py.errors import ConfigError
+from nntile_py.graph.graph import Graph
+from nntile_py.tasks import Tensor
+from nntile_py.tasks.op import wide
+
+REST = "rest"
+
+
+@dataclass(frozen=True)
+class AdamW:
+    """AdamW as torch.optim.AdamW: decoupled weight decay on every parameter."""
+
+    lr: float = 1e-3
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.01
+
+    def __post_init__(self) -> None:
+        _check(self)
+
+    def build(self, g: Graph, param: Tensor, grad: Tensor, clip: Tensor) -> None:
+        m, v = (_state(g, param, name) for name in ("m", "v"))
+        options = {"betas": self.betas, "eps": self.eps, "weight_decay": self.weight_decay}
+        g.add(ops.AdamW(param, grad, m, v, clip, rest=_rest(g, param), **options))  # type: ignore[arg-type]
+
+    def slots(self, step: int) -> dict[str, float]:
+        """Scalars of step 1, 2, ..."""
+        return {f"beta{k + 1}_correction": 1 - beta**step for k, beta in enumerate(self.betas)}
+
+
+@dataclass(frozen=True)
+class SGD:
+    """SGD as torch.optim.SGD with momentum, no dampening."""
+
+    lr: float = 1e-2
+    momentum: float = 0.0
+    weight_decay: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check(self)
+
+    def build(self, g: Graph, param: Tensor, grad: Tensor, clip: Tensor) -> None:
+        m = _state(g, param, "m") if self.momentum else None
+        options = {"momentum": self.momentum, "weight_decay": self.weight_decay}
+        g.add(ops.SGD(param, grad, m, clip, rest=_rest(g, param), **options))
+
+    def slots(self, step: int) -> dict[str, float]:
+        return {}
+
+
+def _state(g: Graph, param: Tensor, name: str, dtype: str | None = None) -> Tensor:
+    return g.named(f"{param.name}.{name}", param.axes, param.shape, "state", dtype or wide(param.dtype))
+
+
+def _rest(g: Graph, param: Tensor) -> Tensor | None:
+    """What a bf16 parameter lacks of the fp32 one that is trained: 2 bytes, where a copy in fp32 takes 4."""
+    return _state(g, param, REST, "int16") if param.dtype == "bf16" else None
+
+
+def _check(optimizer: AdamW | SGD) -> None:
+    for name, value in vars(optimizer).items():
+        for number in value if isinstance(value, tuple) else (value,):
+            top = 1 if name in ("betas", "momentum") else float("inf")
+            if not isinstance(number, int | float) or not 0 <= number < top:
+                raise ConfigError(f"optimizer.{name}: {value} is not allowed; use 0 or more and below {top}")
+
+
+Optimizer = AdamW | SGD

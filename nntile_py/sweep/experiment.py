@@ -1,0 +1,432 @@
+"""`nntile experiment`: a figure or a table of a paper, from one YAML of experiments/ to picture, CSV and report."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from datetime import date
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import Field, PrivateAttr
+
+from nntile_py.analysis.workloads import Work
+from nntile_py.config.run import RunConfig, load
+from nntile_py.errors import ConfigError, NNTileError
+from nntile_py.profile import FILES
+from nntile_py.schema import Count, Section, read_yaml, validated
+from nntile_py.sweep.results import Row, draw_plot, table, value
+from nntile_py.sweep.spec import Sweep, check_sweep, points
+from nntile_py.system.folders import replace_file
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+
+EXPERIMENTS = next((d for p in Path(__file__).parents[1:3] if (d := p / "experiments").is_dir()), Path("experiments"))
+
+
+Mode = Literal["training", "inference"]
+
+
+class Drawing(Section):
+    """What `nntile graph` is to draw."""
+
+    config: str
+    set_: dict[str, Any] = Field(default_factory=dict, alias="set")
+    work: Work = "train"
+    level: Literal["logical", "tiles"] = "logical"
+    layer: int | None = None
+    phase: Literal["forward", "backward", "update", "all"] = "all"
+    fusion: Literal["before", "after", "both"] = "both"
+
+
+class Profile(Section):
+    """What `nntile profile` is to trace."""
+
+    config: str
+    set_: dict[str, Any] = Field(default_factory=dict, alias="set")
+    work: Literal["train", "inference"] = "train"
+    steps: Count = 3
+
+
+class Experiment(Section):
+    """A YAML of experiments/: `cpu` and `gpu` say the same at two sizes, as a sweep, a drawing or a profile."""
+
+    title: str
+    shows: str
+    paper: str  # what the paper found
+    kind: Literal["sweep", "graph", "profile"]
+    columns: list[str] = Field(default=["seconds", "seconds_min", "tasks"])  # metrics that the report tells
+    ratio: str | None = None  # a key with two values: the report tells the ratio of their times
+    cpu: dict[str, Any]
+    gpu: dict[str, Any]
+
+    _name: str = PrivateAttr("")
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    def part(self, scale: str, mode: Mode | None = None) -> Any:
+        """The Sweep, Drawing or Profile of a scale, in a mode other than its own if one is named."""
+        path, tree = EXPERIMENTS / f"{self.name}.yaml", getattr(self, scale)
+        if mode:
+            tree = self._in_mode(tree, mode)
+        if self.kind == "sweep":
+            return check_sweep(tree, path)
+        cls: Any = Drawing if self.kind == "graph" else Profile
+        try:
+            made = validated(cls, tree, f"{scale}.")
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error}") from None
+        return made.model_copy(update={"config": str(path.parent / made.config)})
+
+    def _in_mode(self, tree: dict[str, Any], mode: Mode) -> dict[str, Any]:
+        """A whole model's work changes; of a small graph, inference is the forward pass and training all of it."""
+        inner = tree.get("measure", {}) if self.kind == "sweep" else tree
+        if {"measure.work", "measure.phase"} & tree.get("grid", {}).keys():
+            raise ConfigError(f"--mode: {self.name} compares several by itself; leave the option out")
+        if inner.get("work", "train") in ("train", "inference"):
+            inner = inner | {"work": "train" if mode == "training" else mode}
+        else:
+            inner = inner | {"phase": "all" if mode == "training" else "forward"}
+        if self.kind != "sweep":
+            return inner
+        plots = [plot | {"title": plot.get("title", "").replace("inference", mode)} for plot in tree.get("plots", [])]
+        return tree | {"measure": inner, "plots": plots}
+
+
+def names() -> list[str]:
+    """Of all experiments: the YAMLs that say what they show."""
+    return sorted(p.stem for p in EXPERIMENTS.glob("*.yaml") if p.stem.startswith(("fig", "table")))
+
+
+def load_experiment(name: str) -> Experiment:
+    if name not in names():
+        raise ConfigError(f"NAME: no experiment {name!r}; allowed: {', '.join(names())}")
+    path = EXPERIMENTS / f"{name}.yaml"
+    try:
+        made: Experiment = validated(Experiment, read_yaml(path, "NAME", Experiment))
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+    made._name = name
+    return made
+
+
+def listing() -> RenderableType:
+    from rich.table import Table
+
+    shown = Table(box=None, pad_edge=False, header_style="bold")
+    for column in ("name", "what", "shows"):
+        shown.add_column(column, overflow="fold")
+    for name in names():
+        made = load_experiment(name)
+        shown.add_row(name, made.title, made.shows)
+    return shown
+
+
+# -- planning
+
+
+def plan(made: Experiment, scale: str, mode: Mode | None = None) -> RenderableType:
+    """Every point checked and planned; nothing is run."""
+    from rich.table import Table
+
+    from nntile_py.analysis.plan import Estimate, estimate
+    from nntile_py.analysis.workloads import build
+
+    shown = Table(box=None, pad_edge=False, header_style="bold")
+    for column in ("point", "tasks", "Tflop", "GB moved", "GiB peak", "us a task", "parallel"):
+        shown.add_column(column, justify="left" if column == "point" else "right", overflow="fold")
+    known: dict[str, tuple[Estimate, float]] = {}
+    for told, config, work, phase in _planned(made.part(scale, mode), made.kind):
+        key = json.dumps([config.model_dump(exclude={"runtime"}), work, phase], default=str)
+        if key not in known:  # the number of workers changes no task
+            built = build(config, work, phase)
+            known[key] = estimate(built.lists, config.workers, gpu=config.runtime.cuda != 0), built.flop
+        of, flop = known[key]
+        cells = [f"{of.tasks:,}", f"{flop / 1e12:.3g}", f"{of.bytes_moved / 1e9:.3g}", f"{of.peak_bytes / 2**30:.3g}"]
+        shown.add_row(told, *cells, f"{of.mean_task * 1e6:,.0f}", f"{of.parallelism:.1f}")
+    return shown
+
+
+def _planned(part: Any, kind: str) -> Iterator[tuple[str, RunConfig, Any, Any]]:
+    if kind != "sweep":
+        yield "", _config(part), getattr(part, "work", "train"), "all"
+        return
+    for point in points(part):
+        if point.config is None:
+            raise ConfigError(f"{point.sets}: {point.error}")
+        short = {key.rpartition(".")[2]: of for key, of in point.sets.items()}
+        yield _sets(short).replace('"', ""), point.config, point.measure.work, point.measure.phase
+
+
+# -- running
+
+
+def run(
+    made: Experiment, scale: str, folder: Path, results: Path | None, console: Console, mode: Mode | None = None
+) -> list[Path]:
+    """Run it; returns the files of the result: picture, CSV, report. An interrupted sweep leaves them too."""
+    part, load_before = made.part(scale, mode), os.getloadavg()[0]
+    part, note = _on_gpus_there(part) if scale == "gpu" else (part, "")
+    if note:
+        console.print(note)
+    for told, config, _, _ in _planned(part, made.kind):
+        if config.runtime.cuda and made.kind != "graph":
+            _need_gpus(config, told)
+    if folder.resolve() == EXPERIMENTS.resolve():  # the config of a profile would go over the experiment's YAML
+        raise ConfigError(f"--out: {folder} holds the experiments themselves; allowed: any other folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    picture, rows, interrupted, missing = folder / "plot.png", [], None, None
+    if made.kind == "sweep":
+        from nntile_py.sweep.spec import run as run_sweep
+
+        try:
+            rows = run_sweep(part, folder, console)
+        except KeyboardInterrupt as error:
+            if not (folder / "results.json").is_file():
+                raise
+            interrupted, rows = error, json.loads((folder / "results.json").read_text())["rows"]
+            there = f"interrupted with {len(rows)} of {len(points(part))} points begun; the same command goes on"
+            note = ". ".join(filter(None, (note, there.capitalize())))
+        plots, drawn, count = part.plots, sum(row["status"] == "ok" for row in rows), len(points(part))
+        if drawn < count:  # the picture alone tells it too
+            told = f"({drawn} of {count} points)"
+            plots = [plot.model_copy(update={"title": f"{plot.title} {told}".strip()}) for plot in plots]
+        picture.write_bytes(_side_by_side([draw_plot(plot, rows) for plot in plots]))
+        written = table(rows)
+    elif made.kind == "graph":
+        written, missing = _draw(part, folder)
+        note = ". ".join(filter(None, (note, f"No picture: {missing}" if missing else "")))
+    else:
+        picture, written = _profile(part, folder, made.name)
+    failed = [row for row in rows if row["status"] != "ok"]
+    text = report(made, scale, rows, written, load_before, mode, note)
+    target = results or folder
+    stem = f"{date.today().isoformat()}-{made.name}" if results else made.name
+    stem += f"-{mode}" if mode else ""
+    stem += f"-{scale}" if results and scale != "cpu" else ""  # beside those of the same day
+    files = {
+        **({} if missing else {f"{stem}{picture.suffix}": picture.read_bytes()}),
+        f"{stem}.csv": written.encode(),
+        f"{stem}.md": text.encode(),
+    }
+    for name, content in files.items():
+        replace_file(target / name, content)
+    if interrupted:
+        raise interrupted
+    if missing:
+        raise NNTileError(f"{missing}; no picture was made, written are {', '.join(files)} in {target}, and "
+                          f"{folder / 'plot.dot'}")  # fmt: skip
+    if failed:
+        raise NNTileError(f"{len(failed)} of {len(rows)} points failed, the first: {failed[0]['error']}")
+    return [target / name for name in files]
+
+
+def report(
+    made: Experiment,
+    scale: str,
+    rows: list[Row],
+    written: str,
+    load_before: float,
+    mode: Mode | None = None,
+    note: str = "",
+) -> str:
+    """Markdown: how and where it was measured, what the paper found, what was found here."""
+    from nntile_py.bench.contestants import machine
+
+    where = machine()
+    lines = [f"# {made.name}: {made.title}", "", made.shows, ""]
+    lines += [f"    nntile experiment {made.name} --scale {scale}" + (f" --mode {mode}" if mode else ""), ""]
+    if mode:
+        told = "forward, backward and, of a whole model, the update" if mode == "training" else "the forward pass alone"
+        lines += [f"Measured here: {mode}, {told}.", ""]
+    with_gpus = f"{where['gpus']}, " if scale == "gpu" and where["gpus"] else ""
+    versions = f"{with_gpus}{where['processor']}, {where['cores']} cores, torch {where['torch']}"
+    lines.append(f"{where['date']}, commit {where['commit']}; {versions}.")
+    lines += [f"{note[0].upper()}{note[1:]}."] if note else []
+    if load_before > 0.3:
+        lines.append(f"Load average {load_before:.1f} before the start: something used the machine, or just had.")
+    lines += ["", "## The paper", "", made.paper.strip(), "", "## Here", ""]
+    if rows:
+        keys = list(dict.fromkeys(key for row in rows for key in row["sets"]))
+        lines += _markdown(
+            [[*keys, *made.columns]] + [[_cell(value(r, k)) for k in (*keys, *made.columns)] for r in rows]
+        )
+        lines += _ratios(made, rows)
+    else:
+        lines += _markdown([[_cell(_number(of)) for of in row] for row in list(csv.reader(io.StringIO(written)))[:30]])
+    return "\n".join([*lines, ""])
+
+
+def _ratios(made: Experiment, rows: list[Row]) -> list[str]:
+    """Of rows that differ in the key `ratio` alone: the median's, and the best repeat's, which noise disturbs less."""
+    if not made.ratio:
+        return []
+    groups: dict[str, dict[str, Row]] = {}
+    for row in rows:
+        if row["status"] == "ok":
+            rest = _sets({key: of for key, of in row["sets"].items() if key != made.ratio})
+            groups.setdefault(rest, {})[json.dumps(row["sets"][made.ratio])] = row
+    full = {rest: list(group.items()) for rest, group in groups.items() if len(group) == 2}
+    if not full:
+        return []
+    (first, _), (second, _) = next(iter(full.values()))
+    lines = ["", f"Time with {made.ratio} {second} over time with {made.ratio} {first}, median (best repeat):", ""]
+    for rest, ((_, one), (_, other)) in full.items():
+        median, best = (other[metric] / one[metric] for metric in ("seconds", "seconds_min"))
+        lines.append(f"* {rest or 'all'}: {median:.2f} ({best:.2f})")
+    return lines
+
+
+def _draw(part: Drawing, folder: Path) -> tuple[str, NNTileError | None]:
+    """Leaves plot.dot and plot.png; returns the CSV, and why there is no plot.png."""
+    from nntile_py.analysis import draw
+    from nntile_py.analysis.plan import estimate
+    from nntile_py.analysis.workloads import build
+    from nntile_py.graph.fusion import Fusion
+
+    config, out = _config(part), io.StringIO()
+    dot = draw.draw(config, level=part.level, work=part.work, layer=part.layer, phase=part.phase, fusion=part.fusion)
+    draw.write(dot, folder / "plot.dot")
+    missing = None
+    try:
+        (folder / "plot.png").write_bytes(draw.picture(dot, "png"))
+    except draw.NoPicture as error:
+        missing = error
+    writer = csv.writer(out)
+    writer.writerow(["graph", "operators", "tasks", "flop", "bytes moved by tasks"])
+    for name, fusion in (("before fusion", Fusion.of(False)), ("after fusion", None)):
+        built = build(config, part.work, "forward" if part.phase == "forward" else "all", fusion=fusion)
+        count = sum(len(graph.ops) for graph, _ in built.graphs)
+        of = estimate(built.lists, config.workers)
+        writer.writerow([name, count, of.tasks, int(built.flop), of.bytes_moved])
+    return out.getvalue(), missing
+
+
+def _profile(part: Profile, folder: Path, name: str) -> tuple[Path, str]:
+    _clear(folder / "profile")
+    config = folder / f"{name}.yaml"
+    config.write_text(_config(part).to_yaml())
+    command = ["profile", str(config), "--steps", str(part.steps), "--out", str(folder / "profile")]
+    command += ["--work", part.work]
+    made = subprocess.run([sys.executable, "-m", "nntile_py.cli", *command], capture_output=True, text=True)
+    if made.returncode:
+        raise NNTileError(f"nntile {' '.join(command)}: {made.stderr.strip() or made.stdout.strip()}")
+    summary = json.loads((folder / "profile" / "summary.json").read_text())
+    out = io.StringIO()
+    workers = [w for w in _sequence(summary.get("workers")) if isinstance(w, dict)]
+    nested = {k for w in workers for k, of in w.items() if isinstance(of, dict | list)}
+    keys = [k for k in dict.fromkeys(k for w in workers for k in w) if k not in nested]
+    writer = csv.writer(out)
+    writer.writerow(keys)
+    writer.writerows([[w.get(k, "") for k in keys] for w in workers])
+    return folder / "profile" / "gantt.png", out.getvalue()
+
+
+def _clear(folder: Path) -> None:
+    """Deletes the profile of a run before, as `nntile profile` refuses a folder that is not empty; and nothing else."""
+    if not folder.exists():
+        return
+    found = sorted(folder.iterdir()) if folder.is_dir() else [folder]
+    others = [path for path in found if path.name not in FILES or not path.is_file()]
+    if found and not any(path.name == "summary.json" for path in found):  # nor a config.yaml of the user's, alone
+        others = others or found
+    if others:
+        raise ConfigError(f"{others[0]}: not of an earlier profile, so {folder} is not emptied for a new one: "
+                          "move it, or choose another --out")  # fmt: skip
+    for path in found:
+        path.unlink()
+
+
+def _sequence(of: Any) -> list[Any]:
+    """A list, or a mapping by name as a list of mappings that hold their name."""
+    if isinstance(of, dict):
+        return [{"worker": name} | (entry if isinstance(entry, dict) else {}) for name, entry in of.items()]
+    return list(of or [])
+
+
+# -- small things
+
+
+def _config(part: Drawing | Profile) -> RunConfig:
+    return load(part.config, [f"{key}={json.dumps(of)}" for key, of in part.set_.items()])
+
+
+def _on_gpus_there(part: Any) -> tuple[Any, str]:
+    """A sweep with the numbers of GPUs that this machine has, a profile on those that it has; and what was changed.
+
+    As it was if there are none: refused later, or wanted by nobody."""
+    import torch
+
+    there = torch.cuda.device_count()
+    here = f"this machine has {there} GPU{'s' * (there != 1)}"
+    if isinstance(part, Profile):
+        asked = part.set_.get("runtime.cuda", 0)
+        if not 0 < there < asked:
+            return part, ""
+        less = part.model_copy(update={"set_": part.set_ | {"runtime.cuda": there}})
+        return less, f"runtime.cuda {there} instead of {asked}; {here}"
+    counts = part.grid.get("runtime.cuda", []) if isinstance(part, Sweep) and part.grid else []
+    kept = [count for count in counts if count <= there]
+    if not kept or kept == counts:
+        return part, ""
+    left = ", ".join(str(count) for count in counts if count not in kept)
+    return part.model_copy(
+        update={"grid": part.grid | {"runtime.cuda": kept}}
+    ), f"left out: runtime.cuda {left}; {here}"
+
+
+def _need_gpus(config: RunConfig, told: str) -> None:
+    """Refused here, before anything is measured, not in each point."""
+    import torch
+
+    from nntile_py.execution.runtime import Runtime
+
+    there = torch.cuda.device_count()
+    if config.workers > there:
+        raise NNTileError(f"{told}: needs {config.workers} GPUs, this machine has {there}; --plan runs nothing")
+    Runtime.from_config(config.runtime.model_dump())
+
+
+def _side_by_side(pictures: list[bytes]) -> bytes:
+    """One picture of several."""
+    if len(pictures) == 1:
+        return pictures[0]
+    from PIL import Image
+
+    images = [Image.open(io.BytesIO(p)).convert("RGB") for p in pictures]
+    whole = Image.new("RGB", (sum(i.width for i in images), max(i.height for i in images)), "white")
+    left = 0
+    for image in images:
+        whole.paste(image, (left, 0))
+        left += image.width
+    out = io.BytesIO()
+    whole.save(out, "PNG")
+    return out.getvalue()
+
+
+def _markdown(cells: list[list[str]]) -> list[str]:
+    lines = ["| " + " | ".join(line) + " |" for line in cells]
+    return [lines[0], "|" + "---|" * len(cells[0]), *lines[1:]]
+
+
+def _number(text: str) -> float | str:
+    try:
+        return float(text) if "." in text else text
+    except ValueError:
+        return text
+
+
+def _cell(of: Any) -> str:
+    return f"{of:.4g}" if isinstance(of, float) else "" if of is None else str(of)
+
+
+def _sets(sets: dict[str, Any]) -> str:
+    return ", ".join(f"{key} {json.dumps(of)}" for key, of in sets.items())

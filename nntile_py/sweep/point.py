@@ -1,0 +1,218 @@
+"""Points of a sweep, in a process of their own: each line of stdin says what to measure, each answer is one of JSON."""
+
+from __future__ import annotations
+
+import gc
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import nntile_py as nt
+from nntile_py import _core
+from nntile_py.analysis.draw import operator_class
+from nntile_py.analysis.plan import estimate
+from nntile_py.analysis.workloads import Built, build, of_step, small_graph
+from nntile_py.config.run import RunConfig
+from nntile_py.errors import NNTileError
+from nntile_py.execution import memory
+from nntile_py.execution.program import Store, programs
+from nntile_py.graph.fusion import Fusion
+from nntile_py.graph.graph import Graph
+from nntile_py.models.init import fill
+from nntile_py.sweep.spec import Measure
+from nntile_py.tasks import Lowering, Op, Tensor
+from nntile_py.tiles import TaskList, Tiling
+
+NUMPY = {"fp32": np.float32, "bf16": np.float32, "fp64": np.float64, "int64": np.int64}  # bf16: rounded by the tiles
+SLOTS = {"dropout_seed": 1.0, "loss_scale": 1.0, "lr": 1e-3, "beta1_correction": 0.1, "beta2_correction": 0.05}
+
+
+def main() -> int:
+    """Status 0, or 1 at the first point that fails, with {"error": ...}. All points have one `runtime`."""
+    try:
+        with ExitStack() as running:  # StarPU, from the first point that needs it
+            for line in sys.stdin:
+                what = json.loads(line)
+                result = measure(RunConfig.model_validate(what["config"]), Measure(**what["measure"]), running)
+                print("\n" + json.dumps(result), flush=True)
+                gc.collect()  # the point's tiles: the next one needs their place
+    except (NNTileError, MemoryError, OSError) as error:
+        print("\n" + json.dumps({"error": f"{type(error).__name__}: {error}"}), flush=True)
+        return 1
+    return 0
+
+
+def measure(config: RunConfig, how: Measure, running: ExitStack) -> dict[str, Any]:
+    """The metrics of a point. Starts the runtime, which stops with `running`."""
+    _forget_peak()
+    trains = how.work == "train" and how.how == "run"
+    built = None if trains else build(config, how.work, how.phase)
+    if how.how != "plan" and nt.Runtime.current is None:
+        running.enter_context(nt.Runtime.from_config(config.runtime.model_dump()))
+    if trains:
+        built, step = _training(config)
+    assert built is not None
+    plan = estimate(built.lists, config.workers, gpu=config.runtime.cuda != 0)
+    facts = {"tasks": plan.tasks, "flop": built.flop, "bytes_moved": plan.bytes_moved, "peak_bytes": plan.peak_bytes}
+    facts |= {"parallelism": plan.parallelism, "mean_task_us": plan.mean_task * 1e6}
+    if how.how == "plan":
+        return facts | {"seconds": plan.seconds}
+    if how.how == "operators":
+        return facts | _operators(config, how)
+    if not trains:
+        step = _inference(config, built) if how.work == "inference" else _program(built.graphs[0], config)
+    times = _times(step, how)
+    seconds = statistics.median(times)
+    tokens = config.train.batch * config.train.seq
+    tokens *= config.train.grad_accumulation if how.work == "train" else 1
+    return facts | {
+        "seconds": seconds, "seconds_min": min(times), "seconds_max": max(times),
+        "ms": seconds * 1e3, "us": seconds * 1e6, "best ms": min(times) * 1e3, "best us": min(times) * 1e6,
+        "tokens_per_s": tokens / seconds, "gflop_per_s": built.flop / seconds / 1e9,
+        "us_per_task": seconds / max(plan.tasks, 1) * 1e6, "times": times,
+        "peak_mib": _peak_mib(),
+    }  # fmt: skip
+
+
+def _forget_peak() -> None:
+    if _core.cuda_workers():  # of the points before
+        memory.forget_gpu_peak()
+    with suppress(OSError):  # where it is not allowed the peak is that of the process so far
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def _peak_mib() -> float:
+    """Of main memory, or of the fullest GPU where GPUs work."""
+    if _core.cuda_workers():
+        return memory.gpu_peak() / 2**20
+    status = Path("/proc/self/status").read_text()
+    return next(int(line.split()[1]) / 1024 for line in status.splitlines() if line.startswith("VmHWM"))
+
+
+def _times(step: Callable[[int], None], how: Measure) -> list[float]:
+    if how.warmup:
+        step(how.warmup)
+    times = []
+    for _ in range(how.repeats):
+        start = time.perf_counter()
+        step(how.steps)
+        times.append((time.perf_counter() - start) / how.steps)
+    return times
+
+
+def _tokens(config: RunConfig, rows: int, vocab: int) -> np.ndarray[Any, Any]:
+    return np.random.default_rng(config.seed).integers(0, vocab, (rows, config.train.seq))
+
+
+def _training(config: RunConfig) -> tuple[Built, Callable[[int], None]]:
+    """Steps on random tokens; a GPT-2 with fresh weights."""
+    from nntile_py.training.loop import build_model, build_trainer
+
+    trainer = build_trainer(config, build_model(config))
+    assert nt.Runtime.current
+    nt.Runtime.current.forget(trainer)  # nobody wants the weights back
+    ids = _tokens(config, config.train.batch * config.train.grad_accumulation, trainer.model.config.vocab)
+
+    def run(count: int) -> None:
+        for pending in [trainer.submit(ids, ids) for _ in range(count)]:
+            pending.result()
+
+    return of_step(trainer.built, config.train.grad_accumulation), run
+
+
+def _inference(config: RunConfig, built: Built) -> Callable[[int], None]:
+    """Forward passes with a loss on random tokens; nothing that only training needs is made."""
+    from nntile_py.training.loop import build_model
+
+    graph, low = built.graphs[0]
+    model, store = build_model(config), Store()
+    (program,) = programs([low.tasks], store, config.precision == "tf32")
+    for binding in built.bindings:
+        store.write(low, binding.tensor, binding.take(model.weights))
+    ids = _tokens(config, config.train.batch, model.config.vocab)
+    store.write(low, graph.tensors["positions"], np.arange(config.train.seq))
+
+    def run(count: int) -> None:
+        for _ in range(count):
+            for name in ("input_ids", "labels"):
+                store.write(low, graph.tensors[name], ids)
+            program.run({"loss_scale": 1.0 / ids.size})
+            nt.Runtime.wait()
+
+    return run
+
+
+def _program(made: tuple[Graph, Lowering], config: RunConfig) -> Callable[[int], None]:
+    """The task list of a small graph, on random values."""
+    graph, low = made
+    store = Store()
+    _fill(low, store, [t for t in graph.tensors.values() if t.kind in ("input", "param")])
+    (program,) = programs([low.tasks], store, config.precision == "tf32")
+
+    def run(count: int) -> None:
+        for _ in range(count):
+            program.run(SLOTS)
+        nt.Runtime.wait()
+
+    return run
+
+
+def _fill(low: Lowering, store: Store, tensors: list[Tensor]) -> None:
+    values = [np.empty(tensor.shape, NUMPY[tensor.dtype]) for tensor in tensors]
+
+    def draw(rng: np.random.Generator, block: np.ndarray[Any, Any], number: int) -> None:
+        block[:] = 0.1 + 0.9 * rng.random(block.size, np.float32)
+
+    fill(values, 0, draw)
+    for tensor, value in zip(tensors, values, strict=True):
+        store.write(low, tensor, value)
+
+
+def _operators(config: RunConfig, how: Measure) -> dict[str, Any]:
+    """Each operator of a small graph alone, tiles in memory beforehand: seconds and flop by class of operator."""
+    graph = small_graph(config, how.work, Fusion.of(config.fusion.model_dump()), backward=how.phase != "forward")
+    tiling = Tiling(config.tiles.model_dump(exclude_none=True))
+    classes = {name: {"seconds": 0.0, "flop": 0.0} for name in ("contraction", "normalization", "element-wise")}
+    for op in graph.ops:
+        if how.phase in ("all", op.phase):
+            entry = classes[operator_class(op.kind)]
+            entry["flop"] += op.flop()
+            entry["seconds"] += min(_times(_alone(op, tiling, config), how))  # the least disturbed
+    total = {key: sum(entry[key] for entry in classes.values()) for key in ("seconds", "flop")}
+    result = {"seconds": total["seconds"]}
+    for name, entry in classes.items():
+        result |= {f"{name} {key}": value for key, value in entry.items()}
+        result |= {f"{name} % {key}": 100 * value / total[key] for key, value in entry.items()}
+    return result
+
+
+def _alone(op: Op, tiling: Tiling, config: RunConfig) -> Callable[[int], None]:
+    owners = list(dict.fromkeys(t.storage for t in [*op.inputs, *op.outputs]))
+    before = [(t.name, t.kind) for t in owners]
+    for number, tensor in enumerate(owners):  # all of it lives from run to run, under names that do not clash
+        tensor.name, tensor.kind = f"tensor{number}", "input"
+    low = Lowering(tiling, TaskList(config.accumulate))
+    for tensor in owners:
+        low.tasks.initialised.update(low.tile(tensor, index) for index in low.indices(tensor))
+    low.op = op.name
+    op.lower(low)
+    low.tasks.resolve()
+    store = Store()
+    _fill(low, store, owners)
+    (program,) = programs([low.tasks], store, config.precision == "tf32")
+    for tensor, (name, kind) in zip(owners, before, strict=True):
+        tensor.name, tensor.kind = name, kind
+
+    def run(count: int) -> None:
+        for _ in range(count):
+            program.run(SLOTS)
+        nt.Runtime.wait()
+
+    return run

@@ -1,0 +1,343 @@
+"""`nntile sweep`: measure a config at many points, each in a process of its own, or those of one runtime in one.
+
+A point that ended, well or badly, is one line of rows.jsonl, synced to disk before the next one starts: a sweep that
+was killed goes on where it was. What a point measures is in point.py.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import itertools
+import json
+import math
+import os
+import random
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, field_validator, model_validator
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from nntile_py.analysis.workloads import Phase, Work
+from nntile_py.config.run import RunConfig, load
+from nntile_py.errors import ConfigError
+from nntile_py.schema import Count, Natural, Positive, Section, Switch, allowed, assignment, read_yaml, validated
+from nntile_py.sweep.process import Processes
+
+Values = dict[str, list[Any]]
+_POINTS = ("grid", "list", "random")
+_ALWAYS = ["seconds", "tasks", "flop", "bytes_moved", "peak_bytes", "parallelism", "mean_task_us", "took", "load"]
+_CLASSES, _UNITS = ("contraction", "normalization", "element-wise"), ("seconds", "flop", "% seconds", "% flop")
+_TIMED = ["seconds_min", "seconds_max", "ms", "us", "best ms", "best us", "us_per_task"]
+METRICS = {  # that point.py gives, by measure.how
+    "plan": _ALWAYS,
+    "run": [*_ALWAYS, *_TIMED, "tokens_per_s", "gflop_per_s", "peak_mib"],
+    "operators": [*_ALWAYS, *(f"{of} {unit}" for of in _CLASSES for unit in _UNITS)],
+}
+
+
+def _full(values: Values | None) -> Values | None:
+    if values is not None and not (values and all(values.values())):
+        raise ValueError("keys of a config, each with a list of at least one value")
+    return values
+
+
+class Measure(Section):
+    """What a point runs, and how often: `repeats` times are taken, each of `steps` steps in flight together."""
+
+    work: Work = "train"
+    phase: Phase = "all"  # of the works that are no whole model
+    how: Literal["run", "plan", "operators"] = "run"  # plan: nothing is run; operators: each alone, by class
+    warmup: Natural = 1
+    steps: Count = 1
+    repeats: Count = 3
+
+
+class Random(Section):
+    """`count` points of the grid of `over`, drawn without repetition."""
+
+    count: Count
+    seed: Natural = 0
+    over: Values
+
+    _values = field_validator("over")(_full)
+
+
+class Plot(Section):
+    """y over x, a line or bars for each `series`, side by side for each `panel`; `heat`: y as colour over x, series."""
+
+    kind: Literal["line", "bar", "heat"] = "line"
+    x: str
+    y: str | list[str] = "seconds"  # a list: a line or bar for each
+    series: str | None = None
+    panel: str | None = None
+    title: str = ""
+    xlabel: str | None = None
+    ylabel: str | None = None
+    log: Switch = False  # x, to base 2
+    same: Switch = True  # panels have one y axis
+
+    @property
+    def metrics(self) -> list[str]:
+        return [self.y] if isinstance(self.y, str) else self.y
+
+    @model_validator(mode="after")
+    def _second_axis(self) -> Plot:
+        if self.kind == "heat" and self.series is None:
+            raise ConfigError("plots: a heat map needs `series`, the key of its vertical axis")
+        return self
+
+
+class Best(Section):
+    metric: str = "seconds"
+    of: Literal["least", "greatest"] = "least"
+
+
+class Sweep(Section):
+    """A sweep's YAML: the base config with `set` over it, and its points."""
+
+    config: str
+    set_: dict[str, Any] = Field(default_factory=dict, alias="set")
+    grid: Values | None = None
+    list_: list[dict[str, Any]] | None = Field(None, alias="list")
+    random_: Random | None = Field(None, alias="random")
+    measure: Measure = Measure()
+    rounds: Count = 1  # times that all points are measured, in turns: against machines that change meanwhile
+    time_limit: Positive = 600.0  # seconds of a point, each time
+    together: Switch = False  # points of one `runtime` share a process: GPUs take longer to start than to measure
+    best: Best = Best()
+    plots: list[Plot] = Field(default_factory=list)
+
+    _values = field_validator("grid")(_full)
+
+    @model_validator(mode="after")
+    def _some(self) -> Sweep:
+        if not (self.grid or self.list_ or self.random_) or (self.random_ and (self.grid or self.list_)):
+            raise ConfigError("grid, list, random: allowed: a grid, a list, both (their product), or random")
+        return self
+
+    def varied(self) -> dict[str, str]:
+        """The keys that points set, with what sets each: grid, list or random."""
+        over = [(key, "random") for key in self.random_.over] if self.random_ else []
+        return dict(
+            [*over, *((k, "list") for e in self.list_ or [] for k in e), *((k, "grid") for k in self.grid or {})]
+        )
+
+    def metrics(self) -> list[str]:
+        """What the rows can hold."""
+        tables = [self.grid or {}, self.random_.over if self.random_ else {}]
+        hows = [self.measure.how, *(how for values in tables for how in values.get("measure.how", []))]
+        hows += [entry["measure.how"] for entry in self.list_ or [] if "measure.how" in entry]
+        return list(dict.fromkeys(metric for how in hows for metric in METRICS.get(how, [])))
+
+    def check_names(self) -> None:
+        """Refuses what no row will hold, before anything is measured."""
+        metrics = self.metrics()
+        keys = [*self.varied(), *self.set_, *metrics]
+        wanted = [("best.metric", self.best.metric, metrics)]
+        for number, plot in enumerate(self.plots):
+            axes = {name: getattr(plot, name) for name in ("x", "series", "panel")}
+            wanted += [(f"plots.{number}.{name}", of, keys) for name, of in axes.items() if of is not None]
+            wanted += [(f"plots.{number}.y", y, metrics) for y in plot.metrics]
+        for name, of, known in wanted:
+            if of not in known:
+                what = "a metric that this measure gives" if known is metrics else "a key that the sweep sets"
+                raise ConfigError(f"{name}: {of!r} is not {what}; {allowed(of, known)}")
+
+    def settings(self) -> Iterator[dict[str, Any]]:
+        """What each point sets, in order."""
+        over = self.random_.over if self.random_ else self.grid or {}
+        numbers: Sequence[int] = range(math.prod(map(len, over.values())))
+        if self.random_:
+            numbers = random.Random(self.random_.seed).sample(numbers, min(self.random_.count, len(numbers)))
+        for entry, number in itertools.product(self.list_ or [{}], numbers):
+            point = {}
+            for key, values in reversed(over.items()):
+                number, index = divmod(number, len(values))
+                point[key] = values[index]
+            yield entry | {key: point[key] for key in over}
+
+
+@dataclass(frozen=True)
+class Point:
+    """One configuration to measure; `id` is of all that decides the measurement, `error` why it cannot be made."""
+
+    id: str
+    sets: dict[str, Any]
+    config: RunConfig | None
+    measure: Measure
+    error: str | None = None
+
+
+def load_sweep(path: Path, overrides: Iterable[str] = ()) -> Sweep:
+    """Read and check a sweep's YAML, with `overrides` of the config's keys; `config` is relative to it."""
+    tree = read_yaml(path, "SWEEP", Sweep)
+    if tree.keys() & RunConfig.model_fields and not tree.keys() & {"config", *_POINTS}:
+        raise ConfigError(f"{path}: this is a run's config, not a sweep's YAML; did you mean --auto?")
+    return check_sweep(tree, path, overrides)
+
+
+def check_sweep(tree: Mapping[str, Any], path: Path, overrides: Iterable[str] = ()) -> Sweep:
+    """A sweep from what was read from `path`."""
+    try:
+        sweep: Sweep = validated(Sweep, dict(tree))
+        for item in overrides:
+            key, value = assignment(item)
+            head = key.partition(".")[0]
+            if head in {field.alias or name for name, field in Sweep.model_fields.items()}:
+                raise ConfigError(f"--set {item}: {head} is part of the sweep's file; change it there")
+            for other, where in sweep.varied().items():
+                if key == other or key.startswith(f"{other}."):
+                    raise ConfigError(f"--set {item}: the sweep's {where} sets {other}; change it there")
+            sweep.set_[key] = value
+        sweep.check_names()
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+    beside = path.parent / sweep.config
+    return sweep.model_copy(update={"config": str(beside if beside.is_file() else sweep.config)})
+
+
+def points(sweep: Sweep) -> list[Point]:
+    """All points, each once. A value that no point can have is a ConfigError; a point that is refused is kept."""
+    found: dict[str, Point] = {}
+    for sets in sweep.settings():
+        config, error = None, None
+        try:
+            own = {key.removeprefix("measure."): v for key, v in sets.items() if key.startswith("measure.")}
+            measure: Measure = validated(Measure, sweep.measure.model_dump() | own, "measure.")
+            rest = sweep.set_ | {key: value for key, value in sets.items() if not key.startswith("measure.")}
+            config = load(sweep.config, _overrides(rest))
+        except ConfigError as refused:
+            measure, error = sweep.measure, str(refused)
+        what = [config.model_dump(by_alias=True) if config else sets, measure.model_dump()]
+        name = hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:16]
+        found.setdefault(name, Point(name, sets, config, measure, error))
+    result = list(found.values())
+    if all(point.error for point in result):
+        _check_base(sweep)
+    for point in result:
+        for key, value in point.sets.items():
+            alike = [p.error for p in result if key in p.sets and p.sets[key] == value]
+            if all(alike):
+                raise ConfigError(f"{key} = {value!r}: {alike[0]}")
+    return result
+
+
+def _check_base(sweep: Sweep) -> None:
+    """Where all points are refused it may be for what they share: then that is named, not a point's key."""
+    try:
+        load(sweep.config, _overrides(sweep.set_))
+    except ConfigError as error:
+        try:
+            load(sweep.config)
+        except ConfigError:
+            raise ConfigError(f"config: {error}") from None
+        raise ConfigError(f"set: {error}") from None
+
+
+def _overrides(sets: dict[str, Any]) -> list[str]:
+    return [f"{key}={json.dumps(value)}" for key, value in sets.items()]
+
+
+class Rows:
+    """The rows of a folder, rows.jsonl: one line for each point that ended. One sweep at a time."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / "rows.jsonl"
+        self.all: dict[str, dict[str, Any]] = {}
+
+    @contextmanager
+    def open(self) -> Iterator[Rows]:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+        try:
+            try:
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ConfigError(f"--out: another sweep is writing into {self.path.parent}") from None
+            whole = self.path.read_bytes()
+            kept = whole[: whole.rfind(b"\n") + 1]  # a write that was cut short has no end of line
+            self.all = dict(self._read(number, line) for number, line in enumerate(kept.splitlines(), 1))
+            if kept != whole:
+                os.ftruncate(self._file, len(kept))
+            yield self
+        finally:
+            os.close(self._file)
+
+    def _read(self, number: int, line: bytes) -> tuple[str, dict[str, Any]]:
+        try:
+            row = json.loads(line)
+            row["id"], row["status"], row["sets"]
+        except (ValueError, KeyError, TypeError):
+            raise ConfigError(
+                f"{self.path}, line {number}: allowed: a point's row, which is JSON with id, sets and status; "
+                "remove the line, or take another --out"
+            ) from None
+        return row["id"], row
+
+    def append(self, row: dict[str, Any]) -> None:
+        self.all[row["id"]] = row
+        line = (json.dumps(row) + "\n").encode()
+        while line:
+            line = line[os.write(self._file, line) :]
+        os.fsync(self._file)
+
+
+def run(sweep: Sweep, folder: Path, console: Console, *, retry: bool = False) -> list[dict[str, Any]]:
+    """Measure every point that has no row yet (with `retry`: no good one); returns the rows in the points' order.
+
+    With several rounds a point has a row of each in the file, and one of all in the results.
+    """
+    from nntile_py.sweep.results import pooled, write_results
+
+    every = points(sweep)
+    names = {p.id: [p.id if k == 0 else f"{p.id}.{k + 1}" for k in range(sweep.rounds)] for p in every}
+    runtimes = [p.config and p.config.runtime for p in every]
+    ordered = sorted(every, key=lambda p: runtimes.index(p.config and p.config.runtime)) if sweep.together else every
+    todo = [(p, names[p.id][k]) for k in range(sweep.rounds) for p in ordered]
+    with Rows(folder).open() as rows:
+        if rows.all and not any(name in rows.all for own in names.values() for name in own):
+            raise ConfigError(f"--out: the rows in {folder} are of another sweep; take another --out")
+        done = {i for i, row in rows.all.items() if not retry or row["status"] == "ok"}
+        left = [(p, name) for p, name in todo if name not in done]
+        try:
+            with _progress(console) as progress, closing(Processes(sweep.together)) as processes:
+                bar = progress.add_task("", total=len(todo), completed=len(todo) - len(left))
+                for number, (point, name) in enumerate(left):
+                    progress.update(bar, description=_told(point.sets))
+                    follows = [p for p, _ in left[number + 1 :]]
+                    rows.append(measure_point(point, sweep.time_limit, processes, follows) | {"id": name})
+                    progress.advance(bar)
+        finally:  # whatever ends the sweep, what is there can be read
+            there = [(p, [rows.all[name] for name in names[p.id] if name in rows.all]) for p in every]
+            result = [pooled(own) | {"id": p.id, "sets": p.sets} for p, own in there if own]
+            for line in write_results(sweep, result, folder):
+                console.print(line, highlight=False, markup=False)
+    return result
+
+
+def measure_point(
+    point: Point, time_limit: float, processes: Processes | None = None, follows: Sequence[Point] = ()
+) -> dict[str, Any]:
+    """Run a point, in a process of its own if none are given: its row. `follows`: the points after it."""
+    row: dict[str, Any] = {"id": point.id, "sets": point.sets, "measure": point.measure.model_dump()}
+    if point.config is None:
+        return row | {"status": "refused", "error": point.error}
+    start = time.time()
+    row |= (processes or Processes(together=False)).measure(point, time_limit, follows)
+    return row | {"started": start, "took": time.time() - start, "load": os.getloadavg()[0]}
+
+
+def _told(sets: dict[str, Any]) -> str:
+    return ", ".join(f"{key} {json.dumps(value)}" for key, value in sets.items())
+
+
+def _progress(console: Console) -> Progress:
+    columns = BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn()
+    return Progress(*columns, TextColumn("{task.description}"), console=console)

@@ -1,0 +1,1 @@
+"""Text to batches, training steps, and the loop of `nntile train`."""

@@ -1,0 +1,166 @@
+"""Text to tokens: the corpus, its byte-level BPE, the held-out part, and the batches of a step."""
+
+import hashlib
+import sysconfig
+from collections.abc import Iterator
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from nntile_py.config.run import Data, RunConfig
+from nntile_py.errors import ConfigError
+
+END_OF_TEXT = "<|endoftext|>"
+LONGEST_WORD = 256  # characters
+# Of the standard library: tests repeat themselves, `encodings` is tables, installed packages differ between machines.
+_SKIPPED = {"test", "tests", "idle_test", "encodings", "site-packages", "dist-packages", "__pycache__"}
+
+
+@dataclass
+class Corpus:
+    """Tokens of the training and of the held-out text, 1-D integer arrays, and the tokenizer that made them."""
+
+    tokenizer: Tokenizer
+    train: np.ndarray
+    held_out: np.ndarray
+
+
+def load_corpus(config: RunConfig) -> Corpus:
+    """Read, split and tokenize the text of `config.data`; trains the tokenizer where none is given.
+
+    Raises ConfigError where there is no text, or less than one sequence of it."""
+    train_text, held_text = split(read_documents(config.data), config.data.val_fraction)
+    if config.tokenizer.path is not None:
+        tokenizer = load_tokenizer(Path(config.tokenizer.path))
+    else:
+        tokenizer = train_tokenizer(train_text, config.tokenizer.size())
+    corpus = Corpus(tokenizer, encode(tokenizer, train_text), encode(tokenizer, held_text))
+    for name, tokens in (("training", corpus.train), ("held-out", corpus.held_out)):
+        if len(tokens) < config.train.seq:
+            raise ConfigError(
+                f"data.source: the {name} text of {config.data.source} has {len(tokens)} tokens;"
+                f" allowed: at least train.seq = {config.train.seq}"
+                f" (give more text{', a larger data.max_bytes' if config.data.max_bytes else ''}, a smaller train.seq"
+                " or another data.val_fraction)"
+            )
+    return corpus
+
+
+def read_documents(data: Data) -> list[str]:
+    """The texts of a file or folder, in an order that depends on names only; bytes that are not UTF-8 become U+FFFD."""
+    documents, left = [], data.max_bytes
+    try:
+        if data.source == "python-stdlib":
+            root = Path(sysconfig.get_path("stdlib"))
+            # _sysconfigdata* says how this Python was built, with paths of this machine.
+            paths = [p for p in _files(root, [".py"], _SKIPPED) if not p.name.startswith("_sysconfigdata")]
+        else:
+            root = Path(data.source)
+            paths = list(_files(root, data.extensions)) if root.is_dir() else [root]
+        for path in paths:
+            if left == 0:
+                break
+            content = path.read_bytes()[:left]
+            left = None if left is None else left - len(content)
+            if content.strip():
+                documents.append(content.decode("utf-8", errors="replace"))
+    except OSError as error:
+        raise ConfigError(f"data.source: cannot read {error.filename}: {error.strerror}; allowed: text files") from None
+    if not documents:
+        what = f"no file with one of the extensions {', '.join(data.extensions)}" if root.is_dir() else "no text"
+        raise ConfigError(f"data.source: {what} in {root}; allowed: a text file, or a folder of such (data.extensions)")
+    return documents
+
+
+def split(documents: list[str], val_fraction: float) -> tuple[list[str], list[str]]:
+    """Training and held-out documents. The same text is always split alike, whatever the seed.
+
+    Whole documents, in the order of their hashes; where they are too few or too long, the end of the text."""
+    target = val_fraction * sum(map(len, documents))
+    held: set[int] = set()
+    size = 0
+    for index in sorted(range(len(documents)), key=lambda i: hashlib.sha1(documents[i].encode()).digest()):
+        if size < target and size + len(documents[index]) <= 1.5 * target:
+            held.add(index)
+            size += len(documents[index])
+    if size >= 0.5 * target:
+        return (
+            [text for i, text in enumerate(documents) if i not in held],
+            [text for i, text in enumerate(documents) if i in held],
+        )
+    text = "\n".join(documents)
+    cut = len(text) - int(target)
+    cut = text.find("\n", cut) + 1 or cut  # at the end of a line, where there is one
+    return [text[:cut]], [text[cut:]]
+
+
+def train_tokenizer(documents: list[str], vocab_size: int) -> Tokenizer:
+    """A byte-level BPE as GPT-2's: any text can be encoded, and decodes to itself. The same text gives the same one."""
+    tokenizer = Tokenizer(models.BPE())
+    # What has no spaces, or nothing else, would be one word, and take minutes.
+    parts = pre_tokenizers.Split(Regex(rf"\S{{{LONGEST_WORD}}}|\s{{{LONGEST_WORD}}}"), "isolated")
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([parts, byte_level])
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(documents, trainer)
+    return tokenizer
+
+
+def load_tokenizer(path: Path) -> Tokenizer:
+    """The tokenizer of a tokenizer.json; ConfigError where it is none."""
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:
+        raise ConfigError(f"tokenizer.path: cannot read {path} ({error}); allowed: a tokenizer.json") from None
+
+
+def token_numbers(tokenizer: Tokenizer) -> int:
+    """The largest number of a token, and one: those of its tokens may have gaps."""
+    return max(tokenizer.get_vocab().values(), default=-1) + 1
+
+
+def encode(tokenizer: Tokenizer, documents: list[str]) -> np.ndarray:
+    """All documents in one 1-D array of token numbers, each closed by the end-of-text token where there is one."""
+    end = tokenizer.token_to_id(END_OF_TEXT)
+    tail = [] if end is None else [end]
+    dtype = np.uint16 if token_numbers(tokenizer) <= 2**16 else np.int32
+    parts = []
+    for first in range(0, len(documents), 64):  # in parts: an encoding in the library's form takes 100 bytes a token
+        for encoding in tokenizer.encode_batch_fast(documents[first : first + 64], add_special_tokens=False):
+            parts.append(np.array(encoding.ids + tail, dtype=dtype))
+    return np.concatenate(parts) if parts else np.zeros(0, dtype)
+
+
+def training_batch(tokens: np.ndarray, rows: int, seq: int, seed: int, step: int) -> np.ndarray:
+    """`rows` sequences from random places, int64 [rows, seq]; decided by seed and step alone."""
+    starts = np.random.default_rng([seed, step]).integers(0, len(tokens) - seq + 1, rows)
+    return _windows(tokens, starts, seq)
+
+
+def held_out_batches(tokens: np.ndarray, rows: int, seq: int, count: int) -> Iterator[np.ndarray]:
+    """`count` batches of int64 [rows, seq], evenly spread over the text: the same ones at every evaluation."""
+    starts = np.linspace(0, len(tokens) - seq, count * rows).astype(np.int64)
+    for part in starts.reshape(count, rows):
+        yield _windows(tokens, part, seq)
+
+
+def _windows(tokens: np.ndarray, starts: np.ndarray, seq: int) -> np.ndarray:
+    return tokens[starts[:, None] + np.arange(seq)].astype(np.int64)
+
+
+def _files(root: Path, extensions: list[str], skipped: AbstractSet[str] = frozenset()) -> Iterator[Path]:
+    """Files under `root` in the order of their names; hidden folders and linked ones are left out."""
+    for path in sorted(root.iterdir(), key=lambda p: p.name):
+        if path.is_dir() and not path.is_symlink() and path.name not in skipped and not path.name.startswith("."):
+            yield from _files(path, extensions, skipped)
+        elif path.is_file() and path.name.lower().endswith(tuple(extensions)):
+            yield path

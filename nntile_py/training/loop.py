@@ -1,0 +1,319 @@
+"""The training loop of `nntile train`: text in, steps through the runtime, metrics, weights and a sample out."""
+
+import json
+import math
+import os
+import signal
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, Self, TextIO
+
+import numpy as np
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import BarColumn, Progress, TextColumn
+from rich.text import Text
+from safetensors.numpy import save_file
+from tokenizers import Tokenizer
+
+import nntile_py as nt
+from nntile_py.config.run import Optimizer, RunConfig
+from nntile_py.errors import NNTileError
+from nntile_py.system.folders import replace_file, replaced
+from nntile_py.training.data import END_OF_TEXT, Corpus, held_out_batches, load_corpus, token_numbers, training_batch
+from nntile_py.training.trainer import STEPS_IN_FLIGHT
+
+SAVED = ("model.safetensors", "config.json")
+
+
+def train(config: RunConfig, out: Path, console: Console) -> int:
+    """Train as `config` says; leaves config, tokenizer, metrics and weights in the folder `out`.
+
+    Returns the exit status: 0, or after SIGINT or SIGTERM 130 or 143, with what was trained saved.
+    Raises NNTileError, without writing weights, when the loss or the gradient is no longer a finite number."""
+    runtime = nt.Runtime.from_config(config.runtime.model_dump())  # refuses what the machine lacks, before any work
+    _say(console, f"reading {config.data.source}")
+    corpus = load_corpus(config)
+    _say(console, f"{len(corpus.train):,} tokens to train on, {len(corpus.held_out):,} held out; writing to {out}")
+    with runtime, _signals() as stop:
+        trainer = build_trainer(config, build_model(config))
+        out.mkdir(parents=True, exist_ok=True)  # only now: what is refused leaves nothing behind
+        # Weights of a run that was there do not belong to the tokenizer of this one, if it is cut off.
+        before = [(out / name, out / f"{name}.old") for name in SAVED if (out / name).exists()]
+        for path, old in before:
+            path.replace(old)
+        replace_file(out / "config.yaml", config.to_yaml())
+        replace_file(out / "tokenizer.json", corpus.tokenizer.to_str(pretty=True))
+        with (out / "metrics.jsonl").open("w", buffering=1) as metrics, Display(console, config, trainer) as display:
+            done, first, last = _steps(config, corpus, trainer, metrics, display, stop)
+            measured = "not measured since" if last is None else f"{last:.4f} at the last measurement"
+        save_weights(trainer, corpus.tokenizer, out, config.model.from_)
+        for _, old in before:  # one that a killed run has left stays
+            old.unlink(missing_ok=True)
+        _say(console, f"held-out loss {first:.4f} before the first step, {measured}")
+        _say(console, f"weights saved in {out / 'model.safetensors'}")
+        if config.sample.tokens and not stop:
+            _say(console, f"\nsample:\n{generate(trainer, corpus.tokenizer, config, stop)}")
+    if stop:
+        _say(console, f"stopped by {stop[0]} after step {done} of {config.train.steps}; what was trained is saved")
+        return 128 + signal.Signals[stop[0]].value
+    return 0
+
+
+def model_config(config: RunConfig) -> nt.models.GPT2Config:
+    """The shape of `config.model`."""
+    shape = config.model
+    assert shape.vocab is not None and shape.positions is not None  # load() has filled them in
+    return nt.models.GPT2Config(
+        layers=shape.layers,
+        embed=shape.embed,
+        heads=shape.heads,
+        ffn=shape.ffn,
+        vocab=shape.vocab,
+        positions=shape.positions,
+        dropout=shape.dropout,
+        attention_dropout=shape.attention_dropout,
+        activation=shape.activation,
+        attention=shape.attention,
+        tie=shape.tie_embeddings,
+        eps=shape.layer_norm_eps,
+    )
+
+
+def build_model(config: RunConfig) -> nt.models.GPT2:
+    """The model of `config.model`: read from its folder, or freshly initialised from the seed."""
+    shape = config.model
+    if shape.from_ is not None:
+        return nt.models.GPT2.from_hf(
+            shape.from_, attention=shape.attention, dropout=shape.dropout, attention_dropout=shape.attention_dropout
+        )
+    return nt.models.GPT2(model_config(config), seed=config.seed)
+
+
+def build_optimizer(config: RunConfig) -> nt.AdamW | nt.SGD:
+    """The optimizer that `config` asks for."""
+    how = config.optimizer
+    if how.name == "adamw":
+        return nt.AdamW(lr=how.lr, betas=(how.betas[0], how.betas[1]), eps=how.eps, weight_decay=how.weight_decay)
+    return nt.SGD(lr=how.lr, momentum=how.momentum, weight_decay=how.weight_decay)
+
+
+def build_trainer(config: RunConfig, model: nt.models.GPT2) -> nt.Trainer:
+    """The nt.Trainer of `model` that `config` asks for; needs a running nt.Runtime."""
+    return nt.Trainer(
+        model,
+        batch=config.train.batch,
+        seq=config.train.seq,
+        tiles=config.tiles.model_dump(exclude_none=True),
+        dtype=config.precision,
+        optimizer=build_optimizer(config),
+        clip_grad_norm=config.optimizer.clip_grad_norm,
+        accumulate=config.accumulate,
+        fusion=config.fusion.model_dump(),
+        grad_accumulation=config.train.grad_accumulation,
+        seed=config.seed,
+    )
+
+
+def learning_rate(optimizer: Optimizer, step: int, steps: int) -> float:
+    """Of step 1 ... `steps`: a linear warm-up to lr, then constant or a cosine that reaches min_lr at the last step."""
+    if step <= optimizer.warmup_steps:
+        return optimizer.lr * step / optimizer.warmup_steps
+    if optimizer.schedule == "constant":
+        return optimizer.lr
+    low = optimizer.min_lr or 0.0
+    part = (step - optimizer.warmup_steps) / (steps - optimizer.warmup_steps)
+    return low + (optimizer.lr - low) * 0.5 * (1 + math.cos(math.pi * part))
+
+
+def generate(trainer: nt.Trainer, tokenizer: Tokenizer, config: RunConfig, stop: list[str]) -> str:
+    """The prompt of `config.sample`, continued token by token; ends at the end-of-text token or a signal."""
+    sample, batch, seq = config.sample, config.train.batch, config.train.seq
+    end = tokenizer.token_to_id(END_OF_TEXT)
+    ids = tokenizer.encode(sample.prompt, add_special_tokens=False).ids or [end or 0]
+    rng, tokens = np.random.default_rng([config.seed, 0]), token_numbers(tokenizer)
+    for _ in range(sample.tokens):
+        if stop:
+            break
+        window = ids[-seq:]
+        padded = np.zeros((batch, seq), np.int64)  # what is right of the window cannot influence it
+        padded[0, : len(window)] = window
+        _, logits = trainer.evaluate(padded, np.full((batch, seq), -100), return_logits=True)
+        token = _draw(logits[0, len(window) - 1, :tokens], sample.temperature, sample.top_k, rng)
+        if token == end:
+            break
+        ids.append(token)
+    return str(tokenizer.decode(ids))
+
+
+def save_weights(trainer: nt.Trainer, tokenizer: Tokenizer, out: Path, source: str | None = None) -> None:
+    """Write model.safetensors and config.json, which GPT2LMHeadModel.from_pretrained(out) reads.
+
+    source: the folder that the model was read from, whose generation_config.json goes along.
+
+    Each file is complete or not there: written beside its place, then renamed. Raises NNTileError, without writing,
+    for weights that are no finite numbers."""
+    weights, end = trainer.state_dict(), tokenizer.token_to_id(END_OF_TEXT)
+    for name, value in weights.items():  # the losses that were looked at do not see the last update
+        if not np.isfinite(value).all():
+            raise _diverged(f"weight {name} has values that are no finite numbers")
+    with replaced(out / "model.safetensors") as path:
+        # Without this metadata transformers refuses the file.
+        save_file({n: np.ascontiguousarray(a) for n, a in weights.items()}, path, metadata={"format": "pt"})
+        path.chmod(0o666 & ~_umask())  # as other files: safetensors makes it for its owner alone
+    saved = trainer.model.hf_config() | dict.fromkeys(("bos_token_id", "eos_token_id"), end)
+    saved["dtype"] = "float64" if trainer.dtype == "fp64" else "float32"
+    replace_file(out / "config.json", json.dumps(saved, indent=2))
+    if source and (kept := Path(source) / "generation_config.json").is_file():
+        replace_file(out / kept.name, kept.read_bytes())
+
+
+class Display:
+    """What a user sees of the steps: a line now and then, and on a terminal a live one below them."""
+
+    def __init__(self, console: Console, config: RunConfig, trainer: nt.Trainer) -> None:
+        self._console, self._train, self._trainer = console, config.train, trainer
+        self._times: deque[float] = deque(maxlen=20)
+        self._held_out: float | None = None
+        columns = TextColumn("step {task.completed}/{task.total}"), BarColumn(None), TextColumn("{task.fields[left]}")
+        self._progress = Progress(*columns, expand=True)
+        self._task = self._progress.add_task("", total=config.train.steps, left="")
+        self._live = Live(self._progress, console=console, refresh_per_second=4)
+
+    def __enter__(self) -> Self:
+        if self._console.is_terminal:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._live.stop()
+
+    def show(self, line: dict[str, Any]) -> None:
+        """Take in one line of the metrics."""
+        step, steps = line["step"], self._train.steps
+        self._times.append(line["step_time_s"])
+        per_step = sum(self._times) / len(self._times)
+        self._held_out = line.get("held_out_loss", self._held_out)
+        left = round(per_step * (steps - step))
+        left_text = f"{left // 3600}:{left // 60 % 60:02}:{left % 60:02} left"
+        learnt = f"loss {line['loss']:.4f}  grad norm {line['grad_norm']:.3g}  lr {line['lr']:.2e}"
+        speed = (
+            f"{self._trainer.tokens_per_step / per_step:,.0f} tokens/s"
+            f"  {self._trainer.flop_per_step / per_step / 1e12:.3g} TFLOP/s"
+            f"  {_size(self._trainer.memory_bytes())}"
+        )
+        held_out = "" if self._held_out is None else f"held-out loss {self._held_out:.4f}  "
+        if step == 1 or step % self._train.log_every == 0 or "held_out_loss" in line:
+            now = held_out if "held_out_loss" in line else ""
+            # A terminal has the rest in the live lines, and may be 80 columns wide.
+            rest = "" if self._console.is_terminal else f"  {speed}  {left_text}"
+            _say(self._console, f"step {step}/{steps}  {now}{learnt}{rest}")
+        self._progress.update(self._task, completed=step, left=left_text)
+        self._live.update(Group(self._progress, Text(f"{held_out}{learnt}\n{speed}")))
+
+
+def _steps(
+    config: RunConfig, corpus: Corpus, trainer: nt.Trainer, metrics: TextIO, display: Display, stop: list[str]
+) -> tuple[int, float, float | None]:
+    """All steps, or those up to a signal: how many were done, the held-out loss before and the last one since."""
+    how = config.train
+    in_flight: deque[tuple[nt.Pending, float]] = deque()
+    first, last = _held_out_loss(config, corpus, trainer), None
+    done, clock = 0, time.perf_counter()
+    for step in range(1, how.steps + 2):
+        ends = step > how.steps or bool(stop)
+        if not ends:
+            lr = learning_rate(config.optimizer, step, how.steps)
+            rows = how.batch * how.grad_accumulation
+            ids = training_batch(corpus.train, rows, how.seq, config.seed, step)
+            in_flight.append((trainer.submit(ids, ids.copy(), lr=lr), lr))
+        measures = not ends and (step % how.eval_every == 0 or step == how.steps)
+        while len(in_flight) >= (1 if ends or measures else STEPS_IN_FLIGHT):
+            pending, lr = in_flight.popleft()
+            result = pending.result()
+            done, took, clock = result.step, time.perf_counter() - clock, time.perf_counter()
+            line = {
+                "step": done,
+                "loss": result.loss,
+                "lr": lr,
+                "grad_norm": result.grad_norm,
+                "tokens_per_s": trainer.tokens_per_step / took,
+                "step_time_s": took,
+            }
+            if not math.isfinite(result.loss) or not math.isfinite(result.grad_norm):
+                metrics.write(json.dumps(line | {"loss": None, "grad_norm": None}) + "\n")
+                raise _diverged(f"step {done}: the loss is {result.loss}, the gradient norm {result.grad_norm}")
+            if done == 1:
+                line["held_out_loss_before"] = first
+            if measures and not in_flight:
+                last = line["held_out_loss"] = _held_out_loss(config, corpus, trainer)
+                clock = time.perf_counter()
+                if not math.isfinite(last):
+                    metrics.write(json.dumps(line | {"held_out_loss": None}) + "\n")
+                    raise _diverged(f"after step {done} the held-out loss is {last}")
+            metrics.write(json.dumps(line) + "\n")
+            display.show(line)
+        if ends:
+            break
+    return done, first, last
+
+
+def _diverged(what: str) -> NNTileError:
+    how = "stopped, no weights written (try a smaller optimizer.lr, or optimizer.clip_grad_norm=1.0)"
+    return NNTileError(f"{what}; {how}")
+
+
+def _held_out_loss(config: RunConfig, corpus: Corpus, trainer: nt.Trainer) -> float:
+    how = config.train
+    batches = held_out_batches(corpus.held_out, how.batch, how.seq, how.eval_batches)
+    return float(np.mean([trainer.evaluate(ids, ids.copy()) for ids in batches]))
+
+
+def _draw(logits: np.ndarray, temperature: float, top_k: int | None, rng: np.random.Generator) -> int:
+    if temperature == 0:
+        return int(logits.argmax())
+    scaled = logits.astype(np.float64) / temperature
+    if top_k is not None and top_k < len(scaled):
+        scaled[scaled < np.partition(scaled, -top_k)[-top_k]] = -np.inf
+    weights = np.exp(scaled - scaled.max())
+    return int(rng.choice(len(weights), p=weights / weights.sum()))
+
+
+@contextmanager
+def _signals() -> Iterator[list[str]]:
+    """A list that SIGINT and SIGTERM put their name into; a second one acts as usual, at once."""
+    stop: list[str] = []
+
+    def ask(number: int, frame: FrameType | None) -> None:
+        stop.append(signal.Signals(number).name)
+        restore()
+
+    def restore() -> None:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield stop
+    finally:
+        restore()
+
+
+def _umask() -> int:
+    mask = os.umask(0)  # there is no other way to read it
+    os.umask(mask)
+    return mask
+
+
+def _size(count: int) -> str:
+    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
+
+
+def _say(console: Console, text: str) -> None:
+    console.print(text, soft_wrap=True, markup=False, highlight=False)
