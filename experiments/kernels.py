@@ -6,7 +6,7 @@ from collections import Counter
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from nntile_py.bench.app import parse_tiles
+from nntile_py.bench.common import parse_tiles
 from nntile_py.bench.step import ours_on_gpu
 
 STEPS = 3

@@ -1,159 +1,100 @@
 """GPT-2 (Radford et al. 2019) as in transformers' GPT2LMHeadModel, and its weights under the names used there.
 
-Axes: batch, seq, embed, heads, head_dim, qkv, ffn, vocab, position.
+Axes: batch, seq, embed, heads, head_dim, ffn, vocab, position.
 """
 
 from __future__ import annotations
 
-import json
 import math
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any, Literal
 
 import numpy as np
+from pydantic import model_validator
 
 from nntile_py.errors import ConfigError
-from nntile_py.graph.fusion import Fusion
+from nntile_py.graph.declared import ONES, ZEROS, Batch, Init, Normal, Part, Traced
 from nntile_py.graph.graph import Graph
-from nntile_py.models.init import fill
-from nntile_py.tasks import Tensor
-
-if TYPE_CHECKING:
-    Weights = dict[str, np.ndarray[Any, Any]]
+from nntile_py.models.base import Model, TokenConfig
+from nntile_py.schema import BelowOne, Count, Positive, Switch
+from nntile_py.tasks import IGNORED, Tensor
 
 _ACTIVATIONS = {"gelu_new": "gelu_new", "gelu_pytorch_tanh": "gelu_new", "gelu": "gelu", "relu": "relu"}
 
 
-@dataclass(frozen=True)
-class GPT2Config:
-    """Sizes and choices. ffn defaults to 4 embed; attention is vendor, merge, flash or naive."""
+class GPT2Config(TokenConfig):
+    type: str = "gpt2"
+    layers: Count
+    embed: Count
+    heads: Count
+    ffn: Count | None = None  # default: 4 * embed
+    positions: Count | None = None  # default: train.seq
+    dropout: BelowOne = 0.0  # of the embedding and of the residual branches
+    attention_dropout: BelowOne = 0.0  # of the probabilities; only the naive attention has it
+    activation: Literal["gelu_new", "gelu", "relu"] = "gelu_new"
+    attention: Literal["vendor", "merge", "flash", "naive"] = "vendor"
+    tie_embeddings: Switch = True
+    layer_norm_eps: Positive = 1e-5
 
-    layers: int
-    embed: int
-    heads: int
-    vocab: int
-    positions: int
-    ffn: int | None = None
-    dropout: float = 0.0
-    attention_dropout: float = 0.0
-    activation: str = "gelu_new"
-    attention: str = "vendor"
-    tie: bool = True
-    eps: float = 1e-5
-
-    def __post_init__(self) -> None:
-        for name in ("layers", "embed", "heads", "vocab", "positions"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"model.{name}: {getattr(self, name)} is not allowed; use a positive integer")
-        if self.embed % self.heads:
-            raise ConfigError(f"model.heads: {self.heads} does not divide model.embed, {self.embed}")
-        if self.attention not in ("vendor", "merge", "flash", "naive"):
-            raise ConfigError(f"model.attention: {self.attention!r}; use vendor, merge, flash or naive")
+    @model_validator(mode="after")
+    def _fitting(self) -> GPT2Config:
+        self.check_size("embed", "heads")
+        self.fill(ffn=4 * self.embed)
         if self.attention_dropout and self.attention != "naive":
-            raise ConfigError("model.attention_dropout: only attention: naive has it; use 0")
-
-    @property
-    def head_dim(self) -> int:
-        return self.embed // self.heads
-
-    @property
-    def inner(self) -> int:
-        return self.ffn or 4 * self.embed
+            raise ConfigError(
+                f"model.attention_dropout: got {self.attention_dropout}; allowed: 0 unless model.attention is naive"
+            )
+        return self
 
 
-@dataclass(frozen=True)
-class Binding:
-    """A parameter of the graph as a part of a weight in transformers: weight.reshape(shape)[index]."""
+class GPT2(Model):
+    """GPT-2 with a language modelling head."""
 
-    tensor: Tensor
-    name: str
-    shape: tuple[int, ...]
-    index: tuple[slice | int, ...]
+    Config = GPT2Config
+    objective = "causal"
+    prefix = "transformer."
 
-    def take(self, weights: Weights) -> np.ndarray[Any, Any]:
-        return np.asarray(weights[self.name].reshape(self.shape)[self.index])
-
-    def put(self, weights: Weights, value: np.ndarray[Any, Any], whole: tuple[int, ...]) -> None:
-        if self.name not in weights:
-            weights[self.name] = np.zeros(whole, value.dtype)
-        weights[self.name].reshape(self.shape)[self.index] = value
-
-
-class GPT2:
-    """GPT-2 with a language modelling head. `weights`: {name in transformers: numpy array}, fp32 or fp64."""
-
-    def __init__(
-        self,
-        config: GPT2Config,
-        weights: Weights | None = None,
-        *,
-        seed: int = 0,
-        hf: dict[str, Any] | None = None,
-    ) -> None:
-        self.config, self.hf = config, hf or {}
-        self.weights = initial_weights(config, seed) if weights is None else weights
-
-    # -- the model
-
-    def build(self, g: Graph, batch: int, seq: int, fusion: Fusion) -> tuple[Tensor, Tensor, list[Binding]]:
-        """Trace the model; returns (loss, logits, bindings of the parameters). Inputs: input_ids, positions, labels."""
+    def trace(self, g: Graph, batch: Batch) -> Traced:
         c = self.config
-        bindings: list[Binding] = []
+        if c.vocab is None or c.positions is None:
+            raise ConfigError("model: vocab and positions are needed to make a GPT-2")
+        if batch.seq > c.positions:
+            raise ConfigError(f"seq: {batch.seq} is longer than the model's {c.positions} positions")
+        embed, tokens = {"embed": c.embed}, {"batch": batch.size, "seq": batch.seq}
+        heads = {"heads": c.heads, "head_dim": c.embed // c.heads}
+        weight, residual = Normal(0.02), Normal(0.02 / math.sqrt(2 * c.layers))
 
-        def param(name: str, axes: list[str], shape: list[int], part: int | None = None) -> Tensor:
-            """A parameter; with `part`, this third of a weight that transformers keeps packed."""
-            at = 1 if len(axes) == 3 else 0
-            full = shape if part is None else [*shape[:at], 3, *shape[at:]]
-            index: tuple[slice | int, ...] = () if part is None else (*[slice(None)] * at, part)
-            tensor = g.named(name if part is None else f"{name}.{'qkv'[part]}", axes, shape, "param")
-            bindings.append(Binding(tensor, name, tuple(full), index))
-            return tensor
+        def linear(x: Tensor, name: str, axes: dict[str, int], out: dict[str, int], init: Init = weight) -> Tensor:
+            """x W + bias over the axes of x that W has too."""
+            w = g.param(f"{name}.weight", axes | out, init)
+            return g.linear(x, w, ["batch", "seq", *out], g.param(f"{name}.bias", out, ZEROS))
 
         def norm(x: Tensor, name: str) -> Tensor:
-            gamma = param(f"{name}.weight", ["embed"], [c.embed])
-            beta = param(f"{name}.bias", ["embed"], [c.embed])
-            return g.layer_norm(x, gamma, beta, c.eps)
-
-        def qkv(x: Tensor, name: str) -> list[Tensor]:
-            """Queries, keys and values, each [batch, heads, seq, head_dim]: one packed GEMM or three."""
-            heads, shape = ["heads", "head_dim"], [c.heads, c.head_dim]
-            if fusion.qkv:
-                weight = param(f"{name}.weight", ["embed", "qkv", *heads], [c.embed, 3, *shape])
-                bias = param(f"{name}.bias", ["qkv", *heads], [3, *shape])
-                packed = g.linear(x, weight, ["batch", "seq", "qkv", *heads], bias)
-                return [g.transpose(packed, ["qkv", "batch", "heads", "seq", "head_dim"])]
-            result = []
-            for part in range(3):
-                weight = param(f"{name}.weight", ["embed", *heads], [c.embed, *shape], part)
-                bias = param(f"{name}.bias", heads, shape, part)
-                y = g.linear(x, weight, ["batch", "seq", *heads], bias)
-                result.append(g.transpose(y, ["batch", "heads", "seq", "head_dim"]))
-            return result
+            gamma, beta = g.param(f"{name}.weight", embed, ONES), g.param(f"{name}.bias", embed, ZEROS)
+            return g.layer_norm(x, gamma, beta, c.layer_norm_eps)
 
         def attention(x: Tensor) -> Tensor:
-            a = g.attention(qkv(x, f"{here}.attn.c_attn"), causal=True, form=c.attention, dropout=c.attention_dropout)
-            a = g.transpose(a, ["batch", "seq", "heads", "head_dim"])
-            name = f"{here}.attn.c_proj"
-            weight = param(f"{name}.weight", ["heads", "head_dim", "embed"], [c.heads, c.head_dim, c.embed])
-            y = g.linear(a, weight, ["batch", "seq", "embed"], param(f"{name}.bias", ["embed"], [c.embed]))
-            return g.dropout(y, c.dropout)
+            qkv = []
+            for k, part in enumerate("qkv"):
+                name = f"{here}.attn.c_attn"
+                w = g.param(f"{name}.{part}.weight", embed | heads, weight, Part(f"{name}.weight", k, 3, "heads"))
+                b = g.param(f"{name}.{part}.bias", heads, ZEROS, Part(f"{name}.bias", k, 3, "heads"))
+                y = g.linear(x, w, ["batch", "seq", *heads], b)
+                qkv.append(g.transpose(y, ["batch", "heads", "seq", "head_dim"]))
+            a = g.attention(qkv, causal=True, form=c.attention, dropout=c.attention_dropout)
+            a = g.transpose(a, ["batch", "seq", *heads])
+            return g.dropout(linear(a, f"{here}.attn.c_proj", heads, embed, residual), c.dropout)
 
         def mlp(x: Tensor) -> Tensor:
-            up, down = f"{here}.mlp.c_fc", f"{here}.mlp.c_proj"
-            weight = param(f"{up}.weight", ["embed", "ffn"], [c.embed, c.inner])
-            y = g.linear(x, weight, ["batch", "seq", "ffn"], param(f"{up}.bias", ["ffn"], [c.inner]))
-            y = g.activation(y, c.activation)
-            weight = param(f"{down}.weight", ["ffn", "embed"], [c.inner, c.embed])
-            y = g.linear(y, weight, ["batch", "seq", "embed"], param(f"{down}.bias", ["embed"], [c.embed]))
-            return g.dropout(y, c.dropout)
+            y = g.activation(linear(x, f"{here}.mlp.c_fc", embed, {"ffn": c.ffn}), c.activation)
+            return g.dropout(linear(y, f"{here}.mlp.c_proj", {"ffn": c.ffn}, embed, residual), c.dropout)
 
-        ids = g.named("input_ids", ["batch", "seq"], [batch, seq], "input", "int64")
-        positions = g.named("positions", ["seq"], [seq], "input", "int64")
-        labels = g.named("labels", ["batch", "seq"], [batch, seq], "input", "int64")
+        ids = g.input("input_ids", tokens, below=c.vocab)
+        positions = g.input("positions", {"seq": batch.seq}, below=c.positions, default=np.arange(batch.seq))
+        labels = g.input("labels", tokens, below=c.vocab, ignored=IGNORED, shifted=True, scale="loss_scale")
         with g.scope("embed"):
-            wte = param("transformer.wte.weight", ["vocab", "embed"], [c.vocab, c.embed])
-            wpe = param("transformer.wpe.weight", ["position", "embed"], [c.positions, c.embed])
+            wte = g.param("transformer.wte.weight", {"vocab": c.vocab} | embed, weight)
+            wpe = g.param("transformer.wpe.weight", {"position": c.positions} | embed, weight)
             x = g.dropout(g.bias_add(g.embedding(ids, wte), g.embedding(positions, wpe)), c.dropout)
         for layer in range(c.layers):
             here = f"transformer.h.{layer}"
@@ -163,159 +104,37 @@ class GPT2:
                 x = g.plus(mlp(norm(x, f"{here}.ln_2")), x)
         with g.scope("head"):
             x = norm(x, "transformer.ln_f")
-            table = wte if c.tie else param("lm_head.weight", ["vocab", "embed"], [c.vocab, c.embed])
+            table = wte if c.tie_embeddings else g.param("lm_head.weight", {"vocab": c.vocab} | embed, weight)
             logits = g.linear(x, table, ["batch", "seq", "vocab"])
-            loss = g.cross_entropy(logits, labels)
-        return loss, logits, bindings
+            return Traced(g.cross_entropy(logits, labels), {"logits": logits})
 
-    # -- weights in and out
+    # -- transformers
 
-    @staticmethod
-    def from_hf(
-        source: Any, *, attention: str = "vendor", dropout: float = 0.0, attention_dropout: float = 0.0
-    ) -> GPT2:
-        """From a transformers GPT2LMHeadModel, or a folder saved by save_pretrained (safetensors).
-
-        Dropout is off unless its rates are given: the model's own are not taken over. Raises ConfigError for a folder
-        or a variant of the model that cannot be read.
-        """
-        if isinstance(source, str | Path):
-            raw, weights = _read_folder(Path(source))
-        else:
-            raw = source.config.to_dict()
-            weights = {k: v.detach().cpu().float().numpy().copy() for k, v in source.state_dict().items()}
-            if all(v.dtype.itemsize == 8 for v in source.parameters()):
-                weights = {k: v.detach().cpu().numpy().copy() for k, v in source.state_dict().items()}
-        config = config_from_hf(raw)
-        config = replace(config, attention=attention, dropout=dropout, attention_dropout=attention_dropout)
-        weights = {
-            k if k.startswith(("transformer.", "lm_head.")) else f"transformer.{k}": v for k, v in weights.items()
-        }
-        names = {name: shape for name, shape, _ in weight_shapes(config)}
-        for name, shape in names.items():
-            if name not in weights:
-                raise ConfigError(f"model: weight {name} is missing")
-            if weights[name].shape != shape:
-                raise ConfigError(f"model: weight {name} has shape {weights[name].shape}, expected {shape}")
-        return GPT2(config, {name: weights[name] for name in names}, hf=raw)
-
-    def with_attention(self, form: str) -> GPT2:
-        """The same weights with another form of attention."""
-        return GPT2(replace(self.config, attention=form), self.weights, hf=self.hf)
-
-    def without_dropout(self) -> GPT2:
-        """The same weights with dropout off, as for evaluation."""
-        return GPT2(replace(self.config, dropout=0.0, attention_dropout=0.0), self.weights, hf=self.hf)
+    @classmethod
+    def read_config(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
+        if raw.get("model_type") != "gpt2":
+            raise ConfigError(f"model: model_type is {raw.get('model_type')!r}; only gpt2 can be read")
+        for key in ("scale_attn_by_inverse_layer_idx", "add_cross_attention"):
+            if raw.get(key):
+                raise ConfigError(f"model: {key} is set in the model's config; it is not supported")
+        if not raw.get("scale_attn_weights", True):
+            raise ConfigError("model: scale_attn_weights is off in the model's config; it is not supported")
+        act = raw.get("activation_function", "gelu_new")
+        if act not in _ACTIVATIONS:
+            raise ConfigError(f"model: activation_function {act!r}; allowed are {', '.join(_ACTIVATIONS)}")
+        return {
+            "layers": raw["n_layer"], "embed": raw["n_embd"], "heads": raw["n_head"], "vocab": raw["vocab_size"],
+            "positions": raw["n_positions"], "ffn": raw.get("n_inner") or 4 * raw["n_embd"],
+            "activation": _ACTIVATIONS[act], "tie_embeddings": raw.get("tie_word_embeddings", True),
+            "layer_norm_eps": raw.get("layer_norm_epsilon", 1e-5),
+        }  # fmt: skip
 
     def hf_config(self) -> dict[str, Any]:
-        """What transformers' GPT2Config takes; a model that came from there keeps what it came with."""
         c = self.config
-        own = {
+        return self.merged_hf({
             "model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "vocab_size": c.vocab,
-            "n_positions": c.positions, "n_embd": c.embed, "n_layer": c.layers, "n_head": c.heads, "n_inner": c.inner,
-            "activation_function": c.activation, "layer_norm_epsilon": c.eps, "tie_word_embeddings": c.tie,
-            "embd_pdrop": c.dropout, "resid_pdrop": c.dropout, "attn_pdrop": c.attention_dropout,
-            "bos_token_id": None, "eos_token_id": None,
-        }  # fmt: skip
-        return own | self.hf
-
-    def to_hf(self) -> Any:
-        """A transformers GPT2LMHeadModel with these weights."""
-        import torch
-        import transformers
-
-        model: Any = transformers.GPT2LMHeadModel(transformers.GPT2Config(**self.hf_config()))
-        dtype = torch.float64 if next(iter(self.weights.values())).dtype == np.float64 else torch.float32
-        missing, unexpected = model.to(dtype).load_state_dict(
-            {name: torch.from_numpy(np.array(value)) for name, value in self.weights.items()}, strict=False
-        )
-        assert not unexpected and set(missing) <= {"lm_head.weight"}, (missing, unexpected)
-        model.tie_weights()
-        return model.eval()
-
-
-def weight_shapes(c: GPT2Config) -> list[tuple[str, tuple[int, ...], float]]:
-    """(name in transformers, shape, standard deviation at the start; -1: ones) of every weight."""
-    residual = 0.02 / math.sqrt(2 * c.layers)
-    result: list[tuple[str, tuple[int, ...], float]] = [
-        ("transformer.wte.weight", (c.vocab, c.embed), 0.02),
-        ("transformer.wpe.weight", (c.positions, c.embed), 0.02),
-    ]
-    for layer in range(c.layers):
-        h = f"transformer.h.{layer}"
-        shapes: list[tuple[str, tuple[int, ...], float]] = [
-            ("ln_1.weight", (c.embed,), -1), ("ln_1.bias", (c.embed,), 0),
-            ("attn.c_attn.weight", (c.embed, 3 * c.embed), 0.02), ("attn.c_attn.bias", (3 * c.embed,), 0),
-            ("attn.c_proj.weight", (c.embed, c.embed), residual), ("attn.c_proj.bias", (c.embed,), 0),
-            ("ln_2.weight", (c.embed,), -1), ("ln_2.bias", (c.embed,), 0),
-            ("mlp.c_fc.weight", (c.embed, c.inner), 0.02), ("mlp.c_fc.bias", (c.inner,), 0),
-            ("mlp.c_proj.weight", (c.inner, c.embed), residual), ("mlp.c_proj.bias", (c.embed,), 0),
-        ]  # fmt: skip
-        result += [(f"{h}.{name}", shape, std) for name, shape, std in shapes]
-    result += [("transformer.ln_f.weight", (c.embed,), -1), ("transformer.ln_f.bias", (c.embed,), 0)]
-    if not c.tie:
-        result.append(("lm_head.weight", (c.vocab, c.embed), 0.02))
-    return result
-
-
-def initial_weights(c: GPT2Config, seed: int) -> Weights:
-    """GPT-2's initialisation: normal 0.02, residual projections smaller by sqrt(2 layers), norms 1 and 0."""
-    shapes = weight_shapes(c)
-    makers = {-1.0: np.ones, 0.0: np.zeros}
-    weights: Weights = {name: makers.get(std, np.empty)(shape, np.float32) for name, shape, std in shapes}
-    drawn = [(name, np.float32(std)) for name, _, std in shapes if std > 0]
-
-    def draw(rng: np.random.Generator, block: np.ndarray[Any, Any], number: int) -> None:
-        rng.standard_normal(out=block, dtype=np.float32)
-        block *= drawn[number][1]
-
-    fill([weights[name] for name, _ in drawn], seed, draw)
-    return weights
-
-
-def config_from_hf(raw: dict[str, Any]) -> GPT2Config:
-    """From what transformers wrote into config.json, but its rates of dropout. Raises ConfigError for another model."""
-    if raw.get("model_type") != "gpt2":
-        raise ConfigError(f"model: model_type is {raw.get('model_type')!r}; only gpt2 can be read")
-    for key in ("scale_attn_by_inverse_layer_idx", "add_cross_attention"):
-        if raw.get(key):
-            raise ConfigError(f"model: {key} is set in the model's config; it is not supported")
-    if not raw.get("scale_attn_weights", True):
-        raise ConfigError("model: scale_attn_weights is off in the model's config; it is not supported")
-    act = raw.get("activation_function", "gelu_new")
-    if act not in _ACTIVATIONS:
-        raise ConfigError(f"model: activation_function {act!r}; allowed are {', '.join(_ACTIVATIONS)}")
-    return GPT2Config(
-        layers=raw["n_layer"], embed=raw["n_embd"], heads=raw["n_head"], vocab=raw["vocab_size"],
-        positions=raw["n_positions"], ffn=raw.get("n_inner") or 4 * raw["n_embd"],
-        activation=_ACTIVATIONS[act], tie=raw.get("tie_word_embeddings", True),
-        eps=raw.get("layer_norm_epsilon", 1e-5),
-    )  # fmt: skip
-
-
-def _read_folder(folder: Path) -> tuple[dict[str, Any], Weights]:
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    config, index, single = (
-        folder / "config.json",
-        folder / "model.safetensors.index.json",
-        folder / "model.safetensors",
-    )
-    if not config.is_file():
-        raise ConfigError(f"model: {config} is missing; expected a folder saved by save_pretrained")
-    if index.is_file():
-        files = sorted({folder / name for name in json.loads(index.read_text())["weight_map"].values()})
-    elif single.is_file():
-        files = [single]
-    else:
-        raise ConfigError(f"model: no model.safetensors in {folder}; save the model with safetensors")
-    weights: Weights = {}
-    for file in files:
-        try:
-            loaded = load_file(file)
-        except (OSError, SafetensorError) as error:
-            need = "expected weights that save_pretrained wrote"
-            raise ConfigError(f"model: cannot read {file} ({error}); {need}") from None
-        weights |= {k: (v.float() if v.itemsize == 2 else v).numpy() for k, v in loaded.items()}
-    return json.loads(config.read_text()), weights
+            "n_positions": c.positions, "n_embd": c.embed, "n_layer": c.layers, "n_head": c.heads, "n_inner": c.ffn,
+            "activation_function": c.activation, "layer_norm_epsilon": c.layer_norm_eps,
+            "tie_word_embeddings": c.tie_embeddings, "embd_pdrop": c.dropout, "resid_pdrop": c.dropout,
+            "attn_pdrop": c.attention_dropout, "bos_token_id": None, "eos_token_id": None,
+        })  # fmt: skip

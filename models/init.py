@@ -1,13 +1,15 @@
-"""Random arrays drawn by all cores: the same numbers however many cores there are."""
+"""Start values, drawn by all cores: the same numbers however many cores there are."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
+
+from nntile_py.graph.declared import Constant, Init, Param, Source
 
 BLOCK = 1 << 20  # words that one generator draws
 
@@ -25,3 +27,26 @@ def fill(arrays: Sequence[Array], seed: int, draw: Draw) -> None:
 
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         list(pool.map(one, [(k, at) for k, array in enumerate(arrays) for at in range(0, array.size, BLOCK)]))
+
+
+def initial_weights(params: Iterable[Param], seed: int) -> dict[str, Array]:
+    """{weight in the checkpoint: fp32 array} with the start values that the parameters declare."""
+    inits: dict[str, tuple[Init, Source]] = {}
+    for param in params:
+        for source in param.sources:
+            inits.setdefault(source.weight, (param.init, source))
+    weights: dict[str, Array] = {}
+    drawn: list[tuple[str, np.float32]] = []
+    for name, (init, source) in inits.items():
+        if isinstance(init, Constant):
+            weights[name] = np.full(source.shape, init.value, np.float32)
+        else:
+            weights[name] = np.empty(source.shape, np.float32)
+            drawn.append((name, np.float32(init.std)))
+
+    def draw(rng: np.random.Generator, block: Array, number: int) -> None:
+        rng.standard_normal(out=block, dtype=np.float32)
+        block *= drawn[number][1]
+
+    fill([weights[name] for name, _ in drawn], seed, draw)
+    return weights

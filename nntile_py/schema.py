@@ -129,7 +129,12 @@ def validated(cls: type[Checked], tree: dict[str, Any], prefix: str = "") -> Che
     try:
         return cls.model_validate(tree)
     except ValidationError as error:
-        raise ConfigError("\n  ".join(prefix + _explain(cls, e) for e in error.errors())) from None
+        raise ConfigError(explained(cls, error, prefix)) from None
+
+
+def explained(cls: type[BaseModel], error: ValidationError, prefix: str = "") -> str:
+    """One line for each wrong key of a `cls`."""
+    return "\n  ".join(prefix + _explain(cls, e) for e in error.errors())
 
 
 def allowed(given: Any, known: list[str]) -> str:

@@ -53,7 +53,7 @@ def refused(call, text):
 @nt.task(x="RW")
 def inc(x): x += 1
 
-model = nt.models.GPT2(nt.models.GPT2Config(1, 8, 2, 20, 8))
+model = nt.models.GPT2(nt.models.GPT2Config(layers=1, embed=8, heads=2, vocab=20, positions=8))
 ids = np.zeros((2, 8), int)
 """
 

@@ -124,7 +124,7 @@ FILES = [
     ("", ["None", "a mapping of model"]),
     ("a: *b", ["line 1", "undefined alias"]),
     ("3: 4", ["3", "unknown key"]),
-    ("seed: 0", ["model: not given, but required", "layers", "train: not given, but required", "steps"]),
+    ("seed: 0", ["model: not given, but required", "type", "train: not given, but required", "steps"]),
     ("seed: \x00", ["allowed: YAML"]),
 ]
 

@@ -6,25 +6,25 @@ import numpy as np
 import pytest
 
 from nntile_py.models import init as draws
-from nntile_py.models.gpt2 import GPT2Config, initial_weights
+from nntile_py.models.gpt2 import GPT2, GPT2Config
 
 
 def test_the_same_for_any_number_of_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(draws, "BLOCK", 100)
-    config = GPT2Config(2, 16, 2, 300, 12)
+    config = GPT2Config(layers=2, embed=16, heads=2, vocab=300, positions=12)
     found = []
     for cores in (1, 3):
         monkeypatch.setattr(os, "sched_getaffinity", lambda _, cores=cores: range(cores))
-        found.append(initial_weights(config, 7))
+        found.append(GPT2(config, seed=7).weights)
     one, three = found
     assert list(one) == list(three) and all(np.array_equal(one[name], three[name]) for name in one)
-    table, other = one["transformer.wte.weight"].ravel(), initial_weights(config, 8)["transformer.wte.weight"].ravel()
+    table, other = one["transformer.wte.weight"].ravel(), GPT2(config, seed=8).weights["transformer.wte.weight"].ravel()
     blocks = {tuple(block) for of in (table, other) for block in of[:4800].reshape(-1, 100)}
     assert len(blocks) == 96, "two blocks have the same numbers"
 
 
 def test_weights_of_gpt2() -> None:
-    weights = initial_weights(GPT2Config(8, 128, 2, 2000, 12), 0)
+    weights = GPT2(GPT2Config(layers=8, embed=128, heads=2, vocab=2000, positions=12)).weights
     for name, std in (
         ("transformer.wte", 0.02),
         ("transformer.h.3.attn.c_attn", 0.02),

@@ -7,7 +7,7 @@ from orders import waits
 
 import nntile_py as nt
 from nntile_py.graph.fusion import Fusion
-from nntile_py.graph.step import build_step
+from nntile_py.graph.step import StepSpec
 from nntile_py.tiles import R, TaskList, Tile, Tiling, W
 from nntile_py.tiles.groups import MOST_PARTS, grouped
 
@@ -16,10 +16,10 @@ CONFIG = nt.models.GPT2Config(layers=2, embed=32, heads=4, vocab=64, positions=1
 
 def lists(tiles: dict[str, int], policy: str, dtype: str = "bf16") -> Iterator[TaskList]:
     model = nt.models.GPT2(CONFIG, {})
-    step = build_step(
+    step = StepSpec(
         model, 4, 16, Tiling(tiles), dtype=dtype, optimizer=nt.AdamW(), clip_grad_norm=1.0, policy=policy,
         fusion=Fusion(), grad_accumulation=2,
-    )  # fmt: skip
+    ).step()  # fmt: skip
     yield from (low.tasks for low in step.lists)
 
 

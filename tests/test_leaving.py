@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 import nntile_py as nt
 from nntile_py.execution import program
 from nntile_py.graph.fusion import Fusion
-from nntile_py.graph.step import build_step
-from nntile_py.models.gpt2 import initial_weights
+from nntile_py.graph.step import StepSpec
 from nntile_py.tiles import RW, R, TaskList, Tile, Tiling, W
 from nntile_py.tiles.leaving import FULL, mark_leaving, room_in_turn
 from nntile_py.tiles.tasklist import Task
@@ -106,10 +105,10 @@ def test_little_more_travels_than_by_use(uses: list[list[int]], room: int) -> No
 
 def test_a_step_of_gpt2_moves_less() -> None:
     config = nt.models.GPT2Config(layers=6, embed=256, heads=4, vocab=512, positions=128)
-    built = build_step(
+    built = StepSpec(
         nt.models.GPT2(config, {}), 8, 128, Tiling({"batch": 8}), dtype="bf16", optimizer=nt.AdamW(),
         clip_grad_norm=1.0, policy="chain", fusion=Fusion(), grad_accumulation=1,
-    )  # fmt: skip
+    ).step()  # fmt: skip
     lists = [low.tasks for low in built.lists]
     peak = built.peak_bytes()
     assert not mark_leaving(lists, peak * 1.05)
@@ -137,6 +136,6 @@ def test_results_do_not_depend_on_what_leaves(monkeypatch: pytest.MonkeyPatch) -
         if leaves:
             monkeypatch.setattr(program, "Program", AllLeave)
         with nt.Runtime(cpus=CPUS):
-            trainer = nt.Trainer(nt.models.GPT2(config, initial_weights(config, 0)), 4, 16, {"batch": 2, "embed": 16})
+            trainer = nt.Trainer(nt.models.GPT2(config), 4, 16, {"batch": 2, "embed": 16})
             losses.append([trainer.step(ids, ids) for _ in range(3)])
     assert losses[0] == losses[1]

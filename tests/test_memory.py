@@ -10,7 +10,7 @@ from faults import PRELUDE, ends_well
 import nntile_py as nt
 from nntile_py.execution import memory, runtime
 from nntile_py.graph.fusion import Fusion
-from nntile_py.graph.step import build_step
+from nntile_py.graph.step import StepSpec
 from nntile_py.system.cgroup import machine_memory
 from nntile_py.tiles import Tiling
 from nntile_py.tiles.groups import grouped
@@ -44,7 +44,7 @@ print("end")
 
 def test_a_model_larger_than_the_memory(python: Any) -> None:
     code = """
-big = nt.models.GPT2(nt.models.GPT2Config(2, 64, 2, 1000, 64))
+big = nt.models.GPT2(nt.models.GPT2Config(layers=2, embed=64, heads=2, vocab=1000, positions=64))
 many = np.zeros((4, 64), int)
 def train():
     trainer = nt.Trainer(big, 4, 64)
@@ -83,7 +83,7 @@ how = {"placement": "planned"} if scheduler == "planned" else {"scheduler": sche
 if direct == "False": disk._direct = lambda folder: False
 on_disk = {"path": folder, "size": 1 << 30} if folder else None
 with nt.Runtime(cpus=2, memory=int(memory) << 20, disk=on_disk, **how):
-    big = nt.models.GPT2(nt.models.GPT2Config(2, 64, 2, 1000, 64), seed=1)
+    big = nt.models.GPT2(nt.models.GPT2Config(layers=2, embed=64, heads=2, vocab=1000, positions=64), seed=1)
     trainer = nt.Trainer(big, 8, 64, {"batch": 1, "vocab": 300}, accumulate=policy)
     tokens = np.random.default_rng(0).integers(0, 1000, (8, 64))
     losses = [trainer.step(tokens, tokens) for _ in range(3)]
@@ -123,7 +123,7 @@ def test_what_the_disk_must_be(tmp_path: Path) -> None:
 
 def test_a_disk_that_is_too_small(python: Any, tmp_path: Path) -> None:
     code = f"""
-big = nt.models.GPT2(nt.models.GPT2Config(2, 64, 2, 1000, 64))
+big = nt.models.GPT2(nt.models.GPT2Config(layers=2, embed=64, heads=2, vocab=1000, positions=64))
 with nt.Runtime(cpus=1, memory=6 << 20, disk={{"path": {str(tmp_path)!r}, "size": 16 << 20}}):
     refused(lambda: nt.Trainer(big, 64, 64, {{"batch": 1}}), "runtime.disk")
 print("end")
@@ -162,10 +162,10 @@ class Gpu:
 
 
 def step(tiles: dict[str, int]) -> Any:
-    return build_step(
+    return StepSpec(
         nt.models.GPT2(CONFIG, {}), 8, 64, Tiling(tiles), dtype="bf16", optimizer=nt.AdamW(), clip_grad_norm=1.0,
         policy="chain", fusion=Fusion(),
-    )  # fmt: skip
+    ).step()  # fmt: skip
 
 
 def test_a_task_larger_than_the_gpu() -> None:
@@ -221,10 +221,10 @@ def test_main_memory_beside_gpus() -> None:
 
 def test_main_memory_for_weights_at_the_start() -> None:
     """They are written there first, in bf16 with what rounding left."""
-    built = build_step(
+    built = StepSpec(
         nt.models.GPT2(CONFIG, {}), 2, 64, Tiling({}), dtype="bf16", optimizer=nt.AdamW(), clip_grad_norm=1.0,
         policy="chain", fusion=Fusion(), grad_accumulation=1,
-    )  # fmt: skip
+    ).step()  # fmt: skip
     words = sum(t.words for t in built.graph.tensors.values() if t.kind == "param")
     with pytest.raises(nt.TaskError, match=r"runtime\.memory has room for"):
         memory.check_step(built, Gpu(2**30, 4 * words - 1))  # type: ignore[arg-type]

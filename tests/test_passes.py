@@ -1,7 +1,6 @@
 """The fusion pass: which operators are left of a GPT-2 of two layers without dropout, and what they took in."""
 
 from collections import Counter
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ from nntile_py.errors import ConfigError
 from nntile_py.graph.fusion import Fusion, fuse
 from nntile_py.graph.graph import Graph
 from nntile_py.graph.optimizers import AdamW
-from nntile_py.graph.step import build_step
+from nntile_py.graph.step import StepSpec
 from nntile_py.models import GPT2, GPT2Config
 from nntile_py.tasks import Tensor
 from nntile_py.tiles import Tiling
@@ -20,10 +19,9 @@ CONFIG = GPT2Config(layers=2, embed=24, heads=4, vocab=61, positions=32)
 
 
 def kinds(fusion: Any, vocab_cut: bool = True, form: str = "vendor", **model: Any) -> Counter[str]:
-    g = Graph("fp32")
-    gpt2 = GPT2(replace(CONFIG, attention=form, **model), {})
-    loss, _, _ = gpt2.build(g, 3, 17, Fusion.of(fusion))
-    g.backward(loss)
+    spec = StepSpec(GPT2(CONFIG.changed(attention=form, **model)), 3, 17, fusion=Fusion.of(fusion))
+    g, traced, _ = spec.trace()
+    g.backward(traced.loss)
     fuse(g, Fusion.of(fusion), vocab_cut)
     return Counter(op.kind for op in g.ops)
 
@@ -65,7 +63,7 @@ def test_fusion_of_everything_and_of_nothing() -> None:
     naive = {"Rename": 8, "Unpack": 2, "Pack": 2, "Softmax": 2, "SoftmaxGrad": 2, "Contract": 3 * (2 * 6 + 1)}
     naive["Transpose"] = 2  # two products read each: turned once
     assert kinds(True, form="naive") == Counter({**FUSED, **naive, "Attention": 0, "AttentionGrad": 0})
-    assert kinds(True, tie=False) == Counter(FUSED)
+    assert kinds(True, tie_embeddings=False) == Counter(FUSED)
 
 
 @pytest.mark.parametrize("switch", OFF)
@@ -76,9 +74,8 @@ def test_each_switch_alone(switch: str) -> None:
 
 
 def epilogues(fusion: Any, **model: Any) -> Counter[str]:
-    g = Graph("fp32")
-    loss, _, _ = GPT2(replace(CONFIG, **model), {}).build(g, 3, 17, Fusion.of(fusion))
-    g.backward(loss)
+    g, traced, _ = StepSpec(GPT2(CONFIG.changed(**model)), 3, 17, fusion=Fusion.of(fusion)).trace()
+    g.backward(traced.loss)
     fuse(g, Fusion.of(fusion), vocab_cut=True)
     names = ("bias", "residual", "pre", "aux", "bias_grad")
     found = Counter(name for op in g.ops if isinstance(op, ops.Contract) for name in names if getattr(op, name))
@@ -176,10 +173,10 @@ def test_an_unknown_switch() -> None:
 
 
 def gradient_dtypes(dtype: str, tiles: dict[str, int], micro: int = 1) -> dict[str, str]:
-    step = build_step(
+    step = StepSpec(
         GPT2(CONFIG, {}), 4, 16, Tiling(tiles), dtype=dtype, optimizer=AdamW(), clip_grad_norm=1.0, policy="chain",
         fusion=Fusion(), grad_accumulation=micro,
-    )  # fmt: skip
+    ).step()  # fmt: skip
     return {param.name: grad.dtype for param, grad in step.grads.items()}
 
 

@@ -1,6 +1,5 @@
 """Tasks placed before they run: little travels, all workers have as much to do, results stay the same."""
 
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -8,8 +7,7 @@ from orders import waits
 
 import nntile_py as nt
 from nntile_py.graph.fusion import Fusion
-from nntile_py.graph.step import Step, build_step
-from nntile_py.models.gpt2 import initial_weights
+from nntile_py.graph.step import Step, StepSpec
 from nntile_py.profile.collect import run_steps
 from nntile_py.tiles import ACC, R, TaskList, Tile, Tiling, W
 from nntile_py.tiles.groups import grouped
@@ -21,11 +19,11 @@ GPU = Speed(flop_s=600e12, bytes_s=3.5e12, link_s=250e9, latency=0.0)
 
 
 def step(tiles: dict[str, int], policy: str = "chain", layers: int = CONFIG.layers) -> Step:
-    model = nt.models.GPT2(replace(CONFIG, layers=layers), {})
-    return build_step(
+    model = nt.models.GPT2(CONFIG.changed(layers=layers), {})
+    return StepSpec(
         model, 64, 128, Tiling(tiles), dtype="bf16", optimizer=nt.AdamW(), clip_grad_norm=1.0,
         policy=policy, fusion=Fusion(), grad_accumulation=1,
-    )  # fmt: skip
+    ).step()  # fmt: skip
 
 
 def moved(tasks: list[Task], kinds: tuple[str, ...]) -> int:
@@ -168,10 +166,10 @@ def test_the_norm_is_summed_where_gradients_are(size: int) -> None:
 
 def test_the_gradient_of_a_large_vocabulary_stays() -> None:
     config = nt.models.GPT2Config(layers=1, embed=256, heads=4, vocab=50304, positions=128)
-    made = build_step(
+    made = StepSpec(
         nt.models.GPT2(config, {}), 64, 128, Tiling({"batch": 16}), dtype="bf16", optimizer=nt.AdamW(),
         clip_grad_norm=1.0, policy="chain", fusion=Fusion(),
-    )  # fmt: skip
+    ).step()  # fmt: skip
     tasks = placed(made.lists[0].tasks, 4, GPU).tasks
     adds = [t for t in tasks if t.kernel == "embedding_grad" and "wte" in t.accesses[0].tile.tensor]
     before = [t for t in tasks[: tasks.index(adds[0])] if adds[0].accesses[0].tile in [a.tile for a in t.accesses]]
@@ -183,7 +181,7 @@ def test_training_with_planned_workers() -> None:
 
     def losses(placement: str) -> list[float]:
         config = nt.models.GPT2Config(layers=2, embed=32, heads=4, vocab=64, positions=16)
-        weights = initial_weights(config, 0)
+        weights = nt.models.GPT2(config).weights
         ids = [[(3 * b + s) % 64 for s in range(16)] for b in range(4)]
         with nt.Runtime(cpus=2, placement=placement):
             trainer = nt.Trainer(nt.models.GPT2(config, weights), 4, 16, {"batch": 1, "ffn": 48})

@@ -26,13 +26,11 @@ def of(*overrides: str) -> tuple[RunConfig, Plan]:
 @pytest.mark.parametrize("tiles", ["{}", "{batch: 3, embed: 40, vocab: 130}"])
 def test_the_plan_is_what_runs(tiles: str, accumulation: int) -> None:
     config, made = of(f"tiles={tiles}", f"train.grad_accumulation={accumulation}")
-    from nntile_py.models.gpt2 import GPT2, initial_weights
-    from nntile_py.training.loop import model_config
+    from nntile_py.models.gpt2 import GPT2
 
-    shape = model_config(config)
     with nt.Runtime(cpus=1):
         trainer = nt.Trainer(
-            GPT2(shape, initial_weights(shape, 0)), 4, 32, config.tiles.model_dump(exclude_none=True),
+            GPT2(config.model), 4, 32, config.tiles.model_dump(exclude_none=True),
             clip_grad_norm=config.optimizer.clip_grad_norm, grad_accumulation=accumulation,
         )  # fmt: skip
         assert made.tasks == trainer.tasks_per_step

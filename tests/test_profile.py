@@ -366,18 +366,18 @@ def test_files_of_a_run(measured: tuple[str, Path]) -> None:
 def test_no_task_begins_before_its_predecessors_end(measured: tuple[str, Path]) -> None:
     """Dates from the file against the dependencies of the config's program, built anew."""
     policy, folder = measured
+    from nntile_py.config.spec import build_optimizer
     from nntile_py.graph.fusion import Fusion
-    from nntile_py.graph.step import build_step
+    from nntile_py.graph.step import StepSpec
     from nntile_py.models.gpt2 import GPT2
     from nntile_py.tiles import Tiling
-    from nntile_py.training.loop import build_optimizer, model_config
 
     config = load(folder / "config.yaml")
-    step = build_step(
-        GPT2(model_config(config), {}), 4, 32, Tiling(CONFIG["tiles"]), dtype="fp32",
+    step = StepSpec(
+        GPT2(config.model), 4, 32, Tiling(CONFIG["tiles"]), dtype="fp32",
         optimizer=build_optimizer(config), clip_grad_norm=config.optimizer.clip_grad_norm, policy=policy,
         fusion=Fusion.of(True), grad_accumulation=2,
-    )  # fmt: skip
+    ).step()  # fmt: skip
     assert step.more
     expected = [t for low in (step.first, step.more, step.update) * 2 for t in low.tasks.tasks]
     keys = [

@@ -170,8 +170,8 @@ def test_arguments_of_a_trainer(runtime: nt.Runtime) -> None:
     refused("clip_grad_norm: -1.0 is not allowed", clip_grad_norm=-1.0)
     refused("fusion.everything: unknown switch", fusion={"everything": True})
     refused("tiles.key: unknown axis", tiles={"key": 2})
-    refused("'linear'; use vendor, merge, flash or naive", attention="linear")
-    for changed, text in (({"dropout": 1.5}, "dropout: 1.5"), ({"activation": "silu"}, "activation: 'silu'")):
+    refused("'linear'; allowed: 'vendor', 'merge', 'flash' or 'naive'", attention="linear")
+    for changed, text in (({"dropout": 1.5}, "dropout: got 1.5"), ({"activation": "silu"}, "activation: got 'silu'")):
         with pytest.raises(nt.ConfigError, match=text):
             nt.Trainer(nt.models.GPT2(nt.models.GPT2Config(**{**CONFIG.__dict__, **changed})), 2, 8)
 
@@ -184,10 +184,10 @@ def test_arguments_of_a_step(runtime: nt.Runtime) -> None:
         (IDS[:1], IDS, r"input_ids: int64 \(1, 8\) is not allowed; expected ints \(2, 8\)"),
         (IDS, IDS[:, :4], r"labels: int64 \(2, 4\) is not allowed"),
         (IDS.astype(float), IDS, "input_ids: float64"),
-        (IDS + 5, IDS, "input_ids: ids go from 5 to 20; allowed are 0 to 19"),
-        (IDS - 1, IDS, "input_ids: ids go from -1 to 14"),
-        (IDS, IDS + 5, "labels: go from 5 to 20; allowed are 0 to 19 and -100"),
-        (IDS, IDS - 3, "labels: go from -3 to 12"),
+        (IDS + 5, IDS, "input_ids: values go from 5 to 20; allowed are 0 to 19"),
+        (IDS - 1, IDS, "input_ids: values go from -1 to 14"),
+        (IDS, IDS + 5, "labels: values go from 5 to 20; allowed are 0 to 19 and -100"),
+        (IDS, IDS - 3, "labels: values go from -3 to 12"),
     ):
         with pytest.raises(ValueError, match=text):
             trainer.step(ids, labels)

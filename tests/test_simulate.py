@@ -10,7 +10,7 @@ from nntile_py.analysis.plan import plan
 from nntile_py.analysis.simulate import planned_seconds, play
 from nntile_py.config.run import load
 from nntile_py.graph.fusion import Fusion
-from nntile_py.graph.step import build_step
+from nntile_py.graph.step import StepSpec
 from nntile_py.tiles import R, TaskList, Tile, Tiling, W
 from nntile_py.tiles import device_model as nominal
 from nntile_py.tiles.placement import Speed
@@ -40,10 +40,10 @@ def test_by_hand() -> None:
 
 def seconds(batch: int, tile: int, workers: int, layers: int = 6) -> float:
     config = nt.models.GPT2Config(layers=layers, embed=768, heads=12, vocab=50304, positions=1024)
-    step = build_step(
+    step = StepSpec(
         nt.models.GPT2(config, {}), batch, 1024, Tiling({"batch": tile}), dtype="bf16", optimizer=nt.AdamW(),
         clip_grad_norm=1.0, policy="chain", fusion=Fusion(),
-    )  # fmt: skip
+    ).step()  # fmt: skip
     return planned_seconds([low.tasks for low in step.lists], workers, nominal.GPU["bf16"])
 
 

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -19,7 +19,7 @@ from nntile_py.errors import ConfigError
 from nntile_py.graph.fusion import Fusion
 from nntile_py.graph.graph import Graph
 from nntile_py.graph.lowering import lower
-from nntile_py.graph.step import Step, build_step
+from nntile_py.graph.step import Step, StepSpec
 from nntile_py.models import GPT2, GPT2Config
 from nntile_py.tiles import ACC, AXES, RW, Part, R, Slot, TaskList, Tile, Tiling, W
 
@@ -255,10 +255,10 @@ def test_a_forgotten_tile_takes_no_room_until_it_is_written() -> None:
 @pytest.mark.parametrize("policy", ["chain", "redux", "tree"])
 def test_a_step_begins_without_the_gradients_of_the_last(policy: str) -> None:
     model = GPT2(GPT2Config(layers=1, embed=8, heads=2, vocab=20, positions=4))
-    step = build_step(
+    step = StepSpec(
         model, 4, 4, Tiling({"batch": 2, "embed": 4}), dtype="fp32", optimizer=nt.AdamW(), clip_grad_norm=1.0,
         policy=policy, fusion=Fusion(),
-    )  # fmt: skip
+    ).step()  # fmt: skip
     tiles = [step.first.tile(grad, index) for grad in step.grads.values() for index in step.first.indices(grad)]
     grads = {(tile.tensor, tile.index) for tile in tiles}
     assert grads <= {(tile.tensor, tile.index) for tile in step.first.tasks.tasks[0].clears}
@@ -359,10 +359,10 @@ TILES = {"batch": 2, "seq": 7, "embed": 10, "heads": 3, "ffn": 50, "vocab": 25}
 
 
 def step(config: GPT2Config = CONFIG, policy: str = "chain", fusion: Any = True, **tiles: int) -> Step:
-    return build_step(
+    return StepSpec(
         GPT2(config, {}), 3, 17, Tiling(tiles), dtype="fp32", optimizer=nt.AdamW(), clip_grad_norm=1.0, policy=policy,
         fusion=Fusion.of(fusion), grad_accumulation=2,
-    )  # fmt: skip
+    ).step()  # fmt: skip
 
 
 def kernels(low: ops.Lowering, *names: str) -> float:
@@ -372,7 +372,7 @@ def kernels(low: ops.Lowering, *names: str) -> float:
 @pytest.mark.parametrize("tiles", [{}, *({a: t} for a, t in TILES.items()), TILES, {"batch": 1, "heads": 1}], ids=str)
 @pytest.mark.parametrize("form", ["vendor", "merge"])
 def test_flop_does_not_depend_on_the_tiling(tiles: dict[str, int], form: str) -> None:
-    built = step(replace(CONFIG, attention=form), **tiles)
+    built = step(CONFIG.changed(attention=form), **tiles)
     counted = ("contract", "attention", "attention_grad", "attention_partial", "attention_grad_pair")
     assert kernels(built.first, *counted) == built.flop == step(CONFIG).flop
     rows, embed, vocab = 3 * 17, CONFIG.embed, CONFIG.vocab
@@ -414,7 +414,7 @@ def test_the_step_is_the_same_in_every_build() -> None:
 
 def test_other_steps_are_other_programs() -> None:
     variants = [step(**TILES), step(), step(fusion=False), step(policy="tree", **TILES), step(policy="redux", **TILES)]
-    variants += [step(replace(CONFIG, attention="flash"), **TILES), step(**{**TILES, "embed": 11})]
+    variants += [step(CONFIG.changed(attention="flash"), **TILES), step(**{**TILES, "embed": 11})]
     first = [digests(variant)[0] for variant in variants]
     assert len(set(first)) == len(first)
 

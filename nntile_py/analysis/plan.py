@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from nntile_py.analysis.simulate import leaving_bytes, planned_seconds
-from nntile_py.graph.fusion import Fusion
-from nntile_py.graph.step import Step, build_step
-from nntile_py.models.gpt2 import GPT2, weight_shapes
+from nntile_py.config.spec import step_spec
+from nntile_py.graph.declared import numel
+from nntile_py.graph.step import Step
 from nntile_py.tasks import Lowering
-from nntile_py.tiles import TaskList, Tiling
+from nntile_py.tiles import TaskList
 from nntile_py.tiles import device_model as nominal
 from nntile_py.tiles.order import Use, critical_path, dependencies
 from nntile_py.tiles.placement import Speed
@@ -137,19 +136,10 @@ class Plan:
 
 def plan(config: RunConfig) -> Plan:
     """The plan of a training config; nothing is run and no weight is made."""
-    from nntile_py.training.loop import build_optimizer, model_config
-
-    shape = model_config(config)
-    step = build_step(
-        GPT2(shape, {}), config.train.batch, config.train.seq, Tiling(config.tiles.model_dump(exclude_none=True)),
-        dtype=config.precision, optimizer=build_optimizer(config), clip_grad_norm=config.optimizer.clip_grad_norm,
-        policy=config.accumulate, fusion=Fusion.of(config.fusion.model_dump()),
-        grad_accumulation=config.train.grad_accumulation,
-    )  # fmt: skip
-    return summarise(step, shape_words=sum(math.prod(s) for _, s, _ in weight_shapes(shape)), config=config)
+    return summarise(step_spec(config).step(), config=config)
 
 
-def summarise(step: Step, *, shape_words: int, config: RunConfig) -> Plan:
+def summarise(step: Step, *, config: RunConfig) -> Plan:
     repeats = config.train.grad_accumulation
     parts: list[tuple[Lowering, int]] = [(step.first, 1), (step.update, 1)]
     if step.more:
@@ -185,7 +175,7 @@ def summarise(step: Step, *, shape_words: int, config: RunConfig) -> Plan:
     kind = ("GPU" if gpu else "CPU worker") + "s" * (config.workers > 1)
     each = f"{of.speed.flop_s / 1e9:,.0f} Gflop/s and {of.speed.bytes_s / 1e9:,.0f} GB/s"
     return Plan(
-        parameters=shape_words,
+        parameters=numel(step.params),
         tokens=repeats * config.train.batch * config.train.seq,
         tasks=tasks,
         flop=repeats * step.flop,

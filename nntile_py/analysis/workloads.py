@@ -6,18 +6,19 @@ All sizes come from a run's config, so that any key of it can be swept. Pure dat
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
+from nntile_py.config.spec import step_spec, tiling
 from nntile_py.errors import ConfigError
+from nntile_py.graph.declared import Param
 from nntile_py.graph.fusion import Fusion, fuse
 from nntile_py.graph.graph import Graph
 from nntile_py.graph.lowering import lower
-from nntile_py.graph.step import TILE_DTYPE, Step, build_evaluation, build_step
-from nntile_py.models.gpt2 import GPT2, Binding
+from nntile_py.graph.step import TILE_DTYPE, Step
 from nntile_py.tasks import Lowering, Op, Tensor
 from nntile_py.tasks.op import GraphLike
-from nntile_py.tiles import TaskList, Tiling
+from nntile_py.tiles import TaskList
 
 if TYPE_CHECKING:
     from nntile_py.config.run import RunConfig
@@ -32,7 +33,7 @@ class Built:
 
     graphs: list[tuple[Graph, Lowering]]
     flop: float  # of contractions and attentions
-    bindings: list[Binding] = field(default_factory=list)  # the weights, of inference
+    params: list[Param] = field(default_factory=list)  # of inference
 
     @property
     def lists(self) -> list[TaskList]:
@@ -41,31 +42,21 @@ class Built:
 
 def build(config: RunConfig, work: Work = "train", phase: Phase = "all", *, fusion: Fusion | None = None) -> Built:
     """The graphs of a workload of the sizes of `config`. `fusion` instead of the config's own."""
-    from nntile_py.training.loop import build_optimizer, model_config
-
-    fusion = fusion or Fusion.of(config.fusion.model_dump())
-    tiling = Tiling(config.tiles.model_dump(exclude_none=True))
-    batch, seq = config.train.batch, config.train.seq
+    spec = step_spec(config)
+    if fusion:
+        spec = replace(spec, fusion=fusion)
     try:
         if work == "train":
-            step = build_step(
-                GPT2(model_config(config), {}), batch, seq, tiling, dtype=config.precision,
-                optimizer=build_optimizer(config), clip_grad_norm=config.optimizer.clip_grad_norm,
-                policy=config.accumulate, fusion=fusion, grad_accumulation=config.train.grad_accumulation,
-            )  # fmt: skip
-            return of_step(step, config.train.grad_accumulation)
+            return of_step(spec.step(), config.train.grad_accumulation)
         if work == "inference":
-            made = build_evaluation(
-                GPT2(model_config(config), {}), batch, seq, tiling, dtype=config.precision, policy=config.accumulate,
-                fusion=fusion, keep_logits=False,
-            )  # fmt: skip
-            return Built([(made.graph, made.forward)], made.graph.flop(), made.bindings)
+            made = spec.evaluation()
+            return Built([(made.graph, made.forward)], made.graph.flop(), made.params)
     except ValueError as error:  # of the operators: a tiling that they do not take
         raise ConfigError(str(error)) from None
-    graph = small_graph(config, work, fusion, backward=phase != "forward")
+    graph = small_graph(config, work, spec.fusion, backward=phase != "forward")
     if phase != "all":
         select(graph, phase)
-    return Built([(graph, lower(graph, tiling, config.accumulate))], graph.flop())
+    return Built([(graph, lower(graph, spec.tiling, config.accumulate))], graph.flop())
 
 
 def of_step(step: Step, grad_accumulation: int) -> Built:
@@ -86,7 +77,7 @@ def small_graph(config: RunConfig, work: Work, fusion: Fusion, *, backward: bool
         graph.ops = [op for op in graph.ops if not isinstance(op, _Given)]
     for tensor in outputs:
         tensor.kind = "scalar"  # read by whoever asked for it: not to be fused away
-    return fuse(graph, fusion, False, Tiling(config.tiles.model_dump(exclude_none=True)))
+    return fuse(graph, fusion, False, tiling(config))
 
 
 def select(graph: Graph, phase: str, layer: int | None = None) -> Graph:

@@ -11,9 +11,11 @@ from typing import Annotated, Any
 import typer
 
 from nntile_py.bench.capacity import capacity
-from nntile_py.bench.contestants import PEERS, TIME_LIMIT, check_gpus, machine, measure_step, spread
+from nntile_py.bench.common import parse_tiles
+from nntile_py.bench.contestants import PEERS, TIME_LIMIT, check_gpus, measure_step, spread
 from nntile_py.bench.metg import metg
 from nntile_py.errors import ConfigError, NNTileError
+from nntile_py.system.machine import machine
 
 bench_app = typer.Typer(
     name="nntile bench", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
@@ -175,19 +177,6 @@ def told(name: str, row: dict[str, Any]) -> str:
         f"{row['tokens_per_s']:,.0f} tokens/s, {flop}peak {row['peak_mib']:,.0f} MiB, "
         f"first loss {row['first_loss']:.6f}"
     )
-
-
-def parse_tiles(text: str) -> dict[str, int]:
-    """`batch=2,embed=96` as a dictionary; empty: uncut."""
-    from nntile_py.tiles import Tiling
-
-    result = {}
-    for item in filter(None, text.split(",")):
-        axis, _, size = item.partition("=")
-        if not size.isdigit():
-            raise ConfigError(f"--tiles: {item!r} is not allowed; write axis=size,axis=size")
-        result[axis] = int(size)
-    return Tiling(result).tiles
 
 
 # -- tile sizes

@@ -11,8 +11,10 @@ from typing import Annotated, Any
 
 import typer
 
-from nntile_py.bench.contestants import NO_ANSWER, PEERS, check_gpus, machine, measure_step, processes
+from nntile_py.bench.common import parse_tiles
+from nntile_py.bench.contestants import NO_ANSWER, PEERS, check_gpus, measure_step, processes
 from nntile_py.errors import ConfigError
+from nntile_py.system.machine import machine
 
 MODELS = {  # layers, embed, heads: GPT-2's, then GPT-3's (Brown et al. 2020)
     "tiny": (2, 32, 2), "124M": (12, 768, 12), "355M": (24, 1024, 16), "774M": (36, 1280, 20), "XL": (48, 1600, 25),
@@ -45,8 +47,6 @@ def capacity(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """The largest GPT that trains within a limit of GPU memory, and how fast."""
-    from nntile_py.bench.app import parse_tiles
-
     names = contestants.split(",")
     for name in names:
         if name not in ("nntile", *PEERS):

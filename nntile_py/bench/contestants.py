@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import selectors
-import shutil
 import signal
 import socket
 import statistics
 import subprocess
 import sys
 import time
-from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
-from datetime import date
-from pathlib import Path
 from typing import Any
 
+from nntile_py.bench.common import shape
 from nntile_py.errors import ConfigError, NNTileError
+from nntile_py.system.machine import machine
 
 PEERS = ("torch_eager", "torch_compile", "ddp", "fsdp2", "fsdp2_offload")
 RANKED = PEERS[2:]  # those with a process for each GPU
@@ -29,47 +26,12 @@ NO_ANSWER = "no answer within"
 TIME_LIMIT = 600.0  # seconds for the start of a contestant, and for one of its turns
 
 
-def gpus() -> str:
-    """Such as 4 NVIDIA H200; empty if there are none. Asked from outside: CUDA is not started here."""
-    if not shutil.which("nvidia-smi"):
-        return ""
-    command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-    told = subprocess.run(command, capture_output=True, text=True, check=False)
-    names = [] if told.returncode else told.stdout.strip().splitlines()
-    return ", ".join(f"{count} {name}" for name, count in Counter(names).items())
-
-
 def check_gpus(cuda: int) -> None:
     """Raise ConfigError if the machine has fewer; before any contestant starts."""
     from nntile_py.execution.runtime import cuda_devices
 
     if cuda > (there := cuda_devices() if cuda else 0):
         raise ConfigError(f"--cuda: {cuda} is not allowed; this machine has {there} CUDA devices")
-
-
-def _commit() -> str | None:
-    """Of these sources: as `make bundle` noted it, or their repository's; whatever folder the command runs in."""
-    here = Path(__file__).resolve().parents[1]
-    if (noted := here / "_commit.txt").exists():
-        return noted.read_text().strip()
-    if not shutil.which("git"):
-        return None
-    asked = ["git", "-C", str(here), "describe", "--always", "--dirty"]
-    return subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip() or None
-
-
-def machine() -> dict[str, Any]:
-    """Where a figure was measured: processor, cores, GPUs, versions, commit, date."""
-    import torch
-
-    model = platform.processor()
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        model = next((x.split(":")[1].strip() for x in info.read_text().splitlines() if "model name" in x), model)
-    return {
-        "processor": model, "cores": len(os.sched_getaffinity(0)), "gpus": gpus(), "torch": torch.__version__,
-        "commit": _commit(), "date": date.today().isoformat(),
-    }  # fmt: skip
 
 
 def spread(times: Sequence[float]) -> dict[str, float]:
@@ -215,10 +177,7 @@ class Side:
 
 def measure_step(options: dict[str, Any], names: Sequence[str], rounds: int, steps: int) -> dict[str, Any]:
     """Every contestant in turn, `rounds` times; medians, spread, ratios of the same round. A failure is a row."""
-    from nntile_py.models import GPT2Config
-
-    shape = {k: options[k] for k in ("layers", "embed", "heads", "vocab")}
-    GPT2Config(positions=options["seq"], attention=options["attention"], **shape)  # refused here, not in a child
+    shape(options)  # refused here, not in a child
     options = {"time_limit": TIME_LIMIT} | options
     if set(names) & set(RANKED) and options["batch"] % processes(options):
         raise ConfigError(f"--batch: {options['batch']} is not allowed; use a multiple of {processes(options)}")

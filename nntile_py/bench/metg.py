@@ -18,8 +18,9 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from nntile_py.bench.contestants import machine, spread
+from nntile_py.bench.contestants import spread
 from nntile_py.errors import ConfigError
+from nntile_py.system.machine import machine
 
 DURATIONS = "2,5,10,20,50,100,200,500,1000,2000"
 IN_STREAM = 32  # kernels in one task

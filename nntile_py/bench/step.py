@@ -10,21 +10,14 @@ import resource
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
+from nntile_py.bench.common import CLIP, GPU_LR, LR, RESERVE, WEIGHT_DECAY, Step, batch, limit_memory, shape, weights
 from nntile_py.bench.contestants import PARENT, RANKED, lead
 from nntile_py.errors import NNTileError
 from nntile_py.execution import memory
-
-RESERVE = 2**30  # bytes of a GPU that ours leaves to kernels' workspaces, where its memory is limited
-LR, WEIGHT_DECAY, CLIP = 1e-3, 0.1, 1.0
-GPU_LR = 3e-4  # larger models
-Step = Callable[[int], list[float]]  # runs n steps, returns their losses
 
 
 def reference_model(o: dict[str, Any]) -> Any:
@@ -41,30 +34,11 @@ def reference_model(o: dict[str, Any]) -> Any:
     return transformers.GPT2LMHeadModel(config).train()
 
 
-def batch(o: dict[str, Any]) -> np.ndarray[Any, Any]:
-    return np.random.default_rng(0).integers(0, o["vocab"], (o["batch"], o["seq"]))
-
-
-def weights(o: dict[str, Any], device: Any = "cuda") -> Iterator[tuple[str, Any]]:
-    """(name in transformers, tensor), one after the other, the same in each process: GPT-2's initialisation."""
-    import torch
-
-    from nntile_py.models.gpt2 import GPT2Config, weight_shapes
-
-    shape = GPT2Config(o["layers"], o["embed"], o["heads"], o["vocab"], o["seq"])
-    generator = torch.Generator(device).manual_seed(0)
-    for name, size, std in weight_shapes(shape):
-        value = torch.ones(size, device=device)
-        yield name, value if std < 0 else value.normal_(0, std, generator=generator) if std else value.zero_()
-
-
 def ours_on_gpu(o: dict[str, Any]) -> tuple[Step, dict[str, Any]]:
     import torch
 
     import nntile_py as nt
-    from nntile_py.bench.torch_gpt2 import limit_memory
 
-    config = nt.models.GPT2Config(o["layers"], o["embed"], o["heads"], o["vocab"], o["seq"], attention=o["attention"])
     values = {name: value.cpu().numpy() for name, value in weights(o)}
     torch.cuda.empty_cache()
     for device in range(o["cuda"]):
@@ -76,7 +50,7 @@ def ours_on_gpu(o: dict[str, Any]) -> tuple[Step, dict[str, Any]]:
     )  # fmt: skip
     runtime.__enter__()
     trainer = nt.Trainer(
-        nt.models.GPT2(config, values), o["batch"], o["seq"], o["tiles"], dtype=o["dtype"],
+        nt.models.GPT2(shape(o), values), o["batch"], o["seq"], o["tiles"], dtype=o["dtype"],
         optimizer=nt.AdamW(GPU_LR, weight_decay=WEIGHT_DECAY, betas=(0.9, 0.95)), clip_grad_norm=CLIP,
         accumulate=o["accumulate"], fusion=o["fusion"], shift_labels=False,
     )  # fmt: skip

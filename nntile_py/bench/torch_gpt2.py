@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nntile_py.bench.step import CLIP, GPU_LR, WEIGHT_DECAY, Step, batch, weights
+from nntile_py.bench.common import CLIP, GPU_LR, WEIGHT_DECAY, Step, batch, limit_memory, weights
 
 
 class Block(nn.Module):
@@ -62,14 +62,6 @@ class Model(nn.Module):
                 matrix = value.dim() == 2 and not short.startswith("w")
                 copy(own.pop(short), value.t() if matrix else value)
         assert not own, list(own)
-
-
-def limit_memory(o: dict[str, Any], device: int | None = None) -> None:
-    """What ATen's allocator may take of a GPU, default the current one."""
-    if o["cuda_memory"]:
-        device = torch.cuda.current_device() if device is None else device
-        total = torch.cuda.get_device_properties(device).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, o["cuda_memory"] * 2**30 / total), device)
 
 
 def torch_on_gpu(o: dict[str, Any], compiled: bool) -> tuple[Step, dict[str, Any]]:

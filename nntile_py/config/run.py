@@ -1,17 +1,16 @@
 """The YAML of a run, typed and checked: every mistake is one ConfigError that names the key and what is allowed."""
 
-import json
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, SerializeAsAny, field_validator, model_validator
 
 from nntile_py.errors import ConfigError
 from nntile_py.graph.step import PRECISIONS
-from nntile_py.models.gpt2 import config_from_hf
+from nntile_py.models.base import ModelConfig, find, of_hf_type, read_raw_config
 from nntile_py.schema import (
     BelowOne,
     Betas,
@@ -40,54 +39,6 @@ _SCHEDULERS = ["lws", "ws", "eager", "prio", "random", "dm", "dmda", "dmdap", "d
 _SCHEDULERS += ["pheft", "peager", "heteroprio"]
 
 Policy = Literal["chain", "commute", "redux", "tree"]
-
-
-class Model(Section):
-    """A fresh GPT-2, or (`from`) one that save_pretrained wrote, whose shape is then read from its config.json."""
-
-    type: Literal["gpt2"] = "gpt2"
-    from_: str | None = Field(None, alias="from")
-    layers: Count
-    embed: Count
-    heads: Count
-    ffn: Count | None = None  # default: 4 * embed
-    positions: Count | None = None  # default: train.seq
-    vocab: Count | None = None  # default: the size of the tokenizer's vocabulary
-    dropout: BelowOne = 0.0  # of the embedding and of the residual branches
-    attention_dropout: BelowOne = 0.0  # of the probabilities; only the naive attention has it
-    activation: Literal["gelu_new", "gelu", "relu"] = "gelu_new"
-    attention: Literal["vendor", "merge", "flash", "naive"] = "vendor"
-    tie_embeddings: Switch = True
-    layer_norm_eps: Positive = 1e-5
-
-    @model_validator(mode="before")
-    @classmethod
-    def _shape_of_folder(cls, given: Any) -> Any:
-        if not isinstance(given, dict) or given.get("from") is None:
-            return given
-        folder = Path(str(given["from"])).expanduser().resolve()
-        shape = _saved_shape(folder)
-        given = {key: value for key, value in given.items() if value is not None} | {"from": str(folder)}
-        for key in shape.keys() & given.keys():
-            if given[key] != shape[key]:
-                raise ConfigError(
-                    f"model.{key}: got {given[key]!r}; allowed: {shape[key]!r}, as in {folder}/config.json"
-                )
-        return shape | given
-
-    @model_validator(mode="after")
-    def _heads(self) -> "Model":
-        if self.embed % self.heads:
-            fitting = ", ".join(str(n) for n in range(1, self.embed + 1) if self.embed % n == 0)
-            raise ConfigError(
-                f"model.heads: got {self.heads}; allowed: a divisor of model.embed = {self.embed}: {fitting}"
-            )
-        if self.attention_dropout and self.attention != "naive":
-            raise ConfigError(
-                f"model.attention_dropout: got {self.attention_dropout}; allowed: 0 unless model.attention is naive"
-            )
-        self.ffn = self.ffn or 4 * self.embed
-        return self
 
 
 class Data(Section):
@@ -134,7 +85,7 @@ class Tokenizer(Section):
             assert self.vocab_size is not None
             return self.vocab_size
         # Here: `tokenizers` is not needed to read most configs.
-        from nntile_py.training.data import load_tokenizer, token_numbers
+        from nntile_py.tokenizer import load_tokenizer, token_numbers
 
         return token_numbers(load_tokenizer(Path(self.path)))
 
@@ -247,7 +198,7 @@ class Profile(Section):
 class RunConfig(Section):
     """Everything that decides a run. Made by `load`, which fills in all defaults."""
 
-    model: Model
+    model: SerializeAsAny[ModelConfig]
     data: Data = Data()
     tokenizer: Tokenizer = Tokenizer(vocab_size=4096)
     train: Train
@@ -266,6 +217,11 @@ class RunConfig(Section):
     profile: Profile = Profile()
     out: str | None = None  # default: runs/NAME of the config's file
 
+    @field_validator("model", mode="before")
+    @classmethod
+    def _of_its_type(cls, given: Any) -> Any:
+        return _model_section(given)
+
     @field_validator("fusion", mode="before")
     @classmethod
     def _all_or_none(cls, fusion: Any) -> Any:
@@ -278,7 +234,8 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _together(self) -> "RunConfig":
-        model, seq = self.model, self.train.seq
+        model: Any = self.model  # its fields are its type's own
+        seq = self.train.seq
         if self.precision in ("bf16", "tf32") and self.runtime.cuda == 0:
             raise ConfigError(
                 f"precision: {self.precision} needs GPUs (runtime.cuda); allowed on CPU workers: fp32, fp64"
@@ -287,15 +244,19 @@ class RunConfig(Section):
             raise ConfigError("precision: fp64 needs runtime.cuda: 0; allowed on GPUs: fp32, tf32, bf16")
         if self.runtime.cpus == 0 == self.runtime.cuda:
             raise ConfigError("runtime.cpus: got 0; allowed: at least 1, or 'all', where runtime.cuda is 0")
-        model.positions = model.positions or seq
-        if seq > model.positions:
-            raise ConfigError(f"train.seq: got {seq}; allowed: at most model.positions = {model.positions}")
         if model.from_ and self.tokenizer.path is None:  # weights mean nothing with another vocabulary
             self.tokenizer = Tokenizer(path=str(Path(model.from_) / "tokenizer.json"))
-        size = self.tokenizer.size()
-        model.vocab = model.vocab or size
-        if model.vocab < size:
-            raise ConfigError(f"model.vocab: got {model.vocab}; allowed: at least the tokenizer's size, {size}")
+        fields = type(model).model_fields
+        if "positions" in fields:
+            model = model.changed(positions=model.positions or seq)
+            if seq > model.positions:
+                raise ConfigError(f"train.seq: got {seq}; allowed: at most model.positions = {model.positions}")
+        if "vocab" in fields:
+            size = self.tokenizer.size()
+            model = model.changed(vocab=model.vocab or size)
+            if model.vocab < size:
+                raise ConfigError(f"model.vocab: got {model.vocab}; allowed: at least the tokenizer's size, {size}")
+        self.model = model
         return self
 
     @property
@@ -417,17 +378,27 @@ def _existing(key: str, path: str, others: str = "") -> str:
     return str(found)
 
 
-def _saved_shape(folder: Path) -> dict[str, Any]:
-    """The keys of `model` that the config.json of a save_pretrained folder fixes."""
-    need = "allowed: a folder that save_pretrained of a GPT-2 wrote, with config.json and model.safetensors"
+def _model_section(given: Any) -> Any:
+    """The section `model`: of the type that it names, or that the folder of `from` holds."""
+    if not isinstance(given, dict):
+        return given
+    given = {key: value for key, value in given.items() if value is not None}
+    if (source := given.get("from")) is None:
+        return validated(find(given.get("type", "gpt2")).Config, given, "model.")
+    folder = Path(str(source)).expanduser().resolve()
+    need = "allowed: a folder that save_pretrained wrote, with config.json and model.safetensors"
     try:
-        saved = config_from_hf(json.loads((folder / "config.json").read_text(encoding="utf-8")))
+        raw = read_raw_config(folder)
+        cls = find(given["type"]) if "type" in given else of_hf_type(raw.get("model_type"))
+        saved = cls.read_config(raw)
     except ConfigError as error:
         raise ConfigError(f"model.from: {folder}: {error}; {need}") from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"model.from: cannot read {folder}/config.json ({error!r}); {need}") from None
     if not any(folder.glob("*.safetensors")):
         raise ConfigError(f"model.from: {folder} holds no weights in safetensors; {need}")
-    names = {"tie": "tie_embeddings", "eps": "layer_norm_eps"}  # here: there
-    same = ("layers", "embed", "heads", "ffn", "positions", "vocab", "activation")
-    return {names.get(name, name): getattr(saved, name) for name in (*same, *names)}
+    given |= {"from": str(folder)}
+    for key in saved.keys() & given.keys():
+        if given[key] != saved[key]:
+            raise ConfigError(f"model.{key}: got {given[key]!r}; allowed: {saved[key]!r}, as in {folder}/config.json")
+    return validated(cls.Config, saved | given, "model.")

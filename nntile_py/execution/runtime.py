@@ -12,7 +12,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from numbers import Integral
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -88,13 +87,6 @@ class Runtime:
         self.scheduler, self.memory, self.window, self.calibrate = scheduler, memory, window or 0, calibrate
         self.disk = Disk(disk, memory) if disk else None
         self._users: list[Any] = []
-
-    @staticmethod
-    def from_config(config: str | Path | Mapping[str, Any]) -> Runtime:
-        """From a scheduler config: a path, a name of scheduler_configs/, or its keys."""
-        from nntile_py.config.run import runtime_options
-
-        return Runtime(**runtime_options(config))
 
     def __enter__(self) -> Runtime:
         os.environ.setdefault("STARPU_SILENT", "1")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from nntile_py import tasks as ops
+from nntile_py.errors import ConfigError
+from nntile_py.graph.declared import Array, Init, Input, Joined, Param, Part, sources_of
 from nntile_py.tasks import Op, Tensor
 from nntile_py.tasks.op import wide
 
@@ -15,11 +17,14 @@ class Graph:
     """Operators in the order in which they run. Pure data: nothing here touches StarPU.
 
     `dtype` is that of parameters and activations: fp32, fp64 or bf16; with bf16 statistics, gradients of parameters
-    and moments are fp32 (but see passes.narrow_gradients).
+    and moments are fp32 (but see passes.narrow_gradients). Without `training` there is no dropout.
     """
 
-    def __init__(self, dtype: str = "fp32") -> None:
-        self.dtype = dtype
+    def __init__(self, dtype: str = "fp32", *, training: bool = True) -> None:
+        self.dtype, self.training = dtype, training
+        self.params: dict[Tensor, Param] = {}
+        self.inputs: dict[str, Input] = {}
+        self.projections: list[list[Tensor]] = []  # of each attention: queries, keys, values
         self.ops: list[Op] = []
         self.tensors: dict[str, Tensor] = {}  # those that the host names: inputs, parameters, state, scalars
         self._scope: list[str] = []
@@ -43,6 +48,40 @@ class Graph:
         self.tensors[name] = tensor
         return tensor
 
+    def param(
+        self, name: str, axes: Mapping[str, int], init: Init, sources: str | Part | Joined | None = None
+    ) -> Tensor:
+        """A parameter of the model: {axis: size}, its start values, where it lies in a checkpoint.
+
+        sources: the weight's name there (default: `name`), a Part of a weight, or Joined ones. A weight's dimensions
+        are the axes, but that head_dim and the axis before it are one. Raises ConfigError for a name given before, and
+        for sources that do not fit.
+        """
+        if name in self.tensors:
+            raise ConfigError(f"parameter {name}: declared twice; use another name, or the tensor that there is")
+        tensor = self.named(name, list(axes), list(axes.values()), "param")
+        self.params[tensor] = Param(tensor, init, sources_of(name, axes, sources))
+        return tensor
+
+    def input(
+        self,
+        name: str,
+        axes: Mapping[str, int],
+        dtype: str | None = "int64",
+        *,
+        below: int | None = None,
+        ignored: int | None = None,
+        default: Array | float | None = None,
+        shifted: bool = False,
+        scale: str | None = None,
+    ) -> Tensor:
+        """An array that a step is given: {axis: size}; dtype None is the graph's. See Input for the rest."""
+        if name in self.tensors:
+            raise ConfigError(f"input {name}: declared twice; use another name, or the tensor that there is")
+        tensor = self.named(name, list(axes), list(axes.values()), "input", dtype)
+        self.inputs[name] = Input(tensor, below, ignored, default, shifted, scale)
+        return tensor
+
     def temp(self, name: str, axes: Sequence[str], shape: Sequence[int], dtype: str, **options: Any) -> Tensor:
         return Tensor(".".join([*self._scope, name]), axes, shape, dtype, **options)
 
@@ -59,7 +98,7 @@ class Graph:
 
     def linear(self, x: Tensor, weight: Tensor, out_axes: Sequence[str], bias: Tensor | None = None) -> Tensor:
         """y = sum over shared axes of x weight (+ bias); see tasks.Contract."""
-        with self.scope(weight.name.split(".")[-2]):
+        with self.scope(next(part for part in reversed(weight.name.split(".")) if part != "weight")):
             y = ops.contract(self, x, weight, out_axes)
             return self.bias_add(y, bias) if bias else y
 
@@ -85,7 +124,7 @@ class Graph:
         return self.add(ops.Unpack(x, outs, axis)).outputs
 
     def dropout(self, x: Tensor, p: float) -> Tensor:
-        if p == 0:
+        if p == 0 or not self.training:
             return x
         self._dropouts += 1
         return self.add(ops.Dropout(x, self.temp("dropout", x.axes, x.shape, x.dtype), p, self._dropouts)).output
@@ -99,6 +138,9 @@ class Graph:
 
     def attention(self, qkv: Sequence[Tensor], *, causal: bool, form: str, dropout: float = 0.0) -> Tensor:
         """softmax(q k^T / sqrt(d)) v; qkv is [q, k, v] or [packed]. form: vendor, merge, flash or naive."""
+        if len(qkv) == 3:
+            self.projections.append(list(qkv))
+        dropout *= self.training
         if form != "naive":
             if dropout:
                 raise ValueError("attention_dropout: only attention: naive has it; the fused forms have none")
@@ -150,6 +192,14 @@ class Graph:
                 grad.name, grad.kind = f"{name}.grad", "grad"
                 self.tensors[grad.name] = result[param] = grad
         return result
+
+    def sizes(self) -> dict[str, int]:
+        """The size of each axis, the largest where tensors differ."""
+        found: dict[str, int] = {}
+        for tensor in (t for op in self.ops for t in (*op.inputs, *op.outputs)):
+            for axis, size in tensor.sizes.items():
+                found[axis] = max(size, found.get(axis, 0))
+        return found
 
     def flop(self) -> float:
         """Floating point operations of the contractions and attentions, the customary count."""

@@ -1,15 +1,18 @@
-"""A training step and an evaluation as task lists: pure data, shared by the trainer and by `nntile plan`."""
+"""A training step and an evaluation as task lists: pure data, shared by whoever runs, plans, profiles or draws one."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 
 from nntile_py import tasks as ops
+from nntile_py.errors import ConfigError
+from nntile_py.graph.declared import Batch, Param, Traceable, Traced
 from nntile_py.graph.fusion import Fusion, fuse, narrow_gradients
 from nntile_py.graph.graph import Graph
 from nntile_py.graph.lowering import lower
-from nntile_py.graph.optimizers import Optimizer
-from nntile_py.models.gpt2 import GPT2, Binding
+from nntile_py.graph.optimizers import AdamW, Optimizer
+from nntile_py.graph.packing import pack_projections
 from nntile_py.tasks import Lowering, Tensor
 from nntile_py.tiles import Tiling
 
@@ -23,11 +26,15 @@ class Step:
 
     graph: Graph
     update_graph: Graph
-    bindings: list[Binding]
     grads: dict[Tensor, Tensor]
     first: Lowering
     more: Lowering | None
     update: Lowering
+    optional: dict[str, float]  # inputs that a step may have besides, and what is as good as none
+
+    @property
+    def params(self) -> list[Param]:
+        return list(self.graph.params.values())
 
     @property
     def flop(self) -> float:
@@ -56,63 +63,103 @@ class Step:
         return ", ".join(f"{name} ({sizes[name] / 2**20:.1f} MiB)" for name in top)
 
 
-def build_step(
-    model: GPT2,
-    batch: int,
-    seq: int,
-    tiling: Tiling,
-    *,
-    dtype: str,
-    optimizer: Optimizer,
-    clip_grad_norm: float | None,
-    policy: str,
-    fusion: Fusion,
-    grad_accumulation: int = 1,
-) -> Step:
-    graph = Graph(TILE_DTYPE.get(dtype, dtype))
-    loss, _, bindings = model.build(graph, batch, seq, fusion)
-    grads = graph.backward(loss)
-    fuse(graph, fusion, tiling.cut("vocab", model.config.vocab), tiling)
-    if grad_accumulation == 1:
-        narrow_gradients(graph, grads.values(), tiling)
-    first = lower(graph, tiling, policy)
-    # They can be read until the next step begins; the activations then take their place.
-    first.tasks.forget(first.tile(grad, index) for grad in grads.values() for index in first.indices(grad))
-    update = Graph(graph.dtype)
-    norm, clip = (update.named(name, ["one"], [1], "scalar", "fp64") for name in ("grad_norm", "clip"))
-    update.add(ops.GradNorm(list(grads.values()), norm, clip, clip_grad_norm, first.tasks.ends("batch")))
-    for param, grad in grads.items():
-        update.tensors[param.name] = param
-        with update.scope(param.name):
-            optimizer.build(update, param, grad, clip)
-    kept = [*grads.values(), loss]
-    return Step(
-        graph,
-        update,
-        bindings,
-        grads,
-        first,
-        lower(graph, tiling, policy, holds=kept) if grad_accumulation > 1 else None,
-        lower(update, tiling, policy, holds=grads.values()),
-    )
-
-
 @dataclass
 class Evaluation:
-    """Task list of a forward pass; the logits are kept for the host if they were asked for."""
+    """Task list of a forward pass; `outputs` that were asked for are kept for the host."""
 
     graph: Graph
-    logits: Tensor
-    bindings: list[Binding]
+    outputs: dict[str, Tensor]
     forward: Lowering
 
+    @property
+    def params(self) -> list[Param]:
+        return list(self.graph.params.values())
 
-def build_evaluation(
-    model: GPT2, batch: int, seq: int, tiling: Tiling, *, dtype: str, policy: str, fusion: Fusion, keep_logits: bool
-) -> Evaluation:
-    graph = Graph(TILE_DTYPE.get(dtype, dtype))
-    _, logits, bindings = model.without_dropout().build(graph, batch, seq, fusion)
-    fuse(graph, fusion, tiling.cut("vocab", model.config.vocab), tiling)
-    if keep_logits:
-        logits.name, logits.kind = "logits", "scalar"
-    return Evaluation(graph, logits, bindings, lower(graph, tiling, policy))
+
+@dataclass(frozen=True)
+class StepSpec:
+    """All that decides the programs of a training step.
+
+    batch, seq: of one micro-batch; policy: how partial sums of a tile meet (`accumulate`); given: optional inputs that
+    steps have. Raises ConfigError for values out of range.
+    """
+
+    model: Traceable
+    batch: int
+    seq: int
+    tiling: Tiling = field(default_factory=Tiling)
+    dtype: str = "fp32"
+    optimizer: Optimizer = field(default_factory=AdamW)
+    clip_grad_norm: float | None = None
+    policy: str = "chain"
+    fusion: Fusion = field(default_factory=Fusion)
+    grad_accumulation: int = 1
+    given: frozenset[str] = frozenset()
+
+    def __post_init__(self) -> None:
+        if not callable(getattr(self.model, "trace", None)):
+            raise ConfigError(
+                f"model: {type(self.model).__name__} is not allowed; use a model of nt.models, or a class of your own"
+                " with trace(graph, batch)"
+            )
+        if self.dtype not in PRECISIONS:
+            raise ConfigError(f"dtype: {self.dtype!r} is not allowed; use one of {', '.join(PRECISIONS)}")
+        if not isinstance(self.optimizer, Optimizer):
+            raise ConfigError(f"optimizer: {self.optimizer!r} is not allowed; use nt.AdamW(...) or nt.SGD(...)")
+        for name in ("batch", "seq", "grad_accumulation"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigError(f"{name}: {value!r} is not allowed; use a positive integer")
+
+    def with_inputs(self, given: Iterable[str]) -> StepSpec:
+        """The same for steps that have these optional inputs."""
+        return replace(self, given=frozenset(given))
+
+    def trace(self, *, training: bool = True) -> tuple[Graph, Traced, Batch]:
+        """The model's graph, forward alone, before fusion."""
+        graph = Graph(TILE_DTYPE.get(self.dtype, self.dtype), training=training)
+        batch = Batch(self.batch, self.seq, self.given)
+        traced = self.model.trace(graph, batch)
+        if not isinstance(traced, Traced):
+            raise ConfigError(
+                f"model: trace() of {type(self.model).__name__} returned {type(traced).__name__};"
+                " allowed: nt.Traced(loss, outputs)"
+            )
+        if self.fusion.qkv:
+            pack_projections(graph)
+        return graph, traced, batch
+
+    def step(self) -> Step:
+        """Forward, backward and update as task lists."""
+        graph, traced, batch = self.trace()
+        grads = graph.backward(traced.loss)
+        fuse(graph, self.fusion, self._vocab_cut(traced), self.tiling)
+        if self.grad_accumulation == 1:
+            narrow_gradients(graph, grads.values(), self.tiling)
+        first = lower(graph, self.tiling, self.policy)
+        # They can be read until the next step begins; the activations then take their place.
+        first.tasks.forget(first.tile(grad, index) for grad in grads.values() for index in first.indices(grad))
+        update = Graph(graph.dtype)
+        norm, clip = (update.named(name, ["one"], [1], "scalar", "fp64") for name in ("grad_norm", "clip"))
+        update.add(ops.GradNorm(list(grads.values()), norm, clip, self.clip_grad_norm, first.tasks.ends("batch")))
+        for param, grad in grads.items():
+            update.tensors[param.name] = param
+            with update.scope(param.name):
+                self.optimizer.build(update, param, grad, clip)
+        more = None
+        if self.grad_accumulation > 1:
+            more = lower(graph, self.tiling, self.policy, holds=[*grads.values(), traced.loss])
+        last = lower(update, self.tiling, self.policy, holds=grads.values())
+        return Step(graph, update, grads, first, more, last, batch.optional)
+
+    def evaluation(self, keep: bool = False) -> Evaluation:
+        """A forward pass without dropout; with `keep` the model's outputs are kept for the host."""
+        graph, traced, _ = self.trace(training=False)
+        fuse(graph, self.fusion, self._vocab_cut(traced), self.tiling)
+        for name, tensor in traced.outputs.items() if keep else ():
+            tensor.name, tensor.kind = name, "scalar"
+        return Evaluation(graph, traced.outputs, lower(graph, self.tiling, self.policy))
+
+    def _vocab_cut(self, traced: Traced) -> bool:
+        logits = traced.outputs.get("logits")
+        return logits is not None and self.tiling.cut("vocab", logits.shape[-1])

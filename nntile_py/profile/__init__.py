@@ -24,10 +24,11 @@ def profile(
     The steps are of training, or forward passes, on random tokens: no corpus is read. fxt: leave StarPU's own trace
     in the folder `fxt` too."""
     import nntile_py as nt
+    from nntile_py.config.run import runtime_options
     from nntile_py.profile import collect
-    from nntile_py.training.loop import build_model, build_trainer
+    from nntile_py.training.loop import build_trainer
 
-    runtime = nt.Runtime.from_config(config.runtime.model_dump())
+    runtime = nt.Runtime(**runtime_options(config.runtime.model_dump()))
     raw, made, ran = (folder / "fxt").resolve(), [], False
     if fxt:
         made = [path for path in (raw, raw.parent) if not path.exists()]
@@ -35,7 +36,7 @@ def profile(
         os.environ |= {"STARPU_FXT_TRACE": "1", "STARPU_FXT_PREFIX": f"{raw}/"}  # before StarPU starts
     try:
         with runtime:
-            trainer = build_trainer(config, build_model(config))
+            trainer = build_trainer(config)
             trace = collect.run_steps(trainer, steps, config.profile.warmup, inference)
             ran = True
         if fxt:
@@ -54,8 +55,8 @@ def profile(
 
 def write(trace: Trace, peaks: Any, tiles: Any, folder: Path, name: str) -> dict[str, Any]:
     """All files of a profile, from a trace."""
-    from nntile_py.bench.contestants import machine
     from nntile_py.profile import analysis, events, gantt, report, rules
+    from nntile_py.system.machine import machine
 
     summary = analysis.summarise(trace, peaks, tiles)
     summary["findings"] = rules.report(summary)

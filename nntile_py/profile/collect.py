@@ -16,9 +16,12 @@ import numpy as np
 import nntile_py as nt
 from nntile_py import _core
 from nntile_py.config.run import RunConfig
+from nntile_py.config.spec import step_spec
 from nntile_py.execution.program import Program
+from nntile_py.graph.declared import random_inputs
 from nntile_py.profile.analysis import Peak, device_peak, measure_cpu
 from nntile_py.profile.trace import REDUCTION, Bus, Info, Trace, Worker, one_after_the_other
+from nntile_py.tiles import AXES
 from nntile_py.tiles.order import Use
 from nntile_py.tiles.tasklist import Task, TaskList
 
@@ -34,19 +37,18 @@ LIGHT_BELOW = 30e-6  # seconds of a step for each of its tasks
 
 
 def run_steps(trainer: nt.Trainer, steps: int, warmup: int, inference: bool = False) -> Trace:
-    """Train on random tokens, or evaluate them: `warmup` steps that are not looked at, then `steps` that are.
+    """Train on random inputs, or evaluate them: `warmup` steps that are not looked at, then `steps` that are.
 
     With tasks so short that StarPU's profiling would show, and CPU workers only, a light profile is taken."""
-    rng = np.random.default_rng(0)
     rows = trainer.batch * (1 if inference else trainer.grad_accumulation)
-    ids = rng.integers(0, trainer.model.config.vocab, (rows, trainer.seq))
+    inputs = random_inputs(trainer.built.graph, rows, seed=0)
 
     def run(count: int) -> None:
         if inference:
             for _ in range(count):
-                trainer.evaluate(ids, ids)
+                trainer.evaluate(inputs)
             return
-        for pending in [trainer.submit(ids, ids) for _ in range(count)]:
+        for pending in [trainer.submit(inputs) for _ in range(count)]:
             pending.result()
 
     light, expected = False, trainer.tasks_per_step * steps
@@ -166,13 +168,12 @@ def peaks(trace: Trace, config: RunConfig) -> dict[str, Peak]:
 
 def axes(config: RunConfig) -> dict[str, dict[str, int]]:
     """Of each axis that a tiling may cut: its size, the tile's, the number of tiles."""
-    model, train = config.model, config.train
-    sizes = {"batch": train.batch, "seq": train.seq, "embed": model.embed, "heads": model.heads}
-    sizes |= {"ffn": model.ffn or 4 * model.embed, "vocab": model.vocab or 0}
-    result = {}
-    for axis, size in sizes.items():
-        tile = min(getattr(config.tiles, axis) or size, size)
-        result[axis] = {"size": size, "tile": tile, "tiles": -(-size // max(tile, 1))}
+    spec = step_spec(config)
+    sizes, result = spec.trace()[0].sizes(), {}
+    for axis in AXES:
+        if size := sizes.get(axis):
+            parts = spec.tiling.parts(axis, size)
+            result[axis] = {"size": size, "tile": parts[0].size, "tiles": len(parts)}
     return result
 
 

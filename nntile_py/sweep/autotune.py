@@ -17,6 +17,7 @@ from rich.console import Console
 from nntile_py.analysis.plan import Estimate, estimate
 from nntile_py.analysis.workloads import build
 from nntile_py.config.run import RunConfig, load
+from nntile_py.config.spec import step_spec
 from nntile_py.errors import ConfigError
 from nntile_py.schema import assignment, read_yaml, validated
 from nntile_py.sweep.spec import Sweep
@@ -80,11 +81,12 @@ def why_not(config: RunConfig, plan: Estimate | None) -> str | None:
 
 def candidates(config: RunConfig) -> dict[str, list[int | None]]:
     """Tile sizes to try along each axis: the config's own, none, and even cuts."""
-    model, sizes = config.model, {"batch": config.train.batch, "seq": config.train.seq}
-    assert model.ffn and model.vocab  # load() has filled them in
-    sizes |= {"embed": model.embed, "heads": model.heads, "ffn": model.ffn, "vocab": model.vocab}
+    sizes = step_spec(config).trace()[0].sizes()
     result: dict[str, list[int | None]] = {}
     for axis, own in config.tiles.model_dump().items():
+        if axis not in sizes:
+            result[axis] = [None]
+            continue
         even = [_tile(sizes[axis], n) for n in CUTS if 1 < n <= sizes[axis]]
         result[axis] = list(dict.fromkeys([own, None, *even]))
     return result

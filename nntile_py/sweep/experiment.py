@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field, PrivateAttr
 
 from nntile_py.analysis.workloads import Work
-from nntile_py.config.run import RunConfig, load
+from nntile_py.config.run import RunConfig, load, runtime_options
 from nntile_py.errors import ConfigError, NNTileError
 from nntile_py.profile import FILES
 from nntile_py.schema import Count, Section, read_yaml, validated
@@ -239,7 +239,7 @@ def report(
     note: str = "",
 ) -> str:
     """Markdown: how and where it was measured, what the paper found, what was found here."""
-    from nntile_py.bench.contestants import machine
+    from nntile_py.system.machine import machine
 
     where = machine()
     lines = [f"# {made.name}: {made.title}", "", made.shows, ""]
@@ -392,7 +392,7 @@ def _need_gpus(config: RunConfig, told: str) -> None:
     there = torch.cuda.device_count()
     if config.workers > there:
         raise NNTileError(f"{told}: needs {config.workers} GPUs, this machine has {there}; --plan runs nothing")
-    Runtime.from_config(config.runtime.model_dump())
+    Runtime(**runtime_options(config.runtime.model_dump()))
 
 
 def _side_by_side(pictures: list[bytes]) -> bytes:

@@ -19,10 +19,12 @@ from nntile_py import _core
 from nntile_py.analysis.draw import operator_class
 from nntile_py.analysis.plan import estimate
 from nntile_py.analysis.workloads import Built, build, of_step, small_graph
-from nntile_py.config.run import RunConfig
+from nntile_py.config.run import RunConfig, runtime_options
+from nntile_py.config.spec import build_model, tiling
 from nntile_py.errors import NNTileError
 from nntile_py.execution import memory
 from nntile_py.execution.program import Store, programs
+from nntile_py.graph.declared import random_inputs
 from nntile_py.graph.fusion import Fusion
 from nntile_py.graph.graph import Graph
 from nntile_py.models.init import fill
@@ -55,7 +57,7 @@ def measure(config: RunConfig, how: Measure, running: ExitStack) -> dict[str, An
     trains = how.work == "train" and how.how == "run"
     built = None if trains else build(config, how.work, how.phase)
     if how.how != "plan" and nt.Runtime.current is None:
-        running.enter_context(nt.Runtime.from_config(config.runtime.model_dump()))
+        running.enter_context(nt.Runtime(**runtime_options(config.runtime.model_dump())))
     if trains:
         built, step = _training(config)
     assert built is not None
@@ -107,43 +109,40 @@ def _times(step: Callable[[int], None], how: Measure) -> list[float]:
     return times
 
 
-def _tokens(config: RunConfig, rows: int, vocab: int) -> np.ndarray[Any, Any]:
-    return np.random.default_rng(config.seed).integers(0, vocab, (rows, config.train.seq))
-
-
 def _training(config: RunConfig) -> tuple[Built, Callable[[int], None]]:
-    """Steps on random tokens; a GPT-2 with fresh weights."""
-    from nntile_py.training.loop import build_model, build_trainer
+    """Steps on random inputs, with fresh weights."""
+    from nntile_py.training.loop import build_trainer
 
-    trainer = build_trainer(config, build_model(config))
+    trainer = build_trainer(config)
     assert nt.Runtime.current
     nt.Runtime.current.forget(trainer)  # nobody wants the weights back
-    ids = _tokens(config, config.train.batch * config.train.grad_accumulation, trainer.model.config.vocab)
+    inputs = random_inputs(trainer.built.graph, config.train.batch * config.train.grad_accumulation, config.seed)
 
     def run(count: int) -> None:
-        for pending in [trainer.submit(ids, ids) for _ in range(count)]:
+        for pending in [trainer.submit(inputs) for _ in range(count)]:
             pending.result()
 
     return of_step(trainer.built, config.train.grad_accumulation), run
 
 
 def _inference(config: RunConfig, built: Built) -> Callable[[int], None]:
-    """Forward passes with a loss on random tokens; nothing that only training needs is made."""
-    from nntile_py.training.loop import build_model
-
+    """Forward passes with a loss on random inputs; nothing that only training needs is made."""
     graph, low = built.graphs[0]
-    model, store = build_model(config), Store()
+    weights, store = build_model(config).weights, Store()
     (program,) = programs([low.tasks], store, config.precision == "tf32")
-    for binding in built.bindings:
-        store.write(low, binding.tensor, binding.take(model.weights))
-    ids = _tokens(config, config.train.batch, model.config.vocab)
-    store.write(low, graph.tensors["positions"], np.arange(config.train.seq))
+    for param in built.params:
+        store.write(low, param.tensor, param.value(weights))
+    inputs = random_inputs(graph, config.train.batch, config.seed)
+    for name, one in graph.inputs.items():
+        if (value := one.filled(config.train.batch)) is not None and name not in inputs:
+            store.write(low, one.tensor, value)
+    scales = {one.scale: 1.0 / inputs[name].size for name, one in graph.inputs.items() if one.scale}
 
     def run(count: int) -> None:
         for _ in range(count):
-            for name in ("input_ids", "labels"):
-                store.write(low, graph.tensors[name], ids)
-            program.run({"loss_scale": 1.0 / ids.size})
+            for name, value in inputs.items():
+                store.write(low, graph.inputs[name].tensor, value)
+            program.run(scales)
             nt.Runtime.wait()
 
     return run
@@ -178,13 +177,13 @@ def _fill(low: Lowering, store: Store, tensors: list[Tensor]) -> None:
 def _operators(config: RunConfig, how: Measure) -> dict[str, Any]:
     """Each operator of a small graph alone, tiles in memory beforehand: seconds and flop by class of operator."""
     graph = small_graph(config, how.work, Fusion.of(config.fusion.model_dump()), backward=how.phase != "forward")
-    tiling = Tiling(config.tiles.model_dump(exclude_none=True))
+    cuts = tiling(config)
     classes = {name: {"seconds": 0.0, "flop": 0.0} for name in ("contraction", "normalization", "element-wise")}
     for op in graph.ops:
         if how.phase in ("all", op.phase):
             entry = classes[operator_class(op.kind)]
             entry["flop"] += op.flop()
-            entry["seconds"] += min(_times(_alone(op, tiling, config), how))  # the least disturbed
+            entry["seconds"] += min(_times(_alone(op, cuts, config), how))  # the least disturbed
     total = {key: sum(entry[key] for entry in classes.values()) for key in ("seconds", "flop")}
     result = {"seconds": total["seconds"]}
     for name, entry in classes.items():
@@ -193,12 +192,12 @@ def _operators(config: RunConfig, how: Measure) -> dict[str, Any]:
     return result
 
 
-def _alone(op: Op, tiling: Tiling, config: RunConfig) -> Callable[[int], None]:
+def _alone(op: Op, cuts: Tiling, config: RunConfig) -> Callable[[int], None]:
     owners = list(dict.fromkeys(t.storage for t in [*op.inputs, *op.outputs]))
     before = [(t.name, t.kind) for t in owners]
     for number, tensor in enumerate(owners):  # all of it lives from run to run, under names that do not clash
         tensor.name, tensor.kind = f"tensor{number}", "input"
-    low = Lowering(tiling, TaskList(config.accumulate))
+    low = Lowering(cuts, TaskList(config.accumulate))
     for tensor in owners:
         low.tasks.initialised.update(low.tile(tensor, index) for index in low.indices(tensor))
     low.op = op.name

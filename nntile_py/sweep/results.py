@@ -78,7 +78,7 @@ def best_options(rows: list[Row], best: Best) -> str:
 
 def write_results(sweep: Sweep, rows: list[Row], folder: Path) -> list[str]:
     """All files: each is complete, or as it was. Returns what is to be told: plots that have nothing to show."""
-    from nntile_py.bench.contestants import machine
+    from nntile_py.system.machine import machine
 
     best = best_row(rows, sweep.best)
     result = {"machine": machine(), "sweep": sweep.model_dump(by_alias=True), "best": best, "rows": rows}

@@ -12,6 +12,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 
 from nntile_py.config.run import Data, RunConfig
 from nntile_py.errors import ConfigError
+from nntile_py.tokenizer import load_tokenizer, token_numbers
 
 END_OF_TEXT = "<|endoftext|>"
 LONGEST_WORD = 256  # characters
@@ -113,19 +114,6 @@ def train_tokenizer(documents: list[str], vocab_size: int) -> Tokenizer:
     )
     tokenizer.train_from_iterator(documents, trainer)
     return tokenizer
-
-
-def load_tokenizer(path: Path) -> Tokenizer:
-    """The tokenizer of a tokenizer.json; ConfigError where it is none."""
-    try:
-        return Tokenizer.from_file(str(path))
-    except Exception as error:
-        raise ConfigError(f"tokenizer.path: cannot read {path} ({error}); allowed: a tokenizer.json") from None
-
-
-def token_numbers(tokenizer: Tokenizer) -> int:
-    """The largest number of a token, and one: those of its tokens may have gaps."""
-    return max(tokenizer.get_vocab().values(), default=-1) + 1
 
 
 def encode(tokenizer: Tokenizer, documents: list[str]) -> np.ndarray:

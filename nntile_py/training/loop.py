@@ -21,10 +21,13 @@ from safetensors.numpy import save_file
 from tokenizers import Tokenizer
 
 import nntile_py as nt
-from nntile_py.config.run import Optimizer, RunConfig
+from nntile_py.config.run import Optimizer, RunConfig, runtime_options
+from nntile_py.config.spec import build_model, step_spec
 from nntile_py.errors import NNTileError
+from nntile_py.models.base import Model
 from nntile_py.system.folders import replace_file, replaced
-from nntile_py.training.data import END_OF_TEXT, Corpus, held_out_batches, load_corpus, token_numbers, training_batch
+from nntile_py.tokenizer import token_numbers
+from nntile_py.training.data import END_OF_TEXT, Corpus, held_out_batches, load_corpus, training_batch
 from nntile_py.training.trainer import STEPS_IN_FLIGHT
 
 SAVED = ("model.safetensors", "config.json")
@@ -35,12 +38,13 @@ def train(config: RunConfig, out: Path, console: Console) -> int:
 
     Returns the exit status: 0, or after SIGINT or SIGTERM 130 or 143, with what was trained saved.
     Raises NNTileError, without writing weights, when the loss or the gradient is no longer a finite number."""
-    runtime = nt.Runtime.from_config(config.runtime.model_dump())  # refuses what the machine lacks, before any work
+    # Refuses what the machine lacks, before any work.
+    runtime = nt.Runtime(**runtime_options(config.runtime.model_dump()))
     _say(console, f"reading {config.data.source}")
     corpus = load_corpus(config)
     _say(console, f"{len(corpus.train):,} tokens to train on, {len(corpus.held_out):,} held out; writing to {out}")
     with runtime, _signals() as stop:
-        trainer = build_trainer(config, build_model(config))
+        trainer = build_trainer(config)
         out.mkdir(parents=True, exist_ok=True)  # only now: what is refused leaves nothing behind
         # Weights of a run that was there do not belong to the tokenizer of this one, if it is cut off.
         before = [(out / name, out / f"{name}.old") for name in SAVED if (out / name).exists()]
@@ -64,59 +68,9 @@ def train(config: RunConfig, out: Path, console: Console) -> int:
     return 0
 
 
-def model_config(config: RunConfig) -> nt.models.GPT2Config:
-    """The shape of `config.model`."""
-    shape = config.model
-    assert shape.vocab is not None and shape.positions is not None  # load() has filled them in
-    return nt.models.GPT2Config(
-        layers=shape.layers,
-        embed=shape.embed,
-        heads=shape.heads,
-        ffn=shape.ffn,
-        vocab=shape.vocab,
-        positions=shape.positions,
-        dropout=shape.dropout,
-        attention_dropout=shape.attention_dropout,
-        activation=shape.activation,
-        attention=shape.attention,
-        tie=shape.tie_embeddings,
-        eps=shape.layer_norm_eps,
-    )
-
-
-def build_model(config: RunConfig) -> nt.models.GPT2:
-    """The model of `config.model`: read from its folder, or freshly initialised from the seed."""
-    shape = config.model
-    if shape.from_ is not None:
-        return nt.models.GPT2.from_hf(
-            shape.from_, attention=shape.attention, dropout=shape.dropout, attention_dropout=shape.attention_dropout
-        )
-    return nt.models.GPT2(model_config(config), seed=config.seed)
-
-
-def build_optimizer(config: RunConfig) -> nt.AdamW | nt.SGD:
-    """The optimizer that `config` asks for."""
-    how = config.optimizer
-    if how.name == "adamw":
-        return nt.AdamW(lr=how.lr, betas=(how.betas[0], how.betas[1]), eps=how.eps, weight_decay=how.weight_decay)
-    return nt.SGD(lr=how.lr, momentum=how.momentum, weight_decay=how.weight_decay)
-
-
-def build_trainer(config: RunConfig, model: nt.models.GPT2) -> nt.Trainer:
-    """The nt.Trainer of `model` that `config` asks for; needs a running nt.Runtime."""
-    return nt.Trainer(
-        model,
-        batch=config.train.batch,
-        seq=config.train.seq,
-        tiles=config.tiles.model_dump(exclude_none=True),
-        dtype=config.precision,
-        optimizer=build_optimizer(config),
-        clip_grad_norm=config.optimizer.clip_grad_norm,
-        accumulate=config.accumulate,
-        fusion=config.fusion.model_dump(),
-        grad_accumulation=config.train.grad_accumulation,
-        seed=config.seed,
-    )
+def build_trainer(config: RunConfig, model: Model | None = None) -> nt.Trainer:
+    """The nt.Trainer that `config` asks for; needs a running nt.Runtime."""
+    return nt.Trainer.of_spec(step_spec(config, model or build_model(config)), seed=config.seed)
 
 
 def learning_rate(optimizer: Optimizer, step: int, steps: int) -> float:

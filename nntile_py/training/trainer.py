@@ -15,16 +15,18 @@ from nntile_py.errors import ConfigError, TaskError
 from nntile_py.execution import memory
 from nntile_py.execution.program import Program, Store, programs
 from nntile_py.execution.runtime import Runtime
+from nntile_py.graph.declared import Input, Traceable
 from nntile_py.graph.fusion import Fusion
-from nntile_py.graph.optimizers import REST, SGD, AdamW, Optimizer
-from nntile_py.graph.step import PRECISIONS, Evaluation, Step, build_evaluation, build_step
-from nntile_py.models.gpt2 import GPT2
-from nntile_py.tasks import IGNORED, Lowering, Tensor
+from nntile_py.graph.graph import Graph
+from nntile_py.graph.optimizers import REST, AdamW, Optimizer
+from nntile_py.graph.step import Evaluation, Step, StepSpec
+from nntile_py.tasks import Lowering, Tensor
 from nntile_py.tasks.optimizer import joined, split
 from nntile_py.tiles import TaskList, Tiling
 
 STEPS_IN_FLIGHT = 2
 IntArray = np.ndarray[Any, Any]
+Inputs = Mapping[str, Any] | IntArray
 
 
 @dataclass(frozen=True)
@@ -51,22 +53,34 @@ class Pending:
         return StepResult(self.step, loss, norm)
 
 
+@dataclass
+class _Programs:
+    """What runs a step whose arrays are those that were given."""
+
+    built: Step
+    first: Program
+    more: Program | None
+    update: Program
+
+
 class Trainer:
     """Trains a model in tiles on the running Runtime.
 
-    batch, seq: of one micro-batch; grad_accumulation: micro-batches a step. tiles: {axis: size} over batch, seq,
+    model: of nt.models, or a class of one's own with trace(graph, batch). batch, seq: of one micro-batch;
+    grad_accumulation: micro-batches a step. tiles: {axis: size} over batch, seq,
     embed, heads, ffn, vocab. dtype: fp32; on CPU workers alone fp64; on CUDA workers tf32 (fp32 tiles,
     contractions rounded to tf32) and bf16 (fp32 accumulation and moments, weights trained in fp32: bf16
     and what rounding left; gradients in fp32 where several tasks add to them, in bf16 where one task makes them).
     accumulate: chain (deterministic), commute, redux or tree. fusion: True, False or {bias, activation, reshape, qkv,
     residual_norm: bool}. attention: vendor, merge, flash or naive
-    instead of the model's own. shift_labels: labels have the positions of the inputs and are shifted here, as
-    transformers does; False: labels[b, s] is the target of position s. Raises ConfigError for values out of range.
+    instead of the model's own. shift_labels: labels of a causal model have the positions of the inputs and are shifted
+    here, as transformers does; False: labels[b, s] is the target of position s. Raises ConfigError for values out of
+    range.
     """
 
     def __init__(
         self,
-        model: GPT2,
+        model: Traceable,
         batch: int,
         seq: int,
         tiles: Mapping[str, int] | None = None,
@@ -81,56 +95,62 @@ class Trainer:
         seed: int = 0,
         shift_labels: bool = True,
     ) -> None:
+        form = model if attention is None else model.changed(attention=attention)  # type: ignore[attr-defined]
+        spec = StepSpec(
+            form, batch, seq, Tiling(tiles), dtype, optimizer or AdamW(), clip_grad_norm, accumulate, Fusion.of(fusion),
+            grad_accumulation,
+        )  # fmt: skip
+        self._start(model, spec, seed, shift_labels)
+
+    @classmethod
+    def of_spec(cls, spec: StepSpec, *, seed: int = 0) -> Trainer:
+        """The trainer of a spec's model."""
+        self = cls.__new__(cls)
+        self._start(spec.model, spec, seed, True)
+        return self
+
+    def _start(self, model: Any, spec: StepSpec, seed: int, shift_labels: bool) -> None:
         if Runtime.current is None:
             raise TaskError("Trainer: no runtime is running; use it inside `with nntile_py.Runtime(...):`")
-        if not isinstance(model, GPT2):
-            raise ConfigError(f"model: {type(model).__name__} is not allowed; use nt.models.GPT2, which has from_hf()")
-        if dtype not in PRECISIONS:
-            raise ConfigError(f"dtype: {dtype!r} is not allowed; use one of {', '.join(PRECISIONS)}")
-        if dtype in ("bf16", "tf32") and not _core.cuda_workers():
-            raise ConfigError(f"dtype: {dtype} needs CUDA workers, this runtime has none; use fp32, or cuda=1 or more")
-        if dtype == "fp64" and _core.cuda_workers():
+        if spec.dtype in ("bf16", "tf32") and not _core.cuda_workers():
+            raise ConfigError(f"dtype: {spec.dtype} needs CUDA workers, this runtime has none; use fp32, or cuda=1")
+        if spec.dtype == "fp64" and _core.cuda_workers():
             raise ConfigError("dtype: fp64 is for CPU workers alone; use fp32, tf32 or bf16, or cuda=0")
-        if seq > model.config.positions:
-            raise ConfigError(f"seq: {seq} is longer than the model's {model.config.positions} positions")
-        for name, value in (("batch", batch), ("seq", seq), ("grad_accumulation", grad_accumulation)):
-            if value < 1:
-                raise ConfigError(f"{name}: {value} is not allowed; use a positive integer")
-        if optimizer is not None and not isinstance(optimizer, AdamW | SGD):
-            raise ConfigError(f"optimizer: {optimizer!r} is not allowed; use nt.AdamW(...) or nt.SGD(...)")
-        self.model, self.batch, self.seq, self.dtype = model, batch, seq, dtype
-        self._check_alone(Runtime.current)
-        self.optimizer = optimizer or AdamW()
-        self.grad_accumulation, self.seed, self.shift_labels = grad_accumulation, seed, shift_labels
-        self._policy, self._fusion, self._tiling = accumulate, Fusion.of(fusion), Tiling(tiles)
-        self._form = model if attention is None else model.with_attention(attention)
+        self.model, self.spec, self.seed, self.shift_labels = model, spec, seed, shift_labels
+        self.batch, self.seq, self.dtype = spec.batch, spec.seq, spec.dtype
+        self.optimizer, self.grad_accumulation = spec.optimizer, spec.grad_accumulation
+        self._runtime = Runtime.current
+        self._check_alone(self._runtime)
         self.steps = 0
         self._pending: deque[Pending] = deque()
-        self._evaluations: dict[bool, tuple[Evaluation, Program]] = {}
-
-        try:
-            built = build_step(
-                self._form, batch, seq, self._tiling, dtype=dtype, optimizer=self.optimizer,
-                clip_grad_norm=clip_grad_norm, policy=accumulate, fusion=self._fusion,
-                grad_accumulation=grad_accumulation,
-            )  # fmt: skip
-        except ValueError as error:
-            raise ConfigError(str(error)) from None
-        memory.check_step(built, Runtime.current)
-        _core.advise(f"the largest tensors are {built.largest()}")
-        self._built, self._store = built, Store()
-        self._first, *more, self._update = programs(
-            [low.tasks for low in built.lists], self._store, tf32=dtype == "tf32"
-        )
-        self._more = more[0] if more else None
+        self._evaluations: dict[tuple[frozenset[str], bool], tuple[Evaluation, Program]] = {}
+        self._steps: dict[frozenset[str], _Programs] = {}
+        self._store = Store()
+        self._changed: set[str] = set()  # inputs with a default that a step has given
+        self._optional: dict[str, float] = {}  # inputs that a step may have, and what is as good as none
+        programs_ = self._programs(spec.given)
+        self._built = programs_.built  # as are those with other inputs, for all that lasts
         self._write_weights()
         written = set(self._rests().values())
-        for tensor in built.update_graph.tensors.values():
+        for tensor in self._built.update_graph.tensors.values():
             if tensor.kind == "state" and tensor not in written:
-                self._store.zero(built.update, tensor)
-        self._store.write(built.first, built.graph.tensors["positions"], np.arange(seq))
-        self._runtime = Runtime.current
+                self._store.zero(self._built.update, tensor)
         self._runtime.at_exit(self)
+
+    def _programs(self, given: frozenset[str]) -> _Programs:
+        """The programs of steps that have these optional inputs; made when they are first needed."""
+        if given not in self._steps:
+            try:
+                built = self.spec.with_inputs(given).step()
+            except ValueError as error:
+                raise ConfigError(str(error)) from None
+            self._optional |= built.optional
+            memory.check_step(built, self._runtime)
+            _core.advise(f"the largest tensors are {built.largest()}")
+            first, *more, update = programs([low.tasks for low in built.lists], self._store, tf32=self.dtype == "tf32")
+            self._steps[given] = _Programs(built, first, more[0] if more else None, update)
+            self._write_defaults(built.graph, built.first)
+        return self._steps[given]
 
     # -- what a step costs
 
@@ -145,8 +165,9 @@ class Trainer:
 
     @property
     def tasks_per_step(self) -> int:
-        more = self._more.tasks if self._more else 0
-        return self._first.tasks + (self.grad_accumulation - 1) * more + self._update.tasks
+        made = self._programs(self.spec.given)
+        more = made.more.tasks if made.more else 0
+        return made.first.tasks + (self.grad_accumulation - 1) * more + made.update.tasks
 
     @property
     def built(self) -> Step:
@@ -156,7 +177,7 @@ class Trainer:
     @property
     def update_list(self) -> TaskList:
         """The tasks that end a step."""
-        return self._update.list
+        return self._programs(self.spec.given).update.list
 
     @staticmethod
     def memory_bytes() -> int:
@@ -165,13 +186,15 @@ class Trainer:
 
     # -- training
 
-    def submit(self, input_ids: IntArray, labels: IntArray, lr: float | None = None) -> Pending:
+    def submit(self, inputs: Inputs, labels: IntArray | None = None, lr: float | None = None) -> Pending:
         """Submit one step and return at once; at most two are in flight.
 
-        input_ids, labels: ints [grad_accumulation * batch, seq]; a label of -100 is left out of the mean. lr: of this
-        step, default the optimizer's.
+        inputs: the dict that transformers' model takes (input_ids, labels, ...), of arrays of
+        grad_accumulation * batch rows; or input_ids alone, with labels beside it. A label of -100 is left out of the
+        mean. lr: of this step, default the optimizer's. Raises ValueError naming the input and what is allowed.
         """
-        ids, targets = self._check(input_ids, labels, self.grad_accumulation * self.batch)
+        rows = self.grad_accumulation * self.batch
+        arrays, made = self._check(_as_dict(inputs, labels), rows)
         if lr is not None:
             replace(self.optimizer, lr=lr)  # refuses what an optimizer's rate may not be
         if not self.steps:
@@ -179,49 +202,59 @@ class Trainer:
         while len(self._pending) >= STEPS_IN_FLIGHT:
             self._pending.popleft().result()
         self.steps += 1
-        counted = int((targets >= 0).sum())
-        slots = {
-            "lr": self.optimizer.lr if lr is None else lr,
-            "loss_scale": 1.0 / max(counted, 1),
-            **self.optimizer.slots(self.steps),
-        }
+        built, declared = made.built, made.built.graph.inputs
+        slots = {"lr": self.optimizer.lr if lr is None else lr, **self.optimizer.slots(self.steps)}
+        slots |= _scales(declared, arrays)
         for micro in range(self.grad_accumulation):
-            rows = slice(micro * self.batch, (micro + 1) * self.batch)
+            part = slice(micro * self.batch, (micro + 1) * self.batch)
             slots["dropout_seed"] = self._dropout_seed(micro)
-            program, low = (self._first, self._built.first)
-            if micro and self._more and self._built.more:
-                program, low = self._more, self._built.more
-            self._write_inputs(low, self._built.graph.tensors, ids[rows], targets[rows])
+            program, low = (made.first, built.first)
+            if micro and made.more and built.more:
+                program, low = made.more, built.more
+            for name, value in arrays.items():
+                self._store.write(low, declared[name].tensor, value[part] if declared[name].batched else value)
             program.run(slots)
-        self._update.run(slots)
+        made.update.run(slots)
         scalars = [("loss", (0,)), ("grad_norm", (0,))]
         pending = Pending(self.steps, _core.Fetch([self._store.handles[key] for key in scalars]))
         self._pending.append(pending)
         return pending
 
-    def step(self, input_ids: IntArray, labels: IntArray, lr: float | None = None) -> float:
-        """One training step; returns the mean cross-entropy before the update."""
-        return self.submit(input_ids, labels, lr).result().loss
+    def step(self, inputs: Inputs, labels: IntArray | None = None, lr: float | None = None) -> float:
+        """One training step; returns the mean loss before the update. Arguments as of `submit`."""
+        return self.submit(inputs, labels, lr).result().loss
 
-    def evaluate(self, input_ids: IntArray, labels: IntArray, *, return_logits: bool = False) -> Any:
-        """Mean cross-entropy of [batch, seq] ints without dropout, or (loss, logits [batch, seq, vocab])."""
+    def evaluate(
+        self,
+        inputs: Inputs,
+        labels: IntArray | None = None,
+        *,
+        return_logits: bool = False,
+        return_outputs: bool = False,
+    ) -> Any:
+        """Mean loss without dropout of `batch` rows, or (loss, logits), or (loss, {output's name: array}).
+
+        Arguments as of `submit`; labels may be left out where outputs are asked for.
+        """
         if Runtime.current is not self._runtime:
             raise TaskError("evaluate: the runtime of this Trainer has stopped; make a Trainer of another")
-        ids, targets = self._check(input_ids, labels, self.batch)
-        if return_logits not in self._evaluations:
-            built = build_evaluation(
-                self._form, self.batch, self.seq, self._tiling, dtype=self.dtype, policy=self._policy,
-                fusion=self._fusion, keep_logits=return_logits,
-            )  # fmt: skip
-            (program,) = programs([built.forward.tasks], self._store, tf32=self.dtype == "tf32")
-            self._evaluations[return_logits] = (built, program)
-        built, program = self._evaluations[return_logits]
-        self._write_inputs(built.forward, built.graph.tensors, ids, targets)
-        program.run({"loss_scale": 1.0 / max(int((targets >= 0).sum()), 1)})
+        keep = return_logits or return_outputs
+        arrays, made = self._check(_as_dict(inputs, labels), self.batch, unlabelled=keep)
+        given = next(names for names, one in self._steps.items() if one is made)
+        if (given, keep) not in self._evaluations:
+            evaluation = self.spec.with_inputs(given).evaluation(keep)
+            (program,) = programs([evaluation.forward.tasks], self._store, tf32=self.dtype == "tf32")
+            self._evaluations[given, keep] = (evaluation, program)
+        evaluation, program = self._evaluations[given, keep]
+        declared = evaluation.graph.inputs
+        for name, value in arrays.items():
+            self._store.write(evaluation.forward, declared[name].tensor, value)
+        program.run(_scales(declared, arrays))
         (loss,) = _core.Fetch([self._store.handles["loss", (0,)]]).wait()
-        if not return_logits:
+        if not keep:
             return loss
-        return loss, self._store.read(built.forward, built.logits)
+        outputs = {name: self._store.read(evaluation.forward, t) for name, t in evaluation.outputs.items()}
+        return loss, outputs if return_outputs else outputs["logits"]
 
     # -- weights and gradients
 
@@ -229,12 +262,12 @@ class Trainer:
         """{name in transformers: gradient} of the last step, before clipping."""
         if not self.steps:
             raise TaskError("gradients: no step has been made yet")
-        return self._read({b.tensor: grad for b in self._built.bindings if (grad := self._built.grads.get(b.tensor))})
+        return self._read(self._built.grads)
 
     def state_dict(self) -> dict[str, np.ndarray[Any, Any]]:
         """{name in transformers: weight}, tied weights once; also kept in the model."""
         rests = self._rests()
-        self.model.weights = self._read({b.tensor: b.tensor for b in self._built.bindings}, rests)
+        self.model.weights = self._read({p.tensor: p.tensor for p in self._built.params}, rests)
         return dict(self.model.weights)
 
     def close(self) -> None:
@@ -259,53 +292,76 @@ class Trainer:
         self, tensors: Mapping[Tensor, Tensor], rests: Mapping[Tensor, Tensor] | None = None
     ) -> dict[str, np.ndarray[Any, Any]]:
         result: dict[str, np.ndarray[Any, Any]] = {}
-        for binding in self._built.bindings:
-            if binding.tensor in tensors:
-                value = self._store.read(self._built.first, tensors[binding.tensor])
-                if rest := (rests or {}).get(binding.tensor):
+        for param in self._built.params:
+            if param.tensor in tensors:
+                value = self._store.read(self._built.first, tensors[param.tensor])
+                if rest := (rests or {}).get(param.tensor):
                     value = joined(value, self._store.read(self._built.update, rest))
-                binding.put(result, value, self.model.weights[binding.name].shape)
+                param.put(result, value)
         return result
 
     def _rests(self) -> dict[Tensor, Tensor]:
         """What each bf16 parameter lacks of the fp32 one; empty for other dtypes."""
         states = self._built.update_graph.tensors
-        pairs = ((b.tensor, states.get(f"{b.tensor.name}.{REST}")) for b in self._built.bindings)
+        pairs = ((p.tensor, states.get(f"{p.tensor.name}.{REST}")) for p in self._built.params)
         return {param: rest for param, rest in pairs if rest}
 
     def _write_weights(self) -> None:
-        rests = self._rests()
-        for binding in self._built.bindings:
-            value = binding.take(self.model.weights)
-            if binding.tensor in rests:
+        rests, weights = self._rests(), self.model.weights
+        for param in self._built.params:
+            value = param.value(weights)
+            if param.tensor in rests:
                 value, rest = split(value)
-                self._store.write(self._built.update, rests[binding.tensor], rest)
-            self._store.write(self._built.first, binding.tensor, value)
+                self._store.write(self._built.update, rests[param.tensor], rest)
+            self._store.write(self._built.first, param.tensor, value)
 
-    def _write_inputs(self, low: Lowering, tensors: Mapping[str, Tensor], ids: IntArray, labels: IntArray) -> None:
-        self._store.write(low, tensors["input_ids"], ids)
-        self._store.write(low, tensors["labels"], labels)
+    def _write_defaults(self, graph: Graph, low: Lowering) -> None:
+        """Inputs that are the same at every step unless a step gives them."""
+        for one in graph.inputs.values():
+            if (value := one.filled(self.batch)) is not None:
+                self._store.write(low, one.tensor, value)
 
-    def _check(self, input_ids: IntArray, labels: IntArray, rows: int) -> tuple[IntArray, IntArray]:
-        """Inputs of the right shape and range, and the targets of each position."""
-        ids, labels = np.asarray(input_ids), np.asarray(labels)
-        if labels.dtype.kind == "u":
-            labels = labels.astype(np.int64)
-        for name, value in (("input_ids", ids), ("labels", labels)):
-            if value.shape != (rows, self.seq) or value.dtype.kind not in "iu":
-                raise ValueError(
-                    f"{name}: {value.dtype} {value.shape} is not allowed; expected ints {(rows, self.seq)}"
-                )
-        vocab = self.model.config.vocab
-        if ids.min() < 0 or ids.max() >= vocab:
-            raise ValueError(f"input_ids: ids go from {ids.min()} to {ids.max()}; allowed are 0 to {vocab - 1}")
-        kept = labels[labels != IGNORED]
-        if kept.size and (kept.min() < 0 or kept.max() >= vocab):
-            raise ValueError(
-                f"labels: go from {kept.min()} to {kept.max()}; allowed are 0 to {vocab - 1} and {IGNORED}"
-            )
-        if self.shift_labels:
-            shifted = np.full_like(labels, IGNORED)
-            shifted[:, :-1] = labels[:, 1:]
-            labels = shifted
-        return ids.astype(np.int64), labels.astype(np.int64)
+    def _check(
+        self, given: Mapping[str, Any], rows: int, unlabelled: bool = False
+    ) -> tuple[dict[str, IntArray], _Programs]:
+        """Arrays of the right shapes and ranges, and the programs that take them."""
+        absent = {name for name, neutral in self._optional.items() if name in given and _only(given[name], neutral)}
+        made = self._programs(frozenset(name for name in self._optional if name in given and name not in absent))
+        declared, arrays = made.built.graph.inputs, {}
+        for name in given:
+            if name not in declared and name not in absent:
+                raise ValueError(f"{name}: unknown input; allowed are {', '.join({**declared, **self._optional})}")
+        for name, one in declared.items():
+            if name in given:
+                value = one.checked(given[name], rows)
+                arrays[name] = one.shift(value) if one.shifted and self.shift_labels else value
+            elif one.ignored is not None and unlabelled:
+                arrays[name] = np.full((rows, *one.tensor.shape[1:]), one.ignored)
+            elif (default := one.filled(rows)) is None:
+                raise ValueError(f"{name}: missing; the model needs {', '.join(_needed(declared))}")
+            elif name in self._changed:
+                arrays[name] = default
+        self._changed |= {name for name in arrays if declared[name].default is not None}
+        return arrays, made
+
+
+def _as_dict(inputs: Inputs, labels: IntArray | None) -> Mapping[str, Any]:
+    if isinstance(inputs, Mapping):
+        if labels is not None:
+            raise ValueError("labels: given beside a dict of inputs; put them into it")
+        return inputs
+    return {"input_ids": inputs} if labels is None else {"input_ids": inputs, "labels": labels}
+
+
+def _scales(declared: Mapping[str, Input], arrays: Mapping[str, IntArray]) -> dict[str, float]:
+    """The slots that make means of sums."""
+    counted = {one.scale: one.counted(arrays[name]) for name, one in declared.items() if one.scale}
+    return {slot: 1.0 / max(count, 1) for slot, count in counted.items()}
+
+
+def _needed(declared: Mapping[str, Input]) -> list[str]:
+    return [name for name, one in declared.items() if one.default is None]
+
+
+def _only(value: Any, neutral: float) -> bool:
+    return bool((np.asarray(value) == neutral).all())

@@ -1,0 +1,303 @@
+"""What all models have: a typed config, weights under the names of a checkpoint, the way from and to transformers."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import json
+import pkgutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+import numpy as np
+from pydantic import ConfigDict, Field, ValidationError
+
+from nntile_py.errors import ConfigError
+from nntile_py.graph.declared import Batch, Param, Traced
+from nntile_py.graph.graph import Graph
+from nntile_py.models.init import initial_weights
+from nntile_py.schema import Count, Section, allowed, explained
+
+Weights = dict[str, np.ndarray[Any, Any]]
+
+
+class ModelConfig(Section):
+    """Sizes and choices of a model: the section `model` of a YAML. Frozen; raises ConfigError for what is not allowed.
+
+    A model's own adds its fields, and says in `type` how a YAML names it. `vocab` and `positions`, where a model has
+    them, are filled in from the tokenizer and from train.seq.
+    """
+
+    model_config = ConfigDict(frozen=True, populate_by_name=True)
+
+    if TYPE_CHECKING:  # fields of its subclasses, where only a model's own text knows which
+
+        def __getattr__(self, name: str) -> Any: ...
+
+    type: str = ""
+    from_: str | None = Field(None, alias="from")  # a folder that save_pretrained wrote
+
+    def __init__(self, **fields: Any) -> None:
+        try:
+            super().__init__(**fields)
+        except ValidationError as error:
+            raise ConfigError(explained(type(self), error, "model.")) from None
+
+    def changed(self, **fields: Any) -> Self:
+        """The same with other values of some fields."""
+        known = type(self).model_fields
+        for name in fields:
+            if name not in known:
+                raise ConfigError(f"model.{name}: unknown key; {allowed(name, list(known))}")
+        return type(self)(**(self.model_dump(by_alias=True) | fields))
+
+    def fill(self, **defaults: Any) -> None:
+        """Of a validator: values for fields that were left out."""
+        for name, value in defaults.items():
+            if getattr(self, name) is None:
+                self.__dict__[name] = value
+
+    def check_size(self, name: str, divisor: str) -> None:
+        """Refuse sizes of which one does not divide the other."""
+        whole, part = getattr(self, name), getattr(self, divisor)
+        if whole % part:
+            fitting = ", ".join(str(n) for n in range(1, whole + 1) if whole % n == 0)
+            raise ConfigError(f"model.{divisor}: got {part}; allowed: a divisor of model.{name} = {whole}: {fitting}")
+
+
+class TokenConfig(ModelConfig):
+    """Of a model that reads tokens."""
+
+    vocab: Count | None = None  # default: the size of the tokenizer's vocabulary
+
+
+class Model:
+    """A model: `Config`, and `trace(g, batch)`, which declares inputs and parameters where it uses them.
+
+    `weights`: {name in the checkpoint: numpy array}, fp32 or fp64; drawn from `seed` when they are first asked for, if
+    none are given. `hf`: what config.json of the checkpoint held.
+    """
+
+    Config: ClassVar[type[ModelConfig]]
+    objective: ClassVar[str | None] = None  # what text is made into: causal, masked; None: it is not trained on text
+    prefix: ClassVar[str] = ""  # that checkpoints of the bare model leave out
+
+    def __init__(
+        self,
+        config: Any,
+        weights: Weights | None = None,
+        *,
+        seed: int = 0,
+        hf: Mapping[str, Any] | None = None,
+    ) -> None:
+        if not isinstance(config, self.Config):
+            raise ConfigError(f"model: {type(config).__name__} is not allowed; use {self.Config.__name__}(...)")
+        self.config, self.seed, self.hf = config, seed, dict(hf or {})
+        self._weights = weights
+        self._params: list[Param] | None = None
+
+    def trace(self, g: Graph, batch: Batch) -> Traced:
+        """The model's operators on one micro-batch; see docs/write-a-model.md."""
+        raise NotImplementedError(f"{type(self).__name__} has no trace(g, batch)")
+
+    # -- parameters
+
+    def params(self) -> list[Param]:
+        """The parameters, as they are declared; no other sizes than the config's are in them."""
+        if self._params is None:
+            graph = Graph()
+            self.trace(graph, Batch(1, 1))
+            self._params = list(graph.params.values())
+        return self._params
+
+    def weight_shapes(self) -> dict[str, tuple[int, ...]]:
+        """The checkpoint's weights: {name: shape}."""
+        return {source.weight: source.shape for param in self.params() for source in param.sources}
+
+    def numel(self) -> int:
+        """How many numbers the parameters are."""
+        return sum(param.tensor.words for param in self.params())
+
+    @property
+    def weights(self) -> Weights:
+        if self._weights is None:
+            self._weights = initial_weights(self.params(), self.seed)
+        return self._weights
+
+    @weights.setter
+    def weights(self, weights: Weights) -> None:
+        self._weights = weights
+
+    def changed(self, **fields: Any) -> Self:
+        """The same weights with other values of some fields of the config, such as attention="merge"."""
+        return type(self)(self.config.changed(**fields), self._weights, seed=self.seed, hf=self.hf)
+
+    # -- transformers
+
+    @classmethod
+    def read_config(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
+        """Fields of the config, from transformers' config.json; raises ConfigError for what is not supported."""
+        raise ConfigError(f"model: {cls.__name__} reads no weights of transformers")
+
+    def hf_config(self) -> dict[str, Any]:
+        """What transformers takes as the model's config."""
+        raise ConfigError(f"model: {type(self).__name__} is not known to transformers")
+
+    @classmethod
+    def from_hf(cls, source: Any, **fields: Any) -> Self:
+        """From a model of transformers, or a folder saved by save_pretrained (safetensors).
+
+        fields: of the config, such as attention= and dropout=; dropout is off unless it is given. Raises ConfigError
+        for a folder or a variant of the model that cannot be read.
+        """
+        raw, weights = _read(source)
+        config = cls.Config(**(cls.read_config(raw) | fields))
+        model = cls(config, hf=raw)
+        shapes = model.weight_shapes()
+        weights = {name if name in shapes else cls.prefix + name: value for name, value in weights.items()}
+        for name, shape in shapes.items():
+            if name not in weights:
+                raise ConfigError(f"model: weight {name} is missing")
+            if weights[name].shape != shape:
+                raise ConfigError(f"model: weight {name} has shape {weights[name].shape}, expected {shape}")
+        model.weights = {name: weights[name] for name in shapes}
+        return model
+
+    def merged_hf(self, own: dict[str, Any]) -> dict[str, Any]:
+        """A config for transformers; a model that came from there keeps what it came with."""
+        return own | {key: value for key, value in self.hf.items() if value is not None}
+
+    def to_hf(self) -> Any:
+        """The model of transformers with these weights."""
+        import torch
+        import transformers
+
+        raw = self.hf_config()
+        (architecture,) = raw["architectures"]
+        config = transformers.AutoConfig.for_model(**raw)
+        dtype = torch.float64 if next(iter(self.weights.values())).dtype == np.float64 else torch.float32
+        model: Any = getattr(transformers, architecture)(config).to(dtype)
+        state = {name: torch.from_numpy(np.array(value)) for name, value in self.weights.items()}
+        missing, unexpected = model.load_state_dict(state, strict=False)
+        tied = set(getattr(model, "_tied_weights_keys", None) or ())
+        assert not unexpected and set(missing) <= tied, (missing, unexpected)
+        model.tie_weights()
+        return model.eval()
+
+
+def _read(source: Any) -> tuple[dict[str, Any], Weights]:
+    """config.json and the weights of a model or of a folder."""
+    if isinstance(source, str | Path):
+        return read_folder(Path(source))
+    if not hasattr(source, "state_dict") or not hasattr(source, "config"):
+        raise ConfigError(f"model: {type(source).__name__} is not allowed; use a transformers model, or its folder")
+    raw = source.config.to_dict()
+    double = all(v.dtype.itemsize == 8 for v in source.parameters())
+    state = {k: v.detach().cpu() for k, v in source.state_dict().items()}
+    return raw, {k: (v if double else v.float()).numpy().copy() for k, v in state.items()}
+
+
+def read_folder(folder: Path) -> tuple[dict[str, Any], Weights]:
+    """config.json and the weights of a folder that save_pretrained wrote."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    raw = read_raw_config(folder)
+    if index.is_file():
+        files = sorted({folder / name for name in json.loads(index.read_text())["weight_map"].values()})
+    elif single.is_file():
+        files = [single]
+    else:
+        raise ConfigError(f"model: no model.safetensors in {folder}; save the model with safetensors")
+    weights: Weights = {}
+    for file in files:
+        try:
+            loaded = load_file(file)
+        except (OSError, SafetensorError) as error:
+            need = "expected weights that save_pretrained wrote"
+            raise ConfigError(f"model: cannot read {file} ({error}); {need}") from None
+        weights |= {k: (v.float() if v.itemsize == 2 else v).numpy() for k, v in loaded.items()}
+    return raw, weights
+
+
+def read_raw_config(folder: Path) -> dict[str, Any]:
+    """config.json of a folder that save_pretrained wrote."""
+    config = folder / "config.json"
+    if not config.is_file():
+        raise ConfigError(f"model: {config} is missing; expected a folder saved by save_pretrained")
+    try:
+        raw = json.loads(config.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model: cannot read {config} ({error})") from None
+    if not isinstance(raw, dict):
+        raise ConfigError(f"model: {config} holds no object")
+    return raw
+
+
+# -- which models there are
+
+
+def known() -> dict[str, type[Model]]:
+    """The models of this folder by their type."""
+    import nntile_py.models as package
+
+    found: dict[str, type[Model]] = {}
+    for info in pkgutil.iter_modules(package.__path__):
+        module = importlib.import_module(f"{package.__name__}.{info.name}")
+        found |= {cls.Config.model_fields["type"].default: cls for cls in _models_in(module)}
+    return found
+
+
+def find(name: Any) -> type[Model]:
+    """A model by its type in a YAML: one of `known`, or my_file.py:MyModel. Raises ConfigError."""
+    models = known()
+    if name in models:
+        return models[name]
+    file, colon, wanted = str(name).rpartition(":")
+    if not colon or not file.endswith(".py"):
+        raise ConfigError(f"model.type: got {name!r}; {allowed(name, [*models, 'my_file.py:MyModel'])}")
+    return _own(Path(file).expanduser(), wanted)
+
+
+def _own(path: Path, wanted: str) -> type[Model]:
+    """The class of that name in a user's file."""
+    here = f"model.type: {path}:{wanted}"
+    if not path.is_file():
+        raise ConfigError(f"{here}: no such file; allowed: the path of a Python file with a subclass of nt.Model")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:  # whatever the user's file does
+        raise ConfigError(f"{here}: the file raises {type(error).__name__}: {error}") from error
+    found = {cls.__name__: cls for cls in _models_in(module)}
+    if wanted not in found:
+        there = ", ".join(found) or "none"
+        raise ConfigError(f"{here}: no such class in the file; allowed: a subclass of nt.Model with a Config: {there}")
+    return found[wanted]
+
+
+def _models_in(module: Any) -> list[type[Model]]:
+    return [
+        cls
+        for _, cls in inspect.getmembers(module, inspect.isclass)
+        if issubclass(cls, Model) and cls.__module__ == module.__name__ and "Config" in dir(cls)
+    ]
+
+
+def from_hf(source: Any, **fields: Any) -> Model:
+    """The model that a transformers model, or a folder saved by save_pretrained, is: see Model.from_hf."""
+    raw = read_raw_config(Path(source)) if isinstance(source, str | Path) else source.config.to_dict()
+    return of_hf_type(raw.get("model_type")).from_hf(source, **fields)
+
+
+def of_hf_type(name: Any) -> type[Model]:
+    """The model class of a model_type of transformers."""
+    readable = {kind: cls for kind, cls in known().items() if "read_config" in vars(cls)}
+    if name not in readable:
+        raise ConfigError(f"model: model_type is {name!r}; {', '.join(readable)} can be read")
+    return readable[name]

@@ -1,0 +1,67 @@
+"""What the contestants of `nntile bench step` share: the recipe, the batch, the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from nntile_py.errors import ConfigError
+
+RESERVE = 2**30  # bytes of a GPU that ours leaves to kernels' workspaces, where its memory is limited
+LR, WEIGHT_DECAY, CLIP = 1e-3, 0.1, 1.0
+GPU_LR = 3e-4  # larger models
+Step = Callable[[int], list[float]]  # runs n steps, returns their losses
+
+
+def shape(o: dict[str, Any]) -> Any:
+    """The GPT-2 that the options describe."""
+    from nntile_py.models.gpt2 import GPT2Config
+
+    sizes = {name: o[name] for name in ("layers", "embed", "heads", "vocab", "attention") if name in o}
+    return GPT2Config(**sizes, positions=o["seq"])
+
+
+def batch(o: dict[str, Any]) -> np.ndarray[Any, Any]:
+    return np.random.default_rng(0).integers(0, o["vocab"], (o["batch"], o["seq"]))
+
+
+def weights(o: dict[str, Any], device: Any = "cuda") -> Iterator[tuple[str, Any]]:
+    """(name in transformers, tensor), one after the other, the same in each process: GPT-2's initialisation."""
+    import torch
+
+    from nntile_py.graph.declared import Normal
+    from nntile_py.models.gpt2 import GPT2
+
+    generator = torch.Generator(device).manual_seed(0)
+    inits = {source.weight: (source.shape, p.init) for p in GPT2(shape(o)).params() for source in p.sources}
+    for name, (size, init) in inits.items():
+        value = torch.empty(size, device=device)
+        if isinstance(init, Normal):
+            yield name, value.normal_(0, init.std, generator=generator)
+        else:
+            yield name, value.fill_(init.value)
+
+
+def limit_memory(o: dict[str, Any], device: int | None = None) -> None:
+    """What ATen's allocator may take of a GPU, default the current one."""
+    import torch
+
+    if o["cuda_memory"]:
+        device = torch.cuda.current_device() if device is None else device
+        total = torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, o["cuda_memory"] * 2**30 / total), device)
+
+
+def parse_tiles(text: str) -> dict[str, int]:
+    """`batch=2,embed=96` as a dictionary; empty: uncut."""
+    from nntile_py.tiles import Tiling
+
+    result = {}
+    for item in filter(None, text.split(",")):
+        axis, _, size = item.partition("=")
+        if not size.isdigit():
+            raise ConfigError(f"--tiles: {item!r} is not allowed; write axis=size,axis=size")
+        result[axis] = int(size)
+    return Tiling(result).tiles

@@ -1,0 +1,52 @@
+"""From a run's config to what it describes: model, optimizer, StepSpec."""
+
+from __future__ import annotations
+
+from nntile_py.config.run import RunConfig
+from nntile_py.errors import ConfigError
+from nntile_py.graph.fusion import Fusion
+from nntile_py.graph.optimizers import SGD, AdamW, Optimizer
+from nntile_py.graph.step import StepSpec
+from nntile_py.models.base import Model, find
+from nntile_py.tiles import Tiling
+
+
+def build_model(config: RunConfig) -> Model:
+    """The model of `config.model`: read from its folder, or freshly initialised from the seed."""
+    made = config.model
+    cls = find(made.type)
+    if made.from_ is not None:
+        return cls.from_hf(made.from_, **made.model_dump(by_alias=True))
+    return cls(made, seed=config.seed)
+
+
+def build_optimizer(config: RunConfig) -> Optimizer:
+    """The optimizer that `config` asks for."""
+    how = config.optimizer
+    if how.name == "adamw":
+        return AdamW(lr=how.lr, betas=(how.betas[0], how.betas[1]), eps=how.eps, weight_decay=how.weight_decay)
+    return SGD(lr=how.lr, momentum=how.momentum, weight_decay=how.weight_decay)
+
+
+def step_spec(config: RunConfig, model: Model | None = None) -> StepSpec:
+    """What decides the programs of a run; `model` where one is there already."""
+    try:
+        return StepSpec(
+            model or find(config.model.type)(config.model, seed=config.seed),
+            config.train.batch,
+            config.train.seq,
+            tiling(config),
+            dtype=config.precision,
+            optimizer=build_optimizer(config),
+            clip_grad_norm=config.optimizer.clip_grad_norm,
+            policy=config.accumulate,
+            fusion=Fusion.of(config.fusion.model_dump()),
+            grad_accumulation=config.train.grad_accumulation,
+        )
+    except ValueError as error:  # of the operators: sizes that they do not take
+        raise ConfigError(str(error)) from None
+
+
+def tiling(config: RunConfig) -> Tiling:
+    """The tile sizes that are given."""
+    return Tiling(config.tiles.model_dump(exclude_none=True))

@@ -1,0 +1,257 @@
+"""What a model declares: parameters with start values and places in a checkpoint, inputs with their ranges."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from nntile_py.errors import ConfigError
+from nntile_py.tasks import Tensor
+
+Array = np.ndarray[Any, Any]
+Weights = Mapping[str, Array]
+
+
+@dataclass(frozen=True)
+class Normal:
+    """Start values drawn from a normal distribution of mean 0."""
+
+    std: float
+
+
+@dataclass(frozen=True)
+class Constant:
+    """Start values that are all the same."""
+
+    value: float
+
+
+Init = Normal | Constant
+ZEROS, ONES = Constant(0.0), Constant(1.0)
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a parameter, or a part of it, lies in a checkpoint: in `weight`, whose shape there is `shape`.
+
+    view: that shape with each of the parameter's axes apart; view[index] belongs to parameter[at].
+    """
+
+    weight: str
+    shape: tuple[int, ...]
+    view: tuple[int, ...]
+    index: tuple[slice | int, ...] = ()
+    at: tuple[slice | int, ...] = ()
+
+    def take(self, weights: Weights) -> Array:
+        """The values of parameter[at]."""
+        return np.asarray(weights[self.weight].reshape(self.view)[self.index])
+
+    def put(self, weights: dict[str, Array], value: Array) -> None:
+        """Write a whole parameter's part into its weight, which is made if it is not there."""
+        if self.weight not in weights:
+            weights[self.weight] = np.zeros(self.shape, value.dtype)
+        weights[self.weight].reshape(self.view)[self.index] = value[self.at]
+
+
+@dataclass(frozen=True)
+class Part:
+    """In a parameter's `sources`: part `number` of the `of` equal ones that a weight has along an axis."""
+
+    weight: str
+    number: int
+    of: int
+    axis: str
+
+
+@dataclass(frozen=True)
+class Joined:
+    """In a parameter's `sources`: entry k of one of its axes is weight number k."""
+
+    axis: str
+    weights: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Param:
+    """A declared parameter; `sources` cover it."""
+
+    tensor: Tensor
+    init: Init
+    sources: tuple[Source, ...]
+
+    def value(self, weights: Weights) -> Array:
+        """The parameter, out of a checkpoint's weights."""
+        if len(self.sources) == 1 and not self.sources[0].at:
+            return self.sources[0].take(weights)
+        first = weights[self.sources[0].weight]
+        whole = np.empty(self.tensor.shape, first.dtype)
+        for source in self.sources:
+            whole[source.at] = source.take(weights)
+        return whole
+
+    def put(self, weights: dict[str, Array], value: Array) -> None:
+        """The parameter's value, or its gradient, into a checkpoint's weights."""
+        for source in self.sources:
+            source.put(weights, value)
+
+
+def sources_of(name: str, axes: Mapping[str, int], sources: str | Part | Joined | None) -> tuple[Source, ...]:
+    """The sources of a parameter with these axes; see Graph.param."""
+    sizes = list(axes.values())
+    if isinstance(sources, Joined):
+        if sources.axis not in axes or len(sources.weights) != axes[sources.axis]:
+            raise ConfigError(f"parameter {name}: {sources} does not fill an axis of {', '.join(axes)}")
+        at = list(axes).index(sources.axis)
+        rest = {axis: size for axis, size in axes.items() if axis != sources.axis}
+        return tuple(
+            Source(weight, _merged(rest), tuple(rest.values()), at=(*_everywhere(at), number))
+            for number, weight in enumerate(sources.weights)
+        )
+    if isinstance(sources, Part):
+        if sources.axis not in axes or not 0 <= sources.number < sources.of:
+            raise ConfigError(f"parameter {name}: {sources} is no part along one of its axes, {', '.join(axes)}")
+        at = list(axes).index(sources.axis)
+        whole = {axis: size * (sources.of if axis == sources.axis else 1) for axis, size in axes.items()}
+        view = (*sizes[:at], sources.of, *sizes[at:])
+        return (Source(sources.weight, _merged(whole), view, (*_everywhere(at), sources.number)),)
+    return (Source(sources or name, _merged(axes), tuple(sizes)),)
+
+
+def packed(params: Sequence[Param], tensor: Tensor, axis: str) -> Param:
+    """Parameters of equal axes as one with a further axis that numbers them."""
+    place = tensor.axes.index(axis)
+    sources = []
+    for number, param in enumerate(params):
+        for source in param.sources:
+            rest = source.at or _everywhere(len(param.tensor.axes))
+            sources.append(replace(source, at=(*rest[:place], number, *rest[place:])))
+    return Param(tensor, params[0].init, tuple(sources))
+
+
+def _everywhere(axes: int) -> tuple[slice, ...]:
+    return (slice(None),) * axes
+
+
+def _merged(axes: Mapping[str, int]) -> tuple[int, ...]:
+    """The shape that a checkpoint has: heads and their width are one dimension there."""
+    shape: list[int] = []
+    for axis, size in axes.items():
+        if axis == "head_dim" and shape:
+            shape[-1] *= size
+        else:
+            shape.append(size)
+    return tuple(shape)
+
+
+@dataclass(frozen=True)
+class Input:
+    """A declared input: what a step's arrays have to be.
+
+    below: integers go from 0 to below - 1. ignored: one that is allowed besides, and is not counted. default: taken
+    where a step gives none (an array of the whole shape, or one number). shifted: the value of a position is what the
+    user gives for the next one, as labels of a causal model. scale: a slot of the program, 1 / (values that count, in
+    all micro-batches of a step).
+    """
+
+    tensor: Tensor
+    below: int | None = None
+    ignored: int | None = None
+    default: Array | float | None = None
+    shifted: bool = False
+    scale: str | None = None
+
+    @property
+    def batched(self) -> bool:
+        """Whether a step gives other rows of it to each micro-batch."""
+        return self.tensor.axes[0] == "batch"
+
+    def checked(self, value: Any, rows: int) -> Array:
+        """The value as an array of the shape of `rows` of the batch; raises ValueError naming what is allowed."""
+        name, tensor = self.tensor.name, self.tensor
+        array = np.asarray(value)
+        shape = (rows, *tensor.shape[1:]) if self.batched else tensor.shape
+        whole, kinds = ("ints", "iub") if tensor.dtype == "int64" else ("numbers", "iuf")
+        if array.shape != shape or array.dtype.kind not in kinds:
+            raise ValueError(f"{name}: {array.dtype} {array.shape} is not allowed; expected {whole} {shape}")
+        if whole == "numbers":
+            return array
+        array = array.astype(np.int64)
+        if self.below is not None:
+            counted = array if self.ignored is None else array[array != self.ignored]
+            if counted.size and (counted.min() < 0 or counted.max() >= self.below):
+                also = "" if self.ignored is None else f" and {self.ignored}"
+                found = f"{counted.min()} to {counted.max()}"
+                raise ValueError(f"{name}: values go from {found}; allowed are 0 to {self.below - 1}{also}")
+        return array
+
+    def filled(self, rows: int) -> Array | None:
+        """The default as an array, if there is one."""
+        if self.default is None:
+            return None
+        shape = (rows, *self.tensor.shape[1:]) if self.batched else self.tensor.shape
+        return np.broadcast_to(np.asarray(self.default), shape)
+
+    def shift(self, array: Array) -> Array:
+        """Values of a causal model: position s holds what was given for s + 1, the last position nothing."""
+        assert self.ignored is not None
+        result = np.full_like(array, self.ignored)
+        result[:, :-1] = array[:, 1:]
+        return result
+
+    def counted(self, array: Array) -> int:
+        """How many values count towards a mean."""
+        return int(array.size if self.ignored is None else (array != self.ignored).sum())
+
+
+@dataclass
+class Batch:
+    """What a model is traced for: sequences of one pass, their length, and which optional inputs a step will have.
+
+    `optional` is filled by the trace: the names that it asked for, each with the value that means nothing.
+    """
+
+    size: int
+    seq: int
+    given: frozenset[str] = frozenset()
+    optional: dict[str, float] = field(default_factory=dict)
+
+    def has(self, name: str, *, neutral: float) -> bool:
+        """Whether steps have the optional input `name`; an array of nothing but `neutral` is as good as none."""
+        self.optional[name] = neutral
+        return name in self.given
+
+
+class Traced(NamedTuple):
+    """What a trace ends in: the loss, and what an evaluation may return."""
+
+    loss: Tensor
+    outputs: dict[str, Tensor]
+
+
+class Traceable(Protocol):
+    """What the engine knows of a model."""
+
+    weights: Any  # {name: array}
+
+    def trace(self, g: Any, batch: Batch) -> Traced: ...
+
+
+def numel(params: Sequence[Param]) -> int:
+    """Words of all parameters."""
+    return sum(math.prod(param.tensor.shape) for param in params)
+
+
+def random_inputs(graph: Any, rows: int, seed: int) -> dict[str, Array]:
+    """Values within the declared ranges for the inputs without a default, of `rows` rows of the batch."""
+    rng, found = np.random.default_rng(seed), {}
+    for name, one in graph.inputs.items():
+        shape = (rows, *one.tensor.shape[1:]) if one.batched else one.tensor.shape
+        if one.default is None:
+            whole = one.tensor.dtype == "int64"
+            found[name] = rng.integers(0, one.below or 2, shape) if whole else rng.standard_normal(shape, np.float32)
+    return found

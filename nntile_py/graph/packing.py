@@ -1,0 +1,117 @@
+"""Queries, keys and values of one input as one product (fusion.qkv); before the gradients, which then come packed too.
+
+Algebraic fusion of Table II in Ivanov et al. 2021 ("Data movement is all you need").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from nntile_py.graph.declared import packed
+from nntile_py.graph.graph import Graph
+from nntile_py.tasks import Attention, BiasAdd, Contract, Op, Tensor, Transpose, Unpack
+from nntile_py.tasks.attention import Operands
+
+AXIS = "qkv"
+
+
+def pack_projections(graph: Graph) -> Graph:
+    """Replace the products of each attention's queries, keys and values by one where they are alike. In place.
+
+    Alike: the same input, weights and biases of equal axes and sizes, read by nothing else.
+    """
+    maker = {tensor: op for op in graph.ops for tensor in op.outputs}
+    readers: dict[Tensor, list[Op]] = {}
+    for op in graph.ops:
+        for tensor in op.inputs:
+            readers.setdefault(tensor, []).append(op)
+    replaced: dict[Op, list[Op]] = {}  # by the first of those that go
+    gone: set[Op] = set()
+    for qkv in graph.projections:
+        chains = [_chain(tensor, maker, readers) for tensor in qkv]
+        if not _alike(chains):
+            continue
+        made, out = _packed_chain(graph, chains)
+        attention = readers[qkv[0]][0]
+        if isinstance(attention, Attention):
+            attention.inputs, attention.operands = [out], Operands([out])
+        else:
+            unpack = Unpack(out, qkv, AXIS)
+            unpack.name = f"{attention.name.rpartition('.')[0]}.{unpack.kind}".lstrip(".")
+            made.append(unpack)
+        replaced[chains[0][0]] = made
+        gone.update(op for chain in chains for op in chain)
+    graph.ops = [new for op in graph.ops for new in replaced.get(op, [] if op in gone else [op])]
+    return graph
+
+
+def _chain(tensor: Tensor, maker: dict[Tensor, Op], readers: dict[Tensor, list[Op]]) -> list[Op]:
+    """The operators that make it from its product on, [Contract, BiasAdd, Transpose]; none if others read between."""
+    chain: list[Op] = []
+    while (op := maker.get(tensor)) and isinstance(op, Contract | BiasAdd | Transpose) and len(readers[tensor]) == 1:
+        chain.insert(0, op)
+        if isinstance(op, Contract):
+            return chain
+        tensor = op.inputs[0]
+    return []
+
+
+def _alike(chains: Sequence[Sequence[Op]]) -> bool:
+    """Whether the chains differ in their parameters alone, and those in nothing but name and values."""
+    first = chains[0]
+    if not first or "heads" not in first[-1].output.axes:
+        return False
+
+    def shape(chain: Sequence[Op]) -> list[object]:
+        return [(op.kind, op.output.sizes, [(t.axes, t.shape, t.kind) for t in op.inputs[1:]]) for op in chain]
+
+    params = [t for chain in chains for op in chain for t in op.inputs[1:]]
+    return (
+        all(shape(chain) == shape(first) and chain[0].inputs[0] is first[0].inputs[0] for chain in chains)
+        and all(t.kind == "param" for t in params)
+        and len(set(params)) == len(params)
+    )
+
+
+def _packed_chain(graph: Graph, chains: Sequence[Sequence[Op]]) -> tuple[list[Op], Tensor]:
+    """One chain in the place of several: its output has the axis qkv before heads, or first once it is transposed."""
+    made: list[Op] = []
+    out = chains[0][0].inputs[0]
+    for ops in zip(*chains, strict=True):
+        one, source = ops[0], out
+        y = one.output
+        place = 0 if isinstance(one, Transpose) else y.axes.index("heads")
+        axes = [*y.axes[:place], AXIS, *y.axes[place:]]
+        shape = [*y.shape[:place], len(ops), *y.shape[place:]]
+        out = Tensor(y.name, axes, shape, y.dtype)
+        out.requires_grad = y.requires_grad
+        new: Op
+        if isinstance(one, Transpose):
+            new = Transpose(source, out)
+        elif isinstance(one, BiasAdd):
+            new = BiasAdd(source, _pack_param(graph, [op.inputs[1] for op in ops]), out)
+        else:
+            new = Contract(source, _pack_param(graph, [op.inputs[1] for op in ops]), out)
+        new.name = one.name
+        made.append(new)
+    return made, out
+
+
+def _pack_param(graph: Graph, tensors: Sequence[Tensor]) -> Tensor:
+    """The parameter that takes the place of several; the graph forgets those."""
+    params = [graph.params.pop(tensor) for tensor in tensors]
+    first = tensors[0]
+    place = first.axes.index("heads")
+    weights = list(dict.fromkeys(source.weight for param in params for source in param.sources))
+    name = weights[0] if len(weights) == 1 else "+".join(t.name for t in tensors)
+    axes = [*first.axes[:place], AXIS, *first.axes[place:]]
+    tensor = Tensor(name, axes, [*first.shape[:place], len(tensors), *first.shape[place:]], first.dtype, "param")
+    # In the place of the first one: the order of parameters is that of gradients and updates.
+    kept = {t.name for t in tensors[1:]}
+    graph.tensors = {
+        (name if known == first.name else known): (tensor if known == first.name else there)
+        for known, there in graph.tensors.items()
+        if known not in kept
+    }
+    graph.params[tensor] = packed(params, tensor, AXIS)
+    return tensor

@@ -1,0 +1,47 @@
+"""Where a figure was measured."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+from collections import Counter
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+
+def gpus() -> str:
+    """Such as 4 NVIDIA H200; empty if there are none. Asked from outside: CUDA is not started here."""
+    if not shutil.which("nvidia-smi"):
+        return ""
+    command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    told = subprocess.run(command, capture_output=True, text=True, check=False)
+    names = [] if told.returncode else told.stdout.strip().splitlines()
+    return ", ".join(f"{count} {name}" for name, count in Counter(names).items())
+
+
+def _commit() -> str | None:
+    """Of these sources: as `make bundle` noted it, or their repository's; whatever folder the command runs in."""
+    here = Path(__file__).resolve().parents[1]
+    if (noted := here / "_commit.txt").exists():
+        return noted.read_text().strip()
+    if not shutil.which("git"):
+        return None
+    asked = ["git", "-C", str(here), "describe", "--always", "--dirty"]
+    return subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip() or None
+
+
+def machine() -> dict[str, Any]:
+    """Where a figure was measured: processor, cores, GPUs, versions, commit, date."""
+    import torch
+
+    model = platform.processor()
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        model = next((x.split(":")[1].strip() for x in info.read_text().splitlines() if "model name" in x), model)
+    return {
+        "processor": model, "cores": len(os.sched_getaffinity(0)), "gpus": gpus(), "torch": torch.__version__,
+        "commit": _commit(), "date": date.today().isoformat(),
+    }  # fmt: skip

@@ -1,0 +1,20 @@
+"""Tokenizers as files, and how many tokens they have."""
+
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from nntile_py.errors import ConfigError
+
+
+def load_tokenizer(path: Path) -> Tokenizer:
+    """The tokenizer of a tokenizer.json; ConfigError where it is none."""
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:
+        raise ConfigError(f"tokenizer.path: cannot read {path} ({error}); allowed: a tokenizer.json") from None
+
+
+def token_numbers(tokenizer: Tokenizer) -> int:
+    """The largest number of a token, and one: those of its tokens may have gaps."""
+    return max(tokenizer.get_vocab().values(), default=-1) + 1
