@@ -17,7 +17,14 @@ from nntile_py.errors import ConfigError
 from nntile_py.graph.fusion import Fusion
 from nntile_py.graph.graph import Graph
 from nntile_py.models.init import fill
-from nntile_py.tasks import Tensor
+from nntile_py.tasks.activation import activation
+from nntile_py.tasks.attention import attention
+from nntile_py.tasks.contract import linear
+from nntile_py.tasks.cross_entropy import cross_entropy
+from nntile_py.tasks.elementwise import add, bias_add, dropout, transpose
+from nntile_py.tasks.embedding import embedding
+from nntile_py.tasks.layer_norm import layer_norm
+from nntile_py.tasks.op import Tensor
 
 if TYPE_CHECKING:
     Weights = dict[str, np.ndarray[Any, Any]]
@@ -113,7 +120,7 @@ class GPT2:
         def norm(x: Tensor, name: str) -> Tensor:
             gamma = param(f"{name}.weight", ["embed"], [c.embed])
             beta = param(f"{name}.bias", ["embed"], [c.embed])
-            return g.layer_norm(x, gamma, beta, c.eps)
+            return layer_norm(g, x, gamma, beta, c.eps)
 
         def qkv(x: Tensor, name: str) -> list[Tensor]:
             """Queries, keys and values, each [batch, heads, seq, head_dim]: one packed GEMM or three."""
@@ -121,32 +128,32 @@ class GPT2:
             if fusion.qkv:
                 weight = param(f"{name}.weight", ["embed", "qkv", *heads], [c.embed, 3, *shape])
                 bias = param(f"{name}.bias", ["qkv", *heads], [3, *shape])
-                packed = g.linear(x, weight, ["batch", "seq", "qkv", *heads], bias)
-                return [g.transpose(packed, ["qkv", "batch", "heads", "seq", "head_dim"])]
+                packed = linear(g, x, weight, ["batch", "seq", "qkv", *heads], bias)
+                return [transpose(g, packed, ["qkv", "batch", "heads", "seq", "head_dim"])]
             result = []
             for part in range(3):
                 weight = param(f"{name}.weight", ["embed", *heads], [c.embed, *shape], part)
                 bias = param(f"{name}.bias", heads, shape, part)
-                y = g.linear(x, weight, ["batch", "seq", *heads], bias)
-                result.append(g.transpose(y, ["batch", "heads", "seq", "head_dim"]))
+                y = linear(g, x, weight, ["batch", "seq", *heads], bias)
+                result.append(transpose(g, y, ["batch", "heads", "seq", "head_dim"]))
             return result
 
-        def attention(x: Tensor) -> Tensor:
-            a = g.attention(qkv(x, f"{here}.attn.c_attn"), causal=True, form=c.attention, dropout=c.attention_dropout)
-            a = g.transpose(a, ["batch", "seq", "heads", "head_dim"])
+        def self_attention(x: Tensor) -> Tensor:
+            a = attention(g, qkv(x, f"{here}.attn.c_attn"), causal=True, form=c.attention, dropout=c.attention_dropout)
+            a = transpose(g, a, ["batch", "seq", "heads", "head_dim"])
             name = f"{here}.attn.c_proj"
             weight = param(f"{name}.weight", ["heads", "head_dim", "embed"], [c.heads, c.head_dim, c.embed])
-            y = g.linear(a, weight, ["batch", "seq", "embed"], param(f"{name}.bias", ["embed"], [c.embed]))
-            return g.dropout(y, c.dropout)
+            y = linear(g, a, weight, ["batch", "seq", "embed"], param(f"{name}.bias", ["embed"], [c.embed]))
+            return dropout(g, y, c.dropout)
 
         def mlp(x: Tensor) -> Tensor:
             up, down = f"{here}.mlp.c_fc", f"{here}.mlp.c_proj"
             weight = param(f"{up}.weight", ["embed", "ffn"], [c.embed, c.inner])
-            y = g.linear(x, weight, ["batch", "seq", "ffn"], param(f"{up}.bias", ["ffn"], [c.inner]))
-            y = g.activation(y, c.activation)
+            y = linear(g, x, weight, ["batch", "seq", "ffn"], param(f"{up}.bias", ["ffn"], [c.inner]))
+            y = activation(g, y, c.activation)
             weight = param(f"{down}.weight", ["ffn", "embed"], [c.inner, c.embed])
-            y = g.linear(y, weight, ["batch", "seq", "embed"], param(f"{down}.bias", ["embed"], [c.embed]))
-            return g.dropout(y, c.dropout)
+            y = linear(g, y, weight, ["batch", "seq", "embed"], param(f"{down}.bias", ["embed"], [c.embed]))
+            return dropout(g, y, c.dropout)
 
         ids = g.named("input_ids", ["batch", "seq"], [batch, seq], "input", "int64")
         positions = g.named("positions", ["seq"], [seq], "input", "int64")
@@ -154,18 +161,18 @@ class GPT2:
         with g.scope("embed"):
             wte = param("transformer.wte.weight", ["vocab", "embed"], [c.vocab, c.embed])
             wpe = param("transformer.wpe.weight", ["position", "embed"], [c.positions, c.embed])
-            x = g.dropout(g.bias_add(g.embedding(ids, wte), g.embedding(positions, wpe)), c.dropout)
+            x = dropout(g, bias_add(g, embedding(g, ids, wte), embedding(g, positions, wpe)), c.dropout)
         for layer in range(c.layers):
             here = f"transformer.h.{layer}"
             with g.scope(f"h{layer}.attn"):
-                x = g.plus(attention(norm(x, f"{here}.ln_1")), x)
+                x = add(g, self_attention(norm(x, f"{here}.ln_1")), x)
             with g.scope(f"h{layer}.mlp"):
-                x = g.plus(mlp(norm(x, f"{here}.ln_2")), x)
+                x = add(g, mlp(norm(x, f"{here}.ln_2")), x)
         with g.scope("head"):
             x = norm(x, "transformer.ln_f")
             table = wte if c.tie else param("lm_head.weight", ["vocab", "embed"], [c.vocab, c.embed])
-            logits = g.linear(x, table, ["batch", "seq", "vocab"])
-            loss = g.cross_entropy(logits, labels)
+            logits = linear(g, x, table, ["batch", "seq", "vocab"])
+            loss = cross_entropy(g, logits, labels)
         return loss, logits, bindings
 
     # -- weights in and out

@@ -11,7 +11,7 @@ from nntile_py.analysis.simulate import leaving_bytes, planned_seconds
 from nntile_py.graph.fusion import Fusion
 from nntile_py.graph.step import Step, build_step
 from nntile_py.models.gpt2 import GPT2, weight_shapes
-from nntile_py.tasks import Lowering
+from nntile_py.tasks.op import Lowering
 from nntile_py.tiles import TaskList, Tiling
 from nntile_py.tiles import device_model as nominal
 from nntile_py.tiles.order import Use, critical_path, dependencies

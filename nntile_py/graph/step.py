@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from nntile_py import tasks as ops
 from nntile_py.graph.fusion import Fusion, fuse, narrow_gradients
 from nntile_py.graph.graph import Graph
 from nntile_py.graph.lowering import lower
 from nntile_py.graph.optimizers import Optimizer
 from nntile_py.models.gpt2 import GPT2, Binding
-from nntile_py.tasks import Lowering, Tensor
+from nntile_py.tasks.op import Lowering, Tensor
+from nntile_py.tasks.optimizer import GradNorm
 from nntile_py.tiles import Tiling
 
 PRECISIONS = ("fp32", "fp64", "bf16", "tf32")
@@ -80,7 +80,7 @@ def build_step(
     first.tasks.forget(first.tile(grad, index) for grad in grads.values() for index in first.indices(grad))
     update = Graph(graph.dtype)
     norm, clip = (update.named(name, ["one"], [1], "scalar", "fp64") for name in ("grad_norm", "clip"))
-    update.add(ops.GradNorm(list(grads.values()), norm, clip, clip_grad_norm, first.tasks.ends("batch")))
+    update.add(GradNorm(list(grads.values()), norm, clip, clip_grad_norm, first.tasks.ends("batch")))
     for param, grad in grads.items():
         update.tensors[param.name] = param
         with update.scope(param.name):

@@ -19,7 +19,8 @@ from nntile_py.graph.fusion import Fusion
 from nntile_py.graph.optimizers import REST, SGD, AdamW, Optimizer
 from nntile_py.graph.step import PRECISIONS, Evaluation, Step, build_evaluation, build_step
 from nntile_py.models.gpt2 import GPT2
-from nntile_py.tasks import IGNORED, Lowering, Tensor
+from nntile_py.tasks.cross_entropy import IGNORED
+from nntile_py.tasks.op import Lowering, Tensor
 from nntile_py.tasks.optimizer import joined, split
 from nntile_py.tiles import TaskList, Tiling
 
