@@ -6,6 +6,7 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
 import sysconfig
 from pathlib import Path
 
@@ -15,7 +16,10 @@ from torch.utils import cpp_extension
 
 ROOT = Path(__file__).resolve().parent
 STARPU = "starpu-1.4"
+ARGS = ROOT / "build" / "args"  # headers of the kernels' arguments
 os.chdir(ROOT)
+sys.path.insert(0, str(ROOT / "scripts"))
+import args_headers  # noqa: E402
 
 
 def ask(*command: str) -> str:
@@ -123,6 +127,7 @@ class Build(cpp_extension.BuildExtension):
         flags += ["-Wno-uninitialized", "-Wno-maybe-uninitialized"]
         flags += starpu["cflags"].replace("-I", "-isystem").split()
         (extension,) = self.extensions
+        extension.depends += args_headers.write(ROOT, ARGS)
         extension.sources += files("nntile_py/execution/csrc/*_cuda.cpp", "tasks/*_cuda.cpp") if cuda else []
         extension.extra_compile_args = {"cxx": flags}
         # The linker is not told -fopenmp: the OpenMP runtime in use has to be the one that torch brings along.
@@ -161,7 +166,7 @@ setup(
         cpp_extension.CppExtension(
             "nntile_py._core",
             [file for file in files("nntile_py/execution/csrc/*.cpp", "tasks/*.cpp") if not file.endswith("_cuda.cpp")],
-            include_dirs=[str(ROOT / "nntile_py" / "execution" / "csrc")],
+            include_dirs=[str(ROOT / "nntile_py" / "execution" / "csrc"), str(ARGS)],
             depends=files("nntile_py/execution/csrc/*.h", "tasks/*.h"),
         )
     ],

@@ -13,11 +13,18 @@ import numpy as np
 from pydantic import model_validator
 
 from nntile_py.errors import ConfigError
-from nntile_py.graph.declared import ONES, ZEROS, Batch, Init, Normal, Part, Traced
+from nntile_py.graph.declared import Batch, Normal, Traced
 from nntile_py.graph.graph import Graph
 from nntile_py.models.base import Model, TokenConfig
+from nntile_py.models.parts import dense, norm
 from nntile_py.schema import BelowOne, Count, Positive, Switch
-from nntile_py.tasks import IGNORED, Tensor
+from nntile_py.tasks.activation import activation
+from nntile_py.tasks.attention import attention
+from nntile_py.tasks.contract import linear
+from nntile_py.tasks.cross_entropy import IGNORED, cross_entropy
+from nntile_py.tasks.elementwise import add, bias_add, dropout, transpose
+from nntile_py.tasks.embedding import embedding
+from nntile_py.tasks.op import Tensor
 
 _ACTIVATIONS = {"gelu_new": "gelu_new", "gelu_pytorch_tanh": "gelu_new", "gelu": "gelu", "relu": "relu"}
 
@@ -61,52 +68,41 @@ class GPT2(Model):
         if batch.seq > c.positions:
             raise ConfigError(f"seq: {batch.seq} is longer than the model's {c.positions} positions")
         embed, tokens = {"embed": c.embed}, {"batch": batch.size, "seq": batch.seq}
-        heads = {"heads": c.heads, "head_dim": c.embed // c.heads}
-        weight, residual = Normal(0.02), Normal(0.02 / math.sqrt(2 * c.layers))
+        heads, ffn = {"heads": c.heads, "head_dim": c.embed // c.heads}, {"ffn": c.ffn}
+        init, residual = Normal(0.02), Normal(0.02 / math.sqrt(2 * c.layers))
 
-        def linear(x: Tensor, name: str, axes: dict[str, int], out: dict[str, int], init: Init = weight) -> Tensor:
-            """x W + bias over the axes of x that W has too."""
-            w = g.param(f"{name}.weight", axes | out, init)
-            return g.linear(x, w, ["batch", "seq", *out], g.param(f"{name}.bias", out, ZEROS))
-
-        def norm(x: Tensor, name: str) -> Tensor:
-            gamma, beta = g.param(f"{name}.weight", embed, ONES), g.param(f"{name}.bias", embed, ZEROS)
-            return g.layer_norm(x, gamma, beta, c.layer_norm_eps)
-
-        def attention(x: Tensor) -> Tensor:
+        def attend(x: Tensor, name: str) -> Tensor:
             qkv = []
             for k, part in enumerate("qkv"):
-                name = f"{here}.attn.c_attn"
-                w = g.param(f"{name}.{part}.weight", embed | heads, weight, Part(f"{name}.weight", k, 3, "heads"))
-                b = g.param(f"{name}.{part}.bias", heads, ZEROS, Part(f"{name}.bias", k, 3, "heads"))
-                y = g.linear(x, w, ["batch", "seq", *heads], b)
-                qkv.append(g.transpose(y, ["batch", "heads", "seq", "head_dim"]))
-            a = g.attention(qkv, causal=True, form=c.attention, dropout=c.attention_dropout)
-            a = g.transpose(a, ["batch", "seq", *heads])
-            return g.dropout(linear(a, f"{here}.attn.c_proj", heads, embed, residual), c.dropout)
+                packed = f"{name}.c_attn"
+                y = dense(g, x, f"{packed}.{part}", embed, heads, init, transposed=True, part=(packed, k, 3))
+                qkv.append(transpose(g, y, ["batch", "heads", "seq", "head_dim"]))
+            a = attention(g, qkv, causal=True, form=c.attention, dropout=c.attention_dropout)
+            a = transpose(g, a, ["batch", "seq", *heads])
+            return dropout(g, dense(g, a, f"{name}.c_proj", heads, embed, residual, transposed=True), c.dropout)
 
-        def mlp(x: Tensor) -> Tensor:
-            y = g.activation(linear(x, f"{here}.mlp.c_fc", embed, {"ffn": c.ffn}), c.activation)
-            return g.dropout(linear(y, f"{here}.mlp.c_proj", {"ffn": c.ffn}, embed, residual), c.dropout)
+        def mlp(x: Tensor, name: str) -> Tensor:
+            y = activation(g, dense(g, x, f"{name}.c_fc", embed, ffn, init, transposed=True), c.activation)
+            return dropout(g, dense(g, y, f"{name}.c_proj", ffn, embed, residual, transposed=True), c.dropout)
 
         ids = g.input("input_ids", tokens, below=c.vocab)
         positions = g.input("positions", {"seq": batch.seq}, below=c.positions, default=np.arange(batch.seq))
         labels = g.input("labels", tokens, below=c.vocab, ignored=IGNORED, shifted=True, scale="loss_scale")
         with g.scope("embed"):
-            wte = g.param("transformer.wte.weight", {"vocab": c.vocab} | embed, weight)
-            wpe = g.param("transformer.wpe.weight", {"position": c.positions} | embed, weight)
-            x = g.dropout(g.bias_add(g.embedding(ids, wte), g.embedding(positions, wpe)), c.dropout)
+            wte = g.param("transformer.wte.weight", {"vocab": c.vocab} | embed, init)
+            wpe = g.param("transformer.wpe.weight", {"position": c.positions} | embed, init)
+            x = dropout(g, bias_add(g, embedding(g, ids, wte), embedding(g, positions, wpe)), c.dropout)
         for layer in range(c.layers):
             here = f"transformer.h.{layer}"
             with g.scope(f"h{layer}.attn"):
-                x = g.plus(attention(norm(x, f"{here}.ln_1")), x)
+                x = add(g, attend(norm(g, x, f"{here}.ln_1", c.layer_norm_eps), f"{here}.attn"), x)
             with g.scope(f"h{layer}.mlp"):
-                x = g.plus(mlp(norm(x, f"{here}.ln_2")), x)
+                x = add(g, mlp(norm(g, x, f"{here}.ln_2", c.layer_norm_eps), f"{here}.mlp"), x)
         with g.scope("head"):
-            x = norm(x, "transformer.ln_f")
-            table = wte if c.tie_embeddings else g.param("lm_head.weight", {"vocab": c.vocab} | embed, weight)
-            logits = g.linear(x, table, ["batch", "seq", "vocab"])
-            return Traced(g.cross_entropy(logits, labels), {"logits": logits})
+            x = norm(g, x, "transformer.ln_f", c.layer_norm_eps)
+            table = wte if c.tie_embeddings else g.param("lm_head.weight", {"vocab": c.vocab} | embed, init)
+            logits = linear(g, x, table, ["batch", "seq", "vocab"])
+            return Traced(cross_entropy(g, logits, labels), {"logits": logits})
 
     # -- transformers
 

@@ -6,6 +6,8 @@ cd "$(dirname "$0")/.."
 [ $# -gt 0 ] || set -- nntile_py/execution/csrc/*.cpp tasks/*.cpp
 python=python3
 [ ! -x .venv/bin/python ] || python=.venv/bin/python
+"$python" -c 'import sys, pathlib; sys.path.insert(0, "scripts"); import args_headers
+args_headers.write(pathlib.Path(), pathlib.Path("build/args"))'
 prefix=$(NNTILE_CUDA=1 scripts/build_starpu.sh)
 substitutes=$(mktemp -d)
 trap 'rm -rf "$substitutes"' EXIT
@@ -24,4 +26,4 @@ PY
 # shellcheck disable=SC2016
 printf '%s\0' "$@" | xargs -0 -P "${MAX_JOBS:-2}" -I{} sh -c 'echo "$1"; file=$1; shift; exec "$@" "$file"' - {} \
     "${CXX:-g++}" -fsyntax-only -std=c++20 -march=native -fopenmp -Wall -Wextra -Werror -Wno-uninitialized -Wno-maybe-uninitialized \
-    -DNNTILE_CUDA -Inntile_py/execution/csrc "${flags[@]}"
+    -DNNTILE_CUDA -Inntile_py/execution/csrc -Ibuild/args "${flags[@]}"

@@ -120,7 +120,7 @@ if [ ! -e $installed ] || [ "$(cat $installed)" != "$state" ]; then
     say "pip install -e ."
     $pip --no-build-isolation -e '.[test]'
 elif [ ! -e $compiled ] || ! compgen -G 'nntile_py/_core*.so' >/dev/null ||
-    [ -n "$(find nntile_py/execution/csrc tasks -name '*.[ch]*' -newer $compiled -print -quit)" ]; then
+    [ -n "$(find nntile_py/execution/csrc tasks tiles -name '*.[chp]*' -newer $compiled -print -quit)" ]; then
     compile
 else
     rm $compiled.now

@@ -1,19 +1,20 @@
-"""Operators: one family a file, its kernels in the C++ file of the same name."""
+"""Operators: one family a file, its kernels in the C++ file of the same name.
 
-from .activation import ACTIVATIONS, Activation, ActivationGrad
-from .attention import Attention, AttentionGrad
-from .contract import Contract, contract
-from .cross_entropy import IGNORED, CrossEntropy, CrossEntropyGrad
-from .elementwise import Add, BiasAdd, Dropout, Pack, Rename, Sum, Transpose, Unpack, transpose
-from .embedding import Embedding, EmbeddingGrad
-from .layer_norm import LayerNorm, LayerNormGrad
-from .op import Lowering, Op, Tensor
-from .optimizer import SGD, AdamW, GradNorm
-from .softmax import Softmax, SoftmaxGrad
+All public classes and functions of these files are found here: `from nntile_py.tasks import linear, layer_norm`.
+"""
 
-__all__ = [
-    "ACTIVATIONS", "IGNORED", "SGD", "Activation", "ActivationGrad", "AdamW", "Add", "Attention", "AttentionGrad",
-    "BiasAdd", "Contract", "CrossEntropy", "CrossEntropyGrad", "Dropout", "Embedding", "EmbeddingGrad", "GradNorm",
-    "LayerNorm", "LayerNormGrad", "Lowering", "Op", "Pack", "Rename", "Softmax", "SoftmaxGrad", "Sum", "Tensor",
-    "Transpose", "Unpack", "contract", "transpose",
-]  # fmt: skip
+from importlib import import_module
+from pkgutil import iter_modules
+from typing import TYPE_CHECKING, Any
+
+for _module in iter_modules(__path__):
+    if _module.name == "launch" or _module.name.endswith("_triton"):  # of Triton: not for those who write models
+        continue
+    _found = import_module(f"{__name__}.{_module.name}")
+    for _name, _value in vars(_found).items():
+        if not _name.startswith("_") and getattr(_value, "__module__", "") == _found.__name__:
+            globals()[_name] = _value
+
+if TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any: ...

@@ -2,6 +2,7 @@
 #include <ATen/ops/maximum.h>
 
 #include "common.h"
+#include "tasklist_args.h"
 
 namespace nntile {
 namespace {
@@ -73,15 +74,16 @@ void combine(Monoid monoid, const at::Tensor& dst, const at::Tensor& src) {
 
 namespace {
 
-void combine_kernel(Args& t) { combine(static_cast<Monoid>(t.i(0)), t[0], t[1]); }
+void combine_kernel(Args& t) { combine(static_cast<Monoid>(CombineArgs(t).monoid), t[0], t[1]); }
 
 void empty(Args&) {}
 
-// i(0) multiply-adds, each of which waits for the one before: a task of a known length.
+// Multiply-adds, each of which waits for the one before: a task of a known length.
 void busy(Args& t) {
+  const int64_t count = BusyArgs(t).count;
   auto* at = t[0].data_ptr<float>();
   float x = *at;
-  for (int64_t k = 0; k < t.i(0); ++k) x = x * 0.5f + 0.5f;
+  for (int64_t k = 0; k < count; ++k) x = x * 0.5f + 0.5f;
   *at = x;
 }
 

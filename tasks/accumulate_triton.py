@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from nntile_py.tiles.tasklist import MONOIDS, Task
+from nntile_py.tiles.tasklist import MONOIDS, BusyArgs, CombineArgs, Task
 
 from .launch import Launches, ceil_div, launch, launches, power_of_two, shape, tile, words
 
@@ -64,10 +64,11 @@ def _combine_moments(A, B, rows, ROWS: tl.constexpr):
     tl.store(a + 2, m2, kept)
 
 
-# tiles: into, part; ints: monoid
+# tiles: into, part
 @launches("combine")
 def _combine(task: Task) -> Launches:
-    a, b, monoid, n, width = tile(task, 0), tile(task, 1), MONOIDS[task.ints[0]], words(task, 0), shape(task, 0)[-1]
+    a, b, n, width = tile(task, 0), tile(task, 1), words(task, 0), shape(task, 0)[-1]
+    monoid = MONOIDS[CombineArgs.of(task).monoid]
     if monoid == "sum":
         return Launches((launch(_add_to, ceil_div(n, 1024), a, b, n, BLOCK=1024),))
     rows = n // width
@@ -87,10 +88,9 @@ def _busy(X, n):
     tl.store(X, x)
 
 
-# ints: multiply-adds, each of which waits for the one before
 @launches("busy")
 def _busy_alone(task: Task) -> Launches:
-    return Launches((launch(_busy, 1, tile(task, 0), int(task.ints[0]), warps=1),))
+    return Launches((launch(_busy, 1, tile(task, 0), BusyArgs.of(task).count, warps=1),))
 
 
 @launches("empty")

@@ -16,7 +16,7 @@ _erf = np.vectorize(math.erf)
 _C = math.sqrt(2 / math.pi)
 
 
-def activation(kind: str, x: Array) -> Array:
+def activate(kind: str, x: Array) -> Array:
     """The activation in numpy."""
     if kind == "relu":
         return np.maximum(x, 0.0)
@@ -25,7 +25,7 @@ def activation(kind: str, x: Array) -> Array:
     return np.asarray(0.5 * x * (1 + np.tanh(_C * (x + 0.044715 * x**3))))
 
 
-def activation_derivative(kind: str, x: Array) -> Array:
+def derivative(kind: str, x: Array) -> Array:
     """Its derivative in numpy."""
     if kind == "relu":
         return np.asarray((x > 0).astype(x.dtype))
@@ -59,7 +59,7 @@ class Activation(Op):
             low.emit("activation", [W(y), R(x)], [ACTIVATIONS.index(self.act)])
 
     def reference(self, *inputs: Array) -> tuple[Array, ...]:
-        return (activation(self.act, inputs[0]),)
+        return (activate(self.act, inputs[0]),)
 
 
 class ActivationGrad(Op):
@@ -78,4 +78,9 @@ class ActivationGrad(Op):
             low.emit("activation_grad", [W(low.tile(self.output, index)), R(dy), R(x)], [ACTIVATIONS.index(self.act)])
 
     def reference(self, *inputs: Array) -> tuple[Array, ...]:
-        return (inputs[0] * activation_derivative(self.act, inputs[1]),)
+        return (inputs[0] * derivative(self.act, inputs[1]),)
+
+
+def activation(g: GraphLike, x: Tensor, kind: str) -> Tensor:
+    """act(x), element-wise; kind: relu, gelu or gelu_new."""
+    return g.add(Activation(x, g.temp(kind, x.axes, x.shape, x.dtype), kind)).output

@@ -12,8 +12,11 @@ import numpy as np
 
 from nntile_py.tiles import ACC, Access, R, Tile, W
 
+from .contract import Contract, contract
+from .elementwise import dropout as drop
+from .elementwise import rename, unpack
 from .op import Array, GraphLike, Index, Lowering, Op, Tensor, permutation, wide
-from .softmax import causal_mask
+from .softmax import Softmax, causal_mask
 
 BHSD = ("batch", "heads", "seq", "head_dim")
 FORMS = ("vendor", "merge", "flash")  # naive: see softmax.py and contract.py
@@ -66,14 +69,6 @@ class Attention(Op):
         super().__init__(qkv, [out, lse])
         self.operands, self.causal, self.form, self.lse = Operands(qkv), causal, form, lse
         self.scale = 1 / math.sqrt(out.size("head_dim"))
-
-    @staticmethod
-    def apply(g: GraphLike, qkv: Sequence[Tensor], *, causal: bool, form: str) -> Tensor:
-        x = qkv[0]
-        axes = [axis for axis in x.axes if axis != "qkv"]
-        out = g.temp("attention", axes, [x.size(a) for a in axes], x.dtype)
-        lse = g.temp("lse", BHSD[:3], [x.size(a) for a in BHSD[:3]], wide(x.dtype))
-        return g.add(Attention(qkv, out, lse, causal=causal, form=form)).output
 
     def gradient(self, g: GraphLike, *grads: Tensor | None) -> list[Tensor | None]:
         assert grads[0] is not None
@@ -198,3 +193,32 @@ class AttentionGrad(Op):
         p, _ = fwd.probabilities(q, k)
         ds = fwd.scale * p * (do @ v.swapaxes(-1, -2) - (do * o).sum(-1, keepdims=True))
         return tuple(self.grads.join(ds @ k, ds.swapaxes(-1, -2) @ q, p.swapaxes(-1, -2) @ do))
+
+
+def attention(g: GraphLike, qkv: Sequence[Tensor], *, causal: bool, form: str, dropout: float = 0.0) -> Tensor:
+    """softmax(q k^T / sqrt(d)) v; qkv is [q, k, v] or [packed]. form: vendor, merge, flash or naive."""
+    if len(qkv) == 3:
+        g.projections.append(list(qkv))
+    dropout *= g.training
+    if form == "naive":
+        return _naive(g, qkv, causal, dropout)
+    if dropout:
+        raise ValueError("attention_dropout: only attention: naive has it; the fused forms have none")
+    x = qkv[0]
+    axes = [axis for axis in x.axes if axis != "qkv"]
+    out = g.temp("attention", axes, [x.size(a) for a in axes], x.dtype)
+    lse = g.temp("lse", BHSD[:3], [x.size(a) for a in BHSD[:3]], wide(x.dtype))
+    return g.add(Attention(qkv, out, lse, causal=causal, form=form)).output
+
+
+def _naive(g: GraphLike, qkv: Sequence[Tensor], causal: bool, dropout: float) -> Tensor:
+    """With scores and probabilities as tensors."""
+    q, k, v = qkv if len(qkv) == 3 else unpack(g, qkv[0], "qkv")
+    k, v = rename(g, k, seq="key"), rename(g, v, seq="key")
+    axes = [*(a for a in q.axes if a not in ("seq", "head_dim")), "seq", "key"]
+    sizes = {**q.sizes, **k.sizes}
+    shape = [sizes[a] for a in axes]
+    scores = g.temp("scores", axes, shape, q.dtype, causal=causal)
+    g.add(Contract(q, k, scores, scale=q.size("head_dim") ** -0.5))
+    p = g.add(Softmax(scores, g.temp("softmax", axes, shape, q.dtype, causal=causal))).output
+    return contract(g, drop(g, p, dropout), v, q.axes)

@@ -10,7 +10,8 @@ import numpy as np
 
 from nntile_py.tiles import ACC, RW, Access, R, Tile, W
 
-from .activation import ACTIVATIONS, activation, activation_derivative
+from .activation import ACTIVATIONS, activate, derivative
+from .elementwise import bias_add
 from .op import Array, GraphLike, Index, Lowering, Op, Tensor, permutation, wide
 
 
@@ -178,9 +179,9 @@ class Contract(Op):
         results = [y]
         if self.aux:
             assert self.activation
-            results = [y * activation_derivative(self.activation, next(given))]
+            results = [y * derivative(self.activation, next(given))]
         elif self.activation:
-            results = [activation(self.activation, y)] + ([y] if self.pre else [])
+            results = [activate(self.activation, y)] + ([y] if self.pre else [])
         if self.bias_grad:
             side, grad = self.bias_grad
             source, axes = (a, self.a.axes) if side == 0 else (b, self.b.axes)
@@ -200,3 +201,13 @@ def contract(
     dtype = wide(a.dtype) if like and like.kind == "param" else a.dtype
     out = g.temp("contract", out_axes, [sizes[x] for x in out_axes], dtype, causal=bool(like and like.causal))
     return g.add(Contract(a, b, out, scale=scale)).output
+
+
+def linear(g: GraphLike, x: Tensor, weight: Tensor, out_axes: Sequence[str], bias: Tensor | None = None) -> Tensor:
+    """y = sum over the axes that x and weight share of x weight (+ bias), with the axes `out_axes`.
+
+    The operators are named after the weight: mlp.c_fc.weight makes c_fc.contract.
+    """
+    with g.scope(next(part for part in reversed(weight.name.split(".")) if part != "weight")):
+        y = contract(g, x, weight, out_axes)
+        return bias_add(g, y, bias) if bias else y

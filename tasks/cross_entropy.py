@@ -6,7 +6,7 @@ import numpy as np
 
 from nntile_py.tiles import ACC, RW, R, Slot, Tile, W
 
-from .op import Array, GraphLike, Lowering, Op, Tensor
+from .op import Array, GraphLike, Lowering, Op, Tensor, wide
 
 IGNORED = -100
 
@@ -87,3 +87,10 @@ class CrossEntropyGrad(Op):
         onehot = np.zeros_like(p)
         np.put_along_axis(onehot, np.where(kept, labels, 0)[..., None], 1.0, axis=-1)
         return ((p - onehot) * kept[..., None] / max(kept.sum(), 1),)
+
+
+def cross_entropy(g: GraphLike, logits: Tensor, labels: Tensor) -> Tensor:
+    """The loss, fp64 [1], of logits [..., vocab] and labels (int64, -100: left out); see CrossEntropy."""
+    loss = g.named("loss", ["one"], [1], "scalar", "fp64")
+    lse = g.temp("lse", labels.axes, labels.shape, wide(logits.dtype))
+    return g.add(CrossEntropy(logits, labels, loss, lse)).output

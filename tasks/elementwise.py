@@ -220,5 +220,39 @@ def _hash(index: Array, key: int, seed: int) -> Array:
     return np.asarray(z >> np.uint64(32))
 
 
+def add(g: GraphLike, a: Tensor, b: Tensor) -> Tensor:
+    """a + b, tensors of the same axes."""
+    return g.add(Add(a, b, g.temp("add", a.axes, a.shape, a.dtype))).output
+
+
+def bias_add(g: GraphLike, x: Tensor, bias: Tensor) -> Tensor:
+    """x + bias; the bias has some of x's axes, in x's order."""
+    return g.add(BiasAdd(x, bias, g.temp("bias_add", x.axes, x.shape, x.dtype))).output
+
+
 def transpose(g: GraphLike, x: Tensor, axes: Sequence[str]) -> Tensor:
+    """x with its axes in the order `axes`; x itself if it has them so."""
+    if tuple(axes) == x.axes:
+        return x
     return g.add(Transpose(x, g.temp("transpose", axes, [x.size(a) for a in axes], x.dtype))).output
+
+
+def rename(g: GraphLike, x: Tensor, **names: str) -> Tensor:
+    """The same tensor under other axis names: rename(g, k, seq="key")."""
+    return g.add(Rename(x, names)).output
+
+
+def unpack(g: GraphLike, x: Tensor, axis: str) -> list[Tensor]:
+    """The tensors that the axis `axis` (never cut) numbers."""
+    axes = [a for a in x.axes if a != axis]
+    shape = [x.size(a) for a in axes]
+    outs = [g.temp(f"{axis}{i}", axes, shape, x.dtype) for i in range(x.size(axis))]
+    return g.add(Unpack(x, outs, axis)).outputs
+
+
+def dropout(g: GraphLike, x: Tensor, p: float) -> Tensor:
+    """x with elements set to zero with probability p, the others divided by 1 - p; x itself where nothing is trained."""
+    if p == 0 or not g.training:
+        return x
+    out = g.temp("dropout", x.axes, x.shape, x.dtype, causal=x.causal)
+    return g.add(Dropout(x, out, p, g.dropout_key())).output

@@ -1,20 +1,21 @@
 #include "common.h"
+#include "embedding_args.h"
 
 namespace nntile {
 namespace {
 
-// ints: first row of the table's tile, rows of the whole table.
 void embedding(Args& t) {
+  const EmbeddingArgs args(t);
   const auto out = t[0], ids = t[1], table = t[2];
   dispatch(out, [&](auto zero) {
     using T = decltype(zero);
-    const int64_t width = table.size(1), first = t.i(0), last = first + table.size(0);
+    const int64_t width = table.size(1), first = args.first, last = first + table.size(0);
     auto* y = out.data_ptr<T>();
     const auto* id = ids.data_ptr<int64_t>();
     const auto* rows = table.data_ptr<T>();
     for (int64_t k = 0; k < ids.numel(); ++k, y += width) {
-      if (id[k] < 0 || id[k] >= t.i(1))
-        throw std::out_of_range("id " + std::to_string(id[k]) + " is not in the table of " + std::to_string(t.i(1)) +
+      if (id[k] < 0 || id[k] >= args.rows)
+        throw std::out_of_range("id " + std::to_string(id[k]) + " is not in the table of " + std::to_string(args.rows) +
                                 " rows");
       if (id[k] >= first && id[k] < last) std::copy_n(rows + (id[k] - first) * width, width, y);
       else if (!t.accumulates(0)) std::fill_n(y, width, T(0));
@@ -22,13 +23,13 @@ void embedding(Args& t) {
   });
 }
 
-// ints: first row of the gradient's tile.
 void embedding_grad(Args& t) {
+  const EmbeddingGradArgs args(t);
   const auto out = t[0], ids = t[1], dy = t[2];
   if (!t.accumulates(0)) out.zero_();
   dispatch(out, [&](auto zero) {
     using T = decltype(zero);
-    const int64_t width = out.size(1), first = t.i(0), last = first + out.size(0);
+    const int64_t width = out.size(1), first = args.first, last = first + out.size(0);
     auto* rows = out.data_ptr<T>();
     const auto* id = ids.data_ptr<int64_t>();
     const auto* grad = dy.data_ptr<T>();

@@ -6,9 +6,18 @@ import math
 
 import numpy as np
 
-from nntile_py.tiles import ACC, R
+from nntile_py.tiles import ACC, R, TaskArgs
 
 from .op import Array, GraphLike, Lowering, Op, Tensor, wide
+
+
+class EmbeddingArgs(TaskArgs):
+    first: int  # row of the table's tile
+    rows: int  # of the whole table
+
+
+class EmbeddingGradArgs(TaskArgs):
+    first: int  # row of the gradient's tile
 
 
 class Embedding(Op):
@@ -39,7 +48,7 @@ class Embedding(Op):
             for row, part in enumerate(low.parts(table, self.rows)):
                 tile = low.tile(table, index | {self.rows: row})
                 accesses = [ACC(low.tile(self.output, index)), R(low.tile(ids, index)), R(tile)]
-                low.emit("embedding", accesses, [part.offset, table.size(self.rows)])
+                low.emit("embedding", accesses, EmbeddingArgs(part.offset, table.size(self.rows)))
 
     def reference(self, *inputs: Array) -> tuple[Array, ...]:
         return (inputs[1][inputs[0].astype(int)],)
@@ -65,12 +74,18 @@ class EmbeddingGrad(Op):
     def lower(self, low: Lowering) -> None:
         ids, dy = self.inputs[:2]
         for row in low.indices(self.output):
-            offset = low.part(self.output, self.rows, row).offset
+            args = EmbeddingGradArgs(low.part(self.output, self.rows, row).offset)
             for index in low.indices(ids):
                 accesses = [ACC(low.tile(self.output, row)), R(low.tile(ids, index)), R(low.tile(dy, index | row))]
-                low.emit("embedding_grad", accesses, [offset], flop=float(math.prod(low.tile(dy, index | row).shape)))
+                low.emit("embedding_grad", accesses, args, flop=float(math.prod(low.tile(dy, index | row).shape)))
 
     def reference(self, *inputs: Array) -> tuple[Array, ...]:
         out = np.array(inputs[2]) if self.into else np.zeros(self.output.shape)
         np.add.at(out, inputs[0].astype(int), inputs[1])
         return (out,)
+
+
+def embedding(g: GraphLike, ids: Tensor, table: Tensor) -> Tensor:
+    """The rows of the table that ids (int64) name: the axes of ids, then the table's second."""
+    axes, shape = [*ids.axes, table.axes[1]], [*ids.shape, table.shape[1]]
+    return g.add(Embedding(ids, table, g.temp("rows", axes, shape, table.dtype))).output

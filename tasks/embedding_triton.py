@@ -12,6 +12,7 @@ import triton.language as tl
 
 from nntile_py.tiles.tasklist import Task
 
+from .embedding import EmbeddingArgs, EmbeddingGradArgs
 from .launch import Int, Launches, Parameter, Scratch, ceil_div, launch, launches, power_of_two, shape, tile, words
 
 RUN = 1024  # positions that are compared with each other
@@ -116,10 +117,10 @@ def _sum_rows(OUT, DY, ORDER, STARTS, TOTALS, width, ACC: tl.constexpr, ROWS: tl
 
 @launches("embedding")
 def _describe(task: Task) -> Launches:
-    count, (rows, width) = words(task, 1), shape(task, 2)
+    count, (rows, width), given = words(task, 1), shape(task, 2), EmbeddingArgs.of(task)
     block = min(power_of_two(width), 1024)
     lines = max(1, 1024 // block)
-    args: list[Parameter] = [*(tile(task, k) for k in range(3)), count, width, task.ints[0], rows, task.ints[1]]
+    args: list[Parameter] = [*(tile(task, k) for k in range(3)), count, width, given.first, rows, given.rows]
     grid = (ceil_div(count, lines), ceil_div(width, block))
     return Launches(
         (launch(_embedding, grid, *args, ACC=task.accesses[0].accumulate, ROWS=lines, BLOCK=block, warps=2),)
@@ -129,7 +130,7 @@ def _describe(task: Task) -> Launches:
 @launches("embedding_grad")
 def _describe_grad(task: Task) -> Launches:
     out, ids, dy = (tile(task, k) for k in range(3))
-    count, (rows, width), first = words(task, 1), shape(task, 0), task.ints[0]
+    count, (rows, width), first = words(task, 1), shape(task, 0), EmbeddingGradArgs.of(task).first
     run = min(RUN, max(SHARE, power_of_two(count)))
     runs, scratch = ceil_div(count, run), Scratch()
     assert runs * rows < 2**31, task.op

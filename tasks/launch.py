@@ -181,6 +181,11 @@ def words(task: Task, number: int) -> int:
     return math.prod(shape(task, number))
 
 
+def slot(task: Task, value: Slot, dtype: str = "fp32") -> TaskFloat:
+    """An argument that changes every step."""
+    return TaskFloat(task.floats.index(value), dtype)
+
+
 def constant(task: Task, position: int) -> float:
     """A float of the task that is known when the program is bound."""
     value = task.floats[position]

@@ -36,12 +36,6 @@ class LayerNorm(Op):
         super().__init__([x, gamma, beta, *([residual] if residual else [])], [y, stat, *([total] if total else [])])
         self.eps, self.residual, self.total, self.stat, self.dropout = eps, residual, total, stat, dropout
 
-    @staticmethod
-    def apply(g: GraphLike, x: Tensor, gamma: Tensor, beta: Tensor, eps: float) -> Tensor:
-        y = g.temp("layer_norm", x.axes, x.shape, x.dtype)
-        stat = g.temp("stat", [*x.axes[:-1], "stat"], [*x.shape[:-1], 2], wide(x.dtype))
-        return g.add(LayerNorm(x, gamma, beta, y, stat, eps)).output
-
     def gradient(self, g: GraphLike, *grads: Tensor | None) -> list[Tensor | None]:
         x, gamma, beta = self.inputs[:3]
         dy = grads[0]
@@ -159,3 +153,10 @@ class LayerNormGrad(Op):
         dropped = self.dropout.reference(dx, seed=seed) if self.dropout else ()
         dbias = [(*dropped, dx)[0].sum(rows)] if self.bias else []
         return dx, (dy * xhat).sum(rows), dy.sum(rows), *dbias, *dropped
+
+
+def layer_norm(g: GraphLike, x: Tensor, gamma: Tensor, beta: Tensor, eps: float) -> Tensor:
+    """(x - mean) / sqrt(var + eps) * gamma + beta over the last axis, embed; see LayerNorm."""
+    y = g.temp("layer_norm", x.axes, x.shape, x.dtype)
+    stat = g.temp("stat", [*x.axes[:-1], "stat"], [*x.shape[:-1], 2], wide(x.dtype))
+    return g.add(LayerNorm(x, gamma, beta, y, stat, eps)).output

@@ -9,11 +9,13 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import numpy as np
 
-from nntile_py.tiles import Access, Part, Slot, TaskList, Tile, Tiling
+from nntile_py.tiles import Access, Part, Slot, TaskArgs, TaskList, Tile, Tiling
+from nntile_py.tiles.arguments import NO_ARGS
 
 Index = dict[str, int]
 Array = np.ndarray[Any, Any]
@@ -70,9 +72,18 @@ class Tensor:
 
 
 class GraphLike(Protocol):
-    """What a gradient needs of the graph: to name tensors and to add operators."""
+    """What operators need of the graph that they are added to."""
+
+    dtype: str
+    training: bool  # or an evaluation: without dropout
+    projections: list[list[Tensor]]  # of each attention: queries, keys, values
 
     def temp(self, name: str, axes: Sequence[str], shape: Sequence[int], dtype: str, **options: Any) -> Tensor: ...
+    def named(
+        self, name: str, axes: Sequence[str], shape: Sequence[int], kind: str, dtype: str | None = None
+    ) -> Tensor: ...
+    def scope(self, name: str) -> AbstractContextManager[None]: ...
+    def dropout_key(self) -> int: ...
     def add(self, op: Op) -> Op: ...
 
 
@@ -143,12 +154,12 @@ class Lowering:
         self,
         kernel: str,
         accesses: Sequence[Access],
-        ints: Iterable[int] = (),
+        args: TaskArgs | Iterable[int] = NO_ARGS,
         floats: Iterable[float | Slot] = (),
         flop: float | None = None,
     ) -> None:
         """Append a task of the operator that is being lowered; see TaskList.emit."""
-        self.tasks.emit(kernel, accesses, ints, floats, self.op, flop)
+        self.tasks.emit(kernel, accesses, args, floats, self.op, flop)
 
     def grid(self, tensor: Tensor) -> list[tuple[tuple[slice, ...], Tile]]:
         """Each tile of a tensor with the slice of the whole that it holds."""

@@ -1,6 +1,7 @@
 #include <cmath>
 
 #include "common.h"
+#include "optimizer_args.h"
 
 namespace nntile {
 namespace {
@@ -30,28 +31,30 @@ void add_scalars(Args& t) {
   *t[0].data_ptr<double>() = total;
 }
 
-// tiles: norm, clip, sums of squares...; floats: largest norm, 0 for none
+// tiles: norm, clip, sums of squares...
 void clip(Args& t) {
   double total = 0;
   for (size_t k = 2; k < t.tiles(); ++k) total += *t[k].data_ptr<double>();
-  const double norm = std::sqrt(total), limit = t.f(0);
+  const double norm = std::sqrt(total), limit = ClipArgs(t).max_norm;
   *t[0].data_ptr<double>() = norm;
   *t[1].data_ptr<double>() = limit > 0 ? std::min(1.0, limit / (norm + 1e-6)) : 1.0;
 }
 
-// tiles: param, m, v, grad, clip; floats: lr, 1 - b1^t, 1 - b2^t, b1, b2, eps, weight decay
+// tiles: param, m, v, grad, clip
 void adamw(Args& t) {
+  const AdamWArgs a(t);
   const auto param = t[0], first = t[1], second = t[2], grad = t[3];
-  const double lr = t.f(0), b1 = t.f(3), b2 = t.f(4);
   const double factor = *t[4].data_ptr<double>();
   dispatch(param, [&](auto zero) {
     using T = decltype(zero);
     auto *p = param.data_ptr<T>(), *m = first.data_ptr<T>(), *v = second.data_ptr<T>();
     const auto* g = grad.data_ptr<T>();
     const auto constant = [](double x) { return Vec<T>(static_cast<T>(x)); };
-    const auto scale = constant(factor), decay = constant(1 - lr * t.f(6)), step = constant(lr / t.f(1));
-    const auto keep1 = constant(b1), keep2 = constant(b2), new1 = constant(1 - b1), new2 = constant(1 - b2);
-    const auto root = constant(1 / std::sqrt(t.f(2))), eps = constant(t.f(5));
+    const auto scale = constant(factor), decay = constant(1 - a.lr * a.weight_decay);
+    const auto step = constant(a.lr / a.beta1_correction);
+    const auto keep1 = constant(a.beta1), new1 = constant(1 - a.beta1);
+    const auto keep2 = constant(a.beta2), new2 = constant(1 - a.beta2);
+    const auto root = constant(1 / std::sqrt(a.beta2_correction)), eps = constant(a.eps);
     for_vectors<T>(param.numel(), [&](int64_t k, int64_t count) {
       const int c = static_cast<int>(count);
       const auto d = load(g + k, count) * scale;
@@ -64,8 +67,9 @@ void adamw(Args& t) {
   });
 }
 
-// tiles: grad, clip, param (, m); floats: lr, momentum, weight decay
+// tiles: grad, clip, param (, m)
 void sgd(Args& t) {
+  const SGDArgs a(t);
   const auto grad = t[0], param = t[2];
   const bool momentum = t.tiles() > 3;
   const auto velocity = momentum ? t[3] : at::Tensor();
@@ -74,8 +78,8 @@ void sgd(Args& t) {
     using T = decltype(zero);
     auto *p = param.data_ptr<T>(), *m = momentum ? velocity.data_ptr<T>() : nullptr;
     const auto* g = grad.data_ptr<T>();
-    const auto scale = static_cast<T>(factor), lr = static_cast<T>(t.f(0));
-    const auto keep_m = static_cast<T>(t.f(1)), decay = static_cast<T>(t.f(2));
+    const auto scale = static_cast<T>(factor), lr = static_cast<T>(a.lr);
+    const auto keep_m = static_cast<T>(a.momentum), decay = static_cast<T>(a.weight_decay);
     for (int64_t k = 0; k < param.numel(); ++k) {
       T d = g[k] * scale + decay * p[k];
       if (m) d = m[k] = keep_m * m[k] + d;

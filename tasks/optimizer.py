@@ -7,12 +7,32 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from nntile_py.tiles import RW, R, Slot, Tile, W
+from nntile_py.tiles import RW, R, Slot, TaskArgs, Tile, W
 
 from .op import Array, Lowering, Op, Tensor
 
 FAN_IN = 8  # partial sums added by one task
 Ends = Mapping[tuple[str, tuple[int, ...]], int]
+
+
+class ClipArgs(TaskArgs):
+    max_norm: float  # 0: none
+
+
+class AdamWArgs(TaskArgs):
+    lr: Slot
+    beta1_correction: Slot  # 1 - beta1^t
+    beta2_correction: Slot  # 1 - beta2^t
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+
+
+class SGDArgs(TaskArgs):
+    lr: Slot
+    momentum: float
+    weight_decay: float
 
 
 class GradNorm(Op):
@@ -46,7 +66,7 @@ class GradNorm(Op):
         tops = [self._tree(low, sums, 1) for _, sums in sorted(near.items())]
         sums = self._tree(low, list(itertools.chain(*tops)), FAN_IN)
         norm, clip = (low.tile(t, {"one": 0}) for t in self.outputs)
-        low.emit("clip", [W(norm), W(clip), *map(R, sums)], [], [self.max_norm or 0.0])
+        low.emit("clip", [W(norm), W(clip), *map(R, sums)], ClipArgs(self.max_norm or 0.0))
 
     def _tree(self, low: Lowering, sums: list[Tile], most: int) -> list[Tile]:
         while len(sums) > most:
@@ -109,12 +129,13 @@ class AdamW(Op):
 
     def lower(self, low: Lowering) -> None:
         param, grad, m, v, clip = self.inputs[:5]
-        slots = [Slot("lr"), Slot("beta1_correction"), Slot("beta2_correction")]
+        slots = Slot("lr"), Slot("beta1_correction"), Slot("beta2_correction")
+        args = AdamWArgs(*slots, *self.betas, self.eps, self.weight_decay)
         for index in low.indices(param):
             state = [RW(low.tile(t, index)) for t in (param, m, v)]
             rest = [RW(low.tile(t, index)) for t in self.rest]
             accesses = [*state, R(low.tile(grad, index)), R(low.tile(clip, {"one": 0})), *rest]
-            low.emit("adamw", accesses, [], [*slots, *self.betas, self.eps, self.weight_decay])
+            low.emit("adamw", accesses, args)
 
     def reference(self, *inputs: Array, lr: float = 1e-3, step: int = 1) -> tuple[Array, ...]:
         p, g, m, v, clip = inputs[:5]
@@ -155,11 +176,11 @@ class SGD(Op):
 
     def lower(self, low: Lowering) -> None:
         param, grad, clip = self.inputs[:3]
+        args = SGDArgs(Slot("lr"), self.momentum, self.weight_decay)
         for index in low.indices(param):
             state = [RW(low.tile(t, index)) for t in (param, *self.inputs[3:])]
             accesses = [R(low.tile(grad, index)), R(low.tile(clip, {"one": 0})), *state]
-            ints = [1] if self.rest else []  # the last tile is the rest
-            low.emit("sgd", accesses, ints, [Slot("lr"), self.momentum, self.weight_decay])
+            low.emit("sgd", accesses, args)
 
     def reference(self, *inputs: Array, lr: float = 1e-3) -> tuple[Array, ...]:
         p, g, clip = inputs[:3]

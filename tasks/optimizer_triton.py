@@ -1,4 +1,4 @@
-"""Gradient norm and optimizers on CUDA. Tiles, ints and floats as in optimizer.cpp."""
+"""Gradient norm and optimizers on CUDA. Tiles as in optimizer.cpp."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from .launch import (
     Launches,
     Parameter,
     Scratch,
-    TaskFloat,
     TileAddress,
     ceil_div,
-    constant,
     launch,
     launches,
     launches_together,
     numbered,
     power_of_two,
+    slot,
     tile,
     words,
 )
+from .optimizer import AdamWArgs, ClipArgs, SGDArgs
 
 FAN_IN = 8  # tiles of scalars that one kernel takes: FAN_IN of optimizer.py
 BLOCK = 4096
@@ -234,7 +234,7 @@ def _describe_add(task: Task) -> Launches:
 
 @launches("clip")
 def _describe_clip(task: Task) -> Launches:
-    limit, count = constant(task, 0), len(task.accesses) - 2
+    limit, count = float(ClipArgs.of(task).max_norm), len(task.accesses) - 2
     args: list[Parameter] = [tile(task, 0), tile(task, 1), *_terms(task, 2), limit]
     return Launches((launch(_clip, 1, *args, COUNT=count, LIMITED=limit > 0, warps=1),))
 
@@ -249,19 +249,21 @@ def _describe_adamw(tasks: Sequence[Task]) -> Launches:
     scratch = Scratch()
     at = scratch.take(len(table.words), "int64")
     types = {name: TYPES[tile(first, k).dtype] for name, k in (("TYPE", 0), ("STATE", 1), ("GRAD", 3))}
-    b1, b2, eps, decay = (constant(first, k) for k in range(3, 7))
-    floats: list[Parameter] = [TaskFloat(0), TaskFloat(1), TaskFloat(2), b1, 1 - b1, b2, 1 - b2, eps, decay]
+    a = AdamWArgs.of(first)
+    slots = (slot(first, s) for s in (a.lr, a.beta1_correction, a.beta2_correction))
+    b1, b2 = float(a.beta1), float(a.beta2)
+    floats: list[Parameter] = [*slots, b1, 1 - b1, b2, 1 - b2, float(a.eps), float(a.weight_decay)]
     form = {**table.form, **types, "HAS_REST": has_rest, "BLOCK": block}
     return Launches((launch(_adamw, table.programs, at, tile(first, 4), *floats, **form),), scratch.bytes, table.words)
 
 
-# tiles: grad, clip, param (, m) (, rest); ints: 1 if there is a rest
+# tiles: grad, clip, param (, m) (, rest)
 @launches("sgd")
 def _describe_sgd(task: Task) -> Launches:
-    n, has_rest = words(task, 0), bool(task.ints)
+    n, a, has_rest = words(task, 0), SGDArgs.of(task), task.accesses[-1].tile.dtype == "int16"
     has_momentum = len(task.accesses) - has_rest > 3
     last = len(task.accesses) - 1
     tiles: list[Parameter] = [tile(task, k) for k in (2, 3 if has_momentum else 2, 0, 1, last if has_rest else 2)]
-    floats: list[Parameter] = [TaskFloat(0), constant(task, 1), constant(task, 2)]
+    floats: list[Parameter] = [slot(task, a.lr), float(a.momentum), float(a.weight_decay)]
     has = {"HAS_MOMENTUM": has_momentum, "HAS_REST": has_rest}
     return Launches((launch(_sgd, ceil_div(n, 1024), *tiles, n, *floats, **has, BLOCK=1024),))

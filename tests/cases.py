@@ -12,7 +12,8 @@ from conftest import error
 from nntile_py.execution.program import Store, programs
 from nntile_py.graph.graph import Graph
 from nntile_py.graph.lowering import lower
-from nntile_py.tasks import IGNORED, Op, Tensor
+from nntile_py.tasks import Op, Tensor
+from nntile_py.tasks.cross_entropy import IGNORED
 from nntile_py.tasks.op import wide
 from nntile_py.tasks.optimizer import joined
 from nntile_py.tiles import Tiling

@@ -13,6 +13,7 @@ from cases import Case, ids, normal, of, positive, rest, triangle
 
 from nntile_py import tasks as ops
 from nntile_py.tasks import Op, Tensor
+from nntile_py.tasks.activation import ACTIVATIONS
 
 # -- the table
 
@@ -54,13 +55,13 @@ def linear(
     return row
 
 
-for _bias, _residual, _act in itertools.product((None, "ffn"), (False, True), (None, *ops.ACTIVATIONS)):
+for _bias, _residual, _act in itertools.product((None, "ffn"), (False, True), (None, *ACTIVATIONS)):
     for _pre in (False, True) if _act else (False,):
         _parts = [("bias", _bias), ("residual", _residual), (_act, _act), ("pre", _pre)]
         ROWS[" ".join(["Contract", *(str(name) for name, on in _parts if on)])] = linear(
             bias=_bias, residual=_residual, activation=_act, pre=_pre
         )
-for _act in ops.ACTIVATIONS:
+for _act in ACTIVATIONS:
     ROWS[f"Contract aux {_act}"] = linear(activation=_act, aux=True)
 
 _HEADS = "batch heads seq head_dim"
@@ -341,8 +342,8 @@ ROWS |= {
     "EmbeddingGrad of positions": embedding_grad("seq", "position"),
     "EmbeddingGrad into": embedding_grad("batch seq", "vocab", "input"),
     "EmbeddingGrad into a contraction": embedding_grad("batch seq", "vocab", "contract"),
-    **{f"Activation {kind}": activation(kind) for kind in ops.ACTIVATIONS},
-    **{f"ActivationGrad {kind}": activation_grad(kind) for kind in ops.ACTIVATIONS},
+    **{f"Activation {kind}": activation(kind) for kind in ACTIVATIONS},
+    **{f"ActivationGrad {kind}": activation_grad(kind) for kind in ACTIVATIONS},
     "LayerNorm": layer_norm(residual=False),
     "LayerNorm residual": layer_norm(residual=True),
     "LayerNorm residual dropout": layer_norm(residual=True, p=0.3),

@@ -15,7 +15,7 @@ import transformers
 from conftest import error
 
 import nntile_py as nt
-from nntile_py.tasks import IGNORED
+from nntile_py.tasks.cross_entropy import IGNORED
 
 transformers.logging.set_verbosity_error()
 torch.set_num_threads(1)

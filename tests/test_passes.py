@@ -12,7 +12,7 @@ from nntile_py.graph.graph import Graph
 from nntile_py.graph.optimizers import AdamW
 from nntile_py.graph.step import StepSpec
 from nntile_py.models import GPT2, GPT2Config
-from nntile_py.tasks import Tensor
+from nntile_py.tasks import Tensor, activation, add, dropout, layer_norm, linear, transpose
 from nntile_py.tiles import Tiling
 
 CONFIG = GPT2Config(layers=2, embed=24, heads=4, vocab=61, positions=32)
@@ -108,10 +108,10 @@ def test_dropout_and_add_in_either_order(swapped: bool) -> None:
         g = Graph("fp32")
         y, r = g.named("y", axes, shape, "input"), g.named("r", axes, shape, "input")
         gamma, beta = (g.named(name, ["embed"], [8], "param") for name in ("gamma", "beta"))
-        x = g.dropout(y, 0.1)
-        g.layer_norm(g.plus(r, x) if swapped else g.plus(x, r), gamma, beta, 1e-5).kind = "scalar"
+        x = dropout(g, y, 0.1)
+        layer_norm(g, add(g, r, x) if swapped else add(g, x, r), gamma, beta, 1e-5).kind = "scalar"
         if read_again:
-            g.activation(x, "relu").kind = "scalar"
+            activation(g, x, "relu").kind = "scalar"
         fuse(g, Fusion(), False, Tiling(tiles))
         assert sum(op.kind == "Dropout" for op in g.ops) == left and not any(op.kind == "Add" for op in g.ops)
         norm = next(op for op in g.ops if isinstance(op, ops.LayerNorm))
@@ -147,7 +147,7 @@ def test_tiles_that_two_products_read_are_turned_once(axes: list[str]) -> None:
     dy = g.named("dy", axes, [sizes[axis] for axis in axes], "input")
     x = g.named("x", ["batch", "seq", "embed"], [2, 8, 6], "input")
     w = g.named("w", ["embed", "heads", "head_dim"], [6, 2, 3], "param")
-    turned = g.transpose(dy, list(sizes))
+    turned = transpose(g, dy, list(sizes))
     for made in (ops.contract(g, turned, w, x.axes), ops.contract(g, x, turned, w.axes)):
         made.kind = "scalar"
     fuse(g, Fusion(), False)
@@ -159,7 +159,7 @@ def test_no_reshape_of_partial_products() -> None:
     for tile, left in ((8, 0), (4, 1)):
         g = Graph("fp32")
         a, b = g.named("x", x, [2, 4, 8], "input"), g.named("q.w", w, [8, 2, 4], "param")
-        y = g.transpose(g.linear(a, b, ["batch", "seq", "heads", "head_dim"]), ["batch", "heads", "seq", "head_dim"])
+        y = transpose(g, linear(g, a, b, ["batch", "seq", "heads", "head_dim"]), ["batch", "heads", "seq", "head_dim"])
         y.kind = "scalar"
         fuse(g, Fusion(), False, Tiling({"embed": tile}))
         assert sum(op.kind == "Transpose" for op in g.ops) == left

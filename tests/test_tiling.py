@@ -21,7 +21,7 @@ from nntile_py.graph.graph import Graph
 from nntile_py.graph.lowering import lower
 from nntile_py.graph.step import Step, StepSpec
 from nntile_py.models import GPT2, GPT2Config
-from nntile_py.tiles import ACC, AXES, RW, Part, R, Slot, TaskList, Tile, Tiling, W
+from nntile_py.tiles import ACC, AXES, RW, Part, R, Slot, TaskArgs, TaskList, Tile, Tiling, W
 
 POLICIES = ("chain", "commute", "redux", "tree")
 every_policy = pytest.mark.parametrize("policy", POLICIES)
@@ -281,16 +281,25 @@ def test_tile_and_task_bytes() -> None:
 # -- digests
 
 
+class Made(TaskArgs):
+    number: int
+
+
+class Used(TaskArgs):
+    factor: float
+    rate: Slot
+
+
 def recorded(change: str = "") -> TaskList:
     shape = (3, 4) if change != "shape" else (4, 3)
     a = Tile("a", (0,), shape, "fp32" if change != "dtype" else "fp64")
     b = Tile("b", (0,), (7,), "fp32", persistent=change == "persistent")
     tasks = TaskList("chain")
-    tasks.emit("make", [W(a)], [1])
-    tasks.emit("make", [W(b if change != "tile" else a)], [1 if change != "int" else 2])
-    floats = [0.5 if change != "float" else 0.25, Slot("lr" if change != "slot" else "rl")]
+    tasks.emit("make", [W(a)], Made(1))
+    tasks.emit("make", [W(b if change != "tile" else a)], Made(1 if change != "int" else 2))
+    args = Used(0.5 if change != "float" else 0.25, Slot("lr" if change != "slot" else "rl"))
     accesses = [W(a) if change == "mode" else RW(a), R(b if change != "tile" else a)]
-    tasks.emit("use" if change != "kernel" else "lose", accesses, [], floats)
+    tasks.emit("use" if change != "kernel" else "lose", accesses, args)
     if change == "more":
         tasks.emit("make", [W(a)])
     return tasks.resolve()
@@ -325,7 +334,7 @@ def test_tile_pairs_above_the_diagonal_are_absent(form: str, size: int, tile: in
         g = Graph("fp32")
         names, shape = ["batch", "heads", "seq", "head_dim"], [2, 3, size, 4]
         qkv = [g.named(name, names, shape, "param") for name in "qkv"]
-        o = g.attention(qkv, causal=causal, form=form)
+        o = ops.attention(g, qkv, causal=causal, form=form)
         one = g.named("one", ["one"], [1], "scalar", "fp64")
         dy = g.named("dy", o.axes, o.shape, "input")
         loss = g.add(ops.GradNorm([o], one, g.named("clip", ["one"], [1], "scalar", "fp64"), None)).output

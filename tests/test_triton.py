@@ -18,9 +18,10 @@ from operators import ROWS, adamw, sgd
 
 from nntile_py.graph.lowering import lower
 from nntile_py.tasks import Contract, Lowering, Tensor, launch
-from nntile_py.tasks.optimizer import joined, split
-from nntile_py.tiles import RW, R, Tile, Tiling, W
-from nntile_py.tiles.tasklist import Task, merge
+from nntile_py.tasks.embedding import EmbeddingGradArgs
+from nntile_py.tasks.optimizer import AdamWArgs, SGDArgs, joined, split
+from nntile_py.tiles import RW, R, Slot, Tile, Tiling, W
+from nntile_py.tiles.tasklist import BusyArgs, Task, merge
 
 if platform.system() != "Linux":
     pytest.skip("triton is there on Linux only", allow_module_level=True)
@@ -127,7 +128,7 @@ def test_every_kernel_has_launches() -> None:
 
 def test_busy() -> None:
     x = torch.zeros(1)
-    launch.interpret([Task("busy", [RW(Tile("x", (0,), (1,), "fp32"))], (3,))], [x])
+    launch.interpret([Task("busy", [RW(Tile("x", (0,), (1,), "fp32"))], BusyArgs(3))], [x])
     assert x.item() == 0.875
 
 
@@ -149,7 +150,7 @@ def test_embedding_grad_of_many_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     dy = torch.tensor(rng.standard_normal((count, 8)), dtype=torch.float32).bfloat16()
     tiles = [Tile("out", (0,), (rows, 8), "fp32"), Tile("ids", (0,), (count,), "int64")]
     tiles.append(Tile("dy", (0,), (count, 8), "bf16"))
-    task = Task("embedding_grad", [W(tiles[0]), R(tiles[1]), R(tiles[2])], (1,))
+    task = Task("embedding_grad", [W(tiles[0]), R(tiles[1]), R(tiles[2])], EmbeddingGradArgs(1))
     results = []
     for _ in range(2):
         out = torch.full((rows, 8), np.nan)
@@ -163,6 +164,9 @@ def test_embedding_grad_of_many_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(results[0], results[1])
 
 
+SLOTS = {"lr": 1e-3, "beta1_correction": 0.1, "beta2_correction": 0.05}
+
+
 def adamw_tasks(sizes: list[int]) -> tuple[list[Task], list[torch.Tensor]]:
     """The norm's first step and AdamW's tasks of parameters of these sizes, and data for all their tiles."""
     rng, clip, tasks, data = np.random.default_rng(0), Tile("clip", (0,), (1,), "fp64"), list[Task](), {}
@@ -171,8 +175,8 @@ def adamw_tasks(sizes: list[int]) -> tuple[list[Task], list[torch.Tensor]]:
         p, m, v, grad, rest = (Tile(name, (number,), (n,), dtype) for name, dtype in kinds.items())
         part = Tile("part", (number,), (1,), "fp64")
         tasks.append(Task("sum_squares", [W(part), R(grad)]))
-        floats = (1e-3, 0.1, 0.05, 0.9, 0.95, 1e-8, 0.1)
-        tasks.append(Task("adamw", [RW(p), RW(m), RW(v), R(grad), R(clip), RW(rest)], (), floats))
+        args = AdamWArgs(*map(Slot, SLOTS), 0.9, 0.95, 1e-8, 0.1)
+        tasks.append(Task("adamw", [RW(p), RW(m), RW(v), R(grad), R(clip), RW(rest)], args))
         scale = {rest: 2**15}
         data |= {t: torch.tensor(rng.random(n) * scale.get(t, 1)).to(TORCH[t.dtype]) for t in (p, m, v, grad, rest)}
         data[part] = torch.full((1,), np.nan, dtype=torch.float64)
@@ -190,15 +194,15 @@ def test_tasks_together() -> None:
     runs = launch.together(tasks)
     assert [len(run) for run in runs] == [len(sizes), len(sizes)]
     for task in tasks:
-        launch.interpret([task], [alone[a.tile] for a in task.accesses])
+        launch.interpret([task], [alone[a.tile] for a in task.accesses], SLOTS)
     for run in runs:
-        launch.interpret(run, [merged[a.tile] for task in run for a in task.accesses])
+        launch.interpret(run, [merged[a.tile] for task in run for a in task.accesses], SLOTS)
     assert all(torch.equal(alone[t], merged[t]) for t in alone)
     for task in tasks:
         if task.kernel == "sum_squares":
             part, grad = (alone[a.tile] for a in task.accesses)
             assert part.item() == pytest.approx((grad.double() ** 2).sum().item(), rel=1e-6)
-    other = replace(tasks[1], floats=(2e-3, *tasks[1].floats[1:]))
+    other = replace(tasks[1], args=replace(tasks[1].args, weight_decay=0.2))
     # The second waits for the first, and so does nobody else; the fourth overtakes the third.
     assert [len(run) for run in launch.together([tasks[0], tasks[0], other, tasks[2]])] == [1, 2, 1]
 
@@ -215,11 +219,12 @@ def test_every_value_of_a_split_parameter(kernel: str) -> None:
     m, v, grad = (Tile(name, (0,), (n,), "fp32") for name in ("m", "v", "grad"))
     near = param.bfloat16()
     if kernel == "adamw":
-        task = Task(kernel, [RW(p), RW(m), RW(v), R(grad), R(clip), RW(r)], (), (1e-3, 0.1, 0.05, 0.9, 0.95, 1e-8, 0.0))
-        launch.interpret([task], [near, zeros.clone(), zeros.clone(), zeros, one, rest])
+        args = AdamWArgs(*map(Slot, SLOTS), 0.9, 0.95, 1e-8, 0.0)
+        task = Task(kernel, [RW(p), RW(m), RW(v), R(grad), R(clip), RW(r)], args)
+        launch.interpret([task], [near, zeros.clone(), zeros.clone(), zeros, one, rest], SLOTS)
     else:
-        task = Task(kernel, [R(grad), R(clip), RW(p), RW(r)], (1,), (1e-3, 0.0, 0.0))
-        launch.interpret([task], [zeros, one, near, rest])
+        task = Task(kernel, [R(grad), R(clip), RW(p), RW(r)], SGDArgs(Slot("lr"), 0.0, 0.0))
+        launch.interpret([task], [zeros, one, near, rest], SLOTS)
     got = joined(near.float().numpy(), rest.numpy())
     assert np.array_equal(got, value, equal_nan=True) and np.array_equal(
         np.isnan(near.float().numpy()), np.isnan(value)

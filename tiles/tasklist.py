@@ -12,6 +12,9 @@ import math
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
+from . import arguments
+from .arguments import NO_ARGS, Slot, TaskArgs
+
 POLICIES = ("chain", "commute", "redux", "tree")
 MONOIDS = ("sum", "softmax", "moments")
 ITEMSIZE = {"bf16": 2, "fp32": 4, "fp64": 8, "int16": 2, "int64": 8}
@@ -56,13 +59,6 @@ class Tile:
         return f"{self.tensor}{list(self.index)}"
 
 
-@dataclass(frozen=True, slots=True)
-class Slot:
-    """A float argument that changes every step; `name` is filled in when the program is submitted."""
-
-    name: str
-
-
 @dataclass(slots=True)
 class Access:
     tile: Tile
@@ -92,8 +88,7 @@ class Task:
 
     kernel: str
     accesses: list[Access]
-    ints: tuple[int, ...] = ()
-    floats: tuple[float | Slot, ...] = ()
+    args: TaskArgs = NO_ARGS
     op: str = ""
     flop: float = 0.0
     priority: int = 0
@@ -104,9 +99,24 @@ class Task:
     worker: int = -1  # the one that it has to run on, counted among its kind; -1: the scheduler's choice
 
     @property
+    def ints(self) -> tuple[int, ...]:
+        return self.args.packed[0]
+
+    @property
+    def floats(self) -> tuple[float | Slot, ...]:
+        return self.args.packed[1]
+
+    @property
     def bytes(self) -> int:
         """The fewest bytes that the task moves: each tile once, twice where it is read and written."""
         return sum(a.tile.bytes * (1 if a.mode in "RW" and len(a.mode) == 1 else 2) for a in self.accesses)
+
+
+class Positional(arguments.TaskArgs):
+    """Ints and floats without names."""
+
+    def __init__(self, ints: tuple[int, ...], floats: tuple[float | Slot, ...]) -> None:
+        object.__setattr__(self, "packed", (ints, floats))
 
 
 class TaskList:
@@ -123,7 +133,7 @@ class TaskList:
         self,
         kernel: str,
         accesses: Sequence[Access],
-        ints: Iterable[int] = (),
+        args: TaskArgs | Iterable[int] = NO_ARGS,
         floats: Iterable[float | Slot] = (),
         op: str = "",
         flop: float | None = None,
@@ -131,7 +141,9 @@ class TaskList:
         """Append a task. Without `flop` one operation per element of the largest tile is assumed."""
         if flop is None:
             flop = max(math.prod(a.tile.shape) for a in accesses)
-        self.tasks.append(Task(kernel, list(accesses), tuple(ints), tuple(floats), op, flop))
+        if not isinstance(args, TaskArgs):
+            args = Positional(tuple(args), tuple(floats))
+        self.tasks.append(Task(kernel, list(accesses), args, op, flop))
 
     def resolve(self) -> TaskList:
         """Fix the access modes, insert merges, free dead tiles, set priorities. Call once, after the last emit."""
@@ -301,7 +313,17 @@ class TaskList:
         return h.hexdigest()
 
 
+class BusyArgs(TaskArgs):
+    """Of a task of a known length, for measurements."""
+
+    count: int  # of multiply-adds, each of which waits for the one before
+
+
+class CombineArgs(TaskArgs):
+    monoid: int  # its place in MONOIDS
+
+
 def merge(into: Tile, part: Tile, op: str) -> Task:
     """Adds one partial result to another."""
-    monoid = MONOIDS.index(into.monoid)
-    return Task("combine", [RW(into), R(part)], (monoid,), (), op, math.prod(into.shape))
+    args = CombineArgs(MONOIDS.index(into.monoid))
+    return Task("combine", [RW(into), R(part)], args, op, math.prod(into.shape))

@@ -18,7 +18,8 @@ from nntile_py.analysis.workloads import Built, Phase, Work, build
 from nntile_py.errors import ConfigError, NNTileError
 from nntile_py.graph.fusion import Fusion
 from nntile_py.graph.graph import Graph
-from nntile_py.tasks import Contract, Op, Tensor
+from nntile_py.tasks.contract import Contract
+from nntile_py.tasks.op import Op, Tensor
 from nntile_py.tiles import Task, Tile
 from nntile_py.tiles.tasklist import ITEMSIZE
 

@@ -10,7 +10,7 @@ from nntile_py.analysis.simulate import leaving_bytes, planned_seconds
 from nntile_py.config.spec import step_spec
 from nntile_py.graph.declared import numel
 from nntile_py.graph.step import Step
-from nntile_py.tasks import Lowering
+from nntile_py.tasks.op import Lowering
 from nntile_py.tiles import TaskList
 from nntile_py.tiles import device_model as nominal
 from nntile_py.tiles.order import Use, critical_path, dependencies

@@ -16,8 +16,12 @@ from nntile_py.graph.fusion import Fusion, fuse
 from nntile_py.graph.graph import Graph
 from nntile_py.graph.lowering import lower
 from nntile_py.graph.step import TILE_DTYPE, Step
-from nntile_py.tasks import Lowering, Op, Tensor
-from nntile_py.tasks.op import GraphLike
+from nntile_py.tasks.activation import activation
+from nntile_py.tasks.attention import attention
+from nntile_py.tasks.contract import linear
+from nntile_py.tasks.elementwise import add, dropout, transpose
+from nntile_py.tasks.layer_norm import layer_norm
+from nntile_py.tasks.op import GraphLike, Lowering, Op, Tensor
 from nntile_py.tiles import TaskList
 
 if TYPE_CHECKING:
@@ -125,7 +129,7 @@ def _linear_relu(g: Graph, x: Tensor, c: RunConfig) -> list[Tensor]:
     """relu(x W + bias), the first half of a feed-forward block: figures 10, 11, 12 and 15 of the NNTile report."""
     ffn = c.model.ffn or 4 * c.model.embed
     weight, bias = _param(g, "fc.weight", embed=c.model.embed, ffn=ffn), _param(g, "fc.bias", ffn=ffn)
-    return [g.activation(g.linear(x, weight, ["batch", "seq", "ffn"], bias), "relu")]
+    return [activation(g, linear(g, x, weight, ["batch", "seq", "ffn"], bias), "relu")]
 
 
 def _heads(c: RunConfig) -> dict[str, int]:
@@ -134,8 +138,8 @@ def _heads(c: RunConfig) -> dict[str, int]:
 
 def _linear_reshape(g: Graph, x: Tensor, c: RunConfig) -> list[Tensor]:
     """reshape(x W): rows of embed to [batch, heads, seq, head_dim]; figures 13 and 16 of the NNTile report."""
-    y = g.linear(x, _param(g, "q.weight", embed=c.model.embed, **_heads(c)), ["batch", "seq", "heads", "head_dim"])
-    return [g.transpose(y, ["batch", "heads", "seq", "head_dim"])]
+    y = linear(g, x, _param(g, "q.weight", embed=c.model.embed, **_heads(c)), ["batch", "seq", "heads", "head_dim"])
+    return [transpose(g, y, ["batch", "heads", "seq", "head_dim"])]
 
 
 def _qkv(stacked: int) -> Callable[[Graph, Tensor, RunConfig], list[Tensor]]:
@@ -149,7 +153,7 @@ def _qkv(stacked: int) -> Callable[[Graph, Tensor, RunConfig], list[Tensor]]:
         for name in names:
             parts = {"qkv": len(name)} if len(name) > 1 else {}
             weight = _param(g, f"{name}.weight", embed=c.model.embed, **parts, **_heads(c))
-            result.append(g.linear(x, weight, [*axes[:2], *parts, *axes[2:]]))
+            result.append(linear(g, x, weight, [*axes[:2], *parts, *axes[2:]]))
         return result
 
     return make
@@ -162,23 +166,23 @@ def _layer(g: Graph, x: Tensor, c: RunConfig) -> list[Tensor]:
 
     def norm(y: Tensor, name: str) -> Tensor:
         gamma, beta = (_param(g, f"{name}.{part}", embed=embed) for part in ("weight", "bias"))
-        return g.layer_norm(y, gamma, beta, c.model.layer_norm_eps)
+        return layer_norm(g, y, gamma, beta, c.model.layer_norm_eps)
 
     with g.scope("attn"):
         weight, bias = _param(g, "attn.c_attn.weight", embed=embed, qkv=3, **heads), _param(g, "b_in", qkv=3, **heads)
-        packed = g.linear(x, weight, ["batch", "seq", "qkv", "heads", "head_dim"], bias)
-        qkv = [g.transpose(packed, ["qkv", "batch", "heads", "seq", "head_dim"])]
-        a = g.attention(qkv, causal=False, form=c.model.attention, dropout=c.model.attention_dropout)
-        a = g.transpose(a, ["batch", "seq", "heads", "head_dim"])
-        a = g.linear(a, _param(g, "attn.c_proj.weight", **heads, embed=embed), axes, _param(g, "b_out", embed=embed))
-        x = norm(g.plus(x, g.dropout(a, p)), "norm1")
+        packed = linear(g, x, weight, ["batch", "seq", "qkv", "heads", "head_dim"], bias)
+        qkv = [transpose(g, packed, ["qkv", "batch", "heads", "seq", "head_dim"])]
+        a = attention(g, qkv, causal=False, form=c.model.attention, dropout=c.model.attention_dropout)
+        a = transpose(g, a, ["batch", "seq", "heads", "head_dim"])
+        a = linear(g, a, _param(g, "attn.c_proj.weight", **heads, embed=embed), axes, _param(g, "b_out", embed=embed))
+        x = norm(add(g, x, dropout(g, a, p)), "norm1")
     with g.scope("mlp"):
-        y = g.linear(
-            x, _param(g, "mlp.c_fc.weight", embed=embed, ffn=ffn), [*axes[:2], "ffn"], _param(g, "b1", ffn=ffn)
+        y = linear(
+            g, x, _param(g, "mlp.c_fc.weight", embed=embed, ffn=ffn), [*axes[:2], "ffn"], _param(g, "b1", ffn=ffn)
         )
-        y = g.dropout(g.activation(y, "relu"), p)
-        y = g.linear(y, _param(g, "mlp.c_proj.weight", ffn=ffn, embed=embed), axes, _param(g, "b2", embed=embed))
-        return [norm(g.plus(x, g.dropout(y, p)), "norm2")]
+        y = dropout(g, activation(g, y, "relu"), p)
+        y = linear(g, y, _param(g, "mlp.c_proj.weight", ffn=ffn, embed=embed), axes, _param(g, "b2", embed=embed))
+        return [norm(add(g, x, dropout(g, y, p)), "norm2")]
 
 
 _MAKERS: dict[str, Callable[[Graph, Tensor, RunConfig], list[Tensor]]] = {

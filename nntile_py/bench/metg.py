@@ -105,9 +105,9 @@ def _program(tiles: Sequence[Any], count: int, bodies: int = 1) -> Callable[[], 
     from nntile_py import _core
     from nntile_py.execution.program import capability_of_devices, encoded_launches
     from nntile_py.tiles import RW, Tile
-    from nntile_py.tiles.tasklist import Task
+    from nntile_py.tiles.tasklist import BusyArgs, Task
 
-    described = Task("busy", [RW(Tile("busy", (0,), (1,), "fp32"))], (count,))
+    described = Task("busy", [RW(Tile("busy", (0,), (1,), "fp32"))], BusyArgs(count))
     body = ("busy", "busy", [0], [count], 0, 0, *encoded_launches([described], capability_of_devices()))
     program = _core.Program()
     for tile in tiles:

@@ -13,7 +13,8 @@ import numpy as np
 from nntile_py import _core
 from nntile_py.execution import memory
 from nntile_py.execution.runtime import Runtime
-from nntile_py.tasks import Lowering, Tensor, launch
+from nntile_py.tasks import launch
+from nntile_py.tasks.op import Lowering, Tensor
 from nntile_py.tiles import Slot, TaskList, Tile
 from nntile_py.tiles import device_model as nominal
 from nntile_py.tiles.groups import GROUP_SECONDS, grouped

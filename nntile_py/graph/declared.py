@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from nntile_py.errors import ConfigError
-from nntile_py.tasks import Tensor
+from nntile_py.tasks.op import Tensor
 
 Array = np.ndarray[Any, Any]
 Weights = Mapping[str, Array]

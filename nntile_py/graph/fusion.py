@@ -9,26 +9,14 @@ from typing import Any, TypeVar
 
 from nntile_py.errors import ConfigError
 from nntile_py.graph.graph import Graph
-from nntile_py.tasks import (
-    Activation,
-    ActivationGrad,
-    Add,
-    Attention,
-    AttentionGrad,
-    BiasAdd,
-    Contract,
-    CrossEntropyGrad,
-    Dropout,
-    EmbeddingGrad,
-    LayerNorm,
-    LayerNormGrad,
-    Op,
-    Sum,
-    Tensor,
-    Transpose,
-)
-from nntile_py.tasks.attention import Operands
-from nntile_py.tasks.cross_entropy import CrossEntropy
+from nntile_py.tasks.activation import Activation, ActivationGrad
+from nntile_py.tasks.attention import Attention, AttentionGrad, Operands
+from nntile_py.tasks.contract import Contract
+from nntile_py.tasks.cross_entropy import CrossEntropy, CrossEntropyGrad
+from nntile_py.tasks.elementwise import Add, BiasAdd, Dropout, Sum, Transpose
+from nntile_py.tasks.embedding import EmbeddingGrad
+from nntile_py.tasks.layer_norm import LayerNorm, LayerNormGrad
+from nntile_py.tasks.op import Op, Tensor
 from nntile_py.tiles import Tiling
 
 

@@ -6,11 +6,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from nntile_py import tasks as ops
 from nntile_py.errors import ConfigError
 from nntile_py.graph.declared import Array, Init, Input, Joined, Param, Part, sources_of
-from nntile_py.tasks import Op, Tensor
-from nntile_py.tasks.op import wide
+from nntile_py.tasks.attention import Attention, AttentionGrad
+from nntile_py.tasks.contract import Contract
+from nntile_py.tasks.elementwise import add
+from nntile_py.tasks.op import Op, Tensor
 
 
 class Graph:
@@ -94,76 +95,10 @@ class Graph:
         self.ops.append(op)
         return op
 
-    # -- the vocabulary of model texts
-
-    def linear(self, x: Tensor, weight: Tensor, out_axes: Sequence[str], bias: Tensor | None = None) -> Tensor:
-        """y = sum over shared axes of x weight (+ bias); see tasks.Contract."""
-        with self.scope(next(part for part in reversed(weight.name.split(".")) if part != "weight")):
-            y = ops.contract(self, x, weight, out_axes)
-            return self.bias_add(y, bias) if bias else y
-
-    def bias_add(self, x: Tensor, bias: Tensor) -> Tensor:
-        return self.add(ops.BiasAdd(x, bias, self.temp("bias_add", x.axes, x.shape, x.dtype))).output
-
-    def plus(self, a: Tensor, b: Tensor) -> Tensor:
-        return self.add(ops.Add(a, b, self.temp("add", a.axes, a.shape, a.dtype))).output
-
-    def activation(self, x: Tensor, kind: str) -> Tensor:
-        return self.add(ops.Activation(x, self.temp(kind, x.axes, x.shape, x.dtype), kind)).output
-
-    def transpose(self, x: Tensor, axes: Sequence[str]) -> Tensor:
-        return x if tuple(axes) == x.axes else ops.transpose(self, x, axes)
-
-    def rename(self, x: Tensor, **names: str) -> Tensor:
-        return self.add(ops.Rename(x, names)).output
-
-    def unpack(self, x: Tensor, axis: str) -> list[Tensor]:
-        axes = [a for a in x.axes if a != axis]
-        shape = [x.size(a) for a in axes]
-        outs = [self.temp(f"{axis}{i}", axes, shape, x.dtype) for i in range(x.size(axis))]
-        return self.add(ops.Unpack(x, outs, axis)).outputs
-
-    def dropout(self, x: Tensor, p: float) -> Tensor:
-        if p == 0 or not self.training:
-            return x
+    def dropout_key(self) -> int:
+        """Another number for each dropout of the graph, in the order of the model's text."""
         self._dropouts += 1
-        return self.add(ops.Dropout(x, self.temp("dropout", x.axes, x.shape, x.dtype), p, self._dropouts)).output
-
-    def embedding(self, ids: Tensor, table: Tensor) -> Tensor:
-        axes, width = [*ids.axes, table.axes[1]], table.shape[1]
-        return self.add(ops.Embedding(ids, table, self.temp("rows", axes, [*ids.shape, width], table.dtype))).output
-
-    def layer_norm(self, x: Tensor, gamma: Tensor, beta: Tensor, eps: float) -> Tensor:
-        return ops.LayerNorm.apply(self, x, gamma, beta, eps)
-
-    def attention(self, qkv: Sequence[Tensor], *, causal: bool, form: str, dropout: float = 0.0) -> Tensor:
-        """softmax(q k^T / sqrt(d)) v; qkv is [q, k, v] or [packed]. form: vendor, merge, flash or naive."""
-        if len(qkv) == 3:
-            self.projections.append(list(qkv))
-        dropout *= self.training
-        if form != "naive":
-            if dropout:
-                raise ValueError("attention_dropout: only attention: naive has it; the fused forms have none")
-            return ops.Attention.apply(self, qkv, causal=causal, form=form)
-        q, k, v = qkv if len(qkv) == 3 else self.unpack(qkv[0], "qkv")
-        axes = q.axes
-        k, v = self.rename(k, seq="key"), self.rename(v, seq="key")
-        rows = [a for a in axes if a not in ("seq", "head_dim")]
-        sizes = {**q.sizes, **k.sizes}
-        out_axes = [*rows, "seq", "key"]
-        scores = self.temp("scores", out_axes, [sizes[a] for a in out_axes], q.dtype, causal=causal)
-        self.add(ops.Contract(q, k, scores, scale=q.size("head_dim") ** -0.5))
-        p = self.temp("softmax", scores.axes, scores.shape, scores.dtype, causal=causal)
-        p = self.add(ops.Softmax(scores, p)).output
-        if dropout:
-            p = self.dropout(p, dropout)
-            p.causal = causal
-        return ops.contract(self, p, v, axes)
-
-    def cross_entropy(self, logits: Tensor, labels: Tensor) -> Tensor:
-        loss = self.named("loss", ["one"], [1], "scalar", "fp64")
-        lse = self.temp("lse", labels.axes, labels.shape, wide(logits.dtype))
-        return self.add(ops.CrossEntropy(logits, labels, loss, lse)).output
+        return self._dropouts
 
     # -- gradients
 
@@ -181,7 +116,7 @@ class Graph:
                 if grad is None or not tensor.requires_grad:
                     continue
                 known = grads.get(tensor)
-                grads[tensor] = self.plus(known, grad) if known else grad
+                grads[tensor] = add(self, known, grad) if known else grad
             self._scope.pop()
         self._phase = "forward"
         result = {}
@@ -203,5 +138,5 @@ class Graph:
 
     def flop(self) -> float:
         """Floating point operations of the contractions and attentions, the customary count."""
-        counted = (ops.Contract, ops.Attention, ops.AttentionGrad)
+        counted = (Contract, Attention, AttentionGrad)
         return sum(op.flop() for op in self.ops if isinstance(op, counted))

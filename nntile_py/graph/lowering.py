@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from nntile_py.errors import ConfigError
 from nntile_py.graph.graph import Graph
-from nntile_py.tasks import Lowering, Tensor
+from nntile_py.tasks.op import Lowering, Tensor
 from nntile_py.tiles import TaskList, Tiling, cut_as
 
 WRITTEN_BEFORE = ("input", "param", "state")

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from nntile_py import tasks as ops
 from nntile_py.errors import ConfigError
 from nntile_py.graph.graph import Graph
-from nntile_py.tasks import Tensor
-from nntile_py.tasks.op import wide
+from nntile_py.tasks import optimizer as ops
+from nntile_py.tasks.op import Tensor, wide
 
 REST = "rest"
 

@@ -9,8 +9,10 @@ from collections.abc import Sequence
 
 from nntile_py.graph.declared import packed
 from nntile_py.graph.graph import Graph
-from nntile_py.tasks import Attention, BiasAdd, Contract, Op, Tensor, Transpose, Unpack
-from nntile_py.tasks.attention import Operands
+from nntile_py.tasks.attention import Attention, Operands
+from nntile_py.tasks.contract import Contract
+from nntile_py.tasks.elementwise import BiasAdd, Transpose, Unpack
+from nntile_py.tasks.op import Op, Tensor
 
 AXIS = "qkv"
 

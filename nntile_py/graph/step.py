@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
-from nntile_py import tasks as ops
 from nntile_py.errors import ConfigError
 from nntile_py.graph.declared import Batch, Param, Traceable, Traced
 from nntile_py.graph.fusion import Fusion, fuse, narrow_gradients
@@ -13,7 +12,8 @@ from nntile_py.graph.graph import Graph
 from nntile_py.graph.lowering import lower
 from nntile_py.graph.optimizers import AdamW, Optimizer
 from nntile_py.graph.packing import pack_projections
-from nntile_py.tasks import Lowering, Tensor
+from nntile_py.tasks.op import Lowering, Tensor
+from nntile_py.tasks.optimizer import GradNorm
 from nntile_py.tiles import Tiling
 
 PRECISIONS = ("fp32", "fp64", "bf16", "tf32")
@@ -141,7 +141,7 @@ class StepSpec:
         first.tasks.forget(first.tile(grad, index) for grad in grads.values() for index in first.indices(grad))
         update = Graph(graph.dtype)
         norm, clip = (update.named(name, ["one"], [1], "scalar", "fp64") for name in ("grad_norm", "clip"))
-        update.add(ops.GradNorm(list(grads.values()), norm, clip, self.clip_grad_norm, first.tasks.ends("batch")))
+        update.add(GradNorm(list(grads.values()), norm, clip, self.clip_grad_norm, first.tasks.ends("batch")))
         for param, grad in grads.items():
             update.tensors[param.name] = param
             with update.scope(param.name):

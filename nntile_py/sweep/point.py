@@ -29,7 +29,7 @@ from nntile_py.graph.fusion import Fusion
 from nntile_py.graph.graph import Graph
 from nntile_py.models.init import fill
 from nntile_py.sweep.spec import Measure
-from nntile_py.tasks import Lowering, Op, Tensor
+from nntile_py.tasks.op import Lowering, Op, Tensor
 from nntile_py.tiles import TaskList, Tiling
 
 NUMPY = {"fp32": np.float32, "bf16": np.float32, "fp64": np.float64, "int64": np.int64}  # bf16: rounded by the tiles

@@ -20,7 +20,7 @@ from nntile_py.graph.fusion import Fusion
 from nntile_py.graph.graph import Graph
 from nntile_py.graph.optimizers import REST, AdamW, Optimizer
 from nntile_py.graph.step import Evaluation, Step, StepSpec
-from nntile_py.tasks import Lowering, Tensor
+from nntile_py.tasks.op import Lowering, Tensor
 from nntile_py.tasks.optimizer import joined, split
 from nntile_py.tiles import TaskList, Tiling
 

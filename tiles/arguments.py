@@ -1,0 +1,100 @@
+"""The arguments of tile kernels besides their tiles: declared once, read by name in Python, Triton and C++."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from dataclasses import dataclass, fields
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self, dataclass_transform
+
+if TYPE_CHECKING:
+    from .tasklist import Task
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A float argument that changes every step; `name` is filled in when the program is submitted."""
+
+    name: str
+
+
+class Kind(NamedTuple):
+    """What an argument is, by its annotation."""
+
+    base: str  # int, bool, float, Slot, or the name of another class of arguments: a group
+    length: int | None = None  # of a tuple of ints, how many; -1: any number
+    optional: bool = False  # a group that may be None
+
+    @property
+    def group(self) -> bool:
+        return self.base not in ("int", "bool", "float", "Slot")
+
+    @property
+    def last(self) -> bool:
+        """Whether ints of an argument after this one could not be found."""
+        return self.length == -1 or self.optional
+
+
+def kind_of(annotation: str) -> Kind:
+    """int, bool, float, Slot, tuple[int, int], tuple[int, ...], the name of a group, or of one that may be None."""
+    if match := re.fullmatch(r"tuple\[((int, )*)(int|\.\.\.)\]", annotation):
+        return Kind("int", -1 if match[3] == "..." else match[1].count("int") + 1)
+    if match := re.fullmatch(r"(?:\w+\.)*(\w+)( \| None)?", annotation):
+        kind = Kind(match[1], optional=bool(match[2]))
+        if kind.group or not kind.optional:
+            return kind
+    raise TypeError(f"an argument of a kernel cannot be a {annotation}")
+
+
+@dataclass_transform(frozen_default=True)
+class TaskArgs:
+    """The arguments of a kernel. A subclass declares them as fields and is made a frozen dataclass:
+
+        class EmbeddingArgs(TaskArgs):
+            offset: int
+            rows: int
+
+    A field is an int, a bool, a float, a Slot (a float that changes every step), a tuple of ints of fixed length, or a
+    group: another class of arguments. A tuple of any length, or a group that may be None, comes last. An operator
+    emits an instance, a Triton descriptor gets it by `EmbeddingArgs.of(task)`, and C++, where setup.py makes a struct
+    of the same name in a header named after the Python file, by `const EmbeddingArgs args(t)`. A task carries them as
+    its ints and its floats, in the order of the fields.
+    """
+
+    _kinds: ClassVar[tuple[tuple[str, Kind], ...]] = ()
+
+    def __init_subclass__(cls) -> None:
+        dataclass(frozen=True)(cls)
+        types = {field.name: field.type for field in fields(cls)}  # type: ignore[arg-type]
+        texts = {name: t if isinstance(t, str) else inspect.formatannotation(t) for name, t in types.items()}
+        cls._kinds = tuple((name, kind_of(text)) for name, text in texts.items())
+
+    @classmethod
+    def of(cls, task: Task) -> Self:
+        """The task's arguments; they have to be of this class."""
+        assert isinstance(task.args, cls), (task.kernel, task.args)
+        return task.args
+
+    @cached_property
+    def packed(self) -> tuple[tuple[int, ...], tuple[float | Slot, ...]]:
+        """The ints and the floats, as a task carries them."""
+        ints: list[int] = []
+        floats: list[float | Slot] = []
+        for name, kind in self._kinds:
+            value: Any = getattr(self, name)
+            if kind.group:
+                more = value.packed if value is not None else ((), ())
+                ints += more[0]
+                floats += more[1]
+            elif kind.length is not None:
+                assert kind.length in (-1, len(value)), (self, name)
+                ints += map(int, value)
+            elif kind.base in ("int", "bool"):
+                ints.append(int(value))
+            else:
+                floats.append(value)
+        return tuple(ints), tuple(floats)
+
+
+NO_ARGS = TaskArgs()
