@@ -1,25 +1,31 @@
-// Activations and their derivatives on vectors. Kinds as in activation.py: 0 relu, 1 gelu (erf), 2 gelu_new (tanh).
+// Activations and their derivatives on vectors.
 #pragma once
+#include "activation_kinds.h"
 #include "common.h"
 
 namespace nntile {
 
-inline constexpr int kRelu = 0, kGelu = 1, kGeluNew = 2;
 inline constexpr double kSqrt2OverPi = 0.79788456080286535588, kCubic = 0.044715;
 inline constexpr double kSqrtHalf = 0.70710678118654752440, kInvSqrt2Pi = 0.39894228040143267794;
+
+template <class T>
+inline Vec<T> logistic(const Vec<T>& x) {
+  const Vec<T> one(T(1));
+  return one / (one + x.neg().exp_u20());
+}
 
 // (1 + tanh(u)) / 2 with u = sqrt(2/pi) (x + 0.044715 x^3), as a logistic function of 2u: one exponential.
 template <class T>
 inline Vec<T> gelu_new_gate(const Vec<T>& x) {
-  const Vec<T> one(T(1));
-  const auto u2 = Vec<T>(T(2 * kSqrt2OverPi)) * x * at::vec::fmadd(Vec<T>(T(kCubic)) * x, x, one);
-  return one / (one + u2.neg().exp_u20());
+  return logistic(Vec<T>(T(2 * kSqrt2OverPi)) * x * at::vec::fmadd(Vec<T>(T(kCubic)) * x, x, Vec<T>(T(1))));
 }
 
 template <class T>
 inline Vec<T> activate(int kind, const Vec<T>& x) {
   if (kind == kRelu) return at::vec::maximum(x, Vec<T>(T(0)));
   if (kind == kGeluNew) return x * gelu_new_gate(x);
+  if (kind == kTanh) return x.tanh();
+  if (kind == kSilu) return x * logistic(x);
   return x * Vec<T>(T(0.5)) * (Vec<T>(T(1)) + (x * Vec<T>(T(kSqrtHalf))).erf());
 }
 
@@ -31,6 +37,14 @@ inline Vec<T> derivative(int kind, const Vec<T>& x) {
     const auto gate = gelu_new_gate(x);
     const auto du2 = Vec<T>(T(2 * kSqrt2OverPi)) * at::vec::fmadd(Vec<T>(T(3 * kCubic)) * x, x, one);
     return at::vec::fmadd(x * du2 * gate, one - gate, gate);
+  }
+  if (kind == kTanh) {
+    const auto y = x.tanh();
+    return one - y * y;
+  }
+  if (kind == kSilu) {
+    const auto gate = logistic(x);
+    return at::vec::fmadd(x * gate, one - gate, gate);
   }
   const auto cdf = Vec<T>(T(0.5)) * (one + (x * Vec<T>(T(kSqrtHalf))).erf());
   const auto pdf = Vec<T>(T(kInvSqrt2Pi)) * (x * x * Vec<T>(T(-0.5))).exp();

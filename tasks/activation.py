@@ -1,4 +1,7 @@
-"""Activations as in transformers: relu, gelu (exact, erf), gelu_new (tanh approximation; Hendrycks and Gimpel 2016)."""
+"""Activations as in transformers: relu, gelu (exact, erf), gelu_new (its tanh approximation), tanh, silu.
+
+gelu and silu, x sigmoid(x): Hendrycks and Gimpel 2016.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +13,21 @@ from nntile_py.tiles import R, W
 
 from .op import Array, GraphLike, Lowering, Op, Tensor
 
-ACTIVATIONS = ("relu", "gelu", "gelu_new")
+ACTIVATIONS = ("relu", "gelu", "gelu_new", "tanh", "silu")  # kernels know them by their positions
 
 _erf = np.vectorize(math.erf)
 _C = math.sqrt(2 / math.pi)
+
+
+def check_kind(kind: str) -> str:
+    """The kind. ValueError: there is no such activation."""
+    if kind not in ACTIVATIONS:
+        raise ValueError(f"activation: {kind!r} is not allowed; use one of {', '.join(ACTIVATIONS)}")
+    return kind
+
+
+def _sigmoid(x: Array) -> Array:
+    return np.asarray(0.5 * (1 + np.tanh(0.5 * x)))  # overflows nowhere
 
 
 def activate(kind: str, x: Array) -> Array:
@@ -22,6 +36,10 @@ def activate(kind: str, x: Array) -> Array:
         return np.maximum(x, 0.0)
     if kind == "gelu":
         return np.asarray(0.5 * x * (1 + _erf(x / math.sqrt(2))))
+    if kind == "tanh":
+        return np.asarray(np.tanh(x))
+    if kind == "silu":
+        return np.asarray(x * _sigmoid(x))
     return np.asarray(0.5 * x * (1 + np.tanh(_C * (x + 0.044715 * x**3))))
 
 
@@ -31,18 +49,20 @@ def derivative(kind: str, x: Array) -> Array:
         return np.asarray((x > 0).astype(x.dtype))
     if kind == "gelu":
         return np.asarray(0.5 * (1 + _erf(x / math.sqrt(2))) + x * np.exp(-x * x / 2) / math.sqrt(2 * math.pi))
+    if kind == "tanh":
+        return np.asarray(1 - np.tanh(x) ** 2)
+    if kind == "silu":
+        return np.asarray(_sigmoid(x) * (1 + x * (1 - _sigmoid(x))))
     t = np.tanh(_C * (x + 0.044715 * x**3))
     return np.asarray(0.5 * (1 + t) + 0.5 * x * (1 - t * t) * _C * (1 + 3 * 0.044715 * x * x))
 
 
 class Activation(Op):
-    """y = act(x), element-wise; kind is relu, gelu or gelu_new."""
+    """y = act(x), element-wise; kind is one of ACTIVATIONS."""
 
     def __init__(self, x: Tensor, out: Tensor, kind: str) -> None:
-        if kind not in ACTIVATIONS:
-            raise ValueError(f"activation: {kind!r} is not allowed; use one of {', '.join(ACTIVATIONS)}")
         super().__init__([x], [out])
-        self.act = kind
+        self.act = check_kind(kind)
 
     def gradient(self, g: GraphLike, *grads: Tensor | None) -> list[Tensor | None]:
         dy, x = grads[0], self.inputs[0]
@@ -82,5 +102,5 @@ class ActivationGrad(Op):
 
 
 def activation(g: GraphLike, x: Tensor, kind: str) -> Tensor:
-    """act(x), element-wise; kind: relu, gelu or gelu_new."""
+    """act(x), element-wise; kind: one of ACTIVATIONS."""
     return g.add(Activation(x, g.temp(kind, x.axes, x.shape, x.dtype), kind)).output

@@ -1,4 +1,4 @@
-"""Activations on CUDA. Kinds as in activation.py: 0 relu, 1 gelu (erf), 2 gelu_new (tanh)."""
+"""Activations on CUDA. A KIND is a position in activation.ACTIVATIONS."""
 
 from __future__ import annotations
 
@@ -17,13 +17,25 @@ def _gelu_new_gate(x):
 
 
 @triton.jit
+def _tanh(x):
+    """By exponentials; near zero, where they cancel, by the series, whose next term is below fp32's rounding."""
+    e, x2 = tl.exp(-2 * tl.abs(x)), x * x
+    far = tl.where(x < 0, -1.0, 1.0) * (1 - e) / (1 + e)
+    return tl.where(x2 < 0.04, x * (1 + x2 * (-1 / 3 + x2 * (2 / 15 - x2 * (17 / 315)))), far)
+
+
+@triton.jit
 def activate(x, KIND: tl.constexpr):
     if KIND == 0:
         y = tl.maximum(x, 0.0)
     elif KIND == 1:
         y = 0.5 * x * (1 + tl.erf(x * 0.7071067811865476))
-    else:
+    elif KIND == 2:
         y = x * _gelu_new_gate(x)
+    elif KIND == 3:
+        y = _tanh(x)
+    else:
+        y = x * tl.sigmoid(x)
     return y
 
 
@@ -33,9 +45,15 @@ def derivative(x, KIND: tl.constexpr):
         y = tl.where(x > 0, 1.0, 0.0)
     elif KIND == 1:
         y = 0.5 * (1 + tl.erf(x * 0.7071067811865476)) + x * 0.3989422804014327 * tl.exp(-0.5 * x * x)
-    else:
+    elif KIND == 2:
         gate = _gelu_new_gate(x)
         y = gate + x * 1.5957691216057308 * (1 + 3 * 0.044715 * x * x) * gate * (1 - gate)
+    elif KIND == 3:
+        t = _tanh(x)
+        y = 1 - t * t
+    else:
+        gate = tl.sigmoid(x)
+        y = gate + x * gate * (1 - gate)
     return y
 
 

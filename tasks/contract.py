@@ -22,7 +22,7 @@ class Contract(Op):
     summed over (K), the others are rows (M) and columns (N). `out_axes` may be any order of the rest, so that a
     reshape of the output or of an input costs no task of its own (Alg. 4 of the NNTile report).
 
-    Optional: bias (axes a subset of the output's), residual (the output's axes), activation (relu, gelu, gelu_new)
+    Optional: bias (axes a subset of the output's), residual (the output's axes), activation (of ACTIVATIONS)
     with `pre`, a second output: the value before the activation; `aux`: the output is multiplied by the activation's
     derivative at aux; `bias_grad` (which of the inputs, 0 or 1, and a last output): the sum of that input over the axes
     that it sums over (K).

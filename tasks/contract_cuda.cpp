@@ -7,7 +7,10 @@
 #include <ATen/ops/gelu.h>
 #include <ATen/ops/gelu_backward.h>
 #include <ATen/ops/relu.h>
+#include <ATen/ops/silu.h>
+#include <ATen/ops/silu_backward.h>
 #include <ATen/ops/sum.h>
+#include <ATen/ops/tanh.h>
 #include <ATen/ops/threshold_backward.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAStream.h>
@@ -22,6 +25,7 @@
 #include <optional>
 #include <sstream>
 
+#include "activation_kinds.h"
 #include "choices.h"
 #include "contract.h"
 #include "runtime.h"
@@ -29,7 +33,6 @@
 namespace nntile {
 namespace {
 
-constexpr int kRelu = 0, kGelu = 1, kGeluNew = 2;  // as in activation.py
 constexpr size_t kWorkspace = 64 << 20;
 constexpr int kCandidates = 8, kTimings = 3;
 
@@ -284,11 +287,16 @@ void matmul(const at::Tensor& out, const at::Tensor& a_matrix, const at::Tensor&
 
 void apply_activation(int kind, const at::Tensor& pre, at::Tensor out) {
   if (kind == kRelu) at::relu_out(out, pre);
+  else if (kind == kTanh) at::tanh_out(out, pre);
+  else if (kind == kSilu) at::silu_out(out, pre);
   else at::gelu_out(out, pre, kind == kGeluNew ? "tanh" : "none");
 }
 
 void multiply_derivative(int kind, at::Tensor y, const at::Tensor& aux) {
   if (kind == kRelu) at::threshold_backward_out(y, y, aux, 0);
+  else if (kind == kTanh)  // 1 - tanh^2 of a tanh in bf16 would be mostly rounding
+    y.mul_(aux.to(at::kFloat).tanh().square_().neg_().add_(1));
+  else if (kind == kSilu) at::silu_backward_out(y, y, aux);
   else at::gelu_backward_out(y, y, aux, kind == kGeluNew ? "tanh" : "none");
 }
 

@@ -1,4 +1,4 @@
-// Cross-entropy on tiles of logits [rows, vocab]. Labels below 0 are left out of the loss.
+// Cross-entropy on tiles of logits [rows, classes]. Labels below 0 are left out of the loss.
 #include "rows.h"
 
 namespace nntile {
@@ -12,10 +12,9 @@ void gradient(T* x, T lse, int64_t label, T scale, int64_t n) {
   if (label >= 0 && label < n) x[label] -= scale;
 }
 
-void check_label(int64_t label, int64_t vocab) {
-  if (label >= vocab)
-    throw std::out_of_range("label " + std::to_string(label) + " is not in the vocabulary of " +
-                            std::to_string(vocab));
+void check_label(int64_t label, int64_t classes) {
+  if (label >= classes)
+    throw std::out_of_range("label " + std::to_string(label) + " is not one of " + std::to_string(classes) + " classes");
 }
 
 // A loss is scaled row by row: a product at the end would be rounded with the sum before it, or alone where that is added
@@ -42,7 +41,7 @@ void cross_entropy(Args& t) {
   });
 }
 
-// tiles: state (ACC), picked (ACC), logits, labels; ints: first word of the tile, vocabulary
+// tiles: state (ACC), picked (ACC), logits, labels; ints: first class of the tile, classes
 void cross_entropy_state(Args& t) {
   const auto state = t[0], picked = t[1], logits = t[2], labels = t[3];
   const bool accumulates = t.accumulates(0);
@@ -83,7 +82,7 @@ void cross_entropy_loss(Args& t) {
   });
 }
 
-// tiles: logits, labels, lse; ints: first word of the tile
+// tiles: logits, labels, lse; ints: first class of the tile
 void cross_entropy_grad(Args& t) {
   const auto logits = t[0], labels = t[1], lse = t[2];
   dispatch(logits, [&](auto zero) {

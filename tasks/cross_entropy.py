@@ -1,4 +1,4 @@
-"""Cross-entropy over a vocabulary that may be cut, its gradient in place of the logits."""
+"""Cross-entropy over classes, an axis that may be cut; its gradient in place of the logits."""
 
 from __future__ import annotations
 
@@ -12,62 +12,65 @@ IGNORED = -100
 
 
 class CrossEntropy(Op):
-    """loss = (sum over rows of log sum_v exp(logits) - logits[label]) * scale; rows labelled -100 are left out.
+    """loss = (sum over rows of log sum_c exp(logits) - logits[label]) * scale; rows labelled -100 are left out.
 
-    The scale is the slot `loss_scale`: 1 / (labels that count, in all micro-batches of the step). Outputs: loss, fp64
+    The classes are the last axis of the logits, labels have the others; to the loss `before`, if there is one, the new
+    one is added. The scale is a slot: 1 / (labels that count, in all micro-batches of the step). Outputs: loss, fp64
     [1]; lse [...], fp32 for bf16 logits: log-sum-exp of each row. With `fused` (set by the fusion pass where the
-    vocabulary is not cut) the same task overwrites the logits by their gradient.
+    classes are not cut) the same task overwrites the logits by their gradient.
     """
 
-    def __init__(self, logits: Tensor, labels: Tensor, loss: Tensor, lse: Tensor) -> None:
-        assert logits.axes[-1] == "vocab", logits
-        super().__init__([logits, labels], [loss, lse])
-        self.lse = lse
+    def __init__(
+        self, logits: Tensor, labels: Tensor, loss: Tensor, lse: Tensor, before: Tensor | None = None,
+        scale: str = "loss_scale",
+    ) -> None:  # fmt: skip
+        assert logits.axes[:-1] == labels.axes, (logits, labels)
+        super().__init__([t for t in (logits, labels, before) if t], [loss, lse])
+        self.classes, self.lse, self.scale = logits.axes[-1], lse, Slot(scale)
         self.fused: CrossEntropyGrad | None = None
 
     def gradient(self, g: GraphLike, *grads: Tensor | None) -> list[Tensor | None]:
-        logits, labels = self.inputs
+        logits, labels = self.inputs[:2]
         out = g.temp("logits_grad", logits.axes, logits.shape, logits.dtype, storage=logits)
-        return [g.add(CrossEntropyGrad(logits, labels, self.lse, out)).output, None]
+        return [g.add(CrossEntropyGrad(logits, labels, self.lse, out, self.scale.name)).output, None]
 
     def flop(self) -> float:
         return 4.0 * self.inputs[0].words
 
     def lower(self, low: Lowering) -> None:
-        logits, labels = self.inputs
+        logits, labels = self.inputs[:2]
         loss = low.tile(self.output, {"one": 0})
-        scale = Slot("loss_scale")
         for index in low.indices(labels):
             label, lse = low.tile(labels, index), low.tile(self.lse, index)
-            parts = low.parts(logits, "vocab")
-            tiles = [low.tile(logits, index | {"vocab": k}) for k in range(len(parts))]
+            parts = low.parts(logits, self.classes)
+            tiles = [low.tile(logits, index | {self.classes: k}) for k in range(len(parts))]
             if len(parts) == 1:
                 access = RW(tiles[0]) if self.fused else R(tiles[0])
-                low.emit("cross_entropy", [access, R(label), W(lse), ACC(loss)], [int(bool(self.fused))], [scale])
+                low.emit("cross_entropy", [access, R(label), W(lse), ACC(loss)], [int(bool(self.fused))], [self.scale])
                 continue
             state = Tile(f"{self.name}.state", tuple(index.values()), (*lse.shape, 2), lse.dtype, "softmax")
             picked = Tile(f"{self.name}.picked", tuple(index.values()), lse.shape, lse.dtype)
             for part, tile in zip(parts, tiles, strict=True):
-                ints = [part.offset, logits.size("vocab")]
+                ints = [part.offset, logits.size(self.classes)]
                 low.emit("cross_entropy_state", [ACC(state), ACC(picked), R(tile), R(label)], ints)
             accesses = [W(lse), ACC(loss), R(state), R(picked), R(label)]
-            low.emit("cross_entropy_loss", accesses, [], [scale])
+            low.emit("cross_entropy_loss", accesses, [], [self.scale])
 
     def reference(self, *inputs: Array) -> tuple[Array, ...]:
-        logits, labels = inputs[0], inputs[1].astype(int)
+        logits, labels, before = inputs[0], inputs[1].astype(int), sum(inputs[2:])
         top = logits.max(-1, keepdims=True)
         lse = np.log(np.exp(logits - top).sum(-1)) + top[..., 0]
         kept = labels != IGNORED
         picked = np.take_along_axis(logits, np.where(kept, labels, 0)[..., None], -1)[..., 0]
-        return np.array([((lse - picked) * kept).sum() / max(kept.sum(), 1)]), lse
+        return np.array([((lse - picked) * kept).sum() / max(kept.sum(), 1)]) + before, lse
 
 
 class CrossEntropyGrad(Op):
-    """dlogits = (exp(logits - lse) - onehot(label)) * loss_scale, zero where the label is -100; in place."""
+    """dlogits = (exp(logits - lse) - onehot(label)) * scale, zero where the label is -100; in place."""
 
-    def __init__(self, logits: Tensor, labels: Tensor, lse: Tensor, out: Tensor) -> None:
+    def __init__(self, logits: Tensor, labels: Tensor, lse: Tensor, out: Tensor, scale: str = "loss_scale") -> None:
         super().__init__([logits, labels, lse], [out])
-        self.fused = False
+        self.classes, self.scale, self.fused = logits.axes[-1], Slot(scale), False
 
     def flop(self) -> float:
         return 4.0 * self.output.words
@@ -78,7 +81,7 @@ class CrossEntropyGrad(Op):
         logits, labels, lse = self.inputs
         for index in low.indices(logits):
             accesses = [RW(low.tile(logits, index)), R(low.tile(labels, index)), R(low.tile(lse, index))]
-            low.emit("cross_entropy_grad", accesses, [low.part(logits, "vocab", index).offset], [Slot("loss_scale")])
+            low.emit("cross_entropy_grad", accesses, [low.part(logits, self.classes, index).offset], [self.scale])
 
     def reference(self, *inputs: Array) -> tuple[Array, ...]:
         logits, labels, lse = inputs[0], inputs[1].astype(int), inputs[2]
@@ -89,8 +92,24 @@ class CrossEntropyGrad(Op):
         return ((p - onehot) * kept[..., None] / max(kept.sum(), 1),)
 
 
-def cross_entropy(g: GraphLike, logits: Tensor, labels: Tensor) -> Tensor:
-    """The loss, fp64 [1], of logits [..., vocab] and labels (int64, -100: left out); see CrossEntropy."""
-    loss = g.named("loss", ["one"], [1], "scalar", "fp64")
+def loss_tensor(g: GraphLike, before: Tensor | None) -> Tensor:
+    """What an operator writes its loss to: the graph's loss, or the sum with the loss before it, in the same tile."""
+    if before:
+        return g.temp("loss", before.axes, before.shape, before.dtype, storage=before)
+    if "loss" in g.tensors:
+        raise ValueError("loss: the graph has one already; give it as `loss` to what is to be added to it")
+    return g.named("loss", ["one"], [1], "scalar", "fp64")
+
+
+def cross_entropy(
+    g: GraphLike, logits: Tensor, labels: Tensor, *, loss: Tensor | None = None, scale: str = "loss_scale"
+) -> Tensor:
+    """The cross-entropy of classes, the last axis of the logits, an fp64 [1], or that added to `loss`.
+
+    labels: int64, the other axes of the logits; -100 is left out. scale: the slot for 1 / (labels that count).
+    ValueError: labels of other axes or sizes.
+    """
+    if logits.axes[:-1] != labels.axes or logits.shape[:-1] != labels.shape:
+        raise ValueError(f"cross_entropy: the labels {labels} need the axes of {logits} but the last one")
     lse = g.temp("lse", labels.axes, labels.shape, wide(logits.dtype))
-    return g.add(CrossEntropy(logits, labels, loss, lse)).output
+    return g.add(CrossEntropy(logits, labels, loss_tensor(g, loss), lse, loss, scale)).output

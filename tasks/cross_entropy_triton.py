@@ -1,6 +1,6 @@
-"""Cross-entropy on tiles of logits [rows, vocab] on CUDA: a program a row, in 16-byte vectors, nothing kept in fp32.
+"""Cross-entropy on tiles of logits [rows, classes] on CUDA: a program a row, in 16-byte vectors, nothing kept in fp32.
 
-Tiles, ints and floats as in cross_entropy.cpp. A label outside of the vocabulary, which the CPU reports, makes the loss
+Tiles, ints and floats as in cross_entropy.cpp. A label that is no class, which the CPU reports, makes the loss
 NaN: a kernel cannot throw.
 """
 
@@ -131,7 +131,7 @@ def _cross_entropy(
 
 
 @triton.jit
-def _total(LOSS, ROWS, rows, scale, ACC: tl.constexpr, BLOCK: tl.constexpr):
+def scaled_total(LOSS, ROWS, rows, scale, ACC: tl.constexpr, BLOCK: tl.constexpr):
     total = tl.zeros([BLOCK], tl.float64)
     for first in range(0, rows, BLOCK):
         row = first + tl.arange(0, BLOCK)
@@ -191,7 +191,7 @@ def _blocks(task: Task, number: int) -> tuple[int, int, dict[str, Any]]:
 def _describe(task: Task) -> Launches:
     rows, n, blocks = _blocks(task, 0)
     logits, labels, lse, loss = (tile(task, k) for k in range(4))
-    scratch = Scratch()
+    scratch, acc = Scratch(), task.accesses[3].accumulate
     losses = scratch.take(rows, "fp32")
     return Launches(
         (
@@ -199,7 +199,7 @@ def _describe(task: Task) -> Launches:
                 _cross_entropy, rows, logits, labels, lse, losses, n, TaskFloat(0),
                 GRADIENT=bool(task.ints[0]), **blocks,
             ),
-            launch(_total, 1, loss, losses, rows, TaskFloat(0), ACC=task.accesses[3].accumulate, BLOCK=4096, warps=8),
+            launch(scaled_total, 1, loss, losses, rows, TaskFloat(0), ACC=acc, BLOCK=4096, warps=8),
         ),
         scratch.bytes,
     )  # fmt: skip
@@ -220,7 +220,7 @@ def _describe_loss(task: Task) -> Launches:
     return Launches(
         (
             launch(_loss, ceil_div(rows, 256), lse, losses, state, picked, labels, rows, BLOCK=256),
-            launch(_total, 1, loss, losses, rows, TaskFloat(0), ACC=acc, BLOCK=4096, warps=8),
+            launch(scaled_total, 1, loss, losses, rows, TaskFloat(0), ACC=acc, BLOCK=4096, warps=8),
         ),
         scratch.bytes,
     )

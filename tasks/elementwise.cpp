@@ -1,4 +1,5 @@
 #include <ATen/ops/add.h>
+#include <ATen/ops/mul.h>
 #include <ATen/ops/sum.h>
 
 #include "common.h"
@@ -10,6 +11,11 @@ namespace {
 void add(Args& t) {
   auto out = t[0];
   at::add_out(out, t[1], t[2]);
+}
+
+void multiply(Args& t) {
+  auto out = t[0];
+  at::mul_out(out, t[1], t[2]);
 }
 
 void bias_add(Args& t) {
@@ -47,6 +53,7 @@ void dropout(Args& t) {
 }
 
 NNTILE_KERNEL(add, add);
+NNTILE_KERNEL(multiply, multiply);
 NNTILE_KERNEL(bias_add, bias_add);
 NNTILE_KERNEL(sum, sum);
 NNTILE_KERNEL(transpose, transpose);

@@ -1,4 +1,4 @@
-"""Element-wise operators: add, broadcast add (bias, positions), sums over axes, transposes, dropout, QKV unpacking."""
+"""Element-wise operators: add, multiply, broadcast add, sums over axes, transposes, dropout, QKV unpacking."""
 
 from __future__ import annotations
 
@@ -29,6 +29,27 @@ class Add(Op):
 
     def reference(self, *inputs: Array) -> tuple[Array, ...]:
         return (inputs[0] + inputs[1],)
+
+
+class Multiply(Op):
+    """y = a * b, tensors of the same axes; da = dy * b, db = dy * a."""
+
+    def __init__(self, a: Tensor, b: Tensor, out: Tensor) -> None:
+        assert a.axes == b.axes == out.axes, (a, b, out)
+        super().__init__([a, b], [out])
+
+    def gradient(self, g: GraphLike, *grads: Tensor | None) -> list[Tensor | None]:
+        (a, b), dy = self.inputs, grads[0]
+        assert dy is not None
+        return [multiply(g, dy, y, like=x) if x.requires_grad else None for x, y in ((a, b), (b, a))]
+
+    def lower(self, low: Lowering) -> None:
+        for index in low.indices(self.output):
+            a, b = (low.tile(t, index) for t in self.inputs)
+            low.emit("multiply", [W(low.tile(self.output, index)), R(a), R(b)])
+
+    def reference(self, *inputs: Array) -> tuple[Array, ...]:
+        return (inputs[0] * inputs[1],)
 
 
 class BiasAdd(Op):
@@ -228,6 +249,14 @@ def add(g: GraphLike, a: Tensor, b: Tensor) -> Tensor:
 def bias_add(g: GraphLike, x: Tensor, bias: Tensor) -> Tensor:
     """x + bias; the bias has some of x's axes, in x's order."""
     return g.add(BiasAdd(x, bias, g.temp("bias_add", x.axes, x.shape, x.dtype))).output
+
+
+def multiply(g: GraphLike, a: Tensor, b: Tensor, *, like: Tensor | None = None) -> Tensor:
+    """a * b, of the same axes and sizes; as a gradient of `like` if that is given. ValueError: they differ."""
+    if a.sizes != b.sizes or a.axes != b.axes:
+        raise ValueError(f"multiply: {a} and {b} have to have the same axes and sizes")
+    dtype = wide(a.dtype) if like and like.kind == "param" else a.dtype
+    return g.add(Multiply(a, b, g.temp("multiply", a.axes, a.shape, dtype, causal=(like or a).causal))).output
 
 
 def transpose(g: GraphLike, x: Tensor, axes: Sequence[str]) -> Tensor:

@@ -65,6 +65,12 @@ def _add(Y, A, B, n, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def _multiply(Y, A, B, n, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(Y + at, tl.load(A + at, at < n).to(tl.float32) * tl.load(B + at, at < n).to(tl.float32), at < n)
+
+
+@triton.jit
 def _bias_add(
     Y, X, BIAS, rows, columns,
     SIZES: tl.constexpr, STRIDES: tl.constexpr, STEP: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
@@ -206,6 +212,12 @@ def _copies(y: Argument, x: Argument, sizes: Sequence[int], y_strides: Sequence[
 def _describe_add(task: Task) -> Launches:
     n = words(task, 0)
     return Launches((launch(_add, ceil_div(n, 1024), *(tile(task, k) for k in range(3)), n, BLOCK=1024),))
+
+
+@launches("multiply")
+def _describe_multiply(task: Task) -> Launches:
+    n = words(task, 0)
+    return Launches((launch(_multiply, ceil_div(n, 1024), *(tile(task, k) for k in range(3)), n, BLOCK=1024),))
 
 
 @launches("bias_add")

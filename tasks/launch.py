@@ -104,9 +104,12 @@ _MODULES = (
     "cross_entropy",
     "elementwise",
     "embedding",
+    "gated",
     "layer_norm",
     "optimizer",
+    "select",
     "softmax",
+    "squared_error",
 )
 
 

@@ -77,6 +77,7 @@ class GraphLike(Protocol):
     dtype: str
     training: bool  # or an evaluation: without dropout
     projections: list[list[Tensor]]  # of each attention: queries, keys, values
+    tensors: dict[str, Tensor]
 
     def temp(self, name: str, axes: Sequence[str], shape: Sequence[int], dtype: str, **options: Any) -> Tensor: ...
     def named(

@@ -23,7 +23,7 @@ Values = dict[Tensor, Array]
 Maker = Callable[[np.random.Generator, tuple[int, ...], Values], Array]
 
 SIZES = {"batch": 4, "seq": 6, "embed": 24, "heads": 4, "head_dim": 4, "ffn": 20, "vocab": 36}
-FIXED = {"qkv": 3, "stat": 2, "one": 1}
+FIXED = {"qkv": 3, "stat": 2, "one": 1, "classes": 2}
 NUMPY = {"bf16": np.float32, "fp32": np.float32, "fp64": np.float64, "int16": np.int16, "int64": np.int64}
 
 
@@ -40,6 +40,11 @@ def rounded(value: Array, dtype: str) -> Array:
 
 def normal(rng: np.random.Generator, shape: tuple[int, ...], values: Values) -> Array:
     return rng.standard_normal(shape)
+
+
+def large(rng: np.random.Generator, shape: tuple[int, ...], values: Values) -> Array:
+    """Among which exponentials overflow."""
+    return 300 * rng.standard_normal(shape)
 
 
 def positive(rng: np.random.Generator, shape: tuple[int, ...], values: Values) -> Array:
@@ -82,7 +87,7 @@ class Case:
         self.options: dict[str, Any] = {}  # of the reference
         self.slots: dict[str, float] = {}
         self.whole: set[str] = set()  # axes that must not be cut
-        self.labels: Tensor | None = None
+        self.labels: dict[str, Tensor] = {}  # by the slot that scales their loss
         self.rests: dict[Tensor, Tensor] = {}  # of parameters in two parts, what rounding to bf16 left
         self.wide = wide(dtype)
 
@@ -109,10 +114,10 @@ class Case:
         tensor.causal = causal
         return tensor
 
-    def label(self, ignored: float = 0.0) -> Tensor:
-        """Labels [batch, seq]; the slot loss_scale becomes what goes with them."""
-        self.labels = self.x("batch seq", ids(self.sizes["vocab"], ignored), "int64")
-        return self.labels
+    def label(self, logits: Tensor, ignored: float = 0.0, scale: str = "loss_scale") -> Tensor:
+        """Labels of the logits' classes; the slot becomes what goes with them."""
+        self.labels[scale] = self.x(" ".join(logits.axes[:-1]), ids(logits.shape[-1], ignored), "int64")
+        return self.labels[scale]
 
     def add(self, op: Op) -> Op:
         return self.graph.add(op)
@@ -123,8 +128,8 @@ class Case:
         values: Values = {}
         for tensor, make in self.makers.items():
             values[tensor] = rounded(make(rng, tensor.shape, values), tensor.dtype)
-        if self.labels:
-            self.slots["loss_scale"] = 1 / max(int((values[self.labels] != IGNORED).sum()), 1)
+        for scale, labels in self.labels.items():
+            self.slots[scale] = 1 / max(int((values[labels] != IGNORED).sum()), 1)
         return values
 
     def expected(self, inputs: Values) -> Values:

@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
-from cases import Case, ids, normal, of, positive, rest, triangle
+from cases import Case, Maker, ids, large, normal, of, positive, rest, triangle
 
 from nntile_py import tasks as ops
 from nntile_py.tasks import Op, Tensor
@@ -67,6 +67,7 @@ for _act in ACTIVATIONS:
 _HEADS = "batch heads seq head_dim"
 _KEYS = "batch heads key head_dim"
 _SCORES = "batch heads seq key"
+_POSITIONS = [("seq", 0.0), ("seq", 0.6), ("batch", 1.0), ("embed", 0.5)]
 _PERMUTED = {"a": "embed seq batch", "b": "ffn embed", "out": "ffn seq batch"}
 ROWS |= {
     "Contract scale": linear(scale=-0.37),
@@ -169,13 +170,13 @@ def embedding_grad(ids_axes: str, rows: str, into: str = "") -> Callable[[Case],
     return row
 
 
-def activation(kind: str) -> Callable[[Case], Op]:
-    return lambda case: case.add(ops.Activation(case.x("batch seq ffn"), case.y("batch seq ffn"), kind))
+def activation(kind: str, make: Maker = normal) -> Callable[[Case], Op]:
+    return lambda case: case.add(ops.Activation(case.x("batch seq ffn", make), case.y("batch seq ffn"), kind))
 
 
-def activation_grad(kind: str) -> Callable[[Case], Op]:
+def activation_grad(kind: str, make: Maker = normal) -> Callable[[Case], Op]:
     axes = "batch seq ffn"
-    return lambda case: case.add(ops.ActivationGrad(case.x(axes), case.x(axes), case.y(axes), kind))
+    return lambda case: case.add(ops.ActivationGrad(case.x(axes), case.x(axes, make), case.y(axes), kind))
 
 
 def layer_norm(residual: bool, p: float = 0.0) -> Callable[[Case], Op]:
@@ -252,26 +253,96 @@ def attention_grad(qkv: list[str], form: str, causal: bool, do: str = _HEADS) ->
     return row
 
 
-def cross_entropy(case: Case) -> Op:
-    logits, lse = case.x("batch seq vocab"), case.y("batch seq", case.wide)
-    return case.add(ops.CrossEntropy(logits, case.label(ignored=0.3), case.y("one", "fp64"), lse))
+def cross_entropy(axes: str) -> Callable[[Case], Op]:
+    def row(case: Case) -> Op:
+        logits = case.x(axes)
+        lse = case.y(" ".join(logits.axes[:-1]), case.wide)
+        return case.add(ops.CrossEntropy(logits, case.label(logits, ignored=0.3), case.y("one", "fp64"), lse))
+
+    return row
 
 
-def cross_entropy_fused(case: Case) -> None:
-    case.whole = {"vocab"}
-    forward = cross_entropy(case)
-    logits, labels = forward.inputs
-    out = Tensor("logits_grad", logits.axes, logits.shape, logits.dtype, storage=logits)
-    grad = case.add(ops.CrossEntropyGrad(logits, labels, forward.outputs[1], out))
-    assert isinstance(forward, ops.CrossEntropy) and isinstance(grad, ops.CrossEntropyGrad)
-    forward.fused, grad.fused = grad, True
+def cross_entropy_fused(axes: str) -> Callable[[Case], None]:
+    def row(case: Case) -> None:
+        case.whole = {"vocab"}
+        forward = cross_entropy(axes)(case)
+        logits, labels = forward.inputs
+        out = Tensor("logits_grad", logits.axes, logits.shape, logits.dtype, storage=logits)
+        grad = case.add(ops.CrossEntropyGrad(logits, labels, forward.outputs[1], out))
+        assert isinstance(forward, ops.CrossEntropy) and isinstance(grad, ops.CrossEntropyGrad)
+        forward.fused, grad.fused = grad, True
+
+    return row
 
 
-def cross_entropy_grad(case: Case) -> Op:
-    logits, labels = case.x("batch seq vocab"), case.label(ignored=0.3)
-    free = ops.CrossEntropy(logits, labels, case.temp("one"), case.temp("batch seq"))
-    out = Tensor("logits_grad", logits.axes, logits.shape, logits.dtype, storage=logits)
-    return case.add(ops.CrossEntropyGrad(logits, labels, case.x("batch seq", of(free, 1), case.wide), out))
+def cross_entropy_grad(axes: str) -> Callable[[Case], Op]:
+    def row(case: Case) -> Op:
+        logits = case.x(axes)
+        labels, rows = case.label(logits, ignored=0.3), " ".join(logits.axes[:-1])
+        free = ops.CrossEntropy(logits, labels, case.temp("one"), case.temp(rows))
+        out = Tensor("logits_grad", logits.axes, logits.shape, logits.dtype, storage=logits)
+        return case.add(ops.CrossEntropyGrad(logits, labels, case.x(rows, of(free, 1), case.wide), out))
+
+    return row
+
+
+def losses(case: Case) -> None:
+    """Three that are added: of words, of two classes, of a regression."""
+    words, pairs = case.x("batch seq vocab"), case.x("batch classes")
+    x, target = case.x("batch embed"), case.x("batch embed")
+    case.slots["mse_scale"] = 1 / x.words
+    loss = ops.cross_entropy(case.graph, words, case.label(words, ignored=0.3))
+    loss = ops.cross_entropy(case.graph, pairs, case.label(pairs, scale="pairs"), loss=loss, scale="pairs")
+    ops.squared_error(case.graph, x, target, loss=loss)
+
+
+def squared_error(target: str | None = None) -> Callable[[Case], Op]:
+    """target: its dtype on GPUs, where it may be wider than that of what it is compared with."""
+
+    def row(case: Case) -> Op:
+        x, wanted = case.x("batch seq embed"), case.x("batch seq embed", dtype=case.wide if target else None)
+        case.slots["mse_scale"] = 1 / x.words
+        return case.add(ops.SquaredError(x, wanted, case.y("one", "fp64")))
+
+    return row
+
+
+def squared_error_grad(case: Case) -> Op:
+    x, target = case.x("batch seq embed"), case.x("batch seq embed")
+    case.slots["mse_scale"] = 1 / x.words
+    return case.add(ops.SquaredErrorGrad(x, target, case.y("batch seq embed")))
+
+
+def gated(kind: str) -> Callable[[Case], Op]:
+    axes = "batch seq ffn"
+    return lambda case: case.add(ops.Gated(case.x(axes), case.x(axes), case.y(axes), kind))
+
+
+def gated_grad(kind: str) -> Callable[[Case], Op]:
+    axes = "batch seq ffn"
+    return lambda case: case.add(
+        ops.GatedGrad(case.x(axes), case.x(axes), case.x(axes), case.y(axes), case.y(axes), kind)
+    )
+
+
+def select(axis: str, at: float) -> Callable[[Case], Op]:
+    """at: where on the axis, 0 for its first position, 1 for the last."""
+
+    def row(case: Case) -> Op:
+        x = case.x("batch seq embed")
+        out = case.y(" ".join(a for a in x.axes if a != axis))
+        return case.add(ops.Select(x, out, axis, round(at * (x.size(axis) - 1))))
+
+    return row
+
+
+def select_grad(axis: str, at: float) -> Callable[[Case], Op]:
+    def row(case: Case) -> Op:
+        out = case.y("batch seq embed")
+        dy = case.x(" ".join(a for a in out.axes if a != axis))
+        return case.add(ops.SelectGrad(dy, out, axis, round(at * (out.size(axis) - 1))))
+
+    return row
 
 
 def grad_norm(max_norm: float | None, places: int = 0) -> Callable[[Case], Op]:
@@ -319,6 +390,7 @@ def sgd(momentum: float, split: bool = False) -> Callable[[Case], Op]:
 
 ROWS |= {
     "Add": binary(ops.Add, "batch seq embed", "batch seq embed"),
+    "Multiply": binary(ops.Multiply, "batch seq embed", "batch seq embed"),
     "BiasAdd": binary(ops.BiasAdd, "batch seq embed", "embed"),
     "BiasAdd of leading axes": binary(ops.BiasAdd, "seq batch embed", "seq"),
     "BiasAdd of positions": binary(ops.BiasAdd, "batch seq embed", "seq embed"),
@@ -344,6 +416,12 @@ ROWS |= {
     "EmbeddingGrad into a contraction": embedding_grad("batch seq", "vocab", "contract"),
     **{f"Activation {kind}": activation(kind) for kind in ACTIVATIONS},
     **{f"ActivationGrad {kind}": activation_grad(kind) for kind in ACTIVATIONS},
+    **{f"Gated {kind}": gated(kind) for kind in ("silu", "gelu_new")},
+    **{f"GatedGrad {kind}": gated_grad(kind) for kind in ("silu", "gelu_new")},
+    **{f"Select {axis} {at}": select(axis, at) for axis, at in _POSITIONS},
+    **{f"SelectGrad {axis} {at}": select_grad(axis, at) for axis, at in _POSITIONS},
+    **{f"Activation {kind} of large values": activation(kind, large) for kind in ACTIVATIONS},
+    **{f"ActivationGrad {kind} of large values": activation_grad(kind, large) for kind in ACTIVATIONS},
     "LayerNorm": layer_norm(residual=False),
     "LayerNorm residual": layer_norm(residual=True),
     "LayerNorm residual dropout": layer_norm(residual=True, p=0.3),
@@ -357,9 +435,17 @@ ROWS |= {
     "Softmax causal": softmax(causal=True),
     "SoftmaxGrad": softmax_grad(causal=False),
     "SoftmaxGrad causal": softmax_grad(causal=True),
-    "CrossEntropy": cross_entropy,
-    "CrossEntropy fused": cross_entropy_fused,
-    "CrossEntropyGrad": cross_entropy_grad,
+    "CrossEntropy": cross_entropy("batch seq vocab"),
+    "CrossEntropy fused": cross_entropy_fused("batch seq vocab"),
+    "CrossEntropyGrad": cross_entropy_grad("batch seq vocab"),
+    "CrossEntropy of sequences": cross_entropy("batch classes"),
+    "CrossEntropy of sequences fused": cross_entropy_fused("batch classes"),
+    "CrossEntropy of an axis that is cut": cross_entropy("seq embed"),
+    "CrossEntropyGrad of an axis that is cut": cross_entropy_grad("batch embed"),
+    "SquaredError": squared_error(),
+    "SquaredError of a wide target": squared_error("wide"),
+    "SquaredErrorGrad": squared_error_grad,
+    "Several losses": losses,
     "GradNorm": grad_norm(None),
     "GradNorm clip": grad_norm(1.5),
     "GradNorm under the limit": grad_norm(1e6),

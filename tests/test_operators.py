@@ -114,7 +114,7 @@ def test_a_tile_that_nobody_writes_is_seen(runtime: nt.Runtime, monkeypatch: pyt
 
 AXES: dict[str, int] = {
     "batch": 2, "seq": 5, "key": 5, "embed": 7, "heads": 3, "head_dim": 4, "ffn": 6, "vocab": 11, "qkv": 3, "one": 1,
-    "stat": 2,
+    "stat": 2, "classes": 2,
 }  # fmt: skip
 
 
@@ -142,7 +142,7 @@ class Pair:
         t = self.temp(axes)
         value = self.rng.integers(0, below, t.shape)
         if ignored:
-            value[0, :2] = IGNORED
+            value.flat[:2] = IGNORED
         self.values[t], self.torch[t] = value, torch.tensor(value)
         return t
 
@@ -194,10 +194,16 @@ def test_contract(pair: Pair, a: str, b: str, out: str, formula: str) -> None:
     pair.compare(ops.Contract(x, y, pair.temp(out), scale=0.3), want)
 
 
+TORCH: dict[str, Any] = {
+    "relu": F.relu, "gelu": F.gelu, "gelu_new": lambda x: F.gelu(x, approximate="tanh"), "tanh": torch.tanh,
+    "silu": F.silu,
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("kind", ACTIVATIONS)
 def test_activation(pair: Pair, kind: str) -> None:
     x = pair.param("batch seq ffn")
-    act = {"relu": F.relu, "gelu": F.gelu, "gelu_new": lambda x: F.gelu(x, approximate="tanh")}[kind]
+    act = TORCH[kind]
     pair.compare(ops.Activation(x, pair.temp("batch seq ffn"), kind), act(pair.torch[x]))
 
 
@@ -207,7 +213,7 @@ def test_fused_linear(kind: str) -> None:
     rng = np.random.default_rng(0)
     x, w, b, r = (torch.tensor(rng.standard_normal(s), requires_grad=True) for s in ((5, 4), (4, 3), (3,), (5, 3)))
     pre = x @ w + b + r
-    act = {"relu": F.relu, "gelu": F.gelu, "gelu_new": lambda x: F.gelu(x, approximate="tanh")}[kind]
+    act = TORCH[kind]
     tensors = {
         name: Tensor(name, axes.split(), shape, "fp64")
         for name, axes, shape in (
@@ -236,6 +242,33 @@ def test_fused_linear(kind: str) -> None:
 def test_elementwise(pair: Pair) -> None:
     a, b = pair.param("batch seq embed"), pair.param("batch seq embed")
     pair.compare(ops.Add(a, b, pair.temp("batch seq embed")), pair.torch[a] + pair.torch[b])
+
+
+def test_multiply(pair: Pair) -> None:
+    a, b = pair.param("batch seq embed"), pair.param("batch seq embed")
+    pair.compare(ops.Multiply(a, b, pair.temp("batch seq embed")), pair.torch[a] * pair.torch[b])
+
+
+@pytest.mark.parametrize("kind", ACTIVATIONS)
+def test_gated(pair: Pair, kind: str) -> None:
+    gate, up = pair.param("batch seq ffn"), pair.param("batch seq ffn")
+    want = TORCH[kind](pair.torch[gate]) * pair.torch[up]
+    pair.compare(ops.Gated(gate, up, pair.temp("batch seq ffn"), kind), want)
+
+
+@pytest.mark.parametrize(("axis", "index"), [("seq", 0), ("seq", 3), ("embed", 6), ("batch", 1)])
+def test_select(pair: Pair, axis: str, index: int) -> None:
+    x = pair.param("batch seq embed")
+    out = pair.temp(" ".join(a for a in x.axes if a != axis))
+    pair.compare(ops.Select(x, out, axis, index), pair.torch[x].select(x.axes.index(axis), index))
+
+
+def test_squared_error(pair: Pair) -> None:
+    x, target = pair.param("batch embed"), pair.temp("batch embed")
+    pair.values[target] = pair.rng.standard_normal(target.shape)
+    pair.torch[target] = torch.tensor(pair.values[target])
+    want = F.mse_loss(pair.torch[x], pair.torch[target])
+    pair.compare(ops.SquaredError(x, target, pair.temp("one")), want.reshape(1))
 
 
 @pytest.mark.parametrize("bias", ["embed", "seq embed", "seq", "batch embed"])
@@ -325,10 +358,14 @@ def test_attention(pair: Pair, qkv: list[str], causal: bool) -> None:
 
 
 @pytest.mark.parametrize("ignored", [False, True])
-def test_cross_entropy(pair: Pair, ignored: bool) -> None:
-    logits, labels = pair.param("batch seq vocab"), pair.ints("batch seq", 11, ignored)
-    want = F.cross_entropy(pair.torch[logits].reshape(-1, 11), pair.torch[labels].reshape(-1), ignore_index=IGNORED)
-    pair.compare(ops.CrossEntropy(logits, labels, pair.temp("one"), pair.temp("batch seq")), want.reshape(1))
+@pytest.mark.parametrize("axes", ["batch seq vocab", "seq classes"])
+def test_cross_entropy(pair: Pair, axes: str, ignored: bool) -> None:
+    logits = pair.param(axes)
+    rows, classes = " ".join(logits.axes[:-1]), logits.shape[-1]
+    labels = pair.ints(rows, classes, ignored)
+    x, targets = pair.torch[logits].reshape(-1, classes), pair.torch[labels].reshape(-1)
+    want = F.cross_entropy(x, targets, ignore_index=IGNORED)
+    pair.compare(ops.CrossEntropy(logits, labels, pair.temp("one"), pair.temp(rows)), want.reshape(1))
 
 
 def optimized(make: Any, grads: list[Any], start: Any) -> Any:

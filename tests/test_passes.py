@@ -18,11 +18,11 @@ from nntile_py.tiles import Tiling
 CONFIG = GPT2Config(layers=2, embed=24, heads=4, vocab=61, positions=32)
 
 
-def kinds(fusion: Any, vocab_cut: bool = True, form: str = "vendor", **model: Any) -> Counter[str]:
+def kinds(fusion: Any, vocab: int | None = None, form: str = "vendor", **model: Any) -> Counter[str]:
     spec = StepSpec(GPT2(CONFIG.changed(attention=form, **model)), 3, 17, fusion=Fusion.of(fusion))
     g, traced, _ = spec.trace()
     g.backward(traced.loss)
-    fuse(g, Fusion.of(fusion), vocab_cut)
+    fuse(g, Fusion.of(fusion), Tiling({"vocab": vocab} if vocab else {}))
     return Counter(op.kind for op in g.ops)
 
 
@@ -58,7 +58,7 @@ ON = {
 
 
 def test_fusion_of_everything_and_of_nothing() -> None:
-    assert kinds(True) == Counter(FUSED) == kinds(True, vocab_cut=False)
+    assert kinds(True) == Counter(FUSED) == kinds(True, vocab=20)
     assert kinds(False) == Counter(UNFUSED)
     naive = {"Rename": 8, "Unpack": 2, "Pack": 2, "Softmax": 2, "SoftmaxGrad": 2, "Contract": 3 * (2 * 6 + 1)}
     naive["Transpose"] = 2  # two products read each: turned once
@@ -76,7 +76,7 @@ def test_each_switch_alone(switch: str) -> None:
 def epilogues(fusion: Any, **model: Any) -> Counter[str]:
     g, traced, _ = StepSpec(GPT2(CONFIG.changed(**model)), 3, 17, fusion=Fusion.of(fusion)).trace()
     g.backward(traced.loss)
-    fuse(g, Fusion.of(fusion), vocab_cut=True)
+    fuse(g, Fusion.of(fusion))
     names = ("bias", "residual", "pre", "aux", "bias_grad")
     found = Counter(name for op in g.ops if isinstance(op, ops.Contract) for name in names if getattr(op, name))
     found["activation"] = sum(isinstance(op, ops.Contract) and bool(op.activation) and not op.aux for op in g.ops)
@@ -112,7 +112,7 @@ def test_dropout_and_add_in_either_order(swapped: bool) -> None:
         layer_norm(g, add(g, r, x) if swapped else add(g, x, r), gamma, beta, 1e-5).kind = "scalar"
         if read_again:
             activation(g, x, "relu").kind = "scalar"
-        fuse(g, Fusion(), False, Tiling(tiles))
+        fuse(g, Fusion(), Tiling(tiles))
         assert sum(op.kind == "Dropout" for op in g.ops) == left and not any(op.kind == "Add" for op in g.ops)
         norm = next(op for op in g.ops if isinstance(op, ops.LayerNorm))
         assert bool(norm.dropout) == (not left)
@@ -135,7 +135,7 @@ def test_a_bias_gradient_is_summed_where_dx_is_made(dtype: str) -> None:
     g.add(ops.Contract(dx, named("embed ffn", "param"), named("batch seq ffn")))
     bias = g.add(ops.Sum(dx, named("embed"))).output
     g.add(ops.Sum(dx, named("seq embed")))
-    fuse(g, Fusion(), False)
+    fuse(g, Fusion())
     assert [op.kind for op in g.ops] == ["LayerNormGrad", "Contract", "Sum"]
     assert g.ops[0].outputs[3] is bias and bias not in g.ops[2].outputs
 
@@ -150,7 +150,7 @@ def test_tiles_that_two_products_read_are_turned_once(axes: list[str]) -> None:
     turned = transpose(g, dy, list(sizes))
     for made in (ops.contract(g, turned, w, x.axes), ops.contract(g, x, turned, w.axes)):
         made.kind = "scalar"
-    fuse(g, Fusion(), False)
+    fuse(g, Fusion())
     assert sum(op.kind == "Transpose" for op in g.ops) == (axes[0] == "batch")
 
 
@@ -161,7 +161,7 @@ def test_no_reshape_of_partial_products() -> None:
         a, b = g.named("x", x, [2, 4, 8], "input"), g.named("q.w", w, [8, 2, 4], "param")
         y = transpose(g, linear(g, a, b, ["batch", "seq", "heads", "head_dim"]), ["batch", "heads", "seq", "head_dim"])
         y.kind = "scalar"
-        fuse(g, Fusion(), False, Tiling({"embed": tile}))
+        fuse(g, Fusion(), Tiling({"embed": tile}))
         assert sum(op.kind == "Transpose" for op in g.ops) == left
 
 

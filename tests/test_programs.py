@@ -135,7 +135,7 @@ def poisoned(trainer: nt.Trainer, name: str) -> None:
     ("name", "text"),
     [
         ("input_ids", r"embed\.Embedding: id 99 is not in the table"),
-        ("labels", r"head\.CrossEntropy: label 99 is not in the vocabulary"),
+        ("labels", r"head\.CrossEntropy: label 99 is not one of"),
     ],
 )
 def test_a_step_that_fails(runtime: nt.Runtime, name: str, text: str, policy: str) -> None:

@@ -81,7 +81,7 @@ def small_graph(config: RunConfig, work: Work, fusion: Fusion, *, backward: bool
         graph.ops = [op for op in graph.ops if not isinstance(op, _Given)]
     for tensor in outputs:
         tensor.kind = "scalar"  # read by whoever asked for it: not to be fused away
-    return fuse(graph, fusion, False, tiling(config))
+    return fuse(graph, fusion, tiling(config))
 
 
 def select(graph: Graph, phase: str, layer: int | None = None) -> Graph:

@@ -89,7 +89,7 @@ class _Uses:
 Rule = Callable[[_Uses, Op], bool]
 
 
-def fuse(graph: Graph, fusion: Fusion, vocab_cut: bool, tiling: Tiling | None = None) -> Graph:
+def fuse(graph: Graph, fusion: Fusion, tiling: Tiling | None = None) -> Graph:
     """Apply the rules that are switched on until none applies. In place; returns the graph. No tiling: all uncut."""
     tiling = tiling or Tiling()
     rules: list[Rule] = [_embedding_grad_into]
@@ -103,8 +103,7 @@ def fuse(graph: Graph, fusion: Fusion, vocab_cut: bool, tiling: Tiling | None = 
         rules += [_residual, partial(_norm_residual, tiling=tiling)]
     if fusion.activation:
         rules += [_activation, _activation_grad]
-    if not vocab_cut:
-        rules += [_cross_entropy]
+    rules += [partial(_cross_entropy, tiling=tiling)]
     for rule in rules:
         uses = _Uses(graph)
         while any(rule(uses, op) for op in list(graph.ops)):
@@ -408,11 +407,15 @@ def _embedding_grad_into(uses: _Uses, op: Op) -> bool:
     return False
 
 
-def _cross_entropy(uses: _Uses, op: Op) -> bool:
-    """CrossEntropy and its gradient over an uncut vocabulary: one task, the logits read once."""
+def _cross_entropy(uses: _Uses, op: Op, tiling: Tiling) -> bool:
+    """CrossEntropy and its gradient over uncut classes: one task, the logits read once, by nobody between the two."""
     if not isinstance(op, CrossEntropyGrad) or op.fused:
         return False
-    forward = uses.maker[op.inputs[2]]
+    logits, forward = op.inputs[0], uses.maker[op.inputs[2]]
     assert isinstance(forward, CrossEntropy)
+    if tiling.cut(op.classes, logits.size(op.classes)):
+        return False
+    if any(uses.order[forward] < uses.order[reader] < uses.order[op] for reader in uses.readers[logits]):
+        return False
     forward.fused, op.fused = op, True
     return True

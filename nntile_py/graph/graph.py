@@ -10,7 +10,7 @@ from nntile_py.errors import ConfigError
 from nntile_py.graph.declared import Array, Init, Input, Joined, Param, Part, sources_of
 from nntile_py.tasks.attention import Attention, AttentionGrad
 from nntile_py.tasks.contract import Contract
-from nntile_py.tasks.elementwise import add
+from nntile_py.tasks.elementwise import Rename, add
 from nntile_py.tasks.op import Op, Tensor
 
 
@@ -103,11 +103,15 @@ class Graph:
     # -- gradients
 
     def backward(self, loss: Tensor) -> dict[Tensor, Tensor]:
-        """Add the operators of d loss / d parameter; returns {parameter: gradient}, the gradients kept for the host."""
+        """Add the operators of d loss / d parameter; returns {parameter: gradient}, the gradients kept for the host.
+
+        Every operator that adds to the loss starts it. ValueError: a tensor is read after another took its place, as
+        the gradient of logits does, e.g. by a second loss of the same logits.
+        """
         self._phase = "backward"
         grads: dict[Tensor, Tensor] = {}
         for op in reversed(self.ops[:]):
-            if op.output is not loss and not any(out in grads for out in op.outputs):
+            if op.output.storage is not loss.storage and not any(out in grads for out in op.outputs):
                 continue
             self._scope.append(op.name.rpartition(".")[0] or "model")
             for tensor, grad in zip(
@@ -119,6 +123,7 @@ class Graph:
                 grads[tensor] = add(self, known, grad) if known else grad
             self._scope.pop()
         self._phase = "forward"
+        self._check_in_place()
         result = {}
         for name, param in list(self.tensors.items()):
             if param.kind == "param" and param in grads:
@@ -135,6 +140,19 @@ class Graph:
             for axis, size in tensor.sizes.items():
                 found[axis] = max(size, found.get(axis, 0))
         return found
+
+    def _check_in_place(self) -> None:
+        written: dict[Tensor, int] = {}  # how often, of each storage
+        seen: dict[Tensor, int] = {}  # how often when the tensor was made
+        for op in self.ops:
+            for t in op.inputs:
+                if seen.setdefault(t, 0) != written.get(t.storage, 0):
+                    raise ValueError(f"{op.name}: {t} is read after another tensor took its place")
+            for t in op.outputs:
+                if isinstance(op, Rename):
+                    seen[t] = seen[op.inputs[0]]
+                else:
+                    seen[t] = written[t.storage] = written.get(t.storage, 0) + 1
 
     def flop(self) -> float:
         """Floating point operations of the contractions and attentions, the customary count."""

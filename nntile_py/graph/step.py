@@ -133,7 +133,7 @@ class StepSpec:
         """Forward, backward and update as task lists."""
         graph, traced, batch = self.trace()
         grads = graph.backward(traced.loss)
-        fuse(graph, self.fusion, self._vocab_cut(traced), self.tiling)
+        fuse(graph, self.fusion, self.tiling)
         if self.grad_accumulation == 1:
             narrow_gradients(graph, grads.values(), self.tiling)
         first = lower(graph, self.tiling, self.policy)
@@ -155,11 +155,7 @@ class StepSpec:
     def evaluation(self, keep: bool = False) -> Evaluation:
         """A forward pass without dropout; with `keep` the model's outputs are kept for the host."""
         graph, traced, _ = self.trace(training=False)
-        fuse(graph, self.fusion, self._vocab_cut(traced), self.tiling)
+        fuse(graph, self.fusion, self.tiling)
         for name, tensor in traced.outputs.items() if keep else ():
             tensor.name, tensor.kind = name, "scalar"
         return Evaluation(graph, traced.outputs, lower(graph, self.tiling, self.policy))
-
-    def _vocab_cut(self, traced: Traced) -> bool:
-        logits = traced.outputs.get("logits")
-        return logits is not None and self.tiling.cut("vocab", logits.shape[-1])

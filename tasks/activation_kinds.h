@@ -1,0 +1,8 @@
+// Kinds of activations, numbered as ACTIVATIONS in activation.py.
+#pragma once
+
+namespace nntile {
+
+inline constexpr int kRelu = 0, kGelu = 1, kGeluNew = 2, kTanh = 3, kSilu = 4;
+
+}  // namespace nntile

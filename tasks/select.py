@@ -1,0 +1,78 @@
+"""One position of an axis, e.g. the first token of each sequence."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from nntile_py.tiles import R, TaskArgs, W
+
+from .op import Array, GraphLike, Lowering, Op, Tensor, wide
+
+
+class SelectArgs(TaskArgs):
+    axis: int  # of the tile
+    index: int  # in the tile; -1: not in this one
+
+
+class Select(Op):
+    """y = x[..., index, ...] along `axis`, which y lacks. Where the axis is cut only the tile that has it is read."""
+
+    def __init__(self, x: Tensor, out: Tensor, axis: str, index: int) -> None:
+        assert out.axes == tuple(a for a in x.axes if a != axis) and not x.causal, (x, out)
+        super().__init__([x], [out])
+        self.axis, self.index = axis, index
+
+    def gradient(self, g: GraphLike, *grads: Tensor | None) -> list[Tensor | None]:
+        x, dy = self.inputs[0], grads[0]
+        assert dy is not None
+        dtype = wide(x.dtype) if x.kind == "param" else x.dtype
+        return [g.add(SelectGrad(dy, g.temp("select_grad", x.axes, x.shape, dtype), self.axis, self.index)).output]
+
+    def flop(self) -> float:
+        return 0.0
+
+    def words(self) -> int:
+        return 2 * self.output.words
+
+    def lower(self, low: Lowering) -> None:
+        x = self.inputs[0]
+        number, part = next((k, p) for k, p in enumerate(low.parts(x, self.axis)) if self.index < p.end)
+        for index in low.indices(self.output):
+            accesses = [W(low.tile(self.output, index)), R(low.tile(x, index | {self.axis: number}))]
+            low.emit("select", accesses, SelectArgs(x.axes.index(self.axis), self.index - part.offset))
+
+    def reference(self, *inputs: Array) -> tuple[Array, ...]:
+        return (inputs[0].take(self.index, axis=self.inputs[0].axes.index(self.axis)),)
+
+
+class SelectGrad(Op):
+    """dx = dy at the position, zeros at the others."""
+
+    def __init__(self, dy: Tensor, out: Tensor, axis: str, index: int) -> None:
+        super().__init__([dy], [out])
+        self.axis, self.index = axis, index
+
+    def flop(self) -> float:
+        return 0.0
+
+    def lower(self, low: Lowering) -> None:
+        out = self.output
+        for index in low.indices(out):
+            at = self.index - low.part(out, self.axis, index).offset
+            inside = 0 <= at < low.part(out, self.axis, index).size
+            read = [R(low.tile(self.inputs[0], index))] if inside else []
+            args = SelectArgs(out.axes.index(self.axis), at if inside else -1)
+            low.emit("select_grad", [W(low.tile(out, index)), *read], args)
+
+    def reference(self, *inputs: Array) -> tuple[Array, ...]:
+        dx = np.zeros(self.output.shape)
+        np.moveaxis(dx, self.output.axes.index(self.axis), 0)[self.index] = inputs[0]
+        return (dx,)
+
+
+def select(g: GraphLike, x: Tensor, axis: str, index: int) -> Tensor:
+    """x at position `index` of `axis`, without that axis. ValueError: x has no such axis or position."""
+    if axis not in x.axes or not 0 <= index < x.size(axis):
+        raise ValueError(f"select: {x} has no position {index} along {axis}")
+    sizes = {a: size for a, size in x.sizes.items() if a != axis}
+    return g.add(Select(x, g.temp("select", list(sizes), list(sizes.values()), x.dtype), axis, index)).output

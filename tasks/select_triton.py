@@ -1,0 +1,49 @@
+"""One position of an axis on CUDA. Tiles as in select.cpp."""
+
+from __future__ import annotations
+
+import math
+
+import triton
+import triton.language as tl
+
+from nntile_py.tiles.tasklist import Task
+
+from .launch import Launches, ceil_div, launch, launches, shape, tile, words
+from .select import SelectArgs
+
+
+@triton.jit
+def _select(Y, X, n, index, SIZE: tl.constexpr, INNER: tl.constexpr, BLOCK: tl.constexpr):
+    """y[k, i] = x[k, index, i]; x has SIZE positions of INNER elements."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(Y + at, tl.load(X + (at // INNER * SIZE + index) * INNER + at % INNER, at < n), at < n)
+
+
+@triton.jit
+def _select_grad(DX, DY, n, index, SIZE: tl.constexpr, INNER: tl.constexpr, BLOCK: tl.constexpr):
+    """dx[k, j, i] = dy[k, i] where j is the index, else 0."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    chosen = (at // INNER % SIZE == index) & (at < n)
+    tl.store(DX + at, tl.load(DY + at // (INNER * SIZE) * INNER + at % INNER, chosen, 0.0), at < n)
+
+
+def _axis(task: Task, number: int) -> dict[str, int]:
+    """Positions of the axis in that tile, and elements of a position that are neighbours."""
+    sizes, axis = shape(task, number), SelectArgs.of(task).axis
+    return {"SIZE": sizes[axis], "INNER": math.prod(sizes[axis + 1 :])}
+
+
+@launches("select")
+def _describe(task: Task) -> Launches:
+    n = words(task, 0)
+    args = (tile(task, 0), tile(task, 1), n, SelectArgs.of(task).index)
+    return Launches((launch(_select, ceil_div(n, 1024), *args, **_axis(task, 1), BLOCK=1024),))
+
+
+@launches("select_grad")
+def _describe_grad(task: Task) -> Launches:
+    n = words(task, 0)
+    dy = tile(task, len(task.accesses) - 1)  # of a tile without the position nothing is loaded
+    args = (tile(task, 0), dy, n, SelectArgs.of(task).index)
+    return Launches((launch(_select_grad, ceil_div(n, 1024), *args, **_axis(task, 0), BLOCK=1024),))

@@ -1,0 +1,84 @@
+"""The mean squared error, a loss."""
+
+from __future__ import annotations
+
+from nntile_py.tiles import ACC, R, Slot, TaskArgs, W
+
+from .cross_entropy import loss_tensor
+from .op import Array, GraphLike, Lowering, Op, Tensor, wide
+
+
+class SquaredErrorArgs(TaskArgs):
+    scale: Slot
+
+
+class SquaredError(Op):
+    """loss = sum((x - target)^2) * scale, added to the loss `before` if there is one; target has x's axes.
+
+    The scale is a slot: 1 / (elements of x in all micro-batches of the step). Output: loss, fp64 [1].
+    """
+
+    def __init__(
+        self, x: Tensor, target: Tensor, loss: Tensor, before: Tensor | None = None, scale: str = "mse_scale"
+    ) -> None:
+        assert x.axes == target.axes, (x, target)
+        super().__init__([t for t in (x, target, before) if t], [loss])
+        self.scale = scale
+
+    def gradient(self, g: GraphLike, *grads: Tensor | None) -> list[Tensor | None]:
+        x, target = self.inputs[:2]
+        assert not target.requires_grad, target
+        out = g.temp("squared_error_grad", x.axes, x.shape, x.dtype)
+        return [g.add(SquaredErrorGrad(x, target, out, self.scale)).output, None]
+
+    def flop(self) -> float:
+        return 3.0 * self.inputs[0].words
+
+    def lower(self, low: Lowering) -> None:
+        x, target = self.inputs[:2]
+        loss = low.tile(self.output, {"one": 0})
+        for index in low.indices(x):
+            accesses = [ACC(loss), R(low.tile(x, index)), R(low.tile(target, index))]
+            low.emit("squared_error", accesses, SquaredErrorArgs(Slot(self.scale)))
+
+    def reference(self, *inputs: Array) -> tuple[Array, ...]:
+        x, target, *before = inputs
+        return (((x - target) ** 2).mean(keepdims=True).reshape(1) + sum(before),)
+
+
+class SquaredErrorGrad(Op):
+    """dx = 2 (x - target) * scale."""
+
+    def __init__(self, x: Tensor, target: Tensor, out: Tensor, scale: str = "mse_scale") -> None:
+        super().__init__([x, target], [out])
+        self.scale = scale
+
+    def flop(self) -> float:
+        return 2.0 * self.output.words
+
+    def lower(self, low: Lowering) -> None:
+        for index in low.indices(self.output):
+            x, target = (low.tile(t, index) for t in self.inputs)
+            low.emit(
+                "squared_error_grad",
+                [W(low.tile(self.output, index)), R(x), R(target)],
+                SquaredErrorArgs(Slot(self.scale)),
+            )
+
+    def reference(self, *inputs: Array) -> tuple[Array, ...]:
+        return (2 * (inputs[0] - inputs[1]) / inputs[0].size,)
+
+
+def squared_error(
+    g: GraphLike, x: Tensor, target: Tensor, *, loss: Tensor | None = None, scale: str = "mse_scale"
+) -> Tensor:
+    """The mean of (x - target)^2, an fp64 [1], or that added to `loss`.
+
+    target: the axes and sizes of x, its dtype or fp32. scale: the slot for 1 / (elements of x in all micro-batches).
+    ValueError: another target, or one that depends on parameters.
+    """
+    if x.axes != target.axes or x.sizes != target.sizes or target.dtype not in (x.dtype, wide(x.dtype)):
+        raise ValueError(f"squared_error: the target {target} ({target.dtype}) does not fit {x} ({x.dtype})")
+    if target.requires_grad:
+        raise ValueError(f"squared_error: the target {target} depends on parameters; it gets no gradient")
+    return g.add(SquaredError(x, target, loss_tensor(g, loss), loss, scale)).output

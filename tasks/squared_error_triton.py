@@ -1,0 +1,54 @@
+"""The mean squared error on CUDA. Tiles as in squared_error.cpp."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from nntile_py.tiles.tasklist import Task
+
+from .cross_entropy_triton import scaled_total
+from .launch import Launches, Parameter, Scratch, ceil_div, launch, launches, slot, tile, words
+from .squared_error import SquaredErrorArgs
+
+PROGRAMS = 1024  # that a sum is split over; fixed, so that the order of the sum is
+
+
+@triton.jit
+def _squared_error(PARTS, X, TARGET, n, BLOCK: tl.constexpr):
+    """The sum over every num_programs-th block."""
+    total = tl.zeros([BLOCK], tl.float32)
+    for block in range(tl.program_id(0).to(tl.int64), tl.cdiv(n, BLOCK), tl.num_programs(0)):
+        at = block * BLOCK + tl.arange(0, BLOCK)
+        d = tl.load(X + at, at < n, 0.0).to(tl.float32) - tl.load(TARGET + at, at < n, 0.0).to(tl.float32)
+        total += d * d
+    tl.store(PARTS + tl.program_id(0), tl.sum(total, 0))
+
+
+@triton.jit
+def _squared_error_grad(DX, X, TARGET, n, scale, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    d = tl.load(X + at, at < n).to(tl.float32) - tl.load(TARGET + at, at < n).to(tl.float32)
+    tl.store(DX + at, 2 * scale * d, at < n)
+
+
+@launches("squared_error")
+def _describe(task: Task) -> Launches:
+    loss, x, target = (tile(task, k) for k in range(3))
+    n, scratch = words(task, 1), Scratch()
+    programs = min(ceil_div(n, 1024), PROGRAMS)
+    parts, acc, scale = scratch.take(programs, "fp32"), task.accesses[0].accumulate, SquaredErrorArgs.of(task).scale
+    return Launches(
+        (
+            launch(_squared_error, programs, parts, x, target, n, BLOCK=1024),
+            launch(scaled_total, 1, loss, parts, programs, slot(task, scale), ACC=acc, BLOCK=1024),
+        ),
+        scratch.bytes,
+    )
+
+
+@launches("squared_error_grad")
+def _describe_grad(task: Task) -> Launches:
+    n = words(task, 0)
+    args: list[Parameter] = [*(tile(task, k) for k in range(3)), n, slot(task, SquaredErrorArgs.of(task).scale)]
+    return Launches((launch(_squared_error_grad, ceil_div(n, 1024), *args, BLOCK=1024),))
