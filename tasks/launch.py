@@ -106,6 +106,8 @@ _MODULES = (
     "embedding",
     "layer_norm",
     "optimizer",
+    "rms_norm",
+    "rotary",
     "softmax",
 )
 
