@@ -6,12 +6,13 @@ import numpy as np
 
 from nntile_py.tiles import ACC, R, Tile, W
 
-from .op import Array, GraphLike, Lowering, Op, Tensor, wide
+from .norm import Norm, NormGrad
+from .op import Array, GraphLike, Lowering, Tensor, wide
 
 AXIS = "embed"
 
 
-class RMSNorm(Op):
+class RMSNorm(Norm):
     """y = gamma s / sqrt(mean(s^2) + eps) over the last axis, embed, with s = x (+ residual).
 
     Outputs: y; stat, fp32 or fp64 [..., 1]: 1 / sqrt(mean(s^2) + eps); with a residual also s. (Zhang and Sennrich
@@ -74,7 +75,7 @@ class RMSNorm(Op):
         return (s * stat * inputs[1], stat, *([s] if self.total else []))
 
 
-class RMSNormGrad(Op):
+class RMSNormGrad(NormGrad):
     """With xhat = x stat and w = dy gamma: dx = stat (w - xhat mean(w xhat)) (+ add), dgamma = sum dy xhat.
 
     The sum is over all rows, the mean over embed.

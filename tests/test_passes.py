@@ -120,6 +120,40 @@ def test_dropout_and_add_in_either_order(swapped: bool) -> None:
             assert norm.inputs[0] is y and norm.residual is r
 
 
+def rms_norm_of_a_sum(g: Graph, swapped: bool = False) -> None:
+    """The ends of a layer: loss = sum of gamma-weighted norms of x + r, and the sum itself goes on."""
+    axes, shape = ["batch", "seq", "embed"], [2, 4, 8]
+    x, r = (
+        g.add(ops.Dropout(g.named(n, axes, shape, "param"), g.temp(n, axes, shape, "fp32"), 0.1, 1)).output
+        for n in "xr"
+    )
+    gamma, v = (
+        g.named(name, a, s, "param") for name, a, s in (("gamma", ["embed"], [8]), ("v", ["vocab", "embed"], [5, 8]))
+    )
+    total = g.plus(r, x) if swapped else g.plus(x, r)
+    y = g.temp("y", axes, shape, "fp32")
+    y = g.add(ops.RMSNorm(total, gamma, y, g.temp("stat", [*axes[:-1], "stat"], [2, 4, 1], "fp32"), 1e-5)).output
+    logits = ops.contract(g, g.plus(total, y), v, ["batch", "seq", "vocab"])
+    g.backward(g.cross_entropy(logits, g.named("labels", axes[:-1], shape[:-1], "input", "int64")))
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_residual_of_an_rms_norm(swapped: bool) -> None:
+    """The sum is made with the norm, its gradient with that of the norm; it takes no dropout."""
+    g = Graph("fp32")
+    rms_norm_of_a_sum(g, swapped)
+    count = Counter(op.kind for op in g.ops)
+    assert count["Add"] == 3 and count["Dropout"] == 4
+    fuse(g, Fusion(), False)
+    assert Counter(op.kind for op in g.ops) == count - Counter(Add=2)
+    norm, grad = (next(op for op in g.ops if isinstance(op, kind)) for kind in (ops.RMSNorm, ops.RMSNormGrad))
+    assert norm.total and norm.residual and grad.extra and grad.inputs[1] is norm.total
+    g = Graph("fp32")
+    rms_norm_of_a_sum(g, swapped)
+    fuse(g, Fusion.of({"residual_norm": False}), False)
+    assert Counter(op.kind for op in g.ops) == count
+
+
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_a_bias_gradient_is_summed_where_dx_is_made(dtype: str) -> None:
     """Though a contraction reads dx before the sum; a sum over fewer axes stays."""
