@@ -12,6 +12,13 @@ from .op import Array, GraphLike, Lowering, Tensor, wide
 AXIS = "embed"
 
 
+def rms_norm(g: GraphLike, x: Tensor, gamma: Tensor, eps: float) -> Tensor:
+    """gamma x / sqrt(mean(x^2) + eps) over embed, the last axis; see RMSNorm."""
+    y = g.temp("rms_norm", x.axes, x.shape, x.dtype)
+    stat = g.temp("stat", [*x.axes[:-1], "stat"], [*x.shape[:-1], 1], wide(x.dtype))
+    return g.add(RMSNorm(x, gamma, y, stat, eps)).output
+
+
 class RMSNorm(Norm):
     """y = gamma s / sqrt(mean(s^2) + eps) over the last axis, embed, with s = x (+ residual).
 

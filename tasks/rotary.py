@@ -62,6 +62,11 @@ def _scaled(frequencies: Array, scaling: Mapping[str, Any]) -> Array:
     return np.asarray(frequencies * (kept + (1 - kept) / factor))
 
 
+def rotary(g: GraphLike, x: Tensor, table: Tensor) -> Tensor:
+    """x turned by its positions' angles, an input of `rotary_table`; see Rotary."""
+    return g.add(Rotary(x, table, g.temp("rotary", x.axes, x.shape, x.dtype))).output
+
+
 class Rotary(Op):
     """y = x cos + rotate_half(x) sin, with rotate_half([a, b]) = [-b, a] on the halves of head_dim.
 

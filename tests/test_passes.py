@@ -121,18 +121,12 @@ def test_dropout_and_add_in_either_order(swapped: bool) -> None:
 
 
 def rms_norm_of_a_sum(g: Graph, swapped: bool = False) -> None:
-    """The ends of a layer: loss = sum of gamma-weighted norms of x + r, and the sum itself goes on."""
+    """A loss of the norm of x + r and of the sum itself, with its gradients."""
     axes, shape = ["batch", "seq", "embed"], [2, 4, 8]
-    x, r = (
-        g.add(ops.Dropout(g.named(n, axes, shape, "param"), g.temp(n, axes, shape, "fp32"), 0.1, 1)).output
-        for n in "xr"
-    )
-    gamma, v = (
-        g.named(name, a, s, "param") for name, a, s in (("gamma", ["embed"], [8]), ("v", ["vocab", "embed"], [5, 8]))
-    )
+    x, r = (g.dropout(g.named(name, axes, shape, "param"), 0.1) for name in "xr")
+    gamma, v = g.named("gamma", ["embed"], [8], "param"), g.named("v", ["vocab", "embed"], [5, 8], "param")
     total = g.plus(r, x) if swapped else g.plus(x, r)
-    y = g.temp("y", axes, shape, "fp32")
-    y = g.add(ops.RMSNorm(total, gamma, y, g.temp("stat", [*axes[:-1], "stat"], [2, 4, 1], "fp32"), 1e-5)).output
+    y = ops.rms_norm(g, total, gamma, 1e-5)
     logits = ops.contract(g, g.plus(total, y), v, ["batch", "seq", "vocab"])
     g.backward(g.cross_entropy(logits, g.named("labels", axes[:-1], shape[:-1], "input", "int64")))
 
