@@ -2,6 +2,7 @@
 #include <vector>
 
 #include "common.h"
+#include "rms_norm_args.h"
 #include "rows.h"
 
 namespace nntile {
@@ -24,15 +25,15 @@ T weighted_dot(const T* dy, const T* x, const T* gamma, int64_t n) {
 }
 
 // tiles: y, stat, x, gamma (, residual, total)
-// floats: eps
 void rms_norm(Args& t) {
+  const RMSNormArgs args(t);
   const auto y = t[0], stat = t[1], x = t[2], gamma = t[3];
   const bool has_residual = t.tiles() > 4;
   const auto residual = has_residual ? t[4] : at::Tensor(), total = has_residual ? t[5] : at::Tensor();
   dispatch(x, [&](auto zero) {
     using T = decltype(zero);
     const int64_t n = x.size(-1), rows = x.numel() / n;
-    const T eps = static_cast<T>(t.f(0));
+    const T eps = static_cast<T>(args.eps);
     for (int64_t row = 0; row < rows; ++row) {
       const T* in = x.data_ptr<T>() + row * n;
       if (has_residual) {
@@ -66,12 +67,12 @@ void rms_norm_squares(Args& t) {
 }
 
 // tiles: stat, squares
-// ints: embed of the whole; floats: eps
 void rms_norm_stat(Args& t) {
+  const RMSNormStatArgs args(t);
   const auto stat = t[0], squares = t[1];
   dispatch(stat, [&](auto zero) {
     using T = decltype(zero);
-    const T whole = static_cast<T>(t.i(0)), eps = static_cast<T>(t.f(0));
+    const T whole = static_cast<T>(args.embed), eps = static_cast<T>(args.eps);
     for (int64_t row = 0; row < stat.numel(); ++row)
       stat.data_ptr<T>()[row] = T(1) / std::sqrt(squares.data_ptr<T>()[row] / whole + eps);
   });
@@ -104,24 +105,23 @@ void rms_norm_grad_sums(Args& t) {
 }
 
 // tiles: dx, dgamma (ACC), dy, x, stat, gamma (, sums) (, add)
-// ints: embed of the whole, whether there are sums
 void rms_norm_grad(Args& t) {
+  const RMSNormGradArgs args(t);
   const auto dx = t[0], dgamma = t[1], dy = t[2], x = t[3], stat = t[4], gamma = t[5];
-  const bool has_sums = t.i(1) != 0;
-  const size_t add_at = has_sums ? 7 : 6;
+  const size_t add_at = args.has_sums ? 7 : 6;
   const bool has_add = t.tiles() > add_at;
-  const auto sums = has_sums ? t[6] : at::Tensor(), add = has_add ? t[add_at] : at::Tensor();
+  const auto sums = args.has_sums ? t[6] : at::Tensor(), add = has_add ? t[add_at] : at::Tensor();
   if (!t.accumulates(1)) dgamma.zero_();
   dispatch(x, [&](auto zero) {
     using T = decltype(zero);
     const int64_t n = x.size(-1), rows = x.numel() / n;
-    const T whole = static_cast<T>(t.i(0));
+    const T whole = static_cast<T>(args.embed);
     const auto* w = gamma.data_ptr<T>();
     std::vector<T> gamma_sum(static_cast<size_t>(n));
     for (int64_t row = 0; row < rows; ++row) {
       const auto *g = dy.data_ptr<T>() + row * n, *in = x.data_ptr<T>() + row * n;
       const T st = stat.data_ptr<T>()[row];
-      const T sum = has_sums ? sums.data_ptr<T>()[row] : weighted_dot(g, in, w, n) * st;
+      const T sum = args.has_sums ? sums.data_ptr<T>()[row] : weighted_dot(g, in, w, n) * st;
       const Vec<T> scale(st), mean(sum / whole);
       const T* extra = has_add ? add.data_ptr<T>() + row * n : nullptr;
       auto* out = dx.data_ptr<T>() + row * n;

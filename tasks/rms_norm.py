@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from nntile_py.tiles import ACC, R, Tile, W
+from nntile_py.tiles import ACC, R, TaskArgs, Tile, W
 
 from .norm import Norm, NormGrad
 from .op import Array, GraphLike, Lowering, Tensor, wide
@@ -12,11 +12,18 @@ from .op import Array, GraphLike, Lowering, Tensor, wide
 AXIS = "embed"
 
 
-def rms_norm(g: GraphLike, x: Tensor, gamma: Tensor, eps: float) -> Tensor:
-    """gamma x / sqrt(mean(x^2) + eps) over embed, the last axis; see RMSNorm."""
-    y = g.temp("rms_norm", x.axes, x.shape, x.dtype)
-    stat = g.temp("stat", [*x.axes[:-1], "stat"], [*x.shape[:-1], 1], wide(x.dtype))
-    return g.add(RMSNorm(x, gamma, y, stat, eps)).output
+class RMSNormArgs(TaskArgs):
+    eps: float
+
+
+class RMSNormStatArgs(TaskArgs):
+    embed: int  # of the whole
+    eps: float
+
+
+class RMSNormGradArgs(TaskArgs):
+    embed: int  # of the whole
+    has_sums: bool  # of the whole rows, among the tiles
 
 
 class RMSNorm(Norm):
@@ -63,7 +70,8 @@ class RMSNorm(Norm):
                 at = columns[0]
                 total = [W(low.tile(self.total, at))] if self.total else []
                 tiles = [low.tile(t, at) for t in (x, gamma, *extra)]
-                low.emit("rms_norm", [W(low.tile(self.output, at)), W(stat), *map(R, tiles), *total], [], [self.eps])
+                accesses = [W(low.tile(self.output, at)), W(stat), *map(R, tiles), *total]
+                low.emit("rms_norm", accesses, RMSNormArgs(self.eps))
                 continue
             squares = Tile(f"{self.name}.squares", tuple(index.values()), stat.shape, stat.dtype)
             source = self.total or x
@@ -71,7 +79,7 @@ class RMSNorm(Norm):
                 if self.total:
                     low.emit("add", [W(low.tile(self.total, at)), *(R(low.tile(t, at)) for t in (x, *extra))])
                 low.emit("rms_norm_squares", [ACC(squares), R(low.tile(source, at))])
-            low.emit("rms_norm_stat", [W(stat), R(squares)], [x.size(AXIS)], [self.eps])
+            low.emit("rms_norm_stat", [W(stat), R(squares)], RMSNormStatArgs(x.size(AXIS), self.eps))
             for at in columns:
                 tiles = [low.tile(t, at) for t in (source, gamma)]
                 low.emit("rms_norm_apply", [W(low.tile(self.output, at)), R(stat), *map(R, tiles)])
@@ -112,7 +120,7 @@ class RMSNormGrad(NormGrad):
                 tiles = [low.tile(dy, at), low.tile(x, at), row_stat, low.tile(gamma, at), *sums]
                 tiles += [low.tile(self.extra, at)] if self.extra else []
                 accesses = [W(low.tile(dx, at)), ACC(low.tile(dgamma, at)), *map(R, tiles)]
-                low.emit("rms_norm_grad", accesses, [x.size(AXIS), len(sums)])
+                low.emit("rms_norm_grad", accesses, RMSNormGradArgs(x.size(AXIS), bool(sums)))
 
     def reference(self, *inputs: Array) -> tuple[Array, ...]:
         dy, x, stat, gamma = inputs[:4]
@@ -120,3 +128,10 @@ class RMSNormGrad(NormGrad):
         dx = stat * (w - xhat * (w * xhat).mean(-1, keepdims=True))
         dgamma = (dy * xhat).sum(tuple(range(x.ndim - 1)))
         return dx + inputs[4] if self.extra else dx, dgamma
+
+
+def rms_norm(g: GraphLike, x: Tensor, gamma: Tensor, eps: float) -> Tensor:
+    """gamma x / sqrt(mean(x^2) + eps) over embed, the last axis; see RMSNorm."""
+    y = g.temp("rms_norm", x.axes, x.shape, x.dtype)
+    stat = g.temp("stat", [*x.axes[:-1], "stat"], [*x.shape[:-1], 1], wide(x.dtype))
+    return g.add(RMSNorm(x, gamma, y, stat, eps)).output

@@ -1,4 +1,4 @@
-"""RMSNorm on CUDA: a program holds whole rows in registers. Tiles, ints and floats as in rms_norm.cpp."""
+"""RMSNorm on CUDA: a program holds whole rows in registers. Tiles as in rms_norm.cpp."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import triton.language as tl
 from nntile_py.tiles.tasklist import Task
 
 from .elementwise_triton import sum_of_parts
-from .launch import Launches, Parameter, Scratch, ceil_div, constant, launch, launches, tile, words
+from .launch import Launches, Parameter, Scratch, ceil_div, launch, launches, tile, words
 from .layer_norm_triton import PROGRAMS, row_blocks
+from .rms_norm import RMSNormArgs, RMSNormGradArgs, RMSNormStatArgs
 
 
 @triton.jit
@@ -102,7 +103,7 @@ def _describe(task: Task) -> Launches:
     rows, n, blocks = row_blocks(task, 2, 1024)
     has = len(task.accesses) > 4
     args: list[Parameter] = [tile(task, k) for k in ((0, 1, 2, 3, 4, 5) if has else (0, 1, 2, 3, 0, 0))]
-    args += [rows, n, constant(task, 0)]
+    args += [rows, n, RMSNormArgs.of(task).eps]
     return Launches((launch(_rms_norm, ceil_div(rows, blocks["ROWS"]), *args, HAS_RESIDUAL=has, **blocks),))
 
 
@@ -115,8 +116,8 @@ def _describe_squares(task: Task) -> Launches:
 
 @launches("rms_norm_stat")
 def _describe_stat(task: Task) -> Launches:
-    rows = words(task, 0)
-    args: list[Parameter] = [tile(task, 0), tile(task, 1), rows, task.ints[0], constant(task, 0)]
+    rows, given = words(task, 0), RMSNormStatArgs.of(task)
+    args: list[Parameter] = [tile(task, 0), tile(task, 1), rows, given.embed, given.eps]
     return Launches((launch(_stat, ceil_div(rows, 128), *args, ROWS=128),))
 
 
@@ -138,8 +139,9 @@ def _describe_grad_sums(task: Task) -> Launches:
 @launches("rms_norm_grad")
 def _describe_grad(task: Task) -> Launches:
     rows, n, blocks = row_blocks(task, 0, 4096)
-    whole, sums_at = task.ints[0], 6 * task.ints[1]
-    extra_at = 6 + task.ints[1] if len(task.accesses) > 6 + task.ints[1] else 0
+    given = RMSNormGradArgs.of(task)
+    sums_at, extra_at = (6, 7) if given.has_sums else (0, 6)
+    extra_at = extra_at if len(task.accesses) > extra_at else 0
     parts, scratch = min(ceil_div(rows, blocks["ROWS"]), PROGRAMS), Scratch()
     part = scratch.take(parts * n, "fp32")
     dx, dgamma, *args = (tile(task, k) for k in (0, 1, 2, 3, 4, 5, sums_at, extra_at))
@@ -147,7 +149,7 @@ def _describe_grad(task: Task) -> Launches:
     has = {"HAS_SUMS": sums_at > 0, "HAS_EXTRA": extra_at > 0}
     return Launches(
         (
-            launch(_grad, parts, dx, part, *args, rows, n, whole, **has, **blocks),
+            launch(_grad, parts, dx, part, *args, rows, n, given.embed, **has, **blocks),
             sum_of_parts(dgamma, part, parts, n, acc=task.accesses[1].accumulate),
         ),
         scratch.bytes,

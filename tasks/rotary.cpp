@@ -1,5 +1,6 @@
 // Rotary positions on tiles with axes seq and head_dim; the table's rows are cosines, then sines.
 #include "common.h"
+#include "rotary_args.h"
 
 namespace nntile {
 namespace {
@@ -17,14 +18,14 @@ void rotate(T* y, const T* x, const T* table, T sign, int64_t n) {
 }
 
 // tiles: y, x, table [seq, head_dim]
-// ints: which axis of x is seq, which head_dim; whether to turn the other way
 void rotary(Args& t) {
+  const RotaryArgs args(t);
   const auto y = t[0], x = t[1], table = t[2];
-  const int64_t seq_axis = t.i(0), head_axis = t.i(1), width = x.size(head_axis), half = width / 2;
-  const int64_t seq = x.size(seq_axis), seq_step = x.stride(seq_axis), inner = x.stride(head_axis);
+  const int64_t width = x.size(args.head_dim), half = width / 2;
+  const int64_t seq = x.size(args.seq), seq_step = x.stride(args.seq), inner = x.stride(args.head_dim);
   dispatch(x, [&](auto zero) {
     using T = decltype(zero);
-    const T sign = t.i(2) ? T(-1) : T(1);
+    const T sign = args.inverse ? T(-1) : T(1);
     for (int64_t outer = 0; outer < x.numel(); outer += width * inner) {
       for (int64_t column = 0; column < inner; ++column) {
         const int64_t first = outer + column;

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from nntile_py.errors import ConfigError
-from nntile_py.tiles import R, W
+from nntile_py.tiles import R, TaskArgs, W
 
 from .op import Array, GraphLike, Lowering, Op, Tensor
 
@@ -62,9 +62,10 @@ def _scaled(frequencies: Array, scaling: Mapping[str, Any]) -> Array:
     return np.asarray(frequencies * (kept + (1 - kept) / factor))
 
 
-def rotary(g: GraphLike, x: Tensor, table: Tensor) -> Tensor:
-    """x turned by its positions' angles, an input of `rotary_table`; see Rotary."""
-    return g.add(Rotary(x, table, g.temp("rotary", x.axes, x.shape, x.dtype))).output
+class RotaryArgs(TaskArgs):
+    seq: int  # which axis of x it is
+    head_dim: int
+    inverse: bool
 
 
 class Rotary(Op):
@@ -96,10 +97,10 @@ class Rotary(Op):
     def lower(self, low: Lowering) -> None:
         x, table = self.inputs
         assert not low.cut(x, "head_dim"), "head_dim is never cut"
-        places = [x.axes.index("seq"), x.axes.index("head_dim"), int(self.inverse)]
+        args = RotaryArgs(x.axes.index("seq"), x.axes.index("head_dim"), self.inverse)
         for index in low.indices(x):
             angles = R(low.tile(table, index | {"rotary": 0}))
-            low.emit("rotary", [W(low.tile(self.output, index)), R(low.tile(x, index)), angles], places)
+            low.emit("rotary", [W(low.tile(self.output, index)), R(low.tile(x, index)), angles], args)
 
     def reference(self, *inputs: Array) -> tuple[Array, ...]:
         x, table = inputs
@@ -110,3 +111,8 @@ class Rotary(Op):
         sin = -sin if self.inverse else sin
         y = np.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
         return (np.moveaxis(y, (-2, -1), (axes.index("seq"), axes.index("head_dim"))),)
+
+
+def rotary(g: GraphLike, x: Tensor, table: Tensor) -> Tensor:
+    """x turned by its positions' angles, an input of `rotary_table`; see Rotary."""
+    return g.add(Rotary(x, table, g.temp("rotary", x.axes, x.shape, x.dtype))).output

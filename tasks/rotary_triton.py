@@ -1,4 +1,4 @@
-"""Rotary positions on CUDA. Tiles and ints as in rotary.cpp.
+"""Rotary positions on CUDA. Tiles as in rotary.cpp.
 
 A program turns a few positions of a few heads (or whatever other axes there are): it reads the positions' cosines and
 sines, which take more bytes than a row of bf16, once for all of those heads.
@@ -15,6 +15,7 @@ from nntile_py.tiles.tasklist import Task
 
 from .elementwise_triton import offset_of, sizes_and_strides
 from .launch import Launches, ceil_div, launch, launches, power_of_two, shape, tile
+from .rotary import RotaryArgs
 
 
 @triton.jit
@@ -43,10 +44,10 @@ def _rotary(
 
 @launches("rotary")
 def _describe(task: Task) -> Launches:
-    sizes, (seq_axis, head_axis, inverse) = shape(task, 1), task.ints
+    sizes, args = shape(task, 1), RotaryArgs.of(task)
     strides = [math.prod(sizes[axis + 1 :]) for axis in range(len(sizes))]
-    seq, half = sizes[seq_axis], sizes[head_axis] // 2
-    rest = [axis for axis in range(len(sizes)) if axis not in (seq_axis, head_axis)]
+    seq, half = sizes[args.seq], sizes[args.head_dim] // 2
+    rest = [axis for axis in range(len(sizes)) if axis not in (args.seq, args.head_dim)]
     others = math.prod(sizes[axis] for axis in rest)
     block = power_of_two(half)
     together = min(power_of_two(others), 4)
@@ -57,7 +58,7 @@ def _describe(task: Task) -> Launches:
                 _rotary, ceil_div(others, together) * ceil_div(seq, rows),
                 tile(task, 0), tile(task, 1), tile(task, 2), others, seq,
                 **sizes_and_strides([sizes[axis] for axis in rest], [strides[axis] for axis in rest]),
-                SEQ_STRIDE=strides[seq_axis], HEAD_STRIDE=strides[head_axis], HALF=half, INVERSE=bool(inverse),
+                SEQ_STRIDE=strides[args.seq], HEAD_STRIDE=strides[args.head_dim], HALF=half, INVERSE=args.inverse,
                 OTHERS=together, ROWS=rows, BLOCK=block,
             ),
         )

@@ -12,7 +12,7 @@ from nntile_py.graph.graph import Graph
 from nntile_py.graph.optimizers import AdamW
 from nntile_py.graph.step import StepSpec
 from nntile_py.models import GPT2, GPT2Config
-from nntile_py.tasks import Tensor, activation, add, dropout, layer_norm, linear, transpose
+from nntile_py.tasks import Tensor, activation, add, cross_entropy, dropout, layer_norm, linear, rms_norm, transpose
 from nntile_py.tiles import Tiling
 
 CONFIG = GPT2Config(layers=2, embed=24, heads=4, vocab=61, positions=32)
@@ -123,12 +123,12 @@ def test_dropout_and_add_in_either_order(swapped: bool) -> None:
 def rms_norm_of_a_sum(g: Graph, swapped: bool = False) -> None:
     """A loss of the norm of x + r and of the sum itself, with its gradients."""
     axes, shape = ["batch", "seq", "embed"], [2, 4, 8]
-    x, r = (g.dropout(g.named(name, axes, shape, "param"), 0.1) for name in "xr")
+    x, r = (dropout(g, g.named(name, axes, shape, "param"), 0.1) for name in "xr")
     gamma, v = g.named("gamma", ["embed"], [8], "param"), g.named("v", ["vocab", "embed"], [5, 8], "param")
-    total = g.plus(r, x) if swapped else g.plus(x, r)
-    y = ops.rms_norm(g, total, gamma, 1e-5)
-    logits = ops.contract(g, g.plus(total, y), v, ["batch", "seq", "vocab"])
-    g.backward(g.cross_entropy(logits, g.named("labels", axes[:-1], shape[:-1], "input", "int64")))
+    total = add(g, r, x) if swapped else add(g, x, r)
+    y = rms_norm(g, total, gamma, 1e-5)
+    logits = ops.contract(g, add(g, total, y), v, ["batch", "seq", "vocab"])
+    g.backward(cross_entropy(g, logits, g.named("labels", axes[:-1], shape[:-1], "input", "int64")))
 
 
 @pytest.mark.parametrize("swapped", [False, True])
