@@ -280,7 +280,7 @@ def unpack(g: GraphLike, x: Tensor, axis: str) -> list[Tensor]:
 
 
 def dropout(g: GraphLike, x: Tensor, p: float) -> Tensor:
-    """x with elements set to zero with probability p, the others divided by 1 - p; x itself where nothing is trained."""
+    """x with elements set to zero with probability p, the others divided by 1 - p; x itself in an evaluation."""
     if p == 0 or not g.training:
         return x
     out = g.temp("dropout", x.axes, x.shape, x.dtype, causal=x.causal)

@@ -258,9 +258,13 @@ def _describe_sum(task: Task) -> Launches:
     )  # fmt: skip
     if splits == 1:
         return Launches((first,))
-    axes = {"KEPT_SIZES": (n,), "KEPT_STRIDES": (1,), "SUM_SIZES": (splits,), "SUM_STRIDES": (n,)}
-    last = launch(_sum, (ceil_div(n, 32), 1), tile(task, 0), part, n, splits, **axes, ACC=acc, ROWS=32, BLOCK=32)
-    return Launches((first, last), scratch.bytes)
+    return Launches((first, sum_of_parts(tile(task, 0), part, splits, n, acc=acc)), scratch.bytes)
+
+
+def sum_of_parts(out: Argument, part: Argument, parts: int, n: int, *, acc: bool) -> Launch:
+    """out[n] (+)= the sum of part[parts, n] in its order."""
+    axes: dict[str, Any] = {"KEPT_SIZES": (n,), "KEPT_STRIDES": (1,), "SUM_SIZES": (parts,), "SUM_STRIDES": (n,)}
+    return launch(_sum, (ceil_div(n, 32), 1), out, part, n, parts, **axes, ACC=acc, ROWS=32, BLOCK=32)
 
 
 def _chosen(sizes: Sequence[int], strides: Sequence[int], axes: Sequence[int]) -> tuple[list[int], list[int]]:
@@ -307,10 +311,15 @@ def mask_of(task: Task, ints: int, floats: int) -> list[Parameter]:
     return [Int(first, 64), TaskFloat(floats, "int64"), Int(mixed, 64), limit, scale]
 
 
+def sizes_and_strides(sizes: Sequence[int], strides: Sequence[int]) -> dict[str, Any]:
+    """By which `offset_of` finds an element of axes of these sizes and strides."""
+    merged, (steps,) = _merged(sizes, strides)
+    return {"SIZES": _last_first(merged), "STRIDES": _last_first(steps)}
+
+
 def rows_in_whole(sizes: Sequence[int], strides: Sequence[int]) -> dict[str, Any]:
     """By which `offset_of` finds a tile's rows in the whole tensor: sizes of the tile, strides of the whole."""
-    merged, (steps,) = _merged(sizes[:-1], strides[:-1])
-    return {"SIZES": _last_first(merged), "STRIDES": _last_first(steps)}
+    return sizes_and_strides(sizes[:-1], strides[:-1])
 
 
 @launches("dropout")

@@ -108,6 +108,8 @@ _MODULES = (
     "layer_norm",
     "optimizer",
     "select",
+    "rms_norm",
+    "rotary",
     "softmax",
     "squared_error",
 )

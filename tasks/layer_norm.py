@@ -7,18 +7,21 @@ import numpy as np
 from nntile_py.tiles import ACC, R, Tile, W
 
 from .elementwise import Dropout
-from .op import Array, GraphLike, Index, Lowering, Op, Tensor, wide
+from .norm import Norm, NormGrad
+from .op import Array, GraphLike, Index, Lowering, Tensor, wide
 
 AXIS = "embed"
 
 
-class LayerNorm(Op):
+class LayerNorm(Norm):
     """y = (s - mean) / sqrt(var + eps) * gamma + beta over the last axis, embed, with s = x (+ residual).
 
     Outputs: y; stat, fp32 or fp64 [..., 2]: mean and 1/sqrt(var + eps); with a residual also s. (Ba, Kiros, Hinton
     2016; variance without Bessel's correction.) Uncut: one task a tile. Cut: statistics of each embed tile as
     (count, mean, M2), combined, then applied. With `dropout`, a Dropout of x, s = dropout(x) + residual; embed uncut.
     """
+
+    takes_dropout = True
 
     def __init__(
         self,
@@ -86,7 +89,7 @@ class LayerNorm(Op):
         return (y, np.concatenate([mean, rstd], -1), *([s] if self.total else []))
 
 
-class LayerNormGrad(Op):
+class LayerNormGrad(NormGrad):
     """With xhat = (x - mean) rstd and w = dy gamma: dx = rstd (w - mean(w) - xhat mean(w xhat)) (+ add),
     dgamma = sum dy xhat, dbeta = sum dy, sums over all rows, means over embed.
 

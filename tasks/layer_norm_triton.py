@@ -197,7 +197,7 @@ def _grad_reduce(
         tl.store(DBIAS + col, dbias, col < n)
 
 
-def _blocks(task: Task, number: int, elements: int) -> tuple[int, int, dict[str, int]]:
+def row_blocks(task: Task, number: int, elements: int) -> tuple[int, int, dict[str, int]]:
     """Rows and columns of a tile; the rows and columns of a program of about `elements`, its warps."""
     n = shape(task, number)[-1]
     if n > WIDEST:
@@ -218,7 +218,7 @@ def _dropout(task: Task, ints: int | None, floats: int, number: int) -> tuple[li
 
 @launches("layer_norm")
 def _describe(task: Task) -> Launches:
-    rows, n, blocks = _blocks(task, 2, 1024)
+    rows, n, blocks = row_blocks(task, 2, 1024)
     has = len(task.accesses) > 5
     args: list[Parameter] = [tile(task, k) for k in ((0, 1, 2, 3, 4, 5, 6) if has else (0, 1, 2, 3, 4, 0, 0))]
     mask, constants = _dropout(task, 0 if task.ints else None, 1, 2)
@@ -230,7 +230,7 @@ def _describe(task: Task) -> Launches:
 
 @launches("layer_norm_moments")
 def _describe_moments(task: Task) -> Launches:
-    rows, n, blocks = _blocks(task, 1, 1024)
+    rows, n, blocks = row_blocks(task, 1, 1024)
     acc, grid = task.accesses[0].accumulate, ceil_div(rows, blocks["ROWS"])
     return Launches((launch(_moments, grid, tile(task, 0), tile(task, 1), rows, n, ACC=acc, **blocks),))
 
@@ -244,14 +244,14 @@ def _describe_stat(task: Task) -> Launches:
 
 @launches("layer_norm_apply")
 def _describe_apply(task: Task) -> Launches:
-    rows, n, blocks = _blocks(task, 2, 1024)
+    rows, n, blocks = row_blocks(task, 2, 1024)
     args: list[Parameter] = [tile(task, k) for k in range(5)]
     return Launches((launch(_apply, ceil_div(rows, blocks["ROWS"]), *args, rows, n, **blocks),))
 
 
 @launches("layer_norm_grad_sums")
 def _describe_grad_sums(task: Task) -> Launches:
-    rows, n, blocks = _blocks(task, 2, 1024)
+    rows, n, blocks = row_blocks(task, 2, 1024)
     args: list[Parameter] = [tile(task, k) for k in range(5)]
     acc = task.accesses[0].accumulate
     return Launches((launch(_grad_sums, ceil_div(rows, blocks["ROWS"]), *args, rows, n, ACC=acc, **blocks),))
@@ -259,7 +259,7 @@ def _describe_grad_sums(task: Task) -> Launches:
 
 @launches("layer_norm_grad")
 def _describe_grad(task: Task) -> Launches:
-    rows, n, blocks = _blocks(task, 0, 4096)
+    rows, n, blocks = row_blocks(task, 0, 4096)
     extra_at, bias_at, sums_at, dropped_at, whole = task.ints[:5]
     dx, dgamma, dbeta, dy, x, stat, gamma = (tile(task, k) for k in range(7))
     extra, dbias, sums, dropout = (tile(task, k) for k in (extra_at, bias_at, sums_at, dropped_at))

@@ -9,7 +9,8 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
-from cases import Case, Maker, ids, large, normal, of, positive, rest, triangle
+import numpy as np
+from cases import Case, Maker, Values, ids, large, normal, of, positive, rest, triangle
 
 from nntile_py import tasks as ops
 from nntile_py.tasks import Op, Tensor
@@ -213,6 +214,42 @@ def layer_norm_grad(add: bool, bias: bool = False, p: float = 0.0) -> Callable[[
         )  # fmt: skip
 
     return row
+
+
+def rms_norm(residual: bool) -> Callable[[Case], Op]:
+    def row(case: Case) -> Op:
+        axes, case.sizes["stat"] = "batch seq embed", 1
+        x, gamma, y, stat = case.x(axes), case.x("embed"), case.y(axes), case.y("batch seq stat", case.wide)
+        more = {"residual": case.x(axes), "total": case.y(axes)} if residual else {}
+        return case.add(ops.RMSNorm(x, gamma, y, stat, 1e-5, **more))
+
+    return row
+
+
+def rms_norm_grad(add: bool) -> Callable[[Case], Op]:
+    def row(case: Case) -> Op:
+        axes, case.sizes["stat"] = "batch seq embed", 1
+        x, gamma = case.x(axes), case.x("embed")
+        forward = ops.RMSNorm(x, gamma, case.temp(axes), case.temp("batch seq stat"), 1e-5)
+        stat = case.x("batch seq stat", of(forward, 1), case.wide)
+        outs = case.y(axes), case.y("embed", case.wide)
+        return case.add(ops.RMSNormGrad(case.x(axes), x, stat, gamma, *outs, add=case.x(axes) if add else None))
+
+    return row
+
+
+def rotary(axes: str, inverse: bool = False) -> Callable[[Case], Op]:
+    def row(case: Case) -> Op:
+        case.sizes["head_dim"] += case.sizes["head_dim"] % 2
+        case.sizes["rotary"] = case.sizes["head_dim"]
+        table = case.x("seq rotary", angles, case.wide)
+        return case.add(ops.Rotary(case.x(axes), table, case.y(axes), inverse))
+
+    return row
+
+
+def angles(rng: np.random.Generator, shape: tuple[int, ...], values: Values) -> Any:
+    return ops.rotary_table(shape[1], shape[0], 10000.0)
 
 
 def softmax(causal: bool) -> Callable[[Case], Op]:
@@ -431,6 +468,15 @@ ROWS |= {
     "LayerNormGrad add bias": layer_norm_grad(add=True, bias=True),
     "LayerNormGrad dropout": layer_norm_grad(add=False, p=0.3),
     "LayerNormGrad add bias dropout": layer_norm_grad(add=True, bias=True, p=0.3),
+    "RMSNorm": rms_norm(residual=False),
+    "RMSNorm residual": rms_norm(residual=True),
+    "RMSNormGrad": rms_norm_grad(add=False),
+    "RMSNormGrad add": rms_norm_grad(add=True),
+    "Rotary": rotary("batch seq heads head_dim"),
+    "Rotary inverse": rotary("batch seq heads head_dim", inverse=True),
+    "Rotary of heads": rotary(_HEADS),
+    "Rotary columns first": rotary("heads head_dim batch seq"),
+    "Rotary of positions last": rotary("head_dim seq", inverse=True),
     "Softmax": softmax(causal=False),
     "Softmax causal": softmax(causal=True),
     "SoftmaxGrad": softmax_grad(causal=False),

@@ -1,6 +1,7 @@
 """Every operator in every tiling, policy and dtype against its float64 reference; the references against PyTorch."""
 
 import math
+import re
 from typing import Any
 
 import numpy as np
@@ -12,9 +13,12 @@ from conftest import error
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from operators import ROWS
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 import nntile_py as nt
 from nntile_py import tasks as ops
+from nntile_py.errors import ConfigError
 from nntile_py.graph.graph import Graph
 from nntile_py.tasks import Op, Tensor
 from nntile_py.tasks.activation import ACTIVATIONS
@@ -38,7 +42,9 @@ def test_every_operator_has_a_row() -> None:
         for op in case.graph.ops:
             assert op.flop() >= 0 and op.words() >= 0
         built |= {type(op) for op in case.graph.ops}
-    assert built == {x for x in vars(ops).values() if isinstance(x, type) and issubclass(x, Op)} - {Op}
+    assert built == {
+        x for x in vars(ops).values() if isinstance(x, type) and issubclass(x, Op) and not x.__subclasses__()
+    }
 
 
 @pytest.mark.parametrize(
@@ -114,7 +120,7 @@ def test_a_tile_that_nobody_writes_is_seen(runtime: nt.Runtime, monkeypatch: pyt
 
 AXES: dict[str, int] = {
     "batch": 2, "seq": 5, "key": 5, "embed": 7, "heads": 3, "head_dim": 4, "ffn": 6, "vocab": 11, "qkv": 3, "one": 1,
-    "stat": 2, "classes": 2,
+    "stat": 2, "classes": 2, "rotary": 4,
 }  # fmt: skip
 
 
@@ -331,6 +337,104 @@ def test_layer_norm_of_a_residual() -> None:
     back = ops.LayerNormGrad(t[4], t[3], stat, c[0], t[5], c[2], c[3], add=t[6], dbias=c[4])
     for got, param in zip(back.reference(dy, total, statistics, gamma, ds), (tr, tgamma, tbeta, tb), strict=True):
         assert param.grad is not None and error(got, param.grad) < 1e-13
+
+
+def rms_norm(x: torch.Tensor, gamma: torch.Tensor, eps: float) -> torch.Tensor:
+    return gamma * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
+
+
+def test_rms_norm(pair: Pair) -> None:
+    x, gamma = pair.param("batch seq embed"), pair.param("embed")
+    op = ops.RMSNorm(x, gamma, pair.temp("batch seq embed"), pair.temp("batch seq one"), 1e-3)
+    pair.compare(op, rms_norm(pair.torch[x], pair.torch[gamma], 1e-3))
+
+
+def test_rms_norm_of_a_residual() -> None:
+    """y = norm(x + r) and the sum; the gradient of both outputs is RMSNormGrad with `add`."""
+    rng = np.random.default_rng(0)
+    x, r, dy, ds = (rng.standard_normal((3, 7)) for _ in range(4))
+    gamma = rng.standard_normal(7)
+    t = [Tensor(f"t{k}", ["seq", "embed"], (3, 7), "fp64") for k in range(7)]
+    c = [Tensor(f"c{k}", ["embed"], [7], "fp64") for k in range(2)]
+    stat = Tensor("stat", ["seq", "stat"], [3, 1], "fp64")
+    y, statistics, total = ops.RMSNorm(t[0], c[0], t[2], stat, 1e-5, t[1], t[3]).reference(x, gamma, r)
+    tx, tr, tgamma = (torch.tensor(v, requires_grad=True) for v in (x, r, gamma))
+    want = rms_norm(tx + tr, tgamma, 1e-5)
+    assert error(y, want.detach()) < 1e-13 and error(total, x + r) < 1e-15
+    ((want * torch.tensor(dy)).sum() + ((tx + tr) * torch.tensor(ds)).sum()).backward()
+    back = ops.RMSNormGrad(t[4], t[3], stat, c[0], t[5], c[1], add=t[6])
+    for got, param in zip(back.reference(dy, total, statistics, gamma, ds), (tr, tgamma), strict=True):
+        assert param.grad is not None and error(got, param.grad) < 1e-13
+
+
+def test_rms_norm_is_that_of_llama() -> None:
+    rng = np.random.default_rng(0)
+    x, gamma = rng.standard_normal((3, 7)).astype(np.float32), rng.standard_normal(7).astype(np.float32)
+    llama = LlamaRMSNorm(7, eps=1e-2)
+    llama.weight.data = torch.tensor(gamma)
+    t = Tensor("t", ["seq", "embed"], (3, 7), "fp64")
+    c, stat = Tensor("c", ["embed"], [7], "fp64"), Tensor("stat", ["seq", "stat"], [3, 1], "fp64")
+    op = ops.RMSNorm(t, c, t, stat, 1e-2)
+    assert error(op.reference(x.astype(float), gamma.astype(float))[0], llama(torch.tensor(x)).detach()) < 1e-6
+
+
+@pytest.mark.parametrize("axes", ["batch seq heads head_dim", "head_dim heads seq batch"])
+def test_rotary(pair: Pair, axes: str) -> None:
+    """As transformers applies it, in float64."""
+    x, table = pair.param(axes), pair.temp("seq rotary")
+    pair.values[table] = pair.rng.standard_normal(table.shape)
+    pair.torch[table] = torch.tensor(pair.values[table])
+    cos, sin = (half.repeat(1, 2) for half in pair.torch[table].chunk(2, -1))
+    order = [x.axes.index(a) for a in ("batch", "heads", "seq", "head_dim")]
+    turned, _ = apply_rotary_pos_emb(pair.torch[x].permute(order), torch.zeros(2, 3, 5, 4), cos[None], sin[None])
+    pair.compare(ops.Rotary(x, table, pair.temp(axes)), turned.permute([order.index(k) for k in range(4)]))
+
+
+def test_rotary_of_tensors_that_do_not_fit(pair: Pair) -> None:
+    x = pair.temp("batch seq heads head_dim")
+    for table in (pair.temp("seq embed"), Tensor("t", ["seq", "rotary"], [6, 4], "fp64"), pair.temp("rotary seq")):
+        with pytest.raises(ValueError, match=r"rotary: t\d*\[.* does not fit"):
+            ops.Rotary(x, table, x)
+
+
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [None, {"rope_type": "default"}, {"rope_type": "linear", "factor": 2.5}, {"type": "linear", "factor": 4},
+     {"rope_type": "llama3", **LLAMA3}],
+)  # fmt: skip
+def test_rotary_table(scaling: dict[str, Any] | None) -> None:
+    """As transformers makes it; low, middle and high frequencies."""
+    head_dim, positions, theta = 32, 100, 5e3
+    parameters = {"rope_theta": theta, **(scaling or {"rope_type": "default"})}
+    config = LlamaConfig(hidden_size=64, num_attention_heads=2, num_hidden_layers=1, rope_parameters=parameters)
+    embedding = LlamaRotaryEmbedding(config)
+    table = ops.rotary_table(head_dim, positions, theta, scaling)
+    assert table.shape == (positions, head_dim) and table.dtype == np.float64
+    frequencies = np.arctan2(*np.split(table[1], 2)[::-1])
+    assert np.allclose(frequencies, embedding.inv_freq, rtol=1e-6, atol=0)
+    cos, sin = embedding(torch.zeros(1), torch.arange(positions)[None])
+    want = torch.cat([cos[0, :, : head_dim // 2], sin[0, :, : head_dim // 2]], -1)
+    assert np.abs(table - want.numpy()).max() < 2e-5  # transformers' angles, up to 100, are fp32
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "scaling", "message"),
+    [
+        (7, None, "head_dim: 7"),
+        (8, {"rope_type": "yarn", "factor": 2.0}, "rope_type: 'yarn' is not allowed; use one of default, "),
+        (8, {"rope_type": "linear"}, "rope_scaling.factor: None is not allowed; rope_type linear needs a positive"),
+        (8, {"rope_type": "linear", "factor": 0}, "rope_scaling.factor: 0 is"),
+        (8, {"rope_type": "linear", "factor": "2"}, "rope_scaling.factor: '2' is"),
+        (8, {"rope_type": "default", "factor": 2.0}, "rope_scaling.factor: unknown key; rope_type default has none"),
+        (8, {"rope_type": "llama3", **LLAMA3, "high_freq_factor": 1.0}, "rope_scaling.high_freq_factor: 1.0 is"),
+    ],
+)
+def test_rotary_table_of_wrong_scaling(head_dim: int, scaling: dict[str, Any] | None, message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        ops.rotary_table(head_dim, 4, 1e4, scaling)
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -12,7 +12,7 @@ from nntile_py.graph.graph import Graph
 from nntile_py.graph.optimizers import AdamW
 from nntile_py.graph.step import StepSpec
 from nntile_py.models import GPT2, GPT2Config
-from nntile_py.tasks import Tensor, activation, add, dropout, layer_norm, linear, transpose
+from nntile_py.tasks import Tensor, activation, add, cross_entropy, dropout, layer_norm, linear, rms_norm, transpose
 from nntile_py.tiles import Tiling
 
 CONFIG = GPT2Config(layers=2, embed=24, heads=4, vocab=61, positions=32)
@@ -118,6 +118,34 @@ def test_dropout_and_add_in_either_order(swapped: bool) -> None:
         assert bool(norm.dropout) == (not left)
         if norm.dropout:
             assert norm.inputs[0] is y and norm.residual is r
+
+
+def rms_norm_of_a_sum(g: Graph, swapped: bool = False) -> None:
+    """A loss of the norm of x + r and of the sum itself, with its gradients."""
+    axes, shape = ["batch", "seq", "embed"], [2, 4, 8]
+    x, r = (dropout(g, g.named(name, axes, shape, "param"), 0.1) for name in "xr")
+    gamma, v = g.named("gamma", ["embed"], [8], "param"), g.named("v", ["vocab", "embed"], [5, 8], "param")
+    total = add(g, r, x) if swapped else add(g, x, r)
+    y = rms_norm(g, total, gamma, 1e-5)
+    logits = ops.contract(g, add(g, total, y), v, ["batch", "seq", "vocab"])
+    g.backward(cross_entropy(g, logits, g.named("labels", axes[:-1], shape[:-1], "input", "int64")))
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_residual_of_an_rms_norm(swapped: bool) -> None:
+    """The sum is made with the norm, its gradient with that of the norm; it takes no dropout."""
+    g = Graph("fp32")
+    rms_norm_of_a_sum(g, swapped)
+    count = Counter(op.kind for op in g.ops)
+    assert count["Add"] == 3 and count["Dropout"] == 4
+    fuse(g, Fusion(), False)
+    assert Counter(op.kind for op in g.ops) == count - Counter(Add=2)
+    norm, grad = (next(op for op in g.ops if isinstance(op, kind)) for kind in (ops.RMSNorm, ops.RMSNormGrad))
+    assert norm.total and norm.residual and grad.extra and grad.inputs[1] is norm.total
+    g = Graph("fp32")
+    rms_norm_of_a_sum(g, swapped)
+    fuse(g, Fusion.of({"residual_norm": False}), False)
+    assert Counter(op.kind for op in g.ops) == count
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])

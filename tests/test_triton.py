@@ -113,7 +113,7 @@ def test_against_the_reference(row: str, dtype: str, tiling: str, policy: str) -
             there[where] = True
         wrong = error(got[tensor], want * there)
         # Statistics are of the sum with the residual as it was stored, a bias' gradient of dx as it was stored.
-        of_stored = row.startswith("LayerNorm residual") or (row.startswith("LayerNormGrad") and "bias" in row)
+        of_stored = "Norm residual" in row or (row.startswith("LayerNormGrad") and "bias" in row)
         rounded = (tensor.dtype == "bf16" and tensor.storage not in case.rests) or (dtype == "bf16" and of_stored)
         assert wrong < (5e-3 if rounded else 1e-5), f"{tensor}: off by {wrong:.1e}"
 
@@ -246,6 +246,7 @@ sizes = {"batch": 2, "seq": 128, "embed": 768, "heads": 12, "head_dim": 64, "ffn
 rows = ["LayerNorm residual", "LayerNormGrad add bias", "CrossEntropy fused", "EmbeddingGrad into", "Transpose all"]
 rows += ["GradNorm clip", "Dropout", "LayerNorm residual dropout", "LayerNormGrad add bias dropout"]
 rows += ["GatedGrad silu", "SelectGrad seq 0.6", "SquaredError", "CrossEntropy of sequences fused"]
+rows += ["RMSNorm residual", "RMSNormGrad add", "Rotary"]
 for row in [*map(ROWS.get, rows), adamw(split=True)]:
     case = Case(sizes, "bf16")
     row(case)
@@ -265,4 +266,5 @@ def test_compiles_for_sm_90(python: Python, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     names = {"_layer_norm", "_grad", "_cross_entropy", "_sum_rows", "_swap", "_adamw", "_squares", "_total", "_clip"}
     names |= {"_gated_grad", "_select_grad", "_squared_error"}
+    names |= {"_rms_norm", "_rotary"}
     assert names <= set(done.stdout.split())

@@ -37,8 +37,8 @@ GET_DOT = (
 )
 _CLASSES = {
     "contraction": ("△", "#f2a49a", ("Contract", "Attention", "AttentionGrad")),
-    "normalization": ("□", "#f7c9c2", ("LayerNorm", "LayerNormGrad", "Softmax", "SoftmaxGrad", "CrossEntropy",
-                                       "CrossEntropyGrad", "GradNorm")),
+    "normalization": ("□", "#f7c9c2", ("LayerNorm", "LayerNormGrad", "RMSNorm", "RMSNormGrad", "Softmax",
+                                       "SoftmaxGrad", "CrossEntropy", "CrossEntropyGrad", "GradNorm")),
     "element-wise": ("○", "#fbe6e2", ()),
 }  # fmt: skip
 # kind of tensor: shape, colour, what the legend says

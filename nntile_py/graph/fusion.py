@@ -15,7 +15,8 @@ from nntile_py.tasks.contract import Contract
 from nntile_py.tasks.cross_entropy import CrossEntropy, CrossEntropyGrad
 from nntile_py.tasks.elementwise import Add, BiasAdd, Dropout, Sum, Transpose
 from nntile_py.tasks.embedding import EmbeddingGrad
-from nntile_py.tasks.layer_norm import LayerNorm, LayerNormGrad
+from nntile_py.tasks.layer_norm import LayerNormGrad
+from nntile_py.tasks.norm import Norm, NormGrad
 from nntile_py.tasks.op import Op, Tensor
 from nntile_py.tiles import Tiling
 
@@ -319,11 +320,11 @@ def _residual(uses: _Uses, op: Op) -> bool:
 
 
 def _norm_residual(uses: _Uses, op: Op, tiling: Tiling) -> bool:
-    """LayerNorm(Add(x, r)) or LayerNorm(Add(Dropout(x), r)) where the sum also goes on as the residual stream.
+    """Norm(Add(x, r)) or LayerNorm(Add(Dropout(x), r)) where the sum also goes on as the residual stream.
 
     Where embed is cut the norm is several tasks, none of which would save the dropout's: it stays.
     """
-    if not isinstance(op, LayerNorm) or op.residual:
+    if not isinstance(op, Norm) or op.residual:
         return False
     add = uses.maker.get(op.inputs[0])
     if not isinstance(add, Add) or add.phase != "forward":
@@ -333,28 +334,23 @@ def _norm_residual(uses: _Uses, op: Op, tiling: Tiling) -> bool:
         return False
     x, r = add.inputs
     dropout = None
-    if not tiling.cut(x.axes[-1], x.shape[-1]):
+    if op.takes_dropout and not tiling.cut(x.axes[-1], x.shape[-1]):
         dropout = uses.made_for(x, add, Dropout)
         if not dropout and (dropout := uses.made_for(r, add, Dropout)):
             x, r = r, x
     x, old = (dropout.inputs[0], [op, add, dropout]) if dropout else (x, [op, add])
-    gamma, beta = op.inputs[1:3]
-    total = add.output
-    uses.replace(old, LayerNorm(x, gamma, beta, op.output, op.stat, op.eps, residual=r, total=total, dropout=dropout))
+    uses.replace(old, op.onto(x, r, add.output, **({"dropout": dropout} if dropout else {})))
     return True
 
 
 def _norm_grad_add(uses: _Uses, op: Op) -> bool:
-    """Add(LayerNormGrad's dx, g): the residual stream's gradient is added where dx is made."""
+    """Add(NormGrad's dx, g): the residual stream's gradient is added where dx is made."""
     if not isinstance(op, Add):
         return False
     for mine, other in ((0, 1), (1, 0)):
-        norm = uses.made_for(op.inputs[mine], op, LayerNormGrad)
+        norm = uses.made_for(op.inputs[mine], op, NormGrad)
         if norm and norm.extra is None and norm.output is op.inputs[mine]:
-            dy, x, stat, gamma = norm.inputs
-            _, dgamma, dbeta = norm.outputs
-            fused = LayerNormGrad(dy, x, stat, gamma, op.output, dgamma, dbeta, add=op.inputs[other])
-            uses.replace([norm, op], fused)
+            uses.replace([norm, op], norm.plus(op.inputs[other], op.output))
             return True
     return False
 

@@ -1,0 +1,137 @@
+"""RMSNorm over the embed axis, cut or not, with the residual add before it and its gradient."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from nntile_py.tiles import ACC, R, TaskArgs, Tile, W
+
+from .norm import Norm, NormGrad
+from .op import Array, GraphLike, Lowering, Tensor, wide
+
+AXIS = "embed"
+
+
+class RMSNormArgs(TaskArgs):
+    eps: float
+
+
+class RMSNormStatArgs(TaskArgs):
+    embed: int  # of the whole
+    eps: float
+
+
+class RMSNormGradArgs(TaskArgs):
+    embed: int  # of the whole
+    has_sums: bool  # of the whole rows, among the tiles
+
+
+class RMSNorm(Norm):
+    """y = gamma s / sqrt(mean(s^2) + eps) over the last axis, embed, with s = x (+ residual).
+
+    Outputs: y; stat, fp32 or fp64 [..., 1]: 1 / sqrt(mean(s^2) + eps); with a residual also s. (Zhang and Sennrich
+    2019, eq. 4; eps as in transformers' LlamaRMSNorm.) Uncut: one task a tile. Cut: the squares of each embed tile are
+    summed, then each is scaled.
+    """
+
+    def __init__(
+        self,
+        x: Tensor,
+        gamma: Tensor,
+        y: Tensor,
+        stat: Tensor,
+        eps: float,
+        residual: Tensor | None = None,
+        total: Tensor | None = None,
+    ) -> None:
+        assert x.axes[-1] == AXIS and (residual is None) == (total is None), x
+        super().__init__([x, gamma, *([residual] if residual else [])], [y, stat, *([total] if total else [])])
+        self.eps, self.residual, self.total, self.stat = eps, residual, total, stat
+
+    def gradient(self, g: GraphLike, *grads: Tensor | None) -> list[Tensor | None]:
+        x, gamma = self.inputs[:2]
+        dy = grads[0]
+        assert dy is not None and self.residual is None, "fusion comes after the gradients"
+        dx = g.temp("rms_norm_grad", x.axes, x.shape, x.dtype)
+        dgamma = g.temp("gamma_grad", gamma.axes, gamma.shape, wide(gamma.dtype))
+        g.add(RMSNormGrad(dy, x, self.stat, gamma, dx, dgamma))
+        return [dx, dgamma]
+
+    def flop(self) -> float:
+        return (5.0 if self.residual else 4.0) * self.output.words
+
+    def lower(self, low: Lowering) -> None:
+        x, gamma = self.inputs[:2]
+        extra = [self.residual] if self.residual else []
+        for index in low.indices(x, x.axes[:-1]):
+            stat = low.tile(self.stat, index | {"stat": 0})
+            columns = [index | {AXIS: k} for k in range(len(low.parts(x, AXIS)))]
+            if len(columns) == 1:
+                at = columns[0]
+                total = [W(low.tile(self.total, at))] if self.total else []
+                tiles = [low.tile(t, at) for t in (x, gamma, *extra)]
+                accesses = [W(low.tile(self.output, at)), W(stat), *map(R, tiles), *total]
+                low.emit("rms_norm", accesses, RMSNormArgs(self.eps))
+                continue
+            squares = Tile(f"{self.name}.squares", tuple(index.values()), stat.shape, stat.dtype)
+            source = self.total or x
+            for at in columns:
+                if self.total:
+                    low.emit("add", [W(low.tile(self.total, at)), *(R(low.tile(t, at)) for t in (x, *extra))])
+                low.emit("rms_norm_squares", [ACC(squares), R(low.tile(source, at))])
+            low.emit("rms_norm_stat", [W(stat), R(squares)], RMSNormStatArgs(x.size(AXIS), self.eps))
+            for at in columns:
+                tiles = [low.tile(t, at) for t in (source, gamma)]
+                low.emit("rms_norm_apply", [W(low.tile(self.output, at)), R(stat), *map(R, tiles)])
+
+    def reference(self, *inputs: Array) -> tuple[Array, ...]:
+        s = inputs[0] + inputs[2] if self.residual else inputs[0]
+        stat = 1 / np.sqrt((s * s).mean(-1, keepdims=True) + self.eps)
+        return (s * stat * inputs[1], stat, *([s] if self.total else []))
+
+
+class RMSNormGrad(NormGrad):
+    """With xhat = x stat and w = dy gamma: dx = stat (w - xhat mean(w xhat)) (+ add), dgamma = sum dy xhat.
+
+    The sum is over all rows, the mean over embed.
+    """
+
+    def __init__(
+        self, dy: Tensor, x: Tensor, stat: Tensor, gamma: Tensor, dx: Tensor, dgamma: Tensor, add: Tensor | None = None
+    ) -> None:
+        super().__init__([dy, x, stat, gamma, *([add] if add else [])], [dx, dgamma])
+        self.extra = add
+
+    def flop(self) -> float:
+        return (10.0 if self.extra else 9.0) * self.output.words
+
+    def lower(self, low: Lowering) -> None:
+        dy, x, stat, gamma = self.inputs[:4]
+        dx, dgamma = self.outputs
+        for index in low.indices(x, x.axes[:-1]):
+            columns = [index | {AXIS: k} for k in range(len(low.parts(x, AXIS)))]
+            row_stat, sums = low.tile(stat, index | {"stat": 0}), []
+            if len(columns) > 1:
+                sums = [Tile(f"{self.name}.sums", tuple(index.values()), row_stat.shape, row_stat.dtype)]
+                for at in columns:
+                    tiles = [low.tile(t, at) for t in (dy, x, gamma)]
+                    low.emit("rms_norm_grad_sums", [ACC(sums[0]), R(row_stat), *map(R, tiles)])
+            for at in columns:
+                tiles = [low.tile(dy, at), low.tile(x, at), row_stat, low.tile(gamma, at), *sums]
+                tiles += [low.tile(self.extra, at)] if self.extra else []
+                accesses = [W(low.tile(dx, at)), ACC(low.tile(dgamma, at)), *map(R, tiles)]
+                low.emit("rms_norm_grad", accesses, RMSNormGradArgs(x.size(AXIS), bool(sums)))
+
+    def reference(self, *inputs: Array) -> tuple[Array, ...]:
+        dy, x, stat, gamma = inputs[:4]
+        xhat, w = x * stat, dy * gamma
+        dx = stat * (w - xhat * (w * xhat).mean(-1, keepdims=True))
+        dgamma = (dy * xhat).sum(tuple(range(x.ndim - 1)))
+        return dx + inputs[4] if self.extra else dx, dgamma
+
+
+def rms_norm(g: GraphLike, x: Tensor, gamma: Tensor, eps: float) -> Tensor:
+    """gamma x / sqrt(mean(x^2) + eps) over embed, the last axis; see RMSNorm."""
+    y = g.temp("rms_norm", x.axes, x.shape, x.dtype)
+    stat = g.temp("stat", [*x.axes[:-1], "stat"], [*x.shape[:-1], 1], wide(x.dtype))
+    return g.add(RMSNorm(x, gamma, y, stat, eps)).output

@@ -1,0 +1,118 @@
+"""Rotary positions: pairs of a head's elements turned by angles that grow with the position."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from nntile_py.errors import ConfigError
+from nntile_py.tiles import R, TaskArgs, W
+
+from .op import Array, GraphLike, Lowering, Op, Tensor
+
+# Keys of each kind of scaling beside the kind itself.
+SCALINGS: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+}
+
+
+def rotary_table(head_dim: int, positions: int, theta: float, scaling: Mapping[str, Any] | None = None) -> Array:
+    """Cosines, then sines, of the angles of positions 0, 1, ...: float64 [positions, head_dim].
+
+    The angle of pair i is position * theta^(-2i / head_dim) (Su et al. 2021, eq. 15). `scaling` lowers these
+    frequencies as transformers' rope_scaling (rope_parameters) of rope_type default, linear or llama3 does
+    (modeling_rope_utils.ROPE_INIT_FUNCTIONS). Raises ConfigError for another type, a missing, unknown or wrong key, an
+    odd head_dim.
+    """
+    if head_dim < 2 or head_dim % 2:
+        raise ConfigError(f"head_dim: {head_dim} is not allowed with rotary positions; use an even number")
+    frequencies = _scaled(float(theta) ** (-np.arange(0, head_dim, 2) / head_dim), scaling or {})
+    angles = np.arange(positions)[:, None] * frequencies
+    return np.concatenate([np.cos(angles), np.sin(angles)], 1)
+
+
+def _scaled(frequencies: Array, scaling: Mapping[str, Any]) -> Array:
+    given = dict(scaling)
+    old = given.pop("type", "default")  # the key's name in older folders
+    kind = given.pop("rope_type", old)
+    given.pop("rope_theta", None)  # the caller's
+    if kind not in SCALINGS:
+        raise ConfigError(f"rope_scaling.rope_type: {kind!r} is not allowed; use one of {', '.join(SCALINGS)}")
+    names = SCALINGS[kind]
+    for key in {**dict.fromkeys(names), **given}:
+        value = given.get(key)
+        if key not in names:
+            raise ConfigError(f"rope_scaling.{key}: unknown key; rope_type {kind} has {', '.join(names) or 'none'}")
+        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+            raise ConfigError(f"rope_scaling.{key}: {value!r} is not allowed; rope_type {kind} needs a positive number")
+    if kind == "default":
+        return frequencies
+    if kind == "linear":
+        return np.asarray(frequencies / given["factor"])
+    factor, low, high, length = (given[key] for key in names)
+    if high <= low:
+        raise ConfigError(f"rope_scaling.high_freq_factor: {high} is not allowed; use more than low_freq_factor {low}")
+    # Frequencies with at least `high` turns over the length stay, those with at most `low` are divided by the factor.
+    turns = length * frequencies / (2 * np.pi)
+    kept = np.clip((turns - low) / (high - low), 0, 1)
+    return np.asarray(frequencies * (kept + (1 - kept) / factor))
+
+
+class RotaryArgs(TaskArgs):
+    seq: int  # which axis of x it is
+    head_dim: int
+    inverse: bool
+
+
+class Rotary(Op):
+    """y = x cos + rotate_half(x) sin, with rotate_half([a, b]) = [-b, a] on the halves of head_dim.
+
+    x: axes seq and head_dim among others, in any order; head_dim is even and never cut. table [seq, rotary], fp32 or
+    fp64, rotary = head_dim: the cosines, then the sines, of each position; see `rotary_table`. `inverse` turns the
+    other way, which is the gradient. (Su et al. 2021, eq. 34; halves instead of neighbours, as transformers'
+    apply_rotary_pos_emb.) Raises ValueError where sizes do not fit.
+    """
+
+    def __init__(self, x: Tensor, table: Tensor, y: Tensor, inverse: bool = False) -> None:
+        width = x.size("head_dim")
+        if width % 2 or (table.axes, table.shape) != (("seq", "rotary"), (x.size("seq"), width)):
+            raise ValueError(f"rotary: {table!r} does not fit {x!r}: it needs [seq, rotary = head_dim], head_dim even")
+        super().__init__([x, table], [y])
+        self.inverse = inverse
+
+    def gradient(self, g: GraphLike, *grads: Tensor | None) -> list[Tensor | None]:
+        x, table = self.inputs
+        dy = grads[0]
+        assert dy is not None
+        dx = g.temp("rotary_grad", x.axes, x.shape, x.dtype)
+        return [g.add(Rotary(dy, table, dx, not self.inverse)).output, None]
+
+    def flop(self) -> float:
+        return 3.0 * self.output.words
+
+    def lower(self, low: Lowering) -> None:
+        x, table = self.inputs
+        assert not low.cut(x, "head_dim"), "head_dim is never cut"
+        args = RotaryArgs(x.axes.index("seq"), x.axes.index("head_dim"), self.inverse)
+        for index in low.indices(x):
+            angles = R(low.tile(table, index | {"rotary": 0}))
+            low.emit("rotary", [W(low.tile(self.output, index)), R(low.tile(x, index)), angles], args)
+
+    def reference(self, *inputs: Array) -> tuple[Array, ...]:
+        x, table = inputs
+        axes = self.inputs[0].axes
+        turned = np.moveaxis(x, (axes.index("seq"), axes.index("head_dim")), (-2, -1))
+        a, b = np.split(turned, 2, -1)
+        cos, sin = np.split(table, 2, -1)
+        sin = -sin if self.inverse else sin
+        y = np.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
+        return (np.moveaxis(y, (-2, -1), (axes.index("seq"), axes.index("head_dim"))),)
+
+
+def rotary(g: GraphLike, x: Tensor, table: Tensor) -> Tensor:
+    """x turned by its positions' angles, an input of `rotary_table`; see Rotary."""
+    return g.add(Rotary(x, table, g.temp("rotary", x.axes, x.shape, x.dtype))).output
