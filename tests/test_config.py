@@ -162,6 +162,23 @@ def test_the_command_itself(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+HEAVY = ("torch", "nntile_py._core", "tokenizers", "safetensors", "transformers", "scipy", "matplotlib")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "unwanted"),
+    [(["--help"], (*HEAVY, "numpy", "pydantic", "yaml")), (["plan", str(TINY)], HEAVY)],
+    ids=["help", "plan"],
+)
+def test_a_command_imports_only_what_it_needs(arguments: list[str], unwanted: tuple[str, ...], tmp_path: Path) -> None:
+    told = "import atexit, sys; atexit.register(lambda: print(*sys.modules, file=sys.stderr))"
+    code = f"{told}; from nntile_py import cli; cli.main()"
+    command = [sys.executable, "-c", code, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=True)
+    assert done.stdout and "nntile_py.cli" in done.stderr.split()
+    assert not {*unwanted} & {*done.stderr.split()}
+
+
 def test_defaults_are_filled_in(small: Path) -> None:
     config = load(small)
     assert (config.model.ffn, config.model.positions, config.model.vocab) == (48, 8, 4096)

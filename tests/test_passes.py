@@ -7,6 +7,7 @@ import pytest
 
 from nntile_py import tasks as ops
 from nntile_py.errors import ConfigError
+from nntile_py.graph import fusion as rules
 from nntile_py.graph.fusion import Fusion, fuse
 from nntile_py.graph.graph import Graph
 from nntile_py.graph.optimizers import AdamW
@@ -217,3 +218,52 @@ def test_gradients_that_one_task_makes_are_narrow() -> None:
     assert set(gradient_dtypes("bf16", {"batch": 2}).values()) == {"fp32"}
     assert set(gradient_dtypes("bf16", {}, micro=2).values()) == {"fp32"}
     assert set(gradient_dtypes("fp32", {}).values()) == {"fp32"}
+
+
+def program(fusion: Any, layers: int, form: str = "vendor", tiles: dict[str, int] | None = None) -> str:
+    model = GPT2(CONFIG.changed(layers=layers, attention=form, dropout=0.0 if tiles else 0.1))
+    return StepSpec(model, 4, 8, Tiling(tiles), fusion=Fusion.of(fusion)).step().first.tasks.digest()
+
+
+@pytest.mark.parametrize("tiles", [{}, {"batch": 3, "embed": 8, "vocab": 20}], ids=["uncut", "cut"])
+@pytest.mark.parametrize("form", ["vendor", "naive"])
+@pytest.mark.parametrize("fusion", [True, *({name: False} for name in OFF)], ids=str)
+def test_the_worklist_misses_nothing(
+    fusion: Any, form: str, tiles: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same program as where, after each change, a rule is tried on all operators again, from the first."""
+    found = program(fusion, 3, form, tiles)
+
+    def everywhere(uses: rules._Uses, rule: rules.Rule) -> None:
+        while any(rule(uses, op) for op in list(uses.ops.values())):
+            pass
+
+    monkeypatch.setattr(rules._Uses, "apply", everywhere)
+    assert program(fusion, 3, form, tiles) == found
+
+
+@pytest.mark.parametrize("form", ["vendor", "naive"])
+def test_the_work_of_fusing_grows_as_the_model_does(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    counts: Counter[str] = Counter()
+    apply, enter = rules._Uses.apply, rules._Uses._enter
+
+    def counting(uses: rules._Uses, rule: rules.Rule) -> None:
+        def counted(uses: rules._Uses, op: ops.Op) -> bool:
+            counts["tried"] += 1
+            return rule(uses, op)
+
+        apply(uses, counted)
+
+    def entering(uses: rules._Uses, op: ops.Op, place: int) -> None:
+        counts["entered"] += 1
+        enter(uses, op, place)
+
+    monkeypatch.setattr(rules._Uses, "apply", counting)
+    monkeypatch.setattr(rules._Uses, "_enter", entering)
+    works = []
+    for layers in (8, 16):
+        counts.clear()
+        program(True, layers, form)
+        works.append(dict(counts))
+    assert works[0]["tried"] > works[0]["entered"] > 8
+    assert all(works[1][name] <= 2.2 * works[0][name] for name in ("tried", "entered")), works

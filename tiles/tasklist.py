@@ -27,7 +27,7 @@ class Tile:
     reader. `monoid` says how partial results combine.
     """
 
-    __slots__ = ("axes", "dtype", "index", "monoid", "persistent", "redux", "shape", "tensor")
+    __slots__ = ("axes", "bytes", "dtype", "index", "monoid", "persistent", "redux", "shape", "tensor")
 
     def __init__(
         self,
@@ -41,10 +41,7 @@ class Tile:
     ) -> None:
         self.tensor, self.index, self.shape, self.dtype, self.axes = tensor, index, shape, dtype, axes
         self.monoid, self.persistent, self.redux = monoid, persistent, False
-
-    @property
-    def bytes(self) -> int:
-        return math.prod(self.shape) * ITEMSIZE[self.dtype]
+        self.bytes = math.prod(shape) * ITEMSIZE[dtype]
 
     @property
     def key(self) -> Hashable:
@@ -109,7 +106,7 @@ class Task:
     @property
     def bytes(self) -> int:
         """The fewest bytes that the task moves: each tile once, twice where it is read and written."""
-        return sum(a.tile.bytes * (1 if a.mode in "RW" and len(a.mode) == 1 else 2) for a in self.accesses)
+        return sum(a.tile.bytes * (1 if a.mode in ("R", "W") else 2) for a in self.accesses)
 
 
 class Positional(arguments.TaskArgs):

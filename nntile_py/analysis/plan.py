@@ -151,7 +151,7 @@ def summarise(step: Step, *, config: RunConfig) -> Plan:
             phase = "update" if graph is step.update_graph else op.phase
             row = rows.setdefault((phase, op.kind), Row())
             row.operators += 1
-            row.tiles += sum(len(low.grid(t)) for t in op.outputs)
+            row.tiles += sum(1 for t in op.outputs for _ in low.indices(t))
             kinds[op.name if op.phase == "forward" else f"{op.name}.{op.phase}"] = (phase, op.kind)
     for low, times in parts:
         for task in low.tasks.tasks:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import bisect
+import heapq
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
@@ -53,22 +55,36 @@ Kind = TypeVar("Kind", bound=Op)
 
 
 class _Uses:
-    """Who makes and who reads each tensor; an operator that goes is taken out of the graph's list."""
+    """Who makes and who reads each tensor of a graph, kept up to date while operators change, and the worklist."""
 
     def __init__(self, graph: Graph) -> None:
-        self.graph = graph
-        self.refresh()
-
-    def refresh(self) -> None:
-        self.maker: dict[Tensor, Op] = {}
-        self.readers: dict[Tensor, list[Op]] = {}
+        self.ops = dict(enumerate(graph.ops))  # by place; who goes leaves a gap, so that no other place changes
         self.order: dict[Op, int] = {}
-        for number, op in enumerate(self.graph.ops):
-            self.order[op] = number
-            for t in op.outputs:
-                self.maker[t] = op
-            for t in op.inputs:
-                self.readers.setdefault(t, []).append(op)
+        self.maker: dict[Tensor, Op] = {}
+        self.readers: dict[Tensor, list[Op]] = {}  # in their order
+        self._known: dict[Op, list[list[Tensor]]] = {}  # inputs and outputs, as they are entered here
+        self._touched: set[Tensor] = set()  # by the rule that is being applied
+        for place, op in self.ops.items():
+            self._enter(op, place)
+
+    def _enter(self, op: Op, place: int) -> None:
+        self.ops[place], self.order[op] = op, place
+        self._known[op] = [op.inputs[:], op.outputs[:]]
+        for t in op.outputs:
+            self.maker[t] = op
+        for t in op.inputs:
+            bisect.insort(self.readers.setdefault(t, []), op, key=self.order.__getitem__)
+        self._touched.update(*self._known[op])
+
+    def _leave(self, op: Op) -> int:
+        inputs, outputs = self._known.pop(op)
+        for t in inputs:
+            self.readers[t].remove(op)
+        for t in outputs:
+            if self.maker[t] is op:
+                del self.maker[t]
+        self._touched.update(inputs, outputs)
+        return self.order.pop(op)
 
     def made_for(self, tensor: Tensor, reader: Op, kind: type[Kind]) -> Kind | None:
         """The operator of this kind that makes the tensor for this reader alone."""
@@ -76,15 +92,40 @@ class _Uses:
         alone = self.readers.get(tensor) == [reader] and tensor.kind == "temp"
         return op if alone and isinstance(op, kind) else None
 
+    def remove(self, op: Op) -> None:
+        del self.ops[self._leave(op)]
+
+    def changed(self, op: Op) -> None:
+        """To be called by whoever gives an operator other inputs or outputs."""
+        self._enter(op, self._leave(op))
+
     def replace(self, old: list[Op], new: Op) -> None:
         """Put `new` where the last of `old` stands."""
-        last = max(old, key=lambda op: self.order[op])
+        *others, last = sorted(old, key=self.order.__getitem__)
         new.name, new.phase = old[0].name, old[0].phase
-        self.graph.ops[self.order[last]] = new
-        for op in old:
-            if op is not last:
-                self.graph.ops.remove(op)
-        self.refresh()
+        for op in others:
+            self.remove(op)
+        self._enter(new, self._leave(last))
+
+    def apply(self, rule: Rule) -> None:
+        """Apply a rule until it fits nowhere, always to the first operator that it fits.
+
+        A rule may look as far as its operator's neighbours (who shares a tensor with it) and theirs: only so near to
+        what has changed is it tried again.
+        """
+        waiting = list(self.ops)  # in order, so a heap
+        while waiting:
+            op = self.ops.get(heapq.heappop(waiting))
+            self._touched = set()
+            if op and rule(self, op):
+                near = self._around(self._touched)
+                near |= self._around({t for op in near for t in (*op.inputs, *op.outputs)})
+                for op in near:
+                    heapq.heappush(waiting, self.order[op])
+
+    def _around(self, tensors: set[Tensor]) -> set[Op]:
+        """Makers and readers; but what no operator makes, such as a mask that all layers read, joins none of them."""
+        return {op for t in tensors if t in self.maker for op in (self.maker[t], *self.readers.get(t, []))}
 
 
 Rule = Callable[[_Uses, Op], bool]
@@ -105,10 +146,10 @@ def fuse(graph: Graph, fusion: Fusion, tiling: Tiling | None = None) -> Graph:
     if fusion.activation:
         rules += [_activation, _activation_grad]
     rules += [partial(_cross_entropy, tiling=tiling)]
+    uses = _Uses(graph)
     for rule in rules:
-        uses = _Uses(graph)
-        while any(rule(uses, op) for op in list(graph.ops)):
-            pass
+        uses.apply(rule)
+    graph.ops = list(uses.ops.values())
     return graph
 
 
@@ -127,7 +168,7 @@ def _rebuild(op: Contract, out: Tensor, **changes: Any) -> Contract:
 def _attention_layout(uses: _Uses, op: Op) -> bool:
     """Attention, or its gradient, between transposes: the kernels read and write any order of axes."""
     if isinstance(op, Attention):
-        gradient = next((g for g in uses.graph.ops if isinstance(g, AttentionGrad) and g.forward is op), None)
+        gradient = next((g for g in uses.readers.get(op.lse, []) if isinstance(g, AttentionGrad)), None)
         before = [uses.maker.get(t) for t in op.inputs]
         users = [r for r in uses.readers[op.output] if r is not gradient]
         after = users if op.output.kind == "temp" else []
@@ -136,11 +177,12 @@ def _attention_layout(uses: _Uses, op: Op) -> bool:
             op.operands = Operands(op.inputs)
         elif _transposes(after) and len(after) == 1:
             op.outputs[0] = after[0].output
-            uses.graph.ops.remove(after[0])
+            uses.remove(after[0])
         else:
             return False
         if gradient:
             gradient.inputs = [*op.inputs, op.output, op.lse, gradient.do]
+            uses.changed(gradient)
     elif isinstance(op, AttentionGrad):
         before = [uses.maker.get(op.do)]
         readers = [uses.readers.get(t, []) for t in op.outputs]
@@ -151,16 +193,15 @@ def _attention_layout(uses: _Uses, op: Op) -> bool:
             op.outputs = [t.output for t in after]
             op.grads = Operands(op.outputs)
             for transpose in after:
-                uses.graph.ops.remove(transpose)
+                uses.remove(transpose)
         else:
             return False
     else:
         return False
-    uses.refresh()
+    uses.changed(op)
     for maker in before:
         if maker and not uses.readers.get(maker.output) and maker.output.kind == "temp" and maker in uses.order:
-            uses.graph.ops.remove(maker)
-    uses.refresh()
+            uses.remove(maker)
     return True
 
 
@@ -192,8 +233,7 @@ def _transposed_input(uses: _Uses, op: Op) -> bool:
         else:
             continue
         if not uses.readers.get(maker.output) and maker.output.storage.kind == "temp":
-            uses.graph.ops.remove(maker)
-            uses.refresh()
+            uses.remove(maker)
         return True
     return False
 
@@ -285,8 +325,7 @@ def _into_norm_grad(uses: _Uses, norm: LayerNormGrad, op: Op, **changes: Any) ->
     dx, dgamma, dbeta = norm.outputs[:3]
     options = {"add": norm.extra, "dbias": norm.bias, "dropout": norm.dropout} | changes
     uses.replace([norm], LayerNormGrad(dy, x, stat, gamma, dx, dgamma, dbeta, **options))
-    uses.graph.ops.remove(op)
-    uses.refresh()
+    uses.remove(op)
     return True
 
 
