@@ -9,11 +9,10 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
-from cases import Case, ids, normal, of, positive, rest, triangle
-
 from nntile_py import tasks as ops
 from nntile_py.tasks import Op, Tensor
 from nntile_py.tasks.activation import ACTIVATIONS
+from nntile_py.testing import Case, ids, normal, of, positive, rest, triangle
 
 # -- the table
 

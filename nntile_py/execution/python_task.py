@@ -8,7 +8,6 @@ import hashlib
 import inspect
 import marshal
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -59,7 +58,7 @@ def array(value: Any) -> Array:
 
 
 class PythonTask:
-    """A function made a task by `nt.task`: called, it submits; emitted by an operator, it is the kernel of its tasks."""
+    """What `nt.task` makes of a function: called, it submits; emitted by an operator, it is the kernel of tasks."""
 
     def __init__(self, function: Function, library: str, modes: dict[str, str]) -> None:
         functools.update_wrapper(self, function)
@@ -80,7 +79,7 @@ class PythonTask:
         functions = dict.fromkeys(f for f in (self._on_cpu, self._on_cuda) if f)
         digest = hashlib.sha256(b"".join(map(_source, functions))).hexdigest()[:8]
         name = f"{self._on_cpu.__module__}.{self._on_cpu.__qualname__}-{digest}"
-        while name in _named:  # equal sources may close over different values
+        while name in _named and not all(map(_plain, functions)):
             name += "'"
         _named[name] = self
         return name
@@ -113,7 +112,7 @@ class PythonTask:
             declared = ", ".join(f"{argument} {mode}" for argument, mode in self.modes.items())
             raise ValueError(f"task {self.name}: is emitted with {', '.join(got)}, but declared with {declared}")
         try:
-            self._signature.bind(**self.modes, **_values(args, iter(args.packed[1])))
+            self._signature.bind(**self.modes, **args.named(iter(args.packed[1])))
         except TypeError as error:
             raise ValueError(f"task {self.name}: {error}; emitted with {args}") from None
         if self.library == "numpy" and any(access.tile.dtype == "bf16" for access in accesses):
@@ -130,10 +129,10 @@ class PythonTask:
         if not self._on_cuda and not _core.cpu_workers():
             raise TaskError(f"{task.op}: {self.name} has no CUDA variant, and this runtime has no CPU workers")
         floats = task.args.packed[1]
-        fixed = None if any(isinstance(x, Slot) for x in floats) else _values(task.args, iter(floats))
+        fixed = None if any(isinstance(x, Slot) for x in floats) else task.args.named(iter(floats))
         parts = zip(self.modes.items(), task.accesses, strict=True)
         first = [name for (name, mode), access in parts if mode == "ACC" and not access.accumulate]
-        return self._spec(lambda now: _values(task.args, iter(now)) if fixed is None else fixed, first, len(floats))
+        return self._spec(lambda now: task.args.named(iter(now)) if fixed is None else fixed, first, len(floats))
 
     # -- on a worker
 
@@ -234,17 +233,9 @@ def _stream(device: int, pointer: int) -> Any:
     return cupy.cuda.ExternalStream(pointer, device)  # before CuPy 14
 
 
-def _values(args: TaskArgs, floats: Iterator[Any]) -> dict[str, Any]:
-    """Fields by name; those that are floats or slots from `floats`, which has them in order."""
-    values: dict[str, Any] = {}
-    for name, kind in args.kinds:
-        value = getattr(args, name)
-        if kind.group and value is not None:
-            value = replace(value, **_values(value, floats))
-        elif kind.base in ("float", "Slot"):
-            value = next(floats)
-        values[name] = value
-    return values
+def _plain(function: Function) -> bool:
+    """Whether its source says all that it does: a module that is loaded again has the same kernels."""
+    return not any(getattr(function, f"__{what}__", None) for what in ("closure", "defaults", "kwdefaults"))
 
 
 def _source(function: Function) -> bytes:
