@@ -4,9 +4,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from nntile_py import models, tasks, tiles
+    from nntile_py import models, tasks, testing, tiles
     from nntile_py.errors import ConfigError, NNTileError, TaskError
-    from nntile_py.execution.runtime import Array, Runtime, array, task
+    from nntile_py.execution.python_task import Array, array, task
+    from nntile_py.execution.runtime import Runtime
     from nntile_py.graph.fusion import Fusion
     from nntile_py.graph.optimizers import SGD, AdamW
     from nntile_py.training.trainer import Pending, StepResult, Trainer
@@ -15,16 +16,16 @@ __version__ = "0.1.0"
 
 # Imported at first use: torch takes seconds, and `nntile --help` or a wrong config should not wait for it.
 _HOME = {
-    "SGD": "graph.optimizers", "AdamW": "graph.optimizers", "Array": "execution.runtime", "ConfigError": "errors",
+    "SGD": "graph.optimizers", "AdamW": "graph.optimizers", "Array": "execution.python_task", "ConfigError": "errors",
     "Fusion": "graph.fusion", "NNTileError": "errors", "Pending": "training.trainer", "Runtime": "execution.runtime",
     "StepResult": "training.trainer", "TaskError": "errors", "Trainer": "training.trainer",
-    "array": "execution.runtime", "task": "execution.runtime",
+    "array": "execution.python_task", "task": "execution.python_task",
 }  # fmt: skip
-_MODULES = ("models", "tasks", "tiles")
+_MODULES = ("models", "tasks", "testing", "tiles")
 
 __all__ = [
     "SGD", "AdamW", "Array", "ConfigError", "Fusion", "NNTileError", "Pending", "Runtime", "StepResult", "TaskError",
-    "Trainer", "array", "models", "task", "tasks", "tiles",
+    "Trainer", "array", "models", "task", "tasks", "testing", "tiles",
 ]  # fmt: skip
 
 

@@ -16,6 +16,7 @@ import numpy as np
 
 from nntile_py.tiles import Access, Part, Slot, TaskArgs, TaskList, Tile, Tiling
 from nntile_py.tiles.arguments import NO_ARGS
+from nntile_py.tiles.tasklist import PythonKernel
 
 Index = dict[str, int]
 Array = np.ndarray[Any, Any]
@@ -153,7 +154,7 @@ class Lowering:
 
     def emit(
         self,
-        kernel: str,
+        kernel: str | PythonKernel,
         accesses: Sequence[Access],
         args: TaskArgs | Iterable[int] = NO_ARGS,
         floats: Iterable[float | Slot] = (),

@@ -1,4 +1,4 @@
-"""A running StarPU for a module's tests, processes of their own for the others, and how results are compared."""
+"""A running StarPU for a module's tests, processes of their own for the others."""
 
 import os
 import subprocess
@@ -6,7 +6,6 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 
 import nntile_py as nt
@@ -40,11 +39,3 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Python:
         )  # fmt: skip
 
     return run
-
-
-def error(got: Any, want: Any) -> float:
-    """|got - want| / |want|, norm-wise; infinite where something is not finite or the shapes differ."""
-    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
-    if got.shape != want.shape or not np.isfinite(got).all():
-        return float("inf")
-    return float(np.linalg.norm(got - want) / (np.linalg.norm(want) or 1.0))

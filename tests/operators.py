@@ -10,11 +10,11 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from cases import Case, Maker, Values, ids, large, normal, of, positive, rest, triangle
 
 from nntile_py import tasks as ops
 from nntile_py.tasks import Op, Tensor
 from nntile_py.tasks.activation import ACTIVATIONS
+from nntile_py.testing import Case, Maker, Values, ids, large, normal, of, positive, rest, triangle
 
 # -- the table
 

@@ -8,12 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cases import check
-from conftest import error
 from operators import ROWS, adamw, sgd
 
 import nntile_py as nt
 from nntile_py import _core
+from nntile_py.testing import check, error
 
 if not (torch.cuda.is_available() and _core.has_cuda):
     pytest.skip("needs a CUDA device and an extension built for it", allow_module_level=True)

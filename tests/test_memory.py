@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import CPUS, error
+from conftest import CPUS
 from faults import PRELUDE, ends_well
 
 import nntile_py as nt
@@ -12,6 +12,7 @@ from nntile_py.execution import memory, runtime
 from nntile_py.graph.fusion import Fusion
 from nntile_py.graph.step import StepSpec
 from nntile_py.system.cgroup import machine_memory
+from nntile_py.testing import error
 from nntile_py.tiles import Tiling
 from nntile_py.tiles.groups import grouped
 from nntile_py.tiles.leaving import mark_leaving

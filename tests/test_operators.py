@@ -8,8 +8,6 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import SIZES, Case, check
-from conftest import error
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from operators import ROWS
@@ -24,6 +22,7 @@ from nntile_py.tasks import Op, Tensor
 from nntile_py.tasks.activation import ACTIVATIONS
 from nntile_py.tasks.cross_entropy import IGNORED
 from nntile_py.tasks.optimizer import joined, split
+from nntile_py.testing import SIZES, Case, check, error
 
 POLICIES = ("chain", "commute", "redux", "tree")
 TILINGS: dict[str, dict[str, int]] = {

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from conftest import error
 
 import nntile_py as nt
 from nntile_py.tasks.cross_entropy import IGNORED
+from nntile_py.testing import error
 
 transformers.logging.set_verbosity_error()
 torch.set_num_threads(1)

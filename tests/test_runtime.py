@@ -109,7 +109,7 @@ def test_wrong_calls(runtime: nt.Runtime) -> None:
         axpy(x, alpha=1.0)
     with pytest.raises(TypeError, match="float16 is not allowed"):
         nt.array(np.ones(2, np.float16))
-    with pytest.raises(ValueError, match="mode 'REDUX' of x is not allowed; use R, W or RW"):
+    with pytest.raises(ValueError, match="mode 'REDUX' of x is not allowed; use R, W, RW, ACC"):
         nt.task(x="REDUX")
     with pytest.raises(ValueError, match="task fail: has no argument y"):
         nt.task(y="R")(fail.__wrapped__)  # type: ignore[attr-defined]

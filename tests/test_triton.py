@@ -12,14 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cases import SIZES, Case, Values
-from conftest import Python, error
+from conftest import Python
 from operators import ROWS, adamw, sgd
 
 from nntile_py.graph.lowering import lower
 from nntile_py.tasks import Contract, Lowering, Tensor, launch
 from nntile_py.tasks.embedding import EmbeddingGradArgs
 from nntile_py.tasks.optimizer import AdamWArgs, SGDArgs, joined, split
+from nntile_py.testing import SIZES, Case, Values, error
 from nntile_py.tiles import RW, R, Slot, Tile, Tiling, W
 from nntile_py.tiles.tasklist import BusyArgs, Task, merge
 
@@ -236,7 +236,7 @@ def test_every_value_of_a_split_parameter(kernel: str) -> None:
 COMPILE = """
 import sys
 sys.path.insert(0, sys.argv[1])
-from cases import Case
+from nntile_py.testing import Case
 from operators import ROWS, adamw
 from nntile_py.graph.lowering import lower
 from nntile_py.tasks import launch

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import re
-from dataclasses import dataclass, fields
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self, dataclass_transform
 
@@ -95,6 +96,18 @@ class TaskArgs:
             else:
                 floats.append(value)
         return tuple(ints), tuple(floats)
+
+    def named(self, floats: Iterator[float | Slot]) -> dict[str, Any]:
+        """Values by name; those of floats and slots come from `floats`, which are all of them, in order."""
+        values: dict[str, Any] = {}
+        for name, kind in self._kinds:
+            value: Any = getattr(self, name)
+            if kind.group and value is not None:
+                value = replace(value, **value.named(floats))
+            elif kind.base in ("float", "Slot"):
+                value = next(floats)
+            values[name] = value
+        return values
 
 
 NO_ARGS = TaskArgs()

@@ -11,6 +11,7 @@ import hashlib
 import math
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from . import arguments
 from .arguments import NO_ARGS, Slot, TaskArgs
@@ -116,6 +117,12 @@ class Positional(arguments.TaskArgs):
         object.__setattr__(self, "packed", (ints, floats))
 
 
+class PythonKernel(Protocol):
+    """What `nt.task` makes; see execution/python_task.py."""
+
+    def emitted(self, accesses: Sequence[Access], args: TaskArgs) -> str: ...
+
+
 class TaskList:
     """Tasks in submission order. `initialised` are the tiles that hold data before the first task."""
 
@@ -128,18 +135,23 @@ class TaskList:
 
     def emit(
         self,
-        kernel: str,
+        kernel: str | PythonKernel,
         accesses: Sequence[Access],
         args: TaskArgs | Iterable[int] = NO_ARGS,
         floats: Iterable[float | Slot] = (),
         op: str = "",
         flop: float | None = None,
     ) -> None:
-        """Append a task. Without `flop` one operation per element of the largest tile is assumed."""
+        """Append a task. Without `flop` one operation per element of the largest tile is assumed.
+
+        kernel: a name under which C++ or Triton has one, or what `nt.task` made.
+        """
         if flop is None:
             flop = max(math.prod(a.tile.shape) for a in accesses)
         if not isinstance(args, TaskArgs):
             args = Positional(tuple(args), tuple(floats))
+        if not isinstance(kernel, str):
+            kernel = kernel.emitted(accesses, args)
         self.tasks.append(Task(kernel, list(accesses), args, op, flop))
 
     def resolve(self) -> TaskList:

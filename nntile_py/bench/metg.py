@@ -108,7 +108,7 @@ def _program(tiles: Sequence[Any], count: int, bodies: int = 1) -> Callable[[], 
     from nntile_py.tiles.tasklist import BusyArgs, Task
 
     described = Task("busy", [RW(Tile("busy", (0,), (1,), "fp32"))], BusyArgs(count))
-    body = ("busy", "busy", [0], [count], 0, 0, *encoded_launches([described], capability_of_devices()))
+    body = ("busy", "busy", [0], [count], 0, 0, *encoded_launches([described], capability_of_devices()), None)
     program = _core.Program()
     for tile in tiles:
         program.add(

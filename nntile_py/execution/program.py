@@ -12,6 +12,7 @@ import numpy as np
 
 from nntile_py import _core
 from nntile_py.execution import memory
+from nntile_py.execution.python_task import bound
 from nntile_py.execution.runtime import Runtime
 from nntile_py.tasks import launch
 from nntile_py.tasks.op import Lowering, Tensor
@@ -153,7 +154,8 @@ class Program:
                 if task.parts:
                     at = [places[a.tile] for one in run for a in one.accesses]
                 named = (part.kernel, part.op or part.kernel)
-                bodies.append((*named, at, list(part.ints), first, accumulates, *encoded_launches(run, capability)))
+                launched = encoded_launches(run, capability)
+                bodies.append((*named, at, list(part.ints), first, accumulates, *launched, bound(part)))
             shapes = [a.tile.shape for a in task.accesses]
             dtype = next((a.tile.dtype for a in task.accesses if a.tile.dtype != "int64"), "fp32")
             self._native.add(

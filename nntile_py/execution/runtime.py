@@ -1,20 +1,16 @@
-"""StarPU for Python: start and stop, arrays held by StarPU, tasks in plain Python."""
+"""StarPU for Python: start and stop."""
 
 from __future__ import annotations
 
 import atexit
 import contextlib
-import functools
-import inspect
 import os
 import platform
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from numbers import Integral
 from typing import Any
-
-import numpy as np
 
 from nntile_py import _core
 from nntile_py.errors import ConfigError, TaskError
@@ -22,7 +18,6 @@ from nntile_py.execution.disk import Disk
 from nntile_py.system.cgroup import within_machine
 from nntile_py.system.folders import cache_folder
 
-_MODES = ("R", "W", "RW")
 PLACEMENTS = ("scheduler", "planned")
 # Tasks that a GPU is given beyond the one that StarPU waits for, where no other worker could have taken them: where it
 # is alone, and where it waits for others (XL on 4 GPUs: 0.330 s a step with 0, 0.322 with 2, 0.360 with 4).
@@ -217,121 +212,3 @@ def _prepare_cuda(devices: int, memory: int | None) -> None:
     with contextlib.suppress(OSError):  # measured anew next time
         done.parent.mkdir(parents=True, exist_ok=True)
         done.touch()
-
-
-class Array:
-    """A numpy array held by StarPU as one tile, for tasks in Python: `nt.array(x)`, then `.numpy()` to read it."""
-
-    def __init__(self, value: Any) -> None:
-        value = np.asarray(value)
-        names = {"float32": "fp32", "float64": "fp64", "int64": "int64"}
-        if value.dtype.name not in names:
-            raise TypeError(f"dtype {value.dtype} is not allowed; use {', '.join(names)}")
-        self.tile = _core.Tile(list(value.shape), names[value.dtype.name])
-        self.tile.write(value)
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(self.tile.shape)
-
-    @property
-    def dtype(self) -> Any:
-        return self.tile.dtype
-
-    def numpy(self) -> np.ndarray[Any, Any]:
-        """A copy, after the tasks that write it. Raises TaskError if a task failed."""
-        return np.asarray(self.tile.read())
-
-
-def array(value: Any) -> Array:
-    """Give a numpy array (float32, float64 or int64) to StarPU."""
-    return Array(value)
-
-
-class _Device:
-    """Memory of a tile on a CUDA device, for whoever knows the CUDA array interface (version 3)."""
-
-    def __init__(self, pointer: int, shape: list[int], dtype: Any, read_only: bool) -> None:
-        self.__cuda_array_interface__ = {
-            "version": 3, "shape": tuple(shape), "typestr": dtype.str, "data": (pointer, read_only), "strides": None,
-        }  # fmt: skip
-
-
-class _Foreign:
-    """A CUDA stream, for whoever knows the CUDA stream protocol."""
-
-    def __init__(self, pointer: int) -> None:
-        self.pointer = pointer
-
-    def __cuda_stream__(self) -> tuple[int, int]:
-        return 0, self.pointer
-
-
-@functools.cache  # for good: in CuPy 14 a Stream destroys what it wraps when it goes
-def _stream(device: int, pointer: int) -> Any:
-    import cupy
-
-    if hasattr(cupy.cuda.Stream, "from_external"):  # of the current device
-        return cupy.cuda.Stream.from_external(_Foreign(pointer))
-    return cupy.cuda.ExternalStream(pointer, device)  # before CuPy 14
-
-
-def _on_cuda(
-    variant: Callable[..., None], device: int, stream: int, arrays: list[tuple[Any, ...]], constants: dict[str, Any]
-) -> None:
-    """Call a task's CUDA variant with cupy arrays, the worker's device and stream current."""
-    import cupy
-
-    with cupy.cuda.Device(device), _stream(device, stream):
-        views = {name: cupy.asarray(_Device(*spec)) for name, *spec in arrays}
-        variant(**views, **constants)
-
-
-def task(**modes: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Make a Python function a task: `@nt.task(x="R", y="RW")`, mode R, W or RW for each array argument.
-
-    The call submits and returns at once. On a worker the function gets numpy views of the tiles' memory, read-only
-    for R; they must not be kept. Other arguments are passed on as they are. What the function raises comes out as
-    TaskError, naming it, at the next wait, read or submission. `@NAME.cuda` above another function makes that the
-    variant for CUDA workers: it gets cupy arrays on the tiles' memory, with the worker's stream current, and must
-    enqueue its work there, without waiting: what wrote its tiles may still be running on that stream.
-    """
-    for name, mode in modes.items():
-        if mode not in _MODES:
-            raise ValueError(f"task: mode {mode!r} of {name} is not allowed; use R, W or RW")
-
-    def decorate(function: Callable[..., None]) -> Callable[..., None]:
-        signature = inspect.signature(function)
-        unknown = set(modes) - set(signature.parameters)
-        if unknown:
-            raise ValueError(f"task {function.__name__}: has no argument {', '.join(sorted(unknown))}")
-
-        @functools.wraps(function)
-        def submit(*args: Any, **kwargs: Any) -> None:
-            bound = signature.bind(*args, **kwargs)
-            bound.apply_defaults()
-            arrays = {name: bound.arguments.pop(name) for name in modes}
-            for name, value in arrays.items():
-                if not isinstance(value, Array):
-                    raise TypeError(f"task {function.__name__}: {name} is no nt.array but {type(value).__name__}")
-            if len({id(value) for value in arrays.values()}) < len(arrays):
-                raise ValueError(f"task {function.__name__}: one array was given for two arguments")
-            tiles = [value.tile for value in arrays.values()]
-            _core.submit_python(
-                function.__name__, function, on_device.get("call"), tiles, list(arrays), list(modes.values()),
-                dict(bound.arguments),
-            )  # fmt: skip
-
-        on_device: dict[str, Callable[..., None]] = {}
-
-        def cuda(variant: Callable[..., None]) -> Callable[..., None]:
-            on_device["call"] = functools.partial(_on_cuda, variant)
-            return submit
-
-        submit.cuda = cuda  # type: ignore[attr-defined]
-        return submit
-
-    return decorate
-
-
-__all__ = ["Array", "Runtime", "TaskError", "array", "task"]

@@ -1,3 +1,4 @@
+#include <ATen/DLConvertor.h>
 #include <pybind11/functional.h>
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
@@ -5,8 +6,8 @@
 #include <starpu.h>
 
 #include "choices.h"
+#include "internal.h"
 #include "profile.h"
-#include "runtime.h"
 
 namespace py = pybind11;
 using namespace nntile;
@@ -41,49 +42,54 @@ py::array view(const Tile& tile, void* data, bool writeable) {
   return array;
 }
 
-// Python objects that a worker thread drops need the GIL to be dropped.
-std::shared_ptr<py::object> shared(py::object object) {
-  return {new py::object(std::move(object)), [](py::object* owned) {
-            const py::gil_scoped_acquire gil;
-            delete owned;
-          }};
+// A view as a DLPack capsule, which torch takes: it has every dtype, and memory of devices, too.
+py::capsule dlpack(const at::Tensor& tensor) {
+  return py::capsule(at::toDLPack(tensor), "dltensor", [](PyObject* capsule) {
+    if (!PyCapsule_IsValid(capsule, "dltensor")) return;  // renamed by whoever has taken it
+    auto* managed = static_cast<DLManagedTensor*>(PyCapsule_GetPointer(capsule, "dltensor"));
+    managed->deleter(managed);
+  });
 }
 
-void submit_python(const std::string& name, const py::function& function, const py::object& cuda_call,
-                   const std::vector<std::shared_ptr<Tile>>& tiles, const std::vector<std::string>& names,
-                   const std::vector<std::string>& mode_names, const py::dict& constants) {
-  std::vector<int> modes;
-  std::vector<bool> writes;
-  for (const auto& mode : mode_names) {
-    modes.push_back(mode_of(mode));
-    writes.push_back(mode != "R");
-  }
-  auto held_function = shared(function);
-  auto held_cuda = shared(cuda_call);
-  auto held_constants = shared(constants);
-  Body body = [=](const std::vector<void*>& pointers, int device, void* stream) {
+// (call, takes torch tensors, runs on CUDA workers, which tiles are only read, number of floats); see python_task.py.
+using PythonSpec = std::tuple<py::function, bool, bool, std::vector<bool>, size_t>;
+
+// function(device, stream, arrays, floats): each array is numpy's, on CUDA what cupy makes one of, or a DLPack capsule.
+struct PythonCall {
+  std::shared_ptr<py::function> function;
+  bool torch;
+  std::vector<bool> read_only;
+  size_t count;                    // of the floats
+  std::vector<const Tile*> tiles;  // kept by the task
+
+  void operator()(const std::vector<void*>& pointers, const double* floats, int device, void* stream) const {
     const py::gil_scoped_acquire gil;
+    const c10::InferenceMode off(false);  // a kernel may use torch's autograd
     try {
-      if (device >= 0) {
-        py::list tensors;
-        for (size_t k = 0; k < pointers.size(); ++k)
-          tensors.append(py::make_tuple(names[k], reinterpret_cast<uintptr_t>(pointers[k]), tiles[k]->shape,
-                                        numpy_dtype(tiles[k]->dtype), !writes[k]));
-        (*held_cuda)(device, reinterpret_cast<uintptr_t>(stream), tensors, *held_constants);
-        return;
-      }
-      py::dict kwargs;
-      for (const auto& [key, value] : py::cast<py::dict>(*held_constants)) kwargs[key] = value;
-      for (size_t k = 0; k < pointers.size(); ++k)
-        kwargs[py::str(names[k])] = view(*tiles[k], pointers[k], writes[k]);
-      (*held_function)(**kwargs);
+      py::list arrays;
+      for (size_t k = 0; k < pointers.size(); ++k) arrays.append(array(*tiles[k], pointers[k], device, read_only[k]));
+      (*function)(device, reinterpret_cast<uintptr_t>(stream), arrays, std::vector<double>(floats, floats + count));
     } catch (py::error_already_set& error) {
       throw std::runtime_error(error.what());  // formatted here, where the GIL is held
     }
-  };
-  const bool cuda = !cuda_call.is_none();
-  const py::gil_scoped_release nogil;
-  submit_body(name, tiles, modes, std::move(body), cuda);
+  }
+
+  py::object array(const Tile& tile, void* data, int device, bool only_read) const {
+    const auto where = device < 0 ? c10::Device(c10::kCPU) : c10::Device(c10::kCUDA, static_cast<int8_t>(device));
+    if (torch) return dlpack(wrap(data, tile.shape, tile.dtype, where));
+    if (device < 0) return view(tile, data, !only_read);
+    return py::make_tuple(reinterpret_cast<uintptr_t>(data), tile.shape, numpy_dtype(tile.dtype), only_read);
+  }
+};
+
+PythonKernel python_kernel(const PythonSpec& spec, std::vector<const Tile*> tiles) {
+  const auto& [function, torch, cuda, read_only, floats] = spec;
+  // Worker threads drop it without the GIL, which dropping a Python object needs.
+  const std::shared_ptr<py::function> held(new py::function(function), [](py::function* owned) {
+    const py::gil_scoped_acquire gil;
+    delete owned;
+  });
+  return {PythonCall{held, torch, read_only, floats, std::move(tiles)}, cuda};
 }
 
 // (cubin, name, shared bytes, warps, grid, [(kind, value)]); see tasks/launch.py.
@@ -91,9 +97,11 @@ using LaunchList = std::vector<std::tuple<py::bytes, std::string, unsigned, unsi
                                           std::vector<std::pair<int, py::object>>>>;
 
 // What a task runs:
-// [(kernel, name, places of its tiles, ints, first float, accumulates, launches, scratch bytes, [(kind, value)])].
-using BodyList = std::vector<std::tuple<std::string, std::string, std::vector<int>, std::vector<int64_t>, size_t,
-                                        uint64_t, LaunchList, int64_t, std::vector<std::pair<int, int64_t>>>>;
+// [(kernel, name, places of its tiles, ints, first float, accumulates, launches, scratch bytes, [(kind, value)],
+//   in Python or None)].
+using BodyList =
+    std::vector<std::tuple<std::string, std::string, std::vector<int>, std::vector<int64_t>, size_t, uint64_t, LaunchList,
+                           int64_t, std::vector<std::pair<int, int64_t>>, std::optional<PythonSpec>>>;
 
 std::vector<Launch> make_launches([[maybe_unused]] const LaunchList& list) {
   std::vector<Launch> result;
@@ -163,7 +171,16 @@ PYBIND11_MODULE(_core, m) {
   m.def("reserve_for_tiles", reserve_for_tiles, release());
   m.def("keep_choices", keep_choices);
   m.def("chosen", chosen, release());
-  m.def("submit_python", submit_python);
+  m.def("submit_python", [](const std::string& name, const std::vector<std::shared_ptr<Tile>>& tiles,
+                            const std::vector<std::string>& mode_names, const PythonSpec& spec) {
+    std::vector<int> modes;
+    std::vector<const Tile*> views;
+    for (const auto& mode : mode_names) modes.push_back(mode_of(mode));
+    for (const auto& tile : tiles) views.push_back(tile.get());
+    auto kernel = python_kernel(spec, std::move(views));
+    const py::gil_scoped_release nogil;
+    submit_python(name, tiles, modes, std::move(kernel));
+  });
 
   py::class_<Tile, std::shared_ptr<Tile>>(m, "Tile")
       .def(py::init([](std::vector<int64_t> shape, const std::string& dtype, int monoid, bool redux) {
@@ -222,7 +239,8 @@ PYBIND11_MODULE(_core, m) {
              double flop, int worker, std::vector<int> leaves) {
             TaskRecord record;
             std::vector<std::string> kernels;
-            for (const auto& [kernel, part, places, ints, first_float, accumulates, launches, scratch, table] : bodies) {
+            for (const auto& [kernel, part, places, ints, first_float, accumulates, launches, scratch, table, python] :
+                 bodies) {
               TaskBody body;
               body.name = part;
               body.places = places;
@@ -232,6 +250,11 @@ PYBIND11_MODULE(_core, m) {
               body.launches = make_launches(launches);
               body.scratch = scratch;
               for (const auto& [kind, value] : table) body.table.push_back({kind, value, 0});
+              if (python) {
+                std::vector<const Tile*> views;
+                for (const int place : places) views.push_back(tiles.at(static_cast<size_t>(place)).get());
+                body.python = python_kernel(*python, std::move(views));
+              }
               record.bodies.push_back(std::move(body));
               kernels.push_back(kernel);
             }

@@ -1,4 +1,4 @@
-// Shared by runtime.cpp, tiles.cpp and program.cpp; nobody else includes it.
+// Shared by the files of this folder; kernels include kernel.h only.
 #pragma once
 #include <ATen/ops/from_blob.h>
 #include <c10/core/InferenceMode.h>

@@ -4,6 +4,7 @@
 #include <c10/core/Device.h>
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <span>
 #include <string>
@@ -62,11 +63,18 @@ struct TaskInstance {
   const double* floats;
 };
 
+// A kernel in Python: called with the addresses of its tiles, its floats, the CUDA device (-1: a CPU worker), its stream.
+struct PythonKernel {
+  std::function<void(const std::vector<void*>&, const double*, int, void*)> call;  // empty: there is none
+  bool cuda = false;                                                               // it can run on CUDA workers, too
+};
+
 // What a task runs, or one part of what a group of tasks runs.
 struct TaskBody {
   std::string name;
   Kernel cpu = nullptr;   // what runs it on a CPU worker
   Kernel cuda = nullptr;  // and on a CUDA worker: this, or the launches, in order
+  PythonKernel python;    // in the place of all of these
   std::vector<Launch> launches;
   int64_t scratch = 0;  // bytes that the launches share
   std::vector<Launch::Argument> table;  // written as int64 at their beginning, before the launches

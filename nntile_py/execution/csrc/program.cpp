@@ -23,11 +23,18 @@ std::map<std::pair<c10::DeviceType, std::string>, Kernel>& kernels() {
   return table;
 }
 
+void run_python(const TaskBody& body, const double* floats, void** buffers, int device, void* stream) {
+  std::vector<void*> pointers;
+  for (const int place : body.places) pointers.push_back(pointer(buffers[place]));
+  body.python.call(pointers, floats + body.first_float, device, stream);
+}
+
 void run_cpu(void** buffers, void* cl_arg) {
   const profile::Interval interval(profile::Interval::Of::program);
   const auto& instance = *static_cast<const TaskInstance*>(cl_arg);
   for (const auto& body : instance.record->bodies)
     guarded(body.name, [&] {
+      if (body.python.call) return run_python(body, instance.floats, buffers, -1, nullptr);
       Args args(body, instance.floats, buffers, c10::kCPU);
       body.cpu(args);
     });
@@ -39,6 +46,7 @@ void run_cuda(void** buffers, void* cl_arg) {
   on_cuda(buffers, instance.record->tiles.size(), [&](c10::Device device) {
     for (const auto& body : instance.record->bodies)
       guarded(body.name, [&] {
+        if (body.python.call) return run_python(body, instance.floats, buffers, device.index(), task_stream());
         if (!body.launches.empty()) return run_launches(body, instance.floats, buffers, device);
         Args args(body, instance.floats, buffers, device);
         body.cuda(args);
@@ -127,26 +135,26 @@ int mode_of(const std::string& name) {
   return found->second;
 }
 
-// -- tasks with a body given at run time (Python functions)
+// -- tasks in Python, outside of programs
 
 namespace {
 
-struct BodyTask {
+struct PythonTask {
   std::string name;
   std::vector<std::shared_ptr<Tile>> tiles;
-  Body body;
+  PythonKernel kernel;
 };
 
-void run_body(void** buffers, void* cl_arg, int device, void* stream) {
-  const std::unique_ptr<BodyTask> task(static_cast<BodyTask*>(cl_arg));
+void run_python_task(void** buffers, void* cl_arg, int device, void* stream) {
+  const std::unique_ptr<PythonTask> task(static_cast<PythonTask*>(cl_arg));
   guarded(task->name, [&] {
     std::vector<void*> pointers;
     for (size_t k = 0; k < task->tiles.size(); ++k) pointers.push_back(pointer(buffers[k]));
-    task->body(pointers, device, stream);
+    task->kernel.call(pointers, nullptr, device, stream);
   });
 }
 
-starpu_codelet* body_codelet(bool cpu, bool cuda) {
+starpu_codelet* python_codelet(bool cpu, bool cuda) {
   static starpu_codelet* codelets[4] = {};
   auto*& cl = codelets[2 * cpu + cuda];
   if (cl) return cl;
@@ -154,13 +162,14 @@ starpu_codelet* body_codelet(bool cpu, bool cuda) {
   starpu_codelet_init(cl);
   cl->name = "python";
   cl->nbuffers = STARPU_VARIABLE_NBUFFERS;
-  if (cpu) cl->cpu_funcs[0] = [](void** buffers, void* arg) { run_body(buffers, arg, -1, nullptr); };
+  if (cpu) cl->cpu_funcs[0] = [](void** buffers, void* arg) { run_python_task(buffers, arg, -1, nullptr); };
 #ifdef NNTILE_CUDA
   cl->cuda_flags[0] = STARPU_CUDA_ASYNC;
   if (cuda)
     cl->cuda_funcs[0] = [](void** buffers, void* arg) {
-      const size_t count = static_cast<BodyTask*>(arg)->tiles.size();
-      on_cuda(buffers, count, [&](c10::Device device) { run_body(buffers, arg, device.index(), task_stream()); });
+      const size_t count = static_cast<PythonTask*>(arg)->tiles.size();
+      on_cuda(buffers, count,
+              [&](c10::Device device) { run_python_task(buffers, arg, device.index(), task_stream()); });
     };
 #endif
   return cl;
@@ -168,10 +177,10 @@ starpu_codelet* body_codelet(bool cpu, bool cuda) {
 
 }  // namespace
 
-void submit_body(const std::string& name, std::vector<std::shared_ptr<Tile>> tiles, const std::vector<int>& modes,
-                 Body body, bool cuda) {
+void submit_python(const std::string& name, std::vector<std::shared_ptr<Tile>> tiles, const std::vector<int>& modes,
+                   PythonKernel kernel) {
   require_running();
-  if (!g.cpus && !cuda) throw TaskError(name + ": has no CUDA variant, and this runtime has no CPU workers");
+  if (!g.cpus && !kernel.cuda) throw TaskError(name + ": has no CUDA variant, and this runtime has no CPU workers");
   check();
   for (const auto& tile : tiles) require(*tile);
   for (size_t k = 0; k < tiles.size(); ++k)
@@ -179,9 +188,9 @@ void submit_body(const std::string& name, std::vector<std::shared_ptr<Tile>> til
       throw TaskError(name + ": argument " + std::to_string(k) + " is read before any task wrote it");
   wake();
   auto* task = starpu_task_create();
-  task->cl = body_codelet(g.cpus, cuda && g.cuda);
+  task->cl = python_codelet(g.cpus, kernel.cuda && g.cuda);
   set_tiles(task, tiles, modes);
-  auto* arg = new BodyTask{name, std::move(tiles), std::move(body)};
+  auto* arg = new PythonTask{name, std::move(tiles), std::move(kernel)};
   task->cl_arg = arg;
   task->cl_arg_size = sizeof(*arg);
   task->name = "python";
@@ -210,12 +219,13 @@ void Program::add(TaskRecord record, const std::vector<std::string>& kernels, co
       body.tiles.push_back(record.tiles.at(static_cast<size_t>(place)).get());
       low |= body.tiles.back()->dtype == at::kBFloat16;
     }
+    const bool python = static_cast<bool>(body.python.call);
     body.cpu = low ? nullptr : find_kernel(kernels.at(k), c10::kCPU);
     body.cuda = find_kernel(kernels[k], c10::kCUDA);
-    cpu &= body.cpu != nullptr;
-    cuda &= body.cuda || !body.launches.empty();
+    cpu &= python || body.cpu;
+    cuda &= python ? body.python.cuda : body.cuda || !body.launches.empty();
     if (cpu || cuda) continue;
-    if (!find_kernel(kernels[k], c10::kCPU) && !body.cuda) throw std::invalid_argument("no kernel is called " + kernels[k]);
+    if (!python && !find_kernel(kernels[k], c10::kCPU) && !body.cuda) throw std::invalid_argument("no kernel is called " + kernels[k]);
     throw TaskError(body.name + ": kernel " + kernels[k] + (low ? " on bf16 tiles" : "") +
                     " runs on no worker of this runtime (" + std::to_string(g.cpus) + " CPU, " +
                     std::to_string(g.cuda) + " CUDA)");

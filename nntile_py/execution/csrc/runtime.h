@@ -43,10 +43,9 @@ size_t memory_used();
 int cpu_workers();
 int cuda_workers();
 
-// A Python function as a task body: called with the buffers' addresses, the CUDA device (-1: CPU) and its stream.
-using Body = std::function<void(const std::vector<void*>&, int device, void* stream)>;
-void submit_body(const std::string& name, std::vector<std::shared_ptr<Tile>> tiles, const std::vector<int>& modes,
-                 Body body, bool cuda);  // cuda: the body can run on a CUDA worker too
+// A task of its own, outside of programs.
+void submit_python(const std::string& name, std::vector<std::shared_ptr<Tile>> tiles, const std::vector<int>& modes,
+                   PythonKernel kernel);
 
 int mode_of(const std::string& name);  // R, W, RW, COMMUTE, REDUX
 

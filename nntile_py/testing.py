@@ -1,26 +1,34 @@
-"""A case: an operator or a few on tensors with random values; how it is run and compared with the reference."""
+"""Operators against their references: in any tiling, under each accumulation policy, with their gradients.
+
+`check_operator` is for a user's own operator; the project's are checked by `check`, row by row of a table.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-from conftest import error
 
 from nntile_py.execution.program import Store, programs
+from nntile_py.execution.runtime import Runtime
 from nntile_py.graph.graph import Graph
 from nntile_py.graph.lowering import lower
 from nntile_py.tasks import Op, Tensor
 from nntile_py.tasks.cross_entropy import IGNORED
 from nntile_py.tasks.op import wide
 from nntile_py.tasks.optimizer import joined
-from nntile_py.tiles import Tiling
+from nntile_py.tiles import AXES, Tiling, cut_as
+from nntile_py.tiles.tasklist import POLICIES
 
 Array = np.ndarray[Any, Any]
 Values = dict[Tensor, Array]
 Maker = Callable[[np.random.Generator, tuple[int, ...], Values], Array]
+Row = Callable[["Case"], Any]
 
 SIZES = {"batch": 4, "seq": 6, "embed": 24, "heads": 4, "head_dim": 4, "ffn": 20, "vocab": 36}
 FIXED = {"qkv": 3, "stat": 2, "one": 1, "classes": 2}
@@ -77,6 +85,14 @@ def of(op: Op, output: int) -> Maker:
     return lambda rng, shape, values: op.reference(*(values[t] for t in op.inputs))[output]
 
 
+def error(got: Any, want: Any) -> float:
+    """|got - want| / |want|, norm-wise; infinite where something is not finite or the shapes differ."""
+    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
+    if got.shape != want.shape or not np.isfinite(got).all():
+        return float("inf")
+    return float(np.linalg.norm(got - want) / (np.linalg.norm(want) or 1.0))
+
+
 class Case:
     """A graph under construction, the makers of its inputs' values, the slots of its program."""
 
@@ -88,6 +104,8 @@ class Case:
         self.slots: dict[str, float] = {}
         self.whole: set[str] = set()  # axes that must not be cut
         self.labels: dict[str, Tensor] = {}  # by the slot that scales their loss
+        self.grads: dict[Tensor, Tensor | None] = {}  # of the operator's inputs
+        self.dys: dict[Tensor, Tensor] = {}  # what comes in as gradients of its outputs
         self.rests: dict[Tensor, Tensor] = {}  # of parameters in two parts, what rounding to bf16 left
         self.wide = wide(dtype)
 
@@ -132,13 +150,18 @@ class Case:
             self.slots[scale] = 1 / max(int((values[labels] != IGNORED).sum()), 1)
         return values
 
-    def expected(self, inputs: Values) -> Values:
-        """What the references make of the inputs, one operator after the other."""
+    def computed(self, inputs: Values) -> Values:
+        """The inputs, and what the references make of them, one operator after the other."""
         values = dict(inputs)
         for op in self.graph.ops:
             results = op.reference(*(values[t] for t in op.inputs), **self.options)
             assert len(results) == len(op.outputs), op.kind
             values.update(zip(op.outputs, results, strict=True))
+        return values
+
+    def expected(self, inputs: Values) -> Values:
+        """What is in tiles that outlive the program."""
+        values = self.computed(inputs)
         last = {t.storage: t for t in values if t.persistent}  # of those in the same tiles
         return {t: values[t] for t in last.values() if t not in inputs}
 
@@ -151,7 +174,7 @@ class Case:
 
 
 def check(
-    row: Callable[[Case], Any],
+    row: Row,
     tiles: Mapping[str, int],
     policy: str,
     dtype: str,
@@ -190,3 +213,95 @@ def check(
             exact = tensor.storage in case.rests
             limit = 1e-6 if exact else tolerance or {"fp64": 1e-12, "fp32": 1e-5, "bf16": 1.5e-2}[dtype]
             assert wrong < limit, f"{tensor}: off by {wrong:.1e}, replay {replay}, {policy}, {dict(tiles)}, {sizes}"
+
+
+# -- a user's operator
+
+DIRECTIONS, STEP = 4, 1e-5  # of finite differences
+
+
+def check_operator(
+    row: Row,
+    sizes: Mapping[str, int] | None = None,
+    *,
+    dtypes: Sequence[str] = ("fp64", "fp32"),
+    gradient: bool = True,
+    outputs: Sequence[int] = (0,),
+    seed: int = 0,
+    tolerance: float | None = None,
+) -> None:
+    """Check an operator and its gradient; raises AssertionError with what is wrong, in which tiling and policy.
+
+    row: makes the operator on a Case, `lambda case: case.add(Swish(case.x("batch seq"), case.y("batch seq")))`: `x` is
+    an input with random values, `y` an output. sizes: of axes that SIZES lacks, or others than there. Its results are
+    compared with `reference` uncut, in an even tiling and in a ragged one, the latter under each accumulation policy;
+    so are those of its gradient's operators, and the gradient by the references with finite differences of the
+    operator's own. gradient: False for one that has none. outputs: the numbers of those whose gradients come in.
+    tolerance: |error| / |result|, by default 1e-12 in fp64, 1e-5 in fp32, 1.5e-2 in bf16 (which needs GPUs, or kernels
+    in torch). Starts a runtime with two CPU workers unless one is running.
+    """
+    sizes, both = {**SIZES, **(sizes or {})}, partial(with_gradient, row, outputs) if gradient else row
+    case = Case(sizes, "fp64")
+    both(case)
+    if gradient:
+        check_gradient(case, np.random.default_rng(seed))
+    axes = {cut_as(a): n for op in case.graph.ops for t in op.inputs + op.outputs for a, n in t.sizes.items()}
+    axes = {a: n for a, n in axes.items() if a in AXES and a not in case.whole and n > 1}
+    tilings = [{}, {a: even(n) for a, n in axes.items()}, {a: ragged(n) for a, n in axes.items()}]
+    runtime = nullcontext() if Runtime.current else Runtime(cpus=min(2, len(os.sched_getaffinity(0))))
+    with runtime:
+        for dtype in dtypes:
+            for tiles, policy in [(tilings[0], "chain"), (tilings[1], "chain"), *((tilings[2], p) for p in POLICIES)]:
+                check(both, tiles, policy, dtype, sizes, seed, tolerance)
+
+
+def even(size: int) -> int:
+    """A tile size that cuts an axis in three or more equal parts, if it has a divisor for that."""
+    return next(tile for tile in range(max(1, size // 3), 0, -1) if size % tile == 0)
+
+
+def ragged(size: int) -> int:
+    """A tile size that leaves a smaller last one: of three or more if possible."""
+    return next((tile for tile in range(-(-size // 3), 1, -1) if size % tile), size // 2 + 1)
+
+
+def with_gradient(row: Row, outputs: Sequence[int], case: Case) -> None:
+    """The row, then its operator's gradient; those of outputs are inputs of the case."""
+    row(case)
+    (op,) = case.graph.ops
+    for tensor in op.inputs:
+        tensor.requires_grad = not tensor.dtype.startswith("int")
+    dys = [case.x(" ".join(y.axes), dtype=y.dtype) if k in outputs else None for k, y in enumerate(op.outputs)]
+    for dy, y in zip(dys, op.outputs, strict=True):
+        if dy:
+            dy.causal = y.causal
+    grads = op.gradient(case.graph, *dys)
+    assert len(grads) == len(op.inputs), f"{op.kind}.gradient: {len(grads)} results for {len(op.inputs)} inputs"
+    for grad, x in zip(grads, op.inputs, strict=True):
+        if grad:
+            assert grad.sizes == x.sizes, f"{op.kind}.gradient: {grad} is not of the shape of {x}"
+            if not grad.persistent:
+                grad.storage.kind = "scalar"
+    case.grads = dict(zip(op.inputs, grads, strict=True))
+    case.dys = {y: dy for y, dy in zip(op.outputs, dys, strict=True) if dy}
+
+
+def check_gradient(case: Case, rng: np.random.Generator) -> None:
+    """The gradient by the references against central differences of the operator's, in a few random directions."""
+    inputs, op = case.draw(rng), case.graph.ops[0]
+    values = case.computed(inputs)
+
+    def loss(x: Tensor, moved: Array) -> float:
+        results = op.reference(*(moved if t is x else inputs[t] for t in op.inputs), **case.options)
+        made = dict(zip(op.outputs, results, strict=True))
+        return float(sum((values[dy] * made[y]).sum() for y, dy in case.dys.items()))
+
+    for x, grad in case.grads.items():
+        if not x.requires_grad:
+            continue
+        ways = [rng.standard_normal(x.shape) for _ in range(DIRECTIONS)]
+        want = [(loss(x, inputs[x] + STEP * v) - loss(x, inputs[x] - STEP * v)) / (2 * STEP) for v in ways]
+        got = [(values[grad] * v).sum() if grad else 0.0 for v in ways]
+        wrong = error(got, want)
+        number = op.inputs.index(x)
+        assert wrong < 1e-6, f"{op.kind}.gradient of input {number}: off by {wrong:.1e} from finite differences"
