@@ -195,7 +195,7 @@ def _arrays(library: str, device: int, stream: int, parts: list[Any]) -> Iterato
     if library == "torch":  # its own device and stream are set already
         import torch
 
-        yield [torch.from_dlpack(part) for part in parts]
+        yield [torch.utils.dlpack.from_dlpack(part) for part in parts]
     elif device < 0:
         yield parts
     else:
