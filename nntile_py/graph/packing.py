@@ -29,11 +29,12 @@ def pack_projections(graph: Graph) -> Graph:
             readers.setdefault(tensor, []).append(op)
     replaced: dict[Op, list[Op]] = {}  # by the first of those that go
     gone: set[Op] = set()
+    renamed: dict[str, Tensor | None] = {}  # what takes the place of a parameter in the graph's names, if anything
     for qkv in graph.projections:
         chains = [_chain(tensor, maker, readers) for tensor in qkv]
         if not _alike(chains):
             continue
-        made, out = _packed_chain(graph, chains)
+        made, out = _packed_chain(graph, chains, renamed)
         attention = readers[qkv[0]][0]
         if isinstance(attention, Attention):
             attention.inputs, attention.operands = [out], Operands([out])
@@ -44,6 +45,8 @@ def pack_projections(graph: Graph) -> Graph:
         replaced[chains[0][0]] = made
         gone.update(op for chain in chains for op in chain)
     graph.ops = [new for op in graph.ops for new in replaced.get(op, [] if op in gone else [op])]
+    now = [(name, renamed.get(name, tensor)) for name, tensor in graph.tensors.items()]
+    graph.tensors = {tensor.name if name in renamed else name: tensor for name, tensor in now if tensor}
     return graph
 
 
@@ -75,7 +78,9 @@ def _alike(chains: Sequence[Sequence[Op]]) -> bool:
     )
 
 
-def _packed_chain(graph: Graph, chains: Sequence[Sequence[Op]]) -> tuple[list[Op], Tensor]:
+def _packed_chain(
+    graph: Graph, chains: Sequence[Sequence[Op]], renamed: dict[str, Tensor | None]
+) -> tuple[list[Op], Tensor]:
     """One chain in the place of several: its output has the axis qkv before heads, or first once it is transposed."""
     made: list[Op] = []
     out = chains[0][0].inputs[0]
@@ -91,15 +96,15 @@ def _packed_chain(graph: Graph, chains: Sequence[Sequence[Op]]) -> tuple[list[Op
         if isinstance(one, Transpose):
             new = Transpose(source, out)
         elif isinstance(one, BiasAdd):
-            new = BiasAdd(source, _pack_param(graph, [op.inputs[1] for op in ops]), out)
+            new = BiasAdd(source, _pack_param(graph, [op.inputs[1] for op in ops], renamed), out)
         else:
-            new = Contract(source, _pack_param(graph, [op.inputs[1] for op in ops]), out)
+            new = Contract(source, _pack_param(graph, [op.inputs[1] for op in ops], renamed), out)
         new.name = one.name
         made.append(new)
     return made, out
 
 
-def _pack_param(graph: Graph, tensors: Sequence[Tensor]) -> Tensor:
+def _pack_param(graph: Graph, tensors: Sequence[Tensor], renamed: dict[str, Tensor | None]) -> Tensor:
     """The parameter that takes the place of several; the graph forgets those."""
     params = [graph.params.pop(tensor) for tensor in tensors]
     first = tensors[0]
@@ -109,11 +114,6 @@ def _pack_param(graph: Graph, tensors: Sequence[Tensor]) -> Tensor:
     axes = [*first.axes[:place], AXIS, *first.axes[place:]]
     tensor = Tensor(name, axes, [*first.shape[:place], len(tensors), *first.shape[place:]], first.dtype, "param")
     # In the place of the first one: the order of parameters is that of gradients and updates.
-    kept = {t.name for t in tensors[1:]}
-    graph.tensors = {
-        (name if known == first.name else known): (tensor if known == first.name else there)
-        for known, there in graph.tensors.items()
-        if known not in kept
-    }
+    renamed.update({first.name: tensor} | dict.fromkeys((t.name for t in tensors[1:]), None))
     graph.params[tensor] = packed(params, tensor, AXIS)
     return tensor
