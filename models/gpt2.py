@@ -18,12 +18,13 @@ from nntile_py.graph.fusion import Fusion
 from nntile_py.graph.graph import Graph
 from nntile_py.models.init import fill
 from nntile_py.tasks.activation import activation
-from nntile_py.tasks.attention import attention
+from nntile_py.tasks.attention import Operand, attention
 from nntile_py.tasks.contract import linear
 from nntile_py.tasks.cross_entropy import cross_entropy
 from nntile_py.tasks.elementwise import add, bias_add, dropout, transpose
 from nntile_py.tasks.embedding import embedding
 from nntile_py.tasks.layer_norm import layer_norm
+from nntile_py.tasks.mask import Mask
 from nntile_py.tasks.op import Tensor
 
 if TYPE_CHECKING:
@@ -122,15 +123,16 @@ class GPT2:
             beta = param(f"{name}.bias", ["embed"], [c.embed])
             return layer_norm(g, x, gamma, beta, c.eps)
 
-        def qkv(x: Tensor, name: str) -> list[Tensor]:
+        def qkv(x: Tensor, name: str) -> list[Operand]:
             """Queries, keys and values, each [batch, heads, seq, head_dim]: one packed GEMM or three."""
             heads, shape = ["heads", "head_dim"], [c.heads, c.head_dim]
             if fusion.qkv:
                 weight = param(f"{name}.weight", ["embed", "qkv", *heads], [c.embed, 3, *shape])
                 bias = param(f"{name}.bias", ["qkv", *heads], [3, *shape])
                 packed = linear(g, x, weight, ["batch", "seq", "qkv", *heads], bias)
-                return [transpose(g, packed, ["qkv", "batch", "heads", "seq", "head_dim"])]
-            result = []
+                packed = transpose(g, packed, ["qkv", "batch", "heads", "seq", "head_dim"])
+                return [(packed, part) for part in range(3)]
+            result: list[Operand] = []
             for part in range(3):
                 weight = param(f"{name}.weight", ["embed", *heads], [c.embed, *shape], part)
                 bias = param(f"{name}.bias", heads, shape, part)
@@ -139,7 +141,8 @@ class GPT2:
             return result
 
         def self_attention(x: Tensor) -> Tensor:
-            a = attention(g, qkv(x, f"{here}.attn.c_attn"), causal=True, form=c.attention, dropout=c.attention_dropout)
+            q, k, v = qkv(x, f"{here}.attn.c_attn")
+            a = attention(g, q, k, v, Mask(causal=True), c.attention, c.attention_dropout)
             a = transpose(g, a, ["batch", "seq", "heads", "head_dim"])
             name = f"{here}.attn.c_proj"
             weight = param(f"{name}.weight", ["heads", "head_dim", "embed"], [c.heads, c.head_dim, c.embed])

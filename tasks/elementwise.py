@@ -188,7 +188,7 @@ class Dropout(Op):
     def gradient(self, g: GraphLike, *grads: Tensor | None) -> list[Tensor | None]:
         dy = grads[0]
         assert dy is not None
-        out = g.temp("dropout_grad", dy.axes, dy.shape, dy.dtype, causal=dy.causal)
+        out = g.temp("dropout_grad", dy.axes, dy.shape, dy.dtype, band=dy.band)
         return [g.add(Dropout(dy, out, self.p, self.key)).output]
 
     def numbers(self, low: Lowering, index: Index) -> tuple[list[int], list[float | Slot]]:
@@ -254,5 +254,5 @@ def dropout(g: GraphLike, x: Tensor, p: float) -> Tensor:
     """x with elements set to zero with probability p, the others divided by 1 - p; x itself if p is 0."""
     if p == 0:
         return x
-    out = g.temp("dropout", x.axes, x.shape, x.dtype, causal=x.causal)
+    out = g.temp("dropout", x.axes, x.shape, x.dtype, band=x.band)
     return g.add(Dropout(x, out, p, g.dropout_key())).output

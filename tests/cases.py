@@ -14,6 +14,7 @@ from nntile_py.graph.graph import Graph
 from nntile_py.graph.lowering import lower
 from nntile_py.tasks import Op, Tensor
 from nntile_py.tasks.cross_entropy import IGNORED
+from nntile_py.tasks.band import ALL, Band
 from nntile_py.tasks.op import wide
 from nntile_py.tasks.optimizer import joined
 from nntile_py.tiles import Tiling
@@ -23,7 +24,7 @@ Values = dict[Tensor, Array]
 Maker = Callable[[np.random.Generator, tuple[int, ...], Values], Array]
 
 SIZES = {"batch": 4, "seq": 6, "embed": 24, "heads": 4, "head_dim": 4, "ffn": 20, "vocab": 36}
-FIXED = {"qkv": 3, "stat": 2, "one": 1}
+FIXED = {"qkv": 3, "stat": 2, "one": 1, "sequences": 4}
 NUMPY = {"bf16": np.float32, "fp32": np.float32, "fp64": np.float64, "int16": np.int16, "int64": np.int64}
 
 
@@ -62,6 +63,25 @@ def ids(below: int, ignored: float = 0.0) -> Maker:
     return make
 
 
+def padding(rng: np.random.Generator, shape: tuple[int, ...], values: Values) -> Array:
+    """1 for keys that may be attended to, in any pattern; none of the last sequence."""
+    result = (rng.random(shape) < 0.6).astype(int)
+    result[-1] = 0
+    return result
+
+
+def offsets(positions: int) -> Maker:
+    """Of sequences one behind the other, the last ones of no length; some positions at the end may be of none."""
+
+    def make(rng: np.random.Generator, shape: tuple[int, ...], values: Values) -> Array:
+        (count,) = shape
+        live = int(rng.integers(2, count + 1))
+        inner = np.sort(rng.integers(0, positions + 1, live - 1))
+        return np.array([0, *inner, *[inner[-1]] * (count - live)])
+
+    return make
+
+
 def rest(rng: np.random.Generator, shape: tuple[int, ...], values: Values) -> Array:
     """What rounding to bf16 may leave."""
     return rng.integers(-(2**15), 2**15, shape)
@@ -76,7 +96,7 @@ class Case:
     """A graph under construction, the makers of its inputs' values, the slots of its program."""
 
     def __init__(self, sizes: Mapping[str, int], dtype: str) -> None:
-        self.sizes = {**FIXED, **sizes, "key": sizes["seq"], "position": sizes["seq"] + 3}
+        self.sizes = {**FIXED, "key": sizes["seq"], "position": sizes["seq"] + 3, **sizes}
         self.graph = Graph(dtype)
         self.makers: dict[Tensor, Maker] = {}
         self.options: dict[str, Any] = {}  # of the reference
@@ -96,17 +116,17 @@ class Case:
         return self._tensor(axes, "scalar", dtype, **options)
 
     def like(self, tensor: Tensor) -> Tensor:
-        return self.y(" ".join(tensor.axes), tensor.dtype, causal=tensor.causal)
+        return self.y(" ".join(tensor.axes), tensor.dtype, band=tensor.band)
 
     def temp(self, axes: str, **options: Any) -> Tensor:
         names = axes.split()
         return self.graph.temp("temp", names, [self.sizes[a] for a in names], self.graph.dtype, **options)
 
-    def _tensor(self, axes: str, kind: str, dtype: str | None, causal: bool = False) -> Tensor:
+    def _tensor(self, axes: str, kind: str, dtype: str | None, band: Band = ALL) -> Tensor:
         names = axes.split()
         name = f"t{len(self.graph.tensors)}"
         tensor = self.graph.named(name, names, [self.sizes[a] for a in names], kind, dtype)
-        tensor.causal = causal
+        tensor.band = band
         return tensor
 
     def label(self, ignored: float = 0.0) -> Tensor:

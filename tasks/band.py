@@ -1,0 +1,57 @@
+"""The part of an attention mask that positions alone decide: known before a step, so that tiles can be left out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from nntile_py.tiles import Part
+
+
+@dataclass(frozen=True)
+class Band:
+    """Which keys are attended to by position: all; `causal`: key <= seq; and of those the last `window`."""
+
+    causal: bool = False
+    window: int | None = None
+
+    def area(self, seq: Part, key: Part) -> float:
+        """Pairs within the tile that count, the diagonal's by half; 0 where none is attended to."""
+        if not self.causal:
+            return float(seq.size * key.size)
+
+        def below(x: int) -> float:  # area of the triangle with legs x
+            return max(x, 0) ** 2 / 2
+
+        def beyond(distance: int) -> float:  # of {seq - key > distance} within the tile
+            ends = [(seq.end, key.offset), (seq.offset, key.offset), (seq.end, key.end), (seq.offset, key.end)]
+            a, b, c, d = (below(s - k - distance) for s, k in ends)
+            return a - b - c + d
+
+        return beyond(0) - (beyond(self.window) if self.window else 0.0)
+
+    def empty(self, seq: Part, key: Part) -> bool:
+        """Whether nothing in the tile is attended to."""
+        late = self.causal and key.offset >= seq.end
+        return late or bool(self.window and key.end <= seq.offset - self.window + 1)
+
+    def cuts_causal(self, seq: Part, key: Part) -> bool:
+        """Whether the tile reaches the diagonal."""
+        return self.causal and key.end > seq.offset
+
+    def cuts_window(self, seq: Part, key: Part) -> bool:
+        """Whether keys of the tile are too far back for its last query."""
+        return bool(self.window and key.offset <= seq.end - 1 - self.window)
+
+    def allowed(self, seq: int, key: int) -> np.ndarray[Any, Any]:
+        """[seq, key]: whether the key is attended to."""
+        distance = np.arange(seq)[:, None] - np.arange(key)
+        everywhere = np.full((seq, key), True)
+        if self.causal:
+            everywhere &= distance >= 0
+        return everywhere & (distance < self.window) if self.window else everywhere
+
+
+ALL = Band()
