@@ -18,19 +18,20 @@ class Band:
     window: int | None = None
 
     def area(self, seq: Part, key: Part) -> float:
-        """Pairs within the tile that count, the diagonal's by half; 0 where none is attended to."""
+        """Pairs of positions in the tile that are attended to, those of the diagonal counted by half."""
         if not self.causal:
             return float(seq.size * key.size)
 
-        def below(x: int) -> float:  # area of the triangle with legs x
-            return max(x, 0) ** 2 / 2
+        def below(x: int) -> int:  # places in a triangle of x rows
+            return x * (x + 1) // 2 if x > 0 else 0
 
-        def beyond(distance: int) -> float:  # of {seq - key > distance} within the tile
-            ends = [(seq.end, key.offset), (seq.offset, key.offset), (seq.end, key.end), (seq.offset, key.end)]
-            a, b, c, d = (below(s - k - distance) for s, k in ends)
+        def from_on(distance: int) -> int:  # pairs of the tile with seq - key >= distance
+            corners = [(seq.end, key.offset), (seq.offset, key.offset), (seq.end, key.end), (seq.offset, key.end)]
+            a, b, c, d = (below(s - k - distance) for s, k in corners)
             return a - b - c + d
 
-        return beyond(0) - (beyond(self.window) if self.window else 0.0)
+        diagonal = max(min(seq.end, key.end) - max(seq.offset, key.offset), 0)
+        return from_on(0) - (from_on(self.window) if self.window else 0) - diagonal / 2
 
     def empty(self, seq: Part, key: Part) -> bool:
         """Whether nothing in the tile is attended to."""

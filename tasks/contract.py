@@ -11,8 +11,8 @@ import numpy as np
 from nntile_py.tiles import ACC, RW, Access, R, Tile, W
 
 from .activation import ACTIVATIONS, activate, derivative
-from .elementwise import bias_add
 from .band import ALL
+from .elementwise import bias_add
 from .op import Array, GraphLike, Index, Lowering, Op, Tensor, permutation, wide
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,8 +14,8 @@ from nntile_py.execution.program import Store, programs
 from nntile_py.graph.graph import Graph
 from nntile_py.graph.lowering import lower
 from nntile_py.tasks import Op, Tensor
-from nntile_py.tasks.cross_entropy import IGNORED
 from nntile_py.tasks.band import ALL, Band
+from nntile_py.tasks.cross_entropy import IGNORED
 from nntile_py.tasks.op import wide
 from nntile_py.tasks.optimizer import joined
 from nntile_py.tiles import Tiling
@@ -151,7 +152,9 @@ class Case:
         """What the references make of the inputs, one operator after the other."""
         values = dict(inputs)
         for op in self.graph.ops:
-            results = op.reference(*(values[t] for t in op.inputs), **self.options)
+            known = inspect.signature(op.reference).parameters
+            options = {name: value for name, value in self.options.items() if name in known}
+            results = op.reference(*(values[t] for t in op.inputs), **options)
             assert len(results) == len(op.outputs), op.kind
             values.update(zip(op.outputs, results, strict=True))
         last = {t.storage: t for t in values if t.persistent}  # of those in the same tiles

@@ -2,7 +2,7 @@
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,18 +11,19 @@ import pytest
 import torch
 from cases import Case, check, offsets, padding
 from conftest import error
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 import nntile_py as nt
 from nntile_py.errors import ConfigError
-from nntile_py.graph import Graph
-from nntile_py.lowering import lower
+from nntile_py.graph.graph import Graph
+from nntile_py.graph.lowering import lower
 from nntile_py.tasks.attention import attention
+from nntile_py.tasks.band import Band
 from nntile_py.tasks.elementwise import add
 from nntile_py.tasks.mask import Mask
 from nntile_py.tasks.op import Tensor
-from nntile_py.tiles import Tiling
+from nntile_py.tiles import Part, Tiling
 
 FORMS = ("vendor", "merge", "flash", "naive")
 MASKS = [
@@ -212,13 +213,123 @@ def test_many_positions(runtime: nt.Runtime, form: str) -> None:
         check(row, tiles, "chain", "fp64", {**row.sizes, "batch": 1, "seq": 300, "key": 300, "heads": 1, "head_dim": 8})
 
 
-def test_dropout(runtime: nt.Runtime) -> None:
+@pytest.mark.parametrize("tiling", TILINGS)
+def test_dropout(runtime: nt.Runtime, tiling: str) -> None:
     def row(case: Case) -> None:
         case.slots["dropout_seed"] = case.options["seed"] = 3
-        Row("padding causal", "naive", dropout=0.4)(case)
+        Row("padding causal", "naive", "groups", dropout=0.4)(case)
+        assert sum(op.kind == "Dropout" for op in case.graph.ops) == 2
 
-    for tiling in ("uncut", "ragged"):
-        case = Case(SIZES, "fp64")
-        row(case)
-        low = lower(case.graph, Tiling(TILINGS[tiling]))
-        assert any(task.kernel == "dropout" for task in low.tasks.tasks)
+    check(row, TILINGS[tiling], "chain", "fp64", SIZES)
+
+
+@st.composite
+def shapes(draw: st.DrawFn) -> tuple[Row, dict[str, int], dict[str, int]]:
+    """Any mask, form and layout, any sizes, and tiles that fit the groups of heads."""
+    row = Row(draw(st.sampled_from(MASKS)), draw(st.sampled_from(FORMS)), draw(st.sampled_from(list(LAYOUTS))))
+    assume(row.fits)
+    sizes = {axis: draw(st.integers(1, most)) for axis, most in (("batch", 3), ("seq", 9), ("head_dim", 6))}
+    sizes["key"] = draw(st.integers(1, 9)) if "cross" in row.layout else sizes["seq"]
+    group, sizes["kv_heads"] = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    sizes["heads"] = group * sizes["kv_heads"]
+    if "segments" in row.mask:
+        sizes["batch"] = 1
+    tiles = {axis: draw(st.integers(-(-sizes[axis] // 4), sizes[axis])) for axis in ("batch", "seq")}
+    tiles["heads"] = draw(st.sampled_from([t for t in range(1, sizes["heads"] + 1) if not (t % group and group % t)]))
+    return row, sizes, {axis: tiles[axis] for axis in draw(st.sets(st.sampled_from(sorted(tiles))))}
+
+
+@settings(max_examples=60, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+@given(drawn=shapes(), seed=st.integers(0, 2**32))
+def test_any_shape(runtime: nt.Runtime, drawn: Any, seed: int) -> None:
+    row, sizes, tiles = drawn
+    check(row, tiles, "chain", "fp64", sizes, seed, tolerance=1e-11)
+
+
+# -- which pairs of tiles there are
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_pairs_outside_of_the_window_are_absent(form: str) -> None:
+    """Of 5 tiles of 3 positions (the last of 2), each attends to itself and to those that the window still reaches."""
+    for window, reach in ((1, 0), (2, 1), (4, 1), (5, 2), (8, 3), (100, 4)):
+        case = Case({**SIZES, "batch": 1, "seq": 14, "heads": 1}, "fp64")
+        g, t = case.graph, [case.x(BSHD) for _ in range(3)]
+        for tensor in t:
+            tensor.requires_grad = True
+        out = attention(g, *t, Mask(window=window), form)
+        if form == "naive":
+            grads: dict[Tensor, Tensor] = {out: case.x(BSHD)}
+            for op in reversed(g.ops[:]):
+                grads.update(zip(op.inputs, op.gradient(g, grads[op.output]), strict=True))  # type: ignore[arg-type]
+        else:
+            g.ops[-1].gradient(g, case.x(BSHD), None)
+        counts = Counter(task.kernel for task in lower(g, Tiling({"seq": 3})).tasks.tasks)
+        pairs = sum(min(i, reach) + 1 for i in range(5))
+        if form == "naive":
+            assert counts["maxsumexp"] == counts["softmax"] == counts["softmax_grad"] == pairs
+            assert counts["contract"] == 6 * pairs
+        else:
+            kernels = ["flash_maxsumexp", "flash_softmax_gemm"] if form == "flash" else ["attention_partial"]
+            assert all(counts[kernel] == pairs for kernel in [*kernels, "attention_grad_pair"])
+
+
+@settings(deadline=None)
+@given(
+    band=st.builds(Band, st.just(True), st.none() | st.integers(1, 30)),
+    tile=st.integers(1, 9), size=st.integers(1, 30),
+)  # fmt: skip
+def test_bands(band: Band, tile: int, size: int) -> None:
+    """What is said of tiles is true of their elements; areas add up."""
+    parts, allowed = Tiling({"seq": tile}).parts("seq", size), band.allowed(size, size)
+    total = 0.0
+    for seq, key in itertools.product(parts, parts):
+        inside = allowed[seq.offset : seq.end, key.offset : key.end]
+        assert band.empty(seq, key) == (not inside.any())
+        before = Band(True).allowed(size, size)[seq.offset : seq.end, key.offset : key.end]
+        assert band.cuts_window(seq, key) >= bool((before & ~inside).any())
+        assert band.cuts_causal(seq, key) >= (not before.all())
+        assert (band.area(seq, key) > 0) == bool(inside.any())
+        total += band.area(seq, key)
+    assert total == band.area(Part(0, size), Part(0, size))
+    assert abs(total - allowed.sum()) <= size
+
+
+# -- what is refused
+
+
+def test_refused() -> None:
+    g = Graph("fp32")
+
+    def tensor(axes: str, dtype: str = "fp32", **sizes: int) -> Tensor:
+        known = {**SIZES, "qkv": 3, "sequences": 4, **sizes}
+        return g.named(f"t{len(g.tensors)}", axes.split(), [known[a] for a in axes.split()], "input", dtype)
+
+    q, cross = tensor(BSHD), tensor("batch key heads head_dim", key=7)
+    offsets_of = tensor("sequences", "int64")
+    few, uneven = tensor("batch seq kv_heads head_dim"), tensor("batch seq kv_heads head_dim", kv_heads=4)
+    for match, ask in {
+        "a causal mask with 11 queries and 7 keys": lambda: attention(g, q, cross, cross, Mask(causal=True)),
+        "a window with 11 queries and 7 keys": lambda: attention(g, q, cross, cross, Mask(window=3)),
+        "segments with 11 queries": lambda: attention(g, q, cross, cross, Mask(segments=offsets_of)),
+        "of 3 batches are not supported": lambda: attention(g, q, q, q, Mask(segments=offsets_of)),
+        "window of 0 is not allowed": lambda: Mask(window=0),
+        "padding and segments together": lambda: Mask(padding=tensor("batch seq", "int64"), segments=offsets_of),
+        "padding of fp32": lambda: Mask(padding=tensor("batch seq")),
+        "does not fit 3 sequences of 11": lambda: attention(
+            g, q, q, q, Mask(padding=tensor("batch seq", "int64", seq=7))
+        ),
+        "its axes must be batch": lambda: attention(g, q, q, q, Mask(padding=tensor("seq batch", "int64"))),
+        "only attention: naive has it": lambda: attention(g, q, q, q, Mask(), "merge", 0.1),
+        "'fused' is not allowed": lambda: attention(g, q, q, q, Mask(), "fused"),
+        "6 heads cannot share 4": lambda: attention(g, q, uneven, uneven, Mask()),
+        "must have the same axes": lambda: attention(g, q, few, q, Mask()),
+        "name its axis key": lambda: attention(g, q, *[tensor(BSHD, seq=7)] * 2, Mask()),
+        "do not fit the queries": lambda: attention(g, q, *[tensor(BSHD, head_dim=7)] * 2, Mask()),
+        "must have the axes": lambda: attention(g, *[tensor("batch seq embed", embed=8)] * 3, Mask()),
+    }.items():
+        with pytest.raises(ValueError, match=match):
+            ask()
+    attention(g, q, few, few, Mask())
+    with pytest.raises(ConfigError, match=r"tiles.heads: 3 is not allowed where 2 of them share one of kv_heads"):
+        lower(g, Tiling({"heads": 3}))
