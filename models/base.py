@@ -59,6 +59,13 @@ class ModelConfig(Section):
             if getattr(self, name) is None:
                 self.__dict__[name] = value
 
+    def check_dropout(self) -> None:
+        """Refuse dropout of attention's probabilities where they are never made."""
+        if self.attention_dropout and self.attention != "naive":
+            raise ConfigError(
+                f"model.attention_dropout: got {self.attention_dropout}; allowed: 0 unless model.attention is naive"
+            )
+
     def check_size(self, name: str, divisor: str) -> None:
         """Refuse sizes of which one does not divide the other."""
         whole, part = getattr(self, name), getattr(self, divisor)

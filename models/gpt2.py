@@ -9,14 +9,13 @@ import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
-import numpy as np
 from pydantic import model_validator
 
 from nntile_py.errors import ConfigError
 from nntile_py.graph.declared import Batch, Normal, Traced
 from nntile_py.graph.graph import Graph
 from nntile_py.models.base import Model, TokenConfig
-from nntile_py.models.parts import dense, norm
+from nntile_py.models.parts import dense, norm, padding, position_input
 from nntile_py.schema import BelowOne, Count, Positive, Switch
 from nntile_py.tasks.activation import activation
 from nntile_py.tasks.attention import attention
@@ -24,6 +23,7 @@ from nntile_py.tasks.contract import linear
 from nntile_py.tasks.cross_entropy import IGNORED, cross_entropy
 from nntile_py.tasks.elementwise import add, bias_add, dropout, transpose
 from nntile_py.tasks.embedding import embedding
+from nntile_py.tasks.mask import Mask
 from nntile_py.tasks.op import Tensor
 
 _ACTIVATIONS = {"gelu_new": "gelu_new", "gelu_pytorch_tanh": "gelu_new", "gelu": "gelu", "relu": "relu"}
@@ -47,10 +47,7 @@ class GPT2Config(TokenConfig):
     def _fitting(self) -> GPT2Config:
         self.check_size("embed", "heads")
         self.fill(ffn=4 * self.embed)
-        if self.attention_dropout and self.attention != "naive":
-            raise ConfigError(
-                f"model.attention_dropout: got {self.attention_dropout}; allowed: 0 unless model.attention is naive"
-            )
+        self.check_dropout()
         return self
 
 
@@ -63,21 +60,18 @@ class GPT2(Model):
 
     def trace(self, g: Graph, batch: Batch) -> Traced:
         c = self.config
-        if c.vocab is None or c.positions is None:
-            raise ConfigError("model: vocab and positions are needed to make a GPT-2")
-        if batch.seq > c.positions:
-            raise ConfigError(f"seq: {batch.seq} is longer than the model's {c.positions} positions")
         embed, tokens = {"embed": c.embed}, {"batch": batch.size, "seq": batch.seq}
         heads, ffn = {"heads": c.heads, "head_dim": c.embed // c.heads}, {"ffn": c.ffn}
         init, residual = Normal(0.02), Normal(0.02 / math.sqrt(2 * c.layers))
 
         def attend(x: Tensor, name: str) -> Tensor:
-            qkv = []
-            for k, part in enumerate("qkv"):
-                packed = f"{name}.c_attn"
-                y = dense(g, x, f"{packed}.{part}", embed, heads, init, transposed=True, part=(packed, k, 3))
-                qkv.append(transpose(g, y, ["batch", "heads", "seq", "head_dim"]))
-            a = attention(g, qkv, causal=True, form=c.attention, dropout=c.attention_dropout)
+            parts, packed = [], f"{name}.c_attn"
+            for number, one in enumerate("qkv"):
+                part = (f"{packed}.weight", f"{packed}.bias", number, 3)
+                y = dense(g, x, f"{packed}.{one}", embed, heads, init, transposed=True, part=part)
+                parts.append(transpose(g, y, ["batch", "heads", "seq", "head_dim"]))
+            q, k, v = parts
+            a = attention(g, q, k, v, mask, c.attention, c.attention_dropout)
             a = transpose(g, a, ["batch", "seq", *heads])
             return dropout(g, dense(g, a, f"{name}.c_proj", heads, embed, residual, transposed=True), c.dropout)
 
@@ -86,7 +80,8 @@ class GPT2(Model):
             return dropout(g, dense(g, y, f"{name}.c_proj", ffn, embed, residual, transposed=True), c.dropout)
 
         ids = g.input("input_ids", tokens, below=c.vocab)
-        positions = g.input("positions", {"seq": batch.seq}, below=c.positions, default=np.arange(batch.seq))
+        positions = position_input(g, batch, c.positions)
+        mask = Mask(causal=True, padding=padding(g, batch))
         labels = g.input("labels", tokens, below=c.vocab, ignored=IGNORED, shifted=True, scale="loss_scale")
         with g.scope("embed"):
             wte = g.param("transformer.wte.weight", {"vocab": c.vocab} | embed, init)

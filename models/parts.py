@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from nntile_py.graph.declared import ONES, ZEROS, Init, Part
+import numpy as np
+
+from nntile_py.errors import ConfigError
+from nntile_py.graph.declared import ONES, ZEROS, Batch, Init, Part
 from nntile_py.graph.graph import Graph
 from nntile_py.tasks.contract import linear
 from nntile_py.tasks.layer_norm import layer_norm
@@ -23,18 +26,18 @@ def dense(
     *,
     bias: bool = True,
     transposed: bool = False,
-    part: tuple[str, int, int] | None = None,
+    part: tuple[str, str, int, int] | None = None,
 ) -> Tensor:
     """x W + b, as torch.nn.Linear: sums over the axes `inner` of x, makes the axes `out` after batch and seq.
 
     The weight is NAME.weight [out, inner], with `transposed` [inner, out] (GPT-2's Conv1D); the bias NAME.bias [out].
-    part (weight's name, number, of): W and b are one of `of` equal parts along out's first axis of another weight.
+    part (a weight's and a bias' names, number, of): W and b are one of `of` equal parts of those along out's first axis.
     """
     axes = {**inner, **out} if transposed else {**out, **inner}
     along = next(iter(out))
-    source = {kind: Part(f"{part[0]}.{kind}", *part[1:], along) if part else None for kind in ("weight", "bias")}
-    weight = g.param(f"{name}.weight", axes, init, source["weight"])
-    b = g.param(f"{name}.bias", out, ZEROS, source["bias"]) if bias else None
+    sources = [Part(whole, *part[2:], along) for whole in part[:2]] if part else [None, None]
+    weight = g.param(f"{name}.weight", axes, init, sources[0])
+    b = g.param(f"{name}.bias", out, ZEROS, sources[1]) if bias else None
     return linear(g, x, weight, [axis for axis in x.axes if axis not in inner] + list(out), b)
 
 
@@ -42,3 +45,18 @@ def norm(g: Graph, x: Tensor, name: str, eps: float) -> Tensor:
     """LayerNorm over embed with the weights NAME.weight and NAME.bias."""
     embed = {"embed": x.size("embed")}
     return layer_norm(g, x, g.param(f"{name}.weight", embed, ONES), g.param(f"{name}.bias", embed, ZEROS), eps)
+
+
+def position_input(g: Graph, batch: Batch, positions: int | None) -> Tensor:
+    """The numbers of the positions, 0, 1, ... unless a step gives others; ConfigError for more than the model has."""
+    assert positions is not None
+    if batch.seq > positions:
+        raise ConfigError(f"seq: {batch.seq} is longer than the model's {positions} positions")
+    return g.input("positions", {"seq": batch.seq}, below=positions, default=np.arange(batch.seq))
+
+
+def padding(g: Graph, batch: Batch) -> Tensor | None:
+    """transformers' attention_mask, 0 where a position is padding, if steps have one that says something."""
+    if not batch.has("attention_mask", neutral=1):
+        return None
+    return g.input("attention_mask", {"batch": batch.size, "seq": batch.seq}, below=2)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -19,6 +20,7 @@ from nntile_py.execution.runtime import Runtime
 from nntile_py.graph.graph import Graph
 from nntile_py.graph.lowering import lower
 from nntile_py.tasks import Op, Tensor
+from nntile_py.tasks.band import ALL, Band
 from nntile_py.tasks.cross_entropy import IGNORED
 from nntile_py.tasks.op import wide
 from nntile_py.tasks.optimizer import joined
@@ -31,7 +33,7 @@ Maker = Callable[[np.random.Generator, tuple[int, ...], Values], Array]
 Row = Callable[["Case"], Any]
 
 SIZES = {"batch": 4, "seq": 6, "embed": 24, "heads": 4, "head_dim": 4, "ffn": 20, "vocab": 36}
-FIXED = {"qkv": 3, "stat": 2, "one": 1, "classes": 2}
+FIXED = {"qkv": 3, "stat": 2, "one": 1, "classes": 2, "sequences": 4}
 NUMPY = {"bf16": np.float32, "fp32": np.float32, "fp64": np.float64, "int16": np.int16, "int64": np.int64}
 
 
@@ -75,6 +77,25 @@ def ids(below: int, ignored: float = 0.0) -> Maker:
     return make
 
 
+def padding(rng: np.random.Generator, shape: tuple[int, ...], values: Values) -> Array:
+    """1 for keys that may be attended to, in any pattern; none of the last sequence."""
+    result = (rng.random(shape) < 0.6).astype(int)
+    result[-1] = 0
+    return result
+
+
+def offsets(positions: int) -> Maker:
+    """Of sequences one behind the other, the last ones of no length; some positions at the end may be of none."""
+
+    def make(rng: np.random.Generator, shape: tuple[int, ...], values: Values) -> Array:
+        (count,) = shape
+        live = int(rng.integers(2, count + 1))
+        inner = np.sort(rng.integers(0, positions + 1, live - 1))
+        return np.array([0, *inner, *[inner[-1]] * (count - live)])
+
+    return make
+
+
 def rest(rng: np.random.Generator, shape: tuple[int, ...], values: Values) -> Array:
     """What rounding to bf16 may leave."""
     return rng.integers(-(2**15), 2**15, shape)
@@ -97,7 +118,7 @@ class Case:
     """A graph under construction, the makers of its inputs' values, the slots of its program."""
 
     def __init__(self, sizes: Mapping[str, int], dtype: str) -> None:
-        self.sizes = {**FIXED, **sizes, "key": sizes["seq"], "position": sizes["seq"] + 3}
+        self.sizes = {**FIXED, "key": sizes["seq"], "position": sizes["seq"] + 3, **sizes}
         self.graph = Graph(dtype)
         self.makers: dict[Tensor, Maker] = {}
         self.options: dict[str, Any] = {}  # of the reference
@@ -119,17 +140,17 @@ class Case:
         return self._tensor(axes, "scalar", dtype, **options)
 
     def like(self, tensor: Tensor) -> Tensor:
-        return self.y(" ".join(tensor.axes), tensor.dtype, causal=tensor.causal)
+        return self.y(" ".join(tensor.axes), tensor.dtype, band=tensor.band)
 
     def temp(self, axes: str, **options: Any) -> Tensor:
         names = axes.split()
         return self.graph.temp("temp", names, [self.sizes[a] for a in names], self.graph.dtype, **options)
 
-    def _tensor(self, axes: str, kind: str, dtype: str | None, causal: bool = False) -> Tensor:
+    def _tensor(self, axes: str, kind: str, dtype: str | None, band: Band = ALL) -> Tensor:
         names = axes.split()
         name = f"t{len(self.graph.tensors)}"
         tensor = self.graph.named(name, names, [self.sizes[a] for a in names], kind, dtype)
-        tensor.causal = causal
+        tensor.band = band
         return tensor
 
     def label(self, logits: Tensor, ignored: float = 0.0, scale: str = "loss_scale") -> Tensor:
@@ -154,7 +175,9 @@ class Case:
         """The inputs, and what the references make of them, one operator after the other."""
         values = dict(inputs)
         for op in self.graph.ops:
-            results = op.reference(*(values[t] for t in op.inputs), **self.options)
+            known = inspect.signature(op.reference).parameters
+            options = {name: value for name, value in self.options.items() if name in known}
+            results = op.reference(*(values[t] for t in op.inputs), **options)
             assert len(results) == len(op.outputs), op.kind
             values.update(zip(op.outputs, results, strict=True))
         return values
@@ -274,7 +297,7 @@ def with_gradient(row: Row, outputs: Sequence[int], case: Case) -> None:
     dys = [case.x(" ".join(y.axes), dtype=y.dtype) if k in outputs else None for k, y in enumerate(op.outputs)]
     for dy, y in zip(dys, op.outputs, strict=True):
         if dy:
-            dy.causal = y.causal
+            dy.band = y.band
     grads = op.gradient(case.graph, *dys)
     assert len(grads) == len(op.inputs), f"{op.kind}.gradient: {len(grads)} results for {len(op.inputs)} inputs"
     for grad, x in zip(grads, op.inputs, strict=True):

@@ -1,226 +1,268 @@
-// Attention on pairs of tiles (queries, keys and values). Places of the operands: see Operands in attention.py.
+// Attention on pairs of tiles (queries, keys and values). A query that attends to nothing has zeros, and 0 as its lse.
 #include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu.h>
 #include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu_backward.h>
 #include <ATen/ops/addmm.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/mm.h>
-#include <ATen/ops/zeros.h>
+#include <ATen/ops/sum.h>
 
-#include "attention.h"
-#include "rows.h"
+#include "attention_cpu.h"
+#include "attention_repeat_args.h"
 
 namespace nntile {
 namespace {
 
 constexpr int64_t kRows = 128;  // query rows at a time: their scores stay in the cache
 
-// f(batch, head)
-template <class F>
-void for_heads(const at::Tensor& q, F f) {
-  for (int64_t b = 0; b < q.size(0); ++b)
-    for (int64_t h = 0; h < q.size(1); ++h) f(b, h);
-}
-
 at::Tensor head(const at::Tensor& x, int64_t b, int64_t h) { return x.select(0, b).select(0, h); }
-
-// Keys that row `row` of the tile attends to.
-int64_t kept_keys(bool diagonal, int64_t row, int64_t keys) { return diagonal ? std::min(row + 1, keys) : keys; }
-
-// Scaled scores of query rows [first, first + rows) into the buffer; keys beyond `keys` are masked for all of them.
-at::Tensor scores_of(at::Tensor& buffer, const at::Tensor& q, const at::Tensor& k, int64_t first, int64_t rows,
-                     int64_t keys, double scale) {
-  auto s = buffer.narrow(0, 0, rows * keys).view({rows, keys});
-  at::addmm_out(s, s, q.narrow(0, first, rows), k.narrow(0, 0, keys).t(), 0, scale);
-  return s;
-}
-
-// body(scores of a block of rows, first row, rows, keys) for one head
-template <class F>
-void for_blocks(bool diagonal, const at::Tensor& q, const at::Tensor& k, double scale, at::Tensor& buffer, F body) {
-  for (int64_t first = 0; first < q.size(0); first += kRows) {
-    const int64_t rows = std::min(kRows, q.size(0) - first);
-    const int64_t keys = kept_keys(diagonal, first + rows - 1, k.size(0));
-    body(scores_of(buffer, q, k, first, rows, keys, scale), first, rows, keys);
-  }
-}
 
 at::Tensor buffer_for(const at::Tensor& q, const at::Tensor& k) {
   return at::empty({std::min(kRows, q.size(2)) * k.size(2)}, q.options());
 }
 
-// tiles: out, lse, q/k/v
-void attention(Args& t) {
-  Reader ints{t};
-  const auto out = t[0].permute(ints.four());
-  const bool causal = ints.one();
-  const Triple x(ints, 2);
-  const auto [o, lse] = at::_scaled_dot_product_flash_attention_for_cpu(x.q, x.k, x.v, 0.0, causal, {}, t.f(0));
+// scale q k^T of query rows [first, first + rows) and an interval of the keys, into the buffer.
+at::Tensor scores_of(const at::Tensor& buffer, const at::Tensor& q, const at::Tensor& k, int64_t first, int64_t rows,
+                     Interval keys, double scale) {
+  auto s = buffer.narrow(0, 0, rows * keys.size()).view({rows, keys.size()});
+  at::addmm_out(s, s, q.narrow(0, first, rows), k.narrow(0, keys.from, keys.size()).t(), 0, scale);
+  return s;
+}
+
+// body(b, head of q, head of k, scores of a block of rows, first row, rows, keys), where keys are the interval outside
+// of which all of these rows are masked. Padding is in the scores.
+template <class T, class Body>
+void for_blocks(const Triple& x, const PairMask& mask, double scale, Body body) {
+  const auto buffer = buffer_for(x.q, x.k);
+  std::vector<T> bias(mask.padding.defined() ? x.k.size(2) : 0);
+  for (int64_t b = 0; b < x.q.size(0); ++b) {
+    if (mask.padding.defined()) padding_bias(mask.padding, b, bias);
+    for (int64_t h = 0; h < x.q.size(1); ++h) {
+      const int64_t h_k = h / x.group();
+      const auto q = head(x.q, b, h), k = head(x.k, b, h_k);
+      for (int64_t first = 0; first < q.size(0); first += kRows) {
+        const int64_t rows = std::min(kRows, q.size(0) - first);
+        const auto keys = kept_by_rows(mask, first, rows, k.size(0));
+        const auto s = scores_of(buffer, q, k, first, rows, keys, scale);
+        for (int64_t row = 0; row < rows && !bias.empty(); ++row)
+          add(s.data_ptr<T>() + row * keys.size(), bias.data() + keys.from, keys.size());
+        body(b, h, h_k, s, first, rows, keys);
+      }
+    }
+  }
+}
+
+// f(scores of a row, how many, number of the row) of what it attends to; the rest of the block becomes zeros.
+template <class T, class F>
+void for_rows(const at::Tensor& s, const PairMask& mask, int64_t first, Interval keys, int64_t all_keys, F f) {
+  for (int64_t row = 0; row < s.size(0); ++row) {
+    auto* p = s.data_ptr<T>() + row * keys.size();
+    auto kept = kept_keys(mask, first + row, all_keys);
+    if (kept.size()) kept = {kept.from - keys.from, kept.to - keys.from};
+    f(p + kept.from, kept.size(), first + row);
+    std::fill(p, p + kept.from, T(0));
+    std::fill(p + kept.to, p + keys.size(), T(0));
+  }
+}
+
+// Scores become exp(score - max of the row); f(row, max, sum), which are 0 and 0 for one that attends to nothing.
+template <class T, class F>
+void exponentials(const at::Tensor& s, const PairMask& mask, int64_t first, Interval keys, int64_t all_keys, F f) {
+  for_rows<T>(s, mask, first, keys, all_keys, [&](T* p, int64_t n, int64_t row) {
+    const T top = n ? max_of(p, n) : -std::numeric_limits<T>::infinity();
+    if (top == -std::numeric_limits<T>::infinity()) {
+      std::fill(p, p + n, T(0));
+      f(row, T(0), T(0));
+      return;
+    }
+    exp_row(p, p, top, T(1), n);
+    f(row, top, sum_vectors<T>(n, [&](int64_t k, int64_t count) { return keep(load(p + k, count), count); }));
+  });
+}
+
+// Scores become probabilities.
+template <class T>
+void probabilities(const at::Tensor& s, const at::Tensor& lse, const PairMask& mask, int64_t first, Interval keys,
+                   int64_t all_keys) {
+  for_rows<T>(s, mask, first, keys, all_keys,
+              [&](T* p, int64_t n, int64_t row) { exp_row(p, p, lse.data_ptr<T>()[row], T(1), n); });
+}
+
+at::Tensor rows_of(const at::Tensor& x, Interval keys) { return x.narrow(0, keys.from, keys.size()); }
+
+// ATen's fused kernel knows no mask but the diagonal, and no groups of heads.
+void vendor(const AttentionArgs& args, const Triple& x, const at::Tensor& out, const at::Tensor& lse) {
+  const auto [o, l] = at::_scaled_dot_product_flash_attention_for_cpu(
+      x.q, repeated(x.k, x.group()), repeated(x.v, x.group()), 0.0, args.diagonal, {}, args.scale);
   out.copy_(o);
-  t[1].copy_(lse);
+  lse.copy_(l);
 }
 
-// tiles: do, out, lse, q/k/v, dq/dk/dv
-void attention_grad(Args& t) {
-  Reader ints{t};
-  const auto d_out = t[0].permute(ints.four()), out = t[1].permute(ints.four());
-  const bool causal = ints.one();
-  const Triple x(ints, 3), grads(ints, 3 + x.count);
-  const auto [dq, dk, dv] = at::_scaled_dot_product_flash_attention_for_cpu_backward(
-      d_out, x.q, x.k, x.v, out, t[2], 0.0, causal, {}, t.f(0));
-  grads.q.copy_(dq);
-  grads.k.copy_(dk);
-  grads.v.copy_(dv);
-}
-
-// tiles: state (max, sumexp, values), q/k/v
-void attention_partial(Args& t) {
-  Reader ints{t};
-  const bool diagonal = ints.one();
-  const Triple x(ints, 1);
-  const auto state = t[0];
-  const bool accumulates = t.accumulates(0);
-  const auto part = accumulates ? at::empty(state.sizes(), state.options()) : state;
-  auto buffer = buffer_for(x.q, x.k);
-  dispatch(state, [&](auto zero) {
+// tiles: out, lse, q/k/v, padding, segments
+void attention(Args& t) {
+  const AttentionArgs args(t);
+  const auto out = as_bhsd(t[0], args.out), lse = t[1];
+  const Triple x(t, args.qkv, 2);
+  const PairMask mask(t, args.diagonal, args.limits, 2 + x.count);
+  if (mask.simple()) return vendor(args, x, out, lse);
+  dispatch(lse, [&](auto zero) {
     using T = decltype(zero);
-    for_heads(x.q, [&](int64_t b, int64_t h) {
-      const auto s_head = head(part, b, h);
-      const auto v = head(x.v, b, h);
-      for_blocks(diagonal, head(x.q, b, h), head(x.k, b, h), t.f(0), buffer,
-                 [&](const at::Tensor& s, int64_t first, int64_t rows, int64_t keys) {
-                   for (int64_t row = 0; row < rows; ++row) {
-                     auto* p = s.data_ptr<T>() + row * keys;
-                     auto* st = s_head.data_ptr<T>() + (first + row) * s_head.size(1);
-                     const int64_t kept = kept_keys(diagonal, first + row, keys);
-                     st[0] = max_of(p, kept);
-                     exp_row(p, p, st[0], T(1), kept);
-                     std::fill(p + kept, p + keys, T(0));
-                     st[1] = sum_vectors<T>(kept, [&](int64_t k, int64_t n) { return keep(load(p + k, n), n); });
-                   }
-                   auto values = s_head.narrow(0, first, rows).narrow(1, 2, v.size(1));
-                   values.copy_(s.mm(v.narrow(0, 0, keys)));
-                 });
+    for_blocks<T>(x, mask, args.scale, [&](int64_t b, int64_t h, int64_t h_k, const at::Tensor& s, int64_t first,
+                                           int64_t rows, Interval keys) {
+      auto sums = at::empty({rows, 1}, lse.options());
+      auto* to = head(lse, b, h).data_ptr<T>();
+      exponentials<T>(s, mask, first, keys, x.k.size(2), [&](int64_t row, T top, T sum) {
+        sums.data_ptr<T>()[row - first] = sum ? sum : T(1);
+        to[row] = sum ? top + std::log(sum) : T(0);
+      });
+      head(out, b, h).narrow(0, first, rows).copy_(s.mm(rows_of(head(x.v, b, h_k), keys)).div_(sums));
     });
   });
-  if (accumulates) combine(Monoid::softmax, state, part);
+}
+
+// Adds the gradients of a pair of tiles.
+template <class T>
+void add_grads(const Triple& x, const Triple& grads, const PairMask& mask, const at::Tensor& d_out,
+               const at::Tensor& lse, const at::Tensor& delta, double scale) {
+  const auto products = buffer_for(x.q, x.k);
+  for_blocks<T>(x, mask, scale, [&](int64_t b, int64_t h, int64_t h_k, const at::Tensor& p, int64_t first,
+                                    int64_t rows, Interval keys) {
+    probabilities<T>(p, head(lse, b, h), mask, first, keys, x.k.size(2));
+    const auto g = head(d_out, b, h), v = head(x.v, b, h_k);
+    const auto ds = scores_of(products, g, v, first, rows, keys, 1.0);
+    auto dv = rows_of(head(grads.v, b, h_k), keys), dk = rows_of(head(grads.k, b, h_k), keys);
+    auto dq = head(grads.q, b, h).narrow(0, first, rows);
+    at::addmm_out(dv, dv, p.t(), g.narrow(0, first, rows));
+    const auto row_delta = head(delta, b, h);
+    for (int64_t row = 0; row < rows; ++row) {
+      auto* out = ds.data_ptr<T>() + row * keys.size();
+      const auto* in = p.data_ptr<T>() + row * keys.size();
+      const Vec<T> d(row_delta.data_ptr<T>()[first + row]), s(static_cast<T>(scale));
+      for_vectors<T>(keys.size(), [&](int64_t c, int64_t n) {
+        (load(in + c, n) * (load(out + c, n) - d) * s).store(out + c, static_cast<int>(n));
+      });
+    }
+    at::addmm_out(dq, dq, ds, rows_of(head(x.k, b, h_k), keys));
+    at::addmm_out(dk, dk, ds.t(), head(x.q, b, h).narrow(0, first, rows));
+  });
+}
+
+// Tiles [first, first + count) that are not added to become zeros.
+void clear(Args& t, size_t first, size_t count) {
+  for (size_t k = first; k < first + count; ++k)
+    if (!t.accumulates(k)) t[k].zero_();
+}
+
+// tiles: do, out, lse, q/k/v, dq/dk/dv, padding, segments
+void attention_grad(Args& t) {
+  const AttentionGradArgs args(t);
+  const auto d_out = as_bhsd(t[0], args.d_out), out = as_bhsd(t[1], args.out), lse = t[2];
+  const Triple x(t, args.qkv, 3), grads(t, args.grads, 3 + x.count);
+  const PairMask mask(t, args.diagonal, args.limits, 3 + x.count + grads.count);
+  if (!mask.simple()) {
+    clear(t, 3 + x.count, grads.count);
+    const auto delta = d_out.mul(out).sum(-1).contiguous();
+    dispatch(lse, [&](auto zero) { add_grads<decltype(zero)>(x, grads, mask, d_out, lse, delta, args.scale); });
+    return;
+  }
+  const auto [dq, dk, dv] = at::_scaled_dot_product_flash_attention_for_cpu_backward(
+      d_out, x.q, repeated(x.k, x.group()), repeated(x.v, x.group()), out, lse, 0.0, args.diagonal, {}, args.scale);
+  grads.q.copy_(dq);
+  const bool adds = t.accumulates(3 + x.count + args.grads.k[0]);  // other heads of the group have tiles of their own
+  for (const auto& [to, from] : {std::pair(grads.k, dk), {grads.v, dv}}) {
+    if (adds) to.add_(of_groups(from, x.group()));
+    else to.copy_(of_groups(from, x.group()));
+  }
+}
+
+// tiles: state (max, sumexp, values; flash_maxsumexp's has no values), q/k/v, padding, segments
+void add_state(Args& t, bool values) {
+  const PairArgs args(t);
+  const Triple x(t, args.qkv, 1);
+  const PairMask mask(t, args.diagonal, args.limits, 1 + x.count);
+  const auto state = t[0];
+  const auto part = t.accumulates(0) ? at::empty(state.sizes(), state.options()) : state;
+  dispatch(state, [&](auto zero) {
+    using T = decltype(zero);
+    for_blocks<T>(x, mask, args.scale, [&](int64_t b, int64_t h, int64_t h_k, const at::Tensor& s, int64_t first,
+                                           int64_t rows, Interval keys) {
+      const auto to = head(part, b, h);
+      exponentials<T>(s, mask, first, keys, x.k.size(2), [&](int64_t row, T top, T sum) {
+        to.data_ptr<T>()[row * to.size(1)] = top;
+        to.data_ptr<T>()[row * to.size(1) + 1] = sum;
+      });
+      if (values) to.narrow(0, first, rows).narrow(1, 2, x.v.size(3)).copy_(s.mm(rows_of(head(x.v, b, h_k), keys)));
+    });
+  });
+  if (t.accumulates(0)) combine(Monoid::softmax, state, part);
+}
+
+void attention_partial(Args& t) { add_state(t, true); }
+
+void flash_maxsumexp(Args& t) { add_state(t, false); }
+
+// The sums of a state, 1 where there is nothing.
+at::Tensor sums_of(const at::Tensor& state) {
+  const auto sum = state.select(-1, 1);
+  return sum.masked_fill(sum.eq(0), 1.0);
 }
 
 // tiles: out, lse, state
 void attention_normalise(Args& t) {
-  Reader ints{t};
-  const auto out = t[0].permute(ints.four()), lse = t[1], state = t[2];
-  const auto sum = state.select(-1, 1);
+  const OutArgs args(t);
+  const auto out = as_bhsd(t[0], args.out), lse = t[1], state = t[2], sum = sums_of(state);
   out.copy_(state.narrow(-1, 2, state.size(-1) - 2).div(sum.unsqueeze(-1)));
   lse.copy_(sum.log().add_(state.select(-1, 0)));
 }
 
-// tiles: state (max, sumexp), q/k/v
-void flash_maxsumexp(Args& t) {
-  Reader ints{t};
-  const bool diagonal = ints.one();
-  const Triple x(ints, 1);
-  const auto state = t[0];
-  const bool accumulates = t.accumulates(0);
-  const auto part = accumulates ? at::empty(state.sizes(), state.options()) : state;
-  auto buffer = buffer_for(x.q, x.k);
-  dispatch(state, [&](auto zero) {
-    using T = decltype(zero);
-    for_heads(x.q, [&](int64_t b, int64_t h) {
-      auto* st = head(part, b, h).template data_ptr<T>();
-      for_blocks(diagonal, head(x.q, b, h), head(x.k, b, h), t.f(0), buffer,
-                 [&](const at::Tensor& s, int64_t first, int64_t rows, int64_t keys) {
-                   for (int64_t row = 0; row < rows; ++row) {
-                     const auto* p = s.data_ptr<T>() + row * keys;
-                     const int64_t kept = kept_keys(diagonal, first + row, keys);
-                     st[(first + row) * 2] = max_of(p, kept);
-                     st[(first + row) * 2 + 1] = sumexp_of(p, st[(first + row) * 2], kept);
-                   }
-                 });
-    });
-  });
-  if (accumulates) combine(Monoid::softmax, state, part);
-}
-
 // tiles: lse, state
-void attention_lse(Args& t) { t[0].copy_(t[1].select(-1, 1).log().add_(t[1].select(-1, 0))); }
+void attention_lse(Args& t) { t[0].copy_(sums_of(t[1]).log_().add_(t[1].select(-1, 0))); }
 
-// The rows' probabilities in place of their scores.
-template <class T>
-void probabilities(const at::Tensor& s, const at::Tensor& lse, bool diagonal, int64_t first, int64_t rows,
-                   int64_t keys) {
-  for (int64_t row = 0; row < rows; ++row) {
-    auto* p = s.data_ptr<T>() + row * keys;
-    const int64_t kept = kept_keys(diagonal, first + row, keys);
-    exp_row(p, p, lse.data_ptr<T>()[first + row], T(1), kept);
-    std::fill(p + kept, p + keys, T(0));
-  }
-}
-
-// tiles: out (ACC), lse, q/k/v
+// tiles: out (ACC), lse, q/k/v, padding, segments
 void flash_softmax_gemm(Args& t) {
-  Reader ints{t};
-  const auto out = t[0].permute(ints.four());
-  const bool diagonal = ints.one();
-  const Triple x(ints, 2);
-  const auto lse = t[1];
-  auto buffer = buffer_for(x.q, x.k);
+  const AttentionArgs args(t);
+  const auto out = as_bhsd(t[0], args.out), lse = t[1];
+  const Triple x(t, args.qkv, 2);
+  const PairMask mask(t, args.diagonal, args.limits, 2 + x.count);
   dispatch(lse, [&](auto zero) {
     using T = decltype(zero);
-    for_heads(x.q, [&](int64_t b, int64_t h) {
-      for_blocks(diagonal, head(x.q, b, h), head(x.k, b, h), t.f(0), buffer,
-                 [&](const at::Tensor& s, int64_t first, int64_t rows, int64_t keys) {
-                   probabilities<T>(s, head(lse, b, h), diagonal, first, rows, keys);
-                   auto target = head(out, b, h).narrow(0, first, rows);
-                   at::addmm_out(target, target, s, head(x.v, b, h).narrow(0, 0, keys), t.accumulates(0) ? 1 : 0, 1);
-                 });
+    for_blocks<T>(x, mask, args.scale, [&](int64_t b, int64_t h, int64_t h_k, const at::Tensor& s, int64_t first,
+                                           int64_t rows, Interval keys) {
+      probabilities<T>(s, head(lse, b, h), mask, first, keys, x.k.size(2));
+      auto target = head(out, b, h).narrow(0, first, rows);
+      at::addmm_out(target, target, s, rows_of(head(x.v, b, h_k), keys), t.accumulates(0) ? 1 : 0, 1);
     });
   });
 }
 
 // tiles: delta, do, out
 void attention_delta(Args& t) {
-  Reader ints{t};
-  const auto d_out = t[1].permute(ints.four()), out = t[2].permute(ints.four());
-  t[0].copy_(d_out.mul(out).sum(-1));
+  const DeltaArgs args(t);
+  t[0].copy_(as_bhsd(t[1], args.d_out).mul(as_bhsd(t[2], args.out)).sum(-1));
 }
 
-// tiles: do, lse, delta, q/k/v, dq/dk/dv (ACC)
+// tiles: do, lse, delta, q/k/v, dq/dk/dv (ACC), padding, segments
 void attention_grad_pair(Args& t) {
-  Reader ints{t};
-  const auto d_out = t[0].permute(ints.four()), lse = t[1], delta = t[2];
-  const bool diagonal = ints.one();
-  const Triple x(ints, 3);
-  const size_t first_grad = 3 + x.count;
-  for (size_t k = first_grad; k < t.tiles(); ++k)
-    if (!t.accumulates(k)) t[k].zero_();
-  const Triple grads(ints, first_grad);
-  auto scores = buffer_for(x.q, x.k), products = buffer_for(x.q, x.k);
-  const double scale = t.f(0);
-  dispatch(lse, [&](auto zero) {
-    using T = decltype(zero);
-    for_heads(x.q, [&](int64_t b, int64_t h) {
-      const auto q = head(x.q, b, h), k = head(x.k, b, h), v = head(x.v, b, h), g = head(d_out, b, h);
-      const auto row_delta = head(delta, b, h);
-      for_blocks(diagonal, q, k, scale, scores,
-                 [&](const at::Tensor& p, int64_t first, int64_t rows, int64_t keys) {
-                   probabilities<T>(p, head(lse, b, h), diagonal, first, rows, keys);
-                   auto ds = scores_of(products, g, v, first, rows, keys, 1.0);
-                   auto dv = head(grads.v, b, h).narrow(0, 0, keys), dk = head(grads.k, b, h).narrow(0, 0, keys);
-                   auto dq = head(grads.q, b, h).narrow(0, first, rows);
-                   at::addmm_out(dv, dv, p.t(), g.narrow(0, first, rows));
-                   for (int64_t row = 0; row < rows; ++row) {
-                     auto* out = ds.template data_ptr<T>() + row * keys;
-                     const auto* in = p.data_ptr<T>() + row * keys;
-                     const Vec<T> d(row_delta.data_ptr<T>()[first + row]), s(static_cast<T>(scale));
-                     for_vectors<T>(keys, [&](int64_t c, int64_t n) {
-                       (load(in + c, n) * (load(out + c, n) - d) * s).store(out + c, static_cast<int>(n));
-                     });
-                   }
-                   at::addmm_out(dq, dq, ds, k.narrow(0, 0, keys));
-                   at::addmm_out(dk, dk, ds.t(), q.narrow(0, first, rows));
-                 });
-    });
-  });
+  const PairGradArgs args(t);
+  const auto d_out = as_bhsd(t[0], args.d_out), lse = t[1], delta = t[2];
+  const Triple x(t, args.qkv, 3), grads(t, args.grads, 3 + x.count);
+  const PairMask mask(t, args.diagonal, args.limits, 3 + x.count + grads.count);
+  clear(t, 3 + x.count, grads.count);
+  dispatch(lse, [&](auto zero) { add_grads<decltype(zero)>(x, grads, mask, d_out, lse, delta, args.scale); });
+}
+
+// tiles: y [.., heads, ..], x [.., kv_heads, ..]
+void attention_repeat(Args& t) {
+  const RepeatArgs args(t);
+  const auto y = t[0], x = t[1];
+  y.unflatten(args.axis, {x.size(args.axis), -1}).copy_(x.unsqueeze(args.axis + 1));
+}
+
+// tiles: dx (ACC), dy
+void attention_repeat_grad(Args& t) {
+  const RepeatArgs args(t);
+  const auto dx = t[0], sum = t[1].unflatten(args.axis, {dx.size(args.axis), -1}).sum(args.axis + 1, false, std::nullopt);
+  if (t.accumulates(0)) dx.add_(sum);
+  else dx.copy_(sum);
 }
 
 NNTILE_KERNEL(attention, attention);
@@ -232,8 +274,12 @@ NNTILE_KERNEL(attention_lse, attention_lse);
 NNTILE_KERNEL(flash_softmax_gemm, flash_softmax_gemm);
 NNTILE_KERNEL(attention_delta, attention_delta);
 NNTILE_KERNEL(attention_grad_pair, attention_grad_pair);
+NNTILE_KERNEL(attention_repeat, attention_repeat);
+NNTILE_KERNEL(attention_repeat_grad, attention_repeat_grad);
 NNTILE_CUDA_KERNEL(attention_normalise, attention_normalise);
 NNTILE_CUDA_KERNEL(attention_lse, attention_lse);
+NNTILE_CUDA_KERNEL(attention_repeat, attention_repeat);
+NNTILE_CUDA_KERNEL(attention_repeat_grad, attention_repeat_grad);
 
 }  // namespace
 }  // namespace nntile

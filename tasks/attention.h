@@ -1,38 +1,69 @@
-// Where the attention kernels find their operands; see Operands in attention.py.
+// Where the attention kernels find their operands (Operands in attention.py), and what is masked of a pair of tiles.
 #pragma once
 #include <ATen/core/Tensor.h>
 
-#include "kernel.h"
+#include <algorithm>
+#include <limits>
+
+#include "attention_args.h"
 
 namespace nntile {
 
-// Reads the integer arguments in order.
-struct Reader {
-  const Args& t;
-  size_t next = 0;
-  int64_t one() { return t.i(next++); }
-  at::IntArrayRef four() {
-    next += 4;
-    return slice(t, next - 4, 4);
-  }
-};
+using Order = std::array<int64_t, 4>;
 
-// The tensors q, k, v (or their gradients) as [b, h, s, d] views of the task's tiles from `first` on.
+// x as [b, h, s, d]; the order has -1 for a batch that x lacks.
+inline at::Tensor as_bhsd(const at::Tensor& x, const Order& order) {
+  if (order[0] >= 0) return x.permute(order);
+  return x.permute({order[1], order[2], order[3]}).unsqueeze(0);
+}
+
+// The tensors q, k, v (or their gradients) as [b, h, s, d] views of the task's tiles from `first` on. k and v may have
+// fewer heads: each for as many heads of q in a row.
 struct Triple {
   at::Tensor q, k, v;
-
-  Triple(Reader& ints, size_t first) {
-    const int64_t axis = ints.one();
-    const auto order = ints.four();
-    for (auto* operand : {&q, &k, &v}) {
-      const auto tile = static_cast<size_t>(ints.one());
-      const int64_t index = ints.one();
-      count = std::max(count, tile + 1);
-      const auto whole = ints.t[first + tile];
-      *operand = (index < 0 ? whole : whole.select(axis, index)).permute(order);
-    }
-  }
   size_t count = 0;  // tiles used
+
+  Triple(const Args& t, const OperandsArgs& args, size_t first) {
+    const auto operand = [&](const std::array<int64_t, 2>& place) {
+      const auto tile = static_cast<size_t>(place[0]);
+      count = std::max(count, tile + 1);
+      const auto whole = t[first + tile];
+      return as_bhsd(place[1] < 0 ? whole : whole.select(args.axis, place[1]), args.order);
+    };
+    q = operand(args.q);
+    k = operand(args.k);
+    v = operand(args.v);
+  }
+  Triple(at::Tensor q_, at::Tensor k_, at::Tensor v_) : q(std::move(q_)), k(std::move(k_)), v(std::move(v_)) {}
+
+  int64_t group() const { return q.size(1) / k.size(1); }
 };
+
+// What is masked of a pair of tiles; its data, where there is some, in the task's tiles from `first` on.
+struct PairMask {
+  bool diagonal;
+  int64_t seq = 0, key = 0, window = 0;  // positions of the first query and key; see Limits in mask.py
+  at::Tensor padding, segments;
+
+  PairMask(const Args& t, bool diagonal_, const std::optional<Limits>& limits, size_t first) : diagonal(diagonal_) {
+    if (!limits) return;
+    seq = limits->seq;
+    key = limits->key;
+    window = limits->window;
+    if (limits->padding) padding = t[first++];
+    if (limits->segments) segments = t[first];
+  }
+  bool simple() const { return !window && !padding.defined() && !segments.defined(); }
+};
+
+// k or v with a head for each of q's.
+inline at::Tensor repeated(const at::Tensor& x, int64_t group) {
+  return group == 1 ? x : x.unsqueeze(2).expand({-1, -1, group, -1, -1}).flatten(1, 2);
+}
+
+// The sum over each group of heads.
+inline at::Tensor of_groups(const at::Tensor& x, int64_t group) {
+  return group == 1 ? x : x.unflatten(1, {-1, group}).sum(2);
+}
 
 }  // namespace nntile

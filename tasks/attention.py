@@ -1,6 +1,7 @@
 """Attention without materialised scores: the vendor's fused kernel, two-pass flash, one pass merged by log-sum-exp.
 
-Axes: b batch, h heads, s seq, d head_dim, in any order; q, k and v are three tensors or one with an axis qkv of 3.
+Axes: b batch, h heads, s seq, d head_dim, in any order that q, k and v share. k and v may have the axis key in the
+place of seq, with a length of its own, and kv_heads in the place of heads: groups of heads then share one of those.
 """
 
 from __future__ import annotations
@@ -10,141 +11,293 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from nntile_py.tiles import ACC, Access, R, Tile, W
+from nntile_py.tiles import ACC, Access, Part, R, TaskArgs, Tile, Tiling, W
 
+from .attention_repeat import fit_groups, repeat_heads, tile_of_group
 from .contract import Contract, contract
-from .elementwise import dropout as drop
-from .elementwise import rename, unpack
-from .op import Array, GraphLike, Index, Lowering, Op, Tensor, permutation, wide
-from .softmax import Softmax, causal_mask
+from .elementwise import dropout as dropout_of
+from .elementwise import rename, transpose, unpack
+from .mask import Limits, Mask, masked_softmax
+from .op import Array, GraphLike, Index, Lowering, Op, Tensor, wide
+from .softmax import Softmax
 
 BHSD = ("batch", "heads", "seq", "head_dim")
 FORMS = ("vendor", "merge", "flash")  # naive: see softmax.py and contract.py
+ROLES = {"kv_heads": "heads", "key": "seq"}  # of the axes of k and v
+
+Operand = Tensor | tuple[Tensor, int]  # a tensor, or that slice of its axis qkv
+
+
+class OperandsArgs(TaskArgs):
+    """Where q, k, v, or their gradients, are among a task's tiles, and how their axes become b, h, s, d."""
+
+    axis: int  # of the tiles with an axis qkv; -1: none has one
+    order: tuple[int, int, int, int]  # position of b, h, s, d among the axes but qkv; -1: there is none
+    q: tuple[int, int]  # tile, counted from the first of these; index on its axis qkv or -1
+    k: tuple[int, int]
+    v: tuple[int, int]
+
+
+class AttentionArgs(TaskArgs):
+    """Of attention and flash_softmax_gemm."""
+
+    out: tuple[int, int, int, int]  # order of the output's axes
+    diagonal: bool  # key > seq is masked
+    qkv: OperandsArgs
+    scale: float
+    limits: Limits | None
+
+
+class PairArgs(TaskArgs):
+    """Of attention_partial and flash_maxsumexp."""
+
+    diagonal: bool
+    qkv: OperandsArgs
+    scale: float
+    limits: Limits | None
+
+
+class OutArgs(TaskArgs):
+    """Of attention_normalise."""
+
+    out: tuple[int, int, int, int]
+
+
+class AttentionGradArgs(TaskArgs):
+    """Of attention_grad."""
+
+    d_out: tuple[int, int, int, int]
+    out: tuple[int, int, int, int]
+    diagonal: bool
+    qkv: OperandsArgs
+    grads: OperandsArgs
+    scale: float
+    limits: Limits | None
+
+
+class DeltaArgs(TaskArgs):
+    """Of attention_delta."""
+
+    d_out: tuple[int, int, int, int]
+    out: tuple[int, int, int, int]
+
+
+class PairGradArgs(TaskArgs):
+    """Of attention_grad_pair."""
+
+    d_out: tuple[int, int, int, int]
+    diagonal: bool
+    qkv: OperandsArgs
+    grads: OperandsArgs
+    scale: float
+    limits: Limits | None
+
+
+def order_of(axes: Sequence[str]) -> tuple[int, int, int, int]:
+    """Positions of batch, heads, seq, head_dim (or of what stands for them) among axes; -1 for a batch left out."""
+    roles = [ROLES.get(axis, axis) for axis in axes if axis != "qkv"]
+    b, h, s, d = (roles.index(axis) if axis in roles else -1 for axis in BHSD)
+    return b, h, s, d
+
+
+def as_bhsd(x: Array, order: Sequence[int]) -> Array:
+    return x.transpose(order) if min(order) >= 0 else x.transpose(order[1:])[None]
+
+
+def from_bhsd(x: Array, order: Sequence[int]) -> Array:
+    return x.transpose(np.argsort(order)) if min(order) >= 0 else x[0].transpose(np.argsort(order[1:]))
 
 
 class Operands:
-    """Where the kernels find q, k and v: [tile among the task's, index on the qkv axis or -1] each, then the axes."""
+    """q, k and v, each a tensor or a slice of one that has an axis qkv."""
 
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self.tensors = list(tensors)
-        self.packed = len(self.tensors) == 1
-        axes = self.tensors[0].axes
-        self.qkv_axis = axes.index("qkv") if self.packed else -1
-        self.order = permutation([a for a in axes if a != "qkv"], BHSD)
+    def __init__(self, q: Operand, k: Operand, v: Operand) -> None:
+        self.parts = [part if isinstance(part, tuple) else (part, -1) for part in (q, k, v)]
+        self.tensors = list(dict.fromkeys(tensor for tensor, _ in self.parts))
+        packed = {t.axes.index("qkv") for t, index in self.parts if index >= 0}
+        orders = {order_of(t.axes) for t in self.tensors}
+        if len(packed) > 1 or len(orders) > 1:
+            raise ValueError(f"attention: {self.tensors} must have their axes in one order")
+        self.axis, self.order = packed.pop() if packed else -1, orders.pop()
 
-    def tiles(self, low: Lowering, at: Index, key: Index) -> tuple[list[Tile], list[tuple[int, int]]]:
-        """The distinct tiles that hold q of `at` and k, v of `key`, and for q, k, v (tile, qkv index)."""
-        if not self.packed:
-            q, k, v = self.tensors
-            return [low.tile(q, at), low.tile(k, key), low.tile(v, key)], [(0, -1), (1, -1), (2, -1)]
-        x = self.tensors[0]
-        mine, other = low.tile(x, at | {"qkv": 0}), low.tile(x, key | {"qkv": 0})
-        if mine is other:
-            return [mine], [(0, 0), (0, 1), (0, 2)]
-        return [mine, other], [(0, 0), (1, 1), (1, 2)]
+    def on(self, tensors: Sequence[Tensor]) -> Operands:
+        """The same slices of other tensors."""
+        other = dict(zip(self.tensors, tensors, strict=True))
+        q, k, v = ((other[t], index) if index >= 0 else other[t] for t, index in self.parts)
+        return Operands(q, k, v)
+
+    def tiles(self, low: Lowering, at: Index, key: Index) -> tuple[list[Tile], OperandsArgs]:
+        """The distinct tiles that hold q of `at` and k, v of `key`, and where to find them."""
+        tiles: list[Tile] = []
+        places = []
+        for (tensor, index), where in zip(self.parts, (at, key, key), strict=True):
+            tile = low.tile(tensor, where | {"qkv": 0})
+            if tile not in tiles:
+                tiles.append(tile)
+            places.append((tiles.index(tile), index))
+        q, k, v = places
+        return tiles, OperandsArgs(axis=self.axis, order=self.order, q=q, k=k, v=v)
 
     def split(self, *arrays: Array) -> list[Array]:
         """q, k, v as [b, h, s, d] arrays."""
-        if self.packed:
-            arrays = tuple(arrays[0].take(i, axis=self.qkv_axis) for i in range(3))
-        return [a.transpose(self.order) for a in arrays]
+        whole = dict(zip(self.tensors, arrays, strict=True))
+        parts = [whole[t] if i < 0 else whole[t].take(i, axis=self.axis) for t, i in self.parts]
+        return [as_bhsd(x, self.order) for x in parts]
 
     def join(self, *arrays: Array) -> list[Array]:
-        inverse = np.argsort(self.order)
-        parts = [a.transpose(inverse) for a in arrays]
-        return [np.stack(parts, axis=self.qkv_axis)] if self.packed else parts
+        """The tensors whose slices [b, h, s, d] are given."""
+        result = [np.zeros(t.shape) for t in self.tensors]
+        for (tensor, index), x in zip(self.parts, arrays, strict=True):
+            whole = result[self.tensors.index(tensor)]
+            (whole if index < 0 else np.moveaxis(whole, self.axis, 0)[index])[...] = from_bhsd(x, self.order)
+        return result
 
 
 class Attention(Op):
-    """o = softmax(scale q k^T, causal or not) v with scale 1/sqrt(d); lse [b, h, s]: log-sum-exp of the scores.
+    """o = softmax(scale q k^T, masked) v with scale 1/sqrt(d); lse [b, h, s]: log-sum-exp of the scores.
 
-    form `vendor`: one fused task where seq is not cut, else as `merge`. `merge`: a task per (query tile, key tile)
-    adds its (max, sumexp, weighted values) to the query tile's state. `flash`: flash_maxsumexp over the key tiles,
-    then flash_softmax_gemm (Alg. 2 of the NNTile report). Tile pairs above the diagonal are not submitted.
+    form `vendor`: one fused task where seq and key are not cut, else as `merge`. `merge`: a task per (query tile, key
+    tile) adds its (max, sumexp, weighted values) to the query tile's state. `flash`: flash_maxsumexp over the key
+    tiles, then flash_softmax_gemm (Alg. 2 of the NNTile report). Pairs of tiles that a causal mask or a window masks
+    wholly are not submitted. A query that attends to nothing has zeros, and 0 as its lse.
     """
 
-    def __init__(self, qkv: Sequence[Tensor], out: Tensor, lse: Tensor, *, causal: bool, form: str) -> None:
+    def __init__(self, operands: Operands, out: Tensor, lse: Tensor, *, mask: Mask, form: str) -> None:
         if form not in FORMS:
             raise ValueError(f"attention: {form!r} is not allowed; use one of {', '.join((*FORMS, 'naive'))}")
-        super().__init__(qkv, [out, lse])
-        self.operands, self.causal, self.form, self.lse = Operands(qkv), causal, form, lse
+        super().__init__([*operands.tensors, *mask.inputs], [out, lse])
+        self.operands, self.mask, self.form, self.lse = operands, mask, form, lse
         self.scale = 1 / math.sqrt(out.size("head_dim"))
+
+    def read(self, tensors: Sequence[Tensor]) -> None:
+        """Take other tensors in the place of those that hold q, k and v."""
+        self.operands = self.operands.on(tensors)
+        self.inputs = [*tensors, *self.mask.inputs]
+
+    @property
+    def out_order(self) -> tuple[int, int, int, int]:
+        return order_of(self.output.axes)
 
     def gradient(self, g: GraphLike, *grads: Tensor | None) -> list[Tensor | None]:
         assert grads[0] is not None
-        douts = [g.temp("qkv_grad", t.axes, t.shape, t.dtype) for t in self.inputs]
+        douts = [g.temp("qkv_grad", t.axes, t.shape, t.dtype) for t in self.operands.tensors]
         g.add(AttentionGrad(self, grads[0], douts))
-        return list(douts)
+        return [*douts, *[None for _ in self.mask.inputs]]
 
     def flop(self) -> float:
-        sizes = self.output.sizes
-        full = 4.0 * math.prod(sizes.values()) * sizes["seq"]
-        return full / 2 if self.causal else full
+        (x, seq), (k, key) = self._queries, self._keys
+        area = self.mask.band.area(Part(0, x.size(seq)), Part(0, k.size(key)))
+        return 4.0 * math.prod(self.lse.shape[:2]) * self.output.size("head_dim") * area
 
     # -- lowering
 
+    @property
+    def _queries(self) -> tuple[Tensor, str]:
+        return self.output, "seq"
+
+    @property
+    def _keys(self) -> tuple[Tensor, str]:
+        """k and its axis of positions."""
+        k = self.operands.parts[1][0]
+        return k, "key" if "key" in k.axes else "seq"
+
+    @property
+    def group(self) -> int:
+        """How many heads share one of k and v."""
+        k = self.operands.parts[1][0]
+        return self.output.size("heads") // k.size("kv_heads") if "kv_heads" in k.axes else 1
+
+    def fit(self, tiling: Tiling) -> None:
+        if self.group > 1:
+            fit_groups(self.operands.parts[1][0], self.output, tiling)
+
+    def fused(self, low: Lowering) -> bool:
+        return self.form == "vendor" and not low.cut(*self._queries) and not low.cut(*self._keys)
+
+    def tiles_of_queries(self, low: Lowering) -> list[Index]:
+        return [index | {"head_dim": 0} for index in low.indices(self.lse)]
+
     def pairs(self, low: Lowering, at: Index) -> list[Index]:
-        """The key tiles that the query tile `at` attends to."""
-        count = len(low.parts(self.output, "seq"))
-        return [at | {"seq": j} for j in range(count) if not (self.causal and j > at["seq"])]
+        """The tiles of keys that the query tile `at` attends to."""
+        k, axis = self._keys
+        seq = low.part(self.output, "seq", at)
+        found = [j for j, part in enumerate(low.parts(k, axis)) if not self.mask.band.empty(seq, part)]
+        heads = tile_of_group(low, k, self.output, at["heads"]) if "kv_heads" in k.axes else 0
+        return [at | {"seq": j, "key": j, "kv_heads": heads} for j in found]
 
-    def ints(self, at: Index, key: Index, places: Sequence[tuple[int, int]]) -> list[int]:
-        ops = self.operands
-        diagonal = int(self.causal and at["seq"] == key["seq"])
-        return [diagonal, ops.qkv_axis, *ops.order, *(x for place in places for x in place)]
+    def shared(self, low: Lowering) -> bool:
+        """Whether several query tiles of other heads read one tile of k."""
+        return self.group > 1 and low.parts(self.output, "heads")[0].size < self.group and low.cut(self.output, "heads")
 
-    def out_ints(self) -> list[int]:
-        return permutation(self.output.axes, BHSD)
+    def parts(self, low: Lowering, at: Index, key: Index) -> tuple[Part, Part]:
+        k, axis = self._keys
+        return low.part(self.output, "seq", at), low.part(k, axis, key)
+
+    def masked(self, low: Lowering, at: Index, key: Index) -> tuple[bool, Limits | None, list[Access]]:
+        """Whether the diagonal goes through a pair, what else masks it, and the tiles that this needs."""
+        seq, keys = self.parts(low, at, key)
+        return self.mask.band.cuts_causal(seq, keys), self.mask.limits(seq, keys), self.mask.accesses(low, key)
 
     def pair_flop(self, low: Lowering, at: Index, key: Index) -> float:
-        sizes = [low.part(self.output, axis, at).size for axis in BHSD]
-        flop = 4.0 * math.prod(sizes) * low.part(self.output, "seq", key).size
-        return flop / 2 if self.causal and at["seq"] == key["seq"] else flop
+        axes = [axis for axis in ("batch", "heads") if axis in self.output.axes]
+        rows = math.prod(low.part(self.output, axis, at).size for axis in axes)
+        return 4.0 * rows * self.output.size("head_dim") * self.mask.band.area(*self.parts(low, at, key))
 
     def lower(self, low: Lowering) -> None:
-        for index in low.indices(self.output, BHSD[:3]):
-            at = index | {"head_dim": 0}
-            out, lse = low.tile(self.output, at), low.tile(self.lse, at)
-            keys = self.pairs(low, at)
-            if self.form == "vendor" and not low.cut(self.output, "seq"):
-                tiles, places = self.operands.tiles(low, at, at)
-                ints = [*self.out_ints(), *self.ints(at, at, places)]
-                flop = self.pair_flop(low, at, at)
-                low.emit("attention", [W(out), W(lse), *map(R, tiles)], ints, [self.scale], flop=flop)
-                continue
-            width = self.output.size("head_dim")
-            flash = self.form == "flash"
-            state_shape = (*lse.shape, 2 if flash else width + 2)
-            state = Tile(f"{self.name}.state", tuple(index.values()), state_shape, lse.dtype, "softmax")
-            for key in keys:
-                tiles, places = self.operands.tiles(low, at, key)
-                kernel = "flash_maxsumexp" if flash else "attention_partial"
-                flop = self.pair_flop(low, at, key) / (2 if flash else 1)
-                low.emit(kernel, [ACC(state), *map(R, tiles)], self.ints(at, key, places), [self.scale], flop=flop)
-            if not flash:
-                low.emit("attention_normalise", [W(out), W(lse), R(state)], self.out_ints())
-                continue
-            low.emit("attention_lse", [W(lse), R(state)])
-            for key in keys:
-                tiles, places = self.operands.tiles(low, at, key)
-                ints = [*self.out_ints(), *self.ints(at, key, places)]
-                accesses = [ACC(out), R(lse), *map(R, tiles)]
-                low.emit("flash_softmax_gemm", accesses, ints, [self.scale], flop=self.pair_flop(low, at, key))
+        for at in self.tiles_of_queries(low):
+            if self.fused(low):
+                (key,) = self.pairs(low, at)
+                self._lower_pair(low, "attention", [W(low.tile(self.lse, at))], at, key)
+            else:
+                self._lower_tiled(low, at)
+
+    def _lower_pair(self, low: Lowering, kernel: str, first: list[Access], at: Index, key: Index) -> None:
+        """A task that adds to the output: out, lse, then what it reads."""
+        tiles, qkv = self.operands.tiles(low, at, key)
+        diagonal, limits, more = self.masked(low, at, key)
+        out = low.tile(self.output, at)
+        accesses = [W(out) if kernel == "attention" else ACC(out), *first, *map(R, tiles), *more]
+        args = AttentionArgs(self.out_order, diagonal, qkv, self.scale, limits)
+        low.emit(kernel, accesses, args, flop=self.pair_flop(low, at, key))
+
+    def _lower_tiled(self, low: Lowering, at: Index) -> None:
+        out, lse = low.tile(self.output, at), low.tile(self.lse, at)
+        flash, keys = self.form == "flash", self.pairs(low, at)
+        state_shape = (*lse.shape, 2 if flash else self.output.size("head_dim") + 2)
+        index = tuple(at[axis] for axis in BHSD[:3])
+        state = Tile(f"{self.name}.state", index, state_shape, lse.dtype, "softmax")
+        for key in keys:
+            tiles, qkv = self.operands.tiles(low, at, key)
+            diagonal, limits, more = self.masked(low, at, key)
+            args = PairArgs(diagonal, qkv, self.scale, limits)
+            flop = self.pair_flop(low, at, key) / (2 if flash else 1)
+            kernel = "flash_maxsumexp" if flash else "attention_partial"
+            low.emit(kernel, [ACC(state), *map(R, tiles), *more], args, flop=flop)
+        if not flash:
+            low.emit("attention_normalise", [W(out), W(lse), R(state)], OutArgs(self.out_order))
+            return
+        low.emit("attention_lse", [W(lse), R(state)])
+        for key in keys:
+            self._lower_pair(low, "flash_softmax_gemm", [R(lse)], at, key)
 
     # -- reference
 
-    def probabilities(self, q: Array, k: Array) -> tuple[Array, Array]:
-        scores = self.scale * q @ k.swapaxes(-1, -2)
-        if self.causal:
-            scores = np.where(causal_mask(scores), scores, -np.inf)
-        top = scores.max(-1, keepdims=True)
-        lse = np.log(np.exp(scores - top).sum(-1, keepdims=True)) + top
-        return np.exp(scores - lse), lse[..., 0]
+    def probabilities(self, q: Array, k: Array, data: Sequence[Array]) -> tuple[Array, Array]:
+        axes = [*BHSD[:3], "key"]
+        allowed = self.mask.allowed({"seq": q.shape[2], "key": k.shape[2]}, axes, data)
+        p, lse = masked_softmax(self.scale * q @ k.swapaxes(-1, -2), allowed)
+        return p, lse[..., 0]
+
+    def arrays(self, *inputs: Array) -> tuple[Array, Array, Array, Sequence[Array]]:
+        """q, k and v, with a head each, and the mask's data."""
+        count = len(self.operands.tensors)
+        q, k, v = self.operands.split(*inputs[:count])
+        return q, k.repeat(self.group, 1), v.repeat(self.group, 1), inputs[count : count + len(self.mask.inputs)]
 
     def reference(self, *inputs: Array) -> tuple[Array, ...]:
-        q, k, v = self.operands.split(*inputs)
-        p, lse = self.probabilities(q, k)
-        return (p @ v).transpose(np.argsort(self.out_ints())), lse
+        q, k, v, data = self.arrays(*inputs)
+        p, lse = self.probabilities(q, k, data)
+        return from_bhsd(p @ v, self.out_order), lse
 
 
 class AttentionGrad(Op):
@@ -154,71 +307,124 @@ class AttentionGrad(Op):
 
     def __init__(self, forward: Attention, do: Tensor, outs: Sequence[Tensor]) -> None:
         super().__init__([*forward.inputs, forward.output, forward.lse, do], outs)
-        self.forward, self.do, self.grads = forward, do, Operands(outs)
+        self.forward, self.do = forward, do
+        self.write(outs)
+
+    def write(self, outs: Sequence[Tensor]) -> None:
+        """Make the gradients in these tensors."""
+        self.outputs, self.grads = list(outs), self.forward.operands.on(outs)
 
     def flop(self) -> float:
         return 2.5 * self.forward.flop()
 
     def lower(self, low: Lowering) -> None:
-        fwd = self.forward
-        scale = [fwd.scale]
-        for index in low.indices(fwd.output, BHSD[:3]):
-            at = index | {"head_dim": 0}
+        fwd, do_order = self.forward, order_of(self.do.axes)
+        for at in fwd.tiles_of_queries(low):
             out, lse, do = (low.tile(t, at) for t in (fwd.output, fwd.lse, self.do))
-            do_order = permutation(self.do.axes, BHSD)
-            if fwd.form == "vendor" and not low.cut(fwd.output, "seq"):
-                tiles, places = fwd.operands.tiles(low, at, at)
-                outs, out_places = self.grads.tiles(low, at, at)
-                ints = [*do_order, *fwd.out_ints(), *fwd.ints(at, at, places), *self._places(out_places)]
-                accesses: list[Access] = [R(do), R(out), R(lse), *map(R, tiles), *map(W, outs)]
-                low.emit("attention_grad", accesses, ints, scale, flop=2.5 * fwd.pair_flop(low, at, at))
-                continue
-            delta = Tile(f"{self.name}.delta", tuple(index.values()), lse.shape, lse.dtype)
-            low.emit("attention_delta", [W(delta), R(do), R(out)], [*do_order, *fwd.out_ints()])
+            fused = fwd.fused(low)
+            delta = Tile(f"{self.name}.delta", tuple(at[a] for a in BHSD[:3]), lse.shape, lse.dtype)
+            if not fused:
+                low.emit("attention_delta", [W(delta), R(do), R(out)], DeltaArgs(do_order, fwd.out_order))
             for key in fwd.pairs(low, at):
-                tiles, places = fwd.operands.tiles(low, at, key)
-                outs, out_places = self.grads.tiles(low, at, key)
-                ints = [*do_order, *fwd.ints(at, key, places), *self._places(out_places)]
-                accesses = [R(do), R(lse), R(delta), *map(R, tiles), *map(ACC, outs)]
-                low.emit("attention_grad_pair", accesses, ints, scale, flop=2.5 * fwd.pair_flop(low, at, key))
-
-    def _places(self, places: Sequence[tuple[int, int]]) -> list[int]:
-        return [self.grads.qkv_axis, *self.grads.order, *(x for place in places for x in place)]
+                tiles, qkv = fwd.operands.tiles(low, at, key)
+                outs, grads = self.grads.tiles(low, at, key)
+                diagonal, limits, more = fwd.masked(low, at, key)
+                flop = 2.5 * fwd.pair_flop(low, at, key)
+                if fused:
+                    of_keys = map(ACC if fwd.shared(low) else W, outs[1:])
+                    accesses = [R(do), R(out), R(lse), *map(R, tiles), W(outs[0]), *of_keys, *more]
+                    args = AttentionGradArgs(do_order, fwd.out_order, diagonal, qkv, grads, fwd.scale, limits)
+                    low.emit("attention_grad", accesses, args, flop=flop)
+                else:
+                    accesses = [R(do), R(lse), R(delta), *map(R, tiles), *map(ACC, outs), *more]
+                    pair = PairGradArgs(do_order, diagonal, qkv, grads, fwd.scale, limits)
+                    low.emit("attention_grad_pair", accesses, pair, flop=flop)
 
     def reference(self, *inputs: Array) -> tuple[Array, ...]:
         fwd = self.forward
-        q, k, v = fwd.operands.split(*inputs[:-3])
-        o = inputs[-3].transpose(fwd.out_ints())
-        do = inputs[-1].transpose(permutation(self.do.axes, BHSD))
-        p, _ = fwd.probabilities(q, k)
+        q, k, v, data = fwd.arrays(*inputs[:-3])
+        o, do = as_bhsd(inputs[-3], fwd.out_order), as_bhsd(inputs[-1], order_of(self.do.axes))
+        p, _ = fwd.probabilities(q, k, data)
         ds = fwd.scale * p * (do @ v.swapaxes(-1, -2) - (do * o).sum(-1, keepdims=True))
-        return tuple(self.grads.join(ds @ k, ds.swapaxes(-1, -2) @ q, p.swapaxes(-1, -2) @ do))
+
+        def of_group(x: Array) -> Array:
+            return np.asarray(x.reshape(x.shape[0], -1, fwd.group, *x.shape[2:]).sum(2))
+
+        dk, dv = of_group(ds.swapaxes(-1, -2) @ q), of_group(p.swapaxes(-1, -2) @ do)
+        return tuple(self.grads.join(ds @ k, dk, dv))
 
 
-def attention(g: GraphLike, qkv: Sequence[Tensor], *, causal: bool, form: str, dropout: float = 0.0) -> Tensor:
-    """softmax(q k^T / sqrt(d)) v; qkv is [q, k, v] or [packed]. form: vendor, merge, flash or naive."""
-    if len(qkv) == 3:
-        g.projections.append(list(qkv))
+def attention(
+    g: GraphLike, q: Operand, k: Operand, v: Operand, mask: Mask, form: str = "vendor", dropout: float = 0.0
+) -> Tensor:
+    """softmax(q k^T / sqrt(head_dim), masked) v, with q's axes.
+
+    q has the axes batch, heads, seq, head_dim in any order (batch may be left out); k and v have kv_heads in the place
+    of heads, if there are fewer of them, and key in the place of seq, if the keys are not the queries' positions. Each
+    may be a pair (tensor, index): a slice of a tensor that has an axis qkv too. form: vendor, merge, flash, or naive
+    (materialised scores), which alone has dropout of the probabilities. ValueError for what is not supported.
+    """
+    if all(isinstance(part, Tensor) for part in (q, k, v)):
+        g.projections.append([q, k, v])  # type: ignore[list-item]
     dropout *= g.training
-    if form == "naive":
-        return _naive(g, qkv, causal, dropout)
-    if dropout:
+    if form != "naive" and dropout:
         raise ValueError("attention_dropout: only attention: naive has it; the fused forms have none")
-    x = qkv[0]
+    operands = _checked(g, q, k, v, mask)
+    if form == "naive":
+        return _naive(g, operands, mask, dropout)
+    x = operands.parts[0][0]
     axes = [axis for axis in x.axes if axis != "qkv"]
     out = g.temp("attention", axes, [x.size(a) for a in axes], x.dtype)
-    lse = g.temp("lse", BHSD[:3], [x.size(a) for a in BHSD[:3]], wide(x.dtype))
-    return g.add(Attention(qkv, out, lse, causal=causal, form=form)).output
+    sizes = {"batch": 1} | x.sizes
+    lse = g.temp("lse", BHSD[:3], [sizes[a] for a in BHSD[:3]], wide(x.dtype))
+    return g.add(Attention(operands, out, lse, mask=mask, form=form)).output
 
 
-def _naive(g: GraphLike, qkv: Sequence[Tensor], causal: bool, dropout: float) -> Tensor:
-    """With scores and probabilities as tensors."""
-    q, k, v = qkv if len(qkv) == 3 else unpack(g, qkv[0], "qkv")
-    k, v = rename(g, k, seq="key"), rename(g, v, seq="key")
-    axes = [*(a for a in q.axes if a not in ("seq", "head_dim")), "seq", "key"]
+def _checked(g: GraphLike, q: Operand, k: Operand, v: Operand, mask: Mask) -> Operands:
+    """The operands in one order of axes. Raises ValueError if they do not fit one another or the mask."""
+    x, *others = (part[0] if isinstance(part, tuple) else part for part in (q, k, v))
+    first, *rest = ([axis for axis in t.axes if axis != "qkv"] for t in (x, *others))
+    if not set(BHSD[1:]) <= set(first) <= set(BHSD):
+        raise ValueError(f"attention: the queries {x} must have the axes {', '.join(BHSD)}")
+    sizes = {"batch": 1} | x.sizes
+    shapes = []
+    for t, axes in zip(others, rest, strict=True):
+        mine = {ROLES.get(axis, axis): t.size(axis) for axis in axes}
+        alike = all(mine[a] == sizes[a] for a in mine if a in ("batch", "head_dim"))
+        if len(mine) != len(axes) or sorted(mine) != sorted(first) or not alike:
+            raise ValueError(f"attention: keys or values {t} do not fit the queries {x}")
+        if sizes["heads"] % mine["heads"] or ("heads" in axes and mine["heads"] != sizes["heads"]):
+            how = "name them kv_heads, a divisor"
+            raise ValueError(f"attention: {sizes['heads']} heads cannot share {mine['heads']} of {t}; {how}")
+        if "seq" in axes and mine["seq"] != sizes["seq"]:
+            raise ValueError(f"attention: {t} has another length than the queries {x}; name its axis key")
+        shapes.append({axis: t.size(axis) for axis in axes})
+    if shapes[0] != shapes[1]:
+        raise ValueError(f"attention: keys {others[0]} and values {others[1]} must have the same axes")
+    mask.check(sizes["batch"], sizes["seq"], mine["seq"])
+    parts = [q]
+    for part, axes in zip((k, v), rest, strict=True):
+        wanted = [next(a for a in axes if ROLES.get(a, a) == axis) for axis in first]
+        parts.append(part if isinstance(part, tuple) else transpose(g, part, wanted))
+    return Operands(*parts)
+
+
+def _naive(g: GraphLike, operands: Operands, mask: Mask, dropout: float) -> Tensor:
+    """Scores, softmax and the weighted sum as operators of their own."""
+    packed = dict.fromkeys(t for t, index in operands.parts if index >= 0)
+    slices = {t: unpack(g, t, "qkv") for t in packed}
+    q, k, v = (slices[t][index] if index >= 0 else t for t, index in operands.parts)
+    if "kv_heads" in k.axes:
+        k, v = (repeat_heads(g, t, q.size("heads")) for t in (k, v))
+    if "seq" in k.axes:
+        k, v = rename(g, k, seq="key"), rename(g, v, seq="key")
     sizes = {**q.sizes, **k.sizes}
-    shape = [sizes[a] for a in axes]
-    scores = g.temp("scores", axes, shape, q.dtype, causal=causal)
+    axes = [*(a for a in q.axes if a not in ("seq", "head_dim")), "seq", "key"]
+    scores = g.temp("scores", axes, [sizes[a] for a in axes], q.dtype, band=mask.band)
     g.add(Contract(q, k, scores, scale=q.size("head_dim") ** -0.5))
-    p = g.add(Softmax(scores, g.temp("softmax", axes, shape, q.dtype, causal=causal))).output
-    return contract(g, drop(g, p, dropout), v, q.axes)
+    p = g.temp("softmax", axes, scores.shape, scores.dtype, band=mask.band)
+    p = g.add(Softmax(scores, p, mask)).output
+    if dropout:
+        p = dropout_of(g, p, dropout)
+        p.band = mask.band
+    return contract(g, p, v, q.axes)

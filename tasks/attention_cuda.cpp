@@ -1,17 +1,21 @@
 // Attention on CUDA: the vendor's fused kernels where a task has whole sequences, else whole-tile operations.
+#include <ATen/ops/_flash_attention_backward.h>
+#include <ATen/ops/_flash_attention_forward.h>
 #include <ATen/ops/_scaled_dot_product_cudnn_attention.h>
 #include <ATen/ops/_scaled_dot_product_cudnn_attention_backward.h>
-#include <ATen/ops/_scaled_dot_product_flash_attention.h>
-#include <ATen/ops/_scaled_dot_product_flash_attention_backward.h>
 #include <ATen/ops/_scaled_dot_product_efficient_attention.h>
 #include <ATen/ops/_scaled_dot_product_efficient_attention_backward.h>
+#include <ATen/ops/_scaled_dot_product_flash_attention.h>
+#include <ATen/ops/_scaled_dot_product_flash_attention_backward.h>
 #include <ATen/ops/amax.h>
+#include <ATen/ops/arange.h>
 #include <ATen/ops/constant_pad_nd.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/logsumexp.h>
 #include <ATen/ops/matmul.h>
-#include <ATen/ops/ones.h>
+#include <ATen/ops/searchsorted.h>
 #include <ATen/ops/zeros.h>
 
 #include "attention.h"
@@ -27,14 +31,18 @@ bool low(const at::Tensor& x) { return x.scalar_type() == at::kBFloat16; }
 // Scores and statistics are fp32 for bf16 operands.
 at::Tensor wide(const at::Tensor& x) { return low(x) ? x.to(at::kFloat) : x; }
 
-// Which kernel takes operands of this dtype and these sizes, forward and backward alike.
-enum class Vendor { cudnn, flash, efficient, none };
+// Which kernel takes operands of this dtype and these sizes, and such a mask, forward and backward alike. varlen and
+// window: ATen's flash attention; cudnn and efficient take what else is masked as a bias.
+enum class Vendor { cudnn, flash, varlen, window, efficient, none };
 
-Vendor vendor(const at::Tensor& q) {
-  const auto seq = q.size(2), width = q.size(3);
-  if (low(q) && width % 8 == 0 && width <= 128 && seq % 64 == 0) return Vendor::cudnn;
-  if (low(q) && width % 8 == 0 && width <= 256) return Vendor::flash;
-  if (q.scalar_type() == at::kFloat && width % 4 == 0) return Vendor::efficient;
+Vendor vendor(const Triple& x, const PairMask& mask) {
+  const auto width = x.q.size(3);
+  const bool flash = low(x.q) && width % 8 == 0 && width <= 256;
+  if (flash && mask.segments.defined()) return Vendor::varlen;
+  if (flash && mask.window && !mask.padding.defined()) return Vendor::window;
+  if (flash && width <= 128 && x.q.size(2) % 64 == 0 && x.k.size(2) % 64 == 0) return Vendor::cudnn;
+  if (flash && mask.simple()) return Vendor::flash;
+  if (flash || (x.q.scalar_type() == at::kFloat && width % 4 == 0)) return Vendor::efficient;
   return Vendor::none;
 }
 
@@ -58,109 +66,245 @@ void copy_rows(const at::Tensor& dst, const at::Tensor& src) {
   else dst.copy_(src);
 }
 
-at::Tensor scores(const at::Tensor& q, const at::Tensor& k, double scale, bool diagonal) {
-  auto s = at::matmul(wide(q), wide(k).transpose(-1, -2)).mul_(scale);
-  if (diagonal) s.masked_fill_(at::ones({s.size(-2), s.size(-1)}, s.options().dtype(at::kBool)).triu_(1), -INFINITY);
-  return s;
+// [b or 1, 1, seq, key]: true where a query does not attend to a key; undefined where all do.
+at::Tensor hidden(const Triple& x, const PairMask& mask) {
+  at::Tensor result;
+  const auto hide = [&](const at::Tensor& more) { result = result.defined() ? result.logical_or(more) : more; };
+  const auto integers = x.q.options().dtype(at::kLong);
+  const auto key = at::arange(mask.key, mask.key + x.k.size(2), integers);
+  const auto seq = at::arange(mask.seq, mask.seq + x.q.size(2), integers).unsqueeze(1);
+  if (mask.diagonal) hide(key.gt(seq));
+  if (mask.window) hide(key.le(seq.sub(mask.window)));
+  if (mask.segments.defined()) {
+    const auto of_seq = at::searchsorted(mask.segments, seq, false, true);
+    hide(of_seq.ne(at::searchsorted(mask.segments, key, false, true)));
+    hide(of_seq.eq(0).logical_or(of_seq.eq(mask.segments.numel())));
+  }
+  if (result.defined()) result = result.unsqueeze(0).unsqueeze(0);
+  if (mask.padding.defined()) hide(mask.padding.eq(0).unsqueeze(1).unsqueeze(1));
+  return result.defined() ? result.expand({-1, -1, x.q.size(2), -1}) : result;
 }
 
-// tiles: out, lse, q/k/v
+// What cudnn and efficient add to the scores, and the queries that attend to nothing. For those they would take the
+// mean of all: the bias is finite, lest they make NaN.
+struct Bias {
+  at::Tensor bias, dead;  // [b, 1, seq, key], [b, 1, seq]; undefined where the diagonal is all
+
+  Bias(const Triple& x, const PairMask& mask) {
+    if (mask.simple()) return;
+    const auto masked = hidden(x, mask);
+    const auto keys = x.k.size(2), pitch = (keys + 15) / 16 * 16;  // rows begin at what efficient's wide loads need
+    bias = at::zeros({x.q.size(0), 1, x.q.size(2), pitch}, x.q.options()).narrow(3, 0, keys);
+    bias.masked_fill_(masked, -1e30);
+    dead = masked.all(-1);
+  }
+  at::Tensor of_heads(const at::Tensor& q) const {
+    return bias.defined() ? bias.expand({-1, q.size(1), -1, -1}) : bias;
+  }
+};
+
+void clear_dead(const at::Tensor& out, const at::Tensor& lse, const at::Tensor& dead) {
+  if (!dead.defined()) return;
+  out.masked_fill_(dead.unsqueeze(-1), 0);
+  lse.masked_fill_(dead, 0);
+}
+
+// What ATen's flash attention is told of packed sequences: [tokens, heads, head_dim], offsets, the tokens of none.
+struct Packed {
+  at::Tensor offsets, dead;  // int32, [tokens]
+
+  explicit Packed(const at::Tensor& segments, int64_t tokens) {
+    offsets = segments.to(at::kInt);
+    const auto segment = at::searchsorted(segments, at::arange(tokens, segments.options()), false, true);
+    dead = segment.eq(0).logical_or(segment.eq(segments.numel()));
+  }
+};
+
+at::Tensor tokens(const at::Tensor& x) { return x.select(0, 0).transpose(0, 1); }
+
+std::optional<int64_t> left(const PairMask& mask) {
+  return mask.window ? std::make_optional(mask.window - 1) : std::nullopt;
+}
+
+std::optional<int64_t> right(const PairMask& mask) { return mask.window ? std::make_optional(0) : std::nullopt; }
+
+at::Tensor scores(const Triple& x, const PairMask& mask, double scale) {
+  auto s = at::matmul(wide(x.q), wide(repeated(x.k, x.group())).transpose(-1, -2)).mul_(scale);
+  const auto masked = hidden(x, mask);
+  return masked.defined() ? s.masked_fill_(masked, -INFINITY) : s;
+}
+
+// tiles: out, lse, q/k/v, padding, segments
 void attention(Args& t) {
-  Reader ints{t};
-  const auto out = t[0].permute(ints.four());
-  const bool causal = ints.one();
-  const Triple x(ints, 2);
-  switch (vendor(x.q)) {
+  const AttentionArgs args(t);
+  const auto out = as_bhsd(t[0], args.out), lse = t[1];
+  const Triple x(t, args.qkv, 2);
+  const PairMask mask(t, args.diagonal, args.limits, 2 + x.count);
+  const bool causal = mask.diagonal;
+  const auto repeat = [&](const at::Tensor& y) { return repeated(y, x.group()); };
+  switch (vendor(x, mask)) {
     case Vendor::cudnn: {
-      if (cudnn::attention(x, out, t[1], causal, t.f(0))) return;
-      const auto r = at::_scaled_dot_product_cudnn_attention(x.q, x.k, x.v, {}, true, 0.0, causal, false, t.f(0));
-      copy_rows(out, std::get<0>(r));
-      t[1].copy_(std::get<1>(r).view(t[1].sizes()));
+      const Bias more(x, mask);
+      if (!cudnn::attention(x, out, lse, more.bias, causal, args.scale)) {
+        const auto r = at::_scaled_dot_product_cudnn_attention(
+            x.q, repeat(x.k), repeat(x.v), more.of_heads(x.q), true, 0.0, causal, false, args.scale);
+        copy_rows(out, std::get<0>(r));
+        lse.copy_(std::get<1>(r).view(lse.sizes()));
+      }
+      clear_dead(out, lse, more.dead);
       return;
     }
     case Vendor::flash: {
-      const auto r = at::_scaled_dot_product_flash_attention(x.q, x.k, x.v, 0.0, causal, false, t.f(0));
+      const auto r = at::_scaled_dot_product_flash_attention(x.q, x.k, x.v, 0.0, causal, false, args.scale);
       copy_rows(out, std::get<0>(r));
-      t[1].copy_(std::get<1>(r));
+      lse.copy_(std::get<1>(r));
+      return;
+    }
+    case Vendor::varlen: {
+      const Packed packed(mask.segments, x.q.size(2));
+      const auto r = at::_flash_attention_forward(
+          tokens(x.q), tokens(x.k), tokens(x.v), packed.offsets, packed.offsets, x.q.size(2), x.k.size(2), 0.0,
+          causal && !mask.window, false, args.scale, left(mask), right(mask));
+      tokens(out).copy_(std::get<0>(r));
+      lse.copy_(std::get<1>(r).view(lse.sizes()));  // [heads, tokens]
+      clear_dead(out, lse, packed.dead);
+      return;
+    }
+    case Vendor::window: {
+      const auto r = at::_flash_attention_forward(
+          x.q.transpose(1, 2), x.k.transpose(1, 2), x.v.transpose(1, 2), {}, {}, x.q.size(2), x.k.size(2), 0.0, false,
+          false, args.scale, left(mask), right(mask));
+      copy_rows(out, std::get<0>(r).transpose(1, 2));
+      lse.copy_(std::get<1>(r));
       return;
     }
     case Vendor::efficient: {
-      const auto r = at::_scaled_dot_product_efficient_attention(x.q, x.k, x.v, {}, true, 0.0, causal, t.f(0));
+      const Bias more(x, mask);
+      const auto r = at::_scaled_dot_product_efficient_attention(
+          x.q, repeat(x.k), repeat(x.v), more.of_heads(x.q), true, 0.0, causal, args.scale);
       copy_rows(out, std::get<0>(r));
-      t[1].copy_(std::get<1>(r).narrow(-1, 0, x.q.size(2)));
+      lse.copy_(std::get<1>(r).narrow(-1, 0, x.q.size(2)));
+      clear_dead(out, lse, more.dead);
       return;
     }
     case Vendor::none: {
-      const auto s = scores(x.q, x.k, t.f(0), causal);
-      const auto lse = at::logsumexp(s, {-1});
-      out.copy_(at::matmul(s.sub(lse.unsqueeze(-1)).exp_(), wide(x.v)));
-      t[1].copy_(lse);
+      const auto s = scores(x, mask, args.scale), l = at::logsumexp(s, {-1});
+      l.masked_fill_(l.eq(-INFINITY), 0);
+      out.copy_(at::matmul(s.sub(l.unsqueeze(-1)).exp_(), wide(repeat(x.v))));
+      lse.copy_(l);
     }
   }
 }
 
 // Adds the gradients of one pair of tiles, whose probabilities are exp(scale q k^T - lse).
-void add_pair(const Triple& x, const Triple& grads, const at::Tensor& d_out, const at::Tensor& lse,
-              const at::Tensor& delta, double scale, bool diagonal) {
-  const auto p = scores(x.q, x.k, scale, diagonal).sub_(lse.unsqueeze(-1)).exp_();
+void add_pair(const Triple& x, const PairMask& mask, const Triple& grads, const at::Tensor& d_out,
+              const at::Tensor& lse, const at::Tensor& delta, double scale) {
+  const auto p = scores(x, mask, scale).sub_(lse.unsqueeze(-1)).exp_();
   const auto g = wide(d_out);
-  const auto ds = at::matmul(g, wide(x.v).transpose(-1, -2)).sub_(delta.unsqueeze(-1)).mul_(p).mul_(scale);
-  grads.v.add_(at::matmul(p.transpose(-1, -2), g));
-  grads.q.add_(at::matmul(ds, wide(x.k)));
-  grads.k.add_(at::matmul(ds.transpose(-1, -2), wide(x.q)));
+  const auto v = wide(repeated(x.v, x.group())), k = wide(repeated(x.k, x.group()));
+  const auto ds = at::matmul(g, v.transpose(-1, -2)).sub_(delta.unsqueeze(-1)).mul_(p).mul_(scale);
+  grads.v.add_(of_groups(at::matmul(p.transpose(-1, -2), g), x.group()));
+  grads.q.add_(at::matmul(ds, k));
+  grads.k.add_(of_groups(at::matmul(ds.transpose(-1, -2), wide(x.q)), x.group()));
 }
 
-// tiles: do, out, lse, q/k/v, dq/dk/dv
+// Tiles [first, first + count) that are not added to become zeros.
+void clear(Args& t, size_t first, size_t count) {
+  for (size_t k = first; k < first + count; ++k)
+    if (!t.accumulates(k)) t[k].zero_();
+}
+
+// tiles: do, out, lse, q/k/v, dq/dk/dv, padding, segments
 void attention_grad(Args& t) {
-  Reader ints{t};
-  const auto d_out = t[0].permute(ints.four()), out = t[1].permute(ints.four());
-  const bool causal = ints.one();
-  const Triple x(ints, 3), grads(ints, 3 + x.count);
-  const auto lse = t[2];
+  const AttentionGradArgs args(t);
+  const auto d_out = as_bhsd(t[0], args.d_out), out = as_bhsd(t[1], args.out), lse = t[2];
+  const Triple x(t, args.qkv, 3), grads(t, args.grads, 3 + x.count);
+  const PairMask mask(t, args.diagonal, args.limits, 3 + x.count + grads.count);
+  const bool causal = mask.diagonal;
+  const bool adds = t.accumulates(3 + x.count + args.grads.k[0]);  // other heads of the group have tiles of their own
   const auto seed = at::empty({}, lse.options().dtype(at::kLong));  // of a dropout that is off
-  const auto rows = x.q.size(2);
+  const auto rows = x.q.size(2), keys = x.k.size(2);
+  const auto repeat = [&](const at::Tensor& y) { return repeated(y, x.group()); };
   at::Tensor dq, dk, dv;
-  switch (vendor(x.q)) {
-    case Vendor::cudnn:
-      if (cudnn::attention_grad(x, out, lse, d_out, grads, causal, t.f(0))) return;
+  switch (vendor(x, mask)) {
+    case Vendor::cudnn: {
+      const Bias more(x, mask);
+      const Triple made(grads.q, adds ? at::empty_like(grads.k) : grads.k, adds ? at::empty_like(grads.v) : grads.v);
+      if (cudnn::attention_grad(x, out, lse, d_out, made, more.bias, causal, args.scale)) {
+        if (adds) grads.k.add_(made.k), grads.v.add_(made.v);
+        return;
+      }
       std::tie(dq, dk, dv) = at::_scaled_dot_product_cudnn_attention_backward(
-          d_out, x.q, x.k, x.v, out, lse.unsqueeze(-1), seed, seed, {}, {}, {}, rows, rows, 0.0, causal, t.f(0));
+          d_out, x.q, repeat(x.k), repeat(x.v), out, lse.unsqueeze(-1), seed, seed, more.of_heads(x.q), {}, {}, rows,
+          keys, 0.0, causal, args.scale);
       break;
+    }
     case Vendor::flash:
       std::tie(dq, dk, dv) = at::_scaled_dot_product_flash_attention_backward(
-          d_out, x.q, x.k, x.v, out, lse, {}, {}, rows, rows, 0.0, causal, seed, seed, t.f(0));
+          d_out, x.q, x.k, x.v, out, lse, {}, {}, rows, keys, 0.0, causal, seed, seed, args.scale);
       break;
+    case Vendor::varlen: {
+      const Packed packed(mask.segments, rows);
+      const auto r = at::_flash_attention_backward(
+          tokens(d_out), tokens(x.q), tokens(x.k), tokens(x.v), tokens(out), lse.select(0, 0), packed.offsets,
+          packed.offsets, rows, keys, 0.0, causal && !mask.window, seed, seed, args.scale, left(mask), right(mask));
+      const auto of_tokens = [&](const at::Tensor& y) {
+        return y.masked_fill(packed.dead.unsqueeze(-1).unsqueeze(-1), 0).transpose(0, 1).unsqueeze(0);
+      };
+      dq = of_tokens(std::get<0>(r));
+      dk = of_tokens(std::get<1>(r));
+      dv = of_tokens(std::get<2>(r));
+      break;
+    }
+    case Vendor::window: {
+      const auto turned = [](const at::Tensor& y) { return y.transpose(1, 2); };
+      std::tie(dq, dk, dv) = at::_flash_attention_backward(
+          turned(d_out), turned(x.q), turned(x.k), turned(x.v), turned(out), lse, {}, {}, rows, keys, 0.0, false, seed,
+          seed, args.scale, left(mask), right(mask));
+      dq = turned(dq);
+      dk = turned(dk);
+      dv = turned(dv);
+      break;
+    }
     case Vendor::efficient: {
+      const Bias more(x, mask);
       const auto missing = (kLseRows - rows % kLseRows) % kLseRows;
       const auto padded = missing ? at::constant_pad_nd(lse, {0, missing}, INFINITY) : lse;
       at::Tensor db;
       std::tie(dq, dk, dv, db) = at::_scaled_dot_product_efficient_attention_backward(
-          d_out, x.q, x.k, x.v, {}, out, padded, seed, seed, 0.0, {true, true, true, false}, causal, t.f(0));
+          d_out, x.q, repeat(x.k), repeat(x.v), more.of_heads(x.q), out, padded, seed, seed, 0.0,
+          {true, true, true, false}, causal, args.scale);
       break;
     }
     case Vendor::none:
-      for (size_t k = 3 + x.count; k < t.tiles(); ++k) t[k].zero_();
-      add_pair(x, grads, d_out, lse, wide(d_out).mul(wide(out)).sum(-1), t.f(0), causal);
+      clear(t, 3 + x.count, grads.count);
+      add_pair(x, mask, grads, d_out, lse, wide(d_out).mul(wide(out)).sum(-1), args.scale);
       return;
   }
+  const auto put = [&](const at::Tensor& to, const at::Tensor& from) {
+    const auto sum = from.size(1) == to.size(1) ? from : of_groups(from, x.group());
+    if (adds) to.add_(sum);
+    else copy_rows(to, sum);
+  };
   copy_rows(grads.q, dq);
-  copy_rows(grads.k, dk);
-  copy_rows(grads.v, dv);
+  put(grads.k, dk);
+  put(grads.v, dv);
 }
 
-// tiles: state (max, sumexp, values), q/k/v; flash_maxsumexp's state has no values
+// tiles: state (max, sumexp, values; flash_maxsumexp's has no values), q/k/v, padding, segments
 void add_state(Args& t, bool values) {
-  Reader ints{t};
-  const bool diagonal = ints.one();
-  const Triple x(ints, 1);
+  const PairArgs args(t);
+  const Triple x(t, args.qkv, 1);
+  const PairMask mask(t, args.diagonal, args.limits, 1 + x.count);
   const auto state = t[0];
   const auto part = t.accumulates(0) ? at::empty(state.sizes(), state.options()) : state;
-  const auto s = scores(x.q, x.k, t.f(0), diagonal);
+  const auto s = scores(x, mask, args.scale);
   const auto top = at::amax(s, {-1}, true);
+  if (!mask.simple()) top.masked_fill_(top.eq(-INFINITY), 0);
   const auto p = s.sub(top).exp_();
   part.select(-1, 0).copy_(top.squeeze(-1));
   part.select(-1, 1).copy_(p.sum(-1));
-  if (values) part.narrow(-1, 2, part.size(-1) - 2).copy_(at::matmul(p, wide(x.v)));
+  if (values) part.narrow(-1, 2, part.size(-1) - 2).copy_(at::matmul(p, wide(repeated(x.v, x.group()))));
   if (t.accumulates(0)) combine(Monoid::softmax, state, part);
 }
 
@@ -168,34 +312,32 @@ void attention_partial(Args& t) { add_state(t, true); }
 
 void flash_maxsumexp(Args& t) { add_state(t, false); }
 
-// tiles: out (ACC), lse, q/k/v
+// tiles: out (ACC), lse, q/k/v, padding, segments
 void flash_softmax_gemm(Args& t) {
-  Reader ints{t};
-  const auto out = t[0].permute(ints.four());
-  const bool diagonal = ints.one();
-  const Triple x(ints, 2);
-  const auto product = at::matmul(scores(x.q, x.k, t.f(0), diagonal).sub_(t[1].unsqueeze(-1)).exp_(), wide(x.v));
+  const AttentionArgs args(t);
+  const auto out = as_bhsd(t[0], args.out);
+  const Triple x(t, args.qkv, 2);
+  const PairMask mask(t, args.diagonal, args.limits, 2 + x.count);
+  const auto p = scores(x, mask, args.scale).sub_(t[1].unsqueeze(-1)).exp_();
+  const auto product = at::matmul(p, wide(repeated(x.v, x.group())));
   if (t.accumulates(0)) out.add_(product);
   else out.copy_(product);
 }
 
 // tiles: delta, do, out
 void attention_delta(Args& t) {
-  Reader ints{t};
-  const auto d_out = t[1].permute(ints.four()), out = t[2].permute(ints.four());
-  t[0].copy_(wide(d_out).mul(wide(out)).sum(-1));
+  const DeltaArgs args(t);
+  t[0].copy_(wide(as_bhsd(t[1], args.d_out)).mul(wide(as_bhsd(t[2], args.out))).sum(-1));
 }
 
-// tiles: do, lse, delta, q/k/v, dq/dk/dv (ACC)
+// tiles: do, lse, delta, q/k/v, dq/dk/dv (ACC), padding, segments
 void attention_grad_pair(Args& t) {
-  Reader ints{t};
-  const auto d_out = t[0].permute(ints.four()), lse = t[1], delta = t[2];
-  const bool diagonal = ints.one();
-  const Triple x(ints, 3);
-  const size_t first_grad = 3 + x.count;
-  for (size_t k = first_grad; k < t.tiles(); ++k)
-    if (!t.accumulates(k)) t[k].zero_();
-  add_pair(x, Triple(ints, first_grad), d_out, lse, delta, t.f(0), diagonal);
+  const PairGradArgs args(t);
+  const auto d_out = as_bhsd(t[0], args.d_out), lse = t[1], delta = t[2];
+  const Triple x(t, args.qkv, 3), grads(t, args.grads, 3 + x.count);
+  const PairMask mask(t, args.diagonal, args.limits, 3 + x.count + grads.count);
+  clear(t, 3 + x.count, grads.count);
+  add_pair(x, mask, grads, d_out, lse, delta, args.scale);
 }
 
 NNTILE_CUDA_KERNEL(attention, attention);

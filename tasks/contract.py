@@ -11,6 +11,7 @@ import numpy as np
 from nntile_py.tiles import ACC, RW, Access, R, Tile, W
 
 from .activation import ACTIVATIONS, activate, derivative
+from .band import ALL
 from .elementwise import bias_add
 from .op import Array, GraphLike, Index, Lowering, Op, Tensor, permutation, wide
 
@@ -192,14 +193,14 @@ class Contract(Op):
 def contract(
     g: GraphLike, a: Tensor, b: Tensor, out_axes: Sequence[str], *, scale: float = 1.0, like: Tensor | None = None
 ) -> Tensor:
-    """Contract a and b into a new tensor with `out_axes`; causal if `like` is."""
+    """Contract a and b into a new tensor with `out_axes`, of the band of `like`."""
     sizes = {**a.sizes, **b.sizes}
     for axis in a.axes:
         if axis in b.axes and a.size(axis) != b.size(axis):
             raise ValueError(f"axis {axis} has {a.size(axis)} elements in {a} and {b.size(axis)} in {b}")
     # The gradient of a parameter is a sum over all tokens.
     dtype = wide(a.dtype) if like and like.kind == "param" else a.dtype
-    out = g.temp("contract", out_axes, [sizes[x] for x in out_axes], dtype, causal=bool(like and like.causal))
+    out = g.temp("contract", out_axes, [sizes[x] for x in out_axes], dtype, band=like.band if like else ALL)
     return g.add(Contract(a, b, out, scale=scale)).output
 
 

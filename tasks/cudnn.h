@@ -8,8 +8,10 @@ namespace nntile::cudnn {
 
 // Both return false where this build has no cuDNN frontend or cuDNN no kernel for these operands: nothing was done.
 // lse: [b, h, s], natural logarithm, fp32.
-bool attention(const Triple& x, const at::Tensor& out, const at::Tensor& lse, bool causal, double scale);
+// bias: what is added to the scores, [b, 1, q, k]; undefined: nothing. k and v may have fewer heads than q.
+bool attention(const Triple& x, const at::Tensor& out, const at::Tensor& lse, const at::Tensor& bias, bool causal,
+               double scale);
 bool attention_grad(const Triple& x, const at::Tensor& out, const at::Tensor& lse, const at::Tensor& d_out,
-                    const Triple& grads, bool causal, double scale);
+                    const Triple& grads, const at::Tensor& bias, bool causal, double scale);
 
 }  // namespace nntile::cudnn

@@ -16,7 +16,7 @@ namespace {
 
 namespace fe = cudnn_frontend;
 
-enum Uid : int64_t { kQ = 1, kK, kV, kOut, kStats, kDOut, kDQ, kDK, kDV };
+enum Uid : int64_t { kQ = 1, kK, kV, kOut, kStats, kDOut, kDQ, kDK, kDV, kBias };
 using Operands = std::vector<std::pair<Uid, at::Tensor>>;
 using Attributes = std::shared_ptr<fe::graph::Tensor_attributes>;
 
@@ -62,6 +62,7 @@ Plan build(const Operands& operands, bool causal, double scale) {
   if (by_uid.contains(kDOut)) {
     auto options = fe::graph::SDPA_backward_attributes().set_name("attention_grad");
     options.set_attn_scale(static_cast<float>(scale)).set_causal_mask(causal);
+    if (by_uid.contains(kBias)) options.set_bias(input(kBias));
     const auto out = input(kOut), d_out = input(kDOut), stats = input(kStats);
     const auto [dq, dk, dv] = graph->sdpa_backward(q, k, v, out, d_out, stats, options);
     output(dq, kDQ);
@@ -70,6 +71,7 @@ Plan build(const Operands& operands, bool causal, double scale) {
   } else {
     auto options = fe::graph::SDPA_attributes().set_name("attention").set_generate_stats(true);
     options.set_attn_scale(static_cast<float>(scale)).set_causal_mask(causal);
+    if (by_uid.contains(kBias)) options.set_bias(input(kBias));
     const auto [out, stats] = graph->sdpa(q, k, v, options);
     output(out, kOut);
     output(stats, kStats);
@@ -103,14 +105,19 @@ bool run(const Operands& operands, bool causal, double scale) {
 
 }  // namespace
 
-bool attention(const Triple& x, const at::Tensor& out, const at::Tensor& lse, bool causal, double scale) {
-  return run({{kQ, x.q}, {kK, x.k}, {kV, x.v}, {kOut, out}, {kStats, lse.unsqueeze(-1)}}, causal, scale);
+bool attention(const Triple& x, const at::Tensor& out, const at::Tensor& lse, const at::Tensor& bias, bool causal,
+               double scale) {
+  Operands operands{{kQ, x.q}, {kK, x.k}, {kV, x.v}, {kOut, out}, {kStats, lse.unsqueeze(-1)}};
+  if (bias.defined()) operands.emplace_back(kBias, bias);
+  return run(operands, causal, scale);
 }
 
 bool attention_grad(const Triple& x, const at::Tensor& out, const at::Tensor& lse, const at::Tensor& d_out,
-                    const Triple& grads, bool causal, double scale) {
-  return run({{kQ, x.q}, {kK, x.k}, {kV, x.v}, {kOut, out}, {kStats, lse.unsqueeze(-1)}, {kDOut, d_out},
-              {kDQ, grads.q}, {kDK, grads.k}, {kDV, grads.v}}, causal, scale);
+                    const Triple& grads, const at::Tensor& bias, bool causal, double scale) {
+  Operands operands{{kQ, x.q}, {kK, x.k}, {kV, x.v}, {kOut, out}, {kStats, lse.unsqueeze(-1)}, {kDOut, d_out},
+                    {kDQ, grads.q}, {kDK, grads.k}, {kDV, grads.v}};
+  if (bias.defined()) operands.emplace_back(kBias, bias);
+  return run(operands, causal, scale);
 }
 
 }  // namespace nntile::cudnn
@@ -118,9 +125,9 @@ bool attention_grad(const Triple& x, const at::Tensor& out, const at::Tensor& ls
 #else
 
 namespace nntile::cudnn {
-bool attention(const Triple&, const at::Tensor&, const at::Tensor&, bool, double) { return false; }
-bool attention_grad(const Triple&, const at::Tensor&, const at::Tensor&, const at::Tensor&, const Triple&, bool,
-                    double) { return false; }
+bool attention(const Triple&, const at::Tensor&, const at::Tensor&, const at::Tensor&, bool, double) { return false; }
+bool attention_grad(const Triple&, const at::Tensor&, const at::Tensor&, const at::Tensor&, const Triple&,
+                    const at::Tensor&, bool, double) { return false; }
 }  // namespace nntile::cudnn
 
 #endif

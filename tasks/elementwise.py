@@ -209,7 +209,7 @@ class Dropout(Op):
     def gradient(self, g: GraphLike, *grads: Tensor | None) -> list[Tensor | None]:
         dy = grads[0]
         assert dy is not None
-        out = g.temp("dropout_grad", dy.axes, dy.shape, dy.dtype, causal=dy.causal)
+        out = g.temp("dropout_grad", dy.axes, dy.shape, dy.dtype, band=dy.band)
         return [g.add(Dropout(dy, out, self.p, self.key)).output]
 
     def numbers(self, low: Lowering, index: Index) -> tuple[list[int], list[float | Slot]]:
@@ -256,7 +256,7 @@ def multiply(g: GraphLike, a: Tensor, b: Tensor, *, like: Tensor | None = None) 
     if a.sizes != b.sizes or a.axes != b.axes:
         raise ValueError(f"multiply: {a} and {b} have to have the same axes and sizes")
     dtype = wide(a.dtype) if like and like.kind == "param" else a.dtype
-    return g.add(Multiply(a, b, g.temp("multiply", a.axes, a.shape, dtype, causal=(like or a).causal))).output
+    return g.add(Multiply(a, b, g.temp("multiply", a.axes, a.shape, dtype, band=(like or a).band))).output
 
 
 def transpose(g: GraphLike, x: Tensor, axes: Sequence[str]) -> Tensor:
@@ -283,5 +283,5 @@ def dropout(g: GraphLike, x: Tensor, p: float) -> Tensor:
     """x with elements set to zero with probability p, the others divided by 1 - p; x itself in an evaluation."""
     if p == 0 or not g.training:
         return x
-    out = g.temp("dropout", x.axes, x.shape, x.dtype, causal=x.causal)
+    out = g.temp("dropout", x.axes, x.shape, x.dtype, band=x.band)
     return g.add(Dropout(x, out, p, g.dropout_key())).output

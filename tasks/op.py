@@ -1,6 +1,6 @@
 """What an operator is: tensors with named axes in and out, a gradient, a cost, a lowering to tile tasks, a reference.
 
-Axis names: batch, seq (positions), key (positions attended to), embed, heads, head_dim, qkv (3), ffn, vocab,
+Axis names: batch, seq (positions), key (positions attended to), embed, heads, kv_heads, head_dim, qkv (3), ffn, vocab,
 position (rows of the position table); others may be added freely and are then never cut.
 """
 
@@ -18,6 +18,8 @@ from nntile_py.tiles import Access, Part, Slot, TaskArgs, TaskList, Tile, Tiling
 from nntile_py.tiles.arguments import NO_ARGS
 from nntile_py.tiles.tasklist import PythonKernel
 
+from .band import ALL, Band
+
 Index = dict[str, int]
 Array = np.ndarray[Any, Any]
 
@@ -32,7 +34,7 @@ class Tensor:
 
     kind: `input`, `param`, `grad` (of a parameter), `state` (of the optimizer), `scalar` (kept for the host),
     `temp` (freed after its last reader). Tensors of one `storage` share tiles: an operator in place gives its output
-    the storage of its input. `causal` tensors have axes seq and key; their tiles above the diagonal do not exist.
+    the storage of its input. `band`: tensors with axes seq and key have only those tiles that lie within it.
     """
 
     def __init__(
@@ -45,11 +47,11 @@ class Tensor:
         *,
         monoid: str = "sum",
         storage: Tensor | None = None,
-        causal: bool = False,
+        band: Band = ALL,
     ) -> None:
         assert len(axes) == len(shape), (name, axes, shape)
         self.name, self.axes, self.shape = name, tuple(axes), tuple(int(s) for s in shape)
-        self.dtype, self.kind, self.monoid, self.causal = dtype, kind, monoid, causal
+        self.dtype, self.kind, self.monoid, self.band = dtype, kind, monoid, band
         self.storage: Tensor = storage.storage if storage else self
         self.requires_grad = kind == "param"
 
@@ -121,10 +123,10 @@ class Lowering:
                 yield named
 
     def empty(self, tensor: Tensor, index: Index) -> bool:
-        """Whether the tile lies wholly above the diagonal of a causal tensor."""
-        if not tensor.causal or "seq" not in index or "key" not in index:
+        """Whether the tile lies wholly outside of the tensor's band."""
+        if tensor.band == ALL or "seq" not in index or "key" not in index:
             return False
-        return self.part(tensor, "key", index).offset >= self.part(tensor, "seq", index).end
+        return tensor.band.empty(self.part(tensor, "seq", index), self.part(tensor, "key", index))
 
     def shape(self, tensor: Tensor, index: Index) -> tuple[int, ...]:
         return tuple(self.part(tensor, axis, index).size for axis in tensor.axes)
@@ -200,6 +202,9 @@ class Op:
     def words(self) -> int:
         """The fewest words to move: each input once, each output once."""
         return sum(t.words for t in {*self.inputs, *self.outputs})
+
+    def fit(self, tiling: Tiling) -> None:
+        """Tell the tiling how axes have to be cut together; raises ConfigError if they cannot be."""
 
     def lower(self, low: Lowering) -> None:
         raise NotImplementedError

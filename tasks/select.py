@@ -6,6 +6,7 @@ import numpy as np
 
 from nntile_py.tiles import R, TaskArgs, W
 
+from .band import ALL
 from .op import Array, GraphLike, Lowering, Op, Tensor, wide
 
 
@@ -18,7 +19,7 @@ class Select(Op):
     """y = x[..., index, ...] along `axis`, which y lacks. Where the axis is cut only the tile that has it is read."""
 
     def __init__(self, x: Tensor, out: Tensor, axis: str, index: int) -> None:
-        assert out.axes == tuple(a for a in x.axes if a != axis) and not x.causal, (x, out)
+        assert out.axes == tuple(a for a in x.axes if a != axis) and x.band == ALL, (x, out)
         super().__init__([x], [out])
         self.axis, self.index = axis, index
 

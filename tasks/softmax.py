@@ -2,33 +2,47 @@
 
 from __future__ import annotations
 
-import numpy as np
+import math
 
-from nntile_py.tiles import ACC, R, Tile, W
+from nntile_py.tiles import ACC, R, TaskArgs, Tile, W
 
-from .op import Array, GraphLike, Lowering, Op, Tensor, wide
+from .mask import Limits, Mask, masked_softmax
+from .op import Array, GraphLike, Index, Lowering, Op, Tensor, wide
 
 
-def causal_mask(scores: Array) -> Array:
-    """True where key <= seq, for an array [..., seq, key]."""
-    return np.asarray(np.tri(scores.shape[-2], scores.shape[-1], dtype=bool))
+class SoftmaxLimits(TaskArgs):
+    """What is masked beyond the diagonal, and where a row's sequence is found for the padding."""
+
+    rows: int  # from one sequence of the batch to the next
+    limits: Limits
+
+
+class SoftmaxArgs(TaskArgs):
+    """Of maxsumexp and softmax, on tiles [.., seq, key]."""
+
+    diagonal: bool  # key > seq is masked
+    shift: int  # position of the first query less that of the first key
+    masked: SoftmaxLimits | None
 
 
 class Softmax(Op):
-    """p = softmax(scores over key), with key > seq left out if the scores are causal; axes end in seq, key.
+    """p = softmax(scores over key) of what the mask leaves, zeros elsewhere; axes end in seq, key.
 
     maxsumexp of each tile, combined over the keys, then exp(score - max) / sumexp (Alg. 1 of the NNTile report).
+    Tiles that the mask's band leaves out do not exist.
     """
 
-    def __init__(self, scores: Tensor, out: Tensor) -> None:
+    def __init__(self, scores: Tensor, out: Tensor, mask: Mask) -> None:
         assert scores.axes[-2:] == ("seq", "key"), scores
-        super().__init__([scores], [out])
+        assert scores.band == out.band == mask.band, (scores, out, mask)
+        super().__init__([scores, *mask.inputs], [out])
+        self.mask = mask
 
     def gradient(self, g: GraphLike, *grads: Tensor | None) -> list[Tensor | None]:
         assert grads[0] is not None
         p = self.output
-        out = g.temp("softmax_grad", p.axes, p.shape, p.dtype, causal=p.causal)
-        return [g.add(SoftmaxGrad(p, grads[0], out)).output]
+        out = g.temp("softmax_grad", p.axes, p.shape, p.dtype, band=p.band)
+        return [g.add(SoftmaxGrad(p, grads[0], out)).output, *[None for _ in self.mask.inputs]]
 
     def flop(self) -> float:
         return 5.0 * self.output.words
@@ -39,15 +53,24 @@ class Softmax(Op):
             shape = low.shape(scores, keys[0])[:-1]
             state = Tile(f"{self.name}.maxsumexp", tuple(index.values()), (*shape, 2), wide(scores.dtype), "softmax")
             for at in keys:
-                low.emit("maxsumexp", [ACC(state), R(low.tile(scores, at))], diagonal(low, scores, at))
+                accesses = [ACC(state), R(low.tile(scores, at)), *self.mask.accesses(low, at)]
+                low.emit("maxsumexp", accesses, self._args(low, at))
             for at in keys:
                 accesses = [W(low.tile(self.output, at)), R(low.tile(scores, at)), R(state)]
-                low.emit("softmax", accesses, diagonal(low, scores, at))
+                low.emit("softmax", [*accesses, *self.mask.accesses(low, at)], self._args(low, at))
+
+    def _args(self, low: Lowering, at: Index) -> SoftmaxArgs:
+        scores, band = self.inputs[0], self.mask.band
+        seq, key = low.part(scores, "seq", at), low.part(scores, "key", at)
+        limits = self.mask.limits(seq, key)
+        after = scores.axes[scores.axes.index("batch") + 1 : -1] if "batch" in scores.axes else scores.axes[:-1]
+        rows = math.prod(low.part(scores, axis, at).size for axis in after)
+        diagonal = band.causal and key.end > seq.offset + 1
+        return SoftmaxArgs(diagonal, seq.offset - key.offset, SoftmaxLimits(rows, limits) if limits else None)
 
     def reference(self, *inputs: Array) -> tuple[Array, ...]:
-        scores = np.where(causal_mask(inputs[0]), inputs[0], -np.inf) if self.inputs[0].causal else inputs[0]
-        e = np.exp(scores - scores.max(-1, keepdims=True))
-        return (e / e.sum(-1, keepdims=True),)
+        scores = self.inputs[0]
+        return (masked_softmax(inputs[0], self.mask.allowed(scores.sizes, scores.axes, inputs[1:]))[0],)
 
 
 class SoftmaxGrad(Op):
@@ -71,8 +94,6 @@ class SoftmaxGrad(Op):
 
     def reference(self, *inputs: Array) -> tuple[Array, ...]:
         p, dp = inputs
-        if self.inputs[0].causal:
-            dp = np.where(causal_mask(dp), dp, 0.0)
         return (p * (dp - (p * dp).sum(-1, keepdims=True)),)
 
 
@@ -83,9 +104,3 @@ def rows_of_keys(low: Lowering, scores: Tensor) -> list[tuple[dict[str, int], li
         keys = [index | {"key": k} for k in range(len(low.parts(scores, "key")))]
         result.append((index, [at for at in keys if not low.empty(scores, at)]))
     return result
-
-
-def diagonal(low: Lowering, scores: Tensor, at: dict[str, int]) -> list[int]:
-    """[whether the tile is cut by the causal diagonal, seq offset - key offset]."""
-    seq, key = low.part(scores, "seq", at), low.part(scores, "key", at)
-    return [int(scores.causal and key.end > seq.offset + 1), seq.offset - key.offset]

@@ -1,4 +1,4 @@
-"""Softmax over the last axis of tiles [..., seq, key] on CUDA. Tiles and ints as in softmax.cpp."""
+"""Softmax over the last axis of tiles [..., seq, key] on CUDA. Tiles as in softmax.cpp."""
 
 from __future__ import annotations
 
@@ -11,26 +11,53 @@ from nntile_py.tiles.tasklist import Task
 
 from .accumulate_triton import combine_softmax
 from .launch import Launches, Parameter, ceil_div, launch, launches, power_of_two, shape, tile, words
+from .softmax import SoftmaxArgs
 
 WIDEST = 16384  # elements of a row in registers
 
 
 @triton.jit
-def _rows(rows, n, seq, shift, CAUSAL: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Of the program's block: rows, their mask, offsets, mask of the block, mask of what is attended to."""
+def _rows(rows, n, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Of the program's block: rows, their mask, columns, offsets, mask of the block."""
     row, col = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)
-    inside = (row < rows)[:, None] & (col < n)[None, :]
-    kept = inside
+    return row, row < rows, col, row[:, None] * n + col[None, :], (row < rows)[:, None] & (col < n)[None, :]
+
+
+@triton.jit
+def _kept(
+    kept, row, col, PADDING, SEGMENTS, n, seq, shift, key, window, rows_each, batch, sequences,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, PADDED: tl.constexpr, SEGMENTED: tl.constexpr,
+):  # fmt: skip
+    """What of the block is attended to; shift: position of the first query less that of the first key, `key`."""
+    position = row % seq + shift
     if CAUSAL:
-        kept = inside & (col[None, :] <= (row % seq + shift)[:, None])
-    return row, row < rows, row[:, None] * n + col[None, :], inside, kept
+        kept = kept & (col[None, :] <= position[:, None])
+    if WINDOW:
+        kept = kept & (col[None, :] > position[:, None] - window)
+    if PADDED:
+        at = (row // rows_each % batch)[:, None] * n + col[None, :]
+        kept = kept & (tl.load(PADDING + at, kept, 0) != 0)
+    if SEGMENTED:
+        first, end = position * 0, position * 0
+        for number in range(sequences):
+            a, b = tl.load(SEGMENTS + number) - key, tl.load(SEGMENTS + number + 1) - key
+            mine = (a <= position) & (position < b)
+            first, end = tl.where(mine, a, first), tl.where(mine, b, end)
+        kept = kept & (col[None, :] >= first[:, None]) & (col[None, :] < end[:, None])
+    return kept
 
 
 @triton.jit
 def _maxsumexp(
-    STATE, X, rows, n, seq, shift, CAUSAL: tl.constexpr, ACC: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
-):
-    row, there, at, inside, kept = _rows(rows, n, seq, shift, CAUSAL, ROWS, BLOCK)
+    STATE, X, PADDING, SEGMENTS, rows, n, seq, shift, key, window, rows_each, batch, sequences,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, PADDED: tl.constexpr, SEGMENTED: tl.constexpr,
+    ACC: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row, there, col, at, inside = _rows(rows, n, ROWS, BLOCK)
+    kept = _kept(
+        inside, row, col, PADDING, SEGMENTS, n, seq, shift, key, window, rows_each, batch, sequences,
+        CAUSAL, WINDOW, PADDED, SEGMENTED,
+    )  # fmt: skip
     x = tl.where(kept, tl.load(X + at, inside, 0.0).to(tl.float32), float("-inf"))
     top = tl.max(x, 1)
     top = tl.where(top == float("-inf"), 0.0, top)
@@ -42,9 +69,18 @@ def _maxsumexp(
 
 
 @triton.jit
-def _softmax(P, X, STATE, rows, n, seq, shift, CAUSAL: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    row, there, at, inside, kept = _rows(rows, n, seq, shift, CAUSAL, ROWS, BLOCK)
+def _softmax(
+    P, X, STATE, PADDING, SEGMENTS, rows, n, seq, shift, key, window, rows_each, batch, sequences,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, PADDED: tl.constexpr, SEGMENTED: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row, there, col, at, inside = _rows(rows, n, ROWS, BLOCK)
+    kept = _kept(
+        inside, row, col, PADDING, SEGMENTS, n, seq, shift, key, window, rows_each, batch, sequences,
+        CAUSAL, WINDOW, PADDED, SEGMENTED,
+    )  # fmt: skip
     top, total = tl.load(STATE + row * 2, there, 0.0), tl.load(STATE + row * 2 + 1, there, 1.0)
+    total = tl.where(total == 0.0, 1.0, total)  # of a row that attends to nothing
     x = tl.load(X + at, inside, 0.0).to(tl.float32)
     p = tl.where(kept, tl.exp(x - top[:, None]) / total[:, None], 0.0)
     tl.store(P + at, p, inside)
@@ -52,7 +88,7 @@ def _softmax(P, X, STATE, rows, n, seq, shift, CAUSAL: tl.constexpr, ROWS: tl.co
 
 @triton.jit
 def _grad_sums(SUMS, P, DP, rows, n, ACC: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    row, there, at, inside, _kept = _rows(rows, n, 1, 0, False, ROWS, BLOCK)
+    row, there, _col, at, inside = _rows(rows, n, ROWS, BLOCK)
     total = tl.sum(tl.load(P + at, inside, 0.0).to(tl.float32) * tl.load(DP + at, inside, 0.0).to(tl.float32), 1)
     if ACC:
         total += tl.load(SUMS + row, there, 0.0)
@@ -61,7 +97,7 @@ def _grad_sums(SUMS, P, DP, rows, n, ACC: tl.constexpr, ROWS: tl.constexpr, BLOC
 
 @triton.jit
 def _grad(OUT, P, DP, SUMS, rows, n, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    row, there, at, inside, _kept = _rows(rows, n, 1, 0, False, ROWS, BLOCK)
+    row, there, _col, at, inside = _rows(rows, n, ROWS, BLOCK)
     p, dp = tl.load(P + at, inside, 0.0).to(tl.float32), tl.load(DP + at, inside, 0.0).to(tl.float32)
     tl.store(OUT + at, p * (dp - tl.load(SUMS + row, there, 0.0)[:, None]), inside)
 
@@ -77,19 +113,34 @@ def _blocks(task: Task, number: int) -> tuple[int, tuple[int, int], dict[str, An
     return ceil_div(rows, lines), (rows, n), {"ROWS": lines, "BLOCK": block, "warps": min(16, max(1, block // 1024))}
 
 
+def _masked(task: Task, count: int, size: tuple[int, int]) -> tuple[list[Parameter], dict[str, bool]]:
+    """What _maxsumexp and _softmax take from PADDING on: addresses (of any tile where there is no such data), integers,
+    flags. The tiles of padding and segments are the task's from `count` on; size: rows and columns of a tile."""
+    args = SoftmaxArgs.of(task)
+    limits = args.masked.limits if args.masked else None
+    padded, segmented = bool(limits and limits.padding), bool(limits and limits.segments)
+    batch = shape(task, count)[0] if padded else 1
+    sequences = words(task, count + padded) - 1 if segmented else 0
+    addresses = [tile(task, count if padded else 0), tile(task, count + padded if segmented else 0)]
+    key, window = (limits.key, limits.window) if limits else (0, 0)
+    numbers = [args.shift, key, window, args.masked.rows if args.masked else 1, batch, sequences]
+    flags = {"CAUSAL": args.diagonal, "WINDOW": window > 0, "PADDED": padded, "SEGMENTED": segmented}
+    return [*addresses, *size, shape(task, 1)[-2], *numbers], flags
+
+
 @launches("maxsumexp")
 def _describe_maxsumexp(task: Task) -> Launches:
     grid, size, blocks = _blocks(task, 1)
-    args: list[Parameter] = [tile(task, 0), tile(task, 1), *size, shape(task, 1)[-2], task.ints[1]]
-    how = {"CAUSAL": bool(task.ints[0]), "ACC": task.accesses[0].accumulate, **blocks}
-    return Launches((launch(_maxsumexp, grid, *args, **how),))
+    args, flags = _masked(task, 2, size)
+    how = {**flags, "ACC": task.accesses[0].accumulate, **blocks}
+    return Launches((launch(_maxsumexp, grid, tile(task, 0), tile(task, 1), *args, **how),))
 
 
 @launches("softmax")
 def _describe(task: Task) -> Launches:
     grid, size, blocks = _blocks(task, 1)
-    args: list[Parameter] = [*(tile(task, k) for k in range(3)), *size, shape(task, 1)[-2], task.ints[1]]
-    return Launches((launch(_softmax, grid, *args, CAUSAL=bool(task.ints[0]), **blocks),))
+    args, flags = _masked(task, 3, size)
+    return Launches((launch(_softmax, grid, *(tile(task, k) for k in range(3)), *args, **flags, **blocks),))
 
 
 @launches("softmax_grad_sums")

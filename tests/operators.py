@@ -14,7 +14,10 @@ import numpy as np
 from nntile_py import tasks as ops
 from nntile_py.tasks import Op, Tensor
 from nntile_py.tasks.activation import ACTIVATIONS
-from nntile_py.testing import Case, Maker, Values, ids, large, normal, of, positive, rest, triangle
+from nntile_py.tasks.attention import Operands
+from nntile_py.tasks.band import Band
+from nntile_py.tasks.mask import Mask
+from nntile_py.testing import Case, Maker, Values, ids, large, normal, of, offsets, padding, positive, rest, triangle
 
 # -- the table
 
@@ -40,9 +43,9 @@ def linear(
     def row(case: Case) -> Op:
         return case.add(
             ops.Contract(
-                case.x(a, triangle if "a" in causal else normal, causal="a" in causal),
-                case.x(b, triangle if "b" in causal else normal, causal="b" in causal),
-                case.y(out, causal="y" in causal),
+                case.x(a, triangle if "a" in causal else normal, band=Band("a" in causal)),
+                case.x(b, triangle if "b" in causal else normal, band=Band("b" in causal)),
+                case.y(out, band=Band("y" in causal)),
                 scale=scale,
                 bias=case.x(bias) if bias else None,
                 residual=case.x(out) if residual else None,
@@ -138,7 +141,7 @@ def dropout(p: float, seed: int, causal: bool = False) -> Callable[[Case], Op]:
     def row(case: Case) -> Op:
         axes = _SCORES if causal else "batch seq embed"
         case.slots["dropout_seed"], case.options["seed"] = float(seed), seed
-        return case.add(ops.Dropout(case.x(axes, causal=causal), case.y(axes, causal=causal), p, key=7))
+        return case.add(ops.Dropout(case.x(axes, band=Band(causal)), case.y(axes, band=Band(causal)), p, key=7))
 
     return row
 
@@ -252,16 +255,28 @@ def angles(rng: np.random.Generator, shape: tuple[int, ...], values: Values) -> 
     return ops.rotary_table(shape[1], shape[0], 10000.0)
 
 
-def softmax(causal: bool) -> Callable[[Case], Op]:
-    return lambda case: case.add(ops.Softmax(case.x(_SCORES, causal=causal), case.y(_SCORES, causal=causal)))
+def softmax(mask: Mask) -> Callable[[Case], Op]:
+    return lambda case: case.add(ops.Softmax(case.x(_SCORES, band=mask.band), case.y(_SCORES, band=mask.band), mask))
 
 
-def softmax_grad(causal: bool) -> Callable[[Case], Op]:
+def softmax_of_data(axes: str, *, causal: bool = False, window: int | None = None, segments: bool = False) -> Any:
+    """A softmax masked by padding or by segments."""
+
     def row(case: Case) -> Op:
-        scores = case.x(_SCORES, causal=causal)
-        p = case.x(_SCORES, of(ops.Softmax(scores, scores), 0), causal=causal)
-        dp = case.x(_SCORES, causal=causal)
-        return case.add(ops.SoftmaxGrad(p, dp, case.y(_SCORES, causal=causal)))
+        data = case.x("sequences", offsets(case.sizes["seq"]), "int64") if segments else None
+        keys = None if segments else case.x("batch key", padding, "int16" if causal else "int64")
+        mask = Mask(causal, window, keys, data)
+        return case.add(ops.Softmax(case.x(axes, band=mask.band), case.y(axes, band=mask.band), mask))
+
+    return row
+
+
+def softmax_grad(mask: Mask) -> Callable[[Case], Op]:
+    def row(case: Case) -> Op:
+        scores = case.x(_SCORES, band=mask.band)
+        p = case.x(_SCORES, of(ops.Softmax(scores, scores, mask), 0), band=mask.band)
+        dp = case.x(_SCORES, band=mask.band)
+        return case.add(ops.SoftmaxGrad(p, dp, case.y(_SCORES, band=mask.band)))
 
     return row
 
@@ -271,20 +286,26 @@ SEPARATE = [_HEADS] * 3
 BY_SEQ = ["batch seq heads head_dim"] * 3
 
 
+def operands(tensors: list[Tensor]) -> Operands:
+    q, k, v = tensors if len(tensors) == 3 else ((tensors[0], part) for part in range(3))
+    return Operands(q, k, v)
+
+
 def attention(qkv: list[str], form: str, causal: bool) -> Callable[[Case], Op]:
     def row(case: Case) -> Op:
         out, lse = case.y(qkv[0].replace("qkv", "")), case.y("batch heads seq")
-        return case.add(ops.Attention([case.x(axes) for axes in qkv], out, lse, causal=causal, form=form))
+        inputs = operands([case.x(axes) for axes in qkv])
+        return case.add(ops.Attention(inputs, out, lse, mask=Mask(causal), form=form))
 
     return row
 
 
 def attention_grad(qkv: list[str], form: str, causal: bool, do: str = _HEADS) -> Callable[[Case], Op]:
     def row(case: Case) -> Op:
-        inputs, out = [case.x(axes) for axes in qkv], qkv[0].replace("qkv", "")
-        free = ops.Attention(inputs, case.temp(out), case.temp("batch heads seq"), causal=causal, form=form)
+        inputs, out = operands([case.x(axes) for axes in qkv]), qkv[0].replace("qkv", "")
+        free = ops.Attention(inputs, case.temp(out), case.temp("batch heads seq"), mask=Mask(causal), form=form)
         o, lse = case.x(out, of(free, 0)), case.x("batch heads seq", of(free, 1), case.wide)
-        forward = ops.Attention(inputs, o, lse, causal=causal, form=form)
+        forward = ops.Attention(inputs, o, lse, mask=Mask(causal), form=form)
         return case.add(ops.AttentionGrad(forward, case.x(do), [case.y(axes) for axes in qkv]))
 
     return row
@@ -295,6 +316,19 @@ def cross_entropy(axes: str) -> Callable[[Case], Op]:
         logits = case.x(axes)
         lse = case.y(" ".join(logits.axes[:-1]), case.wide)
         return case.add(ops.CrossEntropy(logits, case.label(logits, ignored=0.3), case.y("one", "fp64"), lse))
+
+    return row
+
+
+def repeat(gradient: bool) -> Callable[[Case], Op]:
+    """Two key heads, cut where the heads are; tiles of heads need not fit them: test_attention.py has those."""
+
+    def row(case: Case) -> Op:
+        case.whole, case.sizes["kv_heads"], case.sizes["heads"] = {"heads"}, 2, 6
+        many, few = "batch heads seq head_dim", "batch kv_heads seq head_dim"
+        if gradient:
+            return case.add(ops.AttentionRepeatGrad(case.x(many), case.y(few)))
+        return case.add(ops.AttentionRepeat(case.x(few), case.y(many)))
 
     return row
 
@@ -477,10 +511,6 @@ ROWS |= {
     "Rotary of heads": rotary(_HEADS),
     "Rotary columns first": rotary("heads head_dim batch seq"),
     "Rotary of positions last": rotary("head_dim seq", inverse=True),
-    "Softmax": softmax(causal=False),
-    "Softmax causal": softmax(causal=True),
-    "SoftmaxGrad": softmax_grad(causal=False),
-    "SoftmaxGrad causal": softmax_grad(causal=True),
     "CrossEntropy": cross_entropy("batch seq vocab"),
     "CrossEntropy fused": cross_entropy_fused("batch seq vocab"),
     "CrossEntropyGrad": cross_entropy_grad("batch seq vocab"),
@@ -492,6 +522,19 @@ ROWS |= {
     "SquaredError of a wide target": squared_error("wide"),
     "SquaredErrorGrad": squared_error_grad,
     "Several losses": losses,
+    "Softmax": softmax(Mask()),
+    "Softmax causal": softmax(Mask(causal=True)),
+    "Softmax window": softmax(Mask(window=3)),
+    "Softmax padding": softmax_of_data(_SCORES),
+    "Softmax padding causal": softmax_of_data("heads batch seq key", causal=True),
+    "Softmax padding window": softmax_of_data("batch seq key", window=3),
+    "Softmax segments": softmax_of_data("heads seq key", segments=True),
+    "Softmax segments window": softmax_of_data(_SCORES, segments=True, window=2),
+    "SoftmaxGrad": softmax_grad(Mask()),
+    "SoftmaxGrad causal": softmax_grad(Mask(causal=True)),
+    "SoftmaxGrad window": softmax_grad(Mask(window=3)),
+    "AttentionRepeat": repeat(gradient=False),
+    "AttentionRepeatGrad": repeat(gradient=True),
     "GradNorm": grad_norm(None),
     "GradNorm clip": grad_norm(1.5),
     "GradNorm under the limit": grad_norm(1e6),

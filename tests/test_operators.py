@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from operators import ROWS
+from operators import ROWS, operands
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
@@ -20,7 +20,9 @@ from nntile_py.errors import ConfigError
 from nntile_py.graph.graph import Graph
 from nntile_py.tasks import Op, Tensor
 from nntile_py.tasks.activation import ACTIVATIONS
+from nntile_py.tasks.band import ALL, Band
 from nntile_py.tasks.cross_entropy import IGNORED
+from nntile_py.tasks.mask import Mask
 from nntile_py.tasks.optimizer import joined, split
 from nntile_py.testing import SIZES, Case, check, error
 
@@ -132,8 +134,8 @@ class Pair:
         self.values: dict[Tensor, Any] = {}
         self.torch: dict[Tensor, torch.Tensor] = {}
 
-    def param(self, axes: str, *, causal: bool = False) -> Tensor:
-        t = self.temp(axes, causal=causal)
+    def param(self, axes: str, *, band: Band = ALL) -> Tensor:
+        t = self.temp(axes, band=band)
         t.requires_grad = True
         self.values[t] = self.rng.standard_normal(t.shape)
         self.torch[t] = torch.tensor(self.values[t], requires_grad=True)
@@ -161,7 +163,7 @@ class Pair:
         for out, want in zip(op.outputs, expected, strict=False):
             assert error(self.values[out], want.detach()) < 1e-12, out
             dy = self.temp(" ".join(out.axes))
-            dy.causal = out.causal
+            dy.band = out.band
             self.values[dy] = np.ones(1) if out.shape == (1,) else self.rng.standard_normal(out.shape)
             want.backward(torch.tensor(self.values[dy]).reshape(want.shape), retain_graph=True)
             dys.append(dy)
@@ -438,11 +440,12 @@ def test_rotary_table_of_wrong_scaling(head_dim: int, scaling: dict[str, Any] | 
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_softmax(pair: Pair, causal: bool) -> None:
-    scores = pair.param("batch heads seq key", causal=causal)
+    mask = Mask(causal)
+    scores = pair.param("batch heads seq key", band=mask.band)
     x = pair.torch[scores]
     if causal:
         x = x.masked_fill(~torch.ones(5, 5, dtype=torch.bool).tril(), -math.inf)
-    pair.compare(ops.Softmax(scores, pair.temp("batch heads seq key", causal=causal)), torch.softmax(x, -1))
+    pair.compare(ops.Softmax(scores, pair.temp("batch heads seq key", band=mask.band), mask), torch.softmax(x, -1))
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -452,7 +455,9 @@ def test_attention(pair: Pair, qkv: list[str], causal: bool) -> None:
     q, k, v = pair.torch[inputs[0]] if len(qkv) == 1 else (pair.torch[t].transpose(1, 2) for t in inputs)
     want = F.scaled_dot_product_attention(q, k, v, is_causal=causal)
     out = qkv[0].replace("qkv", "")
-    op = ops.Attention(inputs, pair.temp(out), pair.temp("batch heads seq"), causal=causal, form="vendor")
+    op = ops.Attention(
+        operands(inputs), pair.temp(out), pair.temp("batch heads seq"), mask=Mask(causal), form="vendor"
+    )
     pair.compare(op, want if len(qkv) == 1 else want.transpose(1, 2))
     scores = (q @ k.transpose(-1, -2) / 2).detach()
     if causal:

@@ -21,6 +21,7 @@ from nntile_py.graph.graph import Graph
 from nntile_py.graph.lowering import lower
 from nntile_py.graph.step import Step, StepSpec
 from nntile_py.models import GPT2, GPT2Config
+from nntile_py.tasks.mask import Mask
 from nntile_py.tiles import ACC, AXES, RW, Part, R, Slot, TaskArgs, TaskList, Tile, Tiling, W
 
 POLICIES = ("chain", "commute", "redux", "tree")
@@ -333,8 +334,8 @@ def test_tile_pairs_above_the_diagonal_are_absent(form: str, size: int, tile: in
         pairs = n * (n + 1) // 2 if causal else n * n
         g = Graph("fp32")
         names, shape = ["batch", "heads", "seq", "head_dim"], [2, 3, size, 4]
-        qkv = [g.named(name, names, shape, "param") for name in "qkv"]
-        o = ops.attention(g, qkv, causal=causal, form=form)
+        q, k, v = (g.named(name, names, shape, "param") for name in "qkv")
+        o = ops.attention(g, q, k, v, Mask(causal), form)
         one = g.named("one", ["one"], [1], "scalar", "fp64")
         dy = g.named("dy", o.axes, o.shape, "input")
         loss = g.add(ops.GradNorm([o], one, g.named("clip", ["one"], [1], "scalar", "fp64"), None)).output

@@ -9,8 +9,8 @@ from nntile_py.errors import ConfigError
 
 AXES = ("batch", "seq", "embed", "heads", "ffn", "vocab")
 
-# Axes that are cut as another one is: attended positions as positions are.
-_CUT_AS = {"key": "seq"}
+# Axes that are cut as another one is: attended positions as positions are, heads of keys as those of queries.
+_CUT_AS = {"key": "seq", "kv_heads": "heads"}
 
 
 def cut_as(axis: str) -> str:
@@ -36,6 +36,7 @@ class Tiling:
     def __init__(self, tiles: Mapping[str, int] | None = None) -> None:
         self.tiles = dict(tiles or {})
         self._parts: dict[tuple[str, int], list[Part]] = {}
+        self._groups: dict[str, int] = {}
         for axis, size in self.tiles.items():
             if axis not in AXES:
                 raise ConfigError(f"tiles.{axis}: unknown axis; allowed are {', '.join(AXES)}")
@@ -51,7 +52,23 @@ class Tiling:
 
     def tile(self, axis: str, size: int) -> int:
         """The size of all tiles of the axis but the last."""
-        return min(self.tiles.get(cut_as(axis), size), size)
+        tile = self.tiles.get(cut_as(axis))
+        return size if tile is None else min(-(-tile // self._groups.get(axis, 1)), size)
+
+    def share(self, axis: str, of: str, size: int, group: int) -> None:
+        """Cut `axis` where `of`, of `size` elements, is cut: each `group` elements of it share one of `axis`.
+
+        Raises ConfigError unless the tiles of `of` are whole groups or parts of one.
+        """
+        tile = self.tile(of, size)
+        if tile < size and tile % group and group % tile:
+            raise ConfigError(
+                f"tiles.{of}: {tile} is not allowed where {group} of them share one of {axis};"
+                f" use a multiple of {group}, or a divisor"
+            )
+        if self._groups.setdefault(axis, group) != group:
+            raise ConfigError(f"tiles.{of}: groups of {self._groups[axis]} and of {group} {of} in one model")
+        self._parts = {key: parts for key, parts in self._parts.items() if key[0] != axis}
 
     def cut(self, axis: str, size: int) -> bool:
         """Whether the axis has more than one tile."""

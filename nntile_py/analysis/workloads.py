@@ -21,6 +21,7 @@ from nntile_py.tasks.attention import attention
 from nntile_py.tasks.contract import linear
 from nntile_py.tasks.elementwise import add, dropout, transpose
 from nntile_py.tasks.layer_norm import layer_norm
+from nntile_py.tasks.mask import Mask
 from nntile_py.tasks.op import GraphLike, Lowering, Op, Tensor
 from nntile_py.tiles import TaskList
 
@@ -171,8 +172,9 @@ def _layer(g: Graph, x: Tensor, c: RunConfig) -> list[Tensor]:
     with g.scope("attn"):
         weight, bias = _param(g, "attn.c_attn.weight", embed=embed, qkv=3, **heads), _param(g, "b_in", qkv=3, **heads)
         packed = linear(g, x, weight, ["batch", "seq", "qkv", "heads", "head_dim"], bias)
-        qkv = [transpose(g, packed, ["qkv", "batch", "heads", "seq", "head_dim"])]
-        a = attention(g, qkv, causal=False, form=c.model.attention, dropout=c.model.attention_dropout)
+        packed = transpose(g, packed, ["qkv", "batch", "heads", "seq", "head_dim"])
+        q, k, v = ((packed, part) for part in range(3))
+        a = attention(g, q, k, v, Mask(), c.model.attention, c.model.attention_dropout)
         a = transpose(g, a, ["batch", "seq", "heads", "head_dim"])
         a = linear(g, a, _param(g, "attn.c_proj.weight", **heads, embed=embed), axes, _param(g, "b_out", embed=embed))
         x = norm(add(g, x, dropout(g, a, p)), "norm1")

@@ -12,14 +12,14 @@ from typing import Any, TypeVar
 from nntile_py.errors import ConfigError
 from nntile_py.graph.graph import Graph
 from nntile_py.tasks.activation import Activation, ActivationGrad
-from nntile_py.tasks.attention import Attention, AttentionGrad, Operands
+from nntile_py.tasks.attention import Attention, AttentionGrad
 from nntile_py.tasks.contract import Contract
 from nntile_py.tasks.cross_entropy import CrossEntropy, CrossEntropyGrad
 from nntile_py.tasks.elementwise import Add, BiasAdd, Dropout, Sum, Transpose
 from nntile_py.tasks.embedding import EmbeddingGrad
 from nntile_py.tasks.layer_norm import LayerNormGrad
 from nntile_py.tasks.norm import Norm, NormGrad
-from nntile_py.tasks.op import Op, Tensor
+from nntile_py.tasks.op import Op, Tensor, permutation
 from nntile_py.tiles import Tiling
 
 
@@ -134,6 +134,8 @@ Rule = Callable[[_Uses, Op], bool]
 def fuse(graph: Graph, fusion: Fusion, tiling: Tiling | None = None) -> Graph:
     """Apply the rules that are switched on until none applies. In place; returns the graph. No tiling: all uncut."""
     tiling = tiling or Tiling()
+    for op in graph.ops:
+        op.fit(tiling)
     rules: list[Rule] = [_embedding_grad_into]
     if fusion.reshape:
         rules += [_attention_layout, _transposed_input, partial(_transposed_output, tiling=tiling)]
@@ -169,12 +171,11 @@ def _attention_layout(uses: _Uses, op: Op) -> bool:
     """Attention, or its gradient, between transposes: the kernels read and write any order of axes."""
     if isinstance(op, Attention):
         gradient = next((g for g in uses.readers.get(op.lse, []) if isinstance(g, AttentionGrad)), None)
-        before = [uses.maker.get(t) for t in op.inputs]
+        before = [uses.maker.get(t) for t in op.operands.tensors]
         users = [r for r in uses.readers[op.output] if r is not gradient]
         after = users if op.output.kind == "temp" else []
         if _transposes(before):
-            op.inputs = [t.inputs[0] for t in before if t]
-            op.operands = Operands(op.inputs)
+            op.read([t.inputs[0] for t in before if t])
         elif _transposes(after) and len(after) == 1:
             op.outputs[0] = after[0].output
             uses.remove(after[0])
@@ -190,8 +191,7 @@ def _attention_layout(uses: _Uses, op: Op) -> bool:
         if _transposes(before) and before[0]:
             op.do = op.inputs[-1] = before[0].inputs[0]
         elif len(after) == len(op.outputs) and _transposes(after):
-            op.outputs = [t.output for t in after]
-            op.grads = Operands(op.outputs)
+            op.write([t.output for t in after])
             for transpose in after:
                 uses.remove(transpose)
         else:
@@ -207,7 +207,7 @@ def _attention_layout(uses: _Uses, op: Op) -> bool:
 
 def _transposes(ops: Sequence[Op | None]) -> bool:
     """Whether all are transposes that permute alike."""
-    kinds = {(op.inputs[0].axes, op.output.axes) if isinstance(op, Transpose) else None for op in ops}
+    kinds = {tuple(permutation(op.inputs[0].axes, op.output.axes)) if isinstance(op, Transpose) else None for op in ops}
     return len(kinds) == 1 and None not in kinds
 
 
@@ -352,7 +352,7 @@ def _residual(uses: _Uses, op: Op) -> bool:
         return False
     for mine, other in ((0, 1), (1, 0)):
         gemm = uses.made_for(op.inputs[mine], op, Contract)
-        if gemm and _plain(gemm) and gemm.residual is None and not op.output.causal:
+        if gemm and _plain(gemm) and gemm.residual is None and not op.output.band.causal:
             uses.replace([gemm, op], _rebuild(gemm, op.output, residual=op.inputs[other]))
             return True
     return False

@@ -18,6 +18,8 @@ MOST_TILES = 1_000_000  # of results: each is a task or more, which takes longer
 
 def lower(graph: Graph, tiling: Tiling, policy: str = "chain", *, holds: Iterable[Tensor] = ()) -> Lowering:
     """Lower every operator and resolve the list. `holds`: further tensors that hold data before the program runs."""
+    for op in graph.ops:
+        op.fit(tiling)
     _check_count(graph, tiling)
     low = Lowering(tiling, TaskList(policy))
     before = [t for t in graph.tensors.values() if t.kind in WRITTEN_BEFORE] + list(holds)

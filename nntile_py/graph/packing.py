@@ -37,7 +37,8 @@ def pack_projections(graph: Graph) -> Graph:
         made, out = _packed_chain(graph, chains, renamed)
         attention = readers[qkv[0]][0]
         if isinstance(attention, Attention):
-            attention.inputs, attention.operands = [out], Operands([out])
+            attention.operands = Operands((out, 0), (out, 1), (out, 2))
+            attention.inputs = [out, *attention.mask.inputs]
         else:
             unpack = Unpack(out, qkv, AXIS)
             unpack.name = f"{attention.name.rpartition('.')[0]}.{unpack.kind}".lstrip(".")

@@ -1,0 +1,115 @@
+"""Plain layers of an encoder and of a decoder (Vaswani et al. 2017), as torch.nn.TransformerEncoder and -Decoder.
+
+What Ivanov et al. 2021 ("Data movement is all you need") measure: norm after the residual, ReLU, dropout. Inputs are
+numbers, not tokens: x [batch, seq, embed], labels of the same shape; the loss is the mean squared error. Axes: batch,
+seq, key (positions of the memory), embed, heads, head_dim, ffn.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import model_validator
+
+from nntile_py.graph.declared import Batch, Init, Normal, Traced
+from nntile_py.graph.graph import Graph
+from nntile_py.models.base import Model, ModelConfig
+from nntile_py.models.parts import dense, norm
+from nntile_py.schema import BelowOne, Count, Positive, Switch
+from nntile_py.tasks.activation import activation
+from nntile_py.tasks.attention import attention
+from nntile_py.tasks.elementwise import add, dropout, transpose
+from nntile_py.tasks.mask import Mask
+from nntile_py.tasks.op import Tensor
+from nntile_py.tasks.squared_error import squared_error
+
+INIT: Init = Normal(0.02)
+
+
+class EncoderConfig(ModelConfig):
+    type: str = "encoder"
+    layers: Count = 1
+    embed: Count
+    heads: Count
+    ffn: Count | None = None  # default: 4 * embed
+    causal: Switch = False  # positions attend to themselves and those before
+    dropout: BelowOne = 0.0  # of the residual branches and after the activation
+    attention_dropout: BelowOne = 0.0  # of the probabilities; only the naive attention has it
+    activation: Literal["relu", "gelu", "gelu_new"] = "relu"
+    attention: Literal["vendor", "merge", "flash", "naive"] = "vendor"
+    layer_norm_eps: Positive = 1e-5
+
+    @model_validator(mode="after")
+    def _fitting(self) -> EncoderConfig:
+        self.check_size("embed", "heads")
+        self.check_dropout()
+        self.fill(ffn=4 * self.embed)
+        return self
+
+
+class DecoderConfig(EncoderConfig):
+    type: str = "decoder"
+    causal: Switch = True
+    memory: Count | None = None  # positions of the encoder's output; default: as many as of x
+
+
+class Encoder(Model):
+    """Layers of self-attention and feed-forward."""
+
+    Config = EncoderConfig
+
+    def trace(self, g: Graph, batch: Batch) -> Traced:
+        x = g.input("x", {"batch": batch.size, "seq": batch.seq, "embed": self.config.embed}, None)
+        x.requires_grad = True  # a layer inside of a model passes a gradient on
+        return self._loss(g, self.layers(g, x))
+
+    def layers(self, g: Graph, x: Tensor, memory: Tensor | None = None) -> Tensor:
+        """All layers' output; with `memory` each attends to that too, as a decoder's."""
+        for layer in range(self.config.layers):
+            here = f"layers.{layer}"
+            with g.scope(f"h{layer}.attn"):
+                x = self._after(g, x, self._attend(g, x, x, f"{here}.self_attn", self.config.causal), f"{here}.norm1")
+            if memory:
+                with g.scope(f"h{layer}.cross"):
+                    y = self._attend(g, x, memory, f"{here}.multihead_attn", causal=False)
+                    x = self._after(g, x, y, f"{here}.norm2")
+            with g.scope(f"h{layer}.mlp"):
+                x = self._after(g, x, self._mlp(g, x, here), f"{here}.norm{3 if memory else 2}")
+        return x
+
+    def _after(self, g: Graph, x: Tensor, branch: Tensor, name: str) -> Tensor:
+        return norm(g, add(g, x, dropout(g, branch, self.config.dropout)), name, self.config.layer_norm_eps)
+
+    def _attend(self, g: Graph, x: Tensor, memory: Tensor, name: str, causal: bool) -> Tensor:
+        c, embed = self.config, {"embed": self.config.embed}
+        heads, parts = {"heads": c.heads, "head_dim": c.embed // c.heads}, []
+        for number, (one, source) in enumerate((("q", x), ("k", memory), ("v", memory))):
+            part = (f"{name}.in_proj_weight", f"{name}.in_proj_bias", number, 3)
+            y = dense(g, source, f"{name}.in_proj.{one}", embed, heads, INIT, part=part)
+            parts.append(transpose(g, y, ["batch", "heads", source.axes[1], "head_dim"]))
+        q, k, v = parts
+        a = attention(g, q, k, v, Mask(causal=causal), c.attention, c.attention_dropout)
+        return dense(g, transpose(g, a, ["batch", "seq", *heads]), f"{name}.out_proj", heads, embed, INIT)
+
+    def _mlp(self, g: Graph, x: Tensor, name: str) -> Tensor:
+        c, embed, ffn = self.config, {"embed": self.config.embed}, {"ffn": self.config.ffn}
+        y = dropout(g, activation(g, dense(g, x, f"{name}.linear1", embed, ffn, INIT), c.activation), c.dropout)
+        return dense(g, y, f"{name}.linear2", ffn, embed, INIT)
+
+    @staticmethod
+    def _loss(g: Graph, y: Tensor) -> Traced:
+        labels = g.input("labels", y.sizes, None, scale="mse_scale")
+        return Traced(squared_error(g, y, labels), {"logits": y})
+
+
+class Decoder(Encoder):
+    """Layers of self-attention, attention to an encoder's output `memory` [batch, key, embed], and feed-forward."""
+
+    Config = DecoderConfig
+
+    def trace(self, g: Graph, batch: Batch) -> Traced:
+        c, sizes = self.config, {"batch": batch.size, "seq": batch.seq, "embed": self.config.embed}
+        x = g.input("x", sizes, None)
+        memory = g.input("memory", {"batch": batch.size, "key": c.memory or batch.seq, "embed": c.embed}, None)
+        x.requires_grad = memory.requires_grad = True  # as of layers inside of a model
+        return self._loss(g, self.layers(g, x, memory))

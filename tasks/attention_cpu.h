@@ -1,0 +1,63 @@
+// Masks on the CPU: of each query the keys of its tile that it attends to are an interval, less padding.
+#pragma once
+#include <vector>
+
+#include "attention.h"
+#include "rows.h"
+
+namespace nntile {
+
+struct Interval {
+  int64_t from = 0, to = 0;  // keys of the tile
+  int64_t size() const { return to - from; }
+};
+
+// The interval of a query, in a tile of `keys` keys.
+inline Interval kept_keys(const PairMask& mask, int64_t row, int64_t keys) {
+  const int64_t position = mask.seq + row;
+  int64_t from = mask.key, to = mask.key + keys;
+  if (mask.diagonal) to = std::min(to, position + 1);
+  if (mask.window) from = std::max(from, position - mask.window + 1);
+  if (mask.segments.defined()) {
+    const auto* first = mask.segments.data_ptr<int64_t>();
+    const auto* last = first + mask.segments.numel();
+    const auto* next = std::upper_bound(first, last, position);
+    if (next == first || next == last) return {};
+    from = std::max(from, next[-1]);
+    to = std::min(to, next[0]);
+  }
+  return from < to ? Interval{from - mask.key, to - mask.key} : Interval{};
+}
+
+// The smallest interval that holds those of rows [first, first + rows).
+inline Interval kept_by_rows(const PairMask& mask, int64_t first, int64_t rows, int64_t keys) {
+  Interval all{keys, 0};
+  for (int64_t row = first; row < first + rows; ++row) {
+    const auto one = kept_keys(mask, row, keys);
+    if (!one.size()) continue;
+    all = {std::min(all.from, one.from), std::max(all.to, one.to)};
+  }
+  return all.size() > 0 ? all : Interval{};
+}
+
+// What padding adds to the scores of each key of sequence b: 0, or -inf where the key is masked.
+template <class T>
+void padding_bias(const at::Tensor& padding, int64_t b, std::vector<T>& bias) {
+  const auto fill = [&](const auto* row) {
+    for (size_t k = 0; k < bias.size(); ++k) bias[k] = row[k] ? T(0) : -std::numeric_limits<T>::infinity();
+  };
+  bias.resize(padding.size(1));
+  if (padding.scalar_type() == at::kLong) fill(padding.data_ptr<int64_t>() + b * padding.size(1));
+  else if (padding.scalar_type() == at::kShort) fill(padding.data_ptr<int16_t>() + b * padding.size(1));
+  else throw std::invalid_argument("this padding is of no integers that are known here");
+}
+
+// x += bias
+template <class T>
+void add(T* x, const T* bias, int64_t n) {
+  for_vectors<T>(n, [&](int64_t k, int64_t count) {
+    (load(x + k, count) + load(bias + k, count)).store(x + k, static_cast<int>(count));
+  });
+}
+
+}  // namespace nntile

@@ -1,0 +1,79 @@
+"""Heads of keys and values repeated for the groups of query heads that share them, for the materialised attention."""
+
+from __future__ import annotations
+
+from nntile_py.tiles import ACC, R, TaskArgs, Tiling, W
+
+from .op import Array, GraphLike, Lowering, Op, Tensor
+
+
+class RepeatArgs(TaskArgs):
+    """Of attention_repeat and attention_repeat_grad."""
+
+    axis: int  # of the heads
+
+
+class AttentionRepeat(Op):
+    """y[.., head, ..] = x[.., head // group, ..]: axis heads from kv_heads."""
+
+    def __init__(self, x: Tensor, out: Tensor) -> None:
+        super().__init__([x], [out])
+
+    def gradient(self, g: GraphLike, *grads: Tensor | None) -> list[Tensor | None]:
+        assert grads[0] is not None
+        x = self.inputs[0]
+        return [g.add(AttentionRepeatGrad(grads[0], g.temp("repeat_grad", x.axes, x.shape, x.dtype))).output]
+
+    def fit(self, tiling: Tiling) -> None:
+        fit_groups(self.inputs[0], self.output, tiling)
+
+    def lower(self, low: Lowering) -> None:
+        x, y = self.inputs[0], self.output
+        for index in low.indices(y):
+            shared = low.tile(x, index | {"kv_heads": tile_of_group(low, x, y, index["heads"])})
+            low.emit("attention_repeat", [W(low.tile(y, index)), R(shared)], RepeatArgs(y.axes.index("heads")))
+
+    def reference(self, *inputs: Array) -> tuple[Array, ...]:
+        axis = self.output.axes.index("heads")
+        return (inputs[0].repeat(self.output.shape[axis] // inputs[0].shape[axis], axis),)
+
+
+class AttentionRepeatGrad(Op):
+    """dx[.., i, ..] = sum of dy over the heads that share head i."""
+
+    def __init__(self, dy: Tensor, out: Tensor) -> None:
+        super().__init__([dy], [out])
+
+    def fit(self, tiling: Tiling) -> None:
+        fit_groups(self.output, self.inputs[0], tiling)
+
+    def lower(self, low: Lowering) -> None:
+        dy, dx = self.inputs[0], self.output
+        for index in low.indices(dy):
+            shared = low.tile(dx, index | {"kv_heads": tile_of_group(low, dx, dy, index["heads"])})
+            args = RepeatArgs(dy.axes.index("heads"))
+            low.emit("attention_repeat_grad", [ACC(shared), R(low.tile(dy, index))], args)
+
+    def reference(self, *inputs: Array) -> tuple[Array, ...]:
+        axis = self.output.axes.index("kv_heads")
+        shape = list(self.output.shape)
+        shape.insert(axis + 1, -1)
+        return (inputs[0].reshape(shape).sum(axis + 1),)
+
+
+def repeat_heads(g: GraphLike, x: Tensor, heads: int) -> Tensor:
+    """x with `heads` heads in the place of its kv_heads, each of them for as many heads in a row."""
+    axes = ["heads" if axis == "kv_heads" else axis for axis in x.axes]
+    shape = [heads if axis == "heads" else x.size(axis) for axis in axes]
+    return g.add(AttentionRepeat(x, g.temp("repeat", axes, shape, x.dtype))).output
+
+
+def tile_of_group(low: Lowering, few: Tensor, many: Tensor, heads: int) -> int:
+    """The tile of few's kv_heads that tile number `heads` of many's heads shares."""
+    group = many.size("heads") // few.size("kv_heads")
+    first = low.parts(many, "heads")[heads].offset // group
+    return next(i for i, part in enumerate(low.parts(few, "kv_heads")) if first < part.end)
+
+
+def fit_groups(few: Tensor, many: Tensor, tiling: Tiling) -> None:
+    tiling.share("kv_heads", "heads", many.size("heads"), many.size("heads") // few.size("kv_heads"))

@@ -1,0 +1,112 @@
+"""Attention masks: which keys a query attends to, by position (see band.py) and by data that each step brings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from nntile_py.tiles import Access, Part, R, TaskArgs
+
+from .band import Band
+from .op import Array, Index, Lowering, Tensor
+
+
+class Limits(TaskArgs):
+    """Of the tiles [seq, key] of a task: what is masked beyond the causal diagonal."""
+
+    seq: int  # position of the tile's first query
+    key: int  # and of its first key
+    window: int  # keys that a query attends to, itself the last of them; 0: no window
+    padding: bool  # a tile [batch, key] follows the others: 0 where a key is masked
+    segments: bool  # a tile of offsets follows
+
+
+@dataclass(frozen=True)
+class Mask:
+    """Which keys a query attends to; `Mask()`: all of them.
+
+    causal: key <= query. window: the last `window` of those, the query's own position included (causal). padding:
+    integers [batch, seq or key], 0 where a key is masked, in any pattern (transformers' attention_mask). segments:
+    int64 [sequences + 1], the offsets of sequences that lie one behind the other along the positions (cu_seqlens):
+    a query attends to its own sequence; what is there beyond the last offset attends to nothing; unused offsets
+    equal the last. A query that attends to nothing gets zeros, and passes no gradient.
+    """
+
+    causal: bool = False
+    window: int | None = None
+    padding: Tensor | None = None
+    segments: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        window = self.window
+        if window is not None and (isinstance(window, bool) or not isinstance(window, int) or window < 1):
+            raise ValueError(f"mask: a window of {window!r} is not allowed; use a number of positions from 1 up")
+        if self.padding and self.segments:
+            raise ValueError("mask: padding and segments together are not supported; leave padded positions out")
+        for name, tensor in (("padding", self.padding), ("segments", self.segments)):
+            if tensor and not tensor.dtype.startswith("int"):
+                raise ValueError(f"mask: {name} of {tensor.dtype} are not allowed; use integers")
+        if window is not None:
+            object.__setattr__(self, "causal", True)
+
+    @property
+    def band(self) -> Band:
+        return Band(self.causal, self.window)
+
+    @property
+    def inputs(self) -> list[Tensor]:
+        return [t for t in (self.padding, self.segments) if t]
+
+    def check(self, batch: int, seq: int, key: int) -> None:
+        """Raises ValueError where the mask does not fit numbers of sequences, queries and keys."""
+        if (self.causal or self.segments) and seq != key:
+            kind = "segments" if self.segments else "a window" if self.window else "a causal mask"
+            raise ValueError(f"mask: {kind} of {seq} queries and {key} keys is not supported; use as many of both")
+        if self.padding and self.padding.axes not in (("batch", "seq"), ("batch", "key")):
+            raise ValueError(f"mask: padding {self.padding} is not supported; its axes must be batch, then seq or key")
+        if self.padding and self.padding.shape != (batch, key):
+            raise ValueError(f"mask: padding {self.padding} does not fit {batch} sequences of {key} keys")
+        if self.segments and (batch != 1 or len(self.segments.shape) != 1 or self.segments.dtype != "int64"):
+            raise ValueError(
+                f"mask: segments {self.segments} of {batch} batches are not supported;"
+                " use int64 [sequences + 1] and one batch of tokens"
+            )
+
+    def limits(self, seq: Part, key: Part) -> Limits | None:
+        """What a kernel has to be told of a tile; None if the diagonal is all."""
+        if not self.inputs and not self.band.cuts_window(seq, key):
+            return None
+        return Limits(
+            seq=seq.offset, key=key.offset, window=self.window or 0,
+            padding=self.padding is not None, segments=self.segments is not None,
+        )  # fmt: skip
+
+    def accesses(self, low: Lowering, at: Index) -> list[Access]:
+        """The tiles of data that belong to those of the keys at["key"]."""
+        return [R(low.tile(t, dict.fromkeys(t.axes, 0) | at | {"seq": at["key"]})) for t in self.inputs]
+
+    def allowed(self, sizes: dict[str, int], axes: Sequence[str], data: Sequence[Array]) -> Array:
+        """Whether a key is attended to, as an array that broadcasts over `axes`, which end in seq, key."""
+        result = self.band.allowed(sizes["seq"], sizes["key"])[None]
+        if self.padding:
+            result = result & (data[0] != 0)[:, None]
+        if self.segments:
+            position = np.arange(sizes["seq"])
+            segment = np.searchsorted(data[0], position, side="right")
+            live = (segment > 0) & (segment < len(data[0]))
+            result = result & ((segment[:, None] == segment) & live)
+        known = {"batch": result.shape[0], "seq": sizes["seq"], "key": sizes["key"]}
+        return result.reshape([known.get(axis, 1) for axis in axes])
+
+
+def masked_softmax(scores: Array, allowed: Array) -> tuple[Array, Array]:
+    """Softmax over the last axis of what is allowed, and log-sum-exp [..., 1]; zeros where nothing is allowed."""
+    scores = np.where(allowed, scores, -np.inf)
+    top = scores.max(-1, keepdims=True)
+    top = np.where(np.isfinite(top), top, 0.0)
+    e = np.exp(scores - top)
+    total = e.sum(-1, keepdims=True)
+    total = np.where(total > 0, total, 1.0)
+    return e / total, np.log(total) + top

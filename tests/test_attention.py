@@ -1,0 +1,335 @@
+"""Every mask in every form of attention, forward and gradient: against float64 references, those against PyTorch."""
+
+import itertools
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from cases import Case, check, offsets, padding
+from conftest import error
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+
+import nntile_py as nt
+from nntile_py.errors import ConfigError
+from nntile_py.graph.graph import Graph
+from nntile_py.graph.lowering import lower
+from nntile_py.tasks.attention import attention
+from nntile_py.tasks.band import Band
+from nntile_py.tasks.elementwise import add
+from nntile_py.tasks.mask import Mask
+from nntile_py.tasks.op import Tensor
+from nntile_py.tiles import Part, Tiling
+
+FORMS = ("vendor", "merge", "flash", "naive")
+MASKS = [
+    "none", "causal", "window", "padding", "padding causal", "padding window", "segments", "segments causal",
+    "segments window",
+]  # fmt: skip
+BSHD = "batch seq heads head_dim"
+LAYOUTS: dict[str, list[str]] = {
+    "by seq": [BSHD] * 3,
+    "packed": ["qkv batch heads seq head_dim"],
+    "packed k and v": ["batch heads seq head_dim", "batch heads qkv seq head_dim"],
+    "one sequence": ["heads seq head_dim"] * 3,
+    "groups": [BSHD, "batch seq kv_heads head_dim", "batch seq kv_heads head_dim"],
+    "other order": ["batch heads seq head_dim", BSHD, "seq heads batch head_dim"],
+    "cross": [BSHD, "batch key heads head_dim", "batch key heads head_dim"],
+    "cross groups": ["batch heads seq head_dim", *["batch kv_heads key head_dim"] * 2],
+    "cross packed": ["batch heads seq head_dim", "batch qkv heads key head_dim"],
+}
+SIZES = {"batch": 3, "seq": 11, "key": 11, "heads": 6, "kv_heads": 3, "head_dim": 5}
+CROSS = {"batch": 3, "seq": 11, "key": 7, "heads": 6, "kv_heads": 3, "head_dim": 5}
+TILINGS: dict[str, dict[str, int]] = {
+    "uncut": {},
+    "even": {"batch": 1, "heads": 2},
+    "seq": {"seq": 4, "heads": 6},
+    "ragged": {"batch": 2, "seq": 3, "heads": 4},
+    "parts of groups": {"batch": 2, "seq": 5, "heads": 1},
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """Attention with its gradient; the output and the gradients of q, k and v are compared."""
+
+    mask: str
+    form: str
+    layout: str = "by seq"
+    dropout: float = 0.0
+
+    @property
+    def fits(self) -> bool:
+        if self.layout == "one sequence" and "padding" in self.mask:
+            return False
+        return "cross" not in self.layout or self.mask in ("none", "padding")
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        return {**(CROSS if "cross" in self.layout else SIZES), **({"batch": 1} if "segments" in self.mask else {})}
+
+    def build(self, case: Case) -> tuple[list[Tensor], Tensor, Tensor, Mask]:
+        """q, k, v or what holds them; the output; its gradient; the mask."""
+        case.sizes["qkv"] = 3 if self.layout == "packed" else 2
+        inputs = [case.x(axes) for axes in LAYOUTS[self.layout]]
+        for tensor in inputs:
+            tensor.requires_grad = True
+        parts = [(t, i) for t in inputs for i in range(case.sizes["qkv"])] if len(inputs) == 1 else list(inputs)
+        if len(inputs) == 2:
+            parts = [inputs[0], (inputs[1], 0), (inputs[1], 1)]
+        key = "key" if "cross" in self.layout else "seq"
+        words = self.mask.split()
+        data = {
+            "padding": case.x(f"batch {key}", padding, "int64") if "padding" in words else None,
+            "segments": case.x("sequences", offsets(case.sizes["seq"]), "int64") if "segments" in words else None,
+        }
+        mask = Mask("causal" in words, 4 if "window" in words else None, **data)
+        q, k, v = parts
+        out = attention(case.graph, q, k, v, mask, self.form, self.dropout)
+        return inputs, out, case.x(" ".join(out.axes)), mask
+
+    def __call__(self, case: Case) -> tuple[list[Tensor], Tensor, Tensor, Mask]:
+        made = inputs, out, dy, _ = self.build(case)
+        g, grads = case.graph, {out: dy}
+        g._phase = "backward"
+        for op in reversed(g.ops[:]):
+            for t, grad in zip(op.inputs, op.gradient(g, *(grads.get(x) for x in op.outputs)), strict=True):
+                if grad is not None and t.requires_grad:
+                    grads[t] = add(g, grads[t], grad) if t in grads else grad
+        for number, tensor in enumerate((out, *(grads[t] for t in inputs))):
+            tensor.storage.kind, tensor.storage.name = "scalar", f"result{number}"
+        return made
+
+
+def rows(**options: Any) -> list[Row]:
+    return [row for mask, form in itertools.product(MASKS, FORMS) if (row := Row(mask, form, **options)).fits]
+
+
+# -- the references against PyTorch
+
+
+def attended(row: Row, sizes: Mapping[str, int], data: list[Any]) -> torch.Tensor:
+    """[batch, 1, seq, key], one pair of positions after the other."""
+    batch, seq, key = sizes["batch"], sizes["seq"], sizes["key"]
+    words, result = row.mask.split(), torch.zeros(batch, 1, seq, key, dtype=torch.bool)
+    for b, s, k in itertools.product(range(batch), range(seq), range(key)):
+        good = True
+        if "causal" in words or "window" in words:
+            good = k <= s
+        if "window" in words:
+            good = good and s - k < 4
+        if "padding" in words:
+            good = good and bool(data[0][b, k])
+        if "segments" in words:
+            starts = data[0].tolist()
+            good = good and any(a <= s < z and a <= k < z for a, z in itertools.pairwise(starts))
+        result[b, 0, s, k] = good
+    return result
+
+
+def of_torch(row: Row, case: Case, made: Any, values: Any) -> list[Any]:
+    """The output and the gradients of the inputs."""
+    inputs, out, dy, mask = made
+    given = [torch.tensor(values[t], requires_grad=True) for t in inputs]
+    parts = []
+    for t, value in zip(inputs, given, strict=True):
+        axes = [a for a in t.axes if a != "qkv"]
+        slices = value.unbind(t.axes.index("qkv")) if "qkv" in t.axes else [value]
+        roles = [{"kv_heads": "heads", "key": "seq"}.get(a, a) for a in axes]
+        order = [roles.index(a) for a in ("batch", "heads", "seq", "head_dim") if a in roles]
+        parts += [x.permute(order) if len(order) == 4 else x.permute(order)[None] for x in slices]
+    q, k, v = parts
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    allowed = attended(row, {**case.sizes, "batch": q.shape[0]}, [values[t] for t in mask.inputs])
+    scores = (q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5).masked_fill(~allowed, -1e9)
+    o = (torch.softmax(scores, -1) * allowed) @ v
+    axes = list(out.axes)
+    o = (o if "batch" in axes else o[0]).permute(
+        [[a for a in ("batch", "heads", "seq", "head_dim") if a in axes].index(a) for a in axes]
+    )
+    o.backward(torch.tensor(values[dy]))
+    return [o.detach(), *(t.grad for t in given)]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("form", ["vendor", "naive"])
+def test_references(layout: str, form: str) -> None:
+    for mask in MASKS:
+        row = Row(mask, form, layout)
+        if not row.fits:
+            continue
+        case = Case(row.sizes, "fp64")
+        made = row(case)
+        values = case.draw(np.random.default_rng(1))
+        expected = case.expected(values)
+        found = {t.storage.name: value for t, value in expected.items()}
+        for number, want in enumerate(of_torch(row, case, made, values)):
+            assert error(found[f"result{number}"], want) < 1e-12, (mask, number)
+
+
+# -- lowered
+
+
+def tiles_for(row: Row, tiling: str) -> dict[str, int]:
+    return {axis: size for axis, size in TILINGS[tiling].items() if axis != "batch" or row.layout != "one sequence"}
+
+
+@pytest.mark.parametrize("tiling", ["uncut", "ragged", "parts of groups"])
+@pytest.mark.parametrize("row", rows(), ids=lambda row: f"{row.form} {row.mask}")
+def test_masks(runtime: nt.Runtime, row: Row, tiling: str) -> None:
+    check(row, tiles_for(row, tiling), "chain", "fp64", row.sizes)
+
+
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "by seq"])
+@pytest.mark.parametrize("form", FORMS)
+def test_layouts(runtime: nt.Runtime, form: str, layout: str) -> None:
+    for mask, tiling in itertools.product(("padding", "segments causal", "none"), TILINGS):
+        row = Row(mask, form, layout)
+        if row.fits:
+            check(row, tiles_for(row, tiling), "chain", "fp64", row.sizes)
+
+
+@pytest.mark.parametrize("policy", ["commute", "redux", "tree"])
+@pytest.mark.parametrize("form", FORMS)
+def test_policies(runtime: nt.Runtime, form: str, policy: str) -> None:
+    for row in (Row("padding window", form, "groups"), Row("segments causal", form, "packed")):
+        check(row, tiles_for(row, "parts of groups"), policy, "fp64", row.sizes)
+
+
+@pytest.mark.parametrize("row", rows(layout="groups"), ids=lambda row: f"{row.form} {row.mask}")
+def test_in_fp32(runtime: nt.Runtime, row: Row) -> None:
+    check(row, TILINGS["ragged"], "chain", "fp32", row.sizes)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_many_positions(runtime: nt.Runtime, form: str) -> None:
+    """Kernels take the queries in blocks; windows and sequences leave out keys before and after."""
+    for mask, tiles in itertools.product(MASKS[1:], ({}, {"seq": 170})):
+        row = Row(mask, form)
+        check(row, tiles, "chain", "fp64", {**row.sizes, "batch": 1, "seq": 300, "key": 300, "heads": 1, "head_dim": 8})
+
+
+@pytest.mark.parametrize("tiling", TILINGS)
+def test_dropout(runtime: nt.Runtime, tiling: str) -> None:
+    def row(case: Case) -> None:
+        case.slots["dropout_seed"] = case.options["seed"] = 3
+        Row("padding causal", "naive", "groups", dropout=0.4)(case)
+        assert sum(op.kind == "Dropout" for op in case.graph.ops) == 2
+
+    check(row, TILINGS[tiling], "chain", "fp64", SIZES)
+
+
+@st.composite
+def shapes(draw: st.DrawFn) -> tuple[Row, dict[str, int], dict[str, int]]:
+    """Any mask, form and layout, any sizes, and tiles that fit the groups of heads."""
+    row = Row(draw(st.sampled_from(MASKS)), draw(st.sampled_from(FORMS)), draw(st.sampled_from(list(LAYOUTS))))
+    assume(row.fits)
+    sizes = {axis: draw(st.integers(1, most)) for axis, most in (("batch", 3), ("seq", 9), ("head_dim", 6))}
+    sizes["key"] = draw(st.integers(1, 9)) if "cross" in row.layout else sizes["seq"]
+    group, sizes["kv_heads"] = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    sizes["heads"] = group * sizes["kv_heads"]
+    if "segments" in row.mask:
+        sizes["batch"] = 1
+    tiles = {axis: draw(st.integers(-(-sizes[axis] // 4), sizes[axis])) for axis in ("batch", "seq")}
+    tiles["heads"] = draw(st.sampled_from([t for t in range(1, sizes["heads"] + 1) if not (t % group and group % t)]))
+    return row, sizes, {axis: tiles[axis] for axis in draw(st.sets(st.sampled_from(sorted(tiles))))}
+
+
+@settings(max_examples=60, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+@given(drawn=shapes(), seed=st.integers(0, 2**32))
+def test_any_shape(runtime: nt.Runtime, drawn: Any, seed: int) -> None:
+    row, sizes, tiles = drawn
+    check(row, tiles, "chain", "fp64", sizes, seed, tolerance=1e-11)
+
+
+# -- which pairs of tiles there are
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_pairs_outside_of_the_window_are_absent(form: str) -> None:
+    """Of 5 tiles of 3 positions (the last of 2), each attends to itself and to those that the window still reaches."""
+    for window, reach in ((1, 0), (2, 1), (4, 1), (5, 2), (8, 3), (100, 4)):
+        case = Case({**SIZES, "batch": 1, "seq": 14, "heads": 1}, "fp64")
+        g, t = case.graph, [case.x(BSHD) for _ in range(3)]
+        for tensor in t:
+            tensor.requires_grad = True
+        out = attention(g, *t, Mask(window=window), form)
+        if form == "naive":
+            grads: dict[Tensor, Tensor] = {out: case.x(BSHD)}
+            for op in reversed(g.ops[:]):
+                grads.update(zip(op.inputs, op.gradient(g, grads[op.output]), strict=True))  # type: ignore[arg-type]
+        else:
+            g.ops[-1].gradient(g, case.x(BSHD), None)
+        counts = Counter(task.kernel for task in lower(g, Tiling({"seq": 3})).tasks.tasks)
+        pairs = sum(min(i, reach) + 1 for i in range(5))
+        if form == "naive":
+            assert counts["maxsumexp"] == counts["softmax"] == counts["softmax_grad"] == pairs
+            assert counts["contract"] == 6 * pairs
+        else:
+            kernels = ["flash_maxsumexp", "flash_softmax_gemm"] if form == "flash" else ["attention_partial"]
+            assert all(counts[kernel] == pairs for kernel in [*kernels, "attention_grad_pair"])
+
+
+@settings(deadline=None)
+@given(
+    band=st.builds(Band, st.just(True), st.none() | st.integers(1, 30)),
+    tile=st.integers(1, 9), size=st.integers(1, 30),
+)  # fmt: skip
+def test_bands(band: Band, tile: int, size: int) -> None:
+    """What is said of tiles is true of their elements; areas add up."""
+    parts, allowed = Tiling({"seq": tile}).parts("seq", size), band.allowed(size, size)
+    total = 0.0
+    for seq, key in itertools.product(parts, parts):
+        inside = allowed[seq.offset : seq.end, key.offset : key.end]
+        assert band.empty(seq, key) == (not inside.any())
+        before = Band(True).allowed(size, size)[seq.offset : seq.end, key.offset : key.end]
+        assert band.cuts_window(seq, key) >= bool((before & ~inside).any())
+        assert band.cuts_causal(seq, key) >= (not before.all())
+        assert (band.area(seq, key) > 0) == bool(inside.any())
+        total += band.area(seq, key)
+    assert total == band.area(Part(0, size), Part(0, size))
+    assert abs(total - allowed.sum()) <= size
+
+
+# -- what is refused
+
+
+def test_refused() -> None:
+    g = Graph("fp32")
+
+    def tensor(axes: str, dtype: str = "fp32", **sizes: int) -> Tensor:
+        known = {**SIZES, "qkv": 3, "sequences": 4, **sizes}
+        return g.named(f"t{len(g.tensors)}", axes.split(), [known[a] for a in axes.split()], "input", dtype)
+
+    q, cross = tensor(BSHD), tensor("batch key heads head_dim", key=7)
+    offsets_of = tensor("sequences", "int64")
+    few, uneven = tensor("batch seq kv_heads head_dim"), tensor("batch seq kv_heads head_dim", kv_heads=4)
+    for match, ask in {
+        "a causal mask with 11 queries and 7 keys": lambda: attention(g, q, cross, cross, Mask(causal=True)),
+        "a window with 11 queries and 7 keys": lambda: attention(g, q, cross, cross, Mask(window=3)),
+        "segments with 11 queries": lambda: attention(g, q, cross, cross, Mask(segments=offsets_of)),
+        "of 3 batches are not supported": lambda: attention(g, q, q, q, Mask(segments=offsets_of)),
+        "window of 0 is not allowed": lambda: Mask(window=0),
+        "padding and segments together": lambda: Mask(padding=tensor("batch seq", "int64"), segments=offsets_of),
+        "padding of fp32": lambda: Mask(padding=tensor("batch seq")),
+        "does not fit 3 sequences of 11": lambda: attention(
+            g, q, q, q, Mask(padding=tensor("batch seq", "int64", seq=7))
+        ),
+        "its axes must be batch": lambda: attention(g, q, q, q, Mask(padding=tensor("seq batch", "int64"))),
+        "only attention: naive has it": lambda: attention(g, q, q, q, Mask(), "merge", 0.1),
+        "'fused' is not allowed": lambda: attention(g, q, q, q, Mask(), "fused"),
+        "6 heads cannot share 4": lambda: attention(g, q, uneven, uneven, Mask()),
+        "must have the same axes": lambda: attention(g, q, few, q, Mask()),
+        "name its axis key": lambda: attention(g, q, *[tensor(BSHD, seq=7)] * 2, Mask()),
+        "do not fit the queries": lambda: attention(g, q, *[tensor(BSHD, head_dim=7)] * 2, Mask()),
+        "must have the axes": lambda: attention(g, *[tensor("batch seq embed", embed=8)] * 3, Mask()),
+    }.items():
+        with pytest.raises(ValueError, match=match):
+            ask()
+    attention(g, q, few, few, Mask())
+    with pytest.raises(ConfigError, match=r"tiles.heads: 3 is not allowed where 2 of them share one of kv_heads"):
+        lower(g, Tiling({"heads": 3}))
