@@ -201,6 +201,7 @@ def _read(source: Any) -> tuple[dict[str, Any], Weights]:
     if not hasattr(source, "state_dict") or not hasattr(source, "config"):
         raise ConfigError(f"model: {type(source).__name__} is not allowed; use a transformers model, or its folder")
     raw = source.config.to_dict()
+    raw["architectures"] = [type(source).__name__]
     double = all(v.dtype.itemsize == 8 for v in source.parameters())
     state = {k: v.detach().cpu() for k, v in source.state_dict().items()}
     return raw, {k: (v if double else v.float()).numpy().copy() for k, v in state.items()}

@@ -31,7 +31,7 @@ def dense(
     """x W + b, as torch.nn.Linear: sums over the axes `inner` of x, makes the axes `out` after batch and seq.
 
     The weight is NAME.weight [out, inner], with `transposed` [inner, out] (GPT-2's Conv1D); the bias NAME.bias [out].
-    part (a weight's and a bias' names, number, of): W and b are one of `of` equal parts of those along out's first axis.
+    part (names of weight and bias, number, of): W and b are one of `of` equal parts of those, along out's first axis.
     """
     axes = {**inner, **out} if transposed else {**out, **inner}
     along = next(iter(out))

@@ -140,7 +140,10 @@ class Rename(Op):
         return 0
 
     def lower(self, low: Lowering) -> None:
-        pass
+        for old, new in self.names.items():
+            size = self.output.size(new)
+            if low.tiling.tile(old, size) != low.tiling.tile(new, size):
+                raise ValueError(f"{self.name}: {old} and {new} are cut into other tiles; rename axes that are cut alike")
 
     def reference(self, *inputs: Array) -> tuple[Array, ...]:
         return (inputs[0],)

@@ -9,8 +9,9 @@ from nntile_py.errors import ConfigError
 
 AXES = ("batch", "seq", "embed", "heads", "ffn", "vocab")
 
-# Axes that are cut as another one is: attended positions as positions are, heads of keys as those of queries.
-_CUT_AS = {"key": "seq", "kv_heads": "heads"}
+# Axes that are cut as another one is: attended positions as positions are, heads of keys as those of queries, the other
+# side of a square matrix as the first.
+_CUT_AS = {"key": "seq", "kv_heads": "heads", "hidden": "embed"}
 
 
 def cut_as(axis: str) -> str:
