@@ -191,13 +191,6 @@ def slot(task: Task, value: Slot, dtype: str = "fp32") -> TaskFloat:
     return TaskFloat(task.floats.index(value), dtype)
 
 
-def constant(task: Task, position: int) -> float:
-    """A float of the task that is known when the program is bound."""
-    value = task.floats[position]
-    assert not isinstance(value, Slot), (task.kernel, value)
-    return float(value)
-
-
 def numbered(tasks: Sequence[Task]) -> list[list[TileAddress]]:
     """The addresses of the tasks' tiles, numbered through."""
     result: list[list[TileAddress]] = []

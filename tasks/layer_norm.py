@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import numpy as np
 
-from nntile_py.tiles import ACC, R, Tile, W
+from nntile_py.tiles import ACC, R, TaskArgs, Tile, W
 
-from .elementwise import Dropout
+from .elementwise import Dropout, DropoutArgs
 from .norm import Norm, NormGrad
 from .op import Array, GraphLike, Index, Lowering, Tensor, wide
 
 AXIS = "embed"
+
+
+class LayerNormArgs(TaskArgs):
+    eps: float
+    dropout: DropoutArgs | None  # of x
+
+
+class LayerNormStatArgs(TaskArgs):
+    eps: float
 
 
 class LayerNorm(Norm):
@@ -63,9 +72,8 @@ class LayerNorm(Norm):
                 at = columns[0]
                 total = [W(low.tile(self.total, at))] if self.total else []
                 tiles = [low.tile(t, at) for t in (x, gamma, beta, *extra)]
-                ints, floats = self.dropout.numbers(low, at) if self.dropout else ([], [])
-                accesses = [W(low.tile(self.output, at)), W(stat), *map(R, tiles), *total]
-                low.emit("layer_norm", accesses, ints, [self.eps, *floats])
+                args = LayerNormArgs(self.eps, self.dropout.args(low, at) if self.dropout else None)
+                low.emit("layer_norm", [W(low.tile(self.output, at)), W(stat), *map(R, tiles), *total], args)
                 continue
             assert not self.dropout, "not fused where embed is cut"
             state = Tile(f"{self.name}.moments", tuple(index.values()), (*stat.shape[:-1], 3), stat.dtype, "moments")
@@ -76,7 +84,7 @@ class LayerNorm(Norm):
                     tiles = [low.tile(t, at) for t in (x, *extra)]
                     low.emit("add", [W(low.tile(self.total, at)), *map(R, tiles)])
                 low.emit("layer_norm_moments", [ACC(state), R(low.tile(source, at))])
-            low.emit("layer_norm_stat", [W(stat), R(state)], [], [self.eps])
+            low.emit("layer_norm_stat", [W(stat), R(state)], LayerNormStatArgs(self.eps))
             for at in columns:
                 tiles = [low.tile(t, at) for t in (source, gamma, beta)]
                 low.emit("layer_norm_apply", [W(low.tile(self.output, at)), R(stat), *map(R, tiles)])
@@ -87,6 +95,15 @@ class LayerNorm(Norm):
         mean, rstd = s.mean(-1, keepdims=True), 1 / np.sqrt(s.var(-1, keepdims=True) + self.eps)
         y = (s - mean) * rstd * inputs[1] + inputs[2]
         return (y, np.concatenate([mean, rstd], -1), *([s] if self.total else []))
+
+
+class LayerNormGradArgs(TaskArgs):
+    add: int  # places among the tiles, 0: it is not there
+    dbias: int
+    sums: int
+    dropped: int
+    embed: int  # of the whole tensor
+    dropout: DropoutArgs | None  # of dx
 
 
 class LayerNormGrad(NormGrad):
@@ -137,13 +154,13 @@ class LayerNormGrad(NormGrad):
         accesses = [W(dx), ACC(dgamma), ACC(dbeta), R(dy), R(x), R(stat), R(gamma)]
         extra = R(low.tile(self.extra, at)) if self.extra else None
         dbias = ACC(low.tile(self.bias, at)) if self.bias else None
-        places = []
+        places: list[int] = []
         dropped = W(low.tile(self.dropout.output, at)) if self.dropout else None
         for access in (extra, dbias, R(sums) if sums else None, dropped):
             places.append(len(accesses) if access else 0)
             accesses += [access] if access else []
-        ints, floats = self.dropout.numbers(low, at) if self.dropout else ([], [])
-        low.emit("layer_norm_grad", accesses, [*places, self.inputs[1].size(AXIS), *ints], floats)
+        dropout = self.dropout.args(low, at) if self.dropout else None
+        low.emit("layer_norm_grad", accesses, LayerNormGradArgs(*places, self.inputs[1].size(AXIS), dropout))
 
     def reference(self, *inputs: Array, seed: int = 0) -> tuple[Array, ...]:
         dy, x, stat, gamma = inputs[:4]
