@@ -1,4 +1,4 @@
-"""C++ structs of the arguments that operators declare (tiles/arguments.py): a header for each Python file that does."""
+"""C++ headers of what Python declares: the arguments of kernels (tiles/arguments.py), the table of dtypes."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[1] / "tiles"))
 from arguments import Kind, kind_of
+from dtypes import DTYPES
 
 _TYPES = {"int": "int64_t", "bool": "bool", "float": "double", "Slot": "double"}
 _READS = {"int": "r.integer()", "bool": "r.integer() != 0", "float": "r.real()", "Slot": "r.real()"}
@@ -15,7 +16,7 @@ Fields = dict[str, Kind]
 
 
 def write(root: Path, folder: Path) -> list[str]:
-    """The headers, NAME_args.h of the file NAME.py, in `folder`; one that would stay the same is not touched."""
+    """The headers in `folder`, NAME_args.h of the file NAME.py; one that would stay the same is not touched."""
     files: dict[Path, dict[str, Fields]] = {}  # its classes of arguments
     for path in sorted([*root.glob("tasks/*.py"), *root.glob("tiles/*.py")]):
         nodes = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef)]
@@ -35,10 +36,35 @@ def write(root: Path, folder: Path) -> list[str]:
         lines = [f"// The arguments declared in {path.relative_to(root)}; made by scripts/args_headers.py."]
         lines += ["#pragma once", *(f'#include "{name}"' for name in included), "", "namespace nntile {"]
         lines += [*(_struct(name, fields) for name, fields in found.items()), "}  // namespace nntile", ""]
-        header, text = folder / _header(path), "\n".join(lines)
-        if not header.exists() or header.read_text() != text:
-            header.write_text(text)
-    return sorted(str(folder / name) for name in set(homes.values()))
+        _keep(folder / _header(path), "\n".join(lines))
+    _keep(folder / "dtypes.h", _dtypes())
+    return sorted(str(header) for header in folder.glob("*.h"))
+
+
+def _keep(header: Path, text: str) -> None:
+    if not header.exists() or header.read_text() != text:
+        header.write_text(text)
+
+
+def _dtypes() -> str:
+    rows = "".join(f'\n    {{"{d.name}", at::ScalarType::{d.aten}, "{d.numpy}"}},' for d in DTYPES.values())
+    return f"""// The table of tiles/dtypes.py; made by scripts/args_headers.py.
+#pragma once
+#include <c10/core/ScalarType.h>
+
+namespace nntile {{
+
+struct Dtype {{
+  const char* name;
+  at::ScalarType type;
+  const char* numpy;  // of arrays that go in and out
+}};
+
+inline constexpr Dtype kDtypes[] = {{{rows}
+}};
+
+}}  // namespace nntile
+"""
 
 
 def _header(path: Path) -> str:

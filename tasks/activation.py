@@ -6,6 +6,7 @@ gelu and silu, x sigmoid(x): Hendrycks and Gimpel 2016.
 from __future__ import annotations
 
 import math
+from typing import ClassVar
 
 import numpy as np
 
@@ -64,6 +65,8 @@ class ActivationArgs(TaskArgs):
 class Activation(Op):
     """y = act(x), element-wise; kind is one of ACTIVATIONS."""
 
+    colours: ClassVar = {"forward": "#44aa99"}
+
     def __init__(self, x: Tensor, out: Tensor, kind: str) -> None:
         super().__init__([x], [out])
         self.act = check_kind(kind)
@@ -88,6 +91,8 @@ class Activation(Op):
 
 class ActivationGrad(Op):
     """dx = dy * act'(x)."""
+
+    colours: ClassVar = {"backward": "#882255"}
 
     def __init__(self, dy: Tensor, x: Tensor, out: Tensor, kind: str) -> None:
         super().__init__([dy, x], [out])

@@ -1,5 +1,8 @@
 """Activations on CUDA. A KIND is a position in activation.ACTIVATIONS."""
 
+# Functions of Triton's language have no Python types.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
 from __future__ import annotations
 
 import triton

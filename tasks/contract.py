@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from typing import ClassVar
 
 import numpy as np
 
@@ -13,7 +14,7 @@ from nntile_py.tiles import ACC, RW, Access, R, TaskArgs, Tile, W
 from .activation import ACTIVATIONS, activate, derivative
 from .band import ALL
 from .elementwise import bias_add
-from .op import Array, GraphLike, Index, Lowering, Op, Tensor, permutation, wide
+from .op import CONTRACTION, Array, GraphLike, Index, Lowering, Op, Tensor, permutation, wide
 
 
 class EpilogueArgs(TaskArgs):
@@ -57,6 +58,9 @@ class Contract(Op):
     that it sums over (K).
     """
 
+    category = CONTRACTION
+    colours: ClassVar = {"forward": "#0072b2", "backward": "#e69f00"}
+
     def __init__(
         self,
         a: Tensor,
@@ -81,6 +85,14 @@ class Contract(Op):
         self.m = [axis for axis in out.axes if axis in a.axes and axis not in shared]
         self.n = [axis for axis in out.axes if axis in b.axes and axis not in shared]
         assert set(out.axes) == {*self.batch, *self.m, *self.n}, (a, b, out)
+
+    @property
+    def title(self) -> str:
+        parts = {"bias": self.bias, "residual": self.residual}
+        if self.activation:  # with aux it is a factor, the activation's derivative there
+            parts[f"{self.activation}'" if self.aux else self.activation] = self.output
+        parts["bias gradient"] = self.bias_grad[1] if self.bias_grad else None
+        return " + ".join([self.kind, *(name for name, there in parts.items() if there)])
 
     def gradient(self, g: GraphLike, *grads: Tensor | None) -> list[Tensor | None]:
         assert len(self.inputs) == 2 and self.activation is None, "fusion comes after the gradients"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import numpy as np
 
 from nntile_py.tiles import ACC, RW, R, Slot, TaskArgs, Tile, W
 
-from .op import Array, GraphLike, Lowering, Op, Tensor, wide
+from .op import NORMALIZATION, Array, GraphLike, Lowering, Op, Tensor, wide
 
 IGNORED = -100
 
@@ -38,6 +40,9 @@ class CrossEntropy(Op):
     [1]; lse [...], fp32 for bf16 logits: log-sum-exp of each row. With `fused` (set by the fusion pass where the
     classes are not cut) the same task overwrites the logits by their gradient.
     """
+
+    category = NORMALIZATION
+    colours: ClassVar = {"forward": "#7a5195"}
 
     def __init__(
         self, logits: Tensor, labels: Tensor, loss: Tensor, lse: Tensor, before: Tensor | None = None,
@@ -87,6 +92,9 @@ class CrossEntropy(Op):
 
 class CrossEntropyGrad(Op):
     """dlogits = (exp(logits - lse) - onehot(label)) * scale, zero where the label is -100; in place."""
+
+    category = NORMALIZATION
+    colours: ClassVar = {"backward": "#8c564b"}
 
     def __init__(self, logits: Tensor, labels: Tensor, lse: Tensor, out: Tensor, scale: str = "loss_scale") -> None:
         super().__init__([logits, labels, lse], [out])

@@ -4,6 +4,9 @@ Tiles as in cross_entropy.cpp. A label that is no class, which the CPU reports, 
 NaN: a kernel cannot throw.
 """
 
+# Functions of Triton's language have no Python types.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
 from __future__ import annotations
 
 from typing import Any

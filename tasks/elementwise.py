@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import ClassVar
 
 import numpy as np
 
@@ -59,6 +60,8 @@ class BiasAddArgs(TaskArgs):
 class BiasAdd(Op):
     """y = x + bias; the bias has a subset of x's axes, in x's order."""
 
+    colours: ClassVar = {"forward": "#b5bd61"}
+
     def __init__(self, x: Tensor, bias: Tensor, out: Tensor) -> None:
         assert [axis for axis in x.axes if axis in bias.axes] == list(bias.axes), (x, bias)
         super().__init__([x, bias], [out])
@@ -90,6 +93,8 @@ class SumArgs(TaskArgs):
 class Sum(Op):
     """y = sum of x over the axes that y lacks; y's axes in x's order (the gradient of a broadcast)."""
 
+    colours: ClassVar = {"backward": "#ff9896"}
+
     def __init__(self, x: Tensor, out: Tensor) -> None:
         assert [axis for axis in x.axes if axis in out.axes] == list(out.axes), (x, out)
         super().__init__([x], [out])
@@ -110,6 +115,8 @@ class TransposeArgs(TaskArgs):
 
 class Transpose(Op):
     """y = x with its axes in another order."""
+
+    colours: ClassVar = {"forward": "#a6d854", "backward": "#5b7f2b"}
 
     def __init__(self, x: Tensor, out: Tensor) -> None:
         assert sorted(x.axes) == sorted(out.axes), (x, out)

@@ -4,6 +4,9 @@ Neighbouring axes that are neighbours in every tensor of a task become one; the 
 constants of the compiled kernel, so that indices cost multiplications and accesses are as wide as the strides allow.
 """
 
+# Functions of Triton's language have no Python types.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
 from __future__ import annotations
 
 import math

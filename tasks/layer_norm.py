@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import numpy as np
 
-from nntile_py.tiles import ACC, R, TaskArgs, Tile, W
+from nntile_py.tiles import ACC, Access, R, TaskArgs, Tile, W
 
 from .elementwise import Dropout, DropoutArgs
 from .norm import Norm, NormGrad
@@ -29,6 +31,8 @@ class LayerNorm(Norm):
     2016; variance without Bessel's correction.) Uncut: one task a tile. Cut: statistics of each embed tile as
     (count, mean, M2), combined, then applied. With `dropout`, a Dropout of x, s = dropout(x) + residual; embed uncut.
     """
+
+    colours: ClassVar = {"forward": "#56b4e9"}
 
     takes_dropout = True
 
@@ -114,6 +118,8 @@ class LayerNormGrad(NormGrad):
     made x. With `dropout`, a Dropout of dx, its output is the last one, and `dbias` is the sum of that.
     """
 
+    colours: ClassVar = {"backward": "#d55e00"}
+
     def __init__(
         self,
         dy: Tensor,
@@ -152,15 +158,20 @@ class LayerNormGrad(NormGrad):
         dx, dgamma, dbeta = (low.tile(t, at) for t in self.outputs[:3])
         dy, x, gamma = (low.tile(self.inputs[k], at) for k in (0, 1, 3))
         accesses = [W(dx), ACC(dgamma), ACC(dbeta), R(dy), R(x), R(stat), R(gamma)]
-        extra = R(low.tile(self.extra, at)) if self.extra else None
-        dbias = ACC(low.tile(self.bias, at)) if self.bias else None
-        places: list[int] = []
-        dropped = W(low.tile(self.dropout.output, at)) if self.dropout else None
-        for access in (extra, dbias, R(sums) if sums else None, dropped):
-            places.append(len(accesses) if access else 0)
-            accesses += [access] if access else []
-        dropout = self.dropout.args(low, at) if self.dropout else None
-        low.emit("layer_norm_grad", accesses, LayerNormGradArgs(*places, self.inputs[1].size(AXIS), dropout))
+
+        def place(access: Access | None) -> int:
+            accesses.extend([access] if access else [])
+            return len(accesses) - 1 if access else 0
+
+        args = LayerNormGradArgs(
+            add=place(R(low.tile(self.extra, at)) if self.extra else None),
+            dbias=place(ACC(low.tile(self.bias, at)) if self.bias else None),
+            sums=place(R(sums) if sums else None),
+            dropped=place(W(low.tile(self.dropout.output, at)) if self.dropout else None),
+            embed=self.inputs[1].size(AXIS),
+            dropout=self.dropout.args(low, at) if self.dropout else None,
+        )
+        low.emit("layer_norm_grad", accesses, args)
 
     def reference(self, *inputs: Array, seed: int = 0) -> tuple[Array, ...]:
         dy, x, stat, gamma = inputs[:4]

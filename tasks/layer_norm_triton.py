@@ -1,5 +1,8 @@
 """LayerNorm on CUDA: a program holds whole rows in registers. Tiles as in layer_norm.cpp."""
 
+# Functions of Triton's language have no Python types.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
 from __future__ import annotations
 
 from typing import Any

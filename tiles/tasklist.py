@@ -15,10 +15,10 @@ from typing import Protocol
 
 from . import arguments
 from .arguments import NO_ARGS, Slot, TaskArgs
+from .dtypes import DTYPES
 
 POLICIES = ("chain", "commute", "redux", "tree")
 MONOIDS = ("sum", "softmax", "moments")
-ITEMSIZE = {"bf16": 2, "fp32": 4, "fp64": 8, "int16": 2, "int64": 8}
 
 
 class Tile:
@@ -42,7 +42,7 @@ class Tile:
     ) -> None:
         self.tensor, self.index, self.shape, self.dtype, self.axes = tensor, index, shape, dtype, axes
         self.monoid, self.persistent, self.redux = monoid, persistent, False
-        self.bytes = math.prod(shape) * ITEMSIZE[dtype]
+        self.bytes = math.prod(shape) * DTYPES[dtype].bytes
 
     @property
     def key(self) -> Hashable:
