@@ -1,4 +1,7 @@
-"""C++ headers of what Python declares: the arguments of kernels (tiles/arguments.py), the table of dtypes."""
+"""C++ headers of what Python declares: the arguments of kernels (tiles/arguments.py), the table of dtypes.
+
+    scripts/args_headers.py ROOT FOLDER
+"""
 
 from __future__ import annotations
 
@@ -130,3 +133,7 @@ def _member(name: str, kind: Kind) -> tuple[str, str]:
     else:
         type_, read = f"std::array<int64_t, {kind.length}>", f"r.integers<{kind.length}>()"
     return f"  {type_} {name};", f"{name}({read})"
+
+
+if __name__ == "__main__":
+    write(Path(sys.argv[1]), Path(sys.argv[2]))

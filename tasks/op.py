@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
-from nntile_py.tiles import Access, Part, Slot, TaskArgs, TaskList, Tile, Tiling
+from nntile_py.tiles import Access, Part, TaskArgs, TaskList, Tile, Tiling
 from nntile_py.tiles.arguments import NO_ARGS
 from nntile_py.tiles.dtypes import wide as wide
 from nntile_py.tiles.tasklist import PythonKernel
@@ -155,12 +155,11 @@ class Lowering:
         self,
         kernel: str | PythonKernel,
         accesses: Sequence[Access],
-        args: TaskArgs | Iterable[int] = NO_ARGS,
-        floats: Iterable[float | Slot] = (),
+        args: TaskArgs = NO_ARGS,
         flop: float | None = None,
     ) -> None:
         """Append a task of the operator that is being lowered; see TaskList.emit."""
-        self.tasks.emit(kernel, accesses, args, floats, self.op, flop)
+        self.tasks.emit(kernel, accesses, args, self.op, flop)
 
     def grid(self, tensor: Tensor) -> list[tuple[tuple[slice, ...], Tile]]:
         """Each tile of a tensor with the slice of the whole that it holds."""
