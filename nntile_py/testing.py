@@ -25,6 +25,7 @@ from nntile_py.tasks.cross_entropy import IGNORED
 from nntile_py.tasks.op import wide
 from nntile_py.tasks.optimizer import joined
 from nntile_py.tiles import AXES, Tiling, cut_as
+from nntile_py.tiles.dtypes import DTYPES
 from nntile_py.tiles.tasklist import POLICIES
 
 Array = np.ndarray[Any, Any]
@@ -34,7 +35,6 @@ Row = Callable[["Case"], Any]
 
 SIZES = {"batch": 4, "seq": 6, "embed": 24, "heads": 4, "head_dim": 4, "ffn": 20, "vocab": 36}
 FIXED = {"qkv": 3, "stat": 2, "one": 1, "classes": 2, "sequences": 4}
-NUMPY = {"bf16": np.float32, "fp32": np.float32, "fp64": np.float64, "int16": np.int16, "int64": np.int64}
 
 
 # -- values of inputs
@@ -43,9 +43,8 @@ NUMPY = {"bf16": np.float32, "fp32": np.float32, "fp64": np.float64, "int16": np
 def rounded(value: Array, dtype: str) -> Array:
     """What a tensor of the dtype holds of the values; in float64 if they are no integers."""
     if dtype in ("int16", "int64"):
-        return np.asarray(value, NUMPY[dtype])
-    kinds = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
-    return np.asarray(torch.tensor(value, dtype=torch.float64).to(kinds[dtype]).double().numpy())
+        return np.asarray(value, DTYPES[dtype].numpy)
+    return np.asarray(torch.tensor(value, dtype=torch.float64).to(getattr(torch, DTYPES[dtype].torch)).double().numpy())
 
 
 def normal(rng: np.random.Generator, shape: tuple[int, ...], values: Values) -> Array:
@@ -226,7 +225,7 @@ def check(
         program = program or programs([low.tasks], store)[0]
         program.run(case.slots)
         got = {tensor: store.read(low, tensor) for tensor in expected}
-        assert all(value.dtype == NUMPY[tensor.dtype] for tensor, value in got.items())
+        assert all(value.dtype == DTYPES[tensor.dtype].numpy for tensor, value in got.items())
         got = case.whole_values(got)
         for tensor, want in case.whole_values(expected).items():
             there = np.zeros(tensor.shape, bool)

@@ -1,4 +1,7 @@
-"""C++ structs of the arguments that operators declare (tiles/arguments.py): a header for each Python file that does."""
+"""C++ headers of what Python declares: the arguments of kernels (tiles/arguments.py), the table of dtypes.
+
+    scripts/args_headers.py ROOT FOLDER
+"""
 
 from __future__ import annotations
 
@@ -7,71 +10,130 @@ import sys
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[1] / "tiles"))
-from arguments import kind_of
+from arguments import Kind, kind_of
+from dtypes import DTYPES
 
 _TYPES = {"int": "int64_t", "bool": "bool", "float": "double", "Slot": "double"}
-_READ = {"int": "integer()", "bool": "integer() != 0", "float": "real()", "Slot": "real()"}
+_READS = {"int": "r.integer()", "bool": "r.integer() != 0", "float": "r.real()", "Slot": "r.real()"}
+Fields = dict[str, Kind]
 
 
 def write(root: Path, folder: Path) -> list[str]:
-    """The headers, NAME_args.h of the file NAME.py, in `folder`; one that would stay the same is not touched."""
-    declared: dict[str, tuple[Path, ast.ClassDef]] = {}
+    """The headers in `folder`, NAME_args.h of the file NAME.py; one that would stay the same is not touched."""
+    files: dict[Path, dict[str, Fields]] = {}  # its classes of arguments
     for path in sorted([*root.glob("tasks/*.py"), *root.glob("tiles/*.py")]):
-        for node in ast.parse(path.read_text()).body:
-            if isinstance(node, ast.ClassDef) and any(ast.unparse(base) == "TaskArgs" for base in node.bases):
-                if node.name in declared:
-                    raise SystemExit(f"{path}: {node.name} is declared in {declared[node.name][0]} too")
-                declared[node.name] = path, node
-    headers = {name: f"{path.stem}_args.h" for name, (path, _) in declared.items()}
+        nodes = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef)]
+        found = {n.name: _fields(path, n) for n in nodes if "TaskArgs" in map(ast.unparse, n.bases)}
+        if found:
+            files[path] = found
+    classes = {name: fields for found in files.values() for name, fields in found.items()}
+    homes = {name: _header(path) for path, found in files.items() for name in found}
     folder.mkdir(parents=True, exist_ok=True)
-    for old in set(folder.glob("*_args.h")) - {folder / header for header in headers.values()}:
-        old.unlink()
-    for header in sorted(set(headers.values())):
-        mine = [name for name in declared if headers[name] == header]
-        source = declared[mine[0]][0].relative_to(root)
-        structs, used = zip(*(_struct(declared[name][1], source) for name in mine), strict=True)
-        unknown = {group for groups in used for group in groups} - set(declared)
-        if unknown:
-            raise SystemExit(f"{source}: no class of arguments is called {', '.join(sorted(unknown))}")
-        others = sorted({headers[group] for groups in used for group in groups} - {header})
-        lines = [f"// The arguments declared in {source}; made by scripts/args_headers.py.", "#pragma once"]
-        lines += [f'#include "{other}"' for other in ("arguments.h", *others)]
-        text = "\n".join([*lines, "", "namespace nntile {", "", *structs, "}  // namespace nntile", ""])
-        path = folder / header
-        if not path.exists() or path.read_text() != text:
-            path.write_text(text)
-    return sorted(str(folder / header) for header in set(headers.values()))
+    for old in {header.name for header in folder.glob("*_args.h")} - set(homes.values()):
+        (folder / old).unlink()
+    for path, found in files.items():
+        for name, fields in found.items():
+            _check(path, name, fields, classes)
+        others = {homes[kind.base] for fields in found.values() for kind in fields.values() if kind.group}
+        included = ["arguments.h", *sorted(others - {_header(path)})]
+        lines = [f"// The arguments declared in {path.relative_to(root)}; made by scripts/args_headers.py."]
+        lines += ["#pragma once", *(f'#include "{name}"' for name in included), "", "namespace nntile {"]
+        lines += [*(_struct(name, fields) for name, fields in found.items()), "}  // namespace nntile", ""]
+        _keep(folder / _header(path), "\n".join(lines))
+    _keep(folder / "dtypes.h", _dtypes())
+    return sorted(str(header) for header in folder.glob("*.h"))
 
 
-def _struct(node: ast.ClassDef, source: Path) -> tuple[str, list[str]]:
-    """The struct's text and the groups that it has."""
-    members, reads, groups, last = [], [], [], ""
+def _keep(header: Path, text: str) -> None:
+    if not header.exists() or header.read_text() != text:
+        header.write_text(text)
+
+
+def _dtypes() -> str:
+    rows = "".join(f'\n    {{"{d.name}", at::ScalarType::{d.aten}, "{d.numpy}"}},' for d in DTYPES.values())
+    return f"""// The table of tiles/dtypes.py; made by scripts/args_headers.py.
+#pragma once
+#include <c10/core/ScalarType.h>
+
+namespace nntile {{
+
+struct Dtype {{
+  const char* name;
+  at::ScalarType type;
+  const char* numpy;  // of arrays that go in and out
+}};
+
+inline constexpr Dtype kDtypes[] = {{{rows}
+}};
+
+}}  // namespace nntile
+"""
+
+
+def _header(path: Path) -> str:
+    return f"{path.stem}_args.h"
+
+
+def _fields(path: Path, node: ast.ClassDef) -> Fields:
+    fields: Fields = {}
     for field in node.body:
-        if not isinstance(field, ast.AnnAssign):
-            continue
-        name = ast.unparse(field.target)
-        try:
-            kind = kind_of(ast.unparse(field.annotation))
-        except TypeError as error:
-            raise SystemExit(f"{source}: {node.name}.{name}: {error}") from None
-        if last and (kind.base in ("int", "bool") or kind.group):
-            raise SystemExit(f"{source}: {node.name}.{name}: comes after {last}, which has to be the last")
-        last = name if kind.last else last
+        if isinstance(field, ast.AnnAssign):
+            try:
+                fields[ast.unparse(field.target)] = kind_of(ast.unparse(field.annotation))
+            except TypeError as error:
+                raise SystemExit(f"{path}: {node.name}.{ast.unparse(field.target)}: {error}") from None
+    return fields
+
+
+def _check(path: Path, name: str, fields: Fields, classes: dict[str, Fields]) -> None:
+    """Every group is there, and what has no fixed number of ints is the last that has ints."""
+
+    def has_ints(kind: Kind) -> bool:
         if kind.group:
-            groups.append(kind.base)
-            type_, read = kind.base, f"{kind.base}(r)"
-            if kind.optional:
-                type_, read = f"std::optional<{kind.base}>", f"r.group<{kind.base}>()"
-        elif kind.length is not None:
-            type_ = "at::IntArrayRef" if kind.length < 0 else f"std::array<int64_t, {kind.length}>"
-            read = "r.rest()" if kind.length < 0 else f"r.integers<{kind.length}>()"
-        else:
-            type_, read = _TYPES[kind.base], f"r.{_READ[kind.base]}"
-        members.append(f"  {type_} {name};")
-        reads.append(f"{name}({read})")
-    constructors = (
-        f"  explicit {node.name}(const Args& t) : {node.name}(ArgsReader{{t}}) {{}}\n"
-        f"  explicit {node.name}(ArgsReader&& r) : {node.name}(r) {{}}\n"
-        f"  explicit {node.name}(ArgsReader& r) : {', '.join(reads)} {{}}"
-    )
-    return "\n".join([f"struct {node.name} {{", *members, constructors, "};", ""]), groups
+            return any(map(has_ints, classes[kind.base].values()))
+        return kind.base in ("int", "bool")
+
+    def varies(kind: Kind) -> bool:
+        return kind.length == -1 or kind.optional or (kind.group and any(map(varies, classes[kind.base].values())))
+
+    last = ""
+    for field, kind in fields.items():
+        if kind.group and kind.base not in classes:
+            raise SystemExit(f"{path}: {name}.{field}: no class of arguments is called {kind.base}")
+        if kind.optional and not has_ints(kind):
+            raise SystemExit(f"{path}: {name}.{field}: without an int nobody sees whether it is there")
+        if last and has_ints(kind):
+            raise SystemExit(f"{path}: {name}.{last} has to be the last that has ints; {field} comes after it")
+        last = field if varies(kind) else last
+
+
+def _struct(name: str, fields: Fields) -> str:
+    members, reads = zip(*(_member(field, kind) for field, kind in fields.items()), strict=True)
+    return f"""
+struct {name} {{
+{chr(10).join(members)}
+
+  explicit {name}(const Args& t) : {name}(ArgsReader{{t}}) {{}}
+  explicit {name}(ArgsReader&& r) : {name}(r) {{}}
+  explicit {name}(ArgsReader& r) : {", ".join(reads)} {{}}
+}};
+"""
+
+
+def _member(name: str, kind: Kind) -> tuple[str, str]:
+    """Its declaration, its part of the constructor: members are made in the order of their declarations."""
+    if kind.optional:
+        type_, read = f"std::optional<{kind.base}>", f"r.group<{kind.base}>()"
+    elif kind.group:
+        type_, read = kind.base, "r"
+    elif kind.length is None:
+        type_, read = _TYPES[kind.base], _READS[kind.base]
+    elif kind.length < 0:
+        type_, read = "at::IntArrayRef", "r.rest()"
+    else:
+        type_, read = f"std::array<int64_t, {kind.length}>", f"r.integers<{kind.length}>()"
+    return f"  {type_} {name};", f"{name}({read})"
+
+
+if __name__ == "__main__":
+    write(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -6,8 +6,7 @@ cd "$(dirname "$0")/.."
 [ $# -gt 0 ] || set -- nntile_py/execution/csrc/*.cpp tasks/*.cpp
 python=python3
 [ ! -x .venv/bin/python ] || python=.venv/bin/python
-"$python" -c 'import sys, pathlib; sys.path.insert(0, "scripts"); import args_headers
-args_headers.write(pathlib.Path(), pathlib.Path("build/args"))'
+"$python" scripts/args_headers.py . build/args
 prefix=$(NNTILE_CUDA=1 scripts/build_starpu.sh)
 substitutes=$(mktemp -d)
 trap 'rm -rf "$substitutes"' EXIT

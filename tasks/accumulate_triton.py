@@ -1,5 +1,8 @@
 """Partial results put together on CUDA, as in accumulate.cpp."""
 
+# Functions of Triton's language have no Python types.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
 from __future__ import annotations
 
 import triton

@@ -6,10 +6,11 @@ gelu and silu, x sigmoid(x): Hendrycks and Gimpel 2016.
 from __future__ import annotations
 
 import math
+from typing import ClassVar
 
 import numpy as np
 
-from nntile_py.tiles import R, W
+from nntile_py.tiles import R, TaskArgs, W
 
 from .op import Array, GraphLike, Lowering, Op, Tensor
 
@@ -57,8 +58,14 @@ def derivative(kind: str, x: Array) -> Array:
     return np.asarray(0.5 * (1 + t) + 0.5 * x * (1 - t * t) * _C * (1 + 3 * 0.044715 * x * x))
 
 
+class ActivationArgs(TaskArgs):
+    kind: int  # its place in ACTIVATIONS
+
+
 class Activation(Op):
     """y = act(x), element-wise; kind is one of ACTIVATIONS."""
+
+    colours: ClassVar = {"forward": "#44aa99"}
 
     def __init__(self, x: Tensor, out: Tensor, kind: str) -> None:
         super().__init__([x], [out])
@@ -76,7 +83,7 @@ class Activation(Op):
     def lower(self, low: Lowering) -> None:
         for index in low.indices(self.output):
             x, y = low.tile(self.inputs[0], index), low.tile(self.output, index)
-            low.emit("activation", [W(y), R(x)], [ACTIVATIONS.index(self.act)])
+            low.emit("activation", [W(y), R(x)], ActivationArgs(ACTIVATIONS.index(self.act)))
 
     def reference(self, *inputs: Array) -> tuple[Array, ...]:
         return (activate(self.act, inputs[0]),)
@@ -84,6 +91,8 @@ class Activation(Op):
 
 class ActivationGrad(Op):
     """dx = dy * act'(x)."""
+
+    colours: ClassVar = {"backward": "#882255"}
 
     def __init__(self, dy: Tensor, x: Tensor, out: Tensor, kind: str) -> None:
         super().__init__([dy, x], [out])
@@ -93,9 +102,10 @@ class ActivationGrad(Op):
         return 15.0 * self.output.words
 
     def lower(self, low: Lowering) -> None:
+        args = ActivationArgs(ACTIVATIONS.index(self.act))
         for index in low.indices(self.output):
             dy, x = (low.tile(t, index) for t in self.inputs)
-            low.emit("activation_grad", [W(low.tile(self.output, index)), R(dy), R(x)], [ACTIVATIONS.index(self.act)])
+            low.emit("activation_grad", [W(low.tile(self.output, index)), R(dy), R(x)], args)
 
     def reference(self, *inputs: Array) -> tuple[Array, ...]:
         return (inputs[0] * derivative(self.act, inputs[1]),)

@@ -1,5 +1,8 @@
 """Activations on CUDA. A KIND is a position in activation.ACTIVATIONS."""
 
+# Functions of Triton's language have no Python types.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
 from __future__ import annotations
 
 import triton
@@ -7,6 +10,7 @@ import triton.language as tl
 
 from nntile_py.tiles.tasklist import Task
 
+from .activation import ActivationArgs
 from .launch import Launches, Parameter, ceil_div, launch, launches, tile, words
 
 
@@ -72,13 +76,13 @@ def _activation_grad(DX, DY, X, n, KIND: tl.constexpr, BLOCK: tl.constexpr):
 
 @launches("activation")
 def _describe(task: Task) -> Launches:
-    n = words(task, 0)
+    n, kind = words(task, 0), ActivationArgs.of(task).kind
     args: list[Parameter] = [tile(task, 0), tile(task, 1), n]
-    return Launches((launch(_activation, ceil_div(n, 1024), *args, KIND=task.ints[0], BLOCK=1024),))
+    return Launches((launch(_activation, ceil_div(n, 1024), *args, KIND=kind, BLOCK=1024),))
 
 
 @launches("activation_grad")
 def _describe_grad(task: Task) -> Launches:
-    n = words(task, 0)
+    n, kind = words(task, 0), ActivationArgs.of(task).kind
     args: list[Parameter] = [*(tile(task, k) for k in range(3)), n]
-    return Launches((launch(_activation_grad, ceil_div(n, 1024), *args, KIND=task.ints[0], BLOCK=1024),))
+    return Launches((launch(_activation_grad, ceil_div(n, 1024), *args, KIND=kind, BLOCK=1024),))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import ClassVar
 
 import numpy as np
 
@@ -18,7 +19,7 @@ from .contract import Contract, contract
 from .elementwise import dropout as dropout_of
 from .elementwise import rename, transpose, unpack
 from .mask import Limits, Mask, masked_softmax
-from .op import Array, GraphLike, Index, Lowering, Op, Tensor, wide
+from .op import CONTRACTION, Array, GraphLike, Index, Lowering, Op, Tensor, wide
 from .softmax import Softmax
 
 BHSD = ("batch", "heads", "seq", "head_dim")
@@ -162,6 +163,9 @@ class Attention(Op):
     wholly are not submitted. A query that attends to nothing has zeros, and 0 as its lse.
     """
 
+    category = CONTRACTION
+    colours: ClassVar = {"forward": "#009e73"}
+
     def __init__(self, operands: Operands, out: Tensor, lse: Tensor, *, mask: Mask, form: str) -> None:
         if form not in FORMS:
             raise ValueError(f"attention: {form!r} is not allowed; use one of {', '.join((*FORMS, 'naive'))}")
@@ -304,6 +308,9 @@ class AttentionGrad(Op):
     """With delta = rowsum(do o), p = exp(scale q k^T - lse), dp = do v^T, ds = scale p (dp - delta):
     dq = sum over keys ds k, dk = sum over queries ds^T q, dv = sum over queries p^T do (Dao et al. 2022, Alg. 4).
     """
+
+    category = CONTRACTION
+    colours: ClassVar = {"backward": "#cc79a7"}
 
     def __init__(self, forward: Attention, do: Tensor, outs: Sequence[Tensor]) -> None:
         super().__init__([*forward.inputs, forward.output, forward.lse, do], outs)

@@ -1,4 +1,4 @@
-// Contraction of tiles as (batched) GEMM, with the epilogues of FusedLinear. Arguments: see contract.py.
+// Contraction of tiles as (batched) GEMM, with the epilogues of FusedLinear.
 #include <ATen/ops/addmm.h>
 #include <ATen/ops/baddbmm.h>
 #include <ATen/ops/empty.h>
@@ -51,8 +51,9 @@ void gemm(const at::Tensor& out, const at::Tensor& a, const at::Tensor& b, doubl
 }
 
 void contract(Args& t) {
-  const auto epilogue = read_epilogue(t);
-  const Plan plan(t);
+  const ContractArgs args(t);
+  const auto& epilogue = args.epilogue;
+  const Plan plan(args.plan);
   size_t next = 3;
   const auto target = t[0];
   const auto bias = epilogue.bias_axes >= 0 ? t[next++] : at::Tensor();
@@ -79,11 +80,11 @@ void contract(Args& t) {
     beta = 1;
   }
   if (!plan.permuted_out) {
-    gemm(matrix(target, plan.batch, plan.m, plan.n), a_matrix, b_matrix, beta, t.f(0));
+    gemm(matrix(target, plan.batch, plan.m, plan.n), a_matrix, b_matrix, beta, args.scale);
   } else {
     const auto view = target.permute(plan.out);
     const auto product = at::empty(view.sizes(), target.options());
-    gemm(matrix(product, plan.batch, plan.m, plan.n), a_matrix, b_matrix, 0, t.f(0));
+    gemm(matrix(product, plan.batch, plan.m, plan.n), a_matrix, b_matrix, 0, args.scale);
     if (beta == 0) view.copy_(product);
     else view.add_(product);
   }
@@ -105,7 +106,7 @@ void contract(Args& t) {
 }
 
 void contract_epilogue(Args& t) {
-  const auto epilogue = read_epilogue(t);
+  const EpilogueArgs epilogue(t);
   size_t next = 1;
   const auto target = t[0];
   if (epilogue.bias_axes >= 0) target.add_(broadcastable(t[next++], epilogue.bias_axes, target));

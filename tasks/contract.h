@@ -1,26 +1,12 @@
-// What the CPU and the CUDA contraction share: their arguments (see contract.py) and operands as matrices.
+// What the CPU and the CUDA contraction share: which axes are what, and operands as matrices.
 #pragma once
 #include <ATen/TensorUtils.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 
-#include "kernel.h"
+#include "contract_args.h"
 
 namespace nntile {
-
-struct Epilogue {
-  int64_t bias_axes;  // bit mask over the output's axes, -1: none
-  bool residual;
-  int activation;  // -1: none
-  bool keep_pre, aux;
-  int64_t colsum;  // which operand is summed too, -1: none
-};
-
-constexpr size_t kEpilogueInts = 6;
-
-inline Epilogue read_epilogue(const Args& t) {
-  return {t.i(0), t.i(1) != 0, static_cast<int>(t.i(2)), t.i(3) != 0, t.i(4) != 0, t.i(5)};
-}
 
 inline at::Tensor broadcastable(const at::Tensor& bias, int64_t mask, const at::Tensor& out) {
   std::vector<int64_t> shape(out.sizes().begin(), out.sizes().end());
@@ -43,16 +29,14 @@ struct Plan {
   at::IntArrayRef a, b, out;
   size_t batch, m, n, k;
 
-  explicit Plan(const Args& t) {
-    const size_t at = kEpilogueInts;
-    swap = t.i(at) != 0;
-    batch = static_cast<size_t>(t.i(at + 1));
-    m = static_cast<size_t>(t.i(at + 2));
-    n = static_cast<size_t>(t.i(at + 3));
-    k = static_cast<size_t>(t.i(at + 4));
-    a = slice(t, at + 5, batch + m + k);
-    b = slice(t, at + 5 + a.size(), batch + k + n);
-    out = slice(t, at + 5 + a.size() + b.size(), batch + m + n);
+  explicit Plan(const PlanArgs& args) : swap(args.swap) {
+    batch = static_cast<size_t>(args.batch);
+    m = static_cast<size_t>(args.m);
+    n = static_cast<size_t>(args.n);
+    k = static_cast<size_t>(args.k);
+    a = args.orders.slice(0, batch + m + k);
+    b = args.orders.slice(a.size(), batch + k + n);
+    out = args.orders.slice(a.size() + b.size(), batch + m + n);
     permuted_out = false;
     for (size_t axis = 0; axis < out.size(); ++axis) permuted_out |= out[axis] != static_cast<int64_t>(axis);
   }

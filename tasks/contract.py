@@ -5,15 +5,44 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from typing import ClassVar
 
 import numpy as np
 
-from nntile_py.tiles import ACC, RW, Access, R, Tile, W
+from nntile_py.tiles import ACC, RW, Access, R, TaskArgs, Tile, W
 
 from .activation import ACTIVATIONS, activate, derivative
 from .band import ALL
 from .elementwise import bias_add
-from .op import Array, GraphLike, Index, Lowering, Op, Tensor, permutation, wide
+from .op import CONTRACTION, Array, GraphLike, Index, Lowering, Op, Tensor, permutation, wide
+
+
+class EpilogueArgs(TaskArgs):
+    """What is done beside the product; which tiles there are follows from it."""
+
+    bias_axes: int  # bit mask of the output's axes that the bias has, -1: no bias
+    residual: bool
+    activation: int  # its place in ACTIVATIONS, -1: none
+    keep_pre: bool
+    aux: bool
+    colsum: int  # which input, 0 or 1, is summed too, -1: none
+
+
+class PlanArgs(TaskArgs):
+    """Which axes are batch, rows, columns, summed."""
+
+    swap: bool  # a and b change places: the output has columns first
+    batch: int  # how many axes are so
+    m: int
+    n: int
+    k: int
+    orders: tuple[int, ...]  # of a's axes as batch m k, of b's as batch k n, of the output's as batch m n
+
+
+class ContractArgs(TaskArgs):
+    epilogue: EpilogueArgs
+    plan: PlanArgs
+    scale: float
 
 
 class Contract(Op):
@@ -28,6 +57,9 @@ class Contract(Op):
     derivative at aux; `bias_grad` (which of the inputs, 0 or 1, and a last output): the sum of that input over the axes
     that it sums over (K).
     """
+
+    category = CONTRACTION
+    colours: ClassVar = {"forward": "#0072b2", "backward": "#e69f00"}
 
     def __init__(
         self,
@@ -54,6 +86,14 @@ class Contract(Op):
         self.n = [axis for axis in out.axes if axis in b.axes and axis not in shared]
         assert set(out.axes) == {*self.batch, *self.m, *self.n}, (a, b, out)
 
+    @property
+    def title(self) -> str:
+        parts = {"bias": self.bias, "residual": self.residual}
+        if self.activation:  # with aux it is a factor, the activation's derivative there
+            parts[f"{self.activation}'" if self.aux else self.activation] = self.output
+        parts["bias gradient"] = self.bias_grad[1] if self.bias_grad else None
+        return " + ".join([self.kind, *(name for name, there in parts.items() if there)])
+
     def gradient(self, g: GraphLike, *grads: Tensor | None) -> list[Tensor | None]:
         assert len(self.inputs) == 2 and self.activation is None, "fusion comes after the gradients"
         dy = grads[0]
@@ -76,11 +116,12 @@ class Contract(Op):
             dict(zip(self.k, index, strict=True))
             for index in itertools.product(*(range(len(low.parts(self.a, axis))) for axis in self.k))
         ]
+        plan = self._plan()
         for index in low.indices(self.output):
             live = [k for k in ks if not (low.empty(self.a, index | k) or low.empty(self.b, index | k))]
-            self._lower_tile(low, index, low.turned(live, math.prod(low.shape(self.output, index))))
+            self._lower_tile(low, index, low.turned(live, math.prod(low.shape(self.output, index))), plan)
 
-    def _lower_tile(self, low: Lowering, index: Index, ks: list[Index]) -> None:
+    def _lower_tile(self, low: Lowering, index: Index, ks: list[Index], plan: PlanArgs) -> None:
         out = low.tile(self.output, index)
         target = low.tile(self.pre, index) if self.pre else out
         # Only a chain has a first and a last partial product; elsewhere what is not a sum waits for a task of its own.
@@ -98,16 +139,11 @@ class Contract(Op):
                 for t, axes in ((self.a, [*self.batch, *self.m, *self.k]), (self.b, self.n))
                 for axis in axes
             )
-            low.emit(
-                "contract",
-                [*accesses, *start, *finish, *sums],
-                [*self._epilogue(first, last), colsum, *self._plan()],
-                [self.scale],
-                flop=flop,
-            )
+            args = ContractArgs(self._epilogue(first, last, colsum), plan, self.scale)
+            low.emit("contract", [*accesses, *start, *finish, *sums], args, flop=flop)
         if not inline and (self.bias or self.residual or self.activation or self.aux):
             accesses = [RW(target), *self._start(low, index), *self._finish(low, index, out, target)]
-            low.emit("contract_epilogue", accesses, [*self._epilogue(True, True), -1], [])
+            low.emit("contract_epilogue", accesses, self._epilogue(True, True))
 
     def _start(self, low: Lowering, index: Index) -> list[Access]:
         return [R(low.tile(t, index)) for t in (self.bias, self.residual) if t]
@@ -126,39 +162,35 @@ class Contract(Op):
             return [], -1
         return [ACC(low.tile(grad, at))], side
 
-    def _epilogue(self, start: bool, finish: bool) -> list[int]:
-        """[bias: bit mask of the output's axes that it has, or -1; residual; activation; keeps pre; aux]."""
+    def _epilogue(self, start: bool, finish: bool, colsum: int = -1) -> EpilogueArgs:
+        """Of the first task of a tile (start), of the last one (finish)."""
         act = ACTIVATIONS.index(self.activation) if self.activation else -1
         bias = -1
         if start and self.bias:
             order = [axis for axis in self.output.axes if axis in self.bias.axes]
             assert order == list(self.bias.axes), (self.bias, self.output)
             bias = sum(1 << i for i, axis in enumerate(self.output.axes) if axis in self.bias.axes)
-        return [
-            bias,
-            int(start and self.residual is not None),
-            act if finish else -1,
-            int(finish and self.pre is not None),
-            int(finish and self.aux is not None),
-        ]
+        return EpilogueArgs(
+            bias_axes=bias,
+            residual=start and self.residual is not None,
+            activation=act if finish else -1,
+            keep_pre=finish and self.pre is not None,
+            aux=finish and self.aux is not None,
+            colsum=colsum,
+        )
 
-    def _plan(self) -> list[int]:
-        """Which axes are batch, rows, columns, summed; a and b change places if the output has columns first."""
+    def _plan(self) -> PlanArgs:
         m, n, a, b = self.m, self.n, self.a, self.b
         rest = [axis for axis in self.output.axes if axis not in self.batch]
         swap = bool(rest and rest[0] in n)
         if swap:
             m, n, a, b = n, m, b, a
-        return [
-            int(swap),
-            len(self.batch),
-            len(m),
-            len(n),
-            len(self.k),
+        orders = (
             *permutation(a.axes, [*self.batch, *m, *self.k]),
             *permutation(b.axes, [*self.batch, *self.k, *n]),
             *permutation(self.output.axes, [*self.batch, *m, *n]),
-        ]
+        )
+        return PlanArgs(swap, len(self.batch), len(m), len(n), len(self.k), orders)
 
     # -- reference
 

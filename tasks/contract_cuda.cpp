@@ -373,8 +373,9 @@ void permuted(const at::Tensor& target, const at::Tensor& a, const at::Tensor& b
 }
 
 void contract(Args& t) {
-  const auto e = read_epilogue(t);
-  const Plan plan(t);
+  const ContractArgs args(t);
+  const auto& e = args.epilogue;
+  const Plan plan(args.plan);
   size_t next = 3;
   const auto target = t[0];
   auto bias = e.bias_axes >= 0 ? t[next++] : at::Tensor();
@@ -424,7 +425,7 @@ void contract(Args& t) {
       f.bias = summed;
     }
     try {
-      matmul(shaped(gelu && e.keep_pre ? out : target), a_matrix, b_matrix, t.f(0), f, t.tf32());
+      matmul(shaped(gelu && e.keep_pre ? out : target), a_matrix, b_matrix, args.scale, f, t.tf32());
       activated = gelu;
       if (summed.defined() && sum_adds) column_sum.add_(summed);
       if (summed.defined()) column_sum.reset();
@@ -432,19 +433,19 @@ void contract(Args& t) {
       if (f.bias.defined() && !summed.defined()) bias = f.bias;
       Fused bare;
       bare.c = f.c;
-      matmul(shaped(target), a_matrix, b_matrix, t.f(0), bare, t.tf32());
+      matmul(shaped(target), a_matrix, b_matrix, args.scale, bare, t.tf32());
     }
   } else if (!plan.permuted_out) {
-    plain(matrix(target, plan.batch, plan.m, plan.n), a_matrix, b_matrix, t.accumulates(0) ? 1 : 0, t.f(0));
+    plain(matrix(target, plan.batch, plan.m, plan.n), a_matrix, b_matrix, t.accumulates(0) ? 1 : 0, args.scale);
   } else {
     const auto view = target.permute(plan.out);
     if (lt && !t.accumulates(0)) {
-      permuted(view, a_matrix, b_matrix, t.f(0), plan.m, plan.n, t.tf32());
+      permuted(view, a_matrix, b_matrix, args.scale, plan.m, plan.n, t.tf32());
     } else {
       const auto product = at::empty(view.sizes(), target.options());
       const auto whole = matrix(product, plan.batch, plan.m, plan.n);
-      if (lt) matmul(whole, a_matrix, b_matrix, t.f(0), Fused(), t.tf32());
-      else plain(whole, a_matrix, b_matrix, 0, t.f(0));
+      if (lt) matmul(whole, a_matrix, b_matrix, args.scale, Fused(), t.tf32());
+      else plain(whole, a_matrix, b_matrix, 0, args.scale);
       if (t.accumulates(0)) view.add_(product);
       else copy(view, product);
     }
@@ -462,7 +463,7 @@ void contract(Args& t) {
 }
 
 void contract_epilogue(Args& t) {
-  const auto e = read_epilogue(t);
+  const EpilogueArgs e(t);
   size_t next = 1;
   const auto target = t[0];
   if (e.bias_axes >= 0) target.add_(broadcastable(t[next++], e.bias_axes, target));

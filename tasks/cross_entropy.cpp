@@ -1,4 +1,5 @@
 // Cross-entropy on tiles of logits [rows, classes]. Labels below 0 are left out of the loss.
+#include "cross_entropy_args.h"
 #include "rows.h"
 
 namespace nntile {
@@ -20,8 +21,9 @@ void check_label(int64_t label, int64_t classes) {
 // A loss is scaled row by row: a product at the end would be rounded with the sum before it, or alone where that is added
 // by a task of its own.
 
-// tiles: logits, labels, lse, loss (ACC); ints: whether the logits become their gradient
+// tiles: logits, labels, lse, loss (ACC)
 void cross_entropy(Args& t) {
+  const CrossEntropyArgs args(t);
   const auto logits = t[0], labels = t[1], lse = t[2], loss = t[3];
   dispatch(logits, [&](auto zero) {
     using T = decltype(zero);
@@ -33,16 +35,17 @@ void cross_entropy(Args& t) {
       check_label(label[row], n);
       const T top = max_of(x, n), value = top + std::log(sumexp_of(x, top, n));
       lse.data_ptr<T>()[row] = value;
-      if (label[row] >= 0) total += (static_cast<double>(value) - static_cast<double>(x[label[row]])) * t.f(0);
-      if (t.i(0)) gradient(x, value, label[row] < 0 ? -2 * n : label[row], static_cast<T>(t.f(0)), n);
+      if (label[row] >= 0) total += (static_cast<double>(value) - static_cast<double>(x[label[row]])) * args.scale;
+      if (args.gradient) gradient(x, value, label[row] < 0 ? -2 * n : label[row], static_cast<T>(args.scale), n);
     }
     auto* out = loss.data_ptr<double>();
     *out = (t.accumulates(3) ? *out : 0.0) + total;
   });
 }
 
-// tiles: state (ACC), picked (ACC), logits, labels; ints: first class of the tile, classes
+// tiles: state (ACC), picked (ACC), logits, labels
 void cross_entropy_state(Args& t) {
+  const CrossEntropyStateArgs args(t);
   const auto state = t[0], picked = t[1], logits = t[2], labels = t[3];
   const bool accumulates = t.accumulates(0);
   const auto part = accumulates ? at::Tensor(state.clone()) : state;
@@ -54,10 +57,10 @@ void cross_entropy_state(Args& t) {
     const auto* x = logits.data_ptr<T>();
     auto* s = part.data_ptr<T>();
     for (int64_t row = 0; row < labels.numel(); ++row, x += n, s += 2) {
-      check_label(label[row], t.i(1));
+      check_label(label[row], args.classes);
       s[0] = max_of(x, n);
       s[1] = sumexp_of(x, s[0], n);
-      const int64_t at = label[row] - t.i(0);
+      const int64_t at = label[row] - args.first;
       if (label[row] >= 0 && at >= 0 && at < n) picked.data_ptr<T>()[row] += x[at];
     }
   });
@@ -66,6 +69,7 @@ void cross_entropy_state(Args& t) {
 
 // tiles: lse, loss (ACC), state, picked, labels
 void cross_entropy_loss(Args& t) {
+  const CrossEntropyLossArgs args(t);
   const auto lse = t[0], loss = t[1], state = t[2], picked = t[3], labels = t[4];
   dispatch(lse, [&](auto zero) {
     using T = decltype(zero);
@@ -75,15 +79,16 @@ void cross_entropy_loss(Args& t) {
       const T value = s[0] + std::log(s[1]);
       lse.data_ptr<T>()[row] = value;
       if (labels.data_ptr<int64_t>()[row] >= 0)
-        total += (static_cast<double>(value) - static_cast<double>(picked.data_ptr<T>()[row])) * t.f(0);
+        total += (static_cast<double>(value) - static_cast<double>(picked.data_ptr<T>()[row])) * args.scale;
     }
     auto* out = loss.data_ptr<double>();
     *out = (t.accumulates(1) ? *out : 0.0) + total;
   });
 }
 
-// tiles: logits, labels, lse; ints: first class of the tile
+// tiles: logits, labels, lse
 void cross_entropy_grad(Args& t) {
+  const CrossEntropyGradArgs args(t);
   const auto logits = t[0], labels = t[1], lse = t[2];
   dispatch(logits, [&](auto zero) {
     using T = decltype(zero);
@@ -91,7 +96,7 @@ void cross_entropy_grad(Args& t) {
     const auto* label = labels.data_ptr<int64_t>();
     for (int64_t row = 0; row < labels.numel(); ++row)
       gradient(logits.data_ptr<T>() + row * n, lse.data_ptr<T>()[row],
-               label[row] < 0 ? -2 * n : std::max<int64_t>(label[row] - t.i(0), -1), static_cast<T>(t.f(0)), n);
+               label[row] < 0 ? -2 * n : std::max<int64_t>(label[row] - args.first, -1), static_cast<T>(args.scale), n);
   });
 }
 

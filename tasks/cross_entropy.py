@@ -2,13 +2,34 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import numpy as np
 
-from nntile_py.tiles import ACC, RW, R, Slot, Tile, W
+from nntile_py.tiles import ACC, RW, R, Slot, TaskArgs, Tile, W
 
-from .op import Array, GraphLike, Lowering, Op, Tensor, wide
+from .op import NORMALIZATION, Array, GraphLike, Lowering, Op, Tensor, wide
 
 IGNORED = -100
+
+
+class CrossEntropyArgs(TaskArgs):
+    gradient: bool  # the logits become their gradient
+    scale: Slot
+
+
+class CrossEntropyStateArgs(TaskArgs):
+    first: int  # class of the tile
+    classes: int  # of the whole tensor
+
+
+class CrossEntropyLossArgs(TaskArgs):
+    scale: Slot
+
+
+class CrossEntropyGradArgs(TaskArgs):
+    first: int  # class of the tile
+    scale: Slot
 
 
 class CrossEntropy(Op):
@@ -19,6 +40,9 @@ class CrossEntropy(Op):
     [1]; lse [...], fp32 for bf16 logits: log-sum-exp of each row. With `fused` (set by the fusion pass where the
     classes are not cut) the same task overwrites the logits by their gradient.
     """
+
+    category = NORMALIZATION
+    colours: ClassVar = {"forward": "#7a5195"}
 
     def __init__(
         self, logits: Tensor, labels: Tensor, loss: Tensor, lse: Tensor, before: Tensor | None = None,
@@ -46,15 +70,16 @@ class CrossEntropy(Op):
             tiles = [low.tile(logits, index | {self.classes: k}) for k in range(len(parts))]
             if len(parts) == 1:
                 access = RW(tiles[0]) if self.fused else R(tiles[0])
-                low.emit("cross_entropy", [access, R(label), W(lse), ACC(loss)], [int(bool(self.fused))], [self.scale])
+                args = CrossEntropyArgs(bool(self.fused), self.scale)
+                low.emit("cross_entropy", [access, R(label), W(lse), ACC(loss)], args)
                 continue
             state = Tile(f"{self.name}.state", tuple(index.values()), (*lse.shape, 2), lse.dtype, "softmax")
             picked = Tile(f"{self.name}.picked", tuple(index.values()), lse.shape, lse.dtype)
             for part, tile in zip(parts, tiles, strict=True):
-                ints = [part.offset, logits.size(self.classes)]
-                low.emit("cross_entropy_state", [ACC(state), ACC(picked), R(tile), R(label)], ints)
+                state_args = CrossEntropyStateArgs(part.offset, logits.size(self.classes))
+                low.emit("cross_entropy_state", [ACC(state), ACC(picked), R(tile), R(label)], state_args)
             accesses = [W(lse), ACC(loss), R(state), R(picked), R(label)]
-            low.emit("cross_entropy_loss", accesses, [], [self.scale])
+            low.emit("cross_entropy_loss", accesses, CrossEntropyLossArgs(self.scale))
 
     def reference(self, *inputs: Array) -> tuple[Array, ...]:
         logits, labels, before = inputs[0], inputs[1].astype(int), sum(inputs[2:])
@@ -67,6 +92,9 @@ class CrossEntropy(Op):
 
 class CrossEntropyGrad(Op):
     """dlogits = (exp(logits - lse) - onehot(label)) * scale, zero where the label is -100; in place."""
+
+    category = NORMALIZATION
+    colours: ClassVar = {"backward": "#8c564b"}
 
     def __init__(self, logits: Tensor, labels: Tensor, lse: Tensor, out: Tensor, scale: str = "loss_scale") -> None:
         super().__init__([logits, labels, lse], [out])
@@ -81,7 +109,8 @@ class CrossEntropyGrad(Op):
         logits, labels, lse = self.inputs
         for index in low.indices(logits):
             accesses = [RW(low.tile(logits, index)), R(low.tile(labels, index)), R(low.tile(lse, index))]
-            low.emit("cross_entropy_grad", accesses, [low.part(logits, self.classes, index).offset], [self.scale])
+            args = CrossEntropyGradArgs(low.part(logits, self.classes, index).offset, self.scale)
+            low.emit("cross_entropy_grad", accesses, args)
 
     def reference(self, *inputs: Array) -> tuple[Array, ...]:
         logits, labels, lse = inputs[0], inputs[1].astype(int), inputs[2]

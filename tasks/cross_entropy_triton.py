@@ -1,8 +1,11 @@
 """Cross-entropy on tiles of logits [rows, classes] on CUDA: a program a row, in 16-byte vectors, nothing kept in fp32.
 
-Tiles, ints and floats as in cross_entropy.cpp. A label that is no class, which the CPU reports, makes the loss
+Tiles as in cross_entropy.cpp. A label that is no class, which the CPU reports, makes the loss
 NaN: a kernel cannot throw.
 """
+
+# Functions of Triton's language have no Python types.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
 from __future__ import annotations
 
@@ -14,16 +17,17 @@ import triton.language as tl
 from nntile_py.tiles.tasklist import Task
 
 from .accumulate_triton import combine_softmax
+from .cross_entropy import CrossEntropyArgs, CrossEntropyGradArgs, CrossEntropyLossArgs, CrossEntropyStateArgs
 from .launch import (
     Launches,
     Parameter,
     Scratch,
-    TaskFloat,
     ceil_div,
     launch,
     launches,
     power_of_two,
     shape,
+    slot,
     tile,
     words,
 )
@@ -191,15 +195,14 @@ def _blocks(task: Task, number: int) -> tuple[int, int, dict[str, Any]]:
 def _describe(task: Task) -> Launches:
     rows, n, blocks = _blocks(task, 0)
     logits, labels, lse, loss = (tile(task, k) for k in range(4))
-    scratch, acc = Scratch(), task.accesses[3].accumulate
-    losses = scratch.take(rows, "fp32")
+    scratch, acc, given = Scratch(), task.accesses[3].accumulate, CrossEntropyArgs.of(task)
+    losses, scale = scratch.take(rows, "fp32"), slot(task, given.scale)
     return Launches(
         (
             launch(
-                _cross_entropy, rows, logits, labels, lse, losses, n, TaskFloat(0),
-                GRADIENT=bool(task.ints[0]), **blocks,
+                _cross_entropy, rows, logits, labels, lse, losses, n, scale, GRADIENT=given.gradient, **blocks,
             ),
-            launch(scaled_total, 1, loss, losses, rows, TaskFloat(0), ACC=acc, BLOCK=4096, warps=8),
+            launch(scaled_total, 1, loss, losses, rows, scale, ACC=acc, BLOCK=4096, warps=8),
         ),
         scratch.bytes,
     )  # fmt: skip
@@ -207,9 +210,10 @@ def _describe(task: Task) -> Launches:
 
 @launches("cross_entropy_state")
 def _describe_state(task: Task) -> Launches:
-    rows, n, blocks = _blocks(task, 2)
+    (rows, n, blocks), given = _blocks(task, 2), CrossEntropyStateArgs.of(task)
     acc = {"ACC": task.accesses[0].accumulate, "ACC_PICKED": task.accesses[1].accumulate}
-    return Launches((launch(_state, rows, *(tile(task, k) for k in range(4)), n, *task.ints, **acc, **blocks),))
+    tiles = [tile(task, k) for k in range(4)]
+    return Launches((launch(_state, rows, *tiles, n, given.first, given.classes, **acc, **blocks),))
 
 
 @launches("cross_entropy_loss")
@@ -217,10 +221,11 @@ def _describe_loss(task: Task) -> Launches:
     lse, loss, state, picked, labels = (tile(task, k) for k in range(5))
     rows, scratch = words(task, 0), Scratch()
     losses, acc = scratch.take(rows, "fp32"), task.accesses[1].accumulate
+    scale = slot(task, CrossEntropyLossArgs.of(task).scale)
     return Launches(
         (
             launch(_loss, ceil_div(rows, 256), lse, losses, state, picked, labels, rows, BLOCK=256),
-            launch(scaled_total, 1, loss, losses, rows, TaskFloat(0), ACC=acc, BLOCK=4096, warps=8),
+            launch(scaled_total, 1, loss, losses, rows, scale, ACC=acc, BLOCK=4096, warps=8),
         ),
         scratch.bytes,
     )
@@ -229,5 +234,6 @@ def _describe_loss(task: Task) -> Launches:
 @launches("cross_entropy_grad")
 def _describe_grad(task: Task) -> Launches:
     rows, n, blocks = _blocks(task, 0)
-    args: list[Parameter] = [*(tile(task, k) for k in range(3)), n, task.ints[0], TaskFloat(0)]
+    given = CrossEntropyGradArgs.of(task)
+    args: list[Parameter] = [*(tile(task, k) for k in range(3)), n, given.first, slot(task, given.scale)]
     return Launches((launch(_cross_entropy_grad, rows, *args, **blocks),))

@@ -1,26 +1,25 @@
 // Dropout of a tile's rows, shared by the kernels that apply it; see Dropout in elementwise.py.
 #pragma once
 #include "common.h"
+#include "elementwise_args.h"
 
 namespace nntile {
 
 class Mask {
  public:
-  // The task's ints from `ints` on: key, index of the tile's first element in the whole tensor, strides of the whole
-  // tensor. Its floats from `floats` on: seed, p.
-  Mask(const Args& t, size_t ints, size_t floats) : t_(t), ints_(ints), p_(t.f(floats + 1)) {
-    const auto seed = static_cast<uint64_t>(t.f(floats));
-    start_ = (seed * 0x9E3779B97F4A7C15ULL) ^ (static_cast<uint64_t>(t.i(ints)) * 0xD1B54A32D192ED03ULL);
-    limit_ = static_cast<uint64_t>(p_ * 4294967296.0);
+  explicit Mask(const DropoutArgs& args) : args_(args) {
+    const auto seed = static_cast<uint64_t>(args.seed);
+    start_ = (seed * 0x9E3779B97F4A7C15ULL) ^ (static_cast<uint64_t>(args.key) * 0xD1B54A32D192ED03ULL);
+    limit_ = static_cast<uint64_t>(args.p * 4294967296.0);
   }
 
   // out = in * mask / (1 - p), row number `row` of tile x.
   template <class T>
   void apply(T* out, const T* in, const at::Tensor& x, int64_t row) const {
-    const T scale = static_cast<T>(1 / (1 - p_));
-    int64_t first = t_.i(ints_ + 1), rest = row;
+    const T scale = static_cast<T>(1 / (1 - args_.p));
+    int64_t first = args_.first, rest = row;
     for (int64_t axis = x.dim() - 2; axis >= 0; --axis) {
-      first += rest % x.size(axis) * t_.i(ints_ + 2 + static_cast<size_t>(axis));
+      first += rest % x.size(axis) * args_.strides[static_cast<size_t>(axis)];
       rest /= x.size(axis);
     }
     for (int64_t k = 0; k < x.size(-1); ++k)
@@ -35,9 +34,7 @@ class Mask {
     return z >> 32;
   }
 
-  const Args& t_;
-  size_t ints_;
-  double p_;
+  DropoutArgs args_;
   uint64_t start_, limit_;
 };
 

@@ -20,30 +20,31 @@ void multiply(Args& t) {
 
 void bias_add(Args& t) {
   auto out = t[0];
-  at::add_out(out, t[1], t[2].view(t.ints()));
+  at::add_out(out, t[1], t[2].view(BiasAddArgs(t).shape));
 }
 
 void sum(Args& t) {
   auto out = t[0];
-  const auto total = t[1].sum(at::IntArrayRef(t.ints().data(), t.ints().size()));
+  const auto total = t[1].sum(SumArgs(t).axes);
   if (t.accumulates(0)) out.add_(total);
   else out.copy_(total);
 }
 
-void transpose(Args& t) { t[0].copy_(t[1].permute(slice(t, 0, t.ints().size()))); }
+void transpose(Args& t) { t[0].copy_(t[1].permute(TransposeArgs(t).order)); }
 
 void unpack(Args& t) {
-  for (size_t k = 1; k < t.tiles(); ++k) t[k].copy_(t[0].select(t.i(0), static_cast<int64_t>(k) - 1));
+  const int64_t axis = PackArgs(t).axis;
+  for (size_t k = 1; k < t.tiles(); ++k) t[k].copy_(t[0].select(axis, static_cast<int64_t>(k) - 1));
 }
 
 void pack(Args& t) {
-  for (size_t k = 1; k < t.tiles(); ++k) t[0].select(t.i(0), static_cast<int64_t>(k) - 1).copy_(t[k]);
+  const int64_t axis = PackArgs(t).axis;
+  for (size_t k = 1; k < t.tiles(); ++k) t[0].select(axis, static_cast<int64_t>(k) - 1).copy_(t[k]);
 }
 
-// ints: key, index of the tile's first element in the whole tensor, strides of the whole tensor; floats: seed, p
 void dropout(Args& t) {
   const auto out = t[0], x = t[1];
-  const Mask mask(t, 0, 0);
+  const Mask mask{DropoutArgs(t)};
   dispatch(x, [&](auto zero) {
     using T = decltype(zero);
     const int64_t n = x.size(-1);

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import ClassVar
 
 import numpy as np
 
-from nntile_py.tiles import ACC, R, Slot, W
+from nntile_py.tiles import ACC, R, Slot, TaskArgs, W
 
 from .op import Array, GraphLike, Index, Lowering, Op, Tensor, permutation, wide
 
@@ -52,8 +53,14 @@ class Multiply(Op):
         return (inputs[0] * inputs[1],)
 
 
+class BiasAddArgs(TaskArgs):
+    shape: tuple[int, ...]  # of the bias; 1 for each axis that it lacks
+
+
 class BiasAdd(Op):
     """y = x + bias; the bias has a subset of x's axes, in x's order."""
+
+    colours: ClassVar = {"forward": "#b5bd61"}
 
     def __init__(self, x: Tensor, bias: Tensor, out: Tensor) -> None:
         assert [axis for axis in x.axes if axis in bias.axes] == list(bias.axes), (x, bias)
@@ -72,15 +79,21 @@ class BiasAdd(Op):
         for index in low.indices(self.output):
             shape = [low.part(x, axis, index).size if axis in bias.axes else 1 for axis in x.axes]
             y = low.tile(self.output, index)
-            low.emit("bias_add", [W(y), R(low.tile(x, index)), R(low.tile(bias, index))], shape)
+            low.emit("bias_add", [W(y), R(low.tile(x, index)), R(low.tile(bias, index))], BiasAddArgs(tuple(shape)))
 
     def reference(self, *inputs: Array) -> tuple[Array, ...]:
         x, bias = self.inputs
         return (inputs[0] + inputs[1].reshape([s if axis in bias.axes else 1 for axis, s in x.sizes.items()]),)
 
 
+class SumArgs(TaskArgs):
+    axes: tuple[int, ...]  # those that are summed over
+
+
 class Sum(Op):
     """y = sum of x over the axes that y lacks; y's axes in x's order (the gradient of a broadcast)."""
+
+    colours: ClassVar = {"backward": "#ff9896"}
 
     def __init__(self, x: Tensor, out: Tensor) -> None:
         assert [axis for axis in x.axes if axis in out.axes] == list(out.axes), (x, out)
@@ -88,16 +101,22 @@ class Sum(Op):
 
     def lower(self, low: Lowering) -> None:
         x = self.inputs[0]
-        dims = [i for i, axis in enumerate(x.axes) if axis not in self.output.axes]
+        args = SumArgs(tuple(i for i, axis in enumerate(x.axes) if axis not in self.output.axes))
         for index in low.indices(x):
-            low.emit("sum", [ACC(low.tile(self.output, index)), R(low.tile(x, index))], dims)
+            low.emit("sum", [ACC(low.tile(self.output, index)), R(low.tile(x, index))], args)
 
     def reference(self, *inputs: Array) -> tuple[Array, ...]:
         return (inputs[0].sum(axis=tuple(i for i, a in enumerate(self.inputs[0].axes) if a not in self.output.axes)),)
 
 
+class TransposeArgs(TaskArgs):
+    order: tuple[int, ...]  # of the input's axes in the output
+
+
 class Transpose(Op):
     """y = x with its axes in another order."""
+
+    colours: ClassVar = {"forward": "#a6d854", "backward": "#5b7f2b"}
 
     def __init__(self, x: Tensor, out: Tensor) -> None:
         assert sorted(x.axes) == sorted(out.axes), (x, out)
@@ -112,9 +131,9 @@ class Transpose(Op):
 
     def lower(self, low: Lowering) -> None:
         x = self.inputs[0]
+        args = TransposeArgs(tuple(permutation(x.axes, self.output.axes)))
         for index in low.indices(self.output):
-            y = low.tile(self.output, index)
-            low.emit("transpose", [W(y), R(low.tile(x, index))], permutation(x.axes, self.output.axes))
+            low.emit("transpose", [W(low.tile(self.output, index)), R(low.tile(x, index))], args)
 
     def reference(self, *inputs: Array) -> tuple[Array, ...]:
         return (inputs[0].transpose(permutation(self.inputs[0].axes, self.output.axes)),)
@@ -149,6 +168,10 @@ class Rename(Op):
         return (inputs[0],)
 
 
+class PackArgs(TaskArgs):
+    axis: int  # of the packed tile, which numbers the others
+
+
 class Unpack(Op):
     """Tensors from one whose axis `axis` (never cut) numbers them: q, k, v from a packed qkv."""
 
@@ -169,7 +192,7 @@ class Unpack(Op):
         x = self.inputs[0]
         for index in low.indices(x, [a for a in x.axes if a != self.axis]):
             outs = [W(low.tile(t, index)) for t in self.outputs]
-            low.emit("unpack", [R(low.tile(x, index | {self.axis: 0})), *outs], [x.axes.index(self.axis)])
+            low.emit("unpack", [R(low.tile(x, index | {self.axis: 0})), *outs], PackArgs(x.axes.index(self.axis)))
 
     def reference(self, *inputs: Array) -> tuple[Array, ...]:
         at = self.inputs[0].axes.index(self.axis)
@@ -190,10 +213,20 @@ class Pack(Op):
         out = self.output
         for index in low.indices(out, [a for a in out.axes if a != self.axis]):
             ins = [R(low.tile(t, index)) for t in self.inputs]
-            low.emit("pack", [W(low.tile(out, index | {self.axis: 0})), *ins], [out.axes.index(self.axis)])
+            low.emit("pack", [W(low.tile(out, index | {self.axis: 0})), *ins], PackArgs(out.axes.index(self.axis)))
 
     def reference(self, *inputs: Array) -> tuple[Array, ...]:
         return (np.stack(inputs, axis=self.output.axes.index(self.axis)),)
+
+
+class DropoutArgs(TaskArgs):
+    """By which a kernel knows the mask of a tile."""
+
+    key: int
+    first: int  # index of the tile's first element in the whole tensor
+    strides: tuple[int, ...]  # of the whole tensor
+    seed: Slot
+    p: float
 
 
 class Dropout(Op):
@@ -215,17 +248,16 @@ class Dropout(Op):
         out = g.temp("dropout_grad", dy.axes, dy.shape, dy.dtype, band=dy.band)
         return [g.add(Dropout(dy, out, self.p, self.key)).output]
 
-    def numbers(self, low: Lowering, index: Index) -> tuple[list[int], list[float | Slot]]:
-        """The ints and floats by which a kernel knows a tile's mask; see dropout.h."""
+    def args(self, low: Lowering, index: Index) -> DropoutArgs:
         x = self.inputs[0]
-        strides = [math.prod(x.shape[i + 1 :]) for i in range(len(x.axes))]
+        strides = tuple(math.prod(x.shape[i + 1 :]) for i in range(len(x.axes)))
         first = sum(low.part(x, a, index).offset * s for a, s in zip(x.axes, strides, strict=True))
-        return [self.key, first, *strides], [Slot("dropout_seed"), self.p]
+        return DropoutArgs(self.key, first, strides, Slot("dropout_seed"), self.p)
 
     def lower(self, low: Lowering) -> None:
         x = self.inputs[0]
         for index in low.indices(x):
-            low.emit("dropout", [W(low.tile(self.output, index)), R(low.tile(x, index))], *self.numbers(low, index))
+            low.emit("dropout", [W(low.tile(self.output, index)), R(low.tile(x, index))], self.args(low, index))
 
     def reference(self, *inputs: Array, seed: int = 0) -> tuple[Array, ...]:
         index = np.arange(inputs[0].size, dtype=np.uint64).reshape(inputs[0].shape)

@@ -1,8 +1,11 @@
-"""Element-wise operators on CUDA. Tiles and ints as in elementwise.cpp.
+"""Element-wise operators on CUDA. Tiles as in elementwise.cpp.
 
 Neighbouring axes that are neighbours in every tensor of a task become one; the sizes and strides of what is left are
 constants of the compiled kernel, so that indices cost multiplications and accesses are as wide as the strides allow.
 """
+
+# Functions of Triton's language have no Python types.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
 from __future__ import annotations
 
@@ -15,6 +18,7 @@ import triton.language as tl
 
 from nntile_py.tiles.tasklist import Task
 
+from .elementwise import BiasAddArgs, DropoutArgs, PackArgs, SumArgs, TransposeArgs
 from .launch import (
     Argument,
     Int,
@@ -22,13 +26,12 @@ from .launch import (
     Launches,
     Parameter,
     Scratch,
-    TaskFloat,
     ceil_div,
-    constant,
     launch,
     launches,
     power_of_two,
     shape,
+    slot,
     tile,
     words,
 )  # fmt: skip
@@ -222,7 +225,7 @@ def _describe_multiply(task: Task) -> Launches:
 
 @launches("bias_add")
 def _describe_bias_add(task: Task) -> Launches:
-    full, bias = shape(task, 0), list(task.ints)
+    full, bias = shape(task, 0), BiasAddArgs.of(task).shape
     steps = [0 if size == 1 else step for size, step in zip(bias, _strides(bias), strict=True)]
     sizes, (_, steps) = _merged(full, _strides(full), steps)
     grid, size, blocks = _plane(sizes)
@@ -234,9 +237,9 @@ def _describe_bias_add(task: Task) -> Launches:
 @launches("sum")
 def _describe_sum(task: Task) -> Launches:
     full = shape(task, 1)
-    strides = _strides(full)
-    kept, kept_strides = _chosen(full, strides, [axis for axis in range(len(full)) if axis not in task.ints])
-    over, over_strides = _chosen(full, strides, list(task.ints))
+    strides, axes_over = _strides(full), SumArgs.of(task).axes
+    kept, kept_strides = _chosen(full, strides, [axis for axis in range(len(full)) if axis not in axes_over])
+    over, over_strides = _chosen(full, strides, axes_over)
     n, summed = math.prod(kept), math.prod(over)
     if kept_strides[-1] == 1:
         block = min(power_of_two(n), 64)
@@ -274,14 +277,14 @@ def _chosen(sizes: Sequence[int], strides: Sequence[int], axes: Sequence[int]) -
 
 @launches("transpose")
 def _describe_transpose(task: Task) -> Launches:
-    order, steps = task.ints, _strides(shape(task, 1))
+    order, steps = TransposeArgs.of(task).order, _strides(shape(task, 1))
     out = shape(task, 0)
     return Launches((_copies(tile(task, 0), tile(task, 1), out, _strides(out), [steps[axis] for axis in order]),))
 
 
 def _slices(task: Task, packed: Argument, sizes: Sequence[int], pack: bool) -> Launches:
-    """Copies between the packed tile and tiles 1, 2, ... along axis ints[0]."""
-    axis = task.ints[0]
+    """Copies between the packed tile and tiles 1, 2, ... along the axis that numbers them."""
+    axis = PackArgs.of(task).axis
     inner, outer, count = math.prod(sizes[axis + 1 :]), math.prod(sizes[:axis]), sizes[axis]
     result = []
     for k in range(1, len(task.accesses)):
@@ -303,12 +306,11 @@ def _describe_pack(task: Task) -> Launches:
     return _slices(task, tile(task, 0), shape(task, 0), pack=True)
 
 
-def mask_of(task: Task, ints: int, floats: int) -> list[Parameter]:
-    """The tile's first index, then what `dropped` takes; the task's numbers of dropout begin there, see dropout.h."""
-    (key, first), p = task.ints[ints : ints + 2], constant(task, floats + 1)
-    mixed = (key * 0xD1B54A32D192ED03 + 2**63) % 2**64 - 2**63
-    limit, scale = Int(int(p * 2**32), 64), 1 / (1 - p)
-    return [Int(first, 64), TaskFloat(floats, "int64"), Int(mixed, 64), limit, scale]
+def mask_of(task: Task, dropout: DropoutArgs) -> list[Parameter]:
+    """The tile's first index, then what `dropped` takes."""
+    mixed = (dropout.key * 0xD1B54A32D192ED03 + 2**63) % 2**64 - 2**63
+    limit, scale = Int(int(dropout.p * 2**32), 64), 1 / (1 - dropout.p)
+    return [Int(dropout.first, 64), slot(task, dropout.seed, "int64"), Int(mixed, 64), limit, scale]
 
 
 def sizes_and_strides(sizes: Sequence[int], strides: Sequence[int]) -> dict[str, Any]:
@@ -324,9 +326,9 @@ def rows_in_whole(sizes: Sequence[int], strides: Sequence[int]) -> dict[str, Any
 
 @launches("dropout")
 def _describe_dropout(task: Task) -> Launches:
-    full = shape(task, 0)
-    sizes, (_, steps) = _merged(full, _strides(full), task.ints[2:])
+    full, args_of = shape(task, 0), DropoutArgs.of(task)
+    sizes, (_, steps) = _merged(full, _strides(full), args_of.strides)
     grid, size, blocks = _plane(sizes)
     outer: dict[str, Any] = {"SIZES": _last_first(sizes[:-1]), "STRIDES": _last_first(steps[:-1])}
-    args: list[Parameter] = [tile(task, 0), tile(task, 1), *size, *mask_of(task, 0, 0)]
+    args: list[Parameter] = [tile(task, 0), tile(task, 1), *size, *mask_of(task, args_of)]
     return Launches((launch(_dropout, grid, *args, **outer, STEP=steps[-1], **blocks),))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import ClassVar
 
 import numpy as np
 
@@ -59,6 +60,8 @@ class EmbeddingGrad(Op):
 
     With `into` (another gradient of a tied table) the sum is added in place.
     """
+
+    colours: ClassVar = {"backward": "#1b3a6b"}
 
     def __init__(self, ids: Tensor, dy: Tensor, out: Tensor, into: Tensor | None = None) -> None:
         super().__init__([ids, dy, *([into] if into else [])], [out])

@@ -13,14 +13,14 @@ import importlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from nntile_py.tiles import Slot
-from nntile_py.tiles.tasklist import ITEMSIZE, Task
+from nntile_py.tiles.dtypes import DTYPES
+from nntile_py.tiles.tasklist import Task
 
 ALIGNMENT = 16  # bytes: what StarPU's device buffers and the scratch offsets have at least; wide loads need it
-_ITEMSIZE = ITEMSIZE | {"int32": 4}
-_TRITON = {"fp32": "fp32", "fp64": "fp64", "bf16": "bf16", "int16": "i16", "int64": "i64", "int32": "i32"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,21 +98,6 @@ class Binary:
 Describe = Callable[[Sequence[Task]], Launches]
 LAUNCHES: dict[str, Describe] = {}
 TOGETHER: set[str] = set()
-_MODULES = (
-    "accumulate",
-    "activation",
-    "cross_entropy",
-    "elementwise",
-    "embedding",
-    "gated",
-    "layer_norm",
-    "optimizer",
-    "select",
-    "rms_norm",
-    "rotary",
-    "softmax",
-    "squared_error",
-)
 
 
 def launches(name: str) -> Callable[[Callable[[Task], Launches]], Callable[[Task], Launches]]:
@@ -166,8 +151,8 @@ def _apart(a: Task, b: Task) -> bool:
 @functools.cache
 def load() -> dict[str, Describe]:
     """LAUNCHES, filled: imports triton."""
-    for name in _MODULES:
-        importlib.import_module(f"nntile_py.tasks.{name}_triton")
+    for file in sorted(Path(__file__).parent.glob("*_triton.py")):
+        importlib.import_module(f"nntile_py.tasks.{file.stem}")
     return LAUNCHES
 
 
@@ -191,13 +176,6 @@ def slot(task: Task, value: Slot, dtype: str = "fp32") -> TaskFloat:
     return TaskFloat(task.floats.index(value), dtype)
 
 
-def constant(task: Task, position: int) -> float:
-    """A float of the task that is known when the program is bound."""
-    value = task.floats[position]
-    assert not isinstance(value, Slot), (task.kernel, value)
-    return float(value)
-
-
 def numbered(tasks: Sequence[Task]) -> list[list[TileAddress]]:
     """The addresses of the tasks' tiles, numbered through."""
     result: list[list[TileAddress]] = []
@@ -215,7 +193,7 @@ class Scratch:
         self.bytes = 0
 
     def take(self, count: int, dtype: str) -> ScratchAddress:
-        at, size = self.bytes, count * _ITEMSIZE[dtype]
+        at, size = self.bytes, count * DTYPES[dtype].bytes
         self.bytes += -(-size // ALIGNMENT) * ALIGNMENT
         return ScratchAddress(at, dtype)
 
@@ -248,13 +226,13 @@ def power_of_two(n: int) -> int:
 def _type(arg: Argument) -> str:
     match arg:
         case TileAddress(_, dtype) | ScratchAddress(_, dtype):
-            return "*" + _TRITON[dtype]
+            return "*" + DTYPES[dtype].triton
         case Int(_, bits):
             return f"i{bits}"
         case Float():
             return "fp32"
         case TaskFloat(_, dtype):
-            return _TRITON[dtype]
+            return DTYPES[dtype].triton
 
 
 def _aligned(arg: Argument) -> bool:
@@ -360,15 +338,13 @@ def interpret(tasks: Sequence[Task], tensors: Sequence[Any], slots: dict[str, fl
     scratch = torch.full((described.scratch,), 0xFF, dtype=torch.uint8)  # NaN: what is read before it was written shows
     table = [tensors[w.tile].data_ptr() if isinstance(w, TileAddress) else w.value for w in described.table]
     scratch[: 8 * len(table)].view(torch.int64)[:] = torch.tensor(table, dtype=torch.int64)
-    types = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "int64": torch.int64}
-    types |= {"int16": torch.int16, "int32": torch.int32}
 
     def value(arg: Argument) -> Any:
         match arg:
             case TileAddress(number):
                 return tensors[number]
             case ScratchAddress(offset, dtype):
-                return scratch[offset:].view(types[dtype])
+                return scratch[offset:].view(getattr(torch, DTYPES[dtype].torch))
             case Int(number) | Float(number):
                 return number
             case TaskFloat(position, dtype):

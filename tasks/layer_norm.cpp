@@ -4,6 +4,7 @@
 
 #include "common.h"
 #include "dropout.h"
+#include "layer_norm_args.h"
 
 namespace nntile {
 namespace {
@@ -31,17 +32,21 @@ void normalise(T* y, const T* x, const T* stat, const T* gamma, const T* beta, i
   });
 }
 
+std::optional<Mask> mask_of(const std::optional<DropoutArgs>& dropout) {
+  return dropout ? std::make_optional<Mask>(*dropout) : std::nullopt;
+}
+
 // tiles: y, stat, x, gamma, beta (, residual, total)
-// ints: none, or those of dropout of x; floats: eps (, seed, p)
 void layer_norm(Args& t) {
+  const LayerNormArgs args(t);
   const auto y = t[0], stat = t[1], x = t[2], gamma = t[3], beta = t[4];
   const bool has_residual = t.tiles() > 5;
   const auto residual = has_residual ? t[5] : at::Tensor(), total = has_residual ? t[6] : at::Tensor();
-  const auto mask = t.ints().empty() ? std::nullopt : std::optional<Mask>(std::in_place, t, 0, 1);
+  const auto mask = mask_of(args.dropout);
   dispatch(x, [&](auto zero) {
     using T = decltype(zero);
     const int64_t n = x.size(-1), rows = x.numel() / n;
-    const T eps = static_cast<T>(t.f(0));
+    const T eps = static_cast<T>(args.eps);
     for (int64_t row = 0; row < rows; ++row) {
       const T* in = x.data_ptr<T>() + row * n;
       if (has_residual) {
@@ -85,6 +90,7 @@ void layer_norm_moments(Args& t) {
 
 // tiles: stat, state
 void layer_norm_stat(Args& t) {
+  const LayerNormStatArgs args(t);
   const auto stat = t[0], state = t[1];
   dispatch(stat, [&](auto zero) {
     using T = decltype(zero);
@@ -92,7 +98,7 @@ void layer_norm_stat(Args& t) {
     const auto* s = state.data_ptr<T>();
     for (int64_t row = 0; row < stat.numel() / 2; ++row) {
       out[row * 2] = s[row * 3 + 1];
-      out[row * 2 + 1] = T(1) / std::sqrt(s[row * 3 + 2] / s[row * 3] + static_cast<T>(t.f(0)));
+      out[row * 2 + 1] = T(1) / std::sqrt(s[row * 3 + 2] / s[row * 3] + static_cast<T>(args.eps));
     }
   });
 }
@@ -141,22 +147,22 @@ void layer_norm_grad_sums(Args& t) {
 }
 
 // tiles: dx, dgamma (ACC), dbeta (ACC), dy, x, stat, gamma (, add) (, dbias (ACC)) (, sums) (, dropped)
-// ints: the places of add, dbias, sums and dropped among the tiles (0: it is not there), embed of the whole (, those of
-// dropout of dx); floats: none, or those of dropout: seed, p
 void layer_norm_grad(Args& t) {
+  const LayerNormGradArgs args(t);
   const auto dx = t[0], dgamma = t[1], dbeta = t[2], dy = t[3], x = t[4], stat = t[5], gamma = t[6];
-  const auto place = [&](size_t k) { return static_cast<size_t>(t.i(k)); };
-  const size_t add_at = place(0), bias_at = place(1), sums_at = place(2), dropped_at = place(3);
+  const auto place = [](int64_t at) { return static_cast<size_t>(at); };
+  const size_t add_at = place(args.add), bias_at = place(args.dbias);
+  const size_t sums_at = place(args.sums), dropped_at = place(args.dropped);
   const auto add = add_at ? t[add_at] : at::Tensor(), dbias = bias_at ? t[bias_at] : at::Tensor();
   const auto sums = sums_at ? t[sums_at] : at::Tensor(), dropped = dropped_at ? t[dropped_at] : at::Tensor();
-  const auto mask = dropped_at ? std::optional<Mask>(std::in_place, t, 5, 0) : std::nullopt;
+  const auto mask = mask_of(args.dropout);
   if (!t.accumulates(1)) dgamma.zero_();
   if (!t.accumulates(2)) dbeta.zero_();
   if (bias_at && !t.accumulates(bias_at)) dbias.zero_();
   dispatch(x, [&](auto zero) {
     using T = decltype(zero);
     const int64_t n = x.size(-1), rows = x.numel() / n;
-    const T whole = static_cast<T>(t.i(4));
+    const T whole = static_cast<T>(args.embed);
     const auto width = static_cast<size_t>(n);
     std::vector<T> gamma_sum(width), beta_sum(width), bias_sum(bias_at ? width : 0);
     for (int64_t row = 0; row < rows; ++row) {

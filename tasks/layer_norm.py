@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import numpy as np
 
-from nntile_py.tiles import ACC, R, Tile, W
+from nntile_py.tiles import ACC, Access, R, TaskArgs, Tile, W
 
-from .elementwise import Dropout
+from .elementwise import Dropout, DropoutArgs
 from .norm import Norm, NormGrad
 from .op import Array, GraphLike, Index, Lowering, Tensor, wide
 
 AXIS = "embed"
+
+
+class LayerNormArgs(TaskArgs):
+    eps: float
+    dropout: DropoutArgs | None  # of x
+
+
+class LayerNormStatArgs(TaskArgs):
+    eps: float
 
 
 class LayerNorm(Norm):
@@ -20,6 +31,8 @@ class LayerNorm(Norm):
     2016; variance without Bessel's correction.) Uncut: one task a tile. Cut: statistics of each embed tile as
     (count, mean, M2), combined, then applied. With `dropout`, a Dropout of x, s = dropout(x) + residual; embed uncut.
     """
+
+    colours: ClassVar = {"forward": "#56b4e9"}
 
     takes_dropout = True
 
@@ -63,9 +76,8 @@ class LayerNorm(Norm):
                 at = columns[0]
                 total = [W(low.tile(self.total, at))] if self.total else []
                 tiles = [low.tile(t, at) for t in (x, gamma, beta, *extra)]
-                ints, floats = self.dropout.numbers(low, at) if self.dropout else ([], [])
-                accesses = [W(low.tile(self.output, at)), W(stat), *map(R, tiles), *total]
-                low.emit("layer_norm", accesses, ints, [self.eps, *floats])
+                args = LayerNormArgs(self.eps, self.dropout.args(low, at) if self.dropout else None)
+                low.emit("layer_norm", [W(low.tile(self.output, at)), W(stat), *map(R, tiles), *total], args)
                 continue
             assert not self.dropout, "not fused where embed is cut"
             state = Tile(f"{self.name}.moments", tuple(index.values()), (*stat.shape[:-1], 3), stat.dtype, "moments")
@@ -76,7 +88,7 @@ class LayerNorm(Norm):
                     tiles = [low.tile(t, at) for t in (x, *extra)]
                     low.emit("add", [W(low.tile(self.total, at)), *map(R, tiles)])
                 low.emit("layer_norm_moments", [ACC(state), R(low.tile(source, at))])
-            low.emit("layer_norm_stat", [W(stat), R(state)], [], [self.eps])
+            low.emit("layer_norm_stat", [W(stat), R(state)], LayerNormStatArgs(self.eps))
             for at in columns:
                 tiles = [low.tile(t, at) for t in (source, gamma, beta)]
                 low.emit("layer_norm_apply", [W(low.tile(self.output, at)), R(stat), *map(R, tiles)])
@@ -89,6 +101,15 @@ class LayerNorm(Norm):
         return (y, np.concatenate([mean, rstd], -1), *([s] if self.total else []))
 
 
+class LayerNormGradArgs(TaskArgs):
+    add: int  # places among the tiles, 0: it is not there
+    dbias: int
+    sums: int
+    dropped: int
+    embed: int  # of the whole tensor
+    dropout: DropoutArgs | None  # of dx
+
+
 class LayerNormGrad(NormGrad):
     """With xhat = (x - mean) rstd and w = dy gamma: dx = rstd (w - mean(w) - xhat mean(w xhat)) (+ add),
     dgamma = sum dy xhat, dbeta = sum dy, sums over all rows, means over embed.
@@ -96,6 +117,8 @@ class LayerNormGrad(NormGrad):
     With `dbias` [embed] a fourth output: the sum of dx over all rows, the gradient of a bias that was added to what
     made x. With `dropout`, a Dropout of dx, its output is the last one, and `dbias` is the sum of that.
     """
+
+    colours: ClassVar = {"backward": "#d55e00"}
 
     def __init__(
         self,
@@ -135,15 +158,20 @@ class LayerNormGrad(NormGrad):
         dx, dgamma, dbeta = (low.tile(t, at) for t in self.outputs[:3])
         dy, x, gamma = (low.tile(self.inputs[k], at) for k in (0, 1, 3))
         accesses = [W(dx), ACC(dgamma), ACC(dbeta), R(dy), R(x), R(stat), R(gamma)]
-        extra = R(low.tile(self.extra, at)) if self.extra else None
-        dbias = ACC(low.tile(self.bias, at)) if self.bias else None
-        places = []
-        dropped = W(low.tile(self.dropout.output, at)) if self.dropout else None
-        for access in (extra, dbias, R(sums) if sums else None, dropped):
-            places.append(len(accesses) if access else 0)
-            accesses += [access] if access else []
-        ints, floats = self.dropout.numbers(low, at) if self.dropout else ([], [])
-        low.emit("layer_norm_grad", accesses, [*places, self.inputs[1].size(AXIS), *ints], floats)
+
+        def place(access: Access | None) -> int:
+            accesses.extend([access] if access else [])
+            return len(accesses) - 1 if access else 0
+
+        args = LayerNormGradArgs(
+            add=place(R(low.tile(self.extra, at)) if self.extra else None),
+            dbias=place(ACC(low.tile(self.bias, at)) if self.bias else None),
+            sums=place(R(sums) if sums else None),
+            dropped=place(W(low.tile(self.dropout.output, at)) if self.dropout else None),
+            embed=self.inputs[1].size(AXIS),
+            dropout=self.dropout.args(low, at) if self.dropout else None,
+        )
+        low.emit("layer_norm_grad", accesses, args)
 
     def reference(self, *inputs: Array, seed: int = 0) -> tuple[Array, ...]:
         dy, x, stat, gamma = inputs[:4]

@@ -1,4 +1,7 @@
-"""LayerNorm on CUDA: a program holds whole rows in registers. Tiles, ints and floats as in layer_norm.cpp."""
+"""LayerNorm on CUDA: a program holds whole rows in registers. Tiles as in layer_norm.cpp."""
+
+# Functions of Triton's language have no Python types.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ import triton.language as tl
 from nntile_py.tiles.tasklist import Task
 
 from .accumulate_triton import combine_moments
+from .elementwise import DropoutArgs
 from .elementwise_triton import dropped, mask_of, offset_of, rows_in_whole
 from .launch import (
     Int,
@@ -17,7 +21,6 @@ from .launch import (
     Parameter,
     Scratch,
     ceil_div,
-    constant,
     launch,
     launches,
     power_of_two,
@@ -25,6 +28,7 @@ from .launch import (
     tile,
     words,
 )  # fmt: skip
+from .layer_norm import LayerNormArgs, LayerNormGradArgs, LayerNormStatArgs
 
 WIDEST = 16384  # elements of a row in registers
 PROGRAMS = 264  # of the gradient, two for each SM of an H200; fixed, so that the order of the sums is
@@ -208,12 +212,12 @@ def row_blocks(task: Task, number: int, elements: int) -> tuple[int, int, dict[s
     return words(task, number) // n, n, {"ROWS": rows, "BLOCK": block, "warps": warps}
 
 
-def _dropout(task: Task, ints: int | None, floats: int, number: int) -> tuple[list[Parameter], dict[str, Any]]:
-    """Parameters and constants of the dropout of a tile by the task's numbers from there on; None: there is none."""
-    if ints is None:
+def _dropout(task: Task, dropout: DropoutArgs | None, number: int) -> tuple[list[Parameter], dict[str, Any]]:
+    """Parameters and constants of the dropout of tile `number`, or of none."""
+    if not dropout:
         return [*[Int(0, 64)] * 4, 0.0], {"DROPOUT": False, "SIZES": (), "STRIDES": ()}
-    constants = rows_in_whole(shape(task, number), task.ints[ints + 2 :])
-    return mask_of(task, ints, floats), {"DROPOUT": True, **constants}
+    constants = rows_in_whole(shape(task, number), dropout.strides)
+    return mask_of(task, dropout), {"DROPOUT": True, **constants}
 
 
 @launches("layer_norm")
@@ -221,8 +225,9 @@ def _describe(task: Task) -> Launches:
     rows, n, blocks = row_blocks(task, 2, 1024)
     has = len(task.accesses) > 5
     args: list[Parameter] = [tile(task, k) for k in ((0, 1, 2, 3, 4, 5, 6) if has else (0, 1, 2, 3, 4, 0, 0))]
-    mask, constants = _dropout(task, 0 if task.ints else None, 1, 2)
-    args += [rows, n, constant(task, 0), *mask]
+    given = LayerNormArgs.of(task)
+    mask, constants = _dropout(task, given.dropout, 2)
+    args += [rows, n, float(given.eps), *mask]
     return Launches(
         (launch(_layer_norm, ceil_div(rows, blocks["ROWS"]), *args, HAS_RESIDUAL=has, **constants, **blocks),)
     )
@@ -238,7 +243,7 @@ def _describe_moments(task: Task) -> Launches:
 @launches("layer_norm_stat")
 def _describe_stat(task: Task) -> Launches:
     rows = words(task, 0) // 2
-    args: list[Parameter] = [tile(task, 0), tile(task, 1), rows, constant(task, 0)]
+    args: list[Parameter] = [tile(task, 0), tile(task, 1), rows, float(LayerNormStatArgs.of(task).eps)]
     return Launches((launch(_stat, ceil_div(rows, 128), *args, ROWS=128),))
 
 
@@ -260,17 +265,17 @@ def _describe_grad_sums(task: Task) -> Launches:
 @launches("layer_norm_grad")
 def _describe_grad(task: Task) -> Launches:
     rows, n, blocks = row_blocks(task, 0, 4096)
-    extra_at, bias_at, sums_at, dropped_at, whole = task.ints[:5]
+    a = LayerNormGradArgs.of(task)
     dx, dgamma, dbeta, dy, x, stat, gamma = (tile(task, k) for k in range(7))
-    extra, dbias, sums, dropout = (tile(task, k) for k in (extra_at, bias_at, sums_at, dropped_at))
-    mask, constants = _dropout(task, 5 if dropped_at else None, 0, 0)
+    extra, dbias, sums, dropout = (tile(task, k) for k in (a.add, a.dbias, a.sums, a.dropped))
+    mask, constants = _dropout(task, a.dropout, 0)
     parts, scratch = min(ceil_div(rows, blocks["ROWS"]), PROGRAMS), Scratch()
-    part = scratch.take(parts * (3 if bias_at else 2) * n, "fp32")
-    args: list[Parameter] = [dx, part, dy, x, stat, gamma, extra, sums, dropout, rows, n, whole, *mask]
+    part = scratch.take(parts * (3 if a.dbias else 2) * n, "fp32")
+    args: list[Parameter] = [dx, part, dy, x, stat, gamma, extra, sums, dropout, rows, n, a.embed, *mask]
     blocks["STAGES"] = 3 if blocks["BLOCK"] <= 4096 else 1  # as far as shared memory goes
-    has = {"HAS_EXTRA": extra_at > 0, "HAS_BIAS": bias_at > 0, "HAS_SUMS": sums_at > 0}
-    acc = {f"ACC_{name}": task.accesses[k].accumulate for name, k in (("GAMMA", 1), ("BETA", 2), ("BIAS", bias_at))}
-    rest = {"HAS_BIAS": bias_at > 0, **acc, "PARTS": 64, "BLOCK": 16}
+    has = {"HAS_EXTRA": a.add > 0, "HAS_BIAS": a.dbias > 0, "HAS_SUMS": a.sums > 0}
+    acc = {f"ACC_{name}": task.accesses[k].accumulate for name, k in (("GAMMA", 1), ("BETA", 2), ("BIAS", a.dbias))}
+    rest = {"HAS_BIAS": a.dbias > 0, **acc, "PARTS": 64, "BLOCK": 16}
     return Launches(
         (
             launch(_grad, parts, *args, **has, **constants, **blocks),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from .op import Op, Tensor
+from .op import NORMALIZATION, Op, Tensor
 
 
 class Norm(Op):
@@ -14,6 +14,7 @@ class Norm(Op):
     also takes a Dropout of x.
     """
 
+    category = NORMALIZATION
     takes_dropout: ClassVar[bool] = False
     stat: Tensor
     eps: float
@@ -34,6 +35,7 @@ class NormGrad(Op):
     A subclass is constructed as (*inputs but the addend, *outputs, add).
     """
 
+    category = NORMALIZATION
     extra: Tensor | None
 
     def plus(self, add: Tensor, dx: Tensor) -> NormGrad:

@@ -8,25 +8,22 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
-from nntile_py.tiles import Access, Part, Slot, TaskArgs, TaskList, Tile, Tiling
+from nntile_py.tiles import Access, Part, TaskArgs, TaskList, Tile, Tiling
 from nntile_py.tiles.arguments import NO_ARGS
+from nntile_py.tiles.dtypes import wide as wide
 from nntile_py.tiles.tasklist import PythonKernel
 
 from .band import ALL, Band
 
 Index = dict[str, int]
 Array = np.ndarray[Any, Any]
-
-
-def wide(dtype: str) -> str:
-    """The dtype of statistics, states and sums over tensors of a dtype: fp32 for bf16."""
-    return "fp32" if dtype == "bf16" else dtype
 
 
 class Tensor:
@@ -158,12 +155,11 @@ class Lowering:
         self,
         kernel: str | PythonKernel,
         accesses: Sequence[Access],
-        args: TaskArgs | Iterable[int] = NO_ARGS,
-        floats: Iterable[float | Slot] = (),
+        args: TaskArgs = NO_ARGS,
         flop: float | None = None,
     ) -> None:
         """Append a task of the operator that is being lowered; see TaskList.emit."""
-        self.tasks.emit(kernel, accesses, args, floats, self.op, flop)
+        self.tasks.emit(kernel, accesses, args, self.op, flop)
 
     def grid(self, tensor: Tensor) -> list[tuple[tuple[slice, ...], Tile]]:
         """Each tile of a tensor with the slice of the whole that it holds."""
@@ -174,8 +170,29 @@ class Lowering:
         return result
 
 
+@dataclass(frozen=True, slots=True)
+class Category:
+    """A class of operators as in the data-movement paper, by what bounds their speed; how it is drawn."""
+
+    name: str
+    mark: str
+    colour: str
+
+
+CONTRACTION = Category("contraction", "△", "#f2a49a")  # their flop are the customary count of a model's
+NORMALIZATION = Category("normalization", "□", "#f7c9c2")
+ELEMENTWISE = Category("element-wise", "○", "#fbe6e2")
+CATEGORIES = (CONTRACTION, NORMALIZATION, ELEMENTWISE)
+
+
 class Op:
-    """An operator of the graph. Subclasses say, in this order: formula, gradient, cost, lowering, reference."""
+    """An operator of the graph. Subclasses say, in this order: formula, gradient, cost, lowering, reference.
+
+    A subclass may say its category, and its colours in Gantt charts by phase (forward, backward, update).
+    """
+
+    category: ClassVar[Category] = ELEMENTWISE
+    colours: ClassVar[Mapping[str, str]] = {}
 
     name: str = ""  # set by the graph: scope and operator
     phase: str = "forward"
@@ -186,6 +203,11 @@ class Op:
     @property
     def kind(self) -> str:
         return type(self).__name__
+
+    @property
+    def title(self) -> str:
+        """The kind, and what was fused into it."""
+        return self.kind
 
     @property
     def output(self) -> Tensor:
@@ -212,6 +234,17 @@ class Op:
     def reference(self, *inputs: Array) -> tuple[Array, ...]:
         """The operator in numpy float64 on whole tensors."""
         raise NotImplementedError
+
+
+def operators() -> dict[str, type[Op]]:
+    """All that were defined so far, users' own too, by name."""
+    found: dict[str, type[Op]] = {}
+    todo = [Op]
+    while todo:
+        for op in todo.pop().__subclasses__():
+            found[op.__name__] = op
+            todo.append(op)
+    return found
 
 
 def permutation(source: Sequence[str], target: Iterable[str]) -> list[int]:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
+from typing import ClassVar
 
 import numpy as np
 
 from nntile_py.tiles import RW, R, Slot, TaskArgs, Tile, W
 
-from .op import Array, Lowering, Op, Tensor
+from .op import NORMALIZATION, Array, Lowering, Op, Tensor
 
 FAN_IN = 8  # partial sums added by one task
 Ends = Mapping[tuple[str, tuple[int, ...]], int]
@@ -42,6 +43,8 @@ class GradNorm(Op):
     not depend on the order in which tasks run. What `ends` names alike, by tensor and index of a gradient's tile, is
     added first: tiles that lie on the same device.
     """
+
+    category = NORMALIZATION
 
     def __init__(
         self, grads: Sequence[Tensor], norm: Tensor, clip: Tensor, max_norm: float | None, ends: Ends | None = None
@@ -106,6 +109,8 @@ class AdamW(Op):
     Slots lr, beta1_correction = 1 - b1^t and beta2_correction = 1 - b2^t change every step. With `rest`, int16, param
     is bf16 and p what both together are in fp32 (`joined`).
     """
+
+    colours: ClassVar = {"update": "#f0e442"}
 
     def __init__(
         self,

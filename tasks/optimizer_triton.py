@@ -1,5 +1,8 @@
 """Gradient norm and optimizers on CUDA. Tiles as in optimizer.cpp."""
 
+# Functions of Triton's language have no Python types.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -9,6 +12,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
+from nntile_py.tiles.dtypes import DTYPES
 from nntile_py.tiles.tasklist import Task
 
 from .launch import (
@@ -33,7 +37,6 @@ from .optimizer import AdamWArgs, ClipArgs, SGDArgs
 FAN_IN = 8  # tiles of scalars that one kernel takes: FAN_IN of optimizer.py
 BLOCK = 4096
 SQUARES = 8 * BLOCK  # words that one program sums: fixed, so that the order of the sums is
-TYPES = {"bf16": tl.bfloat16, "fp32": tl.float32, "fp64": tl.float64}
 
 
 # A table is COLUMNS of ROWS int64 each: where a tile's programs begin (beyond all of them in rows without a tile), its
@@ -207,13 +210,18 @@ def _table(counts: Sequence[int], addresses: Sequence[Sequence[TileAddress]], bl
     return _Table(tuple(word for column in columns for word in column), programs, {"ROWS": rows, "ALIGNED": aligned})
 
 
+def _type(address: TileAddress) -> Any:
+    """Triton's name of a tile's dtype."""
+    return getattr(tl, DTYPES[address.dtype].torch)
+
+
 # tiles: sum, x
 @launches_together("sum_squares")
 def _describe_squares(tasks: Sequence[Task]) -> Launches:
     table = _table([words(task, 1) for task in tasks], numbered(tasks), SQUARES)
     scratch = Scratch()
     at, part = scratch.take(len(table.words), "int64"), scratch.take(table.programs, "fp64")
-    form = {"TYPE": TYPES[tile(tasks[0], 1).dtype], "BLOCK": BLOCK, "warps": 8}
+    form = {"TYPE": _type(tile(tasks[0], 1)), "BLOCK": BLOCK, "warps": 8}
     total = launch(_total, len(tasks), at, part, ROWS=table.form["ROWS"], WORDS=SQUARES, BLOCK=1024)
     squares = launch(_squares, table.programs, at, part, **table.form, **form, BLOCKS=SQUARES // BLOCK)
     return Launches((squares, total), scratch.bytes, table.words)
@@ -248,7 +256,7 @@ def _describe_adamw(tasks: Sequence[Task]) -> Launches:
     table = _table([words(task, 0) for task in tasks], [a[:4] + a[5:] for a in numbered(tasks)], block)
     scratch = Scratch()
     at = scratch.take(len(table.words), "int64")
-    types = {name: TYPES[tile(first, k).dtype] for name, k in (("TYPE", 0), ("STATE", 1), ("GRAD", 3))}
+    types = {name: _type(tile(first, k)) for name, k in (("TYPE", 0), ("STATE", 1), ("GRAD", 3))}
     a = AdamWArgs.of(first)
     slots = (slot(first, s) for s in (a.lr, a.beta1_correction, a.beta2_correction))
     b1, b2 = float(a.beta1), float(a.beta2)

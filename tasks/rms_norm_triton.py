@@ -1,5 +1,8 @@
 """RMSNorm on CUDA: a program holds whole rows in registers. Tiles as in rms_norm.cpp."""
 
+# Functions of Triton's language have no Python types.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
 from __future__ import annotations
 
 import triton

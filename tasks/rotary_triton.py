@@ -4,6 +4,9 @@ A program turns a few positions of a few heads (or whatever other axes there are
 sines, which take more bytes than a row of bf16, once for all of those heads.
 """
 
+# Functions of Triton's language have no Python types.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
 from __future__ import annotations
 
 import math

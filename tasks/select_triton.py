@@ -1,5 +1,8 @@
 """One position of an axis on CUDA. Tiles as in select.cpp."""
 
+# Functions of Triton's language have no Python types.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
 from __future__ import annotations
 
 import math

@@ -7,7 +7,7 @@ import math
 from nntile_py.tiles import ACC, R, TaskArgs, Tile, W
 
 from .mask import Limits, Mask, masked_softmax
-from .op import Array, GraphLike, Index, Lowering, Op, Tensor, wide
+from .op import NORMALIZATION, Array, GraphLike, Index, Lowering, Op, Tensor, wide
 
 
 class SoftmaxLimits(TaskArgs):
@@ -31,6 +31,8 @@ class Softmax(Op):
     maxsumexp of each tile, combined over the keys, then exp(score - max) / sumexp (Alg. 1 of the NNTile report).
     Tiles that the mask's band leaves out do not exist.
     """
+
+    category = NORMALIZATION
 
     def __init__(self, scores: Tensor, out: Tensor, mask: Mask) -> None:
         assert scores.axes[-2:] == ("seq", "key"), scores
@@ -75,6 +77,8 @@ class Softmax(Op):
 
 class SoftmaxGrad(Op):
     """dscores = p * (dp - sum over key of p dp)."""
+
+    category = NORMALIZATION
 
     def __init__(self, p: Tensor, dp: Tensor, out: Tensor) -> None:
         super().__init__([p, dp], [out])

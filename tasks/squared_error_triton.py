@@ -1,5 +1,8 @@
 """The mean squared error on CUDA. Tiles as in squared_error.cpp."""
 
+# Functions of Triton's language have no Python types.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
 from __future__ import annotations
 
 import triton

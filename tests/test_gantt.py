@@ -47,9 +47,9 @@ def test_a_kind_has_one_colour_in_all_gantts() -> None:
         assert drawn.kinds == [f"{kind} forward" for kind in order]
         assert len(set(drawn.colours)) == len(kinds)
         of.append(dict(zip(drawn.kinds, drawn.colours, strict=True)))
-    assert of[0] == of[1] and of[0]["Contract forward"] == gantt.COLOURS["Contract forward"]
+    assert of[0] == of[1] and of[0]["Contract forward"] == gantt.fixed_colours()["Contract forward"]
     work = [info(f"h0.{kind}", [Use(k, "W")]) for k, kind in enumerate([*kinds, "Add", "Softmax"])]
     drawn = gantt.gantt(scheduled(work, [100 - k for k in range(len(work))]))
     assert drawn.kinds[-1] == "other" and drawn.colours[-1] == gantt.OTHER and len(drawn.kinds) == 9
-    every = [*gantt.COLOURS.values(), *gantt.SPARE, gantt.OTHER]
+    every = [*gantt.fixed_colours().values(), *gantt.SPARE, gantt.OTHER]
     assert len(set(every)) == len(every)

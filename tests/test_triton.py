@@ -21,6 +21,7 @@ from nntile_py.tasks.embedding import EmbeddingGradArgs
 from nntile_py.tasks.optimizer import AdamWArgs, SGDArgs, joined, split
 from nntile_py.testing import SIZES, Case, Values, error
 from nntile_py.tiles import RW, R, Slot, Tile, Tiling, W
+from nntile_py.tiles.dtypes import DTYPES
 from nntile_py.tiles.tasklist import BusyArgs, Task, merge
 
 if platform.system() != "Linux":
@@ -33,9 +34,7 @@ launch.load()
 embedding_triton = importlib.import_module("nntile_py.tasks.embedding_triton")
 del os.environ["TRITON_INTERPRET"]
 
-TORCH = {
-    "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64, "int16": torch.int16, "int64": torch.int64,
-}  # fmt: skip
+TORCH = {dtype.name: getattr(torch, dtype.torch) for dtype in DTYPES.values()}  # fmt: skip
 TILINGS: dict[str, dict[str, int]] = {
     "uncut": {},
     "even": {"batch": 2, "seq": 3, "embed": 8, "heads": 2, "ffn": 10, "vocab": 12},

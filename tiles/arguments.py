@@ -31,11 +31,6 @@ class Kind(NamedTuple):
     def group(self) -> bool:
         return self.base not in ("int", "bool", "float", "Slot")
 
-    @property
-    def last(self) -> bool:
-        """Whether ints of an argument after this one could not be found."""
-        return self.length == -1 or self.optional
-
 
 def kind_of(annotation: str) -> Kind:
     """int, bool, float, Slot, tuple[int, int], tuple[int, ...], the name of a group, or of one that may be None."""

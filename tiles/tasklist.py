@@ -13,12 +13,11 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from . import arguments
 from .arguments import NO_ARGS, Slot, TaskArgs
+from .dtypes import DTYPES
 
 POLICIES = ("chain", "commute", "redux", "tree")
 MONOIDS = ("sum", "softmax", "moments")
-ITEMSIZE = {"bf16": 2, "fp32": 4, "fp64": 8, "int16": 2, "int64": 8}
 
 
 class Tile:
@@ -42,7 +41,7 @@ class Tile:
     ) -> None:
         self.tensor, self.index, self.shape, self.dtype, self.axes = tensor, index, shape, dtype, axes
         self.monoid, self.persistent, self.redux = monoid, persistent, False
-        self.bytes = math.prod(shape) * ITEMSIZE[dtype]
+        self.bytes = math.prod(shape) * DTYPES[dtype].bytes
 
     @property
     def key(self) -> Hashable:
@@ -110,13 +109,6 @@ class Task:
         return sum(a.tile.bytes * (1 if a.mode in ("R", "W") else 2) for a in self.accesses)
 
 
-class Positional(arguments.TaskArgs):
-    """Ints and floats without names."""
-
-    def __init__(self, ints: tuple[int, ...], floats: tuple[float | Slot, ...]) -> None:
-        object.__setattr__(self, "packed", (ints, floats))
-
-
 class PythonKernel(Protocol):
     """What `nt.task` makes; see execution/python_task.py."""
 
@@ -137,8 +129,7 @@ class TaskList:
         self,
         kernel: str | PythonKernel,
         accesses: Sequence[Access],
-        args: TaskArgs | Iterable[int] = NO_ARGS,
-        floats: Iterable[float | Slot] = (),
+        args: TaskArgs = NO_ARGS,
         op: str = "",
         flop: float | None = None,
     ) -> None:
@@ -148,8 +139,6 @@ class TaskList:
         """
         if flop is None:
             flop = max(math.prod(a.tile.shape) for a in accesses)
-        if not isinstance(args, TaskArgs):
-            args = Positional(tuple(args), tuple(floats))
         if not isinstance(kernel, str):
             kernel = kernel.emitted(accesses, args)
         self.tasks.append(Task(kernel, list(accesses), args, op, flop))

@@ -18,10 +18,9 @@ from nntile_py.analysis.workloads import Built, Phase, Work, build
 from nntile_py.errors import ConfigError, NNTileError
 from nntile_py.graph.fusion import Fusion
 from nntile_py.graph.graph import Graph
-from nntile_py.tasks.contract import Contract
-from nntile_py.tasks.op import Op, Tensor
+from nntile_py.tasks.op import CATEGORIES, ELEMENTWISE, Category, Op, Tensor
 from nntile_py.tiles import Task, Tile
-from nntile_py.tiles.tasklist import ITEMSIZE
+from nntile_py.tiles.dtypes import DTYPES
 
 if TYPE_CHECKING:
     from nntile_py.config.run import RunConfig
@@ -35,12 +34,6 @@ GET_DOT = (
     "graphviz's program `dot` is not on the PATH; get it with `apt-get install graphviz` (macOS: `brew install "
     "graphviz`)"
 )
-_CLASSES = {
-    "contraction": ("△", "#f2a49a", ("Contract", "Attention", "AttentionGrad")),
-    "normalization": ("□", "#f7c9c2", ("LayerNorm", "LayerNormGrad", "RMSNorm", "RMSNormGrad", "Softmax",
-                                       "SoftmaxGrad", "CrossEntropy", "CrossEntropyGrad", "GradNorm")),
-    "element-wise": ("○", "#fbe6e2", ()),
-}  # fmt: skip
 # kind of tensor: shape, colour, what the legend says
 _DATA = {
     "temp": ("box", "#b9dfb0", "activation or its gradient"),
@@ -58,11 +51,6 @@ class NoPicture(NNTileError):
     def __init__(self, why: str, advice: str) -> None:
         super().__init__(why)
         self.advice = advice
-
-
-def operator_class(kind: str) -> str:
-    """contraction, normalization or element-wise."""
-    return next((name for name, (_, _, kinds) in _CLASSES.items() if kind in kinds), "element-wise")
 
 
 def draw(
@@ -193,13 +181,13 @@ def _logical(built: Built, layer: int | None, phase: str) -> tuple[list[str], in
             if short and (grads := sum(t.storage.kind == "grad" for t in inputs)) > MOST_ALIKE:
                 cost += f"\nof all {grads} gradients"
                 inputs = dict.fromkeys(t for t in inputs if t.storage.kind != "grad")
-            lines.append(f"{node} [{_operator(op.kind, _title(op), _short(op.name), cost)}]")
+            lines.append(f"{node} [{_operator(op.category, op.title, _short(op.name), cost)}]")
             lines += [f"{data(t)} -> {node} [label={_quote(si(_bytes(t)) + 'B')}]" for t in inputs]
             lines += [f"{node} -> {data(t)} [label={_quote(si(_bytes(t)) + 'B')}]" for t in op.outputs]
         for kind, group in alike.items():
             cost = f"{si(sum(op.flop() for op in group))}flop, {si(sum(map(_volume, group)))}B"
             told = "of each weight; --phase update draws them"
-            lines.append(f"o{kind} [{_operator(kind, f'{len(group)} {kind}', told, cost)}]")
+            lines.append(f"o{kind} [{_operator(group[0].category, f'{len(group)} {kind}', told, cost)}]")
             read = dict.fromkeys(t for op in group for t in op.inputs if t.storage.kind == "scalar")
             lines += [f"{data(t)} -> o{kind} [label={_quote(si(_bytes(t)) + 'B')}]" for t in read]
     return lines, count, flop, volume
@@ -212,7 +200,7 @@ def _tiles(built: Built, layer: int | None, phase: str) -> tuple[list[str], int,
     made: dict[str, int] = {}
     kinds = {t.storage.name: t.storage.kind for graph, _ in built.graphs for t in _tensors(graph)}
     chosen = [names for _, _, names in _phases(built, layer, phase)]
-    of_op = {op.name: op.kind for graph, _ in built.graphs for op in graph.ops}
+    of_op = {op.name: op.category for graph, _ in built.graphs for op in graph.ops}
     count, flop, volume = 0, 0.0, 0.0
 
     def version(tile: Tile, fresh: bool) -> str:
@@ -237,11 +225,11 @@ def _tiles(built: Built, layer: int | None, phase: str) -> tuple[list[str], int,
     return lines, count, flop, volume
 
 
-def _task(task: Task, node: str, of_op: dict[str, str], version: object, lines: list[str]) -> None:
+def _task(task: Task, node: str, of_op: dict[str, Category], version: object, lines: list[str]) -> None:
     assert callable(version)
     name = task.op.removesuffix(".backward")
     cost = f"{si(task.flop)}flop, {si(task.bytes)}B"
-    lines.append(f"{node} [{_operator(of_op.get(name, ''), task.kernel, _short(name), cost)}]")
+    lines.append(f"{node} [{_operator(of_op.get(name, ELEMENTWISE), task.kernel, _short(name), cost)}]")
     reads = [a for a in task.accesses if a.mode != "W"]
     lines += [f"{version(a.tile, False)} -> {node} [label={_quote(si(a.tile.bytes) + 'B')}]" for a in reads]
     for access in task.accesses:
@@ -260,22 +248,11 @@ def _tensors(graph: Graph) -> Iterator[Tensor]:
 
 
 def _bytes(tensor: Tensor) -> int:
-    return tensor.words * ITEMSIZE[tensor.dtype]
+    return tensor.words * DTYPES[tensor.dtype].bytes
 
 
 def _volume(op: Op) -> int:
     return sum(_bytes(t) for t in {*op.inputs, *op.outputs})
-
-
-def _title(op: Op) -> str:
-    """The kind, and what was fused into a contraction."""
-    if not isinstance(op, Contract):
-        return op.kind
-    parts = {"bias": op.bias, "residual": op.residual}
-    if op.activation:  # with aux it is a factor, the activation's derivative there
-        parts[f"{op.activation}'" if op.aux else op.activation] = op.output
-    parts["bias gradient"] = op.bias_grad[1] if op.bias_grad else None
-    return " + ".join(["Contract", *(name for name, there in parts.items() if there)])
 
 
 def _short(name: str) -> str:
@@ -283,10 +260,9 @@ def _short(name: str) -> str:
     return name.replace("transformer.", "").rpartition(".")[0] or "model"
 
 
-def _operator(kind: str, title: str, *lines: str) -> str:
-    mark, colour, _ = _CLASSES[operator_class(kind)]
-    label = "\n".join([f"{mark} {title}", *lines])
-    return f'shape=ellipse fillcolor="{colour}" label={_quote(label)}'
+def _operator(category: Category, title: str, *lines: str) -> str:
+    label = "\n".join([f"{category.mark} {title}", *lines])
+    return f'shape=ellipse fillcolor="{category.colour}" label={_quote(label)}'
 
 
 def _data_style(kind: str) -> str:
@@ -310,7 +286,7 @@ def _renamed(body: list[str], part: str) -> list[str]:
 def _legend(level: str) -> list[str]:
     what = "operator" if level == "logical" else "task"
     lines = ["subgraph cluster_legend {", 'label="legend" fontsize=12 color=gray rankdir=LR']
-    rows = [_operator((kinds or [""])[0], f"{name} {what}") for name, (_, _, kinds) in _CLASSES.items()]
+    rows = [_operator(category, f"{category.name} {what}") for category in CATEGORIES]
     rows += [f"{_data_style(kind)} label={_quote(text)}" for kind, (_, _, text) in _DATA.items()]
     lines += [f"legend{n} [{row}]" for n, row in enumerate(rows)]
     lines.append(" -> ".join(f"legend{n}" for n in range(len(rows))) + " [style=invis]")

@@ -14,6 +14,7 @@ import numpy as np
 
 from nntile_py.errors import ConfigError, TaskError
 from nntile_py.tiles import Access, Slot, TaskArgs
+from nntile_py.tiles.dtypes import DTYPES
 from nntile_py.tiles.tasklist import Task
 
 _MODES = ("R", "W", "RW", "ACC")
@@ -33,7 +34,7 @@ class Array:
         from nntile_py import _core
 
         value = np.asarray(value)
-        names = {"float32": "fp32", "float64": "fp64", "int64": "int64"}
+        names = {dtype.numpy: dtype.name for dtype in DTYPES.values() if dtype.numpy == dtype.torch}
         if value.dtype.name not in names:
             raise TypeError(f"dtype {value.dtype} is not allowed; use {', '.join(names)}")
         self.tile = _core.Tile(list(value.shape), names[value.dtype.name])
@@ -53,7 +54,7 @@ class Array:
 
 
 def array(value: Any) -> Array:
-    """Give a numpy array (float32, float64 or int64) to StarPU."""
+    """Give a numpy array (float32, float64 or ints of 16, 32 or 64 bits) to StarPU."""
     return Array(value)
 
 

@@ -8,10 +8,8 @@ from typing import Any
 
 from nntile_py.errors import ConfigError
 from nntile_py.graph.declared import Array, Init, Input, Joined, Param, Part, sources_of
-from nntile_py.tasks.attention import Attention, AttentionGrad
-from nntile_py.tasks.contract import Contract
 from nntile_py.tasks.elementwise import Rename, add
-from nntile_py.tasks.op import Op, Tensor
+from nntile_py.tasks.op import CONTRACTION, Op, Tensor
 
 
 class Graph:
@@ -156,5 +154,4 @@ class Graph:
 
     def flop(self) -> float:
         """Floating point operations of the contractions and attentions, the customary count."""
-        counted = (Contract, Attention, AttentionGrad)
-        return sum(op.flop() for op in self.ops if isinstance(op, counted))
+        return sum(op.flop() for op in self.ops if op.category is CONTRACTION)

@@ -10,16 +10,8 @@ from typing import Any
 import numpy as np
 
 from nntile_py.profile.trace import Trace, merge
+from nntile_py.tasks.op import operators
 
-# Fixed, so that pictures can be compared. The first are Okabe and Ito's, told apart by colour-blind eyes too.
-COLOURS = {
-    "Contract forward": "#0072b2", "Contract backward": "#e69f00", "Attention forward": "#009e73",
-    "AttentionGrad backward": "#cc79a7", "LayerNorm forward": "#56b4e9", "LayerNormGrad backward": "#d55e00",
-    "AdamW": "#f0e442", "CrossEntropy forward": "#7a5195", "CrossEntropyGrad backward": "#8c564b",
-    "Activation forward": "#44aa99", "ActivationGrad backward": "#882255", "BiasAdd forward": "#b5bd61",
-    "Sum backward": "#ff9896", "EmbeddingGrad backward": "#1b3a6b", "Transpose forward": "#a6d854",
-    "Transpose backward": "#5b7f2b",
-}  # fmt: skip
 SPARE = ("#b39ddb", "#17becf", "#6b4f2a", "#f781bf", "#2f4f4f", "#c0ca33", "#8d6e9f", "#e4b9a0")  # for other kinds
 OTHER = "#9aa0a6"
 MOST_KINDS = 8  # with colours of their own
@@ -60,10 +52,20 @@ def gantt(trace: Trace, columns: int = COLUMNS) -> Gantt:
     )
 
 
+def fixed_colours() -> dict[str, str]:
+    """The operators' own, by kind: pictures can be compared."""
+    return {
+        name if phase == "update" else f"{name} {phase}": colour
+        for name, operator in operators().items()
+        for phase, colour in operator.colours.items()
+    }
+
+
 def _colours(kinds: list[str]) -> list[str]:
-    """Fixed ones for those that are well known; others take the spare ones, in an order that no time changes."""
-    spare = dict(zip(sorted(set(kinds) - {*COLOURS, "other"}), (*SPARE, OTHER), strict=False))
-    return [COLOURS.get(kind) or spare.get(kind, OTHER) for kind in kinds]
+    """Fixed ones where there are some; others take the spare ones, in an order that no time changes."""
+    fixed = fixed_colours()
+    spare = dict(zip(sorted(set(kinds) - {*fixed, "other"}), (*SPARE, OTHER), strict=False))
+    return [fixed.get(kind) or spare.get(kind, OTHER) for kind in kinds]
 
 
 def _kind(info: Any) -> str:

@@ -16,7 +16,6 @@ import numpy as np
 
 import nntile_py as nt
 from nntile_py import _core
-from nntile_py.analysis.draw import operator_class
 from nntile_py.analysis.plan import estimate
 from nntile_py.analysis.workloads import Built, build, of_step, small_graph
 from nntile_py.config.run import RunConfig, runtime_options
@@ -29,11 +28,11 @@ from nntile_py.graph.fusion import Fusion
 from nntile_py.graph.graph import Graph
 from nntile_py.models.init import fill
 from nntile_py.sweep.spec import Measure
-from nntile_py.tasks.op import Lowering, Op, Tensor
+from nntile_py.tasks.op import CATEGORIES, Lowering, Op, Tensor
 from nntile_py.tiles import TaskList, Tiling
+from nntile_py.tiles.dtypes import DTYPES
 
-NUMPY = {"fp32": np.float32, "bf16": np.float32, "fp64": np.float64, "int64": np.int64}  # bf16: rounded by the tiles
-SLOTS = {"dropout_seed": 1.0, "loss_scale": 1.0, "lr": 1e-3, "beta1_correction": 0.1, "beta2_correction": 0.05}
+SLOTS = {"lr": 1e-3, "beta1_correction": 0.1, "beta2_correction": 0.05}  # others: 1
 
 
 def main() -> int:
@@ -157,14 +156,14 @@ def _program(made: tuple[Graph, Lowering], config: RunConfig) -> Callable[[int],
 
     def run(count: int) -> None:
         for _ in range(count):
-            program.run(SLOTS)
+            program.run({slot: SLOTS.get(slot, 1.0) for slot in program.slots})
         nt.Runtime.wait()
 
     return run
 
 
 def _fill(low: Lowering, store: Store, tensors: list[Tensor]) -> None:
-    values = [np.empty(tensor.shape, NUMPY[tensor.dtype]) for tensor in tensors]
+    values = [np.empty(tensor.shape, DTYPES[tensor.dtype].numpy) for tensor in tensors]
 
     def draw(rng: np.random.Generator, block: np.ndarray[Any, Any], number: int) -> None:
         block[:] = 0.1 + 0.9 * rng.random(block.size, np.float32)
@@ -178,10 +177,10 @@ def _operators(config: RunConfig, how: Measure) -> dict[str, Any]:
     """Each operator of a small graph alone, tiles in memory beforehand: seconds and flop by class of operator."""
     graph = small_graph(config, how.work, Fusion.of(config.fusion.model_dump()), backward=how.phase != "forward")
     cuts = tiling(config)
-    classes = {name: {"seconds": 0.0, "flop": 0.0} for name in ("contraction", "normalization", "element-wise")}
+    classes = {name: {"seconds": 0.0, "flop": 0.0} for name in (category.name for category in CATEGORIES)}
     for op in graph.ops:
         if how.phase in ("all", op.phase):
-            entry = classes[operator_class(op.kind)]
+            entry = classes[op.category.name]
             entry["flop"] += op.flop()
             entry["seconds"] += min(_times(_alone(op, cuts, config), how))  # the least disturbed
     total = {key: sum(entry[key] for entry in classes.values()) for key in ("seconds", "flop")}
@@ -211,7 +210,7 @@ def _alone(op: Op, cuts: Tiling, config: RunConfig) -> Callable[[int], None]:
 
     def run(count: int) -> None:
         for _ in range(count):
-            program.run(SLOTS)
+            program.run({slot: SLOTS.get(slot, 1.0) for slot in program.slots})
         nt.Runtime.wait()
 
     return run

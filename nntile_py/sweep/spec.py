@@ -29,16 +29,17 @@ from nntile_py.config.run import RunConfig, load
 from nntile_py.errors import ConfigError
 from nntile_py.schema import Count, Natural, Positive, Section, Switch, allowed, assignment, read_yaml, validated
 from nntile_py.sweep.process import Processes
+from nntile_py.tasks.op import CATEGORIES
 
 Values = dict[str, list[Any]]
 _POINTS = ("grid", "list", "random")
 _ALWAYS = ["seconds", "tasks", "flop", "bytes_moved", "peak_bytes", "parallelism", "mean_task_us", "took", "load"]
-_CLASSES, _UNITS = ("contraction", "normalization", "element-wise"), ("seconds", "flop", "% seconds", "% flop")
+_UNITS = ("seconds", "flop", "% seconds", "% flop")
 _TIMED = ["seconds_min", "seconds_max", "ms", "us", "best ms", "best us", "us_per_task"]
 METRICS = {  # that point.py gives, by measure.how
     "plan": _ALWAYS,
     "run": [*_ALWAYS, *_TIMED, "tokens_per_s", "gflop_per_s", "peak_mib"],
-    "operators": [*_ALWAYS, *(f"{of} {unit}" for of in _CLASSES for unit in _UNITS)],
+    "operators": [*_ALWAYS, *(f"{of.name} {unit}" for of in CATEGORIES for unit in _UNITS)],
 }
 
 

@@ -6,6 +6,7 @@
 #include <starpu.h>
 
 #include "choices.h"
+#include "dtypes.h"
 #include "internal.h"
 #include "profile.h"
 
@@ -16,17 +17,13 @@ namespace {
 
 using release = py::call_guard<py::gil_scoped_release>;
 
-const std::vector<std::tuple<std::string, at::ScalarType, std::string>> kDtypes = {
-    {"fp32", at::kFloat, "float32"},
-    {"fp64", at::kDouble, "float64"},
-    {"int16", at::kShort, "int16"},
-    {"int64", at::kLong, "int64"},
-    {"bf16", at::kBFloat16, "float32"}};  // numpy has no bf16: it goes in and out as float32
-
 at::ScalarType scalar_type(const std::string& name) {
-  for (const auto& [key, type, numpy] : kDtypes)
+  std::string known;
+  for (const auto& [key, type, numpy] : kDtypes) {
     if (key == name) return type;
-  throw std::invalid_argument("unknown dtype " + name + "; known are bf16, fp32, fp64, int16, int64");
+    known += std::string(known.empty() ? "" : ", ") + key;
+  }
+  throw std::invalid_argument("unknown dtype " + name + "; known are " + known);
 }
 
 py::dtype numpy_dtype(at::ScalarType type) {

@@ -123,11 +123,6 @@ class Args {
   c10::Device device_;
 };
 
-// Integer arguments [from, from + count).
-inline at::IntArrayRef slice(const Args& t, size_t from, size_t count) {
-  return {t.ints().data() + from, count};
-}
-
 // Registers a kernel under a name; the Python side of an operator refers to it by that name.
 struct RegisterKernel {
   RegisterKernel(const char* name, c10::DeviceType where, Kernel kernel);
