@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -29,6 +30,14 @@ def block(word: str) -> str:
 def test_python_task(capsys: pytest.CaptureFixture[str]) -> None:
     exec("import numpy as np, nntile_py as nt\n" + block("def axpy"), {})
     assert capsys.readouterr().out.strip() == "[2. 2. 2. 2.]"
+
+
+def test_own_operator() -> None:
+    names: dict[str, Any] = {"nt": nt, "__name__": "mine"}
+    exec(block("class Scale("), names)
+    names["Scale"].reference = lambda self, x: (0.4 * x,)
+    with pytest.raises(AssertionError, match="off by 2.5e-01, .*chain"):
+        exec(block("class Scale(").splitlines()[-1], names)
 
 
 def test_training_snippet() -> None:
