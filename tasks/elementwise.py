@@ -162,7 +162,7 @@ class Rename(Op):
         for old, new in self.names.items():
             size = self.output.size(new)
             if low.tiling.tile(old, size) != low.tiling.tile(new, size):
-                raise ValueError(f"{self.name}: {old} and {new} are cut into other tiles; rename axes that are cut alike")
+                raise ValueError(f"{self.name}: {old} and {new} are cut into other tiles; they have to be cut alike")
 
     def reference(self, *inputs: Array) -> tuple[Array, ...]:
         return (inputs[0],)
