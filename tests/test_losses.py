@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import error
 
 import nntile_py as nt
 from nntile_py import tasks as ops
@@ -16,6 +15,7 @@ from nntile_py.graph.graph import Graph
 from nntile_py.graph.lowering import lower
 from nntile_py.tasks import Tensor
 from nntile_py.tasks.cross_entropy import IGNORED
+from nntile_py.testing import error
 from nntile_py.tiles import Tiling
 
 SIZES = {"batch": 4, "seq": 6, "embed": 12, "ffn": 10, "vocab": 20, "classes": 3}
