@@ -1,4 +1,4 @@
-// Where the attention kernels find their operands (Operands in attention.py), and what is masked of a pair of tiles.
+// Where the attention kernels find their operands (attention_operands.py), and what is masked of a pair of tiles.
 #pragma once
 #include <ATen/core/Tensor.h>
 

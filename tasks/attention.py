@@ -14,29 +14,16 @@ import numpy as np
 
 from nntile_py.tiles import ACC, Access, Part, R, TaskArgs, Tile, Tiling, W
 
+from .attention_operands import BHSD, Operand, Operands, OperandsArgs, as_bhsd, checked, from_bhsd, order_of
 from .attention_repeat import fit_groups, repeat_heads, tile_of_group
 from .contract import Contract, contract
 from .elementwise import dropout as dropout_of
-from .elementwise import rename, transpose, unpack
+from .elementwise import rename, unpack
 from .mask import Limits, Mask, masked_softmax
 from .op import CONTRACTION, Array, GraphLike, Index, Lowering, Op, Tensor, wide
 from .softmax import Softmax
 
-BHSD = ("batch", "heads", "seq", "head_dim")
 FORMS = ("vendor", "merge", "flash")  # naive: see softmax.py and contract.py
-ROLES = {"kv_heads": "heads", "key": "seq"}  # of the axes of k and v
-
-Operand = Tensor | tuple[Tensor, int]  # a tensor, or that slice of its axis qkv
-
-
-class OperandsArgs(TaskArgs):
-    """Where q, k, v, or their gradients, are among a task's tiles, and how their axes become b, h, s, d."""
-
-    axis: int  # of the tiles with an axis qkv; -1: none has one
-    order: tuple[int, int, int, int]  # position of b, h, s, d among the axes but qkv; -1: there is none
-    q: tuple[int, int]  # tile, counted from the first of these; index on its axis qkv or -1
-    k: tuple[int, int]
-    v: tuple[int, int]
 
 
 class AttentionArgs(TaskArgs):
@@ -92,66 +79,6 @@ class PairGradArgs(TaskArgs):
     grads: OperandsArgs
     scale: float
     limits: Limits | None
-
-
-def order_of(axes: Sequence[str]) -> tuple[int, int, int, int]:
-    """Positions of batch, heads, seq, head_dim (or of what stands for them) among axes; -1 for a batch left out."""
-    roles = [ROLES.get(axis, axis) for axis in axes if axis != "qkv"]
-    b, h, s, d = (roles.index(axis) if axis in roles else -1 for axis in BHSD)
-    return b, h, s, d
-
-
-def as_bhsd(x: Array, order: Sequence[int]) -> Array:
-    return x.transpose(order) if min(order) >= 0 else x.transpose(order[1:])[None]
-
-
-def from_bhsd(x: Array, order: Sequence[int]) -> Array:
-    return x.transpose(np.argsort(order)) if min(order) >= 0 else x[0].transpose(np.argsort(order[1:]))
-
-
-class Operands:
-    """q, k and v, each a tensor or a slice of one that has an axis qkv."""
-
-    def __init__(self, q: Operand, k: Operand, v: Operand) -> None:
-        self.parts = [part if isinstance(part, tuple) else (part, -1) for part in (q, k, v)]
-        self.tensors = list(dict.fromkeys(tensor for tensor, _ in self.parts))
-        packed = {t.axes.index("qkv") for t, index in self.parts if index >= 0}
-        orders = {order_of(t.axes) for t in self.tensors}
-        if len(packed) > 1 or len(orders) > 1:
-            raise ValueError(f"attention: {self.tensors} must have their axes in one order")
-        self.axis, self.order = packed.pop() if packed else -1, orders.pop()
-
-    def on(self, tensors: Sequence[Tensor]) -> Operands:
-        """The same slices of other tensors."""
-        other = dict(zip(self.tensors, tensors, strict=True))
-        q, k, v = ((other[t], index) if index >= 0 else other[t] for t, index in self.parts)
-        return Operands(q, k, v)
-
-    def tiles(self, low: Lowering, at: Index, key: Index) -> tuple[list[Tile], OperandsArgs]:
-        """The distinct tiles that hold q of `at` and k, v of `key`, and where to find them."""
-        tiles: list[Tile] = []
-        places = []
-        for (tensor, index), where in zip(self.parts, (at, key, key), strict=True):
-            tile = low.tile(tensor, where | {"qkv": 0})
-            if tile not in tiles:
-                tiles.append(tile)
-            places.append((tiles.index(tile), index))
-        q, k, v = places
-        return tiles, OperandsArgs(axis=self.axis, order=self.order, q=q, k=k, v=v)
-
-    def split(self, *arrays: Array) -> list[Array]:
-        """q, k, v as [b, h, s, d] arrays."""
-        whole = dict(zip(self.tensors, arrays, strict=True))
-        parts = [whole[t] if i < 0 else whole[t].take(i, axis=self.axis) for t, i in self.parts]
-        return [as_bhsd(x, self.order) for x in parts]
-
-    def join(self, *arrays: Array) -> list[Array]:
-        """The tensors whose slices [b, h, s, d] are given."""
-        result = [np.zeros(t.shape) for t in self.tensors]
-        for (tensor, index), x in zip(self.parts, arrays, strict=True):
-            whole = result[self.tensors.index(tensor)]
-            (whole if index < 0 else np.moveaxis(whole, self.axis, 0)[index])[...] = from_bhsd(x, self.order)
-        return result
 
 
 class Attention(Op):
@@ -243,8 +170,7 @@ class Attention(Op):
         return self.mask.band.cuts_causal(seq, keys), self.mask.limits(seq, keys), self.mask.accesses(low, key)
 
     def pair_flop(self, low: Lowering, at: Index, key: Index) -> float:
-        axes = [axis for axis in ("batch", "heads") if axis in self.output.axes]
-        rows = math.prod(low.part(self.output, axis, at).size for axis in axes)
+        rows = math.prod(low.part(self.lse, axis, at).size for axis in ("batch", "heads"))
         return 4.0 * rows * self.output.size("head_dim") * self.mask.band.area(*self.parts(low, at, key))
 
     def lower(self, low: Lowering) -> None:
@@ -376,7 +302,7 @@ def attention(
     dropout *= g.training
     if form != "naive" and dropout:
         raise ValueError("attention_dropout: only attention: naive has it; the fused forms have none")
-    operands = _checked(g, q, k, v, mask)
+    operands = checked(g, q, k, v, mask)
     if form == "naive":
         return _naive(g, operands, mask, dropout)
     x = operands.parts[0][0]
@@ -385,35 +311,6 @@ def attention(
     sizes = {"batch": 1} | x.sizes
     lse = g.temp("lse", BHSD[:3], [sizes[a] for a in BHSD[:3]], wide(x.dtype))
     return g.add(Attention(operands, out, lse, mask=mask, form=form)).output
-
-
-def _checked(g: GraphLike, q: Operand, k: Operand, v: Operand, mask: Mask) -> Operands:
-    """The operands in one order of axes. Raises ValueError if they do not fit one another or the mask."""
-    x, *others = (part[0] if isinstance(part, tuple) else part for part in (q, k, v))
-    first, *rest = ([axis for axis in t.axes if axis != "qkv"] for t in (x, *others))
-    if not set(BHSD[1:]) <= set(first) <= set(BHSD):
-        raise ValueError(f"attention: the queries {x} must have the axes {', '.join(BHSD)}")
-    sizes = {"batch": 1} | x.sizes
-    shapes = []
-    for t, axes in zip(others, rest, strict=True):
-        mine = {ROLES.get(axis, axis): t.size(axis) for axis in axes}
-        alike = all(mine[a] == sizes[a] for a in mine if a in ("batch", "head_dim"))
-        if len(mine) != len(axes) or sorted(mine) != sorted(first) or not alike:
-            raise ValueError(f"attention: keys or values {t} do not fit the queries {x}")
-        if sizes["heads"] % mine["heads"] or ("heads" in axes and mine["heads"] != sizes["heads"]):
-            how = "name them kv_heads, a divisor"
-            raise ValueError(f"attention: {sizes['heads']} heads cannot share {mine['heads']} of {t}; {how}")
-        if "seq" in axes and mine["seq"] != sizes["seq"]:
-            raise ValueError(f"attention: {t} has another length than the queries {x}; name its axis key")
-        shapes.append({axis: t.size(axis) for axis in axes})
-    if shapes[0] != shapes[1]:
-        raise ValueError(f"attention: keys {others[0]} and values {others[1]} must have the same axes")
-    mask.check(sizes["batch"], sizes["seq"], mine["seq"])
-    parts = [q]
-    for part, axes in zip((k, v), rest, strict=True):
-        wanted = [next(a for a in axes if ROLES.get(a, a) == axis) for axis in first]
-        parts.append(part if isinstance(part, tuple) else transpose(g, part, wanted))
-    return Operands(*parts)
 
 
 def _naive(g: GraphLike, operands: Operands, mask: Mask, dropout: float) -> Tensor:

@@ -68,6 +68,7 @@ void copy_rows(const at::Tensor& dst, const at::Tensor& src) {
 
 // [b or 1, 1, seq, key]: true where a query does not attend to a key; undefined where all do.
 at::Tensor hidden(const Triple& x, const PairMask& mask) {
+  if (mask.simple() && !mask.diagonal) return {};
   at::Tensor result;
   const auto hide = [&](const at::Tensor& more) { result = result.defined() ? result.logical_or(more) : more; };
   const auto integers = x.q.options().dtype(at::kLong);
@@ -82,7 +83,7 @@ at::Tensor hidden(const Triple& x, const PairMask& mask) {
   }
   if (result.defined()) result = result.unsqueeze(0).unsqueeze(0);
   if (mask.padding.defined()) hide(mask.padding.eq(0).unsqueeze(1).unsqueeze(1));
-  return result.defined() ? result.expand({-1, -1, x.q.size(2), -1}) : result;
+  return result.expand({-1, -1, x.q.size(2), -1});
 }
 
 // What cudnn and efficient add to the scores, and the queries that attend to nothing. For those they would take the

@@ -14,7 +14,7 @@ import numpy as np
 from nntile_py import tasks as ops
 from nntile_py.tasks import Op, Tensor
 from nntile_py.tasks.activation import ACTIVATIONS
-from nntile_py.tasks.attention import Operands
+from nntile_py.tasks.attention_operands import Operands
 from nntile_py.tasks.band import Band
 from nntile_py.tasks.mask import Mask
 from nntile_py.testing import Case, Maker, Values, ids, large, normal, of, offsets, padding, positive, rest, triangle

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 
 from nntile_py.graph.declared import packed
 from nntile_py.graph.graph import Graph
-from nntile_py.tasks.attention import Attention, Operands
+from nntile_py.tasks.attention import Attention
+from nntile_py.tasks.attention_operands import Operands
 from nntile_py.tasks.contract import Contract
 from nntile_py.tasks.elementwise import BiasAdd, Transpose, Unpack
 from nntile_py.tasks.op import Op, Tensor
