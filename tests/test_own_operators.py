@@ -19,9 +19,13 @@ from faults import ends_well, works
 import nntile_py as nt
 from nntile_py import tasks as ops
 from nntile_py.execution.program import Program, Store, programs
+from nntile_py.graph.declared import Normal, Traced
 from nntile_py.graph.graph import Graph
 from nntile_py.graph.lowering import lower
+from nntile_py.models.base import TokenConfig
 from nntile_py.tasks.contract import contract
+from nntile_py.tasks.cross_entropy import cross_entropy
+from nntile_py.tasks.embedding import embedding
 from nntile_py.testing import check_operator, error
 from nntile_py.tiles import ACC, RW, R, Slot, TaskArgs, TaskList, Tile, Tiling, W
 from nntile_py.tiles.tasklist import POLICIES
@@ -195,6 +199,53 @@ def test_training(runtime: nt.Runtime, own: Any, tiles: dict[str, int], policy: 
     got, want = trained(own, tiles, policy), trained_by_torch()
     for name, value in want.items():
         assert error(got[name], value) < 1e-10, name
+
+
+class MineConfig(TokenConfig):
+    type: str = "mine"
+    embed: int
+    ffn: int
+
+
+def my_model(own: Any) -> Any:
+    class Mine(nt.models.Model):
+        """A user's model of a user's operators: rms_norm(swish(rows of a table, up)) head."""
+
+        Config = MineConfig
+
+        def trace(self, g: Graph, batch: Any) -> Any:
+            c, tokens = self.config, {"batch": batch.size, "seq": batch.seq}
+            ids = g.input("input_ids", tokens, below=c.vocab)
+            labels = g.input("labels", tokens, below=c.vocab, ignored=-100, scale="loss_scale")
+            words = g.param("words", {"vocab": c.vocab, "embed": c.embed}, Normal(1.0))
+            up = g.param("up", {"embed": c.embed, "ffn": c.ffn}, Normal(1.0))
+            gamma = g.param("gamma", {"ffn": c.ffn}, Normal(1.0))
+            head = g.param("head", {"ffn": c.ffn, "vocab": c.vocab}, Normal(1.0))
+            x = contract(g, embedding(g, ids, words), up, ["batch", "seq", "ffn"])
+            logits = contract(g, own.rms_norm(g, own.swish(g, x), gamma), head, ["batch", "seq", "vocab"])
+            return Traced(cross_entropy(g, logits, labels), {"logits": logits})
+
+    return Mine(MineConfig(vocab=11, embed=6, ffn=8))
+
+
+@pytest.mark.parametrize("policy", ["chain", "redux"])
+def test_trainer_of_a_model_with_them(runtime: nt.Runtime, own: Any, policy: str) -> None:
+    model, rng = my_model(own), np.random.default_rng(1)
+    ids, labels = rng.integers(0, 11, (2, 3, 5))
+    p = {name: torch.tensor(value, dtype=torch.float64, requires_grad=True) for name, value in model.weights.items()}
+    hidden = torch.nn.functional.silu(p["words"][ids] @ p["up"])
+    logits = torch.nn.functional.rms_norm(hidden, (8,), p["gamma"], 1e-5) @ p["head"]
+    loss = torch.nn.functional.cross_entropy(logits.reshape(15, 11), torch.tensor(labels).reshape(15))
+    loss.backward()
+    trainer = nt.Trainer(model, 3, 5, RAGGED, optimizer=nt.SGD(lr=0.1), accumulate=policy, dtype="fp64")
+    assert trainer.step({"input_ids": ids, "labels": labels}) == pytest.approx(loss.item(), rel=1e-10)
+    grads = trainer.gradients()
+    for name, param in p.items():
+        assert param.grad is not None and error(grads[name], param.grad) < 1e-10, name
+    before = loss.item()
+    for _ in range(30):
+        trainer.submit({"input_ids": ids, "labels": labels})
+    assert trainer.step({"input_ids": ids, "labels": labels}) < 0.8 * before
 
 
 def test_the_same_to_the_bit_on_any_number_of_workers(own: Any) -> None:
@@ -511,7 +562,7 @@ with nt.Runtime(cpus=2, window=8):
     wrong.emit(waits, [RW(ys[0])], op="it")
     (second,) = programs([wrong.resolve()], store)
     second.run()
-    refused(nt.Runtime.wait, "it: nntile_py.errors.TaskError: a task must not wait for tasks")
+    refused(nt.Runtime.wait, "it: TaskError: a task must not wait for tasks")
 print("end")
 """,
         refused=1,

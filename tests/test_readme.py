@@ -36,7 +36,7 @@ def test_own_operator() -> None:
     names: dict[str, Any] = {"nt": nt, "__name__": "mine"}
     exec(block("class Scale("), names)
     names["Scale"].reference = lambda self, x: (0.4 * x,)
-    with pytest.raises(AssertionError, match="off by 2.5e-01, .*chain"):
+    with pytest.raises(AssertionError, match=r"off by 2\.5e-01, .*chain"):
         exec(block("class Scale(").splitlines()[-1], names)
 
 
