@@ -250,11 +250,9 @@ def read_raw_config(folder: Path) -> dict[str, Any]:
 
 def known() -> dict[str, type[Model]]:
     """The models of this folder by their type."""
-    import nntile_py.models as package
-
     found: dict[str, type[Model]] = {}
-    for info in pkgutil.iter_modules(package.__path__):
-        module = importlib.import_module(f"{package.__name__}.{info.name}")
+    for info in pkgutil.iter_modules([str(Path(__file__).parent)]):
+        module = importlib.import_module(f"{__package__}.{info.name}")
         found |= {cls.Config.model_fields["type"].default: cls for cls in _models_in(module)}
     return found
 

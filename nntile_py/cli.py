@@ -150,15 +150,16 @@ def sweep(
     """Measure a config at many points; goes on where it was interrupted."""
     from rich.console import Console
 
-    from nntile_py.sweep import spec as sweeps
     from nntile_py.sweep.autotune import search
     from nntile_py.sweep.results import best_options, summary
+    from nntile_py.sweep.run import run
+    from nntile_py.sweep.spec import load_sweep
 
     console = Console(stderr=True)
     path, folder = Path(config), out or Path("runs") / f"sweep-{Path(config).stem}"
     try:
-        chosen = search(path, sets or [], budget, console) if auto else sweeps.load_sweep(path, sets or [])
-        rows = sweeps.run(chosen, folder, console, retry=retry)
+        chosen = search(path, sets or [], budget, console) if auto else load_sweep(path, sets or [])
+        rows = run(chosen, folder, console, retry=retry)
     except KeyboardInterrupt:
         goes_on = f"; the same command goes on from {folder}" if (folder / "rows.jsonl").exists() else ""
         print(f"interrupted{goes_on}", file=sys.stderr)

@@ -10,6 +10,7 @@ from nntile_py.analysis import draw
 from nntile_py.errors import ConfigError, NNTileError
 from nntile_py.profile import FILES
 from nntile_py.sweep import experiment
+from nntile_py.sweep import run as sweep_run
 from nntile_py.sweep import spec as sweep
 
 CONSOLE = Console(stderr=True)
@@ -63,7 +64,7 @@ def test_the_picture_of_some_points_says_so(tmp_path: Path, monkeypatch: pytest.
 
     drawn = experiment.draw_plot
     monkeypatch.setattr(experiment, "draw_plot", lambda plot, rows: (titles.append(plot.title), drawn(plot, rows))[1])
-    monkeypatch.setattr(sweep, "measure_point", measured)
+    monkeypatch.setattr(sweep_run, "measure_point", measured)
     with pytest.raises(KeyboardInterrupt):
         experiment.run(made, "cpu", tmp_path, None, CONSOLE)
     left = count

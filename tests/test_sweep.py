@@ -19,6 +19,7 @@ from nntile_py.analysis.plan import estimate
 from nntile_py.config.run import load
 from nntile_py.errors import ConfigError
 from nntile_py.sweep import autotune, experiment
+from nntile_py.sweep import run as sweep_run
 from nntile_py.sweep import spec as sweep
 from nntile_py.sweep.results import best_row, draw_plot, pooled, shown_rows, summary, table
 from nntile_py.tiles import RW, R, TaskList, Tile, W
@@ -124,7 +125,7 @@ def test_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for work in ("train", "inference"):
         measure = {"work": work, "warmup": 0, "repeats": 1}
         made = sweep.load_sweep(write(tmp_path, {"grid": grid, "measure": measure, "together": True}))
-        rows, before = sweep.run(made, tmp_path / work, Console(file=io.StringIO())), len(started)
+        rows, before = sweep_run.run(made, tmp_path / work, Console(file=io.StringIO())), len(started)
         assert [r["sets"] for r in rows] == list(made.settings())
         assert {(r["sets"]["train.batch"], r["status"]) for r in rows} == {(4, "ok"), (10**8, "failed")}
         assert [r["sets"]["runtime.window"] for r in lines(tmp_path / work)] == 4 * [500] + 4 * [600]
@@ -132,7 +133,7 @@ def test_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(p.poll() is not None for p in started)
     grid.pop("train.batch")
     made = sweep.load_sweep(write(tmp_path, {"grid": grid, "measure": measure, "together": True}))
-    assert len(sweep.run(made, tmp_path / "good", Console(file=io.StringIO()))) == 4 and len(started) == before + 2
+    assert len(sweep_run.run(made, tmp_path / "good", Console(file=io.StringIO()))) == 4 and len(started) == before + 2
 
 
 def test_a_point_of_several_rounds() -> None:
@@ -172,7 +173,7 @@ def test_training_points_failures_and_plots(tmp_path: Path) -> None:
 
 def test_time_limit_and_lost_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     point = sweep.points(sweep.load_sweep(write(tmp_path, {"grid": {"tiles.batch": [1]}})))[0]
-    row = sweep.measure_point(point, 0.05)
+    row = sweep_run.measure_point(point, 0.05)
     assert row["status"] == "timeout" and "time_limit" in row["error"]
     real = subprocess.Popen
 
@@ -180,12 +181,13 @@ def test_time_limit_and_lost_process(tmp_path: Path, monkeypatch: pytest.MonkeyP
         return real([sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"], **options)
 
     monkeypatch.setattr(subprocess, "Popen", killed)
-    row = sweep.measure_point(point, 60)
+    row = sweep_run.measure_point(point, 60)
     assert row["status"] == "failed" and f"signal {int(signal.SIGKILL)}" in row["error"]
 
 
 def test_one_sweep_at_a_time(tmp_path: Path) -> None:
-    with sweep.Rows(tmp_path).open(), pytest.raises(ConfigError, match="another sweep"), sweep.Rows(tmp_path).open():
+    first, second = sweep_run.Rows(tmp_path), sweep_run.Rows(tmp_path)
+    with first.open(), pytest.raises(ConfigError, match="another sweep"), second.open():
         pass
 
 
@@ -320,7 +322,7 @@ def test_an_interrupted_experiment_tells_what_is_there(tmp_path: Path, monkeypat
             "times": [1.0, 2.0, 3.0],
         }
 
-    monkeypatch.setattr(sweep, "measure_point", measured)
+    monkeypatch.setattr(sweep_run, "measure_point", measured)
     every = len(sweep.points(made.part("cpu"))) * made.part("cpu").rounds
     assert every > 3
     with pytest.raises(KeyboardInterrupt):
@@ -414,7 +416,7 @@ def test_a_config_is_no_sweep(tmp_path: Path) -> None:
 @pytest.mark.parametrize("line", ["no JSON", "3", '{"status": "ok", "sets": {}}', '{"id": "a"}'])
 def test_rows_that_are_none(tmp_path: Path, line: str) -> None:
     (tmp_path / "rows.jsonl").write_text('{"id": "a", "status": "ok", "sets": {}}\n' + line + "\n")
-    with pytest.raises(ConfigError, match=r"rows\.jsonl, line 2: allowed"), sweep.Rows(tmp_path).open():
+    with pytest.raises(ConfigError, match=r"rows\.jsonl, line 2: allowed"), sweep_run.Rows(tmp_path).open():
         pass
 
 
@@ -425,14 +427,14 @@ def measured(point: sweep.Point, *_: Any) -> dict[str, Any]:
 
 
 def test_rows_of_another_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sweep, "measure_point", measured)
+    monkeypatch.setattr(sweep_run, "measure_point", measured)
     out, console = tmp_path / "out", Console(file=io.StringIO())
-    sweep.run(sweep.load_sweep(write(tmp_path, GRID)), out, console)
+    sweep_run.run(sweep.load_sweep(write(tmp_path, GRID)), out, console)
     before = (out / "results.csv").read_bytes()
     more = sweep.load_sweep(write(tmp_path, {"grid": {"tiles.batch": [2, 4]}}))
-    assert len(sweep.run(more, out, console)) == 2 and len(lines(out)) == 3, "one that shares points goes on"
+    assert len(sweep_run.run(more, out, console)) == 2 and len(lines(out)) == 3, "one that shares points goes on"
     with pytest.raises(ConfigError, match="of another sweep; take another --out"):
-        sweep.run(sweep.load_sweep(path=tmp_path / "s.yaml", overrides=["train.seq=4"]), out, console)
+        sweep_run.run(sweep.load_sweep(path=tmp_path / "s.yaml", overrides=["train.seq=4"]), out, console)
     assert (out / "results.csv").read_bytes() != before and len(lines(out)) == 3
 
 
@@ -443,7 +445,7 @@ def test_nothing_to_draw(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: s
             raise KeyboardInterrupt
         return {"id": point.id, "sets": point.sets, "measure": {}, "status": "failed", "error": f"no {point.sets}"}
 
-    monkeypatch.setattr(sweep, "measure_point", bad)
+    monkeypatch.setattr(sweep_run, "measure_point", bad)
     plots = [{"kind": "heat", "x": "tiles.batch", "series": "fusion"}, {"x": "tiles.batch"}]
     grid = {"tiles.batch": [1, 2, 4], "fusion": [True, False]}
     made, told = sweep.load_sweep(write(tmp_path, {"grid": grid, "plots": plots})), io.StringIO()
@@ -452,9 +454,9 @@ def test_nothing_to_draw(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: s
         (tmp_path / f"plot{number}.png").touch()
     if end == "interrupted":
         with pytest.raises(KeyboardInterrupt):
-            sweep.run(made, tmp_path, console)
+            sweep_run.run(made, tmp_path, console)
     else:
-        console.print(summary(made, sweep.run(made, tmp_path, console)))
+        console.print(summary(made, sweep_run.run(made, tmp_path, console)))
         assert "failed: {'fusion': True, 'tiles.batch': 1}: no {" in told.getvalue() and "and 1 more" in told.getvalue()
     assert "plot.png: not drawn" in told.getvalue() and "plot2.png: not drawn" in told.getvalue()
     assert not list(tmp_path.glob("*.png")) and (tmp_path / "results.csv").exists()
@@ -487,6 +489,6 @@ def test_rows_of_one_place(plot: dict[str, Any], best: dict[str, Any], value: li
 @pytest.mark.parametrize("how", ["plan", "run", "operators"])
 def test_metrics_are_those_measured(tmp_path: Path, how: Any) -> None:
     path = write(tmp_path, {"grid": {"tiles.batch": [2]}, "measure": {"how": how, "work": "layer", "repeats": 1}})
-    row = sweep.measure_point(sweep.points(sweep.load_sweep(path))[0], 120)
+    row = sweep_run.measure_point(sweep.points(sweep.load_sweep(path))[0], 120)
     assert row["status"] == "ok", row
     assert set(sweep.METRICS[how]) == row.keys() - {"id", "sets", "measure", "status", "started", "times"}

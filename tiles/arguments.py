@@ -7,10 +7,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self, dataclass_transform
-
-if TYPE_CHECKING:
-    from .tasklist import Task
+from typing import Any, ClassVar, NamedTuple, Protocol, Self, dataclass_transform
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +40,13 @@ def kind_of(annotation: str) -> Kind:
     raise TypeError(f"an argument of a kernel cannot be a {annotation}")
 
 
+class WithArgs(Protocol):
+    """What has arguments: a Task."""
+
+    kernel: str
+    args: TaskArgs
+
+
 @dataclass_transform(frozen_default=True)
 class TaskArgs:
     """The arguments of a kernel. A subclass declares them as fields and is made a frozen dataclass:
@@ -67,7 +71,7 @@ class TaskArgs:
         cls._kinds = tuple((name, kind_of(text)) for name, text in texts.items())
 
     @classmethod
-    def of(cls, task: Task) -> Self:
+    def of(cls, task: WithArgs) -> Self:
         """The task's arguments; they have to be of this class."""
         assert isinstance(task.args, cls), (task.kernel, task.args)
         return task.args

@@ -58,12 +58,12 @@ def measure_tasks(
 ) -> dict[str, Any]:
     import numpy as np
 
-    import nntile_py as nt
     from nntile_py import _core
+    from nntile_py.execution.runtime import Runtime
 
     total, submit = [], []
     profiles: dict[str, list[float]] = {"light": [], "full": []} if profiled else {}
-    with nt.Runtime(cpus=cpus, scheduler=scheduler) as runtime:
+    with Runtime(cpus=cpus, scheduler=scheduler) as runtime:
         pool = [_core.Tile([1], "fp32") for _ in range(64)]
         for tile in pool:
             tile.write(np.zeros(1, np.float32))

@@ -65,10 +65,10 @@ def metg(
 def measure_metg(
     cuda: int, cpus: int | None, scheduler: str, chains: int, lengths: Sequence[float], seconds: float, repeats: int
 ) -> dict[str, Any]:
-    import nntile_py as nt
     from nntile_py import _core
+    from nntile_py.execution.runtime import Runtime
 
-    with nt.Runtime(cpus=0 if cuda else cpus, cuda=cuda, scheduler=scheduler) as runtime:
+    with Runtime(cpus=0 if cuda else cpus, cuda=cuda, scheduler=scheduler) as runtime:
         workers = cuda or runtime.cpus
         tiles = [_core.Tile([1], "fp32") for _ in range(chains * workers)]
         for tile in tiles:

@@ -37,21 +37,24 @@ def reference_model(o: dict[str, Any]) -> Any:
 def ours_on_gpu(o: dict[str, Any]) -> tuple[Step, dict[str, Any]]:
     import torch
 
-    import nntile_py as nt
+    from nntile_py.execution.runtime import Runtime
+    from nntile_py.graph.optimizers import AdamW
+    from nntile_py.models.gpt2 import GPT2
+    from nntile_py.training.trainer import Trainer
 
     values = {name: value.cpu().numpy() for name, value in weights(o)}
     torch.cuda.empty_cache()
     for device in range(o["cuda"]):
         limit_memory(o, device)
     room = max(int(o["cuda_memory"] * 2**30) - RESERVE, RESERVE // 2) if o["cuda_memory"] else None
-    runtime = nt.Runtime(
+    runtime = Runtime(
         cpus=0, cuda=o["cuda"], scheduler=o["scheduler"], window=o["window"], cuda_memory=room,
         placement=o["placement"],
     )  # fmt: skip
     runtime.__enter__()
-    trainer = nt.Trainer(
-        nt.models.GPT2(shape(o), values), o["batch"], o["seq"], o["tiles"], dtype=o["dtype"],
-        optimizer=nt.AdamW(GPU_LR, weight_decay=WEIGHT_DECAY, betas=(0.9, 0.95)), clip_grad_norm=CLIP,
+    trainer = Trainer(
+        GPT2(shape(o), values), o["batch"], o["seq"], o["tiles"], dtype=o["dtype"],
+        optimizer=AdamW(GPU_LR, weight_decay=WEIGHT_DECAY, betas=(0.9, 0.95)), clip_grad_norm=CLIP,
         accumulate=o["accumulate"], fusion=o["fusion"], shift_labels=False,
     )  # fmt: skip
     values.clear()
@@ -64,13 +67,16 @@ def ours_on_gpu(o: dict[str, Any]) -> tuple[Step, dict[str, Any]]:
 
 
 def ours(o: dict[str, Any]) -> tuple[Step, dict[str, Any]]:
-    import nntile_py as nt
+    from nntile_py.execution.runtime import Runtime
+    from nntile_py.graph.optimizers import AdamW
+    from nntile_py.models.gpt2 import GPT2
+    from nntile_py.training.trainer import Trainer
 
-    model = nt.models.GPT2.from_hf(reference_model(o), attention=o["attention"])
-    runtime = nt.Runtime(cpus=o["cpus"], scheduler=o["scheduler"], placement=o.get("placement"), window=o.get("window"))
+    model = GPT2.from_hf(reference_model(o), attention=o["attention"])
+    runtime = Runtime(cpus=o["cpus"], scheduler=o["scheduler"], placement=o.get("placement"), window=o.get("window"))
     runtime.__enter__()  # for as long as the process lives
-    trainer = nt.Trainer(
-        model, o["batch"], o["seq"], o["tiles"], optimizer=nt.AdamW(LR, weight_decay=WEIGHT_DECAY),
+    trainer = Trainer(
+        model, o["batch"], o["seq"], o["tiles"], optimizer=AdamW(LR, weight_decay=WEIGHT_DECAY),
         clip_grad_norm=CLIP, accumulate=o["accumulate"], fusion=o["fusion"],
     )  # fmt: skip
     ids = batch(o)

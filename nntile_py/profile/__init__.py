@@ -23,12 +23,12 @@ def profile(
 
     The steps are of training, or forward passes, on random tokens: no corpus is read. fxt: leave StarPU's own trace
     in the folder `fxt` too."""
-    import nntile_py as nt
     from nntile_py.config.run import runtime_options
+    from nntile_py.execution.runtime import Runtime
     from nntile_py.profile import collect
     from nntile_py.training.loop import build_trainer
 
-    runtime = nt.Runtime(**runtime_options(config.runtime.model_dump()))
+    runtime = Runtime(**runtime_options(config.runtime.model_dump()))
     raw, made, ran = (folder / "fxt").resolve(), [], False
     if fxt:
         made = [path for path in (raw, raw.parent) if not path.exists()]

@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
-import nntile_py as nt
 from nntile_py import _core
 from nntile_py.config.run import RunConfig
 from nntile_py.config.spec import step_spec
+from nntile_py.errors import TaskError
 from nntile_py.execution.program import Program
 from nntile_py.graph.declared import random_inputs
 from nntile_py.profile.analysis import Peak, device_peak, measure_cpu
@@ -24,6 +24,7 @@ from nntile_py.profile.trace import REDUCTION, Bus, Info, Trace, Worker, one_aft
 from nntile_py.tiles import AXES
 from nntile_py.tiles.order import Use
 from nntile_py.tiles.tasklist import Task, TaskList
+from nntile_py.training.trainer import Trainer
 
 # Of csrc/profile.cpp; `ready` stands between: when the scheduler had taken the task.
 COLUMNS = (
@@ -36,7 +37,7 @@ COLUMNS = (
 LIGHT_BELOW = 30e-6  # seconds of a step for each of its tasks
 
 
-def run_steps(trainer: nt.Trainer, steps: int, warmup: int, inference: bool = False) -> Trace:
+def run_steps(trainer: Trainer, steps: int, warmup: int, inference: bool = False) -> Trace:
     """Train on random inputs, or evaluate them: `warmup` steps that are not looked at, then `steps` that are.
 
     With tasks so short that StarPU's profiling would show, and CPU workers only, a light profile is taken."""
@@ -181,9 +182,9 @@ def convert_fxt(folder: Path) -> None:
     """Turn FxT's raw file in `folder` into paje.trace and what else StarPU's tool writes, for ViTE and StarVZ."""
     raw = sorted(str(path) for path in folder.glob("prof_file_*"))
     if not raw:
-        raise nt.TaskError("--fxt: StarPU left no trace: it was built without FxT (libfxt-dev)")
-    info = json.loads((Path(nt.__file__).parent / "_build_info.json").read_text())
+        raise TaskError("--fxt: StarPU left no trace: it was built without FxT (libfxt-dev)")
+    info = json.loads((Path(_core.__file__).parent / "_build_info.json").read_text())
     tool = Path(info["starpu_prefix"]) / "bin" / "starpu_fxt_tool"
     made = subprocess.run([tool, "-i", *raw], cwd=folder, capture_output=True, text=True, check=False)
     if made.returncode:
-        raise nt.TaskError(f"--fxt: {tool} failed: {made.stderr.strip()[-300:]}")
+        raise TaskError(f"--fxt: {tool} failed: {made.stderr.strip()[-300:]}")

@@ -185,7 +185,7 @@ def run(
     folder.mkdir(parents=True, exist_ok=True)
     picture, rows, interrupted, missing = folder / "plot.png", [], None, None
     if made.kind == "sweep":
-        from nntile_py.sweep.spec import run as run_sweep
+        from nntile_py.sweep.run import run as run_sweep
 
         try:
             rows = run_sweep(part, folder, console)

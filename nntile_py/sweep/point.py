@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 
-import nntile_py as nt
 from nntile_py import _core
 from nntile_py.analysis.plan import estimate
 from nntile_py.analysis.workloads import Built, build, of_step, small_graph
@@ -23,6 +22,7 @@ from nntile_py.config.spec import build_model, tiling
 from nntile_py.errors import NNTileError
 from nntile_py.execution import memory
 from nntile_py.execution.program import Store, programs
+from nntile_py.execution.runtime import Runtime
 from nntile_py.graph.declared import random_inputs
 from nntile_py.graph.fusion import Fusion
 from nntile_py.graph.graph import Graph
@@ -55,8 +55,8 @@ def measure(config: RunConfig, how: Measure, running: ExitStack) -> dict[str, An
     _forget_peak()
     trains = how.work == "train" and how.how == "run"
     built = None if trains else build(config, how.work, how.phase)
-    if how.how != "plan" and nt.Runtime.current is None:
-        running.enter_context(nt.Runtime(**runtime_options(config.runtime.model_dump())))
+    if how.how != "plan" and Runtime.current is None:
+        running.enter_context(Runtime(**runtime_options(config.runtime.model_dump())))
     if trains:
         built, step = _training(config)
     assert built is not None
@@ -113,8 +113,8 @@ def _training(config: RunConfig) -> tuple[Built, Callable[[int], None]]:
     from nntile_py.training.loop import build_trainer
 
     trainer = build_trainer(config)
-    assert nt.Runtime.current
-    nt.Runtime.current.forget(trainer)  # nobody wants the weights back
+    assert Runtime.current
+    Runtime.current.forget(trainer)  # nobody wants the weights back
     inputs = random_inputs(trainer.built.graph, config.train.batch * config.train.grad_accumulation, config.seed)
 
     def run(count: int) -> None:
@@ -142,7 +142,7 @@ def _inference(config: RunConfig, built: Built) -> Callable[[int], None]:
             for name, value in inputs.items():
                 store.write(low, graph.inputs[name].tensor, value)
             program.run(scales)
-            nt.Runtime.wait()
+            Runtime.wait()
 
     return run
 
@@ -157,7 +157,7 @@ def _program(made: tuple[Graph, Lowering], config: RunConfig) -> Callable[[int],
     def run(count: int) -> None:
         for _ in range(count):
             program.run({slot: SLOTS.get(slot, 1.0) for slot in program.slots})
-        nt.Runtime.wait()
+        Runtime.wait()
 
     return run
 
@@ -211,6 +211,6 @@ def _alone(op: Op, cuts: Tiling, config: RunConfig) -> Callable[[int], None]:
     def run(count: int) -> None:
         for _ in range(count):
             program.run({slot: SLOTS.get(slot, 1.0) for slot in program.slots})
-        nt.Runtime.wait()
+        Runtime.wait()
 
     return run

@@ -1,34 +1,23 @@
-"""`nntile sweep`: measure a config at many points, each in a process of its own, or those of one runtime in one.
-
-A point that ended, well or badly, is one line of rows.jsonl, synced to disk before the next one starts: a sweep that
-was killed goes on where it was. What a point measures is in point.py.
-"""
+"""A sweep's YAML, typed and checked, and the points that it stands for."""
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import itertools
 import json
 import math
-import os
 import random
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from nntile_py.analysis.workloads import Phase, Work
 from nntile_py.config.run import RunConfig, load
 from nntile_py.errors import ConfigError
 from nntile_py.schema import Count, Natural, Positive, Section, Switch, allowed, assignment, read_yaml, validated
-from nntile_py.sweep.process import Processes
 from nntile_py.tasks.op import CATEGORIES
 
 Values = dict[str, list[Any]]
@@ -244,101 +233,3 @@ def _check_base(sweep: Sweep) -> None:
 
 def _overrides(sets: dict[str, Any]) -> list[str]:
     return [f"{key}={json.dumps(value)}" for key, value in sets.items()]
-
-
-class Rows:
-    """The rows of a folder, rows.jsonl: one line for each point that ended. One sweep at a time."""
-
-    def __init__(self, folder: Path) -> None:
-        self.path = folder / "rows.jsonl"
-        self.all: dict[str, dict[str, Any]] = {}
-
-    @contextmanager
-    def open(self) -> Iterator[Rows]:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
-        try:
-            try:
-                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise ConfigError(f"--out: another sweep is writing into {self.path.parent}") from None
-            whole = self.path.read_bytes()
-            kept = whole[: whole.rfind(b"\n") + 1]  # a write that was cut short has no end of line
-            self.all = dict(self._read(number, line) for number, line in enumerate(kept.splitlines(), 1))
-            if kept != whole:
-                os.ftruncate(self._file, len(kept))
-            yield self
-        finally:
-            os.close(self._file)
-
-    def _read(self, number: int, line: bytes) -> tuple[str, dict[str, Any]]:
-        try:
-            row = json.loads(line)
-            row["id"], row["status"], row["sets"]
-        except (ValueError, KeyError, TypeError):
-            raise ConfigError(
-                f"{self.path}, line {number}: allowed: a point's row, which is JSON with id, sets and status; "
-                "remove the line, or take another --out"
-            ) from None
-        return row["id"], row
-
-    def append(self, row: dict[str, Any]) -> None:
-        self.all[row["id"]] = row
-        line = (json.dumps(row) + "\n").encode()
-        while line:
-            line = line[os.write(self._file, line) :]
-        os.fsync(self._file)
-
-
-def run(sweep: Sweep, folder: Path, console: Console, *, retry: bool = False) -> list[dict[str, Any]]:
-    """Measure every point that has no row yet (with `retry`: no good one); returns the rows in the points' order.
-
-    With several rounds a point has a row of each in the file, and one of all in the results.
-    """
-    from nntile_py.sweep.results import pooled, write_results
-
-    every = points(sweep)
-    names = {p.id: [p.id if k == 0 else f"{p.id}.{k + 1}" for k in range(sweep.rounds)] for p in every}
-    runtimes = [p.config and p.config.runtime for p in every]
-    ordered = sorted(every, key=lambda p: runtimes.index(p.config and p.config.runtime)) if sweep.together else every
-    todo = [(p, names[p.id][k]) for k in range(sweep.rounds) for p in ordered]
-    with Rows(folder).open() as rows:
-        if rows.all and not any(name in rows.all for own in names.values() for name in own):
-            raise ConfigError(f"--out: the rows in {folder} are of another sweep; take another --out")
-        done = {i for i, row in rows.all.items() if not retry or row["status"] == "ok"}
-        left = [(p, name) for p, name in todo if name not in done]
-        try:
-            with _progress(console) as progress, closing(Processes(sweep.together)) as processes:
-                bar = progress.add_task("", total=len(todo), completed=len(todo) - len(left))
-                for number, (point, name) in enumerate(left):
-                    progress.update(bar, description=_told(point.sets))
-                    follows = [p for p, _ in left[number + 1 :]]
-                    rows.append(measure_point(point, sweep.time_limit, processes, follows) | {"id": name})
-                    progress.advance(bar)
-        finally:  # whatever ends the sweep, what is there can be read
-            there = [(p, [rows.all[name] for name in names[p.id] if name in rows.all]) for p in every]
-            result = [pooled(own) | {"id": p.id, "sets": p.sets} for p, own in there if own]
-            for line in write_results(sweep, result, folder):
-                console.print(line, highlight=False, markup=False)
-    return result
-
-
-def measure_point(
-    point: Point, time_limit: float, processes: Processes | None = None, follows: Sequence[Point] = ()
-) -> dict[str, Any]:
-    """Run a point, in a process of its own if none are given: its row. `follows`: the points after it."""
-    row: dict[str, Any] = {"id": point.id, "sets": point.sets, "measure": point.measure.model_dump()}
-    if point.config is None:
-        return row | {"status": "refused", "error": point.error}
-    start = time.time()
-    row |= (processes or Processes(together=False)).measure(point, time_limit, follows)
-    return row | {"started": start, "took": time.time() - start, "load": os.getloadavg()[0]}
-
-
-def _told(sets: dict[str, Any]) -> str:
-    return ", ".join(f"{key} {json.dumps(value)}" for key, value in sets.items())
-
-
-def _progress(console: Console) -> Progress:
-    columns = BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn()
-    return Progress(*columns, TextColumn("{task.description}"), console=console)

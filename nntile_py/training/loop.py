@@ -20,15 +20,15 @@ from rich.text import Text
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer
 
-import nntile_py as nt
 from nntile_py.config.run import Optimizer, RunConfig, runtime_options
 from nntile_py.config.spec import build_model, step_spec
 from nntile_py.errors import NNTileError
+from nntile_py.execution.runtime import Runtime
 from nntile_py.models.base import Model
 from nntile_py.system.folders import replace_file, replaced
 from nntile_py.tokenizer import token_numbers
 from nntile_py.training.data import END_OF_TEXT, Corpus, held_out_batches, load_corpus, training_batch
-from nntile_py.training.trainer import STEPS_IN_FLIGHT
+from nntile_py.training.trainer import STEPS_IN_FLIGHT, Pending, Trainer
 
 SAVED = ("model.safetensors", "config.json")
 
@@ -39,7 +39,7 @@ def train(config: RunConfig, out: Path, console: Console) -> int:
     Returns the exit status: 0, or after SIGINT or SIGTERM 130 or 143, with what was trained saved.
     Raises NNTileError, without writing weights, when the loss or the gradient is no longer a finite number."""
     # Refuses what the machine lacks, before any work.
-    runtime = nt.Runtime(**runtime_options(config.runtime.model_dump()))
+    runtime = Runtime(**runtime_options(config.runtime.model_dump()))
     _say(console, f"reading {config.data.source}")
     corpus = load_corpus(config)
     _say(console, f"{len(corpus.train):,} tokens to train on, {len(corpus.held_out):,} held out; writing to {out}")
@@ -68,9 +68,9 @@ def train(config: RunConfig, out: Path, console: Console) -> int:
     return 0
 
 
-def build_trainer(config: RunConfig, model: Model | None = None) -> nt.Trainer:
-    """The nt.Trainer that `config` asks for; needs a running nt.Runtime."""
-    return nt.Trainer.of_spec(step_spec(config, model or build_model(config)), seed=config.seed)
+def build_trainer(config: RunConfig, model: Model | None = None) -> Trainer:
+    """The Trainer that `config` asks for; needs a running Runtime."""
+    return Trainer.of_spec(step_spec(config, model or build_model(config)), seed=config.seed)
 
 
 def learning_rate(optimizer: Optimizer, step: int, steps: int) -> float:
@@ -84,7 +84,7 @@ def learning_rate(optimizer: Optimizer, step: int, steps: int) -> float:
     return low + (optimizer.lr - low) * 0.5 * (1 + math.cos(math.pi * part))
 
 
-def generate(trainer: nt.Trainer, tokenizer: Tokenizer, config: RunConfig, stop: list[str]) -> str:
+def generate(trainer: Trainer, tokenizer: Tokenizer, config: RunConfig, stop: list[str]) -> str:
     """The prompt of `config.sample`, continued token by token; ends at the end-of-text token or a signal."""
     sample, batch, seq = config.sample, config.train.batch, config.train.seq
     end = tokenizer.token_to_id(END_OF_TEXT)
@@ -104,7 +104,7 @@ def generate(trainer: nt.Trainer, tokenizer: Tokenizer, config: RunConfig, stop:
     return str(tokenizer.decode(ids))
 
 
-def save_weights(trainer: nt.Trainer, tokenizer: Tokenizer, out: Path, source: str | None = None) -> None:
+def save_weights(trainer: Trainer, tokenizer: Tokenizer, out: Path, source: str | None = None) -> None:
     """Write model.safetensors and config.json, which GPT2LMHeadModel.from_pretrained(out) reads.
 
     source: the folder that the model was read from, whose generation_config.json goes along.
@@ -129,7 +129,7 @@ def save_weights(trainer: nt.Trainer, tokenizer: Tokenizer, out: Path, source: s
 class Display:
     """What a user sees of the steps: a line now and then, and on a terminal a live one below them."""
 
-    def __init__(self, console: Console, config: RunConfig, trainer: nt.Trainer) -> None:
+    def __init__(self, console: Console, config: RunConfig, trainer: Trainer) -> None:
         self._console, self._train, self._trainer = console, config.train, trainer
         self._times: deque[float] = deque(maxlen=20)
         self._held_out: float | None = None
@@ -173,11 +173,11 @@ class Display:
 
 
 def _steps(
-    config: RunConfig, corpus: Corpus, trainer: nt.Trainer, metrics: TextIO, display: Display, stop: list[str]
+    config: RunConfig, corpus: Corpus, trainer: Trainer, metrics: TextIO, display: Display, stop: list[str]
 ) -> tuple[int, float, float | None]:
     """All steps, or those up to a signal: how many were done, the held-out loss before and the last one since."""
     how = config.train
-    in_flight: deque[tuple[nt.Pending, float]] = deque()
+    in_flight: deque[tuple[Pending, float]] = deque()
     first, last = _held_out_loss(config, corpus, trainer), None
     done, clock = 0, time.perf_counter()
     for step in range(1, how.steps + 2):
@@ -223,7 +223,7 @@ def _diverged(what: str) -> NNTileError:
     return NNTileError(f"{what}; {how}")
 
 
-def _held_out_loss(config: RunConfig, corpus: Corpus, trainer: nt.Trainer) -> float:
+def _held_out_loss(config: RunConfig, corpus: Corpus, trainer: Trainer) -> float:
     how = config.train
     batches = held_out_batches(corpus.held_out, how.batch, how.seq, how.eval_batches)
     return float(np.mean([trainer.evaluate(ids, ids.copy()) for ids in batches]))

@@ -1,0 +1,149 @@
+"""The shape of the package: rooms on floors, imports that go down only, no circles; each default written once."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+# Rooms, from the roof to the ground: a room imports from floors below its own, never from its own floor or above.
+FLOORS = (
+    ("cli",),
+    ("doctor", "sweep"),
+    ("bench", "profile"),
+    ("analysis", "testing", "training"),
+    ("config",),
+    ("execution", "models"),  # side by side: the engine knows no model, a model no engine
+    ("graph",),
+    ("tasks",),
+    ("tiles",),
+    ("schema", "tokenizer"),
+    ("errors", "system"),
+)
+FLOOR = {room: -number for number, rooms in enumerate(FLOORS) for room in rooms}
+TOPS = ("tasks", "tiles", "models")  # folders of the repository that install inside the package
+FACE, EXTENSION = "nntile_py", "nntile_py._core"  # names that users take; the compiled runtime
+
+Arrows = dict[tuple[str, str], int]  # (importing module, imported module): the line
+
+
+def modules(root: Path) -> dict[str, Path]:
+    """Every module by the name under which it is imported."""
+    found = {}
+    for top, prefix in (("nntile_py", ()), *((top, (top,)) for top in TOPS)):
+        for path in (root / top).rglob("*.py"):
+            parts = [*prefix, *path.relative_to(root / top).with_suffix("").parts]
+            found[".".join([FACE, *(parts[:-1] if parts[-1] == "__init__" else parts)])] = path
+    return found
+
+
+def imports(name: str, path: Path) -> Iterator[tuple[str, int]]:
+    """What a module imports, in functions and for type checkers too: dotted names, with the line."""
+    package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from ((one.name, node.lineno) for one in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            base = ".".join([*above, *([node.module] if node.module else [])])
+            yield from ((f"{base}.{one.name}", node.lineno) for one in node.names)
+
+
+def arrows(root: Path) -> Arrows:
+    """All imports between the package's own modules; a name of a module stands for the module."""
+    known = modules(root)
+    found: Arrows = {}
+    for name, path in known.items():
+        for target, line in imports(name, path):
+            while target not in (*known, EXTENSION) and "." in target:
+                target = target.rpartition(".")[0]
+            if target in (*known, EXTENSION) and target != name:
+                found.setdefault((name, target), line)
+    return found
+
+
+def room(module: str) -> str:
+    return module.split(".")[1]
+
+
+def upward(found: Arrows) -> list[str]:
+    """The imports that do not go down."""
+    return [
+        f"{a}, line {line}, imports {b}"
+        for (a, b), line in found.items()
+        if b == FACE or (a != FACE and b != EXTENSION and room(a) != room(b) and FLOOR[room(a)] <= FLOOR[room(b)])
+    ]
+
+
+def circle(found: Arrows) -> list[str]:
+    """Modules that import each other in a loop, the first again at the end; none: empty."""
+    below: dict[str, list[str]] = {}
+    for a, b in found:
+        below.setdefault(a, []).append(b)
+    done: set[str] = set()
+
+    def search(way: list[str]) -> list[str]:
+        for after in below.get(way[-1], []):
+            if after in way:
+                return [*way[way.index(after) :], after]
+            if after not in done and (loop := search([*way, after])):
+                return loop
+        done.add(way[-1])
+        return []
+
+    return next((loop for start in below if start not in done and (loop := search([start]))), [])
+
+
+FOUND = arrows(ROOT)
+
+
+def test_every_room_has_a_floor() -> None:
+    """A new room of the package says here where it stands."""
+    rooms = {room(name) for name in modules(ROOT) if name != FACE}
+    assert rooms == set(FLOOR)
+
+
+def test_imports_go_down() -> None:
+    assert upward(FOUND) == []
+
+
+def test_no_circles() -> None:
+    assert circle(FOUND) == []
+    assert circle({(room(a), room(b)): 0 for a, b in FOUND if a != FACE and room(a) != room(b)}) == []
+
+
+def test_only_the_engine_and_what_runs_it_takes_the_extension() -> None:
+    """Graphs, tilings, models and configs are plain data, made and tested without StarPU."""
+    takes = {room(a) for a, b in FOUND if b == EXTENSION}
+    assert "execution" in takes
+    assert not [one for one in takes if FLOOR[one] < FLOOR["execution"] or one in ("models", "config", "analysis")]
+
+
+@pytest.mark.parametrize(
+    ("where", "text", "wrong"),
+    [
+        ("tiles/part.py", "def f():\n    from nntile_py.tasks.op import Op\n", "upward"),
+        ("nntile_py/execution/part.py", "from ..models.base import Model\n", "upward"),
+        ("tasks/part.py", "import nntile_py as nt\n", "upward"),
+        ("tasks/op.py", "if TYPE_CHECKING:\n    from .other import X\n", "circle"),
+        ("tasks/op.py", "from nntile_py.tiles import Tiling\n", "nothing"),
+    ],
+)
+def test_what_is_wrong_is_found(tmp_path: Path, where: str, text: str, wrong: str) -> None:
+    files = {
+        "nntile_py/__init__.py": "from nntile_py import tasks\n", "nntile_py/execution/__init__.py": "",
+        "tasks/__init__.py": "", "tasks/op.py": "", "tasks/other.py": "from nntile_py.tasks import op\n",
+        "tiles/__init__.py": "class Tiling: ...\n", "models/__init__.py": "", "models/base.py": "class Model: ...\n",
+    }  # fmt: skip
+    for name, content in (files | {where: text}).items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(content)
+    found = arrows(tmp_path)
+    assert bool(upward(found)) == (wrong == "upward")
+    loop = circle(found)
+    assert bool(loop) == (wrong == "circle")
+    assert not loop or all(pair in found for pair in pairwise(loop))
