@@ -9,8 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cases import Case, check, offsets, padding
-from conftest import error
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
@@ -23,6 +21,7 @@ from nntile_py.tasks.band import Band
 from nntile_py.tasks.elementwise import add
 from nntile_py.tasks.mask import Mask
 from nntile_py.tasks.op import Tensor
+from nntile_py.testing import Case, check, error, offsets, padding
 from nntile_py.tiles import Part, Tiling
 
 FORMS = ("vendor", "merge", "flash", "naive")
