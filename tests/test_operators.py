@@ -11,8 +11,6 @@ import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from operators import ROWS, operands
-from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 import nntile_py as nt
 from nntile_py import tasks as ops
@@ -368,10 +366,17 @@ def test_rms_norm_of_a_residual() -> None:
         assert param.grad is not None and error(got, param.grad) < 1e-13
 
 
+def modeling_llama() -> Any:
+    """Imported late: it imports triton, which test_triton.py sets up first."""
+    from transformers.models.llama import modeling_llama as module
+
+    return module
+
+
 def test_rms_norm_is_that_of_llama() -> None:
     rng = np.random.default_rng(0)
     x, gamma = rng.standard_normal((3, 7)).astype(np.float32), rng.standard_normal(7).astype(np.float32)
-    llama = LlamaRMSNorm(7, eps=1e-2)
+    llama = modeling_llama().LlamaRMSNorm(7, eps=1e-2)
     llama.weight.data = torch.tensor(gamma)
     t = Tensor("t", ["seq", "embed"], (3, 7), "fp64")
     c, stat = Tensor("c", ["embed"], [7], "fp64"), Tensor("stat", ["seq", "stat"], [3, 1], "fp64")
@@ -387,7 +392,7 @@ def test_rotary(pair: Pair, axes: str) -> None:
     pair.torch[table] = torch.tensor(pair.values[table])
     cos, sin = (half.repeat(1, 2) for half in pair.torch[table].chunk(2, -1))
     order = [x.axes.index(a) for a in ("batch", "heads", "seq", "head_dim")]
-    turned, _ = apply_rotary_pos_emb(pair.torch[x].permute(order), torch.zeros(2, 3, 5, 4), cos[None], sin[None])
+    turned, _ = modeling_llama().apply_rotary_pos_emb(pair.torch[x].permute(order), torch.zeros(2, 3, 5, 4), cos[None], sin[None])
     pair.compare(ops.Rotary(x, table, pair.temp(axes)), turned.permute([order.index(k) for k in range(4)]))
 
 
@@ -410,8 +415,8 @@ def test_rotary_table(scaling: dict[str, Any] | None) -> None:
     """As transformers makes it; low, middle and high frequencies."""
     head_dim, positions, theta = 32, 100, 5e3
     parameters = {"rope_theta": theta, **(scaling or {"rope_type": "default"})}
-    config = LlamaConfig(hidden_size=64, num_attention_heads=2, num_hidden_layers=1, rope_parameters=parameters)
-    embedding = LlamaRotaryEmbedding(config)
+    config = modeling_llama().LlamaConfig(hidden_size=64, num_attention_heads=2, num_hidden_layers=1, rope_parameters=parameters)
+    embedding = modeling_llama().LlamaRotaryEmbedding(config)
     table = ops.rotary_table(head_dim, positions, theta, scaling)
     assert table.shape == (positions, head_dim) and table.dtype == np.float64
     frequencies = np.arctan2(*np.split(table[1], 2)[::-1])
