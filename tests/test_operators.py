@@ -392,7 +392,8 @@ def test_rotary(pair: Pair, axes: str) -> None:
     pair.torch[table] = torch.tensor(pair.values[table])
     cos, sin = (half.repeat(1, 2) for half in pair.torch[table].chunk(2, -1))
     order = [x.axes.index(a) for a in ("batch", "heads", "seq", "head_dim")]
-    turned, _ = modeling_llama().apply_rotary_pos_emb(pair.torch[x].permute(order), torch.zeros(2, 3, 5, 4), cos[None], sin[None])
+    apply = modeling_llama().apply_rotary_pos_emb
+    turned, _ = apply(pair.torch[x].permute(order), torch.zeros(2, 3, 5, 4), cos[None], sin[None])
     pair.compare(ops.Rotary(x, table, pair.temp(axes)), turned.permute([order.index(k) for k in range(4)]))
 
 
@@ -415,8 +416,9 @@ def test_rotary_table(scaling: dict[str, Any] | None) -> None:
     """As transformers makes it; low, middle and high frequencies."""
     head_dim, positions, theta = 32, 100, 5e3
     parameters = {"rope_theta": theta, **(scaling or {"rope_type": "default"})}
-    config = modeling_llama().LlamaConfig(hidden_size=64, num_attention_heads=2, num_hidden_layers=1, rope_parameters=parameters)
-    embedding = modeling_llama().LlamaRotaryEmbedding(config)
+    llama = modeling_llama()
+    config = llama.LlamaConfig(hidden_size=64, num_attention_heads=2, num_hidden_layers=1, rope_parameters=parameters)
+    embedding = llama.LlamaRotaryEmbedding(config)
     table = ops.rotary_table(head_dim, positions, theta, scaling)
     assert table.shape == (positions, head_dim) and table.dtype == np.float64
     frequencies = np.arctan2(*np.split(table[1], 2)[::-1])
