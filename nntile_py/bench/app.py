@@ -100,6 +100,11 @@ def measure_tasks(
 
 @bench_app.command()
 def step(
+    config: Annotated[
+        str | None,
+        typer.Argument(metavar="[CONFIG]", help="A YAML, of any model; its keys instead of the options' sizes."),
+    ] = None,
+    sets: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key of it.")] = None,
     peer: Annotated[
         str | None,
         typer.Option(
@@ -135,7 +140,7 @@ def step(
     time_limit: Annotated[float, typer.Option(help="Seconds of a contestant's start, and of a turn.")] = TIME_LIMIT,
     as_json: Json = False,
 ) -> None:
-    """Seconds of one training step of a GPT-2: forward, backward, clipping, AdamW."""
+    """Seconds of one training step of a GPT-2, or of CONFIG's model: forward, backward, clipping, AdamW."""
     names = ["nntile"]
     for name in peer.split(",") if peer else []:
         names += ["torch_eager", "torch_compile"] if name == "torch" else [name]
@@ -154,6 +159,8 @@ def step(
         "window": window or None, "cuda_memory": cuda_memory, "losses": losses, "time_limit": time_limit,
         "placement": placement,
     }  # fmt: skip
+    if config is not None:
+        options |= _of_config(config, sets or [], names)
     result = measure_step(options, names, rounds, steps)
     if as_json:
         print(json.dumps(result, indent=2))
@@ -164,6 +171,24 @@ def step(
         print(f"ours / {result['fastest_peer']}: {r['median']:.3f} (by round {r['min']:.3f} to {r['max']:.3f})")
     if all("error" in result[name] for name in names):
         raise typer.Exit(1)
+
+
+def _of_config(path: str, sets: list[str], names: list[str]) -> dict[str, Any]:
+    """What takes the place of the options; refuses contestants that know a GPT-2 alone."""
+    from nntile_py.config.run import load
+
+    for name in names:
+        if name not in ("nntile", "torch_eager", "torch_compile"):
+            raise ConfigError(f"--peer: {name!r} is not allowed beside CONFIG; use torch, torch_eager, torch_compile")
+    config = load(path, sets)
+    if config.runtime.cuda not in (0, 1):
+        raise ConfigError(f"runtime.cuda: got {config.runtime.cuda!r}; allowed beside PyTorch: 0 or 1")
+    check_gpus(config.runtime.cuda)
+    return {
+        "config": str(Path(path).resolve()), "sets": sets, "cuda": config.runtime.cuda,
+        "batch": config.train.batch * config.train.grad_accumulation, "seq": config.train.seq,
+        "dtype": config.precision,
+    }  # fmt: skip
 
 
 def told(name: str, row: dict[str, Any]) -> str:

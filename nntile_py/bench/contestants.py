@@ -177,7 +177,8 @@ class Side:
 
 def measure_step(options: dict[str, Any], names: Sequence[str], rounds: int, steps: int) -> dict[str, Any]:
     """Every contestant in turn, `rounds` times; medians, spread, ratios of the same round. A failure is a row."""
-    shape(options)  # refused here, not in a child
+    if "config" not in options:
+        shape(options)  # refused here, not in a child
     options = {"time_limit": TIME_LIMIT} | options
     if set(names) & set(RANKED) and options["batch"] % processes(options):
         raise ConfigError(f"--batch: {options['batch']} is not allowed; use a multiple of {processes(options)}")

@@ -138,7 +138,11 @@ def with_parent() -> None:
 
 
 def serve(name: str, o: dict[str, Any], *place: int) -> None:
-    if name == "nntile":
+    if "config" in o:
+        from nntile_py.bench.any_model import contestant
+
+        run, facts = contestant(name, o)
+    elif name == "nntile":
         run, facts = ours_on_gpu(o) if o["cuda"] else ours(o)
     elif name in RANKED:
         from nntile_py.bench.peers import peer
