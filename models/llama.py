@@ -7,7 +7,7 @@ head_dim, ffn, vocab; rotary (cosines and sines of a position).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import model_validator
 
@@ -17,7 +17,7 @@ from nntile_py.graph.graph import Graph
 from nntile_py.models.base import Model, TokenConfig
 from nntile_py.models.parts import dense, padding
 from nntile_py.schema import BelowOne, Count, Positive, Switch
-from nntile_py.tasks.attention import attention
+from nntile_py.tasks.attention import Backend, attention
 from nntile_py.tasks.contract import linear
 from nntile_py.tasks.cross_entropy import IGNORED, cross_entropy
 from nntile_py.tasks.elementwise import add, transpose
@@ -38,7 +38,7 @@ class LlamaConfig(TokenConfig):
     head_dim: Count | None = None  # default: embed / heads
     ffn: Count
     positions: Count | None = None  # the longest sequence; default: train.seq
-    attention: Literal["vendor", "merge", "flash", "naive"] = "vendor"
+    attention: Backend = "vendor"
     attention_dropout: BelowOne = 0.0  # of the probabilities; only the naive attention has it
     tie_embeddings: Switch = False
     rms_norm_eps: Positive = 1e-6

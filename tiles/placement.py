@@ -11,8 +11,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import Literal, get_args
 
 from .tasklist import Access, Task, TaskList, Tile, merge
+
+Placement = Literal["scheduler", "planned"]  # who chooses the worker of a task
+PLACEMENTS: tuple[str, ...] = get_args(Placement)
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,13 @@ import hashlib
 import math
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Literal, Protocol, get_args
 
 from .arguments import NO_ARGS, Slot, TaskArgs
 from .dtypes import DTYPES
 
-POLICIES = ("chain", "commute", "redux", "tree")
+Policy = Literal["chain", "commute", "redux", "tree"]  # how partial sums of a tile meet
+POLICIES: tuple[str, ...] = get_args(Policy)
 MONOIDS = ("sum", "softmax", "moments")
 
 

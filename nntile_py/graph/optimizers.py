@@ -38,7 +38,7 @@ class AdamW:
 class SGD:
     """SGD as torch.optim.SGD with momentum, no dampening."""
 
-    lr: float = 1e-2
+    lr: float = 1e-3
     momentum: float = 0.0
     weight_decay: float = 0.0
 

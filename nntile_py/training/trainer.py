@@ -19,7 +19,7 @@ from nntile_py.graph.declared import Input, Traceable
 from nntile_py.graph.fusion import Fusion
 from nntile_py.graph.graph import Graph
 from nntile_py.graph.optimizers import REST, AdamW, Optimizer
-from nntile_py.graph.step import Evaluation, Step, StepSpec
+from nntile_py.graph.step import Evaluation, Step, StepSpec, check_precision
 from nntile_py.tasks.op import Lowering, Tensor
 from nntile_py.tasks.optimizer import joined, split
 from nntile_py.tiles import TaskList, Tiling
@@ -95,10 +95,10 @@ class Trainer:
         seed: int = 0,
         shift_labels: bool = True,
     ) -> None:
-        form = model if attention is None else model.changed(attention=attention)  # type: ignore[attr-defined]
+        chosen = model if attention is None else model.changed(attention=attention)  # type: ignore[attr-defined]
         spec = StepSpec(
-            form, batch, seq, Tiling(tiles), dtype, optimizer or AdamW(), clip_grad_norm, accumulate, Fusion.of(fusion),
-            grad_accumulation,
+            chosen, batch, seq, Tiling(tiles), dtype, optimizer or AdamW(), clip_grad_norm, accumulate,
+            Fusion.of(fusion), grad_accumulation,
         )  # fmt: skip
         self._start(model, spec, seed, shift_labels)
 
@@ -112,10 +112,7 @@ class Trainer:
     def _start(self, model: Any, spec: StepSpec, seed: int, shift_labels: bool) -> None:
         if Runtime.current is None:
             raise TaskError("Trainer: no runtime is running; use it inside `with nntile_py.Runtime(...):`")
-        if spec.dtype in ("bf16", "tf32") and not _core.cuda_workers():
-            raise ConfigError(f"dtype: {spec.dtype} needs CUDA workers, this runtime has none; use fp32, or cuda=1")
-        if spec.dtype == "fp64" and _core.cuda_workers():
-            raise ConfigError("dtype: fp64 is for CPU workers alone; use fp32, tf32 or bf16, or cuda=0")
+        check_precision("dtype", spec.dtype, bool(_core.cuda_workers()))
         self.model, self.spec, self.seed, self.shift_labels = model, spec, seed, shift_labels
         self.batch, self.seq, self.dtype = spec.batch, spec.seq, spec.dtype
         self.optimizer, self.grad_accumulation = spec.optimizer, spec.grad_accumulation
