@@ -59,7 +59,7 @@ class CrossEntropy(Op):
         return [g.add(CrossEntropyGrad(logits, labels, self.lse, out, self.scale.name)).output, None]
 
     def flop(self) -> float:
-        return 4.0 * self.inputs[0].words
+        return 4.0 * self.inputs[0].numel
 
     def lower(self, low: Lowering) -> None:
         logits, labels = self.inputs[:2]
@@ -101,7 +101,7 @@ class CrossEntropyGrad(Op):
         self.classes, self.scale, self.fused = logits.axes[-1], Slot(scale), False
 
     def flop(self) -> float:
-        return 4.0 * self.output.words
+        return 4.0 * self.output.numel
 
     def lower(self, low: Lowering) -> None:
         if self.fused:

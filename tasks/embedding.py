@@ -38,10 +38,10 @@ class Embedding(Op):
         return [None, g.add(EmbeddingGrad(ids, grads[0], out)).output]
 
     def flop(self) -> float:
-        return float(self.output.words)
+        return float(self.output.numel)
 
     def words(self) -> int:
-        return self.inputs[0].words + 2 * self.output.words
+        return self.inputs[0].numel + 2 * self.output.numel
 
     def lower(self, low: Lowering) -> None:
         ids, table = self.inputs
@@ -69,10 +69,10 @@ class EmbeddingGrad(Op):
         self.rows = out.axes[0]
 
     def flop(self) -> float:
-        return float(self.inputs[1].words)
+        return float(self.inputs[1].numel)
 
     def words(self) -> int:
-        return sum(t.words for t in self.inputs[:2]) * 2 + (0 if self.into else self.output.words)
+        return sum(t.numel for t in self.inputs[:2]) * 2 + (0 if self.into else self.output.numel)
 
     def lower(self, low: Lowering) -> None:
         ids, dy = self.inputs[:2]

@@ -63,7 +63,7 @@ class LayerNorm(Norm):
         return [dx, dgamma, dbeta]
 
     def flop(self) -> float:
-        return 8.0 * self.output.words
+        return 8.0 * self.output.numel
 
     def lower(self, low: Lowering) -> None:
         x, gamma, beta = self.inputs[:3]
@@ -138,7 +138,7 @@ class LayerNormGrad(NormGrad):
         self.extra, self.bias, self.dropout = add, dbias, dropout
 
     def flop(self) -> float:
-        return (15.0 if self.bias else 14.0) * self.output.words
+        return (15.0 if self.bias else 14.0) * self.output.numel
 
     def lower(self, low: Lowering) -> None:
         dy, x, stat, gamma = self.inputs[:4]

@@ -60,7 +60,7 @@ class Tensor:
         return dict(zip(self.axes, self.shape, strict=True))
 
     @property
-    def words(self) -> int:
+    def numel(self) -> int:
         return math.prod(self.shape)
 
     @property
@@ -219,11 +219,11 @@ class Op:
 
     def flop(self) -> float:
         """Floating point operations, a multiply-add counted as two."""
-        return float(max(t.words for t in [*self.inputs, *self.outputs]))
+        return float(max(t.numel for t in [*self.inputs, *self.outputs]))
 
     def words(self) -> int:
         """The fewest words to move: each input once, each output once."""
-        return sum(t.words for t in {*self.inputs, *self.outputs})
+        return sum(t.numel for t in {*self.inputs, *self.outputs})
 
     def fit(self, tiling: Tiling) -> None:
         """Tell the tiling how axes have to be cut together; raises ConfigError if they cannot be."""

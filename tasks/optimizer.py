@@ -56,7 +56,7 @@ class GradNorm(Op):
         self.ends = ends or {}
 
     def flop(self) -> float:
-        return 2.0 * sum(t.words for t in self.inputs)
+        return 2.0 * sum(t.numel for t in self.inputs)
 
     def lower(self, low: Lowering) -> None:
         near: dict[int, list[Tile]] = {}
@@ -130,7 +130,7 @@ class AdamW(Op):
         self.betas, self.eps, self.weight_decay = betas, eps, weight_decay
 
     def flop(self) -> float:
-        return 14.0 * self.output.words
+        return 14.0 * self.output.numel
 
     def lower(self, low: Lowering) -> None:
         param, grad, m, v, clip = self.inputs[:5]
@@ -177,7 +177,7 @@ class SGD(Op):
         self.momentum, self.weight_decay = momentum, weight_decay
 
     def flop(self) -> float:
-        return 5.0 * self.output.words
+        return 5.0 * self.output.numel
 
     def lower(self, low: Lowering) -> None:
         param, grad, clip = self.inputs[:3]

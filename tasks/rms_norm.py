@@ -58,7 +58,7 @@ class RMSNorm(Norm):
         return [dx, dgamma]
 
     def flop(self) -> float:
-        return (5.0 if self.residual else 4.0) * self.output.words
+        return (5.0 if self.residual else 4.0) * self.output.numel
 
     def lower(self, low: Lowering) -> None:
         x, gamma = self.inputs[:2]
@@ -103,7 +103,7 @@ class RMSNormGrad(NormGrad):
         self.extra = add
 
     def flop(self) -> float:
-        return (10.0 if self.extra else 9.0) * self.output.words
+        return (10.0 if self.extra else 9.0) * self.output.numel
 
     def lower(self, low: Lowering) -> None:
         dy, x, stat, gamma = self.inputs[:4]

@@ -33,7 +33,7 @@ class Select(Op):
         return 0.0
 
     def words(self) -> int:
-        return 2 * self.output.words
+        return 2 * self.output.numel
 
     def lower(self, low: Lowering) -> None:
         x = self.inputs[0]

@@ -47,7 +47,7 @@ class Softmax(Op):
         return [g.add(SoftmaxGrad(p, grads[0], out)).output, *[None for _ in self.mask.inputs]]
 
     def flop(self) -> float:
-        return 5.0 * self.output.words
+        return 5.0 * self.output.numel
 
     def lower(self, low: Lowering) -> None:
         scores = self.inputs[0]
@@ -84,7 +84,7 @@ class SoftmaxGrad(Op):
         super().__init__([p, dp], [out])
 
     def flop(self) -> float:
-        return 4.0 * self.output.words
+        return 4.0 * self.output.numel
 
     def lower(self, low: Lowering) -> None:
         p, dp = self.inputs

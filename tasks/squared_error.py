@@ -32,7 +32,7 @@ class SquaredError(Op):
         return [g.add(SquaredErrorGrad(x, target, out, self.scale)).output, None]
 
     def flop(self) -> float:
-        return 3.0 * self.inputs[0].words
+        return 3.0 * self.inputs[0].numel
 
     def lower(self, low: Lowering) -> None:
         x, target = self.inputs[:2]
@@ -54,7 +54,7 @@ class SquaredErrorGrad(Op):
         self.scale = scale
 
     def flop(self) -> float:
-        return 2.0 * self.output.words
+        return 2.0 * self.output.numel
 
     def lower(self, low: Lowering) -> None:
         for index in low.indices(self.output):

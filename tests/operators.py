@@ -361,7 +361,7 @@ def losses(case: Case) -> None:
     """Three that are added: of words, of two classes, of a regression."""
     words, pairs = case.x("batch seq vocab"), case.x("batch classes")
     x, target = case.x("batch embed"), case.x("batch embed")
-    case.slots["mse_scale"] = 1 / x.words
+    case.slots["mse_scale"] = 1 / x.numel
     loss = ops.cross_entropy(case.graph, words, case.label(words, ignored=0.3))
     loss = ops.cross_entropy(case.graph, pairs, case.label(pairs, scale="pairs"), loss=loss, scale="pairs")
     ops.squared_error(case.graph, x, target, loss=loss)
@@ -372,7 +372,7 @@ def squared_error(target: str | None = None) -> Callable[[Case], Op]:
 
     def row(case: Case) -> Op:
         x, wanted = case.x("batch seq embed"), case.x("batch seq embed", dtype=case.wide if target else None)
-        case.slots["mse_scale"] = 1 / x.words
+        case.slots["mse_scale"] = 1 / x.numel
         return case.add(ops.SquaredError(x, wanted, case.y("one", "fp64")))
 
     return row
@@ -380,7 +380,7 @@ def squared_error(target: str | None = None) -> Callable[[Case], Op]:
 
 def squared_error_grad(case: Case) -> Op:
     x, target = case.x("batch seq embed"), case.x("batch seq embed")
-    case.slots["mse_scale"] = 1 / x.words
+    case.slots["mse_scale"] = 1 / x.numel
     return case.add(ops.SquaredErrorGrad(x, target, case.y("batch seq embed")))
 
 

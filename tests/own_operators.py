@@ -59,7 +59,7 @@ class RMSNorm(Op):
         return list(g.add(RMSNormGrad(self, dy, dx, dgamma, dots)).outputs[:2])
 
     def flop(self) -> float:
-        return 4.0 * self.inputs[0].words
+        return 4.0 * self.inputs[0].numel
 
     def lower(self, low: Lowering) -> None:
         (x, gamma), (y, squares) = self.inputs, self.outputs

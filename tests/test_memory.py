@@ -226,7 +226,7 @@ def test_main_memory_for_weights_at_the_start() -> None:
         nt.models.GPT2(CONFIG, {}), 2, 64, Tiling({}), dtype="bf16", optimizer=nt.AdamW(), clip_grad_norm=1.0,
         policy="chain", fusion=Fusion(), grad_accumulation=1,
     ).step()  # fmt: skip
-    words = sum(t.words for t in built.graph.tensors.values() if t.kind == "param")
+    words = sum(t.numel for t in built.graph.tensors.values() if t.kind == "param")
     with pytest.raises(nt.TaskError, match=r"runtime\.memory has room for"):
         memory.check_step(built, Gpu(2**30, 4 * words - 1))  # type: ignore[arg-type]
     memory.check_step(built, Gpu(2**30, 4 * words + MIB))  # type: ignore[arg-type]
