@@ -13,7 +13,7 @@ from nntile_py.config.run import RunConfig
 from nntile_py.sweep import experiment
 from nntile_py.sweep import spec as sweep
 from nntile_py.tasks import launch
-from nntile_py.tiles import device_model as nominal
+from nntile_py.tiles import device_model
 from nntile_py.tiles.groups import GROUP_SECONDS, grouped
 from nntile_py.tiles.placement import Homes, placed
 
@@ -35,7 +35,7 @@ def check(config: RunConfig, work: Any, phase: Any) -> None:
     config = config.model_copy(update={"model": config.model.model_copy(update={"layers": 1})})
     assert config.precision == "bf16" and config.runtime.cpus == 0
     built, homes, cpp = build(config, work, phase), Homes(), in_cpp()
-    speed = nominal.speed(built.lists, gpu=True)
+    speed = device_model.speed(built.lists, gpu=True)
     for low in built.lists:
         tasks = placed(low, config.workers, speed, homes) if config.workers > 1 else low
         groups = grouped(tasks, speed.flop_s, speed.bytes_s, GROUP_SECONDS, GPU_BYTES / 3, alone=config.workers == 1)

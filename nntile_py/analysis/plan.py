@@ -11,8 +11,7 @@ from nntile_py.config.spec import step_spec
 from nntile_py.graph.declared import numel
 from nntile_py.graph.step import Step
 from nntile_py.tasks.op import Lowering
-from nntile_py.tiles import TaskList
-from nntile_py.tiles import device_model as nominal
+from nntile_py.tiles import TaskList, device_model
 from nntile_py.tiles.order import Use, critical_path, dependencies
 from nntile_py.tiles.placement import Speed
 
@@ -37,7 +36,7 @@ class Estimate:
 
 def estimate(lists: list[TaskList], workers: int, gpu: bool = False) -> Estimate:
     """What a nominal machine would need: `plan` for any task lists."""
-    speed = nominal.speed(lists, gpu)
+    speed = device_model.speed(lists, gpu)
     kept = {(a.tile.tensor, a.tile.index): a.tile.bytes for low in lists for task in low.tasks for a in task.accesses
             if a.tile.persistent}  # fmt: skip
     work, chain, seconds = 0.0, 0.0, 0.0

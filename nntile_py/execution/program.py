@@ -16,8 +16,7 @@ from nntile_py.execution.python_task import bound
 from nntile_py.execution.runtime import Runtime
 from nntile_py.tasks import launch
 from nntile_py.tasks.op import Lowering, Tensor
-from nntile_py.tiles import Slot, TaskList, Tile
-from nntile_py.tiles import device_model as nominal
+from nntile_py.tiles import Slot, TaskList, Tile, device_model
 from nntile_py.tiles.groups import GROUP_SECONDS, grouped
 from nntile_py.tiles.leaving import mark_leaving
 from nntile_py.tiles.placement import Homes, placed
@@ -94,7 +93,7 @@ def programs(lists: Sequence[TaskList], store: Store, tf32: bool = False) -> lis
     """Of resolved lists that run in turn, again and again. tf32: products on CUDA may round fp32 tiles to that."""
     gpus, runtime = _core.cuda_workers(), Runtime.current
     assert runtime is not None
-    speeds = [nominal.speed([tasks], gpus > 0) for tasks in lists]
+    speeds = [device_model.speed([tasks], gpus > 0) for tasks in lists]
     if store.homes is not None:
         lists = [
             placed(tasks, gpus or _core.cpu_workers(), speed, store.homes)
