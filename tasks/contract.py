@@ -119,7 +119,7 @@ class Contract(Op):
         plan = self._plan()
         for index in low.indices(self.output):
             live = [k for k in ks if not (low.empty(self.a, index | k) or low.empty(self.b, index | k))]
-            self._lower_tile(low, index, low.turned(live, math.prod(low.shape(self.output, index))), plan)
+            self._lower_tile(low, index, low.rotated(live, math.prod(low.shape(self.output, index))), plan)
 
     def _lower_tile(self, low: Lowering, index: Index, ks: list[Index], plan: PlanArgs) -> None:
         out = low.tile(self.output, index)

@@ -139,7 +139,7 @@ class Lowering:
             self.tiles[key] = Tile(owner.name, at, shape, owner.dtype, owner.monoid, tensor.persistent, tensor.axes)
         return self.tiles[key]
 
-    def turned(self, parts: Sequence[Index], words: int) -> list[Index]:
+    def rotated(self, parts: Sequence[Index], words: int) -> list[Index]:
         """The parts of a sum of `words` words, begun at another one each time.
 
         Where each part of the batch has its own GPU, the sums so end spread over all of them, and the optimizer's work.
