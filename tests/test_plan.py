@@ -77,7 +77,8 @@ def test_what_leaves_a_gpu_that_is_too_small() -> None:
     assert free.leaving_bytes == made(2 * free.peak_bytes).leaving_bytes == 0
     tight = made(int(0.7 * free.peak_bytes))
     assert 0.3 * free.peak_bytes < tight.leaving_bytes < 0.8 * free.peak_bytes
-    assert tight.step_seconds == pytest.approx(free.step_seconds + tight.leaving_bytes / device_model.GPU["bf16"].host_s)
+    seconds = free.step_seconds + tight.leaving_bytes / device_model.GPU["bf16"].host_s
+    assert tight.step_seconds == pytest.approx(seconds)
     assert made(int(0.5 * free.peak_bytes)).leaving_bytes > tight.leaving_bytes
     assert made(int(0.5 * free.peak_bytes), cpus=2).leaving_bytes == 0  # who runs what is not known
 
