@@ -24,7 +24,7 @@ from nntile_py.tasks.elementwise import add, transpose
 from nntile_py.tasks.embedding import embedding
 from nntile_py.tasks.gated import gated
 from nntile_py.tasks.mask import Mask
-from nntile_py.tasks.op import Tensor, wide
+from nntile_py.tasks.op import Tensor, accumulation_dtype
 from nntile_py.tasks.rms_norm import rms_norm
 from nntile_py.tasks.rotary import rotary, rotary_table
 
@@ -91,7 +91,7 @@ class Llama(Model):
         ids = g.input("input_ids", tokens, below=c.vocab)
         labels = g.input("labels", tokens, below=c.vocab, ignored=IGNORED, shifted=True, scale="loss_scale")
         turns = rotary_table(c.head_dim, batch.seq, c.rope_theta, c.rope_scaling)
-        table = g.input("rotary", {"seq": batch.seq, "rotary": c.head_dim}, wide(g.dtype), default=turns)
+        table = g.input("rotary", {"seq": batch.seq, "rotary": c.head_dim}, accumulation_dtype(g.dtype), default=turns)
         mask = Mask(causal=True, padding=padding(g, batch))
         with g.scope("embed"):
             words = g.param("model.embed_tokens.weight", {"vocab": c.vocab} | embed, init)

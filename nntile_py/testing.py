@@ -22,7 +22,7 @@ from nntile_py.graph.lowering import lower
 from nntile_py.tasks import Op, Tensor
 from nntile_py.tasks.band import ALL, Band
 from nntile_py.tasks.cross_entropy import IGNORED
-from nntile_py.tasks.op import wide
+from nntile_py.tasks.op import accumulation_dtype
 from nntile_py.tasks.optimizer import joined
 from nntile_py.tiles import AXES, Tiling, cut_as
 from nntile_py.tiles.dtypes import DTYPES
@@ -127,7 +127,7 @@ class Case:
         self.grads: dict[Tensor, Tensor | None] = {}  # of the operator's inputs
         self.dys: dict[Tensor, Tensor] = {}  # what comes in as gradients of its outputs
         self.rests: dict[Tensor, Tensor] = {}  # of parameters in two parts, what rounding to bf16 left
-        self.wide = wide(dtype)
+        self.wide = accumulation_dtype(dtype)
 
     def x(self, axes: str, make: Maker = normal, dtype: str | None = None, **options: Any) -> Tensor:
         tensor = self._tensor(axes, "input", dtype, **options)

@@ -20,7 +20,7 @@ from .contract import Contract, contract
 from .elementwise import dropout as dropout_of
 from .elementwise import rename, unpack
 from .mask import Limits, Mask, masked_softmax
-from .op import CONTRACTION, Array, GraphLike, Index, Lowering, Op, Tensor, wide
+from .op import CONTRACTION, Array, GraphLike, Index, Lowering, Op, Tensor, accumulation_dtype
 from .softmax import Softmax
 
 Backend = Literal["vendor", "merge", "flash", "naive"]
@@ -310,7 +310,7 @@ def attention(
     axes = [axis for axis in x.axes if axis != "qkv"]
     out = g.temp("attention", axes, [x.size(a) for a in axes], x.dtype)
     sizes = {"batch": 1} | x.sizes
-    lse = g.temp("lse", BHSD[:3], [sizes[a] for a in BHSD[:3]], wide(x.dtype))
+    lse = g.temp("lse", BHSD[:3], [sizes[a] for a in BHSD[:3]], accumulation_dtype(x.dtype))
     return g.add(Attention(operands, out, lse, mask=mask, backend=backend)).output
 
 

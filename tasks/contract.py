@@ -14,7 +14,7 @@ from nntile_py.tiles import ACC, RW, Access, R, TaskArgs, Tile, W
 from .activation import ACTIVATIONS, activate, derivative
 from .band import ALL
 from .elementwise import bias_add
-from .op import CONTRACTION, Array, GraphLike, Index, Lowering, Op, Tensor, permutation, wide
+from .op import CONTRACTION, Array, GraphLike, Index, Lowering, Op, Tensor, accumulation_dtype, permutation
 
 
 class EpilogueArgs(TaskArgs):
@@ -231,7 +231,7 @@ def contract(
         if axis in b.axes and a.size(axis) != b.size(axis):
             raise ValueError(f"axis {axis} has {a.size(axis)} elements in {a} and {b.size(axis)} in {b}")
     # The gradient of a parameter is a sum over all tokens.
-    dtype = wide(a.dtype) if like and like.kind == "param" else a.dtype
+    dtype = accumulation_dtype(a.dtype) if like and like.kind == "param" else a.dtype
     out = g.temp("contract", out_axes, [sizes[x] for x in out_axes], dtype, band=like.band if like else ALL)
     return g.add(Contract(a, b, out, scale=scale)).output
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from nntile_py.tiles import ACC, R, TaskArgs
 
-from .op import Array, GraphLike, Lowering, Op, Tensor, wide
+from .op import Array, GraphLike, Lowering, Op, Tensor, accumulation_dtype
 
 
 class EmbeddingArgs(TaskArgs):
@@ -34,7 +34,7 @@ class Embedding(Op):
     def gradient(self, g: GraphLike, *grads: Tensor | None) -> list[Tensor | None]:
         ids, table = self.inputs
         assert grads[0] is not None
-        out = g.temp("embedding_grad", table.axes, table.shape, wide(table.dtype))
+        out = g.temp("embedding_grad", table.axes, table.shape, accumulation_dtype(table.dtype))
         return [None, g.add(EmbeddingGrad(ids, grads[0], out)).output]
 
     def flop(self) -> float:

@@ -7,7 +7,7 @@ import math
 from nntile_py.tiles import ACC, R, TaskArgs, Tile, W
 
 from .mask import Limits, Mask, masked_softmax
-from .op import NORMALIZATION, Array, GraphLike, Index, Lowering, Op, Tensor, wide
+from .op import NORMALIZATION, Array, GraphLike, Index, Lowering, Op, Tensor, accumulation_dtype
 
 
 class SoftmaxLimits(TaskArgs):
@@ -53,7 +53,7 @@ class Softmax(Op):
         scores = self.inputs[0]
         for index, keys in rows_of_keys(low, scores):
             shape = low.shape(scores, keys[0])[:-1]
-            state = Tile(f"{self.name}.maxsumexp", tuple(index.values()), (*shape, 2), wide(scores.dtype), "softmax")
+            state = Tile(f"{self.name}.maxsumexp", tuple(index.values()), (*shape, 2), accumulation_dtype(scores.dtype), "softmax")
             for at in keys:
                 accesses = [ACC(state), R(low.tile(scores, at)), *self.mask.accesses(low, at)]
                 low.emit("maxsumexp", accesses, self._args(low, at))
@@ -89,7 +89,7 @@ class SoftmaxGrad(Op):
     def lower(self, low: Lowering) -> None:
         p, dp = self.inputs
         for index, keys in rows_of_keys(low, p):
-            sums = Tile(f"{self.name}.sums", tuple(index.values()), low.shape(p, keys[0])[:-1], wide(p.dtype))
+            sums = Tile(f"{self.name}.sums", tuple(index.values()), low.shape(p, keys[0])[:-1], accumulation_dtype(p.dtype))
             for at in keys:
                 low.emit("softmax_grad_sums", [ACC(sums), R(low.tile(p, at)), R(low.tile(dp, at))])
             for at in keys:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from nntile_py.errors import ConfigError
 from nntile_py.graph.graph import Graph
 from nntile_py.tasks import optimizer as ops
-from nntile_py.tasks.op import Tensor, wide
+from nntile_py.tasks.op import Tensor, accumulation_dtype
 
 REST = "rest"
 
@@ -55,7 +55,7 @@ class SGD:
 
 
 def _state(g: Graph, param: Tensor, name: str, dtype: str | None = None) -> Tensor:
-    return g.named(f"{param.name}.{name}", param.axes, param.shape, "state", dtype or wide(param.dtype))
+    return g.named(f"{param.name}.{name}", param.axes, param.shape, "state", dtype or accumulation_dtype(param.dtype))
 
 
 def _rest(g: Graph, param: Tensor) -> Tensor | None:
