@@ -74,13 +74,13 @@ def test_what_leaves_a_gpu_that_is_too_small() -> None:
         return plan(config.model_copy(update={"precision": "bf16", "runtime": runtime}))
 
     free = made(None)
-    assert free.leaving_bytes == made(2 * free.peak_bytes).leaving_bytes == 0
+    assert free.evicted_bytes == made(2 * free.peak_bytes).evicted_bytes == 0
     tight = made(int(0.7 * free.peak_bytes))
-    assert 0.3 * free.peak_bytes < tight.leaving_bytes < 0.8 * free.peak_bytes
-    seconds = free.step_seconds + tight.leaving_bytes / device_model.GPU["bf16"].host_s
+    assert 0.3 * free.peak_bytes < tight.evicted_bytes < 0.8 * free.peak_bytes
+    seconds = free.step_seconds + tight.evicted_bytes / device_model.GPU["bf16"].host_s
     assert tight.step_seconds == pytest.approx(seconds)
-    assert made(int(0.5 * free.peak_bytes)).leaving_bytes > tight.leaving_bytes
-    assert made(int(0.5 * free.peak_bytes), cpus=2).leaving_bytes == 0  # who runs what is not known
+    assert made(int(0.5 * free.peak_bytes)).evicted_bytes > tight.evicted_bytes
+    assert made(int(0.5 * free.peak_bytes), cpus=2).evicted_bytes == 0  # who runs what is not known
 
 
 def test_estimate_by_hand() -> None:

@@ -17,8 +17,8 @@ from nntile_py.execution.runtime import Runtime
 from nntile_py.tasks import launch
 from nntile_py.tasks.op import Lowering, Tensor
 from nntile_py.tiles import Slot, TaskList, Tile, device_model
+from nntile_py.tiles.eviction import mark_evictions
 from nntile_py.tiles.groups import GROUP_SECONDS, grouped
-from nntile_py.tiles.leaving import mark_leaving
 from nntile_py.tiles.placement import Homes, placed
 from nntile_py.tiles.tasklist import MONOIDS, Task
 
@@ -108,8 +108,8 @@ def programs(lists: Sequence[TaskList], store: Store, tf32: bool = False) -> lis
         ]
         if room:
             _core.reserve_for_tiles()
-            if mark_leaving(lists, room) and not memory.has_room_for_leaving(lists, runtime):
-                mark_leaving(lists, math.inf)
+            if mark_evictions(lists, room) and not memory.has_room_for_evictions(lists, runtime):
+                mark_evictions(lists, math.inf)
     for tasks in lists:
         memory.check_tasks(tasks, runtime)
     return [Program(tasks, store, tf32) for tasks in lists]
@@ -169,7 +169,7 @@ class Program:
                 priority=task.priority,
                 flop=task.flop,
                 worker=task.worker,
-                leaves=[places[tile] for tile in task.leaves],
+                leaves=[places[tile] for tile in task.evicts],
             )
             for tile in task.frees:
                 self._native.add_invalidate(handles[tile])
