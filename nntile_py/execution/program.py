@@ -19,7 +19,7 @@ from nntile_py.tasks.op import Lowering, Tensor
 from nntile_py.tiles import Slot, TaskList, Tile, device_model
 from nntile_py.tiles.eviction import mark_evictions
 from nntile_py.tiles.groups import GROUP_SECONDS, grouped
-from nntile_py.tiles.placement import Homes, placed
+from nntile_py.tiles.placement import Residency, place
 from nntile_py.tiles.tasklist import MONOIDS, Task
 
 
@@ -29,7 +29,7 @@ class Store:
     def __init__(self) -> None:
         self.handles: dict[tuple[str, tuple[int, ...]], _core.Tile] = {}
         # Where tiles lie between programs, if those say which worker runs what.
-        self.homes: Homes | None = {} if Runtime.current and Runtime.current.placement == "planned" else None
+        self.residency: Residency | None = {} if Runtime.current and Runtime.current.placement == "planned" else None
         self._grids: WeakKeyDictionary[Lowering, dict[Tensor, list[tuple[Any, _core.Tile]]]] = WeakKeyDictionary()
 
     def handle(self, tile: Tile) -> _core.Tile:
@@ -94,9 +94,9 @@ def programs(lists: Sequence[TaskList], store: Store, tf32: bool = False) -> lis
     gpus, runtime = _core.cuda_workers(), Runtime.current
     assert runtime is not None
     speeds = [device_model.speed([tasks], gpus > 0) for tasks in lists]
-    if store.homes is not None:
+    if store.residency is not None:
         lists = [
-            placed(tasks, gpus or _core.cpu_workers(), speed, store.homes)
+            place(tasks, gpus or _core.cpu_workers(), speed, store.residency)
             for tasks, speed in zip(lists, speeds, strict=True)
         ]
     if gpus:
