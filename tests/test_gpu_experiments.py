@@ -14,7 +14,7 @@ from nntile_py.sweep import experiment
 from nntile_py.sweep import spec as sweep
 from nntile_py.tasks import launch
 from nntile_py.tiles import device_model
-from nntile_py.tiles.groups import GROUP_SECONDS, grouped
+from nntile_py.tiles.batching import GROUP_SECONDS, grouped
 from nntile_py.tiles.placement import Residency, place
 
 if not importlib.util.find_spec("triton"):  # not imported here: test_triton.py has to be the first to do so

@@ -14,8 +14,8 @@ from nntile_py.graph.step import StepSpec
 from nntile_py.system.cgroup import machine_memory
 from nntile_py.testing import error
 from nntile_py.tiles import Tiling
+from nntile_py.tiles.batching import grouped
 from nntile_py.tiles.eviction import mark_evictions
-from nntile_py.tiles.groups import grouped
 
 MIB = 2**20
 CONFIG = nt.models.GPT2Config(layers=2, embed=64, heads=2, vocab=1000, positions=64)

@@ -6,8 +6,8 @@ import heapq
 from collections.abc import Hashable, Sequence
 
 from nntile_py.tiles import TaskList
+from nntile_py.tiles.batching import GROUP_SECONDS, grouped
 from nntile_py.tiles.eviction import mark_evictions, room_in_turn
-from nntile_py.tiles.groups import GROUP_SECONDS, grouped
 from nntile_py.tiles.order import Use, dependencies
 from nntile_py.tiles.placement import Residency, Speed, place
 from nntile_py.tiles.tasklist import Task

@@ -17,8 +17,8 @@ from nntile_py.execution.runtime import Runtime
 from nntile_py.tasks import launch
 from nntile_py.tasks.op import Lowering, Tensor
 from nntile_py.tiles import Slot, TaskList, Tile, device_model
+from nntile_py.tiles.batching import GROUP_SECONDS, grouped
 from nntile_py.tiles.eviction import mark_evictions
-from nntile_py.tiles.groups import GROUP_SECONDS, grouped
 from nntile_py.tiles.placement import Residency, place
 from nntile_py.tiles.tasklist import MONOIDS, Task
 
