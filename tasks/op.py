@@ -17,7 +17,7 @@ import numpy as np
 
 from nntile_py.tiles import Access, Part, TaskArgs, TaskList, Tile, Tiling
 from nntile_py.tiles.arguments import NO_ARGS
-from nntile_py.tiles.dtypes import wide as accumulation_dtype
+from nntile_py.tiles.dtypes import accumulation_dtype as accumulation_dtype
 from nntile_py.tiles.tasklist import PythonKernel
 
 from .band import ALL, Band

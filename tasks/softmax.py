@@ -53,7 +53,8 @@ class Softmax(Op):
         scores = self.inputs[0]
         for index, keys in rows_of_keys(low, scores):
             shape = low.shape(scores, keys[0])[:-1]
-            state = Tile(f"{self.name}.maxsumexp", tuple(index.values()), (*shape, 2), accumulation_dtype(scores.dtype), "softmax")
+            dtype = accumulation_dtype(scores.dtype)
+            state = Tile(f"{self.name}.maxsumexp", tuple(index.values()), (*shape, 2), dtype, "softmax")
             for at in keys:
                 accesses = [ACC(state), R(low.tile(scores, at)), *self.mask.accesses(low, at)]
                 low.emit("maxsumexp", accesses, self._args(low, at))
@@ -89,7 +90,8 @@ class SoftmaxGrad(Op):
     def lower(self, low: Lowering) -> None:
         p, dp = self.inputs
         for index, keys in rows_of_keys(low, p):
-            sums = Tile(f"{self.name}.sums", tuple(index.values()), low.shape(p, keys[0])[:-1], accumulation_dtype(p.dtype))
+            shape = low.shape(p, keys[0])[:-1]
+            sums = Tile(f"{self.name}.sums", tuple(index.values()), shape, accumulation_dtype(p.dtype))
             for at in keys:
                 low.emit("softmax_grad_sums", [ACC(sums), R(low.tile(p, at)), R(low.tile(dp, at))])
             for at in keys:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class DType:
-    """`numpy`: of arrays that go in and out; `accumulation`: of statistics, states and sums over tensors of this one."""
+    """`numpy`: of arrays that go in and out; `accumulation`: of statistics, states and sums over such tensors."""
 
     name: str
     bytes: int

@@ -45,7 +45,7 @@ Residency = dict[tuple[str, tuple[int, ...]], set[int]]
 def place(tasks: TaskList, workers: int, speed: Speed, residency: Residency | None = None) -> TaskList:
     """A resolved list that computes the same to the bit, each task with its worker, from 0.
 
-    residency: the workers that hold a copy of each tile that outlives the program, by tensor and index; brought up to date.
+    residency: the workers that hold a copy of each tile that outlives the program, by tensor and index; updated.
     A tile without an entry is taken to be wherever it is wanted.
     """
     residency = {} if residency is None else residency
