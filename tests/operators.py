@@ -17,7 +17,20 @@ from nntile_py.tasks.activation import ACTIVATIONS
 from nntile_py.tasks.attention_operands import Operands
 from nntile_py.tasks.band import Band
 from nntile_py.tasks.mask import Mask
-from nntile_py.testing import Case, Maker, Values, ids, large, normal, of, offsets, padding, positive, rest, triangle
+from nntile_py.testing import (
+    Case,
+    Maker,
+    Values,
+    ids,
+    large,
+    low_bits,
+    normal,
+    of,
+    offsets,
+    padding,
+    positive,
+    triangle,
+)
 
 # -- the table
 
@@ -430,8 +443,8 @@ def grad_norm(max_norm: float | None, places: int = 0) -> Callable[[Case], Op]:
 
 def with_rest(case: Case, param: Tensor) -> dict[str, Tensor]:
     """The operand that makes a bf16 parameter an fp32 one."""
-    case.rests[param] = case.x("embed ffn", rest, "int16")
-    return {"rest": case.rests[param]}
+    case.low_bits[param] = case.x("embed ffn", low_bits, "int16")
+    return {"low_bits": case.low_bits[param]}
 
 
 def adamw(split: bool) -> Callable[[Case], Op]:

@@ -115,8 +115,8 @@ def check_step(step: Step, runtime: Runtime) -> None:
     if runtime.cuda:
         devices = runtime.cuda * (runtime.cuda_memory or 0)
         # Weights are written in main memory first; what the devices do not hold is there too.
-        rests = {a.tile for task in step.update.tasks.tasks for a in task.accesses if a.tile.dtype == "int16"}
-        rest = max(peak - devices, sum(tile.bytes for tile in (*step.first.tasks.initialised, *rests)))
+        low_bits = {a.tile for task in step.update.tasks.tasks for a in task.accesses if a.tile.dtype == "int16"}
+        rest = max(peak - devices, sum(tile.bytes for tile in (*step.first.tasks.initialised, *low_bits)))
         room = f"{rest / MIB:.0f} of it outside of runtime.cuda_memory = {devices / MIB:.0f} MiB in all, and {room}"
     if rest > have:
         raise TaskError(
