@@ -1,6 +1,6 @@
 """Training steps on GPUs with a constant of the sources set to each of some values, in turns in one process.
 
-python experiments/in_turns.py nntile_py.tiles.groups.EXPORT_SECONDS 1 2e-4 --layers 48 --embed 1600 --heads 25 \\
+python experiments/in_turns.py nntile_py.tiles.batching.EXPORT_SECONDS 1 2e-4 --layers 48 --embed 1600 --heads 25 \\
     --batch 16 --tiles batch=8 --cuda 2
 """
 

@@ -125,7 +125,7 @@ class Model:
 
     def numel(self) -> int:
         """How many numbers the parameters are."""
-        return sum(param.tensor.words for param in self.params())
+        return sum(param.tensor.numel for param in self.params())
 
     @property
     def weights(self) -> Weights:

@@ -17,7 +17,7 @@ from nntile_py.models.base import Model, TokenConfig
 from nntile_py.models.parts import dense, norm, padding, position_input
 from nntile_py.schema import BelowOne, Count, Positive
 from nntile_py.tasks.activation import activation
-from nntile_py.tasks.attention import attention
+from nntile_py.tasks.attention import Backend, attention
 from nntile_py.tasks.contract import linear
 from nntile_py.tasks.cross_entropy import IGNORED, cross_entropy
 from nntile_py.tasks.elementwise import add, bias_add, dropout, rename, transpose
@@ -46,7 +46,7 @@ class BERTConfig(TokenConfig):
     dropout: BelowOne = 0.0  # of the embedding, of the residual branches and before a classifier
     attention_dropout: BelowOne = 0.0  # of the probabilities; only the naive attention has it
     activation: Literal["gelu", "gelu_new", "relu"] = "gelu"
-    attention: Literal["vendor", "merge", "flash", "naive"] = "vendor"
+    attention: Backend = "vendor"
     layer_norm_eps: Positive = 1e-12
 
     @model_validator(mode="after")

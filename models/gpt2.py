@@ -18,7 +18,7 @@ from nntile_py.models.base import Model, TokenConfig
 from nntile_py.models.parts import dense, norm, padding, position_input
 from nntile_py.schema import BelowOne, Count, Positive, Switch
 from nntile_py.tasks.activation import activation
-from nntile_py.tasks.attention import attention
+from nntile_py.tasks.attention import Backend, attention
 from nntile_py.tasks.contract import linear
 from nntile_py.tasks.cross_entropy import IGNORED, cross_entropy
 from nntile_py.tasks.elementwise import add, bias_add, dropout, transpose
@@ -39,7 +39,7 @@ class GPT2Config(TokenConfig):
     dropout: BelowOne = 0.0  # of the embedding and of the residual branches
     attention_dropout: BelowOne = 0.0  # of the probabilities; only the naive attention has it
     activation: Literal["gelu_new", "gelu", "relu"] = "gelu_new"
-    attention: Literal["vendor", "merge", "flash", "naive"] = "vendor"
+    attention: Backend = "vendor"
     tie_embeddings: Switch = True
     layer_norm_eps: Positive = 1e-5
 

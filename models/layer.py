@@ -17,7 +17,7 @@ from nntile_py.models.base import Model, ModelConfig
 from nntile_py.models.parts import dense, norm
 from nntile_py.schema import BelowOne, Count, Positive, Switch
 from nntile_py.tasks.activation import activation
-from nntile_py.tasks.attention import attention
+from nntile_py.tasks.attention import Backend, attention
 from nntile_py.tasks.elementwise import add, dropout, transpose
 from nntile_py.tasks.mask import Mask
 from nntile_py.tasks.op import Tensor
@@ -36,7 +36,7 @@ class EncoderConfig(ModelConfig):
     dropout: BelowOne = 0.0  # of the residual branches and after the activation
     attention_dropout: BelowOne = 0.0  # of the probabilities; only the naive attention has it
     activation: Literal["relu", "gelu", "gelu_new"] = "relu"
-    attention: Literal["vendor", "merge", "flash", "naive"] = "vendor"
+    attention: Backend = "vendor"
     layer_norm_eps: Positive = 1e-5
 
     @model_validator(mode="after")

@@ -7,7 +7,7 @@ head_dim, ffn, vocab; rotary (cosines and sines of a position).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import model_validator
 
@@ -17,14 +17,14 @@ from nntile_py.graph.graph import Graph
 from nntile_py.models.base import Model, TokenConfig
 from nntile_py.models.parts import dense, padding
 from nntile_py.schema import BelowOne, Count, Positive, Switch
-from nntile_py.tasks.attention import attention
+from nntile_py.tasks.attention import Backend, attention
 from nntile_py.tasks.contract import linear
 from nntile_py.tasks.cross_entropy import IGNORED, cross_entropy
 from nntile_py.tasks.elementwise import add, transpose
 from nntile_py.tasks.embedding import embedding
 from nntile_py.tasks.gated import gated
 from nntile_py.tasks.mask import Mask
-from nntile_py.tasks.op import Tensor, wide
+from nntile_py.tasks.op import Tensor, accumulation_dtype
 from nntile_py.tasks.rms_norm import rms_norm
 from nntile_py.tasks.rotary import rotary, rotary_table
 
@@ -38,7 +38,7 @@ class LlamaConfig(TokenConfig):
     head_dim: Count | None = None  # default: embed / heads
     ffn: Count
     positions: Count | None = None  # the longest sequence; default: train.seq
-    attention: Literal["vendor", "merge", "flash", "naive"] = "vendor"
+    attention: Backend = "vendor"
     attention_dropout: BelowOne = 0.0  # of the probabilities; only the naive attention has it
     tie_embeddings: Switch = False
     rms_norm_eps: Positive = 1e-6
@@ -91,7 +91,7 @@ class Llama(Model):
         ids = g.input("input_ids", tokens, below=c.vocab)
         labels = g.input("labels", tokens, below=c.vocab, ignored=IGNORED, shifted=True, scale="loss_scale")
         turns = rotary_table(c.head_dim, batch.seq, c.rope_theta, c.rope_scaling)
-        table = g.input("rotary", {"seq": batch.seq, "rotary": c.head_dim}, wide(g.dtype), default=turns)
+        table = g.input("rotary", {"seq": batch.seq, "rotary": c.head_dim}, accumulation_dtype(g.dtype), default=turns)
         mask = Mask(causal=True, padding=padding(g, batch))
         with g.scope("embed"):
             words = g.param("model.embed_tokens.weight", {"vocab": c.vocab} | embed, init)

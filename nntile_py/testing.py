@@ -22,7 +22,7 @@ from nntile_py.graph.lowering import lower
 from nntile_py.tasks import Op, Tensor
 from nntile_py.tasks.band import ALL, Band
 from nntile_py.tasks.cross_entropy import IGNORED
-from nntile_py.tasks.op import wide
+from nntile_py.tasks.op import accumulation_dtype
 from nntile_py.tasks.optimizer import joined
 from nntile_py.tiles import AXES, Tiling, cut_as
 from nntile_py.tiles.dtypes import DTYPES
@@ -95,7 +95,7 @@ def offsets(positions: int) -> Maker:
     return make
 
 
-def rest(rng: np.random.Generator, shape: tuple[int, ...], values: Values) -> Array:
+def low_bits(rng: np.random.Generator, shape: tuple[int, ...], values: Values) -> Array:
     """What rounding to bf16 may leave."""
     return rng.integers(-(2**15), 2**15, shape)
 
@@ -126,8 +126,8 @@ class Case:
         self.labels: dict[str, Tensor] = {}  # by the slot that scales their loss
         self.grads: dict[Tensor, Tensor | None] = {}  # of the operator's inputs
         self.dys: dict[Tensor, Tensor] = {}  # what comes in as gradients of its outputs
-        self.rests: dict[Tensor, Tensor] = {}  # of parameters in two parts, what rounding to bf16 left
-        self.wide = wide(dtype)
+        self.low_bits: dict[Tensor, Tensor] = {}  # of parameters in two parts, what rounding to bf16 left
+        self.wide = accumulation_dtype(dtype)
 
     def x(self, axes: str, make: Maker = normal, dtype: str | None = None, **options: Any) -> Tensor:
         tensor = self._tensor(axes, "input", dtype, **options)
@@ -189,9 +189,9 @@ class Case:
 
     def whole_values(self, values: Values) -> Values:
         """With parameters in two parts joined: the parts alone jump where bf16 does."""
-        parts = {rest: param for param, rest in self.rests.items()}
+        parts = {low: param for param, low in self.low_bits.items()}
         by_storage = {t.storage: value for t, value in values.items()}
-        joint = {p: joined(by_storage[p], by_storage[r]) for p, r in self.rests.items()}
+        joint = {p: joined(by_storage[p], by_storage[r]) for p, r in self.low_bits.items()}
         return {t: joint.get(t.storage, value) for t, value in values.items() if t.storage not in parts}
 
 
@@ -232,7 +232,7 @@ def check(
             for where, _ in low.grid(tensor):
                 there[where] = True
             wrong = error(got[tensor], want * there)
-            exact = tensor.storage in case.rests
+            exact = tensor.storage in case.low_bits
             limit = 1e-6 if exact else tolerance or {"fp64": 1e-12, "fp32": 1e-5, "bf16": 1.5e-2}[dtype]
             assert wrong < limit, f"{tensor}: off by {wrong:.1e}, replay {replay}, {policy}, {dict(tiles)}, {sizes}"
 

@@ -78,7 +78,7 @@ class Activation(Op):
         return [g.add(ActivationGrad(dy, x, out, self.act)).output]
 
     def flop(self) -> float:
-        return 10.0 * self.output.words
+        return 10.0 * self.output.numel
 
     def lower(self, low: Lowering) -> None:
         for index in low.indices(self.output):
@@ -99,7 +99,7 @@ class ActivationGrad(Op):
         self.act = kind
 
     def flop(self) -> float:
-        return 15.0 * self.output.words
+        return 15.0 * self.output.numel
 
     def lower(self, low: Lowering) -> None:
         args = ActivationArgs(ACTIVATIONS.index(self.act))

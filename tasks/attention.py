@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import ClassVar, Literal, get_args
 
 import numpy as np
 
@@ -20,10 +20,11 @@ from .contract import Contract, contract
 from .elementwise import dropout as dropout_of
 from .elementwise import rename, unpack
 from .mask import Limits, Mask, masked_softmax
-from .op import CONTRACTION, Array, GraphLike, Index, Lowering, Op, Tensor, wide
+from .op import CONTRACTION, Array, GraphLike, Index, Lowering, Op, Tensor, accumulation_dtype
 from .softmax import Softmax
 
-FORMS = ("vendor", "merge", "flash")  # naive: see softmax.py and contract.py
+Backend = Literal["vendor", "merge", "flash", "naive"]
+BACKENDS: tuple[str, ...] = get_args(Backend)  # naive: see softmax.py and contract.py; the others are Attention
 
 
 class AttentionArgs(TaskArgs):
@@ -84,8 +85,8 @@ class PairGradArgs(TaskArgs):
 class Attention(Op):
     """o = softmax(scale q k^T, masked) v with scale 1/sqrt(d); lse [b, h, s]: log-sum-exp of the scores.
 
-    form `vendor`: one fused task where seq and key are not cut, else as `merge`. `merge`: a task per (query tile, key
-    tile) adds its (max, sumexp, weighted values) to the query tile's state. `flash`: flash_maxsumexp over the key
+    backend: `vendor` is one fused task where seq and key are not cut, else as `merge`. `merge`: a task per (query tile,
+    key tile) adds its (max, sumexp, weighted values) to the query tile's state. `flash`: flash_maxsumexp over the key
     tiles, then flash_softmax_gemm (Alg. 2 of the NNTile report). Pairs of tiles that a causal mask or a window masks
     wholly are not submitted. A query that attends to nothing has zeros, and 0 as its lse.
     """
@@ -93,11 +94,11 @@ class Attention(Op):
     category = CONTRACTION
     colours: ClassVar = {"forward": "#009e73"}
 
-    def __init__(self, operands: Operands, out: Tensor, lse: Tensor, *, mask: Mask, form: str) -> None:
-        if form not in FORMS:
-            raise ValueError(f"attention: {form!r} is not allowed; use one of {', '.join((*FORMS, 'naive'))}")
+    def __init__(self, operands: Operands, out: Tensor, lse: Tensor, *, mask: Mask, backend: str) -> None:
+        if backend not in BACKENDS or backend == "naive":
+            raise ValueError(f"attention: {backend!r} is not allowed; use one of {', '.join(BACKENDS)}")
         super().__init__([*operands.tensors, *mask.inputs], [out, lse])
-        self.operands, self.mask, self.form, self.lse = operands, mask, form, lse
+        self.operands, self.mask, self.backend, self.lse = operands, mask, backend, lse
         self.scale = 1 / math.sqrt(out.size("head_dim"))
 
     def read(self, tensors: Sequence[Tensor]) -> None:
@@ -143,7 +144,7 @@ class Attention(Op):
             fit_groups(self.operands.parts[1][0], self.output, tiling)
 
     def fused(self, low: Lowering) -> bool:
-        return self.form == "vendor" and not low.cut(*self._queries) and not low.cut(*self._keys)
+        return self.backend == "vendor" and not low.cut(*self._queries) and not low.cut(*self._keys)
 
     def tiles_of_queries(self, low: Lowering) -> list[Index]:
         return [index | {"head_dim": 0} for index in low.indices(self.lse)]
@@ -192,7 +193,7 @@ class Attention(Op):
 
     def _lower_tiled(self, low: Lowering, at: Index) -> None:
         out, lse = low.tile(self.output, at), low.tile(self.lse, at)
-        flash, keys = self.form == "flash", self.pairs(low, at)
+        flash, keys = self.backend == "flash", self.pairs(low, at)
         state_shape = (*lse.shape, 2 if flash else self.output.size("head_dim") + 2)
         index = tuple(at[axis] for axis in BHSD[:3])
         state = Tile(f"{self.name}.state", index, state_shape, lse.dtype, "softmax")
@@ -288,29 +289,29 @@ class AttentionGrad(Op):
 
 
 def attention(
-    g: GraphLike, q: Operand, k: Operand, v: Operand, mask: Mask, form: str = "vendor", dropout: float = 0.0
+    g: GraphLike, q: Operand, k: Operand, v: Operand, mask: Mask, backend: str = "vendor", dropout: float = 0.0
 ) -> Tensor:
     """softmax(q k^T / sqrt(head_dim), masked) v, with q's axes.
 
     q has the axes batch, heads, seq, head_dim in any order (batch may be left out); k and v have kv_heads in the place
     of heads, if there are fewer of them, and key in the place of seq, if the keys are not the queries' positions. Each
-    may be a pair (tensor, index): a slice of a tensor that has an axis qkv too. form: vendor, merge, flash, or naive
+    may be a pair (tensor, index): a slice of a tensor that has an axis qkv too. backend: vendor, merge, flash, or naive
     (materialised scores), which alone has dropout of the probabilities. ValueError for what is not supported.
     """
     if all(isinstance(part, Tensor) for part in (q, k, v)):
         g.projections.append([q, k, v])  # type: ignore[list-item]
     dropout *= g.training
-    if form != "naive" and dropout:
+    if backend != "naive" and dropout:
         raise ValueError("attention_dropout: only attention: naive has it; the fused forms have none")
     operands = checked(g, q, k, v, mask)
-    if form == "naive":
+    if backend == "naive":
         return _naive(g, operands, mask, dropout)
     x = operands.parts[0][0]
     axes = [axis for axis in x.axes if axis != "qkv"]
     out = g.temp("attention", axes, [x.size(a) for a in axes], x.dtype)
     sizes = {"batch": 1} | x.sizes
-    lse = g.temp("lse", BHSD[:3], [sizes[a] for a in BHSD[:3]], wide(x.dtype))
-    return g.add(Attention(operands, out, lse, mask=mask, form=form)).output
+    lse = g.temp("lse", BHSD[:3], [sizes[a] for a in BHSD[:3]], accumulation_dtype(x.dtype))
+    return g.add(Attention(operands, out, lse, mask=mask, backend=backend)).output
 
 
 def _naive(g: GraphLike, operands: Operands, mask: Mask, dropout: float) -> Tensor:

@@ -14,7 +14,7 @@ from nntile_py.tiles import ACC, RW, Access, R, TaskArgs, Tile, W
 from .activation import ACTIVATIONS, activate, derivative
 from .band import ALL
 from .elementwise import bias_add
-from .op import CONTRACTION, Array, GraphLike, Index, Lowering, Op, Tensor, permutation, wide
+from .op import CONTRACTION, Array, GraphLike, Index, Lowering, Op, Tensor, accumulation_dtype, permutation
 
 
 class EpilogueArgs(TaskArgs):
@@ -119,7 +119,7 @@ class Contract(Op):
         plan = self._plan()
         for index in low.indices(self.output):
             live = [k for k in ks if not (low.empty(self.a, index | k) or low.empty(self.b, index | k))]
-            self._lower_tile(low, index, low.turned(live, math.prod(low.shape(self.output, index))), plan)
+            self._lower_tile(low, index, low.rotated(live, math.prod(low.shape(self.output, index))), plan)
 
     def _lower_tile(self, low: Lowering, index: Index, ks: list[Index], plan: PlanArgs) -> None:
         out = low.tile(self.output, index)
@@ -231,7 +231,7 @@ def contract(
         if axis in b.axes and a.size(axis) != b.size(axis):
             raise ValueError(f"axis {axis} has {a.size(axis)} elements in {a} and {b.size(axis)} in {b}")
     # The gradient of a parameter is a sum over all tokens.
-    dtype = wide(a.dtype) if like and like.kind == "param" else a.dtype
+    dtype = accumulation_dtype(a.dtype) if like and like.kind == "param" else a.dtype
     out = g.temp("contract", out_axes, [sizes[x] for x in out_axes], dtype, band=like.band if like else ALL)
     return g.add(Contract(a, b, out, scale=scale)).output
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from nntile_py.tiles import ACC, RW, R, Slot, TaskArgs, Tile, W
 
-from .op import NORMALIZATION, Array, GraphLike, Lowering, Op, Tensor, wide
+from .op import NORMALIZATION, Array, GraphLike, Lowering, Op, Tensor, accumulation_dtype
 
 IGNORED = -100
 
@@ -59,7 +59,7 @@ class CrossEntropy(Op):
         return [g.add(CrossEntropyGrad(logits, labels, self.lse, out, self.scale.name)).output, None]
 
     def flop(self) -> float:
-        return 4.0 * self.inputs[0].words
+        return 4.0 * self.inputs[0].numel
 
     def lower(self, low: Lowering) -> None:
         logits, labels = self.inputs[:2]
@@ -101,7 +101,7 @@ class CrossEntropyGrad(Op):
         self.classes, self.scale, self.fused = logits.axes[-1], Slot(scale), False
 
     def flop(self) -> float:
-        return 4.0 * self.output.words
+        return 4.0 * self.output.numel
 
     def lower(self, low: Lowering) -> None:
         if self.fused:
@@ -140,5 +140,5 @@ def cross_entropy(
     """
     if logits.axes[:-1] != labels.axes or logits.shape[:-1] != labels.shape:
         raise ValueError(f"cross_entropy: the labels {labels} need the axes of {logits} but the last one")
-    lse = g.temp("lse", labels.axes, labels.shape, wide(logits.dtype))
+    lse = g.temp("lse", labels.axes, labels.shape, accumulation_dtype(logits.dtype))
     return g.add(CrossEntropy(logits, labels, loss_tensor(g, loss), lse, loss, scale)).output

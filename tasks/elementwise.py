@@ -10,7 +10,7 @@ import numpy as np
 
 from nntile_py.tiles import ACC, R, Slot, TaskArgs, W
 
-from .op import Array, GraphLike, Index, Lowering, Op, Tensor, permutation, wide
+from .op import Array, GraphLike, Index, Lowering, Op, Tensor, accumulation_dtype, permutation
 
 
 class Add(Op):
@@ -71,7 +71,7 @@ class BiasAdd(Op):
         assert dy is not None
         db = None
         if bias.requires_grad:
-            db = g.add(Sum(dy, g.temp("bias_grad", bias.axes, bias.shape, wide(bias.dtype)))).output
+            db = g.add(Sum(dy, g.temp("bias_grad", bias.axes, bias.shape, accumulation_dtype(bias.dtype)))).output
         return [dy if x.requires_grad else None, db]
 
     def lower(self, low: Lowering) -> None:
@@ -290,7 +290,7 @@ def multiply(g: GraphLike, a: Tensor, b: Tensor, *, like: Tensor | None = None) 
     """a * b, of the same axes and sizes; as a gradient of `like` if that is given. ValueError: they differ."""
     if a.sizes != b.sizes or a.axes != b.axes:
         raise ValueError(f"multiply: {a} and {b} have to have the same axes and sizes")
-    dtype = wide(a.dtype) if like and like.kind == "param" else a.dtype
+    dtype = accumulation_dtype(a.dtype) if like and like.kind == "param" else a.dtype
     return g.add(Multiply(a, b, g.temp("multiply", a.axes, a.shape, dtype, band=(like or a).band))).output
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from nntile_py.tiles import ACC, R, TaskArgs
 
-from .op import Array, GraphLike, Lowering, Op, Tensor, wide
+from .op import Array, GraphLike, Lowering, Op, Tensor, accumulation_dtype
 
 
 class EmbeddingArgs(TaskArgs):
@@ -34,14 +34,14 @@ class Embedding(Op):
     def gradient(self, g: GraphLike, *grads: Tensor | None) -> list[Tensor | None]:
         ids, table = self.inputs
         assert grads[0] is not None
-        out = g.temp("embedding_grad", table.axes, table.shape, wide(table.dtype))
+        out = g.temp("embedding_grad", table.axes, table.shape, accumulation_dtype(table.dtype))
         return [None, g.add(EmbeddingGrad(ids, grads[0], out)).output]
 
     def flop(self) -> float:
-        return float(self.output.words)
+        return float(self.output.numel)
 
     def words(self) -> int:
-        return self.inputs[0].words + 2 * self.output.words
+        return self.inputs[0].numel + 2 * self.output.numel
 
     def lower(self, low: Lowering) -> None:
         ids, table = self.inputs
@@ -69,10 +69,10 @@ class EmbeddingGrad(Op):
         self.rows = out.axes[0]
 
     def flop(self) -> float:
-        return float(self.inputs[1].words)
+        return float(self.inputs[1].numel)
 
     def words(self) -> int:
-        return sum(t.words for t in self.inputs[:2]) * 2 + (0 if self.into else self.output.words)
+        return sum(t.numel for t in self.inputs[:2]) * 2 + (0 if self.into else self.output.numel)
 
     def lower(self, low: Lowering) -> None:
         ids, dy = self.inputs[:2]

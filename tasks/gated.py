@@ -27,7 +27,7 @@ class Gated(Op):
         return list(g.add(GatedGrad(dy, gate, up, dgate, dup, self.act)).outputs)
 
     def flop(self) -> float:
-        return 11.0 * self.output.words
+        return 11.0 * self.output.numel
 
     def lower(self, low: Lowering) -> None:
         for index in low.indices(self.output):
@@ -46,7 +46,7 @@ class GatedGrad(Op):
         self.act = kind
 
     def flop(self) -> float:
-        return 27.0 * self.output.words
+        return 27.0 * self.output.numel
 
     def lower(self, low: Lowering) -> None:
         for index in low.indices(self.output):

@@ -10,7 +10,7 @@ from nntile_py.tiles import ACC, Access, R, TaskArgs, Tile, W
 
 from .elementwise import Dropout, DropoutArgs
 from .norm import Norm, NormGrad
-from .op import Array, GraphLike, Index, Lowering, Tensor, wide
+from .op import Array, GraphLike, Index, Lowering, Tensor, accumulation_dtype
 
 AXIS = "embed"
 
@@ -57,13 +57,13 @@ class LayerNorm(Norm):
         dy = grads[0]
         assert dy is not None and self.residual is None, "fusion comes after the gradients"
         dx = g.temp("layer_norm_grad", x.axes, x.shape, x.dtype)
-        dgamma = g.temp("gamma_grad", gamma.axes, gamma.shape, wide(gamma.dtype))
-        dbeta = g.temp("beta_grad", beta.axes, beta.shape, wide(beta.dtype))
+        dgamma = g.temp("gamma_grad", gamma.axes, gamma.shape, accumulation_dtype(gamma.dtype))
+        dbeta = g.temp("beta_grad", beta.axes, beta.shape, accumulation_dtype(beta.dtype))
         g.add(LayerNormGrad(dy, x, self.stat, gamma, dx, dgamma, dbeta))
         return [dx, dgamma, dbeta]
 
     def flop(self) -> float:
-        return 8.0 * self.output.words
+        return 8.0 * self.output.numel
 
     def lower(self, low: Lowering) -> None:
         x, gamma, beta = self.inputs[:3]
@@ -138,7 +138,7 @@ class LayerNormGrad(NormGrad):
         self.extra, self.bias, self.dropout = add, dbias, dropout
 
     def flop(self) -> float:
-        return (15.0 if self.bias else 14.0) * self.output.words
+        return (15.0 if self.bias else 14.0) * self.output.numel
 
     def lower(self, low: Lowering) -> None:
         dy, x, stat, gamma = self.inputs[:4]
@@ -189,5 +189,5 @@ class LayerNormGrad(NormGrad):
 def layer_norm(g: GraphLike, x: Tensor, gamma: Tensor, beta: Tensor, eps: float) -> Tensor:
     """(x - mean) / sqrt(var + eps) * gamma + beta over the last axis, embed; see LayerNorm."""
     y = g.temp("layer_norm", x.axes, x.shape, x.dtype)
-    stat = g.temp("stat", [*x.axes[:-1], "stat"], [*x.shape[:-1], 2], wide(x.dtype))
+    stat = g.temp("stat", [*x.axes[:-1], "stat"], [*x.shape[:-1], 2], accumulation_dtype(x.dtype))
     return g.add(LayerNorm(x, gamma, beta, y, stat, eps)).output

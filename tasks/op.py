@@ -17,7 +17,7 @@ import numpy as np
 
 from nntile_py.tiles import Access, Part, TaskArgs, TaskList, Tile, Tiling
 from nntile_py.tiles.arguments import NO_ARGS
-from nntile_py.tiles.dtypes import wide as wide
+from nntile_py.tiles.dtypes import accumulation_dtype as accumulation_dtype
 from nntile_py.tiles.tasklist import PythonKernel
 
 from .band import ALL, Band
@@ -60,7 +60,7 @@ class Tensor:
         return dict(zip(self.axes, self.shape, strict=True))
 
     @property
-    def words(self) -> int:
+    def numel(self) -> int:
         return math.prod(self.shape)
 
     @property
@@ -139,7 +139,7 @@ class Lowering:
             self.tiles[key] = Tile(owner.name, at, shape, owner.dtype, owner.monoid, tensor.persistent, tensor.axes)
         return self.tiles[key]
 
-    def turned(self, parts: Sequence[Index], words: int) -> list[Index]:
+    def rotated(self, parts: Sequence[Index], words: int) -> list[Index]:
         """The parts of a sum of `words` words, begun at another one each time.
 
         Where each part of the batch has its own GPU, the sums so end spread over all of them, and the optimizer's work.
@@ -219,11 +219,11 @@ class Op:
 
     def flop(self) -> float:
         """Floating point operations, a multiply-add counted as two."""
-        return float(max(t.words for t in [*self.inputs, *self.outputs]))
+        return float(max(t.numel for t in [*self.inputs, *self.outputs]))
 
     def words(self) -> int:
         """The fewest words to move: each input once, each output once."""
-        return sum(t.words for t in {*self.inputs, *self.outputs})
+        return sum(t.numel for t in {*self.inputs, *self.outputs})
 
     def fit(self, tiling: Tiling) -> None:
         """Tell the tiling how axes have to be cut together; raises ConfigError if they cannot be."""

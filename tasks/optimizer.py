@@ -56,7 +56,7 @@ class GradNorm(Op):
         self.ends = ends or {}
 
     def flop(self) -> float:
-        return 2.0 * sum(t.words for t in self.inputs)
+        return 2.0 * sum(t.numel for t in self.inputs)
 
     def lower(self, low: Lowering) -> None:
         near: dict[int, list[Tile]] = {}
@@ -92,13 +92,13 @@ def split(value: Array) -> tuple[Array, Array]:
     """fp32 values rounded to bf16, halves away from zero, and what that left: int16, the lower half of their bits."""
     value = np.where(np.isnan(value), np.nan, value)  # some NaN would be rounded to a number
     bits = value.astype(np.float32).view(np.int32)
-    rest = bits.astype(np.int16)
-    return (bits - rest).view(np.float32), rest
+    low_bits = bits.astype(np.int16)
+    return (bits - low_bits).view(np.float32), low_bits
 
 
-def joined(param: Array, rest: Array) -> Array:
+def joined(param: Array, low_bits: Array) -> Array:
     """The fp32 values of which `split` made these, to the bit."""
-    return (np.asarray(param, np.float32).view(np.int32) + np.asarray(rest, np.int32)).view(np.float32)
+    return (np.asarray(param, np.float32).view(np.int32) + np.asarray(low_bits, np.int32)).view(np.float32)
 
 
 class AdamW(Op):
@@ -106,7 +106,7 @@ class AdamW(Op):
 
     g = grad clip; p -= lr weight_decay p; m = b1 m + (1 - b1) g; v = b2 v + (1 - b2) g^2;
     p -= lr / (1 - b1^t) m / (sqrt(v) / sqrt(1 - b2^t) + eps).
-    Slots lr, beta1_correction = 1 - b1^t and beta2_correction = 1 - b2^t change every step. With `rest`, int16, param
+    Slots lr, beta1_correction = 1 - b1^t, beta2_correction = 1 - b2^t change every step. With `low_bits`, int16, param
     is bf16 and p what both together are in fp32 (`joined`).
     """
 
@@ -123,14 +123,14 @@ class AdamW(Op):
         betas: tuple[float, float],
         eps: float,
         weight_decay: float,
-        rest: Tensor | None = None,
+        low_bits: Tensor | None = None,
     ) -> None:
-        self.rest = [rest] if rest else []
-        super().__init__([param, grad, m, v, clip, *self.rest], _in_place([param, m, v, *self.rest]))
+        self.low_bits = [low_bits] if low_bits else []
+        super().__init__([param, grad, m, v, clip, *self.low_bits], _in_place([param, m, v, *self.low_bits]))
         self.betas, self.eps, self.weight_decay = betas, eps, weight_decay
 
     def flop(self) -> float:
-        return 14.0 * self.output.words
+        return 14.0 * self.output.numel
 
     def lower(self, low: Lowering) -> None:
         param, grad, m, v, clip = self.inputs[:5]
@@ -138,26 +138,26 @@ class AdamW(Op):
         args = AdamWArgs(*slots, *self.betas, self.eps, self.weight_decay)
         for index in low.indices(param):
             state = [RW(low.tile(t, index)) for t in (param, m, v)]
-            rest = [RW(low.tile(t, index)) for t in self.rest]
-            accesses = [*state, R(low.tile(grad, index)), R(low.tile(clip, {"one": 0})), *rest]
+            low_bits = [RW(low.tile(t, index)) for t in self.low_bits]
+            accesses = [*state, R(low.tile(grad, index)), R(low.tile(clip, {"one": 0})), *low_bits]
             low.emit("adamw", accesses, args)
 
     def reference(self, *inputs: Array, lr: float = 1e-3, step: int = 1) -> tuple[Array, ...]:
         p, g, m, v, clip = inputs[:5]
-        p = joined(p, inputs[5]).astype(np.float64) if self.rest else p
+        p = joined(p, inputs[5]).astype(np.float64) if self.low_bits else p
         b1, b2 = self.betas
         g = g * clip[0]
         m, v = b1 * m + (1 - b1) * g, b2 * v + (1 - b2) * g * g
         p = p * (1 - lr * self.weight_decay)
         p = p - lr / (1 - b1**step) * m / (np.sqrt(v) / np.sqrt(1 - b2**step) + self.eps)
-        p, *rest = split(p) if self.rest else [p]
-        return p, m, v, *rest
+        p, *low_bits = split(p) if self.low_bits else [p]
+        return p, m, v, *low_bits
 
 
 class SGD(Op):
     """g = grad clip + weight_decay p; m = momentum m + g; p -= lr m, in place (torch.optim.SGD, dampening 0).
 
-    With `rest`, int16, param is bf16 and p what both together are in fp32 (`joined`).
+    With `low_bits`, int16, param is bf16 and p what both together are in fp32 (`joined`).
     """
 
     def __init__(
@@ -169,15 +169,15 @@ class SGD(Op):
         *,
         momentum: float,
         weight_decay: float,
-        rest: Tensor | None = None,
+        low_bits: Tensor | None = None,
     ) -> None:
-        self.m, self.rest = [m] if m else [], [rest] if rest else []
-        state = [*self.m, *self.rest]
+        self.m, self.low_bits = [m] if m else [], [low_bits] if low_bits else []
+        state = [*self.m, *self.low_bits]
         super().__init__([param, grad, clip, *state], _in_place([param, *state]))
         self.momentum, self.weight_decay = momentum, weight_decay
 
     def flop(self) -> float:
-        return 5.0 * self.output.words
+        return 5.0 * self.output.numel
 
     def lower(self, low: Lowering) -> None:
         param, grad, clip = self.inputs[:3]
@@ -189,13 +189,13 @@ class SGD(Op):
 
     def reference(self, *inputs: Array, lr: float = 1e-3) -> tuple[Array, ...]:
         p, g, clip = inputs[:3]
-        p = joined(p, inputs[-1]).astype(np.float64) if self.rest else p
+        p = joined(p, inputs[-1]).astype(np.float64) if self.low_bits else p
         m = g * clip[0] + self.weight_decay * p
         if self.m:
             m = self.momentum * inputs[3] + m
         p = p - lr * m
-        p, *rest = split(p) if self.rest else [p]
-        return p, *([m] if self.m else []), *rest
+        p, *low_bits = split(p) if self.low_bits else [p]
+        return p, *([m] if self.m else []), *low_bits
 
 
 def _in_place(tensors: Sequence[Tensor]) -> list[Tensor]:

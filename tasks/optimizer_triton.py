@@ -130,21 +130,21 @@ def _clip(
 
 
 @triton.jit
-def _load_param(PARAM, REST, at, inside, HAS_REST: tl.constexpr):
+def _load_param(PARAM, LOW_BITS, at, inside, HAS_LOW_BITS: tl.constexpr):
     p = tl.load(PARAM + at, inside)
-    if HAS_REST:
+    if HAS_LOW_BITS:
         bits = p.to(tl.int16, bitcast=True).to(tl.int32) << 16
-        return (bits + tl.load(REST + at, inside).to(tl.int32)).to(tl.float32, bitcast=True)
+        return (bits + tl.load(LOW_BITS + at, inside).to(tl.int32)).to(tl.float32, bitcast=True)
     return p.to(tl.float32)
 
 
 @triton.jit
-def _store_param(PARAM, REST, at, p, inside, HAS_REST: tl.constexpr):
-    if HAS_REST:
+def _store_param(PARAM, LOW_BITS, at, p, inside, HAS_LOW_BITS: tl.constexpr):
+    if HAS_LOW_BITS:
         bits = tl.where(p == p, p.to(tl.int32, bitcast=True), 0x7FC00000)
-        rest = bits.to(tl.int16)
-        tl.store(PARAM + at, ((bits - rest.to(tl.int32)) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), inside)
-        tl.store(REST + at, rest, inside)
+        low_bits = bits.to(tl.int16)
+        tl.store(PARAM + at, ((bits - low_bits.to(tl.int32)) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), inside)
+        tl.store(LOW_BITS + at, low_bits, inside)
     else:
         tl.store(PARAM + at, p, inside)
 
@@ -152,40 +152,40 @@ def _store_param(PARAM, REST, at, p, inside, HAS_REST: tl.constexpr):
 @triton.jit
 def _adamw(
     TABLE, CLIP, lr, correction1, correction2, keep1, new1, keep2, new2, eps, decay,
-    TYPE: tl.constexpr, STATE: tl.constexpr, GRAD: tl.constexpr, HAS_REST: tl.constexpr,
+    TYPE: tl.constexpr, STATE: tl.constexpr, GRAD: tl.constexpr, HAS_LOW_BITS: tl.constexpr,
     ROWS: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row, block = _row(TABLE, ROWS)
     at = block * BLOCK + tl.arange(0, BLOCK)
     inside = at < _words(row, ROWS, ALIGNED)
     PARAM, M, V = _address(row, 2, TYPE, ROWS), _address(row, 3, STATE, ROWS), _address(row, 4, STATE, ROWS)
-    REST = _address(row, 6, tl.int16, ROWS) if HAS_REST else PARAM
+    LOW_BITS = _address(row, 6, tl.int16, ROWS) if HAS_LOW_BITS else PARAM
     g = tl.load(_address(row, 5, GRAD, ROWS) + at, inside).to(tl.float32) * tl.load(CLIP).to(tl.float32)
     m = keep1 * tl.load(M + at, inside).to(tl.float32) + new1 * g
     v = keep2 * tl.load(V + at, inside).to(tl.float32) + new2 * g * g
     tl.store(M + at, m, inside)
     tl.store(V + at, v, inside)
-    p = _load_param(PARAM, REST, at, inside, HAS_REST)
+    p = _load_param(PARAM, LOW_BITS, at, inside, HAS_LOW_BITS)
     # p - lr decay p, not (1 - lr decay) p: the factor would lose most digits of lr decay.
     p -= lr * decay * p
     p -= (lr / correction1) * m / (tl.sqrt(v) / tl.sqrt(correction2) + eps)
-    _store_param(PARAM, REST, at, p, inside, HAS_REST)
+    _store_param(PARAM, LOW_BITS, at, p, inside, HAS_LOW_BITS)
 
 
 @triton.jit
 def _sgd(
-    PARAM, M, GRAD, CLIP, REST, n, lr, momentum, decay,
-    HAS_MOMENTUM: tl.constexpr, HAS_REST: tl.constexpr, BLOCK: tl.constexpr,
+    PARAM, M, GRAD, CLIP, LOW_BITS, n, lr, momentum, decay,
+    HAS_MOMENTUM: tl.constexpr, HAS_LOW_BITS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < n
-    p = _load_param(PARAM, REST, at, inside, HAS_REST)
+    p = _load_param(PARAM, LOW_BITS, at, inside, HAS_LOW_BITS)
     d = tl.load(GRAD + at, inside).to(tl.float32) * tl.load(CLIP).to(tl.float32) + decay * p
     if HAS_MOMENTUM:
         d += momentum * tl.load(M + at, inside).to(tl.float32)
         tl.store(M + at, d, inside)
     p -= lr * d
-    _store_param(PARAM, REST, at, p, inside, HAS_REST)
+    _store_param(PARAM, LOW_BITS, at, p, inside, HAS_LOW_BITS)
 
 
 @dataclass(frozen=True)
@@ -247,12 +247,12 @@ def _describe_clip(task: Task) -> Launches:
     return Launches((launch(_clip, 1, *args, COUNT=count, LIMITED=limit > 0, warps=1),))
 
 
-# tiles: param, m, v, grad, clip (, rest)
+# tiles: param, m, v, grad, clip (, low_bits)
 @launches_together("adamw")
 def _describe_adamw(tasks: Sequence[Task]) -> Launches:
     first, block = tasks[0], 1024
     assert len({task.accesses[4].tile for task in tasks}) == 1, "one clip for all"
-    has_rest = len(first.accesses) > 5
+    has_low_bits = len(first.accesses) > 5
     table = _table([words(task, 0) for task in tasks], [a[:4] + a[5:] for a in numbered(tasks)], block)
     scratch = Scratch()
     at = scratch.take(len(table.words), "int64")
@@ -261,17 +261,17 @@ def _describe_adamw(tasks: Sequence[Task]) -> Launches:
     slots = (slot(first, s) for s in (a.lr, a.beta1_correction, a.beta2_correction))
     b1, b2 = float(a.beta1), float(a.beta2)
     floats: list[Parameter] = [*slots, b1, 1 - b1, b2, 1 - b2, float(a.eps), float(a.weight_decay)]
-    form = {**table.form, **types, "HAS_REST": has_rest, "BLOCK": block}
+    form = {**table.form, **types, "HAS_LOW_BITS": has_low_bits, "BLOCK": block}
     return Launches((launch(_adamw, table.programs, at, tile(first, 4), *floats, **form),), scratch.bytes, table.words)
 
 
-# tiles: grad, clip, param (, m) (, rest)
+# tiles: grad, clip, param (, m) (, low_bits)
 @launches("sgd")
 def _describe_sgd(task: Task) -> Launches:
-    n, a, has_rest = words(task, 0), SGDArgs.of(task), task.accesses[-1].tile.dtype == "int16"
-    has_momentum = len(task.accesses) - has_rest > 3
+    n, a, has_low_bits = words(task, 0), SGDArgs.of(task), task.accesses[-1].tile.dtype == "int16"
+    has_momentum = len(task.accesses) - has_low_bits > 3
     last = len(task.accesses) - 1
-    tiles: list[Parameter] = [tile(task, k) for k in (2, 3 if has_momentum else 2, 0, 1, last if has_rest else 2)]
+    tiles: list[Parameter] = [tile(task, k) for k in (2, 3 if has_momentum else 2, 0, 1, last if has_low_bits else 2)]
     floats: list[Parameter] = [slot(task, a.lr), float(a.momentum), float(a.weight_decay)]
-    has = {"HAS_MOMENTUM": has_momentum, "HAS_REST": has_rest}
+    has = {"HAS_MOMENTUM": has_momentum, "HAS_LOW_BITS": has_low_bits}
     return Launches((launch(_sgd, ceil_div(n, 1024), *tiles, n, *floats, **has, BLOCK=1024),))

@@ -7,7 +7,7 @@ import numpy as np
 from nntile_py.tiles import ACC, R, TaskArgs, Tile, W
 
 from .norm import Norm, NormGrad
-from .op import Array, GraphLike, Lowering, Tensor, wide
+from .op import Array, GraphLike, Lowering, Tensor, accumulation_dtype
 
 AXIS = "embed"
 
@@ -53,12 +53,12 @@ class RMSNorm(Norm):
         dy = grads[0]
         assert dy is not None and self.residual is None, "fusion comes after the gradients"
         dx = g.temp("rms_norm_grad", x.axes, x.shape, x.dtype)
-        dgamma = g.temp("gamma_grad", gamma.axes, gamma.shape, wide(gamma.dtype))
+        dgamma = g.temp("gamma_grad", gamma.axes, gamma.shape, accumulation_dtype(gamma.dtype))
         g.add(RMSNormGrad(dy, x, self.stat, gamma, dx, dgamma))
         return [dx, dgamma]
 
     def flop(self) -> float:
-        return (5.0 if self.residual else 4.0) * self.output.words
+        return (5.0 if self.residual else 4.0) * self.output.numel
 
     def lower(self, low: Lowering) -> None:
         x, gamma = self.inputs[:2]
@@ -103,7 +103,7 @@ class RMSNormGrad(NormGrad):
         self.extra = add
 
     def flop(self) -> float:
-        return (10.0 if self.extra else 9.0) * self.output.words
+        return (10.0 if self.extra else 9.0) * self.output.numel
 
     def lower(self, low: Lowering) -> None:
         dy, x, stat, gamma = self.inputs[:4]
@@ -133,5 +133,5 @@ class RMSNormGrad(NormGrad):
 def rms_norm(g: GraphLike, x: Tensor, gamma: Tensor, eps: float) -> Tensor:
     """gamma x / sqrt(mean(x^2) + eps) over embed, the last axis; see RMSNorm."""
     y = g.temp("rms_norm", x.axes, x.shape, x.dtype)
-    stat = g.temp("stat", [*x.axes[:-1], "stat"], [*x.shape[:-1], 1], wide(x.dtype))
+    stat = g.temp("stat", [*x.axes[:-1], "stat"], [*x.shape[:-1], 1], accumulation_dtype(x.dtype))
     return g.add(RMSNorm(x, gamma, y, stat, eps)).output

@@ -92,7 +92,7 @@ class Rotary(Op):
         return [g.add(Rotary(dy, table, dx, not self.inverse)).output, None]
 
     def flop(self) -> float:
-        return 3.0 * self.output.words
+        return 3.0 * self.output.numel
 
     def lower(self, low: Lowering) -> None:
         x, table = self.inputs

@@ -7,7 +7,7 @@ import numpy as np
 from nntile_py.tiles import R, TaskArgs, W
 
 from .band import ALL
-from .op import Array, GraphLike, Lowering, Op, Tensor, wide
+from .op import Array, GraphLike, Lowering, Op, Tensor, accumulation_dtype
 
 
 class SelectArgs(TaskArgs):
@@ -26,14 +26,14 @@ class Select(Op):
     def gradient(self, g: GraphLike, *grads: Tensor | None) -> list[Tensor | None]:
         x, dy = self.inputs[0], grads[0]
         assert dy is not None
-        dtype = wide(x.dtype) if x.kind == "param" else x.dtype
+        dtype = accumulation_dtype(x.dtype) if x.kind == "param" else x.dtype
         return [g.add(SelectGrad(dy, g.temp("select_grad", x.axes, x.shape, dtype), self.axis, self.index)).output]
 
     def flop(self) -> float:
         return 0.0
 
     def words(self) -> int:
-        return 2 * self.output.words
+        return 2 * self.output.numel
 
     def lower(self, low: Lowering) -> None:
         x = self.inputs[0]

@@ -7,7 +7,7 @@ import math
 from nntile_py.tiles import ACC, R, TaskArgs, Tile, W
 
 from .mask import Limits, Mask, masked_softmax
-from .op import NORMALIZATION, Array, GraphLike, Index, Lowering, Op, Tensor, wide
+from .op import NORMALIZATION, Array, GraphLike, Index, Lowering, Op, Tensor, accumulation_dtype
 
 
 class SoftmaxLimits(TaskArgs):
@@ -47,13 +47,14 @@ class Softmax(Op):
         return [g.add(SoftmaxGrad(p, grads[0], out)).output, *[None for _ in self.mask.inputs]]
 
     def flop(self) -> float:
-        return 5.0 * self.output.words
+        return 5.0 * self.output.numel
 
     def lower(self, low: Lowering) -> None:
         scores = self.inputs[0]
         for index, keys in rows_of_keys(low, scores):
             shape = low.shape(scores, keys[0])[:-1]
-            state = Tile(f"{self.name}.maxsumexp", tuple(index.values()), (*shape, 2), wide(scores.dtype), "softmax")
+            dtype = accumulation_dtype(scores.dtype)
+            state = Tile(f"{self.name}.maxsumexp", tuple(index.values()), (*shape, 2), dtype, "softmax")
             for at in keys:
                 accesses = [ACC(state), R(low.tile(scores, at)), *self.mask.accesses(low, at)]
                 low.emit("maxsumexp", accesses, self._args(low, at))
@@ -84,12 +85,13 @@ class SoftmaxGrad(Op):
         super().__init__([p, dp], [out])
 
     def flop(self) -> float:
-        return 4.0 * self.output.words
+        return 4.0 * self.output.numel
 
     def lower(self, low: Lowering) -> None:
         p, dp = self.inputs
         for index, keys in rows_of_keys(low, p):
-            sums = Tile(f"{self.name}.sums", tuple(index.values()), low.shape(p, keys[0])[:-1], wide(p.dtype))
+            shape = low.shape(p, keys[0])[:-1]
+            sums = Tile(f"{self.name}.sums", tuple(index.values()), shape, accumulation_dtype(p.dtype))
             for at in keys:
                 low.emit("softmax_grad_sums", [ACC(sums), R(low.tile(p, at)), R(low.tile(dp, at))])
             for at in keys:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from nntile_py.tiles import ACC, R, Slot, TaskArgs, W
 
 from .cross_entropy import loss_tensor
-from .op import Array, GraphLike, Lowering, Op, Tensor, wide
+from .op import Array, GraphLike, Lowering, Op, Tensor, accumulation_dtype
 
 
 class SquaredErrorArgs(TaskArgs):
@@ -32,7 +32,7 @@ class SquaredError(Op):
         return [g.add(SquaredErrorGrad(x, target, out, self.scale)).output, None]
 
     def flop(self) -> float:
-        return 3.0 * self.inputs[0].words
+        return 3.0 * self.inputs[0].numel
 
     def lower(self, low: Lowering) -> None:
         x, target = self.inputs[:2]
@@ -54,7 +54,7 @@ class SquaredErrorGrad(Op):
         self.scale = scale
 
     def flop(self) -> float:
-        return 2.0 * self.output.words
+        return 2.0 * self.output.numel
 
     def lower(self, low: Lowering) -> None:
         for index in low.indices(self.output):
@@ -77,7 +77,7 @@ def squared_error(
     target: the axes and sizes of x, its dtype or fp32. scale: the slot for 1 / (elements of x in all micro-batches).
     ValueError: another target, or one that depends on parameters.
     """
-    if x.axes != target.axes or x.sizes != target.sizes or target.dtype not in (x.dtype, wide(x.dtype)):
+    if x.axes != target.axes or x.sizes != target.sizes or target.dtype not in (x.dtype, accumulation_dtype(x.dtype)):
         raise ValueError(f"squared_error: the target {target} ({target.dtype}) does not fit {x} ({x.dtype})")
     if target.requires_grad:
         raise ValueError(f"squared_error: the target {target} depends on parameters; it gets no gradient")

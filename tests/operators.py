@@ -17,7 +17,20 @@ from nntile_py.tasks.activation import ACTIVATIONS
 from nntile_py.tasks.attention_operands import Operands
 from nntile_py.tasks.band import Band
 from nntile_py.tasks.mask import Mask
-from nntile_py.testing import Case, Maker, Values, ids, large, normal, of, offsets, padding, positive, rest, triangle
+from nntile_py.testing import (
+    Case,
+    Maker,
+    Values,
+    ids,
+    large,
+    low_bits,
+    normal,
+    of,
+    offsets,
+    padding,
+    positive,
+    triangle,
+)
 
 # -- the table
 
@@ -361,7 +374,7 @@ def losses(case: Case) -> None:
     """Three that are added: of words, of two classes, of a regression."""
     words, pairs = case.x("batch seq vocab"), case.x("batch classes")
     x, target = case.x("batch embed"), case.x("batch embed")
-    case.slots["mse_scale"] = 1 / x.words
+    case.slots["mse_scale"] = 1 / x.numel
     loss = ops.cross_entropy(case.graph, words, case.label(words, ignored=0.3))
     loss = ops.cross_entropy(case.graph, pairs, case.label(pairs, scale="pairs"), loss=loss, scale="pairs")
     ops.squared_error(case.graph, x, target, loss=loss)
@@ -372,7 +385,7 @@ def squared_error(target: str | None = None) -> Callable[[Case], Op]:
 
     def row(case: Case) -> Op:
         x, wanted = case.x("batch seq embed"), case.x("batch seq embed", dtype=case.wide if target else None)
-        case.slots["mse_scale"] = 1 / x.words
+        case.slots["mse_scale"] = 1 / x.numel
         return case.add(ops.SquaredError(x, wanted, case.y("one", "fp64")))
 
     return row
@@ -380,7 +393,7 @@ def squared_error(target: str | None = None) -> Callable[[Case], Op]:
 
 def squared_error_grad(case: Case) -> Op:
     x, target = case.x("batch seq embed"), case.x("batch seq embed")
-    case.slots["mse_scale"] = 1 / x.words
+    case.slots["mse_scale"] = 1 / x.numel
     return case.add(ops.SquaredErrorGrad(x, target, case.y("batch seq embed")))
 
 
@@ -430,8 +443,8 @@ def grad_norm(max_norm: float | None, places: int = 0) -> Callable[[Case], Op]:
 
 def with_rest(case: Case, param: Tensor) -> dict[str, Tensor]:
     """The operand that makes a bf16 parameter an fp32 one."""
-    case.rests[param] = case.x("embed ffn", rest, "int16")
-    return {"rest": case.rests[param]}
+    case.low_bits[param] = case.x("embed ffn", low_bits, "int16")
+    return {"low_bits": case.low_bits[param]}
 
 
 def adamw(split: bool) -> Callable[[Case], Op]:

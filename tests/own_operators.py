@@ -8,7 +8,7 @@ import torch
 
 import nntile_py as nt
 from nntile_py.tasks import Lowering, Op, Tensor
-from nntile_py.tasks.op import wide
+from nntile_py.tasks.op import accumulation_dtype
 from nntile_py.tiles import ACC, R, TaskArgs, W
 
 
@@ -54,12 +54,12 @@ class RMSNorm(Op):
         (x, gamma), squares, dy = self.inputs, self.outputs[1], grads[0]
         assert dy
         dx = g.temp("norm_grad", x.axes, x.shape, x.dtype)
-        dgamma = g.temp("gamma_grad", gamma.axes, gamma.shape, wide(gamma.dtype))
+        dgamma = g.temp("gamma_grad", gamma.axes, gamma.shape, accumulation_dtype(gamma.dtype))
         dots = g.temp("dots", squares.axes, squares.shape, squares.dtype)
         return list(g.add(RMSNormGrad(self, dy, dx, dgamma, dots)).outputs[:2])
 
     def flop(self) -> float:
-        return 4.0 * self.inputs[0].words
+        return 4.0 * self.inputs[0].numel
 
     def lower(self, low: Lowering) -> None:
         (x, gamma), (y, squares) = self.inputs, self.outputs
@@ -102,7 +102,7 @@ class RMSNormGrad(Op):
 
 def rms_norm(g: Any, x: Tensor, gamma: Tensor, eps: float = 1e-5) -> Tensor:
     y = g.temp("rms_norm", x.axes, x.shape, x.dtype)
-    squares = g.temp("squares", [*x.axes[:-1], "one"], [*x.shape[:-1], 1], wide(x.dtype))
+    squares = g.temp("squares", [*x.axes[:-1], "one"], [*x.shape[:-1], 1], accumulation_dtype(x.dtype))
     return g.add(RMSNorm(x, gamma, y, squares, eps)).output  # type: ignore[no-any-return]
 
 

@@ -70,7 +70,7 @@ MISTAKES = [
     ("optimizer.min_lr=1", "optimizer.min_lr", "at most optimizer.lr = 0.001"),
     ("optimizer.momentum=0.9", "optimizer.momentum", "unless optimizer.name is sgd"),
     ("optimizer.clip_grad_norm=0", "optimizer.clip_grad_norm", "a number above 0"),
-    ("precision=fp16", "precision", "fp32; on CPU workers also fp64, on GPUs bf16, tf32"),
+    ("precision=fp16", "precision", "fp32 (CPU and CUDA workers), fp64 (CPU workers)"),
     ("precision=bf16", "precision", "allowed on CPU workers: fp32, fp64"),
     ("accumulate=chian", "accumulate", "'chain', 'commute', 'redux' or 'tree'"),
     ("fusion.bias=3", "fusion.bias", "true or false"),
@@ -111,7 +111,7 @@ def test_a_mistake_ends_with_status_2_naming_the_key(
 
 def test_fp64_is_for_cpu_workers(small: Path) -> None:
     """Kernels for GPUs compute in fp32."""
-    with pytest.raises(ConfigError, match="allowed on GPUs: fp32, tf32, bf16"):
+    with pytest.raises(ConfigError, match="allowed on CUDA workers: fp32, bf16, tf32"):
         load(small, ["precision=fp64", "runtime.cuda=1"])
 
 

@@ -219,7 +219,7 @@ from nntile_py.execution import program
 from nntile_py.profile.collect import make_trace, watched
 from nntile_py.tiles import TaskList, Tile
 from nntile_py.tiles.tasklist import merge
-if sys.argv[1] == "unmarked": program.mark_leaving = lambda lists, room: False
+if sys.argv[1] == "unmarked": program.mark_evictions = lambda lists, room: False
 shape = (384, 1024)
 total, *parts = tiles = [Tile("x", (k,), shape, "fp32", persistent=True) for k in range(65)]
 tasks = TaskList("chain", tiles)

@@ -13,9 +13,9 @@ from nntile_py.config.run import RunConfig
 from nntile_py.sweep import experiment
 from nntile_py.sweep import spec as sweep
 from nntile_py.tasks import launch
-from nntile_py.tiles import device_model as nominal
-from nntile_py.tiles.groups import GROUP_SECONDS, grouped
-from nntile_py.tiles.placement import Homes, placed
+from nntile_py.tiles import device_model
+from nntile_py.tiles.batching import GROUP_SECONDS, grouped
+from nntile_py.tiles.placement import Residency, place
 
 if not importlib.util.find_spec("triton"):  # not imported here: test_triton.py has to be the first to do so
     pytest.skip("triton is there on Linux only", allow_module_level=True)
@@ -34,10 +34,10 @@ def check(config: RunConfig, work: Any, phase: Any) -> None:
     """One layer of the point: what every kernel of it would launch is described, for the dtypes of its tiles."""
     config = config.model_copy(update={"model": config.model.model_copy(update={"layers": 1})})
     assert config.precision == "bf16" and config.runtime.cpus == 0
-    built, homes, cpp = build(config, work, phase), Homes(), in_cpp()
-    speed = nominal.speed(built.lists, gpu=True)
+    built, residency, cpp = build(config, work, phase), Residency(), in_cpp()
+    speed = device_model.speed(built.lists, gpu=True)
     for low in built.lists:
-        tasks = placed(low, config.workers, speed, homes) if config.workers > 1 else low
+        tasks = place(low, config.workers, speed, residency) if config.workers > 1 else low
         groups = grouped(tasks, speed.flop_s, speed.bytes_s, GROUP_SECONDS, GPU_BYTES / 3, alone=config.workers == 1)
         parts = [part for task in groups.tasks for part in task.parts or [task]]
         # Placement adds what adds sums up; see tiles/placement.py.

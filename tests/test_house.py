@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import ast
+import inspect
 from collections.abc import Iterator
+from dataclasses import MISSING, fields
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+import nntile_py as nt
+from nntile_py.config import run as config
+from nntile_py.config.spec import build_optimizer
+from nntile_py.graph.step import StepSpec
+from nntile_py.schema import Section, validated
+from nntile_py.tiles import AXES
 
 ROOT = Path(__file__).parents[1]
 # Rooms, from the roof to the ground: a room imports from floors below its own, never from its own floor or above.
@@ -147,3 +157,50 @@ def test_what_is_wrong_is_found(tmp_path: Path, where: str, text: str, wrong: st
     loop = circle(found)
     assert bool(loop) == (wrong == "circle")
     assert not loop or all(pair in found for pair in pairwise(loop))
+
+
+def defaults(of: type[Section]) -> dict[str, Any]:
+    """Of a YAML's section."""
+    return {name: field.get_default(call_default_factory=True) for name, field in of.model_fields.items()}
+
+
+def keywords(function: Any) -> dict[str, Any]:
+    """The defaults of a function's arguments."""
+    return {name: one.default for name, one in inspect.signature(function).parameters.items()}
+
+
+def test_sections_are_those_of_python() -> None:
+    """A section of the YAML with its defaults is what the class says that it becomes."""
+    assert defaults(config.Fusion) == {field.name: field.default for field in fields(nt.Fusion)}
+    assert list(config.Tiles.model_fields) == list(AXES)
+    yaml, python = defaults(config.Runtime), keywords(nt.Runtime)
+    assert yaml.pop("cpus") == "all" and python.pop("cpus") is None  # the same: null is no number of workers in a YAML
+    assert yaml == python
+
+
+@pytest.mark.parametrize("optimizer", [nt.AdamW, nt.SGD])
+def test_optimizers_default_alike(optimizer: type[nt.AdamW | nt.SGD]) -> None:
+    """A YAML that gives the name alone makes what Python makes; both default as torch.optim does."""
+    import torch
+
+    name = optimizer.__name__.lower()
+    run = config.RunConfig.model_construct(optimizer=validated(config.Optimizer, {"name": name}))
+    assert build_optimizer(run) == optimizer()
+    theirs = keywords(getattr(torch.optim, optimizer.__name__))
+    assert {field.name: theirs[field.name] for field in fields(optimizer)} == vars(optimizer())
+
+
+def test_steps_default_alike() -> None:
+    """Trainer, StepSpec and the YAML, as far as each has the argument."""
+    spec = {f.name: f.default for f in fields(StepSpec) if f.default is not MISSING}
+    trainer, yaml = keywords(nt.Trainer), defaults(config.RunConfig)
+    yaml |= defaults(config.Train) | {"clip_grad_norm": defaults(config.Optimizer)["clip_grad_norm"]}
+    for name, in_trainer, in_yaml in (
+        ("dtype", "dtype", "precision"),
+        ("policy", "accumulate", "accumulate"),
+        ("clip_grad_norm", "clip_grad_norm", "clip_grad_norm"),
+        ("grad_accumulation", "grad_accumulation", "grad_accumulation"),
+    ):
+        assert spec[name] == trainer[in_trainer] == yaml[in_yaml], name
+    assert trainer["seed"] == yaml["seed"]
+    assert nt.Fusion.of(trainer["fusion"]) == nt.Fusion() == nt.Fusion.of(yaml["fusion"].model_dump())

@@ -14,8 +14,8 @@ from nntile_py.graph.step import StepSpec
 from nntile_py.system.cgroup import machine_memory
 from nntile_py.testing import error
 from nntile_py.tiles import Tiling
-from nntile_py.tiles.groups import grouped
-from nntile_py.tiles.leaving import mark_leaving
+from nntile_py.tiles.batching import grouped
+from nntile_py.tiles.eviction import mark_evictions
 
 MIB = 2**20
 CONFIG = nt.models.GPT2Config(layers=2, embed=64, heads=2, vocab=1000, positions=64)
@@ -226,7 +226,7 @@ def test_main_memory_for_weights_at_the_start() -> None:
         nt.models.GPT2(CONFIG, {}), 2, 64, Tiling({}), dtype="bf16", optimizer=nt.AdamW(), clip_grad_norm=1.0,
         policy="chain", fusion=Fusion(), grad_accumulation=1,
     ).step()  # fmt: skip
-    words = sum(t.words for t in built.graph.tensors.values() if t.kind == "param")
+    words = sum(t.numel for t in built.graph.tensors.values() if t.kind == "param")
     with pytest.raises(nt.TaskError, match=r"runtime\.memory has room for"):
         memory.check_step(built, Gpu(2**30, 4 * words - 1))  # type: ignore[arg-type]
     memory.check_step(built, Gpu(2**30, 4 * words + MIB))  # type: ignore[arg-type]
@@ -241,14 +241,14 @@ def test_main_memory_for_what_leaves_a_gpu(monkeypatch: pytest.MonkeyPatch) -> N
     for gpu in (Gpu(peak // 2, cuda=2), Gpu(peak // 2, kept, disk=True)):
         assert memory.room_to_plan(gpu, lists) == 0  # type: ignore[arg-type]
     room = memory.room_to_plan(Gpu(peak // 2), lists)  # type: ignore[arg-type]
-    assert 0.4 * peak < room < 0.5 * peak and mark_leaving(lists, room)
-    left = sum(tile.bytes for tasks in lists for task in tasks.tasks for tile in task.leaves)
+    assert 0.4 * peak < room < 0.5 * peak and mark_evictions(lists, room)
+    left = sum(tile.bytes for tasks in lists for task in tasks.tasks for tile in task.evicts)
     assert left > 0.4 * peak
-    assert memory.has_room_for_leaving(lists, Gpu(peak // 2, kept + left))  # type: ignore[arg-type]
-    assert not memory.has_room_for_leaving(lists, Gpu(peak // 2, int(0.9 * left)))  # type: ignore[arg-type]
-    assert memory.has_room_for_leaving(lists, Gpu(peak // 2))  # type: ignore[arg-type]
+    assert memory.has_room_for_evictions(lists, Gpu(peak // 2, kept + left))  # type: ignore[arg-type]
+    assert not memory.has_room_for_evictions(lists, Gpu(peak // 2, int(0.9 * left)))  # type: ignore[arg-type]
+    assert memory.has_room_for_evictions(lists, Gpu(peak // 2))  # type: ignore[arg-type]
     monkeypatch.setattr(memory, "main_memory", lambda runtime: 1.1 * left)  # some is left to the program itself
-    assert not memory.has_room_for_leaving(lists, Gpu(peak // 2))  # type: ignore[arg-type]
+    assert not memory.has_room_for_evictions(lists, Gpu(peak // 2))  # type: ignore[arg-type]
 
 
 def test_more_than_the_machine_has() -> None:

@@ -538,10 +538,10 @@ SPECIAL = [2**31 - 1, -1, 0x7F7FFFFF, 0x7F800000]  # bits of NaN, NaN, the great
 def test_split_and_joined(bits: list[int]) -> None:
     """A parameter in two parts is the fp32 one to the bit; what is no number stays none in either."""
     value = np.array(bits, np.int32).view(np.float32)
-    near, rest = split(value)
+    near, low = split(value)
     numbers = ~np.isnan(value)
-    assert rest.dtype == np.int16 and np.array_equal(np.isnan(near), ~numbers)
-    assert np.array_equal(joined(near, rest), value, equal_nan=True)
+    assert low.dtype == np.int16 and np.array_equal(np.isnan(near), ~numbers)
+    assert np.array_equal(joined(near, low), value, equal_nan=True)
     assert np.array_equal(torch.tensor(near).bfloat16().float().numpy(), near, equal_nan=True)
     halves = np.array(bits)[numbers] % 2**16 == 2**15
     assert np.array_equal(near[numbers][~halves], torch.tensor(value).bfloat16().float().numpy()[numbers][~halves])

@@ -10,8 +10,8 @@ from nntile_py.graph.fusion import Fusion
 from nntile_py.graph.step import Step, StepSpec
 from nntile_py.profile.collect import run_steps
 from nntile_py.tiles import ACC, R, TaskList, Tile, Tiling, W
-from nntile_py.tiles.groups import grouped
-from nntile_py.tiles.placement import Homes, Speed, placed
+from nntile_py.tiles.batching import grouped
+from nntile_py.tiles.placement import Residency, Speed, place
 from nntile_py.tiles.tasklist import Task
 
 CONFIG = nt.models.GPT2Config(layers=3, embed=256, heads=4, vocab=512, positions=128)
@@ -50,8 +50,8 @@ def load(tasks: list[Task], workers: int) -> list[float]:
 
 
 def test_batch_tiles_stay_where_they_are() -> None:
-    homes: Homes = {}
-    first, update = (placed(low.tasks, 4, GPU, homes).tasks for low in step({"batch": 16}, layers=8).lists)
+    residency: Residency = {}
+    first, update = (place(low.tasks, 4, GPU, residency).tasks for low in step({"batch": 16}, layers=8).lists)
     # Weights travel and their gradients, and in the embedding what is the same for all of the batch.
     grads = {access.tile.tensor for task in first for access in task.accesses if access.tile.persistent}
     others = [t for t in first if not t.kernel.startswith("embedding_grad")]
@@ -67,7 +67,7 @@ def test_batch_tiles_stay_where_they_are() -> None:
 
 @pytest.mark.parametrize(("size", "owners"), [(16, [0, 1, 2, 3]), (8, [0, 0, 1, 1, 2, 2, 3, 3]), (13, [0, 0, 1, 2, 3])])
 def test_each_worker_has_neighbours_of_the_batch(size: int, owners: list[int]) -> None:
-    tasks = placed(step({"batch": size}).lists[0].tasks, 4, GPU).tasks
+    tasks = place(step({"batch": size}).lists[0].tasks, 4, GPU).tasks
     for task in tasks:
         batch = {a.tile.index[a.tile.axes.index("batch")] for a in task.accesses if "batch" in a.tile.axes}
         if len(batch) == 1:
@@ -76,7 +76,7 @@ def test_each_worker_has_neighbours_of_the_batch(size: int, owners: list[int]) -
 
 @pytest.mark.parametrize("size", [16, 8])
 def test_the_backward_pass_of_a_part_of_the_batch_waits_for_no_other(size: int) -> None:
-    tasks = placed(step({"batch": size}).lists[0].tasks, 4, GPU).tasks
+    tasks = place(step({"batch": size}).lists[0].tasks, 4, GPU).tasks
     before = waits(tasks)
     ends = [k for k, task in enumerate(tasks) if task.kernel == "attention_grad"]
     assert len(ends) == CONFIG.layers * 64 // size
@@ -86,7 +86,7 @@ def test_the_backward_pass_of_a_part_of_the_batch_waits_for_no_other(size: int) 
 
 @pytest.mark.parametrize("size", [16, 8])
 def test_no_task_of_a_group_waits_for_what_another_of_it_needs(size: int) -> None:
-    one = placed(step({"batch": size}).lists[0].tasks, 4, GPU)
+    one = place(step({"batch": size}).lists[0].tasks, 4, GPU)
     groups = grouped(one, GPU.flop_s, GPU.bytes_s, 1e-4).tasks
     # The tasks in the order of the groups; each is the same object in a group as in the list.
     tasks, group = [], {}
@@ -103,7 +103,7 @@ def test_no_task_of_a_group_waits_for_what_another_of_it_needs(size: int) -> Non
 
 @pytest.mark.parametrize("size", [16, 8])
 def test_sums_beside_are_added_in_the_order_of_the_batch(size: int) -> None:
-    one, tasks = step({"batch": size}).lists[0].tasks, placed(step({"batch": size}).lists[0].tasks, 4, GPU)
+    one, tasks = step({"batch": size}).lists[0].tasks, place(step({"batch": size}).lists[0].tasks, 4, GPU)
 
     def contributions(of: list[Task]) -> dict[str, list[str]]:
         """To each gradient, by the name of an input of the task that made it."""
@@ -127,7 +127,7 @@ def test_sums_beside_are_added_in_the_order_of_the_batch(size: int) -> None:
 
 def test_parts_of_a_layer_spread() -> None:
     """One batch tile: the heads and the hidden units are what there is to share."""
-    first = placed(step({"ffn": 256, "heads": 1}).lists[0].tasks, 4, GPU).tasks
+    first = place(step({"ffn": 256, "heads": 1}).lists[0].tasks, 4, GPU).tasks
     work = load(first, 4)
     assert max(work) < 1.5 * min(work)
 
@@ -135,7 +135,7 @@ def test_parts_of_a_layer_spread() -> None:
 @pytest.mark.parametrize("policy", ["chain", "commute", "redux", "tree"])
 def test_every_task_has_a_worker_and_the_same_each_time(policy: str) -> None:
     one, two = (
-        [t.worker for low in step({"batch": 20}, policy).lists for t in placed(low.tasks, 3, GPU).tasks] for _ in "ab"
+        [t.worker for low in step({"batch": 20}, policy).lists for t in place(low.tasks, 3, GPU).tasks] for _ in "ab"
     )
     assert one == two and set(one) == {0, 1, 2}
 
@@ -148,16 +148,16 @@ def test_what_travels_against_who_is_idle() -> None:
     tasks.emit("long", [ACC(big)], flop=600e12 * 20e-6)  # and the other worker has nothing to do
     tasks.emit("other", [W(small)], flop=600e12 * 0.975e-3)
     tasks.emit("read", [R(big), W(Tile("out", (0,), (1,), "fp32"))], flop=0.0)  # a little more to do than the other
-    workers = [task.worker for task in placed(tasks.resolve(), 2, GPU).tasks]
+    workers = [task.worker for task in place(tasks.resolve(), 2, GPU).tasks]
     assert workers == [0, 0, 1, 1, 1]
 
 
 @pytest.mark.parametrize("size", [16, 8])
 def test_the_norm_is_summed_where_gradients_are(size: int) -> None:
     """One sum of each part of the batch meets the others; that is the only thing to travel but clip."""
-    lists, homes = step({"batch": size}).lists, Homes()
+    lists, residency = step({"batch": size}).lists, Residency()
     for low in lists:
-        tasks = placed(low.tasks, 4, GPU, homes).tasks
+        tasks = place(low.tasks, 4, GPU, residency).tasks
     sums = [t for t in tasks if t.kernel in ("sum_squares", "add_scalars", "clip")]
     travelled = sum(len(t.accesses) for t in sums if t.kernel == "clip") + 3
     assert moved(sums, ()) < 8 * travelled
@@ -170,7 +170,7 @@ def test_the_gradient_of_a_large_vocabulary_stays() -> None:
         nt.models.GPT2(config, {}), 64, 128, Tiling({"batch": 16}), dtype="bf16", optimizer=nt.AdamW(),
         clip_grad_norm=1.0, policy="chain", fusion=Fusion(),
     ).step()  # fmt: skip
-    tasks = placed(made.lists[0].tasks, 4, GPU).tasks
+    tasks = place(made.lists[0].tasks, 4, GPU).tasks
     adds = [t for t in tasks if t.kernel == "embedding_grad" and "wte" in t.accesses[0].tile.tensor]
     before = [t for t in tasks[: tasks.index(adds[0])] if adds[0].accesses[0].tile in [a.tile for a in t.accesses]]
     assert len(adds) == 4 and {t.worker for t in adds} == {before[-1].worker}

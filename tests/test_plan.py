@@ -11,8 +11,7 @@ from nntile_py.analysis.plan import Plan, estimate, plan
 from nntile_py.analysis.workloads import build
 from nntile_py.config.run import RunConfig, load
 from nntile_py.errors import ConfigError
-from nntile_py.tiles import R, TaskList, Tile, W
-from nntile_py.tiles import device_model as nominal
+from nntile_py.tiles import R, TaskList, Tile, W, device_model
 
 TINY = Path(__file__).parents[1] / "experiments/gpt2_tiny.yaml"
 
@@ -49,7 +48,7 @@ def test_time_is_of_the_workers_that_the_config_names() -> None:
     _, one = of("runtime.cpus=1")
     _, two = of("runtime.cpus=2", "tiles={batch: 1}")
     assert "1 CPU worker of 50 Gflop/s" in one.workers and "2 CPU workers" in two.workers
-    assert one.step_seconds == pytest.approx(one.tasks * (one.task_seconds + nominal.CPU.overhead))
+    assert one.step_seconds == pytest.approx(one.tasks * (one.task_seconds + device_model.CPU.overhead))
     assert two.step_seconds < 0.8 * one.step_seconds
     config, _ = of()
     gpu = config.model_copy(update={"precision": "bf16", "runtime": config.runtime.model_copy(update={"cuda": 1})})
@@ -75,12 +74,13 @@ def test_what_leaves_a_gpu_that_is_too_small() -> None:
         return plan(config.model_copy(update={"precision": "bf16", "runtime": runtime}))
 
     free = made(None)
-    assert free.leaving_bytes == made(2 * free.peak_bytes).leaving_bytes == 0
+    assert free.evicted_bytes == made(2 * free.peak_bytes).evicted_bytes == 0
     tight = made(int(0.7 * free.peak_bytes))
-    assert 0.3 * free.peak_bytes < tight.leaving_bytes < 0.8 * free.peak_bytes
-    assert tight.step_seconds == pytest.approx(free.step_seconds + tight.leaving_bytes / nominal.GPU["bf16"].host_s)
-    assert made(int(0.5 * free.peak_bytes)).leaving_bytes > tight.leaving_bytes
-    assert made(int(0.5 * free.peak_bytes), cpus=2).leaving_bytes == 0  # who runs what is not known
+    assert 0.3 * free.peak_bytes < tight.evicted_bytes < 0.8 * free.peak_bytes
+    seconds = free.step_seconds + tight.evicted_bytes / device_model.GPU["bf16"].host_s
+    assert tight.step_seconds == pytest.approx(seconds)
+    assert made(int(0.5 * free.peak_bytes)).evicted_bytes > tight.evicted_bytes
+    assert made(int(0.5 * free.peak_bytes), cpus=2).evicted_bytes == 0  # who runs what is not known
 
 
 def test_estimate_by_hand() -> None:
@@ -91,7 +91,7 @@ def test_estimate_by_hand() -> None:
     tasks.emit("x", [W(b)], flop=50e9 * 3e-3)
     tasks.emit("y", [W(c), R(a), R(b)], flop=50e9 * 2e-3)
     made = estimate([tasks.resolve()], workers=2)
-    each = nominal.CPU.overhead
+    each = device_model.CPU.overhead
     assert made.tasks == 3 and made.mean_task == pytest.approx(2e-3)
     assert made.seconds == pytest.approx(5e-3 + 2 * each)  # the longest chain
     assert made.parallelism == pytest.approx((6e-3 + 3 * each) / (5e-3 + 2 * each))

@@ -204,7 +204,7 @@ def test_groups_of_a_real_program(tmp_path: Path) -> None:
     from nntile_py.execution.program import Store, programs
     from nntile_py.profile.collect import make_trace, watched
     from nntile_py.sweep.point import _fill
-    from nntile_py.tiles.groups import grouped
+    from nntile_py.tiles.batching import grouped
 
     config = RunConfig.model_validate(CONFIG | {"fusion": False})
     ((graph, low),) = build(config, "linear_relu").graphs

@@ -165,7 +165,7 @@ def test_arguments_of_a_trainer(runtime: nt.Runtime) -> None:
     refused("batch: 0 is not allowed", batch=0)
     refused("grad_accumulation: 0 is not allowed", grad_accumulation=0)
     refused("dtype: 'fp16' is not allowed; use one of fp32, fp64, bf16, tf32", dtype="fp16")
-    refused("dtype: bf16 needs CUDA workers", dtype="bf16")
+    refused("dtype: bf16 needs GPUs", dtype="bf16")
     refused("accumulate: 'rings' is not allowed", accumulate="rings")
     refused("clip_grad_norm: -1.0 is not allowed", clip_grad_norm=-1.0)
     refused("fusion.everything: unknown switch", fusion={"everything": True})

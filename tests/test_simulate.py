@@ -11,8 +11,7 @@ from nntile_py.analysis.simulate import planned_seconds, play
 from nntile_py.config.run import load
 from nntile_py.graph.fusion import Fusion
 from nntile_py.graph.step import StepSpec
-from nntile_py.tiles import R, TaskList, Tile, Tiling, W
-from nntile_py.tiles import device_model as nominal
+from nntile_py.tiles import R, TaskList, Tile, Tiling, W, device_model
 from nntile_py.tiles.placement import Speed
 
 EXPERIMENTS = Path(__file__).parents[1] / "experiments"
@@ -44,7 +43,7 @@ def seconds(batch: int, tile: int, workers: int, layers: int = 6) -> float:
         nt.models.GPT2(config, {}), batch, 1024, Tiling({"batch": tile}), dtype="bf16", optimizer=nt.AdamW(),
         clip_grad_norm=1.0, policy="chain", fusion=Fusion(),
     ).step()  # fmt: skip
-    return planned_seconds([low.tasks for low in step.lists], workers, nominal.GPU["bf16"])
+    return planned_seconds([low.tasks for low in step.lists], workers, device_model.GPU["bf16"])
 
 
 def test_gpus_do_not_take_turns() -> None:

@@ -113,7 +113,7 @@ def test_against_the_reference(row: str, dtype: str, tiling: str, policy: str) -
         wrong = error(got[tensor], want * there)
         # Statistics are of the sum with the residual as it was stored, a bias' gradient of dx as it was stored.
         of_stored = "Norm residual" in row or (row.startswith("LayerNormGrad") and "bias" in row)
-        rounded = (tensor.dtype == "bf16" and tensor.storage not in case.rests) or (dtype == "bf16" and of_stored)
+        rounded = (tensor.dtype == "bf16" and tensor.storage not in case.low_bits) or (dtype == "bf16" and of_stored)
         assert wrong < (5e-3 if rounded else 1e-5), f"{tensor}: off by {wrong:.1e}"
 
 
@@ -171,14 +171,14 @@ def adamw_tasks(sizes: list[int]) -> tuple[list[Task], list[torch.Tensor]]:
     """The norm's first step and AdamW's tasks of parameters of these sizes, and data for all their tiles."""
     rng, clip, tasks, data = np.random.default_rng(0), Tile("clip", (0,), (1,), "fp64"), list[Task](), {}
     for number, n in enumerate(sizes):
-        kinds = {"p": "bf16", "m": "fp32", "v": "fp32", "grad": "fp32", "rest": "int16"}
-        p, m, v, grad, rest = (Tile(name, (number,), (n,), dtype) for name, dtype in kinds.items())
+        kinds = {"p": "bf16", "m": "fp32", "v": "fp32", "grad": "fp32", "low_bits": "int16"}
+        p, m, v, grad, low_bits = (Tile(name, (number,), (n,), dtype) for name, dtype in kinds.items())
         part = Tile("part", (number,), (1,), "fp64")
         tasks.append(Task("sum_squares", [W(part), R(grad)]))
         args = AdamWArgs(*map(Slot, SLOTS), 0.9, 0.95, 1e-8, 0.1)
-        tasks.append(Task("adamw", [RW(p), RW(m), RW(v), R(grad), R(clip), RW(rest)], args))
-        scale = {rest: 2**15}
-        data |= {t: torch.tensor(rng.random(n) * scale.get(t, 1)).to(TORCH[t.dtype]) for t in (p, m, v, grad, rest)}
+        tasks.append(Task("adamw", [RW(p), RW(m), RW(v), R(grad), R(clip), RW(low_bits)], args))
+        scale = {low_bits: 2**15}
+        data |= {t: torch.tensor(rng.random(n) * scale.get(t, 1)).to(TORCH[t.dtype]) for t in (p, m, v, grad, low_bits)}
         data[part] = torch.full((1,), np.nan, dtype=torch.float64)
     data[clip] = torch.tensor([0.5], dtype=torch.float64)
     tasks.sort(key=lambda task: task.kernel)
@@ -213,23 +213,23 @@ def test_every_value_of_a_split_parameter(kernel: str) -> None:
     special = [0x7F7FFFFF, 0x7F7F8000, 0, -(2**31), 1, 0x8000, 0xFFFF, -0x7FFF8000, 0x7FC00000, 0x7F800001, -1]
     bits = np.concatenate([np.random.default_rng(0).integers(-(2**31), 2**31, 500), special]).astype(np.int32)
     value = bits.view(np.float32)
-    param, rest = map(torch.tensor, split(value))
+    param, low_bits = map(torch.tensor, split(value))
     n, zeros, one = len(bits), torch.zeros(len(bits)), torch.ones(1, dtype=torch.float64)
-    p, r, clip = Tile("p", (0,), (n,), "bf16"), Tile("rest", (0,), (n,), "int16"), Tile("clip", (0,), (1,), "fp64")
+    p, r, clip = Tile("p", (0,), (n,), "bf16"), Tile("low_bits", (0,), (n,), "int16"), Tile("clip", (0,), (1,), "fp64")
     m, v, grad = (Tile(name, (0,), (n,), "fp32") for name in ("m", "v", "grad"))
     near = param.bfloat16()
     if kernel == "adamw":
         args = AdamWArgs(*map(Slot, SLOTS), 0.9, 0.95, 1e-8, 0.0)
         task = Task(kernel, [RW(p), RW(m), RW(v), R(grad), R(clip), RW(r)], args)
-        launch.interpret([task], [near, zeros.clone(), zeros.clone(), zeros, one, rest], SLOTS)
+        launch.interpret([task], [near, zeros.clone(), zeros.clone(), zeros, one, low_bits], SLOTS)
     else:
         task = Task(kernel, [R(grad), R(clip), RW(p), RW(r)], SGDArgs(Slot("lr"), 0.0, 0.0))
-        launch.interpret([task], [zeros, one, near, rest], SLOTS)
-    got = joined(near.float().numpy(), rest.numpy())
+        launch.interpret([task], [zeros, one, near, low_bits], SLOTS)
+    got = joined(near.float().numpy(), low_bits.numpy())
     assert np.array_equal(got, value, equal_nan=True) and np.array_equal(
         np.isnan(near.float().numpy()), np.isnan(value)
     )
-    assert all(np.array_equal(a, b, equal_nan=True) for a, b in zip(split(got), (near.float(), rest), strict=True))
+    assert all(np.array_equal(a, b, equal_nan=True) for a, b in zip(split(got), (near.float(), low_bits), strict=True))
 
 
 COMPILE = """

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class DType:
-    """`numpy`: of arrays that go in and out; `wide`: of statistics, states and sums over tensors of this one."""
+    """`numpy`: of arrays that go in and out; `accumulation`: of statistics, states and sums over such tensors."""
 
     name: str
     bytes: int
@@ -15,7 +15,7 @@ class DType:
     torch: str  # and triton.language
     aten: str  # at::ScalarType
     triton: str  # in signatures of kernels
-    wide: str
+    accumulation: str
 
 
 DTYPES = {
@@ -31,6 +31,6 @@ DTYPES = {
 }
 
 
-def wide(dtype: str) -> str:
+def accumulation_dtype(dtype: str) -> str:
     """The dtype of statistics, states and sums over tensors of a dtype: fp32 for bf16."""
-    return DTYPES[dtype].wide
+    return DTYPES[dtype].accumulation

@@ -11,8 +11,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import Literal, get_args
 
 from .tasklist import Access, Task, TaskList, Tile, merge
+
+Placement = Literal["scheduler", "planned"]  # who chooses the worker of a task
+PLACEMENTS: tuple[str, ...] = get_args(Placement)
 
 
 @dataclass(frozen=True)
@@ -35,21 +39,21 @@ class Speed:
         return max(task.flop / self.flop_s, task.bytes / self.bytes_s)
 
 
-Homes = dict[tuple[str, tuple[int, ...]], set[int]]
+Residency = dict[tuple[str, tuple[int, ...]], set[int]]
 
 
-def placed(tasks: TaskList, workers: int, speed: Speed, homes: Homes | None = None) -> TaskList:
+def place(tasks: TaskList, workers: int, speed: Speed, residency: Residency | None = None) -> TaskList:
     """A resolved list that computes the same to the bit, each task with its worker, from 0.
 
-    homes: the workers that hold a copy of each tile that outlives the program, by tensor and index; brought up to date.
+    residency: the workers that hold a copy of each tile that outlives the program, by tensor and index; updated.
     A tile without an entry is taken to be wherever it is wanted.
     """
-    homes = {} if homes is None else homes
+    residency = {} if residency is None else residency
     readers: dict[Tile, int] = {}
     for task in tasks.tasks:
         for access in task.accesses:
             readers[access.tile] = readers.get(access.tile, 0) + 1
-    copies: dict[Tile, set[int]] = {tile: homes.get((tile.tensor, tile.index), set()) for tile in readers}
+    copies: dict[Tile, set[int]] = {tile: residency.get((tile.tensor, tile.index), set()) for tile in readers}
     parts = 1 + max((part for tile in readers for part in tile.part("batch")), default=-1)
     away: set[Tile] = set()  # sums that have left the worker that began them
     load = [0.0] * workers
@@ -70,7 +74,7 @@ def placed(tasks: TaskList, workers: int, speed: Speed, homes: Homes | None = No
                 held = copies.get(access.tile, set())
                 copies[access.tile] = {chosen} if access.mode != "R" else held | {chosen}
             result.tasks.append(replace(one, worker=chosen))
-    homes.update({(tile.tensor, tile.index): held for tile, held in copies.items() if tile.persistent})
+    residency.update({(tile.tensor, tile.index): held for tile, held in copies.items() if tile.persistent})
     return result
 
 

@@ -11,12 +11,13 @@ import hashlib
 import math
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Literal, Protocol, get_args
 
 from .arguments import NO_ARGS, Slot, TaskArgs
 from .dtypes import DTYPES
 
-POLICIES = ("chain", "commute", "redux", "tree")
+Policy = Literal["chain", "commute", "redux", "tree"]  # how partial sums of a tile meet
+POLICIES: tuple[str, ...] = get_args(Policy)
 MONOIDS = ("sum", "softmax", "moments")
 
 
@@ -91,7 +92,7 @@ class Task:
     priority: int = 0
     frees: list[Tile] = field(default_factory=list)  # tiles of no use after this task
     clears: list[Tile] = field(default_factory=list)  # tiles whose old contents go before this task
-    leaves: list[Tile] = field(default_factory=list)  # tiles that others will need the room of, on the device it ran on
+    evicts: list[Tile] = field(default_factory=list)  # tiles that others will need the room of, on the device it ran on
     parts: list[Task] = field(default_factory=list)  # of a group: the tasks that it stands for, in order
     worker: int = -1  # the one that it has to run on, counted among its kind; -1: the scheduler's choice
 

@@ -248,7 +248,7 @@ def _tensors(graph: Graph) -> Iterator[Tensor]:
 
 
 def _bytes(tensor: Tensor) -> int:
-    return tensor.words * DTYPES[tensor.dtype].bytes
+    return tensor.numel * DTYPES[tensor.dtype].bytes
 
 
 def _volume(op: Op) -> int:

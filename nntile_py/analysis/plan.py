@@ -6,13 +6,12 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from nntile_py.analysis.simulate import leaving_bytes, planned_seconds
+from nntile_py.analysis.simulate import evicted_bytes, planned_seconds
 from nntile_py.config.spec import step_spec
 from nntile_py.graph.declared import numel
 from nntile_py.graph.step import Step
 from nntile_py.tasks.op import Lowering
-from nntile_py.tiles import TaskList
-from nntile_py.tiles import device_model as nominal
+from nntile_py.tiles import TaskList, device_model
 from nntile_py.tiles.order import Use, critical_path, dependencies
 from nntile_py.tiles.placement import Speed
 
@@ -37,7 +36,7 @@ class Estimate:
 
 def estimate(lists: list[TaskList], workers: int, gpu: bool = False) -> Estimate:
     """What a nominal machine would need: `plan` for any task lists."""
-    speed = nominal.speed(lists, gpu)
+    speed = device_model.speed(lists, gpu)
     kept = {(a.tile.tensor, a.tile.index): a.tile.bytes for low in lists for task in low.tasks for a in task.accesses
             if a.tile.persistent}  # fmt: skip
     work, chain, seconds = 0.0, 0.0, 0.0
@@ -86,7 +85,7 @@ class Plan:
     flop: float
     bytes_moved: int
     peak_bytes: int
-    leaving_bytes: int
+    evicted_bytes: int
     state_bytes: int
     task_seconds: float
     step_seconds: float
@@ -117,7 +116,7 @@ class Plan:
             numbers = [row.operators, row.tiles, row.tasks]
             cells = [f"{n:,}" for n in numbers] + [f"{row.flop / 1e9:.3f}", f"{row.bytes / 1e9:.3f}", f"{each:.2f}"]
             table.add_row(phase, kind, *cells)
-        leaving = self.leaving_bytes / 1e9
+        evicted = self.evicted_bytes / 1e9
         lines = [
             f"parameters          {self.parameters:,}",
             f"tokens a step       {self.tokens:,}",
@@ -126,7 +125,7 @@ class Plan:
             f"bytes moved a step  {self.bytes_moved / 1e9:,.2f} GB",
             f"bytes at peak       {self.peak_bytes / 2**20:,.1f} MiB",
             f"  kept all the time {self.state_bytes / 2**20:,.1f} MiB: weights, gradients, optimizer state",
-            *([f"leave the GPU       {leaving:,.1f} GB a step, and come back"] if leaving else []),
+            *([f"leave the GPU       {evicted:,.1f} GB a step, and come back"] if evicted else []),
             f"mean task           {self.task_seconds * 1e6:,.0f} us",
             f"time a step         {self.step_seconds:,.3g} s, on {self.workers}",
             f"program             {self.digest[:16]}",
@@ -164,14 +163,14 @@ def summarise(step: Step, *, config: RunConfig) -> Plan:
     gpu = config.runtime.cuda != 0
     of = estimate([low.tasks for low, times in parts for _ in range(times)], config.workers, gpu)
     seconds = of.seconds
-    leaving = 0
+    evicted = 0
     if config.planned or (gpu and config.workers == 1):  # one GPU runs the tasks in their order, in groups as by a plan
         lists = [low.tasks for low, times in parts for _ in range(times)]
         seconds = planned_seconds(lists, config.workers, of.speed)
         runs = config.runtime
         if gpu and config.workers == 1 and runs.cuda_memory and not runs.cpus and not runs.disk:
-            leaving = leaving_bytes(lists, runs.cuda_memory)
-            seconds += leaving / of.speed.host_s
+            evicted = evicted_bytes(lists, runs.cuda_memory)
+            seconds += evicted / of.speed.host_s
     kind = ("GPU" if gpu else "CPU worker") + "s" * (config.workers > 1)
     each = f"{of.speed.flop_s / 1e9:,.0f} Gflop/s and {of.speed.bytes_s / 1e9:,.0f} GB/s"
     return Plan(
@@ -181,7 +180,7 @@ def summarise(step: Step, *, config: RunConfig) -> Plan:
         flop=repeats * step.flop,
         bytes_moved=sum(row.bytes for row in rows.values()),
         peak_bytes=step.peak_bytes(),
-        leaving_bytes=leaving,
+        evicted_bytes=evicted,
         state_bytes=sum(step.kept_tiles().values()),
         task_seconds=of.mean_task,
         step_seconds=seconds,

@@ -6,20 +6,20 @@ import heapq
 from collections.abc import Hashable, Sequence
 
 from nntile_py.tiles import TaskList
-from nntile_py.tiles.groups import GROUP_SECONDS, grouped
-from nntile_py.tiles.leaving import mark_leaving, room_in_turn
+from nntile_py.tiles.batching import GROUP_SECONDS, grouped
+from nntile_py.tiles.eviction import mark_evictions, room_in_turn
 from nntile_py.tiles.order import Use, dependencies
-from nntile_py.tiles.placement import Homes, Speed, placed
+from nntile_py.tiles.placement import Residency, Speed, place
 from nntile_py.tiles.tasklist import Task
 
 
 def planned_seconds(lists: Sequence[TaskList], workers: int, speed: Speed) -> float:
     """Seconds of a step, whose resolved `lists` run one after the other, after a first step that put tiles in place."""
-    homes: Homes = {}
+    residency: Residency = {}
     made: dict[int, list[Task]] = {}  # a list that is run several times is placed once
     for one in lists:
         if id(one) not in made:
-            apart = placed(one, workers, speed, homes) if workers > 1 else one
+            apart = place(one, workers, speed, residency) if workers > 1 else one
             alone = workers == 1
             made[id(one)] = grouped(apart, speed.flop_s, speed.bytes_s, GROUP_SECONDS, alone=alone).tasks
     copies: dict[Hashable, set[int]] = {}
@@ -32,13 +32,13 @@ def planned_seconds(lists: Sequence[TaskList], workers: int, speed: Speed) -> fl
     return end - first
 
 
-def leaving_bytes(lists: Sequence[TaskList], memory: float) -> int:
+def evicted_bytes(lists: Sequence[TaskList], memory: float) -> int:
     """Bytes that a step on one worker with so much memory sends to main memory, and gets back."""
     room = room_in_turn(lists, memory)
     if not room:
         return 0
-    mark_leaving(list({id(one): one for one in lists}.values()), room)
-    return sum(tile.bytes for one in lists for task in one.tasks for tile in task.leaves)
+    mark_evictions(list({id(one): one for one in lists}.values()), room)
+    return sum(tile.bytes for one in lists for task in one.tasks for tile in task.evicts)
 
 
 def play(

@@ -147,7 +147,7 @@ def step(
     for name in names[1:]:
         if name not in PEERS:
             raise ConfigError(f"--peer: {name!r} is not allowed; use torch (both of torch_*), {', '.join(PEERS)}")
-    from nntile_py.execution.runtime import PLACEMENTS
+    from nntile_py.tiles.placement import PLACEMENTS
 
     check_gpus(cuda)
     if placement not in (None, *PLACEMENTS):

@@ -11,7 +11,7 @@ from nntile_py.errors import ConfigError
 
 RESERVE = 2**30  # bytes of a GPU that ours leaves to kernels' workspaces, where its memory is limited
 LR, WEIGHT_DECAY, CLIP = 1e-3, 0.1, 1.0
-GPU_LR = 3e-4  # larger models
+GPU_LR, GPU_BETAS = 3e-4, (0.9, 0.95)  # larger models
 Step = Callable[[int], list[float]]  # runs n steps, returns their losses
 
 

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from nntile_py.bench.common import CLIP, GPU_LR, WEIGHT_DECAY, Step, batch, limit_memory, weights
+from nntile_py.bench.common import CLIP, GPU_BETAS, GPU_LR, WEIGHT_DECAY, Step, batch, limit_memory, weights
 from nntile_py.bench.contestants import processes
 from nntile_py.bench.torch_gpt2 import Model, head_loss
 
@@ -43,7 +43,7 @@ def peer(name: str, o: dict[str, Any], rank: int, port: int) -> tuple[Step, dict
     )  # fmt: skip
     forward = ddp(o, device) if name == "ddp" else fsdp(o, device, world, low, offload)
     parameters = list(forward.parameters())
-    optimizer = torch.optim.AdamW(parameters, GPU_LR, betas=(0.9, 0.95), weight_decay=WEIGHT_DECAY, fused=True)
+    optimizer = torch.optim.AdamW(parameters, GPU_LR, betas=GPU_BETAS, weight_decay=WEIGHT_DECAY, fused=True)
     ids = torch.from_numpy(batch(o)).chunk(world)[rank].to(device)
 
     def run(n: int) -> list[float]:

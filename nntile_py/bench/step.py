@@ -14,7 +14,19 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from nntile_py.bench.common import CLIP, GPU_LR, LR, RESERVE, WEIGHT_DECAY, Step, batch, limit_memory, shape, weights
+from nntile_py.bench.common import (
+    CLIP,
+    GPU_BETAS,
+    GPU_LR,
+    LR,
+    RESERVE,
+    WEIGHT_DECAY,
+    Step,
+    batch,
+    limit_memory,
+    shape,
+    weights,
+)
 from nntile_py.bench.contestants import PARENT, RANKED, lead
 from nntile_py.errors import NNTileError
 from nntile_py.execution import memory
@@ -54,7 +66,7 @@ def ours_on_gpu(o: dict[str, Any]) -> tuple[Step, dict[str, Any]]:
     runtime.__enter__()
     trainer = Trainer(
         GPT2(shape(o), values), o["batch"], o["seq"], o["tiles"], dtype=o["dtype"],
-        optimizer=AdamW(GPU_LR, weight_decay=WEIGHT_DECAY, betas=(0.9, 0.95)), clip_grad_norm=CLIP,
+        optimizer=AdamW(GPU_LR, weight_decay=WEIGHT_DECAY, betas=GPU_BETAS), clip_grad_norm=CLIP,
         accumulate=o["accumulate"], fusion=o["fusion"], shift_labels=False,
     )  # fmt: skip
     values.clear()

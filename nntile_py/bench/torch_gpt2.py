@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nntile_py.bench.common import CLIP, GPU_LR, WEIGHT_DECAY, Step, batch, limit_memory, weights
+from nntile_py.bench.common import CLIP, GPU_BETAS, GPU_LR, WEIGHT_DECAY, Step, batch, limit_memory, weights
 
 
 class Block(nn.Module):
@@ -70,7 +70,7 @@ def torch_on_gpu(o: dict[str, Any], compiled: bool) -> tuple[Step, dict[str, Any
     with torch.device("cuda"):
         model = Model(o)
     model.load(weights(o))
-    optimizer = torch.optim.AdamW(model.parameters(), GPU_LR, betas=(0.9, 0.95), weight_decay=WEIGHT_DECAY, fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), GPU_LR, betas=GPU_BETAS, weight_decay=WEIGHT_DECAY, fused=True)
     forward = torch.compile(model) if compiled else model
     ids = torch.from_numpy(batch(o)).cuda()
     low = o["dtype"] == "bf16"

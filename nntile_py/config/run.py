@@ -9,7 +9,8 @@ import yaml
 from pydantic import Field, SerializeAsAny, field_validator, model_validator
 
 from nntile_py.errors import ConfigError
-from nntile_py.graph.step import PRECISIONS
+from nntile_py.graph.optimizers import SGD, AdamW
+from nntile_py.graph.step import PRECISIONS, check_precision
 from nntile_py.models.base import ModelConfig, find, of_hf_type, read_raw_config
 from nntile_py.schema import (
     BelowOne,
@@ -30,6 +31,8 @@ from nntile_py.schema import (
     short,
     validated,
 )  # fmt: skip
+from nntile_py.tiles.placement import Placement
+from nntile_py.tiles.tasklist import Policy
 
 SCHEDULER_CONFIGS = next(
     (d for p in Path(__file__).parents[1:3] if (d := p / "scheduler_configs").is_dir()), Path("scheduler_configs")
@@ -37,8 +40,6 @@ SCHEDULER_CONFIGS = next(
 
 _SCHEDULERS = ["lws", "ws", "eager", "prio", "random", "dm", "dmda", "dmdap", "dmdar", "dmdas", "dmdasd"]
 _SCHEDULERS += ["pheft", "peager", "heteroprio"]
-
-Policy = Literal["chain", "commute", "redux", "tree"]
 
 
 class Data(Section):
@@ -102,15 +103,23 @@ class Train(Section):
 
 class Optimizer(Section):
     name: Literal["adamw", "sgd"] = "adamw"
-    lr: Positive = 1e-3
+    lr: Positive = AdamW.lr
     min_lr: NonNegative | None = None  # of the cosine's end; default: lr / 10
-    betas: Betas = Field(default=[0.9, 0.95])  # adamw
-    eps: Positive = 1e-8  # adamw
-    weight_decay: NonNegative = 0.0
-    momentum: BelowOne = 0.0  # sgd
+    betas: Betas = Field(default=[*AdamW.betas])  # adamw
+    eps: Positive = AdamW.eps  # adamw
+    weight_decay: NonNegative = AdamW.weight_decay
+    momentum: BelowOne = SGD.momentum  # sgd
     warmup_steps: Natural = 0
     schedule: Literal["cosine", "constant"] = "cosine"
     clip_grad_norm: Positive | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_in_python(cls, given: Any) -> Any:
+        """What differs from adamw has sgd's own default."""
+        if not isinstance(given, dict) or given.get("name") != "sgd":
+            return given
+        return {"lr": SGD.lr, "weight_decay": SGD.weight_decay} | given
 
     @model_validator(mode="after")
     def _fitting(self) -> "Optimizer":
@@ -163,7 +172,7 @@ class Runtime(Section):
     disk: Disk | None = None  # beyond runtime.memory, which must be given then
     window: Count | None = None  # most tasks submitted and not yet done
     calibrate: Switch = False
-    placement: Literal["planned", "scheduler"] | None = None  # who chooses a task's worker; several GPUs: planned
+    placement: Placement | None = None  # who chooses a task's worker; several GPUs: planned
 
     @field_validator("scheduler")
     @classmethod
@@ -195,6 +204,10 @@ class Profile(Section):
     peak_bytes: Positive | None = None  # bytes/s of one worker
 
 
+def _precision(value: Any) -> str | None:
+    return value if isinstance(value, str) and value in PRECISIONS else None
+
+
 class RunConfig(Section):
     """Everything that decides a run. Made by `load`, which fills in all defaults."""
 
@@ -205,7 +218,7 @@ class RunConfig(Section):
     optimizer: Optimizer = Field(default_factory=Optimizer)
     precision: Annotated[
         str,
-        *only("fp32; on CPU workers also fp64, on GPUs bf16, tf32", lambda v: v if v in PRECISIONS else None),
+        *only(", ".join(f"{p} ({' and '.join(on)} workers)" for p, on in PRECISIONS.items()), _precision),
     ] = "fp32"
     tiles: Tiles = Tiles()
     accumulate: Policy = "chain"
@@ -236,12 +249,7 @@ class RunConfig(Section):
     def _together(self) -> "RunConfig":
         model: Any = self.model  # its fields are its type's own
         seq = self.train.seq
-        if self.precision in ("bf16", "tf32") and self.runtime.cuda == 0:
-            raise ConfigError(
-                f"precision: {self.precision} needs GPUs (runtime.cuda); allowed on CPU workers: fp32, fp64"
-            )
-        if self.precision == "fp64" and self.runtime.cuda:
-            raise ConfigError("precision: fp64 needs runtime.cuda: 0; allowed on GPUs: fp32, tf32, bf16")
+        check_precision("precision", self.precision, self.runtime.cuda != 0)
         if self.runtime.cpus == 0 == self.runtime.cuda:
             raise ConfigError("runtime.cpus: got 0; allowed: at least 1, or 'all', where runtime.cuda is 0")
         if model.from_ and self.tokenizer.path is None:  # weights mean nothing with another vocabulary

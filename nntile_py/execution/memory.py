@@ -11,7 +11,7 @@ from nntile_py.errors import TaskError
 from nntile_py.execution.runtime import Runtime
 from nntile_py.system.cgroup import within_machine
 from nntile_py.tiles import AXES, TaskList, Tile, cut_as
-from nntile_py.tiles.leaving import room_in_turn
+from nntile_py.tiles.eviction import room_in_turn
 
 if TYPE_CHECKING:
     from nntile_py.graph.step import Step
@@ -54,14 +54,14 @@ def room_to_plan(runtime: Runtime, lists: Sequence[TaskList]) -> float:
     return room_in_turn(lists, runtime.cuda_memory or 0)
 
 
-def has_room_for_leaving(lists: Sequence[TaskList], runtime: Runtime) -> bool:
+def has_room_for_evictions(lists: Sequence[TaskList], runtime: Runtime) -> bool:
     """Whether main memory holds what leaves the GPU, and what may have been written there at the start: all that lasts
     but what a step forgets, gradients."""
     tasks = [task for low in lists for task in low.tasks]
     held = {a.tile.key: a.tile.bytes for task in tasks for a in task.accesses if a.tile.persistent}
     for gone in {tile.key for task in tasks for tile in task.clears}:
         held.pop(gone, None)
-    held |= {tile.key: tile.bytes for task in tasks for tile in task.leaves}
+    held |= {tile.key: tile.bytes for task in tasks for tile in task.evicts}
     room = main_memory(runtime) * (1 if runtime.memory else OF_MACHINE)
     return sum(held.values()) <= room
 
@@ -115,8 +115,8 @@ def check_step(step: Step, runtime: Runtime) -> None:
     if runtime.cuda:
         devices = runtime.cuda * (runtime.cuda_memory or 0)
         # Weights are written in main memory first; what the devices do not hold is there too.
-        rests = {a.tile for task in step.update.tasks.tasks for a in task.accesses if a.tile.dtype == "int16"}
-        rest = max(peak - devices, sum(tile.bytes for tile in (*step.first.tasks.initialised, *rests)))
+        low_bits = {a.tile for task in step.update.tasks.tasks for a in task.accesses if a.tile.dtype == "int16"}
+        rest = max(peak - devices, sum(tile.bytes for tile in (*step.first.tasks.initialised, *low_bits)))
         room = f"{rest / MIB:.0f} of it outside of runtime.cuda_memory = {devices / MIB:.0f} MiB in all, and {room}"
     if rest > have:
         raise TaskError(

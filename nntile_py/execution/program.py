@@ -16,11 +16,10 @@ from nntile_py.execution.python_task import bound
 from nntile_py.execution.runtime import Runtime
 from nntile_py.tasks import launch
 from nntile_py.tasks.op import Lowering, Tensor
-from nntile_py.tiles import Slot, TaskList, Tile
-from nntile_py.tiles import device_model as nominal
-from nntile_py.tiles.groups import GROUP_SECONDS, grouped
-from nntile_py.tiles.leaving import mark_leaving
-from nntile_py.tiles.placement import Homes, placed
+from nntile_py.tiles import Slot, TaskList, Tile, device_model
+from nntile_py.tiles.batching import GROUP_SECONDS, grouped
+from nntile_py.tiles.eviction import mark_evictions
+from nntile_py.tiles.placement import Residency, place
 from nntile_py.tiles.tasklist import MONOIDS, Task
 
 
@@ -30,7 +29,7 @@ class Store:
     def __init__(self) -> None:
         self.handles: dict[tuple[str, tuple[int, ...]], _core.Tile] = {}
         # Where tiles lie between programs, if those say which worker runs what.
-        self.homes: Homes | None = {} if Runtime.current and Runtime.current.placement == "planned" else None
+        self.residency: Residency | None = {} if Runtime.current and Runtime.current.placement == "planned" else None
         self._grids: WeakKeyDictionary[Lowering, dict[Tensor, list[tuple[Any, _core.Tile]]]] = WeakKeyDictionary()
 
     def handle(self, tile: Tile) -> _core.Tile:
@@ -94,10 +93,10 @@ def programs(lists: Sequence[TaskList], store: Store, tf32: bool = False) -> lis
     """Of resolved lists that run in turn, again and again. tf32: products on CUDA may round fp32 tiles to that."""
     gpus, runtime = _core.cuda_workers(), Runtime.current
     assert runtime is not None
-    speeds = [nominal.speed([tasks], gpus > 0) for tasks in lists]
-    if store.homes is not None:
+    speeds = [device_model.speed([tasks], gpus > 0) for tasks in lists]
+    if store.residency is not None:
         lists = [
-            placed(tasks, gpus or _core.cpu_workers(), speed, store.homes)
+            place(tasks, gpus or _core.cpu_workers(), speed, store.residency)
             for tasks, speed in zip(lists, speeds, strict=True)
         ]
     if gpus:
@@ -109,8 +108,8 @@ def programs(lists: Sequence[TaskList], store: Store, tf32: bool = False) -> lis
         ]
         if room:
             _core.reserve_for_tiles()
-            if mark_leaving(lists, room) and not memory.has_room_for_leaving(lists, runtime):
-                mark_leaving(lists, math.inf)
+            if mark_evictions(lists, room) and not memory.has_room_for_evictions(lists, runtime):
+                mark_evictions(lists, math.inf)
     for tasks in lists:
         memory.check_tasks(tasks, runtime)
     return [Program(tasks, store, tf32) for tasks in lists]
@@ -170,7 +169,7 @@ class Program:
                 priority=task.priority,
                 flop=task.flop,
                 worker=task.worker,
-                leaves=[places[tile] for tile in task.leaves],
+                leaves=[places[tile] for tile in task.evicts],
             )
             for tile in task.frees:
                 self._native.add_invalidate(handles[tile])

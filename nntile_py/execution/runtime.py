@@ -17,8 +17,8 @@ from nntile_py.errors import ConfigError, TaskError
 from nntile_py.execution.disk import Disk
 from nntile_py.system.cgroup import within_machine
 from nntile_py.system.folders import cache_folder
+from nntile_py.tiles.placement import PLACEMENTS
 
-PLACEMENTS = ("scheduler", "planned")
 # Tasks that a GPU is given beyond the one that StarPU waits for, where no other worker could have taken them: where it
 # is alone, and where it waits for others (XL on 4 GPUs: 0.330 s a step with 0, 0.322 with 2, 0.360 with 4).
 AHEAD, AHEAD_OF_OTHERS = 4, 2

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from nntile_py.errors import ConfigError
 from nntile_py.graph.graph import Graph
 from nntile_py.tasks import optimizer as ops
-from nntile_py.tasks.op import Tensor, wide
+from nntile_py.tasks.op import Tensor, accumulation_dtype
 
-REST = "rest"
+LOW_BITS = "low_bits"
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class AdamW:
     def build(self, g: Graph, param: Tensor, grad: Tensor, clip: Tensor) -> None:
         m, v = (_state(g, param, name) for name in ("m", "v"))
         options = {"betas": self.betas, "eps": self.eps, "weight_decay": self.weight_decay}
-        g.add(ops.AdamW(param, grad, m, v, clip, rest=_rest(g, param), **options))  # type: ignore[arg-type]
+        g.add(ops.AdamW(param, grad, m, v, clip, low_bits=_low_bits(g, param), **options))  # type: ignore[arg-type]
 
     def slots(self, step: int) -> dict[str, float]:
         """Scalars of step 1, 2, ..."""
@@ -38,7 +38,7 @@ class AdamW:
 class SGD:
     """SGD as torch.optim.SGD with momentum, no dampening."""
 
-    lr: float = 1e-2
+    lr: float = 1e-3
     momentum: float = 0.0
     weight_decay: float = 0.0
 
@@ -48,19 +48,19 @@ class SGD:
     def build(self, g: Graph, param: Tensor, grad: Tensor, clip: Tensor) -> None:
         m = _state(g, param, "m") if self.momentum else None
         options = {"momentum": self.momentum, "weight_decay": self.weight_decay}
-        g.add(ops.SGD(param, grad, m, clip, rest=_rest(g, param), **options))
+        g.add(ops.SGD(param, grad, m, clip, low_bits=_low_bits(g, param), **options))
 
     def slots(self, step: int) -> dict[str, float]:
         return {}
 
 
 def _state(g: Graph, param: Tensor, name: str, dtype: str | None = None) -> Tensor:
-    return g.named(f"{param.name}.{name}", param.axes, param.shape, "state", dtype or wide(param.dtype))
+    return g.named(f"{param.name}.{name}", param.axes, param.shape, "state", dtype or accumulation_dtype(param.dtype))
 
 
-def _rest(g: Graph, param: Tensor) -> Tensor | None:
+def _low_bits(g: Graph, param: Tensor) -> Tensor | None:
     """What a bf16 parameter lacks of the fp32 one that is trained: 2 bytes, where a copy in fp32 takes 4."""
-    return _state(g, param, REST, "int16") if param.dtype == "bf16" else None
+    return _state(g, param, LOW_BITS, "int16") if param.dtype == "bf16" else None
 
 
 def _check(optimizer: AdamW | SGD) -> None:

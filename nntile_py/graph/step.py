@@ -16,8 +16,18 @@ from nntile_py.tasks.op import Lowering, Tensor
 from nntile_py.tasks.optimizer import GradNorm
 from nntile_py.tiles import Tiling
 
-PRECISIONS = ("fp32", "fp64", "bf16", "tf32")
+# The workers that compute in it.
+PRECISIONS = {"fp32": ("CPU", "CUDA"), "fp64": ("CPU",), "bf16": ("CUDA",), "tf32": ("CUDA",)}
 TILE_DTYPE = {"tf32": "fp32"}  # the others are what they say
+
+
+def check_precision(key: str, precision: str, cuda: bool) -> None:
+    """ConfigError, which names `key`, if workers of this kind do not compute in that precision."""
+    kind = "CUDA" if cuda else "CPU"
+    if kind not in PRECISIONS[precision]:
+        known = ", ".join(name for name, kinds in PRECISIONS.items() if kind in kinds)
+        need = "runtime.cuda: 0" if cuda else "GPUs (runtime.cuda)"
+        raise ConfigError(f"{key}: {precision} needs {need}; allowed on {kind} workers: {known}")
 
 
 @dataclass

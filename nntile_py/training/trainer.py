@@ -18,8 +18,8 @@ from nntile_py.execution.runtime import Runtime
 from nntile_py.graph.declared import Input, Traceable
 from nntile_py.graph.fusion import Fusion
 from nntile_py.graph.graph import Graph
-from nntile_py.graph.optimizers import REST, AdamW, Optimizer
-from nntile_py.graph.step import Evaluation, Step, StepSpec
+from nntile_py.graph.optimizers import LOW_BITS, AdamW, Optimizer
+from nntile_py.graph.step import Evaluation, Step, StepSpec, check_precision
 from nntile_py.tasks.op import Lowering, Tensor
 from nntile_py.tasks.optimizer import joined, split
 from nntile_py.tiles import TaskList, Tiling
@@ -95,10 +95,10 @@ class Trainer:
         seed: int = 0,
         shift_labels: bool = True,
     ) -> None:
-        form = model if attention is None else model.changed(attention=attention)  # type: ignore[attr-defined]
+        chosen = model if attention is None else model.changed(attention=attention)  # type: ignore[attr-defined]
         spec = StepSpec(
-            form, batch, seq, Tiling(tiles), dtype, optimizer or AdamW(), clip_grad_norm, accumulate, Fusion.of(fusion),
-            grad_accumulation,
+            chosen, batch, seq, Tiling(tiles), dtype, optimizer or AdamW(), clip_grad_norm, accumulate,
+            Fusion.of(fusion), grad_accumulation,
         )  # fmt: skip
         self._start(model, spec, seed, shift_labels)
 
@@ -112,10 +112,7 @@ class Trainer:
     def _start(self, model: Any, spec: StepSpec, seed: int, shift_labels: bool) -> None:
         if Runtime.current is None:
             raise TaskError("Trainer: no runtime is running; use it inside `with nntile_py.Runtime(...):`")
-        if spec.dtype in ("bf16", "tf32") and not _core.cuda_workers():
-            raise ConfigError(f"dtype: {spec.dtype} needs CUDA workers, this runtime has none; use fp32, or cuda=1")
-        if spec.dtype == "fp64" and _core.cuda_workers():
-            raise ConfigError("dtype: fp64 is for CPU workers alone; use fp32, tf32 or bf16, or cuda=0")
+        check_precision("dtype", spec.dtype, bool(_core.cuda_workers()))
         self.model, self.spec, self.seed, self.shift_labels = model, spec, seed, shift_labels
         self.batch, self.seq, self.dtype = spec.batch, spec.seq, spec.dtype
         self.optimizer, self.grad_accumulation = spec.optimizer, spec.grad_accumulation
@@ -131,7 +128,7 @@ class Trainer:
         programs_ = self._programs(spec.given)
         self._built = programs_.built  # as are those with other inputs, for all that lasts
         self._write_weights()
-        written = set(self._rests().values())
+        written = set(self._low_bits().values())
         for tensor in self._built.update_graph.tensors.values():
             if tensor.kind == "state" and tensor not in written:
                 self._store.zero(self._built.update, tensor)
@@ -266,8 +263,8 @@ class Trainer:
 
     def state_dict(self) -> dict[str, np.ndarray[Any, Any]]:
         """{name in transformers: weight}, tied weights once; also kept in the model."""
-        rests = self._rests()
-        self.model.weights = self._read({p.tensor: p.tensor for p in self._built.params}, rests)
+        low_bits = self._low_bits()
+        self.model.weights = self._read({p.tensor: p.tensor for p in self._built.params}, low_bits)
         return dict(self.model.weights)
 
     def close(self) -> None:
@@ -289,30 +286,30 @@ class Trainer:
         return float(int.from_bytes(hashlib.blake2b(key, digest_size=6).digest(), "big"))
 
     def _read(
-        self, tensors: Mapping[Tensor, Tensor], rests: Mapping[Tensor, Tensor] | None = None
+        self, tensors: Mapping[Tensor, Tensor], low_bits: Mapping[Tensor, Tensor] | None = None
     ) -> dict[str, np.ndarray[Any, Any]]:
         result: dict[str, np.ndarray[Any, Any]] = {}
         for param in self._built.params:
             if param.tensor in tensors:
                 value = self._store.read(self._built.first, tensors[param.tensor])
-                if rest := (rests or {}).get(param.tensor):
-                    value = joined(value, self._store.read(self._built.update, rest))
+                if low := (low_bits or {}).get(param.tensor):
+                    value = joined(value, self._store.read(self._built.update, low))
                 param.put(result, value)
         return result
 
-    def _rests(self) -> dict[Tensor, Tensor]:
+    def _low_bits(self) -> dict[Tensor, Tensor]:
         """What each bf16 parameter lacks of the fp32 one; empty for other dtypes."""
         states = self._built.update_graph.tensors
-        pairs = ((p.tensor, states.get(f"{p.tensor.name}.{REST}")) for p in self._built.params)
-        return {param: rest for param, rest in pairs if rest}
+        pairs = ((p.tensor, states.get(f"{p.tensor.name}.{LOW_BITS}")) for p in self._built.params)
+        return {param: low for param, low in pairs if low}
 
     def _write_weights(self) -> None:
-        rests, weights = self._rests(), self.model.weights
+        low_bits, weights = self._low_bits(), self.model.weights
         for param in self._built.params:
             value = param.value(weights)
-            if param.tensor in rests:
-                value, rest = split(value)
-                self._store.write(self._built.update, rests[param.tensor], rest)
+            if param.tensor in low_bits:
+                value, low = split(value)
+                self._store.write(self._built.update, low_bits[param.tensor], low)
             self._store.write(self._built.first, param.tensor, value)
 
     def _write_defaults(self, graph: Graph, low: Lowering) -> None:

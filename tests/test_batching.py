@@ -9,7 +9,7 @@ import nntile_py as nt
 from nntile_py.graph.fusion import Fusion
 from nntile_py.graph.step import StepSpec
 from nntile_py.tiles import R, TaskList, Tile, Tiling, W
-from nntile_py.tiles.groups import MOST_PARTS, grouped
+from nntile_py.tiles.batching import MOST_PARTS, grouped
 
 CONFIG = nt.models.GPT2Config(layers=2, embed=32, heads=4, vocab=64, positions=16)
 

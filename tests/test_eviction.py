@@ -13,7 +13,7 @@ from nntile_py.execution import program
 from nntile_py.graph.fusion import Fusion
 from nntile_py.graph.step import StepSpec
 from nntile_py.tiles import RW, R, TaskList, Tile, Tiling, W
-from nntile_py.tiles.leaving import FULL, mark_leaving, room_in_turn
+from nntile_py.tiles.eviction import FULL, mark_evictions, room_in_turn
 from nntile_py.tiles.tasklist import Task
 
 
@@ -28,7 +28,7 @@ def a_list(*tasks: Task) -> TaskList:
 
 
 def names(tasks: TaskList) -> list[str]:
-    return ["".join(sorted(tile.tensor for tile in task.leaves)) for task in tasks.tasks]
+    return ["".join(sorted(tile.tensor for tile in task.evicts)) for task in tasks.tasks]
 
 
 def fetched(tasks: list[Task], room: int, marks: bool) -> int:
@@ -39,7 +39,7 @@ def fetched(tasks: list[Task], room: int, marks: bool) -> int:
         for task in tasks:
             for access in task.accesses:
                 total += access.tile.bytes if turn == 5 and access.tile not in held else 0
-                held[access.tile] = marks and access.tile in task.leaves
+                held[access.tile] = marks and access.tile in task.evicts
                 held.move_to_end(access.tile)
             mine = {access.tile for access in task.accesses}
             for gone in sorted(held, key=lambda tile: not held[tile]):  # stable
@@ -53,15 +53,15 @@ def fetched(tasks: list[Task], room: int, marks: bool) -> int:
 def test_nothing_leaves_where_all_fits() -> None:
     a, b = tile("a"), tile("b")
     tasks = a_list(Task("k", [R(a), RW(b)]), Task("k", [RW(a)]))
-    assert not mark_leaving([tasks], 2048) and names(tasks) == ["", ""] and room_in_turn([tasks], 2049 / FULL) == 0
-    assert mark_leaving([tasks], 1024) and 800 < room_in_turn([tasks], 1024) < 1024
-    assert mark_leaving([tasks], 2048) is False and names(tasks) == ["", ""]  # old marks are gone
+    assert not mark_evictions([tasks], 2048) and names(tasks) == ["", ""] and room_in_turn([tasks], 2049 / FULL) == 0
+    assert mark_evictions([tasks], 1024) and 800 < room_in_turn([tasks], 1024) < 1024
+    assert mark_evictions([tasks], 2048) is False and names(tasks) == ["", ""]  # old marks are gone
 
 
 def test_a_scan_keeps_what_fits() -> None:
     """The worst of cases for the least recently used: ten tiles one after the other, again and again, room for six."""
     tasks = a_list(*(Task("k", [RW(tile(str(k)))]) for k in range(10)))
-    assert mark_leaving([tasks], 6 << 10)
+    assert mark_evictions([tasks], 6 << 10)
     assert sum(map(bool, names(tasks))) == 5  # four have no room, and what is used needs some
     assert fetched(tasks.tasks, 6 << 10, marks=False) == 10 << 10
     assert fetched(tasks.tasks, 6 << 10, marks=True) <= 5 << 10
@@ -70,7 +70,7 @@ def test_a_scan_keeps_what_fits() -> None:
 def test_tiles_of_several_lists_are_the_same_by_name() -> None:
     first = a_list(*(Task("k", [RW(tile(name))]) for name in "ab"), Task("k", [RW(tile("x", 4))]))
     then = a_list(Task("k", [RW(tile("a"))]), Task("k", [RW(tile("x", 4))]))
-    assert mark_leaving([first, then], 5 << 10)
+    assert mark_evictions([first, then], 5 << 10)
     # With x, 4 of 5 KiB, there is room for one more: a has none while b is used, nor b while a is.
     assert names(first) == ["a", "b", ""] and names(then) == ["", ""]
 
@@ -81,9 +81,9 @@ def test_what_is_freed_does_not_leave() -> None:
     tasks = a_list(
         Task("k", [W(gradient), R(weight)], clears=[gradient]), Task("k", [W(big)]), Task("k", [R(big)], frees=[big]),
     )  # fmt: skip
-    assert mark_leaving([tasks], 6 << 10)
+    assert mark_evictions([tasks], 6 << 10)
     assert names(tasks) == ["g", "", ""]
-    assert not mark_leaving([a_list(*tasks.tasks[1:])], 4 << 10)
+    assert not mark_evictions([a_list(*tasks.tasks[1:])], 4 << 10)
 
 
 @given(
@@ -95,11 +95,11 @@ def test_little_more_travels_than_by_use(uses: list[list[int]], room: int) -> No
     """Marked tiles are the task's own; for equal sizes they spare transfers, or cost a tile where the rounds differ."""
     tiles = [tile(str(k)) for k in range(10)]
     tasks = a_list(*(Task("k", [RW(tiles[k]) for k in used]) for used in uses))
-    leave = mark_leaving([tasks], room << 10)
+    leave = mark_evictions([tasks], room << 10)
     assert leave == (len({k for used in uses for k in used}) > room)
     assert leave == (room_in_turn([tasks], ((room << 10) + 1) / FULL) > 0)
     for task in tasks.tasks:
-        assert {t.tensor for t in task.leaves} <= {a.tile.tensor for a in task.accesses}
+        assert {t.tensor for t in task.evicts} <= {a.tile.tensor for a in task.accesses}
     assert fetched(tasks.tasks, room << 10, True) <= fetched(tasks.tasks, room << 10, False) + (1 << 10)
 
 
@@ -111,19 +111,19 @@ def test_a_step_of_gpt2_moves_less() -> None:
     ).step()  # fmt: skip
     lists = [low.tasks for low in built.lists]
     peak = built.peak_bytes()
-    assert not mark_leaving(lists, peak * 1.05)
-    leaving = []
+    assert not mark_evictions(lists, peak * 1.05)
+    evicted = []
     for room in (0.8, 0.6, 0.4):
-        assert mark_leaving(lists, peak * room)
-        leaving.append(sum(tile.bytes for tasks in lists for task in tasks.tasks for tile in task.leaves))
-        assert leaving[-1] >= (1 - room) * peak * 0.9
-    assert leaving == sorted(leaving) and leaving[0] < 0.5 * peak
+        assert mark_evictions(lists, peak * room)
+        evicted.append(sum(tile.bytes for tasks in lists for task in tasks.tasks for tile in task.evicts))
+        assert evicted[-1] >= (1 - room) * peak * 0.9
+    assert evicted == sorted(evicted) and evicted[0] < 0.5 * peak
 
 
 class AllLeave(program.Program):
     def __init__(self, tasks: TaskList, store: program.Store, tf32: bool) -> None:
         for task in tasks.tasks:
-            task.leaves = [access.tile for access in task.accesses]
+            task.evicts = [access.tile for access in task.accesses]
         super().__init__(tasks, store, tf32)
 
 

@@ -15,12 +15,12 @@ MOST_ROUNDS = 12
 
 def room_in_turn(lists: Sequence[TaskList], memory: float) -> float:
     """Bytes of so much memory that tiles of these lists may take in turn; 0: all fit."""
-    fit = not _leaving([task for one in lists for task in one.tasks], FULL * memory, first=True)
+    fit = not _evictions([task for one in lists for task in one.tasks], FULL * memory, first=True)
     return 0 if fit else SHARE * memory
 
 
-def mark_leaving(lists: Sequence[TaskList], room: float) -> bool:
-    """Set `Task.leaves` of resolved lists that one worker runs in turn, again and again; whether any tile has to leave.
+def mark_evictions(lists: Sequence[TaskList], room: float) -> bool:
+    """Set `Task.evicts` of resolved lists that one worker runs in turn, again and again; whether any tile has to leave.
 
     It has `room` bytes, and runs the tasks in their order. As in Belady's algorithm (IBM Systems Journal 5(2), 1966)
     the tile whose next use is the furthest leaves, and it does so when its last use before that has ended: by the time
@@ -28,15 +28,15 @@ def mark_leaving(lists: Sequence[TaskList], room: float) -> bool:
     index.
     """
     tasks = [task for one in lists for task in one.tasks]
-    uses = _leaving(tasks, room, first=False)
+    uses = _evictions(tasks, room, first=False)
     for task in tasks:
-        task.leaves = []
+        task.evicts = []
     for number, tile in uses:
-        tasks[number].leaves.append(tile)
+        tasks[number].evicts.append(tile)
     return bool(uses)
 
 
-def _leaving(tasks: list[Task], room: float, first: bool) -> list[tuple[int, Tile]]:
+def _evictions(tasks: list[Task], room: float, first: bool) -> list[tuple[int, Tile]]:
     """After which task which tile leaves. `first`: one of them, if any, is enough."""
     if sum({a.tile.key: a.tile.bytes for t in tasks for a in t.accesses}.values()) <= room:
         return []
