@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from nntile_py.execution.runtime import Runtime
     from nntile_py.graph.fusion import Fusion
     from nntile_py.graph.optimizers import SGD, AdamW
+    from nntile_py.training.collators import CausalCollator, MaskedCollator
     from nntile_py.training.trainer import Pending, StepResult, Trainer
 
 __version__ = "0.1.0"
@@ -19,13 +20,14 @@ _HOME = {
     "SGD": "graph.optimizers", "AdamW": "graph.optimizers", "Array": "execution.python_task", "ConfigError": "errors",
     "Fusion": "graph.fusion", "NNTileError": "errors", "Pending": "training.trainer", "Runtime": "execution.runtime",
     "StepResult": "training.trainer", "TaskError": "errors", "Trainer": "training.trainer",
+    "CausalCollator": "training.collators", "MaskedCollator": "training.collators",
     "array": "execution.python_task", "task": "execution.python_task",
 }  # fmt: skip
 _MODULES = ("models", "tasks", "testing", "tiles")
 
 __all__ = [
-    "SGD", "AdamW", "Array", "ConfigError", "Fusion", "NNTileError", "Pending", "Runtime", "StepResult", "TaskError",
-    "Trainer", "array", "models", "task", "tasks", "testing", "tiles",
+    "SGD", "AdamW", "Array", "CausalCollator", "ConfigError", "Fusion", "MaskedCollator", "NNTileError", "Pending",
+    "Runtime", "StepResult", "TaskError", "Trainer", "array", "models", "task", "tasks", "testing", "tiles",
 ]  # fmt: skip
 
 

@@ -6,6 +6,10 @@ from tokenizers import Tokenizer
 
 from nntile_py.errors import ConfigError
 
+END_OF_TEXT = "<|endoftext|>"
+PAD, CLS, SEP, MASK = "[PAD]", "[CLS]", "[SEP]", "[MASK]"
+MASKED = (PAD, CLS, SEP, MASK)  # special tokens of a masked model besides
+
 
 def load_tokenizer(path: Path) -> Tokenizer:
     """The tokenizer of a tokenizer.json; ConfigError where it is none."""
@@ -18,3 +22,9 @@ def load_tokenizer(path: Path) -> Tokenizer:
 def token_numbers(tokenizer: Tokenizer) -> int:
     """The largest number of a token, and one: those of its tokens may have gaps."""
     return max(tokenizer.get_vocab().values(), default=-1) + 1
+
+
+def special_numbers(tokenizer: Tokenizer) -> set[int]:
+    """Tokens that stand for no text, and numbers below token_numbers that are no token."""
+    special = {number for number, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+    return special | (set(range(token_numbers(tokenizer))) - set(tokenizer.get_vocab().values()))

@@ -19,8 +19,10 @@ import yaml
 from nntile_py import cli
 from nntile_py.config.run import Optimizer, load
 from nntile_py.errors import ConfigError, NNTileError
+from nntile_py.inference import generate
 from nntile_py.system.folders import replaced
 from nntile_py.training import data, loop
+from nntile_py.training.batches import Batches
 
 TREE: dict[str, Any] = {
     "model": {"layers": 1, "embed": 16, "heads": 2},
@@ -287,8 +289,8 @@ class Trainer:
         self.losses, self.vocab = losses, vocab
         self.submitted = self.finished = self.most = 0
 
-    def submit(self, ids: np.ndarray, labels: np.ndarray, lr: float) -> Any:
-        assert (ids == labels).all()
+    def submit(self, inputs: dict[str, np.ndarray], lr: float) -> Any:
+        assert inputs.keys() == {"input_ids", "labels"} and (inputs["input_ids"] == inputs["labels"]).all()
         self.submitted += 1
         self.most = max(self.most, self.submitted - self.finished)
         return SimpleNamespace(result=self.finish)
@@ -297,10 +299,11 @@ class Trainer:
         self.finished += 1
         return SimpleNamespace(step=self.finished, loss=self.losses[self.finished - 1], grad_norm=1.0)
 
-    def evaluate(self, ids: np.ndarray, labels: np.ndarray, return_logits: bool = False) -> Any:
+    def evaluate(self, inputs: dict[str, np.ndarray], return_logits: bool = False) -> Any:
+        ids = inputs["input_ids"]
         logits = np.zeros((*ids.shape, self.vocab), np.float32)
         np.put_along_axis(logits, (ids[..., None] + 1) % self.vocab, 50.0, axis=-1)
-        assert not return_logits or (labels == -100).all()
+        assert return_logits == ("labels" not in inputs)
         return (float("nan"), logits) if return_logits else 3.0
 
     def memory_bytes(self) -> int:
@@ -318,7 +321,7 @@ def fake_run(tmp_path: Path, trainer: Trainer, stop: list[str], steps: int) -> t
     corpus = data.Corpus(None, tokens, tokens)  # type: ignore[arg-type]
     with (tmp_path / "metrics.jsonl").open("w") as lines:
         display = loop.Display(Console(file=io.StringIO()), config, trainer)
-        return loop._steps(config, corpus, trainer, lines, display, stop)
+        return loop._steps(config, Batches(config, corpus, "causal"), trainer, lines, display, stop)
 
 
 def test_two_steps_are_in_flight_and_no_more(tmp_path: Path) -> None:
@@ -342,16 +345,16 @@ def test_a_sample_follows_the_model(tmp_path: Path) -> None:
         config = load(tmp_path / "tiny.yaml", [f"sample={{prompt: '!', tokens: 20, temperature: {temperature}}}"])
         first = tokenizer.encode("!").ids[0]
         expected = tokenizer.decode([(first + n) % size for n in range(21)])  # longer than seq: the window slides
-        assert loop.generate(Trainer([], size), tokenizer, config, []) == expected
-        assert loop.generate(Trainer([], size), tokenizer, config, ["SIGINT"]) == "!"
+        assert generate.generate(Trainer([], size), tokenizer, config, []) == expected
+        assert generate.generate(Trainer([], size), tokenizer, config, ["SIGINT"]) == "!"
 
 
 def test_top_k_leaves_the_others_out() -> None:
     logits = np.array([0.0, 1.0, 2.0, 1.5])
     rng = np.random.default_rng(0)
-    assert {loop._draw(logits, 5.0, 2, rng) for _ in range(200)} == {2, 3}
-    assert {loop._draw(logits, 5.0, None, rng) for _ in range(200)} == {0, 1, 2, 3}
-    assert loop._draw(logits, 0.0, None, rng) == 2
+    assert {generate._draw(logits, 5.0, 2, rng) for _ in range(200)} == {2, 3}
+    assert {generate._draw(logits, 5.0, None, rng) for _ in range(200)} == {0, 1, 2, 3}
+    assert generate._draw(logits, 0.0, None, rng) == 2
 
 
 def test_a_file_is_whole_or_not_replaced(tmp_path: Path) -> None:

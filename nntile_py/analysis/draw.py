@@ -7,6 +7,7 @@ are boxes, weights cylinders, inputs parallelograms. Nodes carry flop and sizes,
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 from collections import Counter
@@ -69,7 +70,7 @@ def draw(
         body, count, flop, volume = _logical(built, layer, phase) if level == "logical" else _tiles(built, layer, phase)
         if not count:
             asked = f"--phase {phase}" + ("" if layer is None else f" --layer {layer}")
-            raise ConfigError(f"{asked}: nothing of {work} is there; the model has {config.model.layers} layers")
+            raise ConfigError(f"{asked}: nothing of {work} is there{_layers(built)}")
         unit = "operators" if level == "logical" else "tasks"
         label = f"{titles[part]}: {count} {unit}, {si(flop)}flop, {si(volume)}B moved at least"
         lines += [f"subgraph cluster_{part} {{", f"label={_quote(label)} fontsize=14 color=gray"]
@@ -139,18 +140,29 @@ def si(number: float) -> str:
 def _phases(built: Built, layer: int | None, phase: str) -> Iterator[tuple[Graph, list[Op], set[str]]]:
     """Of each graph, once: the operators that are asked for, and the names that their tasks carry."""
     seen: list[Graph] = []
-    inside = (f"h{layer}.", f"transformer.h.{layer}.")
+    weights: set[str] = set()  # of the layer
     for graph, _ in built.graphs:
         if graph in seen:
             continue
         seen.append(graph)
-        chosen = [
-            op
-            for op in graph.ops
-            if phase in ("all", "update" if len(seen) == 2 else op.phase)
-            and (layer is None or op.name.startswith(inside))
-        ]
+        inside = [op for op in graph.ops if layer is None or _layer(op) == layer]
+        weights |= {t.name for op in inside for t in op.inputs if t.storage.kind == "param"}
+        if layer is not None and len(seen) == 2:  # the update's operators are named by the weights
+            inside = [op for op in graph.ops if any(t.name in weights for t in op.inputs)]
+        chosen = [op for op in inside if phase in ("all", "update" if len(seen) == 2 else op.phase)]
         yield graph, chosen, {op.name if op.phase == "forward" else f"{op.name}.{op.phase}" for op in chosen}
+
+
+def _layer(op: Op) -> int | None:
+    """Of an operator that a model made within its scope h0, h1, ...: the number of the layer."""
+    found = re.match(r"h(\d+)\.", op.name)
+    return int(found[1]) if found else None
+
+
+def _layers(built: Built) -> str:
+    """How many layers there are, for a message; nothing where a model has none."""
+    numbers = {_layer(op) for graph, _ in built.graphs for op in graph.ops} - {None}
+    return f"; the model has {len(numbers)} layers" if numbers else ""
 
 
 def _logical(built: Built, layer: int | None, phase: str) -> tuple[list[str], int, float, float]:

@@ -15,13 +15,12 @@ from nntile_py.graph.declared import Param
 from nntile_py.graph.fusion import Fusion, fuse
 from nntile_py.graph.graph import Graph
 from nntile_py.graph.lowering import lower
+from nntile_py.graph.packing import pack_projections
 from nntile_py.graph.step import TILE_DTYPE, Step
+from nntile_py.models.layer import Encoder, EncoderConfig
 from nntile_py.tasks.activation import activation
-from nntile_py.tasks.attention import attention
 from nntile_py.tasks.contract import linear
-from nntile_py.tasks.elementwise import add, dropout, transpose
-from nntile_py.tasks.layer_norm import layer_norm
-from nntile_py.tasks.mask import Mask
+from nntile_py.tasks.elementwise import transpose
 from nntile_py.tasks.op import GraphLike, Lowering, Op, Tensor
 from nntile_py.tiles import TaskList
 
@@ -73,9 +72,15 @@ def of_step(step: Step, grad_accumulation: int) -> Built:
 def small_graph(config: RunConfig, work: Work, fusion: Fusion, *, backward: bool) -> Graph:
     """A graph of x [batch, seq, embed] and, with `backward`, of the gradients for an output gradient that is given."""
     graph = Graph(TILE_DTYPE.get(config.precision, config.precision))
-    x = graph.named("x", ["batch", "seq", "embed"], [config.train.batch, config.train.seq, config.model.embed], "input")
+    absent = {"embed", "heads"} - type(config.model).model_fields.keys()
+    if absent:
+        raise ConfigError(f"work {work}: a model with embed and heads is needed; {config.model.type} has none")
+    sizes = [config.train.batch, config.train.seq, config.model.embed]
+    x = graph.named("x", ["batch", "seq", "embed"], sizes, "input")
     x.requires_grad = True  # a layer inside of a model passes a gradient on
     outputs = _MAKERS[work](graph, x, config)
+    if fusion.qkv:
+        pack_projections(graph)
     if backward:
         loss = graph.add(_Given(outputs, graph.temp("loss", ["one"], [1], "fp64"))).output
         graph.backward(loss)
@@ -85,10 +90,9 @@ def small_graph(config: RunConfig, work: Work, fusion: Fusion, *, backward: bool
     return fuse(graph, fusion, tiling(config))
 
 
-def select(graph: Graph, phase: str, layer: int | None = None) -> Graph:
-    """Keep the operators of one phase, of one layer; what they read from elsewhere is an input then. In place."""
-    inside = (f"h{layer}.", f"transformer.h.{layer}.")
-    graph.ops = [op for op in graph.ops if phase in ("all", op.phase) and (layer is None or op.name.startswith(inside))]
+def select(graph: Graph, phase: str) -> Graph:
+    """Keep the operators of one phase; what they read from elsewhere is an input then. In place."""
+    graph.ops = [op for op in graph.ops if phase in ("all", op.phase)]
     made = {t.storage for op in graph.ops for t in op.outputs}
     for op in graph.ops:
         for tensor in op.inputs:
@@ -128,7 +132,7 @@ def _param(g: Graph, name: str, **sizes: int) -> Tensor:
 
 def _linear_relu(g: Graph, x: Tensor, c: RunConfig) -> list[Tensor]:
     """relu(x W + bias), the first half of a feed-forward block: figures 10, 11, 12 and 15 of the NNTile report."""
-    ffn = c.model.ffn or 4 * c.model.embed
+    ffn = getattr(c.model, "ffn", 4 * c.model.embed)
     weight, bias = _param(g, "fc.weight", embed=c.model.embed, ffn=ffn), _param(g, "fc.bias", ffn=ffn)
     return [activation(g, linear(g, x, weight, ["batch", "seq", "ffn"], bias), "relu")]
 
@@ -161,30 +165,10 @@ def _qkv(stacked: int) -> Callable[[Graph, Tensor, RunConfig], list[Tensor]]:
 
 
 def _layer(g: Graph, x: Tensor, c: RunConfig) -> list[Tensor]:
-    """A BERT encoder layer (norm after the residual, attention to all positions, relu): Table I of that paper."""
-    embed, p, axes = c.model.embed, c.model.dropout, ["batch", "seq", "embed"]
-    ffn, heads = c.model.ffn or 4 * embed, _heads(c)
-
-    def norm(y: Tensor, name: str) -> Tensor:
-        gamma, beta = (_param(g, f"{name}.{part}", embed=embed) for part in ("weight", "bias"))
-        return layer_norm(g, y, gamma, beta, c.model.layer_norm_eps)
-
-    with g.scope("attn"):
-        weight, bias = _param(g, "attn.c_attn.weight", embed=embed, qkv=3, **heads), _param(g, "b_in", qkv=3, **heads)
-        packed = linear(g, x, weight, ["batch", "seq", "qkv", "heads", "head_dim"], bias)
-        packed = transpose(g, packed, ["qkv", "batch", "heads", "seq", "head_dim"])
-        q, k, v = ((packed, part) for part in range(3))
-        a = attention(g, q, k, v, Mask(), c.model.attention, c.model.attention_dropout)
-        a = transpose(g, a, ["batch", "seq", "heads", "head_dim"])
-        a = linear(g, a, _param(g, "attn.c_proj.weight", **heads, embed=embed), axes, _param(g, "b_out", embed=embed))
-        x = norm(add(g, x, dropout(g, a, p)), "norm1")
-    with g.scope("mlp"):
-        y = linear(
-            g, x, _param(g, "mlp.c_fc.weight", embed=embed, ffn=ffn), [*axes[:2], "ffn"], _param(g, "b1", ffn=ffn)
-        )
-        y = dropout(g, activation(g, y, "relu"), p)
-        y = linear(g, y, _param(g, "mlp.c_proj.weight", ffn=ffn, embed=embed), axes, _param(g, "b2", embed=embed))
-        return [norm(add(g, x, dropout(g, y, p)), "norm2")]
+    """An encoder layer (models/layer.py) of the config's sizes: Table I of that paper."""
+    names = {"embed", "heads", "ffn", "dropout", "attention_dropout", "attention", "layer_norm_eps"}
+    sizes = {name: getattr(c.model, name) for name in names & type(c.model).model_fields.keys()}
+    return [Encoder(EncoderConfig(layers=1, **sizes)).layers(g, x)]
 
 
 _MAKERS: dict[str, Callable[[Graph, Tensor, RunConfig], list[Tensor]]] = {

@@ -16,6 +16,7 @@ from nntile_py.schema import (
     BelowOne,
     Betas,
     Count,
+    Inside,
     Natural,
     NonNegative,
     Positive,
@@ -99,6 +100,7 @@ class Train(Section):
     eval_every: Count = 100
     eval_batches: Count = 4
     log_every: Count = 10
+    mask_probability: Inside = 0.15  # of a masked model (bert): the share of the tokens that are predicted
 
 
 class Optimizer(Section):

@@ -2,7 +2,7 @@
 
 import hashlib
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,9 +12,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 
 from nntile_py.config.run import Data, RunConfig
 from nntile_py.errors import ConfigError
-from nntile_py.tokenizer import load_tokenizer, token_numbers
+from nntile_py.tokenizer import END_OF_TEXT, load_tokenizer, token_numbers
 
-END_OF_TEXT = "<|endoftext|>"
 LONGEST_WORD = 256  # characters
 # Of the standard library: tests repeat themselves, `encodings` is tables, installed packages differ between machines.
 _SKIPPED = {"test", "tests", "idle_test", "encodings", "site-packages", "dist-packages", "__pycache__"}
@@ -29,15 +28,16 @@ class Corpus:
     held_out: np.ndarray
 
 
-def load_corpus(config: RunConfig) -> Corpus:
+def load_corpus(config: RunConfig, special: Sequence[str] = ()) -> Corpus:
     """Read, split and tokenize the text of `config.data`; trains the tokenizer where none is given.
 
-    Raises ConfigError where there is no text, or less than one sequence of it."""
+    special: tokens that such a tokenizer has besides END_OF_TEXT. Raises ConfigError where there is no
+    text, or less than one sequence of it."""
     train_text, held_text = split(read_documents(config.data), config.data.val_fraction)
     if config.tokenizer.path is not None:
         tokenizer = load_tokenizer(Path(config.tokenizer.path))
     else:
-        tokenizer = train_tokenizer(train_text, config.tokenizer.size())
+        tokenizer = train_tokenizer(train_text, config.tokenizer.size(), special)
     corpus = Corpus(tokenizer, encode(tokenizer, train_text), encode(tokenizer, held_text))
     for name, tokens in (("training", corpus.train), ("held-out", corpus.held_out)):
         if len(tokens) < config.train.seq:
@@ -98,7 +98,7 @@ def split(documents: list[str], val_fraction: float) -> tuple[list[str], list[st
     return [text[:cut]], [text[cut:]]
 
 
-def train_tokenizer(documents: list[str], vocab_size: int) -> Tokenizer:
+def train_tokenizer(documents: list[str], vocab_size: int, special: Sequence[str] = ()) -> Tokenizer:
     """A byte-level BPE as GPT-2's: any text can be encoded, and decodes to itself. The same text gives the same one."""
     tokenizer = Tokenizer(models.BPE())
     # What has no spaces, or nothing else, would be one word, and take minutes.
@@ -108,7 +108,7 @@ def train_tokenizer(documents: list[str], vocab_size: int) -> Tokenizer:
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=[END_OF_TEXT],
+        special_tokens=[END_OF_TEXT, *special],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )

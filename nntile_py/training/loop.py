@@ -24,10 +24,12 @@ from nntile_py.config.run import Optimizer, RunConfig, runtime_options
 from nntile_py.config.spec import build_model, step_spec
 from nntile_py.errors import NNTileError
 from nntile_py.execution.runtime import Runtime
+from nntile_py.inference.generate import fill_masked, generate
 from nntile_py.models.base import Model
 from nntile_py.system.folders import replace_file, replaced
-from nntile_py.tokenizer import token_numbers
-from nntile_py.training.data import END_OF_TEXT, Corpus, held_out_batches, load_corpus, training_batch
+from nntile_py.tokenizer import END_OF_TEXT, PAD
+from nntile_py.training.batches import SPECIAL, Batches, objective
+from nntile_py.training.data import load_corpus
 from nntile_py.training.trainer import STEPS_IN_FLIGHT, Pending, Trainer
 
 SAVED = ("model.safetensors", "config.json")
@@ -38,13 +40,14 @@ def train(config: RunConfig, out: Path, console: Console) -> int:
 
     Returns the exit status: 0, or after SIGINT or SIGTERM 130 or 143, with what was trained saved.
     Raises NNTileError, without writing weights, when the loss or the gradient is no longer a finite number."""
-    # Refuses what the machine lacks, before any work.
+    # Refuses what cannot be trained and what the machine lacks, before any work.
+    aim = objective(config)
     runtime = Runtime(**runtime_options(config.runtime.model_dump()))
     _say(console, f"reading {config.data.source}")
-    corpus = load_corpus(config)
+    corpus = load_corpus(config, SPECIAL[aim])
     _say(console, f"{len(corpus.train):,} tokens to train on, {len(corpus.held_out):,} held out; writing to {out}")
     with runtime, _signals() as stop:
-        trainer = build_trainer(config)
+        trainer, batches = build_trainer(config), Batches(config, corpus, aim)
         out.mkdir(parents=True, exist_ok=True)  # only now: what is refused leaves nothing behind
         # Weights of a run that was there do not belong to the tokenizer of this one, if it is cut off.
         before = [(out / name, out / f"{name}.old") for name in SAVED if (out / name).exists()]
@@ -53,7 +56,7 @@ def train(config: RunConfig, out: Path, console: Console) -> int:
         replace_file(out / "config.yaml", config.to_yaml())
         replace_file(out / "tokenizer.json", corpus.tokenizer.to_str(pretty=True))
         with (out / "metrics.jsonl").open("w", buffering=1) as metrics, Display(console, config, trainer) as display:
-            done, first, last = _steps(config, corpus, trainer, metrics, display, stop)
+            done, first, last = _steps(config, batches, trainer, metrics, display, stop)
             measured = "not measured since" if last is None else f"{last:.4f} at the last measurement"
         save_weights(trainer, corpus.tokenizer, out, config.model.from_)
         for _, old in before:  # one that a killed run has left stays
@@ -61,7 +64,11 @@ def train(config: RunConfig, out: Path, console: Console) -> int:
         _say(console, f"held-out loss {first:.4f} before the first step, {measured}")
         _say(console, f"weights saved in {out / 'model.safetensors'}")
         if config.sample.tokens and not stop:
-            _say(console, f"\nsample:\n{generate(trainer, corpus.tokenizer, config, stop)}")
+            if aim == "causal":
+                _say(console, f"\nsample:\n{generate(trainer, corpus.tokenizer, config, stop)}")
+            else:
+                filled = fill_masked(trainer, corpus.tokenizer, batches.held_out[0], config.sample.tokens)
+                _say(console, f"\nheld-out text, guesses at its masked tokens in [[ ]]:\n{filled}")
     if stop:
         _say(console, f"stopped by {stop[0]} after step {done} of {config.train.steps}; what was trained is saved")
         return 128 + signal.Signals[stop[0]].value
@@ -84,28 +91,9 @@ def learning_rate(optimizer: Optimizer, step: int, steps: int) -> float:
     return low + (optimizer.lr - low) * 0.5 * (1 + math.cos(math.pi * part))
 
 
-def generate(trainer: Trainer, tokenizer: Tokenizer, config: RunConfig, stop: list[str]) -> str:
-    """The prompt of `config.sample`, continued token by token; ends at the end-of-text token or a signal."""
-    sample, batch, seq = config.sample, config.train.batch, config.train.seq
-    end = tokenizer.token_to_id(END_OF_TEXT)
-    ids = tokenizer.encode(sample.prompt, add_special_tokens=False).ids or [end or 0]
-    rng, tokens = np.random.default_rng([config.seed, 0]), token_numbers(tokenizer)
-    for _ in range(sample.tokens):
-        if stop:
-            break
-        window = ids[-seq:]
-        padded = np.zeros((batch, seq), np.int64)  # what is right of the window cannot influence it
-        padded[0, : len(window)] = window
-        _, logits = trainer.evaluate(padded, np.full((batch, seq), -100), return_logits=True)
-        token = _draw(logits[0, len(window) - 1, :tokens], sample.temperature, sample.top_k, rng)
-        if token == end:
-            break
-        ids.append(token)
-    return str(tokenizer.decode(ids))
-
-
 def save_weights(trainer: Trainer, tokenizer: Tokenizer, out: Path, source: str | None = None) -> None:
-    """Write model.safetensors and config.json, which GPT2LMHeadModel.from_pretrained(out) reads.
+    """Write model.safetensors and config.json, which from_pretrained(out) of transformers' class reads; a model
+    that transformers does not know has no config.json.
 
     source: the folder that the model was read from, whose generation_config.json goes along.
 
@@ -119,9 +107,12 @@ def save_weights(trainer: Trainer, tokenizer: Tokenizer, out: Path, source: str 
         # Without this metadata transformers refuses the file.
         save_file({n: np.ascontiguousarray(a) for n, a in weights.items()}, path, metadata={"format": "pt"})
         path.chmod(0o666 & ~_umask())  # as other files: safetensors makes it for its owner alone
-    saved = trainer.model.hf_config() | dict.fromkeys(("bos_token_id", "eos_token_id"), end)
-    saved["dtype"] = "float64" if trainer.dtype == "fp64" else "float32"
-    replace_file(out / "config.json", json.dumps(saved, indent=2))
+    if type(trainer.model).hf_config is not Model.hf_config:  # one that transformers knows
+        saved = trainer.model.hf_config() | dict.fromkeys(("bos_token_id", "eos_token_id"), end)
+        if (pad := tokenizer.token_to_id(PAD)) is not None:
+            saved["pad_token_id"] = pad
+        saved["dtype"] = "float64" if trainer.dtype == "fp64" else "float32"
+        replace_file(out / "config.json", json.dumps(saved, indent=2))
     if source and (kept := Path(source) / "generation_config.json").is_file():
         replace_file(out / kept.name, kept.read_bytes())
 
@@ -173,20 +164,18 @@ class Display:
 
 
 def _steps(
-    config: RunConfig, corpus: Corpus, trainer: Trainer, metrics: TextIO, display: Display, stop: list[str]
+    config: RunConfig, batches: Batches, trainer: Trainer, metrics: TextIO, display: Display, stop: list[str]
 ) -> tuple[int, float, float | None]:
     """All steps, or those up to a signal: how many were done, the held-out loss before and the last one since."""
     how = config.train
     in_flight: deque[tuple[Pending, float]] = deque()
-    first, last = _held_out_loss(config, corpus, trainer), None
+    first, last = _held_out_loss(batches, trainer), None
     done, clock = 0, time.perf_counter()
     for step in range(1, how.steps + 2):
         ends = step > how.steps or bool(stop)
         if not ends:
             lr = learning_rate(config.optimizer, step, how.steps)
-            rows = how.batch * how.grad_accumulation
-            ids = training_batch(corpus.train, rows, how.seq, config.seed, step)
-            in_flight.append((trainer.submit(ids, ids.copy(), lr=lr), lr))
+            in_flight.append((trainer.submit(batches.training(step), lr=lr), lr))
         measures = not ends and (step % how.eval_every == 0 or step == how.steps)
         while len(in_flight) >= (1 if ends or measures else STEPS_IN_FLIGHT):
             pending, lr = in_flight.popleft()
@@ -206,7 +195,7 @@ def _steps(
             if done == 1:
                 line["held_out_loss_before"] = first
             if measures and not in_flight:
-                last = line["held_out_loss"] = _held_out_loss(config, corpus, trainer)
+                last = line["held_out_loss"] = _held_out_loss(batches, trainer)
                 clock = time.perf_counter()
                 if not math.isfinite(last):
                     metrics.write(json.dumps(line | {"held_out_loss": None}) + "\n")
@@ -223,20 +212,8 @@ def _diverged(what: str) -> NNTileError:
     return NNTileError(f"{what}; {how}")
 
 
-def _held_out_loss(config: RunConfig, corpus: Corpus, trainer: Trainer) -> float:
-    how = config.train
-    batches = held_out_batches(corpus.held_out, how.batch, how.seq, how.eval_batches)
-    return float(np.mean([trainer.evaluate(ids, ids.copy()) for ids in batches]))
-
-
-def _draw(logits: np.ndarray, temperature: float, top_k: int | None, rng: np.random.Generator) -> int:
-    if temperature == 0:
-        return int(logits.argmax())
-    scaled = logits.astype(np.float64) / temperature
-    if top_k is not None and top_k < len(scaled):
-        scaled[scaled < np.partition(scaled, -top_k)[-top_k]] = -np.inf
-    weights = np.exp(scaled - scaled.max())
-    return int(rng.choice(len(weights), p=weights / weights.sum()))
+def _held_out_loss(batches: Batches, trainer: Trainer) -> float:
+    return float(np.mean([trainer.evaluate(inputs) for inputs in batches.held_out]))
 
 
 @contextmanager

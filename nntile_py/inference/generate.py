@@ -1,0 +1,65 @@
+"""Text from a trained model: a prompt continued by a causal one, masked tokens guessed by a masked one."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from nntile_py.config.run import RunConfig
+from nntile_py.tasks.cross_entropy import IGNORED
+from nntile_py.tokenizer import END_OF_TEXT, token_numbers
+from nntile_py.training.trainer import Trainer
+
+
+def generate(trainer: Trainer, tokenizer: Tokenizer, config: RunConfig, stop: list[str]) -> str:
+    """The prompt of `config.sample`, continued token by token; ends at the end-of-text token or a signal."""
+    sample, batch, seq = config.sample, config.train.batch, config.train.seq
+    end = tokenizer.token_to_id(END_OF_TEXT)
+    ids = tokenizer.encode(sample.prompt, add_special_tokens=False).ids or [end or 0]
+    rng, tokens = np.random.default_rng([config.seed, 0]), token_numbers(tokenizer)
+    for _ in range(sample.tokens):
+        if stop:
+            break
+        window = ids[-seq:]
+        padded = np.zeros((batch, seq), np.int64)  # what is right of the window cannot influence it
+        padded[0, : len(window)] = window
+        _, logits = trainer.evaluate({"input_ids": padded}, return_logits=True)
+        token = _draw(logits[0, len(window) - 1, :tokens], sample.temperature, sample.top_k, rng)
+        if token == end:
+            break
+        ids.append(token)
+    return str(tokenizer.decode(ids))
+
+
+def fill_masked(trainer: Trainer, tokenizer: Tokenizer, inputs: Mapping[str, Any], most: int) -> str:
+    """The first `most` tokens of the first row of `inputs`, as MaskedCollator makes them, with the likeliest tokens.
+
+    Where a token was to be predicted stands [[guess]], and [[guess, not token]] where the guess is wrong."""
+    _, logits = trainer.evaluate(inputs, return_logits=True)
+    guesses = logits[0, :most, : token_numbers(tokenizer)].argmax(-1)
+
+    def text(ids: list[int]) -> str:
+        return str(tokenizer.decode(ids, skip_special_tokens=False))
+
+    parts: list[str] = []
+    plain: list[int] = []  # decoded together: a character may be several tokens
+    rows = (inputs[name][0, :most].tolist() for name in ("input_ids", "labels"))
+    for token, label, guess in zip(*rows, guesses.tolist(), strict=True):
+        if label == IGNORED:
+            plain.append(token)
+            continue
+        wrong = "" if guess == label else f", not {text([label])!r}"
+        parts += [text(plain), f"[[{text([guess])!r}{wrong}]]"]
+        plain = []
+    return "".join([*parts, text(plain)])
+
+
+def _draw(logits: np.ndarray[Any, Any], temperature: float, top_k: int | None, rng: np.random.Generator) -> int:
+    if temperature == 0:
+        return int(logits.argmax())
+    scaled = logits.astype(np.float64) / temperature
+    if top_k is not None and top_k < len(scaled):
+        scaled[scaled < np.partition(scaled, -top_k)[-top_k]] = -np.inf
+    weights = np.exp(scaled - scaled.max())
+    return int(rng.choice(len(weights), p=weights / weights.sum()))

@@ -1,0 +1,88 @@
+"""What `nntile train` gives a model: batches of text, made as the model's objective says."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from nntile_py.config.run import RunConfig
+from nntile_py.config.spec import step_spec
+from nntile_py.errors import ConfigError
+from nntile_py.models.base import find, known
+from nntile_py.tokenizer import CLS, MASK, MASKED, PAD, SEP, load_tokenizer, special_numbers, token_numbers
+from nntile_py.training.collators import Array, CausalCollator, Collator, MaskedCollator
+from nntile_py.training.data import Corpus, held_out_batches, training_batch
+
+SPECIAL: dict[str, Sequence[str]] = {"causal": (), "masked": MASKED}  # by objective: tokens that the text needs
+
+
+def objective(config: RunConfig) -> str:
+    """`causal` or `masked`; raises ConfigError for a model or a tokenizer that text cannot be made into batches for."""
+    kind, found = config.model.type, find(config.model.type).objective
+    elsewhere = "train it from Python with nt.Trainer"
+    if found not in SPECIAL:
+        text = ", ".join(name for name, cls in known().items() if cls.objective)
+        raise ConfigError(
+            f"model.type: {kind} is not trained on text (its objective is {found}); allowed: {text}, or {elsewhere}"
+        )
+    declared = step_spec(config).trace()[0].inputs
+    asked = {name: list(one.tensor.axes) for name, one in declared.items() if one.default is None}
+    if asked != {name: ["batch", "seq"] for name in ("input_ids", "labels")}:
+        told = ", ".join(f"{name} [{', '.join(axes)}]" for name, axes in asked.items())
+        head = f" with head: {config.model.head}" if "head" in type(config.model).model_fields else ""
+        gives = "text gives input_ids and labels [batch, seq]"
+        raise ConfigError(f"model: {kind}{head} needs {told}; allowed: no others, as {gives}; {elsewhere}")
+    if found == "masked":
+        _check_masked(config)
+    return found
+
+
+def _check_masked(config: RunConfig) -> None:
+    if config.train.seq < 3:
+        raise ConfigError(f"train.seq: got {config.train.seq}; allowed: at least 3, as {CLS} and {SEP} take two places")
+    if (path := config.tokenizer.path) is None:
+        least = 257 + len(MASKED)
+        if config.tokenizer.size() < least:
+            need = f"at least {least}: all bytes, the end-of-text token, {', '.join(MASKED)}"
+            raise ConfigError(f"tokenizer.vocab_size: got {config.tokenizer.size()}; allowed: {need}")
+        return
+    tokenizer = load_tokenizer(Path(path))
+    if missing := [token for token in MASKED if tokenizer.token_to_id(token) is None]:
+        need = f"a tokenizer with {', '.join(MASKED)}"
+        raise ConfigError(f"tokenizer.path: {path} has no token {', '.join(missing)}; allowed: {need}")
+
+
+class Batches:
+    """Inputs of training steps and of evaluations. A masked model reads [CLS], a part of the text, [SEP].
+
+    held_out: the same batches, with the same tokens masked, at every evaluation."""
+
+    def __init__(self, config: RunConfig, corpus: Corpus, objective: str) -> None:
+        self._how, self._seed, self._tokens = config.train, config.seed, corpus.train
+        self._ends: tuple[int, int] | None = None  # what stands before and after the text of a sequence
+        self._collate: Collator = CausalCollator(config.train.seq)
+        if objective == "masked":
+            number = {token: corpus.tokenizer.token_to_id(token) for token in MASKED}
+            self._ends = number[CLS], number[SEP]
+            vocab, special = token_numbers(corpus.tokenizer), special_numbers(corpus.tokenizer)
+            self._collate = MaskedCollator(
+                config.train.seq, vocab, number[MASK], frozenset(special | set(number.values())), number[PAD],
+                config.train.mask_probability, config.seed,
+            )  # fmt: skip
+        self._text = config.train.seq - len(self._ends or ())  # tokens of text in a sequence
+        rows, count = config.train.batch, config.train.eval_batches
+        parts = held_out_batches(corpus.held_out, rows, self._text, count)
+        whole = self._collate(self._framed(np.concatenate(list(parts))), 0)  # no step of training has the number 0
+        self.held_out = [
+            {name: array[row : row + rows] for name, array in whole.items()} for row in range(0, rows * count, rows)
+        ]
+
+    def training(self, step: int) -> dict[str, Array]:
+        """Of step 1, 2, ...: decided by the seed and the step alone."""
+        rows = self._how.batch * self._how.grad_accumulation
+        return self._collate(self._framed(training_batch(self._tokens, rows, self._text, self._seed, step)), step)
+
+    def _framed(self, ids: Array) -> Array:
+        return np.pad(ids, ((0, 0), (1, 1)), constant_values=[(0, 0), self._ends]) if self._ends else ids

@@ -1,0 +1,91 @@
+"""Samples of token numbers to the dict of inputs that a training step takes."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+from nntile_py.errors import ConfigError
+from nntile_py.tasks.cross_entropy import IGNORED
+
+Array = np.ndarray[Any, Any]
+Samples = Sequence[Any] | Array  # lists or arrays of token numbers, of any lengths; or an int array [rows, seq]
+
+
+class Collator(Protocol):
+    """What makes the inputs of step `step`."""
+
+    def __call__(self, samples: Samples, step: int = 0) -> dict[str, Array]: ...
+
+
+@dataclass(frozen=True)
+class CausalCollator:
+    """Inputs of a causal model: each sample padded at its end to `seq` tokens `pad`.
+
+    Gives input_ids and labels, int64 [rows, seq], labels -100 where padded; attention_mask [rows, seq], 0 where padded,
+    if anything is. Labels are not shifted: the trainer does so. Raises ValueError for a longer sample."""
+
+    seq: int
+    pad: int = 0
+
+    def __call__(self, samples: Samples, step: int = 0) -> dict[str, Array]:
+        """`step` says nothing here; a MaskedCollator draws by it."""
+        ids, real = _padded(samples, self.seq, self.pad)
+        return _inputs(ids, np.where(real, ids, IGNORED), real)
+
+
+@dataclass(frozen=True)
+class MaskedCollator:
+    """Inputs of a masked language model (Devlin et al. 2019, section 3.1): CausalCollator's with tokens masked.
+
+    Of the tokens that are not in `special` a share `probability` is predicted (labels elsewhere -100); of these 80 %
+    become the token `mask`, 10 % one of the tokens 0 to vocab - 1 that are not in `special`, 10 % stay. What is drawn
+    depends on seed, step and place alone. A row may have nothing to predict."""
+
+    seq: int
+    vocab: int
+    mask: int
+    special: Collection[int] = ()  # tokens that stand for no text, such as [CLS]; `mask` is one anyway
+    pad: int = 0
+    probability: float = 0.15
+    seed: int = 0
+    _ordinary: Array = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if not 0 < self.probability < 1:
+            raise ConfigError(f"probability: got {self.probability}; allowed: a number above 0 and below 1")
+        if not 0 <= self.mask < self.vocab:
+            raise ConfigError(f"mask: got {self.mask}; allowed: a token, 0 to {self.vocab - 1}")
+        ordinary = np.setdiff1d(np.arange(self.vocab), [*self.special, self.mask])
+        if not ordinary.size:
+            raise ConfigError(f"special: all {self.vocab} tokens are in it; allowed: fewer")
+        object.__setattr__(self, "_ordinary", ordinary)
+
+    def __call__(self, samples: Samples, step: int = 0) -> dict[str, Array]:
+        ids, real = _padded(samples, self.seq, self.pad)
+        rng = np.random.default_rng([self.seed, step, 1])  # [seed, step] draws the places of a step's sequences
+        chosen = np.isin(ids, self._ordinary) & real & (rng.random(ids.shape) < self.probability)
+        how, other = rng.random(ids.shape), rng.choice(self._ordinary, ids.shape)
+        seen = np.where(chosen & (how < 0.8), self.mask, np.where(chosen & (how >= 0.9), other, ids))
+        return _inputs(seen, np.where(chosen, ids, IGNORED), real)
+
+
+def _padded(samples: Samples, seq: int, pad: int) -> tuple[Array, Array]:
+    """Token numbers [rows, seq], and where they are not padding."""
+    ids, real = np.full((len(samples), seq), pad, np.int64), np.zeros((len(samples), seq), np.bool_)
+    for row, sample in enumerate(samples):
+        tokens = np.asarray(sample)
+        if tokens.ndim != 1 or (tokens.size and tokens.dtype.kind not in "iu"):
+            raise ValueError(f"samples[{row}]: {tokens.dtype} {tokens.shape} is not allowed; expected a list of ints")
+        if len(tokens) > seq:
+            raise ValueError(f"samples[{row}]: {len(tokens)} tokens; allowed: at most seq = {seq}")
+        ids[row, : len(tokens)], real[row, : len(tokens)] = tokens, True
+    return ids, real
+
+
+def _inputs(ids: Array, labels: Array, real: Array) -> dict[str, Array]:
+    mask = {} if real.all() else {"attention_mask": real.astype(np.int64)}
+    return {"input_ids": ids, "labels": labels} | mask
