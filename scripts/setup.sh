@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Everything from a clean clone to an importable nntile_py in .venv: system packages, StarPU, torch, the extension.
-# A second run does nothing twice.
+# Idempotent: a second run makes what is missing or has changed.
 #   PYTHON=python3.12        the interpreter to make .venv with
 #   TORCH='torch==2.13.0'    what to give pip for torch; the default keeps a torch >= 2.11 that .venv has already
 #   NNTILE_APT=0             never install system packages, only name them

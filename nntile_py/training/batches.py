@@ -64,7 +64,7 @@ class Batches:
         self._ends: tuple[int, int] | None = None  # what stands before and after the text of a sequence
         self._collate: Collator = CausalCollator(config.train.seq)
         if objective == "masked":
-            number = {token: corpus.tokenizer.token_to_id(token) for token in MASKED}
+            number: dict[str, int] = {token: corpus.tokenizer.token_to_id(token) or 0 for token in MASKED}  # all there
             self._ends = number[CLS], number[SEP]
             vocab, special = token_numbers(corpus.tokenizer), special_numbers(corpus.tokenizer)
             self._collate = MaskedCollator(
