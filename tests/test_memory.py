@@ -59,13 +59,14 @@ print("end")
 
 def test_a_tile_larger_than_the_machine(python: Any) -> None:
     code = """
+from nntile_py.execution.program import body
 with nt.Runtime(cpus=1):
     def run():
         source, huge = _core.Tile([4], "fp32"), _core.Tile([1 << 45], "fp32")
         source.write(np.ones(4))
         program = _core.Program()
-        body = ("transpose", "h0.Transpose", [0, 1], [0], 0, 0, [], 0, [])
-        program.add(bodies=[body], codelet="transpose", name="h0.Transpose", tiles=[huge, source], modes=["W", "R"])
+        bodies = [body("transpose", "h0.Transpose", [0, 1], [0])]
+        program.add(bodies=bodies, codelet="transpose", name="h0.Transpose", tiles=[huge, source], modes=["W", "R"])
         program.run([])
         nt.Runtime.wait()
     refused(run, "memory")

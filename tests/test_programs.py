@@ -11,6 +11,7 @@ from faults import CONFIG, IDS, fail, fill, works
 
 import nntile_py as nt
 from nntile_py import _core
+from nntile_py.execution.program import body
 
 
 @pytest.fixture
@@ -22,15 +23,11 @@ def runtime() -> Iterator[nt.Runtime]:
 # -- programs of kernels that fail
 
 
-def body(kernel: str, name: str, tiles: int, ints: Any = ()) -> tuple[Any, ...]:
-    return kernel, name, list(range(tiles)), list(ints), 0, 0, [], 0, []
-
-
 def program(kernel: str, tiles: list[_core.Tile], modes: str, ints: Any = ()) -> _core.Program:
     native = _core.Program()
     name = f"h0.attn.{kernel.title()}"
     native.add(
-        bodies=[body(kernel, name, len(tiles), ints)], codelet=kernel, name=name, tiles=tiles, modes=modes.split()
+        bodies=[body(kernel, name, range(len(tiles)), ints)], codelet=kernel, name=name, tiles=tiles, modes=modes.split()
     )
     return native
 
@@ -108,7 +105,7 @@ def test_a_program_that_reads_what_it_has_freed(runtime: nt.Runtime) -> None:
     a, b = tile(4), tile(4, write=False)
     native = program("transpose", [b, a], "W R", [0])
     native.add_invalidate(b)
-    late = body("transpose", "late", 2, [0])
+    late = body("transpose", "late", [0, 1], [0])
     native.add(bodies=[late], codelet="transpose", name="late", tiles=[a, b], modes=["W", "R"])
     with pytest.raises(nt.TaskError, match="late: reads a tile before any task wrote it"):
         native.run([])

@@ -59,6 +59,7 @@ def measure_tasks(
     import numpy as np
 
     from nntile_py import _core
+    from nntile_py.execution.program import body
     from nntile_py.execution.runtime import Runtime
 
     total, submit = [], []
@@ -70,8 +71,8 @@ def measure_tasks(
         program = _core.Program()
         for k in range(count):
             used = [pool[(k + j) % len(pool)] for j in range(tiles)]
-            body: tuple[Any, ...] = ("empty", "empty", list(range(tiles)), [], 0, 0, [], 0, [])
-            program.add(bodies=[body], codelet="empty", name="empty", tiles=used, modes=["RW"] * tiles)
+            empty = [body("empty", "empty", range(tiles))]
+            program.add(bodies=empty, codelet="empty", name="empty", tiles=used, modes=["RW"] * tiles)
         for _ in range(repeats + 1):
             start = time.perf_counter()
             program.run([])

@@ -103,16 +103,16 @@ def measure_metg(
 def _program(tiles: Sequence[Any], count: int, bodies: int = 1) -> Callable[[], float]:
     """Tasks of `bodies` loops of `count` multiply-adds, one on each of `tiles` in turn; returns their time."""
     from nntile_py import _core
-    from nntile_py.execution.program import capability_of_devices, encoded_launches
+    from nntile_py.execution.program import body, capability_of_devices, encoded_launches
     from nntile_py.tiles import RW, Tile
     from nntile_py.tiles.tasklist import BusyArgs, Task
 
     described = Task("busy", [RW(Tile("busy", (0,), (1,), "fp32"))], BusyArgs(count))
-    body = ("busy", "busy", [0], [count], 0, 0, *encoded_launches([described], capability_of_devices()), None)
+    one = body("busy", "busy", [0], [count], launched=encoded_launches([described], capability_of_devices()))
     program = _core.Program()
     for tile in tiles:
         program.add(
-            bodies=[body] * bodies, codelet="busy", name="busy", tiles=[tile], modes=["RW"], floats=[], slots=[],
+            bodies=[one] * bodies, codelet="busy", name="busy", tiles=[tile], modes=["RW"], floats=[], slots=[],
             footprint=zlib.crc32(repr((count, bodies)).encode()), priority=0, flop=0.0,
         )  # fmt: skip
 

@@ -79,6 +79,24 @@ def encoded_launches(tasks: list[Task], capability: int | None) -> tuple[list[An
     return encoded, made.scratch, launch.encode_table(made)
 
 
+Launched = tuple[list[Any], int, list[tuple[int, int]]]
+NOT_LAUNCHED: Launched = ([], 0, [])
+
+
+def body(
+    kernel: str,
+    name: str,
+    places: Sequence[int],
+    ints: Sequence[int] = (),
+    first_float: int = 0,
+    accumulates: int = 0,
+    launched: Launched = NOT_LAUNCHED,
+    python: Any = None,
+) -> tuple[Any, ...]:
+    """What a task runs, as the binding takes it: a kernel on the tiles at `places` of the task's; see TaskBody."""
+    return kernel, name, list(places), list(ints), first_float, accumulates, *launched, python
+
+
 def capability_of_devices() -> int | None:
     """Of the CUDA workers' devices, which are taken to be alike; None where there are none."""
     if not _core.cuda_workers():
@@ -154,7 +172,7 @@ class Program:
                     at = [places[a.tile] for one in run for a in one.accesses]
                 named = (part.kernel, part.op or part.kernel)
                 launched = encoded_launches(run, capability)
-                bodies.append((*named, at, list(part.ints), first, accumulates, *launched, bound(part)))
+                bodies.append(body(*named, at, part.ints, first, accumulates, launched, bound(part)))
             shapes = [a.tile.shape for a in task.accesses]
             dtype = next((a.tile.dtype for a in task.accesses if a.tile.dtype != "int64"), "fp32")
             self._native.add(
