@@ -27,7 +27,8 @@ def program(kernel: str, tiles: list[_core.Tile], modes: str, ints: Any = ()) ->
     native = _core.Program()
     name = f"h0.attn.{kernel.title()}"
     native.add(
-        bodies=[body(kernel, name, range(len(tiles)), ints)], codelet=kernel, name=name, tiles=tiles, modes=modes.split()
+        bodies=[body(kernel, name, range(len(tiles)), ints)],
+        codelet=kernel, name=name, tiles=tiles, modes=modes.split(),
     )
     return native
 
