@@ -115,7 +115,8 @@ def test_a_file_is_read_anew_once_it_is_changed(tmp_path: Path) -> None:
     path = write(tmp_path)
     first = load(path)
     assert step_spec(first).model.config is first.model  # one class, however often it is asked for
-    write(tmp_path, OWN.replace("ffn: Count = 20", "ffn: Count = 30  # more"))
+    late = "from __future__ import annotations\n" + OWN  # its annotations are looked up by the module's name
+    write(tmp_path, late.replace("ffn: Count = 20", "ffn: Count = 30  # more"))
     assert load(path).model.ffn == 30
 
 
