@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import inspect
 import json
 import pkgutil
+import sys
+import traceback
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
@@ -15,7 +18,7 @@ import numpy as np
 from pydantic import ConfigDict, Field, ValidationError
 
 from nntile_py.errors import ConfigError
-from nntile_py.graph.declared import Batch, Param, Traced
+from nntile_py.graph.declared import Batch, Param, Traced, trace
 from nntile_py.graph.graph import Graph
 from nntile_py.models.init import initial_weights
 from nntile_py.schema import Count, Section, allowed, explained
@@ -115,7 +118,7 @@ class Model:
         """The parameters, as they are declared; no other sizes than the config's are in them."""
         if self._params is None:
             graph = Graph()
-            self.trace(graph, Batch(1, 1))
+            trace(self, graph, Batch(1, 1))
             self._params = list(graph.params.values())
         return self._params
 
@@ -145,12 +148,15 @@ class Model:
 
     @classmethod
     def read_config(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
-        """Fields of the config, from transformers' config.json; raises ConfigError for what is not supported."""
-        raise ConfigError(f"model: {cls.__name__} reads no weights of transformers")
+        """Fields of the config, from config.json; raises ConfigError for what is not supported.
+
+        A model that transformers knows has its own, as of hf_config; the others write and read their fields.
+        """
+        return {name: raw[name] for name in cls.Config.model_fields if name in raw and name not in ("type", "from_")}
 
     def hf_config(self) -> dict[str, Any]:
-        """What transformers takes as the model's config."""
-        raise ConfigError(f"model: {type(self).__name__} is not known to transformers")
+        """What config.json holds: for transformers its config of the model, with model_type and architectures."""
+        return self.config.model_dump(exclude={"from_"})
 
     @classmethod
     def from_hf(cls, source: Any, **fields: Any) -> Self:
@@ -160,15 +166,15 @@ class Model:
         for a folder or a variant of the model that cannot be read.
         """
         raw, weights = _read(source)
+        if "architectures" in raw and "read_config" not in vars(cls):
+            raise ConfigError(f"model: {cls.__name__} reads no weights of transformers")
         config = cls.Config(**(cls.read_config(raw) | fields))
         model = cls(config, hf=raw)
         shapes = model.weight_shapes()
         weights = {name if name in shapes else cls.prefix + name: value for name, value in weights.items()}
-        for name, shape in shapes.items():
-            if name not in weights:
-                raise ConfigError(f"model: weight {name} is missing")
-            if weights[name].shape != shape:
-                raise ConfigError(f"model: weight {name} has shape {weights[name].shape}, expected {shape}")
+        for param in model.params():
+            for source in param.sources:
+                source.check(weights)
         model.weights = {name: weights[name] for name in shapes}
         return model
 
@@ -182,6 +188,8 @@ class Model:
         import transformers
 
         raw = self.hf_config()
+        if "architectures" not in raw:
+            raise ConfigError(f"model: {type(self).__name__} is not known to transformers")
         (architecture,) = raw["architectures"]
         config = transformers.AutoConfig.for_model(**raw)
         dtype = torch.float64 if next(iter(self.weights.values())).dtype == np.float64 else torch.float32
@@ -198,13 +206,16 @@ def _read(source: Any) -> tuple[dict[str, Any], Weights]:
     """config.json and the weights of a model or of a folder."""
     if isinstance(source, str | Path):
         return read_folder(Path(source))
-    if not hasattr(source, "state_dict") or not hasattr(source, "config"):
-        raise ConfigError(f"model: {type(source).__name__} is not allowed; use a transformers model, or its folder")
-    raw = source.config.to_dict()
-    raw["architectures"] = [type(source).__name__]
+    raw = _config_of_hf(source)
     double = all(v.dtype.itemsize == 8 for v in source.parameters())
     state = {k: v.detach().cpu() for k, v in source.state_dict().items()}
     return raw, {k: (v if double else v.float()).numpy().copy() for k, v in state.items()}
+
+
+def _config_of_hf(source: Any) -> dict[str, Any]:
+    if not hasattr(source, "state_dict") or not hasattr(source, "config"):
+        raise ConfigError(f"model: {type(source).__name__} is not allowed; use a transformers model, or its folder")
+    return {**source.config.to_dict(), "architectures": [type(source).__name__]}
 
 
 def read_folder(folder: Path) -> tuple[dict[str, Any], Weights]:
@@ -245,6 +256,12 @@ def read_raw_config(folder: Path) -> dict[str, Any]:
     return raw
 
 
+def check_type(raw: Mapping[str, Any], kind: str) -> None:
+    """Refuse another model_type than `kind`."""
+    if raw.get("model_type") != kind:
+        raise ConfigError(f"model: model_type is {raw.get('model_type')!r}; only {kind} can be read")
+
+
 # -- which models there are
 
 
@@ -260,44 +277,68 @@ def known() -> dict[str, type[Model]]:
 def find(name: Any) -> type[Model]:
     """A model by its type in a YAML: one of `known`, or my_file.py:MyModel. Raises ConfigError."""
     models = known()
-    if name in models:
+    if isinstance(name, str) and name in models:
         return models[name]
     file, colon, wanted = str(name).rpartition(":")
     if not colon or not file.endswith(".py"):
         raise ConfigError(f"model.type: got {name!r}; {allowed(name, [*models, 'my_file.py:MyModel'])}")
-    return _own(Path(file).expanduser(), wanted)
+    return _own(Path(file).expanduser().resolve(), wanted)
+
+
+def resolved(name: Any) -> Any:
+    """A type as it is understood in any folder."""
+    file, colon, wanted = str(name).rpartition(":")
+    return f"{Path(file).expanduser().resolve()}:{wanted}" if colon else name
 
 
 def _own(path: Path, wanted: str) -> type[Model]:
     """The class of that name in a user's file."""
-    here = f"model.type: {path}:{wanted}"
+    here, need = f"model.type: {path}:{wanted}", "a subclass of nt.Model with a Config of nt.ModelConfig"
     if not path.is_file():
-        raise ConfigError(f"{here}: no such file; allowed: the path of a Python file with a subclass of nt.Model")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
+        raise ConfigError(f"{here}: no such file; allowed: the path of a Python file with {need}")
     try:
-        spec.loader.exec_module(module)
-    except Exception as error:  # whatever the user's file does
-        raise ConfigError(f"{here}: the file raises {type(error).__name__}: {error}") from error
+        module = _loaded(path, path.stat().st_mtime_ns)
+    except (Exception, SystemExit) as error:  # whatever the user's file does
+        lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == str(path)]
+        place = f" in line {lines[-1]}" if lines else ""
+        raise ConfigError(f"{here}: the file raises {type(error).__name__}{place}: {error}") from error
     found = {cls.__name__: cls for cls in _models_in(module)}
     if wanted not in found:
-        there = ", ".join(found) or "none"
-        raise ConfigError(f"{here}: no such class in the file; allowed: a subclass of nt.Model with a Config: {there}")
+        there = vars(module).get(wanted)
+        lacks = "no such class in the file" if there is None else "no subclass of nt.Model"
+        if inspect.isclass(there) and issubclass(there, Model):
+            lacks = "its Config is missing, or is no subclass of nt.ModelConfig"
+        raise ConfigError(f"{here}: {lacks}; allowed: {need}; in this file: {', '.join(found) or 'none'}")
     return found[wanted]
+
+
+@functools.cache
+def _loaded(path: Path, changed: int) -> Any:
+    """A user's file as a module, once for each time at which it was changed: its classes must stay the same ones."""
+    spec = importlib.util.spec_from_file_location(f"own model {path}", path)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # where pydantic and dataclasses look annotations up
+    spec.loader.exec_module(module)
+    return module
 
 
 def _models_in(module: Any) -> list[type[Model]]:
     return [
         cls
         for _, cls in inspect.getmembers(module, inspect.isclass)
-        if issubclass(cls, Model) and cls.__module__ == module.__name__ and "Config" in dir(cls)
+        if issubclass(cls, Model) and cls.__module__ == module.__name__ and _config_of(cls)
     ]
+
+
+def _config_of(cls: type[Model]) -> bool:
+    made = getattr(cls, "Config", None)
+    return inspect.isclass(made) and issubclass(made, ModelConfig)
 
 
 def from_hf(source: Any, **fields: Any) -> Model:
     """The model that a transformers model, or a folder saved by save_pretrained, is: see Model.from_hf."""
-    raw = read_raw_config(Path(source)) if isinstance(source, str | Path) else source.config.to_dict()
+    raw = read_raw_config(Path(source)) if isinstance(source, str | Path) else _config_of_hf(source)
     return of_hf_type(raw.get("model_type")).from_hf(source, **fields)
 
 

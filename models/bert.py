@@ -13,7 +13,7 @@ from pydantic import model_validator
 from nntile_py.errors import ConfigError
 from nntile_py.graph.declared import ZEROS, Batch, Normal, Traced
 from nntile_py.graph.graph import Graph
-from nntile_py.models.base import Model, TokenConfig
+from nntile_py.models.base import Model, TokenConfig, check_type
 from nntile_py.models.parts import dense, norm, padding, position_input
 from nntile_py.schema import BelowOne, Count, Positive
 from nntile_py.tasks.activation import activation
@@ -129,6 +129,7 @@ class BERT(Model):
 
     @classmethod
     def read_config(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
+        check_type(raw, "bert")
         architecture = (raw.get("architectures") or [_ARCHITECTURES["masked_lm"]])[0]
         heads = {name: head for head, name in _ARCHITECTURES.items()}
         if architecture not in heads:

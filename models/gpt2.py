@@ -14,7 +14,7 @@ from pydantic import model_validator
 from nntile_py.errors import ConfigError
 from nntile_py.graph.declared import Batch, Normal, Traced
 from nntile_py.graph.graph import Graph
-from nntile_py.models.base import Model, TokenConfig
+from nntile_py.models.base import Model, TokenConfig, check_type
 from nntile_py.models.parts import dense, norm, padding, position_input
 from nntile_py.schema import BelowOne, Count, Positive, Switch
 from nntile_py.tasks.activation import activation
@@ -103,8 +103,7 @@ class GPT2(Model):
 
     @classmethod
     def read_config(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
-        if raw.get("model_type") != "gpt2":
-            raise ConfigError(f"model: model_type is {raw.get('model_type')!r}; only gpt2 can be read")
+        check_type(raw, "gpt2")
         for key in ("scale_attn_by_inverse_layer_idx", "add_cross_attention"):
             if raw.get(key):
                 raise ConfigError(f"model: {key} is set in the model's config; it is not supported")

@@ -14,7 +14,7 @@ from pydantic import model_validator
 from nntile_py.errors import ConfigError
 from nntile_py.graph.declared import ONES, Batch, Normal, Traced
 from nntile_py.graph.graph import Graph
-from nntile_py.models.base import Model, TokenConfig
+from nntile_py.models.base import Model, TokenConfig, check_type
 from nntile_py.models.parts import dense, padding
 from nntile_py.schema import BelowOne, Count, Positive, Switch
 from nntile_py.tasks.attention import Backend, attention
@@ -112,6 +112,7 @@ class Llama(Model):
 
     @classmethod
     def read_config(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
+        check_type(raw, "llama")
         for key in ("attention_bias", "mlp_bias"):
             if raw.get(key):
                 raise ConfigError(f"model: {key} is set in the model's config; it is not supported")

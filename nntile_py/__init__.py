@@ -1,42 +1,48 @@
 """Training transformers as tiled tasks on StarPU."""
 
+import ast
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from nntile_py import models, tasks, testing, tiles
-    from nntile_py.errors import ConfigError, NNTileError, TaskError
-    from nntile_py.execution.python_task import Array, array, task
-    from nntile_py.execution.runtime import Runtime
-    from nntile_py.graph.fusion import Fusion
-    from nntile_py.graph.optimizers import SGD, AdamW
-    from nntile_py.training.collators import CausalCollator, MaskedCollator
-    from nntile_py.training.trainer import Pending, StepResult, Trainer
+if TYPE_CHECKING:  # all that is found here, and where it lies: see _homes
+    # isort: off
+    from nntile_py import models as models, tasks as tasks, testing as testing, tiles as tiles
+    from nntile_py.errors import ConfigError as ConfigError, NNTileError as NNTileError, TaskError as TaskError
+    from nntile_py.execution.python_task import Array as Array, array as array, task as task
+    from nntile_py.execution.runtime import Runtime as Runtime
+    from nntile_py.graph.declared import (
+        ONES as ONES, ZEROS as ZEROS, Batch as Batch, Constant as Constant, Joined as Joined, Normal as Normal,
+        Part as Part, Traced as Traced,
+    )  # fmt: skip
+    from nntile_py.graph.fusion import Fusion as Fusion
+    from nntile_py.graph.graph import Graph as Graph
+    from nntile_py.graph.optimizers import SGD as SGD, AdamW as AdamW
+    from nntile_py.models.base import Model as Model, ModelConfig as ModelConfig
+    from nntile_py.tasks.mask import Mask as Mask
+    from nntile_py.training.collators import CausalCollator as CausalCollator, MaskedCollator as MaskedCollator
+    from nntile_py.training.trainer import Pending as Pending, StepResult as StepResult, Trainer as Trainer
 
 __version__ = "0.1.0"
 
-# Imported at first use: torch takes seconds, and `nntile --help` or a wrong config should not wait for it.
-_HOME = {
-    "SGD": "graph.optimizers", "AdamW": "graph.optimizers", "Array": "execution.python_task", "ConfigError": "errors",
-    "Fusion": "graph.fusion", "NNTileError": "errors", "Pending": "training.trainer", "Runtime": "execution.runtime",
-    "StepResult": "training.trainer", "TaskError": "errors", "Trainer": "training.trainer",
-    "CausalCollator": "training.collators", "MaskedCollator": "training.collators",
-    "array": "execution.python_task", "task": "execution.python_task",
-}  # fmt: skip
-_MODULES = ("models", "tasks", "testing", "tiles")
 
-__all__ = [
-    "SGD", "AdamW", "Array", "CausalCollator", "ConfigError", "Fusion", "MaskedCollator", "NNTileError", "Pending",
-    "Runtime", "StepResult", "TaskError", "Trainer", "array", "models", "task", "tasks", "testing", "tiles",
-]  # fmt: skip
+def _homes() -> dict[str, str]:
+    """{name: the module that has it}, read from the imports above."""
+    (block,) = (node for node in ast.parse(Path(__file__).read_text()).body if isinstance(node, ast.If))
+    lines = [line for line in block.body if isinstance(line, ast.ImportFrom)]
+    return {alias.name: str(line.module) for line in lines for alias in line.names}
+
+
+_HOMES = _homes()
+__all__ = list(_HOMES)
 
 
 def __getattr__(name: str) -> Any:
-    if name in _MODULES:
-        return import_module(f"nntile_py.{name}")
+    """Imported at first use: torch takes seconds, and `nntile --help` or a wrong config should not wait for it."""
     if name == "_core":
         import_module("torch")  # first: it loads CUDA's libraries from where its wheels keep them
         return import_module("nntile_py._core")
-    if name in _HOME:
-        return getattr(import_module(f"nntile_py.{_HOME[name]}"), name)
-    raise AttributeError(f"module 'nntile_py' has no attribute {name!r}")
+    if name not in _HOMES:
+        raise AttributeError(f"module 'nntile_py' has no attribute {name!r}")
+    home = _HOMES[name]
+    return import_module(f"{home}.{name}") if home == __name__ else getattr(import_module(home), name)

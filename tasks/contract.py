@@ -230,6 +230,8 @@ def contract(
     for axis in a.axes:
         if axis in b.axes and a.size(axis) != b.size(axis):
             raise ValueError(f"axis {axis} has {a.size(axis)} elements in {a} and {b.size(axis)} in {b}")
+    if not set(a.axes) ^ set(b.axes) <= set(out_axes) <= set(sizes):
+        raise ValueError(f"a product of {a} and {b} cannot have the axes {', '.join(out_axes)}: it sums over shared")
     # The gradient of a parameter is a sum over all tokens.
     dtype = accumulation_dtype(a.dtype) if like and like.kind == "param" else a.dtype
     out = g.temp("contract", out_axes, [sizes[x] for x in out_axes], dtype, band=like.band if like else ALL)
@@ -241,6 +243,6 @@ def linear(g: GraphLike, x: Tensor, weight: Tensor, out_axes: Sequence[str], bia
 
     The operators are named after the weight: mlp.c_fc.weight makes c_fc.contract.
     """
-    with g.scope(next(part for part in reversed(weight.name.split(".")) if part != "weight")):
+    with g.scope(next((part for part in reversed(weight.name.split(".")) if part != "weight"), weight.name)):
         y = contract(g, x, weight, out_axes)
         return bias_add(g, y, bias) if bias else y

@@ -46,6 +46,8 @@ class Tensor:
         storage: Tensor | None = None,
         band: Band = ALL,
     ) -> None:
+        if len(set(axes)) != len(axes):
+            raise ValueError(f"{name}: an axis is named twice in {', '.join(axes)}")
         assert len(axes) == len(shape), (name, axes, shape)
         self.name, self.axes, self.shape = name, tuple(axes), tuple(int(s) for s in shape)
         self.dtype, self.kind, self.monoid, self.band = dtype, kind, monoid, band

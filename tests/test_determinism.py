@@ -13,12 +13,17 @@ import numpy as np
 import nntile_py as nt
 options, runs = json.loads(sys.argv[1]), json.loads(sys.argv[2])
 rng = np.random.default_rng(0)
-ids = rng.integers(0, 101, (1, 4, 19)).repeat(5, 0)  # the same batch: its loss falls
-config = nt.models.GPT2Config(layers=2, embed=24, heads=4, vocab=101, positions=19, dropout=0.1)
+ids = rng.integers(0, 101, (4, 19))
+inputs = {"input_ids": ids, "labels": ids, "attention_mask": (np.arange(19) < [[19], [9], [19], [4]]).astype(int)}
+cls = getattr(nt.models, options.pop("model", "GPT2"))
+if cls is nt.models.GPT2:
+    del inputs["attention_mask"]
+more = {"kv_heads": 2, "ffn": 60} if cls is nt.models.Llama else {"dropout": 0.1}
+config = cls.Config(layers=2, embed=24, heads=4, vocab=101, positions=19, **more)
 for run in runs:
     with nt.Runtime(**run):
-        trainer = nt.Trainer(nt.models.GPT2(config, seed=3), 4, 19, seed=5, clip_grad_norm=1.0, **options)
-        pending = [trainer.submit(x, x) for x in ids]
+        trainer = nt.Trainer(cls(config, seed=3), 4, 19, seed=5, clip_grad_norm=1.0, **options)
+        pending = [trainer.submit(inputs) for _ in range(5)]  # the same batch: its loss falls
         results = [p.result() for p in pending]
         weights = trainer.state_dict()
     print(json.dumps([r.loss.hex() for r in results] + [r.grad_norm.hex() for r in results]
@@ -66,6 +71,17 @@ def test_other_attention_without_fusion(losses: Losses, once: list[str], attenti
     first, *others = losses(runs, attention=attention, fusion=False)
     assert others == [first] * 2
     assert first != once
+
+
+@pytest.mark.parametrize("model", ["BERT", "Llama"])
+@pytest.mark.parametrize("attention", ["vendor", "naive"])
+def test_other_models(losses: Losses, model: str, attention: str) -> None:
+    """With padded rows; BERT with dropout, Llama with fewer heads of keys."""
+    tiles = TILES | {"heads": 2}
+    first, *others = losses([{"cpus": cpus} for cpus in (1, CPUS, CPUS)], model=model, attention=attention, tiles=tiles)
+    assert others == [first] * 2
+    begin, end = (float.fromhex(first[k]) for k in (0, 4))
+    assert 4 < end < begin < 5
 
 
 def test_other_tiles_round_otherwise(losses: Losses, once: list[str]) -> None:

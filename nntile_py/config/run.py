@@ -11,7 +11,7 @@ from pydantic import Field, SerializeAsAny, field_validator, model_validator
 from nntile_py.errors import ConfigError
 from nntile_py.graph.optimizers import SGD, AdamW
 from nntile_py.graph.step import PRECISIONS, check_precision
-from nntile_py.models.base import ModelConfig, find, of_hf_type, read_raw_config
+from nntile_py.models.base import ModelConfig, find, of_hf_type, read_raw_config, resolved
 from nntile_py.schema import (
     BelowOne,
     Betas,
@@ -303,7 +303,7 @@ def load(path: str | Path, overrides: Iterable[str] = ()) -> RunConfig:
             _apply_scheduler(tree, wins=tree["scheduler"] != chosen, overrides=overrides)
         return validated(RunConfig, tree)
     except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from None
+        raise ConfigError(f"{path}: {error}") from error
 
 
 def load_scheduler(name: str) -> dict[str, Any]:
@@ -393,6 +393,8 @@ def _model_section(given: Any) -> Any:
     if not isinstance(given, dict):
         return given
     given = {key: value for key, value in given.items() if value is not None}
+    if "type" in given:
+        given["type"] = resolved(given["type"])
     if (source := given.get("from")) is None:
         return validated(find(given.get("type", "gpt2")).Config, given, "model.")
     folder = Path(str(source)).expanduser().resolve()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import sys
+import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
@@ -47,9 +49,17 @@ class Source:
     index: tuple[slice | int, ...] = ()
     at: tuple[slice | int, ...] = ()
 
+    def check(self, weights: Weights) -> None:
+        """Raises ConfigError where the weight is missing, or is of another shape."""
+        if self.weight not in weights:
+            raise ConfigError(f"model: weight {self.weight} is missing")
+        if (shape := np.shape(weights[self.weight])) != self.shape:
+            raise ConfigError(f"model: weight {self.weight} has shape {shape}, expected {self.shape}")
+
     def take(self, weights: Weights) -> Array:
-        """The values of parameter[at]."""
-        return np.asarray(weights[self.weight].reshape(self.view)[self.index])
+        """The values of parameter[at]; ConfigError as of `check`."""
+        self.check(weights)
+        return np.asarray(weights[self.weight]).reshape(self.view)[self.index]
 
     def put(self, weights: dict[str, Array], value: Array) -> None:
         """Write a whole parameter's part into its weight, which is made if it is not there."""
@@ -86,12 +96,12 @@ class Param:
 
     def value(self, weights: Weights) -> Array:
         """The parameter, out of a checkpoint's weights."""
-        if len(self.sources) == 1 and not self.sources[0].at:
-            return self.sources[0].take(weights)
-        first = weights[self.sources[0].weight]
-        whole = np.empty(self.tensor.shape, first.dtype)
-        for source in self.sources:
-            whole[source.at] = source.take(weights)
+        parts = [source.take(weights) for source in self.sources]
+        if len(parts) == 1 and not self.sources[0].at:
+            return parts[0]
+        whole = np.empty(self.tensor.shape, parts[0].dtype)
+        for source, part in zip(self.sources, parts, strict=True):
+            whole[source.at] = part
         return whole
 
     def put(self, weights: dict[str, Array], value: Array) -> None:
@@ -173,7 +183,10 @@ class Input:
     def checked(self, value: Any, rows: int) -> Array:
         """The value as an array of the shape of `rows` of the batch; raises ValueError naming what is allowed."""
         name, tensor = self.tensor.name, self.tensor
-        array = np.asarray(value)
+        try:
+            array = np.asarray(value)
+        except ValueError:  # rows of unequal lengths
+            array = np.empty((), object)
         shape = (rows, *tensor.shape[1:]) if self.batched else tensor.shape
         whole, kinds = ("ints", "iub") if tensor.dtype == "int64" else ("numbers", "iuf")
         if array.shape != shape or array.dtype.kind not in kinds:
@@ -239,6 +252,28 @@ class Traceable(Protocol):
     weights: Any  # {name: array}
 
     def trace(self, g: Any, batch: Batch) -> Traced: ...
+
+
+def trace(model: Traceable, graph: Any, batch: Batch) -> Traced:
+    """The model's trace on a new graph. Whatever goes wrong in a user's model is a ConfigError that names the place."""
+    cls = type(model)
+    file = getattr(sys.modules.get(cls.__module__), "__file__", None)
+    here = f"model {cls.__name__}" + (f" ({file})" if file else "")
+    try:
+        made = model.trace(graph, batch)
+    except Exception as error:
+        if cls.__module__.startswith("nntile_py."):  # says itself what is wrong, or is wrong
+            raise
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+        line = f"line {lines[-1]}: " if lines else ""
+        told = str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
+        raise ConfigError(f"{here}: {line}{told}") from error
+    if not isinstance(made, Traced) or not isinstance(made.loss, Tensor) or not isinstance(made.outputs, Mapping):
+        raise ConfigError(
+            f"{here}: trace() returned {type(made).__name__};"
+            " allowed: nt.Traced(loss, outputs), a tensor and a dict of tensors"
+        )
+    return made
 
 
 def numel(params: Sequence[Param]) -> int:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from nntile_py.errors import ConfigError
-from nntile_py.graph.declared import Array, Init, Input, Joined, Param, Part, sources_of
+from nntile_py.graph.declared import Array, Init, Input, Joined, Param, Part, Source, sources_of
 from nntile_py.tasks.elementwise import Rename, add
 from nntile_py.tasks.op import CONTRACTION, Op, Tensor
 
@@ -26,6 +26,7 @@ class Graph:
         self.projections: list[list[Tensor]] = []  # of each attention: queries, keys, values
         self.ops: list[Op] = []
         self.tensors: dict[str, Tensor] = {}  # those that the host names: inputs, parameters, state, scalars
+        self._sources: dict[str, list[Source]] = {}  # of each weight, as they were declared
         self._scope: list[str] = []
         self._phase = "forward"
         self._dropouts = 0
@@ -59,8 +60,22 @@ class Graph:
         if name in self.tensors:
             raise ConfigError(f"parameter {name}: declared twice; use another name, or the tensor that there is")
         tensor = self.named(name, list(axes), list(axes.values()), "param")
-        self.params[tensor] = Param(tensor, init, sources_of(name, axes, sources))
+        param = Param(tensor, init, sources_of(name, axes, sources))
+        for source in param.sources:
+            self._check_source(name, source)
+        self.params[tensor] = param
         return tensor
+
+    def _check_source(self, name: str, source: Source) -> None:
+        """Refuse a weight of two shapes, and a part of it that two parameters would take."""
+        parts = self._sources.setdefault(source.weight, [])
+        for other in parts:
+            if other.shape != source.shape:
+                shapes = f"{other.shape} in one parameter, {source.shape} here"
+                raise ConfigError(f"parameter {name}: weight {source.weight} has shape {shapes}")
+            if (other.view, other.index) == (source.view, source.index):
+                raise ConfigError(f"parameter {name}: {source.weight} is another one's; use one parameter for both")
+        parts.append(source)
 
     def input(
         self,

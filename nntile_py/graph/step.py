@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from nntile_py.errors import ConfigError
-from nntile_py.graph.declared import Batch, Param, Traceable, Traced
+from nntile_py.graph.declared import Batch, Param, Traceable, Traced, trace
 from nntile_py.graph.fusion import Fusion, fuse, narrow_gradients
 from nntile_py.graph.graph import Graph
 from nntile_py.graph.lowering import lower
@@ -129,12 +129,7 @@ class StepSpec:
         """The model's graph, forward alone, before fusion."""
         graph = Graph(TILE_DTYPE.get(self.dtype, self.dtype), training=training)
         batch = Batch(self.batch, self.seq, self.given)
-        traced = self.model.trace(graph, batch)
-        if not isinstance(traced, Traced):
-            raise ConfigError(
-                f"model: trace() of {type(self.model).__name__} returned {type(traced).__name__};"
-                " allowed: nt.Traced(loss, outputs)"
-            )
+        traced = trace(self.model, graph, batch)
         if self.fusion.qkv:
             pack_projections(graph)
         return graph, traced, batch

@@ -92,8 +92,8 @@ def learning_rate(optimizer: Optimizer, step: int, steps: int) -> float:
 
 
 def save_weights(trainer: Trainer, tokenizer: Tokenizer, out: Path, source: str | None = None) -> None:
-    """Write model.safetensors and config.json, which from_pretrained(out) of transformers' class reads; a model
-    that transformers does not know has no config.json.
+    """Write model.safetensors and config.json, which from_pretrained(out) of transformers' class reads, and `from` of
+    a config all the same where transformers does not know the model.
 
     source: the folder that the model was read from, whose generation_config.json goes along.
 
@@ -107,12 +107,11 @@ def save_weights(trainer: Trainer, tokenizer: Tokenizer, out: Path, source: str 
         # Without this metadata transformers refuses the file.
         save_file({n: np.ascontiguousarray(a) for n, a in weights.items()}, path, metadata={"format": "pt"})
         path.chmod(0o666 & ~_umask())  # as other files: safetensors makes it for its owner alone
-    if type(trainer.model).hf_config is not Model.hf_config:  # one that transformers knows
-        saved = trainer.model.hf_config() | dict.fromkeys(("bos_token_id", "eos_token_id"), end)
-        if (pad := tokenizer.token_to_id(PAD)) is not None:
-            saved["pad_token_id"] = pad
-        saved["dtype"] = "float64" if trainer.dtype == "fp64" else "float32"
-        replace_file(out / "config.json", json.dumps(saved, indent=2))
+    saved = trainer.model.hf_config() | dict.fromkeys(("bos_token_id", "eos_token_id"), end)
+    if (pad := tokenizer.token_to_id(PAD)) is not None:
+        saved["pad_token_id"] = pad
+    saved["dtype"] = "float64" if trainer.dtype == "fp64" else "float32"
+    replace_file(out / "config.json", json.dumps(saved, indent=2))
     if source and (kept := Path(source) / "generation_config.json").is_file():
         replace_file(out / kept.name, kept.read_bytes())
 

@@ -95,6 +95,8 @@ class Trainer:
         seed: int = 0,
         shift_labels: bool = True,
     ) -> None:
+        if attention is not None and not hasattr(model, "changed"):
+            raise ConfigError(f"attention: {type(model).__name__} is no nt.Model; its own text says which it has")
         chosen = model if attention is None else model.changed(attention=attention)  # type: ignore[attr-defined]
         spec = StepSpec(
             chosen, batch, seq, Tiling(tiles), dtype, optimizer or AdamW(), clip_grad_norm, accumulate,
@@ -243,6 +245,8 @@ class Trainer:
             (program,) = programs([evaluation.forward.tasks], self._store, tf32=self.dtype == "tf32")
             self._evaluations[given, keep] = (evaluation, program)
         evaluation, program = self._evaluations[given, keep]
+        if return_logits and not return_outputs and "logits" not in evaluation.outputs:
+            raise ValueError(f"return_logits: the outputs are {', '.join(evaluation.outputs)}; use return_outputs")
         declared = evaluation.graph.inputs
         for name, value in arrays.items():
             self._store.write(evaluation.forward, declared[name].tensor, value)
@@ -304,7 +308,9 @@ class Trainer:
         return {param: low for param, low in pairs if low}
 
     def _write_weights(self) -> None:
-        low_bits, weights = self._low_bits(), self.model.weights
+        low_bits, weights = self._low_bits(), getattr(self.model, "weights", None)
+        if not isinstance(weights, Mapping):
+            raise ConfigError(f"model: {type(self.model).__name__}.weights is no dict; allowed: {{name: array}}")
         for param in self._built.params:
             value = param.value(weights)
             if param.tensor in low_bits:

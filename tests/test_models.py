@@ -1,0 +1,235 @@
+"""BERT, Llama, encoder and decoder in tiles against transformers and torch.nn: see model_cases.py."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from model_cases import ADAMW, BATCH, CASES, LAYERS, SEQ, VOCAB, bert, by_part, llama, made, reference
+
+import nntile_py as nt
+from nntile_py.testing import error
+
+EVEN = {"batch": 2, "seq": 4, "embed": 12, "heads": 2, "ffn": 20, "vocab": 30}
+RAGGED = {"batch": 3, "seq": 5, "embed": 7, "heads": 4, "ffn": 9, "vocab": 17}
+TILINGS: dict[str, dict[str, int]] = {"uncut": {}, "even": EVEN, "ragged": RAGGED, "seq alone": {"seq": 5}}
+POLICIES = ("chain", "commute", "redux", "tree")
+ATTENTION = ("vendor", "merge", "flash", "naive")
+
+
+def pairwise(*choices: list[Any]) -> list[tuple[Any, ...]]:
+    """Few rows in which every two choices of different lists meet: each row takes the most pairs that are left."""
+
+    def pairs(row: tuple[Any, ...]) -> set[Any]:
+        return set(itertools.combinations(enumerate(row), 2))
+
+    of = {row: pairs(row) for row in itertools.product(*choices)}
+    left, rows = set.union(*of.values()), []
+    while left:
+        rows.append(max(of, key=lambda row: len(of[row] & left)))
+        left -= of[rows[-1]]
+    return sorted(rows, key=lambda row: choices[0].index(row[0]))
+
+
+@pytest.mark.parametrize(
+    ("name", "tiling", "policy", "attention", "fusion"),
+    pairwise(list(CASES), list(TILINGS), list(POLICIES), list(ATTENTION), [True, False]),
+)
+def test_training(runtime: nt.Runtime, name: str, tiling: str, policy: str, attention: str, fusion: bool) -> None:
+    """Outputs, gradients, ten steps of AdamW, the weights at the end."""
+    want = reference(name)
+    trainer = nt.Trainer(
+        CASES[name].ours(want.model), BATCH, SEQ, TILINGS[tiling], optimizer=nt.AdamW(**ADAMW), accumulate=policy,
+        fusion=fusion, attention=attention,
+    )  # fmt: skip
+    loss, outputs = trainer.evaluate(want.inputs[0], return_outputs=True)
+    assert abs(loss / want.losses[0] - 1) < 1e-5
+    assert outputs.keys() == want.outputs.keys()
+    assert {key for key in outputs if error(outputs[key], want.outputs[key]) > 1e-5} == set()
+    first = trainer.step(want.inputs[0])
+    assert abs(first / want.losses[0] - 1) < 1e-5
+    compare(trainer.gradients(), want.gradients, want, 1e-5)
+    losses = [first] + [p.result().loss for p in [trainer.submit(one) for one in want.inputs[1:]]]
+    assert error(losses, want.losses) < 1e-5
+    compare(trainer.state_dict(), want.weights, want, 1e-4)
+    trainer.close()
+
+
+def compare(got: Any, want: Any, of: Any, limit: float) -> None:
+    assert got.keys() == want.keys()
+    got, want = of.counted(got), of.counted(want)
+    wrong = {name: error(got[name], want[name]) for name in want}
+    assert max(wrong.values()) < limit, sorted(wrong.items(), key=lambda item: -item[1])[:5]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_has_no_gradient(name: str) -> None:
+    """Only the biases of keys are left out of the comparison, and what is off by little is seen."""
+    want, zero = reference(name), CASES[name].zero
+    parts = by_part(want.gradients)
+    left_out = parts.keys() - want.counted(want.gradients).keys()
+    assert left_out == {key for key in parts if zero and zero in key}
+    assert (len(left_out) >= LAYERS) == bool(zero)
+    smallest = min(want.counted(want.gradients), key=lambda key: np.linalg.norm(parts[key]))
+    off = {key: value.copy() for key, value in want.gradients.items()}
+    by_part(off)[smallest][...] *= 1 + 2e-5  # a view of it
+    with pytest.raises(AssertionError, match=re.escape(smallest)):
+        compare(off, want.gradients, want, 1e-5)
+
+
+def test_pairs_of_choices() -> None:
+    rows = pairwise([1, 2, 3], ["a", "b"], [True, False])
+    assert {row[:2] for row in rows} == set(itertools.product([1, 2, 3], "ab"))
+    assert {row[1:] for row in rows} == set(itertools.product("ab", [True, False]))
+    assert len(rows) < 12
+
+
+def test_what_a_step_is_given_may_change(runtime: nt.Runtime) -> None:
+    """Inputs with a default go back to it; a mask of ones is as good as none."""
+    plain, masked = reference("masked_lm plain").inputs[0], reference("masked_lm").inputs[0]
+    torch_model = made("masked_lm").eval()
+    trainer = nt.Trainer(nt.models.from_hf(torch_model), BATCH, SEQ, RAGGED)
+    ones = plain | {"attention_mask": np.ones((BATCH, SEQ), int), "token_type_ids": np.zeros((BATCH, SEQ), int)}
+    got = {}
+    for key, inputs in {"plain": plain, "masked": masked, "ones": ones, "plain again": plain}.items():
+        got[key] = trainer.evaluate(inputs)
+        assert abs(got[key] / CASES["masked_lm"].run(torch_model, inputs)[0].item() - 1) < 1e-5
+    assert got["plain"] == got["ones"] == got["plain again"] != got["masked"]
+
+
+def test_micro_batches(runtime: nt.Runtime) -> None:
+    """Two micro-batches with masks of their own, and counts of labels of their own, are one batch."""
+    want = reference("pretraining")
+    model = CASES["pretraining"].ours(want.model)
+    trainer = nt.Trainer(model, BATCH // 2, SEQ, RAGGED, grad_accumulation=2)
+    assert abs(trainer.step(want.inputs[0]) / want.losses[0] - 1) < 1e-5
+    compare(trainer.gradients(), want.gradients, want, 1e-5)
+    trainer.close()
+
+
+# -- dropout
+
+
+@pytest.mark.parametrize("attention_dropout", [0.0, 0.2])
+def test_dropout_does_not_depend_on_the_tiling(runtime: nt.Runtime, attention_dropout: float) -> None:
+    hf, inputs = made("pretraining"), reference("pretraining").inputs[0]
+    options = {"dropout": 0.2, "attention_dropout": attention_dropout, "attention": "naive"}
+
+    def losses(tiles: dict[str, int], seed: int = 0, **more: Any) -> list[float]:
+        trainer = nt.Trainer(nt.models.from_hf(hf, **options), BATCH, SEQ, tiles, seed=seed, **more)
+        made = [trainer.step(inputs) for _ in range(3)]
+        trainer.close()
+        return made
+
+    uncut = losses({})
+    for tiles, more in ((EVEN, {"accumulate": "tree"}), (RAGGED, {}), (RAGGED, {"fusion": False})):
+        assert error(losses(tiles, **more), uncut) < 1e-5
+    without = nt.Trainer(nt.models.from_hf(hf), BATCH, SEQ).step(inputs)
+    assert abs(uncut[0] / without - 1) > 1e-3
+    assert abs(losses({}, seed=1)[0] / uncut[0] - 1) > 1e-4
+
+
+# -- weights in and out
+
+HF = [name for name in CASES if name not in ("masked_lm plain", "encoder", "decoder")]
+
+
+def same(a: Any, b: Any) -> bool:
+    return a.keys() == b.keys() and all(np.array_equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.parametrize("name", HF)
+def test_to_hf_and_back(tmp_path: Path, name: str) -> None:
+    """Through memory and through a folder: class, config, weights, logits."""
+    hf = made(name).eval()
+    hf.save_pretrained(tmp_path)
+    model, read = nt.models.from_hf(hf), nt.models.from_hf(tmp_path)
+    assert type(model) is type(read) is (nt.models.Llama if "llama" in name else nt.models.BERT)
+    assert same(model.weights, read.weights) and model.config == read.config
+    for back in (model.to_hf(), read.to_hf()):
+        assert type(back) is type(hf)
+        assert same(back.state_dict(), hf.state_dict())
+        with torch.no_grad():
+            got, want = (CASES[name].run(one, reference(name).inputs[0]) for one in (back, hf))
+        assert got[0] == want[0] and all(torch.equal(got[1][key], want[1][key]) for key in want[1])
+
+
+@pytest.mark.parametrize(("name", "part"), [("masked_lm", "bert"), ("llama", "model")])
+def test_a_folder_without_a_head(tmp_path: Path, name: str, part: str) -> None:
+    """The bare model has no head: what lacks is named."""
+    getattr(made(name), part).save_pretrained(tmp_path)
+    with pytest.raises(nt.ConfigError, match=r"BertModel is not supported|weight lm_head\.weight is missing"):
+        nt.models.from_hf(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: bert("BertForMaskedLM", hidden_act="silu"), "hidden_act 'silu'; allowed are gelu"),
+        (lambda: bert("BertForTokenClassification"), "BertForTokenClassification is not supported; allowed: BertFor"),
+        (lambda: bert("BertForMaskedLM", is_decoder=True), "is_decoder is set"),
+        (lambda: llama(attention_bias=True), "attention_bias is set"),
+        (lambda: llama(hidden_act="gelu"), "hidden_act 'gelu'; allowed: silu"),
+        (lambda: torch.nn.Linear(2, 2), "Linear is not allowed; use a transformers model, or its folder"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_read(make: Any, message: str) -> None:
+    with pytest.raises(nt.ConfigError, match=message):
+        nt.models.from_hf(make())
+
+
+def test_the_wrong_class() -> None:
+    with pytest.raises(nt.ConfigError, match=r"model_type is 't5'; .*bert.*llama.* can be read"):
+        nt.models.from_hf(transformers.T5ForConditionalGeneration(transformers.T5Config(d_model=8, d_ff=8, d_kv=4)))
+    for cls, name in ((nt.models.Llama, "masked_lm"), (nt.models.BERT, "llama"), (nt.models.GPT2, "llama")):
+        with pytest.raises(nt.ConfigError, match="model_type is"):
+            cls.from_hf(made(name))
+
+
+# -- wrong inputs of a step
+
+GOOD = {"input_ids": np.ones((BATCH, SEQ), int), "labels": np.ones((BATCH, SEQ), int)}
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"labels": None}, "labels: missing; the model needs input_ids, labels"),
+    ({"mask": np.ones((BATCH, SEQ))}, "mask: unknown input; allowed are .*input_ids.*token_type_ids.*attention_mask"),
+    ({"input_ids": np.ones((BATCH, SEQ + 1), int)}, r"input_ids: int64 \(4, 13\) .* expected ints \(4, 12\)"),
+    ({"input_ids": np.ones((BATCH, SEQ))}, "input_ids: float64 .*expected ints"),
+    ({"input_ids": np.full((BATCH, SEQ), VOCAB)}, "input_ids: values go from 60 to 60; allowed are 0 to 59"),
+    ({"input_ids": np.full((BATCH, SEQ), -100)}, "input_ids: values go from -100 to -100; allowed are 0 to 59"),
+    ({"input_ids": [[1, 2], [3]]}, "input_ids: .*expected ints"),
+    ({"input_ids": "text"}, "input_ids: .*expected ints"),
+    ({"labels": np.full((BATCH, SEQ), -1)}, "labels: values go from -1 to -1; allowed are 0 to 59 and -100"),
+    ({"labels": np.ones(BATCH, int)}, r"labels: int64 \(4,\) is not allowed"),
+    ({"token_type_ids": np.full((BATCH, SEQ), 2)}, "token_type_ids: values go from 2 to 2; allowed are 0 to 1"),
+    ({"attention_mask": np.full((BATCH, SEQ), 2)}, "attention_mask: values go from 2"),
+    ({"attention_mask": np.zeros((BATCH, 1), int)}, r"attention_mask: int64 \(4, 1\) is not allowed"),
+    ({"attention_mask": np.zeros((BATCH, SEQ))}, "attention_mask: float64"),
+    ({"positions": np.full(SEQ, 99)}, "positions: values go from 99"),
+]  # fmt: skip
+
+
+def test_wrong_inputs(runtime: nt.Runtime) -> None:
+    trainer = nt.Trainer(nt.models.from_hf(made("masked_lm")), BATCH, SEQ)
+    before = trainer.evaluate(GOOD)
+    for changed, message in WRONG:
+        inputs = {name: value for name, value in (GOOD | changed).items() if value is not None}
+        for call in (trainer.step, trainer.evaluate):
+            with pytest.raises(ValueError, match=message):
+                call(inputs)
+    assert trainer.steps == 0 and trainer.evaluate(GOOD) == before
+    with pytest.raises(ValueError, match="labels: given beside a dict"):
+        trainer.step(GOOD, GOOD["labels"])
+
+
+def test_wrong_numbers(runtime: nt.Runtime) -> None:
+    trainer = nt.Trainer(nt.models.Encoder(nt.models.EncoderConfig(embed=8, heads=2)), 1, 3)
+    with pytest.raises(ValueError, match=r"x: <U1 \(\) is not allowed; expected numbers \(1, 3, 8\)"):
+        trainer.step({"x": "x", "labels": np.zeros((1, 3, 8))})
+    with pytest.raises(ValueError, match="x: missing; the model needs x, labels"):
+        trainer.step({"labels": np.zeros((1, 3, 8))})
