@@ -4,6 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from nntile_py import _core as _core  # type: ignore[attr-defined]  # compiled: mypy does not see it
     from nntile_py import models, tasks, testing, tiles
     from nntile_py.errors import ConfigError, NNTileError, TaskError
     from nntile_py.execution.python_task import Array, array, task

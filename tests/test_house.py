@@ -128,7 +128,7 @@ def test_no_circles() -> None:
 
 def test_only_the_engine_and_what_runs_it_takes_the_extension() -> None:
     """Graphs, tilings, models and configs are plain data, made and tested without StarPU."""
-    takes = {room(a) for a, b in FOUND if b == EXTENSION}
+    takes = {room(a) for a, b in FOUND if b == EXTENSION and a != FACE}
     assert "execution" in takes
     assert not [one for one in takes if FLOOR[one] < FLOOR["execution"] or one in ("models", "config", "analysis")]
 
