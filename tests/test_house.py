@@ -26,6 +26,7 @@ FLOORS = (
     ("doctor", "sweep"),
     ("bench", "profile"),
     ("analysis", "testing", "training"),
+    ("inference",),  # of whatever evaluates: a Trainer, which shows a sample with it
     ("config",),
     ("execution", "models"),  # side by side: the engine knows no model, a model no engine
     ("graph",),
