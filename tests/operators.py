@@ -308,7 +308,7 @@ def attention(qkv: list[str], form: str, causal: bool) -> Callable[[Case], Op]:
     def row(case: Case) -> Op:
         out, lse = case.y(qkv[0].replace("qkv", "")), case.y("batch heads seq")
         inputs = operands([case.x(axes) for axes in qkv])
-        return case.add(ops.Attention(inputs, out, lse, mask=Mask(causal), form=form))
+        return case.add(ops.Attention(inputs, out, lse, mask=Mask(causal), backend=form))
 
     return row
 
@@ -316,9 +316,9 @@ def attention(qkv: list[str], form: str, causal: bool) -> Callable[[Case], Op]:
 def attention_grad(qkv: list[str], form: str, causal: bool, do: str = _HEADS) -> Callable[[Case], Op]:
     def row(case: Case) -> Op:
         inputs, out = operands([case.x(axes) for axes in qkv]), qkv[0].replace("qkv", "")
-        free = ops.Attention(inputs, case.temp(out), case.temp("batch heads seq"), mask=Mask(causal), form=form)
+        free = ops.Attention(inputs, case.temp(out), case.temp("batch heads seq"), mask=Mask(causal), backend=form)
         o, lse = case.x(out, of(free, 0)), case.x("batch heads seq", of(free, 1), case.wide)
-        forward = ops.Attention(inputs, o, lse, mask=Mask(causal), form=form)
+        forward = ops.Attention(inputs, o, lse, mask=Mask(causal), backend=form)
         return case.add(ops.AttentionGrad(forward, case.x(do), [case.y(axes) for axes in qkv]))
 
     return row

@@ -463,7 +463,7 @@ def test_attention(pair: Pair, qkv: list[str], causal: bool) -> None:
     want = F.scaled_dot_product_attention(q, k, v, is_causal=causal)
     out = qkv[0].replace("qkv", "")
     op = ops.Attention(
-        operands(inputs), pair.temp(out), pair.temp("batch heads seq"), mask=Mask(causal), form="vendor"
+        operands(inputs), pair.temp(out), pair.temp("batch heads seq"), mask=Mask(causal), backend="vendor"
     )
     pair.compare(op, want if len(qkv) == 1 else want.transpose(1, 2))
     scores = (q @ k.transpose(-1, -2) / 2).detach()

@@ -28,10 +28,11 @@ def _inputs(config: RunConfig) -> dict[str, np.ndarray[Any, Any]]:
 
 
 def _ours(config: RunConfig) -> tuple[Step, dict[str, Any]]:
-    import nntile_py as nt
+    from nntile_py.execution.runtime import Runtime
+    from nntile_py.training.trainer import Trainer
 
-    nt.Runtime(**runtime_options(config.runtime.model_dump())).__enter__()  # for as long as the process lives
-    trainer = nt.Trainer.of_spec(step_spec(config, build_model(config)), seed=config.seed)
+    Runtime(**runtime_options(config.runtime.model_dump())).__enter__()  # for as long as the process lives
+    trainer = Trainer.of_spec(step_spec(config, build_model(config)), seed=config.seed)
     inputs = _inputs(config)
 
     def run(n: int) -> list[float]:

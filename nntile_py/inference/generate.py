@@ -1,7 +1,7 @@
 """Text from a trained model: a prompt continued by a causal one, masked tokens guessed by a masked one."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -9,10 +9,15 @@ from tokenizers import Tokenizer
 from nntile_py.config.run import RunConfig
 from nntile_py.tasks.cross_entropy import IGNORED
 from nntile_py.tokenizer import END_OF_TEXT, token_numbers
-from nntile_py.training.trainer import Trainer
 
 
-def generate(trainer: Trainer, tokenizer: Tokenizer, config: RunConfig, stop: list[str]) -> str:
+class Evaluator(Protocol):
+    """What makes logits of a batch: a Trainer."""
+
+    def evaluate(self, inputs: Mapping[str, Any], *, return_logits: bool) -> Any: ...
+
+
+def generate(trainer: Evaluator, tokenizer: Tokenizer, config: RunConfig, stop: list[str]) -> str:
     """The prompt of `config.sample`, continued token by token; ends at the end-of-text token or a signal."""
     sample, batch, seq = config.sample, config.train.batch, config.train.seq
     end = tokenizer.token_to_id(END_OF_TEXT)
@@ -32,7 +37,7 @@ def generate(trainer: Trainer, tokenizer: Tokenizer, config: RunConfig, stop: li
     return str(tokenizer.decode(ids))
 
 
-def fill_masked(trainer: Trainer, tokenizer: Tokenizer, inputs: Mapping[str, Any], most: int) -> str:
+def fill_masked(trainer: Evaluator, tokenizer: Tokenizer, inputs: Mapping[str, Any], most: int) -> str:
     """The first `most` tokens of the first row of `inputs`, as MaskedCollator makes them, with the likeliest tokens.
 
     Where a token was to be predicted stands [[guess]], and [[guess, not token]] where the guess is wrong."""
