@@ -1,0 +1,178 @@
+"""`nntile train` of BERT, Llama and models that it refuses; plan, graph, profile and sweep of their YAMLs."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+
+from nntile_py.analysis import draw
+from nntile_py.analysis.plan import plan
+from nntile_py.config.run import load
+from nntile_py.errors import ConfigError
+from nntile_py.tokenizer import MASKED, special_numbers
+from nntile_py.training import data
+from nntile_py.training.batches import Batches, objective
+
+EXPERIMENTS = Path(__file__).parents[1] / "experiments"
+BERT = {"type": "bert", "layers": 1, "embed": 16, "heads": 2}
+LLAMA = {"type": "llama", "layers": 1, "embed": 16, "heads": 4, "kv_heads": 2, "ffn": 24}
+TREE: dict[str, Any] = {
+    "model": BERT,
+    "data": {"max_bytes": 200_000},
+    "tokenizer": {"vocab_size": 300},
+    "train": {"steps": 20, "batch": 8, "seq": 12, "eval_every": 10, "eval_batches": 8, "log_every": 10},
+    "optimizer": {"lr": 0.02, "warmup_steps": 2, "clip_grad_norm": 1.0},
+    "tiles": {"batch": 3, "embed": 7, "heads": 1, "ffn": 15, "vocab": 130},
+    "runtime": {"cpus": 2},
+    "sample": {"tokens": 12},
+}
+
+
+def write(tmp_path: Path, **changes: Any) -> Path:
+    path = tmp_path / "tiny.yaml"
+    path.write_text(yaml.safe_dump(TREE | changes))
+    return path
+
+
+def nntile(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    how: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 300, "cwd": tmp_path}
+    return subprocess.run([sys.executable, "-m", "nntile_py.cli", *arguments], **how, check=False)
+
+
+def trained(tmp_path: Path, model: dict[str, Any]) -> tuple[Path, str]:
+    """The folder of a run that has learnt something, and what it printed."""
+    write(tmp_path, model=model)
+    done = nntile(tmp_path, "train", "tiny.yaml")
+    assert done.returncode == 0, done.stderr
+    folder = tmp_path / "runs" / "tiny"
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert lines[0]["held_out_loss_before"] == pytest.approx(np.log(300), abs=0.15)
+    assert lines[-1]["held_out_loss"] < lines[0]["held_out_loss_before"] - 0.3
+    return folder, done.stdout
+
+
+def of_transformers(folder: Path, name: str) -> float:
+    """The held-out loss of the folder's model there."""
+    transformers = pytest.importorskip("transformers")
+    import torch
+
+    model, found = getattr(transformers, name).from_pretrained(folder, output_loading_info=True)
+    assert {key: list(value) for key, value in found.items() if value} == {}
+    config = load(folder / "config.yaml")
+    corpus = data.load_corpus(config, MASKED if name == "BertForMaskedLM" else ())
+    losses = []
+    with torch.no_grad():
+        for inputs in Batches(config, corpus, objective(config)).held_out:
+            losses.append(model(**{key: torch.tensor(value) for key, value in inputs.items()}).loss.item())
+    return float(np.mean(losses))
+
+
+def last_loss(folder: Path) -> float:
+    return float(json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])["held_out_loss"])
+
+
+def test_bert_learns_and_transformers_reads_it(tmp_path: Path) -> None:
+    folder, said = trained(tmp_path, BERT)
+    assert "guesses at its masked tokens in [[ ]]:\n[CLS]" in said and said.rstrip().endswith("[SEP]")
+    assert of_transformers(folder, "BertForMaskedLM") == pytest.approx(last_loss(folder), rel=1e-5)
+    tokenizer = data.load_tokenizer(folder / "tokenizer.json")
+    numbers = [tokenizer.token_to_id(token) for token in (data.END_OF_TEXT, *MASKED)]
+    assert None not in numbers and special_numbers(tokenizer) == set(numbers)
+    assert json.loads((folder / "config.json").read_text())["pad_token_id"] == tokenizer.token_to_id("[PAD]")
+
+
+def test_llama_learns_and_transformers_reads_it(tmp_path: Path) -> None:
+    folder, said = trained(tmp_path, LLAMA)
+    assert "sample:\ndef " in said
+    assert of_transformers(folder, "LlamaForCausalLM") == pytest.approx(last_loss(folder), rel=1e-5)
+
+
+def test_sequences_of_a_masked_model(tmp_path: Path) -> None:
+    config = load(write(tmp_path), ["train.grad_accumulation=2", "train.mask_probability=0.5"])
+    corpus = data.load_corpus(config, MASKED)
+    batches, again = (Batches(config, corpus, objective(config)) for _ in range(2))
+    first, second = batches.training(1), batches.training(2)
+    number = corpus.tokenizer.token_to_id
+    for batch, rows in ((first, 16), (batches.held_out[0], 8)):
+        assert {array.shape for array in batch.values()} == {(rows, 12)}
+        ends = batch["input_ids"][:, [0, -1]]
+        assert (ends == [number("[CLS]"), number("[SEP]")]).all()
+        assert 0.3 < (batch["labels"] != -100).mean() < 0.55
+    assert (first["labels"] != second["labels"]).any() and (first["labels"] == again.training(1)["labels"]).all()
+    for one, other in zip(batches.held_out, again.held_out, strict=True):
+        assert all((one[name] == other[name]).all() for name in one)
+    assert (batches.held_out[0]["labels"] != batches.held_out[1]["labels"]).any()
+
+
+def test_models_that_text_does_not_train(tmp_path: Path) -> None:
+    write(tmp_path, model={"type": "encoder", "embed": 16, "heads": 2})
+    done = nntile(tmp_path, "train", "tiny.yaml")
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and not (tmp_path / "runs").exists()
+    told = "model.type: encoder is not trained on text (its objective is None); allowed: bert, gpt2, llama, or train it"
+    assert f"{told} from Python with nt.Trainer" in done.stderr
+    for head, needs in (("pretraining", "next_sentence_label [batch]"), ("classification", "labels [batch]")):
+        config = load(write(tmp_path, model=BERT | {"head": head}))
+        with pytest.raises(ConfigError, match=r"model: bert with head: .* from Python with nt.Trainer") as refused:
+            objective(config)
+        assert needs in str(refused.value) and head in str(refused.value)
+
+
+def test_masked_settings_that_are_refused(tmp_path: Path) -> None:
+    data.train_tokenizer(["some text"], 300).save(str(tmp_path / "plain.json"))
+    for changes, told in (
+        ({"tokenizer": {"path": str(tmp_path / "plain.json")}},
+         r"tokenizer.path: .*plain.json has no token \[PAD\], \[CLS\], \[SEP\], \[MASK\]"),
+        ({"tokenizer": {"vocab_size": 260}}, "tokenizer.vocab_size: got 260; allowed: at least 261"),
+        ({"train": {"steps": 1, "batch": 1, "seq": 2}}, "train.seq: got 2; allowed: at least 3"),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match=told):
+            objective(load(write(tmp_path, **changes)))
+    for value in (0, 1, "x"):
+        with pytest.raises(ConfigError, match=r"train.mask_probability: got .*; allowed: a number above 0 and below 1"):
+            load(write(tmp_path), [f"train.mask_probability={value}"])
+
+
+@pytest.mark.parametrize("name", ["bert_tiny", "llama_tiny", "encoder_layer", "decoder_layer"])
+def test_plan_and_graph(name: str) -> None:
+    config = load(EXPERIMENTS / f"{name}.yaml")
+    assert plan(config).tasks > 50
+    whole, layer = (draw.draw(config, layer=one, phase="update") for one in (None, 0))
+    assert 0 < layer.count("AdamW") <= whole.count("AdamW")
+    forward = draw.draw(config, layer=0, phase="forward")
+    assert "h0.attn" in forward and "h1." not in forward
+    with pytest.raises(ConfigError, match=r"--layer 9: nothing of train is there; the model has [14] layers"):
+        draw.draw(config, layer=9)
+
+
+@pytest.mark.parametrize("name", ["bert_base", "llama_1b"])
+def test_configs_for_gpus(name: str) -> None:
+    config = load(EXPERIMENTS / f"{name}.yaml")
+    assert config.precision == "bf16" and config.runtime.cuda == 1
+    assert objective(config) == {"bert_base": "masked", "llama_1b": "causal"}[name]
+    millions = {"bert_base": 109.5, "llama_1b": 1235.8}[name]  # as published
+    assert plan(config).parameters / 1e6 == pytest.approx(millions, rel=0.002)
+
+
+@pytest.mark.parametrize("name", ["bert_tiny", "encoder_layer"])
+def test_profile(name: str, tmp_path: Path) -> None:
+    smaller = ("--set", "model.layers=1", "--set", "train.batch=2", "--set", "train.seq=16")
+    done = nntile(tmp_path, "profile", str(EXPERIMENTS / f"{name}.yaml"), "--steps", "1", *smaller, "--out", name)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / name / "report.html").exists()
+
+
+def test_sweep(tmp_path: Path) -> None:
+    sweep = {
+        "config": str(EXPERIMENTS / "llama_tiny.yaml"), "set": {"model.layers": 1, "train.batch": 2},
+        "grid": {"tiles.embed": [96, None]}, "measure": {"repeats": 1},
+    }  # fmt: skip
+    (tmp_path / "sweep.yaml").write_text(yaml.safe_dump(sweep))
+    done = nntile(tmp_path, "sweep", "sweep.yaml", "--out", "swept")
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in (tmp_path / "swept" / "rows.jsonl").read_text().splitlines()]
+    assert [row["status"] for row in rows] == ["ok", "ok"]
