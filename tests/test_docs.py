@@ -188,7 +188,8 @@ def test_files_and_names_that_the_pages_name_are_there() -> None:
             if "NAME" not in path:
                 assert list(ROOT.glob(path.rstrip("/"))), path
     lines = [len((ROOT / f"tasks/rms_norm{end}").read_text().splitlines()) for end in (".py", ".cpp", "_triton.py")]
-    assert "RMSNorm takes {}, {} and {} lines".format(*lines) in OPERATOR
+    told = [int(n) for n in re.findall(r"\d+", re.findall(r"RMSNorm takes about (.*) lines", OPERATOR)[0])]
+    assert np.allclose(lines, told, rtol=0.1)
     code = "\n".join(path.read_text() for path in (ROOT / "tasks").glob("*.*"))
     code += (ROOT / "tests" / "test_operators.py").read_text()
     part = OPERATOR.partition("## B.")[2]
