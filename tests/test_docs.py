@@ -73,15 +73,13 @@ def test_the_model_agrees_with_transformers(folder: Path) -> None:
         names["NeoX"].read_config(pythia)
 
 
-def test_the_model_from_the_command_line(folder: Path, python: Python) -> None:
+def test_the_model_from_the_command_line(folder: Path, python: Python, monkeypatch: pytest.MonkeyPatch) -> None:
     """As the page says: plan, train; and the weights are what transformers reads."""
-    (commands,) = blocks(MODEL, "sh")
-    typed = [line.split("#")[0].split()[1:] for line in commands.splitlines()]
-    assert [words[0] for words in typed] == ["plan", "train"]
+    plan, train = ([*line.split("#")[0].split()] for line in blocks(MODEL, "sh")[0].splitlines())
+    assert nntile(monkeypatch, *plan) == 0
     code = "import sys; from nntile_py.cli import main; sys.argv[0] = 'nntile'; main()"
-    for words in typed:
-        done = python(code, *words, *(["--set", "train.steps=3", "--out", "run"] if words[0] == "train" else []))
-        assert done.returncode == 0, done.stderr
+    done = python(code, *train[1:], "--set", "train.steps=3", "--out", "run")
+    assert done.returncode == 0, done.stderr
     from transformers import GPTNeoXForCausalLM
 
     _, loading = GPTNeoXForCausalLM.from_pretrained(folder / "run", output_loading_info=True)
@@ -190,7 +188,8 @@ def test_files_and_names_that_the_pages_name_are_there() -> None:
             if "NAME" not in path:
                 assert list(ROOT.glob(path.rstrip("/"))), path
     lines = [len((ROOT / f"tasks/rms_norm{end}").read_text().splitlines()) for end in (".py", ".cpp", "_triton.py")]
-    assert "RMSNorm takes {}, {} and {} lines".format(*lines) in OPERATOR
+    told = [int(n) for n in re.findall(r"\d+", re.findall(r"RMSNorm takes about (.*) lines", OPERATOR)[0])]
+    assert np.allclose(lines, told, rtol=0.1)
     code = "\n".join(path.read_text() for path in (ROOT / "tasks").glob("*.*"))
     code += (ROOT / "tests" / "test_operators.py").read_text()
     part = OPERATOR.partition("## B.")[2]
