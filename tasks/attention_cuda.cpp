@@ -104,6 +104,9 @@ struct Bias {
   }
 };
 
+// ATen's forward takes an undefined tensor for a bias in main memory.
+std::optional<at::Tensor> given(const at::Tensor& x) { return x.defined() ? std::make_optional(x) : std::nullopt; }
+
 void clear_dead(const at::Tensor& out, const at::Tensor& lse, const at::Tensor& dead) {
   if (!dead.defined()) return;
   out.masked_fill_(dead.unsqueeze(-1), 0);
@@ -148,7 +151,7 @@ void attention(Args& t) {
       const Bias more(x, mask);
       if (!cudnn::attention(x, out, lse, more.bias, causal, args.scale)) {
         const auto r = at::_scaled_dot_product_cudnn_attention(
-            x.q, repeat(x.k), repeat(x.v), more.of_heads(x.q), true, 0.0, causal, false, args.scale);
+            x.q, repeat(x.k), repeat(x.v), given(more.of_heads(x.q)), true, 0.0, causal, false, args.scale);
         copy_rows(out, std::get<0>(r));
         lse.copy_(std::get<1>(r).view(lse.sizes()));
       }
@@ -182,7 +185,7 @@ void attention(Args& t) {
     case Vendor::efficient: {
       const Bias more(x, mask);
       const auto r = at::_scaled_dot_product_efficient_attention(
-          x.q, repeat(x.k), repeat(x.v), more.of_heads(x.q), true, 0.0, causal, args.scale);
+          x.q, repeat(x.k), repeat(x.v), given(more.of_heads(x.q)), true, 0.0, causal, args.scale);
       copy_rows(out, std::get<0>(r));
       lse.copy_(std::get<1>(r).narrow(-1, 0, x.q.size(2)));
       clear_dead(out, lse, more.dead);

@@ -453,7 +453,7 @@ def test_nothing_leaks(runtime: nt.Runtime) -> None:
         pass
 
     thing, none = Thing(), None
-    gone, base = weakref.ref(thing), sys.getrefcount(none)
+    gone = weakref.ref(thing)
 
     @nt.task(y="RW")
     def count(y: Any, *, beta: float, thing: Any = thing) -> None:
@@ -477,6 +477,7 @@ def test_nothing_leaks(runtime: nt.Runtime) -> None:
 
     runs(20)
     gc.collect()
+    base = sys.getrefcount(none)
     tracemalloc.start()
     before = tracemalloc.get_traced_memory()[0]
     runs(100)
