@@ -315,6 +315,8 @@ def _own(path: Path, wanted: str) -> type[Model]:
 @functools.cache
 def _loaded(path: Path, changed: int) -> Any:
     """A user's file as a module, once for each time at which it was changed: its classes must stay the same ones."""
+    if str(path.parent) not in sys.path:  # as `python file.py` does, for what the file imports from beside it
+        sys.path.insert(0, str(path.parent))
     spec = importlib.util.spec_from_file_location(f"own model {path}", path)
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)

@@ -209,6 +209,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"token_type_ids": np.full((BATCH, SEQ), 2)}, "token_type_ids: values go from 2 to 2; allowed are 0 to 1"),
     ({"attention_mask": np.full((BATCH, SEQ), 2)}, "attention_mask: values go from 2"),
     ({"attention_mask": np.zeros((BATCH, 1), int)}, r"attention_mask: int64 \(4, 1\) is not allowed"),
+    ({"attention_mask": np.ones((BATCH, 1), int)}, r"attention_mask: int64 \(4, 1\) is not allowed"),
     ({"attention_mask": np.zeros((BATCH, SEQ))}, "attention_mask: float64"),
     ({"positions": np.full(SEQ, 99)}, "positions: values go from 99"),
 ]  # fmt: skip

@@ -120,6 +120,13 @@ def test_a_file_is_read_anew_once_it_is_changed(tmp_path: Path) -> None:
     assert load(path).model.ffn == 30
 
 
+def test_a_file_may_import_one_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "widths_of_mine.py").write_text("FFN = 40")
+    path = write(tmp_path, "from widths_of_mine import FFN\n" + OWN.replace("ffn: Count = 20", "ffn: Count = FFN"))
+    assert load(path).model.ffn == 40
+
+
 # -- from Python
 
 

@@ -127,6 +127,7 @@ class Trainer:
         self._store = Store()
         self._changed: set[str] = set()  # inputs with a default that a step has given
         self._optional: dict[str, float] = {}  # inputs that a step may have, and what is as good as none
+        self._neutral: dict[str, Input] = {}
         programs_ = self._programs(spec.given)
         self._built = programs_.built  # as are those with other inputs, for all that lasts
         self._write_weights()
@@ -324,11 +325,19 @@ class Trainer:
             if (value := one.filled(self.batch)) is not None:
                 self._store.write(low, one.tensor, value)
 
+    def _unused(self, name: str) -> Input:
+        """An optional input that says nothing, so that no program has it."""
+        if name not in self._neutral:
+            self._neutral[name] = self.spec.with_inputs(frozenset({name})).trace()[0].inputs[name]
+        return self._neutral[name]
+
     def _check(
         self, given: Mapping[str, Any], rows: int, unlabelled: bool = False
     ) -> tuple[dict[str, IntArray], _Programs]:
         """Arrays of the right shapes and ranges, and the programs that take them."""
         absent = {name for name, neutral in self._optional.items() if name in given and _only(given[name], neutral)}
+        for name in absent:
+            self._unused(name).checked(given[name], rows)
         made = self._programs(frozenset(name for name in self._optional if name in given and name not in absent))
         declared, arrays = made.built.graph.inputs, {}
         for name in given:
