@@ -8,7 +8,7 @@ umask 022
 export LC_ALL=C
 
 oldest=1.4.8
-changes=5 # of what is changed in its sources below: one that this script built before is built anew
+changes=6 # of what is changed in its sources below: one that this script built before is built anew
 cache=${XDG_CACHE_HOME:-$HOME/.cache}/nntile_py
 prefix=${NNTILE_STARPU_PREFIX:-}
 tarball=${STARPU_TARBALL:-}
@@ -182,11 +182,30 @@ if [ -z "$prefix" ]; then
     rm -rf "$prefix"
 fi
 
-# An idle worker spins on the core that it is bound to. On kernels that preempt lazily it then keeps a thread that has
-# work from that core for whole seconds (seen on Linux 6.18): it is to offer the core at every turn.
+# An idle worker spins on the core that it is bound to, and takes it from whoever else has work there: threads of other
+# processes, above all other workers, which come to a few per cent of their speed. Spinning is for the first 200 us, and
+# every turn offers the core; then a CPU worker looks every 50 us whether there is a task.
 backoff=src/drivers/driver_common/driver_common.c
-sed -i 's/^\(\s*\)while *(delay--)/\1sched_yield();\n&/; 1i #include <sched.h>' $backoff
-grep -q '^\s*sched_yield();' $backoff || say "$backoff has changed: idle workers will not yield"
+cat >src/drivers/driver_common/idle.h <<'C'
+#include <sched.h>
+#include <sys/prctl.h>
+#include <time.h>
+static void offer_core(int fresh, int may_sleep)
+{
+	static __thread struct timespec since;
+	struct timespec now, pause = { 0, 50000 };
+	clock_gettime(CLOCK_MONOTONIC, &now);
+	if (!since.tv_sec) prctl(PR_SET_TIMERSLACK, 1000UL);
+	if (fresh || !since.tv_sec) since = now;
+	if (may_sleep && (now.tv_sec - since.tv_sec) * 1000000000L + now.tv_nsec - since.tv_nsec > 200000)
+		nanosleep(&pause, NULL);
+	else
+		sched_yield();
+}
+C
+fresh='delay <= (int)worker->config->conf.driver_spinning_backoff_min'
+sed -i "s/^\(\s*\)while *(delay--)/\1offer_core($fresh, worker->arch == STARPU_CPU_WORKER);\n&/; 0,/^#include <common/s//#include \"idle.h\"\n&/" $backoff
+grep -q '^\s*offer_core(' $backoff && grep -q '^#include "idle.h"' $backoff || say "$backoff has changed: idle workers will keep their cores busy"
 
 # Models of the installation folder are nobody's here, and a StarPU that was moved ("make bundle") warns that it is gone.
 sed -i '/^\s*_perf_model_add_dir(STARPU_SAMPLING_DIR,/d' src/core/perfmodel/perfmodel.c
