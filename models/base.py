@@ -152,6 +152,8 @@ class Model:
 
         A model that transformers knows has its own, as of hf_config; the others write and read their fields.
         """
+        if "architectures" in raw:  # transformers wrote it
+            raise ConfigError(f"{cls.__name__} has no read_config(raw), so it cannot read a model of transformers")
         return {name: raw[name] for name in cls.Config.model_fields if name in raw and name not in ("type", "from_")}
 
     def hf_config(self) -> dict[str, Any]:
@@ -166,8 +168,6 @@ class Model:
         for a folder or a variant of the model that cannot be read.
         """
         raw, weights = _read(source)
-        if "architectures" in raw and "read_config" not in vars(cls):
-            raise ConfigError(f"model: {cls.__name__} reads no weights of transformers")
         config = cls.Config(**(cls.read_config(raw) | fields))
         model = cls(config, hf=raw)
         shapes = model.weight_shapes()

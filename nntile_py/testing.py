@@ -148,6 +148,8 @@ class Case:
     def _tensor(self, axes: str, kind: str, dtype: str | None, band: Band = ALL) -> Tensor:
         names = axes.split()
         name = f"t{len(self.graph.tensors)}"
+        if unknown := [axis for axis in names if axis not in self.sizes]:
+            raise ValueError(f"axes {axes!r}: {', '.join(unknown)} has no size here; known are {', '.join(self.sizes)}")
         tensor = self.graph.named(name, names, [self.sizes[a] for a in names], kind, dtype)
         tensor.band = band
         return tensor
@@ -177,7 +179,10 @@ class Case:
             known = inspect.signature(op.reference).parameters
             options = {name: value for name, value in self.options.items() if name in known}
             results = op.reference(*(values[t] for t in op.inputs), **options)
-            assert len(results) == len(op.outputs), op.kind
+            told = f"{op.kind}.reference: has to return a tuple of {len(op.outputs)} arrays, of the outputs' shapes"
+            assert isinstance(results, tuple) and len(results) == len(op.outputs), told
+            for tensor, result in zip(op.outputs, results, strict=True):
+                assert np.shape(result) == tensor.shape, f"{told}; {tensor} is {np.shape(result)}"
             values.update(zip(op.outputs, results, strict=True))
         return values
 
@@ -234,7 +239,11 @@ def check(
             wrong = error(got[tensor], want * there)
             exact = tensor.storage in case.low_bits
             limit = 1e-6 if exact else tolerance or {"fp64": 1e-12, "fp32": 1e-5, "bf16": 1.5e-2}[dtype]
-            assert wrong < limit, f"{tensor}: off by {wrong:.1e}, replay {replay}, {policy}, {dict(tiles)}, {sizes}"
+            kind = next((op.kind for op in case.graph.ops if tensor in op.outputs), "")
+            assert wrong < limit, (
+                f"{kind}: {tensor} is off by {wrong:.1e}{'' if np.isfinite(wrong) else ': not all of it is written'}"
+                f" (run {replay + 1} of the program, {policy}, tiles {dict(tiles) or 'uncut'}, sizes {dict(sizes)})"
+            )
 
 
 # -- a user's operator

@@ -10,14 +10,14 @@ import numpy as np
 
 from nntile_py.tiles import ACC, R, Slot, TaskArgs, W
 
-from .op import Array, GraphLike, Index, Lowering, Op, Tensor, accumulation_dtype, permutation
+from .op import Array, GraphLike, Index, Lowering, Op, Tensor, accumulation_dtype, permutation, require
 
 
 class Add(Op):
     """y = a + b, tensors of the same axes."""
 
     def __init__(self, a: Tensor, b: Tensor, out: Tensor) -> None:
-        assert a.axes == b.axes == out.axes, (a, b, out)
+        require(a.axes == b.axes == out.axes, "add: both need the same axes (bias_add takes fewer)", a, b)
         super().__init__([a, b], [out])
 
     def gradient(self, g: GraphLike, *grads: Tensor | None) -> list[Tensor | None]:
@@ -63,7 +63,8 @@ class BiasAdd(Op):
     colours: ClassVar = {"forward": "#b5bd61"}
 
     def __init__(self, x: Tensor, bias: Tensor, out: Tensor) -> None:
-        assert [axis for axis in x.axes if axis in bias.axes] == list(bias.axes), (x, bias)
+        fits = [axis for axis in x.axes if axis in bias.axes] == list(bias.axes)
+        require(fits, "bias_add: the bias needs some of the axes, in the same order", x, bias)
         super().__init__([x, bias], [out])
 
     def gradient(self, g: GraphLike, *grads: Tensor | None) -> list[Tensor | None]:
@@ -96,7 +97,8 @@ class Sum(Op):
     colours: ClassVar = {"backward": "#ff9896"}
 
     def __init__(self, x: Tensor, out: Tensor) -> None:
-        assert [axis for axis in x.axes if axis in out.axes] == list(out.axes), (x, out)
+        fits = [axis for axis in x.axes if axis in out.axes] == list(out.axes)
+        require(fits, "sum: the result needs some of the axes, in the same order", x, out)
         super().__init__([x], [out])
 
     def lower(self, low: Lowering) -> None:
@@ -298,6 +300,7 @@ def transpose(g: GraphLike, x: Tensor, axes: Sequence[str]) -> Tensor:
     """x with its axes in the order `axes`; x itself if it has them so."""
     if tuple(axes) == x.axes:
         return x
+    require(sorted(axes) == sorted(x.axes), f"transpose: the axes {', '.join(axes)} are not those of the tensor", x)
     return g.add(Transpose(x, g.temp("transpose", axes, [x.size(a) for a in axes], x.dtype))).output
 
 

@@ -10,7 +10,7 @@ from nntile_py.tiles import ACC, Access, R, TaskArgs, Tile, W
 
 from .elementwise import Dropout, DropoutArgs
 from .norm import Norm, NormGrad
-from .op import Array, GraphLike, Index, Lowering, Tensor, accumulation_dtype
+from .op import Array, GraphLike, Index, Lowering, Tensor, accumulation_dtype, require
 
 AXIS = "embed"
 
@@ -48,7 +48,8 @@ class LayerNorm(Norm):
         total: Tensor | None = None,
         dropout: Dropout | None = None,
     ) -> None:
-        assert x.axes[-1] == AXIS and (residual or not dropout), x
+        require(x.axes[-1] == AXIS, "layer_norm: the last axis must be embed", x)
+        assert residual or not dropout, x
         super().__init__([x, gamma, beta, *([residual] if residual else [])], [y, stat, *([total] if total else [])])
         self.eps, self.residual, self.total, self.stat, self.dropout = eps, residual, total, stat, dropout
 

@@ -48,7 +48,8 @@ class Tensor:
     ) -> None:
         if len(set(axes)) != len(axes):
             raise ValueError(f"{name}: an axis is named twice in {', '.join(axes)}")
-        assert len(axes) == len(shape), (name, axes, shape)
+        if len(axes) != len(shape):
+            raise ValueError(f"{name}: {len(axes)} axes ({', '.join(axes)}) for {len(shape)} sizes {list(shape)}")
         self.name, self.axes, self.shape = name, tuple(axes), tuple(int(s) for s in shape)
         self.dtype, self.kind, self.monoid, self.band = dtype, kind, monoid, band
         self.storage: Tensor = storage.storage if storage else self
@@ -71,6 +72,12 @@ class Tensor:
 
     def __repr__(self) -> str:
         return f"{self.name}[{', '.join(f'{a} {s}' for a, s in self.sizes.items())}]"
+
+
+def require(fits: bool, rule: str, *tensors: Tensor | None) -> None:
+    """ValueError with an operator's rule and the tensors that break it."""
+    if not fits:
+        raise ValueError(f"{rule}; got {', '.join(str(t) for t in tensors if t)}")
 
 
 class GraphLike(Protocol):

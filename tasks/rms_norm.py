@@ -7,7 +7,7 @@ import numpy as np
 from nntile_py.tiles import ACC, R, TaskArgs, Tile, W
 
 from .norm import Norm, NormGrad
-from .op import Array, GraphLike, Lowering, Tensor, accumulation_dtype
+from .op import Array, GraphLike, Lowering, Tensor, accumulation_dtype, require
 
 AXIS = "embed"
 
@@ -44,7 +44,8 @@ class RMSNorm(Norm):
         residual: Tensor | None = None,
         total: Tensor | None = None,
     ) -> None:
-        assert x.axes[-1] == AXIS and (residual is None) == (total is None), x
+        require(x.axes[-1] == AXIS, "rms_norm: the last axis must be embed", x)
+        assert (residual is None) == (total is None), x
         super().__init__([x, gamma, *([residual] if residual else [])], [y, stat, *([total] if total else [])])
         self.eps, self.residual, self.total, self.stat = eps, residual, total, stat
 

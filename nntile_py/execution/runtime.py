@@ -27,13 +27,21 @@ AHEAD, AHEAD_OF_OTHERS = 4, 2
 class Runtime:
     """StarPU with CPU and CUDA workers and a scheduling policy, as a context manager; one at a time in a process.
 
-    cpus: workers, default all cores, or none beside CUDA workers. cuda: devices to use, a worker each. cuda_memory:
-    bytes of each device that tiles may take, default 85 % of it. scheduler: a policy of StarPU (lws, dmdas, dmdar,
-    eager, ...). memory: bytes of main memory that tiles may take. disk: {path, size}, a folder and how many bytes may
-    lie there of tiles that find no place in `memory`. window: most tasks submitted and not yet ended. calibrate:
-    measure anew the performance models that dmda* use. placement: "planned" (tiles/placement.py says which worker
-    runs a task, csrc/policy.cpp when, and `scheduler` nothing; the default on several GPUs without CPU workers) or
-    "scheduler". Raises ConfigError for values out of range, TaskError if StarPU does not start.
+    Args:
+        cpus: CPU workers. Default: all cores, or none beside CUDA workers.
+        scheduler: A scheduling policy of StarPU: lws, dmdas, dmdar, eager, ...
+        cuda: GPUs to use, a worker each.
+        memory: Bytes of main memory that tiles may take.
+        cuda_memory: Bytes of each GPU that tiles may take. Default: 85 % of it.
+        disk: {path, size}: a folder, and how many bytes may lie there of tiles that find no place in `memory`.
+        window: Most tasks that are submitted and have not ended.
+        calibrate: Measure anew the performance models that the dm* policies use.
+        placement: "planned": a plan says which worker runs a task, and `scheduler` has no say (the default on several
+            GPUs without CPU workers); "scheduler": the policy chooses.
+
+    Raises:
+        ConfigError: A value is out of range.
+        TaskError: StarPU does not start.
     """
 
     current: Runtime | None = None

@@ -33,7 +33,8 @@ class Constant:
 
 
 Init = Normal | Constant
-ZEROS, ONES = Constant(0.0), Constant(1.0)
+ZEROS = Constant(0.0)
+ONES = Constant(1.0)
 
 
 @dataclass(frozen=True)

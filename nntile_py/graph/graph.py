@@ -103,6 +103,7 @@ class Graph:
         op.name = op.name or ".".join([*self._scope, op.kind])
         op.phase = self._phase
         if self._phase == "forward":
+            _check_sizes(op)
             for out in op.outputs:
                 out.requires_grad = any(t.requires_grad for t in op.inputs)
         self.ops.append(op)
@@ -170,3 +171,12 @@ class Graph:
     def flop(self) -> float:
         """Floating point operations of the contractions and attentions, the customary count."""
         return sum(op.flop() for op in self.ops if op.category is CONTRACTION)
+
+
+def _check_sizes(op: Op) -> None:
+    """ValueError where tensors of an operator differ in the size of an axis: they would be cut at other places."""
+    seen: dict[str, Tensor] = {}
+    for tensor in [*op.inputs, *op.outputs]:
+        for axis, size in tensor.sizes.items():
+            if (first := seen.setdefault(axis, tensor)).size(axis) != size:
+                raise ValueError(f"{op.kind}: {axis} has different sizes in {first} and {tensor}")

@@ -115,7 +115,8 @@ class StepSpec:
         if self.dtype not in PRECISIONS:
             raise ConfigError(f"dtype: {self.dtype!r} is not allowed; use one of {', '.join(PRECISIONS)}")
         if not isinstance(self.optimizer, Optimizer):
-            raise ConfigError(f"optimizer: {self.optimizer!r} is not allowed; use nt.AdamW(...) or nt.SGD(...)")
+            kind = type(self.optimizer).__name__
+            raise ConfigError(f"optimizer: {kind} is not allowed; use nt.AdamW(...) or nt.SGD(...)")
         for name in ("batch", "seq", "grad_accumulation"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:

@@ -66,16 +66,26 @@ class _Programs:
 class Trainer:
     """Trains a model in tiles on the running Runtime.
 
-    model: of nt.models, or a class of one's own with trace(graph, batch). batch, seq: of one micro-batch;
-    grad_accumulation: micro-batches a step. tiles: {axis: size} over batch, seq,
-    embed, heads, ffn, vocab. dtype: fp32; on CPU workers alone fp64; on CUDA workers tf32 (fp32 tiles,
-    contractions rounded to tf32) and bf16 (fp32 accumulation and moments, weights trained in fp32: bf16
-    and what rounding left; gradients in fp32 where several tasks add to them, in bf16 where one task makes them).
-    accumulate: chain (deterministic), commute, redux or tree. fusion: True, False or {bias, activation, reshape, qkv,
-    residual_norm: bool}. attention: vendor, merge, flash or naive
-    instead of the model's own. shift_labels: labels of a causal model have the positions of the inputs and are shifted
-    here, as transformers does; False: labels[b, s] is the target of position s. Raises ConfigError for values out of
-    range.
+    Args:
+        model: One of nt.models, or an object of your own with `trace(graph, batch)` and `weights`.
+        batch: Sequences of one forward and backward pass.
+        seq: Tokens of a sequence.
+        tiles: {axis: size} over batch, seq, embed, heads, ffn, vocab. An axis left out is not cut.
+        dtype: fp32; on CPU workers alone fp64; on CUDA workers tf32 (fp32 tiles, contractions rounded to tf32) and bf16
+            (fp32 accumulation and moments; weights are fp32, kept as bf16 and what rounding left; gradients are fp32
+            where several tasks add to them, bf16 where one task makes them).
+        optimizer: nt.AdamW(...) or nt.SGD(...). Default: nt.AdamW().
+        clip_grad_norm: Scale gradients down to this norm, all together.
+        accumulate: How partial sums of a tile meet: chain (deterministic), commute, redux or tree.
+        fusion: True, False or {bias, activation, reshape, qkv, residual_norm: bool}.
+        attention: vendor, merge, flash or naive, instead of the model's own.
+        grad_accumulation: Passes whose gradients are averaged into one step.
+        seed: Of dropout.
+        shift_labels: Labels of a causal model stand in the positions of the inputs and are shifted here, as in
+            transformers. False: labels[b, s] is the target of position s.
+
+    Raises:
+        ConfigError: A value is out of range.
     """
 
     def __init__(
@@ -189,9 +199,14 @@ class Trainer:
     def submit(self, inputs: Inputs, labels: IntArray | None = None, lr: float | None = None) -> Pending:
         """Submit one step and return at once; at most two are in flight.
 
-        inputs: the dict that transformers' model takes (input_ids, labels, ...), of arrays of
-        grad_accumulation * batch rows; or input_ids alone, with labels beside it. A label of -100 is left out of the
-        mean. lr: of this step, default the optimizer's. Raises ValueError naming the input and what is allowed.
+        Args:
+            inputs: The dict that transformers' model takes (input_ids, labels, ...), of arrays of
+                grad_accumulation * batch rows; or input_ids alone, with labels beside it.
+            labels: Integers; -100 is left out of the mean.
+            lr: The learning rate of this step. Default: the optimizer's.
+
+        Raises:
+            ValueError: An input is missing, unknown, or has the wrong shape, dtype or values.
         """
         rows = self.grad_accumulation * self.batch
         arrays, made = self._check(_as_dict(inputs, labels), rows)
@@ -234,7 +249,8 @@ class Trainer:
     ) -> Any:
         """Mean loss without dropout of `batch` rows, or (loss, logits), or (loss, {output's name: array}).
 
-        Arguments as of `submit`; labels may be left out where outputs are asked for.
+        Arguments as of `submit`; labels may be left out where outputs are asked for. The loss is nan where no label
+        counts.
         """
         if Runtime.current is not self._runtime:
             raise TaskError("evaluate: the runtime of this Trainer has stopped; make a Trainer of another")
@@ -253,6 +269,8 @@ class Trainer:
             self._store.write(evaluation.forward, declared[name].tensor, value)
         program.run(_scales(declared, arrays))
         (loss,) = _core.Fetch([self._store.handles["loss", (0,)]]).wait()
+        if all(one.counted(arrays[name]) == 0 for name, one in declared.items() if one.scale):
+            loss = float("nan")  # the mean of nothing, as in PyTorch
         if not keep:
             return loss
         outputs = {name: self._store.read(evaluation.forward, t) for name, t in evaluation.outputs.items()}
@@ -350,7 +368,8 @@ class Trainer:
             elif one.ignored is not None and unlabelled:
                 arrays[name] = np.full((rows, *one.tensor.shape[1:]), one.ignored)
             elif (default := one.filled(rows)) is None:
-                raise ValueError(f"{name}: missing; the model needs {', '.join(_needed(declared))}")
+                needed = [n for n, i in declared.items() if i.default is None and n not in self._optional]
+                raise ValueError(f"{name}: missing; the model needs {', '.join(needed)}")
             elif name in self._changed:
                 arrays[name] = default
         self._changed |= {name for name in arrays if declared[name].default is not None}
@@ -369,10 +388,6 @@ def _scales(declared: Mapping[str, Input], arrays: Mapping[str, IntArray]) -> di
     """The slots that make means of sums."""
     counted = {one.scale: one.counted(arrays[name]) for name, one in declared.items() if one.scale}
     return {slot: 1.0 / max(count, 1) for slot, count in counted.items()}
-
-
-def _needed(declared: Mapping[str, Input]) -> list[str]:
-    return [name for name, one in declared.items() if one.default is None]
 
 
 def _only(value: Any, neutral: float) -> bool:

@@ -38,6 +38,19 @@ std::string lack_of_room() {
   return "";
 }
 
+// What to do: memory is the cause only where some is nearly full.
+std::string advice() {
+  for (unsigned node = 0; node < starpu_memory_nodes_get_count(); ++node) {
+    const auto total = starpu_memory_get_total(node);
+    if (total > 0 && starpu_memory_get_used(node) > 0.8 * static_cast<double>(total))
+      return "Use smaller tiles, or a smaller batch" + (g_advice.empty() ? "" : "; " + g_advice);
+  }
+  double load = 0;
+  getloadavg(&load, 1);
+  return "There is room in memory. Either other processes take the cores from this one (the load average is " +
+         std::to_string(static_cast<int>(load)) + "): end them, or give it cores of its own; or this is a fault of nntile_py";
+}
+
 [[noreturn]] void stuck(const std::string& what, std::chrono::seconds patience, std::string state) {
   g.stuck = true;
   if (state.empty())
@@ -47,8 +60,7 @@ std::string lack_of_room() {
   throw TaskError(what + " for " + std::to_string(patience.count()) + " s although " +
                   std::to_string(starpu_task_nsubmitted()) + " are left" +
                   (g.leaving ? ", and " + std::to_string(g.leaving) + " tiles on their way to main memory" : "") +
-                  ". Memory: " + state +
-                  ". Use smaller tiles, or a smaller batch" + (g_advice.empty() ? "" : "; " + g_advice));
+                  ". Memory: " + state + ". " + advice());
 }
 
 }  // namespace
