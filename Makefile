@@ -1,4 +1,4 @@
-.PHONY: setup train test lint bundle clean
+.PHONY: setup train test lint links docs bundle clean
 .NOTPARALLEL:
 
 setup:
@@ -10,13 +10,19 @@ train: setup
 test: setup lint
 	@.venv/bin/python -m pytest
 
-# mypy sees the packages where an installation has them: tasks/ as nntile_py/tasks and so on.
-lint: setup
+lint: setup links
 	@.venv/bin/ruff check .
-	@rm -rf build/mypy/nntile_py && mkdir -p build/mypy/nntile_py
-	@ln -s $(addprefix ../../../,$(wildcard nntile_py/*) tasks tiles models) build/mypy/nntile_py/
-	@[ -e nntile_py/_core.pyi ] || echo 'def __getattr__(name: str): ...  # type: ignore' >build/mypy/nntile_py/_core.pyi
-	@cd build/mypy && ../../.venv/bin/mypy --config-file ../../pyproject.toml -p nntile_py
+	@[ -e nntile_py/_core.pyi ] || echo 'def __getattr__(name: str): ...  # type: ignore' >build/package/nntile_py/_core.pyi
+	@cd build/package && ../../.venv/bin/mypy --config-file ../../pyproject.toml -p nntile_py
+
+# What reads sources sees the packages where an installation has them: tasks/ as nntile_py/tasks and so on.
+links:
+	@rm -rf build/package/nntile_py && mkdir -p build/package/nntile_py
+	@ln -s $(addprefix ../../../,$(wildcard nntile_py/*) tasks tiles models) build/package/nntile_py/
+
+# The site of docs/, in build/site.
+docs: setup links
+	@NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict --quiet
 
 # For machines without network: see the README.
 bundle:

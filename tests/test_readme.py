@@ -1,4 +1,4 @@
-"""What the README says to type works."""
+"""What README and docs/ say to type works; the site can be built."""
 
 import os
 import re
@@ -9,66 +9,152 @@ from typing import Any
 
 import numpy as np
 import pytest
+import typer
+from conftest import Python
+from pages import PAGES, ROOT, blocks, commands, named
 
 import nntile_py as nt
+from nntile_py import cli
+from nntile_py.config.run import load
 
-ROOT = Path(__file__).parent.parent
-README = (ROOT / "README.md").read_text()
-
-
-def blocks() -> list[str]:
-    """The indented blocks of the README, without their indentation."""
-    found = re.findall(r"(?:^    .*\n|^\n(?=    ))+", README, re.M)
-    return [re.sub(r"^    ", "", block, flags=re.M) for block in found]
+DOCS = ROOT / "docs"
+NNTILE = Path(sys.executable).with_name("nntile")
+USAGE_ERROR: Any = typer.BadParameter.__base__  # of click, which typer brings along under its own name
 
 
-def block(word: str) -> str:
-    (only,) = [b for b in blocks() if word in b]
-    return only
+def ids(page: Path) -> str:
+    return page.name if page.parent == ROOT else str(page.relative_to(DOCS))
 
 
-def test_python_task(capsys: pytest.CaptureFixture[str]) -> None:
-    exec("import numpy as np, nntile_py as nt\n" + block("def axpy"), {})
-    assert capsys.readouterr().out.strip() == "[2. 2. 2. 2.]"
+# -- commands and files
 
 
-def test_own_operator() -> None:
-    names: dict[str, Any] = {"nt": nt, "__name__": "mine"}
-    exec(block("class Scale("), names)
-    names["Scale"].reference = lambda self, x: (0.4 * x,)
-    with pytest.raises(AssertionError, match=r"off by 2\.5e-01, .*chain"):
-        exec(block("class Scale(").splitlines()[-1], names)
+@pytest.mark.parametrize("page", PAGES, ids=ids)
+def test_commands_have_such_options(page: Path) -> None:
+    targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.M)
+    for words in commands(page):
+        if words[0] == "make":
+            assert words[1] in targets, words
+        elif words[0] == "nntile":
+            try:
+                parse(typer.main.get_command(cli.app), "nntile", words[1:])
+            except typer.Exit:
+                pass  # --help
+            except USAGE_ERROR as error:
+                pytest.fail(f"{' '.join(words)}: {error}")
 
 
-def test_training_snippet() -> None:
-    transformers = pytest.importorskip("transformers")
-    hf = transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(vocab_size=611, n_positions=64, n_embd=48, n_layer=1, n_head=4)
-    )
-    ids = np.random.default_rng(0).integers(0, 611, (4, 37))
-    names = {"hf": hf, "input_ids": ids, "labels": ids}
-    exec(block("from_hf(hf)"), names)
-    assert set(names["grads"]) == set(names["weights"]) == {name for name, _ in hf.named_parameters()}
-    assert names["logits"].shape == (4, 37, 611)
+def parse(command: Any, name: str, arguments: list[str], parent: Any = None) -> None:
+    """As far as the values of options; runs nothing."""
+    if hasattr(command, "resolve_command"):  # a group
+        context = command.context_class(command, info_name=name, parent=parent)
+        inner, found, rest = command.resolve_command(context, arguments)
+        parse(found, inner, rest, context)
+    else:
+        command.make_context(name, arguments, parent=parent)
 
 
-@pytest.mark.parametrize("command", re.findall(r"^    nntile (plan [^\s#]+|doctor)", README, re.M))
-def test_commands(command: str) -> None:
-    made = subprocess.run(
-        [Path(sys.executable).with_name("nntile"), *command.split()], cwd=ROOT, capture_output=True, text=True
-    )
-    assert made.returncode == 0, made.stderr
-    assert made.stdout
+@pytest.mark.parametrize("page", PAGES, ids=ids)
+def test_files_named_are_there(page: Path) -> None:
+    text = page.read_text()
+    links = [link for link in re.findall(r"\]\(([^)#]+)[^)]*\)", text) if "://" not in link]
+    told = re.findall(r"`((?:experiments|scheduler_configs|scripts|tests|tasks|nntile_py|models)/[\w./-]+\.\w+)`", text)
+    assert not [link for link in links if not (page.parent / link).exists()]
+    assert not [file for file in told if "NAME" not in file and not (ROOT / file).exists()]
+    shown = [word for words in commands(page) for word in words if re.fullmatch(r"experiments/\S+\.yaml", word)]
+    assert all((ROOT / file).is_file() for file in shown), shown
 
 
-def test_make_targets() -> None:
-    targets = re.findall(r"^    make (\w+)", README, re.M)
-    assert targets == ["train", "test", "bundle"]
-    for target in targets:
-        made = subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, text=True, env=os.environ)
-        assert made.returncode == 0, made.stderr
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 110
 
 
 def test_version() -> None:
-    made = subprocess.run([Path(sys.executable).with_name("nntile"), "--version"], capture_output=True, text=True)
+    made = subprocess.run([NNTILE, "--version"], capture_output=True, text=True)
     assert made.stdout.strip() == nt.__version__
+
+
+def test_the_site(tmp_path: Path) -> None:
+    """Built strictly: a link, an anchor or a name in the reference that is not there fails."""
+    subprocess.run(["make", "-s", "links"], cwd=ROOT, check=True)
+    arguments = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
+    quiet = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
+    made = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True, env=quiet)
+    assert made.returncode == 0, made.stderr
+    pages = [path.relative_to(DOCS).with_suffix(".html") for path in DOCS.rglob("*.md")]
+    assert all((tmp_path / page).is_file() for page in pages)
+    used = re.findall(r'(?:src|href)="(https?://[^"]+\.(?:js|css|woff2?))"', (tmp_path / "index.html").read_text())
+    assert not used, "the site loads from elsewhere"
+
+
+def test_the_reference_has_all_names() -> None:
+    text = (DOCS / "reference" / "python.md").read_text()
+    modules = {"models", "tasks", "testing", "tiles"}
+    missing = {name for name in nt.__all__ if name not in modules and not re.search(rf"nt\.{name}\b", text)}
+    assert not missing
+
+
+# -- what a user writes
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where a user is who has done what "Own text" says, with fewer steps."""
+    folder = tmp_path_factory.mktemp("user")
+    (folder / "my_text.txt").write_text("\n".join(f"line {k} of a text about tiles and tasks" for k in range(3000)))
+    for text in blocks(DOCS / "own-text.md", "yaml"):
+        (folder / str(named(text))).write_text(text)
+    done = nntile(folder, "train", "my_run.yaml", "--set", "train.steps=2", "--set", "tokenizer.vocab_size=400")
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def nntile(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([NNTILE, *arguments], cwd=folder, capture_output=True, text=True)
+
+
+def test_own_text(folder: Path, python: Python) -> None:
+    done = python("\n".join([f"import os; os.chdir({str(folder)!r})", *blocks(DOCS / "own-text.md", "python")]))
+    assert done.returncode == 0, done.stderr
+    assert "held_out_loss" in done.stdout
+
+
+def test_the_readme_has_such_a_run(folder: Path) -> None:
+    (text,) = blocks(ROOT / "README.md", "yaml")
+    (folder / "readme.yaml").write_text(text)
+    assert load(folder / "readme.yaml", [f"data.source={folder}/my_text.txt"]).train.steps == 500
+
+
+def test_fine_tuning(folder: Path, python: Python) -> None:
+    (text,) = blocks(DOCS / "fine-tune.md", "yaml")
+    (folder / "tune.yaml").write_text(text)
+    (folder / "my_gpt2").symlink_to("runs/my_run")
+    done = nntile(folder, "train", "tune.yaml", "--set", "train.steps=2")
+    assert done.returncode == 0, done.stderr
+    done = python(f"import os; os.chdir({str(folder)!r})\n{blocks(DOCS / 'fine-tune.md', 'python')[0]}")
+    assert done.returncode == 0, done.stderr
+    assert (folder / "tuned" / "model.safetensors").is_file()
+
+
+def test_a_sweep(folder: Path) -> None:
+    (text,) = blocks(DOCS / "tuning.md", "yaml")
+    (folder / "widths.yaml").write_text(text.replace("work: train, repeats: 5", "how: plan"))
+    done = nntile(folder, "sweep", "widths.yaml", "--out", "widths")
+    assert done.returncode == 0, done.stderr
+    assert (folder / "widths" / "results.csv").is_file()
+
+
+def test_training_from_python() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(vocab_size=611, n_positions=64, n_embd=48, n_layer=1, n_head=4)
+    ids = np.random.default_rng(0).integers(0, 611, (4, 37))
+    names: dict[str, Any] = {"hf": transformers.GPT2LMHeadModel(config), "input_ids": ids, "labels": ids}
+    exec(blocks(ROOT / "README.md", "python")[0], names)
+    assert names["logits"].shape == (4, 37, 611)
+
+
+def test_memory(folder: Path) -> None:
+    (text,) = blocks(DOCS / "how" / "memory.md", "yaml")
+    run = (folder / "my_run.yaml").read_text()
+    (folder / "disk.yaml").write_text(run + text.replace("/scratch", str(folder)))
+    assert load(folder / "disk.yaml", [f"data.source={folder}/my_text.txt"]).runtime.disk is not None
