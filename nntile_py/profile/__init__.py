@@ -13,19 +13,20 @@ if TYPE_CHECKING:
     from nntile_py.profile.trace import Trace
 
 # All that it leaves, without --fxt.
-FILES = ("config.yaml", "trace.json", "gantt.png", "gantt.svg", "report.html", "summary.json")
+FILES = ("config.yaml", "trace.json", "gantt.png", "gantt.svg", "gantt.pdf", "report.html", "summary.json")
 
 
 def profile(
     config: RunConfig, folder: Path, name: str, steps: int, fxt: bool = False, inference: bool = False
 ) -> dict[str, Any]:
-    """Run, and write trace.json, gantt.png, gantt.svg, report.html, summary.json; returns the summary.
+    """Run, and write trace.json, the Gantt as PNG, SVG and PDF, report.html, summary.json; returns the summary.
 
     The steps are of training, or forward passes, on random tokens: no corpus is read. fxt: leave StarPU's own trace
     in the folder `fxt` too."""
     from nntile_py.config.run import runtime_options
     from nntile_py.execution.runtime import Runtime
     from nntile_py.profile import collect
+    from nntile_py.system.load import Load
     from nntile_py.training.loop import build_trainer
 
     runtime = Runtime(**runtime_options(config.runtime.model_dump()))
@@ -37,7 +38,8 @@ def profile(
     try:
         with runtime:
             trainer = build_trainer(config)
-            trace = collect.run_steps(trainer, steps, config.profile.warmup, inference)
+            with Load() as load:
+                trace = collect.run_steps(trainer, steps, config.profile.warmup, inference)
             ran = True
         if fxt:
             collect.convert_fxt(raw)
@@ -50,25 +52,31 @@ def profile(
         raise
     folder.mkdir(parents=True, exist_ok=True)  # not before there is something to write
     (folder / "config.yaml").write_text(config.to_yaml(), encoding="utf-8")
-    return write(trace, collect.peaks(trace, config), collect.axes(config), folder, name)
+    return write(trace, collect.peaks(trace, config), collect.axes(config), folder, name, load.facts())
 
 
-def write(trace: Trace, peaks: Any, tiles: Any, folder: Path, name: str) -> dict[str, Any]:
-    """All files of a profile, from a trace."""
+def write(
+    trace: Trace, peaks: Any, tiles: Any, folder: Path, name: str, load: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """All files of a profile, from a trace. load: Load.facts() of the run."""
     from nntile_py.profile import analysis, events, gantt, report, rules
-    from nntile_py.system.machine import machine
+    from nntile_py.system.machine import described, machine
 
-    summary = analysis.summarise(trace, peaks, tiles)
+    summary = analysis.summarise(trace, peaks, tiles) | {"load": load}
     summary["findings"] = rules.report(summary)
     summary["machine"] = machine()
     text = json.dumps(summary, indent=1, allow_nan=False)
     (folder / "summary.json").write_text(text + "\n", encoding="utf-8")
     parts = analysis.parts(trace, peaks)
     events.write(trace, folder / "trace.json", parts)
-    title = f"{name}: {summary['seconds_per_step'] * 1e3:,.0f} ms a step"
-    gantt.save(parts, summary, folder, title)
     where = summary["machine"]
+    hardware = f"{described(where)}, {where['date']}"
+    if load and load["others"] is not None:
+        hardware += f"; other processes kept {load['others']:.1f} of the cores busy"
     tiling = ", ".join(f"{axis} {a['tile']}/{a['size']}" for axis, a in summary["tiles"].items())
-    line = f"{where['processor']}, {where['cores']} cores, torch {where['torch']}, {where['date']}. Tiles: {tiling}."
+    count, each = summary["steps"], summary["seconds_per_step"] * 1e3
+    title = f"{name}: {count} step{'s' * (count != 1)} of {each:,.0f} ms, {summary['tasks'] // max(count, 1):,} tasks each"
+    gantt.save(parts, summary, folder, title, f"{hardware}\nTiles: {tiling}")
+    line = f"{hardware}. Tiles: {tiling}."
     report.write(trace, parts, summary, folder / "report.html", f"Profile of {name}", line)
     return summary

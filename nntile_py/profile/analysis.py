@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -21,11 +21,14 @@ USUAL = (600e12, 3.5e12)
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """What one worker can do: flop/s, bytes/s; None where it is not known."""
+    """What one worker can do: flop/s, bytes/s; None where it is not known.
+
+    cpu_share: of the time in which it was measured, the part in which the threads had a core; None: not measured."""
 
     flop: float | None
     bytes: float | None
     source: str
+    cpu_share: float | None = None
 
     def seconds(self, flop: Any, size: Any) -> Any:
         """The least time for so much work."""
@@ -82,7 +85,9 @@ def parts(trace: Trace, peaks: Mapping[str, Peak]) -> Trace:
 
 
 def vars_of(peak: Peak) -> dict[str, Any]:
-    return {"flop_per_s": peak.flop, "bytes_per_s": peak.bytes, "source": peak.source}
+    return {
+        "flop_per_s": peak.flop, "bytes_per_s": peak.bytes, "source": peak.source, "cpu_share": peak.cpu_share,
+    }  # fmt: skip
 
 
 def _column(trace: Trace, name: str) -> Any:
@@ -210,8 +215,23 @@ def device_peak(name: str, precision: str) -> Peak:
     return Peak(None, None, "unknown device: set profile.peak_flop and profile.peak_bytes")
 
 
+def at_least_seen(peak: Peak, trace: Trace, kind: str) -> Peak:
+    """The peak, with no fewer flop/s than a task on a worker of this kind reached: a busy machine may hide them."""
+    here = np.isin(trace.worker, [k for k, w in enumerate(trace.workers) if w.kind == kind])
+    rates = np.where(here, _column(trace, "flop") / np.maximum(trace.seconds, 1e-9), 0.0)
+    best = int(rates.argmax()) if len(rates) else -1
+    if peak.flop is None or best < 0 or rates[best] <= peak.flop:
+        return peak
+    told = f"{trace.info_of(best).group[0]} reached {rates[best] / 1e9:,.1f} Gflop/s in this run"
+    if peak.source == "config":
+        return replace(peak, source=f"config; too low: {told}")
+    return replace(peak, flop=float(rates[best]), source=f"{peak.source}; it gave {peak.flop / 1e9:,.1f} Gflop/s, {told}")
+
+
 def measure_cpu(workers: int, precision: str) -> Peak:
-    """Of one CPU worker while all of them are at it: a GEMM, and a copy that no cache holds. Takes half a second."""
+    """Of one CPU worker while all of them are at it: a GEMM, and a copy that no cache holds. Takes half a second.
+
+    The best call, or all calls by the processor time that they took, which leaves out the time of other processes."""
     import threading
     import time
 
@@ -219,13 +239,13 @@ def measure_cpu(workers: int, precision: str) -> Peak:
 
     dtype = torch.float64 if precision == "fp64" else torch.float32
     barrier = threading.Barrier(workers)
-    found: list[tuple[float, float]] = []
+    found: list[tuple[float, float, float]] = []
 
     def run() -> None:
         torch.set_num_threads(1)  # of this thread
         a, b = torch.rand(768, 768, dtype=dtype), torch.rand(768, 768, dtype=dtype)
         source, target = torch.rand(1 << 22), torch.empty(1 << 22)
-        product, best = torch.empty_like(a), []
+        product, best, wall, own = torch.empty_like(a), [], 0.0, 0.0
         works: list[tuple[Callable[[], object], int]] = [
             (lambda: torch.mm(a, b, out=product), 2 * 768**3),
             (lambda: target.copy_(source), 2 * source.nbytes),
@@ -233,18 +253,21 @@ def measure_cpu(workers: int, precision: str) -> Peak:
         for work, amount in works:
             work()
             barrier.wait()
-            times = []
-            end = time.perf_counter() + 0.2
-            while (now := time.perf_counter()) < end:
+            times: list[float] = []
+            start, cpu = time.perf_counter(), time.thread_time()
+            while (now := time.perf_counter()) < start + 0.2:
                 work()
                 times.append(time.perf_counter() - now)
-            best.append(amount / min(times))
-        found.append((best[0], best[1]))
+            took = time.thread_time() - cpu
+            best.append(amount / min(*times, took / len(times) or np.inf, np.inf))
+            wall, own = wall + time.perf_counter() - start, own + took
+        found.append((best[0], best[1], own / wall))
 
     threads = [threading.Thread(target=run) for _ in range(workers)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    flop, size = (sum(values) / len(found) for values in zip(*found, strict=True))
-    return Peak(flop, size, f"measured: {workers} threads at once, best of a GEMM of 768 and of a copy of 16 MiB")
+    flop, size, share = (sum(values) / len(found) for values in zip(*found, strict=True))
+    told = f"measured: {workers} threads at once, best of a GEMM of 768 and of a copy of 16 MiB"
+    return Peak(flop, size, told, share)

@@ -19,7 +19,7 @@ from nntile_py.config.spec import step_spec
 from nntile_py.errors import TaskError
 from nntile_py.execution.program import Program
 from nntile_py.graph.declared import random_inputs
-from nntile_py.profile.analysis import Peak, device_peak, measure_cpu
+from nntile_py.profile.analysis import Peak, at_least_seen, device_peak, measure_cpu
 from nntile_py.profile.trace import REDUCTION, Bus, Info, Trace, Worker, one_after_the_other
 from nntile_py.tiles import AXES
 from nntile_py.tiles.order import Use
@@ -153,15 +153,16 @@ def _info(task: Task, updates: bool, numbers: dict[Any, int]) -> Info:
 
 
 def peaks(trace: Trace, config: RunConfig) -> dict[str, Peak]:
-    """Of each kind of worker: from the config, else measured (CPU) or from the table (CUDA)."""
+    """Of each kind of worker: from the config, else measured (CPU; at least what a task reached) or from the table."""
     how, found = config.profile, {}
     for worker in trace.workers:
         if worker.kind in found:
             continue
         if how.peak_flop and how.peak_bytes:
-            found[worker.kind] = Peak(how.peak_flop, how.peak_bytes, "config")
+            found[worker.kind] = at_least_seen(Peak(how.peak_flop, how.peak_bytes, "config"), trace, worker.kind)
         elif worker.kind == "CPU":
-            found["CPU"] = measure_cpu(sum(w.kind == "CPU" for w in trace.workers), config.precision)
+            measured = measure_cpu(sum(w.kind == "CPU" for w in trace.workers), config.precision)
+            found["CPU"] = at_least_seen(measured, trace, "CPU")
         else:
             found[worker.kind] = device_peak(worker.name, config.precision)
     return found

@@ -1,4 +1,4 @@
-"""Who ran what when, as bars few enough to draw: gantt.png, gantt.svg, and the Gantt of report.html."""
+"""Who ran what when, as bars few enough to draw: gantt.png, .svg, .pdf, and the Gantt of report.html."""
 
 from __future__ import annotations
 
@@ -114,33 +114,35 @@ def _fill(trace: Trace, tasks: Any, edges: Any) -> Any:
     return np.diff(total[at] - cut)
 
 
-def save(trace: Trace, summary: dict[str, Any], folder: Path, title: str) -> None:
-    """gantt.png and gantt.svg."""
+def save(trace: Trace, summary: dict[str, Any], folder: Path, title: str, where: str) -> None:
+    """gantt.png, gantt.svg, gantt.pdf. where: machine and tiles, in small print below the title."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
     drawn, milliseconds = gantt(trace), summary["seconds"] * 1e3
     rows = len(drawn.rows)
-    figure = Figure(figsize=(12, 1.7 + 0.45 * rows), layout="constrained")
+    figure = Figure(figsize=(10, 2.2 + 0.42 * rows), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     for row, bars in enumerate(drawn.rows):
         spans = [(b.left * milliseconds, (b.right - b.left) * milliseconds) for b in bars]
         axes.broken_barh(spans, (row - 0.4, 0.8), facecolors=[drawn.colours[b.kind] for b in bars], linewidth=0)
-    axes.set_yticks(range(rows), [f"{w['name']}\nbusy {w['working']:.0%}" for w in summary["workers"]])
+    axes.set_yticks(range(rows), [f"{w['name']}\nworking {w['working']:.0%}" for w in summary["workers"]])
     axes.set_ylim(rows - 0.5, -0.5)
     axes.set_xlim(0, milliseconds)
-    axes.set_xlabel("milliseconds")
-    axes.set_title(title, fontsize=10, loc="left")
+    axes.set_xlabel("time (ms)")
+    axes.set_title(title, fontsize=11, loc="left", pad=32)
+    axes.annotate(where, (0, 1), (0, 5), "axes fraction", "offset points", va="bottom", fontsize=8, color="#59636e")
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(axis="y", length=0)
-    for date in step_starts(trace)[1:]:
-        axes.axvline(date * milliseconds, color="black", linewidth=0.8, linestyle=":")
+    starts = [date * milliseconds for date in step_starts(trace)]
+    for date in starts[1:]:
+        axes.axvline(date, color="black", linewidth=0.8, linestyle=":")
     patches = [Patch(color=of, label=kind) for kind, of in zip(drawn.kinds, drawn.colours, strict=True)]
     figure.legend(handles=patches, loc="outside lower center", ncols=5, frameon=False, fontsize=8)
-    figure.savefig(folder / "gantt.png", dpi=150)
-    figure.savefig(folder / "gantt.svg")
+    for form in ("png", "svg", "pdf"):
+        figure.savefig(folder / f"gantt.{form}", dpi=150)
 
 
 def step_starts(trace: Trace) -> list[float]:

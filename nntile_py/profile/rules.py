@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from nntile_py.system.load import BUSY, is_busy
+
 IDLE = 0.15  # of the workers' time: worth a finding
 MOVING = 0.10
 SHORT = 20  # a task should last this many times what the runtime needs for it
@@ -133,8 +135,30 @@ def imbalance(s: Summary) -> Finding | None:
     )
 
 
+def busy_machine(s: Summary) -> Finding | None:
+    """Other processes took processor time from the run, or from the measurement of the peak."""
+    load, told = s.get("load") or {}, []
+    if is_busy(load.get("others")):
+        told.append(f"other processes kept {load['others']:.1f} of the {load['cores']} cores busy while the steps ran")
+    shares = [p["cpu_share"] for p in s["peaks"].values() if p.get("cpu_share") is not None]
+    if shares and min(shares) < 1 - BUSY:
+        told.append(
+            f"the threads that measured the peak had a core for {min(shares):.0%} of the time (processor time over "
+            "wall time)"
+        )
+    if not told:
+        return None
+    text = "; ".join(told)
+    return Finding(
+        "busy-machine",
+        f"The machine was busy: {text}. Tasks took longer than they would alone; shares and rates are of this run only.",
+        "Measure again when nothing else runs before comparing these times with others.",
+    )
+
+
 # Each explains the idle time that those after it would be blamed for.
 RULES: list[Callable[[Summary], Finding | None]] = [
+    busy_machine,
     short_tasks,
     serial_chain,
     few_tiles,

@@ -45,3 +45,9 @@ def machine() -> dict[str, Any]:
         "processor": model, "cores": len(os.sched_getaffinity(0)), "gpus": gpus(), "torch": torch.__version__,
         "commit": _commit(), "date": date.today().isoformat(),
     }  # fmt: skip
+
+
+def described(where: dict[str, Any]) -> str:
+    """What machine() found, in a line: 2 NVIDIA H200, AMD EPYC 9654, 16 cores, torch 2.13.0."""
+    gpus = [where["gpus"]] if where["gpus"] else []
+    return ", ".join([*gpus, where["processor"], f"{where['cores']} cores", f"torch {where['torch']}"])
