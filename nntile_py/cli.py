@@ -118,6 +118,7 @@ def graph(
     phase: Annotated[str, typer.Option(help="forward, backward, update or all.")] = "all",
     fusion: Annotated[str, typer.Option(help="before, after or both, side by side.")] = "after",
     work: Annotated[str, typer.Option(help="train, inference, layer, linear_relu, linear_reshape, qkv_...")] = "train",
+    every: Annotated[bool, typer.Option("--every-layer", help="Draw layers that are alike each, not once.")] = False,
 ) -> None:
     """Draw operators or tile tasks, with flop and bytes, before and after fusion."""
     from typing import get_args
@@ -132,8 +133,10 @@ def graph(
     _one_of("--phase", phase, draw.PHASES)
     _one_of("--fusion", fusion, ("before", "after", "both"))
     _one_of("--work", work, get_args(Work))
-    dot = draw.draw(loaded, level=level, work=cast(Work, work), layer=layer, phase=phase, fusion=fusion)
-    draw.write(dot, out)
+    what = draw.draw(
+        loaded, level=level, work=cast(Work, work), layer=layer, phase=phase, fusion=fusion, folded=not every
+    )
+    draw.write(what, out)
     print(out)
 
 

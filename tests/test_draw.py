@@ -40,7 +40,7 @@ def test_logical() -> None:
 
 def test_before_and_after() -> None:
     both = draw.draw(CONFIG, layer=0, phase="forward", fusion="both")
-    assert "before fusion: 22 operators" in both and "after fusion: 7 operators" in both
+    assert "naive (before fusion): 22 operators" in both and "fused (after fusion): 7 operators" in both
     assert len(operators(both)) == 29
     nodes = re.findall(r"^(\w+) \[", both, re.M)
     assert len(nodes) == len(set(nodes)), "two nodes of one name"
@@ -54,7 +54,7 @@ def test_the_end_of_a_whole_step_is_drawn_short() -> None:
     weights = operators(update).count("AdamW")
     assert weights == 28 and f"{weights} AdamW" in operators(whole) and "AdamW" not in operators(whole)
     assert f"of all {weights} gradients" in whole and "gradients" not in "".join(operators(update))
-    count = re.search(r"after fusion: (\d+) operators", whole)
+    count = re.search(r"after fusion\): (\d+) operators", whole)
     assert count and int(count[1]) == len(operators(whole)) + weights - 1
 
 
@@ -109,7 +109,7 @@ def test_dot_has_a_time_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(draw, "MOST_SECONDS", 0.5)
-    with pytest.raises(NNTileError, match=r"after 0.5 s on 0 nodes.*--layer, --phase or --level.*sfdp.*g.dot"):
+    with pytest.raises(NNTileError, match=r"after 0.5 s on 0 nodes.*--layer 0, --phase forward, --level.*sfdp.*g.dot"):
         draw.write("digraph {}", tmp_path / "g.svg")
     assert (tmp_path / "g.dot").exists() and not (tmp_path / "g.svg").exists()
     with pytest.raises(ProcessLookupError):
@@ -131,3 +131,54 @@ def test_command(tmp_path: Path) -> None:
 
 def test_si() -> None:
     assert [draw.si(n) for n in (0, 999, 1000, 1_234_567, 2.5e12)] == ["0 ", "999 ", "1 k", "1.23 M", "2.5 T"]
+
+
+def four_layers(**more: Any) -> RunConfig:
+    return RunConfig.model_validate(TREE | {"model": TREE["model"] | {"layers": 4}} | more)
+
+
+@pytest.mark.parametrize("level", ["logical", "tiles"])
+def test_layers_that_are_alike_are_drawn_once(level: str) -> None:
+    """The picture tells how many there are, counts all of them, and nothing of it is cut off."""
+    config = four_layers()
+    folded, every = (draw.draw(config, level=level, folded=folded) for folded in (True, False))
+    assert "x 4: layers 0 to 3" in folded and "x 3: layers 1 to 3" in folded  # forward; layer 0 is first in the backward
+    assert "alike" not in every and "h3.mlp" not in folded and "h*.mlp" in folded and "h.*.ln_1.weight" in folded
+    titles = [re.search(r"after fusion\): [^\"]*", picture) for picture in (folded, every)]
+    assert titles[0] and titles[1] and titles[0][0] == titles[1][0]
+    assert len(operators(folded)) < 0.75 * len(operators(every))
+    edges = re.findall(r"^(\w+) -> (\w+) \[", folded, re.M)
+    # What follows the layers reads from the last of them, which stands for all.
+    last = re.findall(r'^(\w+) \[shape=box[^\n]*label="h\*\.mlp\.add', folded, re.M)
+    head = re.findall(r'^(\w+) \[shape=ellipse[^\n]*\\nhead\\n', folded, re.M)
+    assert any(a in last and b in head for a, b in edges)
+    deep = draw.draw(four_layers(model=TREE["model"] | {"layers": 12}), level=level)
+    assert len(operators(deep)) == len(operators(folded)) and "x 12: layers 0 to 11" in deep
+
+
+def test_two_layers_are_not_folded() -> None:
+    assert "alike" not in draw.draw(CONFIG) and "alike" not in draw.draw(four_layers(), layer=1)
+
+
+def test_what_another_phase_made_is_drawn_again() -> None:
+    """No edge goes from the forward pass into the box of the backward pass; the forward's result is there, dashed."""
+    dot = draw.draw(CONFIG, layer=0)
+    boxes = re.split(r"^subgraph cluster_after\d+ \{$", dot, flags=re.M)
+    nodes = {node: number for number, box in enumerate(boxes) for node in re.findall(r"^(after_\w+) \[", box, re.M)}
+    edges = re.findall(r"^(after_\w+) -> (after_\w+) \[", dot, re.M)
+    assert len(set(nodes.values())) == 3 and all(nodes[a] == nodes[b] for a, b in edges)
+    assert 'dashed" label="h0.attn.lse"' in dot and "made in another part" in dot
+
+
+def test_the_legend_is_of_what_is_drawn() -> None:
+    legend = draw.draw(CONFIG, layer=0, phase="forward").partition("cluster_legend")[2]
+    assert "weight" in legend and "gradient of a weight" not in legend and "another part" not in legend
+    assert "added in any order" not in draw.draw(CONFIG, level="tiles", phase="backward")
+    commute = draw.draw(RunConfig.model_validate(TREE | {"accumulate": "commute"}), level="tiles", phase="backward")
+    assert "added in any order" in commute
+
+
+def test_too_many_nodes_are_refused_at_once(tmp_path: Path) -> None:
+    dot = "digraph {" + "a [shape=box]\n" * (draw.MOST_NODES + 1) + "}"
+    with pytest.raises(ConfigError, match=r"too many.*--layer 0, --phase forward, --level logical, or larger tiles"):
+        draw.write(dot, tmp_path / "g.svg")

@@ -352,7 +352,7 @@ def test_experiment_graph(tmp_path: Path) -> None:
     done = nntile(tmp_path, "experiment", "fig10", "--out", "out")
     with_dot = any((Path(p) / "dot").exists() for p in os.environ["PATH"].split(os.pathsep))
     assert done.returncode == (0 if with_dot else 1), done.stderr
-    assert "before fusion: 12 tasks" in (tmp_path / "out" / "plot.dot").read_text()
+    assert "naive (before fusion): 12 tasks" in (tmp_path / "out" / "plot.dot").read_text()
     if with_dot:
         assert (tmp_path / "out" / "fig10.png").exists()
         assert "## The paper" in (tmp_path / "out" / "fig10.md").read_text()

@@ -225,7 +225,8 @@ def at_least_seen(peak: Peak, trace: Trace, kind: str) -> Peak:
     told = f"{trace.info_of(best).group[0]} reached {rates[best] / 1e9:,.1f} Gflop/s in this run"
     if peak.source == "config":
         return replace(peak, source=f"config; too low: {told}")
-    return replace(peak, flop=float(rates[best]), source=f"{peak.source}; it gave {peak.flop / 1e9:,.1f} Gflop/s, {told}")
+    source = f"{peak.source}; it gave {peak.flop / 1e9:,.1f} Gflop/s, {told}"
+    return replace(peak, flop=float(rates[best]), source=source)
 
 
 def measure_cpu(workers: int, precision: str) -> Peak:

@@ -151,7 +151,7 @@ def busy_machine(s: Summary) -> Finding | None:
     text = "; ".join(told)
     return Finding(
         "busy-machine",
-        f"The machine was busy: {text}. Tasks took longer than they would alone; shares and rates are of this run only.",
+        f"The machine was busy: {text}. Tasks took longer than they would alone; all times are of this run only.",
         "Measure again when nothing else runs before comparing these times with others.",
     )
 

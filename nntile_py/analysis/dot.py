@@ -1,0 +1,121 @@
+"""A picture in the DOT language: nodes in boxes within boxes, edges as wide as what goes along them, a legend."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+
+from nntile_py.tasks.op import CATEGORIES, Category
+
+FONT = 'fontname="Helvetica"'
+HEAD = [
+    "digraph {", f"graph [{FONT} ranksep=0.3 nodesep=0.2 color=gray]",
+    f'node [style=filled {FONT} fontsize=10 color="#6b7280" margin="0.08,0.04"]',
+    f'edge [{FONT} fontsize=8 color="#4b5563" arrowsize=0.6]',
+]  # fmt: skip
+# kind of tensor: shape, colour, what the legend says
+DATA = {
+    "temp": ("box", "#b9dfb0", "activation or its gradient"),
+    "param": ("cylinder", "#f6b45a", "weight"),
+    "grad": ("cylinder", "#fbe3a6", "gradient of a weight"),
+    "state": ("cylinder", "#d8c7ea", "state of the optimizer"),
+    "input": ("parallelogram", "#b4d2ee", "input"),
+    "scalar": ("octagon", "#b9dfb0", "result that is kept"),
+}
+# mode of a task's write: style of the edge, what the legend says
+MODES = {
+    "RW": ("solid", "read or written; the wider, the more bytes"),
+    "COMMUTE": ("dashed", "added in any order"),
+    "REDUX": ("dotted", "added to a copy of each worker"),
+}
+AGAIN = "dashed", "made in another part, drawn again"  # style of a node, what the legend says
+
+Group = tuple[str, ...]  # titles of the boxes around a node, from the outside
+
+
+class Picture:
+    """Nodes and edges of one graph. part: what names of nodes begin with, as pictures may hold several graphs."""
+
+    def __init__(self, part: str) -> None:
+        self.part = part
+        self.groups: dict[Group, list[str]] = {}
+        self.edges: list[tuple[str, str, float, str]] = []
+        self.used: dict[str, None] = {}  # entries of the legend, in order
+        self._count = 0
+
+    def data(self, group: Group, kind: str, *lines: str, again: bool = False) -> str:
+        """A tensor or a tile; `again`: it stands elsewhere too."""
+        self.used |= {kind: None, **({"again": None} if again else {})}
+        return self._node("t", group, data_style(kind, again), lines)
+
+    def operator(self, group: Group, category: Category, title: str, *lines: str) -> str:
+        """An operator or a task."""
+        self.used[category.name] = None
+        return self._node("o", group, operator_style(category), [f"{category.mark} {title}", *lines])
+
+    def edge(self, start: str, end: str, size: float, mode: str = "RW") -> None:
+        """size: bytes that go along it."""
+        mode = mode if mode in MODES else "RW"
+        self.used[mode] = None
+        self.edges.append((start, end, size, mode))
+
+    def _node(self, kind: str, group: Group, style: str, lines: Iterable[str]) -> str:
+        name, self._count = f"{self.part}_{kind}{self._count}", self._count + 1
+        self.groups.setdefault(group, []).append(f"{name} [{style} label={quote(chr(10).join(lines))}]")
+        return name
+
+    def lines(self, title: str) -> list[str]:
+        """All of it in a box with this title."""
+        most = max((size for _, _, size, _ in self.edges), default=1) or 1
+        edges = [
+            f"{a} -> {b} [penwidth={0.5 + 2.5 * (size / most) ** 0.5:.2f} style={MODES[mode][0]}]"
+            for a, b, size, mode in self.edges
+        ]
+        return [*self._boxed((), title, 14), *edges]
+
+    def _boxed(self, group: Group, title: str, size: int) -> list[str]:
+        depth = len(group)
+        inner = dict.fromkeys(g[: depth + 1] for g in self.groups if len(g) > depth and g[:depth] == group)
+        self._count += 1
+        lines = [f"subgraph cluster_{self.part}{self._count} {{", f"label={quote(title)} fontsize={size} color=gray"]
+        lines += ['style="rounded,dashed" color="#6b7280"'] if depth > 1 else []
+        lines += self.groups.get(group, [])
+        for one in reversed(inner):  # dot puts the last one leftmost
+            lines += self._boxed(one, one[-1], 12)
+        return [*lines, "}"]
+
+
+def legend(used: Iterable[str]) -> list[str]:
+    """Of what is drawn, top down."""
+    rows, names = [], set(used)
+    for category in CATEGORIES:
+        if category.name in names:
+            rows.append(f"{operator_style(category)} label={quote(f'{category.mark} {category.name}')}")
+    rows += [f"{data_style(kind)} label={quote(text)}" for kind, (_, _, text) in DATA.items() if kind in names]
+    if "again" in names:
+        rows.append(f'shape=box style="filled,{AGAIN[0]}" fillcolor=white label={quote(AGAIN[1])}')
+    lines = ["subgraph cluster_legend {", 'label="legend" fontsize=12 color=gray']
+    lines += [f"legend{n} [fontsize=9 height=0.3 {row}]" for n, row in enumerate(rows)]
+    for mode, (style, text) in MODES.items():
+        if mode in names:
+            label = quote(f"{ARROWS[style]}  {text}")
+            lines.append(f"legend{len(rows)} [fontsize=9 shape=plaintext style=solid label={label}]")
+            rows.append("")
+    lines.append(" -> ".join(f"legend{n}" for n in range(len(rows))) + " [style=invis]")
+    return [*lines, "}"]
+
+
+ARROWS = {"solid": "──▶", "dashed": "╌╌▶", "dotted": "┄┄▶"}
+
+
+def operator_style(category: Category) -> str:
+    return f'shape=ellipse fillcolor="{category.colour}"'
+
+
+def data_style(kind: str, again: bool = False) -> str:
+    shape, colour, _ = DATA[kind]
+    return f'shape={shape} fillcolor="{colour}' + ('80" style="filled,dashed"' if again else '"')
+
+
+def quote(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)

@@ -1,0 +1,271 @@
+"""The two levels of `nntile graph`: operators and tensors, or tasks and tiles."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Hashable, Iterator
+
+from nntile_py.analysis import dot
+from nntile_py.analysis.folding import Folded, Unit, fold
+from nntile_py.analysis.workloads import Built
+from nntile_py.graph.graph import Graph
+from nntile_py.tasks.op import ELEMENTWISE, Category, Op, Tensor
+from nntile_py.tiles import Task, Tile
+from nntile_py.tiles.dtypes import DTYPES
+
+MOST_ALIKE = 4  # operators of a kind at the end of a step that are drawn one by one beside the rest of it
+BOXES = {"forward": "forward pass", "backward": "backward pass", "update": "update of the weights"}
+
+
+def si(number: float) -> str:
+    """1234567 as '1.23 M', to go before a unit."""
+    for prefix in ("", "k", "M", "G", "T"):
+        if abs(number) < 999.5:
+            return f"{number:.3g} {prefix}"
+        number /= 1000
+    return f"{number:.3g} P"
+
+
+def _phases(built: Built, layer: int | None, phase: str) -> Iterator[tuple[Graph, list[Op], set[str]]]:
+    """Of each graph, once: the operators that are asked for, and the names that their tasks carry."""
+    seen: list[Graph] = []
+    weights: set[str] = set()  # of the layer
+    for graph, _ in built.graphs:
+        if graph in seen:
+            continue
+        seen.append(graph)
+        inside = [op for op in graph.ops if layer is None or _layer(op) == layer]
+        weights |= {t.name for op in inside for t in op.inputs if t.storage.kind == "param"}
+        if layer is not None and len(seen) == 2:  # the update's operators are named by the weights
+            inside = [op for op in graph.ops if any(t.name in weights for t in op.inputs)]
+        chosen = [op for op in inside if phase in ("all", "update" if len(seen) == 2 else op.phase)]
+        yield graph, chosen, {op.name if op.phase == "forward" else f"{op.name}.{op.phase}" for op in chosen}
+
+
+def _layer(op: Op) -> int | None:
+    """Of an operator that a model made within its scope h0, h1, ...: the number of the layer."""
+    found = re.match(r"h(\d+)\.", op.name)
+    return int(found[1]) if found else None
+
+
+def layers(built: Built) -> str:
+    """How many layers there are, for a message; nothing where a model has none."""
+    numbers = {_layer(op) for graph, _ in built.graphs for op in graph.ops} - {None}
+    return f"; the model has {len(numbers)} layers" if numbers else ""
+
+
+class Drawing:
+    """What the two levels share: the picture, what it counts, the phases and layers that are drawn."""
+
+    def __init__(self, built: Built, part: str, layer: int | None, phase: str, folded: bool) -> None:
+        self.picture = dot.Picture(part)
+        self.count, self.flop, self.volume = 0, 0.0, 0.0
+        self.phase, self.many = phase, phase == "all"
+        # Of a tensor or a version of a tile: the phase and its node there; its nodes in boxes of other phases.
+        self.nodes: dict[Hashable, tuple[str, str]] = {}
+        self.again: dict[Hashable, dict[dot.Group, str]] = {}
+        self.folds: dict[str, Folded] = {}  # by phase
+        self.same: dict[Hashable, Hashable] = {}
+        self.fold = folded and layer is None
+        self.owners = _owners(built)
+        self.draw(built, layer)
+
+    def draw(self, built: Built, layer: int | None) -> None:
+        raise NotImplementedError
+
+    def fold_layers(self, units: list[tuple[str, Unit]]) -> None:
+        """Of each phase on its own, as the layers' backward passes may differ where their forward passes do not."""
+        for phase in dict.fromkeys(phase for phase, _ in units):
+            made = fold([(n, unit) for n, (of, unit) in enumerate(units) if of == phase]) if self.fold else Folded()
+            self.folds[phase] = made
+            self.same |= made.same
+
+    def drawn_read(self, phase: str, unit: int, number: int, key: Hashable) -> Hashable:
+        """What is drawn where a unit reads `key`."""
+        key = self.folds[phase].comes_from.get((unit, number), key)
+        return self.same.get(key, key)
+
+    def node_name(self, phase: str, layer: int | None, name: str) -> str:
+        """Of layers that are drawn once the number is a star."""
+        return re.sub(r"(?<![^.])(h?)\d+(?=\.)", r"\1*", name) if self.folds[phase].run_of(layer) else name
+
+    def layer_of(self, op: Op, updates: bool) -> int | None:
+        """Of an operator; of one that updates a weight, the layer that alone uses it."""
+        if not updates:
+            return _layer(op)
+        return next((self.owners[t.name] for t in op.inputs if t.name in self.owners), None)
+
+    def group(self, phase: str, layer: int | None) -> dot.Group:
+        """The boxes around a node of a phase and layer."""
+        box = (BOXES[phase],) if self.many else ()
+        if run := self.folds[phase].run_of(layer):
+            box = (*box, f"x {run[1] - run[0] + 1}: layers {run[0]} to {run[1]} are alike, drawn once")
+        return box
+
+    def data(
+        self, key: Hashable, phase: str, layer: int | None, kind: str, lines: tuple[str, ...], fresh: bool = False
+    ) -> str:
+        """The node of `key` where an operator of this phase and layer reads or makes it (`fresh`)."""
+        group, name = self.group(phase, layer), self.node_name(phase, layer, _data_name(lines[0]))
+        if fresh or key not in self.nodes:
+            self.nodes[key] = phase, self.picture.data(group, kind, name, *lines[1:])
+            self.again[key] = {}
+        there, node = self.nodes[key]
+        if there == phase:
+            return node
+        if group not in self.again[key]:
+            self.again[key][group] = self.picture.data(group, kind, name, again=True)
+        return self.again[key][group]
+
+    def all_of(self, kind: str, category: Category, count: int, flop: float, volume: float) -> str:
+        """One node for all updates of a kind."""
+        told = "of each weight; --phase update draws them", f"{si(flop)}flop, {si(volume)}B"
+        return self.picture.operator(self.group("update", None), category, f"{count} {kind}", *told)
+
+
+class Logical(Drawing):
+    """Operators and tensors."""
+
+    def draw(self, built: Built, layer: int | None) -> None:
+        chosen = [
+            (op, "update" if n else op.phase, self.layer_of(op, n > 0))
+            for n, (_, ops, _) in enumerate(_phases(built, layer, self.phase)) for op in ops
+        ]  # fmt: skip
+        self.fold_layers([(phase, _unit(op, of)) for op, phase, of in chosen])
+        kinds = Counter(op.kind for op, phase, _ in chosen if phase == "update")
+        # Beside the rest of a step its end is drawn short: each weight has its own there, in rows wider than all else.
+        short = self.many and kinds.total() > MOST_ALIKE
+        alike: dict[str, list[Op]] = {}
+        for number, (op, phase, of) in enumerate(chosen):
+            self.count, self.flop, self.volume = self.count + 1, self.flop + op.flop(), self.volume + _volume(op)
+            if short and phase == "update" and kinds[op.kind] > MOST_ALIKE:
+                alike.setdefault(op.kind, []).append(op)
+            elif self.folds[phase].draws(of):
+                self._operator(number, op, phase, of, short and phase == "update")
+        for kind, group in alike.items():
+            flop, volume = sum(op.flop() for op in group), sum(map(_volume, group))
+            node = self.all_of(kind, group[0].category, len(group), flop, volume)
+            for tensor in dict.fromkeys(t for op in group for t in op.inputs if t.storage.kind == "scalar"):
+                self.picture.edge(self._tensor(tensor, "update", None), node, _bytes(tensor))
+
+    def _operator(self, number: int, op: Op, phase: str, layer: int | None, short: bool) -> None:
+        cost = [f"{si(op.flop())}flop, {op.flop() / max(op.words(), 1):.3g} per word"]
+        grads = {t for t in op.inputs if t.storage.kind == "grad"}
+        left_out = grads if short and len(grads) > MOST_ALIKE else set()
+        cost += [f"of all {len(grads)} gradients"] if left_out else []
+        reads = [self.drawn_read(phase, number, k, t) for k, t in enumerate(op.inputs) if t not in left_out]
+        starts = [(self._tensor(t, phase, layer), t) for t in dict.fromkeys(reads) if isinstance(t, Tensor)]
+        name = self.node_name(phase, layer, _short(op.name))
+        node = self.picture.operator(self.group(phase, layer), op.category, op.title, name, *cost)
+        for start, tensor in starts:
+            self.picture.edge(start, node, _bytes(tensor))
+        for tensor in op.outputs:
+            self.picture.edge(node, self._tensor(tensor, phase, layer), _bytes(tensor))
+
+    def _tensor(self, tensor: Tensor, phase: str, layer: int | None) -> str:
+        shape = ", ".join(f"{axis} {size}" for axis, size in tensor.sizes.items())
+        lines = tensor.name, shape, f"{si(_bytes(tensor))}B"
+        return self.data(tensor, phase, layer, tensor.storage.kind, lines)
+
+
+class Tasks(Drawing):
+    """Tasks, and a node for each version of a tile: a write makes the next one."""
+
+    def draw(self, built: Built, layer: int | None) -> None:
+        self.kinds = {t.storage.name: t.storage.kind for graph, _ in built.graphs for t in _tensors(graph)}
+        self.versions: Counter[Hashable] = Counter()
+        self.of_op = {op.name: op for graph, _ in built.graphs for op in graph.ops}
+        first = {id(graph): low for graph, low in reversed(built.graphs)}  # further micro-batches are like it
+        chosen: list[tuple[Task, str, int | None]] = []
+        for n, (graph, ops, names) in enumerate(_phases(built, layer, self.phase)):
+            layers = {op.name: self.layer_of(op, n > 0) for op in ops}
+            for task in first[id(graph)].tasks.tasks:
+                if task.op in names:
+                    name = task.op.removesuffix(".backward")
+                    phase = "update" if n else "forward" if name == task.op else "backward"
+                    chosen.append((task, phase, layers.get(name)))
+        self.fold_layers([(phase, _unit_of_task(task, of)) for task, phase, of in chosen])
+        self.tiles = {a.tile.key: a.tile for task, _, _ in chosen for a in task.accesses}
+        kinds = Counter(task.kernel for task, phase, _ in chosen if phase == "update")
+        alike: dict[str, list[Task]] = {}
+        for number, (task, phase, of) in enumerate(chosen):
+            self.count, self.flop, self.volume = self.count + 1, self.flop + task.flop, self.volume + task.bytes
+            if self.many and phase == "update" and kinds[task.kernel] > MOST_ALIKE:
+                alike.setdefault(task.kernel, []).append(task)
+            elif self.folds[phase].draws(of):
+                self._task(number, task, phase, of)
+        for kind, group in alike.items():
+            flop, volume = sum(task.flop for task in group), sum(task.bytes for task in group)
+            self.all_of(kind, self._category(group[0]), len(group), flop, volume)
+
+    def _category(self, task: Task) -> Category:
+        op = self.of_op.get(task.op.removesuffix(".backward"))
+        return op.category if op else ELEMENTWISE
+
+    def _task(self, number: int, task: Task, phase: str, layer: int | None) -> None:
+        reads = [self.drawn_read(phase, number, k, a.tile.key) for k, a in enumerate(task.accesses) if a.mode != "W"]
+        starts = [(self._tile(self.tiles[key], phase, layer), self.tiles[key]) for key in reads]
+        name = self.node_name(phase, layer, _short(task.op.removesuffix(".backward")))
+        cost = f"{si(task.flop)}flop, {si(task.bytes)}B"
+        node = self.picture.operator(self.group(phase, layer), self._category(task), task.kernel, name, cost)
+        for start, tile in starts:
+            self.picture.edge(start, node, tile.bytes)
+        for access in task.accesses:
+            if access.mode != "R":
+                made = self._tile(access.tile, phase, layer, fresh=True)
+                self.picture.edge(node, made, access.tile.bytes, access.mode)
+
+    def _tile(self, tile: Tile, phase: str, layer: int | None, fresh: bool = False) -> str:
+        if fresh or tile.key not in self.nodes:
+            self.versions[tile.key] += 1
+        number = self.versions[tile.key] - 1
+        lines = repr(tile) + (f" version {number}" if number else ""), f"{list(tile.shape)} {si(tile.bytes)}B"
+        return self.data(tile.key, phase, layer, self.kinds.get(tile.tensor, "temp"), lines, fresh)
+
+
+def _unit(op: Op, layer: int | None) -> Unit:
+    looks = op.kind, op.title, tuple(t.shape for t in (*op.inputs, *op.outputs))
+    return Unit(layer, looks, list(op.inputs), list(op.outputs))
+
+
+def _unit_of_task(task: Task, layer: int | None) -> Unit:
+    looks = task.kernel, tuple((a.mode, a.tile.shape) for a in task.accesses)
+    keys = [a.tile.key for a in task.accesses]
+    return Unit(layer, looks, keys, [a.tile.key for a in task.accesses if a.mode != "R"])
+
+
+def _owners(built: Built) -> dict[str, int]:
+    """The layer of each weight that is of one layer."""
+    users: dict[str, set[int | None]] = {}
+    for op in built.graphs[0][0].ops:
+        for tensor in op.inputs:
+            if tensor.storage.kind == "param":
+                users.setdefault(tensor.name, set()).add(_layer(op))
+    single = {name: next(iter(of)) for name, of in users.items() if len(of) == 1}
+    return {name: layer for name, layer in single.items() if layer is not None}
+
+
+# -- pieces
+
+
+def _tensors(graph: Graph) -> Iterator[Tensor]:
+    for op in graph.ops:
+        yield from (*op.inputs, *op.outputs)
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel * DTYPES[tensor.dtype].bytes
+
+
+def _volume(op: Op) -> int:
+    return sum(_bytes(t) for t in {*op.inputs, *op.outputs})
+
+
+def _short(name: str) -> str:
+    """Of an operator: without its kind, which is told anyway."""
+    return name.replace("transformer.", "").rpartition(".")[0] or "model"
+
+
+def _data_name(name: str) -> str:
+    return name.partition("#")[0].removeprefix("transformer.")
