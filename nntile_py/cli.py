@@ -153,23 +153,26 @@ def sweep(
     """Measure a config at many points; goes on where it was interrupted."""
     from rich.console import Console
 
-    from nntile_py.sweep.autotune import search
-    from nntile_py.sweep.results import best_options, summary
+    from nntile_py.sweep.autotune import search, write_search
+    from nntile_py.sweep.results import best_told, summary
     from nntile_py.sweep.run import run
     from nntile_py.sweep.spec import load_sweep
 
     console = Console(stderr=True)
     path, folder = Path(config), out or Path("runs") / f"sweep-{Path(config).stem}"
     try:
-        chosen = search(path, sets or [], budget, console) if auto else load_sweep(path, sets or [])
+        found = search(path, sets or [], budget, console) if auto else None
+        chosen = found.sweep if found else load_sweep(path, sets or [])
         rows = run(chosen, folder, console, retry=retry)
+        if found:
+            write_search(found, rows, folder)
     except KeyboardInterrupt:
         goes_on = f"; the same command goes on from {folder}" if (folder / "rows.jsonl").exists() else ""
         print(f"interrupted{goes_on}", file=sys.stderr)
         raise typer.Exit(130) from None
     _print({"rows": rows} if as_json else summary(chosen, rows))
     if not as_json:
-        print(f"best: {best_options(rows, chosen.best)}\nresults in {folder}")
+        print(f"{best_told(rows, chosen.best)}\nresults in {folder}")
     raise typer.Exit(0 if any(row["status"] == "ok" for row in rows) else 1)
 
 

@@ -142,7 +142,7 @@ def test_layers_that_are_alike_are_drawn_once(level: str) -> None:
     """The picture tells how many there are, counts all of them, and nothing of it is cut off."""
     config = four_layers()
     folded, every = (draw.draw(config, level=level, folded=folded) for folded in (True, False))
-    assert "x 4: layers 0 to 3" in folded and "x 3: layers 1 to 3" in folded  # forward; layer 0 is first in the backward
+    assert "x 4: layers 0 to 3" in folded and "x 3: layers 1 to 3" in folded  # forward, backward
     assert "alike" not in every and "h3.mlp" not in folded and "h*.mlp" in folded and "h.*.ln_1.weight" in folded
     titles = [re.search(r"after fusion\): [^\"]*", picture) for picture in (folded, every)]
     assert titles[0] and titles[1] and titles[0][0] == titles[1][0]

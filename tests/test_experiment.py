@@ -62,11 +62,13 @@ def test_the_picture_of_some_points_says_so(tmp_path: Path, monkeypatch: pytest.
         row = {"id": point.id, "sets": point.sets, "measure": {}, "status": "ok", "load": 0.0, "times": [1.0]}
         return row | dict.fromkeys(("seconds", "seconds_min", "seconds_max"), 1.0)
 
-    drawn = experiment.draw_plot
-    monkeypatch.setattr(experiment, "draw_plot", lambda plot, rows: (titles.append(plot.title), drawn(plot, rows))[1])
+    drawn = experiment.figure_of
+    monkeypatch.setattr(
+        experiment, "figure_of", lambda plots, *more: (titles.append(plots[0].title), drawn(plots, *more))[1]
+    )
     monkeypatch.setattr(sweep_run, "measure_point", measured)
     with pytest.raises(KeyboardInterrupt):
         experiment.run(made, "cpu", tmp_path, None, CONSOLE)
-    left = count
+    left = count * made.part("cpu").rounds
     experiment.run(made, "cpu", tmp_path, None, CONSOLE)
     assert titles == [f"GPT-2 inference (2 of {count} points)", "GPT-2 inference"]

@@ -21,7 +21,8 @@ from nntile_py.errors import ConfigError
 from nntile_py.sweep import autotune, experiment
 from nntile_py.sweep import run as sweep_run
 from nntile_py.sweep import spec as sweep
-from nntile_py.sweep.results import best_row, draw_plot, pooled, shown_rows, summary, table
+from nntile_py.sweep.plots import figure_of, files_of, shown_rows, spread
+from nntile_py.sweep.results import best_row, best_told, pooled, summary, table, within_spread
 from nntile_py.tiles import RW, R, TaskList, Tile, W
 
 BASE: dict[str, Any] = {
@@ -166,7 +167,7 @@ def test_training_points_failures_and_plots(tmp_path: Path) -> None:
     assert next("model.heads: got 3" in row["error"] for row in rows if row["status"] == "refused")
     assert all(len(row["times"]) == 2 and row["tokens_per_s"] > 0 for row in rows if row["status"] == "ok")
     assert (tmp_path / "out" / "plot.png").read_bytes().startswith(b"\x89PNG")
-    assert (tmp_path / "out" / "plot2.png").exists()
+    assert (tmp_path / "out" / "plot2.svg").exists() and (tmp_path / "out" / "plot2.pdf").exists()
     best = json.loads((tmp_path / "out" / "results.json").read_text())["best"]
     assert best["seconds"] == min(row["seconds"] for row in rows if row["status"] == "ok")
 
@@ -268,8 +269,12 @@ def test_auto(tmp_path: Path) -> None:
     done = nntile(tmp_path, "sweep", "--auto", "base.yaml", "--budget", "3", "--set", "train.batch=2", "--out", "out")
     assert done.returncode == 0, done.stderr
     assert "tilings planned; pruned:" in done.stderr and "best: --set tiles.batch=" in done.stdout
-    rows = lines(tmp_path / "out")
+    rows = json.loads((tmp_path / "out/results.json").read_text())["rows"]
     assert 2 <= len(rows) <= 3 and all(row["status"] == "ok" for row in rows)
+    assert all((tmp_path / f"out/plot.{form}").stat().st_size > 1000 for form in ("png", "svg", "pdf"))
+    with (tmp_path / "out/searched.csv").open() as file:
+        searched = list(csv.DictReader(file))
+    assert f"{len(searched)} tilings planned" in done.stderr and sum(bool(s["seconds"]) for s in searched) == len(rows)
 
 
 @pytest.mark.parametrize("name", experiment.names())
@@ -451,7 +456,8 @@ def test_nothing_to_draw(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: s
     made, told = sweep.load_sweep(write(tmp_path, {"grid": grid, "plots": plots})), io.StringIO()
     console = Console(file=told, width=200)
     for number in ("", 2, 3):  # of an earlier sweep, that had three
-        (tmp_path / f"plot{number}.png").touch()
+        for form in ("png", "svg", "pdf"):
+            (tmp_path / f"plot{number}.{form}").touch()
     if end == "interrupted":
         with pytest.raises(KeyboardInterrupt):
             sweep_run.run(made, tmp_path, console)
@@ -459,9 +465,9 @@ def test_nothing_to_draw(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: s
         console.print(summary(made, sweep_run.run(made, tmp_path, console)))
         assert "failed: {'fusion': True, 'tiles.batch': 1}: no {" in told.getvalue() and "and 1 more" in told.getvalue()
     assert "plot.png: not drawn" in told.getvalue() and "plot2.png: not drawn" in told.getvalue()
-    assert not list(tmp_path.glob("*.png")) and (tmp_path / "results.csv").exists()
+    assert not list(tmp_path.glob("plot*")) and (tmp_path / "results.csv").exists()
     for plot in made.plots:  # as an experiment does
-        assert draw_plot(plot, []).startswith(b"\x89PNG")
+        assert files_of(figure_of([plot], []))["png"].startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(
@@ -483,7 +489,71 @@ def test_rows_of_one_place(plot: dict[str, Any], best: dict[str, Any], value: li
     made = sweep.Plot(kind="heat", x="a", series="b", **plot)
     shown, told = shown_rows(made, rows, sweep.Best(**best))
     assert [row["seconds"] for row in shown] == value and told == over
-    assert draw_plot(made, rows).startswith(b"\x89PNG")
+    assert files_of(figure_of([made], rows))["png"].startswith(b"\x89PNG")
+
+
+def timed(sets: dict[str, Any], times: list[float]) -> dict[str, Any]:
+    middle = sorted(times)[len(times) // 2]
+    facts = {"seconds": middle, "seconds_min": min(times), "seconds_max": max(times), "tokens_per_s": 12 / middle}
+    return {"id": str(sets), "sets": sets, "status": "ok", "times": times} | facts
+
+
+def test_the_spread_of_repeats() -> None:
+    """Of few all of them, of many the middle half, in the metric's own unit; of a rate the other way round."""
+    assert spread(timed({}, [2.0, 3.0, 4.0])) == (2.0, 4.0)
+    many = timed({}, [2.0, 2.0, 3.0, 4.0, 90.0])
+    assert spread(many) == (2.0, 4.0) and spread(many, "ms") == (2e3, 4e3)
+    assert spread(many, "tokens_per_s") == (pytest.approx(3.0), pytest.approx(6.0))
+    assert spread(many, "tasks") is None and spread(timed({}, [2.0])) is None
+
+
+def test_best_names_those_that_are_no_worse() -> None:
+    rows = [
+        timed({"fusion": fusion, "tiles.embed": embed, "seed": 1}, times)
+        for fusion, embed, times in (
+            (True, 96, [1.0, 2.0, 3.0]),
+            (True, None, [2.5, 4.0, 5.0]),
+            (False, 96, [3.5, 4.0, 5.0]),
+        )
+    ]
+    assert within_spread(rows, sweep.Best()) == rows[1:2]
+    told = best_told(rows, sweep.Best()).splitlines()
+    assert told[0].startswith("best: --set fusion=true --set tiles.embed=96")
+    assert told[1] == "within the spread of: fusion fused, tiles.embed uncut (4)"
+    assert len(best_told(rows[::2], sweep.Best()).splitlines()) == 1
+
+
+@pytest.mark.parametrize("kind", ["line", "bar"])
+def test_plots_hide_nothing(kind: Any) -> None:
+    """Error bars end inside the axes, the legend stands outside; title, repeats and machine are told, words are one."""
+    rows = [
+        timed({"fusion": fusion, "tiles.embed": embed}, [0.1 * embed, 0.2 * embed, 0.9 * embed])
+        for fusion in (True, False)
+        for embed in (1, 2, 4)
+    ]
+    rows[0]["others"] = 1e3
+    plot = sweep.Plot(kind=kind, x="tiles.embed", series="fusion", title="GPT-2")
+    drawn = figure_of([plot], rows, where="a machine")
+    drawn.canvas.draw()
+    (part,) = drawn.subfigs
+    (axis,), (legend,) = part.axes, part.legends
+    assert axis.get_ylim()[1] >= 900 * 4 and axis.get_ylim()[0] == 0
+    assert legend.get_window_extent().x0 >= axis.get_window_extent().x1
+    assert [one.get_text() for one in legend.get_texts()] == ["fused", "naive"]
+    assert axis.get_xlabel() == "tile size along embed" and axis.get_ylabel() == "time of a step (ms)"
+    small = drawn.get_supxlabel()
+    assert "median of 3 repeats; error bars: all of them" in small and "a machine" in small
+    assert "other processes kept up to 1000.0 cores busy" in small and part.get_suptitle() == "GPT-2"
+    heat = figure_of([sweep.Plot(kind="heat", x="tiles.embed", series="fusion")], rows)
+    ticks = [one.get_text() for one in heat.subfigs[0].axes[0].get_yticklabels()]
+    assert ticks == ["fused", "naive"]
+
+
+def test_experiments_take_turns() -> None:
+    for name in experiment.names():
+        made = experiment.load_experiment(name)
+        for scale in ("cpu", "gpu") if made.kind == "sweep" else ():
+            assert made.part(scale).rounds >= 3, name
 
 
 @pytest.mark.parametrize("how", ["plan", "run", "operators"])

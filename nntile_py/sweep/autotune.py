@@ -2,15 +2,18 @@
 
 The search walks axis by axis from a few starts to where the plan expects the shortest step, and keeps all it has seen.
 What cannot be good is then pruned: too much memory, tasks that are short against the runtime's own time for a task,
-fewer tasks at once than workers.
+fewer tasks at once than workers. searched.csv and plot.png, .svg, .pdf show what was planned, pruned and measured.
 """
 
 from __future__ import annotations
 
+import csv
+import io
 import math
 from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
@@ -20,9 +23,14 @@ from nntile_py.config.run import RunConfig, load
 from nntile_py.config.spec import step_spec
 from nntile_py.errors import ConfigError
 from nntile_py.schema import assignment, read_yaml, validated
+from nntile_py.sweep.plots import Row, caption, files_of, plain, spread
 from nntile_py.sweep.spec import Sweep
 from nntile_py.system.cgroup import machine_memory
+from nntile_py.system.folders import replace_file
 from nntile_py.tiles import AXES
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 Tiles = dict[str, int | None]  # by axis; None: not cut
 CUTS = (1, 2, 3, 4, 8)  # tiles along an axis
@@ -30,8 +38,29 @@ SHORT = 10  # a task should take this many times the runtime's own time for it
 MOST_PLANS = 250
 
 
-def search(path: Path, sets: list[str], budget: int, console: Console) -> Sweep:
-    """The sweep that measures the `budget` most promising tilings, the config's own and the uncut one among them."""
+@dataclass
+class Tiling:
+    """A tiling that was planned: tile sizes in the order of AXES, and why it is not worth a measurement, or None."""
+
+    key: tuple[int | None, ...]
+    plan: Estimate | None
+    pruned: str | None
+
+    def __str__(self) -> str:
+        return ", ".join(f"{axis} {size}" for axis, size in zip(AXES, self.key, strict=True) if size) or "uncut"
+
+
+@dataclass
+class Search:
+    """All tilings that were planned, and the sweep that measures the most promising of them."""
+
+    name: str
+    tilings: list[Tiling]
+    sweep: Sweep
+
+
+def search(path: Path, sets: list[str], budget: int, console: Console) -> Search:
+    """Plans tilings; the sweep is of the `budget` most promising, the config's own and the uncut one among them."""
     tree = read_yaml(path, "SWEEP", RunConfig) if path.is_file() else {}
     if "config" in tree and tree.keys() & {"grid", "list", "random"}:
         raise ConfigError(f"{path}: this is a sweep's YAML; --auto takes a run's config, such as {tree['config']}")
@@ -42,28 +71,90 @@ def search(path: Path, sets: list[str], budget: int, console: Console) -> Sweep:
     with console.status("planning tilings"):
         for start in starts:
             _walk(config, start, seen)
-    refused: Counter[str] = Counter()
-    kept: list[tuple[float, tuple[int | None, ...]]] = []  # seconds expected, tiling
-    rest = kept[:]
-    for key, plan in seen.items():
-        reason = why_not(config, plan)
-        if reason:
-            refused[reason] += 1
-        if plan:
-            (rest if reason else kept).append((plan.seconds, key))
+    tilings = [Tiling(key, plan, why_not(config, plan)) for key, plan in seen.items()]
+    refused = Counter(one.pruned for one in tilings if one.pruned)
     pruned = ", ".join(f"{count} for {reason}" for reason, count in refused.most_common()) or "none"
     console.print(f"{len(seen)} tilings planned; pruned: {pruned}", highlight=False)
     always = [_key(own), _key(starts[1])]
     # A model so small that no tiling is good has a best one all the same.
-    best = [key for _, key in sorted(kept or rest, key=lambda entry: entry[0])]
+    planned = [(one.plan.seconds, one) for one in tilings if one.plan]
+    kept = [entry for entry in planned if not entry[1].pruned] or planned
+    best = [one.key for _, one in sorted(kept, key=lambda entry: entry[0])]
     chosen = list(dict.fromkeys([*always, *best]))[: max(budget, 1)]
     made: dict[str, Any] = {
         "config": str(path),
         "set": dict(map(assignment, sets)),
         "list": [{f"tiles.{axis}": size for axis, size in zip(AXES, key, strict=True)} for key in chosen],
-        "measure": {"work": "train", "repeats": 5},
+        "measure": {"work": "train", "repeats": 3},
+        "rounds": 3,
     }
-    return validated(Sweep, made)
+    return Search(path.stem, tilings, validated(Sweep, made))
+
+
+def write_search(found: Search, rows: list[Row], folder: Path) -> None:
+    """searched.csv, and plot.png, .svg, .pdf: what was planned and pruned, and the measured tilings by their time."""
+    from nntile_py.system.machine import described, machine
+
+    out = io.StringIO()
+    writer = csv.writer(out)
+    writer.writerow([*(f"tiles.{axis}" for axis in AXES), "planned_seconds", "tasks", "planned_task_us", "parallelism",
+                     "peak_bytes", "pruned", "seconds"])  # fmt: skip
+    measured = _measured(rows)
+    for one in found.tilings:
+        of, row = one.plan, measured.get(one.key)
+        planned = [of.seconds, of.tasks, of.mean_task * 1e6, of.parallelism, of.peak_bytes] if of else [""] * 5
+        writer.writerow([*map(plain, one.key), *planned, one.pruned or "", row["seconds"] if row else ""])
+    replace_file(folder / "searched.csv", out.getvalue())
+    where = machine()
+    for form, content in files_of(draw_search(found, rows, f"{described(where)}, {where['date']}")).items():
+        replace_file(folder / f"plot.{form}", content)
+
+
+def _measured(rows: list[Row]) -> dict[tuple[int | None, ...], Row]:
+    """The good rows by their tiling."""
+    return {tuple(row["sets"][f"tiles.{axis}"] for axis in AXES): row for row in rows if row["status"] == "ok"}
+
+
+def draw_search(found: Search, rows: list[Row], where: str) -> Figure:
+    """Left: planned time against the number of tasks, by why a tiling was pruned; right: what was measured."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    measured = _measured(rows)
+    ordered = sorted(((one, measured[one.key]) for one in found.tilings if one.key in measured),
+                     key=lambda pair: -float(pair[1]["seconds"]))  # fmt: skip
+    figure = Figure(figsize=(11.5, max(4.4, 2.2 + 0.28 * len(ordered))), layout="constrained")
+    FigureCanvasAgg(figure)
+    left, right = figure.subplots(1, 2)
+    drawn = [(one, one.plan) for one in found.tilings if one.plan]
+    reasons = [None, *dict.fromkeys(one.pruned for one in found.tilings if one.pruned)]
+    for reason, colour, marker in zip(reasons, ("#0072b2", "#9aa0a6", "#cc79a7", "#e69f00", "#000000"), "oxxxx",
+                                      strict=False):  # fmt: skip
+        here = [of for one, of in drawn if one.pruned == reason]
+        if here:
+            told = f"{'pruned: ' + reason if reason else 'kept'} ({len(here)})"
+            left.plot([of.tasks for of in here], [of.seconds * 1e3 for of in here], linestyle="", marker=marker,
+                      color=colour, markersize=5, label=told)  # fmt: skip
+    rings = [of for one, of in drawn if one.key in measured]
+    left.plot([of.tasks for of in rings], [of.seconds * 1e3 for of in rings], linestyle="", marker="o", markersize=10,
+              fillstyle="none", color="#d55e00", label=f"measured ({len(rings)})")  # fmt: skip
+    left.set(xscale="log", yscale="log", xlabel="tasks of a step", ylabel="planned time of a step (ms)")
+    left.set_title(f"{len(found.tilings)} tilings planned", fontsize=10)
+    left.grid(alpha=0.3)
+    left.legend(loc="upper center", bbox_to_anchor=(0.45, -0.14), ncols=2, fontsize=8, frameon=False)
+    for place, (_, row) in enumerate(ordered):
+        middle, (low, high) = row["seconds"], spread(row) or (row["seconds"],) * 2
+        best = place == len(ordered) - 1
+        right.errorbar([middle * 1e3], [place], xerr=[[(middle - low) * 1e3], [(high - middle) * 1e3]], marker="o",
+                       capsize=3, color="#009e73" if best else "#d55e00")  # fmt: skip
+    right.set_yticks(range(len(ordered)), [str(one) for one, _ in ordered], fontsize=8)
+    right.set_xlim(left=0)
+    right.set_xlabel("measured time of a step (ms)")
+    right.set_title(f"{len(ordered)} measured, the best at the top", fontsize=10)
+    right.grid(alpha=0.3, axis="x")
+    figure.suptitle(f"{found.name}: search of tile sizes", fontsize=11)
+    figure.supxlabel(caption(rows, where), fontsize=7.5, color="#59636e", x=0.01, ha="left")
+    return figure
 
 
 def why_not(config: RunConfig, plan: Estimate | None) -> str | None:

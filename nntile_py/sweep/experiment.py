@@ -20,9 +20,12 @@ from nntile_py.config.run import RunConfig, load, runtime_options
 from nntile_py.errors import ConfigError, NNTileError
 from nntile_py.profile import FILES
 from nntile_py.schema import Count, Section, read_yaml, validated
-from nntile_py.sweep.results import Row, draw_plot, table, value
+from nntile_py.sweep.plots import FORMS, Row, figure_of, files_of, named, value, word
+from nntile_py.sweep.results import table
 from nntile_py.sweep.spec import Sweep, check_sweep, points
 from nntile_py.system.folders import replace_file
+from nntile_py.system.load import cores, is_busy
+from nntile_py.system.machine import described, machine
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -30,6 +33,7 @@ if TYPE_CHECKING:
 EXPERIMENTS = next((d for p in Path(__file__).parents[1:3] if (d := p / "experiments").is_dir()), Path("experiments"))
 
 
+ROUNDS = 3  # times that a sweep measures all its points, in turns, unless it says otherwise
 Mode = Literal["training", "inference"]
 
 
@@ -78,7 +82,7 @@ class Experiment(Section):
         if mode:
             tree = self._in_mode(tree, mode)
         if self.kind == "sweep":
-            return check_sweep(tree, path)
+            return check_sweep({"rounds": ROUNDS} | tree, path)
         cls: Any = Drawing if self.kind == "graph" else Profile
         try:
             made = validated(cls, tree, f"{scale}.")
@@ -183,7 +187,8 @@ def run(
     if folder.resolve() == EXPERIMENTS.resolve():  # the config of a profile would go over the experiment's YAML
         raise ConfigError(f"--out: {folder} holds the experiments themselves; allowed: any other folder")
     folder.mkdir(parents=True, exist_ok=True)
-    picture, rows, interrupted, missing = folder / "plot.png", [], None, None
+    pictures: dict[str, bytes] = {}
+    rows, interrupted, missing = [], None, None
     if made.kind == "sweep":
         from nntile_py.sweep.run import run as run_sweep
 
@@ -197,15 +202,16 @@ def run(
             note = ". ".join(filter(None, (note, there.capitalize())))
         plots, drawn, count = part.plots, sum(row["status"] == "ok" for row in rows), len(points(part))
         if drawn < count:  # the picture alone tells it too
-            told = f"({drawn} of {count} points)"
-            plots = [plot.model_copy(update={"title": f"{plot.title} {told}".strip()}) for plot in plots]
-        picture.write_bytes(_side_by_side([draw_plot(plot, rows) for plot in plots]))
+            some = f"({drawn} of {count} points)"
+            plots = [plot.model_copy(update={"title": f"{plot.title} {some}".strip()}) for plot in plots]
+        where = machine()
+        pictures = files_of(figure_of(plots, rows, part.best, f"{described(where)}, {where['date']}")) if plots else {}
         written = table(rows)
     elif made.kind == "graph":
-        written, missing = _draw(part, folder)
+        written, pictures, missing = _draw(part, folder)
         note = ". ".join(filter(None, (note, f"No picture: {missing}" if missing else "")))
     else:
-        picture, written = _profile(part, folder, made.name)
+        written, pictures = _profile(part, folder, made.name)
     failed = [row for row in rows if row["status"] != "ok"]
     text = report(made, scale, rows, written, load_before, mode, note)
     target = results or folder
@@ -213,7 +219,7 @@ def run(
     stem += f"-{mode}" if mode else ""
     stem += f"-{scale}" if results and scale != "cpu" else ""  # beside those of the same day
     files = {
-        **({} if missing else {f"{stem}{picture.suffix}": picture.read_bytes()}),
+        **{f"{stem}.{form}": content for form, content in pictures.items()},
         f"{stem}.csv": written.encode(),
         f"{stem}.md": text.encode(),
     }
@@ -239,25 +245,30 @@ def report(
     note: str = "",
 ) -> str:
     """Markdown: how and where it was measured, what the paper found, what was found here."""
-    from nntile_py.system.machine import machine
-
     where = machine()
     lines = [f"# {made.name}: {made.title}", "", made.shows, ""]
     lines += [f"    nntile experiment {made.name} --scale {scale}" + (f" --mode {mode}" if mode else ""), ""]
     if mode:
         told = "forward, backward and, of a whole model, the update" if mode == "training" else "the forward pass alone"
         lines += [f"Measured here: {mode}, {told}.", ""]
-    with_gpus = f"{where['gpus']}, " if scale == "gpu" and where["gpus"] else ""
-    versions = f"{with_gpus}{where['processor']}, {where['cores']} cores, torch {where['torch']}"
-    lines.append(f"{where['date']}, commit {where['commit']}; {versions}.")
+    where = where | ({"gpus": ""} if scale == "cpu" else {})
+    lines.append(f"{where['date']}, commit {where['commit']}; {described(where)}.")
     lines += [f"{note[0].upper()}{note[1:]}."] if note else []
     if load_before > 0.3:
         lines.append(f"Load average {load_before:.1f} before the start: something used the machine, or just had.")
+    busy = max((row["others"] for row in rows if row.get("others") is not None), default=0.0)
+    if is_busy(busy):
+        lines.append(
+            f"Other processes kept up to {busy:.1f} of {cores()} cores busy while a point was measured: times are too "
+            "long, and ratios tell more than times."
+        )
     lines += ["", "## The paper", "", made.paper.strip(), "", "## Here", ""]
     if rows:
         keys = list(dict.fromkeys(key for row in rows for key in row["sets"]))
         lines += _markdown(
-            [[*keys, *made.columns]] + [[_cell(value(r, k)) for k in (*keys, *made.columns)] for r in rows]
+            [[*keys, *made.columns]] + [
+                [*(word(k, value(r, k)) for k in keys), *(_cell(value(r, k)) for k in made.columns)] for r in rows
+            ]
         )
         lines += _ratios(made, rows)
     else:
@@ -278,15 +289,16 @@ def _ratios(made: Experiment, rows: list[Row]) -> list[str]:
     if not full:
         return []
     (first, _), (second, _) = next(iter(full.values()))
-    lines = ["", f"Time with {made.ratio} {second} over time with {made.ratio} {first}, median (best repeat):", ""]
+    one, other = (named(made.ratio, json.loads(of)) for of in (first, second))
+    lines = ["", f"Time {other} over time {one}, median (best repeat):", ""]
     for rest, ((_, one), (_, other)) in full.items():
         median, best = (other[metric] / one[metric] for metric in ("seconds", "seconds_min"))
         lines.append(f"* {rest or 'all'}: {median:.2f} ({best:.2f})")
     return lines
 
 
-def _draw(part: Drawing, folder: Path) -> tuple[str, NNTileError | None]:
-    """Leaves plot.dot and plot.png; returns the CSV, and why there is no plot.png."""
+def _draw(part: Drawing, folder: Path) -> tuple[str, dict[str, bytes], NNTileError | None]:
+    """Leaves plot.dot; returns the CSV, the pictures by form, and why there are none."""
     from nntile_py.analysis import draw
     from nntile_py.analysis.plan import estimate
     from nntile_py.analysis.workloads import build
@@ -295,9 +307,9 @@ def _draw(part: Drawing, folder: Path) -> tuple[str, NNTileError | None]:
     config, out = _config(part), io.StringIO()
     dot = draw.draw(config, level=part.level, work=part.work, layer=part.layer, phase=part.phase, fusion=part.fusion)
     draw.write(dot, folder / "plot.dot")
-    missing = None
+    missing, pictures = None, {}
     try:
-        (folder / "plot.png").write_bytes(draw.picture(dot, "png"))
+        pictures = {form: draw.picture(dot, form) for form in FORMS}
     except draw.NoPicture as error:
         missing = error
     writer = csv.writer(out)
@@ -307,10 +319,11 @@ def _draw(part: Drawing, folder: Path) -> tuple[str, NNTileError | None]:
         count = sum(len(graph.ops) for graph, _ in built.graphs)
         of = estimate(built.lists, config.workers)
         writer.writerow([name, count, of.tasks, int(built.flop), of.bytes_moved])
-    return out.getvalue(), missing
+    return out.getvalue(), pictures, missing
 
 
-def _profile(part: Profile, folder: Path, name: str) -> tuple[Path, str]:
+def _profile(part: Profile, folder: Path, name: str) -> tuple[str, dict[str, bytes]]:
+    """Runs `nntile profile`; returns the CSV of the workers and the Gantt by form."""
     _clear(folder / "profile")
     config = folder / f"{name}.yaml"
     config.write_text(_config(part).to_yaml())
@@ -327,7 +340,7 @@ def _profile(part: Profile, folder: Path, name: str) -> tuple[Path, str]:
     writer = csv.writer(out)
     writer.writerow(keys)
     writer.writerows([[w.get(k, "") for k in keys] for w in workers])
-    return folder / "profile" / "gantt.png", out.getvalue()
+    return out.getvalue(), {form: (folder / "profile" / f"gantt.{form}").read_bytes() for form in FORMS}
 
 
 def _clear(folder: Path) -> None:
@@ -393,23 +406,6 @@ def _need_gpus(config: RunConfig, told: str) -> None:
     if config.workers > there:
         raise NNTileError(f"{told}: needs {config.workers} GPUs, this machine has {there}; --plan runs nothing")
     Runtime(**runtime_options(config.runtime.model_dump()))
-
-
-def _side_by_side(pictures: list[bytes]) -> bytes:
-    """One picture of several."""
-    if len(pictures) == 1:
-        return pictures[0]
-    from PIL import Image
-
-    images = [Image.open(io.BytesIO(p)).convert("RGB") for p in pictures]
-    whole = Image.new("RGB", (sum(i.width for i in images), max(i.height for i in images)), "white")
-    left = 0
-    for image in images:
-        whole.paste(image, (left, 0))
-        left += image.width
-    out = io.BytesIO()
-    whole.save(out, "PNG")
-    return out.getvalue()
 
 
 def _markdown(cells: list[list[str]]) -> list[str]:

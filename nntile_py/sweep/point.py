@@ -28,6 +28,7 @@ from nntile_py.graph.fusion import Fusion
 from nntile_py.graph.graph import Graph
 from nntile_py.models.init import fill
 from nntile_py.sweep.spec import Measure
+from nntile_py.system.load import Load
 from nntile_py.tasks.op import CATEGORIES, Lowering, Op, Tensor
 from nntile_py.tiles import TaskList, Tiling
 from nntile_py.tiles.dtypes import DTYPES
@@ -62,14 +63,15 @@ def measure(config: RunConfig, how: Measure, running: ExitStack) -> dict[str, An
     assert built is not None
     plan = estimate(built.lists, config.workers, gpu=config.runtime.cuda != 0)
     facts = {"tasks": plan.tasks, "flop": built.flop, "bytes_moved": plan.bytes_moved, "peak_bytes": plan.peak_bytes}
-    facts |= {"parallelism": plan.parallelism, "mean_task_us": plan.mean_task * 1e6}
+    facts |= {"parallelism": plan.parallelism, "planned_task_us": plan.mean_task * 1e6}
     if how.how == "plan":
         return facts | {"seconds": plan.seconds}
     if how.how == "operators":
         return facts | _operators(config, how)
     if not trains:
         step = _inference(config, built) if how.work == "inference" else _program(built.graphs[0], config)
-    times = _times(step, how)
+    with Load() as load:
+        times = _times(step, how)
     seconds = statistics.median(times)
     tokens = config.train.batch * config.train.seq
     tokens *= config.train.grad_accumulation if how.work == "train" else 1
@@ -78,7 +80,7 @@ def measure(config: RunConfig, how: Measure, running: ExitStack) -> dict[str, An
         "ms": seconds * 1e3, "us": seconds * 1e6, "best ms": min(times) * 1e3, "best us": min(times) * 1e6,
         "tokens_per_s": tokens / seconds, "gflop_per_s": built.flop / seconds / 1e9,
         "us_per_task": seconds / max(plan.tasks, 1) * 1e6, "times": times,
-        "peak_mib": _peak_mib(),
+        "peak_mib": _peak_mib(), "others": load.others,
     }  # fmt: skip
 
 

@@ -22,9 +22,9 @@ from nntile_py.tasks.op import CATEGORIES
 
 Values = dict[str, list[Any]]
 _POINTS = ("grid", "list", "random")
-_ALWAYS = ["seconds", "tasks", "flop", "bytes_moved", "peak_bytes", "parallelism", "mean_task_us", "took", "load"]
+_ALWAYS = ["seconds", "tasks", "flop", "bytes_moved", "peak_bytes", "parallelism", "planned_task_us", "took", "load"]
 _UNITS = ("seconds", "flop", "% seconds", "% flop")
-_TIMED = ["seconds_min", "seconds_max", "ms", "us", "best ms", "best us", "us_per_task"]
+_TIMED = ["seconds_min", "seconds_max", "ms", "us", "best ms", "best us", "us_per_task", "others"]
 METRICS = {  # that point.py gives, by measure.how
     "plan": _ALWAYS,
     "run": [*_ALWAYS, *_TIMED, "tokens_per_s", "gflop_per_s", "peak_mib"],

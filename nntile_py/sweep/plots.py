@@ -1,0 +1,250 @@
+"""The pictures of a sweep, as PNG, SVG and PDF: lines, bars or a heat map, with the spread of the repeats."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Sequence
+from statistics import quantiles
+from typing import TYPE_CHECKING, Any
+
+from nntile_py.system.load import is_busy
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from nntile_py.sweep.spec import Best, Plot
+
+Row = dict[str, Any]
+FORMS = ("png", "svg", "pdf")
+QUARTILES = 4  # repeats, from which on the spread is their middle half: one that was disturbed does not widen it
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
+MARKERS = "osD^vPX"
+_TIMES = {"seconds": 1.0, "ms": 1e3, "us": 1e6}
+_RATES = ("tokens_per_s", "gflop_per_s")  # as many times less as the time is more
+_LABELS = {
+    "seconds": "time of a step (s)", "ms": "time of a step (ms)", "us": "time of a step (us)",
+    "seconds_min": "time of a step (s), best repeat", "best ms": "time of a step (ms), best repeat",
+    "best us": "time of a step (us), best repeat", "tokens_per_s": "throughput (tokens/s)",
+    "gflop_per_s": "throughput (Gflop/s)", "runtime.cpus": "CPU workers", "runtime.cuda": "GPUs",
+    "us_per_task": "time of a step over its tasks (us)", "planned_task_us": "planned time of a task (us)",
+    "train.batch": "batch", "train.seq": "sequence length", "fusion": "", "tasks": "tasks of a step",
+    "peak_mib": "memory at peak (MiB)",
+}  # fmt: skip
+
+
+def spread(row: Row, metric: str = "seconds") -> tuple[float, float] | None:
+    """From where to where a metric of time goes: the middle half of its repeats, of few all; None: not repeated."""
+    times = row.get("times", [])
+    if metric not in (*_TIMES, *_RATES) or len(times) < 2:
+        return None
+    low, high = min(times), max(times)
+    if len(times) >= QUARTILES:
+        low, _, high = quantiles(times, n=4, method="inclusive")
+    middle = row["seconds"]
+    low, high = min(low, middle), max(high, middle)  # the median of rounds' medians may lie beside
+    if metric in _RATES:
+        return row[metric] * middle / high, row[metric] * middle / low
+    return low * _TIMES[metric], high * _TIMES[metric]
+
+
+def caption(rows: list[Row], where: str = "") -> str:
+    """The small print: how often it was measured, what the bars are, the machine, whether others used it."""
+    good = [row for row in rows if row["status"] == "ok"]
+    repeats, rounds = sorted({len(row.get("times", [])) for row in good} - {0}), {row.get("rounds", 1) for row in good}
+    told = []
+    if repeats:
+        count = f"{repeats[0]}" if len(repeats) == 1 else f"{repeats[0]} to {repeats[-1]}"
+        bars = "the middle half of them" if repeats[0] >= QUARTILES else "all of them"
+        turns = f" in {max(rounds)} rounds of all points" if max(rounds, default=1) > 1 else ""
+        told.append(f"median of {count} repeats{turns}; error bars: {bars}" if repeats[-1] > 1 else "one repeat")
+    busy = max((row["others"] for row in good if row.get("others") is not None), default=0.0)
+    if is_busy(busy):
+        told.append(f"other processes kept up to {busy:.1f} cores busy meanwhile")
+    return "\n".join(filter(None, ("; ".join(told), where)))
+
+
+def figure_of(plots: Sequence[Plot], rows: list[Row], best: Best | None = None, where: str = "") -> Figure:
+    """All plots side by side, a panel for each value of `panel`; without axes where there is nothing to show.
+
+    where: the machine, for the small print."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    panels = [_panels(plot, rows, best) for plot in plots]
+    widths = [4.4 * len(own) + 1.5 for own in panels]
+    figure = Figure(figsize=(max(sum(widths), 6.5), 4.2), layout="constrained")
+    FigureCanvasAgg(figure)
+    parts = figure.subfigures(1, len(plots), width_ratios=widths, squeeze=False)[0]
+    for part, plot, own in zip(parts, plots, panels, strict=True):
+        _draw(part, plot, own, rows, best)
+    if small := caption(rows, where):
+        figure.supxlabel(small, fontsize=7.5, color="#59636e", x=0.01, ha="left")
+    return figure
+
+
+def files_of(figure: Figure) -> dict[str, bytes]:
+    """By form: png, svg, pdf. The same figure gives the same bytes."""
+    files = {}
+    for form in FORMS:
+        out = io.BytesIO()
+        undated = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}
+        figure.savefig(out, format=form, dpi=150, metadata=undated.get(form))
+        files[form] = out.getvalue()
+    return files
+
+
+def _panels(plot: Plot, rows: list[Row], best: Best | None) -> list[Any]:
+    good, _ = shown_rows(plot, rows, best)
+    return (values(good, plot.panel) if plot.panel else []) or [None]
+
+
+def _draw(figure: Any, plot: Plot, panels: list[Any], rows: list[Row], best: Best | None) -> None:
+    good, over = shown_rows(plot, rows, best)
+    unit = _unit(plot, good)
+    axes = figure.subplots(1, len(panels), squeeze=False, sharey=plot.same and plot.kind != "heat")[0]
+    highest: list[float] = []
+    for axis, panel in zip(axes, panels, strict=True):
+        if not good:
+            axis.set_axis_off()
+            continue
+        inside = [row for row in good if plot.panel is None or value(row, plot.panel) == panel]
+        highest.append((_heat if plot.kind == "heat" else _lines)(axis, plot, inside, good, unit))
+        axis.set_xlabel(label(plot.x) if plot.xlabel is None else plot.xlabel)
+        if plot.panel:
+            axis.set_title(named(plot.panel, panel), fontsize=10)
+    hidden = f"best over {', '.join(over)}" if over else ""
+    figure.suptitle(", ".join(filter(None, (plot.title, hidden if good else "no data"))), fontsize=11)
+    if plot.kind == "heat" or not good:
+        return
+    for axis, high in zip(axes, highest, strict=True):
+        axis.set_ylim(0, 1.06 * (max(highest) if plot.same else high) or 1)
+    axes[0].set_ylabel(_y_label(plot, unit))
+    if plot.series or len(plot.metrics) > 1:
+        handles, labels = axes[0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside right center", fontsize=8.5, frameon=False)
+
+
+def shown_rows(plot: Plot, rows: list[Row], best: Best | None = None) -> tuple[list[Row], list[str]]:
+    """The best good row of each place, by the first y, and the keys in which those that it hides differ from it."""
+    y = plot.metrics[0]
+    most = best.of == "greatest" if best and best.metric == y else y.endswith("_per_s") or y == "parallelism"
+    places: dict[tuple[str, ...], list[Row]] = {}
+    for row in good_rows(plot, rows):
+        place = tuple(plain(value(row, key)) for key in (plot.x, plot.series, plot.panel) if key)
+        places.setdefault(place, []).append(row)
+    keys = dict.fromkeys(key for own in places.values() for row in own for key in row["sets"])
+    over = [k for k in keys if any(len({plain(value(row, k)) for row in own}) > 1 for own in places.values())]
+    return [(max if most else min)(own, key=lambda row: row[y]) for own in places.values()], over
+
+
+def good_rows(plot: Plot, rows: list[Row]) -> list[Row]:
+    """Those that have what the plot shows."""
+    return [row for row in rows if row["status"] == "ok" and all(y in row for y in plot.metrics)]
+
+
+def _unit(plot: Plot, rows: list[Row]) -> tuple[float, str]:
+    """Times in seconds that are short are drawn in ms, where the plot's label does not say what they are in."""
+    short = plot.ylabel is None and all(y in ("seconds", "seconds_min") for y in plot.metrics)
+    return (1e3, "(ms)") if short and max((r[y] for r in rows for y in plot.metrics), default=1) < 1 else (1.0, "")
+
+
+def _y_label(plot: Plot, unit: tuple[float, str]) -> str:
+    of = label(plot.metrics[0]) if plot.ylabel is None else plot.ylabel
+    return of.replace("(s)", unit[1]) if unit[1] else of
+
+
+def _lines(axis: Any, plot: Plot, rows: list[Row], every: list[Row], unit: tuple[float, str]) -> float:
+    """Returns the highest point, error bars included. every: the rows of all panels, which have one x axis."""
+    xs = values(every, plot.x)
+    numeric = plot.kind == "line" and all(isinstance(x, int | float) and not isinstance(x, bool) for x in xs)
+    places = xs if numeric else list(range(len(xs)))
+    series = [(of, y) for of in (values(every, plot.series) if plot.series else [None]) for y in plot.metrics]
+    highest = 0.0
+    for number, (of, y) in enumerate(series):
+        mine = {plain(value(r, plot.x)): r for r in rows if plot.series is None or value(r, plot.series) == of}
+        here = [(at, mine[plain(x)]) for at, x in zip(places, xs, strict=True) if plain(x) in mine]
+        told = ", ".join([*([named(plot.series, of)] if plot.series else []), *([y] if len(plot.metrics) > 1 else [])])
+        ys = [row[y] * unit[0] for _, row in here]
+        ends = [[end * unit[0] for end in spread(row, y) or (row[y], row[y])] for _, row in here]
+        highest = max([highest, *ys, *(high for _, high in ends)])
+        below, above = ([abs(end[k] - at) for at, end in zip(ys, ends, strict=True)] for k in (0, 1))
+        bars = [below, above] if any((*below, *above)) else None
+        colour, where = COLOURS[number % len(COLOURS)], [at for at, _ in here]
+        if plot.kind == "bar":
+            width = 0.8 / len(series)
+            where = [at + (number - (len(series) - 1) / 2) * width for at in where]
+            axis.bar(where, ys, 0.92 * width, yerr=bars, capsize=3, color=colour, label=told or None,
+                     error_kw={"elinewidth": 1})  # fmt: skip
+        else:
+            axis.errorbar(where, ys, bars, marker=MARKERS[number % len(MARKERS)], markersize=5, capsize=3,
+                          color=colour, label=told or None)  # fmt: skip
+    if plot.log and numeric:
+        axis.set_xscale("log", base=2)
+    axis.set_xticks(places, [named(plot.x, x) if isinstance(x, bool) else plain(x) for x in xs], minor=False)
+    axis.minorticks_off()
+    axis.grid(alpha=0.3, axis="y" if plot.kind == "bar" else "both")
+    axis.set_axisbelow(True)
+    axis.spines[["top", "right"]].set_visible(False)
+    return highest
+
+
+def _heat(axis: Any, plot: Plot, rows: list[Row], every: list[Row], unit: tuple[float, str]) -> float:
+    assert plot.series
+    xs, ys = values(every, plot.x), values(every, plot.series)
+    found = {(plain(value(r, plot.x)), plain(value(r, plot.series))): r[plot.metrics[0]] * unit[0] for r in rows}
+    nan, all_of_it = float("nan"), [row[plot.metrics[0]] * unit[0] for row in every]
+    shown = [[found.get((plain(x), plain(y)), nan) for x in xs] for y in ys]
+    image = axis.imshow(shown, cmap="viridis_r", vmin=min(all_of_it), vmax=max(all_of_it), aspect="auto")
+    for column, x in enumerate(xs):
+        for line, y in enumerate(ys):
+            if (plain(x), plain(y)) in found:
+                number = found[plain(x), plain(y)]
+                box = {"facecolor": "white", "alpha": 0.7, "linewidth": 0, "pad": 1.5}
+                axis.text(column, line, f"{number:.3g}", ha="center", va="center", fontsize=8, bbox=box)
+    for key, of, set_ticks in ((plot.x, xs, axis.set_xticks), (plot.series, ys, axis.set_yticks)):
+        set_ticks(range(len(of)), [named(key, v) if isinstance(v, bool) else plain(v) for v in of])
+    axis.set_ylabel(label(plot.series))
+    axis.figure.colorbar(image, ax=axis, label=_y_label(plot, unit))
+    return 0.0
+
+
+def label(key: str) -> str:
+    """Of an axis."""
+    if key.startswith("tiles."):
+        return f"tile size along {key.removeprefix('tiles.')}"
+    return _LABELS.get(key, key)
+
+
+def named(key: str, of: Any) -> str:
+    """A value as a legend tells it."""
+    if key.partition(".")[0] == "fusion" and isinstance(of, bool):
+        what = f"{key.partition('.')[2]} " if "." in key else ""
+        return what + ("fused" if of else "naive")
+    if key in ("runtime.cuda", "runtime.cpus"):
+        return f"{plain(of)} {'GPU' if key.endswith('cuda') else 'worker'}{'s' * (of != 1)}"
+    return f"{key.rpartition('.')[2]} {'uncut' if of is None else plain(of)}"
+
+
+def value(row: Row, key: str) -> Any:
+    """What a row set a key to, or its metric of that name."""
+    return row["sets"].get(key, row.get(key))
+
+
+def word(key: str, of: Any) -> str:
+    """A value in a table whose column names the key: as `named` where it has a word for it."""
+    return named(key, of).rpartition(" ")[2] if key.startswith("fusion") and isinstance(of, bool) else plain(of)
+
+
+def values(rows: list[Row], key: str) -> list[Any]:
+    """The values of a key in the order of the points; numbers in their own, uncut last; fused before naive."""
+    found = list({plain(value(row, key)): value(row, key) for row in rows}.values())
+    if all(isinstance(v, bool) for v in found):
+        return sorted(found, reverse=True)
+    numbers = [v for v in found if isinstance(v, int | float) and not isinstance(v, bool)]
+    return sorted(numbers) + [v for v in found if v is None] if len(numbers) + (None in found) == len(found) else found
+
+
+def plain(of: Any) -> str:
+    """A value as a YAML has it, null as `uncut`."""
+    return of if isinstance(of, str) else "uncut" if of is None else json.dumps(of)
