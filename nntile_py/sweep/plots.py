@@ -48,20 +48,21 @@ def spread(row: Row, metric: str = "seconds") -> tuple[float, float] | None:
     return low * _TIMES[metric], high * _TIMES[metric]
 
 
-def caption(rows: list[Row], where: str = "") -> str:
-    """The small print: how often it was measured, what the bars are, the machine, whether others used it."""
+def caption(rows: list[Row], where: str = "", bars: bool = True) -> str:
+    """The small print: how often it was measured, what error bars are, the machine, whether others used it."""
     good = [row for row in rows if row["status"] == "ok"]
     repeats, rounds = sorted({len(row.get("times", [])) for row in good} - {0}), {row.get("rounds", 1) for row in good}
     told = []
     if repeats:
         count = f"{repeats[0]}" if len(repeats) == 1 else f"{repeats[0]} to {repeats[-1]}"
-        bars = "the middle half of them" if repeats[0] >= QUARTILES else "all of them"
         turns = f" in {max(rounds)} rounds of all points" if max(rounds, default=1) > 1 else ""
-        told.append(f"median of {count} repeats{turns}; error bars: {bars}" if repeats[-1] > 1 else "one repeat")
+        ends = "the middle half of them" if repeats[0] >= QUARTILES else "all of them"
+        told.append(f"median of {count} repeats{turns}" if repeats[-1] > 1 else "one repeat")
+        told[-1] += f"; error bars: {ends}" if bars and repeats[-1] > 1 else ""
     busy = max((row["others"] for row in good if row.get("others") is not None), default=0.0)
     if is_busy(busy):
         told.append(f"other processes kept up to {busy:.1f} cores busy meanwhile")
-    return "\n".join(filter(None, ("; ".join(told), where)))
+    return "\n".join([*told, *([where] if where else [])])
 
 
 def figure_of(plots: Sequence[Plot], rows: list[Row], best: Best | None = None, where: str = "") -> Figure:
@@ -78,7 +79,7 @@ def figure_of(plots: Sequence[Plot], rows: list[Row], best: Best | None = None, 
     parts = figure.subfigures(1, len(plots), width_ratios=widths, squeeze=False)[0]
     for part, plot, own in zip(parts, plots, panels, strict=True):
         _draw(part, plot, own, rows, best)
-    if small := caption(rows, where):
+    if small := caption(rows, where, any(plot.kind != "heat" for plot in plots)):
         figure.supxlabel(small, fontsize=7.5, color="#59636e", x=0.01, ha="left")
     return figure
 
@@ -177,6 +178,8 @@ def _lines(axis: Any, plot: Plot, rows: list[Row], every: list[Row], unit: tuple
             axis.bar(where, ys, 0.92 * width, yerr=bars, capsize=3, color=colour, label=told or None,
                      error_kw={"elinewidth": 1})  # fmt: skip
         else:
+            if not numeric:  # side by side, so that error bars do not cover each other
+                where = [at + 0.05 * (number - (len(series) - 1) / 2) for at in where]
             axis.errorbar(where, ys, bars, marker=MARKERS[number % len(MARKERS)], markersize=5, capsize=3,
                           color=colour, label=told or None)  # fmt: skip
     if plot.log and numeric:
