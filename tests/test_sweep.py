@@ -519,7 +519,7 @@ def test_best_names_those_that_are_no_worse() -> None:
     assert within_spread(rows, sweep.Best()) == rows[1:2]
     told = best_told(rows, sweep.Best()).splitlines()
     assert told[0].startswith("best: --set fusion=true --set tiles.embed=96")
-    assert told[1] == "within the spread of: fusion fused, tiles.embed uncut (4)"
+    assert told[1] == "within the spread of: fusion fused, embed uncut (4)"
     assert len(best_told(rows[::2], sweep.Best()).splitlines()) == 1
 
 

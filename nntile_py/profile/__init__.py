@@ -75,7 +75,8 @@ def write(
         hardware += f"; other processes kept {load['others']:.1f} of the cores busy"
     tiling = ", ".join(f"{axis} {a['tile']}/{a['size']}" for axis, a in summary["tiles"].items())
     count, each = summary["steps"], summary["seconds_per_step"] * 1e3
-    title = f"{name}: {count} step{'s' * (count != 1)} of {each:,.0f} ms and {summary['tasks'] // max(count, 1):,} tasks"
+    tasks = summary["tasks"] // max(count, 1)
+    title = f"{name}: {count} step{'s' * (count != 1)} of {each:,.0f} ms and {tasks:,} tasks"
     gantt.save(parts, summary, folder, title, f"{hardware}\nTiles: {tiling}")
     line = f"{hardware}. Tiles: {tiling}."
     report.write(trace, parts, summary, folder / "report.html", f"Profile of {name}", line)

@@ -138,7 +138,9 @@ def draw_search(found: Search, rows: list[Row], where: str) -> Figure:
     rings = [of for one, of in drawn if one.key in measured]
     left.plot([of.tasks for of in rings], [of.seconds * 1e3 for of in rings], linestyle="", marker="o", markersize=10,
               fillstyle="none", color="#d55e00", label=f"measured ({len(rings)})")  # fmt: skip
-    left.set(xscale="log", yscale="log", xlabel="tasks of a step", ylabel="planned time of a step (ms)")
+    times = [of.seconds for _, of in drawn] or [1.0]
+    scale = "log" if max(times) > 10 * min(times) else "linear"
+    left.set(xscale="log", yscale=scale, xlabel="tasks of a step", ylabel="planned time of a step (ms)")
     left.set_title(f"{len(found.tilings)} tilings planned", fontsize=10)
     left.grid(alpha=0.3)
     left.legend(loc="upper center", bbox_to_anchor=(0.45, -0.14), ncols=2, fontsize=8, frameon=False)

@@ -48,7 +48,8 @@ def within_spread(rows: list[Row], best: Best) -> list[Row]:
     if not own:
         return []
     others = [(row, spread(row, best.metric)) for row in rows if row["status"] == "ok" and row is not chosen]
-    return [row for row, of in others if of and of[0] <= own[1] and of[1] >= own[0]]
+    alike = [row for row, of in others if of and of[0] <= own[1] and of[1] >= own[0]]
+    return sorted(alike, key=lambda row: row[best.metric], reverse=best.of == "greatest")
 
 
 def summary(sweep: Sweep, rows: list[Row]) -> RenderableType:
@@ -88,7 +89,8 @@ def best_told(rows: list[Row], best: Best) -> str:
     if chosen and alike:
         keys = [k for k, of in chosen["sets"].items() if any(row["sets"].get(k) != of for row in rows)]
         each = [
-            ", ".join(f"{k} {word(k, row['sets'].get(k))}" for k in keys) + f" ({row[best.metric]:.4g})"
+            ", ".join(f"{k.rpartition('.')[2]} {word(k, row['sets'].get(k))}" for k in keys)
+            + f" ({row[best.metric]:.4g})"
             for row in alike[:_TOLD]
         ]
         each += [f"and {len(alike) - _TOLD} more"] if len(alike) > _TOLD else []
