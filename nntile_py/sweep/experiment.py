@@ -289,8 +289,8 @@ def _ratios(made: Experiment, rows: list[Row]) -> list[str]:
     if not full:
         return []
     (first, _), (second, _) = next(iter(full.values()))
-    one, other = (named(made.ratio, json.loads(of)) for of in (first, second))
-    lines = ["", f"Time {other} over time {one}, median (best repeat):", ""]
+    over, under = (named(made.ratio, json.loads(of)) for of in (second, first))
+    lines = ["", f"Time {over} over time {under}, median (best repeat):", ""]
     for rest, ((_, one), (_, other)) in full.items():
         median, best = (other[metric] / one[metric] for metric in ("seconds", "seconds_min"))
         lines.append(f"* {rest or 'all'}: {median:.2f} ({best:.2f})")
