@@ -235,14 +235,6 @@ def test_points(tmp_path: Path) -> None:
     assert len(sweep.points(sweep.load_sweep(write(tmp_path, same)))) == 1
 
 
-def test_readme() -> None:
-    """The sweep that the README shows can be run, and is of 12 points."""
-    readme = (Path(__file__).parent.parent / "README.md").read_text()
-    tree = yaml.safe_load(readme.partition("## Sweeps\n")[2].partition("\n`nntile sweep`")[0])
-    made = sweep.check_sweep(tree, experiment.EXPERIMENTS / "shown.yaml")
-    assert len(sweep.points(made)) == 12
-
-
 def test_table_and_best() -> None:
     rows = [
         {"id": "a", "sets": {"x": None}, "status": "ok", "seconds": 2.0},
