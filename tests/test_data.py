@@ -12,7 +12,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from nntile_py.config.run import Data, RunConfig, load
+from nntile_py.config.run import RunConfig, load
+from nntile_py.config.sections import Data
 from nntile_py.errors import ConfigError
 from nntile_py.training import data
 

@@ -22,14 +22,12 @@ from nntile_py.profile import FILES
 from nntile_py.schema import Count, Section, read_yaml, validated
 from nntile_py.sweep.results import Row, draw_plot, table, value
 from nntile_py.sweep.spec import Sweep, check_sweep, points
-from nntile_py.system.folders import replace_file
+from nntile_py.system.folders import installed, replace_file
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
-EXPERIMENTS = next((d for p in Path(__file__).parents[1:3] if (d := p / "experiments").is_dir()), Path("experiments"))
-
-
+EXPERIMENTS = installed("experiments")
 Mode = Literal["training", "inference"]
 
 

@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from nntile_py.config.run import Data, RunConfig
+from nntile_py.config.run import RunConfig
+from nntile_py.config.sections import Data
 from nntile_py.errors import ConfigError
 from nntile_py.tokenizer import END_OF_TEXT, load_tokenizer, token_numbers
 

@@ -20,7 +20,8 @@ from rich.text import Text
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer
 
-from nntile_py.config.run import Optimizer, RunConfig, runtime_options
+from nntile_py.config.run import RunConfig, runtime_options
+from nntile_py.config.sections import Optimizer
 from nntile_py.config.spec import build_model, step_spec
 from nntile_py.errors import NNTileError
 from nntile_py.execution.runtime import Runtime
