@@ -208,7 +208,7 @@ def told(name: str, row: dict[str, Any]) -> str:
 # -- tile sizes
 
 
-@bench_app.command(epilog="Example: nntile bench sweep --axis embed=48,96 --layers 1 --embed 96 --seq 64 --vocab 512")
+@bench_app.command(epilog="Example: nntile bench sweep --axis embed=48 --rounds 1 --layers 1 --embed 96 --seq 32")
 def sweep(
     axis: Annotated[list[str] | None, typer.Option(help="AXIS=SIZE,SIZE,...; several make a grid.")] = None,
     rounds: int = 3,

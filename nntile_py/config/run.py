@@ -24,7 +24,19 @@ from nntile_py.config.sections import (
 from nntile_py.errors import ConfigError
 from nntile_py.graph.step import PRECISIONS, check_precision
 from nntile_py.models.base import ModelConfig, find, of_hf_type, read_raw_config, resolved
-from nntile_py.schema import Natural, Rule, Section, assignment, keys, only, read_yaml, section_of, short, validated
+from nntile_py.schema import (
+    Natural,
+    Rule,
+    Section,
+    allowed,
+    assignment,
+    keys,
+    only,
+    read_yaml,
+    section_of,
+    short,
+    validated,
+)
 from nntile_py.system.folders import installed
 from nntile_py.tiles.tasklist import Policy
 
@@ -267,8 +279,7 @@ def _model_section(given: Any) -> Any:
     if "type" in given:
         given["type"] = resolved(given["type"])
     if (source := given.get("from")) is None:
-        config = find(given.get("type", DEFAULT_MODEL)).Config
-        return validated(config, given, "model.", lambda: all_keys(config))
+        return _checked(find(given.get("type", DEFAULT_MODEL)).Config, given)
     folder = Path(str(source)).expanduser().resolve()
     need = "allowed: a folder that save_pretrained wrote, with config.json and model.safetensors"
     try:
@@ -285,4 +296,12 @@ def _model_section(given: Any) -> Any:
     for key in saved.keys() & given.keys():
         if given[key] != saved[key]:
             raise ConfigError(f"model.{key}: got {given[key]!r}; allowed: {saved[key]!r}, as in {folder}/config.json")
-    return validated(cls.Config, saved | given, "model.", lambda: all_keys(cls.Config))
+    return _checked(cls.Config, saved | given)
+
+
+def _checked(config: type[ModelConfig], given: dict[str, Any]) -> ModelConfig:
+    own = [key for key, _ in keys(config)]
+    for key in given:  # ModelConfig knows no other sections to suggest
+        if key not in own:
+            raise ConfigError(f"model.{key}: unknown key; {allowed(key, own, all_keys(config))}")
+    return validated(config, given, "model.")

@@ -44,6 +44,8 @@ def train(config: RunConfig, out: Path, console: Console) -> int:
     # Refuses what cannot be trained and what the machine lacks, before any work.
     aim = objective(config)
     runtime = Runtime(**runtime_options(config.runtime.model_dump()))
+    if config.short_warmup:
+        _say(console, f"note: {config.short_warmup}")
     _say(console, f"reading {config.data.source}")
     corpus = load_corpus(config, SPECIAL[aim])
     _say(console, f"{len(corpus.train):,} tokens to train on, {len(corpus.held_out):,} held out; writing to {out}")
