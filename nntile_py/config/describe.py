@@ -27,8 +27,8 @@ A key behind a # has the value that holds without it; remove the # to change it.
 
 Editors that know the YAML language server (in VS Code the extension "YAML" of Red Hat) complete and check keys once
   nntile config --schema --model {model} > nntile.schema.json
-has written the schema, and the first line of this file is
-  yaml-language-server: $schema=nntile.schema.json"""
+has written the schema, and the first line of this file is (without the quotes)
+  "# yaml-language-server: $schema=nntile.schema.json\""""
 
 
 def meaning(field: FieldInfo) -> str:
