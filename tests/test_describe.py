@@ -211,7 +211,7 @@ SHORTER = {  # what the examples take too long for here
     "nntile train": f"{SMALL} --set train.steps=2 --set train.eval_batches=1 --set data.source=my.txt "
     "--set tokenizer.vocab_size=300 --set sample.tokens=0",
     "nntile profile": SMALL,
-    "nntile sweep": SMALL,
+    "nntile sweep": f"{SMALL} --budget 1",
 }
 
 
