@@ -40,7 +40,11 @@ class ModelConfig(Section):
         def __getattr__(self, name: str) -> Any: ...
 
     type: str = ""
-    from_: str | None = Field(None, alias="from")  # a folder that save_pretrained wrote
+    """Which model: gpt2, bert, llama, ... (the files of models/), or a class in a file of your own:
+    `my_file.py:MyModel`."""
+    from_: str | None = Field(None, alias="from")
+    """Start from the weights and sizes in this folder, as transformers' `save_pretrained` writes it, or `nntile train`;
+    null: from random weights."""
 
     def __init__(self, **fields: Any) -> None:
         try:
@@ -62,13 +66,6 @@ class ModelConfig(Section):
             if getattr(self, name) is None:
                 self.__dict__[name] = value
 
-    def check_dropout(self) -> None:
-        """Refuse dropout of attention's probabilities where they are never made."""
-        if self.attention_dropout and self.attention != "naive":
-            raise ConfigError(
-                f"model.attention_dropout: got {self.attention_dropout}; allowed: 0 unless model.attention is naive"
-            )
-
     def check_size(self, name: str, divisor: str) -> None:
         """Refuse sizes of which one does not divide the other."""
         whole, part = getattr(self, name), getattr(self, divisor)
@@ -80,7 +77,8 @@ class ModelConfig(Section):
 class TokenConfig(ModelConfig):
     """Of a model that reads tokens."""
 
-    vocab: Count | None = None  # default: the size of the tokenizer's vocabulary
+    vocab: Count | None = None
+    """Tokens that the model knows; null: those of the tokenizer."""
 
 
 class Model:

@@ -14,10 +14,10 @@ from nntile_py.errors import ConfigError
 from nntile_py.graph.declared import ZEROS, Batch, Normal, Traced
 from nntile_py.graph.graph import Graph
 from nntile_py.models.base import Model, TokenConfig, check_type
-from nntile_py.models.parts import dense, norm, padding, position_input
+from nntile_py.models.parts import LayerConfig, dense, norm, padding, position_input
 from nntile_py.schema import BelowOne, Count, Positive
 from nntile_py.tasks.activation import activation
-from nntile_py.tasks.attention import Backend, attention
+from nntile_py.tasks.attention import attention
 from nntile_py.tasks.contract import linear
 from nntile_py.tasks.cross_entropy import IGNORED, cross_entropy
 from nntile_py.tasks.elementwise import add, bias_add, dropout, rename, transpose
@@ -33,21 +33,22 @@ _ARCHITECTURES = {
 }  # fmt: skip
 
 
-class BERTConfig(TokenConfig):
+class BERTConfig(LayerConfig, TokenConfig):
     type: str = "bert"
-    layers: Count
-    embed: Count
-    heads: Count
-    ffn: Count | None = None  # default: 4 * embed
-    positions: Count | None = None  # default: train.seq
-    kinds: Count = 2  # of tokens: sentence A, sentence B
+    positions: Count | None = None
+    """Length of the longest sequence; null: `train.seq`."""
+    kinds: Count = 2
+    """Kinds of tokens: of sentence A, of sentence B (transformers' token_type_ids)."""
     head: Literal["masked_lm", "pretraining", "classification"] = "masked_lm"
-    classes: Count = 2  # of classification
-    dropout: BelowOne = 0.0  # of the embedding, of the residual branches and before a classifier
-    attention_dropout: BelowOne = 0.0  # of the probabilities; only the naive attention has it
+    """What the model is to predict. `nntile train` trains masked_lm; the others are trained from Python."""
+    classes: Count = 2
+    """Of classification: how many classes."""
+    dropout: BelowOne = 0.0
+    """Dropout of the embedding, of the residual branches and before a classifier."""
     activation: Literal["gelu", "gelu_new", "relu"] = "gelu"
-    attention: Backend = "vendor"
+    """Between the two products of the feed-forward part."""
     layer_norm_eps: Positive = 1e-12
+    """Added to the variance in LayerNorm."""
 
     @model_validator(mode="after")
     def _fitting(self) -> BERTConfig:

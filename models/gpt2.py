@@ -15,10 +15,10 @@ from nntile_py.errors import ConfigError
 from nntile_py.graph.declared import Batch, Normal, Traced
 from nntile_py.graph.graph import Graph
 from nntile_py.models.base import Model, TokenConfig, check_type
-from nntile_py.models.parts import dense, norm, padding, position_input
+from nntile_py.models.parts import LayerConfig, dense, norm, padding, position_input
 from nntile_py.schema import BelowOne, Count, Positive, Switch
 from nntile_py.tasks.activation import activation
-from nntile_py.tasks.attention import Backend, attention
+from nntile_py.tasks.attention import attention
 from nntile_py.tasks.contract import linear
 from nntile_py.tasks.cross_entropy import IGNORED, cross_entropy
 from nntile_py.tasks.elementwise import add, bias_add, dropout, transpose
@@ -29,19 +29,18 @@ from nntile_py.tasks.op import Tensor
 _ACTIVATIONS = {"gelu_new": "gelu_new", "gelu_pytorch_tanh": "gelu_new", "gelu": "gelu", "relu": "relu"}
 
 
-class GPT2Config(TokenConfig):
+class GPT2Config(LayerConfig, TokenConfig):
     type: str = "gpt2"
-    layers: Count
-    embed: Count
-    heads: Count
-    ffn: Count | None = None  # default: 4 * embed
-    positions: Count | None = None  # default: train.seq
-    dropout: BelowOne = 0.0  # of the embedding and of the residual branches
-    attention_dropout: BelowOne = 0.0  # of the probabilities; only the naive attention has it
+    positions: Count | None = None
+    """Length of the longest sequence; null: `train.seq`."""
+    dropout: BelowOne = 0.0
+    """Dropout of the embedding and of the residual branches."""
     activation: Literal["gelu_new", "gelu", "relu"] = "gelu_new"
-    attention: Backend = "vendor"
+    """Between the two products of the feed-forward part."""
     tie_embeddings: Switch = True
+    """Compute the logits with the embedding's table; false: with one of their own."""
     layer_norm_eps: Positive = 1e-5
+    """Added to the variance in LayerNorm."""
 
     @model_validator(mode="after")
     def _fitting(self) -> GPT2Config:

@@ -13,11 +13,11 @@ from pydantic import model_validator
 
 from nntile_py.graph.declared import Batch, Init, Normal, Traced
 from nntile_py.graph.graph import Graph
-from nntile_py.models.base import Model, ModelConfig
-from nntile_py.models.parts import dense, norm
+from nntile_py.models.base import Model
+from nntile_py.models.parts import LayerConfig, dense, norm
 from nntile_py.schema import BelowOne, Count, Positive, Switch
 from nntile_py.tasks.activation import activation
-from nntile_py.tasks.attention import Backend, attention
+from nntile_py.tasks.attention import attention
 from nntile_py.tasks.elementwise import add, dropout, transpose
 from nntile_py.tasks.mask import Mask
 from nntile_py.tasks.op import Tensor
@@ -26,18 +26,17 @@ from nntile_py.tasks.squared_error import squared_error
 INIT: Init = Normal(0.02)
 
 
-class EncoderConfig(ModelConfig):
+class EncoderConfig(LayerConfig):
     type: str = "encoder"
     layers: Count = 1
-    embed: Count
-    heads: Count
-    ffn: Count | None = None  # default: 4 * embed
-    causal: Switch = False  # positions attend to themselves and those before
-    dropout: BelowOne = 0.0  # of the residual branches and after the activation
-    attention_dropout: BelowOne = 0.0  # of the probabilities; only the naive attention has it
+    causal: Switch = False
+    """Each position attends to itself and those before it alone."""
+    dropout: BelowOne = 0.0
+    """Dropout of the residual branches and after the activation."""
     activation: Literal["relu", "gelu", "gelu_new"] = "relu"
-    attention: Backend = "vendor"
+    """Between the two products of the feed-forward part."""
     layer_norm_eps: Positive = 1e-5
+    """Added to the variance in LayerNorm."""
 
     @model_validator(mode="after")
     def _fitting(self) -> EncoderConfig:
@@ -50,7 +49,8 @@ class EncoderConfig(ModelConfig):
 class DecoderConfig(EncoderConfig):
     type: str = "decoder"
     causal: Switch = True
-    memory: Count | None = None  # positions of the encoder's output; default: as many as of x
+    memory: Count | None = None
+    """Positions of the encoder's output; null: as many as of the input, `train.seq`."""
 
 
 class Encoder(Model):

@@ -15,9 +15,9 @@ from nntile_py.errors import ConfigError
 from nntile_py.graph.declared import ONES, Batch, Normal, Traced
 from nntile_py.graph.graph import Graph
 from nntile_py.models.base import Model, TokenConfig, check_type
-from nntile_py.models.parts import dense, padding
-from nntile_py.schema import BelowOne, Count, Positive, Switch
-from nntile_py.tasks.attention import Backend, attention
+from nntile_py.models.parts import LayerConfig, dense, padding
+from nntile_py.schema import Count, Positive, Switch
+from nntile_py.tasks.attention import attention
 from nntile_py.tasks.contract import linear
 from nntile_py.tasks.cross_entropy import IGNORED, cross_entropy
 from nntile_py.tasks.elementwise import add, transpose
@@ -29,21 +29,24 @@ from nntile_py.tasks.rms_norm import rms_norm
 from nntile_py.tasks.rotary import rotary, rotary_table
 
 
-class LlamaConfig(TokenConfig):
+class LlamaConfig(LayerConfig, TokenConfig):
     type: str = "llama"
-    layers: Count
-    embed: Count
-    heads: Count
-    kv_heads: Count | None = None  # default: heads; fewer are shared by groups of heads
-    head_dim: Count | None = None  # default: embed / heads
+    kv_heads: Count | None = None
+    """Heads of keys and values; fewer than `heads` are shared by groups of them; null: as many as `heads`."""
+    head_dim: Count | None = None
+    """Entries of a head; null: `embed` divided by `heads`."""
     ffn: Count
-    positions: Count | None = None  # the longest sequence; default: train.seq
-    attention: Backend = "vendor"
-    attention_dropout: BelowOne = 0.0  # of the probabilities; only the naive attention has it
+    """Width of the feed-forward part."""
+    positions: Count | None = None
+    """Length of the longest sequence; null: `train.seq`."""
     tie_embeddings: Switch = False
+    """Compute the logits with the embedding's table; false: with one of their own."""
     rms_norm_eps: Positive = 1e-6
+    """Added to the mean square in RMSNorm."""
     rope_theta: Positive = 10000.0
-    rope_scaling: dict[str, Any] | None = None  # as in transformers: rope_type default, linear or llama3
+    """Base of the rotary positions' wavelengths."""
+    rope_scaling: dict[str, Any] | None = None
+    """Rotary positions for longer sequences, as in transformers: `rope_type` (default, linear, llama3) and its keys."""
 
     @model_validator(mode="after")
     def _fitting(self) -> LlamaConfig:

@@ -9,11 +9,40 @@ import numpy as np
 from nntile_py.errors import ConfigError
 from nntile_py.graph.declared import ONES, ZEROS, Batch, Init, Part
 from nntile_py.graph.graph import Graph
+from nntile_py.models.base import ModelConfig
+from nntile_py.schema import BelowOne, Count
+from nntile_py.tasks.attention import Backend
 from nntile_py.tasks.contract import linear
 from nntile_py.tasks.layer_norm import layer_norm
 from nntile_py.tasks.op import Tensor
 
 Sizes = Mapping[str, int]
+
+
+class LayerConfig(ModelConfig):
+    """Of a model that is made of layers of attention and a feed-forward part."""
+
+    layers: Count
+    """Layers, each of attention and a feed-forward part."""
+    embed: Count
+    """Width of the model: entries of a token's vector."""
+    heads: Count
+    """Attention heads."""
+    ffn: Count | None = None
+    """Width of the feed-forward part; null: 4 times `embed`."""
+    attention: Backend = "vendor"
+    """How attention is computed: `vendor` by the fused kernel of ATen or cuDNN, where a sequence is not cut; `merge`
+    tile by tile in one pass, merged by log-sum-exp; `flash` tile by tile in two passes; `naive` with all scores in
+    memory."""
+    attention_dropout: BelowOne = 0.0
+    """Dropout of the attention probabilities; needs `attention: naive`."""
+
+    def check_dropout(self) -> None:
+        """Refuse dropout of attention's probabilities where they are never made."""
+        if self.attention_dropout and self.attention != "naive":
+            raise ConfigError(
+                f"model.attention_dropout: got {self.attention_dropout}; allowed: 0 unless model.attention is naive"
+            )
 
 
 def dense(

@@ -11,11 +11,28 @@ import typer
 
 from nntile_py.errors import ConfigError, NNTileError
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+app = typer.Typer(
+    no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None,
+    epilog="Example: nntile init my.yaml && nntile train my.yaml",
+)  # fmt: skip
 
-Config = Annotated[str, typer.Argument(metavar="CONFIG", help="A YAML file, such as experiments/gpt2_tiny.yaml.")]
+Config = Annotated[str, typer.Argument(metavar="CONFIG", help="A YAML file, such as `nntile init` writes.")]
+
+
+def _complete_key(incomplete: str) -> list[str]:
+    """For a shell that completes --set: the keys of all models."""
+    from nntile_py.config.run import all_keys
+    from nntile_py.models.base import known
+
+    found = (f"{key}=" for cls in known().values() for key in all_keys(cls.Config))
+    return [key for key in dict.fromkeys(found) if key.startswith(incomplete)]
+
+
 Sets = Annotated[
-    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key, such as tiles.embed=96.")
+    list[str] | None,
+    typer.Option(
+        "--set", metavar="KEY=VALUE", help="Override a key, such as tiles.embed=96.", autocompletion=_complete_key
+    ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
@@ -47,7 +64,50 @@ def _root(
     """Train transformers cut into tiles, every operator a StarPU task."""
 
 
-@app.command()
+@app.command(epilog="Example: nntile init my.yaml --set data.source=my.txt")
+def init(
+    file: Annotated[Path | None, typer.Argument(help="The YAML to write. [default: MODEL.yaml]")] = None,
+    model: Annotated[
+        str, typer.Option(metavar="TYPE", help="gpt2, bert, llama, or a class of yours: my_file.py:MyModel.")
+    ] = "gpt2",
+    sets: Sets = None,
+) -> None:
+    """Write a YAML that trains as it stands, with every key explained."""
+    from nntile_py.config.describe import initial
+
+    file = file or Path(f"{model.rpartition(':')[2].lower()}.yaml")
+    text = initial(str(file), model, sets or [])
+    try:
+        with file.open("x", encoding="utf-8") as new:
+            new.write(text)
+    except FileExistsError:
+        raise ConfigError(f"FILE: {file} is there already; allowed: the name of a new file") from None
+    print(f"wrote {file}; train it with: nntile train {file}")
+
+
+@app.command(epilog="Example: nntile config my.yaml --set fusion=false")
+def config(
+    config: Annotated[str | None, typer.Argument(metavar="CONFIG", help="A YAML file; none with --schema.")] = None,
+    sets: Sets = None,
+    schema: Annotated[bool, typer.Option("--schema", help="Print a JSON schema of the keys, for editors.")] = False,
+    model: Annotated[
+        str | None, typer.Option(metavar="TYPE", help="With --schema: of this type of model. [default: of all]")
+    ] = None,
+) -> None:
+    """Print CONFIG with all defaults filled in."""
+    if schema == (config is not None) or (model and not schema):
+        raise ConfigError("nntile config: allowed: CONFIG, or --schema with or without --model TYPE")
+    if schema:
+        from nntile_py.config.describe import schema as of
+
+        _print(of(model))
+    else:
+        from nntile_py.config.run import load
+
+        print(load(str(config), sets or []).to_yaml(), end="")
+
+
+@app.command(epilog="Example: nntile train my.yaml --set train.steps=100 --out runs/try")
 def train(
     config: Config,
     sets: Sets = None,
@@ -71,7 +131,7 @@ def train(
     raise typer.Exit(status)
 
 
-@app.command()
+@app.command(epilog="Example: nntile plan my.yaml --set tiles.embed=64")
 def plan(config: Config, sets: Sets = None, as_json: Json = False) -> None:
     """Print parameters, tasks, flop and bytes, without running."""
     from nntile_py.config.run import load
@@ -83,7 +143,7 @@ def plan(config: Config, sets: Sets = None, as_json: Json = False) -> None:
     _print(made.to_dict() if as_json else made.render())
 
 
-@app.command()
+@app.command(epilog="Example: nntile profile my.yaml --steps 2 --out runs/look")
 def profile(
     config: Config,
     steps: Annotated[int | None, typer.Option(help="Steps to look at. [default: profile.steps]", min=1)] = None,
@@ -108,7 +168,7 @@ def profile(
     print(f"{summary['seconds_per_step'] * 1e3:.1f} ms a step; open {folder / 'report.html'}")
 
 
-@app.command()
+@app.command(epilog="Example: nntile graph my.yaml --layer 0 --fusion both --out layer.dot")
 def graph(
     config: Config,
     out: Annotated[Path, typer.Option(help="The picture: .svg, .png or .pdf (made by graphviz), or .dot.")],
@@ -140,7 +200,7 @@ def graph(
     print(out)
 
 
-@app.command()
+@app.command(epilog="Example: nntile sweep --auto my.yaml --budget 4")
 def sweep(
     config: Annotated[str, typer.Argument(metavar="SWEEP", help="A sweep's YAML; with --auto the config of a run.")],
     sets: Sets = None,
@@ -176,7 +236,7 @@ def sweep(
     raise typer.Exit(0 if any(row["status"] == "ok" for row in rows) else 1)
 
 
-@app.command()
+@app.command(epilog="Example: nntile experiment fig18 --plan")
 def experiment(
     name: Annotated[str | None, typer.Argument(help="Such as fig18. [default: list them]")] = None,
     scale: Annotated[str, typer.Option(help="cpu: two cores, about a minute. gpu: the papers' sizes.")] = "cpu",
@@ -208,7 +268,7 @@ def experiment(
         raise typer.Exit(130) from None
 
 
-@app.command()
+@app.command(epilog="Example: nntile doctor --json")
 def doctor(as_json: Json = False) -> None:
     """Say what is there, what is missing, how to get it."""
     from nntile_py import doctor as parts
@@ -217,7 +277,10 @@ def doctor(as_json: Json = False) -> None:
     _print(checks if as_json else parts.render(checks))
 
 
-@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True}, add_help_option=False)
+@app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True}, add_help_option=False,
+    epilog="Example: nntile bench tasks",
+)  # fmt: skip
 def bench(context: typer.Context) -> None:
     """Measure: tasks, steps, tile sizes (nntile bench --help)."""
     from nntile_py.bench.app import bench_app  # its own typer app, handed all that follows
@@ -238,7 +301,9 @@ def _run_folder(name: str, configured: str | None, option: Path | None, overwrit
         return folder
     if asked:
         raise ConfigError(f"--out: {folder} is not an empty folder; allowed: a new or empty one, or --overwrite")
-    return next(f for n in range(2, 10**6) if not _taken(f := Path(f"{folder}-{n}")))
+    free = next(f for n in range(2, 10**6) if not _taken(f := Path(f"{folder}-{n}")))
+    print(f"{folder} holds an earlier run; this one goes to {free} (--overwrite would replace it)", file=sys.stderr)
+    return free
 
 
 def _taken(folder: Path) -> bool:

@@ -2,76 +2,131 @@
 
 import difflib
 import math
+import operator
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_args
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError
+from pydantic import BaseModel, ConfigDict, PlainValidator, ValidationError
+from pydantic.fields import FieldInfo
 
 from nntile_py.errors import ConfigError
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_SIZE = r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*"
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
-def only(what: str, convert: Callable[[Any], Any]) -> tuple[PlainValidator, Any]:
-    """A validator that takes what `convert` turns into a value other than None; all else is refused, saying `what`."""
+@dataclass(frozen=True, eq=False)
+class Rule:
+    """What a key may hold: in words, for messages and documents, and as JSON schema, for editors."""
+
+    words: str
+    json: dict[str, Any]
+
+    def __get_pydantic_json_schema__(self, core: Any, handler: Any) -> dict[str, Any]:
+        return dict(self.json)
+
+
+def only(words: str, convert: Callable[[Any], Any], **json: Any) -> tuple[PlainValidator, Rule]:
+    """Takes what `convert` turns into a value other than None; all else is refused, saying `words`."""
 
     def check(value: Any) -> Any:
         result = convert(value)
         if result is None:
-            raise ValueError(what)
+            raise ValueError(words)
         return result
 
-    return PlainValidator(check), Field(description=what)
+    return PlainValidator(check), Rule(words, json)
 
 
-def integer(least: int) -> tuple[PlainValidator, Any]:
-    return only(f"an integer of at least {least}", lambda v: v if type(v) is int and v >= least else None)
+# Bounds of a number: in words, in JSON schema, and what they ask.
+_BOUNDS: dict[str, tuple[str, str, Callable[[Any, Any], bool]]] = {
+    "least": ("of at least", "minimum", operator.ge),
+    "above": ("above", "exclusiveMinimum", operator.gt),
+    "most": ("at most", "maximum", operator.le),
+    "below": ("below", "exclusiveMaximum", operator.lt),
+}
 
 
-def number(what: str, inside: Callable[[float], bool]) -> tuple[PlainValidator, Any]:
-    return only(what, lambda v: float(v) if type(v) in (int, float) and math.isfinite(v) and inside(v) else None)
+def integer(least: int) -> tuple[PlainValidator, Rule]:
+    words = f"an integer of at least {least}"
+    return only(words, lambda v: v if type(v) is int and v >= least else None, type="integer", minimum=least)
+
+
+def number(**bounds: float) -> tuple[PlainValidator, Rule]:
+    """A finite number within bounds: least, above, most, below."""
+
+    def convert(value: Any) -> float | None:
+        inside = type(value) in (int, float) and math.isfinite(value)
+        return float(value) if inside and all(_BOUNDS[of][2](value, bound) for of, bound in bounds.items()) else None
+
+    words = "a number " + " and ".join(f"{_BOUNDS[of][0]} {bound}" for of, bound in bounds.items())
+    return only(words, convert, type="number", **{_BOUNDS[of][1]: bound for of, bound in bounds.items()})
 
 
 def _bytes(value: Any) -> int | None:
-    if isinstance(value, str) and (match := re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value)):
+    if isinstance(value, str) and (match := re.fullmatch(_SIZE, value)):
         unit = _UNITS.get(match[2].upper())
         value = unit and int(float(match[1]) * unit)
     return value if type(value) is int and value > 0 else None
 
 
+def _betas(value: Any) -> list[float] | None:
+    two = isinstance(value, list) and len(value) == 2
+    return [float(b) for b in value] if two and all(type(b) in (int, float) and 0 <= b < 1 for b in value) else None
+
+
 Count = Annotated[int, *integer(1)]
 Natural = Annotated[int, *integer(0)]
-Positive = Annotated[float, *number("a number above 0", lambda v: v > 0)]
-NonNegative = Annotated[float, *number("a number of at least 0", lambda v: v >= 0)]
-BelowOne = Annotated[float, *number("a number of at least 0 and below 1", lambda v: 0 <= v < 1)]
-Inside = Annotated[float, *number("a number above 0 and below 1", lambda v: 0 < v < 1)]
-Share = Annotated[float, *number("a number above 0 and at most 0.5", lambda v: 0 < v <= 0.5)]
-Size = Annotated[int, *only("a number of bytes, or a size such as '500MB' or '20GiB'", _bytes)]
-Switch = Annotated[bool, *only("true or false", lambda v: v if type(v) is bool else None)]
+Positive = Annotated[float, *number(above=0)]
+NonNegative = Annotated[float, *number(least=0)]
+BelowOne = Annotated[float, *number(least=0, below=1)]
+Inside = Annotated[float, *number(above=0, below=1)]
+Share = Annotated[float, *number(above=0, most=0.5)]
+Size = Annotated[
+    int,
+    *only(
+        "a number of bytes, or a size such as '500MB' or '20GiB'", _bytes,
+        anyOf=[{"type": "integer", "minimum": 1}, {"type": "string", "pattern": f"^{_SIZE}$"}],
+    ),
+]  # fmt: skip
+Switch = Annotated[bool, *only("true or false", lambda v: v if type(v) is bool else None, type="boolean")]
 Betas = Annotated[
     list[float],
     *only(
-        "two numbers of at least 0 and below 1, such as [0.9, 0.95]",
-        lambda v: (
-            [float(b) for b in v]
-            if isinstance(v, list) and len(v) == 2 and all(type(b) in (int, float) and 0 <= b < 1 for b in v)
-            else None
-        ),
+        "two numbers of at least 0 and below 1, such as [0.9, 0.95]", _betas,
+        type="array", minItems=2, maxItems=2, items={"type": "number", "minimum": 0, "exclusiveMaximum": 1},
     ),
-]
+]  # fmt: skip
 Workers = Annotated[
     int | str,
-    *only("an integer of at least 0, or 'all'", lambda v: v if v == "all" or (type(v) is int and v >= 0) else None),
+    *only(
+        "an integer of at least 0, or 'all'",
+        lambda v: v if v == "all" or (type(v) is int and v >= 0) else None,
+        anyOf=[{"type": "integer", "minimum": 0}, {"const": "all"}],
+    ),
 ]
+File = Annotated[str, Rule("the path of a file that exists", {"type": "string"})]
+Folder = Annotated[str, Rule("the path of a folder that exists", {"type": "string"})]
 Checked = TypeVar("Checked", bound=BaseModel)
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    """Keys of a YAML. The text below a field tells what the key means, in --help, documents and editors."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **_: Any) -> None:
+        """A field that is given again without a text keeps the one that it has above."""
+        for name, field in cls.model_fields.items():
+            above = (base.model_fields.get(name) for base in cls.__mro__[1:] if issubclass(base, Section))
+            field.description = field.description or next((f.description for f in above if f and f.description), None)
 
 
 class _Loader(yaml.SafeLoader):
@@ -125,47 +180,104 @@ def read_yaml(path: Path, key: str, cls: type[BaseModel]) -> dict[str, Any]:
     return tree
 
 
-def validated(cls: type[Checked], tree: dict[str, Any], prefix: str = "") -> Checked:
-    """The tree as a `cls`; else one ConfigError that names every wrong key."""
+def validated(
+    cls: type[Checked], tree: dict[str, Any], prefix: str = "", elsewhere: Callable[[], Iterable[str]] = tuple
+) -> Checked:
+    """The tree as a `cls`; else one ConfigError that names every wrong key.
+
+    elsewhere: the keys of all sections, dotted, to suggest for one that stands in the wrong section."""
     try:
         return cls.model_validate(tree)
     except ValidationError as error:
-        raise ConfigError(explained(cls, error, prefix)) from None
+        raise ConfigError(explained(cls, error, prefix, elsewhere())) from None
 
 
-def explained(cls: type[BaseModel], error: ValidationError, prefix: str = "") -> str:
+def explained(cls: type[BaseModel], error: ValidationError, prefix: str = "", elsewhere: Iterable[str] = ()) -> str:
     """One line for each wrong key of a `cls`."""
-    return "\n  ".join(prefix + _explain(cls, e) for e in error.errors())
+    places = list(elsewhere)
+    return "\n  ".join(prefix + _explain(cls, e, places) for e in error.errors())
 
 
-def allowed(given: Any, known: list[str]) -> str:
-    """The end of a message: the known name that is like the given one, and all of them."""
-    close = difflib.get_close_matches(str(given), known, n=1)
-    return (f"did you mean {close[0]}? " if close else "") + f"allowed: {', '.join(known)}"
+def allowed(given: Any, known: list[str], elsewhere: Iterable[str] = ()) -> str:
+    """The end of a message: what was probably meant, and all known names.
+
+    The same name `elsewhere` (dotted keys) comes before a similar one among the known, and that before a similar one
+    elsewhere."""
+    last = {key: key.rpartition(".")[2] for key in elsewhere}
+    meant = [key for key, name in last.items() if name == given]
+    meant = meant or difflib.get_close_matches(str(given), known, n=1)
+    if not meant and (close := difflib.get_close_matches(str(given), set(last.values()), n=1, cutoff=0.75)):
+        meant = [key for key, name in last.items() if name == close[0]]
+    return (f"did you mean {' or '.join(meant)}? " if meant else "") + f"allowed: {', '.join(known)}"
 
 
-def _explain(cls: type[BaseModel], error: Any) -> str:
+def _explain(cls: type[BaseModel], error: Any, elsewhere: list[str]) -> str:
     """One line: the key, what it got, what is allowed."""
     loc = error["loc"]
     key = ".".join(map(str, loc))
     if error["type"] in ("extra_forbidden", "invalid_key"):
-        return f"{key}: unknown key; {allowed(loc[-1], _keys(_inner(cls, loc[:-1])))}"
+        return f"{key}: unknown key; {allowed(loc[-1], _keys(_inner(cls, loc[:-1])), elsewhere)}"
     if error["type"] == "missing":
-        field = _inner(cls, loc[:-1]).model_fields[loc[-1]]
-        what = field.description or f"a section with {', '.join(_keys(_inner(cls, loc)))}"
-        return f"{key}: not given, but required; allowed: {what}"
+        return f"{key}: not given, but required; allowed: {words(_inner(cls, loc[:-1]).model_fields[loc[-1]])}"
     what = str(error.get("ctx", {}).get("error", error["msg"].removeprefix("Input should be ")))
     if error["type"] in ("model_type", "model_attributes_type"):
-        what = f"a section with {', '.join(_keys(_inner(cls, loc)))}"
+        what = _section_words(_inner(cls, loc))
     return f"{key}: got {short(error['input'])}; allowed: {what}"
+
+
+# -- what a section's keys are
+
+
+def keys(cls: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    """Every key with its field: a section, then what is in it."""
+    for name, field in cls.model_fields.items():
+        key = f"{prefix}{field.alias or name}"
+        yield key, field
+        if inner := section_of(field):
+            yield from keys(inner, f"{key}.")
+
+
+def section_of(field: FieldInfo) -> type[BaseModel] | None:
+    """The section that a key is, or may be."""
+    kinds = (field.annotation, *get_args(field.annotation))
+    return next((k for k in kinds if isinstance(k, type) and issubclass(k, BaseModel)), None)
+
+
+def words(field: FieldInfo) -> str:
+    """What a key may hold, as messages say it."""
+    return _words(field.annotation, field.metadata)
+
+
+def _words(kind: Any, metadata: Iterable[Any] = ()) -> str:
+    told = next((m.words for m in metadata if isinstance(m, Rule)), None)
+    origin, arguments = get_origin(kind), get_args(kind)
+    if told or origin is Annotated:
+        return told or _words(arguments[0], arguments[1:])
+    if origin in (Union, UnionType):
+        return ", or ".join(_words(a) for a in arguments if a is not NoneType)
+    if origin is Literal:
+        return _either([f"'{a}'" for a in arguments])
+    if isinstance(kind, type) and issubclass(kind, BaseModel):
+        return _section_words(kind)
+    plain = {str: "text", int: "an integer", float: "a number", bool: "true or false", dict: "a section"}
+    if origin is list:
+        return f"a list of {_words(arguments[0])}"
+    return plain.get(origin or kind) or str(kind)
+
+
+def _either(names: list[str]) -> str:
+    return " or ".join(filter(None, (", ".join(names[:-1]), names[-1])))
+
+
+def _section_words(cls: type[BaseModel]) -> str:
+    return f"a section with {', '.join(_keys(cls))}"
 
 
 def _inner(cls: type[BaseModel], loc: Iterable[Any]) -> type[BaseModel]:
     """The section at a place; those in a list, or with null as the other choice, too."""
     for name in loc:
         field = next((f for n, f in cls.model_fields.items() if name in (n, f.alias)), None)
-        kinds = (field.annotation, *get_args(field.annotation)) if field else ()
-        cls = next((k for k in kinds if isinstance(k, type) and issubclass(k, BaseModel)), cls)
+        cls = (section_of(field) if field else None) or cls
     return cls
 
 

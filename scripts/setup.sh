@@ -7,7 +7,16 @@
 #   NNTILE_ARCH              the extension's -march (native), STARPU_TARBALL, NNTILE_STARPU_PREFIX: see build_starpu.sh
 set -euo pipefail
 cd "$(dirname "$0")/.."
-say() { echo "setup: $*" >&2; }
+begun=
+say() { # with the time since the start; what is done and how long it takes comes first
+    [ -n "$begun" ] || {
+        begun=yes
+        echo "setup: makes what nntile_py needs: Debian packages, StarPU (~/.cache/nntile_py), .venv with torch, the compiled
+setup: extension. On two cores the first time takes 5 to 20 minutes, most of it downloads and compilation; later only what
+setup: has changed. An interrupted setup goes on where it was." >&2
+    }
+    printf 'setup: %d:%02d %s\n' $((SECONDS / 60)) $((SECONDS % 60)) "$*" >&2
+}
 die() { say "$*"; exit 1; }
 
 system_starpu() { [ -z "${NNTILE_STARPU_PREFIX:-}" ] && pkg-config --atleast-version=1.4.8 starpu-1.4 2>/dev/null; }
@@ -58,6 +67,28 @@ install_packages() {
         { $apt update >/dev/null && $apt install -y --no-install-recommends "$@" >/dev/null; }
 }
 
+# slowly LOG COMMAND...: says now and then where the command is; what it prints goes to the log, its end shown if it fails.
+ticker=
+trap '[ -z "$ticker" ] || kill "$ticker" 2>/dev/null' EXIT
+slowly() {
+    local log=$1 status=0
+    shift
+    : >"$log"
+    (while sleep "${NNTILE_SETUP_TICK:-20}" >/dev/null 2>&1; do
+        say "  at work: $(tail -n 1 "$log" | sed -E 's/^(\[[0-9/]+\]).* -c ([^ ]*\/)?([^ /]+) .*/\1 \3/' | cut -c 1-80)"
+    done) &
+    ticker=$!
+    "$@" >"$log" 2>&1 || status=$?
+    kill "$ticker" 2>/dev/null || true
+    ticker=
+    return $status
+}
+install() { # pip's progress bars would fill the log
+    slowly "$pip_log" $py -m pip --disable-pip-version-check install --progress-bar off "$@" && return
+    tail -n 15 "$pip_log" >&2
+    die "pip install failed; log: $pip_log"
+}
+
 python=$(find_python)
 look_at_python
 missing="$(needed) $(wanted)"
@@ -79,21 +110,24 @@ if system_starpu; then
     named=$(pkg-config --variable=prefix starpu-1.4)
     starpu=$named
 else
+    if [ -z "$(find "${XDG_CACHE_HOME:-$HOME/.cache}/nntile_py" -maxdepth 1 -name 'starpu-1.4*' 2>/dev/null)$named" ]; then
+        say "no StarPU >= 1.4.8 on this system: building one (2 to 5 minutes)"
+    fi
     starpu=$(scripts/build_starpu.sh)
     use "$starpu"
 fi
 
-[ -x .venv/bin/pip ] || "$python" -m venv .venv || die "no virtual environment: apt-get install $python_package-venv"
+[ -x .venv/bin/pip ] || { say "making .venv with $python"; "$python" -m venv .venv; } || die "no virtual environment: apt-get install $python_package-venv"
 if [ -n "$named" ]; then echo "$starpu" >$record; else rm -f $record; fi
 
 py=.venv/bin/python
-pip="$py -m pip -qq --disable-pip-version-check install"
+pip_log=.venv/pip.log
 has_torch() {
     $py -c 'import importlib.metadata as m, sys; sys.exit([int(n) for n in m.version("torch").split(".")[:2]] < [2, 11])' 2>/dev/null
 }
 if [ -n "${TORCH:-}" ] || ! has_torch; then
-    say "pip install ${TORCH:=torch==2.13.0}"
-    $pip "$TORCH"
+    say "pip install ${TORCH:=torch==2.13.0} (a large download, 0.2 GB for CPUs, 2 GB and more with CUDA)"
+    install "$TORCH"
 fi
 
 # The first stamp holds what the installation depends on; the second dates the last compilation.
@@ -103,22 +137,23 @@ config=$starpu/include/starpu/1.4/starpu_config.h
 state=$({ cat pyproject.toml setup.py "$config"; find nntile_py/execution/csrc tasks -name '*.cpp' | sort; ls -d .venv/lib/*/site-packages/torch-*.dist-info
     echo "$PWD $starpu ${NNTILE_ARCH:-}"; } 2>&1 | sha256sum)
 compile() {
-    say "compiling the extension"
+    say "compiling the extension (one to five minutes)"
     mkdir -p build
-    $py setup.py -q build_ext --inplace >build/ext.log 2>&1 && return
+    slowly build/ext.log $py setup.py -q build_ext --inplace && return
     { grep -A 5 ': error: ' build/ext.log || tail -n 20 build/ext.log; } | head -n 60 >&2
     die "compilation failed; log: build/ext.log"
 }
 touch $compiled.now
 if [ ! -e $installed ] || [ "$(cat $installed)" != "$state" ]; then
-    $pip setuptools wheel ninja
+    say "pip install setuptools wheel ninja"
+    install setuptools wheel ninja
     # Headers that the compilation looks for.
     if $py -c 'import sys, torch; sys.exit(not torch.version.cuda)'; then
-        $pip "$(sed -nE 's/^ *"(nvidia-cudnn-frontend==[^"]*)".*/\1/p' pyproject.toml)"
+        install "$(sed -nE 's/^ *"(nvidia-cudnn-frontend==[^"]*)".*/\1/p' pyproject.toml)"
     fi
     compile
-    say "pip install -e ."
-    $pip --no-build-isolation -e '.[test]'
+    say "pip install -e '.[test]' (what is needed beside torch, and for the tests)"
+    install --no-build-isolation -e '.[test]'
 elif [ ! -e $compiled ] || ! compgen -G 'nntile_py/_core*.so' >/dev/null ||
     [ -n "$(find nntile_py/execution/csrc tasks tiles -name '*.[chp]*' -newer $compiled -print -quit)" ]; then
     compile
@@ -129,3 +164,4 @@ fi
 $py -c 'import nntile_py._core' || die "the extension does not load"
 mv $compiled.now $compiled
 echo "$state" >$installed
+say "done: .venv/bin/nntile --help; .venv/bin/nntile doctor tells what is there"

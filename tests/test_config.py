@@ -39,6 +39,15 @@ MISTAKES = [
     ("tile.embed=96", "tile", "did you mean tiles?"),
     ("tiles.embd=96", "tiles.embd", "did you mean embed? allowed: batch, seq, embed, heads, ffn, vocab"),
     ("model.frm=x", "model.frm", "did you mean from?"),
+    ("train.lr=1", "train.lr", "did you mean optimizer.lr? allowed: steps, batch"),
+    ("lr=1", "lr", "did you mean optimizer.lr?"),
+    ("model.tokens=1", "model.tokens", "did you mean sample.tokens?"),
+    ("model.seq=8", "model.seq", "did you mean train.seq or tiles.seq?"),
+    ("train.layers=8", "train.layers", "did you mean model.layers?"),
+    ("train.seed=8", "train.seed", "did you mean seed?"),
+    ("optimizer.warmup_step=8", "optimizer.warmup_step", "did you mean warmup_steps?"),
+    ("train.warmup_step=8", "train.warmup_step", "did you mean optimizer.warmup_steps?"),
+    ("optimizer.decay=some", "optimizer.decay", "'all' or 'matrices'"),
     ("optimiser.lr=1", "optimiser", "did you mean optimizer?"),
     ("tiles.embed=0", "tiles.embed", "an integer of at least 1"),
     ("tiles.seq=-3", "tiles.seq", "an integer of at least 1"),
@@ -261,6 +270,25 @@ def test_every_scheduler_file_is_valid(name: str, small: Path) -> None:
     assert load(small, [f"scheduler={name}"]).runtime.scheduler == load_scheduler(name)["scheduler"]
 
 
+def test_a_warm_up_longer_than_the_run_is_told(small: Path) -> None:
+    """It is no error: a run cut short by --set train.steps has one."""
+    assert load(small, ["optimizer.warmup_steps=3"]).short_warmup is None
+    told = load(small, ["optimizer.warmup_steps=4", "optimizer.lr=1"]).short_warmup
+    assert told and "train.steps = 3: the learning rate ends at 0.75 and never reaches optimizer.lr = 1" in told
+
+
+def test_the_folder_that_a_second_run_takes_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli._run_folder("x", None, None, False) == Path("runs/x") and not capsys.readouterr().err
+    Path("runs/x").mkdir(parents=True)
+    Path("runs/x/metrics.jsonl").touch()
+    assert cli._run_folder("x", None, None, False) == Path("runs/x-2")
+    assert capsys.readouterr().err.startswith("runs/x holds an earlier run; this one goes to runs/x-2")
+    assert cli._run_folder("x", None, None, True) == Path("runs/x") and not capsys.readouterr().err
+
+
 def saved_model(folder: Path) -> None:
     """What save_pretrained leaves, weights aside."""
     folder.mkdir()
@@ -293,5 +321,5 @@ def test_a_saved_model_without_tokenizer_asks_for_one(tmp_path: Path) -> None:
     saved_model(tmp_path / "saved")
     path = tmp_path / "x.yaml"
     path.write_text(yaml.safe_dump(SMALL | {"model": {"from": str(tmp_path / "saved")}}))
-    with pytest.raises(ConfigError, match=r"tokenizer.path: no such file: .*tokenizer.json"):
+    with pytest.raises(ConfigError, match=r"model.from: .*saved has no tokenizer.json, .*or give tokenizer.path"):
         load(path)

@@ -1,20 +1,25 @@
 """Corpus, tokenizer, split and batches."""
 
 import json
+import os
 import sysconfig
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
 import yaml
+from conftest import Python
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from nntile_py.config.run import Data, RunConfig, load
+from nntile_py.config.run import RunConfig, load
+from nntile_py.config.sections import Data
 from nntile_py.errors import ConfigError
 from nntile_py.training import data
+from nntile_py.training.kept import kept
 
 
 def config(tmp_path: Path, source: str, *overrides: str) -> RunConfig:
@@ -179,3 +184,93 @@ def test_text_without_words(text: str) -> None:
     tokens = data.encode(tokenizer, [text])
     assert time.monotonic() - begin < 30
     assert tokenizer.decode(tokens.tolist()) == text
+
+
+# -- what is kept of a long text
+
+
+def test_a_long_text_is_made_into_tokens_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same corpus, to the bit, from the file; another one where anything that it is made of differs."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(data, "LONG_TEXT", 1000)
+    text = tmp_path / "text.txt"
+    text.write_text("some words, and 12 numbers\n" * 400)
+    made = []
+    encode = data.encode
+    monkeypatch.setattr(data, "encode", lambda *given: made.append(1) or encode(*given))
+
+    def corpus(*overrides: str) -> tuple[str, bytes, bytes, int]:
+        made.clear()
+        of = data.load_corpus(config(tmp_path, str(text), *overrides))
+        return of.tokenizer.to_str(pretty=True), of.train.tobytes(), of.held_out.tobytes(), len(made)
+
+    *first, times = corpus()
+    *again, none = corpus()
+    assert first == again and (times, none) == (2, 0)
+    monkeypatch.setattr(data, "LONG_TEXT", 10**9)
+    assert [*corpus()[:3]] == first  # without the file
+    monkeypatch.setattr(data, "LONG_TEXT", 1000)
+    for change in ("tokenizer.vocab_size=290", "data.val_fraction=0.2", "data.max_bytes=9000"):
+        assert corpus(change)[3] == 2, change
+    data.load_corpus(config(tmp_path, str(text))).tokenizer.save(str(tmp_path / "t.json"))
+    other = [f"tokenizer.path={tmp_path}/t.json", "tokenizer.vocab_size=null"]
+    assert corpus(*other)[1:] == (first[1], first[2], 2) and corpus(*other)[3] == 0
+    text.write_text(text.read_text() + "more")
+    assert corpus()[3] == 2
+
+
+def test_a_damaged_file_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    right = {"a": np.arange(1000, dtype=np.uint16), "b": np.zeros(0, np.int32)}
+    calls = []
+
+    def make() -> dict[str, np.ndarray]:
+        calls.append(1)
+        return right
+
+    def same() -> bool:
+        found = kept("test", "key", make)
+        return all(found[n].dtype == one.dtype and np.array_equal(found[n], one) for n, one in right.items())
+
+    assert same() and same() and len(calls) == 1
+    path = tmp_path / "nntile_py" / "test" / "key.npz"
+    whole = path.read_bytes()
+    for content in (b"", b"PK", whole[:-30], whole[: len(whole) // 2], b"x" * 100, None):
+        before = len(calls)
+        if content is None:
+            path.unlink()
+            path.mkdir()  # nothing can be written in its place
+        else:
+            path.write_bytes(content)
+        assert same() and len(calls) == before + 1
+    path.rmdir()
+    path.write_bytes(whole)
+    for place in range(150, len(whole) - 150, 37):  # within the arrays: a wrong bit is found
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+        assert same(), place
+    assert not list(path.parent.glob("*.tmp*"))
+
+
+def test_what_is_kept_has_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("nntile_py.training.kept.MOST", 7000)
+    for number, name in enumerate("abc"):
+        kept("test", name, lambda: {"x": np.zeros(2000, np.uint8)})
+        os.utime(tmp_path / "nntile_py" / "test" / f"{name}.npz", (number, number))
+    assert len(kept("test", "a", dict)["x"]) == 2000  # used: now b is the oldest
+    kept("test", "d", lambda: {"x": np.zeros(2000, np.uint8)})
+    assert {p.stem for p in (tmp_path / "nntile_py" / "test").iterdir()} == {"a", "c", "d"}
+    kept("test", "e", lambda: {"x": np.zeros(20_000, np.uint8)})
+    assert [p.stem for p in (tmp_path / "nntile_py" / "test").iterdir()] == ["e"]
+
+
+def test_several_processes_keep_the_same(tmp_path: Path, python: Python) -> None:
+    code = (
+        "import numpy as np\nfrom nntile_py.training.kept import kept\n"
+        "for k in range(40):\n"
+        "    a = kept('test', str(k % 4), lambda: {'x': np.full(50_000, k % 4, np.int32)})['x']\n"
+        "    assert (a == k % 4).all() and len(a) == 50_000\n"
+    )
+    with ThreadPoolExecutor(3) as pool:
+        done = list(pool.map(lambda _: python(code, XDG_CACHE_HOME=str(tmp_path)), range(3)))
+    assert [(one.returncode, one.stderr) for one in done] == [(0, "")] * 3

@@ -17,7 +17,8 @@ import pytest
 import yaml
 
 from nntile_py import cli
-from nntile_py.config.run import Optimizer, load
+from nntile_py.config.run import load
+from nntile_py.config.sections import Optimizer
 from nntile_py.errors import ConfigError, NNTileError
 from nntile_py.inference import generate
 from nntile_py.system.folders import replaced

@@ -270,6 +270,32 @@ def test_sgd_with_a_schedule(runtime: nt.Runtime, tiles: dict[str, int], momentu
     close_gradients(trainer.state_dict(), want, 1e-5)
 
 
+@pytest.mark.parametrize("options", [{}, {"tiles": RAGGED, "fusion": False}], ids=["uncut", "ragged, unfused"])
+@pytest.mark.parametrize("name", ["AdamW", "SGD"])
+def test_decay_of_matrices_alone(runtime: nt.Runtime, name: str, options: dict[str, Any]) -> None:
+    """As nanoGPT groups PyTorch's parameters: weights with two or more axes decay, biases and norms do not."""
+    model = gpt2()
+    ids, labels = data(37, 611)
+    how: dict[str, Any] = {"lr": 0.05, "weight_decay": 0.5} | ({"eps": 1e-4} if name == "AdamW" else {})
+    decays, stays = ([p for p in model.parameters() if (p.dim() > 1) == many] for many in (True, False))
+    optimizer = getattr(torch.optim, name)([{"params": decays}, {"params": stays, "weight_decay": 0.0}], **how)
+    weights = {}
+    for decay in ("matrices", "all"):
+        ours = getattr(nt, name)(**how, decay=decay)
+        trainer = nt.Trainer(nt.models.GPT2.from_hf(gpt2()), BATCH, 37, optimizer=ours, **options)
+        for x, y in zip(ids[:3], labels[:3], strict=True):
+            trainer.step(x, y)
+        weights[decay] = trainer.state_dict()
+    for x, y in zip(ids[:3], labels[:3], strict=True):
+        torch_gradients(model, x, y)
+        optimizer.step()
+    want = {name: p.detach().numpy() for name, p in model.named_parameters()}
+    close_gradients(weights["matrices"], want, 1e-4)
+    assert error(weights["all"]["transformer.ln_f.weight"], want["transformer.ln_f.weight"]) > 1e-2
+    with pytest.raises(nt.ConfigError, match=r"optimizer.decay: 'some' is not allowed; use all or matrices"):
+        getattr(nt, name)(decay="some")
+
+
 # -- dropout
 
 

@@ -19,17 +19,17 @@ from nntile_py.system.machine import machine
 
 bench_app = typer.Typer(
     name="nntile bench", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
-    rich_markup_mode=None, help="Measure this machine.",
+    rich_markup_mode=None, help="Measure this machine.", epilog="Example: nntile bench tasks",
 )  # fmt: skip
-bench_app.command()(metg)
-bench_app.command()(capacity)
+bench_app.command(epilog="Example: nntile bench metg --us 50,500 --seconds 0.05 --repeats 2")(metg)
+bench_app.command(epilog="Example: nntile bench capacity --models 355M --cuda 1")(capacity)
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 # -- tasks
 
 
-@bench_app.command()
+@bench_app.command(epilog="Example: nntile bench tasks --count 10000 --cpus 1")
 def tasks(
     count: Annotated[int, typer.Option(help="Tasks in the program.", min=1)] = 50_000,
     tiles: Annotated[int, typer.Option(help="Tiles of each task, written in turn.", min=0, max=16)] = 0,
@@ -99,7 +99,7 @@ def measure_tasks(
 # -- one training step, beside PyTorch
 
 
-@bench_app.command()
+@bench_app.command(epilog="Example: nntile bench step --layers 1 --embed 64 --heads 4 --seq 32 --vocab 512 --rounds 2")
 def step(
     config: Annotated[
         str | None,
@@ -208,7 +208,7 @@ def told(name: str, row: dict[str, Any]) -> str:
 # -- tile sizes
 
 
-@bench_app.command()
+@bench_app.command(epilog="Example: nntile bench sweep --axis embed=48 --rounds 1 --layers 1 --embed 96 --seq 32")
 def sweep(
     axis: Annotated[list[str] | None, typer.Option(help="AXIS=SIZE,SIZE,...; several make a grid.")] = None,
     rounds: int = 3,

@@ -1,236 +1,82 @@
 """The YAML of a run, typed and checked: every mistake is one ConfigError that names the key and what is allowed."""
 
+import functools
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import yaml
-from pydantic import Field, SerializeAsAny, field_validator, model_validator
+from pydantic import Field, SerializeAsAny, create_model, field_validator, model_validator
 
+from nntile_py.config.sections import (
+    Data,
+    Fusion,
+    Optimizer,
+    Profile,
+    Runtime,
+    Sample,
+    SchedulerFile,
+    Tiles,
+    Tokenizer,
+    Train,
+)  # fmt: skip
 from nntile_py.errors import ConfigError
-from nntile_py.graph.optimizers import SGD, AdamW
 from nntile_py.graph.step import PRECISIONS, check_precision
 from nntile_py.models.base import ModelConfig, find, of_hf_type, read_raw_config, resolved
 from nntile_py.schema import (
-    BelowOne,
-    Betas,
-    Count,
-    Inside,
     Natural,
-    NonNegative,
-    Positive,
+    Rule,
     Section,
-    Share,
-    Size,
-    Switch,
-    Workers,
+    allowed,
     assignment,
-    integer,
+    keys,
     only,
     read_yaml,
+    section_of,
     short,
     validated,
-)  # fmt: skip
-from nntile_py.tiles.placement import Placement
+)
+from nntile_py.system.folders import installed
 from nntile_py.tiles.tasklist import Policy
 
-SCHEDULER_CONFIGS = next(
-    (d for p in Path(__file__).parents[1:3] if (d := p / "scheduler_configs").is_dir()), Path("scheduler_configs")
-)
-
-_SCHEDULERS = ["lws", "ws", "eager", "prio", "random", "dm", "dmda", "dmdap", "dmdar", "dmdas", "dmdasd"]
-_SCHEDULERS += ["pheft", "peager", "heteroprio"]
-
-
-class Data(Section):
-    source: str = "python-stdlib"  # or the path of a text file or of a folder
-    val_fraction: Share = 0.05
-    max_bytes: Size | None = None
-    extensions: list[str] = Field(
-        default=[".txt", ".md", ".rst", ".py", ".c", ".h", ".cpp", ".hpp", ".cu", ".html", ".tex"]
-    )
-
-    @field_validator("source")
-    @classmethod
-    def _exists(cls, source: str) -> str:
-        return source if source == "python-stdlib" else _existing("data.source", source, "'python-stdlib' or")
-
-
-class Tokenizer(Section):
-    vocab_size: int | None = None  # default: 4096; of a tokenizer that is trained on the text
-    path: str | None = None  # a tokenizer.json, used instead of training one
-
-    @field_validator("vocab_size")
-    @classmethod
-    def _all_bytes(cls, size: int | None) -> int | None:
-        if size is not None and size < 257:
-            raise ValueError("an integer of at least 257: all bytes and the end-of-text token")
-        return size
-
-    @model_validator(mode="after")
-    def _one_of_two(self) -> "Tokenizer":
-        if self.path is None:
-            self.vocab_size = self.vocab_size or 4096
-            return self
-        self.path = _existing("tokenizer.path", self.path)
-        if self.vocab_size is not None:
-            raise ConfigError(
-                f"tokenizer.vocab_size: got {self.vocab_size}; allowed: null where tokenizer.path is given,"
-                " as that file has a vocabulary already"
-            )
-        return self
-
-    def size(self) -> int:
-        """Tokens in the vocabulary."""
-        if self.path is None:
-            assert self.vocab_size is not None
-            return self.vocab_size
-        # Here: `tokenizers` is not needed to read most configs.
-        from nntile_py.tokenizer import load_tokenizer, token_numbers
-
-        return token_numbers(load_tokenizer(Path(self.path)))
-
-
-class Train(Section):
-    steps: Count
-    batch: Count  # sequences of one forward and backward pass
-    seq: Annotated[int, *integer(2)]  # tokens of a sequence; its last one has no target
-    grad_accumulation: Count = 1  # passes whose gradients are averaged into one step
-    eval_every: Count = 100
-    eval_batches: Count = 4
-    log_every: Count = 10
-    mask_probability: Inside = 0.15  # of a masked model (bert): the share of the tokens that are predicted
-
-
-class Optimizer(Section):
-    name: Literal["adamw", "sgd"] = "adamw"
-    lr: Positive = AdamW.lr
-    min_lr: NonNegative | None = None  # of the cosine's end; default: lr / 10
-    betas: Betas = Field(default=[*AdamW.betas])  # adamw
-    eps: Positive = AdamW.eps  # adamw
-    weight_decay: NonNegative = AdamW.weight_decay
-    momentum: BelowOne = SGD.momentum  # sgd
-    warmup_steps: Natural = 0
-    schedule: Literal["cosine", "constant"] = "cosine"
-    clip_grad_norm: Positive | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _as_in_python(cls, given: Any) -> Any:
-        """What differs from adamw has sgd's own default."""
-        if not isinstance(given, dict) or given.get("name") != "sgd":
-            return given
-        return {"lr": SGD.lr, "weight_decay": SGD.weight_decay} | given
-
-    @model_validator(mode="after")
-    def _fitting(self) -> "Optimizer":
-        if self.min_lr is None:
-            self.min_lr = self.lr / 10
-        if self.min_lr > self.lr:
-            raise ConfigError(f"optimizer.min_lr: got {self.min_lr}; allowed: at most optimizer.lr = {self.lr}")
-        if self.name == "adamw" and self.momentum:
-            raise ConfigError(f"optimizer.momentum: got {self.momentum}; allowed: 0 unless optimizer.name is sgd")
-        return self
-
-
-class Tiles(Section):
-    """Tile size of each axis; an axis left out, or no longer than its tile, is not cut."""
-
-    batch: Count | None = None
-    seq: Count | None = None
-    embed: Count | None = None
-    heads: Count | None = None
-    ffn: Count | None = None
-    vocab: Count | None = None
-
-
-class Fusion(Section):
-    bias: Switch = True
-    activation: Switch = True
-    reshape: Switch = True
-    qkv: Switch = True
-    residual_norm: Switch = True
-
-
-class Disk(Section):
-    """Where tiles go that find no place in main memory."""
-
-    path: str  # a folder
-    size: Size
-
-    @field_validator("path")
-    @classmethod
-    def _exists(cls, path: str) -> str:
-        return _existing("runtime.disk.path", path)
-
-
-class Runtime(Section):
-    cpus: Workers = "all"
-    cuda: Workers = 0
-    scheduler: str = "lws"  # StarPU's scheduling policy
-    memory: Size | None = None  # bytes of CPU memory that tiles may take
-    cuda_memory: Size | None = None  # the same, of each GPU
-    disk: Disk | None = None  # beyond runtime.memory, which must be given then
-    window: Count | None = None  # most tasks submitted and not yet done
-    calibrate: Switch = False
-    placement: Placement | None = None  # who chooses a task's worker; several GPUs: planned
-
-    @field_validator("scheduler")
-    @classmethod
-    def _known(cls, name: str) -> str:
-        if name not in _SCHEDULERS and not name.startswith("modular-"):
-            raise ValueError(f"{', '.join(_SCHEDULERS)}, or modular-NAME")
-        return name
-
-
-class SchedulerFile(Runtime):
-    """A file of scheduler_configs/: the keys of `runtime`, and the default of `accumulate`."""
-
-    accumulate: Policy | None = None
-
-
-class Sample(Section):
-    prompt: str = "def "
-    tokens: Natural = 64  # 0: no sample
-    temperature: NonNegative = 0.8  # 0: always the likeliest token
-    top_k: Count | None = 40
-
-
-class Profile(Section):
-    """Of `nntile profile`."""
-
-    steps: Count = 3
-    warmup: Natural = 2  # steps before, not looked at
-    peak_flop: Positive | None = None  # flop/s of one worker; default: measured
-    peak_bytes: Positive | None = None  # bytes/s of one worker
-
-
-def _precision(value: Any) -> str | None:
-    return value if isinstance(value, str) and value in PRECISIONS else None
+SCHEDULER_CONFIGS = installed("scheduler_configs")
+DEFAULT_MODEL = "gpt2"
 
 
 class RunConfig(Section):
     """Everything that decides a run. Made by `load`, which fills in all defaults."""
 
     model: SerializeAsAny[ModelConfig]
+    """What is trained: a model's type and sizes, or the folder that it is read from."""
     data: Data = Data()
     tokenizer: Tokenizer = Tokenizer(vocab_size=4096)
     train: Train
     optimizer: Optimizer = Field(default_factory=Optimizer)
     precision: Annotated[
         str,
-        *only(", ".join(f"{p} ({' and '.join(on)} workers)" for p, on in PRECISIONS.items()), _precision),
+        *only(
+            ", ".join(f"{p} ({' and '.join(on)} workers)" for p, on in PRECISIONS.items()),
+            lambda v: v if isinstance(v, str) and v in PRECISIONS else None,
+            enum=[*PRECISIONS],
+        ),
     ] = "fp32"
+    """Number format of products and activations."""
     tiles: Tiles = Tiles()
     accumulate: Policy = "chain"
-    fusion: Fusion = Fusion()
-    scheduler: str | None = None  # a name in scheduler_configs/, or the path of such a file
+    """How partial results of a tile meet: `chain` adds them in order (the same bits for any number of workers and
+    any scheduler), `commute` in any order, `redux` in a copy for each worker (STARPU_REDUX), `tree` in pairs."""
+    fusion: Annotated[Fusion, Rule("a section, or true or false for all its keys", {"type": "boolean"})] = Fusion()
+    scheduler: str | None = None
+    """A file of settings for `runtime`: a name in scheduler_configs/ (such as cpu, gpu, multi_gpu), or a path. Keys of
+    `runtime` override it."""
     runtime: Runtime = Runtime()
     seed: Natural = 0
+    """Decides the initial weights, which parts of the text a step reads, dropout and the sample."""
     sample: Sample = Sample()
     profile: Profile = Profile()
-    out: str | None = None  # default: runs/NAME of the config's file
+    out: str | None = None
+    """Folder of the run; null: runs/NAME of the config's file."""
 
     @field_validator("model", mode="before")
     @classmethod
@@ -254,9 +100,9 @@ class RunConfig(Section):
         check_precision("precision", self.precision, self.runtime.cuda != 0)
         if self.runtime.cpus == 0 == self.runtime.cuda:
             raise ConfigError("runtime.cpus: got 0; allowed: at least 1, or 'all', where runtime.cuda is 0")
-        if model.from_ and self.tokenizer.path is None:  # weights mean nothing with another vocabulary
-            self.tokenizer = Tokenizer(path=str(Path(model.from_) / "tokenizer.json"))
         fields = type(model).model_fields
+        if model.from_ and "vocab" in fields and self.tokenizer.path is None:
+            self.tokenizer = Tokenizer(path=_tokenizer_in(Path(model.from_)))
         if "positions" in fields:
             model = model.changed(positions=model.positions or seq)
             if seq > model.positions:
@@ -283,16 +129,38 @@ class RunConfig(Section):
         # "all" cores beside CUDA workers are none, as Runtime has it
         return several and of.cpus in (0, "all") and of.placement != "scheduler"
 
+    @property
+    def short_warmup(self) -> str | None:
+        """What to tell of a warm-up that does not end within the run."""
+        how, steps = self.optimizer, self.train.steps
+        if how.warmup_steps <= steps:
+            return None
+        return (
+            f"optimizer.warmup_steps = {how.warmup_steps} is more than train.steps = {steps}: the learning rate ends at"
+            f" {how.lr * steps / how.warmup_steps:.3g} and never reaches optimizer.lr = {how.lr:.3g}"
+        )
+
     def to_yaml(self) -> str:
         """The config with every default filled in; loading it gives the same config."""
         return yaml.safe_dump(self.model_dump(by_alias=True), sort_keys=False)
+
+
+@functools.cache
+def of_model(config: type[ModelConfig]) -> type[RunConfig]:
+    """A RunConfig whose keys of `model` are known: what describes all keys, not what `load` makes."""
+    what = Field(description=RunConfig.model_fields["model"].description)
+    return create_model("RunConfig", __base__=RunConfig, model=(config, what))
 
 
 def load(path: str | Path, overrides: Iterable[str] = ()) -> RunConfig:
     """The config of a YAML file, with `overrides` such as "tiles.embed=96" laid over it.
 
     Priority: overrides, the file, its scheduler's file, defaults. Raises ConfigError."""
-    tree = read_yaml(Path(path), "CONFIG", RunConfig)
+    return resolve(read_yaml(Path(path), "CONFIG", RunConfig), overrides, str(path))
+
+
+def resolve(tree: dict[str, Any], overrides: Iterable[str], what: str) -> RunConfig:
+    """The config of a YAML's mapping, which takes in the overrides; `what` names it in errors. As `load`."""
     chosen = tree.get("scheduler")
     for item in overrides:
         _override(tree, item)
@@ -301,9 +169,22 @@ def load(path: str | Path, overrides: Iterable[str] = ()) -> RunConfig:
         if tree.get("scheduler") is not None:
             # A scheduler chosen on the command line is meant to win over the file's own runtime keys.
             _apply_scheduler(tree, wins=tree["scheduler"] != chosen, overrides=overrides)
-        return validated(RunConfig, tree)
+        return validated(RunConfig, tree, elsewhere=lambda: _known_keys(tree.get("model")))
     except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from error
+        raise ConfigError(f"{what}: {error}") from error
+
+
+def all_keys(model: type[ModelConfig]) -> list[str]:
+    """All keys of a run with this model, dotted."""
+    return [key for key, _ in keys(of_model(model))]
+
+
+def _known_keys(model: Any) -> list[str]:
+    """The same where this is the section `model`, which may be wrong itself."""
+    try:
+        return all_keys(find(model.get("type", DEFAULT_MODEL) if isinstance(model, dict) else DEFAULT_MODEL).Config)
+    except ConfigError:
+        return all_keys(ModelConfig)
 
 
 def load_scheduler(name: str) -> dict[str, Any]:
@@ -373,19 +254,21 @@ def _override(tree: dict[str, Any], item: str) -> None:
 
 
 def _is_section(key: str) -> bool:
-    field = RunConfig.model_fields.get(key)
-    return field is not None and isinstance(field.annotation, type) and issubclass(field.annotation, Section)
+    return key in RunConfig.model_fields and section_of(RunConfig.model_fields[key]) is not None
 
 
 def _is_path(name: str) -> bool:
     return "/" in name or name.endswith((".yaml", ".yml"))
 
 
-def _existing(key: str, path: str, others: str = "") -> str:
-    found = Path(path).expanduser().resolve()
-    if not found.exists():
-        raise ConfigError(f"{key}: no such file: {path}; allowed: {others} a path that exists".replace(":  ", ": "))
-    return str(found)
+def _tokenizer_in(folder: Path) -> str:
+    """Of a model's folder: its weights mean nothing with other tokens."""
+    if not (path := folder / "tokenizer.json").is_file():
+        raise ConfigError(
+            f"model.from: {folder} has no tokenizer.json, and the model knows no other tokens than its own; allowed: a"
+            " folder with one (a transformers tokenizer's save_pretrained writes it), or give tokenizer.path"
+        )
+    return str(path)
 
 
 def _model_section(given: Any) -> Any:
@@ -396,7 +279,7 @@ def _model_section(given: Any) -> Any:
     if "type" in given:
         given["type"] = resolved(given["type"])
     if (source := given.get("from")) is None:
-        return validated(find(given.get("type", "gpt2")).Config, given, "model.")
+        return _checked(find(given.get("type", DEFAULT_MODEL)).Config, given)
     folder = Path(str(source)).expanduser().resolve()
     need = "allowed: a folder that save_pretrained wrote, with config.json and model.safetensors"
     try:
@@ -413,4 +296,12 @@ def _model_section(given: Any) -> Any:
     for key in saved.keys() & given.keys():
         if given[key] != saved[key]:
             raise ConfigError(f"model.{key}: got {given[key]!r}; allowed: {saved[key]!r}, as in {folder}/config.json")
-    return validated(cls.Config, saved | given, "model.")
+    return _checked(cls.Config, saved | given)
+
+
+def _checked(config: type[ModelConfig], given: dict[str, Any]) -> ModelConfig:
+    own = [key for key, _ in keys(config)]
+    for key in given:  # ModelConfig knows no other sections to suggest
+        if key not in own:
+            raise ConfigError(f"model.{key}: unknown key; {allowed(key, own, all_keys(config))}")
+    return validated(config, given, "model.")

@@ -24,8 +24,9 @@ def build_optimizer(config: RunConfig) -> Optimizer:
     """The optimizer that `config` asks for."""
     how = config.optimizer
     if how.name == "adamw":
-        return AdamW(lr=how.lr, betas=(how.betas[0], how.betas[1]), eps=how.eps, weight_decay=how.weight_decay)
-    return SGD(lr=how.lr, momentum=how.momentum, weight_decay=how.weight_decay)
+        betas = how.betas[0], how.betas[1]
+        return AdamW(lr=how.lr, betas=betas, eps=how.eps, weight_decay=how.weight_decay, decay=how.decay)
+    return SGD(lr=how.lr, momentum=how.momentum, weight_decay=how.weight_decay, decay=how.decay)
 
 
 def step_spec(config: RunConfig, model: Model | None = None) -> StepSpec:

@@ -3,30 +3,35 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 from nntile_py.errors import ConfigError
+from nntile_py.graph.declared import Param
 from nntile_py.graph.graph import Graph
 from nntile_py.tasks import optimizer as ops
 from nntile_py.tasks.op import Tensor, accumulation_dtype
 
 LOW_BITS = "low_bits"
+Decay = Literal["all", "matrices"]  # the weights that weight decay acts on: see _decay
 
 
 @dataclass(frozen=True)
 class AdamW:
-    """AdamW as torch.optim.AdamW: decoupled weight decay on every parameter."""
+    """AdamW as torch.optim.AdamW: decoupled weight decay, on every parameter or on matrices alone."""
 
     lr: float = 1e-3
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     weight_decay: float = 0.01
+    decay: Decay = "all"
 
     def __post_init__(self) -> None:
         _check(self)
 
-    def build(self, g: Graph, param: Tensor, grad: Tensor, clip: Tensor) -> None:
+    def build(self, g: Graph, of: Param, grad: Tensor, clip: Tensor) -> None:
+        param = of.tensor
         m, v = (_state(g, param, name) for name in ("m", "v"))
-        options = {"betas": self.betas, "eps": self.eps, "weight_decay": self.weight_decay}
+        options = {"betas": self.betas, "eps": self.eps, "weight_decay": _decay(self, of)}
         g.add(ops.AdamW(param, grad, m, v, clip, low_bits=_low_bits(g, param), **options))  # type: ignore[arg-type]
 
     def slots(self, step: int) -> dict[str, float]:
@@ -36,18 +41,20 @@ class AdamW:
 
 @dataclass(frozen=True)
 class SGD:
-    """SGD as torch.optim.SGD with momentum, no dampening."""
+    """SGD as torch.optim.SGD with momentum, no dampening; weight decay on every parameter or on matrices alone."""
 
     lr: float = 1e-3
     momentum: float = 0.0
     weight_decay: float = 0.0
+    decay: Decay = "all"
 
     def __post_init__(self) -> None:
         _check(self)
 
-    def build(self, g: Graph, param: Tensor, grad: Tensor, clip: Tensor) -> None:
+    def build(self, g: Graph, of: Param, grad: Tensor, clip: Tensor) -> None:
+        param = of.tensor
         m = _state(g, param, "m") if self.momentum else None
-        options = {"momentum": self.momentum, "weight_decay": self.weight_decay}
+        options = {"momentum": self.momentum, "weight_decay": _decay(self, of)}
         g.add(ops.SGD(param, grad, m, clip, low_bits=_low_bits(g, param), **options))
 
     def slots(self, step: int) -> dict[str, float]:
@@ -63,8 +70,19 @@ def _low_bits(g: Graph, param: Tensor) -> Tensor | None:
     return _state(g, param, LOW_BITS, "int16") if param.dtype == "bf16" else None
 
 
+def _decay(optimizer: AdamW | SGD, of: Param) -> float:
+    """Of this parameter. `matrices`: those with two or more axes in the checkpoint, as nanoGPT has it; here a bias of
+    attention has two, heads and head_dim."""
+    whole = optimizer.decay == "all" or all(len(source.shape) > 1 for source in of.sources)
+    return optimizer.weight_decay if whole else 0.0
+
+
 def _check(optimizer: AdamW | SGD) -> None:
+    if optimizer.decay not in get_args(Decay):
+        raise ConfigError(f"optimizer.decay: {optimizer.decay!r} is not allowed; use {' or '.join(get_args(Decay))}")
     for name, value in vars(optimizer).items():
+        if name == "decay":
+            continue
         for number in value if isinstance(value, tuple) else (value,):
             top = 1 if name in ("betas", "momentum") else float("inf")
             if not isinstance(number, int | float) or not 0 <= number < top:

@@ -148,10 +148,11 @@ class StepSpec:
         update = Graph(graph.dtype)
         norm, clip = (update.named(name, ["one"], [1], "scalar", "fp64") for name in ("grad_norm", "clip"))
         update.add(GradNorm(list(grads.values()), norm, clip, self.clip_grad_norm, first.tasks.ends("batch")))
-        for param, grad in grads.items():
-            update.tensors[param.name] = param
-            with update.scope(param.name):
-                self.optimizer.build(update, param, grad, clip)
+        params = {param.tensor: param for param in graph.params.values()}
+        for tensor, grad in grads.items():
+            update.tensors[tensor.name] = tensor
+            with update.scope(tensor.name):
+                self.optimizer.build(update, params[tensor], grad, clip)
         more = None
         if self.grad_accumulation > 1:
             more = lower(graph, self.tiling, self.policy, holds=[*grads.values(), traced.loss])

@@ -23,16 +23,14 @@ from nntile_py.schema import Count, Section, read_yaml, validated
 from nntile_py.sweep.plots import FORMS, Row, figure_of, files_of, named, value, word
 from nntile_py.sweep.results import table
 from nntile_py.sweep.spec import Sweep, check_sweep, points
-from nntile_py.system.folders import replace_file
+from nntile_py.system.folders import installed, replace_file
 from nntile_py.system.load import cores, is_busy
 from nntile_py.system.machine import described, machine
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
-EXPERIMENTS = next((d for p in Path(__file__).parents[1:3] if (d := p / "experiments").is_dir()), Path("experiments"))
-
-
+EXPERIMENTS = installed("experiments")
 ROUNDS = 3  # times that a sweep measures all its points, in turns, unless it says otherwise
 Mode = Literal["training", "inference"]
 

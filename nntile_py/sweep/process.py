@@ -15,7 +15,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from nntile_py.config.run import Runtime
+    from nntile_py.config.sections import Runtime
     from nntile_py.sweep.spec import Point
 
 STOP_LIMIT = 30.0  # seconds for a process to stop its runtime

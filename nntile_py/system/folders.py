@@ -16,6 +16,11 @@ def cache_folder() -> Path:
     return home / "nntile_py"
 
 
+def installed(name: str) -> Path:
+    """A folder of the repository that installs inside the package."""
+    return next((d for p in Path(__file__).parents[1:3] if (d := p / name).is_dir()), Path(name))
+
+
 @contextmanager
 def replaced(path: Path) -> Iterator[Path]:
     """A path to write to; afterwards it is synced and takes the place of `path`."""

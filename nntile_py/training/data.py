@@ -8,13 +8,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import tokenizers
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from nntile_py.config.run import Data, RunConfig
+from nntile_py.config.run import RunConfig
+from nntile_py.config.sections import Data
 from nntile_py.errors import ConfigError
 from nntile_py.tokenizer import END_OF_TEXT, load_tokenizer, token_numbers
+from nntile_py.training.kept import Arrays, kept
 
 LONGEST_WORD = 256  # characters
+LONG_TEXT = 1_000_000  # characters: a second or so to make into tokens
 # Of the standard library: tests repeat themselves, `encodings` is tables, installed packages differ between machines.
 _SKIPPED = {"test", "tests", "idle_test", "encodings", "site-packages", "dist-packages", "__pycache__"}
 
@@ -31,14 +35,22 @@ class Corpus:
 def load_corpus(config: RunConfig, special: Sequence[str] = ()) -> Corpus:
     """Read, split and tokenize the text of `config.data`; trains the tokenizer where none is given.
 
-    special: tokens that such a tokenizer has besides END_OF_TEXT. Raises ConfigError where there is no
-    text, or less than one sequence of it."""
-    train_text, held_text = split(read_documents(config.data), config.data.val_fraction)
-    if config.tokenizer.path is not None:
-        tokenizer = load_tokenizer(Path(config.tokenizer.path))
-    else:
-        tokenizer = train_tokenizer(train_text, config.tokenizer.size(), special)
-    corpus = Corpus(tokenizer, encode(tokenizer, train_text), encode(tokenizer, held_text))
+    special: tokens that such a tokenizer has besides END_OF_TEXT. What a long text was made into is kept in the cache
+    folder. Raises ConfigError where there is no text, or less than one sequence of it."""
+    documents = read_documents(config.data)
+    path = config.tokenizer.path
+    given = load_tokenizer(Path(path)) if path is not None else None
+
+    def make() -> Arrays:
+        train_text, held_text = split(documents, config.data.val_fraction)
+        tokenizer = given or train_tokenizer(train_text, config.tokenizer.size(), special)
+        written = np.frombuffer(tokenizer.to_str().encode(), np.uint8)
+        return {"tokenizer": written, "train": encode(tokenizer, train_text), "held_out": encode(tokenizer, held_text)}
+
+    how = given.to_str() if given else f"{config.tokenizer.size()} {[*special]}"
+    long = sum(map(len, documents)) >= LONG_TEXT
+    made = kept("corpus", _key(documents, config.data.val_fraction, how), make) if long else make()
+    corpus = Corpus(Tokenizer.from_str(made["tokenizer"].tobytes().decode()), made["train"], made["held_out"])
     for name, tokens in (("training", corpus.train), ("held-out", corpus.held_out)):
         if len(tokens) < config.train.seq:
             raise ConfigError(
@@ -48,6 +60,15 @@ def load_corpus(config: RunConfig, special: Sequence[str] = ()) -> Corpus:
                 " or another data.val_fraction)"
             )
     return corpus
+
+
+def _key(documents: list[str], val_fraction: float, how: str) -> str:
+    """A hash of all that decides a corpus: the text, how it is split and made into tokens, and what does so."""
+    made_by = Path(__file__).read_text(encoding="utf-8"), tokenizers.__version__
+    digest = hashlib.sha256()
+    for part in (*made_by, repr(val_fraction), how, *documents):
+        digest.update(f"{len(part)} ".encode() + part.encode())
+    return digest.hexdigest()[:32]
 
 
 def read_documents(data: Data) -> list[str]:

@@ -20,7 +20,8 @@ from rich.text import Text
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer
 
-from nntile_py.config.run import Optimizer, RunConfig, runtime_options
+from nntile_py.config.run import RunConfig, runtime_options
+from nntile_py.config.sections import Optimizer
 from nntile_py.config.spec import build_model, step_spec
 from nntile_py.errors import NNTileError
 from nntile_py.execution.runtime import Runtime
@@ -43,6 +44,8 @@ def train(config: RunConfig, out: Path, console: Console) -> int:
     # Refuses what cannot be trained and what the machine lacks, before any work.
     aim = objective(config)
     runtime = Runtime(**runtime_options(config.runtime.model_dump()))
+    if config.short_warmup:
+        _say(console, f"note: {config.short_warmup}")
     _say(console, f"reading {config.data.source}")
     corpus = load_corpus(config, SPECIAL[aim])
     _say(console, f"{len(corpus.train):,} tokens to train on, {len(corpus.held_out):,} held out; writing to {out}")

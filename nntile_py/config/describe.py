@@ -1,0 +1,227 @@
+"""The keys of a run's YAML, told from the typed config: a commented YAML, a JSON schema, a page of the reference."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable, Iterator
+from types import NoneType
+from typing import Any, get_args
+
+import yaml
+from pydantic import BaseModel, TypeAdapter
+from pydantic.errors import PydanticInvalidForJsonSchema
+from pydantic.fields import FieldInfo
+
+from nntile_py.config.run import DEFAULT_MODEL, RunConfig, of_model, resolve
+from nntile_py.config.sections import SchedulerFile
+from nntile_py.errors import ConfigError
+from nntile_py.models.base import Model, ModelConfig, find, known, resolved
+from nntile_py.schema import Rule, assignment, keys, read_yaml, section_of, words
+from nntile_py.system.folders import installed
+
+_WIDTH = 100  # of comments
+_HEAD = """\
+{path}: written by `nntile init`, and `nntile train {path}` trains it as it stands.
+A key behind a # has the value that holds without it; remove the # to change it. On the command line:
+  nntile train {path} --set train.steps=100
+
+Editors that know the YAML language server (in VS Code the extension "YAML" of Red Hat) complete and check keys once
+  nntile config --schema --model {model} > nntile.schema.json
+has written the schema, and the first line of this file is (without the quotes)
+  "# yaml-language-server: $schema=nntile.schema.json\""""
+
+
+def meaning(field: FieldInfo) -> str:
+    """What a key means, in one line."""
+    inner = section_of(field)
+    return " ".join((field.description or (inner and inner.__doc__) or "").split())
+
+
+def _holds(field: FieldInfo) -> str:
+    """What a key may hold, null among it."""
+    return words(field) + (", or null" if NoneType in get_args(field.annotation) else "")
+
+
+def _plain(value: Any) -> str:
+    """A value as a YAML has it, in one line."""
+    text = yaml.safe_dump(value, default_flow_style=True, width=10**6, allow_unicode=True)
+    return text.removesuffix("\n").removesuffix("\n...")
+
+
+def _default(field: FieldInfo) -> Any:
+    return field.get_default(call_default_factory=True, validated_data={})
+
+
+# -- a commented YAML
+
+
+def initial(path: str, model: str, sets: Iterable[str] = ()) -> str:
+    """The text of a YAML that trains a model of this type: the values of experiments/, with `sets` over them.
+
+    Raises ConfigError for a type that is not trained on text, and for values that are not allowed."""
+    cls, sets = find(model), list(sets)
+    if cls.objective is None:
+        types = ", ".join([*(name for name, one in known().items() if one.objective), "my_file.py:MyModel"])
+        raise ConfigError(f"--model: {model} is not trained on text; allowed: {types}")
+    tree = _example(cls, model, {assignment(item)[0] for item in sets})
+    given = {*_leaves(tree), *(assignment(item)[0] for item in sets)}
+    values = resolve(tree, sets, "nntile init").model_dump(by_alias=True)
+    head = [f"# {line}".rstrip() for line in _HEAD.format(path=path, model=resolved(model)).splitlines()]
+    return "\n".join([*head, *_lines(of_model(cls.Config), values, given), ""])
+
+
+def _example(cls: type[Model], model: str, sets: set[str]) -> dict[str, Any]:
+    """The small run of experiments/ of this type; of a model of one's own GPT-2's, as far as it has the same keys."""
+    path = installed("experiments") / f"{model}_tiny.yaml"
+    own = not path.is_file()
+    tree = read_yaml(installed("experiments") / "gpt2_tiny.yaml" if own else path, "nntile init", RunConfig)
+    if own:
+        tree["model"] = {key: value for key, value in tree["model"].items() if key in cls.Config.model_fields}
+    if "model.from" in sets:  # it has sizes and a tokenizer
+        tree["model"] = {}
+        del tree["tokenizer"]
+    tree["model"]["type"] = model
+    return tree
+
+
+def _leaves(tree: dict[str, Any], prefix: str = "") -> Iterator[str]:
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key
+
+
+def _lines(cls: type[BaseModel], values: dict[str, Any], given: set[str], prefix: str = "") -> Iterator[str]:
+    """Comment and key of each key of a section; those that are not `given` are comments too."""
+    indent = "  " * prefix.count(".")
+    for own, field in cls.model_fields.items():
+        name = field.alias or own
+        key, inner, value = prefix + name, section_of(field), values[name]
+        if not prefix:
+            yield ""
+        section = inner is not None and isinstance(value, dict)
+        text = meaning(field) + (f" [{_holds(field)}]" if not section and _is_choice(_json_leaf(field)) else "")
+        yield from textwrap.wrap(text, _WIDTH, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# ")
+        if inner and section:
+            yield f"{indent}{name}:"
+            yield from _lines(inner, value, given, f"{key}.")
+        else:
+            active = any(f"{key}.".startswith(f"{one}.") or one.startswith(f"{key}.") for one in given)
+            yield f"{indent}{'' if active else '#'}{name}: {_plain(value)}"
+
+
+# -- a JSON schema
+
+
+def schema(model: str | None = None) -> dict[str, Any]:
+    """JSON schema of a run's YAML, for a type of model or for all that there are."""
+    types = [model] if model else [*known()]
+    made = _json(RunConfig)
+    choices = [_json_model(find(name).Config, name) for name in types]
+    if not model:
+        choices.append({"type": "object", "properties": {"type": {"pattern": r"\.py:"}}, "required": ["type"]})
+    of_all = {"description": meaning(RunConfig.model_fields["model"])}
+    made["properties"]["model"] = of_all | (choices[0] if model else {"anyOf": choices})
+    return {"$schema": "http://json-schema.org/draft-07/schema#", "title": "A run of nntile_py"} | made
+
+
+def _json_model(config: type[ModelConfig], name: str) -> dict[str, Any]:
+    """Sizes are needed where they are not read from a folder."""
+    made = _json(config)
+    if name in known():
+        made["properties"]["type"] |= {"const": name}
+    sizes = [*(["type"] if name != DEFAULT_MODEL else []), *made.pop("required", [])]
+    return made | {"anyOf": [{"required": ["from"]}, {"required": sizes}]}
+
+
+def _json(cls: type[BaseModel]) -> dict[str, Any]:
+    properties, required = {}, []
+    for own, field in cls.model_fields.items():
+        name, inner = field.alias or own, section_of(field)
+        leaf = _json_leaf(field)
+        if inner:
+            made = _json(inner) | {"type": ["object", "null"]}  # a section with comments alone is null
+            choice = [rule.json for rule in field.metadata if isinstance(rule, Rule)]
+            leaf = {"anyOf": [made, *choice]} if choice else made
+        elif not field.is_required():
+            leaf |= {"default": _default(field)}
+        properties[name] = {"description": meaning(field)} | leaf
+        if field.is_required():
+            required.append(name)
+    made = {"type": "object", "properties": properties, "additionalProperties": False}
+    return made | ({"required": required} if required else {})
+
+
+def _json_leaf(field: FieldInfo) -> dict[str, Any]:
+    try:
+        return TypeAdapter(field.rebuild_annotation()).json_schema()
+    except PydanticInvalidForJsonSchema:  # a model of one's own may have fields of any kind
+        return {}
+
+
+def _is_choice(leaf: dict[str, Any]) -> bool:
+    """Whether a value is more than any number, text, true or false."""
+    if "anyOf" in leaf:
+        return any(map(_is_choice, leaf["anyOf"]))
+    return not leaf.keys().isdisjoint({"enum", "const", "pattern"})
+
+
+# -- a page
+
+_INTRODUCTION = """\
+# Keys of a run's YAML
+
+<!-- Written by scripts/reference.py from nntile_py/config/ and models/; change the texts there. -->
+
+All keys that a YAML for `nntile train`, `plan`, `profile`, `graph` and others may have. `nntile init` writes one with
+these texts as comments, `nntile config CONFIG` prints one with all defaults filled in, and `--set KEY=VALUE` of each
+command overrides a key. A section and a key are written with a dot between them here: `train.steps: 100` is
+
+```yaml
+train:
+  steps: 100
+```
+
+A wrong key or value ends every command with exit status 2 and one message that names the key and what is allowed.
+"""
+
+
+def reference() -> str:
+    """docs/reference/config.md."""
+    plain = [(name, field) for name, field in RunConfig.model_fields.items() if not section_of(field)]
+    parts = [_INTRODUCTION, "## Keys outside of sections", "", *_table(_rows(plain))]
+    for name, field in RunConfig.model_fields.items():
+        if name == "model":
+            parts += ["## model", "", meaning(field), "", *_models()]
+        elif inner := section_of(field):
+            parts += [f"## {name}", "", meaning(field), "", *_table(_rows(keys(inner, f"{name}.")))]
+    parts += ["## Scheduler files", "", " ".join((SchedulerFile.__doc__ or "").split()), ""]
+    return "\n".join(parts)
+
+
+def _models() -> Iterator[str]:
+    """What all models have in common, then what each has of its own."""
+    rows = {kind: list(_rows(keys(cls.Config, "model."))) for kind, cls in known().items()}
+    base = [f"`model.{field.alias or name}`" for name, field in ModelConfig.model_fields.items()]
+    common = [row for row in rows[DEFAULT_MODEL] if row[0] in base or all(row in of for of in rows.values())]
+    yield from _table(common)
+    for kind, cls in known().items():
+        yield from (f"### model.type: {kind}", "", " ".join((cls.__doc__ or "").split("\n\n")[0].split()), "")
+        yield from _table([row for row in rows[kind] if row not in common and row[0] not in base])
+
+
+Row = tuple[str, str, str, str]
+
+
+def _rows(fields: Iterable[tuple[str, FieldInfo]]) -> Iterator[Row]:
+    for key, field in fields:
+        default = "required" if field.is_required() else f"`{_plain(_default(field))}`"
+        yield f"`{key}`", _holds(field), default, meaning(field)
+
+
+def _table(rows: Iterable[Row]) -> Iterator[str]:
+    yield from ("| key | value | default | meaning |", "|---|---|---|---|")
+    for row in rows:
+        yield "| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |"
+    yield ""

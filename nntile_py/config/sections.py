@@ -1,0 +1,275 @@
+"""The sections of a run's YAML. The text below a key is what `nntile init`, editors and docs/reference tell of it."""
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from nntile_py.errors import ConfigError
+from nntile_py.graph.optimizers import SGD, AdamW, Decay
+from nntile_py.schema import (
+    BelowOne,
+    Betas,
+    Count,
+    File,
+    Folder,
+    Inside,
+    Natural,
+    NonNegative,
+    Positive,
+    Rule,
+    Section,
+    Share,
+    Size,
+    Switch,
+    Workers,
+    integer,
+    only,
+)  # fmt: skip
+from nntile_py.tiles.placement import Placement
+from nntile_py.tiles.tasklist import Policy
+
+_SCHEDULERS = ["lws", "ws", "eager", "prio", "random", "dm", "dmda", "dmdap", "dmdar", "dmdas", "dmdasd"]
+_SCHEDULERS += ["pheft", "peager", "heteroprio"]
+
+
+class Data(Section):
+    """The text to train on."""
+
+    source: Annotated[str, Rule("'python-stdlib', or the path of a text file or of a folder", {"type": "string"})] = (
+        "python-stdlib"
+    )
+    """The text: the sources of Python's standard library, a text file, or a folder with text files in it."""
+    val_fraction: Share = 0.05
+    """Share of the text that is not trained on; the held-out loss is measured on it."""
+    max_bytes: Size | None = None
+    """Read no more than this much of the text; null reads all of it."""
+    extensions: list[str] = Field(
+        default=[".txt", ".md", ".rst", ".py", ".c", ".h", ".cpp", ".hpp", ".cu", ".html", ".tex"]
+    )
+    """Of a folder: the files that are read, by the end of their names."""
+
+    @field_validator("source")
+    @classmethod
+    def _exists(cls, source: str) -> str:
+        return source if source == "python-stdlib" else existing("data.source", source, "'python-stdlib' or")
+
+
+class Tokenizer(Section):
+    """What turns text into tokens: one that is trained on the text, or one from a file."""
+
+    vocab_size: Annotated[int, *integer(257)] | None = None
+    """Tokens of a tokenizer trained on the text: at least all 256 bytes and the end-of-text token. 4096 where neither
+    key is given; null where `path` is."""
+    path: File | None = None
+    """A `tokenizer.json`, used instead of training one."""
+
+    @model_validator(mode="after")
+    def _one_of_two(self) -> "Tokenizer":
+        if self.path is None:
+            self.vocab_size = self.vocab_size or 4096
+            return self
+        self.path = existing("tokenizer.path", self.path)
+        if self.vocab_size is not None:
+            raise ConfigError(
+                f"tokenizer.vocab_size: got {self.vocab_size}; allowed: null where tokenizer.path is given,"
+                " as that file has a vocabulary already"
+            )
+        return self
+
+    def size(self) -> int:
+        """Tokens in the vocabulary."""
+        if self.path is None:
+            assert self.vocab_size is not None
+            return self.vocab_size
+        # Here: `tokenizers` is not needed to read most configs.
+        from nntile_py.tokenizer import load_tokenizer, token_numbers
+
+        return token_numbers(load_tokenizer(Path(self.path)))
+
+
+class Train(Section):
+    """How long to train, on how much text at once, and how often to look at the result."""
+
+    steps: Count
+    """Updates of the weights."""
+    batch: Count
+    """Sequences of one forward and backward pass."""
+    seq: Annotated[int, *integer(2)]
+    """Tokens of a sequence."""
+    grad_accumulation: Count = 1
+    """Forward and backward passes whose gradients are averaged into one update."""
+    eval_every: Count = 100
+    """Updates between two measurements of the held-out loss."""
+    eval_batches: Count = 4
+    """Batches of held-out text that a measurement reads."""
+    log_every: Count = 10
+    """Updates between two printed lines; `metrics.jsonl` has all of them."""
+    mask_probability: Inside = 0.15
+    """Of a masked model (bert): the share of the tokens that it is to predict."""
+
+
+class Optimizer(Section):
+    """How the weights are updated."""
+
+    name: Literal["adamw", "sgd"] = "adamw"
+    """The method: AdamW, or SGD with momentum, both as in torch.optim."""
+    lr: Positive = AdamW.lr
+    """Learning rate, after the warm-up."""
+    min_lr: NonNegative | None = None
+    """Learning rate at the end of the cosine schedule; null: a tenth of `lr`."""
+    betas: Betas = Field(default=[*AdamW.betas])
+    """Of adamw: decay rates of the averages of the gradient and of its square."""
+    eps: Positive = AdamW.eps
+    """Of adamw: added to the root of the averaged square, so that it is never 0."""
+    weight_decay: NonNegative = AdamW.weight_decay
+    """Weight decay: of adamw decoupled from the gradient, of sgd added to it; sgd's default is 0."""
+    decay: Decay = AdamW.decay
+    """What weight decay acts on: `all` weights, as in torch.optim, or only `matrices`, those with two or more axes in
+    the checkpoint: no biases, no gains of norms."""
+    momentum: BelowOne = SGD.momentum
+    """Of sgd: momentum."""
+    warmup_steps: Natural = 0
+    """Updates in which the learning rate rises from 0 to `lr`."""
+    schedule: Literal["cosine", "constant"] = "cosine"
+    """The learning rate after the warm-up: falls to `min_lr` as half a cosine, or stays at `lr`."""
+    clip_grad_norm: Positive | None = None
+    """Scale the gradient down to this norm where it is larger; null never does."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_in_python(cls, given: Any) -> Any:
+        """What differs from adamw has sgd's own default."""
+        if not isinstance(given, dict) or given.get("name") != "sgd":
+            return given
+        return {"lr": SGD.lr, "weight_decay": SGD.weight_decay} | given
+
+    @model_validator(mode="after")
+    def _fitting(self) -> "Optimizer":
+        if self.min_lr is None:
+            self.min_lr = self.lr / 10
+        if self.min_lr > self.lr:
+            raise ConfigError(f"optimizer.min_lr: got {self.min_lr}; allowed: at most optimizer.lr = {self.lr}")
+        if self.name == "adamw" and self.momentum:
+            raise ConfigError(f"optimizer.momentum: got {self.momentum}; allowed: 0 unless optimizer.name is sgd")
+        return self
+
+
+class Tiles(Section):
+    """Tile size of each axis, in elements. An axis left out, or no longer than its tile, is not cut; the last tile of
+    an axis may be smaller."""
+
+    batch: Count | None = None
+    """Sequences in a tile."""
+    seq: Count | None = None
+    """Positions of a sequence in a tile; cut, attention takes several tasks."""
+    embed: Count | None = None
+    """Entries of the model's width in a tile; cut, norms take several tasks."""
+    heads: Count | None = None
+    """Attention heads in a tile."""
+    ffn: Count | None = None
+    """Entries of the feed-forward part's width in a tile."""
+    vocab: Count | None = None
+    """Tokens of the vocabulary in a tile of the embedding and of the logits."""
+
+
+class Fusion(Section):
+    """Which neighbouring operators become one task. `fusion: false` switches all off: the naive graph."""
+
+    bias: Switch = True
+    """A bias with the product before it."""
+    activation: Switch = True
+    """An activation with the product before it."""
+    reshape: Switch = True
+    """A change of the axes' order with the product before it; not where the product is summed in parts."""
+    qkv: Switch = True
+    """The projections to queries, keys and values as one product."""
+    residual_norm: Switch = True
+    """A residual (and the dropout before it) with the norm after it."""
+
+
+class Disk(Section):
+    """Where tiles go that find no place in main memory."""
+
+    path: Folder
+    """A folder; the files in it are gone when the run ends."""
+    size: Size
+    """Most bytes that may lie there."""
+
+    @field_validator("path")
+    @classmethod
+    def _exists(cls, path: str) -> str:
+        return existing("runtime.disk.path", path)
+
+
+class Runtime(Section):
+    """StarPU: its workers, its memory, and how it schedules."""
+
+    cpus: Workers = "all"
+    """CPU workers, one a core; beside GPUs `all` means none."""
+    cuda: Workers = 0
+    """GPUs, a worker each."""
+    scheduler: Annotated[
+        str,
+        *only(
+            f"{', '.join(_SCHEDULERS)}, or modular-NAME",
+            lambda v: v if isinstance(v, str) and (v in _SCHEDULERS or v.startswith("modular-")) else None,
+            anyOf=[{"enum": _SCHEDULERS}, {"type": "string", "pattern": "^modular-"}],
+        ),
+    ] = "lws"
+    """StarPU's scheduling policy."""
+    memory: Size | None = None
+    """Bytes of main memory that tiles may take; null: no bound."""
+    cuda_memory: Size | None = None
+    """Bytes of each GPU's memory that tiles may take; null: 85 % of it."""
+    disk: Disk | None = None
+    """Where tiles go that find no place in main memory; needs `memory`."""
+    window: Count | None = None
+    """Most tasks that are submitted and have not ended yet; null: no bound."""
+    calibrate: Switch = False
+    """Measure anew the task times that the `dm*` policies go by."""
+    placement: Placement | None = None
+    """Who chooses a task's worker: the `scheduler`, or a plan made before the run (`planned`); null: planned on several
+    GPUs without CPU workers."""
+
+
+class SchedulerFile(Runtime):
+    """A file that `scheduler` names holds keys of `runtime`, without the section's name, and may hold `accumulate`.
+    Keys of the run's own YAML come before those of the file."""
+
+    accumulate: Policy | None = None
+    """How partial results of a tile meet, where the config does not say."""
+
+
+class Sample(Section):
+    """What the trained model is shown to do at the end of `nntile train`."""
+
+    prompt: str = "def "
+    """Text that the model continues."""
+    tokens: Natural = 64
+    """Tokens to write (of a masked model: of held-out text to show); 0: no sample."""
+    temperature: NonNegative = 0.8
+    """How freely tokens are drawn; 0: always the likeliest."""
+    top_k: Count | None = 40
+    """Draw from this many likeliest tokens; null: from all."""
+
+
+class Profile(Section):
+    """Of `nntile profile` alone."""
+
+    steps: Count = 3
+    """Steps to look at."""
+    warmup: Natural = 2
+    """Steps before those, not looked at."""
+    peak_flop: Positive | None = None
+    """Flop/s that one worker can reach; null: measured."""
+    peak_bytes: Positive | None = None
+    """Bytes/s that one worker can reach; null: measured."""
+
+
+def existing(key: str, path: str, others: str = "") -> str:
+    """The whole path; ConfigError, which names `key` and the `others` that are allowed, where there is none."""
+    found = Path(path).expanduser().resolve()
+    if not found.exists():
+        raise ConfigError(f"{key}: no such file: {path}; allowed: {others} a path that exists".replace(":  ", ": "))
+    return str(found)

@@ -1,0 +1,85 @@
+"""Writes docs/reference/config.md and commands.md from the typed config and from the commands' own help.
+
+scripts/reference.py [FOLDER]: after a change of either; a test compares the pages with what is written here."""
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
+
+import typer
+from typer.models import ArgumentInfo, OptionInfo
+
+from nntile_py.bench.app import bench_app
+from nntile_py.cli import app
+from nntile_py.config.describe import reference
+
+_HEAD = """# Commands
+
+<!-- Written by scripts/reference.py from the commands' own help; change the texts there. -->
+
+`nntile COMMAND --help` shows the same. A wrong option, key or value ends a command with exit status 2 and one message
+that says what is allowed; an error on the way with 1 (`NNTILE_DEBUG=1` shows its traceback).
+`nntile --install-completion` makes your shell complete commands, options, and keys after `--set`.
+"""
+_TYPES = {str: "TEXT", int: "INTEGER", float: "NUMBER", Path: "PATH"}
+
+
+def commands() -> str:
+    """The page of all commands."""
+    return "\n".join([_HEAD, *_pages(app, "nntile"), *_pages(bench_app, "nntile bench")])
+
+
+def _pages(group: typer.Typer, prefix: str) -> Iterator[str]:
+    for command in group.registered_commands:
+        assert command.callback and command.epilog
+        if command.add_help_option:  # `bench` is a group of its own
+            yield from _page(command.callback, f"{prefix} {command.callback.__name__}", command.epilog)
+
+
+def _page(function: Callable[..., None], name: str, example: str) -> Iterator[str]:
+    kinds = get_type_hints(function, include_extras=True)
+    rows = [_row(key, kinds[key], one.default) for key, one in inspect.signature(function).parameters.items()]
+    usage = [name, *(typed for typed, _ in rows if not typed.startswith("-")), *(["[OPTIONS]"] if rows else [])]
+    yield from (f"## {name}", "", " ".join((inspect.getdoc(function) or "").split()), "")
+    yield from ("```text", f"Usage:   {' '.join(usage)}", example, "```", "", "| | |", "|---|---|")
+    yield from ("| `{}` | {} |".format(*(cell.replace("|", r"\|") for cell in row)) for row in rows)
+    yield ""
+
+
+def _row(name: str, kind: Any, default: Any) -> tuple[str, str]:
+    """A parameter as one types it, such as --out PATH, and what it does."""
+    infos = get_args(kind)[1:] if get_origin(kind) is Annotated else ()
+    info = next((one for one in infos if isinstance(one, ArgumentInfo | OptionInfo)), OptionInfo())
+    kind = get_args(kind)[0] if infos else kind
+    kinds = {kind, *get_args(kind), *(inner for one in get_args(kind) for inner in get_args(one))}
+    what = info.metavar or next((told for of, told in _TYPES.items() if of in kinds), "")
+    if isinstance(info, ArgumentInfo):
+        typed = (info.metavar or name.upper()).strip("[]")
+        typed = typed if default is inspect.Parameter.empty else f"[{typed}]"
+    else:
+        dashed = f"--{name.replace('_', '-')}"
+        # In Annotated[..., typer.Option("--set")] the name stands where a default would.
+        names = [str(one) for one in (info.default, *(info.param_decls or ())) if str(one).startswith("--")]
+        names = names or ([dashed, f"--no-{dashed[2:]}"] if bool in kinds else [dashed])
+        typed = f"{', '.join(names)} {'' if bool in kinds else what}".strip()
+    return typed, " ".join(filter(None, (info.help, _default(info, default))))
+
+
+def _default(info: ArgumentInfo | OptionInfo, default: Any) -> str:
+    if default is inspect.Parameter.empty:
+        return "[required]" if isinstance(info, OptionInfo) else ""
+    shown = default not in (None, "") and not isinstance(default, bool) and "[default: " not in (info.help or "")
+    return f"[default: {default}]" if shown else ""
+
+
+def main() -> None:
+    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent.parent / "docs" / "reference"
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in (("config.md", reference()), ("commands.md", commands())):
+        (folder / name).write_text(text)
+
+
+if __name__ == "__main__":
+    main()

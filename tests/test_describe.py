@@ -1,0 +1,251 @@
+"""What tells the keys of a YAML and the commands: init, config, the JSON schema, the pages of docs/reference."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from nntile_py import cli
+from nntile_py.bench.app import bench_app
+from nntile_py.config.describe import initial, meaning, schema
+from nntile_py.config.run import load, of_model, resolve
+from nntile_py.config.sections import SchedulerFile
+from nntile_py.errors import ConfigError
+from nntile_py.models.base import known
+from nntile_py.schema import keys, parse, words
+
+ROOT = Path(__file__).parents[1]
+TEXT_MODELS = [name for name, cls in known().items() if cls.objective]
+OWN = """
+import nntile_py as nt
+from nntile_py.models.base import TokenConfig
+from nntile_py.schema import Count
+
+class MineConfig(TokenConfig):
+    type: str = "mine"
+    embed: Count
+    depth: Count = 2
+    '''How deep it is.'''
+
+class Mine(nt.Model):
+    Config = MineConfig
+    objective = "causal"
+"""
+
+
+def run(monkeypatch: pytest.MonkeyPatch, command: str) -> int:
+    monkeypatch.setattr(sys, "argv", command.split())
+    try:
+        cli.main()
+    except SystemExit as end:
+        return int(end.code or 0)
+    return 0
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+# -- init and config
+
+
+@pytest.mark.parametrize("model", TEXT_MODELS)
+def test_init_writes_the_small_run_of_experiments(
+    model: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, f"nntile init --model {model} --set train.steps=7") == 0
+    assert f"nntile train {model}.yaml" in capsys.readouterr().out
+    written, text = load(f"{model}.yaml"), Path(f"{model}.yaml").read_text()
+    assert written == load(ROOT / "experiments" / f"{model}_tiny.yaml", ["train.steps=7"])
+    for key, field in keys(of_model(type(written.model))):
+        if key not in ("runtime.disk.path", "runtime.disk.size"):  # told once there is a disk
+            assert f"{key.rpartition('.')[2]}:" in text and meaning(field)[:40] in text, key
+    assert max(map(len, text.splitlines())) <= 120
+
+
+@pytest.mark.parametrize("model", TEXT_MODELS)
+def test_what_is_commented_out_holds_all_the_same(model: str) -> None:
+    text = initial("my.yaml", model, ["fusion=false", "scheduler=null"])
+    active = yaml.safe_load(re.sub(r"^( *)#(?! |$)", r"\1", text, flags=re.M))
+    assert active["optimizer"]["eps"] == 1e-8 and active["runtime"]["disk"] is None
+    assert active["fusion"] == dict.fromkeys(active["fusion"], False)
+    assert resolve(active, (), "all keys") == resolve(yaml.safe_load(text), (), "as it is")
+
+
+def test_init_does_not_overwrite(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("mine.yaml").write_text("precious")
+    assert run(monkeypatch, "nntile init mine.yaml") == 2
+    assert "mine.yaml is there already" in capsys.readouterr().err
+    assert Path("mine.yaml").read_text() == "precious"
+    assert run(monkeypatch, "nntile init x.yaml --model encoder") == 2
+    assert "allowed: bert, gpt2, llama, my_file.py:MyModel" in capsys.readouterr().err
+    assert run(monkeypatch, "nntile init x.yaml --set tiles.embed=0") == 2
+    assert "tiles.embed: got 0" in capsys.readouterr().err and not Path("x.yaml").exists()
+
+
+def test_init_of_an_own_model(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The values of GPT-2's run as far as the model has them; its own keys are told as those of models/."""
+    Path("mine.py").write_text(OWN)
+    assert run(monkeypatch, "nntile init --model mine.py:Mine --set model.embed=32") == 0
+    model = load("mine.yaml").model
+    assert (model.embed, model.depth, model.vocab) == (32, 2, 4096)
+    assert "# How deep it is.\n  #depth: 2\n" in Path("mine.yaml").read_text()
+    Path("mine.py").write_text(OWN.replace("depth: Count = 2", "depth: Count"))
+    with pytest.raises(ConfigError, match=r"model.depth: not given, but required; allowed: an integer of at least 1"):
+        initial("x.yaml", "mine.py:Mine")
+
+
+def test_init_from_a_folder(folder: Path) -> None:
+    """Sizes and tokenizer are the folder's."""
+    from nntile_py.training.data import train_tokenizer
+
+    shape = {"model_type": "gpt2", "n_layer": 1, "n_embd": 8, "n_head": 2, "n_positions": 200, "vocab_size": 260}
+    Path("saved").mkdir()
+    Path("saved/config.json").write_text(json.dumps(shape | {"n_inner": None, "activation_function": "gelu_new"}))
+    Path("saved/model.safetensors").write_bytes(b"")
+    train_tokenizer(["some text"], 260).save("saved/tokenizer.json")
+    Path("x.yaml").write_text(initial("x.yaml", "gpt2", ["model.from=saved"]))
+    assert "  from: " in Path("x.yaml").read_text() and "  #layers: 1" in Path("x.yaml").read_text()
+    config = load("x.yaml")
+    assert (config.model.embed, config.tokenizer.size()) == (8, 260)
+
+
+def test_config_prints_what_loads_to_the_same(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sets = ["fusion=false", "optimizer.lr=3e-3"]
+    assert run(monkeypatch, f"nntile config {ROOT}/experiments/gpt2_tiny.yaml --set {' --set '.join(sets)}") == 0
+    Path("resolved.yaml").write_text(capsys.readouterr().out)
+    assert load("resolved.yaml") == load(ROOT / "experiments" / "gpt2_tiny.yaml", sets)
+    for wrong in ("", " x.yaml --schema", " x.yaml --model gpt2"):
+        assert run(monkeypatch, f"nntile config{wrong}") == 2
+        assert "allowed: CONFIG, or --schema" in capsys.readouterr().err
+
+
+# -- the JSON schema
+
+
+def valid(value: Any, of: dict[str, Any]) -> bool:
+    jsonschema = pytest.importorskip("jsonschema")
+    jsonschema.Draft7Validator.check_schema(of)
+    return bool(jsonschema.Draft7Validator(of).is_valid(value))
+
+
+RUNS = [*sorted(ROOT.glob("experiments/*_tiny.yaml")), *sorted(ROOT.glob("experiments/*_[1-9]*.yaml"))]
+
+
+@pytest.mark.parametrize("path", RUNS, ids=[path.stem for path in RUNS])
+def test_the_schema_takes_what_is_right(path: Path) -> None:
+    tree = parse(path.read_text(), "the run")
+    kind = tree["model"]["type"]
+    for of in (schema(), schema(kind)):
+        assert valid(tree, of)
+        assert valid(yaml.safe_load(initial("x", kind)), of)
+        assert valid(json.loads(load(path).model_dump_json(by_alias=True)), of)
+        assert valid({"model": {"from": "saved"}, "train": {"steps": 1, "batch": 1, "seq": 2}}, of)
+
+
+WRONG: list[tuple[str, Any]] = [
+    ("tile", {}), ("tiles", {"embd": 3}), ("tiles", {"embed": 0}), ("tiles", 3), ("fusion", 3), ("fusion", {"bias": 1}),
+    ("model", {"type": "gpt2"}), ("model", {"layers": 1, "embed": 8, "heads": 2, "attention": "fast"}),
+    ("runtime", {"memory": "20 parsecs?"}), ("runtime", {"scheduler": "lsw"}), ("runtime", {"cpus": "some"}),
+    ("optimizer", {"betas": [0.9]}), ("optimizer", {"betas": [0.9, 1.0]}), ("optimizer", {"decay": "some"}),
+    ("precision", "fp16"), ("train", {"batch": 1, "seq": 2}), ("data", {"val_fraction": 0.6}), ("accumulate", "all"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("key", "value"), WRONG, ids=[f"{k}={v}" for k, v in WRONG])
+def test_the_schema_refuses_what_load_refuses(key: str, value: Any, tmp_path: Path) -> None:
+    right = {"model": {"layers": 1, "embed": 8, "heads": 2}, "train": {"steps": 1, "batch": 1, "seq": 2}}
+    assert valid(right, schema()) and not valid(right | {key: value}, schema())
+    (tmp_path / "x.yaml").write_text(yaml.safe_dump(right | {key: value}))
+    with pytest.raises(ConfigError, match=key):
+        load(tmp_path / "x.yaml")
+
+
+def test_the_schema_of_an_own_model(folder: Path) -> None:
+    Path("mine.py").write_text(OWN)
+    made = schema("mine.py:Mine")["properties"]["model"]
+    assert made["properties"]["depth"] == {"description": "How deep it is.", "default": 2} | {
+        "type": "integer", "minimum": 1
+    }  # fmt: skip
+    tree = {"model": {"type": "mine.py:Mine", "embed": 8}, "train": {"steps": 1, "batch": 1, "seq": 2}}
+    assert valid(tree, schema("mine.py:Mine")) and valid(tree, schema())
+
+
+# -- the pages and the help
+
+
+def test_every_key_has_a_meaning_and_says_what_it_may_hold() -> None:
+    for cls in (SchedulerFile, *(of_model(model.Config) for model in known().values())):
+        for key, field in keys(cls):
+            assert meaning(field).endswith("."), key
+            assert "<class" not in words(field) and "typing" not in words(field), key
+
+
+def test_the_pages_are_those_that_the_script_writes(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, ROOT / "scripts" / "reference.py", tmp_path], check=True)
+    for path in tmp_path.iterdir():
+        committed = ROOT / "docs" / "reference" / path.name
+        assert committed.read_text() == path.read_text(), f"{path.name} is old: run scripts/reference.py"
+
+
+EXAMPLES = [
+    (f"{prefix} {command.callback.__name__}", str(command.epilog).removeprefix("Example: "))
+    for app, prefix in ((cli.app, "nntile"), (bench_app, "nntile bench"))
+    for command in app.registered_commands
+    if command.callback
+]
+SMALL = "--set model.layers=1 --set train.seq=16 --set train.batch=4"
+SHORTER = {  # what the examples take too long for here
+    "nntile train": f"{SMALL} --set train.steps=2 --set train.eval_batches=1 --set data.source=my.txt "
+    "--set tokenizer.vocab_size=300 --set sample.tokens=0",
+    "nntile profile": SMALL,
+    "nntile sweep": f"{SMALL} --budget 1",
+}
+
+
+@pytest.mark.parametrize(("command", "example"), EXAMPLES, ids=[command for command, _ in EXAMPLES])
+def test_the_help_ends_with_an_example_that_works(command: str, example: str, tmp_path: Path) -> None:
+    assert example.startswith(command)
+    helped = nntile(f"{command} --help", tmp_path)
+    assert helped.returncode == 0 and " ".join(helped.stdout.split()).endswith(
+        f"Example: {example}" if command != "nntile bench" else "Example: nntile bench tasks"
+    )
+    if "--cuda 1" in example:
+        pytest.skip("needs a GPU")
+    (tmp_path / "my.txt").write_text("Some words of my own, again and again.\n" * 200)
+    (tmp_path / "my.yaml").write_text("" if command == "nntile init" else initial("my.yaml", "gpt2"))
+    if command == "nntile init":
+        (tmp_path / "my.yaml").unlink()
+    done = nntile(f"{example} {SHORTER.get(command, '')}", tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+def nntile(command: str, folder: Path, **env: str) -> subprocess.CompletedProcess[str]:
+    code = "import sys; sys.argv[0] = 'nntile'; from nntile_py.cli import main; main()"
+    return subprocess.run(
+        [sys.executable, "-c", code, *command.split()[1:]], cwd=folder, capture_output=True, text=True, check=False,
+        timeout=250, env=os.environ | {"COLUMNS": "200"} | env,
+    )  # fmt: skip
+
+
+def test_a_shell_completes_commands_and_keys(tmp_path: Path) -> None:
+    def complete(words: str) -> list[str]:
+        number = str(words.count(" "))
+        made = nntile("nntile", tmp_path, _NNTILE_COMPLETE="complete_bash", COMP_WORDS=words, COMP_CWORD=number)
+        return made.stdout.split()
+
+    assert complete("nntile tr") == ["train"]
+    assert {"init", "config", "bench"} <= {*complete("nntile ")}
+    assert complete("nntile plan x.yaml --set tiles.e") == ["tiles.embed="]
