@@ -1,10 +1,11 @@
 """nt.array and @nt.task as a tiled-array library: tilings, modes, lists, results, options, and what is refused."""
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from faults import ends_well, fail
+from faults import CONFIG, IDS, ends_well, fail
 
 import nntile_py as nt
 
@@ -315,3 +316,68 @@ with nt.Runtime(cpus=1):
 print("end")
 """
     ends_well(python, code, refused=8)
+
+
+# -- nt.profile
+
+
+def test_profile_of_a_block(runtime: nt.Runtime, tmp_path: Path) -> None:
+    x, y = nt.array(np.ones((64, 64))), nt.zeros((16, 16))
+    adding = nt.task(x="R", y="REDUX")(add)
+    double(x)  # before the block: not in it
+    with nt.profile(tmp_path / "deep" / "found") as found:
+        for tile in x.tiles(16, 16):
+            double(tile)
+            adding(tile, y)
+        nt.Trainer(nt.models.GPT2(CONFIG), 2, 8).step(IDS, IDS)
+        double(x)
+        assert "has not ended" in str(found)
+    assert y.numpy().sum() == 4 * 64 * 64
+    tasks = {row["operator"]: row["tasks"] for row in found.summary["operators"]}
+    assert (tasks["double"], tasks["add"], tasks["copy_tiles"]) == (17, 16, 17)
+    assert found.summary["tasks"] == sum(row["tasks"] for row in found.summary["operators"]) and len(tasks) > 10
+    assert found.summary["steps"] == 1
+    assert {"report.html", "gantt.png", "gantt.svg", "trace.json", "summary.json"} <= {
+        path.name for path in (tmp_path / "deep" / "found").iterdir()
+    }
+    assert "double: " in str(found) and f"tasks on {runtime.cpus} workers: working" in str(found)
+
+
+def test_what_waits_for_what_in_a_profile(runtime: nt.Runtime) -> None:
+    """A chain on one tile is a critical path of all its tasks, independent tiles are none."""
+    x = nt.array(np.ones((8, 8)))
+    with nt.profile() as chain:
+        for _ in range(8):
+            double(x)
+    with nt.profile() as apart:
+        for tile in x.tiles(rows=1):
+            double(tile)
+    assert chain.summary["critical_path"]["tasks"] == 8
+    assert apart.summary["critical_path"]["tasks"] == 2  # brought there, doubled
+
+
+def test_wrong_profiles(runtime: nt.Runtime) -> None:
+    x = nt.array(np.ones(2))
+    with pytest.raises(nt.TaskError, match="no task ran in the block"), nt.profile():
+        pass
+    with pytest.raises(nt.TaskError, match="another profile is being taken"), nt.profile(), nt.profile():
+        pass
+    with pytest.raises(nt.TaskError, match=r"^fail: ValueError"), nt.profile() as failed:
+        fail(x)
+    with pytest.raises(KeyError, match="mine"), nt.profile():
+        double(x)
+        raise KeyError("mine")
+    assert not failed.summary
+    with nt.profile() as good:
+        double(x)
+    assert good.summary["tasks"] == 1
+
+
+def test_profile_without_a_runtime(python: Any) -> None:
+    code = """
+refused(lambda: nt.profile().__enter__(), "no runtime is running")
+import nntile_py.profile.trace
+refused(lambda: nt.profile().__enter__(), "no runtime is running")
+print("end")
+"""
+    ends_well(python, code, refused=2)

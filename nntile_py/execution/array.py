@@ -108,7 +108,7 @@ class Data:
             accesses = [(user, "W", Array(self, cut, index))]
             accesses += [(user, "R", Array(self, source, one)) for one, _, _ in pieces]
             spec = (_copier([piece[1:] for piece in pieces]), True, True, [False] + [True] * len(pieces), 0)
-            submit("tiles", accesses, spec, always=True)
+            submit("copy_tiles", accesses, spec, always=True)
         self.current.add(cut)
 
     def wrote(self, cut: Cut) -> None:

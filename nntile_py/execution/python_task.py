@@ -279,17 +279,17 @@ def bound(task: Task) -> Spec | None:
 def task(library: str = "numpy", /, **modes: str) -> Callable[[Function], PythonTask]:
     """Make a Python function a task: `@nt.task(x="R", y="RW")`, a mode for each array argument.
 
-    R: it reads the array. W: it writes all of it and finds nothing there. RW: both. To three kinds it adds (`y += part`):
-    ACC, in the order of submission; COMMUTE, one at a time in any order; REDUX, at once, each worker to zeros of its own,
-    which StarPU sums at the next read. The last two round in another order at each run.
+    R: it reads the array. W: it writes all of it and finds nothing there. RW: both. In three it adds (`y += x`): ACC,
+    in the order of submission; COMMUTE, one at a time in any order; REDUX, at once, each worker to zeros of its
+    own, which StarPU sums at the next read. The last two round in another order at each run.
 
     The call submits and returns at once a Submitted, whose `result()` waits for what the function returns, copies of
     arrays only. An argument may be a list of arrays: the function gets a list. On a worker the function gets numpy
     views of the tiles' memory, read-only for R; they must not be kept. Other arguments are passed on as they are. What
     the function raises is the cause of a TaskError, naming it, at the next wait, read or submission. `NAME.options`
-    says where and how urgently a call runs. `@NAME.cuda` above another function makes that the
-    variant for CUDA workers: it gets cupy arrays on the tiles' memory, with the worker's stream current, and must
-    enqueue its work there, without waiting: what wrote its tiles may still be running on that stream.
+    says where and how urgently a call runs. `@NAME.cuda` above another function makes that the variant for CUDA
+    workers: it gets cupy arrays on the tiles' memory, with the worker's stream current, and must enqueue its work
+    there, without waiting: what wrote its tiles may still be running on that stream.
 
     `@nt.task("torch", ...)`: the function gets torch tensors, of any dtype (numpy and cupy have no bf16), on CPU and
     CUDA workers, on the latter with the worker's stream as torch's current one: Triton kernels may be launched. It must

@@ -23,7 +23,7 @@ from nntile_py.profile.analysis import Peak, at_least_seen, device_peak, measure
 from nntile_py.profile.trace import REDUCTION, Bus, Info, Trace, Worker, one_after_the_other
 from nntile_py.tiles import AXES
 from nntile_py.tiles.order import Use
-from nntile_py.tiles.tasklist import Task, TaskList
+from nntile_py.tiles.tasklist import PYTHON, Task, TaskList
 from nntile_py.training.trainer import Trainer
 
 # Of csrc/profile.cpp; `ready` stands between: when the scheduler had taken the task.
@@ -144,6 +144,8 @@ def make_trace(programs: Sequence[TaskList], native: dict[str, Any], update: Tas
 def _info(task: Task, updates: bool, numbers: dict[Any, int]) -> Info:
     name = task.op.removesuffix(".backward")
     phase = "update" if updates else "forward" if name == task.op else "backward"
+    if task.kernel == PYTHON:
+        phase = ""
     layer, _, operator = name.rpartition(".")
     uses = []
     for access in task.accesses:
