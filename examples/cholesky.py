@@ -3,15 +3,13 @@
 The tasks are written with torch: they run on CPU workers (one core each) and, with nt.Runtime(cuda=1), on a GPU.
 """
 
-import os
+import argparse
 import time
 
 import numpy as np
 import torch
 
 import nntile_py as nt
-
-N, TILE = (300, 64) if os.environ.get("NNTILE_SMALL") else (4096, 512)
 
 
 @nt.task("torch", a="RW")
@@ -43,6 +41,10 @@ def cholesky(x: nt.Array, size: int) -> None:
 
 
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--size", type=int, default=4096)
+    parser.add_argument("--tile", type=int, default=512)
+    N, TILE = vars(parser.parse_args()).values()
     B = np.random.default_rng(0).standard_normal((N, N))
     S = B @ B.T + N * np.eye(N)
     with nt.Runtime() as runtime:
