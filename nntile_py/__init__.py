@@ -9,7 +9,10 @@ if TYPE_CHECKING:  # all that is found here, and where it lies: see _homes
     # isort: off
     from nntile_py import models as models, tasks as tasks, testing as testing, tiles as tiles
     from nntile_py.errors import ConfigError as ConfigError, NNTileError as NNTileError, TaskError as TaskError
-    from nntile_py.execution.python_task import Array as Array, array as array, task as task
+    from nntile_py.execution.array import (
+        Array as Array, Tiles as Tiles, array as array, empty as empty, zeros as zeros,
+    )  # fmt: skip
+    from nntile_py.execution.python_task import Submitted as Submitted, task as task
     from nntile_py.execution.runtime import Runtime as Runtime
     from nntile_py.graph.declared import (
         ONES as ONES, ZEROS as ZEROS, Batch as Batch, Constant as Constant, Joined as Joined, Normal as Normal,
@@ -19,6 +22,7 @@ if TYPE_CHECKING:  # all that is found here, and where it lies: see _homes
     from nntile_py.graph.graph import Graph as Graph
     from nntile_py.graph.optimizers import SGD as SGD, AdamW as AdamW
     from nntile_py.models.base import Model as Model, ModelConfig as ModelConfig
+    from nntile_py.profile.block import profile as profile
     from nntile_py.tasks.mask import Mask as Mask
     from nntile_py.training.collators import CausalCollator as CausalCollator, MaskedCollator as MaskedCollator
     from nntile_py.training.trainer import Pending as Pending, StepResult as StepResult, Trainer as Trainer

@@ -96,7 +96,7 @@ def test_reading_what_nobody_wrote(runtime: nt.Runtime) -> None:
         native.run([])
     array = nt.array(np.ones(4))
     array.tile.invalidate()
-    with pytest.raises(nt.TaskError, match="fail: argument 0 is read before any task wrote it"):
+    with pytest.raises(nt.TaskError, match="fail: x is read before any task wrote it"):
         fail(array)
     fill(array)
     assert array.numpy().tolist() == [7] * 4

@@ -24,6 +24,8 @@ DTYPES = {
         DType("fp32", 4, "float32", "float32", "Float", "fp32", "fp32"),
         DType("fp64", 8, "float64", "float64", "Double", "fp64", "fp64"),
         DType("bf16", 2, "float32", "bfloat16", "BFloat16", "bf16", "fp32"),  # numpy has none
+        DType("fp16", 2, "float16", "float16", "Half", "fp16", "fp32"),
+        DType("bool", 1, "bool", "bool", "Bool", "i1", "bool"),
         DType("int16", 2, "int16", "int16", "Short", "i16", "int16"),
         DType("int32", 4, "int32", "int32", "Int", "i32", "int32"),
         DType("int64", 8, "int64", "int64", "Long", "i64", "int64"),

@@ -18,6 +18,7 @@ from .dtypes import DTYPES
 
 Policy = Literal["chain", "commute", "redux", "tree"]  # how partial sums of a tile meet
 POLICIES: tuple[str, ...] = get_args(Policy)
+PYTHON = "python"  # the kernel of tasks outside of programs
 MONOIDS = ("sum", "softmax", "moments")
 
 

@@ -136,8 +136,6 @@ def programs(lists: Sequence[TaskList], store: Store, tf32: bool = False) -> lis
 class Program:
     """A task list bound to handles: `run` submits all of it and returns. Made by `programs`."""
 
-    watched: list[TaskList] | None = None  # while a profile is taken: the list of each run, in order
-
     def __init__(self, tasks: TaskList, store: Store, tf32: bool) -> None:
         capability = capability_of_devices()
         self.list, self.tasks = tasks, len(tasks.tasks)
@@ -194,6 +192,6 @@ class Program:
 
     def run(self, slots: dict[str, float] | None = None) -> None:
         """Submit every task. `slots`: the step's scalars by name."""
-        if Program.watched is not None:
-            Program.watched.append(self.list)
-        self._native.run([float((slots or {})[name]) for name in self.slots])
+        number = self._native.run([float((slots or {})[name]) for name in self.slots])
+        if Runtime.watched is not None:
+            Runtime.watched.append((number, self.list))

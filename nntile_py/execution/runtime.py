@@ -17,6 +17,7 @@ from nntile_py.errors import ConfigError, TaskError
 from nntile_py.execution.disk import Disk
 from nntile_py.system.cgroup import within_machine
 from nntile_py.system.folders import cache_folder
+from nntile_py.tiles import TaskList
 from nntile_py.tiles.placement import PLACEMENTS
 
 # Tasks that a GPU is given beyond the one that StarPU waits for, where no other worker could have taken them: where it
@@ -45,6 +46,8 @@ class Runtime:
     """
 
     current: Runtime | None = None
+    # While a profile is taken: the number and the tasks of whatever was submitted, a program or a task of its own.
+    watched: list[tuple[int, TaskList]] | None = None
 
     def __init__(
         self,

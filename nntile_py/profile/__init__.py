@@ -4,13 +4,26 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from nntile_py.config.run import RunConfig
     from nntile_py.profile.trace import Trace
+
+
+class _Package(ModuleType):
+    """Importing any of it makes this package the attribute `nntile_py.profile`: `nt.profile()` works then, too."""
+
+    def __call__(self, folder: str | Path | None = None) -> Any:
+        return import_module("nntile_py.profile.block").profile(folder)
+
+
+sys.modules[__name__].__class__ = _Package
 
 # All that it leaves, without --fxt.
 FILES = ("config.yaml", "trace.json", "gantt.png", "gantt.svg", "gantt.pdf", "report.html", "summary.json")

@@ -17,13 +17,13 @@ from nntile_py import _core
 from nntile_py.config.run import RunConfig
 from nntile_py.config.spec import step_spec
 from nntile_py.errors import TaskError
-from nntile_py.execution.program import Program
+from nntile_py.execution.runtime import Runtime
 from nntile_py.graph.declared import random_inputs
 from nntile_py.profile.analysis import Peak, at_least_seen, device_peak, measure_cpu
 from nntile_py.profile.trace import REDUCTION, Bus, Info, Trace, Worker, one_after_the_other
 from nntile_py.tiles import AXES
 from nntile_py.tiles.order import Use
-from nntile_py.tiles.tasklist import Task, TaskList
+from nntile_py.tiles.tasklist import PYTHON, Task, TaskList
 from nntile_py.training.trainer import Trainer
 
 # Of csrc/profile.cpp; `ready` stands between: when the scheduler had taken the task.
@@ -55,12 +55,12 @@ def run_steps(trainer: Trainer, steps: int, warmup: int, inference: bool = False
     light, expected = False, trainer.tasks_per_step * steps
     if warmup:
         run(warmup - 1)  # the first step takes longer
-        lists: list[TaskList] = []
-        Program.watched = lists
+        lists: list[tuple[int, TaskList]] = []
+        Runtime.watched = lists
         start = time.perf_counter()
         run(1)
-        each = (time.perf_counter() - start) / sum(len(tasks.tasks) for tasks in lists)
-        Program.watched = None
+        each = (time.perf_counter() - start) / sum(len(tasks.tasks) for _, tasks in lists)
+        Runtime.watched = None
         light = each < LIGHT_BELOW and not _core.cuda_workers()
     with watched(expected, light) as found:
         run(steps)
@@ -82,12 +82,14 @@ def watched(expected: int = 0, light: bool = False) -> Iterator[Found]:
     light: note only submission, start and end of each task, on CPU workers."""
     found = Found()
     _core.profile_begin(expected, light)
-    Program.watched = found.programs
+    runs: list[tuple[int, TaskList]] = []
+    Runtime.watched = runs
     try:
         yield found
     finally:
-        Program.watched = None
+        Runtime.watched = None
         found.native = _core.profile_finish()
+        found.programs = [tasks for _, tasks in sorted(runs, key=lambda run: run[0])]
 
 
 def make_trace(programs: Sequence[TaskList], native: dict[str, Any], update: TaskList | None) -> Trace:
@@ -142,6 +144,8 @@ def make_trace(programs: Sequence[TaskList], native: dict[str, Any], update: Tas
 def _info(task: Task, updates: bool, numbers: dict[Any, int]) -> Info:
     name = task.op.removesuffix(".backward")
     phase = "update" if updates else "forward" if name == task.op else "backward"
+    if task.kernel == PYTHON:
+        phase = ""
     layer, _, operator = name.rpartition(".")
     uses = []
     for access in task.accesses:

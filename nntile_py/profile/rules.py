@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from nntile_py.system.load import BUSY, is_busy
@@ -169,6 +169,15 @@ RULES: list[Callable[[Summary], Finding | None]] = [
 EXCLUSIVE = {"short-tasks", "serial-chain", "few-tiles", "imbalance"}  # explanations of the same idle time
 
 
+# Where no config has chosen the tiles: tasks in Python, in a block under nt.profile.
+IN_BLOCKS = {
+    "short-tasks": "Fewer, larger tasks: larger tiles, or lists of tiles as arguments.",
+    "serial-chain": "Let tasks that add to one tile use mode REDUX, or cut the sum into fewer parts.",
+    "few-tiles": "Cut the arrays finer, so that more tasks can run at once.",
+    "imbalance": "Give tasks that others wait for a priority, `NAME.options(priority=1)(...)`, or another scheduler.",
+}
+
+
 def report(summary: Summary) -> list[dict[str, str]]:
     """For summary.json: the findings, one explanation of the idle time, or that there is none."""
     result, idle_explained = [], False
@@ -177,6 +186,8 @@ def report(summary: Summary) -> list[dict[str, str]]:
             if idle_explained:
                 continue
             idle_explained = True
+        if not summary["tiles"]:
+            found = replace(found, advice=IN_BLOCKS.get(found.rule, found.advice))
         result.append(found.to_dict())
     if not result:
         busy = f"Workers compute {_share(summary, 'working'):.0%} of the time and no operator stands out."

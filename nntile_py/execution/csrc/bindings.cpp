@@ -48,10 +48,21 @@ py::capsule dlpack(const at::Tensor& tensor) {
   });
 }
 
+// Whoever drops it last need not hold the GIL.
+template <class Object>
+std::shared_ptr<Object> held(Object object) {
+  return {new Object(std::move(object)), [](Object* owned) {
+            if (!Py_IsInitialized()) return;  // the process ends
+            const py::gil_scoped_acquire gil;
+            delete owned;
+          }};
+}
+
 // (call, takes torch tensors, runs on CUDA workers, which tiles are only read, number of floats); see python_task.py.
 using PythonSpec = std::tuple<py::function, bool, bool, std::vector<bool>, size_t>;
 
 // function(device, stream, arrays, floats): each array is numpy's, on CUDA what cupy makes one of, or a DLPack capsule.
+// It returns None, or (text, exception) of what the kernel raised.
 struct PythonCall {
   std::shared_ptr<py::function> function;
   bool torch;
@@ -65,7 +76,11 @@ struct PythonCall {
     try {
       py::list arrays;
       for (size_t k = 0; k < pointers.size(); ++k) arrays.append(array(*tiles[k], pointers[k], device, read_only[k]));
-      (*function)(device, reinterpret_cast<uintptr_t>(stream), arrays, std::vector<double>(floats, floats + count));
+      const py::object failure = (*function)(device, reinterpret_cast<uintptr_t>(stream), arrays,
+                                             std::vector<double>(floats, floats + count));
+      if (failure.is_none()) return;
+      auto [text, cause] = failure.cast<std::pair<std::string, py::object>>();
+      throw PythonError(text, held(std::move(cause)));
     } catch (py::error_already_set& error) {
       throw std::runtime_error(error.what());  // formatted here, where the GIL is held
     }
@@ -81,12 +96,7 @@ struct PythonCall {
 
 PythonKernel python_kernel(const PythonSpec& spec, std::vector<const Tile*> tiles) {
   const auto& [function, torch, cuda, read_only, floats] = spec;
-  // Worker threads drop it without the GIL, which dropping a Python object needs.
-  const std::shared_ptr<py::function> held(new py::function(function), [](py::function* owned) {
-    const py::gil_scoped_acquire gil;
-    delete owned;
-  });
-  return {PythonCall{held, torch, read_only, floats, std::move(tiles)}, cuda};
+  return {PythonCall{held(function), torch, read_only, floats, std::move(tiles)}, cuda};
 }
 
 // (cubin, name, shared bytes, warps, grid, [(kind, value)]); see tasks/launch.py.
@@ -132,7 +142,9 @@ PYBIND11_MODULE(_core, m) {
     try {
       if (p) std::rethrow_exception(p);
     } catch (const TaskError& e) {
-      PyErr_SetString(task_error.ptr(), e.what());
+      const py::object error = task_error(e.what());
+      if (e.cause) PyException_SetCause(error.ptr(), py::object(*static_cast<py::object*>(e.cause.get())).release().ptr());
+      PyErr_SetObject(task_error.ptr(), error.ptr());
     }
   });
 
@@ -168,16 +180,22 @@ PYBIND11_MODULE(_core, m) {
   m.def("reserve_for_tiles", reserve_for_tiles, release());
   m.def("keep_choices", keep_choices);
   m.def("chosen", chosen, release());
-  m.def("submit_python", [](const std::string& name, const std::vector<std::shared_ptr<Tile>>& tiles,
-                            const std::vector<std::string>& mode_names, const PythonSpec& spec) {
+  py::class_<Submitted, std::shared_ptr<Submitted>>(m, "Submitted")
+      .def("done", &Submitted::done)
+      .def_readonly("run", &Submitted::run)
+      .def("wait", &Submitted::wait, release());
+  m.def("submit_python", [](const std::string& name, const std::vector<std::string>& labels,
+                            const std::vector<std::shared_ptr<Tile>>& tiles, const std::vector<std::string>& mode_names,
+                            const PythonSpec& spec, int priority, bool cpu, bool cuda, int worker, bool always) {
     std::vector<int> modes;
     std::vector<const Tile*> views;
     for (const auto& mode : mode_names) modes.push_back(mode_of(mode));
     for (const auto& tile : tiles) views.push_back(tile.get());
     auto kernel = python_kernel(spec, std::move(views));
     const py::gil_scoped_release nogil;
-    submit_python(name, tiles, modes, std::move(kernel));
-  });
+    return submit_python(name, labels, tiles, modes, std::move(kernel), {priority, cpu, cuda, worker, always});
+  }, py::arg("name"), py::arg("labels"), py::arg("tiles"), py::arg("modes"), py::arg("spec"), py::arg("priority") = 0,
+        py::arg("cpu") = true, py::arg("cuda") = true, py::arg("worker") = -1, py::arg("always") = false);
 
   py::class_<Tile, std::shared_ptr<Tile>>(m, "Tile")
       .def(py::init([](std::vector<int64_t> shape, const std::string& dtype, int monoid, bool redux) {

@@ -83,6 +83,8 @@ void wait_until(Done done) {
 starpu_sched_policy* planned_policy();
 void plan(starpu_task* task, unsigned worker);
 
+void add_by_reduction(Tile& tile, Monoid monoid);  // from now on it may be accessed in REDUX mode
+
 void wait_for_tasks();
 #ifdef NNTILE_CUDA
 bool queues_empty();  // of CUDA devices: what StarPU takes for ended has ended
@@ -92,9 +94,9 @@ inline bool queues_empty() { return true; }
 inline bool lacks_room(unsigned, size_t) { return false; }
 #endif
 
-// Runs a kernel; what it throws becomes the runtime's failure.
+// Runs a kernel; what it throws becomes the runtime's failure. After one it runs no more, unless `always`.
 template <class Run>
-void guarded(const std::string& name, Run run) {
+void guarded(const std::string& name, Run run, bool always = false) {
   struct Active {
     Active() { ++g.active; }
     ~Active() {
@@ -102,12 +104,14 @@ void guarded(const std::string& name, Run run) {
       ++g.ended;
     }
   } const active;
-  if (failed()) return;  // tasks after a failure are drained, not executed
+  if (failed() && !always) return;  // tasks after a failure are drained, not executed
   try {
     c10::InferenceMode mode;
     run();
   } catch (const c10::Error& e) {
     fail(name, e.what_without_backtrace());
+  } catch (const PythonError& e) {
+    fail(name, e.what(), e.cause);
   } catch (const std::exception& e) {
     fail(name, e.what());
   } catch (...) {

@@ -32,7 +32,7 @@ struct alignas(64) Buffer {
 };
 std::unique_ptr<Buffer[]> g_buffers;
 std::mutex g_others;
-uint32_t g_runs = 0;
+std::atomic<uint32_t> g_runs{0};
 std::vector<Transfers> g_transfers;  // of each bus, before the profile
 std::vector<std::vector<int64_t>> g_submitted;  // of a light profile: by run, by task
 constexpr int64_t kMemoryEvery = 20'000;  // ns

@@ -143,6 +143,8 @@ struct PythonTask {
   std::string name;
   std::vector<std::shared_ptr<Tile>> tiles;
   PythonKernel kernel;
+  bool always;
+  std::shared_ptr<Submitted> submitted;
 };
 
 void run_python_task(void** buffers, void* cl_arg, int device, void* stream) {
@@ -151,7 +153,8 @@ void run_python_task(void** buffers, void* cl_arg, int device, void* stream) {
     std::vector<void*> pointers;
     for (size_t k = 0; k < task->tiles.size(); ++k) pointers.push_back(pointer(buffers[k]));
     task->kernel.call(pointers, nullptr, device, stream);
-  });
+  }, task->always);
+  task->submitted->end();
 }
 
 starpu_codelet* python_codelet(bool cpu, bool cuda) {
@@ -177,24 +180,51 @@ starpu_codelet* python_codelet(bool cpu, bool cuda) {
 
 }  // namespace
 
-void submit_python(const std::string& name, std::vector<std::shared_ptr<Tile>> tiles, const std::vector<int>& modes,
-                   PythonKernel kernel) {
+void Submitted::wait() {
+  if (!ended_) {
+    require_running();
+    require_main_thread();
+    wake();
+    wait_until([this] { return ended_.load(); });
+    sleep_if_idle();
+  }
+  if (running()) check();
+}
+
+std::shared_ptr<Submitted> submit_python(const std::string& name, const std::vector<std::string>& labels,
+                                         std::vector<std::shared_ptr<Tile>> tiles, const std::vector<int>& modes,
+                                         PythonKernel kernel, const Options& options) {
   require_running();
-  if (!g.cpus && !kernel.cuda) throw TaskError(name + ": has no CUDA variant, and this runtime has no CPU workers");
-  check();
+  const bool cpu = g.cpus && options.cpu, cuda = g.cuda && options.cuda && kernel.cuda;
+  if (options.worker >= (options.cuda ? g.cuda : g.cpus) || (!cpu && !cuda))
+    throw TaskError(name + ": no worker of this runtime may run it; it has " + std::to_string(g.cpus) + " CPU and " +
+                    std::to_string(g.cuda) + " CUDA workers" + (kernel.cuda ? "" : ", and the task has no CUDA variant"));
+  if (!options.always) check();
   for (const auto& tile : tiles) require(*tile);
-  for (size_t k = 0; k < tiles.size(); ++k)
+  for (size_t k = 0; k < tiles.size(); ++k) {
     if (reads(modes[k]) && !tiles[k]->initialised)
-      throw TaskError(name + ": argument " + std::to_string(k) + " is read before any task wrote it");
+      throw TaskError(name + ": " + labels.at(k) + " is read before any task wrote it");
+    if ((modes[k] & STARPU_REDUX) && !tiles[k]->reducible) add_by_reduction(*tiles[k], Monoid::sum);
+  }
   wake();
   auto* task = starpu_task_create();
-  task->cl = python_codelet(g.cpus, kernel.cuda && g.cuda);
+  task->cl = python_codelet(cpu, cuda);
   set_tiles(task, tiles, modes);
-  auto* arg = new PythonTask{name, std::move(tiles), std::move(kernel)};
+  auto submitted = std::make_shared<Submitted>();
+  auto* arg = new PythonTask{name, std::move(tiles), std::move(kernel), options.always, submitted};
   task->cl_arg = arg;
   task->cl_arg_size = sizeof(*arg);
   task->name = "python";
+  task->priority = options.priority;
+  if (options.worker >= 0) {
+    const auto kind = cuda ? STARPU_CUDA_WORKER : STARPU_CPU_WORKER;
+    task->execute_on_a_specific_worker = 1;
+    task->workerid = static_cast<unsigned>(starpu_worker_get_by_type(kind, options.worker));
+  }
+  submitted->run = profile::begin_run();  // each is a program of its own
+  if (submitted->run) profile::watch(task, submitted->run, 0);
   submit(task, name);
+  return submitted;
 }
 
 // -- programs
@@ -275,7 +305,7 @@ void Program::finish() {
   finished_ = true;
 }
 
-void Program::run(const std::vector<double>& slots) {
+uint32_t Program::run(const std::vector<double>& slots) {
   require_running();
   check();
   if (generation_ != g.generation) throw TaskError("this program belongs to a runtime that has stopped");
@@ -320,6 +350,7 @@ void Program::run(const std::vector<double>& slots) {
     for (const int place : record.leaves)
       leave(*record.tiles.at(static_cast<size_t>(place)), !(record.modes[static_cast<size_t>(place)] & STARPU_W));
   }
+  return replay;
 }
 
 }  // namespace nntile

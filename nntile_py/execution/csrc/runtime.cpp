@@ -17,6 +17,7 @@ struct {
   std::mutex mutex;
   std::atomic<bool> failed{false};
   std::string message;
+  Cause cause;
   std::atomic<uint64_t> count{0};
 } g_error;
 
@@ -138,10 +139,11 @@ bool running() { return g.running; }
 
 bool failed() { return g_error.failed.load(std::memory_order_relaxed); }
 
-void fail(const std::string& task, const std::string& what) {
+void fail(const std::string& task, const std::string& what, Cause cause) {
   const std::lock_guard lock(g_error.mutex);
   if (g_error.failed) return;  // the first failure is the cause
   g_error.message = task + ": " + what;
+  g_error.cause.swap(cause);
   g_error.failed = true;
   ++g_error.count;
 }
@@ -167,7 +169,7 @@ void check() {
   wait_for_tasks();
   const std::lock_guard lock(g_error.mutex);
   g_error.failed = false;
-  throw TaskError(g_error.message);
+  throw TaskError(g_error.message, std::exchange(g_error.cause, {}));
 }
 
 size_t memory_used() { return g.running ? starpu_memory_get_used(STARPU_MAIN_RAM) : 0; }

@@ -13,8 +13,17 @@
 
 namespace nntile {
 
+// A Python exception, if there is one; dropping it takes the GIL.
+using Cause = std::shared_ptr<void>;
+
 struct TaskError : std::runtime_error {
-  using std::runtime_error::runtime_error;
+  explicit TaskError(const std::string& what, Cause cause_ = {}) : std::runtime_error(what), cause(std::move(cause_)) {}
+  Cause cause;
+};
+
+// What a kernel in Python raised.
+struct PythonError : TaskError {
+  using TaskError::TaskError;
 };
 
 struct RuntimeOptions {
@@ -37,15 +46,35 @@ void advise(const std::string& text);  // what to say beside the watchdog's own 
 bool running();
 void wait_all();  // throws TaskError if a task failed
 void check();     // throws TaskError, after all tasks have ended, if a task failed
-void fail(const std::string& task, const std::string& what);
+void fail(const std::string& task, const std::string& what, Cause cause = {});
 bool failed();
 size_t memory_used();
 int cpu_workers();
 int cuda_workers();
 
-// A task of its own, outside of programs.
-void submit_python(const std::string& name, std::vector<std::shared_ptr<Tile>> tiles, const std::vector<int>& modes,
-                   PythonKernel kernel);
+// Whether a task of its own has ended.
+class Submitted {
+ public:
+  bool done() const { return ended_; }
+  void wait();  // throws TaskError if a task failed
+  void end() { ended_ = true; }
+  uint32_t run = 0;  // its number in the profile that is taken, or 0
+
+ private:
+  std::atomic<bool> ended_{false};
+};
+
+struct Options {
+  int priority = 0;
+  bool cpu = true, cuda = true;  // where it may run
+  int worker = -1;               // the only one that may run it, counted among its kind; -1: any
+  bool always = false;           // after a failure, too: it computes nothing, but moves what others have computed
+};
+
+// A task of its own, outside of programs. labels: what each tile is called in errors.
+std::shared_ptr<Submitted> submit_python(const std::string& name, const std::vector<std::string>& labels,
+                                         std::vector<std::shared_ptr<Tile>> tiles, const std::vector<int>& modes,
+                                         PythonKernel kernel, const Options& options);
 
 int mode_of(const std::string& name);  // R, W, RW, COMMUTE, REDUX
 
@@ -75,7 +104,8 @@ class Program {
   ~Program();
   void add(TaskRecord record, const std::vector<std::string>& kernels, const std::string& codelet);
   void add_invalidate(std::shared_ptr<Tile> tile);
-  void run(const std::vector<double>& slots);  // submits everything; waits only for the window
+  // Submits everything; waits only for the window. Returns its number in the profile that is taken, or 0.
+  uint32_t run(const std::vector<double>& slots);
   size_t tasks() const { return tasks_; }
 
  private:

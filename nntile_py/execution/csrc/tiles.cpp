@@ -159,14 +159,15 @@ Tile::Tile(std::vector<int64_t> shape_, at::ScalarType dtype_, Monoid monoid, bo
   variable.id = STARPU_VARIABLE_INTERFACE_ID;
   variable.elemsize = (bytes + g.page - 1) / g.page * g.page;
   starpu_data_register(&handle, -1, &variable, tile_interface());
-  reducible = redux;
-  if (redux) {
-    g.reduces = true;
-    const int64_t width = monoid == Monoid::sum || shape.empty() ? 1 : shape.back();
-    starpu_data_set_reduction_methods(handle, reduction_codelet(monoid, dtype, width), zero_codelet());
-  }
+  if (redux) add_by_reduction(*this, monoid);
   const std::lock_guard lock(g_tiles_mutex);
   g_tiles.insert(this);
+}
+
+void add_by_reduction(Tile& tile, Monoid monoid) {
+  g.reduces = tile.reducible = true;
+  const int64_t width = monoid == Monoid::sum || tile.shape.empty() ? 1 : tile.shape.back();
+  starpu_data_set_reduction_methods(tile.handle, reduction_codelet(monoid, tile.dtype, width), zero_codelet());
 }
 
 Tile::~Tile() {

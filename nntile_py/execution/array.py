@@ -1,0 +1,344 @@
+"""Arrays held by StarPU, whole or in tiles, for tasks in Python."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, overload
+
+import numpy as np
+
+from nntile_py import _core
+from nntile_py.errors import TaskError
+from nntile_py.execution.runtime import Runtime
+from nntile_py.tiles import Access, TaskList, Tile
+from nntile_py.tiles.dtypes import DTYPES
+from nntile_py.tiles.tasklist import PYTHON, Task
+
+Ints = tuple[int, ...]
+Slices = tuple[slice, ...]
+
+
+@dataclass(frozen=True, order=True)
+class Cut:
+    """One way to cut an array: tiles of `sizes`, the last of an axis what is left."""
+
+    shape: Ints
+    sizes: Ints
+
+    @property
+    def grid(self) -> Ints:
+        """How many tiles each axis has; one at least."""
+        return tuple(max(1, -(-length // size)) for length, size in zip(self.shape, self.sizes, strict=True))
+
+    def __iter__(self) -> Iterator[Ints]:
+        """The tiles' indices, row by row."""
+        return itertools.product(*map(range, self.grid))
+
+    def where(self, index: Ints) -> Slices:
+        """Which part of the array a tile is."""
+        cut = zip(index, self.sizes, self.shape, strict=True)
+        return tuple(slice(i * size, min((i + 1) * size, length)) for i, size, length in cut)
+
+    def pieces(self, where: Slices) -> list[tuple[Ints, Slices, Slices]]:
+        """The tiles that make up a part of the array: index, where in the part, where in the tile."""
+        found = []
+        near = [range(w.start // s, max(w.stop - 1, w.start) // s + 1) for w, s in zip(where, self.sizes, strict=True)]
+        for index in itertools.product(*near):
+            both = list(zip(where, self.where(index), strict=True))
+            common = [(max(part.start, tile.start), min(part.stop, tile.stop)) for part, tile in both]
+            inside = (
+                tuple(slice(a - pair[k].start, b - pair[k].start) for (a, b), pair in zip(common, both, strict=True))
+                for k in (0, 1)
+            )
+            found.append((index, *inside))
+        return found  # type: ignore[return-value]
+
+    def __str__(self) -> str:
+        return _by(self.sizes)
+
+
+_numbers = itertools.count(1)  # of arrays, in profiles
+Handles = dict[Ints, _core.Tile]
+
+
+class Data:
+    """The elements of an array, cut in one way or several; copied from one to another by tasks, when they are used.
+
+    Each tile is a StarPU handle of its own. Views into one allocation would save these copies, but StarPU's
+    asynchronous partitioning has an open bug on CUDA devices; and tiles that lie contiguous in memory are what BLAS and
+    transfers are fastest with, and what StarPU can evict one by one.
+    """
+
+    def __init__(self, shape: Ints, dtype: str, zeros: bool = False) -> None:
+        if not _core.running():
+            raise TaskError("no runtime is running: use `with nntile_py.Runtime(...):`")
+        self.shape, self.dtype, self.zeros, self.number = shape, dtype, zeros, next(_numbers)
+        self.whole = Cut(shape, tuple(max(length, 1) for length in shape))
+        self.current: set[Cut] = set()  # those that hold what the tasks submitted so far write; none: nobody wrote
+        self._handles: dict[Cut, Handles] = {}
+
+    def handles(self, cut: Cut) -> Handles:
+        """Made at the first use: an array too large for one tile may still be used in smaller ones."""
+        if cut not in self._handles:
+            shapes = {index: [part.stop - part.start for part in cut.where(index)] for index in cut}
+            self._handles[cut] = {index: _core.Tile(shape, self.dtype) for index, shape in shapes.items()}
+        return self._handles[cut]
+
+    def source(self, cut: Cut) -> Cut:
+        """A cut that holds the elements; this one if it does, or if nobody has written any."""
+        if self.zeros and not self.current:
+            for handle in self.handles(cut).values():
+                handle.zero()
+            self.current.add(cut)
+        return cut if cut in self.current or not self.current else max(self.current)
+
+    def bring(self, cut: Cut, user: str) -> None:
+        """Have the elements in this cut, too. Raises TaskError, naming the user, where some are missing."""
+        source = self.source(cut)
+        if source == cut:
+            return
+        have = self.handles(source)
+        if not all(handle.initialised for handle in have.values()):
+            raise TaskError(f"{user} needs tiles of {cut}, but only some of the tiles of {source} were written")
+        for index in cut:
+            pieces = source.pieces(cut.where(index))
+            accesses = [(user, "W", Array(self, cut, index))]
+            accesses += [(user, "R", Array(self, source, one)) for one, _, _ in pieces]
+            spec = (_copier([piece[1:] for piece in pieces]), True, True, [False] + [True] * len(pieces), 0)
+            submit("copy_tiles", accesses, spec, always=True)
+        self.current.add(cut)
+
+    def wrote(self, cut: Cut) -> None:
+        """A task that writes in this cut was submitted: the others are out of date, and their memory is freed."""
+        for other in self.current - {cut}:
+            for handle in self._handles[other].values():
+                handle.invalidate()
+        self.current = {cut}
+
+
+def submit(name: str, accesses: Sequence[tuple[str, str, Array]], spec: Any, **options: Any) -> Any:
+    """Submit a task in Python. accesses: label in errors, mode, array. options: see csrc/bindings.cpp."""
+    labels, modes, arrays = zip(*accesses, strict=True) if accesses else ((), (), ())
+    submitted = _core.submit_python(name, labels, [array.tile for array in arrays], modes, spec, **options)
+    if Runtime.watched is not None:
+        tasks = TaskList()
+        tasks.tasks = [Task(PYTHON, [Access(array.as_tile(), mode) for _, mode, array in accesses], op=name)]
+        Runtime.watched.append((submitted.run, tasks))
+    return submitted
+
+
+def _copier(pieces: Sequence[tuple[Slices, Slices]]) -> Any:
+    def call(device: int, stream: int, parts: list[Any], floats: list[float]) -> None:
+        import torch
+
+        to, *sources = map(torch.utils.dlpack.from_dlpack, parts)
+        for source, (there, here) in zip(sources, pieces, strict=True):
+            to[there] = source[here]
+
+    return call
+
+
+class Array:
+    """An array held by StarPU, or one tile of it: an argument for tasks. `np.asarray(x)` waits, and gives a copy.
+
+    Made by nt.array, nt.empty, nt.zeros and, as a tile, by `x.tiles(...)[...]`. All tilings of an array are the same
+    elements: what a task writes to a tile is in the array, and the reverse, for whatever is submitted or read later.
+    """
+
+    def __init__(self, data: Data, cut: Cut, index: Ints) -> None:
+        self.data, self.cut, self.index = data, cut, index
+
+    @property
+    def key(self) -> Any:
+        """The same for all names of a tile."""
+        return id(self.data), self.cut, self.index
+
+    @property
+    def where(self) -> Slices:
+        """Which part of the array it is."""
+        return self.cut.where(self.index)
+
+    @property
+    def shape(self) -> Ints:
+        return tuple(part.stop - part.start for part in self.where)
+
+    @property
+    def ndim(self) -> int:
+        return len(self.index)
+
+    @property
+    def dtype(self) -> Any:
+        """numpy's; float32 for bfloat16, which numpy lacks."""
+        return np.dtype(DTYPES[self.data.dtype].numpy)
+
+    @property
+    def tile(self) -> _core.Tile:
+        """Its StarPU handle."""
+        return self.data.handles(self.cut)[self.index]
+
+    def as_tile(self) -> Tile:
+        """As a profile knows it."""
+        name = f"array {self.data.number}" + (f" in {self.cut}" if self.cut != self.data.whole else "")
+        return Tile(name, self.index, self.shape, self.data.dtype, persistent=True)
+
+    def numpy(self) -> np.ndarray[Any, Any]:
+        """A copy, after the tasks that write it. Raises TaskError if a task failed, or none has written it."""
+        source = self.data.source(self.cut)
+        pieces, handles = source.pieces(self.where), self.data.handles(source)
+        _core.check()
+        for index, _, _ in pieces:
+            if not handles[index].initialised:
+                which = "" if source == self.data.whole else f": tile {_of(index)} of {source} is missing"
+                raise TaskError(f"{self!r} was read before any task wrote it{which}")
+        out = np.empty(self.shape, self.dtype)
+        for index, there, here in pieces:
+            out[there] = handles[index].read()[here]
+        return out
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
+        if copy is False:
+            raise ValueError("an nt.Array cannot be viewed, only copied: tasks may be writing it")
+        return self.numpy() if dtype is None else self.numpy().astype(dtype, copy=False)
+
+    def tiles(self, *sizes: int | None, rows: int | None = None, columns: int | None = None) -> Tiles:
+        """Cut it: `x.tiles(64, 64)`, by axis; `x.tiles(rows=64)`. None or left out: the axis stays whole.
+
+        Sizes need not divide: the last tile of an axis is what is left. Nothing is copied before a task uses the tiles;
+        then tasks do it. Raises ValueError for sizes that are no positive integers, more of them than axes, and tiles.
+        """
+        if self.cut != self.data.whole:
+            raise ValueError(f"{self!r} cannot be cut again; cut its array into other sizes, which may be used as well")
+        wanted = list(sizes) + [None] * (self.ndim - len(sizes))
+        for axis, size in ((0, rows), (1, columns)):
+            if size is None:
+                continue
+            if axis >= self.ndim or (axis < len(sizes) and sizes[axis] is not None):
+                raise ValueError(f"tiles: {('rows', 'columns')[axis]}={size} is not allowed for {self!r} here")
+            wanted[axis] = size
+        if len(wanted) > self.ndim:
+            raise ValueError(f"tiles: {len(sizes)} sizes were given for {self!r}, which has {self.ndim} axes")
+        for size in wanted:
+            if size is not None and (not isinstance(size, int | np.integer) or isinstance(size, bool) or size < 1):
+                raise ValueError(f"tiles: size {size!r} is not allowed; use a positive integer, or None: uncut")
+        whole = self.data.whole.sizes
+        cut = Cut(self.data.shape, tuple(min(int(w or s), s) for w, s in zip(wanted, whole, strict=True)))
+        return Tiles(self.data, cut)
+
+    def __repr__(self) -> str:
+        dtype = DTYPES[self.data.dtype].torch
+        if self.cut != self.data.whole:
+            return f"Array({_by(self.shape)} {dtype}, tile {_of(self.index)} of {_by(self.data.shape)})"
+        cuts = sorted(self.data.current - {self.data.whole})
+        state = f", in tiles of {' and '.join(map(str, cuts))}" if cuts else ""
+        if not self.data.current:
+            state = ", all zeros" if self.data.zeros else ", not yet written"
+        return f"Array({_by(self.shape)} {dtype}{state})"
+
+
+@dataclass(frozen=True, repr=False)
+class Tiles:
+    """An array cut into tiles: `A[i, j]` is one; `A[i, :]`, `A[i, :k]` are lists, which a task takes as an argument."""
+
+    data: Data
+    cut: Cut
+
+    @property
+    def grid(self) -> Ints:
+        """How many tiles each axis has."""
+        return self.cut.grid
+
+    @overload
+    def __getitem__(self, index: int | tuple[int, ...]) -> Array: ...  # type: ignore[overload-overlap]
+    @overload
+    def __getitem__(self, index: slice | tuple[int | slice, ...]) -> list[Array]: ...
+    def __getitem__(self, index: Any) -> Array | list[Array]:
+        """Axes that are not cut may be left out at the end. Raises IndexError for a tile that is not there."""
+        parts = index if isinstance(index, tuple) else (index,)
+        left = self.grid[len(parts) :]
+        if len(parts) > len(self.grid) or any(count > 1 for count in left):
+            raise IndexError(f"{self!r} takes {len(self.grid)} indices, got {len(parts)}")
+        picked, many = [], False
+        for part, count in zip((*parts, *(0 for _ in left)), self.grid, strict=True):
+            if isinstance(part, slice):
+                picked.append(range(count)[part])
+                many = True
+            elif not isinstance(part, int | np.integer):
+                raise IndexError(f"{self!r}: index {part!r} is not allowed; use integers and slices")
+            elif not -count <= part < count:
+                raise IndexError(f"{self!r} has no tile {_of(parts)}")
+            else:
+                picked.append(range(int(part) % count, int(part) % count + 1))
+        found = [Array(self.data, self.cut, one) for one in itertools.product(*picked)]
+        return found if many else found[0]
+
+    def __iter__(self) -> Iterator[Array]:
+        """All tiles, row by row."""
+        return (Array(self.data, self.cut, one) for one in self.cut)
+
+    def __len__(self) -> int:
+        return int(np.prod(self.grid, dtype=int))
+
+    def numpy(self) -> np.ndarray[Any, Any]:
+        """The whole array, as Array.numpy gives it."""
+        return Array(self.data, self.data.whole, (0,) * len(self.grid)).numpy()
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
+        return Array(self.data, self.data.whole, (0,) * len(self.grid)).__array__(dtype, copy)
+
+    def __repr__(self) -> str:
+        of = f"{_by(self.data.shape)} {DTYPES[self.data.dtype].torch}"
+        return f"Tiles({_by(self.grid)} tiles of {self.cut}, of {of})"
+
+
+def array(value: Any, dtype: Any = None) -> Array:
+    """Give a copy of a numpy array, or of whatever numpy makes one of, to StarPU.
+
+    dtype: default the value's own; float16, float32, float64, bfloat16, bool, int16, int32 or int64, by these names or
+    numpy's types. Raises TypeError for others, TaskError where no runtime is running.
+    """
+    value = np.asarray(value)
+    made = empty(value.shape, value.dtype if dtype is None else dtype)
+    made.tile.write(value)
+    made.data.current.add(made.data.whole)
+    return made
+
+
+def empty(shape: int | Sequence[int], dtype: Any = "float64") -> Array:
+    """An array that holds nothing yet: tasks must write each part before one reads it. Errors as of `array`."""
+    return _new(shape, dtype, False)
+
+
+def zeros(shape: int | Sequence[int], dtype: Any = "float64") -> Array:
+    """An array of zeros, made where tasks first use it, in the tiles in which they do. Errors as of `array`."""
+    return _new(shape, dtype, True)
+
+
+def _new(shape: int | Sequence[int], dtype: Any, zeros: bool) -> Array:
+    lengths = (shape,) if isinstance(shape, int | np.integer) else tuple(shape)
+    if not all(isinstance(length, int | np.integer) and length >= 0 for length in lengths):
+        raise ValueError(f"shape {shape!r} is not allowed; use integers of at least 0")
+    data = Data(tuple(map(int, lengths)), _dtype(dtype), zeros)
+    return Array(data, data.whole, (0,) * len(lengths))
+
+
+def _dtype(wanted: Any) -> str:
+    """The name in DTYPES of a dtype of numpy or torch, or of its name."""
+    name = str(wanted).removeprefix("torch.")
+    known = {dtype.torch: dtype.name for dtype in DTYPES.values()}
+    if name not in known and name not in DTYPES:
+        with contextlib.suppress(TypeError):
+            name = np.dtype(wanted).name
+    if name not in known and name not in DTYPES:
+        raise TypeError(f"dtype {name} is not allowed; use {', '.join(known)}")
+    return known.get(name, name)
+
+
+def _by(shape: Sequence[int]) -> str:
+    return " x ".join(map(str, shape)) or "scalar"
+
+
+def _of(index: Sequence[Any]) -> str:
+    return f"[{', '.join(map(str, index))}]"

@@ -1,0 +1,31 @@
+"""Every script in examples/ runs, in a process of its own, with small sizes."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPTS = sorted((Path(__file__).parents[1] / "examples").glob("*.py"))
+SMALL = {  # what is not named here is small as it stands
+    "cholesky": "--size 300 --tile 64",
+    "fine_tune": "--steps 2",
+    "own_model": "--steps 3",
+    "sweep_tiles": "--repeats 1",
+    "train_gpt2": "--steps 2",
+}
+
+
+def test_small_sizes_are_of_examples() -> None:
+    assert set(SMALL) <= {script.stem for script in SCRIPTS}
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
+def test_example(script: Path, tmp_path: Path) -> None:
+    """What it writes goes to the folder in which it is started."""
+    done = subprocess.run(
+        [sys.executable, str(script), *SMALL.get(script.stem, "").split()], cwd=tmp_path, text=True,
+        capture_output=True, timeout=280, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.strip()
