@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # all that is found here, and where it lies: see _homes
     from nntile_py.graph.graph import Graph as Graph
     from nntile_py.graph.optimizers import SGD as SGD, AdamW as AdamW
     from nntile_py.models.base import Model as Model, ModelConfig as ModelConfig
-    from nntile_py.profile.block import profile as profile
+    from nntile_py.profiling.block import profile as profile
     from nntile_py.tasks.mask import Mask as Mask
     from nntile_py.training.collators import CausalCollator as CausalCollator, MaskedCollator as MaskedCollator
     from nntile_py.training.trainer import Pending as Pending, StepResult as StepResult, Trainer as Trainer

@@ -160,7 +160,7 @@ def profile(
     loaded = load(config, sets or [])
     name = Path(config).stem
     folder = _run_folder(f"{name}-profile", None, out or (Path(loaded.out) if loaded.out else None), overwrite)
-    from nntile_py.profile import profile as run
+    from nntile_py.profiling import profile as run
 
     summary = run(loaded, folder, name, steps or loaded.profile.steps, fxt, work == "inference")
     for finding in summary["findings"]:

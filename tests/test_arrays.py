@@ -376,7 +376,7 @@ def test_wrong_profiles(runtime: nt.Runtime) -> None:
 def test_profile_without_a_runtime(python: Any) -> None:
     code = """
 refused(lambda: nt.profile().__enter__(), "no runtime is running")
-import nntile_py.profile.trace
+import nntile_py.profiling.trace
 refused(lambda: nt.profile().__enter__(), "no runtime is running")
 print("end")
 """

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from nntile_py.analysis import draw
 from nntile_py.errors import ConfigError, NNTileError
-from nntile_py.profile import FILES
+from nntile_py.profiling import FILES
 from nntile_py.sweep import experiment
 from nntile_py.sweep import run as sweep_run
 from nntile_py.sweep import spec as sweep

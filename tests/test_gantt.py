@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from traces import US, independent, info, scheduled
 
-from nntile_py.profile import gantt
+from nntile_py.profiling import gantt
 from nntile_py.tiles.order import Use
 
 

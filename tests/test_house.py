@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[1]
 FLOORS = (
     ("cli",),
     ("doctor", "sweep"),
-    ("bench", "profile"),
+    ("bench", "profiling"),
     ("analysis", "testing", "training"),
     ("inference",),  # of whatever evaluates: a Trainer, which shows a sample with it
     ("config",),

@@ -8,7 +8,7 @@ from orders import waits
 import nntile_py as nt
 from nntile_py.graph.fusion import Fusion
 from nntile_py.graph.step import Step, StepSpec
-from nntile_py.profile.collect import run_steps
+from nntile_py.profiling.collect import run_steps
 from nntile_py.tiles import ACC, R, TaskList, Tile, Tiling, W
 from nntile_py.tiles.batching import grouped
 from nntile_py.tiles.placement import Residency, Speed, place

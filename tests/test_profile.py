@@ -18,10 +18,10 @@ import yaml
 from traces import US, chain, independent, info, scheduled
 
 import nntile_py as nt
-from nntile_py import profile
+from nntile_py import profiling as profile
 from nntile_py.config.run import RunConfig, load
-from nntile_py.profile import analysis, collect, events, rules
-from nntile_py.profile.trace import Trace, accumulating, one_after_the_other
+from nntile_py.profiling import analysis, collect, events, rules
+from nntile_py.profiling.trace import Trace, accumulating, one_after_the_other
 from nntile_py.system.load import Load, cores
 from nntile_py.tiles.order import Use, critical_path, dependencies
 
@@ -203,7 +203,7 @@ def test_groups_of_a_real_program(tmp_path: Path) -> None:
     """The groups that a GPU would get, on a CPU worker."""
     from nntile_py.analysis.workloads import build
     from nntile_py.execution.program import Store, programs
-    from nntile_py.profile.collect import make_trace, watched
+    from nntile_py.profiling.collect import make_trace, watched
     from nntile_py.sweep.point import _fill
     from nntile_py.tiles.batching import grouped
 
@@ -430,7 +430,7 @@ def test_a_profile_that_fails_leaves_no_folder(tmp_path: Path, monkeypatch: pyte
 
 
 def test_fxt_that_is_not_there_is_said(tmp_path: Path) -> None:
-    from nntile_py.profile.collect import convert_fxt
+    from nntile_py.profiling.collect import convert_fxt
 
     with pytest.raises(nt.TaskError, match="without FxT"):
         convert_fxt(tmp_path)
@@ -439,7 +439,7 @@ def test_fxt_that_is_not_there_is_said(tmp_path: Path) -> None:
 @pytest.mark.parametrize("light", [False, True])
 def test_profiling_twice_and_off_between(light: bool) -> None:
     """Nothing is noted while it is off, and a second profile holds nothing of the first."""
-    from nntile_py.profile.collect import make_trace, watched
+    from nntile_py.profiling.collect import make_trace, watched
 
     config = nt.models.GPT2Config(layers=1, embed=16, heads=2, vocab=40, positions=8)
     ids = np.random.default_rng(0).integers(0, 40, (2, 8))

@@ -153,6 +153,14 @@ def test_training_from_python() -> None:
     assert names["logits"].shape == (4, 37, 611)
 
 
+def test_tasks(python: Python, tmp_path: Path) -> None:
+    code = "\n".join([f"import os; os.chdir({str(tmp_path)!r})", *blocks(DOCS / "tasks.md", "python")])
+    done = python(code)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("[2. 2. 2. 2.]\n") and "axpy" in done.stdout
+    assert (tmp_path / "profiled" / "report.html").is_file()
+
+
 def test_memory(folder: Path) -> None:
     (text,) = blocks(DOCS / "how" / "memory.md", "yaml")
     run = (folder / "my_run.yaml").read_text()

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from nntile_py.profile.trace import Bus, Info, Trace, Worker
+from nntile_py.profiling.trace import Bus, Info, Trace, Worker
 from nntile_py.tiles.order import Use, dependencies
 
 US = 1_000

@@ -18,7 +18,7 @@ from pydantic import Field, PrivateAttr
 from nntile_py.analysis.workloads import Work
 from nntile_py.config.run import RunConfig, load, runtime_options
 from nntile_py.errors import ConfigError, NNTileError
-from nntile_py.profile import FILES
+from nntile_py.profiling import FILES
 from nntile_py.schema import Count, Section, read_yaml, validated
 from nntile_py.sweep.plots import FORMS, Row, figure_of, files_of, named, value, word
 from nntile_py.sweep.results import table

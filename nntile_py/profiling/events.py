@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from nntile_py.profile.trace import Info, Trace
+from nntile_py.profiling.trace import Info, Trace
 
 WORKERS, FETCHES, BUSES = 1, 2, 3  # processes of the viewer: a group of rows each
 MOST_ARROWS = 200_000  # with more, each task keeps the one from the predecessor that ended last

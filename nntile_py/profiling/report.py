@@ -8,9 +8,9 @@ from typing import Any
 import jinja2
 from markupsafe import Markup, escape
 
-from nntile_py.profile import events
-from nntile_py.profile.gantt import gantt, step_starts, titles
-from nntile_py.profile.trace import Trace
+from nntile_py.profiling import events
+from nntile_py.profiling.gantt import gantt, step_starts, titles
+from nntile_py.profiling.trace import Trace
 
 SHARES = (("working", "#009e73"), ("communicating", "#e69f00"), ("overhead", "#d55e00"), ("idle", "#d0d4d8"))
 POINTS = 600  # of a curve

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from nntile_py.profile.trace import REDUCTION, Info, Trace, Worker, accumulating, by_parts, length, merge
+from nntile_py.profiling.trace import REDUCTION, Info, Trace, Worker, accumulating, by_parts, length, merge
 from nntile_py.tiles.order import critical_path
 
 # A pause this short between two tasks is the runtime's; a longer one is a worker without work.

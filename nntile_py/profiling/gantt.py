@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from nntile_py.profile.trace import Trace, merge
+from nntile_py.profiling.trace import Trace, merge
 from nntile_py.tasks.op import operators
 
 SPARE = ("#b39ddb", "#17becf", "#6b4f2a", "#f781bf", "#2f4f4f", "#c0ca33", "#8d6e9f", "#e4b9a0")  # for other kinds

@@ -4,26 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from contextlib import suppress
-from importlib import import_module
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from nntile_py.config.run import RunConfig
-    from nntile_py.profile.trace import Trace
+    from nntile_py.profiling.trace import Trace
 
-
-class _Package(ModuleType):
-    """Importing any of it makes this package the attribute `nntile_py.profile`: `nt.profile()` works then, too."""
-
-    def __call__(self, folder: str | Path | None = None) -> Any:
-        return import_module("nntile_py.profile.block").profile(folder)
-
-
-sys.modules[__name__].__class__ = _Package
 
 # All that it leaves, without --fxt.
 FILES = ("config.yaml", "trace.json", "gantt.png", "gantt.svg", "gantt.pdf", "report.html", "summary.json")
@@ -38,7 +26,7 @@ def profile(
     in the folder `fxt` too."""
     from nntile_py.config.run import runtime_options
     from nntile_py.execution.runtime import Runtime
-    from nntile_py.profile import collect
+    from nntile_py.profiling import collect
     from nntile_py.system.load import Load
     from nntile_py.training.loop import build_trainer
 
@@ -72,7 +60,7 @@ def write(
     trace: Trace, peaks: Any, tiles: Any, folder: Path, name: str, load: dict[str, Any] | None = None
 ) -> dict[str, Any]:
     """All files of a profile, from a trace. load: Load.facts() of the run."""
-    from nntile_py.profile import analysis, events, gantt, report, rules
+    from nntile_py.profiling import analysis, events, gantt, report, rules
     from nntile_py.system.machine import described, machine
 
     summary = analysis.summarise(trace, peaks, tiles) | {"load": load}

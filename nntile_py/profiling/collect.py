@@ -19,8 +19,8 @@ from nntile_py.config.spec import step_spec
 from nntile_py.errors import TaskError
 from nntile_py.execution.runtime import Runtime
 from nntile_py.graph.declared import random_inputs
-from nntile_py.profile.analysis import Peak, at_least_seen, device_peak, measure_cpu
-from nntile_py.profile.trace import REDUCTION, Bus, Info, Trace, Worker, one_after_the_other
+from nntile_py.profiling.analysis import Peak, at_least_seen, device_peak, measure_cpu
+from nntile_py.profiling.trace import REDUCTION, Bus, Info, Trace, Worker, one_after_the_other
 from nntile_py.tiles import AXES
 from nntile_py.tiles.order import Use
 from nntile_py.tiles.tasklist import PYTHON, Task, TaskList

@@ -13,7 +13,7 @@ import numpy as np
 from nntile_py import _core
 from nntile_py.errors import TaskError
 from nntile_py.execution.runtime import Runtime
-from nntile_py.profile import analysis, collect, rules, write
+from nntile_py.profiling import analysis, collect, rules, write
 
 
 @dataclass
