@@ -147,7 +147,7 @@ class Case:
 
     def _tensor(self, axes: str, kind: str, dtype: str | None, band: Band = ALL) -> Tensor:
         names = axes.split()
-        name = f"t{len(self.graph.tensors)}"
+        name = f"t{len(self.graph.tensors) + len(self.graph.kept)}"
         if unknown := [axis for axis in names if axis not in self.sizes]:
             raise ValueError(f"axes {axes!r}: {', '.join(unknown)} has no size here; known are {', '.join(self.sizes)}")
         tensor = self.graph.named(name, names, [self.sizes[a] for a in names], kind, dtype)

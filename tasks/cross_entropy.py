@@ -125,7 +125,7 @@ def loss_tensor(g: GraphLike, before: Tensor | None) -> Tensor:
     """What an operator writes its loss to: the graph's loss, or the sum with the loss before it, in the same tile."""
     if before:
         return g.temp("loss", before.axes, before.shape, before.dtype, storage=before)
-    if "loss" in g.tensors:
+    if g.loss:
         raise ValueError("loss: the graph has one already; give it as `loss` to what is to be added to it")
     return g.named("loss", ["one"], [1], "scalar", "fp64")
 

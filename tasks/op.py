@@ -30,8 +30,9 @@ class Tensor:
     """A logical tensor: named axes with sizes, a dtype, and what it is for.
 
     kind: `input`, `param`, `grad` (of a parameter), `state` (of the optimizer), `scalar` (kept for the host),
-    `temp` (freed after its last reader). Tensors of one `storage` share tiles: an operator in place gives its output
-    the storage of its input. `band`: tensors with axes seq and key have only those tiles that lie within it.
+    `output` (of an evaluation, kept for the host), `temp` (freed after its last reader). Tensors of one `storage` share
+    tiles: an operator in place gives its output the storage of its input. `band`: tensors with axes seq and key have
+    only those tiles that lie within it.
     """
 
     def __init__(
@@ -86,7 +87,8 @@ class GraphLike(Protocol):
     dtype: str
     training: bool  # or an evaluation: without dropout
     projections: list[list[Tensor]]  # of each attention: queries, keys, values
-    tensors: dict[str, Tensor]
+    @property
+    def loss(self) -> Tensor | None: ...
 
     def temp(self, name: str, axes: Sequence[str], shape: Sequence[int], dtype: str, **options: Any) -> Tensor: ...
     def named(
@@ -145,7 +147,8 @@ class Lowering:
         if key not in self.tiles:
             self._tensors[id(owner)] = owner
             shape = self.shape(tensor, index)
-            self.tiles[key] = Tile(owner.name, at, shape, owner.dtype, owner.monoid, tensor.persistent, tensor.axes)
+            kept = tensor.persistent, tensor.axes, owner.kind
+            self.tiles[key] = Tile(owner.name, at, shape, owner.dtype, owner.monoid, *kept)
         return self.tiles[key]
 
     def rotated(self, parts: Sequence[Index], words: int) -> list[Index]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import ClassVar
 
 import numpy as np
@@ -13,7 +13,7 @@ from nntile_py.tiles import RW, R, Slot, TaskArgs, Tile, W
 from .op import NORMALIZATION, Array, Lowering, Op, Tensor
 
 FAN_IN = 8  # partial sums added by one task
-Ends = Mapping[tuple[str, tuple[int, ...]], int]
+Ends = Mapping[Hashable, int]
 
 
 class ClipArgs(TaskArgs):
@@ -40,7 +40,7 @@ class GradNorm(Op):
     """norm = sqrt(sum of squares of all gradients), fp64 [1]; clip = min(1, max_norm / (norm + 1e-6)), fp64 [1].
 
     As torch.nn.utils.clip_grad_norm_; without max_norm clip is 1. Sums go up a tree of fixed shape: the result does
-    not depend on the order in which tasks run. What `ends` names alike, by tensor and index of a gradient's tile, is
+    not depend on the order in which tasks run. What `ends` names alike, by the key of a gradient's tile, is
     added first: tiles that lie on the same device.
     """
 
@@ -63,7 +63,7 @@ class GradNorm(Op):
         for grad in self.inputs:
             for index in low.indices(grad):
                 tile = low.tile(grad, index)
-                sums = near.setdefault(self.ends.get((tile.tensor, tile.index), 0), [])
+                sums = near.setdefault(self.ends.get(tile.key, 0), [])
                 sums.append(self._sum(low))
                 low.emit("sum_squares", [W(sums[-1]), R(tile)])
         tops = [self._tree(low, sums, 1) for _, sums in sorted(near.items())]

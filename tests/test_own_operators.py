@@ -170,7 +170,8 @@ def trained(own: Any, tiles: dict[str, int], policy: str, steps: int = STEPS) ->
     (program,) = programs([low.tasks], store)
     for _ in range(steps):
         program.run({"lr": LR, "loss_scale": 1 / 15})
-    return {name: store.read(low, g.tensors[name]) for name in (*PARAMS, "loss")}
+    assert g.loss is not None
+    return {name: store.read(low, tensor) for name, tensor in [*((n, g.tensors[n]) for n in PARAMS), ("loss", g.loss)]}
 
 
 def trained_by_torch(steps: int = STEPS) -> dict[str, Any]:

@@ -156,7 +156,7 @@ def test_a_bias_gradient_is_summed_where_dx_is_made(dtype: str) -> None:
     g = Graph(dtype)
 
     def named(axes: str, kind: str = "scalar") -> Tensor:
-        return g.named(f"t{len(g.tensors)}", axes.split(), [sizes[a] for a in axes.split()], kind)
+        return g.named(f"t{len(g.tensors) + len(g.kept)}", axes.split(), [sizes[a] for a in axes.split()], kind)
 
     dx = g.temp("dx", ["batch", "seq", "embed"], [2, 3, 8], dtype)
     ins = [named(axes, "input") for axes in ("batch seq embed", "batch seq embed", "batch seq stat", "embed")]

@@ -10,6 +10,7 @@ batch tiles, optimizer states stay where they are.
 from __future__ import annotations
 
 import math
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
@@ -39,13 +40,13 @@ class Speed:
         return max(task.flop / self.flop_s, task.bytes / self.bytes_s)
 
 
-Residency = dict[tuple[str, tuple[int, ...]], set[int]]
+Residency = dict[Hashable, set[int]]
 
 
 def place(tasks: TaskList, workers: int, speed: Speed, residency: Residency | None = None) -> TaskList:
     """A resolved list that computes the same to the bit, each task with its worker, from 0.
 
-    residency: the workers that hold a copy of each tile that outlives the program, by tensor and index; updated.
+    residency: the workers that hold a copy of each tile that outlives the program, by its key; updated.
     A tile without an entry is taken to be wherever it is wanted.
     """
     residency = {} if residency is None else residency
@@ -53,7 +54,7 @@ def place(tasks: TaskList, workers: int, speed: Speed, residency: Residency | No
     for task in tasks.tasks:
         for access in task.accesses:
             readers[access.tile] = readers.get(access.tile, 0) + 1
-    copies: dict[Tile, set[int]] = {tile: residency.get((tile.tensor, tile.index), set()) for tile in readers}
+    copies: dict[Tile, set[int]] = {tile: residency.get(tile.key, set()) for tile in readers}
     parts = 1 + max((part for tile in readers for part in tile.part("batch")), default=-1)
     away: set[Tile] = set()  # sums that have left the worker that began them
     load = [0.0] * workers
@@ -74,7 +75,7 @@ def place(tasks: TaskList, workers: int, speed: Speed, residency: Residency | No
                 held = copies.get(access.tile, set())
                 copies[access.tile] = {chosen} if access.mode != "R" else held | {chosen}
             result.tasks.append(replace(one, worker=chosen))
-    residency.update({(tile.tensor, tile.index): held for tile, held in copies.items() if tile.persistent})
+    residency.update({tile.key: held for tile, held in copies.items() if tile.persistent})
     return result
 
 

@@ -26,10 +26,10 @@ class Tile:
     """A tile of a tensor: what becomes one StarPU data handle.
 
     `persistent` tiles outlive the program (weights, optimizer state, inputs); the others are freed after their last
-    reader. `monoid` says how partial results combine.
+    reader. `monoid` says how partial results combine. `kind` is the tensor's: names are unique within a kind alone.
     """
 
-    __slots__ = ("axes", "bytes", "dtype", "index", "monoid", "persistent", "redux", "shape", "tensor")
+    __slots__ = ("axes", "bytes", "dtype", "index", "kind", "monoid", "persistent", "redux", "shape", "tensor")
 
     def __init__(
         self,
@@ -40,15 +40,17 @@ class Tile:
         monoid: str = "sum",
         persistent: bool = False,
         axes: tuple[str, ...] = (),
+        kind: str = "",
     ) -> None:
         self.tensor, self.index, self.shape, self.dtype, self.axes = tensor, index, shape, dtype, axes
+        self.kind = kind
         self.monoid, self.persistent, self.redux = monoid, persistent, False
         self.bytes = math.prod(shape) * DTYPES[dtype].bytes
 
     @property
     def key(self) -> Hashable:
-        """The same for one tile in all lists of a step: by its name if it outlives them."""
-        return (self.tensor, self.index) if self.persistent else self
+        """The same for one tile in all lists of a step: by kind, name and index if it outlives them."""
+        return (self.kind, self.tensor, self.index) if self.persistent else self
 
     def part(self, axis: str) -> list[int]:
         """Which part of the axis the tile is of, if of one."""
@@ -264,15 +266,15 @@ class TaskList:
 
     # -- reports
 
-    def ends(self, axis: str) -> dict[tuple[str, tuple[int, ...]], int]:
+    def ends(self, axis: str) -> dict[Hashable, int]:
         """Which part of the axis was added last to each tile that outlives the program and is not cut along it."""
-        found = {}
+        found: dict[Hashable, int] = {}
         for task in self.tasks:
             parts = [part for access in task.accesses for part in access.tile.part(axis)]
             for access in task.accesses:
                 tile = access.tile
                 if parts and access.mode != "R" and tile.persistent and not tile.part(axis):
-                    found[tile.tensor, tile.index] = parts[0]
+                    found[tile.key] = parts[0]
         return found
 
     def peak_bytes(self, kept: int | None = None) -> int:

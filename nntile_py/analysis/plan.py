@@ -37,7 +37,7 @@ class Estimate:
 def estimate(lists: list[TaskList], workers: int, gpu: bool = False) -> Estimate:
     """What a nominal machine would need: `plan` for any task lists."""
     speed = device_model.speed(lists, gpu)
-    kept = {(a.tile.tensor, a.tile.index): a.tile.bytes for low in lists for task in low.tasks for a in task.accesses
+    kept = {a.tile.key: a.tile.bytes for low in lists for task in low.tasks for a in task.accesses
             if a.tile.persistent}  # fmt: skip
     work, chain, seconds = 0.0, 0.0, 0.0
     for low in lists:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -24,10 +24,10 @@ from nntile_py.tiles.tasklist import MONOIDS, Task
 
 
 class Store:
-    """StarPU handles of the tiles that outlive a program, shared by all programs of a trainer by tensor name."""
+    """StarPU handles of the tiles that outlive a program, shared by all programs of a trainer by their keys."""
 
     def __init__(self) -> None:
-        self.handles: dict[tuple[str, tuple[int, ...]], _core.Tile] = {}
+        self.handles: dict[Hashable, _core.Tile] = {}
         # Where tiles lie between programs, if those say which worker runs what.
         self.residency: Residency | None = {} if Runtime.current and Runtime.current.placement == "planned" else None
         self._grids: WeakKeyDictionary[Lowering, dict[Tensor, list[tuple[Any, _core.Tile]]]] = WeakKeyDictionary()
@@ -35,10 +35,9 @@ class Store:
     def handle(self, tile: Tile) -> _core.Tile:
         if not tile.persistent:
             return _new(tile)
-        key = (tile.tensor, tile.index)
-        if key not in self.handles:
-            self.handles[key] = _new(tile)
-        return self.handles[key]
+        if tile.key not in self.handles:
+            self.handles[tile.key] = _new(tile)
+        return self.handles[tile.key]
 
     def write(self, low: Lowering, tensor: Tensor, value: np.ndarray[Any, Any]) -> None:
         """Put a whole array into a tensor's tiles, in order with the tasks, without waiting."""

@@ -18,11 +18,21 @@ Array = np.ndarray[Any, Any]
 Weights = Mapping[str, Array]
 
 
+def _check_number(what: str, value: Any, least: float = -math.inf) -> None:
+    number = isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
+    if not number or not math.isfinite(value) or value < least:
+        allowed = "a number" if least else f"a number of at least {least}"
+        raise ConfigError(f"{what}({value!r}) is not allowed; use {allowed}")
+
+
 @dataclass(frozen=True)
 class Normal:
     """Start values drawn from a normal distribution of mean 0."""
 
     std: float
+
+    def __post_init__(self) -> None:
+        _check_number("Normal", self.std, 0)
 
 
 @dataclass(frozen=True)
@@ -30,6 +40,9 @@ class Constant:
     """Start values that are all the same."""
 
     value: float
+
+    def __post_init__(self) -> None:
+        _check_number("Constant", self.value)
 
 
 Init = Normal | Constant
@@ -124,13 +137,28 @@ def sources_of(name: str, axes: Mapping[str, int], sources: str | Part | Joined 
             for number, weight in enumerate(sources.weights)
         )
     if isinstance(sources, Part):
-        if sources.axis not in axes or not 0 <= sources.number < sources.of:
+        whole_numbers = isinstance(sources.number, int) and isinstance(sources.of, int)
+        if sources.axis not in axes or not whole_numbers or not 0 <= sources.number < sources.of:
             raise ConfigError(f"parameter {name}: {sources} is no part along one of its axes, {', '.join(axes)}")
         at = list(axes).index(sources.axis)
         whole = {axis: size * (sources.of if axis == sources.axis else 1) for axis, size in axes.items()}
         view = (*sizes[:at], sources.of, *sizes[at:])
         return (Source(sources.weight, _merged(whole), view, (*_everywhere(at), sources.number)),)
+    if sources is not None and not isinstance(sources, str):
+        raise ConfigError(f"parameter {name}: sources {sources!r} are not allowed; use a text, nt.Part or nt.Joined")
     return (Source(sources or name, _merged(axes), tuple(sizes)),)
+
+
+def cover(sources: Sequence[Source]) -> bool:
+    """Whether these sources, all of one weight, take each of its values once. They differ in view or index."""
+    first = sources[0]
+    cut = [axis for axis, at in enumerate(first.index) if isinstance(at, int)]
+    if len({(s.view, tuple(isinstance(at, int) for at in s.index)) for s in sources}) == 1:  # equal parts
+        return len(sources) == math.prod(first.view[axis] for axis in cut)
+    taken = np.zeros(first.shape, np.int8)
+    for source in sources:
+        taken.reshape(source.view)[source.index] += 1
+    return bool((taken == 1).all())
 
 
 def packed(params: Sequence[Param], tensor: Tensor, axis: str) -> Param:
@@ -262,7 +290,7 @@ def trace(model: Traceable, graph: Any, batch: Batch) -> Traced:
     here = f"model {cls.__name__}" + (f" ({file})" if file else "")
     try:
         made = model.trace(graph, batch)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         if cls.__module__.startswith("nntile_py."):  # says itself what is wrong, or is wrong
             raise
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
@@ -274,6 +302,10 @@ def trace(model: Traceable, graph: Any, batch: Batch) -> Traced:
             f"{here}: trace() returned {type(made).__name__};"
             " allowed: nt.Traced(loss, outputs), a tensor and a dict of tensors"
         )
+    try:
+        graph.check_end(made.loss, made.outputs)
+    except (ConfigError, ValueError) as error:
+        raise ConfigError(f"{here}: {error}") from error
     return made
 
 

@@ -411,7 +411,8 @@ def _activation(uses: _Uses, op: Op) -> bool:
     readers = [r for r in uses.readers[x] if r is not op]
     if not (isinstance(gemm, Contract) and _plain(gemm)) or any(r.phase == "forward" for r in readers):
         return False
-    uses.replace([gemm, op], _rebuild(gemm, op.output, activation=op.act, pre=x if readers else None))
+    kept = readers or x.persistent
+    uses.replace([gemm, op], _rebuild(gemm, op.output, activation=op.act, pre=x if kept else None))
     return True
 
 

@@ -6,10 +6,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
+
 from nntile_py.errors import ConfigError
-from nntile_py.graph.declared import Array, Init, Input, Joined, Param, Part, Source, sources_of
+from nntile_py.graph.declared import Array, Init, Input, Joined, Param, Part, Source, cover, sources_of
 from nntile_py.tasks.elementwise import Rename, add
 from nntile_py.tasks.op import CONTRACTION, Op, Tensor
+
+INPUT_DTYPES = ("int64", "fp32", "fp64", "bf16")
 
 
 class Graph:
@@ -25,7 +29,8 @@ class Graph:
         self.inputs: dict[str, Input] = {}
         self.projections: list[list[Tensor]] = []  # of each attention: queries, keys, values
         self.ops: list[Op] = []
-        self.tensors: dict[str, Tensor] = {}  # those that the host names: inputs, parameters, state, scalars
+        self.tensors: dict[str, Tensor] = {}  # inputs and parameters
+        self.kept: dict[tuple[str, str], Tensor] = {}  # what else outlives the program, by kind and name
         self._sources: dict[str, list[Source]] = {}  # of each weight, as they were declared
         self._scope: list[str] = []
         self._phase = "forward"
@@ -45,8 +50,16 @@ class Graph:
     ) -> Tensor:
         """A tensor that outlives the program, known to the host by its name."""
         tensor = Tensor(name, axes, shape, dtype or self.dtype, kind)
-        self.tensors[name] = tensor
+        if kind in ("input", "param"):
+            self.tensors[name] = tensor
+        else:
+            self.kept[kind, name] = tensor
         return tensor
+
+    @property
+    def loss(self) -> Tensor | None:
+        """What operators add their losses to, once one has."""
+        return self.kept.get(("scalar", "loss"))
 
     def param(
         self, name: str, axes: Mapping[str, int], init: Init, sources: str | Part | Joined | None = None
@@ -57,14 +70,29 @@ class Graph:
         are the axes, but that head_dim and the axis before it are one. Raises ConfigError for a name given before, and
         for sources that do not fit.
         """
-        if name in self.tensors:
-            raise ConfigError(f"parameter {name}: declared twice; use another name, or the tensor that there is")
+        self._check_declared("parameter", name, axes)
+        if not isinstance(init, Init):
+            raise ConfigError(f"parameter {name}: start values {init!r} are not allowed; use nt.Normal, nt.Constant")
         tensor = self.named(name, list(axes), list(axes.values()), "param")
         param = Param(tensor, init, sources_of(name, axes, sources))
         for source in param.sources:
             self._check_source(name, source)
         self.params[tensor] = param
         return tensor
+
+    def _check_declared(self, what: str, name: str, axes: Mapping[str, int]) -> None:
+        """Refuse a name, axes or sizes that no tensor can have."""
+        if not isinstance(name, str) or not name:
+            raise ConfigError(f"{what}: the name {name!r} is not allowed; use a text")
+        if name in self.tensors:
+            raise ConfigError(f"{what} {name}: declared twice; use another name, or the tensor that there is")
+        if not isinstance(axes, Mapping) or not axes:
+            raise ConfigError(f"{what} {name}: axes {axes!r} are not allowed; use {{axis: size}}")
+        for axis, size in axes.items():
+            whole = isinstance(size, int | np.integer) and not isinstance(size, bool)
+            if not isinstance(axis, str) or not whole or size < 1:
+                need = "use a text and a positive integer"
+                raise ConfigError(f"{what} {name}: axis {axis!r} of size {size!r} is not allowed; {need}")
 
     def _check_source(self, name: str, source: Source) -> None:
         """Refuse a weight of two shapes, and a part of it that two parameters would take."""
@@ -90,8 +118,11 @@ class Graph:
         scale: str | None = None,
     ) -> Tensor:
         """An array that a step is given: {axis: size}; dtype None is the graph's. See Input for the rest."""
-        if name in self.tensors:
-            raise ConfigError(f"input {name}: declared twice; use another name, or the tensor that there is")
+        self._check_declared("input", name, axes)
+        if dtype not in (None, *INPUT_DTYPES):
+            raise ConfigError(f"input {name}: dtype {dtype!r} is not allowed; use None or {', '.join(INPUT_DTYPES)}")
+        if shifted and (list(axes)[1:2] != ["seq"] or ignored is None):
+            raise ConfigError(f"input {name}: shifted needs the axes batch, seq and a value of `ignored`")
         tensor = self.named(name, list(axes), list(axes.values()), "input", dtype)
         self.inputs[name] = Input(tensor, below, ignored, default, shifted, scale)
         return tensor
@@ -139,12 +170,12 @@ class Graph:
         self._phase = "forward"
         self._check_in_place()
         result = {}
-        for name, param in list(self.tensors.items()):
+        for name, param in self.tensors.items():
             if param.kind == "param" and param in grads:
                 grad = grads[param].storage
                 assert grad.axes == param.axes, (grad, param)
                 grad.name, grad.kind = f"{name}.grad", "grad"
-                self.tensors[grad.name] = result[param] = grad
+                result[param] = grad
         return result
 
     def sizes(self) -> dict[str, int]:
@@ -155,7 +186,29 @@ class Graph:
                 found[axis] = max(size, found.get(axis, 0))
         return found
 
-    def _check_in_place(self) -> None:
+    def check_end(self, loss: Tensor, outputs: Mapping[str, Tensor]) -> None:
+        """ConfigError where a trace that ends in these cannot be trained, or its weights not be kept."""
+        if self.loss is None or loss.storage is not self.loss:
+            raise ConfigError(f"the loss is {loss}; allowed: what cross_entropy or squared_error returned here")
+        last, written = self._check_in_place()
+        known = {*self.tensors.values(), *self.kept.values(), *(t for op in self.ops for t in op.outputs)}
+        for name, tensor in outputs.items():
+            if not isinstance(name, str) or not isinstance(tensor, Tensor):
+                raise ConfigError(f"output {name!r}: {tensor!r} is not allowed; use {{name: tensor}}")
+            if tensor not in known:
+                raise ConfigError(f"output {name}: {tensor} is not allowed; use a tensor that this trace has made")
+            if last.get(tensor, 0) != written.get(tensor.storage, 0):
+                raise ConfigError(f"output {name}: a later tensor takes the place of {tensor}; use that one")
+        for weight, sources in self._sources.items():
+            if not cover(sources):
+                names = ", ".join(p.tensor.name for p in self.params.values() if any(s in sources for s in p.sources))
+                raise ConfigError(
+                    f"weight {weight}: a part of it belongs to no parameter or to two; allowed: one for each part."
+                    f" Those declared: {names}"
+                )
+
+    def _check_in_place(self) -> tuple[dict[Tensor, int], dict[Tensor, int]]:
+        """ValueError: a tensor is read after another took its place. The numbers are returned, too."""
         written: dict[Tensor, int] = {}  # how often, of each storage
         seen: dict[Tensor, int] = {}  # how often when the tensor was made
         for op in self.ops:
@@ -167,6 +220,7 @@ class Graph:
                     seen[t] = seen[op.inputs[0]]
                 else:
                     seen[t] = written[t.storage] = written.get(t.storage, 0) + 1
+        return seen, written
 
     def flop(self) -> float:
         """Floating point operations of the contractions and attentions, the customary count."""

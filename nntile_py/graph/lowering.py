@@ -22,7 +22,8 @@ def lower(graph: Graph, tiling: Tiling, policy: str = "chain", *, holds: Iterabl
         op.fit(tiling)
     _check_count(graph, tiling)
     low = Lowering(tiling, TaskList(policy))
-    before = [t for t in graph.tensors.values() if t.kind in WRITTEN_BEFORE] + list(holds)
+    known = [*graph.tensors.values(), *graph.kept.values()]
+    before = [t for t in known if t.kind in WRITTEN_BEFORE] + list(holds)
     for tensor in before:
         low.tasks.initialised.update(low.tile(tensor, index) for index in low.indices(tensor))
     for op in graph.ops:

@@ -5,7 +5,7 @@ Algebraic fusion of Table II in Ivanov et al. 2021 ("Data movement is all you ne
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from nntile_py.graph.declared import packed
 from nntile_py.graph.graph import Graph
@@ -18,11 +18,12 @@ from nntile_py.tasks.op import Op, Tensor
 AXIS = "qkv"
 
 
-def pack_projections(graph: Graph) -> Graph:
+def pack_projections(graph: Graph, outputs: Iterable[Tensor] = ()) -> Graph:
     """Replace the products of each attention's queries, keys and values by one where they are alike. In place.
 
-    Alike: the same input, weights and biases of equal axes and sizes, read by nothing else.
+    Alike: the same input, weights and biases of equal axes and sizes, read by nothing else, and none of `outputs`.
     """
+    asked = set(outputs)
     maker = {tensor: op for op in graph.ops for tensor in op.outputs}
     readers: dict[Tensor, list[Op]] = {}
     for op in graph.ops:
@@ -33,6 +34,8 @@ def pack_projections(graph: Graph) -> Graph:
     renamed: dict[str, Tensor | None] = {}  # what takes the place of a parameter in the graph's names, if anything
     for qkv in graph.projections:
         chains = [_chain(tensor, maker, readers) for tensor in qkv]
+        if asked & {op.output for chain in chains for op in chain}:
+            continue
         if not _alike(chains):
             continue
         made, out = _packed_chain(graph, chains, renamed)

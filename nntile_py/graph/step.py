@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field, replace
 
 from nntile_py.errors import ConfigError
@@ -54,10 +54,10 @@ class Step:
     def lists(self) -> list[Lowering]:
         return [low for low in (self.first, self.more, self.update) if low]
 
-    def kept_tiles(self) -> dict[tuple[str, tuple[int, ...]], int]:
+    def kept_tiles(self) -> dict[Hashable, int]:
         """Bytes of every tile that outlives a step: weights, gradients, optimizer state, inputs."""
         tiles = {a.tile for low in self.lists for task in low.tasks.tasks for a in task.accesses}
-        return {(t.tensor, t.index): t.bytes for t in tiles if t.persistent}
+        return {t.key: t.bytes for t in tiles if t.persistent}
 
     def peak_bytes(self) -> int:
         """Bytes alive at the worst point of the step when its tasks run in order."""
@@ -132,7 +132,7 @@ class StepSpec:
         batch = Batch(self.batch, self.seq, self.given)
         traced = trace(self.model, graph, batch)
         if self.fusion.qkv:
-            pack_projections(graph)
+            pack_projections(graph, traced.outputs.values())
         return graph, traced, batch
 
     def step(self) -> Step:
@@ -162,7 +162,9 @@ class StepSpec:
     def evaluation(self, keep: bool = False) -> Evaluation:
         """A forward pass without dropout; with `keep` the model's outputs are kept for the host."""
         graph, traced, _ = self.trace(training=False)
-        fuse(graph, self.fusion, self.tiling)
         for name, tensor in traced.outputs.items() if keep else ():
-            tensor.name, tensor.kind = name, "scalar"
+            if not tensor.persistent:
+                for one in (tensor, tensor.storage):
+                    one.name, one.kind = name, "output"
+        fuse(graph, self.fusion, self.tiling)
         return Evaluation(graph, traced.outputs, lower(graph, self.tiling, self.policy))

@@ -137,12 +137,12 @@ class Trainer:
         self._store = Store()
         self._changed: set[str] = set()  # inputs with a default that a step has given
         self._optional: dict[str, float] = {}  # inputs that a step may have, and what is as good as none
-        self._neutral: dict[str, Input] = {}
+        self._neutral: dict[str, Input | None] = {}
         programs_ = self._programs(spec.given)
         self._built = programs_.built  # as are those with other inputs, for all that lasts
         self._write_weights()
         written = set(self._low_bits().values())
-        for tensor in self._built.update_graph.tensors.values():
+        for tensor in self._built.update_graph.kept.values():
             if tensor.kind == "state" and tensor not in written:
                 self._store.zero(self._built.update, tensor)
         self._runtime.at_exit(self)
@@ -230,7 +230,7 @@ class Trainer:
                 self._store.write(low, declared[name].tensor, value[part] if declared[name].batched else value)
             program.run(slots)
         made.update.run(slots)
-        scalars = [("loss", (0,)), ("grad_norm", (0,))]
+        scalars = [("scalar", name, (0,)) for name in ("loss", "grad_norm")]
         pending = Pending(self.steps, _core.Fetch([self._store.handles[key] for key in scalars]))
         self._pending.append(pending)
         return pending
@@ -268,7 +268,7 @@ class Trainer:
         for name, value in arrays.items():
             self._store.write(evaluation.forward, declared[name].tensor, value)
         program.run(_scales(declared, arrays))
-        (loss,) = _core.Fetch([self._store.handles["loss", (0,)]]).wait()
+        (loss,) = _core.Fetch([self._store.handles["scalar", "loss", (0,)]]).wait()
         if all(one.counted(arrays[name]) == 0 for name, one in declared.items() if one.scale):
             loss = float("nan")  # the mean of nothing, as in PyTorch
         if not keep:
@@ -322,8 +322,8 @@ class Trainer:
 
     def _low_bits(self) -> dict[Tensor, Tensor]:
         """What each bf16 parameter lacks of the fp32 one; empty for other dtypes."""
-        states = self._built.update_graph.tensors
-        pairs = ((p.tensor, states.get(f"{p.tensor.name}.{LOW_BITS}")) for p in self._built.params)
+        kept = self._built.update_graph.kept
+        pairs = ((p.tensor, kept.get(("state", f"{p.tensor.name}.{LOW_BITS}"))) for p in self._built.params)
         return {param: low for param, low in pairs if low}
 
     def _write_weights(self) -> None:
@@ -343,10 +343,10 @@ class Trainer:
             if (value := one.filled(self.batch)) is not None:
                 self._store.write(low, one.tensor, value)
 
-    def _unused(self, name: str) -> Input:
-        """An optional input that says nothing, so that no program has it."""
+    def _unused(self, name: str) -> Input | None:
+        """An optional input that says nothing, so that no program has it; None: the model declares no such input."""
         if name not in self._neutral:
-            self._neutral[name] = self.spec.with_inputs(frozenset({name})).trace()[0].inputs[name]
+            self._neutral[name] = self.spec.with_inputs(frozenset({name})).trace()[0].inputs.get(name)
         return self._neutral[name]
 
     def _check(
@@ -354,13 +354,17 @@ class Trainer:
     ) -> tuple[dict[str, IntArray], _Programs]:
         """Arrays of the right shapes and ranges, and the programs that take them."""
         absent = {name for name, neutral in self._optional.items() if name in given and _only(given[name], neutral)}
-        for name in absent:
-            self._unused(name).checked(given[name], rows)
+        for name in absent.copy():
+            if one := self._unused(name):
+                one.checked(given[name], rows)
+            else:
+                absent.remove(name)
         made = self._programs(frozenset(name for name in self._optional if name in given and name not in absent))
         declared, arrays = made.built.graph.inputs, {}
         for name in given:
             if name not in declared and name not in absent:
-                raise ValueError(f"{name}: unknown input; allowed are {', '.join({**declared, **self._optional})}")
+                known = [*declared, *(n for n in self._optional if n not in declared and self._unused(n))]
+                raise ValueError(f"{name}: unknown input; allowed are {', '.join(known)}")
         for name, one in declared.items():
             if name in given:
                 value = one.checked(given[name], rows)
@@ -370,7 +374,7 @@ class Trainer:
             elif (default := one.filled(rows)) is None:
                 needed = [n for n, i in declared.items() if i.default is None and n not in self._optional]
                 raise ValueError(f"{name}: missing; the model needs {', '.join(needed)}")
-            elif name in self._changed:
+            elif name in self._changed or one.scale:
                 arrays[name] = default
         self._changed |= {name for name in arrays if declared[name].default is not None}
         return arrays, made
