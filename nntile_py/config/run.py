@@ -23,7 +23,7 @@ from nntile_py.config.sections import (
 )  # fmt: skip
 from nntile_py.errors import ConfigError
 from nntile_py.graph.step import PRECISIONS, check_precision
-from nntile_py.models.base import ModelConfig, find, of_hf_type, read_raw_config, resolved
+from nntile_py.models.base import ModelConfig, find, of_hf_type, read_raw, resolved
 from nntile_py.schema import (
     Natural,
     Rule,
@@ -283,13 +283,11 @@ def _model_section(given: Any) -> Any:
     folder = Path(str(source)).expanduser().resolve()
     need = "allowed: a folder that save_pretrained wrote, with config.json and model.safetensors"
     try:
-        raw = read_raw_config(folder)
+        raw = read_raw(folder)
         cls = find(given["type"]) if "type" in given else of_hf_type(raw.get("model_type"))
-        saved = cls.read_config(raw)
+        saved = cls.saved_fields(raw)
     except ConfigError as error:
         raise ConfigError(f"model.from: {folder}: {error}; {need}") from None
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"model.from: cannot read {folder}/config.json ({error!r}); {need}") from None
     if not any(folder.glob("*.safetensors")):
         raise ConfigError(f"model.from: {folder} holds no weights in safetensors; {need}")
     given |= {"from": str(folder)}
