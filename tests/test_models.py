@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -332,6 +333,13 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"attention_mask": np.zeros((BATCH, 1), int)}, r"attention_mask: int64 \(4, 1\) is not allowed"),
     ({"attention_mask": np.ones((BATCH, 1), int)}, r"attention_mask: int64 \(4, 1\) is not allowed"),
     ({"attention_mask": np.zeros((BATCH, SEQ))}, "attention_mask: float64"),
+    ({"attention_mask": [[1, 1], [1]]}, r"attention_mask: is no array \(ValueError: .*\); expected ints \(4, 12\)"),
+    ({"attention_mask": torch.ones(BATCH, SEQ, dtype=torch.bfloat16)}, "attention_mask: is no array .*BFloat16"),
+    ({"attention_mask": object()}, r"attention_mask: object \(\) is not allowed"),
+    ({"input_ids": torch.ones(BATCH, SEQ).bfloat16()}, "input_ids: is no array .*BFloat16"),
+    ({"input_ids": torch.ones(BATCH, SEQ, requires_grad=True)}, "input_ids: is no array .*detach"),
+    ({"labels": torch.ones(BATCH, SEQ, dtype=torch.int64).to_sparse()}, "labels: is no array .*expected ints"),
+    ({"labels": torch.ones(BATCH, SEQ, dtype=torch.int64).to("meta")}, "labels: is no array .*expected ints"),
     ({"positions": np.full(SEQ, 99)}, "positions: values go from 99"),
 ]  # fmt: skip
 
@@ -355,3 +363,40 @@ def test_wrong_numbers(runtime: nt.Runtime) -> None:
         trainer.step({"x": "x", "labels": np.zeros((1, 3, 8))})
     with pytest.raises(ValueError, match="x: missing; the model needs x, labels"):
         trainer.step({"labels": np.zeros((1, 3, 8))})
+    for value in (torch.ones(1, 3, 8).bfloat16(), torch.ones(1, 3, 8, requires_grad=True)):
+        with pytest.raises(ValueError, match=r"x: is no array .*; expected numbers \(1, 3, 8\)"):
+            trainer.step({"x": value, "labels": np.zeros((1, 3, 8))})
+
+
+def test_outputs_without_labels(runtime: nt.Runtime) -> None:
+    """The loss of none is nan, for tokens and for numbers; without outputs to return, labels are needed."""
+    encoder = nt.models.Encoder(nt.models.EncoderConfig(embed=8, heads=2))
+    for model, inputs, labels in (
+        (encoder, {"x": np.ones((2, 3, 8))}, np.ones((2, 3, 8))),
+        (nt.models.from_hf(made("pretraining")), {"input_ids": np.ones((2, 3), int)}, np.ones((2, 3), int)),
+    ):
+        trainer = nt.Trainer(model, 2, 3)
+        with pytest.raises(ValueError, match="labels: missing"):
+            trainer.evaluate(inputs)
+        loss, outputs = trainer.evaluate(inputs, return_outputs=True)
+        assert np.isnan(loss)
+        known, same_outputs = trainer.evaluate(inputs | {"labels": labels}, return_outputs=True)
+        assert np.isfinite(known) and same(outputs, same_outputs)
+
+
+def test_learning_rates(runtime: nt.Runtime) -> None:
+    inputs = {"x": np.ones((1, 3, 8)), "labels": np.zeros((1, 3, 8))}
+
+    def after(lr: Any) -> Any:
+        config = nt.models.EncoderConfig(embed=8, heads=2)
+        trainer = nt.Trainer(nt.models.Encoder(config), 1, 3, optimizer=nt.SGD(lr=np.float32(0.25)))
+        trainer.step(inputs, lr=lr)
+        return trainer.state_dict()
+
+    want = after(0.5)
+    assert same(after(np.float32(0.5)), want) and same(after(Fraction(1, 2)), want) and not same(after(None), want)
+    assert same(after(1), after(np.int64(1)))
+    for wrong in (True, np.True_, "1", -1, np.float32("nan"), float("inf"), torch.tensor(0.5), np.ones(2), 1j):
+        for call in (after, lambda lr: nt.AdamW(lr=lr)):
+            with pytest.raises(nt.ConfigError, match=r"optimizer\.lr: .* is not allowed; use a number of 0 or more"):
+                call(wrong)
