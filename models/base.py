@@ -9,7 +9,6 @@ import inspect
 import json
 import pkgutil
 import sys
-import traceback
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
@@ -17,11 +16,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 import numpy as np
 from pydantic import ConfigDict, Field, ValidationError
 
-from nntile_py.errors import ConfigError
+from nntile_py.errors import ConfigError, raised
 from nntile_py.graph.declared import Batch, Param, Traced, trace
 from nntile_py.graph.graph import Graph
 from nntile_py.models.init import initial_weights
-from nntile_py.schema import Count, Section, allowed, explained, short
+from nntile_py.schema import Count, Section, absolute, allowed, explained, short
 
 Weights = dict[str, np.ndarray[Any, Any]]
 
@@ -51,6 +50,18 @@ class ModelConfig(Section):
             super().__init__(**fields)
         except ValidationError as error:
             raise ConfigError(explained(type(self), error, "model.")) from None
+        except Exception as error:  # of a validator of the user's
+            cls = type(self)
+            if isinstance(error, ConfigError) or cls.__module__.startswith("nntile_py."):
+                raise
+            file = getattr(sys.modules.get(cls.__module__), "__file__", None)
+            raise ConfigError(f"model: {cls.__name__} ({file}) raises {raised(error, file)}") from error
+        for name, value in self:
+            try:
+                self.model_dump(mode="json", include={name})
+            except ValueError as error:
+                need = f"what config.yaml can hold: numbers, texts, lists, mappings ({error})"
+                raise ConfigError(f"model.{name}: got {short(value)}; allowed: {need}") from None
 
     def changed(self, **fields: Any) -> Self:
         """The same with other values of some fields."""
@@ -69,6 +80,9 @@ class ModelConfig(Section):
     def check_size(self, name: str, divisor: str) -> None:
         """Refuse sizes of which one does not divide the other."""
         whole, part = getattr(self, name), getattr(self, divisor)
+        for key, size in ((name, whole), (divisor, part)):
+            if not isinstance(size, int) or size < 1:
+                raise ConfigError(f"model.{key}: got {short(size)}; allowed: an integer of at least 1")
         if whole % part:
             fitting = ", ".join(str(n) for n in range(1, whole + 1) if whole % n == 0)
             raise ConfigError(f"model.{divisor}: got {part}; allowed: a divisor of model.{name} = {whole}: {fitting}")
@@ -168,7 +182,7 @@ class Model:
 
     def hf_config(self) -> dict[str, Any]:
         """What config.json holds: for transformers its config of the model, with model_type and architectures."""
-        return self.config.model_dump(exclude={"from_"})
+        return self.config.model_dump(mode="json", exclude={"from_"})
 
     @classmethod
     def from_hf(cls, source: Any, **fields: Any) -> Self:
@@ -332,13 +346,13 @@ def find(name: Any) -> type[Model]:
     file, colon, wanted = str(name).rpartition(":")
     if not colon or not file.endswith(".py"):
         raise ConfigError(f"model.type: got {name!r}; {allowed(name, [*models, 'my_file.py:MyModel'])}")
-    return _own(Path(file).expanduser().resolve(), wanted)
+    return _own(absolute(file), wanted)
 
 
 def resolved(name: Any) -> Any:
     """A type as it is understood in any folder."""
     file, colon, wanted = str(name).rpartition(":")
-    return f"{Path(file).expanduser().resolve()}:{wanted}" if colon else name
+    return f"{absolute(file)}:{wanted}" if colon else name
 
 
 def _own(path: Path, wanted: str) -> type[Model]:
@@ -349,9 +363,7 @@ def _own(path: Path, wanted: str) -> type[Model]:
     try:
         module = _loaded(path, path.stat().st_mtime_ns)
     except (Exception, SystemExit) as error:  # whatever the user's file does
-        lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == str(path)]
-        place = f" in line {lines[-1]}" if lines else ""
-        raise ConfigError(f"{here}: the file raises {type(error).__name__}{place}: {error}") from error
+        raise ConfigError(f"{here}: the file raises {raised(error, str(path))}") from error
     found = {cls.__name__: cls for cls in _models_in(module)}
     if wanted not in found:
         there = vars(module).get(wanted)
@@ -359,6 +371,11 @@ def _own(path: Path, wanted: str) -> type[Model]:
         if inspect.isclass(there) and issubclass(there, Model):
             lacks = "its Config is missing, or is no subclass of nt.ModelConfig"
         raise ConfigError(f"{here}: {lacks}; allowed: {need}; in this file: {', '.join(found) or 'none'}")
+    try:
+        inspect.signature(found[wanted]).bind(None, None, seed=0, hf=None)
+    except TypeError as error:
+        need = "(self, config, weights=None, *, seed=0, hf=None)"
+        raise ConfigError(f"{here}: its __init__ cannot be called ({error}); allowed: {need}, as of nt.Model") from None
     return found[wanted]
 
 

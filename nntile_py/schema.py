@@ -3,6 +3,7 @@
 import difflib
 import math
 import operator
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -283,6 +284,11 @@ def _inner(cls: type[BaseModel], loc: Iterable[Any]) -> type[BaseModel]:
 
 def _keys(cls: type[BaseModel]) -> list[str]:
     return [field.alias or name for name, field in cls.model_fields.items()]
+
+
+def absolute(path: str) -> Path:
+    """The path as it is understood in any folder, its links followed; those that lead in a circle stay as they are."""
+    return Path(os.path.realpath(os.path.expanduser(path)))
 
 
 def short(value: Any) -> str:

@@ -28,6 +28,7 @@ from nntile_py.schema import (
     Natural,
     Rule,
     Section,
+    absolute,
     allowed,
     assignment,
     keys,
@@ -91,7 +92,7 @@ class RunConfig(Section):
     @field_validator("scheduler")
     @classmethod
     def _from_anywhere(cls, name: str | None) -> str | None:
-        return str(Path(name).expanduser().resolve()) if name and _is_path(name) else name
+        return str(absolute(name)) if name and _is_path(name) else name
 
     @model_validator(mode="after")
     def _together(self) -> "RunConfig":
@@ -142,7 +143,7 @@ class RunConfig(Section):
 
     def to_yaml(self) -> str:
         """The config with every default filled in; loading it gives the same config."""
-        return yaml.safe_dump(self.model_dump(by_alias=True), sort_keys=False)
+        return yaml.safe_dump(self.model_dump(mode="json", by_alias=True), sort_keys=False)
 
 
 @functools.cache
@@ -280,7 +281,7 @@ def _model_section(given: Any) -> Any:
         given["type"] = resolved(given["type"])
     if (source := given.get("from")) is None:
         return _checked(find(given.get("type", DEFAULT_MODEL)).Config, given)
-    folder = Path(str(source)).expanduser().resolve()
+    folder = absolute(str(source))
     need = "allowed: a folder that save_pretrained wrote, with config.json and model.safetensors"
     try:
         raw = read_raw(folder)
