@@ -196,7 +196,8 @@ def validated(
 def explained(cls: type[BaseModel], error: ValidationError, prefix: str = "", elsewhere: Iterable[str] = ()) -> str:
     """One line for each wrong key of a `cls`."""
     places = list(elsewhere)
-    return "\n  ".join(prefix + _explain(cls, e, places) for e in error.errors())
+    heads = ((prefix if e["loc"] else prefix.rstrip("."), e) for e in error.errors())  # no place: of the section itself
+    return "\n  ".join(head + _explain(cls, e, places) for head, e in heads)
 
 
 def allowed(given: Any, known: list[str], elsewhere: Iterable[str] = ()) -> str:

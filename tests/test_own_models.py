@@ -320,6 +320,8 @@ def test_wrong_files(
 WRONG_CONFIGS = {
     "a validator's KeyError": ("def model_post_init(self, _):\n        {}['x']", r"raises KeyError in line \d+: 'x'"),
     "a validator's division": ("def model_post_init(self, _):\n        1 / 0", "raises ZeroDivisionError in line"),
+    "a validator's ValueError": ("@__import__('pydantic').model_validator(mode='after')\n    def even(self):\n"
+                                 "        raise ValueError('even sizes')", "model: got .*; allowed: even sizes"),
     "check_size of an unknown field": ("def model_post_init(self, _):\n        self.check_size('embed', 'heds')",
                                        "raises AttributeError in line .*heds"),
     "check_size of none": ("def model_post_init(self, _):\n        self.check_size('embed', 'vocab')",

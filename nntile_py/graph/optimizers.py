@@ -86,7 +86,7 @@ def _check(optimizer: AdamW | SGD) -> None:
             continue
         top = 1 if name in ("betas", "momentum") else float("inf")
         for number in value if isinstance(value, tuple) else (value,):
-            if isinstance(number, bool) or not isinstance(number, Real) or not 0 <= number < top:
+            if isinstance(number, bool) or not isinstance(number, Real) or not 0 <= float(number) < top:
                 raise ConfigError(f"optimizer.{name}: {value!r} is not allowed; use a number of 0 or more, below {top}")
         # Numbers of NumPy too are Real; programs are made of Python's.
         plain = tuple(map(float, value)) if isinstance(value, tuple) else float(value)
