@@ -9,7 +9,6 @@ import inspect
 import json
 import pkgutil
 import sys
-import traceback
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
@@ -17,11 +16,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 import numpy as np
 from pydantic import ConfigDict, Field, ValidationError
 
-from nntile_py.errors import ConfigError
+from nntile_py.errors import ConfigError, raised
 from nntile_py.graph.declared import Batch, Param, Traced, trace
 from nntile_py.graph.graph import Graph
 from nntile_py.models.init import initial_weights
-from nntile_py.schema import Count, Section, allowed, explained
+from nntile_py.schema import Count, Section, absolute, allowed, explained, short
 
 Weights = dict[str, np.ndarray[Any, Any]]
 
@@ -51,6 +50,18 @@ class ModelConfig(Section):
             super().__init__(**fields)
         except ValidationError as error:
             raise ConfigError(explained(type(self), error, "model.")) from None
+        except Exception as error:  # of a validator of the user's
+            cls = type(self)
+            if isinstance(error, ConfigError) or cls.__module__.startswith("nntile_py."):
+                raise
+            file = getattr(sys.modules.get(cls.__module__), "__file__", None)
+            raise ConfigError(f"model: {cls.__name__} ({file}) raises {raised(error, file)}") from error
+        for name, value in self:
+            try:
+                self.model_dump(mode="json", include={name})
+            except ValueError as error:
+                need = f"what config.yaml can hold: numbers, texts, lists, mappings ({error})"
+                raise ConfigError(f"model.{name}: got {short(value)}; allowed: {need}") from None
 
     def changed(self, **fields: Any) -> Self:
         """The same with other values of some fields."""
@@ -69,6 +80,9 @@ class ModelConfig(Section):
     def check_size(self, name: str, divisor: str) -> None:
         """Refuse sizes of which one does not divide the other."""
         whole, part = getattr(self, name), getattr(self, divisor)
+        for key, size in ((name, whole), (divisor, part)):
+            if not isinstance(size, int) or size < 1:
+                raise ConfigError(f"model.{key}: got {short(size)}; allowed: an integer of at least 1")
         if whole % part:
             fitting = ", ".join(str(n) for n in range(1, whole + 1) if whole % n == 0)
             raise ConfigError(f"model.{divisor}: got {part}; allowed: a divisor of model.{name} = {whole}: {fitting}")
@@ -154,9 +168,21 @@ class Model:
             raise ConfigError(f"{cls.__name__} has no read_config(raw), so it cannot read a model of transformers")
         return {name: raw[name] for name in cls.Config.model_fields if name in raw and name not in ("type", "from_")}
 
+    @classmethod
+    def saved_fields(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
+        """What read_config makes of config.json; whatever is wrong in that is a ConfigError."""
+        choice(raw, "quantization_config", None)
+        try:
+            return cls.read_config(raw)
+        except KeyError as error:
+            raise ConfigError(f"model: {error} is missing in config.json; {cls.__name__} needs it") from error
+        except (ArithmeticError, AttributeError, IndexError, TypeError, ValueError) as error:
+            told = f"{type(error).__name__}: {error}"
+            raise ConfigError(f"model: config.json does not hold a {cls.__name__} ({told})") from error
+
     def hf_config(self) -> dict[str, Any]:
         """What config.json holds: for transformers its config of the model, with model_type and architectures."""
-        return self.config.model_dump(exclude={"from_"})
+        return self.config.model_dump(mode="json", exclude={"from_"})
 
     @classmethod
     def from_hf(cls, source: Any, **fields: Any) -> Self:
@@ -165,15 +191,17 @@ class Model:
         fields: of the config, such as attention= and dropout=; dropout is off unless it is given. Raises ConfigError
         for a folder or a variant of the model that cannot be read.
         """
-        raw, weights = _read(source)
-        config = cls.Config(**(cls.read_config(raw) | fields))
-        model = cls(config, hf=raw)
-        shapes = model.weight_shapes()
-        weights = {name if name in shapes else cls.prefix + name: value for name, value in weights.items()}
+        raw = read_raw(source)
+        model = cls(cls.Config(**(cls.saved_fields(raw) | fields)), hf=raw)
+        shapes, tensors = model.weight_shapes(), _tensors(source)
+        prefix = "" if any(name.startswith(cls.prefix) for name in tensors) else cls.prefix
+        tensors = {name if name in shapes else prefix + name: value for name, value in tensors.items()}
+        weights = _arrays({name: tensors[name] for name in shapes if name in tensors})
         for param in model.params():
-            for source in param.sources:
-                source.check(weights)
-        model.weights = {name: weights[name] for name in shapes}
+            for one in param.sources:
+                one.check(weights)
+        _check_layers(shapes, tensors)
+        model.weights = weights
         return model
 
     def merged_hf(self, own: dict[str, Any]) -> dict[str, Any]:
@@ -189,7 +217,11 @@ class Model:
         if "architectures" not in raw:
             raise ConfigError(f"model: {type(self).__name__} is not known to transformers")
         (architecture,) = raw["architectures"]
-        config = transformers.AutoConfig.for_model(**raw)
+        try:
+            config = transformers.AutoConfig.for_model(**raw)
+        except Exception as error:  # whatever its checks say; they change with its versions
+            told = " ".join(str(error).split())
+            raise ConfigError(f"model: transformers does not take these sizes ({told})") from error
         dtype = torch.float64 if next(iter(self.weights.values())).dtype == np.float64 else torch.float32
         model: Any = getattr(transformers, architecture)(config).to(dtype)
         state = {name: torch.from_numpy(np.array(value)) for name, value in self.weights.items()}
@@ -200,58 +232,92 @@ class Model:
         return model.eval()
 
 
-def _read(source: Any) -> tuple[dict[str, Any], Weights]:
-    """config.json and the weights of a model or of a folder."""
+def read_raw(source: Any) -> dict[str, Any]:
+    """What config.json holds, of a folder that save_pretrained wrote or of a model of transformers."""
     if isinstance(source, str | Path):
-        return read_folder(Path(source))
-    raw = _config_of_hf(source)
-    double = all(v.dtype.itemsize == 8 for v in source.parameters())
-    state = {k: v.detach().cpu() for k, v in source.state_dict().items()}
-    return raw, {k: (v if double else v.float()).numpy().copy() for k, v in state.items()}
-
-
-def _config_of_hf(source: Any) -> dict[str, Any]:
+        return _read_json(Path(source) / "config.json", "a folder saved by save_pretrained")
     if not hasattr(source, "state_dict") or not hasattr(source, "config"):
         raise ConfigError(f"model: {type(source).__name__} is not allowed; use a transformers model, or its folder")
-    return {**source.config.to_dict(), "architectures": [type(source).__name__]}
+    theirs = (cls for cls in type(source).__mro__ if cls.__module__.startswith("transformers."))
+    return {**source.config.to_dict(), "architectures": [next(theirs, type(source)).__name__]}
 
 
-def read_folder(folder: Path) -> tuple[dict[str, Any], Weights]:
-    """config.json and the weights of a folder that save_pretrained wrote."""
+def _tensors(source: Any) -> dict[str, Any]:
+    """{name: torch tensor}: all that the checkpoint holds, buffers too."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
-    raw = read_raw_config(folder)
+    if not isinstance(source, str | Path):
+        return {name: value.detach().cpu().clone() for name, value in source.state_dict().items()}
+    folder = Path(source)
+    index, need = folder / "model.safetensors.index.json", "expected weights that save_pretrained wrote"
+    files = [folder / "model.safetensors"]
     if index.is_file():
-        files = sorted({folder / name for name in json.loads(index.read_text())["weight_map"].values()})
-    elif single.is_file():
-        files = [single]
-    else:
+        places = _read_json(index, need).get("weight_map")
+        if not isinstance(places, dict):
+            raise ConfigError(f"model: {index} has no weight_map; {need}")
+        files = sorted({folder / str(name) for name in places.values()})
+    elif not files[0].is_file():
         raise ConfigError(f"model: no model.safetensors in {folder}; save the model with safetensors")
-    weights: Weights = {}
+    tensors: dict[str, Any] = {}
     for file in files:
         try:
-            loaded = load_file(file)
+            tensors |= load_file(file)
         except (OSError, SafetensorError) as error:
-            need = "expected weights that save_pretrained wrote"
             raise ConfigError(f"model: cannot read {file} ({error}); {need}") from None
-        weights |= {k: (v.float() if v.itemsize == 2 else v).numpy() for k, v in loaded.items()}
-    return raw, weights
+    return tensors
 
 
-def read_raw_config(folder: Path) -> dict[str, Any]:
-    """config.json of a folder that save_pretrained wrote."""
-    config = folder / "config.json"
-    if not config.is_file():
-        raise ConfigError(f"model: {config} is missing; expected a folder saved by save_pretrained")
+def _arrays(tensors: Mapping[str, Any]) -> Weights:
+    """Weights as fp32, as fp64 where all are. Others than floating-point numbers are those of a quantised model."""
+    import torch
+
+    for name, value in tensors.items():
+        if value.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+            kind = str(value.dtype).removeprefix("torch.")
+            raise ConfigError(f"model: weight {name} is {kind}; allowed: float16, bfloat16, float32, float64")
+    double = all(value.dtype == torch.float64 for value in tensors.values())
+    return {name: (value if double else value.float()).numpy() for name, value in tensors.items()}
+
+
+def _check_layers(shapes: Mapping[str, Any], found: Mapping[str, Any]) -> None:
+    """Refuse more weights in a layer than the model's own has (a bias, a scale): it would compute something else.
+
+    Whole layers that the model does not have, such as another head, and buffers are left out, as transformers does.
+    """
+    layers = {name.rpartition(".")[0] for name in shapes}
+    if more := [name for name in found if name not in shapes and "." in name and name.rpartition(".")[0] in layers]:
+        raise ConfigError(f"model: the checkpoint has {', '.join(more[:3])}; this model's layers have no such weight")
+
+
+def _read_json(path: Path, need: str) -> dict[str, Any]:
+    """The object that a JSON file holds."""
+    if not path.is_file():
+        raise ConfigError(f"model: {path} is missing; expected {need}")
     try:
-        raw = json.loads(config.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"model: cannot read {config} ({error})") from None
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"model: cannot read {path} ({error})") from None
     if not isinstance(raw, dict):
-        raise ConfigError(f"model: {config} holds no object")
+        raise ConfigError(f"model: {path} holds no object")
     return raw
+
+
+def choice(raw: Mapping[str, Any], key: str, *known: Any) -> Any:
+    """What config.json has under `key`, one of `known`; where it has none the first of these. Else a ConfigError."""
+    value = raw.get(key, known[0])
+    if value not in list(known):
+        listed = ", ".join(map(repr, known))
+        raise ConfigError(f"model: {key} is {short(value)} in the model's config; allowed: {listed}")
+    return value
+
+
+def architecture(raw: Mapping[str, Any], *known: str) -> str:
+    """The class of transformers that wrote config.json, one of `known`; where none is told the first of these."""
+    given = raw.get("architectures") or [known[0]]
+    if not isinstance(given, list) or given[0] not in list(known):
+        raise ConfigError(f"model: architectures is {given!r} in the model's config; allowed: {', '.join(known)}")
+    return str(given[0])
 
 
 def check_type(raw: Mapping[str, Any], kind: str) -> None:
@@ -280,13 +346,13 @@ def find(name: Any) -> type[Model]:
     file, colon, wanted = str(name).rpartition(":")
     if not colon or not file.endswith(".py"):
         raise ConfigError(f"model.type: got {name!r}; {allowed(name, [*models, 'my_file.py:MyModel'])}")
-    return _own(Path(file).expanduser().resolve(), wanted)
+    return _own(absolute(file), wanted)
 
 
 def resolved(name: Any) -> Any:
     """A type as it is understood in any folder."""
     file, colon, wanted = str(name).rpartition(":")
-    return f"{Path(file).expanduser().resolve()}:{wanted}" if colon else name
+    return f"{absolute(file)}:{wanted}" if colon else name
 
 
 def _own(path: Path, wanted: str) -> type[Model]:
@@ -297,9 +363,7 @@ def _own(path: Path, wanted: str) -> type[Model]:
     try:
         module = _loaded(path, path.stat().st_mtime_ns)
     except (Exception, SystemExit) as error:  # whatever the user's file does
-        lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == str(path)]
-        place = f" in line {lines[-1]}" if lines else ""
-        raise ConfigError(f"{here}: the file raises {type(error).__name__}{place}: {error}") from error
+        raise ConfigError(f"{here}: the file raises {raised(error, str(path))}") from error
     found = {cls.__name__: cls for cls in _models_in(module)}
     if wanted not in found:
         there = vars(module).get(wanted)
@@ -307,6 +371,11 @@ def _own(path: Path, wanted: str) -> type[Model]:
         if inspect.isclass(there) and issubclass(there, Model):
             lacks = "its Config is missing, or is no subclass of nt.ModelConfig"
         raise ConfigError(f"{here}: {lacks}; allowed: {need}; in this file: {', '.join(found) or 'none'}")
+    try:
+        inspect.signature(found[wanted]).bind(None, None, seed=0, hf=None)
+    except TypeError as error:
+        need = "(self, config, weights=None, *, seed=0, hf=None)"
+        raise ConfigError(f"{here}: its __init__ cannot be called ({error}); allowed: {need}, as of nt.Model") from None
     return found[wanted]
 
 
@@ -338,13 +407,12 @@ def _config_of(cls: type[Model]) -> bool:
 
 def from_hf(source: Any, **fields: Any) -> Model:
     """The model that a transformers model, or a folder saved by save_pretrained, is: see Model.from_hf."""
-    raw = read_raw_config(Path(source)) if isinstance(source, str | Path) else _config_of_hf(source)
-    return of_hf_type(raw.get("model_type")).from_hf(source, **fields)
+    return of_hf_type(read_raw(source).get("model_type")).from_hf(source, **fields)
 
 
 def of_hf_type(name: Any) -> type[Model]:
     """The model class of a model_type of transformers."""
     readable = {kind: cls for kind, cls in known().items() if "read_config" in vars(cls)}
-    if name not in readable:
+    if name not in list(readable):
         raise ConfigError(f"model: model_type is {name!r}; {', '.join(readable)} can be read")
     return readable[name]

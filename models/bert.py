@@ -13,7 +13,7 @@ from pydantic import model_validator
 from nntile_py.errors import ConfigError
 from nntile_py.graph.declared import ZEROS, Batch, Normal, Traced
 from nntile_py.graph.graph import Graph
-from nntile_py.models.base import Model, TokenConfig, check_type
+from nntile_py.models.base import Model, TokenConfig, architecture, check_type, choice
 from nntile_py.models.parts import LayerConfig, dense, norm, padding, position_input
 from nntile_py.schema import BelowOne, Count, Positive
 from nntile_py.tasks.activation import activation
@@ -131,27 +131,22 @@ class BERT(Model):
     @classmethod
     def read_config(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
         check_type(raw, "bert")
-        architecture = (raw.get("architectures") or [_ARCHITECTURES["masked_lm"]])[0]
         heads = {name: head for head, name in _ARCHITECTURES.items()}
-        if architecture not in heads:
-            raise ConfigError(f"model: {architecture} is not supported; allowed: {', '.join(heads)}")
+        head = heads[architecture(raw, *heads)]
         for key in ("is_decoder", "add_cross_attention"):
-            if raw.get(key):
-                raise ConfigError(f"model: {key} is set in the model's config; it is not supported")
-        for key, only in (("position_embedding_type", "absolute"), ("tie_word_embeddings", True)):
-            if raw.get(key, only) != only:
-                raise ConfigError(f"model: {key} is {raw[key]!r} in the model's config; allowed: {only!r}")
-        act = raw.get("hidden_act", "gelu")
-        if act not in _ACTIVATIONS:
-            raise ConfigError(f"model: hidden_act {act!r}; allowed are {', '.join(_ACTIVATIONS)}")
-        if raw.get("problem_type") not in (None, "single_label_classification"):
-            raise ConfigError(f"model: problem_type {raw['problem_type']!r}; allowed: single_label_classification")
+            choice(raw, key, False, None)
+        choice(raw, "position_embedding_type", "absolute")
+        choice(raw, "tie_word_embeddings", True)
+        choice(raw, "problem_type", None, "single_label_classification")
+        act, names = choice(raw, "hidden_act", *_ACTIVATIONS), raw.get("id2label") or {}
+        if not isinstance(names, dict):
+            raise ConfigError(f"model: id2label is {names!r} in the model's config; allowed: an object")
         return {
             "layers": raw["num_hidden_layers"], "embed": raw["hidden_size"], "heads": raw["num_attention_heads"],
             "ffn": raw["intermediate_size"], "vocab": raw["vocab_size"], "positions": raw["max_position_embeddings"],
-            "kinds": raw.get("type_vocab_size", 2), "activation": _ACTIVATIONS[act], "head": heads[architecture],
+            "kinds": raw.get("type_vocab_size", 2), "activation": _ACTIVATIONS[act], "head": head,
             "layer_norm_eps": raw.get("layer_norm_eps", 1e-12),
-            "classes": len(raw["id2label"]) if raw.get("id2label") else raw.get("num_labels", 2),
+            "classes": len(names) or raw.get("num_labels", 2),
         }  # fmt: skip
 
     def hf_config(self) -> dict[str, Any]:

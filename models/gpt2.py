@@ -11,10 +11,9 @@ from typing import Any, Literal
 
 from pydantic import model_validator
 
-from nntile_py.errors import ConfigError
 from nntile_py.graph.declared import Batch, Normal, Traced
 from nntile_py.graph.graph import Graph
-from nntile_py.models.base import Model, TokenConfig, check_type
+from nntile_py.models.base import Model, TokenConfig, architecture, check_type, choice
 from nntile_py.models.parts import LayerConfig, dense, norm, padding, position_input
 from nntile_py.schema import BelowOne, Count, Positive, Switch
 from nntile_py.tasks.activation import activation
@@ -103,14 +102,11 @@ class GPT2(Model):
     @classmethod
     def read_config(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
         check_type(raw, "gpt2")
+        architecture(raw, "GPT2LMHeadModel", "GPT2Model", "GPT2DoubleHeadsModel")
         for key in ("scale_attn_by_inverse_layer_idx", "add_cross_attention"):
-            if raw.get(key):
-                raise ConfigError(f"model: {key} is set in the model's config; it is not supported")
-        if not raw.get("scale_attn_weights", True):
-            raise ConfigError("model: scale_attn_weights is off in the model's config; it is not supported")
-        act = raw.get("activation_function", "gelu_new")
-        if act not in _ACTIVATIONS:
-            raise ConfigError(f"model: activation_function {act!r}; allowed are {', '.join(_ACTIVATIONS)}")
+            choice(raw, key, False, None)
+        choice(raw, "scale_attn_weights", True)
+        act = choice(raw, "activation_function", *_ACTIVATIONS)
         return {
             "layers": raw["n_layer"], "embed": raw["n_embd"], "heads": raw["n_head"], "vocab": raw["vocab_size"],
             "positions": raw["n_positions"], "ffn": raw.get("n_inner") or 4 * raw["n_embd"],

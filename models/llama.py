@@ -14,7 +14,7 @@ from pydantic import model_validator
 from nntile_py.errors import ConfigError
 from nntile_py.graph.declared import ONES, Batch, Normal, Traced
 from nntile_py.graph.graph import Graph
-from nntile_py.models.base import Model, TokenConfig, check_type
+from nntile_py.models.base import Model, TokenConfig, architecture, check_type, choice
 from nntile_py.models.parts import LayerConfig, dense, padding
 from nntile_py.schema import Count, Positive, Switch
 from nntile_py.tasks.attention import attention
@@ -116,21 +116,24 @@ class Llama(Model):
     @classmethod
     def read_config(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
         check_type(raw, "llama")
+        architecture(raw, "LlamaForCausalLM", "LlamaModel")
         for key in ("attention_bias", "mlp_bias"):
-            if raw.get(key):
-                raise ConfigError(f"model: {key} is set in the model's config; it is not supported")
-        if raw.get("hidden_act", "silu") != "silu":
-            raise ConfigError(f"model: hidden_act {raw['hidden_act']!r}; allowed: silu")
-        rope = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
-        theta = rope.pop("rope_theta", None) or raw.get("rope_theta", 10000.0)
+            choice(raw, key, False, None)
+        choice(raw, "hidden_act", "silu")
+        choice(raw, "pretraining_tp", 1)
+        rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+        if not isinstance(rope, dict):
+            raise ConfigError(f"model: rope_parameters is {rope!r} in the model's config; allowed: an object")
+        theta = rope.get("rope_theta") or raw.get("rope_theta", 10000.0)
+        rope = {key: value for key, value in rope.items() if key != "rope_theta"}
+        sizes = {"kv_heads": raw.get("num_key_value_heads"), "head_dim": raw.get("head_dim")}
         return {
             "layers": raw["num_hidden_layers"], "embed": raw["hidden_size"], "heads": raw["num_attention_heads"],
-            "kv_heads": raw.get("num_key_value_heads") or raw["num_attention_heads"], "ffn": raw["intermediate_size"],
-            "head_dim": raw.get("head_dim") or raw["hidden_size"] // raw["num_attention_heads"],
-            "vocab": raw["vocab_size"], "positions": raw.get("max_position_embeddings"),
+            "ffn": raw["intermediate_size"], "vocab": raw["vocab_size"],
+            "positions": raw.get("max_position_embeddings"),
             "tie_embeddings": raw.get("tie_word_embeddings", False), "rms_norm_eps": raw.get("rms_norm_eps", 1e-6),
-            "rope_theta": float(theta), "rope_scaling": rope or None,
-        }  # fmt: skip
+            "rope_theta": theta, "rope_scaling": rope or None,
+        } | {name: size for name, size in sizes.items() if size is not None}  # fmt: skip
 
     def hf_config(self) -> dict[str, Any]:
         c = self.config

@@ -1,6 +1,9 @@
 """Every error that nntile_py raises on purpose, so that a caller can catch them all as NNTileError."""
 
 
+import traceback
+
+
 class NNTileError(Exception):
     """Base of all errors of nntile_py; its text is meant for the user."""
 
@@ -11,3 +14,9 @@ class ConfigError(NNTileError):
 
 class TaskError(NNTileError):
     """A task failed; the text names the operator and what its kernel said."""
+
+
+def raised(error: BaseException, file: str | None) -> str:
+    """What an error in a user's file is, and its line there: "ZeroDivisionError in line 7: division by zero"."""
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+    return f"{type(error).__name__}{f' in line {lines[-1]}' if lines else ''}: {error}"

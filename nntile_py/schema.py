@@ -3,6 +3,7 @@
 import difflib
 import math
 import operator
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -195,7 +196,8 @@ def validated(
 def explained(cls: type[BaseModel], error: ValidationError, prefix: str = "", elsewhere: Iterable[str] = ()) -> str:
     """One line for each wrong key of a `cls`."""
     places = list(elsewhere)
-    return "\n  ".join(prefix + _explain(cls, e, places) for e in error.errors())
+    heads = ((prefix if e["loc"] else prefix.rstrip("."), e) for e in error.errors())  # no place: of the section itself
+    return "\n  ".join(head + _explain(cls, e, places) for head, e in heads)
 
 
 def allowed(given: Any, known: list[str], elsewhere: Iterable[str] = ()) -> str:
@@ -283,6 +285,11 @@ def _inner(cls: type[BaseModel], loc: Iterable[Any]) -> type[BaseModel]:
 
 def _keys(cls: type[BaseModel]) -> list[str]:
     return [field.alias or name for name, field in cls.model_fields.items()]
+
+
+def absolute(path: str) -> Path:
+    """The path as it is understood in any folder, its links followed; those that lead in a circle stay as they are."""
+    return Path(os.path.realpath(os.path.expanduser(path)))
 
 
 def short(value: Any) -> str:

@@ -1,12 +1,14 @@
 """Operators: one family a file, its kernels in the C++ file of the same name.
 
 All public classes and functions of these files are found here: `from nntile_py.tasks import linear, layer_norm`.
+`from nntile_py.tasks import *` has those that models call: the functions of a graph `g`, Mask and rotary_table.
 """
 
 from importlib import import_module
 from pkgutil import iter_modules
 from typing import TYPE_CHECKING, Any
 
+__all__: list[str] = []
 for _module in iter_modules(__path__):
     if _module.name == "launch" or _module.name.endswith("_triton"):  # of Triton: not for those who write models
         continue
@@ -14,6 +16,9 @@ for _module in iter_modules(__path__):
     for _name, _value in vars(_found).items():
         if not _name.startswith("_") and getattr(_value, "__module__", "") == _found.__name__:
             globals()[_name] = _value
+            _kinds = getattr(_value, "__annotations__", {})
+            if _name in ("Mask", "rotary_table") or ([*_kinds][:1] == ["g"] and _kinds["return"] == "Tensor"):
+                __all__.append(_name)
 
 if TYPE_CHECKING:
 

@@ -40,14 +40,14 @@ def _scaled(frequencies: Array, scaling: Mapping[str, Any]) -> Array:
     old = given.pop("type", "default")  # the key's name in older folders
     kind = given.pop("rope_type", old)
     given.pop("rope_theta", None)  # the caller's
-    if kind not in SCALINGS:
+    if kind not in list(SCALINGS):
         raise ConfigError(f"rope_scaling.rope_type: {kind!r} is not allowed; use one of {', '.join(SCALINGS)}")
     names = SCALINGS[kind]
     for key in {**dict.fromkeys(names), **given}:
         value = given.get(key)
         if key not in names:
             raise ConfigError(f"rope_scaling.{key}: unknown key; rope_type {kind} has {', '.join(names) or 'none'}")
-        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < np.inf:
             raise ConfigError(f"rope_scaling.{key}: {value!r} is not allowed; rope_type {kind} needs a positive number")
     if kind == "default":
         return frequencies

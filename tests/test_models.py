@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import itertools
+import json
 import re
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import tokenizers
 import torch
 import transformers
+import yaml
 from model_cases import ADAMW, BATCH, CASES, LAYERS, SEQ, VOCAB, bert, by_part, llama, made, reference
+from safetensors.torch import load_file, save_file
 
 import nntile_py as nt
+from nntile_py.config.run import load
+from nntile_py.config.spec import build_model
 from nntile_py.testing import error
 
 EVEN = {"batch": 2, "seq": 4, "embed": 12, "heads": 2, "ffn": 20, "vocab": 30}
@@ -152,11 +159,12 @@ def test_to_hf_and_back(tmp_path: Path, name: str) -> None:
     model, read = nt.models.from_hf(hf), nt.models.from_hf(tmp_path)
     assert type(model) is type(read) is (nt.models.Llama if "llama" in name else nt.models.BERT)
     assert same(model.weights, read.weights) and model.config == read.config
+    inputs = reference(name).inputs[0]
     for back in (model.to_hf(), read.to_hf()):
         assert type(back) is type(hf)
         assert same(back.state_dict(), hf.state_dict())
         with torch.no_grad():
-            got, want = (CASES[name].run(one, reference(name).inputs[0]) for one in (back, hf))
+            got, want = (CASES[name].run(one, inputs) for one in (back, hf))
         assert got[0] == want[0] and all(torch.equal(got[1][key], want[1][key]) for key in want[1])
 
 
@@ -164,24 +172,138 @@ def test_to_hf_and_back(tmp_path: Path, name: str) -> None:
 def test_a_folder_without_a_head(tmp_path: Path, name: str, part: str) -> None:
     """The bare model has no head: what lacks is named."""
     getattr(made(name), part).save_pretrained(tmp_path)
-    with pytest.raises(nt.ConfigError, match=r"BertModel is not supported|weight lm_head\.weight is missing"):
+    with pytest.raises(nt.ConfigError, match=r"BertModel'\] in the|weight lm_head\.weight is missing"):
         nt.models.from_hf(tmp_path)
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: bert("BertForMaskedLM", hidden_act="silu"), "hidden_act 'silu'; allowed are gelu"),
-        (lambda: bert("BertForTokenClassification"), "BertForTokenClassification is not supported; allowed: BertFor"),
-        (lambda: bert("BertForMaskedLM", is_decoder=True), "is_decoder is set"),
-        (lambda: llama(attention_bias=True), "attention_bias is set"),
-        (lambda: llama(hidden_act="gelu"), "hidden_act 'gelu'; allowed: silu"),
+        (lambda: bert("BertForMaskedLM", hidden_act="silu"), "hidden_act is 'silu' in the .*; allowed: 'gelu'"),
+        (lambda: bert("BertForTokenClassification"), r"BertForTokenClassification'\] in .* allowed: BertFor"),
+        (lambda: bert("BertForMaskedLM", is_decoder=True), "is_decoder is True in the model's config; allowed: False"),
+        (lambda: llama(attention_bias=True), "attention_bias is True"),
+        (lambda: llama(hidden_act="gelu"), "hidden_act is 'gelu' in the model's config; allowed: 'silu'"),
         (lambda: torch.nn.Linear(2, 2), "Linear is not allowed; use a transformers model, or its folder"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_read(make: Any, message: str) -> None:
     with pytest.raises(nt.ConfigError, match=message):
         nt.models.from_hf(make())
+
+
+# What config.json of a folder holds instead (ABSENT: no such key), and what the one message must say.
+ABSENT = "absent"
+WRONG_CONFIGS: list[tuple[str, dict[str, Any], str]] = [
+    ("llama", {"quantization_config": {"bits": 4}}, r"quantization_config is \{'bits': 4\} .*; allowed: None"),
+    ("llama", {"num_hidden_layers": ABSENT}, "'num_hidden_layers' is missing in config.json; Llama needs it"),
+    ("llama", {"hidden_size": ABSENT}, "'hidden_size' is missing in config.json; Llama needs it"),
+    ("llama", {"num_attention_heads": 0, "head_dim": ABSENT}, "model.heads: got 0; allowed: an integer of at least 1"),
+    ("llama", {"num_key_value_heads": 0}, "model.kv_heads: got 0"),
+    ("llama", {"rope_parameters": "default"}, "rope_parameters is 'default' in the model's config; allowed: an object"),
+    ("llama", {"rope_parameters": {"rope_theta": "abc"}}, "model.rope_theta: got 'abc'; allowed: a number above 0"),
+    ("llama", {"rope_parameters": {"rope_type": ["a"]}}, r"rope_scaling.rope_type: \['a'\] is not allowed"),
+    ("llama", {"rope_parameters": {"rope_type": "linear", "factor": np.inf}}, "factor: inf is not allowed"),
+    ("llama", {"rope_parameters": {"rope_type": "linear", "factor": np.nan}}, "factor: nan is not allowed"),
+    ("llama", {"pretraining_tp": 2}, "pretraining_tp is 2 in the model's config; allowed: 1"),
+    ("llama", {"architectures": ["LlamaForSequenceClassification"]}, "architectures is .*; allowed: LlamaForCausalLM"),
+    ("llama", {"model_type": ["llama"]}, r"model_type is \['llama'\]"),
+    ("masked_lm", {"id2label": 3}, "id2label is 3 in the model's config; allowed: an object"),
+    ("masked_lm", {"architectures": {"a": 1}}, "architectures is {'a': 1} in .*; allowed: BertForMaskedLM"),
+    ("masked_lm", {"hidden_act": ["gelu"]}, r"hidden_act is \['gelu'\] in the model's config; allowed: 'gelu'"),
+    ("masked_lm", {"intermediate_size": "few"}, "model.ffn: got 'few'; allowed: an integer"),
+]
+
+
+@pytest.mark.parametrize(("name", "change", "message"), WRONG_CONFIGS)
+def test_wrong_configs_of_a_folder(tmp_path: Path, name: str, change: dict[str, Any], message: str) -> None:
+    """From Python and from a YAML alike."""
+    made(name).save_pretrained(tmp_path)
+    raw = json.loads((tmp_path / "config.json").read_text()) | change
+    (tmp_path / "config.json").write_text(json.dumps({key: one for key, one in raw.items() if one is not ABSENT}))
+    with pytest.raises(nt.ConfigError, match=message):
+        nt.models.from_hf(tmp_path)
+    (tmp_path / "text.txt").write_text("words")
+    tokenizers.Tokenizer(tokenizers.models.WordLevel({"words": 0}, "words")).save(str(tmp_path / "tokenizer.json"))
+    config = {"model": {"from": str(tmp_path)}, "data": {"source": f"{tmp_path}/text.txt"}}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(config | {"train": {"batch": 1, "seq": 4, "steps": 1}}))
+    with pytest.raises(nt.ConfigError, match=message):
+        build_model(load(tmp_path / "run.yaml"))
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", "[" * 100_000, ""])
+def test_a_config_that_is_no_json(tmp_path: Path, text: str) -> None:
+    made("llama").save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(nt.ConfigError, match=r"config\.json"):
+        nt.models.from_hf(tmp_path)
+    made("llama").save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(nt.ConfigError, match=r"index\.json"):
+        nt.models.from_hf(tmp_path)
+
+
+def changed_weights(folder: Path, name: str, change: Any) -> Path:
+    """The folder of a model whose weights `change` has turned into others."""
+    made(name).save_pretrained(folder)
+    add_weights(folder, change)
+    return folder
+
+
+def add_weights(folder: Path, change: Any) -> None:
+    file = folder / "model.safetensors"
+    save_file({name: value.clone() for name, value in change(load_file(file)).items()}, file, {"format": "pt"})
+
+
+@pytest.mark.parametrize("kind", ["int8", "bool", "complex64", "float8_e4m3fn", "int64"])
+def test_weights_that_are_no_floats(tmp_path: Path, kind: str) -> None:
+    """What a quantised model has."""
+    wrong = "model.layers.0.self_attn.k_proj.weight"
+    folder = changed_weights(tmp_path, "llama", lambda w: w | {wrong: w[wrong].to(getattr(torch, kind))})
+    message = f"weight {re.escape(wrong)} is {kind}; allowed: float16, bfloat16, float32, float64"
+    with pytest.raises(nt.ConfigError, match=message):
+        nt.models.from_hf(folder)
+
+
+@pytest.mark.parametrize("kind", ["float16", "bfloat16", "float32", "float64"])
+def test_weights_of_every_float(tmp_path: Path, kind: str) -> None:
+    dtype = getattr(torch, kind)
+    folder = changed_weights(tmp_path, "llama", lambda w: {name: value.to(dtype) for name, value in w.items()})
+    hf = made("llama").to(dtype)
+    for model in (nt.models.from_hf(folder), nt.models.from_hf(hf)):
+        assert {value.dtype for value in model.weights.values()} == {np.dtype("f8" if kind == "float64" else "f4")}
+        assert all(np.array_equal(value, hf.state_dict()[name].double()) for name, value in model.weights.items())
+
+
+def test_more_weights_than_the_model_has(tmp_path: Path) -> None:
+    """Buffers, other heads and a pooler are left out; a bias of a layer that has none here is not."""
+    i8, more = torch.ones(3, 3, dtype=torch.int8), torch.ones(3, 3)
+    unused = {
+        "masked_lm": {"bert.embeddings.position_ids": i8, "bert.pooler.dense.weight": more,
+                      "cls.seq_relationship.weight": more, "cls.predictions.decoder.bias": more},
+        "llama": {"model.layers.0.self_attn.rotary_emb.inv_freq": more, "score.weight": more, "extra": more},
+    }  # fmt: skip
+    for name, extra in unused.items():
+        model = nt.models.from_hf(changed_weights(tmp_path / name, name, lambda w, extra=extra: w | extra))
+        assert same(model.weights, nt.models.from_hf(made(name)).weights)
+    hf = transformers.GPT2Model(transformers.GPT2Config(vocab_size=9, n_embd=4, n_head=2, n_layer=1, n_positions=5))
+    hf.save_pretrained(tmp_path / "gpt2")  # the bare model, with the buffers that it had in old versions
+    buffers = {"h.0.attn.bias": i8.bool(), "h.0.attn.masked_bias": torch.tensor(-1e4)}
+    add_weights(tmp_path / "gpt2", lambda w: w | buffers)
+    read = nt.models.from_hf(tmp_path / "gpt2").weights["transformer.wte.weight"]
+    assert np.array_equal(read, hf.wte.weight.detach())
+    add_weights(tmp_path / "gpt2", lambda w: w | {"h.0.attn.c_attn.scale": more})
+    with pytest.raises(nt.ConfigError, match=r"the checkpoint has transformer\.h\.0\.attn\.c_attn\.scale; "):
+        nt.models.from_hf(tmp_path / "gpt2")
+    bias = "model.layers.0.self_attn.q_proj.bias"
+    with pytest.raises(nt.ConfigError, match=f"the checkpoint has {re.escape(bias)}; this model's layers have no such"):
+        nt.models.from_hf(changed_weights(tmp_path / "bias", "llama", lambda w: w | {bias: torch.ones(12)}))
+
+
+def test_sizes_that_transformers_refuses() -> None:
+    config = nt.models.LlamaConfig(layers=1, embed=10, heads=4, head_dim=6, ffn=8, vocab=9, positions=5)
+    with pytest.raises(nt.ConfigError, match=r"transformers does not take these sizes .*hidden size"):
+        nt.models.Llama(config).to_hf()
 
 
 def test_the_wrong_class() -> None:
@@ -211,6 +333,13 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"attention_mask": np.zeros((BATCH, 1), int)}, r"attention_mask: int64 \(4, 1\) is not allowed"),
     ({"attention_mask": np.ones((BATCH, 1), int)}, r"attention_mask: int64 \(4, 1\) is not allowed"),
     ({"attention_mask": np.zeros((BATCH, SEQ))}, "attention_mask: float64"),
+    ({"attention_mask": [[1, 1], [1]]}, r"attention_mask: is no array \(ValueError: .*\); expected ints \(4, 12\)"),
+    ({"attention_mask": torch.ones(BATCH, SEQ, dtype=torch.bfloat16)}, "attention_mask: is no array .*BFloat16"),
+    ({"attention_mask": object()}, r"attention_mask: object \(\) is not allowed"),
+    ({"input_ids": torch.ones(BATCH, SEQ).bfloat16()}, "input_ids: is no array .*BFloat16"),
+    ({"input_ids": torch.ones(BATCH, SEQ, requires_grad=True)}, "input_ids: is no array .*detach"),
+    ({"labels": torch.ones(BATCH, SEQ, dtype=torch.int64).to_sparse()}, "labels: is no array .*expected ints"),
+    ({"labels": torch.ones(BATCH, SEQ, dtype=torch.int64).to("meta")}, "labels: is no array .*expected ints"),
     ({"positions": np.full(SEQ, 99)}, "positions: values go from 99"),
 ]  # fmt: skip
 
@@ -234,3 +363,40 @@ def test_wrong_numbers(runtime: nt.Runtime) -> None:
         trainer.step({"x": "x", "labels": np.zeros((1, 3, 8))})
     with pytest.raises(ValueError, match="x: missing; the model needs x, labels"):
         trainer.step({"labels": np.zeros((1, 3, 8))})
+    for value in (torch.ones(1, 3, 8).bfloat16(), torch.ones(1, 3, 8, requires_grad=True)):
+        with pytest.raises(ValueError, match=r"x: is no array .*; expected numbers \(1, 3, 8\)"):
+            trainer.step({"x": value, "labels": np.zeros((1, 3, 8))})
+
+
+def test_outputs_without_labels(runtime: nt.Runtime) -> None:
+    """The loss of none is nan, for tokens and for numbers; without outputs to return, labels are needed."""
+    encoder = nt.models.Encoder(nt.models.EncoderConfig(embed=8, heads=2))
+    for model, inputs, labels in (
+        (encoder, {"x": np.ones((2, 3, 8))}, np.ones((2, 3, 8))),
+        (nt.models.from_hf(made("pretraining")), {"input_ids": np.ones((2, 3), int)}, np.ones((2, 3), int)),
+    ):
+        trainer = nt.Trainer(model, 2, 3)
+        with pytest.raises(ValueError, match="labels: missing"):
+            trainer.evaluate(inputs)
+        loss, outputs = trainer.evaluate(inputs, return_outputs=True)
+        assert np.isnan(loss)
+        known, same_outputs = trainer.evaluate(inputs | {"labels": labels}, return_outputs=True)
+        assert np.isfinite(known) and same(outputs, same_outputs)
+
+
+def test_learning_rates(runtime: nt.Runtime) -> None:
+    inputs = {"x": np.ones((1, 3, 8)), "labels": np.zeros((1, 3, 8))}
+
+    def after(lr: Any) -> Any:
+        config = nt.models.EncoderConfig(embed=8, heads=2)
+        trainer = nt.Trainer(nt.models.Encoder(config), 1, 3, optimizer=nt.SGD(lr=np.float32(0.25)))
+        trainer.step(inputs, lr=lr)
+        return trainer.state_dict()
+
+    want = after(0.5)
+    assert same(after(np.float32(0.5)), want) and same(after(Fraction(1, 2)), want) and not same(after(None), want)
+    assert same(after(1), after(np.int64(1)))
+    for wrong in (True, np.True_, "1", -1, np.float32("nan"), float("inf"), torch.tensor(0.5), np.ones(2), 1j):
+        for call in (after, lambda lr: nt.AdamW(lr=lr)):
+            with pytest.raises(nt.ConfigError, match=r"optimizer\.lr: .* is not allowed; use a number of 0 or more"):
+                call(wrong)

@@ -125,6 +125,18 @@ def test_train_and_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert all(np.array_equal(again.weights[name], saved[name]) for name in saved)
 
 
+@pytest.mark.parametrize("outputs", ["{}", '{"scores": logits}', '{"logits": ids}'])
+def test_no_sample_without_logits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], outputs: str
+) -> None:
+    path = write(tmp_path, OWN.replace('{"logits": logits}', outputs))
+    assert run(monkeypatch, "train", path, "--set", "train.steps=1", "--out", tmp_path / "out") == 0
+    told = capsys.readouterr()
+    lines = [line for line in told.out.splitlines() + told.err.splitlines() if "no sample" in line]
+    assert len(lines) == 1 and "logits [batch, seq, vocab]; the outputs of MyModel are" in lines[0]
+    assert (tmp_path / "out" / "model.safetensors").is_file() and "Traceback" not in told.err
+
+
 def test_a_file_is_read_anew_once_it_is_changed(tmp_path: Path) -> None:
     path = write(tmp_path)
     first = load(path)
@@ -297,6 +309,8 @@ WRONG_FILES = {
                        '        g.param("down.weight", ', r"weight up\.bias has shape \(20,\)"),
     "a weight again": ("nt.ZEROS)", 'nt.ZEROS)\n        g.param("b", {"ffn": c.ffn}, nt.ZEROS, "up.bias")',
                        r"parameter b: up\.bias is another one's; use one parameter for both"),
+    "__init__ without seed": ("    objective", "    def __init__(self, config): pass\n    objective",
+                              r"its __init__ cannot be called .*; allowed: \(self, config, weights=None, \*, seed=0"),
     "joined": ("nt.ZEROS)", 'nt.ZEROS, nt.Joined("ffn", ("a", "b")))', r"Joined\(.*does not fill an axis of ffn"),
 }  # fmt: skip
 
@@ -314,6 +328,53 @@ def test_wrong_files(
     assert told.err.startswith("error: ") and told.err.count("error: ") == 1 and "Traceback" not in told.err
     assert "my_file.py" in told.err and "MyModel" in told.err
     assert not told.out
+
+
+# What follows the last field of MyConfig, and what the one message must say.
+WRONG_CONFIGS = {
+    "a validator's KeyError": ("def model_post_init(self, _):\n        {}['x']", r"raises KeyError in line \d+: 'x'"),
+    "a validator's division": ("def model_post_init(self, _):\n        1 / 0", "raises ZeroDivisionError in line"),
+    "a validator's ValueError": ("@__import__('pydantic').model_validator(mode='after')\n    def even(self):\n"
+                                 "        raise ValueError('even sizes')", "model: got .*; allowed: even sizes"),
+    "check_size of an unknown field": ("def model_post_init(self, _):\n        self.check_size('embed', 'heds')",
+                                       "raises AttributeError in line .*heds"),
+    "check_size of none": ("def model_post_init(self, _):\n        self.check_size('embed', 'vocab')",
+                           "model.vocab: got None; allowed: an integer of at least 1"),
+    "a field that no YAML can hold": ("thing: object = object()", "model.thing: got .*; allowed: what config.yaml can"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG_CONFIGS)
+def test_wrong_own_configs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    text, message = WRONG_CONFIGS[name]
+    last = "    vocab: Count | None = None\n"
+    assert run(monkeypatch, "plan", write(tmp_path, OWN.replace(last, f"{last}\n    {text}\n"))) == 2
+    told = capsys.readouterr().err
+    assert re.search(message, told), told
+    assert told.startswith("error: ") and told.count("error: ") == 1 and "Traceback" not in told
+
+
+def test_fields_of_other_types(tmp_path: Path) -> None:
+    """config.yaml and config.json hold them in the way that JSON has."""
+    fields = "where: Path = Path('x')\n    odd: set[int] = {1}\n    pair: tuple[int, int] = (1, 2)\n    z: complex = 1j"
+    last = "    vocab: Count | None = None\n"
+    config = load(write(tmp_path, "from pathlib import Path\n" + OWN.replace(last, f"{last}    {fields}\n")))
+    told = yaml.safe_load(config.to_yaml())["model"]
+    assert (told["where"], told["odd"], told["pair"]) == ("x", [1], [1, 2]) and "j" in str(told["z"])
+    assert json.loads(json.dumps(build_model(config).hf_config()))["where"] == "x"
+
+
+def test_a_link_that_leads_to_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, loop = write(tmp_path), tmp_path / "loop.py"
+    loop.symlink_to(loop)
+    for change in (f"model.type={loop}:MyModel", f"model.from={loop}", f"data.source={loop}"):
+        assert run(monkeypatch, "plan", path, "--set", change) == 2
+        told = capsys.readouterr().err
+        assert told.startswith("error: ") and "loop.py" in told and "Traceback" not in told, told
 
 
 # What `model` is set to instead, and what the one message must say.
@@ -357,6 +418,15 @@ def test_debugging_shows_the_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         while cause:
             causes, cause = [*causes, type(cause)], cause.__cause__
         assert {ZeroDivisionError, IndexError} & set(causes)
+
+
+def test_what_a_star_exports() -> None:
+    """Functions and classes for a model's trace, no modules and no operators."""
+    got: dict[str, Any] = {}
+    exec("from nntile_py.tasks import *", got)
+    assert {"linear", "attention", "Mask", "layer_norm", "rotary_table", "cross_entropy"} <= got.keys()
+    assert not {"norm", "op", "optimizer", "softmax", "Op", "AdamW", "import_module", "Any"} & got.keys()
+    assert all(callable(value) for name, value in got.items() if not name.startswith("__"))
 
 
 def test_what_is_exported() -> None:

@@ -23,11 +23,12 @@ from nntile_py.config.sections import (
 )  # fmt: skip
 from nntile_py.errors import ConfigError
 from nntile_py.graph.step import PRECISIONS, check_precision
-from nntile_py.models.base import ModelConfig, find, of_hf_type, read_raw_config, resolved
+from nntile_py.models.base import ModelConfig, find, of_hf_type, read_raw, resolved
 from nntile_py.schema import (
     Natural,
     Rule,
     Section,
+    absolute,
     allowed,
     assignment,
     keys,
@@ -91,7 +92,7 @@ class RunConfig(Section):
     @field_validator("scheduler")
     @classmethod
     def _from_anywhere(cls, name: str | None) -> str | None:
-        return str(Path(name).expanduser().resolve()) if name and _is_path(name) else name
+        return str(absolute(name)) if name and _is_path(name) else name
 
     @model_validator(mode="after")
     def _together(self) -> "RunConfig":
@@ -142,7 +143,7 @@ class RunConfig(Section):
 
     def to_yaml(self) -> str:
         """The config with every default filled in; loading it gives the same config."""
-        return yaml.safe_dump(self.model_dump(by_alias=True), sort_keys=False)
+        return yaml.safe_dump(self.model_dump(mode="json", by_alias=True), sort_keys=False)
 
 
 @functools.cache
@@ -280,16 +281,14 @@ def _model_section(given: Any) -> Any:
         given["type"] = resolved(given["type"])
     if (source := given.get("from")) is None:
         return _checked(find(given.get("type", DEFAULT_MODEL)).Config, given)
-    folder = Path(str(source)).expanduser().resolve()
+    folder = absolute(str(source))
     need = "allowed: a folder that save_pretrained wrote, with config.json and model.safetensors"
     try:
-        raw = read_raw_config(folder)
+        raw = read_raw(folder)
         cls = find(given["type"]) if "type" in given else of_hf_type(raw.get("model_type"))
-        saved = cls.read_config(raw)
+        saved = cls.saved_fields(raw)
     except ConfigError as error:
         raise ConfigError(f"model.from: {folder}: {error}; {need}") from None
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"model.from: cannot read {folder}/config.json ({error!r}); {need}") from None
     if not any(folder.glob("*.safetensors")):
         raise ConfigError(f"model.from: {folder} holds no weights in safetensors; {need}")
     given |= {"from": str(folder)}

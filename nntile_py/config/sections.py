@@ -23,6 +23,7 @@ from nntile_py.schema import (
     Size,
     Switch,
     Workers,
+    absolute,
     integer,
     only,
 )  # fmt: skip
@@ -269,7 +270,7 @@ class Profile(Section):
 
 def existing(key: str, path: str, others: str = "") -> str:
     """The whole path; ConfigError, which names `key` and the `others` that are allowed, where there is none."""
-    found = Path(path).expanduser().resolve()
+    found = absolute(path)
     if not found.exists():
         raise ConfigError(f"{key}: no such file: {path}; allowed: {others} a path that exists".replace(":  ", ": "))
     return str(found)

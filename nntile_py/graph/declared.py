@@ -209,15 +209,19 @@ class Input:
         """Whether a step gives other rows of it to each micro-batch."""
         return self.tensor.axes[0] == "batch"
 
+    def shape(self, rows: int) -> tuple[int, ...]:
+        """Of a step's array, for `rows` rows of the batch."""
+        return (rows, *self.tensor.shape[1:]) if self.batched else tuple(self.tensor.shape)
+
     def checked(self, value: Any, rows: int) -> Array:
         """The value as an array of the shape of `rows` of the batch; raises ValueError naming what is allowed."""
-        name, tensor = self.tensor.name, self.tensor
+        name, tensor, shape = self.tensor.name, self.tensor, self.shape(rows)
+        whole, kinds = ("ints", "iub") if tensor.dtype == "int64" else ("numbers", "iuf")
         try:
             array = np.asarray(value)
-        except ValueError:  # rows of unequal lengths
-            array = np.empty((), object)
-        shape = (rows, *tensor.shape[1:]) if self.batched else tensor.shape
-        whole, kinds = ("ints", "iub") if tensor.dtype == "int64" else ("numbers", "iuf")
+        except Exception as error:  # lists of unequal lengths; what a tensor of another library raises: any of many
+            told = f"{type(error).__name__}: {error}"
+            raise ValueError(f"{name}: is no array ({told}); expected {whole} {shape}") from error
         if array.shape != shape or array.dtype.kind not in kinds:
             raise ValueError(f"{name}: {array.dtype} {array.shape} is not allowed; expected {whole} {shape}")
         if whole == "numbers":
@@ -235,8 +239,7 @@ class Input:
         """The default as an array, if there is one."""
         if self.default is None:
             return None
-        shape = (rows, *self.tensor.shape[1:]) if self.batched else self.tensor.shape
-        return np.broadcast_to(np.asarray(self.default), shape)
+        return np.broadcast_to(np.asarray(self.default), self.shape(rows))
 
     def shift(self, array: Array) -> Array:
         """Values of a causal model: position s holds what was given for s + 1, the last position nothing."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Real
 from typing import Literal, get_args
 
 from nntile_py.errors import ConfigError
@@ -83,10 +84,13 @@ def _check(optimizer: AdamW | SGD) -> None:
     for name, value in vars(optimizer).items():
         if name == "decay":
             continue
+        top = 1 if name in ("betas", "momentum") else float("inf")
         for number in value if isinstance(value, tuple) else (value,):
-            top = 1 if name in ("betas", "momentum") else float("inf")
-            if not isinstance(number, int | float) or not 0 <= number < top:
-                raise ConfigError(f"optimizer.{name}: {value} is not allowed; use 0 or more and below {top}")
+            if isinstance(number, bool) or not isinstance(number, Real) or not 0 <= float(number) < top:
+                raise ConfigError(f"optimizer.{name}: {value!r} is not allowed; use a number of 0 or more, below {top}")
+        # Numbers of NumPy too are Real; programs are made of Python's.
+        plain = tuple(map(float, value)) if isinstance(value, tuple) else float(value)
+        object.__setattr__(optimizer, name, plain)
 
 
 Optimizer = AdamW | SGD

@@ -67,7 +67,9 @@ def train(config: RunConfig, out: Path, console: Console) -> int:
         _say(console, f"held-out loss {first:.4f} before the first step, {measured}")
         _say(console, f"weights saved in {out / 'model.safetensors'}")
         if config.sample.tokens and not stop:
-            if aim == "causal":
+            if lack := _no_logits(trainer):
+                _say(console, lack)
+            elif aim == "causal":
                 _say(console, f"\nsample:\n{generate(trainer, corpus.tokenizer, config, stop)}")
             else:
                 filled = fill_masked(trainer, corpus.tokenizer, batches.held_out[0], config.sample.tokens)
@@ -76,6 +78,17 @@ def train(config: RunConfig, out: Path, console: Console) -> int:
         _say(console, f"stopped by {stop[0]} after step {done} of {config.train.steps}; what was trained is saved")
         return 128 + signal.Signals[stop[0]].value
     return 0
+
+
+def _no_logits(trainer: Trainer) -> str:
+    """Why no sample of text can be made, if that is so."""
+    outputs = trainer.spec.trace(training=False)[1].outputs
+    if "logits" in outputs and tuple(outputs["logits"].axes[:-1]) == ("batch", "seq"):
+        return ""
+    return (
+        "no sample: it is made of the model's output logits [batch, seq, vocab]; the outputs of"
+        f" {type(trainer.model).__name__} are {', '.join(f'{n} {[*t.axes]}' for n, t in outputs.items()) or 'none'}"
+    )
 
 
 def build_trainer(config: RunConfig, model: Model | None = None) -> Trainer:

@@ -137,7 +137,7 @@ class Trainer:
         self._store = Store()
         self._changed: set[str] = set()  # inputs with a default that a step has given
         self._optional: dict[str, float] = {}  # inputs that a step may have, and what is as good as none
-        self._neutral: dict[str, Input | None] = {}
+        self._optional_inputs: dict[str, Input | None] = {}
         programs_ = self._programs(spec.given)
         self._built = programs_.built  # as are those with other inputs, for all that lasts
         self._write_weights()
@@ -210,15 +210,14 @@ class Trainer:
         """
         rows = self.grad_accumulation * self.batch
         arrays, made = self._check(_as_dict(inputs, labels), rows)
-        if lr is not None:
-            replace(self.optimizer, lr=lr)  # refuses what an optimizer's rate may not be
+        rate = self.optimizer.lr if lr is None else replace(self.optimizer, lr=lr).lr  # refuses what no rate may be
         if not self.steps:
             self._check_alone(self._runtime)
         while len(self._pending) >= STEPS_IN_FLIGHT:
             self._pending.popleft().result()
         self.steps += 1
         built, declared = made.built, made.built.graph.inputs
-        slots = {"lr": self.optimizer.lr if lr is None else lr, **self.optimizer.slots(self.steps)}
+        slots = {"lr": rate, **self.optimizer.slots(self.steps)}
         slots |= _scales(declared, arrays)
         for micro in range(self.grad_accumulation):
             part = slice(micro * self.batch, (micro + 1) * self.batch)
@@ -255,7 +254,8 @@ class Trainer:
         if Runtime.current is not self._runtime:
             raise TaskError("evaluate: the runtime of this Trainer has stopped; make a Trainer of another")
         keep = return_logits or return_outputs
-        arrays, made = self._check(_as_dict(inputs, labels), self.batch, unlabelled=keep)
+        inputs = _as_dict(inputs, labels)
+        arrays, made = self._check(inputs, self.batch, unlabelled=keep)
         given = next(names for names, one in self._steps.items() if one is made)
         if (given, keep) not in self._evaluations:
             evaluation = self.spec.with_inputs(given).evaluation(keep)
@@ -269,7 +269,9 @@ class Trainer:
             self._store.write(evaluation.forward, declared[name].tensor, value)
         program.run(_scales(declared, arrays))
         (loss,) = _core.Fetch([self._store.handles["scalar", "loss", (0,)]]).wait()
-        if all(one.counted(arrays[name]) == 0 for name, one in declared.items() if one.scale):
+        scaled = {name: one for name, one in declared.items() if one.scale}
+        made_up = [n for n, one in scaled.items() if n not in inputs and one.ignored is None and one.default is None]
+        if made_up or all(one.counted(arrays[name]) == 0 for name, one in scaled.items()):
             loss = float("nan")  # the mean of nothing, as in PyTorch
         if not keep:
             return loss
@@ -343,34 +345,31 @@ class Trainer:
             if (value := one.filled(self.batch)) is not None:
                 self._store.write(low, one.tensor, value)
 
-    def _unused(self, name: str) -> Input | None:
-        """An optional input that says nothing, so that no program has it; None: the model declares no such input."""
-        if name not in self._neutral:
-            self._neutral[name] = self.spec.with_inputs(frozenset({name})).trace()[0].inputs.get(name)
-        return self._neutral[name]
+    def _optional_input(self, name: str) -> Input | None:
+        """An optional input as it is declared, in no program as long as it says nothing; None: it is not declared."""
+        if name not in self._optional_inputs:
+            self._optional_inputs[name] = self.spec.with_inputs(frozenset({name})).trace()[0].inputs.get(name)
+        return self._optional_inputs[name]
 
     def _check(
         self, given: Mapping[str, Any], rows: int, unlabelled: bool = False
     ) -> tuple[dict[str, IntArray], _Programs]:
         """Arrays of the right shapes and ranges, and the programs that take them."""
-        absent = {name for name, neutral in self._optional.items() if name in given and _only(given[name], neutral)}
-        for name in absent.copy():
-            if one := self._unused(name):
-                one.checked(given[name], rows)
-            else:
-                absent.remove(name)
-        made = self._programs(frozenset(name for name in self._optional if name in given and name not in absent))
+        optional = {name: one for name in self._optional if name in given and (one := self._optional_input(name))}
+        values = {name: one.checked(given[name], rows) for name, one in optional.items()}
+        absent = {name for name, value in values.items() if (value == self._optional[name]).all()}
+        made = self._programs(frozenset(optional) - absent)
         declared, arrays = made.built.graph.inputs, {}
         for name in given:
             if name not in declared and name not in absent:
-                known = [*declared, *(n for n in self._optional if n not in declared and self._unused(n))]
+                known = [*declared, *(n for n in self._optional if n not in declared and self._optional_input(n))]
                 raise ValueError(f"{name}: unknown input; allowed are {', '.join(known)}")
         for name, one in declared.items():
             if name in given:
                 value = one.checked(given[name], rows)
                 arrays[name] = one.shift(value) if one.shifted and self.shift_labels else value
-            elif one.ignored is not None and unlabelled:
-                arrays[name] = np.full((rows, *one.tensor.shape[1:]), one.ignored)
+            elif unlabelled and (one.scale or one.ignored is not None):
+                arrays[name] = np.full(one.shape(rows), one.ignored or 0)
             elif (default := one.filled(rows)) is None:
                 needed = [n for n, i in declared.items() if i.default is None and n not in self._optional]
                 raise ValueError(f"{name}: missing; the model needs {', '.join(needed)}")
@@ -392,7 +391,3 @@ def _scales(declared: Mapping[str, Input], arrays: Mapping[str, IntArray]) -> di
     """The slots that make means of sums."""
     counted = {one.scale: one.counted(arrays[name]) for name, one in declared.items() if one.scale}
     return {slot: 1.0 / max(count, 1) for slot, count in counted.items()}
-
-
-def _only(value: Any, neutral: float) -> bool:
-    return bool((np.asarray(value) == neutral).all())
