@@ -368,7 +368,7 @@ class Trainer:
             if name in given:
                 value = one.checked(given[name], rows)
                 arrays[name] = one.shift(value) if one.shifted and self.shift_labels else value
-            elif unlabelled and (one.scale or one.ignored is not None):
+            elif unlabelled and one.default is None and (one.scale or one.ignored is not None):
                 arrays[name] = np.full(one.shape(rows), one.ignored or 0)
             elif (default := one.filled(rows)) is None:
                 needed = [n for n, i in declared.items() if i.default is None and n not in self._optional]
