@@ -1,5 +1,6 @@
-"""Every script in examples/ runs, in a process of its own, with small sizes."""
+"""Every script and notebook in examples/ runs, in a process of its own, with small sizes."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -29,3 +30,19 @@ def test_example(script: Path, tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.strip()
+
+
+NOTEBOOKS = sorted((Path(__file__).parents[1] / "examples").glob("*.ipynb"))
+
+
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda notebook: notebook.stem)
+def test_notebook(notebook: Path, tmp_path: Path) -> None:
+    """Its cells, one after the other, as a script."""
+    cells = [cell for cell in json.loads(notebook.read_text())["cells"] if cell["cell_type"] == "code"]
+    assert not any(cell["outputs"] for cell in cells), "outputs are not kept in the repository"
+    code = "import matplotlib\nmatplotlib.use('Agg')\n" + "\n".join("".join(cell["source"]) for cell in cells)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, text=True, capture_output=True, timeout=280, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "many small tiles:" in done.stdout

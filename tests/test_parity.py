@@ -383,7 +383,7 @@ def test_a_folder_of_half_floats(tmp_path: Path, dtype: torch.dtype) -> None:
 def test_what_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(nt.ConfigError, match=r"config\.json is missing"):
         nt.models.GPT2.from_hf(tmp_path)
-    with pytest.raises(nt.ConfigError, match="activation_function 'silu'"):
+    with pytest.raises(nt.ConfigError, match="activation_function is 'silu'"):
         nt.models.GPT2.from_hf(gpt2(activation_function="silu"))
     with pytest.raises(nt.ConfigError, match="scale_attn_by_inverse_layer_idx"):
         nt.models.GPT2.from_hf(gpt2(scale_attn_by_inverse_layer_idx=True))
