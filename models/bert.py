@@ -13,7 +13,8 @@ from pydantic import model_validator
 from nntile_py.errors import ConfigError
 from nntile_py.graph.declared import ZEROS, Batch, Normal, Traced
 from nntile_py.graph.graph import Graph
-from nntile_py.models.base import Model, TokenConfig, architecture, check_type, choice
+from nntile_py.models.base import Model, TokenConfig
+from nntile_py.models.checkpoint import architecture, check_type, choice
 from nntile_py.models.parts import LayerConfig, dense, norm, padding, position_input
 from nntile_py.schema import BelowOne, Count, Positive
 from nntile_py.tasks.activation import activation

@@ -14,7 +14,8 @@ from pydantic import model_validator
 from nntile_py.errors import ConfigError
 from nntile_py.graph.declared import ONES, Batch, Normal, Traced
 from nntile_py.graph.graph import Graph
-from nntile_py.models.base import Model, TokenConfig, architecture, check_type, choice
+from nntile_py.models.base import Model, TokenConfig
+from nntile_py.models.checkpoint import architecture, check_type, choice
 from nntile_py.models.parts import LayerConfig, dense, padding
 from nntile_py.schema import Count, Positive, Switch
 from nntile_py.tasks.attention import attention

@@ -23,7 +23,8 @@ from nntile_py.config.sections import (
 )  # fmt: skip
 from nntile_py.errors import ConfigError
 from nntile_py.graph.step import PRECISIONS, check_precision
-from nntile_py.models.base import ModelConfig, find, of_hf_type, read_raw, resolved
+from nntile_py.models.base import ModelConfig, find, of_hf_type, resolved
+from nntile_py.models.checkpoint import read_raw
 from nntile_py.schema import (
     Natural,
     Rule,

@@ -1,0 +1,109 @@
+"""A checkpoint, as save_pretrained of transformers writes it or as one of its models holds it: config and weights."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from nntile_py.errors import ConfigError
+from nntile_py.schema import short
+
+Weights = dict[str, np.ndarray[Any, Any]]
+
+
+def read_raw(source: Any) -> dict[str, Any]:
+    """What config.json holds, of a folder that save_pretrained wrote or of a model of transformers."""
+    if isinstance(source, str | Path):
+        return _read_json(Path(source) / "config.json", "a folder saved by save_pretrained")
+    if not hasattr(source, "state_dict") or not hasattr(source, "config"):
+        raise ConfigError(f"model: {type(source).__name__} is not allowed; use a transformers model, or its folder")
+    theirs = (cls for cls in type(source).__mro__ if cls.__module__.startswith("transformers."))
+    return {**source.config.to_dict(), "architectures": [next(theirs, type(source)).__name__]}
+
+
+def tensors_of(source: Any) -> dict[str, Any]:
+    """{name: torch tensor}: all that the checkpoint holds, buffers too."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    if not isinstance(source, str | Path):
+        return {name: value.detach().cpu().clone() for name, value in source.state_dict().items()}
+    folder = Path(source)
+    index, need = folder / "model.safetensors.index.json", "expected weights that save_pretrained wrote"
+    files = [folder / "model.safetensors"]
+    if index.is_file():
+        places = _read_json(index, need).get("weight_map")
+        if not isinstance(places, dict):
+            raise ConfigError(f"model: {index} has no weight_map; {need}")
+        files = sorted({folder / str(name) for name in places.values()})
+    elif not files[0].is_file():
+        raise ConfigError(f"model: no model.safetensors in {folder}; save the model with safetensors")
+    tensors: dict[str, Any] = {}
+    for file in files:
+        try:
+            tensors |= load_file(file)
+        except (OSError, SafetensorError) as error:
+            raise ConfigError(f"model: cannot read {file} ({error}); {need}") from None
+    return tensors
+
+
+def arrays(tensors: Mapping[str, Any]) -> Weights:
+    """Weights as fp32, as fp64 where all are. Others than floating-point numbers are those of a quantised model."""
+    import torch
+
+    for name, value in tensors.items():
+        if value.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+            kind = str(value.dtype).removeprefix("torch.")
+            raise ConfigError(f"model: weight {name} is {kind}; allowed: float16, bfloat16, float32, float64")
+    double = all(value.dtype == torch.float64 for value in tensors.values())
+    return {name: (value if double else value.float()).numpy() for name, value in tensors.items()}
+
+
+def check_layers(shapes: Mapping[str, Any], found: Mapping[str, Any]) -> None:
+    """Refuse more weights in a layer than the model's own has (a bias, a scale): it would compute something else.
+
+    Whole layers that the model does not have, such as another head, and buffers are left out, as transformers does.
+    """
+    layers = {name.rpartition(".")[0] for name in shapes}
+    if more := [name for name in found if name not in shapes and "." in name and name.rpartition(".")[0] in layers]:
+        raise ConfigError(f"model: the checkpoint has {', '.join(more[:3])}; this model's layers have no such weight")
+
+
+def _read_json(path: Path, need: str) -> dict[str, Any]:
+    """The object that a JSON file holds."""
+    if not path.is_file():
+        raise ConfigError(f"model: {path} is missing; expected {need}")
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"model: cannot read {path} ({error})") from None
+    if not isinstance(raw, dict):
+        raise ConfigError(f"model: {path} holds no object")
+    return raw
+
+
+def choice(raw: Mapping[str, Any], key: str, *known: Any) -> Any:
+    """What config.json has under `key`, one of `known`; where it has none the first of these. Else a ConfigError."""
+    value = raw.get(key, known[0])
+    if value not in list(known):
+        listed = ", ".join(map(repr, known))
+        raise ConfigError(f"model: {key} is {short(value)} in the model's config; allowed: {listed}")
+    return value
+
+
+def architecture(raw: Mapping[str, Any], *known: str) -> str:
+    """The class of transformers that wrote config.json, one of `known`; where none is told the first of these."""
+    given = raw.get("architectures") or [known[0]]
+    if not isinstance(given, list) or given[0] not in list(known):
+        raise ConfigError(f"model: architectures is {given!r} in the model's config; allowed: {', '.join(known)}")
+    return str(given[0])
+
+
+def check_type(raw: Mapping[str, Any], kind: str) -> None:
+    """Refuse another model_type than `kind`."""
+    if raw.get("model_type") != kind:
+        raise ConfigError(f"model: model_type is {raw.get('model_type')!r}; only {kind} can be read")
