@@ -209,7 +209,8 @@ class Trainer:
             ValueError: An input is missing, unknown, or has the wrong shape, dtype or values.
         """
         rows = self.grad_accumulation * self.batch
-        arrays, made = self._check(_as_dict(inputs, labels), rows)
+        inputs = _as_dict(inputs, labels)
+        arrays, made = self._check(inputs, rows)
         rate = self.optimizer.lr if lr is None else replace(self.optimizer, lr=lr).lr  # refuses what no rate may be
         if not self.steps:
             self._check_alone(self._runtime)
@@ -218,7 +219,7 @@ class Trainer:
         self.steps += 1
         built, declared = made.built, made.built.graph.inputs
         slots = {"lr": rate, **self.optimizer.slots(self.steps)}
-        slots |= _scales(declared, arrays)
+        slots |= _means(_counted(declared, arrays, inputs))
         for micro in range(self.grad_accumulation):
             part = slice(micro * self.batch, (micro + 1) * self.batch)
             slots["dropout_seed"] = self._dropout_seed(micro)
@@ -267,11 +268,10 @@ class Trainer:
         declared = evaluation.graph.inputs
         for name, value in arrays.items():
             self._store.write(evaluation.forward, declared[name].tensor, value)
-        program.run(_scales(declared, arrays))
+        counted = _counted(declared, arrays, inputs)
+        program.run(_means(counted))
         (loss,) = _core.Fetch([self._store.handles["scalar", "loss", (0,)]]).wait()
-        scaled = {name: one for name, one in declared.items() if one.scale}
-        made_up = [n for n, one in scaled.items() if n not in inputs and one.ignored is None and one.default is None]
-        if made_up or all(one.counted(arrays[name]) == 0 for name, one in scaled.items()):
+        if not any(counted.values()):
             loss = float("nan")  # the mean of nothing, as in PyTorch
         if not keep:
             return loss
@@ -366,7 +366,7 @@ class Trainer:
                 raise ValueError(f"{name}: unknown input; allowed are {', '.join(known)}")
         for name, one in declared.items():
             if name in given:
-                value = one.checked(given[name], rows)
+                value = values[name] if name in values else one.checked(given[name], rows)
                 arrays[name] = one.shift(value) if one.shifted and self.shift_labels else value
             elif unlabelled and one.default is None and (one.scale or one.ignored is not None):
                 arrays[name] = np.full(one.shape(rows), one.ignored or 0)
@@ -387,7 +387,15 @@ def _as_dict(inputs: Inputs, labels: IntArray | None) -> Mapping[str, Any]:
     return {"input_ids": inputs} if labels is None else {"input_ids": inputs, "labels": labels}
 
 
-def _scales(declared: Mapping[str, Input], arrays: Mapping[str, IntArray]) -> dict[str, float]:
+def _counted(
+    declared: Mapping[str, Input], arrays: Mapping[str, IntArray], given: Mapping[str, Any]
+) -> dict[str, int]:
+    """How many values count towards each mean, by its slot; none of labels that were left out."""
+    scaled = {name: one for name, one in declared.items() if one.scale}
+    there = {name for name, one in scaled.items() if name in given or one.default is not None}
+    return {str(one.scale): one.counted(arrays[name]) if name in there else 0 for name, one in scaled.items()}
+
+
+def _means(counted: Mapping[str, int]) -> dict[str, float]:
     """The slots that make means of sums."""
-    counted = {one.scale: one.counted(arrays[name]) for name, one in declared.items() if one.scale}
     return {slot: 1.0 / max(count, 1) for slot, count in counted.items()}
