@@ -6,6 +6,7 @@ import functools
 import importlib
 import importlib.util
 import inspect
+import json
 import pkgutil
 import sys
 from collections.abc import Mapping
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
-from pydantic import ConfigDict, Field, ValidationError
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, ValidationInfo, field_validator
 
 from nntile_py.errors import ConfigError, raised
 from nntile_py.graph.declared import Batch, Param, Traced, trace
@@ -49,17 +50,29 @@ class ModelConfig(Section):
         except ValidationError as error:
             raise ConfigError(explained(type(self), error, "model.")) from None
         except Exception as error:  # of a validator of the user's
-            cls = type(self)
-            if isinstance(error, ConfigError) or cls.__module__.startswith("nntile_py."):
-                raise
-            file = getattr(sys.modules.get(cls.__module__), "__file__", None)
-            raise ConfigError(f"model: {cls.__name__} ({file}) raises {raised(error, file)}") from error
+            raise _told(type(self), error) from error
         for name, value in self:
             try:
                 self.model_dump(mode="json", include={name})
             except ValueError as error:
                 need = f"what config.yaml can hold: numbers, texts, lists, mappings ({error})"
                 raise ConfigError(f"model.{name}: got {short(value)}; allowed: {need}") from None
+
+    @field_validator("*", mode="wrap")
+    @classmethod
+    def _as_yaml_has_it(cls, value: Any, checked: Any, info: ValidationInfo) -> Any:
+        """Strict as JSON is, which has no other types than YAML: a list may be a tuple or a set, a text a path."""
+        try:
+            return checked(value)
+        except ValidationError:
+            if not isinstance(value, list | str) or not info.field_name:
+                raise
+            field = cls.model_fields[info.field_name]
+            try:
+                return TypeAdapter(field.rebuild_annotation()).validate_json(json.dumps(value), strict=True)
+            except (ValidationError, TypeError):
+                pass
+            raise
 
     def changed(self, **fields: Any) -> Self:
         """The same with other values of some fields."""
@@ -257,6 +270,23 @@ def resolved(name: Any) -> Any:
     """A type as it is understood in any folder."""
     file, colon, wanted = str(name).rpartition(":")
     return f"{absolute(file)}:{wanted}" if colon else name
+
+
+def new(config: ModelConfig, seed: int = 0) -> Model:
+    """A fresh model of the type that its config says. Raises ConfigError, of a user's own __init__ too."""
+    cls = find(config.type)
+    try:
+        return cls(config, seed=seed)
+    except Exception as error:
+        raise _told(cls, error) from error
+
+
+def _told(cls: type, error: Exception) -> Exception:
+    """An error in a user's class as a ConfigError that names file and line; others as they are."""
+    if isinstance(error, ConfigError) or cls.__module__.startswith("nntile_py."):
+        return error
+    file = getattr(sys.modules.get(cls.__module__), "__file__", None)
+    return ConfigError(f"model: {cls.__name__} ({file}) raises {raised(error, file)}")
 
 
 def _own(path: Path, wanted: str) -> type[Model]:

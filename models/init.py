@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from nntile_py.graph.declared import Constant, Init, Param, Source
+from nntile_py.system.load import cores
 
 BLOCK = 1 << 20  # words that one generator draws
 
@@ -25,7 +25,7 @@ def fill(arrays: Sequence[Array], seed: int, draw: Draw) -> None:
         rng = np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(number, at // BLOCK)))
         draw(rng, arrays[number].reshape(-1)[at : at + BLOCK], number)
 
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+    with ThreadPoolExecutor(cores()) as pool:
         list(pool.map(one, [(k, at) for k, array in enumerate(arrays) for at in range(0, array.size, BLOCK)]))
 
 

@@ -7,17 +7,16 @@ from nntile_py.errors import ConfigError
 from nntile_py.graph.fusion import Fusion
 from nntile_py.graph.optimizers import SGD, AdamW, Optimizer
 from nntile_py.graph.step import StepSpec
-from nntile_py.models.base import Model, find
+from nntile_py.models.base import Model, find, new
 from nntile_py.tiles import Tiling
 
 
 def build_model(config: RunConfig) -> Model:
     """The model of `config.model`: read from its folder, or freshly initialised from the seed."""
     made = config.model
-    cls = find(made.type)
     if made.from_ is not None:
-        return cls.from_hf(made.from_, **made.model_dump(by_alias=True))
-    return cls(made, seed=config.seed)
+        return find(made.type).from_hf(made.from_, **made.model_dump(by_alias=True))
+    return new(made, config.seed)
 
 
 def build_optimizer(config: RunConfig) -> Optimizer:
@@ -33,7 +32,7 @@ def step_spec(config: RunConfig, model: Model | None = None) -> StepSpec:
     """What decides the programs of a run; `model` where one is there already."""
     try:
         return StepSpec(
-            model or find(config.model.type)(config.model, seed=config.seed),
+            model or new(config.model, config.seed),
             config.train.batch,
             config.train.seq,
             tiling(config),
