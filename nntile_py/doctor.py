@@ -17,6 +17,7 @@ from rich.markup import escape
 from rich.table import Column, Table
 
 from nntile_py.system.folders import cache_folder
+from nntile_py.system.load import cores
 
 
 class Check(TypedDict):
@@ -151,7 +152,7 @@ def _machine() -> list[Check]:
     total, free = (int(memory.get(key, 0)) / 2**20 for key in ("MemTotal", "MemAvailable"))
     return [
         _check("CPU", True, cpu[1] if cpu else "unknown"),
-        _check("  cores", True, f"{len(os.sched_getaffinity(0))} of {os.cpu_count()} usable"),
+        _check("  cores", True, f"{cores()} of {os.cpu_count()} usable"),
         _check("  memory", True, f"{total:.1f} GiB, {free:.1f} GiB available"),
     ]
 

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import inspect
-import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -19,6 +18,7 @@ from nntile_py.execution.program import Store, programs
 from nntile_py.execution.runtime import Runtime
 from nntile_py.graph.graph import Graph
 from nntile_py.graph.lowering import lower
+from nntile_py.system.load import cores
 from nntile_py.tasks import Op, Tensor
 from nntile_py.tasks.band import ALL, Band
 from nntile_py.tasks.cross_entropy import IGNORED
@@ -279,7 +279,7 @@ def check_operator(
     axes = {cut_as(a): n for op in case.graph.ops for t in op.inputs + op.outputs for a, n in t.sizes.items()}
     axes = {a: n for a, n in axes.items() if a in AXES and a not in case.whole and n > 1}
     tilings = [{}, {a: even(n) for a, n in axes.items()}, {a: ragged(n) for a, n in axes.items()}]
-    runtime = nullcontext() if Runtime.current else Runtime(cpus=min(2, len(os.sched_getaffinity(0))))
+    runtime = nullcontext() if Runtime.current else Runtime(cpus=min(2, cores()))
     with runtime:
         for dtype in dtypes:
             for tiles, policy in [(tilings[0], "chain"), (tilings[1], "chain"), *((tilings[2], p) for p in POLICIES)]:

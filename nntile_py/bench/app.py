@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,6 +14,7 @@ from nntile_py.bench.common import parse_tiles
 from nntile_py.bench.contestants import PEERS, TIME_LIMIT, check_gpus, measure_step, spread
 from nntile_py.bench.metg import metg
 from nntile_py.errors import ConfigError, NNTileError
+from nntile_py.system.load import cores
 from nntile_py.system.machine import machine
 
 bench_app = typer.Typer(
@@ -155,7 +155,7 @@ def step(
         raise ConfigError(f"--placement: {placement!r} is not allowed; use {' or '.join(PLACEMENTS)}")
     options: dict[str, Any] = {
         "layers": layers, "embed": embed, "heads": heads, "seq": seq, "batch": batch, "vocab": vocab,
-        "cpus": cpus or len(os.sched_getaffinity(0)), "scheduler": scheduler, "tiles": parse_tiles(tiles),
+        "cpus": cpus or cores(), "scheduler": scheduler, "tiles": parse_tiles(tiles),
         "attention": attention, "accumulate": accumulate, "fusion": fusion, "cuda": cuda, "dtype": dtype,
         "window": window or None, "cuda_memory": cuda_memory, "losses": losses, "time_limit": time_limit,
         "placement": placement,
@@ -234,7 +234,7 @@ def sweep(
         points = [point | {name: value} for point in points for value in values]
     base = {
         "layers": layers, "embed": embed, "heads": heads, "seq": seq, "batch": batch, "vocab": vocab,
-        "cpus": len(os.sched_getaffinity(0)), "scheduler": "lws", "accumulate": "chain", "cuda": 0,
+        "cpus": cores(), "scheduler": "lws", "accumulate": "chain", "cuda": 0,
     }  # fmt: skip
     rows = []
     for point in points:

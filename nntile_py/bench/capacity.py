@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +13,7 @@ import typer
 from nntile_py.bench.common import parse_tiles
 from nntile_py.bench.contestants import NO_ANSWER, PEERS, check_gpus, measure_step, processes
 from nntile_py.errors import ConfigError
+from nntile_py.system.load import cores
 from nntile_py.system.machine import machine
 
 MODELS = {  # layers, embed, heads: GPT-2's, then GPT-3's (Brown et al. 2020)
@@ -58,7 +58,7 @@ def capacity(
     gpus = processes({"cuda": cuda})
     batch = batch or 4 * gpus
     base: dict[str, Any] = {
-        "seq": seq, "batch": batch, "vocab": vocab, "cpus": len(os.sched_getaffinity(0)), "scheduler": "lws",
+        "seq": seq, "batch": batch, "vocab": vocab, "cpus": cores(), "scheduler": "lws",
         "attention": "vendor", "tiles": parse_tiles(tiles or f"batch={max(1, batch // gpus)}"), "fusion": True,
         "accumulate": accumulate, "cuda": cuda, "dtype": "bf16", "window": window or None, "losses": 0,
         "time_limit": time_limit, "placement": None, "cuda_memory": cuda_memory,

@@ -17,6 +17,7 @@ from nntile_py.errors import ConfigError, TaskError
 from nntile_py.execution.disk import Disk
 from nntile_py.system.cgroup import within_machine
 from nntile_py.system.folders import cache_folder
+from nntile_py.system.load import cores
 from nntile_py.tiles import TaskList
 from nntile_py.tiles.placement import PLACEMENTS
 
@@ -66,11 +67,11 @@ class Runtime:
         for name, count in counts.items():
             if count is not None and (not isinstance(count, Integral) or ("memory" in name and count < 1)):
                 raise ConfigError(f"runtime.{name}: {count!r} is not allowed; use an integer (memory: bytes)")
-        cores = len(os.sched_getaffinity(0))
-        self.cpus = (0 if cuda else cores) if cpus is None else cpus
+        usable = cores()
+        self.cpus = (0 if cuda else usable) if cpus is None else cpus
         least = 0 if cuda else 1
-        if not least <= self.cpus <= cores:
-            raise ConfigError(f"runtime.cpus: {cpus} is not allowed; this machine has {least} to {cores}")
+        if not least <= self.cpus <= usable:
+            raise ConfigError(f"runtime.cpus: {cpus} is not allowed; this machine has {least} to {usable}")
         if cuda and not _core.has_cuda:
             raise ConfigError("runtime.cuda: this build of nntile_py has no CUDA workers; use 0")
         devices = cuda_devices() if cuda else 0

@@ -39,8 +39,8 @@ MOST_PLANS = 250
 
 
 @dataclass
-class Tiling:
-    """A tiling that was planned: tile sizes in the order of AXES, and why it is not worth a measurement, or None."""
+class Candidate:
+    """A tiling that was planned: sizes in the order of AXES, and why it is not worth a measurement, or None."""
 
     key: tuple[int | None, ...]
     plan: Estimate | None
@@ -55,7 +55,7 @@ class Search:
     """All tilings that were planned, and the sweep that measures the most promising of them."""
 
     name: str
-    tilings: list[Tiling]
+    tilings: list[Candidate]
     sweep: Sweep
 
 
@@ -71,7 +71,7 @@ def search(path: Path, sets: list[str], budget: int, console: Console) -> Search
     with console.status("planning tilings"):
         for start in starts:
             _walk(config, start, seen)
-    tilings = [Tiling(key, plan, why_not(config, plan)) for key, plan in seen.items()]
+    tilings = [Candidate(key, plan, why_not(config, plan)) for key, plan in seen.items()]
     refused = Counter(one.pruned for one in tilings if one.pruned)
     pruned = ", ".join(f"{count} for {reason}" for reason, count in refused.most_common()) or "none"
     console.print(f"{len(seen)} tilings planned; pruned: {pruned}", highlight=False)
@@ -172,7 +172,7 @@ def why_not(config: RunConfig, plan: Estimate | None) -> str | None:
     return None
 
 
-def candidates(config: RunConfig) -> dict[str, list[int | None]]:
+def sizes_to_try(config: RunConfig) -> dict[str, list[int | None]]:
     """Tile sizes to try along each axis: the config's own, none, and even cuts."""
     sizes = step_spec(config).trace()[0].sizes()
     result: dict[str, list[int | None]] = {}
@@ -195,7 +195,7 @@ def _key(tiles: Tiles) -> tuple[int | None, ...]:
 
 def _walk(config: RunConfig, start: Tiles, seen: dict[tuple[int | None, ...], Estimate | None]) -> None:
     """Change one axis at a time to its best value, until nothing changes."""
-    choices, now = candidates(config), dict(start)
+    choices, now = sizes_to_try(config), dict(start)
     changed = True
     while changed and len(seen) < MOST_PLANS:
         changed = False

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import shutil
 import subprocess
@@ -10,6 +9,8 @@ from collections import Counter
 from datetime import date
 from pathlib import Path
 from typing import Any
+
+from nntile_py.system.load import cores
 
 
 def gpus() -> str:
@@ -42,7 +43,7 @@ def machine() -> dict[str, Any]:
     if info.exists():
         model = next((x.split(":")[1].strip() for x in info.read_text().splitlines() if "model name" in x), model)
     return {
-        "processor": model, "cores": len(os.sched_getaffinity(0)), "gpus": gpus(), "torch": torch.__version__,
+        "processor": model, "cores": cores(), "gpus": gpus(), "torch": torch.__version__,
         "commit": _commit(), "date": date.today().isoformat(),
     }  # fmt: skip
 
