@@ -8,7 +8,7 @@ train: setup
 	@.venv/bin/nntile train experiments/gpt2_tiny.yaml
 
 test: setup lint
-	@.venv/bin/python -m pytest
+	@.venv/bin/python -m pytest -n 2 --dist loadfile
 
 lint: setup links
 	@.venv/bin/ruff check .
