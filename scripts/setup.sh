@@ -12,7 +12,7 @@ say() { # with the time since the start; what is done and how long it takes come
     [ -n "$begun" ] || {
         begun=yes
         echo "setup: makes what nntile_py needs: Debian packages, StarPU (~/.cache/nntile_py), .venv with torch, the compiled
-setup: extension. On two cores the first time takes 5 to 20 minutes, most of it downloads and compilation; later only what
+setup: extension. On two cores the first time takes about 8 minutes, longer where downloads are slow; later only what
 setup: has changed. An interrupted setup goes on where it was." >&2
     }
     printf 'setup: %d:%02d %s\n' $((SECONDS / 60)) $((SECONDS % 60)) "$*" >&2
@@ -111,7 +111,7 @@ if system_starpu; then
     starpu=$named
 else
     if [ -z "$(find "${XDG_CACHE_HOME:-$HOME/.cache}/nntile_py" -maxdepth 1 -name 'starpu-1.4*' 2>/dev/null)$named" ]; then
-        say "no StarPU >= 1.4.8 on this system: building one (2 to 5 minutes)"
+        say "no StarPU >= 1.4.8 on this system: building one (two minutes)"
     fi
     starpu=$(scripts/build_starpu.sh)
     use "$starpu"
@@ -137,7 +137,7 @@ config=$starpu/include/starpu/1.4/starpu_config.h
 state=$({ cat pyproject.toml setup.py "$config"; find nntile_py/execution/csrc tasks -name '*.cpp' | sort; ls -d .venv/lib/*/site-packages/torch-*.dist-info
     echo "$PWD $starpu ${NNTILE_ARCH:-}"; } 2>&1 | sha256sum)
 compile() {
-    say "compiling the extension (one to five minutes)"
+    say "compiling the extension (three minutes on two cores)"
     mkdir -p build
     slowly build/ext.log $py setup.py -q build_ext --inplace && return
     { grep -A 5 ': error: ' build/ext.log || tail -n 20 build/ext.log; } | head -n 60 >&2
@@ -148,7 +148,7 @@ if [ ! -e $installed ] || [ "$(cat $installed)" != "$state" ]; then
     say "pip install setuptools wheel ninja"
     install setuptools wheel ninja
     # Headers that the compilation looks for.
-    if $py -c 'import sys, torch; sys.exit(not torch.version.cuda)'; then
+    if $py -W ignore -c 'import sys, torch; sys.exit(not torch.version.cuda)'; then
         install "$(sed -nE 's/^ *"(nvidia-cudnn-frontend==[^"]*)".*/\1/p' pyproject.toml)"
     fi
     compile
