@@ -5,6 +5,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nntile_py.system.version import VERSION
+
 if TYPE_CHECKING:  # all that is found here, and where it lies: see _homes
     # isort: off
     from nntile_py import models as models, tasks as tasks, testing as testing, tiles as tiles
@@ -27,7 +29,7 @@ if TYPE_CHECKING:  # all that is found here, and where it lies: see _homes
     from nntile_py.training.collators import CausalCollator as CausalCollator, MaskedCollator as MaskedCollator
     from nntile_py.training.trainer import Pending as Pending, StepResult as StepResult, Trainer as Trainer
 
-__version__ = "0.1.0"
+__version__ = VERSION
 
 
 def _homes() -> dict[str, str]:

@@ -51,9 +51,9 @@ def main() -> None:
 
 def _version(asked: bool) -> None:
     if asked:
-        from importlib.metadata import version
+        from nntile_py.system.version import VERSION
 
-        print(version("nntile_py"))
+        print(VERSION)
         raise typer.Exit
 
 
@@ -110,21 +110,43 @@ def config(
 @app.command(epilog="Example: nntile train my.yaml --set train.steps=100 --out runs/try")
 def train(
     config: Config,
+    where: Annotated[
+        Path | None,
+        typer.Argument(metavar="[DIR]", help="With --resume: a run's folder, or a checkpoint. [default: --out]"),
+    ] = None,
     sets: Sets = None,
     out: Annotated[Path | None, typer.Option(help="Folder of the run. [default: runs/NAME of CONFIG]")] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Write into a folder that is not empty.")] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace the run in a folder, once this one has a checkpoint.")
+    ] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from the newest whole checkpoint of the run, in its folder.")
+    ] = False,
+    rescue: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Where to save if the run's folder has no room at the end.")
+    ] = None,
 ) -> None:
     """Train the model that CONFIG describes."""
     from nntile_py.config.run import load
 
     loaded = load(config, sets or [])
-    folder = _run_folder(Path(config).stem, loaded.out, out, overwrite)
+    name = Path(config).stem
+    if where and not resume:
+        raise ConfigError(f"DIR: {where} is given without --resume; allowed: nntile train {config} --resume {where}")
+    if resume:
+        start = where or _newest_run(name, loaded.out, out)
+        folder = out or _run_of(start)
+    else:
+        start, folder = None, _run_folder(name, loaded.out, out, overwrite)
     try:
         from rich.console import Console
 
         from nntile_py.training.loop import train as run
 
-        status = run(loaded.model_copy(update={"out": str(folder)}), folder, Console())
+        status = run(
+            loaded.model_copy(update={"out": str(folder)}), folder, Console(),
+            resume=start, replaces=overwrite and not resume, rescue=rescue,
+        )  # fmt: skip
     except KeyboardInterrupt:
         print("interrupted; nothing more is saved", file=sys.stderr)
         status = 130
@@ -304,6 +326,25 @@ def _run_folder(name: str, configured: str | None, option: Path | None, overwrit
     free = next(f for n in range(2, 10**6) if not _taken(f := Path(f"{folder}-{n}")))
     print(f"{folder} holds an earlier run; this one goes to {free} (--overwrite would replace it)", file=sys.stderr)
     return free
+
+
+def _newest_run(name: str, configured: str | None, option: Path | None) -> Path:
+    """Where to look for checkpoints: --out, else `out` of the config, else the last of runs/NAME, runs/NAME-2, ..."""
+    if asked := option or (Path(configured) if configured else None):
+        return asked
+    first = Path("runs") / name
+    numbered = (Path(f"{first}-{n}") for n in range(2, 10**6))
+    last = first
+    for folder in numbered:
+        if not _taken(folder):
+            return last
+        last = folder
+    return last
+
+
+def _run_of(folder: Path) -> Path:
+    """The run of a checkpoint, or of a run's folder."""
+    return folder.resolve().parents[1] if folder.resolve().parent.name == "checkpoints" else folder
 
 
 def _taken(folder: Path) -> bool:

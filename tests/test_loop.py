@@ -24,6 +24,7 @@ from nntile_py.inference import generate
 from nntile_py.system.folders import replaced
 from nntile_py.training import data, loop
 from nntile_py.training.batches import Batches
+from nntile_py.training.run_folder import Metrics
 
 TREE: dict[str, Any] = {
     "model": {"layers": 1, "embed": 16, "heads": 2},
@@ -109,6 +110,7 @@ def test_config_and_tokenizer_are_saved(run: tuple[Path, str]) -> None:
     tokenizer = data.load_tokenizer(run[0] / "tokenizer.json")
     assert tokenizer.get_vocab_size() == 300
     assert {path.name for path in run[0].iterdir()} == {
+        "checkpoints",
         "config.json",
         "config.yaml",
         "metrics.jsonl",
@@ -150,23 +152,27 @@ def test_a_run_that_is_there_is_not_lost(tmp_path: Path) -> None:
     assert note.read_text() == "mine"
 
 
-def test_a_killed_run_is_not_mixed_with_the_one_before(run: tuple[Path, str], tmp_path: Path) -> None:
+def test_the_earlier_run_stays_until_there_is_a_checkpoint(run: tuple[Path, str], tmp_path: Path) -> None:
     out = tmp_path / "out"
     shutil.copytree(run[0], out)
-    weights = (out / "model.safetensors").read_bytes()
+    weights, note = (out / "model.safetensors").read_bytes(), out / "note.txt"
+    note.write_text("mine")
     assert (out / "model.safetensors").stat().st_mode == (out / "config.json").stat().st_mode
     arguments = ("--out", str(out), "--overwrite")
     process = subprocess.Popen(command(tmp_path, "train.steps=1000000", arguments=arguments), cwd=tmp_path)
-    (out / "metrics.jsonl").unlink()
-    while not ((out / "metrics.jsonl").exists() and metrics(out)):
-        time.sleep(0.05)
-        assert process.poll() is None
-    process.kill()
-    process.wait()
-    assert not (out / "model.safetensors").exists() and not (out / "config.json").exists()
-    assert (out / "model.safetensors.old").read_bytes() == weights
+    new = tmp_path / "out.new" / "metrics.jsonl"
+    try:
+        while not (new.exists() and new.read_text().count("\n") > 3):
+            time.sleep(0.05)
+            assert process.poll() is None
+    finally:
+        process.kill()
+        process.wait()
+    assert (out / "model.safetensors").read_bytes() == weights and len(metrics(out)) == 12
     assert nntile(tmp_path, "train.steps=1", "sample.tokens=0", arguments=arguments).returncode == 0
-    assert (out / "model.safetensors").exists() and (out / "model.safetensors.old").read_bytes() == weights
+    assert (out / "model.safetensors").read_bytes() != weights and len(metrics(out)) == 1
+    assert [path.name for path in (out / "checkpoints").iterdir()] == ["step-000001"]
+    assert note.read_text() == "mine" and not new.parent.exists()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -217,16 +223,8 @@ def test_a_last_update_to_no_numbers_leaves_the_weights_of_before(tmp_path: Path
     sets = ["optimizer.lr=1e39", "optimizer.schedule=constant", "optimizer.warmup_steps=0", "train.steps=1"]
     done = nntile(tmp_path, *sets, arguments=("--overwrite",))
     assert done.returncode == 1 and "optimizer.lr" in done.stderr and "Traceback" not in done.stderr, done.stderr
-    assert metrics(run)[-1]["held_out_loss"] is None
-    assert not (run / "model.safetensors").exists() and (run / "model.safetensors.old").read_bytes() == before
-
-
-def test_weights_that_are_no_numbers_are_not_saved(tmp_path: Path) -> None:
-    """As after Ctrl-C, when nothing has looked at what the last update made."""
-    trainer: Any = SimpleNamespace(state_dict=lambda: {"a": np.ones(2), "b": np.array([1.0, np.inf])})
-    with pytest.raises(NNTileError, match="weight b has values that are no finite numbers; stopped, no weights"):
-        loop.save_weights(trainer, MagicMock(), tmp_path)
-    assert not list(tmp_path.iterdir())
+    assert "runs/tiny stays" in done.stdout and metrics(tmp_path / "runs/tiny.new")[-1]["held_out_loss"] is None
+    assert (run / "model.safetensors").read_bytes() == before and len(metrics(run)) == 12
 
 
 def test_what_goes_along_from_the_folder_of_a_model(run: tuple[Path, str], tmp_path: Path) -> None:
@@ -288,7 +286,7 @@ class Trainer:
 
     def __init__(self, losses: list[float], vocab: int = 300) -> None:
         self.losses, self.vocab = losses, vocab
-        self.submitted = self.finished = self.most = 0
+        self.steps = self.submitted = self.finished = self.most = 0
 
     def submit(self, inputs: dict[str, np.ndarray], lr: float) -> Any:
         assert inputs.keys() == {"input_ids", "labels"} and (inputs["input_ids"] == inputs["labels"]).all()
@@ -311,7 +309,7 @@ class Trainer:
         return 0
 
 
-def fake_run(tmp_path: Path, trainer: Trainer, stop: list[str], steps: int) -> tuple[int, float, float]:
+def fake_run(tmp_path: Path, trainer: Trainer, stop: list[str], steps: int) -> tuple[float, float | None]:
     import io
 
     from rich.console import Console
@@ -320,14 +318,17 @@ def fake_run(tmp_path: Path, trainer: Trainer, stop: list[str], steps: int) -> t
     config = load(tmp_path / "tiny.yaml", [f"train.steps={steps}"])
     tokens = np.arange(100, dtype=np.uint16)
     corpus = data.Corpus(None, tokens, tokens)  # type: ignore[arg-type]
-    with (tmp_path / "metrics.jsonl").open("w") as lines:
-        display = loop.Display(Console(file=io.StringIO()), config, trainer)
-        return loop._steps(config, Batches(config, corpus, "causal"), trainer, lines, display, stop)
+    fake: Any = trainer
+    display, lines = loop.Display(Console(file=io.StringIO()), config, fake), Metrics(tmp_path, 0, pytest.fail)
+    try:
+        return loop._steps(config, Batches(config, corpus, "causal"), fake, lines, display, MagicMock(), stop)
+    finally:
+        lines.close()
 
 
 def test_two_steps_are_in_flight_and_no_more(tmp_path: Path) -> None:
     trainer = Trainer([1.0] * 9)
-    assert fake_run(tmp_path, trainer, [], 9) == (9, 3.0, 3.0)
+    assert fake_run(tmp_path, trainer, [], 9) == (3.0, 3.0)
     assert (trainer.submitted, trainer.finished, trainer.most) == (9, 9, 2)
 
 

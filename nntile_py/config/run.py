@@ -1,7 +1,6 @@
 """The YAML of a run, typed and checked: every mistake is one ConfigError that names the key and what is allowed."""
 
 import functools
-import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,6 +9,7 @@ import yaml
 from pydantic import Field, SerializeAsAny, create_model, field_validator, model_validator
 
 from nntile_py.config.sections import (
+    Checkpoint,
     Data,
     Fusion,
     Optimizer,
@@ -40,6 +40,7 @@ from nntile_py.schema import (
     validated,
 )
 from nntile_py.system.folders import installed
+from nntile_py.system.load import cores
 from nntile_py.tiles.tasklist import Policy
 
 SCHEDULER_CONFIGS = installed("scheduler_configs")
@@ -55,6 +56,7 @@ class RunConfig(Section):
     tokenizer: Tokenizer = Tokenizer(vocab_size=4096)
     train: Train
     optimizer: Optimizer = Field(default_factory=Optimizer)
+    checkpoint: Checkpoint = Field(default_factory=Checkpoint)
     precision: Annotated[
         str,
         *only(
@@ -120,9 +122,8 @@ class RunConfig(Section):
     @property
     def workers(self) -> int:
         """GPUs where there are any, else CPU cores. All GPUs of a machine that has none are taken for 8."""
-        cores = len(os.sched_getaffinity(0))
         cuda, cpus = self.runtime.cuda, self.runtime.cpus
-        return (_gpus() if cuda == "all" else int(cuda)) or (cores if cpus == "all" else int(cpus))
+        return (_gpus() if cuda == "all" else int(cuda)) or (cores() if cpus == "all" else int(cpus))
 
     @property
     def planned(self) -> bool:

@@ -1,5 +1,6 @@
 """The sections of a run's YAML. The text below a key is what `nntile init`, editors and docs/reference tell of it."""
 
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -108,6 +109,43 @@ class Train(Section):
     """Updates between two printed lines; `metrics.jsonl` has all of them."""
     mask_probability: Inside = 0.15
     """Of a masked model (bert): the share of the tokens that it is to predict."""
+
+
+_TIME = r"(\d+(?:\.\d+)?)\s*(s|min|h)"
+
+
+def seconds(time: str) -> float:
+    """Of a text such as 10min, 90s or 1.5h."""
+    match = re.fullmatch(_TIME, time)
+    assert match
+    return float(match[1]) * {"s": 1, "min": 60, "h": 3600}[match[2]]
+
+
+def _interval(value: Any) -> int | str | None:
+    good = (type(value) is int and value >= 1) or (isinstance(value, str) and re.fullmatch(_TIME, value))
+    return value if good else None
+
+
+Interval = Annotated[
+    int | str,
+    *only(
+        "a number of updates of at least 1, or a time such as '10min', '90s' or '1.5h'", _interval,
+        anyOf=[{"type": "integer", "minimum": 1}, {"type": "string", "pattern": f"^{_TIME}$"}],
+    ),
+]  # fmt: skip
+
+
+class Checkpoint(Section):
+    """When the run saves all that it needs to go on; `nntile train CONFIG --resume` reads it."""
+
+    every: Interval | None = "10min"
+    """Updates, or the time, between two checkpoints; null: only at the end, or when the run is stopped."""
+    keep: Count = 3
+    """How many are kept, the newest; older ones are removed."""
+    keep_every: Count | None = None
+    """Those after a multiple of this many updates are kept for good; null: none."""
+    async_: Switch = Field(True, alias="async")
+    """Train on while a checkpoint is written. It takes main memory for a copy of weights and averages."""
 
 
 class Optimizer(Section):

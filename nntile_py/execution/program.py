@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import zlib
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from nntile_py import _core
+from nntile_py.errors import TaskError
 from nntile_py.execution import memory
 from nntile_py.execution.python_task import bound
 from nntile_py.execution.runtime import Runtime
@@ -61,6 +63,38 @@ class Store:
                 out = np.zeros(tensor.shape, part.dtype)
             out[where] = part
         assert out is not None
+        return out
+
+    def copy(self, tensors: Mapping[Tensor, Lowering]) -> Copied:
+        """Start to copy tensors as the tasks submitted so far leave them; a task that writes one waits for its copy."""
+        return Copied({x: [(where, self.handle(tile)) for where, tile in low.grid(x)] for x, low in tensors.items()})
+
+
+class Copied:
+    """Copies of tensors, which are there when `done` says so; unlike the tensors they are any thread's to read."""
+
+    def __init__(self, grids: Mapping[Tensor, Sequence[tuple[Any, _core.Tile]]]) -> None:
+        self._native = _core.Copies([handle for grid in grids.values() for _, handle in grid])
+        numbers = itertools.count()
+        self._places = {tensor: [(where, next(numbers)) for where, _ in grid] for tensor, grid in grids.items()}
+
+    def done(self) -> bool:
+        return bool(self._native.done())
+
+    def wait(self) -> None:
+        """Raises TaskError if a task failed."""
+        self._native.wait()
+
+    def array(self, tensor: Tensor) -> np.ndarray[Any, Any]:
+        """One of the tensors. Raises TaskError where a task had failed before it was copied."""
+        if self._native.dropped():
+            raise TaskError("a task had failed before the tiles were copied")
+        parts = [(where, self._native.array(number)) for where, number in self._places[tensor]]
+        if len(parts) == 1:
+            return np.asarray(parts[0][1].reshape(tensor.shape))
+        out = np.empty(tensor.shape, parts[0][1].dtype)
+        for where, part in parts:
+            out[where] = part
         return out
 
 

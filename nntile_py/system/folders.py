@@ -1,6 +1,8 @@
 """Where a user's machine keeps what is made or measured once, and how files are written whole or not at all."""
 
+import ctypes
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,14 +23,22 @@ def installed(name: str) -> Path:
     return next((d for p in Path(__file__).parents[1:3] if (d := p / name).is_dir()), Path(name))
 
 
+def sync(path: Path) -> None:
+    """Of a file or a folder: what was written is on the disk when this returns."""
+    number = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)
+
+
 @contextmanager
 def replaced(path: Path) -> Iterator[Path]:
     """A path to write to; afterwards it is synced and takes the place of `path`."""
     beside = path.with_name(f"{path.name}.tmp{os.getpid()}")
     try:
         yield beside
-        with beside.open("rb") as file:
-            os.fsync(file.fileno())
+        sync(beside)
         beside.replace(path)
     finally:
         beside.unlink(missing_ok=True)
@@ -39,3 +49,16 @@ def replace_file(path: Path, content: str | bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with replaced(path) as beside:
         beside.write_bytes(content.encode() if isinstance(content, str) else content)
+
+
+def exchange(one: Path, other: Path) -> None:
+    """Two folders take each other's names, on Linux at once."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    here, swap = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    if hasattr(libc, "renameat2") and libc.renameat2(here, os.fsencode(one), here, os.fsencode(other), swap) == 0:
+        return
+    aside = one.with_name(f"{one.name}.old")  # a file system that cannot
+    shutil.rmtree(aside, ignore_errors=True)
+    one.rename(aside)
+    other.rename(one)
+    aside.rename(other)

@@ -2,22 +2,21 @@
 
 import json
 import math
-import os
 import signal
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any, Self, TextIO
+from typing import Any, Self
 
 import numpy as np
 from rich.console import Console, Group
 from rich.live import Live
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.text import Text
-from safetensors.numpy import save_file
 from tokenizers import Tokenizer
 
 from nntile_py.config.run import RunConfig, runtime_options
@@ -27,57 +26,112 @@ from nntile_py.errors import NNTileError
 from nntile_py.execution.runtime import Runtime
 from nntile_py.inference.generate import fill_masked, generate
 from nntile_py.models.base import Model
-from nntile_py.system.folders import replace_file, replaced
+from nntile_py.system.folders import replace_file
 from nntile_py.tokenizer import END_OF_TEXT, PAD
+from nntile_py.training import checkpoint
 from nntile_py.training.batches import SPECIAL, Batches, objective
 from nntile_py.training.data import load_corpus
+from nntile_py.training.resume import check_same, data_facts, newest
+from nntile_py.training.run_folder import GENERATION, Metrics, RunFolder
+from nntile_py.training.saver import Saver, told
 from nntile_py.training.trainer import STEPS_IN_FLIGHT, Pending, Trainer
 
-SAVED = ("model.safetensors", "config.json")
+RETRY = 10.0  # seconds between two attempts to save what a full disk has no room for
 
 
-def train(config: RunConfig, out: Path, console: Console) -> int:
-    """Train as `config` says; leaves config, tokenizer, metrics and weights in the folder `out`.
+def train(
+    config: RunConfig, out: Path, console: Console, *, resume: Path | None = None, replaces: bool = False,
+    rescue: Path | None = None,
+) -> int:  # fmt: skip
+    """Train as `config` says; leaves config, tokenizer, metrics, checkpoints and weights in the folder `out`.
+
+    resume: a run's folder, or a checkpoint, to go on from. replaces: an earlier run in `out` goes when this one has its
+    first checkpoint. rescue: where the last checkpoint goes if `out` has no room.
 
     Returns the exit status: 0, or after SIGINT or SIGTERM 130 or 143, with what was trained saved.
     Raises NNTileError, without writing weights, when the loss or the gradient is no longer a finite number."""
     # Refuses what cannot be trained and what the machine lacks, before any work.
     aim = objective(config)
     runtime = Runtime(**runtime_options(config.runtime.model_dump()))
+    tell = partial(_say, console)
     if config.short_warmup:
-        _say(console, f"note: {config.short_warmup}")
-    _say(console, f"reading {config.data.source}")
+        tell(f"note: {config.short_warmup}")
+    resumed = newest(resume, tell) if resume else None
+    tell(f"reading {config.data.source}")
     corpus = load_corpus(config, SPECIAL[aim])
-    _say(console, f"{len(corpus.train):,} tokens to train on, {len(corpus.held_out):,} held out; writing to {out}")
+    data = data_facts(corpus)
+    tell(f"{len(corpus.train):,} tokens to train on, {len(corpus.held_out):,} held out; writing to {out}")
+    if resumed:
+        differs = check_same(resumed, config, data)
+        tell(f"going on after step {resumed.step}, from {resumed.folder}" + (f"; {differs}" if differs else ""))
     with runtime, _signals() as stop:
-        trainer, batches = build_trainer(config), Batches(config, corpus, aim)
-        out.mkdir(parents=True, exist_ok=True)  # only now: what is refused leaves nothing behind
-        # Weights of a run that was there do not belong to the tokenizer of this one, if it is cut off.
-        before = [(out / name, out / f"{name}.old") for name in SAVED if (out / name).exists()]
-        for path, old in before:
-            path.replace(old)
-        replace_file(out / "config.yaml", config.to_yaml())
-        replace_file(out / "tokenizer.json", corpus.tokenizer.to_str(pretty=True))
-        with (out / "metrics.jsonl").open("w", buffering=1) as metrics, Display(console, config, trainer) as display:
-            done, first, last = _steps(config, batches, trainer, metrics, display, stop)
-            measured = "not measured since" if last is None else f"{last:.4f} at the last measurement"
-        save_weights(trainer, corpus.tokenizer, out, config.model.from_)
-        for _, old in before:  # one that a killed run has left stays
-            old.unlink(missing_ok=True)
-        _say(console, f"held-out loss {first:.4f} before the first step, {measured}")
-        _say(console, f"weights saved in {out / 'model.safetensors'}")
+        trainer = build_trainer(config, resumed.model(config) if resumed else None)
+        if resumed:
+            resumed.restore(trainer)
+        batches = Batches(config, corpus, aim)
+        folder = RunFolder(out, replaces)  # only now: what is refused leaves nothing behind
+        replace_file(folder.path / "config.yaml", config.to_yaml())
+        replace_file(folder.path / checkpoint.TOKENIZER, corpus.tokenizer.to_str(pretty=True))
+        facts = {"config": config.model_dump(mode="json", by_alias=True), "data": data}
+        saver = Saver(config.checkpoint, trainer, folder, _files(trainer, corpus.tokenizer, config), facts, tell)
+        metrics = Metrics(folder.path, trainer.steps, tell)
+        try:
+            with Display(console, config, trainer) as display:
+                first, last = _steps(config, batches, trainer, metrics, display, saver, stop)
+            saver.finish()
+        finally:
+            saver.abandon()
+            metrics.close()
+            if folder.path != folder.out and not stop:
+                tell(f"no checkpoint was made: the earlier run in {out} stays, this one's metrics are in {folder.path}")
+        saved = _save(saver, rescue, stop, tell)
+        measured = "not measured since" if last is None else f"{last:.4f} at the last measurement"
+        tell(f"held-out loss {first:.4f} before the first step, {measured}")
+        tell(f"weights saved in {saved / checkpoint.MODEL}")
         if config.sample.tokens and not stop:
             if lack := _no_logits(trainer):
-                _say(console, lack)
+                tell(lack)
             elif aim == "causal":
-                _say(console, f"\nsample:\n{generate(trainer, corpus.tokenizer, config, stop)}")
+                tell(f"\nsample:\n{generate(trainer, corpus.tokenizer, config, stop)}")
             else:
                 filled = fill_masked(trainer, corpus.tokenizer, batches.held_out[0], config.sample.tokens)
-                _say(console, f"\nheld-out text, guesses at its masked tokens in [[ ]]:\n{filled}")
+                tell(f"\nheld-out text, guesses at its masked tokens in [[ ]]:\n{filled}")
     if stop:
-        _say(console, f"stopped by {stop[0]} after step {done} of {config.train.steps}; what was trained is saved")
+        tell(f"stopped by {stop[0]} after step {trainer.steps} of {config.train.steps}; what was trained is saved")
         return 128 + signal.Signals[stop[0]].value
     return 0
+
+
+def _save(saver: Saver, rescue: Path | None, stop: list[str], tell: Callable[[str], None]) -> Path:
+    """The last checkpoint, and its weights as those of the run; the folder that has them.
+
+    A full disk is waited for, or `rescue` takes its place."""
+    waits = False
+    while True:
+        try:
+            saver.folder.publish(saver.now())
+            return saver.folder.out
+        except OSError as error:
+            if rescue:
+                tell(f"not saved ({told(error)}): saving in {rescue} instead")
+                saver.folder, rescue = saver.folder.moved(rescue), None
+                continue
+            if not waits:
+                tell(f"not saved ({told(error)}): waiting for room on the disk; Ctrl-C gives up what was trained since")
+            waits = True
+            time.sleep(RETRY)
+
+
+def _files(trainer: Trainer, tokenizer: Tokenizer, config: RunConfig) -> dict[str, str]:
+    """What a checkpoint of a run holds beside the arrays: config.json as transformers has it, the tokenizer."""
+    end = tokenizer.token_to_id(END_OF_TEXT)
+    saved = trainer.hf_config() | dict.fromkeys(("bos_token_id", "eos_token_id"), end)
+    if (pad := tokenizer.token_to_id(PAD)) is not None:
+        saved["pad_token_id"] = pad
+    files = {checkpoint.CONFIG: json.dumps(saved, indent=2), checkpoint.TOKENIZER: tokenizer.to_str(pretty=True)}
+    if config.model.from_ and (kept := Path(config.model.from_) / GENERATION).is_file():
+        files[GENERATION] = kept.read_text()
+    return files
 
 
 def _no_logits(trainer: Trainer) -> str:
@@ -105,31 +159,6 @@ def learning_rate(optimizer: Optimizer, step: int, steps: int) -> float:
     low = optimizer.min_lr or 0.0
     part = (step - optimizer.warmup_steps) / (steps - optimizer.warmup_steps)
     return low + (optimizer.lr - low) * 0.5 * (1 + math.cos(math.pi * part))
-
-
-def save_weights(trainer: Trainer, tokenizer: Tokenizer, out: Path, source: str | None = None) -> None:
-    """Write model.safetensors and config.json, which from_pretrained(out) of transformers' class reads, and `from` of
-    a config all the same where transformers does not know the model.
-
-    source: the folder that the model was read from, whose generation_config.json goes along.
-
-    Each file is complete or not there: written beside its place, then renamed. Raises NNTileError, without writing,
-    for weights that are no finite numbers."""
-    weights, end = trainer.state_dict(), tokenizer.token_to_id(END_OF_TEXT)
-    for name, value in weights.items():  # the losses that were looked at do not see the last update
-        if not np.isfinite(value).all():
-            raise _diverged(f"weight {name} has values that are no finite numbers")
-    with replaced(out / "model.safetensors") as path:
-        # Without this metadata transformers refuses the file.
-        save_file({n: np.ascontiguousarray(a) for n, a in weights.items()}, path, metadata={"format": "pt"})
-        path.chmod(0o666 & ~_umask())  # as other files: safetensors makes it for its owner alone
-    saved = trainer.model.hf_config() | dict.fromkeys(("bos_token_id", "eos_token_id"), end)
-    if (pad := tokenizer.token_to_id(PAD)) is not None:
-        saved["pad_token_id"] = pad
-    saved["dtype"] = "float64" if trainer.dtype == "fp64" else "float32"
-    replace_file(out / "config.json", json.dumps(saved, indent=2))
-    if source and (kept := Path(source) / "generation_config.json").is_file():
-        replace_file(out / kept.name, kept.read_bytes())
 
 
 class Display:
@@ -179,14 +208,16 @@ class Display:
 
 
 def _steps(
-    config: RunConfig, batches: Batches, trainer: Trainer, metrics: TextIO, display: Display, stop: list[str]
-) -> tuple[int, float, float | None]:
-    """All steps, or those up to a signal: how many were done, the held-out loss before and the last one since."""
+    config: RunConfig, batches: Batches, trainer: Trainer, metrics: Metrics, display: Display, saver: Saver,
+    stop: list[str],
+) -> tuple[float, float | None]:  # fmt: skip
+    """All steps that are left, or those up to a signal: the held-out loss before the first, and the last one since."""
     how = config.train
     in_flight: deque[tuple[Pending, float]] = deque()
-    first, last = _held_out_loss(batches, trainer), None
-    done, clock = 0, time.perf_counter()
-    for step in range(1, how.steps + 2):
+    before = next((line["held_out_loss_before"] for line in metrics.lines if "held_out_loss_before" in line), None)
+    first, last = _held_out_loss(batches, trainer) if before is None else before, None
+    clock = time.perf_counter()
+    for step in range(trainer.steps + 1, how.steps + 2):
         ends = step > how.steps or bool(stop)
         if not ends:
             lr = learning_rate(config.optimizer, step, how.steps)
@@ -205,7 +236,7 @@ def _steps(
                 "step_time_s": took,
             }
             if not math.isfinite(result.loss) or not math.isfinite(result.grad_norm):
-                metrics.write(json.dumps(line | {"loss": None, "grad_norm": None}) + "\n")
+                metrics.write(line | {"loss": None, "grad_norm": None})
                 raise _diverged(f"step {done}: the loss is {result.loss}, the gradient norm {result.grad_norm}")
             if done == 1:
                 line["held_out_loss_before"] = first
@@ -213,13 +244,15 @@ def _steps(
                 last = line["held_out_loss"] = _held_out_loss(batches, trainer)
                 clock = time.perf_counter()
                 if not math.isfinite(last):
-                    metrics.write(json.dumps(line | {"held_out_loss": None}) + "\n")
+                    metrics.write(line | {"held_out_loss": None})
                     raise _diverged(f"after step {done} the held-out loss is {last}")
-            metrics.write(json.dumps(line) + "\n")
+            metrics.write(line)
+            saver.reported(done)
             display.show(line)
         if ends:
             break
-    return done, first, last
+        saver.after(step)
+    return first, last
 
 
 def _diverged(what: str) -> NNTileError:
@@ -249,12 +282,6 @@ def _signals() -> Iterator[list[str]]:
         yield stop
     finally:
         restore()
-
-
-def _umask() -> int:
-    mask = os.umask(0)  # there is no other way to read it
-    os.umask(mask)
-    return mask
 
 
 def _size(count: int) -> str:

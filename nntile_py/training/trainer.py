@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,11 +20,15 @@ from nntile_py.execution.runtime import Runtime
 from nntile_py.graph.declared import Input, Traceable
 from nntile_py.graph.fusion import Fusion
 from nntile_py.graph.graph import Graph
-from nntile_py.graph.optimizers import LOW_BITS, AdamW, Optimizer
+from nntile_py.graph.optimizers import LOW_BITS, SGD, AdamW, Optimizer
 from nntile_py.graph.step import Evaluation, Step, StepSpec, check_precision
+from nntile_py.models.base import find
+from nntile_py.models.checkpoint import arrays, tensors_of
 from nntile_py.tasks.op import Lowering, Tensor
 from nntile_py.tasks.optimizer import joined, split
 from nntile_py.tiles import TaskList, Tiling
+from nntile_py.training import checkpoint
+from nntile_py.training.snapshot import Snapshot, states_of
 
 STEPS_IN_FLIGHT = 2
 IntArray = np.ndarray[Any, Any]
@@ -292,6 +298,76 @@ class Trainer:
         self.model.weights = self._read({p.tensor: p.tensor for p in self._built.params}, low_bits)
         return dict(self.model.weights)
 
+    def snapshot(self) -> Snapshot:
+        """Start to copy weights and averages as the steps submitted so far leave them; returns at once."""
+        return Snapshot(self.steps, self._built, self._store)
+
+    def restore(self, step: int, averages: Mapping[str, Mapping[str, np.ndarray[Any, Any]]]) -> None:
+        """Go on after `step` steps, with the optimizer's averages of then: {m or v: {name in transformers: array}}.
+
+        The weights are the model's. Raises ConfigError where an average is missing, or of another shape."""
+        states = {name: of for name, of in states_of(self._built).items() if name != LOW_BITS}
+        if states.keys() != averages.keys():
+            told = [", ".join(names) or "none" for names in (averages, states)]
+            raise ConfigError(f"optimizer: the averages that were saved are {told[0]}, those that it needs {told[1]}")
+        for name, of in states.items():
+            for param in self._built.params:
+                self._store.write(self._built.update, of[param.tensor], param.value(averages[name]))
+        self.steps = step
+        self._check_alone(self._runtime)
+
+    def save(self, folder: str | Path) -> None:
+        """Write a checkpoint: the model as transformers' from_pretrained reads it, the optimizer's averages, the step.
+
+        The folder is complete or not there; one of that name is replaced. Raises OSError where it cannot be written,
+        NNTileError for weights that are no finite numbers."""
+        snapshot = self.snapshot()
+        snapshot.wait()
+        files = {checkpoint.CONFIG: json.dumps(self.hf_config(), indent=2)} if hasattr(self.model, "hf_config") else {}
+        checkpoint.write(Path(folder), snapshot.state(), files, self.facts())
+
+    def hf_config(self) -> dict[str, Any]:
+        """What config.json holds: the model's own, and the dtype of the weights that are written beside it."""
+        config: dict[str, Any] = self.model.hf_config()
+        return config | {"dtype": "float64" if self.dtype == "fp64" else "float32"}
+
+    def facts(self) -> dict[str, Any]:
+        """What `load` needs besides weights and averages."""
+        config, optimizer = getattr(self.spec.model, "config", None), self.optimizer
+        return {
+            "model": config.model_dump(mode="json", by_alias=True, exclude={"from_"}) if config else None,
+            "trainer": {
+                "batch": self.batch, "seq": self.seq, "tiles": self.spec.tiling.tiles, "dtype": self.dtype,
+                "optimizer": {"name": type(optimizer).__name__, **vars(optimizer)},
+                "clip_grad_norm": self.spec.clip_grad_norm, "accumulate": self.spec.policy,
+                "fusion": vars(self.spec.fusion), "grad_accumulation": self.grad_accumulation, "seed": self.seed,
+                "shift_labels": self.shift_labels,
+            },
+        }  # fmt: skip
+
+    @classmethod
+    def load(cls, folder: str | Path, model: Any = None, **options: Any) -> Trainer:
+        """The trainer that was saved, with its model, ready for the next step.
+
+        model: one to read the weights into. Default: a new one of the saved type and sizes. options: arguments of
+        Trainer in the place of the saved ones. Raises ConfigError where the checkpoint does not fit, NNTileError where
+        it is damaged."""
+        folder = Path(folder)
+        facts = checkpoint.facts(folder)
+        if model is None:
+            if facts["model"] is None:
+                raise ConfigError(f"{folder}: a model of your own was saved; give it: Trainer.load(folder, model)")
+            model = find(facts["model"]["type"]).from_hf(folder, **facts["model"])
+        else:
+            model.weights = arrays(tensors_of(folder))
+        saved = dict(facts["trainer"])
+        name, values = saved["optimizer"].pop("name"), saved.pop("optimizer")
+        tupled = {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
+        saved["optimizer"] = {"AdamW": AdamW, "SGD": SGD}[name](**tupled)
+        self = cls(model, **(saved | options))
+        self.restore(facts["step"], checkpoint.averages(folder))
+        return self
+
     def close(self) -> None:
         """Bring the weights back into the model and let go of the trainer; the runtime does so before it stops."""
         if self.steps:
@@ -324,9 +400,7 @@ class Trainer:
 
     def _low_bits(self) -> dict[Tensor, Tensor]:
         """What each bf16 parameter lacks of the fp32 one; empty for other dtypes."""
-        kept = self._built.update_graph.kept
-        pairs = ((p.tensor, kept.get(("state", f"{p.tensor.name}.{LOW_BITS}"))) for p in self._built.params)
-        return {param: low for param, low in pairs if low}
+        return states_of(self._built).get(LOW_BITS, {})
 
     def _write_weights(self) -> None:
         low_bits, weights = self._low_bits(), getattr(self.model, "weights", None)
@@ -387,9 +461,7 @@ def _as_dict(inputs: Inputs, labels: IntArray | None) -> Mapping[str, Any]:
     return {"input_ids": inputs} if labels is None else {"input_ids": inputs, "labels": labels}
 
 
-def _counted(
-    declared: Mapping[str, Input], arrays: Mapping[str, IntArray], given: Mapping[str, Any]
-) -> dict[str, int]:
+def _counted(declared: Mapping[str, Input], arrays: Mapping[str, IntArray], given: Mapping[str, Any]) -> dict[str, int]:
     """How many values count towards each mean, by its slot; none of labels that were left out."""
     scaled = {name: one for name, one in declared.items() if one.scale}
     there = {name for name, one in scaled.items() if name in given or one.default is not None}

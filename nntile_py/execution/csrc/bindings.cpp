@@ -244,6 +244,23 @@ PYBIND11_MODULE(_core, m) {
       .def("done", &Fetch::done)
       .def("wait", &Fetch::wait, release());
 
+  py::class_<Copies>(m, "Copies")
+      .def(py::init<std::vector<std::shared_ptr<Tile>>>(), release())
+      .def("done", &Copies::done)
+      .def("wait", &Copies::wait, release())
+      .def("dropped", &Copies::dropped)
+      .def("array", [](const py::object& self, size_t k) {
+        const auto& copies = self.cast<const Copies&>();
+        if (!copies.done()) throw TaskError("the tiles are not copied yet");
+        const Tile& tile = copies.tile(k);
+        if (tile.dtype != at::kBFloat16) return py::array(numpy_dtype(tile.dtype), tile.shape, copies.data(k), self);
+        py::array array(numpy_dtype(tile.dtype), tile.shape);
+        auto* to = static_cast<float*>(array.mutable_data());
+        const py::gil_scoped_release nogil;
+        std::copy_n(static_cast<const c10::BFloat16*>(copies.data(k)), tile.bytes / sizeof(c10::BFloat16), to);
+        return array;
+      });
+
   py::class_<Program, std::unique_ptr<Program, DeleteProgram>>(m, "Program")
       .def(py::init<bool>(), py::arg("tf32") = false)
       .def(

@@ -98,6 +98,23 @@ class Fetch {
   std::shared_ptr<State> state_;
 };
 
+// What tiles hold after the tasks submitted so far: copied while those that come later run. One that would write a tile
+// waits for its copy.
+class Copies {
+ public:
+  explicit Copies(std::vector<std::shared_ptr<Tile>> tiles);
+  bool done() const;
+  void wait();  // throws TaskError if a task failed
+  bool dropped() const;  // a task had failed: the copies are of nothing
+  const Tile& tile(size_t k) const;
+  const void* data(size_t k) const;  // of a tile, when it is done
+
+ private:
+  struct State;
+  struct Item;
+  std::shared_ptr<State> state_;
+};
+
 class Program {
  public:
   explicit Program(bool tf32);

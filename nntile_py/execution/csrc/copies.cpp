@@ -1,0 +1,160 @@
+// Copies of tiles for checkpoints: a task for each, between those of two steps.
+#include <cstring>
+#include <map>
+
+#include "internal.h"
+#include "on_cuda.h"
+#include "profile.h"
+
+namespace nntile {
+namespace {
+
+// Main memory for copies. It is kept for the next ones: 1 GB takes 0.1 s to get, with CUDA, which must pin it, 0.3 s.
+class Pool {
+ public:
+  char* take(size_t bytes) {
+    const std::lock_guard lock(mutex_);
+    if (const auto found = spare_.find(bytes); found != spare_.end()) {
+      auto* data = found->second;
+      spare_.erase(found);
+      return data;
+    }
+#ifdef NNTILE_CUDA
+    void* pinned = nullptr;
+    if (g.cuda && cudaHostAlloc(&pinned, bytes, cudaHostAllocPortable) == cudaSuccess) return static_cast<char*>(pinned);
+    cudaGetLastError();  // pageable memory does, more slowly
+#endif
+    return new char[bytes];
+  }
+
+  void give_back(char* data, size_t bytes) {
+    const std::lock_guard lock(mutex_);
+    spare_.emplace(bytes, data);
+  }
+
+ private:
+  std::mutex mutex_;
+  std::multimap<size_t, char*> spare_;
+} g_pool;
+
+}  // namespace
+
+struct Copies::State {
+  std::vector<std::shared_ptr<Tile>> tiles;
+  std::vector<char*> data;
+  uint64_t failures = failure_count();
+  std::atomic<bool> dropped{false};  // copied after a task had failed: nobody's values
+  std::atomic<size_t> missing;
+
+  ~State() {
+    for (size_t k = 0; k < data.size(); ++k) g_pool.give_back(data[k], tiles[k]->bytes);
+  }
+};
+
+struct Copies::Item {
+  std::shared_ptr<State> state;
+  size_t k;
+
+  void end() const {
+    if (failure_count() != state->failures) state->dropped = true;
+    --state->missing;
+  }
+
+  // A task's functions; its argument is the item.
+  static void on_cpu(void** buffers, void* arg) {
+    const profile::Interval interval(profile::Interval::Of::starpu);
+    const std::unique_ptr<Item> item(static_cast<Item*>(arg));
+    guarded("checkpoint", [&] {
+      std::memcpy(item->state->data[item->k], pointer(buffers[0]), item->state->tiles[item->k]->bytes);
+    }, true);
+    item->end();
+  }
+
+#ifdef NNTILE_CUDA
+  static void on_gpu(void** buffers, void* arg) {
+    const profile::Interval interval(profile::Interval::Of::starpu);
+    auto* item = static_cast<Item*>(arg);
+    on_cuda(buffers, 1, [&](c10::Device) {
+      guarded("checkpoint", [&] {
+        const auto bytes = item->state->tiles[item->k]->bytes;
+        const auto status =
+            cudaMemcpyAsync(item->state->data[item->k], pointer(buffers[0]), bytes, cudaMemcpyDeviceToHost, task_stream());
+        if (status != cudaSuccess) throw std::runtime_error(cudaGetErrorString(status));
+      }, true);
+      // StarPU takes the task for ended before the stream has done it.
+      cudaLaunchHostFunc(task_stream(), [](void* done) {
+        const std::unique_ptr<Item> owned(static_cast<Item*>(done));
+        owned->end();
+      }, item);
+    });
+  }
+#endif
+
+  static starpu_codelet* codelet() {
+    static starpu_codelet* made = [] {
+      auto* cl = new starpu_codelet;
+      starpu_codelet_init(cl);
+      cl->name = "checkpoint";
+      cl->cpu_funcs[0] = on_cpu;
+#ifdef NNTILE_CUDA
+      cl->cuda_funcs[0] = on_gpu;
+      cl->cuda_flags[0] = STARPU_CUDA_ASYNC;
+#endif
+      cl->nbuffers = 1;
+      cl->modes[0] = STARPU_R;
+      return cl;
+    }();
+    return made;
+  }
+};
+
+Copies::Copies(std::vector<std::shared_ptr<Tile>> tiles) : state_(std::make_shared<State>()) {
+  require_running();
+  check();
+  for (const auto& tile : tiles) {
+    require(*tile);
+    if (!tile->initialised) throw TaskError("a tile was copied before any task wrote it");
+  }
+  state_->tiles = std::move(tiles);
+  state_->missing = state_->tiles.size();
+  for (const auto& tile : state_->tiles) state_->data.push_back(g_pool.take(tile->bytes));
+  wake();
+  for (size_t k = 0; k < state_->tiles.size(); ++k) {
+    auto* task = starpu_task_create();
+    task->cl = Item::codelet();
+    task->handles[0] = state_->tiles[k]->handle;
+    task->cl_arg = new Item{state_, k};
+    task->cl_arg_free = 0;
+    task->name = "checkpoint";
+    for (int worker = 0; worker < g.cuda; ++worker) {  // where the tile is, if it is on a device
+      const int id = starpu_worker_get_by_type(STARPU_CUDA_WORKER, worker);
+      int valid = 0;
+      starpu_data_query_status2(task->handles[0], static_cast<int>(starpu_worker_get_memory_node(static_cast<unsigned>(id))),
+                                nullptr, &valid, nullptr, nullptr);
+      if (!valid) continue;
+      task->execute_on_a_specific_worker = 1;
+      task->workerid = static_cast<unsigned>(id);
+      break;
+    }
+    if (starpu_task_submit(task)) throw TaskError("checkpoint: the task was refused");
+  }
+}
+
+bool Copies::done() const { return state_->missing == 0; }
+
+void Copies::wait() {
+  require_main_thread();
+  wake();
+  wait_until([&] { return done(); });
+  sleep_if_idle();
+  check();
+  if (state_->dropped) throw TaskError("a task had failed before the tiles were copied: " + last_failure());
+}
+
+bool Copies::dropped() const { return state_->dropped; }
+
+const Tile& Copies::tile(size_t k) const { return *state_->tiles.at(k); }
+
+const void* Copies::data(size_t k) const { return state_->data.at(k); }
+
+}  // namespace nntile

@@ -1,0 +1,192 @@
+"""Checkpoints: folders that are whole or not there, with all that a run needs to go on to the bit.
+
+model.safetensors and config.json (as transformers reads them), optimizer.safetensors (the optimizer's averages,
+`WEIGHT.m` and `WEIGHT.v`), state.json (the step, what the run was, a hash of each file), of `nntile train` also
+tokenizer.json.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from nntile_py.errors import NNTileError
+from nntile_py.system.folders import exchange, sync
+from nntile_py.system.version import VERSION
+
+FORMAT = 1
+MODEL, CONFIG, OPTIMIZER, TOKENIZER, STATE = (
+    "model.safetensors", "config.json", "optimizer.safetensors", "tokenizer.json", "state.json",
+)  # fmt: skip
+_NAME = re.compile(r"step-(\d+)")
+_DTYPES = {"float32": "F32", "float64": "F64", "float16": "F16", "int64": "I64", "int32": "I32", "int16": "I16"}
+
+Array = np.ndarray[Any, Any]
+
+
+class Damaged(NNTileError):
+    """A checkpoint whose files are not those that were written."""
+
+
+@dataclass(frozen=True)
+class State:
+    """What a trainer holds after a step: weights and the optimizer's averages under the checkpoint's names."""
+
+    step: int
+    weights: Mapping[str, Array]
+    averages: Mapping[str, Mapping[str, Array]]  # by their name, m or v, then by weight
+
+    def infinite(self) -> str | None:
+        """A weight with values that are no finite numbers."""
+        return next((name for name, value in self.weights.items() if not np.isfinite(value).all()), None)
+
+
+# -- writing
+
+
+def folder_of(run: Path, step: int) -> Path:
+    """Where a run keeps the checkpoint of a step."""
+    return run / "checkpoints" / f"step-{step:06d}"
+
+
+def write(folder: Path, state: State, files: Mapping[str, str | bytes], facts: Mapping[str, Any]) -> None:
+    """Make the checkpoint `folder`; one of that name that is there is replaced.
+
+    files: by name, beside the arrays; facts: of state.json, beside what is known here. Raises OSError where it
+    cannot be written, NNTileError for weights that are no finite numbers."""
+    if name := state.infinite():
+        raise NNTileError(f"weight {name} has values that are no finite numbers after step {state.step}")
+    averages = {f"{weight}.{name}": value for name, of in state.averages.items() for weight, value in of.items()}
+    with new_folder(folder) as inside:
+        hashes = {
+            MODEL: write_tensors(inside / MODEL, state.weights),
+            OPTIMIZER: write_tensors(inside / OPTIMIZER, averages),
+        }
+        for name, content in files.items():
+            data = content.encode() if isinstance(content, str) else content
+            (inside / name).write_bytes(data)
+            hashes[name] = hashlib.sha256(data).hexdigest()
+        known = {"format": FORMAT, "version": VERSION, "step": state.step}
+        (inside / STATE).write_text(json.dumps(known | dict(facts) | {"sha256": hashes}, indent=2))
+
+
+def check_space(run: Path, state: State) -> None:
+    """Raise OSError where the disk has too little room for a checkpoint; before it is begun."""
+    arrays = (*state.weights.values(), *(array for of in state.averages.values() for array in of.values()))
+    check_room(run, sum(array.nbytes for array in arrays))
+
+
+def check_room(run: Path, need: int) -> None:
+    """Raise OSError where the disk of a run's folder has not this many bytes."""
+    free = shutil.disk_usage(run).free
+    if free < need:
+        text = f"{os.strerror(errno.ENOSPC)}: {free / 2**20:.0f} MiB free, {need / 2**20:.0f} MiB needed"
+        raise OSError(errno.ENOSPC, text, str(run))
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Array]) -> str:
+    """A safetensors file; returns its SHA-256.
+
+    https://huggingface.co/docs/safetensors: the length of the header in 8 bytes, the header in JSON, the arrays.
+    safetensors' own save_file copies every array and holds the GIL until the disk has them: a training run that goes on
+    meanwhile would stand still."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # without it transformers refuses the file
+    end = 0
+    for name, value in tensors.items():
+        start, end = end, end + value.nbytes
+        header[name] = {"dtype": _DTYPES[value.dtype.name], "shape": value.shape, "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    digest = hashlib.sha256()
+    with path.open("wb") as file:
+        for part in (len(text).to_bytes(8, "little"), text, *tensors.values()):
+            flat = part if isinstance(part, bytes) else np.ascontiguousarray(part).reshape(-1).view(np.uint8)
+            data = memoryview(flat)
+            digest.update(data)
+            file.write(data)
+    return digest.hexdigest()
+
+
+@contextmanager
+def new_folder(folder: Path) -> Iterator[Path]:
+    """A folder to fill; afterwards it is synced and takes the name `folder`."""
+    beside = folder.with_name(f".{folder.name}.tmp{os.getpid()}")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(beside, ignore_errors=True)
+    beside.mkdir()
+    try:
+        yield beside
+        for file in beside.iterdir():
+            sync(file)
+        sync(beside)
+        if folder.exists():
+            exchange(folder, beside)
+        else:
+            beside.rename(folder)
+        sync(folder.parent)
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+
+
+def remove_leftovers(run: Path) -> None:
+    """What killed processes have begun and not ended."""
+    for path in (run / "checkpoints").glob(".step-*"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def prune(run: Path, keep: int, keep_every: int | None) -> None:
+    """Remove all but the newest `keep` and those of every `keep_every` steps."""
+    for step, folder in [*found(run)][keep:]:
+        if not (keep_every and step % keep_every == 0):
+            going = folder.with_name(f".{folder.name}.tmp{os.getpid()}")  # a kill leaves no part of it under its name
+            folder.rename(going)
+            shutil.rmtree(going, ignore_errors=True)
+
+
+# -- reading
+
+
+def found(run: Path) -> list[tuple[int, Path]]:
+    """The checkpoints of a run, the newest first."""
+    folders = (run / "checkpoints").iterdir() if (run / "checkpoints").is_dir() else ()
+    named = ((match, path) for path in folders if (match := _NAME.fullmatch(path.name)))
+    return sorted(((int(match[1]), path) for match, path in named), reverse=True)
+
+
+def facts(folder: Path) -> dict[str, Any]:
+    """state.json of a checkpoint whose files are all whole. Raises Damaged."""
+    try:
+        read = json.loads((folder / STATE).read_text())
+        if read["format"] != FORMAT:
+            raise Damaged(f"{folder}: its format is {read['format']}; this version reads {FORMAT}")
+        for name, expected in read["sha256"].items():
+            with (folder / name).open("rb") as file:
+                if hashlib.file_digest(file, "sha256").hexdigest() != expected:
+                    raise Damaged(f"{folder / name}: the content is not what was written")
+    except OSError as error:
+        raise Damaged(f"{error.filename}: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise Damaged(f"{folder / STATE}: not readable ({type(error).__name__}: {error})") from None
+    return dict(read)
+
+
+def averages(folder: Path) -> dict[str, dict[str, Array]]:
+    """The optimizer's averages by their name, then by weight."""
+    from safetensors.numpy import load_file
+
+    result: dict[str, dict[str, Array]] = {}
+    for name, value in load_file(folder / OPTIMIZER).items():
+        weight, _, average = name.rpartition(".")
+        result.setdefault(average, {})[weight] = value
+    return result

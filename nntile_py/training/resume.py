@@ -1,0 +1,92 @@
+"""Which checkpoint a run goes on from, and whether it is one of this run."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nntile_py.config.run import RunConfig
+from nntile_py.errors import ConfigError
+from nntile_py.models.base import Model, find
+from nntile_py.training import checkpoint
+from nntile_py.training.data import Corpus
+from nntile_py.training.trainer import Trainer
+
+# Keys that may differ and change no number.
+FREE = (
+    "out", "runtime", "scheduler", "profile", "sample", "checkpoint", "data", "tokenizer", "model.from",
+    "train.log_every", "train.eval_every", "train.eval_batches",
+)  # fmt: skip
+FIXED = ("model", "optimizer.name")  # others may differ, and are told
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """A whole checkpoint and its state.json."""
+
+    folder: Path
+    facts: dict[str, Any]
+
+    @property
+    def step(self) -> int:
+        return int(self.facts["step"])
+
+    def model(self, config: RunConfig) -> Model:
+        """With the weights of the checkpoint."""
+        made = config.model
+        return find(made.type).from_hf(self.folder, **made.model_dump(by_alias=True))
+
+    def restore(self, trainer: Trainer) -> None:
+        """Averages and step, for a trainer of `model`."""
+        trainer.restore(self.step, checkpoint.averages(self.folder))
+
+
+def newest(where: Path, tell: Callable[[str], None]) -> Resumed:
+    """Of a run's folder the newest whole checkpoint, or the one that `where` is. Raises ConfigError."""
+    one = (where / checkpoint.STATE).is_file()
+    folders = [where] if one else [folder for _, folder in checkpoint.found(where)]
+    for folder in folders:
+        try:
+            return Resumed(folder, checkpoint.facts(folder))
+        except checkpoint.Damaged as error:
+            tell(f"{error}: this checkpoint is damaged" + ("" if one else "; trying the one before it"))
+    what = "no checkpoint that is whole" if folders else "no checkpoint"
+    raise ConfigError(f"--resume: {what} in {where}; allowed: a run's folder with checkpoints/, or one of those")
+
+
+def data_facts(corpus: Corpus) -> dict[str, str]:
+    """What makes another run of a run: hashes of the tokens and of what made them."""
+    parts = {"training text": corpus.train.tobytes(), "held-out text": corpus.held_out.tobytes(),
+             "tokenizer": corpus.tokenizer.to_str().encode()}  # fmt: skip
+    return {name: hashlib.sha256(content).hexdigest() for name, content in parts.items()}
+
+
+def check_same(resumed: Resumed, config: RunConfig, data: dict[str, str]) -> str:
+    """Raise ConfigError, naming what differs, for the checkpoint of another run; what else differs, in words."""
+    old, new = _flat(resumed.facts.get("config") or {}), _flat(config.model_dump(mode="json", by_alias=True))
+    both = [key for key in sorted(old.keys() & new.keys()) if old[key] != new[key] and not _in(key, FREE)]
+    differ = {key: f"{key} was {old[key]}, is {new[key]}" for key in both}
+    fixed = [words for key, words in differ.items() if _in(key, FIXED)]
+    saved = resumed.facts.get("data") or {}
+    fixed += [f"another {name}" for name, digest in data.items() if saved.get(name) != digest]
+    if fixed:
+        raise ConfigError(f"--resume: {resumed.folder} is of another run: {'; '.join(fixed)}; allowed: the same")
+    if config.train.steps <= resumed.step:
+        reached = f"the checkpoint {resumed.folder} is of step {resumed.step}"
+        raise ConfigError(f"train.steps: got {config.train.steps}; allowed with --resume: more, as {reached}")
+    return ", ".join(differ.values())
+
+
+def _in(key: str, names: tuple[str, ...]) -> bool:
+    return any(key == name or key.startswith(f"{name}.") for name in names)
+
+
+def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """By dotted key."""
+    result: dict[str, Any] = {}
+    for key, value in tree.items():
+        result |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return result

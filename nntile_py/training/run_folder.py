@@ -1,0 +1,105 @@
+"""The folder of a run: how it takes the place of an earlier one, gets its weights, and keeps its metrics."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from nntile_py.system.folders import exchange, replace_file, replaced, sync
+from nntile_py.training import checkpoint
+
+GENERATION, METRICS = "generation_config.json", "metrics.jsonl"
+# What `nntile train` writes; whatever else is in a folder is not its own to remove.
+OWN = (
+    checkpoint.MODEL, checkpoint.CONFIG, checkpoint.TOKENIZER, GENERATION,
+    "config.yaml", METRICS, "checkpoints",
+)  # fmt: skip
+
+
+class RunFolder:
+    """`path`: where the run writes. One that replaces an earlier run is made beside it, and takes its place when it has
+    its first checkpoint."""
+
+    def __init__(self, out: Path, replaces: bool = False) -> None:
+        self.out = self.path = out.resolve()
+        if replaces and out.exists():
+            self.path = self.out.with_name(f"{self.out.name}.new")
+            shutil.rmtree(self.path, ignore_errors=True)
+        self.path.mkdir(parents=True, exist_ok=True)
+        checkpoint.remove_leftovers(self.path)
+
+    def settle(self) -> None:
+        """There is a checkpoint: take the place of the earlier run. What is not a run's in its folder stays there."""
+        if self.path == self.out:
+            return
+        old = self.path
+        exchange(self.out, old)
+        self.path = self.out
+        for entry in old.iterdir():
+            if entry.name not in OWN and not (self.out / entry.name).exists():
+                entry.rename(self.out / entry.name)
+        shutil.rmtree(old, ignore_errors=True)
+
+    def moved(self, out: Path) -> RunFolder:
+        """Another folder for the same run, with its config and metrics."""
+        other = RunFolder(out)
+        for name in ("config.yaml", METRICS):
+            shutil.copyfile(self.path / name, other.path / name)
+        return other
+
+    def publish(self, step: int) -> None:
+        """The weights of a checkpoint become those of the run: links where the disk has such, else copies."""
+        source = checkpoint.folder_of(self.path, step)
+        for name in (checkpoint.TOKENIZER, GENERATION, checkpoint.CONFIG, checkpoint.MODEL):  # the weights last
+            if (source / name).is_file():
+                with replaced(self.path / name) as beside:
+                    try:
+                        os.link(source / name, beside)
+                    except OSError:
+                        shutil.copyfile(source / name, beside)
+        sync(self.path)
+
+
+class Metrics:
+    """metrics.jsonl, a line for each step. A line that has no room on the disk is kept, and written when there is some.
+
+    after: of a run that goes on, the lines up to this step stay."""
+
+    def __init__(self, run: Path, after: int, tell: Callable[[str], None]) -> None:
+        path = run / METRICS
+        self.lines = [line for line in _read(path) if line["step"] <= after] if after else []
+        replace_file(path, "".join(json.dumps(line) + "\n" for line in self.lines))
+        self._file, self._left, self._tell, self._full = path.open("ab", buffering=0), b"", tell, False
+
+    def write(self, line: dict[str, Any]) -> None:
+        self._left += json.dumps(line).encode() + b"\n"
+        try:
+            while self._left:
+                self._left = self._left[self._file.write(self._left) :]
+            self._full = False
+        except OSError as error:
+            if not self._full:
+                self._tell(f"metrics.jsonl: {error.strerror}; its lines are kept and written when there is room")
+            self._full = True
+
+    def close(self) -> None:
+        self._file.close()
+        if self._left:
+            self._tell(f"metrics.jsonl: {self._left.count(10)} lines could not be written")
+
+
+def _read(path: Path) -> list[dict[str, Any]]:
+    """The whole lines of an earlier part of the run; the last may have been cut off."""
+    lines = []
+    for text in path.read_text(errors="replace").splitlines() if path.is_file() else ():
+        try:
+            line = json.loads(text)
+        except ValueError:
+            continue
+        if isinstance(line, dict) and isinstance(line.get("step"), int):
+            lines.append(line)
+    return lines

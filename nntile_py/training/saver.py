@@ -1,0 +1,124 @@
+"""When `nntile train` writes a checkpoint; a thread does so while the next steps run. A failure is told."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from nntile_py.config.sections import Checkpoint, seconds
+from nntile_py.errors import NNTileError
+from nntile_py.system.folders import sync
+from nntile_py.training import checkpoint
+from nntile_py.training.run_folder import METRICS, RunFolder
+from nntile_py.training.snapshot import Snapshot
+from nntile_py.training.trainer import Trainer
+
+
+class Saver:
+    """Writes the checkpoints of a run into its folder.
+
+    files, facts: what each holds beside the arrays, see checkpoint.write; tell: shows a message."""
+
+    def __init__(
+        self, how: Checkpoint, trainer: Trainer, folder: RunFolder, files: Mapping[str, str], facts: Mapping[str, Any],
+        tell: Callable[[str], None],
+    ) -> None:  # fmt: skip
+        self.folder, self._how, self._trainer, self._tell = folder, how, trainer, tell
+        self._files, self._facts = dict(files), trainer.facts() | dict(facts)
+        self._thread: threading.Thread | None = None
+        self._failed: Exception | None = None
+        self._step = 0  # that is being written
+        self._reported, self._abandoned = trainer.steps, False
+        self.newest: int | None = None  # the step of the newest whole checkpoint
+        if how.every is not None and how.async_:
+            trainer.snapshot().wait()  # the first one gets the memory that all use
+        self._begun = time.monotonic()
+
+    def after(self, step: int) -> None:
+        """To be called when step `step` was submitted and those before it were reported: begins one if it is due."""
+        self._look()
+        every, busy = self._how.every, self._thread is not None
+        if isinstance(every, int):
+            due = step % every == 0
+        else:
+            due = every is not None and time.monotonic() - self._begun >= seconds(every) and not busy
+        if due:
+            self.finish()  # of the one before, if the disk is slower than that
+            self._begin(step)
+            if not self._how.async_:
+                self.finish()
+
+    def reported(self, step: int) -> None:
+        """The metrics have the line of this step: a checkpoint is there only after it."""
+        self._reported = step
+
+    def abandon(self) -> None:
+        """The step of a checkpoint that is being written failed, or will not be reported."""
+        self._abandoned = True
+        self._join()
+
+    def now(self) -> int:
+        """Write one of the last step, unless there is one; the step. Raises OSError where it cannot be written."""
+        self.finish()
+        step = self._trainer.steps
+        if self.newest != step:
+            self._begin(step)
+            self._join()
+            if self._failed:
+                error, self._failed = self._failed, None
+                raise error
+        assert self.newest == step
+        return step
+
+    def finish(self) -> None:
+        """Wait for the one that is being written."""
+        self._join()
+        self._look()
+
+    def _begin(self, step: int) -> None:
+        self._begun, self._step, self._abandoned = time.monotonic(), step, False
+        snapshot = self._trainer.snapshot()
+        self._thread = threading.Thread(target=self._write, args=(snapshot, self.folder.path), name="checkpoint")
+        self._thread.start()
+
+    def _write(self, snapshot: Snapshot, run: Path) -> None:
+        try:
+            while not (snapshot.done() and self._reported >= snapshot.step):
+                if self._abandoned:
+                    return
+                time.sleep(0.001)
+            sync(run / METRICS)
+            state = snapshot.state()
+            checkpoint.check_space(run, state)
+            checkpoint.write(checkpoint.folder_of(run, snapshot.step), state, self._files, self._facts)
+            checkpoint.prune(run, self._how.keep, self._how.keep_every)
+        except Exception as error:  # told by the main thread; training goes on
+            self._failed = error
+        else:
+            self.newest = snapshot.step
+
+    def _join(self) -> None:
+        if self._thread:
+            self._thread.join()
+            self._thread = None
+            if self.newest is not None:
+                self.folder.settle()
+
+    def _look(self) -> None:
+        """Tell of a failure, once."""
+        if self._thread and not self._thread.is_alive():
+            self._join()
+        if self._failed and not self._thread:
+            error, self._failed = self._failed, None
+            kept = f"the one of step {self.newest} stays" if self.newest is not None else "there is none yet"
+            self._tell(f"checkpoint of step {self._step} not written ({told(error)}); {kept}")
+
+
+def told(error: Exception) -> str:
+    """An error of a disk in words, with its file."""
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    return str(error) if isinstance(error, NNTileError) else f"{type(error).__name__}: {error}"

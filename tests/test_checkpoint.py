@@ -1,0 +1,210 @@
+"""Checkpoints as files: whole or not there, whatever happens while they are written."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from nntile_py.errors import ConfigError, NNTileError
+from nntile_py.system.folders import exchange
+from nntile_py.training import checkpoint
+from nntile_py.training.checkpoint import Damaged, State
+from nntile_py.training.resume import newest
+from nntile_py.training.run_folder import Metrics, RunFolder
+from nntile_py.training.saver import told
+
+
+def state(step: int = 3, seed: int = 0) -> State:
+    rng = np.random.default_rng(seed)
+    weights = {"a.weight": rng.standard_normal((5, 7)).astype(np.float32), "b": rng.standard_normal(3)}
+    averages = {name: {weight: rng.standard_normal(x.shape).astype(np.float32) for weight, x in weights.items()}
+                for name in ("m", "v")}  # fmt: skip
+    return State(step, weights, averages)
+
+
+def write(run: Path, step: int, seed: int = 0) -> Path:
+    folder = checkpoint.folder_of(run, step)
+    checkpoint.write(folder, state(step, seed), {"tokenizer.json": "{}", "config.json": "{}"}, {"seed": seed})
+    return folder
+
+
+def test_what_is_written_is_read(tmp_path: Path) -> None:
+    folder, made = write(tmp_path, 3), state()
+    read = load_file(folder / "model.safetensors")
+    assert read.keys() == made.weights.keys() and all((read[n] == made.weights[n]).all() for n in read)
+    averages = checkpoint.averages(folder)
+    assert averages.keys() == {"m", "v"} and (averages["v"]["a.weight"] == made.averages["v"]["a.weight"]).all()
+    facts = checkpoint.facts(folder)
+    assert facts["step"] == 3 and facts["seed"] == 0 and set(facts["sha256"]) == {
+        "model.safetensors", "optimizer.safetensors", "tokenizer.json", "config.json",
+    }  # fmt: skip
+
+
+def test_an_optimizer_without_averages(tmp_path: Path) -> None:
+    checkpoint.write(tmp_path / "one", State(1, {"a": np.ones((0, 2)), "b": np.float64([2.0])}, {}), {}, {})
+    assert checkpoint.averages(tmp_path / "one") == {} and checkpoint.facts(tmp_path / "one")["step"] == 1
+    assert load_file(tmp_path / "one" / "model.safetensors")["a"].shape == (0, 2)
+
+
+def test_weights_that_are_no_numbers_replace_nothing(tmp_path: Path) -> None:
+    folder = write(tmp_path, 3)
+    before = checkpoint.facts(folder)
+    bad = State(3, {"a": np.array([1.0, np.inf])}, {})
+    with pytest.raises(NNTileError, match="weight a has values that are no finite numbers after step 3"):
+        checkpoint.write(folder, bad, {}, {})
+    assert checkpoint.facts(folder) == before
+
+
+def test_a_damaged_one_is_told_and_the_one_before_is_taken(tmp_path: Path) -> None:
+    said: list[str] = []
+    good, bad = write(tmp_path, 9), write(tmp_path, 10)
+    data = bytearray((bad / "optimizer.safetensors").read_bytes())
+    data[-3] ^= 1
+    (bad / "optimizer.safetensors").write_bytes(data)
+    assert newest(tmp_path, said.append).folder == good
+    assert len(said) == 1 and "step-000010/optimizer.safetensors" in said[0] and "trying the one before" in said[0]
+    with pytest.raises(ConfigError, match=r"no checkpoint that is whole in .*step-000010"):
+        newest(bad, said.append)
+    for content in ("", "{", "[]", "3", '{"format": 1}', '{"format": 2}', '{"format": 1, "sha256": 3}'):
+        (good / "state.json").write_text(content)
+        with pytest.raises(Damaged):
+            checkpoint.facts(good)
+    shutil.rmtree(good)
+    (bad / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match="no checkpoint that is whole"):
+        newest(tmp_path, said.append)
+
+
+def test_which_stay(tmp_path: Path) -> None:
+    for step in (2, 4, 6, 8, 10):
+        write(tmp_path, step)
+        checkpoint.prune(tmp_path, 2, 4)
+    assert [step for step, _ in checkpoint.found(tmp_path)] == [10, 8, 4]
+
+
+KILLED = """
+import os, signal, sys
+sys.path.insert(0, {tests!r})
+from pathlib import Path
+from test_checkpoint import write
+from nntile_py.training import checkpoint
+at, count = int(sys.argv[2]), 0
+
+def watch(event, arguments):
+    global count
+    if on and (event == "open" or event.startswith(("os.", "shutil."))):
+        count += 1
+        if count == at:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+on = False
+sys.addaudithook(watch)
+real = os.fsync
+os.fsync = lambda number: (watch("os.fsync", ()), real(number))
+on = True
+run = Path(sys.argv[1])
+checkpoint.remove_leftovers(run)
+write(run, 5, seed=1)
+checkpoint.prune(run, 1, None)
+print(count)
+"""
+
+
+def killed_at(run: Path, at: int) -> subprocess.CompletedProcess[str]:
+    """A process that replaces the checkpoint of step 5, and is killed at its operation `at` on files."""
+    code = KILLED.format(tests=str(Path(__file__).parent))
+    return subprocess.run([sys.executable, "-c", code, str(run), str(at)], capture_output=True, text=True, check=False)
+
+
+def test_a_kill_at_any_operation_of_a_save_loses_nothing(tmp_path: Path) -> None:
+    """Whole before, or whole after; what is left of the attempt is no checkpoint, and goes."""
+    old, new = (write(tmp_path / "before", 4), write(tmp_path / "before", 5, seed=7))
+    whole = killed_at(shutil.copytree(tmp_path / "before", tmp_path / "all"), 0)
+    assert whole.returncode == 0, whole.stderr
+    operations = int(whole.stdout)
+    assert operations > 15
+    some = range(1, operations + 1, 1 if os.environ.get("NNTILE_TORTURE") else 5)
+    seeds = {1, 7, 0}
+    for at in some:
+        run = shutil.copytree(tmp_path / "before", tmp_path / str(at))
+        assert killed_at(run, at).returncode == -9
+        found = checkpoint.found(run)
+        assert found and all(checkpoint.facts(folder)["seed"] in seeds for _, folder in found)
+        assert newest(run, pytest.fail).step == 5
+        checkpoint.remove_leftovers(run)
+        assert not list((run / "checkpoints").glob(".*"))
+    assert old.exists() and new.exists()
+
+
+def test_a_full_disk_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, 3)
+    monkeypatch.setattr(checkpoint, "write_tensors", _full)
+    with pytest.raises(OSError, match="No space"):
+        write(tmp_path, 4)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-000003"]
+    with pytest.raises(OSError, match=r"free, .* MiB needed") as error:
+        checkpoint.check_room(tmp_path, 1 << 60)
+    assert str(tmp_path) in told(error.value)
+
+
+def _full(*_: Any) -> str:
+    raise OSError(28, "No space left on device", "x")
+
+
+def test_folders_that_take_each_others_names(tmp_path: Path) -> None:
+    one, other = tmp_path / "one", tmp_path / "other"
+    for path in (one, other):
+        path.mkdir()
+        (path / path.name).touch()
+    exchange(one, other)
+    assert (one / "other").exists() and (other / "one").exists()
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_the_place_of_an_earlier_run(at_once: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not at_once:  # as on a file system that cannot exchange
+        monkeypatch.setattr("ctypes.CDLL", lambda *_, **__: object())
+    out = tmp_path / "out"
+    write(out, 8)
+    for name in ("model.safetensors", "note.txt"):
+        (out / name).write_text("old")
+    run = RunFolder(out, replaces=True)
+    write(run.path, 2)
+    assert (out / "model.safetensors").read_text() == "old"
+    run.settle()
+    run.publish(2)
+    assert run.path == out and [step for step, _ in checkpoint.found(out)] == [2]
+    assert (out / "note.txt").read_text() == "old" and load_file(out / "model.safetensors").keys() == {"a.weight", "b"}
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_metrics_wait_for_room(tmp_path: Path) -> None:
+    said: list[str] = []
+    metrics = Metrics(tmp_path, 0, said.append)
+    metrics.write({"step": 1})
+    disk = metrics._file
+    with Path("/dev/full").open("ab", buffering=0) as metrics._file:
+        metrics.write({"step": 2})
+        metrics.write({"step": 3})
+    assert len(said) == 1 and "No space left" in said[0]
+    metrics._file = disk
+    metrics.write({"step": 4})
+    metrics.close()
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4] and len(said) == 1
+
+
+def test_metrics_of_a_run_that_goes_on(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\nnull\n{"step": 3}\n{"st')
+    metrics = Metrics(tmp_path, 2, pytest.fail)
+    metrics.write({"step": 3, "again": True})
+    metrics.close()
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert lines == [{"step": 1}, {"step": 2}, {"step": 3, "again": True}]

@@ -1,0 +1,178 @@
+"""A run that goes on is the same to the bit as one that was never stopped."""
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import CPUS, Python
+from test_loop import HOW, command, metrics, nntile
+
+CODE = """
+import json, sys
+import numpy as np
+import nntile_py as nt
+options, runs, folder = json.loads(sys.argv[1]), json.loads(sys.argv[2]), sys.argv[3]
+cls = getattr(nt.models, options.pop("model", "GPT2"))
+optimizer = getattr(nt, options.pop("optimizer", "AdamW"))(**options.pop("optimizer_options", {}))
+passes = options.get("grad_accumulation", 1)
+rng = np.random.default_rng(0)
+batches = [rng.integers(0, 101, (4 * passes, 19)) for _ in range(6)]
+more = {"kv_heads": 2, "ffn": 60} if cls is nt.models.Llama else {"dropout": 0.1}
+config = cls.Config(layers=2, embed=24, heads=4, vocab=101, positions=19, **more)
+done, left = [], list(enumerate(batches))
+for number, (count, run) in enumerate(runs):
+    with nt.Runtime(**run):
+        if number:
+            trainer = nt.Trainer.load(folder)
+        else:
+            trainer = nt.Trainer(cls(config, seed=3), 4, 19, seed=5, clip_grad_norm=1.0, optimizer=optimizer, **options)
+        for step, ids in left[:count]:
+            result = trainer.submit({"input_ids": ids, "labels": ids}, lr=1e-2 / (step + 1)).result()
+            assert result.step == step + 1
+            done += [result.loss.hex(), result.grad_norm.hex()]
+        left = left[count:]
+        trainer.save(folder)
+        weights = trainer.state_dict()
+print(json.dumps(done + [w.tobytes().hex() for w in weights.values()]))
+"""
+TILES = {"batch": 2, "seq": 7, "embed": 10, "heads": 2, "ffn": 50, "vocab": 40}
+CASES = {
+    "gpt2": {},
+    "accumulation": {"grad_accumulation": 2},
+    "bert": {"model": "BERT"},
+    "llama": {"model": "Llama"},
+    "momentum": {"optimizer": "SGD", "optimizer_options": {"momentum": 0.9}},
+    "sgd": {"optimizer": "SGD"},
+    "fp64": {"dtype": "fp64"},
+    "naive": {"attention": "naive", "fusion": False},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_saved_and_loaded_is_never_stopped(case: str, python: Python, tmp_path: Path) -> None:
+    """With dropout; stopped twice, and another number of workers and another scheduler each time."""
+
+    def losses(*runs: Any) -> list[str]:
+        options = {"tiles": TILES} | CASES[case]
+        done = python(CODE, json.dumps(options), json.dumps(runs), tmp_path / "saved")
+        assert done.returncode == 0, done.stderr
+        result: list[str] = json.loads(done.stdout)
+        return result
+
+    whole = losses([6, {"cpus": CPUS}])
+    assert len(set(whole[:12])) == 12
+    parts = [[2, {"cpus": 1}], [3, {"cpus": CPUS, "scheduler": "eager"}], [1, {"cpus": CPUS, "scheduler": "dmdas"}]]
+    assert losses(*parts) == whole
+
+
+SHORT = ("train.steps=12", "sample.tokens=0", "model.dropout=0.1", "train.grad_accumulation=2", "checkpoint.every=4")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run that was never stopped."""
+    path = tmp_path_factory.mktemp("whole")
+    done = nntile(path, *SHORT)
+    assert done.returncode == 0, done.stderr
+    return path / "runs" / "tiny"
+
+
+def same(run: Path, whole: Path) -> None:
+    """Losses, norms, weights and averages, to the bit."""
+    both = [[(m["step"], m["loss"], m["grad_norm"]) for m in metrics(one)] for one in (run, whole)]
+    assert both[0] == both[1]
+    for name in ("model.safetensors", "checkpoints/step-000012/optimizer.safetensors"):
+        assert (run / name).read_bytes() == (whole / name).read_bytes()
+
+
+def test_the_newest_checkpoint(whole: Path, tmp_path: Path) -> None:
+    """Also in a second folder, from a checkpoint in the middle, on another machine."""
+    run = shutil.copytree(whole, tmp_path / "runs" / "tiny")
+    shutil.rmtree(run / "checkpoints" / "step-000012")
+    (run / "model.safetensors").unlink()
+    done = nntile(tmp_path, *SHORT, "runtime.cpus=1", arguments=("--resume",))
+    assert done.returncode == 0, done.stderr
+    assert "going on after step 8, from runs/tiny/checkpoints/step-000008" in done.stdout
+    same(run, whole)
+    folder = str(whole / "checkpoints" / "step-000004")
+    done = nntile(tmp_path, *SHORT, "scheduler=cpu", arguments=(folder, "--resume", "--out", "other"))
+    assert done.returncode == 0, done.stderr
+    assert metrics(tmp_path / "other")[0]["step"] == 5
+    assert (tmp_path / "other" / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_killed_and_gone_on(number: signal.Signals, whole: Path, tmp_path: Path) -> None:
+    sets = (*SHORT, "checkpoint.every=1")
+    run = tmp_path / "runs" / "tiny"
+    process = subprocess.Popen(command(tmp_path, *sets), cwd=tmp_path, stdout=subprocess.DEVNULL)
+    try:
+        while not (run / "checkpoints" / "step-000003").exists():
+            assert process.poll() is None
+            time.sleep(0.005)
+        process.send_signal(number)
+        process.wait(60)
+    finally:
+        process.kill()
+    done = nntile(tmp_path, *sets, arguments=("--resume",))
+    assert done.returncode == 0, done.stderr
+    same(run, whole)
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == [f"step-{n:06d}" for n in (10, 11, 12)]
+
+
+def test_another_run_is_refused(whole: Path, tmp_path: Path) -> None:
+    (tmp_path / "my.txt").write_text("another text\n" * 300)
+    run = str(shutil.copytree(whole, tmp_path / "run"))
+    for sets, told in {
+        ("model.heads=4", "tiles.heads=1"): "model.heads was 2, is 4",
+        ("optimizer.name=sgd",): "optimizer.name was adamw, is sgd",
+        ("data.source=my.txt",): "another training text; another held-out text; another tokenizer",
+        ("train.steps=12",): "train.steps: got 12; allowed with --resume: more",
+    }.items():
+        done = nntile(tmp_path, *SHORT, "train.steps=15", *sets, arguments=(run, "--resume"))
+        assert done.returncode == 2 and told in done.stderr and "Traceback" not in done.stderr, done.stderr
+    for arguments, told in {
+        ("--resume",): "no checkpoint in runs/tiny",
+        (run,): "given without --resume",
+        ("nowhere", "--resume"): "no checkpoint in nowhere",
+    }.items():
+        done = nntile(tmp_path, *SHORT, arguments=arguments)
+        assert done.returncode == 2 and told in done.stderr, done.stderr
+    done = nntile(tmp_path, *SHORT, "train.steps=13", "seed=7", arguments=(run, "--resume"))
+    assert done.returncode == 0 and "; seed was 0, is 7" in done.stdout, done.stderr
+
+
+FULL = """
+import resource, sys
+from nntile_py.training import checkpoint, loop
+loop.RETRY = 0.2
+real, left = checkpoint.write_tensors, int(sys.argv.pop(1))
+def full(path, tensors):
+    global left
+    left -= 1
+    if left >= 0 and "saved" not in str(path):
+        raise OSError(28, "No space left on device", str(path))
+    return real(path, tensors)
+checkpoint.write_tensors = full
+from nntile_py.cli import main
+main()
+"""
+
+
+@pytest.mark.parametrize(("failures", "arguments"), [(5, ()), (10**6, ("--rescue", "saved"))])
+def test_a_full_disk(failures: int, arguments: tuple[str, ...], whole: Path, tmp_path: Path) -> None:
+    """Checkpoints are left out, and told; at the end it is waited for room, or the rescue folder takes the run."""
+    made = [sys.executable, "-c", FULL, str(failures), *command(tmp_path, *SHORT, arguments=arguments)[3:]]
+    done = subprocess.run(made, **HOW, cwd=tmp_path, check=False)
+    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
+    assert "checkpoint of step 4 not written (" in done.stdout and "No space left on device" in done.stdout
+    assert ("waiting for room" in done.stdout) == (not arguments)
+    saved = tmp_path / (arguments[1] if arguments else "runs/tiny")
+    assert f"weights saved in {saved}/model.safetensors" in done.stdout
+    assert (saved / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
