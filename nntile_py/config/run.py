@@ -56,7 +56,7 @@ class RunConfig(Section):
     tokenizer: Tokenizer = Tokenizer(vocab_size=4096)
     train: Train
     optimizer: Optimizer = Field(default_factory=Optimizer)
-    checkpoint: Checkpoint = Field(default_factory=Checkpoint)
+    checkpoint: Checkpoint = Checkpoint()
     precision: Annotated[
         str,
         *only(

@@ -144,7 +144,7 @@ class Checkpoint(Section):
     """How many are kept, the newest; older ones are removed."""
     keep_every: Count | None = None
     """Those after a multiple of this many updates are kept for good; null: none."""
-    async_: Switch = Field(True, alias="async")
+    async_: Switch = Field(default=True, alias="async")
     """Train on while a checkpoint is written. It takes main memory for a copy of weights and averages."""
 
 

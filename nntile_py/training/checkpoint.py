@@ -111,8 +111,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Array]) -> str:
     digest = hashlib.sha256()
     with path.open("wb") as file:
         for part in (len(text).to_bytes(8, "little"), text, *tensors.values()):
-            flat = part if isinstance(part, bytes) else np.ascontiguousarray(part).reshape(-1).view(np.uint8)
-            data = memoryview(flat)
+            data: Any = part if isinstance(part, bytes) else np.ascontiguousarray(part).reshape(-1).view(np.uint8)
             digest.update(data)
             file.write(data)
     return digest.hexdigest()
