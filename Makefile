@@ -1,4 +1,4 @@
-.PHONY: setup train test lint links docs bundle clean
+.PHONY: setup train test torture lint links docs bundle clean
 .NOTPARALLEL:
 
 setup:
@@ -9,6 +9,10 @@ train: setup
 
 test: setup lint
 	@.venv/bin/python -m pytest -n 2 --dist loadfile
+
+# Kills, interrupts and full disks at hundreds of moments: an hour.
+torture: setup
+	@NNTILE_TORTURE=1 .venv/bin/python -m pytest -s tests/test_checkpoint.py tests/test_interrupts.py tests/test_resume.py
 
 lint: setup links
 	@.venv/bin/ruff check .

@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import inspect
 import json
+import math
 import pkgutil
 import sys
 from collections.abc import Mapping
@@ -95,7 +96,8 @@ class ModelConfig(Section):
             if not isinstance(size, int) or size < 1:
                 raise ConfigError(f"model.{key}: got {short(size)}; allowed: an integer of at least 1")
         if whole % part:
-            fitting = ", ".join(str(n) for n in range(1, whole + 1) if whole % n == 0)
+            small = [n for n in range(1, math.isqrt(min(whole, 2**40)) + 1) if whole % n == 0]
+            fitting = ", ".join(map(str, sorted({*small, *(whole // n for n in small)})))
             raise ConfigError(f"model.{divisor}: got {part}; allowed: a divisor of model.{name} = {whole}: {fitting}")
 
 

@@ -39,7 +39,10 @@ def tensors_of(source: Any) -> dict[str, Any]:
         places = _read_json(index, need).get("weight_map")
         if not isinstance(places, dict):
             raise ConfigError(f"model: {index} has no weight_map; {need}")
-        files = sorted({folder / str(name) for name in places.values()})
+        for name in places.values():
+            if not isinstance(name, str) or not name or Path(name).name != name:
+                raise ConfigError(f"model: {index} names {name!r}; allowed: files in its own folder")
+        files = sorted({folder / name for name in places.values()})
     elif not files[0].is_file():
         raise ConfigError(f"model: no model.safetensors in {folder}; save the model with safetensors")
     tensors: dict[str, Any] = {}
@@ -59,6 +62,8 @@ def arrays(tensors: Mapping[str, Any]) -> Weights:
         if value.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
             kind = str(value.dtype).removeprefix("torch.")
             raise ConfigError(f"model: weight {name} is {kind}; allowed: float16, bfloat16, float32, float64")
+        if not value.isfinite().all():
+            raise ConfigError(f"model: weight {name} has values that are no finite numbers; allowed: finite ones")
     double = all(value.dtype == torch.float64 for value in tensors.values())
     return {name: (value if double else value.float()).numpy() for name, value in tensors.items()}
 

@@ -261,7 +261,7 @@ def sweep(
 @app.command(epilog="Example: nntile experiment fig18 --plan")
 def experiment(
     name: Annotated[str | None, typer.Argument(help="Such as fig18. [default: list them]")] = None,
-    scale: Annotated[str, typer.Option(help="cpu: two cores, about a minute. gpu: the papers' sizes.")] = "cpu",
+    scale: Annotated[str, typer.Option(help="cpu: two cores, two to five minutes. gpu: the papers' sizes.")] = "cpu",
     mode: Annotated[str | None, typer.Option(help="training or inference. [default: the experiment's own]")] = None,
     only_plan: Annotated[bool, typer.Option("--plan", help="Check and plan each point, run nothing.")] = False,
     results: Annotated[Path | None, typer.Option(help="Put DATE-NAME.png, .csv, .md into this folder too.")] = None,

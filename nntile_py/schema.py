@@ -55,8 +55,13 @@ _BOUNDS: dict[str, tuple[str, str, Callable[[Any, Any], bool]]] = {
 
 
 def integer(least: int) -> tuple[PlainValidator, Rule]:
+    """Of 63 bits: larger ones are no sizes, and arrays of them would be listed without end."""
     words = f"an integer of at least {least}"
-    return only(words, lambda v: v if type(v) is int and v >= least else None, type="integer", minimum=least)
+
+    def convert(value: Any) -> int | None:
+        return value if type(value) is int and least <= value < 2**63 else None
+
+    return only(words, convert, type="integer", minimum=least)
 
 
 def number(**bounds: float) -> tuple[PlainValidator, Rule]:
@@ -155,7 +160,7 @@ def parse(text: str, what: str) -> Any:
         mark = error.problem_mark or error.context_mark
         where = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         raise ConfigError(f"{what}{where}: {error.problem or error.context}; allowed: YAML") from None
-    except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
+    except Exception as error:  # of PyYAML's constructors, such as that of !!timestamp, anything
         raise ConfigError(f"{what}: {error}; allowed: YAML") from None
 
 

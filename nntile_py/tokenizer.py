@@ -15,7 +15,9 @@ def load_tokenizer(path: Path) -> Tokenizer:
     """The tokenizer of a tokenizer.json; ConfigError where it is none."""
     try:
         return Tokenizer.from_file(str(path))
-    except Exception as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # the library's Rust panics are no Exception
         raise ConfigError(f"tokenizer.path: cannot read {path} ({error}); allowed: a tokenizer.json") from None
 
 

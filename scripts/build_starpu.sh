@@ -8,7 +8,7 @@ umask 022
 export LC_ALL=C
 
 oldest=1.4.8
-changes=6 # of what is changed in its sources below: one that this script built before is built anew
+changes=7 # of what is changed in its sources below: one that this script built before is built anew
 cache=${XDG_CACHE_HOME:-$HOME/.cache}/nntile_py
 prefix=${NNTILE_STARPU_PREFIX:-}
 tarball=${STARPU_TARBALL:-}
@@ -206,6 +206,12 @@ C
 fresh='delay <= (int)worker->config->conf.driver_spinning_backoff_min'
 sed -i "s/^\(\s*\)while *(delay--)/\1offer_core($fresh, worker->arch == STARPU_CPU_WORKER);\n&/; 0,/^#include <common/s//#include \"idle.h\"\n&/" $backoff
 grep -q '^\s*offer_core(' $backoff && grep -q '^#include "idle.h"' $backoff || say "$backoff has changed: idle workers will keep their cores busy"
+
+# Built with FxT, StarPU remembers each task that has read a tile until the tile is written again, 32 bytes a read, although
+# nothing is traced: memory that grew with every evaluation and every array that was looked at.
+deps=src/core/dependencies/implicit_data_deps.c
+sed -i '/^void _starpu_release_data_enforce_sequential_consistency(/,/^}/s/^#ifndef STARPU_USE_FXT/#ifdef STARPU_USE_FXT\n\t\tif (_starpu_bound_recording || _starpu_fxt_started)\n#else/' $deps
+grep -q '|| _starpu_fxt_started' $deps || say "$deps has changed: memory will grow by 32 bytes at each read of a tile"
 
 # Models of the installation folder are nobody's here, and a StarPU that was moved ("make bundle") warns that it is gone.
 sed -i '/^\s*_perf_model_add_dir(STARPU_SAMPLING_DIR,/d' src/core/perfmodel/perfmodel.c

@@ -166,3 +166,11 @@ def test_memory(folder: Path) -> None:
     run = (folder / "my_run.yaml").read_text()
     (folder / "disk.yaml").write_text(run + text.replace("/scratch", str(folder)))
     assert load(folder / "disk.yaml", [f"data.source={folder}/my_text.txt"]).runtime.disk is not None
+
+
+def test_the_findings_of_a_report_are_explained() -> None:
+    """Each rule's name, and no other, stands in the table of docs/tuning.md."""
+    told = re.findall(r"^\| `([\w-]+)` \|", (DOCS / "tuning.md").read_text(), re.M)
+    text = (ROOT / "nntile_py" / "profiling" / "rules.py").read_text()
+    made = re.findall(r'Finding\(\s*"([\w-]+)"', text)
+    assert sorted(told) == sorted(set(made) - {"none"}) and len(made) >= 9

@@ -1,6 +1,8 @@
 """A run that goes on is the same to the bit as one that was never stopped."""
 
 import json
+import os
+import random
 import shutil
 import signal
 import subprocess
@@ -12,6 +14,10 @@ from typing import Any
 import pytest
 from conftest import CPUS, Python
 from test_loop import HOW, command, metrics, nntile
+
+from nntile_py.training.resume import newest
+
+TORTURE = bool(os.environ.get("NNTILE_TORTURE"))
 
 CODE = """
 import json, sys
@@ -107,23 +113,52 @@ def test_the_newest_checkpoint(whole: Path, tmp_path: Path) -> None:
     assert (tmp_path / "other" / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_killed_and_gone_on(number: signal.Signals, whole: Path, tmp_path: Path) -> None:
-    sets = (*SHORT, "checkpoint.every=1")
-    run = tmp_path / "runs" / "tiny"
-    process = subprocess.Popen(command(tmp_path, *sets), cwd=tmp_path, stdout=subprocess.DEVNULL)
+def stopped(number: signal.Signals, sets: tuple[str, ...], arguments: tuple[str, ...], when: float, path: Path) -> int:
+    """The status of a run that gets a signal `when` seconds after it has begun a checkpoint, or ends before."""
+    process = subprocess.Popen(command(path, *sets, arguments=arguments), cwd=path, stdout=subprocess.DEVNULL)
+    folder = path / "runs" / "tiny" / "checkpoints"
+    before = {entry.name for entry in folder.iterdir()} if folder.exists() else set()
     try:
-        while not (run / "checkpoints" / "step-000003").exists():
-            assert process.poll() is None
-            time.sleep(0.005)
+        while process.poll() is None and not (folder.exists() and {e.name for e in folder.iterdir()} - before):
+            time.sleep(0.002)
+        time.sleep(when)
         process.send_signal(number)
-        process.wait(60)
+        return process.wait(60)
     finally:
         process.kill()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_stopped_and_gone_on(number: signal.Signals, whole: Path, tmp_path: Path) -> None:
+    sets = (*SHORT, "checkpoint.every=1")
+    run = tmp_path / "runs" / "tiny"
+    assert stopped(number, sets, (), 0.02, tmp_path) != 0
     done = nntile(tmp_path, *sets, arguments=("--resume",))
     assert done.returncode == 0, done.stderr
     same(run, whole)
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == [f"step-{n:06d}" for n in (10, 11, 12)]
+
+
+@pytest.mark.skipif(not TORTURE, reason="minutes; `make torture` runs it")
+@pytest.mark.timeout(7200)
+def test_killed_at_200_moments(tmp_path: Path) -> None:
+    """One run, killed and resumed again and again, another number of workers each time."""
+    sets, moment = (*SHORT, "train.steps=2000", "checkpoint.every=1", "train.eval_every=2000"), random.Random(0)
+    assert nntile(tmp_path, *sets, "train.steps=2000", arguments=("--out", "whole")).returncode == 0
+    kills = 0
+    arguments: tuple[str, ...] = ()
+    while kills < 200:
+        cpus = f"runtime.cpus={1 + kills % CPUS}"
+        if stopped(signal.SIGKILL, (*sets, cpus), arguments, moment.uniform(0, 0.15), tmp_path) == 0:
+            break
+        kills, arguments = kills + 1, ("--resume",)
+        shown = newest(tmp_path / "runs" / "tiny", pytest.fail)  # none damaged
+    done = nntile(tmp_path, *sets, arguments=arguments)
+    assert done.returncode == 0, done.stderr
+    print(f"{kills} kills, the last at step {shown.step}")
+    run, whole = tmp_path / "runs" / "tiny", tmp_path / "whole"
+    assert (run / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
+    assert [(m["step"], m["loss"]) for m in metrics(run)] == [(m["step"], m["loss"]) for m in metrics(whole)]
 
 
 def test_another_run_is_refused(whole: Path, tmp_path: Path) -> None:

@@ -31,6 +31,9 @@ class Part:
         return self.offset + self.size
 
 
+MOST_TILES = 10**6  # along an axis: more would take minutes to list, and are a mistake
+
+
 class Tiling:
     """Tile sizes by axis name (elements). Raises ConfigError for an unknown axis or a size that is no positive int."""
 
@@ -48,6 +51,9 @@ class Tiling:
         """The tiles of an axis of `size` elements, in order. Not to be changed: it is kept."""
         if (axis, size) not in self._parts:
             tile = self.tile(axis, size)
+            if (count := -(-size // tile)) > MOST_TILES:
+                told = f"{count:,} tiles of {size:,} elements; allowed: at most {MOST_TILES:,}"
+                raise ConfigError(f"tiles.{cut_as(axis)}: {told}")
             self._parts[axis, size] = [Part(o, min(tile, size - o)) for o in range(0, size, tile)]
         return self._parts[axis, size]
 

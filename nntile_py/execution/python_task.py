@@ -82,6 +82,9 @@ class PythonTask:
 
     def __init__(self, function: Function, library: str, modes: dict[str, str]) -> None:
         self.__name__: str
+        for kind in (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction):
+            if kind(function):  # a call only makes something that would have to be run
+                raise TypeError(f"task {function.__name__}: async functions and generators are not allowed")
         functools.update_wrapper(self, function)
         self.library, self.modes, self._on_cpu = library, modes, function
         self._on_cuda: Function | None = function if library == "torch" else None

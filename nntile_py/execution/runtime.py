@@ -6,9 +6,11 @@ import atexit
 import contextlib
 import os
 import platform
+import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
 from numbers import Integral
 from typing import Any
 
@@ -96,6 +98,18 @@ class Runtime:
         self._users: list[Any] = []
 
     def __enter__(self) -> Runtime:
+        if Runtime.current is None and _core.running():
+            self._stop()  # of a block that an interrupt has ended between two of its lines
+        try:
+            with uninterrupted():
+                self._start()
+        except KeyboardInterrupt:  # the block will not be entered, nor left
+            if Runtime.current is self:
+                self.__exit__(KeyboardInterrupt)
+            raise
+        return self
+
+    def _start(self) -> None:
         os.environ.setdefault("STARPU_SILENT", "1")
         variables: dict[str, str] = {}
         try:
@@ -124,7 +138,6 @@ class Runtime:
                 os.environ.pop(name, None)
         Runtime.current = self
         atexit.register(self._stop)  # a process that ends inside the block: workers must not outlive the interpreter
-        return self
 
     def _ahead(self) -> int:
         if self.cuda == 1 and not self.cpus:
@@ -132,17 +145,24 @@ class Runtime:
         return AHEAD_OF_OTHERS if self.placement == "planned" else 0
 
     def _stop(self) -> None:
-        try:
-            _core.stop()
-        finally:
-            self._close_disk()
+        with uninterrupted():
+            try:
+                _core.stop()
+            finally:
+                self._close_disk()
 
     def _close_disk(self) -> None:
         if self.disk:
             self.disk.close()
 
     def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
+        with uninterrupted():
+            self._end(kind)
+
+    def _end(self, kind: type[BaseException] | None) -> None:
         users, self._users = self._users, []
+        if kind and issubclass(kind, KeyboardInterrupt):
+            _core.drop_python_tasks()
         try:
             if kind is None or not issubclass(kind, TaskError):  # after which weights may be anything
                 for user in users:
@@ -171,6 +191,24 @@ class Runtime:
     def wait() -> None:
         """Wait until every submitted task has ended; raises TaskError if one failed."""
         _core.wait_all()
+
+
+@contextlib.contextmanager
+def uninterrupted() -> Iterator[None]:
+    """SIGINT waits until the block has ended: half started or half stopped StarPU is of no use to anyone.
+
+    It takes no longer than the tasks that run. In the main thread, which alone gets signals."""
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) is None:
+        yield
+        return
+    came: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _: came.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if came and callable(before) and not isinstance(sys.exc_info()[1], KeyboardInterrupt):
+            before(came[0], None)
 
 
 def cuda_devices() -> int:

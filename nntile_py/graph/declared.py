@@ -64,11 +64,13 @@ class Source:
     at: tuple[slice | int, ...] = ()
 
     def check(self, weights: Weights) -> None:
-        """Raises ConfigError where the weight is missing, or is of another shape."""
+        """Raises ConfigError where the weight is missing, of another shape, or of no floating-point numbers."""
         if self.weight not in weights:
             raise ConfigError(f"model: weight {self.weight} is missing")
         if (shape := np.shape(weights[self.weight])) != self.shape:
             raise ConfigError(f"model: weight {self.weight} has shape {shape}, expected {self.shape}")
+        if (dtype := np.asarray(weights[self.weight]).dtype) not in (np.float16, np.float32, np.float64):
+            raise ConfigError(f"model: weight {self.weight} is {dtype}; allowed: float16, float32, float64")
 
     def take(self, weights: Weights) -> Array:
         """The values of parameter[at]; ConfigError as of `check`."""

@@ -171,6 +171,7 @@ PYBIND11_MODULE(_core, m) {
     if (PyErr_CheckSignals()) throw py::error_already_set();
   });
   m.def("running", running);
+  m.def("drop_python_tasks", drop_python_tasks);
   m.def("wait_all", wait_all, release());
   m.def("check", check, release());
   m.def("advise", advise);

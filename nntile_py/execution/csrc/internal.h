@@ -28,6 +28,7 @@ struct Shared {
   std::atomic<int> active{0};
   std::atomic<int> leaving{0};  // tiles on their way to main memory, also from the program: StarPU counts no task for them
   std::atomic<bool> stuck{false};
+  std::atomic<bool> dropping{false};  // tasks in Python that have not begun are not run
 
   std::function<void()> idle = [] {};
 };
@@ -69,11 +70,14 @@ void sleep_if_idle();
 // Waits until done(); throws when nothing moves although tasks are left.
 template <class Done>
 void wait_until(Done done) {
+  using clock = std::chrono::steady_clock;  // on a loaded machine a sleep takes many times what was asked
   Watchdog watchdog;
+  auto next = clock::now();
   for (int turn = 0; !done(); ++turn) {
     if (g.stuck) throw TaskError("the runtime came to a standstill before");
     std::this_thread::sleep_for(std::chrono::microseconds(turn < 100 ? 20 : 200));
-    if (turn % 1000) continue;
+    if (clock::now() < next) continue;
+    next = clock::now() + std::chrono::milliseconds(100);
     g.idle();
     watchdog.look();
   }

@@ -150,6 +150,7 @@ struct PythonTask {
 void run_python_task(void** buffers, void* cl_arg, int device, void* stream) {
   const std::unique_ptr<PythonTask> task(static_cast<PythonTask*>(cl_arg));
   guarded(task->name, [&] {
+    if (g.dropping) return;
     std::vector<void*> pointers;
     for (size_t k = 0; k < task->tiles.size(); ++k) pointers.push_back(pointer(buffers[k]));
     task->kernel.call(pointers, nullptr, device, stream);

@@ -114,7 +114,7 @@ void start(const RuntimeOptions& options) {
   g_error.failed = false;
   g.models = options.scheduler.starts_with("dm") || options.scheduler.find("heft") != std::string::npos;
   g.ahead = g.models ? 0 : options.ahead;  // models are made of the times of tasks
-  g.reduces = false;
+  g.reduces = g.dropping = false;
   g.running = true;
   sleep_if_idle();
 }
@@ -159,6 +159,8 @@ std::string last_failure() {
   const std::lock_guard lock(g_error.mutex);
   return g_error.message;
 }
+
+void drop_python_tasks() { g.dropping = true; }
 
 void wait_all() {
   require_running();

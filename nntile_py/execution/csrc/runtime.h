@@ -44,6 +44,7 @@ void on_idle(std::function<void()> hook);  // called now and then by whoever wai
 void stop();
 void advise(const std::string& text);  // what to say beside the watchdog's own words
 bool running();
+void drop_python_tasks();  // until the runtime stops: those that have not begun are not run
 void wait_all();  // throws TaskError if a task failed
 void check();     // throws TaskError, after all tasks have ended, if a task failed
 void fail(const std::string& task, const std::string& what, Cause cause = {});

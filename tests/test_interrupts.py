@@ -1,0 +1,109 @@
+"""Ctrl-C, once or several times, at any moment: the process ends soon, or goes on with a working runtime."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+MOMENTS = 100 if os.environ.get("NNTILE_TORTURE") else 4  # `make torture` takes the large number
+PATIENCE = 10.0 if os.environ.get("NNTILE_TORTURE") else 30.0  # seconds; CI machines are slow
+
+# Starts, tasks in Python, training, reads, waits, stops, again and again.
+BUSY = """
+import sys, time
+import numpy as np
+import nntile_py as nt
+
+@nt.task(x="RW")
+def slow(x):
+    time.sleep(0.02)
+    x += 1
+
+model = nt.models.GPT2(nt.models.GPT2Config(layers=1, embed=8, heads=2, vocab=20, positions=8))
+ids = np.zeros((2, 8), int)
+print("ready", flush=True)
+while True:
+    with nt.Runtime(cpus=2):
+        x, y = nt.array(np.zeros(3)), nt.array(np.zeros(3))
+        for _ in range(20):
+            slow(x)
+            slow(y)
+        trainer = nt.Trainer(model, 2, 8)
+        for _ in range(5):
+            trainer.step(ids, ids)
+        x.numpy()
+        nt.Runtime.wait()
+"""
+
+
+def interrupted(code: str, times: int, moment: random.Random) -> tuple[int, str, float]:
+    """Exit status, what was said, and seconds from the last signal to the end."""
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout and process.stdout.readline() == "ready\n"
+        time.sleep(moment.uniform(0, 1.5))
+        for _ in range(times):
+            process.send_signal(signal.SIGINT)
+            time.sleep(moment.uniform(0, 0.1))
+        begin = time.monotonic()
+        _, said = process.communicate(timeout=PATIENCE)
+        return process.returncode, said, time.monotonic() - begin
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize("times", [1, 2, 3])
+def test_the_process_ends(times: int) -> None:
+    moment, longest = random.Random(times), 0.0
+    for _ in range(MOMENTS):
+        status, said, took = interrupted(BUSY, times, moment)
+        assert status in (1, -signal.SIGINT), said  # -SIGINT is how Python ends after an interrupt
+        assert "KeyboardInterrupt" in said and "FATAL" not in said, said
+        longest = max(longest, took)
+    print(f"{times} interrupts at {MOMENTS} moments: the longest end took {longest:.2f} s")
+
+
+NOTEBOOK = """
+import signal, threading, time
+import numpy as np
+import nntile_py as nt
+
+@nt.task(x="RW")
+def slow(x):
+    time.sleep(0.05)
+    x += 1
+
+def later(delay):
+    time.sleep(delay)
+    signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+for k in range(%d):
+    threading.Thread(target=later, args=(0.002 * k,)).start()
+    begin = time.monotonic()
+    try:
+        with nt.Runtime(cpus=2):
+            x = nt.array(np.zeros(3))
+            for _ in range(200):
+                slow(x)
+            x.numpy()
+        time.sleep(10)
+    except KeyboardInterrupt:
+        assert time.monotonic() - begin < %g, time.monotonic() - begin
+    with nt.Runtime(cpus=2):
+        y = nt.array(np.zeros(3))
+        slow(y)
+        assert y.numpy().tolist() == [1, 1, 1]
+print("works")
+"""
+
+
+def test_a_notebook_goes_on() -> None:
+    """Interrupted while it starts, works or waits; tasks that had not begun are dropped; the next runtime works."""
+    code = NOTEBOOK % (MOMENTS * 10, PATIENCE / 2)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0 and done.stdout == "works\n", done.stderr
