@@ -62,6 +62,19 @@ def test_weights_that_are_no_numbers_replace_nothing(tmp_path: Path) -> None:
     assert checkpoint.facts(folder) == before
 
 
+def test_what_is_no_checkpoint_is_not_replaced(tmp_path: Path) -> None:
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "chapter.tex").write_text("mine")
+    (tmp_path / "file").write_text("mine")
+    for folder in (tmp_path / "thesis", tmp_path / "file", tmp_path / "thesis" / "..", tmp_path):
+        with pytest.raises(ConfigError, match="allowed: a new or empty folder, or a checkpoint"):
+            checkpoint.write(folder, state(), {}, {})
+    assert (tmp_path / "thesis" / "chapter.tex").read_text() == (tmp_path / "file").read_text() == "mine"
+    (tmp_path / "empty").mkdir()
+    checkpoint.write(tmp_path / "empty", state(), {}, {})
+    assert checkpoint.facts(tmp_path / "empty")["step"] == 3
+
+
 def test_a_damaged_one_is_told_and_the_one_before_is_taken(tmp_path: Path) -> None:
     said: list[str] = []
     good, bad = write(tmp_path, 9), write(tmp_path, 10)

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from nntile_py.errors import NNTileError
+from nntile_py.errors import ConfigError, NNTileError
 from nntile_py.system.folders import exchange, sync
 from nntile_py.system.version import VERSION
 
@@ -119,7 +119,10 @@ def write_tensors(path: Path, tensors: Mapping[str, Array]) -> str:
 
 @contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
-    """A folder to fill; afterwards it is synced and takes the name `folder`."""
+    """A folder to fill; afterwards it is synced and takes the name `folder`, of a checkpoint's if it is there."""
+    folder = folder.resolve()
+    if folder.exists() and not (folder / STATE).is_file() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(f"{folder}: there is something else already; allowed: a new or empty folder, or a checkpoint")
     beside = folder.with_name(f".{folder.name}.tmp{os.getpid()}")
     folder.parent.mkdir(parents=True, exist_ok=True)
     shutil.rmtree(beside, ignore_errors=True)
