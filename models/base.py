@@ -268,6 +268,15 @@ def find(name: Any) -> type[Model]:
     return _own(absolute(file), wanted)
 
 
+def type_of(model: Any) -> str:
+    """What a YAML would name its class: of a user's own my_file.py:MyModel, by the file that it is in."""
+    cls = type(model)
+    file = getattr(sys.modules.get(cls.__module__), "__file__", None)
+    if cls.__module__.startswith("nntile_py.") or not file:
+        return str(model.config.type)
+    return f"{Path(file).resolve()}:{cls.__name__}"
+
+
 def resolved(name: Any) -> Any:
     """A type as it is understood in any folder."""
     file, colon, wanted = str(name).rpartition(":")

@@ -136,12 +136,22 @@ def train(
     if resume:
         start = where or _newest_run(name, loaded.out, out)
         folder = out or _run_of(start)
+        if overwrite:
+            raise ConfigError("--overwrite: not allowed with --resume, which goes on in the run's folder")
+        if folder.resolve() != _run_of(start).resolve() and _taken(folder):
+            raise ConfigError(f"--out: {folder} holds something else than {start}; allowed: a new or empty folder")
     else:
         start, folder = None, _run_folder(name, loaded.out, out, overwrite)
+    if rescue and _taken(rescue):
+        raise ConfigError(f"--rescue: {rescue} is not an empty folder; allowed: a new or empty one")
     try:
         from rich.console import Console
 
         from nntile_py.training.loop import train as run
+        from nntile_py.training.run_folder import check_replaced
+
+        if overwrite and folder.exists():
+            check_replaced(folder)
 
         status = run(
             loaded.model_copy(update={"out": str(folder)}), folder, Console(),

@@ -17,8 +17,10 @@ from nntile_py.system.folders import exchange
 from nntile_py.training import checkpoint
 from nntile_py.training.checkpoint import Damaged, State
 from nntile_py.training.resume import newest
-from nntile_py.training.run_folder import Metrics, RunFolder
+from nntile_py.training.run_folder import Metrics, RunFolder, check_replaced
 from nntile_py.training.saver import told
+
+FACTS: dict[str, Any] = {"model": None, "trainer": {}}
 
 
 def state(step: int = 3, seed: int = 0) -> State:
@@ -31,7 +33,8 @@ def state(step: int = 3, seed: int = 0) -> State:
 
 def write(run: Path, step: int, seed: int = 0) -> Path:
     folder = checkpoint.folder_of(run, step)
-    checkpoint.write(folder, state(step, seed), {"tokenizer.json": "{}", "config.json": "{}"}, {"seed": seed})
+    facts = FACTS | {"data": {"seed": str(seed)}}
+    checkpoint.write(folder, state(step, seed), {"tokenizer.json": "{}", "config.json": "{}"}, facts)
     return folder
 
 
@@ -42,13 +45,13 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     averages = checkpoint.averages(folder)
     assert averages.keys() == {"m", "v"} and (averages["v"]["a.weight"] == made.averages["v"]["a.weight"]).all()
     facts = checkpoint.facts(folder)
-    assert facts["step"] == 3 and facts["seed"] == 0 and set(facts["sha256"]) == {
+    assert facts["step"] == 3 and facts["data"] == {"seed": "0"} and set(facts["sha256"]) == {
         "model.safetensors", "optimizer.safetensors", "tokenizer.json", "config.json",
     }  # fmt: skip
 
 
 def test_an_optimizer_without_averages(tmp_path: Path) -> None:
-    checkpoint.write(tmp_path / "one", State(1, {"a": np.ones((0, 2)), "b": np.float64([2.0])}, {}), {}, {})
+    checkpoint.write(tmp_path / "one", State(1, {"a": np.ones((0, 2)), "b": np.float64([2.0])}, {}), {}, FACTS)
     assert checkpoint.averages(tmp_path / "one") == {} and checkpoint.facts(tmp_path / "one")["step"] == 1
     assert load_file(tmp_path / "one" / "model.safetensors")["a"].shape == (0, 2)
 
@@ -71,7 +74,7 @@ def test_what_is_no_checkpoint_is_not_replaced(tmp_path: Path) -> None:
             checkpoint.write(folder, state(), {}, {})
     assert (tmp_path / "thesis" / "chapter.tex").read_text() == (tmp_path / "file").read_text() == "mine"
     (tmp_path / "empty").mkdir()
-    checkpoint.write(tmp_path / "empty", state(), {}, {})
+    checkpoint.write(tmp_path / "empty", state(), {}, FACTS)
     assert checkpoint.facts(tmp_path / "empty")["step"] == 3
 
 
@@ -85,7 +88,13 @@ def test_a_damaged_one_is_told_and_the_one_before_is_taken(tmp_path: Path) -> No
     assert len(said) == 1 and "step-000010/optimizer.safetensors" in said[0] and "trying the one before" in said[0]
     with pytest.raises(ConfigError, match=r"no checkpoint that is whole in .*step-000010"):
         newest(bad, said.append)
-    for content in ("", "{", "[]", "3", '{"format": 1}', '{"format": 2}', '{"format": 1, "sha256": 3}'):
+    right = json.loads((good / "state.json").read_text())
+    wrong: list[Any] = [{}, [], 3, {"format": 1}, right | {"format": 2}]
+    wrong += [right | {"step": step} for step in (None, -1, 2.5, "9", True, [9], 10**30, 8)]
+    wrong += [right | {"sha256": hashes} for hashes in (3, {}, {"model.safetensors": ""})]
+    wrong += [right | {"sha256": right["sha256"] | {name: "0"}} for name in ("/dev/zero", "../x", "state.json", "a")]
+    wrong += [right | {key: 3} for key in ("model", "trainer", "config", "data")]
+    for content in ["", "{", "[" * 10**5, *map(json.dumps, wrong)]:
         (good / "state.json").write_text(content)
         with pytest.raises(Damaged):
             checkpoint.facts(good)
@@ -144,12 +153,12 @@ def test_a_kill_at_any_operation_of_a_save_loses_nothing(tmp_path: Path) -> None
     operations = int(whole.stdout)
     assert operations > 15
     some = range(1, operations + 1, 1 if os.environ.get("NNTILE_TORTURE") else 5)
-    seeds = {1, 7, 0}
+    seeds = {"1", "7", "0"}
     for at in some:
         run = shutil.copytree(tmp_path / "before", tmp_path / str(at))
         assert killed_at(run, at).returncode == -9
         found = checkpoint.found(run)
-        assert found and all(checkpoint.facts(folder)["seed"] in seeds for _, folder in found)
+        assert found and all(checkpoint.facts(folder)["data"]["seed"] in seeds for _, folder in found)
         assert newest(run, pytest.fail).step == 5
         checkpoint.remove_leftovers(run)
         assert not list((run / "checkpoints").glob(".*"))
@@ -180,19 +189,54 @@ def test_folders_that_take_each_others_names(tmp_path: Path) -> None:
     assert (one / "other").exists() and (other / "one").exists()
 
 
+def test_later_checkpoints_are_set_aside(tmp_path: Path) -> None:
+    """Those of a run that goes on from an older one: its own are not pruned for them."""
+    for step in (2, 4, 6):
+        write(tmp_path, step)
+    assert [path.name for path in checkpoint.set_aside(tmp_path, 2)] == ["step-000006.old1", "step-000004.old1"]
+    for step in (3, 4):
+        write(tmp_path, step, seed=1)
+        checkpoint.prune(tmp_path, 1, None)
+    assert [step for step, _ in checkpoint.found(tmp_path)] == [4]
+    assert len([*(tmp_path / "checkpoints").iterdir()]) == 3
+
+
+def test_one_process_in_a_folder(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path / "run")
+    with pytest.raises(ConfigError, match="another process is training into"):
+        RunFolder(tmp_path / "run")
+    run.close()
+    RunFolder(tmp_path / "run").close()
+
+
+def test_what_a_run_may_not_take_the_place_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("file", "mine/config.json", "run/metrics.jsonl", "run.new/thesis.tex", "good/metrics.jsonl"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    check_replaced(tmp_path / "good")
+    for name, why in {
+        "file": "is no folder", "mine": "is no run, but has config.json", "run": "something else is",
+        ".": "is the current folder", "/proc": "is where a disk is mounted",
+    }.items():  # fmt: skip
+        with pytest.raises(ConfigError, match=why):
+            check_replaced(Path(name))
+
+
 @pytest.mark.parametrize("at_once", [True, False])
 def test_the_place_of_an_earlier_run(at_once: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if not at_once:  # as on a file system that cannot exchange
         monkeypatch.setattr("ctypes.CDLL", lambda *_, **__: object())
     out = tmp_path / "out"
     write(out, 8)
-    for name in ("model.safetensors", "note.txt"):
+    for name in ("model.safetensors", "note.txt", "metrics.jsonl"):
         (out / name).write_text("old")
     run = RunFolder(out, replaces=True)
     write(run.path, 2)
     assert (out / "model.safetensors").read_text() == "old"
     run.settle()
     run.publish(2)
+    run.close()
     assert run.path == out and [step for step, _ in checkpoint.found(out)] == [2]
     assert (out / "note.txt").read_text() == "old" and load_file(out / "model.safetensors").keys() == {"a.weight", "b"}
     assert [path.name for path in tmp_path.iterdir()] == ["out"]

@@ -159,9 +159,11 @@ class Graph:
             if op.output.storage is not loss.storage and not any(out in grads for out in op.outputs):
                 continue
             self._scope.append(op.name.rpartition(".")[0] or "model")
-            for tensor, grad in zip(
-                op.inputs, op.gradient(self, *(grads.get(out) for out in op.outputs)), strict=False
-            ):
+            made = op.gradient(self, *(grads.get(out) for out in op.outputs))
+            if not isinstance(made, Sequence):
+                need = "allowed: a list, an entry for each input"
+                raise ValueError(f"{type(op).__name__}.gradient: returns {made!r}; {need}")
+            for tensor, grad in zip(op.inputs, made, strict=False):
                 if grad is None or not tensor.requires_grad:
                     continue
                 known = grads.get(tensor)

@@ -41,13 +41,14 @@ def short_tasks(s: Summary) -> Finding | None:
     mean, overhead = s["mean_task_s"], s["overhead_per_task_s"]
     starved = s["submission"] >= SUBMITTING and _share(s, "idle") >= IDLE
     serial = _path_bound(s) and _share(s, "idle") > 2 * _share(s, "overhead")  # longer tasks would not help
-    if not starved and (serial or mean >= SHORT * overhead or _share(s, "overhead") < OVERHEAD):
+    # Where other processes take the cores, what seems to be the runtime's time is theirs.
+    if not starved and (serial or busy_machine(s) or mean >= SHORT * overhead or _share(s, "overhead") < OVERHEAD):
         return None
     cause = f"A task lasts {_us(mean)} on average, and the runtime needs {_us(overhead)} of a worker for each: "
     cause += f"{_share(s, 'overhead'):.0%} of the workers' time."
     if starved:
         cause += f" Tasks are used up as fast as they are submitted, which takes {s['submission']:.0%} of the run."
-    return Finding("short-tasks", cause, f"Fewer, larger tasks: {_coarser(s)}, and keep `fusion: true`.")
+    return Finding("short-tasks", cause, f"Fewer, larger tasks: {_coarser(s)}, and `fusion: true`.")
 
 
 def serial_chain(s: Summary) -> Finding | None:
@@ -214,10 +215,14 @@ def _us(seconds: float) -> str:
 
 
 def _coarser(s: Summary) -> str:
-    """The axes with most tiles, their tile doubled."""
-    cut = sorted((a for a in s["tiles"].items() if a[1]["tiles"] > 1), key=lambda a: -a[1]["tiles"])
+    """The axes with most tiles, their tile doubled; never fewer tiles of the batch than workers."""
+    workers = len(s.get("workers", ()))
+    able = (a for a in s["tiles"].items() if a[1]["tiles"] > (workers if a[0] == "batch" else 1))
+    cut = sorted(able, key=lambda a: -a[1]["tiles"])
     if not cut:
-        return "a larger batch"
+        batch = s["tiles"].get("batch")
+        twice = f" (`train.batch: {2 * batch['size']}`, `tiles.batch: {2 * batch['tile']}`)" if batch else ""
+        return "a larger batch" + twice
     return " or ".join(f"`tiles.{n}: {min(2 * a['tile'], a['size'])}` (now {a['tile']})" for n, a in cut[:2])
 
 

@@ -2,7 +2,6 @@
 
 import ctypes
 import os
-import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -57,8 +56,7 @@ def exchange(one: Path, other: Path) -> None:
     here, swap = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
     if hasattr(libc, "renameat2") and libc.renameat2(here, os.fsencode(one), here, os.fsencode(other), swap) == 0:
         return
-    aside = one.with_name(f"{one.name}.old")  # a file system that cannot
-    shutil.rmtree(aside, ignore_errors=True)
+    aside = one.with_name(f"{one.name}.old{os.getpid()}")  # a file system that cannot
     one.rename(aside)
     other.rename(one)
     aside.rename(other)

@@ -22,6 +22,8 @@ def objective(config: RunConfig) -> str:
     """`causal` or `masked`; raises ConfigError for a model or a tokenizer that text cannot be made into batches for."""
     kind, found = config.model.type, find(config.model.type).objective
     elsewhere = "train it from Python with nt.Trainer"
+    if found not in (None, *SPECIAL):
+        raise ConfigError(f"model.type: {kind} has the objective {found!r}; allowed: {', '.join(SPECIAL)}, None")
     if found not in SPECIAL:
         text = ", ".join(name for name, cls in known().items() if cls.objective)
         raise ConfigError(

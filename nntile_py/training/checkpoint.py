@@ -17,9 +17,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from nntile_py.errors import ConfigError, NNTileError
 from nntile_py.system.folders import exchange, sync
@@ -91,7 +92,7 @@ def check_room(run: Path, need: int) -> None:
     """Raise OSError where the disk of a run's folder has not this many bytes."""
     free = shutil.disk_usage(run).free
     if free < need:
-        text = f"{os.strerror(errno.ENOSPC)}: {free / 2**20:.0f} MiB free, {need / 2**20:.0f} MiB needed"
+        text = f"{os.strerror(errno.ENOSPC)}: {free / 2**20:.1f} MiB free, {need / 2**20:.1f} MiB needed"
         raise OSError(errno.ENOSPC, text, str(run))
 
 
@@ -147,6 +148,16 @@ def remove_leftovers(run: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
+def set_aside(run: Path, after: int) -> list[Path]:
+    """Give checkpoints of later steps than `after` another name: the run goes on from there. Their new names."""
+    moved = []
+    for step, folder in found(run):
+        if step > after:
+            free = (folder.with_name(f"{folder.name}.old{n}") for n in range(1, 10**6))
+            moved.append(folder.rename(next(path for path in free if not path.exists())))
+    return moved
+
+
 def prune(run: Path, keep: int, keep_every: int | None) -> None:
     """Remove all but the newest `keep` and those of every `keep_every` steps."""
     for step, folder in [*found(run)][keep:]:
@@ -166,29 +177,60 @@ def found(run: Path) -> list[tuple[int, Path]]:
     return sorted(((int(match[1]), path) for match, path in named), reverse=True)
 
 
+class _Facts(BaseModel):
+    """What must be in state.json, whoever has written it."""
+
+    model_config = ConfigDict(strict=True)
+    format: Literal[1]
+    step: int = Field(ge=0, lt=2**53)
+    sha256: dict[str, str]
+    model: dict[str, Any] | None
+    trainer: dict[str, Any]
+    config: dict[str, Any] | None = None
+    data: dict[str, str] | None = None
+
+    @field_validator("sha256")
+    @classmethod
+    def _all(cls, hashes: dict[str, str]) -> dict[str, str]:
+        if missing := {MODEL, OPTIMIZER} - hashes.keys():
+            raise ValueError(f"{', '.join(sorted(missing))} missing")
+        return hashes
+
+
 def facts(folder: Path) -> dict[str, Any]:
     """state.json of a checkpoint whose files are all whole. Raises Damaged."""
     try:
         read = json.loads((folder / STATE).read_text())
-        if read["format"] != FORMAT:
-            raise Damaged(f"{folder}: its format is {read['format']}; this version reads {FORMAT}")
+        _Facts.model_validate(read)
+        if (named := _NAME.fullmatch(folder.name)) and int(named[1]) != read["step"]:
+            raise Damaged(f"{folder}: holds step {read['step']}, which is not its name")
         for name, expected in read["sha256"].items():
+            if Path(name).name != name or not (folder / name).is_file():
+                raise Damaged(f"{folder / name}: no such file in the checkpoint")
             with (folder / name).open("rb") as file:
                 if hashlib.file_digest(file, "sha256").hexdigest() != expected:
                     raise Damaged(f"{folder / name}: the content is not what was written")
     except OSError as error:
         raise Damaged(f"{error.filename}: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except ValidationError as error:
+        told = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
+        raise Damaged(f"{folder / STATE}: {told}") from None
+    except (ValueError, RecursionError) as error:
         raise Damaged(f"{folder / STATE}: not readable ({type(error).__name__}: {error})") from None
     return dict(read)
 
 
 def averages(folder: Path) -> dict[str, dict[str, Array]]:
     """The optimizer's averages by their name, then by weight."""
+    from safetensors import SafetensorError
     from safetensors.numpy import load_file
 
     result: dict[str, dict[str, Array]] = {}
-    for name, value in load_file(folder / OPTIMIZER).items():
+    try:
+        read = load_file(folder / OPTIMIZER)
+    except SafetensorError as error:
+        raise Damaged(f"{folder / OPTIMIZER}: {error}") from None
+    for name, value in read.items():
         weight, _, average = name.rpartition(".")
         result.setdefault(average, {})[weight] = value
     return result

@@ -59,7 +59,7 @@ def train(
     resumed = newest(resume, tell) if resume else None
     tell(f"reading {config.data.source}")
     corpus = load_corpus(config, SPECIAL[aim])
-    data = data_facts(corpus)
+    data = data_facts(config, corpus)
     tell(f"{len(corpus.train):,} tokens to train on, {len(corpus.held_out):,} held out; writing to {out}")
     if resumed:
         differs = check_same(resumed, config, data)
@@ -70,6 +70,8 @@ def train(
             resumed.restore(trainer)
         batches = Batches(config, corpus, aim)
         folder = RunFolder(out, replaces)  # only now: what is refused leaves nothing behind
+        for path in checkpoint.set_aside(folder.path, resumed.step) if resumed else ():
+            tell(f"a later checkpoint of this run is now {path.name}")
         replace_file(folder.path / "config.yaml", config.to_yaml())
         replace_file(folder.path / checkpoint.TOKENIZER, corpus.tokenizer.to_str(pretty=True))
         facts = {"config": config.model_dump(mode="json", by_alias=True), "data": data}
@@ -79,11 +81,13 @@ def train(
             with Display(console, config, trainer) as display:
                 first, last = _steps(config, batches, trainer, metrics, display, saver, stop)
             saver.finish()
+        except BaseException:
+            if folder.path != folder.out:
+                tell(f"no checkpoint was made: the earlier run in {out} stays, this one's metrics are in {folder.path}")
+            raise
         finally:
             saver.abandon()
             metrics.close()
-            if folder.path != folder.out and not stop:
-                tell(f"no checkpoint was made: the earlier run in {out} stays, this one's metrics are in {folder.path}")
         saved = _save(saver, rescue, stop, tell)
         measured = "not measured since" if last is None else f"{last:.4f} at the last measurement"
         tell(f"held-out loss {first:.4f} before the first step, {measured}")
@@ -97,7 +101,8 @@ def train(
                 filled = fill_masked(trainer, corpus.tokenizer, batches.held_out[0], config.sample.tokens)
                 tell(f"\nheld-out text, guesses at its masked tokens in [[ ]]:\n{filled}")
     if stop:
-        tell(f"stopped by {stop[0]} after step {trainer.steps} of {config.train.steps}; what was trained is saved")
+        tell(f"stopped by {stop[0]} after step {trainer.steps} of {config.train.steps}; what was trained is saved;"
+             " nntile train CONFIG --resume goes on")
         return 128 + signal.Signals[stop[0]].value
     return 0
 
@@ -114,8 +119,12 @@ def _save(saver: Saver, rescue: Path | None, stop: list[str], tell: Callable[[st
         except OSError as error:
             if rescue:
                 tell(f"not saved ({told(error)}): saving in {rescue} instead")
-                saver.folder, rescue = saver.folder.moved(rescue), None
-                continue
+                where, rescue = rescue, None
+                try:
+                    saver.folder = saver.folder.moved(where)
+                    continue
+                except (OSError, NNTileError) as other:
+                    tell(f"nor there ({told(other)})")
             if not waits:
                 tell(f"not saved ({told(error)}): waiting for room on the disk; Ctrl-C gives up what was trained since")
             waits = True

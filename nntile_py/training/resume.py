@@ -57,16 +57,20 @@ def newest(where: Path, tell: Callable[[str], None]) -> Resumed:
     raise ConfigError(f"--resume: {what} in {where}; allowed: a run's folder with checkpoints/, or one of those")
 
 
-def data_facts(corpus: Corpus) -> dict[str, str]:
-    """What makes another run of a run: hashes of the tokens and of what made them."""
+def data_facts(config: RunConfig, corpus: Corpus) -> dict[str, str]:
+    """What makes another run of a run: hashes of the tokens, of what made them, of an own model's file."""
     parts = {"training text": corpus.train.tobytes(), "held-out text": corpus.held_out.tobytes(),
              "tokenizer": corpus.tokenizer.to_str().encode()}  # fmt: skip
+    if (file := Path(str(config.model.type).rpartition(":")[0])).suffix == ".py":
+        parts[f"text of {file}"] = file.read_bytes()
     return {name: hashlib.sha256(content).hexdigest() for name, content in parts.items()}
 
 
 def check_same(resumed: Resumed, config: RunConfig, data: dict[str, str]) -> str:
     """Raise ConfigError, naming what differs, for the checkpoint of another run; what else differs, in words."""
-    old, new = _flat(resumed.facts.get("config") or {}), _flat(config.model_dump(mode="json", by_alias=True))
+    if resumed.facts.get("config") is None:
+        raise ConfigError(f"--resume: {resumed.folder} is no run's (trainer.save wrote it); use nt.Trainer.load")
+    old, new = _flat(resumed.facts["config"]), _flat(config.model_dump(mode="json", by_alias=True))
     both = [key for key in sorted(old.keys() & new.keys()) if old[key] != new[key] and not _in(key, FREE)]
     differ = {key: f"{key} was {old[key]}, is {new[key]}" for key in both}
     fixed = [words for key, words in differ.items() if _in(key, FIXED)]

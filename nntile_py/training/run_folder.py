@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
@@ -9,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from nntile_py.errors import ConfigError
 from nntile_py.system.folders import exchange, replace_file, replaced, sync
 from nntile_py.training import checkpoint
 
@@ -28,9 +30,21 @@ class RunFolder:
         self.out = self.path = out.resolve()
         if replaces and out.exists():
             self.path = self.out.with_name(f"{self.out.name}.new")
-            shutil.rmtree(self.path, ignore_errors=True)
         self.path.mkdir(parents=True, exist_ok=True)
+        self._lock = os.open(self.path, os.O_RDONLY)  # held by the process
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(self._lock)
+            raise ConfigError(f"--out: another process is training into {out}; allowed: another folder") from None
+        if self.path != self.out:  # what a killed run has left there
+            for name in OWN:
+                _remove(self.path / name)
         checkpoint.remove_leftovers(self.path)
+
+    def close(self) -> None:
+        """Let others train into it."""
+        os.close(self._lock)
 
     def settle(self) -> None:
         """There is a checkpoint: take the place of the earlier run. What is not a run's in its folder stays there."""
@@ -55,13 +69,35 @@ class RunFolder:
         """The weights of a checkpoint become those of the run: links where the disk has such, else copies."""
         source = checkpoint.folder_of(self.path, step)
         for name in (checkpoint.TOKENIZER, GENERATION, checkpoint.CONFIG, checkpoint.MODEL):  # the weights last
-            if (source / name).is_file():
+            if (source / name).is_file() or name == checkpoint.MODEL:
                 with replaced(self.path / name) as beside:
                     try:
                         os.link(source / name, beside)
                     except OSError:
                         shutil.copyfile(source / name, beside)
         sync(self.path)
+
+
+def check_replaced(out: Path) -> None:
+    """Raise ConfigError for what no run may take the place of."""
+    there, new = out.resolve(), out.resolve().with_name(f"{out.resolve().name}.new")
+    names = {entry.name for entry in there.iterdir()} if there.is_dir() else set()
+    for wrong, what in (
+        (there.exists() and not there.is_dir(), "is no folder"),
+        (there.is_mount(), "is where a disk is mounted; give a folder in it"),
+        (Path.cwd().is_relative_to(there), "is the current folder, or above it"),
+        (METRICS not in names and names & {*OWN}, f"is no run, but has {', '.join(sorted(names & {*OWN}))}"),
+        (new.exists() and {e.name for e in new.iterdir()} - {*OWN}, f"needs {new}, where something else is"),
+    ):
+        if wrong:
+            raise ConfigError(f"--out: {out} {what}; allowed with --overwrite: the folder of an earlier run")
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 class Metrics:

@@ -22,7 +22,7 @@ from nntile_py.graph.fusion import Fusion
 from nntile_py.graph.graph import Graph
 from nntile_py.graph.optimizers import LOW_BITS, SGD, AdamW, Optimizer
 from nntile_py.graph.step import Evaluation, Step, StepSpec, check_precision
-from nntile_py.models.base import find
+from nntile_py.models.base import find, type_of
 from nntile_py.models.checkpoint import arrays, tensors_of
 from nntile_py.tasks.op import Lowering, Tensor
 from nntile_py.tasks.optimizer import joined, split
@@ -334,8 +334,10 @@ class Trainer:
     def facts(self) -> dict[str, Any]:
         """What `load` needs besides weights and averages."""
         config, optimizer = getattr(self.spec.model, "config", None), self.optimizer
+        saved = config and config.model_dump(mode="json", by_alias=True, exclude={"from_"})
+        saved = saved and saved | {"type": type_of(self.spec.model)}
         return {
-            "model": config.model_dump(mode="json", by_alias=True, exclude={"from_"}) if config else None,
+            "model": saved,
             "trainer": {
                 "batch": self.batch, "seq": self.seq, "tiles": self.spec.tiling.tiles, "dtype": self.dtype,
                 "optimizer": {"name": type(optimizer).__name__, **vars(optimizer)},
@@ -353,11 +355,16 @@ class Trainer:
         Trainer in the place of the saved ones. Raises ConfigError where the checkpoint does not fit, NNTileError where
         it is damaged."""
         folder = Path(folder)
+        if not (folder / checkpoint.STATE).is_file():
+            newest = next((f"; the newest of this run is {path}" for _, path in checkpoint.found(folder)), "")
+            raise ConfigError(f"{folder}: no checkpoint; allowed: a folder that Trainer.save wrote{newest}")
         facts = checkpoint.facts(folder)
         if model is None:
             if facts["model"] is None:
                 raise ConfigError(f"{folder}: a model of your own was saved; give it: Trainer.load(folder, model)")
             model = find(facts["model"]["type"]).from_hf(folder, **facts["model"])
+        elif isinstance(model, type) or not hasattr(model, "trace"):
+            raise ConfigError(f"model: {model!r} is not allowed; use a model, such as MyModel(config)")
         else:
             model.weights = arrays(tensors_of(folder))
         saved = dict(facts["trainer"])
