@@ -161,13 +161,15 @@ def _adamw(
     PARAM, M, V = _address(row, 2, TYPE, ROWS), _address(row, 3, STATE, ROWS), _address(row, 4, STATE, ROWS)
     LOW_BITS = _address(row, 6, tl.int16, ROWS) if HAS_LOW_BITS else PARAM
     g = tl.load(_address(row, 5, GRAD, ROWS) + at, inside).to(tl.float32) * tl.load(CLIP).to(tl.float32)
-    m = keep1 * tl.load(M + at, inside).to(tl.float32) + new1 * g
-    v = keep2 * tl.load(V + at, inside).to(tl.float32) + new2 * g * g
+    # Which product of a sum is fused with it would be the compiler's choice, another one for aligned tables: bits would
+    # depend on which tiles are updated together, and so on the number of GPUs.
+    m = tl.fma(keep1, tl.load(M + at, inside).to(tl.float32), new1 * g)
+    v = tl.fma(keep2, tl.load(V + at, inside).to(tl.float32), new2 * g * g)
     tl.store(M + at, m, inside)
     tl.store(V + at, v, inside)
     p = _load_param(PARAM, LOW_BITS, at, inside, HAS_LOW_BITS)
     # p - lr decay p, not (1 - lr decay) p: the factor would lose most digits of lr decay.
-    p -= lr * decay * p
+    p = tl.fma(-lr * decay, p, p)
     p -= (lr / correction1) * m / (tl.sqrt(v) / tl.sqrt(correction2) + eps)
     _store_param(PARAM, LOW_BITS, at, p, inside, HAS_LOW_BITS)
 
@@ -180,11 +182,11 @@ def _sgd(
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < n
     p = _load_param(PARAM, LOW_BITS, at, inside, HAS_LOW_BITS)
-    d = tl.load(GRAD + at, inside).to(tl.float32) * tl.load(CLIP).to(tl.float32) + decay * p
+    d = tl.fma(decay, p, tl.load(GRAD + at, inside).to(tl.float32) * tl.load(CLIP).to(tl.float32))  # as in _adamw
     if HAS_MOMENTUM:
-        d += momentum * tl.load(M + at, inside).to(tl.float32)
+        d = tl.fma(momentum, tl.load(M + at, inside).to(tl.float32), d)
         tl.store(M + at, d, inside)
-    p -= lr * d
+    p = tl.fma(-lr, d, p)
     _store_param(PARAM, LOW_BITS, at, p, inside, HAS_LOW_BITS)
 
 
