@@ -49,6 +49,8 @@ class LayerNorm(Norm):
         dropout: Dropout | None = None,
     ) -> None:
         require(x.axes[-1] == AXIS, "layer_norm: the last axis must be embed", x)
+        for weight in (gamma, beta):
+            require(list(weight.axes) == [AXIS], "layer_norm: the weights must have the axis embed alone", x, weight)
         assert residual or not dropout, x
         super().__init__([x, gamma, beta, *([residual] if residual else [])], [y, stat, *([total] if total else [])])
         self.eps, self.residual, self.total, self.stat, self.dropout = eps, residual, total, stat, dropout

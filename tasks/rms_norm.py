@@ -45,6 +45,7 @@ class RMSNorm(Norm):
         total: Tensor | None = None,
     ) -> None:
         require(x.axes[-1] == AXIS, "rms_norm: the last axis must be embed", x)
+        require(list(gamma.axes) == [AXIS], "rms_norm: the weight must have the axis embed alone", x, gamma)
         assert (residual is None) == (total is None), x
         super().__init__([x, gamma, *([residual] if residual else [])], [y, stat, *([total] if total else [])])
         self.eps, self.residual, self.total, self.stat = eps, residual, total, stat

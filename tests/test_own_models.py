@@ -430,3 +430,32 @@ def test_what_is_exported() -> None:
     assert nt.Joined.__module__ == "nntile_py.graph.declared" and nt.tasks.__name__ == "nntile_py.tasks"
     with pytest.raises(AttributeError, match="no attribute 'Modell'"):
         nt.Modell  # noqa: B018
+
+
+def test_a_loss_whose_labels_have_no_scale(runtime: nt.Runtime) -> None:
+    """A sum over labels is to be divided by how many count: an input must say so."""
+
+    class NoScale(nt.models.GPT2):
+        def trace(self, g: Any, batch: Any) -> Any:
+            real = g.input
+
+            def unscaled(name: str, *args: Any, **options: Any) -> Any:
+                options.pop("scale", None)
+                return real(name, *args, **options)
+
+            g.input = unscaled
+            return super().trace(g, batch)
+
+    model = NoScale(nt.models.GPT2Config(layers=1, embed=8, heads=2, vocab=20, positions=8))
+    with pytest.raises(nt.ConfigError, match=r"divided by loss_scale, .* declare .* scale='loss_scale'"):
+        nt.Trainer(model, 2, 8)
+
+
+def test_a_norm_whose_weight_has_another_axis() -> None:
+    from nntile_py.tasks.rms_norm import rms_norm
+
+    g = nt.Graph()
+    x = g.temp("x", ["batch", "embed"], [2, 4], "fp32")
+    gamma = g.temp("gamma", ["ffn"], [4], "fp32")
+    with pytest.raises(ValueError, match="the weight must have the axis embed alone"):
+        rms_norm(g, x, gamma, 1e-6)

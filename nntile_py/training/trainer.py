@@ -164,6 +164,10 @@ class Trainer:
             memory.check_step(built, self._runtime)
             _core.advise(f"the largest tensors are {built.largest()}")
             first, *more, update = programs([low.tasks for low in built.lists], self._store, tf32=self.dtype == "tf32")
+            given_slots = {one.scale for one in built.graph.inputs.values()}
+            for name in {*first.slots, *update.slots} - {*given_slots, "lr", "dropout_seed", *self.optimizer.slots(1)}:
+                need = f"declare the input whose values count with scale={name!r}"
+                raise ConfigError(f"model: its loss is divided by {name}, which no input gives; {need}")
             self._steps[given] = _Programs(built, first, more[0] if more else None, update)
             self._write_defaults(built.graph, built.first)
         return self._steps[given]
