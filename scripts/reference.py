@@ -1,4 +1,4 @@
-"""Writes docs/reference/config.md and commands.md from the typed config and from the commands' own help.
+"""Writes docs/reference/config.md, sweeps.md and commands.md from the typed configs and from the commands' own help.
 
 scripts/reference.py [FOLDER]: after a change of either; a test compares the pages with what is written here."""
 
@@ -13,7 +13,8 @@ from typer.models import ArgumentInfo, OptionInfo
 
 from nntile_py.bench.app import bench_app
 from nntile_py.cli import app
-from nntile_py.config.describe import reference
+from nntile_py.config.describe import reference, tables
+from nntile_py.sweep.spec import Sweep
 
 _HEAD = """# Commands
 
@@ -23,12 +24,23 @@ _HEAD = """# Commands
 that says what is allowed; an error on the way with 1 (`NNTILE_DEBUG=1` shows its traceback).
 `nntile --install-completion` makes your shell complete commands, options, and keys after `--set`.
 """
+_SWEEPS = """# Keys of a sweep's YAML
+
+<!-- Written by scripts/reference.py from nntile_py/sweep/spec.py; change the texts there. -->
+
+`nntile sweep FILE` measures a config with other values of some keys: see [Make it faster](../tuning.md#sweeps).
+"""
 _TYPES = {str: "TEXT", int: "INTEGER", float: "NUMBER", Path: "PATH"}
 
 
 def commands() -> str:
     """The page of all commands."""
     return "\n".join([_HEAD, *_pages(app, "nntile"), *_pages(bench_app, "nntile bench")])
+
+
+def sweeps() -> str:
+    """The page of a sweep's YAML."""
+    return "\n".join([_SWEEPS, *tables(Sweep)])
 
 
 def _pages(group: typer.Typer, prefix: str) -> Iterator[str]:
@@ -77,7 +89,7 @@ def _default(info: ArgumentInfo | OptionInfo, default: Any) -> str:
 def main() -> None:
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent.parent / "docs" / "reference"
     folder.mkdir(parents=True, exist_ok=True)
-    for name, text in (("config.md", reference()), ("commands.md", commands())):
+    for name, text in (("config.md", reference()), ("sweeps.md", sweeps()), ("commands.md", commands())):
         (folder / name).write_text(text)
 
 

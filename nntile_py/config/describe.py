@@ -200,6 +200,16 @@ def reference() -> str:
     return "\n".join(parts)
 
 
+def tables(cls: type[BaseModel]) -> Iterator[str]:
+    """Of the keys of a YAML: those outside of sections, then each section."""
+    plain = [(field.alias or name, field) for name, field in cls.model_fields.items() if not section_of(field)]
+    yield from _table(_rows(plain))
+    for name, field in cls.model_fields.items():
+        if inner := section_of(field):
+            key = field.alias or name
+            yield from (f"## {key}", "", meaning(field), "", *_table(_rows(keys(inner, f"{key}."))))
+
+
 def _models() -> Iterator[str]:
     """What all models have in common, then what each has of its own."""
     rows = {kind: list(_rows(keys(cls.Config, "model."))) for kind, cls in known().items()}

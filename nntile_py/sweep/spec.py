@@ -42,19 +42,28 @@ class Measure(Section):
     """What a point runs, and how often: `repeats` times are taken, each of `steps` steps in flight together."""
 
     work: Work = "train"
-    phase: Phase = "all"  # of the works that are no whole model
-    how: Literal["run", "plan", "operators"] = "run"  # plan: nothing is run; operators: each alone, by class
+    """A training step, a forward pass, or a part of a model, as `nntile graph --work` names them."""
+    phase: Phase = "all"
+    """Of parts of a model: forward, backward or both."""
+    how: Literal["run", "plan", "operators"] = "run"
+    """Run it; only plan it; or run each operator alone and sum by class."""
     warmup: Natural = 1
+    """Runs before the first that is timed."""
     steps: Count = 1
+    """Steps in flight together, which one time is taken of."""
     repeats: Count = 3
+    """Times that are taken."""
 
 
 class Random(Section):
     """`count` points of the grid of `over`, drawn without repetition."""
 
     count: Count
+    """How many."""
     seed: Natural = 0
+    """Decides which."""
     over: Values
+    """Keys of the config, each with the list of its values."""
 
     _values = field_validator("over")(_full)
 
@@ -63,15 +72,25 @@ class Plot(Section):
     """y over x, a line or bars for each `series`, side by side for each `panel`; `heat`: y as colour over x, series."""
 
     kind: Literal["line", "bar", "heat"] = "line"
+    """How it is drawn."""
     x: str
-    y: str | list[str] = "seconds"  # a list: a line or bar for each
+    """A key that points set, or a column of results.csv."""
+    y: str | list[str] = "seconds"
+    """A column of results.csv; a list: a line or bar for each."""
     series: str | None = None
+    """The key with a line, or a bar, for each of its values."""
     panel: str | None = None
+    """The key with a plot for each of its values."""
     title: str = ""
+    """Above the plot."""
     xlabel: str | None = None
+    """Below it; null: made of `x`."""
     ylabel: str | None = None
-    log: Switch = False  # x, to base 2
-    same: Switch = True  # panels have one y axis
+    """Beside it; null: made of `y`."""
+    log: Switch = False
+    """The x axis is logarithmic, to base 2."""
+    same: Switch = True
+    """All panels have one y axis."""
 
     @property
     def metrics(self) -> list[str]:
@@ -85,24 +104,37 @@ class Plot(Section):
 
 
 class Best(Section):
+    """Which point is named the best at the end."""
+
     metric: str = "seconds"
+    """A column of results.csv."""
     of: Literal["least", "greatest"] = "least"
+    """The least or the greatest value of it."""
 
 
 class Sweep(Section):
     """A sweep's YAML: the base config with `set` over it, and its points."""
 
     config: str
+    """The run's YAML that all points start from, relative to this file."""
     set_: dict[str, Any] = Field(default_factory=dict, alias="set")
+    """Keys of it that all points change, such as `runtime.cpus: 2`."""
     grid: Values | None = None
+    """Keys, each with a list of values: every combination is a point."""
     list_: list[dict[str, Any]] | None = Field(None, alias="list")
+    """Points, each a mapping of keys to values; with a grid too, each point of the one with each of the other."""
     random_: Random | None = Field(None, alias="random")
+    """Points drawn from a grid, instead of a grid or a list."""
     measure: Measure = Measure()
-    rounds: Count = 1  # times that all points are measured, in turns: against machines that change meanwhile
-    time_limit: Positive = 600.0  # seconds of a point, each time
-    together: Switch = False  # points of one `runtime` share a process: GPUs take longer to start than to measure
+    rounds: Count = 1
+    """Times that all points are measured, in turns: against machines that change meanwhile."""
+    time_limit: Positive = 600.0
+    """Seconds that a point may take, each time."""
+    together: Switch = False
+    """Points of one `runtime` share a process: GPUs take longer to start than to measure."""
     best: Best = Best()
     plots: list[Plot] = Field(default_factory=list)
+    """Pictures, a list of sections with these keys."""
 
     _values = field_validator("grid")(_full)
 
