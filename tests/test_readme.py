@@ -138,7 +138,8 @@ def test_fine_tuning(folder: Path, python: Python) -> None:
 
 def test_a_sweep(folder: Path) -> None:
     (text,) = blocks(DOCS / "tuning.md", "yaml")
-    (folder / "widths.yaml").write_text(text.replace("work: train, repeats: 5", "how: plan").replace("rounds: 3", "rounds: 1"))
+    text = text.replace("work: train, repeats: 5", "how: plan").replace("rounds: 3", "rounds: 1")
+    (folder / "widths.yaml").write_text(text)
     done = nntile(folder, "sweep", "widths.yaml", "--out", "widths")
     assert done.returncode == 0, done.stderr
     assert (folder / "widths" / "results.csv").is_file()
