@@ -1,9 +1,10 @@
 """The command `nntile`. Heavy imports happen inside the commands, so that --help and a wrong config answer at once."""
 
+import itertools
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, cast
 
@@ -148,10 +149,6 @@ def train(
         from rich.console import Console
 
         from nntile_py.training.loop import train as run
-        from nntile_py.training.run_folder import check_replaced
-
-        if overwrite and folder.exists():
-            check_replaced(folder)
 
         status = run(
             loaded.model_copy(update={"out": str(folder)}), folder, Console(),
@@ -333,7 +330,7 @@ def _run_folder(name: str, configured: str | None, option: Path | None, overwrit
         return folder
     if asked:
         raise ConfigError(f"--out: {folder} is not an empty folder; allowed: a new or empty one, or --overwrite")
-    free = next(f for n in range(2, 10**6) if not _taken(f := Path(f"{folder}-{n}")))
+    free = next(f for f in _numbered(folder) if not _taken(f))
     print(f"{folder} holds an earlier run; this one goes to {free} (--overwrite would replace it)", file=sys.stderr)
     return free
 
@@ -343,13 +340,12 @@ def _newest_run(name: str, configured: str | None, option: Path | None) -> Path:
     if asked := option or (Path(configured) if configured else None):
         return asked
     first = Path("runs") / name
-    numbered = (Path(f"{first}-{n}") for n in range(2, 10**6))
-    last = first
-    for folder in numbered:
-        if not _taken(folder):
-            return last
-        last = folder
-    return last
+    return [first, *itertools.takewhile(_taken, _numbered(first))][-1]
+
+
+def _numbered(folder: Path) -> Iterator[Path]:
+    """Folders of further runs of the same name."""
+    return (Path(f"{folder}-{n}") for n in itertools.count(2))
 
 
 def _run_of(folder: Path) -> Path:

@@ -59,7 +59,9 @@ def integer(least: int) -> tuple[PlainValidator, Rule]:
     words = f"an integer of at least {least}"
 
     def convert(value: Any) -> int | None:
-        return value if type(value) is int and least <= value < 2**63 else None
+        if type(value) is int and value >= 2**63:
+            raise ValueError(f"{words} and less than 2^63")
+        return value if type(value) is int and value >= least else None
 
     return only(words, convert, type="integer", minimum=least)
 

@@ -15,6 +15,7 @@ import pytest
 from conftest import CPUS, Python
 from test_loop import HOW, command, metrics, nntile
 
+import nntile_py as nt
 from nntile_py.training.resume import newest
 
 TORTURE = bool(os.environ.get("NNTILE_TORTURE"))
@@ -128,6 +129,14 @@ def stopped(number: signal.Signals, sets: tuple[str, ...], arguments: tuple[str,
         process.kill()
 
 
+def test_written_while_training_stands_still(whole: Path, tmp_path: Path) -> None:
+    done = nntile(tmp_path, *SHORT, "checkpoint.async=false", "checkpoint.every=1", "checkpoint.keep=20")
+    assert done.returncode == 0, done.stderr
+    run = tmp_path / "runs" / "tiny"
+    same(run, whole)
+    assert len([*(run / "checkpoints").iterdir()]) == 12
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_stopped_and_gone_on(number: signal.Signals, whole: Path, tmp_path: Path) -> None:
     sets = (*SHORT, "checkpoint.every=1")
@@ -181,6 +190,26 @@ def test_another_run_is_refused(whole: Path, tmp_path: Path) -> None:
         assert done.returncode == 2 and told in done.stderr, done.stderr
     done = nntile(tmp_path, *SHORT, "train.steps=13", "seed=7", arguments=(run, "--resume"))
     assert done.returncode == 0 and "; seed was 0, is 7" in done.stdout, done.stderr
+
+
+def test_a_trainers_checkpoint_that_does_not_fit(tmp_path: Path) -> None:
+    model = nt.models.GPT2(nt.models.GPT2Config(layers=1, embed=8, heads=2, vocab=20, positions=8))
+    with nt.Runtime(cpus=1):
+        nt.Trainer(model, 2, 8).save(tmp_path / "saved")
+        for call, told in (
+            (lambda: nt.Trainer.load(tmp_path / "saved", foo=1), "foo: unknown argument; allowed are batch, seq"),
+            (lambda: nt.Trainer.load(tmp_path), "no checkpoint"),
+            (lambda: nt.Trainer.load(tmp_path / "saved", nt.models.GPT2), "use a model"),
+            (lambda: nt.Trainer.load(tmp_path / "saved", optimizer=nt.SGD()), "averages that were saved are m, v"),
+        ):
+            with pytest.raises(nt.ConfigError, match=told):
+                call()
+        state = tmp_path / "saved" / "state.json"
+        right = json.loads(state.read_text())
+        for wrong in ({"optimizer": None}, {"optimizer": {}}, {"optimizer": {"name": "Foo"}}, {"more": 1}):
+            state.write_text(json.dumps(right | {"trainer": right["trainer"] | wrong}))
+            with pytest.raises(nt.NNTileError, match=r"state\.json: trainer"):
+                nt.Trainer.load(tmp_path / "saved")
 
 
 FULL = """

@@ -32,7 +32,7 @@ from nntile_py.training import checkpoint
 from nntile_py.training.batches import SPECIAL, Batches, objective
 from nntile_py.training.data import load_corpus
 from nntile_py.training.resume import check_same, data_facts, newest
-from nntile_py.training.run_folder import GENERATION, Metrics, RunFolder
+from nntile_py.training.run_folder import GENERATION, Metrics, RunFolder, check_replaced
 from nntile_py.training.saver import Saver, told
 from nntile_py.training.trainer import STEPS_IN_FLIGHT, Pending, Trainer
 
@@ -56,6 +56,8 @@ def train(
     tell = partial(_say, console)
     if config.short_warmup:
         tell(f"note: {config.short_warmup}")
+    if replaces and out.exists():
+        check_replaced(out)
     resumed = newest(resume, tell) if resume else None
     tell(f"reading {config.data.source}")
     corpus = load_corpus(config, SPECIAL[aim])
@@ -82,6 +84,7 @@ def train(
                 first, last = _steps(config, batches, trainer, metrics, display, saver, stop)
             saver.finish()
         except BaseException:
+            folder.close()
             if folder.path != folder.out:
                 tell(f"no checkpoint was made: the earlier run in {out} stays, this one's metrics are in {folder.path}")
             raise
@@ -89,6 +92,7 @@ def train(
             saver.abandon()
             metrics.close()
         saved = _save(saver, rescue, stop, tell)
+        saver.folder.close()
         measured = "not measured since" if last is None else f"{last:.4f} at the last measurement"
         tell(f"held-out loss {first:.4f} before the first step, {measured}")
         tell(f"weights saved in {saved / checkpoint.MODEL}")
@@ -111,7 +115,7 @@ def _save(saver: Saver, rescue: Path | None, stop: list[str], tell: Callable[[st
     """The last checkpoint, and its weights as those of the run; the folder that has them.
 
     A full disk is waited for, or `rescue` takes its place."""
-    waits = False
+    waits, asked = False, len(stop)
     while True:
         try:
             saver.folder.publish(saver.now())
@@ -128,7 +132,11 @@ def _save(saver: Saver, rescue: Path | None, stop: list[str], tell: Callable[[st
             if not waits:
                 tell(f"not saved ({told(error)}): waiting for room on the disk; Ctrl-C gives up what was trained since")
             waits = True
-            time.sleep(RETRY)
+            end = time.monotonic() + RETRY
+            while time.monotonic() < end:
+                time.sleep(0.1)
+                if len(stop) > asked:
+                    raise KeyboardInterrupt from None
 
 
 def _files(trainer: Trainer, tokenizer: Tokenizer, config: RunConfig) -> dict[str, str]:
@@ -232,7 +240,8 @@ def _steps(
             lr = learning_rate(config.optimizer, step, how.steps)
             in_flight.append((trainer.submit(batches.training(step), lr=lr), lr))
         measures = not ends and (step % how.eval_every == 0 or step == how.steps)
-        while len(in_flight) >= (1 if ends or measures else STEPS_IN_FLIGHT):
+        due = not ends and saver.due(step)
+        while len(in_flight) >= (1 if ends or measures or (due and saver.waits) else STEPS_IN_FLIGHT):
             pending, lr = in_flight.popleft()
             result = pending.result()
             done, took, clock = result.step, time.perf_counter() - clock, time.perf_counter()
@@ -260,7 +269,8 @@ def _steps(
             display.show(line)
         if ends:
             break
-        saver.after(step)
+        if due:
+            saver.begin(step)
     return first, last
 
 

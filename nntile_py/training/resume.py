@@ -62,7 +62,7 @@ def data_facts(config: RunConfig, corpus: Corpus) -> dict[str, str]:
     parts = {"training text": corpus.train.tobytes(), "held-out text": corpus.held_out.tobytes(),
              "tokenizer": corpus.tokenizer.to_str().encode()}  # fmt: skip
     if (file := Path(str(config.model.type).rpartition(":")[0])).suffix == ".py":
-        parts[f"text of {file}"] = file.read_bytes()
+        parts["text of the model's file"] = file.read_bytes()
     return {name: hashlib.sha256(content).hexdigest() for name, content in parts.items()}
 
 

@@ -33,23 +33,27 @@ class Saver:
         self._step = 0  # that is being written
         self._reported, self._abandoned = trainer.steps, False
         self.newest: int | None = None  # the step of the newest whole checkpoint
-        if how.every is not None and how.async_:
-            trainer.snapshot().wait()  # the first one gets the memory that all use
         self._begun = time.monotonic()
 
-    def after(self, step: int) -> None:
-        """To be called when step `step` was submitted and those before it were reported: begins one if it is due."""
+    @property
+    def waits(self) -> bool:
+        """Whether training stands still while one is written."""
+        return not self._how.async_
+
+    def due(self, step: int) -> bool:
+        """Whether one is to begin after this step."""
         self._look()
-        every, busy = self._how.every, self._thread is not None
-        if isinstance(every, int):
-            due = step % every == 0
-        else:
-            due = every is not None and time.monotonic() - self._begun >= seconds(every) and not busy
-        if due:
-            self.finish()  # of the one before, if the disk is slower than that
-            self._begin(step)
-            if not self._how.async_:
-                self.finish()
+        if (every := self._how.every) is None or isinstance(every, int):
+            return every is not None and step % every == 0
+        return self._thread is None and time.monotonic() - self._begun >= seconds(every)
+
+    def begin(self, step: int) -> None:
+        """To be called when step `step` was submitted and no later one, and those before it were reported; where one is
+        waited for, itself too."""
+        self.finish()  # the one before, if the disk is slower than that
+        self._begin(step)
+        if self.waits:
+            self.finish()
 
     def reported(self, step: int) -> None:
         """The metrics have the line of this step: a checkpoint is there only after it."""
@@ -94,11 +98,10 @@ class Saver:
             state = snapshot.state()
             checkpoint.check_space(run, state)
             checkpoint.write(checkpoint.folder_of(run, snapshot.step), state, self._files, self._facts)
+            self.newest = snapshot.step
             checkpoint.prune(run, self._how.keep, self._how.keep_every)
         except Exception as error:  # told by the main thread; training goes on
             self._failed = error
-        else:
-            self.newest = snapshot.step
 
     def _join(self) -> None:
         if self._thread:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 from collections import deque
 from collections.abc import Mapping
@@ -362,19 +363,25 @@ class Trainer:
         if not (folder / checkpoint.STATE).is_file():
             newest = next((f"; the newest of this run is {path}" for _, path in checkpoint.found(folder)), "")
             raise ConfigError(f"{folder}: no checkpoint; allowed: a folder that Trainer.save wrote{newest}")
-        facts = checkpoint.facts(folder)
+        facts, known = checkpoint.facts(folder), [*inspect.signature(cls.__init__).parameters][2:]
+        if unknown := options.keys() - {*known}:
+            raise ConfigError(f"{', '.join(sorted(unknown))}: unknown argument; allowed are {', '.join(known)}")
+        saved = dict(facts["trainer"])
+        try:
+            how = {key: tuple(value) if isinstance(value, list) else value for key, value in saved["optimizer"].items()}
+            saved["optimizer"] = {"AdamW": AdamW, "SGD": SGD}[how.pop("name")](**how)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise checkpoint.Damaged(f"{folder / checkpoint.STATE}: trainer.optimizer: {error!r}") from None
+        if wrong := saved.keys() ^ {*known} - {"attention"}:
+            raise checkpoint.Damaged(f"{folder / checkpoint.STATE}: trainer: {', '.join(sorted(wrong))}")
         if model is None:
             if facts["model"] is None:
                 raise ConfigError(f"{folder}: a model of your own was saved; give it: Trainer.load(folder, model)")
-            model = find(facts["model"]["type"]).from_hf(folder, **facts["model"])
+            model = find(facts["model"].get("type")).from_hf(folder, **facts["model"])
         elif isinstance(model, type) or not hasattr(model, "trace"):
             raise ConfigError(f"model: {model!r} is not allowed; use a model, such as MyModel(config)")
         else:
             model.weights = arrays(tensors_of(folder))
-        saved = dict(facts["trainer"])
-        name, values = saved["optimizer"].pop("name"), saved.pop("optimizer")
-        tupled = {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
-        saved["optimizer"] = {"AdamW": AdamW, "SGD": SGD}[name](**tupled)
         self = cls(model, **(saved | options))
         self.restore(facts["step"], checkpoint.averages(folder))
         return self

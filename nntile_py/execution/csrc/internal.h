@@ -90,6 +90,7 @@ void plan(starpu_task* task, unsigned worker);
 void add_by_reduction(Tile& tile, Monoid monoid);  // from now on it may be accessed in REDUX mode
 
 void wait_for_tasks();
+void free_spare_copies();  // the runtime stops
 #ifdef NNTILE_CUDA
 bool queues_empty();  // of CUDA devices: what StarPU takes for ended has ended
 bool lacks_room(unsigned node, size_t bytes);  // the card has none for a tile, whatever the limit says

@@ -134,6 +134,7 @@ void stop() {
   }
   forget_tiles();
   g.running = false;
+  free_spare_copies();
 #ifdef NNTILE_CUDA
   free_kept_memory();
 #endif
