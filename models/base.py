@@ -8,6 +8,7 @@ import importlib.util
 import inspect
 import json
 import math
+import os
 import pkgutil
 import sys
 from collections.abc import Mapping
@@ -303,7 +304,7 @@ def _told(cls: type, error: Exception) -> Exception:
 def _own(path: Path, wanted: str) -> type[Model]:
     """The class of that name in a user's file."""
     here, need = f"model.type: {path}:{wanted}", "a subclass of nt.Model with a Config of nt.ModelConfig"
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise ConfigError(f"{here}: no such file; allowed: the path of a Python file with {need}")
     try:
         module = _loaded(path, path.stat().st_mtime_ns)

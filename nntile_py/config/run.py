@@ -1,6 +1,7 @@
 """The YAML of a run, typed and checked: every mistake is one ConfigError that names the key and what is allowed."""
 
 import functools
+import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -195,7 +196,7 @@ def load_scheduler(name: str) -> dict[str, Any]:
     if not isinstance(name, str):
         raise ConfigError(f"scheduler: got {name!r}; allowed: a name in scheduler_configs/ or the path of a YAML file")
     path = Path(name).expanduser() if _is_path(name) else SCHEDULER_CONFIGS / f"{name}.yaml"
-    if not path.is_file():
+    if not os.path.isfile(path):
         names = sorted(p.stem for p in SCHEDULER_CONFIGS.glob("*.yaml"))
         raise ConfigError(f"scheduler: no such file: {path}; allowed: the path of a YAML file, or {', '.join(names)}")
     try:

@@ -1,5 +1,6 @@
 """The sections of a run's YAML. The text below a key is what `nntile init`, editors and docs/reference tell of it."""
 
+import os
 import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -309,6 +310,6 @@ class Profile(Section):
 def existing(key: str, path: str, others: str = "") -> str:
     """The whole path; ConfigError, which names `key` and the `others` that are allowed, where there is none."""
     found = absolute(path)
-    if not found.exists():
+    if not os.path.exists(found):  # False too for what no path can be
         raise ConfigError(f"{key}: no such file: {path}; allowed: {others} a path that exists".replace(":  ", ": "))
     return str(found)
