@@ -108,7 +108,8 @@ def test_functions_that_do_not_run_when_they_are_called() -> None:
 
 
 def test_a_path_that_is_too_long(tmp_path: Path) -> None:
-    tree = {"model": {"layers": 1, "embed": 8, "heads": 2}, "data": {"source": "x" * 5000}, "train": {"batch": 1, "seq": 8, "steps": 1}}
+    model, train = {"layers": 1, "embed": 8, "heads": 2}, {"batch": 1, "seq": 8, "steps": 1}
+    tree = {"model": model, "data": {"source": "x" * 5000}, "train": train}
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(tree))
     with pytest.raises(ConfigError, match=r"data\.source"):
         load(tmp_path / "run.yaml")
