@@ -10,7 +10,9 @@ from nntile_py.system.version import VERSION
 if TYPE_CHECKING:  # all that is found here, and where it lies: see _homes
     # isort: off
     from nntile_py import models as models, tasks as tasks, testing as testing, tiles as tiles
-    from nntile_py.errors import ConfigError as ConfigError, NNTileError as NNTileError, TaskError as TaskError
+    from nntile_py.errors import (
+        ConfigError as ConfigError, NNTileError as NNTileError, NotFinite as NotFinite, TaskError as TaskError,
+    )  # fmt: skip
     from nntile_py.execution.array import (
         Array as Array, Tiles as Tiles, array as array, empty as empty, zeros as zeros,
     )  # fmt: skip

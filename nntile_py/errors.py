@@ -16,6 +16,10 @@ class TaskError(NNTileError):
     """A task failed; the text names the operator and what its kernel said."""
 
 
+class NotFinite(NNTileError):
+    """A loss or a norm is no finite number; the text names the step, and the operator where that was looked for."""
+
+
 def raised(error: BaseException, file: str | None) -> str:
     """What an error in a user's file is, and its line there: "ZeroDivisionError in line 7: division by zero"."""
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]

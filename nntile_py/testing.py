@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from nntile_py import _core
 from nntile_py.execution.program import Store, programs
 from nntile_py.execution.runtime import Runtime
 from nntile_py.graph.graph import Graph
@@ -227,7 +228,7 @@ def check(
                 store.write(low, tensor, np.full(tensor.shape, np.nan))
         for tensor, value in values.items():
             store.write(low, tensor, value)
-        program = program or programs([low.tasks], store)[0]
+        program = program or programs([low.tasks], store, checked=True)[0]
         program.run(case.slots)
         got = {tensor: store.read(low, tensor) for tensor in expected}
         assert all(value.dtype == DTYPES[tensor.dtype].numpy for tensor, value in got.items())
@@ -244,6 +245,7 @@ def check(
                 f"{kind}: {tensor} is off by {wrong:.1e}{'' if np.isfinite(wrong) else ': not all of it is written'}"
                 f" (run {replay + 1} of the program, {policy}, tiles {dict(tiles) or 'uncut'}, sizes {dict(sizes)})"
             )
+    assert _core.take_not_finite() is None, "a task wrote a value that is not finite"
 
 
 # -- a user's operator

@@ -35,9 +35,11 @@ void add_scalars(Args& t) {
 void clip(Args& t) {
   double total = 0;
   for (size_t k = 2; k < t.tiles(); ++k) total += *t[k].data_ptr<double>();
-  const double norm = std::sqrt(total), limit = ClipArgs(t).max_norm;
+  const ClipArgs a(t);
+  const double norm = std::sqrt(total);
   *t[0].data_ptr<double>() = norm;
-  *t[1].data_ptr<double>() = limit > 0 ? std::min(1.0, limit / (norm + 1e-6)) : 1.0;
+  *t[1].data_ptr<double>() = a.max_norm > 0 ? std::min(1.0, a.max_norm / (norm + 1e-6)) : 1.0;
+  if (a.skip_above > 0 && !(norm <= a.skip_above)) *t[1].data_ptr<double>() = -1;
 }
 
 // tiles: param, m, v, grad, clip
@@ -45,6 +47,7 @@ void adamw(Args& t) {
   const AdamWArgs a(t);
   const auto param = t[0], first = t[1], second = t[2], grad = t[3];
   const double factor = *t[4].data_ptr<double>();
+  if (factor < 0) return;
   dispatch(param, [&](auto zero) {
     using T = decltype(zero);
     auto *p = param.data_ptr<T>(), *m = first.data_ptr<T>(), *v = second.data_ptr<T>();
@@ -74,6 +77,7 @@ void sgd(Args& t) {
   const bool momentum = t.tiles() > 3;
   const auto velocity = momentum ? t[3] : at::Tensor();
   const double factor = *t[1].data_ptr<double>();
+  if (factor < 0) return;
   dispatch(param, [&](auto zero) {
     using T = decltype(zero);
     auto *p = param.data_ptr<T>(), *m = momentum ? velocity.data_ptr<T>() : nullptr;

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Hashable, Mapping, Sequence
+from numbers import Real
 from typing import ClassVar
 
 import numpy as np
@@ -18,6 +20,7 @@ Ends = Mapping[Hashable, int]
 
 class ClipArgs(TaskArgs):
     max_norm: float  # 0: none
+    skip_above: float  # 0: none
 
 
 class AdamWArgs(TaskArgs):
@@ -39,7 +42,8 @@ class SGDArgs(TaskArgs):
 class GradNorm(Op):
     """norm = sqrt(sum of squares of all gradients), fp64 [1]; clip = min(1, max_norm / (norm + 1e-6)), fp64 [1].
 
-    As torch.nn.utils.clip_grad_norm_; without max_norm clip is 1. Sums go up a tree of fixed shape: the result does
+    As torch.nn.utils.clip_grad_norm_; without max_norm clip is 1. Where norm is above `skip_above`, or no number, clip
+    is -1: the optimizers then leave everything as it is. Sums go up a tree of fixed shape: the result does
     not depend on the order in which tasks run. What `ends` names alike, by the key of a gradient's tile, is
     added first: tiles that lie on the same device.
     """
@@ -47,12 +51,14 @@ class GradNorm(Op):
     category = NORMALIZATION
 
     def __init__(
-        self, grads: Sequence[Tensor], norm: Tensor, clip: Tensor, max_norm: float | None, ends: Ends | None = None
-    ) -> None:
-        if max_norm is not None and max_norm <= 0:
-            raise ValueError(f"clip_grad_norm: {max_norm} is not allowed; use a positive number, or none")
+        self, grads: Sequence[Tensor], norm: Tensor, clip: Tensor, max_norm: float | None, ends: Ends | None = None,
+        *, skip_above: float | None = None,
+    ) -> None:  # fmt: skip
+        for key, value in (("clip_grad_norm", max_norm), ("skip_above_norm", skip_above)):
+            if value is not None and (not isinstance(value, Real) or not 0 < float(value) < math.inf):
+                raise ValueError(f"{key}: {value} is not allowed; use a positive number, or none")
         super().__init__(grads, [norm, clip])
-        self.max_norm = max_norm
+        self.max_norm, self.skip_above = max_norm, skip_above
         self.ends = ends or {}
 
     def flop(self) -> float:
@@ -69,7 +75,7 @@ class GradNorm(Op):
         tops = [self._tree(low, sums, 1) for _, sums in sorted(near.items())]
         sums = self._tree(low, list(itertools.chain(*tops)), FAN_IN)
         norm, clip = (low.tile(t, {"one": 0}) for t in self.outputs)
-        low.emit("clip", [W(norm), W(clip), *map(R, sums)], ClipArgs(self.max_norm or 0.0))
+        low.emit("clip", [W(norm), W(clip), *map(R, sums)], ClipArgs(self.max_norm or 0.0, self.skip_above or 0.0))
 
     def _tree(self, low: Lowering, sums: list[Tile], most: int) -> list[Tile]:
         while len(sums) > most:
@@ -85,6 +91,8 @@ class GradNorm(Op):
     def reference(self, *inputs: Array) -> tuple[Array, ...]:
         norm = np.sqrt(sum(float((g.astype(np.float64) ** 2).sum()) for g in inputs))
         clip = 1.0 if self.max_norm is None else min(1.0, self.max_norm / (norm + 1e-6))
+        if self.skip_above is not None and not norm <= self.skip_above:
+            clip = -1.0
         return np.array([norm]), np.array([clip])
 
 
@@ -106,8 +114,8 @@ class AdamW(Op):
 
     g = grad clip; p -= lr weight_decay p; m = b1 m + (1 - b1) g; v = b2 v + (1 - b2) g^2;
     p -= lr / (1 - b1^t) m / (sqrt(v) / sqrt(1 - b2^t) + eps).
-    Slots lr, beta1_correction = 1 - b1^t, beta2_correction = 1 - b2^t change every step. With `low_bits`, int16, param
-    is bf16 and p what both together are in fp32 (`joined`).
+    All stay as they are where clip is below 0 (GradNorm). Slots lr, beta1_correction = 1 - b1^t and beta2_correction =
+    1 - b2^t change every step. With `low_bits`, int16, param is bf16 and p what both together are in fp32 (`joined`).
     """
 
     colours: ClassVar = {"update": "#f0e442"}
@@ -144,6 +152,8 @@ class AdamW(Op):
 
     def reference(self, *inputs: Array, lr: float = 1e-3, step: int = 1) -> tuple[Array, ...]:
         p, g, m, v, clip = inputs[:5]
+        if clip[0] < 0:
+            return p, m, v, *inputs[5:]
         p = joined(p, inputs[5]).astype(np.float64) if self.low_bits else p
         b1, b2 = self.betas
         g = g * clip[0]
@@ -157,7 +167,8 @@ class AdamW(Op):
 class SGD(Op):
     """g = grad clip + weight_decay p; m = momentum m + g; p -= lr m, in place (torch.optim.SGD, dampening 0).
 
-    With `low_bits`, int16, param is bf16 and p what both together are in fp32 (`joined`).
+    All stay as they are where clip is below 0 (GradNorm). With `low_bits`, int16, param is bf16 and p what both
+    together are in fp32 (`joined`).
     """
 
     def __init__(
@@ -189,6 +200,8 @@ class SGD(Op):
 
     def reference(self, *inputs: Array, lr: float = 1e-3) -> tuple[Array, ...]:
         p, g, clip = inputs[:3]
+        if clip[0] < 0:
+            return p, *inputs[3:]
         p = joined(p, inputs[-1]).astype(np.float64) if self.low_bits else p
         m = g * clip[0] + self.weight_decay * p
         if self.m:

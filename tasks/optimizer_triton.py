@@ -116,13 +116,15 @@ def _add_scalars(OUT, A, B, C, D, E, F, G, H, COUNT: tl.constexpr):
 @triton.jit
 def _clip(
     NORM, CLIP, A, B, C, D, E, F, G, H,
-    limit, COUNT: tl.constexpr, LIMITED: tl.constexpr,
+    limit, skip_above, COUNT: tl.constexpr, LIMITED: tl.constexpr, SKIPS: tl.constexpr,
 ):  # fmt: skip
     norm = tl.sqrt(_load_sum(A, B, C, D, E, F, G, H, COUNT))
     tl.store(NORM, norm)
     factor = tl.full((), 1.0, tl.float64)
     if LIMITED:
         factor = tl.minimum(factor, limit / (norm + 1e-6))
+    if SKIPS:
+        factor = tl.where(norm <= skip_above, factor, -1.0)
     tl.store(CLIP, factor)
 
 
@@ -157,10 +159,11 @@ def _adamw(
 ):  # fmt: skip
     row, block = _row(TABLE, ROWS)
     at = block * BLOCK + tl.arange(0, BLOCK)
-    inside = at < _words(row, ROWS, ALIGNED)
+    clip = tl.load(CLIP).to(tl.float32)
+    inside = (at < _words(row, ROWS, ALIGNED)) & (tl.full([BLOCK], clip, tl.float32) >= 0)
     PARAM, M, V = _address(row, 2, TYPE, ROWS), _address(row, 3, STATE, ROWS), _address(row, 4, STATE, ROWS)
     LOW_BITS = _address(row, 6, tl.int16, ROWS) if HAS_LOW_BITS else PARAM
-    g = tl.load(_address(row, 5, GRAD, ROWS) + at, inside).to(tl.float32) * tl.load(CLIP).to(tl.float32)
+    g = tl.load(_address(row, 5, GRAD, ROWS) + at, inside).to(tl.float32) * clip
     # Which product of a sum is fused with it would be the compiler's choice, another one for aligned tables: bits would
     # depend on which tiles are updated together, and so on the number of GPUs.
     m = tl.fma(keep1, tl.load(M + at, inside).to(tl.float32), new1 * g)
@@ -180,9 +183,10 @@ def _sgd(
     HAS_MOMENTUM: tl.constexpr, HAS_LOW_BITS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < n
+    clip = tl.load(CLIP).to(tl.float32)
+    inside = (at < n) & (tl.full([BLOCK], clip, tl.float32) >= 0)
     p = _load_param(PARAM, LOW_BITS, at, inside, HAS_LOW_BITS)
-    d = tl.fma(decay, p, tl.load(GRAD + at, inside).to(tl.float32) * tl.load(CLIP).to(tl.float32))  # as in _adamw
+    d = tl.fma(decay, p, tl.load(GRAD + at, inside).to(tl.float32) * clip)  # as in _adamw
     if HAS_MOMENTUM:
         d = tl.fma(momentum, tl.load(M + at, inside).to(tl.float32), d)
         tl.store(M + at, d, inside)
@@ -244,9 +248,10 @@ def _describe_add(task: Task) -> Launches:
 
 @launches("clip")
 def _describe_clip(task: Task) -> Launches:
-    limit, count = float(ClipArgs.of(task).max_norm), len(task.accesses) - 2
-    args: list[Parameter] = [tile(task, 0), tile(task, 1), *_terms(task, 2), limit]
-    return Launches((launch(_clip, 1, *args, COUNT=count, LIMITED=limit > 0, warps=1),))
+    a = ClipArgs.of(task)
+    args: list[Parameter] = [tile(task, 0), tile(task, 1), *_terms(task, 2), float(a.max_norm), float(a.skip_above)]
+    form = {"COUNT": len(task.accesses) - 2, "LIMITED": a.max_norm > 0, "SKIPS": a.skip_above > 0}
+    return Launches((launch(_clip, 1, *args, **form, warps=1),))
 
 
 # tiles: param, m, v, grad, clip (, low_bits)

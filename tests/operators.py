@@ -18,6 +18,7 @@ from nntile_py.tasks.attention_operands import Operands
 from nntile_py.tasks.band import Band
 from nntile_py.tasks.mask import Mask
 from nntile_py.testing import (
+    Array,
     Case,
     Maker,
     Values,
@@ -429,14 +430,15 @@ def select_grad(axis: str, at: float) -> Callable[[Case], Op]:
     return row
 
 
-def grad_norm(max_norm: float | None, places: int = 0) -> Callable[[Case], Op]:
+def grad_norm(max_norm: float | None, places: int = 0, skip_above: float | None = None) -> Callable[[Case], Op]:
     """places: where tiles lie, in turn; the last tensor's are not known."""
 
     def row(case: Case) -> Op:
         grads = [case.x(axes, dtype=case.wide) for axes in ("vocab embed", "embed ffn", "ffn")]
         indices = [(grad.storage.name, index) for grad in grads[:2] for index in itertools.product(range(20), repeat=2)]
         ends = {where: sum(where[1]) % places for where in indices if places}
-        return case.add(ops.GradNorm(grads, case.y("one", "fp64"), case.y("one", "fp64"), max_norm, ends))
+        outputs = case.y("one", "fp64"), case.y("one", "fp64")
+        return case.add(ops.GradNorm(grads, *outputs, max_norm, ends, skip_above=skip_above))
 
     return row
 
@@ -447,25 +449,29 @@ def with_rest(case: Case, param: Tensor) -> dict[str, Tensor]:
     return {"low_bits": case.low_bits[param]}
 
 
-def adamw(split: bool) -> Callable[[Case], Op]:
+def negative(rng: np.random.Generator, shape: tuple[int, ...], values: Values) -> Array:
+    return -positive(rng, shape, values)
+
+
+def adamw(split: bool, clip_of: Maker = positive) -> Callable[[Case], Op]:
     def row(case: Case) -> Op:
         case.options = {"lr": 1e-2, "step": 3}
         case.slots = {"lr": 1e-2, "beta1_correction": 1 - 0.9**3, "beta2_correction": 1 - 0.95**3}
         param = case.x("embed ffn")
         state = [case.x("embed ffn", make, case.wide) for make in (normal, normal, positive)]
-        clip = case.x("one", positive, "fp64")
+        clip = case.x("one", clip_of, "fp64")
         options = with_rest(case, param) if split and param.dtype == "bf16" else {}
         return case.add(ops.AdamW(param, *state, clip, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, **options))
 
     return row
 
 
-def sgd(momentum: float, split: bool = False) -> Callable[[Case], Op]:
+def sgd(momentum: float, split: bool = False, clip_of: Maker = positive) -> Callable[[Case], Op]:
     def row(case: Case) -> Op:
         case.options, case.slots = {"lr": 1e-2}, {"lr": 1e-2}
         param, grad = case.x("embed ffn"), case.x("embed ffn", dtype=case.wide)
         m = case.x("embed ffn", dtype=case.wide) if momentum else None
-        clip = case.x("one", positive, "fp64")
+        clip = case.x("one", clip_of, "fp64")
         options = with_rest(case, param) if split and param.dtype == "bf16" else {}
         return case.add(ops.SGD(param, grad, m, clip, momentum=momentum, weight_decay=0.1, **options))
 
@@ -552,9 +558,13 @@ ROWS |= {
     "GradNorm clip": grad_norm(1.5),
     "GradNorm under the limit": grad_norm(1e6),
     "GradNorm in several places": grad_norm(1.5, places=3),
+    "GradNorm skips": grad_norm(1.5, skip_above=1e-3),
+    "GradNorm does not skip": grad_norm(1.5, skip_above=1e6),
     "AdamW": adamw(split=False),
+    "AdamW skipped": adamw(split=True, clip_of=negative),
     "SGD": sgd(0.0),
     "SGD momentum": sgd(0.8),
+    "SGD momentum skipped": sgd(0.8, split=True, clip_of=negative),
 }
 for _form, _causal in itertools.product(("vendor", "merge", "flash"), (False, True)):
     for _layout, _qkv in (("packed", PACKED), ("separate", SEPARATE)):

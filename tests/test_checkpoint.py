@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from safetensors.numpy import load_file
 from nntile_py.errors import ConfigError, NNTileError
 from nntile_py.system.folders import exchange
 from nntile_py.training import checkpoint
-from nntile_py.training.checkpoint import Damaged, State
+from nntile_py.training.checkpoint import Damaged, State, Stored
 from nntile_py.training.resume import newest
 from nntile_py.training.run_folder import Metrics, RunFolder, check_replaced
 from nntile_py.training.saver import told
@@ -28,7 +29,11 @@ def state(step: int = 3, seed: int = 0) -> State:
     weights = {"a.weight": rng.standard_normal((5, 7)).astype(np.float32), "b": rng.standard_normal(3)}
     averages = {name: {weight: rng.standard_normal(x.shape).astype(np.float32) for weight, x in weights.items()}
                 for name in ("m", "v")}  # fmt: skip
-    return State(step, weights, averages)
+    return State(step, stored(weights), {name: stored(of) for name, of in averages.items()})
+
+
+def stored(arrays: dict[str, Any]) -> dict[str, Stored]:
+    return {name: Stored(x.dtype.name, x.shape, partial(np.asarray, x)) for name, x in arrays.items()}
 
 
 def write(run: Path, step: int, seed: int = 0) -> Path:
@@ -41,9 +46,9 @@ def write(run: Path, step: int, seed: int = 0) -> Path:
 def test_what_is_written_is_read(tmp_path: Path) -> None:
     folder, made = write(tmp_path, 3), state()
     read = load_file(folder / "model.safetensors")
-    assert read.keys() == made.weights.keys() and all((read[n] == made.weights[n]).all() for n in read)
+    assert read.keys() == made.weights.keys() and all((read[n] == made.weights[n].read()).all() for n in read)
     averages = checkpoint.averages(folder)
-    assert averages.keys() == {"m", "v"} and (averages["v"]["a.weight"] == made.averages["v"]["a.weight"]).all()
+    assert averages.keys() == {"m", "v"} and (averages["v"]["a.weight"] == made.averages["v"]["a.weight"].read()).all()
     facts = checkpoint.facts(folder)
     assert facts["step"] == 3 and facts["data"] == {"seed": "0"} and set(facts["sha256"]) == {
         "model.safetensors", "optimizer.safetensors", "tokenizer.json", "config.json",
@@ -51,7 +56,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
 
 
 def test_an_optimizer_without_averages(tmp_path: Path) -> None:
-    checkpoint.write(tmp_path / "one", State(1, {"a": np.ones((0, 2)), "b": np.float64([2.0])}, {}), {}, FACTS)
+    checkpoint.write(tmp_path / "one", State(1, stored({"a": np.ones((0, 2)), "b": np.float64([2.0])}), {}), {}, FACTS)
     assert checkpoint.averages(tmp_path / "one") == {} and checkpoint.facts(tmp_path / "one")["step"] == 1
     assert load_file(tmp_path / "one" / "model.safetensors")["a"].shape == (0, 2)
 
@@ -59,7 +64,7 @@ def test_an_optimizer_without_averages(tmp_path: Path) -> None:
 def test_weights_that_are_no_numbers_replace_nothing(tmp_path: Path) -> None:
     folder = write(tmp_path, 3)
     before = checkpoint.facts(folder)
-    bad = State(3, {"a": np.array([1.0, np.inf])}, {})
+    bad = State(3, stored({"a": np.array([1.0, np.inf])}), {})
     with pytest.raises(NNTileError, match="weight a has values that are no finite numbers after step 3"):
         checkpoint.write(folder, bad, {}, {})
     assert checkpoint.facts(folder) == before

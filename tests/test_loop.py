@@ -292,11 +292,11 @@ class Trainer:
         assert inputs.keys() == {"input_ids", "labels"} and (inputs["input_ids"] == inputs["labels"]).all()
         self.submitted += 1
         self.most = max(self.most, self.submitted - self.finished)
-        return SimpleNamespace(result=self.finish)
+        return SimpleNamespace(step=self.submitted, result=self.finish)
 
     def finish(self) -> Any:
         self.finished += 1
-        return SimpleNamespace(step=self.finished, loss=self.losses[self.finished - 1], grad_norm=1.0)
+        return SimpleNamespace(step=self.finished, loss=self.losses[self.finished - 1], grad_norm=1.0, skipped=False)
 
     def evaluate(self, inputs: dict[str, np.ndarray], return_logits: bool = False) -> Any:
         ids = inputs["input_ids"]

@@ -115,12 +115,12 @@ def test_the_newest_checkpoint(whole: Path, tmp_path: Path) -> None:
 
 
 def stopped(number: signal.Signals, sets: tuple[str, ...], arguments: tuple[str, ...], when: float, path: Path) -> int:
-    """The status of a run that gets a signal `when` seconds after it has begun a checkpoint, or ends before."""
+    """The status of a run that gets a signal `when` seconds after its first checkpoint is whole, or ends before."""
     process = subprocess.Popen(command(path, *sets, arguments=arguments), cwd=path, stdout=subprocess.DEVNULL)
     folder = path / "runs" / "tiny" / "checkpoints"
-    before = {entry.name for entry in folder.iterdir()} if folder.exists() else set()
+    before = {*folder.glob("step-*")}
     try:
-        while process.poll() is None and not (folder.exists() and {e.name for e in folder.iterdir()} - before):
+        while process.poll() is None and not {*folder.glob("step-*")} - before:
             time.sleep(0.002)
         time.sleep(when)
         process.send_signal(number)
@@ -217,12 +217,12 @@ import resource, sys
 from nntile_py.training import checkpoint, loop
 loop.RETRY = 0.2
 real, left = checkpoint.write_tensors, int(sys.argv.pop(1))
-def full(path, tensors):
+def full(path, tensors, *check):
     global left
     left -= 1
     if left >= 0 and "saved" not in str(path):
         raise OSError(28, "No space left on device", str(path))
-    return real(path, tensors)
+    return real(path, tensors, *check)
 checkpoint.write_tensors = full
 from nntile_py.cli import main
 main()

@@ -12,6 +12,7 @@ from pydantic import Field, SerializeAsAny, create_model, field_validator, model
 from nntile_py.config.sections import (
     Checkpoint,
     Data,
+    Debug,
     Fusion,
     Optimizer,
     Profile,
@@ -80,6 +81,7 @@ class RunConfig(Section):
     """Decides the initial weights, which parts of the text a step reads, dropout and the sample."""
     sample: Sample = Sample()
     profile: Profile = Profile()
+    debug: Debug = Debug()
     out: str | None = None
     """Folder of the run; null: runs/NAME of the config's file."""
 

@@ -108,6 +108,9 @@ class Train(Section):
     """Batches of held-out text that a measurement reads."""
     log_every: Count = 10
     """Updates between two printed lines; `metrics.jsonl` has all of them."""
+    skip_above_norm: Positive | None = None
+    """Leave the weights as they are in an update whose gradient norm is larger, or no number, and go on with the next;
+    null never does."""
     mask_probability: Inside = 0.15
     """Of a masked model (bert): the share of the tokens that it is to predict."""
 
@@ -292,6 +295,13 @@ class Sample(Section):
     """How freely tokens are drawn; 0: always the likeliest."""
     top_k: Count | None = 40
     """Draw from this many likeliest tokens; null: from all."""
+
+
+class Debug(Section):
+    """What helps to find an error, and takes time."""
+
+    nonfinite: Switch = False
+    """Look at all that tasks write: a run whose loss is no finite number names the operator where it came from."""
 
 
 class Profile(Section):

@@ -140,8 +140,9 @@ def capability_of_devices() -> int | None:
     return 10 * major + minor
 
 
-def programs(lists: Sequence[TaskList], store: Store, tf32: bool = False) -> list[Program]:
-    """Of resolved lists that run in turn, again and again. tf32: products on CUDA may round fp32 tiles to that."""
+def programs(lists: Sequence[TaskList], store: Store, tf32: bool = False, checked: bool = False) -> list[Program]:
+    """Of resolved lists that run in turn, again and again. tf32: products on CUDA may round fp32 tiles to that.
+    checked: what tasks write is looked at, see _core.take_not_finite."""
     gpus, runtime = _core.cuda_workers(), Runtime.current
     assert runtime is not None
     speeds = [device_model.speed([tasks], gpus > 0) for tasks in lists]
@@ -163,17 +164,23 @@ def programs(lists: Sequence[TaskList], store: Store, tf32: bool = False) -> lis
                 mark_evictions(lists, math.inf)
     for tasks in lists:
         memory.check_tasks(tasks, runtime)
-    return [Program(tasks, store, tf32) for tasks in lists]
+    return [Program(tasks, store, tf32, checked) for tasks in lists]
+
+
+def _bodies(task: Task) -> list[list[Task]]:
+    """The parts of a task as its kernels take them: on CPU workers one at a time."""
+    parts = task.parts or [task]
+    return launch.together(parts) if _core.cuda_workers() and not _core.cpu_workers() else [[part] for part in parts]
 
 
 class Program:
     """A task list bound to handles: `run` submits all of it and returns. Made by `programs`."""
 
-    def __init__(self, tasks: TaskList, store: Store, tf32: bool) -> None:
+    def __init__(self, tasks: TaskList, store: Store, tf32: bool, checked: bool) -> None:
         capability = capability_of_devices()
         self.list, self.tasks = tasks, len(tasks.tasks)
         self.slots: list[str] = []
-        self._native = _core.Program(tf32)
+        self._native = _core.Program(tf32, checked)
         handles: dict[Tile, _core.Tile] = {}
         for task in tasks.tasks:
             for tile in (*task.clears, *(access.tile for access in task.accesses)):
@@ -181,10 +188,7 @@ class Program:
                     handles[tile] = store.handle(tile)
             for tile in task.clears:
                 self._native.add_invalidate(handles[tile])
-            # CPU kernels take one part at a time.
-            runs = [[part] for part in task.parts or [task]]
-            if capability and not _core.cpu_workers():
-                runs = launch.together(task.parts or [task])
+            runs = _bodies(task)
             places = {access.tile: number for number, access in enumerate(task.accesses)}
             floats: list[float] = []
             slots: list[tuple[int, int]] = []
@@ -222,6 +226,18 @@ class Program:
             )
             for tile in task.frees:
                 self._native.add_invalidate(handles[tile])
+
+    @property
+    def checked_run(self) -> int:
+        """The number of the last run of a program that is checked."""
+        return int(self._native.checked_run)
+
+    def named(self, task: int, number: int) -> str:
+        """A body of a task in words: its operator, its kernel, the tiles that it writes."""
+        part, *_ = run = _bodies(self.list.tasks[task])[number]
+        tiles = [*dict.fromkeys(str(a.tile) for one in run for a in one.accesses if a.mode != "R")]
+        more = f" and {len(tiles) - 3} more" if len(tiles) > 3 else ""
+        return f"{part.op or part.kernel} (kernel {part.kernel}), which writes {', '.join(tiles[:3])}{more}"
 
     def run(self, slots: dict[str, float] | None = None) -> None:
         """Submit every task. `slots`: the step's scalars by name."""

@@ -104,6 +104,7 @@ class StepSpec:
     policy: str = "chain"
     fusion: Fusion = field(default_factory=Fusion)
     grad_accumulation: int = 1
+    skip_above_norm: float | None = None
     given: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
@@ -147,7 +148,8 @@ class StepSpec:
         first.tasks.forget(first.tile(grad, index) for grad in grads.values() for index in first.indices(grad))
         update = Graph(graph.dtype)
         norm, clip = (update.named(name, ["one"], [1], "scalar", "fp64") for name in ("grad_norm", "clip"))
-        update.add(GradNorm(list(grads.values()), norm, clip, self.clip_grad_norm, first.tasks.ends("batch")))
+        ends, skip_above = first.tasks.ends("batch"), self.skip_above_norm
+        update.add(GradNorm(list(grads.values()), norm, clip, self.clip_grad_norm, ends, skip_above=skip_above))
         params = {param.tensor: param for param in graph.params.values()}
         for tensor, grad in grads.items():
             update.tensors[tensor.name] = tensor

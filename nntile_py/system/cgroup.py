@@ -25,6 +25,14 @@ def machine_memory(proc: Path = Path("/proc/self/cgroup"), root: Path = Path("/s
     return min(found)
 
 
+def free_memory() -> int:
+    """Bytes of main memory that this process may still take."""
+    fields = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
+    free = next(int(field[1]) * 1024 for field in fields if field[0] == "MemAvailable:")
+    own = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return max(min(free, machine_memory() - own), 0)
+
+
 def within_machine(limit: int | None) -> int:
     """Bytes of main memory under a limit, if there is one, that may be more than there is."""
     there = machine_memory()

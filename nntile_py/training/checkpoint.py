@@ -10,10 +10,11 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,16 +42,30 @@ class Damaged(NNTileError):
 
 
 @dataclass(frozen=True)
+class Stored:
+    """An array of a file: NumPy's name of its dtype, its shape, and what gives it when it is written."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    read: Callable[[], Array]
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * np.dtype(self.dtype).itemsize
+
+
+@dataclass(frozen=True)
 class State:
     """What a trainer holds after a step: weights and the optimizer's averages under the checkpoint's names."""
 
     step: int
-    weights: Mapping[str, Array]
-    averages: Mapping[str, Mapping[str, Array]]  # by their name, m or v, then by weight
+    weights: Mapping[str, Stored]
+    averages: Mapping[str, Mapping[str, Stored]]  # by their name, m or v, then by weight
 
-    def infinite(self) -> str | None:
-        """A weight with values that are no finite numbers."""
-        return next((name for name, value in self.weights.items() if not np.isfinite(value).all()), None)
+    @property
+    def bytes(self) -> int:
+        all_of_them = (self.weights, *self.averages.values())
+        return sum(stored.bytes for arrays in all_of_them for stored in arrays.values())
 
 
 # -- writing
@@ -66,12 +81,15 @@ def write(folder: Path, state: State, files: Mapping[str, str | bytes], facts: M
 
     files: by name, beside the arrays; facts: of state.json, beside what is known here. Raises OSError where it
     cannot be written, NNTileError for weights that are no finite numbers."""
-    if name := state.infinite():
-        raise NNTileError(f"weight {name} has values that are no finite numbers after step {state.step}")
+
+    def finite(name: str, value: Array) -> None:
+        if not np.isfinite(value).all():
+            raise NNTileError(f"weight {name} has values that are no finite numbers after step {state.step}")
+
     averages = {f"{weight}.{name}": value for name, of in state.averages.items() for weight, value in of.items()}
     with new_folder(folder) as inside:
         hashes = {
-            MODEL: write_tensors(inside / MODEL, state.weights),
+            MODEL: write_tensors(inside / MODEL, state.weights, finite),
             OPTIMIZER: write_tensors(inside / OPTIMIZER, averages),
         }
         for name, content in files.items():
@@ -84,8 +102,7 @@ def write(folder: Path, state: State, files: Mapping[str, str | bytes], facts: M
 
 def check_space(run: Path, state: State) -> None:
     """Raise OSError where the disk has too little room for a checkpoint; before it is begun."""
-    arrays = (*state.weights.values(), *(array for of in state.averages.values() for array in of.values()))
-    check_room(run, sum(array.nbytes for array in arrays))
+    check_room(run, state.bytes)
 
 
 def check_room(run: Path, need: int) -> None:
@@ -96,8 +113,10 @@ def check_room(run: Path, need: int) -> None:
         raise OSError(errno.ENOSPC, text, str(run))
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Array]) -> str:
-    """A safetensors file; returns its SHA-256.
+def write_tensors(
+    path: Path, tensors: Mapping[str, Stored], check: Callable[[str, Array], None] = lambda name, value: None
+) -> str:
+    """A safetensors file; returns its SHA-256. One array at a time is in memory, after `check`.
 
     https://huggingface.co/docs/safetensors: the length of the header in 8 bytes, the header in JSON, the arrays.
     safetensors' own save_file copies every array and holds the GIL until the disk has them: a training run that goes on
@@ -105,16 +124,22 @@ def write_tensors(path: Path, tensors: Mapping[str, Array]) -> str:
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # without it transformers refuses the file
     end = 0
     for name, value in tensors.items():
-        start, end = end, end + value.nbytes
-        header[name] = {"dtype": _DTYPES[value.dtype.name], "shape": value.shape, "data_offsets": [start, end]}
+        start, end = end, end + value.bytes
+        header[name] = {"dtype": _DTYPES[value.dtype], "shape": value.shape, "data_offsets": [start, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     digest = hashlib.sha256()
     with path.open("wb") as file:
-        for part in (len(text).to_bytes(8, "little"), text, *tensors.values()):
-            data: Any = part if isinstance(part, bytes) else np.ascontiguousarray(part).reshape(-1).view(np.uint8)
+
+        def put(data: Any) -> None:
             digest.update(data)
             file.write(data)
+
+        put(len(text).to_bytes(8, "little") + text)
+        for name, stored in tensors.items():
+            array = stored.read()
+            check(name, array)
+            put(np.ascontiguousarray(array, stored.dtype).reshape(-1).view(np.uint8))
     return digest.hexdigest()
 
 

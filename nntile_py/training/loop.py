@@ -22,7 +22,7 @@ from tokenizers import Tokenizer
 from nntile_py.config.run import RunConfig, runtime_options
 from nntile_py.config.sections import Optimizer
 from nntile_py.config.spec import build_model, step_spec
-from nntile_py.errors import NNTileError
+from nntile_py.errors import NNTileError, NotFinite
 from nntile_py.execution.runtime import Runtime
 from nntile_py.inference.generate import fill_masked, generate
 from nntile_py.models.base import Model
@@ -164,7 +164,9 @@ def _no_logits(trainer: Trainer) -> str:
 
 def build_trainer(config: RunConfig, model: Model | None = None) -> Trainer:
     """The Trainer that `config` asks for; needs a running Runtime."""
-    return Trainer.of_spec(step_spec(config, model or build_model(config)), seed=config.seed)
+    return Trainer.of_spec(
+        step_spec(config, model or build_model(config)), seed=config.seed, check_finite=config.debug.nonfinite
+    )
 
 
 def learning_rate(optimizer: Optimizer, step: int, steps: int) -> float:
@@ -208,14 +210,15 @@ class Display:
         self._held_out = line.get("held_out_loss", self._held_out)
         left = round(per_step * (steps - step))
         left_text = f"{left // 3600}:{left // 60 % 60:02}:{left % 60:02} left"
-        learnt = f"loss {line['loss']:.4f}  grad norm {line['grad_norm']:.3g}  lr {line['lr']:.2e}"
+        skipped = "skipped, its gradient norm is above train.skip_above_norm: " if "skipped" in line else ""
+        learnt = f"{skipped}loss {line['loss']:.4f}  grad norm {line['grad_norm']:.3g}  lr {line['lr']:.2e}"
         speed = (
             f"{self._trainer.tokens_per_step / per_step:,.0f} tokens/s"
             f"  {self._trainer.flop_per_step / per_step / 1e12:.3g} TFLOP/s"
             f"  {_size(self._trainer.memory_bytes())}"
         )
         held_out = "" if self._held_out is None else f"held-out loss {self._held_out:.4f}  "
-        if step == 1 or step % self._train.log_every == 0 or "held_out_loss" in line:
+        if step == 1 or step % self._train.log_every == 0 or line.keys() & {"held_out_loss", "skipped"}:
             now = held_out if "held_out_loss" in line else ""
             # A terminal has the rest in the live lines, and may be 80 columns wide.
             rest = "" if self._console.is_terminal else f"  {speed}  {left_text}"
@@ -243,27 +246,22 @@ def _steps(
         due = not ends and saver.due(step)
         while len(in_flight) >= (1 if ends or measures or (due and saver.waits) else STEPS_IN_FLIGHT):
             pending, lr = in_flight.popleft()
-            result = pending.result()
-            done, took, clock = result.step, time.perf_counter() - clock, time.perf_counter()
-            line = {
-                "step": done,
-                "loss": result.loss,
-                "lr": lr,
-                "grad_norm": result.grad_norm,
-                "tokens_per_s": trainer.tokens_per_step / took,
-                "step_time_s": took,
-            }
-            if not math.isfinite(result.loss) or not math.isfinite(result.grad_norm):
-                metrics.write(line | {"loss": None, "grad_norm": None})
-                raise _diverged(f"step {done}: the loss is {result.loss}, the gradient norm {result.grad_norm}")
+            done, line = pending.step, {"step": pending.step, "loss": math.nan, "lr": lr, "grad_norm": math.nan}
+            with _ends_where_not_finite(metrics, line):
+                result = pending.result()
+                line |= {"loss": result.loss, "grad_norm": result.grad_norm}
+                if not (result.skipped or (math.isfinite(result.loss) and math.isfinite(result.grad_norm))):
+                    raise NotFinite(f"step {done}: the loss is {result.loss}, the gradient norm {result.grad_norm}")
+            took, clock = time.perf_counter() - clock, time.perf_counter()
+            line |= {"tokens_per_s": trainer.tokens_per_step / took, "step_time_s": took}
+            if result.skipped:
+                line["skipped"] = True
             if done == 1:
                 line["held_out_loss_before"] = first
             if measures and not in_flight:
-                last = line["held_out_loss"] = _held_out_loss(batches, trainer)
+                with _ends_where_not_finite(metrics, line | {"held_out_loss": math.nan}):
+                    last = line["held_out_loss"] = _held_out_loss(batches, trainer)
                 clock = time.perf_counter()
-                if not math.isfinite(last):
-                    metrics.write(line | {"held_out_loss": None})
-                    raise _diverged(f"after step {done} the held-out loss is {last}")
             metrics.write(line)
             saver.reported(done)
             display.show(line)
@@ -274,13 +272,23 @@ def _steps(
     return first, last
 
 
-def _diverged(what: str) -> NNTileError:
-    how = "stopped, no weights written (try a smaller optimizer.lr, or optimizer.clip_grad_norm=1.0)"
-    return NNTileError(f"{what}; {how}")
+@contextmanager
+def _ends_where_not_finite(metrics: Metrics, line: dict[str, Any]) -> Iterator[None]:
+    """`line`: what the metrics get before the run ends."""
+    try:
+        yield
+    except NotFinite as error:
+        metrics.write(line)
+        how = "try a smaller optimizer.lr, optimizer.clip_grad_norm=1.0 or train.skip_above_norm=10"
+        look = "" if "first such value" in str(error) else "; debug.nonfinite=true names the operator"
+        raise NotFinite(f"{error}; stopped, no weights of it are written ({how}{look})") from None
 
 
 def _held_out_loss(batches: Batches, trainer: Trainer) -> float:
-    return float(np.mean([trainer.evaluate(inputs) for inputs in batches.held_out]))
+    loss = float(np.mean([trainer.evaluate(inputs) for inputs in batches.held_out]))
+    if not math.isfinite(loss):
+        raise NotFinite(f"after step {trainer.steps} the held-out loss is {loss}")
+    return loss
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from nntile_py.training.trainer import Trainer
 
 # Keys that may differ and change no number.
 FREE = (
-    "out", "runtime", "scheduler", "profile", "sample", "checkpoint", "data", "tokenizer", "model.from",
+    "out", "runtime", "scheduler", "profile", "debug", "sample", "checkpoint", "data", "tokenizer", "model.from",
     "train.log_every", "train.eval_every", "train.eval_batches",
 )  # fmt: skip
 FIXED = ("model", "optimizer.name")  # others may differ, and are told

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import math
 import os
 import shutil
 from collections.abc import Callable
@@ -112,7 +113,9 @@ class Metrics:
         self._file, self._left, self._tell, self._full = path.open("ab", buffering=0), b"", tell, False
 
     def write(self, line: dict[str, Any]) -> None:
-        self._left += json.dumps(line).encode() + b"\n"
+        """JSON has no number that is not finite: it becomes null."""
+        whole = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in line.items()}
+        self._left += json.dumps(whole).encode() + b"\n"
         try:
             while self._left:
                 self._left = self._left[self._file.write(self._left) :]

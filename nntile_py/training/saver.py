@@ -10,10 +10,12 @@ from typing import Any
 
 from nntile_py.config.sections import Checkpoint, seconds
 from nntile_py.errors import NNTileError
+from nntile_py.system.cgroup import free_memory
 from nntile_py.system.folders import sync
 from nntile_py.training import checkpoint
 from nntile_py.training.run_folder import METRICS, RunFolder
-from nntile_py.training.snapshot import Snapshot
+from nntile_py.training.saved import facts as trainer_facts
+from nntile_py.training.snapshot import Live, Snapshot
 from nntile_py.training.trainer import Trainer
 
 
@@ -27,10 +29,11 @@ class Saver:
         tell: Callable[[str], None],
     ) -> None:  # fmt: skip
         self.folder, self._how, self._trainer, self._tell = folder, how, trainer, tell
-        self._files, self._facts = dict(files), trainer.facts() | dict(facts)
+        self._files, self._facts = dict(files), trainer_facts(trainer) | dict(facts)
         self._thread: threading.Thread | None = None
         self._failed: Exception | None = None
         self._step = 0  # that is being written
+        self._copies: bool | None = None  # of weights and averages are made; None: not known yet
         self._reported, self._abandoned = trainer.steps, False
         self.newest: int | None = None  # the step of the newest whole checkpoint
         self._begun = time.monotonic()
@@ -38,7 +41,13 @@ class Saver:
     @property
     def waits(self) -> bool:
         """Whether training stands still while one is written."""
-        return not self._how.async_
+        if self._copies is None:
+            need, free = self._trainer.live().state().bytes, free_memory()
+            self._copies = self._how.async_ and need < free
+            if self._how.async_ and not self._copies:
+                text = f"{need / 2**30:.2f} GiB, of which {free / 2**30:.2f} are free"
+                self._tell(f"a copy of weights and averages would take {text}: training waits for its checkpoints")
+        return not self._copies
 
     def due(self, step: int) -> bool:
         """Whether one is to begin after this step."""
@@ -51,9 +60,14 @@ class Saver:
         """To be called when step `step` was submitted and no later one, and those before it were reported; where one is
         waited for, itself too."""
         self.finish()  # the one before, if the disk is slower than that
-        self._begin(step)
+        self._begun, self._step, self._abandoned = time.monotonic(), step, False
         if self.waits:
+            self._write(self._trainer.live(), self.folder.path)
             self.finish()
+        else:
+            of = self._trainer.snapshot(), self.folder.path
+            self._thread = threading.Thread(target=self._write_copied, args=of, name="checkpoint")
+            self._thread.start()
 
     def reported(self, step: int) -> None:
         """The metrics have the line of this step: a checkpoint is there only after it."""
@@ -69,7 +83,8 @@ class Saver:
         self.finish()
         step = self._trainer.steps
         if self.newest != step:
-            self._begin(step)
+            self._step = step
+            self._write(self._trainer.live(), self.folder.path)
             self._join()
             if self._failed:
                 error, self._failed = self._failed, None
@@ -82,23 +97,21 @@ class Saver:
         self._join()
         self._look()
 
-    def _begin(self, step: int) -> None:
-        self._begun, self._step, self._abandoned = time.monotonic(), step, False
-        snapshot = self._trainer.snapshot()
-        self._thread = threading.Thread(target=self._write, args=(snapshot, self.folder.path), name="checkpoint")
-        self._thread.start()
+    def _write_copied(self, snapshot: Snapshot, run: Path) -> None:
+        """When the copy is there and the metrics have its step."""
+        while not (snapshot.done() and self._reported >= snapshot.step):
+            if self._abandoned:
+                return
+            time.sleep(0.001)
+        self._write(snapshot, run)
 
-    def _write(self, snapshot: Snapshot, run: Path) -> None:
+    def _write(self, live: Live, run: Path) -> None:
         try:
-            while not (snapshot.done() and self._reported >= snapshot.step):
-                if self._abandoned:
-                    return
-                time.sleep(0.001)
             sync(run / METRICS)
-            state = snapshot.state()
+            state = live.state()
             checkpoint.check_space(run, state)
-            checkpoint.write(checkpoint.folder_of(run, snapshot.step), state, self._files, self._facts)
-            self.newest = snapshot.step
+            checkpoint.write(checkpoint.folder_of(run, live.step), state, self._files, self._facts)
+            self.newest = live.step
             checkpoint.prune(run, self._how.keep, self._how.keep_every)
         except Exception as error:  # told by the main thread; training goes on
             self._failed = error
@@ -107,8 +120,8 @@ class Saver:
         if self._thread:
             self._thread.join()
             self._thread = None
-            if self.newest is not None:
-                self.folder.settle()
+        if self.newest is not None:
+            self.folder.settle()
 
     def _look(self) -> None:
         """Tell of a failure, once."""

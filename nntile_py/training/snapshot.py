@@ -1,18 +1,20 @@
-"""What a trainer holds after a step, copied while the next steps run."""
+"""What a trainer holds after a step: read from its tiles, or copied while the next steps run."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
 
 from nntile_py.execution.program import Store
+from nntile_py.graph.declared import Param
 from nntile_py.graph.optimizers import LOW_BITS
 from nntile_py.graph.step import Step
-from nntile_py.tasks.op import Tensor
+from nntile_py.tasks.op import Lowering, Tensor
 from nntile_py.tasks.optimizer import joined
-from nntile_py.training.checkpoint import State
+from nntile_py.training.checkpoint import State, Stored
 
 Array = np.ndarray[Any, Any]
 
@@ -28,13 +30,44 @@ def states_of(built: Step) -> dict[str, dict[Tensor, Tensor]]:
     return result
 
 
-class Snapshot:
-    """Weights and averages after `step` steps; `state` has them when `done` says so, for any thread."""
+class Live:
+    """Weights and averages in a trainer's tiles; `state` reads each when it is asked for, and waits for the tasks."""
 
     def __init__(self, step: int, built: Step, store: Store) -> None:
-        self.step, self._built, self._states = step, built, states_of(built)
-        tensors = {param.tensor: built.first for param in built.params}
-        self._copied = store.copy(tensors | {t: built.update for of in self._states.values() for t in of.values()})
+        self.step, self._built, self._store, self._states = step, built, store, states_of(built)
+
+    @cached_property
+    def tensors(self) -> dict[Tensor, Lowering]:
+        """All of them, with the lowering that has their tiles."""
+        weights = {param.tensor: self._built.first for param in self._built.params}
+        return weights | {tensor: self._built.update for of in self._states.values() for tensor in of.values()}
+
+    def read(self, tensor: Tensor) -> Array:
+        return self._store.read(self.tensors[tensor], tensor)
+
+    def state(self) -> State:
+        """Raises TaskError where a task had failed."""
+        low_bits: Mapping[Tensor, Tensor] = self._states.get(LOW_BITS, {})
+
+        def weight(param: Param) -> Array:
+            value = self.read(param.tensor)
+            return joined(value, self.read(low_bits[param.tensor])) if param.tensor in low_bits else value
+
+        def average(of: Mapping[Tensor, Tensor], param: Param) -> Array:
+            return self.read(of[param.tensor])
+
+        dtype = "float64" if self._built.graph.dtype == "fp64" else "float32"
+        stored = partial(_stored, self._built.params, dtype)
+        averages = {name: stored(partial(average, of)) for name, of in self._states.items() if name != LOW_BITS}
+        return State(self.step, stored(weight), averages)
+
+
+class Snapshot(Live):
+    """The same, copied while the next steps run; `state` is for any thread, when `done` says so."""
+
+    def __init__(self, step: int, built: Step, store: Store) -> None:
+        super().__init__(step, built, store)
+        self._copied = store.copy(self.tensors)
 
     def done(self) -> bool:
         return self._copied.done()
@@ -43,17 +76,23 @@ class Snapshot:
         """Raises TaskError if a task failed."""
         self._copied.wait()
 
-    def state(self) -> State:
-        """Raises TaskError where a task had failed before."""
-        weights: dict[str, Array] = {}
-        low_bits: Mapping[Tensor, Tensor] = self._states.get(LOW_BITS, {})
-        for param in self._built.params:
-            value = self._copied.array(param.tensor)
-            if param.tensor in low_bits:
-                value = joined(value, self._copied.array(low_bits[param.tensor]))
-            param.put(weights, value)
-        averages: dict[str, dict[str, Array]] = {}
-        for name, of in self._states.items():
-            for param in self._built.params if name != LOW_BITS else ():
-                param.put(averages.setdefault(name, {}), self._copied.array(of[param.tensor]))
-        return State(self.step, weights, averages)
+    def read(self, tensor: Tensor) -> Array:
+        return self._copied.array(tensor)
+
+
+def _stored(params: Sequence[Param], dtype: str, value: Callable[[Param], Array]) -> dict[str, Stored]:
+    """By the checkpoint's names. `value` is asked for one parameter at a time, of which several weights may be made."""
+    sources = [(param, source) for param in params for source in param.sources]
+    last: dict[int, Array] = {}
+
+    def read(name: str) -> Array:
+        out: dict[str, Array] = {}
+        for param, source in sources:
+            if source.weight == name:
+                if id(param) not in last:
+                    last.clear()
+                    last[id(param)] = value(param)
+                source.put(out, last[id(param)])
+        return out[name]
+
+    return {source.weight: Stored(dtype, source.shape, partial(read, source.weight)) for _, source in sources}

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-import inspect
 import json
+import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,43 +21,46 @@ from nntile_py.execution.runtime import Runtime
 from nntile_py.graph.declared import Input, Traceable
 from nntile_py.graph.fusion import Fusion
 from nntile_py.graph.graph import Graph
-from nntile_py.graph.optimizers import LOW_BITS, SGD, AdamW, Optimizer
+from nntile_py.graph.optimizers import LOW_BITS, AdamW, Optimizer
 from nntile_py.graph.step import Evaluation, Step, StepSpec, check_precision
-from nntile_py.models.base import find, type_of
-from nntile_py.models.checkpoint import arrays, tensors_of
 from nntile_py.tasks.op import Lowering, Tensor
 from nntile_py.tasks.optimizer import joined, split
 from nntile_py.tiles import TaskList, Tiling
-from nntile_py.training import checkpoint
-from nntile_py.training.snapshot import Snapshot, states_of
+from nntile_py.training import checkpoint, saved
+from nntile_py.training.finite import Checked
+from nntile_py.training.inputs import Inputs, IntArray, as_dict, counted, means
+from nntile_py.training.snapshot import Live, Snapshot, states_of
 
 STEPS_IN_FLIGHT = 2
-IntArray = np.ndarray[Any, Any]
-Inputs = Mapping[str, Any] | IntArray
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """Of one step: its number from 1, mean cross-entropy, norm of the gradient before clipping."""
+    """Of one step: its number from 1, mean cross-entropy, norm of the gradient before clipping; whether the weights
+    stayed as they were because of it (skip_above_norm)."""
 
     step: int
     loss: float
     grad_norm: float
+    skipped: bool = False
 
 
 class Pending:
     """A step that was submitted; `result()` waits for it."""
 
-    def __init__(self, step: int, fetch: _core.Fetch) -> None:
-        self.step, self._fetch = step, fetch
+    def __init__(self, step: int, fetch: _core.Fetch, trainer: Trainer) -> None:
+        self.step, self._fetch, self._trainer = step, fetch, trainer
 
     def done(self) -> bool:
         return bool(self._fetch.done())
 
     def result(self) -> StepResult:
-        """Raises TaskError if a task failed."""
+        """Raises TaskError if a task failed, NotFinite where the trainer checks for that."""
         loss, norm = self._fetch.wait()
-        return StepResult(self.step, loss, norm)
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            self._trainer.checked.end(f"step {self.step}: the loss is {loss}, the gradient norm {norm}")
+        limit = self._trainer.spec.skip_above_norm
+        return StepResult(self.step, loss, norm, limit is not None and not norm <= limit)
 
 
 @dataclass
@@ -83,6 +86,8 @@ class Trainer:
             where several tasks add to them, bf16 where one task makes them).
         optimizer: nt.AdamW(...) or nt.SGD(...). Default: nt.AdamW().
         clip_grad_norm: Scale gradients down to this norm, all together.
+        skip_above_norm: Leave weights and averages as they are in a step whose gradients' norm is larger, or no number.
+            The step counts.
         accumulate: How partial sums of a tile meet: chain (deterministic), commute, redux or tree.
         fusion: True, False or {bias, activation, reshape, qkv, residual_norm: bool}.
         attention: vendor, merge, flash or naive, instead of the model's own.
@@ -90,6 +95,8 @@ class Trainer:
         seed: Of dropout.
         shift_labels: Labels of a causal model stand in the positions of the inputs and are shifted here, as in
             transformers. False: labels[b, s] is the target of position s.
+        check_finite: Look at all that tasks write. A loss or norm that is no finite number then raises NotFinite, which
+            names the operator where it came from. Slow: for a run that went wrong.
 
     Raises:
         ConfigError: A value is out of range.
@@ -111,28 +118,31 @@ class Trainer:
         grad_accumulation: int = 1,
         seed: int = 0,
         shift_labels: bool = True,
+        skip_above_norm: float | None = None,
+        check_finite: bool = False,
     ) -> None:
         if attention is not None and not hasattr(model, "changed"):
             raise ConfigError(f"attention: {type(model).__name__} is no nt.Model; its own text says which it has")
         chosen = model if attention is None else model.changed(attention=attention)  # type: ignore[attr-defined]
         spec = StepSpec(
             chosen, batch, seq, Tiling(tiles), dtype, optimizer or AdamW(), clip_grad_norm, accumulate,
-            Fusion.of(fusion), grad_accumulation,
+            Fusion.of(fusion), grad_accumulation, skip_above_norm,
         )  # fmt: skip
-        self._start(model, spec, seed, shift_labels)
+        self._start(model, spec, seed, shift_labels, check_finite)
 
     @classmethod
-    def of_spec(cls, spec: StepSpec, *, seed: int = 0) -> Trainer:
+    def of_spec(cls, spec: StepSpec, *, seed: int = 0, check_finite: bool = False) -> Trainer:
         """The trainer of a spec's model."""
         self = cls.__new__(cls)
-        self._start(spec.model, spec, seed, True)
+        self._start(spec.model, spec, seed, True, check_finite)
         return self
 
-    def _start(self, model: Any, spec: StepSpec, seed: int, shift_labels: bool) -> None:
+    def _start(self, model: Any, spec: StepSpec, seed: int, shift_labels: bool, check_finite: bool) -> None:
         if Runtime.current is None:
             raise TaskError("Trainer: no runtime is running; use it inside `with nntile_py.Runtime(...):`")
         check_precision("dtype", spec.dtype, bool(_core.cuda_workers()))
         self.model, self.spec, self.seed, self.shift_labels = model, spec, seed, shift_labels
+        self.checked = Checked(check_finite, (STEPS_IN_FLIGHT + 1) * (spec.grad_accumulation + 1))
         self.batch, self.seq, self.dtype = spec.batch, spec.seq, spec.dtype
         self.optimizer, self.grad_accumulation = spec.optimizer, spec.grad_accumulation
         self._runtime = Runtime.current
@@ -164,7 +174,7 @@ class Trainer:
             self._optional |= built.optional
             memory.check_step(built, self._runtime)
             _core.advise(f"the largest tensors are {built.largest()}")
-            first, *more, update = programs([low.tasks for low in built.lists], self._store, tf32=self.dtype == "tf32")
+            first, *more, update = self._bound([low.tasks for low in built.lists])
             given_slots = {one.scale for one in built.graph.inputs.values()}
             for name in {*first.slots, *update.slots} - {*given_slots, "lr", "dropout_seed", *self.optimizer.slots(1)}:
                 need = f"declare the input whose values count with scale={name!r}"
@@ -220,7 +230,7 @@ class Trainer:
             ValueError: An input is missing, unknown, or has the wrong shape, dtype or values.
         """
         rows = self.grad_accumulation * self.batch
-        inputs = _as_dict(inputs, labels)
+        inputs = as_dict(inputs, labels)
         arrays, made = self._check(inputs, rows)
         rate = self.optimizer.lr if lr is None else replace(self.optimizer, lr=lr).lr  # refuses what no rate may be
         if not self.steps:
@@ -230,7 +240,7 @@ class Trainer:
         self.steps += 1
         built, declared = made.built, made.built.graph.inputs
         slots = {"lr": rate, **self.optimizer.slots(self.steps)}
-        slots |= _means(_counted(declared, arrays, inputs))
+        slots |= means(counted(declared, arrays, inputs))
         for micro in range(self.grad_accumulation):
             part = slice(micro * self.batch, (micro + 1) * self.batch)
             slots["dropout_seed"] = self._dropout_seed(micro)
@@ -239,10 +249,10 @@ class Trainer:
                 program, low = made.more, built.more
             for name, value in arrays.items():
                 self._store.write(low, declared[name].tensor, value[part] if declared[name].batched else value)
-            program.run(slots)
-        made.update.run(slots)
+            self._run(program, slots, f"pass {micro + 1} of step {self.steps}")
+        self._run(made.update, slots, f"the update of step {self.steps}")
         scalars = [("scalar", name, (0,)) for name in ("loss", "grad_norm")]
-        pending = Pending(self.steps, _core.Fetch([self._store.handles[key] for key in scalars]))
+        pending = Pending(self.steps, _core.Fetch([self._store.handles[key] for key in scalars]), self)
         self._pending.append(pending)
         return pending
 
@@ -266,12 +276,12 @@ class Trainer:
         if Runtime.current is not self._runtime:
             raise TaskError("evaluate: the runtime of this Trainer has stopped; make a Trainer of another")
         keep = return_logits or return_outputs
-        inputs = _as_dict(inputs, labels)
+        inputs = as_dict(inputs, labels)
         arrays, made = self._check(inputs, self.batch, unlabelled=keep)
         given = next(names for names, one in self._steps.items() if one is made)
         if (given, keep) not in self._evaluations:
             evaluation = self.spec.with_inputs(given).evaluation(keep)
-            (program,) = programs([evaluation.forward.tasks], self._store, tf32=self.dtype == "tf32")
+            (program,) = self._bound([evaluation.forward.tasks])
             self._evaluations[given, keep] = (evaluation, program)
         evaluation, program = self._evaluations[given, keep]
         if return_logits and not return_outputs and "logits" not in evaluation.outputs:
@@ -279,11 +289,13 @@ class Trainer:
         declared = evaluation.graph.inputs
         for name, value in arrays.items():
             self._store.write(evaluation.forward, declared[name].tensor, value)
-        counted = _counted(declared, arrays, inputs)
-        program.run(_means(counted))
+        numbers = counted(declared, arrays, inputs)
+        self._run(program, means(numbers), "an evaluation")
         (loss,) = _core.Fetch([self._store.handles["scalar", "loss", (0,)]]).wait()
-        if not any(counted.values()):
+        if not any(numbers.values()):
             loss = float("nan")  # the mean of nothing, as in PyTorch
+        elif not math.isfinite(loss):
+            self.checked.end(f"the loss of an evaluation is {loss}")
         if not keep:
             return loss
         outputs = {name: self._store.read(evaluation.forward, t) for name, t in evaluation.outputs.items()}
@@ -307,6 +319,10 @@ class Trainer:
         """Start to copy weights and averages as the steps submitted so far leave them; returns at once."""
         return Snapshot(self.steps, self._built, self._store)
 
+    def live(self) -> Live:
+        """Weights and averages, read one by one."""
+        return Live(self.steps, self._built, self._store)
+
     def restore(self, step: int, averages: Mapping[str, Mapping[str, np.ndarray[Any, Any]]]) -> None:
         """Go on after `step` steps, with the optimizer's averages of then: {m or v: {name in transformers: array}}.
 
@@ -326,31 +342,13 @@ class Trainer:
 
         The folder is complete or not there; one of that name is replaced. Raises OSError where it cannot be written,
         NNTileError for weights that are no finite numbers."""
-        snapshot = self.snapshot()
-        snapshot.wait()
         files = {checkpoint.CONFIG: json.dumps(self.hf_config(), indent=2)} if hasattr(self.model, "hf_config") else {}
-        checkpoint.write(Path(folder), snapshot.state(), files, self.facts())
+        checkpoint.write(Path(folder), self.live().state(), files, saved.facts(self))
 
     def hf_config(self) -> dict[str, Any]:
         """What config.json holds: the model's own, and the dtype of the weights that are written beside it."""
         config: dict[str, Any] = self.model.hf_config()
         return config | {"dtype": "float64" if self.dtype == "fp64" else "float32"}
-
-    def facts(self) -> dict[str, Any]:
-        """What `load` needs besides weights and averages."""
-        config, optimizer = getattr(self.spec.model, "config", None), self.optimizer
-        saved = config and config.model_dump(mode="json", by_alias=True, exclude={"from_"})
-        saved = saved and saved | {"type": type_of(self.spec.model)}
-        return {
-            "model": saved,
-            "trainer": {
-                "batch": self.batch, "seq": self.seq, "tiles": self.spec.tiling.tiles, "dtype": self.dtype,
-                "optimizer": {"name": type(optimizer).__name__, **vars(optimizer)},
-                "clip_grad_norm": self.spec.clip_grad_norm, "accumulate": self.spec.policy,
-                "fusion": vars(self.spec.fusion), "grad_accumulation": self.grad_accumulation, "seed": self.seed,
-                "shift_labels": self.shift_labels,
-            },
-        }  # fmt: skip
 
     @classmethod
     def load(cls, folder: str | Path, model: Any = None, **options: Any) -> Trainer:
@@ -359,32 +357,8 @@ class Trainer:
         model: one to read the weights into. Default: a new one of the saved type and sizes. options: arguments of
         Trainer in the place of the saved ones. Raises ConfigError where the checkpoint does not fit, NNTileError where
         it is damaged."""
-        folder = Path(folder)
-        if not (folder / checkpoint.STATE).is_file():
-            newest = next((f"; the newest of this run is {path}" for _, path in checkpoint.found(folder)), "")
-            raise ConfigError(f"{folder}: no checkpoint; allowed: a folder that Trainer.save wrote{newest}")
-        facts, known = checkpoint.facts(folder), [*inspect.signature(cls.__init__).parameters][2:]
-        if unknown := options.keys() - {*known}:
-            raise ConfigError(f"{', '.join(sorted(unknown))}: unknown argument; allowed are {', '.join(known)}")
-        saved = dict(facts["trainer"])
-        try:
-            how = {key: tuple(value) if isinstance(value, list) else value for key, value in saved["optimizer"].items()}
-            saved["optimizer"] = {"AdamW": AdamW, "SGD": SGD}[how.pop("name")](**how)
-        except (KeyError, TypeError, AttributeError) as error:
-            raise checkpoint.Damaged(f"{folder / checkpoint.STATE}: trainer.optimizer: {error!r}") from None
-        if wrong := saved.keys() ^ {*known} - {"attention"}:
-            raise checkpoint.Damaged(f"{folder / checkpoint.STATE}: trainer: {', '.join(sorted(wrong))}")
-        if model is None:
-            if facts["model"] is None:
-                raise ConfigError(f"{folder}: a model of your own was saved; give it: Trainer.load(folder, model)")
-            model = find(facts["model"].get("type")).from_hf(folder, **facts["model"])
-        elif isinstance(model, type) or not hasattr(model, "trace"):
-            raise ConfigError(f"model: {model!r} is not allowed; use a model, such as MyModel(config)")
-        else:
-            model.weights = arrays(tensors_of(folder))
-        self = cls(model, **(saved | options))
-        self.restore(facts["step"], checkpoint.averages(folder))
-        return self
+        trainer: Trainer = saved.load(cls, Path(folder), model, options)
+        return trainer
 
     def close(self) -> None:
         """Bring the weights back into the model and let go of the trainer; the runtime does so before it stops."""
@@ -398,6 +372,13 @@ class Trainer:
         """Of two that train one model each would lose what the other has learnt."""
         if any(user is not self and user.model is self.model and user.steps for user in runtime.users):
             raise ConfigError("model: another Trainer trains it; use close() of that one first, or a model of its own")
+
+    def _bound(self, lists: Sequence[TaskList]) -> list[Program]:
+        return programs(lists, self._store, tf32=self.dtype == "tf32", checked=self.checked.looks)
+
+    def _run(self, program: Program, slots: dict[str, float], what: str) -> None:
+        program.run(slots)
+        self.checked.ran(program, what)
 
     def _dropout_seed(self, micro: int) -> float:
         """Another one for each seed, step and micro-batch; 48 bits, which a float argument holds exactly."""
@@ -469,23 +450,3 @@ class Trainer:
                 arrays[name] = default
         self._changed |= {name for name in arrays if declared[name].default is not None}
         return arrays, made
-
-
-def _as_dict(inputs: Inputs, labels: IntArray | None) -> Mapping[str, Any]:
-    if isinstance(inputs, Mapping):
-        if labels is not None:
-            raise ValueError("labels: given beside a dict of inputs; put them into it")
-        return inputs
-    return {"input_ids": inputs} if labels is None else {"input_ids": inputs, "labels": labels}
-
-
-def _counted(declared: Mapping[str, Input], arrays: Mapping[str, IntArray], given: Mapping[str, Any]) -> dict[str, int]:
-    """How many values count towards each mean, by its slot; none of labels that were left out."""
-    scaled = {name: one for name, one in declared.items() if one.scale}
-    there = {name for name, one in scaled.items() if name in given or one.default is not None}
-    return {str(one.scale): one.counted(arrays[name]) if name in there else 0 for name, one in scaled.items()}
-
-
-def _means(counted: Mapping[str, int]) -> dict[str, float]:
-    """The slots that make means of sums."""
-    return {slot: 1.0 / max(count, 1) for slot, count in counted.items()}

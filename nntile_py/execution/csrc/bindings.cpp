@@ -263,7 +263,7 @@ PYBIND11_MODULE(_core, m) {
       });
 
   py::class_<Program, std::unique_ptr<Program, DeleteProgram>>(m, "Program")
-      .def(py::init<bool>(), py::arg("tf32") = false)
+      .def(py::init<bool, bool>(), py::arg("tf32") = false, py::arg("checked") = false)
       .def(
           "add",
           [](Program& program, const BodyList& bodies, const std::string& codelet, std::string name,
@@ -309,6 +309,12 @@ PYBIND11_MODULE(_core, m) {
           py::arg("worker") = -1, py::arg("leaves") = std::vector<int>{})
       .def("add_invalidate", &Program::add_invalidate)
       .def("run", &Program::run, release())
-      .def_property_readonly("tasks", &Program::tasks);
+      .def_property_readonly("tasks", &Program::tasks)
+      .def_property_readonly("checked_run", &Program::checked_run);
+  m.def("take_not_finite", []() -> std::optional<std::tuple<uint64_t, uint64_t, uint64_t>> {
+    const py::gil_scoped_release nogil;
+    if (const auto found = take_not_finite()) return std::tuple{found->run, found->task, found->body};
+    return {};
+  });
   profile::bind(m);
 }

@@ -91,6 +91,9 @@ void add_by_reduction(Tile& tile, Monoid monoid);  // from now on it may be acce
 
 void wait_for_tasks();
 void free_spare_copies();  // the runtime stops
+// Notes a task of a checked program whose part `body` has written what is not finite.
+void check_finite(const TaskInstance& instance, size_t body, void** buffers, c10::Device device);
+void forget_not_finite();
 #ifdef NNTILE_CUDA
 bool queues_empty();  // of CUDA devices: what StarPU takes for ended has ended
 bool lacks_room(unsigned node, size_t bytes);  // the card has none for a tile, whatever the limit says

@@ -61,6 +61,7 @@ struct Launch {
 struct TaskInstance {
   const struct TaskRecord* record;
   const double* floats;
+  uint64_t run = 0;  // of a program that is checked: which of all their runs; 0: it is not
 };
 
 // A kernel in Python: called with the addresses of its tiles, its floats, the CUDA device (-1: a CPU worker), its stream.
@@ -100,6 +101,7 @@ struct TaskRecord {
   std::vector<int> leaves;  // places of tiles whose room on the device others will need
   int worker = -1;  // StarPU's number of the only one that may run it; -1: any
   double flop = 0;
+  int64_t number = 0;  // among the program's tasks
   TaskInstance instance{};  // for tasks whose floats never change
 };
 

@@ -32,25 +32,38 @@ void run_python(const TaskBody& body, const double* floats, void** buffers, int 
 void run_cpu(void** buffers, void* cl_arg) {
   const profile::Interval interval(profile::Interval::Of::program);
   const auto& instance = *static_cast<const TaskInstance*>(cl_arg);
-  for (const auto& body : instance.record->bodies)
+  for (size_t k = 0; k < instance.record->bodies.size(); ++k) {
+    const auto& body = instance.record->bodies[k];
     guarded(body.name, [&] {
-      if (body.python.call) return run_python(body, instance.floats, buffers, -1, nullptr);
-      Args args(body, instance.floats, buffers, c10::kCPU);
-      body.cpu(args);
+      if (body.python.call) {
+        run_python(body, instance.floats, buffers, -1, nullptr);
+      } else {
+        Args args(body, instance.floats, buffers, c10::kCPU);
+        body.cpu(args);
+      }
+      if (instance.run) check_finite(instance, k, buffers, c10::kCPU);
     });
+  }
 }
 
 #ifdef NNTILE_CUDA
 void run_cuda(void** buffers, void* cl_arg) {
   const auto& instance = *static_cast<const TaskInstance*>(cl_arg);
   on_cuda(buffers, instance.record->tiles.size(), [&](c10::Device device) {
-    for (const auto& body : instance.record->bodies)
+    for (size_t k = 0; k < instance.record->bodies.size(); ++k) {
+      const auto& body = instance.record->bodies[k];
       guarded(body.name, [&] {
-        if (body.python.call) return run_python(body, instance.floats, buffers, device.index(), task_stream());
-        if (!body.launches.empty()) return run_launches(body, instance.floats, buffers, device);
-        Args args(body, instance.floats, buffers, device);
-        body.cuda(args);
+        if (body.python.call) {
+          run_python(body, instance.floats, buffers, device.index(), task_stream());
+        } else if (!body.launches.empty()) {
+          run_launches(body, instance.floats, buffers, device);
+        } else {
+          Args args(body, instance.floats, buffers, device);
+          body.cuda(args);
+        }
+        if (instance.run) check_finite(instance, k, buffers, device);
       });
+    }
   });
 }
 #endif
@@ -230,7 +243,7 @@ std::shared_ptr<Submitted> submit_python(const std::string& name, const std::vec
 
 // -- programs
 
-Program::Program(bool tf32) : generation_(g.generation), tf32_(tf32) {}
+Program::Program(bool tf32, bool checked) : generation_(g.generation), tf32_(tf32), checked_(checked) {}
 
 Program::~Program() {
   if (generation_ != g.generation || !(running() || g.stuck)) return;
@@ -271,6 +284,7 @@ void Program::add(TaskRecord record, const std::vector<std::string>& kernels, co
     record.worker = record.worker < count ? starpu_worker_get_by_type(kind, record.worker) : -1;
   }
   record.codelet = get_codelet(codelet, cpu, cuda);
+  record.number = static_cast<int64_t>(tasks_);
   items_.emplace_back(std::move(record));
   ++tasks_;
   finished_ = false;
@@ -317,6 +331,8 @@ uint32_t Program::run(const std::vector<double>& slots) {
   wake();
   const uint32_t replay = profile::begin_run();
   uint32_t index = 0;
+  static uint64_t runs = 0;
+  if (checked_) run_ = ++runs;
   for (auto& item : items_) {
     if (auto* tile = std::get_if<std::shared_ptr<Tile>>(&item)) {
       invalidate(*tile);
@@ -328,7 +344,7 @@ uint32_t Program::run(const std::vector<double>& slots) {
     auto* task = starpu_task_create();
     task->cl = &record.codelet->cl;
     set_tiles(task, record.tiles, record.modes);
-    if (record.slots.empty()) {
+    if (record.slots.empty() && !checked_) {
       task->cl_arg = const_cast<TaskInstance*>(&record.instance);
       task->cl_arg_size = sizeof(TaskInstance);
     } else {  // the step's own copy: n+1 is submitted while n runs
@@ -337,7 +353,7 @@ uint32_t Program::run(const std::vector<double>& slots) {
       auto* floats = reinterpret_cast<double*>(instance + 1);
       std::memcpy(floats, record.floats.data(), bytes);
       for (const auto& [position, slot] : record.slots) floats[position] = slots.at(static_cast<size_t>(slot));
-      *instance = {&record, floats};
+      *instance = {&record, floats, run_};
       task->cl_arg = instance;
       task->cl_arg_size = sizeof(TaskInstance) + bytes;
       task->cl_arg_free = 1;

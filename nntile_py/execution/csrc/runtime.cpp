@@ -135,6 +135,7 @@ void stop() {
   forget_tiles();
   g.running = false;
   free_spare_copies();
+  forget_not_finite();
 #ifdef NNTILE_CUDA
   free_kept_memory();
 #endif

@@ -118,13 +118,14 @@ class Copies {
 
 class Program {
  public:
-  explicit Program(bool tf32);
+  explicit Program(bool tf32, bool checked = false);
   ~Program();
   void add(TaskRecord record, const std::vector<std::string>& kernels, const std::string& codelet);
   void add_invalidate(std::shared_ptr<Tile> tile);
   // Submits everything; waits only for the window. Returns its number in the profile that is taken, or 0.
   uint32_t run(const std::vector<double>& slots);
   size_t tasks() const { return tasks_; }
+  uint64_t checked_run() const { return run_; }  // the number of its last run, where it is checked
 
  private:
   void finish();
@@ -133,8 +134,16 @@ class Program {
   size_t tasks_ = 0;
   size_t slots_ = 0;
   unsigned generation_;
-  bool tf32_;
+  bool tf32_, checked_;
+  uint64_t run_ = 0;
   bool finished_ = false;
 };
+
+// The first task of a checked program that wrote a value that is not finite: in which run, the number of the task, of the
+// part of it.
+struct NotFinite {
+  uint64_t run, task, body;
+};
+std::optional<NotFinite> take_not_finite();  // since it was asked last; waits for all tasks
 
 }  // namespace nntile

@@ -1,0 +1,66 @@
+"""What a checkpoint every N steps costs: steps with one and without, in turns.
+
+python experiments/checkpoints.py experiments/gpt2_tiny.yaml --every 100 --rounds 8 [KEY=VALUE ...]
+
+With one means as in `nntile train` with checkpoint.every=N: copied and written while the steps run, and waited for at
+the end of the turn. Inputs are random; the files go to a folder beside the current one's runs and are removed.
+"""
+
+import argparse
+import itertools
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+from nntile_py.config.run import load, runtime_options
+from nntile_py.config.sections import Checkpoint
+from nntile_py.execution.runtime import Runtime
+from nntile_py.graph.declared import random_inputs
+from nntile_py.system.load import Load
+from nntile_py.training.loop import build_trainer
+from nntile_py.training.run_folder import METRICS, RunFolder
+from nntile_py.training.saver import Saver
+
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("config")
+parser.add_argument("set", nargs="*")
+parser.add_argument("--every", type=int, default=100)
+parser.add_argument("--rounds", type=int, default=8)
+parser.add_argument("--folder", type=Path, default=Path("runs"), help="on the disk that is to be measured")
+options = parser.parse_args()
+
+config = load(options.config, options.set)
+options.folder.mkdir(parents=True, exist_ok=True)
+with Runtime(**runtime_options(config.runtime.model_dump())), tempfile.TemporaryDirectory(dir=options.folder) as run:
+    trainer = build_trainer(config)
+    inputs = random_inputs(trainer.spec.trace()[0], config.train.batch * config.train.grad_accumulation, config.seed)
+    (Path(run) / METRICS).touch()
+    saver = Saver(Checkpoint(every=options.every), trainer, RunFolder(Path(run)), {}, {}, print)
+
+    def turn(saves: bool) -> float:
+        """Seconds a step."""
+        begin = time.perf_counter()
+        pending = [trainer.submit(inputs)]
+        if saves:
+            saver.begin(trainer.steps)
+        pending += [trainer.submit(inputs) for _ in range(options.every - 1)]
+        for one in pending:
+            saver.reported(one.result().step)
+        saver.finish()
+        return (time.perf_counter() - begin) / options.every
+
+    turn(False), turn(True)  # what is made once: kernels chosen, memory for copies
+    seconds = {False: list[float](), True: list[float]()}
+    with Load() as load_of:
+        for saves in itertools.islice(itertools.cycle([False, True, True, False]), 2 * options.rounds):
+            seconds[saves].append(turn(saves))
+    size = sum(file.stat().st_size for file in Path(run, "checkpoints", f"step-{saver.newest:06d}").iterdir())
+
+for saves, took in seconds.items():
+    ms = [1e3 * s for s in took]
+    print(f"{'with' if saves else 'without'}: {statistics.median(ms):.2f} ms a step ({min(ms):.2f} to {max(ms):.2f})")
+ratios = [after / before for before, after in zip(seconds[False], seconds[True], strict=True)]
+print(f"a checkpoint of {size / 2**20:.0f} MiB every {options.every} steps: {statistics.median(ratios):.4f} times"
+      f" ({min(ratios):.4f} to {max(ratios):.4f}, {options.rounds} rounds)")  # fmt: skip
+print(f"meanwhile: {load_of.facts()}")

@@ -1,0 +1,34 @@
+"""What a step is given, as transformers names it, and the means that its values count towards."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from nntile_py.graph.declared import Input
+
+IntArray = np.ndarray[Any, Any]
+Inputs = Mapping[str, Any] | IntArray
+
+
+def as_dict(inputs: Inputs, labels: IntArray | None) -> Mapping[str, Any]:
+    """input_ids alone, with labels beside it, as the dict of both."""
+    if isinstance(inputs, Mapping):
+        if labels is not None:
+            raise ValueError("labels: given beside a dict of inputs; put them into it")
+        return inputs
+    return {"input_ids": inputs} if labels is None else {"input_ids": inputs, "labels": labels}
+
+
+def counted(declared: Mapping[str, Input], arrays: Mapping[str, IntArray], given: Mapping[str, Any]) -> dict[str, int]:
+    """How many values count towards each mean, by its slot; none of labels that were left out."""
+    scaled = {name: one for name, one in declared.items() if one.scale}
+    there = {name for name, one in scaled.items() if name in given or one.default is not None}
+    return {str(one.scale): one.counted(arrays[name]) if name in there else 0 for name, one in scaled.items()}
+
+
+def means(numbers: Mapping[str, int]) -> dict[str, float]:
+    """The slots that make means of sums."""
+    return {slot: 1.0 / max(count, 1) for slot, count in numbers.items()}

@@ -1,0 +1,66 @@
+"""What Trainer.save writes beside arrays, and Trainer.load reads."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, get_args
+
+from nntile_py.errors import ConfigError
+from nntile_py.graph.optimizers import Optimizer
+from nntile_py.models.base import find, type_of
+from nntile_py.models.checkpoint import arrays, tensors_of
+from nntile_py.training import checkpoint
+
+_METHODS = {method.__name__: method for method in get_args(Optimizer)}
+
+
+def facts(trainer: Any) -> dict[str, Any]:
+    """Of a Trainer, what `load` needs besides weights and averages."""
+    spec = trainer.spec
+    config = getattr(spec.model, "config", None)
+    model = config and config.model_dump(mode="json", by_alias=True, exclude={"from_"})
+    return {
+        "model": model and model | {"type": type_of(spec.model)},
+        "trainer": {
+            "batch": spec.batch, "seq": spec.seq, "tiles": spec.tiling.tiles, "dtype": spec.dtype,
+            "optimizer": {"name": type(spec.optimizer).__name__, **vars(spec.optimizer)},
+            "clip_grad_norm": spec.clip_grad_norm, "skip_above_norm": spec.skip_above_norm, "accumulate": spec.policy,
+            "fusion": vars(spec.fusion), "grad_accumulation": spec.grad_accumulation, "seed": trainer.seed,
+            "shift_labels": trainer.shift_labels, "check_finite": trainer.checked.looks,
+        },
+    }  # fmt: skip
+
+
+def load(cls: type[Any], folder: Path, model: Any, options: Mapping[str, Any]) -> Any:
+    """A trainer of this class: see Trainer.load."""
+    if not (folder / checkpoint.STATE).is_file():
+        newest = next((f"; the newest of this run is {path}" for _, path in checkpoint.found(folder)), "")
+        raise ConfigError(f"{folder}: no checkpoint; allowed: a folder that Trainer.save wrote{newest}")
+    read, known = checkpoint.facts(folder), [*inspect.signature(cls.__init__).parameters][2:]
+    if unknown := options.keys() - {*known}:
+        raise ConfigError(f"{', '.join(sorted(unknown))}: unknown argument; allowed are {', '.join(known)}")
+    saved = _arguments(read["trainer"], folder / checkpoint.STATE, known)
+    if model is None:
+        if read["model"] is None:
+            raise ConfigError(f"{folder}: a model of your own was saved; give it: Trainer.load(folder, model)")
+        model = find(read["model"].get("type")).from_hf(folder, **read["model"])
+    elif isinstance(model, type) or not hasattr(model, "trace"):
+        raise ConfigError(f"model: {model!r} is not allowed; use a model, such as MyModel(config)")
+    else:
+        model.weights = arrays(tensors_of(folder))
+    trainer = cls(model, **{**saved, **options})
+    trainer.restore(read["step"], checkpoint.averages(folder))
+    return trainer
+
+
+def _arguments(saved: Mapping[str, Any], file: Path, known: list[str]) -> dict[str, Any]:
+    """Of the Trainer that was saved; those that its version did not know keep their defaults."""
+    if wrong := ({"batch", "seq", "optimizer"} - saved.keys()) | (saved.keys() - {*known}):
+        raise checkpoint.Damaged(f"{file}: trainer: {', '.join(sorted(wrong))}")
+    try:
+        how = {key: tuple(value) if isinstance(value, list) else value for key, value in saved["optimizer"].items()}
+        return {**saved, "optimizer": _METHODS[how.pop("name")](**how)}
+    except (KeyError, TypeError, AttributeError) as error:
+        raise checkpoint.Damaged(f"{file}: trainer.optimizer: {error!r}") from None

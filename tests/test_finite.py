@@ -1,0 +1,150 @@
+"""Steps that are skipped, and where a value that is no finite number came from."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from test_loop import metrics, nntile
+
+import nntile_py as nt
+from nntile_py import _core
+
+TILES: dict[str, dict[str, int]] = {
+    "uncut": {},
+    "even": {"batch": 2, "seq": 4, "embed": 8, "heads": 1, "ffn": 16, "vocab": 10},
+    "ragged": {"batch": 3, "seq": 5, "embed": 7, "heads": 1, "ffn": 13, "vocab": 11},
+}
+CUDA = torch.cuda.is_available() and _core.has_cuda
+WHERE = {"cpus": 0, "cuda": 1} if CUDA else {"cpus": 2}
+SIZES: dict[str, Any] = {"layers": 2, "embed": 16, "heads": 2, "vocab": 30, "positions": 8}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def runtime() -> Any:
+    with nt.Runtime(**WHERE) as running:
+        yield running
+
+
+def made(**config: Any) -> nt.models.GPT2:
+    return nt.models.GPT2(nt.models.GPT2Config(**SIZES, **config), seed=3)
+
+
+def batches(steps: int, rows: int = 4) -> list[dict[str, np.ndarray[Any, Any]]]:
+    ids = np.random.default_rng(0).integers(0, 30, (steps, rows, 8))
+    return [{"input_ids": one, "labels": one} for one in ids]
+
+
+def state(trainer: nt.Trainer) -> dict[str, np.ndarray[Any, Any]]:
+    """Weights and averages."""
+    snapshot = trainer.snapshot()
+    snapshot.wait()
+    whole = snapshot.state()
+    stored = {**whole.weights, **{f"{w}.{n}": v for n, of in whole.averages.items() for w, v in of.items()}}
+    return {name: one.read() for name, one in stored.items()}
+
+
+def same(one: dict[str, np.ndarray[Any, Any]], other: dict[str, np.ndarray[Any, Any]]) -> bool:
+    return one.keys() == other.keys() and all((one[name] == other[name]).all() for name in one)
+
+
+@pytest.mark.parametrize("optimizer", [nt.AdamW(lr=0.1), nt.SGD(lr=0.1, momentum=0.9)], ids=["adamw", "sgd"])
+@pytest.mark.parametrize("tiling", TILES)
+@pytest.mark.parametrize("passes", [1, 2])
+def test_a_skipped_step_changes_nothing(optimizer: Any, tiling: str, passes: int) -> None:
+    data = batches(4, 4 * passes)
+    free = nt.Trainer(made(), 4, 8, TILES[tiling], optimizer=optimizer, grad_accumulation=passes)
+    norms = [free.submit(one).result().grad_norm for one in data[:2]]
+    free.close()
+    limit = (norms[0] + norms[1]) / 2
+    trainer = nt.Trainer(
+        made(), 4, 8, TILES[tiling], optimizer=optimizer, grad_accumulation=passes, skip_above_norm=limit
+    )
+    before, skips = state(trainer), 0
+    for one in data:
+        result = trainer.submit(one).result()
+        after = state(trainer)
+        assert result.skipped == (result.grad_norm > limit) == same(before, after)
+        before, skips = after, skips + result.skipped
+    assert skips > 0 and trainer.steps == len(data)
+
+
+def overflowing() -> nt.models.GPT2:
+    """The weight of the second layer's MLP overflows in its product."""
+    model, name = made(), "transformer.h.1.mlp.c_fc.weight"
+    model.weights[name] = np.full_like(model.weights[name], 3e38)
+    return model
+
+
+def test_gradients_that_are_no_numbers_are_skipped() -> None:
+    trainer = nt.Trainer(overflowing(), 4, 8, TILES["ragged"], skip_above_norm=1e9, clip_grad_norm=1.0)
+    before = state(trainer)
+    for one in batches(3):
+        result = trainer.submit(one).result()
+        assert result.skipped and not math.isfinite(result.grad_norm)
+    assert same(before, state(trainer))
+
+
+@pytest.mark.parametrize("policy", ["chain", "commute", "redux", "tree"])
+@pytest.mark.parametrize("tiling", TILES)
+@pytest.mark.parametrize("fusion", [True, False])
+def test_the_operator_that_made_it(fusion: bool, tiling: str, policy: str) -> None:
+    trainer = nt.Trainer(overflowing(), 4, 8, TILES[tiling], accumulate=policy, fusion=fusion, check_finite=True)
+    with pytest.raises(nt.NNTileError, match=r"step 1: the loss is nan.*made by .*h1\.mlp.*pass 1 of step 1"):
+        trainer.step(batches(1)[0])
+    trainer = nt.Trainer(overflowing(), 4, 8, TILES[tiling], accumulate=policy, fusion=fusion, check_finite=True)
+    with pytest.raises(nt.NNTileError, match=r"made by .*h1\.mlp.*in an evaluation"):
+        trainer.evaluate(batches(1)[0])
+
+
+def test_the_update_that_made_it() -> None:
+    fine, *more = batches(4)
+    trainer = nt.Trainer(made(), 4, 8, TILES["even"], optimizer=nt.SGD(lr=0.1), check_finite=True)
+    trainer.step(fine)
+    trainer.step(more[0], lr=1e39)
+    with pytest.raises(nt.NNTileError, match=r"step 3: the loss is nan.*in the update of step 2"):
+        for one in more[1:]:
+            trainer.step(one)
+
+
+@pytest.mark.parametrize("tiling", TILES)
+@pytest.mark.parametrize("attention", ["vendor", "merge", "flash", "naive"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"] if CUDA else ["fp32", "fp64"])
+def test_nothing_is_found_in_what_is_right(dtype: str, attention: str, tiling: str) -> None:
+    """Masked scores are minus infinity only within a task."""
+    data = batches(3)
+    mask = np.ones((4, 8), int)
+    mask[0, 3:], mask[1, :4], mask[2] = 0, 0, 0
+    trainers = [
+        nt.Trainer(made(attention=attention), 4, 8, TILES[tiling], dtype, check_finite=check)
+        for check in (True, False)
+    ]
+    losses = [[trainer.step({**one, "attention_mask": mask}) for one in data] for trainer in trainers]
+    assert losses[0] == losses[1] and all(map(math.isfinite, losses[0]))
+    assert _core.take_not_finite() is None
+
+
+@pytest.mark.parametrize("value", [0, -1.0, math.nan, math.inf, "a"])
+def test_limits_that_are_none(value: Any) -> None:
+    with pytest.raises(nt.ConfigError, match="skip_above_norm"):
+        nt.Trainer(made(), 4, 8, skip_above_norm=value)
+
+
+def test_a_run_that_skips(tmp_path: Path) -> None:
+    """Below every norm: nothing is learnt, all steps are there."""
+    done = nntile(tmp_path, "train.skip_above_norm=1.0e-6")
+    assert done.returncode == 0, done.stderr
+    lines = metrics(tmp_path / "runs" / "tiny")
+    assert all(line["skipped"] for line in lines) and len(lines) == 12
+    assert lines[-1]["held_out_loss"] == lines[0]["held_out_loss_before"]
+    assert "step 7/12  skipped, its gradient norm is above train.skip_above_norm" in done.stdout
+
+
+def test_a_run_that_names_the_operator(tmp_path: Path) -> None:
+    done = nntile(tmp_path, "optimizer.lr=1e30", "optimizer.warmup_steps=0", "debug.nonfinite=true")
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert "the first such value was made by" in done.stderr and "of step" in done.stderr
+    assert metrics(tmp_path / "runs" / "tiny")[-1]["loss"] is None
+    assert not (tmp_path / "runs" / "tiny" / "model.safetensors").exists()
