@@ -43,13 +43,13 @@ def estimate(lists: list[TaskList], workers: int, gpu: bool = False) -> Estimate
     for low in lists:
         all_of_it, longest = _work_and_chain(low, speed)
         work, chain = work + all_of_it, chain + longest
-        seconds += max(all_of_it / workers, longest)
+        seconds += max(all_of_it / workers, longest, len(low.tasks) * speed.submit)
     tasks = sum(len(low.tasks) for low in lists)
     return Estimate(
         tasks=tasks,
         bytes_moved=sum(task.bytes for low in lists for task in low.tasks),
         peak_bytes=max(low.peak_bytes(sum(kept.values())) for low in lists),
-        mean_task=work / max(tasks, 1) - speed.overhead,
+        mean_task=work / max(tasks, 1) - speed.beside,
         parallelism=work / (chain or 1.0),
         seconds=seconds,
         speed=speed,
@@ -58,7 +58,7 @@ def estimate(lists: list[TaskList], workers: int, gpu: bool = False) -> Estimate
 
 def _work_and_chain(low: TaskList, speed: Speed) -> tuple[float, float]:
     """Seconds of all tasks, and of the longest chain of tasks that wait for each other."""
-    takes = [speed.seconds(task) + speed.overhead for task in low.tasks]
+    takes = [speed.seconds(task) + speed.beside for task in low.tasks]
     before = dependencies([Use(a.tile, a.mode) for a in task.accesses] for task in low.tasks)
     return sum(takes), sum(takes[number] for number in critical_path(before, takes))
 
