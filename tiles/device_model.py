@@ -22,4 +22,9 @@ GPU = {
 def speed(lists: Iterable[TaskList], gpu: bool) -> Speed:
     """Of a worker that runs these tasks."""
     low = any(access.tile.dtype == "bf16" for tasks in lists for task in tasks.tasks for access in task.accesses)
-    return GPU["bf16" if low else "fp32"] if gpu else CPU
+    return worker("bf16" if low else "fp32", gpu)
+
+
+def worker(dtype: str, gpu: bool) -> Speed:
+    """Of one that computes with tiles of this dtype."""
+    return GPU["bf16" if dtype == "bf16" else "fp32"] if gpu else CPU

@@ -13,7 +13,8 @@ from nntile_py.tiles import TaskList, Tiling, cut_as
 WRITTEN_BEFORE = ("input", "param", "state")
 
 
-MOST_TASKS = 2_000_000  # of a list: each takes 0.1 ms and a kilobyte to make
+LISTING = 1e-4  # seconds to make a task of a list, on a core at 2.5 GHz
+MOST_TASKS = 2_000_000  # of a list: minutes to make it, and a kilobyte each
 
 
 def lower(graph: Graph, tiling: Tiling, policy: str = "chain", *, holds: Iterable[Tensor] = ()) -> Lowering:
