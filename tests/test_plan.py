@@ -84,7 +84,7 @@ def test_what_leaves_a_gpu_that_is_too_small() -> None:
 
 
 def test_what_a_task_costs_beside_its_work() -> None:
-    """A step of tiny tasks takes the runtime's time for each, not that of their flop; and no less than to submit them."""
+    """Tiny tasks take the runtime's time for each, not that of their flop; and no less than to submit them."""
     config, made = of("tiles={batch: 1, embed: 16, ffn: 32, vocab: 32, heads: 1}")
     measured = 18.8e-6  # seconds of a step for each of 86,758 tasks of 9 us on two cores, tests of 2026-11-22
     assert made.task_seconds < 5e-6

@@ -9,8 +9,8 @@ from nntile_py.tiles.placement import Speed
 
 # One core of two at 2.5 GHz; its memory is the others' too. overhead: 16 us a task (12 to 20) in profiles of
 # experiments/gpt2_tiny.yaml cut into 939, 6,342 and 86,758 tasks (`overhead_per_task_s`), where the thread that submits
-# has no core of its own. launch: what the shortest of these tasks took beyond their flop and bytes. submit: `nntile bench
-# tasks`. All on 2026-11-22.
+# has no core of its own. launch: what the shortest of these tasks took beyond their flop and bytes. submit: `nntile
+# bench tasks`. All on 2026-11-22.
 CPU = Speed(flop_s=50e9, bytes_s=5e9, link_s=1e15, overhead=16e-6, launch=10e-6, submit=3e-6)
 # One H200, by the dtype of its tiles; tf32 tiles are fp32's.
 GPU = {

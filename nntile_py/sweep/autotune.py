@@ -1,8 +1,9 @@
 """`nntile sweep --auto`: tile sizes for a config. Many are planned, which runs nothing; the best few are measured.
 
-The search walks axis by axis from a few starts to where the plan expects the shortest step, and keeps all it has seen.
-What cannot be good is then pruned: too much memory, tasks that are short against the runtime's own time for a task,
-fewer tasks at once than workers. searched.csv and plot.png, .svg, .pdf show what was planned, pruned and measured.
+The search walks axis by axis from a few starts, the config's own tiles (coarser ones where these are far too small)
+among them, to where the plan expects the shortest step, and keeps all it has seen. What cannot be good is then pruned:
+too much memory, tasks that are short against the runtime's own time for a task, fewer tasks at once than workers.
+searched.csv and plot.png, .svg, .pdf show what was planned, pruned and measured.
 """
 
 from __future__ import annotations
@@ -70,9 +71,13 @@ def search(path: Path, sets: list[str], budget: int, console: Console) -> Search
     config = load(path, sets)
     seen: Seen = {}
     own: Tiles = config.tiles.model_dump()
-    # Nobody waits for a step of a million tasks to be listed, let alone measured.
-    fine = ahead(config).far_too_fine
-    starts = [own | coarse(config).tiles if fine else own, dict.fromkeys(AXES), dict.fromkeys(AXES) | {"batch": _tile(config.train.batch, config.workers)}]
+    start = own
+    if (now := ahead(config)).far_too_fine:  # nobody waits for so many to be listed, let alone measured
+        start = own | coarse(config).tiles
+        told = f"the config's own tiles make {now.tasks:,} tasks a step, far too many to measure; beginning at others"
+        console.print(told, highlight=False)
+    whole: Tiles = dict.fromkeys(AXES)
+    starts = [start, whole, whole | {"batch": _tile(config.train.batch, config.workers)}]
     with console.status("planning tilings"):
         for start in starts:
             _walk(config, start, seen)
@@ -82,9 +87,7 @@ def search(path: Path, sets: list[str], budget: int, console: Console) -> Search
     refused = Counter(one.pruned for one in tilings if one.pruned)
     pruned = ", ".join(f"{count} for {reason}" for reason, count in refused.most_common()) or "none"
     console.print(f"{len(seen)} tilings planned; pruned: {pruned}", highlight=False)
-    always = [_key(starts[0]), _key(starts[1])]
-    if fine:
-        console.print(f"the config's own tiles make {ahead(config).tasks:,} tasks a step: not measured", highlight=False)
+    always = [_key(start), _key(whole)]
     # A model so small that no tiling is good has a best one all the same.
     planned = [(one.plan.seconds, one) for one in tilings if one.plan]
     kept = [entry for entry in planned if not entry[1].pruned] or planned
@@ -219,8 +222,8 @@ def _plan(config: RunConfig, tiles: Tiles, seen: Seen) -> Estimate | str:
     if _key(tiles) not in seen:
         at = config.model_copy(update={"tiles": type(config.tiles)(**tiles)})
         try:
-            fine = ahead(at).far_too_fine
-            seen[_key(tiles)] = TOO_FINE if fine else estimate(build(at).lists, config.workers, config.runtime.cuda != 0)
+            lists = None if ahead(at).far_too_fine else build(at).lists
+            seen[_key(tiles)] = estimate(lists, config.workers, config.runtime.cuda != 0) if lists else TOO_FINE
         except ConfigError:
             seen[_key(tiles)] = UNCUTTABLE
     return seen[_key(tiles)]
