@@ -180,7 +180,7 @@ class Model:
         """
         if "architectures" in raw:  # transformers wrote it
             raise ConfigError(
-                f"{cls.__name__} has no read_config(raw), so {cls.__name__}.from_hf reads what nntile train saved of it,"
+                f"{cls.__name__} has no read_config(raw), so {cls.__name__}.from_hf reads what nntile train saved of it"
                 " and no model of transformers"
             )
         return {name: raw[name] for name in cls.Config.model_fields if name in raw and name not in ("type", "from_")}
