@@ -506,6 +506,12 @@ def test_a_busy_machine_is_named() -> None:
     assert "busy-machine" not in quiet
     first = rules.report(summary | {"load": {"cores": cores(), "others": float(cores())}})[0]
     assert first["rule"] == "busy-machine" and "while the steps ran" in first["cause"]
+    # Short tasks may then be the fault of others, unless the plan finds the tiles too small as well.
+    for good, told in ((48, True), (8, False)):
+        tiles = {"embed": {"size": 96, "tile": 8, "tiles": 12, "good": good}}
+        short = analysis.summarise(scheduled(independent(400), [5] * 400, overhead=2), PEAKS, tiles)
+        found = rules.report(short | {"load": {"cores": cores(), "others": float(cores())}})
+        assert ("short-tasks" in [one["rule"] for one in found]) == told
     shared = analysis.summarise(trace, {"CPU": replace(PEAKS["CPU"], cpu_share=0.35)}, TILES)
     assert "had a core for 35% of the time" in rules.report(shared)[0]["cause"]
 

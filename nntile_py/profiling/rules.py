@@ -41,8 +41,9 @@ def short_tasks(s: Summary) -> Finding | None:
     mean, overhead = s["mean_task_s"], s["overhead_per_task_s"]
     starved = s["submission"] >= SUBMITTING and _share(s, "idle") >= IDLE
     serial = _path_bound(s) and _share(s, "idle") > 2 * _share(s, "overhead")  # longer tasks would not help
-    # Where other processes take the cores, what seems to be the runtime's time is theirs.
-    if not starved and (serial or busy_machine(s) or mean >= GOOD * overhead or _share(s, "overhead") < OVERHEAD):
+    # Where other processes take the cores, what seems the runtime's time is theirs; unless the plan expects it too.
+    theirs = busy_machine(s) and not _too_fine(s)
+    if not starved and (serial or theirs or mean >= GOOD * overhead or _share(s, "overhead") < OVERHEAD):
         return None
     cause = f"A task lasts {_us(mean)} on average, and the runtime needs {_us(overhead)} of a worker for each: "
     cause += f"{_share(s, 'overhead'):.0%} of the workers' time."
@@ -214,11 +215,16 @@ def _us(seconds: float) -> str:
     return f"{seconds * 1e6:,.1f} us"
 
 
+def _too_fine(s: Summary) -> list[tuple[str, Any]]:
+    """The axes whose tiles the plan, too, finds smaller than is good."""
+    return [(name, a) for name, a in s["tiles"].items() if a.get("good", a["tile"]) > a["tile"]]
+
+
 def _coarser(s: Summary) -> str:
     """Tiles that are coarse enough, all at once; where they are, the two axes with most tiles, their tile doubled.
 
     Never fewer tiles of the batch than workers."""
-    if good := [(name, a) for name, a in s["tiles"].items() if a.get("good", a["tile"]) > a["tile"]]:
+    if good := _too_fine(s):
         return " and ".join(f"`tiles.{name}: {a['good']}` (now {a['tile']})" for name, a in good)
     workers = len(s.get("workers", ()))
     able = (a for a in s["tiles"].items() if a[1]["tiles"] > (workers if a[0] == "batch" else 1))

@@ -71,9 +71,9 @@ def search(path: Path, sets: list[str], budget: int, console: Console) -> Search
     config = load(path, sets)
     seen: Seen = {}
     own: Tiles = config.tiles.model_dump()
-    start = own
+    start: Tiles = dict(own)
     if (now := ahead(config)).far_too_fine:  # nobody waits for so many to be listed, let alone measured
-        start = own | coarse(config).tiles
+        start.update(coarse(config).tiles)
         told = f"the config's own tiles make {now.tasks:,} tasks a step, far too many to measure; beginning at others"
         console.print(told, highlight=False)
     whole: Tiles = dict.fromkeys(AXES)
