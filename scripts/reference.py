@@ -36,7 +36,7 @@ _PARTS = """# Parts of models
 <!-- Written by scripts/reference.py from the docstrings of models/parts.py; change the texts there. -->
 
 What `from nntile_py.models.parts import ...` offers to a [model of your own](../write-a-model.md). `g` is the graph,
-`x` a tensor, `batch` what `trace` is given, `name` the beginning of the parameters' names, and sizes are `{axis: size}`.
+`x` a tensor, `batch` what `trace` is given, `name` how the parameters' names begin; sizes are `{axis: size}`.
 
 | call | what it makes |
 |---|---|
