@@ -157,7 +157,8 @@ def test_the_model_with_rms_norm() -> None:
     assert "from nntile_py.tasks import linear, rotary" in FILE
     text = FILE.replace("import dense, norm, padding", "import dense, padding")
     text = text.replace("\n\nclass NeoXConfig", f"\n\n{RMS}\n\nclass NeoXConfig")
-    text = text.replace("from nntile_py.tasks import linear, rotary", "from nntile_py.tasks import linear, rms_norm, rotary")
+    old = "from nntile_py.tasks import linear, "
+    text = text.replace(old, f"{old}rms_norm, ")
     names: dict[str, Any] = {}
     exec(text, names)
     model = names["NeoX"](names["NeoXConfig"](layers=1, embed=12, heads=2, vocab=50, positions=9))
