@@ -21,7 +21,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, Validation
 from nntile_py.errors import ConfigError, raised
 from nntile_py.graph.declared import Batch, Param, Traced, trace
 from nntile_py.graph.graph import Graph
-from nntile_py.models.checkpoint import Weights, arrays, check_layers, choice, read_raw, tensors_of
+from nntile_py.models.checkpoint import OWN, Weights, arrays, check_layers, choice, read_raw, tensors_of
 from nntile_py.models.init import initial_weights
 from nntile_py.schema import Count, Section, absolute, allowed, explained, short
 
@@ -179,7 +179,10 @@ class Model:
         A model that transformers knows has its own, as of hf_config; the others write and read their fields.
         """
         if "architectures" in raw:  # transformers wrote it
-            raise ConfigError(f"{cls.__name__} has no read_config(raw), so it cannot read a model of transformers")
+            raise ConfigError(
+                f"{cls.__name__} has no read_config(raw), so {cls.__name__}.from_hf reads what nntile train saved of it"
+                " and no model of transformers"
+            )
         return {name: raw[name] for name in cls.Config.model_fields if name in raw and name not in ("type", "from_")}
 
     @classmethod
@@ -229,7 +232,11 @@ class Model:
 
         raw = self.hf_config()
         if "architectures" not in raw:
-            raise ConfigError(f"model: {type(self).__name__} is not known to transformers")
+            cls = type(self).__name__
+            raise ConfigError(
+                f"model: transformers does not know {cls}, whose hf_config() names no architectures;"
+                f" {cls}.from_hf(FOLDER) reads what nntile train saves"
+            )
         (architecture,) = raw["architectures"]
         try:
             config = transformers.AutoConfig.for_model(**raw)
@@ -360,5 +367,5 @@ def of_hf_type(name: Any) -> type[Model]:
     """The model class of a model_type of transformers."""
     readable = {kind: cls for kind, cls in known().items() if "read_config" in vars(cls)}
     if name not in list(readable):
-        raise ConfigError(f"model: model_type is {name!r}; {', '.join(readable)} can be read")
+        raise ConfigError(f"model: model_type is {name!r}; {', '.join(readable)} can be read so, {OWN}")
     return readable[name]

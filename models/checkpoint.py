@@ -13,6 +13,8 @@ from nntile_py.errors import ConfigError
 from nntile_py.schema import short
 
 Weights = dict[str, np.ndarray[Any, Any]]
+# How a folder is read that holds a model of the user's.
+OWN = "a model of your own by YourModel.from_hf(FOLDER), in a YAML by model.type: my_file.py:YourModel"
 
 
 def read_raw(source: Any) -> dict[str, Any]:
@@ -111,4 +113,4 @@ def architecture(raw: Mapping[str, Any], *known: str) -> str:
 def check_type(raw: Mapping[str, Any], kind: str) -> None:
     """Refuse another model_type than `kind`."""
     if raw.get("model_type") != kind:
-        raise ConfigError(f"model: model_type is {raw.get('model_type')!r}; only {kind} can be read")
+        raise ConfigError(f"model: model_type is {raw.get('model_type')!r}; only {kind} can be read here, {OWN}")

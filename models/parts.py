@@ -77,7 +77,9 @@ def norm(g: Graph, x: Tensor, name: str, eps: float) -> Tensor:
 
 
 def position_input(g: Graph, batch: Batch, positions: int | None) -> Tensor:
-    """The numbers of the positions, 0, 1, ... unless a step gives others; ConfigError for more than the model has."""
+    """The numbers of the positions, int64 [seq]: what `embedding` looks up in a table of so many `positions`.
+
+    0, 1, ... unless a step gives others as its input `positions`. ConfigError: more than the table has."""
     assert positions is not None
     if batch.seq > positions:
         raise ConfigError(f"seq: {batch.seq} is longer than the model's {positions} positions")

@@ -17,6 +17,7 @@ app = typer.Typer(
     epilog="Example: nntile init my.yaml && nntile train my.yaml",
 )  # fmt: skip
 
+LARGE_TRACE = 20  # MB: viewers become slow
 Config = Annotated[str, typer.Argument(metavar="CONFIG", help="A YAML file, such as `nntile init` writes.")]
 
 
@@ -145,6 +146,7 @@ def train(
         start, folder = None, _run_folder(name, loaded.out, out, overwrite)
     if rescue and _taken(rescue):
         raise ConfigError(f"--rescue: {rescue} is not an empty folder; allowed: a new or empty one")
+    _note(loaded)
     try:
         from rich.console import Console
 
@@ -166,6 +168,7 @@ def plan(config: Config, sets: Sets = None, as_json: Json = False) -> None:
     from nntile_py.config.run import load
 
     loaded = load(config, sets or [])
+    _note(loaded)
     from nntile_py.analysis.plan import plan as make
 
     made = make(loaded)
@@ -189,12 +192,15 @@ def profile(
     loaded = load(config, sets or [])
     name = Path(config).stem
     folder = _run_folder(f"{name}-profile", None, out or (Path(loaded.out) if loaded.out else None), overwrite)
+    if work == "train":
+        _note(loaded)
     from nntile_py.profiling import profile as run
 
     summary = run(loaded, folder, name, steps or loaded.profile.steps, fxt, work == "inference")
     for finding in summary["findings"]:
         print(f"{finding['rule']}: {finding['cause']}\n  {finding['advice']}")
     print(f"{summary['seconds_per_step'] * 1e3:.1f} ms a step; open {folder / 'report.html'}")
+    print(_trace_told(folder / "trace.json", summary))
 
 
 @app.command(epilog="Example: nntile graph my.yaml --layer 0 --fusion both --out layer.dot")
@@ -315,6 +321,27 @@ def bench(context: typer.Context) -> None:
     from nntile_py.bench.app import bench_app  # its own typer app, handed all that follows
 
     raise typer.Exit(bench_app(context.args, prog_name="nntile bench", standalone_mode=False) or 0)
+
+
+def _note(config: Any) -> None:
+    """Say at once where the tiles are far too small; what else is wrong the command itself tells."""
+    from contextlib import suppress
+
+    from nntile_py.analysis.ahead import note
+
+    with suppress(NNTileError):
+        if told := note(config):
+            print(told, file=sys.stderr, flush=True)
+
+
+def _trace_told(path: Path, summary: dict[str, Any]) -> str:
+    """Where the trace is, its size, and what makes a large one smaller."""
+    size = path.stat().st_size / 1e6
+    told = f"{path}, for ui.perfetto.dev: {size:,.1f} MB"
+    if size <= LARGE_TRACE:
+        return told
+    fewer = "--steps 1, or " if summary["steps"] > 1 else ""
+    return f"{told}; smaller with {fewer}fewer tasks a step (larger tiles); report.html does not need it"
 
 
 def _one_of(option: str, value: str, allowed: Sequence[str]) -> None:

@@ -1,6 +1,6 @@
-"""Writes docs/reference/config.md, sweeps.md and commands.md from the typed configs and from the commands' own help.
+"""Writes docs/reference/config.md, sweeps.md, commands.md and parts.md from typed configs, help and docstrings.
 
-scripts/reference.py [FOLDER]: after a change of either; a test compares the pages with what is written here."""
+scripts/reference.py [FOLDER]: after a change of these; a test compares the pages with what is written here."""
 
 import inspect
 import sys
@@ -14,6 +14,7 @@ from typer.models import ArgumentInfo, OptionInfo
 from nntile_py.bench.app import bench_app
 from nntile_py.cli import app
 from nntile_py.config.describe import reference, tables
+from nntile_py.models import parts as parts_of_models
 from nntile_py.sweep.spec import Sweep
 
 _HEAD = """# Commands
@@ -30,6 +31,16 @@ _SWEEPS = """# Keys of a sweep's YAML
 
 `nntile sweep FILE` measures a config with other values of some keys: see [Make it faster](../tuning.md#sweeps).
 """
+_PARTS = """# Parts of models
+
+<!-- Written by scripts/reference.py from the docstrings of models/parts.py; change the texts there. -->
+
+What `from nntile_py.models.parts import ...` offers to a [model of your own](../write-a-model.md). `g` is the graph,
+`x` a tensor, `batch` what `trace` is given, `name` how the parameters' names begin; sizes are `{axis: size}`.
+
+| call | what it makes |
+|---|---|
+"""
 _TYPES = {str: "TEXT", int: "INTEGER", float: "NUMBER", Path: "PATH"}
 
 
@@ -41,6 +52,22 @@ def commands() -> str:
 def sweeps() -> str:
     """The page of a sweep's YAML."""
     return "\n".join([_SWEEPS, *tables(Sweep)])
+
+
+def parts() -> str:
+    """The page of the layers that models share."""
+    rows = []
+    for name, function in inspect.getmembers(parts_of_models, inspect.isfunction):
+        if function.__module__ == parts_of_models.__name__ and not name.startswith("_"):
+            told = " ".join((inspect.getdoc(function) or "").split())
+            rows.append(f"| `{name}({_arguments(function)})` | {told} |\n".replace("[", r"\["))
+    return _PARTS + "".join(rows)
+
+
+def _arguments(function: Callable[..., Any]) -> str:
+    """As one writes them, with the defaults and without types."""
+    bare = [one.replace(annotation=one.empty) for one in inspect.signature(function).parameters.values()]
+    return str(inspect.Signature(bare))[1:-1]
 
 
 def _pages(group: typer.Typer, prefix: str) -> Iterator[str]:
@@ -89,7 +116,8 @@ def _default(info: ArgumentInfo | OptionInfo, default: Any) -> str:
 def main() -> None:
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent.parent / "docs" / "reference"
     folder.mkdir(parents=True, exist_ok=True)
-    for name, text in (("config.md", reference()), ("sweeps.md", sweeps()), ("commands.md", commands())):
+    pages = {"config.md": reference(), "sweeps.md": sweeps(), "commands.md": commands(), "parts.md": parts()}
+    for name, text in pages.items():
         (folder / name).write_text(text)
 
 

@@ -116,12 +116,14 @@ class Contract(Op):
             dict(zip(self.k, index, strict=True))
             for index in itertools.product(*(range(len(low.parts(self.a, axis))) for axis in self.k))
         ]
-        plan = self._plan()
+        plan, known = self._plan(), dict[EpilogueArgs, ContractArgs]()
         for index in low.indices(self.output):
             live = [k for k in ks if not (low.empty(self.a, index | k) or low.empty(self.b, index | k))]
-            self._lower_tile(low, index, low.rotated(live, math.prod(low.shape(self.output, index))), plan)
+            self._lower_tile(low, index, low.rotated(live, math.prod(low.shape(self.output, index))), plan, known)
 
-    def _lower_tile(self, low: Lowering, index: Index, ks: list[Index], plan: PlanArgs) -> None:
+    def _lower_tile(
+        self, low: Lowering, index: Index, ks: list[Index], plan: PlanArgs, known: dict[EpilogueArgs, ContractArgs]
+    ) -> None:
         out = low.tile(self.output, index)
         target = low.tile(self.pre, index) if self.pre else out
         # Only a chain has a first and a last partial product; elsewhere what is not a sum waits for a task of its own.
@@ -139,7 +141,8 @@ class Contract(Op):
                 for t, axes in ((self.a, [*self.batch, *self.m, *self.k]), (self.b, self.n))
                 for axis in axes
             )
-            args = ContractArgs(self._epilogue(first, last, colsum), plan, self.scale)
+            epilogue = self._epilogue(first, last, colsum)
+            args = known.setdefault(epilogue, ContractArgs(epilogue, plan, self.scale))  # few; packed once each
             low.emit("contract", [*accesses, *start, *finish, *sums], args, flop=flop)
         if not inline and (self.bias or self.residual or self.activation or self.aux):
             accesses = [RW(target), *self._start(low, index), *self._finish(low, index, out, target)]

@@ -23,7 +23,7 @@ def blocks(text: str, kind: str) -> list[str]:
     return re.findall(rf"^```{kind}\n(.*?)^```$", text, re.M | re.S)
 
 
-FILE, TRAINED, COMPARED = blocks(MODEL, "python")
+FILE, TRAINED, RMS, COMPARED = blocks(MODEL, "python")
 OWN_OPERATOR, CHECKED, CALLED = blocks(OPERATOR, "python")
 (CONFIG,) = blocks(MODEL, "yaml")
 
@@ -150,6 +150,37 @@ def test_the_operators_that_the_page_names_are_there() -> None:
     (told,) = re.findall(r"^\*\*Operators\*\*.*?(?=\n\n)", MODEL, re.M | re.S)
     named = {name for name in re.findall(r"`(\w+)`", told) if name not in ("dense", "norm")}
     assert named and all(callable(getattr(tasks, name)) for name in named)
+
+
+def test_the_model_with_rms_norm() -> None:
+    """The page's few lines in the place of `norm`."""
+    assert "from nntile_py.tasks import linear, rotary" in FILE
+    text = FILE.replace("import dense, norm, padding", "import dense, padding")
+    text = text.replace("\n\nclass NeoXConfig", f"\n\n{RMS}\n\nclass NeoXConfig")
+    old = "from nntile_py.tasks import linear, "
+    text = text.replace(old, f"{old}rms_norm, ")
+    names: dict[str, Any] = {}
+    exec(text, names)
+    model = names["NeoX"](names["NeoXConfig"](layers=1, embed=12, heads=2, vocab=50, positions=9))
+    assert {name for name in model.weight_shapes() if "norm" in name and "bias" in name} == set()
+    ids = np.random.default_rng(0).integers(0, 50, (2, 9))
+    with nt.Runtime(cpus=1):
+        trainer = nt.Trainer(model, batch=2, seq=9, tiles={"embed": 5})
+        first, *_, last = (trainer.step({"input_ids": ids, "labels": ids}, lr=1e-2) for _ in range(6))
+    assert last < first
+
+
+def test_tiles_of_shared_heads_are_those_told() -> None:
+    rows = re.findall(r"^\| (\d+) \| (\d+|refused)[^|]* \| (\d*)", MODEL.partition("`tiles.heads` |")[2], re.M)
+    assert len(rows) == 4
+    for tile, heads, kv_heads in rows:
+        tiling = nt.tiles.Tiling({"heads": int(tile)})
+        if heads == "refused":
+            with pytest.raises(nt.ConfigError, match="use a multiple of 3, or a divisor"):
+                tiling.share("kv_heads", "heads", 12, 3)
+        else:
+            tiling.share("kv_heads", "heads", 12, 3)
+            assert [tiling.tile("heads", 12), tiling.tile("kv_heads", 4)] == [int(heads), int(kv_heads)]
 
 
 # -- an operator

@@ -83,7 +83,7 @@ def test_metrics_have_a_line_a_step(run: tuple[Path, str]) -> None:
 def test_what_is_printed(run: tuple[Path, str]) -> None:
     text = run[1]
     assert [n for n in range(1, 13) if f"step {n}/12 " in text] == [1, 4, 5, 8, 10, 12]
-    for fact in ("loss ", "grad norm ", "lr ", " tokens/s", " TFLOP/s", " MiB", " left", "held-out loss "):
+    for fact in ("loss ", "grad norm ", "lr ", " tokens/s", " TFLOP/s", "  memory ", " MiB", " left", "held-out loss "):
         assert fact in text
     assert "sample:\nimport " in text
     assert "\x1b" not in text  # no colours and no live display where nobody watches

@@ -459,3 +459,18 @@ def test_a_norm_whose_weight_has_another_axis() -> None:
     gamma = g.temp("gamma", ["ffn"], [4], "fp32")
     with pytest.raises(ValueError, match="the weight must have the axis embed alone"):
         rms_norm(g, x, gamma, 1e-6)
+
+
+def test_messages_name_the_users_own_class(tmp_path: Path) -> None:
+    """A folder of a model of one's own, and one of a model that it is not, are told how they are read."""
+    cls = my_classes(tmp_path)
+    model = cls(cls.Config(embed=12, vocab=VOCAB))
+    (tmp_path / "config.json").write_text(json.dumps(model.hf_config()))
+    for read in (nt.models.from_hf, nt.models.GPT2.from_hf):
+        with pytest.raises(nt.ConfigError, match=r"YourModel\.from_hf\(FOLDER\), in a YAML by model\.type: my_file"):
+            read(tmp_path)
+    with pytest.raises(nt.ConfigError, match=rf"{cls.__name__}\.from_hf\(FOLDER\) reads what nntile train"):
+        model.to_hf()
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["T5Model"]}))
+    with pytest.raises(nt.ConfigError, match=rf"{cls.__name__}\.from_hf reads what nntile train saved"):
+        cls.from_hf(tmp_path)

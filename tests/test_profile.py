@@ -18,6 +18,7 @@ import yaml
 from traces import US, chain, independent, info, scheduled
 
 import nntile_py as nt
+from nntile_py import cli
 from nntile_py import profiling as profile
 from nntile_py.config.run import RunConfig, load
 from nntile_py.profiling import analysis, collect, events, rules
@@ -102,6 +103,31 @@ def test_advice_for_attention_whose_sequence_is_cut() -> None:
             {"operators": [row], "tiles": {"seq": {"tile": tile, "size": 32, "tiles": 32 // tile}}}
         )
         assert found and named in found.advice
+
+
+def test_short_tasks_are_told_tiles_that_are_coarse_enough_at_once() -> None:
+    """All axes that have to change, not the next doubling of two."""
+    tiles = {"batch": {"size": 8, "tile": 1, "tiles": 8, "good": 4}}
+    tiles |= {"seq": {"size": 9, "tile": 9, "tiles": 1, "good": 9}}
+    tiles |= {axis: {"size": 96, "tile": 8, "tiles": 12, "good": 48} for axis in ("embed", "ffn", "vocab")}
+    trace = scheduled(independent(400), [5] * 400, overhead=2)
+    summary = analysis.summarise(trace, PEAKS, tiles)
+    advice = rules.report(summary)[0]["advice"]
+    assert re.findall(r"`tiles\.(\w+): (\d+)`", advice) == [
+        ("batch", "4"), ("embed", "48"), ("ffn", "48"), ("vocab", "48"),
+    ]  # fmt: skip
+    good = {axis: a | {"good": a["tile"]} for axis, a in tiles.items()}  # as the plan sees it; the profile does not
+    advice = rules.report(analysis.summarise(trace, PEAKS, good))[0]["advice"]
+    assert "`tiles.embed: 16` (now 8)" in advice
+
+
+def test_the_size_of_the_trace_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "trace.json"
+    path.write_bytes(b" " * 2_500_000)
+    assert cli._trace_told(path, {"steps": 3}) == f"{path}, for ui.perfetto.dev: 2.5 MB"
+    monkeypatch.setattr(cli, "LARGE_TRACE", 2)
+    assert "2.5 MB; smaller with --steps 1, or fewer tasks a step" in cli._trace_told(path, {"steps": 3})
+    assert "--steps" not in cli._trace_told(path, {"steps": 1})
 
 
 def test_rules_name_keys_of_the_config() -> None:
@@ -480,6 +506,12 @@ def test_a_busy_machine_is_named() -> None:
     assert "busy-machine" not in quiet
     first = rules.report(summary | {"load": {"cores": cores(), "others": float(cores())}})[0]
     assert first["rule"] == "busy-machine" and "while the steps ran" in first["cause"]
+    # Short tasks may then be the fault of others, unless the plan finds the tiles too small as well.
+    for good, told in ((48, True), (8, False)):
+        tiles = {"embed": {"size": 96, "tile": 8, "tiles": 12, "good": good}}
+        short = analysis.summarise(scheduled(independent(400), [5] * 400, overhead=2), PEAKS, tiles)
+        found = rules.report(short | {"load": {"cores": cores(), "others": float(cores())}})
+        assert ("short-tasks" in [one["rule"] for one in found]) == told
     shared = analysis.summarise(trace, {"CPU": replace(PEAKS["CPU"], cpu_share=0.35)}, TILES)
     assert "had a core for 35% of the time" in rules.report(shared)[0]["cause"]
 

@@ -16,6 +16,7 @@ from typing import Literal, get_args
 
 from .tasklist import Access, Task, TaskList, Tile, merge
 
+GOOD = 20  # a task should last so many times what the runtime needs for one: 5 % of a worker's time then
 Placement = Literal["scheduler", "planned"]  # who chooses the worker of a task
 PLACEMENTS: tuple[str, ...] = get_args(Placement)
 
@@ -24,8 +25,8 @@ PLACEMENTS: tuple[str, ...] = get_args(Placement)
 class Speed:
     """Of one worker: flop/s, bytes/s of its memory; bytes/s between two workers, seconds of each transfer beside.
 
-    overhead: seconds of the runtime for each task, launch: for each part of a group. host_s: bytes/s from main memory,
-    and at the same time to it.
+    overhead: seconds of the runtime for each task, launch: to start a kernel, of each part of a group too. submit: of
+    the one thread that submits, for each task. host_s: bytes/s from main memory, and at the same time to it.
     """
 
     flop_s: float
@@ -34,10 +35,21 @@ class Speed:
     latency: float = 15e-6
     overhead: float = 0.0
     launch: float = 0.0
+    submit: float = 0.0
     host_s: float = math.inf
 
     def seconds(self, task: Task) -> float:
         return max(task.flop / self.flop_s, task.bytes / self.bytes_s)
+
+    @property
+    def beside(self) -> float:
+        """Seconds of a worker for each task beside its work."""
+        return self.overhead + self.launch
+
+    @property
+    def good(self) -> float:
+        """Seconds that tasks should last on average, so that the runtime's own time for them hardly shows."""
+        return GOOD * self.overhead
 
 
 Residency = dict[Hashable, set[int]]

@@ -54,7 +54,7 @@ class Tile:
 
     def part(self, axis: str) -> list[int]:
         """Which part of the axis the tile is of, if of one."""
-        return [part for name, part in zip(self.axes, self.index, strict=False) if name == axis]
+        return [self.index[self.axes.index(axis)]] if axis in self.axes else []
 
     def __repr__(self) -> str:
         return f"{self.tensor}{list(self.index)}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -43,13 +44,13 @@ def estimate(lists: list[TaskList], workers: int, gpu: bool = False) -> Estimate
     for low in lists:
         all_of_it, longest = _work_and_chain(low, speed)
         work, chain = work + all_of_it, chain + longest
-        seconds += max(all_of_it / workers, longest)
+        seconds += max(all_of_it / workers, longest, len(low.tasks) * speed.submit)
     tasks = sum(len(low.tasks) for low in lists)
     return Estimate(
         tasks=tasks,
         bytes_moved=sum(task.bytes for low in lists for task in low.tasks),
         peak_bytes=max(low.peak_bytes(sum(kept.values())) for low in lists),
-        mean_task=work / max(tasks, 1) - speed.overhead,
+        mean_task=work / max(tasks, 1) - speed.beside,
         parallelism=work / (chain or 1.0),
         seconds=seconds,
         speed=speed,
@@ -58,7 +59,7 @@ def estimate(lists: list[TaskList], workers: int, gpu: bool = False) -> Estimate
 
 def _work_and_chain(low: TaskList, speed: Speed) -> tuple[float, float]:
     """Seconds of all tasks, and of the longest chain of tasks that wait for each other."""
-    takes = [speed.seconds(task) + speed.overhead for task in low.tasks]
+    takes = [speed.seconds(task) + speed.beside for task in low.tasks]
     before = dependencies([Use(a.tile, a.mode) for a in task.accesses] for task in low.tasks)
     return sum(takes), sum(takes[number] for number in critical_path(before, takes))
 
@@ -135,7 +136,13 @@ class Plan:
 
 def plan(config: RunConfig) -> Plan:
     """The plan of a training config; nothing is run and no weight is made."""
-    return summarise(step_spec(config).step(), config=config)
+    collects = gc.isenabled()
+    gc.disable()  # lists of tasks have no cycles, and to look for some takes a quarter of the time
+    try:
+        return summarise(step_spec(config).step(), config=config)
+    finally:
+        if collects:
+            gc.enable()
 
 
 def summarise(step: Step, *, config: RunConfig) -> Plan:

@@ -13,7 +13,7 @@ from nntile_py.graph.lowering import lower
 from nntile_py.graph.optimizers import AdamW, Optimizer
 from nntile_py.graph.packing import pack_projections
 from nntile_py.tasks.op import Lowering, Tensor
-from nntile_py.tasks.optimizer import GradNorm
+from nntile_py.tasks.optimizer import Ends, GradNorm
 from nntile_py.tiles import Tiling
 
 # The workers that compute in it.
@@ -71,6 +71,16 @@ class Step:
             sizes[tile.tensor] = sizes.get(tile.tensor, 0) + tile.bytes
         top = sorted(sizes, key=lambda name: -sizes[name])[:count]
         return ", ".join(f"{name} ({sizes[name] / 2**20:.1f} MiB)" for name in top)
+
+
+@dataclass
+class Graphs:
+    """What a step computes before it is cut: forward and backward in one graph, the gradients of its parameters."""
+
+    graph: Graph
+    grads: dict[Tensor, Tensor]
+    loss: Tensor
+    optional: dict[str, float]
 
 
 @dataclass
@@ -136,30 +146,41 @@ class StepSpec:
             pack_projections(graph, traced.outputs.values())
         return graph, traced, batch
 
-    def step(self) -> Step:
-        """Forward, backward and update as task lists."""
+    def graphs(self) -> Graphs:
+        """Forward and backward as a graph, not yet cut into tiles."""
         graph, traced, batch = self.trace()
         grads = graph.backward(traced.loss)
         fuse(graph, self.fusion, self.tiling)
         if self.grad_accumulation == 1:
             narrow_gradients(graph, grads.values(), self.tiling)
-        first = lower(graph, self.tiling, self.policy)
-        # They can be read until the next step begins; the activations then take their place.
-        first.tasks.forget(first.tile(grad, index) for grad in grads.values() for index in first.indices(grad))
-        update = Graph(graph.dtype)
+        return Graphs(graph, grads, traced.loss, batch.optional)
+
+    def update(self, made: Graphs, ends: Ends | None = None) -> Graph:
+        """The optimizer's part of the step; ends: see GradNorm."""
+        update = Graph(made.graph.dtype)
         norm, clip = (update.named(name, ["one"], [1], "scalar", "fp64") for name in ("grad_norm", "clip"))
-        ends, skip_above = first.tasks.ends("batch"), self.skip_above_norm
-        update.add(GradNorm(list(grads.values()), norm, clip, self.clip_grad_norm, ends, skip_above=skip_above))
-        params = {param.tensor: param for param in graph.params.values()}
-        for tensor, grad in grads.items():
+        norms = list(made.grads.values()), norm, clip, self.clip_grad_norm, ends
+        update.add(GradNorm(*norms, skip_above=self.skip_above_norm))
+        params = {param.tensor: param for param in made.graph.params.values()}
+        for tensor, grad in made.grads.items():
             update.tensors[tensor.name] = tensor
             with update.scope(tensor.name):
                 self.optimizer.build(update, params[tensor], grad, clip)
+        return update
+
+    def step(self) -> Step:
+        """Forward, backward and update as task lists."""
+        made = self.graphs()
+        graph, grads = made.graph, made.grads
+        first = lower(graph, self.tiling, self.policy)
+        # They can be read until the next step begins; the activations then take their place.
+        first.tasks.forget(first.tile(grad, index) for grad in grads.values() for index in first.indices(grad))
+        update = self.update(made, first.tasks.ends("batch"))
         more = None
         if self.grad_accumulation > 1:
-            more = lower(graph, self.tiling, self.policy, holds=[*grads.values(), traced.loss])
+            more = lower(graph, self.tiling, self.policy, holds=[*grads.values(), made.loss])
         last = lower(update, self.tiling, self.policy, holds=grads.values())
-        return Step(graph, update, grads, first, more, last, batch.optional)
+        return Step(graph, update, grads, first, more, last, made.optional)
 
     def evaluation(self, keep: bool = False) -> Evaluation:
         """A forward pass without dropout; with `keep` the model's outputs are kept for the host."""

@@ -14,14 +14,14 @@ from typing import Any
 import numpy as np
 
 from nntile_py import _core
+from nntile_py.analysis.ahead import coarse, sizes
 from nntile_py.config.run import RunConfig
-from nntile_py.config.spec import step_spec
+from nntile_py.config.spec import tiling
 from nntile_py.errors import TaskError
 from nntile_py.execution.runtime import Runtime
 from nntile_py.graph.declared import random_inputs
 from nntile_py.profiling.analysis import Peak, at_least_seen, device_peak, measure_cpu
 from nntile_py.profiling.trace import REDUCTION, Bus, Info, Trace, Worker, one_after_the_other
-from nntile_py.tiles import AXES
 from nntile_py.tiles.order import Use
 from nntile_py.tiles.tasklist import PYTHON, Task, TaskList
 from nntile_py.training.trainer import Trainer
@@ -173,13 +173,11 @@ def peaks(trace: Trace, config: RunConfig) -> dict[str, Peak]:
 
 
 def axes(config: RunConfig) -> dict[str, dict[str, int]]:
-    """Of each axis that a tiling may cut: its size, the tile's, the number of tiles."""
-    spec = step_spec(config)
-    sizes, result = spec.trace()[0].sizes(), {}
-    for axis in AXES:
-        if size := sizes.get(axis):
-            parts = spec.tiling.parts(axis, size)
-            result[axis] = {"size": size, "tile": parts[0].size, "tiles": len(parts)}
+    """Of each axis that a tiling may cut: its size, the tile's, the number of tiles; a tile that is coarse enough."""
+    own, good, result = tiling(config), coarse(config).tiles, {}
+    for axis, size in sizes(config).items():
+        tile = own.tile(axis, size)
+        result[axis] = {"size": size, "tile": tile, "tiles": -(-size // tile), "good": min(good.get(axis, size), size)}
     return result
 
 

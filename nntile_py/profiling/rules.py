@@ -7,10 +7,10 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from nntile_py.system.load import BUSY, is_busy
+from nntile_py.tiles.placement import GOOD
 
 IDLE = 0.15  # of the workers' time: worth a finding
 MOVING = 0.10
-SHORT = 20  # a task should last this many times what the runtime needs for it
 OVERHEAD = 0.05
 SUBMITTING = 0.8  # of the run
 SERIAL = 0.5  # of the critical path
@@ -37,12 +37,13 @@ def findings(summary: Summary) -> list[Finding]:
 
 
 def short_tasks(s: Summary) -> Finding | None:
-    """Tasks shorter than SHORT times the overhead, and it shows; or submission is what the workers wait for."""
+    """Tasks shorter than GOOD times the overhead, and it shows; or submission is what the workers wait for."""
     mean, overhead = s["mean_task_s"], s["overhead_per_task_s"]
     starved = s["submission"] >= SUBMITTING and _share(s, "idle") >= IDLE
     serial = _path_bound(s) and _share(s, "idle") > 2 * _share(s, "overhead")  # longer tasks would not help
-    # Where other processes take the cores, what seems to be the runtime's time is theirs.
-    if not starved and (serial or busy_machine(s) or mean >= SHORT * overhead or _share(s, "overhead") < OVERHEAD):
+    # Where other processes take the cores, what seems the runtime's time is theirs; unless the plan expects it too.
+    theirs = busy_machine(s) and not _too_fine(s)
+    if not starved and (serial or theirs or mean >= GOOD * overhead or _share(s, "overhead") < OVERHEAD):
         return None
     cause = f"A task lasts {_us(mean)} on average, and the runtime needs {_us(overhead)} of a worker for each: "
     cause += f"{_share(s, 'overhead'):.0%} of the workers' time."
@@ -214,8 +215,17 @@ def _us(seconds: float) -> str:
     return f"{seconds * 1e6:,.1f} us"
 
 
+def _too_fine(s: Summary) -> list[tuple[str, Any]]:
+    """The axes whose tiles the plan, too, finds smaller than is good."""
+    return [(name, a) for name, a in s["tiles"].items() if a.get("good", a["tile"]) > a["tile"]]
+
+
 def _coarser(s: Summary) -> str:
-    """The axes with most tiles, their tile doubled; never fewer tiles of the batch than workers."""
+    """Tiles that are coarse enough, all at once; where they are, the two axes with most tiles, their tile doubled.
+
+    Never fewer tiles of the batch than workers."""
+    if good := _too_fine(s):
+        return " and ".join(f"`tiles.{name}: {a['good']}` (now {a['tile']})" for name, a in good)
     workers = len(s.get("workers", ()))
     able = (a for a in s["tiles"].items() if a[1]["tiles"] > (workers if a[0] == "batch" else 1))
     cut = sorted(able, key=lambda a: -a[1]["tiles"])

@@ -1,8 +1,9 @@
 """`nntile sweep --auto`: tile sizes for a config. Many are planned, which runs nothing; the best few are measured.
 
-The search walks axis by axis from a few starts to where the plan expects the shortest step, and keeps all it has seen.
-What cannot be good is then pruned: too much memory, tasks that are short against the runtime's own time for a task,
-fewer tasks at once than workers. searched.csv and plot.png, .svg, .pdf show what was planned, pruned and measured.
+The search walks axis by axis from a few starts, the config's own tiles (coarser ones where these are far too small)
+among them, to where the plan expects the shortest step, and keeps all it has seen. What cannot be good is then pruned:
+too much memory, tasks that are short against the runtime's own time for a task, fewer tasks at once than workers.
+searched.csv and plot.png, .svg, .pdf show what was planned, pruned and measured.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from nntile_py.analysis.ahead import ahead, coarse
 from nntile_py.analysis.plan import Estimate, estimate
 from nntile_py.analysis.workloads import build
 from nntile_py.config.run import RunConfig, load
@@ -28,13 +30,15 @@ from nntile_py.sweep.spec import Sweep
 from nntile_py.system.cgroup import machine_memory
 from nntile_py.system.folders import replace_file
 from nntile_py.tiles import AXES
+from nntile_py.tiles.placement import GOOD
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Tiles = dict[str, int | None]  # by axis; None: not cut
+Seen = dict[tuple[int | None, ...], Estimate | str]  # by tiling: its plan, or why there is none
 CUTS = (1, 2, 3, 4, 8)  # tiles along an axis
-SHORT = 10  # a task should take this many times the runtime's own time for it
+UNCUTTABLE, TOO_FINE = "operators that cannot be cut so", "far too many tasks"
 MOST_PLANS = 250
 
 
@@ -43,7 +47,7 @@ class Candidate:
     """A tiling that was planned: sizes in the order of AXES, and why it is not worth a measurement, or None."""
 
     key: tuple[int | None, ...]
-    plan: Estimate | None
+    plan: Estimate | None  # none: not planned, as `pruned` says
     pruned: str | None
 
     def __str__(self) -> str:
@@ -65,17 +69,25 @@ def search(path: Path, sets: list[str], budget: int, console: Console) -> Search
     if "config" in tree and tree.keys() & {"grid", "list", "random"}:
         raise ConfigError(f"{path}: this is a sweep's YAML; --auto takes a run's config, such as {tree['config']}")
     config = load(path, sets)
-    seen: dict[tuple[int | None, ...], Estimate | None] = {}
+    seen: Seen = {}
     own: Tiles = config.tiles.model_dump()
-    starts = [own, dict.fromkeys(AXES), dict.fromkeys(AXES) | {"batch": _tile(config.train.batch, config.workers)}]
+    start: Tiles = dict(own)
+    if (now := ahead(config)).far_too_fine:  # nobody waits for so many to be listed, let alone measured
+        start.update(coarse(config).tiles)
+        told = f"the config's own tiles make {now.tasks:,} tasks a step, far too many to measure; beginning at others"
+        console.print(told, highlight=False)
+    whole: Tiles = dict.fromkeys(AXES)
+    starts = [start, whole, whole | {"batch": _tile(config.train.batch, config.workers)}]
     with console.status("planning tilings"):
         for start in starts:
             _walk(config, start, seen)
-    tilings = [Candidate(key, plan, why_not(config, plan)) for key, plan in seen.items()]
+    tilings = [
+        Candidate(key, None if isinstance(plan, str) else plan, why_not(config, plan)) for key, plan in seen.items()
+    ]
     refused = Counter(one.pruned for one in tilings if one.pruned)
     pruned = ", ".join(f"{count} for {reason}" for reason, count in refused.most_common()) or "none"
     console.print(f"{len(seen)} tilings planned; pruned: {pruned}", highlight=False)
-    always = [_key(own), _key(starts[1])]
+    always = [_key(start), _key(whole)]
     # A model so small that no tiling is good has a best one all the same.
     planned = [(one.plan.seconds, one) for one in tilings if one.plan]
     kept = [entry for entry in planned if not entry[1].pruned] or planned
@@ -159,14 +171,14 @@ def draw_search(found: Search, rows: list[Row], where: str) -> Figure:
     return figure
 
 
-def why_not(config: RunConfig, plan: Estimate | None) -> str | None:
+def why_not(config: RunConfig, plan: Estimate | str) -> str | None:
     """The reason for which a tiling is not worth a measurement."""
-    if plan is None:
-        return "operators that cannot be cut so"
+    if isinstance(plan, str):
+        return plan
     if plan.peak_bytes > _memory(config):
         return "memory"
-    if plan.mean_task < SHORT * plan.speed.overhead:
-        return f"tasks shorter than {SHORT} times their overhead"
+    if plan.mean_task < plan.speed.good / 2:  # those between are measured
+        return f"tasks shorter than {GOOD // 2} times their overhead"
     if plan.parallelism < config.workers:
         return "less parallelism than workers"
     return None
@@ -193,7 +205,7 @@ def _key(tiles: Tiles) -> tuple[int | None, ...]:
     return tuple(tiles[axis] for axis in AXES)
 
 
-def _walk(config: RunConfig, start: Tiles, seen: dict[tuple[int | None, ...], Estimate | None]) -> None:
+def _walk(config: RunConfig, start: Tiles, seen: Seen) -> None:
     """Change one axis at a time to its best value, until nothing changes."""
     choices, now = sizes_to_try(config), dict(start)
     changed = True
@@ -206,19 +218,20 @@ def _walk(config: RunConfig, start: Tiles, seen: dict[tuple[int | None, ...], Es
                 now[axis], changed = best, True
 
 
-def _plan(config: RunConfig, tiles: Tiles, seen: dict[tuple[int | None, ...], Estimate | None]) -> Estimate | None:
+def _plan(config: RunConfig, tiles: Tiles, seen: Seen) -> Estimate | str:
     if _key(tiles) not in seen:
         at = config.model_copy(update={"tiles": type(config.tiles)(**tiles)})
         try:
-            seen[_key(tiles)] = estimate(build(at).lists, config.workers, gpu=config.runtime.cuda != 0)
+            lists = None if ahead(at).far_too_fine else build(at).lists
+            seen[_key(tiles)] = estimate(lists, config.workers, config.runtime.cuda != 0) if lists else TOO_FINE
         except ConfigError:
-            seen[_key(tiles)] = None
+            seen[_key(tiles)] = UNCUTTABLE
     return seen[_key(tiles)]
 
 
-def _score(config: RunConfig, plan: Estimate | None) -> float:
+def _score(config: RunConfig, plan: Estimate | str) -> float:
     """Expected seconds; what would be pruned comes after all that would not."""
-    return math.inf if plan is None else plan.seconds * (1 if why_not(config, plan) is None else 1e3)
+    return math.inf if isinstance(plan, str) else plan.seconds * (1 if why_not(config, plan) is None else 1e3)
 
 
 def _memory(config: RunConfig) -> float:

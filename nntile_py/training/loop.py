@@ -215,7 +215,7 @@ class Display:
         speed = (
             f"{self._trainer.tokens_per_step / per_step:,.0f} tokens/s"
             f"  {self._trainer.flop_per_step / per_step / 1e12:.3g} TFLOP/s"
-            f"  {_size(self._trainer.memory_bytes())}"
+            f"  memory {_size(self._trainer.memory_bytes())}"
         )
         held_out = "" if self._held_out is None else f"held-out loss {self._held_out:.4f}  "
         if step == 1 or step % self._train.log_every == 0 or line.keys() & {"held_out_loss", "skipped"}:

@@ -1,0 +1,109 @@
+"""Tasks counted before they are made, what is said of far too many, and the tiles that are named instead."""
+
+import re
+import time
+from pathlib import Path
+
+import pytest
+
+from nntile_py.analysis.ahead import ahead, coarse, note
+from nntile_py.analysis.plan import Estimate
+from nntile_py.config.run import RunConfig, load
+from nntile_py.config.spec import step_spec
+from nntile_py.errors import ConfigError
+from nntile_py.sweep import autotune
+from nntile_py.tiles import AXES, device_model
+
+EXPERIMENTS = Path(__file__).parents[1] / "experiments"
+FINE = ("tiles={batch: 1, embed: 8, heads: 1, ffn: 8, vocab: 64}",)  # 587,218 tasks a step
+SMALL = ("model.layers=2", "train.seq=40", "train.batch=5", "tokenizer.vocab_size=300", "runtime.cpus=2")
+RAGGED = "tiles={batch: 1, seq: 9, embed: 50, heads: 1, ffn: 90, vocab: 70}"
+
+
+def of(name: str, *sets: str) -> RunConfig:
+    return load(EXPERIMENTS / f"{name}.yaml", sets)
+
+
+def listed(config: RunConfig) -> int:
+    step = step_spec(config).step()
+    lists = [step.first, *[step.more] * (config.train.grad_accumulation - 1), step.update]
+    return sum(len(low.tasks.tasks) for low in lists if low)
+
+
+@pytest.mark.parametrize("name", ["gpt2_tiny", "llama_tiny", "bert_tiny"])
+@pytest.mark.parametrize("tiles", ["tiles={}", "tiles={batch: 3, embed: 100}", RAGGED])
+def test_the_count_is_that_of_the_list(name: str, tiles: str) -> None:
+    config = of(name, *SMALL, tiles)
+    assert ahead(config).tasks == pytest.approx(listed(config), rel=0.03)
+
+
+@pytest.mark.parametrize(
+    "sets",
+    [
+        ("accumulate=tree",),
+        ("accumulate=redux",),
+        ("fusion=false", "model.attention=naive"),
+        ("model.attention=flash",),
+        ("model.attention=merge", "train.grad_accumulation=3"),
+        ("optimizer.name=sgd", "optimizer.betas=null"),
+    ],
+    ids=lambda sets: sets[0],
+)
+def test_the_count_in_other_ways_to_compute(sets: tuple[str, ...]) -> None:
+    config = of("gpt2_tiny", *SMALL, RAGGED, *[one for one in sets if "betas" not in one])
+    assert ahead(config).tasks == pytest.approx(listed(config), rel=0.2)
+
+
+def test_far_too_many_are_told_at_once() -> None:
+    config, start = of("gpt2_tiny", *FINE, "runtime.cpus=2"), time.process_time()
+    told = note(config)
+    assert time.process_time() - start < 10  # to list them takes a minute
+    assert told.startswith("note: 587,218 tasks a step, 0.6 us of arithmetic each") and "far too small" in told
+    sets = re.findall(r"--set (\S+)", told)
+    better = of("gpt2_tiny", *FINE, "runtime.cpus=2", *sets)
+    assert [one.split("=")[0] for one in sets] == [f"tiles.{axis}" for axis in AXES if axis != "seq"]
+    assert ahead(better).work >= device_model.CPU.good and note(better) == ""
+    assert f"({ahead(better).tasks:,} tasks)" in told
+    assert better.tiles.batch == 4, "a tile for each worker"
+
+
+def test_a_good_tiling_is_left_alone() -> None:
+    config = of("gpt2_tiny", "runtime.cpus=2")
+    assert note(config) == "" and coarse(config).tiles == config.tiles.model_dump(exclude_none=True)
+
+
+def test_heads_that_share_keys_stay_together() -> None:
+    config = of("llama_tiny", "tiles={batch: 1, heads: 1, embed: 8, ffn: 8}")
+    found = coarse(config)
+    assert ahead(of("llama_tiny", f"tiles={found.tiles}")).tasks == found.tasks
+
+
+def test_more_than_can_be_listed_is_told_with_what_to_try() -> None:
+    config = of("gpt2_tiny", "tiles={batch: 1, embed: 4, ffn: 4, vocab: 16}")
+    assert "try --set tiles." in note(config) and "going on" not in note(config)
+    with pytest.raises(ConfigError, match=r"about 2,\d+,\d+ tasks are too many for a list; allowed: 2,000,000"):
+        step_spec(config).step()
+
+
+def test_a_search_lists_no_tiling_of_far_too_many_tasks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Neither the config's own nor one on the way; and measures none."""
+    import io
+
+    from rich.console import Console
+
+    planned: list[int] = []
+
+    def estimate(lists: list[object], *rest: object) -> Estimate:
+        made: Estimate = real(lists, *rest)  # type: ignore[arg-type]
+        planned.append(made.tasks)
+        return made
+
+    real = autotune.estimate
+    monkeypatch.setattr(autotune, "estimate", estimate)
+    monkeypatch.setattr(autotune, "MOST_PLANS", 12)
+    out = io.StringIO()
+    sets = [*FINE, "model.layers=1", "runtime.cpus=2"]
+    found = autotune.search(EXPERIMENTS / "gpt2_tiny.yaml", sets, 4, Console(file=out, width=200))
+    assert planned and max(planned) < 40_000
+    assert "far too many to measure" in out.getvalue()
+    assert all(point["tiles.embed"] != 8 for point in found.sweep.list_ or [])
