@@ -13,9 +13,11 @@ from typing import Any
 
 import pytest
 from conftest import CPUS, Python
+from test_interrupts import busy
 from test_loop import HOW, command, metrics, nntile
 
 import nntile_py as nt
+from nntile_py.training import checkpoint
 from nntile_py.training.resume import newest
 
 TORTURE = bool(os.environ.get("NNTILE_TORTURE"))
@@ -114,16 +116,21 @@ def test_the_newest_checkpoint(whole: Path, tmp_path: Path) -> None:
     assert (tmp_path / "other" / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
 
 
-def stopped(number: signal.Signals, sets: tuple[str, ...], arguments: tuple[str, ...], when: float, path: Path) -> int:
-    """The status of a run that gets a signal `when` seconds after its first checkpoint is whole, or ends before."""
+def stopped(
+    number: signal.Signals, sets: tuple[str, ...], arguments: tuple[str, ...], when: float, path: Path, times: int = 1
+) -> int:
+    """The status of a run that gets a signal `when` seconds after its first checkpoint is whole, or ends before; where
+    `when` is negative, that long after its start."""
     process = subprocess.Popen(command(path, *sets, arguments=arguments), cwd=path, stdout=subprocess.DEVNULL)
     folder = path / "runs" / "tiny" / "checkpoints"
     before = {*folder.glob("step-*")}
     try:
-        while process.poll() is None and not {*folder.glob("step-*")} - before:
+        while process.poll() is None and not {*folder.glob("step-*")} - before and when >= 0:
             time.sleep(0.002)
-        time.sleep(when)
-        process.send_signal(number)
+        time.sleep(abs(when))
+        for _ in range(times):
+            process.send_signal(number)
+            time.sleep(0.02)
         return process.wait(60)
     finally:
         process.kill()
@@ -151,14 +158,16 @@ def test_stopped_and_gone_on(number: signal.Signals, whole: Path, tmp_path: Path
 @pytest.mark.skipif(not TORTURE, reason="minutes; `make torture` runs it")
 @pytest.mark.timeout(7200)
 def test_killed_at_200_moments(tmp_path: Path) -> None:
-    """One run, killed and resumed again and again, another number of workers each time."""
+    """One run, killed and resumed again and again, another number of workers each time; a third of the kills come as it
+    starts."""
     sets, moment = (*SHORT, "train.steps=2000", "checkpoint.every=1", "train.eval_every=2000"), random.Random(0)
     assert nntile(tmp_path, *sets, "train.steps=2000", arguments=("--out", "whole")).returncode == 0
     kills = 0
     arguments: tuple[str, ...] = ()
     while kills < 200:
         cpus = f"runtime.cpus={1 + kills % CPUS}"
-        if stopped(signal.SIGKILL, (*sets, cpus), arguments, moment.uniform(0, 0.15), tmp_path) == 0:
+        when = -moment.uniform(0, 3) if kills % 3 == 2 else moment.uniform(0, 0.15)
+        if stopped(signal.SIGKILL, (*sets, cpus), arguments, when, tmp_path) == 0:
             break
         kills, arguments = kills + 1, ("--resume",)
         shown = newest(tmp_path / "runs" / "tiny", pytest.fail)  # none damaged
@@ -168,6 +177,28 @@ def test_killed_at_200_moments(tmp_path: Path) -> None:
     run, whole = tmp_path / "runs" / "tiny", tmp_path / "whole"
     assert (run / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
     assert [(m["step"], m["loss"]) for m in metrics(run)] == [(m["step"], m["loss"]) for m in metrics(whole)]
+
+
+@pytest.mark.skipif(not TORTURE, reason="minutes; `make torture` runs it")
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("others", [0, 10])
+@pytest.mark.parametrize("times", [1, 2, 3])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signals_at_moments(number: signal.Signals, times: int, others: int, whole: Path, tmp_path: Path) -> None:
+    """One run, asked to stop once, twice or three times, from its start on: it ends soon and can be gone on with."""
+    sets, moment = (*SHORT, "train.steps=2000", "checkpoint.every=1", "train.eval_every=2000"), random.Random(times)
+    arguments: tuple[str, ...] = ()
+    statuses: dict[int, int] = {}
+    with busy(others):
+        for k in range(50):
+            when = -moment.uniform(0, 3) if k % 3 == 2 else moment.uniform(0, 0.3)
+            status = stopped(number, sets, arguments, when, tmp_path, times)
+            assert status in (128 + number, 1, -number), status
+            statuses[status] = statuses.get(status, 0) + 1
+            if checkpoint.found(tmp_path / "runs" / "tiny"):
+                arguments = ("--resume",)
+                newest(tmp_path / "runs" / "tiny", pytest.fail)  # none damaged
+    print(f"{number.name} x{times}, {others} other processes: statuses {statuses}")
 
 
 def test_another_run_is_refused(whole: Path, tmp_path: Path) -> None:
