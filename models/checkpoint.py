@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,20 @@ import numpy as np
 
 from nntile_py.errors import ConfigError
 from nntile_py.schema import short
+from nntile_py.system.folders import read
 
 Weights = dict[str, np.ndarray[Any, Any]]
+
+
+@contextmanager
+def named(source: Any) -> Iterator[None]:
+    """A ConfigError inside of it says which folder is read."""
+    try:
+        yield
+    except ConfigError as error:
+        if not isinstance(source, str | Path) or str(source) in str(error):
+            raise
+        raise ConfigError(f"{error} (in {source})") from None
 
 
 def read_raw(source: Any) -> dict[str, Any]:
@@ -27,7 +40,6 @@ def read_raw(source: Any) -> dict[str, Any]:
 
 def tensors_of(source: Any) -> dict[str, Any]:
     """{name: torch tensor}: all that the checkpoint holds, buffers too."""
-    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     if not isinstance(source, str | Path):
@@ -48,8 +60,10 @@ def tensors_of(source: Any) -> dict[str, Any]:
     tensors: dict[str, Any] = {}
     for file in files:
         try:
+            if not file.is_file():  # a pipe would never end
+                raise OSError("no such file")
             tensors |= load_file(file)
-        except (OSError, SafetensorError) as error:
+        except Exception as error:  # whatever safetensors and torch say
             raise ConfigError(f"model: cannot read {file} ({error}); {need}") from None
     return tensors
 
@@ -83,7 +97,7 @@ def _read_json(path: Path, need: str) -> dict[str, Any]:
     if not path.is_file():
         raise ConfigError(f"model: {path} is missing; expected {need}")
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        raw = json.loads(read(path))
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"model: cannot read {path} ({error})") from None
     if not isinstance(raw, dict):

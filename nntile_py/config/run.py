@@ -300,7 +300,10 @@ def _model_section(given: Any) -> Any:
     for key in saved.keys() & given.keys():
         if given[key] != saved[key]:
             raise ConfigError(f"model.{key}: got {given[key]!r}; allowed: {saved[key]!r}, as in {folder}/config.json")
-    return _checked(cls.Config, saved | given)
+    try:
+        return _checked(cls.Config, saved | given)
+    except ConfigError as error:
+        raise ConfigError(f"{error} (sizes come from {folder}/config.json)") from None
 
 
 def _checked(config: type[ModelConfig], given: dict[str, Any]) -> ModelConfig:

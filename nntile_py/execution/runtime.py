@@ -193,6 +193,16 @@ class Runtime:
         _core.wait_all()
 
 
+def _forked() -> None:
+    """In the child of a fork: workers, disk and whoever would want to read tiles at the end are the parent's."""
+    if running := Runtime.current:
+        atexit.unregister(running._stop)
+        running._users, running.disk, Runtime.current = [], None, None
+
+
+os.register_at_fork(after_in_child=_forked)
+
+
 @contextlib.contextmanager
 def uninterrupted() -> Iterator[None]:
     """SIGINT waits until the block has ended: half started or half stopped StarPU is of no use to anyone.
