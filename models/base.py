@@ -24,6 +24,7 @@ from nntile_py.graph.graph import Graph
 from nntile_py.models.checkpoint import Weights, arrays, check_layers, choice, named, read_raw, tensors_of
 from nntile_py.models.init import initial_weights
 from nntile_py.schema import Count, Section, absolute, allowed, explained, short
+from nntile_py.typed import typed
 
 
 class ModelConfig(Section):
@@ -120,6 +121,7 @@ class Model:
     objective: ClassVar[str | None] = None  # what text is made into: causal, masked; None: it is not trained on text
     prefix: ClassVar[str] = ""  # that checkpoints of the bare model leave out
 
+    @typed
     def __init__(
         self,
         config: Any,

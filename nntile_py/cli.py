@@ -42,11 +42,13 @@ def main(run: Callable[[], Any] = app) -> None:
     """Entry point: errors of nntile_py become one message and an exit status (NNTILE_DEBUG=1 shows the traceback)."""
     try:
         run()
-    except (NNTileError, OSError) as error:
+    except (NNTileError, OSError, MemoryError) as error:
         if os.environ.get("NNTILE_DEBUG") == "1":
             raise
-        of_file = isinstance(error, OSError) and error.filename
-        print(told(f"error: {error.filename}: {error.strerror}" if of_file else f"error: {error}"), file=sys.stderr)
+        text = f"out of memory ({error})" if isinstance(error, MemoryError) else str(error)
+        if isinstance(error, OSError) and error.filename:
+            text = f"{error.filename}: {error.strerror}"
+        print(told(f"error: {text}"), file=sys.stderr)
         sys.exit(2 if isinstance(error, ConfigError) else 1)
 
 
@@ -83,6 +85,8 @@ def init(
             new.write(text)
     except FileExistsError:
         raise ConfigError(f"FILE: {file} is there already; allowed: the name of a new file") from None
+    except OSError as error:
+        raise ConfigError(f"FILE: {file}: {error.strerror}; allowed: the name of a new file") from None
     print(f"wrote {file}; train it with: nntile train {file}")
 
 

@@ -55,16 +55,17 @@ _BOUNDS: dict[str, tuple[str, str, Callable[[Any, Any], bool]]] = {
 }
 
 
-def integer(least: int) -> tuple[PlainValidator, Rule]:
+def integer(least: int, most: int | None = None) -> tuple[PlainValidator, Rule]:
     """Of 63 bits: larger ones are no sizes, and arrays of them would be listed without end."""
-    words = f"an integer of at least {least}"
+    words = f"an integer of at least {least}" if most is None else f"an integer from {least} to {most}"
+    end = 2**63 if most is None else most + 1
 
     def convert(value: Any) -> int | None:
-        if type(value) is int and value >= 2**63:
+        if type(value) is int and value >= end and most is None:
             raise ValueError(f"{words} and less than 2^63")
-        return value if type(value) is int and value >= least else None
+        return value if type(value) is int and least <= value < end else None
 
-    return only(words, convert, type="integer", minimum=least)
+    return only(words, convert, type="integer", minimum=least, **({} if most is None else {"maximum": most}))
 
 
 def number(**bounds: float) -> tuple[PlainValidator, Rule]:
@@ -92,6 +93,7 @@ def _betas(value: Any) -> list[float] | None:
 
 Count = Annotated[int, *integer(1)]
 Natural = Annotated[int, *integer(0)]
+Layers = Annotated[int, *integer(1, 1000)]  # a plan of more takes minutes
 Positive = Annotated[float, *number(above=0)]
 NonNegative = Annotated[float, *number(least=0)]
 BelowOne = Annotated[float, *number(least=0, below=1)]

@@ -26,7 +26,7 @@ from nntile_py.errors import NNTileError, NotFinite
 from nntile_py.execution.runtime import Runtime
 from nntile_py.inference.generate import fill_masked, generate
 from nntile_py.models.base import Model
-from nntile_py.system.folders import replace_file
+from nntile_py.system.folders import read, replace_file
 from nntile_py.tokenizer import END_OF_TEXT, PAD
 from nntile_py.training import checkpoint
 from nntile_py.training.batches import SPECIAL, Batches, objective
@@ -149,7 +149,7 @@ def _files(trainer: Trainer, tokenizer: Tokenizer, config: RunConfig) -> dict[st
         checkpoint.CONFIG: json.dumps(saved, indent=2), checkpoint.TOKENIZER: tokenizer.to_str(pretty=True),
     }  # fmt: skip
     if config.model.from_ and (kept := Path(config.model.from_) / GENERATION).is_file():
-        files[GENERATION] = kept.read_bytes()
+        files[GENERATION] = read(kept)
     return files
 
 

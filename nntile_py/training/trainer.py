@@ -102,6 +102,7 @@ class Trainer:
         ConfigError: A value is out of range.
     """
 
+    @typed
     def __init__(
         self,
         model: Traceable,
@@ -217,6 +218,7 @@ class Trainer:
 
     # -- training
 
+    @typed
     def submit(self, inputs: Inputs, labels: IntArray | None = None, lr: float | None = None) -> Pending:
         """Submit one step and return at once; at most two are in flight.
 
@@ -256,10 +258,12 @@ class Trainer:
         self._pending.append(pending)
         return pending
 
+    @typed
     def step(self, inputs: Inputs, labels: IntArray | None = None, lr: float | None = None) -> float:
         """One training step; returns the mean loss before the update. Arguments as of `submit`."""
         return self.submit(inputs, labels, lr).result().loss
 
+    @typed
     def evaluate(
         self,
         inputs: Inputs,
@@ -337,6 +341,7 @@ class Trainer:
         self.steps = step
         self._check_alone(self._runtime)
 
+    @typed
     def save(self, folder: str | Path) -> None:
         """Write a checkpoint: the model as transformers' from_pretrained reads it, the optimizer's averages, the step.
 
@@ -351,6 +356,7 @@ class Trainer:
         return config | {"dtype": "float64" if self.dtype == "fp64" else "float32"}
 
     @classmethod
+    @typed
     def load(cls, folder: str | Path, model: Any = None, **options: Any) -> Trainer:
         """The trainer that was saved, with its model, ready for the next step.
 
