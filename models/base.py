@@ -211,7 +211,7 @@ class Model:
             return cls._read(source, fields)
 
     @classmethod
-    def _read(cls, source: Any, fields: Mapping[str, Any]) -> Self:
+    def _read(cls, source: Any, fields: dict[str, Any]) -> Self:
         raw = read_raw(source)
         model = cls(cls.Config(**(cls.saved_fields(raw) | fields)), hf=raw)
         shapes, tensors = model.weight_shapes(), tensors_of(source)

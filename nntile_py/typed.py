@@ -81,14 +81,15 @@ def fits(value: Any, kind: Any) -> bool:
     if kind in (int, float):
         return isinstance(value, _NUMBERS[kind]) and not isinstance(value, bool)
     base = origin or kind
-    if base is Any or not isinstance(base, type) or getattr(base, "_is_protocol", False) and not issubclass(base, Collection):
+    protocol = getattr(base, "_is_protocol", False) and not issubclass(base, Collection)
+    if base is Any or not isinstance(base, type) or protocol:
         return True
     if base in (Sequence, Collection) and isinstance(value, str | bytes):
         return False
     if not isinstance(value, base):
         return False
     if issubclass(base, Mapping) and arguments:
-        return all(fits(k, arguments[0]) and fits(v, arguments[1]) for k, v in value.items())
+        return all(fits(k, arguments[0]) and fits(v, arguments[1]) for k, v in dict(value).items())
     if issubclass(base, Collection) and arguments and isinstance(value, list | tuple | set | frozenset):
         kinds = arguments if base is tuple and arguments[-1] is not Ellipsis else (arguments[0],) * len(value)
         return len(kinds) == len(value) and all(map(fits, value, kinds))

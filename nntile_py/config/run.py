@@ -197,7 +197,7 @@ def load_scheduler(name: str) -> dict[str, Any]:
     """The keys that a scheduler file sets, checked. `name`: of a file in scheduler_configs/, or a path."""
     if not isinstance(name, str):
         raise ConfigError(f"scheduler: got {name!r}; allowed: a name in scheduler_configs/ or the path of a YAML file")
-    path = Path(name).expanduser() if _is_path(name) else SCHEDULER_CONFIGS / f"{name}.yaml"
+    path = Path(os.path.expanduser(name)) if _is_path(name) else SCHEDULER_CONFIGS / f"{name}.yaml"
     if not os.path.isfile(path):
         names = sorted(p.stem for p in SCHEDULER_CONFIGS.glob("*.yaml"))
         raise ConfigError(f"scheduler: no such file: {path}; allowed: the path of a YAML file, or {', '.join(names)}")

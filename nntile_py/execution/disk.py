@@ -30,7 +30,7 @@ class Disk:
             raise ConfigError(f"runtime.disk.path: got {path!r}; allowed: the path of a folder")
         if not isinstance(size, Integral) or isinstance(size, bool):
             raise ConfigError(f"runtime.disk.size: got {size!r}; allowed: an integer, of bytes")
-        self.path, self.size = Path(path).expanduser(), int(size)
+        self.path, self.size = Path(os.path.expanduser(path)), int(size)
         if not self.path.is_dir() or not os.access(self.path, os.W_OK | os.X_OK):
             raise ConfigError(f"runtime.disk.path: {self.path} is no folder that can be written to")
         if memory is None:

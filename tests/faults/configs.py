@@ -12,36 +12,55 @@ import yaml
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = {"layers": 1, "embed": 24, "heads": 2, "ffn": 32, "kv_heads": 1}
 NUMBERS = [
-    "-1", "0", "1", "2", "3", "7", "8", "100", "10000", "1000000", "-0.0", "0.5", "1.0", "1e3", "1e308", "-1e308", "1e400",
+    "-1", "0", "1", "2", "3", "7", "8", "100", "10000", "1000000", "-0.0", "0.5", "1.0", "1e3", "1e308", "-1e308",
+    "1e400",
     "1e-320", ".inf", "-.inf", ".nan", "2147483647", "2147483648", "4294967296", "9223372036854775807",
-    "9223372036854775808", "1" + "0" * 30, "1" * 5000, "0x" + "f" * 2000, "0b" + "1" * 70, "1_000", "1:30:00", "017", "0o17",
+    "9223372036854775808", "1" + "0" * 30, "1" * 5000, "0x" + "f" * 2000, "0b" + "1" * 70, "1_000", "1:30:00", "017",
+    "0o17",
 ]  # fmt: skip
 WORDS = [
     "true", "false", "yes", "off", "~", "null", "''", "'1'", "'all'", "x" * 100, "x" * 5000, "x" * 200000, '"\\0"',
-    '"a\\0b"', '"\\x1b[31mred\\a"', '"\\ud800"', '"\\U0001F600"', "'Ω≠日本'", '"\\u202Eevil"', "'%s%n{}$HOME'", "'*'", "' '",
+    '"a\\0b"', '"\\x1b[31mred\\a"', '"\\ud800"', '"\\U0001F600"', "'Ω≠日本'", '"\\u202Eevil"', "'%s%n{}$HOME'", "'*'",
+    "' '",
     "chain", "cosine", "sgd", "bf16", "planned", "modular-eager", "10min", "0.0000001s", "1" * 400 + "h", "500MB",
     "1" * 400 + "GiB", "9" * 30 + "TB", "python-stdlib", "bert", "llama", "gpt2", "gpu", "multi_gpu", "cpu",
 ]  # fmt: skip
 PATHS = [
-    ".", "..", "../..", "/", "/dev/null", "/dev/zero", "/dev/full", "/dev/stdin", "/proc/self/mem", "/proc/self/fd/0", "fifo",
+    ".", "..", "../..", "/", "/dev/null", "/dev/zero", "/dev/full", "/dev/stdin", "/proc/self/mem",
+    "/proc/self/fd/0", "fifo",
     "loop", "folder", "empty", "zero", "binary", "deep", "run.yaml", "text.txt", "loop/x", "text.txt/x", "fifo/x", "~",
     "~root", "~nobody_there/x", "~\\0", "nofile.py:X", "bad.py:X", "folder/.py:X", "zero.py:X", "fifo:X", ":", ".py:",
     "a/" * 3000, "x.yaml", "deep.yaml", "/etc/passwd", "//", "a\\0b/c", "\\udcff/x", "http://127.0.0.1/x",
 ]  # fmt: skip
 TREES = [
     "[]", "[1]", "[null]", "[[[]]]", "[1, 2, 3]", "[a, b]", "[0.9, 0.95]", "[0.9, .nan]", "{}", "{a: 1}", "{1: 2}",
-    "{null: null}", "{type: gpt2}", "{true: 1}", "{? [1] : 2}", "{? {a: 1} : 2}", "{1.5: x}", "{2020-01-01: x}", "{'': 1}",
+    "{null: null}", "{type: gpt2}", "{true: 1}", "{? [1] : 2}", "{? {a: 1} : 2}", "{1.5: x}", "{2020-01-01: x}",
+    "{'': 1}",
     "{'a.b': 1}", "{'\\\\0': 1}", "[" * 60 + "]" * 60, "[" * 3000, "{a: " * 60 + "1" + "}" * 60, "{" * 900,
     "{" + "y" * 5000 + ": 1}", "[" + "1, " * 3000 + "1]", "{a: 1, a: 2}", "{<<: {a: 1}}", "{<<: 3}", "{=: 1}",
 ]  # fmt: skip
-LAUGHS = "[&a0 [1,1,1,1,1,1,1,1,1,1], " + ", ".join(f"&a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 12)) + "]"
+_TENS = (f"&a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 12))
+LAUGHS = f"[&a0 [1,1,1,1,1,1,1,1,1,1], {', '.join(_TENS)}]"
 TAGS = [
     "!!python/object/apply:os.system ['true']", "!!python/name:os.system", "!!timestamp 2020-13-45", "!!timestamp x",
-    "!!binary 'aGk='", "!!binary '!'", "!!set {a, b}", "!!omap [a: 1]", "!!pairs [a: 1]", "!!float x", "!!int x", "!!int ''",
-    "!foo bar", "!!str 1", "!!null 3", "!!bool maybe", "!!merge x", "!!value x", "!<tag:yaml.org,2002:int> 1", "!!seq 1",
-    "!!map [1]", "2020-01-01", "2020-01-01T00:00:00Z", "2020-99-99", "12:30:45", "&a [*a]", "&a {b: *a}", "*nobody", "&a 1",
-    LAUGHS, "? a", "- 1", "|\n    text\n", ">-\n    text\n", "'", '"', "%", "@", "`", "\t", "#", "---", "...", "!", "&", "*",
+    "!!binary 'aGk='", "!!binary '!'", "!!set {a, b}", "!!omap [a: 1]", "!!pairs [a: 1]", "!!float x", "!!int x",
+    "!!int ''",
+    "!foo bar", "!!str 1", "!!null 3", "!!bool maybe", "!!merge x", "!!value x", "!<tag:yaml.org,2002:int> 1",
+    "!!seq 1",
+    "!!map [1]", "2020-01-01", "2020-01-01T00:00:00Z", "2020-99-99", "12:30:45", "&a [*a]", "&a {b: *a}", "*nobody",
+    "&a 1",
+    LAUGHS, "? a", "- 1", "|\n    text\n", ">-\n    text\n", "'", '"', "%", "@", "`", "\t", "#", "---", "...", "!",
+    "&", "*",
 ]  # fmt: skip
+
+
+INSERTED = ["\0", "\t", "\r", "\x85", "\ufeff", ":", "-", "{", "&x ", "*x "]
+NO_SETS = ["", "=", "a", "=1", ".=1", "a..b=1", "model=1", "model.=1", " =1", "a.b.c.d.e=1", "é=1", "x" * 9999]
+NEW = ["new.yaml", "folder", "folder/x.yaml", "/", "", "/dev/full", "loop", "run.yaml", "a/b/c", "x" * 300]
+OWN = "import nntile_py as nt\nclass Mine(nt.Model):\n    class Config(nt.ModelConfig):\n        x: int = 1\n"
+COMMANDS = ["plan", "config", "sweep", "init", "nothing", ""]
+ODD = ["--schema", "--json", "--model", "gpt2", "--steps", "-1", "--set", "", "--unknown", "--", "-x", "\udcff"]
+ODD += ["run.yaml"]
 
 
 def hostile(draw: random.Random) -> str:
@@ -142,7 +161,7 @@ def text_of(draw: random.Random, tree: Any) -> str:
             elif how == 1:
                 text = text[:at] + chr(draw.randrange(256)) + text[at + 1 :]
             elif how == 2:
-                text = text[:at] + draw.choice(["\0", "\t", "\r", "\x85", "\ufeff", ":", "-", "{", "&x ", "*x "]) + text[at:]
+                text = text[:at] + draw.choice(INSERTED) + text[at:]
             elif how == 3:
                 text = "\n".join([*lines[: line + 1], *lines[line:]])
             else:
@@ -162,7 +181,7 @@ def _set(draw: random.Random) -> str:
     if how == 0:
         key = _misspelt(draw, key)
     if how == 1:
-        return draw.choice(["", "=", "a", "=1", ".=1", "a..b=1", "model=1", "model.=1", " =1", "a.b.c.d.e=1", "é=1", "x" * 9999])
+        return draw.choice(NO_SETS)
     return f"{key}={hostile(draw)}".replace("\0", "")
 
 
@@ -194,12 +213,10 @@ def case(draw: random.Random) -> dict[str, Any]:
     elif what == 7:
         types = ["gpt2", "bert", "llama", "own.py:Mine", "", "nobody", *PATHS]
         model = draw.choice(types).replace("\\0", "").replace("\\udcff", "\udcff")
-        args = ["init", draw.choice(["new.yaml", "folder", "folder/x.yaml", "/", "", "/dev/full", "loop", "run.yaml", "a/b/c", "x" * 300]),
-                "--model", model, *_sets(draw, 0.6)]  # fmt: skip
-        files["own.py"] = "import nntile_py as nt\nclass Mine(nt.Model):\n    class Config(nt.ModelConfig):\n        x: int = 1\n"
+        args = ["init", draw.choice(NEW), "--model", model, *_sets(draw, 0.6)]
+        files["own.py"] = OWN
     elif what == 8:
         where = draw.choice(PATHS).replace("\\0", "").replace("\\udcff", "\udcff")
-        odd = ["--schema", "--json", "--model", "gpt2", "--steps", "-1", "--set", "", "--unknown", "--", "-x", "\udcff", run]
-        args = [draw.choice(["plan", "config", "sweep", "init", "nothing", ""]), where, *draw.choices(odd, k=draw.randrange(4))]
+        args = [draw.choice(COMMANDS), where, *draw.choices(ODD, k=draw.randrange(4))]
         reader, files[run] = "sweep", _plain(draw, "run")
     return {"reader": reader, "args": args, "files": files}

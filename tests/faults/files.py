@@ -9,9 +9,10 @@ from typing import Any
 
 # What reads each file, and how a message may call it.
 STEP = "run/checkpoints/step-000002"
+CHECKPOINT = ("state.json", "model.safetensors", "optimizer.safetensors", "config.json")
 KINDS: list[tuple[str, list[str], str]] = [
-    *(("resume", [], f"{STEP}/{name}") for name in ("state.json", "model.safetensors", "optimizer.safetensors", "config.json")),
-    *(("trainer", [], f"saved/{name}") for name in ("state.json", "model.safetensors", "optimizer.safetensors", "config.json")),
+    *(("resume", [], f"{STEP}/{name}") for name in CHECKPOINT),
+    *(("trainer", [], f"saved/{name}") for name in CHECKPOINT),
     ("resume", [], "run/metrics.jsonl"),
     ("resume", [], f"{STEP}/tokenizer.json"),
     ("nntile", ["plan", "hf.yaml"], "hf/config.json"),
@@ -24,7 +25,7 @@ KINDS: list[tuple[str, list[str], str]] = [
     ("transformers", [], "hf/model.safetensors.index.json"),
     ("transformers", [], "hf/model-00001-of-00002.safetensors"),
     ("transformers", [], "hf/model-00002-of-00002.safetensors"),
-    ("nntile", ["plan", "run.yaml", "--set", "tokenizer.path=hf/tokenizer.json", "--set", "tokenizer.vocab_size=null"], "hf/tokenizer.json"),
+    ("nntile", ["plan", "run.yaml", "--set", "tokenizer={path: hf/tokenizer.json}"], "hf/tokenizer.json"),
     ("corpus", [], "text.txt"),
     ("corpus", [], "run.yaml"),
     ("corpus", ["cache"], "cache/nntile_py"),
@@ -34,9 +35,15 @@ KINDS: list[tuple[str, list[str], str]] = [
     ("models", [], "cache/.starpu/sampling/bus"),
 ]  # fmt: skip
 LEAVES: list[Any] = [
-    None, True, -1, 0, 1, 3, 1.5, 2**31, 2**63, 2**64, 10**30, 1e308, float("inf"), float("nan"), "", "x", "x" * 9999, "../x",
-    "/etc/passwd", "\0", "\x1b[31m", [], [1], {}, {"a": 1}, "float32", "AdamW", "relu", "0" * 64,
+    None, True, -1, 0, 1, 3, 1.5, 2**31, 2**63, 2**64, 10**30, 1e308, float("inf"), float("nan"), "", "x", "x" * 9999,
+    "../x", "/etc/passwd", "\0", "\x1b[31m", [], [1], {}, {"a": 1}, "float32", "AdamW", "relu", "0" * 64,
 ]  # fmt: skip
+
+
+WHOLE = [b"", b"\0", b"\n", b"{}", b"[]", b"null", b"3", b'"x"', b"[" * 99999, b"{" * 999, b"\x1f\x8b\x08" + b"\0" * 99]
+BYTES = {"F16": 2, "BF16": 2, "F64": 8, "I8": 1, "I64": 8, "BOOL": 1, "U8": 1, "F8_E4M3": 1, "C64": 8}
+SHAPES = [[], [0], [-1], [2**62, 4], [2**63], [2**64], None, "x", [1.5]]
+OFFSETS = [[], [0], [0, 0], [8, 4], [-1, 4], [0, 2**63], [0, 2**64], None, [1, 5]]
 
 
 def case(draw: random.Random, template: Path) -> dict[str, Any]:
@@ -50,12 +57,14 @@ def case(draw: random.Random, template: Path) -> dict[str, Any]:
     content = _special(draw) if special else _damaged(draw, name, whole, template)
     files = {name: content if isinstance(content, dict) else content.decode("latin-1")}
     state = Path(name).with_name("state.json")
-    if isinstance(content, bytes) and (template / state).is_file() and state.name != Path(name).name and draw.random() < 0.7:
+    described = (template / state).is_file() and state.name != Path(name).name
+    if isinstance(content, bytes) and described and draw.random() < 0.7:
         facts = json.loads((template / state).read_text())
         if Path(name).name in facts["sha256"]:
             facts["sha256"][Path(name).name] = hashlib.sha256(content).hexdigest()
             files[str(state)] = json.dumps(facts)
-    return {"reader": reader, "args": args, "files": files, "damaged": [name, str(Path(name).parent) if "/" in name else name]}
+    names = [name, str(Path(name).parent) if "/" in name else name]
+    return {"reader": reader, "args": args, "files": files, "damaged": names}
 
 
 def _special(draw: random.Random) -> dict[str, Any]:
@@ -87,7 +96,7 @@ def _damaged(draw: random.Random, name: str, whole: bytes, template: Path) -> by
     if how == 4:
         return whole + draw.randbytes(draw.choice((1, 8, 1000)))
     if how == 5:
-        return draw.choice([b"", b"\0", b"\n", b"{}", b"[]", b"null", b"3", b'"x"', b"[" * 99999, b"{" * 999, b"\x1f\x8b\x08" + b"\0" * 99])
+        return draw.choice(WHOLE)
     if how == 6:
         others = sorted(p for p in template.rglob("*") if p.is_file() and p.stat().st_size < 10**6)
         return draw.choice(others).read_bytes()
@@ -105,14 +114,16 @@ def _tree(draw: random.Random, tree: Any) -> Any:
     places: list[tuple[Any, Any]] = []
 
     def walk(value: Any) -> None:
-        for key, inner in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
+        inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+        for key, inner in inside:
             places.append((value, key))
             walk(inner)
 
     walk(tree)
     if not places or draw.random() < 0.03:
         return draw.choice(LEAVES)
-    shallow = [place for place in places if isinstance(tree, dict) and any(place[0] is v for v in (tree, *tree.values()))]
+    upper = (tree, *tree.values()) if isinstance(tree, dict) else ()
+    shallow = [place for place in places if any(place[0] is v for v in upper)]
     holder, key = draw.choice(draw.choice((places, shallow or places)))
     how = draw.randrange(6)
     if how == 0 and isinstance(holder, dict):
@@ -135,16 +146,16 @@ def _tensors(draw: random.Random, whole: bytes) -> bytes:
         return struct.pack("<Q", draw.choice((0, 1, size - 1, size + 1, 2**31, 2**63, 2**64 - 1))) + whole[8:]
     of = header[draw.choice([name for name in header if name != "__metadata__"])]
     if how == 1:
-        of["dtype"] = draw.choice(["F16", "BF16", "F64", "I8", "I64", "BOOL", "U8", "F8_E4M3", "C64", "F4", "", "x", 3, None])
+        of["dtype"] = draw.choice([*BYTES, "F4", "", "x", 3, None])
         if draw.random() < 0.7:  # with an offset that fits nothing else is asked
-            bits = {"F16": 2, "BF16": 2, "F64": 8, "I8": 1, "I64": 8, "BOOL": 1, "U8": 1, "F8_E4M3": 1, "C64": 8}.get(of["dtype"], 4)
+            each = BYTES.get(of["dtype"], 4)
             count = (of["data_offsets"][1] - of["data_offsets"][0]) // 4
-            header = {"w": of | {"shape": [count], "data_offsets": [0, count * bits]}}
-            data = b"\x01" * (count * bits)
+            header = {"w": of | {"shape": [count], "data_offsets": [0, count * each]}}
+            data = b"\x01" * (count * each)
     elif how == 2:
-        of["shape"] = draw.choice([[], [0], [-1], [2**62, 4], [2**63], [2**64], of["shape"][::-1], [1, *of["shape"]], None, "x", [1.5]])
+        of["shape"] = draw.choice([*SHAPES, of["shape"][::-1], [1, *of["shape"]]])
     elif how == 3:
-        of["data_offsets"] = draw.choice([[], [0], [0, 0], [8, 4], [-1, 4], [0, 2**63], [0, 2**64], None, [1, 5], [0, len(data)]])
+        of["data_offsets"] = draw.choice([*OFFSETS, [0, len(data)]])
     elif how == 4 and draw.random() < 0.5:
         data = draw.choice([b"\xff" * len(data), b"\0" * len(data), struct.pack("<f", float("nan")) * (len(data) // 4)])
     else:

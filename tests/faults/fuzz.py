@@ -90,7 +90,8 @@ def put(path: Path, content: Any) -> None:
 
 
 SPECIAL: dict[str, Any] = {
-    "fifo": {"fifo": True}, "loop": {"link": "loop"}, "folder": {"folder": True}, "empty": "", "zero": {"link": "/dev/zero"},
+    "fifo": {"fifo": True}, "loop": {"link": "loop"}, "folder": {"folder": True}, "empty": "",
+    "zero": {"link": "/dev/zero"},
     "bad.py": "raise ValueError('of the file')\n", "binary": "\x00\xff\xfe\x80" * 99, "deep": "[" * 5000,
 }  # fmt: skip
 
@@ -225,7 +226,8 @@ def main() -> None:
     case = numbered(asked.kind, asked.seed, asked.case, template)
     print(json.dumps(case, indent=1)[:4000])
     done = run(zygote, case, root, template)
-    print(json.dumps({k: v for k, v in done.items() if k not in ("out", "err")}), done["out"][-2000:], done["err"][-6000:])
+    print({k: v for k, v in done.items() if k not in ("out", "err")})
+    print(done["out"][-2000:], done["err"][-6000:])
     if asked.keep:
         (CORPUS / f"{asked.keep}.json").write_text(json.dumps(case, indent=1) + "\n")
     zygote.close()

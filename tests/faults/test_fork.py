@@ -33,8 +33,9 @@ with nt.Runtime(cpus=1, memory=64 << 20, disk={"path": str(disk), "size": 256 <<
     assert before, "nothing is on the disk"
 
     def uses():
-        for number, call in enumerate((large[0].numpy, lambda: inc(large[1]), lambda: large[2].tile.write(np.ones(1024 * 1024)),
-                     nt.Runtime.wait, lambda: trainer.step(ids, ids), lambda: trainer.evaluate(ids, ids),
+        for number, call in enumerate((large[0].numpy, lambda: inc(large[1]),
+                     lambda: large[2].tile.write(np.ones(1024 * 1024)), nt.Runtime.wait,
+                     lambda: trainer.step(ids, ids), lambda: trainer.evaluate(ids, ids),
                      trainer.state_dict, lambda: trainer.save(disk.parent / "saved"),
                      lambda: nt.Runtime(cpus=1).__enter__())):
             try:
