@@ -19,13 +19,13 @@ Weights = dict[str, np.ndarray[Any, Any]]
 
 @contextmanager
 def named(source: Any) -> Iterator[None]:
-    """A ConfigError inside of it says which folder is read."""
+    """A ConfigError inside of it, also one for a wrong type that was saved, says which folder is read."""
     try:
         yield
-    except ConfigError as error:
+    except (ConfigError, TypeError) as error:
         if not isinstance(source, str | Path) or str(source) in str(error):
             raise
-        raise ConfigError(f"{error} (in {source})") from None
+        raise ConfigError(f"{error} (in {source})") from error
 
 
 def read_raw(source: Any) -> dict[str, Any]:

@@ -36,7 +36,11 @@ def rotary_table(head_dim: int, positions: int, theta: float, scaling: Mapping[s
     if head_dim * positions > MOST:
         need = f"at most {MOST // head_dim} with head_dim {head_dim}"
         raise ConfigError(f"seq: the angles of {positions} rotary positions are too many for a table; allowed: {need}")
-    frequencies = _scaled(float(theta) ** (-np.arange(0, head_dim, 2) / head_dim), scaling or {})
+    with np.errstate(over="ignore"):
+        frequencies = float(theta) ** (-np.arange(0, head_dim, 2) / head_dim)
+    if not np.isfinite(frequencies).all():
+        raise ConfigError(f"rope_theta: {theta} is not allowed; use a number whose inverse is finite")
+    frequencies = _scaled(frequencies, scaling or {})
     angles = np.arange(positions)[:, None] * frequencies
     return np.concatenate([np.cos(angles), np.sin(angles)], 1)
 

@@ -64,6 +64,8 @@ def case(draw: random.Random, template: Path) -> dict[str, Any]:
             facts["sha256"][Path(name).name] = hashlib.sha256(content).hexdigest()
             files[str(state)] = json.dumps(facts)
     names = [name, str(Path(name).parent) if "/" in name else name]
+    if isinstance(content, dict):  # paths are followed: the message may have that of another file
+        names += ["tokenizer.path", "data.source"]
     return {"reader": reader, "args": args, "files": files, "damaged": names}
 
 
