@@ -30,6 +30,7 @@ from nntile_py.training import checkpoint, saved
 from nntile_py.training.finite import Checked
 from nntile_py.training.inputs import Inputs, IntArray, as_dict, counted, means
 from nntile_py.training.snapshot import Live, Snapshot, states_of
+from nntile_py.typed import typed
 
 STEPS_IN_FLIGHT = 2
 
