@@ -46,7 +46,8 @@ def load(cls: type[Any], folder: Path, model: Any, options: Mapping[str, Any]) -
     if model is None:
         if read["model"] is None:
             raise ConfigError(f"{folder}: a model of your own was saved; give it: Trainer.load(folder, model)")
-        model = find(read["model"].get("type")).from_hf(folder, **read["model"])
+        with named(folder):
+            model = find(read["model"].get("type")).from_hf(folder, **read["model"])
     elif isinstance(model, type) or not (hasattr(model, "trace") and hasattr(model, "weights")):
         raise ConfigError(f"model: {model!r} is not allowed; use a model, such as MyModel(config)")
     else:
