@@ -160,15 +160,17 @@ def kept() -> dict[str, Case]:
 
 
 def fuzz(
-    cases: Iterable[tuple[str, Callable[[Path], Case]]], processes: int, tell: Callable[[str], None] = print
+    cases: Iterable[tuple[str, Callable[[Path], Case]]], processes: int, damaged: bool = True
 ) -> list[tuple[str, Case, dict[str, Any]]]:
-    """Runs the cases, so many at once; those that went wrong. Tells of each as it comes."""
+    """Runs the cases, so many at once; those that went wrong. Tells of each as it comes.
+
+    damaged: there are some that damage files, which must be made first."""
     found, counts, longest, lock = [], Counter[str](), [0.0, ""], threading.Lock()
     todo: Iterator[tuple[str, Callable[[Path], Case]]] = iter(cases)
     root = Path(tempfile.mkdtemp(prefix="fuzz-"))
     zygotes = [Zygote() for _ in range(processes)]
     try:
-        template = originals(zygotes[0], root)
+        template = originals(zygotes[0], root) if damaged else root
 
         def work(zygote: Zygote) -> None:
             while True:
@@ -186,7 +188,7 @@ def fuzz(
                     if done["wrong"]:
                         counts[done["wrong"]] += 1
                         found.append((name, case, done))
-                        tell(f"{name}: {done['wrong']}: {done['err'].strip()[-300:]}")
+                        print(f"{name}: {done['wrong']}: {done['err'].strip()[-300:]}")
 
         threads = [threading.Thread(target=work, args=(zygote,)) for zygote in zygotes]
         for thread in threads:
@@ -197,7 +199,8 @@ def fuzz(
         for zygote in zygotes:
             zygote.close()
         shutil.rmtree(root, ignore_errors=True)
-    tell(", ".join(f"{count} {what}" for what, count in counts.items()) + f"; longest {longest[0]:.1f} s: {longest[1]}")
+    told = ", ".join(f"{count} {what}" for what, count in counts.items())
+    print(f"{told}; longest {longest[0]:.1f} s: {longest[1]}")
     return found
 
 
@@ -220,7 +223,7 @@ def main() -> None:
         sys.exit(bool(fuzz(((name, lambda _, c=case: c) for name, case in kept().items()), asked.processes)))
     if asked.case is None:
         numbers = itertools.islice(itertools.count(asked.first), asked.count)
-        sys.exit(bool(fuzz(named(asked.kind, asked.seed, numbers), asked.processes)))
+        sys.exit(bool(fuzz(named(asked.kind, asked.seed, numbers), asked.processes, asked.kind == "files")))
     root, zygote = Path(tempfile.mkdtemp(prefix="fuzz-")), Zygote()
     template = originals(zygote, root) if asked.kind == "files" else root
     case = numbered(asked.kind, asked.seed, asked.case, template)
