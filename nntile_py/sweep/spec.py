@@ -222,6 +222,10 @@ def check_sweep(tree: Mapping[str, Any], path: Path, overrides: Iterable[str] = 
             for other, where in sweep.varied().items():
                 if key == other or key.startswith(f"{other}."):
                     raise ConfigError(f"--set {item}: the sweep's {where} sets {other}; change it there")
+            try:
+                json.dumps(value)
+            except (TypeError, ValueError) as error:
+                raise ConfigError(f"--set {key}: {error}; allowed: numbers, texts, lists, mappings") from None
             sweep.set_[key] = value
         sweep.check_names()
     except ConfigError as error:
