@@ -21,9 +21,10 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, Validation
 from nntile_py.errors import ConfigError, raised
 from nntile_py.graph.declared import Batch, Param, Traced, trace
 from nntile_py.graph.graph import Graph
-from nntile_py.models.checkpoint import OWN, Weights, arrays, check_layers, choice, read_raw, tensors_of
+from nntile_py.models.checkpoint import OWN, Weights, arrays, check_layers, choice, named, read_raw, tensors_of
 from nntile_py.models.init import initial_weights
 from nntile_py.schema import Count, Section, absolute, allowed, explained, short
+from nntile_py.typed import typed
 
 
 class ModelConfig(Section):
@@ -120,6 +121,7 @@ class Model:
     objective: ClassVar[str | None] = None  # what text is made into: causal, masked; None: it is not trained on text
     prefix: ClassVar[str] = ""  # that checkpoints of the bare model leave out
 
+    @typed
     def __init__(
         self,
         config: Any,
@@ -208,6 +210,11 @@ class Model:
         fields: of the config, such as attention= and dropout=; dropout is off unless it is given. Raises ConfigError
         for a folder or a variant of the model that cannot be read.
         """
+        with named(source):
+            return cls._read(source, fields)
+
+    @classmethod
+    def _read(cls, source: Any, fields: dict[str, Any]) -> Self:
         raw = read_raw(source)
         model = cls(cls.Config(**(cls.saved_fields(raw) | fields)), hf=raw)
         shapes, tensors = model.weight_shapes(), tensors_of(source)
@@ -360,7 +367,9 @@ def _config_of(cls: type[Model]) -> bool:
 
 def from_hf(source: Any, **fields: Any) -> Model:
     """The model that a transformers model, or a folder saved by save_pretrained, is: see Model.from_hf."""
-    return of_hf_type(read_raw(source).get("model_type")).from_hf(source, **fields)
+    with named(source):
+        cls = of_hf_type(read_raw(source).get("model_type"))
+    return cls.from_hf(source, **fields)
 
 
 def of_hf_type(name: Any) -> type[Model]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,22 @@ import numpy as np
 
 from nntile_py.errors import ConfigError
 from nntile_py.schema import short
+from nntile_py.system.folders import read
 
 Weights = dict[str, np.ndarray[Any, Any]]
 # How a folder is read that holds a model of the user's.
 OWN = "a model of your own by YourModel.from_hf(FOLDER), in a YAML by model.type: my_file.py:YourModel"
+
+
+@contextmanager
+def named(source: Any) -> Iterator[None]:
+    """A ConfigError inside of it, also one for a wrong type that was saved, says which folder is read."""
+    try:
+        yield
+    except (ConfigError, TypeError) as error:
+        if not isinstance(source, str | Path) or str(source) in str(error):
+            raise
+        raise ConfigError(f"{error} (in {source})") from error
 
 
 def read_raw(source: Any) -> dict[str, Any]:
@@ -29,7 +42,6 @@ def read_raw(source: Any) -> dict[str, Any]:
 
 def tensors_of(source: Any) -> dict[str, Any]:
     """{name: torch tensor}: all that the checkpoint holds, buffers too."""
-    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     if not isinstance(source, str | Path):
@@ -50,8 +62,10 @@ def tensors_of(source: Any) -> dict[str, Any]:
     tensors: dict[str, Any] = {}
     for file in files:
         try:
+            if not file.is_file():  # a pipe would never end
+                raise OSError("no such file")
             tensors |= load_file(file)
-        except (OSError, SafetensorError) as error:
+        except Exception as error:  # whatever safetensors and torch say
             raise ConfigError(f"model: cannot read {file} ({error}); {need}") from None
     return tensors
 
@@ -85,7 +99,7 @@ def _read_json(path: Path, need: str) -> dict[str, Any]:
     if not path.is_file():
         raise ConfigError(f"model: {path} is missing; expected {need}")
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        raw = json.loads(read(path))
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"model: cannot read {path} ({error})") from None
     if not isinstance(raw, dict):

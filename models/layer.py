@@ -15,7 +15,7 @@ from nntile_py.graph.declared import Batch, Init, Normal, Traced
 from nntile_py.graph.graph import Graph
 from nntile_py.models.base import Model
 from nntile_py.models.parts import LayerConfig, dense, norm
-from nntile_py.schema import BelowOne, Count, Positive, Switch
+from nntile_py.schema import BelowOne, Count, Layers, Positive, Switch
 from nntile_py.tasks.activation import activation
 from nntile_py.tasks.attention import attention
 from nntile_py.tasks.elementwise import add, dropout, transpose
@@ -28,7 +28,7 @@ INIT: Init = Normal(0.02)
 
 class EncoderConfig(LayerConfig):
     type: str = "encoder"
-    layers: Count = 1
+    layers: Layers = 1
     causal: Switch = False
     """Each position attends to itself and those before it alone."""
     dropout: BelowOne = 0.0

@@ -10,7 +10,7 @@ from nntile_py.errors import ConfigError
 from nntile_py.graph.declared import ONES, ZEROS, Batch, Init, Part
 from nntile_py.graph.graph import Graph
 from nntile_py.models.base import ModelConfig
-from nntile_py.schema import BelowOne, Count
+from nntile_py.schema import BelowOne, Count, Layers
 from nntile_py.tasks.attention import Backend
 from nntile_py.tasks.contract import linear
 from nntile_py.tasks.layer_norm import layer_norm
@@ -22,7 +22,7 @@ Sizes = Mapping[str, int]
 class LayerConfig(ModelConfig):
     """Of a model that is made of layers of attention and a feed-forward part."""
 
-    layers: Count
+    layers: Layers
     """Layers, each of attention and a feed-forward part."""
     embed: Count
     """Width of the model: entries of a token's vector."""

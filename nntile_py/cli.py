@@ -4,13 +4,13 @@ import itertools
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, cast
 
 import typer
 
-from nntile_py.errors import ConfigError, NNTileError
+from nntile_py.errors import ConfigError, NNTileError, told
 
 app = typer.Typer(
     no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None,
@@ -39,15 +39,17 @@ Sets = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
-def main() -> None:
+def main(run: Callable[[], Any] = app) -> None:
     """Entry point: errors of nntile_py become one message and an exit status (NNTILE_DEBUG=1 shows the traceback)."""
     try:
-        app()
-    except (NNTileError, OSError) as error:
+        run()
+    except (NNTileError, OSError, MemoryError) as error:
         if os.environ.get("NNTILE_DEBUG") == "1":
             raise
-        told = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else error
-        print(f"error: {told}", file=sys.stderr)
+        text = f"out of memory ({error})" if isinstance(error, MemoryError) else str(error)
+        if isinstance(error, OSError) and error.filename:
+            text = f"{error.filename}: {error.strerror}"
+        print(told(f"error: {text}"), file=sys.stderr)
         sys.exit(2 if isinstance(error, ConfigError) else 1)
 
 
@@ -84,6 +86,8 @@ def init(
             new.write(text)
     except FileExistsError:
         raise ConfigError(f"FILE: {file} is there already; allowed: the name of a new file") from None
+    except OSError as error:
+        raise ConfigError(f"FILE: {file}: {error.strerror}; allowed: the name of a new file") from None
     print(f"wrote {file}; train it with: nntile train {file}")
 
 

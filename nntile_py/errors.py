@@ -20,6 +20,15 @@ class NotFinite(NNTileError):
     """A loss or a norm is no finite number; the text names the step, and the operator where that was looked for."""
 
 
+MOST = 2000  # characters of a message
+
+
+def told(text: str) -> str:
+    """A message as a terminal can show it: control characters as Python writes them, less of one without end."""
+    shown = "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
+    return shown if len(shown) <= MOST else f"{shown[: MOST - 600]} ... {shown[-500:]}"
+
+
 def raised(error: BaseException, file: str | None) -> str:
     """What an error in a user's file is, and its line there: "ZeroDivisionError in line 7: division by zero"."""
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]

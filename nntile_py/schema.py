@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, PlainValidator, ValidationError
 from pydantic.fields import FieldInfo
 
 from nntile_py.errors import ConfigError
+from nntile_py.system.folders import read
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _SIZE = r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*"
@@ -54,16 +55,17 @@ _BOUNDS: dict[str, tuple[str, str, Callable[[Any, Any], bool]]] = {
 }
 
 
-def integer(least: int) -> tuple[PlainValidator, Rule]:
+def integer(least: int, most: int | None = None) -> tuple[PlainValidator, Rule]:
     """Of 63 bits: larger ones are no sizes, and arrays of them would be listed without end."""
-    words = f"an integer of at least {least}"
+    words = f"an integer of at least {least}" if most is None else f"an integer from {least} to {most}"
+    end = 2**63 if most is None else most + 1
 
     def convert(value: Any) -> int | None:
-        if type(value) is int and value >= 2**63:
+        if type(value) is int and value >= end and most is None:
             raise ValueError(f"{words} and less than 2^63")
-        return value if type(value) is int and value >= least else None
+        return value if type(value) is int and least <= value < end else None
 
-    return only(words, convert, type="integer", minimum=least)
+    return only(words, convert, type="integer", minimum=least, **({} if most is None else {"maximum": most}))
 
 
 def number(**bounds: float) -> tuple[PlainValidator, Rule]:
@@ -91,6 +93,7 @@ def _betas(value: Any) -> list[float] | None:
 
 Count = Annotated[int, *integer(1)]
 Natural = Annotated[int, *integer(0)]
+Layers = Annotated[int, *integer(1, 1000)]  # a plan of more takes minutes
 Positive = Annotated[float, *number(above=0)]
 NonNegative = Annotated[float, *number(least=0)]
 BelowOne = Annotated[float, *number(least=0, below=1)]
@@ -111,12 +114,13 @@ Betas = Annotated[
         type="array", minItems=2, maxItems=2, items={"type": "number", "minimum": 0, "exclusiveMaximum": 1},
     ),
 ]  # fmt: skip
+MOST_WORKERS = 4096  # of one machine; plans are made for other machines than this, too
 Workers = Annotated[
     int | str,
     *only(
-        "an integer of at least 0, or 'all'",
-        lambda v: v if v == "all" or (type(v) is int and v >= 0) else None,
-        anyOf=[{"type": "integer", "minimum": 0}, {"const": "all"}],
+        f"an integer from 0 to {MOST_WORKERS}, or 'all'",
+        lambda v: v if v == "all" or (type(v) is int and 0 <= v <= MOST_WORKERS) else None,
+        anyOf=[{"type": "integer", "minimum": 0, "maximum": MOST_WORKERS}, {"const": "all"}],
     ),
 ]
 File = Annotated[str, Rule("the path of a file that exists", {"type": "string"})]
@@ -154,16 +158,39 @@ _Loader.add_implicit_resolver(
 )
 
 
+MOST_BYTES, MOST_VALUES, MOST_BITS = 10**6, 10**5, 1024  # of a YAML, and of a number in it
+
+
 def parse(text: str, what: str) -> Any:
     """What a YAML text holds; `what` names it in errors."""
+    if len(text) > MOST_BYTES:
+        raise ConfigError(f"{what}: {len(text):,} characters; allowed: at most {MOST_BYTES:,}")
     try:
-        return yaml.load(text, _Loader)
+        tree = yaml.load(text, _Loader)
+        values = _unfolded(tree, {})
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         raise ConfigError(f"{what}{where}: {error.problem or error.context}; allowed: YAML") from None
     except Exception as error:  # of PyYAML's constructors, such as that of !!timestamp, anything
         raise ConfigError(f"{what}: {error}; allowed: YAML") from None
+    if values > MOST_VALUES:
+        need = f"at most {MOST_VALUES:,} values, those of an alias (*name) counted wherever it stands"
+        raise ConfigError(f"{what}: holds more values, or an alias within itself; allowed: {need}")
+    return tree
+
+
+def _unfolded(value: Any, counted: dict[int, int]) -> int:
+    """How many values it is made of; those of lists and mappings that are being counted are without end."""
+    if isinstance(value, dict | list | tuple | set):
+        if id(value) not in counted:
+            counted[id(value)] = MOST_VALUES + 1
+            parts = (*value, *value.values()) if isinstance(value, dict) else value
+            counted[id(value)] = 1 + sum(_unfolded(part, counted) for part in parts)
+        return counted[id(value)]
+    if type(value) is int and value.bit_length() > MOST_BITS:  # more than Python would print
+        raise ValueError(f"a number of {value.bit_length():,} bits; allowed: at most {MOST_BITS:,}")
+    return 1 + len(value) // 1000 if isinstance(value, str) else 1
 
 
 def assignment(item: str) -> tuple[str, Any]:
@@ -177,7 +204,7 @@ def assignment(item: str) -> tuple[str, Any]:
 def read_yaml(path: Path, key: str, cls: type[BaseModel]) -> dict[str, Any]:
     """The mapping that a YAML file holds, not yet checked against `cls`; `key` is what the user called it."""
     try:
-        tree = parse(path.read_text(encoding="utf-8"), str(path))
+        tree = parse(read(path, 4 * MOST_BYTES + 1).decode(), str(path))
     except OSError as error:
         reason = "no such file" if isinstance(error, FileNotFoundError) else error.strerror
         raise ConfigError(f"{key}: {reason}: {path}; allowed: the path of a YAML file") from None

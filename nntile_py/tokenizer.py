@@ -5,6 +5,7 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from nntile_py.errors import ConfigError
+from nntile_py.system.folders import read
 
 END_OF_TEXT = "<|endoftext|>"
 PAD, CLS, SEP, MASK = "[PAD]", "[CLS]", "[SEP]", "[MASK]"
@@ -14,7 +15,7 @@ MASKED = (PAD, CLS, SEP, MASK)  # special tokens of a masked model besides
 def load_tokenizer(path: Path) -> Tokenizer:
     """The tokenizer of a tokenizer.json; ConfigError where it is none."""
     try:
-        return Tokenizer.from_file(str(path))
+        return Tokenizer.from_buffer(read(path))
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # the library's Rust panics are no Exception

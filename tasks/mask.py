@@ -43,11 +43,13 @@ class Mask:
         window = self.window
         if window is not None and (isinstance(window, bool) or not isinstance(window, int) or window < 1):
             raise ValueError(f"mask: a window of {window!r} is not allowed; use a number of positions from 1 up")
-        if self.padding and self.segments:
-            raise ValueError("mask: padding and segments together are not supported; leave padded positions out")
         for name, tensor in (("padding", self.padding), ("segments", self.segments)):
+            if not (tensor is None or isinstance(tensor, Tensor)):
+                raise TypeError(f"mask: {name}: got {tensor!r}; allowed: a Tensor, such as g.input gives")
             if tensor and not tensor.dtype.startswith("int"):
                 raise ValueError(f"mask: {name} of {tensor.dtype} are not allowed; use integers")
+        if self.padding and self.segments:
+            raise ValueError("mask: padding and segments together are not supported; leave padded positions out")
         if window is not None:
             object.__setattr__(self, "causal", True)
 

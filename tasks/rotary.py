@@ -20,6 +20,9 @@ SCALINGS: dict[str, tuple[str, ...]] = {
 }
 
 
+MOST = 2**28  # angles: 2 GiB
+
+
 def rotary_table(head_dim: int, positions: int, theta: float, scaling: Mapping[str, Any] | None = None) -> Array:
     """Cosines, then sines, of the angles of positions 0, 1, ...: float64 [positions, head_dim].
 
@@ -30,7 +33,14 @@ def rotary_table(head_dim: int, positions: int, theta: float, scaling: Mapping[s
     """
     if head_dim < 2 or head_dim % 2:
         raise ConfigError(f"head_dim: {head_dim} is not allowed with rotary positions; use an even number")
-    frequencies = _scaled(float(theta) ** (-np.arange(0, head_dim, 2) / head_dim), scaling or {})
+    if head_dim * positions > MOST:
+        need = f"at most {MOST // head_dim} with head_dim {head_dim}"
+        raise ConfigError(f"seq: the angles of {positions} rotary positions are too many for a table; allowed: {need}")
+    with np.errstate(over="ignore"):
+        frequencies = float(theta) ** (-np.arange(0, head_dim, 2) / head_dim)
+    if not np.isfinite(frequencies).all():
+        raise ConfigError(f"rope_theta: {theta} is not allowed; use a number whose inverse is finite")
+    frequencies = _scaled(frequencies, scaling or {})
     angles = np.arange(positions)[:, None] * frequencies
     return np.concatenate([np.cos(angles), np.sin(angles)], 1)
 

@@ -74,7 +74,7 @@ HUGE = {
     f"tokenizer.vocab_size={10**30}": "tokenizer.vocab_size",
     "tokenizer.vocab_size=1e30": "tokenizer.vocab_size",
     f"train.batch={10**18}": "tiles.batch",
-    f"train.seq={10**9}": "tiles.seq",
+    f"train.seq={10**9}": "train.seq",
 }
 
 

@@ -197,7 +197,7 @@ def load_scheduler(name: str) -> dict[str, Any]:
     """The keys that a scheduler file sets, checked. `name`: of a file in scheduler_configs/, or a path."""
     if not isinstance(name, str):
         raise ConfigError(f"scheduler: got {name!r}; allowed: a name in scheduler_configs/ or the path of a YAML file")
-    path = Path(name).expanduser() if _is_path(name) else SCHEDULER_CONFIGS / f"{name}.yaml"
+    path = Path(os.path.expanduser(name)) if _is_path(name) else SCHEDULER_CONFIGS / f"{name}.yaml"
     if not os.path.isfile(path):
         names = sorted(p.stem for p in SCHEDULER_CONFIGS.glob("*.yaml"))
         raise ConfigError(f"scheduler: no such file: {path}; allowed: the path of a YAML file, or {', '.join(names)}")
@@ -300,7 +300,10 @@ def _model_section(given: Any) -> Any:
     for key in saved.keys() & given.keys():
         if given[key] != saved[key]:
             raise ConfigError(f"model.{key}: got {given[key]!r}; allowed: {saved[key]!r}, as in {folder}/config.json")
-    return _checked(cls.Config, saved | given)
+    try:
+        return _checked(cls.Config, saved | given)
+    except ConfigError as error:
+        raise ConfigError(f"{error} (sizes come from {folder}/config.json)") from None
 
 
 def _checked(config: type[ModelConfig], given: dict[str, Any]) -> ModelConfig:

@@ -98,7 +98,7 @@ class Train(Section):
     """Updates of the weights."""
     batch: Count
     """Sequences of one forward and backward pass."""
-    seq: Annotated[int, *integer(2)]
+    seq: Annotated[int, *integer(2, 2**24)]
     """Tokens of a sequence."""
     grad_accumulation: Count = 1
     """Forward and backward passes whose gradients are averaged into one update."""

@@ -16,6 +16,7 @@ from nntile_py.execution.runtime import Runtime
 from nntile_py.tiles import Access, TaskList, Tile
 from nntile_py.tiles.dtypes import DTYPES
 from nntile_py.tiles.tasklist import PYTHON, Task
+from nntile_py.typed import typed
 
 Ints = tuple[int, ...]
 Slices = tuple[slice, ...]
@@ -293,6 +294,7 @@ class Tiles:
         return f"Tiles({_by(self.grid)} tiles of {self.cut}, of {of})"
 
 
+@typed
 def array(value: Any, dtype: Any = None) -> Array:
     """Give a copy of a numpy array, or of whatever numpy makes one of, to StarPU.
 
@@ -300,17 +302,21 @@ def array(value: Any, dtype: Any = None) -> Array:
     numpy's types. Raises TypeError for others, TaskError where no runtime is running.
     """
     value = np.asarray(value)
+    if value.dtype.kind in "OSUMmc":
+        raise TypeError(f"value: {value.dtype} is not allowed; use numbers, or an array of them")
     made = empty(value.shape, value.dtype if dtype is None else dtype)
     made.tile.write(value)
     made.data.current.add(made.data.whole)
     return made
 
 
+@typed
 def empty(shape: int | Sequence[int], dtype: Any = "float64") -> Array:
     """An array that holds nothing yet: tasks must write each part before one reads it. Errors as of `array`."""
     return _new(shape, dtype, False)
 
 
+@typed
 def zeros(shape: int | Sequence[int], dtype: Any = "float64") -> Array:
     """An array of zeros, made where tasks first use it, in the tiles in which they do. Errors as of `array`."""
     return _new(shape, dtype, True)
@@ -329,7 +335,7 @@ def _dtype(wanted: Any) -> str:
     name = str(wanted).removeprefix("torch.")
     known = {dtype.torch: dtype.name for dtype in DTYPES.values()}
     if name not in known and name not in DTYPES:
-        with contextlib.suppress(TypeError):
+        with contextlib.suppress(TypeError, ValueError):
             name = np.dtype(wanted).name
     if name not in known and name not in DTYPES:
         raise TypeError(f"dtype {name} is not allowed; use {', '.join(known)}")

@@ -9,6 +9,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,14 @@ class Disk:
     """`runtime.disk`, checked: a folder, and how many bytes of tiles it may take. Raises ConfigError."""
 
     def __init__(self, given: Mapping[str, Any], memory: int | None) -> None:
-        if set(given) != {"path", "size"}:
-            raise ConfigError(f"runtime.disk: got {dict(given)}; allowed: {{path: of a folder, size: bytes}}")
-        self.path, self.size = Path(given["path"]).expanduser(), int(given["size"])
+        if not isinstance(given, Mapping) or set(given) != {"path", "size"}:
+            raise ConfigError(f"runtime.disk: got {given!r}; allowed: {{path: of a folder, size: bytes}}")
+        path, size = given["path"], given["size"]
+        if not isinstance(path, str | Path):
+            raise ConfigError(f"runtime.disk.path: got {path!r}; allowed: the path of a folder")
+        if not isinstance(size, Integral) or isinstance(size, bool):
+            raise ConfigError(f"runtime.disk.size: got {size!r}; allowed: an integer, of bytes")
+        self.path, self.size = Path(os.path.expanduser(path)), int(size)
         if not self.path.is_dir() or not os.access(self.path, os.W_OK | os.X_OK):
             raise ConfigError(f"runtime.disk.path: {self.path} is no folder that can be written to")
         if memory is None:

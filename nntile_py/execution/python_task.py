@@ -20,6 +20,7 @@ from nntile_py.errors import ConfigError, TaskError
 from nntile_py.execution.array import Array, Tiles, submit
 from nntile_py.tiles import Access, Slot, TaskArgs
 from nntile_py.tiles.tasklist import Task
+from nntile_py.typed import typed
 
 _MODES = ("R", "W", "RW", "ACC", "COMMUTE", "REDUX")
 _LIBRARIES = ("numpy", "torch")
@@ -111,6 +112,7 @@ class PythonTask:
 
     # -- by itself
 
+    @typed
     def options(self, *, priority: int = 0, where: str | None = None) -> PythonTask:
         """The same task, for calls that are more urgent or that only some workers may run: `f.options(priority=2)(x)`.
 
@@ -279,6 +281,7 @@ def bound(task: Task) -> Spec | None:
     return kernel.bound(task) if kernel else None
 
 
+@typed
 def task(library: str = "numpy", /, **modes: str) -> Callable[[Function], PythonTask]:
     """Make a Python function a task: `@nt.task(x="R", y="RW")`, a mode for each array argument.
 

@@ -22,6 +22,7 @@ from nntile_py.system.folders import cache_folder
 from nntile_py.system.load import cores
 from nntile_py.tiles import TaskList
 from nntile_py.tiles.placement import PLACEMENTS
+from nntile_py.typed import typed
 
 # Tasks that a GPU is given beyond the one that StarPU waits for, where no other worker could have taken them: where it
 # is alone, and where it waits for others (XL on 4 GPUs: 0.330 s a step with 0, 0.322 with 2, 0.360 with 4).
@@ -52,6 +53,7 @@ class Runtime:
     # While a profile is taken: the number and the tasks of whatever was submitted, a program or a task of its own.
     watched: list[tuple[int, TaskList]] | None = None
 
+    @typed
     def __init__(
         self,
         cpus: int | None = None,
@@ -191,6 +193,16 @@ class Runtime:
     def wait() -> None:
         """Wait until every submitted task has ended; raises TaskError if one failed."""
         _core.wait_all()
+
+
+def _forked() -> None:
+    """In the child of a fork: workers, disk and whoever would want to read tiles at the end are the parent's."""
+    if running := Runtime.current:
+        atexit.unregister(running._stop)
+        running._users, running.disk, Runtime.current = [], None, None
+
+
+os.register_at_fork(after_in_child=_forked)
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ import numpy as np
 
 from nntile_py.errors import ConfigError
 from nntile_py.tasks.op import Tensor
+from nntile_py.typed import typed_fields
 
 Array = np.ndarray[Any, Any]
 Weights = Mapping[str, Array]
@@ -84,6 +85,7 @@ class Source:
         weights[self.weight].reshape(self.view)[self.index] = value[self.at]
 
 
+@typed_fields
 @dataclass(frozen=True)
 class Part:
     """In a parameter's `sources`: part `number` of the `of` equal ones that a weight has along an axis."""
@@ -94,6 +96,7 @@ class Part:
     axis: str
 
 
+@typed_fields
 @dataclass(frozen=True)
 class Joined:
     """In a parameter's `sources`: entry k of one of its axes is weight number k."""
@@ -255,6 +258,7 @@ class Input:
         return int(array.size if self.ignored is None else (array != self.ignored).sum())
 
 
+@typed_fields
 @dataclass
 class Batch:
     """What a model is traced for: sequences of one pass, their length, and which optional inputs a step will have.

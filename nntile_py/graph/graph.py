@@ -12,6 +12,7 @@ from nntile_py.errors import ConfigError
 from nntile_py.graph.declared import Array, Init, Input, Joined, Param, Part, Source, cover, sources_of
 from nntile_py.tasks.elementwise import Rename, add
 from nntile_py.tasks.op import CONTRACTION, Op, Tensor
+from nntile_py.typed import typed
 
 INPUT_DTYPES = ("int64", "fp32", "fp64", "bf16")
 
@@ -23,6 +24,7 @@ class Graph:
     and moments are fp32 (but see passes.narrow_gradients). Without `training` there is no dropout.
     """
 
+    @typed
     def __init__(self, dtype: str = "fp32", *, training: bool = True) -> None:
         self.dtype, self.training = dtype, training
         self.params: dict[Tensor, Param] = {}
@@ -61,6 +63,7 @@ class Graph:
         """What operators add their losses to, once one has."""
         return self.kept.get(("scalar", "loss"))
 
+    @typed
     def param(
         self, name: str, axes: Mapping[str, int], init: Init, sources: str | Part | Joined | None = None
     ) -> Tensor:
@@ -105,6 +108,7 @@ class Graph:
                 raise ConfigError(f"parameter {name}: {source.weight} is another one's; use one parameter for both")
         parts.append(source)
 
+    @typed
     def input(
         self,
         name: str,
@@ -147,6 +151,7 @@ class Graph:
 
     # -- gradients
 
+    @typed
     def backward(self, loss: Tensor) -> dict[Tensor, Tensor]:
         """Add the operators of d loss / d parameter; returns {parameter: gradient}, the gradients kept for the host.
 

@@ -11,11 +11,13 @@ from nntile_py.graph.declared import Param
 from nntile_py.graph.graph import Graph
 from nntile_py.tasks import optimizer as ops
 from nntile_py.tasks.op import Tensor, accumulation_dtype
+from nntile_py.typed import typed_fields
 
 LOW_BITS = "low_bits"
 Decay = Literal["all", "matrices"]  # the weights that weight decay acts on: see _decay
 
 
+@typed_fields
 @dataclass(frozen=True)
 class AdamW:
     """AdamW as torch.optim.AdamW: decoupled weight decay, on every parameter or on matrices alone."""
@@ -40,6 +42,7 @@ class AdamW:
         return {f"beta{k + 1}_correction": 1 - beta**step for k, beta in enumerate(self.betas)}
 
 
+@typed_fields
 @dataclass(frozen=True)
 class SGD:
     """SGD as torch.optim.SGD with momentum, no dampening; weight decay on every parameter or on matrices alone."""

@@ -44,6 +44,8 @@ def profile(folder: str | Path | None = None) -> Iterator[BlockProfile]:
     trace.json and summary.json, as `nntile profile` does; the block counts as one step. Raises TaskError where no
     runtime is running, where another profile is being taken, where a task of the block fails and where it has none.
     """
+    if not isinstance(folder, str | Path | None):
+        raise TypeError(f"nt.profile: folder: got {folder!r}; allowed: a path")
     if Runtime.watched is not None:
         raise TaskError("nt.profile: another profile is being taken; one at a time")
     block = BlockProfile(Path(folder) if folder is not None else None)

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import fcntl
 import json
+import math
 import os
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,9 @@ from nntile_py.errors import ConfigError
 from nntile_py.sweep.process import Processes
 from nntile_py.sweep.results import pooled, write_results
 from nntile_py.sweep.spec import Point, Sweep, points
+from nntile_py.system.folders import read
+
+_TEXTS = ("id", "status", "error")
 
 
 class Rows:
@@ -33,29 +37,31 @@ class Rows:
 
     @contextmanager
     def open(self) -> Iterator[Rows]:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
-        try:
+        with ExitStack() as opened:
             try:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                self._file = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+                opened.callback(os.close, self._file)
                 fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                whole = read(self.path)
             except BlockingIOError:
                 raise ConfigError(f"--out: another sweep is writing into {self.path.parent}") from None
-            whole = self.path.read_bytes()
+            except OSError as error:
+                raise ConfigError(f"--out: {self.path}: {error.strerror}; allowed: a folder to write to") from None
             kept = whole[: whole.rfind(b"\n") + 1]  # a write that was cut short has no end of line
             self.all = dict(self._read(number, line) for number, line in enumerate(kept.splitlines(), 1))
             if kept != whole:
                 os.ftruncate(self._file, len(kept))
             yield self
-        finally:
-            os.close(self._file)
 
     def _read(self, number: int, line: bytes) -> tuple[str, dict[str, Any]]:
         try:
             row = json.loads(line)
-            row["id"], row["status"], row["sets"]
-        except (ValueError, KeyError, TypeError):
+            if not _whole(row):
+                raise ValueError
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             raise ConfigError(
-                f"{self.path}, line {number}: allowed: a point's row, which is JSON with id, sets and status; "
+                f"{self.path}, line {number}: allowed: a point's row, as a sweep writes it; "
                 "remove the line, or take another --out"
             ) from None
         return row["id"], row
@@ -66,6 +72,15 @@ class Rows:
         while line:
             line = line[os.write(self._file, line) :]
         os.fsync(self._file)
+
+
+def _whole(row: dict[str, Any]) -> bool:
+    """Whether a row holds what the results are made of."""
+    numbers = [value for key, value in row.items() if key not in (*_TEXTS, "sets", "measure", "times")]
+    good = row["status"] != "ok" or {"seconds", "tasks"} <= row.keys()
+    texts = good and all(isinstance(row.get(key, ""), str) for key in _TEXTS) and isinstance(row["sets"], dict)
+    numbers = [value for value in (*numbers, *row.get("times", [])) if value is not None]
+    return texts and bool(row["id"]) and all(type(n) in (int, float) and math.isfinite(n) for n in numbers)
 
 
 def run(sweep: Sweep, folder: Path, console: Console, *, retry: bool = False) -> list[dict[str, Any]]:

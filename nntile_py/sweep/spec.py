@@ -142,6 +142,11 @@ class Sweep(Section):
     def _some(self) -> Sweep:
         if not (self.grid or self.list_ or self.random_) or (self.random_ and (self.grid or self.list_)):
             raise ConfigError("grid, list, random: allowed: a grid, a list, both (their product), or random")
+        for name, values in self.model_dump(by_alias=True, include={"set_", "grid", "list_", "random_"}).items():
+            try:
+                json.dumps(values, sort_keys=True)
+            except (TypeError, ValueError) as error:  # YAML has dates, too
+                raise ConfigError(f"{name}: {error}; allowed: numbers, texts, lists, mappings") from None
         return self
 
     def varied(self) -> dict[str, str]:
@@ -217,6 +222,10 @@ def check_sweep(tree: Mapping[str, Any], path: Path, overrides: Iterable[str] = 
             for other, where in sweep.varied().items():
                 if key == other or key.startswith(f"{other}."):
                     raise ConfigError(f"--set {item}: the sweep's {where} sets {other}; change it there")
+            try:
+                json.dumps(value)
+            except (TypeError, ValueError) as error:
+                raise ConfigError(f"--set {key}: {error}; allowed: numbers, texts, lists, mappings") from None
             sweep.set_[key] = value
         sweep.check_names()
     except ConfigError as error:
@@ -245,7 +254,7 @@ def points(sweep: Sweep) -> list[Point]:
         _check_base(sweep)
     for point in result:
         for key, value in point.sets.items():
-            alike = [p.error for p in result if key in p.sets and p.sets[key] == value]
+            alike = [p.error for p in result if p is point or (key in p.sets and p.sets[key] == value)]
             if all(alike):
                 raise ConfigError(f"{key} = {value!r}: {alike[0]}")
     return result

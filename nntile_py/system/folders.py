@@ -1,7 +1,9 @@
 """Where a user's machine keeps what is made or measured once, and how files are written whole or not at all."""
 
 import ctypes
+import errno
 import os
+import stat
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,6 +22,25 @@ def cache_folder() -> Path:
 def installed(name: str) -> Path:
     """A folder of the repository that installs inside the package."""
     return next((d for p in Path(__file__).parents[1:3] if (d := p / name).is_dir()), Path(name))
+
+
+def read(path: Path, most: int | None = None) -> bytes:
+    """The content of a file, or the first `most` bytes of it. Raises OSError.
+
+    Also for a pipe or a device, which may have no end, and for what no file can be called."""
+    try:
+        number = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    except ValueError as error:  # a null byte
+        raise OSError(errno.EINVAL, str(error), str(path)) from None
+    mode = os.fstat(number).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(number)
+        raise OSError(errno.EINVAL, "is a folder" if stat.S_ISDIR(mode) else "not a regular file", str(path))
+    with open(number, "rb") as file:
+        try:
+            return file.read(-1 if most is None else most)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(path)) from None
 
 
 def sync(path: Path) -> None:

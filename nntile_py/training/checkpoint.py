@@ -24,7 +24,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from nntile_py.errors import ConfigError, NNTileError
-from nntile_py.system.folders import exchange, sync
+from nntile_py.system.folders import exchange, read, sync
 from nntile_py.system.version import VERSION
 
 FORMAT = 1
@@ -225,11 +225,11 @@ class _Facts(BaseModel):
 def facts(folder: Path) -> dict[str, Any]:
     """state.json of a checkpoint whose files are all whole. Raises Damaged."""
     try:
-        read = json.loads((folder / STATE).read_text())
-        _Facts.model_validate(read)
-        if (named := _NAME.fullmatch(folder.name)) and int(named[1]) != read["step"]:
-            raise Damaged(f"{folder}: holds step {read['step']}, which is not its name")
-        for name, expected in read["sha256"].items():
+        state = json.loads(read(folder / STATE))
+        _Facts.model_validate(state)
+        if (named := _NAME.fullmatch(folder.name)) and int(named[1]) != state["step"]:
+            raise Damaged(f"{folder}: holds step {state['step']}, which is not its name")
+        for name, expected in state["sha256"].items():
             if Path(name).name != name or not (folder / name).is_file():
                 raise Damaged(f"{folder / name}: no such file in the checkpoint")
             with (folder / name).open("rb") as file:
@@ -242,20 +242,19 @@ def facts(folder: Path) -> dict[str, Any]:
         raise Damaged(f"{folder / STATE}: {told}") from None
     except (ValueError, RecursionError) as error:
         raise Damaged(f"{folder / STATE}: not readable ({type(error).__name__}: {error})") from None
-    return dict(read)
+    return dict(state)
 
 
 def averages(folder: Path) -> dict[str, dict[str, Array]]:
     """The optimizer's averages by their name, then by weight."""
-    from safetensors import SafetensorError
     from safetensors.numpy import load_file
 
     result: dict[str, dict[str, Array]] = {}
     try:
-        read = load_file(folder / OPTIMIZER)
-    except SafetensorError as error:
+        arrays = load_file(folder / OPTIMIZER)
+    except Exception as error:  # its own, and TypeError for dtypes that numpy lacks
         raise Damaged(f"{folder / OPTIMIZER}: {error}") from None
-    for name, value in read.items():
+    for name, value in arrays.items():
         weight, _, average = name.rpartition(".")
         result.setdefault(average, {})[weight] = value
     return result

@@ -10,6 +10,7 @@ import numpy as np
 
 from nntile_py.errors import ConfigError
 from nntile_py.tasks.cross_entropy import IGNORED
+from nntile_py.typed import typed, typed_fields
 
 Array = np.ndarray[Any, Any]
 Samples = Sequence[Any] | Array  # lists or arrays of token numbers, of any lengths; or an int array [rows, seq]
@@ -21,6 +22,7 @@ class Collator(Protocol):
     def __call__(self, samples: Samples, step: int = 0) -> dict[str, Array]: ...
 
 
+@typed_fields
 @dataclass(frozen=True)
 class CausalCollator:
     """Inputs of a causal model: each sample padded at its end to `seq` tokens `pad`.
@@ -31,12 +33,14 @@ class CausalCollator:
     seq: int
     pad: int = 0
 
+    @typed
     def __call__(self, samples: Samples, step: int = 0) -> dict[str, Array]:
         """`step` says nothing here; a MaskedCollator draws by it."""
         ids, real = _padded(samples, self.seq, self.pad)
         return _inputs(ids, np.where(real, ids, IGNORED), real)
 
 
+@typed_fields
 @dataclass(frozen=True)
 class MaskedCollator:
     """Inputs of a masked language model (Devlin et al. 2019, section 3.1): CausalCollator's with tokens masked.
@@ -57,13 +61,16 @@ class MaskedCollator:
     def __post_init__(self) -> None:
         if not 0 < self.probability < 1:
             raise ConfigError(f"probability: got {self.probability}; allowed: a number above 0 and below 1")
+        if not 0 < self.vocab < 2**31:
+            raise ConfigError(f"vocab: got {self.vocab}; allowed: a number of tokens below 2^31")
         if not 0 <= self.mask < self.vocab:
-            raise ConfigError(f"mask: got {self.mask}; allowed: a token, 0 to {self.vocab - 1}")
+            raise ConfigError(f"mask: got {self.mask}; allowed: a token, from 0, below vocab = {self.vocab}")
         ordinary = np.setdiff1d(np.arange(self.vocab), [*self.special, self.mask])
         if not ordinary.size:
             raise ConfigError(f"special: all {self.vocab} tokens are in it; allowed: fewer")
         object.__setattr__(self, "_ordinary", ordinary)
 
+    @typed
     def __call__(self, samples: Samples, step: int = 0) -> dict[str, Array]:
         ids, real = _padded(samples, self.seq, self.pad)
         rng = np.random.default_rng([self.seed, step, 1])  # [seed, step] draws the places of a step's sequences

@@ -14,6 +14,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from nntile_py.config.run import RunConfig
 from nntile_py.config.sections import Data
 from nntile_py.errors import ConfigError
+from nntile_py.system.folders import read
 from nntile_py.tokenizer import END_OF_TEXT, load_tokenizer, token_numbers
 from nntile_py.training.kept import Arrays, kept
 
@@ -85,7 +86,7 @@ def read_documents(data: Data) -> list[str]:
         for path in paths:
             if left == 0:
                 break
-            content = path.read_bytes()[:left]
+            content = read(path, left)
             left = None if left is None else left - len(content)
             if content.strip():
                 documents.append(content.decode("utf-8", errors="replace"))

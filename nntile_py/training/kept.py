@@ -23,6 +23,8 @@ def kept(kind: str, key: str, make: Callable[[], Arrays]) -> Arrays:
     nothing can be written, nothing is kept."""
     path = cache_folder() / kind / f"{key}.npz"
     try:
+        if not path.is_file():  # nor is it a pipe, which would be waited for
+            raise FileNotFoundError
         with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
             arrays = {name: file[name] for name in file.files}
         os.utime(path)  # used now

@@ -26,7 +26,7 @@ from nntile_py.errors import NNTileError, NotFinite
 from nntile_py.execution.runtime import Runtime
 from nntile_py.inference.generate import fill_masked, generate
 from nntile_py.models.base import Model
-from nntile_py.system.folders import replace_file
+from nntile_py.system.folders import read, replace_file
 from nntile_py.tokenizer import END_OF_TEXT, PAD
 from nntile_py.training import checkpoint
 from nntile_py.training.batches import SPECIAL, Batches, objective
@@ -139,15 +139,17 @@ def _save(saver: Saver, rescue: Path | None, stop: list[str], tell: Callable[[st
                     raise KeyboardInterrupt from None
 
 
-def _files(trainer: Trainer, tokenizer: Tokenizer, config: RunConfig) -> dict[str, str]:
+def _files(trainer: Trainer, tokenizer: Tokenizer, config: RunConfig) -> dict[str, str | bytes]:
     """What a checkpoint of a run holds beside the arrays: config.json as transformers has it, the tokenizer."""
     end = tokenizer.token_to_id(END_OF_TEXT)
     saved = trainer.hf_config() | dict.fromkeys(("bos_token_id", "eos_token_id"), end)
     if (pad := tokenizer.token_to_id(PAD)) is not None:
         saved["pad_token_id"] = pad
-    files = {checkpoint.CONFIG: json.dumps(saved, indent=2), checkpoint.TOKENIZER: tokenizer.to_str(pretty=True)}
+    files: dict[str, str | bytes] = {
+        checkpoint.CONFIG: json.dumps(saved, indent=2), checkpoint.TOKENIZER: tokenizer.to_str(pretty=True),
+    }  # fmt: skip
     if config.model.from_ and (kept := Path(config.model.from_) / GENERATION).is_file():
-        files[GENERATION] = kept.read_text()
+        files[GENERATION] = read(kept)
     return files
 
 

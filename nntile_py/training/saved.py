@@ -10,7 +10,7 @@ from typing import Any, get_args
 from nntile_py.errors import ConfigError
 from nntile_py.graph.optimizers import Optimizer
 from nntile_py.models.base import find, type_of
-from nntile_py.models.checkpoint import arrays, tensors_of
+from nntile_py.models.checkpoint import arrays, named, tensors_of
 from nntile_py.training import checkpoint
 
 _METHODS = {method.__name__: method for method in get_args(Optimizer)}
@@ -41,17 +41,20 @@ def load(cls: type[Any], folder: Path, model: Any, options: Mapping[str, Any]) -
     read, known = checkpoint.facts(folder), [*inspect.signature(cls.__init__).parameters][2:]
     if unknown := options.keys() - {*known}:
         raise ConfigError(f"{', '.join(sorted(unknown))}: unknown argument; allowed are {', '.join(known)}")
-    saved = _arguments(read["trainer"], folder / checkpoint.STATE, known)
+    with named(folder):
+        saved = _arguments(read["trainer"], folder / checkpoint.STATE, known)
     if model is None:
         if read["model"] is None:
             raise ConfigError(f"{folder}: a model of your own was saved; give it: Trainer.load(folder, model)")
-        model = find(read["model"].get("type")).from_hf(folder, **read["model"])
-    elif isinstance(model, type) or not hasattr(model, "trace"):
+        with named(folder):
+            model = find(read["model"].get("type")).from_hf(folder, **read["model"])
+    elif isinstance(model, type) or not (hasattr(model, "trace") and hasattr(model, "weights")):
         raise ConfigError(f"model: {model!r} is not allowed; use a model, such as MyModel(config)")
     else:
         model.weights = arrays(tensors_of(folder))
-    trainer = cls(model, **{**saved, **options})
-    trainer.restore(read["step"], checkpoint.averages(folder))
+    with named(folder):
+        trainer = cls(model, **{**saved, **options})
+        trainer.restore(read["step"], checkpoint.averages(folder))
     return trainer
 
 
@@ -61,6 +64,6 @@ def _arguments(saved: Mapping[str, Any], file: Path, known: list[str]) -> dict[s
         raise checkpoint.Damaged(f"{file}: trainer: {', '.join(sorted(wrong))}")
     try:
         how = {key: tuple(value) if isinstance(value, list) else value for key, value in saved["optimizer"].items()}
-        return {**saved, "optimizer": _METHODS[how.pop("name")](**how)}
+        return {**saved, "optimizer": _METHODS[str(how.pop("name"))](**how)}
     except (KeyError, TypeError, AttributeError) as error:
         raise checkpoint.Damaged(f"{file}: trainer.optimizer: {error!r}") from None

@@ -25,8 +25,8 @@ class Saver:
     files, facts: what each holds beside the arrays, see checkpoint.write; tell: shows a message."""
 
     def __init__(
-        self, how: Checkpoint, trainer: Trainer, folder: RunFolder, files: Mapping[str, str], facts: Mapping[str, Any],
-        tell: Callable[[str], None],
+        self, how: Checkpoint, trainer: Trainer, folder: RunFolder, files: Mapping[str, str | bytes],
+        facts: Mapping[str, Any], tell: Callable[[str], None],
     ) -> None:  # fmt: skip
         self.folder, self._how, self._trainer, self._tell = folder, how, trainer, tell
         self._files, self._facts = dict(files), trainer_facts(trainer) | dict(facts)

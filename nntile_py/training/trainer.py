@@ -30,6 +30,7 @@ from nntile_py.training import checkpoint, saved
 from nntile_py.training.finite import Checked
 from nntile_py.training.inputs import Inputs, IntArray, as_dict, counted, means
 from nntile_py.training.snapshot import Live, Snapshot, states_of
+from nntile_py.typed import typed
 
 STEPS_IN_FLIGHT = 2
 
@@ -102,6 +103,7 @@ class Trainer:
         ConfigError: A value is out of range.
     """
 
+    @typed
     def __init__(
         self,
         model: Traceable,
@@ -217,6 +219,7 @@ class Trainer:
 
     # -- training
 
+    @typed
     def submit(self, inputs: Inputs, labels: IntArray | None = None, lr: float | None = None) -> Pending:
         """Submit one step and return at once; at most two are in flight.
 
@@ -256,10 +259,12 @@ class Trainer:
         self._pending.append(pending)
         return pending
 
+    @typed
     def step(self, inputs: Inputs, labels: IntArray | None = None, lr: float | None = None) -> float:
         """One training step; returns the mean loss before the update. Arguments as of `submit`."""
         return self.submit(inputs, labels, lr).result().loss
 
+    @typed
     def evaluate(
         self,
         inputs: Inputs,
@@ -337,6 +342,7 @@ class Trainer:
         self.steps = step
         self._check_alone(self._runtime)
 
+    @typed
     def save(self, folder: str | Path) -> None:
         """Write a checkpoint: the model as transformers' from_pretrained reads it, the optimizer's averages, the step.
 
@@ -351,6 +357,7 @@ class Trainer:
         return config | {"dtype": "float64" if self.dtype == "fp64" else "float32"}
 
     @classmethod
+    @typed
     def load(cls, folder: str | Path, model: Any = None, **options: Any) -> Trainer:
         """The trainer that was saved, with its model, ready for the next step.
 

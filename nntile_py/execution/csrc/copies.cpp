@@ -39,6 +39,7 @@ class Pool {
   }
 
   void give_back(Block block, size_t bytes) {
+    if (g.forked) return;
     const std::lock_guard lock(mutex_);
     if (g.running) spare_.emplace(bytes, std::move(block));
   }

@@ -4,6 +4,7 @@
 #include <ATen/ops/exp.h>
 #include <ATen/ops/zeros.h>
 #include <malloc.h>
+#include <pthread.h>
 #include <unistd.h>
 
 #include "on_cuda.h"
@@ -25,7 +26,12 @@ struct {
 
 }  // namespace
 
+constexpr auto kForked =
+    "this process was forked while a runtime was running, which is its parent's: use it there, or start a new process "
+    "(subprocess, or multiprocessing with 'spawn')";
+
 void require_running() {
+  if (g.forked) throw TaskError(kForked);
   if (!g.running) throw TaskError("no runtime is running: use `with nntile_py.Runtime(...):`");
 }
 
@@ -39,12 +45,14 @@ bool g_asleep = false;
 }  // namespace
 
 void wake() {
+  if (g.forked) return;
   const std::lock_guard lock(g_sleep_mutex);
   if (g_asleep) starpu_resume();
   g_asleep = false;
 }
 
 void sleep_if_idle() {
+  if (g.forked) return;
   const std::lock_guard lock(g_sleep_mutex);
   if (g_asleep || starpu_task_nsubmitted() || g.leaving) return;
   starpu_pause();
@@ -65,7 +73,18 @@ std::vector<std::string> schedulers() {
 
 void on_idle(std::function<void()> hook) { g.idle = std::move(hook); }
 
+// A fork copies no threads: whatever waits for a worker would wait for ever, and the disk is the parent's.
+void watch_forks() {
+  [[maybe_unused]] static const int watching = pthread_atfork(nullptr, nullptr, [] {
+    if (!g.running && !g.stuck) return;
+    g.forked = g.stuck = true;
+    g.running = false;
+  });
+}
+
 void start(const RuntimeOptions& options) {
+  if (g.forked) throw TaskError(kForked);
+  watch_forks();
   if (g.running) throw TaskError("a runtime is running already: one at a time in a process");
   if (g.stuck) throw TaskError("a runtime of this process came to a standstill and cannot be replaced: start a new process");
   advise("");

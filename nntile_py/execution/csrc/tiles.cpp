@@ -171,6 +171,7 @@ void add_by_reduction(Tile& tile, Monoid monoid) {
 }
 
 Tile::~Tile() {
+  if (g.forked) return;  // whoever held the mutex has stayed behind
   const std::lock_guard lock(g_tiles_mutex);
   g_tiles.erase(this);
   if (handle && !g.stuck) starpu_data_unregister_submit(handle);
