@@ -1,5 +1,6 @@
 """The command `nntile`. Heavy imports happen inside the commands, so that --help and a wrong config answer at once."""
 
+import errno
 import itertools
 import json
 import os
@@ -47,10 +48,12 @@ def main(run: Callable[[], Any] = app) -> None:
         if os.environ.get("NNTILE_DEBUG") == "1":
             raise
         text = f"out of memory ({error})" if isinstance(error, MemoryError) else str(error)
+        wrong = isinstance(error, ConfigError)
         if isinstance(error, OSError) and error.filename:
             text = f"{error.filename}: {error.strerror}"
+            wrong = error.errno in (errno.ENAMETOOLONG, errno.ELOOP)  # what no file can be called
         print(told(f"error: {text}"), file=sys.stderr)
-        sys.exit(2 if isinstance(error, ConfigError) else 1)
+        sys.exit(2 if wrong else 1)
 
 
 def _version(asked: bool) -> None:
