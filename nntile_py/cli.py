@@ -138,8 +138,15 @@ def train(
     """Train the model that CONFIG describes."""
     from nntile_py.config.run import load
 
-    loaded = load(config, sets or [])
     name = Path(config).stem
+
+    def newest(configured: str | None) -> Path:
+        from nntile_py.training.checkpoint import found
+
+        start = where or _newest_run(name, configured, out)
+        return next((folder for _, folder in found(start)), start)
+
+    loaded = load(config, sets or [], newest if resume else None)
     if where and not resume:
         raise ConfigError(f"DIR: {where} is given without --resume; allowed: nntile train {config} --resume {where}")
     if resume:
@@ -147,12 +154,12 @@ def train(
         folder = out or _run_of(start)
         if overwrite:
             raise ConfigError("--overwrite: not allowed with --resume, which goes on in the run's folder")
-        if folder.resolve() != _run_of(start).resolve() and _taken(folder):
+        if os.path.realpath(folder) != os.path.realpath(_run_of(start)) and _taken(folder):
             raise ConfigError(f"--out: {folder} holds something else than {start}; allowed: a new or empty folder")
     else:
         start, folder = None, _run_folder(name, loaded.out, out, overwrite)
-    if rescue and _taken(rescue):
-        raise ConfigError(f"--rescue: {rescue} is not an empty folder; allowed: a new or empty one")
+    if rescue and (_taken(rescue) or os.path.realpath(rescue) == os.path.realpath(folder)):
+        raise ConfigError(f"--rescue: {rescue} is not an empty folder of its own; allowed: a new or empty one")
     _note(loaded)
     try:
         from rich.console import Console
@@ -162,6 +169,7 @@ def train(
         status = run(
             loaded.model_copy(update={"out": str(folder)}), folder, Console(),
             resume=start, replaces=overwrite and not resume, rescue=rescue,
+            again=f"nntile train {config}" + (f" --out {out}" if out else ""),
         )  # fmt: skip
     except KeyboardInterrupt:
         print("interrupted; nothing more is saved", file=sys.stderr)
@@ -384,11 +392,12 @@ def _numbered(folder: Path) -> Iterator[Path]:
 
 def _run_of(folder: Path) -> Path:
     """The run of a checkpoint, or of a run's folder."""
-    return folder.resolve().parents[1] if folder.resolve().parent.name == "checkpoints" else folder
+    whole = Path(os.path.realpath(folder))
+    return whole.parents[1] if whole.parent.name == "checkpoints" else folder
 
 
 def _taken(folder: Path) -> bool:
-    return folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
+    return os.path.lexists(folder) and (not folder.is_dir() or any(folder.iterdir()))
 
 
 def _print(what: Any) -> None:

@@ -61,11 +61,11 @@ MISTAKES = [
     ("model.dropout=1", "model.dropout", "below 1"),
     ("model.from=/no/such/folder", "model.from", "save_pretrained"),
     ("model.tie_embeddings='yes'", "model.tie_embeddings", "true or false"),
-    ("model.layers=null", "model.layers", "an integer of at least 1"),
+    ("model.layers=null", "model.layers", "an integer from 1 to 1000"),
     ("train=null", "train.steps", "required; allowed: an integer of at least 1"),
     ("train.steps=true", "train.steps", "an integer of at least 1"),
     ("train.steps='10'", "train.steps", "an integer of at least 1"),
-    ("train.seq=1", "train.seq", "an integer of at least 2"),
+    ("train.seq=1", "train.seq", "an integer from 2 to 16777216"),
     ("data.source=/no/such/file", "data.source", "'python-stdlib' or a path that exists"),
     ("data.val_fraction=0.9", "data.val_fraction", "at most 0.5"),
     ("data.max_bytes=3 parsecs", "data.max_bytes", "20GiB"),
@@ -152,7 +152,7 @@ def test_a_file_that_is_not_there_or_not_text(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert "no such file: nowhere.yaml" in message(capsys, monkeypatch, "plan", "nowhere.yaml")
-    assert "directory" in message(capsys, monkeypatch, "plan", str(tmp_path))
+    assert "is a folder" in message(capsys, monkeypatch, "plan", str(tmp_path))
     (tmp_path / "x.yaml").write_bytes(b"\xff\xfe")
     assert "UTF-8" in message(capsys, monkeypatch, "plan", str(tmp_path / "x.yaml"))
 

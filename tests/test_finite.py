@@ -133,13 +133,35 @@ def test_limits_that_are_none(value: Any) -> None:
 
 
 def test_a_run_that_skips(tmp_path: Path) -> None:
-    """Below every norm: nothing is learnt, all steps are there."""
-    done = nntile(tmp_path, "train.skip_above_norm=1.0e-6")
+    """Checkpoints after each step: what no later step has shown to be good is left out."""
+    assert nntile(tmp_path, "checkpoint.every=1", "checkpoint.keep=20", arguments=("--out", "free")).returncode == 0
+    norms = [line["grad_norm"] for line in metrics(tmp_path / "free")]
+    limit = max(norms[2:]) * 0.999
+    sets = f"train.skip_above_norm={limit}", "checkpoint.every=1", "checkpoint.keep=20"
+    done = nntile(tmp_path, *sets)
     assert done.returncode == 0, done.stderr
     lines = metrics(tmp_path / "runs" / "tiny")
-    assert all(line["skipped"] for line in lines) and len(lines) == 12
-    assert lines[-1]["held_out_loss"] == lines[0]["held_out_loss_before"]
-    assert "step 7/12  skipped, its gradient norm is above train.skip_above_norm" in done.stdout
+    skipped = [line["step"] for line in lines if line["grad_norm"] > limit]
+    assert skipped and [line["step"] for line in lines if line.get("skipped")] == skipped and len(lines) == 12
+    assert all(f"step {step}/12  skipped, its gradient norm is not below" in done.stdout for step in skipped)
+    assert f"{len(skipped)} steps were skipped (train.skip_above_norm)" in done.stdout
+    kept = {int(folder.name[5:]) for folder in (tmp_path / "runs" / "tiny" / "checkpoints").iterdir()}
+    left_out = {step - 1 for step in skipped if step > 1}
+    assert kept == {*range(1, 13)} - left_out
+    assert all(f"checkpoint of step {step} left out" in done.stdout for step in left_out)
+
+
+def test_weights_that_are_ruined_replace_no_checkpoint(tmp_path: Path) -> None:
+    """A step with too large a rate ruins them, though they are finite; all later steps are skipped, ten end the run."""
+    assert nntile(tmp_path, "checkpoint.every=4", "train.eval_every=100").returncode == 0
+    run = tmp_path / "runs" / "tiny"
+    before = {path.name for path in (run / "checkpoints").iterdir()}
+    worse = "optimizer.lr=1e30", "optimizer.warmup_steps=0", "train.steps=60", "train.skip_above_norm=10"
+    done = nntile(tmp_path, *worse, "checkpoint.every=1", "train.eval_every=100", arguments=("--resume",))
+    assert done.returncode == 1 and "gradient norms not below train.skip_above_norm = 10" in done.stderr, done.stderr
+    assert {path.name for path in (run / "checkpoints").iterdir()} == before
+    done = nntile(tmp_path, "train.steps=14", arguments=("--resume",))
+    assert done.returncode == 0 and "going on after step 12" in done.stdout, done.stderr
 
 
 def test_a_run_that_names_the_operator(tmp_path: Path) -> None:

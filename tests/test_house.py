@@ -33,6 +33,7 @@ FLOORS = (
     ("tasks",),
     ("tiles",),
     ("schema", "tokenizer"),
+    ("typed",),
     ("errors", "system"),
 )
 FLOOR = {room: -number for number, rooms in enumerate(FLOORS) for room in rooms}

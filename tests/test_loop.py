@@ -319,7 +319,7 @@ def fake_run(tmp_path: Path, trainer: Trainer, stop: list[str], steps: int) -> t
     tokens = np.arange(100, dtype=np.uint16)
     corpus = data.Corpus(None, tokens, tokens)  # type: ignore[arg-type]
     fake: Any = trainer
-    saver = MagicMock(**{"due.return_value": False})
+    saver = MagicMock(**{"due.return_value": False, "needs_report": False})
     display, lines = loop.Display(Console(file=io.StringIO()), config, fake), Metrics(tmp_path, 0, pytest.fail)
     try:
         return loop._steps(config, Batches(config, corpus, "causal"), fake, lines, display, saver, stop)

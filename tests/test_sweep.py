@@ -412,7 +412,7 @@ def test_a_config_is_no_sweep(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("line", ["no JSON", "3", '{"status": "ok", "sets": {}}', '{"id": "a"}'])
 def test_rows_that_are_none(tmp_path: Path, line: str) -> None:
-    (tmp_path / "rows.jsonl").write_text('{"id": "a", "status": "ok", "sets": {}}\n' + line + "\n")
+    (tmp_path / "rows.jsonl").write_text('{"id": "a", "status": "ok", "sets": {}, "seconds": 1}\n' + line + "\n")
     with pytest.raises(ConfigError, match=r"rows\.jsonl, line 2: allowed"), sweep_run.Rows(tmp_path).open():
         pass
 

@@ -2,7 +2,7 @@
 
 import functools
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -158,18 +158,26 @@ def of_model(config: type[ModelConfig]) -> type[RunConfig]:
     return create_model("RunConfig", __base__=RunConfig, model=(config, what))
 
 
-def load(path: str | Path, overrides: Iterable[str] = ()) -> RunConfig:
+Saved = Callable[[str | None], Path]
+
+
+def load(path: str | Path, overrides: Iterable[str] = (), saved: Saved | None = None) -> RunConfig:
     """The config of a YAML file, with `overrides` such as "tiles.embed=96" laid over it.
 
-    Priority: overrides, the file, its scheduler's file, defaults. Raises ConfigError."""
-    return resolve(read_yaml(Path(path), "CONFIG", RunConfig), overrides, str(path))
+    Priority: overrides, the file, its scheduler's file, defaults. saved: of a run that goes on, the folder that takes
+    the place of a `model.from` that is there no more, by the key `out`. Raises ConfigError."""
+    return resolve(read_yaml(Path(path), "CONFIG", RunConfig), overrides, str(path), saved)
 
 
-def resolve(tree: dict[str, Any], overrides: Iterable[str], what: str) -> RunConfig:
+def resolve(tree: dict[str, Any], overrides: Iterable[str], what: str, saved: Saved | None = None) -> RunConfig:
     """The config of a YAML's mapping, which takes in the overrides; `what` names it in errors. As `load`."""
     chosen = tree.get("scheduler")
     for item in overrides:
         _override(tree, item)
+    model = tree.get("model")
+    source = model.get("from") if isinstance(model, dict) else None
+    if saved and isinstance(model, dict) and isinstance(source, str) and not os.path.isdir(absolute(source)):
+        model["from"] = str(saved(tree.get("out")))
     try:
         tree = {key: {} if value is None and _is_section(key) else value for key, value in tree.items()}
         if tree.get("scheduler") is not None:

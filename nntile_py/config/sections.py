@@ -126,8 +126,9 @@ def seconds(time: str) -> float:
 
 
 def _interval(value: Any) -> int | str | None:
-    good = (type(value) is int and value >= 1) or (isinstance(value, str) and re.fullmatch(_TIME, value))
-    return value if good else None
+    if isinstance(value, str):
+        return value if re.fullmatch(_TIME, value) and seconds(value) else None
+    return value if type(value) is int and value >= 1 else None
 
 
 Interval = Annotated[

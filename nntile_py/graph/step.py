@@ -130,8 +130,8 @@ class StepSpec:
             raise ConfigError(f"optimizer: {kind} is not allowed; use nt.AdamW(...) or nt.SGD(...)")
         for name in ("batch", "seq", "grad_accumulation"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigError(f"{name}: {value!r} is not allowed; use a positive integer")
+            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 2**31:
+                raise ConfigError(f"{name}: {value!r} is not allowed; use a positive integer below 2^31")
 
     def with_inputs(self, given: Iterable[str]) -> StepSpec:
         """The same for steps that have these optional inputs."""

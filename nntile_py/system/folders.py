@@ -60,6 +60,8 @@ def replaced(path: Path) -> Iterator[Path]:
         yield beside
         sync(beside)
         beside.replace(path)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from None
     finally:
         beside.unlink(missing_ok=True)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -31,6 +32,7 @@ FORMAT = 1
 MODEL, CONFIG, OPTIMIZER, TOKENIZER, STATE = (
     "model.safetensors", "config.json", "optimizer.safetensors", "tokenizer.json", "state.json",
 )  # fmt: skip
+_NUMBERS = itertools.count()
 _NAME = re.compile(r"step-(\d+)")
 _DTYPES = {"float32": "F32", "float64": "F64", "float16": "F16", "int64": "I64", "int32": "I32", "int16": "I16"}
 
@@ -146,10 +148,10 @@ def write_tensors(
 @contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
     """A folder to fill; afterwards it is synced and takes the name `folder`, of a checkpoint's if it is there."""
-    folder = folder.resolve()
+    folder = Path(os.path.realpath(folder))
     if folder.exists() and not (folder / STATE).is_file() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{folder}: there is something else already; allowed: a new or empty folder, or a checkpoint")
-    beside = folder.with_name(f".{folder.name}.tmp{os.getpid()}")
+    beside = folder.with_name(f".{folder.name}.tmp{os.getpid()}-{next(_NUMBERS)}")
     folder.parent.mkdir(parents=True, exist_ok=True)
     shutil.rmtree(beside, ignore_errors=True)
     beside.mkdir()
@@ -158,10 +160,12 @@ def new_folder(folder: Path) -> Iterator[Path]:
         for file in beside.iterdir():
             sync(file)
         sync(beside)
-        if folder.exists():
+        try:
+            beside.rename(folder)  # also of an empty one
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
             exchange(folder, beside)
-        else:
-            beside.rename(folder)
         sync(folder.parent)
     finally:
         shutil.rmtree(beside, ignore_errors=True)

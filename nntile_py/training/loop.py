@@ -22,7 +22,7 @@ from tokenizers import Tokenizer
 from nntile_py.config.run import RunConfig, runtime_options
 from nntile_py.config.sections import Optimizer
 from nntile_py.config.spec import build_model, step_spec
-from nntile_py.errors import NNTileError, NotFinite
+from nntile_py.errors import ConfigError, NNTileError, NotFinite
 from nntile_py.execution.runtime import Runtime
 from nntile_py.inference.generate import fill_masked, generate
 from nntile_py.models.base import Model
@@ -32,21 +32,22 @@ from nntile_py.training import checkpoint
 from nntile_py.training.batches import SPECIAL, Batches, objective
 from nntile_py.training.data import load_corpus
 from nntile_py.training.resume import check_same, data_facts, newest
-from nntile_py.training.run_folder import GENERATION, Metrics, RunFolder, check_replaced
+from nntile_py.training.run_folder import GENERATION, Metrics, RunFolder, check_alone, check_replaced
 from nntile_py.training.saver import Saver, told
 from nntile_py.training.trainer import STEPS_IN_FLIGHT, Pending, Trainer
 
+SKIPS = 10  # steps in a row that are skipped: no later one will be better
 RETRY = 10.0  # seconds between two attempts to save what a full disk has no room for
 
 
 def train(
     config: RunConfig, out: Path, console: Console, *, resume: Path | None = None, replaces: bool = False,
-    rescue: Path | None = None,
+    rescue: Path | None = None, again: str = "nntile train CONFIG",
 ) -> int:  # fmt: skip
     """Train as `config` says; leaves config, tokenizer, metrics, checkpoints and weights in the folder `out`.
 
     resume: a run's folder, or a checkpoint, to go on from. replaces: an earlier run in `out` goes when this one has its
-    first checkpoint. rescue: where the last checkpoint goes if `out` has no room.
+    first checkpoint. rescue: where the last checkpoint goes if `out` has no room. again: the command that this is.
 
     Returns the exit status: 0, or after SIGINT or SIGTERM 130 or 143, with what was trained saved.
     Raises NNTileError, without writing weights, when the loss or the gradient is no longer a finite number."""
@@ -56,8 +57,10 @@ def train(
     tell = partial(_say, console)
     if config.short_warmup:
         tell(f"note: {config.short_warmup}")
+    check_alone(out)
     if replaces and out.exists():
         check_replaced(out)
+    there = checkpoint.found(out)
     resumed = newest(resume, tell) if resume else None
     tell(f"reading {config.data.source}")
     corpus = load_corpus(config, SPECIAL[aim])
@@ -71,7 +74,9 @@ def train(
         if resumed:
             resumed.restore(trainer)
         batches = Batches(config, corpus, aim)
-        folder = RunFolder(out, replaces)  # only now: what is refused leaves nothing behind
+        folder = RunFolder(out, replaces, new=not (resume or replaces))  # now: what is refused leaves nothing behind
+        if resume and checkpoint.found(out) != there:
+            raise ConfigError(f"--resume: another process has trained into {out} meanwhile; allowed: to begin again")
         for path in checkpoint.set_aside(folder.path, resumed.step) if resumed else ():
             tell(f"a later checkpoint of this run is now {path.name}")
         replace_file(folder.path / "config.yaml", config.to_yaml())
@@ -79,22 +84,29 @@ def train(
         facts = {"config": config.model_dump(mode="json", by_alias=True), "data": data}
         saver = Saver(config.checkpoint, trainer, folder, _files(trainer, corpus.tokenizer, config), facts, tell)
         metrics = Metrics(folder.path, trainer.steps, tell)
+        known = not resumed or any("held_out_loss_before" in line for line in metrics.lines)
         try:
             with Display(console, config, trainer) as display:
                 first, last = _steps(config, batches, trainer, metrics, display, saver, stop)
             saver.finish()
         except BaseException:
+            metrics.close()
             folder.close()
             if folder.path != folder.out:
                 tell(f"no checkpoint was made: the earlier run in {out} stays, this one's metrics are in {folder.path}")
             raise
         finally:
             saver.abandon()
+        try:
+            saved = _save(saver, metrics, config, rescue, stop, tell)
+        finally:
             metrics.close()
-        saved = _save(saver, rescue, stop, tell)
-        saver.folder.close()
+            saver.folder.close()
         measured = "not measured since" if last is None else f"{last:.4f} at the last measurement"
-        tell(f"held-out loss {first:.4f} before the first step, {measured}")
+        begun = "before the first step" if known else f"after step {resumed.step if resumed else 0}"
+        tell(f"held-out loss {first:.4f} {begun}, {measured}")
+        if display.skipped:
+            tell(f"{display.skipped} steps were skipped (train.skip_above_norm)")
         tell(f"weights saved in {saved / checkpoint.MODEL}")
         if config.sample.tokens and not stop:
             if lack := _no_logits(trainer):
@@ -105,32 +117,39 @@ def train(
                 filled = fill_masked(trainer, corpus.tokenizer, batches.held_out[0], config.sample.tokens)
                 tell(f"\nheld-out text, guesses at its masked tokens in [[ ]]:\n{filled}")
     if stop:
-        tell(f"stopped by {stop[0]} after step {trainer.steps} of {config.train.steps}; what was trained is saved;"
-             " nntile train CONFIG --resume goes on")
+        more = f"; {again} --resume goes on" if trainer.steps < config.train.steps else ""
+        done = f"after step {trainer.steps} of {config.train.steps}"
+        tell(f"stopped by {stop[0]} {done}; what was trained is saved{more}")
         return 128 + signal.Signals[stop[0]].value
     return 0
 
 
-def _save(saver: Saver, rescue: Path | None, stop: list[str], tell: Callable[[str], None]) -> Path:
+def _save(
+    saver: Saver, metrics: Metrics, config: RunConfig, rescue: Path | None, stop: list[str], tell: Callable[[str], None]
+) -> Path:
     """The last checkpoint, and its weights as those of the run; the folder that has them.
 
-    A full disk is waited for, or `rescue` takes its place."""
+    What can be mended, such as a full disk, is waited for, or `rescue` takes its place."""
     waits, asked = False, len(stop)
     while True:
         try:
             saver.folder.publish(saver.now())
             return saver.folder.out
-        except OSError as error:
+        except (OSError, ConfigError) as error:
             if rescue:
                 tell(f"not saved ({told(error)}): saving in {rescue} instead")
                 where, rescue = rescue, None
                 try:
-                    saver.folder = saver.folder.moved(where)
+                    other = RunFolder(where, new=True)
+                    replace_file(other.path / "config.yaml", config.to_yaml())
+                    metrics.move(other.path)
+                    saver.folder.close()
+                    saver.folder = other
                     continue
                 except (OSError, NNTileError) as other:
                     tell(f"nor there ({told(other)})")
             if not waits:
-                tell(f"not saved ({told(error)}): waiting for room on the disk; Ctrl-C gives up what was trained since")
+                tell(f"not saved ({told(error)}): trying again every {RETRY:g} s; Ctrl-C gives up what was trained")
             waits = True
             end = time.monotonic() + RETRY
             while time.monotonic() < end:
@@ -189,6 +208,7 @@ class Display:
         self._console, self._train, self._trainer = console, config.train, trainer
         self._times: deque[float] = deque(maxlen=20)
         self._held_out: float | None = None
+        self.skipped = 0  # steps
         columns = TextColumn("step {task.completed}/{task.total}"), BarColumn(None), TextColumn("{task.fields[left]}")
         self._progress = Progress(*columns, expand=True)
         self._task = self._progress.add_task("", total=config.train.steps, left="")
@@ -212,7 +232,8 @@ class Display:
         self._held_out = line.get("held_out_loss", self._held_out)
         left = round(per_step * (steps - step))
         left_text = f"{left // 3600}:{left // 60 % 60:02}:{left % 60:02} left"
-        skipped = "skipped, its gradient norm is above train.skip_above_norm: " if "skipped" in line else ""
+        skipped = "skipped, its gradient norm is not below train.skip_above_norm: " if "skipped" in line else ""
+        self.skipped += "skipped" in line
         learnt = f"{skipped}loss {line['loss']:.4f}  grad norm {line['grad_norm']:.3g}  lr {line['lr']:.2e}"
         speed = (
             f"{self._trainer.tokens_per_step / per_step:,.0f} tokens/s"
@@ -238,6 +259,7 @@ def _steps(
     in_flight: deque[tuple[Pending, float]] = deque()
     before = next((line["held_out_loss_before"] for line in metrics.lines if "held_out_loss_before" in line), None)
     first, last = _held_out_loss(batches, trainer) if before is None else before, None
+    skipped = 0  # in a row, up to now
     clock = time.perf_counter()
     for step in range(trainer.steps + 1, how.steps + 2):
         ends = step > how.steps or bool(stop)
@@ -246,7 +268,7 @@ def _steps(
             in_flight.append((trainer.submit(batches.training(step), lr=lr), lr))
         measures = not ends and (step % how.eval_every == 0 or step == how.steps)
         due = not ends and saver.due(step)
-        while len(in_flight) >= (1 if ends or measures or (due and saver.waits) else STEPS_IN_FLIGHT):
+        while len(in_flight) >= (1 if ends or measures or (due and saver.needs_report) else STEPS_IN_FLIGHT):
             pending, lr = in_flight.popleft()
             done, line = pending.step, {"step": pending.step, "loss": math.nan, "lr": lr, "grad_norm": math.nan}
             with _ends_where_not_finite(metrics, line):
@@ -254,6 +276,10 @@ def _steps(
                 line |= {"loss": result.loss, "grad_norm": result.grad_norm}
                 if not (result.skipped or (math.isfinite(result.loss) and math.isfinite(result.grad_norm))):
                     raise NotFinite(f"step {done}: the loss is {result.loss}, the gradient norm {result.grad_norm}")
+                skipped = skipped + 1 if result.skipped else 0
+                if skipped == SKIPS:
+                    limit = f"gradient norms not below train.skip_above_norm = {how.skip_above_norm:g}"
+                    raise NotFinite(f"steps {done - SKIPS + 1} to {done}: {limit}, the last {result.grad_norm:g}")
             took, clock = time.perf_counter() - clock, time.perf_counter()
             line |= {"tokens_per_s": trainer.tokens_per_step / took, "step_time_s": took}
             if result.skipped:
@@ -265,12 +291,14 @@ def _steps(
                     last = line["held_out_loss"] = _held_out_loss(batches, trainer)
                 clock = time.perf_counter()
             metrics.write(line)
-            saver.reported(done)
+            saver.reported(done, good=not result.skipped)
             display.show(line)
         if ends:
             break
         if due:
             saver.begin(step)
+    if skipped and stop:
+        _held_out_loss(batches, trainer)  # raises if the weights are what is wrong
     return first, last
 
 
@@ -281,9 +309,9 @@ def _ends_where_not_finite(metrics: Metrics, line: dict[str, Any]) -> Iterator[N
         yield
     except NotFinite as error:
         metrics.write(line)
-        how = "try a smaller optimizer.lr, optimizer.clip_grad_norm=1.0 or train.skip_above_norm=10"
-        look = "" if "first such value" in str(error) else "; debug.nonfinite=true names the operator"
-        raise NotFinite(f"{error}; stopped, no weights of it are written ({how}{look})") from None
+        how = "try a smaller optimizer.lr, or optimizer.clip_grad_norm=1.0"
+        look = "" if "first such value" in str(error) else "; debug.nonfinite=true tells where it came from"
+        raise NotFinite(f"{error}; stopped, the weights are not written ({how}{look})") from None
 
 
 def _held_out_loss(batches: Batches, trainer: Trainer) -> float:

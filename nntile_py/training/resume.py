@@ -54,7 +54,8 @@ def newest(where: Path, tell: Callable[[str], None]) -> Resumed:
         except checkpoint.Damaged as error:
             tell(f"{error}: this checkpoint is damaged" + ("" if one else "; trying the one before it"))
     what = "no checkpoint that is whole" if folders else "no checkpoint"
-    raise ConfigError(f"--resume: {what} in {where}; allowed: a run's folder with checkpoints/, or one of those")
+    raise ConfigError(f"--resume: {what} in {where}; allowed: a run's folder with checkpoints/, or one of"
+                      " those; a run that was killed before its first one begins anew with --overwrite")
 
 
 def data_facts(config: RunConfig, corpus: Corpus) -> dict[str, str]:

@@ -8,6 +8,7 @@ import math
 import os
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,19 +26,21 @@ OWN = (
 
 class RunFolder:
     """`path`: where the run writes. One that replaces an earlier run is made beside it, and takes its place when it has
-    its first checkpoint."""
+    its first checkpoint. A new one is in an empty folder.
 
-    def __init__(self, out: Path, replaces: bool = False) -> None:
-        self.out = self.path = out.resolve()
-        if replaces and out.exists():
+    Raises ConfigError where another process trains, or has begun to since it was found to be free."""
+
+    def __init__(self, out: Path, replaces: bool = False, new: bool = False) -> None:
+        self.out = self.path = Path(os.path.realpath(out))
+        self._locks: list[int] = []
+        if replaces and self.out.is_dir():
+            self._locks.append(_locked(self.out))
             self.path = self.out.with_name(f"{self.out.name}.new")
         self.path.mkdir(parents=True, exist_ok=True)
-        self._lock = os.open(self.path, os.O_RDONLY)  # held by the process
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            os.close(self._lock)
-            raise ConfigError(f"--out: another process is training into {out}; allowed: another folder") from None
+        self._locks.append(_locked(self.path))
+        if new and any(self.path.iterdir()):
+            self.close()
+            raise ConfigError(f"--out: another process has begun to train into {out}; allowed: another folder")
         if self.path != self.out:  # what a killed run has left there
             for name in OWN:
                 _remove(self.path / name)
@@ -45,7 +48,8 @@ class RunFolder:
 
     def close(self) -> None:
         """Let others train into it."""
-        os.close(self._lock)
+        while self._locks:
+            os.close(self._locks.pop())
 
     def settle(self) -> None:
         """There is a checkpoint: take the place of the earlier run. What is not a run's in its folder stays there."""
@@ -58,13 +62,6 @@ class RunFolder:
             if entry.name not in OWN and not (self.out / entry.name).exists():
                 entry.rename(self.out / entry.name)
         shutil.rmtree(old, ignore_errors=True)
-
-    def moved(self, out: Path) -> RunFolder:
-        """Another folder for the same run, with its config and metrics."""
-        other = RunFolder(out)
-        for name in ("config.yaml", METRICS):
-            shutil.copyfile(self.path / name, other.path / name)
-        return other
 
     def publish(self, step: int) -> None:
         """The weights of a checkpoint become those of the run: links where the disk has such, else copies."""
@@ -79,9 +76,27 @@ class RunFolder:
         sync(self.path)
 
 
+def _locked(folder: Path) -> int:
+    """Held by the process until it is closed."""
+    lock = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(lock)
+        raise ConfigError(f"--out: another process is training into {folder}; allowed: another folder") from None
+    return lock
+
+
+def check_alone(out: Path) -> None:
+    """Raise ConfigError while another process trains into the folder."""
+    if out.is_dir():
+        os.close(_locked(out))
+
+
 def check_replaced(out: Path) -> None:
     """Raise ConfigError for what no run may take the place of."""
-    there, new = out.resolve(), out.resolve().with_name(f"{out.resolve().name}.new")
+    there = Path(os.path.realpath(out))
+    new = there.with_name(f"{there.name}.new")
     names = {entry.name for entry in there.iterdir()} if there.is_dir() else set()
     for wrong, what in (
         (there.exists() and not there.is_dir(), "is no folder"),
@@ -107,15 +122,19 @@ class Metrics:
     after: of a run that goes on, the lines up to this step stay."""
 
     def __init__(self, run: Path, after: int, tell: Callable[[str], None]) -> None:
-        path = run / METRICS
-        self.lines = [line for line in _read(path) if line["step"] <= after] if after else []
-        replace_file(path, "".join(json.dumps(line) + "\n" for line in self.lines))
-        self._file, self._left, self._tell, self._full = path.open("ab", buffering=0), b"", tell, False
+        self._path = run / METRICS
+        self.lines = [line for line in _read(self._path) if line["step"] <= after] if after else []
+        replace_file(self._path, "".join(json.dumps(line) + "\n" for line in self.lines))
+        self._file, self._left, self._tell, self._full = self._path.open("ab", buffering=0), b"", tell, False
 
     def write(self, line: dict[str, Any]) -> None:
         """JSON has no number that is not finite: it becomes null."""
         whole = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in line.items()}
         self._left += json.dumps(whole).encode() + b"\n"
+        self.flush()
+
+    def flush(self) -> None:
+        """Write the lines that were kept, if there is room."""
         try:
             while self._left:
                 self._left = self._left[self._file.write(self._left) :]
@@ -125,7 +144,17 @@ class Metrics:
                 self._tell(f"metrics.jsonl: {error.strerror}; its lines are kept and written when there is room")
             self._full = True
 
+    def move(self, run: Path) -> None:
+        """Go on in another folder, with the lines so far as far as they can be read."""
+        with suppress(OSError):
+            self._left = self._path.read_bytes() + self._left
+        self._file.close()
+        self._path = run / METRICS
+        self._file = self._path.open("ab", buffering=0)
+        self.flush()
+
     def close(self) -> None:
+        self.flush()
         self._file.close()
         if self._left:
             self._tell(f"metrics.jsonl: {self._left.count(10)} lines could not be written")
@@ -137,8 +166,10 @@ def _read(path: Path) -> list[dict[str, Any]]:
     for text in path.read_text(errors="replace").splitlines() if path.is_file() else ():
         try:
             line = json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
         if isinstance(line, dict) and isinstance(line.get("step"), int):
+            if not isinstance(line.get("held_out_loss_before", 0.0), int | float):
+                del line["held_out_loss_before"]
             lines.append(line)
     return lines

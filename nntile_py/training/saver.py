@@ -34,7 +34,8 @@ class Saver:
         self._failed: Exception | None = None
         self._step = 0  # that is being written
         self._copies: bool | None = None  # of weights and averages are made; None: not known yet
-        self._reported, self._abandoned = trainer.steps, False
+        self._reported = self._good = trainer.steps  # the last in the metrics; the last that was not skipped
+        self._ended = self._abandoned = False
         self.newest: int | None = None  # the step of the newest whole checkpoint
         self._begun = time.monotonic()
 
@@ -56,22 +57,46 @@ class Saver:
             return every is not None and step % every == 0
         return self._thread is None and time.monotonic() - self._begun >= seconds(every)
 
+    @property
+    def needs_report(self) -> bool:
+        """Whether all steps are to be reported before the next checkpoint begins."""
+        return self.waits or self._in_doubt
+
+    @property
+    def _in_doubt(self) -> bool:
+        """Whether there is a copy of weights that no later step has shown to be good."""
+        return self._thread is not None and self._good <= self._step
+
     def begin(self, step: int) -> None:
-        """To be called when step `step` was submitted and no later one, and those before it were reported; where one is
-        waited for, itself too."""
-        self.finish()  # the one before, if the disk is slower than that
-        self._begun, self._step, self._abandoned = time.monotonic(), step, False
-        if self.waits:
-            self._write(self._trainer.live(), self.folder.path)
-            self.finish()
-        else:
+        """To be called when step `step` was submitted and no later one, and those before it were reported, with
+        `needs_report` itself too."""
+        if self._in_doubt:
+            self._leave_out()
+        self._join()  # the disk is slower than the steps
+        self._look()
+        self._begun, self._step, self._ended, self._abandoned = time.monotonic(), step, False, False
+        if not self.waits:
             of = self._trainer.snapshot(), self.folder.path
             self._thread = threading.Thread(target=self._write_copied, args=of, name="checkpoint")
             self._thread.start()
+        elif self._good < step:
+            self._leave_out()
+        else:
+            self._write(self._trainer.live(), self.folder.path)
+            self._join()
+            self._look()
 
-    def reported(self, step: int) -> None:
-        """The metrics have the line of this step: a checkpoint is there only after it."""
+    def reported(self, step: int, good: bool) -> None:
+        """The metrics have the line of this step; good: it was not skipped.
+
+        A checkpoint is written when a later step has shown that its weights are good, or training has ended."""
         self._reported = step
+        if good:
+            self._good = step
+
+    def _leave_out(self) -> None:
+        self.abandon()
+        self._tell(f"checkpoint of step {self._step} left out: no step since then had a gradient norm as it should be")
 
     def abandon(self) -> None:
         """The step of a checkpoint that is being written failed, or will not be reported."""
@@ -93,21 +118,26 @@ class Saver:
         return step
 
     def finish(self) -> None:
-        """Wait for the one that is being written."""
+        """Training has ended: wait for the one that is being written."""
+        self._ended = True
         self._join()
         self._look()
 
     def _write_copied(self, snapshot: Snapshot, run: Path) -> None:
-        """When the copy is there and the metrics have its step."""
-        while not (snapshot.done() and self._reported >= snapshot.step):
+        """When the copy is there, the metrics have its step, and its weights are known to be good."""
+        while not (snapshot.done() and (self._good > snapshot.step or self._last(snapshot.step))):
             if self._abandoned:
                 return
             time.sleep(0.001)
         self._write(snapshot, run)
 
+    def _last(self, step: int) -> bool:
+        return self._ended and self._reported >= step
+
     def _write(self, live: Live, run: Path) -> None:
         try:
-            sync(run / METRICS)
+            if (run / METRICS).is_file():
+                sync(run / METRICS)
             state = live.state()
             checkpoint.check_space(run, state)
             checkpoint.write(checkpoint.folder_of(run, live.step), state, self._files, self._facts)

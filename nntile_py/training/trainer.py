@@ -336,6 +336,9 @@ class Trainer:
         if states.keys() != averages.keys():
             told = [", ".join(names) or "none" for names in (averages, states)]
             raise ConfigError(f"optimizer: the averages that were saved are {told[0]}, those that it needs {told[1]}")
+        for name, values in averages.items():
+            if wrong := [weight for weight, value in values.items() if not np.isfinite(value).all()]:
+                raise ConfigError(f"optimizer: {name} of {wrong[0]} has values that are no finite numbers")
         for name, of in states.items():
             for param in self._built.params:
                 self._store.write(self._built.update, of[param.tensor], param.value(averages[name]))

@@ -55,6 +55,8 @@ class Zygote:
         assert self._process.stdin
         self._process.stdin.close()
         self._process.wait()
+        assert self._process.stdout
+        self._process.stdout.close()
 
 
 # -- running

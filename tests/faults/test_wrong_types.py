@@ -20,7 +20,8 @@ IDS = np.zeros((2, 8), int)
 CONFIG = nt.models.GPT2Config(layers=1, embed=8, heads=2, vocab=20, positions=8)
 # Made by others, for a user to hold: arrays, what a submission gives back, errors. And modules and constants.
 NOT_CALLED = {
-    "Array", "Tiles", "Submitted", "Pending", "StepResult", "Traced", "ConfigError", "NNTileError", "TaskError",
+    "Array", "Tiles", "Submitted", "Pending", "StepResult", "Traced", "ConfigError", "NNTileError", "NotFinite",
+    "TaskError",
     "models", "tasks", "testing", "tiles", "ONES", "ZEROS",
 }  # fmt: skip
 
