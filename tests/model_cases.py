@@ -39,6 +39,15 @@ def bert(kind: str, **config: Any) -> Any:
     return getattr(transformers, kind)(transformers.BertConfig(**sizes | off | config))
 
 
+def distilbert(kind: str, **config: Any) -> Any:
+    sizes = {
+        "vocab_size": VOCAB, "dim": EMBED, "n_layers": LAYERS, "n_heads": HEADS, "hidden_dim": FFN,
+        "max_position_embeddings": SEQ + 3, "num_labels": CLASSES,
+    }  # fmt: skip
+    off = {"dropout": 0.0, "attention_dropout": 0.0, "seq_classif_dropout": 0.0}
+    return getattr(transformers, kind)(transformers.DistilBertConfig(**sizes | off | config))
+
+
 def llama(**config: Any) -> Any:
     sizes = {
         "vocab_size": VOCAB, "hidden_size": EMBED, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS,
@@ -130,6 +139,12 @@ CASES = {
     "masked_lm plain": _bert("BertForMaskedLM", tokens),
     "pretraining": _bert("BertForPreTraining", _pretraining),
     "classification": _bert("BertForSequenceClassification", _classes),
+    "distilbert": Case(
+        functools.partial(distilbert, "DistilBertForMaskedLM"), functools.partial(tokens, mask=True), zero="k_lin.bias"
+    ),
+    "distilbert classification": Case(
+        functools.partial(distilbert, "DistilBertForSequenceClassification"), _classes, zero="k_lin.bias"
+    ),
     "llama": Case(llama, functools.partial(tokens, mask=True, causal=True)),
     "llama tied": Case(
         functools.partial(llama, tie_word_embeddings=True, rope_parameters=LLAMA3),

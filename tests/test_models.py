@@ -1,4 +1,4 @@
-"""BERT, Llama, encoder and decoder in tiles against transformers and torch.nn: see model_cases.py."""
+"""BERT and its family, Llama, encoder and decoder in tiles against transformers and torch.nn: see model_cases.py."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import tokenizers
 import torch
 import transformers
 import yaml
-from model_cases import ADAMW, BATCH, CASES, LAYERS, SEQ, VOCAB, bert, by_part, llama, made, reference
+from model_cases import ADAMW, BATCH, CASES, LAYERS, SEQ, VOCAB, bert, by_part, distilbert, llama, made, reference
 from safetensors.torch import load_file, save_file
 
 import nntile_py as nt
@@ -157,7 +157,7 @@ def test_to_hf_and_back(tmp_path: Path, name: str) -> None:
     hf = made(name).eval()
     hf.save_pretrained(tmp_path)
     model, read = nt.models.from_hf(hf), nt.models.from_hf(tmp_path)
-    assert type(model) is type(read) is (nt.models.Llama if "llama" in name else nt.models.BERT)
+    assert type(model) is type(read) is nt.models.find(hf.config.model_type)
     assert same(model.weights, read.weights) and model.config == read.config
     inputs = reference(name).inputs[0]
     for back in (model.to_hf(), read.to_hf()):
@@ -182,6 +182,9 @@ def test_a_folder_without_a_head(tmp_path: Path, name: str, part: str) -> None:
         (lambda: bert("BertForMaskedLM", hidden_act="silu"), "hidden_act is 'silu' in the .*; allowed: 'gelu'"),
         (lambda: bert("BertForTokenClassification"), r"BertForTokenClassification'\] in .* allowed: BertFor"),
         (lambda: bert("BertForMaskedLM", is_decoder=True), "is_decoder is True in the model's config; allowed: False"),
+        (lambda: distilbert("DistilBertForMaskedLM", activation="silu"), "activation is 'silu' in .*; allowed: 'gelu'"),
+        (lambda: distilbert("DistilBertForMaskedLM", sinusoidal_pos_embds=True), "sinusoidal_pos_embds is True.*False"),
+        (lambda: distilbert("DistilBertForTokenClassification"), r"TokenClassification'\] in .* allowed: DistilBert"),
         (lambda: llama(attention_bias=True), "attention_bias is True"),
         (lambda: llama(hidden_act="gelu"), "hidden_act is 'gelu' in the model's config; allowed: 'silu'"),
         (lambda: torch.nn.Linear(2, 2), "Linear is not allowed; use a transformers model, or its folder"),
@@ -211,6 +214,8 @@ WRONG_CONFIGS: list[tuple[str, dict[str, Any], str]] = [
     ("masked_lm", {"id2label": 3}, "id2label is 3 in the model's config; allowed: an object"),
     ("masked_lm", {"architectures": {"a": 1}}, "architectures is {'a': 1} in .*; allowed: BertForMaskedLM"),
     ("masked_lm", {"hidden_act": ["gelu"]}, r"hidden_act is \['gelu'\] in the model's config; allowed: 'gelu'"),
+    ("distilbert", {"n_heads": 5}, "model.heads: got 5; allowed: a divisor of model.embed = 24"),
+    ("distilbert", {"hidden_dim": ABSENT}, "'hidden_dim' is missing in config.json; DistilBERT needs it"),
     ("masked_lm", {"intermediate_size": "few"}, "model.ffn: got 'few'; allowed: an integer"),
 ]
 
