@@ -377,6 +377,7 @@ def from_hf(source: Any, **fields: Any) -> Model:
 
 def of_hf_type(name: Any) -> type[Model]:
     """The model class of a model_type of transformers."""
+
     def reads(cls: type[Model]) -> Any:
         return inspect.getattr_static(cls, "read_config")
 

@@ -23,6 +23,8 @@ from nntile_py.schema import Count, Positive
 from nntile_py.tasks.cross_entropy import IGNORED, cross_entropy
 from nntile_py.tasks.mask import Mask
 
+_HEAD = "cls.predictions.transform.dense", "cls.predictions.transform.LayerNorm", "cls.predictions.bias"
+
 
 class BERTConfig(TextEncoderConfig):
     type: str = "bert"
@@ -55,8 +57,7 @@ class BERT(TextEncoder):
         with g.scope("head"):
             if c.head == "classification":
                 return classified(g, batch, c, first_token(g, x, c, "bert.pooler.dense", "tanh"))
-            transform, head = "cls.predictions.transform", "cls.predictions"
-            logits = token_logits(g, x, c, words, f"{transform}.dense", f"{transform}.LayerNorm", f"{head}.bias")
+            logits = token_logits(g, x, c, words, c.activation, _HEAD)
             loss = masked_lm_loss(g, batch, c, logits)
             if c.head == "masked_lm":
                 return Traced(loss, {"logits": logits})

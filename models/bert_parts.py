@@ -8,14 +8,23 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, NamedTuple, Self
 
+import numpy as np
 from pydantic import model_validator
 
 from nntile_py.errors import ConfigError
-from nntile_py.graph.declared import ZEROS, Batch, Normal, Traced
+from nntile_py.graph.declared import ZEROS, Array, Batch, Normal, Traced
 from nntile_py.graph.graph import Graph
 from nntile_py.models.base import Model, TokenConfig
 from nntile_py.models.checkpoint import architecture, check_type, choice
-from nntile_py.models.parts import LayerConfig, dense, dense_weights, norm, norm_weights, position_input
+from nntile_py.models.parts import (
+    LayerConfig,
+    check_length,
+    dense,
+    dense_weights,
+    norm,
+    norm_weights,
+    position_input,
+)
 from nntile_py.schema import BelowOne, Count
 from nntile_py.tasks.activation import activation
 from nntile_py.tasks.attention import attention
@@ -99,17 +108,40 @@ class TextEncoder(Model):
 # -- embedding
 
 
-def embedded(g: Graph, batch: Batch, c: Any, name: str, *, kinds: bool = True) -> tuple[Tensor, Tensor]:
+def counted_positions(g: Graph, batch: Batch, positions: int | None, padding: int) -> Tensor:
+    """Positions [batch, seq] as RoBERTa counts them: padding + 1, padding + 2, ... over the tokens that are no padding.
+
+    The token `padding` itself has the position `padding`. Made of input_ids unless a step gives them as `positions`.
+    """
+
+    def counted(given: Mapping[str, Array]) -> Array:
+        real = given["input_ids"] != padding
+        numbers: Array = np.cumsum(real, axis=1) * real + padding
+        return numbers
+
+    rows = check_length(batch, positions) + padding + 1
+    return g.input("positions", {"batch": batch.size, "seq": batch.seq}, below=rows, default=counted)
+
+
+def embedded(
+    g: Graph, batch: Batch, c: Any, name: str, *, kinds: bool = True, padding: int | None = None
+) -> tuple[Tensor, Tensor]:
     """The sum of what tokens, positions and kinds of tokens are looked up as, normed; and the tokens' table.
 
     Their tables are NAME.word_embeddings.weight and so on. Inputs: input_ids, token_type_ids if there are kinds.
+    padding: the token from whose number on positions are counted (see counted_positions); None: they are 0, 1, ...
     """
     tokens, embed = {"batch": batch.size, "seq": batch.seq}, {"embed": c.embed}
-    ids, positions = g.input("input_ids", tokens, below=c.vocab), position_input(g, batch, c.positions)
+    ids = g.input("input_ids", tokens, below=c.vocab)
+    if padding is None:
+        positions, rows = position_input(g, batch, c.positions), c.positions
+    else:
+        positions, rows = counted_positions(g, batch, c.positions, padding), c.positions + padding + 1
     with g.scope("embed"):
         words = g.param(f"{name}.word_embeddings.weight", {"vocab": c.vocab} | embed, INIT)
-        places = g.param(f"{name}.position_embeddings.weight", {"position": c.positions} | embed, INIT)
-        x = bias_add(g, embedding(g, ids, words), embedding(g, positions, places))
+        places = g.param(f"{name}.position_embeddings.weight", {"position": rows} | embed, INIT)
+        x, y = embedding(g, ids, words), embedding(g, positions, places)
+        x = bias_add(g, x, y) if padding is None else add(g, x, y)
         if kinds:
             kind = g.input("token_type_ids", tokens, below=c.kinds, default=0)
             types = g.param(f"{name}.token_type_embeddings.weight", {"kind": c.kinds} | embed, INIT)
@@ -163,10 +195,14 @@ class EncoderLayer:
 # -- heads
 
 
-def token_logits(g: Graph, x: Tensor, c: Any, words: Tensor, transform: str, normed: str, bias: str) -> Tensor:
-    """Logits [batch, seq, vocab] by the tokens' own table, after a product, an activation and a norm."""
+def token_logits(g: Graph, x: Tensor, c: Any, words: Tensor, kind: str, names: tuple[str, str, str]) -> Tensor:
+    """Logits [batch, seq, vocab] by the tokens' own table, after a product, the activation `kind` and a norm.
+
+    names: of the product, of the norm, of the bias for each token of the vocabulary.
+    """
+    transform, normed, bias = names
     y = dense(g, x, transform, {"embed": c.embed}, {"hidden": c.embed}, INIT)
-    y = norm(g, rename(g, activation(g, y, c.activation), hidden="embed"), normed, c.layer_norm_eps)
+    y = norm(g, rename(g, activation(g, y, kind), hidden="embed"), normed, c.layer_norm_eps)
     return linear(g, y, words, ["batch", "seq", "vocab"], g.param(bias, {"vocab": c.vocab}, ZEROS))
 
 
@@ -176,10 +212,11 @@ def masked_lm_loss(g: Graph, batch: Batch, c: Any, logits: Tensor) -> Tensor:
     return cross_entropy(g, logits, g.input("labels", tokens, below=c.vocab, ignored=IGNORED, scale="loss_scale"))
 
 
-def first_token(g: Graph, x: Tensor, c: Any, name: str, kind: str) -> Tensor:
-    """What stands for a sequence: a product and an activation of its first position, [batch, hidden]."""
-    y = dense(g, select(g, x, "seq", 0), name, {"embed": c.embed}, {"hidden": c.embed}, INIT)
-    return activation(g, y, kind)
+def first_token(g: Graph, x: Tensor, c: Any, name: str, kind: str, dropped: float = 0.0) -> Tensor:
+    """What stands for a sequence [batch, hidden]: a product and the activation `kind` of its first position, of which
+    the share `dropped` is dropped before."""
+    first = dropout(g, select(g, x, "seq", 0), dropped)
+    return activation(g, dense(g, first, name, {"embed": c.embed}, {"hidden": c.embed}, INIT), kind)
 
 
 def classified(g: Graph, batch: Batch, c: Any, pooled: Tensor, name: str = "classifier") -> Traced:

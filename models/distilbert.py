@@ -62,7 +62,8 @@ class DistilBERT(TextEncoder):
         with g.scope("head"):
             if c.head == "classification":
                 return classified(g, batch, c, first_token(g, x, c, "pre_classifier", "relu"))
-            logits = token_logits(g, x, c, words, "vocab_transform", "vocab_layer_norm", "vocab_projector.bias")
+            names = "vocab_transform", "vocab_layer_norm", "vocab_projector.bias"
+            logits = token_logits(g, x, c, words, c.activation, names)
             return Traced(masked_lm_loss(g, batch, c, logits), {"logits": logits})
 
     # -- transformers

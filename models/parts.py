@@ -108,13 +108,19 @@ def norm(g: Graph, x: Tensor, name: str, eps: float) -> Tensor:
     return norm_weights(g, name, x.size("embed"))(g, x, eps)
 
 
+def check_length(batch: Batch, positions: int | None) -> int:
+    """The positions that a model has; ConfigError: a sequence has more."""
+    assert positions is not None
+    if batch.seq > positions:
+        raise ConfigError(f"seq: {batch.seq} is longer than the model's {positions} positions")
+    return positions
+
+
 def position_input(g: Graph, batch: Batch, positions: int | None) -> Tensor:
     """The numbers of the positions, int64 [seq]: what `embedding` looks up in a table of so many `positions`.
 
     0, 1, ... unless a step gives others as its input `positions`. ConfigError: more than the table has."""
-    assert positions is not None
-    if batch.seq > positions:
-        raise ConfigError(f"seq: {batch.seq} is longer than the model's {positions} positions")
+    positions = check_length(batch, positions)
     return g.input("positions", {"seq": batch.seq}, below=positions, default=np.arange(batch.seq))
 
 

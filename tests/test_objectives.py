@@ -20,7 +20,7 @@ from nntile_py.training.batches import Batches, objective
 
 EXPERIMENTS = Path(__file__).parents[1] / "experiments"
 BERT = {"type": "bert", "layers": 1, "embed": 16, "heads": 2}
-FAMILY = {"bert": "BertForMaskedLM", "distilbert": "DistilBertForMaskedLM"}
+FAMILY = {"bert": "BertForMaskedLM", "distilbert": "DistilBertForMaskedLM", "roberta": "RobertaForMaskedLM"}
 LLAMA = {"type": "llama", "layers": 1, "embed": 16, "heads": 4, "kv_heads": 2, "ffn": 24}
 TREE: dict[str, Any] = {
     "model": BERT,
@@ -115,13 +115,19 @@ def test_models_that_text_does_not_train(tmp_path: Path) -> None:
     write(tmp_path, model={"type": "encoder", "embed": 16, "heads": 2})
     done = nntile(tmp_path, "train", "tiny.yaml")
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and not (tmp_path / "runs").exists()
-    told = "model.type: encoder is not trained on text (its objective is None)"
-    assert f"{told}; allowed: bert, distilbert, gpt2, llama, or train it from Python with nt.Trainer" in done.stderr
+    told, texts = "model.type: encoder is not trained on text", "bert, distilbert, gpt2, llama, roberta"
+    assert f"{told} (its objective is None); allowed: {texts}, or train it from Python with nt.Trainer" in done.stderr
     for head, needs in (("pretraining", "next_sentence_label [batch]"), ("classification", "labels [batch]")):
         config = load(write(tmp_path, model=BERT | {"head": head}))
         with pytest.raises(ConfigError, match=r"model: bert with head: .* from Python with nt.Trainer") as refused:
             objective(config)
         assert needs in str(refused.value) and head in str(refused.value)
+
+
+def test_another_padding_token_than_the_tokenizers(tmp_path: Path) -> None:
+    config = load(write(tmp_path, model=BERT | {"type": "roberta", "padding_token": 2}))
+    with pytest.raises(ConfigError, match=r"model.padding_token: got 2; allowed: 1, the tokenizer's \[PAD\]"):
+        Batches(config, data.load_corpus(config, MASKED), objective(config))
 
 
 def test_masked_settings_that_are_refused(tmp_path: Path) -> None:
