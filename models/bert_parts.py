@@ -180,7 +180,7 @@ class EncoderLayer:
         self.narrow_norm = norm_weights(g, at.narrow_norm, c.embed)
 
     def __call__(self, g: Graph, x: Tensor, mask: Mask, scope: str) -> Tensor:
-        """The layer's output for x [batch, seq, embed]; the layer may be called more than once."""
+        """The layer's output for x [batch, seq, embed]."""
         c = self.config
         with g.scope(f"{scope}.attn"):
             q, k, v = (transpose(g, y(g, x), ["batch", "heads", "seq", "head_dim"]) for y in self.projections)

@@ -70,7 +70,7 @@ def dense_weights(
     transposed: bool = False,
     part: tuple[str, str, int, int] | None = None,
 ) -> Dense:
-    """Weights of x W + b, as torch.nn.Linear's, for one use or several: `product(g, x)`, where this returned `product`.
+    """Weights of x W + b, as torch.nn.Linear's; `product(g, x)` uses them, where this returned `product`.
 
     The product sums over the axes `inner` of x and makes the axes `out` after batch and seq.
     The weight is NAME.weight [out, inner], with `transposed` [inner, out] (GPT-2's Conv1D); the bias NAME.bias [out].
@@ -99,7 +99,7 @@ class Norm(NamedTuple):
 
 
 def norm_weights(g: Graph, name: str, embed: int) -> Norm:
-    """Weights NAME.weight and NAME.bias of a LayerNorm over embed, for one use or several: `normed(g, x, eps)`."""
+    """Weights NAME.weight and NAME.bias of a LayerNorm over embed; `normed(g, x, eps)` uses them."""
     return Norm(g.param(f"{name}.weight", {"embed": embed}, ONES), g.param(f"{name}.bias", {"embed": embed}, ZEROS))
 
 
