@@ -120,6 +120,7 @@ class Model:
     Config: ClassVar[type[ModelConfig]]
     objective: ClassVar[str | None] = None  # what text is made into: causal, masked; None: it is not trained on text
     prefix: ClassVar[str] = ""  # that checkpoints of the bare model leave out
+    tied: ClassVar[tuple[str, ...]] = ()  # weights of a checkpoint that are there under another name too
 
     @typed
     def __init__(
@@ -219,7 +220,9 @@ class Model:
         model = cls(cls.Config(**(cls.saved_fields(raw) | fields)), hf=raw)
         shapes, tensors = model.weight_shapes(), tensors_of(source)
         prefix = "" if any(name.startswith(cls.prefix) for name in tensors) else cls.prefix
-        tensors = {name if name in shapes else prefix + name: value for name, value in tensors.items()}
+        tensors = {
+            name if name in shapes else prefix + name: value for name, value in tensors.items() if name not in cls.tied
+        }
         weights = arrays({name: tensors[name] for name in shapes if name in tensors})
         for param in model.params():
             for one in param.sources:
@@ -374,7 +377,11 @@ def from_hf(source: Any, **fields: Any) -> Model:
 
 def of_hf_type(name: Any) -> type[Model]:
     """The model class of a model_type of transformers."""
-    readable = {kind: cls for kind, cls in known().items() if "read_config" in vars(cls)}
+
+    def reads(cls: type[Model]) -> Any:
+        return inspect.getattr_static(cls, "read_config")
+
+    readable = {kind: cls for kind, cls in known().items() if reads(cls) is not reads(Model)}
     if name not in list(readable):
         raise ConfigError(f"model: model_type is {name!r}; {', '.join(readable)} can be read so, {OWN}")
     return readable[name]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -45,9 +46,21 @@ class LayerConfig(ModelConfig):
             )
 
 
-def dense(
+class Dense(NamedTuple):
+    """The weights of a product, and where it sums and what it makes: see dense_weights."""
+
+    weight: Tensor
+    bias: Tensor | None
+    inner: Sizes
+    out: Sizes
+
+    def __call__(self, g: Graph, x: Tensor) -> Tensor:
+        axes = [axis for axis in x.axes if axis not in self.inner] + list(self.out)
+        return linear(g, x, self.weight, axes, self.bias)
+
+
+def dense_weights(
     g: Graph,
-    x: Tensor,
     name: str,
     inner: Sizes,
     out: Sizes,
@@ -56,9 +69,10 @@ def dense(
     bias: bool = True,
     transposed: bool = False,
     part: tuple[str, str, int, int] | None = None,
-) -> Tensor:
-    """x W + b, as torch.nn.Linear: sums over the axes `inner` of x, makes the axes `out` after batch and seq.
+) -> Dense:
+    """Weights of x W + b, as torch.nn.Linear's; `product(g, x)` uses them, where this returned `product`.
 
+    The product sums over the axes `inner` of x and makes the axes `out` after batch and seq.
     The weight is NAME.weight [out, inner], with `transposed` [inner, out] (GPT-2's Conv1D); the bias NAME.bias [out].
     part (names of weight and bias, number, of): W and b are one of `of` equal parts of those, along out's first axis.
     """
@@ -66,23 +80,47 @@ def dense(
     along = next(iter(out))
     sources = [Part(whole, *part[2:], along) for whole in part[:2]] if part else [None, None]
     weight = g.param(f"{name}.weight", axes, init, sources[0])
-    b = g.param(f"{name}.bias", out, ZEROS, sources[1]) if bias else None
-    return linear(g, x, weight, [axis for axis in x.axes if axis not in inner] + list(out), b)
+    return Dense(weight, g.param(f"{name}.bias", out, ZEROS, sources[1]) if bias else None, inner, out)
+
+
+def dense(g: Graph, x: Tensor, name: str, inner: Sizes, out: Sizes, init: Init, **options: Any) -> Tensor:
+    """x W + b, as torch.nn.Linear, with weights that nothing else uses: arguments and options as of dense_weights."""
+    return dense_weights(g, name, inner, out, init, **options)(g, x)
+
+
+class Norm(NamedTuple):
+    """The declared weights of a LayerNorm over embed."""
+
+    weight: Tensor
+    bias: Tensor
+
+    def __call__(self, g: Graph, x: Tensor, eps: float) -> Tensor:
+        return layer_norm(g, x, self.weight, self.bias, eps)
+
+
+def norm_weights(g: Graph, name: str, embed: int) -> Norm:
+    """Weights NAME.weight and NAME.bias of a LayerNorm over embed; `normed(g, x, eps)` uses them."""
+    return Norm(g.param(f"{name}.weight", {"embed": embed}, ONES), g.param(f"{name}.bias", {"embed": embed}, ZEROS))
 
 
 def norm(g: Graph, x: Tensor, name: str, eps: float) -> Tensor:
-    """LayerNorm over embed with the weights NAME.weight and NAME.bias."""
-    embed = {"embed": x.size("embed")}
-    return layer_norm(g, x, g.param(f"{name}.weight", embed, ONES), g.param(f"{name}.bias", embed, ZEROS), eps)
+    """LayerNorm over embed, with weights NAME.weight and NAME.bias that nothing else uses."""
+    return norm_weights(g, name, x.size("embed"))(g, x, eps)
+
+
+def check_length(batch: Batch, positions: int | None) -> int:
+    """The positions that a model has; ConfigError: a sequence has more."""
+    assert positions is not None
+    if batch.seq > positions:
+        raise ConfigError(f"seq: {batch.seq} is longer than the model's {positions} positions")
+    return positions
 
 
 def position_input(g: Graph, batch: Batch, positions: int | None) -> Tensor:
     """The numbers of the positions, int64 [seq]: what `embedding` looks up in a table of so many `positions`.
 
     0, 1, ... unless a step gives others as its input `positions`. ConfigError: more than the table has."""
-    assert positions is not None
-    if batch.seq > positions:
-        raise ConfigError(f"seq: {batch.seq} is longer than the model's {positions} positions")
+    positions = check_length(batch, positions)
     return g.input("positions", {"seq": batch.seq}, below=positions, default=np.arange(batch.seq))
 
 

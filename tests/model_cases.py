@@ -36,7 +36,17 @@ def bert(kind: str, **config: Any) -> Any:
         "intermediate_size": FFN, "max_position_embeddings": SEQ + 3, "num_labels": CLASSES,
     }  # fmt: skip
     off = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    return getattr(transformers, kind)(transformers.BertConfig(**sizes | off | config))
+    model = getattr(transformers, kind)
+    return model(model.config_class(**sizes | off | config))
+
+
+def distilbert(kind: str, **config: Any) -> Any:
+    sizes = {
+        "vocab_size": VOCAB, "dim": EMBED, "n_layers": LAYERS, "n_heads": HEADS, "hidden_dim": FFN,
+        "max_position_embeddings": SEQ + 3, "num_labels": CLASSES,
+    }  # fmt: skip
+    off = {"dropout": 0.0, "attention_dropout": 0.0, "seq_classif_dropout": 0.0}
+    return getattr(transformers, kind)(transformers.DistilBertConfig(**sizes | off | config))
 
 
 def llama(**config: Any) -> Any:
@@ -121,8 +131,20 @@ def _classes(rng: np.random.Generator) -> Inputs:
     return tokens(rng, mask=True) | {"labels": rng.integers(0, CLASSES, BATCH)}
 
 
-def _bert(kind: str, inputs: Callable[[np.random.Generator], Inputs]) -> Case:
-    return Case(functools.partial(bert, kind), inputs, zero="key.bias")
+def _filled_up(rng: np.random.Generator, classes: bool = False) -> Inputs:
+    """For RoBERTa: the token 1 where there is padding, and nowhere else; in front, where no first token counts."""
+    made = _classes(rng) if classes else tokens(rng, mask=True)
+    if not classes:
+        made["attention_mask"][1] = made["attention_mask"][1, ::-1].copy()
+        made["labels"] = np.where(made["attention_mask"] == 1, made["labels"], IGNORED)
+    return made | {"input_ids": np.where(made["attention_mask"] == 1, np.maximum(made["input_ids"], 2), 1)}
+
+
+def _bert(kind: str, inputs: Callable[[np.random.Generator], Inputs], **config: Any) -> Case:
+    return Case(functools.partial(bert, kind, **config), inputs, zero="key.bias")
+
+
+ROBERTA: dict[str, Any] = {"type_vocab_size": 1, "pad_token_id": 1, "max_position_embeddings": SEQ + 3}
 
 
 CASES = {
@@ -130,6 +152,20 @@ CASES = {
     "masked_lm plain": _bert("BertForMaskedLM", tokens),
     "pretraining": _bert("BertForPreTraining", _pretraining),
     "classification": _bert("BertForSequenceClassification", _classes),
+    "roberta": _bert("RobertaForMaskedLM", _filled_up, **ROBERTA),
+    "roberta other activation": _bert(
+        "RobertaForMaskedLM", functools.partial(tokens, types=True),
+        pad_token_id=0, type_vocab_size=2, hidden_act="relu", layer_norm_eps=1e-5,
+    ),
+    "roberta classification": _bert(
+        "RobertaForSequenceClassification", functools.partial(_filled_up, classes=True), **ROBERTA
+    ),
+    "distilbert": Case(
+        functools.partial(distilbert, "DistilBertForMaskedLM"), functools.partial(tokens, mask=True), zero="k_lin.bias"
+    ),
+    "distilbert classification": Case(
+        functools.partial(distilbert, "DistilBertForSequenceClassification"), _classes, zero="k_lin.bias"
+    ),
     "llama": Case(llama, functools.partial(tokens, mask=True, causal=True)),
     "llama tied": Case(
         functools.partial(llama, tie_word_embeddings=True, rope_parameters=LLAMA3),

@@ -1,4 +1,4 @@
-"""BERT, Llama, encoder and decoder in tiles against transformers and torch.nn: see model_cases.py."""
+"""BERT and its family, Llama, encoder and decoder in tiles against transformers and torch.nn: see model_cases.py."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ import tokenizers
 import torch
 import transformers
 import yaml
-from model_cases import ADAMW, BATCH, CASES, LAYERS, SEQ, VOCAB, bert, by_part, llama, made, reference
+from model_cases import ADAMW, BATCH, CASES, LAYERS, SEQ, VOCAB, bert, by_part, distilbert, llama, made, reference
 from safetensors.torch import load_file, save_file
 
 import nntile_py as nt
 from nntile_py.config.run import load
 from nntile_py.config.spec import build_model
+from nntile_py.graph.declared import random_inputs
 from nntile_py.testing import error
 
 EVEN = {"batch": 2, "seq": 4, "embed": 12, "heads": 2, "ffn": 20, "vocab": 30}
@@ -110,14 +111,35 @@ def test_what_a_step_is_given_may_change(runtime: nt.Runtime) -> None:
     assert got["plain"] == got["ones"] == got["plain again"] != got["masked"]
 
 
-def test_micro_batches(runtime: nt.Runtime) -> None:
+@pytest.mark.parametrize("name", ["pretraining", "roberta"])
+def test_micro_batches(runtime: nt.Runtime, name: str) -> None:
     """Two micro-batches with masks of their own, and counts of labels of their own, are one batch."""
-    want = reference("pretraining")
-    model = CASES["pretraining"].ours(want.model)
+    want = reference(name)
+    model = CASES[name].ours(want.model)
     trainer = nt.Trainer(model, BATCH // 2, SEQ, RAGGED, grad_accumulation=2)
     assert abs(trainer.step(want.inputs[0]) / want.losses[0] - 1) < 1e-5
     compare(trainer.gradients(), want.gradients, want, 1e-5)
     trainer.close()
+
+
+def test_positions_that_padding_does_not_count_in(runtime: nt.Runtime) -> None:
+    """Made of each step's tokens, unless the step gives them; random inputs have them too."""
+    trainer = nt.Trainer(nt.models.from_hf(made("roberta")), BATCH, SEQ, RAGGED)
+    inputs = reference("roberta").inputs[0]
+    real = inputs["input_ids"] != 1
+    positions = np.array([[1 + sum(row[: s + 1]) if row[s] else 1 for s in range(SEQ)] for row in real])
+    assert real.sum() < real.size and positions.max() == SEQ + 1
+    own = trainer.evaluate(inputs)
+    assert trainer.evaluate(inputs | {"positions": positions}) == own
+    assert trainer.evaluate(inputs | {"positions": np.where(real, 2, 1)}) != own
+    assert trainer.evaluate(inputs) == own
+    drawn = random_inputs(trainer.built.graph, BATCH, 0)
+    assert np.array_equal(drawn["positions"], np.cumsum(drawn["input_ids"] != 1, 1) * (drawn["input_ids"] != 1) + 1)
+    for sizes in ({"positions": 11}, {"padding_token": VOCAB}):
+        message = "12 is longer than the model's 11 positions|padding_token: got 60; .* less than model.vocab = 60"
+        config = {"layers": 1, "embed": 8, "heads": 2, "vocab": VOCAB, "positions": SEQ} | sizes
+        with pytest.raises(nt.ConfigError, match=message):
+            nt.Trainer(nt.models.RoBERTa(nt.models.RoBERTaConfig(**config)), BATCH, SEQ)
 
 
 # -- dropout
@@ -157,7 +179,7 @@ def test_to_hf_and_back(tmp_path: Path, name: str) -> None:
     hf = made(name).eval()
     hf.save_pretrained(tmp_path)
     model, read = nt.models.from_hf(hf), nt.models.from_hf(tmp_path)
-    assert type(model) is type(read) is (nt.models.Llama if "llama" in name else nt.models.BERT)
+    assert type(model) is type(read) is nt.models.find(hf.config.model_type)
     assert same(model.weights, read.weights) and model.config == read.config
     inputs = reference(name).inputs[0]
     for back in (model.to_hf(), read.to_hf()):
@@ -182,6 +204,9 @@ def test_a_folder_without_a_head(tmp_path: Path, name: str, part: str) -> None:
         (lambda: bert("BertForMaskedLM", hidden_act="silu"), "hidden_act is 'silu' in the .*; allowed: 'gelu'"),
         (lambda: bert("BertForTokenClassification"), r"BertForTokenClassification'\] in .* allowed: BertFor"),
         (lambda: bert("BertForMaskedLM", is_decoder=True), "is_decoder is True in the model's config; allowed: False"),
+        (lambda: distilbert("DistilBertForMaskedLM", activation="silu"), "activation is 'silu' in .*; allowed: 'gelu'"),
+        (lambda: distilbert("DistilBertForMaskedLM", sinusoidal_pos_embds=True), "sinusoidal_pos_embds is True.*False"),
+        (lambda: distilbert("DistilBertForTokenClassification"), r"TokenClassification'\] in .* allowed: DistilBert"),
         (lambda: llama(attention_bias=True), "attention_bias is True"),
         (lambda: llama(hidden_act="gelu"), "hidden_act is 'gelu' in the model's config; allowed: 'silu'"),
         (lambda: torch.nn.Linear(2, 2), "Linear is not allowed; use a transformers model, or its folder"),
@@ -211,6 +236,12 @@ WRONG_CONFIGS: list[tuple[str, dict[str, Any], str]] = [
     ("masked_lm", {"id2label": 3}, "id2label is 3 in the model's config; allowed: an object"),
     ("masked_lm", {"architectures": {"a": 1}}, "architectures is {'a': 1} in .*; allowed: BertForMaskedLM"),
     ("masked_lm", {"hidden_act": ["gelu"]}, r"hidden_act is \['gelu'\] in the model's config; allowed: 'gelu'"),
+    ("roberta", {"pad_token_id": None}, "pad_token_id is None in .*; allowed: an integer of at least 0"),
+    ("roberta", {"max_position_embeddings": 2}, "max_position_embeddings is 2 .*; allowed: an integer of at least 3"),
+    ("roberta", {"position_embedding_type": "relative_key"}, "position_embedding_type is 'relative_key' .* 'absolute'"),
+    ("roberta", {"is_decoder": True}, "is_decoder is True in the model's config; allowed: False"),
+    ("distilbert", {"n_heads": 5}, "model.heads: got 5; allowed: a divisor of model.embed = 24"),
+    ("distilbert", {"hidden_dim": ABSENT}, "'hidden_dim' is missing in config.json; DistilBERT needs it"),
     ("masked_lm", {"intermediate_size": "few"}, "model.ffn: got 'few'; allowed: an integer"),
 ]
 

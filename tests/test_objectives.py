@@ -1,4 +1,4 @@
-"""`nntile train` of BERT, Llama and models that it refuses; plan, graph, profile and sweep of their YAMLs."""
+"""`nntile train` of BERT, its family, Llama, and what it refuses; plan, graph, profile and sweep of their YAMLs."""
 
 import json
 import subprocess
@@ -20,6 +20,7 @@ from nntile_py.training.batches import Batches, objective
 
 EXPERIMENTS = Path(__file__).parents[1] / "experiments"
 BERT = {"type": "bert", "layers": 1, "embed": 16, "heads": 2}
+FAMILY = {"bert": "BertForMaskedLM", "distilbert": "DistilBertForMaskedLM", "roberta": "RobertaForMaskedLM"}
 LLAMA = {"type": "llama", "layers": 1, "embed": 16, "heads": 4, "kv_heads": 2, "ffn": 24}
 TREE: dict[str, Any] = {
     "model": BERT,
@@ -64,7 +65,7 @@ def of_transformers(folder: Path, name: str) -> float:
     model, found = getattr(transformers, name).from_pretrained(folder, output_loading_info=True)
     assert {key: list(value) for key, value in found.items() if value} == {}
     config = load(folder / "config.yaml")
-    corpus = data.load_corpus(config, MASKED if name == "BertForMaskedLM" else ())
+    corpus = data.load_corpus(config, MASKED if "MaskedLM" in name else ())
     losses = []
     with torch.no_grad():
         for inputs in Batches(config, corpus, objective(config)).held_out:
@@ -76,10 +77,11 @@ def last_loss(folder: Path) -> float:
     return float(json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])["held_out_loss"])
 
 
-def test_bert_learns_and_transformers_reads_it(tmp_path: Path) -> None:
-    folder, said = trained(tmp_path, BERT)
+@pytest.mark.parametrize(("kind", "theirs"), FAMILY.items())
+def test_bert_learns_and_transformers_reads_it(tmp_path: Path, kind: str, theirs: str) -> None:
+    folder, said = trained(tmp_path, BERT | {"type": kind})
     assert "guesses at its masked tokens in [[ ]]:\n[CLS]" in said and said.rstrip().endswith("[SEP]")
-    assert of_transformers(folder, "BertForMaskedLM") == pytest.approx(last_loss(folder), rel=1e-5)
+    assert of_transformers(folder, theirs) == pytest.approx(last_loss(folder), rel=1e-5)
     tokenizer = data.load_tokenizer(folder / "tokenizer.json")
     numbers = [tokenizer.token_to_id(token) for token in (data.END_OF_TEXT, *MASKED)]
     assert None not in numbers and special_numbers(tokenizer) == set(numbers)
@@ -113,13 +115,19 @@ def test_models_that_text_does_not_train(tmp_path: Path) -> None:
     write(tmp_path, model={"type": "encoder", "embed": 16, "heads": 2})
     done = nntile(tmp_path, "train", "tiny.yaml")
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and not (tmp_path / "runs").exists()
-    told = "model.type: encoder is not trained on text (its objective is None); allowed: bert, gpt2, llama, or train it"
-    assert f"{told} from Python with nt.Trainer" in done.stderr
+    told, texts = "model.type: encoder is not trained on text", "bert, distilbert, gpt2, llama, roberta"
+    assert f"{told} (its objective is None); allowed: {texts}, or train it from Python with nt.Trainer" in done.stderr
     for head, needs in (("pretraining", "next_sentence_label [batch]"), ("classification", "labels [batch]")):
         config = load(write(tmp_path, model=BERT | {"head": head}))
         with pytest.raises(ConfigError, match=r"model: bert with head: .* from Python with nt.Trainer") as refused:
             objective(config)
         assert needs in str(refused.value) and head in str(refused.value)
+
+
+def test_another_padding_token_than_the_tokenizers(tmp_path: Path) -> None:
+    config = load(write(tmp_path, model=BERT | {"type": "roberta", "padding_token": 2}))
+    with pytest.raises(ConfigError, match=r"model.padding_token: got 2; allowed: 1, the tokenizer's \[PAD\]"):
+        Batches(config, data.load_corpus(config, MASKED), objective(config))
 
 
 def test_masked_settings_that_are_refused(tmp_path: Path) -> None:
@@ -137,7 +145,7 @@ def test_masked_settings_that_are_refused(tmp_path: Path) -> None:
             load(write(tmp_path), [f"train.mask_probability={value}"])
 
 
-@pytest.mark.parametrize("name", ["bert_tiny", "llama_tiny", "encoder_layer", "decoder_layer"])
+@pytest.mark.parametrize("name", [*(f"{kind}_tiny" for kind in FAMILY), "llama_tiny", "encoder_layer", "decoder_layer"])
 def test_plan_and_graph(name: str) -> None:
     config = load(EXPERIMENTS / f"{name}.yaml")
     assert plan(config).tasks > 50
@@ -145,7 +153,7 @@ def test_plan_and_graph(name: str) -> None:
     assert 0 < layer.count("AdamW") <= whole.count("AdamW")
     forward = draw.draw(config, layer=0, phase="forward")
     assert "h0.attn" in forward and "h1." not in forward
-    with pytest.raises(ConfigError, match=r"--layer 9: nothing of train is there; the model has [14] layers"):
+    with pytest.raises(ConfigError, match=r"--layer 9: nothing of train is there; the model has [124] layers"):
         draw.draw(config, layer=9)
 
 

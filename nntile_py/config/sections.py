@@ -112,7 +112,7 @@ class Train(Section):
     """Leave the weights as they are in an update whose gradient norm is larger, or no number, and go on with the next;
     null never does."""
     mask_probability: Inside = 0.15
-    """Of a masked model (bert): the share of the tokens that it is to predict."""
+    """Of a masked model (bert, distilbert, ...): the share of the tokens that it is to predict."""
 
 
 _TIME = r"(\d+(?:\.\d+)?)\s*(s|min|h)"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
@@ -17,6 +17,7 @@ from nntile_py.typed import typed_fields
 
 Array = np.ndarray[Any, Any]
 Weights = Mapping[str, Array]
+Derived = Callable[[Mapping[str, Array]], Array]  # a step's arrays -> another one
 
 
 def _check_number(what: str, value: Any, least: float = -math.inf) -> None:
@@ -197,15 +198,15 @@ class Input:
     """A declared input: what a step's arrays have to be.
 
     below: integers go from 0 to below - 1. ignored: one that is allowed besides, and is not counted. default: taken
-    where a step gives none (an array of the whole shape, or one number). shifted: the value of a position is what the
-    user gives for the next one, as labels of a causal model. scale: a slot of the program, 1 / (values that count, in
-    all micro-batches of a step).
+    where a step gives none: an array of the whole shape, one number, or a function that makes it of the inputs
+    declared before. shifted: the value of a position is what the user gives for the next one, as labels of a causal
+    model. scale: a slot of the program, 1 / (values that count, in all micro-batches of a step).
     """
 
     tensor: Tensor
     below: int | None = None
     ignored: int | None = None
-    default: Array | float | None = None
+    default: Array | float | Derived | None = None
     shifted: bool = False
     scale: str | None = None
 
@@ -240,8 +241,10 @@ class Input:
                 raise ValueError(f"{name}: values go from {found}; allowed are 0 to {self.below - 1}{also}")
         return array
 
-    def filled(self, rows: int) -> Array | None:
-        """The default as an array, if there is one."""
+    def filled(self, rows: int, given: Mapping[str, Array] | None = None) -> Array | None:
+        """The default as an array, if there is one; one that is made of other inputs only where those are given."""
+        if callable(self.default):
+            return None if given is None else self.default(given)
         if self.default is None:
             return None
         return np.broadcast_to(np.asarray(self.default), self.shape(rows))
@@ -324,11 +327,15 @@ def numel(params: Sequence[Param]) -> int:
 
 
 def random_inputs(graph: Any, rows: int, seed: int) -> dict[str, Array]:
-    """Values within the declared ranges for the inputs without a default, of `rows` rows of the batch."""
-    rng, found = np.random.default_rng(seed), {}
+    """Values within the declared ranges for the inputs without a default, of `rows` rows of the batch, and those that
+    are made of them."""
+    rng = np.random.default_rng(seed)
+    found: dict[str, Array] = {}
     for name, one in graph.inputs.items():
         shape = (rows, *one.tensor.shape[1:]) if one.batched else one.tensor.shape
         if one.default is None:
             whole = one.tensor.dtype == "int64"
             found[name] = rng.integers(0, one.below or 2, shape) if whole else rng.standard_normal(shape, np.float32)
+        elif callable(one.default):
+            found[name] = one.default(found)
     return found

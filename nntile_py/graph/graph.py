@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from nntile_py.errors import ConfigError
-from nntile_py.graph.declared import Array, Init, Input, Joined, Param, Part, Source, cover, sources_of
+from nntile_py.graph.declared import Array, Derived, Init, Input, Joined, Param, Part, Source, cover, sources_of
 from nntile_py.tasks.elementwise import Rename, add
 from nntile_py.tasks.op import CONTRACTION, Op, Tensor
 from nntile_py.typed import typed
@@ -117,7 +117,7 @@ class Graph:
         *,
         below: int | None = None,
         ignored: int | None = None,
-        default: Array | float | None = None,
+        default: Array | float | Derived | None = None,
         shifted: bool = False,
         scale: str | None = None,
     ) -> Tensor:

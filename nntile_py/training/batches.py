@@ -68,6 +68,8 @@ class Batches:
         if objective == "masked":
             number: dict[str, int] = {token: corpus.tokenizer.token_to_id(token) or 0 for token in MASKED}  # all there
             self._ends = number[CLS], number[SEP]
+            if (padding := getattr(config.model, "padding_token", number[PAD])) != number[PAD]:
+                raise ConfigError(f"model.padding_token: got {padding}; allowed: {number[PAD]}, the tokenizer's {PAD}")
             vocab, special = token_numbers(corpus.tokenizer), special_numbers(corpus.tokenizer)
             self._collate = MaskedCollator(
                 config.train.seq, vocab, number[MASK], frozenset(special | set(number.values())), number[PAD],

@@ -453,10 +453,10 @@ class Trainer:
                 arrays[name] = one.shift(value) if one.shifted and self.shift_labels else value
             elif unlabelled and one.default is None and (one.scale or one.ignored is not None):
                 arrays[name] = np.full(one.shape(rows), one.ignored or 0)
-            elif (default := one.filled(rows)) is None:
+            elif (default := one.filled(rows, arrays)) is None:
                 needed = [n for n, i in declared.items() if i.default is None and n not in self._optional]
                 raise ValueError(f"{name}: missing; the model needs {', '.join(needed)}")
-            elif name in self._changed or one.scale:
+            elif name in self._changed or one.scale or callable(one.default):
                 arrays[name] = default
         self._changed |= {name for name in arrays if declared[name].default is not None}
         return arrays, made

@@ -1,0 +1,226 @@
+"""What BERT and the models that came from it share: config, embedding, layers, heads, how transformers' is read.
+
+Axes: batch, seq, embed, hidden (of a head), heads, head_dim, ffn, vocab, position, kind (of token), classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal, NamedTuple, Self
+
+import numpy as np
+from pydantic import model_validator
+
+from nntile_py.errors import ConfigError
+from nntile_py.graph.declared import ZEROS, Array, Batch, Normal, Traced
+from nntile_py.graph.graph import Graph
+from nntile_py.models.base import Model, TokenConfig
+from nntile_py.models.checkpoint import architecture, check_type, choice
+from nntile_py.models.parts import (
+    LayerConfig,
+    check_length,
+    dense,
+    dense_weights,
+    norm,
+    norm_weights,
+    position_input,
+)
+from nntile_py.schema import BelowOne, Count
+from nntile_py.tasks.activation import activation
+from nntile_py.tasks.attention import attention
+from nntile_py.tasks.contract import linear
+from nntile_py.tasks.cross_entropy import IGNORED, cross_entropy
+from nntile_py.tasks.elementwise import add, bias_add, dropout, rename, transpose
+from nntile_py.tasks.embedding import embedding
+from nntile_py.tasks.mask import Mask
+from nntile_py.tasks.op import Tensor
+from nntile_py.tasks.select import select
+
+INIT = Normal(0.02)
+_ACTIVATIONS = {"gelu": "gelu", "gelu_new": "gelu_new", "gelu_pytorch_tanh": "gelu_new", "relu": "relu"}
+
+
+KEYS = {
+    "layers": "num_hidden_layers", "embed": "hidden_size", "heads": "num_attention_heads", "ffn": "intermediate_size",
+    "vocab": "vocab_size", "positions": "max_position_embeddings", "kinds": "type_vocab_size",
+    "activation": "hidden_act", "layer_norm_eps": "layer_norm_eps", "dropout": "hidden_dropout_prob",
+    "attention_dropout": "attention_probs_dropout_prob",
+}  # fmt: skip
+
+
+class TextEncoderConfig(LayerConfig, TokenConfig):
+    """Of BERT and its like; each adds `layer_norm_eps`."""
+
+    positions: Count | None = None
+    """Length of the longest sequence; null: `train.seq`."""
+    head: Literal["masked_lm", "pretraining", "classification"] = "masked_lm"
+    """What the model is to predict. `nntile train` trains masked_lm; the others are trained from Python."""
+    classes: Count = 2
+    """Of classification: how many classes."""
+    dropout: BelowOne = 0.0
+    """Dropout of the embedding, of the residual branches and before a classifier."""
+    activation: Literal["gelu", "gelu_new", "relu"] = "gelu"
+    """Between the two products of the feed-forward part."""
+
+    @model_validator(mode="after")
+    def _fitting(self) -> Self:
+        self.check_size("embed", "heads")
+        self.check_dropout()
+        self.fill(ffn=4 * self.embed)
+        return self
+
+
+class TextEncoder(Model):
+    """A model of this family."""
+
+    objective = "masked"
+    architectures: ClassVar[Mapping[str, str]]  # {head: the class of transformers}, masked_lm first
+    keys: ClassVar[Mapping[str, str]] = KEYS  # {field of the config: what config.json calls it}
+
+    @classmethod
+    def read_config(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
+        check_type(raw, cls.Config.model_fields["type"].default)
+        heads = {name: head for head, name in cls.architectures.items()}
+        head = heads[architecture(raw, *heads)]
+        for key in ("is_decoder", "add_cross_attention"):
+            choice(raw, key, False, None)
+        choice(raw, "position_embedding_type", "absolute")
+        choice(raw, "tie_word_embeddings", True)
+        choice(raw, "problem_type", None, "single_label_classification")
+        act, names = choice(raw, cls.keys["activation"], *_ACTIVATIONS), raw.get("id2label") or {}
+        if not isinstance(names, dict):
+            raise ConfigError(f"model: id2label is {names!r} in the model's config; allowed: an object")
+        known = cls.Config.model_fields
+        found = {
+            name: raw[key] for name, key in cls.keys.items()
+            if "dropout" not in name and (key in raw or known[name].is_required() or known[name].default is None)
+        }  # fmt: skip
+        return found | {
+            "head": head, "activation": _ACTIVATIONS[act], "classes": len(names) or raw.get("num_labels", 2)
+        }  # fmt: skip
+
+    def hf_config(self) -> dict[str, Any]:
+        c = self.config
+        own = {"model_type": c.type, "architectures": [self.architectures[c.head]], "num_labels": c.classes}
+        return self.merged_hf(own | {key: getattr(c, name) for name, key in self.keys.items()})
+
+
+# -- embedding
+
+
+def counted_positions(g: Graph, batch: Batch, positions: int | None, padding: int) -> Tensor:
+    """Positions [batch, seq] as RoBERTa counts them: padding + 1, padding + 2, ... over the tokens that are no padding.
+
+    The token `padding` itself has the position `padding`. Made of input_ids unless a step gives them as `positions`.
+    """
+
+    def counted(given: Mapping[str, Array]) -> Array:
+        real = given["input_ids"] != padding
+        numbers: Array = np.cumsum(real, axis=1) * real + padding
+        return numbers
+
+    rows = check_length(batch, positions) + padding + 1
+    return g.input("positions", {"batch": batch.size, "seq": batch.seq}, below=rows, default=counted)
+
+
+def embedded(
+    g: Graph, batch: Batch, c: Any, name: str, *, kinds: bool = True, padding: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """The sum of what tokens, positions and kinds of tokens are looked up as, normed; and the tokens' table.
+
+    Their tables are NAME.word_embeddings.weight and so on. Inputs: input_ids, token_type_ids if there are kinds.
+    padding: the token from whose number on positions are counted (see counted_positions); None: they are 0, 1, ...
+    """
+    tokens, embed = {"batch": batch.size, "seq": batch.seq}, {"embed": c.embed}
+    ids = g.input("input_ids", tokens, below=c.vocab)
+    if padding is None:
+        positions, rows = position_input(g, batch, c.positions), c.positions
+    else:
+        positions, rows = counted_positions(g, batch, c.positions, padding), c.positions + padding + 1
+    with g.scope("embed"):
+        words = g.param(f"{name}.word_embeddings.weight", {"vocab": c.vocab} | embed, INIT)
+        places = g.param(f"{name}.position_embeddings.weight", {"position": rows} | embed, INIT)
+        x, y = embedding(g, ids, words), embedding(g, positions, places)
+        x = bias_add(g, x, y) if padding is None else add(g, x, y)
+        if kinds:
+            kind = g.input("token_type_ids", tokens, below=c.kinds, default=0)
+            types = g.param(f"{name}.token_type_embeddings.weight", {"kind": c.kinds} | embed, INIT)
+            x = add(g, x, embedding(g, kind, types))
+        return dropout(g, norm(g, x, f"{name}.LayerNorm", c.layer_norm_eps), c.dropout), words
+
+
+# -- layers
+
+
+class LayerNames(NamedTuple):
+    """What a checkpoint calls the weights of one layer, behind the layer's own name."""
+
+    query: str = "attention.self.query"
+    key: str = "attention.self.key"
+    value: str = "attention.self.value"
+    attended: str = "attention.output.dense"
+    attended_norm: str = "attention.output.LayerNorm"
+    wide: str = "intermediate.dense"
+    narrow: str = "output.dense"
+    narrow_norm: str = "output.LayerNorm"
+
+
+class EncoderLayer:
+    """Attention and a feed-forward part, each with its norm after the residual, and their weights: NAME.query, ..."""
+
+    def __init__(self, g: Graph, c: Any, name: str, names: LayerNames) -> None:
+        embed, heads = {"embed": c.embed}, {"heads": c.heads, "head_dim": c.embed // c.heads}
+        ffn, at = {"ffn": c.ffn}, LayerNames(*(f"{name}.{one}" for one in names))
+        self.config = c
+        self.projections = [dense_weights(g, one, embed, heads, INIT) for one in (at.query, at.key, at.value)]
+        self.attended = dense_weights(g, at.attended, heads, embed, INIT)
+        self.attended_norm = norm_weights(g, at.attended_norm, c.embed)
+        self.wide = dense_weights(g, at.wide, embed, ffn, INIT)
+        self.narrow = dense_weights(g, at.narrow, ffn, embed, INIT)
+        self.narrow_norm = norm_weights(g, at.narrow_norm, c.embed)
+
+    def __call__(self, g: Graph, x: Tensor, mask: Mask, scope: str) -> Tensor:
+        """The layer's output for x [batch, seq, embed]."""
+        c = self.config
+        with g.scope(f"{scope}.attn"):
+            q, k, v = (transpose(g, y(g, x), ["batch", "heads", "seq", "head_dim"]) for y in self.projections)
+            a = attention(g, q, k, v, mask, c.attention, c.attention_dropout)
+            y = self.attended(g, transpose(g, a, ["batch", "seq", "heads", "head_dim"]))
+            x = self.attended_norm(g, add(g, dropout(g, y, c.dropout), x), c.layer_norm_eps)
+        with g.scope(f"{scope}.mlp"):
+            y = self.narrow(g, activation(g, self.wide(g, x), c.activation))
+            return self.narrow_norm(g, add(g, dropout(g, y, c.dropout), x), c.layer_norm_eps)
+
+
+# -- heads
+
+
+def token_logits(g: Graph, x: Tensor, c: Any, words: Tensor, kind: str, names: tuple[str, str, str]) -> Tensor:
+    """Logits [batch, seq, vocab] by the tokens' own table, after a product, the activation `kind` and a norm.
+
+    names: of the product, of the norm, of the bias for each token of the vocabulary.
+    """
+    transform, normed, bias = names
+    y = dense(g, x, transform, {"embed": c.embed}, {"hidden": c.embed}, INIT)
+    y = norm(g, rename(g, activation(g, y, kind), hidden="embed"), normed, c.layer_norm_eps)
+    return linear(g, y, words, ["batch", "seq", "vocab"], g.param(bias, {"vocab": c.vocab}, ZEROS))
+
+
+def masked_lm_loss(g: Graph, batch: Batch, c: Any, logits: Tensor) -> Tensor:
+    """The loss of labels [batch, seq]: the token of each position, -100 where none is to be predicted."""
+    tokens = {"batch": batch.size, "seq": batch.seq}
+    return cross_entropy(g, logits, g.input("labels", tokens, below=c.vocab, ignored=IGNORED, scale="loss_scale"))
+
+
+def first_token(g: Graph, x: Tensor, c: Any, name: str, kind: str, dropped: float = 0.0) -> Tensor:
+    """What stands for a sequence [batch, hidden]: a product and the activation `kind` of its first position, of which
+    the share `dropped` is dropped before."""
+    first = dropout(g, select(g, x, "seq", 0), dropped)
+    return activation(g, dense(g, first, name, {"embed": c.embed}, {"hidden": c.embed}, INIT), kind)
+
+
+def classified(g: Graph, batch: Batch, c: Any, pooled: Tensor, name: str = "classifier") -> Traced:
+    """Logits and loss of labels [batch], the class of each sequence."""
+    logits = dense(g, dropout(g, pooled, c.dropout), name, {"hidden": c.embed}, {"classes": c.classes}, INIT)
+    labels = g.input("labels", {"batch": batch.size}, below=c.classes, ignored=IGNORED, scale="loss_scale")
+    return Traced(cross_entropy(g, logits, labels), {"logits": logits})

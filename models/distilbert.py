@@ -1,0 +1,77 @@
+"""DistilBERT (Sanh et al. 2019) as in transformers: BERT without kinds of tokens; half of its layers, as published."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
+
+from nntile_py.graph.declared import Batch, Traced
+from nntile_py.graph.graph import Graph
+from nntile_py.models.bert_parts import (
+    EncoderLayer,
+    LayerNames,
+    TextEncoder,
+    TextEncoderConfig,
+    classified,
+    embedded,
+    first_token,
+    masked_lm_loss,
+    token_logits,
+)
+from nntile_py.models.checkpoint import choice
+from nntile_py.models.parts import padding
+from nntile_py.tasks.mask import Mask
+
+_LAYER = LayerNames(
+    query="attention.q_lin", key="attention.k_lin", value="attention.v_lin", attended="attention.out_lin",
+    attended_norm="sa_layer_norm", wide="ffn.lin1", narrow="ffn.lin2", narrow_norm="output_layer_norm",
+)  # fmt: skip
+
+
+class DistilBERTConfig(TextEncoderConfig):
+    type: str = "distilbert"
+    head: Literal["masked_lm", "classification"] = "masked_lm"
+    """What the model is to predict. `nntile train` trains masked_lm; classification is trained from Python."""
+    layer_norm_eps: ClassVar[float] = 1e-12  # a constant in transformers
+
+
+class DistilBERT(TextEncoder):
+    """DistilBERT with the head that config.head names. Inputs: input_ids, labels; attention_mask if given.
+
+    labels: of masked_lm the token of each position, -100 elsewhere; of classification [batch] classes.
+    """
+
+    Config = DistilBERTConfig
+    prefix = "distilbert."
+    tied = ("vocab_projector.weight",)
+    architectures: ClassVar = {
+        "masked_lm": "DistilBertForMaskedLM", "classification": "DistilBertForSequenceClassification"
+    }  # fmt: skip
+    keys: ClassVar = {
+        "layers": "n_layers", "embed": "dim", "heads": "n_heads", "ffn": "hidden_dim", "vocab": "vocab_size",
+        "positions": "max_position_embeddings", "activation": "activation", "dropout": "dropout",
+        "attention_dropout": "attention_dropout",
+    }  # fmt: skip
+
+    def trace(self, g: Graph, batch: Batch) -> Traced:
+        c = self.config
+        x, words = embedded(g, batch, c, "distilbert.embeddings", kinds=False)
+        mask = Mask(padding=padding(g, batch))
+        for layer in range(c.layers):
+            x = EncoderLayer(g, c, f"distilbert.transformer.layer.{layer}", _LAYER)(g, x, mask, f"h{layer}")
+        with g.scope("head"):
+            if c.head == "classification":
+                return classified(g, batch, c, first_token(g, x, c, "pre_classifier", "relu"))
+            names = "vocab_transform", "vocab_layer_norm", "vocab_projector.bias"
+            logits = token_logits(g, x, c, words, c.activation, names)
+            return Traced(masked_lm_loss(g, batch, c, logits), {"logits": logits})
+
+    # -- transformers
+
+    @classmethod
+    def read_config(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
+        choice(raw, "sinusoidal_pos_embds", False)
+        return super().read_config(raw)
+
+    def hf_config(self) -> dict[str, Any]:
+        return {"seq_classif_dropout": self.config.dropout} | super().hf_config()

@@ -1,0 +1,101 @@
+"""RoBERTa (Liu et al. 2019) as in transformers: BERT with one kind of tokens, positions that padding does not count in.
+
+Position p of a sequence without padding has the number padding_token + 1 + p, so that a table of positions has
+padding_token + 1 rows more than the longest sequence has tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import model_validator
+
+from nntile_py.errors import ConfigError
+from nntile_py.graph.declared import Batch, Traced
+from nntile_py.graph.graph import Graph
+from nntile_py.models.bert_parts import (
+    KEYS,
+    EncoderLayer,
+    LayerNames,
+    TextEncoder,
+    TextEncoderConfig,
+    classified,
+    embedded,
+    first_token,
+    masked_lm_loss,
+    token_logits,
+)
+from nntile_py.models.parts import padding
+from nntile_py.schema import Count, Positive, integer, short
+from nntile_py.tasks.mask import Mask
+
+_HEAD = "lm_head.dense", "lm_head.layer_norm", "lm_head.bias"
+
+
+class RoBERTaConfig(TextEncoderConfig):
+    type: str = "roberta"
+    head: Literal["masked_lm", "classification"] = "masked_lm"
+    """What the model is to predict. `nntile train` trains masked_lm; classification is trained from Python."""
+    kinds: Count = 1
+    """Kinds of tokens (transformers' token_type_ids)."""
+    padding_token: Annotated[int, *integer(0)] = 1
+    """Number of the token that fills sequences up: positions are counted over the other tokens, from the next number
+    on."""
+    layer_norm_eps: Positive = 1e-5
+    """Added to the variance in LayerNorm."""
+
+    @model_validator(mode="after")
+    def _padding(self) -> Self:
+        if self.vocab and self.padding_token >= self.vocab:
+            need = f"less than model.vocab = {self.vocab}"
+            raise ConfigError(f"model.padding_token: got {self.padding_token}; allowed: {need}")
+        return self
+
+
+class RoBERTa(TextEncoder):
+    """RoBERTa with the head that config.head names. Inputs: input_ids, labels; attention_mask, token_type_ids if given.
+
+    labels: of masked_lm the token of each position, -100 elsewhere; of classification [batch] classes.
+    """
+
+    Config = RoBERTaConfig
+    prefix = "roberta."
+    architectures: ClassVar = {
+        "masked_lm": "RobertaForMaskedLM", "classification": "RobertaForSequenceClassification"
+    }  # fmt: skip
+    keys: ClassVar = KEYS | {"padding_token": "pad_token_id"}
+
+    def trace(self, g: Graph, batch: Batch) -> Traced:
+        c = self.config
+        x, words = embedded(g, batch, c, "roberta.embeddings", padding=c.padding_token)
+        mask = Mask(padding=padding(g, batch))
+        for layer in range(c.layers):
+            x = EncoderLayer(g, c, f"roberta.encoder.layer.{layer}", LayerNames())(g, x, mask, f"h{layer}")
+        with g.scope("head"):
+            if c.head == "classification":
+                pooled = first_token(g, x, c, "classifier.dense", "tanh", c.dropout)
+                return classified(g, batch, c, pooled, "classifier.out_proj")
+            logits = token_logits(g, x, c, words, "gelu", _HEAD)  # whatever the layers' activation is
+            return Traced(masked_lm_loss(g, batch, c, logits), {"logits": logits})
+
+    # -- transformers
+
+    @classmethod
+    def read_config(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
+        raw = {"pad_token_id": 1, "type_vocab_size": 2, "layer_norm_eps": 1e-12} | dict(raw)
+        fields = super().read_config(raw)
+        first = _at_least(raw, "pad_token_id", 0) + 1
+        return fields | {"positions": _at_least(raw, "max_position_embeddings", first + 1) - first}
+
+    def hf_config(self) -> dict[str, Any]:
+        c = self.config
+        return super().hf_config() | {"max_position_embeddings": c.positions + c.padding_token + 1}
+
+
+def _at_least(raw: Mapping[str, Any], key: str, least: int) -> int:
+    value = raw[key]
+    if not isinstance(value, int) or value < least:
+        need = f"an integer of at least {least}"
+        raise ConfigError(f"model: {key} is {short(value)} in the model's config; allowed: {need}")
+    return value
