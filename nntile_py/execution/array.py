@@ -302,7 +302,7 @@ def array(value: Any, dtype: Any = None) -> Array:
     numpy's types. Raises TypeError for others, TaskError where no runtime is running.
     """
     value = np.asarray(value)
-    if value.dtype.kind in "OSU":
+    if value.dtype.kind in "OSU" or (value.dtype.kind in "cmM" and dtype is not None):
         raise TypeError(f"value: {value.dtype} is not allowed; use numbers, or an array of them")
     made = empty(value.shape, value.dtype if dtype is None else dtype)
     made.tile.write(value)
