@@ -11,6 +11,7 @@ import itertools
 import statistics
 import tempfile
 import time
+from collections import deque
 from pathlib import Path
 
 from nntile_py.config.run import load, runtime_options
@@ -21,6 +22,7 @@ from nntile_py.system.load import Load
 from nntile_py.training.loop import build_trainer
 from nntile_py.training.run_folder import METRICS, RunFolder
 from nntile_py.training.saver import Saver
+from nntile_py.training.trainer import Pending
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("config")
@@ -40,13 +42,13 @@ with Runtime(**runtime_options(config.runtime.model_dump())), tempfile.Temporary
 
     def turn(saves: bool) -> float:
         """Seconds a step."""
-        begin = time.perf_counter()
-        pending = [trainer.submit(inputs)]
-        if saves:
-            saver.begin(trainer.steps)
-        pending += [trainer.submit(inputs) for _ in range(options.every - 1)]
-        for one in pending:
-            saver.reported(one.result().step, good=True)
+        begin, in_flight = time.perf_counter(), deque[Pending]()
+        for step in range(options.every):
+            in_flight.append(trainer.submit(inputs))
+            if saves and not step:
+                saver.begin(trainer.steps)
+            while len(in_flight) > (1 if step < options.every - 1 else 0):
+                saver.reported(in_flight.popleft().result().step, good=True)
         saver.finish()
         return (time.perf_counter() - begin) / options.every
 
