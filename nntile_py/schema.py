@@ -94,6 +94,7 @@ def _betas(value: Any) -> list[float] | None:
 Count = Annotated[int, *integer(1)]
 Natural = Annotated[int, *integer(0)]
 Layers = Annotated[int, *integer(1, 1000)]  # a plan of more takes minutes
+Rows = Annotated[int, *integer(1, 2**31 - 1)]
 Positive = Annotated[float, *number(above=0)]
 NonNegative = Annotated[float, *number(least=0)]
 BelowOne = Annotated[float, *number(least=0, below=1)]

@@ -1,6 +1,7 @@
 """Tiles that leave a device's memory: the furthest next use first, after the last use before it, no more than need."""
 
 from collections import OrderedDict
+from typing import Any
 
 import numpy as np
 import pytest
@@ -121,10 +122,10 @@ def test_a_step_of_gpt2_moves_less() -> None:
 
 
 class AllLeave(program.Program):
-    def __init__(self, tasks: TaskList, store: program.Store, tf32: bool) -> None:
+    def __init__(self, tasks: TaskList, *rest: Any) -> None:
         for task in tasks.tasks:
             task.evicts = [access.tile for access in task.accesses]
-        super().__init__(tasks, store, tf32)
+        super().__init__(tasks, *rest)
 
 
 def test_results_do_not_depend_on_what_leaves(monkeypatch: pytest.MonkeyPatch) -> None:

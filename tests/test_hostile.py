@@ -73,7 +73,8 @@ HUGE = {
     f"model.embed={10**30}": "and less than 2^63",
     f"tokenizer.vocab_size={10**30}": "tokenizer.vocab_size",
     "tokenizer.vocab_size=1e30": "tokenizer.vocab_size",
-    f"train.batch={10**18}": "tiles.batch",
+    f"train.batch={10**18}": "train.batch: got 1000000000000000000; allowed: an integer from 1 to 2147483647",
+    f"train.batch={10**9}": "tiles.batch",
     f"train.seq={10**9}": "train.seq",
 }
 

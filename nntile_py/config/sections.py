@@ -19,6 +19,7 @@ from nntile_py.schema import (
     Natural,
     NonNegative,
     Positive,
+    Rows,
     Rule,
     Section,
     Share,
@@ -96,11 +97,11 @@ class Train(Section):
 
     steps: Count
     """Updates of the weights."""
-    batch: Count
+    batch: Rows
     """Sequences of one forward and backward pass."""
     seq: Annotated[int, *integer(2, 2**24)]
     """Tokens of a sequence."""
-    grad_accumulation: Count = 1
+    grad_accumulation: Rows = 1
     """Forward and backward passes whose gradients are averaged into one update."""
     eval_every: Count = 100
     """Updates between two measurements of the held-out loss."""
