@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from nntile_py.system.folders import exchange
 from nntile_py.training import checkpoint
 from nntile_py.training.checkpoint import Damaged, State, Stored
 from nntile_py.training.resume import newest
-from nntile_py.training.run_folder import Metrics, RunFolder, check_replaced
+from nntile_py.training.run_folder import Metrics, RunFolder, check_alone, check_replaced
 from nntile_py.training.saver import told
 
 FACTS: dict[str, Any] = {"model": None, "trainer": {}}
@@ -261,6 +262,59 @@ def test_metrics_wait_for_room(tmp_path: Path) -> None:
     metrics.close()
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4] and len(said) == 1
+
+
+def test_metrics_that_move(tmp_path: Path) -> None:
+    """With the lines that had no room; from a folder that is gone those that were not written yet, and later ones."""
+    for name, kept in {"there": [1, 2, 3], "gone": [2, 3]}.items():
+        old, new = tmp_path / name, tmp_path / f"{name}-new"
+        old.mkdir(), new.mkdir()
+        metrics = Metrics(old, 0, lambda told: None)
+        metrics.write({"step": 1})
+        disk = metrics._file
+        with Path("/dev/full").open("ab", buffering=0) as metrics._file:
+            metrics.write({"step": 2})
+        metrics._file = disk
+        if name == "gone":
+            shutil.rmtree(old)
+        with pytest.raises(OSError, match="nowhere"):
+            metrics.move(tmp_path / "nowhere")
+        metrics.move(new)
+        metrics.write({"step": 3})
+        metrics.close()
+        lines = (new / "metrics.jsonl").read_text().splitlines()
+        assert [json.loads(line)["step"] for line in lines] == kept
+
+
+def test_folders_that_others_train_into(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path / "run")
+    for wanted in ({"replaces": True}, {"new": True}):
+        with pytest.raises(ConfigError, match="another process is training into"):
+            RunFolder(tmp_path / "run", **wanted)
+    with pytest.raises(ConfigError, match="another process is training into"):
+        check_alone(tmp_path / "run")
+    (run.path / "metrics.jsonl").touch()
+    run.close()
+    check_alone(tmp_path / "run")
+    with pytest.raises(ConfigError, match="another process has begun to train into"):
+        RunFolder(tmp_path / "run", new=True)
+    RunFolder(tmp_path / "run", replaces=True).close()
+
+
+def test_a_folder_that_is_a_link_to_itself(tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(OSError, match="loop"):
+        RunFolder(tmp_path / "loop")
+
+
+def test_threads_that_write_one_checkpoint(tmp_path: Path) -> None:
+    made = [threading.Thread(target=write, args=(tmp_path, 3, seed)) for seed in range(6)]
+    for thread in made:
+        thread.start()
+    for thread in made:
+        thread.join()
+    assert checkpoint.facts(checkpoint.folder_of(tmp_path, 3))["data"]["seed"] in "012345"
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-000003"]
 
 
 def test_metrics_of_a_run_that_goes_on(tmp_path: Path) -> None:

@@ -201,6 +201,21 @@ def test_signals_at_moments(number: signal.Signals, times: int, others: int, who
     print(f"{number.name} x{times}, {others} other processes: statuses {statuses}")
 
 
+def test_going_on_without_the_folder_of_the_start_weights(whole: Path, tmp_path: Path) -> None:
+    """Even when the checkpoint that took its place is gone as well."""
+    start = shutil.copytree(whole, tmp_path / "start")
+    sets = f"model={{from: {start}}}", "tokenizer={}", "train.steps=4", "sample.tokens=0", "checkpoint.keep=1"
+    assert nntile(tmp_path, *sets).returncode == 0
+    shutil.rmtree(start)
+    for steps in (6, 8):
+        done = nntile(tmp_path, *sets, f"train.steps={steps}", arguments=("--resume",))
+        assert done.returncode == 0 and f"going on after step {steps - 2}" in done.stdout, done.stderr
+    (tmp_path / "again.yaml").write_text((tmp_path / "runs/tiny/config.yaml").read_text())
+    code = [sys.executable, "-m", "nntile_py.cli", "train", "again.yaml", "--resume", "--set", "train.steps=9"]
+    done = subprocess.run(code, **HOW, cwd=tmp_path, check=False)
+    assert done.returncode == 0 and "going on after step 8" in done.stdout, done.stderr
+
+
 def test_another_run_is_refused(whole: Path, tmp_path: Path) -> None:
     (tmp_path / "my.txt").write_text("another text\n" * 300)
     run = str(shutil.copytree(whole, tmp_path / "run"))

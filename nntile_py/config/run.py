@@ -164,8 +164,8 @@ Saved = Callable[[str | None], Path]
 def load(path: str | Path, overrides: Iterable[str] = (), saved: Saved | None = None) -> RunConfig:
     """The config of a YAML file, with `overrides` such as "tiles.embed=96" laid over it.
 
-    Priority: overrides, the file, its scheduler's file, defaults. saved: of a run that goes on, the folder that takes
-    the place of a `model.from` that is there no more, by the key `out`. Raises ConfigError."""
+    Priority: overrides, the file, its scheduler's file, defaults. saved: of a run that goes on, by the key `out`, the
+    checkpoint that takes the place of a `model.from` or `tokenizer.path` that is gone. Raises ConfigError."""
     return resolve(read_yaml(Path(path), "CONFIG", RunConfig), overrides, str(path), saved)
 
 
@@ -174,10 +174,11 @@ def resolve(tree: dict[str, Any], overrides: Iterable[str], what: str, saved: Sa
     chosen = tree.get("scheduler")
     for item in overrides:
         _override(tree, item)
-    model = tree.get("model")
-    source = model.get("from") if isinstance(model, dict) else None
-    if saved and isinstance(model, dict) and isinstance(source, str) and not os.path.isdir(absolute(source)):
-        model["from"] = str(saved(tree.get("out")))
+    for name, key, file in (("model", "from", ""), ("tokenizer", "path", "tokenizer.json")) if saved else ():
+        section = tree.get(name)
+        source = section.get(key) if isinstance(section, dict) else None
+        if saved and isinstance(section, dict) and isinstance(source, str) and not os.path.exists(absolute(source)):
+            section[key] = str(saved(tree.get("out")) / file)
     try:
         tree = {key: {} if value is None and _is_section(key) else value for key, value in tree.items()}
         if tree.get("scheduler") is not None:

@@ -18,7 +18,8 @@ class Checked:
 
     def ran(self, program: Program, what: str) -> None:
         """To be called after each run."""
-        self._last.append((program.checked_run, program, what))
+        if self.looks:
+            self._last.append((program.checked_run, program, what))
 
     def end(self, what: str) -> None:
         """Raise NotFinite, which names the first operator that wrote such a value, if that was looked for."""

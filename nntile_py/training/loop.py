@@ -90,13 +90,12 @@ def train(
                 first, last = _steps(config, batches, trainer, metrics, display, saver, stop)
             saver.finish()
         except BaseException:
+            saver.abandon()
             metrics.close()
             folder.close()
             if folder.path != folder.out:
                 tell(f"no checkpoint was made: the earlier run in {out} stays, this one's metrics are in {folder.path}")
             raise
-        finally:
-            saver.abandon()
         try:
             saved = _save(saver, metrics, config, rescue, stop, tell)
         finally:
@@ -140,11 +139,11 @@ def _save(
                 tell(f"not saved ({told(error)}): saving in {rescue} instead")
                 where, rescue = rescue, None
                 try:
-                    other = RunFolder(where, new=True)
-                    replace_file(other.path / "config.yaml", config.to_yaml())
-                    metrics.move(other.path)
+                    elsewhere = RunFolder(where, new=True)
+                    replace_file(elsewhere.path / "config.yaml", config.to_yaml())
+                    metrics.move(elsewhere.path)
                     saver.folder.close()
-                    saver.folder = other
+                    saver.folder = elsewhere
                     continue
                 except (OSError, NNTileError) as other:
                     tell(f"nor there ({told(other)})")

@@ -146,11 +146,11 @@ class Metrics:
 
     def move(self, run: Path) -> None:
         """Go on in another folder, with the lines so far as far as they can be read."""
+        file, before = (run / METRICS).open("ab", buffering=0), b""
         with suppress(OSError):
-            self._left = self._path.read_bytes() + self._left
+            before = self._path.read_bytes()
         self._file.close()
-        self._path = run / METRICS
-        self._file = self._path.open("ab", buffering=0)
+        self._file, self._path, self._left = file, run / METRICS, before + self._left
         self.flush()
 
     def close(self) -> None:
