@@ -11,7 +11,7 @@ from typing import Annotated, Any, cast
 
 import typer
 
-from nntile_py.errors import ConfigError, NNTileError, told
+from nntile_py.errors import ConfigError, NNTileError, shown
 
 app = typer.Typer(
     no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None,
@@ -52,7 +52,7 @@ def main(run: Callable[[], Any] = app) -> None:
         if isinstance(error, OSError) and error.filename:
             text = f"{error.filename}: {error.strerror}"
             wrong = error.errno in (errno.ENAMETOOLONG, errno.ELOOP)  # what no file can be called
-        print(told(f"error: {text}"), file=sys.stderr)
+        print(shown(f"error: {text}"), file=sys.stderr)
         sys.exit(2 if wrong else 1)
 
 

@@ -23,10 +23,10 @@ class NotFinite(NNTileError):
 MOST = 2000  # characters of a message
 
 
-def told(text: str) -> str:
+def shown(text: str) -> str:
     """A message as a terminal can show it: control characters as Python writes them, less of one without end."""
-    shown = "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
-    return shown if len(shown) <= MOST else f"{shown[: MOST - 600]} ... {shown[-500:]}"
+    plain = "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
+    return plain if len(plain) <= MOST else f"{plain[: MOST - 600]} ... {plain[-500:]}"
 
 
 def raised(error: BaseException, file: str | None) -> str:

@@ -133,12 +133,14 @@ def test_limits_that_are_none(value: Any) -> None:
 
 
 def test_a_run_that_skips(tmp_path: Path) -> None:
-    """Checkpoints after each step: what no later step has shown to be good is left out."""
-    assert nntile(tmp_path, "checkpoint.every=1", "checkpoint.keep=20", arguments=("--out", "free")).returncode == 0
+    """Checkpoints after each step: what no later step has shown to be good is left out.
+
+    With so small a rate the norms are those of the batches, whichever steps are skipped."""
+    each = "checkpoint.every=1", "checkpoint.keep=20", "optimizer.lr=1e-7"
+    assert nntile(tmp_path, *each, arguments=("--out", "free")).returncode == 0
     norms = [line["grad_norm"] for line in metrics(tmp_path / "free")]
     limit = max(norms[2:]) * 0.999
-    sets = f"train.skip_above_norm={limit}", "checkpoint.every=1", "checkpoint.keep=20"
-    done = nntile(tmp_path, *sets)
+    done = nntile(tmp_path, f"train.skip_above_norm={limit}", *each)
     assert done.returncode == 0, done.stderr
     lines = metrics(tmp_path / "runs" / "tiny")
     skipped = [line["step"] for line in lines if line["grad_norm"] > limit]

@@ -8,12 +8,13 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 from conftest import CPUS, Python
-from test_interrupts import busy
 from test_loop import HOW, command, metrics, nntile
 
 import nntile_py as nt
@@ -118,9 +119,9 @@ def test_the_newest_checkpoint(whole: Path, tmp_path: Path) -> None:
 
 def stopped(
     number: signal.Signals, sets: tuple[str, ...], arguments: tuple[str, ...], when: float, path: Path, times: int = 1
-) -> int:
+) -> tuple[int, float]:
     """The status of a run that gets a signal `when` seconds after its first checkpoint is whole, or ends before; where
-    `when` is negative, that long after its start."""
+    `when` is negative, that long after its start. And the seconds from the last signal to its end."""
     process = subprocess.Popen(command(path, *sets, arguments=arguments), cwd=path, stdout=subprocess.DEVNULL)
     folder = path / "runs" / "tiny" / "checkpoints"
     before = {*folder.glob("step-*")}
@@ -131,7 +132,8 @@ def stopped(
         for _ in range(times):
             process.send_signal(number)
             time.sleep(0.02)
-        return process.wait(60)
+        begin = time.monotonic()
+        return process.wait(60), time.monotonic() - begin
     finally:
         process.kill()
 
@@ -148,7 +150,7 @@ def test_written_while_training_stands_still(whole: Path, tmp_path: Path) -> Non
 def test_stopped_and_gone_on(number: signal.Signals, whole: Path, tmp_path: Path) -> None:
     sets = (*SHORT, "checkpoint.every=1")
     run = tmp_path / "runs" / "tiny"
-    assert stopped(number, sets, (), 0.02, tmp_path) != 0
+    assert stopped(number, sets, (), 0.02, tmp_path)[0] != 0
     done = nntile(tmp_path, *sets, arguments=("--resume",))
     assert done.returncode == 0, done.stderr
     same(run, whole)
@@ -167,7 +169,7 @@ def test_killed_at_200_moments(tmp_path: Path) -> None:
     while kills < 200:
         cpus = f"runtime.cpus={1 + kills % CPUS}"
         when = -moment.uniform(0, 3) if kills % 3 == 2 else moment.uniform(0, 0.15)
-        if stopped(signal.SIGKILL, (*sets, cpus), arguments, when, tmp_path) == 0:
+        if stopped(signal.SIGKILL, (*sets, cpus), arguments, when, tmp_path)[0] == 0:
             break
         kills, arguments = kills + 1, ("--resume",)
         shown = newest(tmp_path / "runs" / "tiny", pytest.fail)  # none damaged
@@ -181,24 +183,30 @@ def test_killed_at_200_moments(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not TORTURE, reason="minutes; `make torture` runs it")
 @pytest.mark.timeout(7200)
-@pytest.mark.parametrize("others", [0, 10])
+@pytest.mark.parametrize("runs", [1, 10])
 @pytest.mark.parametrize("times", [1, 2, 3])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_signals_at_moments(number: signal.Signals, times: int, others: int, whole: Path, tmp_path: Path) -> None:
-    """One run, asked to stop once, twice or three times, from its start on: it ends soon and can be gone on with."""
-    sets, moment = (*SHORT, "train.steps=2000", "checkpoint.every=1", "train.eval_every=2000"), random.Random(times)
-    arguments: tuple[str, ...] = ()
-    statuses: dict[int, int] = {}
-    with busy(others):
-        for k in range(50):
+def test_signals_at_moments(number: signal.Signals, times: int, runs: int, tmp_path: Path) -> None:
+    """Runs side by side, asked to stop once, twice or three times, 100 times in all, from their starts on: they end
+    soon and can be gone on with."""
+    sets = (*SHORT, "train.steps=2000", "checkpoint.every=1", "train.eval_every=2000")
+
+    def asked(seed: int) -> list[tuple[int, float]]:
+        moment, path, arguments, ends = random.Random(10 * times + seed), tmp_path / str(seed), (), []
+        path.mkdir()
+        for k in range(100 // runs):
             when = -moment.uniform(0, 3) if k % 3 == 2 else moment.uniform(0, 0.3)
-            status = stopped(number, sets, arguments, when, tmp_path, times)
-            assert status in (128 + number, 1, -number), status
-            statuses[status] = statuses.get(status, 0) + 1
-            if checkpoint.found(tmp_path / "runs" / "tiny"):
+            ends += [stopped(number, sets, arguments, when, path, times)]
+            if checkpoint.found(path / "runs" / "tiny"):
                 arguments = ("--resume",)
-                newest(tmp_path / "runs" / "tiny", pytest.fail)  # none damaged
-    print(f"{number.name} x{times}, {others} other processes: statuses {statuses}")
+                newest(path / "runs" / "tiny", pytest.fail)  # none damaged
+        return ends
+
+    with ThreadPoolExecutor(runs) as pool:
+        ends = [end for one in pool.map(asked, range(runs)) for end in one]
+    statuses, longest = Counter(status for status, _ in ends), max(took for _, took in ends)
+    print(f"{number.name} x{times}, {runs} runs at once: statuses {dict(statuses)}, the longest end {longest:.2f} s")
+    assert {*statuses} <= {128 + number, 1, -number}
 
 
 def test_going_on_without_the_folder_of_the_start_weights(whole: Path, tmp_path: Path) -> None:

@@ -5,10 +5,11 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from test_interrupts import busy
 
 pytestmark = pytest.mark.skipif(not os.environ.get("NNTILE_TORTURE"), reason="an hour; `make torture` runs it")
 MINUTES = float(os.environ.get("NNTILE_SOAK_MINUTES", "60"))
@@ -68,6 +69,18 @@ def ended(process: subprocess.Popen[str]) -> Any:
         process.kill()
     assert process.returncode == 0, said[-2000:]
     return json.loads(out)
+
+
+@contextmanager
+def busy(processes: int) -> Iterator[None]:
+    """Others that use the cores too."""
+    others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(processes)]
+    try:
+        yield
+    finally:
+        for other in others:
+            other.kill()
+            other.wait()
 
 
 def flat(before: dict[str, int], after: dict[str, int]) -> bool:
