@@ -18,10 +18,9 @@ from nntile_py.models.bert_parts import (
     masked_lm_loss,
     token_logits,
 )
-from nntile_py.models.parts import dense, padding
+from nntile_py.models.parts import attention_mask, dense
 from nntile_py.schema import Count, Positive
 from nntile_py.tasks.cross_entropy import IGNORED, cross_entropy
-from nntile_py.tasks.mask import Mask
 
 _HEAD = "cls.predictions.transform.dense", "cls.predictions.transform.LayerNorm", "cls.predictions.bias"
 
@@ -51,7 +50,7 @@ class BERT(TextEncoder):
     def trace(self, g: Graph, batch: Batch) -> Traced:
         c = self.config
         x, words = embedded(g, batch, c, "bert.embeddings")
-        mask = Mask(padding=padding(g, batch))
+        mask = attention_mask(g, batch)
         for layer in range(c.layers):
             x = EncoderLayer(g, c, f"bert.encoder.layer.{layer}", LayerNames())(g, x, mask, f"h{layer}")
         with g.scope("head"):

@@ -12,6 +12,7 @@ import numpy as np
 from pydantic import model_validator
 
 from nntile_py.errors import ConfigError
+from nntile_py.graph import bins
 from nntile_py.graph.declared import ZEROS, Array, Batch, Normal, Traced
 from nntile_py.graph.graph import Graph
 from nntile_py.models.base import Model, TokenConfig
@@ -21,6 +22,7 @@ from nntile_py.models.parts import (
     check_length,
     dense,
     dense_weights,
+    embedded_positions,
     norm,
     norm_weights,
     position_input,
@@ -115,6 +117,8 @@ def counted_positions(g: Graph, batch: Batch, positions: int | None, padding: in
     """
 
     def counted(given: Mapping[str, Array]) -> Array:
+        if batch.packed:
+            return bins.positions_of(given[bins.SEGMENTS], batch.seq) + padding + 1
         real = given["input_ids"] != padding
         numbers: Array = np.cumsum(real, axis=1) * real + padding
         return numbers
@@ -140,8 +144,7 @@ def embedded(
     with g.scope("embed"):
         words = g.param(f"{name}.word_embeddings.weight", {"vocab": c.vocab} | embed, INIT)
         places = g.param(f"{name}.position_embeddings.weight", {"position": rows} | embed, INIT)
-        x, y = embedding(g, ids, words), embedding(g, positions, places)
-        x = bias_add(g, x, y) if padding is None else add(g, x, y)
+        x = embedded_positions(g, embedding(g, ids, words), positions, places)
         if kinds:
             kind = g.input("token_type_ids", tokens, below=c.kinds, default=0)
             types = g.param(f"{name}.token_type_embeddings.weight", {"kind": c.kinds} | embed, INIT)

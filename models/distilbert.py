@@ -19,8 +19,7 @@ from nntile_py.models.bert_parts import (
     token_logits,
 )
 from nntile_py.models.checkpoint import choice
-from nntile_py.models.parts import padding
-from nntile_py.tasks.mask import Mask
+from nntile_py.models.parts import attention_mask
 
 _LAYER = LayerNames(
     query="attention.q_lin", key="attention.k_lin", value="attention.v_lin", attended="attention.out_lin",
@@ -56,7 +55,7 @@ class DistilBERT(TextEncoder):
     def trace(self, g: Graph, batch: Batch) -> Traced:
         c = self.config
         x, words = embedded(g, batch, c, "distilbert.embeddings", kinds=False)
-        mask = Mask(padding=padding(g, batch))
+        mask = attention_mask(g, batch)
         for layer in range(c.layers):
             x = EncoderLayer(g, c, f"distilbert.transformer.layer.{layer}", _LAYER)(g, x, mask, f"h{layer}")
         with g.scope("head"):

@@ -15,7 +15,14 @@ from nntile_py.graph.declared import Batch, Normal, Traced
 from nntile_py.graph.graph import Graph
 from nntile_py.models.base import Model, TokenConfig
 from nntile_py.models.checkpoint import architecture, check_type, choice
-from nntile_py.models.parts import LayerConfig, dense, norm, padding, position_input
+from nntile_py.models.parts import (
+    LayerConfig,
+    attention_mask,
+    dense,
+    embedded_positions,
+    norm,
+    position_input,
+)
 from nntile_py.schema import BelowOne, Count, Positive, Switch
 from nntile_py.tasks.activation import activation
 from nntile_py.tasks.attention import attention
@@ -80,12 +87,12 @@ class GPT2(Model):
 
         ids = g.input("input_ids", tokens, below=c.vocab)
         positions = position_input(g, batch, c.positions)
-        mask = Mask(causal=True, padding=padding(g, batch))
+        mask = attention_mask(g, batch, causal=True)
         labels = g.input("labels", tokens, below=c.vocab, ignored=IGNORED, shifted=True, scale="loss_scale")
         with g.scope("embed"):
             wte = g.param("transformer.wte.weight", {"vocab": c.vocab} | embed, init)
             wpe = g.param("transformer.wpe.weight", {"position": c.positions} | embed, init)
-            x = dropout(g, bias_add(g, embedding(g, ids, wte), embedding(g, positions, wpe)), c.dropout)
+            x = dropout(g, embedded_positions(g, embedding(g, ids, wte), positions, wpe), c.dropout)
         for layer in range(c.layers):
             here = f"transformer.h.{layer}"
             with g.scope(f"h{layer}.attn"):

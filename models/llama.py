@@ -16,7 +16,7 @@ from nntile_py.graph.declared import ONES, Batch, Normal, Traced
 from nntile_py.graph.graph import Graph
 from nntile_py.models.base import Model, TokenConfig
 from nntile_py.models.checkpoint import architecture, check_type, choice
-from nntile_py.models.parts import LayerConfig, dense, padding
+from nntile_py.models.parts import LayerConfig, attention_mask, check_length, dense, rotary_input
 from nntile_py.schema import Count, Positive, Switch
 from nntile_py.tasks.attention import attention
 from nntile_py.tasks.contract import linear
@@ -68,8 +68,8 @@ class Llama(Model):
 
     def trace(self, g: Graph, batch: Batch) -> Traced:
         c = self.config
-        if c.positions and batch.seq > c.positions:
-            raise ConfigError(f"seq: {batch.seq} is longer than the model's {c.positions} positions")
+        if c.positions:
+            check_length(batch, c.positions)
         tokens, embed, ffn = {"batch": batch.size, "seq": batch.seq}, {"embed": c.embed}, {"ffn": c.ffn}
         heads, init = {"heads": c.heads, "head_dim": c.head_dim}, Normal(0.02)
         kv_heads = {"kv_heads": c.kv_heads, "head_dim": c.head_dim} if c.kv_heads < c.heads else heads
@@ -94,9 +94,8 @@ class Llama(Model):
 
         ids = g.input("input_ids", tokens, below=c.vocab)
         labels = g.input("labels", tokens, below=c.vocab, ignored=IGNORED, shifted=True, scale="loss_scale")
-        turns = rotary_table(c.head_dim, batch.seq, c.rope_theta, c.rope_scaling)
-        table = g.input("rotary", {"seq": batch.seq, "rotary": c.head_dim}, accumulation_dtype(g.dtype), default=turns)
-        mask = Mask(causal=True, padding=padding(g, batch))
+        table = rotary_input(g, batch, rotary_table(c.head_dim, batch.length, c.rope_theta, c.rope_scaling))
+        mask = attention_mask(g, batch, causal=True)
         with g.scope("embed"):
             words = g.param("model.embed_tokens.weight", {"vocab": c.vocab} | embed, init)
             x = embedding(g, ids, words)

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from nntile_py.errors import ConfigError
-from nntile_py.graph.declared import ONES, ZEROS, Batch, Init, Part
+from nntile_py.graph import bins
+from nntile_py.graph.declared import ONES, ZEROS, Array, Batch, Init, Part
 from nntile_py.graph.graph import Graph
 from nntile_py.models.base import ModelConfig
 from nntile_py.schema import BelowOne, Count, Layers
 from nntile_py.tasks.attention import Backend
 from nntile_py.tasks.contract import linear
+from nntile_py.tasks.elementwise import add, bias_add
+from nntile_py.tasks.embedding import embedding
 from nntile_py.tasks.layer_norm import layer_norm
-from nntile_py.tasks.op import Tensor
+from nntile_py.tasks.mask import Mask
+from nntile_py.tasks.op import Tensor, accumulation_dtype
 
 Sizes = Mapping[str, int]
 
@@ -111,17 +115,52 @@ def norm(g: Graph, x: Tensor, name: str, eps: float) -> Tensor:
 def check_length(batch: Batch, positions: int | None) -> int:
     """The positions that a model has; ConfigError: a sequence has more."""
     assert positions is not None
-    if batch.seq > positions:
-        raise ConfigError(f"seq: {batch.seq} is longer than the model's {positions} positions")
+    if batch.length > positions:
+        raise ConfigError(f"seq: {batch.length} is longer than the model's {positions} positions")
     return positions
 
 
 def position_input(g: Graph, batch: Batch, positions: int | None) -> Tensor:
-    """The numbers of the positions, int64 [seq]: what `embedding` looks up in a table of so many `positions`.
+    """The numbers of the positions, int64 [seq]: what `embedded_positions` looks up in a table of so many `positions`.
 
-    0, 1, ... unless a step gives others as its input `positions`. ConfigError: more than the table has."""
+    0, 1, ... unless a step gives others as its input `positions`; of packed sequences [batch, seq], each counted from 0.
+    ConfigError: more than the table has."""
     positions = check_length(batch, positions)
+    if batch.packed:
+        return _packed_input(g, batch, "positions", lambda found: found, below=positions)
     return g.input("positions", {"seq": batch.seq}, below=positions, default=np.arange(batch.seq))
+
+
+def _packed_input(
+    g: Graph, batch: Batch, name: str, make: Callable[[Array], Array], sizes: Sizes | None = None, **options: Any
+) -> Tensor:
+    """An input [batch, seq, ...] that is made of each token's position in its sequence."""
+
+    def made(given: Mapping[str, Array]) -> Array:
+        return make(bins.positions_of(given[bins.SEGMENTS], batch.seq))
+
+    return g.input(name, {"batch": batch.size, "seq": batch.seq} | dict(sizes or {}), default=made, **options)
+
+
+def embedded_positions(g: Graph, x: Tensor, positions: Tensor, table: Tensor) -> Tensor:
+    """x [batch, seq, embed] and what the positions of its tokens are in a table [position, embed], added."""
+    y = embedding(g, positions, table)
+    return add(g, x, y) if y.axes == x.axes else bias_add(g, x, y)
+
+
+def rotary_input(g: Graph, batch: Batch, table: Array, name: str = "rotary") -> Tensor:
+    """The rows of a `rotary_table` [positions, head_dim] that belong to the tokens: what `rotary` turns by."""
+    sizes, dtype = {"rotary": table.shape[1]}, accumulation_dtype(g.dtype)
+    if batch.packed:
+        return _packed_input(g, batch, name, lambda found: table[found], sizes, dtype=dtype)
+    return g.input(name, {"seq": batch.seq} | sizes, dtype, default=table)
+
+
+def attention_mask(g: Graph, batch: Batch, *, causal: bool = False, window: int | None = None) -> Mask:
+    """Which keys a query attends to: no padding, if steps have an attention_mask; of packed sequences, its own."""
+    if batch.packed:
+        return Mask(causal, window, segments=bins.segments(g))
+    return Mask(causal, window, padding=padding(g, batch))
 
 
 def padding(g: Graph, batch: Batch) -> Tensor | None:

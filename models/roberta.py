@@ -26,9 +26,8 @@ from nntile_py.models.bert_parts import (
     masked_lm_loss,
     token_logits,
 )
-from nntile_py.models.parts import padding
+from nntile_py.models.parts import attention_mask
 from nntile_py.schema import Count, Positive, integer, short
-from nntile_py.tasks.mask import Mask
 
 _HEAD = "lm_head.dense", "lm_head.layer_norm", "lm_head.bias"
 
@@ -69,7 +68,7 @@ class RoBERTa(TextEncoder):
     def trace(self, g: Graph, batch: Batch) -> Traced:
         c = self.config
         x, words = embedded(g, batch, c, "roberta.embeddings", padding=c.padding_token)
-        mask = Mask(padding=padding(g, batch))
+        mask = attention_mask(g, batch)
         for layer in range(c.layers):
             x = EncoderLayer(g, c, f"roberta.encoder.layer.{layer}", LayerNames())(g, x, mask, f"h{layer}")
         with g.scope("head"):

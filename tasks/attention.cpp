@@ -97,6 +97,41 @@ void vendor(const AttentionArgs& args, const Triple& x, const at::Tensor& out, c
   lse.copy_(l);
 }
 
+void vendor_grad(const AttentionGradArgs& args, const Triple& x, const Triple& grads, const at::Tensor& d_out,
+                 const at::Tensor& out, const at::Tensor& lse, bool adds) {
+  const auto [dq, dk, dv] = at::_scaled_dot_product_flash_attention_for_cpu_backward(
+      d_out, x.q, repeated(x.k, x.group()), repeated(x.v, x.group()), out, lse, 0.0, args.diagonal, {}, args.scale);
+  grads.q.copy_(dq);
+  for (const auto& [to, from] : {std::pair(grads.k, dk), {grads.v, dv}}) {
+    if (adds) to.add_(of_groups(from, x.group()));
+    else to.copy_(of_groups(from, x.group()));
+  }
+}
+
+// Whether each segment can be a call of ATen's kernel: the tile has all positions.
+bool whole_segments(const PairMask& mask, const Triple& x) {
+  return mask.segments.defined() && !mask.window && !mask.padding.defined() && !mask.seq && !mask.key &&
+         x.q.size(2) == x.k.size(2);
+}
+
+// f(first position, positions) of each segment; then outside(first, positions) of what belongs to none.
+template <class Segment, class Outside>
+void for_segments(const at::Tensor& segments, int64_t positions, Segment f, Outside outside) {
+  const auto* offsets = segments.data_ptr<int64_t>();
+  const auto last = segments.numel() - 1;
+  for (int64_t k = 0; k < last; ++k) {
+    const auto from = std::min(offsets[k], positions), to = std::min(offsets[k + 1], positions);
+    if (from < to) f(from, to - from);
+  }
+  const auto from = std::min(offsets[0], positions), to = std::min(offsets[last], positions);
+  if (from) outside(int64_t{0}, from);
+  if (to < positions) outside(to, positions - to);
+}
+
+Triple part_of(const Triple& x, int64_t from, int64_t count) {
+  return {x.q.narrow(2, from, count), x.k.narrow(2, from, count), x.v.narrow(2, from, count)};
+}
+
 // tiles: out, lse, q/k/v, padding, segments
 void attention(Args& t) {
   const AttentionArgs args(t);
@@ -104,6 +139,16 @@ void attention(Args& t) {
   const Triple x(t, args.qkv, 2);
   const PairMask mask(t, args.diagonal, args.limits, 2 + x.count);
   if (mask.simple()) return vendor(args, x, out, lse);
+  if (whole_segments(mask, x)) {
+    const auto one = [&](int64_t from, int64_t count) {
+      vendor(args, part_of(x, from, count), out.narrow(2, from, count), lse.narrow(2, from, count));
+    };
+    const auto none = [&](int64_t from, int64_t count) {
+      out.narrow(2, from, count).zero_();
+      lse.narrow(2, from, count).zero_();
+    };
+    return for_segments(mask.segments, x.q.size(2), one, none);
+  }
   dispatch(lse, [&](auto zero) {
     using T = decltype(zero);
     for_blocks<T>(x, mask, args.scale, [&](int64_t b, int64_t h, int64_t h_k, const at::Tensor& s, int64_t first,
@@ -158,20 +203,25 @@ void attention_grad(Args& t) {
   const auto d_out = as_bhsd(t[0], args.d_out), out = as_bhsd(t[1], args.out), lse = t[2];
   const Triple x(t, args.qkv, 3), grads(t, args.grads, 3 + x.count);
   const PairMask mask(t, args.diagonal, args.limits, 3 + x.count + grads.count);
-  if (!mask.simple()) {
-    clear(t, 3 + x.count, grads.count);
-    const auto delta = d_out.mul(out).sum(-1).contiguous();
-    dispatch(lse, [&](auto zero) { add_grads<decltype(zero)>(x, grads, mask, d_out, lse, delta, args.scale); });
-    return;
-  }
-  const auto [dq, dk, dv] = at::_scaled_dot_product_flash_attention_for_cpu_backward(
-      d_out, x.q, repeated(x.k, x.group()), repeated(x.v, x.group()), out, lse, 0.0, args.diagonal, {}, args.scale);
-  grads.q.copy_(dq);
   const bool adds = t.accumulates(3 + x.count + args.grads.k[0]);  // other heads of the group have tiles of their own
-  for (const auto& [to, from] : {std::pair(grads.k, dk), {grads.v, dv}}) {
-    if (adds) to.add_(of_groups(from, x.group()));
-    else to.copy_(of_groups(from, x.group()));
+  if (mask.simple()) return vendor_grad(args, x, grads, d_out, out, lse, adds);
+  if (whole_segments(mask, x)) {
+    const auto one = [&](int64_t from, int64_t count) {
+      const auto part = [&](const at::Tensor& y) { return y.narrow(2, from, count); };
+      const auto own_lse = part(lse).contiguous();  // as ATen's kernel reads it
+      vendor_grad(args, part_of(x, from, count), part_of(grads, from, count), part(d_out), part(out), own_lse, adds);
+    };
+    const auto none = [&](int64_t from, int64_t count) {
+      const auto part = part_of(grads, from, count);
+      part.q.zero_();
+      for (const auto& y : {part.k, part.v})
+        if (!adds) y.zero_();
+    };
+    return for_segments(mask.segments, x.q.size(2), one, none);
   }
+  clear(t, 3 + x.count, grads.count);
+  const auto delta = d_out.mul(out).sum(-1).contiguous();
+  dispatch(lse, [&](auto zero) { add_grads<decltype(zero)>(x, grads, mask, d_out, lse, delta, args.scale); });
 }
 
 // tiles: state (max, sumexp, values; flash_maxsumexp's has no values), q/k/v, padding, segments

@@ -51,7 +51,7 @@ struct PairMask {
     key = limits->key;
     window = limits->window;
     if (limits->padding) padding = t[first++];
-    if (limits->segments) segments = t[first];
+    if (limits->segments) segments = t[first].flatten();  // of one row of the batch
   }
   bool simple() const { return !window && !padding.defined() && !segments.defined(); }
 };

@@ -140,6 +140,7 @@ class Attention(Op):
         return self.output.size("heads") // k.size("kv_heads") if "kv_heads" in k.axes else 1
 
     def fit(self, tiling: Tiling) -> None:
+        self.mask.fit(tiling)
         if self.group > 1:
             fit_groups(self.operands.parts[1][0], self.output, tiling)
 
@@ -195,8 +196,8 @@ class Attention(Op):
         out, lse = low.tile(self.output, at), low.tile(self.lse, at)
         flash, keys = self.backend == "flash", self.pairs(low, at)
         state_shape = (*lse.shape, 2 if flash else self.output.size("head_dim") + 2)
-        index = tuple(at[axis] for axis in BHSD[:3])
-        state = Tile(f"{self.name}.state", index, state_shape, lse.dtype, "softmax")
+        rows = {axis: at[axis] for axis in BHSD[:3]}
+        state = low.scratch(f"{self.name}.state", rows, state_shape, lse.dtype, "softmax")
         for key in keys:
             tiles, qkv = self.operands.tiles(low, at, key)
             diagonal, limits, more = self.masked(low, at, key)
@@ -256,7 +257,8 @@ class AttentionGrad(Op):
         for at in fwd.tiles_of_queries(low):
             out, lse, do = (low.tile(t, at) for t in (fwd.output, fwd.lse, self.do))
             fused = fwd.fused(low)
-            delta = Tile(f"{self.name}.delta", tuple(at[a] for a in BHSD[:3]), lse.shape, lse.dtype)
+            rows = {axis: at[axis] for axis in BHSD[:3]}
+            delta = low.scratch(f"{self.name}.delta", rows, lse.shape, lse.dtype)
             if not fused:
                 low.emit("attention_delta", [W(delta), R(do), R(out)], DeltaArgs(do_order, fwd.out_order))
             for key in fwd.pairs(low, at):

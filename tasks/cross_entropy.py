@@ -73,8 +73,8 @@ class CrossEntropy(Op):
                 args = CrossEntropyArgs(bool(self.fused), self.scale)
                 low.emit("cross_entropy", [access, R(label), W(lse), ACC(loss)], args)
                 continue
-            state = Tile(f"{self.name}.state", tuple(index.values()), (*lse.shape, 2), lse.dtype, "softmax")
-            picked = Tile(f"{self.name}.picked", tuple(index.values()), lse.shape, lse.dtype)
+            state = low.scratch(f"{self.name}.state", index, (*lse.shape, 2), lse.dtype, "softmax")
+            picked = low.scratch(f"{self.name}.picked", index, lse.shape, lse.dtype)
             for part, tile in zip(parts, tiles, strict=True):
                 state_args = CrossEntropyStateArgs(part.offset, logits.size(self.classes))
                 low.emit("cross_entropy_state", [ACC(state), ACC(picked), R(tile), R(label)], state_args)

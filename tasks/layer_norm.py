@@ -83,7 +83,7 @@ class LayerNorm(Norm):
                 low.emit("layer_norm", [W(low.tile(self.output, at)), W(stat), *map(R, tiles), *total], args)
                 continue
             assert not self.dropout, "not fused where embed is cut"
-            state = Tile(f"{self.name}.moments", tuple(index.values()), (*stat.shape[:-1], 3), stat.dtype, "moments")
+            state = low.scratch(f"{self.name}.moments", index, (*stat.shape[:-1], 3), stat.dtype, "moments")
             source = x
             for at in columns:
                 if self.total:
@@ -150,7 +150,7 @@ class LayerNormGrad(NormGrad):
             columns = [index | {AXIS: k} for k in range(len(low.parts(x, AXIS)))]
             row_stat, sums = low.tile(stat, index | {"stat": 0}), None
             if len(columns) > 1:
-                sums = Tile(f"{self.name}.sums", tuple(index.values()), row_stat.shape, row_stat.dtype)
+                sums = low.scratch(f"{self.name}.sums", index, row_stat.shape, row_stat.dtype)
                 for at in columns:
                     tiles = [low.tile(t, at) for t in (dy, x, gamma)]
                     low.emit("layer_norm_grad_sums", [ACC(sums), R(row_stat), *map(R, tiles)])

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from nntile_py.tiles import Access, Part, R, TaskArgs
+from nntile_py.errors import ConfigError
+from nntile_py.tiles import Access, Part, R, TaskArgs, Tiling
 
 from .band import Band
 from .op import Array, Index, Lowering, Tensor
@@ -29,9 +30,10 @@ class Mask:
 
     causal: key <= query. window: the last `window` of those, the query's own position included (causal). padding:
     integers [batch, seq or key], 0 where a key is masked, in any pattern (transformers' attention_mask). segments:
-    int64 [sequences + 1], the offsets of sequences that lie one behind the other along the positions (cu_seqlens):
-    a query attends to its own sequence; what is there beyond the last offset attends to nothing; unused offsets
-    equal the last. A query that attends to nothing gets zeros, and passes no gradient.
+    int64 [sequences + 1], the offsets of sequences that lie one behind the other along the positions (cu_seqlens), or
+    [batch, sequences + 1], those of each row of the batch: a query attends to its own sequence; what is there beyond
+    the last offset attends to nothing; unused offsets equal the last. A query that attends to nothing gets zeros, and
+    passes no gradient.
     """
 
     causal: bool = False
@@ -70,11 +72,19 @@ class Mask:
             raise ValueError(f"mask: padding {self.padding} is not supported; its axes must be batch, then seq or key")
         if self.padding and self.padding.shape != (batch, key):
             raise ValueError(f"mask: padding {self.padding} does not fit {batch} sequences of {key} keys")
-        if self.segments and (batch != 1 or len(self.segments.shape) != 1 or self.segments.dtype != "int64"):
+        rows = [(batch,), ()] if batch == 1 else [(batch,)]
+        if self.segments and (self.segments.shape[:-1] not in rows or self.segments.dtype != "int64"):
             raise ValueError(
                 f"mask: segments {self.segments} of {batch} batches are not supported;"
-                " use int64 [sequences + 1] and one batch of tokens"
+                " use int64 [batch, sequences + 1], or [sequences + 1] of one batch of tokens"
             )
+
+    def fit(self, tiling: Tiling) -> None:
+        """ConfigError: the segments of several rows of the batch would be in one task."""
+        if self.segments and self.segments.axes[0] == "batch":
+            batch = self.segments.shape[0]
+            if (tile := tiling.tile("batch", batch)) > 1:
+                raise ConfigError(f"tiles.batch: got {tile}; allowed: 1, where a mask has segments of {batch} rows")
 
     def limits(self, seq: Part, key: Part) -> Limits | None:
         """What a kernel has to be told of a tile; None if the diagonal is all."""
@@ -95,12 +105,17 @@ class Mask:
         if self.padding:
             result = result & (data[0] != 0)[:, None]
         if self.segments:
-            position = np.arange(sizes["seq"])
-            segment = np.searchsorted(data[0], position, side="right")
-            live = (segment > 0) & (segment < len(data[0]))
-            result = result & ((segment[:, None] == segment) & live)
+            rows = [_same_segment(offsets, sizes["seq"]) for offsets in np.atleast_2d(data[0])]
+            result = result & np.stack(rows)
         known = {"batch": result.shape[0], "seq": sizes["seq"], "key": sizes["key"]}
         return result.reshape([known.get(axis, 1) for axis in axes])
+
+
+def _same_segment(offsets: Array, positions: int) -> Array:
+    """Whether two positions are of one sequence, [positions, positions]."""
+    segment = np.searchsorted(offsets, np.arange(positions), side="right")
+    live = (segment > 0) & (segment < len(offsets))
+    return np.asarray((segment[:, None] == segment) & live)
 
 
 def masked_softmax(scores: Array, allowed: Array) -> tuple[Array, Array]:

@@ -151,6 +151,11 @@ class Lowering:
             self.tiles[key] = Tile(owner.name, at, shape, owner.dtype, owner.monoid, *kept)
         return self.tiles[key]
 
+    @staticmethod
+    def scratch(name: str, rows: Index, shape: Sequence[int], dtype: str, monoid: str = "sum") -> Tile:
+        """A tile of what an operator keeps of each row of the tiles at `rows`; an axis may follow those of the rows."""
+        return Tile(name, tuple(rows.values()), tuple(shape), dtype, monoid, axes=(*rows, "state")[: len(shape)])
+
     def rotated(self, parts: Sequence[Index], words: int) -> list[Index]:
         """The parts of a sum of `words` words, begun at another one each time.
 

@@ -75,7 +75,7 @@ class RMSNorm(Norm):
                 accesses = [W(low.tile(self.output, at)), W(stat), *map(R, tiles), *total]
                 low.emit("rms_norm", accesses, RMSNormArgs(self.eps))
                 continue
-            squares = Tile(f"{self.name}.squares", tuple(index.values()), stat.shape, stat.dtype)
+            squares = low.scratch(f"{self.name}.squares", index, stat.shape, stat.dtype)
             source = self.total or x
             for at in columns:
                 if self.total:
@@ -114,7 +114,7 @@ class RMSNormGrad(NormGrad):
             columns = [index | {AXIS: k} for k in range(len(low.parts(x, AXIS)))]
             row_stat, sums = low.tile(stat, index | {"stat": 0}), []
             if len(columns) > 1:
-                sums = [Tile(f"{self.name}.sums", tuple(index.values()), row_stat.shape, row_stat.dtype)]
+                sums = [low.scratch(f"{self.name}.sums", index, row_stat.shape, row_stat.dtype)]
                 for at in columns:
                     tiles = [low.tile(t, at) for t in (dy, x, gamma)]
                     low.emit("rms_norm_grad_sums", [ACC(sums[0]), R(row_stat), *map(R, tiles)])

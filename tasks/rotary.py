@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from nntile_py.errors import ConfigError
-from nntile_py.tiles import R, TaskArgs, W
+from nntile_py.tiles import R, TaskArgs, Tiling, W
 
 from .op import Array, GraphLike, Lowering, Op, Tensor
 
@@ -82,14 +82,17 @@ class Rotary(Op):
     """y = x cos + rotate_half(x) sin, with rotate_half([a, b]) = [-b, a] on the halves of head_dim.
 
     x: axes seq and head_dim among others, in any order; head_dim is even and never cut. table [seq, rotary], fp32 or
-    fp64, rotary = head_dim: the cosines, then the sines, of each position; see `rotary_table`. `inverse` turns the
+    fp64, rotary = head_dim: the cosines, then the sines, of each position; see `rotary_table`. A table [batch, seq,
+    rotary] has others for each row of the batch, which is then cut into single rows. `inverse` turns the
     other way, which is the gradient. (Su et al. 2021, eq. 34; halves instead of neighbours, as transformers'
     apply_rotary_pos_emb.) Raises ValueError where sizes do not fit.
     """
 
     def __init__(self, x: Tensor, table: Tensor, y: Tensor, inverse: bool = False) -> None:
         width = x.size("head_dim")
-        if width % 2 or (table.axes, table.shape) != (("seq", "rotary"), (x.size("seq"), width)):
+        rows = {axis: x.size(axis) for axis in table.axes[:-1] if axis in x.axes}
+        fits = table.axes in (("seq", "rotary"), ("batch", "seq", "rotary")) and table.sizes == rows | {"rotary": width}
+        if width % 2 or not fits:
             raise ValueError(f"rotary: {table!r} does not fit {x!r}: it needs [seq, rotary = head_dim], head_dim even")
         super().__init__([x, table], [y])
         self.inverse = inverse
@@ -103,6 +106,11 @@ class Rotary(Op):
 
     def flop(self) -> float:
         return 3.0 * self.output.numel
+
+    def fit(self, tiling: Tiling) -> None:
+        table = self.inputs[1]
+        if "batch" in table.axes and (tile := tiling.tile("batch", table.size("batch"))) > 1:
+            raise ConfigError(f"tiles.batch: got {tile}; allowed: 1, where rotary positions differ between rows")
 
     def lower(self, low: Lowering) -> None:
         x, table = self.inputs

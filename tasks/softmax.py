@@ -49,12 +49,15 @@ class Softmax(Op):
     def flop(self) -> float:
         return 5.0 * self.output.numel
 
+    def fit(self, tiling: Tiling) -> None:
+        self.mask.fit(tiling)
+
     def lower(self, low: Lowering) -> None:
         scores = self.inputs[0]
         for index, keys in rows_of_keys(low, scores):
             shape = low.shape(scores, keys[0])[:-1]
             dtype = accumulation_dtype(scores.dtype)
-            state = Tile(f"{self.name}.maxsumexp", tuple(index.values()), (*shape, 2), dtype, "softmax")
+            state = low.scratch(f"{self.name}.maxsumexp", index, (*shape, 2), dtype, "softmax")
             for at in keys:
                 accesses = [ACC(state), R(low.tile(scores, at)), *self.mask.accesses(low, at)]
                 low.emit("maxsumexp", accesses, self._args(low, at))
@@ -91,7 +94,7 @@ class SoftmaxGrad(Op):
         p, dp = self.inputs
         for index, keys in rows_of_keys(low, p):
             shape = low.shape(p, keys[0])[:-1]
-            sums = Tile(f"{self.name}.sums", tuple(index.values()), shape, accumulation_dtype(p.dtype))
+            sums = low.scratch(f"{self.name}.sums", index, shape, accumulation_dtype(p.dtype))
             for at in keys:
                 low.emit("softmax_grad_sums", [ACC(sums), R(low.tile(p, at)), R(low.tile(dp, at))])
             for at in keys:

@@ -85,7 +85,7 @@ def grouped(
                 readers.setdefault(tile, []).append(chosen)
             else:
                 writer[tile], readers[tile] = chosen, []
-    result = TaskList(tasks.policy, tasks.initialised)
+    result = TaskList(tasks.policy, tasks.initialised, tasks.live)
     result.tasks = [_as_one(group) for group in groups]
     # A tile's last reader may have joined a group that runs before another reader's.
     last = {id(access.tile): number for number, task in enumerate(result.tasks) for access in task.accesses}

@@ -70,7 +70,7 @@ def place(tasks: TaskList, workers: int, speed: Speed, residency: Residency | No
     parts = 1 + max((part for tile in readers for part in tile.part("batch")), default=-1)
     away: set[Tile] = set()  # sums that have left the worker that began them
     load = [0.0] * workers
-    result = TaskList(tasks.policy, tasks.initialised)
+    result = TaskList(tasks.policy, tasks.initialised, tasks.live)
     for task in tasks.tasks:
         batch = {part for access in task.accesses for part in access.tile.part("batch")}
         merges: list[Task] = []

@@ -15,6 +15,7 @@ from typing import Literal, Protocol, get_args
 
 from .arguments import NO_ARGS, Slot, TaskArgs
 from .dtypes import DTYPES
+from .tiling import cut_as
 
 Policy = Literal["chain", "commute", "redux", "tree"]  # how partial sums of a tile meet
 POLICIES: tuple[str, ...] = get_args(Policy)
@@ -120,13 +121,17 @@ class PythonKernel(Protocol):
 
 
 class TaskList:
-    """Tasks in submission order. `initialised` are the tiles that hold data before the first task."""
+    """Tasks in submission order. `initialised` are the tiles that hold data before the first task.
 
-    def __init__(self, policy: str = "chain", initialised: Iterable[Tile] = ()) -> None:
+    live: axes of which a tile holds as many entries as a step says, by the slot `live_slot` of its part of the batch.
+    """
+
+    def __init__(self, policy: str = "chain", initialised: Iterable[Tile] = (), live: Iterable[str] = ()) -> None:
         if policy not in POLICIES:
             raise ValueError(f"accumulate: {policy!r} is not allowed; use one of {', '.join(POLICIES)}")
         self.policy = policy
         self.initialised = set(initialised)
+        self.live = frozenset(live)
         self.tasks: list[Task] = []
 
     def emit(
@@ -146,6 +151,14 @@ class TaskList:
         if not isinstance(kernel, str):
             kernel = kernel.emitted(accesses, args)
         self.tasks.append(Task(kernel, list(accesses), args, op, flop))
+
+    def live_sizes(self, task: Task) -> list[tuple[int, int, Slot]]:
+        """The tiles of a task whose size along an axis is a step's: (number of the access, axis, slot)."""
+        return [
+            (number, k, Slot(live_slot(cut_as(axis), *a.tile.part("batch"))))
+            for number, a in enumerate(task.accesses) if self.live
+            for k, axis in enumerate(a.tile.axes) if cut_as(axis) in self.live
+        ]  # fmt: skip
 
     def resolve(self) -> TaskList:
         """Fix the access modes, insert merges, free dead tiles, set priorities. Call once, after the last emit."""
@@ -190,7 +203,7 @@ class TaskList:
                     access.mode = "W" if fresh else "RW"
                     trees[tile] = [(0, tile)]
                 else:  # tree: each further contribution into a tile of its own, equals merged as in a binary counter
-                    part = Tile(f"{tile.tensor}.part", tile.index, tile.shape, tile.dtype, tile.monoid)
+                    part = Tile(f"{tile.tensor}.part", tile.index, tile.shape, tile.dtype, tile.monoid, axes=tile.axes)
                     access.tile, access.mode, access.accumulate = part, "W", False
                     stack = trees[tile]
                     stack.append((0, part))
@@ -313,6 +326,11 @@ class TaskList:
             ]
             h.update(repr((task.kernel, accesses, task.ints, task.floats, task.priority, gone)).encode())
         return h.hexdigest()
+
+
+def live_slot(axis: str, part: int) -> str:
+    """The slot that says how many entries along `axis` this part of the batch has in a step."""
+    return f"{axis} of {part}"
 
 
 class BusyArgs(TaskArgs):

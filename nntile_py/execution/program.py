@@ -125,9 +125,10 @@ def body(
     accumulates: int = 0,
     launched: Launched = NOT_LAUNCHED,
     python: Any = None,
+    lives: Sequence[tuple[int, int, int]] = (),
 ) -> tuple[Any, ...]:
     """What a task runs, as the binding takes it: a kernel on the tiles at `places` of the task's; see TaskBody."""
-    return kernel, name, list(places), list(ints), first_float, accumulates, *launched, python
+    return kernel, name, list(places), list(ints), first_float, accumulates, *launched, python, list(lives)
 
 
 def capability_of_devices() -> int | None:
@@ -195,7 +196,9 @@ class Program:
             bodies: list[tuple[Any, ...]] = []
             for run in runs:
                 part, first = run[0], len(floats)
-                for value in part.floats:
+                live = [] if capability else tasks.live_sizes(part)
+                lives = [(tile, axis, len(part.floats) + k) for k, (tile, axis, _) in enumerate(live)]
+                for value in (*part.floats, *(slot for *_, slot in live)):
                     if isinstance(value, Slot):
                         if value.name not in self.slots:
                             self.slots.append(value.name)
@@ -207,7 +210,7 @@ class Program:
                     at = [places[a.tile] for one in run for a in one.accesses]
                 named = (part.kernel, part.op or part.kernel)
                 launched = encoded_launches(run, capability)
-                bodies.append(body(*named, at, part.ints, first, accumulates, launched, bound(part)))
+                bodies.append(body(*named, at, part.ints, first, accumulates, launched, bound(part), lives))
             shapes = [a.tile.shape for a in task.accesses]
             dtype = next((a.tile.dtype for a in task.accesses if a.tile.dtype != "int64"), "fp32")
             self._native.add(

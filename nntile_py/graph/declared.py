@@ -266,13 +266,21 @@ class Input:
 class Batch:
     """What a model is traced for: sequences of one pass, their length, and which optional inputs a step will have.
 
-    `optional` is filled by the trace: the names that it asked for, each with the value that means nothing.
+    `optional` is filled by the trace: the names that it asked for, each with the value that means nothing. packed:
+    length of the longest sequence, where each row of the batch is a bin of `seq` positions that holds several of them
+    one behind the other.
     """
 
     size: int
     seq: int
     given: frozenset[str] = frozenset()
     optional: dict[str, float] = field(default_factory=dict)
+    packed: int | None = None
+
+    @property
+    def length(self) -> int:
+        """Of the longest sequence."""
+        return self.packed or self.seq
 
     def has(self, name: str, *, neutral: float) -> bool:
         """Whether steps have the optional input `name`; an array of nothing but `neutral` is as good as none."""

@@ -20,7 +20,7 @@ MOST_TASKS = 2_000_000  # of a list: minutes to make it, and a kilobyte each
 def lower(graph: Graph, tiling: Tiling, policy: str = "chain", *, holds: Iterable[Tensor] = ()) -> Lowering:
     """Lower every operator and resolve the list. `holds`: further tensors that hold data before the program runs."""
     _check_count(graph, tiling, policy)  # the operators tell the tiling, too, what has to be cut together
-    low = Lowering(tiling, TaskList(policy))
+    low = Lowering(tiling, TaskList(policy, live=graph.live))
     known = [*graph.tensors.values(), *graph.kept.values()]
     before = [t for t in known if t.kind in WRITTEN_BEFORE] + list(holds)
     for tensor in before:

@@ -6,6 +6,7 @@ from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field, replace
 
 from nntile_py.errors import ConfigError
+from nntile_py.graph import bins
 from nntile_py.graph.declared import Batch, Param, Traceable, Traced, trace
 from nntile_py.graph.fusion import Fusion, fuse, narrow_gradients
 from nntile_py.graph.graph import Graph
@@ -15,6 +16,7 @@ from nntile_py.graph.packing import pack_projections
 from nntile_py.tasks.op import Lowering, Tensor
 from nntile_py.tasks.optimizer import Ends, GradNorm
 from nntile_py.tiles import Tiling
+from nntile_py.tiles.tasklist import live_slot
 
 # The workers that compute in it.
 PRECISIONS = {"fp32": ("CPU", "CUDA"), "fp64": ("CPU",), "bf16": ("CUDA",), "tf32": ("CUDA",)}
@@ -100,7 +102,8 @@ class Evaluation:
 class StepSpec:
     """All that decides the programs of a training step.
 
-    batch, seq: of one micro-batch; policy: how partial sums of a tile meet (`accumulate`); given: optional inputs that
+    batch, seq: of one micro-batch; pack: sequences of unequal lengths, of `seq` tokens at most, lie one behind the other
+    in bins, one for each tile of the batch, with room for as many tokens as that has; policy: how partial sums of a tile meet (`accumulate`); given: optional inputs that
     steps have. Raises ConfigError for values out of range.
     """
 
@@ -116,6 +119,7 @@ class StepSpec:
     grad_accumulation: int = 1
     skip_above_norm: float | None = None
     given: frozenset[str] = frozenset()
+    pack: bool = False
 
     def __post_init__(self) -> None:
         if not callable(getattr(self.model, "trace", None)):
@@ -132,6 +136,27 @@ class StepSpec:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 2**31:
                 raise ConfigError(f"{name}: {value!r} is not allowed; use a positive integer below 2^31")
+        if self.pack and "seq" in self.tiling.tiles:
+            raise ConfigError(f"tiles.seq: got {self.tiling.tiles['seq']}; allowed with pack: none, a bin is not cut")
+
+    @property
+    def rows(self) -> int:
+        """Rows of a micro-batch's arrays: sequences, or bins."""
+        return len(self.tiling.parts("batch", self.batch)) if self.pack else self.batch
+
+    @property
+    def capacity(self) -> int:
+        """Places of a row."""
+        return self.seq * self.tiling.tile("batch", self.batch) if self.pack else self.seq
+
+    def live_slots(self) -> list[str]:
+        """The slots that say how much of each bin is filled."""
+        return [live_slot("seq", k) for k in range(self.rows)] if self.pack else []
+
+    @property
+    def cuts(self) -> Tiling:
+        """The tiling of the graph: each bin is a tile."""
+        return Tiling({**self.tiling.tiles, "batch": 1}) if self.pack else self.tiling
 
     def with_inputs(self, given: Iterable[str]) -> StepSpec:
         """The same for steps that have these optional inputs."""
@@ -140,8 +165,12 @@ class StepSpec:
     def trace(self, *, training: bool = True) -> tuple[Graph, Traced, Batch]:
         """The model's graph, forward alone, before fusion."""
         graph = Graph(TILE_DTYPE.get(self.dtype, self.dtype), training=training)
-        batch = Batch(self.batch, self.seq, self.given)
+        batch = Batch(self.rows, self.capacity, self.given, packed=self.seq if self.pack else None)
+        if self.pack:
+            bins.begin(graph, batch)
         traced = trace(self.model, graph, batch)
+        if self.pack:
+            bins.check(graph, self.model)
         if self.fusion.qkv:
             pack_projections(graph, traced.outputs.values())
         return graph, traced, batch
@@ -150,9 +179,9 @@ class StepSpec:
         """Forward and backward as a graph, not yet cut into tiles."""
         graph, traced, batch = self.trace()
         grads = graph.backward(traced.loss)
-        fuse(graph, self.fusion, self.tiling)
+        fuse(graph, self.fusion, self.cuts)
         if self.grad_accumulation == 1:
-            narrow_gradients(graph, grads.values(), self.tiling)
+            narrow_gradients(graph, grads.values(), self.cuts)
         return Graphs(graph, grads, traced.loss, batch.optional)
 
     def update(self, made: Graphs, ends: Ends | None = None) -> Graph:
@@ -172,14 +201,14 @@ class StepSpec:
         """Forward, backward and update as task lists."""
         made = self.graphs()
         graph, grads = made.graph, made.grads
-        first = lower(graph, self.tiling, self.policy)
+        first = lower(graph, self.cuts, self.policy)
         # They can be read until the next step begins; the activations then take their place.
         first.tasks.forget(first.tile(grad, index) for grad in grads.values() for index in first.indices(grad))
         update = self.update(made, first.tasks.ends("batch"))
         more = None
         if self.grad_accumulation > 1:
-            more = lower(graph, self.tiling, self.policy, holds=[*grads.values(), made.loss])
-        last = lower(update, self.tiling, self.policy, holds=grads.values())
+            more = lower(graph, self.cuts, self.policy, holds=[*grads.values(), made.loss])
+        last = lower(update, self.cuts, self.policy, holds=grads.values())
         return Step(graph, update, grads, first, more, last, made.optional)
 
     def evaluation(self, keep: bool = False) -> Evaluation:
@@ -189,5 +218,5 @@ class StepSpec:
             if not tensor.persistent:
                 for one in (tensor, tensor.storage):
                     one.name, one.kind = name, "output"
-        fuse(graph, self.fusion, self.tiling)
-        return Evaluation(graph, traced.outputs, lower(graph, self.tiling, self.policy))
+        fuse(graph, self.fusion, self.cuts)
+        return Evaluation(graph, traced.outputs, lower(graph, self.cuts, self.policy))

@@ -28,7 +28,7 @@ def facts(trainer: Any) -> dict[str, Any]:
             "optimizer": {"name": type(spec.optimizer).__name__, **vars(spec.optimizer)},
             "clip_grad_norm": spec.clip_grad_norm, "skip_above_norm": spec.skip_above_norm, "accumulate": spec.policy,
             "fusion": vars(spec.fusion), "grad_accumulation": spec.grad_accumulation, "seed": trainer.seed,
-            "shift_labels": trainer.shift_labels, "check_finite": trainer.checked.looks,
+            "shift_labels": trainer.shift_labels, "pack": spec.pack, "check_finite": trainer.checked.looks,
         },
     }  # fmt: skip
 

@@ -29,6 +29,7 @@ from nntile_py.tiles import TaskList, Tiling
 from nntile_py.training import checkpoint, saved
 from nntile_py.training.finite import Checked
 from nntile_py.training.inputs import Inputs, IntArray, as_dict, counted, means
+from nntile_py.training.packed import Bins, Filled
 from nntile_py.training.snapshot import Live, Snapshot, states_of
 from nntile_py.typed import typed
 
@@ -96,6 +97,9 @@ class Trainer:
         seed: Of dropout.
         shift_labels: Labels of a causal model stand in the positions of the inputs and are shifted here, as in
             transformers. False: labels[b, s] is the target of position s.
+        pack: Sequences of unequal lengths, of up to `seq` tokens, lie one behind the other instead of padded: in a bin
+            for each tile of the batch, of which kernels compute just what is filled. Inputs are the padded ones with
+            their attention_mask, or lists of arrays of unequal lengths. tiles must not cut seq.
         check_finite: Look at all that tasks write. A loss or norm that is no finite number then raises NotFinite, which
             names the operator where it came from. Slow: for a run that went wrong.
 
@@ -121,6 +125,7 @@ class Trainer:
         seed: int = 0,
         shift_labels: bool = True,
         skip_above_norm: float | None = None,
+        pack: bool = False,
         check_finite: bool = False,
     ) -> None:
         if attention is not None and not hasattr(model, "changed"):
@@ -128,7 +133,7 @@ class Trainer:
         chosen = model if attention is None else model.changed(attention=attention)  # type: ignore[attr-defined]
         spec = StepSpec(
             chosen, batch, seq, Tiling(tiles), dtype, optimizer or AdamW(), clip_grad_norm, accumulate,
-            Fusion.of(fusion), grad_accumulation, skip_above_norm,
+            Fusion.of(fusion), grad_accumulation, skip_above_norm, pack=pack,
         )  # fmt: skip
         self._start(model, spec, seed, shift_labels, check_finite)
 
@@ -157,6 +162,7 @@ class Trainer:
         self._changed: set[str] = set()  # inputs with a default that a step has given
         self._optional: dict[str, float] = {}  # inputs that a step may have, and what is as good as none
         self._optional_inputs: dict[str, Input | None] = {}
+        self._bins: Bins | None = None
         programs_ = self._programs(spec.given)
         self._built = programs_.built  # as are those with other inputs, for all that lasts
         self._write_weights()
@@ -178,7 +184,8 @@ class Trainer:
             _core.advise(f"the largest tensors are {built.largest()}")
             first, *more, update = self._bound([low.tasks for low in built.lists])
             given_slots = {one.scale for one in built.graph.inputs.values()}
-            for name in {*first.slots, *update.slots} - {*given_slots, "lr", "dropout_seed", *self.optimizer.slots(1)}:
+            known = {*given_slots, *self.spec.live_slots(), "lr", "dropout_seed", *self.optimizer.slots(1)}
+            for name in {*first.slots, *update.slots} - known:
                 need = f"declare the input whose values count with scale={name!r}"
                 raise ConfigError(f"model: its loss is divided by {name}, which no input gives; {need}")
             self._steps[given] = _Programs(built, first, more[0] if more else None, update)
@@ -232,9 +239,9 @@ class Trainer:
         Raises:
             ValueError: An input is missing, unknown, or has the wrong shape, dtype or values.
         """
-        rows = self.grad_accumulation * self.batch
-        inputs = as_dict(inputs, labels)
-        arrays, made = self._check(inputs, rows)
+        filled = self._filled(as_dict(inputs, labels), self.grad_accumulation)
+        inputs = filled.arrays
+        arrays, made = self._check(inputs, self.grad_accumulation * self.spec.rows)
         rate = self.optimizer.lr if lr is None else replace(self.optimizer, lr=lr).lr  # refuses what no rate may be
         if not self.steps:
             self._check_alone(self._runtime)
@@ -245,7 +252,8 @@ class Trainer:
         slots = {"lr": rate, **self.optimizer.slots(self.steps)}
         slots |= means(counted(declared, arrays, inputs))
         for micro in range(self.grad_accumulation):
-            part = slice(micro * self.batch, (micro + 1) * self.batch)
+            part = slice(micro * self.spec.rows, (micro + 1) * self.spec.rows)
+            slots |= filled.live[micro]
             slots["dropout_seed"] = self._dropout_seed(micro)
             program, low = (made.first, built.first)
             if micro and made.more and built.more:
@@ -281,8 +289,9 @@ class Trainer:
         if Runtime.current is not self._runtime:
             raise TaskError("evaluate: the runtime of this Trainer has stopped; make a Trainer of another")
         keep = return_logits or return_outputs
-        inputs = as_dict(inputs, labels)
-        arrays, made = self._check(inputs, self.batch, unlabelled=keep)
+        filled = self._filled(as_dict(inputs, labels), 1)
+        inputs = filled.arrays
+        arrays, made = self._check(inputs, self.spec.rows, unlabelled=keep)
         given = next(names for names, one in self._steps.items() if one is made)
         if (given, keep) not in self._evaluations:
             evaluation = self.spec.with_inputs(given).evaluation(keep)
@@ -292,10 +301,10 @@ class Trainer:
         if return_logits and not return_outputs and "logits" not in evaluation.outputs:
             raise ValueError(f"return_logits: the outputs are {', '.join(evaluation.outputs)}; use return_outputs")
         declared = evaluation.graph.inputs
-        for name, value in arrays.items():
-            self._store.write(evaluation.forward, declared[name].tensor, value)
+        for name in (name for name in arrays if name in declared):  # dropout's are none of an evaluation's
+            self._store.write(evaluation.forward, declared[name].tensor, arrays[name])
         numbers = counted(declared, arrays, inputs)
-        self._run(program, means(numbers), "an evaluation")
+        self._run(program, means(numbers) | dict(filled.live[0]), "an evaluation")
         (loss,) = _core.Fetch([self._store.handles["scalar", "loss", (0,)]]).wait()
         if not any(numbers.values()):
             loss = float("nan")  # the mean of nothing, as in PyTorch
@@ -304,6 +313,8 @@ class Trainer:
         if not keep:
             return loss
         outputs = {name: self._store.read(evaluation.forward, t) for name, t in evaluation.outputs.items()}
+        if self._bins:
+            outputs = {name: self._bins.unpacked(value, filled.places) for name, value in outputs.items()}
         return loss, outputs if return_outputs else outputs["logits"]
 
     # -- weights and gradients
@@ -378,6 +389,14 @@ class Trainer:
 
     # -- inside
 
+    def _filled(self, inputs: Mapping[str, Any], passes: int) -> Filled:
+        """What programs take, of so many passes."""
+        if not self.spec.pack:
+            return Filled(inputs, [{}] * passes)
+        if self._bins is None:
+            self._bins = Bins(self.spec.rows, self.spec.capacity, self.seq, inputs=self._built.graph.inputs)
+        return self._bins.fill(inputs, passes, self.batch, shift=self.shift_labels)
+
     def _check_alone(self, runtime: Runtime) -> None:
         """Of two that train one model each would lose what the other has learnt."""
         if any(user is not self and user.model is self.model and user.steps for user in runtime.users):
@@ -425,7 +444,7 @@ class Trainer:
     def _write_defaults(self, graph: Graph, low: Lowering) -> None:
         """Inputs that are the same at every step unless a step gives them."""
         for one in graph.inputs.values():
-            if (value := one.filled(self.batch)) is not None:
+            if (value := one.filled(self.spec.rows)) is not None:
                 self._store.write(low, one.tensor, value)
 
     def _optional_input(self, name: str) -> Input | None:
@@ -450,7 +469,7 @@ class Trainer:
         for name, one in declared.items():
             if name in given:
                 value = values[name] if name in values else one.checked(given[name], rows)
-                arrays[name] = one.shift(value) if one.shifted and self.shift_labels else value
+                arrays[name] = one.shift(value) if one.shifted and self.shift_labels and not self._bins else value
             elif unlabelled and one.default is None and (one.scale or one.ignored is not None):
                 arrays[name] = np.full(one.shape(rows), one.ignored or 0)
             elif (default := one.filled(rows, arrays)) is None:

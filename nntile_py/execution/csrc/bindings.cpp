@@ -105,10 +105,11 @@ using LaunchList = std::vector<std::tuple<py::bytes, std::string, unsigned, unsi
 
 // What a task runs:
 // [(kernel, name, places of its tiles, ints, first float, accumulates, launches, scratch bytes, [(kind, value)],
-//   in Python or None)].
+//   in Python or None, [(number of a tile, axis, which float says its size)])].
 using BodyList =
     std::vector<std::tuple<std::string, std::string, std::vector<int>, std::vector<int64_t>, size_t, uint64_t, LaunchList,
-                           int64_t, std::vector<std::pair<int, int64_t>>, std::optional<PythonSpec>>>;
+                           int64_t, std::vector<std::pair<int, int64_t>>, std::optional<PythonSpec>,
+                           std::vector<std::tuple<size_t, size_t, size_t>>>>;
 
 std::vector<Launch> make_launches([[maybe_unused]] const LaunchList& list) {
   std::vector<Launch> result;
@@ -272,8 +273,8 @@ PYBIND11_MODULE(_core, m) {
              double flop, int worker, std::vector<int> leaves) {
             TaskRecord record;
             std::vector<std::string> kernels;
-            for (const auto& [kernel, part, places, ints, first_float, accumulates, launches, scratch, table, python] :
-                 bodies) {
+            for (const auto& [kernel, part, places, ints, first_float, accumulates, launches, scratch, table, python,
+                              lives] : bodies) {
               TaskBody body;
               body.name = part;
               body.places = places;
@@ -282,6 +283,7 @@ PYBIND11_MODULE(_core, m) {
               body.accumulates = accumulates;
               body.launches = make_launches(launches);
               body.scratch = scratch;
+              for (const auto& [tile, axis, position] : lives) body.lives.push_back({tile, axis, position});
               for (const auto& [kind, value] : table) body.table.push_back({kind, value, 0});
               if (python) {
                 std::vector<const Tile*> views;

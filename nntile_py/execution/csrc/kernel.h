@@ -70,6 +70,13 @@ struct PythonKernel {
   bool cuda = false;                                                               // it can run on CUDA workers, too
 };
 
+// The size of a tile along an axis where it is a float of the body: the rows that a step fills.
+struct LiveSize {
+  size_t tile;  // number of it among the body's
+  size_t axis;
+  size_t position;
+};
+
 // What a task runs, or one part of what a group of tasks runs.
 struct TaskBody {
   std::string name;
@@ -81,6 +88,7 @@ struct TaskBody {
   std::vector<Launch::Argument> table;  // written as int64 at their beginning, before the launches
   std::vector<int> places;  // where its tiles are among the task's
   std::vector<Tile*> tiles;
+  std::vector<LiveSize> lives;
   std::vector<int64_t> ints;
   size_t first_float = 0;  // where its floats are among the task's
   uint64_t accumulates = 0;  // bit k: tile k is added to, not overwritten
@@ -110,7 +118,7 @@ class Args {
   // floats, buffers: of the whole task
   Args(const TaskBody& body, const double* floats, void** buffers, c10::Device device)
       : body_(body), floats_(floats + body.first_float), buffers_(buffers), device_(device) {}
-  at::Tensor operator[](size_t k) const;
+  at::Tensor operator[](size_t k) const;  // as far as it is filled: what is there lies at the beginning, without gaps
   size_t tiles() const { return body_.tiles.size(); }
   int64_t i(size_t k) const { return body_.ints.at(k); }
   std::span<const int64_t> ints() const { return body_.ints; }

@@ -133,9 +133,18 @@ Kernel find_kernel(const std::string& name, c10::DeviceType where) {
   return found == kernels().end() ? nullptr : found->second;
 }
 
+std::vector<int64_t> shape_of(const TaskBody& body, size_t k, const double* floats) {
+  auto shape = body.tiles.at(k)->shape;
+  for (const auto& live : body.lives)
+    if (live.tile == k) shape.at(live.axis) = static_cast<int64_t>(floats[live.position]);
+  return shape;
+}
+
 at::Tensor Args::operator[](size_t k) const {
   const Tile& tile = *body_.tiles.at(k);
-  return wrap(pointer(buffers_[body_.places[k]]), tile.shape, tile.dtype, device_);
+  void* data = pointer(buffers_[body_.places[k]]);
+  if (body_.lives.empty()) return wrap(data, tile.shape, tile.dtype, device_);
+  return wrap(data, shape_of(body_, k, floats_), tile.dtype, device_);
 }
 
 int mode_of(const std::string& name) {

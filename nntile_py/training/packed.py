@@ -1,0 +1,197 @@
+"""Sequences of unequal lengths without padding: several, one behind the other, in each bin of a fixed capacity."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from nntile_py.graph.bins import DRAWS, SEGMENTS
+from nntile_py.graph.declared import Input
+from nntile_py.tiles.tasklist import live_slot
+
+Array = np.ndarray[Any, Any]
+MASK = "attention_mask"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a sequence lies: positions `first` to `first + length` of a bin, which numbers those of all passes."""
+
+    bin: int
+    first: int
+    length: int
+
+
+@dataclass(frozen=True)
+class Filled:
+    """What a step is given, as its programs take it: arrays, and of each pass the slots that say how full tiles are."""
+
+    arrays: Mapping[str, Any]
+    live: Sequence[Mapping[str, float]]
+    places: Sequence[Place] = ()  # of the sequences, in the caller's order; none: nothing was packed
+
+
+@dataclass(frozen=True)
+class Bins:
+    """The bins of a pass: `count` of `capacity` tokens each, for sequences of up to `length` tokens.
+
+    quadratic: the work of a sequence of n tokens is as n + quadratic * n^2. inputs: as the packed graph declares them.
+    """
+
+    count: int
+    capacity: int
+    length: int
+    quadratic: float = 0.0
+    inputs: Mapping[str, Input] = field(default_factory=dict)
+
+    def places(self, lengths: Sequence[int], passes: int = 1, batch: int | None = None) -> list[Place]:
+        """Sequences spread so that bins have equal work: `batch` of them to each pass in turn, if there are so many.
+
+        Raises ValueError where they do not fit."""
+        found: dict[int, Place] = {}
+        if batch and len(lengths) == passes * batch:
+            for k in range(passes):
+                bins = range(k * self.count, (k + 1) * self.count)
+                found |= self._spread(lengths, range(k * batch, (k + 1) * batch), bins)
+        else:
+            found = self._spread(lengths, range(len(lengths)), range(passes * self.count))
+        return [found[row] for row in range(len(lengths))]
+
+    def _spread(self, lengths: Sequence[int], rows: range, bins: range) -> dict[int, Place]:
+        """The longest first, each to the bin with the least work that has room for it."""
+        used, work, found = dict.fromkeys(bins, 0), dict.fromkeys(bins, 0.0), {}
+        for row in sorted(rows, key=lambda k: -lengths[k]):
+            n = lengths[row]
+            free = [k for k in bins if used[k] + n <= self.capacity]
+            if not free:
+                raise ValueError(
+                    f"{len(rows)} sequences of {sum(lengths[k] for k in rows)} tokens do not fit into {len(bins)} bins"
+                    f" of {self.capacity}; give fewer, or raise batch"
+                )
+            best = min(free, key=lambda k: work[k])
+            found[row] = Place(best, used[best], n)
+            used[best] += n
+            work[best] += n + self.quadratic * n * n
+        return found
+
+    def fill(self, inputs: Mapping[str, Any], passes: int, batch: int, *, shift: bool) -> Filled:
+        """The arrays of `passes` passes of `batch` sequences, or other numbers that fit, from transformers' padded ones
+        with their attention_mask, or from lists of arrays of unequal lengths.
+
+        shift: labels of a causal model are those of the inputs' positions. Raises ValueError for sequences that are
+        empty or too long, masks with holes, and arrays that do not fit one another.
+        """
+        given = padded(inputs, self.length)
+        lengths = lengths_of(given, self.length)
+        places = self.places(lengths, passes, batch)
+        return self.filled({name: one for name, one in given.items() if name != MASK}, places, passes, shift=shift)
+
+    def filled(self, given: Mapping[str, Array], places: Sequence[Place], passes: int, *, shift: bool) -> Filled:
+        """The same where places are known; padded arrays without their mask."""
+        arrays = {name: self._packed(name, value, places, passes, shift) for name, value in given.items()}
+        arrays[SEGMENTS], arrays[DRAWS] = self._segments(places, passes), self._draws(places, passes)
+        tokens = np.zeros(passes * self.count, np.int64)
+        for place in places:
+            tokens[place.bin] += place.length
+        # An empty bin has one token, which attends to nothing and counts in no mean: kernels see no empty tiles.
+        live = [
+            {live_slot("seq", k): float(max(tokens[p * self.count + k], 1)) for k in range(self.count)}
+            for p in range(passes)
+        ]
+        return Filled(arrays, live, places)
+
+    def _packed(self, name: str, value: Array, places: Sequence[Place], passes: int, shift: bool) -> Array:
+        one = self.inputs.get(name)
+        ignored = one.ignored if one is not None and one.ignored is not None else 0
+        out = np.full((passes * self.count, self.capacity, *value.shape[2:]), ignored, value.dtype)
+        shifted = bool(one and one.shifted and shift)
+        for row, place in enumerate(places):
+            tokens = value[row, : place.length]
+            end = place.first + place.length - shifted
+            out[place.bin, place.first : end] = tokens[shifted:]
+        return out
+
+    def _segments(self, places: Sequence[Place], passes: int) -> Array:
+        ends: list[list[int]] = [[] for _ in range(passes * self.count)]
+        for place in sorted(places, key=lambda p: p.first):
+            ends[place.bin].append(place.first + place.length)
+        out = np.zeros((passes * self.count, self.capacity + 1), np.int64)
+        for number, of in enumerate(ends):
+            out[number, 1 : len(of) + 1] = of
+            out[number, len(of) + 1 :] = of[-1] if of else 0
+        return out
+
+    def _draws(self, places: Sequence[Place], passes: int) -> Array:
+        """The place of each token in the padded array of its pass, so that dropout draws the same there and here."""
+        out = np.zeros((passes * self.count, self.capacity), np.int64)
+        rows = -(-len(places) // passes)
+        for row, place in enumerate(places):
+            first = row % rows * self.length
+            out[place.bin, place.first : place.first + place.length] = first + np.arange(place.length)
+        return out
+
+    def unpacked(self, value: Array, places: Sequence[Place]) -> Array:
+        """An output [bins, capacity, ...] in the caller's order: [sequences, length, ...], zeros where padded."""
+        out = np.zeros((len(places), self.length, *value.shape[2:]), value.dtype)
+        for row, place in enumerate(places):
+            out[row, : place.length] = value[place.bin, place.first : place.first + place.length]
+        return out
+
+
+def padded(inputs: Mapping[str, Any], length: int) -> dict[str, Array]:
+    """Arrays as they are; lists of arrays of unequal lengths as padded arrays with their attention_mask."""
+    lists = {name: value for name, value in inputs.items() if isinstance(value, list | tuple)}
+    rows = {name: [np.asarray(row) for row in value] for name, value in lists.items()}
+    given = {name: _array(name, value) for name, value in inputs.items() if name not in lists}
+    found: list[int] | None = None
+    for name, value in rows.items():
+        lengths = [len(row) if row.ndim else -1 for row in value]
+        if found not in (None, lengths):
+            raise ValueError(f"{name}: its rows have other lengths than those of {next(iter(rows))}; give the same")
+        found = lengths
+        if lengths and max(lengths) > length:
+            raise ValueError(f"{name}: a sequence of {max(lengths)} tokens; allowed: at most seq = {length}")
+        if not lengths or any(row.ndim < 1 for row in value):
+            raise ValueError(f"{name}: {inputs[name]!r:.60} is not allowed; expected a list of arrays, one a sequence")
+        out = np.zeros((len(value), length, *value[0].shape[1:]), np.result_type(*value))
+        for k, row in enumerate(value):
+            if row.shape[1:] != out.shape[2:]:
+                raise ValueError(f"{name}[{k}]: shape {row.shape} does not fit {value[0].shape} of the first")
+            out[k, : len(row)] = row
+        given[name] = out
+    if found is not None:
+        if MASK in given:
+            raise ValueError(f"{MASK}: given beside lists of arrays, whose lengths say it; leave it out")
+        given[MASK] = (np.arange(length) < np.array(found)[:, None]).astype(np.int64)
+    return given
+
+
+def _array(name: str, value: Any) -> Array:
+    try:
+        return np.asarray(value)
+    except Exception as error:  # what a tensor of another library raises: any of many
+        raise ValueError(f"{name}: is no array ({type(error).__name__}: {error})") from error
+
+
+def lengths_of(given: Mapping[str, Array], length: int) -> list[int]:
+    """Of each sequence, by the attention_mask; raises ValueError where arrays have other shapes, or it has holes."""
+    first = next((name for name in given if name != MASK), None)
+    if first is None:
+        raise ValueError("no inputs were given")
+    for name, value in given.items():
+        rows = given[first].shape[0] if given[first].ndim else 0
+        if value.ndim < 2 or value.shape[:2] != (rows, length) or not rows:
+            raise ValueError(f"{name}: {value.dtype} {value.shape} is not allowed; expected [sequences, {length}]")
+    if MASK not in given:
+        return [length] * given[first].shape[0]
+    mask = given[MASK] != 0
+    lengths: list[int] = mask.sum(1).tolist()
+    for row, n in enumerate(lengths):
+        if not n:
+            raise ValueError(f"{MASK}[{row}]: an empty sequence; allowed: at least one token")
+        if not mask[row, :n].all():
+            raise ValueError(f"{MASK}[{row}]: has holes; allowed with pack: ones, then zeros")
+    return lengths
