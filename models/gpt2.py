@@ -28,9 +28,8 @@ from nntile_py.tasks.activation import activation
 from nntile_py.tasks.attention import attention
 from nntile_py.tasks.contract import linear
 from nntile_py.tasks.cross_entropy import IGNORED, cross_entropy
-from nntile_py.tasks.elementwise import add, bias_add, dropout, transpose
+from nntile_py.tasks.elementwise import add, dropout, transpose
 from nntile_py.tasks.embedding import embedding
-from nntile_py.tasks.mask import Mask
 from nntile_py.tasks.op import Tensor
 
 _ACTIVATIONS = {"gelu_new": "gelu_new", "gelu_pytorch_tanh": "gelu_new", "gelu": "gelu", "relu": "relu"}

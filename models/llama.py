@@ -24,8 +24,7 @@ from nntile_py.tasks.cross_entropy import IGNORED, cross_entropy
 from nntile_py.tasks.elementwise import add, transpose
 from nntile_py.tasks.embedding import embedding
 from nntile_py.tasks.gated import gated
-from nntile_py.tasks.mask import Mask
-from nntile_py.tasks.op import Tensor, accumulation_dtype
+from nntile_py.tasks.op import Tensor
 from nntile_py.tasks.rms_norm import rms_norm
 from nntile_py.tasks.rotary import rotary, rotary_table
 

@@ -123,8 +123,8 @@ def check_length(batch: Batch, positions: int | None) -> int:
 def position_input(g: Graph, batch: Batch, positions: int | None) -> Tensor:
     """The numbers of the positions, int64 [seq]: what `embedded_positions` looks up in a table of so many `positions`.
 
-    0, 1, ... unless a step gives others as its input `positions`; of packed sequences [batch, seq], each counted from 0.
-    ConfigError: more than the table has."""
+    0, 1, ... unless a step gives others as its input `positions`; of packed sequences [batch, seq], each counted from
+    0. ConfigError: more than the table has."""
     positions = check_length(batch, positions)
     if batch.packed:
         return _packed_input(g, batch, "positions", lambda found: found, below=positions)

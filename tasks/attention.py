@@ -12,7 +12,7 @@ from typing import ClassVar, Literal, get_args
 
 import numpy as np
 
-from nntile_py.tiles import ACC, Access, Part, R, TaskArgs, Tile, Tiling, W
+from nntile_py.tiles import ACC, Access, Part, R, TaskArgs, Tiling, W
 
 from .attention_operands import BHSD, Operand, Operands, OperandsArgs, as_bhsd, checked, from_bhsd, order_of
 from .attention_repeat import fit_groups, repeat_heads, tile_of_group
@@ -305,6 +305,8 @@ def attention(
     dropout *= g.training
     if backend != "naive" and dropout:
         raise ValueError("attention_dropout: only attention: naive has it; the fused forms have none")
+    if dropout and g.draws:
+        raise ValueError(f"attention_dropout: got {dropout}; allowed with pack: 0")
     operands = checked(g, q, k, v, mask)
     if backend == "naive":
         return _naive(g, operands, mask, dropout)

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from nntile_py.tiles import ACC, RW, R, Slot, TaskArgs, Tile, W
+from nntile_py.tiles import ACC, RW, R, Slot, TaskArgs, W
 
 from .op import NORMALIZATION, Array, GraphLike, Lowering, Op, Tensor, accumulation_dtype
 

@@ -7,7 +7,9 @@ namespace nntile {
 
 class Mask {
  public:
-  explicit Mask(const DropoutArgs& args) : args_(args) {
+  // t: the task's tiles
+  Mask(const DropoutArgs& args, const Args& t) : args_(args) {
+    if (args.draws) draws_ = t[t.tiles() - 1];
     const auto seed = static_cast<uint64_t>(args.seed);
     start_ = (seed * 0x9E3779B97F4A7C15ULL) ^ (static_cast<uint64_t>(args.key) * 0xD1B54A32D192ED03ULL);
     limit_ = static_cast<uint64_t>(args.p * 4294967296.0);
@@ -18,6 +20,10 @@ class Mask {
   void apply(T* out, const T* in, const at::Tensor& x, int64_t row) const {
     const T scale = static_cast<T>(1 / (1 - args_.p));
     int64_t first = args_.first, rest = row;
+    if (draws_.defined()) {
+      first += draws_.data_ptr<int64_t>()[row] * args_.strides[static_cast<size_t>(x.dim() - 2)];
+      rest = 0;
+    }
     for (int64_t axis = x.dim() - 2; axis >= 0; --axis) {
       first += rest % x.size(axis) * args_.strides[static_cast<size_t>(axis)];
       rest /= x.size(axis);
@@ -35,6 +41,7 @@ class Mask {
   }
 
   DropoutArgs args_;
+  at::Tensor draws_;
   uint64_t start_, limit_;
 };
 

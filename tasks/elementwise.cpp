@@ -44,7 +44,7 @@ void pack(Args& t) {
 
 void dropout(Args& t) {
   const auto out = t[0], x = t[1];
-  const Mask mask{DropoutArgs(t)};
+  const Mask mask(DropoutArgs(t), t);
   dispatch(x, [&](auto zero) {
     using T = decltype(zero);
     const int64_t n = x.size(-1);

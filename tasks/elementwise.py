@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from nntile_py.tiles import ACC, R, Slot, TaskArgs, W
+from nntile_py.tiles import ACC, Access, R, Slot, TaskArgs, W
 
 from .op import Array, GraphLike, Index, Lowering, Op, Tensor, accumulation_dtype, permutation, require
 
@@ -225,7 +225,8 @@ class DropoutArgs(TaskArgs):
     """By which a kernel knows the mask of a tile."""
 
     key: int
-    first: int  # index of the tile's first element in the whole tensor
+    draws: bool  # the rows' numbers are in the task's last tile
+    first: int  # index of the tile's first element in the whole tensor, less its row's
     strides: tuple[int, ...]  # of the whole tensor
     seed: Slot
     p: float
@@ -235,34 +236,48 @@ class Dropout(Op):
     """y = x * mask / (1 - p); an element's mask is a hash of (seed, key, its index in the whole tensor).
 
     So the mask does not depend on the tiling, is not stored, and the gradient is the same operator on dy. The seed is
-    the slot `dropout_seed`, another one each step; p is in [0, 1).
+    the slot `dropout_seed`, another one each step; p is in [0, 1). draws, int64 with all axes of x but the last: the
+    number that a row has in that index, instead of its place.
     """
 
-    def __init__(self, x: Tensor, out: Tensor, p: float, key: int) -> None:
+    def __init__(self, x: Tensor, out: Tensor, p: float, key: int, draws: Tensor | None = None) -> None:
         if not 0 <= p < 1:
             raise ValueError(f"dropout: {p} is not allowed; use a number from 0 to below 1")
-        super().__init__([x], [out])
-        self.p, self.key = p, key
+        if draws:
+            fits = draws.axes == x.axes[:-1]
+            require(fits, "dropout: of packed sequences the axes must be batch, seq and one more", x)
+        super().__init__([x, *([draws] if draws else [])], [out])
+        self.p, self.key, self.draws = p, key, draws
 
     def gradient(self, g: GraphLike, *grads: Tensor | None) -> list[Tensor | None]:
         dy = grads[0]
         assert dy is not None
         out = g.temp("dropout_grad", dy.axes, dy.shape, dy.dtype, band=dy.band)
-        return [g.add(Dropout(dy, out, self.p, self.key)).output]
+        dx = g.add(Dropout(dy, out, self.p, self.key, self.draws)).output
+        return [dx, *[None for _ in self.inputs[1:]]]
 
     def args(self, low: Lowering, index: Index) -> DropoutArgs:
         x = self.inputs[0]
         strides = tuple(math.prod(x.shape[i + 1 :]) for i in range(len(x.axes)))
-        first = sum(low.part(x, a, index).offset * s for a, s in zip(x.axes, strides, strict=True))
-        return DropoutArgs(self.key, first, strides, Slot("dropout_seed"), self.p)
+        axes = list(zip(x.axes, strides, strict=True))[len(x.axes) - 1 if self.draws else 0 :]
+        first = sum(low.part(x, axis, index).offset * stride for axis, stride in axes)
+        return DropoutArgs(self.key, self.draws is not None, first, strides, Slot("dropout_seed"), self.p)
+
+    def numbers(self, low: Lowering, index: Index) -> list[Access]:
+        """What follows a task's other tiles: the rows' numbers, if they are given."""
+        return [R(low.tile(self.draws, index))] if self.draws else []
 
     def lower(self, low: Lowering) -> None:
         x = self.inputs[0]
         for index in low.indices(x):
-            low.emit("dropout", [W(low.tile(self.output, index)), R(low.tile(x, index))], self.args(low, index))
+            accesses = [W(low.tile(self.output, index)), R(low.tile(x, index)), *self.numbers(low, index)]
+            low.emit("dropout", accesses, self.args(low, index))
 
     def reference(self, *inputs: Array, seed: int = 0) -> tuple[Array, ...]:
         index = np.arange(inputs[0].size, dtype=np.uint64).reshape(inputs[0].shape)
+        if self.draws:
+            width = inputs[0].shape[-1]
+            index = (inputs[1].astype(np.uint64) * np.uint64(width))[..., None] + np.arange(width, dtype=np.uint64)
         keep = _hash(index, self.key, seed) >= np.uint64(int(self.p * 2**32))
         return (inputs[0] * keep / (1 - self.p),)
 
@@ -322,4 +337,5 @@ def dropout(g: GraphLike, x: Tensor, p: float) -> Tensor:
     if p == 0 or not g.training:
         return x
     out = g.temp("dropout", x.axes, x.shape, x.dtype, band=x.band)
-    return g.add(Dropout(x, out, p, g.dropout_key())).output
+    draws = g.draws if "seq" in x.axes else None
+    return g.add(Dropout(x, out, p, g.dropout_key(), draws)).output

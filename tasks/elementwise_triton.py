@@ -142,12 +142,22 @@ def dropped(x, index, seed, key, limit, scale):
 
 
 @triton.jit
+def row_in_whole(row, kept, DRAWS, SIZES: tl.constexpr, STRIDES: tl.constexpr, DRAWN: tl.constexpr):
+    """The index in the whole tensor of the first elements of a tile's rows, less that of the tile."""
+    if DRAWN:
+        return tl.load(DRAWS + row, kept, 0) * STRIDES[0]
+    else:
+        return offset_of(row, SIZES, STRIDES)
+
+
+@triton.jit
 def _dropout(
-    Y, X, rows, columns, first, seed, key, limit, scale,
-    SIZES: tl.constexpr, STRIDES: tl.constexpr, STEP: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    Y, X, rows, columns, DRAWS, first, seed, key, limit, scale,
+    SIZES: tl.constexpr, STRIDES: tl.constexpr, STEP: tl.constexpr, DRAWN: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row, col, inside = _block(rows, columns, ROWS, BLOCK)
-    index = first + offset_of(row, SIZES, STRIDES)[:, None] + col[None, :] * STEP
+    index = first + row_in_whole(row, row < rows, DRAWS, SIZES, STRIDES, DRAWN)[:, None] + col[None, :] * STEP
     at = row[:, None] * columns + col[None, :]
     x = tl.load(X + at, inside).to(tl.float32)
     tl.store(Y + at, dropped(x, index, seed, key, limit, scale), inside)
@@ -307,10 +317,11 @@ def _describe_pack(task: Task) -> Launches:
 
 
 def mask_of(task: Task, dropout: DropoutArgs) -> list[Parameter]:
-    """The tile's first index, then what `dropped` takes."""
+    """The rows' numbers, the tile's first index, then what `dropped` takes."""
+    draws = tile(task, len(task.accesses) - 1 if dropout.draws else 0)
     mixed = (dropout.key * 0xD1B54A32D192ED03 + 2**63) % 2**64 - 2**63
     limit, scale = Int(int(dropout.p * 2**32), 64), 1 / (1 - dropout.p)
-    return [Int(dropout.first, 64), slot(task, dropout.seed, "int64"), Int(mixed, 64), limit, scale]
+    return [draws, Int(dropout.first, 64), slot(task, dropout.seed, "int64"), Int(mixed, 64), limit, scale]
 
 
 def sizes_and_strides(sizes: Sequence[int], strides: Sequence[int]) -> dict[str, Any]:
@@ -319,16 +330,20 @@ def sizes_and_strides(sizes: Sequence[int], strides: Sequence[int]) -> dict[str,
     return {"SIZES": _last_first(merged), "STRIDES": _last_first(steps)}
 
 
-def rows_in_whole(sizes: Sequence[int], strides: Sequence[int]) -> dict[str, Any]:
-    """By which `offset_of` finds a tile's rows in the whole tensor: sizes of the tile, strides of the whole."""
-    return sizes_and_strides(sizes[:-1], strides[:-1])
+def rows_in_whole(sizes: Sequence[int], dropout: DropoutArgs) -> dict[str, Any]:
+    """By which `row_in_whole` finds the rows of a tile of these sizes."""
+    if dropout.draws:
+        return {"SIZES": (math.prod(sizes[:-1]),), "STRIDES": (dropout.strides[-2],), "DRAWN": True}
+    return {**sizes_and_strides(sizes[:-1], dropout.strides[:-1]), "DRAWN": False}
 
 
 @launches("dropout")
 def _describe_dropout(task: Task) -> Launches:
     full, args_of = shape(task, 0), DropoutArgs.of(task)
     sizes, (_, steps) = _merged(full, _strides(full), args_of.strides)
+    outer: dict[str, Any] = {"SIZES": _last_first(sizes[:-1]), "STRIDES": _last_first(steps[:-1]), "DRAWN": False}
+    if args_of.draws:
+        sizes, steps, outer = [math.prod(full[:-1]), full[-1]], [1], rows_in_whole(full, args_of)
     grid, size, blocks = _plane(sizes)
-    outer: dict[str, Any] = {"SIZES": _last_first(sizes[:-1]), "STRIDES": _last_first(steps[:-1])}
     args: list[Parameter] = [tile(task, 0), tile(task, 1), *size, *mask_of(task, args_of)]
     return Launches((launch(_dropout, grid, *args, **outer, STEP=steps[-1], **blocks),))

@@ -32,8 +32,8 @@ void normalise(T* y, const T* x, const T* stat, const T* gamma, const T* beta, i
   });
 }
 
-std::optional<Mask> mask_of(const std::optional<DropoutArgs>& dropout) {
-  return dropout ? std::make_optional<Mask>(*dropout) : std::nullopt;
+std::optional<Mask> mask_of(const std::optional<DropoutArgs>& dropout, const Args& t) {
+  return dropout ? std::make_optional<Mask>(*dropout, t) : std::nullopt;
 }
 
 // tiles: y, stat, x, gamma, beta (, residual, total)
@@ -42,7 +42,7 @@ void layer_norm(Args& t) {
   const auto y = t[0], stat = t[1], x = t[2], gamma = t[3], beta = t[4];
   const bool has_residual = t.tiles() > 5;
   const auto residual = has_residual ? t[5] : at::Tensor(), total = has_residual ? t[6] : at::Tensor();
-  const auto mask = mask_of(args.dropout);
+  const auto mask = mask_of(args.dropout, t);
   dispatch(x, [&](auto zero) {
     using T = decltype(zero);
     const int64_t n = x.size(-1), rows = x.numel() / n;
@@ -155,7 +155,7 @@ void layer_norm_grad(Args& t) {
   const size_t sums_at = place(args.sums), dropped_at = place(args.dropped);
   const auto add = add_at ? t[add_at] : at::Tensor(), dbias = bias_at ? t[bias_at] : at::Tensor();
   const auto sums = sums_at ? t[sums_at] : at::Tensor(), dropped = dropped_at ? t[dropped_at] : at::Tensor();
-  const auto mask = mask_of(args.dropout);
+  const auto mask = mask_of(args.dropout, t);
   if (!t.accumulates(1)) dgamma.zero_();
   if (!t.accumulates(2)) dbeta.zero_();
   if (bias_at && !t.accumulates(bias_at)) dbias.zero_();

@@ -80,7 +80,8 @@ class LayerNorm(Norm):
                 total = [W(low.tile(self.total, at))] if self.total else []
                 tiles = [low.tile(t, at) for t in (x, gamma, beta, *extra)]
                 args = LayerNormArgs(self.eps, self.dropout.args(low, at) if self.dropout else None)
-                low.emit("layer_norm", [W(low.tile(self.output, at)), W(stat), *map(R, tiles), *total], args)
+                numbers = self.dropout.numbers(low, at) if self.dropout else []
+                low.emit("layer_norm", [W(low.tile(self.output, at)), W(stat), *map(R, tiles), *total, *numbers], args)
                 continue
             assert not self.dropout, "not fused where embed is cut"
             state = low.scratch(f"{self.name}.moments", index, (*stat.shape[:-1], 3), stat.dtype, "moments")
@@ -174,7 +175,8 @@ class LayerNormGrad(NormGrad):
             embed=self.inputs[1].size(AXIS),
             dropout=self.dropout.args(low, at) if self.dropout else None,
         )
-        low.emit("layer_norm_grad", accesses, args)
+        numbers = self.dropout.numbers(low, at) if self.dropout else []
+        low.emit("layer_norm_grad", [*accesses, *numbers], args)
 
     def reference(self, *inputs: Array, seed: int = 0) -> tuple[Array, ...]:
         dy, x, stat, gamma = inputs[:4]

@@ -14,7 +14,7 @@ from nntile_py.tiles.tasklist import Task
 
 from .accumulate_triton import combine_moments
 from .elementwise import DropoutArgs
-from .elementwise_triton import dropped, mask_of, offset_of, rows_in_whole
+from .elementwise_triton import dropped, mask_of, row_in_whole, rows_in_whole
 from .launch import (
     Int,
     Launches,
@@ -43,15 +43,15 @@ def _normalise(x, mean, rstd, GAMMA, BETA, col, n):
 @triton.jit
 def _layer_norm(
     Y, STAT, X, GAMMA, BETA, RESIDUAL, TOTAL,
-    rows, n, eps, mask_first, seed, key, limit, scale,
-    HAS_RESIDUAL: tl.constexpr, DROPOUT: tl.constexpr, SIZES: tl.constexpr, STRIDES: tl.constexpr,
+    rows, n, eps, DRAWS, mask_first, seed, key, limit, scale,
+    HAS_RESIDUAL: tl.constexpr, DROPOUT: tl.constexpr, SIZES: tl.constexpr, STRIDES: tl.constexpr, DRAWN: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row, col = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)
     at, inside = row[:, None] * n + col[None, :], (row < rows)[:, None] & (col < n)[None, :]
     x = tl.load(X + at, inside, 0.0).to(tl.float32)
     if DROPOUT:
-        index = mask_first + offset_of(row, SIZES, STRIDES)[:, None] + col[None, :]
+        index = mask_first + row_in_whole(row, row < rows, DRAWS, SIZES, STRIDES, DRAWN)[:, None] + col[None, :]
         x = dropped(x, index, seed, key, limit, scale)
     if HAS_RESIDUAL:
         x += tl.load(RESIDUAL + at, inside, 0.0).to(tl.float32)
@@ -129,9 +129,9 @@ def _grad_sums(
 @triton.jit
 def _grad(
     DX, PART, DY, X, STAT, GAMMA, EXTRA, SUMS, DROPPED,
-    rows, n, whole, mask_first, seed, key, limit, scale,
+    rows, n, whole, DRAWS, mask_first, seed, key, limit, scale,
     HAS_EXTRA: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SUMS: tl.constexpr,
-    DROPOUT: tl.constexpr, SIZES: tl.constexpr, STRIDES: tl.constexpr,
+    DROPOUT: tl.constexpr, SIZES: tl.constexpr, STRIDES: tl.constexpr, DRAWN: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     col = tl.arange(0, BLOCK)
@@ -156,7 +156,7 @@ def _grad(
             dx += tl.load(EXTRA + at, inside, 0.0).to(tl.float32)
         tl.store(DX + at, dx, inside)
         if DROPOUT:
-            index = mask_first + offset_of(row, SIZES, STRIDES)[:, None] + col[None, :]
+            index = mask_first + row_in_whole(row, kept, DRAWS, SIZES, STRIDES, DRAWN)[:, None] + col[None, :]
             dx = dropped(dx, index, seed, key, limit, scale)
             tl.store(DROPPED + at, dx, inside)
         dgamma += dy * xhat  # rows beyond the last have dy = 0
@@ -215,15 +215,15 @@ def row_blocks(task: Task, number: int, elements: int) -> tuple[int, int, dict[s
 def _dropout(task: Task, dropout: DropoutArgs | None, number: int) -> tuple[list[Parameter], dict[str, Any]]:
     """Parameters and constants of the dropout of tile `number`, or of none."""
     if not dropout:
-        return [*[Int(0, 64)] * 4, 0.0], {"DROPOUT": False, "SIZES": (), "STRIDES": ()}
-    constants = rows_in_whole(shape(task, number), dropout.strides)
+        return [tile(task, 0), *[Int(0, 64)] * 4, 0.0], {"DROPOUT": False, "SIZES": (), "STRIDES": (), "DRAWN": False}
+    constants = rows_in_whole(shape(task, number), dropout)
     return mask_of(task, dropout), {"DROPOUT": True, **constants}
 
 
 @launches("layer_norm")
 def _describe(task: Task) -> Launches:
     rows, n, blocks = row_blocks(task, 2, 1024)
-    has = len(task.accesses) > 5
+    has = len(task.accesses) > 5  # residual and total; dropout is of what has them
     args: list[Parameter] = [tile(task, k) for k in ((0, 1, 2, 3, 4, 5, 6) if has else (0, 1, 2, 3, 4, 0, 0))]
     given = LayerNormArgs.of(task)
     mask, constants = _dropout(task, given.dropout, 2)

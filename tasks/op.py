@@ -86,6 +86,7 @@ class GraphLike(Protocol):
 
     dtype: str
     training: bool  # or an evaluation: without dropout
+    draws: Tensor | None  # of packed sequences: the numbers by which dropout draws for tokens
     projections: list[list[Tensor]]  # of each attention: queries, keys, values
     @property
     def loss(self) -> Tensor | None: ...

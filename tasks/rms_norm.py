@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from nntile_py.tiles import ACC, R, TaskArgs, Tile, W
+from nntile_py.tiles import ACC, R, TaskArgs, W
 
 from .norm import Norm, NormGrad
 from .op import Array, GraphLike, Lowering, Tensor, accumulation_dtype, require

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from nntile_py.tiles import ACC, R, TaskArgs, Tile, W
+from nntile_py.tiles import ACC, R, TaskArgs, Tiling, W
 
 from .mask import Limits, Mask, masked_softmax
 from .op import NORMALIZATION, Array, GraphLike, Index, Lowering, Op, Tensor, accumulation_dtype

@@ -160,6 +160,17 @@ def dropout(p: float, seed: int, causal: bool = False) -> Callable[[Case], Op]:
     return row
 
 
+def dropout_by_numbers(p: float) -> Callable[[Case], Op]:
+    """Rows that have numbers of their own."""
+
+    def row(case: Case) -> Op:
+        case.slots["dropout_seed"], case.options["seed"] = 5.0, 5
+        draws = case.x("batch seq", ids(1000), "int64")
+        return case.add(ops.Dropout(case.x("batch seq embed"), case.y("batch seq embed"), p, key=7, draws=draws))
+
+    return row
+
+
 def embedding(ids_axes: str, rows: str) -> Callable[[Case], Op]:
     def row(case: Case) -> Op:
         numbers = case.x(ids_axes, ids(case.sizes[rows]), "int64")
@@ -496,6 +507,7 @@ ROWS |= {
     "Pack a middle axis": packed("batch seq qkv heads head_dim"),
     "Dropout": dropout(0.3, seed=5),
     "Dropout of a large seed": dropout(0.9, seed=(12345 << 32) + 99),
+    "Dropout by numbers": dropout_by_numbers(0.3),
     "Dropout of nothing": dropout(0.0, seed=1),
     "Dropout causal": dropout(0.4, seed=3, causal=True),
     "Embedding": embedding("batch seq", "vocab"),

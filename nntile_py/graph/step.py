@@ -102,9 +102,9 @@ class Evaluation:
 class StepSpec:
     """All that decides the programs of a training step.
 
-    batch, seq: of one micro-batch; pack: sequences of unequal lengths, of `seq` tokens at most, lie one behind the other
-    in bins, one for each tile of the batch, with room for as many tokens as that has; policy: how partial sums of a tile meet (`accumulate`); given: optional inputs that
-    steps have. Raises ConfigError for values out of range.
+    batch, seq: of one micro-batch; policy: how partial sums of a tile meet (`accumulate`); given: optional inputs that
+    steps have. pack: sequences of unequal lengths, of `seq` tokens at most, lie one behind the other in bins, one for
+    each tile of the batch, with room for as many tokens as that has. Raises ConfigError for values out of range.
     """
 
     model: Traceable

@@ -1,0 +1,242 @@
+"""Packed sequences: the same losses, gradients and draws as padded ones; what is refused."""
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import nntile_py as nt
+from nntile_py import tasks as ops
+from nntile_py.graph.bins import positions_of
+from nntile_py.training.packed import Bins, padded
+
+LENGTH = 16
+TILINGS: dict[str, dict[str, int]] = {
+    "uncut": {},
+    "even": {"batch": 2, "embed": 8, "heads": 1, "ffn": 32, "vocab": 15},
+    "ragged": {"batch": 3, "embed": 7, "heads": 1, "ffn": 13, "vocab": 11},
+}
+LENGTHS = {
+    "some": [3, 16, 1, 9, 5, 7, 2],
+    "full": [16, 16, 16, 16],
+    "ones": [1, 1, 1, 1, 1],
+    "one": [5],
+}
+MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "bert": (nt.models.BERT, {}),
+    "distilbert": (nt.models.DistilBERT, {}),
+    "roberta": (nt.models.RoBERTa, {}),
+    "gpt2": (nt.models.GPT2, {}),
+    "llama": (nt.models.Llama, {"kv_heads": 1, "ffn": 24}),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def runtime() -> Any:
+    with nt.Runtime(cpus=2) as running:
+        yield running
+
+
+def inputs(lengths: list[int], seed: int = 0) -> dict[str, Any]:
+    """Padded arrays with token 1, RoBERTa's padding, and their mask."""
+    rng = np.random.default_rng(seed)
+    ids = np.full((len(lengths), LENGTH), 1)
+    mask, labels = np.zeros_like(ids), np.full_like(ids, -100)
+    for row, n in enumerate(lengths):
+        ids[row, :n], mask[row, :n] = rng.integers(2, 30, n), 1
+        labels[row, :n] = np.where(rng.random(n) < 0.5, ids[row, :n], -100)
+    labels[0, 0] = ids[0, 0]
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
+def made(name: str, **fields: Any) -> Any:
+    cls, more = MODELS[name]
+    return cls(cls.Config(layers=2, embed=16, heads=2, vocab=30, positions=LENGTH, **more, **fields), seed=3)
+
+
+def trained(name: str, batch: dict[str, Any], rows: int, pack: bool, steps: int = 2, **options: Any) -> Any:
+    """Losses and norms, the last gradients, an evaluation with logits."""
+    fields = {key: options.pop(key) for key in ("dropout", "attention") if key in options}
+    trainer = nt.Trainer(made(name, **fields), rows, LENGTH, pack=pack, optimizer=nt.SGD(lr=0.5), **options)
+    results = [trainer.submit(batch).result() for _ in range(steps)]
+    loss, logits = trainer.evaluate({key: value[:rows] for key, value in batch.items()}, return_logits=True)
+    found = [[r.loss, r.grad_norm] for r in results], trainer.gradients(), loss, logits
+    trainer.close()
+    return found
+
+
+def check(name: str, lengths: list[int], tiles: dict[str, int], rows: int | None = None, **options: Any) -> None:
+    batch, rows = inputs(lengths), rows or len(lengths)
+    one, other = (trained(name, batch, rows, pack, tiles=tiles, **options) for pack in (False, True))
+    assert np.allclose(one[0], other[0], rtol=2e-6, atol=2e-6)
+    assert one[2] == pytest.approx(other[2], rel=2e-6)
+    for key, value in one[1].items():
+        assert np.allclose(value, other[1][key], rtol=1e-5, atol=1e-6), key
+    real = batch["attention_mask"][:rows] > 0
+    assert np.allclose(one[3][real], other[3][real], rtol=1e-5, atol=1e-5) and not other[3][~real].any()
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("tiling", TILINGS)
+def test_equals_padded(name: str, tiling: str) -> None:
+    dropout = {} if name == "llama" else {"dropout": 0.2}
+    check(name, LENGTHS["some"], TILINGS[tiling], **dropout)
+
+
+@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize("tiling", TILINGS)
+def test_lengths(lengths: str, tiling: str) -> None:
+    check("bert", LENGTHS[lengths], TILINGS[tiling], dropout=0.2)
+
+
+@pytest.mark.parametrize("fusion", [True, False])
+@pytest.mark.parametrize("accumulate", ["chain", "commute", "redux", "tree"])
+def test_policies(accumulate: str, fusion: bool) -> None:
+    check("bert", LENGTHS["some"], TILINGS["ragged"], dropout=0.2, accumulate=accumulate, fusion=fusion)
+
+
+@pytest.mark.parametrize("attention", ["merge", "flash", "naive"])
+def test_forms_of_attention(attention: str) -> None:
+    check("gpt2", LENGTHS["some"], TILINGS["ragged"], attention=attention)
+
+
+def test_passes() -> None:
+    """As many sequences to each pass as padded; dropout draws by pass."""
+    check("bert", [3, 16, 1, 9, 5, 7], TILINGS["even"], rows=3, grad_accumulation=2, dropout=0.2)
+
+
+def test_checked() -> None:
+    """What lies behind the filled part of a tile is no number, and nobody looks at it."""
+    check("bert", LENGTHS["some"], TILINGS["ragged"], check_finite=True)
+
+
+def test_fp64() -> None:
+    batch = inputs(LENGTHS["some"])
+    one, other = (trained("bert", batch, 7, pack, tiles=TILINGS["ragged"], dtype="fp64") for pack in (False, True))
+    assert np.allclose(one[0], other[0], rtol=1e-13)
+    assert all(np.allclose(value, other[1][key], rtol=1e-11, atol=1e-13) for key, value in one[1].items())
+
+
+def test_lists_of_arrays_of_unequal_lengths() -> None:
+    batch = inputs(LENGTHS["some"])
+    lists = {
+        key: [row[:n] for row, n in zip(batch[key], LENGTHS["some"], strict=True)] for key in ("input_ids", "labels")
+    }
+    losses = []
+    for given_ in (batch, lists):
+        trainer = nt.Trainer(made("bert"), 7, LENGTH, {"batch": 2}, pack=True)
+        losses.append([trainer.step(given_), trainer.step(given_)])
+        trainer.close()
+    assert losses[0] == losses[1]
+
+
+def test_another_number_of_sequences() -> None:
+    """As many as fit, without a program of their own."""
+    trainer = nt.Trainer(made("bert"), 4, LENGTH, {"batch": 2}, pack=True)
+    programs = len(trainer._steps)
+    for lengths in ([2] * 30, [16, 16], [16] * 4):
+        assert np.isfinite(trainer.step(inputs(lengths)))
+    assert len(trainer._steps) == programs
+    with pytest.raises(ValueError, match=r"5 sequences of 80 tokens do not fit into 2 bins of 32"):
+        trainer.step(inputs([16] * 5))
+    trainer.close()
+
+
+def test_resumed(tmp_path: Any) -> None:
+    options: dict[str, Any] = {"tiles": {"batch": 2}, "pack": True}
+    whole = nt.Trainer(made("bert", dropout=0.1), 4, LENGTH, **options)
+    batches = [inputs(lengths, seed) for seed, lengths in enumerate(itertools.permutations([16, 3, 9, 5]))][:4]
+    losses = [whole.step(batch) for batch in batches]
+    whole.close()
+    part = nt.Trainer(made("bert", dropout=0.1), 4, LENGTH, **options)
+    found = [part.step(batch) for batch in batches[:2]]
+    part.save(tmp_path / "saved")
+    part.close()
+    again = nt.Trainer.load(tmp_path / "saved")
+    assert [*found, *(again.step(batch) for batch in batches[2:])] == losses
+    again.close()
+
+
+def test_refused() -> None:
+    trainer = nt.Trainer(made("bert"), 2, LENGTH, pack=True)
+    good = inputs([3, 5])
+    holes, empty, left = (good["attention_mask"].copy() for _ in range(3))
+    holes[0, 1], empty[1], left[0] = 0, 0, np.arange(LENGTH) >= 13
+    ids = [np.arange(3), np.arange(5)]
+    for changes, told in (
+        ({"attention_mask": holes}, r"attention_mask\[0\]: has holes; allowed with pack: ones, then zeros"),
+        ({"attention_mask": left}, r"attention_mask\[0\]: has holes"),
+        ({"attention_mask": empty}, r"attention_mask\[1\]: an empty sequence; allowed: at least one token"),
+        ({"input_ids": good["input_ids"] + 40}, "input_ids: values go from .* allowed are 0 to 29"),
+        ({"input_ids": good["input_ids"][:, :4]}, r"input_ids: .* is not allowed; expected \[sequences, 16\]"),
+        ({"input_ids": ids}, "attention_mask: given beside lists"),
+        ({"labels": np.zeros((3, LENGTH), int)}, r"labels: .* is not allowed; expected \[sequences, 16\]"),
+        ({"foo": good["labels"]}, "foo: unknown input"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            trainer.step(good | changes)
+    for lists, told in (
+        ({"input_ids": ids, "labels": ids[::-1]}, "labels: its rows have other lengths than those of input_ids"),
+        ({"input_ids": [np.arange(17)]}, "input_ids: a sequence of 17 tokens; allowed: at most seq = 16"),
+        ({"input_ids": []}, "input_ids: .* is not allowed; expected a list of arrays"),
+        ({"input_ids": [np.zeros(0, int)]}, r"attention_mask\[0\]: an empty sequence"),
+        ({}, "no inputs were given"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            trainer.step(lists)
+    trainer.close()
+
+
+class NoSegments(nt.Model):
+    """Attention that knows nothing of sequences within a row."""
+
+    class Config(nt.ModelConfig):
+        type: str = "none"
+
+    def trace(self, g: Any, batch: Any) -> Any:
+        tokens, heads = {"batch": batch.size, "seq": batch.seq}, {"heads": 2, "head_dim": 4}
+        table = g.param("table", {"vocab": 30, **heads}, nt.Normal(0.1))
+        ids = g.input("input_ids", tokens, below=30)
+        flat = ops.embedding(g, ids, g.param("words", {"vocab": 30, "embed": 8}, nt.Normal(0.1)))
+        x = ops.linear(g, flat, g.param("q", {"embed": 8, **heads}, nt.Normal(0.1)), ["batch", "seq", *heads])
+        x = ops.transpose(g, x, ["batch", "heads", "seq", "head_dim"])
+        y = ops.transpose(g, ops.attention(g, x, x, x, ops.Mask(causal=True)), ["batch", "seq", *heads])
+        logits = ops.linear(g, y, table, ["batch", "seq", "vocab"])
+        labels = g.input("labels", tokens, below=30, ignored=-100, scale="loss_scale")
+        return nt.Traced(ops.cross_entropy(g, logits, labels), {"logits": logits})
+
+
+def test_models_that_cannot_be_packed() -> None:
+    with pytest.raises(nt.ConfigError, match=r"tiles\.seq: got 4; allowed with pack: none"):
+        nt.Trainer(made("bert"), 2, LENGTH, {"seq": 4}, pack=True)
+    with pytest.raises(nt.ConfigError, match=r"attention_dropout: got 0\.1; allowed with pack: 0"):
+        nt.Trainer(made("bert", attention="naive").changed(attention_dropout=0.1), 2, LENGTH, pack=True)
+    with pytest.raises(nt.ConfigError, match=r"model NoSegments: pack needs a mask with segments in Attention"):
+        nt.Trainer(NoSegments(NoSegments.Config()), 2, LENGTH, pack=True)
+    with pytest.raises(nt.ConfigError, match=r"model BERT: pack needs first_tokens"):
+        nt.Trainer(made("bert", head="classification"), 2, LENGTH, pack=True)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(1, 12), min_size=1, max_size=40), st.integers(1, 4), st.integers(1, 3))
+def test_bins(lengths: list[int], count: int, passes: int) -> None:
+    """Each token lies at one place; sequences stay whole, and positions are counted within them."""
+    bins = Bins(count, 12 * len(lengths), 12)
+    values = [np.arange(n) + 100 * row for row, n in enumerate(lengths)]
+    filled = bins.fill({"x": values}, passes, 10, shift=False)
+    x, segments = filled.arrays["x"], filled.arrays["segments"]
+    positions, seen = positions_of(segments, bins.capacity), []
+    for number, offsets in enumerate(segments):
+        used = int(max(offsets))
+        live = filled.live[number // count][f"seq of {number % count}"]
+        assert (np.diff(offsets) >= 0).all() and live == max(used, 1)
+        for first, end in itertools.pairwise(offsets):
+            if first < end:
+                seen.append(x[number, first:end].tolist())
+                assert positions[number, first:end].tolist() == [*range(end - first)]
+    assert sorted(seen) == [value.tolist() for value in values]
+    back = bins.unpacked(x, filled.places)
+    assert (back == padded({"x": values}, 12)["x"]).all()
