@@ -122,7 +122,7 @@ def test_the_tokenizer_is_the_same_each_time_and_loses_nothing(tmp_path: Path) -
 @settings(max_examples=50, deadline=None)
 def test_any_text_survives_the_tokenizer(text: str) -> None:
     tokenizer = data.train_tokenizer(["def f(): pass\n"], 270)
-    ids = data.encode(tokenizer, [text])
+    ids, _ = data.encode(tokenizer, [text])
     assert tokenizer.decode(ids[:-1].tolist()) == text
     assert ids[-1] == tokenizer.token_to_id(data.END_OF_TEXT)
 
@@ -172,7 +172,7 @@ def test_numbers_of_tokens_with_gaps() -> None:
     vocab["e"] = 70000  # more than 16 bits hold
     tokenizer = Tokenizer.from_str(json.dumps(tree))
     assert tokenizer.get_vocab_size() == 260 and data.token_numbers(tokenizer) == 70001
-    tokens = data.encode(tokenizer, ["e"])
+    tokens, _ = data.encode(tokenizer, ["e"])
     assert tokens[0] == 70000 and tokenizer.decode(tokens.tolist()) == "e"
 
 
@@ -181,7 +181,7 @@ def test_text_without_words(text: str) -> None:
     """It is not one word of a million letters, which would take minutes; and comes back from its tokens."""
     begin = time.monotonic()
     tokenizer = data.train_tokenizer([text], 300)
-    tokens = data.encode(tokenizer, [text])
+    tokens, _ = data.encode(tokenizer, [text])
     assert time.monotonic() - begin < 30
     assert tokenizer.decode(tokens.tolist()) == text
 
@@ -197,7 +197,7 @@ def test_a_long_text_is_made_into_tokens_once(tmp_path: Path, monkeypatch: pytes
     text.write_text("some words, and 12 numbers\n" * 400)
     made = []
     encode = data.encode
-    monkeypatch.setattr(data, "encode", lambda *given: made.append(1) or encode(*given))
+    monkeypatch.setattr(data, "encode", lambda *given, **how: made.append(1) or encode(*given, **how))
 
     def corpus(*overrides: str) -> tuple[str, bytes, bytes, int]:
         made.clear()

@@ -44,6 +44,9 @@ class Data(Section):
         "python-stdlib"
     )
     """The text: the sources of Python's standard library, a text file, or a folder with text files in it."""
+    sequences: Literal["window", "lines", "paragraphs", "documents"] = "window"
+    """What a sequence is: `window`, train.seq tokens from anywhere in the text; or the text's `lines`, its `paragraphs`
+    (between empty lines) or its `documents` (files), cut into parts where they have more tokens than train.seq."""
     val_fraction: Share = 0.05
     """Share of the text that is not trained on; the held-out loss is measured on it."""
     max_bytes: Size | None = None
@@ -101,6 +104,9 @@ class Train(Section):
     """Sequences of one forward and backward pass."""
     seq: Annotated[int, *integer(2, 2**24)]
     """Tokens of a sequence."""
+    pack: Switch = False
+    """Sequences lie one behind the other instead of padded: in bins, one for each tile of the batch, with room for as
+    many tokens as that has. An update then takes as many sequences as fit into train.batch * train.seq tokens."""
     grad_accumulation: Rows = 1
     """Forward and backward passes whose gradients are averaged into one update."""
     eval_every: Count = 100

@@ -43,6 +43,7 @@ def step_spec(config: RunConfig, model: Model | None = None) -> StepSpec:
             fusion=Fusion.of(config.fusion.model_dump()),
             grad_accumulation=config.train.grad_accumulation,
             skip_above_norm=config.train.skip_above_norm,
+            pack=config.train.pack,
         )
     except ValueError as error:  # of the operators: sizes that they do not take
         raise ConfigError(str(error)) from None

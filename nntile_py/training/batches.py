@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,8 +14,12 @@ from nntile_py.errors import ConfigError
 from nntile_py.models.base import find, known
 from nntile_py.tokenizer import CLS, MASK, MASKED, PAD, SEP, load_tokenizer, special_numbers, token_numbers
 from nntile_py.training.collators import Array, CausalCollator, Collator, MaskedCollator
-from nntile_py.training.data import Corpus, held_out_batches, training_batch
+from nntile_py.training.data import Corpus, Parts, held_out_batches, training_batch
+from nntile_py.training.order import Order
+from nntile_py.training.packed import MASK as ATTENTION_MASK
+from nntile_py.training.packed import Bins, Filled, Place
 
+Inputs = dict[str, Array] | Filled
 SPECIAL: dict[str, Sequence[str]] = {"causal": (), "masked": MASKED}  # by objective: tokens that the text needs
 
 
@@ -29,7 +34,7 @@ def objective(config: RunConfig) -> str:
         raise ConfigError(
             f"model.type: {kind} is not trained on text (its objective is {found}); allowed: {text}, or {elsewhere}"
         )
-    declared = step_spec(config).trace()[0].inputs
+    declared = replace(step_spec(config), pack=False).trace()[0].inputs
     asked = {name: list(one.tensor.axes) for name, one in declared.items() if one.default is None}
     if asked != {name: ["batch", "seq"] for name in ("input_ids", "labels")}:
         told = ", ".join(f"{name} [{', '.join(axes)}]" for name, axes in asked.items())
@@ -59,34 +64,86 @@ def _check_masked(config: RunConfig) -> None:
 class Batches:
     """Inputs of training steps and of evaluations. A masked model reads [CLS], a part of the text, [SEP].
 
-    held_out: the same batches, with the same tokens masked, at every evaluation."""
+    held_out: the same batches, with the same tokens masked, at every evaluation. shown: a padded one of them. about:
+    what there is to tell of sequences of unequal lengths."""
 
     def __init__(self, config: RunConfig, corpus: Corpus, objective: str) -> None:
         self._how, self._seed, self._tokens = config.train, config.seed, corpus.train
-        self._ends: tuple[int, int] | None = None  # what stands before and after the text of a sequence
+        self._ends: tuple[int, ...] = ()  # what stands before and after the text of a sequence
         self._collate: Collator = CausalCollator(config.train.seq)
         if objective == "masked":
-            number: dict[str, int] = {token: corpus.tokenizer.token_to_id(token) or 0 for token in MASKED}  # all there
-            self._ends = number[CLS], number[SEP]
-            if (padding := getattr(config.model, "padding_token", number[PAD])) != number[PAD]:
-                raise ConfigError(f"model.padding_token: got {padding}; allowed: {number[PAD]}, the tokenizer's {PAD}")
-            vocab, special = token_numbers(corpus.tokenizer), special_numbers(corpus.tokenizer)
-            self._collate = MaskedCollator(
-                config.train.seq, vocab, number[MASK], frozenset(special | set(number.values())), number[PAD],
-                config.train.mask_probability, config.seed,
-            )  # fmt: skip
-        self._text = config.train.seq - len(self._ends or ())  # tokens of text in a sequence
-        rows, count = config.train.batch, config.train.eval_batches
-        parts = held_out_batches(corpus.held_out, rows, self._text, count)
-        whole = self._collate(self._framed(np.concatenate(list(parts))), 0)  # no step of training has the number 0
-        self.held_out = [
-            {name: array[row : row + rows] for name, array in whole.items()} for row in range(0, rows * count, rows)
-        ]
+            self._ends, self._collate = _masked(config, corpus)
+        self._text = config.train.seq - len(self._ends)  # tokens of text in a sequence
+        self._parts: Parts | None = None
+        self.about = ""
+        if corpus.train_lengths is None:
+            rows, count = config.train.batch, config.train.eval_batches
+            parts = held_out_batches(corpus.held_out, rows, self._text, count)
+            whole = self._collate(self._framed(np.concatenate(list(parts))), 0)  # no step of training has the number 0
+            self.held_out: list[Inputs] = [
+                {name: array[row : row + rows] for name, array in whole.items()} for row in range(0, rows * count, rows)
+            ]
+            self.shown = {name: array[:rows] for name, array in whole.items()}
+        else:
+            self._of_parts(config, corpus)
 
-    def training(self, step: int) -> dict[str, Array]:
+    def _of_parts(self, config: RunConfig, corpus: Corpus) -> None:
+        """Sequences as the text has them."""
+        how, frame = config.train, len(self._ends)
+        self._bins = bins_of(config) if how.pack else None
+        assert corpus.train_lengths is not None and corpus.held_out_lengths is not None
+        self._parts = Parts(corpus.train, corpus.train_lengths, self._text)
+        held_out = Parts(corpus.held_out, corpus.held_out_lengths, self._text)
+        passes = how.grad_accumulation
+        self._order = Order(self._parts.lengths + frame, self._seed, how.batch * passes, self._bins, passes)
+        fixed = Order(held_out.lengths + frame, 0, how.batch, self._bins)  # the same whatever the seed
+        draws = 2**40  # no step of training has such a number
+        self.held_out = [self._inputs(held_out, *fixed.step(k + 1), 1, draws + k) for k in range(how.eval_batches)]
+        self.shown = self._collate(self._samples(held_out, fixed.step(1)[0][: how.batch]), 0)
+        lengths = self._parts.lengths + frame
+        filled = f", {self._order.fill():.1%} of the bins' {self._bins.capacity} tokens filled" if self._bins else ""
+        self.about = (
+            f"{len(lengths):,} {config.data.sequences} of {lengths.min()} to {lengths.max()} tokens,"
+            f" {lengths.mean():.1f} on average ({self._parts.cut:,} were longer and are cut){filled}"
+        )
+
+    def training(self, step: int) -> Inputs:
         """Of step 1, 2, ...: decided by the seed and the step alone."""
+        if self._parts:
+            return self._inputs(self._parts, *self._order.step(step), self._how.grad_accumulation, step)
         rows = self._how.batch * self._how.grad_accumulation
         return self._collate(self._framed(training_batch(self._tokens, rows, self._text, self._seed, step)), step)
 
+    def _inputs(self, parts: Parts, which: list[int], places: list[Place], passes: int, step: int) -> Inputs:
+        padded = self._collate(self._samples(parts, which), step)
+        if not self._bins:
+            return padded
+        padded.pop(ATTENTION_MASK, None)
+        return self._bins.filled(padded, places, passes, shift=True)
+
+    def _samples(self, parts: Parts, which: list[int]) -> list[Array]:
+        return [self._framed(parts[one][None])[0] for one in which]
+
     def _framed(self, ids: Array) -> Array:
         return np.pad(ids, ((0, 0), (1, 1)), constant_values=[(0, 0), self._ends]) if self._ends else ids
+
+
+def _masked(config: RunConfig, corpus: Corpus) -> tuple[tuple[int, int], MaskedCollator]:
+    """What stands around a masked model's text, and what masks it."""
+    number: dict[str, int] = {token: corpus.tokenizer.token_to_id(token) or 0 for token in MASKED}  # all there
+    if (padding := getattr(config.model, "padding_token", number[PAD])) != number[PAD]:
+        raise ConfigError(f"model.padding_token: got {padding}; allowed: {number[PAD]}, the tokenizer's {PAD}")
+    vocab, special = token_numbers(corpus.tokenizer), special_numbers(corpus.tokenizer)
+    return (number[CLS], number[SEP]), MaskedCollator(
+        config.train.seq, vocab, number[MASK], frozenset(special | set(number.values())), number[PAD],
+        config.train.mask_probability, config.seed,
+    )  # fmt: skip
+
+
+def bins_of(config: RunConfig) -> Bins:
+    """The bins of a pass of such a run."""
+    spec = step_spec(config)
+    embed = getattr(config.model, "embed", None)
+    # A layer has 24 embed^2 flop a token in products, and 4 embed a pair of tokens in attention.
+    share = 1 / (6 * embed) if isinstance(embed, int) else 0.0
+    return Bins(spec.rows, spec.capacity, config.train.seq, share, spec.trace()[0].inputs)

@@ -1,6 +1,7 @@
 """Text to tokens: the corpus, its byte-level BPE, the held-out part, and the batches of a step."""
 
 import hashlib
+import re
 import sysconfig
 from collections.abc import Iterator, Sequence
 from collections.abc import Set as AbstractSet
@@ -26,11 +27,15 @@ _SKIPPED = {"test", "tests", "idle_test", "encodings", "site-packages", "dist-pa
 
 @dataclass
 class Corpus:
-    """Tokens of the training and of the held-out text, 1-D integer arrays, and the tokenizer that made them."""
+    """Tokens of the training and of the held-out text, 1-D integer arrays, and the tokenizer that made them.
+
+    lengths: how many tokens of each belong to one sequence after the other; none where those are windows."""
 
     tokenizer: Tokenizer
     train: np.ndarray
     held_out: np.ndarray
+    train_lengths: np.ndarray | None = None
+    held_out_lengths: np.ndarray | None = None
 
 
 def load_corpus(config: RunConfig, special: Sequence[str] = ()) -> Corpus:
@@ -45,15 +50,26 @@ def load_corpus(config: RunConfig, special: Sequence[str] = ()) -> Corpus:
     def make() -> Arrays:
         train_text, held_text = split(documents, config.data.val_fraction)
         tokenizer = given or train_tokenizer(train_text, config.tokenizer.size(), special)
-        written = np.frombuffer(tokenizer.to_str().encode(), np.uint8)
-        return {"tokenizer": written, "train": encode(tokenizer, train_text), "held_out": encode(tokenizer, held_text)}
+        found = {"tokenizer": np.frombuffer(tokenizer.to_str().encode(), np.uint8)}
+        for name, text in (("train", train_text), ("held_out", held_text)):
+            # A masked model's sequences end in a token of their own.
+            tokens, lengths = encode(tokenizer, sequences(text, unit), ends=unit == "window" or not special)
+            found |= {name: tokens, f"{name}_lengths": lengths}
+        return found
 
-    how = given.to_str() if given else f"{config.tokenizer.size()} {[*special]}"
+    unit = config.data.sequences
+    how = f"{given.to_str() if given else config.tokenizer.size()} {unit} {[*special]}"
     long = sum(map(len, documents)) >= LONG_TEXT
     made = kept("corpus", _key(documents, config.data.val_fraction, how), make) if long else make()
-    corpus = Corpus(Tokenizer.from_str(made["tokenizer"].tobytes().decode()), made["train"], made["held_out"])
+    lengths = [None if unit == "window" else made[f"{name}_lengths"] for name in ("train", "held_out")]
+    corpus = Corpus(Tokenizer.from_str(made["tokenizer"].tobytes().decode()), made["train"], made["held_out"], *lengths)
     for name, tokens in (("training", corpus.train), ("held-out", corpus.held_out)):
-        if len(tokens) < config.train.seq:
+        if unit != "window" and not len(tokens):
+            raise ConfigError(
+                f"data.sequences: the {name} text of {config.data.source} has no {unit} with a token in it;"
+                " allowed: another data.val_fraction, or more text"
+            )
+        if unit == "window" and len(tokens) < config.train.seq:
             raise ConfigError(
                 f"data.source: the {name} text of {config.data.source} has {len(tokens)} tokens;"
                 f" allowed: at least train.seq = {config.train.seq}"
@@ -120,6 +136,17 @@ def split(documents: list[str], val_fraction: float) -> tuple[list[str], list[st
     return [text[:cut]], [text[cut:]]
 
 
+def sequences(documents: list[str], unit: str) -> list[str]:
+    """The lines, paragraphs or documents with something in them; of windows the documents."""
+    if unit == "lines":
+        parts = [line for text in documents for line in text.splitlines()]
+    elif unit == "paragraphs":
+        parts = [part.strip("\n") for text in documents for part in re.split(r"\n\s*\n", text)]
+    else:
+        parts = documents
+    return [part for part in parts if part.strip()]
+
+
 def train_tokenizer(documents: list[str], vocab_size: int, special: Sequence[str] = ()) -> Tokenizer:
     """A byte-level BPE as GPT-2's: any text can be encoded, and decodes to itself. The same text gives the same one."""
     tokenizer = Tokenizer(models.BPE())
@@ -138,16 +165,35 @@ def train_tokenizer(documents: list[str], vocab_size: int, special: Sequence[str
     return tokenizer
 
 
-def encode(tokenizer: Tokenizer, documents: list[str]) -> np.ndarray:
-    """All documents in one 1-D array of token numbers, each closed by the end-of-text token where there is one."""
+def encode(tokenizer: Tokenizer, documents: list[str], *, ends: bool = True) -> tuple[np.ndarray, np.ndarray]:
+    """All documents in one 1-D array of token numbers, and how many are of each.
+
+    ends: each is closed by the end-of-text token, where there is one."""
     end = tokenizer.token_to_id(END_OF_TEXT)
-    tail = [] if end is None else [end]
+    tail = [] if end is None or not ends else [end]
     dtype = np.uint16 if token_numbers(tokenizer) <= 2**16 else np.int32
     parts = []
     for first in range(0, len(documents), 64):  # in parts: an encoding in the library's form takes 100 bytes a token
         for encoding in tokenizer.encode_batch_fast(documents[first : first + 64], add_special_tokens=False):
             parts.append(np.array(encoding.ids + tail, dtype=dtype))
-    return np.concatenate(parts) if parts else np.zeros(0, dtype)
+    lengths = np.array([len(part) for part in parts], np.int64)
+    return np.concatenate(parts) if parts else np.zeros(0, dtype), lengths
+
+
+class Parts:
+    """Sequences of at most `most` tokens, cut from those of a text; `cut`: how many were longer."""
+
+    def __init__(self, tokens: np.ndarray, lengths: np.ndarray, most: int) -> None:
+        counts = -(-lengths // most)
+        first = np.repeat(np.cumsum(lengths) - lengths, counts)
+        number = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+        self._tokens, self._starts = tokens, first + number * most
+        self.lengths = np.minimum(np.repeat(lengths, counts) - number * most, most)
+        self.cut = int((lengths > most).sum())
+
+    def __getitem__(self, number: int) -> np.ndarray:
+        start = self._starts[number]
+        return self._tokens[start : start + self.lengths[number]].astype(np.int64)
 
 
 def training_batch(tokens: np.ndarray, rows: int, seq: int, seed: int, step: int) -> np.ndarray:

@@ -8,12 +8,13 @@ from typing import Any
 import numpy as np
 
 from nntile_py.graph.declared import Input
+from nntile_py.training.packed import Filled
 
 IntArray = np.ndarray[Any, Any]
-Inputs = Mapping[str, Any] | IntArray
+Inputs = Mapping[str, Any] | IntArray | Filled
 
 
-def as_dict(inputs: Inputs, labels: IntArray | None) -> Mapping[str, Any]:
+def as_dict(inputs: Mapping[str, Any] | IntArray, labels: IntArray | None) -> Mapping[str, Any]:
     """input_ids alone, with labels beside it, as the dict of both."""
     if isinstance(inputs, Mapping):
         if labels is not None:

@@ -74,6 +74,8 @@ def train(
         if resumed:
             resumed.restore(trainer)
         batches = Batches(config, corpus, aim)
+        if batches.about:
+            tell(batches.about)
         folder = RunFolder(out, replaces, new=not (resume or replaces))  # now: what is refused leaves nothing behind
         if resume and checkpoint.found(out) != there:
             raise ConfigError(f"--resume: another process has trained into {out} meanwhile; allowed: to begin again")
@@ -113,7 +115,7 @@ def train(
             elif aim == "causal":
                 tell(f"\nsample:\n{generate(trainer, corpus.tokenizer, config, stop)}")
             else:
-                filled = fill_masked(trainer, corpus.tokenizer, batches.held_out[0], config.sample.tokens)
+                filled = fill_masked(trainer, corpus.tokenizer, batches.shown, config.sample.tokens)
                 tell(f"\nheld-out text, guesses at its masked tokens in [[ ]]:\n{filled}")
     if stop:
         more = f"; {again} --resume goes on" if trainer.steps < config.train.steps else ""
@@ -205,7 +207,7 @@ class Display:
 
     def __init__(self, console: Console, config: RunConfig, trainer: Trainer) -> None:
         self._console, self._train, self._trainer = console, config.train, trainer
-        self._times: deque[float] = deque(maxlen=20)
+        self._times: deque[tuple[float, float]] = deque(maxlen=20)  # seconds, tokens
         self._held_out: float | None = None
         self.skipped = 0  # steps
         columns = TextColumn("step {task.completed}/{task.total}"), BarColumn(None), TextColumn("{task.fields[left]}")
@@ -226,8 +228,9 @@ class Display:
     def show(self, line: dict[str, Any]) -> None:
         """Take in one line of the metrics."""
         step, steps = line["step"], self._train.steps
-        self._times.append(line["step_time_s"])
-        per_step = sum(self._times) / len(self._times)
+        self._times.append((line["step_time_s"], line["tokens_per_s"] * line["step_time_s"]))
+        seconds, tokens = (sum(values) for values in zip(*self._times, strict=True))
+        per_step, filled = seconds / len(self._times), tokens / len(self._times) / self._trainer.tokens_per_step
         self._held_out = line.get("held_out_loss", self._held_out)
         left = round(per_step * (steps - step))
         left_text = f"{left // 3600}:{left // 60 % 60:02}:{left % 60:02} left"
@@ -235,8 +238,8 @@ class Display:
         self.skipped += "skipped" in line
         learnt = f"{skipped}loss {line['loss']:.4f}  grad norm {line['grad_norm']:.3g}  lr {line['lr']:.2e}"
         speed = (
-            f"{self._trainer.tokens_per_step / per_step:,.0f} tokens/s"
-            f"  {self._trainer.flop_per_step / per_step / 1e12:.3g} TFLOP/s"
+            f"{tokens / seconds:,.0f} tokens/s"
+            f"  {filled * self._trainer.flop_per_step / per_step / 1e12:.3g} TFLOP/s"
             f"  memory {_size(self._trainer.memory_bytes())}"
         )
         held_out = "" if self._held_out is None else f"held-out loss {self._held_out:.4f}  "
@@ -280,7 +283,7 @@ def _steps(
                     limit = f"gradient norms not below train.skip_above_norm = {how.skip_above_norm:g}"
                     raise NotFinite(f"steps {done - SKIPS + 1} to {done}: {limit}, the last {result.grad_norm:g}")
             took, clock = time.perf_counter() - clock, time.perf_counter()
-            line |= {"tokens_per_s": trainer.tokens_per_step / took, "step_time_s": took}
+            line |= {"tokens_per_s": pending.tokens / took, "step_time_s": took}
             if result.skipped:
                 line["skipped"] = True
             if done == 1:

@@ -33,6 +33,12 @@ class Filled:
     live: Sequence[Mapping[str, float]]
     places: Sequence[Place] = ()  # of the sequences, in the caller's order; none: nothing was packed
 
+    def tokens(self, whole: int) -> int:
+        """How many there are, without padding; whole: places of the arrays of a step."""
+        if self.places:
+            return sum(place.length for place in self.places)
+        return int(np.count_nonzero(np.asarray(self.arrays[MASK]))) if MASK in self.arrays else whole
+
 
 @dataclass(frozen=True)
 class Bins:
@@ -46,6 +52,10 @@ class Bins:
     length: int
     quadratic: float = 0.0
     inputs: Mapping[str, Input] = field(default_factory=dict)
+
+    def work(self, n: int) -> float:
+        """Of a sequence of n tokens."""
+        return n + self.quadratic * n * n
 
     def places(self, lengths: Sequence[int], passes: int = 1, batch: int | None = None) -> list[Place]:
         """Sequences spread so that bins have equal work: `batch` of them to each pass in turn, if there are so many.
@@ -74,7 +84,7 @@ class Bins:
             best = min(free, key=lambda k: work[k])
             found[row] = Place(best, used[best], n)
             used[best] += n
-            work[best] += n + self.quadratic * n * n
+            work[best] += self.work(n)
         return found
 
     def fill(self, inputs: Mapping[str, Any], passes: int, batch: int, *, shift: bool) -> Filled:
@@ -126,11 +136,12 @@ class Bins:
 
     def _draws(self, places: Sequence[Place], passes: int) -> Array:
         """The place of each token in the padded array of its pass, so that dropout draws the same there and here."""
-        out = np.zeros((passes * self.count, self.capacity), np.int64)
-        rows = -(-len(places) // passes)
-        for row, place in enumerate(places):
-            first = row % rows * self.length
+        out, counts = np.zeros((passes * self.count, self.capacity), np.int64), [0] * passes
+        for place in places:
+            number = place.bin // self.count
+            first = counts[number] * self.length
             out[place.bin, place.first : place.first + place.length] = first + np.arange(place.length)
+            counts[number] += 1
         return out
 
     def unpacked(self, value: Array, places: Sequence[Place]) -> Array:

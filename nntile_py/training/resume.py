@@ -60,7 +60,9 @@ def newest(where: Path, tell: Callable[[str], None]) -> Resumed:
 
 def data_facts(config: RunConfig, corpus: Corpus) -> dict[str, str]:
     """What makes another run of a run: hashes of the tokens, of what made them, of an own model's file."""
-    parts = {"training text": corpus.train.tobytes(), "held-out text": corpus.held_out.tobytes(),
+    both = ((corpus.train, corpus.train_lengths), (corpus.held_out, corpus.held_out_lengths))
+    train, held_out = (text.tobytes() + (b"" if of is None else of.tobytes()) for text, of in both)
+    parts = {"training text": train, "held-out text": held_out,
              "tokenizer": corpus.tokenizer.to_str().encode()}  # fmt: skip
     if (file := Path(str(config.model.type).rpartition(":")[0])).suffix == ".py":
         parts["text of the model's file"] = file.read_bytes()

@@ -50,8 +50,9 @@ class StepResult:
 class Pending:
     """A step that was submitted; `result()` waits for it."""
 
-    def __init__(self, step: int, fetch: _core.Fetch, trainer: Trainer) -> None:
+    def __init__(self, step: int, fetch: _core.Fetch, trainer: Trainer, tokens: int) -> None:
         self.step, self._fetch, self._trainer = step, fetch, trainer
+        self.tokens = tokens  # padding is none
 
     def done(self) -> bool:
         return bool(self._fetch.done())
@@ -239,9 +240,8 @@ class Trainer:
         Raises:
             ValueError: An input is missing, unknown, or has the wrong shape, dtype or values.
         """
-        filled = self._filled(as_dict(inputs, labels), self.grad_accumulation)
-        inputs = filled.arrays
-        arrays, made = self._check(inputs, self.grad_accumulation * self.spec.rows)
+        filled = self._filled(inputs, labels, self.grad_accumulation)
+        arrays, made = self._check(filled.arrays, self.grad_accumulation * self.spec.rows)
         rate = self.optimizer.lr if lr is None else replace(self.optimizer, lr=lr).lr  # refuses what no rate may be
         if not self.steps:
             self._check_alone(self._runtime)
@@ -250,7 +250,7 @@ class Trainer:
         self.steps += 1
         built, declared = made.built, made.built.graph.inputs
         slots = {"lr": rate, **self.optimizer.slots(self.steps)}
-        slots |= means(counted(declared, arrays, inputs))
+        slots |= means(counted(declared, arrays, filled.arrays))
         for micro in range(self.grad_accumulation):
             part = slice(micro * self.spec.rows, (micro + 1) * self.spec.rows)
             slots |= filled.live[micro]
@@ -263,7 +263,8 @@ class Trainer:
             self._run(program, slots, f"pass {micro + 1} of step {self.steps}")
         self._run(made.update, slots, f"the update of step {self.steps}")
         scalars = [("scalar", name, (0,)) for name in ("loss", "grad_norm")]
-        pending = Pending(self.steps, _core.Fetch([self._store.handles[key] for key in scalars]), self)
+        tokens = filled.tokens(self.tokens_per_step)
+        pending = Pending(self.steps, _core.Fetch([self._store.handles[key] for key in scalars]), self, tokens)
         self._pending.append(pending)
         return pending
 
@@ -289,9 +290,8 @@ class Trainer:
         if Runtime.current is not self._runtime:
             raise TaskError("evaluate: the runtime of this Trainer has stopped; make a Trainer of another")
         keep = return_logits or return_outputs
-        filled = self._filled(as_dict(inputs, labels), 1)
-        inputs = filled.arrays
-        arrays, made = self._check(inputs, self.spec.rows, unlabelled=keep)
+        filled = self._filled(inputs, labels, 1)
+        arrays, made = self._check(filled.arrays, self.spec.rows, unlabelled=keep)
         given = next(names for names, one in self._steps.items() if one is made)
         if (given, keep) not in self._evaluations:
             evaluation = self.spec.with_inputs(given).evaluation(keep)
@@ -303,7 +303,7 @@ class Trainer:
         declared = evaluation.graph.inputs
         for name in (name for name in arrays if name in declared):  # dropout's are none of an evaluation's
             self._store.write(evaluation.forward, declared[name].tensor, arrays[name])
-        numbers = counted(declared, arrays, inputs)
+        numbers = counted(declared, arrays, filled.arrays)
         self._run(program, means(numbers) | dict(filled.live[0]), "an evaluation")
         (loss,) = _core.Fetch([self._store.handles["scalar", "loss", (0,)]]).wait()
         if not any(numbers.values()):
@@ -389,8 +389,11 @@ class Trainer:
 
     # -- inside
 
-    def _filled(self, inputs: Mapping[str, Any], passes: int) -> Filled:
+    def _filled(self, inputs: Inputs, labels: IntArray | None, passes: int) -> Filled:
         """What programs take, of so many passes."""
+        if isinstance(inputs, Filled):
+            return inputs
+        inputs = as_dict(inputs, labels)
         if not self.spec.pack:
             return Filled(inputs, [{}] * passes)
         if self._bins is None:
