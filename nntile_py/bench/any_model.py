@@ -1,11 +1,14 @@
 """Contestants of `nntile bench step CONFIG`: a config's model here, and what transformers makes of it in PyTorch.
 
-Both sides have the same start weights, inputs, precision and optimizer; PyTorch trains under bf16 autocast, with
+Both sides have the same start weights, inputs, precision and optimizer; ours is packed if train.pack says so, PyTorch's
+inputs are padded, with their attention_mask. PyTorch trains under bf16 autocast, with
 attention by scaled_dot_product_attention and a fused optimizer.
 """
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,34 +17,62 @@ from nntile_py.bench.common import Step
 from nntile_py.config.run import RunConfig, load, runtime_options
 from nntile_py.config.spec import build_model, step_spec
 from nntile_py.graph.declared import random_inputs
+from nntile_py.models.base import find
 
 
 def contestant(name: str, o: dict[str, Any]) -> tuple[Step, dict[str, Any]]:
     """Our side, or `torch_eager` or `torch_compile`."""
     config = load(o["config"], o["sets"])
-    return _ours(config) if name == "nntile" else _torch(config, name == "torch_compile")
+    inputs = inputs_of(config, o.get("alpha", 1.0))
+    inference, shape = o.get("inference", False), (config.train.batch, config.train.grad_accumulation, config.train.seq)
+    if name == "nntile":
+        run, facts = _ours(config, inputs, inference)
+    else:
+        run, facts = _torch(config, inputs, name == "torch_compile", inference)
+    real = inputs.get("attention_mask")
+    return run, facts | {"tokens": math.prod(shape) if real is None else int(real.sum())}
 
 
-def _inputs(config: RunConfig) -> dict[str, np.ndarray[Any, Any]]:
-    rows = config.train.batch * config.train.grad_accumulation
-    return random_inputs(step_spec(config).trace()[0], rows, config.seed)
+def inputs_of(config: RunConfig, alpha: float) -> dict[str, np.ndarray[Any, Any]]:
+    """Of a step. alpha: the mean length of its sequences, as a part of train.seq; the longest has all of that.
+
+    Lengths are uniform about the mean. The attention_mask says them, and labels that are padding do not count; of a
+    masked model's labels so many count as train.mask_probability says."""
+    rows, seq = config.train.batch * config.train.grad_accumulation, config.train.seq
+    graph = replace(step_spec(config), pack=False).trace()[0]
+    found, rng = random_inputs(graph, rows, config.seed), np.random.default_rng(config.seed)
+    if alpha == 1:
+        return found
+    lengths = rng.integers(max(1, math.ceil((2 * alpha - 1) * seq)), min(seq, int(2 * alpha * seq)) + 1, rows)
+    real = np.arange(seq) < lengths[:, None]
+    masked = find(config.model.type).objective == "masked"
+    for name, one in graph.inputs.items():
+        if one.scale and one.ignored is not None and found[name].shape == real.shape:
+            counts = real & (rng.random(real.shape) < config.train.mask_probability) if masked else real
+            found[name] = np.where(counts, found[name], one.ignored)
+    return found | {"attention_mask": real.astype(np.int64)}
 
 
-def _ours(config: RunConfig) -> tuple[Step, dict[str, Any]]:
+def _ours(
+    config: RunConfig, inputs: dict[str, np.ndarray[Any, Any]], inference: bool
+) -> tuple[Step, dict[str, Any]]:
     from nntile_py.execution.runtime import Runtime
     from nntile_py.training.trainer import Trainer
 
     Runtime(**runtime_options(config.runtime.model_dump())).__enter__()  # for as long as the process lives
     trainer = Trainer.of_spec(step_spec(config, build_model(config)), seed=config.seed)
-    inputs = _inputs(config)
 
     def run(n: int) -> list[float]:
+        if inference:
+            return [trainer.evaluate(inputs) for _ in range(n)]
         return [pending.result().loss for pending in [trainer.submit(inputs) for _ in range(n)]]
 
     return run, {"tasks": trainer.tasks_per_step, "flop": trainer.flop_per_step}
 
 
-def _torch(config: RunConfig, compiled: bool) -> tuple[Step, dict[str, Any]]:
+def _torch(
+    config: RunConfig, arrays: dict[str, np.ndarray[Any, Any]], compiled: bool, inference: bool
+) -> tuple[Step, dict[str, Any]]:
     import torch
 
     how, device = config.optimizer, torch.device("cuda" if config.runtime.cuda else "cpu")
@@ -54,13 +85,20 @@ def _torch(config: RunConfig, compiled: bool) -> tuple[Step, dict[str, Any]]:
         model.parameters(), how.lr, betas=betas, eps=how.eps, weight_decay=how.weight_decay, fused=True
     )
     forward = torch.compile(model) if compiled else model
-    inputs = {name: torch.from_numpy(value).to(device) for name, value in _inputs(config).items()}
+    inputs = {name: torch.from_numpy(value).to(device) for name, value in arrays.items()}
     parts = [
         {name: value[k * config.train.batch : (k + 1) * config.train.batch] for name, value in inputs.items()}
         for k in range(config.train.grad_accumulation)
     ]
 
+    def look(n: int) -> list[float]:
+        model.eval()
+        with torch.inference_mode(), torch.autocast(device.type, torch.bfloat16, enabled=config.precision == "bf16"):
+            return torch.stack([forward(**inputs).loss for _ in range(n)]).tolist()
+
     def run(n: int) -> list[float]:
+        if inference:
+            return look(n)
         losses = []
         for _ in range(n):
             total = torch.zeros((), device=device)

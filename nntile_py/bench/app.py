@@ -138,6 +138,10 @@ def step(
     attention: str = "vendor",
     accumulate: str = "chain",
     fusion: bool = True,
+    alpha: Annotated[
+        float, typer.Option(help="Of CONFIG: mean length of the sequences, as a part of train.seq.", min=0.01, max=1)
+    ] = 1.0,
+    inference: Annotated[bool, typer.Option("--inference", help="Of CONFIG: a forward pass, no step.")] = False,
     time_limit: Annotated[float, typer.Option(help="Seconds of a contestant's start, and of a turn.")] = TIME_LIMIT,
     as_json: Json = False,
 ) -> None:
@@ -161,7 +165,9 @@ def step(
         "placement": placement,
     }  # fmt: skip
     if config is not None:
-        options |= _of_config(config, sets or [], names)
+        options |= _of_config(config, sets or [], names, alpha) | {"inference": inference}
+    elif alpha != 1 or inference:
+        raise ConfigError("--alpha, --inference: allowed only with CONFIG")
     result = measure_step(options, names, rounds, steps)
     if as_json:
         print(json.dumps(result, indent=2))
@@ -174,7 +180,7 @@ def step(
         raise typer.Exit(1)
 
 
-def _of_config(path: str, sets: list[str], names: list[str]) -> dict[str, Any]:
+def _of_config(path: str, sets: list[str], names: list[str], alpha: float) -> dict[str, Any]:
     """What takes the place of the options; refuses contestants that know a GPT-2 alone."""
     from nntile_py.config.run import load
 
@@ -188,7 +194,7 @@ def _of_config(path: str, sets: list[str], names: list[str]) -> dict[str, Any]:
     return {
         "config": str(Path(path).resolve()), "sets": sets, "cuda": config.runtime.cuda,
         "batch": config.train.batch * config.train.grad_accumulation, "seq": config.train.seq,
-        "dtype": config.precision,
+        "dtype": config.precision, "alpha": alpha,
     }  # fmt: skip
 
 

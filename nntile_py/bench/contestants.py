@@ -194,7 +194,8 @@ def measure_step(options: dict[str, Any], names: Sequence[str], rounds: int, ste
     finally:
         for side in sides:
             side.close()
-    tokens, flop = options["batch"] * options["seq"], next((s.ready["flop"] for s in sides if "flop" in s.ready), None)
+    facts = {key: value for side in sides for key, value in side.ready.items()}
+    tokens, flop = facts.get("tokens", options["batch"] * options["seq"]), facts.get("flop")
     result: dict[str, Any] = {"options": options, "rounds": rounds, "steps_per_round": steps, **machine()}
     for side in sides:
         if side.error:
@@ -204,7 +205,7 @@ def measure_step(options: dict[str, Any], names: Sequence[str], rounds: int, ste
         row = {"seconds": t, "tokens_per_s": tokens / t["median"]}
         row |= {"gflop_per_s": flop / t["median"] / 1e9} if flop else {}
         row |= {key: value for key, value in last[side.name].items() if key != "seconds"}
-        result[side.name] = row | {k: v for k, v in side.ready.items() if k != "flop"}
+        result[side.name] = row | {k: v for k, v in side.ready.items() if k not in ("flop", "tokens")}
     ours = next((side for side in sides if side.name == "nntile" and not side.error), None)
     peers = [side for side in sides if side.name != "nntile" and not side.error]
     if ours and peers:
