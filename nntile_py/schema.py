@@ -82,7 +82,8 @@ def number(**bounds: float) -> tuple[PlainValidator, Rule]:
 def _bytes(value: Any) -> int | None:
     if isinstance(value, str) and (match := re.fullmatch(_SIZE, value)):
         unit = _UNITS.get(match[2].upper())
-        value = unit and int(float(match[1]) * unit)
+        size = float(match[1]) * (unit or 0)
+        value = int(size) if math.isfinite(size) else None
     return value if type(value) is int and value > 0 else None
 
 
