@@ -101,6 +101,7 @@ NonNegative = Annotated[float, *number(least=0)]
 BelowOne = Annotated[float, *number(least=0, below=1)]
 Inside = Annotated[float, *number(above=0, below=1)]
 Share = Annotated[float, *number(above=0, most=0.5)]
+Part = Annotated[float, *number(above=0, most=1)]
 Size = Annotated[
     int,
     *only(

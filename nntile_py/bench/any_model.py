@@ -7,50 +7,26 @@ attention by scaled_dot_product_attention and a fused optimizer.
 
 from __future__ import annotations
 
-import math
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from nntile_py.bench.common import Step
 from nntile_py.config.run import RunConfig, load, runtime_options
-from nntile_py.config.spec import build_model, step_spec
-from nntile_py.graph.declared import random_inputs
-from nntile_py.models.base import find
+from nntile_py.config.spec import build_model, predicted, step_spec
 
 
 def contestant(name: str, o: dict[str, Any]) -> tuple[Step, dict[str, Any]]:
     """Our side, or `torch_eager` or `torch_compile`."""
     config = load(o["config"], o["sets"])
-    inputs = inputs_of(config, o.get("alpha", 1.0))
-    inference, shape = o.get("inference", False), (config.train.batch, config.train.grad_accumulation, config.train.seq)
+    rows, inference = config.train.batch * config.train.grad_accumulation, o.get("inference", False)
+    inputs = step_spec(config).random_inputs(rows, config.seed, o.get("alpha", 1.0), predicted(config))
     if name == "nntile":
         run, facts = _ours(config, inputs, inference)
     else:
         run, facts = _torch(config, inputs, name == "torch_compile", inference)
     real = inputs.get("attention_mask")
-    return run, facts | {"tokens": math.prod(shape) if real is None else int(real.sum())}
-
-
-def inputs_of(config: RunConfig, alpha: float) -> dict[str, np.ndarray[Any, Any]]:
-    """Of a step. alpha: the mean length of its sequences, as a part of train.seq; the longest has all of that.
-
-    Lengths are uniform about the mean. The attention_mask says them, and labels that are padding do not count; of a
-    masked model's labels so many count as train.mask_probability says."""
-    rows, seq = config.train.batch * config.train.grad_accumulation, config.train.seq
-    graph = replace(step_spec(config), pack=False).trace()[0]
-    found, rng = random_inputs(graph, rows, config.seed), np.random.default_rng(config.seed)
-    if alpha == 1:
-        return found
-    lengths = rng.integers(max(1, math.ceil((2 * alpha - 1) * seq)), min(seq, int(2 * alpha * seq)) + 1, rows)
-    real = np.arange(seq) < lengths[:, None]
-    masked = find(config.model.type).objective == "masked"
-    for name, one in graph.inputs.items():
-        if one.scale and one.ignored is not None and found[name].shape == real.shape:
-            counts = real & (rng.random(real.shape) < config.train.mask_probability) if masked else real
-            found[name] = np.where(counts, found[name], one.ignored)
-    return found | {"attention_mask": real.astype(np.int64)}
+    return run, facts | {"tokens": rows * config.train.seq if real is None else int(real.sum())}
 
 
 def _ours(

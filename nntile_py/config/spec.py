@@ -49,6 +49,11 @@ def step_spec(config: RunConfig, model: Model | None = None) -> StepSpec:
         raise ConfigError(str(error)) from None
 
 
+def predicted(config: RunConfig) -> float:
+    """The share of the tokens that the model is to predict."""
+    return config.train.mask_probability if find(config.model.type).objective == "masked" else 1.0
+
+
 def tiling(config: RunConfig) -> Tiling:
     """The tile sizes that are given."""
     return Tiling(config.tiles.model_dump(exclude_none=True))

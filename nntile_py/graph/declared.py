@@ -334,9 +334,12 @@ def numel(params: Sequence[Param]) -> int:
     return sum(math.prod(param.tensor.shape) for param in params)
 
 
-def random_inputs(graph: Any, rows: int, seed: int) -> dict[str, Array]:
+def random_inputs(graph: Any, rows: int, seed: int, alpha: float = 1.0, predicted: float = 1.0) -> dict[str, Array]:
     """Values within the declared ranges for the inputs without a default, of `rows` rows of the batch, and those that
-    are made of them."""
+    are made of them.
+
+    alpha: the mean length of the sequences, as a part of the positions that there are: lengths are uniform about it, an
+    attention_mask says them, and labels of padding do not count. predicted: the share of the labels that count."""
     rng = np.random.default_rng(seed)
     found: dict[str, Array] = {}
     for name, one in graph.inputs.items():
@@ -346,4 +349,14 @@ def random_inputs(graph: Any, rows: int, seed: int) -> dict[str, Array]:
             found[name] = rng.integers(0, one.below or 2, shape) if whole else rng.standard_normal(shape, np.float32)
         elif callable(one.default):
             found[name] = one.default(found)
-    return found
+    tokens = [one.tensor for one in graph.inputs.values() if one.tensor.axes[:2] == ("batch", "seq")]
+    if alpha == 1 or not tokens:
+        return found
+    seq = tokens[0].size("seq")
+    lengths = rng.integers(max(1, math.ceil((2 * alpha - 1) * seq)), min(seq, int(2 * alpha * seq)) + 1, rows)
+    real = np.arange(seq) < lengths[:, None]
+    counts = real & (rng.random(real.shape) < predicted)
+    for name, one in graph.inputs.items():
+        if one.ignored is not None and name in found and found[name].shape == real.shape:
+            found[name] = np.where(counts, found[name], one.ignored)
+    return found | {"attention_mask": real.astype(np.int64)}

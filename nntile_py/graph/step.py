@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from nntile_py.errors import ConfigError
 from nntile_py.graph import bins
-from nntile_py.graph.declared import Batch, Param, Traceable, Traced, trace
+from nntile_py.graph.declared import Array, Batch, Param, Traceable, Traced, random_inputs, trace
 from nntile_py.graph.fusion import Fusion, fuse, narrow_gradients
 from nntile_py.graph.graph import Graph
 from nntile_py.graph.lowering import lower
@@ -174,6 +174,10 @@ class StepSpec:
         if self.fusion.qkv:
             pack_projections(graph, traced.outputs.values())
         return graph, traced, batch
+
+    def random_inputs(self, rows: int, seed: int, alpha: float = 1.0, predicted: float = 1.0) -> dict[str, Array]:
+        """Of a step of so many sequences, as a user gives them, packed or not; see declared.random_inputs."""
+        return random_inputs(replace(self, pack=False).trace()[0], rows, seed, alpha, predicted)
 
     def graphs(self) -> Graphs:
         """Forward and backward as a graph, not yet cut into tiles."""

@@ -19,7 +19,6 @@ from nntile_py.config.run import RunConfig
 from nntile_py.config.spec import tiling
 from nntile_py.errors import TaskError
 from nntile_py.execution.runtime import Runtime
-from nntile_py.graph.declared import random_inputs
 from nntile_py.profiling.analysis import Peak, at_least_seen, device_peak, measure_cpu
 from nntile_py.profiling.trace import REDUCTION, Bus, Info, Trace, Worker, one_after_the_other
 from nntile_py.tiles.order import Use
@@ -42,7 +41,7 @@ def run_steps(trainer: Trainer, steps: int, warmup: int, inference: bool = False
 
     With tasks so short that StarPU's profiling would show, and CPU workers only, a light profile is taken."""
     rows = trainer.batch * (1 if inference else trainer.grad_accumulation)
-    inputs = random_inputs(trainer.built.graph, rows, seed=0)
+    inputs = trainer.spec.random_inputs(rows, seed=0)
 
     def run(count: int) -> None:
         if inference:

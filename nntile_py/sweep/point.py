@@ -18,7 +18,7 @@ from nntile_py import _core
 from nntile_py.analysis.plan import estimate
 from nntile_py.analysis.workloads import Built, build, of_step, small_graph
 from nntile_py.config.run import RunConfig, runtime_options
-from nntile_py.config.spec import build_model, tiling
+from nntile_py.config.spec import build_model, predicted, tiling
 from nntile_py.errors import NNTileError
 from nntile_py.execution import memory
 from nntile_py.execution.program import Store, programs
@@ -54,12 +54,13 @@ def main() -> int:
 def measure(config: RunConfig, how: Measure, running: ExitStack) -> dict[str, Any]:
     """The metrics of a point. Starts the runtime, which stops with `running`."""
     _forget_peak()
-    trains = how.work == "train" and how.how == "run"
+    unequal = how.work == "inference" and (config.train.pack or how.alpha < 1)  # sequences: a Trainer knows of them
+    trains = how.how == "run" and (how.work == "train" or unequal)
     built = None if trains else build(config, how.work, how.phase)
     if how.how != "plan" and Runtime.current is None:
         running.enter_context(Runtime(**runtime_options(config.runtime.model_dump())))
     if trains:
-        built, step = _training(config)
+        built, step = _training(config, how)
     assert built is not None
     plan = estimate(built.lists, config.workers, gpu=config.runtime.cuda != 0)
     facts = {"tasks": plan.tasks, "flop": built.flop, "bytes_moved": plan.bytes_moved, "peak_bytes": plan.peak_bytes}
@@ -73,7 +74,7 @@ def measure(config: RunConfig, how: Measure, running: ExitStack) -> dict[str, An
     with Load() as load:
         times = _times(step, how)
     seconds = statistics.median(times)
-    tokens = config.train.batch * config.train.seq
+    tokens = how.alpha * config.train.batch * config.train.seq
     tokens *= config.train.grad_accumulation if how.work == "train" else 1
     return facts | {
         "seconds": seconds, "seconds_min": min(times), "seconds_max": max(times),
@@ -110,16 +111,21 @@ def _times(step: Callable[[int], None], how: Measure) -> list[float]:
     return times
 
 
-def _training(config: RunConfig) -> tuple[Built, Callable[[int], None]]:
-    """Steps on random inputs, with fresh weights."""
+def _training(config: RunConfig, how: Measure) -> tuple[Built, Callable[[int], None]]:
+    """Steps, or evaluations, on random inputs, with fresh weights."""
     from nntile_py.training.loop import build_trainer
 
     trainer = build_trainer(config)
     assert Runtime.current
     Runtime.current.forget(trainer)  # nobody wants the weights back
-    inputs = random_inputs(trainer.built.graph, config.train.batch * config.train.grad_accumulation, config.seed)
+    rows = config.train.batch * (config.train.grad_accumulation if how.work == "train" else 1)
+    inputs = trainer.spec.random_inputs(rows, config.seed, how.alpha, predicted(config))
 
     def run(count: int) -> None:
+        if how.work != "train":
+            for _ in range(count):
+                trainer.evaluate(inputs)
+            return
         for pending in [trainer.submit(inputs) for _ in range(count)]:
             pending.result()
 

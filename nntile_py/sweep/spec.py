@@ -17,7 +17,7 @@ from pydantic import Field, field_validator, model_validator
 from nntile_py.analysis.workloads import Phase, Work
 from nntile_py.config.run import RunConfig, load
 from nntile_py.errors import ConfigError
-from nntile_py.schema import Count, Natural, Positive, Section, Switch, allowed, assignment, read_yaml, validated
+from nntile_py.schema import Count, Natural, Part, Positive, Section, Switch, allowed, assignment, read_yaml, validated
 from nntile_py.tasks.op import CATEGORIES
 
 Values = dict[str, list[Any]]
@@ -47,6 +47,8 @@ class Measure(Section):
     """Of parts of a model: forward, backward or both."""
     how: Literal["run", "plan", "operators"] = "run"
     """Run it; only plan it; or run each operator alone and sum by class."""
+    alpha: Part = 1.0
+    """Of training steps and forward passes: the mean length of the sequences, as a part of train.seq."""
     warmup: Natural = 1
     """Runs before the first that is timed."""
     steps: Count = 1
