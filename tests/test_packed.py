@@ -1,6 +1,8 @@
 """Packed sequences: the same losses, gradients and draws as padded ones; what is refused."""
 
 import itertools
+import subprocess
+import sys
 from typing import Any
 
 import numpy as np
@@ -240,3 +242,23 @@ def test_bins(lengths: list[int], count: int, passes: int) -> None:
     assert sorted(seen) == [value.tolist() for value in values]
     back = bins.unpacked(x, filled.places)
     assert (back == padded({"x": values}, 12)["x"]).all()
+
+
+def test_tools_take_packed_runs(tmp_path: Any) -> None:
+    """plan, graph, profile and bench of a config with train.pack."""
+    config = tmp_path / "run.yaml"
+    config.write_text(
+        "model: {type: bert, layers: 1, embed: 16, heads: 2}\ndata: {max_bytes: 100000}\ntokenizer: {vocab_size: 300}\n"
+        "train: {steps: 3, batch: 4, seq: 12, pack: true}\ntiles: {batch: 2, embed: 8}\nruntime: {cpus: 2}\n"
+    )
+    for arguments, told in (
+        (["plan"], "tasks a step"),
+        (["graph", "--out", "g.svg"], "g.svg"),
+        (["profile", "--out", "profile"], "report"),
+        (["bench", "step", "--alpha", "0.6", "--rounds", "1", "--steps", "1"], "tokens/s"),
+        (["bench", "step", "--alpha", "0.6", "--rounds", "1", "--steps", "1", "--inference"], "tokens/s"),
+    ):
+        place = 2 if arguments[0] == "bench" else 1
+        command = [sys.executable, "-m", "nntile_py.cli", *arguments[:place], str(config), *arguments[place:]]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
+        assert done.returncode == 0 and told in done.stdout, done.stderr

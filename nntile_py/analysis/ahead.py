@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from nntile_py.config.spec import step_spec
 from nntile_py.errors import ConfigError
 from nntile_py.graph.count import count_tasks
 from nntile_py.graph.lowering import LISTING, MOST_TASKS
-from nntile_py.graph.step import TILE_DTYPE
+from nntile_py.graph.step import TILE_DTYPE, StepSpec
 from nntile_py.tiles import AXES, Tiling, device_model
 from nntile_py.tiles.placement import Speed
 
@@ -62,16 +62,21 @@ def note(config: RunConfig) -> str:
     return told if own.tasks > MOST_TASKS else f"{told}; going on: to list them takes about {own.tasks * LISTING:.0f} s"
 
 
+def padded(config: RunConfig) -> StepSpec:
+    """Of packed sequences the padded batch, which has as many tasks: its axes are those that `tiles` names."""
+    return replace(step_spec(config), pack=False)
+
+
 def sizes(config: RunConfig) -> dict[str, int]:
     """Of each axis that tiles may cut."""
-    found = step_spec(config).trace()[0].sizes()
+    found = padded(config).trace()[0].sizes()
     return {axis: found[axis] for axis in AXES if axis in found}
 
 
 def _coarser(config: RunConfig) -> Iterator[Cut]:
     """The config's own tiling, then coarser and coarser ones, up to one that is good."""
     try:
-        spec = step_spec(config)
+        spec = padded(config)
         made = spec.graphs()
         update = spec.update(made)
     except ValueError as error:  # of the operators: a tiling that they do not take

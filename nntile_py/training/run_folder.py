@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from nntile_py.errors import ConfigError
-from nntile_py.system.folders import exchange, replace_file, replaced, sync
+from nntile_py.system.folders import exchange, read, replace_file, replaced, sync
 from nntile_py.training import checkpoint
 
 GENERATION, METRICS = "generation_config.json", "metrics.jsonl"
@@ -148,7 +148,7 @@ class Metrics:
         """Go on in another folder, with the lines so far as far as they can be read."""
         file, before = (run / METRICS).open("ab", buffering=0), b""
         with suppress(OSError):
-            before = self._path.read_bytes()
+            before = read(self._path)
         self._file.close()
         self._file, self._path, self._left = file, run / METRICS, before + self._left
         self.flush()
@@ -163,7 +163,7 @@ class Metrics:
 def _read(path: Path) -> list[dict[str, Any]]:
     """The whole lines of an earlier part of the run; the last may have been cut off."""
     lines = []
-    for text in path.read_text(errors="replace").splitlines() if path.is_file() else ():
+    for text in read(path).decode(errors="replace").splitlines() if path.is_file() else ():
         try:
             line = json.loads(text)
         except (ValueError, RecursionError):
