@@ -94,6 +94,10 @@ class Contract(Op):
         parts["bias gradient"] = self.bias_grad[1] if self.bias_grad else None
         return " + ".join([self.kind, *(name for name, there in parts.items() if there)])
 
+    @property
+    def sums(self) -> Sequence[Tensor]:
+        return [self.output]
+
     def gradient(self, g: GraphLike, *grads: Tensor | None) -> list[Tensor | None]:
         assert len(self.inputs) == 2 and self.activation is None, "fusion comes after the gradients"
         dy = grads[0]

@@ -101,6 +101,10 @@ class Sum(Op):
         require(fits, "sum: the result needs some of the axes, in the same order", x, out)
         super().__init__([x], [out])
 
+    @property
+    def sums(self) -> Sequence[Tensor]:
+        return self.outputs
+
     def lower(self, low: Lowering) -> None:
         x = self.inputs[0]
         args = SumArgs(tuple(i for i, axis in enumerate(x.axes) if axis not in self.output.axes))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import ClassVar
 
 import numpy as np
@@ -56,26 +57,27 @@ class Embedding(Op):
 
 
 class EmbeddingGrad(Op):
-    """dtable[r, :] = (into[r, :] +) sum of dy[i, :] over the i with ids[i] = r, in the order of i.
-
-    With `into` (another gradient of a tied table) the sum is added in place.
-    """
+    """dtable[r, :] = sum of dy[i, :] over the i with ids[i] = r, in the order of i."""
 
     colours: ClassVar = {"backward": "#1b3a6b"}
 
-    def __init__(self, ids: Tensor, dy: Tensor, out: Tensor, into: Tensor | None = None) -> None:
-        super().__init__([ids, dy, *([into] if into else [])], [out])
-        self.into = into
+    def __init__(self, ids: Tensor, dy: Tensor, out: Tensor) -> None:
+        super().__init__([ids, dy], [out])
         self.rows = out.axes[0]
+
+    @property
+    def sums(self) -> Sequence[Tensor]:
+        return [self.output]
 
     def flop(self) -> float:
         return float(self.inputs[1].numel)
 
     def words(self) -> int:
-        return sum(t.numel for t in self.inputs[:2]) * 2 + (0 if self.into else self.output.numel)
+        tied = self.output.storage is not self.output  # added to another gradient of the table
+        return sum(t.numel for t in self.inputs) * 2 + (0 if tied else self.output.numel)
 
     def lower(self, low: Lowering) -> None:
-        ids, dy = self.inputs[:2]
+        ids, dy = self.inputs
         for row in low.indices(self.output):
             args = EmbeddingGradArgs(low.part(self.output, self.rows, row).offset)
             for index in low.indices(ids):
@@ -83,7 +85,7 @@ class EmbeddingGrad(Op):
                 low.emit("embedding_grad", accesses, args, flop=float(math.prod(low.tile(dy, index | row).shape)))
 
     def reference(self, *inputs: Array) -> tuple[Array, ...]:
-        out = np.array(inputs[2]) if self.into else np.zeros(self.output.shape)
+        out = np.zeros(self.output.shape)
         np.add.at(out, inputs[0].astype(int), inputs[1])
         return (out,)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import ClassVar
 
 import numpy as np
@@ -140,6 +141,10 @@ class LayerNormGrad(NormGrad):
         outputs = [dx, dgamma, dbeta, *([dbias] if dbias else []), *([dropout.output] if dropout else [])]
         super().__init__([dy, x, stat, gamma, *([add] if add else [])], outputs)
         self.extra, self.bias, self.dropout = add, dbias, dropout
+
+    @property
+    def sums(self) -> Sequence[Tensor]:
+        return self.outputs[1:3]
 
     def flop(self) -> float:
         return (15.0 if self.bias else 14.0) * self.output.numel

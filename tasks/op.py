@@ -231,6 +231,11 @@ class Op:
     def output(self) -> Tensor:
         return self.outputs[0]
 
+    @property
+    def sums(self) -> Sequence[Tensor]:
+        """Outputs that its tasks only add to (ACC): other operators may add to the same tiles."""
+        return ()
+
     def gradient(self, g: GraphLike, *grads: Tensor | None) -> list[Tensor | None]:
         """Add the operators of the gradient; returns the gradient of each input, None where there is none."""
         raise NotImplementedError(f"{self.kind} has no gradient")

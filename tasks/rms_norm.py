@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from nntile_py.tiles import ACC, R, TaskArgs, W
@@ -103,6 +105,10 @@ class RMSNormGrad(NormGrad):
     ) -> None:
         super().__init__([dy, x, stat, gamma, *([add] if add else [])], [dx, dgamma])
         self.extra = add
+
+    @property
+    def sums(self) -> Sequence[Tensor]:
+        return self.outputs[1:]
 
     def flop(self) -> float:
         return (10.0 if self.extra else 9.0) * self.output.numel

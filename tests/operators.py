@@ -179,22 +179,10 @@ def embedding(ids_axes: str, rows: str) -> Callable[[Case], Op]:
     return row
 
 
-def embedding_grad(ids_axes: str, rows: str, into: str = "") -> Callable[[Case], Op]:
-    """into: "" for none, "input" for a tensor that is there, "contract" for the tied head's gradient."""
-
+def embedding_grad(ids_axes: str, rows: str) -> Callable[[Case], Op]:
     def row(case: Case) -> Op:
         numbers, dy = case.x(ids_axes, ids(case.sizes[rows]), "int64"), case.x(f"{ids_axes} embed")
-        axes = f"{rows} embed"
-        if into == "input":
-            base = case.x(axes, dtype=case.wide)
-            out = Tensor("sum", base.axes, base.shape, base.dtype, storage=base)
-            return case.add(ops.EmbeddingGrad(numbers, dy, out, into=base))
-        out = case.y(axes, case.wide)
-        if not into:
-            return case.add(ops.EmbeddingGrad(numbers, dy, out))
-        base = Tensor("base", out.axes, out.shape, out.dtype, storage=out)
-        case.add(ops.Contract(case.x(f"batch seq {rows}"), case.x("batch seq embed"), base))
-        return case.add(ops.EmbeddingGrad(numbers, dy, out, into=base))
+        return case.add(ops.EmbeddingGrad(numbers, dy, case.y(f"{rows} embed", case.wide)))
 
     return row
 
@@ -514,8 +502,6 @@ ROWS |= {
     "Embedding of positions": embedding("seq", "position"),
     "EmbeddingGrad": embedding_grad("batch seq", "vocab"),
     "EmbeddingGrad of positions": embedding_grad("seq", "position"),
-    "EmbeddingGrad into": embedding_grad("batch seq", "vocab", "input"),
-    "EmbeddingGrad into a contraction": embedding_grad("batch seq", "vocab", "contract"),
     **{f"Activation {kind}": activation(kind) for kind in ACTIVATIONS},
     **{f"ActivationGrad {kind}": activation_grad(kind) for kind in ACTIVATIONS},
     **{f"Gated {kind}": gated(kind) for kind in ("silu", "gelu_new")},

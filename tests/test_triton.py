@@ -242,7 +242,7 @@ from nntile_py.tasks import launch
 from nntile_py.tiles import Tiling
 
 sizes = {"batch": 2, "seq": 128, "embed": 768, "heads": 12, "head_dim": 64, "ffn": 3072, "vocab": 50257}
-rows = ["LayerNorm residual", "LayerNormGrad add bias", "CrossEntropy fused", "EmbeddingGrad into", "Transpose all"]
+rows = ["LayerNorm residual", "LayerNormGrad add bias", "CrossEntropy fused", "EmbeddingGrad", "Transpose all"]
 rows += ["GradNorm clip", "Dropout", "LayerNorm residual dropout", "LayerNormGrad add bias dropout"]
 rows += ["GatedGrad silu", "SelectGrad seq 0.6", "SquaredError", "CrossEntropy of sequences fused"]
 rows += ["RMSNorm residual", "RMSNormGrad add", "Rotary"]

@@ -121,7 +121,8 @@ class PythonKernel(Protocol):
 
 
 class TaskList:
-    """Tasks in submission order. `initialised` are the tiles that hold data before the first task.
+    """Tasks in submission order. `initialised` are the tiles that hold data before the first task, `sums` those of
+    them that the tasks add to, such as the gradients of the micro-batches before.
 
     live: axes of which a tile holds as many entries as a step says, by the slot `live_slot` of its part of the batch.
     """
@@ -131,6 +132,7 @@ class TaskList:
             raise ValueError(f"accumulate: {policy!r} is not allowed; use one of {', '.join(POLICIES)}")
         self.policy = policy
         self.initialised = set(initialised)
+        self.sums: set[Tile] = set()
         self.live = frozenset(live)
         self.tasks: list[Task] = []
 
@@ -162,12 +164,24 @@ class TaskList:
 
     def resolve(self) -> TaskList:
         """Fix the access modes, insert merges, free dead tiles, set priorities. Call once, after the last emit."""
+        self._add_what_is_written()
         self._accumulate()
         self._liveness()
         self._priorities()
         return self
 
     # -- accumulation
+
+    def _add_what_is_written(self) -> None:
+        """What a task writes anew, into a tile that is a sum, goes into a tile of its own, added at the end."""
+        parts: dict[Tile, Tile] = {}
+        for task in self.tasks:
+            for access in task.accesses:
+                tile = access.tile
+                if access.mode == "W" and tile in self.sums and tile not in parts:
+                    parts[tile] = Tile(f"{tile.tensor}.part", tile.index, tile.shape, tile.dtype, tile.monoid)
+                access.tile = parts.get(tile, tile)
+        self.tasks += [merge(tile, part, self.tasks[-1].op) for tile, part in parts.items()]
 
     def _accumulate(self) -> None:
         written = set(self.initialised)

@@ -16,7 +16,6 @@ from nntile_py.tasks.attention import Attention, AttentionGrad
 from nntile_py.tasks.contract import Contract
 from nntile_py.tasks.cross_entropy import CrossEntropy, CrossEntropyGrad
 from nntile_py.tasks.elementwise import Add, BiasAdd, Dropout, Sum, Transpose
-from nntile_py.tasks.embedding import EmbeddingGrad
 from nntile_py.tasks.layer_norm import LayerNormGrad
 from nntile_py.tasks.norm import Norm, NormGrad
 from nntile_py.tasks.op import Op, Tensor, permutation
@@ -99,13 +98,17 @@ class _Uses:
         """To be called by whoever gives an operator other inputs or outputs."""
         self._enter(op, self._leave(op))
 
-    def replace(self, old: list[Op], new: Op) -> None:
-        """Put `new` where the last of `old` stands."""
+    def replace(self, old: list[Op], new: Op) -> bool:
+        """Put `new` where the last of `old` stands. False, and nothing changes: what they make is read before that."""
         *others, last = sorted(old, key=self.order.__getitem__)
+        readers = [reader for op in others for t in op.outputs for reader in self.readers.get(t, [])]
+        if any(reader not in old and self.order[reader] < self.order[last] for reader in readers):
+            return False
         new.name, new.phase = old[0].name, old[0].phase
         for op in others:
             self.remove(op)
         self._enter(new, self._leave(last))
+        return True
 
     def apply(self, rule: Rule) -> None:
         """Apply a rule until it fits nowhere, always to the first operator that it fits.
@@ -136,7 +139,7 @@ def fuse(graph: Graph, fusion: Fusion, tiling: Tiling | None = None) -> Graph:
     tiling = tiling or Tiling()
     for op in graph.ops:
         op.fit(tiling)
-    rules: list[Rule] = [_embedding_grad_into]
+    rules: list[Rule] = []
     if fusion.reshape:
         rules += [_attention_layout, _transposed_input, partial(_transposed_output, tiling=tiling)]
     if fusion.residual_norm:
@@ -341,8 +344,7 @@ def _bias_grad(uses: _Uses, op: Op) -> bool:
         side = 0 if reader.a is dy else 1
         columns = reader.m if side == 0 else reader.n
         if columns == list(op.output.axes):
-            uses.replace([reader, op], _rebuild(reader, reader.output, bias_grad=(side, op.output)))
-            return True
+            return uses.replace([reader, op], _rebuild(reader, reader.output, bias_grad=(side, op.output)))
     return False
 
 
@@ -389,8 +391,7 @@ def _norm_grad_add(uses: _Uses, op: Op) -> bool:
     for mine, other in ((0, 1), (1, 0)):
         norm = uses.made_for(op.inputs[mine], op, NormGrad)
         if norm and norm.extra is None and norm.output is op.inputs[mine]:
-            uses.replace([norm, op], norm.plus(op.inputs[other], op.output))
-            return True
+            return uses.replace([norm, op], norm.plus(op.inputs[other], op.output))
     return False
 
 
@@ -425,22 +426,6 @@ def _activation_grad(uses: _Uses, op: Op) -> bool:
         return False
     uses.replace([gemm, op], _rebuild(gemm, op.output, activation=op.act, aux=op.inputs[1]))
     return True
-
-
-def _embedding_grad_into(uses: _Uses, op: Op) -> bool:
-    """Add(g, EmbeddingGrad) of a tied table: the rows are added to g in place."""
-    if not isinstance(op, Add):
-        return False
-    for mine, other in ((0, 1), (1, 0)):
-        rows = uses.made_for(op.inputs[mine], op, EmbeddingGrad)
-        base = op.inputs[other]
-        if rows and rows.into is None and uses.readers[base] == [op]:
-            ids, dy = rows.inputs[:2]
-            # The sum's tensor is the one that the host knows: the other gradient is made in its tiles.
-            base.storage = op.output.storage
-            uses.replace([rows, op], EmbeddingGrad(ids, dy, op.output, into=base))
-            return True
-    return False
 
 
 def _cross_entropy(uses: _Uses, op: Op, tiling: Tiling) -> bool:

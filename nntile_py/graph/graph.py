@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -162,6 +164,7 @@ class Graph:
         """
         self._phase = "backward"
         grads: dict[Tensor, Tensor] = {}
+        parts: dict[Tensor, list[Tensor]] = {}  # of the gradient of each parameter
         for op in reversed(self.ops[:]):
             if op.output.storage is not loss.storage and not any(out in grads for out in op.outputs):
                 continue
@@ -174,18 +177,34 @@ class Graph:
                 if grad is None or not tensor.requires_grad:
                     continue
                 known = grads.get(tensor)
-                grads[tensor] = add(self, known, grad) if known else grad
+                if tensor.kind == "param":
+                    parts.setdefault(tensor, []).append(grad)
+                else:
+                    grads[tensor] = add(self, known, grad) if known else grad
             self._scope.pop()
+        self._sum_parts(parts)
         self._phase = "forward"
         self._check_in_place()
         result = {}
         for name, param in self.tensors.items():
-            if param.kind == "param" and param in grads:
-                grad = grads[param].storage
+            if param in parts:
+                grad = parts[param][0].storage
                 assert grad.axes == param.axes, (grad, param)
                 grad.name, grad.kind = f"{name}.grad", "grad"
                 result[param] = grad
         return result
+
+    def _sum_parts(self, parts: Mapping[Tensor, list[Tensor]]) -> None:
+        """Add up what several operators contribute to a parameter's gradient: in the tiles of the first, if all can."""
+        uses = Counter(part for some in parts.values() for part in some)
+        sums = {tensor for op in self.ops for tensor in op.sums if uses[tensor] == 1}
+        for param, (first, *others) in parts.items():
+            if sums.issuperset([first, *others]):
+                for part in others:
+                    part.storage = first
+            elif others:
+                with self.scope(param.name):
+                    parts[param][0] = functools.reduce(functools.partial(add, self), others, first)
 
     def sizes(self) -> dict[str, int]:
         """The size of each axis, the largest where tensors differ."""

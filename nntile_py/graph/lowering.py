@@ -18,12 +18,13 @@ MOST_TASKS = 2_000_000  # of a list: minutes to make it, and a kilobyte each
 
 
 def lower(graph: Graph, tiling: Tiling, policy: str = "chain", *, holds: Iterable[Tensor] = ()) -> Lowering:
-    """Lower every operator and resolve the list. `holds`: further tensors that hold data before the program runs."""
+    """Lower every operator and resolve the list. `holds`: further tensors that hold data before, which it adds to."""
     _check_count(graph, tiling, policy)  # the operators tell the tiling, too, what has to be cut together
     low = Lowering(tiling, TaskList(policy, live=graph.live))
     known = [*graph.tensors.values(), *graph.kept.values()]
-    before = [t for t in known if t.kind in WRITTEN_BEFORE] + list(holds)
-    for tensor in before:
+    low.tasks.sums = {low.tile(tensor, index) for tensor in holds for index in low.indices(tensor)}
+    low.tasks.initialised |= low.tasks.sums
+    for tensor in (t for t in known if t.kind in WRITTEN_BEFORE):
         low.tasks.initialised.update(low.tile(tensor, index) for index in low.indices(tensor))
     for op in graph.ops:
         low.op = op.name if op.phase == "forward" else f"{op.name}.{op.phase}"
