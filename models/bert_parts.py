@@ -128,14 +128,15 @@ def counted_positions(g: Graph, batch: Batch, positions: int | None, padding: in
 
 
 def embedded(
-    g: Graph, batch: Batch, c: Any, name: str, *, kinds: bool = True, padding: int | None = None
+    g: Graph, batch: Batch, c: Any, name: str, *, kinds: bool = True, padding: int | None = None, width: int = 0
 ) -> tuple[Tensor, Tensor]:
     """The sum of what tokens, positions and kinds of tokens are looked up as, normed; and the tokens' table.
 
     Their tables are NAME.word_embeddings.weight and so on. Inputs: input_ids, token_type_ids if there are kinds.
     padding: the token from whose number on positions are counted (see counted_positions); None: they are 0, 1, ...
+    width: of the tables, where it is another one than the model's; it has the axis embed, too.
     """
-    tokens, embed = {"batch": batch.size, "seq": batch.seq}, {"embed": c.embed}
+    tokens, embed = {"batch": batch.size, "seq": batch.seq}, {"embed": width or c.embed}
     ids = g.input("input_ids", tokens, below=c.vocab)
     if padding is None:
         positions, rows = position_input(g, batch, c.positions), c.positions
@@ -204,7 +205,7 @@ def token_logits(g: Graph, x: Tensor, c: Any, words: Tensor, kind: str, names: t
     names: of the product, of the norm, of the bias for each token of the vocabulary.
     """
     transform, normed, bias = names
-    y = dense(g, x, transform, {"embed": c.embed}, {"hidden": c.embed}, INIT)
+    y = dense(g, x, transform, {"embed": c.embed}, {"hidden": words.size("embed")}, INIT)
     y = norm(g, rename(g, activation(g, y, kind), hidden="embed"), normed, c.layer_norm_eps)
     return linear(g, y, words, ["batch", "seq", "vocab"], g.param(bias, {"vocab": c.vocab}, ZEROS))
 

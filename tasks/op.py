@@ -211,6 +211,7 @@ class Op:
 
     category: ClassVar[Category] = ELEMENTWISE
     colours: ClassVar[Mapping[str, str]] = {}
+    independent: ClassVar[bool] = False  # whether an axis may have other sizes in other ones of its tensors
 
     name: str = ""  # set by the graph: scope and operator
     phase: str = "forward"

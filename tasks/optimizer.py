@@ -49,6 +49,7 @@ class GradNorm(Op):
     """
 
     category = NORMALIZATION
+    independent = True
 
     def __init__(
         self, grads: Sequence[Tensor], norm: Tensor, clip: Tensor, max_norm: float | None, ends: Ends | None = None,

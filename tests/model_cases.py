@@ -123,8 +123,8 @@ class Case:
     zero: str | None = None
 
 
-def _pretraining(rng: np.random.Generator) -> Inputs:
-    return tokens(rng, mask=True, types=True) | {"next_sentence_label": rng.integers(0, 2, BATCH)}
+def _pretraining(pairs: str, rng: np.random.Generator) -> Inputs:
+    return tokens(rng, mask=True, types=True) | {pairs: rng.integers(0, 2, BATCH)}
 
 
 def _classes(rng: np.random.Generator) -> Inputs:
@@ -144,13 +144,15 @@ def _bert(kind: str, inputs: Callable[[np.random.Generator], Inputs], **config: 
     return Case(functools.partial(bert, kind, **config), inputs, zero="key.bias")
 
 
+ALBERT: dict[str, Any] = {"embedding_size": 10, "num_hidden_layers": 3, "classifier_dropout_prob": 0.0}
+GROUPS: dict[str, Any] = {"num_hidden_groups": 2, "inner_group_num": 2, "embedding_size": 32}
 ROBERTA: dict[str, Any] = {"type_vocab_size": 1, "pad_token_id": 1, "max_position_embeddings": SEQ + 3}
 
 
 CASES = {
     "masked_lm": _bert("BertForMaskedLM", functools.partial(tokens, mask=True, types=True)),
     "masked_lm plain": _bert("BertForMaskedLM", tokens),
-    "pretraining": _bert("BertForPreTraining", _pretraining),
+    "pretraining": _bert("BertForPreTraining", functools.partial(_pretraining, "next_sentence_label")),
     "classification": _bert("BertForSequenceClassification", _classes),
     "roberta": _bert("RobertaForMaskedLM", _filled_up, **ROBERTA),
     "roberta other activation": _bert(
@@ -160,6 +162,12 @@ CASES = {
     "roberta classification": _bert(
         "RobertaForSequenceClassification", functools.partial(_filled_up, classes=True), **ROBERTA
     ),
+    "albert": _bert("AlbertForMaskedLM", functools.partial(tokens, mask=True, types=True), **ALBERT),
+    "albert groups": _bert(
+        "AlbertForPreTraining", functools.partial(_pretraining, "sentence_order_label"),
+        **ALBERT | GROUPS | {"num_labels": 2},
+    ),
+    "albert classification": _bert("AlbertForSequenceClassification", _classes, **ALBERT),
     "distilbert": Case(
         functools.partial(distilbert, "DistilBertForMaskedLM"), functools.partial(tokens, mask=True), zero="k_lin.bias"
     ),

@@ -10,8 +10,10 @@ import torch
 from torch.nn import functional as F
 
 import nntile_py as nt
+from nntile_py.graph.packing import pack_projections
+from nntile_py.graph.step import StepSpec
 from nntile_py.models.parts import dense_weights, norm_weights
-from nntile_py.tasks import activation, add, cross_entropy, embedding, linear, select
+from nntile_py.tasks import activation, add, attention, cross_entropy, embedding, linear, select, transpose
 from nntile_py.testing import error
 
 VOCAB, EMBED, FFN, ROWS, SEQ, EPS = 13, 10, 9, 4, 6, 1e-5
@@ -95,7 +97,7 @@ def test_gradients(
 
 def test_shared_gradients_are_summed_in_place() -> None:
     """Each layer's task adds to the same tiles: no more tensors, and no tasks that add them."""
-    spec = nt.graph.step.StepSpec(Loop(LoopConfig(pre_norm=False)), ROWS, SEQ)
+    spec = StepSpec(Loop(LoopConfig(pre_norm=False)), ROWS, SEQ)
     made = spec.graphs()
     kinds = [op.kind for op in made.graph.ops]
     weights = {param.name: grad for param, grad in made.grads.items()}
@@ -105,3 +107,26 @@ def test_shared_gradients_are_summed_in_place() -> None:
         "rows": 1,
     }  # fmt: skip
     assert kinds.count("Add") == 1 + 1 + 1  # of the embeddings; rows; made[0]
+
+
+@pytest.mark.parametrize(("shared", "products"), [("qkv", 2), ("", 2), ("k", 6), ("qk", 6)])
+def test_projections_that_layers_share(shared: str, products: int) -> None:
+    """Two attentions: each has one product if they share all of their projections or none of them."""
+    g, embed, heads = nt.Graph(), {"embed": 8}, {"heads": 2, "head_dim": 4}
+    x = g.input("x", {"batch": 2, "seq": 4} | embed, None)
+    known: dict[str, Any] = {}
+    for layer in range(2):
+        names = {one: one if one in shared else f"{one}{layer}" for one in "qkv"}
+        made = {}
+        for one, name in names.items():
+            if name not in known:
+                known[name] = dense_weights(g, name, embed, heads, nt.Normal(0.1))
+            made[one] = transpose(g, known[name](g, x), ["batch", "heads", "seq", "head_dim"])
+        attention(g, made["q"], made["k"], made["v"], nt.Mask())
+    pack_projections(g)
+    assert sum(op.kind == "Contract" for op in g.ops) == products
+    weights = [name for name in g.tensors if name.endswith("weight")]
+    assert len(weights) == (len(known) if products == 6 else len(known) // 3)
+    assert {source.weight for param in g.params.values() for source in param.sources} == {
+        f"{name}.{part}" for name in known for part in ("weight", "bias")
+    }

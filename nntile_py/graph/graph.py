@@ -258,7 +258,7 @@ class Graph:
 def _check_sizes(op: Op) -> None:
     """ValueError where tensors of an operator differ in the size of an axis: they would be cut at other places."""
     seen: dict[str, Tensor] = {}
-    for tensor in [*op.inputs, *op.outputs]:
+    for tensor in [] if op.independent else [*op.inputs, *op.outputs]:
         for axis, size in tensor.sizes.items():
             if (first := seen.setdefault(axis, tensor)).size(axis) != size:
                 raise ValueError(f"{op.kind}: {axis} has different sizes in {first} and {tensor}")

@@ -5,7 +5,7 @@ Algebraic fusion of Table II in Ivanov et al. 2021 ("Data movement is all you ne
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from nntile_py.graph.declared import packed
 from nntile_py.graph.graph import Graph
@@ -16,12 +16,14 @@ from nntile_py.tasks.elementwise import BiasAdd, Transpose, Unpack
 from nntile_py.tasks.op import Op, Tensor
 
 AXIS = "qkv"
+Chains = Mapping[tuple[Tensor, ...], Sequence[Sequence[Op]]]  # by what they make: queries, keys, values
 
 
 def pack_projections(graph: Graph, outputs: Iterable[Tensor] = ()) -> Graph:
     """Replace the products of each attention's queries, keys and values by one where they are alike. In place.
 
-    Alike: the same input, weights and biases of equal axes and sizes, read by nothing else, and none of `outputs`.
+    Alike: the same input, weights and biases of equal axes and sizes, read by nothing but these products (or those of
+    several attentions, each of which has them all), and none of `outputs`.
     """
     asked = set(outputs)
     maker = {tensor: op for op in graph.ops for tensor in op.outputs}
@@ -32,13 +34,11 @@ def pack_projections(graph: Graph, outputs: Iterable[Tensor] = ()) -> Graph:
     replaced: dict[Op, list[Op]] = {}  # by the first of those that go
     gone: set[Op] = set()
     renamed: dict[str, Tensor | None] = {}  # what takes the place of a parameter in the graph's names, if anything
-    for qkv in graph.projections:
-        chains = [_chain(tensor, maker, readers) for tensor in qkv]
-        if asked & {op.output for chain in chains for op in chain}:
-            continue
-        if not _alike(chains):
-            continue
-        made, out = _packed_chain(graph, chains, renamed)
+    found = {qkv: [_chain(tensor, maker, readers) for tensor in qkv] for qkv in map(tuple, graph.projections)}
+    free = {qkv: chains for qkv, chains in found.items() if not asked & {op.output for ops in chains for op in ops}}
+    made_of: dict[tuple[Tensor, ...], Tensor] = {}  # the packed parameter by those that it took the place of
+    for qkv, chains in _packable({qkv: chains for qkv, chains in free.items() if _alike(chains)}, readers).items():
+        made, out = _packed_chain(graph, chains, renamed, made_of)
         attention = readers[qkv[0]][0]
         if isinstance(attention, Attention):
             attention.operands = Operands((out, 0), (out, 1), (out, 2))
@@ -83,10 +83,38 @@ def _alike(chains: Sequence[Sequence[Op]]) -> bool:
     )
 
 
+def _packable(found: Chains, readers: Mapping[Tensor, Sequence[Op]]) -> Chains:
+    """Those whose parameters nothing reads but such chains, each with the same others beside it: layers may share."""
+    ops = {op for chains in found.values() for chain in chains for op in chain}
+    beside: dict[Tensor, set[tuple[Tensor, ...]]] = {}
+    for chains in found.values():
+        for params in _params(chains):
+            for one in params:
+                beside.setdefault(one, set()).add(params)
+
+    def whole(chains: Sequence[Sequence[Op]]) -> bool:
+        params = [one for params in _params(chains) for one in params]
+        return all(len(beside[one]) == 1 and ops.issuperset(readers[one]) for one in params)
+
+    left = {qkv: chains for qkv, chains in found.items() if whole(chains)}
+    return left if len(left) == len(found) else _packable(left, readers)
+
+
+def _params(chains: Sequence[Sequence[Op]]) -> list[tuple[Tensor, ...]]:
+    """The parameters that become one, of each operator that has some."""
+    return [tuple(op.inputs[1] for op in ops) for ops in zip(*chains, strict=True) if len(ops[0].inputs) > 1]
+
+
 def _packed_chain(
-    graph: Graph, chains: Sequence[Sequence[Op]], renamed: dict[str, Tensor | None]
+    graph: Graph,
+    chains: Sequence[Sequence[Op]],
+    renamed: dict[str, Tensor | None],
+    made_of: dict[tuple[Tensor, ...], Tensor],
 ) -> tuple[list[Op], Tensor]:
     """One chain in the place of several: its output has the axis qkv before heads, or first once it is transposed."""
+    for params in _params(chains):
+        if params not in made_of:
+            made_of[params] = _pack_param(graph, params, renamed)
     made: list[Op] = []
     out = chains[0][0].inputs[0]
     for ops in zip(*chains, strict=True):
@@ -101,9 +129,9 @@ def _packed_chain(
         if isinstance(one, Transpose):
             new = Transpose(source, out)
         elif isinstance(one, BiasAdd):
-            new = BiasAdd(source, _pack_param(graph, [op.inputs[1] for op in ops], renamed), out)
+            new = BiasAdd(source, made_of[tuple(op.inputs[1] for op in ops)], out)
         else:
-            new = Contract(source, _pack_param(graph, [op.inputs[1] for op in ops], renamed), out)
+            new = Contract(source, made_of[tuple(op.inputs[1] for op in ops)], out)
         new.name = one.name
         made.append(new)
     return made, out

@@ -1,0 +1,118 @@
+"""ALBERT (Lan et al. 2020) as in transformers: BERT whose layers share their weights, with a narrower embedding."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal, Self
+
+from pydantic import model_validator
+
+from nntile_py.errors import ConfigError
+from nntile_py.graph.declared import Batch, Traced
+from nntile_py.graph.graph import Graph
+from nntile_py.models.bert_parts import (
+    INIT,
+    KEYS,
+    EncoderLayer,
+    LayerNames,
+    TextEncoder,
+    TextEncoderConfig,
+    classified,
+    embedded,
+    first_token,
+    masked_lm_loss,
+    token_logits,
+)
+from nntile_py.models.parts import dense, padding
+from nntile_py.schema import Count, Positive
+from nntile_py.tasks.cross_entropy import IGNORED, cross_entropy
+from nntile_py.tasks.elementwise import dropout, rename
+from nntile_py.tasks.mask import Mask
+
+_LAYER = LayerNames(
+    query="attention.query", key="attention.key", value="attention.value", attended="attention.dense",
+    attended_norm="attention.LayerNorm", wide="ffn", narrow="ffn_output", narrow_norm="full_layer_layer_norm",
+)  # fmt: skip
+_HEAD = "predictions.dense", "predictions.LayerNorm", "predictions.bias"
+
+
+class ALBERTConfig(TextEncoderConfig):
+    type: str = "albert"
+    groups: Count = 1
+    """Groups of layers that lie one behind the other: the layers of a group share one set of weights."""
+    inner: Count = 1
+    """Layers with weights of their own that a group applies one after the other, each time: `layers` times `inner` in
+    all."""
+    kinds: Count = 2
+    """Kinds of tokens: of sentence A, of sentence B (transformers' token_type_ids)."""
+    embedding: Count = 128
+    """Width of the embedding, from which one product makes `embed`."""
+    activation: Literal["gelu", "gelu_new", "relu"] = "gelu_new"
+    """Between the two products of the feed-forward part."""
+    layer_norm_eps: Positive = 1e-12
+    """Added to the variance in LayerNorm."""
+
+    @model_validator(mode="after")
+    def _groups(self) -> Self:
+        if self.groups > self.layers:
+            raise ConfigError(f"model.groups: got {self.groups}; allowed: 1 to model.layers = {self.layers}")
+        if self.head == "pretraining" and self.classes != 2:
+            need = "2 with head: pretraining, the orders that two sentences have"
+            raise ConfigError(f"model.classes: got {self.classes}; allowed: {need}")
+        return self
+
+
+class ALBERT(TextEncoder):
+    """ALBERT with the head that config.head names. Inputs: input_ids, labels; attention_mask, token_type_ids if given.
+
+    labels: of masked_lm and pretraining the token of each position, -100 elsewhere; of classification [batch] classes.
+    pretraining has sentence_order_label [batch] besides.
+    """
+
+    Config = ALBERTConfig
+    prefix = "albert."
+    architectures: ClassVar = {
+        "masked_lm": "AlbertForMaskedLM", "pretraining": "AlbertForPreTraining",
+        "classification": "AlbertForSequenceClassification",
+    }  # fmt: skip
+    keys: ClassVar = KEYS | {
+        "embedding": "embedding_size", "groups": "num_hidden_groups", "inner": "inner_group_num"
+    }  # fmt: skip
+
+    def trace(self, g: Graph, batch: Batch) -> Traced:
+        c = self.config
+        x, words = embedded(g, batch, c, "albert.embeddings", width=c.embedding)
+        mask, here = Mask(padding=padding(g, batch)), "albert.encoder"
+        with g.scope("embed"):
+            narrow, wide = {"embed": c.embedding}, {"hidden": c.embed}
+            x = rename(g, dense(g, x, f"{here}.embedding_hidden_mapping_in", narrow, wide, INIT), hidden="embed")
+        layers = [
+            [EncoderLayer(g, c, f"{here}.albert_layer_groups.{k}.albert_layers.{n}", _LAYER) for n in range(c.inner)]
+            for k in range(c.groups)
+        ]
+        for number in range(c.layers):
+            for inner, layer in enumerate(layers[int(number / (c.layers / c.groups))]):
+                x = layer(g, x, mask, f"h{number * c.inner + inner}")
+        with g.scope("head"):
+            if c.head == "classification":
+                return classified(g, batch, c, first_token(g, x, c, "albert.pooler", "tanh"))
+            logits = token_logits(g, x, c, words, c.activation, _HEAD)
+            loss = masked_lm_loss(g, batch, c, logits)
+            if c.head == "masked_lm":
+                return Traced(loss, {"logits": logits})
+            orders = g.input(
+                "sentence_order_label", {"batch": batch.size}, below=2, ignored=IGNORED, scale="order_scale"
+            )
+            pooled = dropout(g, first_token(g, x, c, "albert.pooler", "tanh"), c.dropout)
+            order = dense(g, pooled, "sop_classifier.classifier", {"hidden": c.embed}, {"classes": 2}, INIT)
+            loss = cross_entropy(g, order, orders, loss=loss, scale="order_scale")
+            return Traced(loss, {"prediction_logits": logits, "sop_logits": order})
+
+    # -- transformers
+
+    @classmethod
+    def read_config(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
+        return super().read_config({"hidden_act": "gelu_new"} | dict(raw))
+
+    def hf_config(self) -> dict[str, Any]:
+        return {"classifier_dropout_prob": self.config.dropout} | super().hf_config()
