@@ -20,14 +20,13 @@ from nntile_py.models.bert_parts import (
     classified,
     embedded,
     first_token,
-    masked_lm_loss,
+    predicted,
     token_logits,
 )
-from nntile_py.models.parts import dense, padding
+from nntile_py.models.parts import attention_mask, dense
 from nntile_py.schema import Count, Positive
 from nntile_py.tasks.cross_entropy import IGNORED, cross_entropy
 from nntile_py.tasks.elementwise import dropout, rename
-from nntile_py.tasks.mask import Mask
 
 _LAYER = LayerNames(
     query="attention.query", key="attention.key", value="attention.value", attended="attention.dense",
@@ -82,7 +81,7 @@ class ALBERT(TextEncoder):
     def trace(self, g: Graph, batch: Batch) -> Traced:
         c = self.config
         x, words = embedded(g, batch, c, "albert.embeddings", width=c.embedding)
-        mask, here = Mask(padding=padding(g, batch)), "albert.encoder"
+        mask, here = attention_mask(g, batch), "albert.encoder"
         with g.scope("embed"):
             narrow, wide = {"embed": c.embedding}, {"hidden": c.embed}
             x = rename(g, dense(g, x, f"{here}.embedding_hidden_mapping_in", narrow, wide, INIT), hidden="embed")
@@ -96,8 +95,9 @@ class ALBERT(TextEncoder):
         with g.scope("head"):
             if c.head == "classification":
                 return classified(g, batch, c, first_token(g, x, c, "albert.pooler", "tanh"))
-            logits = token_logits(g, x, c, words, c.activation, _HEAD)
-            loss = masked_lm_loss(g, batch, c, logits)
+            y, labels = predicted(g, batch, c, x)
+            logits = token_logits(g, y, c, words, c.activation, _HEAD)
+            loss = cross_entropy(g, logits, labels)
             if c.head == "masked_lm":
                 return Traced(loss, {"logits": logits})
             orders = g.input(

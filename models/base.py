@@ -30,8 +30,8 @@ from nntile_py.typed import typed
 class ModelConfig(Section):
     """Sizes and choices of a model: the section `model` of a YAML. Frozen; raises ConfigError for what is not allowed.
 
-    A model's own adds its fields, and says in `type` how a YAML names it. `vocab` and `positions`, where a model has
-    them, are filled in from the tokenizer and from train.seq.
+    A model's own adds its fields, and says in `type` how a YAML names it. `vocab`, `positions` and `masked`, where a
+    model has them, are filled in from the tokenizer, from train.seq, and from that and train.mask_probability.
     """
 
     model_config = ConfigDict(frozen=True, populate_by_name=True)

@@ -15,7 +15,7 @@ from nntile_py.models.bert_parts import (
     classified,
     embedded,
     first_token,
-    masked_lm_loss,
+    predicted,
     token_logits,
 )
 from nntile_py.models.parts import attention_mask, dense
@@ -56,8 +56,9 @@ class BERT(TextEncoder):
         with g.scope("head"):
             if c.head == "classification":
                 return classified(g, batch, c, first_token(g, x, c, "bert.pooler.dense", "tanh"))
-            logits = token_logits(g, x, c, words, c.activation, _HEAD)
-            loss = masked_lm_loss(g, batch, c, logits)
+            y, labels = predicted(g, batch, c, x)
+            logits = token_logits(g, y, c, words, c.activation, _HEAD)
+            loss = cross_entropy(g, logits, labels)
             if c.head == "masked_lm":
                 return Traced(loss, {"logits": logits})
             nexts = g.input("next_sentence_label", {"batch": batch.size}, below=2, ignored=IGNORED, scale="next_scale")

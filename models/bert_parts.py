@@ -27,13 +27,14 @@ from nntile_py.models.parts import (
     norm_weights,
     position_input,
 )
-from nntile_py.schema import BelowOne, Count
+from nntile_py.schema import BelowOne, Count, Natural
 from nntile_py.tasks.activation import activation
 from nntile_py.tasks.attention import attention
 from nntile_py.tasks.contract import linear
 from nntile_py.tasks.cross_entropy import IGNORED, cross_entropy
 from nntile_py.tasks.elementwise import add, dropout, rename, transpose
 from nntile_py.tasks.embedding import embedding
+from nntile_py.tasks.gather import NOWHERE, gather
 from nntile_py.tasks.mask import Mask
 from nntile_py.tasks.op import Tensor
 from nntile_py.tasks.select import select
@@ -59,6 +60,10 @@ class TextEncoderConfig(LayerConfig, TokenConfig):
     """What the model is to predict. `nntile train` trains masked_lm; the others are trained from Python."""
     classes: Count = 2
     """Of classification: how many classes."""
+    masked: Natural | None = None
+    """Of masked_lm and pretraining: the most tokens of a sequence that are to be predicted. A training step makes
+    logits for these alone (with train.pack for all); loss and gradients are the same. 0: for all tokens; null: with `nntile train` as many as
+    train.mask_probability asks for, from Python 0."""
     dropout: BelowOne = 0.0
     """Dropout of the embedding, of the residual branches and before a classifier."""
     activation: Literal["gelu", "gelu_new", "relu"] = "gelu"
@@ -199,21 +204,55 @@ class EncoderLayer:
 # -- heads
 
 
+def predicted(g: Graph, batch: Batch, c: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    """The rows of x [batch, seq, embed] that logits are needed of, and their labels.
+
+    The input is labels [batch, seq]: the token of each position, -100 where none is to be predicted. Where
+    config.masked says how many are, a training step takes those rows alone, [batch, masked, embed]; an evaluation takes
+    all, as it may return the logits, and so does packing. ValueError in a step: a row has more.
+    """
+    tokens, options = {"batch": batch.size, "seq": batch.seq}, {"below": c.vocab, "ignored": IGNORED}
+    if not c.masked or batch.packed or not g.training:
+        return x, g.input("labels", tokens, **options, scale="loss_scale")
+    most = min(batch.seq, c.masked)
+    g.input("labels", tokens, **options, most=most)
+    masked = {"batch": batch.size, "masked": most}
+    places = g.input(
+        "masked_places", masked, below=batch.seq, ignored=NOWHERE,
+        default=lambda given: masked_places(given["labels"], most),
+    )  # fmt: skip
+    labels = g.input(
+        "masked_labels", masked, **options, scale="loss_scale",
+        default=lambda given: labels_at(given["labels"], given["masked_places"]),
+    )  # fmt: skip
+    return gather(g, x, places), labels
+
+
+def masked_places(labels: Array, most: int) -> Array:
+    """The positions [rows, most] of the labels [rows, seq] that count, then -1. ValueError: more count in a row."""
+    counts = (labels != IGNORED).sum(axis=1)
+    if counts[row := int(counts.argmax())] > most:
+        need = f"at most {most}, for which model.masked was set (0: any number)"
+        raise ValueError(f"labels[{row}]: {counts[row]} tokens are to be predicted; allowed: {need}")
+    first = np.argsort(labels == IGNORED, axis=1, kind="stable")[:, :most]  # those that count, in their order
+    places: Array = np.where(np.arange(most) < counts[:, None], first, NOWHERE)
+    return places
+
+
+def labels_at(labels: Array, places: Array) -> Array:
+    """The labels at these places, -100 where a place is none."""
+    return np.where(places == NOWHERE, IGNORED, np.take_along_axis(labels, np.maximum(places, 0), axis=1))
+
+
 def token_logits(g: Graph, x: Tensor, c: Any, words: Tensor, kind: str, names: tuple[str, str, str]) -> Tensor:
-    """Logits [batch, seq, vocab] by the tokens' own table, after a product, the activation `kind` and a norm.
+    """Logits [..., vocab] of x [..., embed] by the tokens' own table, after a product, the activation `kind`, a norm.
 
     names: of the product, of the norm, of the bias for each token of the vocabulary.
     """
     transform, normed, bias = names
     y = dense(g, x, transform, {"embed": c.embed}, {"hidden": words.size("embed")}, INIT)
     y = norm(g, rename(g, activation(g, y, kind), hidden="embed"), normed, c.layer_norm_eps)
-    return linear(g, y, words, ["batch", "seq", "vocab"], g.param(bias, {"vocab": c.vocab}, ZEROS))
-
-
-def masked_lm_loss(g: Graph, batch: Batch, c: Any, logits: Tensor) -> Tensor:
-    """The loss of labels [batch, seq]: the token of each position, -100 where none is to be predicted."""
-    tokens = {"batch": batch.size, "seq": batch.seq}
-    return cross_entropy(g, logits, g.input("labels", tokens, below=c.vocab, ignored=IGNORED, scale="loss_scale"))
+    return linear(g, y, words, [*x.axes[:-1], "vocab"], g.param(bias, {"vocab": c.vocab}, ZEROS))
 
 
 def first_token(g: Graph, x: Tensor, c: Any, name: str, kind: str, dropped: float = 0.0) -> Tensor:

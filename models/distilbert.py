@@ -15,11 +15,12 @@ from nntile_py.models.bert_parts import (
     classified,
     embedded,
     first_token,
-    masked_lm_loss,
+    predicted,
     token_logits,
 )
 from nntile_py.models.checkpoint import choice
 from nntile_py.models.parts import attention_mask
+from nntile_py.tasks.cross_entropy import cross_entropy
 
 _LAYER = LayerNames(
     query="attention.q_lin", key="attention.k_lin", value="attention.v_lin", attended="attention.out_lin",
@@ -62,8 +63,9 @@ class DistilBERT(TextEncoder):
             if c.head == "classification":
                 return classified(g, batch, c, first_token(g, x, c, "pre_classifier", "relu"))
             names = "vocab_transform", "vocab_layer_norm", "vocab_projector.bias"
-            logits = token_logits(g, x, c, words, c.activation, names)
-            return Traced(masked_lm_loss(g, batch, c, logits), {"logits": logits})
+            y, labels = predicted(g, batch, c, x)
+            logits = token_logits(g, y, c, words, c.activation, names)
+            return Traced(cross_entropy(g, logits, labels), {"logits": logits})
 
     # -- transformers
 

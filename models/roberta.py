@@ -23,11 +23,12 @@ from nntile_py.models.bert_parts import (
     classified,
     embedded,
     first_token,
-    masked_lm_loss,
+    predicted,
     token_logits,
 )
 from nntile_py.models.parts import attention_mask
 from nntile_py.schema import Count, Positive, integer, short
+from nntile_py.tasks.cross_entropy import cross_entropy
 
 _HEAD = "lm_head.dense", "lm_head.layer_norm", "lm_head.bias"
 
@@ -75,8 +76,9 @@ class RoBERTa(TextEncoder):
             if c.head == "classification":
                 pooled = first_token(g, x, c, "classifier.dense", "tanh", c.dropout)
                 return classified(g, batch, c, pooled, "classifier.out_proj")
-            logits = token_logits(g, x, c, words, "gelu", _HEAD)  # whatever the layers' activation is
-            return Traced(masked_lm_loss(g, batch, c, logits), {"logits": logits})
+            y, labels = predicted(g, batch, c, x)
+            logits = token_logits(g, y, c, words, "gelu", _HEAD)  # whatever the layers' activation is
+            return Traced(cross_entropy(g, logits, labels), {"logits": logits})
 
     # -- transformers
 

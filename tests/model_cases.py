@@ -140,8 +140,9 @@ def _filled_up(rng: np.random.Generator, classes: bool = False) -> Inputs:
     return made | {"input_ids": np.where(made["attention_mask"] == 1, np.maximum(made["input_ids"], 2), 1)}
 
 
-def _bert(kind: str, inputs: Callable[[np.random.Generator], Inputs], **config: Any) -> Case:
-    return Case(functools.partial(bert, kind, **config), inputs, zero="key.bias")
+def _bert(kind: str, inputs: Callable[[np.random.Generator], Inputs], masked: int = 0, **config: Any) -> Case:
+    ours = functools.partial(nt.models.from_hf, masked=masked)
+    return Case(functools.partial(bert, kind, **config), inputs, ours=ours, zero="key.bias")
 
 
 ALBERT: dict[str, Any] = {"embedding_size": 10, "num_hidden_layers": 3, "classifier_dropout_prob": 0.0}
@@ -167,6 +168,14 @@ CASES = {
         "AlbertForPreTraining", functools.partial(_pretraining, "sentence_order_label"),
         **ALBERT | GROUPS | {"num_labels": 2},
     ),
+    **{
+        f"{name} gathered": _bert(kind, inputs, 9, **config) for name, kind, inputs, config in (
+            ("masked_lm", "BertForMaskedLM", functools.partial(tokens, mask=True, types=True), {}),
+            ("pretraining", "BertForPreTraining", functools.partial(_pretraining, "next_sentence_label"), {}),
+            ("albert", "AlbertForMaskedLM", tokens, ALBERT),
+            ("roberta", "RobertaForMaskedLM", _filled_up, ROBERTA),
+        )
+    },
     "albert classification": _bert("AlbertForSequenceClassification", _classes, **ALBERT),
     "distilbert": Case(
         functools.partial(distilbert, "DistilBertForMaskedLM"), functools.partial(tokens, mask=True), zero="k_lin.bias"

@@ -429,6 +429,25 @@ def select_grad(axis: str, at: float) -> Callable[[Case], Op]:
     return row
 
 
+def places(positions: int) -> Maker:
+    """Positions, some of them twice, and -1 for none."""
+    return lambda rng, shape, values: rng.integers(-1, positions, shape)
+
+
+def gather(x: str, new: str, *, gradient: bool) -> Callable[[Case], Op]:
+    """At the places [..., new] of x."""
+
+    def row(case: Case) -> Op:
+        *leading, axis, width = x.split()
+        at = case.x(" ".join([*leading, new]), places(case.sizes[axis]), "int64")
+        y = " ".join([*leading, new, width])
+        if gradient:
+            return case.add(ops.GatherGrad(case.x(y), at, case.y(x)))
+        return case.add(ops.Gather(case.x(x), at, case.y(y)))
+
+    return row
+
+
 def grad_norm(max_norm: float | None, places: int = 0, skip_above: float | None = None) -> Callable[[Case], Op]:
     """places: where tiles lie, in turn; the last tensor's are not known."""
 
@@ -550,6 +569,10 @@ ROWS |= {
     "SoftmaxGrad": softmax_grad(Mask()),
     "SoftmaxGrad causal": softmax_grad(Mask(causal=True)),
     "SoftmaxGrad window": softmax_grad(Mask(window=3)),
+    "Gather": gather("batch seq embed", "heads", gradient=False),
+    "GatherGrad": gather("batch seq embed", "heads", gradient=True),
+    "Gather of one sequence": gather("seq embed", "vocab", gradient=False),
+    "GatherGrad of one sequence": gather("seq embed", "vocab", gradient=True),
     "AttentionRepeat": repeat(gradient=False),
     "AttentionRepeatGrad": repeat(gradient=True),
     "GradNorm": grad_norm(None),

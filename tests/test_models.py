@@ -166,7 +166,7 @@ def test_dropout_does_not_depend_on_the_tiling(runtime: nt.Runtime, attention_dr
 
 # -- weights in and out
 
-HF = [name for name in CASES if name not in ("masked_lm plain", "encoder", "decoder")]
+HF = [name for name in CASES if name not in ("masked_lm plain", "encoder", "decoder") and "gathered" not in name]
 
 
 def same(a: Any, b: Any) -> bool:

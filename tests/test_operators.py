@@ -268,6 +268,14 @@ def test_select(pair: Pair, axis: str, index: int) -> None:
     pair.compare(ops.Select(x, out, axis, index), pair.torch[x].select(x.axes.index(axis), index))
 
 
+def test_gather(pair: Pair) -> None:
+    x, places = pair.param("batch seq embed"), pair.temp("batch heads")
+    pair.values[places] = np.array([[0, 3, 3], [2, -1, 1]])
+    at = pair.torch[places] = torch.tensor(pair.values[places])
+    want = torch.take_along_dim(pair.torch[x], at.clamp(min=0)[..., None], 1) * (at >= 0)[..., None]
+    pair.compare(ops.Gather(x, places, pair.temp("batch heads embed")), want)
+
+
 def test_squared_error(pair: Pair) -> None:
     x, target = pair.param("batch embed"), pair.temp("batch embed")
     pair.values[target] = pair.rng.standard_normal(target.shape)

@@ -245,7 +245,7 @@ sizes = {"batch": 2, "seq": 128, "embed": 768, "heads": 12, "head_dim": 64, "ffn
 rows = ["LayerNorm residual", "LayerNormGrad add bias", "CrossEntropy fused", "EmbeddingGrad", "Transpose all"]
 rows += ["GradNorm clip", "Dropout", "LayerNorm residual dropout", "LayerNormGrad add bias dropout"]
 rows += ["GatedGrad silu", "SelectGrad seq 0.6", "SquaredError", "CrossEntropy of sequences fused"]
-rows += ["RMSNorm residual", "RMSNormGrad add", "Rotary"]
+rows += ["Gather", "GatherGrad", "RMSNorm residual", "RMSNormGrad add", "Rotary"]
 for row in [*map(ROWS.get, rows), adamw(split=True)]:
     case = Case(sizes, "bf16")
     row(case)
@@ -264,6 +264,6 @@ def test_compiles_for_sm_90(python: Python, tmp_path: Path) -> None:
     done = python(COMPILE, Path(__file__).parent, TRITON_CACHE_DIR=str(tmp_path))
     assert done.returncode == 0, done.stderr
     names = {"_layer_norm", "_grad", "_cross_entropy", "_sum_rows", "_swap", "_adamw", "_squares", "_total", "_clip"}
-    names |= {"_gated_grad", "_select_grad", "_squared_error"}
+    names |= {"_gated_grad", "_select_grad", "_gather", "_gather_grad", "_squared_error"}
     names |= {"_rms_norm", "_rotary"}
     assert names <= set(done.stdout.split())

@@ -1,6 +1,7 @@
 """The YAML of a run, typed and checked: every mistake is one ConfigError that names the key and what is allowed."""
 
 import functools
+import math
 import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -22,6 +23,7 @@ from nntile_py.config.sections import (
     Tiles,
     Tokenizer,
     Train,
+    most_masked,
 )  # fmt: skip
 from nntile_py.errors import ConfigError
 from nntile_py.graph.step import PRECISIONS, check_precision
@@ -114,6 +116,12 @@ class RunConfig(Section):
             model = model.changed(positions=model.positions or seq)
             if seq > model.positions:
                 raise ConfigError(f"train.seq: got {seq}; allowed: at most model.positions = {model.positions}")
+        if "masked" in fields:
+            share = self.train.mask_probability
+            model = model.changed(masked=most_masked(seq, share) if model.masked is None else model.masked)
+            if 0 < model.masked < seq * share:
+                need = f"0, or at least the {math.ceil(seq * share)} tokens that train.mask_probability asks for"
+                raise ConfigError(f"model.masked: got {model.masked}; allowed: {need}")
         if "vocab" in fields:
             size = self.tokenizer.size()
             model = model.changed(vocab=model.vocab or size)

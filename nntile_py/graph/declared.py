@@ -200,7 +200,8 @@ class Input:
     below: integers go from 0 to below - 1. ignored: one that is allowed besides, and is not counted. default: taken
     where a step gives none: an array of the whole shape, one number, or a function that makes it of the inputs
     declared before. shifted: the value of a position is what the user gives for the next one, as labels of a causal
-    model. scale: a slot of the program, 1 / (values that count, in all micro-batches of a step).
+    model. scale: a slot of the program, 1 / (values that count, in all micro-batches of a step). most: how many values
+    of a row may count, if not all; who makes another input of them refuses more, random ones have so many.
     """
 
     tensor: Tensor
@@ -209,6 +210,7 @@ class Input:
     default: Array | float | Derived | None = None
     shifted: bool = False
     scale: str | None = None
+    most: int | None = None
 
     @property
     def batched(self) -> bool:
@@ -347,16 +349,29 @@ def random_inputs(graph: Any, rows: int, seed: int, alpha: float = 1.0, predicte
         if one.default is None:
             whole = one.tensor.dtype == "int64"
             found[name] = rng.integers(0, one.below or 2, shape) if whole else rng.standard_normal(shape, np.float32)
-        elif callable(one.default):
+    found |= _lengths(graph, found, rows, rng, alpha, predicted)
+    for name, one in graph.inputs.items():
+        if one.most is not None:
+            order = np.where(found[name] == one.ignored, 1.0, rng.random(found[name].shape)).argsort(axis=1)
+            found[name][order.argsort(axis=1) >= one.most] = one.ignored
+        if callable(one.default):
             found[name] = one.default(found)
+    return found
+
+
+def _lengths(
+    graph: Any, found: Mapping[str, Array], rows: int, rng: np.random.Generator, alpha: float, predicted: float
+) -> dict[str, Array]:
+    """What becomes of random inputs where sequences have unequal lengths."""
     tokens = [one.tensor for one in graph.inputs.values() if one.tensor.axes[:2] == ("batch", "seq")]
     if alpha == 1 or not tokens:
-        return found
+        return {}
     seq = tokens[0].size("seq")
     lengths = rng.integers(max(1, math.ceil((2 * alpha - 1) * seq)), min(seq, int(2 * alpha * seq)) + 1, rows)
     real = np.arange(seq) < lengths[:, None]
     counts = real & (rng.random(real.shape) < predicted)
+    made = {"attention_mask": real.astype(np.int64)}
     for name, one in graph.inputs.items():
         if one.ignored is not None and name in found and found[name].shape == real.shape:
-            found[name] = np.where(counts, found[name], one.ignored)
-    return found | {"attention_mask": real.astype(np.int64)}
+            made[name] = np.where(counts, found[name], one.ignored)
+    return made

@@ -124,6 +124,7 @@ class Graph:
         default: Array | float | Derived | None = None,
         shifted: bool = False,
         scale: str | None = None,
+        most: int | None = None,
     ) -> Tensor:
         """An array that a step is given: {axis: size}; dtype None is the graph's. See Input for the rest."""
         self._check_declared("input", name, axes)
@@ -132,7 +133,7 @@ class Graph:
         if shifted and (list(axes)[1:2] != ["seq"] or ignored is None):
             raise ConfigError(f"input {name}: shifted needs the axes batch, seq and a value of `ignored`")
         tensor = self.named(name, list(axes), list(axes.values()), "input", dtype)
-        self.inputs[name] = Input(tensor, below, ignored, default, shifted, scale)
+        self.inputs[name] = Input(tensor, below, ignored, default, shifted, scale, most)
         return tensor
 
     def temp(self, name: str, axes: Sequence[str], shape: Sequence[int], dtype: str, **options: Any) -> Tensor:

@@ -177,7 +177,10 @@ class StepSpec:
 
     def random_inputs(self, rows: int, seed: int, alpha: float = 1.0, predicted: float = 1.0) -> dict[str, Array]:
         """Of a step of so many sequences, as a user gives them, packed or not; see declared.random_inputs."""
-        return random_inputs(replace(self, pack=False).trace()[0], rows, seed, alpha, predicted)
+        graph = replace(self, pack=False).trace()[0]
+        made = random_inputs(graph, rows, seed, alpha, predicted)
+        derived = {name for name, one in graph.inputs.items() if callable(one.default)} if self.pack else set()
+        return {name: value for name, value in made.items() if name not in derived}  # bins have theirs
 
     def graphs(self) -> Graphs:
         """Forward and backward as a graph, not yet cut into tiles."""

@@ -136,7 +136,7 @@ def _masked(config: RunConfig, corpus: Corpus) -> tuple[tuple[int, int], MaskedC
     vocab, special = token_numbers(corpus.tokenizer), special_numbers(corpus.tokenizer)
     return (number[CLS], number[SEP]), MaskedCollator(
         config.train.seq, vocab, number[MASK], frozenset(special | set(number.values())), number[PAD],
-        config.train.mask_probability, config.seed,
+        config.train.mask_probability, config.seed, getattr(config.model, "masked", None) or None,
     )  # fmt: skip
 
 

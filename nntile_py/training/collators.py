@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from nntile_py.config.sections import most_masked
 from nntile_py.errors import ConfigError
 from nntile_py.tasks.cross_entropy import IGNORED
 from nntile_py.typed import typed, typed_fields
@@ -47,7 +48,8 @@ class MaskedCollator:
 
     Of the tokens that are not in `special` a share `probability` is predicted (labels elsewhere -100); of these 80 %
     become the token `mask`, 10 % one of the tokens 0 to vocab - 1 that are not in `special`, 10 % stay. What is drawn
-    depends on seed, step and place alone. A row may have nothing to predict."""
+    depends on seed, step and place alone. A row has `most` tokens to predict at the most (None: as many as chance
+    exceeds in one of 700 rows), and may have none."""
 
     seq: int
     vocab: int
@@ -56,6 +58,7 @@ class MaskedCollator:
     pad: int = 0
     probability: float = 0.15
     seed: int = 0
+    most: int | None = None
     _ordinary: Array = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -69,12 +72,17 @@ class MaskedCollator:
         if not ordinary.size:
             raise ConfigError(f"special: all {self.vocab} tokens are in it; allowed: fewer")
         object.__setattr__(self, "_ordinary", ordinary)
+        if self.most is None:
+            object.__setattr__(self, "most", most_masked(self.seq, self.probability))
+        elif self.most < 1:
+            raise ConfigError(f"most: got {self.most}; allowed: at least 1")
 
     @typed
     def __call__(self, samples: Samples, step: int = 0) -> dict[str, Array]:
         ids, real = _padded(samples, self.seq, self.pad)
         rng = np.random.default_rng([self.seed, step, 1])  # [seed, step] draws the places of a step's sequences
-        chosen = np.isin(ids, self._ordinary) & real & (rng.random(ids.shape) < self.probability)
+        draws = np.where(np.isin(ids, self._ordinary) & real, rng.random(ids.shape), 1.0)
+        chosen = (draws < self.probability) & (draws.argsort(axis=1).argsort(axis=1) < self.most)
         how, other = rng.random(ids.shape), rng.choice(self._ordinary, ids.shape)
         seen = np.where(chosen & (how < 0.8), self.mask, np.where(chosen & (how >= 0.9), other, ids))
         return _inputs(seen, np.where(chosen, ids, IGNORED), real)

@@ -1,0 +1,78 @@
+"""Rows at given places on CUDA. Tiles as in gather.cpp.
+
+A place that is none of the positions, which the CPU reports, gives a row of NaN: a kernel cannot throw.
+"""
+
+# Functions of Triton's language have no Python types.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from nntile_py.tiles.tasklist import Task
+
+from .gather import GatherArgs, GatherGradArgs
+from .launch import Launches, ceil_div, launch, launches, power_of_two, shape, tile, words
+
+
+@triton.jit
+def _gather(
+    Y, X, PLACES, n, count, positions, width, first, last, ACC: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Y[k, :] = X[k // count, PLACES[k] - first, :] where X has that position."""
+    k = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    there = k < n
+    place = tl.load(PLACES + k, there, -1)
+    at = place - first
+    wrong, mine = (place < -1) | (place >= last), (place >= 0) & (at >= 0) & (at < positions)
+    inside = there[:, None] & (col < width)[None, :]
+    row = k // count * positions + at
+    x = tl.load(X + row[:, None] * width + col[None, :], inside & mine[:, None], 0.0).to(tl.float32)
+    x = tl.where(wrong[:, None], float("nan"), x)
+    if ACC:
+        inside = inside & (mine | wrong)[:, None]
+    tl.store(Y + k[:, None] * width + col[None, :], x, inside)
+
+
+@triton.jit
+def _gather_grad(
+    DX, DY, PLACES, positions, count, width, first, ACC: tl.constexpr, COUNT: tl.constexpr, BLOCK: tl.constexpr
+):
+    """DX[row, :] (+)= the sum of DY at the places that are this row's position, in their order."""
+    row = tl.program_id(0).to(tl.int64)
+    col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mine = row // positions * count  # its places, and their rows of DY
+    k = tl.arange(0, COUNT)
+    here = tl.load(PLACES + mine + k, k < count, -1) == row % positions + first
+    total, last = tl.zeros([BLOCK], tl.float32), tl.min(k, 0) - 1
+    for _ in range(0, tl.sum(here.to(tl.int32), 0)):
+        last = tl.min(tl.where(here & (k > last), k, COUNT), 0)
+        total += tl.load(DY + (mine + last) * width + col, col < width, 0.0).to(tl.float32)
+    out = DX + row * width + col
+    if ACC:
+        total += tl.load(out, col < width, 0.0).to(tl.float32)
+    tl.store(out, total, col < width)
+
+
+@launches("gather")
+def _describe(task: Task) -> Launches:
+    n, count, (positions, width), given = words(task, 2), shape(task, 2)[-1], shape(task, 1)[-2:], GatherArgs.of(task)
+    block = min(power_of_two(width), 1024)
+    rows = max(1, 1024 // block)
+    args = (*(tile(task, k) for k in range(3)), n, count, positions, width, given.first, given.positions)
+    grid = (ceil_div(n, rows), ceil_div(width, block))
+    acc = task.accesses[0].accumulate
+    return Launches((launch(_gather, grid, *args, ACC=acc, ROWS=rows, BLOCK=block, warps=2),))
+
+
+@launches("gather_grad")
+def _describe_grad(task: Task) -> Launches:
+    count, (positions, width), first = shape(task, 2)[-1], shape(task, 0)[-2:], GatherGradArgs.of(task).first
+    block = min(power_of_two(width), 1024)
+    args = (*(tile(task, k) for k in range(3)), positions, count, width, first)
+    grid = (words(task, 0) // width, ceil_div(width, block))
+    acc = task.accesses[0].accumulate
+    return Launches((launch(_gather_grad, grid, *args, ACC=acc, COUNT=power_of_two(count), BLOCK=block, warps=2),))
