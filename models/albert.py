@@ -18,6 +18,7 @@ from nntile_py.models.bert_parts import (
     TextEncoder,
     TextEncoderConfig,
     classified,
+    classified_tokens,
     embedded,
     first_token,
     predicted,
@@ -64,7 +65,8 @@ class ALBERTConfig(TextEncoderConfig):
 class ALBERT(TextEncoder):
     """ALBERT with the head that config.head names. Inputs: input_ids, labels; attention_mask, token_type_ids if given.
 
-    labels: of masked_lm and pretraining the token of each position, -100 elsewhere; of classification [batch] classes.
+    labels: of masked_lm and pretraining the token of each position, -100 elsewhere; of classification [batch] classes,
+    of token_classification the class of each position.
     pretraining has sentence_order_label [batch] besides.
     """
 
@@ -73,6 +75,7 @@ class ALBERT(TextEncoder):
     architectures: ClassVar = {
         "masked_lm": "AlbertForMaskedLM", "pretraining": "AlbertForPreTraining",
         "classification": "AlbertForSequenceClassification",
+        "token_classification": "AlbertForTokenClassification",
     }  # fmt: skip
     keys: ClassVar = KEYS | {
         "embedding": "embedding_size", "groups": "num_hidden_groups", "inner": "inner_group_num"
@@ -93,6 +96,8 @@ class ALBERT(TextEncoder):
             for inner, layer in enumerate(layers[int(number / (c.layers / c.groups))]):
                 x = layer(g, x, mask, f"h{number * c.inner + inner}")
         with g.scope("head"):
+            if c.head == "token_classification":
+                return classified_tokens(g, batch, c, x)
             if c.head == "classification":
                 return classified(g, batch, c, first_token(g, x, c, "albert.pooler", "tanh"))
             y, labels = predicted(g, batch, c, x)

@@ -13,6 +13,7 @@ from nntile_py.models.bert_parts import (
     TextEncoder,
     TextEncoderConfig,
     classified,
+    classified_tokens,
     embedded,
     first_token,
     predicted,
@@ -36,7 +37,8 @@ class BERTConfig(TextEncoderConfig):
 class BERT(TextEncoder):
     """BERT with the head that config.head names. Inputs: input_ids, labels; attention_mask and token_type_ids if given.
 
-    labels: of masked_lm and pretraining the token of each position, -100 elsewhere; of classification [batch] classes.
+    labels: of masked_lm and pretraining the token of each position, -100 elsewhere; of classification [batch] classes,
+    of token_classification the class of each position.
     pretraining has next_sentence_label [batch] besides.
     """
 
@@ -45,6 +47,7 @@ class BERT(TextEncoder):
     architectures: ClassVar = {
         "masked_lm": "BertForMaskedLM", "pretraining": "BertForPreTraining",
         "classification": "BertForSequenceClassification",
+        "token_classification": "BertForTokenClassification",
     }  # fmt: skip
 
     def trace(self, g: Graph, batch: Batch) -> Traced:
@@ -54,6 +57,8 @@ class BERT(TextEncoder):
         for layer in range(c.layers):
             x = EncoderLayer(g, c, f"bert.encoder.layer.{layer}", LayerNames())(g, x, mask, f"h{layer}")
         with g.scope("head"):
+            if c.head == "token_classification":
+                return classified_tokens(g, batch, c, x)
             if c.head == "classification":
                 return classified(g, batch, c, first_token(g, x, c, "bert.pooler.dense", "tanh"))
             y, labels = predicted(g, batch, c, x)

@@ -56,14 +56,14 @@ class TextEncoderConfig(LayerConfig, TokenConfig):
 
     positions: Count | None = None
     """Length of the longest sequence; null: `train.seq`."""
-    head: Literal["masked_lm", "pretraining", "classification"] = "masked_lm"
+    head: Literal["masked_lm", "pretraining", "classification", "token_classification"] = "masked_lm"
     """What the model is to predict. `nntile train` trains masked_lm; the others are trained from Python."""
     classes: Count = 2
-    """Of classification: how many classes."""
+    """Of classification and token_classification: how many classes."""
     masked: Natural | None = None
     """Of masked_lm and pretraining: the most tokens of a sequence that are to be predicted. A training step makes
-    logits for these alone (with train.pack for all); loss and gradients are the same. 0: for all tokens; null: with `nntile train` as many as
-    train.mask_probability asks for, from Python 0."""
+    logits for these alone (with train.pack for all); loss and gradients are the same. 0: for all tokens; null: with
+    `nntile train` as many as train.mask_probability asks for, from Python 0."""
     dropout: BelowOne = 0.0
     """Dropout of the embedding, of the residual branches and before a classifier."""
     activation: Literal["gelu", "gelu_new", "relu"] = "gelu"
@@ -260,6 +260,14 @@ def first_token(g: Graph, x: Tensor, c: Any, name: str, kind: str, dropped: floa
     the share `dropped` is dropped before."""
     first = dropout(g, select(g, x, "seq", 0), dropped)
     return activation(g, dense(g, first, name, {"embed": c.embed}, {"hidden": c.embed}, INIT), kind)
+
+
+def classified_tokens(g: Graph, batch: Batch, c: Any, x: Tensor) -> Traced:
+    """Logits and loss of labels [batch, seq], the class of each token, -100 where it does not count."""
+    logits = dense(g, dropout(g, x, c.dropout), "classifier", {"embed": c.embed}, {"classes": c.classes}, INIT)
+    tokens = {"batch": batch.size, "seq": batch.seq}
+    labels = g.input("labels", tokens, below=c.classes, ignored=IGNORED, scale="loss_scale")
+    return Traced(cross_entropy(g, logits, labels), {"logits": logits})
 
 
 def classified(g: Graph, batch: Batch, c: Any, pooled: Tensor, name: str = "classifier") -> Traced:

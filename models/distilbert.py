@@ -13,6 +13,7 @@ from nntile_py.models.bert_parts import (
     TextEncoder,
     TextEncoderConfig,
     classified,
+    classified_tokens,
     embedded,
     first_token,
     predicted,
@@ -30,22 +31,24 @@ _LAYER = LayerNames(
 
 class DistilBERTConfig(TextEncoderConfig):
     type: str = "distilbert"
-    head: Literal["masked_lm", "classification"] = "masked_lm"
-    """What the model is to predict. `nntile train` trains masked_lm; classification is trained from Python."""
+    head: Literal["masked_lm", "classification", "token_classification"] = "masked_lm"
+    """What the model is to predict. `nntile train` trains masked_lm; the others are trained from Python."""
     layer_norm_eps: ClassVar[float] = 1e-12  # a constant in transformers
 
 
 class DistilBERT(TextEncoder):
     """DistilBERT with the head that config.head names. Inputs: input_ids, labels; attention_mask if given.
 
-    labels: of masked_lm the token of each position, -100 elsewhere; of classification [batch] classes.
+    labels: of masked_lm the token of each position, -100 elsewhere; of classification [batch] classes,
+    of token_classification the class of each position.
     """
 
     Config = DistilBERTConfig
     prefix = "distilbert."
     tied = ("vocab_projector.weight",)
     architectures: ClassVar = {
-        "masked_lm": "DistilBertForMaskedLM", "classification": "DistilBertForSequenceClassification"
+        "masked_lm": "DistilBertForMaskedLM", "classification": "DistilBertForSequenceClassification",
+        "token_classification": "DistilBertForTokenClassification",
     }  # fmt: skip
     keys: ClassVar = {
         "layers": "n_layers", "embed": "dim", "heads": "n_heads", "ffn": "hidden_dim", "vocab": "vocab_size",
@@ -60,6 +63,8 @@ class DistilBERT(TextEncoder):
         for layer in range(c.layers):
             x = EncoderLayer(g, c, f"distilbert.transformer.layer.{layer}", _LAYER)(g, x, mask, f"h{layer}")
         with g.scope("head"):
+            if c.head == "token_classification":
+                return classified_tokens(g, batch, c, x)
             if c.head == "classification":
                 return classified(g, batch, c, first_token(g, x, c, "pre_classifier", "relu"))
             names = "vocab_transform", "vocab_layer_norm", "vocab_projector.bias"

@@ -21,6 +21,7 @@ from nntile_py.models.bert_parts import (
     TextEncoder,
     TextEncoderConfig,
     classified,
+    classified_tokens,
     embedded,
     first_token,
     predicted,
@@ -35,8 +36,8 @@ _HEAD = "lm_head.dense", "lm_head.layer_norm", "lm_head.bias"
 
 class RoBERTaConfig(TextEncoderConfig):
     type: str = "roberta"
-    head: Literal["masked_lm", "classification"] = "masked_lm"
-    """What the model is to predict. `nntile train` trains masked_lm; classification is trained from Python."""
+    head: Literal["masked_lm", "classification", "token_classification"] = "masked_lm"
+    """What the model is to predict. `nntile train` trains masked_lm; the others are trained from Python."""
     kinds: Count = 1
     """Kinds of tokens (transformers' token_type_ids)."""
     padding_token: Annotated[int, *integer(0)] = 1
@@ -56,13 +57,15 @@ class RoBERTaConfig(TextEncoderConfig):
 class RoBERTa(TextEncoder):
     """RoBERTa with the head that config.head names. Inputs: input_ids, labels; attention_mask, token_type_ids if given.
 
-    labels: of masked_lm the token of each position, -100 elsewhere; of classification [batch] classes.
+    labels: of masked_lm the token of each position, -100 elsewhere; of classification [batch] classes,
+    of token_classification the class of each position.
     """
 
     Config = RoBERTaConfig
     prefix = "roberta."
     architectures: ClassVar = {
-        "masked_lm": "RobertaForMaskedLM", "classification": "RobertaForSequenceClassification"
+        "masked_lm": "RobertaForMaskedLM", "classification": "RobertaForSequenceClassification",
+        "token_classification": "RobertaForTokenClassification",
     }  # fmt: skip
     keys: ClassVar = KEYS | {"padding_token": "pad_token_id"}
 
@@ -73,6 +76,8 @@ class RoBERTa(TextEncoder):
         for layer in range(c.layers):
             x = EncoderLayer(g, c, f"roberta.encoder.layer.{layer}", LayerNames())(g, x, mask, f"h{layer}")
         with g.scope("head"):
+            if c.head == "token_classification":
+                return classified_tokens(g, batch, c, x)
             if c.head == "classification":
                 pooled = first_token(g, x, c, "classifier.dense", "tanh", c.dropout)
                 return classified(g, batch, c, pooled, "classifier.out_proj")

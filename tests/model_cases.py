@@ -131,6 +131,11 @@ def _classes(rng: np.random.Generator) -> Inputs:
     return tokens(rng, mask=True) | {"labels": rng.integers(0, CLASSES, BATCH)}
 
 
+def _tags(rng: np.random.Generator, filled: bool = False) -> Inputs:
+    made = _filled_up(rng) if filled else tokens(rng, mask=True)
+    return made | {"labels": np.where(made["labels"] == IGNORED, IGNORED, rng.integers(0, CLASSES, (BATCH, SEQ)))}
+
+
 def _filled_up(rng: np.random.Generator, classes: bool = False) -> Inputs:
     """For RoBERTa: the token 1 where there is padding, and nowhere else; in front, where no first token counts."""
     made = _classes(rng) if classes else tokens(rng, mask=True)
@@ -182,6 +187,12 @@ CASES = {
     ),
     "distilbert classification": Case(
         functools.partial(distilbert, "DistilBertForSequenceClassification"), _classes, zero="k_lin.bias"
+    ),
+    "tokens": _bert("BertForTokenClassification", _tags),
+    "roberta tokens": _bert("RobertaForTokenClassification", functools.partial(_tags, filled=True), **ROBERTA),
+    "albert tokens": _bert("AlbertForTokenClassification", _tags, **ALBERT),
+    "distilbert tokens": Case(
+        functools.partial(distilbert, "DistilBertForTokenClassification"), _tags, zero="k_lin.bias"
     ),
     "llama": Case(llama, functools.partial(tokens, mask=True, causal=True)),
     "llama tied": Case(

@@ -35,11 +35,13 @@ def objective(config: RunConfig) -> str:
             f"model.type: {kind} is not trained on text (its objective is {found}); allowed: {text}, or {elsewhere}"
         )
     declared = replace(step_spec(config), pack=False).trace()[0].inputs
-    asked = {name: list(one.tensor.axes) for name, one in declared.items() if one.default is None}
-    if asked != {name: ["batch", "seq"] for name in ("input_ids", "labels")}:
-        told = ", ".join(f"{name} [{', '.join(axes)}]" for name, axes in asked.items())
+    asked = {name: one for name, one in declared.items() if one.default is None}
+    axes = {name: list(one.tensor.axes) for name, one in asked.items()}
+    fits = axes == {name: ["batch", "seq"] for name in ("input_ids", "labels")}
+    if not fits or asked["labels"].below != asked["input_ids"].below:
+        told = ", ".join(f"{name} [{', '.join(axes[name])}] below {one.below}" for name, one in asked.items())
         head = f" with head: {config.model.head}" if "head" in type(config.model).model_fields else ""
-        gives = "text gives input_ids and labels [batch, seq]"
+        gives = "text gives input_ids and labels [batch, seq], both tokens"
         raise ConfigError(f"model: {kind}{head} needs {told}; allowed: no others, as {gives}; {elsewhere}")
     if found == "masked":
         _check_masked(config)
