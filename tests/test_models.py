@@ -206,7 +206,7 @@ def test_a_folder_without_a_head(tmp_path: Path, name: str, part: str) -> None:
         (lambda: bert("BertForMaskedLM", is_decoder=True), "is_decoder is True in the model's config; allowed: False"),
         (lambda: distilbert("DistilBertForMaskedLM", activation="silu"), "activation is 'silu' in .*; allowed: 'gelu'"),
         (lambda: distilbert("DistilBertForMaskedLM", sinusoidal_pos_embds=True), "sinusoidal_pos_embds is True.*False"),
-        (lambda: distilbert("DistilBertForQuestionAnswering"), r"QuestionAnswering'\] in .* allowed: DistilBert"),
+        (lambda: distilbert("DistilBertForMultipleChoice"), r"MultipleChoice'\] in .* allowed: DistilBert"),
         (lambda: llama(attention_bias=True), "attention_bias is True"),
         (lambda: llama(hidden_act="gelu"), "hidden_act is 'gelu' in the model's config; allowed: 'silu'"),
         (lambda: torch.nn.Linear(2, 2), "Linear is not allowed; use a transformers model, or its folder"),
