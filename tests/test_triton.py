@@ -245,7 +245,7 @@ sizes = {"batch": 2, "seq": 128, "embed": 768, "heads": 12, "head_dim": 64, "ffn
 rows = ["LayerNorm residual", "LayerNormGrad add bias", "CrossEntropy fused", "EmbeddingGrad into", "Transpose all"]
 rows += ["GradNorm clip", "Dropout", "LayerNorm residual dropout", "LayerNormGrad add bias dropout"]
 rows += ["GatedGrad silu", "SelectGrad seq 0.6", "SquaredError", "CrossEntropy of sequences fused"]
-rows += ["RMSNorm residual", "RMSNormGrad add", "Rotary"]
+rows += ["RMSNorm residual", "RMSNormGrad add", "Rotary", "RelativeScores", "RelativeScoresGrad"]
 for row in [*map(ROWS.get, rows), adamw(split=True)]:
     case = Case(sizes, "bf16")
     row(case)
