@@ -99,13 +99,17 @@ class _Uses:
         """To be called by whoever gives an operator other inputs or outputs."""
         self._enter(op, self._leave(op))
 
-    def replace(self, old: list[Op], new: Op) -> None:
-        """Put `new` where the last of `old` stands."""
+    def replace(self, old: list[Op], new: Op) -> bool:
+        """Put `new` where the last of `old` stands. False, and nothing changes: what they make is read before that."""
         *others, last = sorted(old, key=self.order.__getitem__)
+        readers = [reader for op in others for t in op.outputs for reader in self.readers.get(t, [])]
+        if any(reader not in old and self.order[reader] < self.order[last] for reader in readers):
+            return False
         new.name, new.phase = old[0].name, old[0].phase
         for op in others:
             self.remove(op)
         self._enter(new, self._leave(last))
+        return True
 
     def apply(self, rule: Rule) -> None:
         """Apply a rule until it fits nowhere, always to the first operator that it fits.
@@ -341,8 +345,7 @@ def _bias_grad(uses: _Uses, op: Op) -> bool:
         side = 0 if reader.a is dy else 1
         columns = reader.m if side == 0 else reader.n
         if columns == list(op.output.axes):
-            uses.replace([reader, op], _rebuild(reader, reader.output, bias_grad=(side, op.output)))
-            return True
+            return uses.replace([reader, op], _rebuild(reader, reader.output, bias_grad=(side, op.output)))
     return False
 
 
