@@ -117,4 +117,5 @@ def rows_of_keys(low: Lowering, scores: Tensor) -> list[tuple[dict[str, int], li
 
 def softmax(g: GraphLike, scores: Tensor, mask: Mask) -> Tensor:
     """Softmax over the keys of scores [.., seq, key], of what the mask leaves; zeros elsewhere."""
-    return g.add(Softmax(scores, g.temp("softmax", scores.axes, scores.shape, scores.dtype, band=mask.band), mask)).output
+    p = g.temp("softmax", scores.axes, scores.shape, scores.dtype, band=mask.band)
+    return g.add(Softmax(scores, p, mask)).output

@@ -160,7 +160,9 @@ def _bert(kind: str, inputs: Callable[[np.random.Generator], Inputs], **config: 
     return Case(functools.partial(bert, kind, **config), inputs, zero="key.bias")
 
 
-def _deberta(kind: str, inputs: Callable[[np.random.Generator], Inputs], zero: str | None = None, **config: Any) -> Case:
+def _deberta(
+    kind: str, inputs: Callable[[np.random.Generator], Inputs], zero: str | None = None, **config: Any
+) -> Case:
     options = {"relative_attention": True, "pos_att_type": ["c2p", "p2c"]} | config
     return Case(functools.partial(bert, kind, **options), inputs, zero=zero, attention="naive", padding=False)
 
@@ -192,7 +194,8 @@ CASES = {
         functools.partial(distilbert, "DistilBertForSequenceClassification"), _classes, zero="k_lin.bias"
     ),
     "deberta": _deberta(
-        "DebertaForMaskedLM", functools.partial(_filled_in_front, types=True), type_vocab_size=2, max_relative_positions=7
+        "DebertaForMaskedLM", functools.partial(_filled_in_front, types=True),
+        type_vocab_size=2, max_relative_positions=7,
     ),
     "deberta p2c": _deberta("DebertaForMaskedLM", tokens, pos_att_type=["p2c"], legacy=False),
     "deberta classification": _deberta("DebertaForSequenceClassification", _classes, position_biased_input=False),
