@@ -130,7 +130,7 @@ class Relative(NamedTuple):
     """Embeddings of distances [relative, embed], and the row of each distance [distance]; see RelativeScores."""
 
     table: Tensor
-    index: Tensor
+    of_distance: Tensor
 
 
 class DeBERTaLayer(EncoderLayer):
@@ -168,7 +168,7 @@ class DeBERTaLayer(EncoderLayer):
         scores = contract(g, q, k, [*q.axes[:3], "key"], scale=scale)
         of_queries = products(q, self.position_key) if c.c2p and self.position_key else None
         of_keys = products(k, self.position_query) if c.p2c and self.position_query else None
-        scores = relative_scores(g, scores, self.relative.index, of_queries, of_keys)
+        scores = relative_scores(g, scores, self.relative.of_distance, of_queries, of_keys)
         return contract(g, dropout(g, softmax(g, scores, mask), c.attention_dropout), v, q.axes)
 
 
@@ -181,8 +181,7 @@ class DeBERTaV2Layer(DeBERTaLayer):
     def position_weights(self, g: Graph, embed: Sizes, heads: Sizes) -> tuple[Dense | None, Dense | None]:
         c = self.config
         if c.share_att_key:
-            query, key, _ = self.projections
-            return key, query
+            return self.projections[1], self.projections[0]
         key = dense_weights(g, f"{self.own}.pos_key_proj", embed, heads, INIT) if c.c2p else None
         return key, dense_weights(g, f"{self.own}.pos_query_proj", embed, heads, INIT) if c.p2c else None
 

@@ -109,15 +109,10 @@ class RelativeScoresGrad(Op):
             low.emit("relative_scores_grad", [*sums, *reads], self.forward.args(low, at))
 
     def reference(self, *inputs: Array) -> tuple[Array, ...]:
-        dy, rows = inputs[0], self.forward.rows(inputs[1])
-        seq, key = (np.arange(size) for size in rows.shape)
-        results = [np.zeros(t.shape) for t in self.outputs]
-        sums = iter(results)
-        if self.forward.queries:
-            np.add.at(next(sums), (..., seq[:, None], rows), dy)
-        if self.forward.keys:
-            np.add.at(next(sums), (..., key[None], rows), dy)
-        return tuple(results)
+        relative = self.output.size("relative")
+        there = (self.forward.rows(inputs[1])[..., None] == np.arange(relative)).astype(float)  # [seq, key, relative]
+        sums = {"s": self.forward.queries, "k": self.forward.keys}
+        return tuple(np.einsum(f"...sk,skr->...{axis}r", inputs[0], there) for axis, product in sums.items() if product)
 
 
 def relative_scores(
