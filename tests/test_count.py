@@ -31,7 +31,8 @@ def listed(config: RunConfig) -> int:
 
 
 @pytest.mark.parametrize(
-    "name", ["gpt2_tiny", "llama_tiny", "bert_tiny", "distilbert_tiny", "roberta_tiny", "deberta_tiny"]
+    "name",
+    ["gpt2_tiny", "llama_tiny", "bert_tiny", "distilbert_tiny", "roberta_tiny", "deberta_tiny", "deberta-v2_tiny"],
 )
 @pytest.mark.parametrize("tiles", ["tiles={}", "tiles={batch: 3, embed: 100}", RAGGED])
 def test_the_count_is_that_of_the_list(name: str, tiles: str) -> None:
