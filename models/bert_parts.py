@@ -18,7 +18,9 @@ from nntile_py.graph.graph import Graph
 from nntile_py.models.base import Model, TokenConfig
 from nntile_py.models.checkpoint import architecture, check_type, choice
 from nntile_py.models.parts import (
+    Dense,
     LayerConfig,
+    Sizes,
     check_length,
     dense,
     dense_weights,
@@ -133,24 +135,34 @@ def counted_positions(g: Graph, batch: Batch, positions: int | None, padding: in
 
 
 def embedded(
-    g: Graph, batch: Batch, c: Any, name: str, *, kinds: bool = True, padding: int | None = None, width: int = 0
+    g: Graph,
+    batch: Batch,
+    c: Any,
+    name: str,
+    *,
+    kinds: bool = True,
+    padding: int | None = None,
+    places: bool = True,
+    width: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """The sum of what tokens, positions and kinds of tokens are looked up as, normed; and the tokens' table.
 
     Their tables are NAME.word_embeddings.weight and so on. Inputs: input_ids, token_type_ids if there are kinds.
     padding: the token from whose number on positions are counted (see counted_positions); None: they are 0, 1, ...
-    width: of the tables, where it is another one than the model's; it has the axis embed, too.
+    places: whether there is a table of positions. width: of the tables, where it is another one than the model's; it
+    has the axis embed, too.
     """
     tokens, embed = {"batch": batch.size, "seq": batch.seq}, {"embed": width or c.embed}
-    ids = g.input("input_ids", tokens, below=c.vocab)
-    if padding is None:
-        positions, rows = position_input(g, batch, c.positions), c.positions
-    else:
-        positions, rows = counted_positions(g, batch, c.positions, padding), c.positions + padding + 1
+    ids, positions, rows = g.input("input_ids", tokens, below=c.vocab), None, c.positions
+    if places:
+        positions = position_input(g, batch, rows) if padding is None else counted_positions(g, batch, rows, padding)
     with g.scope("embed"):
         words = g.param(f"{name}.word_embeddings.weight", {"vocab": c.vocab} | embed, INIT)
-        places = g.param(f"{name}.position_embeddings.weight", {"position": rows} | embed, INIT)
-        x = embedded_positions(g, embedding(g, ids, words), positions, places)
+        x = embedding(g, ids, words)
+        if positions:
+            rows += 0 if padding is None else padding + 1
+            table = g.param(f"{name}.position_embeddings.weight", {"position": rows} | embed, INIT)
+            x = embedded_positions(g, x, positions, table)
         if kinds:
             kind = g.input("token_type_ids", tokens, below=c.kinds, default=0)
             types = g.param(f"{name}.token_type_embeddings.weight", {"kind": c.kinds} | embed, INIT)
@@ -181,20 +193,28 @@ class EncoderLayer:
         embed, heads = {"embed": c.embed}, {"heads": c.heads, "head_dim": c.embed // c.heads}
         ffn, at = {"ffn": c.ffn}, LayerNames(*(f"{name}.{one}" for one in names))
         self.config = c
-        self.projections = [dense_weights(g, one, embed, heads, INIT) for one in (at.query, at.key, at.value)]
+        self.projections = self.projected(g, at, embed, heads)
         self.attended = dense_weights(g, at.attended, heads, embed, INIT)
         self.attended_norm = norm_weights(g, at.attended_norm, c.embed)
         self.wide = dense_weights(g, at.wide, embed, ffn, INIT)
         self.narrow = dense_weights(g, at.narrow, ffn, embed, INIT)
         self.narrow_norm = norm_weights(g, at.narrow_norm, c.embed)
 
+    def projected(self, g: Graph, at: LayerNames, embed: Sizes, heads: Sizes) -> list[Dense]:
+        """The weights of queries, keys and values."""
+        return [dense_weights(g, one, embed, heads, INIT) for one in (at.query, at.key, at.value)]
+
+    def attend(self, g: Graph, x: Tensor, mask: Mask) -> Tensor:
+        """The heads' output, with the axes batch, seq, heads and head_dim in any order."""
+        c = self.config
+        q, k, v = (transpose(g, y(g, x), ["batch", "heads", "seq", "head_dim"]) for y in self.projections)
+        return attention(g, q, k, v, mask, c.attention, c.attention_dropout)
+
     def __call__(self, g: Graph, x: Tensor, mask: Mask, scope: str) -> Tensor:
         """The layer's output for x [batch, seq, embed]."""
         c = self.config
         with g.scope(f"{scope}.attn"):
-            q, k, v = (transpose(g, y(g, x), ["batch", "heads", "seq", "head_dim"]) for y in self.projections)
-            a = attention(g, q, k, v, mask, c.attention, c.attention_dropout)
-            y = self.attended(g, transpose(g, a, ["batch", "seq", "heads", "head_dim"]))
+            y = self.attended(g, transpose(g, self.attend(g, x, mask), ["batch", "seq", "heads", "head_dim"]))
             x = self.attended_norm(g, add(g, dropout(g, y, c.dropout), x), c.layer_norm_eps)
         with g.scope(f"{scope}.mlp"):
             y = self.narrow(g, activation(g, self.wide(g, x), c.activation))

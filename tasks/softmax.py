@@ -113,3 +113,9 @@ def rows_of_keys(low: Lowering, scores: Tensor) -> list[tuple[dict[str, int], li
         keys = [index | {"key": k} for k in range(len(low.parts(scores, "key")))]
         result.append((index, [at for at in keys if not low.empty(scores, at)]))
     return result
+
+
+def softmax(g: GraphLike, scores: Tensor, mask: Mask) -> Tensor:
+    """Softmax over the keys of scores [.., seq, key], of what the mask leaves; zeros elsewhere."""
+    p = g.temp("softmax", scores.axes, scores.shape, scores.dtype, band=mask.band)
+    return g.add(Softmax(scores, p, mask)).output

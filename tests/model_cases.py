@@ -121,6 +121,14 @@ class Case:
     run: Callable[[Any, Inputs], tuple[Any, dict[str, Any]]] = of_transformers
     ours: Callable[[Any], Any] = nt.models.from_hf
     zero: str | None = None
+    attention: str | None = None  # the only form that the model has
+    padding: bool = True  # PyTorch's outputs at padding are to be ours, too
+
+    def real(self, inputs: Inputs, output: Any) -> Any:
+        """What is compared of an output."""
+        if self.padding or "attention_mask" not in inputs or output.shape[:2] != inputs["attention_mask"].shape:
+            return output
+        return output[inputs["attention_mask"] == 1]
 
 
 def _pretraining(pairs: str, rng: np.random.Generator) -> Inputs:
@@ -150,8 +158,27 @@ def _bert(kind: str, inputs: Callable[[np.random.Generator], Inputs], masked: in
     return Case(functools.partial(bert, kind, **config), inputs, ours=ours, zero="key.bias")
 
 
+def _filled_in_front(rng: np.random.Generator, types: bool = False) -> Inputs:
+    """Padding in front of a sequence, and a hole in another one."""
+    made = tokens(rng, mask=True, types=types)
+    made["attention_mask"][1] = made["attention_mask"][1, ::-1].copy()
+    made["attention_mask"][0, 3:5] = 0
+    return made | {"labels": np.where(made["attention_mask"] == 1, made["labels"], IGNORED)}
+
+
+def _deberta(
+    kind: str, inputs: Callable[[np.random.Generator], Inputs], zero: str | None = None, **config: Any
+) -> Case:
+    options = {"relative_attention": True, "pos_att_type": ["c2p", "p2c"]} | config
+    return Case(functools.partial(bert, kind, **options), inputs, zero=zero, attention="naive", padding=False)
+
+
 ALBERT: dict[str, Any] = {"embedding_size": 10, "num_hidden_layers": 3, "classifier_dropout_prob": 0.0}
 GROUPS: dict[str, Any] = {"num_hidden_groups": 2, "inner_group_num": 2, "embedding_size": 32}
+DEBERTA_V3: dict[str, Any] = {
+    "position_biased_input": False, "share_att_key": True, "norm_rel_ebd": "layer_norm", "position_buckets": 8,
+    "legacy": False,
+}  # fmt: skip
 ROBERTA: dict[str, Any] = {"type_vocab_size": 1, "pad_token_id": 1, "max_position_embeddings": SEQ + 3}
 
 
@@ -194,6 +221,19 @@ CASES = {
     "distilbert tokens": Case(
         functools.partial(distilbert, "DistilBertForTokenClassification"), _tags, zero="k_lin.bias"
     ),
+    "deberta": _deberta(
+        "DebertaForMaskedLM", functools.partial(_filled_in_front, types=True),
+        type_vocab_size=2, max_relative_positions=7,
+    ),
+    "deberta p2c": _deberta("DebertaForMaskedLM", tokens, pos_att_type=["p2c"], legacy=False),
+    "deberta classification": _deberta("DebertaForSequenceClassification", _classes, position_biased_input=False),
+    "deberta v2": _deberta(
+        "DebertaV2ForMaskedLM", functools.partial(tokens, types=True), zero="pos_key_proj.bias",
+        type_vocab_size=2, max_relative_positions=5, norm_rel_ebd="layer_norm",
+    ),
+    "deberta v2 c2p": _deberta("DebertaV2ForMaskedLM", tokens, zero="key_proj.bias", pos_att_type=["c2p"]),
+    "deberta v3": _deberta("DebertaV2ForMaskedLM", functools.partial(tokens, mask=True), **DEBERTA_V3),
+    "deberta v3 classification": _deberta("DebertaV2ForSequenceClassification", _classes, **DEBERTA_V3),
     "llama": Case(llama, functools.partial(tokens, mask=True, causal=True)),
     "llama tied": Case(
         functools.partial(llama, tie_word_embeddings=True, rope_parameters=LLAMA3),

@@ -333,6 +333,28 @@ def cross_entropy(axes: str) -> Callable[[Case], Op]:
     return row
 
 
+def relative(products: str = "queries keys", axes: str = _SCORES, gradient: bool = False, rows: int = 5) -> Any:
+    """Scores with what `products` names, or the gradient; of index `rows` rows at most."""
+
+    def row(case: Case) -> Op:
+        case.sizes |= {"distance": case.sizes["seq"] + case.sizes["key"] - 1, "relative": rows}
+        index, scores = case.x("distance", rising_rows(rows), "int64"), case.x(axes)
+        named = {"queries": axes.replace("key", "relative"), "keys": axes.replace("seq ", "") + " relative"}
+        made = [case.x(named[one]) if one in products else None for one in named]
+        out = Tensor("y", scores.axes, scores.shape, scores.dtype, storage=scores)
+        forward = ops.RelativeScores(scores, index, *made, out)
+        if not gradient:
+            return case.add(forward)
+        return case.add(ops.RelativeScoresGrad(forward, scores, [case.like(t) for t in made if t]))
+
+    return row
+
+
+def rising_rows(rows: int) -> Maker:
+    """Rows that never fall, the first and the last of several distances."""
+    return lambda rng, shape, values: np.sort(np.clip(rng.integers(-1, rows + 1, shape), 0, rows - 1))
+
+
 def repeat(gradient: bool) -> Callable[[Case], Op]:
     """Two key heads, cut where the heads are; tiles of heads need not fit them: test_attention.py has those."""
 
@@ -573,6 +595,14 @@ ROWS |= {
     "GatherGrad": gather("batch seq embed", "heads", gradient=True),
     "Gather of one sequence": gather("seq embed", "vocab", gradient=False),
     "GatherGrad of one sequence": gather("seq embed", "vocab", gradient=True),
+    "RelativeScores": relative(),
+    "RelativeScores of queries": relative("queries", "heads batch seq key"),
+    "RelativeScores of keys": relative("keys", "seq key"),
+    "RelativeScores of many rows": relative(rows=40),
+    "RelativeScoresGrad": relative(gradient=True),
+    "RelativeScoresGrad of queries": relative("queries", "seq key", gradient=True),
+    "RelativeScoresGrad of keys": relative("keys", "heads batch seq key", gradient=True),
+    "RelativeScoresGrad of many rows": relative(rows=40, gradient=True),
     "AttentionRepeat": repeat(gradient=False),
     "AttentionRepeatGrad": repeat(gradient=True),
     "GradNorm": grad_norm(None),

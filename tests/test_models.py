@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import json
 import re
@@ -22,6 +23,7 @@ import nntile_py as nt
 from nntile_py.config.run import load
 from nntile_py.config.spec import build_model
 from nntile_py.graph.declared import random_inputs
+from nntile_py.models.deberta import distance_rows, log_buckets
 from nntile_py.testing import error
 
 EVEN = {"batch": 2, "seq": 4, "embed": 12, "heads": 2, "ffn": 20, "vocab": 30}
@@ -51,15 +53,16 @@ def pairwise(*choices: list[Any]) -> list[tuple[Any, ...]]:
 )
 def test_training(runtime: nt.Runtime, name: str, tiling: str, policy: str, attention: str, fusion: bool) -> None:
     """Outputs, gradients, ten steps of AdamW, the weights at the end."""
-    want = reference(name)
+    want, case = reference(name), CASES[name]
     trainer = nt.Trainer(
-        CASES[name].ours(want.model), BATCH, SEQ, TILINGS[tiling], optimizer=nt.AdamW(**ADAMW), accumulate=policy,
-        fusion=fusion, attention=attention,
+        case.ours(want.model), BATCH, SEQ, TILINGS[tiling], optimizer=nt.AdamW(**ADAMW), accumulate=policy,
+        fusion=fusion, attention=case.attention or attention,
     )  # fmt: skip
     loss, outputs = trainer.evaluate(want.inputs[0], return_outputs=True)
     assert abs(loss / want.losses[0] - 1) < 1e-5
     assert outputs.keys() == want.outputs.keys()
-    assert {key for key in outputs if error(outputs[key], want.outputs[key]) > 1e-5} == set()
+    real = {key: [case.real(want.inputs[0], one[key]) for one in (outputs, want.outputs)] for key in outputs}
+    assert {key for key, (got, of_torch) in real.items() if error(got, of_torch) > 1e-5} == set()
     first = trainer.step(want.inputs[0])
     assert abs(first / want.losses[0] - 1) < 1e-5
     compare(trainer.gradients(), want.gradients, want, 1e-5)
@@ -142,12 +145,68 @@ def test_positions_that_padding_does_not_count_in(runtime: nt.Runtime) -> None:
             nt.Trainer(nt.models.RoBERTa(nt.models.RoBERTaConfig(**config)), BATCH, SEQ)
 
 
+# -- relative positions
+
+
+def deberta(**config: Any) -> Any:
+    return bert("DebertaV2ForMaskedLM", **config)
+
+
+@pytest.mark.parametrize(("buckets", "longest"), [(256, 512), (256, 131), (32, 64), (8, 15), (7, 9), (4, 5), (2, 3)])
+def test_buckets_of_distances(buckets: int, longest: int) -> None:
+    """Those of transformers, of sequences longer than the longest distance too; the rows that distances have."""
+    theirs = importlib.import_module("transformers.models.deberta_v2.modeling_deberta_v2")
+    distance = np.arange(-600, 601)
+    want = theirs.make_log_bucket_position(torch.from_numpy(distance), buckets, longest).long().numpy()
+    assert np.array_equal(log_buckets(distance, buckets, longest), want)
+    for seq in (1, 2, longest, 600):
+        rows, index = distance_rows(seq, seq, buckets, longest)
+        of_key_less_query = want[600 - (seq - 1) : 600 + seq][::-1]
+        assert np.array_equal(rows[index], np.clip(of_key_less_query + buckets, 0, 2 * buckets - 1))
+        assert (np.diff(index) >= 0).all() and (np.diff(rows) < 0).all()
+    rows, index = distance_rows(4, 4, 0, 3)
+    assert rows[index].tolist() == [5, 5, 4, 3, 2, 1, 0]
+    rows, index = distance_rows(4, 2, 0, 3)
+    assert rows[index].tolist() == [4, 4, 4, 3, 2, 2, 2]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"c2p": False, "p2c": False}, "model.c2p: got false, and model.p2c is false; allowed: true for one"),
+        ({"position_buckets": 22}, "position_buckets: got 22; allowed: 0, or from 2 to 21, as the longest distance is"),
+        ({"position_buckets": 1}, "position_buckets: got 1; allowed: 0, or from 2"),
+        ({"attention": "vendor"}, "model.attention: got 'vendor'; allowed: 'naive'"),
+        ({"positions": 11}, "seq: 12 is longer than the model's 11 positions"),
+    ],
+)
+def test_what_deberta_refuses(runtime: nt.Runtime, fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(nt.ConfigError, match=message):
+        config = {"layers": 1, "embed": 8, "heads": 2, "vocab": VOCAB, "positions": SEQ} | fields
+        nt.Trainer(nt.models.DeBERTaV2(nt.models.DeBERTaV2Config(**config)), BATCH, SEQ)
+
+
+def test_a_published_deberta(tmp_path: Path) -> None:
+    """Its config has pos_att_type as a text and no `legacy`, its head is the newer one."""
+    hf = made("deberta v3")
+    hf.save_pretrained(tmp_path)
+    raw = json.loads((tmp_path / "config.json").read_text()) | {"pos_att_type": "p2c|c2p", "max_relative_positions": -1}
+    (tmp_path / "config.json").write_text(json.dumps({key: value for key, value in raw.items() if key != "legacy"}))
+    with pytest.raises(nt.ConfigError, match=r"weight cls\.predictions\.transform\.dense\.weight is missing"):
+        nt.models.from_hf(tmp_path)
+    model = nt.models.from_hf(tmp_path, legacy=False)
+    assert model.config == nt.models.from_hf(hf).config
+    assert same(model.to_hf().state_dict(), hf.state_dict())
+
+
 # -- dropout
 
 
-@pytest.mark.parametrize("attention_dropout", [0.0, 0.2])
-def test_dropout_does_not_depend_on_the_tiling(runtime: nt.Runtime, attention_dropout: float) -> None:
-    hf, inputs = made("pretraining"), reference("pretraining").inputs[0]
+@pytest.mark.parametrize(
+    ("name", "attention_dropout"), [("pretraining", 0.0), ("pretraining", 0.2), ("deberta v3", 0.2)]
+)
+def test_dropout_does_not_depend_on_the_tiling(runtime: nt.Runtime, name: str, attention_dropout: float) -> None:
+    hf, inputs = made(name), reference(name).inputs[0]
     options = {"dropout": 0.2, "attention_dropout": attention_dropout, "attention": "naive"}
 
     def losses(tiles: dict[str, int], seed: int = 0, **more: Any) -> list[float]:
@@ -159,8 +218,9 @@ def test_dropout_does_not_depend_on_the_tiling(runtime: nt.Runtime, attention_dr
     uncut = losses({})
     for tiles, more in ((EVEN, {"accumulate": "tree"}), (RAGGED, {}), (RAGGED, {"fusion": False})):
         assert error(losses(tiles, **more), uncut) < 1e-5
-    without = nt.Trainer(nt.models.from_hf(hf), BATCH, SEQ).step(inputs)
-    assert abs(uncut[0] / without - 1) > 1e-3
+    plain = nt.Trainer(nt.models.from_hf(hf), BATCH, SEQ)
+    assert error(uncut, [plain.step(inputs) for _ in range(3)]) > 1e-3
+    plain.close()
     assert abs(losses({}, seed=1)[0] / uncut[0] - 1) > 1e-4
 
 
@@ -207,6 +267,11 @@ def test_a_folder_without_a_head(tmp_path: Path, name: str, part: str) -> None:
         (lambda: distilbert("DistilBertForMaskedLM", activation="silu"), "activation is 'silu' in .*; allowed: 'gelu'"),
         (lambda: distilbert("DistilBertForMaskedLM", sinusoidal_pos_embds=True), "sinusoidal_pos_embds is True.*False"),
         (lambda: distilbert("DistilBertForMultipleChoice"), r"MultipleChoice'\] in .* allowed: DistilBert"),
+        (lambda: deberta(), "relative_attention is False in the model's config; allowed: True"),
+        (lambda: deberta(relative_attention=True), "pos_att_type is None in .*; allowed: c2p, p2c or both"),
+        (lambda: deberta(relative_attention=True, pos_att_type=["p2p"]), "pos_att_type is .'p2p'.*; allowed: c2p, p2c"),
+        (lambda: deberta(relative_attention=True, conv_kernel_size=3), "conv_kernel_size is 3 in .*; allowed: 0"),
+        (lambda: deberta(relative_attention=True, pooler_hidden_act="tanh"), "pooler_hidden_act is 'tanh' .* 'gelu'"),
         (lambda: llama(attention_bias=True), "attention_bias is True"),
         (lambda: llama(hidden_act="gelu"), "hidden_act is 'gelu' in the model's config; allowed: 'silu'"),
         (lambda: torch.nn.Linear(2, 2), "Linear is not allowed; use a transformers model, or its folder"),

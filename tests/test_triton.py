@@ -246,6 +246,7 @@ rows = ["LayerNorm residual", "LayerNormGrad add bias", "CrossEntropy fused", "E
 rows += ["GradNorm clip", "Dropout", "LayerNorm residual dropout", "LayerNormGrad add bias dropout"]
 rows += ["GatedGrad silu", "SelectGrad seq 0.6", "SquaredError", "CrossEntropy of sequences fused"]
 rows += ["Gather", "GatherGrad", "RMSNorm residual", "RMSNormGrad add", "Rotary"]
+rows += ["RelativeScores", "RelativeScoresGrad"]
 for row in [*map(ROWS.get, rows), adamw(split=True)]:
     case = Case(sizes, "bf16")
     row(case)

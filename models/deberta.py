@@ -1,0 +1,292 @@
+"""DeBERTa (He et al. 2021) and its versions 2 and 3 as in transformers: attention by content and by relative position.
+
+Scores are (q k + q r_k[d] + k r_q[d]) / sqrt(3 head_dim): r_k and r_q are products with the embedding of the distance d
+of query and key, which is clipped (version 1) or put into buckets that grow with its logarithm (versions 2 and 3).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
+
+import numpy as np
+from pydantic import model_validator
+
+from nntile_py.errors import ConfigError
+from nntile_py.graph.declared import ZEROS, Array, Batch, Part, Traced
+from nntile_py.graph.graph import Graph
+from nntile_py.models.bert_parts import (
+    INIT,
+    KEYS,
+    EncoderLayer,
+    LayerNames,
+    TextEncoder,
+    TextEncoderConfig,
+    classified,
+    embedded,
+    first_token,
+    masked_lm_loss,
+    token_logits,
+)
+from nntile_py.models.checkpoint import choice
+from nntile_py.models.parts import Dense, Sizes, attention_mask, check_length, dense_weights, norm
+from nntile_py.schema import Count, Positive, integer, short
+from nntile_py.tasks.contract import contract
+from nntile_py.tasks.elementwise import dropout, rename, transpose
+from nntile_py.tasks.embedding import embedding
+from nntile_py.tasks.mask import Mask
+from nntile_py.tasks.op import Tensor
+from nntile_py.tasks.relative import relative_scores
+from nntile_py.tasks.softmax import softmax
+
+_HEAD = "lm_predictions.lm_head.dense", "lm_predictions.lm_head.LayerNorm", "lm_predictions.lm_head.bias"
+_LEGACY_HEAD = "cls.predictions.transform.dense", "cls.predictions.transform.LayerNorm", "cls.predictions.bias"
+_KINDS = "c2p", "p2c"
+
+
+class DeBERTaConfig(TextEncoderConfig):
+    type: str = "deberta"
+    head: Literal["masked_lm", "classification"] = "masked_lm"
+    """What the model is to predict. `nntile train` trains masked_lm; classification is trained from Python."""
+    legacy: bool = False
+    """The head of masked_lm has the weights cls.predictions..., as transformers' models with `legacy`; false:
+    lm_predictions.lm_head..., as the published checkpoints."""
+    kinds: Annotated[int, *integer(0)] = 0
+    """Kinds of tokens (transformers' token_type_ids); 0: they have none."""
+    attention: Literal["naive"] = "naive"
+    """How attention is computed: with all scores in memory. The other forms know no relative positions."""
+    layer_norm_eps: Positive = 1e-7
+    """Added to the variance in LayerNorm."""
+    c2p: bool = True
+    """Scores have the products of queries with embeddings of distances (content to position)."""
+    p2c: bool = True
+    """Scores have the products of keys with embeddings of distances (position to content)."""
+    relative_positions: Count | None = None
+    """Distances of this many tokens and more have one embedding; null: `positions`."""
+    position_biased_input: bool = False
+    """The embedding has one of each absolute position, too."""
+
+    @property
+    def buckets(self) -> int:
+        """Buckets of distances; 0: none."""
+        return 0
+
+    @property
+    def longest(self) -> int | None:
+        return self.relative_positions or self.positions
+
+    @model_validator(mode="after")
+    def _relative(self) -> Self:
+        if not (self.c2p or self.p2c):
+            raise ConfigError("model.c2p: got false, and model.p2c is false; allowed: true for one of them or both")
+        longest = self.longest
+        if self.buckets and longest and not 1 <= self.buckets // 2 < longest - 1:
+            need = f"0, or from 2 to {2 * longest - 3}, as the longest distance is {longest}"
+            raise ConfigError(f"model.position_buckets: got {self.buckets}; allowed: {need}")
+        return self
+
+
+class DeBERTaV2Config(DeBERTaConfig):
+    type: str = "deberta-v2"
+    position_buckets: Annotated[int, *integer(0)] = 0
+    """Distances up to half of this have an embedding each, longer ones share this many less half of it, by their
+    logarithm; 0: each distance has its own."""
+    share_att_key: bool = True
+    """Embeddings of distances go through the layers' own weights of queries and keys; false: through further ones."""
+    norm_rel_ebd: bool = True
+    """Embeddings of distances are normed."""
+
+    @property
+    def buckets(self) -> int:
+        return self.position_buckets
+
+
+# -- relative positions
+
+
+def log_buckets(distance: Array, buckets: int, longest: int) -> Array:
+    """The bucket of each distance, int64: the distance itself up to buckets / 2 = m, then m + ceil((m - 1) log(distance
+    / m) / log((longest - 1) / m)), with the distance's sign. To the bit as in transformers (make_log_bucket_position),
+    whose fp32 decides where a bucket ends."""
+    import torch
+
+    middle, size = buckets // 2, np.abs(distance)
+    logarithm = torch.log(torch.from_numpy(np.maximum(size, middle)) / middle)
+    steps = logarithm / torch.log(torch.tensor((longest - 1) / middle)) * (middle - 1)
+    return np.where(size <= middle, distance, np.sign(distance) * (steps.ceil().long().numpy() + middle))
+
+
+def distance_rows(places: int, length: int, buckets: int, longest: int) -> tuple[Array, Array]:
+    """Which rows of the table of distances sequences of this length need, the last one first, and which of these each
+    distance has: of key - query from -(places - 1) to places - 1, those of `length` and more as the longest."""
+    distance, span = np.clip(np.arange(places - 1, -places, -1), 1 - length, length - 1), buckets or longest
+    bucket = log_buckets(distance, buckets, longest) if buckets else distance
+    rows, index = np.unique(-np.clip(bucket + span, 0, 2 * span - 1), return_inverse=True)
+    return -rows, index
+
+
+class Relative(NamedTuple):
+    """Embeddings of distances [relative, embed], and the row of each distance [distance]; see RelativeScores."""
+
+    table: Tensor
+    of_distance: Tensor
+
+
+class DeBERTaLayer(EncoderLayer):
+    """A layer of version 1: queries, keys and values in one weight, those of each head one behind the other."""
+
+    def __init__(self, g: Graph, c: Any, name: str, relative: Relative) -> None:
+        self.own, self.relative = f"{name}.attention.self", relative
+        super().__init__(g, c, name, LayerNames(*(f"attention.self.{one}_proj" for one in ("query", "key", "value"))))
+        embed, heads = {"embed": c.embed}, {"heads": c.heads, "head_dim": c.embed // c.heads}
+        self.position_key, self.position_query = self.position_weights(g, embed, heads)
+
+    def projected(self, g: Graph, at: LayerNames, embed: Sizes, heads: Sizes) -> list[Dense]:
+        made = []
+        for number, one in enumerate("qkv"):
+            part = Part(f"{self.own}.in_proj.weight", number, 3, "head_dim")
+            weight = g.param(f"{self.own}.in_proj.{one}", {**heads, **embed}, INIT, part)
+            bias = None if one == "k" else g.param(f"{self.own}.{one}_bias", heads, ZEROS)
+            made.append(Dense(weight, bias, embed, heads))
+        return made
+
+    def position_weights(self, g: Graph, embed: Sizes, heads: Sizes) -> tuple[Dense | None, Dense | None]:
+        """What makes keys and queries of the embeddings of distances."""
+        key = dense_weights(g, f"{self.own}.pos_proj", embed, heads, INIT, bias=False) if self.config.c2p else None
+        return key, dense_weights(g, f"{self.own}.pos_q_proj", embed, heads, INIT) if self.config.p2c else None
+
+    def attend(self, g: Graph, x: Tensor, mask: Mask) -> Tensor:
+        c, table = self.config, dropout(g, self.relative.table, self.config.dropout)
+        q, k, v = (transpose(g, y(g, x), ["heads", "batch", "seq", "head_dim"]) for y in self.projections)
+        k, v = rename(g, k, seq="key"), rename(g, v, seq="key")
+        scale = 1 / math.sqrt(q.size("head_dim") * (1 + c.c2p + c.p2c))
+
+        def products(content: Tensor, weights: Dense) -> Tensor:
+            return contract(g, content, weights(g, table), [*content.axes[:3], "relative"], scale=scale)
+
+        scores = contract(g, q, k, [*q.axes[:3], "key"], scale=scale)
+        of_queries = products(q, self.position_key) if c.c2p and self.position_key else None
+        of_keys = products(k, self.position_query) if c.p2c and self.position_query else None
+        scores = relative_scores(g, scores, self.relative.of_distance, of_queries, of_keys)
+        return contract(g, dropout(g, softmax(g, scores, mask), c.attention_dropout), v, q.axes)
+
+
+class DeBERTaV2Layer(DeBERTaLayer):
+    """A layer of versions 2 and 3."""
+
+    def projected(self, g: Graph, at: LayerNames, embed: Sizes, heads: Sizes) -> list[Dense]:
+        return EncoderLayer.projected(self, g, at, embed, heads)
+
+    def position_weights(self, g: Graph, embed: Sizes, heads: Sizes) -> tuple[Dense | None, Dense | None]:
+        c = self.config
+        if c.share_att_key:
+            return self.projections[1], self.projections[0]
+        key = dense_weights(g, f"{self.own}.pos_key_proj", embed, heads, INIT) if c.c2p else None
+        return key, dense_weights(g, f"{self.own}.pos_query_proj", embed, heads, INIT) if c.p2c else None
+
+
+# -- models
+
+
+class DeBERTa(TextEncoder):
+    """DeBERTa, version 1. Inputs: input_ids, labels; attention_mask, and token_type_ids if there are kinds, if given.
+
+    labels: of masked_lm the token of each position, -100 elsewhere; of classification [batch] classes. What comes out
+    at padding is not what transformers has there: here padding attends to the other tokens, there to nothing.
+    """
+
+    Config: ClassVar[Any] = DeBERTaConfig
+    Layer: ClassVar[Any] = DeBERTaLayer
+    prefix = "deberta."
+    architectures: ClassVar = {"masked_lm": "DebertaForMaskedLM", "classification": "DebertaForSequenceClassification"}
+    keys: ClassVar = KEYS | {"position_biased_input": "position_biased_input", "legacy": "legacy"}
+
+    def relative(self, g: Graph, batch: Batch) -> Relative:
+        """The embeddings of the distances that there are; not of all that the table has."""
+        c, name = self.config, "deberta.encoder.rel_embeddings.weight"
+        rows, index = distance_rows(batch.seq, batch.length, c.buckets, c.longest)
+        size = 2 * (c.buckets or c.longest)
+        used = g.input("relative_rows", {"relative": len(rows)}, below=size, default=rows)
+        of_distance = g.input("relative_index", {"distance": len(index)}, below=len(rows), default=index)
+        with g.scope("relative"):
+            table = embedding(g, used, g.param(name, {"bucket": size, "embed": c.embed}, INIT))
+            return Relative(self.normed(g, table), of_distance)
+
+    def normed(self, g: Graph, table: Tensor) -> Tensor:
+        """What layers see of the embeddings of distances."""
+        return table
+
+    def trace(self, g: Graph, batch: Batch) -> Traced:
+        c = self.config
+        check_length(batch, c.positions)
+        places = c.position_biased_input
+        x, words = embedded(g, batch, c, "deberta.embeddings", kinds=c.kinds > 0, places=places)
+        relative, mask = self.relative(g, batch), attention_mask(g, batch)
+        for layer in range(c.layers):
+            x = self.Layer(g, c, f"deberta.encoder.layer.{layer}", relative)(g, x, mask, f"h{layer}")
+        with g.scope("head"):
+            if c.head == "classification":
+                return classified(g, batch, c, first_token(g, x, c, "pooler.dense", "gelu"))
+            logits = token_logits(g, x, c, words, c.activation, _LEGACY_HEAD if c.legacy else _HEAD)
+            return Traced(masked_lm_loss(g, batch, c, logits), {"logits": logits})
+
+    # -- transformers
+
+    @classmethod
+    def read_config(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
+        defaults = {
+            "relative_attention": False, "position_biased_input": True, "share_att_key": False, "position_buckets": -1,
+            "layer_norm_eps": 1e-7, "type_vocab_size": 0, "legacy": True,
+        }  # fmt: skip
+        raw = defaults | dict(raw)
+        choice(raw, "relative_attention", True)
+        choice(raw, "talking_head", False)
+        choice(raw, "conv_kernel_size", 0)
+        choice(raw, "pooler_hidden_act", "gelu")
+        width = raw["hidden_size"]
+        for key in ("embedding_size", "pooler_hidden_size"):
+            choice(raw, key, width)
+        choice(raw, "attention_head_size", width // raw["num_attention_heads"])
+        kinds, longest = _kinds(raw.get("pos_att_type")), raw.get("max_relative_positions", -1)
+        raw["position_buckets"] = max(raw["position_buckets"], 0)
+        fields = super().read_config(raw) | {kind: kind in kinds for kind in _KINDS}
+        return fields | {"relative_positions": longest if longest > 0 else None}
+
+    def hf_config(self) -> dict[str, Any]:
+        c = self.config
+        return super().hf_config() | {
+            "relative_attention": True, "legacy": c.legacy, "max_relative_positions": c.relative_positions or -1,
+            "pos_att_type": [kind for kind in _KINDS if getattr(c, kind)],
+        }  # fmt: skip
+
+
+class DeBERTaV2(DeBERTa):
+    """DeBERTa, versions 2 and 3 (without the convolution that the larger ones of version 2 have): as DeBERTa."""
+
+    Config = DeBERTaV2Config
+    Layer = DeBERTaV2Layer
+    architectures: ClassVar = {
+        "masked_lm": "DebertaV2ForMaskedLM", "classification": "DebertaV2ForSequenceClassification"
+    }  # fmt: skip
+    keys: ClassVar = DeBERTa.keys | {"share_att_key": "share_att_key", "position_buckets": "position_buckets"}
+
+    def normed(self, g: Graph, table: Tensor) -> Tensor:
+        c = self.config
+        return norm(g, table, "deberta.encoder.LayerNorm", c.layer_norm_eps) if c.norm_rel_ebd else table
+
+    @classmethod
+    def read_config(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
+        kind = choice(raw, "norm_rel_ebd", "none", "layer_norm")
+        return super().read_config(raw) | {"norm_rel_ebd": kind == "layer_norm"}
+
+    def hf_config(self) -> dict[str, Any]:
+        return super().hf_config() | {"norm_rel_ebd": "layer_norm" if self.config.norm_rel_ebd else "none"}
+
+
+def _kinds(value: Any) -> list[str]:
+    """c2p, p2c or both, of pos_att_type: a list, or a text with | between them."""
+    found = value.split("|") if isinstance(value, str) else value
+    if not found or not isinstance(found, list) or not set(found) <= set(_KINDS) or len(set(found)) < len(found):
+        raise ConfigError(f"model: pos_att_type is {short(value)} in the model's config; allowed: c2p, p2c or both")
+    return found

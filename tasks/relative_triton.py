@@ -1,0 +1,120 @@
+"""Products with embeddings of relative positions on CUDA. Tiles as in relative.cpp.
+
+Forward: a program adds to a block of queries and keys. Gradient: the index never falls, so that the distances of a row
+along `relative` are neighbours; a program finds where they begin and end, and adds up a block of sums in the order of
+the distances: no atomic additions, the same bits each time.
+"""
+
+# Functions of Triton's language have no Python types.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from nntile_py.tiles.tasklist import Task
+
+from .launch import Launch, Launches, ceil_div, launch, launches, power_of_two, shape, tile, words
+from .relative import RelativeArgs
+
+WIDE = 64  # elements of a block along its second axis, at most
+
+
+@triton.jit
+def _relative_scores(
+    Y, INDEX, QUERIES, KEYS, seq, key, relative, first, lines,
+    OF_QUERIES: tl.constexpr, OF_KEYS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """lines: queries of all matrices."""
+    across = tl.cdiv(key, BLOCK)
+    line = (tl.program_id(0) // across).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    k = (tl.program_id(0) % across) * BLOCK + tl.arange(0, BLOCK)
+    there = (line < lines)[:, None] & (k < key)[None, :]
+    row = tl.load(INDEX + (first - line % seq)[:, None] + k[None, :], there, 0)
+    at = Y + line[:, None] * key + k[None, :]
+    y = tl.load(at, there, 0.0).to(tl.float32)
+    if OF_QUERIES:
+        y += tl.load(QUERIES + line[:, None] * relative + row, there, 0.0).to(tl.float32)
+    if OF_KEYS:
+        of_key = (line // seq * key)[:, None] + k[None, :]
+        y += tl.load(KEYS + of_key * relative + row, there, 0.0).to(tl.float32)
+    tl.store(at, y, there)
+
+
+@triton.jit
+def _first_of(INDEX, row, distances, STEPS: tl.constexpr):
+    """How many of the index' entries are less than `row`."""
+    low, high = row * 0, row * 0 + distances
+    for _ in range(STEPS):
+        middle = (low + high) // 2
+        live = low < high
+        less = live & (tl.load(INDEX + middle, live, 0) < row)
+        high = tl.where(live & (less == 0), middle, high)
+        low = tl.where(less, middle + 1, low)
+    return low
+
+
+@triton.jit
+def _relative_scores_grad(
+    OUT, DY, INDEX, seq, key, relative, first, lines, distances,
+    OF_KEYS: tl.constexpr, ACC: tl.constexpr, STEPS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """lines: queries, or OF_KEYS keys, of all matrices. A pair's place in the index: first + key - seq."""
+    across = tl.cdiv(relative, BLOCK)
+    line = (tl.program_id(0) // across).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    row = (tl.program_id(0) % across) * BLOCK + tl.arange(0, BLOCK)
+    begin = _first_of(INDEX, row, distances, STEPS)
+    count = tl.where(row < relative, _first_of(INDEX, row + 1, distances, STEPS) - begin, 0)
+    there = (line < lines)[:, None] & (row < relative)[None, :]
+    total = tl.zeros([ROWS, BLOCK], tl.float32)
+    for number in range(tl.max(count, 0)):
+        place = (begin + number)[None, :]
+        if OF_KEYS:
+            k = (line % key)[:, None]
+            s, limit = first + k - place, seq
+            other, at = s, (line // key * seq)[:, None] * key + s * key + k
+        else:
+            other, limit = place - first + (line % seq)[:, None], key
+            at = line[:, None] * key + other
+        inside = there & (number < count)[None, :] & (other >= 0) & (other < limit)
+        total += tl.load(DY + at, inside, 0.0).to(tl.float32)
+    to = OUT + line[:, None] * relative + row[None, :]
+    if ACC:
+        total += tl.load(to, there, 0.0).to(tl.float32)
+    tl.store(to, total, there)
+
+
+def _blocks(lines: int, columns: int) -> tuple[int, dict[str, int]]:
+    """Programs; lines and columns of a program."""
+    block = min(power_of_two(columns), WIDE)
+    rows = min(power_of_two(lines), max(1, 1024 // block))
+    return ceil_div(lines, rows) * ceil_div(columns, block), {"ROWS": rows, "BLOCK": block}
+
+
+@launches("relative_scores")
+def _describe(task: Task) -> Launches:
+    args, (seq, key), lines = RelativeArgs.of(task), shape(task, 0)[-2:], words(task, 0) // shape(task, 0)[-1]
+    grid, blocks = _blocks(lines, key)
+    addresses = tile(task, 0), tile(task, 1), tile(task, 2), tile(task, 2 + (args.queries and args.keys))
+    numbers = seq, key, shape(task, 2)[-1], args.first, lines
+    flags = {"OF_QUERIES": args.queries, "OF_KEYS": args.keys}
+    return Launches((launch(_relative_scores, grid, *addresses, *numbers, **flags, **blocks),))
+
+
+@launches("relative_scores_grad")
+def _describe_grad(task: Task) -> Launches:
+    args = RelativeArgs.of(task)
+    sums = args.queries + args.keys
+    (seq, key), (distances,) = shape(task, sums)[-2:], shape(task, sums + 1)
+    made: list[Launch] = []
+    for number in range(sums):
+        relative = shape(task, number)[-1]
+        lines = words(task, number) // relative
+        grid, blocks = _blocks(lines, relative)
+        of_keys = number == 1 or not args.queries
+        flags = {"OF_KEYS": of_keys, "ACC": task.accesses[number].accumulate, "STEPS": distances.bit_length()}
+        numbers = seq, key, relative, args.first, lines, distances
+        addresses = tile(task, number), tile(task, sums), tile(task, sums + 1)
+        made.append(launch(_relative_scores_grad, grid, *addresses, *numbers, **flags, **blocks))
+    return Launches(tuple(made))
