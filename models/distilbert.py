@@ -30,7 +30,7 @@ _LAYER = LayerNames(
 class DistilBERTConfig(TextEncoderConfig):
     type: str = "distilbert"
     head: Literal["masked_lm", "classification"] = "masked_lm"
-    """What the model is to predict. `nntile train` trains masked_lm; classification is trained from Python."""
+    """What the model is to predict."""
     layer_norm_eps: ClassVar[float] = 1e-12  # a constant in transformers
 
 
