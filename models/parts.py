@@ -156,13 +156,11 @@ def rotary_input(g: Graph, batch: Batch, table: Array, name: str = "rotary") -> 
     return g.input(name, {"seq": batch.seq} | sizes, dtype, default=table)
 
 
-def attention_mask(
-    g: Graph, batch: Batch, *, causal: bool = False, window: int | None = None, two_sided: bool = False
-) -> Mask:
+def attention_mask(g: Graph, batch: Batch, *, causal: bool = False, window: int | None = None) -> Mask:
     """Which keys a query attends to: no padding, if steps have an attention_mask; of packed sequences, its own."""
     if batch.packed:
-        return Mask(causal, window, segments=bins.segments(g), two_sided=two_sided)
-    return Mask(causal, window, padding=padding(g, batch), two_sided=two_sided)
+        return Mask(causal, window, segments=bins.segments(g))
+    return Mask(causal, window, padding=padding(g, batch))
 
 
 def padding(g: Graph, batch: Batch) -> Tensor | None:

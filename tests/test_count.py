@@ -30,7 +30,9 @@ def listed(config: RunConfig) -> int:
     return sum(len(low.tasks.tasks) for low in lists if low)
 
 
-@pytest.mark.parametrize("name", ["gpt2_tiny", "llama_tiny", "bert_tiny", "distilbert_tiny", "roberta_tiny"])
+@pytest.mark.parametrize(
+    "name", ["gpt2_tiny", "llama_tiny", "bert_tiny", "distilbert_tiny", "modernbert_tiny", "roberta_tiny"]
+)
 @pytest.mark.parametrize("tiles", ["tiles={}", "tiles={batch: 3, embed: 100}", RAGGED])
 def test_the_count_is_that_of_the_list(name: str, tiles: str) -> None:
     config = of(name, *SMALL, tiles)

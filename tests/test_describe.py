@@ -88,7 +88,7 @@ def test_init_does_not_overwrite(
     assert "mine.yaml is there already" in capsys.readouterr().err
     assert Path("mine.yaml").read_text() == "precious"
     assert run(monkeypatch, "nntile init x.yaml --model encoder") == 2
-    assert "allowed: bert, distilbert, gpt2, llama, roberta, my_file.py:MyModel" in capsys.readouterr().err
+    assert "allowed: bert, distilbert, gpt2, llama, modernbert, roberta, my_file.py:MyModel" in capsys.readouterr().err
     assert run(monkeypatch, "nntile init x.yaml --set tiles.embed=0") == 2
     assert "tiles.embed: got 0" in capsys.readouterr().err and not Path("x.yaml").exists()
 

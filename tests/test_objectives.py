@@ -20,7 +20,10 @@ from nntile_py.training.batches import Batches, objective
 
 EXPERIMENTS = Path(__file__).parents[1] / "experiments"
 BERT = {"type": "bert", "layers": 1, "embed": 16, "heads": 2}
-FAMILY = {"bert": "BertForMaskedLM", "distilbert": "DistilBertForMaskedLM", "roberta": "RobertaForMaskedLM"}
+FAMILY = {
+    "bert": "BertForMaskedLM", "distilbert": "DistilBertForMaskedLM", "modernbert": "ModernBertForMaskedLM",
+    "roberta": "RobertaForMaskedLM",
+}
 LLAMA = {"type": "llama", "layers": 1, "embed": 16, "heads": 4, "kv_heads": 2, "ffn": 24}
 TREE: dict[str, Any] = {
     "model": BERT,
@@ -115,7 +118,7 @@ def test_models_that_text_does_not_train(tmp_path: Path) -> None:
     write(tmp_path, model={"type": "encoder", "embed": 16, "heads": 2})
     done = nntile(tmp_path, "train", "tiny.yaml")
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and not (tmp_path / "runs").exists()
-    told, texts = "model.type: encoder is not trained on text", "bert, distilbert, gpt2, llama, roberta"
+    told, texts = "model.type: encoder is not trained on text", "bert, distilbert, gpt2, llama, modernbert, roberta"
     assert f"{told} (its objective is None); allowed: {texts}, or train it from Python with nt.Trainer" in done.stderr
     config = load(write(tmp_path, model=BERT | {"head": "pretraining"}))
     with pytest.raises(ConfigError, match=r"head: pretraining needs .*next_sentence_label \[batch\]; allowed"):

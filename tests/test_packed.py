@@ -31,6 +31,7 @@ MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
     "bert": (nt.models.BERT, {}),
     "distilbert": (nt.models.DistilBERT, {}),
     "roberta": (nt.models.RoBERTa, {}),
+    "modernbert": (nt.models.ModernBERT, {"local_attention": 5}),
     "gpt2": (nt.models.GPT2, {}),
     "llama": (nt.models.Llama, {"kv_heads": 1, "ffn": 24}),
 }
