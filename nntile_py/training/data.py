@@ -36,6 +36,12 @@ class Corpus:
     def told(self) -> str:
         return f"{len(self.train):,} tokens to train on, {len(self.held_out):,} held out"
 
+    def contents(self) -> dict[str, bytes]:
+        """What tells it from another."""
+        both = ((self.train, self.train_lengths), (self.held_out, self.held_out_lengths))
+        train, held_out = (text.tobytes() + (b"" if of is None else of.tobytes()) for text, of in both)
+        return {"training text": train, "held-out text": held_out}
+
 
 def load_corpus(config: RunConfig, special: Sequence[str] = ()) -> Corpus:
     """Read, split and tokenize the text of `config.data`; trains the tokenizer where none is given.

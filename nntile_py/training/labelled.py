@@ -55,6 +55,10 @@ class LabelledCorpus:
         cut = f", {self.cut:,} cut at train.seq" if self.cut else ""
         return f"{len(self.train):,} texts to train on, {len(self.held_out):,} held out{cut}, {len(self.names)} labels"
 
+    def contents(self) -> dict[str, bytes]:
+        """What tells it from another."""
+        return {"training text": self.train.tobytes(), "held-out text": self.held_out.tobytes()}
+
 
 def load_labelled(config: RunConfig) -> LabelledCorpus:
     """Read, split and tokenize the table of `config.data`; trains the tokenizer where none is given.

@@ -61,10 +61,7 @@ def newest(where: Path, tell: Callable[[str], None]) -> Resumed:
 
 def data_facts(config: RunConfig, corpus: Corpus | LabelledCorpus) -> dict[str, str]:
     """What makes another run of a run: hashes of the tokens, of what made them, of an own model's file."""
-    both = ((corpus.train, corpus.train_lengths), (corpus.held_out, corpus.held_out_lengths))
-    train, held_out = (text.tobytes() + (b"" if of is None else of.tobytes()) for text, of in both)
-    parts = {"training text": train, "held-out text": held_out,
-             "tokenizer": corpus.tokenizer.to_str().encode()}  # fmt: skip
+    parts = corpus.contents() | {"tokenizer": corpus.tokenizer.to_str().encode()}
     if (file := Path(str(config.model.type).rpartition(":")[0])).suffix == ".py":
         parts["text of the model's file"] = file.read_bytes()
     return {name: hashlib.sha256(content).hexdigest() for name, content in parts.items()}
