@@ -21,7 +21,17 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, Validation
 from nntile_py.errors import ConfigError, raised
 from nntile_py.graph.declared import Batch, Param, Traced, trace
 from nntile_py.graph.graph import Graph
-from nntile_py.models.checkpoint import OWN, Weights, arrays, check_layers, choice, named, read_raw, tensors_of
+from nntile_py.models.checkpoint import (
+    HEAD_KEYS,
+    OWN,
+    Weights,
+    arrays,
+    check_layers,
+    choice,
+    named,
+    read_raw,
+    tensors_of,
+)  # fmt: skip
 from nntile_py.models.init import initial_weights
 from nntile_py.schema import Count, Section, absolute, allowed, explained, short
 from nntile_py.typed import typed
@@ -121,6 +131,7 @@ class Model:
     objective: ClassVar[str | None] = None  # what text is made into: causal, masked; None: it is not trained on text
     prefix: ClassVar[str] = ""  # that checkpoints of the bare model leave out
     tied: ClassVar[tuple[str, ...]] = ()  # weights of a checkpoint that are there under another name too
+    head_fields: ClassVar[tuple[str, ...]] = ()  # of the config: a checkpoint with others gets a new head, see from_hf
 
     @typed
     def __init__(
@@ -205,31 +216,53 @@ class Model:
         return self.config.model_dump(mode="json", exclude={"from_"})
 
     @classmethod
-    def from_hf(cls, source: Any, **fields: Any) -> Self:
+    def from_hf(cls, source: Any, *, seed: int = 0, **fields: Any) -> Self:
         """From a model of transformers, or a folder saved by save_pretrained (safetensors).
 
-        fields: of the config, such as attention= and dropout=; dropout is off unless it is given. Raises ConfigError
-        for a folder or a variant of the model that cannot be read.
+        fields: of the config, such as attention= and dropout=; dropout is off unless it is given. With another head, or
+        other classes, than were saved, the weights that only these have are drawn from `seed`. Raises ConfigError for a
+        folder or a variant of the model that cannot be read.
         """
         with named(source):
-            return cls._read(source, fields)
+            return cls._read(source, fields, seed)
 
     @classmethod
-    def _read(cls, source: Any, fields: dict[str, Any]) -> Self:
+    def _read(cls, source: Any, fields: dict[str, Any], seed: int) -> Self:
         raw = read_raw(source)
-        model = cls(cls.Config(**(cls.saved_fields(raw) | fields)), hf=raw)
+        saved = cls.saved_fields(raw)
+        own = {*cls.head_fields} - {"head"}  # go together: labels without classes say how many there are
+        kept = {name: value for name, value in saved.items() if not (own & fields.keys() and name in own)}
+        model = cls(cls.Config(**(kept | fields)), hf=raw, seed=seed)
+        new = model._new_head(saved)
         shapes, tensors = model.weight_shapes(), tensors_of(source)
         prefix = "" if any(name.startswith(cls.prefix) for name in tensors) else cls.prefix
         tensors = {
             name if name in shapes else prefix + name: value for name, value in tensors.items() if name not in cls.tied
         }
-        weights = arrays({name: tensors[name] for name in shapes if name in tensors})
+        weights = arrays({name: tensors[name] for name in shapes if name in tensors and name not in (new or ())})
+        if new is not None:
+            drawn = initial_weights(model.params(), seed)
+            weights |= {name: drawn[name] for name in new}
+            model.hf = {key: value for key, value in raw.items() if key not in HEAD_KEYS}
         for param in model.params():
             for one in param.sources:
                 one.check(weights)
         check_layers(shapes, tensors)
         model.weights = weights
         return model
+
+    def _new_head(self, saved: Mapping[str, Any]) -> set[str] | None:
+        """Weights that a checkpoint with the fields `saved` lacks where any of `head_fields` differs from its own.
+
+        Those of the classes (parameters that have an axis of this name) are among them. None: the head is the same."""
+        if all(saved.get(name) == getattr(self.config, name) for name in self.head_fields):
+            return None
+        old = type(self)(self.config.changed(**{name: saved.get(name) for name in self.head_fields}))
+        kept = old.weight_shapes()
+        return {
+            source.weight for param in self.params() for source in param.sources
+            if source.weight not in kept or "classes" in param.tensor.axes
+        }  # fmt: skip
 
     def merged_hf(self, own: dict[str, Any]) -> dict[str, Any]:
         """A config for transformers; a model that came from there keeps what it came with."""

@@ -59,9 +59,14 @@ class TextEncoderConfig(LayerConfig, TokenConfig):
     positions: Count | None = None
     """Length of the longest sequence; null: `train.seq`."""
     head: Literal["masked_lm", "pretraining", "classification", "token_classification"] = "masked_lm"
-    """What the model is to predict. `nntile train` trains masked_lm; the others are trained from Python."""
-    classes: Count = 2
-    """Of classification and token_classification: how many classes."""
+    """What the model is to predict. `nntile train` trains masked_lm and classification; the others are trained from
+    Python."""
+    classes: Count | None = None
+    """Of classification and token_classification: how many classes; null: the number of `labels`, in Python without
+    these 2."""
+    labels: list[str] | None = None
+    """Of classification: the names of the classes in their order; null: `nntile train` sorts the labels of its table,
+    numbers as numbers."""
     masked: Natural | None = None
     """Of masked_lm and pretraining: the most tokens of a sequence that are to be predicted. A training step makes
     logits for these alone (with train.pack for all); loss and gradients are the same. 0: for all tokens; null: with
@@ -75,6 +80,12 @@ class TextEncoderConfig(LayerConfig, TokenConfig):
     def _fitting(self) -> Self:
         self.check_size("embed", "heads")
         self.check_dropout()
+        self.fill(classes=len(self.labels or ()) or 2)
+        if self.labels is not None and len(self.labels) != self.classes:
+            need = f"a name for each of model.classes = {self.classes}"
+            raise ConfigError(f"model.labels: got {len(self.labels)} names; allowed: {need}")
+        if self.labels is not None and len(set(self.labels)) != self.classes:
+            raise ConfigError("model.labels: a name is there twice; allowed: each once")
         self.fill(ffn=4 * self.embed)
         return self
 
@@ -83,6 +94,7 @@ class TextEncoder(Model):
     """A model of this family."""
 
     objective = "masked"
+    head_fields = ("head", "classes", "labels")
     architectures: ClassVar[Mapping[str, str]]  # {head: the class of transformers}, masked_lm first
     keys: ClassVar[Mapping[str, str]] = KEYS  # {field of the config: what config.json calls it}
 
@@ -104,14 +116,25 @@ class TextEncoder(Model):
             name: raw[key] for name, key in cls.keys.items()
             if "dropout" not in name and (key in raw or known[name].is_required() or known[name].default is None)
         }  # fmt: skip
+        classes = len(names) or raw.get("num_labels", 2)
         return found | {
-            "head": head, "activation": _ACTIVATIONS[act], "classes": len(names) or raw.get("num_labels", 2)
+            "head": head, "activation": _ACTIVATIONS[act], "classes": classes, "labels": _labels(names)
         }  # fmt: skip
 
     def hf_config(self) -> dict[str, Any]:
         c = self.config
         own = {"model_type": c.type, "architectures": [self.architectures[c.head]], "num_labels": c.classes}
+        if c.labels:
+            own["id2label"] = {str(number): name for number, name in enumerate(c.labels)}
+            own["label2id"] = {name: number for number, name in enumerate(c.labels)}
         return self.merged_hf(own | {key: getattr(c, name) for name, key in self.keys.items()})
+
+
+def _labels(names: Mapping[Any, Any]) -> list[str] | None:
+    """The classes' names of transformers' id2label; None where it has none of its own."""
+    found = [names.get(str(number), names.get(number)) for number in range(len(names))]
+    named = all(isinstance(one, str) for one in found) and len(set(found)) == len(found)
+    return found if named and found != [f"LABEL_{number}" for number in range(len(found))] and found else None
 
 
 # -- embedding

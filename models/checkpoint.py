@@ -15,6 +15,7 @@ from nntile_py.schema import short
 from nntile_py.system.folders import read
 
 Weights = dict[str, np.ndarray[Any, Any]]
+HEAD_KEYS = ("architectures", "num_labels", "id2label", "label2id")  # of config.json: what the head is
 # How a folder is read that holds a model of the user's.
 OWN = "a model of your own by YourModel.from_hf(FOLDER), in a YAML by model.type: my_file.py:YourModel"
 

@@ -32,7 +32,8 @@ _LAYER = LayerNames(
 class DistilBERTConfig(TextEncoderConfig):
     type: str = "distilbert"
     head: Literal["masked_lm", "classification", "token_classification"] = "masked_lm"
-    """What the model is to predict. `nntile train` trains masked_lm; the others are trained from Python."""
+    """What the model is to predict. `nntile train` trains masked_lm and classification; token_classification is trained
+    from Python."""
     layer_norm_eps: ClassVar[float] = 1e-12  # a constant in transformers
 
 

@@ -37,7 +37,8 @@ _HEAD = "lm_head.dense", "lm_head.layer_norm", "lm_head.bias"
 class RoBERTaConfig(TextEncoderConfig):
     type: str = "roberta"
     head: Literal["masked_lm", "classification", "token_classification"] = "masked_lm"
-    """What the model is to predict. `nntile train` trains masked_lm; the others are trained from Python."""
+    """What the model is to predict. `nntile train` trains masked_lm and classification; token_classification is trained
+    from Python."""
     kinds: Count = 1
     """Kinds of tokens (transformers' token_type_ids)."""
     padding_token: Annotated[int, *integer(0)] = 1

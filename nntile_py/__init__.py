@@ -28,7 +28,9 @@ if TYPE_CHECKING:  # all that is found here, and where it lies: see _homes
     from nntile_py.models.base import Model as Model, ModelConfig as ModelConfig
     from nntile_py.profiling.block import profile as profile
     from nntile_py.tasks.mask import Mask as Mask
-    from nntile_py.training.collators import CausalCollator as CausalCollator, MaskedCollator as MaskedCollator
+    from nntile_py.training.collators import (
+        CausalCollator as CausalCollator, LabelledCollator as LabelledCollator, MaskedCollator as MaskedCollator,
+    )  # fmt: skip
     from nntile_py.training.trainer import Pending as Pending, StepResult as StepResult, Trainer as Trainer
 
 __version__ = VERSION

@@ -43,6 +43,7 @@ struct Triple {
 struct PairMask {
   bool diagonal;
   int64_t seq = 0, key = 0, window = 0;  // positions of the first query and key; see Limits in mask.py
+  bool two_sided = false;
   at::Tensor padding, segments;
 
   PairMask(const Args& t, bool diagonal_, const std::optional<Limits>& limits, size_t first) : diagonal(diagonal_) {
@@ -50,6 +51,7 @@ struct PairMask {
     seq = limits->seq;
     key = limits->key;
     window = limits->window;
+    two_sided = limits->two_sided;
     if (limits->padding) padding = t[first++];
     if (limits->segments) segments = t[first].flatten();  // of one row of the batch
   }

@@ -18,6 +18,7 @@ inline Interval kept_keys(const PairMask& mask, int64_t row, int64_t keys) {
   int64_t from = mask.key, to = mask.key + keys;
   if (mask.diagonal) to = std::min(to, position + 1);
   if (mask.window) from = std::max(from, position - mask.window + 1);
+  if (mask.two_sided) to = std::min(to, position + mask.window);
   if (mask.segments.defined()) {
     const auto* first = mask.segments.data_ptr<int64_t>();
     const auto* last = first + mask.segments.numel();

@@ -76,6 +76,7 @@ at::Tensor hidden(const Triple& x, const PairMask& mask) {
   const auto seq = at::arange(mask.seq, mask.seq + x.q.size(2), integers).unsqueeze(1);
   if (mask.diagonal) hide(key.gt(seq));
   if (mask.window) hide(key.le(seq.sub(mask.window)));
+  if (mask.two_sided) hide(key.ge(seq.add(mask.window)));
   if (mask.segments.defined()) {
     const auto of_seq = at::searchsorted(mask.segments, seq, false, true);
     hide(of_seq.ne(at::searchsorted(mask.segments, key, false, true)));
@@ -130,7 +131,9 @@ std::optional<int64_t> left(const PairMask& mask) {
   return mask.window ? std::make_optional(mask.window - 1) : std::nullopt;
 }
 
-std::optional<int64_t> right(const PairMask& mask) { return mask.window ? std::make_optional(0) : std::nullopt; }
+std::optional<int64_t> right(const PairMask& mask) {
+  return mask.window ? std::make_optional(mask.two_sided ? mask.window - 1 : 0) : std::nullopt;
+}
 
 at::Tensor scores(const Triple& x, const PairMask& mask, double scale) {
   auto s = at::matmul(wide(x.q), wide(repeated(x.k, x.group())).transpose(-1, -2)).mul_(scale);

@@ -20,6 +20,7 @@ class Limits(TaskArgs):
     seq: int  # position of the tile's first query
     key: int  # and of its first key
     window: int  # keys that a query attends to, itself the last of them; 0: no window
+    two_sided: bool  # and as many after it, itself the first of them
     padding: bool  # a tile [batch, key] follows the others: 0 where a key is masked
     segments: bool  # a tile of offsets follows
 
@@ -28,18 +29,20 @@ class Limits(TaskArgs):
 class Mask:
     """Which keys a query attends to; `Mask()`: all of them.
 
-    causal: key <= query. window: the last `window` of those, the query's own position included (causal). padding:
-    integers [batch, seq or key], 0 where a key is masked, in any pattern (transformers' attention_mask). segments:
-    int64 [sequences + 1], the offsets of sequences that lie one behind the other along the positions (cu_seqlens), or
-    [batch, sequences + 1], those of each row of the batch: a query attends to its own sequence; what is there beyond
-    the last offset attends to nothing; unused offsets equal the last. A query that attends to nothing gets zeros, and
-    passes no gradient.
+    causal: key <= query. window: the last `window` of those, the query's own position included (causal); two_sided: as
+    many after it too, so that a key is attended to that is less than `window` positions away. padding: integers [batch,
+    seq or key], 0 where a key is masked, in any pattern (transformers' attention_mask). segments: int64 [sequences +
+    1], the offsets of sequences that lie one behind the other along the positions (cu_seqlens), or [batch, sequences +
+    1], those of each row of the batch: a query attends to its own sequence; what is there beyond the last offset
+    attends to nothing; unused offsets equal the last. A query that attends to nothing gets zeros, and passes no
+    gradient.
     """
 
     causal: bool = False
     window: int | None = None
     padding: Tensor | None = None
     segments: Tensor | None = None
+    two_sided: bool = False
 
     def __post_init__(self) -> None:
         window = self.window
@@ -52,12 +55,14 @@ class Mask:
                 raise ValueError(f"mask: {name} of {tensor.dtype} are not allowed; use integers")
         if self.padding and self.segments:
             raise ValueError("mask: padding and segments together are not supported; leave padded positions out")
-        if window is not None:
+        if self.two_sided and (self.causal or window is None):
+            raise ValueError("mask: two_sided is not allowed here; use it with a window, and without causal")
+        if window is not None and not self.two_sided:
             object.__setattr__(self, "causal", True)
 
     @property
     def band(self) -> Band:
-        return Band(self.causal, self.window)
+        return Band(self.causal, self.window, self.two_sided)
 
     @property
     def inputs(self) -> list[Tensor]:
@@ -65,7 +70,7 @@ class Mask:
 
     def check(self, batch: int, seq: int, key: int) -> None:
         """Raises ValueError where the mask does not fit numbers of sequences, queries and keys."""
-        if (self.causal or self.segments) and seq != key:
+        if (self.causal or self.window or self.segments) and seq != key:
             kind = "segments" if self.segments else "a window" if self.window else "a causal mask"
             raise ValueError(f"mask: {kind} of {seq} queries and {key} keys is not supported; use as many of both")
         if self.padding and self.padding.axes not in (("batch", "seq"), ("batch", "key")):
@@ -91,7 +96,7 @@ class Mask:
         if not self.inputs and not self.band.cuts_window(seq, key):
             return None
         return Limits(
-            seq=seq.offset, key=key.offset, window=self.window or 0,
+            seq=seq.offset, key=key.offset, window=self.window or 0, two_sided=self.two_sided,
             padding=self.padding is not None, segments=self.segments is not None,
         )  # fmt: skip
 

@@ -29,7 +29,7 @@ def _rows(rows, n, ROWS: tl.constexpr, BLOCK: tl.constexpr):
 @triton.jit
 def _kept(
     kept, row, col, PADDING, SEGMENTS, n, seq, shift, key, window, rows_each, batch, sequences,
-    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, PADDED: tl.constexpr, SEGMENTED: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, TWO_SIDED: tl.constexpr, PADDED: tl.constexpr, SEGMENTED: tl.constexpr,
 ):  # fmt: skip
     """What of the block is attended to; shift: position of the first query less that of the first key, `key`."""
     position = row % seq + shift
@@ -37,6 +37,8 @@ def _kept(
         kept = kept & (col[None, :] <= position[:, None])
     if WINDOW:
         kept = kept & (col[None, :] > position[:, None] - window)
+    if TWO_SIDED:
+        kept = kept & (col[None, :] < position[:, None] + window)
     if PADDED:
         at = (row // rows_each % batch)[:, None] * n + col[None, :]
         kept = kept & (tl.load(PADDING + at, kept, 0) != 0)
@@ -53,13 +55,13 @@ def _kept(
 @triton.jit
 def _maxsumexp(
     STATE, X, PADDING, SEGMENTS, rows, n, seq, shift, key, window, rows_each, batch, sequences,
-    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, PADDED: tl.constexpr, SEGMENTED: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, TWO_SIDED: tl.constexpr, PADDED: tl.constexpr, SEGMENTED: tl.constexpr,
     ACC: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row, there, col, at, inside = _rows(rows, n, ROWS, BLOCK)
     kept = _kept(
         inside, row, col, PADDING, SEGMENTS, n, seq, shift, key, window, rows_each, batch, sequences,
-        CAUSAL, WINDOW, PADDED, SEGMENTED,
+        CAUSAL, WINDOW, TWO_SIDED, PADDED, SEGMENTED,
     )  # fmt: skip
     x = tl.where(kept, tl.load(X + at, inside, 0.0).to(tl.float32), float("-inf"))
     top = tl.max(x, 1)
@@ -74,13 +76,13 @@ def _maxsumexp(
 @triton.jit
 def _softmax(
     P, X, STATE, PADDING, SEGMENTS, rows, n, seq, shift, key, window, rows_each, batch, sequences,
-    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, PADDED: tl.constexpr, SEGMENTED: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, TWO_SIDED: tl.constexpr, PADDED: tl.constexpr, SEGMENTED: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row, there, col, at, inside = _rows(rows, n, ROWS, BLOCK)
     kept = _kept(
         inside, row, col, PADDING, SEGMENTS, n, seq, shift, key, window, rows_each, batch, sequences,
-        CAUSAL, WINDOW, PADDED, SEGMENTED,
+        CAUSAL, WINDOW, TWO_SIDED, PADDED, SEGMENTED,
     )  # fmt: skip
     top, total = tl.load(STATE + row * 2, there, 0.0), tl.load(STATE + row * 2 + 1, there, 1.0)
     total = tl.where(total == 0.0, 1.0, total)  # of a row that attends to nothing
@@ -127,7 +129,11 @@ def _masked(task: Task, count: int, size: tuple[int, int]) -> tuple[list[Paramet
     addresses = [tile(task, count if padded else 0), tile(task, count + padded if segmented else 0)]
     key, window = (limits.key, limits.window) if limits else (0, 0)
     numbers = [args.shift, key, window, args.masked.rows if args.masked else 1, batch, sequences]
-    flags = {"CAUSAL": args.diagonal, "WINDOW": window > 0, "PADDED": padded, "SEGMENTED": segmented}
+    two_sided = bool(limits and limits.two_sided)
+    flags = {
+        "CAUSAL": args.diagonal, "WINDOW": window > 0, "TWO_SIDED": two_sided, "PADDED": padded,
+        "SEGMENTED": segmented,
+    }  # fmt: skip
     return [*addresses, *size, shape(task, 1)[-2], *numbers], flags
 
 

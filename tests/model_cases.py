@@ -49,6 +49,17 @@ def distilbert(kind: str, **config: Any) -> Any:
     return getattr(transformers, kind)(transformers.DistilBertConfig(**sizes | off | config))
 
 
+def modernbert(kind: str, **config: Any) -> Any:
+    """Five layers, of which 0 and 3 are global; a local one sees two positions before and after."""
+    sizes = {
+        "vocab_size": VOCAB, "hidden_size": EMBED, "num_hidden_layers": 5, "num_attention_heads": HEADS,
+        "intermediate_size": FFN, "max_position_embeddings": SEQ + 3, "num_labels": CLASSES, "local_attention": 5,
+        "classifier_pooling": "cls", "attn_implementation": "sdpa",
+    }  # fmt: skip
+    tokens = dict.fromkeys(f"{name}_token_id" for name in ("pad", "bos", "eos", "cls", "sep"))
+    return getattr(transformers, kind)(transformers.ModernBertConfig(**sizes | tokens | config))
+
+
 def llama(**config: Any) -> Any:
     sizes = {
         "vocab_size": VOCAB, "hidden_size": EMBED, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS,
@@ -234,6 +245,12 @@ CASES = {
     "deberta v2 c2p": _deberta("DebertaV2ForMaskedLM", tokens, zero="key_proj.bias", pos_att_type=["c2p"]),
     "deberta v3": _deberta("DebertaV2ForMaskedLM", functools.partial(tokens, mask=True), **DEBERTA_V3),
     "deberta v3 classification": _deberta("DebertaV2ForSequenceClassification", _classes, **DEBERTA_V3),
+    "modernbert": Case(
+        functools.partial(modernbert, "ModernBertForMaskedLM"), functools.partial(tokens, mask=True)
+    ),
+    "modernbert classification": Case(
+        functools.partial(modernbert, "ModernBertForSequenceClassification", num_hidden_layers=2), _classes
+    ),
     "llama": Case(llama, functools.partial(tokens, mask=True, causal=True)),
     "llama tied": Case(
         functools.partial(llama, tie_word_embeddings=True, rope_parameters=LLAMA3),

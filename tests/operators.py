@@ -272,13 +272,13 @@ def softmax(mask: Mask) -> Callable[[Case], Op]:
     return lambda case: case.add(ops.Softmax(case.x(_SCORES, band=mask.band), case.y(_SCORES, band=mask.band), mask))
 
 
-def softmax_of_data(axes: str, *, causal: bool = False, window: int | None = None, segments: bool = False) -> Any:
+def softmax_of_data(axes: str, *, segments: bool = False, **band: Any) -> Any:
     """A softmax masked by padding or by segments."""
 
     def row(case: Case) -> Op:
         data = case.x("sequences", offsets(case.sizes["seq"]), "int64") if segments else None
-        keys = None if segments else case.x("batch key", padding, "int16" if causal else "int64")
-        mask = Mask(causal, window, keys, data)
+        keys = None if segments else case.x("batch key", padding, "int16" if band.get("causal") else "int64")
+        mask = Mask(padding=keys, segments=data, **band)
         return case.add(ops.Softmax(case.x(axes, band=mask.band), case.y(axes, band=mask.band), mask))
 
     return row
@@ -583,6 +583,9 @@ ROWS |= {
     "Softmax": softmax(Mask()),
     "Softmax causal": softmax(Mask(causal=True)),
     "Softmax window": softmax(Mask(window=3)),
+    "Softmax two-sided window": softmax(Mask(window=2, two_sided=True)),
+    "Softmax padding two-sided window": softmax_of_data("batch seq key", window=2, two_sided=True),
+    "Softmax segments two-sided window": softmax_of_data(_SCORES, segments=True, window=2, two_sided=True),
     "Softmax padding": softmax_of_data(_SCORES),
     "Softmax padding causal": softmax_of_data("heads batch seq key", causal=True),
     "Softmax padding window": softmax_of_data("batch seq key", window=3),
@@ -603,6 +606,7 @@ ROWS |= {
     "RelativeScoresGrad of queries": relative("queries", "seq key", gradient=True),
     "RelativeScoresGrad of keys": relative("keys", "heads batch seq key", gradient=True),
     "RelativeScoresGrad of many rows": relative(rows=40, gradient=True),
+    "SoftmaxGrad two-sided window": softmax_grad(Mask(window=2, two_sided=True)),
     "AttentionRepeat": repeat(gradient=False),
     "AttentionRepeatGrad": repeat(gradient=True),
     "GradNorm": grad_norm(None),

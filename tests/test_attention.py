@@ -27,7 +27,7 @@ from nntile_py.tiles import Part, Tiling
 FORMS = ("vendor", "merge", "flash", "naive")
 MASKS = [
     "none", "causal", "window", "padding", "padding causal", "padding window", "segments", "segments causal",
-    "segments window",
+    "segments window", "around", "padding around", "segments around",
 ]  # fmt: skip
 BSHD = "batch seq heads head_dim"
 LAYOUTS: dict[str, list[str]] = {
@@ -87,7 +87,8 @@ class Row:
             "padding": case.x(f"batch {key}", padding, "int64") if "padding" in words else None,
             "segments": case.x("sequences", offsets(case.sizes["seq"]), "int64") if "segments" in words else None,
         }
-        mask = Mask("causal" in words, 4 if "window" in words else None, **data)
+        window = 4 if {"window", "around"} & {*words} else None
+        mask = Mask("causal" in words, window, **data, two_sided="around" in words)
         q, k, v = parts
         out = attention(case.graph, q, k, v, mask, self.form, self.dropout)
         return inputs, out, case.x(" ".join(out.axes)), mask
@@ -123,6 +124,8 @@ def attended(row: Row, sizes: Mapping[str, int], data: list[Any]) -> torch.Tenso
             good = k <= s
         if "window" in words:
             good = good and s - k < 4
+        if "around" in words:
+            good = abs(s - k) < 4
         if "padding" in words:
             good = good and bool(data[0][b, k])
         if "segments" in words:
@@ -278,7 +281,8 @@ def test_pairs_outside_of_the_window_are_absent(form: str) -> None:
 
 @settings(deadline=None)
 @given(
-    band=st.builds(Band, st.just(True), st.none() | st.integers(1, 30)),
+    band=st.builds(Band, st.just(True), st.none() | st.integers(1, 30))
+    | st.builds(Band, st.just(False), st.integers(1, 30), st.just(True)),
     tile=st.integers(1, 9), size=st.integers(1, 30),
 )  # fmt: skip
 def test_bands(band: Band, tile: int, size: int) -> None:
@@ -288,7 +292,7 @@ def test_bands(band: Band, tile: int, size: int) -> None:
     for seq, key in itertools.product(parts, parts):
         inside = allowed[seq.offset : seq.end, key.offset : key.end]
         assert band.empty(seq, key) == (not inside.any())
-        before = Band(True).allowed(size, size)[seq.offset : seq.end, key.offset : key.end]
+        before = Band(band.causal).allowed(size, size)[seq.offset : seq.end, key.offset : key.end]
         assert band.cuts_window(seq, key) >= bool((before & ~inside).any())
         assert band.cuts_causal(seq, key) >= (not before.all())
         assert (band.area(seq, key) > 0) == bool(inside.any())
@@ -316,6 +320,9 @@ def test_refused() -> None:
         "segments of 11 queries": lambda: attention(g, q, cross, cross, Mask(segments=offsets_of)),
         "of 3 batches are not supported": lambda: attention(g, q, q, q, Mask(segments=offsets_of)),
         "window of 0 is not allowed": lambda: Mask(window=0),
+        "two_sided is not allowed here; use it with a window, and without causal": lambda: Mask(two_sided=True),
+        "use it with a window, and without causal": lambda: Mask(True, 3, two_sided=True),
+        "a window of 11 queries and 7 keys is": lambda: attention(g, q, cross, cross, Mask(window=3, two_sided=True)),
         "padding and segments together": lambda: Mask(padding=tensor("batch seq", "int64"), segments=offsets_of),
         "padding of fp32": lambda: Mask(padding=tensor("batch seq")),
         "does not fit 3 sequences of 11": lambda: attention(

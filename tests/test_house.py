@@ -32,7 +32,7 @@ FLOORS = (
     ("graph",),
     ("tasks",),
     ("tiles",),
-    ("schema", "tokenizer"),
+    ("labelled", "schema", "tokenizer"),
     ("typed",),
     ("errors", "system"),
 )

@@ -310,6 +310,13 @@ WRONG_CONFIGS: list[tuple[str, dict[str, Any], str]] = [
     ("albert", {"num_hidden_groups": 4}, "model.groups: got 4; allowed: 1 to model.layers = 3"),
     ("albert", {"inner_group_num": 0}, "model.inner: got 0; allowed: an integer of at least 1"),
     ("albert groups", {"num_labels": 3}, "model.classes: got 3; allowed: 2 with head: pretraining"),
+    ("modernbert", {"norm_bias": True}, "norm_bias is True in the model's config; allowed: False"),
+    ("modernbert", {"decoder_bias": False}, "decoder_bias is False in the model's config; allowed: True"),
+    ("modernbert", {"layer_types": ["sliding_attention"] * 5}, "layer_types is .*; allowed: full_attention in every"),
+    ("modernbert", {"layer_types": 3}, "layer_types is 3 in the model's config; allowed: full_attention in every"),
+    ("modernbert", {"rope_parameters": {"full_attention": {"rope_type": "yarn"}}}, "rope_type is 'yarn' .* 'default'"),
+    ("modernbert", {"rope_parameters": 3}, "rope_parameters is 3 in the model's config; allowed: an object"),
+    ("modernbert classification", {"classifier_pooling": "mean"}, "classifier_pooling is 'mean' .*; allowed: 'cls'"),
     ("masked_lm", {"intermediate_size": "few"}, "model.ffn: got 'few'; allowed: an integer"),
 ]
 
@@ -328,6 +335,23 @@ def test_wrong_configs_of_a_folder(tmp_path: Path, name: str, change: dict[str, 
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(config | {"train": {"batch": 1, "seq": 4, "steps": 1}}))
     with pytest.raises(nt.ConfigError, match=message):
         build_model(load(tmp_path / "run.yaml"))
+
+
+def test_layers_and_wavelengths_of_older_folders(tmp_path: Path) -> None:
+    """As published with ModernBERT: numbers in the place of lists for each layer."""
+    made("modernbert").save_pretrained(tmp_path)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    for key in ("layer_types", "rope_parameters"):
+        del raw[key]
+    older = {"global_attn_every_n_layers": 2, "global_rope_theta": 5000.0, "local_rope_theta": 3000}
+    (tmp_path / "config.json").write_text(json.dumps(raw | older))
+    model = nt.models.from_hf(tmp_path)
+    assert [model.config.is_global(layer) for layer in range(5)] == [True, False, True, False, True]
+    assert (model.config.global_theta, model.config.local_theta) == (5000.0, 3000.0)
+    theirs = model.to_hf().config
+    assert theirs.layer_types == transformers.AutoConfig.from_pretrained(tmp_path).layer_types
+    for kind in ("full_attention", "sliding_attention"):
+        assert theirs.rope_parameters[kind]["rope_theta"] == model.hf_config()["rope_parameters"][kind]["rope_theta"]
 
 
 @pytest.mark.parametrize("text", ["{", "[1]", "[" * 100_000, ""])

@@ -24,6 +24,7 @@ BERT = {"type": "bert", "layers": 1, "embed": 16, "heads": 2}
 FAMILY = {
     "bert": "BertForMaskedLM", "distilbert": "DistilBertForMaskedLM", "albert": "AlbertForMaskedLM",
     "roberta": "RobertaForMaskedLM", "deberta": "DebertaForMaskedLM", "deberta-v2": "DebertaV2ForMaskedLM",
+    "modernbert": "ModernBertForMaskedLM",
 }  # fmt: skip
 LLAMA = {"type": "llama", "layers": 1, "embed": 16, "heads": 4, "kv_heads": 2, "ffn": 24}
 TREE: dict[str, Any] = {
@@ -123,8 +124,7 @@ def test_models_that_text_does_not_train(tmp_path: Path) -> None:
     told = "model.type: encoder is not trained on text"
     assert f"{told} (its objective is None); allowed: {texts}, or train it from Python with nt.Trainer" in done.stderr
     for head, needs in (
-        ("pretraining", "next_sentence_label [batch]"), ("classification", "labels [batch]"),
-        ("token_classification", "labels [batch, seq] below 2;"),
+        ("pretraining", "next_sentence_label [batch]"), ("token_classification", "labels [batch, seq] below 2;"),
     ):  # fmt: skip
         config = load(write(tmp_path, model=BERT | {"head": head}))
         with pytest.raises(ConfigError, match=r"model: bert with head: .* from Python with nt.Trainer") as refused:

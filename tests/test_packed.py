@@ -33,6 +33,7 @@ MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
     "roberta": (nt.models.RoBERTa, {}),
     "deberta": (nt.models.DeBERTa, {"relative_positions": 9}),
     "deberta v3": (nt.models.DeBERTaV2, {"position_buckets": 8}),
+    "modernbert": (nt.models.ModernBERT, {"local_attention": 5}),
     "gpt2": (nt.models.GPT2, {}),
     "llama": (nt.models.Llama, {"kv_heads": 1, "ffn": 24}),
 }

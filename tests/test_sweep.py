@@ -21,8 +21,9 @@ from nntile_py.errors import ConfigError
 from nntile_py.sweep import autotune, experiment
 from nntile_py.sweep import run as sweep_run
 from nntile_py.sweep import spec as sweep
-from nntile_py.sweep.plots import figure_of, files_of, shown_rows, spread
+from nntile_py.sweep.plots import figure_of, shown_rows, spread
 from nntile_py.sweep.results import best_row, best_told, pooled, summary, table, within_spread
+from nntile_py.system.pictures import files_of
 from nntile_py.tiles import RW, R, TaskList, Tile, W
 
 BASE: dict[str, Any] = {

@@ -27,6 +27,7 @@ from nntile_py.config.sections import (
 )  # fmt: skip
 from nntile_py.errors import ConfigError
 from nntile_py.graph.step import PRECISIONS, check_precision
+from nntile_py.labelled import class_numbers, labels_of, read_samples
 from nntile_py.models.base import ModelConfig, find, of_hf_type, resolved
 from nntile_py.models.checkpoint import read_raw
 from nntile_py.schema import (
@@ -49,6 +50,7 @@ from nntile_py.tiles.tasklist import Policy
 
 SCHEDULER_CONFIGS = installed("scheduler_configs")
 DEFAULT_MODEL = "gpt2"
+CLASSIFICATION = "classification"  # a model's head, or its objective
 
 
 class RunConfig(Section):
@@ -110,6 +112,10 @@ class RunConfig(Section):
         if self.runtime.cpus == 0 == self.runtime.cuda:
             raise ConfigError("runtime.cpus: got 0; allowed: at least 1, or 'all', where runtime.cuda is 0")
         fields = type(model).model_fields
+        if self.aim == CLASSIFICATION:
+            model = self._with_labels(model)
+        elif self.data.held_out:
+            raise ConfigError(f"data.held_out: allowed: null where model.head is not {CLASSIFICATION}")
         if model.from_ and "vocab" in fields and self.tokenizer.path is None:
             self.tokenizer = Tokenizer(path=_tokenizer_in(Path(model.from_)))
         if "positions" in fields:
@@ -129,6 +135,45 @@ class RunConfig(Section):
                 raise ConfigError(f"model.vocab: got {model.vocab}; allowed: at least the tokenizer's size, {size}")
         self.model = model
         return self
+
+    def _with_labels(self, model: Any) -> Any:
+        """The model with the classes of the table's labels; those of `model.from` where it has the same."""
+        data, fields = self.data, type(model).model_fields
+        if data.max_bytes:
+            raise ConfigError(f"data.max_bytes: got {data.max_bytes}; allowed: null, as a table is read as a whole")
+        if data.sequences != "window":
+            raise ConfigError(f"data.sequences: got {data.sequences}; allowed: window, as a table's rows are sequences")
+        if self.train.pack:
+            raise ConfigError(f"train.pack: got true; allowed: false where model.head is {CLASSIFICATION}")
+        samples = read_samples("data.source", data.source, data.text, data.label)
+        names = labels_of(data.source, samples)
+        if "labels" not in fields or "classes" not in fields:
+            return model
+        if model.labels is not None:
+            numbers = class_numbers(model.labels, model.classes)
+            if other := next((one for one in samples if one.label not in numbers), None):
+                need = f"{', '.join(model.labels)} (model.labels)"
+                raise ConfigError(
+                    f"data.source: {data.source}, line {other.line}: the label {other.label!r}; allowed: {need}"
+                )
+            return model
+        if "classes" in model.model_fields_set and model.classes not in (None, len(names)):
+            need = f"{len(names)}, the labels of {data.source}, or leave it out"
+            raise ConfigError(f"model.classes: got {model.classes}; allowed: {need}")
+        if model.from_:
+            saved = find(model.type).saved_fields(read_raw(Path(model.from_)))
+            labels, classes = saved.get("labels"), saved.get("classes")
+            if saved.get("head") == CLASSIFICATION and (
+                set(names) == set(labels or ()) or (names == [str(number) for number in range(classes or 0)])
+            ):
+                return model.changed(classes=classes, labels=labels)
+        return model.changed(classes=len(names), labels=names)
+
+    @property
+    def aim(self) -> str | None:
+        """What text trains the model to do: `causal`, `masked`, `classification`; None: text does not train it."""
+        of_head = getattr(self.model, "head", None) == CLASSIFICATION
+        return CLASSIFICATION if of_head else find(self.model.type).objective
 
     @property
     def workers(self) -> int:
@@ -192,7 +237,7 @@ def resolve(tree: dict[str, Any], overrides: Iterable[str], what: str, saved: Sa
         if tree.get("scheduler") is not None:
             # A scheduler chosen on the command line is meant to win over the file's own runtime keys.
             _apply_scheduler(tree, wins=tree["scheduler"] != chosen, overrides=overrides)
-        return validated(RunConfig, tree, elsewhere=lambda: _known_keys(tree.get("model")))
+        return validated(RunConfig, tree, elsewhere=lambda: _numberskeys(tree.get("model")))
     except ConfigError as error:
         raise ConfigError(f"{what}: {error}") from error
 
@@ -202,7 +247,7 @@ def all_keys(model: type[ModelConfig]) -> list[str]:
     return [key for key, _ in keys(of_model(model))]
 
 
-def _known_keys(model: Any) -> list[str]:
+def _numberskeys(model: Any) -> list[str]:
     """The same where this is the section `model`, which may be wrong itself."""
     try:
         return all_keys(find(model.get("type", DEFAULT_MODEL) if isinstance(model, dict) else DEFAULT_MODEL).Config)
@@ -314,6 +359,8 @@ def _model_section(given: Any) -> Any:
     if not any(folder.glob("*.safetensors")):
         raise ConfigError(f"model.from: {folder} holds no weights in safetensors; {need}")
     given |= {"from": str(folder)}
+    if (head := given.get("head", saved.get("head"))) == CLASSIFICATION:  # its labels are known with the data
+        given["head"], saved = head, {key: value for key, value in saved.items() if key not in cls.head_fields}
     for key in saved.keys() & given.keys():
         if given[key] != saved[key]:
             raise ConfigError(f"model.{key}: got {given[key]!r}; allowed: {saved[key]!r}, as in {folder}/config.json")

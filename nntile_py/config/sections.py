@@ -31,6 +31,7 @@ from nntile_py.schema import (
     integer,
     only,
 )  # fmt: skip
+from nntile_py.system.folders import STDLIB
 from nntile_py.tiles.placement import Placement
 from nntile_py.tiles.tasklist import Policy
 
@@ -42,14 +43,23 @@ class Data(Section):
     """The text to train on."""
 
     source: Annotated[str, Rule("'python-stdlib', or the path of a text file or of a folder", {"type": "string"})] = (
-        "python-stdlib"
+        STDLIB
     )
-    """The text: the sources of Python's standard library, a text file, or a folder with text files in it."""
+    """The text: the sources of Python's standard library, a text file, or a folder with text files in it. Of a
+    classifier (`model.head: classification`) a table, a file .csv, .tsv or .jsonl; `python-stdlib` has the functions
+    of its larger packages, whose label is their package."""
     sequences: Literal["window", "lines", "paragraphs", "documents"] = "window"
     """What a sequence is: `window`, train.seq tokens from anywhere in the text; or the text's `lines`, its `paragraphs`
     (between empty lines) or its `documents` (files), cut into parts where they have more tokens than train.seq."""
     val_fraction: Share = 0.05
-    """Share of the text that is not trained on; the held-out loss is measured on it."""
+    """Share of the text that is not trained on; the held-out loss is measured on it. Of a table this share of the texts
+    of each label."""
+    held_out: File | None = None
+    """Of a classifier: a table of its own to measure on; null: `val_fraction` of `source`."""
+    text: str = "text"
+    """Of a table: the column with the text; of JSON lines the key."""
+    label: str = "label"
+    """Of a table: the column with the label, which is a name or an integer; of JSON lines the key."""
     max_bytes: Size | None = None
     """Read no more than this much of the text; null reads all of it."""
     extensions: list[str] = Field(
@@ -60,7 +70,12 @@ class Data(Section):
     @field_validator("source")
     @classmethod
     def _exists(cls, source: str) -> str:
-        return source if source == "python-stdlib" else existing("data.source", source, "'python-stdlib' or")
+        return source if source == STDLIB else existing("data.source", source, f"'{STDLIB}' or")
+
+    @field_validator("held_out")
+    @classmethod
+    def _too(cls, path: str | None) -> str | None:
+        return path and existing("data.held_out", path)
 
 
 class Tokenizer(Section):
@@ -113,7 +128,7 @@ class Train(Section):
     eval_every: Count = 100
     """Updates between two measurements of the held-out loss."""
     eval_batches: Count = 4
-    """Batches of held-out text that a measurement reads."""
+    """Batches of held-out text that a measurement reads. Of a classifier the last measurement reads all of it."""
     log_every: Count = 10
     """Updates between two printed lines; `metrics.jsonl` has all of them."""
     skip_above_norm: Positive | None = None
@@ -306,7 +321,7 @@ class Sample(Section):
     prompt: str = "def "
     """Text that the model continues."""
     tokens: Natural = 64
-    """Tokens to write (of a masked model: of held-out text to show); 0: no sample."""
+    """Tokens to write (of a masked model: of held-out text to show; a classifier shows none); 0: no sample."""
     temperature: NonNegative = 0.8
     """How freely tokens are drawn; 0: always the likeliest."""
     top_k: Count | None = 40

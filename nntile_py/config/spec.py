@@ -15,7 +15,7 @@ def build_model(config: RunConfig) -> Model:
     """The model of `config.model`: read from its folder, or freshly initialised from the seed."""
     made = config.model
     if made.from_ is not None:
-        return find(made.type).from_hf(made.from_, **made.model_dump(by_alias=True))
+        return find(made.type).from_hf(made.from_, seed=config.seed, **made.model_dump(by_alias=True))
     return new(made, config.seed)
 
 

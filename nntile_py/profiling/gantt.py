@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from nntile_py.profiling.trace import Trace, merge
+from nntile_py.system.pictures import files_of, new_figure
 from nntile_py.tasks.op import operators
 
 SPARE = ("#b39ddb", "#17becf", "#6b4f2a", "#f781bf", "#2f4f4f", "#c0ca33", "#8d6e9f", "#e4b9a0")  # for other kinds
@@ -116,14 +117,11 @@ def _fill(trace: Trace, tasks: Any, edges: Any) -> Any:
 
 def save(trace: Trace, summary: dict[str, Any], folder: Path, title: str, where: str) -> None:
     """gantt.png, gantt.svg, gantt.pdf. where: machine and tiles, in small print below the title."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
     drawn, milliseconds = gantt(trace), summary["seconds"] * 1e3
     rows = len(drawn.rows)
-    figure = Figure(figsize=(10, 2.2 + 0.42 * rows), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure((10, 2.2 + 0.42 * rows))
     axes = figure.add_subplot()
     for row, bars in enumerate(drawn.rows):
         spans = [(b.left * milliseconds, (b.right - b.left) * milliseconds) for b in bars]
@@ -141,8 +139,8 @@ def save(trace: Trace, summary: dict[str, Any], folder: Path, title: str, where:
         axes.axvline(date, color="black", linewidth=0.8, linestyle=":")
     patches = [Patch(color=of, label=kind) for kind, of in zip(drawn.kinds, drawn.colours, strict=True)]
     figure.legend(handles=patches, loc="outside lower center", ncols=5, frameon=False, fontsize=8)
-    for form in ("png", "svg", "pdf"):
-        figure.savefig(folder / f"gantt.{form}", dpi=150)
+    for form, content in files_of(figure).items():
+        (folder / f"gantt.{form}").write_bytes(content)
 
 
 def step_starts(trace: Trace) -> list[float]:

@@ -25,10 +25,11 @@ from nntile_py.config.run import RunConfig, load
 from nntile_py.config.spec import step_spec
 from nntile_py.errors import ConfigError
 from nntile_py.schema import assignment, read_yaml, validated
-from nntile_py.sweep.plots import Row, caption, files_of, plain, spread
+from nntile_py.sweep.plots import Row, caption, plain, spread
 from nntile_py.sweep.spec import Sweep
 from nntile_py.system.cgroup import machine_memory
 from nntile_py.system.folders import replace_file
+from nntile_py.system.pictures import files_of, new_figure
 from nntile_py.tiles import AXES
 from nntile_py.tiles.placement import GOOD
 
@@ -129,14 +130,10 @@ def _measured(rows: list[Row]) -> dict[tuple[int | None, ...], Row]:
 
 def draw_search(found: Search, rows: list[Row], where: str) -> Figure:
     """Left: planned time against the number of tasks, by why a tiling was pruned; right: what was measured."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     measured = _measured(rows)
     ordered = sorted(((one, measured[one.key]) for one in found.tilings if one.key in measured),
                      key=lambda pair: -float(pair[1]["seconds"]))  # fmt: skip
-    figure = Figure(figsize=(11.5, max(4.4, 2.2 + 0.28 * len(ordered))), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure((11.5, max(4.4, 2.2 + 0.28 * len(ordered))))
     left, right = figure.subplots(1, 2)
     drawn = [(one, one.plan) for one in found.tilings if one.plan]
     reasons = [None, *dict.fromkeys(one.pruned for one in found.tilings if one.pruned)]

@@ -20,12 +20,13 @@ from nntile_py.config.run import RunConfig, load, runtime_options
 from nntile_py.errors import ConfigError, NNTileError
 from nntile_py.profiling import FILES
 from nntile_py.schema import Count, Section, read_yaml, validated
-from nntile_py.sweep.plots import FORMS, Row, figure_of, files_of, named, value, word
+from nntile_py.sweep.plots import Row, figure_of, named, value, word
 from nntile_py.sweep.results import table
 from nntile_py.sweep.spec import Sweep, check_sweep, points
 from nntile_py.system.folders import installed, replace_file
 from nntile_py.system.load import cores, is_busy
 from nntile_py.system.machine import described, machine
+from nntile_py.system.pictures import FORMS, files_of
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import io
 import json
 from collections.abc import Sequence
 from statistics import quantiles
 from typing import TYPE_CHECKING, Any
 
 from nntile_py.system.load import is_busy
+from nntile_py.system.pictures import new_figure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from nntile_py.sweep.spec import Best, Plot
 
 Row = dict[str, Any]
-FORMS = ("png", "svg", "pdf")
 QUARTILES = 4  # repeats, from which on the spread is their middle half: one that was disturbed does not widen it
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
 MARKERS = "osD^vPX"
@@ -69,30 +68,15 @@ def figure_of(plots: Sequence[Plot], rows: list[Row], best: Best | None = None, 
     """All plots side by side, a panel for each value of `panel`; without axes where there is nothing to show.
 
     where: the machine, for the small print."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     panels = [_panels(plot, rows, best) for plot in plots]
     widths = [4.4 * len(own) + 1.5 for own in panels]
-    figure = Figure(figsize=(max(sum(widths), 6.5), 4.2), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure((max(sum(widths), 6.5), 4.2))
     parts = figure.subfigures(1, len(plots), width_ratios=widths, squeeze=False)[0]
     for part, plot, own in zip(parts, plots, panels, strict=True):
         _draw(part, plot, own, rows, best)
     if small := caption(rows, where, any(plot.kind != "heat" for plot in plots)):
         figure.supxlabel(small, fontsize=7.5, color="#59636e", x=0.01, ha="left")
     return figure
-
-
-def files_of(figure: Figure) -> dict[str, bytes]:
-    """By form: png, svg, pdf. The same figure gives the same bytes."""
-    files = {}
-    for form in FORMS:
-        out = io.BytesIO()
-        undated = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}
-        figure.savefig(out, format=form, dpi=150, metadata=undated.get(form))
-        files[form] = out.getvalue()
-    return files
 
 
 def _panels(plot: Plot, rows: list[Row], best: Best | None) -> list[Any]:

@@ -9,8 +9,9 @@ import statistics
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nntile_py.sweep.plots import FORMS, Row, figure_of, files_of, good_rows, plain, spread, word
+from nntile_py.sweep.plots import Row, figure_of, good_rows, plain, spread, word
 from nntile_py.system.folders import replace_file
+from nntile_py.system.pictures import FORMS, files_of
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

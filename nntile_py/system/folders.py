@@ -4,8 +4,10 @@ import ctypes
 import errno
 import os
 import stat
+import sysconfig
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -22,6 +24,31 @@ def cache_folder() -> Path:
 def installed(name: str) -> Path:
     """A folder of the repository that installs inside the package."""
     return next((d for p in Path(__file__).parents[1:3] if (d := p / name).is_dir()), Path(name))
+
+
+# Of the standard library: tests repeat themselves, `encodings` is tables, installed packages differ between machines.
+_NO_SOURCES = {"test", "tests", "idle_test", "encodings", "site-packages", "dist-packages", "__pycache__"}
+STDLIB = "python-stdlib"  # what a config calls the sources of Python's standard library
+
+
+def files_in(root: Path, extensions: Sequence[str], skipped: AbstractSet[str] = frozenset()) -> Iterator[Path]:
+    """Files under `root` in the order of their names; hidden folders and linked ones are left out."""
+    for path in sorted(root.iterdir(), key=lambda p: p.name):
+        if path.is_dir() and not path.is_symlink() and path.name not in skipped and not path.name.startswith("."):
+            yield from files_in(path, extensions, skipped)
+        elif path.is_file() and path.name.lower().endswith(tuple(extensions)):
+            yield path
+
+
+def stdlib() -> Path:
+    """The folder of Python's standard library."""
+    return Path(sysconfig.get_path("stdlib"))
+
+
+def stdlib_files() -> list[Path]:
+    """The sources of Python's standard library."""
+    # _sysconfigdata* says how this Python was built, with paths of this machine.
+    return [path for path in files_in(stdlib(), [".py"], _NO_SOURCES) if not path.name.startswith("_sysconfigdata")]
 
 
 def read(path: Path, most: int | None = None) -> bytes:

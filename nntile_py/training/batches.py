@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from nntile_py.config.run import RunConfig
+from nntile_py.config.run import CLASSIFICATION, RunConfig
 from nntile_py.config.spec import step_spec
 from nntile_py.errors import ConfigError
-from nntile_py.models.base import find, known
+from nntile_py.models.base import known
 from nntile_py.tokenizer import CLS, MASK, MASKED, PAD, SEP, load_tokenizer, special_numbers, token_numbers
 from nntile_py.training.collators import Array, CausalCollator, Collator, MaskedCollator
 from nntile_py.training.data import Corpus, Parts, held_out_batches, training_batch
@@ -20,12 +21,14 @@ from nntile_py.training.packed import MASK as ATTENTION_MASK
 from nntile_py.training.packed import Bins, Filled, Place
 
 Inputs = dict[str, Array] | Filled
-SPECIAL: dict[str, Sequence[str]] = {"causal": (), "masked": MASKED}  # by objective: tokens that the text needs
+# By objective: tokens that the text needs, axes of the labels.
+SPECIAL: dict[str, Sequence[str]] = {"causal": (), "masked": MASKED, CLASSIFICATION: MASKED}
+_LABELS = {"causal": ["batch", "seq"], "masked": ["batch", "seq"], CLASSIFICATION: ["batch"]}
 
 
 def objective(config: RunConfig) -> str:
-    """`causal` or `masked`; raises ConfigError for a model or a tokenizer that text cannot be made into batches for."""
-    kind, found = config.model.type, find(config.model.type).objective
+    """One of SPECIAL; raises ConfigError for a model or a tokenizer that text cannot be made into batches for."""
+    kind, found = config.model.type, config.aim
     elsewhere = "train it from Python with nt.Trainer"
     if found not in (None, *SPECIAL):
         raise ConfigError(f"model.type: {kind} has the objective {found!r}; allowed: {', '.join(SPECIAL)}, None")
@@ -37,18 +40,19 @@ def objective(config: RunConfig) -> str:
     declared = replace(step_spec(config), pack=False).trace()[0].inputs
     asked = {name: one for name, one in declared.items() if one.default is None}
     axes = {name: list(one.tensor.axes) for name, one in asked.items()}
-    fits = axes == {name: ["batch", "seq"] for name in ("input_ids", "labels")}
-    if not fits or asked["labels"].below != asked["input_ids"].below:
+    fits = axes == {"input_ids": ["batch", "seq"], "labels": _LABELS[found]}
+    if not fits or (found != CLASSIFICATION and asked["labels"].below != asked["input_ids"].below):
         told = ", ".join(f"{name} [{', '.join(axes[name])}] below {one.below}" for name, one in asked.items())
         head = f" with head: {config.model.head}" if "head" in type(config.model).model_fields else ""
-        gives = "text gives input_ids and labels [batch, seq], both tokens"
+        gives = f"text gives input_ids [batch, seq] and labels [{', '.join(_LABELS[found])}]"
+        gives += ", both tokens" if found != CLASSIFICATION else ""
         raise ConfigError(f"model: {kind}{head} needs {told}; allowed: no others, as {gives}; {elsewhere}")
-    if found == "masked":
-        _check_masked(config)
+    if found != "causal":
+        _check_framed(config, found)
     return found
 
 
-def _check_masked(config: RunConfig) -> None:
+def _check_framed(config: RunConfig, aim: str) -> None:
     if config.train.seq < 3:
         raise ConfigError(f"train.seq: got {config.train.seq}; allowed: at least 3, as {CLS} and {SEP} take two places")
     if (path := config.tokenizer.path) is None:
@@ -58,6 +62,8 @@ def _check_masked(config: RunConfig) -> None:
             raise ConfigError(f"tokenizer.vocab_size: got {config.tokenizer.size()}; allowed: {need}")
         return
     tokenizer = load_tokenizer(Path(path))
+    if aim == CLASSIFICATION:
+        return  # what its template says stands in their place
     if missing := [token for token in MASKED if tokenizer.token_to_id(token) is None]:
         need = f"a tokenizer with {', '.join(MASKED)}"
         raise ConfigError(f"tokenizer.path: {path} has no token {', '.join(missing)}; allowed: {need}")
@@ -115,6 +121,10 @@ class Batches:
             return self._inputs(self._parts, *self._order.step(step), self._how.grad_accumulation, step)
         rows = self._how.batch * self._how.grad_accumulation
         return self._collate(self._framed(training_batch(self._tokens, rows, self._text, self._seed, step)), step)
+
+    def measure(self, trainer: Any, whole: bool = False) -> dict[str, Any]:
+        """Of held-out text, for the metrics: the mean loss. `whole` says nothing here."""
+        return {"held_out_loss": float(np.mean([trainer.evaluate(inputs) for inputs in self.held_out]))}
 
     def _inputs(self, parts: Parts, which: list[int], places: list[Place], passes: int, step: int) -> Inputs:
         padded = self._collate(self._samples(parts, which), step)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -86,6 +86,23 @@ class MaskedCollator:
         how, other = rng.random(ids.shape), rng.choice(self._ordinary, ids.shape)
         seen = np.where(chosen & (how < 0.8), self.mask, np.where(chosen & (how >= 0.9), other, ids))
         return _inputs(seen, np.where(chosen, ids, IGNORED), real)
+
+
+@typed_fields
+@dataclass(frozen=True)
+class LabelledCollator:
+    """Inputs of a classifier: pairs (token numbers, class) padded as CausalCollator's samples.
+
+    Gives input_ids, int64 [rows, seq], labels [rows], and attention_mask if anything is padded."""
+
+    seq: int
+    pad: int = 0
+
+    @typed
+    def __call__(self, samples: Iterable[tuple[Any, int]], step: int = 0) -> dict[str, Array]:
+        tokens, classes = zip(*samples, strict=True)
+        ids, real = _padded(tokens, self.seq, self.pad)
+        return _inputs(ids, np.array(classes, np.int64), real)
 
 
 def _padded(samples: Samples, seq: int, pad: int) -> tuple[Array, Array]:

@@ -2,9 +2,7 @@
 
 import hashlib
 import re
-import sysconfig
 from collections.abc import Iterator, Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,14 +13,12 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from nntile_py.config.run import RunConfig
 from nntile_py.config.sections import Data
 from nntile_py.errors import ConfigError
-from nntile_py.system.folders import read
+from nntile_py.system.folders import STDLIB, files_in, read, stdlib, stdlib_files
 from nntile_py.tokenizer import END_OF_TEXT, load_tokenizer, token_numbers
 from nntile_py.training.kept import Arrays, kept
 
 LONGEST_WORD = 256  # characters
 LONG_TEXT = 1_000_000  # characters: a second or so to make into tokens
-# Of the standard library: tests repeat themselves, `encodings` is tables, installed packages differ between machines.
-_SKIPPED = {"test", "tests", "idle_test", "encodings", "site-packages", "dist-packages", "__pycache__"}
 
 
 @dataclass
@@ -36,6 +32,15 @@ class Corpus:
     held_out: np.ndarray
     train_lengths: np.ndarray | None = None
     held_out_lengths: np.ndarray | None = None
+
+    def told(self) -> str:
+        return f"{len(self.train):,} tokens to train on, {len(self.held_out):,} held out"
+
+    def contents(self) -> dict[str, bytes]:
+        """What tells it from another."""
+        both = ((self.train, self.train_lengths), (self.held_out, self.held_out_lengths))
+        train, held_out = (text.tobytes() + (b"" if of is None else of.tobytes()) for text, of in both)
+        return {"training text": train, "held-out text": held_out}
 
 
 def load_corpus(config: RunConfig, special: Sequence[str] = ()) -> Corpus:
@@ -92,13 +97,11 @@ def read_documents(data: Data) -> list[str]:
     """The texts of a file or folder, in an order that depends on names only; bytes that are not UTF-8 become U+FFFD."""
     documents, left = [], data.max_bytes
     try:
-        if data.source == "python-stdlib":
-            root = Path(sysconfig.get_path("stdlib"))
-            # _sysconfigdata* says how this Python was built, with paths of this machine.
-            paths = [p for p in _files(root, [".py"], _SKIPPED) if not p.name.startswith("_sysconfigdata")]
+        if data.source == STDLIB:
+            root, paths = stdlib(), stdlib_files()
         else:
             root = Path(data.source)
-            paths = list(_files(root, data.extensions)) if root.is_dir() else [root]
+            paths = list(files_in(root, data.extensions)) if root.is_dir() else [root]
         for path in paths:
             if left == 0:
                 break
@@ -211,12 +214,3 @@ def held_out_batches(tokens: np.ndarray, rows: int, seq: int, count: int) -> Ite
 
 def _windows(tokens: np.ndarray, starts: np.ndarray, seq: int) -> np.ndarray:
     return tokens[starts[:, None] + np.arange(seq)].astype(np.int64)
-
-
-def _files(root: Path, extensions: list[str], skipped: AbstractSet[str] = frozenset()) -> Iterator[Path]:
-    """Files under `root` in the order of their names; hidden folders and linked ones are left out."""
-    for path in sorted(root.iterdir(), key=lambda p: p.name):
-        if path.is_dir() and not path.is_symlink() and path.name not in skipped and not path.name.startswith("."):
-            yield from _files(path, extensions, skipped)
-        elif path.is_file() and path.name.lower().endswith(tuple(extensions)):
-            yield path

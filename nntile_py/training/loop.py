@@ -12,14 +12,13 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Self
 
-import numpy as np
 from rich.console import Console, Group
 from rich.live import Live
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.text import Text
 from tokenizers import Tokenizer
 
-from nntile_py.config.run import RunConfig, runtime_options
+from nntile_py.config.run import CLASSIFICATION, RunConfig, runtime_options
 from nntile_py.config.sections import Optimizer
 from nntile_py.config.spec import build_model, step_spec
 from nntile_py.errors import ConfigError, NNTileError, NotFinite
@@ -30,7 +29,9 @@ from nntile_py.system.folders import read, replace_file
 from nntile_py.tokenizer import END_OF_TEXT, PAD
 from nntile_py.training import checkpoint
 from nntile_py.training.batches import SPECIAL, Batches, objective
+from nntile_py.training.confusion import FILES, Confusion
 from nntile_py.training.data import load_corpus
+from nntile_py.training.labelled import LabelledBatches, LabelledCorpus, load_labelled
 from nntile_py.training.resume import check_same, data_facts, newest
 from nntile_py.training.run_folder import GENERATION, Metrics, RunFolder, check_alone, check_replaced
 from nntile_py.training.saver import Saver, told
@@ -63,9 +64,9 @@ def train(
     there = checkpoint.found(out)
     resumed = newest(resume, tell) if resume else None
     tell(f"reading {config.data.source}")
-    corpus = load_corpus(config, SPECIAL[aim])
+    corpus = load_labelled(config) if aim == CLASSIFICATION else load_corpus(config, SPECIAL[aim])
     data = data_facts(config, corpus)
-    tell(f"{len(corpus.train):,} tokens to train on, {len(corpus.held_out):,} held out; writing to {out}")
+    tell(f"{corpus.told()}; writing to {out}")
     if resumed:
         differs = check_same(resumed, config, data)
         tell(f"going on after step {resumed.step}, from {resumed.folder}" + (f"; {differs}" if differs else ""))
@@ -73,7 +74,9 @@ def train(
         trainer = build_trainer(config, resumed.model(config) if resumed else None)
         if resumed:
             resumed.restore(trainer)
-        batches = Batches(config, corpus, aim)
+        batches = (
+            LabelledBatches(config, corpus) if isinstance(corpus, LabelledCorpus) else Batches(config, corpus, aim)
+        )
         if batches.about:
             tell(batches.about)
         folder = RunFolder(out, replaces, new=not (resume or replaces))  # now: what is refused leaves nothing behind
@@ -103,13 +106,15 @@ def train(
         finally:
             metrics.close()
             saver.folder.close()
-        measured = "not measured since" if last is None else f"{last:.4f} at the last measurement"
+        measured = f"{last['held_out_loss']:.4f} at the last measurement" if last else "not measured since"
         begun = "before the first step" if known else f"after step {resumed.step if resumed else 0}"
         tell(f"held-out loss {first:.4f} {begun}, {measured}")
         if display.skipped:
             tell(f"{display.skipped} steps were skipped (train.skip_above_norm)")
         tell(f"weights saved in {saved / checkpoint.MODEL}")
-        if config.sample.tokens and not stop:
+        if last and "confusion" in last and isinstance(corpus, LabelledCorpus):
+            _show_confusion(Confusion(corpus.names, last["confusion"]), saved, tell)
+        elif isinstance(batches, Batches) and config.sample.tokens and not stop:
             if lack := _no_logits(trainer):
                 tell(lack)
             elif aim == "causal":
@@ -157,6 +162,21 @@ def _save(
                 time.sleep(0.1)
                 if len(stop) > asked:
                     raise KeyboardInterrupt from None
+
+
+def _show_confusion(found: Confusion, folder: Path, tell: Callable[[str], None]) -> None:
+    """The last measurement of a classifier, as a table and a picture."""
+    told = found.told()
+    two = f"F1 {told['f1']:.4f} of {found.names[1]}, " if "f1" in told else ""
+    count = f"{found.counts.sum():,} held-out texts"
+    tell(f"\n{count}: accuracy {told['accuracy']:.4f}, {two}F1 {told['f1_macro']:.4f} (mean of the classes)")
+    tell(found.table())
+    try:
+        found.save(folder)
+    except OSError as error:
+        tell(f"no picture of it: {error.filename}: {error.strerror}")
+    else:
+        tell(f"drawn in {folder / FILES[0]}")
 
 
 def _files(trainer: Trainer, tokenizer: Tokenizer, config: RunConfig) -> dict[str, str | bytes]:
@@ -208,7 +228,7 @@ class Display:
     def __init__(self, console: Console, config: RunConfig, trainer: Trainer) -> None:
         self._console, self._train, self._trainer = console, config.train, trainer
         self._times: deque[tuple[float, float]] = deque(maxlen=20)  # seconds, tokens
-        self._held_out: float | None = None
+        self._held_out = ""
         self.skipped = 0  # steps
         columns = TextColumn("step {task.completed}/{task.total}"), BarColumn(None), TextColumn("{task.fields[left]}")
         self._progress = Progress(*columns, expand=True)
@@ -231,7 +251,10 @@ class Display:
         self._times.append((line["step_time_s"], line["tokens_per_s"] * line["step_time_s"]))
         seconds, tokens = (sum(values) for values in zip(*self._times, strict=True))
         per_step, filled = seconds / len(self._times), tokens / len(self._times) / self._trainer.tokens_per_step
-        self._held_out = line.get("held_out_loss", self._held_out)
+        if "held_out_loss" in line:
+            self._held_out = f"held-out loss {line['held_out_loss']:.4f}  "
+            if "accuracy" in line:
+                self._held_out += f"accuracy {line['accuracy']:.3f}  F1 {line.get('f1', line['f1_macro']):.3f}  "
         left = round(per_step * (steps - step))
         left_text = f"{left // 3600}:{left // 60 % 60:02}:{left % 60:02} left"
         skipped = "skipped, its gradient norm is not below train.skip_above_norm: " if "skipped" in line else ""
@@ -242,25 +265,25 @@ class Display:
             f"  {filled * self._trainer.flop_per_step / per_step / 1e12:.3g} TFLOP/s"
             f"  memory {_size(self._trainer.memory_bytes())}"
         )
-        held_out = "" if self._held_out is None else f"held-out loss {self._held_out:.4f}  "
         if step == 1 or step % self._train.log_every == 0 or line.keys() & {"held_out_loss", "skipped"}:
-            now = held_out if "held_out_loss" in line else ""
+            now = self._held_out if "held_out_loss" in line else ""
             # A terminal has the rest in the live lines, and may be 80 columns wide.
             rest = "" if self._console.is_terminal else f"  {speed}  {left_text}"
             _say(self._console, f"step {step}/{steps}  {now}{learnt}{rest}")
         self._progress.update(self._task, completed=step, left=left_text)
-        self._live.update(Group(self._progress, Text(f"{held_out}{learnt}\n{speed}")))
+        self._live.update(Group(self._progress, Text(f"{self._held_out}{learnt}\n{speed}")))
 
 
 def _steps(
-    config: RunConfig, batches: Batches, trainer: Trainer, metrics: Metrics, display: Display, saver: Saver,
-    stop: list[str],
-) -> tuple[float, float | None]:  # fmt: skip
-    """All steps that are left, or those up to a signal: the held-out loss before the first, and the last one since."""
+    config: RunConfig, batches: Batches | LabelledBatches, trainer: Trainer, metrics: Metrics, display: Display,
+    saver: Saver, stop: list[str],
+) -> tuple[float, dict[str, Any] | None]:  # fmt: skip
+    """All steps that are left, or those up to a signal: the held-out loss before the first, and what was last measured
+    since."""
     how = config.train
     in_flight: deque[tuple[Pending, float]] = deque()
     before = next((line["held_out_loss_before"] for line in metrics.lines if "held_out_loss_before" in line), None)
-    first, last = _held_out_loss(batches, trainer) if before is None else before, None
+    first, last = _measured(batches, trainer)["held_out_loss"] if before is None else before, None
     skipped = 0  # in a row, up to now
     clock = time.perf_counter()
     for step in range(trainer.steps + 1, how.steps + 2):
@@ -290,7 +313,8 @@ def _steps(
                 line["held_out_loss_before"] = first
             if measures and not in_flight:
                 with _ends_where_not_finite(metrics, line | {"held_out_loss": math.nan}):
-                    last = line["held_out_loss"] = _held_out_loss(batches, trainer)
+                    last = _measured(batches, trainer, whole=step == how.steps)
+                line |= last
                 clock = time.perf_counter()
             metrics.write(line)
             saver.reported(done, good=not result.skipped)
@@ -300,7 +324,7 @@ def _steps(
         if due:
             saver.begin(step)
     if skipped and stop:
-        _held_out_loss(batches, trainer)  # raises if the weights are what is wrong
+        _measured(batches, trainer)  # raises if the weights are what is wrong
     return first, last
 
 
@@ -316,11 +340,11 @@ def _ends_where_not_finite(metrics: Metrics, line: dict[str, Any]) -> Iterator[N
         raise NotFinite(f"{error}; stopped, the weights are not written ({how}{look})") from None
 
 
-def _held_out_loss(batches: Batches, trainer: Trainer) -> float:
-    loss = float(np.mean([trainer.evaluate(inputs) for inputs in batches.held_out]))
-    if not math.isfinite(loss):
+def _measured(batches: Batches | LabelledBatches, trainer: Trainer, whole: bool = False) -> dict[str, Any]:
+    found = batches.measure(trainer, whole)
+    if not math.isfinite(loss := found["held_out_loss"]):
         raise NotFinite(f"after step {trainer.steps} the held-out loss is {loss}")
-    return loss
+    return found
 
 
 @contextmanager

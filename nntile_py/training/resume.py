@@ -13,6 +13,7 @@ from nntile_py.errors import ConfigError
 from nntile_py.models.base import Model, find
 from nntile_py.training import checkpoint
 from nntile_py.training.data import Corpus
+from nntile_py.training.labelled import LabelledCorpus
 from nntile_py.training.trainer import Trainer
 
 # Keys that may differ and change no number.
@@ -58,12 +59,9 @@ def newest(where: Path, tell: Callable[[str], None]) -> Resumed:
                       " those; a run that was killed before its first one begins anew with --overwrite")
 
 
-def data_facts(config: RunConfig, corpus: Corpus) -> dict[str, str]:
+def data_facts(config: RunConfig, corpus: Corpus | LabelledCorpus) -> dict[str, str]:
     """What makes another run of a run: hashes of the tokens, of what made them, of an own model's file."""
-    both = ((corpus.train, corpus.train_lengths), (corpus.held_out, corpus.held_out_lengths))
-    train, held_out = (text.tobytes() + (b"" if of is None else of.tobytes()) for text, of in both)
-    parts = {"training text": train, "held-out text": held_out,
-             "tokenizer": corpus.tokenizer.to_str().encode()}  # fmt: skip
+    parts = corpus.contents() | {"tokenizer": corpus.tokenizer.to_str().encode()}
     if (file := Path(str(config.model.type).rpartition(":")[0])).suffix == ".py":
         parts["text of the model's file"] = file.read_bytes()
     return {name: hashlib.sha256(content).hexdigest() for name, content in parts.items()}

@@ -14,13 +14,13 @@ from typing import Any
 
 from nntile_py.errors import ConfigError
 from nntile_py.system.folders import exchange, read, replace_file, replaced, sync
-from nntile_py.training import checkpoint
+from nntile_py.training import checkpoint, confusion
 
 GENERATION, METRICS = "generation_config.json", "metrics.jsonl"
 # What `nntile train` writes; whatever else is in a folder is not its own to remove.
 OWN = (
     checkpoint.MODEL, checkpoint.CONFIG, checkpoint.TOKENIZER, GENERATION,
-    "config.yaml", METRICS, "checkpoints",
+    "config.yaml", METRICS, "checkpoints", *confusion.FILES,
 )  # fmt: skip
 
 

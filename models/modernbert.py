@@ -1,0 +1,230 @@
+"""ModernBERT (Warner et al. 2024) as in transformers: rotary positions, gated feed-forward parts, local attention.
+
+Norms stand before each part and have no bias; layer 0 has none before its attention. Layer i attends globally where i
+is a multiple of `global_every`, else to what is at most local_attention / 2 positions away; both kinds of layers have
+rotary wavelengths of their own. Axes as in bert_parts.py; rotary (cosines and sines of a position).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
+
+from pydantic import model_validator
+
+from nntile_py.errors import ConfigError
+from nntile_py.graph.declared import ONES, ZEROS, Batch, Normal, Traced
+from nntile_py.graph.graph import Graph
+from nntile_py.models.bert_parts import (
+    INIT,
+    KEYS,
+    TextEncoder,
+    TextEncoderConfig,
+    classified,
+    masked_lm_loss,
+)
+from nntile_py.models.checkpoint import choice
+from nntile_py.models.parts import attention_mask, check_length, dense, rotary_input
+from nntile_py.schema import Count, Positive
+from nntile_py.tasks.activation import activation
+from nntile_py.tasks.attention import attention
+from nntile_py.tasks.contract import linear
+from nntile_py.tasks.elementwise import add, dropout, rename, transpose
+from nntile_py.tasks.embedding import embedding
+from nntile_py.tasks.gated import gated
+from nntile_py.tasks.layer_norm import layer_norm
+from nntile_py.tasks.mask import Mask
+from nntile_py.tasks.op import Tensor
+from nntile_py.tasks.rotary import rotary, rotary_table
+from nntile_py.tasks.select import select
+
+_KINDS = ("full_attention", "sliding_attention")  # of layers, as transformers calls them
+_NO_BIASES = ("norm_bias", "attention_bias", "mlp_bias", "classifier_bias")
+_OTHER_DROPOUTS = ("embedding_dropout", "classifier_dropout")
+
+
+class ModernBERTConfig(TextEncoderConfig):
+    type: str = "modernbert"
+    head: Literal["masked_lm", "classification"] = "masked_lm"
+    """What the model is to predict."""
+    ffn: Count | None = None
+    """Width of the feed-forward part, after its gate; null: 1.5 times `embed`."""
+    local_attention: Count = 128
+    """Width of a local layer's attention: a token attends to this many divided by 2 tokens before it, and after it."""
+    global_every: Count = 3
+    """Every so many layers, from the first on, attention is global; 1: in all of them."""
+    global_theta: Positive = 160000.0
+    """Base of the rotary positions' wavelengths in global layers."""
+    local_theta: Positive = 10000.0
+    """The same in local layers."""
+    layer_norm_eps: Positive = 1e-5
+    """Added to the variance in LayerNorm."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _narrower(cls, given: Any) -> Any:
+        if isinstance(given, dict) and given.get("ffn") is None and isinstance(given.get("embed"), int):
+            return given | {"ffn": given["embed"] * 3 // 2}
+        return given
+
+    def is_global(self, layer: int) -> bool:
+        return layer % self.global_every == 0
+
+
+class ModernBERT(TextEncoder):
+    """ModernBERT with the head that config.head names. Inputs: input_ids, labels; attention_mask if given.
+
+    labels: of masked_lm the token of each position, -100 elsewhere; of classification [batch] classes.
+    """
+
+    Config = ModernBERTConfig
+    prefix = "model."
+    tied = ("decoder.weight",)
+    architectures: ClassVar = {
+        "masked_lm": "ModernBertForMaskedLM", "classification": "ModernBertForSequenceClassification"
+    }  # fmt: skip
+    keys: ClassVar = {name: key for name, key in KEYS.items() if name != "kinds"} | {
+        "activation": "hidden_activation", "layer_norm_eps": "norm_eps", "dropout": "mlp_dropout",
+        "attention_dropout": "attention_dropout", "local_attention": "local_attention",
+    }  # fmt: skip
+
+    def trace(self, g: Graph, batch: Batch) -> Traced:
+        c = self.config
+        check_length(batch, c.positions)
+        embed = {"embed": c.embed}
+        ids = g.input("input_ids", {"batch": batch.size, "seq": batch.seq}, below=c.vocab)
+        layers = _Layers(g, batch, c)
+        with g.scope("embed"):
+            words = g.param("model.embeddings.tok_embeddings.weight", {"vocab": c.vocab} | embed, INIT)
+            x = dropout(g, layers.norm(embedding(g, ids, words), "model.embeddings.norm"), c.dropout)
+        for layer in range(c.layers):
+            x = layers(x, layer)
+        x = layers.norm(x, "model.final_norm")
+        with g.scope("head"):
+            if c.head == "classification":
+                pooled = layers.transformed(select(g, x, "seq", 0))
+                return classified(g, batch, c, rename(g, pooled, embed="hidden"))
+            bias = g.param("decoder.bias", {"vocab": c.vocab}, ZEROS)
+            logits = linear(g, layers.transformed(x), words, ["batch", "seq", "vocab"], bias)
+            return Traced(masked_lm_loss(g, batch, c, logits), {"logits": logits})
+
+    # -- transformers
+
+    @classmethod
+    def read_config(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
+        for key in _NO_BIASES:
+            choice(raw, key, False)
+        choice(raw, "decoder_bias", True)
+        choice(raw, "classifier_activation", "gelu")
+        found = super().read_config({"hidden_activation": "gelu", "norm_eps": 1e-5, "local_attention": 128} | dict(raw))
+        if found["head"] == "classification":
+            choice(raw, "classifier_pooling", "cls")
+        return found | _thetas(raw) | {"global_every": _global_every(raw, found["layers"])}
+
+    def hf_config(self) -> dict[str, Any]:
+        c = self.config
+        rope = dict(zip(_KINDS, ({"rope_type": "default", "rope_theta": t} for t in (c.global_theta, c.local_theta)),
+                        strict=True))  # fmt: skip
+        own = {
+            "layer_types": [_KINDS[not c.is_global(layer)] for layer in range(c.layers)], "rope_parameters": rope,
+            **dict.fromkeys(_OTHER_DROPOUTS, c.dropout),
+            **dict.fromkeys(f"{name}_token_id" for name in ("pad", "bos", "eos", "cls", "sep")),
+        }  # fmt: skip
+        pooled = {"classifier_pooling": "cls"} if c.head == "classification" else {}
+        return own | super().hf_config() | pooled
+
+
+class _Layers:
+    """The layers of a trace, and what they share: masks and rotary tables of the two kinds, the norms' zeros."""
+
+    def __init__(self, g: Graph, batch: Batch, c: Any) -> None:
+        self.g, self.batch, self.c = g, batch, c
+        self.zeros = g.input("norm_bias", {"embed": c.embed}, None, default=0.0)
+        self.kinds: dict[bool, tuple[Mask, Tensor]] = {}
+
+    def norm(self, x: Tensor, name: str) -> Tensor:
+        """LayerNorm over embed, without a bias."""
+        weight = self.g.param(f"{name}.weight", {"embed": self.c.embed}, ONES)
+        return layer_norm(self.g, x, weight, self.zeros, self.c.layer_norm_eps)
+
+    def kind(self, everywhere: bool) -> tuple[Mask, Tensor]:
+        """Mask and rotary table of global or of local layers, made when the first of them needs it."""
+        if everywhere not in self.kinds:
+            g, batch, c = self.g, self.batch, self.c
+            theta, name = (c.global_theta, "rotary") if everywhere else (c.local_theta, "rotary_local")
+            window = None if everywhere else c.local_attention // 2 + 1
+            mask = self.kinds[not everywhere][0] if self.kinds else attention_mask(g, batch)
+            mask = Mask(window=window, padding=mask.padding, segments=mask.segments, two_sided=not everywhere)
+            table = rotary_table(self.head_dim, batch.length, theta)
+            self.kinds[everywhere] = mask, rotary_input(g, batch, table, name)
+        return self.kinds[everywhere]
+
+    @property
+    def head_dim(self) -> int:
+        return int(self.c.embed // self.c.heads)
+
+    def __call__(self, x: Tensor, layer: int) -> Tensor:
+        """The layer's output for x [batch, seq, embed]."""
+        g, c, here = self.g, self.c, f"model.layers.{layer}"
+        with g.scope(f"h{layer}.attn"):
+            y = self.attended(self.norm(x, f"{here}.attn_norm") if layer else x, f"{here}.attn", c.is_global(layer))
+            x = add(g, dropout(g, y, c.attention_dropout), x)
+        with g.scope(f"h{layer}.mlp"):
+            return add(g, self.fed(self.norm(x, f"{here}.mlp_norm"), f"{here}.mlp"), x)
+
+    def attended(self, x: Tensor, name: str, everywhere: bool) -> Tensor:
+        g, c, (mask, table) = self.g, self.c, self.kind(everywhere)
+        embed, heads = {"embed": c.embed}, {"heads": c.heads, "head_dim": self.head_dim}
+        parts = []
+        for number, one in enumerate("qkv"):
+            part = (f"{name}.Wqkv.weight", f"{name}.Wqkv.bias", number, 3)
+            parts.append(dense(g, x, f"{name}.Wqkv.{one}", embed, heads, INIT, bias=False, part=part))
+        parts = [rotary(g, one, table) for one in parts[:2]] + parts[2:]
+        q, k, v = (transpose(g, one, ["batch", "heads", "seq", "head_dim"]) for one in parts)
+        a = transpose(g, attention(g, q, k, v, mask, c.attention, c.attention_dropout), ["batch", "seq", *heads])
+        return dense(g, a, f"{name}.Wo", heads, embed, self.narrow, bias=False)
+
+    def fed(self, x: Tensor, name: str) -> Tensor:
+        g, c = self.g, self.c
+        embed, ffn = {"embed": c.embed}, {"ffn": c.ffn}
+        parts = []
+        for number, one in enumerate(("input", "gate")):
+            part = (f"{name}.Wi.weight", f"{name}.Wi.bias", number, 2)
+            parts.append(dense(g, x, f"{name}.Wi.{one}", embed, ffn, INIT, bias=False, part=part))
+        y = dropout(g, gated(g, parts[0], parts[1], c.activation), c.dropout)
+        return dense(g, y, f"{name}.Wo", ffn, embed, self.narrow, bias=False)
+
+    @property
+    def narrow(self) -> Normal:
+        """Start values of what ends a residual branch."""
+        return Normal(INIT.std / (2 * self.c.layers) ** 0.5)
+
+    def transformed(self, x: Tensor) -> Tensor:
+        """Before the decoder or the classifier: a product, gelu, a norm."""
+        y = dense(self.g, x, "head.dense", {"embed": self.c.embed}, {"hidden": self.c.embed}, self.narrow, bias=False)
+        return self.norm(rename(self.g, activation(self.g, y, "gelu"), hidden="embed"), "head.norm")
+
+
+def _thetas(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Bases of the wavelengths: of rope_parameters, in older folders keys of their own."""
+    rope = raw.get("rope_parameters") or {}
+    if not isinstance(rope, dict):
+        raise ConfigError(f"model: rope_parameters is {rope!r} in the model's config; allowed: an object")
+    found: dict[str, Any] = {}
+    for kind, name, default in zip(_KINDS, ("global", "local"), (160000.0, 10000.0), strict=True):
+        own = rope.get(kind) or {}
+        choice(own, "rope_type", "default")
+        found[f"{name}_theta"] = own.get("rope_theta", raw.get(f"{name}_rope_theta", default))
+    return {name: float(theta) for name, theta in found.items()}
+
+
+def _global_every(raw: Mapping[str, Any], layers: int) -> int:
+    """Of layer_types, in older folders a key of its own."""
+    kinds = raw.get("layer_types")
+    if kinds is None:
+        return int(raw.get("global_attn_every_n_layers", 3))
+    every = kinds.index(_KINDS[0], 1) if isinstance(kinds, list) and _KINDS[0] in kinds[1:] else max(layers, 1)
+    if kinds != [_KINDS[bool(layer % every)] for layer in range(layers)]:
+        need = f"{_KINDS[0]} in every n-th layer from the first on, {_KINDS[1]} in the others"
+        raise ConfigError(f"model: layer_types is {kinds} in the model's config; allowed: {need}")
+    return every

@@ -1,0 +1,93 @@
+"""How well a classifier does: accuracy, F1 and the confusion matrix, as numbers, a table and a picture."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from nntile_py.system.folders import replace_file
+from nntile_py.system.pictures import files_of, new_figure
+
+Array = np.ndarray[Any, Any]
+MOST_SHOWN = 20  # classes whose matrix fits on a terminal, and whose counts fit into the picture
+FILES = ("confusion.png", "confusion.svg")
+
+
+class Confusion:
+    """Counts of samples by true class (row) and predicted class (column), int64 [classes, classes]."""
+
+    def __init__(self, names: list[str], counts: Any = None) -> None:
+        self.names = names
+        self.counts = np.zeros((len(names), len(names)), np.int64) if counts is None else np.array(counts)
+
+    def add(self, true: Array, predicted: Array) -> None:
+        """Count samples in, given by the numbers of their classes."""
+        np.add.at(self.counts, (true, predicted), 1)
+
+    @property
+    def accuracy(self) -> float:
+        """The share of samples whose class was found; nan of none."""
+        return float(self.counts.trace() / self.counts.sum()) if self.counts.any() else float("nan")
+
+    @property
+    def f1(self) -> Array:
+        """Of each class 2 TP / (2 TP + FP + FN), the harmonic mean of precision and recall; nan of one that neither
+        occurs nor was predicted."""
+        right, both = self.counts.diagonal(), self.counts.sum(0) + self.counts.sum(1)
+        return np.where(both > 0, 2 * right / np.maximum(both, 1), np.nan)
+
+    def told(self) -> dict[str, Any]:
+        """For the metrics. f1_macro: the mean over the classes that occur or were predicted; f1: where there are two
+        classes, that of the second, the positive one."""
+        macro = float(np.nanmean(self.f1)) if self.counts.any() else float("nan")
+        two = {"f1": float(self.f1[1])} if len(self.names) == 2 else {}
+        return {"accuracy": self.accuracy, "f1_macro": macro, **two, "confusion": self.counts.tolist()}
+
+    def table(self) -> str:
+        """A line for each true class: how many of it were predicted as which, and precision, recall and F1."""
+        shown = len(self.names) <= MOST_SHOWN
+        named = [f"{number} {name}" for number, name in enumerate(self.names)]
+        left = max(map(len, [*named, "true class"]))
+        wide = max(len(str(self.counts.max())), len(str(len(self.names)))) + 2
+        columns = "".join(f"{number:{wide}}" for number in range(len(self.names))) if shown else ""
+        lines = [f"{'true class':{left}}{columns}  samples  precision  recall     F1"]
+        for name, row, right, predicted, f1 in zip(
+            named, self.counts, self.counts.diagonal(), self.counts.sum(0), self.f1, strict=True
+        ):
+            counts = "".join(f"{count:{wide}}" for count in row) if shown else ""
+            rates = f"{_share(right, predicted):>9}  {_share(right, row.sum()):>6}  {_share(f1, 1):>5}"
+            lines.append(f"{name:{left}}{counts}  {row.sum():7}  {rates}")
+        head = [f"{'':{left}}{'predicted class':>{max(len(columns), 15)}}"] if shown else []
+        return "\n".join([*head, *lines])
+
+    def save(self, folder: Path) -> None:
+        """FILES: the matrix, coloured by the share of each true class. The same counts give the same bytes."""
+        for form, content in files_of(self._drawn(), [Path(name).suffix[1:] for name in FILES]).items():
+            replace_file(folder / f"confusion.{form}", content)
+
+    def _drawn(self) -> Any:
+        count = len(self.names)
+        side = min(2.5 + 0.45 * count, 14)
+        figure = new_figure((side + 1.2, side))
+        axes = figure.add_subplot()
+        share = self.counts / np.maximum(self.counts.sum(1, keepdims=True), 1)
+        image = axes.imshow(share, cmap="Blues", vmin=0, vmax=1)
+        size = 8 if count <= MOST_SHOWN else 5
+        axes.set_xticks(range(count), self.names, rotation=90 if count > 3 else 0, fontsize=size, parse_math=False)
+        axes.set_yticks(range(count), self.names, fontsize=size, parse_math=False)
+        axes.set_xlabel("predicted class")
+        axes.set_ylabel("true class")
+        for (row, column), number in np.ndenumerate(self.counts):
+            if count <= MOST_SHOWN and number:
+                colour = "white" if share[row, column] > 0.5 else "black"
+                axes.text(column, row, str(number), ha="center", va="center", fontsize=size, color=colour)
+        macro = self.told()["f1_macro"]
+        axes.set_title(f"{self.counts.sum()} held-out texts: accuracy {self.accuracy:.3f}, F1 {macro:.3f}", fontsize=10)
+        figure.colorbar(image, ax=axes, label="share of the true class", shrink=0.8)
+        return figure
+
+
+def _share(part: float, whole: float) -> str:
+    return f"{part / whole:.3f}" if whole and not np.isnan(part) else "-"

@@ -1,0 +1,187 @@
+"""Texts with labels to tokens and classes, and to the batches that `nntile train` gives a classifier."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
+
+from nntile_py.config.run import RunConfig
+from nntile_py.errors import ConfigError
+from nntile_py.labelled import Sample, class_numbers, labels_of, read_samples
+from nntile_py.tasks.cross_entropy import IGNORED
+from nntile_py.tokenizer import CLS, MASKED, PAD, SEP, load_tokenizer
+from nntile_py.training.collators import Array, LabelledCollator
+from nntile_py.training.confusion import Confusion
+from nntile_py.training.data import train_tokenizer
+
+
+class Tokens(NamedTuple):
+    """Samples as a model takes them: the token numbers of each, and its class, int64 [samples]."""
+
+    sequences: list[Array]
+    classes: Array
+
+    def __len__(self) -> int:
+        return len(self.sequences)
+
+    def take(self, rows: Array) -> Tokens:
+        return Tokens([self.sequences[row] for row in rows], self.classes[rows])
+
+    def tobytes(self) -> bytes:
+        """What tells them from others."""
+        lengths = np.array([len(one) for one in self.sequences])
+        return b"".join(part.tobytes() for part in (lengths, *self.sequences, self.classes))
+
+
+@dataclass
+class LabelledCorpus:
+    """The samples to train on and those held out, the classes' names, how many texts were cut at `train.seq`."""
+
+    tokenizer: Tokenizer
+    names: list[str]
+    train: Tokens
+    held_out: Tokens
+    cut: int
+
+    def told(self) -> str:
+        cut = f", {self.cut:,} cut at train.seq" if self.cut else ""
+        return f"{len(self.train):,} texts to train on, {len(self.held_out):,} held out{cut}, {len(self.names)} labels"
+
+    def contents(self) -> dict[str, bytes]:
+        """What tells it from another."""
+        return {"training text": self.train.tobytes(), "held-out text": self.held_out.tobytes()}
+
+
+def load_labelled(config: RunConfig) -> LabelledCorpus:
+    """Read, split and tokenize the table of `config.data`; trains the tokenizer where none is given.
+
+    Raises ConfigError for what the config's own check cannot see: held-out rows, a tokenizer that begins no sequence.
+    """
+    data, model = config.data, config.model
+    samples = read_samples("data.source", data.source, data.text, data.label)
+    names = getattr(model, "labels", None)
+    if "classes" in type(model).model_fields:
+        numbers, names = class_numbers(names, model.classes), names or list(map(str, range(model.classes)))
+    else:  # a model of the user's
+        names = labels_of(data.source, samples)
+        numbers = class_numbers(names, len(names))
+    if data.held_out:
+        train, held_out = samples, read_samples("data.held_out", data.held_out, data.text, data.label)
+        if other := next((one for one in held_out if one.label not in numbers), None):
+            here = f"data.held_out: {data.held_out}, line {other.line}"
+            raise ConfigError(f"{here}: the label {other.label!r} is not in data.source; allowed: {', '.join(names)}")
+    else:
+        train, held_out = split_samples(samples, data.val_fraction)
+        if not held_out:
+            need = "two texts or more of a label, or a table of its own for data.held_out"
+            raise ConfigError(f"data.source: {data.source} has one text of each label; allowed: {need}")
+    tokenizer = _tokenizer(config, [sample.text for sample in train])
+    (first, cut), (second, also) = (_tokens(tokenizer, part, numbers, config.train.seq) for part in (train, held_out))
+    return LabelledCorpus(tokenizer, names, first, second, cut + also)
+
+
+def split_samples(samples: list[Sample], fraction: float) -> tuple[list[Sample], list[Sample]]:
+    """Samples to train on and held out: of the texts of each label the share `fraction`, at least one of two or more.
+
+    The same text is never in both, and the same texts are always split alike: in the order of their hashes."""
+    texts: dict[str, set[str]] = {}
+    for sample in samples:
+        texts.setdefault(sample.label, set()).add(sample.text)
+    held: set[str] = set()
+    for own in texts.values():
+        ordered = sorted(own, key=lambda text: hashlib.sha1(text.encode()).digest())
+        held.update(ordered[: max(round(fraction * len(own)), 1) if len(own) > 1 else 0])
+    return [one for one in samples if one.text not in held], [one for one in samples if one.text in held]
+
+
+def _tokenizer(config: RunConfig, texts: list[str]) -> Tokenizer:
+    """One that begins a sequence as its template says, else with [CLS], and ends it with [SEP]."""
+    if path := config.tokenizer.path:
+        tokenizer = load_tokenizer(Path(path))
+    else:
+        tokenizer = train_tokenizer(texts, config.tokenizer.size(), MASKED)
+    if not tokenizer.num_special_tokens_to_add(False):
+        ends = [(token, tokenizer.token_to_id(token)) for token in (CLS, SEP)]
+        if missing := [token for token, number in ends if number is None]:
+            need = f"a tokenizer with a template, or with {CLS} and {SEP}"
+            raise ConfigError(f"tokenizer.path: {path} has no token {', '.join(missing)}; allowed: {need}")
+        tokenizer.post_processor = TemplateProcessing(
+            single=f"{CLS} $A {SEP}", pair=f"{CLS} $A {SEP} $B:1 {SEP}:1", special_tokens=ends
+        )
+    return tokenizer
+
+
+def _tokens(tokenizer: Tokenizer, samples: list[Sample], numbers: dict[str, int], seq: int) -> tuple[Tokens, int]:
+    """The samples, and how many texts had more tokens than `seq`."""
+    cutting = Tokenizer.from_str(tokenizer.to_str())  # what is saved cuts nothing
+    cutting.no_padding()
+    cutting.enable_truncation(seq)
+    sequences, cut = [], 0
+    for first in range(0, len(samples), 256):  # in parts: an encoding in the library's form takes 100 bytes a token
+        for encoding in cutting.encode_batch([sample.text for sample in samples[first : first + 256]]):
+            sequences.append(np.array(encoding.ids, np.int32))
+            cut += bool(encoding.overflowing)
+    return Tokens(sequences, np.array([numbers[sample.label] for sample in samples], np.int64)), cut
+
+
+class LabelledBatches:
+    """Inputs of training steps, and what is measured of held-out samples."""
+
+    about = ""  # as Batches has it
+
+    def __init__(self, config: RunConfig, corpus: LabelledCorpus) -> None:
+        self._how, self._seed, self._corpus = config.train, config.seed, corpus
+        pad = corpus.tokenizer.token_to_id(PAD)
+        padding = getattr(config.model, "padding_token", pad)
+        if pad not in (None, padding):
+            raise ConfigError(f"model.padding_token: got {padding}; allowed: {pad}, the tokenizer's {PAD}")
+        self._collate = LabelledCollator(config.train.seq, padding or 0)
+
+    def training(self, step: int) -> dict[str, Array]:
+        """Of step 1, 2, ...: decided by the seed and the step alone."""
+        return self._collate(zip(*self.samples(step), strict=True))
+
+    def samples(self, step: int) -> Tokens:
+        """The samples of a step: each of them once, in an order that the seed decides, then each in another order."""
+        train, rows = self._corpus.train, self._how.batch * self._how.grad_accumulation
+        places = np.arange((step - 1) * rows, step * rows)
+        return train.take(np.array([_order(self._seed, p // len(train), len(train))[p % len(train)] for p in places]))
+
+    def held_out(self, whole: bool) -> Iterator[dict[str, Array]]:
+        """Batches of held-out samples, evenly spread: `train.eval_batches` of them, or `whole`, all samples.
+
+        The last is filled up with rows without a label."""
+        held, rows = self._corpus.held_out, self._how.batch
+        count = len(held) if whole else min(len(held), self._how.eval_batches * rows)
+        places = np.linspace(0, len(held) - 1, count).astype(np.int64)
+        for first in range(0, count, rows):
+            part = places[first : first + rows]
+            filled = held.take(np.resize(part, rows))
+            labels = np.where(np.arange(rows) < len(part), filled.classes, IGNORED)
+            yield self._collate(zip(filled.sequences, labels, strict=True))
+
+    def measure(self, trainer: Any, whole: bool = False) -> dict[str, Any]:
+        """Of held-out samples, for the metrics: the mean loss, and what Confusion.told says."""
+        losses: list[float] = []
+        found, counts = Confusion(self._corpus.names), list[int]()
+        for inputs in self.held_out(whole):
+            loss, logits = trainer.evaluate(inputs, return_logits=True)
+            real = inputs["labels"] != IGNORED
+            losses.append(loss)
+            counts.append(int(real.sum()))
+            found.add(inputs["labels"][real], logits[real].argmax(-1))
+        return {"held_out_loss": float(np.average(losses, weights=counts))} | found.told()
+
+
+@lru_cache(maxsize=2)
+def _order(seed: int, epoch: int, count: int) -> Array:
+    """The samples of the epoch 0, 1, ..."""
+    return np.random.default_rng([seed, epoch, 2]).permutation(count)  # [seed, step] and [seed, step, 1] draw text
