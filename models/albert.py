@@ -17,6 +17,7 @@ from nntile_py.models.bert_parts import (
     LayerNames,
     TextEncoder,
     TextEncoderConfig,
+    bare,
     classified,
     classified_tokens,
     embedded,
@@ -76,6 +77,7 @@ class ALBERT(TextEncoder):
         "masked_lm": "AlbertForMaskedLM", "pretraining": "AlbertForPreTraining",
         "classification": "AlbertForSequenceClassification",
         "token_classification": "AlbertForTokenClassification",
+        "pooler": "AlbertModel", "none": "AlbertModel",
     }  # fmt: skip
     keys: ClassVar = KEYS | {
         "embedding": "embedding_size", "groups": "num_hidden_groups", "inner": "inner_group_num"
@@ -96,6 +98,8 @@ class ALBERT(TextEncoder):
             for inner, layer in enumerate(layers[int(number / (c.layers / c.groups))]):
                 x = layer(g, x, mask, f"h{number * c.inner + inner}")
         with g.scope("head"):
+            if c.head in ("pooler", "none"):
+                return bare(g, c, x, "albert.pooler")
             if c.head == "token_classification":
                 return classified_tokens(g, batch, c, x)
             if c.head == "classification":

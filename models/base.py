@@ -264,6 +264,10 @@ class Model:
             if source.weight not in kept or "classes" in param.tensor.axes
         }  # fmt: skip
 
+    def hf_options(self) -> dict[str, Any]:
+        """What transformers' class takes besides its config."""
+        return {}
+
     def merged_hf(self, own: dict[str, Any]) -> dict[str, Any]:
         """A config for transformers; a model that came from there keeps what it came with."""
         return own | {key: value for key, value in self.hf.items() if value is not None}
@@ -287,8 +291,9 @@ class Model:
             told = " ".join(str(error).split())
             raise ConfigError(f"model: transformers does not take these sizes ({told})") from error
         dtype = torch.float64 if next(iter(self.weights.values())).dtype == np.float64 else torch.float32
-        model: Any = getattr(transformers, architecture)(config).to(dtype)
-        state = {name: torch.from_numpy(np.array(value)) for name, value in self.weights.items()}
+        model: Any = getattr(transformers, architecture)(config, **self.hf_options()).to(dtype)
+        names = {name: name if name in model.state_dict() else name.removeprefix(self.prefix) for name in self.weights}
+        state = {names[name]: torch.from_numpy(np.array(value)) for name, value in self.weights.items()}
         missing, unexpected = model.load_state_dict(state, strict=False)
         tied = set(getattr(model, "_tied_weights_keys", None) or ())
         assert not unexpected and set(missing) <= tied, (missing, unexpected)

@@ -12,6 +12,7 @@ from nntile_py.models.bert_parts import (
     LayerNames,
     TextEncoder,
     TextEncoderConfig,
+    bare,
     classified,
     classified_tokens,
     embedded,
@@ -48,6 +49,7 @@ class BERT(TextEncoder):
         "masked_lm": "BertForMaskedLM", "pretraining": "BertForPreTraining",
         "classification": "BertForSequenceClassification",
         "token_classification": "BertForTokenClassification",
+        "pooler": "BertModel", "none": "BertModel",
     }  # fmt: skip
 
     def trace(self, g: Graph, batch: Batch) -> Traced:
@@ -59,6 +61,8 @@ class BERT(TextEncoder):
         with g.scope("head"):
             if c.head == "token_classification":
                 return classified_tokens(g, batch, c, x)
+            if c.head in ("pooler", "none"):
+                return bare(g, c, x, "bert.pooler.dense")
             if c.head == "classification":
                 return classified(g, batch, c, first_token(g, x, c, "bert.pooler.dense", "tanh"))
             y, labels = predicted(g, batch, c, x)

@@ -58,9 +58,10 @@ class TextEncoderConfig(LayerConfig, TokenConfig):
 
     positions: Count | None = None
     """Length of the longest sequence; null: `train.seq`."""
-    head: Literal["masked_lm", "pretraining", "classification", "token_classification"] = "masked_lm"
-    """What the model is to predict. `nntile train` trains masked_lm and classification; the others are trained from
-    Python."""
+    head: Literal["masked_lm", "pretraining", "classification", "token_classification", "pooler", "none"] = "masked_lm"
+    """What the model is to predict. `nntile train` trains masked_lm and classification; pretraining and
+    token_classification are trained from Python. Without a loss, for nt.Encoder: `none` ends in the hidden states,
+    `pooler` in a vector of each sequence besides."""
     classes: Count | None = None
     """Of classification and token_classification: how many classes; null: the number of `labels`, in Python without
     these 2."""
@@ -120,6 +121,10 @@ class TextEncoder(Model):
         return found | {
             "head": head, "activation": _ACTIVATIONS[act], "classes": classes, "labels": _labels(names)
         }  # fmt: skip
+
+    def hf_options(self) -> dict[str, Any]:
+        pooled = "pooler" in self.architectures and self.config.head == "none"
+        return {"add_pooling_layer": False} if pooled else {}
 
     def hf_config(self) -> dict[str, Any]:
         c = self.config
@@ -285,6 +290,15 @@ def masked_places(labels: Array, most: int) -> Array:
 def labels_at(labels: Array, places: Array) -> Array:
     """The labels at these places, -100 where a place is none."""
     return np.where(places == NOWHERE, IGNORED, np.take_along_axis(labels, np.maximum(places, 0), axis=1))
+
+
+def bare(g: Graph, c: Any, x: Tensor, pooler: str | None = None) -> Traced:
+    """What a model without a loss ends in: the hidden states; with head: pooler, what stands for a sequence besides,
+    whose product has the weights `pooler`."""
+    outputs = {"hidden": x}
+    if c.head == "pooler" and pooler:
+        outputs["pooled"] = first_token(g, x, c, pooler, "tanh")
+    return Traced(None, outputs)
 
 
 def token_logits(g: Graph, x: Tensor, c: Any, words: Tensor, kind: str, names: tuple[str, str, str]) -> Tensor:

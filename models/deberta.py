@@ -26,13 +26,14 @@ from nntile_py.models.bert_parts import (
     classified,
     embedded,
     first_token,
-    masked_lm_loss,
+    predicted,
     token_logits,
 )
 from nntile_py.models.checkpoint import choice
 from nntile_py.models.parts import Dense, Sizes, attention_mask, check_length, dense_weights, norm
 from nntile_py.schema import Count, Positive, integer, short
 from nntile_py.tasks.contract import contract
+from nntile_py.tasks.cross_entropy import cross_entropy
 from nntile_py.tasks.elementwise import dropout, rename, transpose
 from nntile_py.tasks.embedding import embedding
 from nntile_py.tasks.mask import Mask
@@ -228,8 +229,9 @@ class DeBERTa(TextEncoder):
         with g.scope("head"):
             if c.head == "classification":
                 return classified(g, batch, c, first_token(g, x, c, "pooler.dense", "gelu"))
-            logits = token_logits(g, x, c, words, c.activation, _LEGACY_HEAD if c.legacy else _HEAD)
-            return Traced(masked_lm_loss(g, batch, c, logits), {"logits": logits})
+            y, labels = predicted(g, batch, c, x)
+            logits = token_logits(g, y, c, words, c.activation, _LEGACY_HEAD if c.legacy else _HEAD)
+            return Traced(cross_entropy(g, logits, labels), {"logits": logits})
 
     # -- transformers
 

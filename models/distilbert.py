@@ -12,6 +12,7 @@ from nntile_py.models.bert_parts import (
     LayerNames,
     TextEncoder,
     TextEncoderConfig,
+    bare,
     classified,
     classified_tokens,
     embedded,
@@ -31,9 +32,9 @@ _LAYER = LayerNames(
 
 class DistilBERTConfig(TextEncoderConfig):
     type: str = "distilbert"
-    head: Literal["masked_lm", "classification", "token_classification"] = "masked_lm"
+    head: Literal["masked_lm", "classification", "token_classification", "none"] = "masked_lm"
     """What the model is to predict. `nntile train` trains masked_lm and classification; token_classification is trained
-    from Python."""
+    from Python. Without a loss, for nt.Encoder: `none` ends in the hidden states."""
     layer_norm_eps: ClassVar[float] = 1e-12  # a constant in transformers
 
 
@@ -50,6 +51,7 @@ class DistilBERT(TextEncoder):
     architectures: ClassVar = {
         "masked_lm": "DistilBertForMaskedLM", "classification": "DistilBertForSequenceClassification",
         "token_classification": "DistilBertForTokenClassification",
+        "none": "DistilBertModel",
     }  # fmt: skip
     keys: ClassVar = {
         "layers": "n_layers", "embed": "dim", "heads": "n_heads", "ffn": "hidden_dim", "vocab": "vocab_size",
@@ -66,6 +68,8 @@ class DistilBERT(TextEncoder):
         with g.scope("head"):
             if c.head == "token_classification":
                 return classified_tokens(g, batch, c, x)
+            if c.head == "none":
+                return bare(g, c, x)
             if c.head == "classification":
                 return classified(g, batch, c, first_token(g, x, c, "pre_classifier", "relu"))
             names = "vocab_transform", "vocab_layer_norm", "vocab_projector.bias"

@@ -21,7 +21,7 @@ from nntile_py.models.bert_parts import (
     TextEncoder,
     TextEncoderConfig,
     classified,
-    masked_lm_loss,
+    predicted,
 )
 from nntile_py.models.checkpoint import choice
 from nntile_py.models.parts import attention_mask, check_length, dense, rotary_input
@@ -29,6 +29,7 @@ from nntile_py.schema import Count, Positive
 from nntile_py.tasks.activation import activation
 from nntile_py.tasks.attention import attention
 from nntile_py.tasks.contract import linear
+from nntile_py.tasks.cross_entropy import cross_entropy
 from nntile_py.tasks.elementwise import add, dropout, rename, transpose
 from nntile_py.tasks.embedding import embedding
 from nntile_py.tasks.gated import gated
@@ -105,8 +106,9 @@ class ModernBERT(TextEncoder):
                 pooled = layers.transformed(select(g, x, "seq", 0))
                 return classified(g, batch, c, rename(g, pooled, embed="hidden"))
             bias = g.param("decoder.bias", {"vocab": c.vocab}, ZEROS)
-            logits = linear(g, layers.transformed(x), words, ["batch", "seq", "vocab"], bias)
-            return Traced(masked_lm_loss(g, batch, c, logits), {"logits": logits})
+            y, labels = predicted(g, batch, c, x)
+            logits = linear(g, layers.transformed(y), words, [*y.axes[:-1], "vocab"], bias)
+            return Traced(cross_entropy(g, logits, labels), {"logits": logits})
 
     # -- transformers
 

@@ -20,6 +20,7 @@ from nntile_py.models.bert_parts import (
     LayerNames,
     TextEncoder,
     TextEncoderConfig,
+    bare,
     classified,
     classified_tokens,
     embedded,
@@ -36,9 +37,10 @@ _HEAD = "lm_head.dense", "lm_head.layer_norm", "lm_head.bias"
 
 class RoBERTaConfig(TextEncoderConfig):
     type: str = "roberta"
-    head: Literal["masked_lm", "classification", "token_classification"] = "masked_lm"
+    head: Literal["masked_lm", "classification", "token_classification", "pooler", "none"] = "masked_lm"
     """What the model is to predict. `nntile train` trains masked_lm and classification; token_classification is trained
-    from Python."""
+    from Python. Without a loss, for nt.Encoder: `none` ends in the hidden states, `pooler` in a vector of each sequence
+    besides."""
     kinds: Count = 1
     """Kinds of tokens (transformers' token_type_ids)."""
     padding_token: Annotated[int, *integer(0)] = 1
@@ -67,6 +69,7 @@ class RoBERTa(TextEncoder):
     architectures: ClassVar = {
         "masked_lm": "RobertaForMaskedLM", "classification": "RobertaForSequenceClassification",
         "token_classification": "RobertaForTokenClassification",
+        "pooler": "RobertaModel", "none": "RobertaModel",
     }  # fmt: skip
     keys: ClassVar = KEYS | {"padding_token": "pad_token_id"}
 
@@ -79,6 +82,8 @@ class RoBERTa(TextEncoder):
         with g.scope("head"):
             if c.head == "token_classification":
                 return classified_tokens(g, batch, c, x)
+            if c.head in ("pooler", "none"):
+                return bare(g, c, x, "roberta.pooler.dense")
             if c.head == "classification":
                 pooled = first_token(g, x, c, "classifier.dense", "tanh", c.dropout)
                 return classified(g, batch, c, pooled, "classifier.out_proj")

@@ -25,6 +25,7 @@ if TYPE_CHECKING:  # all that is found here, and where it lies: see _homes
     from nntile_py.graph.fusion import Fusion as Fusion
     from nntile_py.graph.graph import Graph as Graph
     from nntile_py.graph.optimizers import SGD as SGD, AdamW as AdamW
+    from nntile_py.inference.encoder import Encoder as Encoder
     from nntile_py.models.base import Model as Model, ModelConfig as ModelConfig
     from nntile_py.profiling.block import profile as profile
     from nntile_py.tasks.mask import Mask as Mask

@@ -23,6 +23,7 @@ import nntile_py as nt
 from nntile_py.config.run import load
 from nntile_py.config.spec import build_model
 from nntile_py.graph.declared import random_inputs
+from nntile_py.graph.step import StepSpec
 from nntile_py.models.deberta import distance_rows, log_buckets
 from nntile_py.testing import error
 
@@ -250,12 +251,25 @@ def test_to_hf_and_back(tmp_path: Path, name: str) -> None:
         assert got[0] == want[0] and all(torch.equal(got[1][key], want[1][key]) for key in want[1])
 
 
-@pytest.mark.parametrize(("name", "part"), [("masked_lm", "bert"), ("llama", "model")])
-def test_a_folder_without_a_head(tmp_path: Path, name: str, part: str) -> None:
+def test_a_folder_without_a_head(tmp_path: Path) -> None:
     """The bare model has no head: what lacks is named."""
-    getattr(made(name), part).save_pretrained(tmp_path)
-    with pytest.raises(nt.ConfigError, match=r"BertModel'\] in the|weight lm_head\.weight is missing"):
+    made("llama").model.save_pretrained(tmp_path)
+    with pytest.raises(nt.ConfigError, match=r"weight lm_head\.weight is missing"):
         nt.models.from_hf(tmp_path)
+
+
+@pytest.mark.parametrize(("name", "part"), [("classification", "bert"), ("roberta", "roberta")])
+def test_a_model_without_a_head(tmp_path: Path, name: str, part: str) -> None:
+    """It is read and given back; what has no loss is not trained."""
+    hf = getattr(made(name), part)
+    hf.save_pretrained(tmp_path)
+    model = nt.models.from_hf(tmp_path)
+    assert model.config.head == "none"
+    back = model.to_hf()
+    assert type(back) is type(hf) and back.state_dict().keys() == {n for n in hf.state_dict() if "pooler" not in n}
+    assert all(torch.equal(value, hf.state_dict()[key]) for key, value in back.state_dict().items())
+    with pytest.raises(nt.ConfigError, match="with head: none has no loss; allowed in training: a model whose trace"):
+        StepSpec(model, 2, SEQ).step()
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 import nntile_py as nt
 from nntile_py import tasks as ops
+from nntile_py.execution.packed import Bins, padded
 from nntile_py.graph.bins import positions_of
-from nntile_py.training.packed import Bins, padded
 
 LENGTH = 16
 TILINGS: dict[str, dict[str, int]] = {

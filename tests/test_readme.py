@@ -16,6 +16,8 @@ from pages import PAGES, ROOT, blocks, commands, named
 import nntile_py as nt
 from nntile_py import cli
 from nntile_py.config.run import load
+from nntile_py.tokenizer import MASKED
+from nntile_py.training.data import train_tokenizer
 
 DOCS = ROOT / "docs"
 NNTILE = Path(sys.executable).with_name("nntile")
@@ -134,6 +136,20 @@ def test_fine_tuning(folder: Path, python: Python) -> None:
     done = python(f"import os; os.chdir({str(folder)!r})\n{blocks(DOCS / 'fine-tune.md', 'python')[0]}")
     assert done.returncode == 0, done.stderr
     assert (folder / "tuned" / "model.safetensors").is_file()
+
+
+def test_encoding(python: Python, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    transformers.BertModel(transformers.BertConfig(vocab_size=400, **sizes)).save_pretrained(tmp_path / "my_bert")
+    train_tokenizer(["a text about tiles"], 270, MASKED).save(str(tmp_path / "my_bert" / "tokenizer.json"))
+    (code,) = blocks(DOCS / "encode.md", "python")
+    done = python(f"import os; os.chdir({str(tmp_path)!r})\n{code}")
+    assert done.returncode == 0 and done.stdout == "(3, 16)\n(4, 16) (3, 16)\n", done.stderr
+    (tmp_path / "texts.jsonl").write_text('{"text": "a tile"}\n{"text": ""}\n')
+    done = nntile(tmp_path, *commands(DOCS / "encode.md")[0][1:])
+    assert done.returncode == 0, done.stderr
+    assert np.load(tmp_path / "vectors.npy").shape == (2, 16)
 
 
 def test_a_sweep(folder: Path) -> None:

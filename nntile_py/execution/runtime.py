@@ -50,6 +50,7 @@ class Runtime:
     """
 
     current: Runtime | None = None
+    lent = False  # one that stands in where a user has started none: it stops when another is to start
     # While a profile is taken: the number and the tasks of whatever was submitted, a program or a task of its own.
     watched: list[tuple[int, TaskList]] | None = None
 
@@ -100,6 +101,8 @@ class Runtime:
         self._users: list[Any] = []
 
     def __enter__(self) -> Runtime:
+        if Runtime.current and Runtime.current.lent:
+            Runtime.current.__exit__(None)
         if Runtime.current is None and _core.running():
             self._stop()  # of a block that an interrupt has ended between two of its lines
         try:

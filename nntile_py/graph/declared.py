@@ -291,9 +291,9 @@ class Batch:
 
 
 class Traced(NamedTuple):
-    """What a trace ends in: the loss, and what an evaluation may return."""
+    """What a trace ends in: the loss, and what an evaluation may return. Without a loss nothing can be trained."""
 
-    loss: Tensor
+    loss: Tensor | None
     outputs: dict[str, Tensor]
 
 
@@ -319,7 +319,8 @@ def trace(model: Traceable, graph: Any, batch: Batch) -> Traced:
         line = f"line {lines[-1]}: " if lines else ""
         told = str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
         raise ConfigError(f"{here}: {line}{told}") from error
-    if not isinstance(made, Traced) or not isinstance(made.loss, Tensor) or not isinstance(made.outputs, Mapping):
+    whole = isinstance(made, Traced) and isinstance(made.loss, Tensor | None)
+    if not whole or not isinstance(made.outputs, Mapping):
         raise ConfigError(
             f"{here}: trace() returned {type(made).__name__};"
             " allowed: nt.Traced(loss, outputs), a tensor and a dict of tensors"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -215,9 +215,9 @@ class Graph:
                 found[axis] = max(size, found.get(axis, 0))
         return found
 
-    def check_end(self, loss: Tensor, outputs: Mapping[str, Tensor]) -> None:
+    def check_end(self, loss: Tensor | None, outputs: Mapping[str, Tensor]) -> None:
         """ConfigError where a trace that ends in these cannot be trained, or its weights not be kept."""
-        if self.loss is None or loss.storage is not self.loss:
+        if (loss and loss.storage) is not self.loss or not (loss or outputs):
             raise ConfigError(f"the loss is {loss}; allowed: what cross_entropy or squared_error returned here")
         last, written = self._check_in_place()
         known = {*self.tensors.values(), *self.kept.values(), *(t for op in self.ops for t in op.outputs)}
@@ -250,6 +250,25 @@ class Graph:
                 else:
                     seen[t] = written[t.storage] = written.get(t.storage, 0) + 1
         return seen, written
+
+    def prune(self, outputs: Iterable[Tensor]) -> None:
+        """Leave what makes these: all other operators, inputs and parameters go."""
+        needed, ops = {one.storage for one in outputs}, []
+        for op in reversed(self.ops):
+            if any(out.storage in needed for out in op.outputs):
+                needed.update(one.storage for one in op.inputs)
+                ops.append(op)
+        self.ops = ops[::-1]
+        self.tensors = {name: one for name, one in self.tensors.items() if one in needed}
+        self.inputs = {name: one for name, one in self.inputs.items() if name in self.tensors}
+        self.params = {one: param for one, param in self.params.items() if one in needed}
+        self.kept = {key: one for key, one in self.kept.items() if one in needed}
+
+    def begin_at(self, tensor: Tensor, name: str) -> None:
+        """Take a tensor as an input of this name, in the place of what makes it; `prune` then lets go of that."""
+        self.ops = [op for op in self.ops if tensor not in op.outputs]
+        tensor.name, tensor.kind = name, "input"
+        self.tensors[name], self.inputs[name] = tensor, Input(tensor)
 
     def flop(self) -> float:
         """Floating point operations of the contractions and attentions, the customary count."""

@@ -13,13 +13,15 @@ from nntile_py.graph.graph import Graph
 from nntile_py.graph.lowering import lower
 from nntile_py.graph.optimizers import AdamW, Optimizer
 from nntile_py.graph.packing import pack_projections
-from nntile_py.tasks.op import Lowering, Tensor
+from nntile_py.tasks.op import Lowering, Op, Tensor
 from nntile_py.tasks.optimizer import Ends, GradNorm
+from nntile_py.tasks.select import Select
 from nntile_py.tiles import Tiling
 from nntile_py.tiles.tasklist import live_slot
 
 # The workers that compute in it.
 PRECISIONS = {"fp32": ("CPU", "CUDA"), "fp64": ("CPU",), "bf16": ("CUDA",), "tf32": ("CUDA",)}
+FIRST = "first_tokens"
 TILE_DTYPE = {"tf32": "fp32"}  # the others are what they say
 
 
@@ -30,6 +32,11 @@ def check_precision(key: str, precision: str, cuda: bool) -> None:
         known = ", ".join(name for name, kinds in PRECISIONS.items() if kind in kinds)
         need = "runtime.cuda: 0" if cuda else "GPUs (runtime.cuda)"
         raise ConfigError(f"{key}: {precision} needs {need}; allowed on {kind} workers: {known}")
+
+
+def of_first(op: Op) -> bool:
+    """Whether an operator takes the first token of each sequence."""
+    return isinstance(op, Select) and (op.axis, op.index) == ("seq", 0)
 
 
 @dataclass
@@ -169,6 +176,10 @@ class StepSpec:
         if self.pack:
             bins.begin(graph, batch)
         traced = trace(self.model, graph, batch)
+        if training and traced.loss is None:
+            head = getattr(getattr(self.model, "config", None), "head", None)
+            here = f"model: {type(self.model).__name__}" + (f" with head: {head}" if head else "")
+            raise ConfigError(f"{here} has no loss; allowed in training: a model whose trace returns one")
         if self.pack:
             bins.check(graph, self.model)
         if self.fusion.qkv:
@@ -185,6 +196,7 @@ class StepSpec:
     def graphs(self) -> Graphs:
         """Forward and backward as a graph, not yet cut into tiles."""
         graph, traced, batch = self.trace()
+        assert traced.loss
         grads = graph.backward(traced.loss)
         fuse(graph, self.fusion, self.cuts)
         if self.grad_accumulation == 1:
@@ -221,9 +233,26 @@ class StepSpec:
     def evaluation(self, keep: bool = False) -> Evaluation:
         """A forward pass without dropout; with `keep` the model's outputs are kept for the host."""
         graph, traced, _ = self.trace(training=False)
-        for name, tensor in traced.outputs.items() if keep else ():
+        return self._evaluation(graph, traced.outputs, traced.outputs if keep else {})
+
+    def outputs(self, name: str, begin: bool = False) -> Evaluation:
+        """A forward pass that makes one of the model's outputs, and nothing that this does not need, such as a loss.
+
+        begin: of one that is made of each sequence's first token; the pass begins at that, its input FIRST. Raises
+        ConfigError where the model has no such output."""
+        graph, traced, _ = self.trace(training=False)
+        if name not in traced.outputs:
+            raise ConfigError(f"output: the model has no {name!r}; allowed: {', '.join(traced.outputs)}")
+        if begin:
+            graph.begin_at(next(op.output for op in graph.ops if of_first(op)), FIRST)
+        kept = {name: traced.outputs[name]}
+        graph.prune(kept.values())
+        return self._evaluation(graph, kept, kept)
+
+    def _evaluation(self, graph: Graph, outputs: dict[str, Tensor], kept: dict[str, Tensor]) -> Evaluation:
+        for name, tensor in kept.items():
             if not tensor.persistent:
                 for one in (tensor, tensor.storage):
                     one.name, one.kind = name, "output"
         fuse(graph, self.fusion, self.cuts)
-        return Evaluation(graph, traced.outputs, lower(graph, self.cuts, self.policy))
+        return Evaluation(graph, outputs, lower(graph, self.cuts, self.policy))

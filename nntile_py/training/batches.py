@@ -12,13 +12,13 @@ import numpy as np
 from nntile_py.config.run import CLASSIFICATION, RunConfig
 from nntile_py.config.spec import step_spec
 from nntile_py.errors import ConfigError
+from nntile_py.execution.packed import MASK as ATTENTION_MASK
+from nntile_py.execution.packed import Bins, Filled, Place
 from nntile_py.models.base import known
 from nntile_py.tokenizer import CLS, MASK, MASKED, PAD, SEP, load_tokenizer, special_numbers, token_numbers
 from nntile_py.training.collators import Array, CausalCollator, Collator, MaskedCollator
 from nntile_py.training.data import Corpus, Parts, held_out_batches, training_batch
 from nntile_py.training.order import Order
-from nntile_py.training.packed import MASK as ATTENTION_MASK
-from nntile_py.training.packed import Bins, Filled, Place
 
 Inputs = dict[str, Array] | Filled
 # By objective: tokens that the text needs, axes of the labels.

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from nntile_py.execution.packed import Filled
 from nntile_py.graph.declared import Input
-from nntile_py.training.packed import Filled
 
 IntArray = np.ndarray[Any, Any]
 Inputs = Mapping[str, Any] | IntArray | Filled

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from nntile_py.training.packed import Bins, Place
+from nntile_py.execution.packed import Bins, Place
 
 Array = np.ndarray[Any, Any]
 AHEAD = 4096  # sequences among which one that fits is looked for

@@ -16,6 +16,7 @@ import numpy as np
 from nntile_py import _core
 from nntile_py.errors import ConfigError, TaskError
 from nntile_py.execution import memory
+from nntile_py.execution.packed import Bins, Filled
 from nntile_py.execution.program import Program, Store, programs
 from nntile_py.execution.runtime import Runtime
 from nntile_py.graph.declared import Input, Traceable
@@ -29,7 +30,6 @@ from nntile_py.tiles import TaskList, Tiling
 from nntile_py.training import checkpoint, saved
 from nntile_py.training.finite import Checked
 from nntile_py.training.inputs import Inputs, IntArray, as_dict, counted, means
-from nntile_py.training.packed import Bins, Filled
 from nntile_py.training.snapshot import Live, Snapshot, states_of
 from nntile_py.typed import typed
 

@@ -1,0 +1,94 @@
+"""`nntile encode`: a file of texts to a file of what a model makes of them."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from nntile_py.errors import ConfigError
+from nntile_py.execution.runtime import Runtime
+from nntile_py.inference.encoder import Encoder
+from nntile_py.inference.texts import read_texts
+from nntile_py.system.folders import replaced
+
+Array = np.ndarray[Any, Any]
+ONE_ARRAY, NAMED = ".npy", (".npz", ".safetensors")
+
+
+def encode_file(
+    folder: Path, source: Path, key: str, out: Path, output: str, how: Mapping[str, Any],
+    workers: tuple[int | None, int], overwrite: bool, console: Console,
+) -> str:  # fmt: skip
+    """Encode the texts of `source` into `out`, which is written whole or not at all; says what was done.
+
+    how: further arguments of Encoder; workers: on CPUs and GPUs. A .npy holds the array [texts, ...]; the others hold
+    it under the output's name, of outputs of tokens [tokens, ...] and `offsets` [texts + 1], where each text begins.
+    Raises ConfigError for a wrong option, folder, or line of the file."""
+    _check_out(out, overwrite)
+    cpus, cuda = workers
+    runtime = Runtime(cpus=cpus, cuda=cuda)
+    texts = read_texts(source, key)
+    encoder = Encoder.from_hf(folder, output, **how)
+    if encoder.of_tokens and out.suffix == ONE_ARRAY:
+        raise ConfigError(f"--out: {out} holds one array; allowed with --output {output}: {', '.join(NAMED)}")
+    begun = time.perf_counter()
+    with runtime, _progress(console) as progress, warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # of cut texts, which are told at the end
+        bar = progress.add_task("texts", total=len(texts))
+
+        def found() -> Iterator[Array]:
+            for one in encoder.each(texts):
+                yield one
+                progress.advance(bar)
+
+        with replaced(out) as beside:
+            shape = _write(beside, out.suffix, output, found(), len(texts), encoder.of_tokens)
+    seconds = time.perf_counter() - begun
+    cut = f", {encoder.cut:,} of them cut at {encoder.max_length} tokens" if encoder.cut else ""
+    return f"{len(texts):,} texts{cut} in {seconds:.1f} s; {out}: {output} {' x '.join(map(str, shape))}"
+
+
+def _check_out(out: Path, overwrite: bool) -> None:
+    if out.suffix not in (ONE_ARRAY, *NAMED):
+        raise ConfigError(f"--out: {out} is not allowed; use a name that ends in {', '.join((ONE_ARRAY, *NAMED))}")
+    if not out.parent.is_dir():
+        raise ConfigError(f"--out: there is no folder {out.parent}; allowed: a file in a folder that is there")
+    if out.is_dir() or (out.exists() and not overwrite):
+        what = "a folder" if out.is_dir() else "there already"
+        raise ConfigError(f"--out: {out} is {what}; allowed: the name of a new file, or --overwrite")
+
+
+def _write(path: Path, suffix: str, name: str, found: Iterator[Array], count: int, of_tokens: bool) -> tuple[int, ...]:
+    """Write all that is found, of `count` texts; returns the shape of the array."""
+    if suffix == ONE_ARRAY:
+        first = next(found)
+        array = np.lib.format.open_memmap(path, "w+", first.dtype, (count, *first.shape))
+        array[0] = first
+        for number, one in enumerate(found, 1):
+            array[number] = one
+        array.flush()
+        return array.shape
+    every = list(found)
+    arrays = {name: np.concatenate(every) if of_tokens else np.stack(every)}
+    if of_tokens:
+        arrays["offsets"] = np.cumsum([0, *map(len, every)])
+    if suffix == ".npz":
+        with path.open("wb") as file:  # given a path it would add its own ending
+            np.savez(file, **arrays)  # type: ignore[arg-type]
+    else:
+        from safetensors.numpy import save_file
+
+        save_file(arrays, path)
+    return arrays[name].shape
+
+
+def _progress(console: Console) -> Progress:
+    columns = BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn()
+    return Progress(TextColumn("{task.description}"), *columns, console=console)

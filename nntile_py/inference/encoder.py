@@ -1,0 +1,357 @@
+"""Texts, or numbers of tokens, to what an encoder makes of them: hidden states, a vector of each, logits."""
+
+from __future__ import annotations
+
+import warnings
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple, Self, get_args
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from nntile_py import _core
+from nntile_py.errors import ConfigError
+from nntile_py.execution.packed import MASK, Bins, Place, padded
+from nntile_py.execution.program import Copied, Store, programs
+from nntile_py.execution.runtime import Runtime
+from nntile_py.graph.step import FIRST, Evaluation, StepSpec, check_precision, of_first
+from nntile_py.inference.texts import Tokens, to_tokens, tokens_of, with_limit
+from nntile_py.models.base import from_hf, of_hf_type
+from nntile_py.models.checkpoint import named, read_raw
+from nntile_py.tiles import Tiling
+from nntile_py.tokenizer import load_tokenizer
+from nntile_py.typed import typed
+
+Array = np.ndarray[Any, Any]
+OUTPUTS = ("hidden", "mean", "pooled", "logits")
+HEADS = {"hidden": "none", "mean": "none", "pooled": "pooler"}  # of the model that gives it; logits: its own
+SMALLEST = 64  # places of a bin, which are this times 1, 2, 4, ...
+CHUNK = 1024  # texts that are made into tokens together
+IN_FLIGHT = 2  # passes that are submitted before the results of the first are taken
+
+
+class Encoder:
+    """What a model makes of texts: `encoder(texts)`, in the order of the texts.
+
+    Sequences lie packed, without padding, in bins of 64, 128, 256, ... places, a bin for each worker. The program for
+    bins of one size is built when it is first needed and kept: texts of other lengths need none of their own.
+
+    A running Runtime is used; where none is, the encoder starts one on all cores, which lasts until `close()`, the end
+    of a `with encoder:`, or until another Runtime is started. Not for several threads at once.
+
+    Args:
+        model: One of nt.models.
+        output: hidden: the last layer's output, [tokens, embed] of each text. mean: its mean over the tokens, [embed].
+            pooled: the vector that transformers calls pooler_output. logits: of a classifier [classes], else
+            [tokens, vocab].
+        tokenizer: Makes texts into tokens, with its template. A masked model's without one puts [CLS] before and [SEP]
+            behind. None: token numbers alone can be encoded.
+        tiles: {axis: size} over embed, heads, ffn, vocab. An axis left out is not cut.
+        dtype: fp32; on CUDA workers also tf32 and bf16, on CPU workers fp64.
+        batch_tokens: Tokens that are computed together. More take more memory.
+        max_length: Tokens of the longest text. Default: as many as the model has positions.
+
+    Raises:
+        ConfigError: A value is out of range, or the model has no such output.
+    """
+
+    @typed
+    def __init__(
+        self,
+        model: Any,
+        output: str = "hidden",
+        *,
+        tokenizer: Tokenizer | None = None,
+        tiles: Mapping[str, int] | None = None,
+        dtype: str = "fp32",
+        batch_tokens: int = 4096,
+        max_length: int | None = None,
+    ) -> None:
+        _check_output(output)
+        for name, value in (("batch_tokens", batch_tokens), ("max_length", max_length)):
+            if value is not None and value < 1:
+                raise ConfigError(f"{name}: {value!r} is not allowed; use a positive integer")
+        if cut := {"batch", "seq"} & {*(tiles or {})}:
+            raise ConfigError(f"tiles.{min(cut)}: not allowed here, as a bin is a tile; use embed, heads, ffn, vocab")
+        positions = getattr(getattr(model, "config", None), "positions", None)
+        if max_length and positions and max_length > positions:
+            raise ConfigError(f"max_length: {max_length} is not allowed; the model has {positions} positions")
+        self.model, self.output, self.dtype, self.batch_tokens = model, output, dtype, batch_tokens
+        self.max_length = max_length or positions or batch_tokens
+        self.cut = 0  # texts that had more tokens
+        self._tiles, self._tokenizer = dict(tiles or {}), None
+        if tokenizer is not None:
+            self._tokenizer = with_limit(tokenizer, self.max_length, getattr(model, "objective", None) == "masked")
+        self._body, self._head = _parts(model, output)
+        self._spec(1, self._capacity(1))  # refuses what is wrong before anything is started
+        self._running: _Running | None = None
+        self._own: Runtime | None = None
+
+    @classmethod
+    @typed
+    def from_hf(cls, folder: str | Path, output: str = "hidden", **options: Any) -> Self:
+        """The encoder of a folder that `save_pretrained` or `nntile train` wrote: config.json, model.safetensors and,
+        for texts, tokenizer.json. A model without a head is read, too. options: as of Encoder."""
+        _check_output(output)
+        with named(folder):
+            kind = of_hf_type(read_raw(folder).get("model_type"))
+        if output in HEADS:
+            _check_head(kind, output, HEADS[output])
+        model = from_hf(folder, **({"head": HEADS[output]} if output in HEADS else {}))
+        path = Path(folder) / "tokenizer.json"
+        if "tokenizer" not in options and path.is_file():
+            options["tokenizer"] = load_tokenizer(path)
+        return cls(model, output, **options)
+
+    @property
+    def of_tokens(self) -> bool:
+        """Whether the output has a row for each token, and not one for each text."""
+        return self.output == "hidden" or (self.output == "logits" and self._head is None)
+
+    @typed
+    def __call__(self, texts: Sequence[Any] | Array) -> Any:
+        """What the model makes of texts, pairs of texts, or lists of token numbers, in their order.
+
+        Returns a list of arrays [tokens, ...] for hidden states and logits of tokens, else one array [texts, ...].
+        Raises ValueError for a sequence without tokens, or token numbers that the model does not have."""
+        found = list(self.each(texts))
+        if self.of_tokens:
+            return found
+        return np.stack(found) if found else np.zeros((0, self._width()), np.float32)
+
+    def each(self, texts: Sequence[Any] | Array) -> Iterator[Array]:
+        """The same, one text after the other, as they are computed: for more texts than there is memory for."""
+        given = tokens_of(texts)
+        waiting: deque[_Pass] = deque()
+        for first in range(0, len(given), CHUNK):
+            tokens = self._tokens(given[first : first + CHUNK], first)
+            running = self._bound()
+            for part, bins, places in self._passes([len(one.ids) for one in tokens]):
+                waiting.append(self._start(running, tokens[part], bins, places))
+                if len(waiting) > IN_FLIGHT:
+                    yield from self._result(running, waiting.popleft())
+        while waiting:
+            yield from self._result(self._bound(), waiting.popleft())
+
+    def close(self) -> None:
+        """Let go of programs and weights; stop the runtime if the encoder has started it."""
+        self._running, own = None, self._own
+        self._own = None
+        if own is not None and Runtime.current is own:
+            own.__exit__(None)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        with suppress(Exception):  # of an interpreter that ends, or an encoder that was never made
+            self.close()
+
+    @property
+    def programs(self) -> int:
+        """How many have been built on the runtime that was used last."""
+        return len(self._running.forwards) if self._running else 0
+
+    # -- inside
+
+    def _width(self) -> int:
+        """Entries of the vector of a text."""
+        spec, name = self._spec(1, self._capacity(1)), self._body[1]
+        if self._head:
+            spec, name = self._head_spec(1), self._head[1]
+        width: int = spec.trace(training=False)[1].outputs[name].shape[-1]
+        return width
+
+    def _tokens(self, texts: Sequence[Any], first: int) -> list[Tokens]:
+        before, vocab = self.cut, getattr(self.model.config, "vocab", None)
+        tokens = to_tokens(texts, self._tokenizer, self.max_length, vocab, first)
+        self.cut += sum(one.cut for one in tokens)
+        if self.cut and not before:
+            told = f"texts with more than {self.max_length} tokens are cut there; `cut` says how many there were"
+            warnings.warn(told, stacklevel=4)
+        return tokens
+
+    def _bound(self) -> _Running:
+        """What is there on the running runtime."""
+        if Runtime.current is None:
+            own = Runtime()
+            own.lent = True
+            self._own = own.__enter__()
+        runtime = Runtime.current
+        assert runtime is not None
+        if self._running is None or self._running.runtime is not runtime:
+            check_precision("dtype", self.dtype, bool(_core.cuda_workers()))
+            self._running = _Running(runtime, self.model, self.dtype == "tf32")
+        return self._running
+
+    def _passes(self, lengths: Sequence[int]) -> Iterator[tuple[slice, Bins, list[Place]]]:
+        """The sequences of each pass, its bins, their places: as many as there are tokens computed together."""
+        workers, first = _core.cuda_workers() or _core.cpu_workers(), 0
+        while first < len(lengths):
+            end, total = first + 1, lengths[first]
+            while end < len(lengths) and total + lengths[end] <= self.batch_tokens:
+                total, end = total + lengths[end], end + 1
+            while (found := self._fitting(lengths[first:end], workers)) is None:
+                end -= 1
+            yield slice(first, end), *found
+            first = end
+
+    def _fitting(self, lengths: Sequence[int], workers: int) -> tuple[Bins, list[Place]] | None:
+        """The smallest bins in which the sequences find their places; None: larger ones than a pass is to have."""
+        count = workers if len(lengths) >= workers else 1
+        least = max(*lengths, -(-sum(lengths) // count))
+        most = max(self._capacity(-(-self.batch_tokens // count)), self._capacity(max(lengths)))
+        while (capacity := self._capacity(least)) <= most or len(lengths) == 1:
+            bins = Bins(count, capacity, max(lengths))
+            try:
+                return bins, bins.places(lengths)
+            except ValueError:
+                least = capacity + 1
+        return None
+
+    def _capacity(self, least: int) -> int:
+        """Places of the smallest bins with room for so many tokens: 64, 128, ..., or a multiple of the longest text."""
+        size = SMALLEST
+        while size < least:
+            size *= 2
+        longest = min(size, self.max_length)
+        return longest * -(-size // longest)
+
+    def _spec(self, count: int, capacity: int) -> StepSpec:
+        longest = min(capacity, self.max_length)
+        number = capacity // longest
+        tiling = Tiling({**self._tiles, "batch": number})
+        return StepSpec(self._body[0], count * number, longest, tiling, self.dtype, pack=True)
+
+    def _head_spec(self, rows: int) -> StepSpec:
+        assert self._head
+        return StepSpec(self._head[0], rows, 1, Tiling(self._tiles), self.dtype)
+
+    def _start(self, running: _Running, tokens: Sequence[Tokens], bins: Bins, places: list[Place]) -> _Pass:
+        """Submit a pass."""
+        spec, name = self._spec(bins.count, bins.capacity), self._body[1]
+        forward = running.forward((bins.count, bins.capacity), lambda: spec.outputs(name))
+        given = {"input_ids": [one.ids for one in tokens], "token_type_ids": [one.kinds for one in tokens]}
+        arrays = padded({key: value for key, value in given.items() if key in forward.inputs}, bins.length)
+        del arrays[MASK]
+        filled = bins.filled(arrays, places, 1, shift=False)
+        return _Pass(places, forward.start(filled.arrays, dict(filled.live[0])), forward)
+
+    def _result(self, running: _Running, one: _Pass) -> Iterator[Array]:
+        """Of each sequence of a pass."""
+        value = one.forward.finish(one.copied)
+        if self._head:
+            yield from self._of_first(running, np.stack([value[place.bin, place.first] for place in one.places]))
+            return
+        for place in one.places:
+            rows = value[place.bin, place.first : place.first + place.length]
+            yield rows.mean(0, dtype=np.float64).astype(rows.dtype) if self.output == "mean" else rows.copy()
+
+    def _of_first(self, running: _Running, first: Array) -> Array:
+        """What the head makes of hidden states [sequences, embed] of first tokens."""
+        assert self._head
+        rows, name = 1 << (max(len(first), 16) - 1).bit_length(), self._head[1]
+        forward = running.forward(rows, lambda: self._head_spec(rows).outputs(name, begin=True))
+        given = np.zeros((rows, first.shape[1]), first.dtype)
+        given[: len(first)] = first
+        return forward.finish(forward.start({FIRST: given}, {}))[: len(first)].copy()
+
+
+def _check_output(output: str) -> None:
+    if output not in OUTPUTS:
+        raise ConfigError(f"output: {output!r} is not allowed; use {', '.join(OUTPUTS)}")
+
+
+def _check_head(cls: Any, output: str, head: str) -> None:
+    """ConfigError where models of this class have no such head."""
+    fields = getattr(getattr(cls, "Config", None), "model_fields", {})
+    heads = get_args(fields["head"].annotation) if "head" in fields else ()
+    if head not in heads:
+        outputs = [name for name in OUTPUTS if HEADS.get(name) in (None, *heads)]
+        raise ConfigError(f"output: {cls.__name__} has no {output!r}; allowed: {', '.join(outputs)}")
+
+
+def _parts(model: Any, output: str) -> tuple[tuple[Any, str], tuple[Any, str] | None]:
+    """The model that computes on tokens, and the one that takes the first token's hidden state of each sequence, if the
+    output is made of that; each with the name of its output."""
+
+    def headed(head: str) -> Any:
+        _check_head(type(model), output, head)
+        return model.changed(head=head)
+
+    if output in ("hidden", "mean"):
+        return (headed("none"), "hidden"), None
+    whole, name = (headed("pooler"), "pooled") if output == "pooled" else (model, "logits")
+    graph, traced, _ = StepSpec(whole, 1, 1).trace(training=False)
+    if name not in traced.outputs:
+        raise ConfigError(f"output: {output!r} is not allowed; the model's own are {', '.join(traced.outputs)}")
+    graph.prune([traced.outputs[name]])
+    if any(of_first(op) for op in graph.ops):
+        return (headed("none"), "hidden"), (whole, name)
+    return (whole, name), None
+
+
+class _Forward:
+    """A forward pass bound to the running StarPU."""
+
+    def __init__(self, made: Evaluation, store: Store, tf32: bool) -> None:
+        self.inputs, self._low, self._store = made.graph.inputs, made.forward, store
+        (self._output,) = made.outputs.values()
+        (self._program,) = programs([made.forward.tasks], store, tf32=tf32)
+
+    def start(self, given: Mapping[str, Array], slots: dict[str, float]) -> Copied:
+        """Submit it with these inputs; those that are left out have defaults."""
+        for name, one in self.inputs.items():
+            rows = one.tensor.shape[0]
+            value = one.checked(given[name], rows) if name in given else one.filled(rows, given)
+            if value is None:
+                need = ", ".join(n for n, i in self.inputs.items() if i.default is None)
+                raise ConfigError(f"model: it needs {need}; allowed here: input_ids, and what has a default")
+            self._store.write(self._low, one.tensor, value)
+        self._program.run(slots)
+        return self._store.copy({self._output: self._low})
+
+    def finish(self, copied: Copied) -> Array:
+        """Wait for the output; raises TaskError if a task failed."""
+        copied.wait()
+        return copied.array(self._output)
+
+
+class _Pass(NamedTuple):
+    """One that was submitted."""
+
+    places: list[Place]
+    copied: Copied
+    forward: _Forward
+
+
+class _Running:
+    """Weights and programs on one runtime."""
+
+    def __init__(self, runtime: Runtime, model: Any, tf32: bool) -> None:
+        self.runtime, self._model, self._tf32 = runtime, model, tf32
+        self._weights = Store()
+        self.forwards: dict[Hashable, _Forward] = {}
+
+    def forward(self, key: Hashable, make: Callable[[], Evaluation]) -> _Forward:
+        """The program of this key; made, bound and given its weights when it is first asked for."""
+        if key not in self.forwards:
+            try:
+                made = make()
+            except ValueError as error:  # of the operators: sizes that they do not take
+                raise ConfigError(str(error)) from None
+            for param in made.params:
+                tiles = [tile.key for _, tile in made.forward.grid(param.tensor)]
+                if not {*tiles} <= self._weights.handles.keys():
+                    self._weights.write(made.forward, param.tensor, param.value(self._model.weights))
+            store = Store()  # of its own: inputs and outputs of other sizes have the same names
+            store.handles.update(self._weights.handles)
+            store.residency = self._weights.residency
+            self.forwards[key] = _Forward(made, store, self._tf32)
+        return self.forwards[key]
