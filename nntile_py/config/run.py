@@ -237,7 +237,7 @@ def resolve(tree: dict[str, Any], overrides: Iterable[str], what: str, saved: Sa
         if tree.get("scheduler") is not None:
             # A scheduler chosen on the command line is meant to win over the file's own runtime keys.
             _apply_scheduler(tree, wins=tree["scheduler"] != chosen, overrides=overrides)
-        return validated(RunConfig, tree, elsewhere=lambda: _numberskeys(tree.get("model")))
+        return validated(RunConfig, tree, elsewhere=lambda: _known_keys(tree.get("model")))
     except ConfigError as error:
         raise ConfigError(f"{what}: {error}") from error
 
@@ -247,7 +247,7 @@ def all_keys(model: type[ModelConfig]) -> list[str]:
     return [key for key, _ in keys(of_model(model))]
 
 
-def _numberskeys(model: Any) -> list[str]:
+def _known_keys(model: Any) -> list[str]:
     """The same where this is the section `model`, which may be wrong itself."""
     try:
         return all_keys(find(model.get("type", DEFAULT_MODEL) if isinstance(model, dict) else DEFAULT_MODEL).Config)
