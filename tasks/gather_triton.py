@@ -14,7 +14,7 @@ import triton.language as tl
 from nntile_py.tiles.tasklist import Task
 
 from .gather import GatherArgs, GatherGradArgs
-from .launch import Launches, ceil_div, launch, launches, power_of_two, shape, tile, words
+from .launch import Launches, Parameter, ceil_div, launch, launches, power_of_two, shape, tile, words
 
 
 @triton.jit
@@ -62,7 +62,8 @@ def _describe(task: Task) -> Launches:
     n, count, (positions, width), given = words(task, 2), shape(task, 2)[-1], shape(task, 1)[-2:], GatherArgs.of(task)
     block = min(power_of_two(width), 1024)
     rows = max(1, 1024 // block)
-    args = (*(tile(task, k) for k in range(3)), n, count, positions, width, given.first, given.positions)
+    args: list[Parameter] = [tile(task, k) for k in range(3)]
+    args += [n, count, positions, width, given.first, given.positions]
     grid = (ceil_div(n, rows), ceil_div(width, block))
     acc = task.accesses[0].accumulate
     return Launches((launch(_gather, grid, *args, ACC=acc, ROWS=rows, BLOCK=block, warps=2),))
@@ -72,7 +73,7 @@ def _describe(task: Task) -> Launches:
 def _describe_grad(task: Task) -> Launches:
     count, (positions, width), first = shape(task, 2)[-1], shape(task, 0)[-2:], GatherGradArgs.of(task).first
     block = min(power_of_two(width), 1024)
-    args = (*(tile(task, k) for k in range(3)), positions, count, width, first)
+    args: list[Parameter] = [*(tile(task, k) for k in range(3)), positions, count, width, first]
     grid = (words(task, 0) // width, ceil_div(width, block))
     acc = task.accesses[0].accumulate
     return Launches((launch(_gather_grad, grid, *args, ACC=acc, COUNT=power_of_two(count), BLOCK=block, warps=2),))

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_loop import metrics, nntile
 
+from nntile_py.execution.packed import Bins
 from nntile_py.training import data
 from nntile_py.training.order import Order, best_fit
-from nntile_py.training.packed import Bins
 
 PACKED = "train.pack=true", "data.sequences=lines", "tiles={batch: 2, embed: 7, heads: 1}", "sample.tokens=0"
 

@@ -82,7 +82,7 @@ class MaskedCollator:
         ids, real = _padded(samples, self.seq, self.pad)
         rng = np.random.default_rng([self.seed, step, 1])  # [seed, step] draws the places of a step's sequences
         draws = np.where(np.isin(ids, self._ordinary) & real, rng.random(ids.shape), 1.0)
-        chosen = (draws < self.probability) & (draws.argsort(axis=1).argsort(axis=1) < self.most)
+        chosen = (draws < self.probability) & (draws.argsort(axis=1).argsort(axis=1) < (self.most or self.seq))
         how, other = rng.random(ids.shape), rng.choice(self._ordinary, ids.shape)
         seen = np.where(chosen & (how < 0.8), self.mask, np.where(chosen & (how >= 0.9), other, ids))
         return _inputs(seen, np.where(chosen, ids, IGNORED), real)
