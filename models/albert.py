@@ -25,7 +25,7 @@ from nntile_py.models.bert_parts import (
     predicted,
     token_logits,
 )
-from nntile_py.models.parts import attention_mask, dense
+from nntile_py.models.parts import attention_mask, dense, of_sequences
 from nntile_py.schema import Count, Positive
 from nntile_py.tasks.cross_entropy import IGNORED, cross_entropy
 from nntile_py.tasks.elementwise import dropout, rename
@@ -110,7 +110,7 @@ class ALBERT(TextEncoder):
             if c.head == "masked_lm":
                 return Traced(loss, {"logits": logits})
             orders = g.input(
-                "sentence_order_label", {"batch": batch.size}, below=2, ignored=IGNORED, scale="order_scale"
+                "sentence_order_label", of_sequences(batch), below=2, ignored=IGNORED, scale="order_scale"
             )
             pooled = dropout(g, first_token(g, x, c, "albert.pooler", "tanh"), c.dropout)
             order = dense(g, pooled, "sop_classifier.classifier", {"hidden": c.embed}, {"classes": 2}, INIT)

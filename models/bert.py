@@ -20,7 +20,7 @@ from nntile_py.models.bert_parts import (
     predicted,
     token_logits,
 )
-from nntile_py.models.parts import attention_mask, dense
+from nntile_py.models.parts import attention_mask, dense, of_sequences
 from nntile_py.schema import Count, Positive
 from nntile_py.tasks.cross_entropy import IGNORED, cross_entropy
 
@@ -70,7 +70,7 @@ class BERT(TextEncoder):
             loss = cross_entropy(g, logits, labels)
             if c.head == "masked_lm":
                 return Traced(loss, {"logits": logits})
-            nexts = g.input("next_sentence_label", {"batch": batch.size}, below=2, ignored=IGNORED, scale="next_scale")
+            nexts = g.input("next_sentence_label", of_sequences(batch), below=2, ignored=IGNORED, scale="next_scale")
             pooled = first_token(g, x, c, "bert.pooler.dense", "tanh")
             relation = dense(g, pooled, "cls.seq_relationship", {"hidden": c.embed}, {"classes": 2}, INIT)
             loss = cross_entropy(g, relation, nexts, loss=loss, scale="next_scale")

@@ -25,8 +25,10 @@ from nntile_py.models.parts import (
     dense,
     dense_weights,
     embedded_positions,
+    first_tokens,
     norm,
     norm_weights,
+    of_sequences,
     position_input,
 )
 from nntile_py.schema import BelowOne, Count, Natural
@@ -39,7 +41,6 @@ from nntile_py.tasks.embedding import embedding
 from nntile_py.tasks.gather import NOWHERE, gather
 from nntile_py.tasks.mask import Mask
 from nntile_py.tasks.op import Tensor
-from nntile_py.tasks.select import select
 
 INIT = Normal(0.02)
 _ACTIVATIONS = {"gelu": "gelu", "gelu_new": "gelu_new", "gelu_pytorch_tanh": "gelu_new", "relu": "relu"}
@@ -315,7 +316,7 @@ def token_logits(g: Graph, x: Tensor, c: Any, words: Tensor, kind: str, names: t
 def first_token(g: Graph, x: Tensor, c: Any, name: str, kind: str, dropped: float = 0.0) -> Tensor:
     """What stands for a sequence [batch, hidden]: a product and the activation `kind` of its first position, of which
     the share `dropped` is dropped before."""
-    first = dropout(g, select(g, x, "seq", 0), dropped)
+    first = dropout(g, first_tokens(g, x), dropped)
     return activation(g, dense(g, first, name, {"embed": c.embed}, {"hidden": c.embed}, INIT), kind)
 
 
@@ -330,5 +331,5 @@ def classified_tokens(g: Graph, batch: Batch, c: Any, x: Tensor) -> Traced:
 def classified(g: Graph, batch: Batch, c: Any, pooled: Tensor, name: str = "classifier") -> Traced:
     """Logits and loss of labels [batch], the class of each sequence."""
     logits = dense(g, dropout(g, pooled, c.dropout), name, {"hidden": c.embed}, {"classes": c.classes}, INIT)
-    labels = g.input("labels", {"batch": batch.size}, below=c.classes, ignored=IGNORED, scale="loss_scale")
+    labels = g.input("labels", of_sequences(batch), below=c.classes, ignored=IGNORED, scale="loss_scale")
     return Traced(cross_entropy(g, logits, labels), {"logits": logits})

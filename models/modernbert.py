@@ -24,7 +24,7 @@ from nntile_py.models.bert_parts import (
     predicted,
 )
 from nntile_py.models.checkpoint import choice
-from nntile_py.models.parts import attention_mask, check_length, dense, rotary_input
+from nntile_py.models.parts import attention_mask, check_length, dense, first_tokens, rotary_input
 from nntile_py.schema import Count, Positive
 from nntile_py.tasks.activation import activation
 from nntile_py.tasks.attention import attention
@@ -37,7 +37,6 @@ from nntile_py.tasks.layer_norm import layer_norm
 from nntile_py.tasks.mask import Mask
 from nntile_py.tasks.op import Tensor
 from nntile_py.tasks.rotary import rotary, rotary_table
-from nntile_py.tasks.select import select
 
 _KINDS = ("full_attention", "sliding_attention")  # of layers, as transformers calls them
 _NO_BIASES = ("norm_bias", "attention_bias", "mlp_bias", "classifier_bias")
@@ -103,7 +102,7 @@ class ModernBERT(TextEncoder):
         x = layers.norm(x, "model.final_norm")
         with g.scope("head"):
             if c.head == "classification":
-                pooled = layers.transformed(select(g, x, "seq", 0))
+                pooled = layers.transformed(first_tokens(g, x))
                 return classified(g, batch, c, rename(g, pooled, embed="hidden"))
             bias = g.param("decoder.bias", {"vocab": c.vocab}, ZEROS)
             y, labels = predicted(g, batch, c, x)

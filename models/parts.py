@@ -17,9 +17,11 @@ from nntile_py.tasks.attention import Backend
 from nntile_py.tasks.contract import linear
 from nntile_py.tasks.elementwise import add, bias_add
 from nntile_py.tasks.embedding import embedding
+from nntile_py.tasks.gather import gather
 from nntile_py.tasks.layer_norm import layer_norm
 from nntile_py.tasks.mask import Mask
 from nntile_py.tasks.op import Tensor, accumulation_dtype
+from nntile_py.tasks.select import select
 
 Sizes = Mapping[str, int]
 
@@ -154,6 +156,17 @@ def rotary_input(g: Graph, batch: Batch, table: Array, name: str = "rotary") -> 
     if batch.packed:
         return _packed_input(g, batch, name, lambda found: table[found], sizes, dtype=dtype)
     return g.input(name, {"seq": batch.seq} | sizes, dtype, default=table)
+
+
+def first_tokens(g: Graph, x: Tensor) -> Tensor:
+    """The first position of each sequence of x [batch, seq, embed]: [batch, embed], or of packed ones [batch, sequence,
+    embed], zeros behind a bin's last sequence."""
+    return gather(g, x, bins.starts(g)) if bins.SEGMENTS in g.tensors else select(g, x, "seq", 0)
+
+
+def of_sequences(batch: Batch) -> dict[str, int]:
+    """The axes of an input with a value for each sequence."""
+    return {"batch": batch.size} | ({"sequence": batch.seq} if batch.packed else {})
 
 
 def attention_mask(g: Graph, batch: Batch, *, causal: bool = False, window: int | None = None) -> Mask:

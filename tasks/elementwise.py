@@ -341,5 +341,5 @@ def dropout(g: GraphLike, x: Tensor, p: float) -> Tensor:
     if p == 0 or not g.training:
         return x
     out = g.temp("dropout", x.axes, x.shape, x.dtype, band=x.band)
-    draws = g.draws if "seq" in x.axes else None
+    draws = next((numbers for axis, numbers in g.draws.items() if axis in x.axes), None)
     return g.add(Dropout(x, out, p, g.dropout_key(), draws)).output

@@ -86,7 +86,7 @@ class GraphLike(Protocol):
 
     dtype: str
     training: bool  # or an evaluation: without dropout
-    draws: Tensor | None  # of packed sequences: the numbers by which dropout draws for tokens
+    draws: dict[str, Tensor]  # of packed sequences, by axis: the numbers by which dropout draws
     projections: list[list[Tensor]]  # of each attention: queries, keys, values
     @property
     def loss(self) -> Tensor | None: ...

@@ -34,6 +34,7 @@ MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
     "deberta": (nt.models.DeBERTa, {"relative_positions": 9}),
     "deberta v3": (nt.models.DeBERTaV2, {"position_buckets": 8}),
     "modernbert": (nt.models.ModernBERT, {"local_attention": 5}),
+    "albert": (nt.models.ALBERT, {}),
     "gpt2": (nt.models.GPT2, {}),
     "llama": (nt.models.Llama, {"kv_heads": 1, "ffn": 24}),
 }
@@ -125,6 +126,42 @@ def test_fp64() -> None:
     assert all(np.allclose(value, other[1][key], rtol=1e-11, atol=1e-13) for key, value in one[1].items())
 
 
+CLASSIFIERS = ["bert", "distilbert", "roberta", "albert", "deberta v3", "modernbert"]
+
+
+@pytest.mark.parametrize("tiling", TILINGS)
+@pytest.mark.parametrize("name", CLASSIFIERS)
+def test_classes_of_sequences(name: str, tiling: str) -> None:
+    """Heads on the first token of each, with dropout; logits in the caller's order."""
+    batch = inputs(LENGTHS["some"])
+    batch["labels"] = np.array([0, 1, 2, -100, 1, 0, 2])
+    found = []
+    for pack in (False, True):
+        model = made(name, head="classification", classes=3, dropout=0.2)
+        trainer = nt.Trainer(model, 7, LENGTH, TILINGS[tiling], pack=pack, optimizer=nt.SGD(lr=0.1))
+        results = [trainer.submit(batch).result() for _ in range(2)]
+        grads, evaluated = trainer.gradients(), trainer.evaluate(batch, return_logits=True)
+        found.append(([(r.loss, r.grad_norm) for r in results], grads, *evaluated))
+        trainer.close()
+    one, other = found
+    assert np.allclose(one[0], other[0], rtol=5e-6, atol=2e-6) and one[2] == pytest.approx(other[2], rel=5e-6)
+    assert one[3].shape == other[3].shape == (7, 3) and np.allclose(one[3], other[3], rtol=1e-5, atol=1e-5)
+    for key, value in one[1].items():
+        assert np.allclose(value, other[1][key], rtol=1e-4, atol=2e-6), key
+
+
+def test_pretraining() -> None:
+    """Labels of tokens and of pairs of sentences together."""
+    batch = inputs(LENGTHS["some"]) | {"next_sentence_label": np.array([0, 1, 1, 0, -100, 0, 1])}
+    found = []
+    for pack in (False, True):
+        model = made("bert", head="pretraining", dropout=0.2)
+        trainer = nt.Trainer(model, 7, LENGTH, TILINGS["ragged"], pack=pack)
+        found.append([trainer.step(batch) for _ in range(3)])
+        trainer.close()
+    assert np.allclose(found[0], found[1], rtol=2e-5)
+
+
 def test_lists_of_arrays_of_unequal_lengths() -> None:
     batch = inputs(LENGTHS["some"])
     lists = {
@@ -188,7 +225,7 @@ def test_refused() -> None:
         ({"input_ids": [np.arange(17)]}, "input_ids: a sequence of 17 tokens; allowed: at most seq = 16"),
         ({"input_ids": []}, "input_ids: .* is not allowed; expected a list of arrays"),
         ({"input_ids": [np.zeros(0, int)]}, r"attention_mask\[0\]: an empty sequence"),
-        ({}, "no inputs were given"),
+        ({}, "no inputs of tokens were given"),
     ):
         with pytest.raises(ValueError, match=told):
             trainer.step(lists)
@@ -214,6 +251,18 @@ class NoSegments(nt.Model):
         return nt.Traced(ops.cross_entropy(g, logits, labels), {"logits": logits})
 
 
+class FirstOfARow(NoSegments):
+    """Takes the first token of a row, where several sequences begin."""
+
+    def trace(self, g: Any, batch: Any) -> Any:
+        ids = g.input("input_ids", {"batch": batch.size, "seq": batch.seq}, below=30)
+        x = ops.embedding(g, ids, g.param("words", {"vocab": 30, "embed": 8}, nt.Normal(0.1)))
+        out = g.param("out", {"classes": 2, "embed": 8}, nt.Normal(0.1))
+        logits = ops.linear(g, ops.select(g, x, "seq", 0), out, ["batch", "classes"])
+        labels = g.input("labels", {"batch": batch.size}, below=2, ignored=-100, scale="loss_scale")
+        return nt.Traced(ops.cross_entropy(g, logits, labels), {"logits": logits})
+
+
 def test_models_that_cannot_be_packed() -> None:
     with pytest.raises(nt.ConfigError, match=r"tiles\.seq: got 4; allowed with pack: none"):
         nt.Trainer(made("bert"), 2, LENGTH, {"seq": 4}, pack=True)
@@ -221,8 +270,8 @@ def test_models_that_cannot_be_packed() -> None:
         nt.Trainer(made("bert", attention="naive").changed(attention_dropout=0.1), 2, LENGTH, pack=True)
     with pytest.raises(nt.ConfigError, match=r"model NoSegments: pack needs a mask with segments in Attention"):
         nt.Trainer(NoSegments(NoSegments.Config()), 2, LENGTH, pack=True)
-    with pytest.raises(nt.ConfigError, match=r"model BERT: pack needs first_tokens"):
-        nt.Trainer(made("bert", head="classification"), 2, LENGTH, pack=True)
+    with pytest.raises(nt.ConfigError, match=r"model FirstOfARow: pack needs first_tokens"):
+        nt.Trainer(FirstOfARow(FirstOfARow.Config()), 2, LENGTH, pack=True)
 
 
 @settings(max_examples=60, deadline=None)
@@ -243,7 +292,7 @@ def test_bins(lengths: list[int], count: int, passes: int) -> None:
                 seen.append(x[number, first:end].tolist())
                 assert positions[number, first:end].tolist() == [*range(end - first)]
     assert sorted(seen) == [value.tolist() for value in values]
-    back = bins.unpacked(x, filled.places)
+    back = bins.unpacked(x, filled.places, ["batch", "seq"])
     assert (back == padded({"x": values}, 12)["x"]).all()
 
 

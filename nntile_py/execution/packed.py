@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from nntile_py.graph.bins import DRAWS, SEGMENTS
+from nntile_py.graph.bins import DRAWS, ROWS, SEGMENTS
 from nntile_py.graph.declared import Input
 from nntile_py.tiles.tasklist import live_slot
 
@@ -18,11 +18,13 @@ MASK = "attention_mask"
 
 @dataclass(frozen=True)
 class Place:
-    """Where a sequence lies: positions `first` to `first + length` of a bin, which numbers those of all passes."""
+    """Where a sequence lies: positions `first` to `first + length` of a bin, which numbers those of all passes; it is
+    sequence `number` there."""
 
     bin: int
     first: int
     length: int
+    number: int
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,8 @@ class Bins:
 
     def _spread(self, lengths: Sequence[int], rows: range, bins: range) -> dict[int, Place]:
         """The longest first, each to the bin with the least work that has room for it."""
-        used, work, found = dict.fromkeys(bins, 0), dict.fromkeys(bins, 0.0), {}
+        used, work, count = dict.fromkeys(bins, 0), dict.fromkeys(bins, 0.0), dict.fromkeys(bins, 0)
+        found = {}
         for row in sorted(rows, key=lambda k: -lengths[k]):
             n = lengths[row]
             free = [k for k in bins if used[k] + n <= self.capacity]
@@ -82,8 +85,9 @@ class Bins:
                     f" of {self.capacity}; give fewer, or raise batch"
                 )
             best = min(free, key=lambda k: work[k])
-            found[row] = Place(best, used[best], n)
+            found[row] = Place(best, used[best], n, count[best])
             used[best] += n
+            count[best] += 1
             work[best] += self.work(n)
         return found
 
@@ -102,15 +106,20 @@ class Bins:
     def filled(self, given: Mapping[str, Array], places: Sequence[Place], passes: int, *, shift: bool) -> Filled:
         """The same where places are known; padded arrays without their mask."""
         arrays = {name: self._packed(name, value, places, passes, shift) for name, value in given.items()}
-        arrays[SEGMENTS], arrays[DRAWS] = self._segments(places, passes), self._draws(places, passes)
-        tokens = np.zeros(passes * self.count, np.int64)
-        for place in places:
-            tokens[place.bin] += place.length
+        arrays[SEGMENTS] = self._segments(places, passes)
+        arrays[DRAWS], arrays[ROWS] = self._draws(places, passes)
         # An empty bin has one token, which attends to nothing and counts in no mean: kernels see no empty tiles.
+        filled = {axis: np.zeros(passes * self.count, np.int64) for axis in ("seq", "sequence")}
+        for place in places:
+            filled["seq"][place.bin] += place.length
+            filled["sequence"][place.bin] += 1
         live = [
-            {live_slot("seq", k): float(max(tokens[p * self.count + k], 1)) for k in range(self.count)}
+            {
+                live_slot(axis, k): float(max(of[p * self.count + k], 1))
+                for axis, of in filled.items() for k in range(self.count)
+            }
             for p in range(passes)
-        ]
+        ]  # fmt: skip
         return Filled(arrays, live, places)
 
     def _packed(self, name: str, value: Array, places: Sequence[Place], passes: int, shift: bool) -> Array:
@@ -118,6 +127,10 @@ class Bins:
         ignored = one.ignored if one is not None and one.ignored is not None else 0
         out = np.full((passes * self.count, self.capacity, *value.shape[2:]), ignored, value.dtype)
         shifted = bool(one and one.shifted and shift)
+        if value.ndim == 1:  # of whole sequences
+            for row, place in enumerate(places):
+                out[place.bin, place.number] = value[row]
+            return out
         for row, place in enumerate(places):
             tokens = value[row, : place.length]
             end = place.first + place.length - shifted
@@ -134,18 +147,23 @@ class Bins:
             out[number, len(of) + 1 :] = of[-1] if of else 0
         return out
 
-    def _draws(self, places: Sequence[Place], passes: int) -> Array:
-        """The place of each token in the padded array of its pass, so that dropout draws the same there and here."""
-        out, counts = np.zeros((passes * self.count, self.capacity), np.int64), [0] * passes
+    def _draws(self, places: Sequence[Place], passes: int) -> tuple[Array, Array]:
+        """The place of each token in the padded array of its pass, so that dropout draws the same there and here; and
+        that of each sequence."""
+        tokens, sequences = np.zeros((2, passes * self.count, self.capacity), np.int64)
+        counts = [0] * passes
         for place in places:
-            number = place.bin // self.count
-            first = counts[number] * self.length
-            out[place.bin, place.first : place.first + place.length] = first + np.arange(place.length)
-            counts[number] += 1
-        return out
+            row = counts[place.bin // self.count]
+            counts[place.bin // self.count] += 1
+            tokens[place.bin, place.first : place.first + place.length] = row * self.length + np.arange(place.length)
+            sequences[place.bin, place.number] = row
+        return tokens, sequences
 
-    def unpacked(self, value: Array, places: Sequence[Place]) -> Array:
-        """An output [bins, capacity, ...] in the caller's order: [sequences, length, ...], zeros where padded."""
+    def unpacked(self, value: Array, places: Sequence[Place], axes: Sequence[str]) -> Array:
+        """An output of these axes in the caller's order: [bins, seq, ...] as [sequences, length, ...], zeros where
+        padded; [bins, sequence, ...] as [sequences, ...]."""
+        if axes[1] == "sequence":
+            return np.stack([value[place.bin, place.number] for place in places])
         out = np.zeros((len(places), self.length, *value.shape[2:]), value.dtype)
         for row, place in enumerate(places):
             out[row, : place.length] = value[place.bin, place.first : place.first + place.length]
@@ -154,7 +172,7 @@ class Bins:
 
 def padded(inputs: Mapping[str, Any], length: int) -> dict[str, Array]:
     """Arrays as they are; lists of arrays of unequal lengths as padded arrays with their attention_mask."""
-    lists = {name: value for name, value in inputs.items() if isinstance(value, list | tuple)}
+    lists = {name: value for name, value in inputs.items() if isinstance(value, list | tuple) and not _flat(value)}
     rows = {name: [np.asarray(row) for row in value] for name, value in lists.items()}
     given = {name: _array(name, value) for name, value in inputs.items() if name not in lists}
     found: list[int] | None = None
@@ -180,6 +198,11 @@ def padded(inputs: Mapping[str, Any], length: int) -> dict[str, Array]:
     return given
 
 
+def _flat(value: Any) -> bool:
+    """Whether it has a number for each sequence."""
+    return bool(value) and all(np.ndim(one) == 0 for one in value)
+
+
 def _array(name: str, value: Any) -> Array:
     try:
         return np.asarray(value)
@@ -189,12 +212,12 @@ def _array(name: str, value: Any) -> Array:
 
 def lengths_of(given: Mapping[str, Array], length: int) -> list[int]:
     """Of each sequence, by the attention_mask; raises ValueError where arrays have other shapes, or it has holes."""
-    first = next((name for name in given if name != MASK), None)
+    first = next((name for name, value in given.items() if name != MASK and value.ndim != 1), None)
     if first is None:
-        raise ValueError("no inputs were given")
+        raise ValueError("no inputs of tokens were given")
     for name, value in given.items():
         rows = given[first].shape[0] if given[first].ndim else 0
-        if value.ndim < 2 or value.shape[:2] != (rows, length) or not rows:
+        if value.shape[:2] not in ((rows, length), (rows,)) or not rows:
             raise ValueError(f"{name}: {value.dtype} {value.shape} is not allowed; expected [sequences, {length}]")
     if MASK not in given:
         return [length] * given[first].shape[0]

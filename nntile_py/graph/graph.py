@@ -30,7 +30,7 @@ class Graph:
     def __init__(self, dtype: str = "fp32", *, training: bool = True) -> None:
         self.dtype, self.training = dtype, training
         self.live: frozenset[str] = frozenset()  # axes of which a step fills only a part; see TaskList
-        self.draws: Tensor | None = None  # of packed sequences: the place by which dropout draws for a token
+        self.draws: dict[str, Tensor] = {}  # of packed sequences, by axis: the places by which dropout draws
         self.params: dict[Tensor, Param] = {}
         self.inputs: dict[str, Input] = {}
         self.projections: list[list[Tensor]] = []  # of each attention: queries, keys, values

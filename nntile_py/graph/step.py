@@ -158,7 +158,7 @@ class StepSpec:
 
     def live_slots(self) -> list[str]:
         """The slots that say how much of each bin is filled."""
-        return [live_slot("seq", k) for k in range(self.rows)] if self.pack else []
+        return [live_slot(axis, k) for axis in bins.LIVE for k in range(self.rows)] if self.pack else []
 
     @property
     def cuts(self) -> Tiling:

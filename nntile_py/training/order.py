@@ -62,9 +62,9 @@ class Order:
         sequences, places = [], []
         for number, of in enumerate(items):
             first = 0
-            for one in of:
+            for k, one in enumerate(of):
                 sequences.append(one)
-                places.append(Place(number, first, self._lengths[one]))
+                places.append(Place(number, first, self._lengths[one], k))
                 first += self._lengths[one]
         return sequences, places
 

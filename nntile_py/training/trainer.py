@@ -314,7 +314,8 @@ class Trainer:
             return loss
         outputs = {name: self._store.read(evaluation.forward, t) for name, t in evaluation.outputs.items()}
         if self._bins:
-            outputs = {name: self._bins.unpacked(value, filled.places) for name, value in outputs.items()}
+            axes = {name: tensor.axes for name, tensor in evaluation.outputs.items()}
+            outputs = {name: self._bins.unpacked(value, filled.places, axes[name]) for name, value in outputs.items()}
         return loss, outputs if return_outputs else outputs["logits"]
 
     # -- weights and gradients
