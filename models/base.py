@@ -233,12 +233,12 @@ class Model:
         own = {*cls.head_fields} - {"head"}  # go together: labels without classes say how many there are
         kept = {name: value for name, value in saved.items() if not (own & fields.keys() and name in own)}
         model = cls(cls.Config(**(kept | fields)), hf=raw, seed=seed)
-        new = model._new_head(saved)
         shapes, tensors = model.weight_shapes(), tensors_of(source)
         prefix = "" if any(name.startswith(cls.prefix) for name in tensors) else cls.prefix
         tensors = {
             name if name in shapes else prefix + name: value for name, value in tensors.items() if name not in cls.tied
         }
+        new = model._new_head(saved, tensors)
         weights = arrays({name: tensors[name] for name in shapes if name in tensors and name not in (new or ())})
         if new is not None:
             drawn = initial_weights(model.params(), seed)
@@ -251,17 +251,20 @@ class Model:
         model.weights = weights
         return model
 
-    def _new_head(self, saved: Mapping[str, Any]) -> set[str] | None:
+    def _new_head(self, saved: Mapping[str, Any], tensors: Mapping[str, Any]) -> set[str] | None:
         """Weights that a checkpoint with the fields `saved` lacks where any of `head_fields` differs from its own.
 
-        Those of the classes (parameters that have an axis of this name) are among them. None: the head is the same."""
+        Those of the classes (parameters that have an axis of this name) are among them. None: the head is the same. A
+        head without a loss has none: what no training would mend is not drawn."""
         if all(saved.get(name) == getattr(self.config, name) for name in self.head_fields):
             return None
+        if trace(self, Graph(), Batch(1, 1)).loss is None:
+            return set()
         old = type(self)(self.config.changed(**{name: saved.get(name) for name in self.head_fields}))
         kept = old.weight_shapes()
         return {
             source.weight for param in self.params() for source in param.sources
-            if source.weight not in kept or "classes" in param.tensor.axes
+            if "classes" in param.tensor.axes or source.weight not in {*kept, *tensors}
         }  # fmt: skip
 
     def hf_options(self) -> dict[str, Any]:

@@ -31,6 +31,7 @@ MORE = {"intermediate_size": 32, "num_labels": 3}
 MODELS: dict[str, Any] = {
     "Bert": {**SIZES, **MORE, "max_position_embeddings": POSITIONS},
     "Roberta": {**SIZES, **MORE, "max_position_embeddings": POSITIONS + 2, "pad_token_id": 1, "type_vocab_size": 1},
+    "Albert": {**SIZES, **MORE, "max_position_embeddings": POSITIONS, "embedding_size": 8},
     "DistilBert": {
         "vocab_size": VOCAB, "dim": 16, "n_layers": 2, "n_heads": 2, "hidden_dim": 32, "num_labels": 3,
         "max_position_embeddings": POSITIONS,
@@ -200,6 +201,8 @@ def test_refused(runtime: nt.Runtime, folder: Any, tmp_path: Path) -> None:
             nt.Encoder.from_hf(path, **options)
     with pytest.raises(nt.ConfigError, match="output: DistilBERT has no 'pooled'; allowed: hidden, mean, logits"):
         nt.Encoder.from_hf(folder("DistilBert", "Model")[0], "pooled")
+    with pytest.raises(nt.ConfigError, match=r"weight bert\.pooler\.dense\.weight is missing"):
+        nt.Encoder.from_hf(folder("Bert", "ForMaskedLM")[0], "pooled")
     gpt2 = nt.models.GPT2(nt.models.GPT2Config(layers=1, embed=8, heads=2, vocab=20, positions=8))
     with pytest.raises(nt.ConfigError, match="output: GPT2 has no 'hidden'; allowed: logits"):
         nt.Encoder(gpt2)
