@@ -71,8 +71,8 @@ class TextEncoderConfig(LayerConfig, TokenConfig):
     numbers as numbers."""
     masked: Natural | None = None
     """Of masked_lm and pretraining: the most tokens of a sequence that are to be predicted. A training step makes
-    logits for these alone (with train.pack for all); loss and gradients are the same. 0: for all tokens; null: with
-    `nntile train` as many as train.mask_probability asks for, from Python 0."""
+    logits for these alone; loss and gradients are the same. 0: for all tokens; null: with `nntile train` as many as
+    train.mask_probability asks for, with packed sequences as many as there are, else from Python 0."""
     dropout: BelowOne = 0.0
     """Dropout of the embedding, of the residual branches and before a classifier."""
     activation: Literal["gelu", "gelu_new", "relu"] = "gelu"
@@ -257,13 +257,13 @@ def predicted(g: Graph, batch: Batch, c: Any, x: Tensor) -> tuple[Tensor, Tensor
     """The rows of x [batch, seq, embed] that logits are needed of, and their labels.
 
     The input is labels [batch, seq]: the token of each position, -100 where none is to be predicted. Where
-    config.masked says how many are, a training step takes those rows alone, [batch, masked, embed]; an evaluation takes
-    all, as it may return the logits, and so does packing. ValueError in a step: a row has more.
+    config.masked says how many are, a training step takes those rows alone, [batch, masked, embed]; of packed sequences
+    as many as there are. An evaluation takes all, as it may return the logits. ValueError in a step: a row has more.
     """
     tokens, options = {"batch": batch.size, "seq": batch.seq}, {"below": c.vocab, "ignored": IGNORED}
-    if not c.masked or batch.packed or not g.training:
+    most = batch.seq if batch.packed else min(batch.seq, c.masked or 0)
+    if c.masked == 0 or not most or not g.training:
         return x, g.input("labels", tokens, **options, scale="loss_scale")
-    most = min(batch.seq, c.masked)
     g.input("labels", tokens, **options, most=most)
     masked = {"batch": batch.size, "masked": most}
     places = g.input(

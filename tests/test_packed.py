@@ -109,6 +109,21 @@ def test_forms_of_attention(attention: str) -> None:
     check("gpt2", LENGTHS["some"], TILINGS["ragged"], attention=attention)
 
 
+@pytest.mark.parametrize("tiling", TILINGS)
+def test_logits_of_masked_tokens_alone(tiling: str) -> None:
+    """As without packing; model.masked: 0 makes those of all tokens. A bin without any is right, too."""
+    batch = inputs(LENGTHS["some"])
+    batch["labels"][1:3] = -100
+    found = []
+    for masked in (None, 0):
+        trainer = nt.Trainer(made("bert", masked=masked, dropout=0.2), 7, LENGTH, TILINGS[tiling], pack=True)
+        found.append([trainer.step(batch) for _ in range(3)])
+        kinds = {task.kernel for task in trainer.built.first.tasks.tasks}
+        assert ("gather" in kinds) == (masked is None)
+        trainer.close()
+    assert np.allclose(found[0], found[1], rtol=2e-6)
+
+
 def test_passes() -> None:
     """As many sequences to each pass as padded; dropout draws by pass."""
     check("bert", [3, 16, 1, 9, 5, 7], TILINGS["even"], rows=3, grad_accumulation=2, dropout=0.2)

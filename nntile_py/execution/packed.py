@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from nntile_py.graph.bins import DRAWS, ROWS, SEGMENTS
+from nntile_py.graph.bins import DRAWS, LIVE, ROWS, SEGMENTS
 from nntile_py.graph.declared import Input
 from nntile_py.tiles.tasklist import live_slot
 
@@ -109,10 +109,12 @@ class Bins:
         arrays[SEGMENTS] = self._segments(places, passes)
         arrays[DRAWS], arrays[ROWS] = self._draws(places, passes)
         # An empty bin has one token, which attends to nothing and counts in no mean: kernels see no empty tiles.
-        filled = {axis: np.zeros(passes * self.count, np.int64) for axis in ("seq", "sequence")}
+        filled = {axis: np.zeros(passes * self.count, np.int64) for axis in LIVE}
         for place in places:
             filled["seq"][place.bin] += place.length
             filled["sequence"][place.bin] += 1
+        if "masked_places" in self.inputs and "labels" in arrays:
+            filled["masked"] = (arrays["labels"] != self.inputs["labels"].ignored).sum(1)
         live = [
             {
                 live_slot(axis, k): float(max(of[p * self.count + k], 1))
