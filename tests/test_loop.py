@@ -292,7 +292,7 @@ class Trainer:
         assert inputs.keys() == {"input_ids", "labels"} and (inputs["input_ids"] == inputs["labels"]).all()
         self.submitted += 1
         self.most = max(self.most, self.submitted - self.finished)
-        return SimpleNamespace(step=self.submitted, result=self.finish)
+        return SimpleNamespace(step=self.submitted, result=self.finish, tokens=48)
 
     def finish(self) -> Any:
         self.finished += 1
@@ -309,7 +309,7 @@ class Trainer:
         return 0
 
 
-def fake_run(tmp_path: Path, trainer: Trainer, stop: list[str], steps: int) -> tuple[float, float | None]:
+def fake_run(tmp_path: Path, trainer: Trainer, stop: list[str], steps: int) -> Any:
     import io
 
     from rich.console import Console
@@ -329,7 +329,7 @@ def fake_run(tmp_path: Path, trainer: Trainer, stop: list[str], steps: int) -> t
 
 def test_two_steps_are_in_flight_and_no_more(tmp_path: Path) -> None:
     trainer = Trainer([1.0] * 9)
-    assert fake_run(tmp_path, trainer, [], 9) == (3.0, 3.0)
+    assert fake_run(tmp_path, trainer, [], 9) == (3.0, {"held_out_loss": 3.0})
     assert (trainer.submitted, trainer.finished, trainer.most) == (9, 9, 2)
 
 

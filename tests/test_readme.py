@@ -128,7 +128,7 @@ def test_the_readme_has_such_a_run(folder: Path) -> None:
 
 
 def test_fine_tuning(folder: Path, python: Python) -> None:
-    (text,) = blocks(DOCS / "fine-tune.md", "yaml")
+    text, _ = blocks(DOCS / "fine-tune.md", "yaml")
     (folder / "tune.yaml").write_text(text)
     (folder / "my_gpt2").symlink_to("runs/my_run")
     done = nntile(folder, "train", "tune.yaml", "--set", "train.steps=2")

@@ -71,8 +71,10 @@ class Encoder:
         max_length: int | None = None,
     ) -> None:
         _check_output(output)
+        if not hasattr(model, "changed") or not hasattr(model, "weights"):
+            raise ConfigError(f"model: {model!r:.60} is not allowed; use a model of nt.models")
         for name, value in (("batch_tokens", batch_tokens), ("max_length", max_length)):
-            if value is not None and value < 1:
+            if value is not None and (type(value) is not int or value < 1):
                 raise ConfigError(f"{name}: {value!r} is not allowed; use a positive integer")
         if cut := {"batch", "seq"} & {*(tiles or {})}:
             raise ConfigError(f"tiles.{min(cut)}: not allowed here, as a bin is a tile; use embed, heads, ffn, vocab")

@@ -62,6 +62,8 @@ class MaskedCollator:
     _ordinary: Array = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        if not isinstance(self.seq, int) or self.seq < 1:
+            raise ConfigError(f"seq: got {self.seq!r}; allowed: an integer of at least 1")
         if not 0 < self.probability < 1:
             raise ConfigError(f"probability: got {self.probability}; allowed: a number above 0 and below 1")
         if not 0 < self.vocab < 2**31:
@@ -100,7 +102,12 @@ class LabelledCollator:
 
     @typed
     def __call__(self, samples: Iterable[tuple[Any, int]], step: int = 0) -> dict[str, Array]:
-        tokens, classes = zip(*samples, strict=True)
+        tokens, classes = [], []
+        for row, pair in enumerate(samples):
+            if not isinstance(pair, Sequence) or isinstance(pair, str) or len(pair) != 2:
+                raise ValueError(f"samples[{row}]: {pair!r:.60} is not allowed; expected (token numbers, class)")
+            tokens.append(pair[0])
+            classes.append(pair[1])
         ids, real = _padded(tokens, self.seq, self.pad)
         return _inputs(ids, np.array(classes, np.int64), real)
 

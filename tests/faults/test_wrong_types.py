@@ -42,6 +42,7 @@ def _calls(folder: Path) -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]
     trainer.step(IDS, IDS)
     trainer.save(folder / "saved")
     kept = nt.Trainer(nt.models.GPT2(CONFIG), 2, 8)  # not trained with wrong values
+    bert = nt.models.BERT(nt.models.BERTConfig(layers=1, embed=8, heads=2, vocab=20, positions=8))
     x = nt.array(np.ones((4, 4)))
     graph = nt.Graph()
     h = graph.input("h", {"batch": 2, "embed": 4}, "fp32")
@@ -104,11 +105,18 @@ def _calls(folder: Path) -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]
         "Mask": (nt.Mask, {"causal": True, "window": 3, "padding": None, "segments": None}),
         "CausalCollator": (nt.CausalCollator, {"seq": 8, "pad": 0}),
         "CausalCollator()": (nt.CausalCollator(8), {"samples": [[1, 2, 3]]}),
+        "LabelledCollator": (nt.LabelledCollator, {"seq": 8, "pad": 0}),
+        "LabelledCollator()": (nt.LabelledCollator(8), {"samples": [([1, 2, 3], 1)]}),
+        "Encoder": (nt.Encoder,
+         {"model": bert, "output": "hidden", "tokenizer": None, "tiles": None, "dtype": "fp32", "batch_tokens": 64,
+          "max_length": 8}),
+        "Encoder()": (nt.Encoder(bert), {"texts": [[1, 2, 3]]}),
         "MaskedCollator": (nt.MaskedCollator,
          {"seq": 8, "vocab": 20, "mask": 3, "special": (), "pad": 0, "probability": 0.1, "seed": 0}),
         "Trainer": (nt.Trainer, {"model": nt.models.GPT2(CONFIG), "batch": 2, "seq": 8, "tiles": None, "dtype": "fp32",
                                  "optimizer": None, "clip_grad_norm": None, "accumulate": "chain", "fusion": True,
-                                 "attention": None, "grad_accumulation": 1, "seed": 0, "shift_labels": True}),
+                                 "attention": None, "grad_accumulation": 1, "seed": 0, "shift_labels": True,
+                                 "pack": False}),
         "Trainer.step": (trainer.step, {"inputs": IDS, "labels": IDS, "lr": 0.1}),
         "Trainer.submit": (trainer.submit, {"inputs": IDS, "labels": IDS, "lr": 0.1}),
         "Trainer.evaluate": (kept.evaluate,
