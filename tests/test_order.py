@@ -9,7 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_loop import metrics, nntile
 
+import nntile_py as nt
 from nntile_py.execution.packed import Bins
+from nntile_py.graph.step import StepSpec
 from nntile_py.training import data
 from nntile_py.training.order import Order, best_fit
 
@@ -103,3 +105,12 @@ def test_what_packing_needs(tmp_path: Path) -> None:
     ):
         done = nntile(tmp_path, *sets)
         assert done.returncode == 2 and told in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize("alpha", [0.1, 0.6, 0.9])
+def test_random_inputs_of_a_mean_length(alpha: float) -> None:
+    spec = StepSpec(nt.models.BERT(nt.models.BERTConfig(layers=1, embed=8, heads=2, vocab=20, positions=64)), 7, 64)
+    made = spec.random_inputs(7, 0, alpha, predicted=0.5)
+    mask = made["attention_mask"]
+    assert mask.sum() == round(alpha * 64 * 7) and mask[:, 0].all() and not (np.diff(mask, axis=1) > 0).any()
+    assert ((made["labels"] == -100) | (mask == 1)).all() and 0.2 < (made["labels"] >= 0).sum() / mask.sum() < 0.8

@@ -369,6 +369,9 @@ def _lengths(
         return {}
     seq = tokens[0].size("seq")
     lengths = rng.integers(max(1, math.ceil((2 * alpha - 1) * seq)), min(seq, int(2 * alpha * seq)) + 1, rows)
+    while more := max(rows, round(alpha * seq * rows)) - int(lengths.sum()):  # the mean is alpha, not just expected
+        row = rng.integers(rows)
+        lengths[row] = np.clip(lengths[row] + np.clip(more, -8, 8), 1, seq)
     real = np.arange(seq) < lengths[:, None]
     counts = real & (rng.random(real.shape) < predicted)
     made = {"attention_mask": real.astype(np.int64)}
