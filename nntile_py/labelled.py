@@ -162,7 +162,7 @@ def _check_columns(here: str, columns: list[str], text: str, label: str) -> None
 
 def _fields(where: str, content: str, delimiter: str) -> Iterator[tuple[int, list[str]]]:
     """The rows that are not empty, and the line at which each begins."""
-    before = csv.field_size_limit(len(content) + 1)  # of the whole process: given back below
+    csv.field_size_limit(2**31 - 1)  # of the whole process, and never lower: others may be reading
     try:
         reader = csv.reader(io.StringIO(content, newline=""), delimiter=delimiter, strict=True)
         line = 1
@@ -173,8 +173,6 @@ def _fields(where: str, content: str, delimiter: str) -> Iterator[tuple[int, lis
     except csv.Error as error:
         need = "fields with the delimiter, a quote or a line's end in them in quotes, quotes in them doubled"
         raise ConfigError(f"{where}, line {line}: {error}; allowed: {need}") from None
-    finally:
-        csv.field_size_limit(before)
 
 
 @lru_cache(maxsize=1)
