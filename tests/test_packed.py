@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 import nntile_py as nt
 from nntile_py import tasks as ops
 from nntile_py.execution.packed import Bins, padded
+from nntile_py.execution.program import Store, programs
 from nntile_py.graph.bins import positions_of
+from nntile_py.tiles import R, TaskList, Tile, W
 
 LENGTH = 16
 TILINGS: dict[str, dict[str, int]] = {
@@ -276,6 +278,36 @@ class FirstOfARow(NoSegments):
         logits = ops.linear(g, ops.select(g, x, "seq", 0), out, ["batch", "classes"])
         labels = g.input("labels", {"batch": batch.size}, below=2, ignored=-100, scale="loss_scale")
         return nt.Traced(ops.cross_entropy(g, logits, labels), {"logits": logits})
+
+
+def test_tasks_in_python_are_refused() -> None:
+    """They would take what lies behind the filled part of a tile for data."""
+
+    @nt.task(x="R", y="W")
+    def copied(x: Any, y: Any) -> None:
+        y[:] = x
+
+    tasks = TaskList(live=["seq"])
+    x, y = (Tile(name, (0, 0), (1, 4), "fp32", persistent=True, axes=("batch", "seq")) for name in "xy")
+    tasks.initialised.add(x)
+    tasks.emit(copied, [R(x), W(y)], op="mine")
+    with pytest.raises(nt.ConfigError, match=r"pack: mine runs a task in Python .*; allowed: pack: false"):
+        programs([tasks.resolve()], Store())
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_bins_have_equal_work(name: str) -> None:
+    """Where a long sequence's attention counts as its square does."""
+    trainer = nt.Trainer(made(name), 4, LENGTH, {"batch": 2}, pack=True)
+    filled = trainer._filled(inputs([16, 8, 8, 1]), None, 1)
+    works = [sum(n + n * n / 96 for n in of) for of in _by_bin(filled.places)]
+    assert max(works) == pytest.approx(16 + 256 / 96)
+    assert trainer._bins and trainer._bins.quadratic == pytest.approx(1 / 96)
+    trainer.close()
+
+
+def _by_bin(places: Any) -> list[list[int]]:
+    return [[place.length for place in places if place.bin == number] for number in (0, 1)]
 
 
 def test_models_that_cannot_be_packed() -> None:

@@ -10,6 +10,7 @@ import numpy as np
 
 from nntile_py.graph.bins import DRAWS, LIVE, ROWS, SEGMENTS
 from nntile_py.graph.declared import Input
+from nntile_py.graph.step import StepSpec
 from nntile_py.tiles.tasklist import live_slot
 
 Array = np.ndarray[Any, Any]
@@ -170,6 +171,14 @@ class Bins:
         for row, place in enumerate(places):
             out[row, : place.length] = value[place.bin, place.first : place.first + place.length]
         return out
+
+
+def bins_of(spec: StepSpec) -> Bins:
+    """The bins of a pass of such a step."""
+    embed = getattr(getattr(spec.model, "config", None), "embed", None)
+    # A layer has 24 embed^2 flop a token in products, and 4 embed a pair of tokens in attention.
+    share = 1 / (6 * embed) if isinstance(embed, int) else 0.0
+    return Bins(spec.rows, spec.capacity, spec.seq, share, spec.trace()[0].inputs)
 
 
 def padded(inputs: Mapping[str, Any], length: int) -> dict[str, Array]:

@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from nntile_py import _core
-from nntile_py.errors import TaskError
+from nntile_py.errors import ConfigError, TaskError
 from nntile_py.execution import memory
 from nntile_py.execution.python_task import bound
 from nntile_py.execution.runtime import Runtime
@@ -197,6 +197,9 @@ class Program:
             for run in runs:
                 part, first = run[0], len(floats)
                 live = [] if capability else tasks.live_sizes(part)
+                if live and bound(part):  # it would take the whole tile for filled
+                    need = "pack: false, or operators whose tasks are not in Python"
+                    raise ConfigError(f"pack: {part.op} runs a task in Python ({part.kernel}); allowed: {need}")
                 lives = [(tile, axis, len(part.floats) + k) for k, (tile, axis, _) in enumerate(live)]
                 for value in (*part.floats, *(slot for *_, slot in live)):
                     if isinstance(value, Slot):

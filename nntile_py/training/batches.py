@@ -13,7 +13,7 @@ from nntile_py.config.run import CLASSIFICATION, RunConfig
 from nntile_py.config.spec import step_spec
 from nntile_py.errors import ConfigError
 from nntile_py.execution.packed import MASK as ATTENTION_MASK
-from nntile_py.execution.packed import Bins, Filled, Place
+from nntile_py.execution.packed import Filled, Place, bins_of
 from nntile_py.models.base import known
 from nntile_py.tokenizer import CLS, MASK, MASKED, PAD, SEP, load_tokenizer, special_numbers, token_numbers
 from nntile_py.training.collators import Array, CausalCollator, Collator, MaskedCollator
@@ -98,7 +98,7 @@ class Batches:
     def _of_parts(self, config: RunConfig, corpus: Corpus) -> None:
         """Sequences as the text has them."""
         how, frame = config.train, len(self._ends)
-        self._bins = bins_of(config) if how.pack else None
+        self._bins = bins_of(step_spec(config)) if how.pack else None
         assert corpus.train_lengths is not None and corpus.held_out_lengths is not None
         self._parts = Parts(corpus.train, corpus.train_lengths, self._text)
         held_out = Parts(corpus.held_out, corpus.held_out_lengths, self._text)
@@ -150,12 +150,3 @@ def _masked(config: RunConfig, corpus: Corpus) -> tuple[tuple[int, int], MaskedC
         config.train.seq, vocab, number[MASK], frozenset(special | set(number.values())), number[PAD],
         config.train.mask_probability, config.seed, getattr(config.model, "masked", None) or None,
     )  # fmt: skip
-
-
-def bins_of(config: RunConfig) -> Bins:
-    """The bins of a pass of such a run."""
-    spec = step_spec(config)
-    embed = getattr(config.model, "embed", None)
-    # A layer has 24 embed^2 flop a token in products, and 4 embed a pair of tokens in attention.
-    share = 1 / (6 * embed) if isinstance(embed, int) else 0.0
-    return Bins(spec.rows, spec.capacity, config.train.seq, share, spec.trace()[0].inputs)

@@ -16,7 +16,7 @@ import numpy as np
 from nntile_py import _core
 from nntile_py.errors import ConfigError, TaskError
 from nntile_py.execution import memory
-from nntile_py.execution.packed import Bins, Filled
+from nntile_py.execution.packed import Bins, Filled, bins_of
 from nntile_py.execution.program import Program, Store, programs
 from nntile_py.execution.runtime import Runtime
 from nntile_py.graph.declared import Input, Traceable
@@ -398,7 +398,7 @@ class Trainer:
         if not self.spec.pack:
             return Filled(inputs, [{}] * passes)
         if self._bins is None:
-            self._bins = Bins(self.spec.rows, self.spec.capacity, self.seq, inputs=self._built.graph.inputs)
+            self._bins = bins_of(self.spec)
         return self._bins.fill(inputs, passes, self.batch, shift=self.shift_labels)
 
     def _check_alone(self, runtime: Runtime) -> None:
