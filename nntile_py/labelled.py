@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from nntile_py.errors import ConfigError
+from nntile_py.schema import short
 from nntile_py.system.folders import STDLIB, read, stdlib, stdlib_files
 
 MOST_LABELS = 256  # more are no classes, but another column
@@ -104,23 +105,17 @@ def _checked(here: str, row: dict[str, Any], text: str, label: str) -> tuple[str
             raise ConfigError(f"{here}: no {key!r}; it has {named}; allowed: {_allowed(text, label)}")
     words, name = row[text], row[label]
     if not isinstance(words, str) or not words.strip():
-        raise ConfigError(f"{here}: {text!r} is {_short(words)}; allowed: a text that is not empty")
+        raise ConfigError(f"{here}: {text!r} is {short(words)}; allowed: a text that is not empty")
     if isinstance(name, bool):
         name = str(name).lower()
     if not isinstance(name, str | int) or not str(name).strip():
-        raise ConfigError(f"{here}: {label!r} is {_short(name)}; allowed: a name or an integer")
+        raise ConfigError(f"{here}: {label!r} is {short(name)}; allowed: a name or an integer")
     for value in (words, str(name)):
         try:
             value.encode()
         except UnicodeEncodeError:  # JSON's \ud800
             raise ConfigError(f"{here}: half of a character (a lone surrogate); allowed: whole characters") from None
     return words, str(name).strip()
-
-
-def _short(value: Any) -> str:
-    """A value as a message shows it."""
-    told = repr(value)
-    return told if len(told) <= 60 else told[:57] + "..."
 
 
 def _json_rows(where: str, content: str) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -133,7 +128,7 @@ def _json_rows(where: str, content: str) -> Iterator[tuple[int, dict[str, Any]]]
         except (ValueError, RecursionError) as error:
             raise ConfigError(f"{where}, line {line}: broken JSON ({error}); {need}") from None
         if not isinstance(found, dict):
-            raise ConfigError(f"{where}, line {line}: holds {_short(found)}; {need}")
+            raise ConfigError(f"{where}, line {line}: holds {short(found)}; {need}")
         yield line, found
 
 

@@ -330,5 +330,6 @@ def absolute(path: str) -> Path:
 
 
 def short(value: Any) -> str:
+    """A value as a message shows it."""
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."

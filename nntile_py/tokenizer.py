@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
 
 from nntile_py.errors import ConfigError
 from nntile_py.system.folders import read
@@ -20,6 +21,14 @@ def load_tokenizer(path: Path) -> Tokenizer:
         raise
     except BaseException as error:  # the library's Rust panics are no Exception
         raise ConfigError(f"tokenizer.path: cannot read {path} ({error}); allowed: a tokenizer.json") from None
+
+
+def frame(tokenizer: Tokenizer) -> None:
+    """Have [CLS] put before each text and [SEP] behind, as BERT's template does; it has both tokens."""
+    ends = [(token, tokenizer.token_to_id(token)) for token in (CLS, SEP)]
+    tokenizer.post_processor = TemplateProcessing(
+        single=f"{CLS} $A {SEP}", pair=f"{CLS} $A {SEP} $B:1 {SEP}:1", special_tokens=ends
+    )
 
 
 def token_numbers(tokenizer: Tokenizer) -> int:

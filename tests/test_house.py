@@ -32,7 +32,8 @@ FLOORS = (
     ("graph",),
     ("tasks",),
     ("tiles",),
-    ("labelled", "schema", "tokenizer"),
+    ("labelled",),
+    ("schema", "tokenizer"),
     ("typed",),
     ("errors", "system"),
 )

@@ -11,12 +11,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from tokenizers import Tokenizer
-from tokenizers.processors import TemplateProcessing
 
 from nntile_py.errors import ConfigError
 from nntile_py.schema import short
 from nntile_py.system.folders import read
-from nntile_py.tokenizer import CLS, SEP
+from nntile_py.tokenizer import CLS, SEP, frame
 
 Array = np.ndarray[Any, Any]
 
@@ -39,11 +38,9 @@ def with_limit(tokenizer: Tokenizer, longest: int, framed: bool) -> Tokenizer:
     own = Tokenizer.from_str(tokenizer.to_str())
     own.no_padding()
     own.no_truncation()
-    ends = [(token, number) for token in (CLS, SEP) if (number := own.token_to_id(token)) is not None]
-    if framed and len(ends) == 2 and not own.num_special_tokens_to_add(False):
-        own.post_processor = TemplateProcessing(
-            single=f"{CLS} $A {SEP}", pair=f"{CLS} $A {SEP} $B:1 {SEP}:1", special_tokens=ends
-        )
+    there = all(own.token_to_id(token) is not None for token in (CLS, SEP))
+    if framed and there and not own.num_special_tokens_to_add(False):
+        frame(own)
     if (least := own.num_special_tokens_to_add(True)) >= longest:
         raise ConfigError(f"max_length: {longest} is not allowed; the tokenizer's template alone has {least} tokens")
     own.enable_truncation(longest)

@@ -5,22 +5,21 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from tokenizers import Tokenizer
-from tokenizers.processors import TemplateProcessing
 
 from nntile_py.config.run import RunConfig
 from nntile_py.errors import ConfigError
 from nntile_py.labelled import Sample, class_numbers, labels_of, read_samples
 from nntile_py.tasks.cross_entropy import IGNORED
-from nntile_py.tokenizer import CLS, MASKED, PAD, SEP, load_tokenizer
+from nntile_py.tokenizer import CLS, MASKED, PAD, SEP, frame, load_tokenizer
 from nntile_py.training.collators import Array, LabelledCollator
 from nntile_py.training.confusion import Confusion
 from nntile_py.training.data import train_tokenizer
+from nntile_py.training.order import Order
 
 
 class Tokens(NamedTuple):
@@ -109,13 +108,10 @@ def _tokenizer(config: RunConfig, texts: list[str]) -> Tokenizer:
     else:
         tokenizer = train_tokenizer(texts, config.tokenizer.size(), MASKED)
     if not tokenizer.num_special_tokens_to_add(False):
-        ends = [(token, tokenizer.token_to_id(token)) for token in (CLS, SEP)]
-        if missing := [token for token, number in ends if number is None]:
+        if missing := [token for token in (CLS, SEP) if tokenizer.token_to_id(token) is None]:
             need = f"a tokenizer with a template, or with {CLS} and {SEP}"
             raise ConfigError(f"tokenizer.path: {path} has no token {', '.join(missing)}; allowed: {need}")
-        tokenizer.post_processor = TemplateProcessing(
-            single=f"{CLS} $A {SEP}", pair=f"{CLS} $A {SEP} $B:1 {SEP}:1", special_tokens=ends
-        )
+        frame(tokenizer)
     return tokenizer
 
 
@@ -138,7 +134,9 @@ class LabelledBatches:
     about = ""  # as Batches has it
 
     def __init__(self, config: RunConfig, corpus: LabelledCorpus) -> None:
-        self._how, self._seed, self._corpus = config.train, config.seed, corpus
+        self._how, self._corpus = config.train, corpus
+        lengths = np.array([len(one) for one in corpus.train.sequences])
+        self._order = Order(lengths, config.seed, config.train.batch * config.train.grad_accumulation)
         pad = corpus.tokenizer.token_to_id(PAD)
         padding = getattr(config.model, "padding_token", pad)
         if pad not in (None, padding):
@@ -151,9 +149,7 @@ class LabelledBatches:
 
     def samples(self, step: int) -> Tokens:
         """The samples of a step: each of them once, in an order that the seed decides, then each in another order."""
-        train, rows = self._corpus.train, self._how.batch * self._how.grad_accumulation
-        places = np.arange((step - 1) * rows, step * rows)
-        return train.take(np.array([_order(self._seed, p // len(train), len(train))[p % len(train)] for p in places]))
+        return self._corpus.train.take(np.array(self._order.step(step)[0]))
 
     def held_out(self, whole: bool) -> Iterator[dict[str, Array]]:
         """Batches of held-out samples, evenly spread: `train.eval_batches` of them, or `whole`, all samples.
@@ -179,9 +175,3 @@ class LabelledBatches:
             counts.append(int(real.sum()))
             found.add(inputs["labels"][real], logits[real].argmax(-1))
         return {"held_out_loss": float(np.average(losses, weights=counts))} | found.told()
-
-
-@lru_cache(maxsize=2)
-def _order(seed: int, epoch: int, count: int) -> Array:
-    """The samples of the epoch 0, 1, ..."""
-    return np.random.default_rng([seed, epoch, 2]).permutation(count)  # [seed, step] and [seed, step, 1] draw text
