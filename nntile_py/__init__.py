@@ -1,6 +1,7 @@
 """Training transformers as tiled tasks on StarPU."""
 
 import ast
+import json
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -44,14 +45,21 @@ def _homes() -> dict[str, str]:
     return {alias.name: str(line.module) for line in lines for alias in line.names}
 
 
+def _has_cuda() -> bool:
+    """Whether the extension was compiled for CUDA. Where it was not, it finds ATen's libraries by itself."""
+    info: dict[str, str] = json.loads((Path(__file__).parent / "_build_info.json").read_text())
+    return bool(info["cuda"])
+
+
 _HOMES = _homes()
 __all__ = list(_HOMES)
 
 
 def __getattr__(name: str) -> Any:
-    """Imported at first use: torch takes seconds, and `nntile --help` or a wrong config should not wait for it."""
+    """Imported at first use: `nntile --help` or a wrong config should not wait for what they do not need."""
     if name == "_core":
-        import_module("torch")  # first: it loads CUDA's libraries from where its wheels keep them
+        if _has_cuda():
+            import_module("torch")  # first: it loads CUDA's libraries from where its wheels keep them
         return import_module("nntile_py._core")
     if name not in _HOMES:
         raise AttributeError(f"module 'nntile_py' has no attribute {name!r}")

@@ -1,6 +1,7 @@
 """A running StarPU for a module's tests, processes of their own for the others."""
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -10,6 +11,7 @@ import pytest
 
 import nntile_py as nt
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it; what it starts would too
 CPUS = min(2, len(os.sched_getaffinity(0)))
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from nntile_py import cli
+from nntile_py import _core, cli
 from nntile_py.config.run import load, load_scheduler
 from nntile_py.errors import ConfigError
 
@@ -171,13 +171,19 @@ def test_the_command_itself(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-HEAVY = ("torch", "nntile_py._core", "tokenizers", "safetensors", "transformers", "scipy", "matplotlib")
+LARGE = ("transformers", "scipy", "matplotlib")
+HEAVY = ("torch", "nntile_py._core", "tokenizers", "safetensors", *LARGE)
+TRAIN = ["train", str(TINY), "--set", "train.steps=1", "--set", "data.max_bytes=200000"]
 
 
 @pytest.mark.parametrize(
     ("arguments", "unwanted"),
-    [(["--help"], (*HEAVY, "numpy", "pydantic", "yaml")), (["plan", str(TINY)], HEAVY)],
-    ids=["help", "plan"],
+    [
+        (["--help"], (*HEAVY, "numpy", "pydantic", "yaml")),
+        (["plan", str(TINY)], HEAVY),
+        (TRAIN, LARGE if _core.has_cuda else ("torch", *LARGE)),  # with CUDA torch brings the libraries
+    ],
+    ids=["help", "plan", "train"],
 )
 def test_a_command_imports_only_what_it_needs(arguments: list[str], unwanted: tuple[str, ...], tmp_path: Path) -> None:
     told = "import atexit, sys; atexit.register(lambda: print(*sys.modules, file=sys.stderr))"
