@@ -127,7 +127,7 @@ def stopped(
     before = {*folder.glob("step-*")}
     try:
         while process.poll() is None and not {*folder.glob("step-*")} - before and when >= 0:
-            time.sleep(0.002)
+            time.sleep(0.01)
         time.sleep(abs(when))
         for _ in range(times):
             process.send_signal(number)
