@@ -23,6 +23,7 @@ from nntile_py.models.bert_parts import (
     LayerNames,
     TextEncoder,
     TextEncoderConfig,
+    bare,
     classified,
     embedded,
     first_token,
@@ -48,8 +49,8 @@ _KINDS = "c2p", "p2c"
 
 class DeBERTaConfig(TextEncoderConfig):
     type: str = "deberta"
-    head: Literal["masked_lm", "classification"] = "masked_lm"
-    """What the model is to predict. `nntile train` trains masked_lm; classification is trained from Python."""
+    head: Literal["masked_lm", "classification", "none"] = "masked_lm"
+    """What the model is to predict. `none`, for nt.Encoder: nothing, it ends in the hidden states."""
     legacy: bool = False
     """The head of masked_lm has the weights cls.predictions..., as transformers' models with `legacy`; false:
     lm_predictions.lm_head..., as the published checkpoints."""
@@ -200,7 +201,9 @@ class DeBERTa(TextEncoder):
     Config: ClassVar[Any] = DeBERTaConfig
     Layer: ClassVar[Any] = DeBERTaLayer
     prefix = "deberta."
-    architectures: ClassVar = {"masked_lm": "DebertaForMaskedLM", "classification": "DebertaForSequenceClassification"}
+    architectures: ClassVar = {
+        "masked_lm": "DebertaForMaskedLM", "classification": "DebertaForSequenceClassification", "none": "DebertaModel"
+    }  # fmt: skip
     keys: ClassVar = KEYS | {"position_biased_input": "position_biased_input", "legacy": "legacy"}
 
     def relative(self, g: Graph, batch: Batch) -> Relative:
@@ -227,6 +230,8 @@ class DeBERTa(TextEncoder):
         for layer in range(c.layers):
             x = self.Layer(g, c, f"deberta.encoder.layer.{layer}", relative)(g, x, mask, f"h{layer}")
         with g.scope("head"):
+            if c.head == "none":
+                return bare(g, c, x)
             if c.head == "classification":
                 return classified(g, batch, c, first_token(g, x, c, "pooler.dense", "gelu"))
             y, labels = predicted(g, batch, c, x)
@@ -269,7 +274,8 @@ class DeBERTaV2(DeBERTa):
     Config = DeBERTaV2Config
     Layer = DeBERTaV2Layer
     architectures: ClassVar = {
-        "masked_lm": "DebertaV2ForMaskedLM", "classification": "DebertaV2ForSequenceClassification"
+        "masked_lm": "DebertaV2ForMaskedLM", "classification": "DebertaV2ForSequenceClassification",
+        "none": "DebertaV2Model",
     }  # fmt: skip
     keys: ClassVar = DeBERTa.keys | {"share_att_key": "share_att_key", "position_buckets": "position_buckets"}
 

@@ -20,6 +20,7 @@ from nntile_py.models.bert_parts import (
     KEYS,
     TextEncoder,
     TextEncoderConfig,
+    bare,
     classified,
     predicted,
 )
@@ -45,8 +46,8 @@ _OTHER_DROPOUTS = ("embedding_dropout", "classifier_dropout")
 
 class ModernBERTConfig(TextEncoderConfig):
     type: str = "modernbert"
-    head: Literal["masked_lm", "classification"] = "masked_lm"
-    """What the model is to predict."""
+    head: Literal["masked_lm", "classification", "none"] = "masked_lm"
+    """What the model is to predict. `none`, for nt.Encoder: nothing, it ends in the hidden states."""
     ffn: Count | None = None
     """Width of the feed-forward part, after its gate; null: 1.5 times `embed`."""
     local_attention: Count = 128
@@ -81,7 +82,8 @@ class ModernBERT(TextEncoder):
     prefix = "model."
     tied = ("decoder.weight",)
     architectures: ClassVar = {
-        "masked_lm": "ModernBertForMaskedLM", "classification": "ModernBertForSequenceClassification"
+        "masked_lm": "ModernBertForMaskedLM", "classification": "ModernBertForSequenceClassification",
+        "none": "ModernBertModel",
     }  # fmt: skip
     keys: ClassVar = {name: key for name, key in KEYS.items() if name != "kinds"} | {
         "activation": "hidden_activation", "layer_norm_eps": "norm_eps", "dropout": "mlp_dropout",
@@ -101,6 +103,8 @@ class ModernBERT(TextEncoder):
             x = layers(x, layer)
         x = layers.norm(x, "model.final_norm")
         with g.scope("head"):
+            if c.head == "none":
+                return bare(g, c, x)
             if c.head == "classification":
                 pooled = layers.transformed(first_tokens(g, x))
                 return classified(g, batch, c, rename(g, pooled, embed="hidden"))
