@@ -1,5 +1,6 @@
 """Tokenizers as files, and how many tokens they have."""
 
+from collections.abc import Iterable
 from pathlib import Path
 
 from tokenizers import Tokenizer
@@ -11,6 +12,7 @@ from nntile_py.system.folders import read
 END_OF_TEXT = "<|endoftext|>"
 PAD, CLS, SEP, MASK = "[PAD]", "[CLS]", "[SEP]", "[MASK]"
 MASKED = (PAD, CLS, SEP, MASK)  # special tokens of a masked model besides
+ROBERTA = {PAD: "<pad>", CLS: "<s>", SEP: "</s>", MASK: "<mask>"}  # what others call them
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
@@ -23,12 +25,29 @@ def load_tokenizer(path: Path) -> Tokenizer:
         raise ConfigError(f"tokenizer.path: cannot read {path} ({error}); allowed: a tokenizer.json") from None
 
 
+def called(tokenizer: Tokenizer, token: str) -> str:
+    """What the tokenizer calls one of MASKED: as BERT does, or else as RoBERTa."""
+    return token if tokenizer.token_to_id(token) is not None else ROBERTA[token]
+
+
+def number_of(tokenizer: Tokenizer, token: str) -> int | None:
+    """Of one of MASKED, whatever it is called; None: there is none."""
+    number: int | None = tokenizer.token_to_id(called(tokenizer, token))
+    return number
+
+
+def lacking(tokenizer: Tokenizer, tokens: Iterable[str] = MASKED) -> list[str]:
+    """Those of MASKED that a tokenizer has under neither name."""
+    return [token for token in tokens if number_of(tokenizer, token) is None]
+
+
 def frame(tokenizer: Tokenizer) -> None:
-    """Have [CLS] put before each text and [SEP] behind, as BERT's template does; it has both tokens."""
-    ends = [(token, tokenizer.token_to_id(token)) for token in (CLS, SEP)]
-    tokenizer.post_processor = TemplateProcessing(
-        single=f"{CLS} $A {SEP}", pair=f"{CLS} $A {SEP} $B:1 {SEP}:1", special_tokens=ends
-    )
+    """Have [CLS] put before each text and [SEP] behind, as BERT's template does, or <s> and </s> as RoBERTa's; the
+    tokenizer has both tokens."""
+    cls, sep = (called(tokenizer, token) for token in (CLS, SEP))
+    pair = f"{cls} $A {sep} $B:1 {sep}:1" if sep == SEP else f"{cls} $A {sep} {sep} $B {sep}"
+    ends = [(token, tokenizer.token_to_id(token)) for token in (cls, sep)]
+    tokenizer.post_processor = TemplateProcessing(single=f"{cls} $A {sep}", pair=pair, special_tokens=ends)
 
 
 def token_numbers(tokenizer: Tokenizer) -> int:

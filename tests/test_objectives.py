@@ -15,7 +15,7 @@ from nntile_py.analysis.plan import plan
 from nntile_py.config.run import load
 from nntile_py.errors import ConfigError
 from nntile_py.models.base import known
-from nntile_py.tokenizer import MASKED, special_numbers
+from nntile_py.tokenizer import MASKED, ROBERTA, special_numbers
 from nntile_py.training import data
 from nntile_py.training.batches import Batches, objective
 
@@ -114,6 +114,19 @@ def test_sequences_of_a_masked_model(tmp_path: Path) -> None:
     for one, other in zip(batches.held_out, again.held_out, strict=True):
         assert all((one[name] == other[name]).all() for name in one)
     assert (batches.held_out[0]["labels"] != batches.held_out[1]["labels"]).any()
+
+
+def test_robertas_special_tokens(tmp_path: Path) -> None:
+    """A tokenizer that calls them <s>, </s>, <pad>, <mask>."""
+    texts = data.read_documents(load(write(tmp_path)).data)
+    data.train_tokenizer(texts, 300, [*ROBERTA.values()]).save(str(tmp_path / "roberta.json"))
+    config = load(write(tmp_path, tokenizer={"path": str(tmp_path / "roberta.json")}, model=BERT | {"type": "roberta"}))
+    corpus = data.load_corpus(config, MASKED)
+    batch = Batches(config, corpus, objective(config)).training(1)
+    pad, cls, sep, mask = (corpus.tokenizer.token_to_id(ROBERTA[token]) for token in MASKED)
+    assert (batch["input_ids"][:, [0, -1]] == [cls, sep]).all() and pad == config.model.padding_token
+    assert (batch["input_ids"][batch["labels"] != -100] == mask).mean() > 0.5
+    assert not np.isin(batch["labels"], [cls, sep, mask, pad]).any()
 
 
 def test_models_that_text_does_not_train(tmp_path: Path) -> None:

@@ -15,7 +15,20 @@ from nntile_py.errors import ConfigError
 from nntile_py.execution.packed import MASK as ATTENTION_MASK
 from nntile_py.execution.packed import Filled, Place, bins_of
 from nntile_py.models.base import known
-from nntile_py.tokenizer import CLS, MASK, MASKED, PAD, SEP, load_tokenizer, special_numbers, token_numbers
+from nntile_py.tokenizer import (
+    CLS,
+    MASK,
+    MASKED,
+    PAD,
+    ROBERTA,
+    SEP,
+    called,
+    lacking,
+    load_tokenizer,
+    number_of,
+    special_numbers,
+    token_numbers,
+)
 from nntile_py.training.collators import Array, CausalCollator, Collator, MaskedCollator
 from nntile_py.training.data import Corpus, Parts, held_out_batches, training_batch
 from nntile_py.training.order import Order
@@ -64,8 +77,8 @@ def _check_framed(config: RunConfig, aim: str) -> None:
     tokenizer = load_tokenizer(Path(path))
     if aim == CLASSIFICATION:
         return  # what its template says stands in their place
-    if missing := [token for token in MASKED if tokenizer.token_to_id(token) is None]:
-        need = f"a tokenizer with {', '.join(MASKED)}"
+    if missing := lacking(tokenizer):
+        need = f"a tokenizer with {', '.join(MASKED)}, or with {', '.join(ROBERTA.values())}"
         raise ConfigError(f"tokenizer.path: {path} has no token {', '.join(missing)}; allowed: {need}")
 
 
@@ -142,9 +155,10 @@ class Batches:
 
 def _masked(config: RunConfig, corpus: Corpus) -> tuple[tuple[int, int], MaskedCollator]:
     """What stands around a masked model's text, and what masks it."""
-    number: dict[str, int] = {token: corpus.tokenizer.token_to_id(token) or 0 for token in MASKED}  # all there
+    number: dict[str, int] = {token: number_of(corpus.tokenizer, token) or 0 for token in MASKED}  # all there
     if (padding := getattr(config.model, "padding_token", number[PAD])) != number[PAD]:
-        raise ConfigError(f"model.padding_token: got {padding}; allowed: {number[PAD]}, the tokenizer's {PAD}")
+        need = f"{number[PAD]}, the tokenizer's {called(corpus.tokenizer, PAD)}"
+        raise ConfigError(f"model.padding_token: got {padding}; allowed: {need}")
     vocab, special = token_numbers(corpus.tokenizer), special_numbers(corpus.tokenizer)
     return (number[CLS], number[SEP]), MaskedCollator(
         config.train.seq, vocab, number[MASK], frozenset(special | set(number.values())), number[PAD],

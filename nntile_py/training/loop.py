@@ -26,7 +26,7 @@ from nntile_py.execution.runtime import Runtime
 from nntile_py.inference.generate import fill_masked, generate
 from nntile_py.models.base import Model
 from nntile_py.system.folders import read, replace_file
-from nntile_py.tokenizer import END_OF_TEXT, PAD
+from nntile_py.tokenizer import CLS, END_OF_TEXT, PAD, SEP, number_of
 from nntile_py.training import checkpoint
 from nntile_py.training.batches import SPECIAL, Batches, objective
 from nntile_py.training.confusion import FILES, Confusion
@@ -182,8 +182,11 @@ def _show_confusion(found: Confusion, folder: Path, tell: Callable[[str], None])
 def _files(trainer: Trainer, tokenizer: Tokenizer, config: RunConfig) -> dict[str, str | bytes]:
     """What a checkpoint of a run holds beside the arrays: config.json as transformers has it, the tokenizer."""
     end = tokenizer.token_to_id(END_OF_TEXT)
-    saved = trainer.hf_config() | dict.fromkeys(("bos_token_id", "eos_token_id"), end)
-    if (pad := tokenizer.token_to_id(PAD)) is not None:
+    ends = {"bos_token_id": CLS, "eos_token_id": SEP}
+    saved = trainer.hf_config() | {
+        key: number_of(tokenizer, token) if end is None else end for key, token in ends.items()
+    }
+    if (pad := number_of(tokenizer, PAD)) is not None:
         saved["pad_token_id"] = pad
     files: dict[str, str | bytes] = {
         checkpoint.CONFIG: json.dumps(saved, indent=2), checkpoint.TOKENIZER: tokenizer.to_str(pretty=True),
