@@ -8,7 +8,7 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -69,21 +69,13 @@ def class_numbers(labels: list[str] | None, classes: int) -> dict[str, int]:
 @lru_cache(maxsize=2)
 def _read(key: str, source: str, text: str, label: str, changed: tuple[int, int]) -> list[Sample]:
     """`changed`: another file of this name is read anew."""
-    where, kind = f"{key}: {source}", Path(source).suffix.lower()
-    if kind not in (*_DELIMITERS, *_LINES):
-        raise ConfigError(f"{where}: not the name of a table; allowed: {_allowed(text, label)}")
-    content = read(Path(source))
-    if (place := content.find(0)) >= 0:
-        raise ConfigError(f"{where}, line {_line(content, place)}: has a null byte; allowed: text in UTF-8")
-    try:
-        decoded = content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = _line(content, error.start)
-        raise ConfigError(f"{where}, line {line}: not UTF-8 ({error.reason}); allowed: text in UTF-8") from None
-    rows = _json_rows(where, decoded) if kind in _LINES else _csv_rows(where, decoded, _DELIMITERS[kind], text, label)
-    samples = [Sample(*_checked(f"{where}, line {line}", row, text, label), line) for line, row in rows]
+    where, need = f"{key}: {source}", _allowed(text, label)
+    samples = [
+        Sample(*_checked(f"{where}, line {line}", row, text, label), line)
+        for line, row in read_rows(where, Path(source), (text, label), need)
+    ]
     if not samples:
-        raise ConfigError(f"{where}: no rows; allowed: {_allowed(text, label)}")
+        raise ConfigError(f"{where}: no rows; allowed: {need}")
     return samples
 
 
@@ -94,28 +86,65 @@ def _allowed(text: str, label: str) -> str:
     )
 
 
-def _line(content: bytes, place: int) -> int:
-    return content.count(b"\n", 0, place) + 1
-
-
 def _checked(here: str, row: dict[str, Any], text: str, label: str) -> tuple[str, str]:
-    for key in (text, label):
-        if key not in row:
-            named = ", ".join(map(repr, row)) or "none"
-            raise ConfigError(f"{here}: no {key!r}; it has {named}; allowed: {_allowed(text, label)}")
-    words, name = row[text], row[label]
-    if not isinstance(words, str) or not words.strip():
-        raise ConfigError(f"{here}: {text!r} is {short(words)}; allowed: a text that is not empty")
+    name = row[label]
     if isinstance(name, bool):
         name = str(name).lower()
     if not isinstance(name, str | int) or not str(name).strip():
         raise ConfigError(f"{here}: {label!r} is {short(name)}; allowed: a name or an integer")
-    for value in (words, str(name)):
-        try:
-            value.encode()
-        except UnicodeEncodeError:  # JSON's \ud800
-            raise ConfigError(f"{here}: half of a character (a lone surrogate); allowed: whole characters") from None
-    return words, str(name).strip()
+    return text_of(here, text, row[text]), text_of(here, label, str(name)).strip()
+
+
+# -- tables
+
+
+def read_rows(where: str, path: Path, columns: Sequence[str], need: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The rows of a table, each with the line at which it begins: of a .csv or .tsv whose first line names the columns,
+    of .jsonl or .ndjson with an object a line. Empty lines are no rows.
+
+    ConfigError, which begins with `where`, for what is no table or lacks one of `columns`; need: what is allowed
+    there. OSError where it cannot be read."""
+    kind = path.suffix.lower()
+    if kind not in (*_DELIMITERS, *_LINES):
+        raise ConfigError(f"{where}: not the name of a table; allowed: {need}")
+    decoded = read_text(where, path)
+    if kind in _DELIMITERS:
+        yield from _csv_rows(where, decoded, _DELIMITERS[kind], columns, need)
+        return
+    for line, row in _json_rows(where, decoded):
+        for key in columns:
+            if key not in row:
+                named = ", ".join(map(repr, row)) or "none"
+                raise ConfigError(f"{where}, line {line}: no {key!r}; it has {named}; allowed: {need}")
+        yield line, row
+
+
+def read_text(where: str, path: Path) -> str:
+    """A file in UTF-8; ConfigError, which begins with `where`: it is in something else. OSError as of read_rows."""
+    content = read(path)
+    if (place := content.find(0)) >= 0:
+        raise ConfigError(f"{where}, line {_line(content, place)}: has a null byte; allowed: text in UTF-8")
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = _line(content, error.start)
+        raise ConfigError(f"{where}, line {line}: not UTF-8 ({error.reason}); allowed: text in UTF-8") from None
+
+
+def text_of(here: str, key: str, value: Any, *, empty: bool = False) -> str:
+    """The text in a column; ConfigError, which begins with `here`: it is none, or has nothing in it (unless `empty`)."""
+    if not isinstance(value, str) or not (empty or value.strip()):
+        need = "a text" if empty else "a text that is not empty"
+        raise ConfigError(f"{here}: {key!r} is {short(value)}; allowed: {need}")
+    try:
+        value.encode()
+    except UnicodeEncodeError:  # JSON's \ud800
+        raise ConfigError(f"{here}: half of a character (a lone surrogate); allowed: whole characters") from None
+    return value
+
+
+def _line(content: bytes, place: int) -> int:
+    return content.count(b"\n", 0, place) + 1
 
 
 def _json_rows(where: str, content: str) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -132,27 +161,29 @@ def _json_rows(where: str, content: str) -> Iterator[tuple[int, dict[str, Any]]]
         yield line, found
 
 
-def _csv_rows(where: str, content: str, delimiter: str, text: str, label: str) -> Iterator[tuple[int, dict[str, Any]]]:
+def _csv_rows(
+    where: str, content: str, delimiter: str, wanted: Sequence[str], need: str
+) -> Iterator[tuple[int, dict[str, Any]]]:
     """The rows below the line of the columns' names; a row may go over several lines."""
     columns: list[str] = []
     for line, row in _fields(where, content, delimiter):
         if not columns:
             columns = [name.strip() for name in row]
-            _check_columns(f"{where}, line {line}", columns, text, label)
+            _check_columns(f"{where}, line {line}", columns, wanted, need)
         elif len(row) != len(columns):
-            need = f"{len(columns)}, one for each column that the first line names"
-            raise ConfigError(f"{where}, line {line}: {len(row)} fields; allowed: {need}")
+            told = f"{len(columns)}, one for each column that the first line names"
+            raise ConfigError(f"{where}, line {line}: {len(row)} fields; allowed: {told}")
         else:
             yield line, dict(zip(columns, row, strict=True))
 
 
-def _check_columns(here: str, columns: list[str], text: str, label: str) -> None:
-    for name in (text, label):
+def _check_columns(here: str, columns: list[str], wanted: Sequence[str], need: str) -> None:
+    for name in wanted:
         if columns.count(name) > 1:
             raise ConfigError(f"{here}: the column {name!r} is there twice; allowed: once")
         if name not in columns:
             named = ", ".join(map(repr, columns))
-            raise ConfigError(f"{here}: no column {name!r}; there are {named}; allowed: {_allowed(text, label)}")
+            raise ConfigError(f"{here}: no column {name!r}; there are {named}; allowed: {need}")
 
 
 def _fields(where: str, content: str, delimiter: str) -> Iterator[tuple[int, list[str]]]:

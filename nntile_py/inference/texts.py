@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import csv
-import io
-import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,9 +10,9 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from nntile_py.errors import ConfigError
+from nntile_py.labelled import read_rows, read_text, text_of
 from nntile_py.schema import short
-from nntile_py.system.folders import read
-from nntile_py.tokenizer import CLS, SEP, frame
+from nntile_py.tokenizer import CLS, SEP, frame, lacking
 
 Array = np.ndarray[Any, Any]
 
@@ -34,12 +31,11 @@ class Tokens(NamedTuple):
 def with_limit(tokenizer: Tokenizer, longest: int, framed: bool) -> Tokenizer:
     """A copy that cuts texts at `longest` tokens and fills none up.
 
-    framed: one without a template gets [CLS] before and [SEP] behind, as `nntile train` frames what it trains on."""
+    framed: one without a template gets one as `nntile train` frames what it trains on: see tokenizer.frame."""
     own = Tokenizer.from_str(tokenizer.to_str())
     own.no_padding()
     own.no_truncation()
-    there = all(own.token_to_id(token) is not None for token in (CLS, SEP))
-    if framed and there and not own.num_special_tokens_to_add(False):
+    if framed and not lacking(own, (CLS, SEP)) and not own.num_special_tokens_to_add(False):
         frame(own)
     if (least := own.num_special_tokens_to_add(True)) >= longest:
         raise ConfigError(f"max_length: {longest} is not allowed; the tokenizer's template alone has {least} tokens")
@@ -102,64 +98,20 @@ def _numbers(one: Any, here: str) -> Tokens:
 
 
 def read_texts(path: Path, key: str) -> list[str]:
-    """The texts of a .jsonl file of objects or a .csv with a header, under this key, or of a .txt with a text a line.
+    """The texts of a table (see labelled.read_rows), under this key, or of a .txt with a text a line.
 
     Raises ConfigError, which names the file and the line, where one is missing or cannot be read."""
-    reader = _READERS.get(path.suffix.lower())
-    if reader is None:
-        raise ConfigError(f"--input: {path} is not allowed; use a file that ends in {', '.join(_READERS)}")
+    where = f"--input: {path}"
+    need = f"a file .jsonl, .csv or .tsv with {key!r} (--text names another key or column), or .txt with a text a line"
     try:
-        content = read(path)
+        if path.suffix.lower() == ".txt":
+            lines = read_text(where, path).split("\n")
+            texts = [line.removesuffix("\r") for line in (lines if lines[-1] else lines[:-1])]
+        else:
+            rows = read_rows(where, path, [key], need)
+            texts = [text_of(f"{where}, line {line}", key, row[key], empty=True) for line, row in rows]
     except OSError as error:
-        raise ConfigError(f"--input: cannot read {path}: {error.strerror}; allowed: {', '.join(_READERS)}") from None
-    try:
-        text = content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = content.count(b"\n", 0, error.start) + 1
-        raise ConfigError(f"--input: {path}, line {line}: not UTF-8; allowed: UTF-8") from None
-    texts = list(reader(text, key, f"--input: {path}"))
+        raise ConfigError(f"--input: cannot read {path}: {error.strerror}; allowed: {need}") from None
     if not texts:
         raise ConfigError(f"--input: no texts in {path}; allowed: one or more")
     return texts
-
-
-def _lines(text: str, key: str, here: str) -> Iterator[str]:
-    lines = text.split("\n")
-    yield from (line.removesuffix("\r") for line in (lines if lines[-1] else lines[:-1]))
-
-
-def _json_lines(text: str, key: str, here: str) -> Iterator[str]:
-    for number, line in enumerate(_lines(text, key, here), 1):
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            told = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
-            raise ConfigError(f'{here}, line {number}: no JSON ({told}); allowed: {{"{key}": "..."}}') from None
-        if not isinstance(row, dict) or not isinstance(row.get(key), str):
-            got = f"{key!r} is {short(row[key])}" if isinstance(row, dict) and key in row else f"there is no {key!r}"
-            have = f" among {', '.join(map(repr, row))}" if isinstance(row, dict) and key not in row and row else ""
-            raise ConfigError(f'{here}, line {number}: {got}{have}; allowed: {{"{key}": "..."}}, or --text KEY')
-        yield row[key]
-
-
-def _table(text: str, key: str, here: str) -> Iterator[str]:
-    csv.field_size_limit(2**31 - 1)
-    rows = csv.reader(io.StringIO(text, newline=""), strict=True)
-    try:
-        header = next(rows, [])
-        if header.count(key) != 1:
-            told = "twice" if key in header else "not"
-            raise ConfigError(f"{here}: the column {key!r} is {told} there; allowed with --text: {', '.join(header)}")
-        end = rows.line_num
-        for row in rows:
-            line, end = end + 1, rows.line_num
-            if len(row) != len(header):
-                raise ConfigError(f"{here}, line {line}: {len(row)} cells; allowed: {len(header)}, as in line 1")
-            yield row[header.index(key)]
-    except csv.Error as error:
-        raise ConfigError(f"{here}, line {rows.line_num}: {error}; allowed: CSV") from None
-
-
-_READERS: dict[str, Callable[[str, str, str], Iterator[str]]] = {
-    ".jsonl": _json_lines, ".csv": _table, ".txt": _lines
-}  # fmt: skip
