@@ -2,7 +2,9 @@
 
 import csv
 import json
+import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +15,14 @@ from test_objectives import EXPERIMENTS, nntile
 
 import nntile_py as nt
 from nntile_py.config.run import load
+from nntile_py.config.spec import build_model, step_spec
 from nntile_py.errors import ConfigError
 from nntile_py.labelled import LEAST_FUNCTIONS, Sample, labels_of, read_samples
 from nntile_py.models.bert import BERTConfig
 from nntile_py.tasks.cross_entropy import IGNORED
 from nntile_py.training import data
 from nntile_py.training.batches import objective
+from nntile_py.training.collators import LabelledCollator
 from nntile_py.training.confusion import Confusion
 from nntile_py.training.labelled import LabelledBatches, load_labelled, split_samples
 
@@ -396,6 +400,41 @@ def test_a_table_of_its_own_to_measure_on(tmp_path: Path) -> None:
     corpus = load_labelled(config)
     assert (len(corpus.train), len(corpus.held_out)) == (83, 2)
     assert corpus.held_out.classes.tolist() == [1, 0] and corpus.names == ["metal", "fruit", "animal"]
+
+
+def test_packed_as_padded(tmp_path: Path) -> None:
+    """The loss of the sequences of a step is that of the padded batch, and so is what is measured of held-out ones."""
+    how = ["train.pack=true", "train.grad_accumulation=2", "model.dropout=0"]
+    config = load(write(tmp_path), how)
+    assert objective(config) == "classification"
+    corpus = load_labelled(config)
+    batches = LabelledBatches(config, corpus)
+    assert re.fullmatch(r"\d+\.\d% of the bins' 40 tokens filled", batches.about)
+    samples = batches.samples(3)
+    assert len(samples) > 12  # more than padded
+    padded = LabelledCollator(10, corpus.tokenizer.token_to_id("[PAD]"))(zip(*samples, strict=True))
+    with nt.Runtime(cpus=2):
+        found = []
+        for pack, inputs, rows in ((True, batches.training(3), 6), (False, padded, len(samples))):
+            model = build_model(config)
+            spec = replace(step_spec(config, model), pack=pack, batch=rows, grad_accumulation=2 if pack else 1)
+            trainer = nt.Trainer.of_spec(spec)
+            loss = trainer.step(inputs)
+            trainer.close()
+            again = nt.Trainer.of_spec(replace(spec, batch=6, model=build_model(config)))
+            found.append((loss, batches.measure(again, whole=True)))
+            again.close()
+    assert found[0][0] == pytest.approx(found[1][0], rel=2e-6)
+    assert found[0][1].pop("held_out_loss") == pytest.approx(found[1][1].pop("held_out_loss"), rel=2e-6)
+    assert found[0][1] == found[1][1]  # with the confusion matrix
+
+
+def test_a_packed_run_learns(tmp_path: Path) -> None:
+    write(tmp_path)
+    done = nntile(tmp_path, "train", "tiny.yaml", "--set", "train.pack=true")
+    assert done.returncode == 0, done.stderr
+    assert "of the bins' 40 tokens filled" in done.stdout
+    assert lines(tmp_path / "runs" / "tiny")[-1]["accuracy"] > 0.6
 
 
 @pytest.mark.parametrize("kind", ["distilbert", "roberta"])

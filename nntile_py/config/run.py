@@ -143,8 +143,6 @@ class RunConfig(Section):
             raise ConfigError(f"data.max_bytes: got {data.max_bytes}; allowed: null, as a table is read as a whole")
         if data.sequences != "window":
             raise ConfigError(f"data.sequences: got {data.sequences}; allowed: window, as a table's rows are sequences")
-        if self.train.pack:
-            raise ConfigError(f"train.pack: got true; allowed: false where model.head is {CLASSIFICATION}")
         samples = read_samples("data.source", data.source, data.text, data.label)
         names = labels_of(data.source, samples)
         if "labels" not in fields or "classes" not in fields:

@@ -12,14 +12,18 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from nntile_py.config.run import RunConfig
+from nntile_py.config.spec import step_spec
 from nntile_py.errors import ConfigError
+from nntile_py.execution.packed import MASK, Filled, bins_of
 from nntile_py.labelled import Sample, class_numbers, labels_of, read_samples
 from nntile_py.tasks.cross_entropy import IGNORED
-from nntile_py.tokenizer import CLS, MASKED, PAD, SEP, frame, load_tokenizer
+from nntile_py.tokenizer import CLS, MASKED, PAD, ROBERTA, SEP, called, frame, lacking, load_tokenizer, number_of
 from nntile_py.training.collators import Array, LabelledCollator
 from nntile_py.training.confusion import Confusion
 from nntile_py.training.data import train_tokenizer
 from nntile_py.training.order import Order
+
+Inputs = dict[str, Array] | Filled
 
 
 class Tokens(NamedTuple):
@@ -102,14 +106,14 @@ def split_samples(samples: list[Sample], fraction: float) -> tuple[list[Sample],
 
 
 def _tokenizer(config: RunConfig, texts: list[str]) -> Tokenizer:
-    """One that begins a sequence as its template says, else with [CLS], and ends it with [SEP]."""
+    """One that frames a sequence as its template says, else as tokenizer.frame does."""
     if path := config.tokenizer.path:
         tokenizer = load_tokenizer(Path(path))
     else:
         tokenizer = train_tokenizer(texts, config.tokenizer.size(), MASKED)
     if not tokenizer.num_special_tokens_to_add(False):
-        if missing := [token for token in (CLS, SEP) if tokenizer.token_to_id(token) is None]:
-            need = f"a tokenizer with a template, or with {CLS} and {SEP}"
+        if missing := lacking(tokenizer, (CLS, SEP)):
+            need = f"a tokenizer with a template, with {CLS} and {SEP}, or with {ROBERTA[CLS]} and {ROBERTA[SEP]}"
             raise ConfigError(f"tokenizer.path: {path} has no token {', '.join(missing)}; allowed: {need}")
         frame(tokenizer)
     return tokenizer
@@ -131,24 +135,34 @@ def _tokens(tokenizer: Tokenizer, samples: list[Sample], numbers: dict[str, int]
 class LabelledBatches:
     """Inputs of training steps, and what is measured of held-out samples."""
 
-    about = ""  # as Batches has it
-
     def __init__(self, config: RunConfig, corpus: LabelledCorpus) -> None:
-        self._how, self._corpus = config.train, corpus
-        lengths = np.array([len(one) for one in corpus.train.sequences])
-        self._order = Order(lengths, config.seed, config.train.batch * config.train.grad_accumulation)
-        pad = corpus.tokenizer.token_to_id(PAD)
+        how = config.train
+        self._how, self._corpus = how, corpus
+        self._bins = bins_of(step_spec(config)) if how.pack else None
+        lengths, passes = np.array([len(one) for one in corpus.train.sequences]), how.grad_accumulation
+        self._order = Order(lengths, config.seed, how.batch * passes, self._bins, passes)
+        self.about = ""  # as Batches has it
+        if self._bins:
+            self.about = f"{self._order.fill():.1%} of the bins' {self._bins.capacity} tokens filled"
+        pad = number_of(corpus.tokenizer, PAD)
         padding = getattr(config.model, "padding_token", pad)
         if pad not in (None, padding):
-            raise ConfigError(f"model.padding_token: got {padding}; allowed: {pad}, the tokenizer's {PAD}")
-        self._collate = LabelledCollator(config.train.seq, padding or 0)
+            need = f"{pad}, the tokenizer's {called(corpus.tokenizer, PAD)}"
+            raise ConfigError(f"model.padding_token: got {padding}; allowed: {need}")
+        self._collate = LabelledCollator(how.seq, padding or 0)
 
-    def training(self, step: int) -> dict[str, Array]:
+    def training(self, step: int) -> Inputs:
         """Of step 1, 2, ...: decided by the seed and the step alone."""
-        return self._collate(zip(*self.samples(step), strict=True))
+        which, places = self._order.step(step)
+        padded = self._collate(zip(*self._corpus.train.take(np.array(which)), strict=True))
+        if not self._bins:
+            return padded
+        padded.pop(MASK, None)
+        return self._bins.filled(padded, places, self._how.grad_accumulation, shift=False)
 
     def samples(self, step: int) -> Tokens:
-        """The samples of a step: each of them once, in an order that the seed decides, then each in another order."""
+        """The samples of a step: each of them once, in an order that the seed decides, then each in another order. With
+        train.pack as many as fit into its bins."""
         return self._corpus.train.take(np.array(self._order.step(step)[0]))
 
     def held_out(self, whole: bool) -> Iterator[dict[str, Array]]:
