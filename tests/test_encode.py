@@ -19,7 +19,8 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processor
 
 import nntile_py as nt
 from nntile_py import cli
-from nntile_py.inference.texts import read_texts
+from nntile_py.inference.texts import read_texts, with_limit
+from nntile_py.tokenizer import MASK, number_of
 
 POSITIONS, VOCAB = 40, 90
 LINES = [
@@ -35,6 +36,16 @@ MODELS: dict[str, Any] = {
     "DistilBert": {
         "vocab_size": VOCAB, "dim": 16, "n_layers": 2, "n_heads": 2, "hidden_dim": 32, "num_labels": 3,
         "max_position_embeddings": POSITIONS,
+    },
+}  # fmt: skip
+DEBERTA = {"relative_attention": True, "pos_att_type": ["c2p", "p2c"], "max_position_embeddings": POSITIONS,
+           "position_biased_input": False, "type_vocab_size": 0}  # fmt: skip
+BARE: dict[str, Any] = {  # those that have the hidden states alone
+    "Deberta": {**SIZES, **MORE, **DEBERTA, "max_relative_positions": 8},
+    "DebertaV2": {**SIZES, **MORE, **DEBERTA, "position_buckets": 8, "norm_rel_ebd": "layer_norm"},
+    "ModernBert": {
+        **SIZES, "intermediate_size": 24, "max_position_embeddings": POSITIONS, "local_attention": 8,
+        **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id"), 0),
     },
 }  # fmt: skip
 
@@ -59,7 +70,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
     def make(family: str, kind: str, **more: Any) -> tuple[Path, Any]:
         torch.manual_seed(0)
-        config = getattr(transformers, f"{family}Config")(**MODELS[family] | more)
+        config = getattr(transformers, f"{family}Config")(**(MODELS | BARE)[family] | more)
         model = getattr(transformers, f"{family}{kind}")(config).eval()
         with torch.no_grad():
             for param in model.parameters():
@@ -110,6 +121,31 @@ def test_as_transformers(runtime: nt.Runtime, folder: Any, family: str, output: 
     empty = encoder([])
     assert empty == [] if output == "hidden" else empty.shape == (0, 16)
     encoder.close()
+
+
+@pytest.mark.parametrize("family", BARE)
+def test_hidden_states_of_others(runtime: nt.Runtime, folder: Any, family: str) -> None:
+    """Of folders without a head and with one; what stands for a sequence they do not have."""
+    for kind in ("Model", "ForMaskedLM"):
+        path, model = folder(family, kind)
+        with nt.Encoder.from_hf(path, "mean") as encoder:
+            check(encoder, model.base_model, "mean", LINES, encoder(LINES))
+    with pytest.raises(nt.ConfigError, match=r"output: .* has no 'pooled'; allowed: hidden, mean, logits"):
+        nt.Encoder.from_hf(path, "pooled")
+
+
+def test_robertas_special_tokens() -> None:
+    """A tokenizer with <s> and </s> and without a template is given one, a pair with two of the latter between."""
+    made = Tokenizer(models.WordPiece(unk_token="[UNK]"))  # type: ignore[call-arg]
+    made.normalizer, made.pre_tokenizer = normalizers.BertNormalizer(), pre_tokenizers.BertPreTokenizer()
+    special = ["<s>", "<pad>", "</s>", "[UNK]", "<mask>"]
+    made.train_from_iterator(LINES, trainers.WordPieceTrainer(vocab_size=VOCAB, special_tokens=special))
+    framed = with_limit(made, 20, framed=True)
+    a, b = (framed.encode(text, add_special_tokens=False).ids for text in ("a tile", "step"))
+    assert framed.encode("a tile").ids == [0, *a, 2] and number_of(made, MASK) == 4
+    pair = framed.encode("a tile", "step")
+    assert pair.ids == [0, *a, 2, 2, *b, 2] and not any(pair.type_ids)
+    assert not with_limit(made, 20, framed=False).num_special_tokens_to_add(False)
 
 
 @pytest.mark.parametrize("family", MODELS)
@@ -290,16 +326,15 @@ def test_the_command(folder: Any, python: Any, tmp_path: Path) -> None:
 
 # What the file holds, its name, further arguments, and what the message must say.
 WRONG: list[tuple[str, str, list[str], str]] = [
-    ('{"text": "a"}\n{"text": \n', "x.jsonl", [], 'x.jsonl, line 2: no JSON (Expecting value); allowed: {"text": "'),
-    ('{"text": "a"}\n\n{"text": "b"}\n', "x.jsonl", [], "x.jsonl, line 2: no JSON"),
-    ('{"body": "a", "n": 1}\n', "x.jsonl", [], "line 1: there is no 'text' among 'body', 'n'; allowed"),
-    ('{"text": 3}\n', "x.jsonl", [], "line 1: 'text' is 3; allowed"),
-    ("[1]\n", "x.jsonl", [], "line 1: there is no 'text'; allowed"),
-    ("a,b\n1,2\n", "x.csv", [], "the column 'text' is not there; allowed with --text: a, b"),
-    ("a,b\n1,2\n1\n", "x.csv", ["--text", "a"], "x.csv, line 3: 1 cells; allowed: 2, as in line 1"),
-    ('a,b\n1,"2\n', "x.csv", ["--text", "a"], "x.csv, line 2: unexpected end of data; allowed: CSV"),
+    ('{"text": "a"}\n\n{"text": \n', "x.jsonl", [], "--input: x.jsonl, line 3: broken JSON (Expecting value"),
+    ('{"body": "a", "n": 1}\n', "x.jsonl", [], "line 1: no 'text'; it has 'body', 'n'; allowed: a file .jsonl, .csv or"),
+    ('{"text": 3}\n', "x.jsonl", [], "line 1: 'text' is 3; allowed: a text\n"),
+    ("[1]\n", "x.jsonl", [], "line 1: holds [1]; allowed: one JSON object a line"),
+    ("a,b\n1,2\n", "x.csv", [], "line 1: no column 'text'; there are 'a', 'b'; allowed: a file .jsonl, .csv or .tsv"),
+    ("a,b\n1,2\n1\n", "x.csv", ["--text", "a"], "x.csv, line 3: 1 fields; allowed: 2, one for each column"),
+    ('a,b\n1,"2\n', "x.csv", ["--text", "a"], "x.csv, line 2: unexpected end of data; allowed: fields with"),
     ("", "x.txt", [], "no texts in x.txt"),
-    ("a", "x.doc", [], "--input: x.doc is not allowed; use a file that ends in .jsonl, .csv, .txt"),
+    ("a", "x.doc", [], "--input: x.doc: not the name of a table; allowed: a file .jsonl, .csv or .tsv with 'text'"),
     ("a", "x.txt", ["--out", "x.pt"], "--out: x.pt is not allowed; use a name that ends in .npy, .npz, .safetensors"),
     ("a", "x.txt", ["--out", "there.npy"], "--out: there.npy is there already; allowed: the name of a new file, or"),
     ("a", "x.txt", ["--out", "none/x.npy"], "--out: there is no folder none"),

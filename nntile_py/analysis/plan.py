@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -11,6 +10,7 @@ from nntile_py.analysis.simulate import evicted_bytes, planned_seconds
 from nntile_py.config.spec import step_spec
 from nntile_py.graph.declared import numel
 from nntile_py.graph.step import Step
+from nntile_py.system.collection import no_search_for_cycles
 from nntile_py.tasks.op import Lowering
 from nntile_py.tiles import TaskList, device_model
 from nntile_py.tiles.order import Use, critical_path, dependencies
@@ -136,13 +136,8 @@ class Plan:
 
 def plan(config: RunConfig) -> Plan:
     """The plan of a training config; nothing is run and no weight is made."""
-    collects = gc.isenabled()
-    gc.disable()  # lists of tasks have no cycles, and to look for some takes a quarter of the time
-    try:
+    with no_search_for_cycles():
         return summarise(step_spec(config).step(), config=config)
-    finally:
-        if collects:
-            gc.enable()
 
 
 def summarise(step: Step, *, config: RunConfig) -> Plan:

@@ -264,12 +264,6 @@ class Graph:
         self.params = {one: param for one, param in self.params.items() if one in needed}
         self.kept = {key: one for key, one in self.kept.items() if one in needed}
 
-    def begin_at(self, tensor: Tensor, name: str) -> None:
-        """Take a tensor as an input of this name, in the place of what makes it; `prune` then lets go of that."""
-        self.ops = [op for op in self.ops if tensor not in op.outputs]
-        tensor.name, tensor.kind = name, "input"
-        self.tensors[name], self.inputs[name] = tensor, Input(tensor)
-
     def flop(self) -> float:
         """Floating point operations of the contractions and attentions, the customary count."""
         return sum(op.flop() for op in self.ops if op.category is CONTRACTION)

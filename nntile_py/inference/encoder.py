@@ -17,10 +17,11 @@ from nntile_py.errors import ConfigError
 from nntile_py.execution.packed import MASK, Bins, Place, padded
 from nntile_py.execution.program import Copied, Store, programs
 from nntile_py.execution.runtime import Runtime
-from nntile_py.graph.step import FIRST, Evaluation, StepSpec, check_precision, of_first
+from nntile_py.graph.step import Evaluation, StepSpec, check_precision
 from nntile_py.inference.texts import Tokens, to_tokens, tokens_of, with_limit
 from nntile_py.models.base import from_hf, of_hf_type
 from nntile_py.models.checkpoint import named, read_raw
+from nntile_py.system.collection import no_search_for_cycles
 from nntile_py.tiles import Tiling
 from nntile_py.tokenizer import load_tokenizer
 from nntile_py.typed import typed
@@ -87,8 +88,11 @@ class Encoder:
         self._tiles, self._tokenizer = dict(tiles or {}), None
         if tokenizer is not None:
             self._tokenizer = with_limit(tokenizer, self.max_length, getattr(model, "objective", None) == "masked")
-        self._body, self._head = _parts(model, output)
-        self._spec(1, self._capacity(1))  # refuses what is wrong before anything is started
+        self._model, self._name = _headed(model, output)
+        made = self._spec(1, self._capacity(1)).trace(training=False)[1].outputs  # refuses what is wrong
+        if self._name not in made:
+            raise ConfigError(f"output: {output!r} is not allowed; the model's own are {', '.join(made)}")
+        self._axes, self._width = made[self._name].axes, made[self._name].shape[-1]
         self._running: _Running | None = None
         self._own: Runtime | None = None
 
@@ -111,7 +115,7 @@ class Encoder:
     @property
     def of_tokens(self) -> bool:
         """Whether the output has a row for each token, and not one for each text."""
-        return self.output == "hidden" or (self.output == "logits" and self._head is None)
+        return self._axes[1] == "seq" and self.output != "mean"
 
     @typed
     def __call__(self, texts: Sequence[Any] | Array) -> Any:
@@ -122,7 +126,7 @@ class Encoder:
         found = list(self.each(texts))
         if self.of_tokens:
             return found
-        return np.stack(found) if found else np.zeros((0, self._width()), np.float32)
+        return np.stack(found) if found else np.zeros((0, self._width), np.float32)
 
     def each(self, texts: Sequence[Any] | Array) -> Iterator[Array]:
         """The same, one text after the other, as they are computed: for more texts than there is memory for."""
@@ -134,9 +138,9 @@ class Encoder:
             for part, bins, places in self._passes([len(one.ids) for one in tokens]):
                 waiting.append(self._start(running, tokens[part], bins, places))
                 if len(waiting) > IN_FLIGHT:
-                    yield from self._result(running, waiting.popleft())
+                    yield from self._result(waiting.popleft())
         while waiting:
-            yield from self._result(self._bound(), waiting.popleft())
+            yield from self._result(waiting.popleft())
 
     def close(self) -> None:
         """Let go of programs and weights; stop the runtime if the encoder has started it."""
@@ -161,14 +165,6 @@ class Encoder:
         return len(self._running.forwards) if self._running else 0
 
     # -- inside
-
-    def _width(self) -> int:
-        """Entries of the vector of a text."""
-        spec, name = self._spec(1, self._capacity(1)), self._body[1]
-        if self._head:
-            spec, name = self._head_spec(1), self._head[1]
-        width: int = spec.trace(training=False)[1].outputs[name].shape[-1]
-        return width
 
     def _tokens(self, texts: Sequence[Any], first: int) -> list[Tokens]:
         before, vocab = self.cut, getattr(self.model.config, "vocab", None)
@@ -229,40 +225,27 @@ class Encoder:
         longest = min(capacity, self.max_length)
         number = capacity // longest
         tiling = Tiling({**self._tiles, "batch": number})
-        return StepSpec(self._body[0], count * number, longest, tiling, self.dtype, pack=True)
-
-    def _head_spec(self, rows: int) -> StepSpec:
-        assert self._head
-        return StepSpec(self._head[0], rows, 1, Tiling(self._tiles), self.dtype)
+        return StepSpec(self._model, count * number, longest, tiling, self.dtype, pack=True)
 
     def _start(self, running: _Running, tokens: Sequence[Tokens], bins: Bins, places: list[Place]) -> _Pass:
         """Submit a pass."""
-        spec, name = self._spec(bins.count, bins.capacity), self._body[1]
-        forward = running.forward((bins.count, bins.capacity), lambda: spec.outputs(name))
+        spec = self._spec(bins.count, bins.capacity)
+        forward = running.forward((bins.count, bins.capacity), lambda: spec.outputs(self._name))
         given = {"input_ids": [one.ids for one in tokens], "token_type_ids": [one.kinds for one in tokens]}
         arrays = padded({key: value for key, value in given.items() if key in forward.inputs}, bins.length)
         del arrays[MASK]
         filled = bins.filled(arrays, places, 1, shift=False)
         return _Pass(places, forward.start(filled.arrays, dict(filled.live[0])), forward)
 
-    def _result(self, running: _Running, one: _Pass) -> Iterator[Array]:
+    def _result(self, one: _Pass) -> Iterator[Array]:
         """Of each sequence of a pass."""
         value = one.forward.finish(one.copied)
-        if self._head:
-            yield from self._of_first(running, np.stack([value[place.bin, place.first] for place in one.places]))
-            return
         for place in one.places:
+            if self._axes[1] != "seq":
+                yield value[place.bin, place.number].copy()
+                continue
             rows = value[place.bin, place.first : place.first + place.length]
             yield rows.mean(0, dtype=np.float64).astype(rows.dtype) if self.output == "mean" else rows.copy()
-
-    def _of_first(self, running: _Running, first: Array) -> Array:
-        """What the head makes of hidden states [sequences, embed] of first tokens."""
-        assert self._head
-        rows, name = 1 << (max(len(first), 16) - 1).bit_length(), self._head[1]
-        forward = running.forward(rows, lambda: self._head_spec(rows).outputs(name, begin=True))
-        given = np.zeros((rows, first.shape[1]), first.dtype)
-        given[: len(first)] = first
-        return forward.finish(forward.start({FIRST: given}, {}))[: len(first)].copy()
 
 
 def _check_output(output: str) -> None:
@@ -279,24 +262,12 @@ def _check_head(cls: Any, output: str, head: str) -> None:
         raise ConfigError(f"output: {cls.__name__} has no {output!r}; allowed: {', '.join(outputs)}")
 
 
-def _parts(model: Any, output: str) -> tuple[tuple[Any, str], tuple[Any, str] | None]:
-    """The model that computes on tokens, and the one that takes the first token's hidden state of each sequence, if the
-    output is made of that; each with the name of its output."""
-
-    def headed(head: str) -> Any:
-        _check_head(type(model), output, head)
-        return model.changed(head=head)
-
-    if output in ("hidden", "mean"):
-        return (headed("none"), "hidden"), None
-    whole, name = (headed("pooler"), "pooled") if output == "pooled" else (model, "logits")
-    graph, traced, _ = StepSpec(whole, 1, 1).trace(training=False)
-    if name not in traced.outputs:
-        raise ConfigError(f"output: {output!r} is not allowed; the model's own are {', '.join(traced.outputs)}")
-    graph.prune([traced.outputs[name]])
-    if any(of_first(op) for op in graph.ops):
-        return (headed("none"), "hidden"), (whole, name)
-    return (whole, name), None
+def _headed(model: Any, output: str) -> tuple[Any, str]:
+    """The model with the head that makes the output, and what it calls that."""
+    if output == "logits":
+        return model, output
+    _check_head(type(model), output, HEADS[output])
+    return model.changed(head=HEADS[output]), "pooled" if output == "pooled" else "hidden"
 
 
 class _Forward:
@@ -344,16 +315,20 @@ class _Running:
     def forward(self, key: Hashable, make: Callable[[], Evaluation]) -> _Forward:
         """The program of this key; made, bound and given its weights when it is first asked for."""
         if key not in self.forwards:
-            try:
-                made = make()
-            except ValueError as error:  # of the operators: sizes that they do not take
-                raise ConfigError(str(error)) from None
-            for param in made.params:
-                tiles = [tile.key for _, tile in made.forward.grid(param.tensor)]
-                if not {*tiles} <= self._weights.handles.keys():
-                    self._weights.write(made.forward, param.tensor, param.value(self._model.weights))
-            store = Store()  # of its own: inputs and outputs of other sizes have the same names
-            store.handles.update(self._weights.handles)
-            store.residency = self._weights.residency
-            self.forwards[key] = _Forward(made, store, self._tf32)
+            with no_search_for_cycles():
+                self.forwards[key] = self._made(make)
         return self.forwards[key]
+
+    def _made(self, make: Callable[[], Evaluation]) -> _Forward:
+        try:
+            made = make()
+        except ValueError as error:  # of the operators: sizes that they do not take
+            raise ConfigError(str(error)) from None
+        for param in made.params:
+            tiles = [tile.key for _, tile in made.forward.grid(param.tensor)]
+            if not {*tiles} <= self._weights.handles.keys():
+                self._weights.write(made.forward, param.tensor, param.value(self._model.weights))
+        store = Store()  # of its own: inputs and outputs of other sizes have the same names
+        store.handles.update(self._weights.handles)
+        store.residency = self._weights.residency
+        return _Forward(made, store, self._tf32)
