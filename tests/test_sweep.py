@@ -22,7 +22,7 @@ from nntile_py.sweep import autotune, experiment
 from nntile_py.sweep import run as sweep_run
 from nntile_py.sweep import spec as sweep
 from nntile_py.sweep.plots import figure_of, shown_rows, spread
-from nntile_py.sweep.results import best_row, best_told, pooled, summary, table, within_spread
+from nntile_py.sweep.results import best_options, best_row, best_told, pooled, summary, table, within_spread
 from nntile_py.system.pictures import files_of
 from nntile_py.tiles import RW, R, TaskList, Tile, W
 
@@ -236,6 +236,52 @@ def test_points(tmp_path: Path) -> None:
     assert len(sweep.points(sweep.load_sweep(write(tmp_path, same)))) == 1
 
 
+def test_variants(tmp_path: Path) -> None:
+    """Each point with each variant; one that PyTorch runs is in a process of its own, all are tokens of one batch."""
+    tree = {
+        "set": {"model": {"type": "bert", "layers": 1, "embed": 16, "heads": 2, "head": "none"}},
+        "grid": {"measure.alpha": [0.5, 1.0]},
+        "variants": {
+            "packed": {"train.pack": True, "tiles": {"batch": 2}},
+            "padded": {},
+            "PyTorch": {"measure.contestant": "torch_eager"},
+        },
+        "measure": {"work": "inference", "warmup": 1, "repeats": 2},
+        "together": True,
+        "plots": [{"x": "measure.alpha", "y": "ms", "series": "variant"}],
+    }
+    made = sweep.load_sweep(write(tmp_path, tree))
+    points = sweep.points(made)
+    assert [p.sets["variant"] for p in points] == 2 * ["packed", "padded", "PyTorch"]
+    assert len({p.process for p in points[:2]}) == 1 and points[2].process != points[1].process
+    assert points[0].config and points[0].config.train.pack and points[0].config.tiles.batch == 2
+    rows = sweep_run.run(made, tmp_path / "out", Console(stderr=True))
+    assert [row["status"] for row in rows] == 6 * ["ok"], rows
+    assert all(row["tokens_per_s"] == pytest.approx(32 * row["sets"]["measure.alpha"] / row["seconds"]) for row in rows)
+    legend = figure_of(made.plots, rows).subfigs[0].legends[0].get_texts()
+    assert [one.get_text() for one in legend] == ["packed", "padded", "PyTorch"]
+    assert "--set" not in best_options(rows[:1], made.best).replace("--set measure.alpha", "")
+    for variants, told in (
+        ({"a": {"measure.alpha": 0.5}}, "variants: measure.alpha is set by the grid or list, too; allowed: in one"),
+        ({"a": {"measure.contestant": "jax"}}, "measure.contestant: got 'jax'; allowed: 'nntile', 'torch_eager' or"),
+        ({"a": {"measure.contestant": "torch_eager", "measure.how": "plan"}},
+         "measure.contestant: got torch_eager; allowed: nntile, where measure.how is not run or"),
+        ({"a": {"model.heds": 1}}, "model.heds: unknown key"),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match=told):
+            sweep.points(sweep.load_sweep(write(tmp_path, tree | {"variants": variants, "plots": []})))
+
+
+def test_ratios_of_variants() -> None:
+    made = experiment.load_experiment("bt-fig14")
+    times = {"baseline": 4.0, "+ bias and norm": 2.0, "+ no padding": 1.0}
+    rows = [{"sets": {"train.seq": 128, "variant": name}, "status": "ok", "seconds": of, "seconds_min": of / 2}
+            for name, of in times.items()]  # fmt: skip
+    told = experiment.report(made, "cpu", rows, "", 0.0)
+    assert "Time of the others over time baseline, median (best repeat):" in told
+    assert "* train.seq 128: + bias and norm 0.50 (0.50), + no padding 0.25 (0.25)" in told
+
+
 def test_table_and_best() -> None:
     rows = [
         {"id": "a", "sets": {"x": None}, "status": "ok", "seconds": 2.0},
@@ -342,8 +388,12 @@ def test_experiments_in_both_modes() -> None:
         small = {"inference": {(work, "forward")}, "training": {(work, "all")}}
         assert kinds in ({"inference": {("inference", "all")}, "training": {("train", "all")}}, small)
     assert experiment.load_experiment("fig17").part("cpu", "training").plots[0].title == "GPT-2 training"
-    with pytest.raises(ConfigError, match="--mode"):
-        experiment.load_experiment("table2").part("cpu", "training")
+    for name in ("table2", "bt-fig11"):
+        with pytest.raises(ConfigError, match="--mode"):
+            experiment.load_experiment(name).part("cpu", "training")
+    training = [config for _, config, work, _ in experiment._planned(
+        experiment.load_experiment("bt-fig14").part("cpu", "training"), "sweep") if work == "train"]  # fmt: skip
+    assert len(training) == 10 and {config.model.head for config in training} == {"masked_lm"}
 
 
 def test_experiment_graph(tmp_path: Path) -> None:

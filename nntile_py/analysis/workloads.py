@@ -7,18 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from nntile_py.config.spec import step_spec, tiling
 from nntile_py.errors import ConfigError
-from nntile_py.graph.declared import Param
+from nntile_py.graph.declared import Batch, Param, Traced
 from nntile_py.graph.fusion import Fusion, fuse
 from nntile_py.graph.graph import Graph
 from nntile_py.graph.lowering import lower
 from nntile_py.graph.packing import pack_projections
-from nntile_py.graph.step import TILE_DTYPE, Step
+from nntile_py.graph.step import TILE_DTYPE, Evaluation, Step, StepSpec
 from nntile_py.models.layer import Encoder, EncoderConfig
+from nntile_py.models.parts import attention_mask
 from nntile_py.tasks.activation import activation
+from nntile_py.tasks.attention import attention
 from nntile_py.tasks.contract import linear
 from nntile_py.tasks.elementwise import transpose
 from nntile_py.tasks.op import GraphLike, Lowering, Op, Tensor
@@ -27,7 +29,10 @@ from nntile_py.tiles import TaskList
 if TYPE_CHECKING:
     from nntile_py.config.run import RunConfig
 
-Work = Literal["train", "inference", "linear_relu", "linear_reshape", "qkv_none", "qkv_qk", "qkv_all", "layer"]
+Work = Literal[
+    "train", "inference", "attention", "linear_relu", "linear_reshape", "qkv_none", "qkv_qk", "qkv_all", "layer"
+]
+FORWARD = ("inference", "attention")  # forward passes, of sequences of any lengths, packed or not
 Phase = Literal["forward", "backward", "all"]
 
 
@@ -37,7 +42,7 @@ class Built:
 
     graphs: list[tuple[Graph, Lowering]]
     flop: float  # of contractions and attentions
-    params: list[Param] = field(default_factory=list)  # of inference
+    params: list[Param] = field(default_factory=list)  # of forward passes
 
     @property
     def lists(self) -> list[TaskList]:
@@ -46,21 +51,51 @@ class Built:
 
 def build(config: RunConfig, work: Work = "train", phase: Phase = "all", *, fusion: Fusion | None = None) -> Built:
     """The graphs of a workload of the sizes of `config`. `fusion` instead of the config's own."""
-    spec = step_spec(config)
+    spec = spec_of(config, work)
     if fusion:
         spec = replace(spec, fusion=fusion)
     try:
         if work == "train":
             return of_step(spec.step(), config.train.grad_accumulation)
-        if work == "inference":
-            made = spec.evaluation()
-            return Built([(made.graph, made.forward)], made.graph.flop(), made.params)
+        if work in FORWARD:
+            return of_evaluation(spec.evaluation())
     except ValueError as error:  # of the operators: a tiling that they do not take
         raise ConfigError(str(error)) from None
     graph = small_graph(config, work, spec.fusion, backward=phase != "forward")
     if phase != "all":
         select(graph, phase)
     return Built([(graph, lower(graph, spec.tiling, config.accumulate))], graph.flop())
+
+
+def spec_of(config: RunConfig, work: Work) -> StepSpec:
+    """Of the config's model; of attention: of that alone."""
+    spec = step_spec(config)
+    if work != "attention":
+        return spec
+    _need(config, work, "embed", "heads", "attention")
+    return replace(spec, model=SelfAttention(config.model))
+
+
+class SelfAttention:
+    """The attention of a layer without its products: figures 11 to 13 of ByteTransformer (Zhai et al. 2023).
+
+    Inputs: q, k, v [batch, seq, heads, head_dim]; attention_mask if given. config: has embed, heads and attention."""
+
+    weights: ClassVar[dict[str, Any]] = {}
+
+    def __init__(self, config: Any) -> None:
+        self.config = config
+
+    def trace(self, g: Graph, batch: Batch) -> Traced:
+        c = self.config
+        sizes = {"batch": batch.size, "seq": batch.seq, "heads": c.heads, "head_dim": c.embed // c.heads}
+        q, k, v = (g.input(name, sizes, None) for name in "qkv")
+        return Traced(None, {"attention": attention(g, q, k, v, attention_mask(g, batch), c.attention)})
+
+
+def of_evaluation(made: Evaluation) -> Built:
+    """What a forward pass runs."""
+    return Built([(made.graph, made.forward)], made.graph.flop(), made.params)
 
 
 def of_step(step: Step, grad_accumulation: int) -> Built:
@@ -72,9 +107,7 @@ def of_step(step: Step, grad_accumulation: int) -> Built:
 def small_graph(config: RunConfig, work: Work, fusion: Fusion, *, backward: bool) -> Graph:
     """A graph of x [batch, seq, embed] and, with `backward`, of the gradients for an output gradient that is given."""
     graph = Graph(TILE_DTYPE.get(config.precision, config.precision))
-    absent = {"embed", "heads"} - type(config.model).model_fields.keys()
-    if absent:
-        raise ConfigError(f"work {work}: a model with embed and heads is needed; {config.model.type} has none")
+    _need(config, work, "embed", "heads")
     sizes = [config.train.batch, config.train.seq, config.model.embed]
     x = graph.named("x", ["batch", "seq", "embed"], sizes, "input")
     x.requires_grad = True  # a layer inside of a model passes a gradient on
@@ -88,6 +121,12 @@ def small_graph(config: RunConfig, work: Work, fusion: Fusion, *, backward: bool
     for tensor in outputs:
         tensor.kind = "scalar"  # read by whoever asked for it: not to be fused away
     return fuse(graph, fusion, tiling(config))
+
+
+def _need(config: RunConfig, work: Work, *fields: str) -> None:
+    if {*fields} - type(config.model).model_fields.keys():
+        need = f"{', '.join(fields[:-1])} and {fields[-1]}"
+        raise ConfigError(f"work {work}: a model with {need} is needed; {config.model.type} has none")
 
 
 def select(graph: Graph, phase: str) -> Graph:

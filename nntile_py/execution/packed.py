@@ -173,12 +173,12 @@ class Bins:
         return out
 
 
-def bins_of(spec: StepSpec) -> Bins:
-    """The bins of a pass of such a step."""
+def bins_of(spec: StepSpec, *, training: bool = True) -> Bins:
+    """The bins of a pass of such a step, or of an evaluation."""
     embed = getattr(getattr(spec.model, "config", None), "embed", None)
     # A layer has 24 embed^2 flop a token in products, and 4 embed a pair of tokens in attention.
     share = 1 / (6 * embed) if isinstance(embed, int) else 0.0
-    return Bins(spec.rows, spec.capacity, spec.seq, share, spec.trace()[0].inputs)
+    return Bins(spec.rows, spec.capacity, spec.seq, share, spec.trace(training=training)[0].inputs)
 
 
 def padded(inputs: Mapping[str, Any], length: int) -> dict[str, Array]:

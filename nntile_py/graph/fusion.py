@@ -175,7 +175,7 @@ def _attention_layout(uses: _Uses, op: Op) -> bool:
     if isinstance(op, Attention):
         gradient = next((g for g in uses.readers.get(op.lse, []) if isinstance(g, AttentionGrad)), None)
         before = [uses.maker.get(t) for t in op.operands.tensors]
-        users = [r for r in uses.readers[op.output] if r is not gradient]
+        users = [r for r in uses.readers.get(op.output, []) if r is not gradient]
         after = users if op.output.kind == "temp" else []
         if _transposes(before):
             op.read([t.inputs[0] for t in before if t])

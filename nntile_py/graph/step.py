@@ -13,15 +13,13 @@ from nntile_py.graph.graph import Graph
 from nntile_py.graph.lowering import lower
 from nntile_py.graph.optimizers import AdamW, Optimizer
 from nntile_py.graph.packing import pack_projections
-from nntile_py.tasks.op import Lowering, Op, Tensor
+from nntile_py.tasks.op import Lowering, Tensor
 from nntile_py.tasks.optimizer import Ends, GradNorm
-from nntile_py.tasks.select import Select
 from nntile_py.tiles import Tiling
 from nntile_py.tiles.tasklist import live_slot
 
 # The workers that compute in it.
 PRECISIONS = {"fp32": ("CPU", "CUDA"), "fp64": ("CPU",), "bf16": ("CUDA",), "tf32": ("CUDA",)}
-FIRST = "first_tokens"
 TILE_DTYPE = {"tf32": "fp32"}  # the others are what they say
 
 
@@ -32,11 +30,6 @@ def check_precision(key: str, precision: str, cuda: bool) -> None:
         known = ", ".join(name for name, kinds in PRECISIONS.items() if kind in kinds)
         need = "runtime.cuda: 0" if cuda else "GPUs (runtime.cuda)"
         raise ConfigError(f"{key}: {precision} needs {need}; allowed on {kind} workers: {known}")
-
-
-def of_first(op: Op) -> bool:
-    """Whether an operator takes the first token of each sequence."""
-    return isinstance(op, Select) and (op.axis, op.index) == ("seq", 0)
 
 
 @dataclass
@@ -186,9 +179,12 @@ class StepSpec:
             pack_projections(graph, traced.outputs.values())
         return graph, traced, batch
 
-    def random_inputs(self, rows: int, seed: int, alpha: float = 1.0, predicted: float = 1.0) -> dict[str, Array]:
-        """Of a step of so many sequences, as a user gives them, packed or not; see declared.random_inputs."""
-        graph = replace(self, pack=False).trace()[0]
+    def random_inputs(
+        self, rows: int, seed: int, alpha: float = 1.0, predicted: float = 1.0, *, training: bool = True
+    ) -> dict[str, Array]:
+        """Of a step, or an evaluation, of so many sequences, as a user gives them, packed or not; see
+        declared.random_inputs."""
+        graph = replace(self, pack=False).trace(training=training)[0]
         made = random_inputs(graph, rows, seed, alpha, predicted)
         derived = {name for name, one in graph.inputs.items() if callable(one.default)} if self.pack else set()
         return {name: value for name, value in made.items() if name not in derived}  # bins have theirs
@@ -235,16 +231,13 @@ class StepSpec:
         graph, traced, _ = self.trace(training=False)
         return self._evaluation(graph, traced.outputs, traced.outputs if keep else {})
 
-    def outputs(self, name: str, begin: bool = False) -> Evaluation:
+    def outputs(self, name: str) -> Evaluation:
         """A forward pass that makes one of the model's outputs, and nothing that this does not need, such as a loss.
 
-        begin: of one that is made of each sequence's first token; the pass begins at that, its input FIRST. Raises
-        ConfigError where the model has no such output."""
+        Raises ConfigError where the model has no such output."""
         graph, traced, _ = self.trace(training=False)
         if name not in traced.outputs:
             raise ConfigError(f"output: the model has no {name!r}; allowed: {', '.join(traced.outputs)}")
-        if begin:
-            graph.begin_at(next(op.output for op in graph.ops if of_first(op)), FIRST)
         kept = {name: traced.outputs[name]}
         graph.prune(kept.values())
         return self._evaluation(graph, kept, kept)

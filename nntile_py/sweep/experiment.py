@@ -65,7 +65,7 @@ class Experiment(Section):
     paper: str  # what the paper found
     kind: Literal["sweep", "graph", "profile"]
     columns: list[str] = Field(default=["seconds", "seconds_min", "tasks"])  # metrics that the report tells
-    ratio: str | None = None  # a key with two values: the report tells the ratio of their times
+    ratio: str | None = None  # a key: the report tells how many times the first value's time the others take
     cpu: dict[str, Any]
     gpu: dict[str, Any]
 
@@ -94,19 +94,23 @@ class Experiment(Section):
         inner = tree.get("measure", {}) if self.kind == "sweep" else tree
         if {"measure.work", "measure.phase"} & tree.get("grid", {}).keys():
             raise ConfigError(f"--mode: {self.name} compares several by itself; leave the option out")
+        if inner.get("work") == "attention":
+            raise ConfigError(f"--mode: {self.name} is a forward pass; leave the option out")
         if inner.get("work", "train") in ("train", "inference"):
             inner = inner | {"work": "train" if mode == "training" else mode}
         else:
             inner = inner | {"phase": "all" if mode == "training" else "forward"}
         if self.kind != "sweep":
             return inner
+        if mode == "training" and tree.get("set", {}).get("model.head") == "none":  # there is no loss in it
+            tree = tree | {"set": {key: of for key, of in tree["set"].items() if key != "model.head"}}
         plots = [plot | {"title": plot.get("title", "").replace("inference", mode)} for plot in tree.get("plots", [])]
         return tree | {"measure": inner, "plots": plots}
 
 
 def names() -> list[str]:
     """Of all experiments: the YAMLs that say what they show."""
-    return sorted(p.stem for p in EXPERIMENTS.glob("*.yaml") if p.stem.startswith(("fig", "table")))
+    return sorted(p.stem for p in EXPERIMENTS.glob("*.yaml") if p.stem.startswith(("bt-", "fig", "table")))
 
 
 def load_experiment(name: str) -> Experiment:
@@ -166,7 +170,8 @@ def _planned(part: Any, kind: str) -> Iterator[tuple[str, RunConfig, Any, Any]]:
         if point.config is None:
             raise ConfigError(f"{point.sets}: {point.error}")
         short = {key.rpartition(".")[2]: of for key, of in point.sets.items()}
-        yield _sets(short).replace('"', ""), point.config, point.measure.work, point.measure.phase
+        if point.measure.contestant == "nntile":  # of the others there is nothing to plan
+            yield _sets(short).replace('"', ""), point.config, point.measure.work, point.measure.phase
 
 
 # -- running
@@ -276,7 +281,8 @@ def report(
 
 
 def _ratios(made: Experiment, rows: list[Row]) -> list[str]:
-    """Of rows that differ in the key `ratio` alone: the median's, and the best repeat's, which noise disturbs less."""
+    """Of rows that differ in the key `ratio` alone, over the first value's: of medians, and of the best repeats, which
+    noise disturbs less."""
     if not made.ratio:
         return []
     groups: dict[str, dict[str, Row]] = {}
@@ -284,15 +290,20 @@ def _ratios(made: Experiment, rows: list[Row]) -> list[str]:
         if row["status"] == "ok":
             rest = _sets({key: of for key, of in row["sets"].items() if key != made.ratio})
             groups.setdefault(rest, {})[json.dumps(row["sets"][made.ratio])] = row
-    full = {rest: list(group.items()) for rest, group in groups.items() if len(group) == 2}
+    first = next((json.dumps(row["sets"][made.ratio]) for row in rows), "")
+    full = {rest: group for rest, group in groups.items() if first in group and len(group) > 1}
     if not full:
         return []
-    (first, _), (second, _) = next(iter(full.values()))
-    over, under = (named(made.ratio, json.loads(of)) for of in (second, first))
-    lines = ["", f"Time {over} over time {under}, median (best repeat):", ""]
-    for rest, ((_, one), (_, other)) in full.items():
-        median, best = (other[metric] / one[metric] for metric in ("seconds", "seconds_min"))
-        lines.append(f"* {rest or 'all'}: {median:.2f} ({best:.2f})")
+    others = list(dict.fromkeys(of for group in full.values() for of in group if of != first))
+    told = {of: named(made.ratio, json.loads(of)) for of in (first, *others)}
+    over = told[others[0]] if len(others) == 1 else "of the others"
+    lines = ["", f"Time {over} over time {told[first]}, median (best repeat):", ""]
+    for rest, group in full.items():
+        found = []
+        for of in (of for of in others if of in group):
+            median, best = (group[of][metric] / group[first][metric] for metric in ("seconds", "seconds_min"))
+            found.append(f"{told[of]} " * (len(others) > 1) + f"{median:.2f} ({best:.2f})")
+        lines.append(f"* {rest or 'all'}: {', '.join(found)}")
     return lines
 
 

@@ -27,7 +27,7 @@ _LABELS = {
     "best us": "time of a step (us), best repeat", "tokens_per_s": "throughput (tokens/s)",
     "gflop_per_s": "throughput (Gflop/s)", "runtime.cpus": "CPU workers", "runtime.cuda": "GPUs",
     "us_per_task": "time of a step over its tasks (us)", "planned_task_us": "planned time of a task (us)",
-    "train.batch": "batch", "train.seq": "sequence length", "fusion": "", "tasks": "tasks of a step",
+    "measure.alpha": "mean length as a part of the longest (alpha)", "train.batch": "batch", "train.seq": "sequence length", "fusion": "", "tasks": "tasks of a step",
     "peak_mib": "memory at peak (MiB)",
 }  # fmt: skip
 
@@ -205,6 +205,8 @@ def label(key: str) -> str:
 
 def named(key: str, of: Any) -> str:
     """A value as a legend tells it."""
+    if key in ("variant", "measure.contestant"):
+        return plain(of)
     if key.partition(".")[0] == "fusion" and isinstance(of, bool):
         what = f"{key.partition('.')[2]} " if "." in key else ""
         return what + ("fused" if of else "naive")

@@ -16,14 +16,15 @@ import numpy as np
 
 from nntile_py import _core
 from nntile_py.analysis.plan import estimate
-from nntile_py.analysis.workloads import Built, build, of_step, small_graph
+from nntile_py.analysis.workloads import FORWARD, Built, build, of_evaluation, of_step, small_graph, spec_of
+from nntile_py.bench.any_model import inputs_of, torch_side
+from nntile_py.bench.forward import forward_passes
 from nntile_py.config.run import RunConfig, runtime_options
-from nntile_py.config.spec import build_model, predicted, tiling
+from nntile_py.config.spec import build_model, step_spec, tiling
 from nntile_py.errors import NNTileError
 from nntile_py.execution import memory
 from nntile_py.execution.program import Store, programs
 from nntile_py.execution.runtime import Runtime
-from nntile_py.graph.declared import random_inputs
 from nntile_py.graph.fusion import Fusion
 from nntile_py.graph.graph import Graph
 from nntile_py.models.init import fill
@@ -54,13 +55,16 @@ def main() -> int:
 def measure(config: RunConfig, how: Measure, running: ExitStack) -> dict[str, Any]:
     """The metrics of a point. Starts the runtime, which stops with `running`."""
     _forget_peak()
-    unequal = how.work == "inference" and (config.train.pack or how.alpha < 1)  # sequences: a Trainer knows of them
-    trains = how.how == "run" and (how.work == "train" or unequal)
-    built = None if trains else build(config, how.work, how.phase)
+    if how.contestant != "nntile":
+        if config.runtime.cuda:
+            memory.forget_gpu_peak()
+        return _timed(config, how, torch_side(config, inputs_of(config, how.work, how.alpha), how.contestant, how.work))
+    whole = how.how == "run" and how.work in ("train", *FORWARD)  # made with what runs it
+    built = None if whole else build(config, how.work, how.phase)
     if how.how != "plan" and Runtime.current is None:
         running.enter_context(Runtime(**runtime_options(config.runtime.model_dump())))
-    if trains:
-        built, step = _training(config, how)
+    if whole:
+        built, step = (_training if how.work == "train" else _forward)(config, how)
     assert built is not None
     plan = estimate(built.lists, config.workers, gpu=config.runtime.cuda != 0)
     facts = {"tasks": plan.tasks, "flop": built.flop, "bytes_moved": plan.bytes_moved, "peak_bytes": plan.peak_bytes}
@@ -69,19 +73,23 @@ def measure(config: RunConfig, how: Measure, running: ExitStack) -> dict[str, An
         return facts | {"seconds": plan.seconds}
     if how.how == "operators":
         return facts | _operators(config, how)
-    if not trains:
-        step = _inference(config, built) if how.work == "inference" else _program(built.graphs[0], config)
+    timed = _timed(config, how, step if whole else _program(built.graphs[0], config))
+    seconds = timed["seconds"]
+    rates = {"gflop_per_s": built.flop / seconds / 1e9, "us_per_task": seconds / max(plan.tasks, 1) * 1e6}
+    return facts | timed | rates
+
+
+def _timed(config: RunConfig, how: Measure, step: Callable[[int], Any]) -> dict[str, Any]:
+    """What is known of every contestant."""
     with Load() as load:
         times = _times(step, how)
     seconds = statistics.median(times)
     tokens = how.alpha * config.train.batch * config.train.seq
     tokens *= config.train.grad_accumulation if how.work == "train" else 1
-    return facts | {
+    return {
         "seconds": seconds, "seconds_min": min(times), "seconds_max": max(times),
         "ms": seconds * 1e3, "us": seconds * 1e6, "best ms": min(times) * 1e3, "best us": min(times) * 1e6,
-        "tokens_per_s": tokens / seconds, "gflop_per_s": built.flop / seconds / 1e9,
-        "us_per_task": seconds / max(plan.tasks, 1) * 1e6, "times": times,
-        "peak_mib": _peak_mib(), "others": load.others,
+        "tokens_per_s": tokens / seconds, "times": times, "peak_mib": _peak_mib(config), "others": load.others,
     }  # fmt: skip
 
 
@@ -92,15 +100,15 @@ def _forget_peak() -> None:
         Path("/proc/self/clear_refs").write_text("5")
 
 
-def _peak_mib() -> float:
+def _peak_mib(config: RunConfig) -> float:
     """Of main memory, or of the fullest GPU where GPUs work."""
-    if _core.cuda_workers():
+    if config.runtime.cuda:
         return memory.gpu_peak() / 2**20
     status = Path("/proc/self/status").read_text()
     return next(int(line.split()[1]) / 1024 for line in status.splitlines() if line.startswith("VmHWM"))
 
 
-def _times(step: Callable[[int], None], how: Measure) -> list[float]:
+def _times(step: Callable[[int], Any], how: Measure) -> list[float]:
     if how.warmup:
         step(how.warmup)
     times = []
@@ -112,47 +120,26 @@ def _times(step: Callable[[int], None], how: Measure) -> list[float]:
 
 
 def _training(config: RunConfig, how: Measure) -> tuple[Built, Callable[[int], None]]:
-    """Steps, or evaluations, on random inputs, with fresh weights."""
+    """Steps on random inputs, with fresh weights."""
     from nntile_py.training.loop import build_trainer
 
     trainer = build_trainer(config)
     assert Runtime.current
     Runtime.current.forget(trainer)  # nobody wants the weights back
-    rows = config.train.batch * (config.train.grad_accumulation if how.work == "train" else 1)
-    inputs = trainer.spec.random_inputs(rows, config.seed, how.alpha, predicted(config))
+    inputs = inputs_of(config, "train", how.alpha, trainer.spec)
 
     def run(count: int) -> None:
-        if how.work != "train":
-            for _ in range(count):
-                trainer.evaluate(inputs)
-            return
         for pending in [trainer.submit(inputs) for _ in range(count)]:
             pending.result()
 
     return of_step(trainer.built, config.train.grad_accumulation), run
 
 
-def _inference(config: RunConfig, built: Built) -> Callable[[int], None]:
-    """Forward passes with a loss on random inputs; nothing that only training needs is made."""
-    graph, low = built.graphs[0]
-    weights, store = build_model(config).weights, Store()
-    (program,) = programs([low.tasks], store, config.precision == "tf32")
-    for param in built.params:
-        store.write(low, param.tensor, param.value(weights))
-    inputs = random_inputs(graph, config.train.batch, config.seed)
-    for name, one in graph.inputs.items():
-        if (value := one.filled(config.train.batch)) is not None and name not in inputs:
-            store.write(low, one.tensor, value)
-    scales = {one.scale: 1.0 / inputs[name].size for name, one in graph.inputs.items() if one.scale}
-
-    def run(count: int) -> None:
-        for _ in range(count):
-            for name, value in inputs.items():
-                store.write(low, graph.inputs[name].tensor, value)
-            program.run(scales)
-            Runtime.wait()
-
-    return run
+def _forward(config: RunConfig, how: Measure) -> tuple[Built, Callable[[int], Any]]:
+    """Forward passes on random inputs; nothing that only training needs is made."""
+    spec = spec_of(config, how.work) if how.work == "attention" else step_spec(config, build_model(config))
+    made, run = forward_passes(spec, inputs_of(config, how.work, how.alpha, spec))
+    return of_evaluation(made), run
 
 
 def _program(made: tuple[Graph, Lowering], config: RunConfig) -> Callable[[int], None]:

@@ -15,7 +15,6 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from nntile_py.config.sections import Runtime
     from nntile_py.sweep.spec import Point
 
 STOP_LIMIT = 30.0  # seconds for a process to stop its runtime
@@ -37,7 +36,7 @@ class Process:
     """Measures one point after the other."""
 
     def __init__(self) -> None:
-        self.runtime: Runtime | None = None  # of its first point, and so of all
+        self.runs: Any = None  # Point.process of its first point, and so of all
         self._errors, self._read = tempfile.TemporaryFile(), b""  # noqa: SIM115
         self._child = subprocess.Popen(
             [sys.executable, "-c", _START, str(os.getpid())], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
@@ -47,7 +46,7 @@ class Process:
     def measure(self, point: Point, time_limit: float) -> dict[str, Any]:
         """The point's status with its metrics or its error; after an error the process is of no more use."""
         assert point.config is not None and self._child.stdin
-        self.runtime = point.config.runtime
+        self.runs = point.process
         what = {"config": point.config.model_dump(by_alias=True), "measure": point.measure.model_dump()}
         with suppress(BrokenPipeError):  # it has ended: said below
             self._child.stdin.write(json.dumps(what).encode() + b"\n")
@@ -96,9 +95,9 @@ class Process:
 
 
 class Processes:
-    """Gives each point its process: a new one, or with `together` the last one if it has the point's runtime.
+    """Gives each point its process: a new one, or with `together` the last one if it runs the same (Point.process).
 
-    With `together` the one for the next runtime is there before it is needed: its imports take seconds.
+    With `together` the one for the next is there before it is needed: its imports take seconds.
     """
 
     def __init__(self, together: bool) -> None:
@@ -108,7 +107,7 @@ class Processes:
 
     def measure(self, point: Point, time_limit: float, follows: Sequence[Point] = ()) -> dict[str, Any]:
         assert point.config
-        if self._last and self._last.runtime != point.config.runtime:
+        if self._last and self._last.runs != point.process:
             self._end(STOP_LIMIT)
         if not self._last:
             self._last, self._next = self._next or Process(), None
@@ -116,7 +115,7 @@ class Processes:
             self.together
             and point.config.runtime.cuda  # on CPU its imports would take the cores of what is being measured
             and not self._next
-            and any(p.config and p.config.runtime != point.config.runtime for p in follows)
+            and any(p.process != point.process for p in follows)
         ):
             self._next = Process()
         result: dict[str, Any] = {}

@@ -90,8 +90,8 @@ def run(sweep: Sweep, folder: Path, console: Console, *, retry: bool = False) ->
     """
     every = points(sweep)
     names = {p.id: [p.id if k == 0 else f"{p.id}.{k + 1}" for k in range(sweep.rounds)] for p in every}
-    runtimes = [p.config and p.config.runtime for p in every]
-    ordered = sorted(every, key=lambda p: runtimes.index(p.config and p.config.runtime)) if sweep.together else every
+    alike = [p.process for p in every]
+    ordered = sorted(every, key=lambda p: alike.index(p.process)) if sweep.together else every
     todo = [(p, names[p.id][k]) for k in range(sweep.rounds) for p in ordered]
     with Rows(folder).open() as rows:
         if rows.all and not any(name in rows.all for own in names.values() for name in own):

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from nntile_py.analysis.workloads import Phase, Work
+from nntile_py.analysis.workloads import FORWARD, Phase, Work
 from nntile_py.config.run import RunConfig, load
 from nntile_py.errors import ConfigError
 from nntile_py.schema import Count, Natural, Part, Positive, Section, Switch, allowed, assignment, read_yaml, validated
@@ -22,6 +22,7 @@ from nntile_py.tasks.op import CATEGORIES
 
 Values = dict[str, list[Any]]
 _POINTS = ("grid", "list", "random")
+VARIANT = "variant"  # a point's key with the name of one of `variants`
 _ALWAYS = ["seconds", "tasks", "flop", "bytes_moved", "peak_bytes", "parallelism", "planned_task_us", "took", "load"]
 _UNITS = ("seconds", "flop", "% seconds", "% flop")
 _TIMED = ["seconds_min", "seconds_max", "ms", "us", "best ms", "best us", "us_per_task", "others"]
@@ -47,6 +48,9 @@ class Measure(Section):
     """Of parts of a model: forward, backward or both."""
     how: Literal["run", "plan", "operators"] = "run"
     """Run it; only plan it; or run each operator alone and sum by class."""
+    contestant: Literal["nntile", "torch_eager", "torch_compile"] = "nntile"
+    """Who runs a training step or a forward pass: this project, or PyTorch, eager or by torch.compile, with the model
+    that transformers has, sequences padded, with their mask. In processes of its own."""
     alpha: Part = 1.0
     """Of training steps and forward passes: the mean length of the sequences, as a part of train.seq."""
     warmup: Natural = 1
@@ -55,6 +59,18 @@ class Measure(Section):
     """Steps in flight together, which one time is taken of."""
     repeats: Count = 3
     """Times that are taken."""
+
+    @model_validator(mode="after")
+    def _what_pytorch_runs(self) -> Measure:
+        whole = ("train", *FORWARD)
+        if self.contestant != "nntile" and (self.how != "run" or self.work not in whole):
+            raise ConfigError(
+                f"measure.contestant: got {self.contestant}; allowed: nntile, where measure.how is not run or"
+                f" measure.work is none of {', '.join(whole)}"
+            )
+        if self.phase == "backward" and self.work in FORWARD:
+            raise ConfigError(f"measure.phase: got backward; allowed: all or forward, as {self.work} has no other")
+        return self
 
 
 class Random(Section):
@@ -127,6 +143,9 @@ class Sweep(Section):
     """Points, each a mapping of keys to values; with a grid too, each point of the one with each of the other."""
     random_: Random | None = Field(None, alias="random")
     """Points drawn from a grid, instead of a grid or a list."""
+    variants: dict[str, dict[str, Any]] | None = None
+    """Names, each with the keys that it sets (of the config, and of `measure` as measure.KEY): every point is measured
+    with each of them. Plots and tables know them by the key `variant`."""
     measure: Measure = Measure()
     rounds: Count = 1
     """Times that all points are measured, in turns: against machines that change meanwhile."""
@@ -144,7 +163,11 @@ class Sweep(Section):
     def _some(self) -> Sweep:
         if not (self.grid or self.list_ or self.random_) or (self.random_ and (self.grid or self.list_)):
             raise ConfigError("grid, list, random: allowed: a grid, a list, both (their product), or random")
-        for name, values in self.model_dump(by_alias=True, include={"set_", "grid", "list_", "random_"}).items():
+        own = {key for keys in (self.variants or {}).values() for key in keys}
+        if twice := own & {key for keys in (self.grid, *(self.list_ or [])) for key in keys or ()}:
+            raise ConfigError(f"variants: {min(twice)} is set by the grid or list, too; allowed: in one of them")
+        parts = {"set_", "grid", "list_", "random_", "variants"}
+        for name, values in self.model_dump(by_alias=True, include=parts).items():
             try:
                 json.dumps(values, sort_keys=True)
             except (TypeError, ValueError) as error:  # YAML has dates, too
@@ -154,6 +177,8 @@ class Sweep(Section):
     def varied(self) -> dict[str, str]:
         """The keys that points set, with what sets each: grid, list or random."""
         over = [(key, "random") for key in self.random_.over] if self.random_ else []
+        over += [(key, "variants") for keys in (self.variants or {}).values() for key in keys]
+        over += [(VARIANT, "variants")] if self.variants else []
         return dict(
             [*over, *((k, "list") for e in self.list_ or [] for k in e), *((k, "grid") for k in self.grid or {})]
         )
@@ -185,23 +210,31 @@ class Sweep(Section):
         numbers: Sequence[int] = range(math.prod(map(len, over.values())))
         if self.random_:
             numbers = random.Random(self.random_.seed).sample(numbers, min(self.random_.count, len(numbers)))
-        for entry, number in itertools.product(self.list_ or [{}], numbers):
+        variants = [{VARIANT: name} for name in self.variants or {}] or [{}]
+        for entry, number, variant in itertools.product(self.list_ or [{}], numbers, variants):
             point = {}
             for key, values in reversed(over.items()):
                 number, index = divmod(number, len(values))
                 point[key] = values[index]
-            yield entry | {key: point[key] for key in over}
+            yield entry | {key: point[key] for key in over} | variant
 
 
 @dataclass(frozen=True)
 class Point:
-    """One configuration to measure; `id` is of all that decides the measurement, `error` why it cannot be made."""
+    """One configuration to measure; `id` is of all that decides the measurement, `error` why it cannot be made.
+
+    sets: what it differs in from others: keys of the grid or list, and the name of the variant."""
 
     id: str
     sets: dict[str, Any]
     config: RunConfig | None
     measure: Measure
     error: str | None = None
+
+    @property
+    def process(self) -> Any:
+        """Points that may share a process are alike in this."""
+        return self.config and self.config.runtime, self.measure.contestant
 
 
 def load_sweep(path: Path, overrides: Iterable[str] = ()) -> Sweep:
@@ -242,13 +275,16 @@ def points(sweep: Sweep) -> list[Point]:
     for sets in sweep.settings():
         config, error = None, None
         try:
-            own = {key.removeprefix("measure."): v for key, v in sets.items() if key.startswith("measure.")}
+            every = {**(sweep.variants or {}).get(sets.get(VARIANT, ""), {}), **sets}
+            every.pop(VARIANT, None)
+            own = {key.removeprefix("measure."): v for key, v in every.items() if key.startswith("measure.")}
             measure: Measure = validated(Measure, sweep.measure.model_dump() | own, "measure.")
-            rest = sweep.set_ | {key: value for key, value in sets.items() if not key.startswith("measure.")}
+            rest = sweep.set_ | {key: value for key, value in every.items() if not key.startswith("measure.")}
             config = load(sweep.config, _overrides(rest))
         except ConfigError as refused:
             measure, error = sweep.measure, str(refused)
         what = [config.model_dump(by_alias=True) if config else sets, measure.model_dump()]
+        what += [{VARIANT: sets[VARIANT]}] if VARIANT in sets else []  # two may come to the same
         name = hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:16]
         found.setdefault(name, Point(name, sets, config, measure, error))
     result = list(found.values())
