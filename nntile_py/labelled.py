@@ -132,7 +132,7 @@ def read_text(where: str, path: Path) -> str:
 
 
 def text_of(here: str, key: str, value: Any, *, empty: bool = False) -> str:
-    """The text in a column; ConfigError, which begins with `here`: it is none, or has nothing in it (unless `empty`)."""
+    """The text in a column; ConfigError, which begins with `here`: it is none, or (unless `empty`) holds nothing."""
     if not isinstance(value, str) or not (empty or value.strip()):
         need = "a text" if empty else "a text that is not empty"
         raise ConfigError(f"{here}: {key!r} is {short(value)}; allowed: {need}")

@@ -327,7 +327,7 @@ def test_the_command(folder: Any, python: Any, tmp_path: Path) -> None:
 # What the file holds, its name, further arguments, and what the message must say.
 WRONG: list[tuple[str, str, list[str], str]] = [
     ('{"text": "a"}\n\n{"text": \n', "x.jsonl", [], "--input: x.jsonl, line 3: broken JSON (Expecting value"),
-    ('{"body": "a", "n": 1}\n', "x.jsonl", [], "line 1: no 'text'; it has 'body', 'n'; allowed: a file .jsonl, .csv or"),
+    ('{"body": "a", "n": 1}\n', "x.jsonl", [], "line 1: no 'text'; it has 'body', 'n'; allowed: a file .jsonl, .csv"),
     ('{"text": 3}\n', "x.jsonl", [], "line 1: 'text' is 3; allowed: a text\n"),
     ("[1]\n", "x.jsonl", [], "line 1: holds [1]; allowed: one JSON object a line"),
     ("a,b\n1,2\n", "x.csv", [], "line 1: no column 'text'; there are 'a', 'b'; allowed: a file .jsonl, .csv or .tsv"),

@@ -50,7 +50,7 @@ def check(config: RunConfig, work: Any, phase: Any) -> None:
                 assert described(run).launches, task.kernel
             else:
                 assert task.kernel in cpp, f"{task.op}: no kernel {task.kernel} on CUDA"
-                assert {a.tile.dtype for a in task.accesses} <= {"bf16", "fp32", "fp64"}, task.kernel
+                assert {a.tile.dtype for a in task.accesses} <= {"bf16", "fp32", "fp64", "int64"}, task.kernel
 
 
 @pytest.mark.parametrize("mode", ["inference", "training"])
@@ -64,6 +64,16 @@ def test_kernels(name: str, mode: Any) -> None:
             seen.add(key)
             check(config, work, phase)
     assert seen
+
+
+@pytest.mark.parametrize("name", ["bt-fig11", "bt-fig13", "bt-fig14", "bt-fig15", "bt-fig16"])
+def test_kernels_of_packed_sequences(name: str) -> None:
+    made, seen = experiment.load_experiment(name), set[str]()
+    for _, config, work, phase in experiment._planned(made.part("gpu"), made.kind):
+        model = (config.model.type, config.model.attention)
+        if (key := repr((model, config.fusion, config.tiles, config.train.pack))) not in seen:
+            seen.add(key)
+            check(config, work, phase)
 
 
 def test_kernels_of_the_policies() -> None:

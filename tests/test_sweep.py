@@ -252,15 +252,15 @@ def test_variants(tmp_path: Path) -> None:
     }
     made = sweep.load_sweep(write(tmp_path, tree))
     points = sweep.points(made)
-    assert [p.sets["variant"] for p in points] == 2 * ["packed", "padded", "PyTorch"]
-    assert len({p.process for p in points[:2]}) == 1 and points[2].process != points[1].process
-    assert points[0].config and points[0].config.train.pack and points[0].config.tiles.batch == 2
+    assert [p.sets["variant"] for p in points] == 2 * ["PyTorch", "packed", "padded"]
+    assert points[1].process == points[2].process != points[0].process
+    assert points[1].config and points[1].config.train.pack and points[1].config.tiles.batch == 2
     rows = sweep_run.run(made, tmp_path / "out", Console(stderr=True))
     assert [row["status"] for row in rows] == 6 * ["ok"], rows
     assert all(row["tokens_per_s"] == pytest.approx(32 * row["sets"]["measure.alpha"] / row["seconds"]) for row in rows)
     legend = figure_of(made.plots, rows).subfigs[0].legends[0].get_texts()
-    assert [one.get_text() for one in legend] == ["packed", "padded", "PyTorch"]
-    assert "--set" not in best_options(rows[:1], made.best).replace("--set measure.alpha", "")
+    assert [one.get_text() for one in legend] == ["PyTorch", "packed", "padded"]
+    assert best_options(rows[:1], made.best) == "measure.alpha=0.5 variant=PyTorch"
     for variants, told in (
         ({"a": {"measure.alpha": 0.5}}, "variants: measure.alpha is set by the grid or list, too; allowed: in one"),
         ({"a": {"measure.contestant": "jax"}}, "measure.contestant: got 'jax'; allowed: 'nntile', 'torch_eager' or"),

@@ -1,7 +1,7 @@
 """Contestants of `nntile bench step CONFIG`: a config's model here, and what transformers makes of it in PyTorch.
 
 Both sides have the same start weights, inputs, precision and optimizer; ours is packed if train.pack says so, PyTorch's
-inputs are padded, with their attention_mask. PyTorch trains under bf16 autocast, with a fused optimizer, and infers with
+inputs are padded, with their attention_mask. PyTorch trains under bf16 autocast with a fused optimizer, and infers with
 bf16 weights; its attention is scaled_dot_product_attention.
 """
 

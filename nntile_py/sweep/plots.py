@@ -27,7 +27,8 @@ _LABELS = {
     "best us": "time of a step (us), best repeat", "tokens_per_s": "throughput (tokens/s)",
     "gflop_per_s": "throughput (Gflop/s)", "runtime.cpus": "CPU workers", "runtime.cuda": "GPUs",
     "us_per_task": "time of a step over its tasks (us)", "planned_task_us": "planned time of a task (us)",
-    "measure.alpha": "mean length as a part of the longest (alpha)", "train.batch": "batch", "train.seq": "sequence length", "fusion": "", "tasks": "tasks of a step",
+    "measure.alpha": "mean length as a part of the longest (alpha)",
+    "train.batch": "batch", "train.seq": "sequence length", "fusion": "", "tasks": "tasks of a step",
     "peak_mib": "memory at peak (MiB)",
 }  # fmt: skip
 

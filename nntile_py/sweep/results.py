@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nntile_py.sweep.plots import Row, figure_of, good_rows, plain, spread, word
+from nntile_py.sweep.spec import VARIANT
 from nntile_py.system.folders import replace_file
 from nntile_py.system.pictures import FORMS, files_of
 
@@ -80,7 +81,9 @@ def best_options(rows: list[Row], best: Best) -> str:
     """The best row as options of a command."""
     row = best_row(rows, best)
     sets = row["sets"].items() if row else []
-    return " ".join(f"--set {key}={'null' if of is None else plain(of)}" for key, of in sets) or "none"
+    told = ((key, f"{key}={'null' if of is None else plain(of)}") for key, of in sets)
+    own = (VARIANT, "measure.")  # of the sweep, no keys of a config
+    return " ".join(text if key.startswith(own) else f"--set {text}" for key, text in told) or "none"
 
 
 def best_told(rows: list[Row], best: Best) -> str:
