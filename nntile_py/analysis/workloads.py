@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from nntile_py.config.spec import step_spec, tiling
 from nntile_py.errors import ConfigError
@@ -81,10 +81,9 @@ class SelfAttention:
 
     Inputs: q, k, v [batch, seq, heads, head_dim]; attention_mask if given. config: has embed, heads and attention."""
 
-    weights: ClassVar[dict[str, Any]] = {}
-
     def __init__(self, config: Any) -> None:
         self.config = config
+        self.weights: dict[str, Any] = {}
 
     def trace(self, g: Graph, batch: Batch) -> Traced:
         c = self.config
