@@ -19,8 +19,8 @@ from .attention_dropout import ScoresDropout
 from .attention_operands import BHSD, Operand, Operands, OperandsArgs, as_bhsd, checked, from_bhsd, order_of
 from .attention_repeat import fit_groups, repeat_heads, tile_of_group
 from .contract import Contract, contract
-from .elementwise import rename, unpack
 from .elementwise import dropout as dropout_of
+from .elementwise import rename, unpack
 from .mask import Limits, Mask, masked_softmax
 from .op import CONTRACTION, Array, GraphLike, Index, Lowering, Op, Tensor, accumulation_dtype
 from .softmax import Softmax
@@ -90,9 +90,10 @@ class Attention(Op):
 
     backend: `vendor` is one fused task where seq and key are not cut, else as `merge`. `merge`: a task per (query tile,
     key tile) adds its (max, sumexp, weighted values) to the query tile's state. `flash`: flash_maxsumexp over the key
-    tiles, then flash_softmax_gemm (Alg. 2 of the NNTile report). `segments`: as `vendor`, but with a
-    mask that has segments by the kernels of attention_segments_triton.py on CUDA; it alone of these has dropout of the
-    probabilities. Pairs of tiles that a causal mask or a window masks wholly are not submitted. A query that attends to nothing has zeros, and 0 as its lse.
+    tiles, then flash_softmax_gemm (Alg. 2 of the NNTile report). `segments`: as `vendor`, but with a mask that
+    has segments by the kernels of attention_segments_triton.py on CUDA; it alone of these has dropout of the
+    probabilities. Pairs of tiles that a causal mask or a window masks wholly are not submitted. A query that attends to
+    nothing has zeros, and 0 as its lse.
     """
 
     category = CONTRACTION

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -38,7 +39,7 @@ class ScoresDropout:
         batch, seq = draws.shape
         result, step = np.ones((batch, heads, seq, seq)), self.strides(heads)
         for row, of_row in enumerate(np.broadcast_to(offsets, (batch, offsets.shape[-1]))):
-            for start, end in zip(of_row[:-1], of_row[1:], strict=True):
+            for start, end in pairwise(of_row):
                 if start == end:
                     continue
                 at = np.arange(end - start)

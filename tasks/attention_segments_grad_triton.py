@@ -1,7 +1,7 @@
 """Gradients of attention over packed sequences on CUDA. Tiles as in attention.cpp.
 
-Short segments: a program has all of one, and all heads that share its keys: one pass makes dq, dk and dv. Longer ones: a
-pass for dq, then one for dk and dv. Nothing is added atomically: the same bits each time.
+Short segments: a program has all of one, and all heads that share its keys: one pass makes dq, dk and dv. Longer ones:
+a pass for dq, then one for dk and dv. Nothing is added atomically: the same bits each time.
 """
 
 # Functions of Triton's language have no Python types.

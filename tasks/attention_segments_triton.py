@@ -1,9 +1,9 @@
 """Attention over packed sequences on CUDA. Tiles as in attention.cpp.
 
 A program has a block of queries of a segment and a head; those beyond the live segments return at once, and the ones
-behind the last clear what belongs to none. Short segments: all keys and values are on chip, no online softmax (the short
-form of ByteTransformer, Zhai et al. 2023). Longer ones: one pass over the keys with online softmax (Dao et al. 2022).
-Which of several blocks is the fastest, or ATen's kernel for `vendor`, is measured by C++.
+behind the last clear what belongs to none. Short segments: all keys and values are on chip, no online softmax (the
+short form of ByteTransformer, Zhai et al. 2023). Longer ones: one pass over the keys with online softmax (Dao et al.
+2022). Which of several blocks is the fastest, or ATen's kernel for `vendor`, is measured by C++.
 """
 
 # Functions of Triton's language have no Python types.
@@ -256,7 +256,7 @@ def _describe(task: Task) -> Launches:
     common = shared(task, a.qkv, 2, a.scale, a.limits, diagonal=a.diagonal, segments=segments)
     lse = (0, 1, shape(task, 1)[-1], 1)
     names = ("OUT_AT", "Q_AT", "K_AT", "V_AT", "LSE_AT")
-    at = dict(zip(names, [layout(strides_of(shape(task, 0)), a.out), *layouts, lse], strict=True))
+    at: dict[str, Any] = dict(zip(names, [layout(strides_of(shape(task, 0)), a.out), *layouts, lse], strict=True))
     args: list[Parameter] = [tile(task, 0), tile(task, 1), *tiles, tile(task, segments), *common.args]
 
     def way(online: bool, rows: int, keys: int, warps: int) -> tuple[Launch, ...]:

@@ -12,13 +12,15 @@ import functools
 import importlib
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nntile_py.tiles import Access, Slot, Tile
+from nntile_py.tiles import Slot
 from nntile_py.tiles.dtypes import DTYPES
 from nntile_py.tiles.tasklist import Task
+
+from .live import Live, with_live_sizes
 
 ALIGNMENT = 16  # bytes: what StarPU's device buffers and the scratch offsets have at least; wide loads need it
 
@@ -58,52 +60,6 @@ class TaskFloat:
 
     position: int
     dtype: str = "fp32"  # or int64, for seeds, which fp32 does not hold
-
-
-class Live(int):
-    """A size that follows how much of a tile a step fills: ceil(filled * factor / divisor) * times.
-
-    As an int it is the largest that it can be. What it is in a step is known where a launch has it as an argument or in
-    its grid; elsewhere the largest is right, too: kernels that compute the whole tile compute more than is needed.
-    """
-
-    most: int  # of what can be filled
-    position: int  # number of the task's float that says how much is
-    factor: int
-    divisor: int
-    times: int
-
-    def __new__(cls, most: int, position: int, factor: int = 1, divisor: int = 1, times: int = 1) -> Live:
-        self = super().__new__(cls, -(-most * factor // divisor) * times)
-        self.most, self.position, self.factor, self.divisor, self.times = most, position, factor, divisor, times
-        return self
-
-    def __mul__(self, other: int) -> int:
-        if isinstance(other, Live):
-            return int(self) * int(other)
-        if self.divisor > 1:
-            return Live(self.most, self.position, self.factor, self.divisor, self.times * other)
-        return Live(self.most, self.position, self.factor * other)
-
-    __rmul__ = __mul__
-
-    def __floordiv__(self, other: int) -> int:
-        exact = self.divisor == 1 and not isinstance(other, Live) and self.factor % other == 0
-        return Live(self.most, self.position, self.factor // other) if exact else int(self) // other
-
-    def blocks(self, size: int) -> int:
-        """How many blocks of `size` there are in it."""
-        if self.times > 1 or isinstance(size, Live):
-            return -(-int(self) // size)
-        return Live(self.most, self.position, self.factor, self.divisor * size)
-
-    @property
-    def formula(self) -> tuple[int, int, int, int]:
-        return self.position, self.factor, self.divisor, self.times
-
-    def filled(self, size: int) -> int:
-        """What it is where this much is filled."""
-        return -(-size * self.factor // self.divisor) * self.times
 
 
 Argument = TileAddress | ScratchAddress | Int | Float | TaskFloat | Live
@@ -240,21 +196,6 @@ def numbered(tasks: Sequence[Task]) -> list[list[TileAddress]]:
     return result
 
 
-def with_live_sizes(task: Task, lives: Sequence[tuple[int, int, Slot]]) -> Task:
-    """The same with tiles whose shapes have Live sizes: lives (number of the access, axis, slot), whose values follow the
-    task's own floats. Only along an outermost axis: of others, what is filled does not lie together."""
-    shapes = [list(access.tile.shape) for access in task.accesses]
-    for k, (number, axis, _) in enumerate(lives):
-        if math.prod(shapes[number][:axis]) == 1:
-            shapes[number][axis] = Live(shapes[number][axis], len(task.floats) + k)
-    tiles = [
-        Tile(a.tile.tensor, a.tile.index, tuple(sizes), a.tile.dtype, a.tile.monoid, axes=a.tile.axes)
-        for a, sizes in zip(task.accesses, shapes, strict=True)
-    ]
-    accesses = [Access(tile, a.mode, a.accumulate) for tile, a in zip(tiles, task.accesses, strict=True)]
-    return replace(task, accesses=accesses)
-
-
 class Scratch:
     """Lays out a task's scratch block."""
 
@@ -376,10 +317,10 @@ def encode(launch: Launch, binary: Binary) -> Encoded:
 
     parameters are all of the kernel's, in order, as (kind, value):
     0 address of tile value; 1 address of the scratch block + value; 2 int32; 3 int64; 4 fp32; 5 the task's float
-    number value as fp32; 6 the same, truncated to int64; 7, 8 a `formula` of Live as int32, int64. So is the grid. In Triton 3.6 they are the non-constexpr parameters, each of
-    its own size and natural alignment, then two pointers (global scratch, profile scratch): null, as no kernel of ours
-    uses them (`compile_launch` checks it). Above 48 KiB, `shared` needs
-    CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES.
+    number value as fp32; 6 the same, truncated to int64; 7, 8 a `formula` of Live as int32, int64. So is the grid. In
+    Triton 3.6 they are the non-constexpr parameters, each of its own size and natural alignment, then two pointers
+    (global scratch, profile scratch): null, as no kernel of ours uses them (`compile_launch` checks it). Above 48 KiB,
+    `shared` needs CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES.
     """
     parameters: list[Value] = []
     for arg in launch.args:
@@ -426,10 +367,10 @@ def interpret(
     tasks: Sequence[Task], tensors: Sequence[Any], slots: dict[str, float] | None = None, *, way: int = 0,
     lives: Sequence[tuple[int, int, Slot]] = (),
 ) -> None:  # fmt: skip
-    """Run the launches of a task, or of several together, on torch tensors, one a tile: on CUDA, or on the CPU by Triton's
-    interpreter. For that TRITON_INTERPRET=1 must be set when triton is imported first.
+    """Run the launches of a task, or of several together, on torch tensors, one a tile.
 
-    way: which of several; lives: as of `with_live_sizes`.
+    On the CPU by Triton's interpreter: TRITON_INTERPRET=1 must be set when triton is imported first. way: which of
+    several; lives: as of `with_live_sizes`.
     """
     import torch
 

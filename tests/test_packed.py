@@ -334,7 +334,8 @@ def _by_bin(places: Any) -> list[list[int]]:
 def test_models_that_cannot_be_packed() -> None:
     with pytest.raises(nt.ConfigError, match=r"tiles\.seq: got 4; allowed with pack: none"):
         nt.Trainer(made("bert"), 2, LENGTH, {"seq": 4}, pack=True)
-    with pytest.raises(nt.ConfigError, match=r"attention_dropout: got 0\.1; allowed with pack: 0, or model\.attention: segments"):
+    told = r"attention_dropout: got 0\.1; allowed with pack: 0, or model\.attention: segments"
+    with pytest.raises(nt.ConfigError, match=told):
         nt.Trainer(made("bert", attention="naive").changed(attention_dropout=0.1), 2, LENGTH, pack=True)
     with pytest.raises(nt.ConfigError, match=r"model NoSegments: pack needs a mask with segments in Attention"):
         nt.Trainer(NoSegments(NoSegments.Config()), 2, LENGTH, pack=True)

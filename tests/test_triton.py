@@ -19,6 +19,7 @@ from test_attention import Row as AttentionRow
 from nntile_py.graph.lowering import lower
 from nntile_py.tasks import Contract, Lowering, Tensor, launch
 from nntile_py.tasks.embedding import EmbeddingGradArgs
+from nntile_py.tasks.live import Live
 from nntile_py.tasks.optimizer import AdamWArgs, SGDArgs, joined, split
 from nntile_py.testing import SIZES, Case, Values, error
 from nntile_py.tiles import RW, R, Slot, Tile, Tiling, W
@@ -211,11 +212,11 @@ def test_what_a_step_fills(name: str, dtype: str) -> None:
 
 def test_live_sizes() -> None:
     """A kernel's sizes and grids as functions of what a step fills."""
-    rows = launch.Live(100, position=3)
+    rows = Live(100, position=3)
     words = rows * 6
-    assert (words, words // 3, words // 4) == (600, 200, 150) and not isinstance(words // 4, launch.Live)
+    assert (words, words // 3, words // 4) == (600, 200, 150) and not isinstance(words // 4, Live)
     blocks = launch.ceil_div(words, 16)
-    assert isinstance(blocks, launch.Live) and blocks == 38 and blocks.formula == (3, 6, 16, 1)
+    assert isinstance(blocks, Live) and blocks == 38 and blocks.formula == (3, 6, 16, 1)
     for filled in (1, 7, 40, 100):
         assert words.filled(filled) == 6 * filled and (2 * blocks).filled(filled) == 2 * -(-6 * filled // 16)
         assert launch.ceil_div(blocks, 3).filled(filled) == -(-6 * filled // 48)
@@ -364,6 +365,42 @@ for row in [*map(ROWS.get, rows), adamw(split=True)]:
             assert len(parameters) == len(one.args) + 2 and parameters[-2:] == [(3, 0), (3, 0)]
             print(name)
 """
+
+
+COMPILE_SEGMENTS = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from test_attention import Row
+from nntile_py.graph.lowering import lower
+from nntile_py.tasks import launch
+from nntile_py.tasks.live import with_live_sizes
+from nntile_py.testing import Case
+from nntile_py.tiles import Tiling
+
+short, long = Row("segments causal", "vendor", "groups"), Row("segments", "segments", dropout=0.1)
+for positions, row in (128, short), (512, long):
+    case = Case({"batch": 1, "seq": positions, "heads": 12, "kv_heads": 4, "head_dim": 64}, "bf16")
+    row(case)
+    low = lower(case.graph, Tiling({}))
+    low.tasks.live = frozenset({"seq"})
+    for task in low.tasks.tasks:
+        made = launch.load()[task.kernel]([with_live_sizes(task, low.tasks.live_sizes(task))])
+        assert made.key and len(made.ways) > 1
+        for way in made.ways:
+            for one in way:
+                binary = launch.compile_launch(one)
+                assert binary.shared <= launch.shared_memory(90), (one.constexprs, binary.shared)
+                *_, grid, parameters = launch.encode(one, binary)
+                assert any(kind == 7 for kind, _ in parameters) and len(grid) == 3
+                print(binary.name, positions)
+"""
+
+
+def test_attention_over_segments_compiles_for_sm_90(python: Python, tmp_path: Path) -> None:
+    done = python(COMPILE_SEGMENTS, Path(__file__).parent, TRITON_CACHE_DIR=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    names = {"_forward 128", "_forward 512", "_grad_whole 128", "_grad_queries 128", "_grad_keys 512"}
+    assert names <= set(done.stdout.splitlines())
 
 
 def test_compiles_for_sm_90(python: Python, tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from nntile_py.execution import memory
 from nntile_py.execution.python_task import bound
 from nntile_py.execution.runtime import Runtime
 from nntile_py.tasks import launch
+from nntile_py.tasks.live import with_live_sizes
 from nntile_py.tasks.op import Lowering, Tensor
 from nntile_py.tiles import Slot, TaskList, Tile, device_model
 from nntile_py.tiles.batching import GROUP_SECONDS, grouped
@@ -102,17 +103,18 @@ def _new(tile: Tile) -> _core.Tile:
     return _core.Tile(list(tile.shape), tile.dtype, MONOIDS.index(tile.monoid), tile.redux)
 
 
+Lives = Sequence[tuple[int, int, Slot]]
 Launched = tuple[list[list[Any]], int, list[tuple[int, int]], str]
 NOT_LAUNCHED: Launched = ([], 0, [], "")
 
 
-def encoded_launches(tasks: list[Task], capability: int | None, lives: Sequence[tuple[int, int, Slot]]) -> Launched:
+def encoded_launches(tasks: list[Task], capability: int | None, lives: Lives = ()) -> Launched:
     """What a CUDA worker launches for tasks that have no C++ kernel there, or may be faster than that: for each way its
     launches, bytes of scratch, the table, the key of the choice."""
     described = launch.load().get(tasks[0].kernel) if capability else None
     if not described or not capability:
         return NOT_LAUNCHED
-    made = described([launch.with_live_sizes(tasks[0], lives)] if lives else tasks)
+    made = described([with_live_sizes(tasks[0], lives)] if lives else tasks)
     if not made.launches:
         return NOT_LAUNCHED
     compiled = [[(one, launch.compile_launch(one, capability)) for one in way] for way in made.ways]
