@@ -8,6 +8,7 @@ rotary wavelengths of their own. Axes as in bert_parts.py; rotary (cosines and s
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
 from pydantic import model_validator
@@ -159,7 +160,7 @@ class _Layers:
             theta, name = (c.global_theta, "rotary") if everywhere else (c.local_theta, "rotary_local")
             window = None if everywhere else c.local_attention // 2 + 1
             mask = self.kinds[not everywhere][0] if self.kinds else attention_mask(g, batch)
-            mask = Mask(window=window, padding=mask.padding, segments=mask.segments, two_sided=not everywhere)
+            mask = replace(mask, window=window, two_sided=not everywhere)
             table = rotary_table(self.head_dim, batch.length, theta)
             self.kinds[everywhere] = mask, rotary_input(g, batch, table, name)
         return self.kinds[everywhere]

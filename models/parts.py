@@ -13,7 +13,7 @@ from nntile_py.graph.declared import ONES, ZEROS, Array, Batch, Init, Part
 from nntile_py.graph.graph import Graph
 from nntile_py.models.base import ModelConfig
 from nntile_py.schema import BelowOne, Count, Layers
-from nntile_py.tasks.attention import Backend
+from nntile_py.tasks.attention import WITH_DROPOUT, Backend
 from nntile_py.tasks.contract import linear
 from nntile_py.tasks.elementwise import add, bias_add
 from nntile_py.tasks.embedding import embedding
@@ -40,15 +40,17 @@ class LayerConfig(ModelConfig):
     attention: Backend = "vendor"
     """How attention is computed: `vendor` by the fused kernel of ATen or cuDNN, where a sequence is not cut; `merge`
     tile by tile in one pass, merged by log-sum-exp; `flash` tile by tile in two passes; `naive` with all scores in
-    memory."""
+    memory; `segments` by kernels for packed sequences (`train.pack`), elsewhere as `vendor`, or with dropout as
+    `naive`."""
     attention_dropout: BelowOne = 0.0
-    """Dropout of the attention probabilities; needs `attention: naive`."""
+    """Dropout of the attention probabilities; needs `attention: naive` or `segments`."""
 
     def check_dropout(self) -> None:
         """Refuse dropout of attention's probabilities where they are never made."""
-        if self.attention_dropout and self.attention != "naive":
+        if self.attention_dropout and self.attention not in WITH_DROPOUT:
             raise ConfigError(
-                f"model.attention_dropout: got {self.attention_dropout}; allowed: 0 unless model.attention is naive"
+                f"model.attention_dropout: got {self.attention_dropout}; allowed: 0 unless model.attention is"
+                f" {' or '.join(WITH_DROPOUT)}"
             )
 
 
@@ -172,7 +174,7 @@ def of_sequences(batch: Batch) -> dict[str, int]:
 def attention_mask(g: Graph, batch: Batch, *, causal: bool = False, window: int | None = None) -> Mask:
     """Which keys a query attends to: no padding, if steps have an attention_mask; of packed sequences, its own."""
     if batch.packed:
-        return Mask(causal, window, segments=bins.segments(g))
+        return Mask(causal, window, segments=bins.segments(g), longest=batch.packed)
     return Mask(causal, window, padding=padding(g, batch))
 
 

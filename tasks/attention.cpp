@@ -4,6 +4,7 @@
 #include <ATen/ops/addmm.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/mm.h>
+#include <ATen/ops/ones_like.h>
 #include <ATen/ops/sum.h>
 
 #include "attention_cpu.h"
@@ -87,6 +88,15 @@ void probabilities(const at::Tensor& s, const at::Tensor& lse, const PairMask& m
               [&](T* p, int64_t n, int64_t row) { exp_row(p, p, lse.data_ptr<T>()[row], T(1), n); });
 }
 
+// f(what a row of a block attends to, its number, its first key, how many keys) of each row.
+template <class T, class F>
+void for_kept(const at::Tensor& s, const PairMask& mask, int64_t first, Interval keys, int64_t all_keys, F f) {
+  for (int64_t row = 0; row < s.size(0); ++row) {
+    const auto kept = kept_keys(mask, first + row, all_keys);
+    f(s.data_ptr<T>() + row * keys.size() + kept.from - keys.from, first + row, kept.from, kept.size());
+  }
+}
+
 at::Tensor rows_of(const at::Tensor& x, Interval keys) { return x.narrow(0, keys.from, keys.size()); }
 
 // ATen's fused kernel knows no mask but the diagonal, and no groups of heads.
@@ -108,9 +118,9 @@ void vendor_grad(const AttentionGradArgs& args, const Triple& x, const Triple& g
   }
 }
 
-// Whether each segment can be a call of ATen's kernel: the tile has all positions.
+// Whether each segment can be a call of ATen's kernel: the tile has all positions, and no probability is dropped.
 bool whole_segments(const PairMask& mask, const Triple& x) {
-  return mask.segments.defined() && !mask.window && !mask.padding.defined() && !mask.seq && !mask.key &&
+  return mask.segments.defined() && !mask.dropout && !mask.window && !mask.padding.defined() && !mask.seq && !mask.key &&
          x.q.size(2) == x.k.size(2);
 }
 
@@ -159,6 +169,9 @@ void attention(Args& t) {
         sums.data_ptr<T>()[row - first] = sum ? sum : T(1);
         to[row] = sum ? top + std::log(sum) : T(0);
       });
+      if (mask.dropout)
+        for_kept<T>(s, mask, first, keys, x.k.size(2), [&, drop = ScoresDropout(mask, t)](
+                        T* p, int64_t row, int64_t key, int64_t n) { drop.apply(p, h, row, key, n); });
       head(out, b, h).narrow(0, first, rows).copy_(s.mm(rows_of(head(x.v, b, h_k), keys)).div_(sums));
     });
   });
@@ -167,7 +180,7 @@ void attention(Args& t) {
 // Adds the gradients of a pair of tiles.
 template <class T>
 void add_grads(const Triple& x, const Triple& grads, const PairMask& mask, const at::Tensor& d_out,
-               const at::Tensor& lse, const at::Tensor& delta, double scale) {
+               const at::Tensor& lse, const at::Tensor& delta, double scale, const Args& t) {
   const auto products = buffer_for(x.q, x.k);
   for_blocks<T>(x, mask, scale, [&](int64_t b, int64_t h, int64_t h_k, const at::Tensor& p, int64_t first,
                                     int64_t rows, Interval keys) {
@@ -176,7 +189,15 @@ void add_grads(const Triple& x, const Triple& grads, const PairMask& mask, const
     const auto ds = scores_of(products, g, v, first, rows, keys, 1.0);
     auto dv = rows_of(head(grads.v, b, h_k), keys), dk = rows_of(head(grads.k, b, h_k), keys);
     auto dq = head(grads.q, b, h).narrow(0, first, rows);
-    at::addmm_out(dv, dv, p.t(), g.narrow(0, first, rows));
+    auto weights = p;
+    if (mask.dropout) {
+      const auto factors = at::ones_like(p);
+      for_kept<T>(factors, mask, first, keys, x.k.size(2), [&, drop = ScoresDropout(mask, t)](
+                      T* f, int64_t row, int64_t key, int64_t n) { drop.apply(f, h, row, key, n); });
+      weights = p.mul(factors);
+      ds.mul_(factors);
+    }
+    at::addmm_out(dv, dv, weights.t(), g.narrow(0, first, rows));
     const auto row_delta = head(delta, b, h);
     for (int64_t row = 0; row < rows; ++row) {
       auto* out = ds.data_ptr<T>() + row * keys.size();
@@ -221,7 +242,7 @@ void attention_grad(Args& t) {
   }
   clear(t, 3 + x.count, grads.count);
   const auto delta = d_out.mul(out).sum(-1).contiguous();
-  dispatch(lse, [&](auto zero) { add_grads<decltype(zero)>(x, grads, mask, d_out, lse, delta, args.scale); });
+  dispatch(lse, [&](auto zero) { add_grads<decltype(zero)>(x, grads, mask, d_out, lse, delta, args.scale, t); });
 }
 
 // tiles: state (max, sumexp, values; flash_maxsumexp's has no values), q/k/v, padding, segments
@@ -297,7 +318,7 @@ void attention_grad_pair(Args& t) {
   const Triple x(t, args.qkv, 3), grads(t, args.grads, 3 + x.count);
   const PairMask mask(t, args.diagonal, args.limits, 3 + x.count + grads.count);
   clear(t, 3 + x.count, grads.count);
-  dispatch(lse, [&](auto zero) { add_grads<decltype(zero)>(x, grads, mask, d_out, lse, delta, args.scale); });
+  dispatch(lse, [&](auto zero) { add_grads<decltype(zero)>(x, grads, mask, d_out, lse, delta, args.scale, t); });
 }
 
 // tiles: y [.., heads, ..], x [.., kv_heads, ..]
@@ -317,6 +338,8 @@ void attention_repeat_grad(Args& t) {
 
 NNTILE_KERNEL(attention, attention);
 NNTILE_KERNEL(attention_grad, attention_grad);
+NNTILE_KERNEL(attention_segments, attention);
+NNTILE_KERNEL(attention_segments_grad, attention_grad);
 NNTILE_KERNEL(attention_partial, attention_partial);
 NNTILE_KERNEL(attention_normalise, attention_normalise);
 NNTILE_KERNEL(flash_maxsumexp, flash_maxsumexp);

@@ -42,9 +42,10 @@ struct Triple {
 // What is masked of a pair of tiles; its data, where there is some, in the task's tiles from `first` on.
 struct PairMask {
   bool diagonal;
-  int64_t seq = 0, key = 0, window = 0;  // positions of the first query and key; see Limits in mask.py
+  int64_t seq = 0, key = 0, window = 0, longest = 0;  // positions of the first query and key; see Limits in mask.py
   bool two_sided = false;
   at::Tensor padding, segments;
+  std::optional<DropoutArgs> dropout;
 
   PairMask(const Args& t, bool diagonal_, const std::optional<Limits>& limits, size_t first) : diagonal(diagonal_) {
     if (!limits) return;
@@ -52,8 +53,10 @@ struct PairMask {
     key = limits->key;
     window = limits->window;
     two_sided = limits->two_sided;
+    longest = limits->longest;
     if (limits->padding) padding = t[first++];
     if (limits->segments) segments = t[first].flatten();  // of one row of the batch
+    dropout = limits->dropout;
   }
   bool simple() const { return !window && !padding.defined() && !segments.defined(); }
 };

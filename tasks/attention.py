@@ -12,8 +12,10 @@ from typing import ClassVar, Literal, get_args
 
 import numpy as np
 
+from nntile_py.errors import ConfigError
 from nntile_py.tiles import ACC, Access, Part, R, TaskArgs, Tiling, W
 
+from .attention_dropout import ScoresDropout
 from .attention_operands import BHSD, Operand, Operands, OperandsArgs, as_bhsd, checked, from_bhsd, order_of
 from .attention_repeat import fit_groups, repeat_heads, tile_of_group
 from .contract import Contract, contract
@@ -23,8 +25,9 @@ from .mask import Limits, Mask, masked_softmax
 from .op import CONTRACTION, Array, GraphLike, Index, Lowering, Op, Tensor, accumulation_dtype
 from .softmax import Softmax
 
-Backend = Literal["vendor", "merge", "flash", "naive"]
+Backend = Literal["vendor", "merge", "flash", "naive", "segments"]
 BACKENDS: tuple[str, ...] = get_args(Backend)  # naive: see softmax.py and contract.py; the others are Attention
+WITH_DROPOUT: tuple[Backend, ...] = "naive", "segments"  # of the probabilities
 
 
 class AttentionArgs(TaskArgs):
@@ -87,24 +90,39 @@ class Attention(Op):
 
     backend: `vendor` is one fused task where seq and key are not cut, else as `merge`. `merge`: a task per (query tile,
     key tile) adds its (max, sumexp, weighted values) to the query tile's state. `flash`: flash_maxsumexp over the key
-    tiles, then flash_softmax_gemm (Alg. 2 of the NNTile report). Pairs of tiles that a causal mask or a window masks
-    wholly are not submitted. A query that attends to nothing has zeros, and 0 as its lse.
+    tiles, then flash_softmax_gemm (Alg. 2 of the NNTile report). `segments`: as `vendor`, but with a mask that
+    has segments by the kernels of attention_segments_triton.py on CUDA; it alone of these has dropout of the
+    probabilities. Pairs of tiles that a causal mask or a window masks wholly are not submitted. A query that attends to
+    nothing has zeros, and 0 as its lse.
     """
 
     category = CONTRACTION
     colours: ClassVar = {"forward": "#009e73"}
 
-    def __init__(self, operands: Operands, out: Tensor, lse: Tensor, *, mask: Mask, backend: str) -> None:
+    def __init__(
+        self, operands: Operands, out: Tensor, lse: Tensor, *, mask: Mask, backend: str,
+        dropout: ScoresDropout | None = None,
+    ) -> None:  # fmt: skip
         if backend not in BACKENDS or backend == "naive":
             raise ValueError(f"attention: {backend!r} is not allowed; use one of {', '.join(BACKENDS)}")
-        super().__init__([*operands.tensors, *mask.inputs], [out, lse])
-        self.operands, self.mask, self.backend, self.lse = operands, mask, backend, lse
+        self.operands, self.mask, self.backend, self.lse, self.dropout = operands, mask, backend, lse, dropout
+        super().__init__([*operands.tensors, *self.data], [out, lse])
         self.scale = 1 / math.sqrt(out.size("head_dim"))
 
     def read(self, tensors: Sequence[Tensor]) -> None:
         """Take other tensors in the place of those that hold q, k and v."""
         self.operands = self.operands.on(tensors)
-        self.inputs = [*tensors, *self.mask.inputs]
+        self.inputs = [*tensors, *self.data]
+
+    @property
+    def data(self) -> list[Tensor]:
+        """Inputs besides the operands."""
+        return [*self.mask.inputs, *([self.dropout.draws] if self.dropout else [])]
+
+    @property
+    def kernel(self) -> str:
+        """Of a task that has whole sequences."""
+        return "attention_segments" if self.backend == "segments" and self.mask.segments else "attention"
 
     @property
     def out_order(self) -> tuple[int, int, int, int]:
@@ -114,7 +132,7 @@ class Attention(Op):
         assert grads[0] is not None
         douts = [g.temp("qkv_grad", t.axes, t.shape, t.dtype) for t in self.operands.tensors]
         g.add(AttentionGrad(self, grads[0], douts))
-        return [*douts, *[None for _ in self.mask.inputs]]
+        return [*douts, *[None for _ in self.data]]
 
     def flop(self) -> float:
         (x, seq), (k, key) = self._queries, self._keys
@@ -141,11 +159,13 @@ class Attention(Op):
 
     def fit(self, tiling: Tiling) -> None:
         self.mask.fit(tiling)
+        if self.dropout and tiling.tile("seq", self.output.size("seq")) < self.output.size("seq"):
+            raise ConfigError("tiles.seq: allowed with attention_dropout of packed sequences: none, a bin is not cut")
         if self.group > 1:
             fit_groups(self.operands.parts[1][0], self.output, tiling)
 
     def fused(self, low: Lowering) -> bool:
-        return self.backend == "vendor" and not low.cut(*self._queries) and not low.cut(*self._keys)
+        return self.backend in ("vendor", "segments") and not low.cut(*self._queries) and not low.cut(*self._keys)
 
     def tiles_of_queries(self, low: Lowering) -> list[Index]:
         return [index | {"head_dim": 0} for index in low.indices(self.lse)]
@@ -169,7 +189,11 @@ class Attention(Op):
     def masked(self, low: Lowering, at: Index, key: Index) -> tuple[bool, Limits | None, list[Access]]:
         """Whether the diagonal goes through a pair, what else masks it, and the tiles that this needs."""
         seq, keys = self.parts(low, at, key)
-        return self.mask.band.cuts_causal(seq, keys), self.mask.limits(seq, keys), self.mask.accesses(low, key)
+        accesses, dropout = self.mask.accesses(low, key), None
+        if self.dropout:
+            dropout = self.dropout.args(low.part(self.output, "heads", at).offset, self.output.size("heads"))
+            accesses.append(R(low.tile(self.dropout.draws, at)))
+        return self.mask.band.cuts_causal(seq, keys), self.mask.limits(seq, keys, dropout), accesses
 
     def pair_flop(self, low: Lowering, at: Index, key: Index) -> float:
         rows = math.prod(low.part(self.lse, axis, at).size for axis in ("batch", "heads"))
@@ -179,7 +203,7 @@ class Attention(Op):
         for at in self.tiles_of_queries(low):
             if self.fused(low):
                 (key,) = self.pairs(low, at)
-                self._lower_pair(low, "attention", [W(low.tile(self.lse, at))], at, key)
+                self._lower_pair(low, self.kernel, [W(low.tile(self.lse, at))], at, key)
             else:
                 self._lower_tiled(low, at)
 
@@ -188,7 +212,7 @@ class Attention(Op):
         tiles, qkv = self.operands.tiles(low, at, key)
         diagonal, limits, more = self.masked(low, at, key)
         out = low.tile(self.output, at)
-        accesses = [W(out) if kernel == "attention" else ACC(out), *first, *map(R, tiles), *more]
+        accesses = [W(out) if kernel == self.kernel else ACC(out), *first, *map(R, tiles), *more]
         args = AttentionArgs(self.out_order, diagonal, qkv, self.scale, limits)
         low.emit(kernel, accesses, args, flop=self.pair_flop(low, at, key))
 
@@ -214,6 +238,12 @@ class Attention(Op):
 
     # -- reference
 
+    def factors(self, data: Sequence[Array], seed: int) -> Array | float:
+        """By which probabilities are multiplied."""
+        if not self.dropout:
+            return 1.0
+        return self.dropout.factors(self.lse.size("heads"), data[-1], data[-2], seed)
+
     def probabilities(self, q: Array, k: Array, data: Sequence[Array]) -> tuple[Array, Array]:
         axes = [*BHSD[:3], "key"]
         allowed = self.mask.allowed({"seq": q.shape[2], "key": k.shape[2]}, axes, data)
@@ -221,20 +251,21 @@ class Attention(Op):
         return p, lse[..., 0]
 
     def arrays(self, *inputs: Array) -> tuple[Array, Array, Array, Sequence[Array]]:
-        """q, k and v, with a head each, and the mask's data."""
+        """q, k and v, with a head each, and what other data there are."""
         count = len(self.operands.tensors)
         q, k, v = self.operands.split(*inputs[:count])
-        return q, k.repeat(self.group, 1), v.repeat(self.group, 1), inputs[count : count + len(self.mask.inputs)]
+        return q, k.repeat(self.group, 1), v.repeat(self.group, 1), inputs[count : count + len(self.data)]
 
-    def reference(self, *inputs: Array) -> tuple[Array, ...]:
+    def reference(self, *inputs: Array, seed: int = 0) -> tuple[Array, ...]:
         q, k, v, data = self.arrays(*inputs)
         p, lse = self.probabilities(q, k, data)
-        return from_bhsd(p @ v, self.out_order), lse
+        return from_bhsd(p * self.factors(data, seed) @ v, self.out_order), lse
 
 
 class AttentionGrad(Op):
     """With delta = rowsum(do o), p = exp(scale q k^T - lse), dp = do v^T, ds = scale p (dp - delta):
     dq = sum over keys ds k, dk = sum over queries ds^T q, dv = sum over queries p^T do (Dao et al. 2022, Alg. 4).
+    Dropout multiplies dp, and p in dv.
     """
 
     category = CONTRACTION
@@ -270,23 +301,24 @@ class AttentionGrad(Op):
                     of_keys = map(ACC if fwd.shared(low) else W, outs[1:])
                     accesses = [R(do), R(out), R(lse), *map(R, tiles), W(outs[0]), *of_keys, *more]
                     args = AttentionGradArgs(do_order, fwd.out_order, diagonal, qkv, grads, fwd.scale, limits)
-                    low.emit("attention_grad", accesses, args, flop=flop)
+                    low.emit(f"{fwd.kernel}_grad", accesses, args, flop=flop)
                 else:
                     accesses = [R(do), R(lse), R(delta), *map(R, tiles), *map(ACC, outs), *more]
                     pair = PairGradArgs(do_order, diagonal, qkv, grads, fwd.scale, limits)
                     low.emit("attention_grad_pair", accesses, pair, flop=flop)
 
-    def reference(self, *inputs: Array) -> tuple[Array, ...]:
+    def reference(self, *inputs: Array, seed: int = 0) -> tuple[Array, ...]:
         fwd = self.forward
         q, k, v, data = fwd.arrays(*inputs[:-3])
         o, do = as_bhsd(inputs[-3], fwd.out_order), as_bhsd(inputs[-1], order_of(self.do.axes))
         p, _ = fwd.probabilities(q, k, data)
-        ds = fwd.scale * p * (do @ v.swapaxes(-1, -2) - (do * o).sum(-1, keepdims=True))
+        factors = fwd.factors(data, seed)
+        ds = fwd.scale * p * (factors * (do @ v.swapaxes(-1, -2)) - (do * o).sum(-1, keepdims=True))
 
         def of_group(x: Array) -> Array:
             return np.asarray(x.reshape(x.shape[0], -1, fwd.group, *x.shape[2:]).sum(2))
 
-        dk, dv = of_group(ds.swapaxes(-1, -2) @ q), of_group(p.swapaxes(-1, -2) @ do)
+        dk, dv = of_group(ds.swapaxes(-1, -2) @ q), of_group((p * factors).swapaxes(-1, -2) @ do)
         return tuple(self.grads.join(ds @ k, dk, dv))
 
 
@@ -297,16 +329,22 @@ def attention(
 
     q has the axes batch, heads, seq, head_dim in any order (batch may be left out); k and v have kv_heads in the place
     of heads, if there are fewer of them, and key in the place of seq, if the keys are not the queries' positions. Each
-    may be a pair (tensor, index): a slice of a tensor that has an axis qkv too. backend: vendor, merge, flash, or naive
-    (materialised scores), which alone has dropout of the probabilities. ValueError for what is not supported.
+    may be a pair (tensor, index): a slice of a tensor that has an axis qkv too. backend: see Attention, or naive
+    (materialised scores). dropout: of the probabilities, by naive, or by segments (without any in the mask that means
+    naive). ValueError for what is not supported.
     """
     if all(isinstance(part, Tensor) for part in (q, k, v)):
         g.projections.append([q, k, v])  # type: ignore[list-item]
     dropout *= g.training
-    if backend != "naive" and dropout:
-        raise ValueError("attention_dropout: only attention: naive has it; the fused forms have none")
-    if dropout and g.draws:
-        raise ValueError(f"attention_dropout: got {dropout}; allowed with pack: 0")
+    if backend == "segments" and dropout and not mask.segments:
+        backend = "naive"
+    if dropout and backend not in WITH_DROPOUT:
+        need = " or ".join(WITH_DROPOUT)
+        raise ValueError(f"attention_dropout: got {dropout}; allowed: 0, or one of the forms of attention {need}")
+    if dropout and g.draws and backend == "naive":
+        raise ValueError(f"attention_dropout: got {dropout}; allowed with pack: 0, or model.attention: segments")
+    if dropout and backend == "segments" and "seq" not in g.draws:
+        raise ValueError(f"attention_dropout: got {dropout}; allowed where nothing says what tokens draw: 0")
     operands = checked(g, q, k, v, mask)
     if backend == "naive":
         return _naive(g, operands, mask, dropout)
@@ -315,7 +353,10 @@ def attention(
     out = g.temp("attention", axes, [x.size(a) for a in axes], x.dtype)
     sizes = {"batch": 1} | x.sizes
     lse = g.temp("lse", BHSD[:3], [sizes[a] for a in BHSD[:3]], accumulation_dtype(x.dtype))
-    return g.add(Attention(operands, out, lse, mask=mask, backend=backend)).output
+    drops = None
+    if dropout:
+        drops = ScoresDropout(dropout, g.dropout_key(), g.draws["seq"], mask.longest or out.size("seq"))
+    return g.add(Attention(operands, out, lse, mask=mask, backend=backend, dropout=drops)).output
 
 
 def _naive(g: GraphLike, operands: Operands, mask: Mask, dropout: float) -> Tensor:

@@ -3,6 +3,7 @@
 #include <vector>
 
 #include "attention.h"
+#include "dropout.h"
 #include "rows.h"
 
 namespace nntile {
@@ -60,5 +61,27 @@ void add(T* x, const T* bias, int64_t n) {
     (load(x + k, count) + load(bias + k, count)).store(x + k, static_cast<int>(count));
   });
 }
+
+// Dropout of the probabilities of segments; see attention_dropout.py.
+class ScoresDropout {
+ public:
+  // t: the task's tiles
+  ScoresDropout(const PairMask& pairs, const Args& t) : mask_(*pairs.dropout, t), offsets_(pairs.segments) {}
+
+  // p = p * mask / (1 - rate): a head's query `row` and n keys from `key` on, of its segment.
+  template <class T>
+  void apply(T* p, int64_t h, int64_t row, int64_t key, int64_t n) const {
+    if (!n) return;
+    const auto* offsets = offsets_.data_ptr<int64_t>();
+    const auto start = *(std::upper_bound(offsets, offsets + offsets_.numel(), row) - 1);
+    const auto& steps = mask_.args().strides;
+    const auto first = mask_.args().first + mask_.number(start) * (steps[0] / steps[2]) + h * steps[1];
+    mask_.apply(p, p, first + (row - start) * steps[2] + key - start, n);
+  }
+
+ private:
+  Mask mask_;
+  at::Tensor offsets_;
+};
 
 }  // namespace nntile

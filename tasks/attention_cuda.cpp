@@ -117,8 +117,10 @@ void clear_dead(const at::Tensor& out, const at::Tensor& lse, const at::Tensor& 
 // What ATen's flash attention is told of packed sequences: [tokens, heads, head_dim], offsets, the tokens of none.
 struct Packed {
   at::Tensor offsets, dead;  // int32, [tokens]
+  int64_t longest;
 
-  explicit Packed(const at::Tensor& segments, int64_t tokens) {
+  Packed(const PairMask& mask, int64_t tokens) : longest(std::min(mask.longest, tokens)) {
+    const auto& segments = mask.segments;
     offsets = segments.to(at::kInt);
     const auto segment = at::searchsorted(segments, at::arange(tokens, segments.options()), false, true);
     dead = segment.eq(0).logical_or(segment.eq(segments.numel()));
@@ -168,9 +170,9 @@ void attention(Args& t) {
       return;
     }
     case Vendor::varlen: {
-      const Packed packed(mask.segments, x.q.size(2));
+      const Packed packed(mask, x.q.size(2));
       const auto r = at::_flash_attention_forward(
-          tokens(x.q), tokens(x.k), tokens(x.v), packed.offsets, packed.offsets, x.q.size(2), x.k.size(2), 0.0,
+          tokens(x.q), tokens(x.k), tokens(x.v), packed.offsets, packed.offsets, packed.longest, packed.longest, 0.0,
           causal && !mask.window, false, args.scale, left(mask), right(mask));
       tokens(out).copy_(std::get<0>(r));
       lse.copy_(std::get<1>(r).view(lse.sizes()));  // [heads, tokens]
@@ -224,7 +226,7 @@ void clear(Args& t, size_t first, size_t count) {
 // tiles: do, out, lse, q/k/v, dq/dk/dv, padding, segments
 void attention_grad(Args& t) {
   const AttentionGradArgs args(t);
-  const auto d_out = as_bhsd(t[0], args.d_out), out = as_bhsd(t[1], args.out), lse = t[2];
+  const auto d_out = as_bhsd(t[0], args.d_out), out = as_bhsd(t[1], args.out), lse = t[2].contiguous();
   const Triple x(t, args.qkv, 3), grads(t, args.grads, 3 + x.count);
   const PairMask mask(t, args.diagonal, args.limits, 3 + x.count + grads.count);
   const bool causal = mask.diagonal;
@@ -251,10 +253,10 @@ void attention_grad(Args& t) {
           d_out, x.q, x.k, x.v, out, lse, {}, {}, rows, keys, 0.0, causal, seed, seed, args.scale);
       break;
     case Vendor::varlen: {
-      const Packed packed(mask.segments, rows);
+      const Packed packed(mask, rows);
       const auto r = at::_flash_attention_backward(
-          tokens(d_out), tokens(x.q), tokens(x.k), tokens(x.v), tokens(out), lse.select(0, 0), packed.offsets,
-          packed.offsets, rows, keys, 0.0, causal && !mask.window, seed, seed, args.scale, left(mask), right(mask));
+          tokens(d_out), tokens(x.q), tokens(x.k), tokens(x.v), tokens(out), lse.select(0, 0).contiguous(),
+          packed.offsets, packed.offsets, packed.longest, packed.longest, 0.0, causal && !mask.window, seed, seed, args.scale, left(mask), right(mask));
       const auto of_tokens = [&](const at::Tensor& y) {
         return y.masked_fill(packed.dead.unsqueeze(-1).unsqueeze(-1), 0).transpose(0, 1).unsqueeze(0);
       };

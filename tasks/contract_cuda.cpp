@@ -34,51 +34,10 @@ namespace nntile {
 namespace {
 
 constexpr size_t kWorkspace = 64 << 20;
-constexpr int kCandidates = 8, kTimings = 3;
-
-struct Event {
-  cudaEvent_t it;
-  Event() { C10_CUDA_CHECK(cudaEventCreate(&it)); }
-  ~Event() { cudaEventDestroy(it); }
-  Event(const Event&) = delete;
-};
-
-// The least of some timings on this worker's stream, in ms; infinite where `run` returns false.
-float least_ms(const std::function<bool()>& run) {
-  float least = std::numeric_limits<float>::infinity();
-  const Event start, end;
-  const auto stream = c10::cuda::getCurrentCUDAStream().stream();
-  for (int turn = 0; turn < kTimings; ++turn) {
-    float ms = 0;
-    C10_CUDA_CHECK(cudaEventRecord(start.it, stream));
-    if (!run()) break;
-    C10_CUDA_CHECK(cudaEventRecord(end.it, stream));
-    C10_CUDA_CHECK(cudaEventSynchronize(end.it));
-    C10_CUDA_CHECK(cudaEventElapsedTime(&ms, start.it, end.it));
-    least = std::min(least, ms);
-  }
-  return least;
-}
+constexpr int kCandidates = 8;
 
 // Where choices for this kind of GPU, library and driver are kept.
-std::string choices_file() {
-  std::string gpu = at::cuda::getCurrentDeviceProperties()->name;
-  std::replace_if(gpu.begin(), gpu.end(), [](unsigned char c) { return !std::isalnum(c); }, '-');
-  int driver = 0;
-  C10_CUDA_CHECK(cudaDriverGetVersion(&driver));
-  return "gemm-" + gpu + "-cublasLt-" + std::to_string(cublasLtGetVersion()) + "-driver-" + std::to_string(driver);
-}
-
-// Which of several ways to the same result is the fastest: measured once for `key` and kind of GPU, 0 the first of them.
-int fastest_of(const std::string& key, const std::vector<std::function<void()>>& ways) {
-  ways.front()();  // the only one that may choose an algorithm of its own: under the lock that `chosen` takes
-  const int way = chosen(choices_file(), key, [&] {
-    std::vector<float> times;
-    for (const auto& run : ways) times.push_back(least_ms([&] { return run(), true; }));
-    return static_cast<int>(std::min_element(times.begin(), times.end()) - times.begin());
-  });
-  return way < static_cast<int>(ways.size()) ? way : 0;
-}
+std::string choices_file() { return nntile::choices_file("gemm", "cublasLt-" + std::to_string(cublasLtGetVersion())); }
 
 void require(cublasStatus_t status, const char* what) {
   if (status != CUBLAS_STATUS_SUCCESS) throw std::runtime_error(std::string(what) + ": " + cublasGetStatusString(status));
@@ -111,6 +70,17 @@ struct Operand {
     }
   }
 };
+
+struct Sizes {
+  int64_t m, n, k;
+  bool operator==(const Sizes&) const = default;
+};
+
+// Of packed sequences rows are as many as a step fills, `most` if all: an algorithm is chosen for 16 numbers of them.
+int64_t rounded(int64_t size, int64_t most) {
+  const auto step = (most / 16 + 127) / 128 * 128;
+  return step ? std::min(most, (size + step - 1) / step * step) : size;
+}
 
 // Everything that the choice of an algorithm depends on.
 struct Key {
@@ -148,34 +118,43 @@ class Matmul {
       set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, key.n);
       set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_DATA_TYPE, out);
     }
-    layout(&b_, in, key.flips & 2, key.n, key.k, key.ldb);
-    layout(&a_, in, key.flips & 1, key.k, key.m, key.lda);
-    layout(&d_, out, false, key.n, key.m, key.n);
+    layout(&b_, in, key.ldb);
+    layout(&a_, in, key.lda);
+    layout(&d_, out, key.n);
+    shape({key.m, key.n, key.k});
   }
 
-  void run(const Call& call, const cublasLtMatmulAlgo_t& algo, void* workspace) {
+  // A product of these sizes: by the algorithm of the key's where that can compute it, else by the library's first.
+  void run(const Call& call, const Sizes& now, void* workspace) {
     point(call);
-    require(matmul(call, algo, workspace), "cublasLtMatmul");
+    if (now != sizes_) {
+      shape(now);
+      cublasLtMatmulHeuristicResult_t result{};
+      const auto status = cublasLtMatmulAlgoCheck(handle(), desc_, b_, a_, d_, d_, &*chosen_, &result);
+      used_ = chosen_;
+      if (status != CUBLAS_STATUS_SUCCESS || result.workspaceSize > kWorkspace) {
+        const auto found = proposed(1);
+        if (found.empty()) throw Unsupported();
+        used_ = found[0].algo;
+      }
+    }
+    require(matmul(call, *used_, workspace), "cublasLtMatmul");
   }
 
-  // One of those that the library proposes, if it does: which, is measured where nobody has.
-  std::optional<cublasLtMatmulAlgo_t> choose(const Call& call, void* workspace, const at::Tensor& out) {
+  // Chooses one of those that the library proposes for the key's sizes, if it does: which, is measured where nobody has,
+  // on a product of these sizes.
+  void choose(const Call& call, const Sizes& now, void* workspace, const at::Tensor& out) {
     point(call);  // how pointers are aligned has a say
-    cublasLtMatmulPreference_t preference;
-    require(cublasLtMatmulPreferenceCreate(&preference), "cublasLtMatmulPreferenceCreate");
-    size_t bytes = kWorkspace;
-    cublasLtMatmulPreferenceSetAttribute(preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &bytes, sizeof(bytes));
-    std::vector<cublasLtMatmulHeuristicResult_t> found(kCandidates);
-    int count = 0;
-    const auto status = cublasLtMatmulAlgoGetHeuristic(handle(), desc_, b_, a_, d_, d_, preference, kCandidates,
-                                                       found.data(), &count);
-    cublasLtMatmulPreferenceDestroy(preference);
-    if (status == CUBLAS_STATUS_NOT_SUPPORTED || (status == CUBLAS_STATUS_SUCCESS && count == 0)) return {};
-    require(status, "cublasLtMatmulAlgoGetHeuristic");
-    found.resize(static_cast<size_t>(count));
-    const int best = chosen(choices_file(), key_.text(), [&] { return fastest(call, workspace, out, found); });
-    return found.at(best < count ? static_cast<size_t>(best) : 0).algo;
+    const auto found = proposed(kCandidates);
+    if (found.empty()) return;
+    shape(now);
+    const auto best = static_cast<size_t>(
+        chosen(choices_file(), key_.text(), [&] { return fastest(call, workspace, out, found); }));
+    shape({key_.m, key_.n, key_.k});
+    chosen_ = used_ = found[best < found.size() ? best : 0].algo;
   }
+
+  bool supported() const { return chosen_.has_value(); }
 
   struct Unsupported : std::runtime_error {
     Unsupported() : std::runtime_error("cuBLASLt has no algorithm for this contraction") {}
@@ -191,6 +170,22 @@ class Matmul {
   }
 
  private:
+  std::vector<cublasLtMatmulHeuristicResult_t> proposed(int most) {
+    cublasLtMatmulPreference_t preference;
+    require(cublasLtMatmulPreferenceCreate(&preference), "cublasLtMatmulPreferenceCreate");
+    size_t bytes = kWorkspace;
+    cublasLtMatmulPreferenceSetAttribute(preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &bytes, sizeof(bytes));
+    std::vector<cublasLtMatmulHeuristicResult_t> found(static_cast<size_t>(most));
+    int count = 0;
+    const auto status =
+        cublasLtMatmulAlgoGetHeuristic(handle(), desc_, b_, a_, d_, d_, preference, most, found.data(), &count);
+    cublasLtMatmulPreferenceDestroy(preference);
+    if (status == CUBLAS_STATUS_NOT_SUPPORTED) return {};
+    require(status, "cublasLtMatmulAlgoGetHeuristic");
+    found.resize(static_cast<size_t>(count));
+    return found;
+  }
+
   int fastest(Call call, void* workspace, const at::Tensor& out,
               const std::vector<cublasLtMatmulHeuristicResult_t>& found) {
     at::Tensor spare;
@@ -220,11 +215,23 @@ class Matmul {
     require(cublasLtMatmulDescSetAttribute(desc_, attribute, &value, sizeof(value)), "cublasLtMatmulDescSetAttribute");
   }
 
-  static void layout(cublasLtMatrixLayout_t* made, cudaDataType type, bool flipped, int64_t rows, int64_t columns,
-                     int64_t leading) {
+  static void layout(cublasLtMatrixLayout_t* made, cudaDataType type, int64_t leading) {
+    require(cublasLtMatrixLayoutCreate(made, type, 1, 1, leading), "cublasLtMatrixLayoutCreate");
+  }
+
+  void shape(const Sizes& now) {
+    shape(b_, key_.flips & 2, now.n, now.k);
+    shape(a_, key_.flips & 1, now.k, now.m);
+    shape(d_, false, now.n, now.m);
+    sizes_ = now;
+  }
+
+  static void shape(cublasLtMatrixLayout_t layout, bool flipped, int64_t rows, int64_t columns) {
     if (flipped) std::swap(rows, columns);
-    require(cublasLtMatrixLayoutCreate(made, type, static_cast<uint64_t>(rows), static_cast<uint64_t>(columns), leading),
-            "cublasLtMatrixLayoutCreate");
+    for (const auto& [attribute, value] : {std::pair(CUBLASLT_MATRIX_LAYOUT_ROWS, rows), {CUBLASLT_MATRIX_LAYOUT_COLS, columns}}) {
+      const auto size = static_cast<uint64_t>(value);
+      require(cublasLtMatrixLayoutSetAttribute(layout, attribute, &size, sizeof(size)), "cublasLtMatrixLayoutSetAttribute");
+    }
   }
 
   void point(const Call& call) {
@@ -240,6 +247,8 @@ class Matmul {
   }
 
   Key key_;
+  Sizes sizes_{};  // that the layouts have
+  std::optional<cublasLtMatmulAlgo_t> chosen_, used_;  // for the key's sizes, for these
   cublasLtMatmulDesc_t desc_;
   cublasLtMatrixLayout_t a_, b_, d_;
 };
@@ -260,16 +269,18 @@ struct Fused {
   cublasLtEpilogue_t epilogue = CUBLASLT_EPILOGUE_DEFAULT;
 };
 
-// out = epilogue(alpha a b + c + bias), row-major matrices. Throws Matmul::Unsupported.
+// out = epilogue(alpha a b + c + bias), row-major matrices, of `most` rows and summed products at most. Throws
+// Matmul::Unsupported.
 void matmul(const at::Tensor& out, const at::Tensor& a_matrix, const at::Tensor& b_matrix, double alpha, const Fused& f,
-            bool tf32) {
+            bool tf32, const Sizes& most) {
   const Operand a(a_matrix), b(b_matrix);
   const auto compute = a.data.scalar_type() == at::kFloat && tf32 ? CUBLAS_COMPUTE_32F_FAST_TF32
                                                                              : CUBLAS_COMPUTE_32F;
-  const Key key{out.size(0), out.size(1), a_matrix.size(1), a.leading, b.leading, a.flipped + 2 * b.flipped,
+  const Sizes now{out.size(0), out.size(1), a_matrix.size(1)};
+  const Key key{rounded(now.m, most.m), now.n, rounded(now.k, most.k), a.leading, b.leading, a.flipped + 2 * b.flipped,
                 type_of(a.data), type_of(out), f.epilogue, compute, f.c.defined(),
                 f.c.defined() && f.c.data_ptr() == out.data_ptr()};
-  thread_local std::map<Key, std::pair<Matmul, std::optional<cublasLtMatmulAlgo_t>>> known;
+  thread_local std::map<Key, Matmul> known;
   auto found = known.find(key);
   void* const space = workspace(out.device());
   Call call{a.data.data_ptr(), b.data.data_ptr(), f.c.defined() ? f.c.data_ptr() : out.data_ptr(),
@@ -277,12 +288,11 @@ void matmul(const at::Tensor& out, const at::Tensor& a_matrix, const at::Tensor&
             f.aux.defined() ? f.aux.data_ptr() : nullptr, alpha};
   if (found == known.end()) {
     Matmul made(key);
-    const auto choice = made.choose(call, space, out);
-    found = known.emplace(key, std::pair(made, choice)).first;
+    made.choose(call, now, space, out);
+    found = known.emplace(key, made).first;
   }
-  auto& [product, algorithm] = found->second;
-  if (!algorithm) throw Matmul::Unsupported();
-  product.run(call, *algorithm, space);
+  if (!found->second.supported()) throw Matmul::Unsupported();
+  found->second.run(call, now, space);
 }
 
 void apply_activation(int kind, const at::Tensor& pre, at::Tensor out) {
@@ -343,14 +353,15 @@ void into_blocks(const at::Tensor& to, const at::Tensor& a_matrix, const at::Ten
 }
 
 // target = alpha a b, in another order of axes than the product has: that product and a copy, or a product for each
-// block. Which is faster depends on how wide blocks are, so it is measured.
+// block. Which is faster depends on how wide blocks are, so it is measured, but not where a step fills a part of the rows.
 void permuted(const at::Tensor& target, const at::Tensor& a, const at::Tensor& b, double alpha, size_t m, size_t n,
-              bool tf32) {
+              bool tf32, const Sizes& most) {
   const auto product_and_copy = [&] {
     const auto product = at::empty(target.sizes(), target.options());
-    matmul(matrix(product, 0, m, n), a, b, alpha, Fused(), tf32);
+    matmul(matrix(product, 0, m, n), a, b, alpha, Fused(), tf32, most);
     copy(target, product);
   };
+  if (most != Sizes{a.size(0), b.size(1), a.size(1)}) return product_and_copy();
   // Batches are not in tf32, nor of mixed types.
   if (a.scalar_type() != target.scalar_type() || (tf32 && a.scalar_type() == at::kFloat)) return product_and_copy();
   std::vector<int64_t> key{static_cast<int64_t>(a.scalar_type()), static_cast<int64_t>(m)};
@@ -363,8 +374,8 @@ void permuted(const at::Tensor& target, const at::Tensor& a, const at::Tensor& b
     if (const auto to = blocks(target, m, n)) {
       std::ostringstream text("blocks ", std::ios::ate);
       for (const auto value : key) text << value << ' ';
-      way = fastest_of(text.str(), {product_and_copy, [&] { into_blocks(*to, a, b, alpha, true); },
-                                    [&] { into_blocks(*to, a, b, alpha, false); }});
+      way = fastest_of(choices_file(), text.str(), {product_and_copy, [&] { into_blocks(*to, a, b, alpha, true); },
+                                                    [&] { into_blocks(*to, a, b, alpha, false); }});
     }
     found = known.emplace(std::move(key), way).first;
   }
@@ -391,6 +402,15 @@ void contract(Args& t) {
   const auto a_matrix = matrix(a.permute(plan.a), plan.batch, plan.m, plan.k);
   const auto b_matrix = matrix(b.permute(plan.b), plan.batch, plan.k, plan.n);
   const bool first = (e.colsum == 0) != plan.swap;  // the operand that is summed is a_matrix
+
+  const auto most_of = [&](size_t tile, at::IntArrayRef order, size_t from, size_t count) {
+    int64_t size = 1;
+    for (const auto axis : order.slice(from, count)) size *= t.most(tile)[static_cast<size_t>(axis)];
+    return size;
+  };
+  const size_t first_operand = plan.swap ? 2 : 1;
+  const Sizes most{most_of(first_operand, plan.a, plan.batch, plan.m), b_matrix.size(-1),
+                   most_of(first_operand, plan.a, plan.batch + plan.m, plan.k)};
 
   const bool lt = !plan.batch && (a.scalar_type() == at::kBFloat16 || a.scalar_type() == at::kFloat);
   bool activated = false;
@@ -425,7 +445,7 @@ void contract(Args& t) {
       f.bias = summed;
     }
     try {
-      matmul(shaped(gelu && e.keep_pre ? out : target), a_matrix, b_matrix, args.scale, f, t.tf32());
+      matmul(shaped(gelu && e.keep_pre ? out : target), a_matrix, b_matrix, args.scale, f, t.tf32(), most);
       activated = gelu;
       if (summed.defined() && sum_adds) column_sum.add_(summed);
       if (summed.defined()) column_sum.reset();
@@ -433,18 +453,18 @@ void contract(Args& t) {
       if (f.bias.defined() && !summed.defined()) bias = f.bias;
       Fused bare;
       bare.c = f.c;
-      matmul(shaped(target), a_matrix, b_matrix, args.scale, bare, t.tf32());
+      matmul(shaped(target), a_matrix, b_matrix, args.scale, bare, t.tf32(), most);
     }
   } else if (!plan.permuted_out) {
     plain(matrix(target, plan.batch, plan.m, plan.n), a_matrix, b_matrix, t.accumulates(0) ? 1 : 0, args.scale);
   } else {
     const auto view = target.permute(plan.out);
     if (lt && !t.accumulates(0)) {
-      permuted(view, a_matrix, b_matrix, args.scale, plan.m, plan.n, t.tf32());
+      permuted(view, a_matrix, b_matrix, args.scale, plan.m, plan.n, t.tf32(), most);
     } else {
       const auto product = at::empty(view.sizes(), target.options());
       const auto whole = matrix(product, plan.batch, plan.m, plan.n);
-      if (lt) matmul(whole, a_matrix, b_matrix, args.scale, Fused(), t.tf32());
+      if (lt) matmul(whole, a_matrix, b_matrix, args.scale, Fused(), t.tf32(), most);
       else plain(whole, a_matrix, b_matrix, 0, args.scale);
       if (t.accumulates(0)) view.add_(product);
       else copy(view, product);

@@ -18,7 +18,6 @@ class Mask {
   // out = in * mask / (1 - p), row number `row` of tile x.
   template <class T>
   void apply(T* out, const T* in, const at::Tensor& x, int64_t row) const {
-    const T scale = static_cast<T>(1 / (1 - args_.p));
     int64_t first = args_.first, rest = row;
     if (draws_.defined()) {
       first += draws_.data_ptr<int64_t>()[row] * args_.strides[static_cast<size_t>(x.dim() - 2)];
@@ -28,9 +27,19 @@ class Mask {
       first += rest % x.size(axis) * args_.strides[static_cast<size_t>(axis)];
       rest /= x.size(axis);
     }
-    for (int64_t k = 0; k < x.size(-1); ++k)
+    apply(out, in, first, x.size(-1));
+  }
+
+  // The same of n elements whose indices in the whole tensor begin at `first`.
+  template <class T>
+  void apply(T* out, const T* in, int64_t first, int64_t n) const {
+    const T scale = static_cast<T>(1 / (1 - args_.p));
+    for (int64_t k = 0; k < n; ++k)
       out[k] = hash(static_cast<uint64_t>(first + k)) >= limit_ ? in[k] * scale : T(0);
   }
+
+  int64_t number(int64_t row) const { return draws_.flatten().data_ptr<int64_t>()[row]; }
+  const DropoutArgs& args() const { return args_; }
 
  private:
   uint64_t hash(uint64_t index) const {

@@ -282,11 +282,11 @@ class Dropout(Op):
         if self.draws:
             width = inputs[0].shape[-1]
             index = (inputs[1].astype(np.uint64) * np.uint64(width))[..., None] + np.arange(width, dtype=np.uint64)
-        keep = _hash(index, self.key, seed) >= np.uint64(int(self.p * 2**32))
+        keep = hashed(index, self.key, seed) >= np.uint64(int(self.p * 2**32))
         return (inputs[0] * keep / (1 - self.p),)
 
 
-def _hash(index: Array, key: int, seed: int) -> Array:
+def hashed(index: Array, key: int, seed: int) -> Array:
     """32 random bits per element: the finaliser of splitmix64 (Steele, Lea, Flood 2014) over index, key and seed."""
     mask = 2**64 - 1
     start = ((seed * 0x9E3779B97F4A7C15) & mask) ^ ((key * 0xD1B54A32D192ED03) & mask)

@@ -166,7 +166,7 @@ def _dropout(
 # -- axes
 
 
-def _strides(sizes: Sequence[int]) -> list[int]:
+def strides_of(sizes: Sequence[int]) -> list[int]:
     """Of a contiguous tensor."""
     return [math.prod(sizes[axis + 1 :]) for axis in range(len(sizes))]
 
@@ -236,8 +236,8 @@ def _describe_multiply(task: Task) -> Launches:
 @launches("bias_add")
 def _describe_bias_add(task: Task) -> Launches:
     full, bias = shape(task, 0), BiasAddArgs.of(task).shape
-    steps = [0 if size == 1 else step for size, step in zip(bias, _strides(bias), strict=True)]
-    sizes, (_, steps) = _merged(full, _strides(full), steps)
+    steps = [0 if size == 1 else step for size, step in zip(bias, strides_of(bias), strict=True)]
+    sizes, (_, steps) = _merged(full, strides_of(full), steps)
     grid, size, blocks = _plane(sizes)
     args: list[Parameter] = [*(tile(task, k) for k in range(3)), *size]
     outer: dict[str, Any] = {"SIZES": _last_first(sizes[:-1]), "STRIDES": _last_first(steps[:-1])}
@@ -247,7 +247,7 @@ def _describe_bias_add(task: Task) -> Launches:
 @launches("sum")
 def _describe_sum(task: Task) -> Launches:
     full = shape(task, 1)
-    strides, axes_over = _strides(full), SumArgs.of(task).axes
+    strides, axes_over = strides_of(full), SumArgs.of(task).axes
     kept, kept_strides = _chosen(full, strides, [axis for axis in range(len(full)) if axis not in axes_over])
     over, over_strides = _chosen(full, strides, axes_over)
     n, summed = math.prod(kept), math.prod(over)
@@ -287,9 +287,9 @@ def _chosen(sizes: Sequence[int], strides: Sequence[int], axes: Sequence[int]) -
 
 @launches("transpose")
 def _describe_transpose(task: Task) -> Launches:
-    order, steps = TransposeArgs.of(task).order, _strides(shape(task, 1))
+    order, steps = TransposeArgs.of(task).order, strides_of(shape(task, 1))
     out = shape(task, 0)
-    return Launches((_copies(tile(task, 0), tile(task, 1), out, _strides(out), [steps[axis] for axis in order]),))
+    return Launches((_copies(tile(task, 0), tile(task, 1), out, strides_of(out), [steps[axis] for axis in order]),))
 
 
 def _slices(task: Task, packed: Argument, sizes: Sequence[int], pack: bool) -> Launches:
@@ -340,7 +340,7 @@ def rows_in_whole(sizes: Sequence[int], dropout: DropoutArgs) -> dict[str, Any]:
 @launches("dropout")
 def _describe_dropout(task: Task) -> Launches:
     full, args_of = shape(task, 0), DropoutArgs.of(task)
-    sizes, (_, steps) = _merged(full, _strides(full), args_of.strides)
+    sizes, (_, steps) = _merged(full, strides_of(full), args_of.strides)
     outer: dict[str, Any] = {"SIZES": _last_first(sizes[:-1]), "STRIDES": _last_first(steps[:-1]), "DRAWN": False}
     if args_of.draws:
         sizes, steps, outer = [math.prod(full[:-1]), full[-1]], [1], rows_in_whole(full, args_of)

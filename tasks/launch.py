@@ -20,6 +20,8 @@ from nntile_py.tiles import Slot
 from nntile_py.tiles.dtypes import DTYPES
 from nntile_py.tiles.tasklist import Task
 
+from .live import Live, with_live_sizes
+
 ALIGNMENT = 16  # bytes: what StarPU's device buffers and the scratch offsets have at least; wide loads need it
 
 
@@ -60,7 +62,7 @@ class TaskFloat:
     dtype: str = "fp32"  # or int64, for seeds, which fp32 does not hold
 
 
-Argument = TileAddress | ScratchAddress | Int | Float | TaskFloat
+Argument = TileAddress | ScratchAddress | Int | Float | TaskFloat | Live
 Parameter = Argument | float  # plain numbers become constants
 
 
@@ -80,11 +82,19 @@ class Launches:
     """What runs for a task, in order, and the bytes of scratch that the launches share.
 
     table: addresses and ints that are written as int64 at the beginning of the scratch block before the launches.
+    others: what could run instead. Where there are such, or there is a kernel in C++, too, the fastest is chosen by
+    measurement, once for each `key`.
     """
 
     launches: tuple[Launch, ...]
     scratch: int = 0
     table: tuple[TileAddress | Int, ...] = ()
+    others: tuple[tuple[Launch, ...], ...] = ()
+    key: str = ""
+
+    @property
+    def ways(self) -> list[tuple[Launch, ...]]:
+        return [self.launches, *self.others]
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,17 +212,27 @@ def launch(kernel: Any, grid: int | Sequence[int], *args: Parameter, warps: int 
     """A launch; plain ints become int32 (int64 where they must), plain floats fp32 constants."""
     x, y, z = (*((grid,) if isinstance(grid, int) else grid), 1, 1)[:3]
     assert min(x, y, z) > 0 and max(y, z) < 2**16, (kernel, x, y, z)
-    return Launch(kernel, (x, y, z), tuple(map(_argument, args)), tuple(sorted(constexprs.items())), warps)
+    constants = tuple(sorted((name, _constant(value)) for name, value in constexprs.items()))
+    return Launch(kernel, (x, y, z), tuple(map(_argument, args)), constants, warps)
+
+
+def _constant(value: Any) -> Any:
+    """What a compiled kernel has of it: of what follows a step's size, the largest."""
+    if isinstance(value, tuple | list):
+        return tuple(map(_constant, value))
+    return int(value) if isinstance(value, Live) else value
 
 
 def _argument(value: Parameter) -> Argument:
+    if isinstance(value, Live):
+        return value
     if isinstance(value, int):
         return Int(value, 32 if -(2**31) <= value < 2**31 else 64)
     return Float(value) if isinstance(value, float) else value
 
 
 def ceil_div(a: int, b: int) -> int:
-    return -(-a // b)
+    return a.blocks(b) if isinstance(a, Live) else -(-a // b)
 
 
 def power_of_two(n: int) -> int:
@@ -229,6 +249,8 @@ def _type(arg: Argument) -> str:
             return "*" + DTYPES[dtype].triton
         case Int(_, bits):
             return f"i{bits}"
+        case Live():
+            return "i32" if arg < 2**31 else "i64"
         case Float():
             return "fp32"
         case TaskFloat(_, dtype):
@@ -238,6 +260,8 @@ def _type(arg: Argument) -> str:
 def _aligned(arg: Argument) -> bool:
     if isinstance(arg, Int):
         return arg.value % ALIGNMENT == 0
+    if isinstance(arg, Live):  # whatever is filled
+        return (arg.times if arg.divisor > 1 else arg.factor) % ALIGNMENT == 0
     return isinstance(arg, TileAddress | ScratchAddress)
 
 
@@ -274,7 +298,13 @@ def _compile(
     return Binary(compiled.asm["cubin"], data.name, data.shared, data.num_warps)
 
 
-Encoded = tuple[bytes, str, int, int, tuple[int, int, int], list[tuple[int, float]]]
+Value = tuple[int, float | tuple[int, int, int, int]]
+def shared_memory(capability: int) -> int:
+    """Bytes that a program can have (CUDA C++ Programming Guide, technical specifications per compute capability)."""
+    return 1024 * {80: 163, 87: 163, 90: 227, 100: 227, 103: 227}.get(capability, 99)
+
+
+Encoded = tuple[bytes, str, int, int, list[Value], list[Value]]
 
 
 def encode_table(made: Launches) -> list[tuple[int, int]]:
@@ -287,14 +317,16 @@ def encode(launch: Launch, binary: Binary) -> Encoded:
 
     parameters are all of the kernel's, in order, as (kind, value):
     0 address of tile value; 1 address of the scratch block + value; 2 int32; 3 int64; 4 fp32; 5 the task's float
-    number value as fp32; 6 the same, truncated to int64. In Triton 3.6 they are the non-constexpr parameters, each of
-    its own size and natural alignment, then two pointers (global scratch, profile scratch): null, as no kernel of ours
-    uses them (`compile_launch` checks it). Above 48 KiB, `shared` needs
-    CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES.
+    number value as fp32; 6 the same, truncated to int64; 7, 8 a `formula` of Live as int32, int64. So is the grid. In
+    Triton 3.6 they are the non-constexpr parameters, each of its own size and natural alignment, then two pointers
+    (global scratch, profile scratch): null, as no kernel of ours uses them (`compile_launch` checks it). Above 48 KiB,
+    `shared` needs CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES.
     """
-    parameters: list[tuple[int, float]] = []
+    parameters: list[Value] = []
     for arg in launch.args:
         match arg:
+            case Live():
+                parameters.append(_encoded_live(arg))
             case TileAddress(number):
                 parameters.append((0, number))
             case ScratchAddress(offset):
@@ -306,7 +338,12 @@ def encode(launch: Launch, binary: Binary) -> Encoded:
             case TaskFloat(position, dtype):
                 parameters.append((5 if dtype == "fp32" else 6, position))
     parameters += [(3, 0), (3, 0)]
-    return binary.cubin, binary.name, binary.shared, binary.warps, launch.grid, parameters
+    grid = [_encoded_live(size) if isinstance(size, Live) else (2, size) for size in launch.grid]
+    return binary.cubin, binary.name, binary.shared, binary.warps, grid, parameters
+
+
+def _encoded_live(arg: Live) -> Value:
+    return (7 if arg < 2**31 else 8), arg.formula
 
 
 # -- interpreting
@@ -326,21 +363,39 @@ def _mend_interpreter() -> None:
     interpreter._patch_lang_tensor = patched
 
 
-def interpret(tasks: Sequence[Task], tensors: Sequence[Any], slots: dict[str, float] | None = None) -> None:
-    """Run the launches of a task, or of several together, on CPU torch tensors, one a tile.
+def interpret(
+    tasks: Sequence[Task], tensors: Sequence[Any], slots: dict[str, float] | None = None, *, way: int = 0,
+    lives: Sequence[tuple[int, int, Slot]] = (),
+) -> None:  # fmt: skip
+    """Run the launches of a task, or of several together, on torch tensors, one a tile.
 
-    TRITON_INTERPRET=1 must be set when triton is imported first.
+    On the CPU by Triton's interpreter: TRITON_INTERPRET=1 must be set when triton is imported first. way: which of
+    several; lives: as of `with_live_sizes`.
     """
     import torch
 
-    _mend_interpreter()
-    described = load()[tasks[0].kernel](tasks)
-    scratch = torch.full((described.scratch,), 0xFF, dtype=torch.uint8)  # NaN: what is read before it was written shows
+    if not tensors[0].is_cuda:
+        _mend_interpreter()
+    floats = [*tasks[0].floats, *(name for *_, name in lives)]
+    described = load()[tasks[0].kernel]([with_live_sizes(tasks[0], lives)] if lives else tasks)
+    scratch = torch.empty(described.scratch, dtype=torch.uint8, device=tensors[0].device)
+    if not scratch.is_cuda:
+        scratch.fill_(0xFF)  # NaN: what is read before it was written shows
     table = [tensors[w.tile].data_ptr() if isinstance(w, TileAddress) else w.value for w in described.table]
-    scratch[: 8 * len(table)].view(torch.int64)[:] = torch.tensor(table, dtype=torch.int64)
+    if table:
+        scratch[: 8 * len(table)].view(torch.int64)[:] = torch.tensor(table, dtype=torch.int64)
+
+    def given(position: int) -> float:
+        at = floats[position]
+        return (slots or {})[at.name] if isinstance(at, Slot) else at
+
+    def filled(size: int) -> int:
+        return size.filled(int(given(size.position))) if isinstance(size, Live) else size
 
     def value(arg: Argument) -> Any:
         match arg:
+            case Live():
+                return filled(arg)
             case TileAddress(number):
                 return tensors[number]
             case ScratchAddress(offset, dtype):
@@ -348,9 +403,8 @@ def interpret(tasks: Sequence[Task], tensors: Sequence[Any], slots: dict[str, fl
             case Int(number) | Float(number):
                 return number
             case TaskFloat(position, dtype):
-                at = tasks[0].floats[position]
-                number = (slots or {})[at.name] if isinstance(at, Slot) else at
-                return number if dtype == "fp32" else int(number)
+                return given(position) if dtype == "fp32" else int(given(position))
 
-    for one in described.launches:
-        one.kernel[one.grid](*map(value, one.args), **dict(one.constexprs))
+    for one in described.ways[way]:
+        grid = tuple(map(filled, one.grid))
+        one.kernel[grid](*map(value, one.args), **dict(one.constexprs), num_warps=one.warps)

@@ -11,6 +11,7 @@ from nntile_py.errors import ConfigError
 from nntile_py.tiles import Access, Part, R, TaskArgs, Tiling
 
 from .band import Band
+from .elementwise import DropoutArgs
 from .op import Array, Index, Lowering, Tensor
 
 
@@ -23,6 +24,8 @@ class Limits(TaskArgs):
     two_sided: bool  # and as many after it, itself the first of them
     padding: bool  # a tile [batch, key] follows the others: 0 where a key is masked
     segments: bool  # a tile of offsets follows
+    longest: int  # positions of a segment, at most
+    dropout: DropoutArgs | None  # of the probabilities; the numbers of the positions' tokens follow
 
 
 @dataclass(frozen=True)
@@ -34,8 +37,8 @@ class Mask:
     seq or key], 0 where a key is masked, in any pattern (transformers' attention_mask). segments: int64 [sequences +
     1], the offsets of sequences that lie one behind the other along the positions (cu_seqlens), or [batch, sequences +
     1], those of each row of the batch: a query attends to its own sequence; what is there beyond the last offset
-    attends to nothing; unused offsets equal the last. A query that attends to nothing gets zeros, and passes no
-    gradient.
+    attends to nothing; unused offsets equal the last. longest: positions of a segment, at most (None: any number). A
+    query that attends to nothing gets zeros, and passes no gradient.
     """
 
     causal: bool = False
@@ -43,6 +46,7 @@ class Mask:
     padding: Tensor | None = None
     segments: Tensor | None = None
     two_sided: bool = False
+    longest: int | None = None
 
     def __post_init__(self) -> None:
         window = self.window
@@ -91,13 +95,14 @@ class Mask:
             if (tile := tiling.tile("batch", batch)) > 1:
                 raise ConfigError(f"tiles.batch: got {tile}; allowed: 1, where a mask has segments of {batch} rows")
 
-    def limits(self, seq: Part, key: Part) -> Limits | None:
+    def limits(self, seq: Part, key: Part, dropout: DropoutArgs | None = None) -> Limits | None:
         """What a kernel has to be told of a tile; None if the diagonal is all."""
         if not self.inputs and not self.band.cuts_window(seq, key):
             return None
         return Limits(
             seq=seq.offset, key=key.offset, window=self.window or 0, two_sided=self.two_sided,
             padding=self.padding is not None, segments=self.segments is not None,
+            longest=self.longest or key.size, dropout=dropout,
         )  # fmt: skip
 
     def accesses(self, low: Lowering, at: Index) -> list[Access]:

@@ -21,10 +21,10 @@ from nntile_py.tasks.band import Band
 from nntile_py.tasks.elementwise import add
 from nntile_py.tasks.mask import Mask
 from nntile_py.tasks.op import Tensor
-from nntile_py.testing import Case, check, error, offsets, padding
+from nntile_py.testing import Case, check, error, ids, offsets, padding
 from nntile_py.tiles import Part, Tiling
 
-FORMS = ("vendor", "merge", "flash", "naive")
+FORMS = ("vendor", "merge", "flash", "naive", "segments")
 MASKS = [
     "none", "causal", "window", "padding", "padding causal", "padding window", "segments", "segments causal",
     "segments window", "around", "padding around", "segments around",
@@ -61,6 +61,7 @@ class Row:
     layout: str = "by seq"
     dropout: float = 0.0
     added: bool = False  # gradients are compared with what they are of added: they may be nothing but rounding
+    ends: tuple[int, ...] = ()  # of the segments; else random ones
 
     @property
     def fits(self) -> bool:
@@ -83,9 +84,15 @@ class Row:
             parts = [inputs[0], (inputs[1], 0), (inputs[1], 1)]
         key = "key" if "cross" in self.layout else "seq"
         words = self.mask.split()
+        of_segments = offsets(case.sizes["seq"])
+        if self.ends:
+            case.sizes["sequences"] = len(self.ends) + 1
+            of_segments = lambda *_: np.array([0, *self.ends])  # noqa: E731
+        if self.dropout and self.form == "segments":
+            case.graph.draws["seq"] = case.x("batch seq", ids(1000), "int64")
         data = {
             "padding": case.x(f"batch {key}", padding, "int64") if "padding" in words else None,
-            "segments": case.x("sequences", offsets(case.sizes["seq"]), "int64") if "segments" in words else None,
+            "segments": case.x("sequences", of_segments, "int64") if "segments" in words else None,
         }
         window = 4 if {"window", "around"} & {*words} else None
         mask = Mask("causal" in words, window, **data, two_sided="around" in words)
@@ -225,6 +232,16 @@ def test_dropout(runtime: nt.Runtime, tiling: str) -> None:
         assert sum(op.kind == "Dropout" for op in case.graph.ops) == 2
 
     check(row, TILINGS[tiling], "chain", "fp64", SIZES)
+
+
+@pytest.mark.parametrize("mask", ["segments", "segments causal", "segments around"])
+@pytest.mark.parametrize("tiling", ["uncut", "even"])
+def test_dropout_of_segments(runtime: nt.Runtime, mask: str, tiling: str) -> None:
+    def row(case: Case) -> None:
+        case.slots["dropout_seed"] = case.options["seed"] = 3
+        Row(mask, "segments", "groups", dropout=0.4, ends=(4, 5, 5, 9))(case)
+
+    check(row, TILINGS[tiling], "chain", "fp64", {**SIZES, "batch": 1})
 
 
 @st.composite

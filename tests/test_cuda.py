@@ -9,6 +9,9 @@ import numpy as np
 import pytest
 import torch
 from operators import ROWS, adamw, sgd
+from test_attention import SIZES as ATTENTION_SIZES
+from test_attention import Row as AttentionRow
+from test_packed import LENGTH, LENGTHS, inputs, made
 
 import nntile_py as nt
 from nntile_py import _core
@@ -155,6 +158,78 @@ def test_each_way_to_permute(python: Any, cuda: nt.Runtime, tmp_path: Path) -> N
         result = python(BLOCKS, FOLDER, XDG_CACHE_HOME=str(tmp_path))
         assert result.returncode == 0, (choice, result.stderr[-2000:])
         assert kept.read_text() == changed
+
+
+# -- packed sequences
+
+BIN = {**ATTENTION_SIZES, "batch": 1, "seq": 300, "key": 300, "head_dim": 64}
+ENDS = (1, 1, 40, 41, 290)  # segments of length 1 and 0, 10 positions of none
+BIN_MASKS = ["segments", "segments causal", "segments window", "segments around"]
+
+
+@pytest.mark.parametrize("form", ["vendor", "segments"])
+@pytest.mark.parametrize("layout", ["by seq", "packed", "packed k and v", "groups", "other order"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_attention_over_segments(cuda: nt.Runtime, dtype: str, layout: str, form: str) -> None:
+    tolerance = 5e-5 if dtype == "fp32" else None
+    for mask in BIN_MASKS:
+        small = {**BIN, "seq": 50, "key": 50, "head_dim": 24}
+        for tiles, sizes in (({}, BIN), ({"heads": 2}, BIN), ({"heads": 1}, small)):
+            ends = tuple(end * sizes["seq"] // 300 for end in ENDS)
+            check(AttentionRow(mask, form, layout, ends=ends), tiles, "chain", dtype, sizes, tolerance=tolerance)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("tiles", [{}, {"heads": 2}], ids=["uncut", "heads"])
+def test_dropout_of_segments(cuda: nt.Runtime, tiles: dict[str, int], dtype: str) -> None:
+    def row(case: Any) -> None:
+        case.slots["dropout_seed"] = case.options["seed"] = 3
+        AttentionRow("segments causal", "segments", "groups", 0.3, ends=ENDS)(case)
+
+    check(row, tiles, "chain", dtype, BIN, tolerance=5e-5 if dtype == "fp32" else None)
+
+
+WAYS = """
+import sys; sys.path.insert(0, sys.argv[1])
+import test_cuda, nntile_py as nt
+with nt.Runtime(cpus=0, cuda=1):
+    for dtype, tolerance in (("fp32", 5e-5), ("bf16", None)):
+        for positions in (50, 120, 300):
+            row = test_cuda.AttentionRow("segments", "vendor", ends=tuple(x * positions // 300 for x in test_cuda.ENDS))
+            sizes = {**test_cuda.BIN, "seq": positions, "key": positions}
+            test_cuda.check(row, {}, "chain", dtype, sizes, tolerance=tolerance)
+"""
+
+
+def test_each_way_to_attend(python: Any, cuda: nt.Runtime, tmp_path: Path) -> None:
+    """The fastest of our kernels and ATen's is measured once; all are right."""
+    first = python(WAYS, FOLDER, XDG_CACHE_HOME=str(tmp_path))
+    assert first.returncode == 0, first.stderr[-2000:]
+    (kept,) = (tmp_path / "nntile_py").glob("attention-*")
+    measured = kept.read_text()
+    assert measured.count("forward bf16") == measured.count("gradient bf16") == 3
+    for choice in range(5):  # beyond the last: the first
+        kept.write_text(changed := re.sub(r": \d+$", f": {choice}", measured, flags=re.M))
+        result = python(WAYS, FOLDER, XDG_CACHE_HOME=str(tmp_path))
+        assert result.returncode == 0, (choice, result.stderr[-2000:])
+        assert kept.read_text() == changed
+
+
+@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize("name", ["bert", "deberta", "modernbert", "gpt2"])
+@pytest.mark.parametrize(("dtype", "limit"), [("fp32", 1e-4), ("bf16", 2e-2)])
+def test_packed_as_padded(cuda: nt.Runtime, name: str, dtype: str, limit: float, lengths: str) -> None:
+    """What lies behind the filled part of a tile is added to nothing, in bins that other steps fill more or less."""
+    batch, other, found = inputs(LENGTHS[lengths]), inputs([LENGTH] * len(LENGTHS[lengths]), seed=1), []
+    for pack in (False, True):
+        trainer = nt.Trainer(
+            made(name, dropout=0.1), len(LENGTHS[lengths]), LENGTH, {"batch": 3}, dtype=dtype, pack=pack,
+            check_finite=True, optimizer=nt.SGD(lr=0.1),
+        )  # fmt: skip
+        steps = [trainer.submit(one).result() for one in (other, batch, other, batch)]
+        found.append([(step.loss, step.grad_norm) for step in steps])
+        trainer.close()
+    assert error(found[1], found[0]) < limit
 
 
 def test_weights_come_back(cuda: nt.Runtime) -> None:

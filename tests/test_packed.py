@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 import nntile_py as nt
 from nntile_py import tasks as ops
 from nntile_py.execution.packed import Bins, padded
-from nntile_py.execution.program import Store, programs
+from nntile_py.execution.program import Store, lives_on_cuda, programs
 from nntile_py.graph.bins import positions_of
-from nntile_py.tiles import R, TaskList, Tile, W
+from nntile_py.graph.step import StepSpec
+from nntile_py.tiles import R, TaskList, Tile, Tiling, W
 
 LENGTH = 16
 TILINGS: dict[str, dict[str, int]] = {
@@ -67,7 +68,7 @@ def made(name: str, **fields: Any) -> Any:
 
 def trained(name: str, batch: dict[str, Any], rows: int, pack: bool, steps: int = 2, **options: Any) -> Any:
     """Losses and norms, the last gradients, an evaluation with logits."""
-    fields = {key: options.pop(key) for key in ("dropout", "attention") if key in options}
+    fields = {key: options.pop(key) for key in ("dropout", "attention", "attention_dropout") if key in options}
     trainer = nt.Trainer(made(name, **fields), rows, LENGTH, pack=pack, optimizer=nt.SGD(lr=0.5), **options)
     results = [trainer.submit(batch).result() for _ in range(steps)]
     loss, logits = trainer.evaluate({key: value[:rows] for key, value in batch.items()}, return_logits=True)
@@ -106,9 +107,29 @@ def test_policies(accumulate: str, fusion: bool) -> None:
     check("bert", LENGTHS["some"], TILINGS["ragged"], dropout=0.2, accumulate=accumulate, fusion=fusion)
 
 
-@pytest.mark.parametrize("attention", ["merge", "flash", "naive"])
+@pytest.mark.parametrize("attention", ["merge", "flash", "naive", "segments"])
 def test_forms_of_attention(attention: str) -> None:
     check("gpt2", LENGTHS["some"], TILINGS["ragged"], attention=attention)
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt2", "modernbert", "llama"])
+@pytest.mark.parametrize("tiling", ["uncut", "even"])
+def test_dropout_of_attention(name: str, tiling: str) -> None:
+    """Of the probabilities: what the padded batch draws with all scores in memory, the kernel for segments draws."""
+    batch, options = inputs(LENGTHS["some"]), {"tiles": TILINGS[tiling], "attention_dropout": 0.3}
+    one = trained(name, batch, 7, pack=False, attention="naive", **options)
+    other = trained(name, batch, 7, pack=True, attention="segments", **options)
+    assert np.allclose(one[0], other[0], rtol=2e-6, atol=2e-6) and one[2] == pytest.approx(other[2], rel=2e-6)
+    for key, value in one[1].items():
+        assert np.allclose(value, other[1][key], rtol=1e-5, atol=1e-6), key
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("tiling", TILINGS)
+def test_what_cuda_workers_compute(name: str, tiling: str) -> None:
+    """What is filled alone, where it is in the first rows of every tile: not where there are scores in memory."""
+    spec = StepSpec(made(name), 7, LENGTH, Tiling(TILINGS[tiling]), pack=True)
+    assert lives_on_cuda(spec.step().first.tasks) == ("deberta" not in name)
 
 
 @pytest.mark.parametrize("tiling", TILINGS)
@@ -313,7 +334,8 @@ def _by_bin(places: Any) -> list[list[int]]:
 def test_models_that_cannot_be_packed() -> None:
     with pytest.raises(nt.ConfigError, match=r"tiles\.seq: got 4; allowed with pack: none"):
         nt.Trainer(made("bert"), 2, LENGTH, {"seq": 4}, pack=True)
-    with pytest.raises(nt.ConfigError, match=r"attention_dropout: got 0\.1; allowed with pack: 0"):
+    told = r"attention_dropout: got 0\.1; allowed with pack: 0, or model\.attention: segments"
+    with pytest.raises(nt.ConfigError, match=told):
         nt.Trainer(made("bert", attention="naive").changed(attention_dropout=0.1), 2, LENGTH, pack=True)
     with pytest.raises(nt.ConfigError, match=r"model NoSegments: pack needs a mask with segments in Attention"):
         nt.Trainer(NoSegments(NoSegments.Config()), 2, LENGTH, pack=True)

@@ -14,15 +14,17 @@ import pytest
 import torch
 from conftest import Python
 from operators import ROWS, adamw, sgd
+from test_attention import Row as AttentionRow
 
 from nntile_py.graph.lowering import lower
 from nntile_py.tasks import Contract, Lowering, Tensor, launch
 from nntile_py.tasks.embedding import EmbeddingGradArgs
+from nntile_py.tasks.live import Live
 from nntile_py.tasks.optimizer import AdamWArgs, SGDArgs, joined, split
 from nntile_py.testing import SIZES, Case, Values, error
 from nntile_py.tiles import RW, R, Slot, Tile, Tiling, W
 from nntile_py.tiles.dtypes import DTYPES
-from nntile_py.tiles.tasklist import BusyArgs, Task, merge
+from nntile_py.tiles.tasklist import BusyArgs, Task, live_slot, merge
 
 if platform.system() != "Linux":
     pytest.skip("triton is there on Linux only", allow_module_level=True)
@@ -60,8 +62,9 @@ TABLE = {name: row for name, row in ROWS.items() if of_triton(row)} | SPLIT
 class Interpreted:
     """A lowered graph on torch tensors, one a tile, its tasks run in order."""
 
-    def __init__(self, low: Lowering) -> None:
-        self.low, self.tiles = low, dict[Tile, torch.Tensor]()
+    def __init__(self, low: Lowering, way: int = 0) -> None:
+        """way: which launches, where there are several."""
+        self.low, self.tiles, self.way = low, dict[Tile, torch.Tensor](), way
 
     def write(self, tensor: Tensor, value: Any) -> None:
         for where, tile in self.low.grid(tensor):
@@ -79,13 +82,14 @@ class Interpreted:
                 tile = access.tile
                 if tile not in self.tiles:
                     self.tiles[tile] = torch.full(tile.shape, np.nan).to(TORCH[tile.dtype])
+            way = self.way % len(launch.load()[task.kernel]([task]).ways)
             with np.errstate(over="ignore"):  # a GPU has no warnings either
-                launch.interpret([task], [self.tiles[a.tile] for a in task.accesses], dict(slots))
+                launch.interpret([task], [self.tiles[a.tile] for a in task.accesses], dict(slots), way=way)
 
 
-def interpret(case: Case, tiles: Mapping[str, int], policy: str, values: Values) -> Interpreted:
+def interpret(case: Case, tiles: Mapping[str, int], policy: str, values: Values, way: int = 0) -> Interpreted:
     low = lower(case.graph, Tiling({a: t for a, t in tiles.items() if a not in case.whole}), policy)
-    ran = Interpreted(low)
+    ran = Interpreted(low, way)
     for tensor in {t.storage for op in case.graph.ops for t in op.outputs if t.storage.kind == "scalar"}:
         ran.write(tensor, np.full(tensor.shape, np.nan))
     for tensor, value in values.items():
@@ -117,13 +121,115 @@ def test_against_the_reference(row: str, dtype: str, tiling: str, policy: str) -
         assert wrong < (5e-3 if rounded else 1e-5), f"{tensor}: off by {wrong:.1e}"
 
 
+BIN = {"batch": 1, "seq": 150, "heads": 4, "kv_heads": 2, "head_dim": 24}
+ENDS = (1, 1, 40, 41, 137)  # segments of length 1 and 0, one longer than a block, 13 positions of none
+SEGMENTS = {
+    "packed": (AttentionRow("segments", "segments", "packed", ends=ENDS), {}),
+    "causal": (AttentionRow("segments causal", "segments", "packed", ends=ENDS), {"heads": 2}),
+    "around": (AttentionRow("segments around", "segments", "packed k and v", ends=ENDS), {}),
+    "window": (AttentionRow("segments window", "segments", "by seq", ends=ENDS), {"heads": 3}),
+    "groups": (AttentionRow("segments", "segments", "groups", ends=ENDS), {"heads": 2}),
+    "parts of groups": (AttentionRow("segments causal", "segments", "groups", ends=ENDS), {"heads": 1}),
+    "one that fills the bin": (AttentionRow("segments", "segments", ends=(150,)), {}),
+    "an empty bin": (AttentionRow("segments", "segments", "one sequence", ends=(0, 0)), {}),
+    "dropout": (AttentionRow("segments", "segments", "packed", 0.3, ends=ENDS), {"heads": 3}),
+    "dropout causal": (AttentionRow("segments causal", "segments", "groups", 0.3, ends=ENDS), {}),
+    "chosen": (AttentionRow("segments", "vendor", "packed", ends=ENDS), {}),
+}
+
+
+@pytest.mark.parametrize("positions", [40, 150])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", SEGMENTS)
+def test_attention_over_segments(name: str, dtype: str, positions: int) -> None:
+    """Each of the ways to compute it, which C++ chooses from."""
+    row, tiles = SEGMENTS[name]
+    row = replace(row, ends=tuple(end * positions // 150 for end in row.ends))
+    case = Case({**BIN, "seq": positions, "key": positions}, dtype)
+    case.slots["dropout_seed"] = case.options["seed"] = 3
+    row(case)
+    values = case.draw(np.random.default_rng(0))
+    expected = case.expected(values)
+    for way in range(4 if positions > 64 else 2):
+        ran = interpret(case, tiles, "chain", values, way)
+        for tensor, want in expected.items():
+            got, limit = ran.read(tensor), 1e-5 if dtype == "fp32" else 1.5e-2
+            wrong = error(got, want) if want.any() else float(got.any())
+            assert wrong < limit, f"{tensor}: off by {wrong:.1e} in way {way}"
+
+
+FILLED = {**SIZES, "batch": 1, "seq": 5, "key": 5, "position": 9}
+
+
+def lowered(case: Case) -> Lowering:
+    low = lower(case.graph, Tiling({}), "chain")
+    low.tasks.live = frozenset({"seq"})
+    return low
+
+
+def fills_first_rows(row: Callable[[Case], Any]) -> bool:
+    """Whether CUDA workers would compute the filled part of a bin alone; see lives_on_cuda."""
+    case = Case(FILLED, "fp32")
+    row(case)
+    if any(op.kind.startswith("Select") for op in case.graph.ops):  # of one place of all: refused with pack
+        return False
+    tiles = {access.tile for task in lowered(case).tasks.tasks for access in task.accesses}
+    live = [tile for tile in tiles if {"seq", "key"} & {*tile.axes}]
+    return bool(live) and all(tile.axes[:2] == ("batch", "seq") and "key" not in tile.axes for tile in live)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", [name for name, row in TABLE.items() if fills_first_rows(row)])
+def test_what_a_step_fills(name: str, dtype: str) -> None:
+    """Of tiles of 40 positions 5 are filled; what lies behind them, NaN and the id 1, is not added to anything."""
+    case, whole = Case(FILLED, dtype), Case({**FILLED, "seq": 40, "key": 40}, dtype)
+    TABLE[name](case)
+    TABLE[name](whole)
+    values = case.draw(np.random.default_rng(0))
+    expected = case.whole_values(case.expected(values))
+    big = {t.name: t for op in whole.graph.ops for t in (*op.inputs, *op.outputs)}
+    ran = Interpreted(low := lowered(whole))
+    for tensor in {t.storage for op in whole.graph.ops for t in op.outputs if t.storage.kind == "scalar"}:
+        ran.write(tensor, np.full(tensor.shape, np.nan))
+    for tensor, value in values.items():
+        if not (target := big.get(tensor.name)):  # what others are made of
+            continue
+        given = np.full(target.shape, 1 if target.dtype.startswith("int") else np.nan)
+        given[tuple(map(slice, tensor.shape))] = value
+        ran.write(target, given)
+    slots = {**case.slots, live_slot("seq", 0): FILLED["seq"]}
+    for task in low.tasks.tasks:
+        for tile in {access.tile for access in task.accesses} - ran.tiles.keys():
+            ran.tiles[tile] = torch.full(tile.shape, np.nan).to(TORCH[tile.dtype])
+        lives = low.tasks.live_sizes(task)
+        with np.errstate(over="ignore", invalid="ignore"):
+            launch.interpret([task], [ran.tiles[a.tile] for a in task.accesses], slots, lives=lives)
+    got = {t: ran.read(big[t.name])[tuple(map(slice, t.shape))] for t in case.expected(values)}
+    for tensor, want in expected.items():
+        wrong = error(case.whole_values(got)[tensor], want)
+        assert wrong < (3e-5 if dtype == "fp32" and tensor.dtype != "bf16" else 1.5e-2), f"{tensor}: off by {wrong:.1e}"
+
+
+def test_live_sizes() -> None:
+    """A kernel's sizes and grids as functions of what a step fills."""
+    rows = Live(100, position=3)
+    words = rows * 6
+    assert (words, words // 3, words // 4) == (600, 200, 150) and not isinstance(words // 4, Live)
+    blocks = launch.ceil_div(words, 16)
+    assert isinstance(blocks, Live) and blocks == 38 and blocks.formula == (3, 6, 16, 1)
+    for filled in (1, 7, 40, 100):
+        assert words.filled(filled) == 6 * filled and (2 * blocks).filled(filled) == 2 * -(-6 * filled // 16)
+        assert launch.ceil_div(blocks, 3).filled(filled) == -(-6 * filled // 48)
+
+
 def test_every_kernel_has_launches() -> None:
     """All but those in C++ (contractions, attention) that a task may name."""
     named = set()
     for path in (Path(launch.__file__).parent).glob("*.cpp"):
         named |= set(re.findall(r"^NNTILE_KERNEL\((\w+),", path.read_text(), re.M))
     own = {name for name in named if not name.startswith(("contract", "attention", "flash"))}
-    assert set(launch.load()) == own
+    of_segments = {f"attention{name}{grad}" for name in ("", "_segments") for grad in ("", "_grad")}
+    assert set(launch.load()) == own | of_segments
 
 
 def test_busy() -> None:
@@ -259,6 +365,42 @@ for row in [*map(ROWS.get, rows), adamw(split=True)]:
             assert len(parameters) == len(one.args) + 2 and parameters[-2:] == [(3, 0), (3, 0)]
             print(name)
 """
+
+
+COMPILE_SEGMENTS = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from test_attention import Row
+from nntile_py.graph.lowering import lower
+from nntile_py.tasks import launch
+from nntile_py.tasks.live import with_live_sizes
+from nntile_py.testing import Case
+from nntile_py.tiles import Tiling
+
+short, long = Row("segments causal", "vendor", "groups"), Row("segments", "segments", dropout=0.1)
+for positions, row in (128, short), (512, long):
+    case = Case({"batch": 1, "seq": positions, "heads": 12, "kv_heads": 4, "head_dim": 64}, "bf16")
+    row(case)
+    low = lower(case.graph, Tiling({}))
+    low.tasks.live = frozenset({"seq"})
+    for task in low.tasks.tasks:
+        made = launch.load()[task.kernel]([with_live_sizes(task, low.tasks.live_sizes(task))])
+        assert made.key and len(made.ways) > 1
+        for way in made.ways:
+            for one in way:
+                binary = launch.compile_launch(one)
+                assert binary.shared <= launch.shared_memory(90), (one.constexprs, binary.shared)
+                *_, grid, parameters = launch.encode(one, binary)
+                assert any(kind == 7 for kind, _ in parameters) and len(grid) == 3
+                print(binary.name, positions)
+"""
+
+
+def test_attention_over_segments_compiles_for_sm_90(python: Python, tmp_path: Path) -> None:
+    done = python(COMPILE_SEGMENTS, Path(__file__).parent, TRITON_CACHE_DIR=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    names = {"_forward 128", "_forward 512", "_grad_whole 128", "_grad_queries 128", "_grad_keys 512"}
+    assert names <= set(done.stdout.splitlines())
 
 
 def test_compiles_for_sm_90(python: Python, tmp_path: Path) -> None:

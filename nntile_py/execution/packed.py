@@ -116,6 +116,7 @@ class Bins:
             filled["sequence"][place.bin] += 1
         if "masked_places" in self.inputs and "labels" in arrays:
             filled["masked"] = (arrays["labels"] != self.inputs["labels"].ignored).sum(1)
+        filled["offset"] = np.maximum(filled["sequence"], 1) + 1
         live = [
             {
                 live_slot(axis, k): float(max(of[p * self.count + k], 1))

@@ -17,6 +17,7 @@ from nntile_py.execution import memory
 from nntile_py.execution.python_task import bound
 from nntile_py.execution.runtime import Runtime
 from nntile_py.tasks import launch
+from nntile_py.tasks.live import with_live_sizes
 from nntile_py.tasks.op import Lowering, Tensor
 from nntile_py.tiles import Slot, TaskList, Tile, device_model
 from nntile_py.tiles.batching import GROUP_SECONDS, grouped
@@ -102,18 +103,25 @@ def _new(tile: Tile) -> _core.Tile:
     return _core.Tile(list(tile.shape), tile.dtype, MONOIDS.index(tile.monoid), tile.redux)
 
 
-def encoded_launches(tasks: list[Task], capability: int | None) -> tuple[list[Any], int, list[tuple[int, int]]]:
-    """What a CUDA worker launches for tasks that have no C++ kernel there, its bytes of scratch, its table."""
+Lives = Sequence[tuple[int, int, Slot]]
+Launched = tuple[list[list[Any]], int, list[tuple[int, int]], str]
+NOT_LAUNCHED: Launched = ([], 0, [], "")
+
+
+def encoded_launches(tasks: list[Task], capability: int | None, lives: Lives = ()) -> Launched:
+    """What a CUDA worker launches for tasks that have no C++ kernel there, or may be faster than that: for each way its
+    launches, bytes of scratch, the table, the key of the choice."""
     described = launch.load().get(tasks[0].kernel) if capability else None
     if not described or not capability:
-        return [], 0, []
-    made = described(tasks)
-    encoded = [launch.encode(one, launch.compile_launch(one, capability)) for one in made.launches]
-    return encoded, made.scratch, launch.encode_table(made)
-
-
-Launched = tuple[list[Any], int, list[tuple[int, int]]]
-NOT_LAUNCHED: Launched = ([], 0, [])
+        return NOT_LAUNCHED
+    made = described([with_live_sizes(tasks[0], lives)] if lives else tasks)
+    if not made.launches:
+        return NOT_LAUNCHED
+    compiled = [[(one, launch.compile_launch(one, capability)) for one in way] for way in made.ways]
+    room = launch.shared_memory(capability)
+    fit = [way for way in compiled if all(binary.shared <= room for _, binary in way)] or compiled[:1]
+    ways = [[launch.encode(*one) for one in way] for way in fit]
+    return ways, made.scratch, launch.encode_table(made), made.key
 
 
 def body(
@@ -139,6 +147,20 @@ def capability_of_devices() -> int | None:
 
     major, minor = torch.cuda.get_device_capability(0)
     return 10 * major + minor
+
+
+def lives_on_cuda(tasks: TaskList) -> bool:
+    """Whether CUDA workers can compute just what a step fills.
+
+    Where that is not in a tile's first rows, kernels would add what lies behind it; attention looks at the offsets of
+    segments. Tasks in Python want whole tiles.
+    """
+    for task in (part for one in tasks.tasks for part in one.parts or [one]):
+        live = tasks.live_sizes(task)
+        first = all(math.prod(task.accesses[number].tile.shape[:axis]) == 1 for number, axis, _ in live)
+        if live and (bound(task) or not (first or task.kernel.startswith("attention"))):
+            return False
+    return True
 
 
 def programs(lists: Sequence[TaskList], store: Store, tf32: bool = False, checked: bool = False) -> list[Program]:
@@ -179,6 +201,8 @@ class Program:
 
     def __init__(self, tasks: TaskList, store: Store, tf32: bool, checked: bool) -> None:
         capability = capability_of_devices()
+        # CPU workers want what is filled without gaps, CUDA workers each row where it would be if all were.
+        whole = capability is not None and (_core.cpu_workers() > 0 or not lives_on_cuda(tasks))
         self.list, self.tasks = tasks, len(tasks.tasks)
         self.slots: list[str] = []
         self._native = _core.Program(tf32, checked)
@@ -196,7 +220,7 @@ class Program:
             bodies: list[tuple[Any, ...]] = []
             for run in runs:
                 part, first = run[0], len(floats)
-                live = [] if capability else tasks.live_sizes(part)
+                live = [] if whole else tasks.live_sizes(part)
                 if live and bound(part):  # it would take the whole tile for filled
                     need = "pack: false, or operators whose tasks are not in Python"
                     raise ConfigError(f"pack: {part.op} runs a task in Python ({part.kernel}); allowed: {need}")
@@ -212,7 +236,7 @@ class Program:
                 if task.parts:
                     at = [places[a.tile] for one in run for a in one.accesses]
                 named = (part.kernel, part.op or part.kernel)
-                launched = encoded_launches(run, capability)
+                launched = encoded_launches(run, capability, live)
                 bodies.append(body(*named, at, part.ints, first, accumulates, launched, bound(part), lives))
             shapes = [a.tile.shape for a in task.accesses]
             dtype = next((a.tile.dtype for a in task.accesses if a.tile.dtype != "int64"), "fp32")

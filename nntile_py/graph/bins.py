@@ -20,7 +20,7 @@ from nntile_py.tasks.op import Tensor
 from nntile_py.tasks.select import Select
 
 SEGMENTS, DRAWS, ROWS, STARTS = "segments", "draws", "rows", "starts"
-LIVE = "seq", "sequence", "masked"  # axes of which a bin fills a part
+LIVE = "seq", "sequence", "masked", "offset"  # axes of which a bin fills a part
 
 
 def begin(g: Graph, batch: Batch) -> None:

@@ -100,26 +100,30 @@ PythonKernel python_kernel(const PythonSpec& spec, std::vector<const Tile*> tile
 }
 
 // (cubin, name, shared bytes, warps, grid, [(kind, value)]); see tasks/launch.py.
-using LaunchList = std::vector<std::tuple<py::bytes, std::string, unsigned, unsigned, std::array<unsigned, 3>,
-                                          std::vector<std::pair<int, py::object>>>>;
+using LaunchArguments = std::vector<std::pair<int, py::object>>;
+using LaunchList = std::vector<std::tuple<py::bytes, std::string, unsigned, unsigned, LaunchArguments, LaunchArguments>>;
 
 // What a task runs:
-// [(kernel, name, places of its tiles, ints, first float, accumulates, launches, scratch bytes, [(kind, value)],
-//   in Python or None, [(number of a tile, axis, which float says its size)])].
+// [(kernel, name, places of its tiles, ints, first float, accumulates, launches of each way, scratch bytes,
+//   [(kind, value)], key of the choice, in Python or None, [(number of a tile, axis, which float says its size)])].
 using BodyList =
-    std::vector<std::tuple<std::string, std::string, std::vector<int>, std::vector<int64_t>, size_t, uint64_t, LaunchList,
-                           int64_t, std::vector<std::pair<int, int64_t>>, std::optional<PythonSpec>,
-                           std::vector<std::tuple<size_t, size_t, size_t>>>>;
+    std::vector<std::tuple<std::string, std::string, std::vector<int>, std::vector<int64_t>, size_t, uint64_t,
+                           std::vector<LaunchList>, int64_t, std::vector<std::pair<int, int64_t>>, std::string,
+                           std::optional<PythonSpec>, std::vector<std::tuple<size_t, size_t, size_t>>>>;
+
+[[maybe_unused]] Launch::Argument make_argument(int kind, const py::object& value) {
+  if (kind == Launch::fp32) return {kind, 0, value.cast<double>(), {}};
+  if (kind == Launch::live_int32 || kind == Launch::live_int64) return {kind, 0, 0, value.cast<std::array<int64_t, 4>>()};
+  return {kind, value.cast<int64_t>(), 0, {}};
+}
 
 std::vector<Launch> make_launches([[maybe_unused]] const LaunchList& list) {
   std::vector<Launch> result;
 #ifdef NNTILE_CUDA
   for (const auto& [cubin, name, shared, warps, grid, arguments] : list) {
-    Launch launch{load_binary(std::string(cubin), name, shared), {grid[0], grid[1], grid[2]}, 32 * warps, shared, {}};
-    for (const auto& [kind, value] : arguments) {
-      if (kind == Launch::fp32) launch.arguments.push_back({kind, 0, value.cast<double>()});
-      else launch.arguments.push_back({kind, value.cast<int64_t>(), 0});
-    }
+    Launch launch{load_binary(std::string(cubin), name, shared), {}, 32 * warps, shared, {}};
+    for (size_t k = 0; k < launch.grid.size(); ++k) launch.grid[k] = make_argument(grid.at(k).first, grid[k].second);
+    for (const auto& [kind, value] : arguments) launch.arguments.push_back(make_argument(kind, value));
     result.push_back(std::move(launch));
   }
 #endif
@@ -273,7 +277,7 @@ PYBIND11_MODULE(_core, m) {
              double flop, int worker, std::vector<int> leaves) {
             TaskRecord record;
             std::vector<std::string> kernels;
-            for (const auto& [kernel, part, places, ints, first_float, accumulates, launches, scratch, table, python,
+            for (const auto& [kernel, part, places, ints, first_float, accumulates, ways, scratch, table, key, python,
                               lives] : bodies) {
               TaskBody body;
               body.name = part;
@@ -281,10 +285,11 @@ PYBIND11_MODULE(_core, m) {
               body.ints = ints;
               body.first_float = first_float;
               body.accumulates = accumulates;
-              body.launches = make_launches(launches);
+              for (const auto& launches : ways) body.ways.push_back(make_launches(launches));
+              body.key = key;
               body.scratch = scratch;
               for (const auto& [tile, axis, position] : lives) body.lives.push_back({tile, axis, position});
-              for (const auto& [kind, value] : table) body.table.push_back({kind, value, 0});
+              for (const auto& [kind, value] : table) body.table.push_back({kind, value, 0, {}});
               if (python) {
                 std::vector<const Tile*> views;
                 for (const int place : places) views.push_back(tiles.at(static_cast<size_t>(place)).get());

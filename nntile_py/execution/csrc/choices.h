@@ -3,6 +3,7 @@
 #pragma once
 #include <functional>
 #include <string>
+#include <vector>
 
 namespace nntile {
 
@@ -11,5 +12,13 @@ void keep_choices(const std::string& folder);  // where, from now on; without on
 // What was chosen for `key` in the folder's `file`; if nothing was, what `measure` says. One caller measures at a time;
 // what it chooses meanwhile is not kept.
 int chosen(const std::string& file, const std::string& key, const std::function<int()>& measure);
+
+// On CUDA workers, in choices_cuda.cpp.
+// The least of some timings on this worker's stream, in ms; infinite where `run` returns false.
+float least_ms(const std::function<bool()>& run);
+// Where choices for this kind of GPU, library and driver are kept.
+std::string choices_file(const std::string& kind, const std::string& library);
+// Which of several ways to the same result is the fastest: measured once for `key`, 0 the first of them.
+int fastest_of(const std::string& file, const std::string& key, const std::vector<std::function<void()>>& ways);
 
 }  // namespace nntile

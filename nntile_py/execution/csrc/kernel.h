@@ -3,6 +3,7 @@
 #include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
 
+#include <array>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -45,14 +46,23 @@ std::shared_ptr<CudaBinary> load_binary(const std::string& cubin, const std::str
 
 // A Triton kernel with its grid and arguments; see tasks/launch.py.
 struct Launch {
-  enum Kind : int { tile = 0, scratch = 1, int32 = 2, int64 = 3, fp32 = 4, fp32_of_task = 5, int64_of_task = 6 };
+  enum Kind : int {
+    tile = 0, scratch = 1, int32 = 2, int64 = 3, fp32 = 4, fp32_of_task = 5, int64_of_task = 6, live_int32 = 7, live_int64 = 8
+  };
   struct Argument {
     int kind;
     int64_t whole;  // number of the tile, offset in the scratch block, integer, position in the task's floats
     double real;
+    std::array<int64_t, 4> live{};  // position in the task's floats, factor, divisor, times; see Live in tasks/launch.py
+
+    int64_t integer(const double* floats) const {
+      if (kind != live_int32 && kind != live_int64) return whole;
+      const auto filled = static_cast<int64_t>(floats[live[0]]) * live[1];
+      return (filled + live[2] - 1) / live[2] * live[3];
+    }
   };
   std::shared_ptr<CudaBinary> binary;
-  unsigned grid[3];
+  std::array<Argument, 3> grid;
   unsigned threads, shared;
   std::vector<Argument> arguments;
 };
@@ -81,9 +91,10 @@ struct LiveSize {
 struct TaskBody {
   std::string name;
   Kernel cpu = nullptr;   // what runs it on a CPU worker
-  Kernel cuda = nullptr;  // and on a CUDA worker: this, or the launches, in order
+  Kernel cuda = nullptr;  // and on a CUDA worker: this, or launches, in order
   PythonKernel python;    // in the place of all of these
-  std::vector<Launch> launches;
+  std::vector<std::vector<Launch>> ways;  // with a key the fastest of these and `cuda`, else the first
+  std::string key;
   int64_t scratch = 0;  // bytes that the launches share
   std::vector<Launch::Argument> table;  // written as int64 at their beginning, before the launches
   std::vector<int> places;  // where its tiles are among the task's
@@ -118,7 +129,10 @@ class Args {
   // floats, buffers: of the whole task
   Args(const TaskBody& body, const double* floats, void** buffers, c10::Device device)
       : body_(body), floats_(floats + body.first_float), buffers_(buffers), device_(device) {}
-  at::Tensor operator[](size_t k) const;  // as far as it is filled: what is there lies at the beginning, without gaps
+  // A tile as far as it is filled. On CPU workers what is there lies at the beginning, without gaps; on CUDA workers each
+  // row lies where it would if all were filled.
+  at::Tensor operator[](size_t k) const;
+  at::IntArrayRef most(size_t k) const { return body_.tiles.at(k)->shape; }  // the sizes of one that is filled
   size_t tiles() const { return body_.tiles.size(); }
   int64_t i(size_t k) const { return body_.ints.at(k); }
   std::span<const int64_t> ints() const { return body_.ints; }

@@ -55,7 +55,7 @@ void run_cuda(void** buffers, void* cl_arg) {
       guarded(body.name, [&] {
         if (body.python.call) {
           run_python(body, instance.floats, buffers, device.index(), task_stream());
-        } else if (!body.launches.empty()) {
+        } else if (!body.ways.empty()) {
           run_launches(body, instance.floats, buffers, device);
         } else {
           Args args(body, instance.floats, buffers, device);
@@ -133,18 +133,19 @@ Kernel find_kernel(const std::string& name, c10::DeviceType where) {
   return found == kernels().end() ? nullptr : found->second;
 }
 
-std::vector<int64_t> shape_of(const TaskBody& body, size_t k, const double* floats) {
-  auto shape = body.tiles.at(k)->shape;
+// See Args.
+at::Tensor filled_part(const TaskBody& body, size_t k, const double* floats, void* data, c10::Device device) {
+  const Tile& tile = *body.tiles.at(k);
+  auto shape = tile.shape;
   for (const auto& live : body.lives)
     if (live.tile == k) shape.at(live.axis) = static_cast<int64_t>(floats[live.position]);
-  return shape;
+  if (device.is_cpu() || body.lives.empty()) return wrap(data, shape, tile.dtype, device);
+  const auto all = wrap(data, tile.shape, tile.dtype, device);
+  return all.as_strided(shape, all.strides());
 }
 
 at::Tensor Args::operator[](size_t k) const {
-  const Tile& tile = *body_.tiles.at(k);
-  void* data = pointer(buffers_[body_.places[k]]);
-  if (body_.lives.empty()) return wrap(data, tile.shape, tile.dtype, device_);
-  return wrap(data, shape_of(body_, k, floats_), tile.dtype, device_);
+  return filled_part(body_, k, floats_, pointer(buffers_[body_.places[k]]), device_);
 }
 
 int mode_of(const std::string& name) {
@@ -276,7 +277,7 @@ void Program::add(TaskRecord record, const std::vector<std::string>& kernels, co
     body.cpu = low ? nullptr : find_kernel(kernels.at(k), c10::kCPU);
     body.cuda = find_kernel(kernels[k], c10::kCUDA);
     cpu &= python || body.cpu;
-    cuda &= python ? body.python.cuda : body.cuda || !body.launches.empty();
+    cuda &= python ? body.python.cuda : body.cuda || !body.ways.empty();
     if (cpu || cuda) continue;
     if (!python && !find_kernel(kernels[k], c10::kCPU) && !body.cuda) throw std::invalid_argument("no kernel is called " + kernels[k]);
     throw TaskError(body.name + ": kernel " + kernels[k] + (low ? " on bf16 tiles" : "") +

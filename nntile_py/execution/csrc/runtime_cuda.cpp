@@ -2,9 +2,11 @@
 #include <ATen/Context.h>
 #include <ATen/ops/empty.h>
 #include <cuda.h>
+#include <torch/version.h>
 
 #include <map>
 
+#include "choices.h"
 #include "on_cuda.h"
 #include "internal.h"
 
@@ -46,7 +48,10 @@ std::shared_ptr<CudaBinary> load_binary(const std::string& cubin, const std::str
   return binary;
 }
 
-void run_launches(const TaskBody& body, const double* floats, void** buffers, c10::Device device) {
+namespace {
+
+void run_way(const TaskBody& body, const std::vector<Launch>& launches, const double* floats, void** buffers,
+             c10::Device device) {
   at::Tensor scratch;  // given back to ATen's allocator at once, which reuses it on this stream only: in order
   if (body.scratch) scratch = at::empty({body.scratch}, at::TensorOptions(at::kByte).device(device));
   const auto address = [&](const Launch::Argument& a) {
@@ -59,7 +64,7 @@ void run_launches(const TaskBody& body, const double* floats, void** buffers, c1
     C10_CUDA_CHECK(cudaMemcpyAsync(scratch.data_ptr<uint8_t>(), words.data(), words.size() * sizeof(int64_t),
                                    cudaMemcpyHostToDevice, task_stream()));
   }
-  for (const auto& launch : body.launches) {
+  for (const auto& launch : launches) {
     union Value {
       void* pointer;
       int32_t int32;
@@ -74,19 +79,45 @@ void run_launches(const TaskBody& body, const double* floats, void** buffers, c1
       switch (a.kind) {
         case Launch::tile: value.pointer = address(a); break;
         case Launch::scratch: value.pointer = scratch.data_ptr<uint8_t>() + a.whole; break;
-        case Launch::int32: value.int32 = static_cast<int32_t>(a.whole); break;
-        case Launch::int64: value.int64 = a.whole; break;
+        case Launch::int32:
+        case Launch::live_int32: value.int32 = static_cast<int32_t>(a.integer(floats + body.first_float)); break;
+        case Launch::int64:
+        case Launch::live_int64: value.int64 = a.integer(floats + body.first_float); break;
         case Launch::fp32: value.fp32 = static_cast<float>(a.real); break;
         case Launch::fp32_of_task: value.fp32 = static_cast<float>(floats[body.first_float + static_cast<size_t>(a.whole)]); break;
         default: value.int64 = static_cast<int64_t>(floats[body.first_float + static_cast<size_t>(a.whole)]);
       }
       parameters[count++] = &value;
     }
-    require(cuLaunchKernel(reinterpret_cast<CUfunction>(launch.binary->kernel), launch.grid[0], launch.grid[1],
-                           launch.grid[2], launch.threads, 1, 1, launch.shared, task_stream(),
-                           parameters.data(), nullptr),
+    std::array<unsigned, 3> grid;
+    for (size_t k = 0; k < grid.size(); ++k)
+      grid[k] = static_cast<unsigned>(launch.grid[k].integer(floats + body.first_float));
+    require(cuLaunchKernel(reinterpret_cast<CUfunction>(launch.binary->kernel), grid[0], grid[1], grid[2],
+                           launch.threads, 1, 1, launch.shared, task_stream(), parameters.data(), nullptr),
             "cuLaunchKernel");
   }
+}
+
+}  // namespace
+
+void run_launches(const TaskBody& body, const double* floats, void** buffers, c10::Device device) {
+  const auto run = [&](size_t way) {
+    if (way < body.ways.size()) return run_way(body, body.ways[way], floats, buffers, device);
+    Args args(body, floats, buffers, device);
+    body.cuda(args);
+  };
+  const size_t count = body.key.empty() ? 1 : body.ways.size() + (body.cuda ? 1 : 0);
+  if (count == 1) return run(0);
+  thread_local std::map<std::string, size_t> known;
+  const auto key = body.key + (body.cuda ? " and ATen" : "");
+  auto found = known.find(key);
+  if (found == known.end()) {
+    std::vector<std::function<void()>> ways;
+    for (size_t way = 0; way < count; ++way) ways.emplace_back([&run, way] { run(way); });
+    const auto file = choices_file("attention", "torch-" TORCH_VERSION);
+    found = known.emplace(key, static_cast<size_t>(fastest_of(file, key, ways))).first;
+  }
+  run(found->second);
 }
 
 void start_cuda() {

@@ -1,0 +1,159 @@
+"""Attention over packed sequences on a GPU: each of our kernels beside ATen's varlen flash attention, in microseconds.
+
+    experiments/segments.py [--table 64x64,64x512] [--heads 12] [--head-dim 64] [--alpha 0.6] [--dropout 0.1] [--causal]
+
+A row of the table is SEQUENCESxLONGEST; lengths are uniform about alpha times the longest. Calls are timed in a CUDA
+graph, so that launching costs nothing; errors are |difference| / |value| from fp32 attention of each sequence.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+
+from nntile_py.graph.graph import Graph
+from nntile_py.graph.lowering import lower
+from nntile_py.tasks import launch
+from nntile_py.tasks.attention import attention
+from nntile_py.tasks.mask import Mask
+from nntile_py.tiles import Tile, Tiling
+from nntile_py.tiles.dtypes import DTYPES
+from nntile_py.tiles.tasklist import Task
+
+CALLS, ROUNDS = 20, 5
+SLOTS = {"dropout_seed": 1.0}
+
+
+def lengths_of(count: int, longest: int, alpha: float) -> list[int]:
+    rng = np.random.default_rng(0)
+    least = max(1, math.ceil((2 * alpha - 1) * longest))
+    return [int(n) for n in rng.integers(least, min(longest, int(2 * alpha * longest)) + 1, count)]
+
+
+def timed(call: Callable[[], Any]) -> float:
+    """Microseconds of a call, the least of several rounds."""
+    for _ in range(2):
+        call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(CALLS):
+            call()
+    found = []
+    for _ in range(ROUNDS):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        found.append(start.elapsed_time(end) * 1e3 / CALLS)
+    return min(found)
+
+
+class Ours:
+    """The tasks of attention and of its gradient, on tensors."""
+
+    def __init__(self, qkv: torch.Tensor, offsets: torch.Tensor, d_out: torch.Tensor, longest: int, o: Any) -> None:
+        tokens, _, heads, head_dim = qkv.shape
+        g = Graph("bf16")
+        axes = ["batch", "seq", "qkv", "heads", "head_dim"]
+        x = g.named("qkv", axes, [1, tokens, 3, heads, head_dim], "input")
+        x.requires_grad = True
+        segments = g.named("segments", ["offset"], [len(offsets)], "input", "int64")
+        places = torch.arange(tokens, device=qkv.device)
+        given = {"qkv": qkv, "segments": offsets, "do": d_out, "draws": places}
+        if o.dropout:
+            g.draws["seq"] = g.named("draws", ["batch", "seq"], [1, tokens], "input", "int64")
+        mask = Mask(o.causal, segments=segments, longest=longest)
+        out = attention(g, (x, 0), (x, 1), (x, 2), mask, "segments", o.dropout)
+        do = g.named("do", out.axes, out.shape, "input")
+        (grad, *_) = g.ops[-1].gradient(g, do, None)
+        low = lower(g, Tiling({}))
+        self.tasks, self.tiles = low.tasks.tasks, dict[Tile, torch.Tensor]()
+        for tile in {access.tile for task in self.tasks for access in task.accesses}:
+            made = torch.empty(tile.shape, dtype=getattr(torch, DTYPES[tile.dtype].torch), device=qkv.device)
+            self.tiles[tile] = given[tile.tensor].view(tile.shape) if tile.tensor in given else made
+        assert grad is not None
+        self.out, self.grad = (self.tiles[low.tile(t, dict.fromkeys(t.axes, 0))] for t in (out, grad))
+
+    def run(self, task: Task, way: int) -> None:
+        launch.interpret([task], [self.tiles[a.tile] for a in task.accesses], SLOTS, way=way)
+
+
+def name_of(way: tuple[launch.Launch, ...]) -> str:
+    options = dict(way[0].constexprs)
+    kind = "passes" if len(way) > 1 else "online" if options.get("ONLINE") else "whole"
+    return f"{kind} {options['ROWS']}x{options['KEYS']}"
+
+
+def expected(qkv: torch.Tensor, bounds: list[int], d_out: torch.Tensor, causal: bool) -> list[torch.Tensor]:
+    """The output and the gradient in fp32, a sequence at a time."""
+    outs, grads = [], []
+    for start, end in pairwise(bounds):
+        part = qkv[start:end].float().requires_grad_()
+        q, k, v = part.permute(1, 2, 0, 3)
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(0, 1)
+        out.backward(d_out[start:end].float())
+        assert part.grad is not None
+        outs.append(out.detach())
+        grads.append(part.grad)
+    return [torch.cat(outs), torch.cat(grads)]
+
+
+def measure(count: int, longest: int, o: Any) -> None:
+    lengths = lengths_of(count, longest, o.alpha)
+    bounds = np.cumsum([0, *lengths]).tolist()
+    tokens, device = bounds[-1], torch.device("cuda")
+    qkv = torch.randn(tokens, 3, o.heads, o.head_dim, device=device).bfloat16()
+    d_out = torch.randn(tokens, o.heads, o.head_dim, device=device).bfloat16()
+    offsets = torch.tensor(bounds, device=device)
+    ours, want = Ours(qkv, offsets, d_out, longest, o), expected(qkv, bounds, d_out, o.causal)
+    q, k, v, cu = *qkv.unbind(1), offsets.int()
+    sizes = (cu, cu, longest, longest, o.dropout, o.causal)
+    flash = torch.ops.aten._flash_attention_forward(q, k, v, *sizes, False)
+
+    def aten(direction: int) -> Any:
+        if direction == 0:
+            return torch.ops.aten._flash_attention_forward(q, k, v, *sizes, False)
+        return torch.ops.aten._flash_attention_backward(d_out, q, k, v, flash[0], flash[1], *sizes, flash[2], flash[3])
+
+    for direction, task in enumerate(ours.tasks):
+        found = [("ATen varlen", timed(lambda d=direction: aten(d)), 0.0)]  # type: ignore[misc]
+        for number, way in enumerate(launch.load()[task.kernel]([task]).ways):
+            try:
+                us = timed(lambda t=task, w=number: ours.run(t, w))  # type: ignore[misc]
+            except Exception as error:  # what Triton raises where a kernel needs more than the GPU has: any of many
+                print(f"{name_of(way)}: {type(error).__name__}: {str(error)[:100]}")
+                continue
+            got = (ours.grad if direction else ours.out).view(want[direction].shape).float()
+            found.append((name_of(way), us, float((got - want[direction]).norm() / want[direction].norm())))
+        base, best = found[0][1], min(us for _, us, _ in found[1:])
+        cells = ", ".join(f"{name} {us:.1f}" + (f" (error {wrong:.0e})" if wrong else "") for name, us, wrong in found)
+        print(f"{count} x {longest}, {tokens} tokens, {'backward' if direction else 'forward'}: {cells};"
+              f" ATen / best of ours {base / best:.2f}", flush=True)  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--table", default="64x64,64x128,64x512,64x1024")
+    parser.add_argument("--heads", type=int, default=12)
+    parser.add_argument("--head-dim", type=int, default=64)
+    parser.add_argument("--alpha", type=float, default=0.6)
+    parser.add_argument("--dropout", type=float, default=0.0)
+    parser.add_argument("--causal", action="store_true")
+    o = parser.parse_args()
+    torch.manual_seed(0)
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, bf16, {o.heads} heads of {o.head_dim},"
+          f" alpha {o.alpha}, dropout {o.dropout}; us; with dropout the error is that of the draws")  # fmt: skip
+    for row in o.table.split(","):
+        count, longest = map(int, row.split("x"))
+        measure(count, longest, o)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,252 @@
+"""Gradients of attention over packed sequences on CUDA. Tiles as in attention.cpp.
+
+Short segments: a program has all of one, and all heads that share its keys: one pass makes dq, dk and dv. Longer ones:
+a pass for dq, then one for dk and dv. Nothing is added atomically: the same bits each time.
+"""
+
+# Functions of Triton's language have no Python types.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
+from __future__ import annotations
+
+import math
+
+import triton
+import triton.language as tl
+
+from nntile_py.tiles.tasklist import Task
+
+from .attention import AttentionGradArgs
+from .attention_segments_triton import (
+    LOG2E,
+    WHOLE,
+    clear,
+    drop_factors,
+    keys_of,
+    layout,
+    load_rows,
+    places,
+    product,
+    scores_of,
+    segment_of,
+    served,
+    shared,
+    store_rows,
+)
+from .elementwise_triton import strides_of
+from .launch import Launch, Launches, Parameter, Scratch, ceil_div, launch, launches, power_of_two, shape, tile
+
+
+@triton.jit
+def queries_of(first, n, ROWS: tl.constexpr, KEYS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+                TWO_SIDED: tl.constexpr):  # fmt: skip
+    """The interval of queries, from a multiple of ROWS on, that attend to KEYS keys from `first` on."""
+    begin, end = first * 0, n
+    if CAUSAL:
+        begin = first // ROWS * ROWS
+    if WINDOW:
+        end = tl.minimum(end, first + KEYS + WINDOW - 1)
+    if TWO_SIDED:
+        begin = tl.maximum(first - WINDOW + 1, 0) // ROWS * ROWS
+    return begin, end
+
+
+@triton.jit
+def _of_pairs(
+    q, k, v, d_out, lse, delta, row, key, n, scale, drawn, head, mask_first, seed, mix, limit, kept_scale,
+    STEPS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, TWO_SIDED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """By what values were weighted, and the gradient of the scores; zeros beyond the segment's queries."""
+    s = scores_of(q, k, row, key, n, scale * LOG2E, CAUSAL, WINDOW, TWO_SIDED, PRECISION)
+    p = tl.where((row < n)[:, None], tl.exp2(s - lse[:, None] * LOG2E), 0.0)
+    dp, weights = product(d_out, tl.trans(v), PRECISION), p
+    if len(STEPS) > 0:
+        factors = drop_factors(row, key, drawn, head, mask_first, seed, mix, limit, kept_scale, STEPS)
+        weights, dp = p * factors, dp * factors
+    return weights.to(q.dtype), (p * (dp - delta[:, None]) * scale).to(q.dtype)
+
+
+@triton.jit
+def _grad_whole(
+    DQ, DK, DV, D_OUT, OUT, LSE, DELTA, Q, K, V, SEGMENTS,
+    tokens, offsets, scale, DRAWS, mask_first, seed, mix, limit, kept_scale,
+    DQ_AT: tl.constexpr, DK_AT: tl.constexpr, DV_AT: tl.constexpr, D_OUT_AT: tl.constexpr, OUT_AT: tl.constexpr,
+    Q_AT: tl.constexpr, K_AT: tl.constexpr, V_AT: tl.constexpr, LSE_AT: tl.constexpr,
+    STEPS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, TWO_SIDED: tl.constexpr, PRECISION: tl.constexpr,
+    GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, ACC: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """All of a segment of KEYS positions at most, and of the heads that share a head of keys."""
+    number, head = tl.program_id(0), tl.program_id(1)
+    start, n = segment_of(SEGMENTS, number, offsets, tokens)
+    if number + 1 == offsets:
+        for member in range(0, GROUP):
+            clear(DQ, SEGMENTS, start, n, head * GROUP + member, 0, DQ_AT, D, 1, ROWS, BLOCK_D)
+        if not ACC:
+            clear(DK, SEGMENTS, start, n, head, 0, DK_AT, D, 1, ROWS, BLOCK_D)
+            clear(DV, SEGMENTS, start, n, head, 0, DV_AT, D, 1, ROWS, BLOCK_D)
+    elif n > 0:
+        key = tl.arange(0, KEYS)
+        drawn = start
+        if len(STEPS) > 0:
+            drawn = tl.load(DRAWS + start)
+        k = load_rows(K, start, head, key, n, K_AT, D, BLOCK_D)
+        v = load_rows(V, start, head, key, n, V_AT, D, BLOCK_D)
+        dk, dv = tl.zeros([KEYS, BLOCK_D], tl.float32), tl.zeros([KEYS, BLOCK_D], tl.float32)
+        for member in range(0, GROUP):
+            of = head * GROUP + member
+            for first in range(0, n, ROWS):
+                row = first + tl.arange(0, ROWS)
+                q = load_rows(Q, start, of, row, n, Q_AT, D, BLOCK_D)
+                d_out = load_rows(D_OUT, start, of, row, n, D_OUT_AT, D, BLOCK_D)
+                out = load_rows(OUT, start, of, row, n, OUT_AT, D, BLOCK_D)
+                delta = tl.sum(d_out.to(tl.float32) * out.to(tl.float32), 1)
+                lse = tl.sum(load_rows(LSE, start, of, row, n, LSE_AT, 1, 1), 1)
+                weights, ds = _of_pairs(
+                    q, k, v, d_out, lse, delta, row, key, n, scale, drawn, of, mask_first, seed, mix, limit,
+                    kept_scale, STEPS, CAUSAL, WINDOW, TWO_SIDED, PRECISION,
+                )  # fmt: skip
+                dv += product(tl.trans(weights), d_out, PRECISION)
+                dk += product(tl.trans(ds), q, PRECISION)
+                dq = product(ds, k, PRECISION)
+                store_rows(DQ, dq.to(DQ.dtype.element_ty), start, of, row, n, DQ_AT, D, BLOCK_D)
+        if ACC:
+            dk += load_rows(DK, start, head, key, n, DK_AT, D, BLOCK_D).to(tl.float32)
+            dv += load_rows(DV, start, head, key, n, DV_AT, D, BLOCK_D).to(tl.float32)
+        store_rows(DK, dk.to(DK.dtype.element_ty), start, head, key, n, DK_AT, D, BLOCK_D)
+        store_rows(DV, dv.to(DV.dtype.element_ty), start, head, key, n, DV_AT, D, BLOCK_D)
+
+
+@triton.jit
+def _grad_queries(
+    DQ, DK, DV, D_OUT, OUT, LSE, DELTA, Q, K, V, SEGMENTS,
+    tokens, offsets, scale, DRAWS, mask_first, seed, mix, limit, kept_scale,
+    DQ_AT: tl.constexpr, DK_AT: tl.constexpr, DV_AT: tl.constexpr, D_OUT_AT: tl.constexpr, OUT_AT: tl.constexpr,
+    Q_AT: tl.constexpr, K_AT: tl.constexpr, V_AT: tl.constexpr, LSE_AT: tl.constexpr,
+    STEPS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, TWO_SIDED: tl.constexpr, PRECISION: tl.constexpr,
+    GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, ACC: tl.constexpr,
+    BLOCKS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """dq of a block of ROWS queries, and their delta, laid out as lse."""
+    number, block, head = tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS, tl.program_id(1)
+    start, n = segment_of(SEGMENTS, number, offsets, tokens)
+    first = block * ROWS
+    if number + 1 == offsets:
+        clear(DQ, SEGMENTS, start, n, head, block, DQ_AT, D, BLOCKS, ROWS, BLOCK_D)
+    elif first < n:
+        row, drawn = first + tl.arange(0, ROWS), start
+        if len(STEPS) > 0:
+            drawn = tl.load(DRAWS + start)
+        q = load_rows(Q, start, head, row, n, Q_AT, D, BLOCK_D)
+        d_out = load_rows(D_OUT, start, head, row, n, D_OUT_AT, D, BLOCK_D)
+        out = load_rows(OUT, start, head, row, n, OUT_AT, D, BLOCK_D)
+        delta = tl.sum(d_out.to(tl.float32) * out.to(tl.float32), 1)
+        store_rows(DELTA, delta[:, None], start, head, row, n, LSE_AT, 1, 1)
+        lse = tl.sum(load_rows(LSE, start, head, row, n, LSE_AT, 1, 1), 1)
+        dq = tl.zeros([ROWS, BLOCK_D], tl.float32)
+        begin, end = keys_of(first, n, ROWS, KEYS, CAUSAL, WINDOW, TWO_SIDED)
+        for at in range(begin, end, KEYS):
+            key = at + tl.arange(0, KEYS)
+            k = load_rows(K, start, head // GROUP, key, n, K_AT, D, BLOCK_D)
+            v = load_rows(V, start, head // GROUP, key, n, V_AT, D, BLOCK_D)
+            _, ds = _of_pairs(
+                q, k, v, d_out, lse, delta, row, key, n, scale, drawn, head, mask_first, seed, mix, limit,
+                kept_scale, STEPS, CAUSAL, WINDOW, TWO_SIDED, PRECISION,
+            )  # fmt: skip
+            dq += product(ds, k, PRECISION)
+        store_rows(DQ, dq.to(DQ.dtype.element_ty), start, head, row, n, DQ_AT, D, BLOCK_D)
+
+
+@triton.jit
+def _grad_keys(
+    DQ, DK, DV, D_OUT, OUT, LSE, DELTA, Q, K, V, SEGMENTS,
+    tokens, offsets, scale, DRAWS, mask_first, seed, mix, limit, kept_scale,
+    DQ_AT: tl.constexpr, DK_AT: tl.constexpr, DV_AT: tl.constexpr, D_OUT_AT: tl.constexpr, OUT_AT: tl.constexpr,
+    Q_AT: tl.constexpr, K_AT: tl.constexpr, V_AT: tl.constexpr, LSE_AT: tl.constexpr,
+    STEPS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, TWO_SIDED: tl.constexpr, PRECISION: tl.constexpr,
+    GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, ACC: tl.constexpr,
+    BLOCKS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """dk and dv of a block of KEYS keys, from all heads that share them."""
+    number, block, head = tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS, tl.program_id(1)
+    start, n = segment_of(SEGMENTS, number, offsets, tokens)
+    first = block * KEYS
+    if number + 1 == offsets:
+        if not ACC:
+            clear(DK, SEGMENTS, start, n, head, block, DK_AT, D, BLOCKS, KEYS, BLOCK_D)
+            clear(DV, SEGMENTS, start, n, head, block, DV_AT, D, BLOCKS, KEYS, BLOCK_D)
+    elif first < n:
+        key, drawn = first + tl.arange(0, KEYS), start
+        if len(STEPS) > 0:
+            drawn = tl.load(DRAWS + start)
+        k = load_rows(K, start, head, key, n, K_AT, D, BLOCK_D)
+        v = load_rows(V, start, head, key, n, V_AT, D, BLOCK_D)
+        dk, dv = tl.zeros([KEYS, BLOCK_D], tl.float32), tl.zeros([KEYS, BLOCK_D], tl.float32)
+        begin, end = queries_of(first, n, ROWS, KEYS, CAUSAL, WINDOW, TWO_SIDED)
+        for member in range(0, GROUP):
+            of = head * GROUP + member
+            for at in range(begin, end, ROWS):
+                row = at + tl.arange(0, ROWS)
+                q = load_rows(Q, start, of, row, n, Q_AT, D, BLOCK_D)
+                d_out = load_rows(D_OUT, start, of, row, n, D_OUT_AT, D, BLOCK_D)
+                lse = tl.sum(load_rows(LSE, start, of, row, n, LSE_AT, 1, 1), 1)
+                delta = tl.sum(load_rows(DELTA, start, of, row, n, LSE_AT, 1, 1), 1)
+                weights, ds = _of_pairs(
+                    q, k, v, d_out, lse, delta, row, key, n, scale, drawn, of, mask_first, seed, mix, limit,
+                    kept_scale, STEPS, CAUSAL, WINDOW, TWO_SIDED, PRECISION,
+                )  # fmt: skip
+                dv += product(tl.trans(weights), d_out, PRECISION)
+                dk += product(tl.trans(ds), q, PRECISION)
+        if ACC:
+            dk += load_rows(DK, start, head, key, n, DK_AT, D, BLOCK_D).to(tl.float32)
+            dv += load_rows(DV, start, head, key, n, DV_AT, D, BLOCK_D).to(tl.float32)
+        store_rows(DK, dk.to(DK.dtype.element_ty), start, head, key, n, DK_AT, D, BLOCK_D)
+        store_rows(DV, dv.to(DV.dtype.element_ty), start, head, key, n, DV_AT, D, BLOCK_D)
+
+
+@launches("attention_grad")
+def _describe_vendor(task: Task) -> Launches:
+    return _describe(task) if served(task, AttentionGradArgs.of(task).limits) else Launches(())
+
+
+@launches("attention_segments_grad")
+def _describe(task: Task) -> Launches:
+    a = AttentionGradArgs.of(task)
+    assert a.limits
+    longest, lse_sizes, scratch = a.limits.longest, shape(task, 2), Scratch()
+    tiles, of_qkv, next_tile = places(task, a.qkv, 3)
+    grads, of_grads, segments = places(task, a.grads, next_tile)
+    common = shared(task, a.qkv, 3, a.scale, a.limits, diagonal=a.diagonal, segments=segments)
+    heads, of_keys, _ = common.sizes
+    delta = scratch.take(math.prod(lse_sizes), "fp32")
+    d_out, out = (layout(strides_of(shape(task, k)), order) for k, order in ((0, a.d_out), (1, a.out)))
+    names = ("DQ_AT", "DK_AT", "DV_AT", "D_OUT_AT", "OUT_AT", "Q_AT", "K_AT", "V_AT", "LSE_AT")
+    at = dict(zip(names, [*of_grads, d_out, out, *of_qkv, (0, 1, lse_sizes[-1], 1)], strict=True))
+    args: list[Parameter] = [*grads, *(tile(task, k) for k in range(3)), delta, *tiles, tile(task, segments)]
+    args += common.args
+    adds = task.accesses[next_tile + a.grads.k[0]].accumulate
+    constants = {**at, **common.constants, "ACC": adds}
+
+    def whole(rows: int, keys: int, warps: int) -> tuple[Launch, ...]:
+        options = {"ROWS": rows, "KEYS": keys, "warps": warps}
+        return (launch(_grad_whole, common.grid(1, of_keys), *args, **constants, **options),)
+
+    def two(rows: int, keys: int, warps: int) -> tuple[Launch, ...]:
+        made = []
+        for kernel, block, of in ((_grad_queries, rows, heads), (_grad_keys, keys, of_keys)):
+            blocks = ceil_div(longest, block)
+            options = {"BLOCKS": blocks, "ROWS": rows, "KEYS": keys, "warps": warps}
+            made.append(launch(kernel, common.grid(blocks, of), *args, **constants, **options))
+        return tuple(made)
+
+    most = max(power_of_two(longest), 16)
+    if common.constants["PRECISION"] == "ieee":
+        ways = [two(32, 32, 4), *([whole(min(most, 32), most, 4)] if most <= 64 else [])]
+    else:
+        ways = [two(64, 64, 4)] if most > 64 else []
+        ways += [two(64, 128, 8)] if most > 128 else []
+        ways += [whole(min(most, 64), most, 4 if most <= 64 else 8)] if most <= WHOLE else []
+        ways += [whole(32, most, 8)] if 64 < most <= WHOLE else []
+    if adds:  # to measure would be to add again
+        ways = ways[:1]
+    return Launches(ways[0], scratch.bytes, others=tuple(ways[1:]), key=f"gradient {common.key} of {len(ways)}")

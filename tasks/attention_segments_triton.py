@@ -1,0 +1,275 @@
+"""Attention over packed sequences on CUDA. Tiles as in attention.cpp.
+
+A program has a block of queries of a segment and a head; those beyond the live segments return at once, and the ones
+behind the last clear what belongs to none. Short segments: all keys and values are on chip, no online softmax (the
+short form of ByteTransformer, Zhai et al. 2023). Longer ones: one pass over the keys with online softmax (Dao et al.
+2022). Which of several blocks is the fastest, or ATen's kernel for `vendor`, is measured by C++.
+"""
+
+# Functions of Triton's language have no Python types.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from nntile_py.tiles.tasklist import Task
+
+from .attention import AttentionArgs
+from .attention_operands import OperandsArgs
+from .elementwise_triton import dropped, mask_of, strides_of
+from .launch import Int, Launch, Launches, Parameter, ceil_div, launch, launches, power_of_two, shape, tile
+from .mask import Limits
+
+Layout = tuple[int, int, int, int]  # place of the first element, steps of tokens, heads and head_dim
+WHOLE = 256  # positions of a segment whose keys and values may all be on chip
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+LOG2E, LN2 = tl.constexpr(math.log2(math.e)), tl.constexpr(math.log(2))
+
+
+@triton.jit
+def segment_of(SEGMENTS, number, offsets, tokens):
+    """First token and tokens of a segment; of number offsets - 1, those behind the last."""
+    start = tl.minimum(tl.load(SEGMENTS + number), tokens)
+    end = tl.minimum(tl.load(SEGMENTS + number + 1, number + 1 < offsets, tokens), tokens)
+    return start, (end - start).to(tl.int32)
+
+
+@triton.jit
+def place_of(X, start, head, row, AT: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Where rows of a head are, [rows, head_dim]; AT: place of the first element, steps of tokens, heads, head_dim."""
+    X += AT[0] + start.to(tl.int64) * AT[1] + head.to(tl.int64) * AT[2]
+    return X + row[:, None] * AT[1] + tl.arange(0, BLOCK_D)[None, :] * AT[3]
+
+
+@triton.jit
+def load_rows(X, start, head, row, n, AT: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    inside = (row < n)[:, None] & (tl.arange(0, BLOCK_D) < D)[None, :]
+    return tl.load(place_of(X, start, head, row, AT, BLOCK_D), inside, 0.0)
+
+
+@triton.jit
+def store_rows(X, value, start, head, row, n, AT: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    inside = (row < n)[:, None] & (tl.arange(0, BLOCK_D) < D)[None, :]
+    tl.store(place_of(X, start, head, row, AT, BLOCK_D), value, inside)
+
+
+@triton.jit
+def clear(
+    X, SEGMENTS, start, n, head, block,
+    AT: tl.constexpr, D: tl.constexpr, BLOCKS: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Zeros where there is no segment: n rows from `start` on, and those before the first; every BLOCKS-th block."""
+    row, zeros = tl.arange(0, ROWS), tl.zeros([ROWS, BLOCK_D], X.dtype.element_ty)
+    for first in range(block * ROWS, n, BLOCKS * ROWS):
+        store_rows(X, zeros, start, head, first + row, n, AT, D, BLOCK_D)
+    before = tl.load(SEGMENTS).to(tl.int32)
+    for first in range(block * ROWS, before, BLOCKS * ROWS):
+        store_rows(X, zeros, start * 0, head, first + row, before, AT, D, BLOCK_D)
+
+
+@triton.jit
+def product(a, b, PRECISION: tl.constexpr):
+    if INTERPRETED:  # whose numpy has no bf16
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    return tl.dot(a, b, input_precision=PRECISION)
+
+
+@triton.jit
+def scores_of(
+    q, k, row, key, n, scale,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, TWO_SIDED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    s = product(q, tl.trans(k), PRECISION) * scale
+    good = key[None, :] < n
+    if CAUSAL:
+        good = good & (key[None, :] <= row[:, None])
+    if WINDOW:
+        good = good & (row[:, None] - key[None, :] < WINDOW)
+    if TWO_SIDED:
+        good = good & (key[None, :] - row[:, None] < WINDOW)
+    return tl.where(good, s, -float("inf"))
+
+
+@triton.jit
+def keys_of(first, n, ROWS: tl.constexpr, KEYS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+             TWO_SIDED: tl.constexpr):  # fmt: skip
+    """The interval of keys, from a multiple of KEYS on, that ROWS queries from `first` on attend to."""
+    begin, end = first * 0, n
+    if CAUSAL:
+        end = tl.minimum(end, first + ROWS)
+    if WINDOW:
+        begin = tl.maximum(first - WINDOW + 1, 0) // KEYS * KEYS
+    if TWO_SIDED:
+        end = tl.minimum(end, first + ROWS + WINDOW - 1)
+    return begin, end
+
+
+@triton.jit
+def drop_factors(row, key, number, head, mask_first, seed, mix, limit, kept_scale, STEPS: tl.constexpr):
+    """mask / (1 - p) of a head's pairs, in a segment whose first token has this number; see attention_dropout.py."""
+    of_head = mask_first + number * (STEPS[0] // STEPS[2]) + head * STEPS[1]
+    index = of_head + row[:, None].to(tl.int64) * STEPS[2] + key[None, :]
+    return dropped(tl.zeros(index.shape, tl.float32) + 1.0, index, seed, mix, limit, kept_scale)
+
+
+@triton.jit
+def _forward(
+    OUT, LSE, Q, K, V, SEGMENTS, tokens, offsets, scale, DRAWS, mask_first, seed, mix, limit, kept_scale,
+    OUT_AT: tl.constexpr, Q_AT: tl.constexpr, K_AT: tl.constexpr, V_AT: tl.constexpr, LSE_AT: tl.constexpr,
+    STEPS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, TWO_SIDED: tl.constexpr, PRECISION: tl.constexpr,
+    GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCKS: tl.constexpr, ONLINE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """A block of ROWS queries; ONLINE: keys in blocks of KEYS, else all of them, KEYS at most."""
+    number, block, head = tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS, tl.program_id(1)
+    start, n = segment_of(SEGMENTS, number, offsets, tokens)
+    first = block * ROWS
+    if number + 1 == offsets:
+        clear(OUT, SEGMENTS, start, n, head, block, OUT_AT, D, BLOCKS, ROWS, BLOCK_D)
+        clear(LSE, SEGMENTS, start, n, head, block, LSE_AT, 1, BLOCKS, ROWS, 1)
+    elif first < n:
+        row, key = first + tl.arange(0, ROWS), tl.arange(0, KEYS)
+        drawn = start
+        if len(STEPS) > 0:
+            drawn = tl.load(DRAWS + start)
+        q = load_rows(Q, start, head, row, n, Q_AT, D, BLOCK_D)
+        top = tl.full([ROWS], -float("inf"), tl.float32)
+        total, out = tl.zeros([ROWS], tl.float32), tl.zeros([ROWS, BLOCK_D], tl.float32)
+        if ONLINE:
+            begin, end = keys_of(first, n, ROWS, KEYS, CAUSAL, WINDOW, TWO_SIDED)
+            for at in range(begin, end, KEYS):
+                k = load_rows(K, start, head // GROUP, at + key, n, K_AT, D, BLOCK_D)
+                s = scores_of(q, k, row, at + key, n, scale * LOG2E, CAUSAL, WINDOW, TWO_SIDED, PRECISION)
+                higher = tl.maximum(top, tl.max(s, 1))
+                shift = tl.where(higher > -float("inf"), higher, 0.0)
+                p, less = tl.exp2(s - shift[:, None]), tl.exp2(top - shift)
+                total = total * less + tl.sum(p, 1)
+                if len(STEPS) > 0:
+                    p *= drop_factors(row, at + key, drawn, head, mask_first, seed, mix, limit, kept_scale, STEPS)
+                v = load_rows(V, start, head // GROUP, at + key, n, V_AT, D, BLOCK_D)
+                out = out * less[:, None] + product(p.to(v.dtype), v, PRECISION)
+                top = higher
+        else:
+            k = load_rows(K, start, head // GROUP, key, n, K_AT, D, BLOCK_D)
+            v = load_rows(V, start, head // GROUP, key, n, V_AT, D, BLOCK_D)
+            s = scores_of(q, k, row, key, n, scale * LOG2E, CAUSAL, WINDOW, TWO_SIDED, PRECISION)
+            top = tl.max(s, 1)
+            top = tl.where(top > -float("inf"), top, 0.0)
+            p = tl.exp2(s - top[:, None])
+            total = tl.sum(p, 1)
+            if len(STEPS) > 0:
+                p *= drop_factors(row, key, drawn, head, mask_first, seed, mix, limit, kept_scale, STEPS)
+            out = product(p.to(v.dtype), v, PRECISION)
+        total = tl.where(row < n, total, 1.0)
+        store_rows(OUT, (out / total[:, None]).to(OUT.dtype.element_ty), start, head, row, n, OUT_AT, D, BLOCK_D)
+        lse = (top + tl.log2(total)) * LN2
+        store_rows(LSE, lse[:, None], start, head, row, n, LSE_AT, 1, 1)
+
+
+
+
+# -- tasks
+
+
+def places(task: Task, args: OperandsArgs, first: int) -> tuple[list[Parameter], list[Layout], int]:
+    """The tiles of q, k, v (or their gradients) from tile `first` on, where their elements are, and the next tile."""
+    tiles, layouts = [], []
+    for number, index in (args.q, args.k, args.v):
+        steps, base = strides_of(shape(task, first + number)), 0
+        if index >= 0:
+            base = index * steps.pop(args.axis)
+        tiles.append(tile(task, first + number))
+        layouts.append(layout(steps, args.order, base))
+    return [*tiles], layouts, first + 1 + max(number for number, _ in (args.q, args.k, args.v))
+
+
+def layout(steps: Sequence[int], order: Sequence[int], base: int = 0) -> Layout:
+    """As `place_of` takes it, of axes whose places `order` says."""
+    _, heads, seq, head_dim = order
+    return base, steps[seq], steps[heads], steps[head_dim]
+
+
+def extents(task: Task, args: OperandsArgs, number: int, index: int) -> tuple[int, int, int]:
+    """Heads, tokens and head_dim of an operand's tile."""
+    sizes = list(shape(task, number))
+    if index >= 0:
+        sizes.pop(args.axis)
+    return sizes[args.order[1]], sizes[args.order[2]], sizes[args.order[3]]
+
+
+@dataclass(frozen=True)
+class Shared:
+    """What the launches for a task have in common."""
+
+    sizes: tuple[int, int, int]  # heads, heads of keys, head_dim
+    offsets: int
+    args: list[Parameter]  # from `tokens` on
+    constants: dict[str, Any]
+    key: str  # what the choice between them depends on
+
+    def grid(self, blocks: int, heads: int) -> tuple[int, int]:
+        return self.offsets * blocks, heads
+
+
+def shared(
+    task: Task, qkv: OperandsArgs, first: int, scale: float, limits: Limits, *, diagonal: bool, segments: int
+) -> Shared:
+    """first: the tile where q, k and v begin; segments: the offsets' tile."""
+    heads, tokens, head_dim = extents(task, qkv, first + qkv.q[0], qkv.q[1])
+    of_keys = extents(task, qkv, first + qkv.k[0], qkv.k[1])[0]
+    offsets, dtype = shape(task, segments)[-1], task.accesses[first].tile.dtype
+    drop = limits.dropout
+    mask = mask_of(task, drop) if drop else [tile(task, segments), *[Int(0, 64)] * 4, 1.0]
+    kind = f"{dtype} {heads} {of_keys} {head_dim} longest {limits.longest} of {int(tokens)}"
+    constants = {
+        "STEPS": drop.strides[:3] if drop else (), "CAUSAL": diagonal, "WINDOW": limits.window,
+        "TWO_SIDED": limits.two_sided, "PRECISION": "ieee" if dtype == "fp32" else "tf32",
+        "GROUP": heads // of_keys, "D": head_dim, "BLOCK_D": max(power_of_two(head_dim), 16),
+    }  # fmt: skip
+    kind += f" mask {int(diagonal)} {limits.window} {int(limits.two_sided)} dropout {int(drop is not None)}"
+    return Shared((heads, of_keys, head_dim), offsets, [tokens, offsets, scale, *mask], constants, kind)
+
+
+def served(task: Task, limits: Limits | None) -> bool:
+    """Whether these kernels compute what the task `attention`, or its gradient, asks for."""
+    adds = any(access.accumulate for access in task.accesses)  # to measure would be to add again
+    return limits is not None and limits.segments and not adds
+
+
+@launches("attention")
+def _describe_vendor(task: Task) -> Launches:
+    return _describe(task) if served(task, AttentionArgs.of(task).limits) else Launches(())
+
+
+@launches("attention_segments")
+def _describe(task: Task) -> Launches:
+    a = AttentionArgs.of(task)
+    assert a.limits
+    tiles, layouts, segments = places(task, a.qkv, 2)
+    common = shared(task, a.qkv, 2, a.scale, a.limits, diagonal=a.diagonal, segments=segments)
+    lse = (0, 1, shape(task, 1)[-1], 1)
+    names = ("OUT_AT", "Q_AT", "K_AT", "V_AT", "LSE_AT")
+    at: dict[str, Any] = dict(zip(names, [layout(strides_of(shape(task, 0)), a.out), *layouts, lse], strict=True))
+    args: list[Parameter] = [tile(task, 0), tile(task, 1), *tiles, tile(task, segments), *common.args]
+
+    def way(online: bool, rows: int, keys: int, warps: int) -> tuple[Launch, ...]:
+        blocks = ceil_div(a.limits.longest, rows) if a.limits else 1
+        options = {"BLOCKS": blocks, "ONLINE": online, "ROWS": rows, "KEYS": keys, "warps": warps}
+        return (launch(_forward, common.grid(blocks, common.sizes[0]), *args, **at, **common.constants, **options),)
+
+    whole = max(power_of_two(a.limits.longest), 16)
+    if common.constants["PRECISION"] == "ieee":  # products of fp32 hold more registers, and take no tensor cores
+        ways = [way(True, 32, 32, 4), *([way(False, min(whole, 32), whole, 4)] if whole <= 64 else [])]
+    else:
+        ways = [way(True, 64, 64, 4)] if whole > 64 else []
+        ways += [way(True, 128, 64, 8), way(True, 128, 128, 8)] if whole > 128 else []
+        ways += [way(False, min(whole, 64), whole, 4 if whole <= 128 else 8)] if whole <= WHOLE else []
+        ways += [way(False, 128, 128, 8)] if whole == 128 else []
+    return Launches(ways[0], others=tuple(ways[1:]), key=f"forward {common.key} of {len(ways)}")
