@@ -4,7 +4,6 @@ import ctypes
 import importlib
 import importlib.metadata
 import importlib.util
-import json
 import os
 import re
 import shutil

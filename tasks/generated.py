@@ -83,7 +83,8 @@ class Generated(Op):
     @property
     def group(self) -> str:
         """Its name in `fusion.exclude` and of its kernel: dropout_add_layer_norm."""
-        return "_".join(re.sub(r"(?<=[a-z])(?=[A-Z])", "_", op.kind).lower() for op in self.members)
+        starts = r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])"  # of words: RMS|Norm|Grad
+        return "_".join(re.sub(starts, "_", op.kind).lower() for op in self.members)
 
     @property
     def title(self) -> str:

@@ -71,7 +71,7 @@ class Uses:
         return True
 
     def place(self, old: list[Op], new: Op) -> int | None:
-        """The first place of one of `old` where `new`, in the place of all, has its inputs and comes before its readers.
+        """The first place of one of `old` that is after all makers of what `new` reads, and before all its readers.
 
         None: there is none."""
         makers = [self.order[self.maker[t]] for t in new.inputs if t in self.maker and self.maker[t] not in old]
@@ -82,8 +82,9 @@ class Uses:
     def put(self, old: list[Op], new: Op, place: int) -> None:
         """Put `new` in the place of all of these, where one of them stands."""
         new.name, new.phase = old[0].name, old[0].phase
-        for op in old:
-            self.remove(op)
+        for at in [self._leave(op) for op in old]:
+            if at != place:
+                del self.ops[at]
         self._enter(new, place)
 
     def apply(self, rule: Rule) -> None:

@@ -188,11 +188,11 @@ class _Writer:
 
     def _keep(self, node: Keep) -> str:
         self.drawn = True
-        last, start = len(self.axes) - 1, f"start{self.keys.index(node.key)}"
+        row, last, start = "row", len(self.axes) - 1, f"start{self.keys.index(node.key)}"
         if node.draws:
             number = f"{self._element(self.outputs + node.draws.number, node.draws.at)}[0]"
-            return f"(hash_of(uint64_t({number} * ints[{2 * last + 1}] + ints[{last}] + c), {start}) >= {node.limit}ULL)"
-        return f"(hash_of(uint64_t(row + c), {start}) >= {node.limit}ULL)"
+            row = f"{number} * ints[{2 * last + 1}] + ints[{last}]"
+        return f"(hash_of(uint64_t({row} + c), {start}) >= {node.limit}ULL)"
 
     def _reduce(self, node: Reduce) -> str:
         loop = self.level[node] - 1

@@ -18,7 +18,7 @@ from nntile_py.system.folders import build_info, cache_folder
 from .cpp import SYMBOL, TileType, source
 from .expression import Call, Definition, Load, Output
 
-FLAGS = "-std=c++17 -O3 -fno-math-errno -fno-trapping-math -fopenmp-simd -fPIC -shared -w".split()
+FLAGS = ("-std=c++17", "-O3", "-fno-math-errno", "-fno-trapping-math", "-fopenmp-simd", "-fPIC", "-shared", "-w")
 LIBRARIES = ("-lmvec", "-lm")  # glibc's functions of vectors
 SECONDS = 120.0  # that a compiler may take
 
@@ -33,8 +33,9 @@ def command() -> tuple[str, ...]:
     cxx = shlex.split(os.environ.get("CXX", "c++"))
     if not cxx or not shutil.which(cxx[0]):
         raise NoCompiler(f"there is no C++ compiler {' '.join(cxx)}; get one (Debian: apt-get install g++), or set CXX")
-    arch = [flag for flag in build_info().get("arch", "-march=native").split() if flag.startswith("-m")]
-    return (*cxx, *FLAGS, *arch)
+    built = build_info().get("arch", "-march=native")
+    wide = ["-mprefer-vector-width=512"] if "AVX512" in built else []
+    return (*cxx, *FLAGS, *(flag for flag in built.split() if flag.startswith("-m")), *wide)
 
 
 def compiled(text: str) -> Path:
