@@ -115,6 +115,11 @@ class Generated(Op):
             raise NotJoined("no tensor has all axes of the space")
         if len({t.band for t in self._tensors if {"seq", "key"} <= set(t.axes)} | {Band()}) > 2:
             raise NotJoined("their bands differ")
+        column, sums = self.form.axes[-1], [out for out in self.form.outputs if out.total]
+        if len({kept for out in sums if column in out.at and (kept := out.at[:-1])}) > 1:
+            raise NotJoined("sums over rows keep different axes of them")
+        if any((out.at[-1] != column) if column in out.at else (out.at != self.form.axes[:-1]) for out in sums):
+            raise NotJoined("a sum is neither over rows nor over the last axis")
         if any(t.dtype != accumulation_dtype(t.dtype) for t in self.sums):
             raise NotJoined("a sum is not of the dtype of accumulation")
 

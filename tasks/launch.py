@@ -20,6 +20,8 @@ from nntile_py.tiles import Slot
 from nntile_py.tiles.dtypes import DTYPES
 from nntile_py.tiles.tasklist import Task
 
+from .generated import GENERATED, KERNELS
+
 ALIGNMENT = 16  # bytes: what StarPU's device buffers and the scratch offsets have at least; wide loads need it
 
 
@@ -154,6 +156,11 @@ def load() -> dict[str, Describe]:
     for file in sorted(Path(__file__).parent.glob("*_triton.py")):
         importlib.import_module(f"nntile_py.tasks.{file.stem}")
     return LAUNCHES
+
+
+def describer(kernel: str) -> Describe | None:
+    """What describes the launches of a kernel, those of generated ones alike; None: it is in C++, or in Python."""
+    return load().get(GENERATED if kernel in KERNELS else kernel)
 
 
 # -- describing
@@ -334,7 +341,9 @@ def interpret(tasks: Sequence[Task], tensors: Sequence[Any], slots: dict[str, fl
     import torch
 
     _mend_interpreter()
-    described = load()[tasks[0].kernel](tasks)
+    describe = describer(tasks[0].kernel)
+    assert describe, tasks[0].kernel
+    described = describe(tasks)
     scratch = torch.full((described.scratch,), 0xFF, dtype=torch.uint8)  # NaN: what is read before it was written shows
     table = [tensors[w.tile].data_ptr() if isinstance(w, TileAddress) else w.value for w in described.table]
     scratch[: 8 * len(table)].view(torch.int64)[:] = torch.tensor(table, dtype=torch.int64)

@@ -629,16 +629,19 @@ def rms_norms(case: Case) -> list[Op]:
     return [ops.Add(case.x(_ROWS), case.x(_ROWS), total), norm]
 
 
-def sums_of_products(case: Case) -> list[Op]:
-    """Sums over the first, a middle, the last axis, and over all but one."""
-    product, gates = case.temp(_ROWS), [case.temp(_ROWS), case.temp(_ROWS)]
-    sums = [ops.Sum(product, case.y(axes, case.wide)) for axes in ("seq embed", "batch embed", "batch seq", "seq")]
-    return [
-        ops.Multiply(case.x(_ROWS), case.x(_ROWS), product),
-        *sums,
-        ops.GatedGrad(product, case.x(_ROWS), case.x(_ROWS), *gates, "silu"),
-        ops.Gated(*gates, case.y(_ROWS), "gelu"),
-    ]
+def sums_of_products(*kept: str) -> Callable[[Case], list[Op]]:
+    """Sums that keep these axes."""
+
+    def make(case: Case) -> list[Op]:
+        product, gates = case.temp(_ROWS), [case.temp(_ROWS), case.temp(_ROWS)]
+        return [
+            ops.Multiply(case.x(_ROWS), case.x(_ROWS), product),
+            *(ops.Sum(product, case.y(axes, case.wide)) for axes in kept),
+            ops.GatedGrad(product, case.x(_ROWS), case.x(_ROWS), *gates, "silu"),
+            ops.Gated(*gates, case.y(_ROWS), "gelu"),
+        ]
+
+    return make
 
 
 ROWS |= {
@@ -744,7 +747,9 @@ ROWS |= {
     "Generated softmax gradient": generated(softmax_grads, "seq", "key"),
     "Generated RMSNorm": generated(rms_norms, "embed", seed=None),
     "Generated RMSNorm gradient": generated(rms_norm_grads, "embed", seed=None),
-    "Generated sums": generated(sums_of_products, seed=None),
+    "Generated sums": generated(sums_of_products("embed", "seq embed", "batch seq"), seed=None),
+    "Generated sums over a middle axis": generated(sums_of_products("batch embed", "embed"), seed=None),
+    "Generated elements": generated(sums_of_products(), seed=None),
     "GradNorm": grad_norm(None),
     "GradNorm clip": grad_norm(1.5),
     "GradNorm under the limit": grad_norm(1e6),

@@ -106,7 +106,7 @@ def _new(tile: Tile) -> _core.Tile:
 
 def encoded_launches(tasks: list[Task], capability: int | None) -> tuple[list[Any], int, list[tuple[int, int]]]:
     """What a CUDA worker launches for tasks that have no C++ kernel there, its bytes of scratch, its table."""
-    described = launch.load().get(tasks[0].kernel) if capability else None
+    described = launch.describer(tasks[0].kernel) if capability else None
     if not described or not capability:
         return [], 0, []
     made = described(tasks)

@@ -42,7 +42,7 @@ FUNCTIONS: dict[str, Function] = {
     "exp": Function(np.exp, "exp_of({0})", "tl.exp({0})"),
     "log": Function(np.log, "log_of({0})", "tl.log({0})"),
     "sqrt": Function(np.sqrt, "root_of({0})", "tl.sqrt({0})"),
-    "tanh": Function(np.tanh, "tanh_of({0})", "(1 - 2 / (tl.exp(2 * {0}) + 1))"),
+    "tanh": Function(np.tanh, "tanh_of({0})", "tanh({0})"),
     "erf": Function(np.vectorize(_erf, otypes=[float]), "erf_of({0})", "tl.erf({0})"),
     "greater": _infix(np.greater, ">", truth=True),
     "less": _infix(np.less, "<", truth=True),
