@@ -12,7 +12,7 @@ from nntile_py.tiles import ACC, Access, R, Slot, TaskArgs, W
 
 from .op import Array, GraphLike, Index, Lowering, Op, Tensor, accumulation_dtype, permutation, require
 from .scalar.evaluate import dropout_hash
-from .scalar.expression import Definition, Expression, Keep, Load, Output, select
+from .scalar.expression import Call, Definition, Expression, Keep, Load, Output
 
 
 class Add(Op):
@@ -297,7 +297,7 @@ class Dropout(Op):
 
     def dropped(self, x: Expression, draws: Load | None = None) -> Expression:
         """x where it is kept, divided by 1 - p; draws: the number of its row."""
-        return select(Keep(self.key, self.p, draws), x * (1 / (1 - self.p)), 0.0)
+        return Call("select", Keep(self.key, self.p, draws), x * (1 / (1 - self.p)), 0.0)
 
     def scalar(self) -> Definition:
         axes = self.output.axes

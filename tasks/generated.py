@@ -6,7 +6,7 @@ import hashlib
 import re
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import ClassVar
 
 from nntile_py.tiles import ACC, Access, R, Slot, TaskArgs, W
@@ -66,7 +66,9 @@ class Generated(Op):
     colours: ClassVar = {"forward": "#8da0cb", "backward": "#e78ac3"}
 
     def __init__(self, members: Sequence[Op], kept: Collection[Tensor]) -> None:
-        self.members = [one for op in members for one in (op.members if isinstance(op, Generated) else [op])]
+        self.members: list[Op] = []
+        for op in members:
+            self.members += op.members if isinstance(op, Generated) else [op]
         inputs, outputs, self.form = _joined(self.members, kept)
         super().__init__(inputs, outputs)
         self._whole = next((t for t in self._tensors if set(self.form.axes) <= set(t.axes)), None)
@@ -116,10 +118,11 @@ class Generated(Op):
         if len({t.band for t in self._tensors if {"seq", "key"} <= set(t.axes)} | {Band()}) > 2:
             raise NotJoined("their bands differ")
         column, sums = self.form.axes[-1], [out for out in self.form.outputs if out.total]
-        if len({kept for out in sums if column in out.at and (kept := out.at[:-1])}) > 1:
+        over_rows = [out.at for out in sums if column in out.at]
+        if any(at[-1] != column for at in over_rows) or len({at[:-1] for at in over_rows} - {()}) > 1:
             raise NotJoined("sums over rows keep different axes of them")
-        if any((out.at[-1] != column) if column in out.at else (out.at != self.form.axes[:-1]) for out in sums):
-            raise NotJoined("a sum is neither over rows nor over the last axis")
+        if any(out.at != self.form.axes[:-1] for out in sums if column not in out.at):
+            raise NotJoined("a sum is neither over rows nor over the last axis alone")
         if any(t.dtype != accumulation_dtype(t.dtype) for t in self.sums):
             raise NotJoined("a sum is not of the dtype of accumulation")
 
@@ -207,7 +210,7 @@ def _joined(members: Iterable[Op], kept: Collection[Tensor]) -> tuple[list[Tenso
         sizes = sizes or dict(form.sizes)
         if list(sizes.items()) != list(form.sizes.items()):
             raise NotJoined("their spaces differ")
-        values = [replaced(out.value, done, lambda load, op=op: of(op, load)) for out in form.outputs]
+        values = [replaced(out.value, done, partial(of, op)) for out in form.outputs]
         for out, value in zip(form.outputs, values, strict=True):
             tensor = op.outputs[out.number]
             made.add(tensor)

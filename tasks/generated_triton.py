@@ -58,8 +58,7 @@ def describe(task: Task) -> Launches:
     dropout = task.args if isinstance(task.args, GeneratedDropoutArgs) else None
     axes = len(made.form.axes)
     numbers = [mixed_key(k) if at >= 2 * axes else k for at, k in enumerate(task.ints)] or [0] * (2 * axes)
-    programs, scratch, more = text.groups * text.per, Scratch(), []
-    n = next(s[t.at.index(made.form.axes[-1])] for s, t in zip(shapes, made.tiles, strict=True) if made.form.axes[-1] in t.at)
+    programs, n, scratch, more = text.groups * text.per, text.n, Scratch(), []
     wide = task.accesses[text.sums[0].output].tile.dtype if text.sums else "fp32"
     parts = [scratch.take(programs * n, wide) for _ in text.sums]
     for part, one in zip(parts, text.sums, strict=True):

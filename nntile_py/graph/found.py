@@ -76,6 +76,7 @@ class _Finder:
         self.met.add(group.group)
         if group.group in self.exclude:
             return False
+        group.name = f"{a.name.rpartition('.')[0] or 'model'}.{group.group}"
         uses.put(members, group, place)
         return True
 

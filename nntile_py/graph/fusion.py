@@ -57,10 +57,11 @@ class Fusion:
                     raise ConfigError(f"fusion.exclude: {on!r} is not allowed; use a list of names of groups")
             elif not isinstance(on, bool):
                 raise ConfigError(f"fusion.{key}: {on!r} is not allowed; use true or false")
-        return Fusion(**{key: tuple(on) if key == "exclude" else on for key, on in value.items()})
+        given: dict[str, Any] = {key: tuple(on) if key == "exclude" else on for key, on in value.items()}
+        return Fusion(**given)
 
 
-def every_rule(on: bool) -> dict[str, bool]:
+def every_rule(on: bool) -> dict[str, Any]:
     """What `fusion: true` or `false` stands for: the switches that are on by default."""
     return {f.name: on for f in fields(Fusion) if f.default is True}
 

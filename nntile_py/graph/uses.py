@@ -80,8 +80,8 @@ class Uses:
         return next((k for k in places if max(makers, default=-1) < k < min(readers, default=k + 1)), None)
 
     def put(self, old: list[Op], new: Op, place: int) -> None:
-        """Put `new` in the place of all of these, where one of them stands."""
-        new.name, new.phase = old[0].name, old[0].phase
+        """Put `new`, which has a name, in the place of all of these, where one of them stands."""
+        new.phase = old[0].phase
         for at in [self._leave(op) for op in old]:
             if at != place:
                 del self.ops[at]

@@ -269,9 +269,9 @@ class _Writer:
             lines.append(f"const int64_t n{k} = shapes[{tile}][{self.tiles[tile].at.index(axis)}];")
         for tile in dict.fromkeys(tile for tile, _ in self.pointers):
             rank = len(self.tiles[tile].at)
-            for axis in range(rank):
-                after = " * ".join(f"shapes[{tile}][{k}]" for k in range(axis + 1, rank)) or "1"
-                lines.append(f"const int64_t s{tile}_{axis} = {after};")
+            for k in range(rank):
+                after = " * ".join(f"shapes[{tile}][{j}]" for j in range(k + 1, rank)) or "1"
+                lines.append(f"const int64_t s{tile}_{k} = {after};")
         return lines
 
     def _allocated(self) -> list[str]:
@@ -307,10 +307,10 @@ class _Writer:
             lines.append(f"  const int64_t row = {index};")
         for (tile, at), name in self.pointers.items():
             steps = [f"tiles[{tile}])"]
-            for axis, a in enumerate(at):
-                if a != self.column:
-                    where = a if isinstance(a, int) else f"i{self.axes.index(a)}"
-                    steps.append(f"{where} * s{tile}_{axis}")
+            for k, axis in enumerate(at):
+                if axis != self.column:
+                    where = f"i{self.axes.index(axis)}" if isinstance(axis, str) else str(axis)
+                    steps.append(f"{where} * s{tile}_{k}")
             kind = ELEMENTS[self.tiles[tile].dtype] + ("*" if tile < self.outputs else " const*")
             lines.append(f"  {kind} const {name} = static_cast<{kind}>({' + '.join(steps)};")
         return [*lines, *(f"  {line}" for line in body), "}"]

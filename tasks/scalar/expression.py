@@ -233,7 +233,9 @@ def replaced(
     elif isinstance(root, Reduce):
         made = replace(root, x=replaced(root.x, known, change))
     elif isinstance(root, Keep) and root.draws:
-        made = replace(root, draws=replaced(root.draws, known, change))
+        draws = replaced(root.draws, known, change)
+        assert isinstance(draws, Load), "made by another operator"
+        made = replace(root, draws=draws)
     else:
         made = root
     known[root] = made

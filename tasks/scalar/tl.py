@@ -39,7 +39,9 @@ class Sum:
 
 @dataclass(frozen=True)
 class Text:
-    """A kernel and how it is launched: each program of `groups` * `per` has rows of one group; `columns`: blocks."""
+    """A kernel and how it is launched: each program of `groups` * `per` has rows of one group; `columns`: blocks.
+
+    n: elements of a row."""
 
     source: str
     rows: int  # of a program at a time
@@ -47,13 +49,15 @@ class Text:
     groups: int
     per: int
     columns: int
+    n: int
     sums: tuple[Sum, ...]
 
 
 def kept_axes(form: Definition) -> tuple[str, ...]:
     """The axes of rows that sums over rows keep: the same ones for all that keep any."""
     column = form.axes[-1]
-    return max(((*out.at[:-1],) for out in form.outputs if out.total and column in out.at), key=len, default=())  # type: ignore[arg-type, return-value]
+    kept = (out.at[:-1] for out in form.outputs if out.total and column in out.at)
+    return tuple(axis for axis in max(kept, key=len, default=()) if isinstance(axis, str))
 
 
 @dataclass
@@ -87,7 +91,7 @@ class Writer:
         rest = [axis for axis in self.axes[:-1] if axis not in kept]
         groups, rows = (math.prod(self.sizes[axis] for axis in some) for some in (kept, rest))
         n = self.sizes[self.column]
-        whole = any(True for _ in nodes_of(self.form, Reduce)) or any(self.column not in out.at for out in self.form.outputs)
+        whole = any(self.column not in out.at for out in self.form.outputs) or [*nodes_of(self.form, Reduce)]
         block = 1 << (n - 1).bit_length() if whole else min(1 << (n - 1).bit_length(), 4096)
         at_once = max(1, min((4096 if self.sums else 1024) // block, 1 << (rows - 1).bit_length()))
         per = -(-rows // at_once)
@@ -117,8 +121,8 @@ class Writer:
             for k, part in enumerate(parts)
         ]
         source = "\n".join([*head, loop, *(inner + line for line in body), *tail, ""])
-        sums = tuple(Sum(out.number, math.prod(self.sizes[a] for a in out.at[:-1] if isinstance(a, str))) for out in self.sums)
-        return Text(source, at_once, block, groups, per, -(-n // block), sums)
+        sums = tuple(Sum(out.number, groups if len(out.at) > 1 else 1) for out in self.sums)
+        return Text(source, at_once, block, groups, per, -(-n // block), n, sums)
 
     # -- the body
 
@@ -200,8 +204,8 @@ class Writer:
             terms = []
             for k, axis in enumerate(at):
                 step = math.prod(shape[k + 1 :])
-                place = "col" if axis == self.column else f"i{self.axes.index(axis)}" if isinstance(axis, str) else str(axis)
-                terms.append(f"{place} * {step}")
+                place = f"i{self.axes.index(axis)}" if isinstance(axis, str) else str(axis)
+                terms.append(f"{'col' if axis == self.column else place} * {step}")
             rows = any(axis != self.column and isinstance(axis, str) for axis in at)
             terms += [] if rows or self.column in at else ["r * 0"]
             self.offsets[tile, at] = name = f"at{len(self.offsets)}"
