@@ -4,7 +4,6 @@ import ctypes
 import importlib
 import importlib.metadata
 import importlib.util
-import json
 import os
 import re
 import shutil
@@ -16,7 +15,7 @@ import torch
 from rich.markup import escape
 from rich.table import Column, Table
 
-from nntile_py.system.folders import cache_folder
+from nntile_py.system.folders import build_info, cache_folder
 from nntile_py.system.load import cores
 
 
@@ -47,35 +46,26 @@ def render(checks: list[Check]) -> Table:
     return table
 
 
-def _build_info() -> dict[str, str]:
-    """What setup.py noted when it compiled the extension."""
-    try:
-        info: dict[str, str] = json.loads((Path(__file__).parent / "_build_info.json").read_text())
-        return info
-    except (OSError, ValueError):
-        return {}
-
-
 def _extension() -> Check:
     try:
         core = importlib.import_module("nntile_py._core")
     except ImportError as error:
         return _check("extension", False, str(error), "make setup")
-    built_with = _build_info().get("torch", torch.__version__)
+    built_with = build_info().get("torch", torch.__version__)
     if built_with != torch.__version__:
         return _check("extension", False, f"compiled against torch {built_with}, not {torch.__version__}", "make setup")
     return _check("extension", True, str(core.__file__))
 
 
 def _extension_cuda() -> Check:
-    cuda = _build_info().get("cuda")
+    cuda = build_info().get("cuda")
     how = "needs a torch with CUDA and a StarPU with CUDA (see those rows), then make setup"
     return _check("  CUDA", bool(cuda), cuda or "compiled without", how)
 
 
 def _config_header() -> Path | None:
     """The configuration of the StarPU that the extension is linked with, else of the one that would be."""
-    info = _build_info()
+    info = build_info()
     flags = info.get("starpu_cflags", "")
     if not info:
         try:
@@ -96,7 +86,7 @@ def _starpu() -> list[Check]:
     defined = dict(re.findall(r"^#define STARPU_(\w+) (.*)$", header.read_text(), re.MULTILINE))
     version = ".".join(defined.get(f"{part}_VERSION", "?") for part in ("MAJOR", "MINOR", "RELEASE"))
     prefix = header.parents[3]
-    libdir = Path(_build_info().get("starpu_libdir", prefix / "lib"))
+    libdir = Path(build_info().get("starpu_libdir", prefix / "lib"))
     lost = _unresolved(libdir / "libstarpu-1.4.so")
     mpi = (libdir / "libstarpumpi-1.4.so").exists()  # a bundle leaves it out
     rebuild = "then scripts/build_starpu.sh --force && make setup"

@@ -109,6 +109,14 @@ Size = Annotated[
         anyOf=[{"type": "integer", "minimum": 1}, {"type": "string", "pattern": f"^{_SIZE}$"}],
     ),
 ]  # fmt: skip
+Names = Annotated[
+    tuple[str, ...],
+    *only(
+        "a list of names",
+        lambda v: tuple(v) if isinstance(v, list | tuple) and all(isinstance(name, str) for name in v) else None,
+        type="array", items={"type": "string"},
+    ),
+]  # fmt: skip
 Switch = Annotated[bool, *only("true or false", lambda v: v if type(v) is bool else None, type="boolean")]
 Betas = Annotated[
     list[float],

@@ -21,7 +21,7 @@ def _gelu_new_gate(x):
 
 
 @triton.jit
-def _tanh(x):
+def tanh(x):
     """By exponentials; near zero, where they cancel, by the series, whose next term is below fp32's rounding."""
     e, x2 = tl.exp(-2 * tl.abs(x)), x * x
     far = tl.where(x < 0, -1.0, 1.0) * (1 - e) / (1 + e)
@@ -37,7 +37,7 @@ def activate(x, KIND: tl.constexpr):
     elif KIND == 2:
         y = x * _gelu_new_gate(x)
     elif KIND == 3:
-        y = _tanh(x)
+        y = tanh(x)
     else:
         y = x * tl.sigmoid(x)
     return y
@@ -53,7 +53,7 @@ def derivative(x, KIND: tl.constexpr):
         gate = _gelu_new_gate(x)
         y = gate + x * 1.5957691216057308 * (1 + 3 * 0.044715 * x * x) * gate * (1 - gate)
     elif KIND == 3:
-        t = _tanh(x)
+        t = tanh(x)
         y = 1 - t * t
     else:
         gate = tl.sigmoid(x)

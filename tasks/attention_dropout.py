@@ -9,8 +9,9 @@ import numpy as np
 
 from nntile_py.tiles import Slot
 
-from .elementwise import DropoutArgs, hashed
+from .elementwise import DropoutArgs
 from .op import Array, Tensor
+from .scalar.evaluate import dropout_hash
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,6 @@ class ScoresDropout:
                 at = np.arange(end - start)
                 of_heads = draws[row, start] * heads * self.longest + np.arange(heads)[:, None, None] * step[1]
                 index = (of_heads + at[:, None] * step[2] + at).astype(np.uint64)
-                keep = hashed(index, self.key, seed) >= np.uint64(int(self.p * 2**32))
+                keep = dropout_hash(index, self.key, seed) >= np.uint64(int(self.p * 2**32))
                 result[row, :, start:end, start:end] = keep / (1 - self.p)
         return result

@@ -132,13 +132,19 @@ def _sum(
 
 
 @triton.jit
-def dropped(x, index, seed, key, limit, scale):
-    """x * mask / (1 - p) of the elements of these indices in the whole tensor; the rest: `mask_of`."""
+def kept(index, seed, key, limit):
+    """Whether dropout keeps the elements of these indices in the whole tensor; key: `mixed_key`."""
     start = (seed.to(tl.uint64) * 0x9E3779B97F4A7C15) ^ key.to(tl.uint64)
     z = ((index.to(tl.uint64) + 1) * 0x9E3779B97F4A7C15) ^ start
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
     z = (z ^ (z >> 27)) * 0x94D049BB133111EB
-    return tl.where((z >> 32).to(tl.int64) >= limit, x * scale, 0.0)
+    return (z >> 32).to(tl.int64) >= limit
+
+
+@triton.jit
+def dropped(x, index, seed, key, limit, scale):
+    """x * mask / (1 - p) of the elements of these indices in the whole tensor; the rest: `mask_of`."""
+    return tl.where(kept(index, seed, key, limit), x * scale, 0.0)
 
 
 @triton.jit
@@ -316,10 +322,15 @@ def _describe_pack(task: Task) -> Launches:
     return _slices(task, tile(task, 0), shape(task, 0), pack=True)
 
 
+def mixed_key(key: int) -> int:
+    """A dropout's key as `kept` takes it: in 64 bits with a sign."""
+    return (key * 0xD1B54A32D192ED03 + 2**63) % 2**64 - 2**63
+
+
 def mask_of(task: Task, dropout: DropoutArgs) -> list[Parameter]:
     """The rows' numbers, the tile's first index, then what `dropped` takes."""
     draws = tile(task, len(task.accesses) - 1 if dropout.draws else 0)
-    mixed = (dropout.key * 0xD1B54A32D192ED03 + 2**63) % 2**64 - 2**63
+    mixed = mixed_key(dropout.key)
     limit, scale = Int(int(dropout.p * 2**32), 64), 1 / (1 - dropout.p)
     return [draws, Int(dropout.first, 64), slot(task, dropout.seed, "int64"), Int(mixed, 64), limit, scale]
 

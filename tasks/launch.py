@@ -20,6 +20,7 @@ from nntile_py.tiles import Slot
 from nntile_py.tiles.dtypes import DTYPES
 from nntile_py.tiles.tasklist import Task
 
+from .generated import GENERATED, KERNELS
 from .live import Live, with_live_sizes
 
 ALIGNMENT = 16  # bytes: what StarPU's device buffers and the scratch offsets have at least; wide loads need it
@@ -164,6 +165,11 @@ def load() -> dict[str, Describe]:
     for file in sorted(Path(__file__).parent.glob("*_triton.py")):
         importlib.import_module(f"nntile_py.tasks.{file.stem}")
     return LAUNCHES
+
+
+def describer(kernel: str) -> Describe | None:
+    """What describes the launches of a kernel, those of generated ones alike; None: it is in C++, or in Python."""
+    return load().get(GENERATED if kernel in KERNELS else kernel)
 
 
 # -- describing
@@ -377,7 +383,9 @@ def interpret(
     if not tensors[0].is_cuda:
         _mend_interpreter()
     floats = [*tasks[0].floats, *(name for *_, name in lives)]
-    described = load()[tasks[0].kernel]([with_live_sizes(tasks[0], lives)] if lives else tasks)
+    describe = describer(tasks[0].kernel)
+    assert describe, tasks[0].kernel
+    described = describe([with_live_sizes(tasks[0], lives)] if lives else tasks)
     scratch = torch.empty(described.scratch, dtype=torch.uint8, device=tensors[0].device)
     if not scratch.is_cuda:
         scratch.fill_(0xFF)  # NaN: what is read before it was written shows

@@ -7,11 +7,11 @@ import pytest
 
 from nntile_py import tasks as ops
 from nntile_py.errors import ConfigError
-from nntile_py.graph import fusion as rules
 from nntile_py.graph.fusion import Fusion, fuse
 from nntile_py.graph.graph import Graph
 from nntile_py.graph.optimizers import AdamW
 from nntile_py.graph.step import StepSpec
+from nntile_py.graph.uses import Rule, Uses
 from nntile_py.models import GPT2, GPT2Config
 from nntile_py.tasks import Tensor, activation, add, cross_entropy, dropout, layer_norm, linear, rms_norm, transpose
 from nntile_py.tiles import Tiling
@@ -234,32 +234,32 @@ def test_the_worklist_misses_nothing(
     """The same program as where, after each change, a rule is tried on all operators again, from the first."""
     found = program(fusion, 3, form, tiles)
 
-    def everywhere(uses: rules._Uses, rule: rules.Rule) -> None:
+    def everywhere(uses: Uses, rule: Rule) -> None:
         while any(rule(uses, op) for op in list(uses.ops.values())):
             pass
 
-    monkeypatch.setattr(rules._Uses, "apply", everywhere)
+    monkeypatch.setattr(Uses, "apply", everywhere)
     assert program(fusion, 3, form, tiles) == found
 
 
 @pytest.mark.parametrize("form", ["vendor", "naive"])
 def test_the_work_of_fusing_grows_as_the_model_does(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     counts: Counter[str] = Counter()
-    apply, enter = rules._Uses.apply, rules._Uses._enter
+    apply, enter = Uses.apply, Uses._enter
 
-    def counting(uses: rules._Uses, rule: rules.Rule) -> None:
-        def counted(uses: rules._Uses, op: ops.Op) -> bool:
+    def counting(uses: Uses, rule: Rule) -> None:
+        def counted(uses: Uses, op: ops.Op) -> bool:
             counts["tried"] += 1
             return rule(uses, op)
 
         apply(uses, counted)
 
-    def entering(uses: rules._Uses, op: ops.Op, place: int) -> None:
+    def entering(uses: Uses, op: ops.Op, place: int) -> None:
         counts["entered"] += 1
         enter(uses, op, place)
 
-    monkeypatch.setattr(rules._Uses, "apply", counting)
-    monkeypatch.setattr(rules._Uses, "_enter", entering)
+    monkeypatch.setattr(Uses, "apply", counting)
+    monkeypatch.setattr(Uses, "_enter", entering)
     works = []
     for layers in (8, 16):
         counts.clear()

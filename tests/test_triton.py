@@ -353,11 +353,13 @@ rows += ["GradNorm clip", "Dropout", "LayerNorm residual dropout", "LayerNormGra
 rows += ["GatedGrad silu", "SelectGrad seq 0.6", "SquaredError", "CrossEntropy of sequences fused"]
 rows += ["Gather", "GatherGrad", "RMSNorm residual", "RMSNormGrad add", "Rotary"]
 rows += ["RelativeScores", "RelativeScoresGrad"]
+rows += ["Generated norm of a sum", "Generated norm gradient", "Generated softmax padding", "Generated gelu gradient"]
+rows += ["Generated bias tanh", "Generated sums"]
 for row in [*map(ROWS.get, rows), adamw(split=True)]:
     case = Case(sizes, "bf16")
     row(case)
     for task in lower(case.graph, Tiling({})).tasks.tasks:
-        for one in launch.load()[task.kernel]([task]).launches:
+        for one in launch.describer(task.kernel)([task]).launches:
             binary = launch.compile_launch(one)
             assert binary is launch.compile_launch(one)
             cubin, name, shared, warps, grid, parameters = launch.encode(one, binary)
@@ -408,5 +410,5 @@ def test_compiles_for_sm_90(python: Python, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     names = {"_layer_norm", "_grad", "_cross_entropy", "_sum_rows", "_swap", "_adamw", "_squares", "_total", "_clip"}
     names |= {"_gated_grad", "_select_grad", "_gather", "_gather_grad", "_squared_error"}
-    names |= {"_rms_norm", "_rotary"}
+    names |= {"_rms_norm", "_rotary", "made", "_sum_parts"}
     assert names <= set(done.stdout.split())

@@ -26,6 +26,7 @@ from nntile_py.config.sections import (
     most_masked,
 )  # fmt: skip
 from nntile_py.errors import ConfigError
+from nntile_py.graph.fusion import every_rule
 from nntile_py.graph.step import PRECISIONS, check_precision
 from nntile_py.labelled import class_numbers, labels_of, read_samples
 from nntile_py.models.base import ModelConfig, find, of_hf_type, resolved
@@ -97,7 +98,7 @@ class RunConfig(Section):
     @field_validator("fusion", mode="before")
     @classmethod
     def _all_or_none(cls, fusion: Any) -> Any:
-        return dict.fromkeys(Fusion.model_fields, fusion) if isinstance(fusion, bool) else fusion
+        return every_rule(fusion) if isinstance(fusion, bool) else fusion
 
     @field_validator("scheduler")
     @classmethod
@@ -309,7 +310,7 @@ def _override(tree: dict[str, Any], item: str) -> None:
     for name in names[:-1]:
         inner = tree.get(name)
         if isinstance(inner, bool) and name == "fusion":
-            inner = dict.fromkeys(Fusion.model_fields, inner)
+            inner = every_rule(inner)
         if inner is None:
             inner = {}
         if not isinstance(inner, dict):

@@ -17,6 +17,7 @@ from nntile_py.schema import (
     File,
     Folder,
     Inside,
+    Names,
     Natural,
     NonNegative,
     Positive,
@@ -248,7 +249,8 @@ class Tiles(Section):
 
 
 class Fusion(Section):
-    """Which neighbouring operators become one task. `fusion: false` switches all off: the naive graph."""
+    """Which neighbouring operators become one task. `fusion: false` switches all off: the naive graph. `fusion: true`
+    is the default: all but `found`."""
 
     bias: Switch = True
     """A bias with the product before it."""
@@ -260,6 +262,12 @@ class Fusion(Section):
     """The projections to queries, keys and values as one product."""
     residual_norm: Switch = True
     """A residual (and the dropout before it) with the norm after it."""
+    found: Switch = False
+    """What is element-wise, a norm or a softmax is put together wherever one loop over its axes does all of it, and
+    gets a kernel that is generated and compiled for it; products keep what `bias`, `activation` and `residual_norm`
+    give them. Takes a C++ compiler where CPU workers run."""
+    exclude: Names = ()
+    """Of `found`: names of groups that are not made, such as dropout_add_layer_norm; `nntile plan` tells them."""
 
 
 class Disk(Section):

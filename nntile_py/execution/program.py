@@ -17,8 +17,10 @@ from nntile_py.execution import memory
 from nntile_py.execution.python_task import bound
 from nntile_py.execution.runtime import Runtime
 from nntile_py.tasks import launch
+from nntile_py.tasks.generated import GENERATED, KERNELS
 from nntile_py.tasks.live import with_live_sizes
 from nntile_py.tasks.op import Lowering, Tensor
+from nntile_py.tasks.scalar import native
 from nntile_py.tiles import Slot, TaskList, Tile, device_model
 from nntile_py.tiles.batching import GROUP_SECONDS, grouped
 from nntile_py.tiles.eviction import mark_evictions
@@ -111,7 +113,7 @@ NOT_LAUNCHED: Launched = ([], 0, [], "")
 def encoded_launches(tasks: list[Task], capability: int | None, lives: Lives = ()) -> Launched:
     """What a CUDA worker launches for tasks that have no C++ kernel there, or may be faster than that: for each way its
     launches, bytes of scratch, the table, the key of the choice."""
-    described = launch.load().get(tasks[0].kernel) if capability else None
+    described = launch.describer(tasks[0].kernel) if capability else None
     if not described or not capability:
         return NOT_LAUNCHED
     made = described([with_live_sizes(tasks[0], lives)] if lives else tasks)
@@ -137,6 +139,17 @@ def body(
 ) -> tuple[Any, ...]:
     """What a task runs, as the binding takes it: a kernel on the tiles at `places` of the task's; see TaskBody."""
     return kernel, name, list(places), list(ints), first_float, accumulates, *launched, python, list(lives)
+
+
+def on_cpu_workers(part: Task) -> tuple[str, tuple[int, ...]]:
+    """The C++ kernel of a task and its ints. One that is generated is compiled here. Raises TaskError: it cannot be."""
+    made = KERNELS.get(part.kernel)
+    if made is None or not _core.cpu_workers():
+        return part.kernel, part.ints
+    try:
+        return GENERATED, (native.address(made.source), len(part.floats), *part.ints)
+    except native.NoCompiler as error:
+        raise TaskError(f"{part.op}: {error}; allowed without a compiler: fusion.found: false") from None
 
 
 def capability_of_devices() -> int | None:
@@ -235,9 +248,10 @@ class Program:
                 at = list(range(len(task.accesses)))
                 if task.parts:
                     at = [places[a.tile] for one in run for a in one.accesses]
-                named = (part.kernel, part.op or part.kernel)
+                kernel, ints = on_cpu_workers(part)
                 launched = encoded_launches(run, capability, live)
-                bodies.append(body(*named, at, part.ints, first, accumulates, launched, bound(part), lives))
+                named = (kernel, part.op or part.kernel)
+                bodies.append(body(*named, at, ints, first, accumulates, launched, bound(part), lives))
             shapes = [a.tile.shape for a in task.accesses]
             dtype = next((a.tile.dtype for a in task.accesses if a.tile.dtype != "int64"), "fp32")
             self._native.add(

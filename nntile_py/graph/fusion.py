@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import bisect
-import heapq
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import functools
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from nntile_py.errors import ConfigError
+from nntile_py.graph.found import find
 from nntile_py.graph.graph import Graph
+from nntile_py.graph.uses import Rule, Uses
 from nntile_py.tasks.activation import Activation, ActivationGrad
 from nntile_py.tasks.attention import Attention, AttentionGrad
 from nntile_py.tasks.contract import Contract
@@ -19,119 +21,49 @@ from nntile_py.tasks.elementwise import Add, BiasAdd, Dropout, Sum, Transpose
 from nntile_py.tasks.layer_norm import LayerNormGrad
 from nntile_py.tasks.norm import Norm, NormGrad
 from nntile_py.tasks.op import Op, Tensor, permutation
+from nntile_py.tasks.scalar import native
 from nntile_py.tiles import Tiling
 
 
 @dataclass(frozen=True)
 class Fusion:
-    """Which neighbours become one task: bias, activation, reshape, packed qkv, residual + norm."""
+    """Which neighbours become one task: bias, activation, reshape, packed qkv, residual + norm; found: see found.py.
+
+    exclude: names of groups that are not found."""
 
     bias: bool = True
     activation: bool = True
     reshape: bool = True
     qkv: bool = True
     residual_norm: bool = True  # and dropout of what the residual is added to
+    found: bool = False
+    exclude: tuple[str, ...] = ()
 
     @staticmethod
-    def of(value: Fusion | bool | Mapping[str, bool]) -> Fusion:
-        """From True, False or {switch: bool}; switches left out are on."""
+    def of(value: Fusion | bool | Mapping[str, Any]) -> Fusion:
+        """From True, False (of the rules that are on by default) or {switch: bool}; switches left out keep theirs."""
         if isinstance(value, Fusion):
             return value
         names = [f.name for f in fields(Fusion)]
         if isinstance(value, bool):
-            return Fusion(**dict.fromkeys(names, value))
+            return Fusion(**every_rule(value))
         if not isinstance(value, Mapping):
             raise ConfigError(f"fusion: {value!r} is not allowed; use true, false or a mapping of {', '.join(names)}")
         for key, on in value.items():
             if key not in names:
                 raise ConfigError(f"fusion.{key}: unknown switch; allowed are {', '.join(names)}")
-            if not isinstance(on, bool):
+            if key == "exclude":
+                if not isinstance(on, list | tuple) or not all(isinstance(name, str) for name in on):
+                    raise ConfigError(f"fusion.exclude: {on!r} is not allowed; use a list of names of groups")
+            elif not isinstance(on, bool):
                 raise ConfigError(f"fusion.{key}: {on!r} is not allowed; use true or false")
-        return Fusion(**value)
+        given: dict[str, Any] = {key: tuple(on) if key == "exclude" else on for key, on in value.items()}
+        return Fusion(**given)
 
 
-Kind = TypeVar("Kind", bound=Op)
-
-
-class _Uses:
-    """Who makes and who reads each tensor of a graph, kept up to date while operators change, and the worklist."""
-
-    def __init__(self, graph: Graph) -> None:
-        self.ops = dict(enumerate(graph.ops))  # by place; who goes leaves a gap, so that no other place changes
-        self.order: dict[Op, int] = {}
-        self.maker: dict[Tensor, Op] = {}
-        self.readers: dict[Tensor, list[Op]] = {}  # in their order
-        self._known: dict[Op, list[list[Tensor]]] = {}  # inputs and outputs, as they are entered here
-        self._touched: set[Tensor] = set()  # by the rule that is being applied
-        for place, op in self.ops.items():
-            self._enter(op, place)
-
-    def _enter(self, op: Op, place: int) -> None:
-        self.ops[place], self.order[op] = op, place
-        self._known[op] = [op.inputs[:], op.outputs[:]]
-        for t in op.outputs:
-            self.maker[t] = op
-        for t in op.inputs:
-            bisect.insort(self.readers.setdefault(t, []), op, key=self.order.__getitem__)
-        self._touched.update(*self._known[op])
-
-    def _leave(self, op: Op) -> int:
-        inputs, outputs = self._known.pop(op)
-        for t in inputs:
-            self.readers[t].remove(op)
-        for t in outputs:
-            if self.maker[t] is op:
-                del self.maker[t]
-        self._touched.update(inputs, outputs)
-        return self.order.pop(op)
-
-    def made_for(self, tensor: Tensor, reader: Op, kind: type[Kind]) -> Kind | None:
-        """The operator of this kind that makes the tensor for this reader alone."""
-        op = self.maker.get(tensor)
-        alone = self.readers.get(tensor) == [reader] and tensor.kind == "temp"
-        return op if alone and isinstance(op, kind) else None
-
-    def remove(self, op: Op) -> None:
-        del self.ops[self._leave(op)]
-
-    def changed(self, op: Op) -> None:
-        """To be called by whoever gives an operator other inputs or outputs."""
-        self._enter(op, self._leave(op))
-
-    def replace(self, old: list[Op], new: Op) -> bool:
-        """Put `new` where the last of `old` stands. False, and nothing changes: what they make is read before that."""
-        *others, last = sorted(old, key=self.order.__getitem__)
-        readers = [reader for op in others for t in op.outputs for reader in self.readers.get(t, [])]
-        if any(reader not in old and self.order[reader] < self.order[last] for reader in readers):
-            return False
-        new.name, new.phase = old[0].name, old[0].phase
-        for op in others:
-            self.remove(op)
-        self._enter(new, self._leave(last))
-        return True
-
-    def apply(self, rule: Rule) -> None:
-        """Apply a rule until it fits nowhere, always to the first operator that it fits.
-
-        A rule may look as far as its operator's neighbours (who shares a tensor with it) and theirs: only so near to
-        what has changed is it tried again.
-        """
-        waiting = list(self.ops)  # in order, so a heap
-        while waiting:
-            op = self.ops.get(heapq.heappop(waiting))
-            self._touched = set()
-            if op and rule(self, op):
-                near = self._around(self._touched)
-                near |= self._around({t for op in near for t in (*op.inputs, *op.outputs)})
-                for op in near:
-                    heapq.heappush(waiting, self.order[op])
-
-    def _around(self, tensors: set[Tensor]) -> set[Op]:
-        """Makers and readers; but what no operator makes, such as a mask that all layers read, joins none of them."""
-        return {op for t in tensors if t in self.maker for op in (self.maker[t], *self.readers.get(t, []))}
-
-
-Rule = Callable[[_Uses, Op], bool]
+def every_rule(on: bool) -> dict[str, Any]:
+    """What `fusion: true` or `false` stands for: the switches that are on by default."""
+    return {f.name: on for f in fields(Fusion) if f.default is True}
 
 
 def fuse(graph: Graph, fusion: Fusion, tiling: Tiling | None = None) -> Graph:
@@ -139,23 +71,59 @@ def fuse(graph: Graph, fusion: Fusion, tiling: Tiling | None = None) -> Graph:
     tiling = tiling or Tiling()
     for op in graph.ops:
         op.fit(tiling)
-    rules: list[Rule] = []
-    if fusion.reshape:
-        rules += [_attention_layout, _transposed_input, partial(_transposed_output, tiling=tiling)]
-    if fusion.residual_norm:
-        rules += [_norm_grad_add, _norm_grad_dropout]
-    if fusion.bias:
-        rules += [_bias, _norm_bias_grad, _bias_grad]
-    if fusion.residual_norm:
-        rules += [_residual, partial(_norm_residual, tiling=tiling)]
-    if fusion.activation:
-        rules += [_activation, _activation_grad]
-    rules += [partial(_cross_entropy, tiling=tiling)]
-    uses = _Uses(graph)
-    for rule in rules:
-        uses.apply(rule)
+    uses = Uses(graph)
+    for rule in _found_rules(fusion, tiling) if fusion.found and _generates(graph) else _rules(fusion, tiling):
+        uses.apply(rule) if rule else _find(uses, fusion, tiling)
     graph.ops = list(uses.ops.values())
     return graph
+
+
+def _rules(fusion: Fusion, tiling: Tiling) -> Iterator[Rule]:
+    """Those of operators that have a kernel written by hand."""
+    if fusion.reshape:
+        yield from (_attention_layout, _transposed_input, partial(_transposed_output, tiling=tiling))
+    if fusion.residual_norm:
+        yield from (_norm_grad_add, _norm_grad_dropout)
+    if fusion.bias:
+        yield from (_bias, _norm_bias_grad, _bias_grad)
+    if fusion.residual_norm:
+        yield from (_residual, partial(_norm_residual, tiling=tiling))
+    if fusion.activation:
+        yield from (_activation, _activation_grad)
+    yield partial(_cross_entropy, tiling=tiling)
+
+
+def _found_rules(fusion: Fusion, tiling: Tiling) -> Iterator[Rule | None]:
+    """The rules that make a contraction's epilogue, and None where all else is found."""
+    if fusion.reshape:
+        yield from (_attention_layout, _transposed_input, partial(_transposed_output, tiling=tiling))
+    yield from [_bias] if fusion.bias else []
+    yield from [_residual] if fusion.residual_norm else []
+    yield from [_activation, _activation_grad] if fusion.activation else []
+    yield None
+    yield from [_bias_grad] if fusion.bias else []  # of what no group has summed
+    yield partial(_cross_entropy, tiling=tiling)
+
+
+def _find(uses: Uses, fusion: Fusion, tiling: Tiling) -> None:
+    met = find(uses, tiling, fusion.exclude)
+    missing = [name for name in fusion.exclude if name not in met]
+    if missing and any(op.phase == "backward" for op in uses.order):  # else what is missing may be of that
+        known = ", ".join(sorted(met)) or "none, this model has no groups"
+        raise ConfigError(f"fusion.exclude: {missing[0]!r} is no group that is found here; allowed: {known}")
+
+
+def _generates(graph: Graph) -> bool:
+    """Whether generated kernels can be had; says once why not. What is in bf16 runs on GPUs alone, without C++."""
+    why = None if graph.dtype == "bf16" else native.why_not()
+    if why:
+        _say_once(f"fusion.found: {why}; the rules of `fusion: true` are used instead")
+    return why is None
+
+
+@functools.cache
+def _say_once(text: str) -> None:
+    warnings.warn(text, stacklevel=2)
 
 
 def _plain(op: Op | None) -> bool:
@@ -170,7 +138,7 @@ def _rebuild(op: Contract, out: Tensor, **changes: Any) -> Contract:
     return Contract(a, b, out, **options)
 
 
-def _attention_layout(uses: _Uses, op: Op) -> bool:
+def _attention_layout(uses: Uses, op: Op) -> bool:
     """Attention, or its gradient, between transposes: the kernels read and write any order of axes."""
     if isinstance(op, Attention):
         gradient = next((g for g in uses.readers.get(op.lse, []) if isinstance(g, AttentionGrad)), None)
@@ -214,7 +182,7 @@ def _transposes(ops: Sequence[Op | None]) -> bool:
     return len(kinds) == 1 and None not in kinds
 
 
-def _transposed_input(uses: _Uses, op: Op) -> bool:
+def _transposed_input(uses: Uses, op: Op) -> bool:
     """Contract(Transpose(x), w), Sum(Transpose(x)): both read any order of axes.
 
     Not where two products read the same Transpose, and would each have to turn its tiles into a matrix.
@@ -273,7 +241,7 @@ def _in_parts(op: Contract, tiling: Tiling) -> bool:
     return any(tiling.cut(axis, op.a.size(axis)) for axis in op.k)
 
 
-def _transposed_output(uses: _Uses, op: Op, tiling: Tiling) -> bool:
+def _transposed_output(uses: Uses, op: Op, tiling: Tiling) -> bool:
     """Transpose(Contract) or Transpose(BiasAdd(Contract)): GEMM + reshape, Alg. 4 of the NNTile report.
 
     Not where the summed axes are cut: each partial product would be scattered, a Transpose does so once for all.
@@ -298,7 +266,7 @@ def _transposed_output(uses: _Uses, op: Op, tiling: Tiling) -> bool:
     return True
 
 
-def _bias(uses: _Uses, op: Op) -> bool:
+def _bias(uses: Uses, op: Op) -> bool:
     """BiasAdd(Contract)."""
     if not isinstance(op, BiasAdd):
         return False
@@ -309,7 +277,7 @@ def _bias(uses: _Uses, op: Op) -> bool:
     return True
 
 
-def _norm_bias_grad(uses: _Uses, op: Op) -> bool:
+def _norm_bias_grad(uses: Uses, op: Op) -> bool:
     """Sum(LayerNormGrad's dx, or its dropout) over all rows: summed where it is made, instead of reading it again."""
     if not isinstance(op, Sum):
         return False
@@ -322,7 +290,7 @@ def _norm_bias_grad(uses: _Uses, op: Op) -> bool:
     return _into_norm_grad(uses, norm, op, dbias=op.output)
 
 
-def _into_norm_grad(uses: _Uses, norm: LayerNormGrad, op: Op, **changes: Any) -> bool:
+def _into_norm_grad(uses: Uses, norm: LayerNormGrad, op: Op, **changes: Any) -> bool:
     """The norm's gradient with what `op` did, where the norm stood and not op: others read dx before."""
     dy, x, stat, gamma = norm.inputs[:4]
     dx, dgamma, dbeta = norm.outputs[:3]
@@ -332,7 +300,7 @@ def _into_norm_grad(uses: _Uses, norm: LayerNormGrad, op: Op, **changes: Any) ->
     return True
 
 
-def _bias_grad(uses: _Uses, op: Op) -> bool:
+def _bias_grad(uses: Uses, op: Op) -> bool:
     """Sum(dy) beside the contraction x dy that sums over the same axes: one reading of dy."""
     if not isinstance(op, Sum) or op.inputs[0].dtype == "bf16":  # on CUDA cuBLASLt reads dy twice, slower than Sum does
         return False
@@ -348,7 +316,7 @@ def _bias_grad(uses: _Uses, op: Op) -> bool:
     return False
 
 
-def _residual(uses: _Uses, op: Op) -> bool:
+def _residual(uses: Uses, op: Op) -> bool:
     """Add(Contract, r): the product is accumulated onto r."""
     if not isinstance(op, Add):
         return False
@@ -360,7 +328,7 @@ def _residual(uses: _Uses, op: Op) -> bool:
     return False
 
 
-def _norm_residual(uses: _Uses, op: Op, tiling: Tiling) -> bool:
+def _norm_residual(uses: Uses, op: Op, tiling: Tiling) -> bool:
     """Norm(Add(x, r)) or LayerNorm(Add(Dropout(x), r)) where the sum also goes on as the residual stream.
 
     Where embed is cut the norm is several tasks, none of which would save the dropout's: it stays.
@@ -384,7 +352,7 @@ def _norm_residual(uses: _Uses, op: Op, tiling: Tiling) -> bool:
     return True
 
 
-def _norm_grad_add(uses: _Uses, op: Op) -> bool:
+def _norm_grad_add(uses: Uses, op: Op) -> bool:
     """Add(NormGrad's dx, g): the residual stream's gradient is added where dx is made."""
     if not isinstance(op, Add):
         return False
@@ -395,7 +363,7 @@ def _norm_grad_add(uses: _Uses, op: Op) -> bool:
     return False
 
 
-def _norm_grad_dropout(uses: _Uses, op: Op) -> bool:
+def _norm_grad_dropout(uses: Uses, op: Op) -> bool:
     """Dropout(LayerNormGrad's dx), a branch's gradient: made where dx is, which goes on as the residual stream's."""
     norm = uses.maker.get(op.inputs[0]) if isinstance(op, Dropout) else None
     if not isinstance(norm, LayerNormGrad) or norm.output is not op.inputs[0] or norm.dropout:
@@ -403,7 +371,7 @@ def _norm_grad_dropout(uses: _Uses, op: Op) -> bool:
     return _into_norm_grad(uses, norm, op, dropout=op)
 
 
-def _activation(uses: _Uses, op: Op) -> bool:
+def _activation(uses: Uses, op: Op) -> bool:
     """Activation(Contract): the epilogue; what comes before the activation is kept if the gradient reads it."""
     if not isinstance(op, Activation):
         return False
@@ -417,7 +385,7 @@ def _activation(uses: _Uses, op: Op) -> bool:
     return True
 
 
-def _activation_grad(uses: _Uses, op: Op) -> bool:
+def _activation_grad(uses: Uses, op: Op) -> bool:
     """ActivationGrad(Contract, x): the gradient GEMM's epilogue (DGELU)."""
     if not isinstance(op, ActivationGrad):
         return False
@@ -428,7 +396,7 @@ def _activation_grad(uses: _Uses, op: Op) -> bool:
     return True
 
 
-def _cross_entropy(uses: _Uses, op: Op, tiling: Tiling) -> bool:
+def _cross_entropy(uses: Uses, op: Op, tiling: Tiling) -> bool:
     """CrossEntropy and its gradient over uncut classes: one task, the logits read once, by nobody between the two."""
     if not isinstance(op, CrossEntropyGrad) or op.fused:
         return False

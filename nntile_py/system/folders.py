@@ -2,6 +2,7 @@
 
 import ctypes
 import errno
+import json
 import os
 import stat
 import sysconfig
@@ -24,6 +25,14 @@ def cache_folder() -> Path:
 def installed(name: str) -> Path:
     """A folder of the repository that installs inside the package."""
     return next((d for p in Path(__file__).parents[1:3] if (d := p / name).is_dir()), Path(name))
+
+
+def build_info() -> dict[str, str]:
+    """What setup.py noted when it compiled the extension: StarPU's place, versions, compiler flags."""
+    try:
+        return dict(json.loads((Path(__file__).parents[1] / "_build_info.json").read_text()))
+    except (OSError, ValueError):
+        return {}
 
 
 # Of the standard library: tests repeat themselves, `encodings` is tables, installed packages differ between machines.

@@ -1,0 +1,222 @@
+"""Several operators of one iteration space as one, whose kernels are generated from their scalar forms."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import ClassVar
+
+from nntile_py.tiles import ACC, Access, R, Slot, TaskArgs, W
+
+from .band import Band
+from .op import NORMALIZATION, Array, Category, Index, Lowering, Op, Tensor, accumulation_dtype
+from .scalar import cpp
+from .scalar.cpp import TileType
+from .scalar.expression import Definition, Expression, Keep, Load, Output, Place, Reduce, nodes_of, replaced
+
+
+class GeneratedArgs(TaskArgs):
+    """Of a kernel that asks where its tile lies in the whole tensor."""
+
+    numbers: tuple[int, ...]  # the tile's first index along each axis, the axes' sizes
+
+
+class GeneratedDropoutArgs(TaskArgs):
+    """Of one with dropout."""
+
+    seed: Slot
+    numbers: tuple[int, ...]  # as above, then the key of each dropout
+
+
+@dataclass(frozen=True)
+class Made:
+    """A kernel: what it computes, on which tiles (outputs, then inputs)."""
+
+    name: str
+    form: Definition
+    tiles: tuple[TileType, ...]
+    outputs: int
+    source: str  # in C++
+
+    def emitted(self, accesses: Sequence[Access], args: TaskArgs) -> str:
+        """Its name, for a list of tasks."""
+        KERNELS[self.name] = self
+        return self.name
+
+
+GENERATED = "generated"  # the C++ kernel that calls those
+KERNELS: dict[str, Made] = {}  # those that are in task lists, by name
+
+
+class NotJoined(ValueError):
+    """Why operators cannot be one."""
+
+
+class Generated(Op):
+    """Operators of one iteration space, in their order, as one task for each tile of that.
+
+    Values that only they read are never stored. `kept`: the tensors that they make and others read. At most one of
+    them may have a reduction within rows (over the last axis, which is not cut then); sums over rows are allowed to all
+    but are not read here. Raises NotJoined where that is not so.
+    """
+
+    colours: ClassVar = {"forward": "#8da0cb", "backward": "#e78ac3"}
+
+    def __init__(self, members: Sequence[Op], kept: Collection[Tensor]) -> None:
+        self.members: list[Op] = []
+        for op in members:
+            self.members += op.members if isinstance(op, Generated) else [op]
+        inputs, outputs, self.form = _joined(self.members, kept)
+        super().__init__(inputs, outputs)
+        self._whole = next((t for t in self._tensors if set(self.form.axes) <= set(t.axes)), None)
+        self._check()
+
+    @property
+    def category(self) -> Category:  # type: ignore[override]
+        return NORMALIZATION if any(op.category is NORMALIZATION for op in self.members) else self.members[0].category
+
+    @property
+    def kind(self) -> str:
+        return " + ".join(op.kind for op in self.members)
+
+    @property
+    def group(self) -> str:
+        """Its name in `fusion.exclude` and of its kernel: dropout_add_layer_norm."""
+        starts = r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])"  # of words: RMS|Norm|Grad
+        return "_".join(re.sub(starts, "_", op.kind).lower() for op in self.members)
+
+    @property
+    def title(self) -> str:
+        return " + ".join(op.title for op in self.members)
+
+    @property
+    def _tensors(self) -> list[Tensor]:
+        return [*self.outputs, *self.inputs]
+
+    @property
+    def sums(self) -> Sequence[Tensor]:
+        return [self.outputs[number] for number in dict.fromkeys(out.number for out in self.form.outputs if out.total)]
+
+    @property
+    def reduces(self) -> bool:
+        """Whether something is reduced within rows: over the last axis."""
+        return any(True for _ in nodes_of(self.form, Reduce))
+
+    def flop(self) -> float:
+        return sum(op.flop() for op in self.members)
+
+    def _check(self) -> None:
+        if sum(any(True for _ in nodes_of(form, Reduce)) for form in map(_form, self.members)) > 1:
+            raise NotJoined("only one may reduce within rows")
+        if any(node.axis != self.form.axes[-1] for node in nodes_of(self.form, Reduce)):
+            raise NotJoined("another axis than the last is reduced within rows")
+        if self._whole is None:
+            raise NotJoined("no tensor has all axes of the space")
+        if len({t.band for t in self._tensors if {"seq", "key"} <= set(t.axes)} | {Band()}) > 2:
+            raise NotJoined("their bands differ")
+        column, sums = self.form.axes[-1], [out for out in self.form.outputs if out.total]
+        over_rows = [out.at for out in sums if column in out.at]
+        if any(at[-1] != column for at in over_rows) or len({at[:-1] for at in over_rows} - {()}) > 1:
+            raise NotJoined("sums over rows keep different axes of them")
+        if any(out.at != self.form.axes[:-1] for out in sums if column not in out.at):
+            raise NotJoined("a sum is neither over rows nor over the last axis alone")
+        if any(t.dtype != accumulation_dtype(t.dtype) for t in self.sums):
+            raise NotJoined("a sum is not of the dtype of accumulation")
+
+    # -- lowering
+
+    @cached_property
+    def _at(self) -> dict[Tensor, tuple[str | int, ...]]:
+        """The axis of the space that each axis of a tensor is; 0: an axis that is not cut, of fixed places."""
+        found: dict[Tensor, tuple[str | int, ...]] = {}
+        loads = [(self.inputs[load.number], load.at) for load in nodes_of(self.form, Load)]
+        for tensor, at in [*loads, *((self.outputs[out.number], out.at) for out in self.form.outputs)]:
+            plain = tuple(a if isinstance(a, str) else 0 for a in at)
+            if found.setdefault(tensor, plain) != plain:
+                raise NotJoined(f"{tensor} is read in two ways")
+        return found
+
+    @cached_property
+    def made(self) -> Made:
+        """The kernel; operators that differ in their names, sizes and keys of dropout alone share one."""
+        sums = set(self.sums)
+        tiles = tuple(TileType(t.dtype, self._at[t], t in sums) for t in self._tensors)
+        source = cpp.source(self.form, tiles, len(self.outputs))
+        name = f"{self.group[:60]}_{hashlib.sha256(source.encode()).hexdigest()[:8]}"
+        return Made(name, self.form, tiles, len(self.outputs), source)
+
+    def lower(self, low: Lowering) -> None:
+        assert self._whole, self
+        axes = self.form.axes
+        assert not (self.reduces and low.cut(self._whole, axes[-1])), "not joined where the rows are cut"
+        sums = set(self.sums)
+        for index in low.indices(self._whole):
+            accesses = []
+            for tensor in self._tensors:
+                at = zip(tensor.axes, self._at[tensor], strict=True)
+                tile = low.tile(tensor, {axis: index[a] if isinstance(a, str) else 0 for axis, a in at})
+                made = ACC(tile) if tensor in sums else W(tile)
+                accesses.append(made if tensor in self.outputs else R(tile))
+            low.emit(self.made, accesses, self._args(low, index))
+
+    def _args(self, low: Lowering, index: Index) -> TaskArgs:
+        assert self._whole, self
+        keys = tuple(dict.fromkeys(node.key for node in nodes_of(self.form, Keep)))
+        if not keys and not any(True for _ in nodes_of(self.form, Place)):
+            return TaskArgs()
+        offsets = tuple(low.part(self._whole, axis, index).offset for axis in self.form.axes)
+        numbers = (*offsets, *self.form.sizes.values())
+        return GeneratedDropoutArgs(Slot("dropout_seed"), (*numbers, *keys)) if keys else GeneratedArgs(numbers)
+
+    def scalar(self) -> Definition:
+        return self.form
+
+    def reference(self, *inputs: Array, seed: int = 0) -> tuple[Array, ...]:
+        values = dict(zip(self.inputs, inputs, strict=True))
+        for op in self.members:
+            options = {"seed": seed} if any(True for _ in nodes_of(_form(op), Keep)) else {}
+            values.update(zip(op.outputs, op.reference(*(values[t] for t in op.inputs), **options), strict=True))
+        return tuple(values[t] for t in self.outputs)
+
+
+def _form(op: Op) -> Definition:
+    form = op.scalar()
+    if form is None:
+        raise NotJoined(f"{op.kind} has no scalar form")
+    return form
+
+
+def _joined(members: Iterable[Op], kept: Collection[Tensor]) -> tuple[list[Tensor], list[Tensor], Definition]:
+    """Inputs, outputs and definition of operators in their order: what one makes and another loads is put in."""
+    known: dict[tuple[Tensor, tuple[str | int, ...]], Expression] = {}
+    made: set[Tensor] = set()
+    inputs: dict[Tensor, int] = {}
+    outputs: dict[Tensor, int] = {}
+    results: list[Output] = []
+    sizes: dict[str, int] | None = None
+
+    def of(op: Op, load: Load) -> Expression:
+        tensor = op.inputs[load.number]
+        if tensor in made and (tensor, load.at) not in known:
+            raise NotJoined(f"{tensor} is read in another way than it is made")
+        number = inputs.setdefault(tensor, len(inputs)) if tensor not in made else 0
+        return known.setdefault((tensor, load.at), Load(number, load.at))
+
+    for op in members:
+        form, done = _form(op), dict[Expression, Expression]()
+        sizes = sizes or dict(form.sizes)
+        if list(sizes.items()) != list(form.sizes.items()):
+            raise NotJoined("their spaces differ")
+        values = [replaced(out.value, done, partial(of, op)) for out in form.outputs]
+        for out, value in zip(form.outputs, values, strict=True):
+            tensor = op.outputs[out.number]
+            made.add(tensor)
+            if not out.total:
+                known[tensor, out.at] = value
+            if tensor in kept:
+                number = outputs.setdefault(tensor, len(outputs))
+                results.append(Output(number, out.at, value, out.total))
+    return list(inputs), list(outputs), Definition(sizes or {}, tuple(results))

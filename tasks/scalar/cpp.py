@@ -1,0 +1,316 @@
+"""A Definition as a C++ function on one tile: a loop over rows, in it loops over the last axis that vectorise.
+
+A row is what the last axis runs along. Each reduction over it ends a loop; what later loops need of an earlier one is
+kept in a buffer of the row. Sums over rows are added to their outputs element by element. Numbers are computed in the
+dtype of accumulation, fp32 or fp64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from .expression import (
+    FUNCTIONS,
+    Access,
+    Call,
+    Constant,
+    Definition,
+    Expression,
+    Extent,
+    Keep,
+    Load,
+    Output,
+    Place,
+    Reduce,
+    nodes_of,
+)
+
+ELEMENTS = {"fp32": "float", "fp64": "double", "bf16": "Bf16", "int16": "int16_t", "int64": "int64_t"}
+SYMBOL = "nntile_made"  # void (void* const* tiles, const int64_t* const* shapes, ints, floats, accumulates)
+CHEAP = ("add", "subtract", "multiply", "negative")  # computed again rather than kept in a buffer
+
+PREAMBLE = """\
+#include <stdint.h>
+#include <stdlib.h>
+
+#define VECTOR extern "C" __attribute__((simd("notinbranch")))
+VECTOR float expf(float) noexcept;
+VECTOR float logf(float) noexcept;
+VECTOR float tanhf(float) noexcept;
+VECTOR float erff(float) noexcept;
+VECTOR double exp(double) noexcept;
+VECTOR double log(double) noexcept;
+VECTOR double tanh(double) noexcept;
+VECTOR double erf(double) noexcept;
+
+#define EITHER(name, narrow, wide) \\
+  static inline float name(float x) { return narrow(x); } \\
+  static inline double name(double x) { return wide(x); }
+EITHER(exp_of, expf, exp)
+EITHER(log_of, logf, log)
+EITHER(tanh_of, tanhf, tanh)
+EITHER(erf_of, erff, erf)
+EITHER(root_of, __builtin_sqrtf, __builtin_sqrt)
+static inline T larger(T a, T b) { return a > b ? a : b; }
+
+struct Bf16 { uint16_t bits; };
+union Word { uint32_t bits; float value; };
+template <class E> static inline T load(const E* p) { return T(*p); }
+static inline T load(const Bf16* p) { Word w; w.bits = uint32_t(p->bits) << 16; return T(w.value); }
+template <class E> static inline void store(E* p, T x) { *p = E(x); }
+static inline void store(Bf16* p, T x) {
+  Word w;
+  w.value = float(x);
+  const uint32_t rounded = (w.bits + 0x7FFF + ((w.bits >> 16) & 1)) >> 16;
+  p->bits = uint16_t(x != x ? 0x7FC0 : rounded);
+}
+
+static inline uint64_t hash_of(uint64_t index, uint64_t start) {
+  uint64_t z = ((index + 1) * 0x9E3779B97F4A7C15ULL) ^ start;
+  z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ULL;
+  z = (z ^ (z >> 27)) * 0x94D049BB133111EBULL;
+  return z >> 32;
+}
+"""
+
+
+@dataclass(frozen=True)
+class TileType:
+    """Of a tile of an output or an input: its dtype, what its axes are in the space. total: it is added to."""
+
+    dtype: str
+    at: Access
+    total: bool = False
+
+
+def source(form: Definition, tiles: Sequence[TileType], outputs: int) -> str:
+    """The whole file. tiles: of the outputs, then of the inputs."""
+    return _Writer(form, tiles, outputs).text()
+
+
+@dataclass
+class _Loop:
+    """A section of a row: what is computed once, then a loop over the last axis."""
+
+    once: list[str] = field(default_factory=list)
+    each: list[str] = field(default_factory=list)
+    reductions: list[tuple[str, str]] = field(default_factory=list)  # name, sign
+
+
+class _Writer:
+    def __init__(self, form: Definition, tiles: Sequence[TileType], outputs: int) -> None:
+        self.form, self.tiles, self.outputs = form, tiles, outputs
+        self.axes, self.column = form.axes, form.axes[-1]
+        self.wide = "double" if any(tile.dtype == "fp64" for tile in tiles) else "float"
+        self.varies: dict[Expression, frozenset[str]] = {}
+        self.level: dict[Expression, int] = {}  # after how many loops it is known
+        self.results = [self._summed(out) for out in form.outputs]
+        for out in self.results:
+            self._measure(out.value)
+        loops = 1 + max(self.level[out.value] for out in self.results)
+        self.loops = [_Loop() for _ in range(loops)]
+        self.names: dict[tuple[Expression, int, bool], str] = {}  # by loop, and whether inside of it
+        self.pointers: dict[tuple[int, Access], str] = {}
+        self.buffers: dict[Expression, str] = {}
+        self.keys = list(dict.fromkeys(node.key for node in nodes_of(form, Keep)))
+        self.drawn = False
+
+    def _summed(self, out: Output) -> Output:
+        """A sum over the last axis is one of the row, then added: other tiles may hold the rest of the row."""
+        if not out.total or self.column in out.at:
+            return out
+        return Output(out.number, out.at, Reduce("sum", self.column, out.value), total=True)
+
+    def _measure(self, node: Expression) -> None:
+        """Fill in `varies` and `level` of the node and its parts."""
+        if node in self.level:
+            return
+        for part in node.parts:
+            self._measure(part)
+        varies = frozenset[str]().union(*(self.varies[part] for part in node.parts))
+        level = max((self.level[part] for part in node.parts), default=0)
+        match node:
+            case Load(_, at):
+                varies = frozenset(axis for axis in at if isinstance(axis, str))
+            case Place(axis):
+                varies = frozenset([axis])
+            case Keep():
+                varies = frozenset(self.axes)
+            case Reduce(_, axis, _):
+                assert axis == self.column, "only the last axis is reduced"
+                varies, level = varies - {axis}, level + 1
+        self.varies[node], self.level[node] = varies, level
+
+    def inside(self, node: Expression) -> bool:
+        """Whether it differs along a row."""
+        return self.column in self.varies[node]
+
+    # -- values
+
+    def value(self, node: Expression, loop: int, inside: bool) -> str:
+        """The name of a value, or its text, in a loop or in what is computed once before it."""
+        inside = inside and self.inside(node)
+        if isinstance(node, Constant):
+            return self._literal(node.value)
+        for earlier in range(loop if inside else 0, loop + 1):
+            if (node, earlier, inside) in self.names:
+                return self.names[node, earlier, inside]
+        if inside and self.level[node] < loop and not self._cheap(node):
+            text = f"{self._buffer(node)}[c]"
+        elif isinstance(node, Reduce):
+            return self._reduce(node)
+        else:
+            text = self._text(node, loop, inside)
+        if isinstance(node, Keep) or (isinstance(node, Call) and FUNCTIONS[node.name].truth):
+            return text
+        name = f"v{len(self.names)}"
+        lines = self.loops[loop].each if inside else self.loops[loop].once
+        lines.append(f"const T {name} = {text};")
+        self.names[node, loop, inside] = name
+        return name
+
+    def _text(self, node: Expression, loop: int, inside: bool) -> str:
+        match node:
+            case Load(number, at):
+                return f"load({self._element(self.outputs + number, at)})"
+            case Call():
+                return FUNCTIONS[node.name].cpp.format(*(self.value(part, loop, inside) for part in node.parts))
+            case Extent(axis):
+                return f"T(n{self.axes.index(axis)})"
+            case Place(axis):
+                self.drawn = True
+                k = self.axes.index(axis)
+                return f"T(ints[{k}] + i{k})" if k < len(self.axes) - 1 else f"T(ints[{k}] + c)"
+            case Keep():
+                return self._keep(node)
+        raise TypeError(f"no C++ of {node!r}")
+
+    def _keep(self, node: Keep) -> str:
+        self.drawn = True
+        row, last, start = "row", len(self.axes) - 1, f"start{self.keys.index(node.key)}"
+        if node.draws:
+            number = f"{self._element(self.outputs + node.draws.number, node.draws.at)}[0]"
+            row = f"{number} * ints[{2 * last + 1}] + ints[{last}]"
+        return f"(hash_of(uint64_t({row} + c), {start}) >= {node.limit}ULL)"
+
+    def _reduce(self, node: Reduce) -> str:
+        loop = self.level[node] - 1
+        name = f"r{len(self.names)}"
+        self.names[node, loop + 1, False] = name
+        here, x = self.loops[loop], self.value(node.x, loop, True)
+        here.once.append(f"T {name} = {'0' if node.kind == 'sum' else '-T(__builtin_inf())'};")
+        here.each.append(f"{name} += {x};" if node.kind == "sum" else f"{name} = larger({name}, {x});")
+        here.reductions.append((name, "+" if node.kind == "sum" else "max"))
+        return name
+
+    def _cheap(self, node: Expression) -> bool:
+        """Whether to compute it again costs less than to keep it for a row."""
+        leaf = [isinstance(part, Load) or not self.inside(part) for part in node.parts]
+        plain = isinstance(node, Call) and (FUNCTIONS[node.name].truth or (node.name in CHEAP and all(leaf)))
+        return plain or isinstance(node, Load | Place | Keep)
+
+    def _buffer(self, node: Expression) -> str:
+        if node not in self.buffers:
+            self.buffers[node] = name = f"b{len(self.buffers)}"
+            loop = self.level[node]
+            self.loops[loop].each.append(f"{name}[c] = {self.value(node, loop, True)};")
+        return self.buffers[node]
+
+    def _literal(self, value: float) -> str:
+        infinite = value in (float("inf"), float("-inf"))
+        return f"T({'-' if value < 0 else ''}__builtin_inf())" if infinite else f"T({value!r})"
+
+    def _element(self, tile: int, at: Access) -> str:
+        """A pointer to an element of a tile: of this row, and of this column if it has one."""
+        if (tile, at) not in self.pointers:
+            self.pointers[tile, at] = f"p{len(self.pointers)}"
+        name = self.pointers[tile, at]
+        if self.column not in at:
+            return name
+        axis = at.index(self.column)
+        return f"({name} + c)" if axis == len(at) - 1 else f"({name} + c * s{tile}_{axis})"
+
+    # -- the file
+
+    def _store(self, out: Output) -> None:
+        loop, inside = self.level[out.value], self.column in out.at
+        value, element = self.value(out.value, loop, inside), self._element(out.number, out.at)
+        lines = self.loops[loop].each if inside else self.loops[loop].once
+        lines.append(f"*{element} += {value};" if out.total else f"store({element}, {value});")
+
+    def text(self) -> str:
+        for out in self.results:
+            self._store(out)
+        body: list[str] = []
+        for loop in self.loops:
+            body += loop.once
+            if loop.each:
+                signs = "".join(f" reduction({sign}:{name})" for name, sign in loop.reductions)
+                body += [f"#pragma omp simd{signs}", f"for (int64_t c = 0; c < n{len(self.axes) - 1}; ++c) {{"]
+                body += [f"  {line}" for line in loop.each] + ["}"]
+        starts = [
+            f"const uint64_t start{k} = seed ^ (uint64_t(ints[{2 * len(self.axes) + k}]) * 0xD1B54A32D192ED03ULL);"
+            for k in range(len(self.keys))
+        ]
+        seed = ["const uint64_t seed = uint64_t(floats[0]) * 0x9E3779B97F4A7C15ULL;"] if self.keys else []
+        lines = [*self._sizes(), *seed, *starts, *self._allocated(), *self._cleared(), *self._rows(body)]
+        lines += ["free(buffer);"] if self.buffers else []
+        given = "void* const* tiles, const int64_t* const* shapes, const int64_t* ints, const double* floats"
+        head = [f"typedef {self.wide} T;", PREAMBLE, f'extern "C" void {SYMBOL}(', f"    {given},"]
+        head.append("    uint64_t accumulates) {")
+        return "\n".join([*head, *(f"  {line}" for line in lines), "}", ""])
+
+    def _sizes(self) -> list[str]:
+        """Sizes of the axes, and the strides of tiles that pointers need."""
+        lines = []
+        for k, axis in enumerate(self.axes):
+            tile = next(number for number, one in enumerate(self.tiles) if axis in one.at)
+            lines.append(f"const int64_t n{k} = shapes[{tile}][{self.tiles[tile].at.index(axis)}];")
+        for tile in dict.fromkeys(tile for tile, _ in self.pointers):
+            rank = len(self.tiles[tile].at)
+            for k in range(rank):
+                after = " * ".join(f"shapes[{tile}][{j}]" for j in range(k + 1, rank)) or "1"
+                lines.append(f"const int64_t s{tile}_{k} = {after};")
+        return lines
+
+    def _allocated(self) -> list[str]:
+        if not self.buffers:
+            return []
+        width = f"((n{len(self.axes) - 1} + 15) / 16 * 16)"
+        size = f"sizeof(T) * {len(self.buffers)} * size_t{width}"
+        lines = [f"T* const buffer = static_cast<T*>(aligned_alloc(64, {size}));"]
+        return lines + [f"T* const {name} = buffer + {k} * {width};" for k, name in enumerate(self.buffers.values())]
+
+    def _cleared(self) -> list[str]:
+        """Outputs that are added to, where they hold nothing yet."""
+        lines = []
+        for number in dict.fromkeys(out.number for out in self.results if out.total):
+            tile = self.tiles[number]
+            count = " * ".join(f"shapes[{number}][{k}]" for k in range(len(tile.at)))
+            element = ELEMENTS[tile.dtype]
+            lines += [
+                f"if (!(accumulates >> {number} & 1))",
+                f"  for (int64_t k = 0; k < {count}; ++k) static_cast<{element}*>(tiles[{number}])[k] = 0;",
+            ]
+        return lines
+
+    def _rows(self, body: list[str]) -> list[str]:
+        """The loops around a row's."""
+        outer, last = self.axes[:-1], len(self.axes) - 1
+        lines = [f"for (int64_t i{k} = 0; i{k} < n{k}; ++i{k})" for k in range(len(outer))] + ["{"]
+        if self.drawn:
+            index = f"ints[{last}]"
+            for k in range(len(outer)):
+                wholes = " * ".join(f"ints[{len(self.axes) + j}]" for j in range(k + 1, len(self.axes)))
+                index += f" + (ints[{k}] + i{k}) * {wholes}"
+            lines.append(f"  const int64_t row = {index};")
+        for (tile, at), name in self.pointers.items():
+            steps = [f"tiles[{tile}])"]
+            for k, axis in enumerate(at):
+                if axis != self.column:
+                    where = f"i{self.axes.index(axis)}" if isinstance(axis, str) else str(axis)
+                    steps.append(f"{where} * s{tile}_{k}")
+            kind = ELEMENTS[self.tiles[tile].dtype] + ("*" if tile < self.outputs else " const*")
+            lines.append(f"  {kind} const {name} = static_cast<{kind}>({' + '.join(steps)};")
+        return [*lines, *(f"  {line}" for line in body), "}"]
