@@ -16,6 +16,7 @@ from pages import PAGES, ROOT, blocks, commands, named
 import nntile_py as nt
 from nntile_py import cli
 from nntile_py.config.run import load
+from nntile_py.sweep.spec import load_sweep, points
 from nntile_py.tokenizer import MASKED
 from nntile_py.training.data import train_tokenizer
 
@@ -153,7 +154,11 @@ def test_encoding(python: Python, tmp_path: Path) -> None:
 
 
 def test_a_sweep(folder: Path) -> None:
-    (text,) = blocks(DOCS / "tuning.md", "yaml")
+    text, other = blocks(DOCS / "tuning.md", "yaml")
+    (folder / "packed.yaml").write_text(other)
+    here = [f"data.source={folder}/my_text.txt"]
+    variants = [point.sets["variant"] for point in points(load_sweep(folder / "packed.yaml", here))]
+    assert variants == 3 * ["packed", "padded", "torch.compile"]
     text = text.replace("work: train, repeats: 5", "how: plan").replace("rounds: 3", "rounds: 1")
     (folder / "widths.yaml").write_text(text)
     done = nntile(folder, "sweep", "widths.yaml", "--out", "widths")
