@@ -8,15 +8,13 @@ from __future__ import annotations
 import math
 from typing import ClassVar
 
-import numpy as np
-
 from nntile_py.tiles import R, TaskArgs, W
 
 from .op import Array, GraphLike, Lowering, Op, Tensor
+from .scalar.expression import Definition, Load, Number, Output, erf, exp, maximum, select, tanh
 
 ACTIVATIONS = ("relu", "gelu", "gelu_new", "tanh", "silu")  # kernels know them by their positions
 
-_erf = np.vectorize(math.erf)
 _C = math.sqrt(2 / math.pi)
 
 
@@ -27,35 +25,38 @@ def check_kind(kind: str) -> str:
     return kind
 
 
-def _sigmoid(x: Array) -> Array:
-    return np.asarray(0.5 * (1 + np.tanh(0.5 * x)))  # overflows nowhere
+def _sigmoid(x: Number) -> Number:
+    return 0.5 * (1 + tanh(0.5 * x))  # overflows nowhere
 
 
-def activate(kind: str, x: Array) -> Array:
-    """The activation in numpy."""
+def activate(kind: str, x: Number) -> Number:
+    """The activation of an array, or of an expression."""
     if kind == "relu":
-        return np.maximum(x, 0.0)
+        return maximum(x, 0.0)
     if kind == "gelu":
-        return np.asarray(0.5 * x * (1 + _erf(x / math.sqrt(2))))
+        return 0.5 * x * (1 + erf(x * math.sqrt(0.5)))
     if kind == "tanh":
-        return np.asarray(np.tanh(x))
+        return tanh(x)
     if kind == "silu":
-        return np.asarray(x * _sigmoid(x))
-    return np.asarray(0.5 * x * (1 + np.tanh(_C * (x + 0.044715 * x**3))))
+        return x * _sigmoid(x)
+    return 0.5 * x * (1 + tanh(_C * x * (1 + 0.044715 * x * x)))
 
 
-def derivative(kind: str, x: Array) -> Array:
-    """Its derivative in numpy."""
+def derivative(kind: str, x: Number) -> Number:
+    """Its derivative, of an array or of an expression."""
     if kind == "relu":
-        return np.asarray((x > 0).astype(x.dtype))
+        return select(x > 0, 1.0, 0.0)
     if kind == "gelu":
-        return np.asarray(0.5 * (1 + _erf(x / math.sqrt(2))) + x * np.exp(-x * x / 2) / math.sqrt(2 * math.pi))
+        pdf = exp(-0.5 * x * x) / math.sqrt(2 * math.pi)
+        return 0.5 * (1 + erf(x * math.sqrt(0.5))) + x * pdf
     if kind == "tanh":
-        return np.asarray(1 - np.tanh(x) ** 2)
+        t = tanh(x)
+        return 1 - t * t
     if kind == "silu":
-        return np.asarray(_sigmoid(x) * (1 + x * (1 - _sigmoid(x))))
-    t = np.tanh(_C * (x + 0.044715 * x**3))
-    return np.asarray(0.5 * (1 + t) + 0.5 * x * (1 - t * t) * _C * (1 + 3 * 0.044715 * x * x))
+        gate = _sigmoid(x)
+        return gate * (1 + x * (1 - gate))
+    t = tanh(_C * x * (1 + 0.044715 * x * x))
+    return 0.5 * (1 + t) + 0.5 * x * (1 - t * t) * _C * (1 + 3 * 0.044715 * x * x)
 
 
 class ActivationArgs(TaskArgs):
@@ -85,6 +86,10 @@ class Activation(Op):
             x, y = low.tile(self.inputs[0], index), low.tile(self.output, index)
             low.emit("activation", [W(y), R(x)], ActivationArgs(ACTIVATIONS.index(self.act)))
 
+    def scalar(self) -> Definition:
+        axes = self.output.axes
+        return Definition(self.output.sizes, (Output(0, axes, activate(self.act, Load(0, axes))),))
+
     def reference(self, *inputs: Array) -> tuple[Array, ...]:
         return (activate(self.act, inputs[0]),)
 
@@ -106,6 +111,11 @@ class ActivationGrad(Op):
         for index in low.indices(self.output):
             dy, x = (low.tile(t, index) for t in self.inputs)
             low.emit("activation_grad", [W(low.tile(self.output, index)), R(dy), R(x)], args)
+
+    def scalar(self) -> Definition:
+        axes = self.output.axes
+        dy, x = Load(0, axes), Load(1, axes)
+        return Definition(self.output.sizes, (Output(0, axes, dy * derivative(self.act, x)),))
 
     def reference(self, *inputs: Array) -> tuple[Array, ...]:
         return (inputs[0] * derivative(self.act, inputs[1]),)

@@ -11,6 +11,8 @@ import numpy as np
 from nntile_py.tiles import ACC, Access, R, Slot, TaskArgs, W
 
 from .op import Array, GraphLike, Index, Lowering, Op, Tensor, accumulation_dtype, permutation, require
+from .scalar.evaluate import dropout_hash
+from .scalar.expression import Definition, Expression, Keep, Load, Output, select
 
 
 class Add(Op):
@@ -27,6 +29,10 @@ class Add(Op):
         for index in low.indices(self.output):
             a, b = (low.tile(t, index) for t in self.inputs)
             low.emit("add", [W(low.tile(self.output, index)), R(a), R(b)])
+
+    def scalar(self) -> Definition:
+        axes = self.output.axes
+        return Definition(self.output.sizes, (Output(0, axes, Load(0, axes) + Load(1, axes)),))
 
     def reference(self, *inputs: Array) -> tuple[Array, ...]:
         return (inputs[0] + inputs[1],)
@@ -48,6 +54,10 @@ class Multiply(Op):
         for index in low.indices(self.output):
             a, b = (low.tile(t, index) for t in self.inputs)
             low.emit("multiply", [W(low.tile(self.output, index)), R(a), R(b)])
+
+    def scalar(self) -> Definition:
+        axes = self.output.axes
+        return Definition(self.output.sizes, (Output(0, axes, Load(0, axes) * Load(1, axes)),))
 
     def reference(self, *inputs: Array) -> tuple[Array, ...]:
         return (inputs[0] * inputs[1],)
@@ -82,6 +92,10 @@ class BiasAdd(Op):
             y = low.tile(self.output, index)
             low.emit("bias_add", [W(y), R(low.tile(x, index)), R(low.tile(bias, index))], BiasAddArgs(tuple(shape)))
 
+    def scalar(self) -> Definition:
+        axes, bias = self.output.axes, self.inputs[1]
+        return Definition(self.output.sizes, (Output(0, axes, Load(0, axes) + Load(1, bias.axes)),))
+
     def reference(self, *inputs: Array) -> tuple[Array, ...]:
         x, bias = self.inputs
         return (inputs[0] + inputs[1].reshape([s if axis in bias.axes else 1 for axis, s in x.sizes.items()]),)
@@ -110,6 +124,10 @@ class Sum(Op):
         args = SumArgs(tuple(i for i, axis in enumerate(x.axes) if axis not in self.output.axes))
         for index in low.indices(x):
             low.emit("sum", [ACC(low.tile(self.output, index)), R(low.tile(x, index))], args)
+
+    def scalar(self) -> Definition:
+        x = self.inputs[0]
+        return Definition(x.sizes, (Output(0, self.output.axes, Load(0, x.axes), total=True),))
 
     def reference(self, *inputs: Array) -> tuple[Array, ...]:
         return (inputs[0].sum(axis=tuple(i for i, a in enumerate(self.inputs[0].axes) if a not in self.output.axes)),)
@@ -277,24 +295,22 @@ class Dropout(Op):
             accesses = [W(low.tile(self.output, index)), R(low.tile(x, index)), *self.numbers(low, index)]
             low.emit("dropout", accesses, self.args(low, index))
 
+    def dropped(self, x: Expression, draws: Load | None = None) -> Expression:
+        """x where it is kept, divided by 1 - p; draws: the number of its row."""
+        return select(Keep(self.key, self.p, draws), x * (1 / (1 - self.p)), 0.0)
+
+    def scalar(self) -> Definition:
+        axes = self.output.axes
+        y = self.dropped(Load(0, axes), Load(1, axes[:-1]) if self.draws else None)
+        return Definition(self.output.sizes, (Output(0, axes, y),))
+
     def reference(self, *inputs: Array, seed: int = 0) -> tuple[Array, ...]:
         index = np.arange(inputs[0].size, dtype=np.uint64).reshape(inputs[0].shape)
         if self.draws:
             width = inputs[0].shape[-1]
             index = (inputs[1].astype(np.uint64) * np.uint64(width))[..., None] + np.arange(width, dtype=np.uint64)
-        keep = _hash(index, self.key, seed) >= np.uint64(int(self.p * 2**32))
+        keep = dropout_hash(index, self.key, seed) >= np.uint64(int(self.p * 2**32))
         return (inputs[0] * keep / (1 - self.p),)
-
-
-def _hash(index: Array, key: int, seed: int) -> Array:
-    """32 random bits per element: the finaliser of splitmix64 (Steele, Lea, Flood 2014) over index, key and seed."""
-    mask = 2**64 - 1
-    start = ((seed * 0x9E3779B97F4A7C15) & mask) ^ ((key * 0xD1B54A32D192ED03) & mask)
-    with np.errstate(over="ignore"):
-        z = (index + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15) ^ np.uint64(start)
-        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return np.asarray(z >> np.uint64(32))
 
 
 def add(g: GraphLike, a: Tensor, b: Tensor) -> Tensor:

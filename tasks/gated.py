@@ -6,6 +6,7 @@ from nntile_py.tiles import R, TaskArgs, W
 
 from .activation import ACTIVATIONS, activate, check_kind, derivative
 from .op import Array, GraphLike, Lowering, Op, Tensor
+from .scalar.expression import Definition, Load, Output
 
 
 class GatedArgs(TaskArgs):
@@ -34,6 +35,11 @@ class Gated(Op):
             gate, up = (low.tile(t, index) for t in self.inputs)
             low.emit("gated", [W(low.tile(self.output, index)), R(gate), R(up)], GatedArgs(ACTIVATIONS.index(self.act)))
 
+    def scalar(self) -> Definition:
+        axes = self.output.axes
+        gate, up = Load(0, axes), Load(1, axes)
+        return Definition(self.output.sizes, (Output(0, axes, activate(self.act, gate) * up),))
+
     def reference(self, *inputs: Array) -> tuple[Array, ...]:
         return (activate(self.act, inputs[0]) * inputs[1],)
 
@@ -53,6 +59,12 @@ class GatedGrad(Op):
             written = [W(low.tile(t, index)) for t in self.outputs]
             read = [R(low.tile(t, index)) for t in self.inputs]
             low.emit("gated_grad", [*written, *read], GatedArgs(ACTIVATIONS.index(self.act)))
+
+    def scalar(self) -> Definition:
+        axes = self.output.axes
+        dy, gate, up = (Load(k, axes) for k in range(3))
+        dgate, dup = dy * up * derivative(self.act, gate), dy * activate(self.act, gate)
+        return Definition(self.output.sizes, (Output(0, axes, dgate), Output(1, axes, dup)))
 
     def reference(self, *inputs: Array) -> tuple[Array, ...]:
         dy, gate, up = inputs

@@ -12,6 +12,7 @@ from nntile_py.tiles import ACC, Access, R, TaskArgs, Tile, W
 from .elementwise import Dropout, DropoutArgs
 from .norm import Norm, NormGrad
 from .op import Array, GraphLike, Index, Lowering, Tensor, accumulation_dtype, require
+from .scalar.expression import Definition, Expression, Load, Output, mean, sqrt
 
 AXIS = "embed"
 
@@ -98,6 +99,23 @@ class LayerNorm(Norm):
                 tiles = [low.tile(t, at) for t in (source, gamma, beta)]
                 low.emit("layer_norm_apply", [W(low.tile(self.output, at)), R(stat), *map(R, tiles)])
 
+    def scalar(self) -> Definition | None:
+        axes, rows = self.output.axes, self.output.axes[:-1]
+        s: Expression = Load(0, axes)
+        if self.dropout:
+            if self.dropout.draws:  # not among the inputs
+                return None
+            s = self.dropout.dropped(s)
+        if self.residual:
+            s = s + Load(3, axes)
+        middle = mean(s, AXIS)
+        d = s - middle
+        rstd = 1 / sqrt(mean(d * d, AXIS) + self.eps)
+        y = d * rstd * Load(1, (AXIS,)) + Load(2, (AXIS,))
+        outputs = [Output(0, axes, y), Output(1, (*rows, 0), middle), Output(1, (*rows, 1), rstd)]
+        outputs += [Output(2, axes, s)] if self.total else []
+        return Definition(self.output.sizes, tuple(outputs))
+
     def reference(self, *inputs: Array, seed: int = 0) -> tuple[Array, ...]:
         x = self.dropout.reference(inputs[0], seed=seed)[0] if self.dropout else inputs[0]
         s = x + inputs[3] if self.residual else x
@@ -182,6 +200,23 @@ class LayerNormGrad(NormGrad):
         )
         numbers = self.dropout.numbers(low, at) if self.dropout else []
         low.emit("layer_norm_grad", [*accesses, *numbers], args)
+
+    def scalar(self) -> Definition | None:
+        if self.dropout and self.dropout.draws:  # not among the inputs
+            return None
+        axes, rows = self.output.axes, self.output.axes[:-1]
+        dy, x = Load(0, axes), Load(1, axes)
+        middle, rstd = Load(2, (*rows, 0)), Load(2, (*rows, 1))
+        xhat, w = (x - middle) * rstd, dy * Load(3, (AXIS,))
+        dx = rstd * (w - mean(w, AXIS) - xhat * mean(w * xhat, AXIS))
+        if self.extra:
+            dx = dx + Load(4, axes)
+        values = [dx, dy * xhat, dy]
+        last = self.dropout.dropped(dx) if self.dropout else dx
+        values += [last] if self.bias else []
+        values += [last] if self.dropout else []
+        outputs = (Output(k, self.outputs[k].axes, v, self.outputs[k].axes != axes) for k, v in enumerate(values))
+        return Definition(self.output.sizes, tuple(outputs))
 
     def reference(self, *inputs: Array, seed: int = 0) -> tuple[Array, ...]:
         dy, x, stat, gamma = inputs[:4]

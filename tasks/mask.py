@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -12,6 +14,7 @@ from nntile_py.tiles import Access, Part, R, TaskArgs, Tiling
 
 from .band import Band
 from .op import Array, Index, Lowering, Tensor
+from .scalar.expression import Call, Expression, Load, Place
 
 
 class Limits(TaskArgs):
@@ -103,6 +106,21 @@ class Mask:
     def accesses(self, low: Lowering, at: Index) -> list[Access]:
         """The tiles of data that belong to those of the keys at["key"]."""
         return [R(low.tile(t, dict.fromkeys(t.axes, 0) | at | {"seq": at["key"]})) for t in self.inputs]
+
+    def condition(self) -> Expression | None:
+        """Whether a key is attended to, for each point of the scores, whose operator reads `padding` as input 1.
+
+        None: all are. Segments have no such form."""
+        assert not self.segments, self
+        query, key, padding = Place("seq"), Place("key"), self.padding
+        terms = [query + 1 > key] if self.causal else []
+        if self.window is not None:
+            terms.append(key + self.window > query)
+        if self.two_sided and self.window is not None:
+            terms.append(query + self.window > key)
+        if padding:
+            terms.append(Call("unequal", Load(1, ("batch", "key")), 0.0))
+        return functools.reduce(operator.and_, terms) if terms else None
 
     def allowed(self, sizes: dict[str, int], axes: Sequence[str], data: Sequence[Array]) -> Array:
         """Whether a key is attended to, as an array that broadcasts over `axes`, which end in seq, key."""

@@ -21,6 +21,7 @@ from nntile_py.tiles.dtypes import accumulation_dtype as accumulation_dtype
 from nntile_py.tiles.tasklist import PythonKernel
 
 from .band import ALL, Band
+from .scalar.expression import Definition
 
 Index = dict[str, int]
 Array = np.ndarray[Any, Any]
@@ -204,7 +205,8 @@ CATEGORIES = (CONTRACTION, NORMALIZATION, ELEMENTWISE)
 
 
 class Op:
-    """An operator of the graph. Subclasses say, in this order: formula, gradient, cost, lowering, reference.
+    """An operator of the graph. Subclasses say, in this order: formula, gradient, cost, lowering, scalar
+    form, reference.
 
     A subclass may say its category, and its colours in Gantt charts by phase (forward, backward, update).
     """
@@ -254,6 +256,10 @@ class Op:
 
     def lower(self, low: Lowering) -> None:
         raise NotImplementedError
+
+    def scalar(self) -> Definition | None:
+        """What is computed for each point of the iteration space, if it can be told so: such operators are fused."""
+        return None
 
     def reference(self, *inputs: Array) -> tuple[Array, ...]:
         """The operator in numpy float64 on whole tensors."""

@@ -10,6 +10,7 @@ from nntile_py.tiles import ACC, R, TaskArgs, W
 
 from .norm import Norm, NormGrad
 from .op import Array, GraphLike, Lowering, Tensor, accumulation_dtype, require
+from .scalar.expression import Definition, Expression, Load, Output, mean, sqrt
 
 AXIS = "embed"
 
@@ -88,6 +89,16 @@ class RMSNorm(Norm):
                 tiles = [low.tile(t, at) for t in (source, gamma)]
                 low.emit("rms_norm_apply", [W(low.tile(self.output, at)), R(stat), *map(R, tiles)])
 
+    def scalar(self) -> Definition:
+        axes, rows = self.output.axes, self.output.axes[:-1]
+        s: Expression = Load(0, axes)
+        if self.residual:
+            s = s + Load(2, axes)
+        stat = 1 / sqrt(mean(s * s, AXIS) + self.eps)
+        outputs = [Output(0, axes, s * stat * Load(1, (AXIS,))), Output(1, (*rows, 0), stat)]
+        outputs += [Output(2, axes, s)] if self.total else []
+        return Definition(self.output.sizes, tuple(outputs))
+
     def reference(self, *inputs: Array) -> tuple[Array, ...]:
         s = inputs[0] + inputs[2] if self.residual else inputs[0]
         stat = 1 / np.sqrt((s * s).mean(-1, keepdims=True) + self.eps)
@@ -129,6 +140,15 @@ class RMSNormGrad(NormGrad):
                 tiles += [low.tile(self.extra, at)] if self.extra else []
                 accesses = [W(low.tile(dx, at)), ACC(low.tile(dgamma, at)), *map(R, tiles)]
                 low.emit("rms_norm_grad", accesses, RMSNormGradArgs(x.size(AXIS), bool(sums)))
+
+    def scalar(self) -> Definition:
+        axes, rows = self.output.axes, self.output.axes[:-1]
+        dy, x, stat = Load(0, axes), Load(1, axes), Load(2, (*rows, 0))
+        xhat, w = x * stat, dy * Load(3, (AXIS,))
+        dx = stat * (w - xhat * mean(w * xhat, AXIS))
+        if self.extra:
+            dx = dx + Load(4, axes)
+        return Definition(self.output.sizes, (Output(0, axes, dx), Output(1, (AXIS,), dy * xhat, total=True)))
 
     def reference(self, *inputs: Array) -> tuple[Array, ...]:
         dy, x, stat, gamma = inputs[:4]

@@ -8,6 +8,7 @@ from nntile_py.tiles import ACC, R, TaskArgs, Tiling, W
 
 from .mask import Limits, Mask, masked_softmax
 from .op import NORMALIZATION, Array, GraphLike, Index, Lowering, Op, Tensor, accumulation_dtype
+from .scalar.expression import Definition, Load, Output, exp, largest, select, total
 
 
 class SoftmaxLimits(TaskArgs):
@@ -74,6 +75,19 @@ class Softmax(Op):
         diagonal = band.causal and key.end > seq.offset + 1
         return SoftmaxArgs(diagonal, seq.offset - key.offset, SoftmaxLimits(rows, limits) if limits else None)
 
+    def scalar(self) -> Definition | None:
+        if self.mask.segments:  # needs a search
+            return None
+        axes, x = self.output.axes, Load(0, self.output.axes)
+        allowed = self.mask.condition()
+        top = largest(x if allowed is None else select(allowed, x, -math.inf), "key")
+        e = exp(x - top)
+        if allowed is None:
+            return Definition(self.output.sizes, (Output(0, axes, e * (1 / total(e, "key"))),))
+        e = select(allowed, e, 0.0)  # a row without any has NaN here, which is not taken
+        sums = total(e, "key")
+        return Definition(self.output.sizes, (Output(0, axes, e * (1 / select(sums > 0, sums, 1.0))),))
+
     def reference(self, *inputs: Array) -> tuple[Array, ...]:
         scores = self.inputs[0]
         return (masked_softmax(inputs[0], self.mask.allowed(scores.sizes, scores.axes, inputs[1:]))[0],)
@@ -100,6 +114,11 @@ class SoftmaxGrad(Op):
             for at in keys:
                 tiles = [low.tile(t, at) for t in (p, dp)]
                 low.emit("softmax_grad", [W(low.tile(self.output, at)), *map(R, tiles), R(sums)])
+
+    def scalar(self) -> Definition:
+        axes = self.output.axes
+        p, dp = Load(0, axes), Load(1, axes)
+        return Definition(self.output.sizes, (Output(0, axes, p * (dp - total(p * dp, "key"))),))
 
     def reference(self, *inputs: Array) -> tuple[Array, ...]:
         p, dp = inputs

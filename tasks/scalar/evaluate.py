@@ -1,0 +1,78 @@
+"""Definitions in numpy float64, on whole arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from .expression import FUNCTIONS, Access, Call, Constant, Definition, Expression, Extent, Keep, Load, Place, Reduce
+
+Array = np.ndarray[Any, Any]
+
+
+def evaluate(
+    definition: Definition, inputs: Sequence[Array], shapes: Sequence[tuple[int, ...]], seed: int = 0
+) -> list[Array]:
+    """All outputs in float64, of these shapes. References are written apart from this, to be compared with it."""
+    axes, sizes = definition.axes, tuple(definition.sizes.values())
+    outputs = [np.zeros(shape) for shape in shapes]
+    known: dict[Expression, Any] = {}
+    for node in definition.nodes():
+        known[node] = _value(node, known, definition, inputs, seed)
+    for out in definition.outputs:
+        value = np.broadcast_to(known[out.value], sizes)
+        lacking = tuple(k for k, axis in enumerate(axes) if axis not in out.at)
+        value = value.sum(lacking) if out.total else value.take(0, axis=lacking[0]) if lacking else value
+        left = [axis for axis in axes if axis in out.at]
+        value = value.transpose([left.index(axis) for axis in out.at if isinstance(axis, str)])
+        outputs[out.number][tuple(slice(None) if isinstance(a, str) else a for a in out.at)] = value
+    return outputs
+
+
+def _value(
+    node: Expression, known: Mapping[Expression, Any], definition: Definition, inputs: Sequence[Array], seed: int
+) -> Any:
+    axes, sizes = definition.axes, tuple(definition.sizes.values())
+    match node:
+        case Load(number, at):
+            return aligned(inputs[number], at, axes)
+        case Constant(value):
+            return value
+        case Extent(axis):
+            return definition.sizes[axis]
+        case Place(axis):
+            return aligned(np.arange(definition.sizes[axis]), (axis,), axes)
+        case Call():
+            return FUNCTIONS[node.name].numpy(*(known[part] for part in node.parts))
+        case Reduce(kind, axis, x):
+            full = np.broadcast_to(known[x], sizes)
+            return getattr(full, kind)(axis=axes.index(axis), keepdims=True)
+        case Keep():
+            index = np.arange(np.prod(sizes), dtype=np.uint64).reshape(sizes)
+            if node.draws:
+                rows = known[node.draws].astype(np.uint64) * np.uint64(sizes[-1])
+                index = rows + np.arange(sizes[-1], dtype=np.uint64)
+            return dropout_hash(index, node.key, seed) >= np.uint64(node.limit)
+    raise TypeError(f"no value of {node!r}")
+
+
+def aligned(array: Array, at: Access, axes: tuple[str, ...]) -> Array:
+    """An array with an axis for each of the space, of size 1 where its access lacks that."""
+    array = array[tuple(slice(None) if isinstance(a, str) else a for a in at)]
+    named = [a for a in at if isinstance(a, str)]
+    array = array.transpose([named.index(axis) for axis in axes if axis in named])
+    sizes = iter(array.shape)
+    return array.reshape([next(sizes) if axis in named else 1 for axis in axes])
+
+
+def dropout_hash(index: Array, key: int, seed: int) -> Array:
+    """32 random bits per element: the finaliser of splitmix64 (Steele, Lea, Flood 2014) over index, key and seed."""
+    mask = 2**64 - 1
+    start = ((seed * 0x9E3779B97F4A7C15) & mask) ^ ((key * 0xD1B54A32D192ED03) & mask)
+    with np.errstate(over="ignore"):
+        z = (index + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15) ^ np.uint64(start)
+        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return np.asarray(z >> np.uint64(32))

@@ -1,0 +1,291 @@
+"""What an operator computes for one point of its iteration space, as data.
+
+An iteration space is a list of named axes. A Definition says, for each output, which expression is stored where:
+expressions load elements of inputs, each with its access (which axes of the space index it), combine them by the
+functions of FUNCTIONS, and sum or take the maximum over an axis. Loads convert to the dtype of accumulation (fp32, or
+fp64 for fp64), stores convert back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from math import erf as _erf
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+Access = tuple[str | int, ...]  # for each axis of a tensor: the axis of the space that it is, or a fixed place
+Number = Any  # an expression or an array: the functions below take and give either
+
+
+class Function(NamedTuple):
+    """A function of numbers, in numpy, C++ and Triton. `truth`: it says yes or no."""
+
+    numpy: Any
+    cpp: str
+    triton: str
+    truth: bool = False
+
+
+def _infix(function: Any, sign: str, truth: bool = False) -> Function:
+    return Function(function, f"({{0}} {sign} {{1}})", f"({{0}} {sign} {{1}})", truth)
+
+
+FUNCTIONS: dict[str, Function] = {
+    "add": _infix(np.add, "+"),
+    "subtract": _infix(np.subtract, "-"),
+    "multiply": _infix(np.multiply, "*"),
+    "divide": _infix(np.divide, "/"),
+    "negative": Function(np.negative, "(-{0})", "(-{0})"),
+    "maximum": Function(np.maximum, "larger({0}, {1})", "tl.maximum({0}, {1})"),
+    "exp": Function(np.exp, "exp_of({0})", "tl.exp({0})"),
+    "log": Function(np.log, "log_of({0})", "tl.log({0})"),
+    "sqrt": Function(np.sqrt, "root_of({0})", "tl.sqrt({0})"),
+    "tanh": Function(np.tanh, "tanh_of({0})", "(1 - 2 / (tl.exp(2 * {0}) + 1))"),
+    "erf": Function(np.vectorize(_erf, otypes=[float]), "erf_of({0})", "tl.erf({0})"),
+    "greater": _infix(np.greater, ">", truth=True),
+    "less": _infix(np.less, "<", truth=True),
+    "unequal": _infix(np.not_equal, "!=", truth=True),
+    "both": Function(np.logical_and, "({0} & {1})", "({0} & {1})", truth=True),
+    "select": Function(np.where, "({0} ? {1} : {2})", "tl.where({0}, {1}, {2})"),
+}
+
+
+class Expression:
+    """A value for each point of the space. Two are the same value only if they are the same object."""
+
+    @property
+    def parts(self) -> tuple[Expression, ...]:
+        """What it is made of."""
+        return ()
+
+    def __add__(self, other: Expression | float) -> Expression:
+        return Call("add", self, other)
+
+    def __radd__(self, other: float) -> Expression:
+        return Call("add", other, self)
+
+    def __sub__(self, other: Expression | float) -> Expression:
+        return Call("subtract", self, other)
+
+    def __rsub__(self, other: float) -> Expression:
+        return Call("subtract", other, self)
+
+    def __mul__(self, other: Expression | float) -> Expression:
+        return Call("multiply", self, other)
+
+    def __rmul__(self, other: float) -> Expression:
+        return Call("multiply", other, self)
+
+    def __truediv__(self, other: Expression | float) -> Expression:
+        return Call("divide", self, other)
+
+    def __rtruediv__(self, other: float) -> Expression:
+        return Call("divide", other, self)
+
+    def __neg__(self) -> Expression:
+        return Call("negative", self)
+
+    def __gt__(self, other: Expression | float) -> Expression:
+        return Call("greater", self, other)
+
+    def __lt__(self, other: Expression | float) -> Expression:
+        return Call("less", self, other)
+
+    def __and__(self, other: Expression) -> Expression:
+        return Call("both", self, other)
+
+
+@dataclass(frozen=True, eq=False)
+class Load(Expression):
+    """An element of input `number`."""
+
+    number: int
+    at: Access
+
+
+@dataclass(frozen=True, eq=False)
+class Constant(Expression):
+    value: float
+
+
+@dataclass(frozen=True, eq=False)
+class Extent(Expression):
+    """How many points the axis has."""
+
+    axis: str
+
+
+@dataclass(frozen=True, eq=False)
+class Place(Expression):
+    """The point's index along the axis, in the whole tensor."""
+
+    axis: str
+
+
+class Call(Expression):
+    """A function of FUNCTIONS; plain numbers become constants."""
+
+    def __init__(self, name: str, *parts: Expression | float) -> None:
+        self.name = name
+        self._parts = tuple(p if isinstance(p, Expression) else Constant(float(p)) for p in parts)
+
+    @property
+    def parts(self) -> tuple[Expression, ...]:
+        return self._parts
+
+
+@dataclass(frozen=True, eq=False)
+class Keep(Expression):
+    """Whether dropout keeps the point: a hash of (the slot dropout_seed, key, the point's index in the whole tensor).
+
+    draws: the numbers that rows have in that index, instead of their places; see Dropout in elementwise.py.
+    """
+
+    key: int
+    p: float
+    draws: Load | None = None
+
+    @property
+    def parts(self) -> tuple[Expression, ...]:
+        return (self.draws,) if self.draws else ()
+
+    @property
+    def limit(self) -> int:
+        """From which hash on, of 32 bits, it is kept."""
+        return int(self.p * 2**32)
+
+
+@dataclass(frozen=True, eq=False)
+class Reduce(Expression):
+    """The sum, or the maximum, of x over an axis: the same number for all points along that."""
+
+    kind: Literal["sum", "max"]
+    axis: str
+    x: Expression
+
+    @property
+    def parts(self) -> tuple[Expression, ...]:
+        return (self.x,)
+
+
+@dataclass(frozen=True)
+class Output:
+    """Where a value goes. total: its sum over the axes that `at` lacks."""
+
+    number: int
+    at: Access
+    value: Expression
+    total: bool = False
+
+
+@dataclass(frozen=True)
+class Definition:
+    """What an operator computes: its space, {axis: size} in order, and the outputs."""
+
+    sizes: Mapping[str, int]
+    outputs: tuple[Output, ...]
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        return tuple(self.sizes)
+
+    def nodes(self) -> list[Expression]:
+        """All expressions, each once, after what it is made of."""
+        return walk(*(out.value for out in self.outputs))
+
+    @property
+    def reduced(self) -> tuple[tuple[str, ...], ...]:
+        """The axes of each kind of reduction: those within rows first, then the sums of outputs."""
+        found: dict[tuple[str, ...], None] = {(n.axis,): None for n in self.nodes() if isinstance(n, Reduce)}
+        for out in self.outputs:
+            if out.total:
+                found[tuple(axis for axis in self.sizes if axis not in out.at)] = None
+        return tuple(found)
+
+
+def walk(*roots: Expression) -> list[Expression]:
+    """All expressions that these are made of, each once, parts first."""
+    found: dict[Expression, None] = {}
+
+    def visit(node: Expression) -> None:
+        if node not in found:
+            for part in node.parts:
+                visit(part)
+            found[node] = None
+
+    for root in roots:
+        visit(root)
+    return list(found)
+
+
+def replaced(
+    root: Expression, known: dict[Expression, Expression], change: Callable[[Load], Expression | None]
+) -> Expression:
+    """The expression with change(node) in the place of each load; None: it stays. `known` keeps what was done."""
+    if root in known:
+        return known[root]
+    if isinstance(root, Load):
+        made: Expression = change(root) or root
+    elif isinstance(root, Call):
+        made = Call(root.name, *(replaced(part, known, change) for part in root.parts))
+    elif isinstance(root, Reduce):
+        made = replace(root, x=replaced(root.x, known, change))
+    elif isinstance(root, Keep) and root.draws:
+        made = replace(root, draws=replaced(root.draws, known, change))
+    else:
+        made = root
+    known[root] = made
+    return made
+
+
+def nodes_of(definition: Definition, kind: type[Any]) -> Iterator[Any]:
+    """The definition's expressions of a kind."""
+    return (node for node in definition.nodes() if isinstance(node, kind))
+
+
+# -- functions of expressions and of arrays alike
+
+
+def _apply(name: str, *parts: Any) -> Any:
+    if any(isinstance(part, Expression) for part in parts):
+        return Call(name, *parts)
+    return np.asarray(FUNCTIONS[name].numpy(*parts))
+
+
+def exp(x: Number) -> Number:
+    return _apply("exp", x)
+
+
+def sqrt(x: Number) -> Number:
+    return _apply("sqrt", x)
+
+
+def tanh(x: Number) -> Number:
+    return _apply("tanh", x)
+
+
+def erf(x: Number) -> Number:
+    return _apply("erf", x)
+
+
+def maximum(x: Number, y: Any) -> Number:
+    return _apply("maximum", x, y)
+
+
+def select(condition: Any, yes: Any, no: Any) -> Any:
+    """yes where the condition holds, no elsewhere."""
+    return _apply("select", condition, yes, no)
+
+
+def total(x: Expression, axis: str) -> Expression:
+    return Reduce("sum", axis, x)
+
+
+def mean(x: Expression, axis: str) -> Expression:
+    return Reduce("sum", axis, x) / Extent(axis)
+
+
+def largest(x: Expression, axis: str) -> Expression:
+    return Reduce("max", axis, x)
