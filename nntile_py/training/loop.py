@@ -22,6 +22,7 @@ from nntile_py.config.run import CLASSIFICATION, RunConfig, runtime_options
 from nntile_py.config.sections import Optimizer
 from nntile_py.config.spec import build_model, step_spec
 from nntile_py.errors import ConfigError, NNTileError, NotFinite
+from nntile_py.execution.mpi import Ranks
 from nntile_py.execution.runtime import Runtime
 from nntile_py.inference.generate import fill_masked, generate
 from nntile_py.models.base import Model
@@ -30,13 +31,15 @@ from nntile_py.tokenizer import END_OF_TEXT, PAD
 from nntile_py.training import checkpoint
 from nntile_py.training.batches import SPECIAL, Batches, objective
 from nntile_py.training.confusion import FILES, Confusion
-from nntile_py.training.data import load_corpus
+from nntile_py.training.data import Corpus, load_corpus
 from nntile_py.training.labelled import LabelledBatches, LabelledCorpus, load_labelled
-from nntile_py.training.resume import check_same, data_facts, newest
+from nntile_py.training.resume import check_same, data_facts, flat, newest
 from nntile_py.training.run_folder import GENERATION, Metrics, RunFolder, check_alone, check_replaced
 from nntile_py.training.saver import Saver, told
+from nntile_py.training.silent import Silent
 from nntile_py.training.trainer import STEPS_IN_FLIGHT, Pending, Trainer
 
+AnyCorpus = Corpus | LabelledCorpus
 SKIPS = 10  # steps in a row that are skipped: no later one will be better
 RETRY = 10.0  # seconds between two attempts to save what a full disk has no room for
 
@@ -54,18 +57,28 @@ def train(
     Raises NNTileError, without writing weights, when the loss or the gradient is no longer a finite number."""
     # Refuses what cannot be trained and what the machine lacks, before any work.
     aim = objective(config)
-    runtime = Runtime(**runtime_options(config.runtime.model_dump()))
+    runtime = Runtime(**runtime_options(config.runtime.model_dump()), mpi=True)
+    ranks = runtime.ranks
+    leads = not ranks or ranks.rank == 0  # writes and shows everything; the others compute and read alone
+    if not leads:
+        console, rescue = Console(quiet=True), None
     tell = partial(_say, console)
     if config.short_warmup:
         tell(f"note: {config.short_warmup}")
-    check_alone(out)
-    if replaces and out.exists():
-        check_replaced(out)
+    if leads:
+        check_alone(out)
+        if replaces and out.exists():
+            check_replaced(out)
     there = checkpoint.found(out)
     resumed = newest(resume, tell) if resume else None
     tell(f"reading {config.data.source}")
     corpus = load_labelled(config) if aim == CLASSIFICATION else load_corpus(config, SPECIAL[aim])
     data = data_facts(config, corpus)
+    if ranks:
+        ranks.same("the config", flat(config.model_dump(mode="json", by_alias=True)))
+        ranks.same("the data", data)
+        ranks.same("the checkpoint", {"folder": str(resumed.folder), "step": resumed.step} if resumed else {})
+        tell(f"{ranks.size} ranks, each with at least {ranks.cores} cores")
     tell(f"{corpus.told()}; writing to {out}")
     if resumed:
         differs = check_same(resumed, config, data)
@@ -79,6 +92,8 @@ def train(
         )
         if batches.about:
             tell(batches.about)
+        if not leads:
+            return _follow(config, corpus, batches, trainer, stop)
         folder = RunFolder(out, replaces, new=not (resume or replaces))  # now: what is refused leaves nothing behind
         if resume and checkpoint.found(out) != there:
             raise ConfigError(f"--resume: another process has trained into {out} meanwhile; allowed: to begin again")
@@ -93,6 +108,7 @@ def train(
         try:
             with Display(console, config, trainer) as display:
                 first, last = _steps(config, batches, trainer, metrics, display, saver, stop)
+            trainer.gather()
             saver.finish()
         except BaseException:
             saver.abandon()
@@ -114,20 +130,56 @@ def train(
         tell(f"weights saved in {saved / checkpoint.MODEL}")
         if last and "confusion" in last and isinstance(corpus, LabelledCorpus):
             _show_confusion(Confusion(corpus.names, last["confusion"]), saved, tell)
-        elif isinstance(batches, Batches) and config.sample.tokens and not stop:
-            if lack := _no_logits(trainer):
-                tell(lack)
-            elif aim == "causal":
-                tell(f"\nsample:\n{generate(trainer, corpus.tokenizer, config, stop)}")
-            else:
-                filled = fill_masked(trainer, corpus.tokenizer, batches.shown, config.sample.tokens)
-                tell(f"\nheld-out text, guesses at its masked tokens in [[ ]]:\n{filled}")
+        elif sample := _sample(config, corpus, batches, trainer, stop):
+            tell(sample)
     if stop:
         more = f"; {again} --resume goes on" if trainer.steps < config.train.steps else ""
         done = f"after step {trainer.steps} of {config.train.steps}"
         tell(f"stopped by {stop[0]} {done}; what was trained is saved{more}")
         return 128 + signal.Signals[stop[0]].value
     return 0
+
+
+def _follow(
+    config: RunConfig, corpus: AnyCorpus, batches: Batches | LabelledBatches, trainer: Trainer, stop: list[str]
+) -> int:
+    """What a rank does that is not the first: the same steps, and whatever all ranks do together."""
+    silent = Silent()
+    _, last = _steps(config, batches, trainer, silent, silent, silent, stop)
+    trainer.gather()
+    if not (last and "confusion" in last):
+        _sample(config, corpus, batches, trainer, stop)
+    return 128 + signal.Signals[stop[0]].value if stop else 0
+
+
+def _sample(
+    config: RunConfig, corpus: AnyCorpus, batches: Batches | LabelledBatches, trainer: Trainer, stop: list[str]
+) -> str:
+    """What the trained model makes of a prompt or of held-out text."""
+    _agree(stop)  # and the first rank has saved what was trained
+    if not isinstance(batches, Batches) or not config.sample.tokens or stop:
+        return ""
+    if lack := _no_logits(trainer):
+        return lack
+    if config.aim == "causal":
+        return f"\nsample:\n{generate(trainer, corpus.tokenizer, config, [] if _ranks() else stop)}"
+    filled = fill_masked(trainer, corpus.tokenizer, batches.shown, config.sample.tokens)
+    return f"\nheld-out text, guesses at its masked tokens in [[ ]]:\n{filled}"
+
+
+def _ranks() -> Ranks | None:
+    return Runtime.current.ranks if Runtime.current else None
+
+
+def _agree(stop: list[str]) -> None:
+    """A signal that has come to one rank has come to all."""
+    if (ranks := _ranks()) and ranks.any(bool(stop)) and not stop:
+        stop.append("SIGTERM")
+
+
+def _told_by_first(value: float) -> float:
+    ranks = _ranks()
+    return ranks.of_first(value) if ranks else value
 
 
 def _save(
@@ -275,24 +327,26 @@ class Display:
 
 
 def _steps(
-    config: RunConfig, batches: Batches | LabelledBatches, trainer: Trainer, metrics: Metrics, display: Display,
-    saver: Saver, stop: list[str],
+    config: RunConfig, batches: Batches | LabelledBatches, trainer: Trainer, metrics: Metrics | Silent,
+    display: Display | Silent, saver: Saver | Silent, stop: list[str],
 ) -> tuple[float, dict[str, Any] | None]:  # fmt: skip
     """All steps that are left, or those up to a signal: the held-out loss before the first, and what was last measured
     since."""
     how = config.train
     in_flight: deque[tuple[Pending, float]] = deque()
-    before = next((line["held_out_loss_before"] for line in metrics.lines if "held_out_loss_before" in line), None)
-    first, last = _measured(batches, trainer)["held_out_loss"] if before is None else before, None
+    known = (line["held_out_loss_before"] for line in metrics.lines if "held_out_loss_before" in line)
+    before, last = _told_by_first(next(known, math.nan)), None
+    first = _measured(batches, trainer)["held_out_loss"] if math.isnan(before) else before
     skipped = 0  # in a row, up to now
     clock = time.perf_counter()
     for step in range(trainer.steps + 1, how.steps + 2):
+        _agree(stop)
         ends = step > how.steps or bool(stop)
         if not ends:
             lr = learning_rate(config.optimizer, step, how.steps)
             in_flight.append((trainer.submit(batches.training(step), lr=lr), lr))
         measures = not ends and (step % how.eval_every == 0 or step == how.steps)
-        due = not ends and saver.due(step)
+        due = not ends and bool(_told_by_first(saver.due(step)))
         while len(in_flight) >= (1 if ends or measures or (due and saver.needs_report) else STEPS_IN_FLIGHT):
             pending, lr = in_flight.popleft()
             done, line = pending.step, {"step": pending.step, "loss": math.nan, "lr": lr, "grad_norm": math.nan}
@@ -322,6 +376,7 @@ def _steps(
         if ends:
             break
         if due:
+            trainer.gather()
             saver.begin(step)
     if skipped and stop:
         _measured(batches, trainer)  # raises if the weights are what is wrong
@@ -329,7 +384,7 @@ def _steps(
 
 
 @contextmanager
-def _ends_where_not_finite(metrics: Metrics, line: dict[str, Any]) -> Iterator[None]:
+def _ends_where_not_finite(metrics: Metrics | Silent, line: dict[str, Any]) -> Iterator[None]:
     """`line`: what the metrics get before the run ends."""
     try:
         yield
