@@ -163,7 +163,7 @@ def _free(tasks: list[Task]) -> None:
 def described(lists: Iterable[TaskList]) -> dict[str, str]:
     """Each task of placed lists, by its name: the same on all ranks, or they cannot work together."""
     return {
-        f"task {k} of list {number} ({task.op or task.kernel})": f"on rank {task.worker}: {text}"
+        f"task {k} of list {number} ({task.op or task.kernel})": f"for rank {task.worker}: {text}"
         for number, tasks in enumerate(lists)
         for k, (task, text) in enumerate(zip(tasks.tasks, tasks.described(), strict=True))
     }

@@ -89,9 +89,9 @@ class Ranks:
         for rank, other in enumerate(told):
             for (name, mine, shown), (_, theirs, there) in zip(told[0], other, strict=False):
                 if mine != theirs:
-                    raise ConfigError(f"{what} is not the same on all ranks: {name} is {there} on rank {rank} and"
-                                      f" {shown} on rank 0; allowed: the same on all")  # fmt: skip
-        raise ConfigError(f"{what} is not the same on all ranks; allowed: the same on all")
+                    values = f": rank {rank} has {there}, rank 0 has {shown}" if there != shown else f" of rank {rank}"
+                    raise ConfigError(f"{what} is not the same on all ranks, see {name}{values}; allowed: the same")
+        raise ConfigError(f"{what} is not the same on all ranks; allowed: the same")
 
     # -- tiles
 
@@ -138,4 +138,4 @@ def _hash(value: Any) -> bytes:
 
 
 def _shown(value: Any) -> str:
-    return "another array" if isinstance(value, np.ndarray) else str(value)[:80]
+    return "an array" if isinstance(value, np.ndarray) else str(value)[:80]

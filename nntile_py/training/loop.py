@@ -60,8 +60,8 @@ def train(
     runtime = Runtime(**runtime_options(config.runtime.model_dump()), mpi=True)
     ranks = runtime.ranks
     leads = not ranks or ranks.rank == 0  # writes and shows everything; the others compute and read alone
-    if not leads:
-        console, rescue = Console(quiet=True), None
+    if ranks:  # what mpirun shows each rank looks like a terminal
+        console = Console(quiet=not leads, force_terminal=False)
     tell = partial(_say, console)
     if config.short_warmup:
         tell(f"note: {config.short_warmup}")
