@@ -179,6 +179,7 @@ def test_sections_are_those_of_python() -> None:
     assert list(config.Tiles.model_fields) == list(AXES)
     yaml, python = defaults(config.Runtime), keywords(nt.Runtime)
     assert yaml.pop("cpus") == "all" and python.pop("cpus") is None  # the same: null is no number of workers in a YAML
+    assert python.pop("mpi") is None  # no key: that `nntile train` is started by mpirun says it
     assert yaml == python
 
 

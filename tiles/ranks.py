@@ -91,7 +91,7 @@ class Replicas:
         return self._held[tile.key]
 
     def missing(self, tile: Tile, ranks: Iterable[int]) -> list[tuple[int, int]]:
-        """What has to travel, (from, to), so that these ranks hold the newest version; they count as holders from now on.
+        """What has to travel, (from, to), so that these ranks hold the newest version; from now on they count as such.
 
         Nothing, where nobody has written the tile."""
         held = self._held.get(tile.key)

@@ -35,8 +35,8 @@ class Ranks:
         try:
             from nntile_py import _mpi
         except ImportError as error:
-            need = "apt-get install libopenmpi-dev, then make setup"
-            raise ConfigError(f"MPI: this build of nntile_py has none ({error}); allowed: one rank, or {need}") from None
+            need = "one rank, or apt-get install libopenmpi-dev, then make setup"
+            raise ConfigError(f"MPI: this build of nntile_py has none ({error}); allowed: {need}") from None
         try:
             from mpi4py import MPI
         except ImportError as error:
@@ -133,8 +133,10 @@ def _told(before: Any, kind: type[BaseException], error: BaseException, trace: T
 
 
 def _hash(value: Any) -> bytes:
-    data = np.ascontiguousarray(value).data if isinstance(value, np.ndarray) else value
-    return hashlib.blake2b(data if isinstance(data, bytes | memoryview) else repr(data).encode(), digest_size=16).digest()
+    if isinstance(value, np.ndarray):
+        value = value.tobytes()
+    data = value if isinstance(value, bytes) else repr(value).encode()
+    return hashlib.blake2b(data, digest_size=16).digest()
 
 
 def _shown(value: Any) -> str:

@@ -76,7 +76,9 @@ class Runtime:
         mpi: bool | None = None,
         nodes: int | None = None,
     ) -> None:
-        counts = {"nodes": nodes, "cpus": cpus, "cuda": cuda, "memory": memory, "cuda_memory": cuda_memory, "window": window}
+        counts = {
+            "cpus": cpus, "cuda": cuda, "memory": memory, "cuda_memory": cuda_memory, "window": window, "nodes": nodes,
+        }  # fmt: skip
         for name, count in counts.items():
             if count is not None and (not isinstance(count, Integral) or ("memory" in name and count < 1)):
                 raise ConfigError(f"runtime.{name}: {count!r} is not allowed; use an integer (memory: bytes)")

@@ -151,7 +151,8 @@ class Trainer:
         check_precision("dtype", spec.dtype, bool(_core.cuda_workers()))
         self.model, self.spec, self.seed, self.shift_labels = model, spec, seed, shift_labels
         if check_finite and Runtime.current.ranks:
-            raise ConfigError("check_finite: got True; allowed on several ranks: False, as one rank sees its own tasks alone")
+            need = "False, as each sees its own tasks alone"
+            raise ConfigError(f"check_finite (debug.nonfinite): got True; allowed on several ranks: {need}")
         self.checked = Checked(check_finite, (STEPS_IN_FLIGHT + 1) * (spec.grad_accumulation + 1))
         self.batch, self.seq, self.dtype = spec.batch, spec.seq, spec.dtype
         self.optimizer, self.grad_accumulation = spec.optimizer, spec.grad_accumulation
