@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -180,6 +181,32 @@ def test_ranks_with_different_configs_end_with_one_message(tmp_path: Path) -> No
     assert status == 2
     assert errors.count("error: ") == 1
     assert "error: the config is not the same on all ranks, see train.steps: rank 1 has 9, rank 0 has 8;" in errors
+
+
+def test_a_signal_to_one_rank_ends_all_with_weights_saved(tmp_path: Path) -> None:
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(TREE))
+    long = ["--set", "train.steps=100000", "--set", "train.eval_every=100000"]
+    process = start(2, "-m", "nntile_py.cli", "train", "tiny.yaml", "--out", "run", *long, cwd=tmp_path)
+    file, end = tmp_path / "run" / "metrics.jsonl", time.monotonic() + 200
+    while not (file.exists() and file.read_text()):
+        assert process.poll() is None and time.monotonic() < end, ended(process)
+        time.sleep(0.1)
+    os.kill(pid_of(1, tmp_path), signal.SIGTERM)
+    status, out, errors = ended(process)
+    assert status == 143, errors
+    assert "stopped by SIGTERM after step" in out and "what was trained is saved" in out
+    assert (tmp_path / "run" / "model.safetensors").is_file()
+
+
+def pid_of(rank: int, folder: Path) -> int:
+    """The process that is this rank of those that run in a folder."""
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            environment = (process / "environ").read_bytes().split(b"\0")
+            told = {f"{name}={rank}".encode() for name in ("OMPI_COMM_WORLD_RANK", "PMI_RANK")}
+            if (process / "cwd").resolve() == folder.resolve() and told & {*environment}:
+                return int(process.name)
+    raise AssertionError(f"no process is rank {rank}")
 
 
 @pytest.mark.parametrize(

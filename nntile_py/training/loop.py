@@ -22,24 +22,22 @@ from nntile_py.config.run import CLASSIFICATION, RunConfig, runtime_options
 from nntile_py.config.sections import Optimizer
 from nntile_py.config.spec import build_model, step_spec
 from nntile_py.errors import ConfigError, NNTileError, NotFinite
-from nntile_py.execution.mpi import Ranks
 from nntile_py.execution.runtime import Runtime
-from nntile_py.inference.generate import fill_masked, generate
 from nntile_py.models.base import Model
 from nntile_py.system.folders import read, replace_file
 from nntile_py.tokenizer import END_OF_TEXT, PAD
 from nntile_py.training import checkpoint
 from nntile_py.training.batches import SPECIAL, Batches, objective
 from nntile_py.training.confusion import FILES, Confusion
-from nntile_py.training.data import Corpus, load_corpus
+from nntile_py.training.data import load_corpus
 from nntile_py.training.labelled import LabelledBatches, LabelledCorpus, load_labelled
 from nntile_py.training.resume import check_same, data_facts, flat, newest
 from nntile_py.training.run_folder import GENERATION, Metrics, RunFolder, check_alone, check_replaced
+from nntile_py.training.sample import AnyCorpus, sampled
 from nntile_py.training.saver import Saver, told
-from nntile_py.training.silent import Silent
+from nntile_py.training.together import Silent, agree, told_by_first
 from nntile_py.training.trainer import STEPS_IN_FLIGHT, Pending, Trainer
 
-AnyCorpus = Corpus | LabelledCorpus
 SKIPS = 10  # steps in a row that are skipped: no later one will be better
 RETRY = 10.0  # seconds between two attempts to save what a full disk has no room for
 
@@ -130,7 +128,7 @@ def train(
         tell(f"weights saved in {saved / checkpoint.MODEL}")
         if last and "confusion" in last and isinstance(corpus, LabelledCorpus):
             _show_confusion(Confusion(corpus.names, last["confusion"]), saved, tell)
-        elif sample := _sample(config, corpus, batches, trainer, stop):
+        elif sample := sampled(config, corpus, batches, trainer, stop):
             tell(sample)
     if stop:
         more = f"; {again} --resume goes on" if trainer.steps < config.train.steps else ""
@@ -143,43 +141,15 @@ def train(
 def _follow(
     config: RunConfig, corpus: AnyCorpus, batches: Batches | LabelledBatches, trainer: Trainer, stop: list[str]
 ) -> int:
-    """What a rank does that is not the first: the same steps, and whatever all ranks do together."""
+    """What a rank does that is not the first: the same steps, and whatever all ranks do together.
+
+    It ends well even where a signal has ended the run: mpirun would end the first rank before that has told of it."""
     silent = Silent()
     _, last = _steps(config, batches, trainer, silent, silent, silent, stop)
     trainer.gather()
     if not (last and "confusion" in last):
-        _sample(config, corpus, batches, trainer, stop)
-    return 128 + signal.Signals[stop[0]].value if stop else 0
-
-
-def _sample(
-    config: RunConfig, corpus: AnyCorpus, batches: Batches | LabelledBatches, trainer: Trainer, stop: list[str]
-) -> str:
-    """What the trained model makes of a prompt or of held-out text."""
-    _agree(stop)  # and the first rank has saved what was trained
-    if not isinstance(batches, Batches) or not config.sample.tokens or stop:
-        return ""
-    if lack := _no_logits(trainer):
-        return lack
-    if config.aim == "causal":
-        return f"\nsample:\n{generate(trainer, corpus.tokenizer, config, [] if _ranks() else stop)}"
-    filled = fill_masked(trainer, corpus.tokenizer, batches.shown, config.sample.tokens)
-    return f"\nheld-out text, guesses at its masked tokens in [[ ]]:\n{filled}"
-
-
-def _ranks() -> Ranks | None:
-    return Runtime.current.ranks if Runtime.current else None
-
-
-def _agree(stop: list[str]) -> None:
-    """A signal that has come to one rank has come to all."""
-    if (ranks := _ranks()) and ranks.any(bool(stop)) and not stop:
-        stop.append("SIGTERM")
-
-
-def _told_by_first(value: float) -> float:
-    ranks = _ranks()
-    return ranks.of_first(value) if ranks else value
+        sampled(config, corpus, batches, trainer, stop)
+    return 0
 
 
 def _save(
@@ -243,17 +213,6 @@ def _files(trainer: Trainer, tokenizer: Tokenizer, config: RunConfig) -> dict[st
     if config.model.from_ and (kept := Path(config.model.from_) / GENERATION).is_file():
         files[GENERATION] = read(kept)
     return files
-
-
-def _no_logits(trainer: Trainer) -> str:
-    """Why no sample of text can be made, if that is so."""
-    outputs = trainer.spec.trace(training=False)[1].outputs
-    if "logits" in outputs and tuple(outputs["logits"].axes[:-1]) == ("batch", "seq"):
-        return ""
-    return (
-        "no sample: it is made of the model's output logits [batch, seq, vocab]; the outputs of"
-        f" {type(trainer.model).__name__} are {', '.join(f'{n} {[*t.axes]}' for n, t in outputs.items()) or 'none'}"
-    )
 
 
 def build_trainer(config: RunConfig, model: Model | None = None) -> Trainer:
@@ -335,18 +294,18 @@ def _steps(
     how = config.train
     in_flight: deque[tuple[Pending, float]] = deque()
     known = (line["held_out_loss_before"] for line in metrics.lines if "held_out_loss_before" in line)
-    before, last = _told_by_first(next(known, math.nan)), None
+    before, last = told_by_first(next(known, math.nan)), None
     first = _measured(batches, trainer)["held_out_loss"] if math.isnan(before) else before
     skipped = 0  # in a row, up to now
     clock = time.perf_counter()
     for step in range(trainer.steps + 1, how.steps + 2):
-        _agree(stop)
+        agree(stop)
         ends = step > how.steps or bool(stop)
         if not ends:
             lr = learning_rate(config.optimizer, step, how.steps)
             in_flight.append((trainer.submit(batches.training(step), lr=lr), lr))
         measures = not ends and (step % how.eval_every == 0 or step == how.steps)
-        due = not ends and bool(_told_by_first(saver.due(step)))
+        due = not ends and bool(told_by_first(saver.due(step)))
         while len(in_flight) >= (1 if ends or measures or (due and saver.needs_report) else STEPS_IN_FLIGHT):
             pending, lr = in_flight.popleft()
             done, line = pending.step, {"step": pending.step, "loss": math.nan, "lr": lr, "grad_norm": math.nan}
