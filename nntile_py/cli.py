@@ -14,6 +14,7 @@ from typing import Annotated, Any, cast
 import typer
 
 from nntile_py.errors import ConfigError, NNTileError, shown
+from nntile_py.system import ranks
 
 app = typer.Typer(
     no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None,
@@ -55,8 +56,9 @@ def main(run: Callable[[], Any] = app) -> None:
         if isinstance(error, OSError) and error.filename:
             text = f"{error.filename}: {error.strerror}"
             wrong = error.errno in (errno.ENAMETOOLONG, errno.ELOOP)  # what no file can be called
-        print(shown(f"error: {text}"), file=sys.stderr)
-        sys.exit(2 if wrong else 1)
+        ranks.failing(status := 2 if wrong else 1)
+        print(shown(f"{ranks.who()}error: {text}"), file=sys.stderr)
+        sys.exit(status)
 
 
 def _version(asked: bool) -> None:
