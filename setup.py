@@ -1,4 +1,4 @@
-"""The packages, and the extension nntile_py._core: StarPU's runtime and the kernels, compiled against torch."""
+"""The packages, and the extensions: nntile_py._core, StarPU's runtime and the kernels, compiled against torch; _mpi."""
 
 import json
 import os
@@ -11,7 +11,7 @@ import sysconfig
 from pathlib import Path
 
 import torch
-from setuptools import find_packages, setup
+from setuptools import Extension, find_packages, setup
 from torch.utils import cpp_extension
 
 ROOT = Path(__file__).resolve().parent
@@ -105,6 +105,16 @@ def vector_flags() -> list[str]:
     return [march, f"-DCPU_CAPABILITY={capability}", f"-DCPU_CAPABILITY_{capability}"]
 
 
+def mpi_flags(starpu: dict[str, str]) -> tuple[list[str], list[str]]:
+    """Flags of the compiler and of the linker for StarPU-MPI; none where it or MPI's compiler is missing."""
+    library = Path(starpu["libdir"]) / f"lib{STARPU.replace('starpu', 'starpumpi')}.so"
+    if not library.exists() or not shutil.which("mpicc"):
+        return [], []
+    flags = shlex.split(ask("mpicc", "-show"))[1:]
+    headers = [flag for flag in flags if flag.startswith(("-I", "-D"))]
+    return headers, [str(library), *(flag for flag in flags if flag not in headers)]
+
+
 class Build(cpp_extension.BuildExtension):
     def finalize_options(self) -> None:
         super().finalize_options()
@@ -126,7 +136,7 @@ class Build(cpp_extension.BuildExtension):
         # GCC 12 warns of its own AVX-512 header.
         flags += ["-Wno-uninitialized", "-Wno-maybe-uninitialized"]
         flags += starpu["cflags"].replace("-I", "-isystem").split()
-        (extension,) = self.extensions
+        extension, mpi = self.extensions
         extension.depends += args_headers.write(ROOT, ARGS)
         extension.sources += files("nntile_py/execution/csrc/*_cuda.cpp", "tasks/*_cuda.cpp") if cuda else []
         extension.extra_compile_args = {"cxx": flags}
@@ -134,6 +144,12 @@ class Build(cpp_extension.BuildExtension):
         rpaths = dict.fromkeys([starpu["libdir"], *cpp_extension.library_paths(), *folders])
         extension.extra_link_args = [f"-Wl,-rpath,{path}" for path in rpaths]
         extension.extra_link_args += [*starpu["libs"].split(), *linked]
+        headers, libraries = mpi_flags(starpu)
+        if libraries:
+            mpi.extra_compile_args = {"cxx": [*flags, *(flag.replace("-I", "-isystem") for flag in headers)]}
+            mpi.extra_link_args = [*libraries, *starpu["libs"].split(), f"-Wl,-rpath,{starpu['libdir']}"]
+        else:
+            self.extensions.remove(mpi)
         super().run()
         info = {
             "starpu_prefix": starpu["prefix"],
@@ -142,6 +158,7 @@ class Build(cpp_extension.BuildExtension):
             "starpu_libdir": starpu["libdir"],
             "torch": torch.__version__,
             "cuda": torch.version.cuda if cuda else "",
+            "mpi": " ".join(libraries),
             "arch": " ".join(arch),
         }
         inside = Path("nntile_py") if self.inplace else Path(self.build_lib) / "nntile_py"
@@ -168,7 +185,8 @@ setup(
             [file for file in files("nntile_py/execution/csrc/*.cpp", "tasks/*.cpp") if not file.endswith("_cuda.cpp")],
             include_dirs=[str(ROOT / "nntile_py" / "execution" / "csrc"), str(ARGS)],
             depends=files("nntile_py/execution/csrc/*.h", "tasks/*.h"),
-        )
+        ),
+        Extension("nntile_py._mpi", files("nntile_py/execution/csrc/mpi/*.cpp"), language="c++"),
     ],
     cmdclass={"build_ext": Build},
 )

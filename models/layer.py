@@ -68,10 +68,10 @@ class Encoder(Model):
         for layer in range(self.config.layers):
             here = f"layers.{layer}"
             with g.scope(f"h{layer}.attn"):
-                x = self._after(g, x, self._attend(g, x, x, f"{here}.self_attn", self.config.causal), f"{here}.norm1")
+                x = self._after(g, x, self.attend(g, x, x, f"{here}.self_attn", self.config.causal), f"{here}.norm1")
             if memory:
                 with g.scope(f"h{layer}.cross"):
-                    y = self._attend(g, x, memory, f"{here}.multihead_attn", causal=False)
+                    y = self.attend(g, x, memory, f"{here}.multihead_attn", causal=False)
                     x = self._after(g, x, y, f"{here}.norm2")
             with g.scope(f"h{layer}.mlp"):
                 x = self._after(g, x, self._mlp(g, x, here), f"{here}.norm{3 if memory else 2}")
@@ -80,7 +80,8 @@ class Encoder(Model):
     def _after(self, g: Graph, x: Tensor, branch: Tensor, name: str) -> Tensor:
         return norm(g, add(g, x, dropout(g, branch, self.config.dropout)), name, self.config.layer_norm_eps)
 
-    def _attend(self, g: Graph, x: Tensor, memory: Tensor, name: str, causal: bool) -> Tensor:
+    def attend(self, g: Graph, x: Tensor, memory: Tensor, name: str, causal: bool) -> Tensor:
+        """Attention of x to `memory`, or to itself, with the products before and after it; `name`: of the weights."""
         c, embed = self.config, {"embed": self.config.embed}
         heads, parts = {"heads": c.heads, "head_dim": c.embed // c.heads}, []
         for number, (one, source) in enumerate((("q", x), ("k", memory), ("v", memory))):

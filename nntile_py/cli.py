@@ -14,6 +14,7 @@ from typing import Annotated, Any, cast
 import typer
 
 from nntile_py.errors import ConfigError, NNTileError, shown
+from nntile_py.system import ranks
 
 app = typer.Typer(
     no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None,
@@ -55,8 +56,9 @@ def main(run: Callable[[], Any] = app) -> None:
         if isinstance(error, OSError) and error.filename:
             text = f"{error.filename}: {error.strerror}"
             wrong = error.errno in (errno.ENAMETOOLONG, errno.ELOOP)  # what no file can be called
-        print(shown(f"error: {text}"), file=sys.stderr)
-        sys.exit(2 if wrong else 1)
+        ranks.failing(status := 2 if wrong else 1)
+        print(shown(f"{ranks.who()}error: {text}"), file=sys.stderr)
+        sys.exit(status)
 
 
 def _version(asked: bool) -> None:
@@ -230,7 +232,7 @@ def graph(
     layer: Annotated[int | None, typer.Option(help="One layer, from 0. [default: all]", min=0)] = None,
     phase: Annotated[str, typer.Option(help="forward, backward, update or all.")] = "all",
     fusion: Annotated[str, typer.Option(help="before, after or both, side by side.")] = "after",
-    work: Annotated[str, typer.Option(help="train, inference, layer, linear_relu, linear_reshape, qkv_...")] = "train",
+    work: Annotated[str, typer.Option(help="train, inference, encoder, decoder, mha, linear_..., qkv_...")] = "train",
     every: Annotated[bool, typer.Option("--every-layer", help="Draw layers that are alike each, not once.")] = False,
 ) -> None:
     """Draw operators or tile tasks, with flop and bytes, before and after fusion."""
@@ -251,6 +253,53 @@ def graph(
     )
     draw.write(what, out)
     print(out)
+
+
+@app.command(epilog="Example: nntile analyze --work encoder --measure --out runs/encoder")
+def analyze(
+    config: Annotated[
+        str | None, typer.Argument(metavar="[CONFIG]", help="A YAML file; none: --work at BERT-large's size.")
+    ] = None,
+    work: Annotated[
+        str | None, typer.Option(help="encoder, decoder, mha; with CONFIG also train, inference, ... [default: train]")
+    ] = None,
+    measure: Annotated[bool, typer.Option("--measure", help="Run each operator alone, and time it.")] = False,
+    repeats: Annotated[int, typer.Option(help="With --measure: times of each; the median is told.", min=1)] = 7,
+    sets: Sets = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for report.html, CSV and pictures of the graph. [default: none]")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Count each operator's flop and words, before and after fusion; what is bound by memory."""
+    from typing import get_args
+
+    from nntile_py.analysis.workloads import PRESETS, Work, preset
+    from nntile_py.config.run import load
+
+    _one_of("--work", work or "train", get_args(Work))
+    if config is None and work not in PRESETS:
+        told = f"--work {work}" if work else "neither CONFIG nor --work is given"
+        raise ConfigError(f"{told}; allowed without CONFIG: --work {', '.join(PRESETS)}")
+    loaded = load(config, sets or []) if config else preset(str(work), sets or [])
+    what = cast(Work, work or "train")
+    from rich.console import Console
+
+    from nntile_py.analysis import tell
+    from nntile_py.analysis.operators import analyse
+
+    made = analyse(loaded, what)
+    if measure:
+        from nntile_py.profiling.alone import measure as run
+
+        made = run(made, loaded, repeats)
+    if out:
+        for path in tell.write(made, out, loaded, what):
+            print(path, file=sys.stderr)
+    if as_json:
+        _print(made.to_dict())
+    else:
+        tell.render(made, Console())
 
 
 @app.command(epilog="Example: nntile sweep --auto my.yaml --budget 4")

@@ -33,7 +33,7 @@ def _check(name: str, ok: bool, value: str, hint: str = "") -> Check:
 
 
 def report() -> list[Check]:
-    return [_extension(), _extension_cuda(), *_starpu(), *_torch(), *_machine(), *_optional()]
+    return [_extension(), _extension_cuda(), _extension_mpi(), *_starpu(), *_torch(), *_machine(), *_optional()]
 
 
 def render(checks: list[Check]) -> Table:
@@ -61,6 +61,12 @@ def _extension_cuda() -> Check:
     cuda = build_info().get("cuda")
     how = "needs a torch with CUDA and a StarPU with CUDA (see those rows), then make setup"
     return _check("  CUDA", bool(cuda), cuda or "compiled without", how)
+
+
+def _extension_mpi() -> Check:
+    there = bool(_build_info().get("mpi"))
+    how = "apt-get install libopenmpi-dev, a StarPU with MPI (see that row), then make setup"
+    return _check("  MPI", there, "yes" if there else "compiled without", how)
 
 
 def _config_header() -> Path | None:

@@ -79,7 +79,7 @@ class Activation(Op):
         return [g.add(ActivationGrad(dy, x, out, self.act)).output]
 
     def flop(self) -> float:
-        return 10.0 * self.output.numel
+        return (1.0 if self.act == "relu" else 10.0) * self.output.numel
 
     def lower(self, low: Lowering) -> None:
         for index in low.indices(self.output):
@@ -104,7 +104,7 @@ class ActivationGrad(Op):
         self.act = kind
 
     def flop(self) -> float:
-        return 15.0 * self.output.numel
+        return (1.0 if self.act == "relu" else 15.0) * self.output.numel
 
     def lower(self, low: Lowering) -> None:
         args = ActivationArgs(ACTIVATIONS.index(self.act))

@@ -10,7 +10,7 @@ import numpy as np
 
 from nntile_py.tiles import ACC, Access, R, Slot, TaskArgs, W
 
-from .op import Array, GraphLike, Index, Lowering, Op, Tensor, accumulation_dtype, permutation, require
+from .op import NORMALIZATION, Array, GraphLike, Index, Lowering, Op, Tensor, accumulation_dtype, permutation, require
 from .scalar.evaluate import dropout_hash
 from .scalar.expression import Call, Definition, Expression, Keep, Load, Output
 
@@ -108,6 +108,7 @@ class SumArgs(TaskArgs):
 class Sum(Op):
     """y = sum of x over the axes that y lacks; y's axes in x's order (the gradient of a broadcast)."""
 
+    category = NORMALIZATION  # as the paper's, which counts every reduction among them
     colours: ClassVar = {"backward": "#ff9896"}
 
     def __init__(self, x: Tensor, out: Tensor) -> None:

@@ -42,7 +42,8 @@ class Embedding(Op):
         return float(self.output.numel)
 
     def words(self) -> int:
-        return self.inputs[0].numel + 2 * self.output.numel
+        ids, table = self.inputs
+        return ids.numel + min(table.numel, self.output.numel) + self.output.numel
 
     def lower(self, low: Lowering) -> None:
         ids, table = self.inputs
@@ -74,7 +75,8 @@ class EmbeddingGrad(Op):
 
     def words(self) -> int:
         tied = self.output.storage is not self.output  # added to another gradient of the table
-        return sum(t.numel for t in self.inputs) * 2 + (0 if tied else self.output.numel)
+        (ids, dy), out = self.inputs, self.output
+        return ids.numel + dy.numel + (2 * min(dy.numel, out.numel) if tied else out.numel)
 
     def lower(self, low: Lowering) -> None:
         ids, dy = self.inputs

@@ -69,6 +69,14 @@ class Tensor:
         return math.prod(self.shape)
 
     @property
+    def words(self) -> int:
+        """Those that hold something: all, or those within the band."""
+        if self.band == ALL or not {"seq", "key"} <= {*self.axes}:
+            return self.numel
+        seq, key = self.size("seq"), self.size("key")
+        return self.numel // (seq * key) * math.ceil(self.band.area(Part(0, seq), Part(0, key)))
+
+    @property
     def persistent(self) -> bool:
         return self.storage.kind != "temp"
 
@@ -249,7 +257,7 @@ class Op:
 
     def words(self) -> int:
         """The fewest words to move: each input once, each output once."""
-        return sum(t.numel for t in {*self.inputs, *self.outputs})
+        return sum(t.words for t in {*self.inputs, *self.outputs})
 
     def fit(self, tiling: Tiling) -> None:
         """Tell the tiling how axes have to be cut together; raises ConfigError if they cannot be."""

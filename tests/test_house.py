@@ -39,7 +39,8 @@ FLOORS = (
 )
 FLOOR = {room: -number for number, rooms in enumerate(FLOORS) for room in rooms}
 TOPS = ("tasks", "tiles", "models")  # folders of the repository that install inside the package
-FACE, EXTENSION = "nntile_py", "nntile_py._core"  # names that users take; the compiled runtime
+FACE = "nntile_py"  # names that users take
+EXTENSIONS = ("nntile_py._core", "nntile_py._mpi")  # the compiled runtime
 
 Arrows = dict[tuple[str, str], int]  # (importing module, imported module): the line
 
@@ -72,9 +73,9 @@ def arrows(root: Path) -> Arrows:
     found: Arrows = {}
     for name, path in known.items():
         for target, line in imports(name, path):
-            while target not in (*known, EXTENSION) and "." in target:
+            while target not in (*known, *EXTENSIONS) and "." in target:
                 target = target.rpartition(".")[0]
-            if target in (*known, EXTENSION) and target != name:
+            if target in (*known, *EXTENSIONS) and target != name:
                 found.setdefault((name, target), line)
     return found
 
@@ -88,7 +89,7 @@ def upward(found: Arrows) -> list[str]:
     return [
         f"{a}, line {line}, imports {b}"
         for (a, b), line in found.items()
-        if b == FACE or (a != FACE and b != EXTENSION and room(a) != room(b) and FLOOR[room(a)] <= FLOOR[room(b)])
+        if b == FACE or (a != FACE and b not in EXTENSIONS and room(a) != room(b) and FLOOR[room(a)] <= FLOOR[room(b)])
     ]
 
 
@@ -131,7 +132,7 @@ def test_no_circles() -> None:
 
 def test_only_the_engine_and_what_runs_it_takes_the_extension() -> None:
     """Graphs, tilings, models and configs are plain data, made and tested without StarPU."""
-    takes = {room(a) for a, b in FOUND if b == EXTENSION and a != FACE}
+    takes = {room(a) for a, b in FOUND if b in EXTENSIONS and a != FACE}
     assert "execution" in takes
     assert not [one for one in takes if FLOOR[one] < FLOOR["execution"] or one in ("models", "config", "analysis")]
 
@@ -178,6 +179,7 @@ def test_sections_are_those_of_python() -> None:
     assert list(config.Tiles.model_fields) == list(AXES)
     yaml, python = defaults(config.Runtime), keywords(nt.Runtime)
     assert yaml.pop("cpus") == "all" and python.pop("cpus") is None  # the same: null is no number of workers in a YAML
+    assert python.pop("mpi") is None  # no key: that `nntile train` is started by mpirun says it
     assert yaml == python
 
 

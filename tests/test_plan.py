@@ -57,7 +57,7 @@ def test_time_is_of_the_workers_that_the_config_names() -> None:
 
 
 def test_tf32_is_fp32_tiles_in_every_work() -> None:
-    for work in ("train", "inference", "layer", "linear_relu", "qkv_all"):
+    for work in ("train", "inference", "encoder", "linear_relu", "qkv_all"):
         bytes_moved = [
             estimate(build(load(TINY, sets), cast(Any, work)).lists, 1).bytes_moved
             for sets in (["precision=tf32", "runtime.cuda=1"], ["precision=fp32"])

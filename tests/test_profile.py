@@ -229,8 +229,8 @@ def test_groups_of_a_real_program(tmp_path: Path) -> None:
     """The groups that a GPU would get, on a CPU worker."""
     from nntile_py.analysis.workloads import build
     from nntile_py.execution.program import Store, programs
+    from nntile_py.profiling.alone import write_random
     from nntile_py.profiling.collect import make_trace, watched
-    from nntile_py.sweep.point import _fill
     from nntile_py.tiles.batching import grouped
 
     config = RunConfig.model_validate(CONFIG | {"fusion": False})
@@ -239,7 +239,7 @@ def test_groups_of_a_real_program(tmp_path: Path) -> None:
     assert any(task.parts for task in tasks.tasks)
     with nt.Runtime(cpus=1):
         store = Store()
-        _fill(low, store, [t for t in graph.tensors.values() if t.kind in ("input", "param")])
+        write_random(low, store, [t for t in graph.tensors.values() if t.kind in ("input", "param")])
         (program,) = programs([tasks], store)
         with watched() as found:
             program.run()

@@ -601,7 +601,7 @@ def test_experiments_take_turns() -> None:
 
 @pytest.mark.parametrize("how", ["plan", "run", "operators"])
 def test_metrics_are_those_measured(tmp_path: Path, how: Any) -> None:
-    path = write(tmp_path, {"grid": {"tiles.batch": [2]}, "measure": {"how": how, "work": "layer", "repeats": 1}})
+    path = write(tmp_path, {"grid": {"tiles.batch": [2]}, "measure": {"how": how, "work": "encoder", "repeats": 1}})
     row = sweep_run.measure_point(sweep.points(sweep.load_sweep(path))[0], 120)
     assert row["status"] == "ok", row
     assert set(sweep.METRICS[how]) == row.keys() - {"id", "sets", "measure", "status", "started", "times"}

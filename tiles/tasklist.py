@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, get_args
 
@@ -328,8 +328,14 @@ class TaskList:
 
     def digest(self) -> str:
         """A hash of the whole program: equal digests run the same tasks on the same tiles in the same order."""
-        numbers: dict[Tile, int] = {}
         h = hashlib.sha256()
+        for text in self.described():
+            h.update(text.encode())
+        return h.hexdigest()
+
+    def described(self) -> Iterator[str]:
+        """Each task in words that do not differ between processes."""
+        numbers: dict[Tile, int] = {}
         for task in self.tasks:
             accesses = [
                 (numbers.setdefault(a.tile, len(numbers)), a.tile.shape, a.tile.dtype, a.mode, a.accumulate)
@@ -338,8 +344,7 @@ class TaskList:
             gone = [
                 sorted(numbers.setdefault(tile, len(numbers)) for tile in tiles) for tiles in (task.clears, task.frees)
             ]
-            h.update(repr((task.kernel, accesses, task.ints, task.floats, task.priority, gone)).encode())
-        return h.hexdigest()
+            yield repr((task.kernel, accesses, task.ints, task.floats, task.priority, gone))
 
 
 def live_slot(axis: str, part: int) -> str:

@@ -28,6 +28,7 @@ MODES = {
     "COMMUTE": ("dashed", "added in any order"),
     "REDUX": ("dotted", "added to a copy of each worker"),
 }
+BOUND = 'color="#c2410c" penwidth=2.5', "memory-bound"  # of an operator, what the legend says
 AGAIN = "dashed", "made in another part, drawn again"  # style of a node, what the legend says
 
 Group = tuple[str, ...]  # titles of the boxes around a node, from the outside
@@ -39,7 +40,7 @@ class Picture:
     def __init__(self, part: str) -> None:
         self.part = part
         self.groups: dict[Group, list[str]] = {}
-        self.edges: list[tuple[str, str, float, str]] = []
+        self.edges: list[tuple[str, str, float, str, str]] = []
         self.used: dict[str, None] = {}  # entries of the legend, in order
         self._count = 0
 
@@ -48,16 +49,17 @@ class Picture:
         self.used |= {kind: None, **({"again": None} if again else {})}
         return self._node("t", group, data_style(kind, again), lines)
 
-    def operator(self, group: Group, category: Category, title: str, *lines: str) -> str:
-        """An operator or a task."""
-        self.used[category.name] = None
-        return self._node("o", group, operator_style(category), [f"{category.mark} {title}", *lines])
+    def operator(self, group: Group, category: Category, title: str, *lines: str, bound: bool = False) -> str:
+        """An operator or a task; `bound`: by memory."""
+        self.used |= {category.name: None, **({"bound": None} if bound else {})}
+        style = f"{operator_style(category)} {BOUND[0]}" if bound else operator_style(category)
+        return self._node("o", group, style, [f"{category.mark} {title}", *lines])
 
-    def edge(self, start: str, end: str, size: float, mode: str = "RW") -> None:
-        """size: bytes that go along it."""
+    def edge(self, start: str, end: str, size: float, mode: str = "RW", text: str = "") -> None:
+        """size: bytes that go along it; text: beside it."""
         mode = mode if mode in MODES else "RW"
         self.used[mode] = None
-        self.edges.append((start, end, size, mode))
+        self.edges.append((start, end, size, mode, text))
 
     def _node(self, kind: str, group: Group, style: str, lines: Iterable[str]) -> str:
         name, self._count = f"{self.part}_{kind}{self._count}", self._count + 1
@@ -66,10 +68,11 @@ class Picture:
 
     def lines(self, title: str) -> list[str]:
         """All of it in a box with this title."""
-        most = max((size for _, _, size, _ in self.edges), default=1) or 1
+        most = max((size for _, _, size, *_ in self.edges), default=1) or 1
         edges = [
-            f"{a} -> {b} [penwidth={0.5 + 2.5 * (size / most) ** 0.5:.2f} style={MODES[mode][0]}]"
-            for a, b, size, mode in self.edges
+            f"{a} -> {b} [penwidth={0.5 + 2.5 * (size / most) ** 0.5:.2f} style={MODES[mode][0]}"
+            + (f" label={quote(text)}]" if text else "]")
+            for a, b, size, mode, text in self.edges
         ]
         return [*self._boxed((), title, 14), *edges]
 
@@ -92,6 +95,8 @@ def legend(used: Iterable[str]) -> list[str]:
         if category.name in names:
             rows.append(f"{operator_style(category)} label={quote(f'{category.mark} {category.name}')}")
     rows += [f"{data_style(kind)} label={quote(text)}" for kind, (_, _, text) in DATA.items() if kind in names]
+    if "bound" in names:
+        rows.append(f"shape=ellipse fillcolor=white {BOUND[0]} label={quote(BOUND[1])}")
     if "again" in names:
         rows.append(f'shape=box style="filled,{AGAIN[0]}" fillcolor=white label={quote(AGAIN[1])}')
     lines = ["subgraph cluster_legend {", 'label="legend" fontsize=12 color=gray']

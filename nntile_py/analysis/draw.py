@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nntile_py.analysis import dot
-from nntile_py.analysis.levels import Logical, Tasks, layers, si
+from nntile_py.analysis.levels import Bound, Logical, Tasks, layers, si
 from nntile_py.analysis.workloads import Phase, Work, build
 from nntile_py.errors import ConfigError, NNTileError
 from nntile_py.graph.fusion import Fusion
@@ -43,11 +43,12 @@ class NoPicture(NNTileError):
 
 def draw(
     config: RunConfig, *, level: str = "logical", work: Work = "train", layer: int | None = None, phase: str = "all",
-    fusion: str = "after", folded: bool = True,
+    fusion: str = "after", folded: bool = True, before: Fusion | None = None, bound: Bound | None = None,
 ) -> str:  # fmt: skip
-    """The picture in the DOT language. fusion: `before` (every operator a task of its own), `after`, or `both`.
+    """The picture in the DOT language. fusion: `before`, `after`, or `both`.
 
-    folded: layers that are alike are drawn once."""
+    before: what is fused there; None: nothing, every operator is a task of its own. folded: layers that are alike are
+    drawn once. bound: marks the operators that it says are bound by memory."""
     titles = {"before": "naive (before fusion)", "after": "fused (after fusion)"}
     parts = ["before", "after"] if fusion == "both" else [fusion]
     lines = [*dot.HEAD, f"label={dot.quote(_about(config, work, layer, phase))} labelloc=t fontsize=16"]
@@ -55,8 +56,8 @@ def draw(
     for part in parts:
         # Without a backward pass nothing before an activation is kept for it.
         only: Phase = "forward" if phase == "forward" else "all"
-        built = build(config, work, only, fusion=Fusion.of(False) if part == "before" else None)
-        made = (Logical if level == "logical" else Tasks)(built, part, layer, phase, folded)
+        built = build(config, work, only, fusion=(before or Fusion.of(False)) if part == "before" else None)
+        made = (Logical if level == "logical" else Tasks)(built, part, layer, phase, folded, bound)
         if not made.count:
             asked = f"--phase {phase}" + ("" if layer is None else f" --layer {layer}")
             raise ConfigError(f"{asked}: nothing of {work} is there{layers(built)}")
@@ -73,7 +74,8 @@ def _about(config: RunConfig, work: str, layer: int | None, phase: str) -> str:
     sizes = {name: getattr(config.model, name) for name in ("layers", "embed", "heads") if hasattr(config.model, name)}
     sizes |= {"batch": config.train.batch, "seq": config.train.seq}
     tiles = [f"{axis} {size}" for axis, size in config.tiles.model_dump().items() if size]
-    what = {"train": "a training step", "inference": "inference"}.get(work, work.replace("_", " + "))
+    known = {"train": "a training step", "encoder": "a layer", "decoder": "a layer", "mha": "multi-head attention"}
+    what = known.get(work, work.replace("_", " + "))
     what = {"all": "", "update": "the update in "}.get(phase, f"{phase} pass in ") + what
     where = what if layer is None else f"layer {layer}: {what}"
     told = ", ".join(f"{name} {size}" for name, size in sizes.items())

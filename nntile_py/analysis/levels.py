@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 
 from nntile_py.analysis import dot
 from nntile_py.analysis.folding import Folded, Unit, fold
@@ -16,6 +16,9 @@ from nntile_py.tiles.dtypes import DTYPES
 
 MOST_ALIKE = 4  # operators of a kind at the end of a step that are drawn one by one beside the rest of it
 BOXES = {"forward": "forward pass", "backward": "backward pass", "update": "update of the weights"}
+
+
+Bound = Callable[[Op], bool]  # whether memory bounds the speed of an operator
 
 
 def si(number: float) -> str:
@@ -58,8 +61,10 @@ def layers(built: Built) -> str:
 class Drawing:
     """What the two levels share: the picture, what it counts, the phases and layers that are drawn."""
 
-    def __init__(self, built: Built, part: str, layer: int | None, phase: str, folded: bool) -> None:
-        self.picture = dot.Picture(part)
+    def __init__(
+        self, built: Built, part: str, layer: int | None, phase: str, folded: bool, bound: Bound | None = None
+    ) -> None:
+        self.picture, self.bound = dot.Picture(part), bound
         self.count, self.flop, self.volume = 0, 0.0, 0.0
         self.phase, self.many = phase, phase == "all"
         # Of a tensor or a version of a tile: the phase and its node there; its nodes in boxes of other phases.
@@ -125,7 +130,7 @@ class Drawing:
 
 
 class Logical(Drawing):
-    """Operators and tensors."""
+    """Operators and tensors. With `bound`, memory-bound operators are marked, and edges tell their bytes."""
 
     def draw(self, built: Built, layer: int | None) -> None:
         chosen = [
@@ -157,11 +162,17 @@ class Logical(Drawing):
         reads = [self.drawn_read(phase, number, k, t) for k, t in enumerate(op.inputs) if t not in left_out]
         starts = [(self._tensor(t, phase, layer), t) for t in dict.fromkeys(reads) if isinstance(t, Tensor)]
         name = self.node_name(phase, layer, _short(op.name))
-        node = self.picture.operator(self.group(phase, layer), op.category, op.title, name, *cost)
+        bound = self.bound is not None and self.bound(op)
+        node = self.picture.operator(self.group(phase, layer), op.category, op.title, name, *cost, bound=bound)
         for start, tensor in starts:
-            self.picture.edge(start, node, _bytes(tensor))
+            self.picture.edge(start, node, _bytes(tensor), text=self._beside(tensor))
         for tensor in op.outputs:
-            self.picture.edge(node, self._tensor(tensor, phase, layer), _bytes(tensor))
+            end = self._tensor(tensor, phase, layer)
+            self.picture.edge(node, end, _bytes(tensor), text=self._beside(tensor))
+
+    def _beside(self, tensor: Tensor) -> str:
+        """Of an edge, where it is asked what bounds operators: the bytes that go along it."""
+        return f"{si(_bytes(tensor))}B" if self.bound else ""
 
     def _tensor(self, tensor: Tensor, phase: str, layer: int | None) -> str:
         shape = ", ".join(f"{axis} {size}" for axis, size in tensor.sizes.items())

@@ -5,7 +5,7 @@ All sizes come from a run's config, so that any key of it can be swept. Pure dat
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -17,8 +17,9 @@ from nntile_py.graph.graph import Graph
 from nntile_py.graph.lowering import lower
 from nntile_py.graph.packing import pack_projections
 from nntile_py.graph.step import TILE_DTYPE, Evaluation, Step, StepSpec
-from nntile_py.models.layer import Encoder, EncoderConfig
+from nntile_py.models.layer import DecoderConfig, Encoder, EncoderConfig
 from nntile_py.models.parts import attention_mask
+from nntile_py.system.folders import installed
 from nntile_py.tasks.activation import activation
 from nntile_py.tasks.attention import attention
 from nntile_py.tasks.contract import linear
@@ -30,8 +31,9 @@ if TYPE_CHECKING:
     from nntile_py.config.run import RunConfig
 
 Work = Literal[
-    "train", "inference", "attention", "linear_relu", "linear_reshape", "qkv_none", "qkv_qk", "qkv_all", "layer"
-]
+    "train", "inference", "attention", "linear_relu", "linear_reshape", "qkv_none", "qkv_qk", "qkv_all",
+    "encoder", "decoder", "mha",
+]  # fmt: skip
 FORWARD = ("inference", "attention")  # forward passes, of sequences of any lengths, packed or not
 Phase = Literal["forward", "backward", "all"]
 
@@ -65,6 +67,38 @@ def build(config: RunConfig, work: Work = "train", phase: Phase = "all", *, fusi
     if phase != "all":
         select(graph, phase)
     return Built([(graph, lower(graph, spec.tiling, config.accumulate))], graph.flop())
+
+
+PAPER = ["train.batch=8", "train.seq=512", "model.embed=1024", "model.heads=16", "model.dropout=0.1",
+         "model.attention=naive", "model.attention_dropout=0.1", "tiles={}"]  # fmt: skip
+PRESETS = {  # works that need no config: BERT-large's sizes (Ivanov et al. 2021, section III.D)
+    "encoder": ("encoder_layer.yaml", PAPER),
+    "decoder": ("decoder_layer.yaml", [*PAPER, "model.memory=null"]),
+    "mha": ("encoder_layer.yaml", PAPER),
+}
+
+
+def preset(work: str, overrides: Sequence[str]) -> RunConfig:
+    """The config of a work that is given without one, with `overrides` of its sizes."""
+    from nntile_py.config.run import load
+
+    file, own = PRESETS[work]
+    where = [] if any(item.startswith(("runtime.", "scheduler=")) for item in overrides) else ["runtime.cpus=1"]
+    return load(installed("experiments") / file, [*own, *where, *overrides])  # uncut, it is one worker's
+
+
+def logical(config: RunConfig, work: Work, fusion: Fusion) -> list[Graph]:
+    """The graphs of a workload, not cut into tiles: of a training step the update's is the second."""
+    spec = replace(spec_of(config, work), fusion=fusion)
+    try:
+        if work == "train":
+            made = spec.graphs()
+            return [made.graph, spec.update(made)]
+        if work in FORWARD:
+            return [spec.evaluation().graph]
+    except ValueError as error:  # of the operators: a tiling that they do not take
+        raise ConfigError(str(error)) from None
+    return [small_graph(config, work, fusion, backward=True)]
 
 
 def spec_of(config: RunConfig, work: Work) -> StepSpec:
@@ -202,11 +236,34 @@ def _qkv(stacked: int) -> Callable[[Graph, Tensor, RunConfig], list[Tensor]]:
     return make
 
 
-def _layer(g: Graph, x: Tensor, c: RunConfig) -> list[Tensor]:
-    """An encoder layer (models/layer.py) of the config's sizes: Table I of that paper."""
+def _layers(g: Graph, x: Tensor, c: RunConfig) -> list[Tensor]:
+    """An encoder layer (models/layer.py) of the config's sizes: Tables I, III and V of that paper."""
+    return [_one_layer(c, EncoderConfig).layers(g, x)]
+
+
+def _decoder(g: Graph, x: Tensor, c: RunConfig) -> list[Tensor]:
+    """A decoder layer: attention to itself, causal, then to an encoder's output of as many positions, or `memory`."""
+    layer = _one_layer(c, DecoderConfig)
+    sizes = c.train.batch, getattr(layer.config, "memory", None) or c.train.seq, c.model.embed
+    memory = g.named("memory", ["batch", "key", "embed"], sizes, "input")
+    memory.requires_grad = True  # other layers of the encoder stand before it
+    return [layer.layers(g, x, memory)]
+
+
+def _mha(g: Graph, x: Tensor, c: RunConfig) -> list[Tensor]:
+    """Multi-head self-attention with its four products: Table IV of that paper."""
+    layer = _one_layer(c, EncoderConfig)
+    with g.scope("attn"):
+        return [layer.attend(g, x, x, "self_attn", layer.config.causal)]
+
+
+def _one_layer(c: RunConfig, kind: type[EncoderConfig]) -> Encoder:
+    """Of the config's own model, where that is such a layer; else one with ReLU, as the paper's, of its sizes."""
+    if isinstance(c.model, kind):
+        return Encoder(c.model.model_copy(update={"layers": 1}))
     names = {"embed", "heads", "ffn", "dropout", "attention_dropout", "attention", "layer_norm_eps"}
     sizes = {name: getattr(c.model, name) for name in names & type(c.model).model_fields.keys()}
-    return [Encoder(EncoderConfig(layers=1, **sizes)).layers(g, x)]
+    return Encoder(kind(layers=1, **sizes))
 
 
 _MAKERS: dict[str, Callable[[Graph, Tensor, RunConfig], list[Tensor]]] = {
@@ -215,5 +272,7 @@ _MAKERS: dict[str, Callable[[Graph, Tensor, RunConfig], list[Tensor]]] = {
     "qkv_none": _qkv(1),
     "qkv_qk": _qkv(2),
     "qkv_all": _qkv(3),
-    "layer": _layer,
+    "encoder": _layers,
+    "decoder": _decoder,
+    "mha": _mha,
 }

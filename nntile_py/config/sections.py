@@ -308,6 +308,8 @@ class Runtime(Section):
     """Where tiles go that find no place in main memory; needs `memory`."""
     window: Count | None = None
     """Most tasks that are submitted and have not ended yet; null: no bound."""
+    nodes: Count | None = None
+    """How many machines, or ranks of MPI, `nntile train` has to run on; null: as many as mpirun or srun starts."""
     calibrate: Switch = False
     """Measure anew the task times that the `dm*` policies go by."""
     placement: Placement | None = None

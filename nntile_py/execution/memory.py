@@ -107,8 +107,22 @@ def check_tasks(tasks: TaskList, runtime: Runtime) -> None:
     )
 
 
+def check_lists(lists: Sequence[TaskList], runtime: Runtime) -> None:
+    """Raise TaskError if the tiles of what this rank runs in turn do not fit in its memory."""
+    tiles = {a.tile.key: a.tile for one in lists for task in one.tasks for a in task.accesses if a.tile.persistent}
+    kept, have = sum(tile.bytes for tile in tiles.values()), main_memory(runtime)
+    peak = max(one.peak_bytes(kept) for one in lists)
+    if peak > have:
+        raise TaskError(
+            f"out of memory: this rank's part of a step needs at least {peak / MIB:.0f} MiB, and runtime.memory has"
+            f" room for {have / MIB:.0f}; {largest(tiles.values())}, or start more ranks"
+        )
+
+
 def check_step(step: Step, runtime: Runtime) -> None:
     """Raise TaskError if a step's tensors do not fit in all memories together."""
+    if runtime.ranks:
+        return  # each has a part of them: see check_lists
     peak, have = step.peak_bytes(), main_memory(runtime)
     room = f"runtime.memory {'and runtime.disk have' if runtime.disk else 'has'} room for {have / MIB:.0f}"
     rest = peak

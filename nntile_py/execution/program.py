@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import zlib
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -25,6 +25,7 @@ from nntile_py.tiles import Slot, TaskList, Tile, device_model
 from nntile_py.tiles.batching import GROUP_SECONDS, grouped
 from nntile_py.tiles.eviction import mark_evictions
 from nntile_py.tiles.placement import Residency, place
+from nntile_py.tiles.ranks import SEND, Message, Replicas, Shared, described, messages
 from nntile_py.tiles.tasklist import MONOIDS, Task
 
 
@@ -33,9 +34,12 @@ class Store:
 
     def __init__(self) -> None:
         self.handles: dict[Hashable, _core.Tile] = {}
-        # Where tiles lie between programs, if those say which worker runs what.
-        self.residency: Residency | None = {} if Runtime.current and Runtime.current.placement == "planned" else None
-        self._grids: WeakKeyDictionary[Lowering, dict[Tensor, list[tuple[Any, _core.Tile]]]] = WeakKeyDictionary()
+        runtime = Runtime.current
+        self.ranks = runtime.ranks if runtime else None
+        self._replicas = Replicas(self.ranks.size, self.ranks.tags) if self.ranks else None
+        # Where tiles lie between programs, if those say which worker, or which rank, runs what.
+        self.residency: Residency | None = {} if self.ranks or (runtime and runtime.placement == "planned") else None
+        self._grids: WeakKeyDictionary[Lowering, dict[Tensor, list[Placed]]] = WeakKeyDictionary()
 
     def handle(self, tile: Tile) -> _core.Tile:
         if not tile.persistent:
@@ -46,19 +50,71 @@ class Store:
 
     def write(self, low: Lowering, tensor: Tensor, value: np.ndarray[Any, Any]) -> None:
         """Put a whole array into a tensor's tiles, in order with the tasks, without waiting."""
-        grids = self._grids.setdefault(low, {})
-        if tensor not in grids:  # inputs are written at every step
-            grids[tensor] = [(where, self.handle(tile)) for where, tile in low.grid(tensor)]
-        for where, handle in grids[tensor]:
+        for where, handle in self._written(low, tensor):
             handle.write(np.ascontiguousarray(value[where]))
 
     def zero(self, low: Lowering, tensor: Tensor) -> None:
         """Fill a tensor's tiles with zeros where they will be used."""
-        for _, tile in low.grid(tensor):
-            self.handle(tile).zero()
+        for _, handle in self._written(low, tensor):
+            handle.zero()
 
-    def read(self, low: Lowering, tensor: Tensor) -> np.ndarray[Any, Any]:
-        """A whole tensor from its tiles; waits for the tasks that write them."""
+    def _written(self, low: Lowering, tensor: Tensor) -> list[Placed]:
+        """The tiles of a tensor that this rank writes, as the others write theirs."""
+        grids = self._grids.setdefault(low, {})
+        if tensor not in grids:  # inputs are written at every step
+            mine = [(where, tile) for where, tile in low.grid(tensor) if self._uses(tile)]
+            grids[tensor] = [(where, self.handle(tile)) for where, tile in mine]
+        if self._replicas:
+            for _, tile in low.grid(tensor):
+                self._replicas.written(tile)
+        return grids[tensor]
+
+    def _uses(self, tile: Tile) -> bool:
+        return not (self._replicas and self.ranks) or self.ranks.rank in self._replicas.users(tile)
+
+    def share(self, lists: Sequence[TaskList]) -> list[Shared]:
+        """What each rank runs of placed lists, of which all ranks have the same."""
+        assert self._replicas and self.ranks
+        self.ranks.same("the plan", described(lists))
+        self._grids.clear()  # a rank may use other tiles, too, from now on
+        return self._replicas.share(lists)
+
+    def ran(self, shared: Shared) -> None:
+        """What its ranks run was submitted."""
+        assert self._replicas
+        self._replicas.ran(shared)
+
+    def bring(self, needs: Iterable[tuple[Tile, Iterable[int]]]) -> None:
+        """Have these ranks hold what tiles hold after the tasks submitted so far; called on all of them."""
+        if not (self._replicas and self.ranks):
+            return
+        for tile, ranks in needs:
+            for source, to in self._replicas.missing(tile, ranks):
+                ends = messages(tile, source, to, self._replicas.tag(tile))
+                if self.ranks.rank in ends:
+                    _core.post(self.handle(tile), **_message(ends[self.ranks.rank]))
+
+    def gather(self, tensors: Mapping[Tensor, Lowering]) -> None:
+        """Have rank 0 hold all of these tensors."""
+        self.bring((tile, (0,)) for x, low in tensors.items() for _, tile in low.grid(x))
+
+    def fetch(self, *names: str) -> _core.Fetch:
+        """Scalars, as the tasks submitted so far leave them, on every rank."""
+        keys = [("scalar", name, (0,)) for name in names]
+        if self._replicas:
+            self.bring((self._replicas.tiles[key], self._everywhere) for key in keys)
+        return _core.Fetch([self.handles[key] for key in keys])
+
+    @property
+    def _everywhere(self) -> range:
+        return range(self.ranks.size if self.ranks else 1)
+
+    def read(self, low: Lowering, tensor: Tensor, *, held: bool = False) -> np.ndarray[Any, Any]:
+        """A whole tensor from its tiles; waits for the tasks that write them.
+
+        Every rank calls it and gets the same; with `held` one that holds it all does so alone."""
+        if not held:
+            self.bring((tile, self._everywhere) for _, tile in low.grid(tensor))
         out: np.ndarray[Any, Any] | None = None
         for where, tile in low.grid(tensor):
             part = self.handle(tile).read()
@@ -71,6 +127,9 @@ class Store:
     def copy(self, tensors: Mapping[Tensor, Lowering]) -> Copied:
         """Start to copy tensors as the tasks submitted so far leave them; a task that writes one waits for its copy."""
         return Copied({x: [(where, self.handle(tile)) for where, tile in low.grid(x)] for x, low in tensors.items()})
+
+
+Placed = tuple[Any, _core.Tile]  # the slice of the tensor that a tile is
 
 
 class Copied:
@@ -181,6 +240,11 @@ def programs(lists: Sequence[TaskList], store: Store, tf32: bool = False, checke
     checked: what tasks write is looked at, see _core.take_not_finite."""
     gpus, runtime = _core.cuda_workers(), Runtime.current
     assert runtime is not None
+    if store.ranks:
+        speed = device_model.rank(store.ranks.cores)
+        shares = store.share([place(tasks, store.ranks.size, speed, store.residency) for tasks in lists])
+        memory.check_lists([one.lists[store.ranks.rank] for one in shares], runtime)
+        return [Program(one.lists[store.ranks.rank], store, tf32, checked, one) for one in shares]
     speeds = [device_model.speed([tasks], gpus > 0) for tasks in lists]
     if store.residency is not None:
         lists = [
@@ -203,6 +267,11 @@ def programs(lists: Sequence[TaskList], store: Store, tf32: bool = False, checke
     return [Program(tasks, store, tf32, checked) for tasks in lists]
 
 
+def _message(one: Message) -> dict[str, Any]:
+    """Of one end of a message, what the binding takes besides the tile."""
+    return {"peer": one.peer, "tag": one.tag, "priority": one.priority, "sends": one.kernel == SEND}
+
+
 def _bodies(task: Task) -> list[list[Task]]:
     """The parts of a task as its kernels take them: on CPU workers one at a time."""
     parts = task.parts or [task]
@@ -210,13 +279,18 @@ def _bodies(task: Task) -> list[list[Task]]:
 
 
 class Program:
-    """A task list bound to handles: `run` submits all of it and returns. Made by `programs`."""
+    """A task list bound to handles: `run` submits all of it and returns. Made by `programs`.
 
-    def __init__(self, tasks: TaskList, store: Store, tf32: bool, checked: bool) -> None:
+    shared: the list is this rank's part of it."""
+
+    def __init__(
+        self, tasks: TaskList, store: Store, tf32: bool, checked: bool, shared: Shared | None = None
+    ) -> None:
         capability = capability_of_devices()
         # CPU workers want what is filled without gaps, CUDA workers each row where it would be if all were.
         whole = capability is not None and (_core.cpu_workers() > 0 or not lives_on_cuda(tasks))
         self.list, self.tasks = tasks, len(tasks.tasks)
+        self._store, self._shared = store, shared
         self.slots: list[str] = []
         self._native = _core.Program(tf32, checked)
         handles: dict[Tile, _core.Tile] = {}
@@ -226,6 +300,11 @@ class Program:
                     handles[tile] = store.handle(tile)
             for tile in task.clears:
                 self._native.add_invalidate(handles[tile])
+            if isinstance(task, Message):
+                self._native.add_message(handles[task.accesses[0].tile], **_message(task))
+                for tile in task.frees:
+                    self._native.add_invalidate(handles[tile])
+                continue
             runs = _bodies(task)
             places = {access.tile: number for number, access in enumerate(task.accesses)}
             floats: list[float] = []
@@ -265,7 +344,7 @@ class Program:
                 footprint=zlib.crc32(repr((shapes, [(p.kernel, p.ints) for run in runs for p in run])).encode()),
                 priority=task.priority,
                 flop=task.flop,
-                worker=task.worker,
+                worker=-1 if shared else task.worker,
                 leaves=[places[tile] for tile in task.evicts],
             )
             for tile in task.frees:
@@ -285,6 +364,10 @@ class Program:
 
     def run(self, slots: dict[str, float] | None = None) -> None:
         """Submit every task. `slots`: the step's scalars by name."""
+        if self._shared:
+            self._store.bring(self._shared.needs.items())
         number = self._native.run([float((slots or {})[name]) for name in self.slots])
+        if self._shared:
+            self._store.ran(self._shared)
         if Runtime.watched is not None:
             Runtime.watched.append((number, self.list))

@@ -17,6 +17,8 @@ from typing import Any
 from nntile_py import _core
 from nntile_py.errors import ConfigError, TaskError
 from nntile_py.execution.disk import Disk
+from nntile_py.execution.mpi import Ranks, ranks
+from nntile_py.system import ranks as system
 from nntile_py.system.cgroup import within_machine
 from nntile_py.system.folders import cache_folder
 from nntile_py.system.load import cores
@@ -43,6 +45,10 @@ class Runtime:
         calibrate: Measure anew the performance models that the dm* policies use.
         placement: "planned": a plan says which worker runs a task, and `scheduler` has no say (the default on several
             GPUs without CPU workers); "scheduler": the policy chooses.
+        mpi: True: one program on all ranks that mpirun or srun has started, each with its own cores as workers; every
+            rank runs the same script. One that was started alone has no need of MPI. False: on its own, whoever else
+            was started. Default: on its own, and an error where others were started.
+        nodes: How many ranks there have to be. Default: any number.
 
     Raises:
         ConfigError: A value is out of range.
@@ -67,8 +73,12 @@ class Runtime:
         window: int | None = None,
         calibrate: bool = False,
         placement: str | None = None,
+        mpi: bool | None = None,
+        nodes: int | None = None,
     ) -> None:
-        counts = {"cpus": cpus, "cuda": cuda, "memory": memory, "cuda_memory": cuda_memory, "window": window}
+        counts = {
+            "cpus": cpus, "cuda": cuda, "memory": memory, "cuda_memory": cuda_memory, "window": window, "nodes": nodes,
+        }  # fmt: skip
         for name, count in counts.items():
             if count is not None and (not isinstance(count, Integral) or ("memory" in name and count < 1)):
                 raise ConfigError(f"runtime.{name}: {count!r} is not allowed; use an integer (memory: bytes)")
@@ -98,6 +108,9 @@ class Runtime:
             )
         self.scheduler, self.memory, self.window, self.calibrate = scheduler, memory, window or 0, calibrate
         self.disk = Disk(disk, memory) if disk else None
+        self.ranks = joined(mpi, nodes)
+        if self.ranks and cuda:
+            raise ConfigError(f"runtime.cuda: got {cuda}; allowed on several ranks: 0, as GPUs are for one rank so far")
         self._users: list[Any] = []
 
     def __enter__(self) -> Runtime:
@@ -135,6 +148,8 @@ class Runtime:
                 self.cpus, policy, self.window, self.calibrate, within_machine(self.memory), self.cuda,
                 self.disk is not None, page, self._ahead(),
             )  # fmt: skip
+            if self.ranks:
+                self.ranks.start(self.window)
         except BaseException:
             self._close_disk()
             raise
@@ -152,6 +167,8 @@ class Runtime:
     def _stop(self) -> None:
         with uninterrupted():
             try:
+                if self.ranks:
+                    self.ranks.stop()
                 _core.stop()
             finally:
                 self._close_disk()
@@ -165,6 +182,21 @@ class Runtime:
             self._end(kind)
 
     def _end(self, kind: type[BaseException] | None) -> None:
+        if self.ranks is None:
+            return self._end_alone(kind)
+        try:
+            if kind is None:
+                self._end_alone(None)
+        except BaseException as error:
+            kind = type(error)
+            raise
+        finally:
+            if kind is not None:  # nothing is waited for: what others would have sent may never come
+                Runtime.current = None
+                atexit.unregister(self._stop)
+                system.failing()
+
+    def _end_alone(self, kind: type[BaseException] | None) -> None:
         users, self._users = self._users, []
         if kind and issubclass(kind, KeyboardInterrupt):
             _core.drop_python_tasks()
@@ -196,6 +228,22 @@ class Runtime:
     def wait() -> None:
         """Wait until every submitted task has ended; raises TaskError if one failed."""
         _core.wait_all()
+
+
+def joined(mpi: bool | None, nodes: int | None) -> Ranks | None:
+    """All ranks, if this process is to work with others."""
+    size = system.started()[1]
+    if size > 1 and mpi is None:
+        raise ConfigError(
+            f"mpirun or srun has started {size} of this process; allowed on several ranks: nntile train, and"
+            " nt.Runtime(mpi=True) in a script of your own"
+        )
+    if nodes is not None and nodes != (size if mpi else 1):
+        raise ConfigError(
+            f"runtime.nodes: got {nodes}, but {size if mpi else 1} of this process work together; allowed: the number"
+            " that mpirun or srun starts for nntile train, or null"
+        )
+    return ranks() if mpi and size > 1 else None
 
 
 def _forked() -> None:

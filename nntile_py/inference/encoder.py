@@ -183,6 +183,8 @@ class Encoder:
             self._own = own.__enter__()
         runtime = Runtime.current
         assert runtime is not None
+        if runtime.ranks:
+            raise ConfigError("Encoder: not on several ranks so far; allowed: nt.Runtime(mpi=False), each for itself")
         if self._running is None or self._running.runtime is not runtime:
             check_precision("dtype", self.dtype, bool(_core.cuda_workers()))
             self._running = _Running(runtime, self.model, self.dtype == "tf32")

@@ -270,5 +270,5 @@ def measure_cpu(workers: int, precision: str) -> Peak:
     for thread in threads:
         thread.join()
     flop, size, share = (sum(values) / len(found) for values in zip(*found, strict=True))
-    told = f"measured: {workers} threads at once, best of a GEMM of 768 and of a copy of 16 MiB"
+    told = f"measured: {workers} thread{'s at once' * (workers > 1)}, best of a GEMM of 768 and of a copy of 16 MiB"
     return Peak(flop, size, told, share)

@@ -156,19 +156,23 @@ def _info(task: Task, updates: bool, numbers: dict[Any, int]) -> Info:
 
 
 def peaks(trace: Trace, config: RunConfig) -> dict[str, Peak]:
-    """Of each kind of worker: from the config, else measured (CPU; at least what a task reached) or from the table."""
-    how, found = config.profile, {}
+    """Of each kind of worker: known_peak, and at least what a task reached."""
+    found: dict[str, Peak] = {}
     for worker in trace.workers:
         if worker.kind in found:
             continue
-        if how.peak_flop and how.peak_bytes:
-            found[worker.kind] = at_least_seen(Peak(how.peak_flop, how.peak_bytes, "config"), trace, worker.kind)
-        elif worker.kind == "CPU":
-            measured = measure_cpu(sum(w.kind == "CPU" for w in trace.workers), config.precision)
-            found["CPU"] = at_least_seen(measured, trace, "CPU")
-        else:
-            found[worker.kind] = device_peak(worker.name, config.precision)
+        peak = known_peak(worker.kind, worker.name, sum(w.kind == worker.kind for w in trace.workers), config)
+        told = worker.kind == "CPU" or peak.source == "config"
+        found[worker.kind] = at_least_seen(peak, trace, worker.kind) if told else peak
     return found
+
+
+def known_peak(kind: str, name: str, workers: int, config: RunConfig) -> Peak:
+    """Of one worker of a kind: from the config, else measured while all of them are busy (CPU), or from the table."""
+    how = config.profile
+    if how.peak_flop and how.peak_bytes:
+        return Peak(how.peak_flop, how.peak_bytes, "config")
+    return measure_cpu(workers, config.precision) if kind == "CPU" else device_peak(name, config.precision)
 
 
 def axes(config: RunConfig) -> dict[str, dict[str, int]]:

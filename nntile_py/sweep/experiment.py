@@ -8,7 +8,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -20,6 +20,8 @@ from nntile_py.config.run import RunConfig, load, runtime_options
 from nntile_py.errors import ConfigError, NNTileError
 from nntile_py.profiling import FILES
 from nntile_py.schema import Count, Section, read_yaml, validated
+from nntile_py.sweep import counted
+from nntile_py.sweep.counted import Counted, Printed
 from nntile_py.sweep.plots import Row, figure_of, named, value, word
 from nntile_py.sweep.results import table
 from nntile_py.sweep.spec import Sweep, check_sweep, points
@@ -58,12 +60,13 @@ class Profile(Section):
 
 
 class Experiment(Section):
-    """A YAML of experiments/: `cpu` and `gpu` say the same at two sizes, as a sweep, a drawing or a profile."""
+    """A YAML of experiments/: `cpu` and `gpu` say the same at two sizes; `kind` says what they are."""
 
     title: str
     shows: str
     paper: str  # what the paper found
-    kind: Literal["sweep", "graph", "profile"]
+    kind: Literal["sweep", "graph", "profile", "analysis"]
+    rows: list[Printed] = Field(default_factory=list)  # of the paper's table, beside which an analysis stands
     columns: list[str] = Field(default=["seconds", "seconds_min", "tasks"])  # metrics that the report tells
     ratio: str | None = None  # a key: the report tells how many times the first value's time the others take
     cpu: dict[str, Any]
@@ -76,23 +79,25 @@ class Experiment(Section):
         return self._name
 
     def part(self, scale: str, mode: Mode | None = None) -> Any:
-        """The Sweep, Drawing or Profile of a scale, in a mode other than its own if one is named."""
+        """The Sweep, Drawing, Profile or Counted of a scale, in a mode other than its own if one is named."""
         path, tree = EXPERIMENTS / f"{self.name}.yaml", getattr(self, scale)
         if mode:
             tree = self._in_mode(tree, mode)
         if self.kind == "sweep":
             return check_sweep({"rounds": ROUNDS} | tree, path)
-        cls: Any = Drawing if self.kind == "graph" else Profile
+        cls: Any = {"graph": Drawing, "profile": Profile, "analysis": Counted}[self.kind]
         try:
             made = validated(cls, tree, f"{scale}.")
         except ConfigError as error:
             raise ConfigError(f"{path}: {error}") from None
+        if isinstance(made, Counted):
+            return made
         return made.model_copy(update={"config": str(path.parent / made.config)})
 
     def _in_mode(self, tree: dict[str, Any], mode: Mode) -> dict[str, Any]:
         """A whole model's work changes; of a small graph, inference is the forward pass and training all of it."""
         inner = tree.get("measure", {}) if self.kind == "sweep" else tree
-        if {"measure.work", "measure.phase"} & tree.get("grid", {}).keys():
+        if self.kind == "analysis" or {"measure.work", "measure.phase"} & tree.get("grid", {}).keys():
             raise ConfigError(f"--mode: {self.name} compares several by itself; leave the option out")
         if inner.get("work") == "attention":
             raise ConfigError(f"--mode: {self.name} is a forward pass; leave the option out")
@@ -186,13 +191,13 @@ def run(
     if note:
         console.print(note)
     for told, config, _, _ in _planned(part, made.kind):
-        if config.runtime.cuda and made.kind != "graph":
+        if config.runtime.cuda and made.kind != "graph" and getattr(part, "measure", True):
             _need_gpus(config, told)
     if folder.resolve() == EXPERIMENTS.resolve():  # the config of a profile would go over the experiment's YAML
         raise ConfigError(f"--out: {folder} holds the experiments themselves; allowed: any other folder")
     folder.mkdir(parents=True, exist_ok=True)
     pictures: dict[str, bytes] = {}
-    rows, interrupted, missing = [], None, None
+    rows, interrupted, missing, totals = [], None, None, list[str]()
     if made.kind == "sweep":
         from nntile_py.sweep.run import run as run_sweep
 
@@ -214,10 +219,12 @@ def run(
     elif made.kind == "graph":
         written, pictures, missing = _draw(part, folder)
         note = ". ".join(filter(None, (note, f"No picture: {missing}" if missing else "")))
+    elif made.kind == "analysis":
+        written, pictures, missing, totals = counted.run(part, made.rows, folder)
     else:
         written, pictures = _profile(part, folder, made.name)
     failed = [row for row in rows if row["status"] != "ok"]
-    text = report(made, scale, rows, written, load_before, mode, note)
+    text = report(made, scale, rows, written, load_before, mode, note, totals)
     target = results or folder
     stem = f"{date.today().isoformat()}-{made.name}" if results else made.name
     stem += f"-{mode}" if mode else ""
@@ -247,6 +254,7 @@ def report(
     load_before: float,
     mode: Mode | None = None,
     note: str = "",
+    totals: Sequence[str] = (),
 ) -> str:
     """Markdown: how and where it was measured, what the paper found, what was found here."""
     where = machine()
@@ -276,7 +284,8 @@ def report(
         )
         lines += _ratios(made, rows)
     else:
-        lines += _markdown([[_cell(_number(of)) for of in row] for row in list(csv.reader(io.StringIO(written)))[:30]])
+        lines += _markdown([[_cell(_number(of)) for of in row] for row in list(csv.reader(io.StringIO(written)))[:60]])
+        lines += ["", *(f"* {line}" for line in totals)] if totals else []
     return "\n".join([*lines, ""])
 
 
@@ -378,7 +387,9 @@ def _sequence(of: Any) -> list[Any]:
 # -- small things
 
 
-def _config(part: Drawing | Profile) -> RunConfig:
+def _config(part: Drawing | Profile | Counted) -> RunConfig:
+    if isinstance(part, Counted):
+        return part.config()
     return load(part.config, [f"{key}={json.dumps(of)}" for key, of in part.set_.items()])
 
 

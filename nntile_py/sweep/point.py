@@ -6,13 +6,10 @@ import gc
 import json
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from nntile_py import _core
 from nntile_py.analysis.plan import estimate
@@ -27,14 +24,10 @@ from nntile_py.execution.program import Store, programs
 from nntile_py.execution.runtime import Runtime
 from nntile_py.graph.fusion import Fusion
 from nntile_py.graph.graph import Graph
-from nntile_py.models.init import fill
+from nntile_py.profiling.alone import SLOTS, clocked, runner, write_random
 from nntile_py.sweep.spec import Measure
 from nntile_py.system.load import Load
-from nntile_py.tasks.op import CATEGORIES, Lowering, Op, Tensor
-from nntile_py.tiles import TaskList, Tiling
-from nntile_py.tiles.dtypes import DTYPES
-
-SLOTS = {"lr": 1e-3, "beta1_correction": 0.1, "beta2_correction": 0.05}  # others: 1
+from nntile_py.tasks.op import CATEGORIES, Lowering
 
 
 def main() -> int:
@@ -111,12 +104,7 @@ def _peak_mib(config: RunConfig) -> float:
 def _times(step: Callable[[int], Any], how: Measure) -> list[float]:
     if how.warmup:
         step(how.warmup)
-    times = []
-    for _ in range(how.repeats):
-        start = time.perf_counter()
-        step(how.steps)
-        times.append((time.perf_counter() - start) / how.steps)
-    return times
+    return clocked(step, how.repeats, how.steps)
 
 
 def _training(config: RunConfig, how: Measure) -> tuple[Built, Callable[[int], None]]:
@@ -146,7 +134,7 @@ def _program(made: tuple[Graph, Lowering], config: RunConfig) -> Callable[[int],
     """The task list of a small graph, on random values."""
     graph, low = made
     store = Store()
-    _fill(low, store, [t for t in graph.tensors.values() if t.kind in ("input", "param")])
+    write_random(low, store, [t for t in graph.tensors.values() if t.kind in ("input", "param")])
     (program,) = programs([low.tasks], store, config.precision == "tf32")
 
     def run(count: int) -> None:
@@ -155,17 +143,6 @@ def _program(made: tuple[Graph, Lowering], config: RunConfig) -> Callable[[int],
         Runtime.wait()
 
     return run
-
-
-def _fill(low: Lowering, store: Store, tensors: list[Tensor]) -> None:
-    values = [np.empty(tensor.shape, DTYPES[tensor.dtype].numpy) for tensor in tensors]
-
-    def draw(rng: np.random.Generator, block: np.ndarray[Any, Any], number: int) -> None:
-        block[:] = 0.1 + 0.9 * rng.random(block.size, np.float32)
-
-    fill(values, 0, draw)
-    for tensor, value in zip(tensors, values, strict=True):
-        store.write(low, tensor, value)
 
 
 def _operators(config: RunConfig, how: Measure) -> dict[str, Any]:
@@ -177,35 +154,10 @@ def _operators(config: RunConfig, how: Measure) -> dict[str, Any]:
         if how.phase in ("all", op.phase):
             entry = classes[op.category.name]
             entry["flop"] += op.flop()
-            entry["seconds"] += min(_times(_alone(op, cuts, config), how))  # the least disturbed
+            entry["seconds"] += min(_times(runner(op, cuts, config), how))  # the least disturbed
     total = {key: sum(entry[key] for entry in classes.values()) for key in ("seconds", "flop")}
     result = {"seconds": total["seconds"]}
     for name, entry in classes.items():
         result |= {f"{name} {key}": value for key, value in entry.items()}
         result |= {f"{name} % {key}": 100 * value / total[key] for key, value in entry.items()}
     return result
-
-
-def _alone(op: Op, cuts: Tiling, config: RunConfig) -> Callable[[int], None]:
-    owners = list(dict.fromkeys(t.storage for t in [*op.inputs, *op.outputs]))
-    before = [(t.name, t.kind) for t in owners]
-    for number, tensor in enumerate(owners):  # all of it lives from run to run, under names that do not clash
-        tensor.name, tensor.kind = f"tensor{number}", "input"
-    low = Lowering(cuts, TaskList(config.accumulate))
-    for tensor in owners:
-        low.tasks.initialised.update(low.tile(tensor, index) for index in low.indices(tensor))
-    low.op = op.name
-    op.lower(low)
-    low.tasks.resolve()
-    store = Store()
-    _fill(low, store, owners)
-    (program,) = programs([low.tasks], store, config.precision == "tf32")
-    for tensor, (name, kind) in zip(owners, before, strict=True):
-        tensor.name, tensor.kind = name, kind
-
-    def run(count: int) -> None:
-        for _ in range(count):
-            program.run({slot: SLOTS.get(slot, 1.0) for slot in program.slots})
-        Runtime.wait()
-
-    return run

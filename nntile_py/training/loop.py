@@ -23,7 +23,6 @@ from nntile_py.config.sections import Optimizer
 from nntile_py.config.spec import build_model, step_spec
 from nntile_py.errors import ConfigError, NNTileError, NotFinite
 from nntile_py.execution.runtime import Runtime
-from nntile_py.inference.generate import fill_masked, generate
 from nntile_py.models.base import Model
 from nntile_py.system.folders import read, replace_file
 from nntile_py.tokenizer import CLS, END_OF_TEXT, PAD, SEP, number_of
@@ -32,9 +31,11 @@ from nntile_py.training.batches import SPECIAL, Batches, objective
 from nntile_py.training.confusion import FILES, Confusion
 from nntile_py.training.data import load_corpus
 from nntile_py.training.labelled import LabelledBatches, LabelledCorpus, load_labelled
-from nntile_py.training.resume import check_same, data_facts, newest
+from nntile_py.training.resume import check_same, data_facts, flat, newest
 from nntile_py.training.run_folder import GENERATION, Metrics, RunFolder, check_alone, check_replaced
+from nntile_py.training.sample import AnyCorpus, sampled
 from nntile_py.training.saver import Saver, told
+from nntile_py.training.together import Silent, agree, told_by_first
 from nntile_py.training.trainer import STEPS_IN_FLIGHT, Pending, Trainer
 
 SKIPS = 10  # steps in a row that are skipped: no later one will be better
@@ -54,18 +55,28 @@ def train(
     Raises NNTileError, without writing weights, when the loss or the gradient is no longer a finite number."""
     # Refuses what cannot be trained and what the machine lacks, before any work.
     aim = objective(config)
-    runtime = Runtime(**runtime_options(config.runtime.model_dump()))
+    runtime = Runtime(**runtime_options(config.runtime.model_dump()), mpi=True)
+    ranks = runtime.ranks
+    leads = not ranks or ranks.rank == 0  # writes and shows everything; the others compute and read alone
+    if ranks:  # what mpirun shows each rank looks like a terminal
+        console = Console(quiet=not leads, force_terminal=False)
     tell = partial(_say, console)
     if config.short_warmup:
         tell(f"note: {config.short_warmup}")
-    check_alone(out)
-    if replaces and out.exists():
-        check_replaced(out)
+    if leads:
+        check_alone(out)
+        if replaces and out.exists():
+            check_replaced(out)
     there = checkpoint.found(out)
     resumed = newest(resume, tell) if resume else None
     tell(f"reading {config.data.source}")
     corpus = load_labelled(config) if aim == CLASSIFICATION else load_corpus(config, SPECIAL[aim])
     data = data_facts(config, corpus)
+    if ranks:
+        ranks.same("the config", flat(config.model_dump(mode="json", by_alias=True)))
+        ranks.same("the data", data)
+        ranks.same("the checkpoint", {"folder": str(resumed.folder), "step": resumed.step} if resumed else {})
+        tell(f"{ranks.size} ranks, each with at least {ranks.cores} cores")
     tell(f"{corpus.told()}; writing to {out}")
     if resumed:
         differs = check_same(resumed, config, data)
@@ -79,6 +90,8 @@ def train(
         )
         if batches.about:
             tell(batches.about)
+        if not leads:
+            return _follow(config, corpus, batches, trainer, stop)
         folder = RunFolder(out, replaces, new=not (resume or replaces))  # now: what is refused leaves nothing behind
         if resume and checkpoint.found(out) != there:
             raise ConfigError(f"--resume: another process has trained into {out} meanwhile; allowed: to begin again")
@@ -93,6 +106,7 @@ def train(
         try:
             with Display(console, config, trainer) as display:
                 first, last = _steps(config, batches, trainer, metrics, display, saver, stop)
+            trainer.gather()
             saver.finish()
         except BaseException:
             saver.abandon()
@@ -114,19 +128,27 @@ def train(
         tell(f"weights saved in {saved / checkpoint.MODEL}")
         if last and "confusion" in last and isinstance(corpus, LabelledCorpus):
             _show_confusion(Confusion(corpus.names, last["confusion"]), saved, tell)
-        elif isinstance(batches, Batches) and config.sample.tokens and not stop:
-            if lack := _no_logits(trainer):
-                tell(lack)
-            elif aim == "causal":
-                tell(f"\nsample:\n{generate(trainer, corpus.tokenizer, config, stop)}")
-            else:
-                filled = fill_masked(trainer, corpus.tokenizer, batches.shown, config.sample.tokens)
-                tell(f"\nheld-out text, guesses at its masked tokens in [[ ]]:\n{filled}")
+        elif sample := sampled(config, corpus, batches, trainer, stop):
+            tell(sample)
     if stop:
         more = f"; {again} --resume goes on" if trainer.steps < config.train.steps else ""
         done = f"after step {trainer.steps} of {config.train.steps}"
         tell(f"stopped by {stop[0]} {done}; what was trained is saved{more}")
         return 128 + signal.Signals[stop[0]].value
+    return 0
+
+
+def _follow(
+    config: RunConfig, corpus: AnyCorpus, batches: Batches | LabelledBatches, trainer: Trainer, stop: list[str]
+) -> int:
+    """What a rank does that is not the first: the same steps, and whatever all ranks do together.
+
+    It ends well even where a signal has ended the run: mpirun would end the first rank before that has told of it."""
+    silent = Silent()
+    _, last = _steps(config, batches, trainer, silent, silent, silent, stop)
+    trainer.gather()
+    if not (last and "confusion" in last):
+        sampled(config, corpus, batches, trainer, stop)
     return 0
 
 
@@ -194,17 +216,6 @@ def _files(trainer: Trainer, tokenizer: Tokenizer, config: RunConfig) -> dict[st
     if config.model.from_ and (kept := Path(config.model.from_) / GENERATION).is_file():
         files[GENERATION] = read(kept)
     return files
-
-
-def _no_logits(trainer: Trainer) -> str:
-    """Why no sample of text can be made, if that is so."""
-    outputs = trainer.spec.trace(training=False)[1].outputs
-    if "logits" in outputs and tuple(outputs["logits"].axes[:-1]) == ("batch", "seq"):
-        return ""
-    return (
-        "no sample: it is made of the model's output logits [batch, seq, vocab]; the outputs of"
-        f" {type(trainer.model).__name__} are {', '.join(f'{n} {[*t.axes]}' for n, t in outputs.items()) or 'none'}"
-    )
 
 
 def build_trainer(config: RunConfig, model: Model | None = None) -> Trainer:
@@ -278,24 +289,26 @@ class Display:
 
 
 def _steps(
-    config: RunConfig, batches: Batches | LabelledBatches, trainer: Trainer, metrics: Metrics, display: Display,
-    saver: Saver, stop: list[str],
+    config: RunConfig, batches: Batches | LabelledBatches, trainer: Trainer, metrics: Metrics | Silent,
+    display: Display | Silent, saver: Saver | Silent, stop: list[str],
 ) -> tuple[float, dict[str, Any] | None]:  # fmt: skip
     """All steps that are left, or those up to a signal: the held-out loss before the first, and what was last measured
     since."""
     how = config.train
     in_flight: deque[tuple[Pending, float]] = deque()
-    before = next((line["held_out_loss_before"] for line in metrics.lines if "held_out_loss_before" in line), None)
-    first, last = _measured(batches, trainer)["held_out_loss"] if before is None else before, None
+    known = (line["held_out_loss_before"] for line in metrics.lines if "held_out_loss_before" in line)
+    before, last = told_by_first(next(known, math.nan)), None
+    first = _measured(batches, trainer)["held_out_loss"] if math.isnan(before) else before
     skipped = 0  # in a row, up to now
     clock = time.perf_counter()
     for step in range(trainer.steps + 1, how.steps + 2):
+        agree(stop)
         ends = step > how.steps or bool(stop)
         if not ends:
             lr = learning_rate(config.optimizer, step, how.steps)
             in_flight.append((trainer.submit(batches.training(step), lr=lr), lr))
         measures = not ends and (step % how.eval_every == 0 or step == how.steps)
-        due = not ends and saver.due(step)
+        due = not ends and bool(told_by_first(saver.due(step)))
         while len(in_flight) >= (1 if ends or measures or (due and saver.needs_report) else STEPS_IN_FLIGHT):
             pending, lr = in_flight.popleft()
             done, line = pending.step, {"step": pending.step, "loss": math.nan, "lr": lr, "grad_norm": math.nan}
@@ -325,6 +338,7 @@ def _steps(
         if ends:
             break
         if due:
+            trainer.gather()
             saver.begin(step)
     if skipped and stop:
         _measured(batches, trainer)  # raises if the weights are what is wrong
@@ -332,7 +346,7 @@ def _steps(
 
 
 @contextmanager
-def _ends_where_not_finite(metrics: Metrics, line: dict[str, Any]) -> Iterator[None]:
+def _ends_where_not_finite(metrics: Metrics | Silent, line: dict[str, Any]) -> Iterator[None]:
     """`line`: what the metrics get before the run ends."""
     try:
         yield

@@ -71,7 +71,7 @@ def check_same(resumed: Resumed, config: RunConfig, data: dict[str, str]) -> str
     """Raise ConfigError, naming what differs, for the checkpoint of another run; what else differs, in words."""
     if resumed.facts.get("config") is None:
         raise ConfigError(f"--resume: {resumed.folder} is no run's (trainer.save wrote it); use nt.Trainer.load")
-    old, new = _flat(resumed.facts["config"]), _flat(config.model_dump(mode="json", by_alias=True))
+    old, new = flat(resumed.facts["config"]), flat(config.model_dump(mode="json", by_alias=True))
     both = [key for key in sorted(old.keys() & new.keys()) if old[key] != new[key] and not _in(key, FREE)]
     differ = {key: f"{key} was {old[key]}, is {new[key]}" for key in both}
     fixed = [words for key, words in differ.items() if _in(key, FIXED)]
@@ -89,9 +89,9 @@ def _in(key: str, names: tuple[str, ...]) -> bool:
     return any(key == name or key.startswith(f"{name}.") for name in names)
 
 
-def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """By dotted key."""
     result: dict[str, Any] = {}
     for key, value in tree.items():
-        result |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+        result |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
     return result

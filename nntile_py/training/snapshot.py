@@ -31,7 +31,9 @@ def states_of(built: Step) -> dict[str, dict[Tensor, Tensor]]:
 
 
 class Live:
-    """Weights and averages in a trainer's tiles; `state` reads each when it is asked for, and waits for the tasks."""
+    """Weights and averages in a trainer's tiles; `state` reads each when it is asked for, and waits for the tasks.
+
+    Of several ranks, on the one that holds them: see Trainer.gather."""
 
     def __init__(self, step: int, built: Step, store: Store) -> None:
         self.step, self._built, self._store, self._states = step, built, store, states_of(built)
@@ -43,7 +45,7 @@ class Live:
         return weights | {tensor: self._built.update for of in self._states.values() for tensor in of.values()}
 
     def read(self, tensor: Tensor) -> Array:
-        return self._store.read(self.tensors[tensor], tensor)
+        return self._store.read(self.tensors[tensor], tensor, held=True)
 
     def state(self) -> State:
         """Raises TaskError where a task had failed."""

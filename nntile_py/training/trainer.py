@@ -150,6 +150,9 @@ class Trainer:
             raise TaskError("Trainer: no runtime is running; use it inside `with nntile_py.Runtime(...):`")
         check_precision("dtype", spec.dtype, bool(_core.cuda_workers()))
         self.model, self.spec, self.seed, self.shift_labels = model, spec, seed, shift_labels
+        if check_finite and Runtime.current.ranks:
+            need = "False, as each sees its own tasks alone"
+            raise ConfigError(f"check_finite (debug.nonfinite): got True; allowed on several ranks: {need}")
         self.checked = Checked(check_finite, (STEPS_IN_FLIGHT + 1) * (spec.grad_accumulation + 1))
         self.batch, self.seq, self.dtype = spec.batch, spec.seq, spec.dtype
         self.optimizer, self.grad_accumulation = spec.optimizer, spec.grad_accumulation
@@ -251,6 +254,7 @@ class Trainer:
         built, declared = made.built, made.built.graph.inputs
         slots = {"lr": rate, **self.optimizer.slots(self.steps)}
         slots |= means(counted(declared, arrays, filled.arrays))
+        self._same(f"what step {self.steps} is given", {**arrays, **slots, "seed": self.seed})
         for micro in range(self.grad_accumulation):
             part = slice(micro * self.spec.rows, (micro + 1) * self.spec.rows)
             slots |= filled.live[micro]
@@ -262,9 +266,8 @@ class Trainer:
                 self._store.write(low, declared[name].tensor, value[part] if declared[name].batched else value)
             self._run(program, slots, f"pass {micro + 1} of step {self.steps}")
         self._run(made.update, slots, f"the update of step {self.steps}")
-        scalars = [("scalar", name, (0,)) for name in ("loss", "grad_norm")]
         tokens = filled.tokens(self.tokens_per_step)
-        pending = Pending(self.steps, _core.Fetch([self._store.handles[key] for key in scalars]), self, tokens)
+        pending = Pending(self.steps, self._store.fetch("loss", "grad_norm"), self, tokens)
         self._pending.append(pending)
         return pending
 
@@ -304,8 +307,9 @@ class Trainer:
         for name in (name for name in arrays if name in declared):  # dropout's are none of an evaluation's
             self._store.write(evaluation.forward, declared[name].tensor, arrays[name])
         numbers = counted(declared, arrays, filled.arrays)
+        self._same("what an evaluation is given", {**arrays, **numbers})
         self._run(program, means(numbers) | dict(filled.live[0]), "an evaluation")
-        (loss,) = _core.Fetch([self._store.handles["scalar", "loss", (0,)]]).wait()
+        (loss,) = self._store.fetch("loss").wait()
         if not any(numbers.values()):
             loss = float("nan")  # the mean of nothing, as in PyTorch
         elif not math.isfinite(loss):
@@ -336,6 +340,12 @@ class Trainer:
         """Start to copy weights and averages as the steps submitted so far leave them; returns at once."""
         return Snapshot(self.steps, self._built, self._store)
 
+    def gather(self) -> None:
+        """Of several ranks, all of which call it, have the first hold all weights and averages: it alone can then read
+        a snapshot, or what is live."""
+        if self._runtime.ranks:
+            self._store.gather(self.live().tensors)
+
     def live(self) -> Live:
         """Weights and averages, read one by one."""
         return Live(self.steps, self._built, self._store)
@@ -354,6 +364,8 @@ class Trainer:
         for name, of in states.items():
             for param in self._built.params:
                 self._store.write(self._built.update, of[param.tensor], param.value(averages[name]))
+        for name, values in averages.items():
+            self._same(f"{name} of the checkpoint", values)
         self.steps = step
         self._check_alone(self._runtime)
 
@@ -364,7 +376,11 @@ class Trainer:
         The folder is complete or not there; one of that name is replaced. Raises OSError where it cannot be written,
         NNTileError for weights that are no finite numbers."""
         files = {checkpoint.CONFIG: json.dumps(self.hf_config(), indent=2)} if hasattr(self.model, "hf_config") else {}
-        checkpoint.write(Path(folder), self.live().state(), files, saved.facts(self))
+        self.gather()
+        if not self._runtime.ranks or self._runtime.ranks.rank == 0:
+            checkpoint.write(Path(folder), self.live().state(), files, saved.facts(self))
+        if self._runtime.ranks:
+            self._runtime.ranks.barrier()
 
     def hf_config(self) -> dict[str, Any]:
         """What config.json holds: the model's own, and the dtype of the weights that are written beside it."""
@@ -413,6 +429,11 @@ class Trainer:
         program.run(slots)
         self.checked.ran(program, what)
 
+    def _same(self, what: str, parts: Mapping[str, Any]) -> None:
+        """Raise ConfigError where ranks differ in what each of them is to give."""
+        if self._runtime.ranks:
+            self._runtime.ranks.same(what, parts)
+
     def _dropout_seed(self, micro: int) -> float:
         """Another one for each seed, step and micro-batch; 48 bits, which a float argument holds exactly."""
         key = f"{self.seed} {self.steps} {micro}".encode()
@@ -440,6 +461,7 @@ class Trainer:
             raise ConfigError(f"model: {type(self.model).__name__}.weights is no dict; allowed: {{name: array}}")
         for param in self._built.params:
             value = param.value(weights)
+            self._same("the model's weights", {param.tensor.name: value})
             if param.tensor in low_bits:
                 value, low = split(value)
                 self._store.write(self._built.update, low_bits[param.tensor], low)

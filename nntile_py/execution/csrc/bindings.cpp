@@ -9,6 +9,7 @@
 #include "dtypes.h"
 #include "internal.h"
 #include "profile.h"
+#include "transport.h"
 
 namespace py = pybind11;
 using namespace nntile;
@@ -185,6 +186,12 @@ PYBIND11_MODULE(_core, m) {
   m.def("cuda_workers", cuda_workers);
   m.def("reserve_for_tiles", reserve_for_tiles, release());
   m.def("keep_choices", keep_choices);
+  m.def("use_transport", [](const std::optional<py::capsule>& transport, int most) {
+    use_transport(transport ? static_cast<const Transport*>(transport->get_pointer()) : nullptr, most);
+  }, py::arg("transport"), py::arg("most") = 0);
+  m.def("post", [](std::shared_ptr<Tile> tile, int peer, int64_t tag, int priority, bool sends) {
+    post({std::move(tile), peer, tag, priority, sends});
+  }, py::arg("tile"), py::arg("peer"), py::arg("tag"), py::arg("priority"), py::arg("sends"), release());
   m.def("chosen", chosen, release());
   py::class_<Submitted, std::shared_ptr<Submitted>>(m, "Submitted")
       .def("done", &Submitted::done)
@@ -315,6 +322,11 @@ PYBIND11_MODULE(_core, m) {
           py::arg("footprint") = 0, py::arg("priority") = 0, py::arg("flop") = 0.0,
           py::arg("worker") = -1, py::arg("leaves") = std::vector<int>{})
       .def("add_invalidate", &Program::add_invalidate)
+      .def("add_message",
+           [](Program& program, std::shared_ptr<Tile> tile, int peer, int64_t tag, int priority, bool sends) {
+             program.add_message({std::move(tile), peer, tag, priority, sends});
+           },
+           py::arg("tile"), py::arg("peer"), py::arg("tag"), py::arg("priority"), py::arg("sends"))
       .def("run", &Program::run, release())
       .def_property_readonly("tasks", &Program::tasks)
       .def_property_readonly("checked_run", &Program::checked_run);

@@ -27,6 +27,7 @@ struct Shared {
   std::atomic<uint64_t> ended{0};  // tasks, and copies from and to the program
   std::atomic<int> active{0};
   std::atomic<int> leaving{0};  // tiles on their way to main memory, also from the program: StarPU counts no task for them
+  std::atomic<int> messages{0};  // between ranks, under way
   std::atomic<bool> stuck{false};
   bool forked = false;  // this is a child of a process whose runtime is running: it has no workers
   std::atomic<bool> dropping{false};  // tasks in Python that have not begun are not run

@@ -305,6 +305,11 @@ void Program::add_invalidate(std::shared_ptr<Tile> tile) {
   finished_ = false;
 }
 
+void Program::add_message(Message message) {
+  items_.emplace_back(std::move(message));
+  finished_ = false;
+}
+
 // Reading what nobody wrote aborts in StarPU: found here once, by walking the accesses in order.
 void Program::finish() {
   std::unordered_map<const Tile*, bool> state;
@@ -314,16 +319,20 @@ void Program::finish() {
       state[tile->get()] = false;
       continue;
     }
-    const auto& record = std::get<TaskRecord>(item);
-    for (size_t k = 0; k < record.tiles.size(); ++k) {
-      auto* tile = record.tiles[k].get();
+    const auto use = [&](const std::string& name, Tile* tile, int mode) {
       const bool seen = state.contains(tile);
-      if (reads(record.modes[k])) {
-        if (seen && !state[tile]) throw TaskError(record.name + ": reads a tile before any task wrote it");
+      if (reads(mode)) {
+        if (seen && !state[tile]) throw TaskError(name + ": reads a tile before any task wrote it");
         if (!seen) needs_.push_back(tile);
       }
-      if (!seen || record.modes[k] & (STARPU_W | STARPU_REDUX)) state[tile] = true;
+      if (!seen || mode & (STARPU_W | STARPU_REDUX)) state[tile] = true;
+    };
+    if (const auto* message = std::get_if<Message>(&item)) {
+      use("a message", message->tile.get(), message->sends ? STARPU_R : STARPU_W);
+      continue;
     }
+    const auto& record = std::get<TaskRecord>(item);
+    for (size_t k = 0; k < record.tiles.size(); ++k) use(record.name, record.tiles[k].get(), record.modes[k]);
   }
   for (auto& item : items_)  // the list is complete: its records stay where they are
     if (auto* record = std::get_if<TaskRecord>(&item)) record->instance = {record, record->floats.data()};
@@ -346,6 +355,10 @@ uint32_t Program::run(const std::vector<double>& slots) {
   for (auto& item : items_) {
     if (auto* tile = std::get_if<std::shared_ptr<Tile>>(&item)) {
       invalidate(*tile);
+      continue;
+    }
+    if (const auto* message = std::get_if<Message>(&item)) {
+      post(*message);
       continue;
     }
     if (g.window > 0 && starpu_task_nsubmitted() >= g.window)

@@ -54,13 +54,13 @@ void wake() {
 void sleep_if_idle() {
   if (g.forked) return;
   const std::lock_guard lock(g_sleep_mutex);
-  if (g_asleep || starpu_task_nsubmitted() || g.leaving) return;
+  if (g_asleep || starpu_task_nsubmitted() || g.leaving || g.messages) return;
   starpu_pause();
   g_asleep = true;
 }
 
 void wait_for_tasks() {
-  wait_until([] { return starpu_task_nsubmitted() == 0 && g.leaving == 0; });
+  wait_until([] { return starpu_task_nsubmitted() == 0 && g.leaving == 0 && g.messages == 0; });
   starpu_task_wait_for_all();
   wait_until(queues_empty);
 }

@@ -85,6 +85,16 @@ void zero_tile(const std::shared_ptr<Tile>& tile);  // fills it with zeros, wher
 void invalidate(const std::shared_ptr<Tile>& tile);
 // Copied to main memory after the tasks submitted so far, it is the first to make room. only_read: by the last of them.
 void leave(const Tile& tile, bool only_read);
+// A version of a tile, to or from another rank: the same tag there, and for one tag the same order.
+struct Message {
+  std::shared_ptr<Tile> tile;
+  int peer;
+  int64_t tag;
+  int priority;
+  bool sends;
+};
+void post(const Message& message);  // in order with the tasks; waits only for the window of messages
+void use_transport(const struct Transport* transport, int most);  // null: there is one rank
 void reserve_for_tiles();      // on each device, one block of all that tiles may take, to cut them from
 
 // Scalars that become readable when the tasks submitted before have written them.
@@ -122,6 +132,7 @@ class Program {
   ~Program();
   void add(TaskRecord record, const std::vector<std::string>& kernels, const std::string& codelet);
   void add_invalidate(std::shared_ptr<Tile> tile);
+  void add_message(Message message);
   // Submits everything; waits only for the window. Returns its number in the profile that is taken, or 0.
   uint32_t run(const std::vector<double>& slots);
   size_t tasks() const { return tasks_; }
@@ -129,7 +140,7 @@ class Program {
 
  private:
   void finish();
-  std::vector<std::variant<TaskRecord, std::shared_ptr<Tile>>> items_;
+  std::vector<std::variant<TaskRecord, std::shared_ptr<Tile>, Message>> items_;
   std::vector<Tile*> needs_;  // tiles that must hold data before the program runs
   size_t tasks_ = 0;
   size_t slots_ = 0;

@@ -1,0 +1,366 @@
+"""Every operator of a step with its flop and the words that it moves, alone and within the fused operator that runs it.
+
+The accounting of Ivanov et al. 2021 ("Data movement is all you need", sections III and IV, Tables I and III). Words are
+counted, not estimated: those of the tiles that the operator's own tasks read and write. Pure data, nothing is run.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from nntile_py.analysis.workloads import Work, logical
+from nntile_py.config.spec import step_spec
+from nntile_py.errors import ConfigError
+from nntile_py.graph.fusion import Fusion, fuse
+from nntile_py.graph.graph import Graph
+from nntile_py.graph.step import TILE_DTYPE
+from nntile_py.tasks.op import CATEGORIES, Category, Lowering, Op, Tensor
+from nntile_py.tasks.space import Space, space
+from nntile_py.tiles import TaskList, Tiling, device_model
+from nntile_py.tiles.dtypes import DTYPES
+
+if TYPE_CHECKING:
+    from nntile_py.config.run import RunConfig
+
+
+@dataclass(frozen=True)
+class Peaks:
+    """What all workers together can do: flop/s and bytes/s; None where it is not known. source: how it was found."""
+
+    flop: float | None
+    bytes: float | None
+    source: str
+
+
+def bound_by_memory(flop: float, least_bytes: float, peaks: Peaks) -> bool | None:
+    """Whether the least bytes take longer than the flop; None where a peak is not known."""
+    if peaks.flop is None or peaks.bytes is None:
+        return None
+    return least_bytes / peaks.bytes > flop / peaks.flop
+
+
+@dataclass(frozen=True)
+class Row:
+    """An operator, or `count` of them that are alike, such as one of each layer: figures are of all of them.
+
+    phase: forward, dX (gradients of what it read), dW (of weights), dX dW, or update. independent, reduced: the axes of
+    its iteration space and their sizes. read, written: words that its tasks move; least: each operand once; bytes,
+    least_bytes: the same in bytes. group: the fused operator that runs it. seconds: measured, or None.
+    """
+
+    name: str
+    phase: str
+    category: Category
+    title: str
+    independent: dict[str, int]
+    reduced: dict[str, int]
+    count: int
+    flop: float
+    read: int
+    written: int
+    least: int
+    bytes: int
+    least_bytes: float
+    ops: tuple[tuple[Op, int], ...] = field(repr=False)  # those of other sizes, and how many are like each
+    group: str | None = None
+    seconds: float | None = None
+
+    @property
+    def moved(self) -> int:
+        return self.read + self.written
+
+    @property
+    def intensity(self) -> float:
+        """Flop a word."""
+        return self.flop / self.moved if self.moved else 0.0
+
+    def peak_share(self, peaks: Peaks) -> float | None:
+        """Percent of the peak flop/s that it reached."""
+        return 100 * self.flop / self.seconds / peaks.flop if self.seconds and peaks.flop else None
+
+    def mue(self, peaks: Peaks) -> float | None:
+        """Memory usage efficiency, percent: Q/D B/Bpeak with Q the least bytes, D those moved, B = D / seconds.
+
+        (Fuhrer et al. 2018; section III.C of the paper.) Above 100 where operands were in a cache."""
+        if not (self.seconds and peaks.bytes and self.bytes):
+            return None
+        reached = self.bytes / self.seconds
+        return 100 * self.least_bytes / self.bytes * reached / peaks.bytes
+
+    def memory_bound(self, peaks: Peaks) -> bool | None:
+        """Whether MUE is above the share of the peak flop/s: so for any time that it takes, and told without one."""
+        return bound_by_memory(self.flop, self.least_bytes, peaks)
+
+    def to_dict(self, peaks: Peaks) -> dict[str, Any]:
+        """Percent in peak_share and mue, as in the paper."""
+        return {
+            "name": self.name, "phase": self.phase, "class": self.category.name, "what": self.title,
+            "independent": self.independent, "reduced": self.reduced, "count": self.count, "flop": self.flop,
+            "read_words": self.read, "written_words": self.written, "least_words": self.least,
+            "flop_per_word": self.intensity, "bytes": self.bytes, "seconds": self.seconds,
+            "peak_share": self.peak_share(peaks), "mue": self.mue(peaks), "memory_bound": self.memory_bound(peaks),
+            "group": self.group,
+        }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Analysis:
+    """`operators`: before fusion; `groups`: those that run, after it. `title`: of what, with its sizes."""
+
+    title: str
+    operators: list[Row]
+    groups: list[Row]
+    peaks: Peaks
+
+    def totals(self) -> dict[str, Any]:
+        """Sums by class before fusion, of all, and of all after fusion; percent of the words that fusion saves."""
+        classes = {of.name: _total([r for r in self.operators if r.category is of]) for of in CATEGORIES}
+        before, after = _total(self.operators), _total(self.groups)
+        for entry in classes.values():
+            for key in ("flop", "seconds"):
+                whole = before[key]
+                entry[f"percent_{key}"] = 100 * entry[key] / whole if whole and entry[key] is not None else None
+        words = before["read_words"] + before["written_words"]
+        left = after["read_words"] + after["written_words"]
+        saved = 100 * (1 - left / words) if words else 0.0
+        return {**classes, "all": before, "fused": after, "movement_saved_percent": saved}
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "title": self.title,
+            "peaks": {"flop_per_s": self.peaks.flop, "bytes_per_s": self.peaks.bytes, "source": self.peaks.source},
+            "operators": [row.to_dict(self.peaks) for row in self.operators],
+            "groups": [row.to_dict(self.peaks) for row in self.groups],
+            "totals": self.totals(),
+        }
+
+
+def _total(rows: Sequence[Row]) -> dict[str, Any]:
+    seconds = [row.seconds for row in rows]
+    return {
+        "operators": sum(row.count for row in rows),
+        "flop": sum(row.flop for row in rows),
+        "read_words": sum(row.read for row in rows),
+        "written_words": sum(row.written for row in rows),
+        "least_words": sum(row.least for row in rows),
+        "bytes": sum(row.bytes for row in rows),
+        "seconds": math.fsum(s for s in seconds if s is not None) if None not in seconds else None,
+    }
+
+
+def analyse(config: RunConfig, work: Work = "train") -> Analysis:
+    """Of a workload with the sizes of `config`. Raises ConfigError where it has no such work, or sizes do not fit.
+
+    Stacked products of queries, keys and values (fusion.qkv) stay so before fusion, as in the paper: they are other
+    operators, not fewer tasks of the same ones."""
+    if config.train.pack:
+        raise ConfigError("train.pack: got true; allowed in an analysis: false, as words are then of no fixed number")
+    full, none = Fusion.of(config.fusion.model_dump()), unfused(config)
+    cuts = step_spec(config).cuts
+    count = _Count(cuts, config.accumulate, config.train.grad_accumulation if work == "train" else 1)
+    before = [count.facts(graph, n) for n, graph in enumerate(logical(config, work, none))]
+    after = [count.facts(graph, n) for n, graph in enumerate(logical(config, work, full))]
+    for number, graph in enumerate(logical(config, work, none)):
+        owners = _owners(graph, full, cuts)
+        for fact in before[number].values():
+            if (fused := after[number].get(owners.get(fact.place, -1))) is not None:
+                fact.group = fused
+                fused.members.append(fact)
+    groups, names = _rows([fact for facts in after for fact in facts.values()])
+    operators, _ = _rows([fact for facts in before for fact in facts.values()], names)
+    return Analysis(_title(config, work), operators, groups, nominal(config))
+
+
+def unfused(config: RunConfig) -> Fusion:
+    """None but that of queries, keys and values, if the config has it."""
+    return replace(Fusion.of(False), qkv=config.fusion.qkv)
+
+
+def _owners(graph: Graph, fusion: Fusion, cuts: Tiling) -> dict[int, int]:
+    """Fuses a graph: for the place of each operator before, that of the one that does its work after it.
+
+    That is the one that makes what it made, or, where nothing makes this any more, does the work of who read it."""
+    places = {op: place for place, op in enumerate(graph.ops)}
+    makes = {op: list(op.outputs) for op in graph.ops}
+    readers: dict[Tensor, list[Op]] = {}
+    for op in graph.ops:
+        for tensor in op.inputs:
+            readers.setdefault(tensor, []).append(op)
+    fuse(graph, fusion, cuts)
+    maker = {tensor: place for place, op in enumerate(graph.ops) for tensor in op.outputs}
+    found: dict[int, int] = {}
+    for op in reversed(list(places)):
+        direct = [maker[t] for t in makes[op] if t in maker]
+        passed = [found[places[r]] for t in makes[op] for r in readers.get(t, []) if places[r] in found]
+        if direct or passed:
+            found[places[op]] = (direct or passed)[0]
+    return found
+
+
+def nominal(config: RunConfig) -> Peaks:
+    """What plans take the workers for."""
+    gpu = config.runtime.cuda != 0
+    speed = device_model.worker(TILE_DTYPE.get(config.precision, config.precision), gpu)
+    count, kind = config.workers, "GPU" if gpu else "CPU worker"
+    told = f"not measured: what plans take {count} {kind}{'s' * (count > 1)} for"
+    return Peaks(count * speed.flop_s, count * speed.bytes_s, told)
+
+
+def _title(config: RunConfig, work: str) -> str:
+    sizes = {name: getattr(config.model, name) for name in ("layers", "embed", "heads") if hasattr(config.model, name)}
+    if work not in ("train", "inference"):
+        sizes.pop("layers", None)
+    told = [f"{name} {size}" for name, size in ({"batch": config.train.batch, "seq": config.train.seq} | sizes).items()]
+    what = {"train": f"a training step of {config.model.type}", "inference": f"a forward pass of {config.model.type}"}
+    return f"{what.get(work, work)}: {', '.join(told)}, {config.precision}"
+
+
+# -- one operator
+
+
+def alone(op: Op, cuts: Tiling, policy: str) -> Lowering:
+    """The tasks of an operator by itself; what it reads is there before, what it makes is written anew."""
+    low = Lowering(cuts, TaskList(policy))
+    for tensor in dict.fromkeys(t.storage for t in op.inputs):
+        low.tasks.initialised.update(low.tile(tensor, index) for index in low.indices(tensor))
+    low.op = op.name
+    op.lower(low)
+    low.tasks.resolve()
+    return low
+
+
+@dataclass
+class _Fact:
+    """What is counted of one operator; `place`: its number in the graph."""
+
+    op: Op
+    phase: str
+    place: int
+    times: int
+    flop: float
+    read: int
+    written: int
+    least: int
+    bytes: int
+    least_bytes: float
+    group: _Fact | None = None  # after fusion
+    members: list[_Fact] = field(default_factory=list)  # of one after fusion
+
+
+class _Count:
+    """Counts operators; those that look alike, as of all layers, once."""
+
+    def __init__(self, cuts: Tiling, policy: str, repeats: int) -> None:
+        self.cuts, self.policy, self.repeats = cuts, policy, repeats
+        self._known: dict[Hashable, tuple[int, int, int]] = {}
+
+    def facts(self, graph: Graph, number: int) -> dict[int, _Fact]:
+        """By place, of the operators that have tasks. `number` 0: what each micro-batch runs, 1: the update."""
+        for op in graph.ops:
+            op.fit(self.cuts)
+        found = (self._fact(op, place, number) for place, op in enumerate(graph.ops))
+        return {fact.place: fact for fact in found if fact.bytes}
+
+    def _fact(self, op: Op, place: int, number: int) -> _Fact:
+        key = looks(op)
+        if key not in self._known:
+            accesses = [a for task in alone(op, self.cuts, self.policy).tasks.tasks for a in task.accesses]
+            read, written = ([a.tile for a in accesses if a.mode != other] for other in ("W", "R"))
+            size = sum(tile.bytes for tile in (*read, *written))
+            self._known[key] = sum(map(_words, read)), sum(map(_words, written)), size
+        read_words, written_words, size = self._known[key]
+        times, phase = (1, "update") if number else (self.repeats, _phase(op))
+        return _Fact(
+            op, phase, place, times, op.flop(), read_words, written_words, op.words(), size, least_bytes(op)
+        )
+
+
+def least_bytes(op: Op) -> float:
+    """Of its least words, each as wide as they are on average."""
+    tensors = {*op.inputs, *op.outputs}
+    words = sum(t.words for t in tensors)
+    return op.words() * sum(t.words * DTYPES[t.dtype].bytes for t in tensors) / max(words, 1)
+
+
+def _words(tile: Any) -> int:
+    return math.prod(tile.shape)
+
+
+def looks(op: Op) -> Hashable:
+    """The same for operators that are the same work."""
+    tensors = tuple((t.axes, t.shape, t.dtype, t.band) for t in (*op.inputs, *op.outputs))
+    return op.kind, op.title, op.phase, tensors
+
+
+def _phase(op: Op) -> str:
+    if op.phase == "forward":
+        return "forward"
+    weights = [t.storage.kind == "grad" for t in op.outputs]
+    return " ".join([*(["dX"] if not all(weights) else []), *(["dW"] if any(weights) else [])])
+
+
+# -- rows
+
+
+def _rows(facts: Sequence[_Fact], groups: Mapping[int, str] | None = None) -> tuple[list[Row], dict[int, str]]:
+    """Facts that are alike become one row; also the name of the row of each fact, by id.
+
+    groups: the names for what facts are part of after fusion."""
+    alike: dict[tuple[str, Hashable, str | None], list[_Fact]] = {}
+    for fact in facts:
+        update = fact.phase == "update"
+        group = groups.get(id(fact.group)) if groups else None
+        what = fact.op.kind if update else (_starred(fact.op.name), looks(fact.op))
+        alike.setdefault((fact.phase, what, group), []).append(fact)
+    rows, names, taken = [], dict[int, str](), dict[str, int]()
+    for (phase, _, group), some in alike.items():
+        name = _name(some)
+        taken[name] = taken.get(name, 0) + 1
+        name += f" ({taken[name]})" if taken[name] > 1 else ""
+        names |= {id(fact): name for fact in some}
+        rows.append(_row(name, phase, group, some))
+    return rows, names
+
+
+def _row(name: str, phase: str, group: str | None, some: Sequence[_Fact]) -> Row:
+    distinct: dict[Hashable, tuple[Op, int]] = {}
+    for fact in some:
+        op, times = distinct.get(looks(fact.op), (fact.op, 0))
+        distinct[looks(fact.op)] = op, times + fact.times
+    first = some[0]
+    over = space(first.op) if len(distinct) == 1 else Space({})
+    free = {axis: over.sizes[axis] for axis in over.independent}
+
+    def total(key: str) -> Any:
+        return sum(getattr(fact, key) * fact.times for fact in some)
+
+    # A fused contraction's own count leaves out its epilogue: that is its members'.
+    flop = sum((sum(m.flop for m in fact.members) or fact.flop) * fact.times for fact in some)
+    kinds = [member.op.kind for member in first.members]
+    return Row(
+        name=name, phase=phase, category=first.op.category, title=" + ".join(kinds) or first.op.title,
+        independent=free, reduced={axis: size for axis, size in over.sizes.items() if axis not in free},
+        count=sum(fact.times for fact in some), flop=flop, read=total("read"), written=total("written"),
+        least=total("least"), bytes=total("bytes"), least_bytes=total("least_bytes"), group=group,
+        ops=tuple(distinct.values()),
+    )  # fmt: skip
+
+
+def _starred(name: str) -> str:
+    """The same place in all layers."""
+    return re.sub(r"(?<![^.])(h?)\d+(?=\.)", r"\1*", name)
+
+
+def _name(some: Sequence[_Fact]) -> str:
+    """Where it is, what it is, and of gradients whose."""
+    first = some[0]
+    if first.phase == "update":
+        return first.op.kind
+    names = {fact.op.name for fact in some}
+    name = first.op.name if len(names) == 1 else _starred(first.op.name)
+    name = name.removeprefix("transformer.")
+    return name if first.phase == "forward" else f"{name} {first.phase}"

@@ -1,0 +1,143 @@
+"""The ranks that mpirun or srun has started: what they agree on, how tiles travel, how all end where one fails.
+
+mpi4py starts and ends MPI; StarPU-MPI has a communicator of its own, as it takes every message on one for its own.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import hashlib
+import itertools
+import sys
+import time
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from nntile_py import _core
+from nntile_py.errors import ConfigError
+from nntile_py.system import ranks as system
+from nntile_py.system.load import cores
+from nntile_py.system.version import VERSION
+
+MESSAGES = 1000  # under way at a time, where runtime.window is not given
+SHORT, LONG = 20e-6, 1e-3  # seconds between two looks for what others have to say
+
+
+class Ranks:
+    """All of them, of which this process is `rank`. Methods are called on every rank, in the same order."""
+
+    def __init__(self) -> None:
+        sys.excepthook = functools.partial(_told, sys.excepthook)
+        try:
+            from nntile_py import _mpi
+        except ImportError as error:
+            need = "one rank, or apt-get install libopenmpi-dev, then make setup"
+            raise ConfigError(f"MPI: this build of nntile_py has none ({error}); allowed: {need}") from None
+        try:
+            from mpi4py import MPI
+        except ImportError as error:
+            raise ConfigError(f"MPI: mpi4py does not load ({error}); pip install 'nntile_py[mpi]'") from None
+        except RuntimeError as error:  # it found no MPI library
+            raise ConfigError(f"MPI: mpi4py finds no MPI library ({error}); apt-get install libopenmpi-dev") from None
+        if MPI.Query_thread() != MPI.THREAD_MULTIPLE:
+            raise ConfigError("MPI: the library lacks MPI_THREAD_MULTIPLE; allowed: one that has it, such as Open MPI")
+        self._mpi, self._world, self._native = MPI, MPI.COMM_WORLD.Dup(), _mpi
+        self._tiles: Any = None
+        self.rank, self.size = self._world.Get_rank(), self._world.Get_size()
+        if self.size != system.started()[1]:
+            told = f"it says {self.size} ranks, and {system.started()[1]} were started"
+            raise ConfigError(f"MPI: mpi4py uses another MPI than mpirun: {told}; allowed: mpi4py built for this MPI")
+        self.tags = itertools.count()  # of tiles
+        atexit.register(self._end)
+        self.cores = int(self.gathered(np.array([cores()])).min())
+        self.same("the version", {"nntile_py": VERSION, "StarPU": _core.starpu_version(), "MPI": MPI.Get_version()})
+
+    # -- what all agree on
+
+    def gathered(self, values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """The array [n] of each rank: [ranks, n]. Waits for all, without keeping a core busy."""
+        out = np.empty((self.size, len(values)), values.dtype)
+        request, wait = self._world.Iallgather(np.ascontiguousarray(values), out), SHORT
+        while not request.Test():
+            time.sleep(wait)
+            wait = min(2 * wait, LONG)
+        return out
+
+    def of_first(self, value: float) -> float:
+        """What rank 0 says."""
+        return float(self.gathered(np.array([value], np.float64))[0, 0])
+
+    def any(self, flag: bool) -> bool:
+        """Whether one of them says so."""
+        return bool(self.gathered(np.array([flag], np.uint8)).any())
+
+    def barrier(self) -> None:
+        """Wait until all are here."""
+        self.any(False)
+
+    def same(self, what: str, parts: Mapping[str, Any]) -> None:
+        """Raise ConfigError, on every rank, naming a part that is not the same on all. Arrays count by their bytes."""
+        hashed = [_hash(value) for value in parts.values()]
+        found = self.gathered(np.frombuffer(_hash(b"".join(hashed)), np.uint8))
+        if (found == found[0]).all():
+            return
+        told = self._world.allgather([*zip(parts, hashed, map(_shown, parts.values()), strict=True)])
+        for rank, other in enumerate(told):
+            for (name, mine, shown), (_, theirs, there) in zip(told[0], other, strict=False):
+                if mine != theirs:
+                    values = f": rank {rank} has {there}, rank 0 has {shown}" if there != shown else f" of rank {rank}"
+                    raise ConfigError(f"{what} is not the same on all ranks, see {name}{values}; allowed: the same")
+        raise ConfigError(f"{what} is not the same on all ranks; allowed: the same")
+
+    # -- tiles
+
+    def start(self, window: int) -> None:
+        """StarPU runs: let it send and receive tiles."""
+        self._tiles = self._mpi.COMM_WORLD.Dup()
+        self._native.start(self._tiles.py2f())
+        _core.use_transport(self._native.transport(), window or MESSAGES)
+
+    def stop(self) -> None:
+        """All tasks and messages of all ranks have ended, and StarPU will."""
+        if self._tiles is None:
+            return
+        self.barrier()
+        _core.use_transport(None)
+        self._native.stop()
+        self._tiles.Free()
+        self._tiles = None
+
+    def _end(self) -> None:
+        """The process ends. MPI has no other way to tell the others of a failure than to end them too."""
+        if system.failed:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            self._mpi.COMM_WORLD.Abort(system.failed)
+
+
+@functools.cache
+def ranks() -> Ranks:
+    """Joined when it is first asked for; once in a process."""
+    return Ranks()
+
+
+def _told(before: Any, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """An error that nobody has caught, and will end the process."""
+    system.failing()
+    print(system.who().rstrip(": "), file=sys.stderr)
+    before(kind, error, trace)
+
+
+def _hash(value: Any) -> bytes:
+    if isinstance(value, np.ndarray):
+        value = value.tobytes()
+    data = value if isinstance(value, bytes) else repr(value).encode()
+    return hashlib.blake2b(data, digest_size=16).digest()
+
+
+def _shown(value: Any) -> str:
+    return "an array" if isinstance(value, np.ndarray) else str(value)[:80]

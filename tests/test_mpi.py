@@ -1,0 +1,237 @@
+"""Ranks that mpirun starts: the same numbers as one process, and an end of all where one fails."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+
+import nntile_py
+
+SCRIPT = Path(__file__).with_name("mpi_script.py")
+BUILT = json.loads((Path(nntile_py.__file__).parent / "_build_info.json").read_text()).get("mpi")
+LACKS = [
+    name
+    for name, there in (
+        ("mpirun", shutil.which("mpirun")),
+        ("mpi4py", importlib.util.find_spec("mpi4py")),
+        ("an extension with MPI", BUILT),
+    )
+    if not there
+]
+pytestmark = pytest.mark.skipif(bool(LACKS), reason=f"no {', no '.join(LACKS)}")
+END = 30  # seconds until all ranks have ended after one failed
+
+
+def start(ranks: int, *command: Any, cwd: Path | None = None, always: bool = False) -> subprocess.Popen[str]:
+    """Python on so many ranks, or on one without mpirun. They share the cores, which Open MPI has to be told."""
+    open_mpi = {
+        "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMPI_MCA_rmaps_base_oversubscribe": "1",
+        "OMPI_MCA_hwloc_base_binding_policy": "none", "OMPI_MCA_mpi_yield_when_idle": "1",
+    }  # fmt: skip
+    started = ["mpirun", "-n", str(ranks)] if ranks > 1 or always else []
+    return subprocess.Popen(
+        [*started, sys.executable, *map(str, command)], cwd=cwd, text=True, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, env=os.environ | open_mpi | {"STARPU_WORKERS_NOBIND": "1"},
+    )  # fmt: skip
+
+
+def ended(process: subprocess.Popen[str], timeout: float = 280) -> tuple[int, str, str]:
+    try:
+        out, errors = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        process.terminate()
+        out, errors = process.communicate()
+        raise AssertionError(f"did not end in {timeout} s: {out}\n{errors}") from None
+    return process.returncode, out, errors
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, Any]]]:
+    """What each rank of 1, 2 and 4 has found."""
+    found = {}
+    for ranks in (1, 2, 4):
+        out = tmp_path_factory.mktemp("mpi") / "found"
+        window = "3" if ranks == 2 else ""  # so few tasks and messages under way that each rank waits again and again
+        status, _, errors = ended(start(ranks, SCRIPT, "train", out, window))
+        assert status == 0, errors
+        found[ranks] = [json.loads(Path(f"{out}.{rank}").read_text()) for rank in range(ranks)]
+    return found
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_train_what_one_process_does(trained: dict[int, list[dict[str, Any]]], ranks: int) -> None:
+    (alone,) = trained[1]
+    for rank in trained[ranks]:
+        assert rank.keys() == alone.keys()
+        for case, found in rank.items():
+            if "chain" in case:
+                assert found == alone[case], case
+            else:
+                np.testing.assert_allclose(found["losses"], alone[case]["losses"], rtol=2e-5, err_msg=case)
+                np.testing.assert_allclose(found["logits"], alone[case]["logits"], rtol=2e-5, err_msg=case)
+
+
+@pytest.mark.parametrize(
+    ("what", "told"),
+    [
+        ("exception", ["rank 1 of 2", "ArithmeticError: on purpose"]),
+        ("other plan", ["the plan is not the same on all ranks, see task 0 of list 0 (", ": rank 1 has for rank 0: "]),
+        ("other data", ["what step 1 is given is not the same on all ranks, see input_ids of rank 1"]),
+    ],
+)
+def test_an_error_on_one_rank_ends_all(what: str, told: list[str], tmp_path: Path) -> None:
+    status, _, errors = ended(start(2, SCRIPT, what, tmp_path / "out"))
+    assert status not in (0, None)
+    assert all(text in errors for text in told), errors
+    assert errors.count("Traceback") == 1, errors
+
+
+def test_a_killed_rank_ends_all(tmp_path: Path) -> None:
+    process, file = start(2, SCRIPT, "run", tmp_path / "out"), tmp_path / "out.1"
+    end = time.monotonic() + 200
+    while not (file.exists() and file.read_text()):
+        assert process.poll() is None and time.monotonic() < end, ended(process)
+        time.sleep(0.1)
+    os.kill(int(file.read_text()), signal.SIGKILL)
+    status, _, errors = ended(process, END)
+    assert status != 0
+    assert "rank 1" in errors and "signal 9" in errors, errors
+
+
+# -- nntile train
+
+TREE: dict[str, Any] = {
+    "model": {"layers": 1, "embed": 16, "heads": 2},
+    "data": {"max_bytes": 200_000},
+    "tokenizer": {"vocab_size": 300},
+    "train": {"steps": 8, "batch": 4, "seq": 12, "eval_every": 3, "eval_batches": 2},
+    "optimizer": {"lr": 0.01, "weight_decay": 0.1, "warmup_steps": 2, "clip_grad_norm": 1.0},
+    "tiles": {"batch": 2, "seq": 5, "embed": 7, "heads": 1, "ffn": 50, "vocab": 130},
+    "runtime": {"cpus": 1},
+    "sample": {"prompt": "import ", "tokens": 3},
+    "checkpoint": {"every": 3},
+}
+
+
+def train(ranks: int, folder: Path, *arguments: str) -> tuple[int, str, str]:
+    (folder / "tiny.yaml").write_text(yaml.safe_dump(TREE))
+    return ended(start(ranks, "-m", "nntile_py.cli", "train", "tiny.yaml", "--out", "run", *arguments, cwd=folder))
+
+
+def left(run: Path) -> dict[str, Any]:
+    """What two runs have to leave alike."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    told = [{k: v for k, v in line.items() if k not in ("step_time_s", "tokens_per_s")} for line in lines]
+    files = ("model.safetensors", "checkpoints/step-000008/optimizer.safetensors")
+    return {"metrics": told} | {name: hashlib.sha256((run / name).read_bytes()).hexdigest() for name in files}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[int, tuple[Path, str]]:
+    """By the number of ranks: the folder of a run, and what it printed."""
+    found = {}
+    for ranks in (1, 2):
+        folder = tmp_path_factory.mktemp("run")
+        status, out, errors = train(ranks, folder)
+        assert status == 0, errors
+        found[ranks] = folder / "run", out
+    return found
+
+
+def test_a_run_leaves_the_same_behind_whatever_the_ranks(runs: dict[int, tuple[Path, str]]) -> None:
+    (one, alone), (two, several) = runs[1], runs[2]
+    assert left(two) == left(one)
+    assert "2 ranks" in several and "rank" not in alone
+    assert several.count("weights saved in") == several.count("sample:") == 1
+    assert alone.partition("sample:")[2] == several.partition("sample:")[2]
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1)])
+def test_a_checkpoint_goes_on_on_other_ranks(
+    before: int, after: int, runs: dict[int, tuple[Path, str]], tmp_path: Path
+) -> None:
+    shutil.copytree(runs[before][0], tmp_path / "run")
+    for step in (6, 8):
+        shutil.rmtree(tmp_path / "run" / "checkpoints" / f"step-{step:06}")
+    status, out, errors = train(after, tmp_path, "--resume")
+    assert status == 0, errors
+    assert "going on after step 3" in out
+    assert left(tmp_path / "run") == left(runs[before][0])
+
+
+def test_ranks_with_different_configs_end_with_one_message(tmp_path: Path) -> None:
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(TREE))
+    one = ["-m", "nntile_py.cli", "train", "tiny.yaml", "--out", "run"]
+    other = [":", "-n", "1", sys.executable, *one, "--set", "train.steps=9"]
+    status, _, errors = ended(start(1, *one, *other, cwd=tmp_path, always=True))
+    assert status == 2
+    assert errors.count("error: ") == 1
+    assert "error: the config is not the same on all ranks, see train.steps: rank 1 has 9, rank 0 has 8;" in errors
+
+
+def test_a_signal_to_one_rank_ends_all_with_weights_saved(tmp_path: Path) -> None:
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(TREE))
+    long = ["--set", "train.steps=100000", "--set", "train.eval_every=100000"]
+    process = start(2, "-m", "nntile_py.cli", "train", "tiny.yaml", "--out", "run", *long, cwd=tmp_path)
+    file, end = tmp_path / "run" / "metrics.jsonl", time.monotonic() + 200
+    while not (file.exists() and file.read_text()):
+        assert process.poll() is None and time.monotonic() < end, ended(process)
+        time.sleep(0.1)
+    os.kill(pid_of(1, tmp_path), signal.SIGTERM)
+    status, out, errors = ended(process)
+    assert status == 143, errors
+    assert "stopped by SIGTERM after step" in out and "what was trained is saved" in out
+    assert (tmp_path / "run" / "model.safetensors").is_file()
+
+
+def pid_of(rank: int, folder: Path) -> int:
+    """The process that is this rank of those that run in a folder."""
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            environment = (process / "environ").read_bytes().split(b"\0")
+            told = {f"{name}={rank}".encode() for name in ("OMPI_COMM_WORLD_RANK", "PMI_RANK")}
+            if (process / "cwd").resolve() == folder.resolve() and told & {*environment}:
+                return int(process.name)
+    raise AssertionError(f"no process is rank {rank}")
+
+
+@pytest.mark.parametrize(
+    ("command", "told"),
+    [
+        (("train", "--set", "runtime.nodes=3"), "runtime.nodes: got 3, but 2 of this process work together"),
+        (("profile",), "mpirun or srun has started 2 of this process; allowed on several ranks: nntile train"),
+    ],
+)
+def test_what_does_not_work_on_several_ranks_is_told_once(command: tuple[str, ...], told: str, tmp_path: Path) -> None:
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(TREE))
+    what, *more = command
+    status, _, errors = ended(start(2, "-m", "nntile_py.cli", what, "tiny.yaml", *more, cwd=tmp_path))
+    assert status == 2
+    assert errors.count("error: ") == errors.count(told) == 1, errors
+
+
+def test_nodes_without_mpirun(tmp_path: Path) -> None:
+    status, _, errors = train(1, tmp_path, "--set", "runtime.nodes=2")
+    assert status == 2
+    assert "runtime.nodes: got 2, but 1 of this process work together; allowed: the number that mpirun" in errors
+
+
+def test_mpi_is_loaded_by_ranks_alone() -> None:
+    text = "print('libmpi' in open('/proc/self/maps').read())"
+    code = f"import nntile_py as nt\nwith nt.Runtime(cpus=1, mpi=True): {text}"
+    status, out, errors = ended(start(1, "-c", code))
+    assert (status, out) == (0, "False\n"), errors
