@@ -64,7 +64,7 @@ def _extension_cuda() -> Check:
 
 
 def _extension_mpi() -> Check:
-    there = bool(_build_info().get("mpi"))
+    there = bool(build_info().get("mpi"))
     how = "apt-get install libopenmpi-dev, a StarPU with MPI (see that row), then make setup"
     return _check("  MPI", there, "yes" if there else "compiled without", how)
 

@@ -152,8 +152,10 @@ if [ ! -e $installed ] || [ "$(cat $installed)" != "$state" ]; then
         install "$(sed -nE 's/^ *"(nvidia-cudnn-frontend==[^"]*)".*/\1/p' pyproject.toml)"
     fi
     compile
-    say "pip install -e '.[test]' (what is needed beside torch, and for the tests)"
-    install --no-build-isolation -e '.[test]'
+    extras=test
+    command -v mpicc >/dev/null && extras=test,mpi
+    say "pip install -e '.[$extras]' (what is needed beside torch, and for the tests)"
+    install --no-build-isolation -e ".[$extras]"
 elif [ ! -e $compiled ] || ! compgen -G 'nntile_py/_core*.so' >/dev/null ||
     [ -n "$(find nntile_py/execution/csrc tasks tiles -name '*.[chp]*' -newer $compiled -print -quit)" ]; then
     compile
