@@ -27,7 +27,7 @@ from nntile_py.tiles.dtypes import DTYPES
 from nntile_py.tiles.tasklist import Task
 
 CALLS, ROUNDS = 20, 5
-SLOTS = {"dropout_seed": 1.0}
+SLOTS = {"dropout_seed": 1234567.0}
 
 
 def lengths_of(count: int, longest: int, alpha: float) -> list[int]:

@@ -5,7 +5,7 @@ import math
 import operator
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType, UnionType
@@ -110,7 +110,7 @@ Size = Annotated[
     ),
 ]  # fmt: skip
 Names = Annotated[
-    tuple[str, ...],
+    Sequence[str],
     *only(
         "a list of names",
         lambda v: tuple(v) if isinstance(v, list | tuple) and all(isinstance(name, str) for name in v) else None,

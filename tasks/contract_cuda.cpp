@@ -134,7 +134,10 @@ class Matmul {
       used_ = chosen_;
       if (status != CUBLAS_STATUS_SUCCESS || result.workspaceSize > kWorkspace) {
         const auto found = proposed(1);
-        if (found.empty()) throw Unsupported();
+        if (found.empty()) {
+          sizes_ = {};
+          throw Unsupported();
+        }
         used_ = found[0].algo;
       }
     }

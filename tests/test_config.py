@@ -83,6 +83,9 @@ MISTAKES = [
     ("precision=bf16", "precision", "allowed on CPU workers: fp32, fp64"),
     ("accumulate=chian", "accumulate", "'chain', 'commute', 'redux' or 'tree'"),
     ("fusion.bias=3", "fusion.bias", "true or false"),
+    ("fusion.found=3", "fusion.found", "true or false"),
+    ("fusion.exclude=softmax", "fusion.exclude", "a list of names"),
+    ("fusion.exclude=[1]", "fusion.exclude", "a list of names"),
     ("fusion.gelu=true", "fusion.gelu", "bias, activation, reshape, qkv, residual_norm"),
     ("scheduler=nope", "scheduler", "cpu_dmdas"),
     ("scheduler=no/such.yaml", "scheduler", "the path of a YAML file"),
@@ -198,7 +201,8 @@ def test_defaults_are_filled_in(small: Path) -> None:
     config = load(small)
     assert (config.model.ffn, config.model.positions, config.model.vocab) == (48, 8, 4096)
     assert config.tiles.model_dump(exclude_none=True) == {}
-    assert all(config.fusion.model_dump().values())
+    off = {"found": False, "exclude": ()}
+    assert config.fusion.model_dump() == {**dict.fromkeys(type(config.fusion).model_fields, True), **off}
     assert (config.accumulate, config.precision, config.runtime.cuda) == ("chain", "fp32", 0)
     assert config.optimizer.min_lr == pytest.approx(config.optimizer.lr / 10)
 
@@ -226,6 +230,8 @@ def test_overrides_are_yaml_and_come_last(small: Path) -> None:
         "reshape": True,
         "qkv": True,
         "residual_norm": True,
+        "found": False,
+        "exclude": (),
     }
     assert config.data.max_bytes == 2_000_000
 

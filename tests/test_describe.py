@@ -76,7 +76,7 @@ def test_what_is_commented_out_holds_all_the_same(model: str) -> None:
     text = initial("my.yaml", model, ["fusion=false", "scheduler=null"])
     active = yaml.safe_load(re.sub(r"^( *)#(?! |$)", r"\1", text, flags=re.M))
     assert active["optimizer"]["eps"] == 1e-8 and active["runtime"]["disk"] is None
-    assert active["fusion"] == dict.fromkeys(active["fusion"], False)
+    assert active["fusion"] == {**dict.fromkeys(active["fusion"], False), "exclude": []}
     assert resolve(active, (), "all keys") == resolve(yaml.safe_load(text), (), "as it is")
 
 

@@ -65,7 +65,7 @@ def initial(path: str, model: str, sets: Iterable[str] = ()) -> str:
         raise ConfigError(f"--model: {model} is not trained on text; allowed: {types}")
     tree = _example(cls, model, {assignment(item)[0] for item in sets})
     given = {*_leaves(tree), *(assignment(item)[0] for item in sets)}
-    values = resolve(tree, sets, "nntile init").model_dump(by_alias=True)
+    values = resolve(tree, sets, "nntile init").model_dump(mode="json", by_alias=True)
     head = [f"# {line}".rstrip() for line in _HEAD.format(path=path, model=resolved(model)).splitlines()]
     return "\n".join([*head, *_lines(of_model(cls.Config), values, given), ""])
 
