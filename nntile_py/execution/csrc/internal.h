@@ -61,6 +61,7 @@ class Watchdog {
   using clock = std::chrono::steady_clock;
   clock::time_point last_ = clock::now();
   clock::duration still_{}, in_vain_{};
+  std::chrono::nanoseconds queued_{};  // as it was a second after what moved last
   uint64_t ended_ = g.ended;
   std::vector<size_t> moved_;
 };

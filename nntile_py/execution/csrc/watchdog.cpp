@@ -1,4 +1,6 @@
 // Notices that nothing moves any more: StarPU waits for ever for memory that nobody will give back.
+#include <filesystem>
+#include <fstream>
 #include <map>
 
 #include "internal.h"
@@ -8,7 +10,7 @@ namespace {
 
 constexpr auto kNoRoom = std::chrono::seconds(10);   // nothing moves, and a tile waits for room that is not there
 constexpr auto kStill = std::chrono::seconds(120);   // nothing moves, whatever the cause
-constexpr auto kInVain = std::chrono::seconds(600);  // tiles move between memories, but no task ends
+constexpr auto kInVain = std::chrono::seconds(600);  // no task ends, though tiles move or others have the cores
 
 std::mutex g_mutex;
 std::string g_advice;
@@ -64,6 +66,15 @@ std::string advice() {
                   ". Memory: " + state + ". " + advice());
 }
 
+// How long this process's threads have been ready to run while others had the cores, all together (proc(5), schedstat).
+std::chrono::nanoseconds queued() {
+  std::error_code none;
+  long long sum = 0, run, wait;
+  for (const auto& thread : std::filesystem::directory_iterator("/proc/self/task", none))
+    if (std::ifstream file(thread.path() / "schedstat"); file >> run >> wait) sum += wait;
+  return std::chrono::nanoseconds(sum);
+}
+
 }  // namespace
 
 void advise(const std::string& text) {
@@ -84,9 +95,11 @@ Transfers transfers(int bus) {
 
 void Watchdog::look() {
   // A process that was stopped, or a machine that was paused, comes back to a clock that has run on.
+  const auto second = std::chrono::seconds(1);
   const auto now = clock::now();
-  const auto passed = std::min<clock::duration>(now - last_, std::chrono::seconds(1));
+  const auto passed = std::min<clock::duration>(now - last_, second);
   last_ = now;
+  const bool early = still_ < second;
   still_ += passed;
   in_vain_ += passed;
   if (g.active || g.ended != ended_) still_ = in_vain_ = {};
@@ -100,8 +113,10 @@ void Watchdog::look() {
   const auto no_room = starpu_disk_swap_node >= 0 ? kStill : kNoRoom;
   if (still_ > no_room)
     if (auto lack = lack_of_room(); !lack.empty()) stuck("out of memory: no task could start", no_room, lack);
+  if (early && still_ >= second) queued_ = queued();
+  if (still_ > kStill && queued() - queued_ > kStill / 2) still_ = {};  // starved: wait on, as long as for moving tiles
   if (still_ > kStill) stuck("no progress: no task ended and no tile moved", kStill, "");
-  if (in_vain_ > kInVain) stuck("no progress: tiles move between memories but no task ended", kInVain, "");
+  if (in_vain_ > kInVain) stuck("no progress: no task ended", kInVain, "");
 }
 
 }  // namespace nntile
