@@ -164,6 +164,8 @@ print("end")
 class Gpu:
     """What the checks look at of a Runtime."""
 
+    ranks = None
+
     def __init__(self, cuda_memory: int, memory: int | None = None, cuda: int = 1, disk: Any = None) -> None:
         self.cuda, self.cpus, self.cuda_memory, self.memory, self.disk = cuda, 0, cuda_memory, memory, disk
 
