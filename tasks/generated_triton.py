@@ -13,6 +13,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
+from nntile_py.errors import ConfigError
 from nntile_py.tiles.tasklist import Task
 
 from .activation_triton import tanh
@@ -20,6 +21,7 @@ from .elementwise_triton import kept, mixed_key
 from .generated import GENERATED, KERNELS, GeneratedDropoutArgs
 from .launch import Int, Launches, Parameter, Scratch, ceil_div, launch, launches, shape, slot, tile
 from .layer_norm_triton import PROGRAMS, WIDEST
+from .live import Live
 from .scalar.tl import Writer
 
 
@@ -51,6 +53,8 @@ def kernel_of(source: str) -> Any:
 def describe(task: Task) -> Launches:
     made = KERNELS[task.kernel]
     shapes = [shape(task, k) for k in range(len(task.accesses))]
+    if any(isinstance(size, Live) for sizes in shapes for size in sizes):
+        raise ConfigError("fusion.found: true is not allowed with packed sequences on CUDA; allowed: false")
     adds = [access.accumulate for access in task.accesses]
     text = Writer(made.form, made.tiles, shapes, made.outputs, adds, PROGRAMS).text()
     if text.block > WIDEST:
