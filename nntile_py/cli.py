@@ -255,7 +255,7 @@ def graph(
     print(out)
 
 
-@app.command(epilog="Example: nntile analyze --work encoder --measure --out runs/encoder")
+@app.command(epilog="Example: nntile analyze --work encoder --out runs/encoder")
 def analyze(
     config: Annotated[
         str | None, typer.Argument(metavar="[CONFIG]", help="A YAML file; none: --work at BERT-large's size.")

@@ -142,9 +142,12 @@ SEGMENTS = {
 }
 
 
-@pytest.mark.parametrize("positions", [40, 150])
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("name", SEGMENTS)
+LONG = ("window", "one that fills the bin", "dropout causal")  # several blocks of keys: half a minute each
+POINTS = [(name, "fp32", 40) for name in SEGMENTS] + [(name, "fp32", 150) for name in LONG]
+POINTS += [(name, "bf16", 40) for name in ("packed", "groups", "dropout")]
+
+
+@pytest.mark.parametrize(("name", "dtype", "positions"), POINTS)
 def test_attention_over_segments(name: str, dtype: str, positions: int) -> None:
     """Each of the ways to compute it, which C++ chooses from."""
     row, tiles = SEGMENTS[name]
