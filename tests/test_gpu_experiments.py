@@ -46,9 +46,8 @@ def check(config: RunConfig, work: Any, phase: Any) -> None:
         kernels = launch.load()
         for run in (run for task in groups.tasks for run in launch.together(task.parts or [task])):
             task = run[0]
-            if described := kernels.get(task.kernel):
-                assert described(run).launches, task.kernel
-            else:
+            described = kernels.get(task.kernel)
+            if not (described and described(run).launches):  # or some of its tasks alone are launched, as of attention
                 assert task.kernel in cpp, f"{task.op}: no kernel {task.kernel} on CUDA"
                 assert {a.tile.dtype for a in task.accesses} <= {"bf16", "fp32", "fp64", "int64"}, task.kernel
 
