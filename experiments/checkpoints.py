@@ -20,9 +20,9 @@ from nntile_py.execution.runtime import Runtime
 from nntile_py.graph.declared import random_inputs
 from nntile_py.system.load import Load
 from nntile_py.training.loop import build_trainer
+from nntile_py.training.pending import Pending
 from nntile_py.training.run_folder import METRICS, RunFolder
 from nntile_py.training.saver import Saver
-from nntile_py.training.trainer import Pending
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("config")

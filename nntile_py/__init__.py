@@ -33,7 +33,8 @@ if TYPE_CHECKING:  # all that is found here, and where it lies: see _homes
     from nntile_py.training.collators import (
         CausalCollator as CausalCollator, LabelledCollator as LabelledCollator, MaskedCollator as MaskedCollator,
     )  # fmt: skip
-    from nntile_py.training.trainer import Pending as Pending, StepResult as StepResult, Trainer as Trainer
+    from nntile_py.training.pending import Pending as Pending, StepResult as StepResult
+    from nntile_py.training.trainer import Trainer as Trainer
 
 __version__ = VERSION
 

@@ -3,17 +3,17 @@
 import atexit
 import errno
 import gc
-import itertools
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, cast
 
 import typer
 
 from nntile_py.errors import ConfigError, NNTileError, shown
+from nntile_py.runs import newest_run, run_folder, run_of, taken
 from nntile_py.system import ranks
 
 app = typer.Typer(
@@ -148,22 +148,22 @@ def train(
     def newest(configured: str | None) -> Path:
         from nntile_py.training.checkpoint import found
 
-        start = where or _newest_run(name, configured, out)
+        start = where or newest_run(name, configured, out)
         return next((folder for _, folder in found(start)), start)
 
     loaded = load(config, sets or [], newest if resume else None)
     if where and not resume:
         raise ConfigError(f"DIR: {where} is given without --resume; allowed: nntile train {config} --resume {where}")
     if resume:
-        start = where or _newest_run(name, loaded.out, out)
-        folder = out or _run_of(start)
+        start = where or newest_run(name, loaded.out, out)
+        folder = out or run_of(start)
         if overwrite:
             raise ConfigError("--overwrite: not allowed with --resume, which goes on in the run's folder")
-        if os.path.realpath(folder) != os.path.realpath(_run_of(start)) and _taken(folder):
+        if os.path.realpath(folder) != os.path.realpath(run_of(start)) and taken(folder):
             raise ConfigError(f"--out: {folder} holds something else than {start}; allowed: a new or empty folder")
     else:
-        start, folder = None, _run_folder(name, loaded.out, out, overwrite)
-    if rescue and (_taken(rescue) or os.path.realpath(rescue) == os.path.realpath(folder)):
+        start, folder = None, run_folder(name, loaded.out, out, overwrite)
+    if rescue and (taken(rescue) or os.path.realpath(rescue) == os.path.realpath(folder)):
         raise ConfigError(f"--rescue: {rescue} is not an empty folder of its own; allowed: a new or empty one")
     _note(loaded)
     try:
@@ -211,7 +211,7 @@ def profile(
     _one_of("--work", work, ("train", "inference"))
     loaded = load(config, sets or [])
     name = Path(config).stem
-    folder = _run_folder(f"{name}-profile", None, out or (Path(loaded.out) if loaded.out else None), overwrite)
+    folder = run_folder(f"{name}-profile", None, out or (Path(loaded.out) if loaded.out else None), overwrite)
     if work == "train":
         _note(loaded)
     from nntile_py.profiling import profile as run
@@ -453,42 +453,6 @@ def _trace_told(path: Path, summary: dict[str, Any]) -> str:
 def _one_of(option: str, value: str, allowed: Sequence[str]) -> None:
     if value not in allowed:
         raise ConfigError(f"{option}: {value!r} is not allowed; use {', '.join(allowed)}")
-
-
-def _run_folder(name: str, configured: str | None, option: Path | None, overwrite: bool) -> Path:
-    """--out, else `out` of the config, else runs/NAME; only the last is numbered where it is taken."""
-    asked = option or (Path(configured) if configured else None)
-    folder = asked or Path("runs") / name
-    if overwrite or not _taken(folder):
-        return folder
-    if asked:
-        raise ConfigError(f"--out: {folder} is not an empty folder; allowed: a new or empty one, or --overwrite")
-    free = next(f for f in _numbered(folder) if not _taken(f))
-    print(f"{folder} holds an earlier run; this one goes to {free} (--overwrite would replace it)", file=sys.stderr)
-    return free
-
-
-def _newest_run(name: str, configured: str | None, option: Path | None) -> Path:
-    """Where to look for checkpoints: --out, else `out` of the config, else the last of runs/NAME, runs/NAME-2, ..."""
-    if asked := option or (Path(configured) if configured else None):
-        return asked
-    first = Path("runs") / name
-    return [first, *itertools.takewhile(_taken, _numbered(first))][-1]
-
-
-def _numbered(folder: Path) -> Iterator[Path]:
-    """Folders of further runs of the same name."""
-    return (Path(f"{folder}-{n}") for n in itertools.count(2))
-
-
-def _run_of(folder: Path) -> Path:
-    """The run of a checkpoint, or of a run's folder."""
-    whole = Path(os.path.realpath(folder))
-    return whole.parents[1] if whole.parent.name == "checkpoints" else folder
-
-
-def _taken(folder: Path) -> bool:
-    return os.path.lexists(folder) and (not folder.is_dir() or any(folder.iterdir()))
 
 
 def _print(what: Any) -> None:

@@ -67,6 +67,41 @@ def _of_pairs(
 
 
 @triton.jit
+def _queries(Q, D_OUT, LSE, start, head, row, n, Q_AT: tl.constexpr, D_OUT_AT: tl.constexpr, LSE_AT: tl.constexpr,
+             D: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
+    """Rows of q, of the output's gradient, and their logarithms of sums."""
+    q = load_rows(Q, start, head, row, n, Q_AT, D, BLOCK_D)
+    d_out = load_rows(D_OUT, start, head, row, n, D_OUT_AT, D, BLOCK_D)
+    return q, d_out, tl.sum(load_rows(LSE, start, head, row, n, LSE_AT, 1, 1), 1)
+
+
+@triton.jit
+def _delta(OUT, d_out, start, head, row, n, OUT_AT: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """The sum over head_dim of the output and its gradient."""
+    out = load_rows(OUT, start, head, row, n, OUT_AT, D, BLOCK_D)
+    return tl.sum(d_out.to(tl.float32) * out.to(tl.float32), 1)
+
+
+@triton.jit
+def _clear_keys(DK, DV, SEGMENTS, start, n, head, block, DK_AT: tl.constexpr, DV_AT: tl.constexpr, D: tl.constexpr,
+                BLOCKS: tl.constexpr, KEYS: tl.constexpr, BLOCK_D: tl.constexpr, ACC: tl.constexpr):  # fmt: skip
+    """Zeros behind the last segment, unless dk and dv are added to."""
+    if not ACC:
+        clear(DK, SEGMENTS, start, n, head, block, DK_AT, D, BLOCKS, KEYS, BLOCK_D)
+        clear(DV, SEGMENTS, start, n, head, block, DV_AT, D, BLOCKS, KEYS, BLOCK_D)
+
+
+@triton.jit
+def _store_keys(DK, DV, dk, dv, start, head, key, n, DK_AT: tl.constexpr, DV_AT: tl.constexpr, D: tl.constexpr,
+                BLOCK_D: tl.constexpr, ACC: tl.constexpr):  # fmt: skip
+    if ACC:
+        dk += load_rows(DK, start, head, key, n, DK_AT, D, BLOCK_D).to(tl.float32)
+        dv += load_rows(DV, start, head, key, n, DV_AT, D, BLOCK_D).to(tl.float32)
+    store_rows(DK, dk.to(DK.dtype.element_ty), start, head, key, n, DK_AT, D, BLOCK_D)
+    store_rows(DV, dv.to(DV.dtype.element_ty), start, head, key, n, DV_AT, D, BLOCK_D)
+
+
+@triton.jit
 def _grad_whole(
     DQ, DK, DV, D_OUT, OUT, LSE, DELTA, Q, K, V, SEGMENTS,
     tokens, offsets, scale, DRAWS, mask_first, seed, mix, limit, kept_scale,
@@ -82,9 +117,7 @@ def _grad_whole(
     if number + 1 == offsets:
         for member in range(0, GROUP):
             clear(DQ, SEGMENTS, start, n, head * GROUP + member, 0, DQ_AT, D, 1, ROWS, BLOCK_D)
-        if not ACC:
-            clear(DK, SEGMENTS, start, n, head, 0, DK_AT, D, 1, ROWS, BLOCK_D)
-            clear(DV, SEGMENTS, start, n, head, 0, DV_AT, D, 1, ROWS, BLOCK_D)
+        _clear_keys(DK, DV, SEGMENTS, start, n, head, 0, DK_AT, DV_AT, D, 1, ROWS, BLOCK_D, ACC)
     elif n > 0:
         key = tl.arange(0, KEYS)
         drawn = start
@@ -97,11 +130,8 @@ def _grad_whole(
             of = head * GROUP + member
             for first in range(0, n, ROWS):
                 row = first + tl.arange(0, ROWS)
-                q = load_rows(Q, start, of, row, n, Q_AT, D, BLOCK_D)
-                d_out = load_rows(D_OUT, start, of, row, n, D_OUT_AT, D, BLOCK_D)
-                out = load_rows(OUT, start, of, row, n, OUT_AT, D, BLOCK_D)
-                delta = tl.sum(d_out.to(tl.float32) * out.to(tl.float32), 1)
-                lse = tl.sum(load_rows(LSE, start, of, row, n, LSE_AT, 1, 1), 1)
+                q, d_out, lse = _queries(Q, D_OUT, LSE, start, of, row, n, Q_AT, D_OUT_AT, LSE_AT, D, BLOCK_D)
+                delta = _delta(OUT, d_out, start, of, row, n, OUT_AT, D, BLOCK_D)
                 weights, ds = _of_pairs(
                     q, k, v, d_out, lse, delta, row, key, n, scale, drawn, of, mask_first, seed, mix, limit,
                     kept_scale, STEPS, CAUSAL, WINDOW, TWO_SIDED, PRECISION,
@@ -110,11 +140,7 @@ def _grad_whole(
                 dk += product(tl.trans(ds), q, PRECISION)
                 dq = product(ds, k, PRECISION)
                 store_rows(DQ, dq.to(DQ.dtype.element_ty), start, of, row, n, DQ_AT, D, BLOCK_D)
-        if ACC:
-            dk += load_rows(DK, start, head, key, n, DK_AT, D, BLOCK_D).to(tl.float32)
-            dv += load_rows(DV, start, head, key, n, DV_AT, D, BLOCK_D).to(tl.float32)
-        store_rows(DK, dk.to(DK.dtype.element_ty), start, head, key, n, DK_AT, D, BLOCK_D)
-        store_rows(DV, dv.to(DV.dtype.element_ty), start, head, key, n, DV_AT, D, BLOCK_D)
+        _store_keys(DK, DV, dk, dv, start, head, key, n, DK_AT, DV_AT, D, BLOCK_D, ACC)
 
 
 @triton.jit
@@ -137,12 +163,9 @@ def _grad_queries(
         row, drawn = first + tl.arange(0, ROWS), start
         if len(STEPS) > 0:
             drawn = tl.load(DRAWS + start)
-        q = load_rows(Q, start, head, row, n, Q_AT, D, BLOCK_D)
-        d_out = load_rows(D_OUT, start, head, row, n, D_OUT_AT, D, BLOCK_D)
-        out = load_rows(OUT, start, head, row, n, OUT_AT, D, BLOCK_D)
-        delta = tl.sum(d_out.to(tl.float32) * out.to(tl.float32), 1)
+        q, d_out, lse = _queries(Q, D_OUT, LSE, start, head, row, n, Q_AT, D_OUT_AT, LSE_AT, D, BLOCK_D)
+        delta = _delta(OUT, d_out, start, head, row, n, OUT_AT, D, BLOCK_D)
         store_rows(DELTA, delta[:, None], start, head, row, n, LSE_AT, 1, 1)
-        lse = tl.sum(load_rows(LSE, start, head, row, n, LSE_AT, 1, 1), 1)
         dq = tl.zeros([ROWS, BLOCK_D], tl.float32)
         begin, end = keys_of(first, n, ROWS, KEYS, CAUSAL, WINDOW, TWO_SIDED)
         for at in range(begin, end, KEYS):
@@ -172,9 +195,7 @@ def _grad_keys(
     start, n = segment_of(SEGMENTS, number, offsets, tokens)
     first = block * KEYS
     if number + 1 == offsets:
-        if not ACC:
-            clear(DK, SEGMENTS, start, n, head, block, DK_AT, D, BLOCKS, KEYS, BLOCK_D)
-            clear(DV, SEGMENTS, start, n, head, block, DV_AT, D, BLOCKS, KEYS, BLOCK_D)
+        _clear_keys(DK, DV, SEGMENTS, start, n, head, block, DK_AT, DV_AT, D, BLOCKS, KEYS, BLOCK_D, ACC)
     elif first < n:
         key, drawn = first + tl.arange(0, KEYS), start
         if len(STEPS) > 0:
@@ -187,9 +208,7 @@ def _grad_keys(
             of = head * GROUP + member
             for at in range(begin, end, ROWS):
                 row = at + tl.arange(0, ROWS)
-                q = load_rows(Q, start, of, row, n, Q_AT, D, BLOCK_D)
-                d_out = load_rows(D_OUT, start, of, row, n, D_OUT_AT, D, BLOCK_D)
-                lse = tl.sum(load_rows(LSE, start, of, row, n, LSE_AT, 1, 1), 1)
+                q, d_out, lse = _queries(Q, D_OUT, LSE, start, of, row, n, Q_AT, D_OUT_AT, LSE_AT, D, BLOCK_D)
                 delta = tl.sum(load_rows(DELTA, start, of, row, n, LSE_AT, 1, 1), 1)
                 weights, ds = _of_pairs(
                     q, k, v, d_out, lse, delta, row, key, n, scale, drawn, of, mask_first, seed, mix, limit,
@@ -197,11 +216,7 @@ def _grad_keys(
                 )  # fmt: skip
                 dv += product(tl.trans(weights), d_out, PRECISION)
                 dk += product(tl.trans(ds), q, PRECISION)
-        if ACC:
-            dk += load_rows(DK, start, head, key, n, DK_AT, D, BLOCK_D).to(tl.float32)
-            dv += load_rows(DV, start, head, key, n, DV_AT, D, BLOCK_D).to(tl.float32)
-        store_rows(DK, dk.to(DK.dtype.element_ty), start, head, key, n, DK_AT, D, BLOCK_D)
-        store_rows(DV, dv.to(DV.dtype.element_ty), start, head, key, n, DV_AT, D, BLOCK_D)
+        _store_keys(DK, DV, dk, dv, start, head, key, n, DK_AT, DV_AT, D, BLOCK_D, ACC)
 
 
 @launches("attention_grad")

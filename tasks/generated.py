@@ -14,8 +14,7 @@ from nntile_py.tiles import ACC, Access, R, Slot, TaskArgs, W
 from .band import Band
 from .op import NORMALIZATION, Array, Category, Index, Lowering, Op, Tensor, accumulation_dtype
 from .scalar import cpp
-from .scalar.cpp import TileType
-from .scalar.expression import Definition, Expression, Keep, Load, Output, Place, Reduce, nodes_of, replaced
+from .scalar.expression import Definition, Expression, Keep, Load, Output, Place, Reduce, TileType, nodes_of, replaced
 
 
 class GeneratedArgs(TaskArgs):

@@ -24,22 +24,10 @@ class Space:
     reductions: tuple[tuple[str, ...], ...] = ()
 
     @property
-    def axes(self) -> tuple[str, ...]:
-        return tuple(self.sizes)
-
-    @property
     def independent(self) -> tuple[str, ...]:
         """Axes that no reduction takes away."""
         taken = {axis for axes in self.reductions for axis in axes}
         return tuple(axis for axis in self.sizes if axis not in taken)
-
-    def compatible(self, other: Space) -> bool:
-        """Whether one loop over the axes can do both: the same axes in the same order, whatever each reduces."""
-        return list(self.sizes.items()) == list(other.sizes.items())
-
-    def __str__(self) -> str:
-        sizes = " ".join(f"{axis} {size}" for axis, size in self.sizes.items())
-        return "; ".join([sizes, *(f"reduces {' '.join(axes)}" for axes in self.reductions)])
 
 
 def space(op: Op) -> Space:

@@ -324,3 +324,11 @@ def reference(name: str) -> Reference:
         optimizer.step()
     weights = {key: p.detach().numpy() for key, p in trained.named_parameters() if key in gradients}
     return Reference(made(name), inputs, outputs, losses, gradients, weights)
+
+
+def deberta(**config: Any) -> Any:
+    return bert("DebertaV2ForMaskedLM", **config)
+
+
+def same(a: Any, b: Any) -> bool:
+    return a.keys() == b.keys() and all(np.array_equal(a[name], b[name]) for name in a)

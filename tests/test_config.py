@@ -11,6 +11,7 @@ import yaml
 from nntile_py import _core, cli
 from nntile_py.config.run import load, load_scheduler
 from nntile_py.errors import ConfigError
+from nntile_py.runs import run_folder
 
 TINY = Path(__file__).parents[1] / "experiments" / "gpt2_tiny.yaml"
 SMALL = {"model": {"layers": 1, "embed": 12, "heads": 2}, "train": {"steps": 3, "batch": 2, "seq": 8}}
@@ -293,12 +294,12 @@ def test_the_folder_that_a_second_run_takes_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert cli._run_folder("x", None, None, False) == Path("runs/x") and not capsys.readouterr().err
+    assert run_folder("x", None, None, False) == Path("runs/x") and not capsys.readouterr().err
     Path("runs/x").mkdir(parents=True)
     Path("runs/x/metrics.jsonl").touch()
-    assert cli._run_folder("x", None, None, False) == Path("runs/x-2")
+    assert run_folder("x", None, None, False) == Path("runs/x-2")
     assert capsys.readouterr().err.startswith("runs/x holds an earlier run; this one goes to runs/x-2")
-    assert cli._run_folder("x", None, None, True) == Path("runs/x") and not capsys.readouterr().err
+    assert run_folder("x", None, None, True) == Path("runs/x") and not capsys.readouterr().err
 
 
 def saved_model(folder: Path) -> None:

@@ -34,7 +34,7 @@ FLOORS = (
     ("tiles",),
     ("labelled",),
     ("schema", "tokenizer"),
-    ("typed",),
+    ("runs", "typed"),
     ("errors", "system"),
 )
 FLOOR = {room: -number for number, rooms in enumerate(FLOORS) for room in rooms}

@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,13 +17,13 @@ import numpy as np
 import pytest
 import yaml
 
-from nntile_py import cli
 from nntile_py.config.run import load
-from nntile_py.config.sections import Optimizer
+from nntile_py.config.sections import Checkpoint, Optimizer
 from nntile_py.errors import ConfigError, NNTileError
 from nntile_py.inference import generate
+from nntile_py.runs import run_folder
 from nntile_py.system.folders import replaced
-from nntile_py.training import data, loop
+from nntile_py.training import data, loop, saver
 from nntile_py.training.batches import Batches
 from nntile_py.training.run_folder import Metrics
 
@@ -259,12 +260,12 @@ def test_debug_shows_the_traceback(tmp_path: Path) -> None:
 
 def test_the_folder_of_a_run_is_named_as_its_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert cli._run_folder("my.v2-profile", None, None, False) == Path("runs/my.v2-profile")
+    assert run_folder("my.v2-profile", None, None, False) == Path("runs/my.v2-profile")
     (tmp_path / "runs" / "my.v2").mkdir(parents=True)
     (tmp_path / "runs" / "my.v2" / "x").touch()
-    assert cli._run_folder("my.v2", None, None, False) == Path("runs/my.v2-2")
+    assert run_folder("my.v2", None, None, False) == Path("runs/my.v2-2")
     with pytest.raises(ConfigError, match="--overwrite"):
-        cli._run_folder("my", None, tmp_path / "runs" / "my.v2", False)
+        run_folder("my", None, tmp_path / "runs" / "my.v2", False)
 
 
 def test_warm_up_and_cosine() -> None:
@@ -321,10 +322,10 @@ def fake_run(tmp_path: Path, trainer: Trainer, stop: list[str], steps: int) -> A
     tokens = np.arange(100, dtype=np.uint16)
     corpus = data.Corpus(None, tokens, tokens)  # type: ignore[arg-type]
     fake: Any = trainer
-    saver = MagicMock(**{"due.return_value": False, "needs_report": False})
+    never = MagicMock(**{"due.return_value": False, "needs_report": False})
     display, lines = loop.Display(Console(file=io.StringIO()), config, fake), Metrics(tmp_path, 0, pytest.fail)
     try:
-        return loop._steps(config, Batches(config, corpus, "causal"), fake, lines, display, saver, stop)
+        return loop._steps(config, Batches(config, corpus, "causal"), fake, lines, display, never, stop)
     finally:
         lines.close()
 
@@ -333,6 +334,22 @@ def test_two_steps_are_in_flight_and_no_more(tmp_path: Path) -> None:
     trainer = Trainer([1.0] * 9)
     assert fake_run(tmp_path, trainer, [], 9) == (3.0, {"held_out_loss": 3.0})
     assert (trainer.submitted, trainer.finished, trainer.most) == (9, 9, 2)
+
+
+def test_a_checkpoint_interrupted_as_its_thread_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then there may be no thread to wait for: the interrupt is what ends the run, no other error."""
+
+    def interrupted(thread: threading.Thread) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(saver, "trainer_facts", lambda trainer: {})
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    trainer = MagicMock(steps=1)
+    trainer.live.return_value.state.return_value.bytes = 1
+    made = saver.Saver(Checkpoint(every=1), trainer, MagicMock(), {}, {}, pytest.fail)
+    with pytest.raises(KeyboardInterrupt):
+        made.begin(1)
+    made.abandon()
 
 
 def test_a_nan_stops_at_its_step(tmp_path: Path) -> None:

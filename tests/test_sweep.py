@@ -3,7 +3,6 @@
 import csv
 import io
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -18,7 +17,7 @@ from rich.console import Console
 from nntile_py.analysis.plan import estimate
 from nntile_py.config.run import load
 from nntile_py.errors import ConfigError
-from nntile_py.sweep import autotune, experiment
+from nntile_py.sweep import autotune
 from nntile_py.sweep import run as sweep_run
 from nntile_py.sweep import spec as sweep
 from nntile_py.sweep.plots import figure_of, shown_rows, spread
@@ -272,16 +271,6 @@ def test_variants(tmp_path: Path) -> None:
             sweep.points(sweep.load_sweep(write(tmp_path, tree | {"variants": variants, "plots": []})))
 
 
-def test_ratios_of_variants() -> None:
-    made = experiment.load_experiment("bt-fig14")
-    times = {"baseline": 4.0, "+ bias and norm": 2.0, "+ no padding": 1.0}
-    rows = [{"sets": {"train.seq": 128, "variant": name}, "status": "ok", "seconds": of, "seconds_min": of / 2}
-            for name, of in times.items()]  # fmt: skip
-    told = experiment.report(made, "cpu", rows, "", 0.0)
-    assert "Time of the others over time baseline, median (best repeat):" in told
-    assert "* train.seq 128: + bias and norm 0.50 (0.50), + no padding 0.25 (0.25)" in told
-
-
 def test_table_and_best() -> None:
     rows = [
         {"id": "a", "sets": {"x": None}, "status": "ok", "seconds": 2.0},
@@ -314,98 +303,6 @@ def test_auto(tmp_path: Path) -> None:
     with (tmp_path / "out/searched.csv").open() as file:
         searched = list(csv.DictReader(file))
     assert f"{len(searched)} tilings planned" in done.stderr and sum(bool(s["seconds"]) for s in searched) == len(rows)
-
-
-@pytest.mark.parametrize("name", experiment.names())
-def test_experiments_are_valid(name: str) -> None:
-    """Every YAML, at both scales: each point is a config that loads."""
-    made = experiment.load_experiment(name)
-    for scale in ("cpu", "gpu"):
-        assert list(experiment._planned(made.part(scale), made.kind))
-    readme = (experiment.EXPERIMENTS / "README.md").read_text()
-    assert f"`{name}`" in readme
-
-
-def test_experiment_needs_gpus(tmp_path: Path) -> None:
-    done = nntile(tmp_path, "experiment", "table2", "--scale", "gpu")
-    if done.returncode:
-        assert done.returncode == 1 and "GPU" in done.stderr and not (tmp_path / "runs").exists()
-
-
-def test_experiments_take_the_gpus_that_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = experiment.load_experiment("fig15").part("gpu")
-    for there, kept in ((2, [1, 2]), (8, [1, 2, 4, 8]), (0, [1, 2, 4, 8])):  # none: refused later
-        monkeypatch.setattr("torch.cuda.device_count", lambda there=there: there)
-        part, told = experiment._on_gpus_there(made)
-        assert part.grid["runtime.cuda"] == kept
-        assert told == ("left out: runtime.cuda 4, 8; this machine has 2 GPUs" if there == 2 else "")
-    made = experiment.load_experiment("fig09").part("gpu", "inference")
-    for there, taken in ((1, 1), (4, 2), (0, 2)):
-        monkeypatch.setattr("torch.cuda.device_count", lambda there=there: there)
-        part, told = experiment._on_gpus_there(made)
-        assert experiment._config(part).runtime.cuda == taken and part.work == "inference"
-        assert told == ("runtime.cuda 1 instead of 2; this machine has 1 GPU" if there == 1 else "")
-    text = experiment.report(experiment.load_experiment("fig09"), "gpu", [], "a\n1\n", 0.0, note="left out: 8")
-    assert "\nLeft out: 8.\n" in text
-
-
-def test_an_interrupted_experiment_tells_what_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made, left = experiment.load_experiment("fig17"), 3
-
-    def measured(point: sweep.Point, *_: Any) -> dict[str, Any]:
-        nonlocal left
-        left -= 1
-        if left < 0:
-            raise KeyboardInterrupt
-        row = {"id": point.id, "sets": point.sets, "measure": {}, "status": "ok", "load": 0.0}
-        return row | {
-            "seconds": 2.0,
-            "seconds_min": 1.0,
-            "seconds_max": 3.0,
-            "tokens_per_s": 5.0,
-            "times": [1.0, 2.0, 3.0],
-        }
-
-    monkeypatch.setattr(sweep_run, "measure_point", measured)
-    every = len(sweep.points(made.part("cpu"))) * made.part("cpu").rounds
-    assert every > 3
-    with pytest.raises(KeyboardInterrupt):
-        experiment.run(made, "cpu", tmp_path, None, Console(stderr=True))
-    told = (tmp_path / "fig17.md").read_text()
-    assert "\nInterrupted with " in told and "the same command goes on.\n" in told and "| 2 | 1 |" in told
-    assert (tmp_path / "fig17.png").stat().st_size > 1000 and (tmp_path / "fig17.csv").read_text().count("\n") > 1
-    left = every - 3  # no point is measured twice
-    experiment.run(made, "cpu", tmp_path, None, Console(stderr=True))
-    assert left == 0 and "Interrupted" not in (tmp_path / "fig17.md").read_text()
-
-
-def test_experiments_in_both_modes() -> None:
-    for name in ("fig09", "fig11", "fig12", "fig14", "fig15", "fig16", "fig17", "fig18"):
-        made = experiment.load_experiment(name)
-        plans = {m: list(experiment._planned(made.part("gpu", m), made.kind)) for m in ("inference", "training")}
-        kinds = {m: {(work, phase) for _, _, work, phase in planned} for m, planned in plans.items()}
-        work = "linear_relu" if name == "fig15" else "linear_reshape"
-        small = {"inference": {(work, "forward")}, "training": {(work, "all")}}
-        assert kinds in ({"inference": {("inference", "all")}, "training": {("train", "all")}}, small)
-    assert experiment.load_experiment("fig17").part("cpu", "training").plots[0].title == "GPT-2 training"
-    for name in ("table2", "bt-fig11"):
-        with pytest.raises(ConfigError, match="--mode"):
-            experiment.load_experiment(name).part("cpu", "training")
-    training = [config for _, config, work, _ in experiment._planned(
-        experiment.load_experiment("bt-fig14").part("cpu", "training"), "sweep") if work == "train"]  # fmt: skip
-    assert len(training) == 10 and {config.model.head for config in training} == {"masked_lm"}
-
-
-def test_experiment_graph(tmp_path: Path) -> None:
-    done = nntile(tmp_path, "experiment", "fig10", "--out", "out")
-    with_dot = any((Path(p) / "dot").exists() for p in os.environ["PATH"].split(os.pathsep))
-    assert done.returncode == (0 if with_dot else 1), done.stderr
-    assert "naive (before fusion): 12 tasks" in (tmp_path / "out" / "plot.dot").read_text()
-    if with_dot:
-        assert (tmp_path / "out" / "fig10.png").exists()
-        assert "## The paper" in (tmp_path / "out" / "fig10.md").read_text()
-    else:
-        assert "apt-get install graphviz" in done.stderr
 
 
 def test_workers_of_a_config(tmp_path: Path) -> None:
@@ -590,13 +487,6 @@ def test_plots_hide_nothing(kind: Any) -> None:
     heat = figure_of([sweep.Plot(kind="heat", x="tiles.embed", series="fusion")], rows)
     ticks = [one.get_text() for one in heat.subfigs[0].axes[0].get_yticklabels()]
     assert ticks == ["fused", "naive"]
-
-
-def test_experiments_take_turns() -> None:
-    for name in experiment.names():
-        made = experiment.load_experiment(name)
-        for scale in ("cpu", "gpu") if made.kind == "sweep" else ():
-            assert made.part(scale).rounds >= 3, name
 
 
 @pytest.mark.parametrize("how", ["plan", "run", "operators"])

@@ -1,6 +1,7 @@
 """The Triton kernels: in the interpreter against the operators' float64 references, and compiled for sm_90."""
 
 import importlib
+import itertools
 import os
 import platform
 import re
@@ -144,7 +145,9 @@ SEGMENTS = {
 
 LONG = ("window", "one that fills the bin", "dropout causal")  # several blocks of keys: half a minute each
 POINTS = [(name, "fp32", 40) for name in SEGMENTS] + [(name, "fp32", 150) for name in LONG]
-POINTS += [(name, "bf16", 40) for name in ("packed", "groups", "dropout")]
+POINTS += [(name, "bf16", 40) for name in ("packed", "groups", "dropout")] + [("dropout causal", "bf16", 150)]
+if os.environ.get("NNTILE_TORTURE"):
+    POINTS = [*itertools.product(SEGMENTS, ("fp32", "bf16"), (40, 150))]
 
 
 @pytest.mark.parametrize(("name", "dtype", "positions"), POINTS)

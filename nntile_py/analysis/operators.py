@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from nntile_py.analysis.workloads import Work, logical
@@ -43,13 +43,30 @@ def bound_by_memory(flop: float, least_bytes: float, peaks: Peaks) -> bool | Non
     return least_bytes / peaks.bytes > flop / peaks.flop
 
 
-@dataclass(frozen=True)
-class Row:
+@dataclass(frozen=True, kw_only=True)
+class Counts:
+    """read, written: words that tasks move; least: each operand once; bytes, least_bytes: the same in bytes."""
+
+    flop: float
+    read: int
+    written: int
+    least: int
+    bytes: int
+    least_bytes: float
+
+    @classmethod
+    def total(cls, parts: Iterable[tuple[Counts, int]]) -> dict[str, Any]:
+        """Of parts, each so many times: by the names of the fields."""
+        known = [(vars(part), times) for part, times in parts]
+        return {of.name: sum(counts[of.name] * times for counts, times in known) for of in fields(Counts)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row(Counts):
     """An operator, or `count` of them that are alike, such as one of each layer: figures are of all of them.
 
     phase: forward, dX (gradients of what it read), dW (of weights), dX dW, or update. independent, reduced: the axes of
-    its iteration space and their sizes. read, written: words that its tasks move; least: each operand once; bytes,
-    least_bytes: the same in bytes. group: the fused operator that runs it. seconds: measured, or None.
+    its iteration space and their sizes. group: the fused operator that runs it. seconds: measured, or None.
     """
 
     name: str
@@ -59,12 +76,6 @@ class Row:
     independent: dict[str, int]
     reduced: dict[str, int]
     count: int
-    flop: float
-    read: int
-    written: int
-    least: int
-    bytes: int
-    least_bytes: float
     ops: tuple[tuple[Op, int], ...] = field(repr=False)  # those of other sizes, and how many are like each
     group: str | None = None
     seconds: float | None = None
@@ -241,12 +252,7 @@ class _Fact:
     phase: str
     place: int
     times: int
-    flop: float
-    read: int
-    written: int
-    least: int
-    bytes: int
-    least_bytes: float
+    counts: Counts
     group: _Fact | None = None  # after fusion
     members: list[_Fact] = field(default_factory=list)  # of one after fusion
 
@@ -263,7 +269,7 @@ class _Count:
         for op in graph.ops:
             op.fit(self.cuts)
         found = (self._fact(op, place, number) for place, op in enumerate(graph.ops))
-        return {fact.place: fact for fact in found if fact.bytes}
+        return {fact.place: fact for fact in found if fact.counts.bytes}
 
     def _fact(self, op: Op, place: int, number: int) -> _Fact:
         key = looks(op)
@@ -274,9 +280,11 @@ class _Count:
             self._known[key] = sum(map(_words, read)), sum(map(_words, written)), size
         read_words, written_words, size = self._known[key]
         times, phase = (1, "update") if number else (self.repeats, _phase(op))
-        return _Fact(
-            op, phase, place, times, op.flop(), read_words, written_words, op.words(), size, least_bytes(op)
-        )
+        counts = Counts(
+            flop=op.flop(), read=read_words, written=written_words, least=op.words(), bytes=size,
+            least_bytes=least_bytes(op),
+        )  # fmt: skip
+        return _Fact(op, phase, place, times, counts)
 
 
 def least_bytes(op: Op) -> float:
@@ -335,18 +343,14 @@ def _row(name: str, phase: str, group: str | None, some: Sequence[_Fact]) -> Row
     over = space(first.op) if len(distinct) == 1 else Space({})
     free = {axis: over.sizes[axis] for axis in over.independent}
 
-    def total(key: str) -> Any:
-        return sum(getattr(fact, key) * fact.times for fact in some)
-
+    counts = Counts.total((fact.counts, fact.times) for fact in some)
     # A fused contraction's own count leaves out its epilogue: that is its members'.
-    flop = sum((sum(m.flop for m in fact.members) or fact.flop) * fact.times for fact in some)
+    counts["flop"] = sum((sum(m.counts.flop for m in fact.members) or fact.counts.flop) * fact.times for fact in some)
     kinds = [member.op.kind for member in first.members]
     return Row(
         name=name, phase=phase, category=first.op.category, title=" + ".join(kinds) or first.op.title,
         independent=free, reduced={axis: size for axis, size in over.sizes.items() if axis not in free},
-        count=sum(fact.times for fact in some), flop=flop, read=total("read"), written=total("written"),
-        least=total("least"), bytes=total("bytes"), least_bytes=total("least_bytes"), group=group,
-        ops=tuple(distinct.values()),
+        count=sum(fact.times for fact in some), group=group, ops=tuple(distinct.values()), **counts,
     )  # fmt: skip
 
 

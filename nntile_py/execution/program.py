@@ -39,7 +39,7 @@ class Store:
         self._replicas = Replicas(self.ranks.size, self.ranks.tags) if self.ranks else None
         # Where tiles lie between programs, if those say which worker, or which rank, runs what.
         self.residency: Residency | None = {} if self.ranks or (runtime and runtime.placement == "planned") else None
-        self._grids: WeakKeyDictionary[Lowering, dict[Tensor, list[Placed]]] = WeakKeyDictionary()
+        self._grids: WeakKeyDictionary[Lowering, dict[Tensor, tuple[list[Placed], list[Tile]]]] = WeakKeyDictionary()
 
     def handle(self, tile: Tile) -> _core.Tile:
         if not tile.persistent:
@@ -62,12 +62,14 @@ class Store:
         """The tiles of a tensor that this rank writes, as the others write theirs."""
         grids = self._grids.setdefault(low, {})
         if tensor not in grids:  # inputs are written at every step
-            mine = [(where, tile) for where, tile in low.grid(tensor) if self._uses(tile)]
-            grids[tensor] = [(where, self.handle(tile)) for where, tile in mine]
+            grid = [*low.grid(tensor)]
+            mine = [(where, self.handle(tile)) for where, tile in grid if self._uses(tile)]
+            grids[tensor] = mine, [tile for _, tile in grid]
+        mine, tiles = grids[tensor]
         if self._replicas:
-            for _, tile in low.grid(tensor):
+            for tile in tiles:
                 self._replicas.written(tile)
-        return grids[tensor]
+        return mine
 
     def _uses(self, tile: Tile) -> bool:
         return not (self._replicas and self.ranks) or self.ranks.rank in self._replicas.users(tile)

@@ -31,12 +31,13 @@ from nntile_py.training.batches import SPECIAL, Batches, objective
 from nntile_py.training.confusion import FILES, Confusion
 from nntile_py.training.data import load_corpus
 from nntile_py.training.labelled import LabelledBatches, LabelledCorpus, load_labelled
+from nntile_py.training.pending import Pending
 from nntile_py.training.resume import check_same, data_facts, flat, newest
 from nntile_py.training.run_folder import GENERATION, Metrics, RunFolder, check_alone, check_replaced
 from nntile_py.training.sample import AnyCorpus, sampled
 from nntile_py.training.saver import Saver, told
 from nntile_py.training.together import Silent, agree, told_by_first
-from nntile_py.training.trainer import STEPS_IN_FLIGHT, Pending, Trainer
+from nntile_py.training.trainer import STEPS_IN_FLIGHT, Trainer
 
 SKIPS = 10  # steps in a row that are skipped: no later one will be better
 RETRY = 10.0  # seconds between two attempts to save what a full disk has no room for
@@ -302,13 +303,13 @@ def _steps(
     skipped = 0  # in a row, up to now
     clock = time.perf_counter()
     for step in range(trainer.steps + 1, how.steps + 2):
-        agree(stop)
+        due = agree(stop, step <= how.steps and saver.due(step))
         ends = step > how.steps or bool(stop)
         if not ends:
             lr = learning_rate(config.optimizer, step, how.steps)
             in_flight.append((trainer.submit(batches.training(step), lr=lr), lr))
         measures = not ends and (step % how.eval_every == 0 or step == how.steps)
-        due = not ends and bool(told_by_first(saver.due(step)))
+        due = due and not ends
         while len(in_flight) >= (1 if ends or measures or (due and saver.needs_report) else STEPS_IN_FLIGHT):
             pending, lr = in_flight.popleft()
             done, line = pending.step, {"step": pending.step, "loss": math.nan, "lr": lr, "grad_norm": math.nan}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -148,7 +149,8 @@ class Saver:
 
     def _join(self) -> None:
         if self._thread:
-            self._thread.join()
+            with suppress(RuntimeError):  # a Ctrl-C came as it was started; if it starts yet, it is told to end
+                self._thread.join()
             self._thread = None
         if self.newest is not None:
             self.folder.settle()

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import numpy as np
+
 from nntile_py.execution.mpi import Ranks
 from nntile_py.execution.runtime import Runtime
 
@@ -11,10 +13,13 @@ def ranks_of_run() -> Ranks | None:
     return Runtime.current.ranks if Runtime.current else None
 
 
-def agree(stop: list[str]) -> None:
-    """A signal that has come to one rank has come to all."""
-    if (ranks := ranks_of_run()) and ranks.any(bool(stop)) and not stop:
-        stop.append("SIGTERM")
+def agree(stop: list[str], due: bool = False) -> bool:
+    """A signal that has come to one rank has come to all. Returns whether one of them says that something is due."""
+    if ranks := ranks_of_run():
+        asked, due = (bool(column.any()) for column in ranks.gathered(np.array([bool(stop), due], np.uint8)).T)
+        if asked and not stop:
+            stop.append("SIGTERM")
+    return due
 
 
 def told_by_first(value: float) -> float:

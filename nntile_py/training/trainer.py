@@ -30,40 +30,11 @@ from nntile_py.tiles import TaskList, Tiling
 from nntile_py.training import checkpoint, saved
 from nntile_py.training.finite import Checked
 from nntile_py.training.inputs import Inputs, IntArray, as_dict, counted, means
+from nntile_py.training.pending import Pending
 from nntile_py.training.snapshot import Live, Snapshot, states_of
 from nntile_py.typed import typed
 
 STEPS_IN_FLIGHT = 2
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """Of one step: its number from 1, mean cross-entropy, norm of the gradient before clipping; whether the weights
-    stayed as they were because of it (skip_above_norm)."""
-
-    step: int
-    loss: float
-    grad_norm: float
-    skipped: bool = False
-
-
-class Pending:
-    """A step that was submitted; `result()` waits for it."""
-
-    def __init__(self, step: int, fetch: _core.Fetch, trainer: Trainer, tokens: int) -> None:
-        self.step, self._fetch, self._trainer = step, fetch, trainer
-        self.tokens = tokens  # padding is none
-
-    def done(self) -> bool:
-        return bool(self._fetch.done())
-
-    def result(self) -> StepResult:
-        """Raises TaskError if a task failed, NotFinite where the trainer checks for that."""
-        loss, norm = self._fetch.wait()
-        if not (math.isfinite(loss) and math.isfinite(norm)):
-            self._trainer.checked.end(f"step {self.step}: the loss is {loss}, the gradient norm {norm}")
-        limit = self._trainer.spec.skip_above_norm
-        return StepResult(self.step, loss, norm, limit is not None and not norm <= limit)
 
 
 @dataclass
@@ -267,7 +238,8 @@ class Trainer:
             self._run(program, slots, f"pass {micro + 1} of step {self.steps}")
         self._run(made.update, slots, f"the update of step {self.steps}")
         tokens = filled.tokens(self.tokens_per_step)
-        pending = Pending(self.steps, self._store.fetch("loss", "grad_norm"), self, tokens)
+        fetch = self._store.fetch("loss", "grad_norm")
+        pending = Pending(self.steps, fetch, tokens, self.checked, self.spec.skip_above_norm)
         self._pending.append(pending)
         return pending
 

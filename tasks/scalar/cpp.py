@@ -23,6 +23,7 @@ from .expression import (
     Output,
     Place,
     Reduce,
+    TileType,
     nodes_of,
 )
 
@@ -31,6 +32,7 @@ SYMBOL = "nntile_made"  # void (void* const* tiles, const int64_t* const* shapes
 CHEAP = ("add", "subtract", "multiply", "negative")  # computed again rather than kept in a buffer
 
 PREAMBLE = """\
+#include <new>
 #include <stdint.h>
 #include <stdlib.h>
 
@@ -73,15 +75,6 @@ static inline uint64_t hash_of(uint64_t index, uint64_t start) {
   return z >> 32;
 }
 """
-
-
-@dataclass(frozen=True)
-class TileType:
-    """Of a tile of an output or an input: its dtype, what its axes are in the space. total: it is added to."""
-
-    dtype: str
-    at: Access
-    total: bool = False
 
 
 def source(form: Definition, tiles: Sequence[TileType], outputs: int) -> str:
@@ -280,6 +273,7 @@ class _Writer:
         width = f"((n{len(self.axes) - 1} + 15) / 16 * 16)"
         size = f"sizeof(T) * {len(self.buffers)} * size_t{width}"
         lines = [f"T* const buffer = static_cast<T*>(aligned_alloc(64, {size}));"]
+        lines += ["if (!buffer) throw std::bad_alloc();"]
         return lines + [f"T* const {name} = buffer + {k} * {width};" for k, name in enumerate(self.buffers.values())]
 
     def _cleared(self) -> list[str]:

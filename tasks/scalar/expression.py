@@ -181,6 +181,15 @@ class Output:
 
 
 @dataclass(frozen=True)
+class TileType:
+    """Of a tile of an output or an input: its dtype, what its axes are in the space. total: it is added to."""
+
+    dtype: str
+    at: Access
+    total: bool = False
+
+
+@dataclass(frozen=True)
 class Definition:
     """What an operator computes: its space, {axis: size} in order, and the outputs."""
 

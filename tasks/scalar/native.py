@@ -15,8 +15,8 @@ from pathlib import Path
 from nntile_py.errors import NNTileError
 from nntile_py.system.folders import build_info, cache_folder
 
-from .cpp import SYMBOL, TileType, source
-from .expression import Call, Definition, Load, Output
+from .cpp import SYMBOL, source
+from .expression import Call, Definition, Load, Output, TileType
 
 FLAGS = ("-std=c++17", "-O3", "-fno-math-errno", "-fno-trapping-math", "-fopenmp-simd", "-fPIC", "-shared", "-w")
 LIBRARIES = ("-lmvec", "-lm")  # glibc's functions of vectors

@@ -11,7 +11,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from .cpp import TileType
 from .expression import (
     FUNCTIONS,
     Access,
@@ -25,6 +24,7 @@ from .expression import (
     Output,
     Place,
     Reduce,
+    TileType,
     nodes_of,
 )
 

@@ -1,0 +1,45 @@
+"""Which folder a run has, and which an earlier one had."""
+
+import itertools
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from nntile_py.errors import ConfigError
+
+
+def run_folder(name: str, configured: str | None, option: Path | None, overwrite: bool) -> Path:
+    """--out, else `out` of the config, else runs/NAME; only the last is numbered where it is taken."""
+    asked = option or (Path(configured) if configured else None)
+    folder = asked or Path("runs") / name
+    if overwrite or not taken(folder):
+        return folder
+    if asked:
+        raise ConfigError(f"--out: {folder} is not an empty folder; allowed: a new or empty one, or --overwrite")
+    free = next(f for f in _numbered(folder) if not taken(f))
+    print(f"{folder} holds an earlier run; this one goes to {free} (--overwrite would replace it)", file=sys.stderr)
+    return free
+
+
+def newest_run(name: str, configured: str | None, option: Path | None) -> Path:
+    """Where to look for checkpoints: --out, else `out` of the config, else the last of runs/NAME, runs/NAME-2, ..."""
+    if asked := option or (Path(configured) if configured else None):
+        return asked
+    first = Path("runs") / name
+    return [first, *itertools.takewhile(taken, _numbered(first))][-1]
+
+
+def _numbered(folder: Path) -> Iterator[Path]:
+    """Folders of further runs of the same name."""
+    return (Path(f"{folder}-{n}") for n in itertools.count(2))
+
+
+def run_of(folder: Path) -> Path:
+    """The run of a checkpoint, or of a run's folder."""
+    whole = Path(os.path.realpath(folder))
+    return whole.parents[1] if whole.parent.name == "checkpoints" else folder
+
+
+def taken(folder: Path) -> bool:
+    return os.path.lexists(folder) and (not folder.is_dir() or any(folder.iterdir()))

@@ -1,0 +1,269 @@
+#include "cublaslt.h"
+
+#include <ATen/ops/empty.h>
+#include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAStream.h>
+
+#include <algorithm>
+#include <limits>
+#include <map>
+#include <optional>
+#include <sstream>
+#include <utility>
+#include <vector>
+
+#include "choices.h"
+#include "runtime.h"
+
+namespace nntile {
+namespace {
+
+constexpr size_t kWorkspace = 64 << 20;
+constexpr int kCandidates = 8;
+
+void require(cublasStatus_t status, const char* what) {
+  if (status != CUBLAS_STATUS_SUCCESS) throw std::runtime_error(std::string(what) + ": " + cublasGetStatusString(status));
+}
+
+cudaDataType type_of(const at::Tensor& x) {
+  switch (x.scalar_type()) {
+    case at::kBFloat16: return CUDA_R_16BF;
+    case at::kFloat: return CUDA_R_32F;
+    default: throw std::invalid_argument("cuBLASLt is given bf16 and fp32 tiles only");
+  }
+}
+
+// A row-major matrix as cuBLASLt's column-major one: its transpose, or with `flipped` the matrix itself.
+struct Operand {
+  at::Tensor data;
+  bool flipped = false;
+  int64_t leading = 0;
+
+  explicit Operand(const at::Tensor& x) : data(x) {
+    const auto rows = x.size(0), columns = x.size(1);
+    if (x.stride(1) == 1 && (rows == 1 || x.stride(0) >= columns)) {
+      leading = rows == 1 ? columns : x.stride(0);
+    } else if (x.stride(0) == 1 && (columns == 1 || x.stride(1) >= rows)) {
+      flipped = true;
+      leading = columns == 1 ? rows : x.stride(1);
+    } else {
+      data = x.contiguous();
+      leading = columns;
+    }
+  }
+};
+
+// Of packed sequences rows are as many as a step fills, `most` if all: an algorithm is chosen for 16 numbers of them.
+int64_t rounded(int64_t size, int64_t most) {
+  const auto step = (most / 16 + 127) / 128 * 128;
+  return step ? std::min(most, (size + step - 1) / step * step) : size;
+}
+
+// Everything that the choice of an algorithm depends on.
+struct Key {
+  int64_t m, n, k, lda, ldb;
+  int flips, in, out, epilogue, compute;
+  bool adds, in_place;
+  auto operator<=>(const Key&) const = default;
+
+  std::string text() const {
+    std::ostringstream made;
+    for (const int64_t value : {m, n, k, lda, ldb}) made << value << ' ';
+    for (const int value : {flips, in, out, epilogue, compute, int{adds}, int{in_place}}) made << value << ' ';
+    return made.str() + "of " + std::to_string(kCandidates);
+  }
+};
+
+struct Call {
+  const void *a, *b, *c, *bias;
+  void *d, *aux;
+  double alpha;
+};
+
+class Matmul {
+ public:
+  Matmul(const Key& key) : key_(key) {
+    const auto compute = static_cast<cublasComputeType_t>(key.compute);
+    require(cublasLtMatmulDescCreate(&desc_, compute, CUDA_R_32F), "cublasLtMatmulDescCreate");
+    // Column-major: D' (n x m) = B' A'.
+    set(CUBLASLT_MATMUL_DESC_TRANSA, key.flips & 2 ? CUBLAS_OP_T : CUBLAS_OP_N);
+    set(CUBLASLT_MATMUL_DESC_TRANSB, key.flips & 1 ? CUBLAS_OP_T : CUBLAS_OP_N);
+    set(CUBLASLT_MATMUL_DESC_EPILOGUE, static_cast<cublasLtEpilogue_t>(key.epilogue));
+    const auto out = static_cast<cudaDataType>(key.out), in = static_cast<cudaDataType>(key.in);
+    set(CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, out);
+    if (uses_aux()) {
+      set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, key.n);
+      set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_DATA_TYPE, out);
+    }
+    layout(&b_, in, key.ldb);
+    layout(&a_, in, key.lda);
+    layout(&d_, out, key.n);
+    shape({key.m, key.n, key.k});
+  }
+
+  // A product of these sizes: by the algorithm of the key's where that can compute it, else by the library's first.
+  void run(const Call& call, const Sizes& now, void* workspace) {
+    point(call);
+    if (now != sizes_) {
+      shape(now);
+      cublasLtMatmulHeuristicResult_t result{};
+      const auto status = cublasLtMatmulAlgoCheck(handle(), desc_, b_, a_, d_, d_, &*chosen_, &result);
+      used_ = chosen_;
+      if (status != CUBLAS_STATUS_SUCCESS || result.workspaceSize > kWorkspace) {
+        const auto found = proposed(1);
+        if (found.empty()) {
+          sizes_ = {};
+          throw Unsupported();
+        }
+        used_ = found[0].algo;
+      }
+    }
+    require(matmul(call, *used_, workspace), "cublasLtMatmul");
+  }
+
+  // Chooses one of those that the library proposes for the key's sizes, if it does: which, is measured where nobody has,
+  // on a product of these sizes.
+  void choose(const Call& call, const Sizes& now, void* workspace, const at::Tensor& out) {
+    point(call);  // how pointers are aligned has a say
+    const auto found = proposed(kCandidates);
+    if (found.empty()) return;
+    shape(now);
+    const auto best = static_cast<size_t>(
+        chosen(products_file(), key_.text(), [&] { return fastest(call, workspace, out, found); }));
+    shape({key_.m, key_.n, key_.k});
+    chosen_ = used_ = found[best < found.size() ? best : 0].algo;
+  }
+
+  bool supported() const { return chosen_.has_value(); }
+
+  static cublasLtHandle_t handle() {  // belongs to the device that is current when it is made: a worker has one
+    thread_local const cublasLtHandle_t handle = [] {
+      cublasLtHandle_t made;
+      require(cublasLtCreate(&made), "cublasLtCreate");
+      return made;
+    }();
+    return handle;
+  }
+
+ private:
+  std::vector<cublasLtMatmulHeuristicResult_t> proposed(int most) {
+    cublasLtMatmulPreference_t preference;
+    require(cublasLtMatmulPreferenceCreate(&preference), "cublasLtMatmulPreferenceCreate");
+    size_t bytes = kWorkspace;
+    cublasLtMatmulPreferenceSetAttribute(preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &bytes, sizeof(bytes));
+    std::vector<cublasLtMatmulHeuristicResult_t> found(static_cast<size_t>(most));
+    int count = 0;
+    const auto status =
+        cublasLtMatmulAlgoGetHeuristic(handle(), desc_, b_, a_, d_, d_, preference, most, found.data(), &count);
+    cublasLtMatmulPreferenceDestroy(preference);
+    if (status == CUBLAS_STATUS_NOT_SUPPORTED) return {};
+    require(status, "cublasLtMatmulAlgoGetHeuristic");
+    found.resize(static_cast<size_t>(count));
+    return found;
+  }
+
+  int fastest(Call call, void* workspace, const at::Tensor& out,
+              const std::vector<cublasLtMatmulHeuristicResult_t>& found) {
+    at::Tensor spare;
+    if (key_.in_place) {  // each trial would add again
+      spare = at::empty(out.sizes(), out.options());
+      call.d = spare.data_ptr();
+    }
+    point(call);
+    int best = 0;
+    float least = std::numeric_limits<float>::infinity();
+    for (size_t k = 0; k < found.size() && found.size() > 1; ++k) {
+      const float ms = least_ms([&] { return matmul(call, found[k].algo, workspace) == CUBLAS_STATUS_SUCCESS; });
+      if (ms < least) least = ms, best = static_cast<int>(k);
+    }
+    if (found.size() > 1 && least == std::numeric_limits<float>::infinity())
+      throw std::runtime_error("none of cuBLASLt's algorithms for a product ran");
+    return best;
+  }
+
+  bool uses_aux() const {
+    return key_.epilogue == CUBLASLT_EPILOGUE_DGELU || key_.epilogue == CUBLASLT_EPILOGUE_GELU_AUX ||
+           key_.epilogue == CUBLASLT_EPILOGUE_GELU_AUX_BIAS;
+  }
+
+  template <class T>
+  void set(cublasLtMatmulDescAttributes_t attribute, T value) {
+    require(cublasLtMatmulDescSetAttribute(desc_, attribute, &value, sizeof(value)), "cublasLtMatmulDescSetAttribute");
+  }
+
+  static void layout(cublasLtMatrixLayout_t* made, cudaDataType type, int64_t leading) {
+    require(cublasLtMatrixLayoutCreate(made, type, 1, 1, leading), "cublasLtMatrixLayoutCreate");
+  }
+
+  void shape(const Sizes& now) {
+    shape(b_, key_.flips & 2, now.n, now.k);
+    shape(a_, key_.flips & 1, now.k, now.m);
+    shape(d_, false, now.n, now.m);
+    sizes_ = now;
+  }
+
+  static void shape(cublasLtMatrixLayout_t layout, bool flipped, int64_t rows, int64_t columns) {
+    if (flipped) std::swap(rows, columns);
+    for (const auto& [attribute, value] : {std::pair(CUBLASLT_MATRIX_LAYOUT_ROWS, rows), {CUBLASLT_MATRIX_LAYOUT_COLS, columns}}) {
+      const auto size = static_cast<uint64_t>(value);
+      require(cublasLtMatrixLayoutSetAttribute(layout, attribute, &size, sizeof(size)), "cublasLtMatrixLayoutSetAttribute");
+    }
+  }
+
+  void point(const Call& call) {
+    if (call.bias) set(CUBLASLT_MATMUL_DESC_BIAS_POINTER, call.bias);
+    if (call.aux) set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, call.aux);
+  }
+
+  cublasStatus_t matmul(const Call& call, const cublasLtMatmulAlgo_t& algo, void* workspace) {
+    const auto alpha = static_cast<float>(call.alpha);
+    const float beta = key_.adds ? 1 : 0;
+    return cublasLtMatmul(handle(), desc_, &alpha, call.b, b_, call.a, a_, &beta, call.c, d_, call.d, d_, &algo,
+                          workspace, kWorkspace, c10::cuda::getCurrentCUDAStream().stream());
+  }
+
+  Key key_;
+  Sizes sizes_{};  // that the layouts have
+  std::optional<cublasLtMatmulAlgo_t> chosen_, used_;  // for the key's sizes, for these
+  cublasLtMatmulDesc_t desc_;
+  cublasLtMatrixLayout_t a_, b_, d_;
+};
+
+// One a worker thread.
+void* workspace(c10::Device device) {
+  thread_local std::map<c10::DeviceIndex, at::Tensor> made;
+  auto& block = made[device.index()];
+  if (!block.defined())
+    block = at::empty({static_cast<int64_t>(kWorkspace)}, at::TensorOptions(at::kByte).device(device));
+  return block.data_ptr();
+}
+
+}  // namespace
+
+std::string products_file() { return choices_file("gemm", "cublasLt-" + std::to_string(cublasLtGetVersion())); }
+
+void matmul(const at::Tensor& out, const at::Tensor& a_matrix, const at::Tensor& b_matrix, double alpha, const Fused& f,
+            bool tf32, const Sizes& most) {
+  const Operand a(a_matrix), b(b_matrix);
+  const auto compute = a.data.scalar_type() == at::kFloat && tf32 ? CUBLAS_COMPUTE_32F_FAST_TF32
+                                                                             : CUBLAS_COMPUTE_32F;
+  const Sizes now{out.size(0), out.size(1), a_matrix.size(1)};
+  const Key key{rounded(now.m, most.m), now.n, rounded(now.k, most.k), a.leading, b.leading, a.flipped + 2 * b.flipped,
+                type_of(a.data), type_of(out), f.epilogue, compute, f.c.defined(),
+                f.c.defined() && f.c.data_ptr() == out.data_ptr()};
+  thread_local std::map<Key, Matmul> known;
+  auto found = known.find(key);
+  void* const space = workspace(out.device());
+  Call call{a.data.data_ptr(), b.data.data_ptr(), f.c.defined() ? f.c.data_ptr() : out.data_ptr(),
+            f.bias.defined() ? f.bias.data_ptr() : nullptr, out.data_ptr(),
+            f.aux.defined() ? f.aux.data_ptr() : nullptr, alpha};
+  if (found == known.end()) {
+    Matmul made(key);
+    made.choose(call, now, space, out);
+    found = known.emplace(key, made).first;
+  }
+  if (!found->second.supported()) throw Unsupported();
+  found->second.run(call, now, space);
+}
+
+}  // namespace nntile
