@@ -51,10 +51,10 @@ def trained(model: str, tiles: str, policy: str, options: dict[str, Any]) -> dic
     return {"losses": [*losses, held_out], "logits": float(np.abs(logits).sum(dtype=float)), "weights": digest}
 
 
-def main(what: str, out: str, window: str = "") -> None:
+def main(what: str, out: str, window: str = "", shard: str = "") -> None:
     rank = int(os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK", "0")))
     model = MODELS["gpt2"]
-    with nt.Runtime(cpus=1, mpi=True, window=int(window) if window else None):
+    with nt.Runtime(cpus=1, mpi=True, window=int(window) if window else None, shard_weights=bool(shard)):
         if what == "train":
             found = {" ".join(case[:3]): trained(*case) for case in CASES}
             with open(f"{out}.{rank}", "w") as file:

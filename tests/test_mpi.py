@@ -66,7 +66,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str
     for ranks in (1, 2, 4):
         out = tmp_path_factory.mktemp("mpi") / "found"
         window = "3" if ranks == 2 else ""  # so few tasks and messages under way that each rank waits again and again
-        status, _, errors = ended(start(ranks, SCRIPT, "train", out, window))
+        shard = "shard" if ranks == 4 else ""
+        status, _, errors = ended(start(ranks, SCRIPT, "train", out, window, shard))
         assert status == 0, errors
         found[ranks] = [json.loads(Path(f"{out}.{rank}").read_text()) for rank in range(ranks)]
     return found

@@ -90,7 +90,8 @@ def before(shared: Shared, replicas: Replicas) -> list[TaskList]:
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("tiles", TILINGS)
-def test_ranks_compute_what_the_whole_list_does(tiles: dict[str, int], policy: str, ranks: int) -> None:
+@pytest.mark.parametrize("shard", [False, True])
+def test_ranks_compute_what_the_whole_list_does(shard: bool, tiles: dict[str, int], policy: str, ranks: int) -> None:
     made = step(tiles, policy)
     whole = placed(made, ranks)
     names = {tile.key for low in made.lists for tile in low.tasks.initialised if tile.kind != "grad"}
@@ -103,7 +104,7 @@ def test_ranks_compute_what_the_whole_list_does(tiles: dict[str, int], policy: s
                 run(task, alone)
                 for tile in task.frees:
                     del alone[tile.key]
-    replicas, draw = Replicas(ranks), random.Random(0)
+    replicas, draw = Replicas(ranks, shard=shard), random.Random(0)
     shares = replicas.share(whole)
     values: list[Values] = [{} for _ in range(ranks)]
     known = {tile.key: tile for low in made.lists for tile in low.tasks.initialised}
@@ -116,11 +117,18 @@ def test_ranks_compute_what_the_whole_list_does(tiles: dict[str, int], policy: s
             play(before(shared, replicas), values, sent, draw)
             play(shared.lists, values, sent, draw)
             replicas.ran(shared)
-    assert max(sent.values(), default=0) <= 1
+    borrowed = {key for key, tile in replicas.tiles.items() if shard and tile.kind == "param"}
+    assert {count for (key, *_), count in sent.items() if key not in borrowed} <= {1}
+    # A weight is let go and sent again, forward and backward, in each micro-batch.
+    again = max((count for (key, *_), count in sent.items() if key in borrowed), default=0)
+    assert 2 <= again <= 4 if shard and ranks > 1 else again == 0
     assert bool(sent) == (ranks > 1)
     kept = {key for key in replicas.tiles if key in alone}
     for key in kept:
         assert {values[rank][key] for rank in replicas._held[key]} == {alone[key]}, key
+    for key, tile in replicas.tiles.items():
+        there = sum(key in mine for mine in values)
+        assert there == 1 if shard and tile.kind == "param" else there <= (2 if tile.kind == "grad" else ranks), tile
     assert all(isinstance(key, tuple) for mine in values for key in mine)  # what does not outlive a list has gone
 
 

@@ -16,6 +16,7 @@ from nntile_py.errors import ConfigError
 from .tasklist import Access, Task, TaskList, Tile
 
 SEND, RECEIVE = "send", "receive"
+NEAR = 8  # a borrowed weight is kept for a use that comes within this part of a list
 MOST_BYTES = 2**31 - 1  # of a message: MPI counts in ints
 
 
@@ -56,16 +57,18 @@ class Shared:
 class Replicas:
     """Which ranks hold the newest version of each tile that outlives the lists; every rank knows it of all.
 
-    numbers: gives each tile its tag, the same on all ranks.
+    numbers: gives each tile its tag, the same on all ranks. shard: a weight stays with the rank that updates it; others
+    borrow it for as long as they use it (ZeRO-3: Rajbhandari et al. 2020, section 5.3).
     """
 
-    def __init__(self, ranks: int, numbers: Iterator[int] | None = None) -> None:
-        self.ranks = ranks
+    def __init__(self, ranks: int, numbers: Iterator[int] | None = None, shard: bool = False) -> None:
+        self.ranks, self.shard = ranks, shard
         self.tiles: dict[Hashable, Tile] = {}
         self._numbers = itertools.count() if numbers is None else numbers
         self._tags: dict[Hashable, int] = {}
         self._users: dict[Hashable, set[int]] = {}
         self._held: dict[Hashable, set[int]] = {}
+        self._owner: dict[Hashable, int] = {}
 
     def tag(self, tile: Tile) -> int:
         if tile.key not in self._tags:
@@ -76,14 +79,22 @@ class Replicas:
         """Share out placed lists that run in turn."""
         lists = list(lists)
         for task in (task for tasks in lists for task in tasks.tasks):
-            for tile in (access.tile for access in task.accesses if access.tile.persistent):
+            for access in (access for access in task.accesses if access.tile.persistent):
+                tile = access.tile
                 self._users.setdefault(tile.key, set()).add(task.worker)
                 self.tiles.setdefault(tile.key, tile)
+                if self.shard and tile.kind == "param" and access.mode != "R":
+                    self._owner[tile.key] = task.worker
         return [_Sharing(tasks, self).shared for tasks in lists]
 
     def users(self, tile: Tile) -> set[int]:
         """The ranks that have a place for the tile; the first where no list uses it."""
-        return self._users.get(tile.key) or {0}
+        owner = self.owner(tile)
+        return {owner} if owner is not None else self._users.get(tile.key) or {0}
+
+    def owner(self, tile: Tile) -> int | None:
+        """The rank from which all others borrow it; None: whoever uses it keeps it."""
+        return self._owner.get(tile.key)
 
     def written(self, tile: Tile) -> set[int]:
         """Each of these ranks writes it from its own program, the same on all of them."""
@@ -108,56 +119,82 @@ class Replicas:
 
 
 class _Sharing:
-    """Shares out one list."""
+    """Shares out one list. A copy goes where another rank has written the tile, or where it was borrowed."""
 
     def __init__(self, tasks: TaskList, replicas: Replicas) -> None:
         self._replicas, ranks = replicas, range(replicas.ranks)
         self.shared = Shared([TaskList(tasks.policy, live=tasks.live) for _ in ranks])
-        self._held: dict[Tile, set[int]] = {}  # of versions that this list has made
+        self._held: dict[Tile, set[int]] = {}  # of versions that this list has made, and of what it borrows
         self._writer: dict[Tile, int] = {}
+        self._last: dict[tuple[int, Tile], Task] = {}  # the last entry of a rank that uses a tile
+        self._read: dict[tuple[int, Tile], int] = {}  # where in the whole list a rank has read what it borrows
+        self._near = len(tasks.tasks) // NEAR
         self._clears: list[list[Tile]] = [[] for _ in ranks]  # before the next entry of each
-        for task in tasks.tasks:
+        for number, task in enumerate(tasks.tasks):
             for tile in task.clears:
                 self._held[tile] = set()
                 for rank in replicas.users(tile) | {task.worker}:
                     self._clears[rank].append(tile)
             for access in task.accesses:
                 if access.mode != "W":
-                    self._fetch(access.tile, task)
+                    self._fetch(access.tile, task, number)
             task.clears, task.frees = [], []
             self._append(task.worker, task)
             for access in task.accesses:
                 if access.mode != "R":
-                    self._held[access.tile], self._writer[access.tile] = {task.worker}, task.worker
+                    self._keep(access.tile, task.worker)
+                    self._writer[access.tile] = task.worker
+        for tile in [*self._held]:
+            if (owner := replicas.owner(tile)) is not None:
+                self._keep(tile, owner)
         self.shared.held = {tile.key: ranks for tile, ranks in self._held.items() if tile.persistent}
         for one in self.shared.lists:
             _free(one.tasks)
 
-    def _fetch(self, tile: Tile, task: Task) -> None:
+    def _fetch(self, tile: Tile, task: Task, number: int) -> None:
         """Bring a tile to the rank of a task that reads it."""
+        rank, owner = task.worker, self._replicas.owner(tile)
         if tile not in self._held:
             if not tile.persistent:
                 return  # nothing is there: a reduction begins
-            needing = self.shared.needs.setdefault(tile, [])
-            if task.worker not in needing:
-                needing.append(task.worker)
-        elif self._held[tile] and task.worker not in self._held[tile]:
-            tag = self._replicas.tag(tile)
-            ends = messages(tile, self._writer[tile], task.worker, tag, task.op, task.priority)
-            for rank, message in ends.items():
-                self._append(rank, message)
-            self._held[tile].add(task.worker)
+            if owner is None:
+                needing = self.shared.needs.setdefault(tile, [])
+                if rank not in needing:
+                    needing.append(rank)
+                return
+            self._held[tile], self._writer[tile] = {owner}, owner
+        held = self._held[tile]
+        if owner is not None:
+            if rank != owner and number - self._read.get((rank, tile), number) > self._near:
+                self._keep(tile, *held - {rank})
+            self._read[rank, tile] = number
+        held = self._held[tile]
+        if held and rank not in held:
+            ends = messages(tile, self._writer[tile], rank, self._replicas.tag(tile), task.op, task.priority)
+            for end, message in ends.items():
+                self._append(end, message)
+            held.add(rank)
+
+    def _keep(self, tile: Tile, *ranks: int) -> None:
+        """Only these have the tile from here on; the others let go of it after their last use."""
+        for rank in self._held.get(tile, set()) - {*ranks}:
+            last = self._last.get((rank, tile))
+            if last and tile not in last.frees:
+                last.frees.append(tile)
+        self._held[tile] = {*ranks}
 
     def _append(self, rank: int, task: Task) -> None:
         task.clears, self._clears[rank] = self._clears[rank], []
         self.shared.lists[rank].tasks.append(task)
+        self._last.update(((rank, access.tile), task) for access in task.accesses)
 
 
 def _free(tasks: list[Task]) -> None:
     """Each tile that does not outlive the list goes after its last use on this rank."""
     last = {access.tile: task for task in tasks for access in task.accesses if not access.tile.persistent}
     for tile, task in last.items():
-        task.frees.append(tile)
+        if tile not in task.frees:
+            task.frees.append(tile)
 
 
 def described(lists: Iterable[TaskList]) -> dict[str, str]:

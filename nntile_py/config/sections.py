@@ -310,6 +310,9 @@ class Runtime(Section):
     """Most tasks that are submitted and have not ended yet; null: no bound."""
     nodes: Count | None = None
     """How many machines, or ranks of MPI, `nntile train` has to run on; null: as many as mpirun or srun starts."""
+    shard_weights: Switch = False
+    """On several ranks: a weight stays with the rank that updates it, and others borrow it just before they use it,
+    which takes less memory and more messages. Averages of the optimizer are always in one place."""
     calibrate: Switch = False
     """Measure anew the task times that the `dm*` policies go by."""
     placement: Placement | None = None

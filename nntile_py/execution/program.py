@@ -36,7 +36,9 @@ class Store:
         self.handles: dict[Hashable, _core.Tile] = {}
         runtime = Runtime.current
         self.ranks = runtime.ranks if runtime else None
-        self._replicas = Replicas(self.ranks.size, self.ranks.tags) if self.ranks else None
+        self._replicas = (
+            Replicas(self.ranks.size, self.ranks.tags, runtime.shard_weights) if runtime and self.ranks else None
+        )
         # Where tiles lie between programs, if those say which worker, or which rank, runs what.
         self.residency: Residency | None = {} if self.ranks or (runtime and runtime.placement == "planned") else None
         self._grids: WeakKeyDictionary[Lowering, dict[Tensor, tuple[list[Placed], list[Tile]]]] = WeakKeyDictionary()

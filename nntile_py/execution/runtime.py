@@ -49,6 +49,8 @@ class Runtime:
             rank runs the same script. One that was started alone has no need of MPI. False: on its own, whoever else
             was started. Default: on its own, and an error where others were started.
         nodes: How many ranks there have to be. Default: any number.
+        shard_weights: Of several ranks, the one that updates a weight keeps it; others borrow it before each use, and
+            let go of it. `window` bounds how many are borrowed ahead.
 
     Raises:
         ConfigError: A value is out of range.
@@ -75,6 +77,7 @@ class Runtime:
         placement: str | None = None,
         mpi: bool | None = None,
         nodes: int | None = None,
+        shard_weights: bool = False,
     ) -> None:
         counts = {
             "cpus": cpus, "cuda": cuda, "memory": memory, "cuda_memory": cuda_memory, "window": window, "nodes": nodes,
@@ -108,7 +111,7 @@ class Runtime:
             )
         self.scheduler, self.memory, self.window, self.calibrate = scheduler, memory, window or 0, calibrate
         self.disk = Disk(disk, memory) if disk else None
-        self.ranks = joined(mpi, nodes)
+        self.ranks, self.shard_weights = joined(mpi, nodes), shard_weights
         if self.ranks and cuda:
             raise ConfigError(f"runtime.cuda: got {cuda}; allowed on several ranks: 0, as GPUs are for one rank so far")
         self._users: list[Any] = []
