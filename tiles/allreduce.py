@@ -13,11 +13,12 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from .placement import Speed
 from .ranks import RECEIVE, SEND, Message, check_size
-from .tasklist import Access, Task, Tile, merge
+from .tasklist import Access, R, Task, Tile, W, merge
 
 
 @dataclass(frozen=True)
@@ -41,20 +42,32 @@ class Transfer(Message):
 
 
 @dataclass(slots=True)
-class Add(Task):
-    """Adds a piece of `size` bytes, that has come, to the same piece of a tile."""
+class Piecewise(Task):
+    """A task on pieces of its tiles, that moves `moved` bytes."""
 
-    size: int = 0
+    moved: int = 0
 
     @property
     def bytes(self) -> int:
-        return 3 * self.size
+        return self.moved
 
 
-def with_sums(tasks: Sequence[Task], node: int, nodes: int, network: Network) -> list[Task]:
+@dataclass(frozen=True)
+class Place:
+    """A node among `nodes` that are alike, and what they consist of."""
+
+    node: int
+    nodes: int
+    network: Network
+    workers: int
+    speed: Speed
+
+
+def with_sums(tasks: Sequence[Task], at: Place) -> list[Task]:
     """A node's tasks, and behind the last that adds to a sum over the batch what makes it one over all nodes.
 
-    Those sums are the tiles that outlive the list and are of no part of the batch: gradients, the loss.
+    Those sums are the tiles that outlive the list and are of no part of the batch: gradients, the loss. Small ones take
+    turns with workers. One whose messages would take longer than what is left to compute goes through all cards.
     """
     last: dict[Tile, int] = {}
     for number, task in enumerate(tasks):
@@ -64,35 +77,52 @@ def with_sums(tasks: Sequence[Task], node: int, nodes: int, network: Network) ->
     ends: dict[int, list[Tile]] = {}
     for tile, number in last.items():
         ends.setdefault(number, []).append(tile)
-    result, tags = [], itertools.count()
+    work = [sum(map(at.speed.seconds, task.parts or [task])) / at.workers for task in tasks]
+    left, result, tags, turn = math.fsum(work), list[Task](), itertools.count(), itertools.cycle(range(at.workers))
     for number, task in enumerate(tasks):
         result.append(task)
-        for tile in ends.get(number, []):
-            result += all_reduce(tile, task, node, nodes, network, tags)
+        left -= work[number]
+        for tile in ends.get(number, []) if at.nodes > 1 else []:
+            small = _travels_whole(tile, at)
+            if not small and 2 * tile.bytes / at.network.bytes_s > left and at.workers > at.network.share:
+                result += _through_all_cards(tile, task, at, tags)
+            else:
+                result += all_reduce(tile, task, at, tags, next(turn) if small else task.worker)
     return result
 
 
-def all_reduce(
-    tile: Tile, maker: Task, node: int, nodes: int, network: Network, tags: Iterator[int]
-) -> list[Task]:
-    """What `node` does for the sum of a tile that `maker` has made on each node, on the same worker of each.
+def all_reduce(tile: Tile, maker: Task, at: Place, tags: Iterator[int], worker: int) -> list[Task]:
+    """What a node does for the sum of a tile, which `maker` has made, over nodes: on a worker, which has it then.
 
-    tags: the same on all nodes, so that the two ends of a message have the same."""
-    digits = list(_digits(nodes))
-    whole = _travels_whole(tile, digits, network)
-    result: list[Task] = []
-    size = tile.bytes
-    for base, stride in digits:
+    One that travels whole goes back to the worker of `maker` with the last addition. tags: the same on all nodes, so
+    that the two ends of a message have the same."""
+    maker, home = replace(maker, worker=worker), maker.worker
+    whole, size, result = _travels_whole(tile, at), tile.bytes, list[Task]()
+    for base, stride in _digits(at.nodes):
         size = size if whole else -(-size // base)
         parts = [Tile(f"{tile.tensor}.part", tile.index, tile.shape, tile.dtype) for _ in range(1, base)]
-        result += _exchange(tile, parts, maker, node, base, stride, size, tags)
+        result += _exchange(tile, parts, maker, at.node, base, stride, size, tags)
         result.append(_adds(tile, parts, maker, size))
     if whole:
+        result[-1].worker = home
         return result
-    for base, stride in reversed(digits):
-        result += _exchange(tile, [tile] * (base - 1), maker, node, base, stride, size, tags)
+    for base, stride in reversed(list(_digits(at.nodes))):
+        result += _exchange(tile, [tile] * (base - 1), maker, at.node, base, stride, size, tags)
         size *= base
     return result
+
+
+def _through_all_cards(tile: Tile, maker: Task, at: Place, tags: Iterator[int]) -> list[Task]:
+    """The sum of a tile, cut into a slice for each card, which goes to the first worker of that."""
+    first = range(0, at.workers, at.network.share)
+    words = -(-math.prod(tile.shape) // len(first))
+    slices = [Tile(f"{tile.tensor}.slice", (*tile.index, k), (words,), tile.dtype) for k in range(len(first))]
+    how: dict[str, Any] = {"op": maker.op, "priority": maker.priority, "worker": max(maker.worker, 0)}
+    result: list[Task] = [Piecewise("slice", [R(tile), *map(W, slices)], moved=2 * tile.bytes, **how)]
+    for worker, one in zip(first, slices, strict=True):
+        result += all_reduce(one, replace(maker, worker=worker), at, tags, worker)
+    accesses = [Access(tile, "RW"), *map(R, slices)]
+    return [*result, Piecewise("join", accesses, moved=2 * tile.bytes, frees=slices, **how)]
 
 
 def _digits(nodes: int) -> Iterator[tuple[int, int]]:
@@ -114,13 +144,13 @@ def _factors(number: int) -> Iterator[int]:
         yield number
 
 
-def _travels_whole(tile: Tile, digits: list[tuple[int, int]], network: Network) -> bool:
+def _travels_whole(tile: Tile, at: Place) -> bool:
     """Whether it is faster to send a tile whole than in pieces there and back."""
+    digits, network = list(_digits(at.nodes)), at.network
     others = sum(base - 1 for base, _ in digits)
     rounds = others * network.message + len(digits) * network.latency
     seconds = tile.bytes / network.bytes_s
-    pieces = 1 - 1 / math.prod(base for base, _ in digits)
-    return rounds + others * seconds <= 2 * (rounds + pieces * seconds)
+    return rounds + others * seconds <= 2 * (rounds + (1 - 1 / at.nodes) * seconds)
 
 
 def _exchange(
@@ -133,7 +163,7 @@ def _exchange(
         to, source = (node + ((digit + by) % base - digit) * stride for by in (shift, -shift))
         how: dict[str, Any] = {"op": maker.op, "priority": maker.priority, "worker": maker.worker}
         how |= {"tag": next(tags), "size": size}
-        yield Transfer(SEND, [Access(tile, "R")], peer=to, **how)
+        yield Transfer(SEND, [R(tile)], peer=to, **how)
         receives.append(Transfer(RECEIVE, [Access(part, "RW" if part is tile else "W")], peer=source, **how))
     yield from receives
 
@@ -143,6 +173,6 @@ def _adds(tile: Tile, parts: Sequence[Tile], maker: Task, size: int) -> Task:
     model = merge(tile, parts[0], maker.op)
     how: dict[str, Any] = {"op": maker.op, "priority": maker.priority, "worker": maker.worker, "args": model.args}
     into, flop = Access(tile, "RW", True), model.flop * size / tile.bytes
-    each: list[Task] = [Add(model.kernel, [into, Access(part, "R")], flop=flop, size=size, **how) for part in parts]
-    accesses = [into, *(Access(part, "R") for part in parts)]
-    return Add("group", accesses, parts=each, flop=flop * len(each), size=size * len(each), frees=list(parts), **how)
+    each: list[Task] = [Piecewise(model.kernel, [into, R(part)], flop=flop, moved=3 * size, **how) for part in parts]
+    total: dict[str, Any] = {"flop": flop * len(each), "moved": 3 * size * len(each), "frees": list(parts)}
+    return Piecewise("group", [into, *map(R, parts)], parts=each, **total, **how)

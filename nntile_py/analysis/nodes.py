@@ -18,7 +18,7 @@ from nntile_py.errors import ConfigError
 from nntile_py.graph.step import StepSpec
 from nntile_py.system.collection import no_search_for_cycles
 from nntile_py.tiles import TaskList, Tile, Tiling, device_model
-from nntile_py.tiles.allreduce import Network, with_sums
+from nntile_py.tiles.allreduce import Network, Place, with_sums
 from nntile_py.tiles.placement import Speed
 from nntile_py.tiles.tasklist import Task
 
@@ -173,10 +173,8 @@ def plan_nodes(config: RunConfig, on: Machines, *, strong: bool = False, every: 
         speed = device_model.speed(lists, gpu) if gpu else device_model.node(config.workers)
         node = programs(lists, on.workers, speed, group=gpu)
         sums = len(lists) - 2  # the list that makes gradients, if several: the last
-        nodes = [
-            [*node[:sums], with_sums(node[sums], number, on.nodes, on.network), *node[sums + 1 :]]
-            for number in range(on.nodes if every else 1)
-        ]
+        places = (Place(n, on.nodes, on.network, on.workers, speed) for n in range(on.nodes if every else 1))
+        nodes = [[*node[:sums], with_sums(node[sums], at), *node[sums + 1 :]] for at in places]
         steps = played(nodes, on.workers, speed, on.network)
         own = alone = _seconds(played([node], on.workers, speed) if on.nodes > 1 else steps, lists, speed)
         if on.nodes > 1 and (strong or len(spec.cuts.parts("batch", spec.rows)) == 1):

@@ -11,12 +11,12 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
 from nntile_py.tiles import TaskList, Tile
-from nntile_py.tiles.allreduce import Add, Network, Transfer
+from nntile_py.tiles.allreduce import Network, Piecewise, Transfer
 from nntile_py.tiles.batching import GROUP_SECONDS, grouped
 from nntile_py.tiles.eviction import mark_evictions, room_in_turn
 from nntile_py.tiles.order import Use, dependencies
 from nntile_py.tiles.placement import Residency, Speed, place
-from nntile_py.tiles.ranks import RECEIVE, SEND
+from nntile_py.tiles.ranks import RECEIVE
 from nntile_py.tiles.tasklist import Task
 
 Copies = dict[Hashable, set[int]]  # the workers that hold each tile
@@ -151,8 +151,7 @@ class _Play:
         while self.events:
             now, what, at, number = heapq.heappop(self.events)
             if what == READY:
-                node = self.nodes[at]
-                heapq.heappush(node.waiting[max(node.tasks[number].worker, 0)], number)
+                self._ready(at, number, now)
             elif what == ENDED:
                 self._end(at, number, now)
             else:
@@ -165,12 +164,18 @@ class _Play:
     def _begin(self, at: int, number: int, now: float) -> None:
         """What the task waits for has been done."""
         task = self.nodes[at].tasks[number]
-        if not isinstance(task, Transfer):
+        if isinstance(task, Transfer) and task.kernel == RECEIVE:
+            heapq.heappush(self.events, (now, ENDED, at, number))
+        else:
             heapq.heappush(self.events, (self._fetched(at, task, now), READY, at, number))
-        elif task.kernel == SEND:
+
+    def _ready(self, at: int, number: int, now: float) -> None:
+        """Its tiles are there."""
+        task = self.nodes[at].tasks[number]
+        if isinstance(task, Transfer):
             self._send(at, number, task, now)
         else:
-            heapq.heappush(self.events, (now, ENDED, at, number))
+            heapq.heappush(self.nodes[at].waiting[max(task.worker, 0)], number)
 
     def _fetched(self, at: int, task: Task, now: float) -> float:
         """When its tiles are there."""
@@ -195,7 +200,7 @@ class _Play:
         heapq.heappush(self.events, (now + seconds + self.speed.overhead, ENDED, at, chosen))
         if at == 0:
             self.used.busy[worker] += seconds + self.speed.overhead
-            if isinstance(node.tasks[chosen], Add):
+            if isinstance(node.tasks[chosen], Piecewise):
                 self.used.adding[worker] += seconds + self.speed.overhead
 
     def _end(self, at: int, number: int, now: float) -> None:
@@ -208,7 +213,7 @@ class _Play:
                 node.copies[access.tile.key] = {worker}
         for later in node.after[number]:
             self._one_less(at, later, now)
-        if at == 0 and isinstance(task, Transfer | Add):
+        if at == 0 and isinstance(task, Transfer | Piecewise):
             self.used.last = next(access.tile for access in task.accesses)
         elif at == 0:
             self.used.computed = now - self.start
