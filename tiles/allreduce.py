@@ -84,7 +84,7 @@ def with_sums(tasks: Sequence[Task], at: Place) -> list[Task]:
         left -= work[number]
         for tile in ends.get(number, []) if at.nodes > 1 else []:
             small = _travels_whole(tile, at)
-            if not small and 2 * tile.bytes / at.network.bytes_s > left and at.workers > at.network.share:
+            if 2 * tile.bytes / at.network.bytes_s > left and _pays_in_slices(tile, at):
                 result += _through_all_cards(tile, task, at, tags)
             else:
                 result += all_reduce(tile, task, at, tags, next(turn) if small else task.worker)
@@ -151,6 +151,14 @@ def _travels_whole(tile: Tile, at: Place) -> bool:
     rounds = others * network.message + len(digits) * network.latency
     seconds = tile.bytes / network.bytes_s
     return rounds + others * seconds <= 2 * (rounds + (1 - 1 / at.nodes) * seconds)
+
+
+def _pays_in_slices(tile: Tile, at: Place) -> bool:
+    """Whether to send a tile through all cards gains more than its slices and their messages cost."""
+    cards = -(-at.workers // at.network.share)
+    messages = cards * sum(base - 1 for base, _ in _digits(at.nodes)) * at.network.message
+    gain = (1 - 1 / cards) * tile.bytes / at.network.bytes_s
+    return gain > tile.bytes / at.speed.link_s + cards * at.speed.latency + messages
 
 
 def _exchange(
