@@ -23,7 +23,7 @@ from nntile_py.errors import ConfigError
 from nntile_py.graph.fusion import Fusion
 from nntile_py.graph.step import Step, StepSpec
 from nntile_py.sweep import point
-from nntile_py.sweep.spec import Measure
+from nntile_py.sweep.spec import METRICS, Measure
 from nntile_py.tiles import R, Task, TaskList, Tile, Tiling, W, device_model
 from nntile_py.tiles.allreduce import Network, Piecewise, Place, Transfer, all_reduce, with_sums
 from nntile_py.tiles.placement import Speed, place
@@ -332,6 +332,7 @@ def test_a_point_of_a_sweep() -> None:
         row = point.measure(config, how, running)
         with pytest.raises(ConfigError, match=r"measure.network: got 100Gb/s; allowed: only with measure.nodes"):
             point.measure(config, Measure(how="plan", network="100Gb/s"), running)
+    assert row.keys() - {"limit"} == set(METRICS["nodes"]) - {"took", "load"}  # of the process that asks for it
     assert row["gpus"] == 4 and 0 < row["efficiency"] < 1 and row["limit"] and row["seconds"] > 0
     with pytest.raises(ConfigError, match=r"measure.nodes: got 2; allowed: null where measure.how is not plan"):
         Measure(nodes=2)

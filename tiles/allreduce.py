@@ -100,7 +100,8 @@ def all_reduce(tile: Tile, maker: Task, at: Place, tags: Iterator[int], worker: 
     whole, size, result = _travels_whole(tile, at), tile.bytes, list[Task]()
     for base, stride in _digits(at.nodes):
         size = size if whole else -(-size // base)
-        parts = [Tile(f"{tile.tensor}.part", tile.index, tile.shape, tile.dtype) for _ in range(1, base)]
+        words = -(-size * math.prod(tile.shape) // tile.bytes)
+        parts = [Tile(f"{tile.tensor}.part", tile.index, (words,), tile.dtype) for _ in range(1, base)]
         result += _exchange(tile, parts, maker, at.node, base, stride, size, tags)
         result.append(_adds(tile, parts, maker, size))
     if whole:

@@ -79,7 +79,7 @@ def measure(config: RunConfig, how: Measure, running: ExitStack) -> dict[str, An
 def _on_nodes(config: RunConfig, on: nodes.Machines, how: Measure) -> dict[str, Any]:
     """What `nntile plan --nodes` tells."""
     made = nodes.plan_nodes(config, on, strong=how.strong)
-    told = {key: of for key, of in made.to_dict().items() if key in METRICS["plan"] and of is not None}
+    told = {key: of for key, of in made.to_dict().items() if key in METRICS["nodes"] and of is not None}
     return told | {"seconds": made.step_seconds, "gpus": on.nodes * on.workers, "limit": made.limit}
 
 

@@ -26,16 +26,17 @@ VARIANT = "variant"  # a point's key with the name of one of `variants`
 _ALWAYS = ["seconds", "tasks", "flop", "bytes_moved", "peak_bytes", "parallelism", "planned_task_us", "took", "load"]
 _UNITS = ("seconds", "flop", "% seconds", "% flop")
 _TIMED = ["seconds_min", "seconds_max", "ms", "us", "best ms", "best us", "us_per_task", "others"]
-_NODES = [  # with measure.nodes
-    "tokens_per_s", "efficiency", "worker_efficiency", "own_seconds", "computed_seconds", "exposed_seconds",
-    "update_seconds", "busy", "adding", "card", "thread", "inside_bytes", "between_bytes", "messages", "gpus",
-]  # fmt: skip
 _OF_NODES = ("gpus_per_node", "network", "gpus_per_nic", "strong")  # keys of measure that need its key `nodes`
 METRICS = {  # that point.py gives, by measure.how
-    "plan": [*_ALWAYS, *_NODES],
+    "plan": _ALWAYS,
     "run": [*_ALWAYS, *_TIMED, "tokens_per_s", "gflop_per_s", "peak_mib"],
     "operators": [*_ALWAYS, *(f"{of.name} {unit}" for of in CATEGORIES for unit in _UNITS)],
-}
+    "nodes": [  # how: plan with measure.nodes
+        "seconds", "tasks", "peak_bytes", "took", "load", "tokens_per_s", "efficiency", "worker_efficiency", "gpus",
+        "own_seconds", "computed_seconds", "exposed_seconds", "update_seconds", "busy", "adding", "card", "thread",
+        "inside_bytes", "between_bytes", "messages",
+    ],
+}  # fmt: skip
 
 
 def _full(values: Values | None) -> Values | None:
@@ -206,6 +207,7 @@ class Sweep(Section):
         tables = [self.grid or {}, self.random_.over if self.random_ else {}]
         hows = [self.measure.how, *(how for values in tables for how in values.get("measure.how", []))]
         hows += [entry["measure.how"] for entry in self.list_ or [] if "measure.how" in entry]
+        hows += ["nodes"] if self.measure.nodes or "measure.nodes" in self.varied() else []
         return list(dict.fromkeys(metric for how in hows for metric in METRICS.get(how, [])))
 
     def check_names(self) -> None:
