@@ -183,15 +183,36 @@ def train(
 
 
 @app.command(epilog="Example: nntile plan my.yaml --set tiles.embed=64")
-def plan(config: Config, sets: Sets = None, as_json: Json = False) -> None:
-    """Print parameters, tasks, flop and bytes, without running."""
+def plan(
+    config: Config,
+    sets: Sets = None,
+    nodes: Annotated[
+        int | None, typer.Option(help="Play a step on so many machines, that need not be there. [default: not]")
+    ] = None,
+    gpus_per_node: Annotated[int | None, typer.Option(help="With --nodes: of each. [default: runtime.cuda]")] = None,
+    network: Annotated[
+        str | None,
+        typer.Option(metavar="RATE", help="With --nodes: of a card, each way. [default: 400Gb/s; CPUs 40Gb/s]"),
+    ] = None,
+    gpus_per_nic: Annotated[int | None, typer.Option(help="With --nodes: that share a card. [default: 1]")] = None,
+    strong: Annotated[
+        bool, typer.Option("--strong", help="With --nodes: efficiency is against the whole batch on one of them.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Print parameters, tasks, flop and bytes, without running; or what a step would take on other machines."""
     from nntile_py.config.run import load
 
     loaded = load(config, sets or [])
-    _note(loaded)
+    if nodes is None:
+        _note(loaded)
+    from nntile_py.analysis.nodes import machines, plan_nodes
     from nntile_py.analysis.plan import plan as make
 
-    made = make(loaded)
+    on = machines(loaded, nodes, gpus_per_node, network, gpus_per_nic)
+    if strong and not on:
+        raise ConfigError("--strong: allowed: only with --nodes")
+    made = plan_nodes(loaded, on, strong=strong) if on else make(loaded)
     _print(made.to_dict() if as_json else made.render())
 
 

@@ -1,5 +1,6 @@
 """Tasks placed before they run: little travels, all workers have as much to do, results stay the same."""
 
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ import nntile_py as nt
 from nntile_py.graph.fusion import Fusion
 from nntile_py.graph.step import Step, StepSpec
 from nntile_py.profiling.collect import run_steps
-from nntile_py.tiles import ACC, R, TaskList, Tile, Tiling, W
+from nntile_py.tiles import ACC, R, TaskList, Tile, Tiling, W, placement
 from nntile_py.tiles.batching import grouped
 from nntile_py.tiles.placement import Residency, Speed, place
 from nntile_py.tiles.tasklist import Task
@@ -226,3 +227,43 @@ def test_unknown_placement(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STARPU_SCHED", "lws")
     with pytest.raises(nt.ConfigError, match=r"STARPU_SCHED is not allowed with runtime.placement: planned"):
         nt.Runtime(cpus=1, placement="planned")
+
+
+def of_all_workers(task: Task, load: Any, copies: Any, readers: Any, speed: Speed) -> int:
+    """The cheapest worker, found by a look at each."""
+    seconds = load.seconds
+    most = len(seconds) * speed.seconds(task)
+    costs = [
+        min(work - min(seconds), most) + placement._travel(task, worker, copies, readers, speed)
+        for worker, work in enumerate(seconds)
+    ]
+    return costs.index(min(costs))
+
+
+@pytest.mark.parametrize("tiles", [{"batch": 16}, {"batch": 32, "ffn": 256}, {"heads": 1, "ffn": 128, "vocab": 100}])
+@pytest.mark.parametrize(("workers", "policy"), [(2, "chain"), (3, "tree"), (4, "redux"), (8, "chain"), (16, "chain")])
+def test_the_cheapest_of_all(tiles: dict[str, int], workers: int, policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few workers are looked at, and the choice is that of a look at all."""
+    made = step(tiles, policy, layers=2)
+
+    def chosen() -> list[int]:
+        residency: Residency = {}
+        placed = (place(low.tasks, workers, GPU, residency) for low in (*made.lists, *made.lists))
+        return [task.worker for one in placed for task in one.tasks]
+
+    few = chosen()
+    monkeypatch.setattr(placement, "_cheapest", of_all_workers)
+    assert chosen() == few and len(set(few)) == workers
+
+
+def test_more_workers_take_no_longer_to_choose_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, original, looked = step({"batch": 1}, layers=1), placement._travel, []
+    monkeypatch.setattr(placement, "_travel", lambda *of: looked.append(1) or original(*of))
+    counts = []
+    for workers in (4, 64):
+        residency: Residency = {}
+        for low in (*made.lists, *made.lists):
+            place(low.tasks, workers, GPU, residency)
+        counts.append(len(looked))
+        looked.clear()
+    assert counts[1] < 1.2 * counts[0]

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from nntile_py.tiles import TaskList
+from nntile_py.tiles.allreduce import Network
 from nntile_py.tiles.placement import Speed
 
 # One core of two at 2.5 GHz; its memory is the others' too. overhead: 16 us a task (12 to 20) in profiles of
@@ -24,6 +25,20 @@ def rank(cores: int) -> Speed:
     """Of all CPU workers of a rank. Its link: two ranks on one machine, 1 MB in 0.2 ms and 8 bytes in 20 us, as
     measured on 2026-11-20 with StarPU-MPI over Open MPI; a network of 40 Gb/s is as fast."""
     return replace(CPU, flop_s=cores * CPU.flop_s, link_s=5e9, latency=20e-6)
+
+
+def node(cores: int) -> Speed:
+    """Of all CPU workers of a machine, which share its tasks evenly."""
+    return replace(
+        CPU, flop_s=cores * CPU.flop_s, bytes_s=cores * CPU.bytes_s, overhead=CPU.overhead / cores,
+        launch=CPU.launch / cores,
+    )  # fmt: skip
+
+
+def network(bytes_s: float, share: int = 1) -> Network:
+    """Between nodes whose cards have so many bytes/s each way. Two ranks on one machine: 8 bytes in 20 us from task to
+    task, 1 to 5 us of CPU for each message (StarPU-MPI over Open MPI, 2026-11-20)."""
+    return Network(bytes_s, latency=20e-6, message=3e-6, share=share)
 
 
 def speed(lists: Iterable[TaskList], gpu: bool) -> Speed:

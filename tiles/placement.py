@@ -9,8 +9,9 @@ batch tiles, optimizer states stay where they are.
 
 from __future__ import annotations
 
+import heapq
 import math
-from collections.abc import Hashable
+from collections.abc import Hashable, Set
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
@@ -66,10 +67,10 @@ def place(tasks: TaskList, workers: int, speed: Speed, residency: Residency | No
     for task in tasks.tasks:
         for access in task.accesses:
             readers[access.tile] = readers.get(access.tile, 0) + 1
-    copies: dict[Tile, set[int]] = {tile: residency.get(tile.key, set()) for tile in readers}
+    copies: dict[Tile, set[int]] = {tile: set(residency.get(tile.key, ())) for tile in readers}
     parts = 1 + max((part for tile in readers for part in tile.part("batch")), default=-1)
     away: set[Tile] = set()  # sums that have left the worker that began them
-    load = [0.0] * workers
+    load = _Load(workers)
     result = TaskList(tasks.policy, tasks.initialised, tasks.live)
     for task in tasks.tasks:
         batch = {part for access in task.accesses for part in access.tile.part("batch")}
@@ -82,28 +83,64 @@ def place(tasks: TaskList, workers: int, speed: Speed, residency: Residency | No
         else:
             chosen = _cheapest(task, load, copies, readers, speed)
         for one in (task, *merges):
-            load[chosen] += speed.seconds(one)
+            load.add(chosen, speed.seconds(one))
             for access in one.accesses:
-                held = copies.get(access.tile, set())
-                copies[access.tile] = {chosen} if access.mode != "R" else held | {chosen}
+                if access.mode == "R":
+                    copies.setdefault(access.tile, set()).add(chosen)
+                else:
+                    copies[access.tile] = {chosen}
             result.tasks.append(replace(one, worker=chosen))
     residency.update({tile.key: held for tile, held in copies.items() if tile.persistent})
     return result
 
 
-def _cheapest(
-    task: Task, load: list[float], copies: dict[Tile, set[int]], readers: dict[Tile, int], speed: Speed
-) -> int:
+class _Load:
+    """Seconds of work that each worker was given so far; tells the least without a look at all of them."""
+
+    def __init__(self, workers: int) -> None:
+        self.seconds = [0.0] * workers
+        self._heap = [(0.0, worker) for worker in range(workers)]  # with entries of before, which are left out later
+
+    def add(self, worker: int, seconds: float) -> None:
+        self.seconds[worker] += seconds
+        heapq.heappush(self._heap, (self.seconds[worker], worker))
+
+    def idlest(self, but: Set[int] = frozenset()) -> int:
+        """The first of the workers with the least to do, apart from some; -1: there are no others."""
+        aside, found = [], -1
+        while self._heap and found < 0:
+            seconds, worker = self._heap[0]
+            if seconds == self.seconds[worker] and worker not in but:
+                found = worker
+            else:
+                entry = heapq.heappop(self._heap)
+                aside += [entry] if seconds == self.seconds[worker] else []
+        for entry in aside:
+            heapq.heappush(self._heap, entry)
+        return found
+
+
+def _cheapest(task: Task, load: _Load, copies: dict[Tile, set[int]], readers: dict[Tile, int], speed: Speed) -> int:
     # What is short is soon done, however much its worker has to do: many such tasks would else spread, and their tiles.
-    least, most = min(load), len(load) * speed.seconds(task)
-    travels = _travel(task, len(load), copies, readers, speed)
-    costs = [min(work - least, most) + travel for work, travel in zip(load, travels, strict=True)]
-    return min(range(len(load)), key=costs.__getitem__)
+    workers = len(load.seconds)
+    least, most = load.seconds[load.idlest()], workers * speed.seconds(task)
+    # Workers for which as much would travel as for most others; of them only the one with the least to do counts.
+    apart: set[int] = set()
+    for held in (copies[access.tile] for access in task.accesses if access.mode != "W"):
+        few = 2 * len(held) <= workers
+        apart |= held if few else set(range(workers)) - held if len(held) < workers else set()
+    other = load.idlest(apart)
+    if other >= 0 and load.seconds[other] - least >= most:  # as much as any
+        other = next(worker for worker in range(workers) if worker not in apart)
+    found = [
+        (min(load.seconds[worker] - least, most) + _travel(task, worker, copies, readers, speed), worker)
+        for worker in (apart if other < 0 else apart | {other})
+    ]
+    return min(found)[1]
 
 
-def _beside_its_sum(
-    task: Task, own: int, workers: int, copies: dict[Tile, set[int]], readers: dict[Tile, int], speed: Speed
-) -> int:
+def _beside_its_sum(task: Task, own: int, workers: int, copies: dict[Tile, set[int]], readers: dict[Tile, int],
+                    speed: Speed) -> int:  # fmt: skip
     """The worker of its part of the batch; or, if it is short and adds to a large sum, the one that holds that.
 
     So the gradients of a part's embeddings travel to that of the vocabulary, not this to each of them in turn.
@@ -112,25 +149,21 @@ def _beside_its_sum(
     if len(sums) != 1 or sums[0].part("batch") or len(copies[sums[0]]) != 1:
         return own
     (holder,) = copies[sums[0]]
-    travels = _travel(task, workers, copies, readers, speed)
-    return holder if travels[holder] + workers * speed.seconds(task) < travels[own] else own
+    there, here = (_travel(task, worker, copies, readers, speed) for worker in (holder, own))
+    return holder if there + workers * speed.seconds(task) < here else own
 
 
 def _travel(
-    task: Task, workers: int, copies: dict[Tile, set[int]], readers: dict[Tile, int], speed: Speed
-) -> list[float]:
-    """Seconds until the task's tiles are with each worker."""
-    seconds = [0.0] * workers
+    task: Task, worker: int, copies: dict[Tile, set[int]], readers: dict[Tile, int], speed: Speed
+) -> float:
+    """Seconds until the task's tiles are with a worker."""
+    seconds = 0.0
     for access in task.accesses:
         held = copies[access.tile]
-        if access.mode == "W" or not held:
-            continue
-        # A copy that is only read serves later readers too.
-        share = readers[access.tile] if access.mode == "R" else 1
-        travel = (speed.latency + access.tile.bytes / speed.link_s) / share
-        for worker in range(workers):
-            if worker not in held:
-                seconds[worker] += travel
+        if access.mode != "W" and held and worker not in held:
+            # A copy that is only read serves later readers too.
+            share = readers[access.tile] if access.mode == "R" else 1
+            seconds += (speed.latency + access.tile.bytes / speed.link_s) / share
     return seconds
 
 

@@ -28,11 +28,16 @@ class Message(Task):
     tag: int = -1
 
 
+def check_size(tile: Tile, size: int) -> None:
+    """ConfigError, if no message can hold so many bytes of a tile."""
+    if size > MOST_BYTES:
+        need = f"at most {MOST_BYTES} where it travels between ranks; allowed: smaller tiles"
+        raise ConfigError(f"tiles: {tile} has {size} bytes, {need} along {', '.join(tile.axes) or 'its axes'}")
+
+
 def messages(tile: Tile, source: int, to: int, tag: int, op: str = "", priority: int = 0) -> dict[int, Message]:
     """Both ends of one, by rank. Raises ConfigError for a tile that no message can hold."""
-    if tile.bytes > MOST_BYTES:
-        need = f"at most {MOST_BYTES} where it travels between ranks; allowed: smaller tiles"
-        raise ConfigError(f"tiles: {tile} has {tile.bytes} bytes, {need} along {', '.join(tile.axes) or 'its axes'}")
+    check_size(tile, tile.bytes)
     how = {"op": op, "priority": priority, "tag": tag}
     return {
         source: Message(SEND, [Access(tile, "R")], peer=to, **how),  # type: ignore[arg-type]

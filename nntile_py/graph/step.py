@@ -104,7 +104,8 @@ class StepSpec:
 
     batch, seq: of one micro-batch; policy: how partial sums of a tile meet (`accumulate`); given: optional inputs that
     steps have. pack: sequences of unequal lengths, of `seq` tokens at most, lie one behind the other in bins, one for
-    each tile of the batch, with room for as many tokens as that has. Raises ConfigError for values out of range.
+    each tile of the batch, with room for as many tokens as that has. alone: False where other machines add to its
+    gradients, each with a batch of its own. Raises ConfigError for values out of range.
     """
 
     model: Traceable
@@ -120,6 +121,7 @@ class StepSpec:
     skip_above_norm: float | None = None
     given: frozenset[str] = frozenset()
     pack: bool = False
+    alone: bool = True
 
     def __post_init__(self) -> None:
         if not callable(getattr(self.model, "trace", None)):
@@ -195,7 +197,7 @@ class StepSpec:
         assert traced.loss
         grads = graph.backward(traced.loss)
         fuse(graph, self.fusion, self.cuts)
-        if self.grad_accumulation == 1:
+        if self.grad_accumulation == 1 and self.alone:
             narrow_gradients(graph, grads.values(), self.cuts)
         return Graphs(graph, grads, traced.loss, batch.optional)
 

@@ -29,7 +29,7 @@ _LABELS = {
     "us_per_task": "time of a step over its tasks (us)", "planned_task_us": "planned time of a task (us)",
     "measure.alpha": "mean length as a part of the longest (alpha)",
     "train.batch": "batch", "train.seq": "sequence length", "fusion": "", "tasks": "tasks of a step",
-    "peak_mib": "memory at peak (MiB)",
+    "peak_mib": "memory at peak (MiB)", "measure.nodes": "nodes", "gpus": "GPUs",
 }  # fmt: skip
 
 

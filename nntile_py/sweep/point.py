@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from nntile_py import _core
+from nntile_py.analysis import nodes
 from nntile_py.analysis.plan import estimate
 from nntile_py.analysis.workloads import FORWARD, Built, build, of_evaluation, of_step, small_graph, spec_of
 from nntile_py.bench.any_model import inputs_of, torch_side
@@ -25,7 +26,7 @@ from nntile_py.execution.runtime import Runtime
 from nntile_py.graph.fusion import Fusion
 from nntile_py.graph.graph import Graph
 from nntile_py.profiling.alone import SLOTS, clocked, runner, write_random
-from nntile_py.sweep.spec import Measure
+from nntile_py.sweep.spec import METRICS, Measure
 from nntile_py.system.load import Load
 from nntile_py.tasks.op import CATEGORIES, Lowering
 
@@ -52,6 +53,9 @@ def measure(config: RunConfig, how: Measure, running: ExitStack) -> dict[str, An
         if config.runtime.cuda:
             memory.forget_gpu_peak()
         return _timed(config, how, torch_side(config, inputs_of(config, how.work, how.alpha), how.contestant, how.work))
+    machines = how.gpus_per_node, how.network, how.gpus_per_nic
+    if on := nodes.machines(config, how.nodes, *machines, name="measure.{}".format):
+        return _on_nodes(config, on, how)
     whole = how.how == "run" and how.work in ("train", *FORWARD)  # made with what runs it
     built = None if whole else build(config, how.work, how.phase)
     if how.how != "plan" and Runtime.current is None:
@@ -70,6 +74,13 @@ def measure(config: RunConfig, how: Measure, running: ExitStack) -> dict[str, An
     seconds = timed["seconds"]
     rates = {"gflop_per_s": built.flop / seconds / 1e9, "us_per_task": seconds / max(plan.tasks, 1) * 1e6}
     return facts | timed | rates
+
+
+def _on_nodes(config: RunConfig, on: nodes.Machines, how: Measure) -> dict[str, Any]:
+    """What `nntile plan --nodes` tells."""
+    made = nodes.plan_nodes(config, on, strong=how.strong)
+    told = {key: of for key, of in made.to_dict().items() if key in METRICS["nodes"] and of is not None}
+    return told | {"seconds": made.step_seconds, "gpus": on.nodes * on.workers, "limit": made.limit}
 
 
 def _timed(config: RunConfig, how: Measure, step: Callable[[int], Any]) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from nntile_py.sweep.results import pooled, write_results
 from nntile_py.sweep.spec import Point, Sweep, points
 from nntile_py.system.folders import read
 
-_TEXTS = ("id", "status", "error")
+_TEXTS = ("id", "status", "error", "limit")
 
 
 class Rows:

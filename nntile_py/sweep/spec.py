@@ -26,11 +26,17 @@ VARIANT = "variant"  # a point's key with the name of one of `variants`
 _ALWAYS = ["seconds", "tasks", "flop", "bytes_moved", "peak_bytes", "parallelism", "planned_task_us", "took", "load"]
 _UNITS = ("seconds", "flop", "% seconds", "% flop")
 _TIMED = ["seconds_min", "seconds_max", "ms", "us", "best ms", "best us", "us_per_task", "others"]
+_OF_NODES = ("gpus_per_node", "network", "gpus_per_nic", "strong")  # keys of measure that need its key `nodes`
 METRICS = {  # that point.py gives, by measure.how
     "plan": _ALWAYS,
     "run": [*_ALWAYS, *_TIMED, "tokens_per_s", "gflop_per_s", "peak_mib"],
     "operators": [*_ALWAYS, *(f"{of.name} {unit}" for of in CATEGORIES for unit in _UNITS)],
-}
+    "nodes": [  # how: plan with measure.nodes
+        "seconds", "tasks", "peak_bytes", "took", "load", "tokens_per_s", "efficiency", "worker_efficiency", "gpus",
+        "own_seconds", "computed_seconds", "exposed_seconds", "update_seconds", "busy", "adding", "card", "thread",
+        "inside_bytes", "between_bytes", "messages",
+    ],
+}  # fmt: skip
 
 
 def _full(values: Values | None) -> Values | None:
@@ -59,6 +65,16 @@ class Measure(Section):
     """Steps in flight together, which one time is taken of."""
     repeats: Count = 3
     """Times that are taken."""
+    nodes: Count | None = None
+    """With `how: plan` and training steps: play a step on so many machines, as `nntile plan --nodes` does."""
+    gpus_per_node: Count | None = None
+    """With `nodes`: GPUs of each; null: runtime.cuda."""
+    network: str | None = None
+    """With `nodes`: bits or bytes a second of a network card, each way; null: 400Gb/s, of CPU nodes 40Gb/s."""
+    gpus_per_nic: Count | None = None
+    """With `nodes`: GPUs that share a card; null: 1."""
+    strong: Switch = False
+    """With `nodes`: efficiency is against one node, and one GPU, that has the whole batch, not its part of it."""
 
     @model_validator(mode="after")
     def _what_pytorch_runs(self) -> Measure:
@@ -68,6 +84,9 @@ class Measure(Section):
                 f"measure.contestant: got {self.contestant}; allowed: nntile, where measure.how is not run or"
                 f" measure.work is none of {', '.join(whole)}"
             )
+        if self.nodes is not None and (self.how != "plan" or self.work != "train"):
+            need = "null where measure.how is not plan or measure.work not train"
+            raise ConfigError(f"measure.nodes: got {self.nodes}; allowed: {need}")
         if self.phase == "backward" and self.work in FORWARD:
             raise ConfigError(f"measure.phase: got backward; allowed: all or forward, as {self.work} has no other")
         return self
@@ -188,6 +207,7 @@ class Sweep(Section):
         tables = [self.grid or {}, self.random_.over if self.random_ else {}]
         hows = [self.measure.how, *(how for values in tables for how in values.get("measure.how", []))]
         hows += [entry["measure.how"] for entry in self.list_ or [] if "measure.how" in entry]
+        hows += ["nodes"] if self.measure.nodes or "measure.nodes" in self.varied() else []
         return list(dict.fromkeys(metric for how in hows for metric in METRICS.get(how, [])))
 
     def check_names(self) -> None:
@@ -283,7 +303,7 @@ def points(sweep: Sweep) -> list[Point]:
             config = load(sweep.config, _overrides(rest))
         except ConfigError as refused:
             measure, error = sweep.measure, str(refused)
-        what = [config.model_dump(by_alias=True) if config else sets, measure.model_dump()]
+        what = [config.model_dump(by_alias=True) if config else sets, _set(measure)]
         what += [{VARIANT: sets[VARIANT]}] if VARIANT in sets else []  # two may come to the same
         name = hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:16]
         found.setdefault(name, Point(name, sets, config, measure, error))
@@ -296,6 +316,11 @@ def points(sweep: Sweep) -> list[Point]:
             if all(alike):
                 raise ConfigError(f"{key} = {value!r}: {alike[0]}")
     return result
+
+
+def _set(measure: Measure) -> dict[str, Any]:
+    """What decides a measurement: keys of machines where there are any, so that rows of before stay known."""
+    return measure.model_dump(exclude=None if measure.nodes else {"nodes", *_OF_NODES})
 
 
 def _check_base(sweep: Sweep) -> None:

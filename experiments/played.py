@@ -1,0 +1,39 @@
+"""Played times beside measured ones: each point of an experiment's GPU part that results/ has, and their ratio.
+
+python experiments/played.py experiments/results/2026-11-22-fig17-training-gpu.csv ...   # no GPU is needed
+"""
+
+import csv
+import re
+import statistics
+import sys
+from pathlib import Path
+
+from nntile_py.analysis.simulate import planned_seconds
+from nntile_py.analysis.workloads import build
+from nntile_py.sweep.experiment import load_experiment
+from nntile_py.sweep.plots import plain
+from nntile_py.sweep.spec import points
+from nntile_py.tiles import device_model
+
+
+def compared(path: Path) -> None:
+    """A line for each number of GPUs: the least, the median and the greatest of played over measured."""
+    found = re.fullmatch(r"[\d-]*-(\w+)-(\w+)-gpu", path.stem)
+    assert found, f"{path}: allowed: results of an experiment's GPU part in a mode, such as DATE-fig17-training-gpu.csv"
+    sweep = load_experiment(found[1]).part("gpu", found[2])  # type: ignore[arg-type]
+    measured = list(csv.DictReader(path.open()))
+    ratios: dict[int, list[float]] = {}
+    for point in points(sweep):
+        rows = [row for row in measured if all(row[key] == plain(of) for key, of in point.sets.items())]
+        if point.config and rows and rows[0]["status"] == "ok":
+            lists = build(point.config, point.measure.work, point.measure.phase).lists
+            played = planned_seconds(lists, point.config.workers, device_model.speed(lists, gpu=True))
+            ratios.setdefault(point.config.workers, []).append(played / float(rows[0]["seconds"]))
+    for workers, of in ratios.items():
+        told = f"{min(of):.2f}, {statistics.median(of):.2f}, {max(of):.2f} (least, median, greatest of {len(of)})"
+        print(f"{found[1]} {found[2]}, {workers} GPUs: played / measured {told}", flush=True)
+
+
+for name in sys.argv[1:]:
+    compared(Path(name))
