@@ -150,7 +150,7 @@ def small_graph(config: RunConfig, work: Work, fusion: Fusion, *, backward: bool
     x.requires_grad = True  # a layer inside of a model passes a gradient on
     outputs = _MAKERS[work](graph, x, config)
     if fusion.qkv:
-        pack_projections(graph)
+        pack_projections(graph, count=fusion.packed)
     if backward:
         loss = graph.add(_Given(outputs, graph.temp("loss", ["one"], [1], "fp64"))).output
         graph.backward(loss)

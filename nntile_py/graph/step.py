@@ -180,7 +180,7 @@ class StepSpec:
         if self.pack:
             bins.check(graph, self.model)
         if self.fusion.qkv:
-            pack_projections(graph, traced.outputs.values())
+            pack_projections(graph, traced.outputs.values(), self.fusion.packed)
         return graph, traced, batch
 
     def random_inputs(
