@@ -20,8 +20,9 @@ from nntile_py.config.run import RunConfig, load, runtime_options
 from nntile_py.errors import ConfigError, NNTileError
 from nntile_py.profiling import FILES
 from nntile_py.schema import Count, Section, read_yaml, validated
-from nntile_py.sweep import counted
+from nntile_py.sweep import counted, laid_out
 from nntile_py.sweep.counted import Counted, Printed
+from nntile_py.sweep.laid_out import LaidOut
 from nntile_py.sweep.plots import Row, figure_of, named, value, word
 from nntile_py.sweep.results import table
 from nntile_py.sweep.spec import Sweep, check_sweep, points
@@ -65,7 +66,7 @@ class Experiment(Section):
     title: str
     shows: str
     paper: str  # what the paper found
-    kind: Literal["sweep", "graph", "profile", "analysis"]
+    kind: Literal["sweep", "graph", "profile", "analysis", "layouts"]
     rows: list[Printed] = Field(default_factory=list)  # of the paper's table, beside which an analysis stands
     columns: list[str] = Field(default=["seconds", "seconds_min", "tasks"])  # metrics that the report tells
     ratio: str | None = None  # a key: the report tells how many times the first value's time the others take
@@ -79,25 +80,25 @@ class Experiment(Section):
         return self._name
 
     def part(self, scale: str, mode: Mode | None = None) -> Any:
-        """The Sweep, Drawing, Profile or Counted of a scale, in a mode other than its own if one is named."""
+        """The Sweep, Drawing, Profile, Counted or LaidOut of a scale, in a mode other than its own if one is named."""
         path, tree = EXPERIMENTS / f"{self.name}.yaml", getattr(self, scale)
         if mode:
             tree = self._in_mode(tree, mode)
         if self.kind == "sweep":
             return check_sweep({"rounds": ROUNDS} | tree, path)
-        cls: Any = {"graph": Drawing, "profile": Profile, "analysis": Counted}[self.kind]
+        cls: Any = {"graph": Drawing, "profile": Profile, "analysis": Counted, "layouts": LaidOut}[self.kind]
         try:
             made = validated(cls, tree, f"{scale}.")
         except ConfigError as error:
             raise ConfigError(f"{path}: {error}") from None
-        if isinstance(made, Counted):
+        if isinstance(made, Counted | LaidOut):
             return made
         return made.model_copy(update={"config": str(path.parent / made.config)})
 
     def _in_mode(self, tree: dict[str, Any], mode: Mode) -> dict[str, Any]:
         """A whole model's work changes; of a small graph, inference is the forward pass and training all of it."""
         inner = tree.get("measure", {}) if self.kind == "sweep" else tree
-        if self.kind == "analysis" or {"measure.work", "measure.phase"} & tree.get("grid", {}).keys():
+        if self.kind in ("analysis", "layouts") or {"measure.work", "measure.phase"} & tree.get("grid", {}).keys():
             raise ConfigError(f"--mode: {self.name} compares several by itself; leave the option out")
         if inner.get("work") == "attention":
             raise ConfigError(f"--mode: {self.name} is a forward pass; leave the option out")
@@ -221,6 +222,8 @@ def run(
         note = ". ".join(filter(None, (note, f"No picture: {missing}" if missing else "")))
     elif made.kind == "analysis":
         written, pictures, missing, totals = counted.run(part, made.rows, folder)
+    elif made.kind == "layouts":
+        written, pictures, totals = laid_out.run(part, folder, console)
     else:
         written, pictures = _profile(part, folder, made.name)
     failed = [row for row in rows if row["status"] != "ok"]
@@ -387,8 +390,8 @@ def _sequence(of: Any) -> list[Any]:
 # -- small things
 
 
-def _config(part: Drawing | Profile | Counted) -> RunConfig:
-    if isinstance(part, Counted):
+def _config(part: Drawing | Profile | Counted | LaidOut) -> RunConfig:
+    if isinstance(part, Counted | LaidOut):
         return part.config()
     return load(part.config, [f"{key}={json.dumps(of)}" for key, of in part.set_.items()])
 
