@@ -42,7 +42,7 @@ class _Sets:
         self.parent: dict[object, object] = {}
 
     def find(self, x: object) -> object:
-        while (up := self.parent.setdefault(x, x)) is not x:
+        while (up := self.parent.setdefault(x, x)) != x:
             self.parent[x] = x = self.parent[up]
         return x
 

@@ -202,8 +202,10 @@ def described(op: Op, tiling: Tiling, policy: str = "chain") -> tuple[str, str]:
 
     Axes that lie side by side in all tensors are one. Of a contraction they are called B (batch), M, N and K."""
     tensors = tensors_of(op)
+    attention = op.forward if isinstance(op, AttentionGrad) else op if isinstance(op, Attention) else None
     solid = {axis for group in groups_of(op) for axis in group.last}
     solid |= {op.form.axes[-1]} if isinstance(op, Generated) else set()
+    solid |= {axis for t in tensors for axis in t.axes} if attention else set()
     parts = _together(tensors, solid)
     role = partial(_role, op, solid)
     cuts = {a: f"{n}/{tile}" if (tile := tiling.tile(a, n)) < n else str(n) for t in tensors for a, n in t.sizes.items()}
@@ -212,7 +214,7 @@ def described(op: Op, tiling: Tiling, policy: str = "chain") -> tuple[str, str]:
         roles.setdefault(role(axis), []).append(cuts[axis])
     sizes = ", ".join(f"{name} {'x'.join(sorted(of))}" for name, of in sorted(roles.items()))
     bands = {str(t.band) for t in tensors if t.band != ALL}
-    more = [*sorted(bands), *([op.backend] if isinstance(op, Attention) else []), *([policy] * (policy != "chain"))]
+    more = [*sorted(bands), *([attention.backend, str(attention.mask.band)] if attention else []), *([policy] * (policy != "chain"))]
     dtypes = " ".join(dict.fromkeys(t.dtype for t in tensors))
     names: dict[Order, str] = {}
     for tensor in tensors:
