@@ -399,6 +399,7 @@ def experiment(
     name: Annotated[str | None, typer.Argument(help="Such as fig18. [default: list them]")] = None,
     scale: Annotated[str, typer.Option(help="cpu: two cores, two to five minutes. gpu: the papers' sizes.")] = "cpu",
     mode: Annotated[str | None, typer.Option(help="training or inference. [default: the experiment's own]")] = None,
+    sets: Sets = None,
     only_plan: Annotated[bool, typer.Option("--plan", help="Check and plan each point, run nothing.")] = False,
     results: Annotated[Path | None, typer.Option(help="Put DATE-NAME.png, .csv, .md into this folder too.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder of the work. [default: runs/NAME-SCALE[-MODE]]")] = None,
@@ -415,11 +416,11 @@ def experiment(
         return
     made, how = parts.load_experiment(name), cast(parts.Mode | None, mode)
     if only_plan:
-        _print(parts.plan(made, scale, how))
+        _print(parts.plan(made, scale, how, sets or []))
         return
     folder = out or Path("runs") / "-".join(filter(None, (name, scale, mode)))
     try:
-        for path in parts.run(made, scale, folder, results, Console(stderr=True), how):
+        for path in parts.run(made, scale, folder, results, Console(stderr=True), how, sets or []):
             print(path)
     except KeyboardInterrupt:
         print(f"interrupted; what is there is in {folder}, from where a sweep goes on", file=sys.stderr)

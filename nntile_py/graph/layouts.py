@@ -206,6 +206,7 @@ def described(op: Op, tiling: Tiling, policy: str = "chain") -> tuple[str, str]:
     solid = {axis for group in groups_of(op) for axis in group.last}
     solid |= {op.form.axes[-1]} if isinstance(op, Generated) else set()
     solid |= {axis for t in tensors for axis in t.axes} if attention else set()
+    solid |= set() if isinstance(op, Contract) else {"qkv", "stat"}
     parts = _together(tensors, solid)
     role = partial(_role, op, solid)
     cuts = {a: f"{n}/{tile}" if (tile := tiling.tile(a, n)) < n else str(n) for t in tensors for a, n in t.sizes.items()}
@@ -214,7 +215,8 @@ def described(op: Op, tiling: Tiling, policy: str = "chain") -> tuple[str, str]:
         roles.setdefault(role(axis), []).append(cuts[axis])
     sizes = ", ".join(f"{name} {'x'.join(sorted(of))}" for name, of in sorted(roles.items()))
     bands = {str(t.band) for t in tensors if t.band != ALL}
-    more = [*sorted(bands), *([attention.backend, str(attention.mask.band)] if attention else []), *([policy] * (policy != "chain"))]
+    more = [*sorted(bands), *([attention.backend, str(attention.mask.band)] if attention else [])]
+    more += [policy] * (policy != "chain")
     dtypes = " ".join(dict.fromkeys(t.dtype for t in tensors))
     names: dict[Order, str] = {}
     for tensor in tensors:
@@ -232,7 +234,7 @@ def _role(op: Op, solid: set[str], axis: str) -> str:
     if isinstance(op, Contract):
         parts = {"B": op.batch, "M": op.m, "N": op.n, "K": op.k}
         return next((name for name, axes in parts.items() if axis in axes), axis)
-    return axis if axis in solid or axis in ("qkv", "stat") else "R"
+    return axis if axis in solid else "R"
 
 
 def _named(part: Order, names: dict[Order, str], cuts: dict[str, str], roles: dict[str, list[str]], role: Any) -> str:

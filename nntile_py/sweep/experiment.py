@@ -19,7 +19,7 @@ from nntile_py.analysis.workloads import Work
 from nntile_py.config.run import RunConfig, load, runtime_options
 from nntile_py.errors import ConfigError, NNTileError
 from nntile_py.profiling import FILES
-from nntile_py.schema import Count, Section, read_yaml, validated
+from nntile_py.schema import Count, Section, assignment, read_yaml, validated
 from nntile_py.sweep import counted, laid_out
 from nntile_py.sweep.counted import Counted, Printed
 from nntile_py.sweep.laid_out import LaidOut
@@ -79,18 +79,21 @@ class Experiment(Section):
     def name(self) -> str:
         return self._name
 
-    def part(self, scale: str, mode: Mode | None = None) -> Any:
-        """The Sweep, Drawing, Profile, Counted or LaidOut of a scale, in a mode other than its own if one is named."""
+    def part(self, scale: str, mode: Mode | None = None, sets: Sequence[str] = ()) -> Any:
+        """The Sweep, Drawing, Profile, Counted or LaidOut of a scale, in a mode other than its own if one is named.
+
+        sets: KEY=VALUE, over the keys that all of it has."""
         path, tree = EXPERIMENTS / f"{self.name}.yaml", getattr(self, scale)
         if mode:
             tree = self._in_mode(tree, mode)
         if self.kind == "sweep":
-            return check_sweep({"rounds": ROUNDS} | tree, path)
+            return check_sweep({"rounds": ROUNDS} | tree, path, sets)
         cls: Any = {"graph": Drawing, "profile": Profile, "analysis": Counted, "layouts": LaidOut}[self.kind]
         try:
             made = validated(cls, tree, f"{scale}.")
         except ConfigError as error:
             raise ConfigError(f"{path}: {error}") from None
+        made = made.model_copy(update={"set_": made.set_ | dict(map(assignment, sets))})
         if isinstance(made, Counted | LaidOut):
             return made
         return made.model_copy(update={"config": str(path.parent / made.config)})
@@ -146,7 +149,7 @@ def listing() -> RenderableType:
 # -- planning
 
 
-def plan(made: Experiment, scale: str, mode: Mode | None = None) -> RenderableType:
+def plan(made: Experiment, scale: str, mode: Mode | None = None, sets: Sequence[str] = ()) -> RenderableType:
     """Every point checked and planned; nothing is run."""
     from rich.table import Table
 
@@ -157,7 +160,7 @@ def plan(made: Experiment, scale: str, mode: Mode | None = None) -> RenderableTy
     for column in ("point", "tasks", "Tflop", "GB moved", "GiB peak", "us a task", "parallel"):
         shown.add_column(column, justify="left" if column == "point" else "right", overflow="fold")
     known: dict[str, tuple[Estimate, float]] = {}
-    for told, config, work, phase in _planned(made.part(scale, mode), made.kind):
+    for told, config, work, phase in _planned(made.part(scale, mode, sets), made.kind):
         key = json.dumps([config.model_dump(exclude={"runtime"}), work, phase], default=str)
         if key not in known:  # the number of workers changes no task
             built = build(config, work, phase)
@@ -184,10 +187,11 @@ def _planned(part: Any, kind: str) -> Iterator[tuple[str, RunConfig, Any, Any]]:
 
 
 def run(
-    made: Experiment, scale: str, folder: Path, results: Path | None, console: Console, mode: Mode | None = None
-) -> list[Path]:
+    made: Experiment, scale: str, folder: Path, results: Path | None, console: Console, mode: Mode | None = None,
+    sets: Sequence[str] = (),
+) -> list[Path]:  # fmt: skip
     """Run it; returns the files of the result: picture, CSV, report. An interrupted sweep leaves them too."""
-    part, load_before = made.part(scale, mode), os.getloadavg()[0]
+    part, load_before = made.part(scale, mode, sets), os.getloadavg()[0]
     part, note = _on_gpus_there(part) if scale == "gpu" else (part, "")
     if note:
         console.print(note)
@@ -227,7 +231,7 @@ def run(
     else:
         written, pictures = _profile(part, folder, made.name)
     failed = [row for row in rows if row["status"] != "ok"]
-    text = report(made, scale, rows, written, load_before, mode, note, totals)
+    text = report(made, scale, rows, written, load_before, mode, note, totals, sets)
     target = results or folder
     stem = f"{date.today().isoformat()}-{made.name}" if results else made.name
     stem += f"-{mode}" if mode else ""
@@ -258,11 +262,13 @@ def report(
     mode: Mode | None = None,
     note: str = "",
     totals: Sequence[str] = (),
+    sets: Sequence[str] = (),
 ) -> str:
     """Markdown: how and where it was measured, what the paper found, what was found here."""
     where = machine()
     lines = [f"# {made.name}: {made.title}", "", made.shows, ""]
-    lines += [f"    nntile experiment {made.name} --scale {scale}" + (f" --mode {mode}" if mode else ""), ""]
+    given = [*(["--mode", mode] if mode else []), *(part for item in sets for part in ("--set", item))]
+    lines += [" ".join([f"    nntile experiment {made.name} --scale {scale}", *given]), ""]
     if mode:
         told = "forward, backward and, of a whole model, the update" if mode == "training" else "the forward pass alone"
         lines += [f"Measured here: {mode}, {told}.", ""]
