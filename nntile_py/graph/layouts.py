@@ -94,14 +94,11 @@ def _row_groups(op: Op, form: Definition) -> list[Group]:
     at |= {op.outputs[out.number]: out.at for out in form.outputs if not out.total}
     rows = {t: tuple(a if isinstance(a, str) else "" for a in of) for t, of in at.items()}
     free = {t: of for t, of in rows.items() if len(of) > 1 and t.kind == "temp"}
-    kept = [of for t, of in rows.items() if t not in free and len(of) < len(form.axes)]
-    last: Order = ()
-    if not isinstance(op, Generated):  # those take any
-        kept += [t.axes for t in op.sums]
-        reduces = any(True for kind in (Reduce, Keep) for _ in nodes_of(form, kind))
-        last = ("seq", "key") if isinstance(op, Softmax | SoftmaxGrad) else form.axes[-1:] if reduces else ()
-    if any(len(of) >= len(form.axes) for t, of in rows.items() if t not in free):  # a whole one that cannot be turned
-        kept.append(form.axes)
+    if isinstance(op, Generated):  # each of its tensors may have any
+        return [Group(free)]
+    kept = [t.axes for t in (*(t for t in rows if t not in free), *op.sums)]  # a whole one keeps all where they are
+    reduces = any(True for kind in (Reduce, Keep) for _ in nodes_of(form, kind))
+    last = ("seq", "key") if isinstance(op, Softmax | SoftmaxGrad) else form.axes[-1:] if reduces else ()
     return [Group(free, last, tuple(kept))]
 
 
