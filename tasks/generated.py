@@ -16,8 +16,8 @@ from .band import Band
 from .op import NORMALIZATION, Array, Category, Index, Lowering, Op, Tensor, accumulation_dtype, permutation
 from .scalar import cpp
 from .scalar.cpp import TileType
-from .scalar.expression import Definition, Expression, Keep, Load, Output, Place, Reduce, nodes_of, replaced
 from .scalar.expression import Access as At
+from .scalar.expression import Definition, Expression, Keep, Load, Output, Place, Reduce, nodes_of, replaced
 
 
 class GeneratedArgs(TaskArgs):

@@ -40,8 +40,8 @@ def graph_of(config: RunConfig, work: Work, stacked: Stacked) -> Graph:
     fusion = replace(Fusion.of(config.fusion.model_dump()), qkv=stacked)
     graph = logical(plain, work, fusion)[0]
     if not any(isinstance(op, Contract) for op in graph.ops):
-        raise ConfigError(f"--work {work}: it has no product whose layouts could be compared; allowed: train, encoder, "
-                          "decoder, mha, or another work with one")  # fmt: skip
+        need = "train, encoder, decoder, mha, or another work with one"
+        raise ConfigError(f"--work {work}: it has no product whose layouts could be compared; allowed: {need}")
     return graph
 
 
@@ -79,7 +79,7 @@ def wanted(graph: Graph, timings: Timings, config: RunConfig) -> dict[Key, Op]:
 
 @dataclass(frozen=True)
 class Line:
-    """An operator in the table: milliseconds of one, in the layouts that were chosen, the default, the best, the worst."""
+    """An operator in the table: milliseconds of one, in the default layout, the chosen one, its best, its worst."""
 
     name: str
     count: int
@@ -167,13 +167,14 @@ def render(found: Sequence[Found], timings: Timings, console: Console) -> None:
 
 
 def told(of: Found) -> str:
-    return (f"Q, K, V as one: {STACKED[of.stacked]}. Layouts chosen: {of.seconds * 1e3:.3f} ms, {of.above:.1f} % above "
-            f"the sum of the operators' optima, {of.least * 1e3:.3f}; default layouts: {of.default * 1e3:.3f}.")  # fmt: skip
+    chosen, least, default = (1e3 * seconds for seconds in (of.seconds, of.least, of.default))
+    return (f"Q, K, V as one: {STACKED[of.stacked]}. Layouts chosen: {chosen:.3f} ms, {of.above:.1f} % above the sum "
+            f"of the operators' optima, {least:.3f}; default layouts: {default:.3f}.")  # fmt: skip
 
 
 def violins(found: Found, timings: Timings) -> Figure:
     """How the times of each operator's layouts are spread, with the best, the chosen and the default one: the paper's
-    figures 4 (products) and 5 (all others)."""
+    figures 4 (products) and 5 (others)."""
     distinct = {line.operator: line for line in found.lines if line.layouts > 1}.values()
     halves = [[line for line in distinct if line.product is product] for product in (True, False)]
     titles = [t for t, half in zip(("products", "other operators"), halves, strict=True) if half]

@@ -97,7 +97,9 @@ def _edge(tensors: list[Tensor], sets: _Sets, behind: set[Place]) -> Edge:
     names: dict[Tensor, Order] = {}
     for t in sorted(tensors, key=lambda t: -len(t.axes)):
         own = [axis for axis in t.axes if (t, axis) not in behind]
-        names[t] = tuple(numbers.setdefault(sets.find((t, a)), a if a not in numbers.values() else f"{a}'") for a in own)
+        for a in own:
+            numbers.setdefault(sets.find((t, a)), a if a not in numbers.values() else f"{a}'")
+        names[t] = tuple(numbers[sets.find((t, a))] for a in own)
         if len({*names[t]}) < len(own) or list(t.axes[: len(own)]) != own:
             return Edge({})
     present = next(iter(names.values()))

@@ -37,8 +37,8 @@ BY_ROWS = (Add, Multiply, BiasAdd, Sum, Dropout, Activation, ActivationGrad, Gat
 class Group:
     """Tensors of an operator whose axes have to lie in one order, which is free.
 
-    names: of each tensor's axes, what they are called here; "": it stays behind all others. last: these stay last. kept: those of each tuple keep their
-    order among themselves, as the axes of a bias that cannot be turned do."""
+    names: of each tensor's axes, what they are called here; "": it stays behind all others. last: these stay last.
+    kept: those of each tuple keep their order among themselves, as the axes of a bias that cannot be turned do."""
 
     names: Mapping[Tensor, Order]
     last: Order = ()
@@ -206,7 +206,8 @@ def described(op: Op, tiling: Tiling, policy: str = "chain") -> tuple[str, str]:
     solid |= set() if isinstance(op, Contract) else {"qkv", "stat"}
     parts = _together(tensors, solid)
     role = partial(_role, op, solid)
-    cuts = {a: f"{n}/{tile}" if (tile := tiling.tile(a, n)) < n else str(n) for t in tensors for a, n in t.sizes.items()}
+    extents = {axis: size for t in tensors for axis, size in t.sizes.items()}
+    cuts = {a: f"{n}/{tile}" if (tile := tiling.tile(a, n)) < n else str(n) for a, n in extents.items()}
     roles: dict[str, list[str]] = {}
     for axis in sorted(cuts):
         roles.setdefault(role(axis), []).append(cuts[axis])

@@ -36,7 +36,8 @@ def pack_projections(graph: Graph, outputs: Iterable[Tensor] = (), count: int = 
     replaced: dict[Op, list[Op]] = {}  # by the first of those that go
     gone: set[Op] = set()
     renamed: dict[str, Tensor | None] = {}  # what takes the place of a parameter in the graph's names, if anything
-    found = {qkv: [_chain(tensor, maker, readers) for tensor in qkv] for qkv in (tuple(some[:count]) for some in graph.projections)}
+    packed = [tuple(some[:count]) for some in graph.projections]
+    found = {qkv: [_chain(tensor, maker, readers) for tensor in qkv] for qkv in packed}
     free = {qkv: chains for qkv, chains in found.items() if not asked & {op.output for ops in chains for op in ops}}
     made_of: dict[tuple[Tensor, ...], Tensor] = {}  # the packed parameter by those that it took the place of
     for qkv, chains in _packable({qkv: chains for qkv, chains in free.items() if _alike(chains)}, readers).items():

@@ -83,7 +83,8 @@ def opened(of: Mapping[str, str], path: Path | None = None, *, new: bool = False
         if new:
             return made
         raise ConfigError(f"{path}: no such database of layouts; allowed: one that `nntile layouts tune` has made here")
-    head, *lines = (json.loads(x) if _is_object(x) else None for x in read(path).decode(errors="replace").splitlines() or [""])
+    text = read(path).decode(errors="replace").splitlines() or [""]
+    head, *lines = (json.loads(line) if _is_object(line) else None for line in text)
     if not isinstance(head, dict) or any(not isinstance(head.get(key), str) for key in KEYS):
         raise ConfigError(f"{path}: no database of layouts; allowed: a file that `nntile layouts tune` has made")
     for key in KEYS:

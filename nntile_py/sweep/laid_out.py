@@ -56,7 +56,7 @@ def run(part: LaidOut, folder: Path, console: Console) -> tuple[str, dict[str, b
     best = min(found, key=lambda of: of.seconds)
     lines = [*map(told, found), _worst(best), *_steps(config, part, timings, found)]
     if others:
-        lines.append(f"Other processes kept {others:.1f} cores busy while operators were measured: times are too long.")
+        lines.append(f"Other processes kept {others:.1f} cores busy as operators were measured: times are too long.")
     return _csv(found), files_of(violins(best, timings)), lines
 
 
@@ -64,19 +64,20 @@ def _worst(of: Found) -> str:
     """How much layouts matter, and the choice of all together."""
     spread = max(of.lines, key=lambda line: line.worst / line.best)
     gain = max(of.lines, key=lambda line: line.default / line.best)
-    return (f"The worst layout of {spread.name} takes {spread.worst / spread.best:.1f} times the best; the default one of "
-            f"{gain.name} {100 * (gain.default / gain.best - 1):.0f} % more than the best.")  # fmt: skip
+    times, percent = spread.worst / spread.best, 100 * (gain.default / gain.best - 1)
+    return (f"The worst layout of {spread.name} takes {times:.1f} times the best; the default one of {gain.name} "
+            f"{percent:.0f} % more than the best.")  # fmt: skip
 
 
 def _csv(found: Sequence[Found]) -> str:
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(["Q, K, V", "operator", "x", "layouts", "default ms", "chosen ms", "turning ms", "best ms", "worst ms",
-                     "chosen"])  # fmt: skip
+    times = [f"{what} ms" for what in ("default", "chosen", "turning", "best", "worst")]
+    writer.writerow(["Q, K, V", "operator", "x", "layouts", *times, "chosen"])
     for of in found:
         for line in of.lines:
-            times = (line.default, line.chosen, line.turning, line.best, line.worst)
-            cells = [STACKED[of.stacked], line.name, line.count, line.layouts, *(f"{ms:.4f}" for ms in times)]
+            took = (line.default, line.chosen, line.turning, line.best, line.worst)
+            cells = [STACKED[of.stacked], line.name, line.count, line.layouts, *(f"{ms:.4f}" for ms in took)]
             writer.writerow([*cells, line.layout])
     return out.getvalue()
 

@@ -85,7 +85,7 @@ class TileType:
 
 
 def source(form: Definition, tiles: Sequence[TileType], outputs: int, width: int | None = None) -> str:
-    """The whole file. tiles: of the outputs, then of the inputs. width: lanes of a vector; None: the compiler's choice."""
+    """The whole file. tiles: of the outputs, then of the inputs. width: lanes of a vector; None: any."""
     return _Writer(form, tiles, outputs, width).text()
 
 
