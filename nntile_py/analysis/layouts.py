@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 Stacked = bool | Literal["qk"]
 STACKED: dict[Stacked, str] = {False: "none", "qk": "QK", True: "QKV"}  # algebraic fusion, as the paper's Table II
+WIDE = 120  # columns of a terminal that has room for layouts
 WIDTHS = (4, 8, 16)  # of generated kernels, besides the one that they have
 Key = tuple[str, str, int | None]  # of a timing
 
@@ -139,7 +140,7 @@ def _lines(chosen: Chosen, timings: Timings) -> list[Line]:
         alike.setdefault((starred(row.op.name) + phase, row.operator, row.layout, row.turning), []).append(row)
     lines = []
     for (name, operator, layout, turning), rows in alike.items():
-        every = [t.seconds for t in timings.known[operator].values()]
+        every = [t.seconds for t in timings.known.get(operator, {}).values()] or [0.0]
         ms = [1e3 * s for s in (rows[0].default_seconds, rows[0].seconds, turning, rows[0].least, max(every))]
         product = rows[0].op.category is CONTRACTION
         lines.append(Line(name, len(rows), operator, len(every), *ms, layout, product))
@@ -153,12 +154,13 @@ def render(found: Sequence[Found], timings: Timings, console: Console) -> None:
     best = min(found, key=lambda of: of.seconds)
     table = Table(box=None, pad_edge=False, header_style="bold")
     heads = ["operator", "x", "layouts", "default", "chosen", "turning", "best", "worst", "layout chosen"]
+    heads = heads if console.width > WIDE else heads[:-1]
     for head in heads:
         words = head in ("operator", "layout chosen")
-        table.add_column(head, justify="left" if words else "right", overflow="fold")
+        table.add_column(head, justify="left" if words else "right", no_wrap=True)
     for line in best.lines:
         times = (f"{ms:.3f}" for ms in (line.default, line.chosen, line.turning, line.best, line.worst))
-        table.add_row(line.name, str(line.count), str(line.layouts), *times, line.layout)
+        table.add_row(*[line.name, str(line.count), str(line.layouts), *times, line.layout][: len(heads)])
     console.print(table)
     console.print("Milliseconds of one; turning: transpositions before or after it.", highlight=False)
     for of in found:

@@ -90,7 +90,7 @@ def search(graph: Graph, timings: Timings, tiling: Tiling, policy: str = "chain"
         turning = sum(costs.turn(t, chosen.orders[t], of) for t, of in zip(tensors_of(op), layout, strict=True))
         chosen.layouts[op], chosen.widths[op] = layout, timing.width
         chosen.rows.append(Row(op, timing.operator, timing.layout, timing.seconds, default.layout, default.seconds,
-                               timings.least(timing.operator), turning))  # fmt: skip
+                               _least(timings, timing), turning))  # fmt: skip
     return chosen
 
 
@@ -126,6 +126,8 @@ class _Costs:
 
     def timing(self, op: Op, layout: Layout) -> Timing:
         """One of no seconds where it was not measured, which is noted."""
+        if isinstance(op, Transpose) and layout[0] == layout[-1]:  # of two orders that became one: it goes
+            return Timing("Transpose", "none", 0.0)
         key = _alike(op), layout
         if key not in self._known:
             made = laid(op, layout)
@@ -162,7 +164,9 @@ class _Costs:
             made = np.empty(shape)
             for numbers in itertools.product(*map(range, shape)):
                 of = {id(edge): number for edge, number in zip(mine, numbers, strict=True)}
-                made[numbers] = self.timing(op, self._implied(op, edges, of)).seconds
+                layout = self._implied(op, edges, of)
+                odd = isinstance(op, Transpose) and layout[0] != layout[1] and 0 not in numbers
+                made[numbers] = math.inf if odd else self.timing(op, layout).seconds  # few of them are measured
             return made
         return np.asarray(self._products(op, edges, mine, _choices(op)).min(-1))
 
@@ -260,6 +264,8 @@ class _Arranged:
 
     def ops(self, graph: Graph) -> Iterator[Op]:
         for op in graph.ops:
+            if isinstance(op, Transpose) and self._same(op):
+                continue
             layout = self.chosen.layouts.get(op) or tuple(self.chosen.orders[t] for t in tensors_of(op))
             other, after = dict[Tensor, Tensor](), list[Op]()
             for tensor, order in zip(tensors_of(op), layout, strict=True):
@@ -284,6 +290,14 @@ class _Arranged:
                 new.name, new.phase = op.name, op.phase
             yield new
             yield from after
+
+    def _same(self, op: Transpose) -> bool:
+        """Whether both have one order now: then readers take the first in the place of the second."""
+        x, y = self._in_order(op.inputs[0]), op.output
+        if y.kind != "temp" or y.storage is not y or self.chosen.orders[y] != x.axes:
+            return False
+        self.made[y] = x
+        return True
 
     def _in_order(self, tensor: Tensor) -> Tensor:
         """The tensor in the order of its edge; one that shares another's tiles shares those of what takes its place."""

@@ -5,7 +5,6 @@ Tensors that an operator takes in one order only, whatever order that is, are on
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -123,11 +122,11 @@ def _add_orders(graph: Graph, edges: dict[Tensor, Edge]) -> None:
             if not edge.turns:
                 continue
             tried = known.setdefault(id(edge), set(edge.orders))
-            for whole in _inserted(edge, tensor, order):
-                if whole not in tried:
-                    tried.add(whole)
-                    if all(_allowed(edge, whole, group) for group in rules[id(edge)]):
-                        edge.orders.append(whole)
+            whole = _whole(edge, tensor, order)
+            if whole and whole not in tried:
+                tried.add(whole)
+                if all(_allowed(edge, whole, group) for group in rules[id(edge)]):
+                    edge.orders.append(whole)
 
 
 def _asked(op: Contract) -> Iterator[tuple[Tensor, Order]]:
@@ -136,20 +135,13 @@ def _asked(op: Contract) -> Iterator[tuple[Tensor, Order]]:
     yield from dict.fromkeys(pair for layout in products(op) for pair in zip(tensors, layout, strict=True))
 
 
-def _inserted(edge: Edge, tensor: Tensor, order: Order) -> Iterator[Order]:
-    """Orders of the whole edge in which the tensor has this one: an axis that it lacks may lie anywhere."""
-    names = edge.names[tensor]
-    name_of = dict(zip(tensor.axes, names, strict=False))
+def _whole(edge: Edge, tensor: Tensor, order: Order) -> Order | None:
+    """The order of the whole edge in which the tensor has this one: an axis that it lacks lies first."""
+    name_of = dict(zip(tensor.axes, edge.names[tensor], strict=False))
     if any(axis not in name_of for axis in order):
-        return
+        return None
     here = tuple(name_of[axis] for axis in order)
-    missing = [name for name in edge.orders[0] if name not in here]
-    for places in itertools.combinations_with_replacement(range(len(here) + 1), len(missing)):
-        whole: list[str] = []
-        for k in range(len(here) + 1):
-            whole += [name for name, at in zip(missing, places, strict=True) if at == k]
-            whole += here[k : k + 1]
-        yield tuple(whole)
+    return (*(name for name in edge.orders[0] if name not in here), *here)
 
 
 def _allowed(edge: Edge, order: Order, group: Group) -> bool:
