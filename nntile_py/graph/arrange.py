@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -100,10 +101,10 @@ def arrange(graph: Graph, timings: Timings, tiling: Tiling, policy: str = "chain
     ConfigError: the timings lack some that this needs."""
     chosen = search(graph, timings, tiling, policy)
     if chosen.missing:
-        operator, layout = next(iter(chosen.missing))
+        first, layout = next(iter(chosen.missing))
         raise ConfigError(
             f"layout: got searched; allowed: default, as {timings.path or 'the database'} lacks {len(chosen.missing)}"
-            f" timings, the first of {operator}, {layout}; `nntile layouts tune` with the same keys measures them"
+            f" timings, the first of {first}, {layout}; `nntile layouts tune` with the same keys measures them"
         )
     graph.ops = list(_Arranged(chosen).ops(graph))
     return chosen
@@ -127,7 +128,7 @@ class _Costs:
     def timing(self, op: Op, layout: Layout) -> Timing:
         """One of no seconds where it was not measured, which is noted."""
         if isinstance(op, Transpose) and layout[0] == layout[-1]:  # of two orders that became one: it goes
-            return Timing("Transpose", "none", 0.0)
+            return Timing("Transpose", "", 0.0)
         key = _alike(op), layout
         if key not in self._known:
             made = laid(op, layout)
@@ -165,8 +166,7 @@ class _Costs:
             for numbers in itertools.product(*map(range, shape)):
                 of = {id(edge): number for edge, number in zip(mine, numbers, strict=True)}
                 layout = self._implied(op, edges, of)
-                odd = isinstance(op, Transpose) and layout[0] != layout[1] and 0 not in numbers
-                made[numbers] = math.inf if odd else self.timing(op, layout).seconds  # few of them are measured
+                made[numbers] = math.inf if _left_out(op, layout) else self.timing(op, layout).seconds
             return made
         return np.asarray(self._products(op, edges, mine, _choices(op)).min(-1))
 
@@ -207,6 +207,17 @@ def _choices(op: Contract) -> list[Layout]:
         return all(order == t.axes for t, order in zip(tensors, layout, strict=True) if t.kind != "temp")
 
     return list(dict.fromkeys([layout_of(op), *filter(possible, products(op))]))
+
+
+def _left_out(op: Op, layout: Layout) -> bool:
+    """Whether it transposes between two orders neither of which is the default: there are too many."""
+    now = layout_of(op)
+    return isinstance(op, Transpose) and layout[0] != layout[1] and all(map(operator.ne, layout, now))
+
+
+def _least(timings: Timings, timing: Timing) -> float:
+    """Of its operator; one that goes takes no time."""
+    return timings.least(timing.operator) if timing.layout else 0.0
 
 
 def _alike(op: Op) -> Hashable:
