@@ -213,7 +213,7 @@ def test_an_edge_of_queries_keys_and_values() -> None:
 
 WORDS = {"layers": 1, "embed": 24, "heads": 4, "vocab": 61, "positions": 32, "dropout": 0.1}
 MODELS: dict[str, Callable[[], Any]] = {
-    "encoder": lambda: models.Encoder(models.EncoderConfig(layers=2, embed=24, heads=4, dropout=0.1,
+    "encoder": lambda: models.Encoder(models.EncoderConfig(layers=1, embed=24, heads=4, dropout=0.1,
                                                            attention="naive", attention_dropout=0.1)),
     "gpt2": lambda: models.GPT2(models.GPT2Config(**WORDS)),
     "gpt2 naive": lambda: models.GPT2(models.GPT2Config(**WORDS, attention="naive", attention_dropout=0.1)),
@@ -234,8 +234,9 @@ def trained(spec: StepSpec, model: str = "encoder") -> tuple[list[float], Any]:
 
 @pytest.mark.parametrize(
     ("model", "tiling", "fusion"),
-    [*itertools.product(["encoder"], TILINGS, FUSIONS), ("gpt2", "uncut", "rules"), ("gpt2", "ragged", "found"),
-     ("gpt2", "even", "rules"), ("gpt2 naive", "ragged", "rules")],
+    [*itertools.product(["encoder"], TILINGS, ["rules", "none"]), ("encoder", "uncut", "found"),
+     ("encoder", "ragged", "qk"), ("encoder", "even", "found"), ("gpt2", "uncut", "rules"), ("gpt2", "even", "found"),
+     ("gpt2", "ragged", "rules"), ("gpt2 naive", "ragged", "rules")],
 )  # fmt: skip
 def test_programs_in_any_layout_compute_the_same(runtime: nt.Runtime, model: str, tiling: str, fusion: str) -> None:
     """Losses and gradients, with the same draws of dropout, in layouts drawn at random."""
@@ -244,7 +245,7 @@ def test_programs_in_any_layout_compute_the_same(runtime: nt.Runtime, model: str
     losses, gradients = trained(spec, model)
     before = [t.axes for op in spec.graphs().graph.ops for t in op.outputs]
     other = 0
-    for seed in range(2):
+    for seed in range(1 if spec.fusion.found else 2):  # whose kernels are compiled
         searched = replace(spec, timings=Drawn(OF, seed=seed))
         ops = searched.graphs().graph.ops
         other += [t.axes for op in ops if not isinstance(op, Transpose) for t in op.outputs] != before
@@ -322,7 +323,7 @@ def sets(*items: str) -> list[str]:
 def test_tuned_shown_used(tmp_path: Path) -> None:
     """A small real tune; what it found is shown, drawn, and what a step runs by."""
     home = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
-    what = ["--work", "encoder", *sets(*TINY, "fusion.found=true")]
+    what = ["--work", "encoder", *sets(*TINY)]
     ran = nntile("layouts", "tune", *what, "--repeats", "1", **home)
     assert ran.returncode == 0, ran.stderr
     (path,) = (tmp_path / "cache" / "nntile_py" / "layouts").iterdir()
@@ -341,7 +342,7 @@ def test_tuned_shown_used(tmp_path: Path) -> None:
         assert total == pytest.approx(of["seconds"])
         assert all(line["best"] <= line["chosen"] <= line["worst"] for line in of["operators"])
     text = nntile("layouts", "show", *what, **home).stdout
-    assert "above the sum of the operators' optima" in " ".join(text.split()) and "h0.mlp.linear1.Contract" in text
+    assert "above the sum of the operators' optima" in " ".join(text.split()) and "h*.mlp.linear1.Contract " in text
     planned = nntile("sweep", _sweep(tmp_path, home), "--out", str(tmp_path / "out"), "--json", **home)
     assert planned.returncode == 0, planned.stderr
     assert all(row["status"] == "ok" for row in json.loads(planned.stdout)["rows"])
@@ -351,7 +352,7 @@ def _sweep(folder: Path, home: dict[str, str]) -> str:
     """Of the layer, in both layouts."""
     base = Path(__file__).parents[1] / "experiments" / "encoder_layer.yaml"
     keys = dict(item.split("=") for item in TINY)
-    given = {key: int(value) for key, value in keys.items()} | {"fusion.found": True, "model.attention": "naive"}
+    given = {key: int(value) for key, value in keys.items()} | {"model.attention": "naive"}
     given |= {"model.attention_dropout": 0.1, "tiles": {}}
     made = {"config": str(base), "set": given, "grid": {"layout": ["default", "searched"]}}
     (folder / "s.yaml").write_text(json.dumps(made | {"measure": {"work": "encoder", "repeats": 1}}))

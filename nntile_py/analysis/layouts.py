@@ -10,7 +10,7 @@ from nntile_py.analysis.operators import starred
 from nntile_py.analysis.workloads import Work, logical
 from nntile_py.config.spec import step_spec
 from nntile_py.errors import ConfigError
-from nntile_py.graph.arrange import Chosen, search
+from nntile_py.graph.arrange import Chosen, Row, search
 from nntile_py.graph.fusion import Fusion
 from nntile_py.graph.graph import Graph
 from nntile_py.graph.layouts import described, laid, products
@@ -134,16 +134,19 @@ def shown(config: RunConfig, work: Work, timings: Timings) -> list[Found]:
 
 
 def _lines(chosen: Chosen, timings: Timings) -> list[Line]:
-    alike: dict[Any, list[Any]] = {}
+    alike: dict[tuple[str, str, str, float], list[Row]] = {}
     for row in chosen.rows:
         phase = "" if row.op.phase == "forward" else f" {row.op.phase}"
         alike.setdefault((starred(row.op.name) + phase, row.operator, row.layout, row.turning), []).append(row)
     lines = []
     for (name, operator, layout, turning), rows in alike.items():
         every = [t.seconds for t in timings.known.get(operator, {}).values()] or [0.0]
-        ms = [1e3 * s for s in (rows[0].default_seconds, rows[0].seconds, turning, rows[0].least, max(every))]
-        product = rows[0].op.category is CONTRACTION
-        lines.append(Line(name, len(rows), operator, len(every), *ms, layout, product))
+        row = rows[0]
+        lines.append(Line(
+            name, len(rows), operator, len(every), default=1e3 * row.default_seconds, chosen=1e3 * row.seconds,
+            turning=1e3 * turning, best=1e3 * row.least, worst=1e3 * max(every), layout=layout,
+            product=row.op.category is CONTRACTION,
+        ))  # fmt: skip
     return lines
 
 
@@ -153,14 +156,15 @@ def render(found: Sequence[Found], timings: Timings, console: Console) -> None:
 
     best = min(found, key=lambda of: of.seconds)
     table = Table(box=None, pad_edge=False, header_style="bold")
-    heads = ["operator", "x", "layouts", "default", "chosen", "turning", "best", "worst", "layout chosen"]
-    heads = heads if console.width > WIDE else heads[:-1]
+    times = ("default", "chosen", "turning", "best", "worst")
+    wide = console.width > WIDE
+    heads = ["operator", *(["x", "layouts"] if wide else []), *times, *(["layout chosen"] if wide else [])]
     for head in heads:
-        words = head in ("operator", "layout chosen")
-        table.add_column(head, justify="left" if words else "right", no_wrap=True)
+        table.add_column(head, justify="left" if head in ("operator", "layout chosen") else "right", no_wrap=True)
     for line in best.lines:
-        times = (f"{ms:.3f}" for ms in (line.default, line.chosen, line.turning, line.best, line.worst))
-        table.add_row(*[line.name, str(line.count), str(line.layouts), *times, line.layout][: len(heads)])
+        more = [str(line.count), str(line.layouts)] if wide else []
+        cells = [line.name, *more, *(f"{getattr(line, head):.3f}" for head in times)]
+        table.add_row(*cells, *([line.layout] if wide else []))
     console.print(table)
     console.print("Milliseconds of one; turning: transpositions before or after it.", highlight=False)
     for of in found:
