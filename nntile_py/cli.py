@@ -302,7 +302,7 @@ def layouts(
         str | None, typer.Option(help="encoder, decoder, mha; with CONFIG also train, ... [default: train]")
     ] = None,
     sets: Sets = None,
-    repeats: Annotated[int, typer.Option(help="Of tune: times of each; the median counts.", min=1)] = 5,
+    repeats: Annotated[int, typer.Option(help="Of tune: times of each; the least counts.", min=1)] = 5,
     database: Annotated[
         Path | None, typer.Option(help="The file of times. [default: in the cache folder, by device, version, dtype]")
     ] = None,

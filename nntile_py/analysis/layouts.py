@@ -138,8 +138,10 @@ def _lines(chosen: Chosen, timings: Timings) -> list[Line]:
     for row in chosen.rows:
         phase = "" if row.op.phase == "forward" else f" {row.op.phase}"
         alike.setdefault((starred(row.op.name) + phase, row.operator, row.layout, row.turning), []).append(row)
-    lines = []
+    lines, taken = [], dict[str, int]()
     for (name, operator, layout, turning), rows in alike.items():
+        taken[name] = taken.get(name, 0) + 1
+        name += f" ({taken[name]})" * (taken[name] > 1)
         every = [t.seconds for t in timings.known.get(operator, {}).values()] or [0.0]
         row = rows[0]
         lines.append(Line(
@@ -181,8 +183,8 @@ def told(of: Found) -> str:
 def violins(found: Found, timings: Timings) -> Figure:
     """How the times of each operator's layouts are spread, with the best, the chosen and the default one: the paper's
     figures 4 (products) and 5 (others)."""
-    distinct = {line.operator: line for line in found.lines if line.layouts > 1}.values()
-    halves = [[line for line in distinct if line.product is product] for product in (True, False)]
+    distinct = {line.operator: line for line in reversed(found.lines) if line.layouts > 1}.values()
+    halves = [[line for line in found.lines if line in distinct and line.product is of] for of in (True, False)]
     titles = [t for t, half in zip(("products", "other operators"), halves, strict=True) if half]
     halves = [half for half in halves if half]
     figure = new_figure((9.5, 1.6 + 0.42 * sum(map(len, halves))))
@@ -195,7 +197,7 @@ def violins(found: Found, timings: Timings) -> Figure:
             body.set(facecolor="#0072b2", alpha=0.35)
         for mark, colour, of in (("|", "#333333", "best"), ("o", "#d55e00", "chosen"), ("x", "#009e73", "default")):
             axes.plot([getattr(line, of) for line in half], places, mark, color=colour, label=of, markersize=6)
-        axes.set_yticks(places, [f"{line.name} ({line.layouts})" for line in half], fontsize=7)
+        axes.set_yticks(places, [f"{line.name}, {line.layouts}" for line in half], fontsize=7)
         axes.invert_yaxis()
         axes.set_xscale("log")
         axes.set_title(title, fontsize=9)
@@ -205,7 +207,7 @@ def violins(found: Found, timings: Timings) -> Figure:
     return figure
 
 
-def timing(key: Key, times: Sequence[float], median: float) -> Timing:
-    """What is kept of a measurement."""
+def timing(key: Key, times: Sequence[float]) -> Timing:
+    """What is kept of a measurement. The least of the times counts, which others disturbed least."""
     operator, layout, width = key
-    return Timing(operator, layout, median, tuple(times), width)
+    return Timing(operator, layout, min(times), tuple(times), width)

@@ -19,7 +19,7 @@ KEYS = ("device", "version", "dtype")  # of a file: what its times are of
 
 @dataclass(frozen=True)
 class Timing:
-    """seconds: median of the times. width: of generated kernels, see Generated.on."""
+    """seconds: the least of the times. width: of generated kernels, see Generated.on."""
 
     operator: str
     layout: str

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import statistics
 import time
 from collections.abc import Callable
 
@@ -40,6 +39,5 @@ def tune(
             start = time.perf_counter()
             run(1)
             runs = min(max(math.ceil(SHORTEST / (time.perf_counter() - start)), 1), MOST)
-            times = clocked(run, repeats, runs)
-            timings.add(timing(key, times, statistics.median(times)))
+            timings.add(timing(key, clocked(run, repeats, runs)))
     return len(todo), load.others if is_busy(load.others) else None
