@@ -9,6 +9,7 @@ import subprocess
 import sys
 import zlib
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,13 @@ from typing import Any
 import numpy as np
 import pytest
 from model_cases import BATCH, CASES, SEQ, reference
+from rich.console import Console
 
 import nntile_py as nt
 from nntile_py import models
 from nntile_py.analysis import layouts as parts
 from nntile_py.analysis.workloads import preset
+from nntile_py.bench.torch_layer import torch_layer
 from nntile_py.errors import ConfigError
 from nntile_py.graph.arrange import arrange, cheapest, search
 from nntile_py.graph.edges import edges_of
@@ -29,6 +32,8 @@ from nntile_py.graph.graph import Graph
 from nntile_py.graph.layouts import described, laid, layout_of, products, tensors_of
 from nntile_py.graph.step import StepSpec
 from nntile_py.graph.timings import Timing, Timings, opened
+from nntile_py.profiling import layouts as profiled
+from nntile_py.sweep import experiment, laid_out
 from nntile_py.tasks import Tensor, activation, contract
 from nntile_py.tasks.contract import Contract
 from nntile_py.tasks.elementwise import Transpose
@@ -323,7 +328,7 @@ def sets(*items: str) -> list[str]:
 def test_tuned_shown_used(tmp_path: Path) -> None:
     """A small real tune; what it found is shown, drawn, and what a step runs by."""
     home = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
-    what = ["--work", "encoder", *sets(*TINY)]
+    what = ["--work", "mha", *sets(*TINY)]
     ran = nntile("layouts", "tune", *what, "--repeats", "1", **home)
     assert ran.returncode == 0, ran.stderr
     (path,) = (tmp_path / "cache" / "nntile_py" / "layouts").iterdir()
@@ -342,7 +347,7 @@ def test_tuned_shown_used(tmp_path: Path) -> None:
         assert total == pytest.approx(of["seconds"])
         assert all(line["best"] <= line["chosen"] <= line["worst"] for line in of["operators"])
     text = nntile("layouts", "show", *what, **home).stdout
-    assert "above the sum of the operators' optima" in " ".join(text.split()) and "h*.mlp.linear1.Contract " in text
+    assert "above the sum of the operators' optima" in " ".join(text.split()) and "attn.out_proj.Contract " in text
     planned = nntile("sweep", _sweep(tmp_path, home), "--out", str(tmp_path / "out"), "--json", **home)
     assert planned.returncode == 0, planned.stderr
     assert all(row["status"] == "ok" for row in json.loads(planned.stdout)["rows"])
@@ -355,8 +360,27 @@ def _sweep(folder: Path, home: dict[str, str]) -> str:
     given = {key: int(value) for key, value in keys.items()} | {"model.attention": "naive"}
     given |= {"model.attention_dropout": 0.1, "tiles": {}}
     made = {"config": str(base), "set": given, "grid": {"layout": ["default", "searched"]}}
-    (folder / "s.yaml").write_text(json.dumps(made | {"measure": {"work": "encoder", "repeats": 1}}))
+    (folder / "s.yaml").write_text(json.dumps(made | {"measure": {"work": "mha", "repeats": 1}}))
     return str(folder / "s.yaml")
+
+
+def test_experiments(tmp_path: Path, runtime: nt.Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a small layer: the sums, a step in both layouts, and the pictures; PyTorch's own layers run beside ours."""
+    made = experiment.load_experiment("fig-layouts")
+    part = made.part("cpu", None, TINY).model_copy(update={"work": "mha", "repeats": 1})
+    monkeypatch.setattr(laid_out, "Runtime", lambda **_: nullcontext())
+    monkeypatch.setattr(profiled, "Runtime", lambda **_: nullcontext())
+    monkeypatch.setattr(experiment.Experiment, "part", lambda *_: part)
+    experiment.run(made, "cpu", tmp_path, None, Console(stderr=True))
+    text = (tmp_path / "fig-layouts.md").read_text()
+    assert text.count("Layouts chosen: ") == 3 and text.count("A step of mha, ") == 6
+    assert (tmp_path / "fig-layouts.png").read_bytes()[:4] == b"\x89PNG"
+    monkeypatch.undo()
+    for name in ("table4", "table5", "fig-layouts"):
+        for scale in ("cpu", "gpu"):
+            experiment.plan(experiment.load_experiment(name), scale)
+    for work, phase in itertools.product(("encoder", "mha"), ("forward", "backward", "all")):
+        torch_layer(preset(work, TINY), work, phase, "torch_eager")(2)
 
 
 @pytest.mark.parametrize(
