@@ -293,17 +293,7 @@ def analyze(
     as_json: Json = False,
 ) -> None:
     """Count each operator's flop and words, before and after fusion; what is bound by memory."""
-    from typing import get_args
-
-    from nntile_py.analysis.workloads import PRESETS, Work, preset
-    from nntile_py.config.run import load
-
-    _one_of("--work", work or "train", get_args(Work))
-    if config is None and work not in PRESETS:
-        told = f"--work {work}" if work else "neither CONFIG nor --work is given"
-        raise ConfigError(f"{told}; allowed without CONFIG: --work {', '.join(PRESETS)}")
-    loaded = load(config, sets or []) if config else preset(str(work), sets or [])
-    what = cast(Work, work or "train")
+    loaded, what = _work(config, work, sets)
     from rich.console import Console
 
     from nntile_py.analysis import tell
@@ -321,6 +311,72 @@ def analyze(
         _print(made.to_dict())
     else:
         tell.render(made, Console())
+
+
+@app.command(epilog="Example: nntile layouts tune --work encoder --set model.embed=128 --set train.seq=64")
+def layouts(
+    action: Annotated[str, typer.Argument(help="tune: run operators in every layout; show: what was found.")],
+    config: Annotated[
+        str | None, typer.Argument(metavar="[CONFIG]", help="A YAML file; none: --work at BERT-large's size.")
+    ] = None,
+    work: Annotated[
+        str | None, typer.Option(help="encoder, decoder, mha; with CONFIG also train, ... [default: train]")
+    ] = None,
+    sets: Sets = None,
+    repeats: Annotated[int, typer.Option(help="Of tune: times of each; the least counts.", min=1)] = 5,
+    database: Annotated[
+        Path | None, typer.Option(help="The file of times. [default: in the cache folder, by device, version, dtype]")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Of show: a picture of the times: .svg, .png or .pdf.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Measure operators in all layouts, and show which ones `layout: searched` chooses."""
+    from rich.console import Console
+
+    from nntile_py.analysis import layouts as parts
+    from nntile_py.config.spec import timings as opened
+    from nntile_py.system.folders import replace_file
+    from nntile_py.system.pictures import FORMS, files_of
+
+    _one_of("ACTION", action, ("tune", "show"))
+    form = out.suffix.lstrip(".") if out else "svg"
+    _one_of("--out", form, FORMS)
+    loaded, what = _work(config, work, sets)
+    if action == "tune":
+        from nntile_py.profiling.layouts import tune
+
+        known, console = opened(loaded, database, new=True), Console(stderr=True)
+        with console.status("") as status:
+            count, others = tune(
+                loaded, what, known, repeats, lambda k, n: status.update(f"{k} of {n} operators in their layouts")
+            )
+        print(f"{count} measured; {known.path}")
+        if others:
+            print(f"other processes kept {others:.1f} cores busy meanwhile: times are too long", file=sys.stderr)
+        return
+    known = opened(loaded, database)
+    found = parts.shown(loaded, what, known)
+    if out:
+        best = min(found, key=lambda of: of.seconds)
+        replace_file(out, files_of(parts.violins(best, known), [form])[form])
+    if as_json:
+        _print([of.to_dict() for of in found])
+    else:
+        parts.render(found, known, Console())
+
+
+def _work(config: str | None, work: str | None, sets: list[str] | None) -> tuple[Any, Any]:
+    """The config and the work of a command that takes --work without one, too."""
+    from typing import get_args
+
+    from nntile_py.analysis.workloads import PRESETS, Work, preset
+    from nntile_py.config.run import load
+
+    _one_of("--work", work or "train", get_args(Work))
+    if config is None and work not in PRESETS:
+        told = f"--work {work}" if work else "neither CONFIG nor --work is given"
+        raise ConfigError(f"{told}; allowed without CONFIG: --work {', '.join(PRESETS)}")
+    return load(config, sets or []) if config else preset(str(work), sets or []), work or "train"
 
 
 @app.command(epilog="Example: nntile sweep --auto my.yaml --budget 4")
@@ -364,6 +420,7 @@ def experiment(
     name: Annotated[str | None, typer.Argument(help="Such as fig18. [default: list them]")] = None,
     scale: Annotated[str, typer.Option(help="cpu: two cores, two to five minutes. gpu: the papers' sizes.")] = "cpu",
     mode: Annotated[str | None, typer.Option(help="training or inference. [default: the experiment's own]")] = None,
+    sets: Sets = None,
     only_plan: Annotated[bool, typer.Option("--plan", help="Check and plan each point, run nothing.")] = False,
     results: Annotated[Path | None, typer.Option(help="Put DATE-NAME.png, .csv, .md into this folder too.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder of the work. [default: runs/NAME-SCALE[-MODE]]")] = None,
@@ -380,11 +437,11 @@ def experiment(
         return
     made, how = parts.load_experiment(name), cast(parts.Mode | None, mode)
     if only_plan:
-        _print(parts.plan(made, scale, how))
+        _print(parts.plan(made, scale, how, sets or []))
         return
     folder = out or Path("runs") / "-".join(filter(None, (name, scale, mode)))
     try:
-        for path in parts.run(made, scale, folder, results, Console(stderr=True), how):
+        for path in parts.run(made, scale, folder, results, Console(stderr=True), how, sets or []):
             print(path)
     except KeyboardInterrupt:
         print(f"interrupted; what is there is in {folder}, from where a sweep goes on", file=sys.stderr)

@@ -81,6 +81,8 @@ void contract(Args& t) {
   }
   if (!plan.permuted_out) {
     gemm(matrix(target, plan.batch, plan.m, plan.n), a_matrix, b_matrix, beta, args.scale);
+  } else if (const auto direct = in_place(target.permute(plan.out), plan.batch, plan.m, plan.n)) {
+    gemm(*direct, a_matrix, b_matrix, beta, args.scale);
   } else {
     const auto view = target.permute(plan.out);
     const auto product = at::empty(view.sizes(), target.options());

@@ -4,6 +4,8 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 
+#include <optional>
+
 #include "contract_args.h"
 
 namespace nntile {
@@ -60,6 +62,18 @@ inline void copy(at::Tensor to, const at::Tensor& from) {
   if (to.dtype() == from.dtype() && wide(to) && wide(from))
     to.view(at::kComplexDouble).copy_(from.view(at::kComplexDouble));
   else to.copy_(from);
+}
+
+// A batch of matrices where it lies, if a library can step through it: elements of a row or of a column side by side.
+inline std::optional<at::Tensor> in_place(const at::Tensor& tensor, size_t batch, size_t rows, size_t columns) {
+  const auto sizes = tensor.sizes();
+  const std::vector<int64_t> shape{extent(sizes, 0, batch), extent(sizes, batch, rows),
+                                   extent(sizes, batch + rows, columns)};
+  if (!batch || !at::detail::computeStride(sizes, tensor.strides(), shape)) return {};
+  const auto view = tensor.view(shape);
+  const bool by_row = view.stride(2) == 1 && view.stride(1) >= view.size(2);
+  const bool by_column = view.stride(1) == 1 && view.stride(2) >= view.size(1);
+  return by_row || by_column ? std::optional(view) : std::nullopt;
 }
 
 inline at::Tensor matrix(const at::Tensor& tensor, size_t batch, size_t rows, size_t columns) {

@@ -189,6 +189,8 @@ void contract(Args& t) {
     }
   } else if (!plan.permuted_out) {
     plain(matrix(target, plan.batch, plan.m, plan.n), a_matrix, b_matrix, t.accumulates(0) ? 1 : 0, args.scale);
+  } else if (const auto direct = in_place(target.permute(plan.out), plan.batch, plan.m, plan.n)) {
+    plain(*direct, a_matrix, b_matrix, t.accumulates(0) ? 1 : 0, args.scale);
   } else {
     const auto view = target.permute(plan.out);
     if (lt && !t.accumulates(0)) {

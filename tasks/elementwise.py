@@ -260,7 +260,8 @@ class Dropout(Op):
 
     So the mask does not depend on the tiling, is not stored, and the gradient is the same operator on dy. The seed is
     the slot `dropout_seed`, another one each step; p is in [0, 1). draws, int64 with all axes of x but the last: the
-    number that a row has in that index, instead of its place.
+    number that a row has in that index, instead of its place. Indices are those of the axes in the order that they had
+    when it was made: a Dropout that is moved to tensors in another layout draws the same.
     """
 
     def __init__(self, x: Tensor, out: Tensor, p: float, key: int, draws: Tensor | None = None) -> None:
@@ -270,7 +271,7 @@ class Dropout(Op):
             fits = draws.axes == x.axes[:-1]
             require(fits, "dropout: of packed sequences the axes must be batch, seq and one more", x)
         super().__init__([x, *([draws] if draws else [])], [out])
-        self.p, self.key, self.draws = p, key, draws
+        self.p, self.key, self.draws, self.order = p, key, draws, x.axes
 
     def gradient(self, g: GraphLike, *grads: Tensor | None) -> list[Tensor | None]:
         dy = grads[0]
@@ -281,7 +282,8 @@ class Dropout(Op):
 
     def args(self, low: Lowering, index: Index) -> DropoutArgs:
         x = self.inputs[0]
-        strides = tuple(math.prod(x.shape[i + 1 :]) for i in range(len(x.axes)))
+        steps = {a: math.prod(x.size(b) for b in self.order[i + 1 :]) for i, a in enumerate(self.order)}
+        strides = tuple(steps[axis] for axis in x.axes)
         axes = list(zip(x.axes, strides, strict=True))[len(x.axes) - 1 if self.draws else 0 :]
         first = sum(low.part(x, axis, index).offset * stride for axis, stride in axes)
         return DropoutArgs(self.key, self.draws is not None, first, strides, Slot("dropout_seed"), self.p)
@@ -306,7 +308,9 @@ class Dropout(Op):
         return Definition(self.output.sizes, (Output(0, axes, y),))
 
     def reference(self, *inputs: Array, seed: int = 0) -> tuple[Array, ...]:
-        index = np.arange(inputs[0].size, dtype=np.uint64).reshape(inputs[0].shape)
+        sizes = dict(zip(self.inputs[0].axes, inputs[0].shape, strict=True))
+        index = np.arange(inputs[0].size, dtype=np.uint64).reshape([sizes[axis] for axis in self.order])
+        index = index.transpose(permutation(self.order, self.inputs[0].axes))
         if self.draws:
             width = inputs[0].shape[-1]
             index = (inputs[1].astype(np.uint64) * np.uint64(width))[..., None] + np.arange(width, dtype=np.uint64)

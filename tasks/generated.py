@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import re
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import ClassVar
 
 from nntile_py.tiles import ACC, Access, R, Slot, TaskArgs, W
 
 from .band import Band
-from .op import NORMALIZATION, Array, Category, Index, Lowering, Op, Tensor, accumulation_dtype
+from .op import NORMALIZATION, Array, Category, Index, Lowering, Op, Tensor, accumulation_dtype, permutation
 from .scalar import cpp
+from .scalar.expression import Access as At
 from .scalar.expression import Definition, Expression, Keep, Load, Output, Place, Reduce, TileType, nodes_of, replaced
 
 
@@ -39,6 +41,7 @@ class Made:
     tiles: tuple[TileType, ...]
     outputs: int
     source: str  # in C++
+    width: int | None = None  # elements of a row that go together
 
     def emitted(self, accesses: Sequence[Access], args: TaskArgs) -> str:
         """Its name, for a list of tasks."""
@@ -66,12 +69,38 @@ class Generated(Op):
 
     def __init__(self, members: Sequence[Op], kept: Collection[Tensor]) -> None:
         self.members: list[Op] = []
+        self.width: int | None = None
         for op in members:
             self.members += op.members if isinstance(op, Generated) else [op]
         inputs, outputs, self.form = _joined(self.members, kept)
         super().__init__(inputs, outputs)
+        self._given = inputs, outputs  # those of the members
         self._whole = next((t for t in self._tensors if set(self.form.axes) <= set(t.axes)), None)
         self._check()
+
+    def on(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor], width: int | None = None) -> Generated:
+        """The same on other tensors, whose axes may have other orders; points are numbered as before, for dropout.
+
+        width: elements of a row that go together: lanes of a vector, on GPUs of a thread; None: as it is."""
+        made = copy.copy(self)
+        for name in ("_at", "made"):
+            vars(made).pop(name, None)
+        made.inputs, made.outputs, made.width = list(inputs), list(outputs), width or self.width
+        turned = {old: permutation(old.axes, new.axes) for old, new in zip(self._tensors, made._tensors, strict=True)}
+        done: dict[Expression, Expression] = {}
+
+        def at(tensor: Tensor, access: At) -> At:
+            return tuple(access[k] for k in turned[tensor])
+
+        def change(load: Load) -> Expression:
+            return Load(load.number, at(self.inputs[load.number], load.at))
+
+        made.form = Definition(self.form.sizes, tuple(
+            replace(out, at=at(self.outputs[out.number], out.at), value=replaced(out.value, done, change))
+            for out in self.form.outputs
+        ))
+        made._whole = next((t for t in made._tensors if set(made.form.axes) <= set(t.axes)), None)
+        return made
 
     @property
     def category(self) -> Category:  # type: ignore[override]
@@ -143,9 +172,9 @@ class Generated(Op):
         """The kernel; operators that differ in their names, sizes and keys of dropout alone share one."""
         sums = set(self.sums)
         tiles = tuple(TileType(t.dtype, self._at[t], t in sums) for t in self._tensors)
-        source = cpp.source(self.form, tiles, len(self.outputs))
+        source = cpp.source(self.form, tiles, len(self.outputs), self.width)
         name = f"{self.group[:60]}_{hashlib.sha256(source.encode()).hexdigest()[:8]}"
-        return Made(name, self.form, tiles, len(self.outputs), source)
+        return Made(name, self.form, tiles, len(self.outputs), source, self.width)
 
     def lower(self, low: Lowering) -> None:
         assert self._whole, self
@@ -174,11 +203,15 @@ class Generated(Op):
         return self.form
 
     def reference(self, *inputs: Array, seed: int = 0) -> tuple[Array, ...]:
-        values = dict(zip(self.inputs, inputs, strict=True))
+        def turned(x: Array, old: Tensor, new: Tensor) -> Array:
+            return x.transpose(permutation(old.axes, new.axes))
+
+        (read, made), own = self._given, zip(self.inputs, inputs, strict=True)
+        values = {first: turned(x, t, first) for first, (t, x) in zip(read, own, strict=True)}
         for op in self.members:
             options = {"seed": seed} if any(True for _ in nodes_of(_form(op), Keep)) else {}
             values.update(zip(op.outputs, op.reference(*(values[t] for t in op.inputs), **options), strict=True))
-        return tuple(values[t] for t in self.outputs)
+        return tuple(turned(values[first], first, t) for first, t in zip(made, self.outputs, strict=True))
 
 
 def _form(op: Op) -> Definition:

@@ -71,7 +71,7 @@ def describe(task: Task) -> Launches:
         more.append(launch(_sum_parts, grid, *args, ACC=adds[one.output], PARTS=64, BLOCK=16))
     seed: Parameter = slot(task, dropout.seed, "int64") if dropout else Int(0, 64)
     args = [*(tile(task, k) for k in range(len(shapes))), *(Int(k, 64) for k in numbers), seed, *parts]
-    warps = min(16, max(1, text.rows * text.block // 1024))
+    warps = min(16, max(1, text.rows * text.block // (32 * (made.width or 32))))
     grid = (programs, text.columns)
     first = launch(kernel_of(text.source), grid, *args, warps=warps, ROWS=text.rows, BLOCK=text.block)
     return Launches((first, *more), scratch.bytes)

@@ -322,7 +322,7 @@ def _rows(facts: Sequence[_Fact], groups: Mapping[int, str] | None = None) -> tu
     for fact in facts:
         update = fact.phase == "update"
         group = groups.get(id(fact.group)) if groups else None
-        what = fact.op.kind if update else (_starred(fact.op.name), looks(fact.op))
+        what = fact.op.kind if update else (starred(fact.op.name), looks(fact.op))
         alike.setdefault((fact.phase, what, group), []).append(fact)
     rows, names, taken = [], dict[int, str](), dict[str, int]()
     for (phase, _, group), some in alike.items():
@@ -354,7 +354,7 @@ def _row(name: str, phase: str, group: str | None, some: Sequence[_Fact]) -> Row
     )  # fmt: skip
 
 
-def _starred(name: str) -> str:
+def starred(name: str) -> str:
     """The same place in all layers."""
     return re.sub(r"(?<![^.])(h?)\d+(?=\.)", r"\1*", name)
 
@@ -365,6 +365,6 @@ def _name(some: Sequence[_Fact]) -> str:
     if first.phase == "update":
         return first.op.kind
     names = {fact.op.name for fact in some}
-    name = first.op.name if len(names) == 1 else _starred(first.op.name)
+    name = first.op.name if len(names) == 1 else starred(first.op.name)
     name = name.removeprefix("transformer.")
     return name if first.phase == "forward" else f"{name} {first.phase}"

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from nntile_py.config.spec import step_spec, tiling
 from nntile_py.errors import ConfigError
+from nntile_py.graph.arrange import arrange
 from nntile_py.graph.declared import Batch, Param, Traced
 from nntile_py.graph.fusion import Fusion, fuse
 from nntile_py.graph.graph import Graph
@@ -55,7 +56,7 @@ def build(config: RunConfig, work: Work = "train", phase: Phase = "all", *, fusi
     """The graphs of a workload of the sizes of `config`. `fusion` instead of the config's own."""
     spec = spec_of(config, work)
     if fusion:
-        spec = replace(spec, fusion=fusion)
+        spec = replace(spec, fusion=fusion, timings=None)
     try:
         if work == "train":
             return of_step(spec.step(), config.train.grad_accumulation)
@@ -64,6 +65,8 @@ def build(config: RunConfig, work: Work = "train", phase: Phase = "all", *, fusi
     except ValueError as error:  # of the operators: a tiling that they do not take
         raise ConfigError(str(error)) from None
     graph = small_graph(config, work, spec.fusion, backward=phase != "forward")
+    if spec.timings:
+        arrange(graph, spec.timings, spec.tiling, config.accumulate)
     if phase != "all":
         select(graph, phase)
     return Built([(graph, lower(graph, spec.tiling, config.accumulate))], graph.flop())
@@ -88,8 +91,9 @@ def preset(work: str, overrides: Sequence[str]) -> RunConfig:
 
 
 def logical(config: RunConfig, work: Work, fusion: Fusion) -> list[Graph]:
-    """The graphs of a workload, not cut into tiles: of a training step the update's is the second."""
-    spec = replace(spec_of(config, work), fusion=fusion)
+    """The graphs of a workload in the default layout, not cut into tiles: of a training step the update's is the
+    second."""
+    spec = replace(spec_of(config, work), fusion=fusion, timings=None)
     try:
         if work == "train":
             made = spec.graphs()
@@ -146,7 +150,7 @@ def small_graph(config: RunConfig, work: Work, fusion: Fusion, *, backward: bool
     x.requires_grad = True  # a layer inside of a model passes a gradient on
     outputs = _MAKERS[work](graph, x, config)
     if fusion.qkv:
-        pack_projections(graph)
+        pack_projections(graph, count=fusion.packed)
     if backward:
         loss = graph.add(_Given(outputs, graph.temp("loss", ["one"], [1], "fp64"))).output
         graph.backward(loss)

@@ -5,7 +5,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import Field, SerializeAsAny, create_model, field_validator, model_validator
@@ -78,6 +78,9 @@ class RunConfig(Section):
     """How partial results of a tile meet: `chain` adds them in order (the same bits for any number of workers and
     any scheduler), `commute` in any order, `redux` in a copy for each worker (STARPU_REDUX), `tree` in pairs."""
     fusion: Annotated[Fusion, Rule("a section, or true or false for all its keys", {"type": "boolean"})] = Fusion()
+    layout: Literal["default", "searched"] = "default"
+    """The order in which the axes of what a training step makes lie in memory: that of the model's text (`default`), or
+    the cheapest by the times that `nntile layouts tune` measured (`searched`). Inputs and weights have the former."""
     scheduler: str | None = None
     """A file of settings for `runtime`: a name in scheduler_configs/ (such as cpu, gpu, multi_gpu), or a path. Keys of
     `runtime` override it."""
@@ -112,6 +115,8 @@ class RunConfig(Section):
         check_precision("precision", self.precision, self.runtime.cuda != 0)
         if self.runtime.cpus == 0 == self.runtime.cuda:
             raise ConfigError("runtime.cpus: got 0; allowed: at least 1, or 'all', where runtime.cuda is 0")
+        if self.train.pack and self.layout == "searched":
+            raise ConfigError("layout: got searched; allowed with train.pack: default")
         fields = type(model).model_fields
         if self.aim == CLASSIFICATION:
             model = self._with_labels(model)

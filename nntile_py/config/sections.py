@@ -258,8 +258,11 @@ class Fusion(Section):
     """An activation with the product before it."""
     reshape: Switch = True
     """A change of the axes' order with the product before it; not where the product is summed in parts."""
-    qkv: Switch = True
-    """The projections to queries, keys and values as one product."""
+    qkv: Annotated[
+        bool | Literal["qk"],
+        *only("true, false or qk", lambda v: v if type(v) is bool or v == "qk" else None, enum=[True, False, "qk"]),
+    ] = True
+    """The projections to queries, keys and values as one product; `qk`: those to queries and keys."""
     residual_norm: Switch = True
     """A residual (and the dropout before it) with the norm after it."""
     found: Switch = False

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import functools
+from importlib.metadata import version
+from pathlib import Path
+
 from nntile_py.config.run import RunConfig
 from nntile_py.errors import ConfigError
 from nntile_py.graph.fusion import Fusion
 from nntile_py.graph.optimizers import SGD, AdamW, Optimizer
 from nntile_py.graph.step import StepSpec
+from nntile_py.graph.timings import Timings, opened
 from nntile_py.models.base import Model, find, new
+from nntile_py.system.machine import gpus, processor
+from nntile_py.system.version import VERSION
 from nntile_py.tiles import Tiling
 
 
@@ -44,6 +51,7 @@ def step_spec(config: RunConfig, model: Model | None = None) -> StepSpec:
             grad_accumulation=config.train.grad_accumulation,
             skip_above_norm=config.train.skip_above_norm,
             pack=config.train.pack,
+            timings=timings(config) if config.layout == "searched" else None,
         )
     except ValueError as error:  # of the operators: sizes that they do not take
         raise ConfigError(str(error)) from None
@@ -57,3 +65,20 @@ def predicted(config: RunConfig) -> float:
 def tiling(config: RunConfig) -> Tiling:
     """The tile sizes that are given."""
     return Tiling(config.tiles.model_dump(exclude_none=True))
+
+
+@functools.cache
+def _gpu() -> str:
+    return gpus().partition(", ")[0].partition(" ")[2] or "GPU"
+
+
+def measured_on(config: RunConfig) -> dict[str, str]:
+    """What times of operators are of, besides their sizes: see graph/timings.py."""
+    name = _gpu() if config.runtime.cuda else processor()
+    versions = f"nntile_py {VERSION}, torch {version('torch')}"
+    return {"device": f"{config.workers} x {name}", "version": versions, "dtype": config.precision}
+
+
+def timings(config: RunConfig, path: Path | None = None, *, new: bool = False) -> Timings:
+    """Those of a file, or of the cache folder. ConfigError: there are none, or of another device, version or dtype."""
+    return opened(measured_on(config), path, new=new)

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from nntile_py.errors import ConfigError
 from nntile_py.graph.found import find
@@ -34,10 +34,15 @@ class Fusion:
     bias: bool = True
     activation: bool = True
     reshape: bool = True
-    qkv: bool = True
+    qkv: bool | Literal["qk"] = True  # qk: queries and keys alone
     residual_norm: bool = True  # and dropout of what the residual is added to
     found: bool = False
     exclude: tuple[str, ...] = ()
+
+    @property
+    def packed(self) -> int:
+        """How many of queries, keys and values are one product."""
+        return 2 if self.qkv == "qk" else 3 if self.qkv else 1
 
     @staticmethod
     def of(value: Fusion | bool | Mapping[str, Any]) -> Fusion:
@@ -55,8 +60,9 @@ class Fusion:
             if key == "exclude":
                 if not isinstance(on, list | tuple) or not all(isinstance(name, str) for name in on):
                     raise ConfigError(f"fusion.exclude: {on!r} is not allowed; use a list of names of groups")
-            elif not isinstance(on, bool):
-                raise ConfigError(f"fusion.{key}: {on!r} is not allowed; use true or false")
+            elif not isinstance(on, bool) and (key, on) != ("qkv", "qk"):
+                need = "true or false" + (", or qk" if key == "qkv" else "")
+                raise ConfigError(f"fusion.{key}: {on!r} is not allowed; use {need}")
         given: dict[str, Any] = {key: tuple(on) if key == "exclude" else on for key, on in value.items()}
         return Fusion(**given)
 

@@ -19,8 +19,10 @@ AXIS = "qkv"
 Chains = Mapping[tuple[Tensor, ...], Sequence[Sequence[Op]]]  # by what they make: queries, keys, values
 
 
-def pack_projections(graph: Graph, outputs: Iterable[Tensor] = ()) -> Graph:
+def pack_projections(graph: Graph, outputs: Iterable[Tensor] = (), count: int = 3) -> Graph:
     """Replace the products of each attention's queries, keys and values by one where they are alike. In place.
+
+    count: 2, the queries and keys alone.
 
     Alike: the same input, weights and biases of equal axes and sizes, read by nothing but these products (or those of
     several attentions, each of which has them all), and none of `outputs`.
@@ -34,15 +36,17 @@ def pack_projections(graph: Graph, outputs: Iterable[Tensor] = ()) -> Graph:
     replaced: dict[Op, list[Op]] = {}  # by the first of those that go
     gone: set[Op] = set()
     renamed: dict[str, Tensor | None] = {}  # what takes the place of a parameter in the graph's names, if anything
-    found = {qkv: [_chain(tensor, maker, readers) for tensor in qkv] for qkv in map(tuple, graph.projections)}
+    packed = [tuple(some[:count]) for some in graph.projections]
+    found = {qkv: [_chain(tensor, maker, readers) for tensor in qkv] for qkv in packed}
     free = {qkv: chains for qkv, chains in found.items() if not asked & {op.output for ops in chains for op in ops}}
     made_of: dict[tuple[Tensor, ...], Tensor] = {}  # the packed parameter by those that it took the place of
     for qkv, chains in _packable({qkv: chains for qkv, chains in free.items() if _alike(chains)}, readers).items():
         made, out = _packed_chain(graph, chains, renamed, made_of)
         attention = readers[qkv[0]][0]
         if isinstance(attention, Attention):
-            attention.operands = Operands((out, 0), (out, 1), (out, 2))
-            attention.inputs = [out, *attention.mask.inputs]
+            parts = [part if index < 0 else (part, index) for part, index in attention.operands.parts]
+            attention.operands = Operands(*[(out, k) for k in range(count)], *parts[count:])
+            attention.inputs = [*attention.operands.tensors, *attention.mask.inputs]
         else:
             unpack = Unpack(out, qkv, AXIS)
             unpack.name = f"{attention.name.rpartition('.')[0]}.{unpack.kind}".lstrip(".")

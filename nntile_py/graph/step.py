@@ -7,12 +7,14 @@ from dataclasses import dataclass, field, replace
 
 from nntile_py.errors import ConfigError
 from nntile_py.graph import bins
+from nntile_py.graph.arrange import arrange
 from nntile_py.graph.declared import Array, Batch, Param, Traceable, Traced, random_inputs, trace
 from nntile_py.graph.fusion import Fusion, fuse, narrow_gradients
 from nntile_py.graph.graph import Graph
 from nntile_py.graph.lowering import lower
 from nntile_py.graph.optimizers import AdamW, Optimizer
 from nntile_py.graph.packing import pack_projections
+from nntile_py.graph.timings import Timings
 from nntile_py.tasks.op import Lowering, Tensor
 from nntile_py.tasks.optimizer import Ends, GradNorm
 from nntile_py.tiles import Tiling
@@ -105,7 +107,8 @@ class StepSpec:
     batch, seq: of one micro-batch; policy: how partial sums of a tile meet (`accumulate`); given: optional inputs that
     steps have. pack: sequences of unequal lengths, of `seq` tokens at most, lie one behind the other in bins, one for
     each tile of the batch, with room for as many tokens as that has. alone: False where other machines add to its
-    gradients, each with a batch of its own. Raises ConfigError for values out of range.
+    gradients, each with a batch of its own. timings: forward and backward get the layouts that are cheapest by these,
+    see arrange.py. Raises ConfigError for values out of range.
     """
 
     model: Traceable
@@ -122,6 +125,7 @@ class StepSpec:
     given: frozenset[str] = frozenset()
     pack: bool = False
     alone: bool = True
+    timings: Timings | None = None
 
     def __post_init__(self) -> None:
         if not callable(getattr(self.model, "trace", None)):
@@ -178,7 +182,7 @@ class StepSpec:
         if self.pack:
             bins.check(graph, self.model)
         if self.fusion.qkv:
-            pack_projections(graph, traced.outputs.values())
+            pack_projections(graph, traced.outputs.values(), self.fusion.packed)
         return graph, traced, batch
 
     def random_inputs(
@@ -199,6 +203,8 @@ class StepSpec:
         fuse(graph, self.fusion, self.cuts)
         if self.grad_accumulation == 1 and self.alone:
             narrow_gradients(graph, grads.values(), self.cuts)
+        if self.timings:
+            arrange(graph, self.timings, self.cuts, self.policy)
         return Graphs(graph, grads, traced.loss, batch.optional)
 
     def update(self, made: Graphs, ends: Ends | None = None) -> Graph:

@@ -19,9 +19,10 @@ from nntile_py.analysis.workloads import Work
 from nntile_py.config.run import RunConfig, load, runtime_options
 from nntile_py.errors import ConfigError, NNTileError
 from nntile_py.profiling import FILES
-from nntile_py.schema import Count, Section, read_yaml, validated
-from nntile_py.sweep import counted
+from nntile_py.schema import Count, Section, assignment, read_yaml, validated
+from nntile_py.sweep import counted, laid_out
 from nntile_py.sweep.counted import Counted, Printed
+from nntile_py.sweep.laid_out import LaidOut
 from nntile_py.sweep.plots import Row, figure_of, named, value, word
 from nntile_py.sweep.results import table
 from nntile_py.sweep.spec import Sweep, check_sweep, points
@@ -65,7 +66,7 @@ class Experiment(Section):
     title: str
     shows: str
     paper: str  # what the paper found
-    kind: Literal["sweep", "graph", "profile", "analysis"]
+    kind: Literal["sweep", "graph", "profile", "analysis", "layouts"]
     rows: list[Printed] = Field(default_factory=list)  # of the paper's table, beside which an analysis stands
     columns: list[str] = Field(default=["seconds", "seconds_min", "tasks"])  # metrics that the report tells
     ratio: str | None = None  # a key: the report tells how many times the first value's time the others take
@@ -78,26 +79,29 @@ class Experiment(Section):
     def name(self) -> str:
         return self._name
 
-    def part(self, scale: str, mode: Mode | None = None) -> Any:
-        """The Sweep, Drawing, Profile or Counted of a scale, in a mode other than its own if one is named."""
+    def part(self, scale: str, mode: Mode | None = None, sets: Sequence[str] = ()) -> Any:
+        """The Sweep, Drawing, Profile, Counted or LaidOut of a scale, in a mode other than its own if one is named.
+
+        sets: KEY=VALUE, over the keys that all of it has."""
         path, tree = EXPERIMENTS / f"{self.name}.yaml", getattr(self, scale)
         if mode:
             tree = self._in_mode(tree, mode)
         if self.kind == "sweep":
-            return check_sweep({"rounds": ROUNDS} | tree, path)
-        cls: Any = {"graph": Drawing, "profile": Profile, "analysis": Counted}[self.kind]
+            return check_sweep({"rounds": ROUNDS} | tree, path, sets)
+        cls: Any = {"graph": Drawing, "profile": Profile, "analysis": Counted, "layouts": LaidOut}[self.kind]
         try:
             made = validated(cls, tree, f"{scale}.")
         except ConfigError as error:
             raise ConfigError(f"{path}: {error}") from None
-        if isinstance(made, Counted):
+        made = made.model_copy(update={"set_": made.set_ | dict(map(assignment, sets))})
+        if isinstance(made, Counted | LaidOut):
             return made
         return made.model_copy(update={"config": str(path.parent / made.config)})
 
     def _in_mode(self, tree: dict[str, Any], mode: Mode) -> dict[str, Any]:
         """A whole model's work changes; of a small graph, inference is the forward pass and training all of it."""
         inner = tree.get("measure", {}) if self.kind == "sweep" else tree
-        if self.kind == "analysis" or {"measure.work", "measure.phase"} & tree.get("grid", {}).keys():
+        if self.kind in ("analysis", "layouts") or {"measure.work", "measure.phase"} & tree.get("grid", {}).keys():
             raise ConfigError(f"--mode: {self.name} compares several by itself; leave the option out")
         if inner.get("work") == "attention":
             raise ConfigError(f"--mode: {self.name} is a forward pass; leave the option out")
@@ -145,7 +149,7 @@ def listing() -> RenderableType:
 # -- planning
 
 
-def plan(made: Experiment, scale: str, mode: Mode | None = None) -> RenderableType:
+def plan(made: Experiment, scale: str, mode: Mode | None = None, sets: Sequence[str] = ()) -> RenderableType:
     """Every point checked and planned; nothing is run."""
     from rich.table import Table
 
@@ -156,7 +160,7 @@ def plan(made: Experiment, scale: str, mode: Mode | None = None) -> RenderableTy
     for column in ("point", "tasks", "Tflop", "GB moved", "GiB peak", "us a task", "parallel"):
         shown.add_column(column, justify="left" if column == "point" else "right", overflow="fold")
     known: dict[str, tuple[Estimate, float]] = {}
-    for told, config, work, phase in _planned(made.part(scale, mode), made.kind):
+    for told, config, work, phase in _planned(made.part(scale, mode, sets), made.kind):
         key = json.dumps([config.model_dump(exclude={"runtime"}), work, phase], default=str)
         if key not in known:  # the number of workers changes no task
             built = build(config, work, phase)
@@ -183,10 +187,11 @@ def _planned(part: Any, kind: str) -> Iterator[tuple[str, RunConfig, Any, Any]]:
 
 
 def run(
-    made: Experiment, scale: str, folder: Path, results: Path | None, console: Console, mode: Mode | None = None
-) -> list[Path]:
+    made: Experiment, scale: str, folder: Path, results: Path | None, console: Console, mode: Mode | None = None,
+    sets: Sequence[str] = (),
+) -> list[Path]:  # fmt: skip
     """Run it; returns the files of the result: picture, CSV, report. An interrupted sweep leaves them too."""
-    part, load_before = made.part(scale, mode), os.getloadavg()[0]
+    part, load_before = made.part(scale, mode, sets), os.getloadavg()[0]
     part, note = _on_gpus_there(part) if scale == "gpu" else (part, "")
     if note:
         console.print(note)
@@ -221,10 +226,12 @@ def run(
         note = ". ".join(filter(None, (note, f"No picture: {missing}" if missing else "")))
     elif made.kind == "analysis":
         written, pictures, missing, totals = counted.run(part, made.rows, folder)
+    elif made.kind == "layouts":
+        written, pictures, totals = laid_out.run(part, folder, console)
     else:
         written, pictures = _profile(part, folder, made.name)
     failed = [row for row in rows if row["status"] != "ok"]
-    text = report(made, scale, rows, written, load_before, mode, note, totals)
+    text = report(made, scale, rows, written, load_before, mode, note, totals, sets)
     target = results or folder
     stem = f"{date.today().isoformat()}-{made.name}" if results else made.name
     stem += f"-{mode}" if mode else ""
@@ -255,11 +262,13 @@ def report(
     mode: Mode | None = None,
     note: str = "",
     totals: Sequence[str] = (),
+    sets: Sequence[str] = (),
 ) -> str:
     """Markdown: how and where it was measured, what the paper found, what was found here."""
     where = machine()
     lines = [f"# {made.name}: {made.title}", "", made.shows, ""]
-    lines += [f"    nntile experiment {made.name} --scale {scale}" + (f" --mode {mode}" if mode else ""), ""]
+    given = [*(["--mode", mode] if mode else []), *(part for item in sets for part in ("--set", item))]
+    lines += [" ".join([f"    nntile experiment {made.name} --scale {scale}", *given]), ""]
     if mode:
         told = "forward, backward and, of a whole model, the update" if mode == "training" else "the forward pass alone"
         lines += [f"Measured here: {mode}, {told}.", ""]
@@ -387,8 +396,8 @@ def _sequence(of: Any) -> list[Any]:
 # -- small things
 
 
-def _config(part: Drawing | Profile | Counted) -> RunConfig:
-    if isinstance(part, Counted):
+def _config(part: Drawing | Profile | Counted | LaidOut) -> RunConfig:
+    if isinstance(part, Counted | LaidOut):
         return part.config()
     return load(part.config, [f"{key}={json.dumps(of)}" for key, of in part.set_.items()])
 

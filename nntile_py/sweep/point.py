@@ -17,6 +17,7 @@ from nntile_py.analysis.plan import estimate
 from nntile_py.analysis.workloads import FORWARD, Built, build, of_evaluation, of_step, small_graph, spec_of
 from nntile_py.bench.any_model import inputs_of, torch_side
 from nntile_py.bench.forward import forward_passes
+from nntile_py.bench.torch_layer import WORKS, torch_layer
 from nntile_py.config.run import RunConfig, runtime_options
 from nntile_py.config.spec import build_model, step_spec, tiling
 from nntile_py.errors import NNTileError
@@ -52,6 +53,8 @@ def measure(config: RunConfig, how: Measure, running: ExitStack) -> dict[str, An
     if how.contestant != "nntile":
         if config.runtime.cuda:
             memory.forget_gpu_peak()
+        if how.work in WORKS:
+            return _timed(config, how, torch_layer(config, how.work, how.phase, how.contestant))
         return _timed(config, how, torch_side(config, inputs_of(config, how.work, how.alpha), how.contestant, how.work))
     machines = how.gpus_per_node, how.network, how.gpus_per_nic
     if on := nodes.machines(config, how.nodes, *machines, name="measure.{}".format):
@@ -70,7 +73,7 @@ def measure(config: RunConfig, how: Measure, running: ExitStack) -> dict[str, An
         return facts | {"seconds": plan.seconds}
     if how.how == "operators":
         return facts | _operators(config, how)
-    timed = _timed(config, how, step if whole else _program(built.graphs[0], config))
+    timed = _timed(config, how, step if whole else small_program(built.graphs[0], config))
     seconds = timed["seconds"]
     rates = {"gflop_per_s": built.flop / seconds / 1e9, "us_per_task": seconds / max(plan.tasks, 1) * 1e6}
     return facts | timed | rates
@@ -141,7 +144,7 @@ def _forward(config: RunConfig, how: Measure) -> tuple[Built, Callable[[int], An
     return of_evaluation(made), run
 
 
-def _program(made: tuple[Graph, Lowering], config: RunConfig) -> Callable[[int], None]:
+def small_program(made: tuple[Graph, Lowering], config: RunConfig) -> Callable[[int], None]:
     """The task list of a small graph, on random values."""
     graph, low = made
     store = Store()

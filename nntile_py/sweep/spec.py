@@ -56,7 +56,8 @@ class Measure(Section):
     """Run it; only plan it; or run each operator alone and sum by class."""
     contestant: Literal["nntile", "torch_eager", "torch_compile"] = "nntile"
     """Who runs a training step or a forward pass: this project, or PyTorch, eager or by torch.compile, with the model
-    that transformers has, sequences padded, with their mask. In processes of its own."""
+    that transformers has, sequences padded, with their mask; or `encoder` or `mha`, torch.nn's own layers. In
+    processes of its own."""
     alpha: Part = 1.0
     """Of training steps and forward passes: the mean length of the sequences, as a part of train.seq."""
     warmup: Natural = 1
@@ -78,7 +79,7 @@ class Measure(Section):
 
     @model_validator(mode="after")
     def _what_pytorch_runs(self) -> Measure:
-        whole = ("train", *FORWARD)
+        whole = ("train", *FORWARD, "encoder", "mha")
         if self.contestant != "nntile" and (self.how != "run" or self.work not in whole):
             raise ConfigError(
                 f"measure.contestant: got {self.contestant}; allowed: nntile, where measure.how is not run or"

@@ -34,16 +34,21 @@ def _commit() -> str | None:
     return subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip() or None
 
 
-def machine() -> dict[str, Any]:
-    """Where a figure was measured: processor, cores, GPUs, versions, commit, date."""
-    import torch
-
+def processor() -> str:
+    """Its model."""
     model = platform.processor()
     info = Path("/proc/cpuinfo")
     if info.exists():
         model = next((x.split(":")[1].strip() for x in info.read_text().splitlines() if "model name" in x), model)
+    return model
+
+
+def machine() -> dict[str, Any]:
+    """Where a figure was measured: processor, cores, GPUs, versions, commit, date."""
+    import torch
+
     return {
-        "processor": model, "cores": cores(), "gpus": gpus(), "torch": torch.__version__,
+        "processor": processor(), "cores": cores(), "gpus": gpus(), "torch": torch.__version__,
         "commit": _commit(), "date": date.today().isoformat(),
     }  # fmt: skip
 

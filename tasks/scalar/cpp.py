@@ -77,9 +77,9 @@ static inline uint64_t hash_of(uint64_t index, uint64_t start) {
 """
 
 
-def source(form: Definition, tiles: Sequence[TileType], outputs: int) -> str:
-    """The whole file. tiles: of the outputs, then of the inputs."""
-    return _Writer(form, tiles, outputs).text()
+def source(form: Definition, tiles: Sequence[TileType], outputs: int, width: int | None = None) -> str:
+    """The whole file. tiles: of the outputs, then of the inputs. width: lanes of a vector; None: any."""
+    return _Writer(form, tiles, outputs, width).text()
 
 
 @dataclass
@@ -92,8 +92,8 @@ class _Loop:
 
 
 class _Writer:
-    def __init__(self, form: Definition, tiles: Sequence[TileType], outputs: int) -> None:
-        self.form, self.tiles, self.outputs = form, tiles, outputs
+    def __init__(self, form: Definition, tiles: Sequence[TileType], outputs: int, width: int | None) -> None:
+        self.form, self.tiles, self.outputs, self.width = form, tiles, outputs, width
         self.axes, self.column = form.axes, form.axes[-1]
         self.wide = "double" if any(tile.dtype == "fp64" for tile in tiles) else "float"
         self.varies: dict[Expression, frozenset[str]] = {}
@@ -239,7 +239,8 @@ class _Writer:
         for loop in self.loops:
             body += loop.once
             if loop.each:
-                signs = "".join(f" reduction({sign}:{name})" for name, sign in loop.reductions)
+                signs = f" simdlen({self.width})" if self.width else ""
+                signs += "".join(f" reduction({sign}:{name})" for name, sign in loop.reductions)
                 body += [f"#pragma omp simd{signs}", f"for (int64_t c = 0; c < n{len(self.axes) - 1}; ++c) {{"]
                 body += [f"  {line}" for line in loop.each] + ["}"]
         starts = [

@@ -1,0 +1,213 @@
+"""Layouts of a workload: what has to be measured for them, which were chosen, how much they matter; see arrange.py."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+from nntile_py.analysis.operators import starred
+from nntile_py.analysis.workloads import Work, logical
+from nntile_py.config.spec import step_spec
+from nntile_py.errors import ConfigError
+from nntile_py.graph.arrange import Chosen, Row, search
+from nntile_py.graph.fusion import Fusion
+from nntile_py.graph.graph import Graph
+from nntile_py.graph.layouts import described, laid, products
+from nntile_py.graph.timings import Timing, Timings
+from nntile_py.system.pictures import new_figure
+from nntile_py.tasks.contract import Contract
+from nntile_py.tasks.generated import Generated
+from nntile_py.tasks.op import CONTRACTION, Op
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+    from rich.console import Console
+
+    from nntile_py.config.run import RunConfig
+
+Stacked = bool | Literal["qk"]
+STACKED: dict[Stacked, str] = {False: "none", "qk": "QK", True: "QKV"}  # algebraic fusion, as the paper's Table II
+WIDE = 120  # columns of a terminal that has room for layouts
+WIDTHS = (4, 8, 16)  # of generated kernels, besides the one that they have
+Key = tuple[str, str, int | None]  # of a timing
+
+
+def graph_of(config: RunConfig, work: Work, stacked: Stacked) -> Graph:
+    """Forward and backward, fused, in the default layout. ConfigError: nothing of it can be laid out otherwise."""
+    plain = config.model_copy(update={"layout": "default"})
+    if config.train.pack:
+        raise ConfigError("train.pack: got true; allowed with layouts: false")
+    fusion = replace(Fusion.of(config.fusion.model_dump()), qkv=stacked)
+    graph = logical(plain, work, fusion)[0]
+    if not any(isinstance(op, Contract) for op in graph.ops):
+        need = "train, encoder, decoder, mha, or another work with one"
+        raise ConfigError(f"--work {work}: it has no product whose layouts could be compared; allowed: {need}")
+    return graph
+
+
+def variants(config: RunConfig, work: Work) -> Iterator[tuple[Stacked, Graph]]:
+    """By what of queries, keys and values is one product; those that come to the same once."""
+    seen = set()
+    for stacked in STACKED:
+        graph = graph_of(config, work, stacked)
+        if (looks := tuple((op.title, tuple(t.shape for t in op.inputs)) for op in graph.ops)) not in seen:
+            seen.add(looks)
+            yield stacked, graph
+
+
+def wanted(graph: Graph, timings: Timings, config: RunConfig) -> dict[Key, Op]:
+    """What was not measured yet: each with an operator of its own in that layout, those for the search last.
+
+    Of products also the layouts that need the weights in another order than they have."""
+    cuts, policy = step_spec(config.model_copy(update={"layout": "default"})).cuts, config.accumulate
+    found: dict[Key, Op] = {}
+    for op in graph.ops:
+        for layout in products(op) if isinstance(op, Contract) else []:
+            made = laid(op, layout)
+            told = described(made, cuts, policy)
+            if timings.best(*told) is None:
+                found.setdefault((*told, None), made)
+    for told, op in search(graph, timings, cuts, policy).missing.items():
+        if isinstance(op, Generated):
+            for width in WIDTHS:
+                wide = op.on(op.inputs, op.outputs, width)
+                wide.name, wide.phase = op.name, op.phase
+                found[(*told, width)] = wide
+        found.setdefault((*told, None), op)
+    return found
+
+
+@dataclass(frozen=True)
+class Line:
+    """An operator in the table: milliseconds of one, in the default layout, the chosen one, its best, its worst."""
+
+    name: str
+    count: int
+    operator: str
+    layouts: int
+    default: float
+    chosen: float
+    turning: float
+    best: float
+    worst: float
+    layout: str
+    product: bool
+
+
+@dataclass(frozen=True)
+class Found:
+    """Of one algebraic fusion: the sums in seconds."""
+
+    stacked: Stacked
+    seconds: float
+    default: float
+    least: float
+    lines: list[Line]
+
+    @property
+    def above(self) -> float:
+        """Percent by which it is above the sum of the operators' optima."""
+        return 100 * (self.seconds / self.least - 1)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "qkv": STACKED[self.stacked], "seconds": self.seconds, "default_seconds": self.default,
+            "least_seconds": self.least, "above_least_percent": self.above,
+            "operators": [vars(line) for line in self.lines],
+        }  # fmt: skip
+
+
+def shown(config: RunConfig, work: Work, timings: Timings) -> list[Found]:
+    """The search's result for each algebraic fusion that was measured; ConfigError: none was, whole."""
+    cuts, found, lacking = step_spec(config.model_copy(update={"layout": "default"})).cuts, [], 0
+    for stacked, graph in variants(config, work):
+        chosen = search(graph, timings, cuts, config.accumulate)
+        if chosen.missing:
+            lacking = lacking or len(chosen.missing)
+        else:
+            found.append(Found(stacked, chosen.seconds, chosen.default, chosen.least, _lines(chosen, timings)))
+    if not found:
+        raise ConfigError(f"{timings.path}: lacks {lacking} timings of this; allowed: what `nntile layouts tune` with "
+                          "the same work and keys has measured")  # fmt: skip
+    return found
+
+
+def _lines(chosen: Chosen, timings: Timings) -> list[Line]:
+    alike: dict[tuple[str, str, str, float], list[Row]] = {}
+    for row in chosen.rows:
+        phase = "" if row.op.phase == "forward" else f" {row.op.phase}"
+        alike.setdefault((starred(row.op.name) + phase, row.operator, row.layout, row.turning), []).append(row)
+    lines, taken = [], dict[str, int]()
+    for (name, operator, layout, turning), rows in alike.items():
+        taken[name] = taken.get(name, 0) + 1
+        name += f" ({taken[name]})" * (taken[name] > 1)
+        every = [t.seconds for t in timings.known.get(operator, {}).values()] or [0.0]
+        row = rows[0]
+        lines.append(Line(
+            name, len(rows), operator, len(every), default=1e3 * row.default_seconds, chosen=1e3 * row.seconds,
+            turning=1e3 * turning, best=1e3 * row.least, worst=1e3 * max(every), layout=layout,
+            product=row.op.category is CONTRACTION,
+        ))  # fmt: skip
+    return lines
+
+
+def render(found: Sequence[Found], timings: Timings, console: Console) -> None:
+    """The operators of the cheapest, and the sums of all."""
+    from rich.table import Table
+
+    best = min(found, key=lambda of: of.seconds)
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    times = ("default", "chosen", "turning", "best", "worst")
+    wide = console.width > WIDE
+    heads = ["operator", *(["x", "layouts"] if wide else []), *times, *(["layout chosen"] if wide else [])]
+    for head in heads:
+        table.add_column(head, justify="left" if head in ("operator", "layout chosen") else "right", no_wrap=True)
+    for line in best.lines:
+        more = [str(line.count), str(line.layouts)] if wide else []
+        cells = [line.name, *more, *(f"{getattr(line, head):.3f}" for head in times)]
+        table.add_row(*cells, *([line.layout] if wide else []))
+    console.print(table)
+    console.print("Milliseconds of one; turning: transpositions before or after it.", highlight=False)
+    for of in found:
+        console.print(told(of), highlight=False)
+    console.print(f"{timings.path}: {', '.join(timings.of.values())}", highlight=False, soft_wrap=True)
+
+
+def told(of: Found) -> str:
+    chosen, least, default = (1e3 * seconds for seconds in (of.seconds, of.least, of.default))
+    return (f"Q, K, V as one: {STACKED[of.stacked]}. Layouts chosen: {chosen:.3f} ms, {of.above:.1f} % above the sum "
+            f"of the operators' optima, {least:.3f}; default layouts: {default:.3f}.")  # fmt: skip
+
+
+def violins(found: Found, timings: Timings) -> Figure:
+    """How the times of each operator's layouts are spread, with the best, the chosen and the default one: the paper's
+    figures 4 (products) and 5 (others)."""
+    distinct = {line.operator: line for line in reversed(found.lines) if line.layouts > 1}.values()
+    halves = [[line for line in found.lines if line in distinct and line.product is of] for of in (True, False)]
+    titles = [t for t, half in zip(("products", "other operators"), halves, strict=True) if half]
+    halves = [half for half in halves if half]
+    figure = new_figure((9.5, 1.6 + 0.42 * sum(map(len, halves))))
+    every = figure.subplots(len(halves), squeeze=False, height_ratios=[len(half) + 1 for half in halves])[:, 0]
+    for axes, title, half in zip(every, titles, halves, strict=True):
+        times = [[1e3 * t.seconds for t in timings.known[line.operator].values()] for line in half]
+        places = range(1, len(half) + 1)
+        parts = axes.violinplot(times, places, orientation="horizontal", widths=0.8, showextrema=False)
+        for body in parts["bodies"]:
+            body.set(facecolor="#0072b2", alpha=0.35)
+        for mark, colour, of in (("|", "#333333", "best"), ("o", "#d55e00", "chosen"), ("x", "#009e73", "default")):
+            axes.plot([getattr(line, of) for line in half], places, mark, color=colour, label=of, markersize=6)
+        axes.set_yticks(places, [f"{line.name}, {line.layouts}" for line in half], fontsize=7)
+        axes.invert_yaxis()
+        axes.set_xscale("log")
+        axes.set_title(title, fontsize=9)
+    every[-1].set_xlabel("ms, in all layouts that were measured (their number)")
+    every[0].legend(fontsize=7)
+    figure.supxlabel(f"{told(found)}\n{', '.join(timings.of.values())}", fontsize=7, color="#59636e", x=0.01, ha="left")
+    return figure
+
+
+def timing(key: Key, times: Sequence[float]) -> Timing:
+    """What is kept of a measurement. The least of the times counts, which others disturbed least."""
+    operator, layout, width = key
+    return Timing(operator, layout, min(times), tuple(times), width)

@@ -1,0 +1,266 @@
+"""Layouts: in which order the axes of an operator's tensors lie in memory, and which orders its kernels take.
+
+As in Ivanov et al. 2021 ("Data movement is all you need", section V): of contractions all orders that map to one
+(batched) matrix product, of other operators all orders of rows, the axis that a row runs along being last.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from nntile_py.tasks.activation import Activation, ActivationGrad
+from nntile_py.tasks.attention import Attention, AttentionGrad
+from nntile_py.tasks.attention_operands import ROLES
+from nntile_py.tasks.band import ALL
+from nntile_py.tasks.contract import Contract
+from nntile_py.tasks.elementwise import Add, BiasAdd, Dropout, Multiply, Pack, Rename, Sum, Transpose, Unpack
+from nntile_py.tasks.gated import Gated, GatedGrad
+from nntile_py.tasks.generated import Generated
+from nntile_py.tasks.norm import Norm, NormGrad
+from nntile_py.tasks.op import Op, Tensor
+from nntile_py.tasks.scalar.expression import Definition, Keep, Load, Reduce, nodes_of
+from nntile_py.tasks.softmax import Softmax, SoftmaxGrad
+from nntile_py.tiles import Tiling
+
+Order = tuple[str, ...]
+Layout = tuple[Order, ...]  # the order of each of an operator's tensors; see tensors_of
+BY_ROWS = (Add, Multiply, BiasAdd, Sum, Dropout, Activation, ActivationGrad, Gated, GatedGrad, Norm, NormGrad, Softmax,
+           SoftmaxGrad)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Group:
+    """Tensors of an operator whose axes have to lie in one order, which is free.
+
+    names: of each tensor's axes, what they are called here; "": it stays behind all others. last: these stay last.
+    kept: those of each tuple keep their order among themselves, as the axes of a bias that cannot be turned do."""
+
+    names: Mapping[Tensor, Order]
+    last: Order = ()
+    kept: tuple[Order, ...] = ()
+
+
+def tensors_of(op: Op) -> list[Tensor]:
+    """All of an operator's, each once: inputs, then outputs."""
+    return list(dict.fromkeys([*op.inputs, *op.outputs]))
+
+
+def layout_of(op: Op) -> Layout:
+    return tuple(t.axes for t in tensors_of(op))
+
+
+def groups_of(op: Op) -> list[Group]:
+    """The tensors that an operator takes in other orders than they have; all others it takes as they are."""
+    if isinstance(op, Contract):
+        with_out = [t for t in (op.output, op.residual, op.pre, op.aux) if t]
+        kept = [t.axes for t in (op.bias, op.bias_grad[1] if op.bias_grad else None) if t]
+        one = Group({t: t.axes for t in with_out}, kept=tuple(kept))
+        return [*(Group({t: t.axes}) for t in (op.a, op.b) if t not in with_out), one]
+    if isinstance(op, Transpose):
+        return [Group({t: t.axes}) for t in tensors_of(op)]
+    if isinstance(op, Rename):
+        return [Group({op.inputs[0]: op.inputs[0].axes, op.output: op.inputs[0].axes})]
+    if isinstance(op, Unpack | Pack):
+        return [Group({t: t.axes for t in tensors_of(op)})]
+    if isinstance(op, Attention | AttentionGrad):
+        return _attention_groups(op)
+    if isinstance(op, (Generated, *BY_ROWS)):
+        form = op.scalar()
+        masked = isinstance(op, Softmax) and op.mask.inputs  # padding is found by the place of the batch
+        return [] if form is None or masked else _row_groups(op, form)
+    return []
+
+
+def _attention_groups(op: Attention | AttentionGrad) -> list[Group]:
+    def roles(tensors: Iterable[Tensor]) -> Group:
+        return Group({t: tuple(ROLES.get(a, a) for a in t.axes) for t in tensors}, last=("head_dim",))
+
+    forward = op.forward if isinstance(op, AttentionGrad) else op
+    single = [forward.output, *([op.do] if isinstance(op, AttentionGrad) else [])]
+    many = [forward.operands.tensors, *([op.outputs] if isinstance(op, AttentionGrad) else [])]
+    return [*map(roles, many), *(roles([t]) for t in single)]
+
+
+def _row_groups(op: Op, form: Definition) -> list[Group]:
+    """By what is loaded and stored for each point: tensors of whole rows go together, with what is kept of each row."""
+    if any(node.draws for node in nodes_of(form, Keep)):
+        return []  # rows are numbered
+    at = {op.inputs[node.number]: node.at for node in nodes_of(form, Load)}
+    at |= {op.outputs[out.number]: out.at for out in form.outputs if not out.total}
+    rows = {t: tuple(a if isinstance(a, str) else "" for a in of) for t, of in at.items()}
+    free = {t: of for t, of in rows.items() if len(of) > 1 and t.kind == "temp"}
+    if isinstance(op, Generated):  # each of its tensors may have any
+        return [Group(free)]
+    kept = [t.axes for t in (*(t for t in rows if t not in free), *op.sums)]  # a whole one keeps all where they are
+    reduces = any(True for kind in (Reduce, Keep) for _ in nodes_of(form, kind))
+    last = ("seq", "key") if isinstance(op, Softmax | SoftmaxGrad) else form.axes[-1:] if reduces else ()
+    return [Group(free, last, tuple(kept))]
+
+
+# -- an operator in another layout
+
+
+def on(op: Op, other: Mapping[Tensor, Tensor]) -> Op:
+    """The operator on other tensors, whose axes may have other orders; what it knows of axes is found anew."""
+
+    def of(tensor: Tensor) -> Tensor:
+        return other.get(tensor, tensor)
+
+    made = copy.copy(op)
+    if isinstance(op, Contract):
+        names = ("bias", "residual", "pre", "aux")
+        given = {name: of(t) if (t := getattr(op, name)) else None for name in names}
+        sums = (op.bias_grad[0], of(op.bias_grad[1])) if op.bias_grad else None
+        made = Contract(of(op.a), of(op.b), of(op.output), scale=op.scale, activation=op.activation, bias_grad=sums,
+                        **given)  # fmt: skip
+    elif isinstance(op, AttentionGrad):
+        made = AttentionGrad(_attention_on(op.forward, of), of(op.do), [of(t) for t in op.outputs])
+    elif isinstance(op, Attention):
+        made = _attention_on(op, of)
+    elif isinstance(op, Generated):
+        made = op.on([of(t) for t in op.inputs], [of(t) for t in op.outputs])
+    else:
+        made.inputs, made.outputs = [of(t) for t in op.inputs], [of(t) for t in op.outputs]
+        for name, value in vars(op).items():
+            if isinstance(value, Tensor):
+                setattr(made, name, of(value))
+            elif isinstance(value, Dropout):
+                setattr(made, name, on(value, other))
+    made.name, made.phase = op.name, op.phase
+    return made
+
+
+def _attention_on(op: Attention, of: Any) -> Attention:
+    made = copy.copy(op)
+    made.lse, made.outputs = of(op.lse), [of(t) for t in op.outputs]
+    made.read([of(t) for t in op.operands.tensors])
+    return made
+
+
+def laid(op: Op, layout: Layout) -> Op:
+    """The operator on tensors of its own, in that layout."""
+    other, turned = {}, {t for group in groups_of(op) for t in group.names}
+    for tensor, order in zip(tensors_of(op), layout, strict=True):
+        if tensor not in turned:
+            continue
+        shape = [tensor.size(axis) for axis in order]
+        other[tensor] = Tensor(tensor.name, order, shape, tensor.dtype, tensor.kind, monoid=tensor.monoid,
+                               band=tensor.band)  # fmt: skip
+    return on(op, other)
+
+
+# -- the layouts of a contraction
+
+
+def products(op: Contract) -> Iterator[Layout]:
+    """All layouts in which it is one matrix product, or one batch of them.
+
+    The axes of the batch, of the rows, of the columns and of the sum each lie together, in the same order in each
+    tensor, and those of the batch not last: a library takes steps between matrices, and within them a row or a column
+    without gaps."""
+    one = groups_of(op)[-1]
+    if op.a is op.b or {op.a, op.b} & {*one.names}:
+        return  # a tensor in two places
+    free = [list(itertools.permutations(part)) for part in (op.batch, op.m, op.n, op.k)]
+    for batch, m, n, k in itertools.product(*free):
+        for a, b, out in itertools.product(_forms(batch, m, k), _forms(batch, k, n), _forms(batch, m, n)):
+            if not all(_subsequence(axes, out) for axes in one.kept):
+                continue
+            orders = {op.a: a, op.b: b} | dict.fromkeys(one.names, out)
+            yield tuple(orders.get(t, t.axes) for t in tensors_of(op))
+
+
+def _forms(batch: Order, rows: Order, columns: Order) -> list[Order]:
+    found = [(*batch, *rows, *columns), (*batch, *columns, *rows)]
+    found += [(*rows, *batch, *columns), (*columns, *batch, *rows)] if batch else []
+    return list(dict.fromkeys(found))
+
+
+def _subsequence(axes: Sequence[str], order: Sequence[str]) -> bool:
+    """Whether those of `axes` that are in the order have their own order there."""
+    return [a for a in order if a in axes] == [a for a in axes if a in order]
+
+
+def fits(group: Group, order: Order) -> bool:
+    """Whether the group's names may lie in this order."""
+    return all(_subsequence(axes, order) for axes in group.kept) and order[len(order) - len(group.last) :] == group.last
+
+
+# -- what is measured once
+
+
+def described(op: Op, tiling: Tiling, policy: str = "chain") -> tuple[str, str]:
+    """An operator, and its layout, as texts: equal for those that run the same kernels on the same memory.
+
+    Axes that lie side by side in all tensors are one. Of a contraction they are called B (batch), M, N and K."""
+    tensors = tensors_of(op)
+    attention = op.forward if isinstance(op, AttentionGrad) else op if isinstance(op, Attention) else None
+    solid = {axis for group in groups_of(op) for axis in group.last}
+    solid |= {op.form.axes[-1]} if isinstance(op, Generated) else set()
+    solid |= {axis for t in tensors for axis in t.axes} if attention else set()
+    solid |= set() if isinstance(op, Contract) else {"qkv", "stat"}
+    parts = _together(tensors, solid)
+    role = partial(_role, op, solid)
+    extents = {axis: size for t in tensors for axis, size in t.sizes.items()}
+    cuts = {a: f"{n}/{tile}" if (tile := tiling.tile(a, n)) < n else str(n) for a, n in extents.items()}
+    roles: dict[str, list[str]] = {}
+    for axis in sorted(cuts):
+        roles.setdefault(role(axis), []).append(cuts[axis])
+    sizes = ", ".join(f"{name} {'x'.join(sorted(of))}" for name, of in sorted(roles.items()))
+    bands = {str(t.band) for t in tensors if t.band != ALL}
+    more = [*sorted(bands), *([attention.backend, str(attention.mask.band)] if attention else [])]
+    more += [policy] * (policy != "chain")
+    dtypes = " ".join(dict.fromkeys(t.dtype for t in tensors))
+    names: dict[Order, str] = {}
+    for tensor in tensors:
+        for part in _split(tensor.axes, parts):
+            if part not in names:
+                mine = role(part[0])
+                again = sum(of.rstrip("0123456789") == mine for of in names.values())
+                names[part] = mine if len(roles[mine]) == len(part) else f"{mine}{again}"
+    told = [" ".join(_named(part, names, cuts, roles, role) for part in _split(t.axes, parts)) for t in tensors]
+    layout = ", ".join(told[: len(set(op.inputs))]) + " -> " + ", ".join(told[len(set(op.inputs)) :])
+    return f"{op.title}: {sizes}; {' '.join([dtypes, *more])}", layout
+
+
+def _role(op: Op, solid: set[str], axis: str) -> str:
+    if isinstance(op, Contract):
+        parts = {"B": op.batch, "M": op.m, "N": op.n, "K": op.k}
+        return next((name for name, axes in parts.items() if axis in axes), axis)
+    return axis if axis in solid else "R"
+
+
+def _named(part: Order, names: dict[Order, str], cuts: dict[str, str], roles: dict[str, list[str]], role: Any) -> str:
+    """A part that is not all of its role tells its sizes."""
+    whole = len(roles[role(part[0])]) == len(part)
+    return names[part] if whole else f"{names[part]}({'x'.join(sorted(cuts[a] for a in part))})"
+
+
+def _together(tensors: Sequence[Tensor], solid: set[str]) -> list[Order]:
+    """The axes, those as one that lie side by side in all tensors that have any of them."""
+    follows: dict[str, str] = {}
+    axes = list(dict.fromkeys(a for t in tensors for a in t.axes))
+    for a, b in itertools.permutations(axes, 2):
+        if solid.isdisjoint((a, b)) and all(_beside(t.axes, a, b) for t in tensors if {a, b} & set(t.axes)):
+            follows[a] = b
+    parts = []
+    for axis in axes:
+        if axis not in follows.values():
+            part = [axis]
+            while part[-1] in follows:
+                part.append(follows[part[-1]])
+            parts.append(tuple(part))
+    return parts
+
+
+def _beside(axes: Order, a: str, b: str) -> bool:
+    return a in axes and b in axes and axes.index(b) == axes.index(a) + 1
+
+
+def _split(axes: Order, parts: Sequence[Order]) -> list[Order]:
+    return sorted((p for p in parts if p[0] in axes), key=lambda p: axes.index(p[0]))
