@@ -55,6 +55,7 @@ def profiled(trainer: nt.Trainer, out: str) -> dict[str, Any]:
     """A full profile of two steps, on the first rank: how far tasks began before others on any rank had ended that they
     wait for, and how well clocks are known; and a block under nt.profile."""
     from nntile_py.profiling import collect
+    from nntile_py.tiles.ranks import Message
 
     trainer.step(inputs(0, BATCH))
     with collect.watched() as found:
@@ -63,11 +64,12 @@ def profiled(trainer: nt.Trainer, out: str) -> dict[str, Any]:
     trace = found.trace(trainer.update_list)
     early = [int(trace.end[b] - trace.start[task]) for task, before in enumerate(trace.before) for b in before]
     across = [(b, t) for t, before in enumerate(trace.before) for b in before if trace.rank[b] != trace.rank[t]]
+    own = sum(not isinstance(task, Message) for tasks in found.programs for task in tasks.tasks)
     with nt.profile(f"{out}-block") as block:
         trainer.step(inputs(3, BATCH))
     return {
         "tasks": [int((trace.rank == rank).sum()) for rank in range(trace.ranks)], "early": max(early) * 1e-9,
-        "own": 2 * trainer.tasks_per_step, "across": len(across), "messages": len(trace.messages),
+        "own": own, "across": len(across), "messages": len(trace.messages),
         "clock": trace.clock, "steps": sorted({int(step) for step in trace.step}), "light": trace.light,
         "block": block.summary["tasks"],
     }  # fmt: skip

@@ -126,7 +126,7 @@ def test_the_files(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} >= {"trace.json", "gantt.png", "report.html", "summary.json"}
     found = check_format(tmp_path / "trace.json")
     names = {e["args"]["name"] for e in found if e["ph"] == "M" and "name" in e["args"]}
-    assert {"rank 0: workers", "rank 1: messages", "sends", "receives", "tasks wait for another rank"} <= names
+    assert {"rank 0: workers", "rank 1: messages", "sends", "receives", "workers wait for another rank"} <= names
     flow = [e for e in found if e["ph"] in "sf" and e["name"] == "message"]
     assert [e["pid"] - events.MESSAGES for e in flow] == [0, events.RANKS]
     assert flow[0]["ts"] == pytest.approx(2000) and flow[1]["ts"] == pytest.approx(2610, abs=0.01)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 import time
 from collections.abc import Mapping
+from contextlib import ExitStack
 from typing import Any
 
 from nntile_py.bench.any_model import contestant
@@ -30,7 +31,8 @@ def measure_ranks(options: Mapping[str, Any], rounds: int, steps: int) -> dict[s
     run, facts = contestant("nntile", dict(options))
     runtime = Runtime.current
     assert runtime and runtime.ranks
-    with runtime:
+    with ExitStack() as running:
+        running.push(runtime)  # it has been entered
         for user in runtime.users:
             runtime.forget(user)  # nobody wants the weights back
         losses = run(max(3, options.get("losses", 0)))

@@ -16,10 +16,12 @@ PAUSE_NS = 10_000
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """A task of a rank could not begin, from `start` to `end` (ns), only as a message was not there."""
+    """A worker of a rank had no task, from `start` to `end` (ns), as the one that it took next, or what that waited
+    for, lacked only this message."""
 
     rank: int
-    task: int
+    worker: int
+    task: int  # that lacked it
     start: int
     end: int
     message: Message
@@ -35,20 +37,49 @@ class Wait:
 
 
 def waits(trace: Trace) -> list[Wait]:
-    """In the order of the tasks. A worker without work in such a time waits for another rank."""
-    last: dict[int, tuple[int, int, Message]] = {}
+    """Of all workers, in the order of time for each."""
+    if not trace.messages:
+        return []
+    lacking, released = _releases(trace)
+    starts, found = trace.start.tolist(), []
+    for worker, of in enumerate(trace.workers):
+        mine = np.flatnonzero(trace.worker == worker)
+        mine = mine[np.argsort(trace.start[mine], kind="stable")]
+        begin = trace.start[mine]
+        for start, end in zip(*(dates.tolist() for dates in idle(trace, worker)), strict=True):
+            place = int(np.searchsorted(begin, end))
+            task = int(mine[place]) if place < len(mine) else -1
+            while task >= 0 and start < end:  # back along what each waited for last
+                if task in lacking:
+                    since, arrived, message = lacking[task]
+                    if (a := max(start, since)) < (b := min(end, arrived)):
+                        found.append(Wait(of.rank, worker, task, a, b, message))
+                    end = min(end, since)
+                task = released[task]
+                end = min(end, starts[task])
+    return sorted(found, key=lambda wait: (wait.worker, wait.start))
+
+
+def _releases(trace: Trace) -> tuple[dict[int, tuple[int, int, Message]], list[int]]:
+    """For tasks that a message came last for: from when, until when they lacked only it; and for each task the one of
+    its rank that it waited for last, -1 where there is none."""
+    last: dict[int, tuple[int, Message]] = {}
     for message in trace.messages:
-        for rank, end in ((message.target, message.receive), (message.source, message.send)):
+        for end in (message.receive, message.send):
             for task in end.after:
                 if task not in last or last[task][0] < end.ended:
-                    last[task] = end.ended, rank, message
+                    last[task] = end.ended, message
     rank_of, ends, submitted = trace.rank.tolist(), trace.end.tolist(), trace.submit.tolist()
-    found = []
-    for task, (end, rank, message) in sorted(last.items()):
-        before = (ends[other] for other in trace.before[task] if rank_of[other] == rank)
-        if (start := max(submitted[task], *before, 0)) < end:
-            found.append(Wait(rank, task, start, end, message))
-    return found
+    released = []
+    for task, before in enumerate(trace.before):
+        own = (other for other in before if rank_of[other] == rank_of[task])
+        released.append(max(own, key=ends.__getitem__, default=-1))
+    lacking = {}
+    for task, (end, message) in last.items():
+        before = ends[released[task]] if released[task] >= 0 else 0
+        if (start := max(submitted[task], before)) < end:
+            lacking[task] = start, end, message
+    return lacking, released
 
 
 def idle(trace: Trace, worker: int) -> tuple[Ints, Ints]:
@@ -94,13 +125,9 @@ def _rank(trace: Trace, rank: int, own: Sequence[Wait], workers: Sequence[dict[s
     t0, t1 = trace.window
     window = max(t1 - t0, 1)
     numbers = [number for number, worker in enumerate(trace.workers) if worker.rank == rank]
-    all_of_it, late = intervals((w.start, w.end) for w in own), intervals((w.start, w.late) for w in own)
-    waiting, unready = 0.0, 0.0
     for number in numbers:
-        free = idle(trace, number)
-        workers[number]["waiting"] = common(free, all_of_it) / window
-        waiting += workers[number]["waiting"] / len(numbers)
-        unready += common(free, late) / window / len(numbers)
+        workers[number]["waiting"] = sum(w.end - w.start for w in own if w.worker == number) / window
+    unready = sum(w.late - w.start for w in own) / window / len(numbers)
     mine = [m for m in trace.messages if rank in (m.source, m.target)]
     sent, received = [m for m in mine if m.source == rank], [m for m in mine if m.target == rank]
     way = intervals(m.way for m in mine)
@@ -114,7 +141,7 @@ def _rank(trace: Trace, rank: int, own: Sequence[Wait], workers: Sequence[dict[s
         "working": sum(workers[n]["working"] for n in numbers) / len(numbers),
         "communicating": length(way) / window,  # something was on its way to or from it
         "hidden": common(way, running) / max(length(way), 1),  # the part of that in which a worker of it computed
-        "waiting": waiting,  # of its workers' time
+        "waiting": sum(workers[n]["waiting"] for n in numbers) / len(numbers),  # of its workers' time
         "waiting_for_tasks": unready,  # the part of that in which what it waited for was not made yet
         "sent_bytes": sum(m.send.bytes for m in sent),
         "sent_messages": len(sent),

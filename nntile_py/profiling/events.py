@@ -171,7 +171,7 @@ class _Between:
         for rank in range(self._trace.ranks if self._slices else 0):
             yield from _named(MESSAGES + RANKS * rank, None, f"rank {rank}: messages")
             if self._waits[rank]:
-                yield from _named(MESSAGES + RANKS * rank, WAITING, "tasks wait for another rank")
+                yield from _named(MESSAGES + RANKS * rank, WAITING, "workers wait for another rank")
         for (pid, tid), name in sorted(self._names.items()):
             yield from _named(pid, tid, name)
 
@@ -198,7 +198,7 @@ class _Between:
 
 
 def _merged(every: list[Wait], ranks: int) -> list[list[tuple[int, int, Wait]]]:
-    """For each rank when some task waits, and the wait that ends last of those in each such time."""
+    """For each rank when some worker waits, and the wait that ends last of those in each such time."""
     found: list[list[tuple[int, int, Wait]]] = [[] for _ in range(ranks)]
     for wait in sorted(every, key=lambda w: w.start):
         own = found[wait.rank]

@@ -30,8 +30,8 @@ def write(trace: Trace, parts: Trace, summary: dict[str, Any], path: Path, title
     ]  # fmt: skip
     messages = [
         [(4 + 32 * k, left * 1e4, (right - left) * 1e4, LANES[name], name)
-         for k, (name, spans) in enumerate(lanes(trace, rank).items()) for left, right in spans]
-        for rank in range(trace.ranks)
+         for k, (name, spans) in enumerate(of.items()) for left, right in spans]
+        for of in lanes(trace)
     ]  # fmt: skip
     curves = [curve(trace, "tasks in flight", *events.in_flight(trace), "")]
     curves += [curve(trace, f"memory of {node}", *points, "B") for node, points in events.memory(trace).items()]
