@@ -75,10 +75,10 @@ def _releases(trace: Trace) -> tuple[dict[int, tuple[int, int, Message]], list[i
         own = (other for other in before if rank_of[other] == rank_of[task])
         released.append(max(own, key=ends.__getitem__, default=-1))
     lacking = {}
-    for task, (end, message) in last.items():
-        before = ends[released[task]] if released[task] >= 0 else 0
-        if (start := max(submitted[task], before)) < end:
-            lacking[task] = start, end, message
+    for task, (arrived, message) in last.items():
+        since = max(submitted[task], ends[released[task]] if released[task] >= 0 else 0)
+        if since < arrived:
+            lacking[task] = since, arrived, message
     return lacking, released
 
 

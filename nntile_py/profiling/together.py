@@ -36,7 +36,8 @@ def with_ends(trace: Trace, passages: Sequence[tuple[int, int, Info, End]], repl
                 own[other]["after"].append(k)
             else:
                 before[k].append(other)
-    ends = [replace(end, **{k: tuple(v) for k, v in of.items()}) for (*_, end), of in zip(passages, own, strict=True)]
+    of_ends: list[dict[str, Any]] = [{name: tuple(of) for name, of in one.items()} for one in own]
+    ends = [replace(end, **of) for (*_, end), of in zip(passages, of_ends, strict=True)]
     # StarPU tells of the end of a message after it has let tasks go on.
     starts = trace.start.tolist()
     trace.ends = [replace(e, ended=min([e.ended, *(starts[task] for task in e.after)])) for e in ends]
@@ -169,7 +170,7 @@ def _joined(traces: Sequence[Trace], hosts: Sequence[str], place: Sequence[Seque
         buses += [replace(bus, source=first + bus.source, target=first + bus.target) for bus in trace.buses]
         nodes += [f"rank {rank} {name}" for name in trace.nodes]
         infos += trace.infos
-    columns = {name: np.concatenate(of)[number] for name, of in parts.items()}
+    columns: dict[str, Any] = {name: np.concatenate(of)[number] for name, of in parts.items()}
     return Trace(
         infos=infos, workers=workers, nodes=nodes, buses=buses, mains=mains, hosts=[*hosts], light=traces[0].light,
         **columns,
