@@ -14,7 +14,7 @@ from nntile_py.profiling.trace import Info, Trace
 
 WORKERS, FETCHES, BUSES, MESSAGES = 1, 2, 3, 4  # processes of the viewer: a group of rows each
 RANKS = 10  # what those of the next rank are more by
-WAITING = 1_000  # a row of MESSAGES, below sends and receives
+SENDS, RECEIVES, WAITING = 0, 1, 2  # rows of MESSAGES
 MOST_ARROWS = 200_000  # with more, each task keeps the one from the predecessor that ended last
 MOST_SAMPLES = 5_000  # of a counter
 
@@ -139,52 +139,41 @@ def _arrows(trace: Trace, places: list[Place]) -> Iterator[dict[str, Any]]:
 
 
 class _Between:
-    """What ranks sent each other: rows for sends and receives of each, of which one holds no two at a time, and one
-    for the time in which its tasks waited for others."""
+    """What ranks sent each other: a row for the sends of each, one for its receives, one for the time in which its
+    workers waited for others. Of messages under way at a time each is drawn from the arrival of the one before."""
 
     def __init__(self, trace: Trace, t0: int) -> None:
         self._trace, self._t0, self._waits = trace, t0, _merged(waits(trace), trace.ranks)
-        self._names: dict[tuple[int, int], str] = {}
-        lanes: dict[tuple[int, str], list[int]] = {}
-        sent: dict[int, Place] = {}
-        received: dict[int, Place] = {}
-        order = sorted(range(len(trace.messages)), key=lambda k: trace.messages[k].ready)
-        for k in order:
-            message = trace.messages[k]
-            sent[k] = self._place(lanes, message.source, "sends", (message.ready, message.send.ended))
-        for k in sorted(order, key=lambda k: trace.messages[k].way):
-            message = trace.messages[k]
-            received[k] = self._place(lanes, message.target, "receives", message.way)
-        self._slices = [(message, sent[k], received[k]) for k, message in enumerate(trace.messages)]
-
-    def _place(self, lanes: dict[tuple[int, str], list[int]], rank: int, what: str, span: tuple[int, int]) -> Place:
-        """The first row that is free at that time."""
-        full = lanes.setdefault((rank, what), [])
-        start, end = span
-        lane = next((k for k, until in enumerate(full) if until <= start), len(full))
-        full[lane : lane + 1] = [end]
-        pid, tid = MESSAGES + RANKS * rank, 2 * lane + (what == "receives")
-        self._names[pid, tid] = f"{what} {lane + 1}" if lane else what
-        return pid, tid, (start - self._t0) / 1e3, (end - self._t0) / 1e3
+        self._slices: list[tuple[Message, Place, Place]] = []
+        full: dict[tuple[int, int], int] = {}  # until when each row is
+        for message in sorted(trace.messages, key=lambda m: m.receive.ended):
+            start, end = message.way
+            sent, received = (MESSAGES + RANKS * message.source, SENDS), (MESSAGES + RANKS * message.target, RECEIVES)
+            shown = max(message.ready, full.get(sent, t0)), max(start, full.get(received, t0))
+            full[sent] = full[received] = end
+            left, right = [(date - t0) / 1e3 for date in shown], (end - t0) / 1e3
+            self._slices.append((message, (*sent, left[0], right), (*received, left[1], right)))
 
     def rows(self) -> Iterator[dict[str, Any]]:
         for rank in range(self._trace.ranks if self._slices else 0):
-            yield from _named(MESSAGES + RANKS * rank, None, f"rank {rank}: messages")
-            if self._waits[rank]:
-                yield from _named(MESSAGES + RANKS * rank, WAITING, "workers wait for another rank")
-        for (pid, tid), name in sorted(self._names.items()):
-            yield from _named(pid, tid, name)
+            pid = MESSAGES + RANKS * rank
+            yield from _named(pid, None, f"rank {rank}: messages")
+            yield from _named(pid, SENDS, "sends")
+            yield from _named(pid, RECEIVES, "receives")
+            yield from _named(pid, WAITING, "workers wait for another rank")
 
     def events(self, tasks: list[Place]) -> Iterator[dict[str, Any]]:
         number = max(MOST_ARROWS, len(tasks))  # behind those between tasks
         for message, sent, received in self._slices:
             args = {"tile": message.send.name, "bytes": message.send.bytes, "step": message.send.step}
-            for (pid, tid, start, end), name in (
+            start, end = message.way
+            args |= {"made_us": (message.ready - self._t0) / 1e3, "under_way_us": (end - start) / 1e3}
+            for (pid, tid, left, right), name in (
                 (sent, f"to rank {message.target}: {message.send.name}"),
                 (received, f"from rank {message.source}: {message.send.name}"),
             ):
-                yield {"ph": "X", "name": name, "cat": "message", "pid": pid, "tid": tid, "ts": start,
-                       "dur": end - start, "args": args}  # fmt: skip
+                yield {"ph": "X", "name": name, "cat": "message", "pid": pid, "tid": tid, "ts": left,
+                       "dur": right - left, "args": args}  # fmt: skip
             yield from _arrow(number := number + 1, "message", sent, sent[2], received, _last(received))
             made = [(tasks[task], sent) for task in message.send.before]
             for tail, head in made + [(received, tasks[task]) for task in message.receive.after]:
