@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from nntile_py.profiling.between import Wait, waits
-from nntile_py.profiling.trace import Info, Trace
+from nntile_py.profiling.trace import Info, Message, Trace
 
 WORKERS, FETCHES, BUSES, MESSAGES = 1, 2, 3, 4  # processes of the viewer: a group of rows each
 RANKS = 10  # what those of the next rank are more by
