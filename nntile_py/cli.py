@@ -238,6 +238,8 @@ def profile(
     from nntile_py.profiling import profile as run
 
     summary = run(loaded, folder, name, steps or loaded.profile.steps, fxt, work == "inference")
+    if not ranks.leads():
+        return
     for finding in summary["findings"]:
         print(f"{finding['rule']}: {finding['cause']}\n  {finding['advice']}")
     print(f"{summary['seconds_per_step'] * 1e3:.1f} ms a step; open {folder / 'report.html'}")
@@ -392,6 +394,7 @@ def sweep(
     """Measure a config at many points; goes on where it was interrupted."""
     from rich.console import Console
 
+    _alone("sweep")
     from nntile_py.sweep.autotune import search, write_search
     from nntile_py.sweep.results import best_told, summary
     from nntile_py.sweep.run import run
@@ -428,6 +431,7 @@ def experiment(
     """Reproduce a figure or table of a paper (no NAME: list them)."""
     from rich.console import Console
 
+    _alone("experiment")
     from nntile_py.sweep import experiment as parts
 
     _one_of("--scale", scale, ("cpu", "gpu"))
@@ -514,7 +518,7 @@ def _note(config: Any) -> None:
     from nntile_py.analysis.ahead import note
 
     with suppress(NNTileError):
-        if told := note(config):
+        if ranks.leads() and (told := note(config)):
             print(told, file=sys.stderr, flush=True)
 
 
@@ -526,6 +530,15 @@ def _trace_told(path: Path, summary: dict[str, Any]) -> str:
         return told
     fewer = "--steps 1, or " if summary["steps"] > 1 else ""
     return f"{told}; smaller with {fewer}fewer tasks a step (larger tiles); report.html does not need it"
+
+
+def _alone(command: str) -> None:
+    """Refuse to be started by mpirun."""
+    if (size := ranks.started()[1]) > 1:
+        raise ConfigError(
+            f"nntile {command}: mpirun or srun has started {size} of it; allowed: one without mpirun, which itself"
+            " starts mpirun for points whose runtime.nodes is a number"
+        )
 
 
 def _one_of(option: str, value: str, allowed: Sequence[str]) -> None:

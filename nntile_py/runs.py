@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from nntile_py.errors import ConfigError
+from nntile_py.system import ranks
 
 
 def run_folder(name: str, configured: str | None, option: Path | None, overwrite: bool) -> Path:
@@ -18,7 +19,8 @@ def run_folder(name: str, configured: str | None, option: Path | None, overwrite
     if asked:
         raise ConfigError(f"--out: {folder} is not an empty folder; allowed: a new or empty one, or --overwrite")
     free = next(f for f in _numbered(folder) if not taken(f))
-    print(f"{folder} holds an earlier run; this one goes to {free} (--overwrite would replace it)", file=sys.stderr)
+    if ranks.leads():
+        print(f"{folder} holds an earlier run; this one goes to {free} (--overwrite would replace it)", file=sys.stderr)
     return free
 
 

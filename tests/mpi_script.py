@@ -51,6 +51,44 @@ def trained(model: str, tiles: str, policy: str, options: dict[str, Any]) -> dic
     return {"losses": [*losses, held_out], "logits": float(np.abs(logits).sum(dtype=float)), "weights": digest}
 
 
+def profiled(trainer: nt.Trainer, out: str) -> dict[str, Any]:
+    """A full profile of two steps, on the first rank: how far tasks began before others on any rank had ended that they
+    wait for, and how well clocks are known; and a block under nt.profile."""
+    from nntile_py.profiling import collect
+    from nntile_py.tiles.ranks import Message
+
+    trainer.step(inputs(0, BATCH))
+    with collect.watched() as found:
+        for step in (1, 2):
+            trainer.step(inputs(step, BATCH))
+    trace = found.trace(trainer.update_list)
+    early = [int(trace.end[b] - trace.start[task]) for task, before in enumerate(trace.before) for b in before]
+    across = [(b, t) for t, before in enumerate(trace.before) for b in before if trace.rank[b] != trace.rank[t]]
+    own = sum(not isinstance(task, Message) for tasks in found.programs for task in tasks.tasks)
+    with nt.profile(f"{out}-block") as block:
+        trainer.step(inputs(3, BATCH))
+    return {
+        "tasks": [int((trace.rank == rank).sum()) for rank in range(trace.ranks)], "early": max(early) * 1e-9,
+        "own": own, "across": len(across), "messages": len(trace.messages),
+        "clock": trace.clock, "steps": sorted({int(step) for step in trace.step}), "light": trace.light,
+        "block": block.summary["tasks"],
+    }  # fmt: skip
+
+
+def saved(trainer: nt.Trainer, out: str) -> dict[str, Any]:
+    """A checkpoint, how many tiles this rank had before and after it, and one that cannot be written."""
+    for step in (1, 2):
+        trainer.step(inputs(step, BATCH))
+    before = len(trainer._store.handles)
+    trainer.save(f"{out}-checkpoint")
+    found = {"before": before, "after": len(trainer._store.handles), "pieces": len(trainer.live().mine), "error": ""}
+    try:
+        trainer.save("/proc/none")
+    except (nt.NNTileError, OSError) as error:
+        found["error"] = str(error)
+    return found | {"loss": trainer.step(inputs(3, BATCH))}
+
+
 def main(what: str, out: str, window: str = "", shard: str = "") -> None:
     rank = int(os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK", "0")))
     model = MODELS["gpt2"]
@@ -63,6 +101,11 @@ def main(what: str, out: str, window: str = "", shard: str = "") -> None:
         if what == "other plan" and rank:
             nt.Trainer(model, BATCH, SEQ, TILES["ragged"])
         trainer = nt.Trainer(model, BATCH, SEQ, TILES["even"])
+        if what in ("profile", "save"):
+            found = profiled(trainer, out) if what == "profile" else saved(trainer, out)
+            with open(f"{out}.{rank}", "w") as file:
+                json.dump(found, file)
+            return
         for step in range(10**9):
             trainer.step(inputs(step, BATCH) if what != "other data" else inputs(step + rank, BATCH))
             if what == "exception" and step == 3 and rank == 1:

@@ -6,6 +6,7 @@ import hashlib
 import importlib.util
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -18,6 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
+from traces import check_format
 
 import nntile_py
 
@@ -36,7 +38,9 @@ pytestmark = pytest.mark.skipif(bool(LACKS), reason=f"no {', no '.join(LACKS)}")
 END = 30  # seconds until all ranks have ended after one failed
 
 
-def start(ranks: int, *command: Any, cwd: Path | None = None, always: bool = False) -> subprocess.Popen[str]:
+def start(
+    ranks: int, *command: Any, cwd: Path | None = None, always: bool = False, **variables: str
+) -> subprocess.Popen[str]:
     """Python on so many ranks, or on one without mpirun. They share the cores, which Open MPI has to be told."""
     open_mpi = {
         "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMPI_MCA_rmaps_base_oversubscribe": "1",
@@ -45,7 +49,7 @@ def start(ranks: int, *command: Any, cwd: Path | None = None, always: bool = Fal
     started = ["mpirun", "-n", str(ranks)] if ranks > 1 or always else []
     return subprocess.Popen(
         [*started, sys.executable, *map(str, command)], cwd=cwd, text=True, stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE, env=os.environ | open_mpi | {"STARPU_WORKERS_NOBIND": "1"},
+        stderr=subprocess.PIPE, env=os.environ | open_mpi | {"STARPU_WORKERS_NOBIND": "1"} | variables,
     )  # fmt: skip
 
 
@@ -101,16 +105,113 @@ def test_an_error_on_one_rank_ends_all(what: str, told: list[str], tmp_path: Pat
     assert errors.count("Traceback") == 1, errors
 
 
-def test_a_killed_rank_ends_all(tmp_path: Path) -> None:
-    process, file = start(2, SCRIPT, "run", tmp_path / "out"), tmp_path / "out.1"
+def running(process: subprocess.Popen[str], file: Path) -> int:
+    """The process that has written its number into a file."""
     end = time.monotonic() + 200
     while not (file.exists() and file.read_text()):
         assert process.poll() is None and time.monotonic() < end, ended(process)
         time.sleep(0.1)
-    os.kill(int(file.read_text()), signal.SIGKILL)
+    return int(file.read_text())
+
+
+def test_a_killed_rank_ends_all(tmp_path: Path) -> None:
+    process = start(2, SCRIPT, "run", tmp_path / "out")
+    os.kill(running(process, tmp_path / "out.1"), signal.SIGKILL)
     status, _, errors = ended(process, END)
     assert status != 0
     assert "rank 1" in errors and "signal 9" in errors, errors
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_stopped_rank_ends_all(rank: int, tmp_path: Path) -> None:
+    process = start(2, SCRIPT, "run", tmp_path / "out", NNTILE_PATIENCE="3")
+    os.kill(running(process, tmp_path / f"out.{rank}"), signal.SIGSTOP)
+    status, _, errors = ended(process, END)
+    assert status not in (0, None)
+    other = 1 - rank
+    told = rf"rank {other} of 2: error: rank {rank} has given no sign of life for 3 s: .* Rank {other} waits for .+"
+    assert re.search(told + rf"( from| to) rank {rank}\n", errors), errors
+
+
+def test_a_wrong_patience_is_told(tmp_path: Path) -> None:
+    status, _, errors = ended(start(2, SCRIPT, "run", tmp_path / "out", NNTILE_PATIENCE="long"))
+    assert status not in (0, None) and "NNTILE_PATIENCE: got 'long'; allowed: seconds" in errors, errors
+
+
+# -- profiles, measurements, checkpoints
+
+
+def found_by(ranks: int, what: str, folder: Path) -> list[dict[str, Any]]:
+    status, _, errors = ended(start(ranks, SCRIPT, what, folder / "out"))
+    assert status == 0, errors
+    return [json.loads((folder / f"out.{rank}").read_text()) for rank in range(ranks)]
+
+
+def test_tasks_of_all_ranks_on_one_clock(tmp_path: Path) -> None:
+    every = found_by(3, "profile", tmp_path)
+    first = every[0]
+    assert first["tasks"] == [one["own"] for one in every] and first["steps"] == [1, 2] and not first["light"]
+    assert first["across"] and first["messages"] >= first["across"] / 10
+    assert first["early"] <= first["clock"]["error_s"] * 2 and first["clock"]["error_s"] < 0.01
+    summary = json.loads((tmp_path / "out-block/summary.json").read_text())
+    assert summary["tasks"] == first["block"] == sum(first["tasks"]) // 2 and len(summary["ranks"]) == 3
+    check_format(tmp_path / "out-block/trace.json")
+
+
+def test_a_profile_of_ranks(tmp_path: Path) -> None:
+    tree = TREE | {"profile": {"peak_flop": 5e10, "peak_bytes": 1e10, "warmup": 1}}
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(tree))
+    command = ["-m", "nntile_py.cli", "profile", "tiny.yaml", "--steps", "2", "--out", "p"]
+    status, out, errors = ended(start(2, *command, cwd=tmp_path))
+    assert status == 0, errors
+    assert out.count("ms a step; open p/report.html") == 1
+    summary, found = json.loads((tmp_path / "p/summary.json").read_text()), check_format(tmp_path / "p/trace.json")
+    one, two = summary["ranks"]
+    assert one["tasks"] + two["tasks"] == summary["tasks"] and summary["steps"] == 2
+    assert one["sent_bytes"] == two["received_bytes"] > 0 and two["sent_messages"] == one["received_messages"] > 0
+    assert all(0 <= row[key] <= 1 for row in (one, two) for key in ("communicating", "hidden", "waiting"))
+    sent = [e for e in found if e["ph"] == "X" and e["cat"] == "message" and e["name"].startswith("to rank")]
+    assert len(sent) == one["sent_messages"] + two["sent_messages"]
+    assert sum(e["ph"] == "s" and e["name"] == "message" for e in found) == len(sent)
+    if summary["light"]:  # on the system's clock, which is one for both
+        assert abs(summary["clock"]["offsets_s"][1]) <= summary["clock"]["error_s"]
+
+
+def test_a_step_of_ranks_is_measured(tmp_path: Path) -> None:
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(TREE))
+    command = ["-m", "nntile_py.cli", "bench", "step", "tiny.yaml", "--rounds", "2", "--steps", "1", "--json"]
+    status, out, errors = ended(start(2, *command, cwd=tmp_path))
+    assert status == 0, errors
+    row = json.loads(out)["nntile"]
+    assert row["ranks"] == 2 and 0 < row["seconds"]["min"] <= row["seconds"]["median"]
+    status, _, errors = ended(start(2, *command, "--peer", "torch", cwd=tmp_path))
+    assert status == 2 and errors.count("allowed on several ranks: a CONFIG, and no --peer") == 1, errors
+
+
+def test_points_of_a_sweep_on_ranks(tmp_path: Path) -> None:
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(TREE))
+    sweep = {"config": "tiny.yaml", "grid": {"runtime.nodes": [None, 2]}, "measure": {"repeats": 1}, "together": True}
+    (tmp_path / "sweep.yaml").write_text(yaml.safe_dump(sweep))
+    command = ["-m", "nntile_py.cli", "sweep", "sweep.yaml", "--out", "s", "--json"]
+    status, out, errors = ended(start(1, *command, cwd=tmp_path))
+    assert status == 0, errors
+    rows = json.loads(out)["rows"]
+    assert [(row["sets"]["runtime.nodes"], row["status"]) for row in rows] == [(None, "ok"), (2, "ok")], rows
+    status, out, errors = ended(start(1, *command[:-2], "t", "--json", cwd=tmp_path, NNTILE_MPIRUN="no-such-mpirun -x"))
+    assert status == 2 and "runtime.nodes: got 2, which needs no-such-mpirun, which is not there" in errors, errors
+
+
+def test_a_checkpoint_brings_no_tiles_to_the_first_rank(tmp_path: Path) -> None:
+    (tmp_path / "one").mkdir()
+    (alone,), every = found_by(1, "save", tmp_path / "one"), found_by(2, "save", tmp_path)
+    for rank in every:
+        assert rank["after"] == rank["before"] and 0 < rank["pieces"] < alone["pieces"]
+        assert rank["loss"] == alone["loss"]
+    assert sum(rank["pieces"] for rank in every) == alone["pieces"]
+    assert "could not write" in every[1]["error"] and "/proc" in every[0]["error"]
+    for name in ("model.safetensors", "optimizer.safetensors"):
+        files = [(folder / "out-checkpoint" / name).read_bytes() for folder in (tmp_path, tmp_path / "one")]
+        assert files[0] == files[1], name
 
 
 # -- nntile train
@@ -214,7 +315,8 @@ def pid_of(rank: int, folder: Path) -> int:
     ("command", "told"),
     [
         (("train", "--set", "runtime.nodes=3"), "runtime.nodes: got 3, but 2 of this process work together"),
-        (("profile",), "mpirun or srun has started 2 of this process; allowed on several ranks: nntile train"),
+        (("sweep",), "nntile sweep: mpirun or srun has started 2 of it; allowed: one without mpirun, which itself"),
+        (("profile", "--fxt"), "--fxt: not allowed on several ranks"),
     ],
 )
 def test_what_does_not_work_on_several_ranks_is_told_once(command: tuple[str, ...], told: str, tmp_path: Path) -> None:

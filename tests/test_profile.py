@@ -5,17 +5,15 @@ import re
 import subprocess
 import sys
 import time
-from bisect import bisect_right
 from dataclasses import replace
 from html import unescape
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import yaml
-from traces import US, chain, independent, info, scheduled
+from traces import US, chain, check_format, independent, info, scheduled
 
 import nntile_py as nt
 from nntile_py import cli
@@ -254,59 +252,6 @@ def test_groups_of_a_real_program(tmp_path: Path) -> None:
 
 
 # -- the format
-
-
-def check_format(path: Path) -> list[dict[str, Any]]:
-    """Reads a trace-event file and holds it to the format's rules."""
-    tree = json.loads(path.read_text())
-    assert isinstance(tree["traceEvents"], list)
-    rows: dict[tuple[int, int], list[tuple[float, float]]] = {}
-    flows: dict[int, dict[str, dict[str, Any]]] = {}
-    named, inner = set(), []
-    for event in tree["traceEvents"]:
-        assert event["ph"] in "XMCsf", event
-        assert isinstance(event["name"], str) and event["name"]
-        assert isinstance(event["pid"], int) and isinstance(event["tid"], int)
-        if event["ph"] == "M":
-            assert event["name"] in ("process_name", "process_sort_index", "thread_name", "thread_sort_index")
-            named.add((event["pid"], event["tid"]))
-            continue
-        assert event["ts"] >= 0 and np.isfinite(event["ts"])
-        if event["ph"] == "X":
-            assert event["dur"] >= 0 and isinstance(event["cat"], str)
-            if event["cat"] == "part":
-                inner.append(event)
-                continue
-            rows.setdefault((event["pid"], event["tid"]), []).append((event["ts"], event["ts"] + event["dur"]))
-        elif event["ph"] == "C":
-            assert all(isinstance(value, int | float) for value in event["args"].values())
-        else:
-            assert event["ph"] == "s" or event["bp"] == "e"
-            assert event["ph"] not in flows.setdefault(event["id"], {})
-            flows[event["id"]][event["ph"]] = event
-    assert set(rows) <= named
-    for pid_tid, spans in rows.items():  # slices of a row do not overlap
-        spans.sort()
-        assert all(a[1] <= b[0] + 1e-3 for a, b in pairwise(spans)), pid_tid
-    parts: dict[int, list[dict[str, Any]]] = {}
-    groups = {e["args"]["task"]: e for e in tree["traceEvents"] if e["ph"] == "X" and "parts" in e["args"]}
-    for event in inner:
-        parts.setdefault(event["args"]["group"], []).append(event)
-    assert parts.keys() == groups.keys()
-    for task, found in parts.items():  # the parts fill their group, one after the other
-        group = groups[task]
-        assert [p["name"].removesuffix(" (estimated)") for p in found] == [p["name"] for p in group["args"]["parts"]]
-        edges = [group["ts"], *(p["ts"] + p["dur"] for p in found)]
-        assert edges[:-1] == pytest.approx([p["ts"] for p in found], abs=1e-6)
-        assert edges[-1] == pytest.approx(group["ts"] + group["dur"], abs=1e-6)
-    for flow in flows.values():
-        assert flow.keys() == {"s", "f"}
-        assert flow["s"]["ts"] <= flow["f"]["ts"] + 1e-3
-        for event in flow.values():  # both ends lie on a slice
-            spans = rows[event["pid"], event["tid"]]
-            at = bisect_right(spans, (event["ts"] + 1e-3, np.inf)) - 1
-            assert at >= 0 and event["ts"] <= spans[at][1] + 1e-3
-    return list(tree["traceEvents"])
 
 
 def test_rows_for_copies(tmp_path: Path) -> None:

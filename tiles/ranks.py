@@ -45,6 +45,13 @@ def messages(tile: Tile, source: int, to: int, tag: int, op: str = "", priority:
     }
 
 
+def listed(message: Message) -> TaskList:
+    """A list of it alone."""
+    made = TaskList()
+    made.tasks.append(message)
+    return made
+
+
 @dataclass
 class Shared:
     """A list as its ranks run it: one list for each.
@@ -100,6 +107,10 @@ class Replicas:
     def owner(self, tile: Tile) -> int | None:
         """The rank from which all others borrow it; None: whoever uses it keeps it."""
         return self._owner.get(tile.key)
+
+    def holders(self, tile: Tile) -> list[int]:
+        """The ranks that have the newest version; the first where nobody has written it."""
+        return sorted(self._held.get(tile.key) or {0})
 
     def written(self, tile: Tile) -> set[int]:
         """Each of these ranks writes it from its own program, the same on all of them."""

@@ -49,7 +49,7 @@ def _ours(config: RunConfig, inputs: dict[str, Array], work: Work) -> tuple[Step
     from nntile_py.execution.runtime import Runtime
     from nntile_py.training.trainer import Trainer
 
-    Runtime(**runtime_options(config.runtime.model_dump())).__enter__()  # for as long as the process lives
+    Runtime(**runtime_options(config.runtime.model_dump()), mpi=True).__enter__()  # for as long as the process lives
     spec = step_spec(config, build_model(config))
     if work != "train":
         made, passes = forward_passes(spec, inputs)

@@ -14,6 +14,7 @@ from nntile_py.bench.common import parse_tiles
 from nntile_py.bench.contestants import PEERS, TIME_LIMIT, check_gpus, measure_step, spread
 from nntile_py.bench.metg import metg
 from nntile_py.errors import ConfigError, NNTileError
+from nntile_py.system import ranks
 from nntile_py.system.load import cores
 from nntile_py.system.machine import machine
 
@@ -145,7 +146,9 @@ def step(
     time_limit: Annotated[float, typer.Option(help="Seconds of a contestant's start, and of a turn.")] = TIME_LIMIT,
     as_json: Json = False,
 ) -> None:
-    """Seconds of one training step of a GPT-2, or of CONFIG's model: forward, backward, clipping, AdamW."""
+    """Seconds of one training step of a GPT-2, or of CONFIG's model: forward, backward, clipping, AdamW.
+
+    Of the ranks that mpirun has started, CONFIG's together."""
     names = ["nntile"]
     for name in peer.split(",") if peer else []:
         names += ["torch_eager", "torch_compile"] if name == "torch" else [name]
@@ -168,7 +171,15 @@ def step(
         options |= _of_config(config, sets or [], names, alpha) | {"inference": inference}
     elif alpha != 1 or inference:
         raise ConfigError("--alpha, --inference: allowed only with CONFIG")
-    result = measure_step(options, names, rounds, steps)
+    if ranks.started()[1] > 1:
+        from nntile_py.bench import together
+
+        together.check(config, names[1:])
+        result = together.measure_ranks(options, rounds, steps)
+        if not ranks.leads():
+            return
+    else:
+        result = measure_step(options, names, rounds, steps)
     if as_json:
         print(json.dumps(result, indent=2))
     for name in [] if as_json else names:

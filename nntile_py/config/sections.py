@@ -312,7 +312,8 @@ class Runtime(Section):
     window: Count | None = None
     """Most tasks that are submitted and have not ended yet; null: no bound."""
     nodes: Count | None = None
-    """How many machines, or ranks of MPI, `nntile train` has to run on; null: as many as mpirun or srun starts."""
+    """How many machines, or ranks of MPI, a run has to have; null: as many as mpirun or srun starts. Points of a sweep
+    are started by mpirun on so many; null: on one, without it."""
     shard_weights: Switch = False
     """On several ranks: a weight stays with the rank that updates it, and others borrow it just before they use it,
     which takes less memory and more messages. Averages of the optimizer are always in one place."""

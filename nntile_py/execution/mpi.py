@@ -9,9 +9,10 @@ import atexit
 import functools
 import hashlib
 import itertools
+import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any
 
@@ -25,6 +26,9 @@ from nntile_py.system.version import VERSION
 
 MESSAGES = 1000  # under way at a time, where runtime.window is not given
 SHORT, LONG = 20e-6, 1e-3  # seconds between two looks for what others have to say
+TRIPS = 200  # to another rank and back, to compare two clocks by the shortest
+NO_MORE, LAST = -1, -2  # in the place of a number that is asked for
+PATIENCE = 20.0  # seconds without a sign of life of a rank, after which all end
 
 
 class Ranks:
@@ -46,12 +50,16 @@ class Ranks:
         if MPI.Query_thread() != MPI.THREAD_MULTIPLE:
             raise ConfigError("MPI: the library lacks MPI_THREAD_MULTIPLE; allowed: one that has it, such as Open MPI")
         self._mpi, self._world, self._native = MPI, MPI.COMM_WORLD.Dup(), _mpi
+        self._pieces = MPI.COMM_WORLD.Dup()
         self._tiles: Any = None
         self.rank, self.size = self._world.Get_rank(), self._world.Get_size()
         if self.size != system.started()[1]:
             told = f"it says {self.size} ranks, and {system.started()[1]} were started"
             raise ConfigError(f"MPI: mpi4py uses another MPI than mpirun: {told}; allowed: mpi4py built for this MPI")
         self.tags = itertools.count()  # of tiles
+        self._signs = self._mpi.COMM_WORLD.Dup()
+        if patience := _patience():
+            _mpi.watch(self._signs.py2f(), patience, _core.waited_for())
         atexit.register(self._end)
         self.cores = int(self.gathered(np.array([cores()])).min())
         self.same("the version", {"nntile_py": VERSION, "StarPU": _core.starpu_version(), "MPI": MPI.Get_version()})
@@ -89,6 +97,74 @@ class Ranks:
                     raise ConfigError(f"{what} is not the same on all ranks, see {name}{values}; allowed: the same")
         raise ConfigError(f"{what} is not the same on all ranks; allowed: the same")
 
+    def from_first(self, value: Any) -> Any:
+        """What rank 0 gives."""
+        self.barrier()
+        return self._world.bcast(value)
+
+    def to_first(self, value: Any) -> list[Any] | None:
+        """The value of each rank, on the first; None on the others."""
+        self.barrier()
+        found: list[Any] | None = self._world.gather(value)
+        return found
+
+    def clocks(self, now: Callable[[], int]) -> np.ndarray[Any, Any]:
+        """How far the ranks' clocks are apart: for each rank the first's date, the rank's own at that moment, and half
+        the time of the round trip that they were compared by, ns: the most that the comparison is wrong by. [ranks, 3],
+        on the first; `now` gives ns."""
+        found = np.zeros((self.size, 3), np.int64)
+        found[0, :2] = now()
+        mine, theirs = np.zeros(1, np.int64), np.zeros(1, np.int64)
+        for other in range(1, self.size):
+            self.barrier()  # so that those whose turn has not come sleep
+            if self.rank == other:
+                for _ in range(TRIPS):
+                    self._world.Recv(theirs, 0)
+                    mine[0] = now()
+                    self._world.Send(mine, 0)
+            elif self.rank == 0:
+                trips = []
+                for _ in range(TRIPS):
+                    sent = now()
+                    self._world.Send(mine, other)
+                    self._world.Recv(theirs, other)
+                    back = now()
+                    trips.append((back - sent, sent, int(theirs[0])))
+                took, sent, there = min(trips)
+                found[other] = sent + took // 2, there, -(-took // 2)
+        self.barrier()
+        return found
+
+    # -- arrays that the first rank asks the others for, from any one thread of each
+
+    def ask(self, rank: int, number: int) -> Any:
+        """What `give` of that rank has under the number. On the first rank."""
+        self._pieces.send(number, rank)
+        return self._received(rank)
+
+    def end_giving(self, last: bool) -> None:
+        """Have `give` return, with `last`, on all other ranks. On the first rank."""
+        for rank in range(1, self.size):
+            self._pieces.send(LAST if last else NO_MORE, rank)
+
+    def give(self, found: Callable[[int], Any]) -> bool:
+        """Answer what the first rank asks for until it ends that; whether it was for the last time."""
+        while (number := self._received(0)) >= 0:
+            self._pieces.send(found(number), 0)
+        return bool(number == LAST)
+
+    def _received(self, rank: int) -> Any:
+        """The next of that rank, waited for without keeping a core busy."""
+        wait = SHORT
+        while (message := self._pieces.improbe(rank)) is None:
+            time.sleep(wait)
+            wait = min(2 * wait, LONG)
+        return message.recv()
+
+    def abort(self) -> None:
+        """End all ranks now: a thread of this one has failed, of which the others cannot know."""
+        self._mpi.COMM_WORLD.Abort(system.failed or 1)
+
     # -- tiles
 
     def start(self, window: int) -> None:
@@ -109,6 +185,7 @@ class Ranks:
 
     def _end(self) -> None:
         """The process ends. MPI has no other way to tell the others of a failure than to end them too."""
+        self._native.leave()
         if system.failed:
             sys.stdout.flush()
             sys.stderr.flush()
@@ -119,6 +196,17 @@ class Ranks:
 def ranks() -> Ranks:
     """Joined when it is first asked for; once in a process."""
     return Ranks()
+
+
+def _patience() -> float:
+    """Seconds; 0: all ranks go on however long one is silent, as under a debugger."""
+    text = os.environ.get("NNTILE_PATIENCE", str(PATIENCE))
+    try:
+        if not 0 <= (value := float(text)) < 1e9:
+            raise ValueError
+    except ValueError:
+        raise ConfigError(f"NNTILE_PATIENCE: got {text!r}; allowed: seconds, 0 for no end") from None
+    return value
 
 
 def _told(before: Any, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import zlib
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -25,7 +24,7 @@ from nntile_py.tiles import Slot, TaskList, Tile, device_model
 from nntile_py.tiles.batching import GROUP_SECONDS, grouped
 from nntile_py.tiles.eviction import mark_evictions
 from nntile_py.tiles.placement import Residency, place
-from nntile_py.tiles.ranks import SEND, Message, Replicas, Shared, described, messages
+from nntile_py.tiles.ranks import SEND, Message, Replicas, Shared, described, listed, messages
 from nntile_py.tiles.tasklist import MONOIDS, Task
 
 
@@ -95,12 +94,19 @@ class Store:
         for tile, ranks in needs:
             for source, to in self._replicas.missing(tile, ranks):
                 ends = messages(tile, source, to, self._replicas.tag(tile))
-                if self.ranks.rank in ends:
-                    _core.post(self.handle(tile), **_message(ends[self.ranks.rank]))
+                if mine := ends.get(self.ranks.rank):
+                    number = _core.post(self.handle(tile), **_message(mine))
+                    if Runtime.watched is not None:
+                        Runtime.watched.append((number, listed(mine)))
 
-    def gather(self, tensors: Mapping[Tensor, Lowering]) -> None:
-        """Have rank 0 hold all of these tensors."""
-        self.bring((tile, (0,)) for x, low in tensors.items() for _, tile in low.grid(x))
+    def pieces(self, tensors: Mapping[Tensor, Lowering]) -> list[Piece]:
+        """The tiles of tensors, each with a rank that has it after what was submitted so far; the same on all ranks."""
+        found: list[Piece] = []
+        for tensor, low in tensors.items():
+            for where, tile in low.grid(tensor):
+                holders = self._replicas.holders(tile) if self._replicas else [0]
+                found.append(Piece(tensor, where, tile, holders[len(found) % len(holders)]))
+        return found
 
     def fetch(self, *names: str) -> _core.Fetch:
         """Scalars, as the tasks submitted so far leave them, on every rank."""
@@ -113,36 +119,43 @@ class Store:
     def _everywhere(self) -> range:
         return range(self.ranks.size if self.ranks else 1)
 
-    def read(self, low: Lowering, tensor: Tensor, *, held: bool = False) -> np.ndarray[Any, Any]:
-        """A whole tensor from its tiles; waits for the tasks that write them.
+    def read(self, low: Lowering, tensor: Tensor) -> np.ndarray[Any, Any]:
+        """A whole tensor from its tiles; waits for the tasks that write them. Every rank calls it and gets the same."""
+        self.bring((tile, self._everywhere) for _, tile in low.grid(tensor))
+        return whole(tensor, [(where, self.handle(tile).read()) for where, tile in low.grid(tensor)])
 
-        Every rank calls it and gets the same; with `held` one that holds it all does so alone."""
-        if not held:
-            self.bring((tile, self._everywhere) for _, tile in low.grid(tensor))
-        out: np.ndarray[Any, Any] | None = None
-        for where, tile in low.grid(tensor):
-            part = self.handle(tile).read()
-            if out is None:
-                out = np.zeros(tensor.shape, part.dtype)
-            out[where] = part
-        assert out is not None
-        return out
-
-    def copy(self, tensors: Mapping[Tensor, Lowering]) -> Copied:
-        """Start to copy tensors as the tasks submitted so far leave them; a task that writes one waits for its copy."""
-        return Copied({x: [(where, self.handle(tile)) for where, tile in low.grid(x)] for x, low in tensors.items()})
+    def copy(self, tiles: Iterable[Tile]) -> Copied:
+        """Start to copy tiles as the tasks submitted so far leave them; a task that writes one waits for its copy."""
+        return Copied([self.handle(tile) for tile in tiles])
 
 
 Placed = tuple[Any, _core.Tile]  # the slice of the tensor that a tile is
 
 
-class Copied:
-    """Copies of tensors, which are there when `done` says so; unlike the tensors they are any thread's to read."""
+class Piece(NamedTuple):
+    """Of a tensor: the slice that a tile is, and a rank that has it."""
 
-    def __init__(self, grids: Mapping[Tensor, Sequence[tuple[Any, _core.Tile]]]) -> None:
-        self._native = _core.Copies([handle for grid in grids.values() for _, handle in grid])
-        numbers = itertools.count()
-        self._places = {tensor: [(where, next(numbers)) for where, _ in grid] for tensor, grid in grids.items()}
+    tensor: Tensor
+    where: Any
+    tile: Tile
+    rank: int
+
+
+def whole(tensor: Tensor, parts: Sequence[tuple[Any, np.ndarray[Any, Any]]]) -> np.ndarray[Any, Any]:
+    """A tensor of the slices that its tiles are."""
+    if len(parts) == 1:
+        return np.asarray(parts[0][1].reshape(tensor.shape))
+    out = np.empty(tensor.shape, parts[0][1].dtype)
+    for where, part in parts:
+        out[where] = part
+    return out
+
+
+class Copied:
+    """Copies of tiles, which are there when `done` says so; unlike the tiles they are any thread's to read."""
+
+    def __init__(self, handles: Sequence[_core.Tile]) -> None:
+        self._native = _core.Copies(handles)
 
     def done(self) -> bool:
         return bool(self._native.done())
@@ -151,17 +164,12 @@ class Copied:
         """Raises TaskError if a task failed."""
         self._native.wait()
 
-    def array(self, tensor: Tensor) -> np.ndarray[Any, Any]:
-        """One of the tensors. Raises TaskError where a task had failed before it was copied."""
+    def array(self, number: int) -> np.ndarray[Any, Any]:
+        """One of the tiles. Raises TaskError where a task had failed before it was copied."""
         if self._native.dropped():
             raise TaskError("a task had failed before the tiles were copied")
-        parts = [(where, self._native.array(number)) for where, number in self._places[tensor]]
-        if len(parts) == 1:
-            return np.asarray(parts[0][1].reshape(tensor.shape))
-        out = np.empty(tensor.shape, parts[0][1].dtype)
-        for where, part in parts:
-            out[where] = part
-        return out
+        found: np.ndarray[Any, Any] = self._native.array(number)
+        return found
 
 
 def _new(tile: Tile) -> _core.Tile:
@@ -273,7 +281,9 @@ def programs(lists: Sequence[TaskList], store: Store, tf32: bool = False, checke
 
 def _message(one: Message) -> dict[str, Any]:
     """Of one end of a message, what the binding takes besides the tile."""
-    return {"peer": one.peer, "tag": one.tag, "priority": one.priority, "sends": one.kernel == SEND}
+    tile = one.accesses[0].tile
+    name = f"{tile}, for {one.op}" if one.op else str(tile)
+    return {"peer": one.peer, "tag": one.tag, "priority": one.priority, "sends": one.kernel == SEND, "name": name}
 
 
 def _bodies(task: Task) -> list[list[Task]]:

@@ -168,6 +168,8 @@ class Runtime:
         return AHEAD_OF_OTHERS if self.placement == "planned" else 0
 
     def _stop(self) -> None:
+        if self.ranks and system.failed:
+            return  # the process ends, and all ranks with it: none of them is waited for
         with uninterrupted():
             try:
                 if self.ranks:
@@ -238,13 +240,13 @@ def joined(mpi: bool | None, nodes: int | None) -> Ranks | None:
     size = system.started()[1]
     if size > 1 and mpi is None:
         raise ConfigError(
-            f"mpirun or srun has started {size} of this process; allowed on several ranks: nntile train, and"
-            " nt.Runtime(mpi=True) in a script of your own"
+            f"mpirun or srun has started {size} of this process; allowed on several ranks: nntile train,"
+            " nntile profile, nntile bench step CONFIG, and nt.Runtime(mpi=True) in a script of your own"
         )
     if nodes is not None and nodes != (size if mpi else 1):
         raise ConfigError(
             f"runtime.nodes: got {nodes}, but {size if mpi else 1} of this process work together; allowed: the number"
-            " that mpirun or srun starts for nntile train, or null"
+            " that mpirun or srun starts, or null"
         )
     return ranks() if mpi and size > 1 else None
 

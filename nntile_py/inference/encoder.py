@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 from nntile_py import _core
 from nntile_py.errors import ConfigError
 from nntile_py.execution.packed import MASK, Bins, Place, padded
-from nntile_py.execution.program import Copied, Store, programs
+from nntile_py.execution.program import Copied, Store, programs, whole
 from nntile_py.execution.runtime import Runtime
 from nntile_py.graph.step import Evaluation, StepSpec, check_precision
 from nntile_py.inference.texts import Tokens, to_tokens, tokens_of, with_limit
@@ -290,12 +290,13 @@ class _Forward:
                 raise ConfigError(f"model: it needs {need}; allowed here: input_ids, and what has a default")
             self._store.write(self._low, one.tensor, value)
         self._program.run(slots)
-        return self._store.copy({self._output: self._low})
+        return self._store.copy(tile for _, tile in self._low.grid(self._output))
 
     def finish(self, copied: Copied) -> Array:
         """Wait for the output; raises TaskError if a task failed."""
         copied.wait()
-        return copied.array(self._output)
+        grid = self._low.grid(self._output)
+        return whole(self._output, [(where, copied.array(number)) for number, (where, _) in enumerate(grid)])
 
 
 class _Pass(NamedTuple):

@@ -8,6 +8,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nntile_py.errors import ConfigError
+
 if TYPE_CHECKING:
     from nntile_py.config.run import RunConfig
     from nntile_py.profiling.trace import Trace
@@ -23,14 +25,19 @@ def profile(
     """Run, and write trace.json, the Gantt as PNG, SVG and PDF, report.html, summary.json; returns the summary.
 
     The steps are of training, or forward passes, on random tokens: no corpus is read. fxt: leave StarPU's own trace
-    in the folder `fxt` too."""
+    in the folder `fxt` too. Of several ranks, all of which call it, the first writes for all; the others return {}."""
     from nntile_py.config.run import runtime_options
     from nntile_py.execution.runtime import Runtime
     from nntile_py.profiling import collect
-    from nntile_py.system.load import Load
+    from nntile_py.system.load import Load, among
     from nntile_py.training.loop import build_trainer
+    from nntile_py.training.resume import flat
 
-    runtime = Runtime(**runtime_options(config.runtime.model_dump()))
+    runtime = Runtime(**runtime_options(config.runtime.model_dump()), mpi=True)
+    if ranks := runtime.ranks:
+        if fxt:
+            raise ConfigError("--fxt: not allowed on several ranks, whose messages StarPU's trace does not hold")
+        ranks.same("the config", flat(config.model_dump(mode="json", by_alias=True)))
     raw, made, ran = (folder / "fxt").resolve(), [], False
     if fxt:
         made = [path for path in (raw, raw.parent) if not path.exists()]
@@ -39,6 +46,7 @@ def profile(
     try:
         with runtime:
             trainer = build_trainer(config)
+            runtime.forget(trainer)  # nobody wants the weights back
             with Load() as load:
                 trace = collect.run_steps(trainer, steps, config.profile.warmup, inference)
             ran = True
@@ -51,9 +59,15 @@ def profile(
             for path in made:
                 path.rmdir()
         raise
+    if ranks:
+        ranks.barrier()  # whoever shares a machine has its peaks measured at the same time
+    peaks = collect.peaks(trace, config)
+    loads = ranks.to_first(load) if ranks else [load]
+    if loads is None:
+        return {}
     folder.mkdir(parents=True, exist_ok=True)  # not before there is something to write
     (folder / "config.yaml").write_text(config.to_yaml(), encoding="utf-8")
-    return write(trace, collect.peaks(trace, config), collect.axes(config), folder, name, load.facts())
+    return write(trace, peaks, collect.axes(config), folder, name, among(loads))
 
 
 def write(
@@ -78,7 +92,8 @@ def write(
     count, each = summary["steps"], summary["seconds_per_step"] * 1e3
     tasks = summary["tasks"] // max(count, 1)
     title = f"{name}: {count} step{'s' * (count != 1)} of {each:,.0f} ms and {tasks:,} tasks"
-    gantt.save(parts, summary, folder, title, f"{hardware}\nTiles: {tiling}")
+    title += f" on {trace.ranks} ranks" if trace.ranks > 1 else ""
+    gantt.save(parts, summary, folder, title, f"{hardware}\nTiles: {tiling}", trace)
     line = f"{hardware}. Tiles: {tiling}."
     report.write(trace, parts, summary, folder / "report.html", f"Profile of {name}", line)
     return summary

@@ -8,11 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from nntile_py.profiling.trace import REDUCTION, Info, Trace, Worker, accumulating, by_parts, length, merge
+from nntile_py.profiling.between import idle, summarised
+from nntile_py.profiling.trace import REDUCTION, Info, Trace, Worker, accumulating, by_parts, length
 from nntile_py.tiles.order import critical_path
 
-# A pause this short between two tasks is the runtime's; a longer one is a worker without work.
-PAUSE_NS = 10_000
 # bf16 flop/s and bytes/s that were measured, by a part of the device's name.
 DEVICES = {"H200": (790e12, 4.3e12)}
 # What a device of unknown speed is taken for where only proportions matter: the time of a group's parts.
@@ -46,7 +45,7 @@ def summarise(trace: Trace, peaks: Mapping[str, Peak], tiles: Mapping[str, Any] 
     steps = len(np.unique(trace.step[trace.step > 0]))
     workers = [_worker(trace, number) for number in range(len(trace.workers))]
     path = _path(trace, parts(trace, peaks), window)
-    count = len(trace)
+    count, between = len(trace), summarised(trace, workers) if trace.ranks > 1 else {}
     overhead = sum(w["overhead"] for w in workers) * window
     work = float(trace.seconds.sum())
     return {
@@ -70,7 +69,7 @@ def summarise(trace: Trace, peaks: Mapping[str, Peak], tiles: Mapping[str, Any] 
         ],
         "peaks": {kind: vars_of(peak) for kind, peak in peaks.items()},
         "tiles": dict(tiles or {}),
-    }
+    } | between
 
 
 def parts(trace: Trace, peaks: Mapping[str, Peak]) -> Trace:
@@ -100,12 +99,8 @@ def _worker(trace: Trace, number: int) -> dict[str, Any]:
     t0, t1 = trace.window
     run = trace.start[mine], trace.end[mine]
     fetch = trace.fetch[mine], trace.fetched[mine]
-    handle = np.minimum(trace.pop[mine], trace.fetch[mine]), trace.released[mine]
-    busy = merge(np.concatenate((fetch[0], run[0], handle[0])), np.concatenate((fetch[1], run[1], handle[1])))
-    pauses = busy[0][1:] - busy[1][:-1]
-    working, moving, all_busy = length(run), length(run, fetch), int((busy[1] - busy[0]).sum())
-    all_busy += int(pauses[pauses < PAUSE_NS].sum())
-    total = max(t1 - t0, 1)
+    working, moving, total = length(run), length(run, fetch), max(t1 - t0, 1)
+    all_busy = total - length(idle(trace, number))
     return {
         "name": worker.name,
         "kind": worker.kind,
@@ -196,12 +191,13 @@ def _path(trace: Trace, parts: Trace, window: float) -> dict[str, Any]:
 
 
 def _submission(trace: Trace) -> float:
-    """Seconds in which the main thread was submitting a program."""
-    total = 0
+    """Seconds in which the main thread was submitting a program; of several ranks, of the one that took longest."""
+    totals, rank = [0] * trace.ranks, trace.rank
     for replay in np.unique(trace.replay[trace.replay > 0]):
-        dates = trace.submit[trace.replay == replay]
-        total += int(dates.max() - dates.min())
-    return total * 1e-9
+        tasks = trace.replay == replay
+        dates = trace.submit[tasks]
+        totals[int(rank[tasks][0])] += int(dates.max() - dates.min())
+    return max(totals) * 1e-9
 
 
 # -- peaks

@@ -40,7 +40,8 @@ class BlockProfile:
 def profile(folder: str | Path | None = None) -> Iterator[BlockProfile]:
     """Profile all tasks of a block on the running Runtime: `with nt.profile("folder") as found: ...; print(found)`.
 
-    The block's tasks are waited for at its end. In the folder, if one is given, it leaves report.html, the Gantt,
+    The block's tasks are waited for at its end. Every rank of several enters it; the first then has the tasks of all,
+    and writes, another has its own. In the folder, if one is given, it leaves report.html, the Gantt,
     trace.json and summary.json, as `nntile profile` does; the block counts as one step. Raises TaskError where no
     runtime is running, where another profile is being taken, where a task of the block fails and where it has none.
     """
@@ -52,11 +53,12 @@ def profile(folder: str | Path | None = None) -> Iterator[BlockProfile]:
     with collect.watched() as found:
         yield block
         _core.wait_all()
-    if not len(found.native["events"]):
+    ranks = Runtime.current.ranks if Runtime.current else None
+    if not (ranks or len(found.native["events"])):
         raise TaskError("nt.profile: no task ran in the block")
-    trace = collect.make_trace(found.programs, found.native, None)
+    trace = found.trace(None)
     trace.step = np.minimum(trace.step, 1)
-    if block.folder:
+    if block.folder and not (ranks and ranks.rank):
         block.folder.mkdir(parents=True, exist_ok=True)
         block.summary = write(trace, {}, {}, block.folder, block.folder.name)
     else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import platform
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
@@ -20,9 +21,12 @@ from nntile_py.config.spec import tiling
 from nntile_py.errors import TaskError
 from nntile_py.execution.runtime import Runtime
 from nntile_py.profiling.analysis import Peak, at_least_seen, device_peak, measure_cpu
-from nntile_py.profiling.trace import REDUCTION, Bus, Info, Trace, Worker, one_after_the_other
+from nntile_py.profiling.together import together, with_ends
+from nntile_py.profiling.trace import REDUCTION, Bus, End, Info, Trace, Worker, one_after_the_other
 from nntile_py.tiles.order import Use
+from nntile_py.tiles.ranks import Message
 from nntile_py.tiles.tasklist import PYTHON, Task, TaskList
+from nntile_py.training.together import ranks_of_run
 from nntile_py.training.trainer import Trainer
 
 # Of csrc/profile.cpp; `ready` stands between: when the scheduler had taken the task.
@@ -30,6 +34,7 @@ COLUMNS = (
     "replay", "task", "worker", "submit", "ready", "pop", "popped", "fetch", "fetched", "start", "end", "released",
     "memory", "main_memory",
 )  # fmt: skip
+PASSAGE = ("replay", "index", "peer", "sends", "tag", "bytes", "posted", "ended")  # of csrc/profile.h
 
 
 # StarPU's task profiling takes up to 1.4 us a task: where that would be 5 % of a step, it stays off.
@@ -61,30 +66,50 @@ def run_steps(trainer: Trainer, steps: int, warmup: int, inference: bool = False
         each = (time.perf_counter() - start) / sum(len(tasks.tasks) for _, tasks in lists)
         Runtime.watched = None
         light = each < LIGHT_BELOW and not _core.cuda_workers()
+    if all_ranks := ranks_of_run():
+        light = bool(all_ranks.of_first(light))
     with watched(expected, light) as found:
         run(steps)
-    return make_trace(found.programs, found.native, None if inference else trainer.update_list)
+    return found.trace(None if inference else trainer.update_list)
 
 
 class Found:
-    """The task lists in the order in which they were submitted, and what the binding noted."""
+    """The task lists in the order in which they were submitted, what the binding noted, of several ranks their clocks
+    at the start and at the end."""
 
     def __init__(self) -> None:
         self.programs: list[TaskList] = []
         self.native: dict[str, Any] = {}
+        self.clocks: list[Any] = []
+
+    def trace(self, update: TaskList | None) -> Trace:
+        """Of all ranks, on the first; another has its own part, and all have to call it. `update`: as of make_trace."""
+        own, all_ranks = make_trace(self.programs, self.native, update), ranks_of_run()
+        parts = all_ranks.to_first((own, platform.node())) if all_ranks else None
+        if not parts:
+            return own
+        traces, hosts = zip(*parts, strict=True)
+        return together(traces, hosts, *self.clocks)
 
 
 @contextmanager
 def watched(expected: int = 0, light: bool = False) -> Iterator[Found]:
     """Profile the programs that run inside. `expected`: tasks, to have room for them beforehand.
 
-    light: note only submission, start and end of each task, on CPU workers."""
-    found = Found()
+    light: note only submission, start and end of each task, on CPU workers. On several ranks all of them do so."""
+    found, all_ranks = Found(), ranks_of_run()
+    if all_ranks:
+        all_ranks.barrier()
     _core.profile_begin(expected, light)
+    if all_ranks:
+        found.clocks.append(all_ranks.clocks(_core.profile_now))
     runs: list[tuple[int, TaskList]] = []
     Runtime.watched = runs
     try:
         yield found
+        if all_ranks:
+            _core.wait_all()
+            found.clocks.append(all_ranks.clocks(_core.profile_now))
     finally:
         Runtime.watched = None
         found.native = _core.profile_finish()
@@ -102,8 +127,9 @@ def make_trace(programs: Sequence[TaskList], native: dict[str, Any], update: Tas
             first[id(tasks)] = len(infos)
             infos.extend(_info(task, tasks is update, numbers) for task in tasks.tasks)
         offsets.append(first[id(tasks)])
-        steps.append(step)
-        step += int(update is None or tasks is update)
+        between = all(isinstance(task, Message) for task in tasks.tasks)  # of two programs
+        steps.append(0 if between else step)
+        step += int(not between if update is None else tasks is update)
     infos.append(Info("", REDUCTION, "", REDUCTION, "", 0.0, 0))
     events = native["events"]
     own = events[:, 0] == 0  # StarPU's own tasks go to the end
@@ -133,11 +159,29 @@ def make_trace(programs: Sequence[TaskList], native: dict[str, Any], update: Tas
         light=native["light"],
         **{name: column[name] for name in kept},
     )
+    with_ends(trace, _passages(native, infos, offsets, steps), column["replay"], column["task"])
     if trace.light:  # nobody noted when its worker turned to a task: not before it was ready
         ends = trace.end.tolist()
         ready = [max((ends[other] for other in before), default=0) for before in trace.before]
+        for end in trace.ends:
+            for task in end.after:
+                ready[task] = max(ready[task], end.ended)
         trace.pop = np.minimum(np.maximum(trace.submit, ready), trace.start)
     return trace
+
+
+def _passages(
+    native: dict[str, Any], infos: Sequence[Info], offsets: Sequence[int], steps: Sequence[int]
+) -> list[tuple[int, int, Info, End]]:
+    """Messages between ranks, in the order in which they were posted: replay, place in its list, what it is."""
+    found = []
+    for row in native["messages"][np.lexsort(native["messages"].T[[1, 0]])].tolist():
+        one = dict(zip(PASSAGE, row, strict=True))
+        replay, index = one.pop("replay"), one.pop("index")
+        info = infos[offsets[replay - 1] + index]
+        one["sends"] = bool(one["sends"])
+        found.append((replay, index, info, End(name=info.tiles.partition(" ")[2], step=steps[replay - 1], **one)))
+    return found
 
 
 def _info(task: Task, updates: bool, numbers: dict[Any, int]) -> Info:

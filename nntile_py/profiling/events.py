@@ -9,9 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from nntile_py.profiling.trace import Info, Trace
+from nntile_py.profiling.between import Wait, waits
+from nntile_py.profiling.trace import Info, Message, Trace
 
-WORKERS, FETCHES, BUSES = 1, 2, 3  # processes of the viewer: a group of rows each
+WORKERS, FETCHES, BUSES, MESSAGES = 1, 2, 3, 4  # processes of the viewer: a group of rows each
+RANKS = 10  # what those of the next rank are more by
+SENDS, RECEIVES, WAITING = 0, 1, 2  # rows of MESSAGES
 MOST_ARROWS = 200_000  # with more, each task keeps the one from the predecessor that ended last
 MOST_SAMPLES = 5_000  # of a counter
 
@@ -29,9 +32,12 @@ def write(trace: Trace, path: Path, parts: Trace | None = None) -> None:
 
 def events(trace: Trace, parts: Trace | None = None) -> Iterator[dict[str, Any]]:
     t0, t1 = trace.window
+    between = _Between(trace, t0)
     yield from _rows(trace)
+    yield from between.rows()
     starts, lengths = _spans(trace, t0)
     rows, submitted = trace.worker.tolist(), ((trace.submit - t0) / 1e3).tolist()
+    pids = (WORKERS + RANKS * trace.rank).tolist()
     inner, at = _spans(parts, t0) if parts else ([], []), 0
     for task, (step, which) in enumerate(zip(trace.step.tolist(), trace.info.tolist(), strict=True)):
         info = trace.infos[which]
@@ -41,17 +47,19 @@ def events(trace: Trace, parts: Trace | None = None) -> Iterator[dict[str, Any]]
         if info.parts:
             args["parts"] = [{"name": part.name, **_work(part)} for part in info.parts]
         name = f"{info.name} step {step}" if step else info.name
-        yield {"ph": "X", "name": name, "cat": info.phase or "runtime", "pid": WORKERS, "tid": rows[task],
+        yield {"ph": "X", "name": name, "cat": info.phase or "runtime", "pid": pids[task], "tid": rows[task],
                "ts": starts[task], "dur": lengths[task], "args": args}  # fmt: skip
         if parts:
             for number, part in enumerate(info.parts):
                 start, length = (values[at + number] for values in inner)
                 args = {"group": task, "estimated": "share of the group's time", **_work(part)}
-                yield {"ph": "X", "name": f"{part.name} (estimated)", "cat": "part", "pid": WORKERS, "tid": rows[task],
-                       "ts": start, "dur": length, "args": args}  # fmt: skip
+                yield {"ph": "X", "name": f"{part.name} (estimated)", "cat": "part", "pid": pids[task],
+                       "tid": rows[task], "ts": start, "dur": length, "args": args}  # fmt: skip
             at += len(info.parts) or 1
     ends = [start + length for start, length in zip(starts, lengths, strict=True)]
-    yield from _arrows(trace, starts, ends, rows)
+    places = [*zip(pids, rows, starts, ends, strict=True)]
+    yield from _arrows(trace, places)
+    yield from between.events(places)
     yield from _fetches(trace, t0)
     for number, bus in enumerate(trace.buses):
         if bus.transfers:
@@ -70,16 +78,20 @@ def _work(info: Info) -> dict[str, Any]:
     return {"kernel": info.kernel, "tiles": info.tiles, "flop": info.flop, "bytes": info.bytes}
 
 
-def _rows(trace: Trace) -> Iterator[dict[str, Any]]:
-    def named(pid: int, tid: int | None, name: str) -> Iterator[dict[str, Any]]:
-        kind = "process" if tid is None else "thread"
-        at = {"ph": "M", "pid": pid, "tid": tid or 0}
-        yield at | {"name": f"{kind}_name", "args": {"name": name}}
-        yield at | {"name": f"{kind}_sort_index", "args": {"sort_index": pid if tid is None else tid}}
+def _named(pid: int, tid: int | None, name: str) -> Iterator[dict[str, Any]]:
+    """A name for a process or a row of the viewer."""
+    kind = "process" if tid is None else "thread"
+    at = {"ph": "M", "pid": pid, "tid": tid or 0}
+    yield at | {"name": f"{kind}_name", "args": {"name": name}}
+    yield at | {"name": f"{kind}_sort_index", "args": {"sort_index": pid if tid is None else tid}}
 
-    yield from named(WORKERS, None, "workers")
+
+def _rows(trace: Trace) -> Iterator[dict[str, Any]]:
+    named = _named
+    for rank in range(trace.ranks):
+        yield from named(WORKERS + RANKS * rank, None, f"rank {rank}: workers" if trace.ranks > 1 else "workers")
     for number, worker in enumerate(trace.workers):
-        yield from named(WORKERS, number, worker.name)
+        yield from named(WORKERS + RANKS * worker.rank, number, worker.name)
     if remote(trace):
         yield from named(FETCHES, None, "fetching input")
         for number in remote(trace):
@@ -94,21 +106,97 @@ def _rows(trace: Trace) -> Iterator[dict[str, Any]]:
 
 def remote(trace: Trace) -> list[int]:
     """Workers whose memory is not the main memory."""
-    return [number for number, worker in enumerate(trace.workers) if worker.node]
+    return [number for number, worker in enumerate(trace.workers) if worker.node not in trace.mains]
 
 
-def _arrows(trace: Trace, starts: list[float], ends: list[float], rows: list[int]) -> Iterator[dict[str, Any]]:
-    before = trace.before
+Place = tuple[int, int, float, float]  # of a slice: its process and row, start and end, us
+
+
+def _last(place: Place) -> float:
+    """The last date of a slice: an arrow belongs to the slice that encloses its date, which the end is not."""
+    return max(place[2], place[3] - 0.001)
+
+
+def _arrow(number: int, name: str, tail: Place, at: float, head: Place, to: float) -> Iterator[dict[str, Any]]:
+    """From a date of one slice to a date of another."""
+    both = {"name": name, "cat": "dependency" if name == "then" else name, "id": number}
+    yield both | {"ph": "s", "pid": tail[0], "tid": tail[1], "ts": at}
+    yield both | {"ph": "f", "bp": "e", "pid": head[0], "tid": head[1], "ts": to}
+
+
+def _arrows(trace: Trace, places: list[Place]) -> Iterator[dict[str, Any]]:
+    """Between tasks of a rank: those of several have messages between them."""
+    rank = trace.rank.tolist()
+    before = [[other for other in b if rank[other] == rank[task]] for task, b in enumerate(trace.before)]
     if sum(map(len, before)) > MOST_ARROWS:
-        before = [[max(b, key=ends.__getitem__)] if b else b for b in before]
+        before = [[max(b, key=lambda other: places[other][3])] if b else b for b in before]
     number = 0
     for task, previous in enumerate(before):
         for other in previous:
             number += 1
-            both = {"name": "then", "cat": "dependency", "id": number, "pid": WORKERS}
-            # An arrow belongs to the slice that encloses its date: the end of one would fall outside.
-            yield both | {"ph": "s", "tid": rows[other], "ts": max(starts[other], ends[other] - 0.001)}
-            yield both | {"ph": "f", "bp": "e", "tid": rows[task], "ts": starts[task]}
+            tail, head = places[other], places[task]
+            yield from _arrow(number, "then", tail, _last(tail), head, head[2])
+
+
+class _Between:
+    """What ranks sent each other: a row for the sends of each, one for its receives, one for the time in which its
+    workers waited for others. Of messages under way at a time each is drawn from the arrival of the one before."""
+
+    def __init__(self, trace: Trace, t0: int) -> None:
+        self._trace, self._t0, self._waits = trace, t0, _merged(waits(trace), trace.ranks)
+        self._slices: list[tuple[Message, Place, Place]] = []
+        full: dict[tuple[int, int], int] = {}  # until when each row is
+        for message in sorted(trace.messages, key=lambda m: m.receive.ended):
+            start, end = message.way
+            sent, received = (MESSAGES + RANKS * message.source, SENDS), (MESSAGES + RANKS * message.target, RECEIVES)
+            shown = max(message.ready, full.get(sent, t0)), max(start, full.get(received, t0))
+            full[sent] = full[received] = end
+            left, right = [(date - t0) / 1e3 for date in shown], (end - t0) / 1e3
+            self._slices.append((message, (*sent, left[0], right), (*received, left[1], right)))
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        for rank in range(self._trace.ranks if self._slices else 0):
+            pid = MESSAGES + RANKS * rank
+            yield from _named(pid, None, f"rank {rank}: messages")
+            yield from _named(pid, SENDS, "sends")
+            yield from _named(pid, RECEIVES, "receives")
+            yield from _named(pid, WAITING, "workers wait for another rank")
+
+    def events(self, tasks: list[Place]) -> Iterator[dict[str, Any]]:
+        number = max(MOST_ARROWS, len(tasks))  # behind those between tasks
+        for message, sent, received in self._slices:
+            args = {"tile": message.send.name, "bytes": message.send.bytes, "step": message.send.step}
+            start, end = message.way
+            args |= {"made_us": (message.ready - self._t0) / 1e3, "under_way_us": (end - start) / 1e3}
+            for (pid, tid, left, right), name in (
+                (sent, f"to rank {message.target}: {message.send.name}"),
+                (received, f"from rank {message.source}: {message.send.name}"),
+            ):
+                yield {"ph": "X", "name": name, "cat": "message", "pid": pid, "tid": tid, "ts": left,
+                       "dur": right - left, "args": args}  # fmt: skip
+            yield from _arrow(number := number + 1, "message", sent, sent[2], received, _last(received))
+            made = [(tasks[task], sent) for task in message.send.before]
+            for tail, head in made + [(received, tasks[task]) for task in message.receive.after]:
+                if _last(tail) <= head[2]:  # else the clocks are not known so well
+                    yield from _arrow(number := number + 1, "then", tail, _last(tail), head, head[2])
+        for rank, of in enumerate(self._waits):
+            for start, end, wait in of:
+                yield {"ph": "X", "name": f"for rank {wait.peer}: {wait.message.send.name}", "cat": "wait",
+                       "pid": MESSAGES + RANKS * rank, "tid": WAITING, "ts": (start - self._t0) / 1e3,
+                       "dur": (end - start) / 1e3, "args": {"task": wait.task}}  # fmt: skip
+
+
+def _merged(every: list[Wait], ranks: int) -> list[list[tuple[int, int, Wait]]]:
+    """For each rank when some worker waits, and the wait that ends last of those in each such time."""
+    found: list[list[tuple[int, int, Wait]]] = [[] for _ in range(ranks)]
+    for wait in sorted(every, key=lambda w: w.start):
+        own = found[wait.rank]
+        if own and wait.start <= own[-1][1]:
+            start, end, last = own[-1]
+            own[-1] = start, max(end, wait.end), wait if wait.end > end else last
+        else:
+            own.append((wait.start, wait.end, wait))
+    return found
 
 
 def _fetches(trace: Trace, t0: int) -> Iterator[dict[str, Any]]:
@@ -133,10 +221,12 @@ def in_flight(trace: Trace) -> tuple[Any, Any]:
 
 def memory(trace: Trace) -> dict[str, tuple[Any, Any]]:
     """Bytes in use by memory node: dates in ns, values from then on."""
-    order = np.argsort(trace.end, kind="stable")
-    used = {trace.nodes[0]: (trace.end[order], trace.main_memory[order])}
+    order, used = np.argsort(trace.end, kind="stable"), {}
+    for rank, main in enumerate(trace.mains):
+        own = order[trace.rank[order] == rank]
+        used[trace.nodes[main]] = trace.end[own], trace.main_memory[own]
     node_of = np.array([worker.node for worker in trace.workers])[trace.worker]
-    for node in np.unique(node_of[node_of > 0]).tolist():
+    for node in np.unique(node_of[~np.isin(node_of, trace.mains)]).tolist():
         mine = order[node_of[order] == node]
         used[trace.nodes[node]] = trace.end[mine], trace.memory[mine]
     return used

@@ -9,13 +9,16 @@ from typing import Any
 
 import numpy as np
 
-from nntile_py.profiling.trace import Trace, merge
+from nntile_py.profiling.between import waits
+from nntile_py.profiling.trace import Message, Trace, intervals, merge
 from nntile_py.system.pictures import files_of, new_figure
 from nntile_py.tasks.op import operators
 
 SPARE = ("#b39ddb", "#17becf", "#6b4f2a", "#f781bf", "#2f4f4f", "#c0ca33", "#8d6e9f", "#e4b9a0")  # for other kinds
 OTHER = "#9aa0a6"
 MOST_KINDS = 8  # with colours of their own
+MOST_MESSAGES = 40  # drawn as arrows, those that workers waited for longest; more hide what they cross
+LANES = {"sending": "#333333", "receiving": "#8a8a8a", "waiting for another rank": "#e41a1c"}  # of a rank's messages
 COLUMNS = 1200  # a row of more bars than this is drawn in so many columns, shared among the kinds as their times are
 
 
@@ -115,18 +118,69 @@ def _fill(trace: Trace, tasks: Any, edges: Any) -> Any:
     return np.diff(total[at] - cut)
 
 
-def save(trace: Trace, summary: dict[str, Any], folder: Path, title: str, where: str) -> None:
-    """gantt.png, gantt.svg, gantt.pdf. where: machine and tiles, in small print below the title."""
+Spans = dict[str, list[tuple[float, float]]]  # by name, (left, right) in parts of the window
+
+
+def lanes(trace: Trace) -> list[Spans]:
+    """For each rank when it was sending, receiving, and workers of it waited for another."""
+    (t0, t1), every, result = trace.window, waits(trace), []
+    for rank in range(trace.ranks):
+        spans = {
+            "sending": [(m.ready, m.send.ended) for m in trace.messages if m.source == rank],
+            "receiving": [m.way for m in trace.messages if m.target == rank],
+            "waiting for another rank": [(w.start, w.end) for w in every if w.rank == rank],
+        }
+        apart = {name: [dates.tolist() for dates in intervals(of)] for name, of in spans.items()}
+        part = {name: [[(date - t0) / (t1 - t0) for date in dates] for dates in of] for name, of in apart.items()}
+        result.append({name: [*zip(*of, strict=True)] for name, of in part.items()})
+    return result
+
+
+def arrows(trace: Trace) -> list[tuple[int, float, int, float]]:
+    """Messages as (source, left, target, right): all, or where they are too many those that were waited for longest."""
+    (t0, t1), shown = trace.window, trace.messages
+    if len(shown) > MOST_MESSAGES:
+        waited: dict[int, tuple[int, Message]] = {}
+        for wait in waits(trace):
+            waited[id(wait.message)] = waited.get(id(wait.message), (0,))[0] + wait.end - wait.start, wait.message
+        shown = [message for _, message in sorted(waited.values(), key=lambda one: -one[0])[:MOST_MESSAGES]]
+    return [(m.source, (m.ready - t0) / (t1 - t0), m.target, (m.receive.ended - t0) / (t1 - t0)) for m in shown]
+
+
+def save(trace: Trace, summary: dict[str, Any], folder: Path, title: str, where: str, whole: Trace) -> None:
+    """gantt.png, gantt.svg, gantt.pdf. where: machine and tiles, in small print below the title.
+
+    trace: by parts; whole: the same with groups, and with messages between ranks, which have a row for each rank."""
     from matplotlib.patches import Patch
 
     drawn, milliseconds = gantt(trace), summary["seconds"] * 1e3
-    rows = len(drawn.rows)
+    # From the top: the workers of a rank, then its messages.
+    order: list[tuple[int, int]] = [(worker.rank, number) for number, worker in enumerate(trace.workers)]
+    order += [(rank, -1) for rank in range(trace.ranks) if whole.messages]
+    order.sort(key=lambda at: (at[0], at[1] < 0, at[1]))
+    rows, of_ranks = len(order), lanes(whole)
+    labels: list[str] = []
+    of_messages: dict[int, int] = {}
     figure = new_figure((10, 2.2 + 0.42 * rows))
     axes = figure.add_subplot()
-    for row, bars in enumerate(drawn.rows):
-        spans = [(b.left * milliseconds, (b.right - b.left) * milliseconds) for b in bars]
-        axes.broken_barh(spans, (row - 0.4, 0.8), facecolors=[drawn.colours[b.kind] for b in bars], linewidth=0)
-    axes.set_yticks(range(rows), [f"{w['name']}\nworking {w['working']:.0%}" for w in summary["workers"]])
+    for row, (rank, number) in enumerate(order):
+        if number < 0:
+            of_messages[rank] = row
+            for k, (name, spans) in enumerate(of_ranks[rank].items()):
+                bars = [(left * milliseconds, (right - left) * milliseconds) for left, right in spans]
+                axes.broken_barh(bars, (row - 0.4 + 0.27 * k, 0.26), facecolors=LANES[name], linewidth=0)
+            labels.append(f"rank {rank} messages\nwaiting {summary['ranks'][rank]['waiting']:.0%}")
+            continue
+        bars = [(b.left * milliseconds, (b.right - b.left) * milliseconds) for b in drawn.rows[number]]
+        colours = [drawn.colours[b.kind] for b in drawn.rows[number]]
+        axes.broken_barh(bars, (row - 0.4, 0.8), facecolors=colours, linewidth=0)
+        worker = summary["workers"][number]
+        labels.append(f"{worker['name']}\nworking {worker['working']:.0%}")
+    for source, left, target, right in arrows(whole):
+        tail, head = (left * milliseconds, of_messages[source]), (right * milliseconds, of_messages[target])
+        how = {"arrowstyle": "-|>", "linewidth": 0.5, "mutation_scale": 5, "color": "black", "alpha": 0.5}
+        axes.annotate("", head, tail, arrowprops=how)
+    axes.set_yticks(range(rows), labels)
     axes.set_ylim(rows - 0.5, -0.5)
     axes.set_xlim(0, milliseconds)
     axes.set_xlabel("time (ms)")
@@ -137,7 +191,8 @@ def save(trace: Trace, summary: dict[str, Any], folder: Path, title: str, where:
     starts = [date * milliseconds for date in step_starts(trace)]
     for date in starts[1:]:
         axes.axvline(date, color="black", linewidth=0.8, linestyle=":")
-    patches = [Patch(color=of, label=kind) for kind, of in zip(drawn.kinds, drawn.colours, strict=True)]
+    named = {**dict(zip(drawn.kinds, drawn.colours, strict=True)), **(LANES if whole.messages else {})}
+    patches = [Patch(color=of, label=kind) for kind, of in named.items()]
     figure.legend(handles=patches, loc="outside lower center", ncols=5, frameon=False, fontsize=8)
     for form, content in files_of(figure).items():
         (folder / f"gantt.{form}").write_bytes(content)

@@ -9,7 +9,7 @@ import jinja2
 from markupsafe import Markup, escape
 
 from nntile_py.profiling import events
-from nntile_py.profiling.gantt import gantt, step_starts, titles
+from nntile_py.profiling.gantt import LANES, gantt, lanes, step_starts, titles
 from nntile_py.profiling.trace import Trace
 
 SHARES = (("working", "#009e73"), ("communicating", "#e69f00"), ("overhead", "#d55e00"), ("idle", "#d0d4d8"))
@@ -28,10 +28,15 @@ def write(trace: Trace, parts: Trace, summary: dict[str, Any], path: Path, title
          for bar, text in zip(bars, titles(parts, bars, drawn.kinds), strict=True)]
         for bars in drawn.rows
     ]  # fmt: skip
+    messages = [
+        [(4 + 32 * k, left * 1e4, (right - left) * 1e4, LANES[name], name)
+         for k, (name, spans) in enumerate(of.items()) for left, right in spans]
+        for of in lanes(trace)
+    ]  # fmt: skip
     curves = [curve(trace, "tasks in flight", *events.in_flight(trace), "")]
     curves += [curve(trace, f"memory of {node}", *points, "B") for node, points in events.memory(trace).items()]
     text = environment.get_template("report.html.j2").render(
-        title=title, where=where, s=summary, rows=rows, shares=SHARES, curves=curves,
+        title=title, where=where, s=summary, rows=rows, shares=SHARES, curves=curves, messages=messages, lanes=LANES,
         kinds=list(zip(drawn.kinds, drawn.colours, strict=True)),
         steps=[start * 1e4 for start in step_starts(trace)[1:]],
     )  # fmt: skip

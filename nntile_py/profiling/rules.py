@@ -36,6 +36,29 @@ def findings(summary: Summary) -> list[Finding]:
     return [found for rule in RULES if (found := rule(summary))]
 
 
+def other_ranks(s: Summary) -> Finding | None:
+    """Workers idle as what they need has to come from another rank, which is most of their idle time."""
+    ranks, waiting = s.get("ranks"), sum(w.get("waiting", 0.0) for w in s["workers"]) / max(len(s["workers"]), 1)
+    if not ranks or waiting < MOVING or waiting < 0.5 * _share(s, "idle"):
+        return None
+    worst, longest = max(ranks, key=lambda r: r["waiting"]), s["waited_for"][0]
+    unready = sum(r["waiting_for_tasks"] * r["workers"] for r in ranks) / len(s["workers"])
+    moved, count = (sum(m[key] for m in s["messages"]) / max(s["steps"], 1) for key in ("bytes", "messages"))
+    cause = f"Workers wait for another machine {waiting:.0%} of the time, those of rank {worst['rank']} most"
+    cause += f" ({worst['waiting']:.0%}); of all that they wait for, longest for {longest['tile']}"
+    cause += f" (rank {longest['rank']} for rank {longest['for_rank']}). {unready / waiting:.0%} of that time it was"
+    cause += f" not made yet, else on its way: {moved / 1e6:,.2f} MB in {count:,.0f} messages a step."
+    batch = s["tiles"].get("batch")
+    now = f" (now {batch['tiles']})" if batch else ""
+    if unready >= 0.5 * waiting:
+        advice = f"Give ranks equal work: as many tiles of the batch for each, two or more{now}; and compute more"
+        advice += " between two updates: a larger `train.batch` or `train.grad_accumulation`."
+    else:
+        advice = "Send less often: a larger `train.batch` or `train.grad_accumulation`; let a rank compute while it"
+        advice += f" sends: two or more tiles of the batch for each{now}; or a faster network, or cores not shared."
+    return Finding("other-ranks", cause, advice)
+
+
 def short_tasks(s: Summary) -> Finding | None:
     """Tasks shorter than GOOD times the overhead, and it shows; or submission is what the workers wait for."""
     mean, overhead = s["mean_task_s"], s["overhead_per_task_s"]
@@ -161,6 +184,7 @@ def busy_machine(s: Summary) -> Finding | None:
 # Each explains the idle time that those after it would be blamed for.
 RULES: list[Callable[[Summary], Finding | None]] = [
     busy_machine,
+    other_ranks,
     short_tasks,
     serial_chain,
     few_tiles,
@@ -168,11 +192,13 @@ RULES: list[Callable[[Summary], Finding | None]] = [
     imbalance,
     low_roofline,
 ]
-EXCLUSIVE = {"short-tasks", "serial-chain", "few-tiles", "imbalance"}  # explanations of the same idle time
+# Explanations of the same idle time.
+EXCLUSIVE = {"other-ranks", "short-tasks", "serial-chain", "few-tiles", "imbalance"}
 
 
 # Where no config has chosen the tiles: tasks in Python, in a block under nt.profile.
 IN_BLOCKS = {
+    "other-ranks": "Give ranks equal work, and more of it between two exchanges.",
     "short-tasks": "Fewer, larger tasks: larger tiles, or lists of tiles as arguments.",
     "serial-chain": "Let tasks that add to one tile use mode REDUX, or cut the sum into fewer parts.",
     "few-tiles": "Cut the arrays finer, so that more tasks can run at once.",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -51,6 +51,7 @@ class Worker:
     kind: str
     node: int = 0
     counters: dict[str, float] = field(default_factory=dict)
+    rank: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +64,50 @@ class Bus:
     transfers: int
 
 
+@dataclass(frozen=True, slots=True)
+class End:
+    """One end of a message between ranks, as its rank saw it; dates in ns.
+
+    before, after: tasks of that rank that it waits for, and that wait for it; relays: ends of that rank that it waits
+    for, by their numbers, such as the receive of what it sends on."""
+
+    sends: bool
+    peer: int
+    tag: int
+    bytes: int
+    name: str  # of the tile
+    step: int
+    posted: int
+    ended: int
+    before: tuple[int, ...] = ()
+    after: tuple[int, ...] = ()
+    relays: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """A tile on its way from one rank to another; `ready`: the tile was there, `open`: there was a place for it, ns."""
+
+    source: int
+    target: int
+    send: End
+    receive: End
+    ready: int
+    open: int
+
+    @property
+    def way(self) -> tuple[int, int]:
+        """When it was on its way: from when both ranks were ready until it had arrived."""
+        return min(max(self.ready, self.open), self.receive.ended), self.receive.ended
+
+
 @dataclass
 class Trace:
-    """Tasks in the order of submission, a column each; dates in ns. StarPU's own are last, without uses."""
+    """Tasks in the order of submission, a column each; dates in ns. StarPU's own are last, without uses.
+
+    Of several ranks: those of all of them, on the clock of the first, in an order that they could have been submitted
+    in; `mains` are the main memories among the nodes, by rank, `messages` what went between them. Before ranks are put
+    together each has the `ends` of messages that it saw."""
 
     infos: list[Info]
     workers: list[Worker]
@@ -87,6 +129,11 @@ class Trace:
     light: bool = (
         False  # only submit, start and end were dated; pop is when the task was ready, the others one of these
     )
+    mains: list[int] = field(default_factory=lambda: [0])
+    hosts: list[str] = field(default_factory=list)
+    ends: list[End] = field(default_factory=list)
+    messages: list[Message] = field(default_factory=list)
+    clock: dict[str, Any] | None = None  # how far the ranks' clocks were apart, and how well that is known
     _before: list[list[int]] | None = None
 
     def __len__(self) -> int:
@@ -97,8 +144,19 @@ class Trace:
 
     @property
     def window(self) -> tuple[int, int]:
-        """From the first submission to the last end."""
-        return int(self.submit.min()), int(self.released.max())
+        """From the first submission to the last end, messages included."""
+        first = min((m.posted for both in self.messages for m in (both.send, both.receive)), default=self.submit.min())
+        last = max((m.ended for both in self.messages for m in (both.send, both.receive)), default=self.released.max())
+        return int(min(first, self.submit.min())), int(max(last, self.released.max()))
+
+    @property
+    def rank(self) -> Ints:
+        """Of each task."""
+        return np.array([worker.rank for worker in self.workers], np.int64)[self.worker]
+
+    @property
+    def ranks(self) -> int:
+        return len(self.mains)
 
     @property
     def seconds(self) -> Any:
@@ -171,6 +229,17 @@ def merge(start: Ints, end: Ints) -> tuple[Ints, Ints]:
     first = np.concatenate(([True], start[1:] > end[:-1]))
     last = np.concatenate((np.flatnonzero(first)[1:] - 1, [len(end) - 1]))
     return start[first], end[last]
+
+
+def common(one: tuple[Ints, Ints], other: tuple[Ints, Ints]) -> int:
+    """The time that is in both of two sets of intervals, ns."""
+    return length(one) + length(other) - length(one, other)
+
+
+def intervals(pairs: Iterable[tuple[int, int]]) -> tuple[Ints, Ints]:
+    """The union of (start, end)."""
+    table = np.array([*pairs], np.int64).reshape(-1, 2)
+    return merge(table[:, 0], table[:, 1])
 
 
 def length(*parts: tuple[Ints, Ints]) -> int:

@@ -6,7 +6,7 @@ import gc
 import json
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
@@ -22,29 +22,46 @@ from nntile_py.config.run import RunConfig, runtime_options
 from nntile_py.config.spec import build_model, step_spec, tiling
 from nntile_py.errors import NNTileError
 from nntile_py.execution import memory
+from nntile_py.execution.mpi import ranks
 from nntile_py.execution.program import Store, programs
 from nntile_py.execution.runtime import Runtime
 from nntile_py.graph.fusion import Fusion
 from nntile_py.graph.graph import Graph
 from nntile_py.profiling.alone import SLOTS, clocked, runner, write_random
 from nntile_py.sweep.spec import METRICS, Measure
-from nntile_py.system.load import Load
+from nntile_py.system import ranks as system
+from nntile_py.system.load import Load, among
 from nntile_py.tasks.op import CATEGORIES, Lowering
+from nntile_py.training.together import ranks_of_run
 
 
 def main() -> int:
-    """Status 0, or 1 at the first point that fails, with {"error": ...}. All points have one `runtime`."""
+    """Status 0, or 1 at the first point that fails, with {"error": ...}. All points have one `runtime`.
+
+    Of several ranks the first is asked and answers."""
     try:
         with ExitStack() as running:  # StarPU, from the first point that needs it
-            for line in sys.stdin:
+            for line in _asked():
                 what = json.loads(line)
                 result = measure(RunConfig.model_validate(what["config"]), Measure(**what["measure"]), running)
-                print("\n" + json.dumps(result), flush=True)
+                if system.leads():
+                    print("\n" + json.dumps(result), flush=True)
                 gc.collect()  # the point's tiles: the next one needs their place
     except (NNTileError, MemoryError, OSError) as error:
+        system.failing()
         print("\n" + json.dumps({"error": f"{type(error).__name__}: {error}"}), flush=True)
         return 1
     return 0
+
+
+def _asked() -> Iterator[str]:
+    """Lines of stdin, which the first rank has for all."""
+    if system.started()[1] == 1:
+        yield from sys.stdin
+        return
+    every = ranks()
+    while line := every.from_first(sys.stdin.readline() if system.leads() else ""):
+        yield line
 
 
 def measure(config: RunConfig, how: Measure, running: ExitStack) -> dict[str, Any]:
@@ -62,7 +79,7 @@ def measure(config: RunConfig, how: Measure, running: ExitStack) -> dict[str, An
     whole = how.how == "run" and how.work in ("train", *FORWARD)  # made with what runs it
     built = None if whole else build(config, how.work, how.phase)
     if how.how != "plan" and Runtime.current is None:
-        running.enter_context(Runtime(**runtime_options(config.runtime.model_dump())))
+        running.enter_context(Runtime(**runtime_options(config.runtime.model_dump()), mpi=True))
     if whole:
         built, step = (_training if how.work == "train" else _forward)(config, how)
     assert built is not None
@@ -90,13 +107,16 @@ def _timed(config: RunConfig, how: Measure, step: Callable[[int], Any]) -> dict[
     """What is known of every contestant."""
     with Load() as load:
         times = _times(step, how)
+    all_ranks = ranks_of_run()
+    loads = all_ranks.to_first(load) if all_ranks else [load]
+    others = among(loads)["others"] if loads else None
     seconds = statistics.median(times)
     tokens = how.alpha * config.train.batch * config.train.seq
     tokens *= config.train.grad_accumulation if how.work == "train" else 1
     return {
         "seconds": seconds, "seconds_min": min(times), "seconds_max": max(times),
         "ms": seconds * 1e3, "us": seconds * 1e6, "best ms": min(times) * 1e3, "best us": min(times) * 1e6,
-        "tokens_per_s": tokens / seconds, "times": times, "peak_mib": _peak_mib(config), "others": load.others,
+        "tokens_per_s": tokens / seconds, "times": times, "peak_mib": _peak_mib(config), "others": others,
     }  # fmt: skip
 
 

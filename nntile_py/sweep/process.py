@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import select
+import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,10 +16,13 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from nntile_py.errors import ConfigError
+
 if TYPE_CHECKING:
     from nntile_py.sweep.spec import Point
 
 STOP_LIMIT = 30.0  # seconds for a process to stop its runtime
+MPIRUN_LIMIT = 10.0  # and for mpirun to end its ranks
 
 # On Linux a sweep that is killed takes its point with it (PR_SET_PDEATHSIG), so that none goes on beside the resumed
 # sweep. Asked for before anything is imported, as that takes a second.
@@ -27,19 +32,38 @@ if sys.platform == "linux":
     ctypes.CDLL(None).prctl(1, 9)
 if os.getppid() != int(sys.argv[1]):
     os._exit(1)
+if len(sys.argv) > 2:
+    os.execvp(sys.argv[2], sys.argv[2:])
 from nntile_py.sweep.point import main
 sys.exit(main())
 """
+_RANK = "import sys; from nntile_py.sweep.point import main; sys.exit(main())"
+
+
+def ranks_of(point: Point) -> int | None:
+    """How many processes measure a point together, started by mpirun; None: one, without it."""
+    return point.config.runtime.nodes if point.config and point.measure.how != "plan" else None
+
+
+def mpirun(ranks: int) -> list[str]:
+    """The command that starts so many ranks: NNTILE_MPIRUN, such as `mpirun --bind-to none`, with their number."""
+    command = shlex.split(os.environ.get("NNTILE_MPIRUN", "mpirun"))
+    if not command or not shutil.which(command[0]):
+        told = f"needs {command[0] if command else 'mpirun'}, which is not there"
+        raise ConfigError(f"runtime.nodes: got {ranks}, which {told}; allowed: null, or NNTILE_MPIRUN with a command")
+    return [*command, "-n", str(ranks), sys.executable, "-c", _RANK]
 
 
 class Process:
-    """Measures one point after the other."""
+    """Measures one point after the other; ranks: with so many processes, or None."""
 
-    def __init__(self) -> None:
+    def __init__(self, ranks: int | None = None) -> None:
         self.runs: Any = None  # Point.process of its first point, and so of all
+        self.ranks = ranks
+        command = mpirun(ranks) if ranks else []
         self._errors, self._read = tempfile.TemporaryFile(), b""  # noqa: SIM115
         self._child = subprocess.Popen(
-            [sys.executable, "-c", _START, str(os.getpid())], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            [sys.executable, "-c", _START, str(os.getpid()), *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             stderr=self._errors, start_new_session=True,
         )  # fmt: skip
 
@@ -87,6 +111,10 @@ class Process:
             self._child.stdin.close()
         with suppress(subprocess.TimeoutExpired):
             self._child.wait(patience)
+        if self._child.poll() is None and self.ranks:  # mpirun then ends what it has started
+            self._child.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                self._child.wait(MPIRUN_LIMIT)
         if self._child.poll() is None:
             os.killpg(self._child.pid, signal.SIGKILL)
             self._child.wait()
@@ -110,7 +138,7 @@ class Processes:
         if self._last and self._last.runs != point.process:
             self._end(STOP_LIMIT)
         if not self._last:
-            self._last, self._next = self._next or Process(), None
+            self._last, self._next = self._take(ranks_of(point)), None
         if (
             self.together
             and point.config.runtime.cuda  # on CPU its imports would take the cores of what is being measured
@@ -126,6 +154,14 @@ class Processes:
             if not (well and self.together):
                 self._end(STOP_LIMIT if well else 0.0)
         return result
+
+    def _take(self, ranks: int | None) -> Process:
+        """The one that is there, if it has as many ranks."""
+        if self._next and self._next.ranks == ranks:
+            return self._next
+        if self._next:
+            self._next.close(0.0)
+        return Process(ranks)
 
     def _end(self, patience: float) -> None:
         if self._last:

@@ -302,6 +302,9 @@ def points(sweep: Sweep) -> list[Point]:
             measure: Measure = validated(Measure, sweep.measure.model_dump() | own, "measure.")
             rest = sweep.set_ | {key: value for key, value in every.items() if not key.startswith("measure.")}
             config = load(sweep.config, _overrides(rest))
+            if config.runtime.nodes and (measure.how == "operators" or measure.contestant != "nntile"):
+                told = "null, where measure.how is operators or measure.contestant another than nntile"
+                raise ConfigError(f"runtime.nodes: got {config.runtime.nodes}; allowed: {told}")
         except ConfigError as refused:
             measure, error = sweep.measure, str(refused)
         what = [config.model_dump(by_alias=True) if config else sets, _set(measure)]

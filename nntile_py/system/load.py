@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import platform
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,8 @@ class Load:
     the processor time of this process. None where the system does not tell, or the block took less than 50 ms."""
 
     others: float | None = None
+    own = 0.0  # cores that this process kept busy
+    where: tuple[str, frozenset[int]] = ("", frozenset())  # the machine, the cores that this process may use
 
     def __enter__(self) -> Load:
         self._start = time.perf_counter(), _busy_seconds(), time.process_time()
@@ -24,12 +28,23 @@ class Load:
 
     def __exit__(self, *_: object) -> None:
         wall, busy, own = time.perf_counter() - self._start[0], _busy_seconds(), time.process_time() - self._start[2]
+        self.own = own / wall
+        self.where = platform.node(), frozenset(os.sched_getaffinity(0))
         if busy is not None and self._start[1] is not None and wall >= 0.05:
             self.others = max(busy - self._start[1] - own, 0.0) / wall
 
     def facts(self) -> dict[str, Any]:
         """For summary.json: cores that this process may use, cores that others kept busy, the load average."""
         return {"cores": cores(), "others": self.others, "load_average": os.getloadavg()[0]}
+
+
+def among(loads: Sequence[Load]) -> dict[str, Any]:
+    """Load.facts of the rank whose cores others kept busiest: ranks that share them are none of those."""
+    found = []
+    for load in loads:
+        ranks = sum(other.own for other in loads if other is not load and other.where == load.where)
+        found.append(load.facts() | {"others": None if load.others is None else max(load.others - ranks, 0.0)})
+    return max(found, key=lambda facts: facts["others"] or 0.0)
 
 
 def cores() -> int:

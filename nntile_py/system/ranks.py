@@ -21,6 +21,11 @@ def started() -> tuple[int, int]:
     return 0, 1
 
 
+def leads() -> bool:
+    """Whether this process is the first: it alone tells and writes what all know."""
+    return started()[0] == 0
+
+
 def who() -> str:
     """In front of an error: "rank 1 of 4: "; nothing where there is one process."""
     rank, size = started()

@@ -249,16 +249,37 @@ def facts(folder: Path) -> dict[str, Any]:
     return dict(state)
 
 
-def averages(folder: Path) -> dict[str, dict[str, Array]]:
-    """The optimizer's averages by their name, then by weight."""
-    from safetensors.numpy import load_file
+class Averages(Mapping[str, Array]):
+    """Those of one name in a file, by weight; each is read when it is asked for."""
 
-    result: dict[str, dict[str, Array]] = {}
+    def __init__(self, path: Path, file: Any, names: Mapping[str, str]) -> None:
+        self._path, self._file, self._names = path, file, names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __getitem__(self, weight: str) -> Array:
+        name = self._names[weight]
+        try:
+            found: Array = self._file.get_tensor(name)
+        except Exception as error:  # safetensors' own, and TypeError for dtypes that numpy lacks
+            raise Damaged(f"{self._path}: {name}: {error}") from None
+        return found
+
+
+def averages(folder: Path) -> dict[str, Averages]:
+    """The optimizer's averages by their name, then by weight."""
+    from safetensors import safe_open
+
+    path, names = folder / OPTIMIZER, dict[str, dict[str, str]]()
     try:
-        arrays = load_file(folder / OPTIMIZER)
-    except Exception as error:  # its own, and TypeError for dtypes that numpy lacks
-        raise Damaged(f"{folder / OPTIMIZER}: {error}") from None
-    for name, value in arrays.items():
-        weight, _, average = name.rpartition(".")
-        result.setdefault(average, {})[weight] = value
-    return result
+        file: Any = safe_open(path, "numpy")
+        for name in file.keys():  # noqa: SIM118
+            weight, _, average = name.rpartition(".")
+            names.setdefault(average, {})[weight] = name
+    except Exception as error:  # its own
+        raise Damaged(f"{path}: {error}") from None
+    return {average: Averages(path, file, of) for average, of in names.items()}

@@ -36,7 +36,7 @@ from nntile_py.training.resume import check_same, data_facts, flat, newest
 from nntile_py.training.run_folder import GENERATION, Metrics, RunFolder, check_alone, check_replaced
 from nntile_py.training.sample import AnyCorpus, sampled
 from nntile_py.training.saver import Saver, told
-from nntile_py.training.together import Silent, agree, told_by_first
+from nntile_py.training.together import Giver, Silent, agree, told_by_first
 from nntile_py.training.trainer import STEPS_IN_FLIGHT, Trainer
 
 SKIPS = 10  # steps in a row that are skipped: no later one will be better
@@ -84,6 +84,9 @@ def train(
         tell(f"going on after step {resumed.step}, from {resumed.folder}" + (f"; {differs}" if differs else ""))
     with runtime, _signals() as stop:
         trainer = build_trainer(config, resumed.model(config) if resumed else None)
+        if ranks:
+            runtime.forget(trainer)  # at the end no rank wants all weights: the first has written them
+            trainer.model.weights = {}  # they are in tiles
         if resumed:
             resumed.restore(trainer)
         batches = (
@@ -107,7 +110,6 @@ def train(
         try:
             with Display(console, config, trainer) as display:
                 first, last = _steps(config, batches, trainer, metrics, display, saver, stop)
-            trainer.gather()
             saver.finish()
         except BaseException:
             saver.abandon()
@@ -118,6 +120,7 @@ def train(
             raise
         try:
             saved = _save(saver, metrics, config, rescue, stop, tell)
+            saver.close()
         finally:
             metrics.close()
             saver.folder.close()
@@ -145,9 +148,9 @@ def _follow(
     """What a rank does that is not the first: the same steps, and whatever all ranks do together.
 
     It ends well even where a signal has ended the run: mpirun would end the first rank before that has told of it."""
-    silent = Silent()
-    _, last = _steps(config, batches, trainer, silent, silent, silent, stop)
-    trainer.gather()
+    silent, giver = Silent(), Giver(trainer, config.checkpoint.async_)
+    _, last = _steps(config, batches, trainer, silent, silent, giver, stop)
+    giver.finish()
     if not (last and "confusion" in last):
         sampled(config, corpus, batches, trainer, stop)
     return 0
@@ -291,7 +294,7 @@ class Display:
 
 def _steps(
     config: RunConfig, batches: Batches | LabelledBatches, trainer: Trainer, metrics: Metrics | Silent,
-    display: Display | Silent, saver: Saver | Silent, stop: list[str],
+    display: Display | Silent, saver: Saver | Giver, stop: list[str],
 ) -> tuple[float, dict[str, Any] | None]:  # fmt: skip
     """All steps that are left, or those up to a signal: the held-out loss before the first, and what was last measured
     since."""
@@ -339,7 +342,6 @@ def _steps(
         if ends:
             break
         if due:
-            trainer.gather()
             saver.begin(step)
     if skipped and stop:
         _measured(batches, trainer)  # raises if the weights are what is wrong

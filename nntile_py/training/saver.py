@@ -11,12 +11,12 @@ from typing import Any
 
 from nntile_py.config.sections import Checkpoint, seconds
 from nntile_py.errors import NNTileError
-from nntile_py.system.cgroup import free_memory
 from nntile_py.system.folders import sync
 from nntile_py.training import checkpoint
 from nntile_py.training.run_folder import METRICS, RunFolder
 from nntile_py.training.saved import facts as trainer_facts
 from nntile_py.training.snapshot import Live, Snapshot
+from nntile_py.training.together import room_for_copies
 from nntile_py.training.trainer import Trainer
 
 
@@ -44,7 +44,7 @@ class Saver:
     def waits(self) -> bool:
         """Whether training stands still while one is written."""
         if self._copies is None:
-            need, free = self._trainer.live().state().bytes, free_memory()
+            need, free = room_for_copies(self._trainer)
             self._copies = self._how.async_ and need < free
             if self._how.async_ and not self._copies:
                 text = f"{need / 2**30:.2f} GiB, of which {free / 2**30:.2f} are free"
@@ -73,7 +73,7 @@ class Saver:
         `needs_report` itself too."""
         if self._in_doubt:
             self._leave_out()
-        self._join()  # the disk is slower than the steps
+        self._join()  # the disk is slower than the steps; of several ranks none copies before
         self._look()
         self._begun, self._step, self._ended, self._abandoned = time.monotonic(), step, False, False
         if not self.waits:
@@ -82,6 +82,7 @@ class Saver:
             self._thread.start()
         elif self._good < step:
             self._leave_out()
+            self._trainer.live().end()
         else:
             self._write(self._trainer.live(), self.folder.path)
             self._join()
@@ -118,6 +119,10 @@ class Saver:
         assert self.newest == step
         return step
 
+    def close(self) -> None:
+        """No other checkpoint will be written: the other ranks may go on."""
+        self._trainer.live().end(last=True)
+
     def finish(self) -> None:
         """Training has ended: wait for the one that is being written."""
         self._ended = True
@@ -128,6 +133,7 @@ class Saver:
         """When the copy is there, the metrics have its step, and its weights are known to be good."""
         while not (snapshot.done() and (self._good > snapshot.step or self._last(snapshot.step))):
             if self._abandoned:
+                snapshot.end()
                 return
             time.sleep(0.001)
         self._write(snapshot, run)
@@ -146,6 +152,8 @@ class Saver:
             checkpoint.prune(run, self._how.keep, self._how.keep_every)
         except Exception as error:  # told by the main thread; training goes on
             self._failed = error
+        finally:
+            live.end()
 
     def _join(self) -> None:
         if self._thread:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from nntile_py.execution.program import Store
+from nntile_py.execution.program import Store, whole
 from nntile_py.graph.declared import Param
 from nntile_py.graph.optimizers import LOW_BITS
 from nntile_py.graph.step import Step
-from nntile_py.tasks.op import Lowering, Tensor
+from nntile_py.tasks.op import Tensor
 from nntile_py.tasks.optimizer import joined
 from nntile_py.training.checkpoint import State, Stored
 
@@ -33,19 +34,50 @@ def states_of(built: Step) -> dict[str, dict[Tensor, Tensor]]:
 class Live:
     """Weights and averages in a trainer's tiles; `state` reads each when it is asked for, and waits for the tasks.
 
-    Of several ranks, on the one that holds them: see Trainer.gather."""
+    Every one of several ranks makes it. The first reads `state`, for which the others `give` the tiles that it has not,
+    until it says `end`: it holds no more than its own tiles and one tensor."""
 
     def __init__(self, step: int, built: Step, store: Store) -> None:
         self.step, self._built, self._store, self._states = step, built, store, states_of(built)
+        weights = {param.tensor: built.first for param in built.params}
+        averages = {tensor: built.update for of in self._states.values() for tensor in of.values()}
+        self.pieces = store.pieces(weights | averages)
+        self._numbers: dict[Tensor, list[int]] = {}
+        for number, piece in enumerate(self.pieces):
+            self._numbers.setdefault(piece.tensor, []).append(number)
+        self._ranks = store.ranks
+        self._own = self._ranks.rank if self._ranks else 0
 
-    @cached_property
-    def tensors(self) -> dict[Tensor, Lowering]:
-        """All of them, with the lowering that has their tiles."""
-        weights = {param.tensor: self._built.first for param in self._built.params}
-        return weights | {tensor: self._built.update for of in self._states.values() for tensor in of.values()}
+    @property
+    def mine(self) -> list[int]:
+        """The numbers of the pieces that this rank gives."""
+        return [number for number, piece in enumerate(self.pieces) if piece.rank == self._own]
+
+    def piece(self, number: int) -> Array:
+        """One that this rank has."""
+        found: Array = self._store.handle(self.pieces[number].tile).read()
+        return found
+
+    def give(self) -> bool:
+        """On ranks that are not the first: give it what it asks for, until it says `end`; whether that was the last."""
+        assert self._ranks
+        return self._ranks.give(self.piece)
+
+    def end(self, last: bool = False) -> None:
+        """On the first rank: no more is asked of the others. last: there will be no other checkpoint."""
+        if self._ranks:
+            self._ranks.end_giving(last)
 
     def read(self, tensor: Tensor) -> Array:
-        return self._store.read(self.tensors[tensor], tensor, held=True)
+        numbers = self._numbers[tensor]
+        return whole(tensor, [(self.pieces[number].where, self._part(number)) for number in numbers])
+
+    def _part(self, number: int) -> Array:
+        rank = self.pieces[number].rank
+        if rank == self._own or not self._ranks:
+            return self.piece(number)
+        given: Array = self._ranks.ask(rank, number)
+        return given
 
     def state(self) -> State:
         """Raises TaskError where a task had failed."""
@@ -69,7 +101,8 @@ class Snapshot(Live):
 
     def __init__(self, step: int, built: Step, store: Store) -> None:
         super().__init__(step, built, store)
-        self._copied = store.copy(self.tensors)
+        self._copied = store.copy(self.pieces[number].tile for number in self.mine)
+        self._place = {number: place for place, number in enumerate(self.mine)}
 
     def done(self) -> bool:
         return self._copied.done()
@@ -78,8 +111,10 @@ class Snapshot(Live):
         """Raises TaskError if a task failed."""
         self._copied.wait()
 
-    def read(self, tensor: Tensor) -> Array:
-        return self._copied.array(tensor)
+    def piece(self, number: int) -> Array:
+        while not self.done():  # another rank's may be, and its thread asks
+            time.sleep(0.001)
+        return self._copied.array(self._place[number])
 
 
 def _stored(params: Sequence[Param], dtype: str, value: Callable[[Param], Array]) -> dict[str, Stored]:

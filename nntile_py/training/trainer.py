@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from nntile_py import _core
-from nntile_py.errors import ConfigError, TaskError
+from nntile_py.errors import ConfigError, NNTileError, TaskError
 from nntile_py.execution import memory
 from nntile_py.execution.packed import Bins, Filled, bins_of
 from nntile_py.execution.program import Program, Store, programs
@@ -312,12 +312,6 @@ class Trainer:
         """Start to copy weights and averages as the steps submitted so far leave them; returns at once."""
         return Snapshot(self.steps, self._built, self._store)
 
-    def gather(self) -> None:
-        """Of several ranks, all of which call it, have the first hold all weights and averages: it alone can then read
-        a snapshot, or what is live."""
-        if self._runtime.ranks:
-            self._store.gather(self.live().tensors)
-
     def live(self) -> Live:
         """Weights and averages, read one by one."""
         return Live(self.steps, self._built, self._store)
@@ -348,11 +342,20 @@ class Trainer:
         The folder is complete or not there; one of that name is replaced. Raises OSError where it cannot be written,
         NNTileError for weights that are no finite numbers."""
         files = {checkpoint.CONFIG: json.dumps(self.hf_config(), indent=2)} if hasattr(self.model, "hf_config") else {}
-        self.gather()
-        if not self._runtime.ranks or self._runtime.ranks.rank == 0:
-            checkpoint.write(Path(folder), self.live().state(), files, saved.facts(self))
-        if self._runtime.ranks:
-            self._runtime.ranks.barrier()
+        ranks, live = self._runtime.ranks, self.live()
+        if ranks and ranks.rank:
+            live.give()
+            if ranks.any(False):
+                raise NNTileError(f"{folder}: the first rank could not write it")
+            return
+        written = False
+        try:
+            checkpoint.write(Path(folder), live.state(), files, saved.facts(self))
+            written = True
+        finally:
+            live.end()
+            if ranks:
+                ranks.any(not written)
 
     def hf_config(self) -> dict[str, Any]:
         """What config.json holds: the model's own, and the dtype of the weights that are written beside it."""

@@ -189,9 +189,17 @@ PYBIND11_MODULE(_core, m) {
   m.def("use_transport", [](const std::optional<py::capsule>& transport, int most) {
     use_transport(transport ? static_cast<const Transport*>(transport->get_pointer()) : nullptr, most);
   }, py::arg("transport"), py::arg("most") = 0);
-  m.def("post", [](std::shared_ptr<Tile> tile, int peer, int64_t tag, int priority, bool sends) {
-    post({std::move(tile), peer, tag, priority, sends});
-  }, py::arg("tile"), py::arg("peer"), py::arg("tag"), py::arg("priority"), py::arg("sends"), release());
+  m.def("post", [](std::shared_ptr<Tile> tile, int peer, int64_t tag, int priority, bool sends, std::string name) {
+    const auto run = profile::begin_run();  // each is a program of its own
+    post({std::move(tile), peer, tag, priority, sends, std::move(name)}, run);
+    return run;
+  }, py::arg("tile"), py::arg("peer"), py::arg("tag"), py::arg("priority"), py::arg("sends"), py::arg("name"), release());
+  m.def("waited_for", [] {
+    static const WaitedFor write = [](int peer, char* text, unsigned long room) {
+      std::snprintf(text, room, "%s", waited_for(peer).c_str());
+    };
+    return py::capsule(reinterpret_cast<void*>(write), kWaitedFor);
+  });
   m.def("chosen", chosen, release());
   py::class_<Submitted, std::shared_ptr<Submitted>>(m, "Submitted")
       .def("done", &Submitted::done)
@@ -323,10 +331,11 @@ PYBIND11_MODULE(_core, m) {
           py::arg("worker") = -1, py::arg("leaves") = std::vector<int>{})
       .def("add_invalidate", &Program::add_invalidate)
       .def("add_message",
-           [](Program& program, std::shared_ptr<Tile> tile, int peer, int64_t tag, int priority, bool sends) {
-             program.add_message({std::move(tile), peer, tag, priority, sends});
+           [](Program& program, std::shared_ptr<Tile> tile, int peer, int64_t tag, int priority, bool sends,
+              std::string name) {
+             program.add_message({std::move(tile), peer, tag, priority, sends, std::move(name)});
            },
-           py::arg("tile"), py::arg("peer"), py::arg("tag"), py::arg("priority"), py::arg("sends"))
+           py::arg("tile"), py::arg("peer"), py::arg("tag"), py::arg("priority"), py::arg("sends"), py::arg("name"))
       .def("run", &Program::run, release())
       .def_property_readonly("tasks", &Program::tasks)
       .def_property_readonly("checked_run", &Program::checked_run);

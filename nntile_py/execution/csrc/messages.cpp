@@ -1,5 +1,8 @@
 // Tiles on their way between ranks.
+#include <map>
+
 #include "internal.h"
+#include "profile.h"
 #include "transport.h"
 
 namespace nntile {
@@ -7,6 +10,21 @@ namespace nntile {
 namespace {
 const Transport* g_transport = nullptr;
 int g_most = 0;  // messages under way
+
+struct UnderWay {
+  std::string name;
+  profile::Passage passage;
+};
+std::mutex g_mutex;
+std::map<uintptr_t, UnderWay> g_under_way;  // by number, in the order in which they were posted
+
+void ended(void* number) {
+  const std::lock_guard lock(g_mutex);
+  auto node = g_under_way.extract(reinterpret_cast<uintptr_t>(number));
+  profile::note(node.mapped().passage);
+  ++g.ended;
+  --g.messages;
+}
 }  // namespace
 
 void use_transport(const Transport* transport, int most) {
@@ -14,7 +32,7 @@ void use_transport(const Transport* transport, int most) {
   g_most = most;
 }
 
-void post(const Message& message) {
+void post(const Message& message, uint32_t run, uint32_t index) {
   require(*message.tile);
   if (!g_transport) throw TaskError("a tile was to travel between ranks, and there is one: use nntile_py.Runtime(mpi=True)");
   if (message.sends && !message.tile->initialised) throw TaskError("a tile was to be sent before any task wrote it");
@@ -23,15 +41,31 @@ void post(const Message& message) {
   if (g.messages >= g_most) wait_until([] { return g.messages < g_most; });
   ++g.messages;
   message.tile->initialised = true;
-  const auto done = [](void*) {
-    ++g.ended;
-    --g.messages;
-  };
+  static uintptr_t count = 0;
+  const auto number = ++count;
+  {
+    const std::lock_guard lock(g_mutex);
+    const auto bytes = static_cast<int64_t>(message.tile->bytes);
+    g_under_way[number] = {message.name, profile::passage(run, index, message.peer, message.sends, message.tag, bytes)};
+  }
   const auto how = message.sends ? g_transport->send : g_transport->receive;
-  if (how(message.tile->handle, message.peer, message.tag, message.priority, done, nullptr)) {
-    --g.messages;
+  void* arg = reinterpret_cast<void*>(number);
+  if (how(message.tile->handle, message.peer, message.tag, message.priority, ended, arg)) {
+    ended(arg);
     throw TaskError("StarPU-MPI refused a message to or from rank " + std::to_string(message.peer));
   }
+}
+
+std::string waited_for(int peer) {
+  const std::lock_guard lock(g_mutex);
+  const UnderWay* found = nullptr;
+  for (const auto& [number, one] : g_under_way) {
+    if (peer >= 0 && one.passage.peer != peer) continue;
+    if (!found || (found->passage.sends && !one.passage.sends)) found = &one;
+    if (!found->passage.sends) break;
+  }
+  if (!found) return "";
+  return found->name + (found->passage.sends ? " to rank " : " from rank ") + std::to_string(found->passage.peer);
 }
 
 }  // namespace nntile

@@ -34,6 +34,7 @@ std::unique_ptr<Buffer[]> g_buffers;
 std::mutex g_others;
 std::atomic<uint32_t> g_runs{0};
 std::vector<Transfers> g_transfers;  // of each bus, before the profile
+std::vector<Passage> g_passages;
 std::vector<std::vector<int64_t>> g_submitted;  // of a light profile: by run, by task
 constexpr int64_t kMemoryEvery = 20'000;  // ns
 
@@ -77,6 +78,13 @@ std::string node_name(unsigned node) {
   return name;
 }
 
+template <class Row>
+py::array_t<int64_t> table(const std::vector<Row>& rows) {
+  py::array_t<int64_t> made({rows.size(), sizeof(Row) / sizeof(int64_t)});
+  std::memcpy(made.mutable_data(), rows.data(), rows.size() * sizeof(Row));
+  return made;
+}
+
 void begin(size_t expected, bool light) {
   require_running();
   require_main_thread();
@@ -94,6 +102,7 @@ void begin(size_t expected, bool light) {
   g_transfers.clear();
   for (int bus = 0; bus < starpu_bus_get_count(); ++bus) g_transfers.push_back(transfers(bus));
   g_submitted.clear();
+  g_passages.clear();
   if (!light) starpu_profiling_status_set(STARPU_PROFILING_ENABLE);  // resets the counters of workers
   g_light = light;
   g_on = true;
@@ -143,11 +152,9 @@ py::dict finish() {
                           py::arg("bytes") = now.bytes - before.bytes, py::arg("transfers") = now.count - before.count));
   }
   if (!light) starpu_profiling_status_set(STARPU_PROFILING_DISABLE);
-  const size_t columns = sizeof(Event) / sizeof(int64_t);
-  py::array_t<int64_t> table({events.size(), columns});
-  std::memcpy(table.mutable_data(), events.data(), events.size() * sizeof(Event));
-  return py::dict(py::arg("events") = table, py::arg("workers") = workers, py::arg("nodes") = nodes,
-                  py::arg("buses") = buses, py::arg("light") = light);
+  return py::dict(py::arg("events") = table(events), py::arg("messages") = table(g_passages),
+                  py::arg("workers") = workers, py::arg("nodes") = nodes, py::arg("buses") = buses,
+                  py::arg("light") = light);
 }
 
 }  // namespace
@@ -170,6 +177,19 @@ void watch(starpu_task* task, uint32_t run, uint32_t index) {
   else task->callback_func = ended;
 }
 
+Passage passage(uint32_t run, uint32_t index, int peer, bool sends, int64_t tag, int64_t bytes) {
+  const int64_t posted = run ? now() : 0;
+  if (run && light()) g_submitted.back().push_back(posted);  // its place in the list
+  return {run, index, peer, sends, tag, bytes, posted, 0};
+}
+
+void note(Passage passage) {
+  if (!passage.run || !on()) return;
+  passage.ended = now();
+  const std::lock_guard lock(g_others);
+  g_passages.push_back(passage);
+}
+
 void Interval::keep() const {
   if (!on()) return;
   const auto* task = of_ == Of::program ? starpu_task_get_current() : nullptr;
@@ -182,6 +202,7 @@ void Interval::keep() const {
 void bind(py::module_& m) {
   m.def("profile_begin", begin, py::arg("expected"), py::arg("light") = false);
   m.def("profile_finish", finish);
+  m.def("profile_now", now);  // on the clock of the profile that is taken
 }
 
 }  // namespace nntile::profile

@@ -20,6 +20,14 @@ int64_t now();
 
 // A replay of a program begins: its number from 1, or 0 while profiling is off.
 uint32_t begin_run();
+// A message between ranks: one end of it, as this rank saw it. The order is that of PASSAGE in
+// nntile_py/profiling/collect.py; run 0: nobody profiles it.
+struct Passage {
+  int64_t run, index, peer, sends, tag, bytes, posted, ended;
+};
+Passage passage(uint32_t run, uint32_t index, int peer, bool sends, int64_t tag, int64_t bytes);  // posted now
+void note(Passage passage);  // ended now
+
 // About to be submitted: the task's dates will be kept when it ends, as those of task `index` of that replay.
 void watch(starpu_task* task, uint32_t run, uint32_t index);
 

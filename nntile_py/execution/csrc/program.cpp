@@ -358,7 +358,7 @@ uint32_t Program::run(const std::vector<double>& slots) {
       continue;
     }
     if (const auto* message = std::get_if<Message>(&item)) {
-      post(*message);
+      post(*message, replay, replay ? index++ : 0);
       continue;
     }
     if (g.window > 0 && starpu_task_nsubmitted() >= g.window)

@@ -92,8 +92,11 @@ struct Message {
   int64_t tag;
   int priority;
   bool sends;
+  std::string name;  // of the tile
 };
-void post(const Message& message);  // in order with the tasks; waits only for the window of messages
+// In order with the tasks; waits only for the window of messages. run, index: of the profile that is taken, if one is.
+void post(const Message& message, uint32_t run = 0, uint32_t index = 0);
+std::string waited_for(int peer = -1);  // the oldest message under way with a rank, or any; empty if there is none
 void use_transport(const struct Transport* transport, int most);  // null: there is one rank
 void reserve_for_tiles();      // on each device, one block of all that tiles may take, to cut them from
 

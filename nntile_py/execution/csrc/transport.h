@@ -13,4 +13,8 @@ struct Transport {
 };
 constexpr auto kTransport = "nntile_py transport";  // the name of the capsule
 
+// What _core gives to _mpi: writes what this process waits for from a rank (-1: from any) into `text`.
+using WaitedFor = void (*)(int peer, char* text, unsigned long room);
+constexpr auto kWaitedFor = "nntile_py waited for";
+
 }  // namespace nntile

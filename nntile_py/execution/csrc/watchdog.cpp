@@ -61,7 +61,8 @@ std::string advice() {
   const std::lock_guard lock(g_mutex);
   throw TaskError(what + " for " + std::to_string(patience.count()) + " s although " +
                   std::to_string(starpu_task_nsubmitted()) + " are left" +
-                  (g.messages ? ", and " + std::to_string(g.messages) + " messages to or from other ranks" : "") +
+                  (g.messages ? ", and " + std::to_string(g.messages) + " messages to or from other ranks, the first " +
+                                    waited_for() : "") +
                   (g.leaving ? ", and " + std::to_string(g.leaving) + " tiles on their way to main memory" : "") +
                   ". Memory: " + state + ". " + advice());
 }

@@ -1,0 +1,154 @@
+"""What ranks sent each other and waited for, in figures: of a trace of several."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from nntile_py.profiling.trace import Ints, Message, Trace, common, intervals, length, merge
+
+# A pause this short between two tasks is the runtime's; a longer one is a worker without work.
+PAUSE_NS = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """A worker of a rank had no task, from `start` to `end` (ns), as the one that it took next, or what that waited
+    for, lacked only this message."""
+
+    rank: int
+    worker: int
+    task: int  # that lacked it
+    start: int
+    end: int
+    message: Message
+
+    @property
+    def peer(self) -> int:
+        return self.message.source if self.rank == self.message.target else self.message.target
+
+    @property
+    def late(self) -> int:
+        """Until when the other rank was not ready for the message; from then on it was on its way."""
+        return min(max(self.message.way[0], self.start), self.end)
+
+
+def waits(trace: Trace) -> list[Wait]:
+    """Of all workers, in the order of time for each."""
+    if not trace.messages:
+        return []
+    lacking, released = _releases(trace)
+    starts, found = trace.start.tolist(), []
+    for worker, of in enumerate(trace.workers):
+        mine = np.flatnonzero(trace.worker == worker)
+        mine = mine[np.argsort(trace.start[mine], kind="stable")]
+        begin = trace.start[mine]
+        for start, end in zip(*(dates.tolist() for dates in idle(trace, worker)), strict=True):
+            place = int(np.searchsorted(begin, end))
+            task = int(mine[place]) if place < len(mine) else -1
+            while task >= 0 and start < end:  # back along what each waited for last
+                if task in lacking:
+                    since, arrived, message = lacking[task]
+                    if (a := max(start, since)) < (b := min(end, arrived)):
+                        found.append(Wait(of.rank, worker, task, a, b, message))
+                    end = min(end, since)
+                task = released[task]
+                end = min(end, starts[task])
+    return sorted(found, key=lambda wait: (wait.worker, wait.start))
+
+
+def _releases(trace: Trace) -> tuple[dict[int, tuple[int, int, Message]], list[int]]:
+    """For tasks that a message came last for: from when, until when they lacked only it; and for each task the one of
+    its rank that it waited for last, -1 where there is none."""
+    last: dict[int, tuple[int, Message]] = {}
+    for message in trace.messages:
+        for end in (message.receive, message.send):
+            for task in end.after:
+                if task not in last or last[task][0] < end.ended:
+                    last[task] = end.ended, message
+    rank_of, ends, submitted = trace.rank.tolist(), trace.end.tolist(), trace.submit.tolist()
+    released = []
+    for task, before in enumerate(trace.before):
+        own = (other for other in before if rank_of[other] == rank_of[task])
+        released.append(max(own, key=ends.__getitem__, default=-1))
+    lacking = {}
+    for task, (arrived, message) in last.items():
+        since = max(submitted[task], ends[released[task]] if released[task] >= 0 else 0)
+        if since < arrived:
+            lacking[task] = since, arrived, message
+    return lacking, released
+
+
+def idle(trace: Trace, worker: int) -> tuple[Ints, Ints]:
+    """When a worker had no task, and the runtime did not prepare one."""
+    mine, (t0, t1) = trace.worker == worker, trace.window
+    handle = np.minimum(trace.pop[mine], trace.fetch[mine]), trace.released[mine]
+    parts = [(trace.fetch[mine], trace.fetched[mine]), (trace.start[mine], trace.end[mine]), handle]
+    busy = merge(np.concatenate([p[0] for p in parts]), np.concatenate([p[1] for p in parts]))
+    start, end = np.append(t0, busy[1]), np.append(busy[0], t1)
+    long = end - start >= PAUSE_NS
+    long[[0, -1]] = True
+    return start[long], np.maximum(end, start)[long]
+
+
+def summarised(trace: Trace, workers: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Of summary.json what only several ranks have; `waiting` is added to the rows of `workers`."""
+    t0, t1 = trace.window
+    window, every = max(t1 - t0, 1), waits(trace)
+    ranks = [_rank(trace, rank, [w for w in every if w.rank == rank], workers) for rank in range(trace.ranks)]
+    links: dict[tuple[int, int], list[Message]] = {}
+    for message in trace.messages:
+        links.setdefault((message.source, message.target), []).append(message)
+    top: dict[tuple[int, int, str], int] = {}
+    for wait in every:
+        key = wait.rank, wait.peer, wait.message.receive.name
+        top[key] = top.get(key, 0) + wait.end - wait.start
+    longest = sorted(top.items(), key=lambda item: -item[1])[:10]
+    return {
+        "ranks": ranks,
+        "messages": [
+            {"from": source, "to": target, "messages": len(of), "bytes": sum(m.send.bytes for m in of),
+             "share_of_run": _length(m.way for m in of) / window}
+            for (source, target), of in sorted(links.items())
+        ],
+        "waited_for": [
+            {"rank": rank, "for_rank": peer, "tile": tile, "seconds": ns * 1e-9} for (rank, peer, tile), ns in longest
+        ],
+        "clock": trace.clock,
+    }  # fmt: skip
+
+
+def _rank(trace: Trace, rank: int, own: Sequence[Wait], workers: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    t0, t1 = trace.window
+    window = max(t1 - t0, 1)
+    numbers = [number for number, worker in enumerate(trace.workers) if worker.rank == rank]
+    for number in numbers:
+        workers[number]["waiting"] = sum(w.end - w.start for w in own if w.worker == number) / window
+    unready = sum(w.late - w.start for w in own) / window / len(numbers)
+    mine = [m for m in trace.messages if rank in (m.source, m.target)]
+    sent, received = [m for m in mine if m.source == rank], [m for m in mine if m.target == rank]
+    way = intervals(m.way for m in mine)
+    of_rank = trace.rank == rank
+    running = merge(trace.start[of_rank], trace.end[of_rank])
+    return {
+        "rank": rank,
+        "host": trace.hosts[rank] if trace.hosts else "",
+        "workers": len(numbers),
+        "tasks": int(of_rank.sum()),
+        "working": sum(workers[n]["working"] for n in numbers) / len(numbers),
+        "communicating": length(way) / window,  # something was on its way to or from it
+        "hidden": common(way, running) / max(length(way), 1),  # the part of that in which a worker of it computed
+        "waiting": sum(workers[n]["waiting"] for n in numbers) / len(numbers),  # of its workers' time
+        "waiting_for_tasks": unready,  # the part of that in which what it waited for was not made yet
+        "sent_bytes": sum(m.send.bytes for m in sent),
+        "sent_messages": len(sent),
+        "received_bytes": sum(m.send.bytes for m in received),
+        "received_messages": len(received),
+    }
+
+
+def _length(pairs: Iterable[tuple[int, int]]) -> int:
+    return length(intervals(pairs))
