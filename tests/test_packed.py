@@ -101,6 +101,41 @@ def test_lengths(lengths: str, tiling: str) -> None:
     check("bert", LENGTHS[lengths], TILINGS[tiling], dropout=0.2)
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_each_sequence(name: str) -> None:
+    """The logits, the loss and the gradients of each sequence alone, among the others of its bin and padded."""
+    batch, found = inputs(LENGTHS["some"]), []
+    batch["labels"][:, 0] = batch["input_ids"][:, 0]
+    for pack in (False, True):
+        trainer = nt.Trainer(made(name), 7, LENGTH, TILINGS["ragged"], pack=pack, optimizer=nt.SGD(lr=0.0))
+        own = []
+        for row in range(7):
+            labels = np.where(np.arange(7)[:, None] == row, batch["labels"], -100)
+            loss, logits = trainer.evaluate(batch | {"labels": labels}, return_logits=True)
+            trainer.step(batch | {"labels": labels})
+            own.append((loss, logits[row, : LENGTHS["some"][row]], *trainer.gradients().values()))
+        found.append(own)
+        trainer.close()
+    for row, (one, other) in enumerate(zip(*found, strict=True)):
+        scale = max(np.linalg.norm(value) for value in one[2:])  # of gradients: some are nothing but rounding
+        for number, (a, b) in enumerate(zip(one, other, strict=True)):
+            assert np.linalg.norm(a - b) < 1e-6 * max(np.linalg.norm(a), scale * (number > 1)), (row, number)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_empty_bins(name: str) -> None:
+    """Of three bins the first alone has a sequence: the same as that by itself."""
+    batch, found = inputs([5]), []
+    for rows, options in ((1, {"pack": False}), (3, {"pack": True, "tiles": {"batch": 1, "embed": 7}})):
+        trainer = nt.Trainer(made(name, dropout=0.2 * (name != "llama")), rows, LENGTH, **options)
+        losses = [trainer.step(batch), trainer.step(batch)]
+        found.append((losses, trainer.gradients(), trainer.evaluate(batch)))
+        trainer.close()
+    (losses, grads, loss), (packed_losses, packed, packed_loss) = found
+    assert np.allclose(losses, packed_losses, rtol=2e-6) and loss == pytest.approx(packed_loss, rel=2e-6)
+    assert all(np.allclose(value, packed[key], rtol=1e-5, atol=1e-6) for key, value in grads.items())
+
+
 @pytest.mark.parametrize("fusion", [True, False])
 @pytest.mark.parametrize("accumulate", ["chain", "commute", "redux", "tree"])
 def test_policies(accumulate: str, fusion: bool) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from nntile_py.graph.bins import DRAWS, LIVE, ROWS, SEGMENTS
+from nntile_py.graph.bins import DRAWS, LIVE, ROWS, SEGMENTS, rows_of
 from nntile_py.graph.declared import Input
 from nntile_py.graph.step import StepSpec
 from nntile_py.tiles.tasklist import live_slot
@@ -48,6 +48,7 @@ class Bins:
     """The bins of a pass: `count` of `capacity` tokens each, for sequences of up to `length` tokens.
 
     quadratic: the work of a sequence of n tokens is as n + quadratic * n^2. inputs: as the packed graph declares them.
+    rows: sequences of a bin, at most (None: as many as it has room for).
     """
 
     count: int
@@ -55,6 +56,7 @@ class Bins:
     length: int
     quadratic: float = 0.0
     inputs: Mapping[str, Input] = field(default_factory=dict)
+    rows: int | None = None
 
     def work(self, n: int) -> float:
         """Of a sequence of n tokens."""
@@ -79,11 +81,12 @@ class Bins:
         found = {}
         for row in sorted(rows, key=lambda k: -lengths[k]):
             n = lengths[row]
-            free = [k for k in bins if used[k] + n <= self.capacity]
+            free = [k for k in bins if used[k] + n <= self.capacity and count[k] != self.rows]
             if not free:
+                of = f"{self.capacity}" + (f" and {self.rows} sequences" if self.rows else "")
                 raise ValueError(
                     f"{len(rows)} sequences of {sum(lengths[k] for k in rows)} tokens do not fit into {len(bins)} bins"
-                    f" of {self.capacity}; give fewer, or raise batch"
+                    f" of {of}; give fewer, or raise batch"
                 )
             best = min(free, key=lambda k: work[k])
             found[row] = Place(best, used[best], n, count[best])
@@ -165,9 +168,11 @@ class Bins:
 
     def unpacked(self, value: Array, places: Sequence[Place], axes: Sequence[str]) -> Array:
         """An output of these axes in the caller's order: [bins, seq, ...] as [sequences, length, ...], zeros where
-        padded; [bins, sequence, ...] as [sequences, ...]."""
-        if axes[1] == "sequence":
-            return np.stack([value[place.bin, place.number] for place in places])
+        padded; [bins, sequence, ...] as [sequences, ...]; [bins, row, ...] as [sequences, 1, ...], as without packing.
+        """
+        if axes[1] in ("sequence", "row"):
+            found = np.stack([value[place.bin, place.number] for place in places])
+            return found[:, None] if axes[1] == "row" else found
         out = np.zeros((len(places), self.length, *value.shape[2:]), value.dtype)
         for row, place in enumerate(places):
             out[row, : place.length] = value[place.bin, place.first : place.first + place.length]
@@ -179,7 +184,8 @@ def bins_of(spec: StepSpec, *, training: bool = True) -> Bins:
     embed = getattr(getattr(spec.model, "config", None), "embed", None)
     # A layer has 24 embed^2 flop a token in products, and 4 embed a pair of tokens in attention.
     share = 1 / (6 * embed) if isinstance(embed, int) else 0.0
-    return Bins(spec.rows, spec.capacity, spec.seq, share, spec.trace(training=training)[0].inputs)
+    inputs = spec.trace(training=training)[0].inputs
+    return Bins(spec.rows, spec.capacity, spec.seq, share, inputs, rows_of(inputs))
 
 
 def padded(inputs: Mapping[str, Any], length: int) -> dict[str, Array]:
