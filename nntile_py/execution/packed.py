@@ -76,24 +76,58 @@ class Bins:
         return [found[row] for row in range(len(lengths))]
 
     def _spread(self, lengths: Sequence[int], rows: range, bins: range) -> dict[int, Place]:
-        """The longest first, each to the bin with the least work that has room for it."""
-        used, work, count = dict.fromkeys(bins, 0), dict.fromkeys(bins, 0.0), dict.fromkeys(bins, 0)
-        found = {}
+        """The longest first, each to the bin with the least work that has room for it; then evened out."""
+        of: dict[int, list[int]] = {k: [] for k in bins}
+        used, work = dict.fromkeys(bins, 0), dict.fromkeys(bins, 0.0)
         for row in sorted(rows, key=lambda k: -lengths[k]):
             n = lengths[row]
-            free = [k for k in bins if used[k] + n <= self.capacity and count[k] != self.rows]
+            free = [k for k in bins if used[k] + n <= self.capacity and len(of[k]) != self.rows]
             if not free:
-                of = f"{self.capacity}" + (f" and {self.rows} sequences" if self.rows else "")
+                room = f"{self.capacity}" + (f" and {self.rows} sequences" if self.rows else "")
                 raise ValueError(
                     f"{len(rows)} sequences of {sum(lengths[k] for k in rows)} tokens do not fit into {len(bins)} bins"
-                    f" of {of}; give fewer, or raise batch"
+                    f" of {room}; give fewer, or raise batch"
                 )
             best = min(free, key=lambda k: work[k])
-            found[row] = Place(best, used[best], n, count[best])
+            of[best].append(row)
             used[best] += n
-            count[best] += 1
             work[best] += self.work(n)
+        while len(bins) > 1 and self._nearer(lengths, of, used, work):
+            pass
+        found = {}
+        for k, inside in of.items():
+            first = 0
+            for number, row in enumerate(sorted(inside, key=lambda row: (-lengths[row], row))):
+                found[row] = Place(k, first, lengths[row], number)
+                first += lengths[row]
         return found
+
+    def _nearer(
+        self, lengths: Sequence[int], of: dict[int, list[int]], used: dict[int, int], work: dict[int, float]
+    ) -> bool:
+        """Swap two sequences of the bins with the most and the least work, or move one, if that brings these nearer by
+        more than a hundredth of it: bins of few sequences are else up to a tenth apart."""
+        most, least = max(of, key=lambda k: work[k]), min(of, key=lambda k: work[k])
+        gap = work[most] - work[least]
+        nearest = gap - 0.01 * work[most]
+        best: tuple[int, int | None] | None = None
+        for mine in of[most] if nearest > 0 else []:
+            for other in (None, *of[least]):
+                n, back = lengths[mine], lengths[other] if other is not None else 0
+                fits = used[least] + n - back <= self.capacity and (other is not None or len(of[least]) != self.rows)
+                left = abs(gap - 2 * (self.work(n) - self.work(back)))
+                if fits and left < nearest:
+                    nearest, best = left, (mine, other)
+        if best is None:
+            return False
+        for row, source, to in ((best[0], most, least), (best[1], least, most)):
+            if row is not None:
+                n = lengths[row]
+                of[source].remove(row)
+                of[to].append(row)
+                used[source], used[to] = used[source] - n, used[to] + n
+                work[source], work[to] = work[source] - self.work(n), work[to] + self.work(n)
+        return True
 
     def fill(self, inputs: Mapping[str, Any], passes: int, batch: int, *, shift: bool) -> Filled:
         """The arrays of `passes` passes of `batch` sequences, or other numbers that fit, from transformers' padded ones
