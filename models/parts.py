@@ -166,6 +166,24 @@ def first_tokens(g: Graph, x: Tensor) -> Tensor:
     return gather(g, x, bins.starts(g)) if bins.SEGMENTS in g.tensors else select(g, x, "seq", 0)
 
 
+def sequences_apart(g: Graph, batch: Batch, x: Tensor, length: int | None = None) -> Tensor:
+    """x [batch, seq, ...] as padded sequences [batch, row, place, ...], with zeros where they are padded.
+
+    For operators along the positions of a sequence, in models that can be packed: `row` numbers the sequences of a bin,
+    and is 1 without packing; `place` has `length` positions, by default batch.length; neither is cut. Its inverse and
+    gradient is `sequences_together`. A bin then holds no more sequences than `tiles.batch`, and dropout in between
+    draws otherwise than in a padded batch. ConfigError: sequences may be longer."""
+    rows, tokens = bins.apart(g, batch, None if batch.packed else padding(g, batch), length or batch.length)
+    return gather(g, x, rows, inverse=tokens)
+
+
+def sequences_together(g: Graph, batch: Batch, x: Tensor) -> Tensor:
+    """Padded sequences [batch, row, place, ...] as tokens [batch, seq, ...], as sequences_apart was given them; zeros
+    where those are padded."""
+    rows, tokens = bins.apart(g, batch, None if batch.packed else padding(g, batch), x.size("place"))
+    return gather(g, x, tokens, axes=2, inverse=rows)
+
+
 def of_sequences(batch: Batch) -> dict[str, int]:
     """The axes of an input with a value for each sequence."""
     return {"batch": batch.size} | ({"sequence": batch.seq} if batch.packed else {})
@@ -182,4 +200,6 @@ def padding(g: Graph, batch: Batch) -> Tensor | None:
     """transformers' attention_mask, 0 where a position is padding, if steps have one that says something."""
     if not batch.has("attention_mask", neutral=1):
         return None
+    if "attention_mask" in g.tensors:
+        return g.tensors["attention_mask"]
     return g.input("attention_mask", {"batch": batch.size, "seq": batch.seq}, below=2)

@@ -6,6 +6,7 @@
 
 #include "activation.h"
 #include "contract.h"
+#include "product.h"
 
 namespace nntile {
 namespace {
@@ -43,6 +44,7 @@ void multiply_derivative(int kind, const at::Tensor& y, const at::Tensor& aux) {
 
 // The product of the permuted operands as a (batched) matrix: out = beta * out + alpha * a b.
 void gemm(const at::Tensor& out, const at::Tensor& a, const at::Tensor& b, double beta, double alpha) {
+  if (own_product(out, a)) return product(out, a, b, beta, alpha);
   auto target = out;
   if (out.dim() == 2)
     at::addmm_out(target, out, a, b, beta, alpha);
@@ -68,19 +70,25 @@ void contract(Args& t) {
   const auto b_matrix = matrix(b.permute(plan.b), plan.batch, plan.k, plan.n);
 
   double beta = t.accumulates(0) ? 1 : 0;
+  const auto out_matrix = plan.permuted_out ? at::Tensor() : matrix(target, plan.batch, plan.m, plan.n);
+  // Together with the product, if that can be.
+  const bool along = bias.defined() && !late_bias && out_matrix.defined() && own_product(out_matrix, a_matrix) &&
+                     trailing(epilogue.bias_axes, target.dim()) && bias.numel() == out_matrix.size(-1);
   if (residual.defined()) {
     if (beta == 0) target.copy_(residual);
     else target.add_(residual);
     beta = 1;
   }
-  if (bias.defined() && !late_bias) {
+  if (bias.defined() && !late_bias && !along) {
     const auto wide = broadcastable(bias, epilogue.bias_axes, target);
     if (beta == 0) target.copy_(wide.expand_as(target));
     else target.add_(wide);
     beta = 1;
   }
-  if (!plan.permuted_out) {
-    gemm(matrix(target, plan.batch, plan.m, plan.n), a_matrix, b_matrix, beta, args.scale);
+  if (along) {
+    product(out_matrix, a_matrix, b_matrix, beta, args.scale, bias);
+  } else if (!plan.permuted_out) {
+    gemm(out_matrix, a_matrix, b_matrix, beta, args.scale);
   } else if (const auto direct = in_place(target.permute(plan.out), plan.batch, plan.m, plan.n)) {
     gemm(*direct, a_matrix, b_matrix, beta, args.scale);
   } else {

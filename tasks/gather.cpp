@@ -1,17 +1,29 @@
-// Rows of x [rows, positions, width] at places [rows, count], -1 for none, and the gradient: a sum into those rows.
+// Rows of x [rows, positions, width] at places [rows, count], -1 for none, and the gradient: a sum into those rows. Each
+// of these may be several axes of the tiles.
 #include "common.h"
 #include "gather_args.h"
 
 namespace nntile {
 namespace {
 
+struct Sizes {
+  int64_t width, count, positions;
+
+  // y: of places and then width; x: of rows, positions, width; the last `axes` of places are the count.
+  Sizes(const at::Tensor& y, const at::Tensor& x, const at::Tensor& places, int64_t axes)
+      : width(y.numel() / places.numel()), count(1) {
+    for (int64_t axis = places.dim() - axes; axis < places.dim(); ++axis) count *= places.size(axis);
+    positions = x.numel() / width / (places.numel() / count);
+  }
+};
+
 // tiles: y, x, places
 void gather(Args& t) {
   const GatherArgs args(t);
   const auto y = t[0], x = t[1], places = t[2];
+  const auto [width, count, positions] = Sizes(y, x, places, args.added);
   dispatch(y, [&](auto zero) {
     using T = decltype(zero);
-    const int64_t width = x.size(-1), positions = x.size(-2), count = places.size(-1);
     auto* out = y.data_ptr<T>();
     const auto* place = places.data_ptr<int64_t>();
     const auto* from = x.data_ptr<T>();
@@ -31,9 +43,9 @@ void gather_grad(Args& t) {
   const GatherGradArgs args(t);
   const auto dx = t[0], dy = t[1], places = t[2];
   if (!t.accumulates(0)) dx.zero_();
+  const auto [width, count, positions] = Sizes(dy, dx, places, args.added);
   dispatch(dx, [&](auto zero) {
     using T = decltype(zero);
-    const int64_t width = dx.size(-1), positions = dx.size(-2), count = places.size(-1);
     auto* out = dx.data_ptr<T>();
     const auto* place = places.data_ptr<int64_t>();
     const auto* from = dy.data_ptr<T>();

@@ -1,7 +1,8 @@
-"""Some positions of each row of the batch, told by an input, e.g. the masked tokens of each sequence."""
+"""Some positions of each row of the batch, told by an input: masked tokens, or each of a bin's sequences by itself."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -9,7 +10,7 @@ import numpy as np
 from nntile_py.tiles import ACC, R, TaskArgs
 
 from .band import ALL
-from .op import Array, GraphLike, Lowering, Op, Tensor, accumulation_dtype, require
+from .op import Array, GraphLike, Index, Lowering, Op, Tensor, accumulation_dtype, require
 
 NOWHERE = -1  # a place that is none: zeros
 
@@ -17,25 +18,34 @@ NOWHERE = -1  # a place that is none: zeros
 class GatherArgs(TaskArgs):
     first: int  # position of the tile of x
     positions: int  # of the whole axis
+    added: int  # axes of places beyond those that it shares with x
 
 
 class GatherGradArgs(TaskArgs):
     first: int  # position of the tile of dx
+    added: int  # as of GatherArgs
 
 
 class Gather(Op):
-    """y[..., m, :] = x[..., places[..., m], :], zeros where a place is -1 (torch's gather along x's last axis but one).
+    """y[..., m, :] = x[..., places[..., m], :], zeros where a place is -1.
 
     x [..., axis, width]; places [..., new], int64, -1 or a position (checked by the kernel); y [..., new, width]: the
-    leading axes are the same, so that a tile takes from itself. A cut axis: each of its tiles adds the rows it has.
+    leading axes are the same, so that a tile takes from itself. `new` and `width` may be several axes each. A cut axis:
+    each of its tiles adds the rows it has. `axis` may be several axes, too, which are then counted as one, the last
+    fastest, and never cut. inverse [..., axis]: the place in y of each row of x, -1 for none, where no row is taken
+    twice; the gradient then gathers by it.
     """
 
-    def __init__(self, x: Tensor, places: Tensor, out: Tensor) -> None:
-        fits = len(x.axes) > 1 and x.axes[:-2] == places.axes[:-1] and places.axes[-1] not in x.axes
-        require(fits and x.band == ALL, "gather: places need x's axes, but a new one for the last two", x, places)
-        assert out.axes == (*places.axes, x.axes[-1]), (x, places, out)
+    def __init__(self, x: Tensor, places: Tensor, out: Tensor, inverse: Tensor | None = None) -> None:
+        rule = "gather: places need x's first axes, then new ones, in the place of those that they choose from"
+        self.lead, width = _shared(x, places), out.axes[len(places.axes) :]
+        self.axes = x.axes[self.lead : len(x.axes) - len(width)]
+        new = places.axes[self.lead :]
+        require(bool(self.axes and new and width) and not {*new} & {*x.axes} and x.band == ALL, rule, x, places)
+        assert out.axes == (*places.axes, *x.axes[-len(width) :]), (x, places, out)
+        assert not inverse or inverse.axes == x.axes[: -len(width)], (x, inverse)
         super().__init__([x, places], [out])
-        self.axis = x.axes[-2]
+        self.inverse = inverse
 
     @property
     def sums(self) -> Sequence[Tensor]:
@@ -44,6 +54,9 @@ class Gather(Op):
     def gradient(self, g: GraphLike, *grads: Tensor | None) -> list[Tensor | None]:
         (x, places), dy = self.inputs, grads[0]
         assert dy is not None
+        if self.inverse:
+            out = g.temp("gather_grad", x.axes, x.shape, x.dtype)
+            return [g.add(Gather(dy, self.inverse, out, places)).output, None]
         dtype = accumulation_dtype(x.dtype) if x.kind == "param" else x.dtype
         return [g.add(GatherGrad(dy, places, g.temp("gather_grad", x.axes, x.shape, dtype))).output, None]
 
@@ -55,15 +68,20 @@ class Gather(Op):
 
     def lower(self, low: Lowering) -> None:
         x, places = self.inputs
+        positions, new = math.prod(map(x.size, self.axes)), len(places.axes) - self.lead
         for index in low.indices(self.output):
-            for number, part in enumerate(low.parts(x, self.axis)):
-                tiles = low.tile(x, index | {self.axis: number}), low.tile(places, index)
-                args = GatherArgs(part.offset, x.size(self.axis))
+            for at, first in _parts(low, x, self.axes):
+                tiles = low.tile(x, index | at), low.tile(places, index)
+                args = GatherArgs(first, positions, new)
                 low.emit("gather", [ACC(low.tile(self.output, index)), *map(R, tiles)], args)
 
     def reference(self, *inputs: Array) -> tuple[Array, ...]:
-        x, places = inputs[0], inputs[1].astype(int)[..., None]
-        return (np.where(places == NOWHERE, 0.0, np.take_along_axis(x, np.maximum(places, 0), axis=-2)),)
+        x, places = inputs[0], inputs[1].astype(int)
+        leading = places.shape[: self.lead]
+        rows = x.reshape(*leading, math.prod(map(self.inputs[0].size, self.axes)), -1)
+        at = places.reshape(*leading, -1, 1)
+        found = np.where(at == NOWHERE, 0.0, np.take_along_axis(rows, np.maximum(at, 0), axis=-2))
+        return (found.reshape(self.output.shape),)
 
 
 class GatherGrad(Op):
@@ -71,7 +89,8 @@ class GatherGrad(Op):
 
     def __init__(self, dy: Tensor, places: Tensor, out: Tensor) -> None:
         super().__init__([dy, places], [out])
-        self.new = places.axes[-1]
+        self.lead, width = _shared(out, places), len(dy.axes) - len(places.axes)
+        self.axes, self.new = out.axes[self.lead : len(out.axes) - width], places.axes[self.lead :]
 
     @property
     def sums(self) -> Sequence[Tensor]:
@@ -82,22 +101,50 @@ class GatherGrad(Op):
 
     def lower(self, low: Lowering) -> None:
         (dy, places), out = self.inputs, self.output
+        _check_uncut(low, out, self.axes)
         for index in low.indices(out):
-            for number in range(len(low.parts(places, self.new))):
-                at = index | {self.new: number}
-                args = GatherGradArgs(low.part(out, out.axes[-2], index).offset)
+            args = GatherGradArgs(low.part(out, self.axes[0], index).offset, len(self.new))
+            for new in low.indices(places, self.new):
+                at = index | new
                 low.emit("gather_grad", [ACC(low.tile(out, index)), R(low.tile(dy, at)), R(low.tile(places, at))], args)
 
     def reference(self, *inputs: Array) -> tuple[Array, ...]:
         dy, places = inputs[0], inputs[1].astype(int)
-        dx = np.zeros(self.output.shape)
-        for row in np.ndindex(*places.shape):
-            if places[row] != NOWHERE:
-                dx[(*row[:-1], places[row])] += dy[row]
-        return (dx,)
+        leading = places.shape[: self.lead]
+        dx = np.zeros((*leading, math.prod(map(self.output.size, self.axes)), dy[(0,) * places.ndim].size))
+        rows, at = dy.reshape(*leading, -1, dx.shape[-1]), places.reshape(*leading, -1)
+        for row in np.ndindex(*at.shape):
+            if at[row] != NOWHERE:
+                dx[(*row[:-1], at[row])] += rows[row]
+        return (dx.reshape(self.output.shape),)
 
 
-def gather(g: GraphLike, x: Tensor, places: Tensor) -> Tensor:
-    """The rows of x [..., axis, width] at places [..., new], zeros where a place is -1: [..., new, width]."""
-    sizes = places.sizes | {x.axes[-1]: x.shape[-1]}
-    return g.add(Gather(x, places, g.temp("gather", list(sizes), list(sizes.values()), x.dtype))).output
+def _shared(x: Tensor, places: Tensor) -> int:
+    """How many first axes both have."""
+    return next((k for k, (a, b) in enumerate(zip(x.axes, places.axes, strict=False)) if a != b), len(places.axes))
+
+
+def _check_uncut(low: Lowering, x: Tensor, axes: Sequence[str]) -> None:
+    """ValueError: positions that are counted along several axes, one of which is cut."""
+    cut = [axis for axis in axes if low.cut(x, axis)] if len(axes) > 1 else []
+    if cut:
+        raise ValueError(f"{low.op}: {', '.join(axes)} of {x} are counted as one; {cut[0]} must not be cut")
+
+
+def _parts(low: Lowering, x: Tensor, axes: Sequence[str]) -> list[tuple[Index, int]]:
+    """The tiles of x along the axes that places choose from, and the first position of each."""
+    _check_uncut(low, x, axes)
+    if len(axes) > 1:
+        return [(dict.fromkeys(axes, 0), 0)]
+    return [({axes[0]: number}, part.offset) for number, part in enumerate(low.parts(x, axes[0]))]
+
+
+def gather(g: GraphLike, x: Tensor, places: Tensor, axes: int = 1, inverse: Tensor | None = None) -> Tensor:
+    """The rows of x [..., axis, width] at places [..., new], zeros where a place is -1: [..., new, width].
+
+    axes: how many axes of x, behind those that places share with it, are the one that a place is a position of.
+    inverse: see Gather."""
+    width = x.axes[_shared(x, places) + axes :]
+    sizes = places.sizes | {axis: x.size(axis) for axis in width}
+    out = g.temp("gather", list(sizes), list(sizes.values()), x.dtype)
+    return g.add(Gather(x, places, out, inverse)).output

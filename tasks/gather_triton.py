@@ -8,6 +8,8 @@ A place that is none of the positions, which the CPU reports, gives a row of NaN
 
 from __future__ import annotations
 
+import math
+
 import triton
 import triton.language as tl
 
@@ -57,9 +59,18 @@ def _gather_grad(
     tl.store(out, total, col < width)
 
 
+def _sizes(task: Task, y: int, x: int, added: int) -> tuple[int, int, int]:
+    """Places of a row, its positions, their width, of the tiles with these numbers; tile 2 has the places."""
+    at = shape(task, 2)
+    lead, width = len(at) - added, shape(task, y)[len(at) :]
+    positions = shape(task, x)[lead : len(shape(task, x)) - len(width)]
+    return math.prod(at[lead:]), math.prod(positions), math.prod(width)
+
+
 @launches("gather")
 def _describe(task: Task) -> Launches:
-    n, count, (positions, width), given = words(task, 2), shape(task, 2)[-1], shape(task, 1)[-2:], GatherArgs.of(task)
+    n, given = words(task, 2), GatherArgs.of(task)
+    count, positions, width = _sizes(task, 0, 1, given.added)
     block = min(power_of_two(width), 1024)
     rows = max(1, 1024 // block)
     args: list[Parameter] = [tile(task, k) for k in range(3)]
@@ -71,9 +82,10 @@ def _describe(task: Task) -> Launches:
 
 @launches("gather_grad")
 def _describe_grad(task: Task) -> Launches:
-    count, (positions, width), first = shape(task, 2)[-1], shape(task, 0)[-2:], GatherGradArgs.of(task).first
+    given = GatherGradArgs.of(task)
+    count, positions, width = _sizes(task, 1, 0, given.added)
     block = min(power_of_two(width), 1024)
-    args: list[Parameter] = [*(tile(task, k) for k in range(3)), positions, count, width, first]
+    args: list[Parameter] = [*(tile(task, k) for k in range(3)), positions, count, width, given.first]
     grid = (words(task, 0) // width, ceil_div(width, block))
     acc = task.accesses[0].accumulate
     return Launches((launch(_gather_grad, grid, *args, ACC=acc, COUNT=power_of_two(count), BLOCK=block, warps=2),))

@@ -52,17 +52,14 @@ class Tensor:
             raise ValueError(f"{name}: an axis is named twice in {', '.join(axes)}")
         if len(axes) != len(shape):
             raise ValueError(f"{name}: {len(axes)} axes ({', '.join(axes)}) for {len(shape)} sizes {list(shape)}")
-        self.name, self.axes, self.shape = name, tuple(axes), tuple(int(s) for s in shape)
+        self.name, self.axes, self.shape = name, tuple(axes), tuple(map(int, shape))
+        self.sizes = dict(zip(self.axes, self.shape, strict=True))  # not to be changed
         self.dtype, self.kind, self.monoid, self.band = dtype, kind, monoid, band
         self.storage: Tensor = storage.storage if storage else self
         self.requires_grad = kind == "param"
 
     def size(self, axis: str) -> int:
-        return self.shape[self.axes.index(axis)]
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        return dict(zip(self.axes, self.shape, strict=True))
+        return self.sizes[axis]
 
     @property
     def numel(self) -> int:

@@ -6,6 +6,7 @@ A row makes tensors (`case.x`: an input, `case.y`: an output) and adds one opera
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -457,16 +458,20 @@ def places(positions: int) -> Maker:
     return lambda rng, shape, values: rng.integers(-1, positions, shape)
 
 
-def gather(x: str, new: str, *, gradient: bool) -> Callable[[Case], Op]:
-    """At the places [..., new] of x."""
+def gather(x: str, new: str, *, gradient: bool, axes: int = 1, lead: int | None = None) -> Callable[[Case], Op]:
+    """At the places [..., new] of x, behind its first `lead` axes: all but the last two, if it is not given."""
 
     def row(case: Case) -> Op:
-        *leading, axis, width = x.split()
-        at = case.x(" ".join([*leading, new]), places(case.sizes[axis]), "int64")
-        y = " ".join([*leading, new, width])
+        names = x.split()
+        at = len(names) - 2 if lead is None else lead
+        counted, width = names[at : at + axes], names[at + axes :]
+        case.whole |= {*counted} if axes > 1 else set()
+        positions = math.prod(case.sizes[axis] for axis in counted)
+        where = case.x(" ".join([*names[:at], new]), places(positions), "int64")
+        y = " ".join([*names[:at], new, *width])
         if gradient:
-            return case.add(ops.GatherGrad(case.x(y), at, case.y(x)))
-        return case.add(ops.Gather(case.x(x), at, case.y(y)))
+            return case.add(ops.GatherGrad(case.x(y), where, case.y(x)))
+        return case.add(ops.Gather(case.x(x), where, case.y(y)))
 
     return row
 
@@ -599,6 +604,10 @@ ROWS |= {
     "GatherGrad": gather("batch seq embed", "heads", gradient=True),
     "Gather of one sequence": gather("seq embed", "vocab", gradient=False),
     "GatherGrad of one sequence": gather("seq embed", "vocab", gradient=True),
+    "Gather several axes": gather("batch seq heads head_dim", "ffn one", gradient=False, lead=1),
+    "GatherGrad several axes": gather("batch seq heads head_dim", "ffn one", gradient=True, lead=1),
+    "Gather of several axes": gather("batch ffn heads embed", "seq", gradient=False, axes=2, lead=1),
+    "GatherGrad of several axes": gather("batch ffn heads embed", "seq", gradient=True, axes=2, lead=1),
     "RelativeScores": relative(),
     "RelativeScores of queries": relative("queries", "heads batch seq key"),
     "RelativeScores of keys": relative("keys", "seq key"),

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from operators import ROWS
+from operators import ROWS, linear
 
 import nntile_py as nt
 from nntile_py import tasks as ops
@@ -47,6 +47,27 @@ def test_in_fp64(runtime: nt.Runtime, row: Any, tiling: str, policy: str) -> Non
 @every_row
 def test_in_fp32(runtime: nt.Runtime, row: Any, tiling: str, policy: str) -> None:
     check(row, TILINGS[tiling], policy, "fp32")
+
+
+LARGE = {"batch": 5, "seq": 47, "embed": 530, "ffn": 75, "heads": 2, "head_dim": 19, "key": 33}
+
+
+@pytest.mark.parametrize("dtype", ["fp64", "fp32"])
+@pytest.mark.parametrize(
+    "row",
+    [
+        linear(bias="ffn", scale=0.3), linear(bias="ffn", residual=True),
+        linear(bias="ffn", activation="gelu", pre=True),
+        linear("batch seq ffn", "embed ffn", "batch seq embed", bias="embed"),
+        linear("batch seq embed", "batch seq ffn", "embed ffn"),
+        linear("embed ffn", "batch seq embed", "ffn batch seq"),
+        linear("batch heads seq head_dim", "batch heads key head_dim", "batch heads seq key", scale=0.3),
+        linear("batch heads seq key", "batch heads key head_dim", "batch heads seq head_dim"),
+    ],
+)  # fmt: skip
+def test_products_of_many_rows_and_columns(runtime: nt.Runtime, row: Any, dtype: str) -> None:
+    """In blocks and parts of blocks of all axes, one row of tiles added to another."""
+    check(row, {"embed": 400, "ffn": 60, "batch": 3}, "chain", dtype, SIZES | LARGE)
 
 
 # From four elements up a LayerNorm's gradient, from two on a softmax's are not all cancellation.

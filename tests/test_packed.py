@@ -101,6 +101,45 @@ def test_lengths(lengths: str, tiling: str) -> None:
     check("bert", LENGTHS[lengths], TILINGS[tiling], dropout=0.2)
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_each_sequence(name: str) -> None:
+    """The logits, the loss and the gradients of each sequence alone, among the others of its bin and padded."""
+    batch, found = inputs(LENGTHS["some"]), []
+    real = batch["attention_mask"] > 0
+    # The only token of a sequence has nothing before it to be predicted from.
+    rows = [row for row, n in enumerate(LENGTHS["some"]) if n > 1 or MODELS[name][0].objective == "masked"]
+    for pack in (False, True):
+        trainer = nt.Trainer(made(name), 7, LENGTH, TILINGS["ragged"], pack=pack, optimizer=nt.SGD(lr=0.0))
+        own = []
+        for row in rows:
+            labels = np.where(real & (np.arange(7)[:, None] == row), batch["input_ids"], -100)
+            loss, logits = trainer.evaluate(batch | {"labels": labels}, return_logits=True)
+            trainer.step(batch | {"labels": labels})
+            own.append((loss, logits[row, : LENGTHS["some"][row]], *trainer.gradients().values()))
+        found.append(own)
+        trainer.close()
+    for row, (one, other) in enumerate(zip(*found, strict=True)):
+        scale = max(np.linalg.norm(value) for value in one[2:])  # of gradients: some are nothing but rounding
+        for number, (a, b) in enumerate(zip(one, other, strict=True)):
+            assert np.linalg.norm(a - b) < 1e-6 * max(np.linalg.norm(a), scale * (number > 1)), (row, number)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_empty_bins(name: str) -> None:
+    """Of three bins the first alone has a sequence: the same as that by itself."""
+    dropout = {} if name == "llama" else {"dropout": 0.2}
+    batch, found = inputs([5]), []
+    batch["labels"] = np.where(batch["attention_mask"] > 0, batch["input_ids"], -100)
+    for rows, options in ((1, {"pack": False}), (3, {"pack": True, "tiles": {"batch": 1, "embed": 7}})):
+        trainer = nt.Trainer(made(name, **dropout), rows, LENGTH, **options)
+        losses = [trainer.step(batch), trainer.step(batch)]
+        found.append((losses, trainer.gradients(), trainer.evaluate(batch)))
+        trainer.close()
+    (losses, grads, loss), (packed_losses, packed, packed_loss) = found
+    assert np.allclose(losses, packed_losses, rtol=2e-6) and loss == pytest.approx(packed_loss, rel=2e-6)
+    assert all(np.allclose(value, packed[key], rtol=1e-5, atol=1e-6) for key, value in grads.items())
+
+
 @pytest.mark.parametrize("fusion", [True, False])
 @pytest.mark.parametrize("accumulate", ["chain", "commute", "redux", "tree"])
 def test_policies(accumulate: str, fusion: bool) -> None:
@@ -325,6 +364,25 @@ def test_bins_have_equal_work(name: str) -> None:
     assert max(works) == pytest.approx(16 + 256 / 96)
     assert trainer._bins and trainer._bins.quadratic == pytest.approx(1 / 96)
     trainer.close()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(1, 64), min_size=4, max_size=24), st.integers(2, 4), st.booleans())
+def test_bins_are_evened(lengths: list[int], count: int, limited: bool) -> None:
+    """No sequence that is moved, and no two that are swapped, would bring the fullest and the emptiest nearer."""
+    rows = -(-len(lengths) // count) if limited else None
+    bins = Bins(count, 64 * len(lengths), 64, 1 / 96, rows=rows)
+    of: list[list[int]] = [[] for _ in range(count)]
+    for row, place in enumerate(bins.places(lengths)):
+        assert place.length == lengths[row]
+        of[place.bin].append(place.length)
+    assert sum(map(len, of)) == len(lengths) and max(map(len, of)) <= (rows or len(lengths))
+    works = [sum(map(bins.work, one)) for one in of]
+    most, least = of[int(np.argmax(works))], of[int(np.argmin(works))]
+    gap = max(works) - min(works)
+    moved = [abs(gap - 2 * bins.work(n)) for n in most if len(least) != rows]
+    swapped = [abs(gap - 2 * (bins.work(n) - bins.work(m))) for n, m in itertools.product(most, least)]
+    assert min([*moved, *swapped], default=gap) >= gap - 0.011 * max(works) - 1e-9
 
 
 def _by_bin(places: Any) -> list[list[int]]:

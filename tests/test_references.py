@@ -182,6 +182,24 @@ def test_gather(pair: Pair) -> None:
     pair.compare(ops.Gather(x, places, pair.temp("batch heads embed")), want)
 
 
+def test_gather_back(pair: Pair) -> None:
+    """Padded rows of tokens, several axes of them, and the tokens again: each is the other's gradient."""
+    x, rows, tokens = pair.param("batch seq embed"), pair.temp("batch one heads"), pair.temp("batch seq")
+    pair.values[rows] = np.array([[[1, 4, -1]], [[-1, 0, -1]]])
+    pair.values[tokens] = np.array([[-1, 0, -1, -1, 1], [1, -1, -1, -1, -1]])
+    at, back = (torch.tensor(pair.values[one]) for one in (rows, tokens))
+    pair.torch |= {rows: at, tokens: back}
+    want = torch.take_along_dim(pair.torch[x], at[:, 0].clamp(min=0)[..., None], 1) * (at[:, 0] >= 0)[..., None]
+    op = ops.Gather(x, rows, pair.temp("batch one heads embed"), tokens)
+    pair.compare(op, want[:, None])
+    y = pair.param("batch one heads embed")
+    want = torch.take_along_dim(pair.torch[y][:, 0], back.clamp(min=0)[..., None], 1) * (back >= 0)[..., None]
+    pair.compare(ops.Gather(y, tokens, pair.temp("batch seq embed"), rows), want)
+    for wrong in (pair.temp("seq batch"), pair.temp("batch embed"), pair.temp("batch")):
+        with pytest.raises(ValueError, match="gather: places need x's first axes, then new ones"):
+            ops.gather(pair.g, x, wrong)
+
+
 def test_squared_error(pair: Pair) -> None:
     x, target = pair.param("batch embed"), pair.temp("batch embed")
     pair.values[target] = pair.rng.standard_normal(target.shape)

@@ -373,6 +373,7 @@ rows = ["LayerNorm residual", "LayerNormGrad add bias", "CrossEntropy fused", "E
 rows += ["GradNorm clip", "Dropout", "LayerNorm residual dropout", "LayerNormGrad add bias dropout"]
 rows += ["GatedGrad silu", "SelectGrad seq 0.6", "SquaredError", "CrossEntropy of sequences fused"]
 rows += ["Gather", "GatherGrad", "RMSNorm residual", "RMSNormGrad add", "Rotary"]
+rows += ["Gather several axes", "GatherGrad several axes", "Gather of several axes", "GatherGrad of several axes"]
 rows += ["RelativeScores", "RelativeScoresGrad"]
 rows += ["Generated norm of a sum", "Generated norm gradient", "Generated softmax padding", "Generated gelu gradient"]
 rows += ["Generated bias tanh", "Generated sums"]

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from nntile_py.graph.bins import DRAWS, LIVE, ROWS, SEGMENTS
+from nntile_py.graph.bins import DRAWS, LIVE, ROWS, SEGMENTS, rows_of
 from nntile_py.graph.declared import Input
 from nntile_py.graph.step import StepSpec
 from nntile_py.tiles.tasklist import live_slot
@@ -48,6 +48,7 @@ class Bins:
     """The bins of a pass: `count` of `capacity` tokens each, for sequences of up to `length` tokens.
 
     quadratic: the work of a sequence of n tokens is as n + quadratic * n^2. inputs: as the packed graph declares them.
+    rows: sequences of a bin, at most (None: as many as it has room for).
     """
 
     count: int
@@ -55,6 +56,7 @@ class Bins:
     length: int
     quadratic: float = 0.0
     inputs: Mapping[str, Input] = field(default_factory=dict)
+    rows: int | None = None
 
     def work(self, n: int) -> float:
         """Of a sequence of n tokens."""
@@ -74,23 +76,58 @@ class Bins:
         return [found[row] for row in range(len(lengths))]
 
     def _spread(self, lengths: Sequence[int], rows: range, bins: range) -> dict[int, Place]:
-        """The longest first, each to the bin with the least work that has room for it."""
-        used, work, count = dict.fromkeys(bins, 0), dict.fromkeys(bins, 0.0), dict.fromkeys(bins, 0)
-        found = {}
+        """The longest first, each to the bin with the least work that has room for it; then evened out."""
+        of: dict[int, list[int]] = {k: [] for k in bins}
+        used, work = dict.fromkeys(bins, 0), dict.fromkeys(bins, 0.0)
         for row in sorted(rows, key=lambda k: -lengths[k]):
             n = lengths[row]
-            free = [k for k in bins if used[k] + n <= self.capacity]
+            free = [k for k in bins if used[k] + n <= self.capacity and len(of[k]) != self.rows]
             if not free:
+                room = f"{self.capacity}" + (f" and {self.rows} sequences" if self.rows else "")
                 raise ValueError(
                     f"{len(rows)} sequences of {sum(lengths[k] for k in rows)} tokens do not fit into {len(bins)} bins"
-                    f" of {self.capacity}; give fewer, or raise batch"
+                    f" of {room}; give fewer, or raise batch"
                 )
             best = min(free, key=lambda k: work[k])
-            found[row] = Place(best, used[best], n, count[best])
+            of[best].append(row)
             used[best] += n
-            count[best] += 1
             work[best] += self.work(n)
+        while len(bins) > 1 and self._nearer(lengths, of, used, work):
+            pass
+        found = {}
+        for k, inside in of.items():
+            first = 0
+            for number, row in enumerate(sorted(inside, key=lambda row: (-lengths[row], row))):
+                found[row] = Place(k, first, lengths[row], number)
+                first += lengths[row]
         return found
+
+    def _nearer(
+        self, lengths: Sequence[int], of: dict[int, list[int]], used: dict[int, int], work: dict[int, float]
+    ) -> bool:
+        """Swap two sequences of the bins with the most and the least work, or move one, if that brings these nearer by
+        more than a hundredth of it: bins of few sequences are else up to a tenth apart."""
+        most, least = max(of, key=lambda k: work[k]), min(of, key=lambda k: work[k])
+        gap = work[most] - work[least]
+        nearest = gap - 0.01 * work[most]
+        best: tuple[int, int | None] | None = None
+        for mine in of[most] if nearest > 0 else []:
+            for other in (None, *of[least]):
+                n, back = lengths[mine], lengths[other] if other is not None else 0
+                fits = used[least] + n - back <= self.capacity and (other is not None or len(of[least]) != self.rows)
+                left = abs(gap - 2 * (self.work(n) - self.work(back)))
+                if fits and left < nearest:
+                    nearest, best = left, (mine, other)
+        if best is None:
+            return False
+        for row, source, to in ((best[0], most, least), (best[1], least, most)):
+            if row is not None:
+                n = lengths[row]
+                of[source].remove(row)
+                of[to].append(row)
+                used[source], used[to] = used[source] - n, used[to] + n
+                work[source], work[to] = work[source] - self.work(n), work[to] + self.work(n)
+        return True
 
     def fill(self, inputs: Mapping[str, Any], passes: int, batch: int, *, shift: bool) -> Filled:
         """The arrays of `passes` passes of `batch` sequences, or other numbers that fit, from transformers' padded ones
@@ -165,9 +202,11 @@ class Bins:
 
     def unpacked(self, value: Array, places: Sequence[Place], axes: Sequence[str]) -> Array:
         """An output of these axes in the caller's order: [bins, seq, ...] as [sequences, length, ...], zeros where
-        padded; [bins, sequence, ...] as [sequences, ...]."""
-        if axes[1] == "sequence":
-            return np.stack([value[place.bin, place.number] for place in places])
+        padded; [bins, sequence, ...] as [sequences, ...]; [bins, row, ...] as [sequences, 1, ...], as without packing.
+        """
+        if axes[1] in ("sequence", "row"):
+            found = np.stack([value[place.bin, place.number] for place in places])
+            return found[:, None] if axes[1] == "row" else found
         out = np.zeros((len(places), self.length, *value.shape[2:]), value.dtype)
         for row, place in enumerate(places):
             out[row, : place.length] = value[place.bin, place.first : place.first + place.length]
@@ -179,7 +218,8 @@ def bins_of(spec: StepSpec, *, training: bool = True) -> Bins:
     embed = getattr(getattr(spec.model, "config", None), "embed", None)
     # A layer has 24 embed^2 flop a token in products, and 4 embed a pair of tokens in attention.
     share = 1 / (6 * embed) if isinstance(embed, int) else 0.0
-    return Bins(spec.rows, spec.capacity, spec.seq, share, spec.trace(training=training)[0].inputs)
+    inputs = spec.trace(training=training)[0].inputs
+    return Bins(spec.rows, spec.capacity, spec.seq, share, inputs, rows_of(inputs))
 
 
 def padded(inputs: Mapping[str, Any], length: int) -> dict[str, Array]:

@@ -17,6 +17,7 @@ from nntile_py.errors import ConfigError
 from nntile_py.execution.packed import MASK, Bins, Place, padded
 from nntile_py.execution.program import Copied, Store, programs, whole
 from nntile_py.execution.runtime import Runtime
+from nntile_py.graph.bins import rows_of
 from nntile_py.graph.step import Evaluation, StepSpec, check_precision
 from nntile_py.inference.texts import Tokens, to_tokens, tokens_of, with_limit
 from nntile_py.models.base import from_hf, of_hf_type
@@ -89,10 +90,11 @@ class Encoder:
         if tokenizer is not None:
             self._tokenizer = with_limit(tokenizer, self.max_length, getattr(model, "objective", None) == "masked")
         self._model, self._name = _headed(model, output)
-        made = self._spec(1, self._capacity(1)).trace(training=False)[1].outputs  # refuses what is wrong
+        graph, (_, made), _ = self._spec(1, self._capacity(1)).trace(training=False)  # refuses what is wrong
         if self._name not in made:
             raise ConfigError(f"output: {output!r} is not allowed; the model's own are {', '.join(made)}")
         self._axes, self._width = made[self._name].axes, made[self._name].shape[-1]
+        self._apart = rows_of(graph.inputs) is not None
         self._running: _Running | None = None
         self._own: Runtime | None = None
 
@@ -208,7 +210,8 @@ class Encoder:
         least = max(*lengths, -(-sum(lengths) // count))
         most = max(self._capacity(-(-self.batch_tokens // count)), self._capacity(max(lengths)))
         while (capacity := self._capacity(least)) <= most or len(lengths) == 1:
-            bins = Bins(count, capacity, max(lengths))
+            rows = self._spec(count, capacity).batch // count if self._apart else None
+            bins = Bins(count, capacity, max(lengths), rows=rows)
             try:
                 return bins, bins.places(lengths)
             except ValueError:
@@ -282,12 +285,14 @@ class _Forward:
 
     def start(self, given: Mapping[str, Array], slots: dict[str, float]) -> Copied:
         """Submit it with these inputs; those that are left out have defaults."""
+        found = dict(given)
         for name, one in self.inputs.items():
             rows = one.tensor.shape[0]
-            value = one.checked(given[name], rows) if name in given else one.filled(rows, given)
+            value = one.checked(given[name], rows) if name in given else one.filled(rows, found)
             if value is None:
                 need = ", ".join(n for n, i in self.inputs.items() if i.default is None)
                 raise ConfigError(f"model: it needs {need}; allowed here: input_ids, and what has a default")
+            found[name] = value  # others may be made of it
             self._store.write(self._low, one.tensor, value)
         self._program.run(slots)
         return self._store.copy(tile for _, tile in self._low.grid(self._output))

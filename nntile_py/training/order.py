@@ -15,8 +15,12 @@ AHEAD = 4096  # sequences among which one that fits is looked for
 ALIKE = 32  # steps whose bins are sorted by their work, so that those of one step have equal work
 
 
-def best_fit(lengths: Sequence[int], order: Sequence[int], capacity: int) -> list[list[int]]:
-    """Sequences in bins: the first that is left, then, while there is room, the longest that fits of the next AHEAD."""
+def best_fit(
+    lengths: Sequence[int], order: Sequence[int], capacity: int, rows: int | None = None
+) -> list[list[int]]:
+    """Sequences in bins: the first that is left, then, while there is room, the longest that fits of the next AHEAD.
+
+    rows: sequences of a bin, at most."""
     waiting: list[deque[int]] = [deque() for _ in range(capacity + 1)]  # by length
     there, ahead = 0, 0  # bit n of `there`: a sequence of n tokens waits
     taken, bins = np.zeros(len(lengths), np.bool_), []
@@ -29,7 +33,7 @@ def best_fit(lengths: Sequence[int], order: Sequence[int], capacity: int) -> lis
         ahead = max(ahead, place + AHEAD)
         taken[first] = True
         found, room = [first], capacity - lengths[first]
-        while fits := there & ((2 << room) - 1):
+        while len(found) != rows and (fits := there & ((2 << room) - 1)):
             n = fits.bit_length() - 1
             one = waiting[n].popleft()
             if not waiting[n]:
@@ -97,7 +101,7 @@ class Order:
             if len(self._epochs) > 1:
                 del self._epochs[min(self._epochs)]
             if self._bins:
-                order = self._alike(best_fit(self._lengths, order, self._bins.capacity), rng)
+                order = self._alike(best_fit(self._lengths, order, self._bins.capacity, self._bins.rows), rng)
             self._epochs[epoch] = order
         return self._epochs[epoch]
 
