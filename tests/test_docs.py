@@ -222,7 +222,7 @@ def test_files_and_names_that_the_pages_name_are_there() -> None:
     told = [int(n) for n in re.findall(r"\d+", re.findall(r"RMSNorm takes about (.*) lines", OPERATOR)[0])]
     assert np.allclose(lines, told, rtol=0.1)
     code = "\n".join(path.read_text() for path in (ROOT / "tasks").glob("*.*"))
-    code += (ROOT / "tests" / "test_operators.py").read_text()
+    code += (ROOT / "tests" / "test_references.py").read_text()
     part = OPERATOR.partition("## B.")[2]
     for name in set(re.findall(r"`(\w+)`", part)) - {"embed"}:
         assert re.search(rf"\b{name}\b", code), name

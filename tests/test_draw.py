@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -178,6 +179,7 @@ def test_the_legend_is_of_what_is_drawn() -> None:
     assert "added in any order" in commute
 
 
+@pytest.mark.skipif(not shutil.which("dot"), reason="needs graphviz")
 def test_too_many_nodes_are_refused_at_once(tmp_path: Path) -> None:
     dot = "digraph {" + "a [shape=box]\n" * (draw.MOST_NODES + 1) + "}"
     with pytest.raises(ConfigError, match=r"too many.*--layer 0, --phase forward, --level logical, or larger tiles"):

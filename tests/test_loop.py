@@ -23,7 +23,7 @@ from nntile_py.errors import ConfigError, NNTileError
 from nntile_py.inference import generate
 from nntile_py.runs import run_folder
 from nntile_py.system.folders import replaced
-from nntile_py.training import data, loop, saver
+from nntile_py.training import data, loop, saver, together
 from nntile_py.training.batches import Batches
 from nntile_py.training.run_folder import Metrics
 
@@ -350,6 +350,19 @@ def test_a_checkpoint_interrupted_as_its_thread_starts(monkeypatch: pytest.Monke
     with pytest.raises(KeyboardInterrupt):
         made.begin(1)
     made.abandon()
+
+
+def test_a_signal_while_other_ranks_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is told at the next step: the others do not know of it, and would make one more."""
+    stop: list[str] = []
+
+    def gathered(mine: np.ndarray) -> np.ndarray:
+        stop[:] = ["SIGTERM"]
+        return np.stack([mine, np.zeros_like(mine)])
+
+    monkeypatch.setattr(together, "ranks_of_run", lambda: SimpleNamespace(gathered=gathered))
+    assert together.agree(stop, True) == (False, True)
+    assert together.agree(stop) == (True, False)
 
 
 def test_a_nan_stops_at_its_step(tmp_path: Path) -> None:

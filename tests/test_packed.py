@@ -432,7 +432,7 @@ def test_tools_take_packed_runs(tmp_path: Any) -> None:
     )
     for arguments, told in (
         (["plan"], "tasks a step"),
-        (["graph", "--out", "g.svg"], "g.svg"),
+        (["graph", "--out", "g.dot"], "g.dot"),
         (["profile", "--out", "profile"], "report"),
         (["bench", "step", "--alpha", "0.6", "--rounds", "1", "--steps", "1"], "tokens/s"),
         (["bench", "step", "--alpha", "0.6", "--rounds", "1", "--steps", "1", "--inference"], "tokens/s"),

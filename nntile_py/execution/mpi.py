@@ -79,9 +79,13 @@ class Ranks:
         """What rank 0 says."""
         return float(self.gathered(np.array([value], np.float64))[0, 0])
 
+    def any(self, flag: bool) -> bool:
+        """Whether one of them says so."""
+        return bool(self.gathered(np.array([flag], np.uint8)).any())
+
     def barrier(self) -> None:
         """Wait until all are here."""
-        self.gathered(np.zeros(1, np.uint8))
+        self.any(False)
 
     def same(self, what: str, parts: Mapping[str, Any]) -> None:
         """Raise ConfigError, on every rank, naming a part that is not the same on all. Arrays count by their bytes."""

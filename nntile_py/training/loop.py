@@ -306,8 +306,8 @@ def _steps(
     skipped = 0  # in a row, up to now
     clock = time.perf_counter()
     for step in range(trainer.steps + 1, how.steps + 2):
-        due = agree(stop, step <= how.steps and saver.due(step))
-        ends = step > how.steps or bool(stop)
+        asked, due = agree(stop, step <= how.steps and saver.due(step))
+        ends = step > how.steps or asked
         if not ends:
             lr = learning_rate(config.optimizer, step, how.steps)
             in_flight.append((trainer.submit(batches.training(step), lr=lr), lr))
@@ -343,7 +343,7 @@ def _steps(
             break
         if due:
             saver.begin(step)
-    if skipped and stop:
+    if skipped and asked:
         _measured(batches, trainer)  # raises if the weights are what is wrong
     return first, last
 

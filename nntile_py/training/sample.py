@@ -15,8 +15,8 @@ def sampled(
     config: RunConfig, corpus: AnyCorpus, batches: Batches | LabelledBatches, trainer: Trainer, stop: list[str]
 ) -> str:
     """What the trained model makes of a prompt or of held-out text."""
-    agree(stop)  # and the first rank has saved what was trained
-    if not isinstance(batches, Batches) or not config.sample.tokens or stop:
+    asked, _ = agree(stop)  # and the first rank has saved what was trained
+    if not isinstance(batches, Batches) or not config.sample.tokens or asked:
         return ""
     if lack := no_logits(trainer):
         return lack

@@ -19,13 +19,16 @@ def ranks_of_run() -> Ranks | None:
     return Runtime.current.ranks if Runtime.current else None
 
 
-def agree(stop: list[str], due: bool = False) -> bool:
-    """A signal that has come to one rank has come to all. Returns whether one of them says that something is due."""
-    if ranks := ranks_of_run():
-        asked, due = (bool(column.any()) for column in ranks.gathered(np.array([bool(stop), due], np.uint8)).T)
-        if asked and not stop:
-            stop.append("SIGTERM")
-    return due
+def agree(stop: list[str], due: bool = False) -> tuple[bool, bool]:
+    """Whether a signal has come to one of the ranks, and so to all; whether one of them says that something is due.
+
+    A signal that comes while the others are waited for is told by the next call: all act at the same step."""
+    if not (ranks := ranks_of_run()):
+        return bool(stop), due
+    asked, due = (bool(column.any()) for column in ranks.gathered(np.array([bool(stop), due], np.uint8)).T)
+    if asked and not stop:
+        stop.append("SIGTERM")
+    return asked, due
 
 
 def told_by_first(value: float) -> float:
