@@ -16,8 +16,8 @@ import yaml
 from traces import US, chain, check_format, independent, info, scheduled
 
 import nntile_py as nt
-from nntile_py import cli
 from nntile_py import profiling as profile
+from nntile_py.cli import look
 from nntile_py.config.run import RunConfig, load
 from nntile_py.profiling import analysis, collect, events, rules
 from nntile_py.profiling.trace import Trace, accumulating, one_after_the_other
@@ -122,10 +122,10 @@ def test_short_tasks_are_told_tiles_that_are_coarse_enough_at_once() -> None:
 def test_the_size_of_the_trace_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "trace.json"
     path.write_bytes(b" " * 2_500_000)
-    assert cli._trace_told(path, {"steps": 3}) == f"{path}, for ui.perfetto.dev: 2.5 MB"
-    monkeypatch.setattr(cli, "LARGE_TRACE", 2)
-    assert "2.5 MB; smaller with --steps 1, or fewer tasks a step" in cli._trace_told(path, {"steps": 3})
-    assert "--steps" not in cli._trace_told(path, {"steps": 1})
+    assert look._trace_told(path, {"steps": 3}) == f"{path}, for ui.perfetto.dev: 2.5 MB"
+    monkeypatch.setattr(look, "LARGE_TRACE", 2)
+    assert "2.5 MB; smaller with --steps 1, or fewer tasks a step" in look._trace_told(path, {"steps": 3})
+    assert "--steps" not in look._trace_told(path, {"steps": 1})
 
 
 def test_rules_name_keys_of_the_config() -> None:

@@ -1,0 +1,51 @@
+"""The command `nntile`. Heavy imports happen inside the commands, so that --help and a wrong config answer at once."""
+
+import atexit
+import errno
+import gc
+import os
+import sys
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import typer
+
+from nntile_py.cli import begin, look, measure, use
+from nntile_py.cli.options import app
+from nntile_py.errors import ConfigError, NNTileError, shown
+from nntile_py.system import ranks
+
+__all__ = ["app", "begin", "look", "main", "measure", "use"]
+
+
+def main(run: Callable[[], Any] = app) -> None:
+    """Entry point: errors of nntile_py become one message and an exit status (NNTILE_DEBUG=1 shows the traceback)."""
+    atexit.register(gc.freeze)  # no search for cycles among all that was imported as the process ends: 0.4 s
+    try:
+        run()
+    except (NNTileError, OSError, MemoryError) as error:
+        if os.environ.get("NNTILE_DEBUG") == "1":
+            raise
+        text = f"out of memory ({error})" if isinstance(error, MemoryError) else str(error)
+        wrong = isinstance(error, ConfigError)
+        if isinstance(error, OSError) and error.filename:
+            text = f"{error.filename}: {error.strerror}"
+            wrong = error.errno in (errno.ENAMETOOLONG, errno.ELOOP)  # what no file can be called
+        ranks.failing(status := 2 if wrong else 1)
+        print(shown(f"{ranks.who()}error: {text}"), file=sys.stderr)
+        sys.exit(status)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        from nntile_py.system.version import VERSION
+
+        print(VERSION)
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print it.")] = False,
+) -> None:
+    """Train transformers cut into tiles, every operator a StarPU task."""

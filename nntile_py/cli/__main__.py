@@ -1,0 +1,5 @@
+"""python -m nntile_py.cli"""
+
+from nntile_py.cli import main
+
+main()

@@ -1,0 +1,223 @@
+"""nntile plan, profile, graph, analyze, layouts: what a step does."""
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any, cast
+
+import typer
+
+from nntile_py.cli.options import Config, Json, Sets, app, note_tiles, one_of, show
+from nntile_py.errors import ConfigError
+from nntile_py.runs import run_folder
+from nntile_py.system import ranks
+
+LARGE_TRACE = 20  # MB: viewers become slow
+
+
+@app.command(epilog="Example: nntile plan my.yaml --set tiles.embed=64")
+def plan(
+    config: Config,
+    sets: Sets = None,
+    nodes: Annotated[
+        int | None, typer.Option(help="Play a step on so many machines, that need not be there. [default: not]")
+    ] = None,
+    gpus_per_node: Annotated[int | None, typer.Option(help="With --nodes: of each. [default: runtime.cuda]")] = None,
+    network: Annotated[
+        str | None,
+        typer.Option(metavar="RATE", help="With --nodes: of a card, each way. [default: 400Gb/s; CPUs 40Gb/s]"),
+    ] = None,
+    gpus_per_nic: Annotated[int | None, typer.Option(help="With --nodes: that share a card. [default: 1]")] = None,
+    strong: Annotated[
+        bool, typer.Option("--strong", help="With --nodes: efficiency is against the whole batch on one of them.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Print parameters, tasks, flop and bytes, without running; or what a step would take on other machines."""
+    from nntile_py.config.run import load
+
+    loaded = load(config, sets or [])
+    if nodes is None:
+        note_tiles(loaded)
+    from nntile_py.analysis.nodes import machines, plan_nodes
+    from nntile_py.analysis.plan import plan as make
+
+    on = machines(loaded, nodes, gpus_per_node, network, gpus_per_nic)
+    if strong and not on:
+        raise ConfigError("--strong: allowed: only with --nodes")
+    made = plan_nodes(loaded, on, strong=strong) if on else make(loaded)
+    show(made.to_dict() if as_json else made.render())
+
+
+@app.command(epilog="Example: nntile profile my.yaml --steps 2 --out runs/look")
+def profile(
+    config: Config,
+    steps: Annotated[int | None, typer.Option(help="Steps to look at. [default: profile.steps]", min=1)] = None,
+    sets: Sets = None,
+    out: Annotated[Path | None, typer.Option(help="Folder of the run. [default: runs/NAME-profile]")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Write into a folder that is not empty.")] = False,
+    work: Annotated[str, typer.Option(help="train, or inference: forward passes alone.")] = "train",
+    fxt: Annotated[bool, typer.Option("--fxt", help="Leave StarPU's own trace too, for ViTE and StarVZ.")] = False,
+) -> None:
+    """Run a few steps; leave trace, Gantt, report and what holds CONFIG back."""
+    from nntile_py.config.run import load
+
+    one_of("--work", work, ("train", "inference"))
+    loaded = load(config, sets or [])
+    name = Path(config).stem
+    folder = run_folder(f"{name}-profile", None, out or (Path(loaded.out) if loaded.out else None), overwrite)
+    if work == "train":
+        note_tiles(loaded)
+    from nntile_py.profiling import profile as run
+
+    summary = run(loaded, folder, name, steps or loaded.profile.steps, fxt, work == "inference")
+    if not ranks.leads():
+        return
+    for finding in summary["findings"]:
+        print(f"{finding['rule']}: {finding['cause']}\n  {finding['advice']}")
+    print(f"{summary['seconds_per_step'] * 1e3:.1f} ms a step; open {folder / 'report.html'}")
+    print(_trace_told(folder / "trace.json", summary))
+
+
+@app.command(epilog="Example: nntile graph my.yaml --layer 0 --fusion both --out layer.dot")
+def graph(
+    config: Config,
+    out: Annotated[Path, typer.Option(help="The picture: .svg, .png or .pdf (made by graphviz), or .dot.")],
+    sets: Sets = None,
+    level: Annotated[str, typer.Option(help="logical (operators) or tiles (tasks).")] = "logical",
+    layer: Annotated[int | None, typer.Option(help="One layer, from 0. [default: all]", min=0)] = None,
+    phase: Annotated[str, typer.Option(help="forward, backward, update or all.")] = "all",
+    fusion: Annotated[str, typer.Option(help="before, after or both, side by side.")] = "after",
+    work: Annotated[str, typer.Option(help="train, inference, encoder, decoder, mha, linear_..., qkv_...")] = "train",
+    every: Annotated[bool, typer.Option("--every-layer", help="Draw layers that are alike each, not once.")] = False,
+) -> None:
+    """Draw operators or tile tasks, with flop and bytes, before and after fusion."""
+    from typing import get_args
+
+    from nntile_py.config.run import load
+
+    loaded = load(config, sets or [])
+    from nntile_py.analysis import draw
+    from nntile_py.analysis.workloads import Work
+
+    one_of("--level", level, ("logical", "tiles"))
+    one_of("--phase", phase, draw.PHASES)
+    one_of("--fusion", fusion, ("before", "after", "both"))
+    one_of("--work", work, get_args(Work))
+    what = draw.draw(
+        loaded, level=level, work=cast(Work, work), layer=layer, phase=phase, fusion=fusion, folded=not every
+    )
+    draw.write(what, out)
+    print(out)
+
+
+@app.command(epilog="Example: nntile analyze --work encoder --out runs/encoder")
+def analyze(
+    config: Annotated[
+        str | None, typer.Argument(metavar="[CONFIG]", help="A YAML file; none: --work at BERT-large's size.")
+    ] = None,
+    work: Annotated[
+        str | None, typer.Option(help="encoder, decoder, mha; with CONFIG also train, inference, ... [default: train]")
+    ] = None,
+    measure: Annotated[bool, typer.Option("--measure", help="Run each operator alone, and time it.")] = False,
+    repeats: Annotated[int, typer.Option(help="With --measure: times of each; the median is told.", min=1)] = 7,
+    sets: Sets = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for report.html, CSV and pictures of the graph. [default: none]")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Count each operator's flop and words, before and after fusion; what is bound by memory."""
+    loaded, what = _work(config, work, sets)
+    from rich.console import Console
+
+    from nntile_py.analysis import tell
+    from nntile_py.analysis.operators import analyse
+
+    made = analyse(loaded, what)
+    if measure:
+        from nntile_py.profiling.alone import measure as run
+
+        made = run(made, loaded, repeats)
+    if out:
+        for path in tell.write(made, out, loaded, what):
+            print(path, file=sys.stderr)
+    if as_json:
+        show(made.to_dict())
+    else:
+        tell.render(made, Console())
+
+
+@app.command(epilog="Example: nntile layouts tune --work encoder --set model.embed=128 --set train.seq=64")
+def layouts(
+    action: Annotated[str, typer.Argument(help="tune: run operators in every layout; show: what was found.")],
+    config: Annotated[
+        str | None, typer.Argument(metavar="[CONFIG]", help="A YAML file; none: --work at BERT-large's size.")
+    ] = None,
+    work: Annotated[
+        str | None, typer.Option(help="encoder, decoder, mha; with CONFIG also train, ... [default: train]")
+    ] = None,
+    sets: Sets = None,
+    repeats: Annotated[int, typer.Option(help="Of tune: times of each; the least counts.", min=1)] = 5,
+    database: Annotated[
+        Path | None, typer.Option(help="The file of times. [default: in the cache folder, by device, version, dtype]")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Of show: a picture of the times: .svg, .png or .pdf.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Measure operators in all layouts, and show which ones `layout: searched` chooses."""
+    from rich.console import Console
+
+    from nntile_py.analysis import layouts as parts
+    from nntile_py.config.spec import timings as opened
+    from nntile_py.system.folders import replace_file
+    from nntile_py.system.pictures import FORMS, files_of
+
+    one_of("ACTION", action, ("tune", "show"))
+    form = out.suffix.lstrip(".") if out else "svg"
+    one_of("--out", form, FORMS)
+    loaded, what = _work(config, work, sets)
+    if action == "tune":
+        from nntile_py.profiling.layouts import tune
+
+        known, console = opened(loaded, database, new=True), Console(stderr=True)
+        with console.status("") as status:
+            count, others = tune(
+                loaded, what, known, repeats, lambda k, n: status.update(f"{k} of {n} operators in their layouts")
+            )
+        print(f"{count} measured; {known.path}")
+        if others:
+            print(f"other processes kept {others:.1f} cores busy meanwhile: times are too long", file=sys.stderr)
+        return
+    known = opened(loaded, database)
+    found = parts.shown(loaded, what, known)
+    if out:
+        best = min(found, key=lambda of: of.seconds)
+        replace_file(out, files_of(parts.violins(best, known), [form])[form])
+    if as_json:
+        show([of.to_dict() for of in found])
+    else:
+        parts.render(found, known, Console())
+
+
+def _work(config: str | None, work: str | None, sets: list[str] | None) -> tuple[Any, Any]:
+    """The config and the work of a command that takes --work without one, too."""
+    from typing import get_args
+
+    from nntile_py.analysis.workloads import PRESETS, Work, preset
+    from nntile_py.config.run import load
+
+    one_of("--work", work or "train", get_args(Work))
+    if config is None and work not in PRESETS:
+        told = f"--work {work}" if work else "neither CONFIG nor --work is given"
+        raise ConfigError(f"{told}; allowed without CONFIG: --work {', '.join(PRESETS)}")
+    return load(config, sets or []) if config else preset(str(work), sets or []), work or "train"
+
+
+def _trace_told(path: Path, summary: dict[str, Any]) -> str:
+    """Where the trace is, its size, and what makes a large one smaller."""
+    size = path.stat().st_size / 1e6
+    told = f"{path}, for ui.perfetto.dev: {size:,.1f} MB"
+    if size <= LARGE_TRACE:
+        return told
+    fewer = "--steps 1, or " if summary["steps"] > 1 else ""
+    return f"{told}; smaller with {fewer}fewer tasks a step (larger tiles); report.html does not need it"

@@ -1,0 +1,91 @@
+"""nntile sweep, experiment, bench."""
+
+import sys
+from pathlib import Path
+from typing import Annotated, cast
+
+import typer
+
+from nntile_py.cli.options import Json, Sets, alone, app, one_of, show
+
+
+@app.command(epilog="Example: nntile sweep --auto my.yaml --budget 4")
+def sweep(
+    config: Annotated[str, typer.Argument(metavar="SWEEP", help="A sweep's YAML; with --auto the config of a run.")],
+    sets: Sets = None,
+    out: Annotated[Path | None, typer.Option(help="Folder of the results. [default: runs/sweep-NAME]")] = None,
+    auto: Annotated[bool, typer.Option("--auto", help="Search the tile sizes: plan many, measure the best.")] = False,
+    budget: Annotated[int, typer.Option(help="With --auto: how many tilings to measure.", min=1)] = 12,
+    retry: Annotated[bool, typer.Option("--retry", help="Measure points that failed once more.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Measure a config at many points; goes on where it was interrupted."""
+    from rich.console import Console
+
+    alone("sweep")
+    from nntile_py.sweep.autotune import search, write_search
+    from nntile_py.sweep.results import best_told, summary
+    from nntile_py.sweep.run import run
+    from nntile_py.sweep.spec import load_sweep
+
+    console = Console(stderr=True)
+    path, folder = Path(config), out or Path("runs") / f"sweep-{Path(config).stem}"
+    try:
+        found = search(path, sets or [], budget, console) if auto else None
+        chosen = found.sweep if found else load_sweep(path, sets or [])
+        rows = run(chosen, folder, console, retry=retry)
+        if found:
+            write_search(found, rows, folder)
+    except KeyboardInterrupt:
+        goes_on = f"; the same command goes on from {folder}" if (folder / "rows.jsonl").exists() else ""
+        print(f"interrupted{goes_on}", file=sys.stderr)
+        raise typer.Exit(130) from None
+    show({"rows": rows} if as_json else summary(chosen, rows))
+    if not as_json:
+        print(f"{best_told(rows, chosen.best)}\nresults in {folder}")
+    raise typer.Exit(0 if any(row["status"] == "ok" for row in rows) else 1)
+
+
+@app.command(epilog="Example: nntile experiment fig18 --plan")
+def experiment(
+    name: Annotated[str | None, typer.Argument(help="Such as fig18. [default: list them]")] = None,
+    scale: Annotated[str, typer.Option(help="cpu: two cores, two to five minutes. gpu: the papers' sizes.")] = "cpu",
+    mode: Annotated[str | None, typer.Option(help="training or inference. [default: the experiment's own]")] = None,
+    sets: Sets = None,
+    only_plan: Annotated[bool, typer.Option("--plan", help="Check and plan each point, run nothing.")] = False,
+    results: Annotated[Path | None, typer.Option(help="Put DATE-NAME.png, .csv, .md into this folder too.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder of the work. [default: runs/NAME-SCALE[-MODE]]")] = None,
+) -> None:
+    """Reproduce a figure or table of a paper (no NAME: list them)."""
+    from rich.console import Console
+
+    alone("experiment")
+    from nntile_py.sweep import experiment as parts
+
+    one_of("--scale", scale, ("cpu", "gpu"))
+    one_of("--mode", mode or "training", ("training", "inference"))
+    if name is None:
+        show(parts.listing())
+        return
+    made, how = parts.load_experiment(name), cast(parts.Mode | None, mode)
+    if only_plan:
+        show(parts.plan(made, scale, how, sets or []))
+        return
+    folder = out or Path("runs") / "-".join(filter(None, (name, scale, mode)))
+    try:
+        for path in parts.run(made, scale, folder, results, Console(stderr=True), how, sets or []):
+            print(path)
+    except KeyboardInterrupt:
+        print(f"interrupted; what is there is in {folder}, from where a sweep goes on", file=sys.stderr)
+        raise typer.Exit(130) from None
+
+
+@app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True}, add_help_option=False,
+    epilog="Example: nntile bench tasks",
+)  # fmt: skip
+def bench(context: typer.Context) -> None:
+    """Measure: tasks, steps, tile sizes (nntile bench --help)."""
+    from nntile_py.bench.app import bench_app  # its own typer app, handed all that follows
+
+    raise typer.Exit(bench_app(context.args, prog_name="nntile bench", standalone_mode=False) or 0)
