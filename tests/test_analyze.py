@@ -186,7 +186,7 @@ def test_measured(tmp_path: Path) -> None:
     """Seconds of all operators, whose sum is about that of a step; JSON, CSV, page and pictures."""
     out = tmp_path / "out"
     config = [*TINY, "train.seq=64", "tiles={}"]
-    ran = nntile("--work", "encoder", "--measure", "--repeats", "3", "--json", "--out", str(out), *sets(config))
+    ran = nntile("--work", "encoder", "--measure", "--repeats", "9", "--json", "--out", str(out), *sets(config))
     assert ran.returncode == 0, ran.stderr
     made = json.loads(ran.stdout)
     assert json.loads((out / "analysis.json").read_text()) == made

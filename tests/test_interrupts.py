@@ -94,9 +94,9 @@ def later(delay):
     signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
 
 for k in range(%d):
-    threading.Thread(target=later, args=(0.002 * k,)).start()
     begin = time.monotonic()
     try:
+        threading.Thread(target=later, args=(0.002 * k,)).start()
         with nt.Runtime(cpus=2):
             x = nt.array(np.zeros(3))
             for _ in range(200):

@@ -145,7 +145,7 @@ def whole(tensor: Tensor, parts: Sequence[tuple[Any, np.ndarray[Any, Any]]]) -> 
     """A tensor of the slices that its tiles are."""
     if len(parts) == 1:
         return np.asarray(parts[0][1].reshape(tensor.shape))
-    out = np.empty(tensor.shape, parts[0][1].dtype)
+    out = np.zeros(tensor.shape, parts[0][1].dtype)  # outside of a band there are no tiles
     for where, part in parts:
         out[where] = part
     return out
