@@ -136,7 +136,7 @@ class Attention(Op):
 
     def flop(self) -> float:
         (x, seq), (k, key) = self._queries, self._keys
-        area = self.mask.band.area(Part(0, x.size(seq)), Part(0, k.size(key)))
+        area = self.mask.band.area(Part(0, x.size(seq)), Part(0, k.size(key))) * self.mask.share(k.size(key))
         return 4.0 * math.prod(self.lse.shape[:2]) * self.output.size("head_dim") * area
 
     # -- lowering
@@ -197,7 +197,8 @@ class Attention(Op):
 
     def pair_flop(self, low: Lowering, at: Index, key: Index) -> float:
         rows = math.prod(low.part(self.lse, axis, at).size for axis in ("batch", "heads"))
-        return 4.0 * rows * self.output.size("head_dim") * self.mask.band.area(*self.parts(low, at, key))
+        area = self.mask.band.area(*self.parts(low, at, key)) * self.mask.share(self._keys[0].size(self._keys[1]))
+        return 4.0 * rows * self.output.size("head_dim") * area
 
     def lower(self, low: Lowering) -> None:
         for at in self.tiles_of_queries(low):

@@ -71,6 +71,10 @@ class Mask:
     def band(self) -> Band:
         return Band(self.causal, self.window, self.two_sided)
 
+    def share(self, keys: int) -> float:
+        """Of the pairs in the band those that can be in one segment, at most."""
+        return min(1.0, self.longest / keys) if self.segments and self.longest else 1.0
+
     @property
     def inputs(self) -> list[Tensor]:
         return [t for t in (self.padding, self.segments) if t]

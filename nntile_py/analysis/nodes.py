@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from nntile_py.config.run import RunConfig
 
 MOST_NODES = 4096
+IDLE = 0.5  # share of a step that workers are busy, below which it is not computing that limits
 GOOD = 0.95  # efficiency from which on nothing is to blame
 FULL = 0.8  # share of its time in use, from which on what is used holds all else back
 _RATE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(bit|b|B)/s\s*")
@@ -59,6 +60,8 @@ def machines(
             raise ConfigError(f"{name(key)}: got {given[key]}; allowed: only with {name('nodes')}")
         return None
     _check(name("nodes"), nodes, MOST_NODES)
+    if config.runtime.shard_weights:
+        raise ConfigError(f"runtime.shard_weights: got true; allowed with {name('nodes')}: false, as it is not played")
     gpu = config.runtime.cuda != 0
     for key in ("gpus_per_node", "gpus_per_nic"):
         if not gpu and given[key] is not None:
@@ -228,6 +231,8 @@ def _network(on: Machines) -> str:
 
 def _limit(made: NodesPlan, last: Tile | None) -> str:
     """What to blame for the efficiency, in words."""
+    if made.busy < IDLE and made.efficiency >= GOOD:
+        return f"how few tasks a node's workers have: they are busy for {made.busy:.0%} of a step; smaller tiles.batch"
     if made.efficiency >= GOOD:
         return f"computing: workers are busy for {made.busy:.0%} of a step"
     fair, ms = made.efficiency * made.step_seconds, made.exposed_seconds * 1e3

@@ -1,6 +1,7 @@
 """nntile init, config, train."""
 
 import os
+import shlex
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -102,6 +103,7 @@ def train(
     if rescue and (taken(rescue) or os.path.realpath(rescue) == os.path.realpath(folder)):
         raise ConfigError(f"--rescue: {rescue} is not an empty folder of its own; allowed: a new or empty one")
     note_tiles(loaded)
+    options = [f"--set={one}" for one in sets or []] + (["--out", str(out)] if out else [])
     try:
         from rich.console import Console
 
@@ -110,7 +112,7 @@ def train(
         status = run(
             loaded.model_copy(update={"out": str(folder)}), folder, Console(),
             resume=start, replaces=overwrite and not resume, rescue=rescue,
-            again=f"nntile train {config}" + (f" --out {out}" if out else ""),
+            again=shlex.join(["nntile", "train", config, *options]),
         )  # fmt: skip
     except KeyboardInterrupt:
         print("interrupted; nothing more is saved", file=sys.stderr)

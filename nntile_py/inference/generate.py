@@ -42,6 +42,7 @@ def fill_masked(trainer: Evaluator, tokenizer: Tokenizer, inputs: Mapping[str, A
 
     Where a token was to be predicted stands [[guess]], and [[guess, not token]] where the guess is wrong."""
     _, logits = trainer.evaluate(inputs, return_logits=True)
+    most = min(most, int(np.asarray(inputs["attention_mask"])[0].sum()) if "attention_mask" in inputs else most)
     guesses = logits[0, :most, : token_numbers(tokenizer)].argmax(-1)
 
     def text(ids: list[int]) -> str:

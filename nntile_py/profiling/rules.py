@@ -49,7 +49,7 @@ def other_ranks(s: Summary) -> Finding | None:
     cause += f" (rank {longest['rank']} for rank {longest['for_rank']}). {unready / waiting:.0%} of that time it was"
     cause += f" not made yet, else on its way: {moved / 1e6:,.2f} MB in {count:,.0f} messages a step."
     batch = s["tiles"].get("batch")
-    now = f" (now {batch['tiles']})" if batch else ""
+    now = f" (now {batch['tiles']} in all)" if batch else ""
     if unready >= 0.5 * waiting:
         advice = f"Give ranks equal work: as many tiles of the batch for each, two or more{now}; and compute more"
         advice += " between two updates: a larger `train.batch` or `train.grad_accumulation`."
@@ -72,7 +72,7 @@ def short_tasks(s: Summary) -> Finding | None:
     cause += f"{_share(s, 'overhead'):.0%} of the workers' time."
     if starved:
         cause += f" Tasks are used up as fast as they are submitted, which takes {s['submission']:.0%} of the run."
-    return Finding("short-tasks", cause, f"Fewer, larger tasks: {_coarser(s)}, and `fusion: true`.")
+    return Finding("short-tasks", cause, f"Fewer, larger tasks: {_coarser(s)}, and `fusion: true` if it is off.")
 
 
 def serial_chain(s: Summary) -> Finding | None:

@@ -77,7 +77,9 @@ def train(
         ranks.same("the config", flat(config.model_dump(mode="json", by_alias=True)))
         ranks.same("the data", data)
         ranks.same("the checkpoint", {"folder": str(resumed.folder), "step": resumed.step} if resumed else {})
-        tell(f"{ranks.size} ranks, each with at least {ranks.cores} cores")
+        tell(f"{ranks.size} ranks, each with at least {ranks.cores} core{'s' * (ranks.cores > 1)}")
+        if (tiles := len(step_spec(config).tiling.parts("batch", config.train.batch))) < ranks.size:
+            tell(f"note: the batch has {tiles} tile{'s' * (tiles > 1)}: smaller tiles.batch gives all ranks work")
     tell(f"{corpus.told()}; writing to {out}")
     if resumed:
         differs = check_same(resumed, config, data)
