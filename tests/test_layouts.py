@@ -305,6 +305,14 @@ def test_a_file_of_timings(tmp_path: Path) -> None:
     for key in OF:
         with pytest.raises(ConfigError, match=f"a database of {key} '{OF[key]}'; allowed here: 'other'"):
             opened(OF | {key: "other"}, path)
+    whole = path.read_bytes()
+    path.write_bytes(whole + b'{"operator": "a", "lay')  # a disk was full
+    assert opened(OF, path).known == opened(OF, path, new=True).known == timings.known and path.read_bytes() == whole
+    path.write_bytes(whole[:9])
+    assert not opened(OF, path, new=True).known and not path.exists()
+    with pytest.raises(ConfigError, match="is a folder"):
+        opened(OF, tmp_path)
+    path.write_bytes(whole)
     with path.open("a") as file:
         file.write('{"operator": "a"}\n')
     with pytest.raises(ConfigError, match="line 5: no timing"):

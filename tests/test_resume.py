@@ -283,6 +283,39 @@ main()
 """
 
 
+STOPPED = """
+from contextlib import contextmanager
+from nntile_py.training import loop
+@contextmanager
+def signals():
+    yield ["SIGTERM"]
+loop._signals = signals
+from nntile_py.cli import main
+main()
+"""
+
+
+def test_stopped_before_the_first_step(whole: Path, tmp_path: Path) -> None:
+    """Weights that nobody trained take the place of no run."""
+    run = shutil.copytree(whole, tmp_path / "runs" / "tiny")
+    made = [sys.executable, "-c", STOPPED, *command(tmp_path, *SHORT, arguments=("--overwrite",))[3:]]
+    done = subprocess.run(made, **HOW, cwd=tmp_path, check=False)
+    assert done.returncode == 143 and "before the first step: nothing is saved" in done.stdout, done.stderr
+    assert (run / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
+    assert newest(run, pytest.fail).step == 12
+
+
+def test_weights_that_cannot_be_put_into_the_runs_folder(whole: Path, tmp_path: Path) -> None:
+    """Waiting would not help: it ends, and says where they are."""
+    run = shutil.copytree(whole, tmp_path / "runs" / "tiny")
+    (run / "model.safetensors").unlink()
+    (run / "model.safetensors").mkdir()
+    done = nntile(tmp_path, *SHORT, "train.steps=13", arguments=("--resume",))
+    told = "model.safetensors: Is a directory; what was trained is in "
+    assert done.returncode == 1 and told in done.stderr and "checkpoints/step-000013" in done.stderr, done.stdout
+    assert newest(run, pytest.fail).step == 13
+
+
 @pytest.mark.parametrize(("failures", "arguments"), [(5, ()), (10**6, ("--rescue", "saved"))])
 def test_a_full_disk(failures: int, arguments: tuple[str, ...], whole: Path, tmp_path: Path) -> None:
     """Checkpoints are left out, and told; at the end it is waited for room, or the rescue folder takes the run."""

@@ -60,6 +60,9 @@ def machines(
             raise ConfigError(f"{name(key)}: got {given[key]}; allowed: only with {name('nodes')}")
         return None
     _check(name("nodes"), nodes, MOST_NODES)
+    if config.runtime.nodes not in (None, nodes):
+        need = f"with {name('nodes')} {nodes}: the same, or null"
+        raise ConfigError(f"runtime.nodes: got {config.runtime.nodes}; allowed {need}")
     if config.runtime.shard_weights:
         raise ConfigError(f"runtime.shard_weights: got true; allowed with {name('nodes')}: false, as it is not played")
     gpu = config.runtime.cuda != 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -62,9 +63,13 @@ class Timings:
         line |= {"times": list(timing.times)} | ({"width": timing.width} if timing.width else {})
         self.path.parent.mkdir(parents=True, exist_ok=True)
         head = "" if self.path.exists() else json.dumps(dict(self.of)) + "\n"
+        data = (head + json.dumps(line) + "\n").encode()
         file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         try:
-            os.write(file, (head + json.dumps(line) + "\n").encode())
+            if os.write(file, data) < len(data):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self.path)) from None
         finally:
             os.close(file)
 
@@ -83,7 +88,17 @@ def opened(of: Mapping[str, str], path: Path | None = None, *, new: bool = False
         if new:
             return made
         raise ConfigError(f"{path}: no such database of layouts; allowed: one that `nntile layouts tune` has made here")
-    text = read(path).decode(errors="replace").splitlines() or [""]
+    if path.is_dir():
+        raise ConfigError(f"{path}: is a folder; allowed: a file that `nntile layouts tune` has made, or will make")
+    data = read(path)
+    if data[-1:] != b"\n":  # a disk was full, or the power went: what was begun last is measured again
+        data = data[: data.rfind(b"\n") + 1]
+        if new and not data:
+            path.unlink()
+            return made
+        if new:
+            os.truncate(path, len(data))
+    text = data.decode(errors="replace").splitlines() or [""]
     head, *lines = (json.loads(line) if _is_object(line) else None for line in text)
     if not isinstance(head, dict) or any(not isinstance(head.get(key), str) for key in KEYS):
         raise ConfigError(f"{path}: no database of layouts; allowed: a file that `nntile layouts tune` has made")

@@ -1,5 +1,6 @@
 """The training loop of `nntile train`: text in, steps through the runtime, metrics, weights and a sample out."""
 
+import errno
 import json
 import math
 import signal
@@ -40,6 +41,7 @@ from nntile_py.training.together import Giver, Silent, agree, told_by_first
 from nntile_py.training.trainer import STEPS_IN_FLIGHT, Trainer
 
 SKIPS = 10  # steps in a row that are skipped: no later one will be better
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 RETRY = 10.0  # seconds between two attempts to save what a full disk has no room for
 
 
@@ -77,7 +79,7 @@ def train(
         ranks.same("the config", flat(config.model_dump(mode="json", by_alias=True)))
         ranks.same("the data", data)
         ranks.same("the checkpoint", {"folder": str(resumed.folder), "step": resumed.step} if resumed else {})
-        tell(f"{ranks.size} ranks, each with at least {ranks.cores} core{'s' * (ranks.cores > 1)}")
+        tell(f"{ranks.size} ranks, each with {runtime.cpus} CPU worker{'s' * (runtime.cpus > 1)}")
         if (tiles := len(step_spec(config).tiling.parts("batch", config.train.batch))) < ranks.size:
             tell(f"note: the batch has {tiles} tile{'s' * (tiles > 1)}: smaller tiles.batch gives all ranks work")
     tell(f"{corpus.told()}; writing to {out}")
@@ -107,6 +109,8 @@ def train(
         replace_file(folder.path / checkpoint.TOKENIZER, corpus.tokenizer.to_str(pretty=True))
         facts = {"config": config.model_dump(mode="json", by_alias=True), "data": data}
         saver = Saver(config.checkpoint, trainer, folder, _files(trainer, corpus.tokenizer, config), facts, tell)
+        if resumed and checkpoint.folder_of(folder.path, resumed.step).is_dir():
+            saver.newest = resumed.step
         metrics = Metrics(folder.path, trainer.steps, tell)
         known = not resumed or any("held_out_loss_before" in line for line in metrics.lines)
         try:
@@ -121,6 +125,11 @@ def train(
                 tell(f"no checkpoint was made: the earlier run in {out} stays, this one's metrics are in {folder.path}")
             raise
         try:
+            if not trainer.steps:  # weights that nobody trained take no run's place
+                saver.close()
+                agree(stop)
+                tell(f"stopped by {stop[0]} before the first step: nothing is saved")
+                return 128 + signal.Signals[stop[0]].value
             saved = _save(saver, metrics, config, rescue, stop, tell)
             saver.close()
         finally:
@@ -164,10 +173,11 @@ def _save(
     """The last checkpoint, and its weights as those of the run; the folder that has them.
 
     What can be mended, such as a full disk, is waited for, or `rescue` takes its place."""
-    waits, asked = False, len(stop)
+    waits, asked, step = False, len(stop), None
     while True:
         try:
-            saver.folder.publish(saver.now())
+            step = saver.now()
+            saver.folder.publish(step)
             return saver.folder.out
         except (OSError, ConfigError) as error:
             if rescue:
@@ -182,6 +192,9 @@ def _save(
                     continue
                 except (OSError, NNTileError) as other:
                     tell(f"nor there ({told(other)})")
+            if step is not None and not (isinstance(error, OSError) and error.errno in NO_ROOM):
+                there = checkpoint.folder_of(saver.folder.path, step)
+                raise NNTileError(f"{told(error)}; what was trained is in {there}") from None
             if not waits:
                 tell(f"not saved ({told(error)}): trying again every {RETRY:g} s; Ctrl-C gives up what was trained")
             waits = True
@@ -189,7 +202,8 @@ def _save(
             while time.monotonic() < end:
                 time.sleep(0.1)
                 if len(stop) > asked:
-                    raise KeyboardInterrupt from None
+                    tell(f"stopped by {stop[-1]}; nothing more is saved")
+                    raise SystemExit(128 + signal.Signals[stop[-1]].value) from None
 
 
 def _show_confusion(found: Confusion, folder: Path, tell: Callable[[str], None]) -> None:
