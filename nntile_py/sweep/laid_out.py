@@ -62,8 +62,9 @@ def run(part: LaidOut, folder: Path, console: Console) -> tuple[str, dict[str, b
 
 def _worst(of: Found) -> str:
     """How much layouts matter, and the choice of all together."""
-    spread = max(of.lines, key=lambda line: line.worst / line.best)
-    gain = max(of.lines, key=lambda line: line.default / line.best)
+    timed = [line for line in of.lines if line.best]  # a Transpose that its neighbours' layouts make needless takes none
+    spread = max(timed, key=lambda line: line.worst / line.best)
+    gain = max(timed, key=lambda line: line.default / line.best)
     times, percent = spread.worst / spread.best, 100 * (gain.default / gain.best - 1)
     return (f"The worst layout of {spread.name} takes {times:.1f} times the best; the default one of {gain.name} "
             f"{percent:.0f} % more than the best.")  # fmt: skip
