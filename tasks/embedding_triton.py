@@ -20,6 +20,7 @@ from .launch import Int, Launches, Parameter, Scratch, ceil_div, launch, launche
 
 RUN = 1024  # positions that are compared with each other
 SHARE = 32  # of them, those that a program compares
+PART = 128  # of the sorted positions: a program sums as many, as an id may have nearly all
 
 
 @triton.jit
@@ -98,19 +99,61 @@ def _scatter(ORDER, RANK, COUNTS, STARTS, IDS, count, first, rows, RUN: tl.const
 
 
 @triton.jit
-def _sum_rows(OUT, DY, ORDER, STARTS, TOTALS, width, ACC: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def _sum_of(DY, ORDER, start, end, col, width, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """The sum of the rows of DY at the positions from start to end of the sorted order."""
+    total = tl.zeros([ROWS, BLOCK], tl.float32)
+    for first in range(start, end, ROWS):
+        k = first + tl.arange(0, ROWS)
+        position = tl.load(ORDER + k, k < end, 0).to(tl.int64)
+        inside = (k < end)[:, None] & (col < width)[None, :]
+        total += tl.load(DY + position[:, None] * width + col[None, :], inside, 0.0).to(tl.float32)
+    return tl.sum(total, 0)
+
+
+@triton.jit
+def _sum_parts(
+    PARTS, DY, IDS, ORDER, STARTS, TOTALS, width, first, rows,
+    PART: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Of an id with more than PART positions, sums of those in each part of the sorted order; it begins or ends there.
+
+    PARTS: two rows for each part, of the id at its beginning and of the one at its end."""
+    part, last = tl.program_id(0), tl.program_id(2)
+    col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    there = tl.load(STARTS + rows - 1) + tl.load(TOTALS + rows - 1)
+    start, end = part * PART, tl.minimum((part + 1) * PART, there)
+    if start < end:
+        head = (tl.load(IDS + tl.load(ORDER + start)) - first).to(tl.int32)
+        row = head if last == 0 else (tl.load(IDS + tl.load(ORDER + end - 1)) - first).to(tl.int32)
+        count, begin = tl.load(TOTALS + row), tl.load(STARTS + row)
+        if (count > PART) & ((last == 0) | (row != head)):
+            value = _sum_of(
+                DY, ORDER, tl.maximum(start, begin), tl.minimum(end, begin + count), col, width, ROWS, BLOCK
+            )
+            tl.store(PARTS + (part * 2 + last).to(tl.int64) * width + col, value, col < width)
+
+
+@triton.jit
+def _sum_rows(
+    OUT, DY, ORDER, STARTS, TOTALS, PARTS, width,
+    ACC: tl.constexpr, PART: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0)
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     count = tl.load(TOTALS + row)
     out = OUT + row.to(tl.int64) * width + col
     if count > 0:
-        start, total = tl.load(STARTS + row), tl.zeros([ROWS, BLOCK], tl.float32)
-        for first in range(0, count, ROWS):
-            k = first + tl.arange(0, ROWS)
-            position = tl.load(ORDER + start + k, k < count, 0).to(tl.int64)
-            inside = (k < count)[:, None] & (col < width)[None, :]
-            total += tl.load(DY + position[:, None] * width + col[None, :], inside, 0.0).to(tl.float32)
-        value = tl.sum(total, 0)
+        start = tl.load(STARTS + row)
+        if count <= PART:
+            value = _sum_of(DY, ORDER, start, start + count, col, width, ROWS, BLOCK)
+        else:
+            total, parts = tl.zeros([ROWS, BLOCK], tl.float32), (start + count - 1) // PART + 1
+            for one in range(start // PART, parts, ROWS):
+                part = one + tl.arange(0, ROWS)
+                at = part * 2 + (part * PART < start).to(tl.int32)
+                inside = (part < parts)[:, None] & (col < width)[None, :]
+                total += tl.load(PARTS + at.to(tl.int64)[:, None] * width + col[None, :], inside, 0.0)
+            value = tl.sum(total, 0)
         if ACC:
             value += tl.load(out, col < width).to(tl.float32)
         tl.store(out, value, col < width)
@@ -140,8 +183,9 @@ def _describe_grad(task: Task) -> Launches:
     counts = scratch.take(runs * rows, "int32")
     totals, starts = scratch.take(rows, "int32"), scratch.take(rows, "int32")
     rank, order = scratch.take(count, "int32"), scratch.take(count, "int32")
-    block = min(power_of_two(width), 1024)
-    size = (count, Int(first), rows)
+    parts, block = ceil_div(count, PART), min(power_of_two(width), 1024)
+    sums, blocks = scratch.take(2 * int(parts) * width, "fp32"), ceil_div(width, block)
+    size, sizes = (count, Int(first), rows), {"PART": PART, "ROWS": 8, "BLOCK": block}
     return Launches(
         (
             launch(_zero, ceil_div(runs * rows, 4096), counts, runs * rows, BLOCK=4096, warps=8),
@@ -149,9 +193,10 @@ def _describe_grad(task: Task) -> Launches:
             launch(_add_runs, ceil_div(rows, 256), counts, totals, rows, runs, BLOCK=256, warps=2),
             launch(_starts, 1, starts, totals, rows, BLOCK=4096, warps=8),
             launch(_scatter, ceil_div(count, 256), order, rank, counts, starts, ids, *size, RUN=run, BLOCK=256),
+            launch(_sum_parts, (parts, blocks, 2), sums, dy, ids, order, starts, totals, width, *size[1:], **sizes),
             launch(
-                _sum_rows, (rows, ceil_div(width, block)), out, dy, order, starts, totals, width,
-                ACC=task.accesses[0].accumulate, ROWS=4, BLOCK=block,
+                _sum_rows, (rows, blocks), out, dy, order, starts, totals, sums, width,
+                ACC=task.accesses[0].accumulate, **sizes,
             ),
         ),
         scratch.bytes,

@@ -16,7 +16,7 @@ import triton.language as tl
 from nntile_py.tiles.tasklist import Task
 
 from .gather import GatherArgs, GatherGradArgs
-from .launch import Launches, Parameter, ceil_div, launch, launches, power_of_two, shape, tile, words
+from .launch import Launches, Parameter, Scratch, ceil_div, launch, launches, power_of_two, shape, tile, words
 
 
 @triton.jit
@@ -40,20 +40,34 @@ def _gather(
 
 
 @triton.jit
+def _clear_ends(FIRST, LAST, rows, BLOCK: tl.constexpr):
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(FIRST + row, tl.full([BLOCK], 2147483647, tl.int32), row < rows)
+    tl.store(LAST + row, tl.full([BLOCK], -1, tl.int32), row < rows)
+
+
+@triton.jit
+def _ends(FIRST, LAST, PLACES, n, count, positions, first, BLOCK: tl.constexpr):
+    """Of each row of DX, the first and the last of the places that are its position."""
+    k = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    at = tl.load(PLACES + k, k < n, -1) - first
+    mine = (k < n) & (at >= 0) & (at < positions)
+    row = k // count * positions + at
+    tl.atomic_min(FIRST + row, k, mine)
+    tl.atomic_max(LAST + row, k, mine)
+
+
+@triton.jit
 def _gather_grad(
-    DX, DY, PLACES, positions, count, width, first, ACC: tl.constexpr, COUNT: tl.constexpr, BLOCK: tl.constexpr
-):
+    DX, DY, PLACES, FIRST, LAST, positions, width, first, ACC: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
     """DX[row, :] (+)= the sum of DY at the places that are this row's position, in their order."""
     row = tl.program_id(0).to(tl.int64)
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mine = row // positions * count  # its places, and their rows of DY
-    k = tl.arange(0, COUNT)
-    here = tl.load(PLACES + mine + k, k < count, -1) == row % positions + first
-    total, last = tl.zeros([BLOCK], tl.float32), tl.min(k, 0) - 1
-    for _ in range(0, tl.sum(here.to(tl.int32), 0)):
-        last = tl.min(tl.where(here & (k > last), k, COUNT), 0)
-        total += tl.load(DY + (mine + last) * width + col, col < width, 0.0).to(tl.float32)
-    out = DX + row * width + col
+    total, out = tl.zeros([BLOCK], tl.float32), DX + row * width + col
+    for k in range(tl.load(FIRST + row), tl.load(LAST + row) + 1):
+        if tl.load(PLACES + k) == row % positions + first:
+            total += tl.load(DY + (row * 0 + k) * width + col, col < width, 0.0).to(tl.float32)
     if ACC:
         total += tl.load(out, col < width, 0.0).to(tl.float32)
     tl.store(out, total, col < width)
@@ -84,8 +98,17 @@ def _describe(task: Task) -> Launches:
 def _describe_grad(task: Task) -> Launches:
     given = GatherGradArgs.of(task)
     count, positions, width = _sizes(task, 1, 0, given.added)
-    block = min(power_of_two(width), 1024)
-    args: list[Parameter] = [*(tile(task, k) for k in range(3)), positions, count, width, given.first]
-    grid = (words(task, 0) // width, ceil_div(width, block))
-    acc = task.accesses[0].accumulate
-    return Launches((launch(_gather_grad, grid, *args, ACC=acc, COUNT=power_of_two(count), BLOCK=block, warps=2),))
+    rows, n, block, scratch = words(task, 0) // width, words(task, 2), min(power_of_two(width), 1024), Scratch()
+    ends = [scratch.take(int(rows), "int32") for _ in range(2)]
+    acc, dx, dy, places = task.accesses[0].accumulate, *(tile(task, k) for k in range(3))
+    return Launches(
+        (
+            launch(_clear_ends, ceil_div(rows, 1024), *ends, rows, BLOCK=1024),
+            launch(_ends, ceil_div(n, 256), *ends, places, n, count, positions, given.first, BLOCK=256, warps=2),
+            launch(
+                _gather_grad, (rows, ceil_div(width, block)), dx, dy, places, *ends, positions, width, given.first,
+                ACC=acc, BLOCK=block, warps=2,
+            ),
+        ),
+        scratch.bytes,
+    )  # fmt: skip

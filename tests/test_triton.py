@@ -270,8 +270,9 @@ def test_partial_sums_keep_their_bits(dtype: str) -> None:
 
 
 def test_embedding_grad_of_many_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ids in several runs of positions, one of them most of the time: twice the same bits."""
+    """Ids in several runs of positions, one of them most of the time, some in several parts: twice the same bits."""
     monkeypatch.setattr(embedding_triton, "RUN", 64)
+    monkeypatch.setattr(embedding_triton, "PART", 8)
     rng, count, rows = np.random.default_rng(0), 2 * 64 + 37, 5
     ids = torch.tensor(np.where(rng.random(count) < 0.7, 3, rng.integers(0, rows + 3, count)))
     dy = torch.tensor(rng.standard_normal((count, 8)), dtype=torch.float32).bfloat16()
