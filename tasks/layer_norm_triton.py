@@ -41,13 +41,11 @@ def _normalise(x, mean, rstd, GAMMA, BETA, col, n):
 
 
 @triton.jit
-def _layer_norm(
-    Y, STAT, X, GAMMA, BETA, RESIDUAL, TOTAL,
-    rows, n, eps, DRAWS, mask_first, seed, key, limit, scale,
+def _summed(
+    X, RESIDUAL, TOTAL, row, col, rows, n, DRAWS, mask_first, seed, key, limit, scale,
     HAS_RESIDUAL: tl.constexpr, DROPOUT: tl.constexpr, SIZES: tl.constexpr, STRIDES: tl.constexpr, DRAWN: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    row, col = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)
+    """These columns of what is normalised, [rows, columns], which is kept where it is a sum."""
     at, inside = row[:, None] * n + col[None, :], (row < rows)[:, None] & (col < n)[None, :]
     x = tl.load(X + at, inside, 0.0).to(tl.float32)
     if DROPOUT:
@@ -58,12 +56,47 @@ def _layer_norm(
         total = x.to(TOTAL.dtype.element_ty)
         tl.store(TOTAL + at, total, inside)
         x = total.to(tl.float32)  # what the gradient will read
-    mean = tl.sum(x, 1) / n
+    return x
+
+
+@triton.jit
+def _squares(x, mean, col, n):
     d = tl.where((col < n)[None, :], x - mean[:, None], 0.0)
-    rstd = 1 / tl.sqrt(tl.sum(d * d, 1) / n + eps)
+    return tl.sum(d * d, 1)
+
+
+@triton.jit
+def _layer_norm(
+    Y, STAT, X, GAMMA, BETA, RESIDUAL, TOTAL,
+    rows, n, eps, DRAWS, mask_first, seed, key, limit, scale,
+    HAS_RESIDUAL: tl.constexpr, DROPOUT: tl.constexpr, SIZES: tl.constexpr, STRIDES: tl.constexpr, DRAWN: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr,
+):  # fmt: skip
+    row, col = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)
+    x = _summed(
+        X, RESIDUAL, TOTAL, row, col, rows, n, DRAWS, mask_first, seed, key, limit, scale,
+        HAS_RESIDUAL, DROPOUT, SIZES, STRIDES, DRAWN,
+    )  # fmt: skip
+    total = tl.sum(x, 1)
+    if REST:
+        col_of_rest = BLOCK + tl.arange(0, REST)
+        rest = _summed(
+            X, RESIDUAL, TOTAL, row, col_of_rest, rows, n, DRAWS, mask_first, seed, key, limit, scale,
+            HAS_RESIDUAL, DROPOUT, SIZES, STRIDES, DRAWN,
+        )  # fmt: skip
+        total += tl.sum(rest, 1)
+    mean = total / n
+    squares = _squares(x, mean, col, n)
+    if REST:
+        squares += _squares(rest, mean, col_of_rest, n)
+    rstd = 1 / tl.sqrt(squares / n + eps)
     tl.store(STAT + row * 2, mean, row < rows)
     tl.store(STAT + row * 2 + 1, rstd, row < rows)
-    tl.store(Y + at, _normalise(x, mean, rstd, GAMMA, BETA, col, n), inside)
+    kept, y = (row < rows)[:, None], _normalise(x, mean, rstd, GAMMA, BETA, col, n)
+    tl.store(Y + row[:, None] * n + col[None, :], y, kept & (col < n)[None, :])
+    if REST:
+        y = _normalise(rest, mean, rstd, GAMMA, BETA, col_of_rest, n)
+        tl.store(Y + row[:, None] * n + col_of_rest[None, :], y, kept & (col_of_rest < n)[None, :])
 
 
 @triton.jit
@@ -127,47 +160,93 @@ def _grad_sums(
 
 
 @triton.jit
+def _read_grad(DY, X, gamma, row, kept, col, n, mean, rstd):
+    """These columns of dy, of the normalised x, and of dy * gamma."""
+    at, inside = row[:, None] * n + col[None, :], kept[:, None] & (col < n)[None, :]
+    dy = tl.load(DY + at, inside, 0.0).to(tl.float32)
+    x = tl.load(X + at, inside, 0.0).to(tl.float32)
+    return dy, (x - mean[:, None]) * rstd[:, None], dy * gamma[None, :]
+
+
+@triton.jit
+def _write_grad(
+    DX, EXTRA, DROPPED, w, xhat, m1, m2, rstd, row, kept, col, n, DRAWS, mask_first, seed, key, limit, scale,
+    HAS_EXTRA: tl.constexpr, DROPOUT: tl.constexpr, SIZES: tl.constexpr, STRIDES: tl.constexpr, DRAWN: tl.constexpr,
+):  # fmt: skip
+    """Stores these columns of dx and of its dropout; returns the last of them as it was stored."""
+    at, inside = row[:, None] * n + col[None, :], kept[:, None] & (col < n)[None, :]
+    dx = rstd[:, None] * (w - m1[:, None] - xhat * m2[:, None])
+    if HAS_EXTRA:
+        dx += tl.load(EXTRA + at, inside, 0.0).to(tl.float32)
+    tl.store(DX + at, dx, inside)
+    if DROPOUT:
+        index = mask_first + row_in_whole(row, kept, DRAWS, SIZES, STRIDES, DRAWN)[:, None] + col[None, :]
+        dx = dropped(dx, index, seed, key, limit, scale)
+        tl.store(DROPPED + at, dx, inside)
+    return tl.where(inside, dx, 0.0).to(DX.dtype.element_ty).to(tl.float32)
+
+
+@triton.jit
+def _store_parts(part, dgamma, dbeta, dbias, col, n, HAS_BIAS: tl.constexpr):
+    tl.store(part + col, tl.sum(dgamma, 0), col < n)
+    tl.store(part + n + col, tl.sum(dbeta, 0), col < n)
+    if HAS_BIAS:
+        tl.store(part + 2 * n + col, tl.sum(dbias, 0), col < n)
+
+
+@triton.jit
 def _grad(
     DX, PART, DY, X, STAT, GAMMA, EXTRA, SUMS, DROPPED,
     rows, n, whole, DRAWS, mask_first, seed, key, limit, scale,
     HAS_EXTRA: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SUMS: tl.constexpr,
     DROPOUT: tl.constexpr, SIZES: tl.constexpr, STRIDES: tl.constexpr, DRAWN: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     col = tl.arange(0, BLOCK)
     gamma = tl.load(GAMMA + col, col < n, 0.0).to(tl.float32)
     zeros = tl.zeros([ROWS, BLOCK], tl.float32)
     dgamma, dbeta, dbias = zeros, zeros, zeros
+    if REST:
+        col_2 = BLOCK + tl.arange(0, REST)
+        gamma_2 = tl.load(GAMMA + col_2, col_2 < n, 0.0).to(tl.float32)
+        zeros_2 = tl.zeros([ROWS, REST], tl.float32)
+        dgamma_2, dbeta_2, dbias_2 = zeros_2, zeros_2, zeros_2
     # Staged: rows are on their way into shared memory while those before them are worked on.
     for first in tl.range(tl.program_id(0).to(tl.int64) * ROWS, rows, tl.num_programs(0) * ROWS, num_stages=STAGES):
         row = first + tl.arange(0, ROWS)
         kept = row < rows
-        at, inside = row[:, None] * n + col[None, :], kept[:, None] & (col < n)[None, :]
-        dy = tl.load(DY + at, inside, 0.0).to(tl.float32)
-        x = tl.load(X + at, inside, 0.0).to(tl.float32)
         mean, rstd = tl.load(STAT + row * 2, kept, 0.0), tl.load(STAT + row * 2 + 1, kept, 0.0)
-        xhat, w = (x - mean[:, None]) * rstd[:, None], dy * gamma[None, :]
+        dy, xhat, w = _read_grad(DY, X, gamma, row, kept, col, n, mean, rstd)
+        if REST:
+            dy_2, xhat_2, w_2 = _read_grad(DY, X, gamma_2, row, kept, col_2, n, mean, rstd)
         if HAS_SUMS:
             m1, m2 = tl.load(SUMS + row * 2, kept, 0.0) / whole, tl.load(SUMS + row * 2 + 1, kept, 0.0) / whole
         else:
-            m1, m2 = tl.sum(w, 1) / whole, tl.sum(w * xhat, 1) / whole
-        dx = rstd[:, None] * (w - m1[:, None] - xhat * m2[:, None])
-        if HAS_EXTRA:
-            dx += tl.load(EXTRA + at, inside, 0.0).to(tl.float32)
-        tl.store(DX + at, dx, inside)
-        if DROPOUT:
-            index = mask_first + row_in_whole(row, kept, DRAWS, SIZES, STRIDES, DRAWN)[:, None] + col[None, :]
-            dx = dropped(dx, index, seed, key, limit, scale)
-            tl.store(DROPPED + at, dx, inside)
+            m1, m2 = tl.sum(w, 1), tl.sum(w * xhat, 1)
+            if REST:
+                m1, m2 = m1 + tl.sum(w_2, 1), m2 + tl.sum(w_2 * xhat_2, 1)
+            m1, m2 = m1 / whole, m2 / whole
+        dx = _write_grad(
+            DX, EXTRA, DROPPED, w, xhat, m1, m2, rstd, row, kept, col, n, DRAWS, mask_first, seed, key, limit, scale,
+            HAS_EXTRA, DROPOUT, SIZES, STRIDES, DRAWN,
+        )  # fmt: skip
         dgamma += dy * xhat  # rows beyond the last have dy = 0
         dbeta += dy
         if HAS_BIAS:
-            dbias += dx.to(DX.dtype.element_ty).to(tl.float32)  # and dx = 0; what was stored
-    part = PART + tl.program_id(0).to(tl.int64) * (3 if HAS_BIAS else 2) * n + col
-    tl.store(part, tl.sum(dgamma, 0), col < n)
-    tl.store(part + n, tl.sum(dbeta, 0), col < n)
-    if HAS_BIAS:
-        tl.store(part + 2 * n, tl.sum(dbias, 0), col < n)
+            dbias += dx
+        if REST:
+            dx_2 = _write_grad(
+                DX, EXTRA, DROPPED, w_2, xhat_2, m1, m2, rstd, row, kept, col_2, n, DRAWS, mask_first, seed, key, limit,
+                scale, HAS_EXTRA, DROPOUT, SIZES, STRIDES, DRAWN,
+            )  # fmt: skip
+            dgamma_2 += dy_2 * xhat_2
+            dbeta_2 += dy_2
+            if HAS_BIAS:
+                dbias_2 += dx_2
+    part = PART + tl.program_id(0).to(tl.int64) * (3 if HAS_BIAS else 2) * n
+    _store_parts(part, dgamma, dbeta, dbias, col, n, HAS_BIAS)
+    if REST:
+        _store_parts(part, dgamma_2, dbeta_2, dbias_2, col_2, n, HAS_BIAS)
 
 
 @triton.jit
@@ -212,6 +291,14 @@ def row_blocks(task: Task, number: int, elements: int) -> tuple[int, int, dict[s
     return words(task, number) // n, n, {"ROWS": rows, "BLOCK": block, "warps": warps}
 
 
+def _in_two(n: int, blocks: dict[str, int]) -> None:
+    """A row of 768 as columns of 512 and 256: no thread has nothing to do."""
+    block = blocks["BLOCK"]
+    rest = power_of_two(n - block // 2) if n > 1 else block
+    two = block // 2 + rest < block and block >= 32
+    blocks.update({"BLOCK": block // 2, "REST": rest} if two else {"REST": 0})
+
+
 def _dropout(task: Task, dropout: DropoutArgs | None, number: int) -> tuple[list[Parameter], dict[str, Any]]:
     """Parameters and constants of the dropout of tile `number`, or of none."""
     if not dropout:
@@ -223,6 +310,7 @@ def _dropout(task: Task, dropout: DropoutArgs | None, number: int) -> tuple[list
 @launches("layer_norm")
 def _describe(task: Task) -> Launches:
     rows, n, blocks = row_blocks(task, 2, 1024)
+    _in_two(n, blocks)
     has = len(task.accesses) > 5  # residual and total; dropout is of what has them
     args: list[Parameter] = [tile(task, k) for k in ((0, 1, 2, 3, 4, 5, 6) if has else (0, 1, 2, 3, 4, 0, 0))]
     given = LayerNormArgs.of(task)
@@ -265,6 +353,7 @@ def _describe_grad_sums(task: Task) -> Launches:
 @launches("layer_norm_grad")
 def _describe_grad(task: Task) -> Launches:
     rows, n, blocks = row_blocks(task, 0, 4096)
+    _in_two(n, blocks)
     a = LayerNormGradArgs.of(task)
     dx, dgamma, dbeta, dy, x, stat, gamma = (tile(task, k) for k in range(7))
     extra, dbias, sums, dropout = (tile(task, k) for k in (a.add, a.dbias, a.sums, a.dropped))
