@@ -60,6 +60,8 @@ class Measure(Section):
     processes of its own."""
     alpha: Part = 1.0
     """Of training steps and forward passes: the mean length of the sequences, as a part of train.seq."""
+    captured: Switch | None = None
+    """Of forward passes on one GPU: whether they run as a CUDA graph; null: where that is faster."""
     warmup: Natural = 1
     """Runs before the first that is timed."""
     steps: Count = 1

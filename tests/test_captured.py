@@ -1,0 +1,125 @@
+"""Which programs may be one CUDA graph, what their tiles are to it, how much of them it computes; no GPU needed."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import nntile_py as nt
+from nntile_py.errors import ConfigError
+from nntile_py.execution.captured import LEAST, most_filled, refusal, roles, rounded
+from nntile_py.execution.program import Store
+from nntile_py.graph.graph import Graph
+from nntile_py.graph.lowering import lower
+from nntile_py.graph.step import StepSpec
+from nntile_py.tiles import Access, Slot, TaskList, Tile, Tiling
+from nntile_py.tiles.arguments import TaskArgs
+from nntile_py.tiles.batching import grouped
+from nntile_py.tiles.tasklist import Task
+
+CONFIG = nt.models.BERTConfig(layers=2, embed=16, heads=2, vocab=40, positions=32, head="pooler")
+
+
+def forward(pack: bool = True, **tiles: int) -> TaskList:
+    spec = StepSpec(nt.models.BERT(CONFIG), 4, 32, Tiling(tiles), pack=pack)
+    return spec.outputs("pooled").forward.tasks
+
+
+@pytest.mark.parametrize("pack", [True, False])
+@pytest.mark.parametrize("tiles", [{}, {"batch": 2, "heads": 1, "ffn": 24}], ids=["uncut", "cut"])
+def test_a_forward_pass(tiles: dict[str, int], pack: bool) -> None:
+    """Alone and in groups: its weights, its inputs, its output; all else is written first, and freed."""
+    tasks = forward(pack, **tiles)
+    for of in (tasks, grouped(tasks, 1e12, 1e12, 1e-3, alone=True)):
+        assert refusal(of) == ""
+        weights, accesses = roles(of)
+        parts = [part for task in of.tasks for part in task.parts or [task]]
+        tiles_of = {a.tile for part in parts for a in part.accesses if a.tile.persistent}
+        assert {*weights} == {tile for tile in tiles_of if tile.kind == "param"}
+        assert tiles_of == {*weights, *(a.tile for a in accesses)}
+        assert {(a.tile.kind, a.mode) for a in accesses} == {("input", "R"), ("output", "W")}
+
+
+def test_how_much_a_run_fills() -> None:
+    most = most_filled(forward(batch=2))
+    assert most["seq of 0"] == most["seq of 1"] == 64 and most["offset of 0"] == 65
+    assert most_filled(forward(pack=False)) == {}
+
+
+def test_training_is_none() -> None:
+    step = StepSpec(nt.models.BERT(nt.models.BERTConfig(layers=1, embed=16, heads=2, vocab=40, positions=32)), 4, 32)
+    made = step.step()
+    assert "which outlives it" in refusal(made.update.tasks) or "differs from run to run" in refusal(made.update.tasks)
+    assert refusal(made.first.tasks)
+
+
+class SlotArgs(TaskArgs):
+    value: float
+
+
+def task(mode: str = "W", *, kind: str = "output", args: Any = None) -> TaskList:
+    made, tile = TaskList(), Tile("x", (0,), (4,), "fp32", persistent=kind != "temp", kind=kind)
+    made.tasks = [Task("fill", [Access(tile, mode)], args or TaskArgs(), "op")]
+    return made
+
+
+@pytest.mark.parametrize(
+    ("tasks", "reason"),
+    [
+        (task(), ""),
+        (task("RW"), "changes x"),
+        (task("COMMUTE"), "changes x"),
+        (task("REDUX"), "by reduction"),
+        (task("W", kind="temp"), ""),
+        (task(args=SlotArgs(Slot("lr"))), "takes lr"),
+    ],
+)  # fmt: skip
+def test_what_is_refused(tasks: TaskList, reason: str) -> None:
+    found = refusal(tasks)
+    assert re.search(reason, found) if reason else found == ""
+
+
+def test_room_made_for_others_is_refused() -> None:
+    for field in ("evicts", "clears"):
+        tasks = task()
+        getattr(tasks.tasks[0], field).append(tasks.tasks[0].accesses[0].tile)
+        assert "makes room" in refusal(tasks)
+
+
+@nt.task(x="R", y="W")
+def copied(x: Any, y: Any) -> None:
+    y[...] = x
+
+
+def test_tasks_in_python_are_refused(runtime: nt.Runtime) -> None:
+    tasks, (x, y) = TaskList(), (Tile(name, (0,), (4,), "fp32", persistent=True, kind="output") for name in "xy")
+    tasks.emit(copied, [Access(x, "R"), Access(y, "W")])
+    assert "in Python" in refusal(tasks.resolve())
+
+
+@pytest.mark.parametrize("most", [8, 64, 65, 512, 1000, 4096, 16384])
+def test_rounded(most: int) -> None:
+    """Few sizes, none too small, all within the tile; products choose for the same number of rows as for what is filled."""
+    source = (Path(__file__).parents[1] / "tasks/cublaslt_cuda.cpp").read_text()
+    assert "(most / 16 + 127) / 128 * 128;" in source  # as below
+
+    def chosen_for(rows: int) -> int:
+        step = (most // 16 + 127) // 128 * 128
+        return min(most, -(-rows // step) * step) if step else rows
+
+    found = {n: rounded(n, most) for n in range(1, most + 1)}
+    assert all(n <= size <= most for n, size in found.items())
+    assert all(size <= max(2 * n, LEAST, n + most // 16 + 128) for n, size in found.items())
+    assert all(chosen_for(size) == chosen_for(n) for n, size in found.items() if most >= 16)
+    assert len({*found.values()}) <= 21
+
+
+def test_on_cpu_workers(runtime: nt.Runtime) -> None:
+    """Asked for, it is an error; left open, the tasks run."""
+    model, texts = nt.models.BERT(CONFIG, seed=1), [[1, 2, 3], [4, 5]]
+    with pytest.raises(ConfigError, match=r"captured: true is not allowed here: it needs a runtime of one GPU"):
+        nt.Encoder(model, "pooled", captured=True)(texts)
+    assert (nt.Encoder(model, "pooled")(texts) == nt.Encoder(model, "pooled", captured=False)(texts)).all()
