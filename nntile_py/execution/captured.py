@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 from nntile_py import _core
-from nntile_py.errors import ConfigError
+from nntile_py.errors import ConfigError, TaskError
 from nntile_py.execution.program import Store, programs
 from nntile_py.execution.python_task import bound
 from nntile_py.execution.runtime import Runtime
@@ -142,26 +142,26 @@ class Served:
         if self.captured:
             warnings.warn(f"captured: the program is no graph: {reason}; its tasks run one by one", stacklevel=4)
         self.captured, self.reason = False, reason
+        self._native.let_go()
         return False
 
     def _is_faster(self, slots: Mapping[str, float]) -> bool:
-        def launch() -> None:
-            self._launch(slots)
-
         def tasks() -> None:
             self._program.run(dict(slots))
 
-        for way in (tasks, launch):  # what is measured or loaded once; a graph is there from the second run on
-            _seconds(way, 2)
-        least = dict.fromkeys((tasks, launch), float("inf"))
-        for _ in range(TURNS if not self.reason else 0):
-            least = {way: min(before, _seconds(way, RUNS)) for way, before in least.items()}
-        if not self.reason and self._native.broken:
-            self._without(self._native.broken)
-        if not self.reason and least[launch] >= least[tasks]:
-            self._native.let_go()
-            self.reason = "it is no faster"
-        return not self.reason
+        def launch() -> None:
+            if not self._launch(slots):
+                raise TaskError(self.reason)
+
+        _seconds(tasks, 2)  # what is measured or loaded once
+        try:
+            _seconds(launch, 2)  # a graph is there from the second run on
+            least = {tasks: float("inf"), launch: float("inf")}
+            for _ in range(TURNS):
+                least = {way: min(before, _seconds(way, RUNS)) for way, before in least.items()}
+        except TaskError as error:
+            return self._without(str(error))
+        return least[launch] < least[tasks] or self._without("it is no faster")
 
 
 def _seconds(way: Callable[[], None], runs: int) -> float:
