@@ -12,6 +12,7 @@ import argparse
 import time
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import nntile_py as nt
@@ -44,7 +45,7 @@ def main() -> None:
         for cell in o.table.split(","):
             batch, seq = cell.split("x")
             sets = [f"train.batch={batch}", f"train.seq={seq}", "train.pack=true", "model.head=none", "runtime.cuda=1"]
-            config = load("experiments/bert_base.yaml", [*sets, f"model.layers={o.layers}"])
+            config = load(Path(__file__).with_name("bert_base.yaml"), [*sets, f"model.layers={o.layers}"])
             spec = step_spec(config, build_model(config))
             inputs = inputs_of(config, "inference", o.alpha, spec)
             runs = {name: forward_passes(spec, inputs, captured)[1] for name, captured in WAYS.items()}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from nntile_py import _core
 from nntile_py.errors import ConfigError, TaskError
@@ -90,7 +90,8 @@ class Served:
 
     def __init__(self, tasks: TaskList, store: Store, *, tf32: bool = False, captured: bool | None = None) -> None:
         (self._program,) = programs([tasks], store, tf32=tf32)
-        self._runtime, self._store, self.captured = Runtime.current, store, captured
+        self._runtime, self.captured = Runtime.current, captured
+        self._native: Any = None  # what C++ has of it
         self.reason = "captured: false" if captured is False else self._refusal()
         if self.reason:
             if captured:
@@ -116,7 +117,7 @@ class Served:
     @property
     def graphs(self) -> int:
         """How many were captured so far."""
-        return 0 if self.reason else int(self._native.graphs)
+        return int(self._native.graphs) if self._native else 0
 
     def run(self, slots: Mapping[str, float]) -> None:
         """Submit it."""

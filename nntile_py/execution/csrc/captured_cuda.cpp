@@ -180,7 +180,8 @@ void Captured::on_worker(const std::vector<double>& slots, void** buffers, c10::
         graph.addresses = std::move(addresses);
         return graph.graph->replay();
       } catch (const std::exception& error) {
-        graph.graph.reset();
+        // Where it was not ended, ATen's allocators may ask it for ever whether memory is for it.
+        [[maybe_unused]] const auto* kept = graph.graph.release();
         const auto* own = dynamic_cast<const c10::Error*>(&error);
         const std::lock_guard lock(mutex_);
         broken_ = own ? own->what_without_backtrace() : error.what();
