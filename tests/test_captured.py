@@ -15,6 +15,7 @@ from nntile_py.errors import ConfigError, TaskError
 from nntile_py.execution import captured
 from nntile_py.execution.captured import LEAST, Served, most_filled, refusal, roles, rounded
 from nntile_py.graph.step import StepSpec
+from nntile_py.sweep.spec import Measure
 from nntile_py.tiles import Access, Slot, TaskList, Tile, Tiling
 from nntile_py.tiles.arguments import TaskArgs
 from nntile_py.tiles.batching import grouped
@@ -124,6 +125,14 @@ def test_on_cpu_workers(runtime: nt.Runtime) -> None:
     encoder = nt.Encoder(MODEL)
     encoder([[1, 2]])
     assert "one GPU" in served(encoder).reason
+
+
+@pytest.mark.parametrize("other", [{"work": "train"}, {"contestant": "torch_eager"}, {"how": "plan"}])
+def test_a_sweep_that_captures_nothing(other: dict[str, Any]) -> None:
+    asked = {"work": "inference", "captured": False}
+    assert Measure(**asked).captured is False
+    with pytest.raises(ConfigError, match=r"measure.captured: got false; allowed: null where no forward pass"):
+        Measure(**asked | other)
 
 
 # -- what runs a program, with a stand-in for the graph: the same tasks, on as much of the tiles as a graph computes
