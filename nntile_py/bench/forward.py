@@ -9,8 +9,9 @@ import numpy as np
 
 from nntile_py import _core
 from nntile_py.bench.common import Step
+from nntile_py.execution.captured import Served
 from nntile_py.execution.packed import Filled, bins_of
-from nntile_py.execution.program import Store, programs
+from nntile_py.execution.program import Store
 from nntile_py.execution.runtime import Runtime
 from nntile_py.graph.step import Evaluation, StepSpec
 from nntile_py.training.inputs import counted, means
@@ -18,16 +19,18 @@ from nntile_py.training.inputs import counted, means
 Array = np.ndarray[Any, Any]
 
 
-def forward_passes(spec: StepSpec, inputs: Mapping[str, Array]) -> tuple[Evaluation, Step]:
+def forward_passes(
+    spec: StepSpec, inputs: Mapping[str, Array], captured: bool | None = None
+) -> tuple[Evaluation, Step]:
     """The pass, and what runs it n times; needs a running Runtime. Of a model without a loss the losses are 0.
 
-    inputs: padded, as `spec.random_inputs` gives them."""
+    inputs: padded, as `spec.random_inputs` gives them. captured: see Served."""
     filled = Filled(inputs, [{}])
     if spec.pack:
         filled = bins_of(spec, training=False).fill(inputs, 1, spec.batch, shift=True)
     made = spec.with_inputs(filled.arrays).evaluation()
     low, declared, store, arrays = made.forward, made.graph.inputs, Store(), dict[str, Array]()
-    (program,) = programs([low.tasks], store, tf32=spec.dtype == "tf32")
+    program = Served(low.tasks, store, tf32=spec.dtype == "tf32", captured=captured)
     for param in made.params:
         store.write(low, param.tensor, param.value(spec.model.weights))
     for name, one in declared.items():  # written once: PyTorch's too lie where they are needed

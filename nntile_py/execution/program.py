@@ -306,18 +306,18 @@ class Program:
         self.list, self.tasks = tasks, len(tasks.tasks)
         self._store, self._shared = store, shared
         self.slots: list[str] = []
-        self._native = _core.Program(tf32, checked)
+        self.native = _core.Program(tf32, checked)
         handles: dict[Tile, _core.Tile] = {}
         for task in tasks.tasks:
             for tile in (*task.clears, *(access.tile for access in task.accesses)):
                 if tile not in handles:
                     handles[tile] = store.handle(tile)
             for tile in task.clears:
-                self._native.add_invalidate(handles[tile])
+                self.native.add_invalidate(handles[tile])
             if isinstance(task, Message):
-                self._native.add_message(handles[task.accesses[0].tile], **_message(task))
+                self.native.add_message(handles[task.accesses[0].tile], **_message(task))
                 for tile in task.frees:
-                    self._native.add_invalidate(handles[tile])
+                    self.native.add_invalidate(handles[tile])
                 continue
             runs = _bodies(task)
             places = {access.tile: number for number, access in enumerate(task.accesses)}
@@ -347,7 +347,7 @@ class Program:
                 bodies.append(body(*named, at, ints, first, accumulates, launched, bound(part), lives))
             shapes = [a.tile.shape for a in task.accesses]
             dtype = next((a.tile.dtype for a in task.accesses if a.tile.dtype != "int64"), "fp32")
-            self._native.add(
+            self.native.add(
                 bodies=bodies,
                 codelet=f"{task.kernel}_{dtype}",
                 name=task.op or task.kernel,
@@ -362,12 +362,12 @@ class Program:
                 leaves=[places[tile] for tile in task.evicts],
             )
             for tile in task.frees:
-                self._native.add_invalidate(handles[tile])
+                self.native.add_invalidate(handles[tile])
 
     @property
     def checked_run(self) -> int:
         """The number of the last run of a program that is checked."""
-        return int(self._native.checked_run)
+        return int(self.native.checked_run)
 
     def named(self, task: int, number: int) -> str:
         """A body of a task in words: its operator, its kernel, the tiles that it writes."""
@@ -380,7 +380,7 @@ class Program:
         """Submit every task. `slots`: the step's scalars by name."""
         if self._shared:
             self._store.bring(self._shared.needs.items())
-        number = self._native.run([float((slots or {})[name]) for name in self.slots])
+        number = self.native.run([float((slots or {})[name]) for name in self.slots])
         if self._shared:
             self._store.ran(self._shared)
         if Runtime.watched is not None:

@@ -14,8 +14,9 @@ from tokenizers import Tokenizer
 
 from nntile_py import _core
 from nntile_py.errors import ConfigError
+from nntile_py.execution.captured import Served
 from nntile_py.execution.packed import MASK, Bins, Place, padded
-from nntile_py.execution.program import Copied, Store, programs, whole
+from nntile_py.execution.program import Copied, Store, whole
 from nntile_py.execution.runtime import Runtime
 from nntile_py.graph.bins import rows_of
 from nntile_py.graph.step import Evaluation, StepSpec, check_precision
@@ -55,6 +56,8 @@ class Encoder:
         dtype: fp32; on CUDA workers also tf32 and bf16, on CPU workers fp64.
         batch_tokens: Tokens that are computed together. More take more memory.
         max_length: Tokens of the longest text. Default: as many as the model has positions.
+        captured: On one GPU: run each program as a CUDA graph, for which the weights stay on the GPU. Default: where
+            that is faster, which the first pass of a program measures.
 
     Raises:
         ConfigError: A value is out of range, or the model has no such output.
@@ -71,6 +74,7 @@ class Encoder:
         dtype: str = "fp32",
         batch_tokens: int = 4096,
         max_length: int | None = None,
+        captured: bool | None = None,
     ) -> None:
         _check_output(output)
         if not hasattr(model, "changed") or not hasattr(model, "weights"):
@@ -84,7 +88,7 @@ class Encoder:
         if max_length and positions and max_length > positions:
             raise ConfigError(f"max_length: {max_length} is not allowed; the model has {positions} positions")
         self.model, self.output, self.dtype, self.batch_tokens = model, output, dtype, batch_tokens
-        self.max_length = max_length or positions or batch_tokens
+        self.max_length, self.captured = max_length or positions or batch_tokens, captured
         self.cut = 0  # texts that had more tokens
         self._tiles, self._tokenizer = dict(tiles or {}), None
         if tokenizer is not None:
@@ -189,7 +193,7 @@ class Encoder:
             raise ConfigError("Encoder: not on several ranks so far; allowed: nt.Runtime(mpi=False), each for itself")
         if self._running is None or self._running.runtime is not runtime:
             check_precision("dtype", self.dtype, bool(_core.cuda_workers()))
-            self._running = _Running(runtime, self.model, self.dtype == "tf32")
+            self._running = _Running(runtime, self.model, self.dtype == "tf32", self.captured)
         return self._running
 
     def _passes(self, lengths: Sequence[int]) -> Iterator[tuple[slice, Bins, list[Place]]]:
@@ -278,10 +282,10 @@ def _headed(model: Any, output: str) -> tuple[Any, str]:
 class _Forward:
     """A forward pass bound to the running StarPU."""
 
-    def __init__(self, made: Evaluation, store: Store, tf32: bool) -> None:
+    def __init__(self, made: Evaluation, store: Store, tf32: bool, captured: bool | None) -> None:
         self.inputs, self._low, self._store = made.graph.inputs, made.forward, store
         (self._output,) = made.outputs.values()
-        (self._program,) = programs([made.forward.tasks], store, tf32=tf32)
+        self.program = Served(made.forward.tasks, store, tf32=tf32, captured=captured)
 
     def start(self, given: Mapping[str, Array], slots: dict[str, float]) -> Copied:
         """Submit it with these inputs; those that are left out have defaults."""
@@ -294,7 +298,7 @@ class _Forward:
                 raise ConfigError(f"model: it needs {need}; allowed here: input_ids, and what has a default")
             found[name] = value  # others may be made of it
             self._store.write(self._low, one.tensor, value)
-        self._program.run(slots)
+        self.program.run(slots)
         return self._store.copy(tile for _, tile in self._low.grid(self._output))
 
     def finish(self, copied: Copied) -> Array:
@@ -315,8 +319,8 @@ class _Pass(NamedTuple):
 class _Running:
     """Weights and programs on one runtime."""
 
-    def __init__(self, runtime: Runtime, model: Any, tf32: bool) -> None:
-        self.runtime, self._model, self._tf32 = runtime, model, tf32
+    def __init__(self, runtime: Runtime, model: Any, tf32: bool, captured: bool | None) -> None:
+        self.runtime, self._model, self._tf32, self._captured = runtime, model, tf32, captured
         self._weights = Store()
         self.forwards: dict[Hashable, _Forward] = {}
 
@@ -339,4 +343,4 @@ class _Running:
         store = Store()  # of its own: inputs and outputs of other sizes have the same names
         store.handles.update(self._weights.handles)
         store.residency = self._weights.residency
-        return _Forward(made, store, self._tf32)
+        return _Forward(made, store, self._tf32, self._captured)

@@ -160,7 +160,7 @@ def _training(config: RunConfig, how: Measure) -> tuple[Built, Callable[[int], N
 def _forward(config: RunConfig, how: Measure) -> tuple[Built, Callable[[int], Any]]:
     """Forward passes on random inputs; nothing that only training needs is made."""
     spec = spec_of(config, how.work) if how.work == "attention" else step_spec(config, build_model(config))
-    made, run = forward_passes(spec, inputs_of(config, how.work, how.alpha, spec))
+    made, run = forward_passes(spec, inputs_of(config, how.work, how.alpha, spec), how.captured)
     return of_evaluation(made), run
 
 

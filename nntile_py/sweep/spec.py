@@ -60,6 +60,8 @@ class Measure(Section):
     processes of its own."""
     alpha: Part = 1.0
     """Of training steps and forward passes: the mean length of the sequences, as a part of train.seq."""
+    captured: Switch | None = None
+    """Of forward passes on one GPU: whether they run as a CUDA graph; null: where that is faster."""
     warmup: Natural = 1
     """Runs before the first that is timed."""
     steps: Count = 1
@@ -85,6 +87,9 @@ class Measure(Section):
                 f"measure.contestant: got {self.contestant}; allowed: nntile, where measure.how is not run or"
                 f" measure.work is none of {', '.join(whole)}"
             )
+        if self.captured is not None and (self.contestant, self.how, self.work in FORWARD) != ("nntile", "run", True):
+            need = f"null where no forward pass of this project is run (measure.work: {', '.join(FORWARD)})"
+            raise ConfigError(f"measure.captured: got {str(self.captured).lower()}; allowed: {need}")
         if self.nodes is not None and (self.how != "plan" or self.work != "train"):
             need = "null where measure.how is not plan or measure.work not train"
             raise ConfigError(f"measure.nodes: got {self.nodes}; allowed: {need}")

@@ -5,6 +5,9 @@
 #include <pybind11/stl.h>
 #include <starpu.h>
 
+#ifdef NNTILE_CUDA
+#include "captured.h"
+#endif
 #include "choices.h"
 #include "dtypes.h"
 #include "internal.h"
@@ -138,6 +141,15 @@ struct DeleteProgram {
     delete program;
   }
 };
+
+#ifdef NNTILE_CUDA
+struct DropCaptured {
+  void operator()(Captured* captured) const {
+    const py::gil_scoped_release nogil;
+    captured->drop();
+  }
+};
+#endif
 
 }  // namespace
 
@@ -339,6 +351,21 @@ PYBIND11_MODULE(_core, m) {
       .def("run", &Program::run, release())
       .def_property_readonly("tasks", &Program::tasks)
       .def_property_readonly("checked_run", &Program::checked_run);
+#ifdef NNTILE_CUDA
+  py::class_<Captured, std::unique_ptr<Captured, DropCaptured>>(m, "Captured")
+      .def(py::init([](Program& program, std::vector<std::shared_ptr<Tile>> weights, std::vector<std::shared_ptr<Tile>> tiles,
+                       const std::vector<std::string>& names, size_t own) {
+             std::vector<int> modes;
+             for (const auto& name : names) modes.push_back(mode_of(name));
+             return std::unique_ptr<Captured, DropCaptured>(new Captured(program, std::move(weights), std::move(tiles), std::move(modes), own));
+           }),
+           py::arg("program"), py::arg("weights"), py::arg("tiles"), py::arg("modes"), py::arg("own"), py::keep_alive<1, 2>())
+      .def("hold", &Captured::hold, release())
+      .def("let_go", &Captured::let_go, release())
+      .def("run", &Captured::run, release())
+      .def_property_readonly("broken", &Captured::broken)
+      .def_property_readonly("graphs", &Captured::graphs);
+#endif
   m.def("take_not_finite", []() -> std::optional<std::tuple<uint64_t, uint64_t, uint64_t>> {
     const py::gil_scoped_release nogil;
     if (const auto found = take_not_finite()) return std::tuple{found->run, found->task, found->body};

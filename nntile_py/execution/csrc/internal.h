@@ -76,6 +76,10 @@ void wait_until(Done done) {
   using clock = std::chrono::steady_clock;  // on a loaded machine a sleep takes many times what was asked
   Watchdog watchdog;
   auto next = clock::now();
+  // The shortest sleep takes some 70 us, a fifth of a short forward pass. GPU workers leave cores to look from.
+  const auto asleep = next + std::chrono::milliseconds(g.cuda && !g.cpus ? 1 : 0);
+  for (; clock::now() < asleep && !g.stuck; std::this_thread::yield())
+    if (done()) return;
   for (int turn = 0; !done(); ++turn) {
     if (g.stuck) throw TaskError("the runtime came to a standstill before");
     std::this_thread::sleep_for(std::chrono::microseconds(turn < 100 ? 20 : 200));
@@ -90,6 +94,11 @@ void wait_until(Done done) {
 starpu_sched_policy* planned_policy();
 void plan(starpu_task* task, unsigned worker);
 
+// Of a task: its tiles, with how it accesses each.
+void set_tiles(starpu_task* task, const std::vector<std::shared_ptr<Tile>>& tiles, const std::vector<int>& modes);
+void submit(starpu_task* task, const std::string& name);
+void wait_for_window();  // until there is room in it
+
 void add_by_reduction(Tile& tile, Monoid monoid);  // from now on it may be accessed in REDUX mode
 
 void wait_for_tasks();
@@ -100,9 +109,13 @@ void forget_not_finite();
 #ifdef NNTILE_CUDA
 bool queues_empty();  // of CUDA devices: what StarPU takes for ended has ended
 bool lacks_room(unsigned node, size_t bytes);  // the card has none for a tile, whatever the limit says
+void let_go_of_all();            // the runtime stops; see captured.h
+void before_write(Tile& tile);  // whoever holds it on a device lets go of it
 #else
 inline bool queues_empty() { return true; }
 inline bool lacks_room(unsigned, size_t) { return false; }
+inline void let_go_of_all() {}
+inline void before_write(Tile&) {}
 #endif
 
 // Runs a kernel; what it throws becomes the runtime's failure. After one it runs no more, unless `always`.

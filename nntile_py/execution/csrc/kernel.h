@@ -36,6 +36,7 @@ struct Tile {
   ::_starpu_data_state* handle = nullptr;
   bool reducible = false;    // may be accessed in REDUX mode
   bool initialised = false;  // by the tasks submitted so far
+  std::vector<class Captured*> holders;  // keep it on a device, and do not expect it to change
 };
 
 class Args;

@@ -33,6 +33,8 @@ const starpu_data_copy_methods* tile_copies();
 cudaStream_t key_of_tiles(int device);  // nothing runs on it: ATen gives what is freed under a stream to that one alone
 void free_kept_memory();  // before StarPU stops
 
+// A task's part, on its worker's stream; launches: those that have some.
+void run_on_cuda(const TaskBody& body, const double* floats, void** buffers, c10::Device device);
 void run_launches(const TaskBody& body, const double* floats, void** buffers, c10::Device device);
 
 }  // namespace nntile

@@ -53,14 +53,7 @@ void run_cuda(void** buffers, void* cl_arg) {
     for (size_t k = 0; k < instance.record->bodies.size(); ++k) {
       const auto& body = instance.record->bodies[k];
       guarded(body.name, [&] {
-        if (body.python.call) {
-          run_python(body, instance.floats, buffers, device.index(), task_stream());
-        } else if (!body.ways.empty()) {
-          run_launches(body, instance.floats, buffers, device);
-        } else {
-          Args args(body, instance.floats, buffers, device);
-          body.cuda(args);
-        }
+        run_on_cuda(body, instance.floats, buffers, device);
         if (instance.run) check_finite(instance, k, buffers, device);
       });
     }
@@ -98,6 +91,19 @@ Codelet* get_codelet(const std::string& name, bool cpu, bool cuda) {
   return codelet;
 }
 
+bool reads(int mode) { return mode & STARPU_R; }
+
+}  // namespace
+
+#ifdef NNTILE_CUDA
+void run_on_cuda(const TaskBody& body, const double* floats, void** buffers, c10::Device device) {
+  if (body.python.call) return run_python(body, floats, buffers, device.index(), task_stream());
+  if (!body.ways.empty()) return run_launches(body, floats, buffers, device);
+  Args args(body, floats, buffers, device);
+  body.cuda(args);
+}
+#endif
+
 // The tiles of a task go into it with these; ours are all implicit dependencies in submission order.
 void set_tiles(starpu_task* task, const std::vector<std::shared_ptr<Tile>>& tiles, const std::vector<int>& modes) {
   const size_t n = tiles.size();
@@ -111,7 +117,9 @@ void set_tiles(starpu_task* task, const std::vector<std::shared_ptr<Tile>>& tile
   for (size_t k = 0; k < n; ++k) {
     handles[k] = tiles[k]->handle;
     access[k] = static_cast<starpu_data_access_mode>(modes[k]);
-    if (modes[k] & (STARPU_W | STARPU_REDUX)) tiles[k]->initialised = true;
+    if (!(modes[k] & (STARPU_W | STARPU_REDUX))) continue;
+    before_write(*tiles[k]);
+    tiles[k]->initialised = true;
   }
 }
 
@@ -120,9 +128,10 @@ void submit(starpu_task* task, const std::string& name) {
   if (status) throw TaskError("task " + name + " was refused: " + std::strerror(-status));
 }
 
-bool reads(int mode) { return mode & STARPU_R; }
-
-}  // namespace
+void wait_for_window() {
+  if (g.window > 0 && starpu_task_nsubmitted() >= g.window)
+    wait_until([] { return starpu_task_nsubmitted() < g.window; });
+}
 
 RegisterKernel::RegisterKernel(const char* name, c10::DeviceType where, Kernel kernel) {
   kernels()[{where, name}] = kernel;
@@ -339,7 +348,7 @@ void Program::finish() {
   finished_ = true;
 }
 
-uint32_t Program::run(const std::vector<double>& slots) {
+void Program::begin(const std::vector<double>& slots) {
   require_running();
   check();
   if (generation_ != g.generation) throw TaskError("this program belongs to a runtime that has stopped");
@@ -348,6 +357,10 @@ uint32_t Program::run(const std::vector<double>& slots) {
   for (const auto* tile : needs_)
     if (!tile->initialised) throw TaskError("a program was run before its inputs were written");
   wake();
+}
+
+uint32_t Program::run(const std::vector<double>& slots) {
+  begin(slots);
   const uint32_t replay = profile::begin_run();
   uint32_t index = 0;
   static uint64_t runs = 0;
@@ -361,8 +374,7 @@ uint32_t Program::run(const std::vector<double>& slots) {
       post(*message, replay, replay ? index++ : 0);
       continue;
     }
-    if (g.window > 0 && starpu_task_nsubmitted() >= g.window)
-      wait_until([] { return starpu_task_nsubmitted() < g.window; });
+    wait_for_window();
     const auto& record = std::get<TaskRecord>(item);
     auto* task = starpu_task_create();
     task->cl = &record.codelet->cl;

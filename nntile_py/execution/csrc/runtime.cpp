@@ -151,6 +151,7 @@ void stop() {
     g.running = false;
     return;
   }
+  let_go_of_all();
   forget_tiles();
   g.running = false;
   free_spare_copies();

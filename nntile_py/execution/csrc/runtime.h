@@ -142,6 +142,8 @@ class Program {
   uint64_t checked_run() const { return run_; }  // the number of its last run, where it is checked
 
  private:
+  friend class Captured;
+  void begin(const std::vector<double>& slots);  // a run; throws where it cannot
   void finish();
   std::vector<std::variant<TaskRecord, std::shared_ptr<Tile>, Message>> items_;
   std::vector<Tile*> needs_;  // tiles that must hold data before the program runs

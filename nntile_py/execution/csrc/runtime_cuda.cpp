@@ -1,6 +1,7 @@
 // CUDA workers: what is made once for each, and the launching of Triton kernels.
 #include <ATen/Context.h>
 #include <ATen/ops/empty.h>
+#include <c10/cuda/CUDAGraphsC10Utils.h>
 #include <cuda.h>
 #include <torch/version.h>
 
@@ -57,6 +58,8 @@ void run_way(const TaskBody& body, const std::vector<Launch>& launches, const do
   const auto address = [&](const Launch::Argument& a) {
     return pointer(buffers[body.places[static_cast<size_t>(a.whole)]]);
   };
+  if (!body.table.empty() && c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None)
+    throw TaskError(body.name + ": a table of addresses, which is copied from main memory, is in no graph");
   if (!body.table.empty()) {  // from memory that is not pinned: copied out of `words` before the call returns
     std::vector<int64_t> words;
     for (const auto& a : body.table)

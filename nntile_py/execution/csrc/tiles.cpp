@@ -184,6 +184,7 @@ void write_tile(const std::shared_ptr<Tile>& tile, const void* data) {
   };
   require(*tile);
   wake();
+  before_write(*tile);
   auto write = std::make_unique<Write>(tile, std::make_unique<char[]>(tile->bytes));
   std::memcpy(write->data.get(), data, tile->bytes);
   tile->initialised = true;
@@ -205,6 +206,7 @@ void write_tile(const std::shared_ptr<Tile>& tile, const void* data) {
 void zero_tile(const std::shared_ptr<Tile>& tile) {
   require(*tile);
   wake();
+  before_write(*tile);
   auto* task = starpu_task_create();
   task->cl = zero_codelet();
   task->handles[0] = tile->handle;
@@ -244,6 +246,7 @@ void read_tile(const std::shared_ptr<Tile>& tile, void* data) {
 
 void invalidate(const std::shared_ptr<Tile>& tile) {
   require(*tile);
+  before_write(*tile);
   if (tile->initialised) starpu_data_invalidate_submit(tile->handle);
   tile->initialised = false;
 }

@@ -1,0 +1,264 @@
+#include "captured.h"
+
+#include <ATen/cuda/CUDAGraph.h>
+#include <ATen/ops/empty.h>
+#include <c10/cuda/CUDAException.h>
+
+#include <algorithm>
+
+#include "internal.h"
+#include "on_cuda.h"
+#include "profile.h"
+
+namespace nntile {
+
+struct Captured::Graph {
+  bool launched = false;          // one by one
+  std::vector<void*> addresses;   // of the task's tiles, when it was captured
+  std::unique_ptr<at::cuda::CUDAGraph> graph;
+};
+
+// A task's argument.
+struct Captured::Run {
+  Captured* captured;
+  std::vector<double> slots;
+};
+
+namespace {
+
+constexpr size_t kGraphs = 64;       // of one program at a time
+constexpr size_t kMostMade = 1024;   // in all: its slots, or the places of its tiles, change too often
+
+std::vector<Captured*> holding;  // the main thread's, as are holds and the bytes held
+size_t held_bytes = 0;
+
+unsigned device_node() {
+  return starpu_worker_get_memory_node(static_cast<unsigned>(starpu_worker_get_by_type(STARPU_CUDA_WORKER, 0)));
+}
+
+}  // namespace
+
+Captured::Captured(Program& program, std::vector<std::shared_ptr<Tile>> weights,
+                   std::vector<std::shared_ptr<Tile>> tiles, std::vector<int> modes, size_t own)
+    : program_(program), weights_(std::move(weights)), tiles_(std::move(tiles)), modes_(std::move(modes)), own_(own) {
+  if (!program.finished_) program.finish();
+  for (const auto& item : program.items_) {
+    if (const auto* tile = std::get_if<std::shared_ptr<Tile>>(&item)) {
+      items_.emplace_back(tile->get());
+    } else if (const auto* record = std::get_if<TaskRecord>(&item)) {
+      items_.emplace_back(record);
+      flop_ += record->flop;
+    } else {
+      throw std::invalid_argument("a program with messages cannot be captured");
+    }
+  }
+}
+
+Captured::~Captured() = default;
+
+void Captured::drop() {
+  try {
+    let_go();
+  } catch (...) {  // inside a task, stuck, or interrupted
+    return;
+  }
+  delete this;
+}
+
+bool Captured::hold(size_t most) {
+  require_running();
+  if (!holds_ && !acquire(most)) return false;
+  if (addresses_.size() == weights_.size()) return true;
+  wait_until([this] { return missing_ == 0; });
+  for (const auto& tile : weights_)
+    addresses_.push_back(pointer(starpu_data_get_interface_on_node(tile->handle, device_node())));
+  return true;
+}
+
+bool Captured::acquire(size_t most) {
+  size_t more = own_;
+  for (const auto& tile : weights_) {
+    require(*tile);
+    if (!tile->initialised) throw TaskError("a program was run before its weights were written");
+    if (tile->holders.empty()) more += tile->bytes;
+  }
+  const unsigned node = device_node();
+  if (held_bytes + more > most || starpu_memory_allocate(node, own_, 0)) return false;
+  wake();
+  holding.push_back(this);
+  holds_ = true;
+  held_bytes += more;
+  missing_ = weights_.size();
+  for (const auto& tile : weights_) {
+    tile->holders.push_back(this);
+    starpu_data_acquire_on_node_cb(
+        tile->handle, static_cast<int>(node), STARPU_R,
+        [](void* missing) { --*static_cast<std::atomic<size_t>*>(missing); }, &missing_);
+  }
+  return true;
+}
+
+void Captured::let_go() {
+  if (!holds_ || g.forked) return;
+  require_main_thread();
+  wake();
+  wait_until([this] { return missing_ == 0; });
+  wait_for_tasks();
+  graphs_.clear();
+  addresses_.clear();
+  const unsigned node = device_node();
+  for (const auto& tile : weights_) {
+    starpu_data_release_on_node(tile->handle, static_cast<int>(node));
+    std::erase(tile->holders, this);
+    if (tile->holders.empty()) held_bytes -= tile->bytes;
+  }
+  starpu_memory_deallocate(node, own_);
+  held_bytes -= own_;
+  std::erase(holding, this);
+  holds_ = false;
+  sleep_if_idle();
+}
+
+void let_go_of_all() {
+  while (!holding.empty()) holding.back()->let_go();
+}
+
+void before_write(Tile& tile) {
+  while (!tile.holders.empty()) tile.holders.back()->let_go();
+}
+
+uint32_t Captured::run(const std::vector<double>& slots) {
+  program_.begin(slots);
+  if (!holds_) throw TaskError("a captured program was run without its weights");
+  const uint32_t replay = profile::begin_run();
+  static starpu_codelet* codelet = [] {
+    auto* cl = new starpu_codelet;
+    starpu_codelet_init(cl);
+    cl->name = "captured";
+    cl->nbuffers = STARPU_VARIABLE_NBUFFERS;
+    cl->cuda_funcs[0] = [](void** buffers, void* arg) {
+      const std::unique_ptr<Run> run(static_cast<Run*>(arg));
+      on_cuda(buffers, run->captured->tiles_.size(),
+              [&](c10::Device device) { run->captured->on_worker(run->slots, buffers, device); });
+    };
+    cl->cuda_flags[0] = STARPU_CUDA_ASYNC;
+    return cl;
+  }();
+  wait_for_window();
+  auto* task = starpu_task_create();
+  task->cl = codelet;
+  set_tiles(task, tiles_, modes_);
+  task->cl_arg = new Run{this, slots};
+  task->cl_arg_size = sizeof(Run);
+  task->cl_arg_free = 0;
+  task->name = codelet->name;
+  task->flops = flop_;
+  if (replay) profile::watch(task, replay, 0);
+  submit(task, codelet->name);
+  return replay;
+}
+
+std::string Captured::broken() const {
+  const std::lock_guard lock(mutex_);
+  return broken_;
+}
+
+void Captured::on_worker(const std::vector<double>& slots, void** buffers, c10::Device device) {
+  guarded("captured", [&] {
+    std::vector<void*> addresses;
+    for (size_t k = 0; k < tiles_.size(); ++k) addresses.push_back(pointer(buffers[k]));
+    if (graphs_.size() >= kGraphs && !graphs_.contains(slots)) {
+      C10_CUDA_CHECK(cudaStreamSynchronize(task_stream()));  // one of them may run
+      graphs_.clear();
+    }
+    auto& graph = graphs_[slots];
+    if (graph.graph && graph.addresses == addresses) return graph.graph->replay();
+    if (graph.launched && broken().empty()) {
+      try {
+        if (made_ >= kMostMade) throw TaskError("it was captured " + std::to_string(made_) + " times");
+        capture(graph, slots, buffers, device);
+        graph.addresses = std::move(addresses);
+        return graph.graph->replay();
+      } catch (const std::exception& error) {
+        // Where it was not ended, ATen's allocators may ask it for ever whether memory is for it.
+        [[maybe_unused]] const auto* kept = graph.graph.release();
+        const auto* own = dynamic_cast<const c10::Error*>(&error);
+        const std::lock_guard lock(mutex_);
+        broken_ = own ? own->what_without_backtrace() : error.what();
+      }
+    }
+    walk(slots, buffers, device, false);
+    graph.launched = true;
+  });
+}
+
+// ATen's allocator gives a graph memory of its own, which no other kernels get while the graph is there.
+void Captured::capture(Graph& graph, const std::vector<double>& slots, void** buffers, c10::Device device) {
+  if (graph.graph) C10_CUDA_CHECK(cudaStreamSynchronize(task_stream()));  // it may run
+  graph.graph.reset();
+  if (std::none_of(graphs_.begin(), graphs_.end(), [](const auto& one) { return one.second.graph != nullptr; }))
+    pool_ = at::cuda::graph_pool_handle();  // one that was given back is no more
+  graph.graph = std::make_unique<at::cuda::CUDAGraph>();
+  auto& made = *graph.graph;
+  {
+    const c10::InferenceMode off(false);  // tensors that it makes for random numbers are everybody's
+    made.capture_begin(pool_, cudaStreamCaptureModeThreadLocal);
+  }
+  std::exception_ptr error;
+  try {
+    walk(slots, buffers, device, true);
+  } catch (...) {
+    error = std::current_exception();
+  }
+  try {
+    made.capture_end();
+  } catch (...) {  // it was made invalid by what has failed, or a kernel did what cannot be captured
+    if (!error) error = std::current_exception();
+    try {
+      c10::cuda::CUDACachingAllocator::endAllocateToPool(device.index(), pool_);
+    } catch (...) {  // it has done so before it failed
+    }
+  }
+  cudaGetLastError();
+  if (error) std::rethrow_exception(error);
+  ++made_;
+}
+
+// All tasks in order, on the worker's stream.
+void Captured::walk(const std::vector<double>& slots, void** buffers, c10::Device device, bool captures) const {
+  std::unordered_map<const Tile*, starpu_variable_interface> places;
+  std::unordered_map<const Tile*, at::Tensor> own;
+  const auto put = [&](const Tile* tile, void* address) {
+    auto& place = places[tile];
+    place.id = STARPU_VARIABLE_INTERFACE_ID;
+    place.ptr = place.dev_handle = reinterpret_cast<uintptr_t>(address);
+    place.elemsize = tile->bytes;
+  };
+  for (size_t k = 0; k < weights_.size(); ++k) put(weights_[k].get(), addresses_[k]);
+  for (size_t k = 0; k < tiles_.size(); ++k) put(tiles_[k].get(), pointer(buffers[k]));
+  for (const auto& item : items_) {
+    if (const auto* gone = std::get_if<const Tile*>(&item)) {
+      if (own.erase(*gone)) places.erase(*gone);
+      continue;
+    }
+    const auto& record = *std::get<const TaskRecord*>(item);
+    auto floats = record.floats;
+    for (const auto& [position, slot] : record.slots) floats[static_cast<size_t>(position)] = slots.at(static_cast<size_t>(slot));
+    std::vector<void*> at;
+    for (const auto& tile : record.tiles) {
+      if (!places.contains(tile.get())) {
+        auto& made = own[tile.get()];
+        made = at::empty({static_cast<int64_t>(tile->bytes)}, at::TensorOptions(at::kByte).device(device));
+        put(tile.get(), made.data_ptr());
+      }
+      at.push_back(&places[tile.get()]);
+    }
+    for (const auto& body : record.bodies) {
+      const auto run = [&] { run_on_cuda(body, floats.data(), at.data(), device); };
+      if (captures) run();  // what it throws ends the capture
+      else guarded(body.name, run);
+    }
+  }
+}
+
+}  // namespace nntile

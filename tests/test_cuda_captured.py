@@ -1,0 +1,176 @@
+"""On a CUDA device: forward passes that are one CUDA graph give what their tasks give, one by one."""
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import nntile_py as nt
+from nntile_py import _core
+from nntile_py.errors import ConfigError
+from nntile_py.execution.captured import Served
+from nntile_py.execution.program import Store
+from nntile_py.graph.step import StepSpec
+from nntile_py.inference.encoder import _Forward
+from nntile_py.testing import error
+
+if not (torch.cuda.is_available() and _core.has_cuda):
+    pytest.skip("needs a CUDA device and an extension built for it", allow_module_level=True)
+
+CONFIG = nt.models.BERTConfig(layers=3, embed=128, heads=4, vocab=500, positions=256, head="pooler")
+BARE = CONFIG.model_copy(update={"head": "none"})
+LIMIT = {"fp32": 1e-5, "tf32": 1e-5, "bf16": 1e-2}  # of bits that differ where products have other numbers of rows
+Texts = list[list[int]]
+
+
+@pytest.fixture(scope="module")
+def cuda() -> Iterator[nt.Runtime]:
+    with nt.Runtime(cpus=0, cuda=1) as running:
+        yield running
+
+
+def texts(*lengths: int, seed: int = 0) -> Texts:
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, 500, n).tolist() for n in lengths]
+
+
+# Each of the first two is alone in a bin of 64 and of 256; then two of 512, of several texts, less and more filled.
+PASSES = [texts(38), texts(150, seed=1), texts(200, 130, 9, seed=2), texts(256, 200, 1, 40, seed=3)]
+
+
+def served(encoder: nt.Encoder) -> list[Served]:
+    assert encoder._running
+    return [forward.program for forward in encoder._running.forwards.values()]
+
+
+def same(got: Any, want: Any, dtype: str) -> None:
+    for a, b in zip(got, want, strict=True):
+        assert a.shape == b.shape and np.isfinite(a).all()
+        assert error(a, b) <= LIMIT[dtype]
+
+
+@pytest.mark.parametrize("output", ["hidden", "pooled"])
+@pytest.mark.parametrize("dtype", ["fp32", "tf32", "bf16"])
+def test_as_the_tasks_one_by_one(cuda: nt.Runtime, dtype: str, output: str) -> None:
+    """Launched, captured, replayed; bins of several sizes, more and less filled, in turns."""
+    model = nt.models.BERT(CONFIG, seed=1)
+    options: dict[str, Any] = {"dtype": dtype, "batch_tokens": 512}
+    with nt.Encoder(model, output, captured=False, **options) as encoder:
+        want = [encoder(given) for given in PASSES]
+        assert all(one.graphs == 0 and one.reason == "captured: false" for one in served(encoder))
+    with nt.Encoder(model, output, captured=True, **options) as encoder:
+        for _ in range(4):
+            for given, expected in zip(PASSES, want, strict=True):
+                same(encoder(given), expected, dtype)
+        found = served(encoder)
+        assert len(found) == 3 and all(one.captured and one.graphs for one in found)
+        many = encoder([row for given in PASSES for row in given] * 3)  # passes in flight together
+        same(many, [row for given in want for row in given] * 3, dtype)
+
+
+def test_one_graph_serves_all_fillings(cuda: nt.Runtime) -> None:
+    """Bins of 64, filled with anything: one graph, which is captured once."""
+    model = nt.models.BERT(CONFIG, seed=1)
+    with nt.Encoder(model, captured=True) as encoder:
+        for n in range(33, 65):
+            encoder(texts(n))
+        assert [one.graphs for one in served(encoder)] == [1]
+
+
+def test_what_is_faster_is_chosen(cuda: nt.Runtime) -> None:
+    model = nt.models.BERT(CONFIG, seed=1)
+    with nt.Encoder(model, captured=False) as one, nt.Encoder(model) as other:
+        same(other(PASSES[0]), one(PASSES[0]), "fp32")
+        (chosen,) = served(other)
+        assert chosen.captured is not None and chosen.graphs
+        assert chosen.captured is (chosen.reason == ""), chosen.reason
+
+
+def test_two_encoders_and_a_trainer(cuda: nt.Runtime) -> None:
+    """Weights that stay on the device are in nobody's way."""
+    models = [nt.models.BERT(CONFIG, seed=seed) for seed in (1, 2)]
+    want = []
+    for model in models:
+        with nt.Encoder(model, captured=False) as encoder:
+            want.append([encoder(given) for given in PASSES])
+    trained = nt.models.BERT(CONFIG.model_copy(update={"head": "masked_lm"}), seed=3)
+    trainer = nt.Trainer(trained, 2, 64, dtype="fp32")
+    ids = np.array(texts(64, 64))
+    with nt.Encoder(models[0], captured=True) as one, nt.Encoder(models[1], captured=True) as other:
+        for _ in range(3):
+            pending = trainer.submit(ids, ids)
+            for given, *expected in zip(PASSES, *want, strict=True):
+                same(one(given), expected[0], "fp32")
+                same(other(given), expected[1], "fp32")
+            assert np.isfinite(pending.result().loss)
+        one.close()
+        same(other(PASSES[0]), want[1][0], "fp32")
+    trainer.close()
+
+
+def forward(store: Store, captured: bool) -> _Forward:
+    made = StepSpec(nt.models.BERT(BARE), 2, 64).outputs("hidden")
+    give(made, store, 1)
+    return _Forward(made, store, False, captured)
+
+
+def give(made: Any, store: Store, seed: int) -> None:
+    weights = nt.models.BERT(BARE, seed=seed).weights
+    for param in made.params:
+        store.write(made.forward, param.tensor, param.value(weights))
+
+
+@pytest.mark.parametrize("rounds", [1, 3])
+def test_weights_that_change(cuda: nt.Runtime, rounds: int) -> None:
+    """Whoever writes them waits for the passes before, and those after it see what was written; padded sequences."""
+    made, given = StepSpec(nt.models.BERT(BARE), 2, 64).outputs("hidden"), {"input_ids": np.array(texts(64, 64))}
+    stores = Store(), Store()
+    ways = [forward(store, captured) for store, captured in zip(stores, (False, True), strict=True)]
+    for seed in (1, 2, 3):
+        found = []
+        for store, way in zip(stores, ways, strict=True):
+            give(made, store, seed)
+            copies = [way.start(given, {}) for _ in range(rounds)]
+            found.append([way.finish(copied) for copied in copies][-1])
+        same([found[1]], [found[0]], "fp32")
+    assert ways[1].program.captured and ways[1].program.graphs == (3 if rounds > 1 else 0)
+
+
+def test_a_pass_with_means(cuda: nt.Runtime) -> None:
+    """Means of a step are slots: such a pass is no graph."""
+    spec = StepSpec(nt.models.BERT(CONFIG.model_copy(update={"head": "masked_lm"})), 2, 64)
+    with pytest.raises(ConfigError, match=r"captured: true is not allowed here: .* differs from run to run"):
+        Served(spec.evaluation().forward.tasks, Store(), captured=True)
+
+
+def test_too_little_memory() -> None:
+    """A quarter of what tiles may take is for graphs."""
+    model = nt.models.BERT(CONFIG, seed=1)
+    with nt.Runtime(cpus=0, cuda=1, cuda_memory=8 << 20):
+        with nt.Encoder(model, captured=False, batch_tokens=64) as encoder:
+            want = encoder(PASSES[0])
+        with nt.Encoder(model, batch_tokens=64) as encoder:
+            same(encoder(PASSES[0]), want, "fp32")
+            assert "no room in 2 MiB" in served(encoder)[0].reason or "makes room" in served(encoder)[0].reason
+        with nt.Encoder(model, captured=True, batch_tokens=64) as encoder, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                same(encoder(PASSES[0]), want, "fp32")
+            except ConfigError as refused:  # seen before it runs
+                assert "makes room" in str(refused)
+
+
+def test_runtimes_that_stop() -> None:
+    """An encoder outlives the runtime that holds its weights, and goes on with the next one."""
+    model = nt.models.BERT(CONFIG, seed=1)
+    with nt.Runtime(cpus=0, cuda=1), nt.Encoder(model, captured=False) as encoder:
+        want = encoder(PASSES[0])
+    encoder = nt.Encoder(model, captured=True)
+    for _ in range(2):
+        with nt.Runtime(cpus=0, cuda=1):
+            for _ in range(3):
+                same(encoder(PASSES[0]), want, "fp32")
+    encoder.close()
