@@ -26,7 +26,7 @@ LIMIT = {"fp32": 1e-5, "tf32": 1e-5, "bf16": 1e-2}  # of bits that differ where 
 Texts = list[list[int]]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def cuda() -> Iterator[nt.Runtime]:
     with nt.Runtime(cpus=0, cuda=1) as running:
         yield running
