@@ -42,11 +42,12 @@ class Mask {
   const DropoutArgs& args() const { return args_; }
 
  private:
-  uint64_t hash(uint64_t index) const {
-    uint64_t z = ((index + 1) * 0x9E3779B97F4A7C15ULL) ^ start_;
-    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ULL;
-    z = (z ^ (z >> 27)) * 0x94D049BB133111EBULL;
-    return z >> 32;
+  uint32_t hash(uint64_t index) const {
+    const auto low = static_cast<uint32_t>(index), high = static_cast<uint32_t>(index >> 32);
+    uint32_t h = (low * 0x9E3779B1u + static_cast<uint32_t>(start_)) ^ (high * 0x85EBCA77u);
+    h = (h ^ (h >> 16)) * 0x7FEB352Du + static_cast<uint32_t>(start_ >> 32);
+    h = (h ^ (h >> 15)) * 0x846CA68Bu;
+    return h ^ (h >> 16);
   }
 
   DropoutArgs args_;

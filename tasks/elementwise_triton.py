@@ -135,10 +135,11 @@ def _sum(
 def kept(index, seed, key, limit):
     """Whether dropout keeps the elements of these indices in the whole tensor; key: `mixed_key`."""
     start = (seed.to(tl.uint64) * 0x9E3779B97F4A7C15) ^ key.to(tl.uint64)
-    z = ((index.to(tl.uint64) + 1) * 0x9E3779B97F4A7C15) ^ start
-    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
-    z = (z ^ (z >> 27)) * 0x94D049BB133111EB
-    return (z >> 32).to(tl.int64) >= limit
+    low, high = index.to(tl.uint32), (index >> 32).to(tl.uint32)
+    h = (low * 0x9E3779B1 + start.to(tl.uint32)) ^ (high * 0x85EBCA77)
+    h = (h ^ (h >> 16)) * 0x7FEB352D + (start >> 32).to(tl.uint32)
+    h = (h ^ (h >> 15)) * 0x846CA68B
+    return (h ^ (h >> 16)) >= limit
 
 
 @triton.jit

@@ -68,11 +68,11 @@ static inline void store(Bf16* p, T x) {
   p->bits = uint16_t(x != x ? 0x7FC0 : rounded);
 }
 
-static inline uint64_t hash_of(uint64_t index, uint64_t start) {
-  uint64_t z = ((index + 1) * 0x9E3779B97F4A7C15ULL) ^ start;
-  z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ULL;
-  z = (z ^ (z >> 27)) * 0x94D049BB133111EBULL;
-  return z >> 32;
+static inline uint32_t hash_of(uint64_t index, uint64_t start) {
+  uint32_t h = (uint32_t(index) * 0x9E3779B1u + uint32_t(start)) ^ (uint32_t(index >> 32) * 0x85EBCA77u);
+  h = (h ^ (h >> 16)) * 0x7FEB352Du + uint32_t(start >> 32);
+  h = (h ^ (h >> 15)) * 0x846CA68Bu;
+  return h ^ (h >> 16);
 }
 """
 
