@@ -13,7 +13,6 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from nntile_py.errors import ConfigError
 from nntile_py.tiles.tasklist import Task
 
 from .activation_triton import tanh
@@ -21,7 +20,6 @@ from .elementwise_triton import kept, mixed_key
 from .generated import GENERATED, KERNELS, GeneratedDropoutArgs
 from .launch import Int, Launches, Parameter, Scratch, ceil_div, launch, launches, shape, slot, tile
 from .layer_norm_triton import PROGRAMS, WIDEST
-from .live import Live
 from .scalar.tl import Writer
 
 
@@ -53,8 +51,6 @@ def kernel_of(source: str) -> Any:
 def describe(task: Task) -> Launches:
     made = KERNELS[task.kernel]
     shapes = [shape(task, k) for k in range(len(task.accesses))]
-    if any(isinstance(size, Live) for sizes in shapes for size in sizes):
-        raise ConfigError("fusion.found: true is not allowed with packed sequences on CUDA; allowed: false")
     adds = [access.accumulate for access in task.accesses]
     text = Writer(made.form, made.tiles, shapes, made.outputs, adds, PROGRAMS).text()
     if text.block > WIDEST:
@@ -70,8 +66,9 @@ def describe(task: Task) -> Launches:
         grid = (ceil_div(n, 16), one.groups)
         more.append(launch(_sum_parts, grid, *args, ACC=adds[one.output], PARTS=64, BLOCK=16))
     seed: Parameter = slot(task, dropout.seed, "int64") if dropout else Int(0, 64)
-    args = [*(tile(task, k) for k in range(len(shapes))), *(Int(k, 64) for k in numbers), seed, *parts]
+    args = [*(tile(task, k) for k in range(len(shapes))), text.filled, *(Int(k, 64) for k in numbers), seed, *parts]
     warps = min(16, max(1, text.rows * text.block // (32 * (made.width or 32))))
-    grid = (programs, text.columns)
+    blocks = programs if text.sums or text.groups > 1 else ceil_div(text.filled, text.rows)
+    grid = (blocks, text.columns)
     first = launch(kernel_of(text.source), grid, *args, warps=warps, ROWS=text.rows, BLOCK=text.block)
     return Launches((first, *more), scratch.bytes)

@@ -17,11 +17,9 @@ from conftest import Python
 from operators import ROWS, adamw, sgd
 from test_attention import Row as AttentionRow
 
-from nntile_py.errors import ConfigError
 from nntile_py.graph.lowering import lower
 from nntile_py.tasks import Contract, Lowering, Tensor, launch
 from nntile_py.tasks.embedding import EmbeddingGradArgs
-from nntile_py.tasks.generated import KERNELS, Generated
 from nntile_py.tasks.live import Live
 from nntile_py.tasks.optimizer import AdamWArgs, SGDArgs, joined, split
 from nntile_py.testing import SIZES, Case, Values, error
@@ -183,8 +181,6 @@ def fills_first_rows(row: Callable[[Case], Any]) -> bool:
     row(case)
     if any(op.kind.startswith("Select") for op in case.graph.ops):  # of one place of all: refused with pack
         return False
-    if any(isinstance(op, Generated) for op in case.graph.ops):  # refused, see below
-        return False
     tiles = {access.tile for task in lowered(case).tasks.tasks for access in task.accesses}
     live = [tile for tile in tiles if {"seq", "key"} & {*tile.axes}]
     return bool(live) and all(tile.axes[:2] == ("batch", "seq") and "key" not in tile.axes for tile in live)
@@ -220,15 +216,6 @@ def test_what_a_step_fills(name: str, dtype: str) -> None:
     for tensor, want in expected.items():
         wrong = error(case.whole_values(got)[tensor], want)
         assert wrong < (3e-5 if dtype == "fp32" and tensor.dtype != "bf16" else 1.5e-2), f"{tensor}: off by {wrong:.1e}"
-
-
-def test_generated_kernels_take_no_filled_parts() -> None:
-    TABLE["Generated relu gradient"](case := Case({**FILLED, "seq": 40, "key": 40}, "fp32"))
-    low = lowered(case)
-    (task,) = (task for task in low.tasks.tasks if task.kernel in KERNELS)
-    tiles = [torch.zeros(access.tile.shape) for access in task.accesses]
-    with pytest.raises(ConfigError, match=r"fusion\.found: true is not allowed with packed sequences on CUDA"):
-        launch.interpret([task], tiles, {live_slot("seq", 0): 5}, lives=low.tasks.live_sizes(task))
 
 
 def test_live_sizes() -> None:

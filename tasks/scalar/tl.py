@@ -2,7 +2,8 @@
 
 Values are blocks [ROWS, BLOCK] of rows and columns, with 1 for what differs along one of them alone. Sums over rows are
 added up by each program for its rows, into its part; another kernel adds these in their order, so that it is always the
-same. Rows are numbered such that those axes come first that a sum keeps.
+same. Rows are numbered such that those axes come first that a sum keeps. How many there are is an argument: of packed
+sequences a step fills the first ones.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ class Text:
     n: elements of a row."""
 
     source: str
+    filled: int  # rows of a group
     rows: int  # of a program at a time
     block: int
     groups: int
@@ -89,8 +91,8 @@ class Writer:
     def text(self) -> Text:
         kept = kept_axes(self.form)
         rest = [axis for axis in self.axes[:-1] if axis not in kept]
-        groups, rows = (math.prod(self.sizes[axis] for axis in some) for some in (kept, rest))
-        n = self.sizes[self.column]
+        groups, n, filled = math.prod(map(self._size, kept)), self._size(self.column), self._filled(rest)
+        rows = int(filled)
         whole = any(self.column not in out.at for out in self.form.outputs) or [*nodes_of(self.form, Reduce)]
         block = 1 << (n - 1).bit_length() if whole else min(1 << (n - 1).bit_length(), 4096)
         at_once = max(1, min((4096 if self.sums else 1024) // block, 1 << (rows - 1).bit_length()))
@@ -100,7 +102,7 @@ class Writer:
         self._body(kept, rest)
         numbers = [f"I{k}" for k in range(2 * len(self.axes) + len(self.keys))]
         parts = [f"PART{k}" for k in range(len(self.sums))]
-        arguments = ", ".join([*(f"T{k}" for k in range(len(self.tiles))), *numbers, "seed", *parts])
+        arguments = ", ".join([*(f"T{k}" for k in range(len(self.tiles))), "rows", *numbers, "seed", *parts])
         head = [
             "def made(" + arguments + ", ROWS: tl.constexpr, BLOCK: tl.constexpr):",
             f"    group, part = tl.program_id(0).to(tl.int64) // {per}, tl.program_id(0).to(tl.int64) % {per}",
@@ -108,11 +110,12 @@ class Writer:
             f"    there = col < {n}",
             *(f"    sum{k} = tl.zeros([ROWS, BLOCK], {self.wide})" for k in range(len(self.sums))),
         ]
-        loop = f"    for start in range(part * ROWS, {rows}, {per} * ROWS):" if self.sums else "    start = part * ROWS"
+        loop = f"    for start in range(part * ROWS, rows, {per} * ROWS):" if self.sums else "    start = part * ROWS"
         inner = "        " if self.sums else "    "
         body = [
-            f"live = (start + tl.arange(0, ROWS))[:, None] < {rows}",
-            f"r = tl.minimum(start + tl.arange(0, ROWS), {rows - 1})[:, None]",  # beyond the last: that one again
+            "row = start + tl.arange(0, ROWS)",
+            "live = row[:, None] < rows",
+            "r = tl.minimum(row, tl.maximum(rows - 1, 0))[:, None]",  # beyond the last: that one again
             "inside = live & there",
             *self.lines,
         ]
@@ -122,15 +125,24 @@ class Writer:
         ]
         source = "\n".join([*head, loop, *(inner + line for line in body), *tail, ""])
         sums = tuple(Sum(out.number, groups if len(out.at) > 1 else 1) for out in self.sums)
-        return Text(source, at_once, block, groups, per, -(-n // block), n, sums)
+        return Text(source, filled, at_once, block, groups, per, -(-n // block), n, sums)
+
+    def _size(self, axis: str) -> int:
+        return int(self.sizes[axis])
+
+    def _filled(self, rest: Sequence[str]) -> int:
+        """Rows of a group: of packed sequences, which are the first of them, those that a step fills."""
+        first = next((axis for axis in rest if self.sizes[axis] > 1), None)
+        inner = math.prod(self._size(axis) for axis in rest if axis != first)
+        return self.sizes[first] * inner if first else inner
 
     # -- the body
 
     def _body(self, kept: Sequence[str], rest: Sequence[str]) -> None:
         for some, number in ((kept, "group"), (rest, "r")):
             for k, axis in enumerate(some):
-                after = math.prod(self.sizes[a] for a in some[k + 1 :])
-                self.lines.append(f"i{self.axes.index(axis)} = {number} // {after} % {self.sizes[axis]}")
+                after = math.prod(map(self._size, some[k + 1 :]))
+                self.lines.append(f"i{self.axes.index(axis)} = {number} // {after} % {self._size(axis)}")
         for out in self.form.outputs:
             value = self.value(out.value)
             if out in self.sums:
@@ -169,7 +181,7 @@ class Writer:
             case Call():
                 return FUNCTIONS[node.name].triton.format(*map(self.value, node.parts))
             case Extent(axis):
-                return f"{self.sizes[axis]}.0"
+                return f"{self._size(axis)}.0"
             case Place(axis):
                 k = self.axes.index(axis)
                 return f"(I{k} + {'col' if axis == self.column else f'i{k}'}).to({self.wide})"
@@ -203,7 +215,7 @@ class Writer:
             shape = self.shapes[tile]
             terms = []
             for k, axis in enumerate(at):
-                step = math.prod(shape[k + 1 :])
+                step = math.prod(map(int, shape[k + 1 :]))
                 place = f"i{self.axes.index(axis)}" if isinstance(axis, str) else str(axis)
                 terms.append(f"{'col' if axis == self.column else place} * {step}")
             rows = any(axis != self.column and isinstance(axis, str) for axis in at)
