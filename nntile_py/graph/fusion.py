@@ -105,7 +105,7 @@ def _found_rules(fusion: Fusion, tiling: Tiling) -> Iterator[Rule | None]:
         yield from (_attention_layout, _transposed_input, partial(_transposed_output, tiling=tiling))
     yield from [_bias] if fusion.bias else []
     yield from [_residual] if fusion.residual_norm else []
-    yield from [_activation, _activation_grad] if fusion.activation else []
+    yield from map(_of_epilogue, [_activation, _activation_grad] if fusion.activation else [])
     yield None
     yield from [_bias_grad] if fusion.bias else []  # of what no group has summed
     yield partial(_cross_entropy, tiling=tiling)
@@ -389,6 +389,13 @@ def _activation(uses: Uses, op: Op) -> bool:
     kept = readers or x.persistent
     uses.replace([gemm, op], _rebuild(gemm, op.output, activation=op.act, pre=x if kept else None))
     return True
+
+
+def _of_epilogue(rule: Rule) -> Rule:
+    """The same of those that a product has as it writes its result: of bf16, which is CUDA's, cuBLASLt has one alone.
+
+    The others are kernels of their own in any case, and can then do more in one pass."""
+    return lambda uses, op: (op.output.dtype != "bf16" or getattr(op, "act", "") == "gelu_new") and rule(uses, op)
 
 
 def _activation_grad(uses: Uses, op: Op) -> bool:
