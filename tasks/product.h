@@ -81,20 +81,41 @@ class Product {
     const auto rows = c.rows.size(), columns = c.columns.size(), all = a.columns.size();
     // A panel of columns that only one block of rows reads is read while the first cache has it.
     const auto wide = rows > kBlockRows ? kBlockColumns : kColumns;
-    for (int64_t depth = 0; depth < all; depth += kDepth)
+    for (int64_t depth = 0; depth < all; depth += kDepth) {
+      const auto k = std::min(kDepth, all - depth);
+      if (wide == kColumns) find_lines(b, depth, k);
       for (int64_t column = 0; column < columns; column += wide) {
-        const auto n = std::min(wide, columns - column), k = std::min(kDepth, all - depth);
+        const auto n = std::min(wide, columns - column);
         pack<kColumns, kColumns>(right_, b.data, b.columns, column, n, b.rows, depth, k);
         for (int64_t row = 0; row < rows; row += kBlockRows) {
           const auto m = std::min(kBlockRows, rows - row);
           if (!column || rows > kBlockRows) pack<kRows, kLeftStep>(left_, a.data, a.rows, row, m, a.columns, depth, k);
-          block(c, row, m, column, n, k, part(epilogue, depth, depth + k == all));
+          const T* next = wide == kColumns && column + wide < columns ? b.data + b.columns[column + wide] : nullptr;
+          block(c, row, m, column, n, k, part(epilogue, depth, depth + k == all), next);
         }
       }
+    }
   }
 
  private:
   std::vector<T> left_, right_;
+  std::vector<int64_t> lines_;
+
+  // Lines to be brought to the second cache meanwhile.
+  struct Ahead {
+    const T* from;
+    const int64_t* lines;
+    int64_t count;
+  };
+
+  // Where the cache lines of a panel of columns are, from its first element on, in the order of memory.
+  void find_lines(const Matrix<const T>& b, int64_t depth, int64_t count) {
+    lines_.clear();
+    const bool along = b.rows.run > 1;
+    for (int64_t i = 0; i < (along ? std::min(kColumns, b.columns.size()) : count); ++i)
+      for (int64_t j = 0; j < (along ? count : kColumns); j += kVector)
+        lines_.push_back(along ? b.columns[i] - b.columns[0] + b.rows[depth + j] : b.rows[depth + i] + j);
+  }
 
   // What of the epilogue belongs to a part of the sum.
   static Epilogue<T> part(Epilogue<T> epilogue, int64_t depth, bool last) {
@@ -153,31 +174,35 @@ class Product {
   }
 
   void block(const Matrix<T>& c, int64_t row, int64_t m, int64_t column, int64_t n, int64_t k,
-             const Epilogue<T>& epilogue) const {
+             const Epilogue<T>& epilogue, const T* next) const {
     alignas(64) T sums[kRows * kColumns];
     for (int64_t j = 0; j < n; j += kColumns)
       for (int64_t i = 0; i < m; i += kRows) {
         const auto height = std::min(kRows, m - i);
-        tile(std::make_integer_sequence<int64_t, kRows>(), height, sums, left_.data() + i / kRows * kLeftStep * k, right_.data() + j * k, k);
+        const auto panel = i / kRows, lines = static_cast<int64_t>(lines_.size());
+        const Ahead ahead{next, lines_.data() + panel * k, next ? std::min(k, lines - panel * k) : 0};
+        tile(std::make_integer_sequence<int64_t, kRows>(), height, sums, left_.data() + panel * kLeftStep * k,
+             right_.data() + j * k, k, ahead);
         finish(c, row + i, height, column + j, std::min(kColumns, n - j), sums, epilogue);
       }
   }
 
   template <int64_t... kLess>
   static void tile(std::integer_sequence<int64_t, kLess...>, int64_t height, T* to, const T* left, const T* right,
-                   int64_t depth) {
-    static_cast<void>(((height == kLess + 1 && (tile<kLess + 1>(to, left, right, depth), true)) || ...));
+                   int64_t depth, const Ahead& ahead) {
+    static_cast<void>(((height == kLess + 1 && (tile<kLess + 1>(to, left, right, depth, ahead), true)) || ...));
   }
 
   // The products of a panel of each operand; written so that the compiler keeps all sums in registers.
   template <int64_t kHeight>
-  static void tile(T* to, const T* left, const T* right, int64_t depth) {
+  static void tile(T* to, const T* left, const T* right, int64_t depth, const Ahead& ahead) {
     Vec<T> sums[kHeight][kVectors];
 #pragma GCC unroll 16
     for (int64_t r = 0; r < kHeight; ++r)
 #pragma GCC unroll 2
       for (int64_t v = 0; v < kVectors; ++v) sums[r][v] = Vec<T>(T(0));
     for (int64_t k = 0; k < depth; ++k, left += kLeftStep, right += kColumns) {
+      if (k < ahead.count) __builtin_prefetch(ahead.from + ahead.lines[k], 0, 2);
       Vec<T> columns[kVectors];
 #pragma GCC unroll 2
       for (int64_t v = 0; v < kVectors; ++v) columns[v] = Vec<T>::loadu(right + v * kVector);
