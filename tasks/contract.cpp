@@ -140,13 +140,9 @@ void contract(Args& t) {
 
 void contract_epilogue(Args& t) {
   const EpilogueArgs epilogue(t);
-  size_t next = 1;
   const auto target = t[0];
-  if (epilogue.bias_axes >= 0) target.add_(broadcastable(t[next++], epilogue.bias_axes, target));
-  if (epilogue.residual) target.add_(t[next++]);
-  if (epilogue.aux) multiply_derivative(epilogue.activation, target, t[next]);
-  else if (epilogue.activation >= 0)
-    activate_tile(epilogue.activation, target, epilogue.keep_pre ? t[next] : target, at::Tensor());
+  if (epilogue.aux) multiply_derivative(epilogue.activation, target, t[1]);
+  else activate_tile(epilogue.activation, target, epilogue.keep_pre ? t[1] : target, at::Tensor());
 }
 
 NNTILE_KERNEL(contract, contract);
