@@ -149,7 +149,8 @@ class Contract(Op):
             args = known.setdefault(epilogue, ContractArgs(epilogue, plan, self.scale))  # few; packed once each
             low.emit("contract", [*accesses, *start, *finish, *sums], args, flop=flop)
         if not inline and self.activation:
-            low.emit("contract_epilogue", [RW(target), *self._finish(low, index, out, target)], self._epilogue(False, True))
+            accesses = [RW(target), *self._finish(low, index, out, target)]
+            low.emit("contract_epilogue", accesses, self._epilogue(False, True))
 
     def _start(self, low: Lowering, index: Index) -> list[Access]:
         return [R(low.tile(t, index)) for t in (self.bias, self.residual) if t]
