@@ -114,7 +114,8 @@ void blas(const ContractArgs& args, const Plan& plan, const Factors& x, const Be
   }
   if (epilogue.aux) multiply_derivative(epilogue.activation, target, beside.aux);
   else if (activates)
-    activate_tile(epilogue.activation, target, epilogue.keep_pre ? beside.activated : target, late ? bias : at::Tensor());
+    activate_tile(epilogue.activation, target, epilogue.keep_pre ? beside.activated : target,
+                  late ? bias : at::Tensor());
 }
 
 // The sum of the operand over the axes that the product sums over: first in the permuted b, last in the permuted a.
@@ -130,7 +131,8 @@ void contract(Args& t) {
   const ContractArgs args(t);
   const Plan plan(args.plan);
   const Beside beside(t, args.epilogue);
-  const Factors x{beside.target.permute(plan.out), t[plan.swap ? 2 : 1].permute(plan.a), t[plan.swap ? 1 : 2].permute(plan.b),
+  const auto a = t[plan.swap ? 2 : 1], b = t[plan.swap ? 1 : 2];
+  const Factors x{beside.target.permute(plan.out), a.permute(plan.a), b.permute(plan.b),
                   plan.batch, plan.m, plan.n, plan.k};
   if (own_product(x)) own(args, plan, x, beside);
   else blas(args, plan, x, beside);

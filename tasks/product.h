@@ -247,8 +247,6 @@ struct Factors {
   at::Tensor out, a, b;
   size_t batch, rows, columns, depth;  // how many axes are so
 
-  int64_t extent(const at::Tensor& x, size_t from, size_t count) const { return nntile::extent(x.sizes(), from, count); }
-
   // Those of the transposed product.
   Factors transposed() const {
     const auto turned = [&](const at::Tensor& x, size_t first, size_t second) {
@@ -276,8 +274,9 @@ inline bool own_product(const Factors& x) {
       throw std::invalid_argument("NNTILE_PRODUCT: " + std::string(chosen) + " is not allowed; own or blas");
     return chosen == "own" || (chosen != "blas" && slow);
   }();
-  return own && std::min({x.extent(x.out, x.batch, x.rows), x.extent(x.out, x.batch + x.rows, x.columns),
-                          x.extent(x.a, x.batch + x.rows, x.depth)}) >= kLeast;
+  const auto sizes = x.out.sizes();
+  return own && std::min({extent(sizes, x.batch, x.rows), extent(sizes, x.batch + x.rows, x.columns),
+                          extent(x.a.sizes(), x.batch + x.rows, x.depth)}) >= kLeast;
 }
 
 // The epilogue's tensors, undefined where there is none; all but the bias lie as `out` does.
