@@ -4,6 +4,8 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/sum.h>
 
+#include <numeric>
+
 #include "activation.h"
 #include "contract.h"
 #include "product.h"
@@ -44,7 +46,6 @@ void multiply_derivative(int kind, const at::Tensor& y, const at::Tensor& aux) {
 
 // The product of the permuted operands as a (batched) matrix: out = beta * out + alpha * a b.
 void gemm(const at::Tensor& out, const at::Tensor& a, const at::Tensor& b, double beta, double alpha) {
-  if (own_product(out, a)) return product(out, a, b, beta, alpha);
   auto target = out;
   if (out.dim() == 2)
     at::addmm_out(target, out, a, b, beta, alpha);
@@ -52,78 +53,98 @@ void gemm(const at::Tensor& out, const at::Tensor& a, const at::Tensor& b, doubl
     at::baddbmm_out(target, out, a, b, beta, alpha);
 }
 
-void contract(Args& t) {
-  const ContractArgs args(t);
+// The tiles beside the operands in their order, undefined where there is none.
+struct Beside {
+  at::Tensor target, bias, residual, aux, activated, colsum;
+  double beta;  // of what is in the target
+  bool adds_colsum = false;
+
+  Beside(const Args& t, const EpilogueArgs& args) : target(t[0]), beta(t.accumulates(0) ? 1 : 0) {
+    size_t next = 3;
+    if (args.bias_axes >= 0) bias = t[next++];
+    if (args.residual) residual = t[next++];
+    if (args.aux) aux = t[next++];
+    if (args.keep_pre) activated = t[next++];
+    if (args.colsum < 0) return;
+    adds_colsum = t.accumulates(next);
+    colsum = t[next];
+  }
+};
+
+// target = beta * target + what stands before the product; returns what beta is then.
+double start(const at::Tensor& target, double beta, const at::Tensor& what) {
+  if (beta == 0) target.copy_(what.expand_as(target));
+  else target.add_(what);
+  return 1;
+}
+
+void own(const ContractArgs& args, const Plan& plan, const Factors& x, const Beside& beside) {
   const auto& epilogue = args.epilogue;
-  const Plan plan(args.plan);
-  size_t next = 3;
-  const auto target = t[0];
-  const auto bias = epilogue.bias_axes >= 0 ? t[next++] : at::Tensor();
-  const auto residual = epilogue.residual ? t[next++] : at::Tensor();
+  const bool turned = x.out.stride(-1) != 1 && x.out.stride(static_cast<int64_t>(x.batch + x.rows) - 1) == 1;
+  int64_t columns = 0;  // of the vectors
+  for (const auto axis : turned ? plan.out.slice(plan.batch, plan.m) : plan.out.slice(plan.batch + plan.m))
+    columns |= int64_t{1} << axis;
+  const bool along = epilogue.bias_axes == columns;
+  double beta = beside.beta;
+  if (beside.bias.defined() && !along)
+    beta = start(beside.target, beta, broadcastable(beside.bias, epilogue.bias_axes, beside.target));
+  product(turned ? x.transposed() : x, {args.scale, beta, along ? beside.bias : at::Tensor(), beside.residual,
+                                        beside.aux, beside.activated, static_cast<int>(epilogue.activation)});
+}
+
+void blas(const ContractArgs& args, const Plan& plan, const Factors& x, const Beside& beside) {
+  const auto& epilogue = args.epilogue;
+  const auto &target = beside.target, &bias = beside.bias;
   const bool activates = epilogue.activation >= 0 && !epilogue.aux;
   // With an activation the bias waits for its pass over the tile; otherwise the product is added to it.
-  const bool late_bias = bias.defined() && activates && !residual.defined() && trailing(epilogue.bias_axes, target.dim());
-
-  auto a = t[1], b = t[2];
-  if (plan.swap) std::swap(a, b);
-  const auto a_matrix = matrix(a.permute(plan.a), plan.batch, plan.m, plan.k);
-  const auto b_matrix = matrix(b.permute(plan.b), plan.batch, plan.k, plan.n);
-
-  double beta = t.accumulates(0) ? 1 : 0;
-  const auto out_matrix = plan.permuted_out ? at::Tensor() : matrix(target, plan.batch, plan.m, plan.n);
-  // Together with the product, if that can be.
-  const bool along = bias.defined() && !late_bias && out_matrix.defined() && own_product(out_matrix, a_matrix) &&
-                     trailing(epilogue.bias_axes, target.dim()) && bias.numel() == out_matrix.size(-1);
-  if (residual.defined()) {
-    if (beta == 0) target.copy_(residual);
-    else target.add_(residual);
-    beta = 1;
-  }
-  if (bias.defined() && !late_bias && !along) {
-    const auto wide = broadcastable(bias, epilogue.bias_axes, target);
-    if (beta == 0) target.copy_(wide.expand_as(target));
-    else target.add_(wide);
-    beta = 1;
-  }
-  if (along) {
-    product(out_matrix, a_matrix, b_matrix, beta, args.scale, bias);
-  } else if (!plan.permuted_out) {
-    gemm(out_matrix, a_matrix, b_matrix, beta, args.scale);
-  } else if (const auto direct = in_place(target.permute(plan.out), plan.batch, plan.m, plan.n)) {
-    gemm(*direct, a_matrix, b_matrix, beta, args.scale);
+  const bool late =
+      bias.defined() && activates && !beside.residual.defined() && trailing(epilogue.bias_axes, target.dim());
+  const auto a = matrix(x.a, plan.batch, plan.m, plan.k), b = matrix(x.b, plan.batch, plan.k, plan.n);
+  double beta = beside.beta;
+  if (beside.residual.defined()) beta = start(target, beta, beside.residual);
+  if (bias.defined() && !late) beta = start(target, beta, broadcastable(bias, epilogue.bias_axes, target));
+  if (!plan.permuted_out) {
+    gemm(matrix(target, plan.batch, plan.m, plan.n), a, b, beta, args.scale);
+  } else if (const auto direct = in_place(x.out, plan.batch, plan.m, plan.n)) {
+    gemm(*direct, a, b, beta, args.scale);
   } else {
-    const auto view = target.permute(plan.out);
-    const auto product = at::empty(view.sizes(), target.options());
-    gemm(matrix(product, plan.batch, plan.m, plan.n), a_matrix, b_matrix, 0, args.scale);
-    if (beta == 0) view.copy_(product);
-    else view.add_(product);
+    const auto made = at::empty(x.out.sizes(), target.options());
+    gemm(matrix(made, plan.batch, plan.m, plan.n), a, b, 0, args.scale);
+    start(x.out, beta, made);
   }
+  if (epilogue.aux) multiply_derivative(epilogue.activation, target, beside.aux);
+  else if (activates)
+    activate_tile(epilogue.activation, target, epilogue.keep_pre ? beside.activated : target,
+                  late ? bias : at::Tensor());
+}
 
-  if (epilogue.aux) multiply_derivative(epilogue.activation, target, t[next++]);
-  else if (activates) {
-    const auto out = epilogue.keep_pre ? t[next++] : target;
-    activate_tile(epilogue.activation, target, out, late_bias ? bias : at::Tensor());
-  }
-  if (epilogue.colsum >= 0) {
-    // The operand's rows are the summed axes: K is first in the permuted b, last in the permuted a.
-    const bool first = (epilogue.colsum == 0) != plan.swap;
-    auto sum = t[next];
-    const auto operand = first ? a_matrix : b_matrix;
-    const auto total = operand.sum(first ? 1 : 0).view(sum.sizes());
-    if (t.accumulates(next)) sum.add_(total);
-    else sum.copy_(total);
-  }
+// The sum of the operand over the axes that the product sums over: first in the permuted b, last in the permuted a.
+void sum_operand(const Factors& x, bool first, const at::Tensor& to, bool adds) {
+  std::vector<int64_t> axes(x.depth);
+  std::iota(axes.begin(), axes.end(), static_cast<int64_t>(x.batch + (first ? x.rows : 0)));
+  const auto total = (first ? x.a : x.b).sum(axes).reshape(to.sizes());
+  if (adds) to.add_(total);
+  else to.copy_(total);
+}
+
+void contract(Args& t) {
+  const ContractArgs args(t);
+  const Plan plan(args.plan);
+  const Beside beside(t, args.epilogue);
+  const auto a = t[plan.swap ? 2 : 1], b = t[plan.swap ? 1 : 2];
+  const Factors x{beside.target.permute(plan.out), a.permute(plan.a), b.permute(plan.b),
+                  plan.batch, plan.m, plan.n, plan.k};
+  if (own_product(x)) own(args, plan, x, beside);
+  else blas(args, plan, x, beside);
+  if (beside.colsum.defined())
+    sum_operand(x, (args.epilogue.colsum == 0) != plan.swap, beside.colsum, beside.adds_colsum);
 }
 
 void contract_epilogue(Args& t) {
   const EpilogueArgs epilogue(t);
-  size_t next = 1;
   const auto target = t[0];
-  if (epilogue.bias_axes >= 0) target.add_(broadcastable(t[next++], epilogue.bias_axes, target));
-  if (epilogue.residual) target.add_(t[next++]);
-  if (epilogue.aux) multiply_derivative(epilogue.activation, target, t[next]);
-  else if (epilogue.activation >= 0)
-    activate_tile(epilogue.activation, target, epilogue.keep_pre ? t[next] : target, at::Tensor());
+  if (epilogue.aux) multiply_derivative(epilogue.activation, target, t[1]);
+  else activate_tile(epilogue.activation, target, epilogue.keep_pre ? t[1] : target, at::Tensor());
 }
 
 NNTILE_KERNEL(contract, contract);

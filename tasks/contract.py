@@ -130,11 +130,11 @@ class Contract(Op):
     ) -> None:
         out = low.tile(self.output, index)
         target = low.tile(self.pre, index) if self.pre else out
-        # Only a chain has a first and a last partial product; elsewhere what is not a sum waits for a task of its own.
+        # Only a chain has a last partial product; elsewhere what is not a sum waits for a task of its own.
         inline = low.policy == "chain" or len(ks) == 1
         for number, k in enumerate(ks):
             at = index | k
-            first, last = number == 0 and inline, number == len(ks) - 1 and inline
+            first, last = number == 0, number == len(ks) - 1 and inline
             a, b = low.tile(self.a, at), low.tile(self.b, at)
             accesses = [ACC(target), R(a), R(b)]
             start = self._start(low, index) if first else []
@@ -148,9 +148,9 @@ class Contract(Op):
             epilogue = self._epilogue(first, last, colsum)
             args = known.setdefault(epilogue, ContractArgs(epilogue, plan, self.scale))  # few; packed once each
             low.emit("contract", [*accesses, *start, *finish, *sums], args, flop=flop)
-        if not inline and (self.bias or self.residual or self.activation or self.aux):
-            accesses = [RW(target), *self._start(low, index), *self._finish(low, index, out, target)]
-            low.emit("contract_epilogue", accesses, self._epilogue(True, True))
+        if not inline and self.activation:
+            accesses = [RW(target), *self._finish(low, index, out, target)]
+            low.emit("contract_epilogue", accesses, self._epilogue(False, True))
 
     def _start(self, low: Lowering, index: Index) -> list[Access]:
         return [R(low.tile(t, index)) for t in (self.bias, self.residual) if t]

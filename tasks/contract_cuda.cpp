@@ -217,13 +217,10 @@ void contract(Args& t) {
 }
 
 void contract_epilogue(Args& t) {
-  const EpilogueArgs e(t);
-  size_t next = 1;
+  const EpilogueArgs epilogue(t);
   const auto target = t[0];
-  if (e.bias_axes >= 0) target.add_(broadcastable(t[next++], e.bias_axes, target));
-  if (e.residual) target.add_(t[next++]);
-  if (e.aux) multiply_derivative(e.activation, target, t[next]);
-  else if (e.activation >= 0) apply_activation(e.activation, target, e.keep_pre ? t[next] : target);
+  if (epilogue.aux) multiply_derivative(epilogue.activation, target, t[1]);
+  else apply_activation(epilogue.activation, target, epilogue.keep_pre ? t[1] : target);
 }
 
 NNTILE_CUDA_KERNEL(contract, contract);

@@ -1,21 +1,69 @@
-// Products of matrices on one core by vectors of the machine, where the BLAS that ATen brings is slow: MKL, made for
-// Intel's processors, computes with half the width of other ones' vectors.
+// Products of tensors on one core by vectors of the machine, where the BLAS that ATen brings is slow: MKL, made for
+// Intel's processors, computes with half the width of other ones' vectors. The epilogue is done on the way.
 #pragma once
 #include <algorithm>
+#include <cstdlib>
+#include <optional>
+#include <string_view>
+#include <utility>
 #include <vector>
 
-#include "common.h"
+#include "activation.h"
+#include "contract.h"
 
 namespace nntile {
+
+// A matrix that lies anywhere: element (i, j) is data[rows.at[i] + columns.at[j]].
+struct Offsets {
+  std::vector<int64_t> at;
+  int64_t run = 1;  // so many, from a multiple of it on, lie side by side
+
+  // Of `count` axes of x from `from` on, the last one fastest.
+  void set(const at::Tensor& x, size_t from, size_t count) {
+    at.assign(1, 0);
+    run = 1;
+    bool side_by_side = true;
+    for (size_t axis = from + count; axis-- > from;) {
+      const auto size = x.sizes()[axis], step = x.strides()[axis];
+      const size_t inner = at.size();
+      at.resize(inner * static_cast<size_t>(size));
+      for (size_t k = inner; k < at.size(); ++k) at[k] = at[k - inner] + step;
+      side_by_side = side_by_side && (size == 1 || step == run);
+      if (side_by_side) run *= size;
+    }
+  }
+
+  int64_t size() const { return static_cast<int64_t>(at.size()); }
+  int64_t operator[](int64_t k) const { return at[static_cast<size_t>(k)]; }
+  int64_t to_end_of_run(int64_t k) const { return run - k % run; }
+
+  // The distance of `count` neighbours from `first` on, if all have the same.
+  std::optional<int64_t> step(int64_t first, int64_t count) const {
+    for (int64_t k = first + 2; k < first + count; ++k)
+      if ((*this)[k] - (*this)[k - 1] != (*this)[first + 1] - (*this)[first]) return {};
+    return count > 1 ? (*this)[first + 1] - (*this)[first] : 0;
+  }
+};
 
 template <class T>
 struct Matrix {
   T* data;
-  int64_t rows, columns, row_step, column_step;
+  const Offsets &rows, &columns;
+};
+
+// y = act(alpha a b + beta y + bias + residual), or with `aux` act'(aux) (alpha a b + ...). What is null is left out.
+template <class T>
+struct Epilogue {
+  T alpha, beta;
+  const T* bias;  // a number for each column; the others lie as the result does
+  const T *residual, *aux;
+  T* activated;  // in the place of the result, which then stays what it was before the activation
+  int activation;  // -1: none
 };
 
 // Goto and van de Geijn 2008: panels of both operands are copied so that a tile of the result, kept in registers, reads
-// them in order; those of the right one fit into the first cache, those of the left one into the second.
+// them in order; those of the right one fit into the first cache, those of the left one into the second. Matthews 2018:
+// copying, and writing the result, may as well find each row and column by an offset: no permuted tensor is made.
 template <class T>
 class Product {
 #ifdef CPU_CAPABILITY_AVX512
@@ -23,135 +71,243 @@ class Product {
 #else
   static constexpr int64_t kRows = 6;  // 12 of 16
 #endif
-  static constexpr int64_t kVectors = 2, kColumns = kVectors * Vec<T>::size();
+  static constexpr int64_t kVector = Vec<T>::size(), kVectors = 2, kColumns = kVectors * kVector;
+  static constexpr int64_t kLeftStep = (kRows + kVector - 1) / kVector * kVector;  // whole squares are turned
   static constexpr int64_t kDepth = 1024 / sizeof(T);  // summed at a time
-  static constexpr int64_t kBlockRows = 10 * kRows, kBlockColumns = 48 * kColumns;
+  static constexpr int64_t kBlockRows = 20 * kRows, kBlockColumns = 48 * kColumns;
 
  public:
-  // c = alpha a b + beta c + bias, which has a number for each column, or is none. c's columns lie side by side.
-  void operator()(const Matrix<T>& c, const Matrix<const T>& a, const Matrix<const T>& b, T alpha, T beta,
-                  const T* bias = nullptr) {
-    for (int64_t column = 0; column < c.columns; column += kBlockColumns)
-      for (int64_t depth = 0; depth < a.columns; depth += kDepth) {
-        const auto n = std::min(kBlockColumns, c.columns - column), k = std::min(kDepth, a.columns - depth);
-        const T* right = b.data + depth * b.row_step + column * b.column_step;
-        pack<kColumns>(right_, right, n, k, b.column_step, b.row_step);
-        const T* more = bias && !depth ? bias + column : nullptr;
-        for (int64_t row = 0; row < c.rows; row += kBlockRows) {
-          const auto m = std::min(kBlockRows, c.rows - row);
-          const T* left = a.data + row * a.row_step + depth * a.column_step;
-          pack<kRows>(left_, left, m, k, a.row_step, a.column_step);
-          block(c.data + row * c.row_step + column, c.row_step, m, n, k, alpha, depth ? T(1) : beta, more);
+  void operator()(const Matrix<T>& c, const Matrix<const T>& a, const Matrix<const T>& b, const Epilogue<T>& epilogue) {
+    const auto rows = c.rows.size(), columns = c.columns.size(), all = a.columns.size();
+    // A panel of columns that only one block of rows reads is read while the first cache has it.
+    const auto wide = rows > kBlockRows ? kBlockColumns : kColumns;
+    for (int64_t depth = 0; depth < all; depth += kDepth) {
+      const auto k = std::min(kDepth, all - depth);
+      if (wide == kColumns) find_lines(b, depth, k);
+      for (int64_t column = 0; column < columns; column += wide) {
+        const auto n = std::min(wide, columns - column);
+        pack<kColumns, kColumns>(right_, b.data, b.columns, column, n, b.rows, depth, k);
+        for (int64_t row = 0; row < rows; row += kBlockRows) {
+          const auto m = std::min(kBlockRows, rows - row);
+          if (!column || rows > kBlockRows) pack<kRows, kLeftStep>(left_, a.data, a.rows, row, m, a.columns, depth, k);
+          const T* next = wide == kColumns && column + wide < columns ? b.data + b.columns[column + wide] : nullptr;
+          block(c, row, m, column, n, k, part(epilogue, depth, depth + k == all), next);
         }
       }
+    }
   }
 
  private:
   std::vector<T> left_, right_;
+  std::vector<int64_t> lines_;
 
-  // x, whose `count` rows are `step` apart, as panels [depth][kWidth] of kWidth rows each, zeros behind the last.
-  template <int64_t kWidth>
-  static void pack(std::vector<T>& to, const T* x, int64_t count, int64_t depth, int64_t step, int64_t step_k) {
-    constexpr int64_t kSquare = Vec<T>::size();
+  // Lines to be brought to the second cache meanwhile.
+  struct Ahead {
+    const T* from;
+    const int64_t* lines;
+    int64_t count;
+  };
+
+  // Where the cache lines of a panel of columns are, from its first element on, in the order of memory.
+  void find_lines(const Matrix<const T>& b, int64_t depth, int64_t count) {
+    lines_.clear();
+    const bool along = b.rows.run > 1;
+    for (int64_t i = 0; i < (along ? std::min(kColumns, b.columns.size()) : count); ++i)
+      for (int64_t j = 0; j < (along ? count : kColumns); j += kVector)
+        lines_.push_back(along ? b.columns[i] - b.columns[0] + b.rows[depth + j] : b.rows[depth + i] + j);
+  }
+
+  // What of the epilogue belongs to a part of the sum.
+  static Epilogue<T> part(Epilogue<T> epilogue, int64_t depth, bool last) {
+    if (depth) {
+      epilogue.beta = 1;
+      epilogue.bias = epilogue.residual = nullptr;
+    }
+    if (!last) {
+      epilogue.aux = nullptr;
+      epilogue.activated = nullptr;
+      epilogue.activation = -1;
+    }
+    return epilogue;
+  }
+
+  // Rows (or columns) [first, first + count) of x as panels [depth][kStep], of kWidth each; more than these may be
+  // behind them, and zeros behind the last.
+  template <int64_t kWidth, int64_t kStep>
+  static void pack(std::vector<T>& to, const T* x, const Offsets& across, int64_t first, int64_t count,
+                   const Offsets& along, int64_t start, int64_t depth) {
     const auto panels = (count + kWidth - 1) / kWidth;
-    to.resize(std::max(to.size(), static_cast<size_t>(panels * kWidth * depth)));
+    to.resize(std::max(to.size(), static_cast<size_t>(panels * kStep * depth)));
     T* out = to.data();
-    for (int64_t first = 0; first < count; first += kWidth, out += kWidth * depth) {
-      const auto width = std::min(kWidth, count - first);
-      const T* from = x + first * step;
-      if (width < kWidth) std::fill_n(out, kWidth * depth, T(0));
-      if (step_k != 1) {
-        for (int64_t k = 0; k < depth; ++k)
-          for (int64_t i = 0; i < width; ++i) out[k * kWidth + i] = from[i * step + k * step_k];
+    for (const auto end = first + count; first < end; first += kWidth, out += kStep * depth) {
+      const auto width = std::min(kStep, end - first);
+      if (width < kWidth) std::fill_n(out, kStep * depth, T(0));
+      if (width == kStep && across.to_end_of_run(first) >= kStep) {
+        for (int64_t k = 0; k < depth; ++k) std::copy_n(x + across[first] + along[start + k], kStep, out + k * kStep);
         continue;
       }
-      for (int64_t k = 0; k < depth; k += kSquare)
-        for (int64_t i = 0; i < width; i += kSquare)
-          at::vec::transpose_mxn(from + i * step + k, step, out + k * kWidth + i, kWidth,
-                                 static_cast<int>(std::min(kSquare, width - i)),
-                                 static_cast<int>(std::min(kSquare, depth - k)));
+      for (int64_t i = 0; i < width; i += kVector) {
+        const auto some = std::min(kVector, width - i);
+        const auto step = along.run > 1 ? across.step(first + i, some) : std::nullopt;
+        if (step) turn<kStep>(out + i, x + across[first + i], *step, some, along, start, depth);
+        else
+          for (int64_t k = 0; k < depth; ++k)
+            for (int64_t j = i; j < i + some; ++j) out[k * kStep + j] = x[across[first + j] + along[start + k]];
+      }
     }
   }
 
-  void block(T* c, int64_t step, int64_t m, int64_t n, int64_t k, T alpha, T beta, const T* bias) {
-    alignas(64) T whole[kRows * kColumns];
-    for (int64_t column = 0; column < n; column += kColumns)
-      for (int64_t row = 0; row < m; row += kRows) {
-        const T *left = left_.data() + row * k, *right = right_.data() + column * k;
-        const auto height = std::min(kRows, m - row), width = std::min(kColumns, n - column);
-        T* to = c + row * step + column;
-        const T* more = bias ? bias + column : nullptr;
-        if (height == kRows && width == kColumns) {
-          tile(to, step, left, right, k, alpha, beta, more);
-          continue;
-        }
-        tile(whole, kColumns, left, right, k, alpha, T(0), nullptr);
-        for (int64_t i = 0; i < height; ++i)
-          for (int64_t j = 0; j < width; ++j) {
-            T& x = to[i * step + j];
-            x = whole[i * kColumns + j] + (beta == T(0) ? T(0) : beta * x) + (more ? more[j] : T(0));
-          }
+  // Squares of what lies side by side along the depth. Flattened, a whole square stays in registers.
+  template <int64_t kStep>
+  [[gnu::flatten]] static void turn(T* out, const T* x, int64_t step, int64_t count, const Offsets& along,
+                                    int64_t start, int64_t depth) {
+    constexpr int kSquare = static_cast<int>(kVector);
+    for (int64_t k = 0, some; k < depth; k += some) {
+      some = std::min({kVector, depth - k, along.to_end_of_run(start + k)});
+      const T* from = x + along[start + k];
+      if (count == kVector && some == kVector)
+        at::vec::transpose_mxn(from, step, out + k * kStep, kStep, kSquare, kSquare);
+      else
+        for (int64_t j = 0; j < count; ++j)
+          for (int64_t i = 0; i < some; ++i) out[(k + i) * kStep + j] = from[j * step + i];
+    }
+  }
+
+  void block(const Matrix<T>& c, int64_t row, int64_t m, int64_t column, int64_t n, int64_t k,
+             const Epilogue<T>& epilogue, const T* next) const {
+    alignas(64) T sums[kRows * kColumns];
+    for (int64_t j = 0; j < n; j += kColumns)
+      for (int64_t i = 0; i < m; i += kRows) {
+        const auto height = std::min(kRows, m - i);
+        const auto panel = i / kRows, lines = static_cast<int64_t>(lines_.size());
+        const Ahead ahead{next, lines_.data() + panel * k, next ? std::min(k, lines - panel * k) : 0};
+        tile(std::make_integer_sequence<int64_t, kRows>(), height, sums, left_.data() + panel * kLeftStep * k,
+             right_.data() + j * k, k, ahead);
+        finish(c, row + i, height, column + j, std::min(kColumns, n - j), sums, epilogue);
       }
   }
 
-  // A tile of c out of a panel of each operand; written so that the compiler keeps all sums in registers.
-  static void tile(T* c, int64_t step, const T* left, const T* right, int64_t depth, T alpha, T beta, const T* bias) {
-    Vec<T> sums[kRows][kVectors];
+  template <int64_t... kLess>
+  static void tile(std::integer_sequence<int64_t, kLess...>, int64_t height, T* to, const T* left, const T* right,
+                   int64_t depth, const Ahead& ahead) {
+    static_cast<void>(((height == kLess + 1 && (tile<kLess + 1>(to, left, right, depth, ahead), true)) || ...));
+  }
+
+  // The products of a panel of each operand; written so that the compiler keeps all sums in registers.
+  template <int64_t kHeight>
+  static void tile(T* to, const T* left, const T* right, int64_t depth, const Ahead& ahead) {
+    Vec<T> sums[kHeight][kVectors];
 #pragma GCC unroll 16
-    for (int64_t r = 0; r < kRows; ++r)
+    for (int64_t r = 0; r < kHeight; ++r)
 #pragma GCC unroll 2
       for (int64_t v = 0; v < kVectors; ++v) sums[r][v] = Vec<T>(T(0));
-    for (int64_t k = 0; k < depth; ++k, left += kRows, right += kColumns) {
+    for (int64_t k = 0; k < depth; ++k, left += kLeftStep, right += kColumns) {
+      if (k < ahead.count) __builtin_prefetch(ahead.from + ahead.lines[k], 0, 2);
       Vec<T> columns[kVectors];
 #pragma GCC unroll 2
-      for (int64_t v = 0; v < kVectors; ++v) columns[v] = Vec<T>::loadu(right + v * Vec<T>::size());
+      for (int64_t v = 0; v < kVectors; ++v) columns[v] = Vec<T>::loadu(right + v * kVector);
 #pragma GCC unroll 16
-      for (int64_t r = 0; r < kRows; ++r) {
+      for (int64_t r = 0; r < kHeight; ++r) {
         const Vec<T> one(left[r]);
 #pragma GCC unroll 2
         for (int64_t v = 0; v < kVectors; ++v) sums[r][v] = at::vec::fmadd(one, columns[v], sums[r][v]);
       }
     }
 #pragma GCC unroll 16
-    for (int64_t r = 0; r < kRows; ++r)
+    for (int64_t r = 0; r < kHeight; ++r)
 #pragma GCC unroll 2
-      for (int64_t v = 0; v < kVectors; ++v) {
-        T* to = c + r * step + v * Vec<T>::size();
-        auto sum = Vec<T>(alpha) * sums[r][v];
-        if (beta != T(0)) sum = at::vec::fmadd(Vec<T>(beta), Vec<T>::loadu(to), sum);
-        if (bias) sum = sum + Vec<T>::loadu(bias + v * Vec<T>::size());
-        sum.store(to);
+      for (int64_t v = 0; v < kVectors; ++v) sums[r][v].store(to + r * kColumns + v * kVector);
+  }
+
+  // A tile of c out of its sums, in pieces that lie side by side.
+  static void finish(const Matrix<T>& c, int64_t row, int64_t height, int64_t column, int64_t width, const T* sums,
+                     const Epilogue<T>& e) {
+    const Vec<T> alpha(e.alpha), beta(e.beta);
+    for (int64_t j = 0, count; j < width; j += count) {
+      count = std::min({kVector, width - j, c.columns.to_end_of_run(column + j)});
+      const auto bias = e.bias ? load(e.bias + column + j, count) : Vec<T>(T(0));
+      for (int64_t i = 0; i < height; ++i) {
+        const auto at = c.rows[row + i] + c.columns[column + j];
+        auto x = at::vec::fmadd(alpha, load(sums + i * kColumns + j, count), bias);
+        if (e.beta != T(0)) x = at::vec::fmadd(beta, load(c.data + at, count), x);
+        if (e.residual) x = x + load(e.residual + at, count);
+        if (e.aux) x = x * derivative(e.activation, load(e.aux + at, count));
+        else if (e.activation >= 0) {
+          if (e.activated) x.store(c.data + at, static_cast<int>(count));
+          x = activate(e.activation, x);
+        }
+        x.store((e.activated ? e.activated : c.data) + at, static_cast<int>(count));
       }
+    }
   }
 };
 
-// Whether Product computes out = a b; of few rows or columns copying the panels would be most of the work.
-inline bool own_product(const at::Tensor& out, const at::Tensor& a) {
+// Of a product: its tensors with their axes as [batch, rows, columns], [batch, rows, depth], [batch, depth, columns].
+struct Factors {
+  at::Tensor out, a, b;
+  size_t batch, rows, columns, depth;  // how many axes are so
+
+  // Those of the transposed product.
+  Factors transposed() const {
+    const auto turned = [&](const at::Tensor& x, size_t first, size_t second) {
+      std::vector<int64_t> order(batch + first + second);
+      for (size_t k = 0; k < order.size(); ++k)
+        order[k] = static_cast<int64_t>(k < batch ? k : k < batch + second ? k + first : k - second);
+      return x.permute(order);
+    };
+    return {turned(out, rows, columns), turned(b, depth, columns), turned(a, rows, depth), batch, columns, rows, depth};
+  }
+};
+
+// Whether Product computes it; of few rows or columns copying the panels would be most of the work.
+inline bool own_product(const Factors& x) {
   constexpr int64_t kLeast = 16;
-  const auto axis = out.dim() - 2;
-  const bool large = std::min({out.size(axis), out.size(axis + 1), a.size(axis + 1)}) >= kLeast;
 #if defined(__x86_64__) && (defined(CPU_CAPABILITY_AVX512) || defined(CPU_CAPABILITY_AVX2))
   static const bool slow = !__builtin_cpu_is("intel");
 #else
   static const bool slow = false;
 #endif
-  return slow && large && out.stride(axis + 1) == 1;
+  static const bool own = [] {
+    const auto* set = std::getenv("NNTILE_PRODUCT");
+    const std::string_view chosen = set ? set : "";
+    if (chosen != "" && chosen != "own" && chosen != "blas")
+      throw std::invalid_argument("NNTILE_PRODUCT: " + std::string(chosen) + " is not allowed; own or blas");
+    return chosen == "own" || (chosen != "blas" && slow);
+  }();
+  const auto sizes = x.out.sizes();
+  return own && std::min({extent(sizes, x.batch, x.rows), extent(sizes, x.batch + x.rows, x.columns),
+                          extent(x.a.sizes(), x.batch + x.rows, x.depth)}) >= kLeast;
 }
 
-// out = alpha a b + beta out + bias [columns], of matrices or batches of them, where own_product says so.
-inline void product(const at::Tensor& out, const at::Tensor& a, const at::Tensor& b, double beta, double alpha,
-                    const at::Tensor& bias = {}) {
-  dispatch(out, [&](auto zero) {
+// The epilogue's tensors, undefined where there is none; all but the bias lie as `out` does.
+struct Along {
+  double alpha, beta;
+  at::Tensor bias, residual, aux, activated;
+  int activation;
+};
+
+inline void product(const Factors& x, const Along& along) {
+  dispatch(x.out, [&](auto zero) {
     using T = decltype(zero);
     static thread_local Product<T> made;
-    const auto axis = out.dim() - 2;
-    const auto matrix = [&]<class E>(E* data, const at::Tensor& x, int64_t number) {
-      const auto first = data + (axis ? number * x.stride(0) : 0);
-      return Matrix<E>{first, x.size(axis), x.size(axis + 1), x.stride(axis), x.stride(axis + 1)};
-    };
-    for (int64_t k = 0; k < (axis ? out.size(0) : 1); ++k)
-      made(matrix(out.data_ptr<T>(), out, k), matrix(a.const_data_ptr<T>(), a, k), matrix(b.const_data_ptr<T>(), b, k),
-           static_cast<T>(alpha), static_cast<T>(beta), bias.defined() ? bias.const_data_ptr<T>() : nullptr);
+    static thread_local Offsets batches[3], rows, columns, depths[2], left, right;
+    const auto first = x.batch + x.rows;
+    rows.set(x.out, x.batch, x.rows);
+    columns.set(x.out, first, x.columns);
+    left.set(x.a, x.batch, x.rows);
+    right.set(x.b, x.batch + x.depth, x.columns);
+    depths[0].set(x.a, first, x.depth);
+    depths[1].set(x.b, x.batch, x.depth);
+    for (size_t k = 0; k < 3; ++k) batches[k].set(k == 0 ? x.out : k == 1 ? x.a : x.b, 0, x.batch);
+    for (int64_t k = 0; k < batches[0].size(); ++k) {
+      const auto at = batches[0][k];
+      const auto read = [&](const at::Tensor& y) { return y.defined() ? y.const_data_ptr<T>() + at : nullptr; };
+      made({x.out.data_ptr<T>() + at, rows, columns}, {x.a.const_data_ptr<T>() + batches[1][k], left, depths[0]},
+           {x.b.const_data_ptr<T>() + batches[2][k], depths[1], right},
+           {static_cast<T>(along.alpha), static_cast<T>(along.beta),
+            along.bias.defined() ? along.bias.const_data_ptr<T>() : nullptr, read(along.residual), read(along.aux),
+            along.activated.defined() ? along.activated.data_ptr<T>() + at : nullptr, along.activation});
+    }
   });
 }
 
