@@ -65,9 +65,9 @@ def ended(process: subprocess.Popen[str], timeout: float = 280) -> tuple[int, st
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, Any]]]:
-    """What each rank of 1, 2 and 4 has found."""
+    """What each rank of 1 to 4 has found."""
     found = {}
-    for ranks in (1, 2, 4):
+    for ranks in (1, 2, 3, 4):
         out = tmp_path_factory.mktemp("mpi") / "found"
         window = "3" if ranks == 2 else ""  # so few tasks and messages under way that each rank waits again and again
         shard = "shard" if ranks == 4 else ""
@@ -77,17 +77,28 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str
     return found
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_ranks_train_what_one_process_does(trained: dict[int, list[dict[str, Any]]], ranks: int) -> None:
     (alone,) = trained[1]
     for rank in trained[ranks]:
         assert rank.keys() == alone.keys()
         for case, found in rank.items():
             if "chain" in case:
-                assert found == alone[case], case
+                assert all(found[key] == alone[case][key] for key in ("losses", "logits", "weights")), case
             else:
-                np.testing.assert_allclose(found["losses"], alone[case]["losses"], rtol=2e-5, err_msg=case)
+                np.testing.assert_allclose(found["losses"], alone[case]["losses"], rtol=1e-6, err_msg=case)
                 np.testing.assert_allclose(found["logits"], alone[case]["logits"], rtol=2e-5, err_msg=case)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_ranks_send_what_is_planned(trained: dict[int, list[dict[str, Any]]], ranks: int) -> None:
+    """Besides, loss and norm go to all; in a tree gradients travel once a step, in a chain in each micro-batch."""
+    sent = {case: sum(rank[case]["sent"] for rank in trained[ranks]) for case in trained[1][0]}
+    for case, found in trained[ranks][0].items():
+        assert sent[case] == sum(found["planned"]) + 2 * 8 * (ranks - 1), case
+        for rank, planned in zip(trained[ranks], found["planned"], strict=True):
+            assert 0 <= rank[case]["sent"] - planned <= 2 * 8 * (ranks - 1), case
+    assert 1.3 * sent["gpt2 rows tree"] < sent["gpt2 rows chain"]
 
 
 @pytest.mark.parametrize(

@@ -199,7 +199,8 @@ class Meeting:
     """How what several ranks add to a sum over the batch meets, where any order will do.
 
     Each adds up what it makes itself, in a tile of its own, as the policy says; behind the last of it those meet on the
-    rank that adds last. What is of a tensor in `later`, (kind, name), goes on in the next lists, and meets in the one that is `ended`.
+    rank that adds last. What is of a tensor in `later`, (kind, name), goes on in the next lists, and meets in the one
+    that is lowered with what `ended` gives.
     """
 
     def __init__(self, ranks: int, later: Collection[tuple[str, str]] = ()) -> None:

@@ -19,8 +19,9 @@ MOST_TASKS = 2_000_000  # of a list: minutes to make it, and a kilobyte each
 
 
 def lower(
-    graph: Graph, tiling: Tiling, policy: str = "chain", *, holds: Collection[Tensor] = (), meeting: Meeting | None = None
-) -> Lowering:
+    graph: Graph, tiling: Tiling, policy: str = "chain", *, holds: Collection[Tensor] = (),
+    meeting: Meeting | None = None,
+) -> Lowering:  # fmt: skip
     """Lower every operator and resolve the list.
 
     holds: further tensors that hold data before, which it adds to. meeting: how sums of several ranks meet; None: as on

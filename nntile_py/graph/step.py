@@ -108,8 +108,8 @@ class StepSpec:
     batch, seq: of one micro-batch; policy: how partial sums of a tile meet (`accumulate`); given: optional inputs that
     steps have. pack: sequences of unequal lengths, of `seq` tokens at most, lie one behind the other in bins, one for
     each tile of the batch, with room for as many tokens as that has. alone: False where other machines add to its
-    gradients, each with a batch of its own. ranks: that share the tasks, see allreduce.Meeting. timings: forward and backward get the layouts that are cheapest by these,
-    see arrange.py. Raises ConfigError for values out of range.
+    gradients, each with a batch of its own. ranks: that share the tasks, see allreduce.Meeting. timings: forward and
+    backward get the layouts that are cheapest by these, see arrange.py. Raises ConfigError for values out of range.
     """
 
     model: Traceable
