@@ -145,6 +145,13 @@ def test_a_stopped_rank_ends_all(rank: int, tmp_path: Path) -> None:
     assert re.search(rf"{told}( from| to) rank {rank}\n|{told[:-2]}no tile\n", errors), errors
 
 
+@pytest.mark.parametrize(("what", "told"), [("stopped", "its process is stopped"), ("late", "it does not come to where")])
+def test_a_rank_that_does_not_start_ends_all(what: str, told: str, tmp_path: Path) -> None:
+    status, _, errors = ended(start(3, SCRIPT, what, tmp_path / "out", NNTILE_PATIENCE="3"), END)
+    assert status not in (0, None)
+    assert errors.count("error: ") == errors.count("of 3: error: rank 1 has not started in 3 s: " + told) == 1, errors
+
+
 def test_a_wrong_patience_is_told(tmp_path: Path) -> None:
     status, _, errors = ended(start(2, SCRIPT, "run", tmp_path / "out", NNTILE_PATIENCE="long"))
     assert status not in (0, None) and "NNTILE_PATIENCE: got 'long'; allowed: seconds" in errors, errors
