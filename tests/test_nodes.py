@@ -258,6 +258,19 @@ def test_memory_of_each_worker() -> None:
     assert peaks([tasks.tasks], 2) == [4000, 4040]  # the first copy goes when its last reader, elsewhere, has ended
 
 
+@pytest.mark.parametrize("lacking", [0, 10 << 20])
+def test_what_has_no_room_is_told(lacking: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = of_gpus("train.batch=64")
+    on = machines(config, 4, 2)
+    assert on
+    peak = plan_nodes(config, on).peak_bytes
+    given = plan_nodes(of_gpus("train.batch=64", f"runtime.cuda_memory={peak - lacking}"), on)
+    monkeypatch.setattr(device_model, "MEMORY", peak - lacking)
+    for made in (given, plan_nodes(config, on)):
+        assert made.peak_bytes == peak and made.lacking_bytes == lacking
+        assert ("more than it has" in str(made.render())) == made.limit.startswith("memory: 0.0 GiB") == bool(lacking)
+
+
 def test_cpu_nodes() -> None:
     config = load(TINY, ["runtime.cpus=2", "train.batch=32"])
     on = machines(config, 4)

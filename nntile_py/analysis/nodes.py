@@ -8,6 +8,7 @@ whose optimizer states are spread over the workers of a node. All of it is playe
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -117,6 +118,7 @@ class NodesPlan:
     inside_bytes: int
     between_bytes: int
     peak_bytes: int  # on the fullest worker
+    lacking_bytes: int  # of them, that it has no room for
     step_seconds: float
     computed_seconds: float  # until the backward pass has ended
     exposed_seconds: float  # until its sums are there, too
@@ -158,7 +160,8 @@ class NodesPlan:
             f"tasks a step        {self.tasks:,} and {self.messages:,} messages sent, of each node",
             f"bytes a step        {self.inside_bytes / 1e9:,.2f} GB between workers of a node, "
             f"{self.between_bytes / 1e9:,.2f} GB from each node to others",
-            f"memory at peak      {self.peak_bytes / 2**30:,.1f} GiB of the fullest worker",
+            f"memory at peak      {self.peak_bytes / 2**30:,.1f} GiB of the fullest worker"
+            + (f", {self.lacking_bytes / 2**30:,.1f} more than it has" if self.lacking_bytes else ""),
             f"time a step         {self.step_seconds:,.3g} s: {', '.join(phases)}",
             f"throughput          {self.tokens_per_s:,.0f} tokens/s",
             f"efficiency          {', '.join(found)}",
@@ -189,6 +192,7 @@ def plan_nodes(config: RunConfig, on: Machines, *, strong: bool = False, every: 
         single = None if rest or not share or not gpu else _alone(config, batch if strong else share, 1, speed)
     seconds = _seconds(steps, lists, speed)
     part = on.nodes if strong else 1
+    peak = max(peaks(nodes[0], on.workers))
     made = NodesPlan(
         nodes=on.nodes,
         workers=on.workers,
@@ -199,7 +203,8 @@ def plan_nodes(config: RunConfig, on: Machines, *, strong: bool = False, every: 
         messages=sum(of.messages for of in steps),
         inside_bytes=sum(of.inside for of in steps),
         between_bytes=sum(of.between for of in steps),
-        peak_bytes=max(peaks(nodes[0], on.workers)),
+        peak_bytes=peak,
+        lacking_bytes=max(0, peak - _memory(config)),
         step_seconds=seconds,
         computed_seconds=steps[sums].start + steps[sums].computed - steps[0].start,
         exposed_seconds=steps[sums].seconds - steps[sums].computed,
@@ -226,6 +231,12 @@ def _machine(config: RunConfig, on: Machines, speed: Speed) -> str:
     return f"{kind}{many}, {told} {speed.flop_s / 1e9:,.0f} Gflop/s and {speed.bytes_s / 1e9:,.0f} GB/s"
 
 
+def _memory(config: RunConfig) -> int:
+    """Bytes that tiles may take of a worker: a GPU's, or all of a CPU node's."""
+    runtime = config.runtime
+    return runtime.cuda_memory or device_model.MEMORY if runtime.cuda else runtime.memory or sys.maxsize
+
+
 def _network(on: Machines) -> str:
     cards = -(-on.workers // on.network.share)
     each = f"{on.network.bytes_s / 1e9:,.3g} GB/s each way, {on.network.latency * 1e6:.0f} us a message"
@@ -233,7 +244,10 @@ def _network(on: Machines) -> str:
 
 
 def _limit(made: NodesPlan, last: Tile | None) -> str:
-    """What to blame for the efficiency, in words."""
+    """What to blame for the efficiency, in words; or for times that cannot be right."""
+    if made.lacking_bytes:
+        told = f"memory: {made.lacking_bytes / 2**30:,.1f} GiB have no room on the fullest worker, which is not played"
+        return f"{told}; smaller tiles.batch or train.batch, or more workers a node"
     if made.busy < IDLE and made.efficiency >= GOOD:
         return f"how few tasks a node's workers have: they are busy for {made.busy:.0%} of a step; smaller tiles.batch"
     if made.efficiency >= GOOD:
