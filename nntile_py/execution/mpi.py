@@ -237,14 +237,13 @@ def _give_up(patience: float, sign: str) -> None:
     # Whose machine sees the cause tells it; of several ranks there the first.
     time.sleep(system.OTHERS_WAIT * min(4, len(set(range(rank)) - {*lost}) + (not lost)))
     if lost:
-        stopped = states[lost[0]] == "stopped"
-        named = f"rank {lost[0]} has not started in {patience:g} s: "
-        why = "its process is stopped" if stopped else "it does not come to where MPI starts, nntile_py.Runtime(mpi=True)"
+        where = "it does not come to where MPI starts, nntile_py.Runtime(mpi=True)"
+        named, why = str(lost[0]), "its process is stopped" if states[lost[0]] == "stopped" else where
     else:
-        elsewhere = ", ".join(str(other) for other in range(size) if other not in states)
-        named = f"rank {elsewhere.replace(', ', ' or ')} has not started in {patience:g} s: "
+        named = " or ".join(str(other) for other in range(size) if other not in states)
         why = "on another machine it is stopped, or cannot be reached"
-    print(f"{system.who()}error: {named}{why}; NNTILE_PATIENCE is how long it is waited for", file=sys.stderr, flush=True)
+    told = f"rank {named} has not started in {patience:g} s: {why}; NNTILE_PATIENCE is how long it is waited for"
+    print(f"{system.who()}error: {told}", file=sys.stderr, flush=True)
     os._exit(1)
 
 
