@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -121,6 +122,16 @@ def saved(trainer: nt.Trainer, out: str) -> dict[str, Any]:
     return found | {"loss": trainer.step(inputs(3, BATCH))}
 
 
+def grown(trainer: nt.Trainer, out: str) -> dict[str, Any]:
+    """KiB of this process, three times: after a tenth of the steps, half of them and all."""
+    found, steps = [], int(os.environ["STEPS"])
+    for step in range(1, steps + 1):
+        trainer.step(inputs(step % 50, BATCH))
+        if step in (steps // 10, steps // 2, steps):
+            found.append(int(Path("/proc/self/status").read_text().partition("VmRSS:")[2].split()[0]))
+    return {"kib": found}
+
+
 def main(what: str, out: str, window: str = "", shard: str = "") -> None:
     rank = int(os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK", "0")))
     model = MODELS["gpt2"]
@@ -136,8 +147,8 @@ def main(what: str, out: str, window: str = "", shard: str = "") -> None:
         if what == "other plan" and rank:
             nt.Trainer(model, BATCH, SEQ, TILES["ragged"])
         trainer = nt.Trainer(model, BATCH, SEQ, TILES["even"])
-        if what in ("profile", "save"):
-            found = profiled(trainer, out) if what == "profile" else saved(trainer, out)
+        if what in ("profile", "save", "grow"):
+            found = {"profile": profiled, "save": saved, "grow": grown}[what](trainer, out)
             with open(f"{out}.{rank}", "w") as file:
                 json.dump(found, file)
             return

@@ -209,6 +209,20 @@ def test_a_step_of_ranks_is_measured(tmp_path: Path) -> None:
     assert status == 2 and errors.count("allowed on several ranks: a CONFIG, and no --peer") == 1, errors
 
 
+def test_messages_are_measured() -> None:
+    command = ["-m", "nntile_py.cli", "bench", "messages"]
+    sizes = "--sizes", "4,1000003"
+    status, out, errors = ended(start(2, *command, *sizes, "--seconds", "0", "--repeats", "2", "--json"))
+    assert status == 0, errors
+    found = json.loads(out)
+    assert [(row["bytes"], row["at_a_time"]) for row in found["rows"]] == [(4, 200), (1_000_000, 67)]
+    assert all(row[key]["min"] > 0 for row in found["rows"] for key in ("message_us", "hop_us"))
+    assert all(row["gb_per_s"] == row["bytes"] / row["message_us"]["median"] / 1e3 for row in found["rows"])
+    assert 0 <= found["progress_thread"]["idle"] < 1 and found["ranks"] == 2
+    status, _, errors = ended(start(1, *command))
+    assert status == 2 and "nntile bench messages: got one process; allowed: several, such as mpirun -n 2" in errors
+
+
 def test_points_of_a_sweep_on_ranks(tmp_path: Path) -> None:
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(TREE))
     sweep = {"config": "tiny.yaml", "grid": {"runtime.nodes": [None, 2]}, "measure": {"repeats": 1}, "together": True}

@@ -1,7 +1,8 @@
-"""One run on several ranks, one of which is killed again and again: it always ends, and goes on where it was."""
+"""Long runs on several ranks: one is killed again and again, and all end and go on where they were; nothing grows."""
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 import yaml
-from test_mpi import END, TREE, ended, left, pid_of, pytestmark, start
+from test_mpi import END, SCRIPT, TREE, ended, left, pid_of, pytestmark, start
 
 from nntile_py.training import checkpoint
 
@@ -82,3 +83,14 @@ def test_killed_ranks(tmp_path: Path) -> None:
     assert not newest or f"going on after step {newest}" in out, out
     assert newest == STEPS or left(run, STEPS) == left(tmp_path / "whole", STEPS)
     print(f"{killed} kills, the last after step {newest} of {STEPS}; all had ended {longest:.1f} s after one at most")
+
+
+@pytest.mark.timeout(2 * 3600)
+def test_memory_does_not_grow(tmp_path: Path) -> None:
+    steps = 10_000 if TORTURE else 300
+    status, _, errors = ended(start(2, SCRIPT, "grow", tmp_path / "out", STEPS=str(steps)), 3600)
+    assert status == 0, errors
+    for rank in range(2):
+        first, half, end = json.loads((tmp_path / f"out.{rank}").read_text())["kib"]
+        print(f"rank {rank}: {first} KiB after {steps // 10} steps, {half} after half of {steps}, {end} after all")
+        assert end - half < 0.02 * half and end - first < 0.05 * first
