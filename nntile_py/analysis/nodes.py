@@ -1,6 +1,7 @@
 """What a config would do on machines that nobody has at hand: `nntile plan --nodes`.
 
-Every node runs the same program, on its part of the batch: it is made once. Sums meet inside a node as on one
+Nodes with CPU workers run what mpirun runs: each its part of one program, that is made for all (tiles/ranks.py). Nodes
+with GPUs run the same program each, on its part of the batch: it is made once. Sums meet inside a node as on one
 machine, then between nodes (tiles/allreduce.py), while the backward pass goes on; the update is the same on all nodes,
 whose optimizer states are spread over the workers of a node. All of it is played task by task (simulate.py).
 """
@@ -13,7 +14,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from nntile_py.analysis.simulate import Played, played, programs
+from nntile_py.analysis.simulate import Played, of_ranks, played, programs
 from nntile_py.config.spec import step_spec
 from nntile_py.errors import ConfigError
 from nntile_py.graph.step import StepSpec
@@ -182,8 +183,11 @@ def plan_nodes(config: RunConfig, on: Machines, *, strong: bool = False, every: 
         speed = device_model.speed(lists, gpu) if gpu else device_model.node(config.workers)
         node = programs(lists, on.workers, speed, group=gpu)
         sums = len(lists) - 2  # the list that makes gradients, if several: the last
-        places = (Place(n, on.nodes, on.network, on.workers, speed) for n in range(on.nodes if every else 1))
-        nodes = [[*node[:sums], with_sums(node[sums], at), *node[sums + 1 :]] for at in places]
+        if gpu or on.nodes == 1:
+            places = (Place(n, on.nodes, on.network, on.workers, speed) for n in range(on.nodes if every else 1))
+            nodes = [[*node[:sums], with_sums(node[sums], at), *node[sums + 1 :]] for at in places]
+        else:
+            nodes = _ranks(config, on.nodes)
         steps = played(nodes, on.workers, speed, on.network)
         own = alone = _seconds(played([node], on.workers, speed) if on.nodes > 1 else steps, lists, speed)
         if on.nodes > 1 and (strong or len(spec.cuts.parts("batch", spec.rows)) == 1):
@@ -276,6 +280,12 @@ def _spec(config: RunConfig, rows: int, workers: int, *, alone: bool) -> StepSpe
     if config.tiles.batch is None and workers > 1:
         spec = replace(spec, tiling=Tiling({**spec.tiling.tiles, "batch": -(-rows // workers)}))
     return spec
+
+
+def _ranks(config: RunConfig, ranks: int) -> list[list[list[Task]]]:
+    """What each of these nodes, with CPU workers, runs where mpirun starts a rank on it: its part of one program."""
+    spec = replace(_spec(config, config.train.batch, ranks, alone=True), ranks=ranks)
+    return of_ranks(_lists(spec), ranks, device_model.rank(config.workers))
 
 
 def _lists(spec: StepSpec) -> list[TaskList]:
