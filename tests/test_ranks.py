@@ -12,10 +12,11 @@ import pytest
 import nntile_py as nt
 from nntile_py.errors import ConfigError
 from nntile_py.graph.step import Step, StepSpec
-from nntile_py.tiles import TaskList, Tile, Tiling
+from nntile_py.tiles import R, TaskList, Tile, Tiling, W
+from nntile_py.tiles.allreduce import Meeting
 from nntile_py.tiles.placement import Residency, Speed, place
 from nntile_py.tiles.ranks import RECEIVE, SEND, Message, Replicas, Shared, described, messages
-from nntile_py.tiles.tasklist import POLICIES, Task
+from nntile_py.tiles.tasklist import ACC, POLICIES, Task
 
 CORES = Speed(flop_s=2e11, bytes_s=5e9, link_s=1e10)
 TILINGS = [{}, {"batch": 2}, {"batch": 3, "embed": 20, "heads": 1, "ffn": 48, "vocab": 31, "seq": 5}]
@@ -144,6 +145,24 @@ def test_tags_are_the_same_on_all_ranks_and_no_two_tiles_share_one() -> None:
         assert len(set(found.values())) == len(found)
         tags.append(found)
     assert sorted(tags[0].values()) == sorted(tags[1].values())
+
+
+def test_a_sum_meets_before_it_is_read() -> None:
+    """Even one that goes on in later lists; what is added after that goes on."""
+    total = Tile("w.grad", (0,), (4,), "fp32", persistent=True, kind="grad")
+    parts = [Tile("x", (k,), (4,), "fp32", persistent=True, axes=("batch",), kind="input") for k in range(3)]
+    made, meeting = TaskList("tree", parts), Meeting(3, {("grad", "w.grad")})
+    for last in (False, True):
+        for part in parts:
+            made.emit("add", [ACC(total), R(part)])
+        if not last:
+            made.emit("look", [W(Tile("y", (0,), (4,), "fp32", persistent=True)), R(total)])
+    meeting.divide(made)
+    tasks = made.resolve().tasks
+    assert [task.kernel for task in tasks] == ["add"] * 3 + ["combine"] * 2 + ["look"] + ["add"] * 3
+    assert [task.worker for task in tasks] == [0, 1, 2, 2, 2, -1, 0, 1, 2]
+    assert {tile.tensor for tile in meeting.apart()} == {"w.grad.of_rank_0", "w.grad.of_rank_1"}
+    assert not meeting.joined([total], "") and len(meeting.ended().joined([total], "")) == 2
 
 
 def test_the_first_task_that_differs_is_found() -> None:

@@ -211,17 +211,17 @@ class Meeting:
         """Give each rank its tiles, in a list that is not resolved yet."""
         parts = batch_parts(access.tile for task in tasks.tasks for access in task.accesses)
         behind: dict[int, list[Task]] = {}
-        for tile, run in tasks.runs():
+        for tile, run, ends in tasks.runs():
             ranks = [own_worker(tasks.tasks[number], parts, self.ranks) for number, _ in run]
             if tile.part("batch") or len({*ranks}) == 1 or -1 in ranks:
                 continue
-            order = [*dict.fromkeys(reversed(ranks))]
-            own = dict(zip(order, [tile, *(self._own(tile, rank) for rank in order[1:])], strict=True))
+            order, goes_on = [*dict.fromkeys(reversed(ranks))], ends and self._goes_on(tile)
+            own = dict(zip(order, [tile, *(_own(tile, rank, goes_on) for rank in order[1:])], strict=True))
             for rank, (number, access) in zip(ranks, run, strict=True):
                 access.tile = own[rank]
                 tasks.tasks[number].worker = rank
             last = run[-1][0]
-            if not self._goes_on(tile):
+            if not goes_on:
                 behind.setdefault(last, []).extend(_reduced(own, tasks.tasks[last].op))
                 continue
             self._apart[tile.key] = own
@@ -247,10 +247,11 @@ class Meeting:
     def _goes_on(self, tile: Tile) -> bool:
         return (tile.kind, tile.tensor) in self.later
 
-    def _own(self, tile: Tile, rank: int) -> Tile:
-        kept = self._goes_on(tile)
-        name, kind = f"{tile.tensor}.of_rank_{rank}", tile.kind if kept else ""
-        return Tile(name, tile.index, tile.shape, tile.dtype, tile.monoid, kept, tile.axes, kind)
+
+def _own(tile: Tile, rank: int, kept: bool) -> Tile:
+    """A rank's part of a sum; kept: it outlives the list."""
+    name, kind = f"{tile.tensor}.of_rank_{rank}", tile.kind if kept else ""
+    return Tile(name, tile.index, tile.shape, tile.dtype, tile.monoid, kept, tile.axes, kind)
 
 
 def _reduced(own: Mapping[int, Tile], op: str) -> Iterator[Task]:

@@ -235,21 +235,21 @@ class TaskList:
         """For each ACC access, by (task number, tile): whether it opens a run of contributions, the run's length."""
         return {
             (number, id(tile)): (position == 0, len(run))
-            for tile, run in self.runs()
+            for tile, run, _ in self.runs()
             for position, (number, _) in enumerate(run)
         }
 
-    def runs(self) -> Iterator[tuple[Tile, list[tuple[int, Access]]]]:
+    def runs(self) -> Iterator[tuple[Tile, list[tuple[int, Access]], bool]]:
         """Of the list before it is resolved: each tile's contributions up to its next other use, with their tasks'
-        numbers."""
+        numbers; whether no such use follows."""
         begun: dict[Tile, list[tuple[int, Access]]] = {}
         for number, task in enumerate(self.tasks):
             for access in task.accesses:
                 if access.mode == "ACC":
                     begun.setdefault(access.tile, []).append((number, access))
                 elif access.tile in begun:
-                    yield access.tile, begun.pop(access.tile)
-        yield from begun.items()
+                    yield access.tile, begun.pop(access.tile), False
+        yield from ((tile, run, True) for tile, run in begun.items())
 
     @staticmethod
     def _finish_tree(stack: list[tuple[int, Tile, Task]], out: list[Task]) -> None:
