@@ -10,11 +10,11 @@ train: setup
 test: setup lint
 	@.venv/bin/python -m pytest -n 2 --dist loadfile
 
-# Kills, interrupts and full disks at hundreds of moments, 10 000 fuzzed configs, 2 000 damaged files,
+# Kills, of ranks too, interrupts and full disks at hundreds of moments, 10 000 fuzzed configs, 2 000 damaged files,
 # 100 000 evaluations, an hour of training: three to four hours.
 torture: setup
 	@NNTILE_TORTURE=1 .venv/bin/python -m pytest -s tests/test_checkpoint.py tests/test_interrupts.py tests/test_resume.py \
-		tests/faults tests/test_soak.py tests/test_triton.py
+		tests/test_mpi_kills.py tests/faults tests/test_soak.py tests/test_triton.py
 
 lint: setup links
 	@.venv/bin/ruff check .

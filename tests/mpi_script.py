@@ -3,14 +3,21 @@
 import hashlib
 import json
 import os
+import signal
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 import nntile_py as nt
+from nntile_py.analysis.simulate import of_ranks, played
+from nntile_py.execution.mpi import Ranks
+from nntile_py.execution.runtime import Runtime
 from nntile_py.models.base import Model
+from nntile_py.tiles import TaskList, device_model
+from nntile_py.tiles.ranks import SEND, Message
 
 BATCH, SEQ, VOCAB = 6, 12, 67
 SIZES: dict[str, Any] = {"layers": 2, "embed": 24, "heads": 3, "ffn": 50, "vocab": VOCAB, "positions": 16}
@@ -18,15 +25,17 @@ MODELS: dict[str, Model] = {
     "gpt2": nt.models.GPT2(nt.models.GPT2Config(**SIZES, dropout=0.1)),
     "bert": nt.models.BERT(nt.models.BERTConfig(**SIZES)),
 }
-TILES = {"uncut": {}, "even": {"batch": 3, "embed": 8}, "ragged": {"batch": 2, "embed": 7, "ffn": 30, "vocab": 20}}
+TILES = {"uncut": {}, "even": {"batch": 3, "embed": 8}, "ragged": {"batch": 2, "embed": 7, "ffn": 30, "vocab": 20},
+         "rows": {"batch": 1}}  # fmt: skip
 CASES: list[tuple[str, str, str, dict[str, Any]]] = [
     ("gpt2", "even", "chain", {}),
     ("gpt2", "ragged", "chain", {"grad_accumulation": 2}),
     ("bert", "uncut", "chain", {}),
     ("bert", "ragged", "chain", {"optimizer": nt.SGD(lr=0.1, momentum=0.9)}),
-    ("gpt2", "ragged", "tree", {}),
+    ("gpt2", "rows", "chain", {"grad_accumulation": 2}),
+    ("gpt2", "rows", "tree", {"grad_accumulation": 2}),
     ("gpt2", "ragged", "commute", {}),
-    ("bert", "ragged", "redux", {}),
+    ("bert", "rows", "redux", {"grad_accumulation": 2}),
 ]
 
 
@@ -42,20 +51,44 @@ def trained(model: str, tiles: str, policy: str, options: dict[str, Any]) -> dic
         made, BATCH, SEQ, TILES[tiles], accumulate=policy, **{"clip_grad_norm": 1.0, "seed": 3} | options
     )
     rows = BATCH * options.get("grad_accumulation", 1)
-    losses = [trainer.step(inputs(step, rows)) for step in range(3)]
+    losses = [trainer.step(inputs(step, rows)) for step in range(2)]
+    Runtime.watched = []
+    losses.append(trainer.step(inputs(2, rows)))
+    sent, Runtime.watched = sum(map(sent_bytes, (one for _, one in Runtime.watched))), None
     held_out, logits = trainer.evaluate(inputs(9, BATCH), return_logits=True)
     losses.append(trainer.step(inputs(3, rows)))
     weights = trainer.state_dict()
     digest = hashlib.sha256(b"".join(weights[name].tobytes() for name in sorted(weights))).hexdigest()
+    built = trainer.built
     trainer.close()
-    return {"losses": [*losses, held_out], "logits": float(np.abs(logits).sum(dtype=float)), "weights": digest}
+    more = [built.more.tasks] * (trainer.grad_accumulation - 1) if built.more else []
+    lists = [built.first.tasks, *more, built.update.tasks]
+    return {
+        "losses": [*losses, held_out], "logits": float(np.abs(logits).sum(dtype=float)), "weights": digest,
+        "sent": sent, "planned": planned(lists, nt.Runtime.current.ranks),
+    }  # fmt: skip
+
+
+def sent_bytes(tasks: TaskList) -> int:
+    return sum(one.size for one in tasks.tasks if isinstance(one, Message) and one.kernel == SEND)
+
+
+def planned(lists: list[TaskList], ranks: Ranks | None) -> list[int]:
+    """Bytes that each rank sends in a step, as it is planned and played without the others."""
+    if not ranks:
+        return [0]
+    speed = device_model.rank(ranks.cores)
+    nodes = of_ranks(lists, ranks.size, speed, nt.Runtime.current.shard_weights)
+    first = played(nodes, 1, speed, device_model.network(speed.link_s))
+    found = [sum(t.size for one in own for t in one if isinstance(t, Message) and t.kernel == SEND) for own in nodes]
+    assert sum(one.between for one in first) == found[0]
+    return found
 
 
 def profiled(trainer: nt.Trainer, out: str) -> dict[str, Any]:
     """A full profile of two steps, on the first rank: how far tasks began before others on any rank had ended that they
     wait for, and how well clocks are known; and a block under nt.profile."""
     from nntile_py.profiling import collect
-    from nntile_py.tiles.ranks import Message
 
     trainer.step(inputs(0, BATCH))
     with collect.watched() as found:
@@ -89,9 +122,22 @@ def saved(trainer: nt.Trainer, out: str) -> dict[str, Any]:
     return found | {"loss": trainer.step(inputs(3, BATCH))}
 
 
+def grown(trainer: nt.Trainer, out: str) -> dict[str, Any]:
+    """KiB of this process, three times: after a tenth of the steps, half of them and all."""
+    found, steps = [], int(os.environ["STEPS"])
+    for step in range(1, steps + 1):
+        trainer.step(inputs(step % 50, BATCH))
+        if step in (steps // 10, steps // 2, steps):
+            found.append(int(Path("/proc/self/status").read_text().partition("VmRSS:")[2].split()[0]))
+    return {"kib": found}
+
+
 def main(what: str, out: str, window: str = "", shard: str = "") -> None:
     rank = int(os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK", "0")))
     model = MODELS["gpt2"]
+    if what in ("stopped", "late") and rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP if what == "stopped" else signal.SIGCONT)
+        time.sleep(600)
     with nt.Runtime(cpus=1, mpi=True, window=int(window) if window else None, shard_weights=bool(shard)):
         if what == "train":
             found = {" ".join(case[:3]): trained(*case) for case in CASES}
@@ -101,8 +147,8 @@ def main(what: str, out: str, window: str = "", shard: str = "") -> None:
         if what == "other plan" and rank:
             nt.Trainer(model, BATCH, SEQ, TILES["ragged"])
         trainer = nt.Trainer(model, BATCH, SEQ, TILES["even"])
-        if what in ("profile", "save"):
-            found = profiled(trainer, out) if what == "profile" else saved(trainer, out)
+        if what in ("profile", "save", "grow"):
+            found = {"profile": profiled, "save": saved, "grow": grown}[what](trainer, out)
             with open(f"{out}.{rank}", "w") as file:
                 json.dump(found, file)
             return

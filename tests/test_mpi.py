@@ -65,9 +65,9 @@ def ended(process: subprocess.Popen[str], timeout: float = 280) -> tuple[int, st
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, Any]]]:
-    """What each rank of 1, 2 and 4 has found."""
+    """What each rank of 1 to 4 has found."""
     found = {}
-    for ranks in (1, 2, 4):
+    for ranks in (1, 2, 3, 4):
         out = tmp_path_factory.mktemp("mpi") / "found"
         window = "3" if ranks == 2 else ""  # so few tasks and messages under way that each rank waits again and again
         shard = "shard" if ranks == 4 else ""
@@ -77,17 +77,28 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str
     return found
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_ranks_train_what_one_process_does(trained: dict[int, list[dict[str, Any]]], ranks: int) -> None:
     (alone,) = trained[1]
     for rank in trained[ranks]:
         assert rank.keys() == alone.keys()
         for case, found in rank.items():
             if "chain" in case:
-                assert found == alone[case], case
+                assert all(found[key] == alone[case][key] for key in ("losses", "logits", "weights")), case
             else:
-                np.testing.assert_allclose(found["losses"], alone[case]["losses"], rtol=2e-5, err_msg=case)
+                np.testing.assert_allclose(found["losses"], alone[case]["losses"], rtol=1e-6, err_msg=case)
                 np.testing.assert_allclose(found["logits"], alone[case]["logits"], rtol=2e-5, err_msg=case)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_ranks_send_what_is_planned(trained: dict[int, list[dict[str, Any]]], ranks: int) -> None:
+    """Besides, loss and norm go to all; in a tree gradients travel once a step, in a chain in each micro-batch."""
+    sent = {case: sum(rank[case]["sent"] for rank in trained[ranks]) for case in trained[1][0]}
+    for case, found in trained[ranks][0].items():
+        assert sent[case] == sum(found["planned"]) + 2 * 8 * (ranks - 1), case
+        for rank, planned in zip(trained[ranks], found["planned"], strict=True):
+            assert 0 <= rank[case]["sent"] - planned <= 2 * 8 * (ranks - 1), case
+    assert 1.3 * sent["gpt2 rows tree"] < sent["gpt2 rows chain"]
 
 
 @pytest.mark.parametrize(
@@ -132,6 +143,15 @@ def test_a_stopped_rank_ends_all(rank: int, tmp_path: Path) -> None:
     told = rf"rank {other} of 2: error: rank {rank} has given no sign of life for 3 s: .* Rank {other} waits for .+"
     # No tile, where it waits for the other to say what its inputs are.
     assert re.search(rf"{told}( from| to) rank {rank}\n|{told[:-2]}no tile\n", errors), errors
+
+
+@pytest.mark.parametrize(
+    ("what", "told"), [("stopped", "its process is stopped"), ("late", "it does not come to where")]
+)
+def test_a_rank_that_does_not_start_ends_all(what: str, told: str, tmp_path: Path) -> None:
+    status, _, errors = ended(start(3, SCRIPT, what, tmp_path / "out", NNTILE_PATIENCE="3"), END)
+    assert status not in (0, None)
+    assert errors.count("error: ") == errors.count("of 3: error: rank 1 has not started in 3 s: " + told) == 1, errors
 
 
 def test_a_wrong_patience_is_told(tmp_path: Path) -> None:
@@ -189,6 +209,20 @@ def test_a_step_of_ranks_is_measured(tmp_path: Path) -> None:
     assert status == 2 and errors.count("allowed on several ranks: a CONFIG, and no --peer") == 1, errors
 
 
+def test_messages_are_measured() -> None:
+    command = ["-m", "nntile_py.cli", "bench", "messages"]
+    sizes = "--sizes", "4,1000003"
+    status, out, errors = ended(start(2, *command, *sizes, "--seconds", "0", "--repeats", "2", "--json"))
+    assert status == 0, errors
+    found = json.loads(out)
+    assert [(row["bytes"], row["at_a_time"]) for row in found["rows"]] == [(4, 200), (1_000_000, 67)]
+    assert all(row[key]["min"] > 0 for row in found["rows"] for key in ("message_us", "hop_us"))
+    assert all(row["gb_per_s"] == row["bytes"] / row["message_us"]["median"] / 1e3 for row in found["rows"])
+    assert 0 <= found["progress_thread"]["idle"] < 1 and found["ranks"] == 2
+    status, _, errors = ended(start(1, *command))
+    assert status == 2 and "nntile bench messages: got one process; allowed: several, such as mpirun -n 2" in errors
+
+
 def test_points_of_a_sweep_on_ranks(tmp_path: Path) -> None:
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(TREE))
     sweep = {"config": "tiny.yaml", "grid": {"runtime.nodes": [None, 2]}, "measure": {"repeats": 1}, "together": True}
@@ -235,11 +269,11 @@ def train(ranks: int, folder: Path, *arguments: str) -> tuple[int, str, str]:
     return ended(start(ranks, "-m", "nntile_py.cli", "train", "tiny.yaml", "--out", "run", *arguments, cwd=folder))
 
 
-def left(run: Path) -> dict[str, Any]:
+def left(run: Path, steps: int = 8) -> dict[str, Any]:
     """What two runs have to leave alike."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     told = [{k: v for k, v in line.items() if k not in ("step_time_s", "tokens_per_s")} for line in lines]
-    files = ("model.safetensors", "checkpoints/step-000008/optimizer.safetensors")
+    files = ("model.safetensors", f"checkpoints/step-{steps:06}/optimizer.safetensors")
     return {"metrics": told} | {name: hashlib.sha256((run / name).read_bytes()).hexdigest() for name in files}
 
 

@@ -85,6 +85,7 @@ def test_who_waits_for_whom() -> None:
     for row in (one, two):
         assert row["communicating"] == pytest.approx(610 * US / run, rel=1e-3)
     assert one["hidden"] == pytest.approx(1) and two["hidden"] == pytest.approx(0, abs=1e-3)
+    assert one["exposed"] == 0 and two["exposed"] == pytest.approx(610 * US / run, rel=1e-3)
     assert (one["sent_bytes"], one["received_bytes"], two["received_messages"]) == (4000, 0, 1)
     assert summary["messages"][0] | {"share_of_run": 0} == {
         "from": 0, "to": 1, "messages": 1, "bytes": 4000, "share_of_run": 0,

@@ -1,4 +1,4 @@
-"""Sums of tiles over nodes that run the same program, each on its part of the batch, as messages and tasks.
+"""Sums of tiles over nodes, each with its part of the batch, as messages and tasks.
 
 Nodes have numbers of several digits, whose bases are the prime factors of how many there are. In each round those that
 differ in one digit exchange what they have: two in a round where the base is two. So every node does the same at the
@@ -6,19 +6,22 @@ same time, for any number of them, and there are as many rounds as digits. A lar
 keeps a piece, gives the others theirs and adds what comes; then the rounds go back, and pieces of the sum are given
 (R. Rabenseifner, "Optimization of collective reduction operations", ICCS 2004, with other bases than two). A small one
 travels whole, once each round (recursive doubling, the same paper).
+
+Ranks, which share one program, need a sum on one of them, that updates a weight by it: the same rounds bring it there,
+each tile whole, and end on another rank for each. That is as much as pieces would be, for all tiles together.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from .placement import Speed
+from .placement import Speed, batch_parts, own_worker
 from .ranks import RECEIVE, SEND, Message, check_size
-from .tasklist import Access, R, Task, Tile, W, merge
+from .tasklist import Access, R, Task, TaskList, Tile, W, merge
 
 
 @dataclass(frozen=True)
@@ -134,6 +137,12 @@ def _digits(nodes: int) -> Iterator[tuple[int, int]]:
         stride *= base
 
 
+def _others(node: int, base: int, stride: int) -> list[int]:
+    """The nodes that differ from one in this digit alone; where it is greater by one, by two, ..."""
+    digit = node // stride % base
+    return [node + ((digit + by) % base - digit) * stride for by in range(1, base)]
+
+
 def _factors(number: int) -> Iterator[int]:
     divisor = 2
     while divisor * divisor <= number:
@@ -167,9 +176,8 @@ def _exchange(
 ) -> Iterator[Task]:
     """A piece of the tile to each of the others that differ in a digit, and one from each of them, `into` a tile."""
     check_size(tile, size)
-    digit, receives = node // stride % base, list[Task]()
-    for shift, part in enumerate(into, 1):
-        to, source = (node + ((digit + by) % base - digit) * stride for by in (shift, -shift))
+    others, receives = _others(node, base, stride), list[Task]()
+    for to, source, part in zip(others, reversed(others), into, strict=True):
         how: dict[str, Any] = {"op": maker.op, "priority": maker.priority, "worker": maker.worker}
         how |= {"tag": next(tags), "size": size}
         yield Transfer(SEND, [R(tile)], peer=to, **how)
@@ -185,3 +193,73 @@ def _adds(tile: Tile, parts: Sequence[Tile], maker: Task, size: int) -> Task:
     each: list[Task] = [Piecewise(model.kernel, [into, R(part)], flop=flop, moved=3 * size, **how) for part in parts]
     total: dict[str, Any] = {"flop": flop * len(each), "moved": 3 * size * len(each), "frees": list(parts)}
     return Piecewise("group", [into, *map(R, parts)], parts=each, **total, **how)
+
+
+class Meeting:
+    """How what several ranks add to a sum over the batch meets, where any order will do.
+
+    Each adds up what it makes itself, in a tile of its own, as the policy says; behind the last of it those meet on the
+    rank that adds last. What is of a tensor in `later`, (kind, name), goes on in the next lists, and meets in the one
+    that is lowered with what `ended` gives.
+    """
+
+    def __init__(self, ranks: int, later: Collection[tuple[str, str]] = ()) -> None:
+        self.ranks, self.later = ranks, later
+        self._apart: dict[Hashable, dict[int, Tile]] = {}  # the tile of each rank, the one where they meet first
+
+    def divide(self, tasks: TaskList) -> None:
+        """Give each rank its tiles, in a list that is not resolved yet."""
+        parts = batch_parts(access.tile for task in tasks.tasks for access in task.accesses)
+        behind: dict[int, list[Task]] = {}
+        for tile, run, ends in tasks.runs():
+            ranks = [own_worker(tasks.tasks[number], parts, self.ranks) for number, _ in run]
+            if tile.part("batch") or len({*ranks}) == 1 or -1 in ranks:
+                continue
+            order, goes_on = [*dict.fromkeys(reversed(ranks))], ends and self._goes_on(tile)
+            own = dict(zip(order, [tile, *(_own(tile, rank, goes_on) for rank in order[1:])], strict=True))
+            for rank, (number, access) in zip(ranks, run, strict=True):
+                access.tile = own[rank]
+                tasks.tasks[number].worker = rank
+            last = run[-1][0]
+            if not goes_on:
+                behind.setdefault(last, []).extend(_reduced(own, tasks.tasks[last].op))
+                continue
+            self._apart[tile.key] = own
+            if tile in tasks.initialised:
+                tasks.initialised.update(own.values())
+        tasks.tasks = [one for number, task in enumerate(tasks.tasks) for one in (task, *behind.get(number, []))]
+
+    def ended(self) -> Meeting:
+        """For the list that reads all that goes on."""
+        made = Meeting(self.ranks)
+        made._apart = self._apart
+        return made
+
+    def joined(self, tiles: Iterable[Tile], op: str) -> list[Task]:
+        """What such a list begins with, of these tiles."""
+        found = ((t, self._apart[t.key]) for t in tiles if t.key in self._apart and not self._goes_on(t))
+        return [task for tile, own in found for task in _reduced({**own, next(iter(own)): tile}, op)]
+
+    def apart(self) -> list[Tile]:
+        """The tiles that ranks have beside those where they meet, which outlive the list."""
+        return [tile for own in self._apart.values() for tile in [*own.values()][1:]]
+
+    def _goes_on(self, tile: Tile) -> bool:
+        return (tile.kind, tile.tensor) in self.later
+
+
+def _own(tile: Tile, rank: int, kept: bool) -> Tile:
+    """A rank's part of a sum; kept: it outlives the list."""
+    name, kind = f"{tile.tensor}.of_rank_{rank}", tile.kind if kept else ""
+    return Tile(name, tile.index, tile.shape, tile.dtype, tile.monoid, kept, tile.axes, kind)
+
+
+def _reduced(own: Mapping[int, Tile], op: str) -> Iterator[Task]:
+    """Add the tiles of ranks to the first's, in rounds."""
+    ranks, tiles = [*own], [*own.values()]
+    still = [*range(len(ranks))]
+    for base, stride in _digits(len(ranks)):
+        still = [k for k in still if k // stride % base == 0]
+        for k in still:
+            for other in _others(k, base, stride):
+                yield merge(tiles[k], tiles[other], op, ranks[k])

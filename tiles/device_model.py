@@ -19,6 +19,7 @@ GPU = {
     "bf16": Speed(flop_s=600e12, bytes_s=3.5e12, link_s=350e9, overhead=6e-6, launch=2e-6, host_s=50e9),
     "fp32": Speed(flop_s=40e12, bytes_s=3.5e12, link_s=350e9, overhead=6e-6, launch=2e-6, host_s=50e9),
 }
+MEMORY = int(0.85 * 139.8 * 2**30)  # bytes of the same that tiles get where runtime.cuda_memory is not given
 
 
 def rank(cores: int) -> Speed:

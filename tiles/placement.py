@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Hashable, Set
+from collections.abc import Hashable, Iterable, Set
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
@@ -57,7 +57,7 @@ Residency = dict[Hashable, set[int]]
 
 
 def place(tasks: TaskList, workers: int, speed: Speed, residency: Residency | None = None) -> TaskList:
-    """A resolved list that computes the same to the bit, each task with its worker, from 0.
+    """A resolved list that computes the same to the bit, each task with its worker, from 0; some may have theirs.
 
     residency: the workers that hold a copy of each tile that outlives the program, by its key; updated.
     A tile without an entry is taken to be wherever it is wanted.
@@ -68,19 +68,20 @@ def place(tasks: TaskList, workers: int, speed: Speed, residency: Residency | No
         for access in task.accesses:
             readers[access.tile] = readers.get(access.tile, 0) + 1
     copies: dict[Tile, set[int]] = {tile: set(residency.get(tile.key, ())) for tile in readers}
-    parts = 1 + max((part for tile in readers for part in tile.part("batch")), default=-1)
+    parts = batch_parts(readers)
     away: set[Tile] = set()  # sums that have left the worker that began them
     load = _Load(workers)
     result = TaskList(tasks.policy, tasks.initialised, tasks.live)
     for task in tasks.tasks:
-        batch = {part for access in task.accesses for part in access.tile.part("batch")}
-        merges: list[Task] = []
-        if parts >= workers and len(batch) == 1:
-            chosen = _beside_its_sum(task, batch.pop() * workers // parts, workers, copies, readers, speed)
+        own, merges = own_worker(task, parts, workers), list[Task]()
+        chosen = task.worker
+        if own >= 0:
+            if chosen < 0:
+                chosen = _beside_its_sum(task, own, workers, copies, readers, speed)
             sums = [a for a in _aside(task) if a.tile in away or chosen not in copies[a.tile]]
             away.update(access.tile for access in sums)
             task, merges = _apart(task, sums)
-        else:
+        elif chosen < 0:
             chosen = _cheapest(task, load, copies, readers, speed)
         for one in (task, *merges):
             load.add(chosen, speed.seconds(one))
@@ -92,6 +93,17 @@ def place(tasks: TaskList, workers: int, speed: Speed, residency: Residency | No
             result.tasks.append(replace(one, worker=chosen))
     residency.update({tile.key: held for tile, held in copies.items() if tile.persistent})
     return result
+
+
+def batch_parts(tiles: Iterable[Tile]) -> int:
+    """Into how many parts the batch is cut."""
+    return 1 + max((part for tile in tiles for part in tile.part("batch")), default=-1)
+
+
+def own_worker(task: Task, parts: int, workers: int) -> int:
+    """That of the task's part of the batch; -1: it has none, or there are fewer parts than workers."""
+    batch = {part for access in task.accesses for part in access.tile.part("batch")}
+    return batch.pop() * workers // parts if len(batch) == 1 and parts >= workers else -1
 
 
 class _Load:

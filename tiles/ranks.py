@@ -27,6 +27,11 @@ class Message(Task):
     peer: int = -1
     tag: int = -1
 
+    @property
+    def size(self) -> int:
+        """Bytes that travel."""
+        return self.accesses[0].tile.bytes
+
 
 def check_size(tile: Tile, size: int) -> None:
     """ConfigError, if no message can hold so many bytes of a tile."""
@@ -120,18 +125,31 @@ class Replicas:
     def missing(self, tile: Tile, ranks: Iterable[int]) -> list[tuple[int, int]]:
         """What has to travel, (from, to), so that these ranks hold the newest version; from now on they count as such.
 
-        Nothing, where nobody has written the tile."""
+        Who has got it passes it on: in each round as many as have it. Nothing, where nobody has written the tile."""
         held = self._held.get(tile.key)
         if not held:
             return []
-        source = min(held)
-        found = [(source, rank) for rank in ranks if rank not in held]
-        held.update(rank for _, rank in found)
+        order = [*sorted(held), *(rank for rank in dict.fromkeys(ranks) if rank not in held)]
+        found = [(order[k % _doubled(len(held), k)], order[k]) for k in range(len(held), len(order))]
+        held.update(order)
         return found
+
+    def brought(self, needs: Iterable[tuple[Tile, Iterable[int]]]) -> Iterator[tuple[int, Message]]:
+        """The messages, each with its rank, after which these ranks hold the newest version of these tiles."""
+        for tile, ranks in needs:
+            for source, to in self.missing(tile, ranks):
+                yield from messages(tile, source, to, self.tag(tile)).items()
 
     def ran(self, shared: Shared) -> None:
         """The list was submitted, behind what its `needs` were missing."""
         self._held.update((key, set(ranks)) for key, ranks in shared.held.items())
+
+
+def _doubled(number: int, below: int) -> int:
+    """The number, doubled as often as it stays at or below another."""
+    while 2 * number <= below:
+        number *= 2
+    return number
 
 
 class _Sharing:

@@ -186,7 +186,7 @@ class TaskList:
     def _accumulate(self) -> None:
         written = set(self.initialised)
         runs = self._run_lengths()
-        trees: dict[Tile, list[tuple[int, Tile]]] = {}
+        trees: dict[Tile, list[tuple[int, Tile, Task]]] = {}  # what was added so far, who made it
         out: list[Task] = []
         for number, task in enumerate(self.tasks):
             merges: list[Task] = []
@@ -215,16 +215,16 @@ class TaskList:
                     access.mode, access.accumulate = "REDUX", True
                 elif first:
                     access.mode = "W" if fresh else "RW"
-                    trees[tile] = [(0, tile)]
+                    trees[tile] = [(0, tile, task)]
                 else:  # tree: each further contribution into a tile of its own, equals merged as in a binary counter
                     part = Tile(f"{tile.tensor}.part", tile.index, tile.shape, tile.dtype, tile.monoid, axes=tile.axes)
                     access.tile, access.mode, access.accumulate = part, "W", False
                     stack = trees[tile]
-                    stack.append((0, part))
+                    stack.append((0, part, task))
                     while len(stack) > 1 and stack[-1][0] == stack[-2][0]:
-                        level, right = stack.pop()
-                        merges.append(merge(stack[-1][1], right, task.op))
-                        stack[-1] = (level + 1, stack[-1][1])
+                        level, right, _ = stack.pop()
+                        merges.append(merge(stack[-1][1], right, task.op, task.worker))
+                        stack[-1] = (level + 1, stack[-1][1], task)
             out.append(task)
             out.extend(merges)
         for stack in trees.values():
@@ -233,30 +233,29 @@ class TaskList:
 
     def _run_lengths(self) -> dict[tuple[int, int], tuple[bool, int]]:
         """For each ACC access, by (task number, tile): whether it opens a run of contributions, the run's length."""
-        open_runs: dict[Tile, list[int]] = {}
-        result: dict[tuple[int, int], tuple[bool, int]] = {}
+        return {
+            (number, id(tile)): (position == 0, len(run))
+            for tile, run, _ in self.runs()
+            for position, (number, _) in enumerate(run)
+        }
 
-        def close(tile: Tile) -> None:
-            run = open_runs.pop(tile, [])
-            for position, number in enumerate(run):
-                result[number, id(tile)] = (position == 0, len(run))
-
+    def runs(self) -> Iterator[tuple[Tile, list[tuple[int, Access]], bool]]:
+        """Of the list before it is resolved: each tile's contributions up to its next other use, with their tasks'
+        numbers; whether no such use follows."""
+        begun: dict[Tile, list[tuple[int, Access]]] = {}
         for number, task in enumerate(self.tasks):
             for access in task.accesses:
                 if access.mode == "ACC":
-                    open_runs.setdefault(access.tile, []).append(number)
-                else:
-                    close(access.tile)
-        for tile in list(open_runs):
-            close(tile)
-        return result
+                    begun.setdefault(access.tile, []).append((number, access))
+                elif access.tile in begun:
+                    yield access.tile, begun.pop(access.tile), False
+        yield from ((tile, run, True) for tile, run in begun.items())
 
     @staticmethod
-    def _finish_tree(stack: list[tuple[int, Tile]], out: list[Task]) -> None:
-        op = out[-1].op if out else ""
+    def _finish_tree(stack: list[tuple[int, Tile, Task]], out: list[Task]) -> None:
         while len(stack) > 1:
-            _, right = stack.pop()
-            out.append(merge(stack[-1][1], right, op))
+            _, right, task = stack.pop()
+            out.append(merge(stack[-1][1], right, task.op, task.worker))
 
     # -- liveness and priorities
 
@@ -362,7 +361,7 @@ class CombineArgs(TaskArgs):
     monoid: int  # its place in MONOIDS
 
 
-def merge(into: Tile, part: Tile, op: str) -> Task:
+def merge(into: Tile, part: Tile, op: str, worker: int = -1) -> Task:
     """Adds one partial result to another."""
     args = CombineArgs(MONOIDS.index(into.monoid))
-    return Task("combine", [RW(into), R(part)], args, op, math.prod(into.shape))
+    return Task("combine", [RW(into), R(part)], args, op, math.prod(into.shape), worker=worker)

@@ -1,6 +1,7 @@
 """What a config would do on machines that nobody has at hand: `nntile plan --nodes`.
 
-Every node runs the same program, on its part of the batch: it is made once. Sums meet inside a node as on one
+Nodes with CPU workers run what mpirun runs: each its part of one program, that is made for all (tiles/ranks.py). Nodes
+with GPUs run the same program each, on its part of the batch: it is made once. Sums meet inside a node as on one
 machine, then between nodes (tiles/allreduce.py), while the backward pass goes on; the update is the same on all nodes,
 whose optimizer states are spread over the workers of a node. All of it is played task by task (simulate.py).
 """
@@ -8,11 +9,12 @@ whose optimizer states are spread over the workers of a node. All of it is playe
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from nntile_py.analysis.simulate import Played, played, programs
+from nntile_py.analysis.simulate import Played, of_ranks, played, programs
 from nntile_py.config.spec import step_spec
 from nntile_py.errors import ConfigError
 from nntile_py.graph.step import StepSpec
@@ -117,6 +119,7 @@ class NodesPlan:
     inside_bytes: int
     between_bytes: int
     peak_bytes: int  # on the fullest worker
+    lacking_bytes: int  # of them, that it has no room for
     step_seconds: float
     computed_seconds: float  # until the backward pass has ended
     exposed_seconds: float  # until its sums are there, too
@@ -158,7 +161,8 @@ class NodesPlan:
             f"tasks a step        {self.tasks:,} and {self.messages:,} messages sent, of each node",
             f"bytes a step        {self.inside_bytes / 1e9:,.2f} GB between workers of a node, "
             f"{self.between_bytes / 1e9:,.2f} GB from each node to others",
-            f"memory at peak      {self.peak_bytes / 2**30:,.1f} GiB of the fullest worker",
+            f"memory at peak      {self.peak_bytes / 2**30:,.1f} GiB of the fullest worker"
+            + (f", {self.lacking_bytes / 2**30:,.1f} more than it has" if self.lacking_bytes else ""),
             f"time a step         {self.step_seconds:,.3g} s: {', '.join(phases)}",
             f"throughput          {self.tokens_per_s:,.0f} tokens/s",
             f"efficiency          {', '.join(found)}",
@@ -179,8 +183,11 @@ def plan_nodes(config: RunConfig, on: Machines, *, strong: bool = False, every: 
         speed = device_model.speed(lists, gpu) if gpu else device_model.node(config.workers)
         node = programs(lists, on.workers, speed, group=gpu)
         sums = len(lists) - 2  # the list that makes gradients, if several: the last
-        places = (Place(n, on.nodes, on.network, on.workers, speed) for n in range(on.nodes if every else 1))
-        nodes = [[*node[:sums], with_sums(node[sums], at), *node[sums + 1 :]] for at in places]
+        if gpu or on.nodes == 1:
+            places = (Place(n, on.nodes, on.network, on.workers, speed) for n in range(on.nodes if every else 1))
+            nodes = [[*node[:sums], with_sums(node[sums], at), *node[sums + 1 :]] for at in places]
+        else:
+            nodes = _ranks(config, on.nodes)
         steps = played(nodes, on.workers, speed, on.network)
         own = alone = _seconds(played([node], on.workers, speed) if on.nodes > 1 else steps, lists, speed)
         if on.nodes > 1 and (strong or len(spec.cuts.parts("batch", spec.rows)) == 1):
@@ -189,6 +196,7 @@ def plan_nodes(config: RunConfig, on: Machines, *, strong: bool = False, every: 
         single = None if rest or not share or not gpu else _alone(config, batch if strong else share, 1, speed)
     seconds = _seconds(steps, lists, speed)
     part = on.nodes if strong else 1
+    peak = max(peaks(nodes[0], on.workers))
     made = NodesPlan(
         nodes=on.nodes,
         workers=on.workers,
@@ -199,7 +207,8 @@ def plan_nodes(config: RunConfig, on: Machines, *, strong: bool = False, every: 
         messages=sum(of.messages for of in steps),
         inside_bytes=sum(of.inside for of in steps),
         between_bytes=sum(of.between for of in steps),
-        peak_bytes=max(peaks(nodes[0], on.workers)),
+        peak_bytes=peak,
+        lacking_bytes=max(0, peak - _memory(config)),
         step_seconds=seconds,
         computed_seconds=steps[sums].start + steps[sums].computed - steps[0].start,
         exposed_seconds=steps[sums].seconds - steps[sums].computed,
@@ -226,6 +235,12 @@ def _machine(config: RunConfig, on: Machines, speed: Speed) -> str:
     return f"{kind}{many}, {told} {speed.flop_s / 1e9:,.0f} Gflop/s and {speed.bytes_s / 1e9:,.0f} GB/s"
 
 
+def _memory(config: RunConfig) -> int:
+    """Bytes that tiles may take of a worker: a GPU's, or all of a CPU node's."""
+    runtime = config.runtime
+    return runtime.cuda_memory or device_model.MEMORY if runtime.cuda else runtime.memory or sys.maxsize
+
+
 def _network(on: Machines) -> str:
     cards = -(-on.workers // on.network.share)
     each = f"{on.network.bytes_s / 1e9:,.3g} GB/s each way, {on.network.latency * 1e6:.0f} us a message"
@@ -233,7 +248,10 @@ def _network(on: Machines) -> str:
 
 
 def _limit(made: NodesPlan, last: Tile | None) -> str:
-    """What to blame for the efficiency, in words."""
+    """What to blame for the efficiency, in words; or for times that cannot be right."""
+    if made.lacking_bytes:
+        told = f"memory: {made.lacking_bytes / 2**30:,.1f} GiB have no room on the fullest worker, which is not played"
+        return f"{told}; smaller tiles.batch or train.batch, or more workers a node"
     if made.busy < IDLE and made.efficiency >= GOOD:
         return f"how few tasks a node's workers have: they are busy for {made.busy:.0%} of a step; smaller tiles.batch"
     if made.efficiency >= GOOD:
@@ -262,6 +280,12 @@ def _spec(config: RunConfig, rows: int, workers: int, *, alone: bool) -> StepSpe
     if config.tiles.batch is None and workers > 1:
         spec = replace(spec, tiling=Tiling({**spec.tiling.tiles, "batch": -(-rows // workers)}))
     return spec
+
+
+def _ranks(config: RunConfig, ranks: int) -> list[list[list[Task]]]:
+    """What each of these nodes, with CPU workers, runs where mpirun starts a rank on it: its part of one program."""
+    spec = replace(_spec(config, config.train.batch, ranks, alone=True), ranks=ranks)
+    return of_ranks(_lists(spec), ranks, device_model.rank(config.workers))
 
 
 def _lists(spec: StepSpec) -> list[TaskList]:

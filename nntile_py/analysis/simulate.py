@@ -7,16 +7,17 @@ its part of the batch, do the same at the same time: one is played, and what com
 from __future__ import annotations
 
 import heapq
+from collections import deque
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from nntile_py.tiles import TaskList, Tile
-from nntile_py.tiles.allreduce import Network, Piecewise, Transfer
+from nntile_py.tiles.allreduce import Network, Piecewise
 from nntile_py.tiles.batching import GROUP_SECONDS, grouped
 from nntile_py.tiles.eviction import mark_evictions, room_in_turn
 from nntile_py.tiles.order import Use, dependencies
 from nntile_py.tiles.placement import Residency, Speed, place
-from nntile_py.tiles.ranks import RECEIVE
+from nntile_py.tiles.ranks import RECEIVE, Message, Replicas
 from nntile_py.tiles.tasklist import Task
 
 Copies = dict[Hashable, set[int]]  # the workers that hold each tile
@@ -82,6 +83,28 @@ def played(
     return result
 
 
+def of_ranks(lists: Sequence[TaskList], ranks: int, speed: Speed, shard: bool = False) -> list[list[list[Task]]]:
+    """What each rank runs of a step's resolved lists, in the second step: its tasks and messages, list by list."""
+    residency: Residency = {}
+    placed = {id(one): place(one, ranks, speed, residency) for one in {id(one): one for one in lists}.values()}
+    replicas = Replicas(ranks, shard=shard)
+    shares = dict(zip(placed, replicas.share(placed.values()), strict=True))
+    for tile in (tile for one in lists for tile in one.initialised if tile.kind != "grad"):
+        replicas.written(tile)
+    made: list[list[list[Task]]] = []
+    for _ in range(2):
+        made = [[] for _ in range(ranks)]
+        for shared in (shares[id(one)] for one in lists):
+            for own in made:
+                own.append([])
+            for rank, message in replicas.brought(shared.needs.items()):
+                made[rank][-1].append(message)
+            for own, one in zip(made, shared.lists, strict=True):
+                own[-1] += [replace(task, worker=0) for task in one.tasks]
+            replicas.ran(shared)
+    return made
+
+
 def evicted_bytes(lists: Sequence[TaskList], memory: float) -> int:
     """Bytes that a step on one worker with so much memory sends to main memory, and gets back."""
     room = room_in_turn(lists, memory)
@@ -104,7 +127,9 @@ def play(tasks: Sequence[Task], workers: int, speed: Speed, copies: Copies, star
 class _Node:
     """What one has to do, and what is under way there."""
 
-    def __init__(self, tasks: Sequence[Task], workers: int, copies: Copies, start: float, cards: int) -> None:
+    def __init__(
+        self, tasks: Sequence[Task], workers: int, copies: Copies, start: float, cards: int, several: bool
+    ) -> None:
         self.tasks, self.copies = tasks, copies
         before = dependencies([Use(a.tile.key, a.mode) for a in task.accesses] for task in tasks)
         self.after: list[list[int]] = [[] for _ in tasks]
@@ -112,10 +137,10 @@ class _Node:
         for number, previous in enumerate(before):
             for earlier in previous:
                 self.after[earlier].append(number)
-        self.receives: dict[int, int] = {}  # the task that takes each message
+        self.receives: dict[tuple[int, int], deque[int]] = {}  # the tasks that take messages, by source and tag
         for number, task in enumerate(tasks):
-            if isinstance(task, Transfer) and task.kernel == RECEIVE:
-                self.receives[task.tag] = number
+            if isinstance(task, Message) and task.kernel == RECEIVE:
+                self.receives.setdefault((task.peer if several else 0, task.tag), deque()).append(number)
                 self.missing[number] += 1
         self.arrived = [start] * workers  # when what is on its way to each worker is there
         self.waiting: list[list[int]] = [[] for _ in range(workers)]
@@ -138,7 +163,10 @@ class _Play:
         self.speed, self.start, self.network = speed, start, network or Network(1.0, 0.0, 0.0, workers)
         self.used = used or Played(start, start, [0.0] * workers, [0.0] * workers)
         cards = -(-workers // self.network.share)
-        self.nodes = [_Node(one, workers, held, start, cards) for one, held in zip(lists, copies, strict=True)]
+        several = len(lists) > 1
+        self.nodes = [
+            _Node(one, workers, held, start, cards, several) for one, held in zip(lists, copies, strict=True)
+        ]
         self.events: list[tuple[float, int, int, int]] = []  # when, what, the node, the task
 
     def run(self) -> float:
@@ -164,7 +192,7 @@ class _Play:
     def _begin(self, at: int, number: int, now: float) -> None:
         """What the task waits for has been done."""
         task = self.nodes[at].tasks[number]
-        if isinstance(task, Transfer) and task.kernel == RECEIVE:
+        if isinstance(task, Message) and task.kernel == RECEIVE:
             heapq.heappush(self.events, (now, ENDED, at, number))
         else:
             heapq.heappush(self.events, (self._fetched(at, task, now), READY, at, number))
@@ -172,7 +200,7 @@ class _Play:
     def _ready(self, at: int, number: int, now: float) -> None:
         """Its tiles are there."""
         task = self.nodes[at].tasks[number]
-        if isinstance(task, Transfer):
+        if isinstance(task, Message):
             self._send(at, number, task, now)
         else:
             heapq.heappush(self.nodes[at].waiting[max(task.worker, 0)], number)
@@ -206,14 +234,14 @@ class _Play:
     def _end(self, at: int, number: int, now: float) -> None:
         node, task = self.nodes[at], self.nodes[at].tasks[number]
         worker = max(task.worker, 0)
-        if not isinstance(task, Transfer):
+        if not isinstance(task, Message):
             node.busy[worker] = False
         for access in task.accesses:
             if access.mode not in ("R", "REDUX"):
                 node.copies[access.tile.key] = {worker}
         for later in node.after[number]:
             self._one_less(at, later, now)
-        if at == 0 and isinstance(task, Transfer | Piecewise):
+        if at == 0 and isinstance(task, Message | Piecewise):
             self.used.last = next(access.tile for access in task.accesses)
         elif at == 0:
             self.used.computed = now - self.start
@@ -226,7 +254,7 @@ class _Play:
 
     # -- messages
 
-    def _send(self, at: int, number: int, task: Transfer, now: float) -> None:
+    def _send(self, at: int, number: int, task: Message, now: float) -> None:
         node, card = self.nodes[at], max(task.worker, 0) // self.network.share
         node.thread = max(node.thread, now) + self.network.message
         leaves, seconds = max(node.thread, node.out[card]), task.size / self.network.bytes_s
@@ -234,7 +262,8 @@ class _Play:
         heapq.heappush(self.events, (node.out[card], ENDED, at, number))
         to = task.peer if len(self.nodes) > 1 else 0
         landed = leaves + self.network.latency
-        heapq.heappush(self.events, (landed, LANDED, to, self.nodes[to].receives[task.tag]))
+        taken = self.nodes[to].receives[at, task.tag].popleft()
+        heapq.heappush(self.events, (landed, LANDED, to, taken))
         if at == 0:
             self.used.sending = self.used.sending or now
             self.used.between += task.size
@@ -244,7 +273,7 @@ class _Play:
 
     def _on_its_way(self, what: int, at: int, number: int, now: float) -> None:
         node, task = self.nodes[at], self.nodes[at].tasks[number]
-        assert isinstance(task, Transfer)
+        assert isinstance(task, Message)
         if what == LANDED:
             card = max(task.worker, 0) // self.network.share
             node.into[card] = max(node.into[card], now) + task.size / self.network.bytes_s

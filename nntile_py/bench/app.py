@@ -12,6 +12,7 @@ import typer
 from nntile_py.bench.capacity import capacity
 from nntile_py.bench.common import parse_tiles
 from nntile_py.bench.contestants import PEERS, TIME_LIMIT, check_gpus, measure_step, spread
+from nntile_py.bench.messages import messages
 from nntile_py.bench.metg import metg
 from nntile_py.errors import ConfigError, NNTileError
 from nntile_py.system import ranks
@@ -24,6 +25,7 @@ bench_app = typer.Typer(
 )  # fmt: skip
 bench_app.command(epilog="Example: nntile bench metg --us 50,500 --seconds 0.05 --repeats 2")(metg)
 bench_app.command(epilog="Example: nntile bench capacity --models 355M --cuda 1")(capacity)
+bench_app.command(epilog="Example: mpirun -n 2 nntile bench messages --sizes 4096 --repeats 2")(messages)
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 

@@ -1,6 +1,6 @@
 """The ranks that mpirun or srun has started: what they agree on, how tiles travel, how all end where one fails.
 
-mpi4py starts and ends MPI; StarPU-MPI has a communicator of its own, as it takes every message on one for its own.
+mpi4py is how Python calls MPI; StarPU-MPI has a communicator of its own, as it takes every message on one for its own.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ import hashlib
 import itertools
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -41,24 +43,35 @@ class Ranks:
         except ImportError as error:
             need = "one rank, or apt-get install libopenmpi-dev, then make setup"
             raise ConfigError(f"MPI: this build of nntile_py has none ({error}); allowed: {need}") from None
+        patience = _patience()
+        waiting = threading.Timer(patience, _give_up, (patience, Path(str(_mpi.__file__)).name))
+        waiting.daemon = True
+        if patience:
+            waiting.start()
         try:
+            import mpi4py
+
+            mpi4py.rc.initialize = mpi4py.rc.finalize = False
+            _mpi.init()
             from mpi4py import MPI
         except ImportError as error:
             raise ConfigError(f"MPI: mpi4py does not load ({error}); pip install 'nntile_py[mpi]'") from None
         except RuntimeError as error:  # it found no MPI library
             raise ConfigError(f"MPI: mpi4py finds no MPI library ({error}); apt-get install libopenmpi-dev") from None
+        if not MPI.Is_initialized():
+            raise ConfigError("MPI: mpi4py uses another MPI library than StarPU; allowed: mpi4py built for that")
         if MPI.Query_thread() != MPI.THREAD_MULTIPLE:
             raise ConfigError("MPI: the library lacks MPI_THREAD_MULTIPLE; allowed: one that has it, such as Open MPI")
         self._mpi, self._world, self._native = MPI, MPI.COMM_WORLD.Dup(), _mpi
-        self._pieces = MPI.COMM_WORLD.Dup()
+        self._pieces, self._signs = MPI.COMM_WORLD.Dup(), MPI.COMM_WORLD.Dup()
         self._tiles: Any = None
         self.rank, self.size = self._world.Get_rank(), self._world.Get_size()
         if self.size != system.started()[1]:
             told = f"it says {self.size} ranks, and {system.started()[1]} were started"
             raise ConfigError(f"MPI: mpi4py uses another MPI than mpirun: {told}; allowed: mpi4py built for this MPI")
         self.tags = itertools.count()  # of tiles
-        self._signs = self._mpi.COMM_WORLD.Dup()
-        if patience := _patience():
+        waiting.cancel()
+        if patience:
             _mpi.watch(self._signs.py2f(), patience, _core.waited_for())
         atexit.register(self._end)
         self.cores = int(self.gathered(np.array([cores()])).min())
@@ -194,6 +207,7 @@ class Ranks:
             sys.stdout.flush()
             sys.stderr.flush()
             self._mpi.COMM_WORLD.Abort(system.failed)
+        self._mpi.Finalize()
 
 
 @functools.cache
@@ -211,6 +225,26 @@ def _patience() -> float:
     except ValueError:
         raise ConfigError(f"NNTILE_PATIENCE: got {text!r}; allowed: seconds, 0 for no end") from None
     return value
+
+
+def _give_up(patience: float, sign: str) -> None:
+    """The others have not started in this time: end this process, which ends all; one of them says why.
+
+    sign: the name of a library that a rank has loaded that waits here, too."""
+    rank, size = system.started()
+    states = system.seen(sign)
+    lost = [other for other, state in states.items() if state != "waits"]
+    # Whose machine sees the cause tells it; of several ranks there the first.
+    time.sleep(system.OTHERS_WAIT * min(4, len(set(range(rank)) - {*lost}) + (not lost)))
+    if lost:
+        where = "it does not come to where MPI starts, nntile_py.Runtime(mpi=True)"
+        named, why = str(lost[0]), "its process is stopped" if states[lost[0]] == "stopped" else where
+    else:
+        named = " or ".join(str(other) for other in range(size) if other not in states)
+        why = "on another machine it is stopped, or cannot be reached"
+    told = f"rank {named} has not started in {patience:g} s: {why}; NNTILE_PATIENCE is how long it is waited for"
+    print(f"{system.who()}error: {told}", file=sys.stderr, flush=True)
+    os._exit(1)
 
 
 def _told(before: Any, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

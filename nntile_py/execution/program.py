@@ -24,7 +24,7 @@ from nntile_py.tiles import Slot, TaskList, Tile, device_model
 from nntile_py.tiles.batching import GROUP_SECONDS, grouped
 from nntile_py.tiles.eviction import mark_evictions
 from nntile_py.tiles.placement import Residency, place
-from nntile_py.tiles.ranks import SEND, Message, Replicas, Shared, described, listed, messages
+from nntile_py.tiles.ranks import SEND, Message, Replicas, Shared, described, listed
 from nntile_py.tiles.tasklist import MONOIDS, Task
 
 
@@ -91,13 +91,11 @@ class Store:
         """Have these ranks hold what tiles hold after the tasks submitted so far; called on all of them."""
         if not (self._replicas and self.ranks):
             return
-        for tile, ranks in needs:
-            for source, to in self._replicas.missing(tile, ranks):
-                ends = messages(tile, source, to, self._replicas.tag(tile))
-                if mine := ends.get(self.ranks.rank):
-                    number = _core.post(self.handle(tile), **_message(mine))
-                    if Runtime.watched is not None:
-                        Runtime.watched.append((number, listed(mine)))
+        for rank, message in self._replicas.brought(needs):
+            if rank == self.ranks.rank:
+                number = _core.post(self.handle(message.accesses[0].tile), **_message(message))
+                if Runtime.watched is not None:
+                    Runtime.watched.append((number, listed(message)))
 
     def pieces(self, tensors: Mapping[Tensor, Lowering]) -> list[Piece]:
         """The tiles of tensors, each with a rank that has it after what was submitted so far; the same on all ranks."""

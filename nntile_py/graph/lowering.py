@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection
 
 from nntile_py.errors import ConfigError
 from nntile_py.graph.count import count_tasks
 from nntile_py.graph.graph import Graph
 from nntile_py.tasks.op import Lowering, Tensor
 from nntile_py.tiles import TaskList, Tiling, cut_as
+from nntile_py.tiles.allreduce import Meeting
 
 WRITTEN_BEFORE = ("input", "param", "state")
 
@@ -17,8 +18,15 @@ LISTING = 1e-4  # seconds to make a task of a list, on a core at 2.5 GHz
 MOST_TASKS = 2_000_000  # of a list: minutes to make it, and a kilobyte each
 
 
-def lower(graph: Graph, tiling: Tiling, policy: str = "chain", *, holds: Iterable[Tensor] = ()) -> Lowering:
-    """Lower every operator and resolve the list. `holds`: further tensors that hold data before, which it adds to."""
+def lower(
+    graph: Graph, tiling: Tiling, policy: str = "chain", *, holds: Collection[Tensor] = (),
+    meeting: Meeting | None = None,
+) -> Lowering:  # fmt: skip
+    """Lower every operator and resolve the list.
+
+    holds: further tensors that hold data before, which it adds to. meeting: how sums of several ranks meet; None: as on
+    one, in a chain from rank to rank.
+    """
     _check_count(graph, tiling, policy)  # the operators tell the tiling, too, what has to be cut together
     low = Lowering(tiling, TaskList(policy, live=graph.live))
     known = [*graph.tensors.values(), *graph.kept.values()]
@@ -28,7 +36,11 @@ def lower(graph: Graph, tiling: Tiling, policy: str = "chain", *, holds: Iterabl
         low.tasks.initialised.update(low.tile(tensor, index) for index in low.indices(tensor))
     for op in graph.ops:
         low.op = op.name if op.phase == "forward" else f"{op.name}.{op.phase}"
+        if meeting and op is graph.ops[0]:
+            low.tasks.tasks += meeting.joined((low.tile(t, index) for t in holds for index in low.indices(t)), low.op)
         op.lower(low)
+    if meeting:
+        meeting.divide(low.tasks)
     low.tasks.resolve()
     return low
 

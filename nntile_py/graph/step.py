@@ -18,6 +18,7 @@ from nntile_py.graph.timings import Timings
 from nntile_py.tasks.op import Lowering, Tensor
 from nntile_py.tasks.optimizer import Ends, GradNorm
 from nntile_py.tiles import Tiling
+from nntile_py.tiles.allreduce import Meeting
 from nntile_py.tiles.tasklist import live_slot
 
 # The workers that compute in it.
@@ -107,8 +108,8 @@ class StepSpec:
     batch, seq: of one micro-batch; policy: how partial sums of a tile meet (`accumulate`); given: optional inputs that
     steps have. pack: sequences of unequal lengths, of `seq` tokens at most, lie one behind the other in bins, one for
     each tile of the batch, with room for as many tokens as that has. alone: False where other machines add to its
-    gradients, each with a batch of its own. timings: forward and backward get the layouts that are cheapest by these,
-    see arrange.py. Raises ConfigError for values out of range.
+    gradients, each with a batch of its own. ranks: that share the tasks, see allreduce.Meeting. timings: forward and
+    backward get the layouts that are cheapest by these, see arrange.py. Raises ConfigError for values out of range.
     """
 
     model: Traceable
@@ -125,6 +126,7 @@ class StepSpec:
     given: frozenset[str] = frozenset()
     pack: bool = False
     alone: bool = True
+    ranks: int = 1
     timings: Timings | None = None
 
     def __post_init__(self) -> None:
@@ -224,15 +226,23 @@ class StepSpec:
         """Forward, backward and update as task lists."""
         made = self.graphs()
         graph, grads = made.graph, made.grads
-        first = lower(graph, self.cuts, self.policy)
+        meeting, more = self._meeting(grads.values()), None
+        first = lower(graph, self.cuts, self.policy, meeting=meeting)
         # They can be read until the next step begins; the activations then take their place.
         first.tasks.forget(first.tile(grad, index) for grad in grads.values() for index in first.indices(grad))
+        if meeting:
+            first.tasks.forget(meeting.apart())
         update = self.update(made, first.tasks.ends("batch"))
-        more = None
         if self.grad_accumulation > 1:
-            more = lower(graph, self.cuts, self.policy, holds=[*grads.values(), made.loss])
-        last = lower(update, self.cuts, self.policy, holds=grads.values())
+            more = lower(graph, self.cuts, self.policy, holds=[*grads.values(), made.loss], meeting=meeting)
+        last = lower(update, self.cuts, self.policy, holds=grads.values(), meeting=meeting and meeting.ended())
         return Step(graph, update, grads, first, more, last, made.optional)
+
+    def _meeting(self, grads: Iterable[Tensor] = ()) -> Meeting | None:
+        """None: in a chain. With several micro-batches gradients meet once."""
+        if self.ranks == 1 or self.policy == "chain":
+            return None
+        return Meeting(self.ranks, {(t.storage.kind, t.storage.name) for t in grads if self.grad_accumulation > 1})
 
     def evaluation(self, keep: bool = False) -> Evaluation:
         """A forward pass without dropout; with `keep` the model's outputs are kept for the host."""
@@ -256,4 +266,4 @@ class StepSpec:
                 for one in (tensor, tensor.storage):
                     one.name, one.kind = name, "output"
         fuse(graph, self.fusion, self.cuts)
-        return Evaluation(graph, outputs, lower(graph, self.cuts, self.policy))
+        return Evaluation(graph, outputs, lower(graph, self.cuts, self.policy, meeting=self._meeting()))

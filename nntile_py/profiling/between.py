@@ -141,6 +141,7 @@ def _rank(trace: Trace, rank: int, own: Sequence[Wait], workers: Sequence[dict[s
         "working": sum(workers[n]["working"] for n in numbers) / len(numbers),
         "communicating": length(way) / window,  # something was on its way to or from it
         "hidden": common(way, running) / max(length(way), 1),  # the part of that in which a worker of it computed
+        "exposed": (length(way) - common(way, running)) / window,  # the share of the run in which none did
         "waiting": sum(workers[n]["waiting"] for n in numbers) / len(numbers),  # of its workers' time
         "waiting_for_tasks": unready,  # the part of that in which what it waited for was not made yet
         "sent_bytes": sum(m.send.bytes for m in sent),

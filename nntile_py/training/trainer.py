@@ -121,6 +121,8 @@ class Trainer:
             raise TaskError("Trainer: no runtime is running; use it inside `with nntile_py.Runtime(...):`")
         check_precision("dtype", spec.dtype, bool(_core.cuda_workers()))
         self.model, self.spec, self.seed, self.shift_labels = model, spec, seed, shift_labels
+        if Runtime.current.ranks:
+            self.spec = spec = replace(spec, ranks=Runtime.current.ranks.size)
         if check_finite and Runtime.current.ranks:
             need = "False, as each sees its own tasks alone"
             raise ConfigError(f"check_finite (debug.nonfinite): got True; allowed on several ranks: {need}")

@@ -142,6 +142,12 @@ Watch& watch() {
 
 PYBIND11_MODULE(_mpi, m) {
   m.doc() = "StarPU-MPI for nntile_py._core";
+  // mpi4py would keep the GIL while it waits for the others; the level of threads that MPI gives is asked for later.
+  m.def("init", [] {
+    int level = 0, begun = 0;
+    MPI_Initialized(&begun);  // by a script
+    if (!begun && MPI_Init_thread(nullptr, nullptr, MPI_THREAD_MULTIPLE, &level)) throw std::runtime_error("MPI did not start");
+  }, py::call_guard<py::gil_scoped_release>());
   // comm: a communicator that is StarPU's alone, as Fortran's number of it; StarPU is running.
   m.def("start", [](int comm) {
     g_comm = MPI_Comm_f2c(comm);

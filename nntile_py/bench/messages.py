@@ -1,0 +1,141 @@
+"""`mpirun -n 2 nntile bench messages`: what it costs to send a tile to another rank, by its size.
+
+hop: a tile goes to and fro, each time between two tasks that change it: the time from task to task. message: many tiles
+go one way at a time, each from a task that writes it to one that reads it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from nntile_py.bench.contestants import spread
+from nntile_py.errors import ConfigError
+from nntile_py.system import ranks as system
+from nntile_py.system.machine import machine
+from nntile_py.tiles import RW, R, TaskList, Tile, W
+
+SIZES = "4,4096,65536,1048576,8388608"
+HOPS = 200
+AT_A_TIME = 64 << 20  # bytes on their way, of at most HOPS messages
+IDLE = 1.0  # seconds in which nothing is sent
+
+
+def messages(
+    sizes: Annotated[str, typer.Option(help="Bytes of a tile, with commas between.")] = SIZES,
+    seconds: Annotated[float, typer.Option(help="Of each measurement, at least.", min=0)] = 0.2,
+    repeats: Annotated[int, typer.Option(help="Measurements.", min=1)] = 5,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Started by mpirun: microseconds and GB/s of a tile from rank 0 to rank 1, by its size."""
+    given = [item.strip() for item in sizes.split(",")]
+    if not all(item.isdigit() and int(item) >= 4 for item in given):
+        raise ConfigError(f"--sizes: {sizes!r} is not allowed; write bytes, 4 or more, with commas between")
+    if system.started()[1] < 2:
+        raise ConfigError("nntile bench messages: got one process; allowed: several, such as mpirun -n 2 nntile ...")
+    result = measure_messages([int(item) // 4 * 4 for item in given], seconds, repeats)
+    if not system.leads():
+        return
+    if as_json:
+        print(json.dumps(result, indent=2))
+        return
+    print("     bytes   us a hop (least to greatest)   us a message    GB/s")
+    for row in result["rows"]:
+        hop, one = row["hop_us"], row["message_us"]
+        between = f"({hop['min']:.1f} to {hop['max']:.1f})"
+        print(f"{row['bytes']:10,} {hop['median']:10.1f} {between:>18} {one['median']:14.2f} {row['gb_per_s']:7.2f}")
+    thread = result["progress_thread"]
+    print(f"MPI's thread: {thread['idle']:.1%} of a core idle, {thread['busy']:.1%} while tiles go")
+
+
+def measure_messages(sizes: list[int], seconds: float, repeats: int) -> dict[str, Any]:
+    """Called on every rank; the numbers are the first rank's."""
+    from nntile_py import _core
+    from nntile_py.execution.program import Store, programs
+    from nntile_py.execution.runtime import Runtime
+
+    with Runtime(cpus=1, mpi=True) as runtime:
+        ranks = runtime.ranks
+        assert ranks
+        store, rows, busy = Store(), list[dict[str, Any]](), list[float]()
+
+        def timed(tasks: TaskList, count: int) -> dict[str, float]:
+            """Microseconds of each of `count` messages."""
+            (program,) = programs([tasks], store)
+            times, runs = list[float](), 1
+            while len(times) < repeats:
+                ranks.barrier()
+                used, start = _progress_seconds(), time.perf_counter()
+                for _ in range(runs):
+                    program.run()
+                _core.wait_all()
+                took = ranks.of_first(time.perf_counter() - start)
+                if took < seconds:
+                    runs = 2 * runs if took < seconds / 2 else runs + 1
+                    continue
+                times.append(took / runs / count * 1e6)
+                busy.append((_progress_seconds() - used) / took)
+            return spread(times)
+
+        time.sleep(IDLE / 10)
+        used = _progress_seconds()
+        time.sleep(IDLE)
+        idle = (_progress_seconds() - used) / IDLE
+        for size in sizes:
+            count = max(1, min(HOPS, AT_A_TIME // size))
+            one = timed(_one_way(size, count), count)
+            rows.append({
+                "bytes": size, "hop_us": timed(_to_and_fro(size), HOPS), "message_us": one,
+                "at_a_time": count, "gb_per_s": size / one["median"] / 1e3,
+            })  # fmt: skip
+        return {
+            "rows": rows, "progress_thread": {"idle": idle, "busy": spread(busy)["median"]}, "ranks": ranks.size,
+            **machine(),
+        }  # fmt: skip
+
+
+def _tasks(emit: Callable[[TaskList], None], workers: list[int]) -> TaskList:
+    made = TaskList()
+    emit(made)
+    for task, worker in zip(made.tasks, workers, strict=True):
+        task.worker = worker
+    return made.resolve()
+
+
+def _tile(size: int, number: int) -> Tile:
+    return Tile(f"of {size} bytes", (number,), (size // 4,), "fp32", persistent=True, kind="input")
+
+
+def _to_and_fro(size: int) -> TaskList:
+    def emit(made: TaskList) -> None:
+        tile = _tile(size, 0)
+        for number in range(HOPS + 1):
+            made.emit("empty", [RW(tile) if number else W(tile)], op="hop")
+
+    return _tasks(emit, [number % 2 for number in range(HOPS + 1)])
+
+
+def _one_way(size: int, count: int) -> TaskList:
+    def emit(made: TaskList) -> None:
+        for number in range(count):
+            tile = _tile(size, number)
+            made.emit("empty", [W(tile)], op="write")
+            made.emit("empty", [R(tile)], op="read")
+
+    return _tasks(emit, [0, 1] * count)
+
+
+def _progress_seconds() -> float:
+    """Seconds of a core that StarPU-MPI's thread of this process has used."""
+    ticks = 0
+    for thread in Path("/proc/self/task").iterdir():
+        name, _, rest = (thread / "stat").read_text().rpartition(") ")
+        if name.endswith("(MPI"):
+            ticks += sum(map(int, rest.split()[11:13]))
+    return ticks / os.sysconf("SC_CLK_TCK")
