@@ -149,7 +149,7 @@ def test_a_stopped_rank_ends_all(rank: int, tmp_path: Path) -> None:
     ("what", "told"), [("stopped", "its process is stopped"), ("late", "it does not come to where")]
 )
 def test_a_rank_that_does_not_start_ends_all(what: str, told: str, tmp_path: Path) -> None:
-    status, _, errors = ended(start(3, SCRIPT, what, tmp_path / "out", NNTILE_PATIENCE="3"), END)
+    status, _, errors = ended(start(3, SCRIPT, what, tmp_path / "out", NNTILE_PATIENCE="1"), END)
     assert status not in (0, None)
     assert errors.count("error: ") == errors.count("of 3: error: rank 1 has not started in 3 s: " + told) == 1, errors
 

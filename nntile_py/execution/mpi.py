@@ -31,6 +31,7 @@ SHORT, LONG = 20e-6, 1e-3  # seconds between two looks for what others have to s
 TRIPS = 200  # to another rank and back, to compare two clocks by the shortest
 NO_MORE, LAST = -1, -2  # in the place of a number that is asked for
 PATIENCE = 20.0  # seconds without a sign of life of a rank, after which all end
+STARTING = 3  # times as long while all start, as their disks may be slow
 
 
 class Ranks:
@@ -44,7 +45,8 @@ class Ranks:
             need = "one rank, or apt-get install libopenmpi-dev, then make setup"
             raise ConfigError(f"MPI: this build of nntile_py has none ({error}); allowed: {need}") from None
         patience = _patience()
-        waiting = threading.Timer(patience, _give_up, (patience, Path(str(_mpi.__file__)).name))
+        start = STARTING * patience
+        waiting = threading.Timer(start, _give_up, (start, Path(str(_mpi.__file__)).name))
         waiting.daemon = True
         if patience:
             waiting.start()
@@ -227,7 +229,7 @@ def _patience() -> float:
     return value
 
 
-def _give_up(patience: float, sign: str) -> None:
+def _give_up(seconds: float, sign: str) -> None:
     """The others have not started in this time: end this process, which ends all; one of them says why.
 
     sign: the name of a library that a rank has loaded that waits here, too."""
@@ -242,7 +244,7 @@ def _give_up(patience: float, sign: str) -> None:
     else:
         named = " or ".join(str(other) for other in range(size) if other not in states)
         why = "on another machine it is stopped, or cannot be reached"
-    told = f"rank {named} has not started in {patience:g} s: {why}; NNTILE_PATIENCE is how long it is waited for"
+    told = f"rank {named} has not started in {seconds:g} s: {why}; NNTILE_PATIENCE is a third of that"
     print(f"{system.who()}error: {told}", file=sys.stderr, flush=True)
     os._exit(1)
 
