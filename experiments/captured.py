@@ -2,13 +2,14 @@
 
     python experiments/captured.py [--table 1x64,1x256,8x64] [--alpha 0.6] [--flight 4] [--layers 12]
 
-A row of the table is BATCHxLONGEST. A time is the least of several, each of `flight` passes submitted together; `alone`
+A row of the table is BATCHxLONGEST. A time is the median of several, each of `flight` passes submitted together; `alone`
 is that of one pass and its wait.
 """
 
 from __future__ import annotations
 
 import argparse
+import statistics
 import time
 import warnings
 from collections.abc import Callable
@@ -55,7 +56,7 @@ def main() -> None:
             for _ in range(TURNS):
                 for (name, flight), times in found.items():
                     times.append(least(runs[name], flight))
-            best = {key: min(times) for key, times in found.items()}
+            best = {key: statistics.median(times) for key, times in found.items()}
             cells = [best[name, flight] for flight in (1, o.flight) for name in WAYS]
             print(f"{cell:8}" + "".join(f"{ms:12.3f}" for ms in cells) + f"{cells[2] / cells[3]:12.2f}", flush=True)
 
