@@ -269,8 +269,8 @@ def test_a_trainers_checkpoint_that_does_not_fit(tmp_path: Path) -> None:
 
 FULL = """
 import resource, sys
-from nntile_py.training import checkpoint, loop
-loop.RETRY = 0.2
+from nntile_py.training import checkpoint, last
+last.RETRY = 0.2
 real, left = checkpoint.write_tensors, int(sys.argv.pop(1))
 def full(path, tensors, *check):
     global left
