@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import signal
 import time
 from collections.abc import Callable
@@ -15,7 +14,6 @@ from nntile_py.training import checkpoint
 from nntile_py.training.run_folder import Metrics, RunFolder
 from nntile_py.training.saver import Saver, told
 
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 RETRY = 10.0  # seconds between two attempts to save what a full disk has no room for
 
 
@@ -44,7 +42,7 @@ def save(
                     continue
                 except (OSError, NNTileError) as other:
                     tell(f"nor there ({told(other)})")
-            if step is not None and not (isinstance(error, OSError) and error.errno in NO_ROOM):
+            if step is not None and not (isinstance(error, OSError) and error.errno in checkpoint.NO_ROOM):
                 there = checkpoint.folder_of(saver.folder.path, step)
                 raise NNTileError(f"{told(error)}; what was trained is in {there}") from None
             if not waits:

@@ -26,9 +26,9 @@ from nntile_py.training.data import load_corpus
 from nntile_py.training.display import Display, say
 from nntile_py.training.labelled import LabelledBatches, LabelledCorpus, load_labelled
 from nntile_py.training.resume import Resumed, check_same, data_facts, flat, newest
-from nntile_py.training.run_folder import GENERATION, Metrics, RunFolder, check_alone, check_replaced
+from nntile_py.training.run_folder import GENERATION, Metrics, RunFolder, check_alone, check_place, check_replaced
 from nntile_py.training.sample import AnyCorpus, sampled
-from nntile_py.training.saver import Saver
+from nntile_py.training.saver import Saver, told
 from nntile_py.training.steps import run_steps
 from nntile_py.training.together import Giver, Silent, agree
 from nntile_py.training.trainer import Trainer
@@ -41,7 +41,8 @@ def train(
     """Train as `config` says; leaves config, tokenizer, metrics, checkpoints and weights in the folder `out`.
 
     resume: a run's folder, or a checkpoint, to go on from. replaces: an earlier run in `out` goes when this one has its
-    first checkpoint. rescue: where the last checkpoint goes if `out` has no room. again: the command that this is.
+    first checkpoint. rescue: where the run goes if `out` has no room at the start, or at the end. again: the command
+    that this is.
 
     Returns the exit status: 0, or after SIGINT or SIGTERM 130 or 143, with what was trained saved.
     Raises NNTileError, without writing weights, when the loss or the gradient is no longer a finite number."""
@@ -56,6 +57,9 @@ def train(
     if config.short_warmup:
         tell(f"note: {config.short_warmup}")
     if leads:
+        for option, folder in {"--out": out, "--rescue": rescue}.items():
+            if folder:
+                check_place(option, folder)
         check_alone(out)
         if replaces and out.exists():
             check_replaced(out)
@@ -73,10 +77,7 @@ def train(
         if not leads:
             return _follow(config, corpus, batches, trainer, stop)
         run = _Run(config, out, corpus, data, batches, trainer, resumed, stop, console, tell)
-        folder = RunFolder(out, replaces, new=not (resume or replaces))  # now: what is refused leaves nothing behind
-        if resume and checkpoint.found(out) != there:
-            raise ConfigError(f"--resume: another process has trained into {out} meanwhile; allowed: to begin again")
-        if not _lead(run, folder, rescue):
+        if not _lead(run, partial(_folder, out, resume, replaces, there), rescue):
             return 128 + signal.Signals[stop[0]].value
     if stop:
         more = f"; {again} --resume goes on" if trainer.steps < config.train.steps else ""
@@ -135,9 +136,25 @@ class _Run:
     tell: Callable[[str], None]
 
 
-def _lead(run: _Run, folder: RunFolder, rescue: Path | None) -> bool:
-    """What the first rank does: train, measure, save, tell. Whether there is something trained."""
-    metrics = _begin(run, folder)
+def _folder(out: Path, resume: Path | None, replaces: bool, there: list[tuple[int, Path]]) -> RunFolder:
+    """Made when all else is ready: what is refused leaves nothing behind. there: checkpoints at the start."""
+    folder = RunFolder(out, replaces, new=not (resume or replaces))
+    if resume and checkpoint.found(out) != there:
+        raise ConfigError(f"--resume: another process has trained into {out} meanwhile; allowed: to begin again")
+    return folder
+
+
+def _lead(run: _Run, made: Callable[[], RunFolder], rescue: Path | None) -> bool:
+    """What the first rank does: train, measure, save, tell. Whether there is something trained. made: the run's folder;
+    where that has no room to begin, all goes to `rescue`."""
+    try:
+        folder, metrics = _begun(run, made)
+    except OSError as error:
+        if error.errno not in checkpoint.NO_ROOM or not rescue:
+            raise
+        run.tell(f"cannot begin ({told(error)}): training into {rescue} instead")
+        folder, metrics = _begun(run, partial(RunFolder, rescue, new=True))
+        rescue = None
     saver = _saver(run, folder)
     known = not run.resumed or any("held_out_loss_before" in line for line in metrics.lines)
     try:
@@ -177,13 +194,18 @@ def _lead(run: _Run, folder: RunFolder, rescue: Path | None) -> bool:
     return True
 
 
-def _begin(run: _Run, folder: RunFolder) -> Metrics:
-    """What a run's folder has before the first step."""
-    for path in checkpoint.set_aside(folder.path, run.resumed.step) if run.resumed else ():
-        run.tell(f"a later checkpoint of this run is now {path.name}")
-    replace_file(folder.path / "config.yaml", run.config.to_yaml())
-    replace_file(folder.path / checkpoint.TOKENIZER, run.corpus.tokenizer.to_str(pretty=True))
-    return Metrics(folder.path, run.trainer.steps, run.tell)
+def _begun(run: _Run, made: Callable[[], RunFolder]) -> tuple[RunFolder, Metrics]:
+    """A run's folder with what it has before the first step; where that fails, a new one is gone again."""
+    folder = made()
+    try:
+        replace_file(folder.path / "config.yaml", run.config.to_yaml())
+        replace_file(folder.path / checkpoint.TOKENIZER, run.corpus.tokenizer.to_str(pretty=True))
+        for path in checkpoint.set_aside(folder.path, run.resumed.step) if run.resumed else ():
+            run.tell(f"a later checkpoint of this run is now {path.name}")
+        return folder, Metrics(folder.path, run.trainer.steps, run.tell, run.out)
+    except OSError:
+        folder.give_up()
+        raise
 
 
 def _saver(run: _Run, folder: RunFolder) -> Saver:
