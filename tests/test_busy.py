@@ -5,6 +5,7 @@ import sys
 import time
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from traces import independent, info, scheduled
@@ -49,6 +50,34 @@ def test_a_busy_machine_is_named() -> None:
         assert ("short-tasks" in [one["rule"] for one in found]) == told
     shared = analysis.summarise(trace, {"CPU": replace(PEAKS["CPU"], cpu_share=0.35)}, TILES)
     assert "had a core for 35% of the time" in rules.report(shared)[0]["cause"]
+
+
+def of_two_workers(idle: float, **more: Any) -> dict[str, Any]:
+    """The summary of a run in which two workers were idle so much, and the only operator is slow."""
+    trace = scheduled(independent(40), [1_000] * 40)
+    summary = analysis.summarise(trace, {"CPU": replace(PEAKS["CPU"], flop=1e15)}, TILES)
+    workers = [worker | {"idle": idle, "working": 1 - idle} for worker in summary["workers"]]
+    return summary | {"workers": workers} | more
+
+
+@pytest.mark.parametrize(("parallelism", "rule"), [(1.0, "few-tiles"), (99.0, "imbalance")])
+def test_advice_from_times_of_a_busy_machine_says_so(parallelism: float, rule: str) -> None:
+    """And what a quiet one shows does not; nobody is told to make tiles smaller and larger at once."""
+    path = {"share_of_run": 0.1, "accumulation_share": 0.0, "operators": [{"operator": "A", "phase": "", "seconds": 1}]}
+    summary = of_two_workers(0.5, parallelism=parallelism, critical_path=path)
+    quiet = {one["rule"]: one["advice"] for one in rules.report(summary | {"load": {"cores": 2, "others": 0.0}})}
+    assert list(quiet) == ([rule] if rule == "few-tiles" else [rule, "low-roofline"])
+    assert not [rule for rule, advice in quiet.items() if rules.DOUBT in advice]
+    busy = {one["rule"]: one["advice"] for one in rules.report(summary | {"load": {"cores": 2, "others": 99.0}})}
+    assert [*busy] == ["busy-machine", *quiet] and rules.DOUBT not in busy.pop("busy-machine")
+    assert busy == {rule: rules.DOUBT + advice for rule, advice in quiet.items()}
+
+
+def test_a_disturbed_peak_makes_only_the_roofline_doubtful() -> None:
+    peaks = {"CPU": {"flop_per_s": 1e15, "bytes_per_s": 1e9, "source": "", "cpu_share": 0.3}}
+    found = {one["rule"]: one["advice"] for one in rules.report(of_two_workers(0.5, parallelism=99.0, peaks=peaks))}
+    assert [name for name, advice in found.items() if rules.DOUBT in advice] == ["low-roofline"]
+    assert [*found] == ["busy-machine", "imbalance", "low-roofline"]
 
 
 def test_the_load_of_others() -> None:
