@@ -28,7 +28,8 @@ def named(source: Any) -> Iterator[None]:
     except (ConfigError, TypeError) as error:
         if not isinstance(source, str | Path) or str(source) in str(error):
             raise
-        raise ConfigError(f"{error} (in {source})") from error
+        kind = type(error) if isinstance(error, ConfigError) else ConfigError
+        raise kind(f"{error} (in {source})") from error
 
 
 def read_raw(source: Any) -> dict[str, Any]:

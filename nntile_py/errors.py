@@ -12,6 +12,10 @@ class ConfigError(NNTileError):
     """A configuration is wrong; the text names the key and what is allowed. Exit status 2."""
 
 
+class MissingWeight(ConfigError):
+    """A checkpoint lacks a weight that the model has; the text names it."""
+
+
 class TaskError(NNTileError):
     """A task failed; the text names the operator and what its kernel said."""
 

@@ -16,6 +16,7 @@ from nntile_py.tiles import AXES, device_model
 
 EXPERIMENTS = Path(__file__).parents[1] / "experiments"
 FINE = ("tiles={batch: 1, embed: 8, heads: 1, ffn: 8, vocab: 64}",)  # 587,218 tasks a step
+LARGE = ("model.layers=12", "model.embed=768", "model.heads=12", "train.batch=512", "tiles={batch: 1}")
 SMALL = ("model.layers=2", "train.seq=40", "train.batch=5", "tokenizer.vocab_size=300", "runtime.cpus=2")
 RAGGED = "tiles={batch: 1, seq: 9, embed: 50, heads: 1, ffn: 90, vocab: 70}"
 
@@ -65,6 +66,13 @@ def test_far_too_many_are_told_at_once() -> None:
     assert ahead(better).work >= device_model.CPU.good and note(better) == ""
     assert f"({ahead(better).tasks:,} tasks)" in told
     assert better.tiles.batch == 4, "a tile for each worker"
+
+
+def test_what_takes_long_to_list_is_told() -> None:
+    """Also of tiles that are as they should be; where they are so few that it takes no time, nothing is said."""
+    large = of("gpt2_tiny", *LARGE)
+    assert not ahead(large).far_too_fine and ahead(large).tasks > 50_000
+    assert re.fullmatch(r"note: [\d,]+ tasks a step; to list them takes about \d+ s", note(large))
 
 
 def test_a_good_tiling_is_left_alone() -> None:

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from operators import ROWS, adamw, sgd
+from operators import ROWS
+from operators_losses import adamw, sgd
 from test_attention import SIZES as ATTENTION_SIZES
 from test_attention import Row as AttentionRow
 from test_packed import LENGTH, LENGTHS, inputs, made

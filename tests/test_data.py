@@ -176,10 +176,10 @@ def test_numbers_of_tokens_with_gaps() -> None:
 @pytest.mark.parametrize("text", ["a" * 10**6, " " * 10**6, "".join(np.random.default_rng(0).choice([*"ACGT"], 10**6))])
 def test_text_without_words(text: str) -> None:
     """It is not one word of a million letters, which would take minutes; and comes back from its tokens."""
-    begin = time.monotonic()
+    begin = time.process_time()
     tokenizer = data.train_tokenizer([text], 300)
     tokens, _ = data.encode(tokenizer, [text])
-    assert time.monotonic() - begin < 30
+    assert time.process_time() - begin < 30  # of the processor: other work may share the machine
     assert tokenizer.decode(tokens.tolist()) == text
 
 

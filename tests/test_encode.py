@@ -354,6 +354,12 @@ def test_what_the_command_refuses(folder: Any, nntile: Any, tmp_path: Path) -> N
         (tmp_path / name).unlink()
     status, _, said = nntile("encode", path, "--input", "gone.txt", "--out", "x.npy")
     assert status == 2 and "cannot read gone.txt: No such file" in said
+    masked, _ = folder("Bert", "ForMaskedLM")
+    (tmp_path / "x.txt").write_text("a")
+    status, _, said = nntile("encode", masked, "--input", "x.txt", "--out", "x.npz", "--output", "pooled")
+    told = "--output: pooled needs what is not there: model: weight bert.pooler.dense.weight is missing (in "
+    assert status == 2 and told in said and "); allowed: hidden, mean, logits\n" in said, said
+    (tmp_path / "x.txt").unlink()
     assert [p.name for p in tmp_path.iterdir()] == ["there.npy"] and (tmp_path / "there.npy").read_bytes() == b"kept"
 
 

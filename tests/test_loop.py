@@ -23,9 +23,11 @@ from nntile_py.errors import ConfigError, NNTileError
 from nntile_py.inference import generate
 from nntile_py.runs import run_folder
 from nntile_py.system.folders import replaced
-from nntile_py.training import data, loop, saver, together
+from nntile_py.training import data, saver, together
 from nntile_py.training.batches import Batches
+from nntile_py.training.display import Display
 from nntile_py.training.run_folder import Metrics
+from nntile_py.training.steps import learning_rate, run_steps
 
 TREE: dict[str, Any] = {
     "model": {"layers": 1, "embed": 16, "heads": 2},
@@ -78,7 +80,7 @@ def test_metrics_have_a_line_a_step(run: tuple[Path, str]) -> None:
     for line in lines:
         assert line["tokens_per_s"] * line["step_time_s"] == pytest.approx(4 * 12 * 2)
     rates = load(run[0] / "config.yaml").optimizer
-    assert [line["lr"] for line in lines] == [loop.learning_rate(rates, step, 12) for step in range(1, 13)]
+    assert [line["lr"] for line in lines] == [learning_rate(rates, step, 12) for step in range(1, 13)]
 
 
 def test_what_is_printed(run: tuple[Path, str]) -> None:
@@ -270,14 +272,14 @@ def test_the_folder_of_a_run_is_named_as_its_config(tmp_path: Path, monkeypatch:
 
 def test_warm_up_and_cosine() -> None:
     how = Optimizer(lr=1.0, min_lr=0.1, warmup_steps=4)
-    rates = [loop.learning_rate(how, step, 24) for step in range(1, 25)]
+    rates = [learning_rate(how, step, 24) for step in range(1, 25)]
     assert rates[:4] == [0.25, 0.5, 0.75, 1.0]
     assert rates[13] == pytest.approx(0.55)  # half way down
     assert rates[-1] == pytest.approx(0.1)
     assert rates[4:] == sorted(rates[4:], reverse=True)
     constant = how.model_copy(update={"schedule": "constant"})
-    assert [loop.learning_rate(constant, step, 24) for step in (2, 5, 24)] == [0.5, 1.0, 1.0]
-    assert loop.learning_rate(how, 2, 2) == 0.5  # a run that ends within the warm-up
+    assert [learning_rate(constant, step, 24) for step in (2, 5, 24)] == [0.5, 1.0, 1.0]
+    assert learning_rate(how, 2, 2) == 0.5  # a run that ends within the warm-up
 
 
 class Trainer:
@@ -323,9 +325,9 @@ def fake_run(tmp_path: Path, trainer: Trainer, stop: list[str], steps: int) -> A
     corpus = data.Corpus(None, tokens, tokens)  # type: ignore[arg-type]
     fake: Any = trainer
     never = MagicMock(**{"due.return_value": False, "needs_report": False})
-    display, lines = loop.Display(Console(file=io.StringIO()), config, fake), Metrics(tmp_path, 0, pytest.fail)
+    display, lines = Display(Console(file=io.StringIO()), config, fake), Metrics(tmp_path, 0, pytest.fail)
     try:
-        return loop._steps(config, Batches(config, corpus, "causal"), fake, lines, display, never, stop)
+        return run_steps(config, Batches(config, corpus, "causal"), fake, lines, display, never, stop)
     finally:
         lines.close()
 

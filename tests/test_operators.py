@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from operators import ROWS, linear
+from operators import ROWS
+from operators_contract import linear
 
 import nntile_py as nt
 from nntile_py import tasks as ops

@@ -95,7 +95,7 @@ def test_a_packed_run_stopped_and_gone_on_with(model: str, tmp_path: Path) -> No
     assert [line["step"] for line in run] == [*range(1, 13)]
     both = [[(line["loss"], line["grad_norm"], line["lr"]) for line in lines] for lines in (whole, run)]
     assert both[0] == both[1]
-    assert 0.9 * 96 < whole[0]["tokens_per_s"] * whole[0]["step_time_s"] <= 96
+    assert 0.9 * 96 < round(whole[0]["tokens_per_s"] * whole[0]["step_time_s"]) <= 96
 
 
 def test_what_packing_needs(tmp_path: Path) -> None:

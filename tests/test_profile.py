@@ -21,7 +21,6 @@ from nntile_py.cli import look
 from nntile_py.config.run import RunConfig, load
 from nntile_py.profiling import analysis, collect, events, rules
 from nntile_py.profiling.trace import Trace, accumulating, one_after_the_other
-from nntile_py.system.load import Load, cores
 from nntile_py.tiles.order import Use, critical_path, dependencies
 
 PEAKS = {"CPU": analysis.Peak(1e9, 1e9, "test"), "CUDA": analysis.Peak(1e9, 1e9, "test")}
@@ -324,10 +323,11 @@ def test_files_of_a_run(measured: tuple[str, Path]) -> None:
         assert all(worker[k] >= 0 for k in SHARES)
         busy = sum(e["dur"] for e in found if e["tid"] == number) * 1e-6
         assert busy == pytest.approx(worker["busy_s"], rel=0.01)
-        # StarPU's own account, which the trace does not come from. With redux it has filled tiles with zeros too.
+        # StarPU's own account, which the trace does not come from. With redux it has filled tiles with zeros too, for
+        # which it may have waited for a core as long as it likes.
         if not summary["light"]:
-            rel = 0.25 if policy == "redux" else 0.01
-            assert busy == pytest.approx(worker["starpu"]["executing_s"], rel=rel)
+            executing = worker["starpu"]["executing_s"]
+            assert busy <= 1.01 * executing and (policy == "redux" or busy >= 0.99 * executing)
     busy = sum(worker["busy_s"] for worker in summary["workers"])
     assert sum(row["seconds"] for row in summary["operators"]) == pytest.approx(busy)
     html = (folder / "report.html").read_text()
@@ -426,53 +426,3 @@ def test_profiling_twice_and_off_between(light: bool) -> None:
     assert [len(t) for t in traces] == [trainer.tasks_per_step, 2 * trainer.tasks_per_step]
     assert all((t.end >= t.start).all() and (t.start >= t.submit).all() for t in traces)
     assert traces[0].released.max() < traces[1].submit.min()
-
-
-def test_a_peak_is_at_least_what_a_task_reached() -> None:
-    """A machine that was busy while the peak was measured: a product above the roofline would be none."""
-    work = [info("Contract", [Use(k, "W")], flop=1e6, size=400) for k in range(4)]
-    trace = scheduled(work, [1_000, 250, 2_000, 500])  # the best: 1e6 flop in 250 us
-    low = analysis.Peak(1e9, 1e9, "measured", 0.4)
-    raised = analysis.at_least_seen(low, trace, "CPU")
-    assert raised.flop == pytest.approx(4e9, rel=1e-3) and raised.bytes == 1e9 and raised.cpu_share == 0.4
-    assert "gave 1.0 Gflop/s, Contract reached 4.0 Gflop/s" in raised.source
-    (row,) = analysis.summarise(trace, {"CPU": raised})["operators"]
-    assert row["roofline"] < 1
-    high = analysis.Peak(5e9, 1e9, "measured")
-    assert analysis.at_least_seen(high, trace, "CPU") is high and analysis.at_least_seen(low, trace, "CUDA") is low
-    given = analysis.at_least_seen(analysis.Peak(1e9, 1e9, "config"), trace, "CPU")
-    assert given.flop == 1e9 and "too low" in given.source  # what the user gave stays
-
-
-def test_a_busy_machine_is_named() -> None:
-    trace = scheduled(independent(40), [1_000] * 40)
-    summary = analysis.summarise(trace, PEAKS, TILES)
-    quiet = [found["rule"] for found in rules.report(summary | {"load": {"cores": 2, "others": 0.05}})]
-    assert "busy-machine" not in quiet
-    first = rules.report(summary | {"load": {"cores": cores(), "others": float(cores())}})[0]
-    assert first["rule"] == "busy-machine" and "while the steps ran" in first["cause"]
-    # Short tasks may then be the fault of others, unless the plan finds the tiles too small as well.
-    for good, told in ((48, True), (8, False)):
-        tiles = {"embed": {"size": 96, "tile": 8, "tiles": 12, "good": good}}
-        short = analysis.summarise(scheduled(independent(400), [5] * 400, overhead=2), PEAKS, tiles)
-        found = rules.report(short | {"load": {"cores": cores(), "others": float(cores())}})
-        assert ("short-tasks" in [one["rule"] for one in found]) == told
-    shared = analysis.summarise(trace, {"CPU": replace(PEAKS["CPU"], cpu_share=0.35)}, TILES)
-    assert "had a core for 35% of the time" in rules.report(shared)[0]["cause"]
-
-
-def test_the_load_of_others() -> None:
-    """A process that computes beside this one is seen; what this process computes itself is not."""
-    with Load() as own:
-        until = time.perf_counter() + 0.3
-        while time.perf_counter() < until:
-            pass
-    command = [sys.executable, "-c", "import time\nprint(flush=True)\nwhile True: time.perf_counter()"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE) as other:
-        assert other.stdout
-        other.stdout.readline()
-        with Load() as load:
-            time.sleep(1.0)
-        other.kill()
-    assert own.others is not None and load.others is not None
-    assert own.others < cores() - 0.5 and load.others > 0.2 and load.facts()["cores"] == cores()

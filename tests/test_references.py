@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from operators import operands
+from operators_attention import operands
 
 from nntile_py import tasks as ops
 from nntile_py.errors import ConfigError

@@ -150,7 +150,8 @@ def test_written_while_training_stands_still(whole: Path, tmp_path: Path) -> Non
 def test_stopped_and_gone_on(number: signal.Signals, whole: Path, tmp_path: Path) -> None:
     sets = (*SHORT, "checkpoint.every=1")
     run = tmp_path / "runs" / "tiny"
-    assert stopped(number, sets, (), 0.02, tmp_path)[0] != 0
+    while stopped(number, sets, (), 0.02, tmp_path)[0] == 0:  # it was done before the signal came
+        shutil.rmtree(run)
     done = nntile(tmp_path, *sets, arguments=("--resume",))
     assert done.returncode == 0, done.stderr
     same(run, whole)
@@ -268,8 +269,8 @@ def test_a_trainers_checkpoint_that_does_not_fit(tmp_path: Path) -> None:
 
 FULL = """
 import resource, sys
-from nntile_py.training import checkpoint, loop
-loop.RETRY = 0.2
+from nntile_py.training import checkpoint, last
+last.RETRY = 0.2
 real, left = checkpoint.write_tensors, int(sys.argv.pop(1))
 def full(path, tensors, *check):
     global left
@@ -327,3 +328,73 @@ def test_a_full_disk(failures: int, arguments: tuple[str, ...], whole: Path, tmp
     saved = tmp_path / (arguments[1] if arguments else "runs/tiny")
     assert f"weights saved in {saved}/model.safetensors" in done.stdout
     assert (saved / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
+
+
+SMALL_DISK = """
+import shutil, sys
+from pathlib import Path
+from types import SimpleNamespace
+room = int(sys.argv.pop(1))
+def usage(run):
+    return SimpleNamespace(free=room - sum(file.stat().st_size for file in Path(run).glob("checkpoints/*/*")))
+shutil.disk_usage = usage
+from nntile_py.cli import main
+main()
+"""
+
+
+@pytest.mark.parametrize("good", [False, True])
+def test_older_checkpoints_make_room(good: bool, whole: Path, tmp_path: Path) -> None:
+    """For two and a half: the oldest go, of those that are not kept for good; the newest whole one stays."""
+    room = sum(file.stat().st_size for file in (whole / "checkpoints/step-000012").iterdir()) * 5 // 2
+    sets = (*SHORT, "checkpoint.every=2", *(["checkpoint.keep_every=2"] * good))
+    made = [sys.executable, "-c", SMALL_DISK, str(room), *command(tmp_path, *sets, arguments=("--rescue", "saved"))[3:]]
+    done = subprocess.run(made, **HOW, cwd=tmp_path, check=False)
+    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
+    left = [step for step, _ in checkpoint.found(tmp_path / "runs/tiny")]
+    assert left == ([4, 2] if good else [12, 10])
+    told = [f"checkpoint of step {n} removed: the disk had no room for that of {n + 4}" in done.stdout for n in (2, 8)]
+    assert told == 2 * [not good] and ("checkpoint of step 6 not written (" in done.stdout) == good, done.stdout
+    saved = tmp_path / ("saved" if good else "runs/tiny")
+    assert (saved / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
+
+
+FULL_FROM_THE_START = """
+from nntile_py.training import loop
+real = loop.replace_file
+def full(path, content):
+    if path.name == "tokenizer.json" and "saved" not in str(path):
+        raise OSError(28, "No space left on device", str(path))
+    real(path, content)
+loop.replace_file = full
+from nntile_py.cli import main
+main()
+"""
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_a_disk_that_is_full_from_the_start(resumed: bool, whole: Path, tmp_path: Path) -> None:
+    """The rescue folder takes the run, with the metrics of what went before; without one that is an error."""
+    if resumed:
+        shutil.copytree(whole, tmp_path / "runs" / "tiny")
+    sets = (*SHORT, f"train.steps={13 if resumed else 2}")
+    for rescue in ((), ("--rescue", "saved")):
+        arguments = (*rescue, *(["--resume"] * resumed))
+        made = [sys.executable, "-c", FULL_FROM_THE_START, *command(tmp_path, *sets, arguments=arguments)[3:]]
+        done = subprocess.run(made, **HOW, cwd=tmp_path, check=False)
+        assert "Traceback" not in done.stderr and (tmp_path / "runs" / "tiny").exists() == resumed, done.stderr
+        if not rescue:
+            assert done.returncode == 1 and "No space left on device" in done.stderr, done.stderr
+    assert done.returncode == 0 and "No space left on device): training into saved instead" in done.stdout, done.stderr
+    assert "weights saved in " in done.stdout and newest(tmp_path / "saved", pytest.fail).step == (13 if resumed else 2)
+    assert [line["step"] for line in metrics(tmp_path / "saved")] == [*range(1, 14 if resumed else 3)]
+    assert len(metrics(whole)) == 12
+
+
+def test_a_run_among_the_checkpoints_of_another(whole: Path, tmp_path: Path) -> None:
+    inside = whole / "checkpoints" / "mine"
+    for option, more in (("--out", ()), ("--rescue", ("--out", str(tmp_path / "own")))):
+        done = nntile(tmp_path, *SHORT, arguments=(option, str(inside), *more))
+        told = f"error: {option}: {inside} lies in the checkpoints of the run {whole}; allowed: a folder outside"
+        assert done.returncode == 2 and told in done.stderr and done.stderr.count("error") == 1, done.stderr
+    assert not inside.exists() and not (tmp_path / "own").exists()

@@ -9,8 +9,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PYTHON = f"""#!/bin/sh
 case "$*" in
-    "-m pip"*) echo "Collecting $7"; sleep 0.6; [ ! -e fails ] || {{ echo "no network"; exit 1; }} ;;
-    "setup.py"*) echo "[3/9] c++ -MMD -c /x/tasks/relu.cpp -o relu.o"; sleep 0.6; touch nntile_py/_core.so ;;
+    "-m pip"*) echo "Collecting $7"; sleep 1; [ ! -e fails ] || {{ echo "no network"; exit 1; }} ;;
+    "setup.py"*) echo "[3/9] c++ -MMD -c /x/tasks/relu.cpp -o relu.o"; sleep 1; touch nntile_py/_core.so ;;
     "-c import sys, torch"*) exit 1 ;;
     "-c"*) ;;
     *) exec {sys.executable} "$@" ;;
@@ -23,7 +23,7 @@ case "$*" in *--variable=prefix*) pwd ;; *) exit 0 ;; esac
 
 def setup(folder: Path) -> subprocess.CompletedProcess[str]:
     env = {key: value for key, value in os.environ.items() if not key.startswith(("NNTILE", "TORCH", "PYTHON"))}
-    env |= {"PATH": f"{folder}/bin:{env['PATH']}", "NNTILE_APT": "0", "NNTILE_SETUP_TICK": "0.2"}
+    env |= {"PATH": f"{folder}/bin:{env['PATH']}", "NNTILE_APT": "0", "NNTILE_SETUP_TICK": "0.1"}
     return subprocess.run(
         ["bash", "scripts/setup.sh"], cwd=folder, env=env, capture_output=True, text=True, timeout=60, check=False
     )

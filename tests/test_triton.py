@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 import torch
 from conftest import Python
-from operators import ROWS, adamw, sgd
+from operators import ROWS
+from operators_losses import adamw, sgd
 from test_attention import Row as AttentionRow
 
 from nntile_py.graph.lowering import lower
@@ -351,7 +352,8 @@ COMPILE = """
 import sys
 sys.path.insert(0, sys.argv[1])
 from nntile_py.testing import Case
-from operators import ROWS, adamw
+from operators import ROWS
+from operators_losses import adamw
 from nntile_py.graph.lowering import lower
 from nntile_py.tasks import launch
 from nntile_py.tiles import Tiling

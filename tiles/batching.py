@@ -29,71 +29,99 @@ def grouped(
     known a tiny task may wait.) A group that has made what another worker waits for ends soon. flop_s, bytes_s: of a
     worker, to estimate durations; no group lasts longer than most_seconds, or has more than most_bytes of tiles.
     """
-    groups: list[list[Task]] = []
-    held: list[_Held] = []
-    seconds: list[float] = []
-    before: list[int] = []  # bit mask of the groups that one waits for, directly or not
-    writer: dict[int, int] = {}
-    readers: dict[int, list[int]] = {}
+    made = _Groups(most_seconds, most_bytes, alone)
     exported = _exported(tasks.tasks)
-    until: list[float] = []  # how long a group may last
-    newest: dict[int, int] = {}  # the newest group of each worker, of tiny tasks where workers are not known
-    own: dict[int, int] = {}  # bit mask of the groups of each worker that is known
     for position, task in enumerate(tasks.tasks):
-        direct = set()
-        for access in task.accesses:
-            tile = id(access.tile)
-            if tile in writer:
-                direct.add(writer[tile])
-            if access.mode != "R":
-                direct.update(readers.get(tile, []))
-        waits = 0
-        for group in direct:
-            waits |= before[group] | 1 << group
-        time = max(task.flop / flop_s, task.bytes / bytes_s)
-        latest = max(direct, default=-1)
-        chosen = None
-        known, mine = alone or task.worker >= 0, own.get(task.worker, 0)
-        for number in (newest.get(task.worker) if known or time < TINY else None, latest):
-            if number is None or number < max(latest, 0) or waits & ~(before[number] | 1 << number | mine):
-                continue
-            if (known or time >= TINY) and before[number] & ~(waits | mine):  # it would wait for what others do
-                continue
-            if seconds[number] + time <= until[number] and _fits(groups[number], held[number], task, most_bytes):
-                chosen = number
-                break
-        if chosen is None:
-            chosen = len(groups)
-            groups.append([])
-            held.append(_Held())
-            seconds.append(0.0)
-            until.append(most_seconds)
-            before.append(waits)
-            if known:
-                own[task.worker] = own.get(task.worker, 0) | 1 << chosen
-            if known or time < TINY:
-                newest[task.worker] = chosen
-        before[chosen] |= waits & ~(1 << chosen)
-        groups[chosen].append(task)
-        held[chosen].add(task)
-        seconds[chosen] += time
-        if position in exported:
-            until[chosen] = min(until[chosen], seconds[chosen] + EXPORT_SECONDS)
-        for access in task.accesses:
-            tile = id(access.tile)
-            if access.mode == "R":
-                readers.setdefault(tile, []).append(chosen)
-            else:
-                writer[tile], readers[tile] = chosen, []
+        made.take(task, max(task.flop / flop_s, task.bytes / bytes_s), position in exported)
     result = TaskList(tasks.policy, tasks.initialised, tasks.live)
-    result.tasks = [_as_one(group) for group in groups]
+    result.tasks = [_as_one(group) for group in made.groups]
     # A tile's last reader may have joined a group that runs before another reader's.
     last = {id(access.tile): number for number, task in enumerate(result.tasks) for access in task.accesses}
-    frees: list[list[Tile]] = [[] for _ in groups]
+    frees: list[list[Tile]] = [[] for _ in made.groups]
     for gone in (gone for task in tasks.tasks for gone in task.frees):
         frees[last[id(gone)]].append(gone)
     result.tasks = [replace(task, frees=tiles) for task, tiles in zip(result.tasks, frees, strict=True)]
     return result
+
+
+class _Groups:
+    """The groups so far, by number; a set of them is a bit mask."""
+
+    def __init__(self, most_seconds: float, most_bytes: float, alone: bool) -> None:
+        self._most_seconds, self._most_bytes, self._alone = most_seconds, most_bytes, alone
+        self.groups: list[list[Task]] = []
+        self._held: list[_Held] = []
+        self._seconds: list[float] = []
+        self._until: list[float] = []  # how long a group may last
+        self._before: list[int] = []  # the groups that one waits for, directly or not
+        self._writer: dict[int, int] = {}  # by tile
+        self._readers: dict[int, list[int]] = {}
+        self._newest: dict[int, int] = {}  # of each worker; where workers are not known, of tiny tasks
+        self._own: dict[int, int] = {}  # the groups of each worker that is known
+
+    def take(self, task: Task, time: float, exported: bool) -> None:
+        """Put the next task of the list into a group. exported: another worker waits for what it makes."""
+        direct = self._direct(task)
+        waits = 0
+        for group in direct:
+            waits |= self._before[group] | 1 << group
+        chosen = self._chosen(task, time, waits, max(direct, default=-1))
+        if chosen is None:
+            chosen = self._begin(task, time, waits)
+        self._before[chosen] |= waits & ~(1 << chosen)
+        self.groups[chosen].append(task)
+        self._held[chosen].add(task)
+        self._seconds[chosen] += time
+        if exported:
+            self._until[chosen] = min(self._until[chosen], self._seconds[chosen] + EXPORT_SECONDS)
+        for access in task.accesses:
+            tile = id(access.tile)
+            if access.mode == "R":
+                self._readers.setdefault(tile, []).append(chosen)
+            else:
+                self._writer[tile], self._readers[tile] = chosen, []
+
+    def _direct(self, task: Task) -> set[int]:
+        """The groups that have made what the task uses, or read what it overwrites."""
+        found, writer, readers = set(), self._writer, self._readers
+        for access in task.accesses:
+            tile = id(access.tile)
+            if tile in writer:
+                found.add(writer[tile])
+            if access.mode != "R" and tile in readers:
+                found.update(readers[tile])
+        return found
+
+    def _chosen(self, task: Task, time: float, waits: int, latest: int) -> int | None:
+        """The group that the task joins. latest: the newest that it depends on."""
+        known, mine, before = self._known(task), self._own.get(task.worker, 0), self._before
+        for number in (self._newest.get(task.worker) if known or time < TINY else None, latest):
+            if number is None or number < max(latest, 0) or waits & ~(before[number] | 1 << number | mine):
+                continue
+            if (known or time >= TINY) and before[number] & ~(waits | mine):  # it would wait for what others do
+                continue
+            in_time = self._seconds[number] + time <= self._until[number]
+            if in_time and _fits(self.groups[number], self._held[number], task, self._most_bytes):
+                return number
+        return None
+
+    def _begin(self, task: Task, time: float, waits: int) -> int:
+        """A new group for the task."""
+        number = len(self.groups)
+        self.groups.append([])
+        self._held.append(_Held())
+        self._seconds.append(0.0)
+        self._until.append(self._most_seconds)
+        self._before.append(waits)
+        if self._known(task):
+            self._own[task.worker] = self._own.get(task.worker, 0) | 1 << number
+        if self._known(task) or time < TINY:
+            self._newest[task.worker] = number
+        return number
+
+    def _known(self, task: Task) -> bool:
+        """Whether it is known which worker runs it."""
+        return self._alone or task.worker >= 0
 
 
 def _exported(tasks: list[Task]) -> set[int]:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from nntile_py.config.run import RunConfig
 
 MANY = 20_000  # tasks: fewer are listed, and run, in a second or two
+LONG = 5.0  # seconds to list them: worth telling
 
 
 @dataclass(frozen=True)
@@ -49,17 +50,19 @@ def coarse(config: RunConfig) -> Cut:
 
 
 def note(config: RunConfig) -> str:
-    """What to tell a user whose tiles are far too small, before minutes go by; else nothing."""
+    """What to tell, before minutes go by, a user whose tiles are far too small or who has many; else nothing."""
     own = ahead(config)
+    listing = f"to list them takes about {own.tasks * LISTING:.0f} s"
     if not own.far_too_fine:
-        return ""
+        long = LONG < own.tasks * LISTING < MOST_TASKS * LISTING
+        return f"note: {own.tasks:,} tasks a step; {listing}" if long else ""
     better = coarse(config)
     sets = " ".join(f"--set tiles.{axis}={size}" for axis, size in better.tiles.items() if own.tiles.get(axis) != size)
     told = (
         f"note: {own.tasks:,} tasks a step, {own.work * 1e6:.1f} us of arithmetic each, beside which each costs about"
         f" {own.speed.beside * 1e6:.0f} us: tiles far too small; try {sets} ({better.tasks:,} tasks)"
     )
-    return told if own.tasks > MOST_TASKS else f"{told}; going on: to list them takes about {own.tasks * LISTING:.0f} s"
+    return told if own.tasks > MOST_TASKS else f"{told}; going on: {listing}"
 
 
 def padded(config: RunConfig) -> StepSpec:

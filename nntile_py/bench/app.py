@@ -101,21 +101,30 @@ def measure_tasks(
 
 # -- one training step, beside PyTorch
 
+Config = Annotated[
+    str | None, typer.Argument(metavar="[CONFIG]", help="A YAML, of any model; its keys instead of the options' sizes.")
+]
+Peer = Annotated[
+    str | None,
+    typer.Option(
+        help="Beside ours, with commas between: torch_eager, torch_compile (torch is both); ddp, fsdp2, "
+        "fsdp2_offload: a process for each GPU of --cuda."
+    ),
+]
+Gib = Annotated[
+    float, typer.Option(help="GiB of each device, of ours 1 for kernels' workspaces. [default: all; tiles 85 %]")
+]
+Placed = Annotated[str | None, typer.Option(help="planned or scheduler. [default: planned on several GPUs]")]
+Alpha = Annotated[
+    float, typer.Option(help="Of CONFIG: mean length of the sequences, as a part of train.seq.", min=0.01, max=1)
+]
+
 
 @bench_app.command(epilog="Example: nntile bench step --layers 1 --embed 64 --heads 4 --seq 32 --vocab 512 --rounds 2")
 def step(
-    config: Annotated[
-        str | None,
-        typer.Argument(metavar="[CONFIG]", help="A YAML, of any model; its keys instead of the options' sizes."),
-    ] = None,
+    config: Config = None,
     sets: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key of it.")] = None,
-    peer: Annotated[
-        str | None,
-        typer.Option(
-            help="Beside ours, with commas between: torch_eager, torch_compile (torch is both); ddp, fsdp2, "
-            "fsdp2_offload: a process for each GPU of --cuda."
-        ),
-    ] = None,
+    peer: Peer = None,
     rounds: Annotated[int, typer.Option(help="Turns of each contestant.", min=1)] = 7,
     steps: Annotated[int, typer.Option(help="Steps in a turn.", min=1)] = 2,
     layers: int = 6,
@@ -128,22 +137,15 @@ def step(
     cuda: Annotated[int, typer.Option(help="CUDA devices; torch_* take one. 0: on the CPU")] = 0,
     dtype: Annotated[str, typer.Option(help="bf16, tf32 or fp32, on CUDA devices.")] = "bf16",
     window: Annotated[int, typer.Option(help="Most tasks in flight. 0: no bound")] = 0,
-    cuda_memory: Annotated[
-        float,
-        typer.Option(help="GiB of each device, of ours 1 for kernels' workspaces. [default: all; tiles 85 %]"),
-    ] = 0.0,
+    cuda_memory: Gib = 0.0,
     losses: Annotated[int, typer.Option(help="Report the losses of this many first steps.")] = 0,
     scheduler: str = "lws",
-    placement: Annotated[
-        str | None, typer.Option(help="planned or scheduler. [default: planned on several GPUs]")
-    ] = None,
+    placement: Placed = None,
     tiles: Annotated[str, typer.Option(help="Ours, as axis=size,...")] = "batch=1",
     attention: str = "vendor",
     accumulate: str = "chain",
     fusion: bool = True,
-    alpha: Annotated[
-        float, typer.Option(help="Of CONFIG: mean length of the sequences, as a part of train.seq.", min=0.01, max=1)
-    ] = 1.0,
+    alpha: Alpha = 1.0,
     inference: Annotated[bool, typer.Option("--inference", help="Of CONFIG: a forward pass, no step.")] = False,
     time_limit: Annotated[float, typer.Option(help="Seconds of a contestant's start, and of a turn.")] = TIME_LIMIT,
     as_json: Json = False,
@@ -151,14 +153,9 @@ def step(
     """Seconds of one training step of a GPT-2, or of CONFIG's model: forward, backward, clipping, AdamW.
 
     Of the ranks that mpirun has started, CONFIG's together."""
-    names = ["nntile"]
-    for name in peer.split(",") if peer else []:
-        names += ["torch_eager", "torch_compile"] if name == "torch" else [name]
-    for name in names[1:]:
-        if name not in PEERS:
-            raise ConfigError(f"--peer: {name!r} is not allowed; use torch (both of torch_*), {', '.join(PEERS)}")
     from nntile_py.tiles.placement import PLACEMENTS
 
+    names = ["nntile", *_peers(peer)]
     check_gpus(cuda)
     if placement not in (None, *PLACEMENTS):
         raise ConfigError(f"--placement: {placement!r} is not allowed; use {' or '.join(PLACEMENTS)}")
@@ -182,15 +179,19 @@ def step(
             return
     else:
         result = measure_step(options, names, rounds, steps)
-    if as_json:
-        print(json.dumps(result, indent=2))
-    for name in [] if as_json else names:
-        print(told(name, result[name]))
-    if "fastest_peer" in result and not as_json:
-        r = result["ratio_to_fastest_peer"]
-        print(f"ours / {result['fastest_peer']}: {r['median']:.3f} (by round {r['min']:.3f} to {r['max']:.3f})")
+    print(json.dumps(result, indent=2) if as_json else _told(result, names))
     if all("error" in result[name] for name in names):
         raise typer.Exit(1)
+
+
+def _peers(told: str | None) -> list[str]:
+    """The contestants of --peer."""
+    both = {"torch": ["torch_eager", "torch_compile"]}
+    names = [name for item in told.split(",") for name in both.get(item, [item])] if told else []
+    for name in names:
+        if name not in PEERS:
+            raise ConfigError(f"--peer: {name!r} is not allowed; use torch (both of torch_*), {', '.join(PEERS)}")
+    return names
 
 
 def _of_config(path: str, sets: list[str], names: list[str], alpha: float) -> dict[str, Any]:
@@ -209,6 +210,14 @@ def _of_config(path: str, sets: list[str], names: list[str], alpha: float) -> di
         "batch": config.train.batch * config.train.grad_accumulation, "seq": config.train.seq,
         "dtype": config.precision, "alpha": alpha,
     }  # fmt: skip
+
+
+def _told(result: dict[str, Any], names: list[str]) -> str:
+    lines = [told(name, result[name]) for name in names]
+    if "fastest_peer" in result:
+        r = result["ratio_to_fastest_peer"]
+        lines.append(f"ours / {result['fastest_peer']}: {r['median']:.3f} (by round {r['min']:.3f} to {r['max']:.3f})")
+    return "\n".join(lines)
 
 
 def told(name: str, row: dict[str, Any]) -> str:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,7 +17,8 @@ from nntile_py.errors import ConfigError
 from nntile_py.system.load import cores
 from nntile_py.system.machine import machine
 
-MODELS = {  # layers, embed, heads: GPT-2's, then GPT-3's (Brown et al. 2020)
+SHAPE = ("layers", "embed", "heads")
+MODELS = {  # their SHAPE: GPT-2's, then GPT-3's (Brown et al. 2020)
     "tiny": (2, 32, 2), "124M": (12, 768, 12), "355M": (24, 1024, 16), "774M": (36, 1280, 20), "XL": (48, 1600, 25),
     "2.7B": (32, 2560, 32), "6.7B": (32, 4096, 32), "13B": (40, 5120, 40),
 }  # fmt: skip
@@ -47,13 +49,8 @@ def capacity(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """The largest GPT that trains within a limit of GPU memory, and how fast."""
-    names = contestants.split(",")
-    for name in names:
-        if name not in ("nntile", *PEERS):
-            raise ConfigError(f"--contestants: {name!r} is not allowed; use nntile, {', '.join(PEERS)}")
-    for model in models.split(","):
-        if model not in MODELS:
-            raise ConfigError(f"--models: {model!r} is not allowed; use {', '.join(MODELS)}")
+    names = _allowed("--contestants", contestants, ["nntile", *PEERS])
+    order = sorted(_allowed("--models", models, MODELS), key=list(MODELS).index)
     check_gpus(cuda)
     gpus = processes({"cuda": cuda})
     batch = batch or 4 * gpus
@@ -67,40 +64,54 @@ def capacity(
     result = {"options": base, "rows": rows, **machine()}
     if not as_json:
         print(f"{HEAD}\n{'|---' * 7}|", flush=True)
-    order = sorted(models.split(","), key=list(MODELS).index)
     filling = [_parameters(model, vocab) * STATE_BYTES <= gpus * cuda_memory * 2**30 for model in order]
     first = max(sum(filling) - 1, 0) if search else 0
+    for row in _tried(names, order, first, base, rounds, host_memory, budget):
+        rows.append(row)
+        if not as_json:
+            print(_line(row), flush=True)
+        if out:
+            out.with_suffix(".json").write_text(json.dumps(result, indent=2) + "\n")
+            out.with_suffix(".md").write_text("\n".join([HEAD, "|---" * 7 + "|", *map(_line, rows), ""]))
+    if as_json:
+        print(json.dumps(result, indent=2))
+
+
+def _allowed(option: str, told: str, names: Collection[str]) -> list[str]:
+    """Of an option with commas between."""
+    for name in told.split(","):
+        if name not in names:
+            raise ConfigError(f"{option}: {name!r} is not allowed; use {', '.join(names)}")
+    return told.split(",")
+
+
+def _tried(
+    names: Sequence[str], models: Sequence[str], first: int, base: dict[str, Any], rounds: int,
+    host_memory: float, budget: float,
+) -> Iterator[dict[str, Any]]:
+    """A row for each contestant and model, the contestants by turns, so that `budget` cuts off all alike."""
     trains: dict[str, dict[str, bool]] = {name: {} for name in names}
     unknown: set[str] = set()  # contestants of which one was too slow to tell
-    start = time.monotonic()
+    end = time.monotonic() + (budget or math.inf)
     while turns := [
-        (name, of) for name in names if name not in unknown and (of := next_model(order, first, trains[name]))
+        (name, of) for name in names if name not in unknown and (of := next_model(models, first, trains[name]))
     ]:
-        for name, model in turns:  # the contestants by turns, so that `budget` cuts off all alike
-            row: dict[str, Any] = {"model": model, "contestant": name, "parameters": _parameters(model, vocab)}
+        for name, model in turns:
+            row: dict[str, Any] = {"model": model, "contestant": name, "parameters": _parameters(model, base["vocab"])}
             host = HOST_BYTES.get(name, 0) * row["parameters"] / 2**30
-            if 0 < budget < time.monotonic() - start:
+            if time.monotonic() > end:
                 row["error"] = f"not tried: {budget:g} s were over"
             elif 0 < host_memory < host:
                 row["error"] = f"not tried: may need {host:.0f} GiB of main memory"
             else:
-                layers, embed, heads = MODELS[model]
-                shape = {"layers": layers, "embed": embed, "heads": heads}
-                row |= measure_step(base | shape, [name], rounds, 1)[name]
+                row |= measure_step(base | dict(zip(SHAPE, MODELS[model], strict=True)), [name], rounds, 1)[name]
             error = row.get("error", "")
             trains[name][model] = not error
             if NO_ANSWER in error:
                 unknown.add(name)
-            rows.append(row)
-            if not as_json:
-                print(_line(row), flush=True)
-            if out:
-                out.with_suffix(".json").write_text(json.dumps(result, indent=2) + "\n")
-                out.with_suffix(".md").write_text("\n".join([HEAD, "|---" * 7 + "|", *map(_line, rows), ""]))
-        if 0 < budget < time.monotonic() - start:
+            yield row
+        if time.monotonic() > end:
             break
-    if as_json:
-        print(json.dumps(result, indent=2))
 
 
 def next_model(models: Sequence[str], first: int, trains: dict[str, bool]) -> str | None:

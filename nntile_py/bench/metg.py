@@ -130,7 +130,7 @@ def _calibrate(tile: Any) -> float:
     count, last = 1000, 0.0
     while (last := min(_program([tile], count)() for _ in range(5))) < 2e-3:
         count *= 4
-    count = round(count * 20e-3 / last)
+    count = max(1, round(count * 20e-3 / last))
     run = _program([tile], count)
     return min(run() for _ in range(10)) / count
 

@@ -74,7 +74,8 @@ def train(
         bool, typer.Option("--resume", help="Go on from the newest whole checkpoint of the run, in its folder.")
     ] = False,
     rescue: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Where to save if the run's folder has no room at the end.")
+        Path | None,
+        typer.Option(metavar="DIR", help="Where the run goes if its folder has no room at the start, or at the end."),
     ] = None,
 ) -> None:
     """Train the model that CONFIG describes."""

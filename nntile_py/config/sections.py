@@ -177,7 +177,8 @@ class Checkpoint(Section):
     every: Interval | None = "10min"
     """Updates, or the time, between two checkpoints; null: only at the end, or when the run is stopped."""
     keep: Count = 3
-    """How many are kept, the newest; older ones are removed."""
+    """How many are kept, the newest; older ones are removed. Where the disk has no room for a new one beside them it is
+    fewer, but the newest whole one stays until the new one is whole."""
     keep_every: Count | None = None
     """Those after a multiple of this many updates are kept for good; null: none."""
     async_: Switch = Field(default=True, alias="async")

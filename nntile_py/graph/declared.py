@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from nntile_py.errors import ConfigError
+from nntile_py.errors import ConfigError, MissingWeight
 from nntile_py.tasks.op import Tensor
 from nntile_py.typed import typed_fields
 
@@ -68,7 +68,7 @@ class Source:
     def check(self, weights: Weights) -> None:
         """Raises ConfigError where the weight is missing, of another shape, or of no floating-point numbers."""
         if self.weight not in weights:
-            raise ConfigError(f"model: weight {self.weight} is missing")
+            raise MissingWeight(f"model: weight {self.weight} is missing")
         if (shape := np.shape(weights[self.weight])) != self.shape:
             raise ConfigError(f"model: weight {self.weight} has shape {shape}, expected {self.shape}")
         if (dtype := np.asarray(weights[self.weight]).dtype) not in (np.float16, np.float32, np.float64):

@@ -12,9 +12,9 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from nntile_py.errors import ConfigError
+from nntile_py.errors import ConfigError, MissingWeight
 from nntile_py.execution.runtime import Runtime
-from nntile_py.inference.encoder import Encoder
+from nntile_py.inference.encoder import OUTPUTS, Encoder
 from nntile_py.inference.texts import read_texts
 from nntile_py.system.folders import replaced
 
@@ -35,7 +35,13 @@ def encode_file(
     cpus, cuda = workers
     runtime = Runtime(cpus=cpus, cuda=cuda)
     texts = read_texts(source, key)
-    encoder = Encoder.from_hf(folder, output, **how)
+    try:
+        encoder = Encoder.from_hf(folder, output, **how)
+    except MissingWeight as error:
+        if output in ("hidden", "mean"):  # which every model has
+            raise
+        others = ", ".join(one for one in OUTPUTS if one != output)
+        raise ConfigError(f"--output: {output} needs what is not there: {error}; allowed: {others}") from None
     if encoder.of_tokens and out.suffix == ONE_ARRAY:
         raise ConfigError(f"--out: {out} holds one array; allowed with --output {output}: {', '.join(NAMED)}")
     begun = time.perf_counter()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -225,12 +226,23 @@ def at_least_seen(peak: Peak, trace: Trace, kind: str) -> Peak:
     return replace(peak, flop=float(rates[best]), source=source)
 
 
-def measure_cpu(workers: int, precision: str) -> Peak:
-    """Of one CPU worker while all of them are at it: a GEMM, and a copy that no cache holds. Takes half a second.
+def best_of(work: Callable[[], object], seconds: float = 0.2) -> tuple[float, float, float]:
+    """Of calls for so long, one at least: seconds of the best, or of all by the processor time that they took, which
+    leaves out the time of other processes; seconds of all together; processor time of this thread for them."""
+    times: list[float] = []
+    start, own = time.perf_counter(), time.thread_time()
+    now = start
+    while not times or now < start + seconds:  # a thread may wait for its core as long as that
+        work()
+        times.append(time.perf_counter() - now)
+        now = time.perf_counter()
+    own = time.thread_time() - own
+    return min(*times, own / len(times) or np.inf), now - start, own
 
-    The best call, or all calls by the processor time that they took, which leaves out the time of other processes."""
+
+def measure_cpu(workers: int, precision: str) -> Peak:
+    """Of one CPU worker while all of them are at it: a GEMM, and a copy that no cache holds. Takes half a second."""
     import threading
-    import time
 
     import torch
 
@@ -250,14 +262,9 @@ def measure_cpu(workers: int, precision: str) -> Peak:
         for work, amount in works:
             work()
             barrier.wait()
-            times: list[float] = []
-            start, cpu = time.perf_counter(), time.thread_time()
-            while (now := time.perf_counter()) < start + 0.2:
-                work()
-                times.append(time.perf_counter() - now)
-            took = time.thread_time() - cpu
-            best.append(amount / min(*times, took / len(times) or np.inf, np.inf))
-            wall, own = wall + time.perf_counter() - start, own + took
+            seconds, took, mine = best_of(work)
+            best.append(amount / seconds)
+            wall, own = wall + took, own + mine
         found.append((best[0], best[1], own / wall))
 
     threads = [threading.Thread(target=run) for _ in range(workers)]

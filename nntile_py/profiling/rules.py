@@ -206,21 +206,39 @@ IN_BLOCKS = {
 }
 
 
+DOUBT = "Only if a quiet machine shows it, too: "
+
+
 def report(summary: Summary) -> list[dict[str, str]]:
-    """For summary.json: the findings, one explanation of the idle time, or that there is none."""
-    result, idle_explained = [], False
+    """For summary.json: the findings, one explanation of the idle time, or that there is none.
+
+    What asks for larger tiles is left out beside what asks for smaller ones; advice from times that other processes
+    have made longer says so."""
+    result, idle_explained = [], ""
     for found in findings(summary):
         if found.rule in EXCLUSIVE:
             if idle_explained:
                 continue
-            idle_explained = True
+            idle_explained = found.rule
+        if found.rule == "low-roofline" and idle_explained == "few-tiles":
+            continue
         if not summary["tiles"]:
             found = replace(found, advice=IN_BLOCKS.get(found.rule, found.advice))
+        if _doubtful(found.rule, summary):
+            found = replace(found, advice=DOUBT + found.advice)
         result.append(found.to_dict())
     if not result:
         busy = f"Workers compute {_share(summary, 'working'):.0%} of the time and no operator stands out."
         result.append(Finding("none", busy, "Nothing to change that this profile would show.").to_dict())
     return result
+
+
+def _doubtful(rule: str, s: Summary) -> bool:
+    """Whether others may be why a rule holds: they had the cores while the steps ran, or as the peak was measured."""
+    if rule == "busy-machine" or (rule == "short-tasks" and _too_fine(s)):
+        return False
+    busy = is_busy((s.get("load") or {}).get("others"))
+    return busy or (rule == "low-roofline" and busy_machine(s) is not None)
 
 
 def _share(s: Summary, name: str) -> float:

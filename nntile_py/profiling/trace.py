@@ -147,7 +147,8 @@ class Trace:
         """From the first submission to the last end, messages included."""
         first = min((m.posted for both in self.messages for m in (both.send, both.receive)), default=self.submit.min())
         last = max((m.ended for both in self.messages for m in (both.send, both.receive)), default=self.released.max())
-        return int(min(first, self.submit.min())), int(max(last, self.released.max()))
+        begin = int(min(first, self.submit.min()))
+        return begin, max(int(max(last, self.released.max())), begin + 1)  # shares of it are told
 
     @property
     def rank(self) -> Ints:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from nntile_py.analysis.ahead import ahead, coarse
+from nntile_py.analysis.ahead import ahead, coarse, note
 from nntile_py.analysis.plan import Estimate, estimate
 from nntile_py.analysis.workloads import build
 from nntile_py.config.run import RunConfig, load
@@ -77,6 +77,8 @@ def search(path: Path, sets: list[str], budget: int, console: Console) -> Search
         start.update(coarse(config).tiles)
         told = f"the config's own tiles make {now.tasks:,} tasks a step, far too many to measure; beginning at others"
         console.print(told, highlight=False)
+    elif told := note(config):
+        console.print(f"{told}, for each of the tilings", highlight=False)
     whole: Tiles = dict.fromkeys(AXES)
     starts = [start, whole, whole | {"batch": _tile(config.train.batch, config.workers)}]
     with console.status("planning tilings"):

@@ -193,5 +193,5 @@ def _operators(config: RunConfig, how: Measure) -> dict[str, Any]:
     result = {"seconds": total["seconds"]}
     for name, entry in classes.items():
         result |= {f"{name} {key}": value for key, value in entry.items()}
-        result |= {f"{name} % {key}": 100 * value / total[key] for key, value in entry.items()}
+        result |= {f"{name} % {key}": 100 * value / (total[key] or 1.0) for key, value in entry.items()}
     return result

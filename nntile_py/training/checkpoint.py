@@ -29,6 +29,7 @@ from nntile_py.system.folders import exchange, read, sync
 from nntile_py.system.version import VERSION
 
 FORMAT = 1
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 MODEL, CONFIG, OPTIMIZER, TOKENIZER, STATE = (
     "model.safetensors", "config.json", "optimizer.safetensors", "tokenizer.json", "state.json",
 )  # fmt: skip
@@ -190,10 +191,31 @@ def set_aside(run: Path, after: int) -> list[Path]:
 def prune(run: Path, keep: int, keep_every: int | None) -> None:
     """Remove all but the newest `keep` and those of every `keep_every` steps."""
     for step, folder in [*found(run)][keep:]:
-        if not (keep_every and step % keep_every == 0):
-            going = folder.with_name(f".{folder.name}.tmp{os.getpid()}")  # a kill leaves no part of it under its name
-            folder.rename(going)
-            shutil.rmtree(going, ignore_errors=True)
+        if not _for_good(step, keep_every):
+            remove(folder)
+
+
+def spare(run: Path, newest: int | None, keep_every: int | None) -> list[tuple[int, Path]]:
+    """Checkpoints that may go where the disk has no room for a new one, the oldest first; newest: the step of the one
+    that is known to be whole, which stays; None: all stay."""
+    old = [(step, path) for step, path in found(run) if newest is not None and step < newest]
+    return [(step, path) for step, path in reversed(old) if not _for_good(step, keep_every)]
+
+
+def _for_good(step: int, keep_every: int | None) -> bool:
+    return bool(keep_every) and step % (keep_every or 1) == 0
+
+
+def remove(folder: Path) -> None:
+    """A checkpoint; a kill meanwhile leaves no part of it under its name."""
+    going = folder.with_name(f".{folder.name}.tmp{os.getpid()}")
+    folder.rename(going)
+    shutil.rmtree(going, ignore_errors=True)
+
+
+def room_of(folder: Path) -> int:
+    """Bytes that the disk has more when the folder is gone: a file with another link stays."""
+    return sum(file.stat().st_size for file in folder.iterdir() if file.stat().st_nlink == 1)
 
 
 # -- reading

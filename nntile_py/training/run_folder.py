@@ -36,6 +36,8 @@ class RunFolder:
         if replaces and self.out.is_dir():
             self._locks.append(_locked(self.out))
             self.path = self.out.with_name(f"{self.out.name}.new")
+        self._fresh = new or self.path != self.out  # what is in it, this run has made
+        self._made = not self.path.exists()
         self.path.mkdir(parents=True, exist_ok=True)
         self._locks.append(_locked(self.path))
         if new and any(self.path.iterdir()):
@@ -50,6 +52,14 @@ class RunFolder:
         """Let others train into it."""
         while self._locks:
             os.close(self._locks.pop())
+
+    def give_up(self) -> None:
+        """The run cannot begin here: leave nothing of it behind."""
+        for name in OWN if self._fresh else ():
+            _remove(self.path / name)
+        if self._made:
+            self.path.rmdir()
+        self.close()
 
     def settle(self) -> None:
         """There is a checkpoint: take the place of the earlier run. What is not a run's in its folder stays there."""
@@ -87,6 +97,15 @@ def _locked(folder: Path) -> int:
     return lock
 
 
+def check_place(option: str, folder: Path) -> None:
+    """Raise ConfigError for a folder among the checkpoints of a run, which comes and goes with them."""
+    whole = Path(os.path.realpath(folder))
+    for above in (whole, *whole.parents):
+        if above.name == "checkpoints" and (above.parent / METRICS).is_file():
+            where = f"lies in the checkpoints of the run {above.parent}"
+            raise ConfigError(f"{option}: {folder} {where}; allowed: a folder outside of them")
+
+
 def check_alone(out: Path) -> None:
     """Raise ConfigError while another process trains into the folder."""
     if out.is_dir():
@@ -119,11 +138,11 @@ def _remove(path: Path) -> None:
 class Metrics:
     """metrics.jsonl, a line for each step. A line that has no room on the disk is kept, and written when there is some.
 
-    after: of a run that goes on, the lines up to this step stay."""
+    after: of a run that goes on, the lines up to this step stay; they are in the folder `earlier`."""
 
-    def __init__(self, run: Path, after: int, tell: Callable[[str], None]) -> None:
+    def __init__(self, run: Path, after: int, tell: Callable[[str], None], earlier: Path | None = None) -> None:
         self._path = run / METRICS
-        self.lines = [line for line in _read(self._path) if line["step"] <= after] if after else []
+        self.lines = [one for one in _read((earlier or run) / METRICS) if one["step"] <= after] if after else []
         replace_file(self._path, "".join(json.dumps(line) + "\n" for line in self.lines))
         self._file, self._left, self._tell, self._full = self._path.open("ab", buffering=0), b"", tell, False
 

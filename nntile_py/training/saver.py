@@ -37,6 +37,7 @@ class Saver:
         self._copies: bool | None = None  # of weights and averages are made; None: not known yet
         self._reported = self._good = trainer.steps  # the last in the metrics; the last that was not skipped
         self._ended = self._abandoned = False
+        self._gone: list[int] = []  # steps whose checkpoints made room for this one, and it is not told yet
         self.newest: int | None = None  # the step of the newest whole checkpoint
         self._begun = time.monotonic()
 
@@ -145,9 +146,7 @@ class Saver:
         try:
             if (run / METRICS).is_file():
                 sync(run / METRICS)
-            state = live.state()
-            checkpoint.check_space(run, state)
-            checkpoint.write(checkpoint.folder_of(run, live.step), state, self._files, self._facts)
+            self._put(live, run)
             self.newest = live.step
             checkpoint.prune(run, self._how.keep, self._how.keep_every)
         except Exception as error:  # told by the main thread; training goes on
@@ -155,11 +154,29 @@ class Saver:
         finally:
             live.end()
 
+    def _put(self, live: Live, run: Path) -> None:
+        """Where there is no room, older ones than the newest whole one go, the oldest first; none goes in vain."""
+        state, spare = live.state(), checkpoint.spare(run, self.newest, self._how.keep_every)
+        checkpoint.check_room(run, state.bytes - sum(checkpoint.room_of(folder) for _, folder in spare))
+        while True:
+            try:
+                checkpoint.check_space(run, state)
+                checkpoint.write(checkpoint.folder_of(run, live.step), state, self._files, self._facts)
+                return
+            except OSError as error:
+                if error.errno not in checkpoint.NO_ROOM or not spare:
+                    raise
+            step, folder = spare.pop(0)
+            checkpoint.remove(folder)
+            self._gone.append(step)
+
     def _join(self) -> None:
         if self._thread:
             with suppress(RuntimeError):  # a Ctrl-C came as it was started; if it starts yet, it is told to end
                 self._thread.join()
             self._thread = None
+        while self._gone:
+            self._tell(f"checkpoint of step {self._gone.pop(0)} removed: the disk had no room for that of {self._step}")
         if self.newest is not None:
             self.folder.settle()
 

@@ -193,6 +193,7 @@ PYBIND11_MODULE(_core, m) {
   m.def("wait_all", wait_all, release());
   m.def("check", check, release());
   m.def("advise", advise);
+  m.def("be_patient", be_patient);
   m.def("memory_used", memory_used);
   m.def("cpu_workers", cpu_workers);
   m.def("cuda_workers", cuda_workers);

@@ -43,6 +43,7 @@ std::vector<std::string> schedulers();
 void on_idle(std::function<void()> hook);  // called now and then by whoever waits; may throw to end the wait
 void stop();
 void advise(const std::string& text);  // what to say beside the watchdog's own words
+void be_patient(int64_t no_room, int64_t still, int64_t in_vain);  // the watchdog: seconds; for tests
 bool running();
 void drop_python_tasks();  // until the runtime stops: those that have not begun are not run
 void wait_all();  // throws TaskError if a task failed

@@ -8,9 +8,9 @@
 namespace nntile {
 namespace {
 
-constexpr auto kNoRoom = std::chrono::seconds(10);   // nothing moves, and a tile waits for room that is not there
-constexpr auto kStill = std::chrono::seconds(120);   // nothing moves, whatever the cause
-constexpr auto kInVain = std::chrono::seconds(600);  // no task ends, though tiles move or others have the cores
+std::chrono::seconds g_no_room{10};  // nothing moves, and a tile waits for room that is not there
+std::chrono::seconds g_still{120};   // nothing moves, whatever the cause
+std::chrono::seconds g_in_vain{600};  // no task ends, though tiles move or others have the cores
 
 std::mutex g_mutex;
 std::string g_advice;
@@ -83,6 +83,12 @@ void advise(const std::string& text) {
   g_advice = text;
 }
 
+void be_patient(int64_t no_room, int64_t still, int64_t in_vain) {
+  g_no_room = std::chrono::seconds(no_room);
+  g_still = std::chrono::seconds(still);
+  g_in_vain = std::chrono::seconds(in_vain);
+}
+
 Transfers transfers(int bus) {
   static std::map<int, Transfers> sums;
   const std::lock_guard lock(g_mutex);
@@ -111,13 +117,13 @@ void Watchdog::look() {
   if (moved != moved_) still_ = {};
   moved_ = std::move(moved);
   // A transfer is counted when it starts and its memory when it ends: one to a slow disk looks like none.
-  const auto no_room = starpu_disk_swap_node >= 0 ? kStill : kNoRoom;
+  const auto no_room = starpu_disk_swap_node >= 0 ? g_still : g_no_room;
   if (still_ > no_room)
     if (auto lack = lack_of_room(); !lack.empty()) stuck("out of memory: no task could start", no_room, lack);
   if (early && still_ >= second) queued_ = queued();
-  if (still_ > kStill && queued() - queued_ > kStill / 2) still_ = {};  // starved: wait on, as long as for moving tiles
-  if (still_ > kStill) stuck("no progress: no task ended and no tile moved", kStill, "");
-  if (in_vain_ > kInVain) stuck("no progress: no task ended", kInVain, "");
+  if (still_ > g_still && queued() - queued_ > g_still / 2) still_ = {};  // starved: wait on, as long as for moving tiles
+  if (still_ > g_still) stuck("no progress: no task ended and no tile moved", g_still, "");
+  if (in_vain_ > g_in_vain) stuck("no progress: no task ended", g_in_vain, "");
 }
 
 }  // namespace nntile

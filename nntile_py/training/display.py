@@ -1,0 +1,75 @@
+"""What a user sees of a run's steps."""
+
+from __future__ import annotations
+
+from collections import deque
+from types import TracebackType
+from typing import Any, Self
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import BarColumn, Progress, TextColumn
+from rich.text import Text
+
+from nntile_py.config.run import RunConfig
+from nntile_py.training.trainer import Trainer
+
+
+class Display:
+    """What a user sees of the steps: a line now and then, and on a terminal a live one below them."""
+
+    def __init__(self, console: Console, config: RunConfig, trainer: Trainer) -> None:
+        self._console, self._train, self._trainer = console, config.train, trainer
+        self._times: deque[tuple[float, float]] = deque(maxlen=20)  # seconds, tokens
+        self._held_out = ""
+        self.skipped = 0  # steps
+        columns = TextColumn("step {task.completed}/{task.total}"), BarColumn(None), TextColumn("{task.fields[left]}")
+        self._progress = Progress(*columns, expand=True)
+        self._task = self._progress.add_task("", total=config.train.steps, left="")
+        self._live = Live(self._progress, console=console, refresh_per_second=4)
+
+    def __enter__(self) -> Self:
+        if self._console.is_terminal:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._live.stop()
+
+    def show(self, line: dict[str, Any]) -> None:
+        """Take in one line of the metrics."""
+        step, steps = line["step"], self._train.steps
+        self._times.append((line["step_time_s"], line["tokens_per_s"] * line["step_time_s"]))
+        seconds, tokens = (sum(values) for values in zip(*self._times, strict=True))
+        per_step, filled = seconds / len(self._times), tokens / len(self._times) / self._trainer.tokens_per_step
+        if "held_out_loss" in line:
+            self._held_out = f"held-out loss {line['held_out_loss']:.4f}  "
+            if "accuracy" in line:
+                self._held_out += f"accuracy {line['accuracy']:.3f}  F1 {line.get('f1', line['f1_macro']):.3f}  "
+        left = round(per_step * (steps - step))
+        left_text = f"{left // 3600}:{left // 60 % 60:02}:{left % 60:02} left"
+        skipped = "skipped, its gradient norm is not below train.skip_above_norm: " if "skipped" in line else ""
+        self.skipped += "skipped" in line
+        learnt = f"{skipped}loss {line['loss']:.4f}  grad norm {line['grad_norm']:.3g}  lr {line['lr']:.2e}"
+        speed = (
+            f"{tokens / seconds:,.0f} tokens/s"
+            f"  {filled * self._trainer.flop_per_step / per_step / 1e12:.3g} TFLOP/s"
+            f"  memory {size(self._trainer.memory_bytes())}"
+        )
+        if step == 1 or step % self._train.log_every == 0 or line.keys() & {"held_out_loss", "skipped"}:
+            now = self._held_out if "held_out_loss" in line else ""
+            # A terminal has the rest in the live lines, and may be 80 columns wide.
+            rest = "" if self._console.is_terminal else f"  {speed}  {left_text}"
+            say(self._console, f"step {step}/{steps}  {now}{learnt}{rest}")
+        self._progress.update(self._task, completed=step, left=left_text)
+        self._live.update(Group(self._progress, Text(f"{self._held_out}{learnt}\n{speed}")))
+
+
+def size(count: int) -> str:
+    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
+
+
+def say(console: Console, text: str) -> None:
+    console.print(text, soft_wrap=True, markup=False, highlight=False)

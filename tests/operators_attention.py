@@ -1,0 +1,167 @@
+"""Rows of attention and of what it is made of: see operators.py."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from nntile_py import tasks as ops
+from nntile_py.tasks import Op, Tensor
+from nntile_py.tasks.attention_operands import Operands
+from nntile_py.tasks.mask import Mask
+from nntile_py.testing import Case, Maker, Values, of, offsets, padding
+
+_HEADS = "batch heads seq head_dim"
+_SCORES = "batch heads seq key"
+
+
+def rotary(axes: str, inverse: bool = False) -> Callable[[Case], Op]:
+    def row(case: Case) -> Op:
+        case.sizes["head_dim"] += case.sizes["head_dim"] % 2
+        case.sizes["rotary"] = case.sizes["head_dim"]
+        table = case.x("seq rotary", angles, case.wide)
+        return case.add(ops.Rotary(case.x(axes), table, case.y(axes), inverse))
+
+    return row
+
+
+def angles(rng: np.random.Generator, shape: tuple[int, ...], values: Values) -> Any:
+    return ops.rotary_table(shape[1], shape[0], 10000.0)
+
+
+def softmax(mask: Mask) -> Callable[[Case], Op]:
+    return lambda case: case.add(ops.Softmax(case.x(_SCORES, band=mask.band), case.y(_SCORES, band=mask.band), mask))
+
+
+def softmax_of_data(axes: str, *, segments: bool = False, **band: Any) -> Any:
+    """A softmax masked by padding or by segments."""
+
+    def row(case: Case) -> Op:
+        data = case.x("sequences", offsets(case.sizes["seq"]), "int64") if segments else None
+        keys = None if segments else case.x("batch key", padding, "int16" if band.get("causal") else "int64")
+        mask = Mask(padding=keys, segments=data, **band)
+        return case.add(ops.Softmax(case.x(axes, band=mask.band), case.y(axes, band=mask.band), mask))
+
+    return row
+
+
+def softmax_grad(mask: Mask) -> Callable[[Case], Op]:
+    def row(case: Case) -> Op:
+        scores = case.x(_SCORES, band=mask.band)
+        p = case.x(_SCORES, of(ops.Softmax(scores, scores, mask), 0), band=mask.band)
+        dp = case.x(_SCORES, band=mask.band)
+        return case.add(ops.SoftmaxGrad(p, dp, case.y(_SCORES, band=mask.band)))
+
+    return row
+
+
+PACKED = ["qkv batch heads seq head_dim"]
+SEPARATE = [_HEADS] * 3
+BY_SEQ = ["batch seq heads head_dim"] * 3
+
+
+def operands(tensors: list[Tensor]) -> Operands:
+    q, k, v = tensors if len(tensors) == 3 else ((tensors[0], part) for part in range(3))
+    return Operands(q, k, v)
+
+
+def attention(qkv: list[str], form: str, causal: bool) -> Callable[[Case], Op]:
+    def row(case: Case) -> Op:
+        out, lse = case.y(qkv[0].replace("qkv", "")), case.y("batch heads seq")
+        inputs = operands([case.x(axes) for axes in qkv])
+        return case.add(ops.Attention(inputs, out, lse, mask=Mask(causal), backend=form))
+
+    return row
+
+
+def attention_grad(qkv: list[str], form: str, causal: bool, do: str = _HEADS) -> Callable[[Case], Op]:
+    def row(case: Case) -> Op:
+        inputs, out = operands([case.x(axes) for axes in qkv]), qkv[0].replace("qkv", "")
+        free = ops.Attention(inputs, case.temp(out), case.temp("batch heads seq"), mask=Mask(causal), backend=form)
+        o, lse = case.x(out, of(free, 0)), case.x("batch heads seq", of(free, 1), case.wide)
+        forward = ops.Attention(inputs, o, lse, mask=Mask(causal), backend=form)
+        return case.add(ops.AttentionGrad(forward, case.x(do), [case.y(axes) for axes in qkv]))
+
+    return row
+
+
+def relative(products: str = "queries keys", axes: str = _SCORES, gradient: bool = False, rows: int = 5) -> Any:
+    """Scores with what `products` names, or the gradient; of index `rows` rows at most."""
+
+    def row(case: Case) -> Op:
+        case.sizes |= {"distance": case.sizes["seq"] + case.sizes["key"] - 1, "relative": rows}
+        index, scores = case.x("distance", rising_rows(rows), "int64"), case.x(axes)
+        named = {"queries": axes.replace("key", "relative"), "keys": axes.replace("seq ", "") + " relative"}
+        made = [case.x(named[one]) if one in products else None for one in named]
+        out = Tensor("y", scores.axes, scores.shape, scores.dtype, storage=scores)
+        forward = ops.RelativeScores(scores, index, *made, out)
+        if not gradient:
+            return case.add(forward)
+        return case.add(ops.RelativeScoresGrad(forward, scores, [case.like(t) for t in made if t]))
+
+    return row
+
+
+def rising_rows(rows: int) -> Maker:
+    """Rows that never fall, the first and the last of several distances."""
+    return lambda rng, shape, values: np.sort(np.clip(rng.integers(-1, rows + 1, shape), 0, rows - 1))
+
+
+def repeat(gradient: bool) -> Callable[[Case], Op]:
+    """Two key heads, cut where the heads are; tiles of heads need not fit them: test_attention.py has those."""
+
+    def row(case: Case) -> Op:
+        case.whole, case.sizes["kv_heads"], case.sizes["heads"] = {"heads"}, 2, 6
+        many, few = "batch heads seq head_dim", "batch kv_heads seq head_dim"
+        if gradient:
+            return case.add(ops.AttentionRepeatGrad(case.x(many), case.y(few)))
+        return case.add(ops.AttentionRepeat(case.x(few), case.y(many)))
+
+    return row
+
+
+ROWS: dict[str, Callable[[Case], Any]] = {
+    "Rotary": rotary("batch seq heads head_dim"),
+    "Rotary inverse": rotary("batch seq heads head_dim", inverse=True),
+    "Rotary of heads": rotary(_HEADS),
+    "Rotary columns first": rotary("heads head_dim batch seq"),
+    "Rotary of positions last": rotary("head_dim seq", inverse=True),
+    "Softmax": softmax(Mask()),
+    "Softmax causal": softmax(Mask(causal=True)),
+    "Softmax window": softmax(Mask(window=3)),
+    "Softmax two-sided window": softmax(Mask(window=2, two_sided=True)),
+    "Softmax padding two-sided window": softmax_of_data("batch seq key", window=2, two_sided=True),
+    "Softmax segments two-sided window": softmax_of_data(_SCORES, segments=True, window=2, two_sided=True),
+    "Softmax padding": softmax_of_data(_SCORES),
+    "Softmax padding causal": softmax_of_data("heads batch seq key", causal=True),
+    "Softmax padding window": softmax_of_data("batch seq key", window=3),
+    "Softmax segments": softmax_of_data("heads seq key", segments=True),
+    "Softmax segments window": softmax_of_data(_SCORES, segments=True, window=2),
+    "SoftmaxGrad": softmax_grad(Mask()),
+    "SoftmaxGrad causal": softmax_grad(Mask(causal=True)),
+    "SoftmaxGrad window": softmax_grad(Mask(window=3)),
+    "RelativeScores": relative(),
+    "RelativeScores of queries": relative("queries", "heads batch seq key"),
+    "RelativeScores of keys": relative("keys", "seq key"),
+    "RelativeScores of many rows": relative(rows=40),
+    "RelativeScoresGrad": relative(gradient=True),
+    "RelativeScoresGrad of queries": relative("queries", "seq key", gradient=True),
+    "RelativeScoresGrad of keys": relative("keys", "heads batch seq key", gradient=True),
+    "RelativeScoresGrad of many rows": relative(rows=40, gradient=True),
+    "SoftmaxGrad two-sided window": softmax_grad(Mask(window=2, two_sided=True)),
+    "AttentionRepeat": repeat(gradient=False),
+    "AttentionRepeatGrad": repeat(gradient=True),
+}
+for _form, _causal in itertools.product(("vendor", "merge", "flash"), (False, True)):
+    for _layout, _qkv in (("packed", PACKED), ("separate", SEPARATE)):
+        _name = f"{_form} {_layout}{' causal' if _causal else ''}"
+        ROWS[f"Attention {_name}"] = attention(_qkv, _form, _causal)
+        ROWS[f"AttentionGrad {_name}"] = attention_grad(_qkv, _form, _causal)
+for _form in ("vendor", "merge", "flash"):
+    ROWS[f"Attention {_form} by seq"] = attention(BY_SEQ, _form, True)
+    ROWS[f"AttentionGrad {_form} by seq"] = attention_grad(BY_SEQ, _form, True, BY_SEQ[0])
+ROWS["Attention packed in the middle"] = attention(["batch seq qkv heads head_dim"], "merge", True)
+ROWS["AttentionGrad packed in the middle"] = attention_grad(["batch seq qkv heads head_dim"], "merge", True)

@@ -1,0 +1,147 @@
+"""Rows of losses and of what updates weights: see operators.py."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from nntile_py import tasks as ops
+from nntile_py.tasks import Op, Tensor
+from nntile_py.testing import Array, Case, Maker, Values, low_bits, normal, of, positive
+
+
+def cross_entropy(axes: str) -> Callable[[Case], Op]:
+    def row(case: Case) -> Op:
+        logits = case.x(axes)
+        lse = case.y(" ".join(logits.axes[:-1]), case.wide)
+        return case.add(ops.CrossEntropy(logits, case.label(logits, ignored=0.3), case.y("one", "fp64"), lse))
+
+    return row
+
+
+def cross_entropy_fused(axes: str) -> Callable[[Case], None]:
+    def row(case: Case) -> None:
+        case.whole = {"vocab"}
+        forward = cross_entropy(axes)(case)
+        logits, labels = forward.inputs
+        out = Tensor("logits_grad", logits.axes, logits.shape, logits.dtype, storage=logits)
+        grad = case.add(ops.CrossEntropyGrad(logits, labels, forward.outputs[1], out))
+        assert isinstance(forward, ops.CrossEntropy) and isinstance(grad, ops.CrossEntropyGrad)
+        forward.fused, grad.fused = grad, True
+
+    return row
+
+
+def cross_entropy_grad(axes: str) -> Callable[[Case], Op]:
+    def row(case: Case) -> Op:
+        logits = case.x(axes)
+        labels, rows = case.label(logits, ignored=0.3), " ".join(logits.axes[:-1])
+        free = ops.CrossEntropy(logits, labels, case.temp("one"), case.temp(rows))
+        out = Tensor("logits_grad", logits.axes, logits.shape, logits.dtype, storage=logits)
+        return case.add(ops.CrossEntropyGrad(logits, labels, case.x(rows, of(free, 1), case.wide), out))
+
+    return row
+
+
+def losses(case: Case) -> None:
+    """Three that are added: of words, of two classes, of a regression."""
+    words, pairs = case.x("batch seq vocab"), case.x("batch classes")
+    x, target = case.x("batch embed"), case.x("batch embed")
+    case.slots["mse_scale"] = 1 / x.numel
+    loss = ops.cross_entropy(case.graph, words, case.label(words, ignored=0.3))
+    loss = ops.cross_entropy(case.graph, pairs, case.label(pairs, scale="pairs"), loss=loss, scale="pairs")
+    ops.squared_error(case.graph, x, target, loss=loss)
+
+
+def squared_error(target: str | None = None) -> Callable[[Case], Op]:
+    """target: its dtype on GPUs, where it may be wider than that of what it is compared with."""
+
+    def row(case: Case) -> Op:
+        x, wanted = case.x("batch seq embed"), case.x("batch seq embed", dtype=case.wide if target else None)
+        case.slots["mse_scale"] = 1 / x.numel
+        return case.add(ops.SquaredError(x, wanted, case.y("one", "fp64")))
+
+    return row
+
+
+def squared_error_grad(case: Case) -> Op:
+    x, target = case.x("batch seq embed"), case.x("batch seq embed")
+    case.slots["mse_scale"] = 1 / x.numel
+    return case.add(ops.SquaredErrorGrad(x, target, case.y("batch seq embed")))
+
+
+def grad_norm(max_norm: float | None, places: int = 0, skip_above: float | None = None) -> Callable[[Case], Op]:
+    """places: where tiles lie, in turn; the last tensor's are not known."""
+
+    def row(case: Case) -> Op:
+        grads = [case.x(axes, dtype=case.wide) for axes in ("vocab embed", "embed ffn", "ffn")]
+        indices = [(grad.storage.name, index) for grad in grads[:2] for index in itertools.product(range(20), repeat=2)]
+        ends = {where: sum(where[1]) % places for where in indices if places}
+        outputs = case.y("one", "fp64"), case.y("one", "fp64")
+        return case.add(ops.GradNorm(grads, *outputs, max_norm, ends, skip_above=skip_above))
+
+    return row
+
+
+def with_rest(case: Case, param: Tensor) -> dict[str, Tensor]:
+    """The operand that makes a bf16 parameter an fp32 one."""
+    case.low_bits[param] = case.x("embed ffn", low_bits, "int16")
+    return {"low_bits": case.low_bits[param]}
+
+
+def negative(rng: np.random.Generator, shape: tuple[int, ...], values: Values) -> Array:
+    return -positive(rng, shape, values)
+
+
+def adamw(split: bool, clip_of: Maker = positive) -> Callable[[Case], Op]:
+    def row(case: Case) -> Op:
+        case.options = {"lr": 1e-2, "step": 3}
+        case.slots = {"lr": 1e-2, "beta1_correction": 1 - 0.9**3, "beta2_correction": 1 - 0.95**3}
+        param = case.x("embed ffn")
+        state = [case.x("embed ffn", make, case.wide) for make in (normal, normal, positive)]
+        clip = case.x("one", clip_of, "fp64")
+        options = with_rest(case, param) if split and param.dtype == "bf16" else {}
+        return case.add(ops.AdamW(param, *state, clip, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, **options))
+
+    return row
+
+
+def sgd(momentum: float, split: bool = False, clip_of: Maker = positive) -> Callable[[Case], Op]:
+    def row(case: Case) -> Op:
+        case.options, case.slots = {"lr": 1e-2}, {"lr": 1e-2}
+        param, grad = case.x("embed ffn"), case.x("embed ffn", dtype=case.wide)
+        m = case.x("embed ffn", dtype=case.wide) if momentum else None
+        clip = case.x("one", clip_of, "fp64")
+        options = with_rest(case, param) if split and param.dtype == "bf16" else {}
+        return case.add(ops.SGD(param, grad, m, clip, momentum=momentum, weight_decay=0.1, **options))
+
+    return row
+
+
+ROWS: dict[str, Callable[[Case], Any]] = {
+    "CrossEntropy": cross_entropy("batch seq vocab"),
+    "CrossEntropy fused": cross_entropy_fused("batch seq vocab"),
+    "CrossEntropyGrad": cross_entropy_grad("batch seq vocab"),
+    "CrossEntropy of sequences": cross_entropy("batch classes"),
+    "CrossEntropy of sequences fused": cross_entropy_fused("batch classes"),
+    "CrossEntropy of an axis that is cut": cross_entropy("seq embed"),
+    "CrossEntropyGrad of an axis that is cut": cross_entropy_grad("batch embed"),
+    "SquaredError": squared_error(),
+    "SquaredError of a wide target": squared_error("wide"),
+    "SquaredErrorGrad": squared_error_grad,
+    "Several losses": losses,
+    "GradNorm": grad_norm(None),
+    "GradNorm clip": grad_norm(1.5),
+    "GradNorm under the limit": grad_norm(1e6),
+    "GradNorm in several places": grad_norm(1.5, places=3),
+    "GradNorm skips": grad_norm(1.5, skip_above=1e-3),
+    "GradNorm does not skip": grad_norm(1.5, skip_above=1e6),
+    "AdamW": adamw(split=False),
+    "AdamW skipped": adamw(split=True, clip_of=negative),
+    "SGD": sgd(0.0),
+    "SGD momentum": sgd(0.8),
+    "SGD momentum skipped": sgd(0.8, split=True, clip_of=negative),
+}
