@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,9 +39,20 @@ class Timings:
     known: dict[str, dict[tuple[str, int | None], Timing]] = field(default_factory=dict)
 
     def best(self, operator: str, layout: str) -> Timing | None:
-        """With the best width."""
+        """With the width that is best: another than the operator's own where it gains more than noise."""
         found = [t for (where, _), t in self.known.get(operator, {}).items() if where == layout]
-        return min(found, key=lambda t: t.seconds, default=None)
+        best, plain = min(found, key=lambda t: t.seconds, default=None), self.plain(operator, layout)
+        gains = best and plain and best.seconds * (1 + self.noise(operator)) < plain.seconds
+        return best if gains else plain or best
+
+    def plain(self, operator: str, layout: str) -> Timing | None:
+        """In the operator's own width, if that was measured."""
+        return self.known.get(operator, {}).get((layout, None))
+
+    def noise(self, operator: str) -> float:
+        """Of its times, as a part of them: how far the middle of repeated ones is above their least, commonly."""
+        of = [statistics.median(t.times) / t.seconds - 1 for t in self.known.get(operator, {}).values() if t.times]
+        return statistics.median(of) if of else 0.0
 
     def least(self, operator: str) -> float:
         """Seconds in the best layout, whatever lies around it."""
