@@ -26,8 +26,6 @@ from nntile_py.tasks.generated import Generated
 from nntile_py.tasks.op import Op, Tensor
 from nntile_py.tiles import Tiling
 
-KEPT = 12  # orders of an edge that the search goes through: those whose operators could be fastest
-
 
 @dataclass(frozen=True)
 class Row:
@@ -46,15 +44,13 @@ class Row:
 
 @dataclass
 class Chosen:
-    """orders: of each tensor; layouts: in which each operator runs; widths: of generated kernels. bound: seconds below
-    which no choice for all operators together is. missing: what was not measured, by the texts of `described`; only
-    without any are times true."""
+    """orders: of each tensor; layouts: in which each operator runs; widths: of generated kernels. missing: what was not
+    measured, by the texts of `described`; only without any are times true."""
 
     orders: dict[Tensor, Order]
     layouts: dict[Op, Layout]
     widths: dict[Op, int | None] = field(default_factory=dict)
     rows: list[Row] = field(default_factory=list)
-    bound: float = 0.0
     missing: dict[tuple[str, str], Op] = field(default_factory=dict)
 
     @property
@@ -72,15 +68,17 @@ class Chosen:
 
 
 def search(
-    graph: Graph, timings: Timings, tiling: Tiling, policy: str = "chain", *, weights: bool = True
+    graph: Graph, timings: Timings, tiling: Tiling, policy: str = "chain", *, weights: bool = True, careful: bool = True
 ) -> Chosen:
-    """Choose a layout for each edge of a graph that is fused. Nothing is changed. weights: for these, too."""
+    """Choose a layout for each edge of a graph that is fused. Nothing is changed.
+
+    weights: for these, too. careful: what is not the default has to gain more than the noise of its times, so that it
+    is not slower; otherwise no choice adds up to less."""
     edges = edges_of(graph, weights=weights)
     ops = [op for op in graph.ops if groups_of(op) and not isinstance(op, Rename)]
-    costs = Costs(timings, tiling, policy, edges, ops)
-    values, _ = _least(costs, ops)
+    costs = Costs(timings, tiling, policy, edges, ops, careful=careful)
+    values = _least(costs, ops)
     chosen = Chosen({t: edge.of(t, values.get(edge, 0)) for t, edge in edges.items()}, {}, missing=costs.missing)
-    _, chosen.bound = _least(Costs(timings, tiling, policy, edges, ops, careful=False), ops)
     turned = set[tuple[Tensor, Order, str]]()  # copies, which the first that reads one pays
     for op in ops:
         layout = costs.layout(op, values)
@@ -97,17 +95,16 @@ def search(
     return chosen
 
 
-def _least(costs: Costs, ops: Sequence[Op]) -> tuple[dict[Variable, int], float]:
-    """The cheapest choice for these operators together, and what it costs."""
+def _least(costs: Costs, ops: Sequence[Op]) -> dict[Variable, int]:
+    """The cheapest choice for these operators together."""
     terms = costs.terms(ops)
     variables = list(dict.fromkeys(v for of, _ in terms for v in of))
     at = {v: number for number, v in enumerate(variables)}
     factors = [([at[v] for v in of], table) for of, table in terms]
-    kept = _kept(factors, [len(v.orders) for v in variables])
+    kept = _useful(factors, [len(v.orders) for v in variables])
     small = [(of, table[np.ix_(*(kept[v] for v in of))]) for of, table in factors]
     found = cheapest(small, [len(of) for of in kept])
-    total = math.fsum(float(table[tuple(found[v] for v in of)]) for of, table in small)
-    return {v: kept[number][found[number]] for v, number in at.items()}, total
+    return {v: kept[number][found[number]] for v, number in at.items()}
 
 
 def arrange(
@@ -146,13 +143,15 @@ def keep_in(graph: Graph, kept: Mapping[str, Order]) -> None:
 Factor = tuple[Sequence[int], Table]  # some variables, and a cost for each choice of their values
 
 
-def _kept(factors: Sequence[Factor], sizes: Sequence[int]) -> list[list[int]]:
-    """Of each variable the values to go through: the present one, and those with the lowest bounds."""
-    bounds = [np.zeros(size) for size in sizes]
+def _useful(factors: Sequence[Factor], sizes: Sequence[int]) -> list[list[int]]:
+    """Of each variable its first value, and those that are better for some values of the others: no more are needed."""
+    gains = [np.zeros(size) for size in sizes]  # at most
     for variables, table in factors:
         for place, v in enumerate(variables):
-            bounds[v] += table.min(tuple(k for k in range(table.ndim) if k != place))
-    return [sorted(dict.fromkeys([0, *np.argsort(of, kind="stable")[:KEPT].tolist()])) for of in bounds]
+            with np.errstate(invalid="ignore"):
+                gain = np.moveaxis(table.take([0], place) - table, place, -1).reshape(-1, sizes[v])
+            gains[v] += np.where(np.isnan(gain), -np.inf, gain).max(0)  # of two impossible ones neither is better
+    return [[0, *(k for k in range(1, len(of)) if not of[k] <= 0)] for of in gains]
 
 
 def cheapest(factors: Sequence[Factor], sizes: Sequence[int]) -> list[int]:

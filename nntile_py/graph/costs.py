@@ -38,12 +38,12 @@ Term = tuple[Sequence[Variable], Table]  # seconds by the values of some variabl
 
 
 class Costs:
-    """In seconds. careful: what is not the default counts as more by the noise of its operator's times, so that it is
-    chosen where it gains more than that. missing: what was not measured, by the texts of `described`."""
+    """In seconds. careful: an operator in another layout than the default one, or as another kernel, counts as more by
+    the noise of its times. missing: what was not measured, by the texts of `described`."""
 
     def __init__(
         self, timings: Timings, tiling: Tiling, policy: str, edges: dict[Tensor, Edge], ops: Sequence[Op], *,
-        careful: bool = True,
+        careful: bool,
     ) -> None:  # fmt: skip
         self.timings, self.tiling, self.policy, self.edges = timings, tiling, policy, edges
         self.missing: dict[tuple[str, str], Op] = {}

@@ -62,7 +62,7 @@ def run(part: LaidOut, folder: Path, console: Console) -> tuple[str, dict[str, b
 
 def _worst(of: Found) -> str:
     """How much layouts matter, and the choice of all together."""
-    timed = [line for line in of.lines if line.best]  # a Transpose that its neighbours' layouts make needless takes none
+    timed = [line for line in of.lines if line.best]  # a Transpose that its neighbours make needless takes none
     spread = max(timed, key=lambda line: line.worst / line.best)
     gain = max(timed, key=lambda line: line.default / line.best)
     times, percent = spread.worst / spread.best, 100 * (gain.default / gain.best - 1)
