@@ -11,7 +11,7 @@ from nntile_py.graph.arrange import arrange, search
 from nntile_py.graph.fusion import Fusion
 from nntile_py.graph.graph import Graph
 from nntile_py.graph.step import StepSpec
-from nntile_py.graph.timings import Timing, Timings, opened
+from nntile_py.graph.timings import Timing, opened
 from nntile_py.tasks import contract
 from nntile_py.tasks.contract import Contract
 from nntile_py.tiles import Tiling
