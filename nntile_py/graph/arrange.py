@@ -16,7 +16,7 @@ import numpy as np
 
 from nntile_py.errors import ConfigError
 from nntile_py.graph.costs import Costs, Table, Variable
-from nntile_py.graph.edges import edges_of
+from nntile_py.graph.edges import Edge, edges_of
 from nntile_py.graph.graph import Graph
 from nntile_py.graph.layouts import Layout, Order, groups_of, on, tensors_of
 from nntile_py.graph.timings import Timings
@@ -98,7 +98,8 @@ def search(
 def _least(costs: Costs, ops: Sequence[Op]) -> dict[Variable, int]:
     """The cheapest choice for these operators together."""
     terms = costs.terms(ops)
-    variables = list(dict.fromkeys(v for of, _ in terms for v in of))
+    every = dict.fromkeys(v for of, _ in terms for v in of)
+    variables = sorted(every, key=lambda v: isinstance(v, Edge))  # of equal choices those that leave edges as they are
     at = {v: number for number, v in enumerate(variables)}
     factors = [([at[v] for v in of], table) for of, table in terms]
     kept = _useful(factors, [len(v.orders) for v in variables])
@@ -237,13 +238,13 @@ class _Arranged:
             order = self.chosen.orders.get(tensor, tensor.axes)
             owner = tensor.storage if tensor.storage is tensor else self._in_order(tensor.storage)
             same = order == tensor.axes and owner is tensor.storage
-            owner = None if owner is tensor else owner
             self.made[tensor] = tensor if same else _turned(tensor, order, owner, tensor.kind)
         return self.made[tensor]
 
 
 def _turned(tensor: Tensor, order: Order, owner: Tensor | None = None, kind: str = "temp") -> Tensor:
-    shape = [tensor.size(axis) for axis in order]
+    """owner: whose tiles it takes, if not its own."""
+    owner, shape = None if owner is tensor else owner, [tensor.size(axis) for axis in order]
     made = Tensor(tensor.name, order, shape, tensor.dtype, kind, monoid=tensor.monoid, storage=owner, band=tensor.band)
     made.requires_grad = tensor.requires_grad
     return made

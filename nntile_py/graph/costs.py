@@ -8,6 +8,7 @@ import math
 import operator
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -101,7 +102,7 @@ class Costs:
         edge = self.edges[tensor]
         copies = copied.orders if copied else [None]
         table = np.array([[of(now, copy) for copy in copies] for now in self._orders(tensor)])
-        both = [(v, k) for k, v in enumerate((edge, copied)) if v and len(v.orders) > 1]
+        both: list[tuple[Variable, int]] = [(v, k) for k, v in enumerate((edge, copied)) if v and len(v.orders) > 1]
         return [v for v, _ in both], table[tuple(slice(None) if k in [k for _, k in both] else 0 for k in range(2))]
 
     def _orders(self, tensor: Tensor) -> list[Order]:
@@ -113,19 +114,21 @@ class Costs:
         """Of a product in this layout."""
         terms: list[Term] = [((), np.asarray(self.cost(op, layout)))]
         for tensor, wanted in zip(tensors_of(op), layout, strict=True):
-            if copied := self._copied.get((tensor, op.phase)) if tensor in (op.a, op.b) else None:
-                terms.append(self._term(tensor, copied, lambda *has, wanted=wanted: 0.0 if wanted in has else math.inf))
-            else:
-                lasts = tensor in op.outputs and tensor.kind != "temp"
-                terms.append(self._term(tensor, None, lambda now, _, tensor=tensor, wanted=wanted, lasts=lasts: (
-                    self.turn(tensor, now, wanted) if now == wanted or not lasts else math.inf)))  # fmt: skip
+            copied = self._copied.get((tensor, op.phase)) if tensor in (op.a, op.b) else None
+            paid = partial(_read, wanted) if copied else partial(self._turned, op, tensor, wanted)
+            terms.append(self._term(tensor, copied, paid))
         return terms
+
+    def _turned(self, op: Op, tensor: Tensor, wanted: Order, now: Order, _: Order | None) -> float:
+        """What outlives the program is written as it is kept."""
+        lasts = tensor in op.outputs and tensor.kind != "temp"
+        return math.inf if lasts and now != wanted else self.turn(tensor, now, wanted)
 
     def table(self, op: Op) -> Term:
         """Of an operator, in the layout that is best for these values."""
         tensors = tensors_of(op)
         copies = [self._copied.get((t, op.phase)) for t in (op.a, op.b)] if isinstance(op, Contract) else []
-        every = [*(self.edges[t] for t in tensors), *(copied for copied in copies if copied)]
+        every: list[Variable] = [*(self.edges[t] for t in tensors), *(copied for copied in copies if copied)]
         mine = list(dict.fromkeys(v for v in every if len(v.orders) > 1))
         key = (_alike(op), tuple(tuple(self._orders(t)) for t in tensors), tuple(tuple(c.orders) for c in copies if c),
                tuple(mine.index(v) if v in mine else -1 for v in every))  # fmt: skip
@@ -153,11 +156,17 @@ class Costs:
         return min(_choices(op), key=seconds)
 
 
+def _read(wanted: Order, *has: Order | None) -> float:
+    return 0.0 if wanted in has else math.inf
+
+
 def _copied(ops: Sequence[Op]) -> dict[tuple[Tensor, str], Copied]:
     """Of what products read: by tensor and phase."""
     wanted: dict[tuple[Tensor, str], dict[Order | None, None]] = {}
     for op in ops:
-        for tensor in (op.a, op.b) if isinstance(op, Contract) else ():
+        if not isinstance(op, Contract):
+            continue
+        for tensor in (op.a, op.b):
             place = tensors_of(op).index(tensor)
             wanted.setdefault((tensor, op.phase), {None: None}).update({x[place]: None for x in _choices(op)})
     return {key: Copied(key[0], list(orders)) for key, orders in wanted.items()}
