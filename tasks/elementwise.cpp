@@ -2,6 +2,9 @@
 #include <ATen/ops/mul.h>
 #include <ATen/ops/sum.h>
 
+#include <algorithm>
+#include <vector>
+
 #include "common.h"
 #include "dropout.h"
 
@@ -30,7 +33,62 @@ void sum(Args& t) {
   else out.copy_(total);
 }
 
-void transpose(Args& t) { t[0].copy_(t[1].permute(TransposeArgs(t).order)); }
+struct Axis {
+  int64_t size, to, from;  // steps in the output and in the input
+};
+
+// Those of an output and of what it is copied from; neighbours that lie alike in both are one.
+std::vector<Axis> axes_of(const at::Tensor& y, const at::Tensor& x) {
+  std::vector<Axis> found;
+  for (int64_t k = 0; k < y.dim(); ++k) {
+    const Axis axis{y.size(k), y.stride(k), x.stride(k)};
+    if (axis.size == 1) continue;
+    if (!found.empty() && found.back().to == axis.to * axis.size && found.back().from == axis.from * axis.size)
+      found.back() = {found.back().size * axis.size, axis.to, axis.from};
+    else
+      found.push_back(axis);
+  }
+  return found;
+}
+
+constexpr int64_t kSquare = 16;  // a cache line of fp32
+
+// A matrix whose rows lie dense in the output and its columns in the input, by squares of whole cache lines; at::copy_
+// does so only where there is one matrix, and otherwise reads a line for each element.
+template <class T>
+void turn(T* to, const T* from, const Axis& rows, const Axis& columns) {
+  for (int64_t j = 0; j < columns.size; j += kSquare)
+    for (int64_t i = 0; i < rows.size; i += kSquare)
+      at::vec::transpose_mxn(from + j * columns.from + i, columns.from, to + i * rows.to + j, rows.to,
+                             static_cast<int>(std::min(kSquare, columns.size - j)),
+                             static_cast<int>(std::min(kSquare, rows.size - i)));
+}
+
+template <class T>
+void turn_all(T* to, const T* from, const std::vector<Axis>& outer, size_t axis, const Axis& rows, const Axis& columns) {
+  if (axis == outer.size()) return turn(to, from, rows, columns);
+  const auto [size, step, step_from] = outer[axis];
+  for (int64_t k = 0; k < size; ++k) turn_all(to + k * step, from + k * step_from, outer, axis + 1, rows, columns);
+}
+
+void transpose(Args& t) {
+  const auto y = t[0], x = t[1].permute(TransposeArgs(t).order);
+  auto axes = axes_of(y, x);
+  const auto rows = std::find_if(axes.begin(), axes.end(), [](const Axis& axis) { return axis.from == 1; });
+  const bool known = y.scalar_type() == at::kFloat || y.scalar_type() == at::kDouble;
+  if (!known || rows == axes.end() || axes.back().to != 1 || std::min(rows->size, axes.back().size) < kSquare ||
+      rows == axes.end() - 1) {
+    y.copy_(x);  // whole rows go, or narrow ones
+    return;
+  }
+  const auto columns = axes.back(), first = *rows;
+  axes.pop_back();
+  axes.erase(rows);
+  dispatch(y, [&](auto zero) {
+    using T = decltype(zero);
+    turn_all(y.data_ptr<T>(), x.data_ptr<T>(), axes, 0, first, columns);
+  });
+}
 
 void unpack(Args& t) {
   const int64_t axis = PackArgs(t).axis;

@@ -148,11 +148,12 @@ def chain() -> Graph:
     return g
 
 
-def measured(g: Graph, seconds: Callable[[str, str], float]) -> Timings:
-    """All that the search asks for, as a function says."""
+def measured(g: Graph, seconds: Callable[[str, str], float], noise: float = 0.0) -> Timings:
+    """All that the search asks for, as a function says; of repeated times the middle one is above that by `noise`."""
     timings = Timings(OF)
     for operator, layout in search(g, timings, Tiling()).missing:
-        timings.add(Timing(operator, layout, seconds(operator, layout)))
+        least = seconds(operator, layout)
+        timings.add(Timing(operator, layout, least, (least, least * (1 + noise), least * (1 + 2 * noise))))
     return timings
 
 
@@ -309,7 +310,7 @@ def test_a_file_of_timings(tmp_path: Path) -> None:
     path.write_bytes(whole + b'{"operator": "a", "lay')  # a disk was full
     assert opened(OF, path).known == opened(OF, path, new=True).known == timings.known and path.read_bytes() == whole
     path.write_bytes(whole[:9])
-    assert not opened(OF, path, new=True).known and not path.exists()
+    assert not opened(OF, path, new=True).known and not path.read_bytes()
     with pytest.raises(ConfigError, match="is a folder"):
         opened(OF, tmp_path)
     path.write_bytes(whole)
@@ -350,12 +351,13 @@ def test_tuned_shown_used(tmp_path: Path) -> None:
     found = json.loads(ran.stdout)
     assert [of["qkv"] for of in found] == ["none", "QK", "QKV"] and picture.read_text().count("<svg") == 1
     for of in found:
-        assert 0 < of["least_seconds"] <= of["seconds"] <= of["default_seconds"] * (1 + 1e-9)
+        assert 0 < of["bound_seconds"] <= of["seconds"] * (1 + 1e-9) <= of["default_seconds"] * (1 + 2e-9)
         total = sum(line["count"] * (line["chosen"] + line["turning"]) for line in of["operators"]) / 1e3
         assert total == pytest.approx(of["seconds"])
         assert all(line["best"] <= line["chosen"] <= line["worst"] for line in of["operators"])
     text = nntile("layouts", "show", *what, **home).stdout
-    assert "above the sum of the operators' optima" in " ".join(text.split()) and "attn.out_proj.Contract " in text
+    assert text.count("Sum of the operators' optima ") == 3 and "attn.out_proj.Contract " in text
+    assert text.splitlines()[0].rstrip().endswith("layout chosen") and text.count(" -> ") > 8
     planned = nntile("sweep", _sweep(tmp_path, home), "--out", str(tmp_path / "out"), "--json", **home)
     assert planned.returncode == 0, planned.stderr
     assert all(row["status"] == "ok" for row in json.loads(planned.stdout)["rows"])
@@ -381,7 +383,7 @@ def test_experiments(tmp_path: Path, runtime: nt.Runtime, monkeypatch: pytest.Mo
     monkeypatch.setattr(experiment.Experiment, "part", lambda *_: part)
     experiment.run(made, "cpu", tmp_path, None, Console(stderr=True))
     text = (tmp_path / "fig-layouts.md").read_text()
-    assert text.count("Layouts chosen: ") == 3 and text.count("A step of mha, ") == 6
+    assert text.count("the least of all choices together") == 3 and text.count("A step of mha, ") == 6
     assert (tmp_path / "fig-layouts.png").read_bytes()[:4] == b"\x89PNG"
     monkeypatch.undo()
     for name in ("table4", "table5", "fig-layouts"):

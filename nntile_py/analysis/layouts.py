@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 Stacked = bool | Literal["qk"]
 STACKED: dict[Stacked, str] = {False: "none", "qk": "QK", True: "QKV"}  # algebraic fusion, as the paper's Table II
-WIDE = 120  # columns of a terminal that has room for layouts
+WIDE = 250  # columns: longer lines are wrapped by the terminal, not cut
 WIDTHS = (4, 8, 16)  # of generated kernels, besides the one that they have
 Key = tuple[str, str, int | None]  # of a timing
 
@@ -97,23 +97,23 @@ class Line:
 
 @dataclass(frozen=True)
 class Found:
-    """Of one algebraic fusion: the sums in seconds."""
+    """Of one algebraic fusion: the sums in seconds. bound: no choice for all operators together takes less."""
 
     stacked: Stacked
     seconds: float
     default: float
+    bound: float
     least: float
     lines: list[Line]
 
-    @property
-    def above(self) -> float:
-        """Percent by which it is above the sum of the operators' optima."""
-        return 100 * (self.seconds / self.least - 1)
+    def above(self, seconds: float) -> float:
+        """Percent by which this is above the sum of the operators' optima."""
+        return 100 * (seconds / self.least - 1)
 
     def to_dict(self) -> dict[str, Any]:
         return {
             "qkv": STACKED[self.stacked], "seconds": self.seconds, "default_seconds": self.default,
-            "least_seconds": self.least, "above_least_percent": self.above,
+            "bound_seconds": self.bound, "least_seconds": self.least, "above_least_percent": self.above(self.seconds),
             "operators": [vars(line) for line in self.lines],
         }  # fmt: skip
 
@@ -126,7 +126,8 @@ def shown(config: RunConfig, work: Work, timings: Timings) -> list[Found]:
         if chosen.missing:
             lacking = lacking or len(chosen.missing)
         else:
-            found.append(Found(stacked, chosen.seconds, chosen.default, chosen.least, _lines(chosen, timings)))
+            bound = search(graph, timings, cuts, config.accumulate, careful=False).seconds
+            found.append(Found(stacked, chosen.seconds, chosen.default, bound, chosen.least, _lines(chosen, timings)))
     if not found:
         raise ConfigError(f"{timings.path}: lacks {lacking} timings of this; allowed: what `nntile layouts tune` with "
                           "the same work and keys has measured")  # fmt: skip
@@ -159,25 +160,23 @@ def render(found: Sequence[Found], timings: Timings, console: Console) -> None:
     best = min(found, key=lambda of: of.seconds)
     table = Table(box=None, pad_edge=False, header_style="bold")
     times = ("default", "chosen", "turning", "best", "worst")
-    wide = console.width > WIDE
-    heads = ["operator", *(["x", "layouts"] if wide else []), *times, *(["layout chosen"] if wide else [])]
-    for head in heads:
+    for head in ("operator", "x", "layouts", *times, "layout chosen"):
         table.add_column(head, justify="left" if head in ("operator", "layout chosen") else "right", no_wrap=True)
     for line in best.lines:
-        more = [str(line.count), str(line.layouts)] if wide else []
-        cells = [line.name, *more, *(f"{getattr(line, head):.3f}" for head in times)]
-        table.add_row(*cells, *([line.layout] if wide else []))
+        cells = (f"{getattr(line, head):.3f}" for head in times)
+        table.add_row(line.name, str(line.count), str(line.layouts), *cells, line.layout or "needless")
+    console.width = max(console.width, WIDE)
     console.print(table)
     console.print("Milliseconds of one; turning: transpositions before or after it.", highlight=False)
     for of in found:
-        console.print(told(of), highlight=False)
+        console.print(told(of), highlight=False, soft_wrap=True)
     console.print(f"{timings.path}: {', '.join(timings.of.values())}", highlight=False, soft_wrap=True)
 
 
 def told(of: Found) -> str:
-    chosen, least, default = (1e3 * seconds for seconds in (of.seconds, of.least, of.default))
-    return (f"Q, K, V as one: {STACKED[of.stacked]}. Layouts chosen: {chosen:.3f} ms, {of.above:.1f} % above the sum "
-            f"of the operators' optima, {least:.3f}; default layouts: {default:.3f}.")  # fmt: skip
+    sums = ("default layouts", of.default), ("chosen", of.seconds), ("the least of all choices together", of.bound)
+    each = ", ".join(f"{name} {1e3 * seconds:.3f} (+{of.above(seconds):.1f} %)" for name, seconds in sums)
+    return f"Q, K, V as one: {STACKED[of.stacked]}. Sum of the operators' optima {1e3 * of.least:.3f} ms; {each}."
 
 
 def violins(found: Found, timings: Timings) -> Figure:

@@ -7,28 +7,24 @@ several, edges are eliminated one by one (Bertele and Brioschi 1972, "Nonserial 
 
 from __future__ import annotations
 
-import itertools
 import math
-import operator
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from nntile_py.errors import ConfigError
+from nntile_py.graph.costs import Costs, Table, Variable
 from nntile_py.graph.edges import Edge, edges_of
 from nntile_py.graph.graph import Graph
-from nntile_py.graph.layouts import Layout, Order, described, groups_of, laid, layout_of, on, products, tensors_of
-from nntile_py.graph.timings import Timing, Timings
+from nntile_py.graph.layouts import Layout, Order, groups_of, on, tensors_of
+from nntile_py.graph.timings import Timings
 from nntile_py.tasks.contract import Contract
 from nntile_py.tasks.elementwise import Rename, Transpose
 from nntile_py.tasks.generated import Generated
 from nntile_py.tasks.op import Op, Tensor
 from nntile_py.tiles import Tiling
-
-Costs = np.ndarray[Any, np.dtype[np.float64]]
-KEPT = 12  # orders of an edge that the search goes through: those whose operators could be fastest
 
 
 @dataclass(frozen=True)
@@ -71,174 +67,92 @@ class Chosen:
         return math.fsum(row.least for row in self.rows)
 
 
-def search(graph: Graph, timings: Timings, tiling: Tiling, policy: str = "chain") -> Chosen:
-    """Choose a layout for each edge of a graph that is fused. Nothing is changed."""
-    costs, edges = _Costs(timings, tiling, policy), edges_of(graph)
+def search(
+    graph: Graph, timings: Timings, tiling: Tiling, policy: str = "chain", *, weights: bool = True, careful: bool = True
+) -> Chosen:
+    """Choose a layout for each edge of a graph that is fused. Nothing is changed.
+
+    weights: for these, too. careful: what is not the default has to gain more than the noise of its times, so that it
+    is not slower; otherwise no choice adds up to less."""
+    edges = edges_of(graph, weights=weights)
     ops = [op for op in graph.ops if groups_of(op) and not isinstance(op, Rename)]
-    mine = {op: _edges(op, edges) for op in ops}
-    tables = {op: costs.table(op, edges, mine[op]) for op in ops}
-    variables = list({id(edge): edge for edge in edges.values() if len(edge.orders) > 1}.values())
-    at = {id(edge): number for number, edge in enumerate(variables)}
-    factors = [([at[id(e)] for e in mine[op]], tables[op]) for op in ops]
-    kept = _kept(factors, [len(edge.orders) for edge in variables])
-    small = [(of, table[np.ix_(*(kept[v] for v in of))]) for of, table in factors]
-    found = cheapest(small, [len(of) for of in kept])
-    number = {id(edge): kept[at[id(edge)]][found[at[id(edge)]]] for edge in variables}
-    chosen = Chosen({t: edge.of(t, number.get(id(edge), 0)) for t, edge in edges.items()}, {}, missing=costs.missing)
+    costs = Costs(timings, tiling, policy, edges, ops, careful=careful)
+    values = _least(costs, ops)
+    chosen = Chosen({t: edge.of(t, values.get(edge, 0)) for t, edge in edges.items()}, {}, missing=costs.missing)
+    turned = set[tuple[Tensor, Order, str]]()  # copies, which the first that reads one pays
     for op in ops:
-        layout = costs.layout(op, edges, number)
-        timing, default = costs.timing(op, layout), costs.timing(op, layout_of(op))
-        turning = sum(costs.turn(t, chosen.orders[t], of) for t, of in zip(tensors_of(op), layout, strict=True))
+        layout = costs.layout(op, values)
+        timing, default = costs.timing(op, layout), costs.default(op)
+        least = timings.least(timing.operator) if timing.layout else 0.0  # one that goes takes no time
+        turning = 0.0
+        for tensor, order in zip(tensors_of(op), layout, strict=True):
+            if (copy := (tensor, order, op.phase)) not in turned:
+                turning += costs.turn(tensor, chosen.orders[tensor], order)
+                turned |= {copy} if tensor in op.inputs else set()
         chosen.layouts[op], chosen.widths[op] = layout, timing.width
         chosen.rows.append(Row(op, timing.operator, timing.layout, timing.seconds, default.layout, default.seconds,
-                               _least(timings, timing), turning))  # fmt: skip
+                               least, turning))  # fmt: skip
     return chosen
 
 
-def arrange(graph: Graph, timings: Timings, tiling: Tiling, policy: str = "chain") -> Chosen:
+def _least(costs: Costs, ops: Sequence[Op]) -> dict[Variable, int]:
+    """The cheapest choice for these operators together."""
+    terms = costs.terms(ops)
+    every = dict.fromkeys(v for of, _ in terms for v in of)
+    variables = sorted(every, key=lambda v: isinstance(v, Edge))  # of equal choices those that leave edges as they are
+    at = {v: number for number, v in enumerate(variables)}
+    factors = [([at[v] for v in of], table) for of, table in terms]
+    kept = _useful(factors, [len(v.orders) for v in variables])
+    small = [(of, table[np.ix_(*(kept[v] for v in of))]) for of, table in factors]
+    found = cheapest(small, [len(of) for of in kept])
+    return {v: kept[number][found[number]] for v, number in at.items()}
+
+
+def arrange(
+    graph: Graph, timings: Timings, tiling: Tiling, policy: str = "chain", kept: Mapping[str, Order] | None = None
+) -> Chosen:
     """Give each edge of a graph that is fused the layout that was searched. In place.
 
-    ConfigError: the timings lack some that this needs."""
-    chosen = search(graph, timings, tiling, policy)
+    kept: the orders of weights by name, where they are not to be chosen. ConfigError: the timings lack some that this
+    needs."""
+    if kept is not None:
+        keep_in(graph, kept)
+    chosen = search(graph, timings, tiling, policy, weights=kept is None)
     if chosen.missing:
         first, layout = next(iter(chosen.missing))
         raise ConfigError(
             f"layout: got searched; allowed: default, as {timings.path or 'the database'} lacks {len(chosen.missing)}"
             f" timings, the first of {first}, {layout}; `nntile layouts tune` with the same keys measures them"
         )
-    graph.ops = list(_Arranged(chosen).ops(graph))
+    _Arranged(chosen).change(graph)
     return chosen
 
 
-def _edges(op: Op, edges: dict[Tensor, Edge]) -> list[Edge]:
-    """Those of an operator that have a choice."""
-    return list({id(e): e for e in (edges[t] for t in tensors_of(op)) if len(e.orders) > 1}.values())
-
-
-# -- what an operator takes, for each order of its edges
-
-
-class _Costs:
-    def __init__(self, timings: Timings, tiling: Tiling, policy: str) -> None:
-        self.timings, self.tiling, self.policy = timings, tiling, policy
-        self.missing: dict[tuple[str, str], Op] = {}
-        self._known: dict[Hashable, Timing] = {}
-        self._tables: dict[Hashable, Costs] = {}
-
-    def timing(self, op: Op, layout: Layout) -> Timing:
-        """One of no seconds where it was not measured, which is noted."""
-        if isinstance(op, Transpose) and layout[0] == layout[-1]:  # of two orders that became one: it goes
-            return Timing("Transpose", "", 0.0)
-        key = _alike(op), layout
-        if key not in self._known:
-            made = laid(op, layout)
-            told = described(made, self.tiling, self.policy)
-            known = self.timings.best(*told)
-            if known is None:
-                self.missing.setdefault(told, made)
-            self._known[key] = known or Timing(*told, 0.0)
-        return self._known[key]
-
-    def turn(self, tensor: Tensor, now: Order, then: Order) -> float:
-        """Of a transposition; infinite between two orders neither of which is the default: those are not searched."""
-        if now == then:
-            return 0.0
-        if tensor.axes not in (now, then):
-            return math.inf
-        x, y = (Tensor(tensor.name, order, [tensor.size(a) for a in order], tensor.dtype, band=tensor.band)
-                for order in (now, then))  # fmt: skip
-        op = Transpose(x, y)
-        return self.timing(op, layout_of(op)).seconds
-
-    def table(self, op: Op, edges: dict[Tensor, Edge], mine: Sequence[Edge]) -> Costs:
-        """Seconds by the numbers of its edges' orders."""
-        tensors = tensors_of(op)
-        orders = tuple(tuple(edges[t].of(t, k) for k in range(len(edges[t].orders))) for t in tensors)
-        key = _alike(op), orders, tuple(mine.index(edges[t]) if edges[t] in mine else -1 for t in tensors)
-        if key not in self._tables:
-            self._tables[key] = self._table(op, edges, mine)
-        return self._tables[key]
-
-    def _table(self, op: Op, edges: dict[Tensor, Edge], mine: Sequence[Edge]) -> Costs:
-        shape = [len(edge.orders) for edge in mine]
-        if not isinstance(op, Contract):
-            made = np.empty(shape)
-            for numbers in itertools.product(*map(range, shape)):
-                of = {id(edge): number for edge, number in zip(mine, numbers, strict=True)}
-                layout = self._implied(op, edges, of)
-                made[numbers] = math.inf if _left_out(op, layout) else self.timing(op, layout).seconds
-            return made
-        return np.asarray(self._products(op, edges, mine, _choices(op)).min(-1))
-
-    def _products(self, op: Op, edges: dict[Tensor, Edge], mine: Sequence[Edge], choices: Sequence[Layout]) -> Costs:
-        """Seconds by the numbers of its edges' orders and the layout that it runs in, transpositions included."""
-        total: Any = np.array([self.timing(op, layout).seconds for layout in choices])
-        tensors = tensors_of(op)
-        for place, edge in enumerate(mine):
-            own = np.zeros((len(edge.orders), len(choices)))
-            for k, tensor in enumerate(tensors):
-                if edges[tensor] is edge:
-                    orders = [edge.of(tensor, number) for number in range(len(edge.orders))]
-                    own += [[self.turn(tensor, order, layout[k]) for layout in choices] for order in orders]
-            total = total + own.reshape([-1 if k == place else 1 for k in range(len(mine))] + [len(choices)])
-        for k, tensor in enumerate(tensors):
-            if edges[tensor] not in mine:
-                total = total + np.array([self.turn(tensor, tensor.axes, layout[k]) for layout in choices])
-        return np.asarray(total)
-
-    def layout(self, op: Op, edges: dict[Tensor, Edge], number: dict[int, int]) -> Layout:
-        """In which it runs where the edges have the orders of these numbers."""
-        if not isinstance(op, Contract):
-            return self._implied(op, edges, number)
-        choices, mine = _choices(op), _edges(op, edges)
-        totals = self._products(op, edges, mine, choices)[tuple(number[id(edge)] for edge in mine)]
-        return choices[int(totals.argmin())]
-
-    @staticmethod
-    def _implied(op: Op, edges: dict[Tensor, Edge], number: dict[int, int]) -> Layout:
-        return tuple(edges[t].of(t, number.get(id(edges[t]), 0)) for t in tensors_of(op))
-
-
-def _choices(op: Contract) -> list[Layout]:
-    """The default, and all products; weights and what else outlives the program stay as they are."""
-    tensors = tensors_of(op)
-
-    def possible(layout: Layout) -> bool:
-        return all(order == t.axes for t, order in zip(tensors, layout, strict=True) if t.kind != "temp")
-
-    return list(dict.fromkeys([layout_of(op), *filter(possible, products(op))]))
-
-
-def _left_out(op: Op, layout: Layout) -> bool:
-    """Whether it transposes between two orders neither of which is the default: there are too many."""
-    now = layout_of(op)
-    return isinstance(op, Transpose) and layout[0] != layout[1] and all(map(operator.ne, layout, now))
-
-
-def _least(timings: Timings, timing: Timing) -> float:
-    """Of its operator; one that goes takes no time."""
-    return timings.least(timing.operator) if timing.layout else 0.0
-
-
-def _alike(op: Op) -> Hashable:
-    """The same for operators that take the same time in the same layout."""
-    tensors = tuple((t.axes, t.shape, t.dtype, t.kind == "temp", t.band) for t in (*op.inputs, *op.outputs))
-    return op.title, len(op.inputs), tensors, op.form.axes if isinstance(op, Generated) else ()
+def keep_in(graph: Graph, kept: Mapping[str, Order]) -> None:
+    """Give the weights of a graph, and their gradients, these orders, by name. In place."""
+    orders = {t: t.axes for op in graph.ops for t in tensors_of(op)}
+    for name, tensor in graph.tensors.items():
+        if tensor.kind == "param":
+            orders |= {t: kept.get(name, t.axes) for t in (tensor, graph.grads.get(tensor)) if t}
+    layouts = {op: tuple(orders[t] if isinstance(op, Contract) else t.axes for t in tensors_of(op)) for op in graph.ops}
+    _Arranged(Chosen(orders, layouts)).change(graph)
 
 
 # -- the search
 
 
-Factor = tuple[Sequence[int], Costs]  # some variables, and a cost for each choice of their values
+Factor = tuple[Sequence[int], Table]  # some variables, and a cost for each choice of their values
 
 
-def _kept(factors: Sequence[Factor], sizes: Sequence[int]) -> list[list[int]]:
-    """Of each variable the values to go through: the present one, and those with the lowest bounds."""
-    bounds = [np.zeros(size) for size in sizes]
+def _useful(factors: Sequence[Factor], sizes: Sequence[int]) -> list[list[int]]:
+    """Of each variable its first value, and those that are better for some values of the others: no more are needed."""
+    gains = [np.zeros(size) for size in sizes]  # at most
     for variables, table in factors:
         for place, v in enumerate(variables):
-            bounds[v] += table.min(tuple(k for k in range(table.ndim) if k != place))
-    return [sorted(dict.fromkeys([0, *np.argsort(of, kind="stable")[:KEPT].tolist()])) for of in bounds]
+            with np.errstate(invalid="ignore"):
+                gain = np.moveaxis(table.take([0], place) - table, place, -1).reshape(-1, sizes[v])
+            gains[v] += np.where(np.isnan(gain), -np.inf, gain).max(0)  # of two impossible ones neither is better
+    return [[0, *(k for k in range(1, len(of)) if not of[k] <= 0)] for of in gains]
 
 
 def cheapest(factors: Sequence[Factor], sizes: Sequence[int]) -> list[int]:
@@ -273,7 +187,15 @@ class _Arranged:
         self.made: dict[Tensor, Tensor] = {}
         self._copies: dict[Hashable, Tensor] = {}
 
-    def ops(self, graph: Graph) -> Iterator[Op]:
+    def change(self, graph: Graph) -> None:
+        graph.ops = list(self._ops(graph))
+        new = {old: made for old, made in self.made.items() if made is not old and old.kind != "temp"}
+        graph.tensors = {name: new.get(t, t) for name, t in graph.tensors.items()}
+        graph.grads = {new.get(param, param): new.get(grad, grad) for param, grad in graph.grads.items()}
+        params = [param.on(new[t]) if t in new else param for t, param in graph.params.items()]
+        graph.params = {param.tensor: param for param in params}
+
+    def _ops(self, graph: Graph) -> Iterator[Op]:
         for op in graph.ops:
             if isinstance(op, Transpose) and self._same(op):
                 continue
@@ -316,13 +238,14 @@ class _Arranged:
             order = self.chosen.orders.get(tensor, tensor.axes)
             owner = tensor.storage if tensor.storage is tensor else self._in_order(tensor.storage)
             same = order == tensor.axes and owner is tensor.storage
-            self.made[tensor] = tensor if same else _turned(tensor, order, None if owner is tensor else owner)
+            self.made[tensor] = tensor if same else _turned(tensor, order, owner, tensor.kind)
         return self.made[tensor]
 
 
-def _turned(tensor: Tensor, order: Order, owner: Tensor | None = None) -> Tensor:
-    shape = [tensor.size(axis) for axis in order]
-    made = Tensor(tensor.name, order, shape, tensor.dtype, monoid=tensor.monoid, storage=owner, band=tensor.band)
+def _turned(tensor: Tensor, order: Order, owner: Tensor | None = None, kind: str = "temp") -> Tensor:
+    """owner: whose tiles it takes, if not its own."""
+    owner, shape = None if owner is tensor else owner, [tensor.size(axis) for axis in order]
+    made = Tensor(tensor.name, order, shape, tensor.dtype, kind, monoid=tensor.monoid, storage=owner, band=tensor.band)
     made.requires_grad = tensor.requires_grad
     return made
 

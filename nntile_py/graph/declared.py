@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from nntile_py.errors import ConfigError, MissingWeight
-from nntile_py.tasks.op import Tensor
+from nntile_py.tasks.op import Tensor, permutation
 from nntile_py.typed import typed_fields
 
 Array = np.ndarray[Any, Any]
@@ -108,26 +108,37 @@ class Joined:
 
 @dataclass(frozen=True)
 class Param:
-    """A declared parameter; `sources` cover it."""
+    """A declared parameter; `sources` cover it. order: of its axes there, none: as the tensor has them, which a search
+    of layouts may turn."""
 
     tensor: Tensor
     init: Init
     sources: tuple[Source, ...]
+    order: tuple[str, ...] = ()
+
+    def on(self, tensor: Tensor) -> Param:
+        """The same as a tensor with these axes in another order."""
+        return replace(self, tensor=tensor, order=self.order or self.tensor.axes)
 
     def value(self, weights: Weights) -> Array:
         """The parameter, out of a checkpoint's weights."""
         parts = [source.take(weights) for source in self.sources]
-        if len(parts) == 1 and not self.sources[0].at:
-            return parts[0]
-        whole = np.empty(self.tensor.shape, parts[0].dtype)
-        for source, part in zip(self.sources, parts, strict=True):
-            whole[source.at] = part
-        return whole
+        whole, order = parts[0], self.order or self.tensor.axes
+        if len(parts) > 1 or self.sources[0].at:
+            whole = np.empty([self.tensor.size(axis) for axis in order], parts[0].dtype)
+            for source, part in zip(self.sources, parts, strict=True):
+                whole[source.at] = part
+        turned = order != self.tensor.axes
+        return np.ascontiguousarray(whole.transpose(permutation(order, self.tensor.axes))) if turned else whole
+
+    def declared(self, value: Array) -> Array:
+        """The tensor's value in the order that `sources` have."""
+        return value.transpose(permutation(self.tensor.axes, self.order or self.tensor.axes))
 
     def put(self, weights: dict[str, Array], value: Array) -> None:
         """The parameter's value, or its gradient, into a checkpoint's weights."""
         for source in self.sources:
-            source.put(weights, value)
+            source.put(weights, self.declared(value))
 
 
 def sources_of(name: str, axes: Mapping[str, int], sources: str | Part | Joined | None) -> tuple[Source, ...]:

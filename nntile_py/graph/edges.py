@@ -49,15 +49,17 @@ class _Sets:
         self.parent[self.find(a)] = self.find(b)
 
 
-def edges_of(graph: Graph) -> dict[Tensor, Edge]:
-    """The edge of each tensor; one that cannot be turned has the present order alone."""
+def edges_of(graph: Graph, *, weights: bool = True) -> dict[Tensor, Edge]:
+    """The edge of each tensor; one that cannot be turned has the present order alone. weights: those may be turned."""
     sets, fixed, behind = _Sets(), set[Tensor](), set[Place]()
     for op in graph.ops:
         groups = groups_of(op)
         for group in groups:
             _tie(group, sets, behind)
         turned = {t for group in groups for t in group.names}
-        fixed |= {t for t in tensors_of(op) if t not in turned or not _free(t, op)}
+        fixed |= {t for t in tensors_of(op) if t not in turned or not _free(t, op, weights)}
+    for param, grad in graph.grads.items():  # and its optimizer's averages, which are made beside it
+        _tie(Group({param: param.axes, grad: param.axes}), sets, behind)
     members: dict[object, list[Tensor]] = {}
     for tensor in dict.fromkeys(t for op in graph.ops for t in tensors_of(op)):
         members.setdefault(sets.find(tensor), []).append(tensor)
@@ -73,8 +75,11 @@ def edges_of(graph: Graph) -> dict[Tensor, Edge]:
     return found
 
 
-def _free(tensor: Tensor, op: Op) -> bool:
-    """Whether its tiles are made and read within the program, by operators that are all here."""
+def _free(tensor: Tensor, op: Op, weights: bool) -> bool:
+    """Whether its tiles are made and read within the program, by operators that are all here; or it is a weight, or the
+    gradient of one, that products alone take."""
+    if tensor.kind in ("param", "grad"):
+        return weights and isinstance(op, Contract) and tensor.storage is tensor
     alias = tensor.storage is not tensor and not isinstance(op, Rename) and tensor in op.outputs
     return tensor.kind == "temp" and tensor.storage.kind == "temp" and not alias
 

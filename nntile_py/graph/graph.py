@@ -32,6 +32,7 @@ class Graph:
         self.live: frozenset[str] = frozenset()  # axes of which a step fills only a part; see TaskList
         self.draws: dict[str, Tensor] = {}  # of packed sequences, by axis: the places by which dropout draws
         self.params: dict[Tensor, Param] = {}
+        self.grads: dict[Tensor, Tensor] = {}  # of parameters, after `backward`
         self.inputs: dict[str, Input] = {}
         self.projections: list[list[Tensor]] = []  # of each attention: queries, keys, values
         self.ops: list[Op] = []
@@ -186,14 +187,13 @@ class Graph:
         self._sum_parts(parts)
         self._phase = "forward"
         self._check_in_place()
-        result = {}
         for name, param in self.tensors.items():
             if param in parts:
                 grad = parts[param][0].storage
                 assert grad.axes == param.axes, (grad, param)
                 grad.name, grad.kind = f"{name}.grad", "grad"
-                result[param] = grad
-        return result
+                self.grads[param] = grad
+        return self.grads
 
     def _sum_parts(self, parts: Mapping[Tensor, list[Tensor]]) -> None:
         """Add up what several operators contribute to a parameter's gradient: in the tiles of the first, if all can."""

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from nntile_py.errors import ConfigError
 from nntile_py.graph import bins
-from nntile_py.graph.arrange import arrange
+from nntile_py.graph.arrange import arrange, keep_in
 from nntile_py.graph.declared import Array, Batch, Param, Traceable, Traced, random_inputs, trace
 from nntile_py.graph.fusion import Fusion, fuse, narrow_gradients
 from nntile_py.graph.graph import Graph
+from nntile_py.graph.layouts import Order
 from nntile_py.graph.lowering import lower
 from nntile_py.graph.optimizers import AdamW, Optimizer
 from nntile_py.graph.packing import pack_projections
@@ -50,6 +51,11 @@ class Step:
     @property
     def params(self) -> list[Param]:
         return list(self.graph.params.values())
+
+    @property
+    def kept(self) -> dict[str, Order]:
+        """The orders of the weights that are not as declared, by name."""
+        return {param.tensor.name: param.tensor.axes for param in self.params if param.order}
 
     @property
     def flop(self) -> float:
@@ -109,7 +115,8 @@ class StepSpec:
     steps have. pack: sequences of unequal lengths, of `seq` tokens at most, lie one behind the other in bins, one for
     each tile of the batch, with room for as many tokens as that has. alone: False where other machines add to its
     gradients, each with a batch of its own. ranks: that share the tasks, see allreduce.Meeting. timings: forward and
-    backward get the layouts that are cheapest by these, see arrange.py. Raises ConfigError for values out of range.
+    backward get the layouts that are cheapest by these, see arrange.py. kept: the orders of weights that are not as
+    declared, by name, where another program has chosen them. Raises ConfigError for values out of range.
     """
 
     model: Traceable
@@ -128,6 +135,7 @@ class StepSpec:
     alone: bool = True
     ranks: int = 1
     timings: Timings | None = None
+    kept: Mapping[str, Order] | None = None
 
     def __post_init__(self) -> None:
         if not callable(getattr(self.model, "trace", None)):
@@ -206,8 +214,8 @@ class StepSpec:
         if self.grad_accumulation == 1 and self.alone:
             narrow_gradients(graph, grads.values(), self.cuts)
         if self.timings:
-            arrange(graph, self.timings, self.cuts, self.policy)
-        return Graphs(graph, grads, traced.loss, batch.optional)
+            arrange(graph, self.timings, self.cuts, self.policy, self.kept)
+        return Graphs(graph, graph.grads, traced.loss, batch.optional)
 
     def update(self, made: Graphs, ends: Ends | None = None) -> Graph:
         """The optimizer's part of the step; ends: see GradNorm."""
@@ -266,4 +274,6 @@ class StepSpec:
                 for one in (tensor, tensor.storage):
                     one.name, one.kind = name, "output"
         fuse(graph, self.fusion, self.cuts)
+        if self.kept:
+            keep_in(graph, self.kept)
         return Evaluation(graph, outputs, lower(graph, self.cuts, self.policy, meeting=self._meeting()))

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import math
 import os
 import re
-from collections.abc import Mapping
+import statistics
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,9 +41,20 @@ class Timings:
     known: dict[str, dict[tuple[str, int | None], Timing]] = field(default_factory=dict)
 
     def best(self, operator: str, layout: str) -> Timing | None:
-        """With the best width."""
+        """With the width that is best: another than the operator's own where it gains more than noise."""
         found = [t for (where, _), t in self.known.get(operator, {}).items() if where == layout]
-        return min(found, key=lambda t: t.seconds, default=None)
+        best, plain = min(found, key=lambda t: t.seconds, default=None), self.plain(operator, layout)
+        gains = best and plain and best.seconds * (1 + self.noise(operator)) < plain.seconds
+        return best if gains else plain or best
+
+    def plain(self, operator: str, layout: str) -> Timing | None:
+        """In the operator's own width, if that was measured."""
+        return self.known.get(operator, {}).get((layout, None))
+
+    def noise(self, operator: str) -> float:
+        """Of its times, as a part of them: how far the middle of repeated ones is above their least, commonly."""
+        of = [statistics.median(t.times) / t.seconds - 1 for t in self.known.get(operator, {}).values() if t.times]
+        return statistics.median(of) if of else 0.0
 
     def least(self, operator: str) -> float:
         """Seconds in the best layout, whatever lies around it."""
@@ -62,9 +76,9 @@ class Timings:
         line = {"operator": timing.operator, "layout": timing.layout, "seconds": timing.seconds}
         line |= {"times": list(timing.times)} | ({"width": timing.width} if timing.width else {})
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        head = "" if self.path.exists() else json.dumps(dict(self.of)) + "\n"
-        data = (head + json.dumps(line) + "\n").encode()
         file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        head = "" if os.fstat(file).st_size else json.dumps(dict(self.of)) + "\n"
+        data = (head + json.dumps(line) + "\n").encode()
         try:
             if os.write(file, data) < len(data):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -72,6 +86,18 @@ class Timings:
             raise OSError(error.errno, error.strerror, str(self.path)) from None
         finally:
             os.close(file)
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Nobody else measures into the file meanwhile: waits for who does, and reads what that one has added."""
+        if not self.path:
+            yield
+            return
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("ab") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            self.known = opened(self.of, self.path, new=True).known
+            yield
 
 
 def default_path(of: Mapping[str, str]) -> Path:
@@ -93,11 +119,10 @@ def opened(of: Mapping[str, str], path: Path | None = None, *, new: bool = False
     data = read(path)
     if data[-1:] != b"\n":  # a disk was full, or the power went: what was begun last is measured again
         data = data[: data.rfind(b"\n") + 1]
-        if new and not data:
-            path.unlink()
-            return made
         if new:
             os.truncate(path, len(data))
+        if new and not data:
+            return made
     text = data.decode(errors="replace").splitlines() or [""]
     head, *lines = (json.loads(line) if _is_object(line) else None for line in text)
     if not isinstance(head, dict) or any(not isinstance(head.get(key), str) for key in KEYS):

@@ -20,17 +20,25 @@ from nntile_py.tasks.op import Op
 def tune(
     config: RunConfig, work: Work, timings: Timings, repeats: int, tell: Callable[[int, int], None]
 ) -> tuple[int, float | None]:
-    """Measure what the timings lack, in the order in which the search needs it; what is there stays.
+    """Measure what the timings lack, in the order in which the search needs it; what is there stays. Waits for others
+    who measure into the same file.
 
     Returns how many were measured, and how many cores others kept busy meanwhile, where that is too many."""
     plain = config.model_copy(update={"layout": "default"})
+    with timings.alone():
+        return _measured(plain, work, timings, repeats, tell)
+
+
+def _measured(
+    plain: RunConfig, work: Work, timings: Timings, repeats: int, tell: Callable[[int, int], None]
+) -> tuple[int, float | None]:
     todo: dict[Key, Op] = {}
     for _, graph in variants(plain, work):
         todo |= {key: op for key, op in wanted(graph, timings, plain).items() if key not in todo}
     if not todo:
         return 0, None
     cuts = step_spec(plain).cuts
-    with Runtime(**runtime_options(config.runtime.model_dump())), Load() as load:
+    with Runtime(**runtime_options(plain.runtime.model_dump())), Load() as load:
         for number, (key, op) in enumerate(todo.items()):
             tell(number, len(todo))
             op.fit(cuts)

@@ -128,7 +128,7 @@ def _stored(params: Sequence[Param], dtype: str, value: Callable[[Param], Array]
             if source.weight == name:
                 if id(param) not in last:
                     last.clear()
-                    last[id(param)] = value(param)
+                    last[id(param)] = param.declared(value(param))
                 source.put(out, last[id(param)])
         return out[name]
 
