@@ -2,8 +2,8 @@
 
     python experiments/captured.py [--table 1x64,1x256,8x64] [--alpha 0.6] [--flight 4] [--layers 12]
 
-A row of the table is BATCHxLONGEST. A time is the median of several, each of `flight` passes submitted together; `alone`
-is that of one pass and its wait.
+A row of the table is BATCHxLONGEST. A time is the median of several, each of `flight` passes submitted together;
+`alone` is that of one pass and its wait.
 """
 
 from __future__ import annotations
