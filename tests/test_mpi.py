@@ -39,18 +39,21 @@ END = 120  # seconds until all ranks have ended after one failed
 PATIENCE = 6  # of a rank with another: less than END, more than a busy machine keeps a thread waiting
 
 
+# They share the cores, which Open MPI has to be told.
+OPEN_MPI = {
+    "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMPI_MCA_rmaps_base_oversubscribe": "1",
+    "OMPI_MCA_hwloc_base_binding_policy": "none", "OMPI_MCA_mpi_yield_when_idle": "1",
+}  # fmt: skip
+
+
 def start(
     ranks: int, *command: Any, cwd: Path | None = None, always: bool = False, **variables: str
 ) -> subprocess.Popen[str]:
-    """Python on so many ranks, or on one without mpirun. They share the cores, which Open MPI has to be told."""
-    open_mpi = {
-        "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMPI_MCA_rmaps_base_oversubscribe": "1",
-        "OMPI_MCA_hwloc_base_binding_policy": "none", "OMPI_MCA_mpi_yield_when_idle": "1",
-    }  # fmt: skip
+    """Python on so many ranks, or on one without mpirun."""
     started = ["mpirun", "-n", str(ranks)] if ranks > 1 or always else []
     return subprocess.Popen(
         [*started, sys.executable, *map(str, command)], cwd=cwd, text=True, stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE, env=os.environ | open_mpi | {"STARPU_WORKERS_NOBIND": "1"} | variables,
+        stderr=subprocess.PIPE, env=os.environ | OPEN_MPI | {"STARPU_WORKERS_NOBIND": "1"} | variables,
     )  # fmt: skip
 
 

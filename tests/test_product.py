@@ -9,7 +9,8 @@ CONTRACTIONS = """
 import hashlib, json, sys
 sys.path.insert(0, sys.argv[1])
 import numpy as np
-from operators import ROWS, linear
+from operators import ROWS
+from operators_contract import linear
 import nntile_py as nt
 from nntile_py.execution.program import Store, programs
 from nntile_py.graph.lowering import lower
