@@ -35,12 +35,13 @@ def inputs(counts: list[int], seed: int = 0) -> dict[str, Any]:
 @pytest.mark.parametrize("kind", ["BERT", "DistilBERT", "ALBERT", "RoBERTa"])
 @pytest.mark.parametrize(("tiles", "micro"), [({}, 1), (RAGGED, 1), ({"seq": 4, "batch": 1}, 2)])
 def test_the_same_step(runtime: nt.Runtime, kind: str, tiles: dict[str, int], micro: int) -> None:
-    """Dropout on; rows without any, and with as many as there may be. In fp64: some weights' gradients nearly cancel."""
+    """Dropout on; rows without any, and with as many as there may be. In fp64: some gradients nearly cancel."""
     cls = getattr(nt.models, kind)
     given, got = inputs([MOST, 0, 2, MOST]), []
     for masked in (0, MOST):
         model = cls(cls.Config(**CONFIG, masked=masked), seed=1)
-        trainer = nt.Trainer(model, ROWS // micro, SEQ, tiles, dtype="fp64", grad_accumulation=micro, clip_grad_norm=1.0)
+        options: dict[str, Any] = {"dtype": "fp64", "grad_accumulation": micro, "clip_grad_norm": 1.0}
+        trainer = nt.Trainer(model, ROWS // micro, SEQ, tiles, **options)
         losses = [trainer.step(given), trainer.step(inputs([1, 2, 3, 4], 1))]
         got.append((losses, trainer.gradients(), trainer.evaluate(inputs([3] * (ROWS // micro)), return_logits=True)))
         trainer.close()

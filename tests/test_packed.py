@@ -83,7 +83,7 @@ def check(name: str, lengths: list[int], tiles: dict[str, int], rows: int | None
     assert np.allclose(one[0], other[0], rtol=2e-6, atol=2e-6)
     assert one[2] == pytest.approx(other[2], rel=1e-5)  # after the steps
     for key, value in one[1].items():
-        assert np.allclose(value, other[1][key], rtol=1e-5, atol=1e-6), key
+        assert np.allclose(value, other[1][key], rtol=1e-5, atol=1e-6 + 2e-6 * np.abs(value).max()), key
     real = batch["attention_mask"][:rows] > 0
     assert np.allclose(one[3][real], other[3][real], rtol=1e-5, atol=1e-5) and not other[3][~real].any()
 
