@@ -139,6 +139,20 @@ def test_weights_that_change(cuda: nt.Runtime, rounds: int) -> None:
     assert ways[1].program.captured and ways[1].program.graphs == (3 if rounds > 1 else 0)
 
 
+def test_weights_that_are_zeroed(cuda: nt.Runtime) -> None:
+    """Tasks that write them run, though their graph let go of them while nothing else was submitted."""
+    given, store = {"input_ids": np.array(texts(64, 64))}, Store()
+    way = forward(store, True)
+    for _ in range(3):
+        way.finish(way.start(given, {}))
+    assert way.program.graphs == 1
+    made = StepSpec(nt.models.BERT(BARE), 2, 64).outputs("hidden")
+    for param in made.params:
+        store.zero(made.forward, param.tensor)
+        nt.Runtime.wait()
+    assert not way.finish(way.start(given, {})).any()
+
+
 def test_a_pass_with_means(cuda: nt.Runtime) -> None:
     """Means of a step are slots: such a pass is no graph."""
     spec = StepSpec(nt.models.BERT(CONFIG.model_copy(update={"head": "masked_lm"})), 2, 64)

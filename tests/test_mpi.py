@@ -159,6 +159,21 @@ def test_a_rank_that_does_not_start_ends_all(what: str, told: str, tmp_path: Pat
     assert errors.count("error: ") == errors.count("of 3: error: rank 1 has not started in 3 s: " + told) == 1, errors
 
 
+CAUGHT = """
+import contextlib, time
+from nntile_py.execution.mpi import _starting
+with contextlib.suppress(OSError), _starting("no library"):
+    raise OSError
+time.sleep(1)
+"""
+
+
+def test_a_start_that_has_failed_ends_nothing_later(python: Any) -> None:
+    """A script may go on without MPI."""
+    done = python(CAUGHT, NNTILE_PATIENCE="0.1")
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_wrong_patience_is_told(tmp_path: Path) -> None:
     status, _, errors = ended(start(2, SCRIPT, "run", tmp_path / "out", NNTILE_PATIENCE="long"))
     assert status not in (0, None) and "NNTILE_PATIENCE: got 'long'; allowed: seconds" in errors, errors

@@ -372,14 +372,14 @@ main()
 """
 
 
-@pytest.mark.parametrize("resumed", [False, True])
-def test_a_disk_that_is_full_from_the_start(resumed: bool, whole: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["new", "--overwrite", "--resume"])
+def test_a_disk_that_is_full_from_the_start(how: str, whole: Path, tmp_path: Path) -> None:
     """The rescue folder takes the run, with the metrics of what went before; without one that is an error."""
-    if resumed:
+    if resumed := how == "--resume":
         shutil.copytree(whole, tmp_path / "runs" / "tiny")
     sets = (*SHORT, f"train.steps={13 if resumed else 2}")
     for rescue in ((), ("--rescue", "saved")):
-        arguments = (*rescue, *(["--resume"] * resumed))
+        arguments = (*rescue, *([] if how == "new" else [how]))
         made = [sys.executable, "-c", FULL_FROM_THE_START, *command(tmp_path, *sets, arguments=arguments)[3:]]
         done = subprocess.run(made, **HOW, cwd=tmp_path, check=False)
         assert "Traceback" not in done.stderr and (tmp_path / "runs" / "tiny").exists() == resumed, done.stderr

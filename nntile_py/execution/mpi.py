@@ -13,7 +13,8 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -44,17 +45,22 @@ class Ranks:
         except ImportError as error:
             need = "one rank, or apt-get install libopenmpi-dev, then make setup"
             raise ConfigError(f"MPI: this build of nntile_py has none ({error}); allowed: {need}") from None
-        patience = _patience()
-        start = STARTING * patience
-        waiting = threading.Timer(start, _give_up, (start, Path(str(_mpi.__file__)).name))
-        waiting.daemon = True
-        if patience:
-            waiting.start()
+        with _starting(Path(str(_mpi.__file__)).name):
+            self._join(_mpi)
+        if patience := _patience():
+            _mpi.watch(self._signs.py2f(), patience, _core.waited_for())
+        atexit.register(self._end)
+        self.cores = int(self.gathered(np.array([cores()])).min())
+        versions = {"nntile_py": VERSION, "StarPU": _core.starpu_version(), "MPI": self._mpi.Get_version()}
+        self.same("the version", versions)
+
+    def _join(self, native: Any) -> None:
+        """Start MPI, which waits for the other ranks."""
         try:
             import mpi4py
 
             mpi4py.rc.initialize = mpi4py.rc.finalize = False
-            _mpi.init()
+            native.init()
             from mpi4py import MPI
         except ImportError as error:
             raise ConfigError(f"MPI: mpi4py does not load ({error}); pip install 'nntile_py[mpi]'") from None
@@ -64,7 +70,7 @@ class Ranks:
             raise ConfigError("MPI: mpi4py uses another MPI library than StarPU; allowed: mpi4py built for that")
         if MPI.Query_thread() != MPI.THREAD_MULTIPLE:
             raise ConfigError("MPI: the library lacks MPI_THREAD_MULTIPLE; allowed: one that has it, such as Open MPI")
-        self._mpi, self._world, self._native = MPI, MPI.COMM_WORLD.Dup(), _mpi
+        self._mpi, self._world, self._native = MPI, MPI.COMM_WORLD.Dup(), native
         self._pieces, self._signs = MPI.COMM_WORLD.Dup(), MPI.COMM_WORLD.Dup()
         self._tiles: Any = None
         self.rank, self.size = self._world.Get_rank(), self._world.Get_size()
@@ -72,12 +78,6 @@ class Ranks:
             told = f"it says {self.size} ranks, and {system.started()[1]} were started"
             raise ConfigError(f"MPI: mpi4py uses another MPI than mpirun: {told}; allowed: mpi4py built for this MPI")
         self.tags = itertools.count()  # of tiles
-        waiting.cancel()
-        if patience:
-            _mpi.watch(self._signs.py2f(), patience, _core.waited_for())
-        atexit.register(self._end)
-        self.cores = int(self.gathered(np.array([cores()])).min())
-        self.same("the version", {"nntile_py": VERSION, "StarPU": _core.starpu_version(), "MPI": MPI.Get_version()})
 
     # -- what all agree on
 
@@ -229,15 +229,30 @@ def _patience() -> float:
     return value
 
 
-def _give_up(seconds: float, sign: str) -> None:
-    """The others have not started in this time: end this process, which ends all; one of them says why.
+@contextmanager
+def _starting(sign: str) -> Iterator[None]:
+    """Where the others do not start meanwhile this process ends; sign: see _give_up."""
+    done, seconds = threading.Event(), STARTING * _patience()
+    if seconds:
+        threading.Thread(target=_give_up, args=(done, seconds, sign), daemon=True).start()
+    try:
+        yield
+    finally:
+        done.set()
+
+
+def _give_up(done: threading.Event, seconds: float, sign: str) -> None:
+    """Where the others have not started in this time: end this process, which ends all; one of them says why.
 
     sign: the name of a library that a rank has loaded that waits here, too."""
+    if done.wait(seconds):
+        return
     rank, size = system.started()
     states = system.seen(sign)
     lost = [other for other, state in states.items() if state != "waits"]
     # Whose machine sees the cause tells it; of several ranks there the first.
-    time.sleep(system.OTHERS_WAIT * min(4, len(set(range(rank)) - {*lost}) + (not lost)))
+    if done.wait(system.OTHERS_WAIT * min(4, len(set(range(rank)) - {*lost}) + (not lost))):
+        return
     if lost:
         where = "it does not come to where MPI starts, nntile_py.Runtime(mpi=True)"
         named, why = str(lost[0]), "its process is stopped" if states[lost[0]] == "stopped" else where

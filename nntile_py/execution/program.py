@@ -314,53 +314,55 @@ class Program:
                 self.native.add_invalidate(handles[tile])
             if isinstance(task, Message):
                 self.native.add_message(handles[task.accesses[0].tile], **_message(task))
-                for tile in task.frees:
-                    self.native.add_invalidate(handles[tile])
-                continue
-            runs = _bodies(task)
-            places = {access.tile: number for number, access in enumerate(task.accesses)}
-            floats: list[float] = []
-            slots: list[tuple[int, int]] = []
-            bodies: list[tuple[Any, ...]] = []
-            for run in runs:
-                part, first = run[0], len(floats)
-                live = [] if whole else tasks.live_sizes(part)
-                if live and bound(part):  # it would take the whole tile for filled
-                    need = "pack: false, or operators whose tasks are not in Python"
-                    raise ConfigError(f"pack: {part.op} runs a task in Python ({part.kernel}); allowed: {need}")
-                lives = [(tile, axis, len(part.floats) + k) for k, (tile, axis, _) in enumerate(live)]
-                for value in (*part.floats, *(slot for *_, slot in live)):
-                    if isinstance(value, Slot):
-                        if value.name not in self.slots:
-                            self.slots.append(value.name)
-                        slots.append((len(floats), self.slots.index(value.name)))
-                    floats.append(0.0 if isinstance(value, Slot) else float(value))
-                accumulates = sum(1 << k for k, a in enumerate(part.accesses) if a.accumulate)
-                at = list(range(len(task.accesses)))
-                if task.parts:
-                    at = [places[a.tile] for one in run for a in one.accesses]
-                kernel, ints = on_cpu_workers(part)
-                launched = encoded_launches(run, capability, live)
-                named = (kernel, part.op or part.kernel)
-                bodies.append(body(*named, at, ints, first, accumulates, launched, bound(part), lives))
-            shapes = [a.tile.shape for a in task.accesses]
-            dtype = next((a.tile.dtype for a in task.accesses if a.tile.dtype != "int64"), "fp32")
-            self.native.add(
-                bodies=bodies,
-                codelet=f"{task.kernel}_{dtype}",
-                name=task.op or task.kernel,
-                tiles=[handles[a.tile] for a in task.accesses],
-                modes=[a.mode for a in task.accesses],
-                floats=floats,
-                slots=slots,
-                footprint=zlib.crc32(repr((shapes, [(p.kernel, p.ints) for run in runs for p in run])).encode()),
-                priority=task.priority,
-                flop=task.flop,
-                worker=-1 if shared else task.worker,
-                leaves=[places[tile] for tile in task.evicts],
-            )
+            else:
+                self._add(task, handles, capability, whole)
             for tile in task.frees:
                 self.native.add_invalidate(handles[tile])
+
+    def _add(self, task: Task, handles: Mapping[Tile, _core.Tile], capability: int | None, whole: bool) -> None:
+        """A task, whose bodies compute whole tiles, or what a step fills of them."""
+        runs = _bodies(task)
+        places = {access.tile: number for number, access in enumerate(task.accesses)}
+        floats: list[float] = []
+        slots: list[tuple[int, int]] = []
+        bodies: list[tuple[Any, ...]] = []
+        for run in runs:
+            part, first = run[0], len(floats)
+            live = [] if whole else self.list.live_sizes(part)
+            if live and bound(part):  # it would take the whole tile for filled
+                need = "pack: false, or operators whose tasks are not in Python"
+                raise ConfigError(f"pack: {part.op} runs a task in Python ({part.kernel}); allowed: {need}")
+            lives = [(tile, axis, len(part.floats) + k) for k, (tile, axis, _) in enumerate(live)]
+            for value in (*part.floats, *(slot for *_, slot in live)):
+                if isinstance(value, Slot):
+                    if value.name not in self.slots:
+                        self.slots.append(value.name)
+                    slots.append((len(floats), self.slots.index(value.name)))
+                floats.append(0.0 if isinstance(value, Slot) else float(value))
+            accumulates = sum(1 << k for k, a in enumerate(part.accesses) if a.accumulate)
+            at = list(range(len(task.accesses)))
+            if task.parts:
+                at = [places[a.tile] for one in run for a in one.accesses]
+            kernel, ints = on_cpu_workers(part)
+            launched = encoded_launches(run, capability, live)
+            named = (kernel, part.op or part.kernel)
+            bodies.append(body(*named, at, ints, first, accumulates, launched, bound(part), lives))
+        shapes = [a.tile.shape for a in task.accesses]
+        dtype = next((a.tile.dtype for a in task.accesses if a.tile.dtype != "int64"), "fp32")
+        self.native.add(
+            bodies=bodies,
+            codelet=f"{task.kernel}_{dtype}",
+            name=task.op or task.kernel,
+            tiles=[handles[a.tile] for a in task.accesses],
+            modes=[a.mode for a in task.accesses],
+            floats=floats,
+            slots=slots,
+            footprint=zlib.crc32(repr((shapes, [(p.kernel, p.ints) for run in runs for p in run])).encode()),
+            priority=task.priority,
+            flop=task.flop,
+            worker=-1 if self._shared else task.worker,
+            leaves=[places[tile] for tile in task.evicts],
+        )
 
     @property
     def checked_run(self) -> int:

@@ -156,4 +156,3 @@ def _allowed(edge: Edge, order: Order, group: Group) -> bool:
         own = [name for name in names if name]
         here |= dict(zip(edge.names[tensor], own, strict=False))
     return fits(group, tuple(here[name] for name in order if name in here))
-

@@ -288,5 +288,3 @@ def _signals() -> Iterator[list[str]]:
         yield stop
     finally:
         restore()
-
-

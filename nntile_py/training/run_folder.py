@@ -36,8 +36,8 @@ class RunFolder:
         if replaces and self.out.is_dir():
             self._locks.append(_locked(self.out))
             self.path = self.out.with_name(f"{self.out.name}.new")
-        self._fresh = new or self.path != self.out  # what is in it, this run has made
         self._made = not self.path.exists()
+        self._fresh = new or self._made or self.path != self.out  # what is in it, this run has made
         self.path.mkdir(parents=True, exist_ok=True)
         self._locks.append(_locked(self.path))
         if new and any(self.path.iterdir()):

@@ -27,7 +27,8 @@ class Captured {
   // From now on the weights stay on the device. False: all that do, with what graphs have of their own, would be more
   // than `most` bytes.
   bool hold(size_t most);
-  void let_go();  // they do not; waits for all tasks, and drops the graphs
+  // They do not; waits for all tasks, and drops the graphs. Workers stay awake: tasks may be submitted next.
+  void let_go();
   uint32_t run(const std::vector<double>& slots);  // as Program::run; after hold()
   std::string broken() const;  // why no graph could be made: kernels are launched one by one; empty: none was refused
   size_t graphs() const { return made_; }  // captured since it was made

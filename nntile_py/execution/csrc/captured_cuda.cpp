@@ -58,7 +58,10 @@ Captured::~Captured() = default;
 
 void Captured::drop() {
   try {
-    let_go();
+    if (holds_) {
+      let_go();
+      sleep_if_idle();
+    }
   } catch (...) {  // inside a task, stuck, or interrupted
     return;
   }
@@ -116,7 +119,6 @@ void Captured::let_go() {
   held_bytes -= own_;
   std::erase(holding, this);
   holds_ = false;
-  sleep_if_idle();
 }
 
 void let_go_of_all() {
@@ -243,7 +245,8 @@ void Captured::walk(const std::vector<double>& slots, void** buffers, c10::Devic
     }
     const auto& record = *std::get<const TaskRecord*>(item);
     auto floats = record.floats;
-    for (const auto& [position, slot] : record.slots) floats[static_cast<size_t>(position)] = slots.at(static_cast<size_t>(slot));
+    for (const auto& [position, slot] : record.slots)
+      floats[static_cast<size_t>(position)] = slots.at(static_cast<size_t>(slot));
     std::vector<void*> at;
     for (const auto& tile : record.tiles) {
       if (!places.contains(tile.get())) {

@@ -304,6 +304,7 @@ void Program::add(TaskRecord record, const std::vector<std::string>& kernels, co
   }
   record.codelet = get_codelet(codelet, cpu, cuda);
   record.number = static_cast<int64_t>(tasks_);
+  leaves_ |= !record.leaves.empty();
   items_.emplace_back(std::move(record));
   ++tasks_;
   finished_ = false;
@@ -361,6 +362,7 @@ void Program::begin(const std::vector<double>& slots) {
 
 uint32_t Program::run(const std::vector<double>& slots) {
   begin(slots);
+  if (leaves_) let_go_of_all();  // which tiles leave was planned for all of a device's memory
   const uint32_t replay = profile::begin_run();
   uint32_t index = 0;
   static uint64_t runs = 0;

@@ -153,7 +153,7 @@ class Program {
   unsigned generation_;
   bool tf32_, checked_;
   uint64_t run_ = 0;
-  bool finished_ = false;
+  bool finished_ = false, leaves_ = false;  // leaves_: tiles do, after some of its tasks
 };
 
 // The first task of a checked program that wrote a value that is not finite: in which run, the number of the task, of the
