@@ -122,6 +122,8 @@ def test_on_cpu_workers(runtime: nt.Runtime) -> None:
     """Asked for, it is an error; left open, the tasks run."""
     with pytest.raises(ConfigError, match=r"captured: true is not allowed here: it needs a runtime of one GPU"):
         nt.Encoder(MODEL, captured=True)([[1, 2]])
+    with pytest.raises(ConfigError, match="captured: 'no' is not allowed; use True, False or None"):
+        nt.Encoder(MODEL, captured="no")
     encoder = nt.Encoder(MODEL)
     encoder([[1, 2]])
     assert "one GPU" in served(encoder).reason

@@ -129,11 +129,11 @@ def arrange(
 
 
 def keep_in(graph: Graph, kept: Mapping[str, Order]) -> None:
-    """Give the weights of a graph, and their gradients, these orders, by name. In place."""
-    orders = {t: t.axes for op in graph.ops for t in tensors_of(op)}
-    for name, tensor in graph.tensors.items():
-        if tensor.kind == "param":
-            orders |= {t: kept.get(name, t.axes) for t in (tensor, graph.grads.get(tensor)) if t}
+    """Give the weights of a graph, and their gradients with all parts, these orders, by name. In place."""
+    weights = {name: t for name, t in graph.tensors.items() if t.kind == "param" and name in kept}
+    turned = {t: kept[name] for name, param in weights.items() for t in (param, graph.grads.get(param)) if t}
+    every = [t for op in graph.ops for t in tensors_of(op)]
+    orders = {t: turned.get(t.storage if t.storage.kind == "grad" else t, t.axes) for t in every} | turned
     layouts = {op: tuple(orders[t] if isinstance(op, Contract) else t.axes for t in tensors_of(op)) for op in graph.ops}
     _Arranged(Chosen(orders, layouts)).change(graph)
 

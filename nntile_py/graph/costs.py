@@ -120,8 +120,8 @@ class Costs:
         return terms
 
     def _turned(self, op: Op, tensor: Tensor, wanted: Order, now: Order, _: Order | None) -> float:
-        """What outlives the program is written as it is kept."""
-        lasts = tensor in op.outputs and tensor.kind != "temp"
+        """What outlives the program is written as it is kept; a transposition would not add to it either."""
+        lasts = tensor in op.outputs and tensor.storage.kind != "temp"
         return math.inf if lasts and now != wanted else self.turn(tensor, now, wanted)
 
     def table(self, op: Op) -> Term:
@@ -193,5 +193,5 @@ def _left_out(op: Op, layout: Layout) -> bool:
 
 def _alike(op: Op) -> Hashable:
     """The same for operators that take the same time in the same layout."""
-    tensors = tuple((t.axes, t.shape, t.dtype, t.kind == "temp", t.band) for t in (*op.inputs, *op.outputs))
+    tensors = tuple((t.axes, t.shape, t.dtype, t.storage.kind == "temp", t.band) for t in (*op.inputs, *op.outputs))
     return op.title, len(op.inputs), tensors, op.form.axes if isinstance(op, Generated) else ()

@@ -60,6 +60,8 @@ def edges_of(graph: Graph, *, weights: bool = True) -> dict[Tensor, Edge]:
         fixed |= {t for t in tensors_of(op) if t not in turned or not _free(t, op, weights)}
     for param, grad in graph.grads.items():  # and its optimizer's averages, which are made beside it
         _tie(Group({param: param.axes, grad: param.axes}), sets, behind)
+    for part in (t for op in graph.ops for t in op.outputs if t.storage.kind == "grad"):  # of a weight read repeatedly
+        _tie(Group({part.storage: part.storage.axes, part: part.storage.axes}), sets, behind)
     members: dict[object, list[Tensor]] = {}
     for tensor in dict.fromkeys(t for op in graph.ops for t in tensors_of(op)):
         members.setdefault(sets.find(tensor), []).append(tensor)
@@ -77,9 +79,9 @@ def edges_of(graph: Graph, *, weights: bool = True) -> dict[Tensor, Edge]:
 
 def _free(tensor: Tensor, op: Op, weights: bool) -> bool:
     """Whether its tiles are made and read within the program, by operators that are all here; or it is a weight, or the
-    gradient of one, that products alone take."""
-    if tensor.kind in ("param", "grad"):
-        return weights and isinstance(op, Contract) and tensor.storage is tensor
+    gradient of one, or a part of that in its tiles, that products alone take."""
+    if tensor.kind == "param" or tensor.storage.kind == "grad":
+        return weights and isinstance(op, Contract) and (tensor.storage is tensor or tensor in op.outputs)
     alias = tensor.storage is not tensor and not isinstance(op, Rename) and tensor in op.outputs
     return tensor.kind == "temp" and tensor.storage.kind == "temp" and not alias
 

@@ -82,6 +82,8 @@ class Encoder:
         for name, value in (("batch_tokens", batch_tokens), ("max_length", max_length)):
             if value is not None and (type(value) is not int or value < 1):
                 raise ConfigError(f"{name}: {value!r} is not allowed; use a positive integer")
+        if not isinstance(captured, bool | None):
+            raise ConfigError(f"captured: {captured!r} is not allowed; use True, False or None")
         if cut := {"batch", "seq"} & {*(tiles or {})}:
             raise ConfigError(f"tiles.{min(cut)}: not allowed here, as a bin is a tile; use embed, heads, ffn, vocab")
         positions = getattr(getattr(model, "config", None), "positions", None)
