@@ -67,6 +67,7 @@ def _gather_grad(
     total, out = tl.zeros([BLOCK], tl.float32), DX + row * width + col
     for k in range(tl.load(FIRST + row), tl.load(LAST + row) + 1):
         if tl.load(PLACES + k) == row % positions + first:
+            # row * 0: 64 bits, whether k is a tensor or, in the interpreter, a number
             total += tl.load(DY + (row * 0 + k) * width + col, col < width, 0.0).to(tl.float32)
     if ACC:
         total += tl.load(out, col < width, 0.0).to(tl.float32)

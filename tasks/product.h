@@ -1,5 +1,5 @@
 // Products of tensors on one core by vectors of the machine, where the BLAS that ATen brings is slow: MKL, made for
-// Intel's processors, computes with half the width of other ones' vectors. The epilogue is done on the way.
+// Intel's processors, computes with half the width of some others' vectors. The epilogue is done on the way.
 #pragma once
 #include <algorithm>
 #include <cstdlib>
