@@ -123,16 +123,16 @@ def test_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(subprocess, "Popen", counted)
     grid = {"tiles.batch": [1, 2], "runtime.window": [500, 600], "train.batch": [4, 10**8]}  # too many tiles
-    measure = {"work": "train", "warmup": 0, "repeats": 1}
-    made = sweep.load_sweep(write(tmp_path, {"grid": grid, "measure": measure, "together": True}))
-    rows, before = sweep_run.run(made, tmp_path / "bad", Console(file=io.StringIO())), len(started)
-    assert [r["sets"] for r in rows] == list(made.settings())
-    assert {(r["sets"]["train.batch"], r["status"]) for r in rows} == {(4, "ok"), (10**8, "failed")}
-    assert [r["sets"]["runtime.window"] for r in lines(tmp_path / "bad")] == 4 * [500] + 4 * [600]
-    assert before == 4, "a new one after each failure, but for the last"
+    for work in ("train", "inference"):
+        measure = {"work": work, "warmup": 0, "repeats": 1}
+        made = sweep.load_sweep(write(tmp_path, {"grid": grid, "measure": measure, "together": True}))
+        rows, before = sweep_run.run(made, tmp_path / work, Console(file=io.StringIO())), len(started)
+        assert [r["sets"] for r in rows] == list(made.settings())
+        assert {(r["sets"]["train.batch"], r["status"]) for r in rows} == {(4, "ok"), (10**8, "failed")}
+        assert [r["sets"]["runtime.window"] for r in lines(tmp_path / work)] == 4 * [500] + 4 * [600]
+    assert before == 2 * 4, "a new one after each failure, but for the last"
     assert all(p.poll() is not None for p in started)
     grid.pop("train.batch")
-    measure["work"] = "inference"
     made = sweep.load_sweep(write(tmp_path, {"grid": grid, "measure": measure, "together": True}))
     assert len(sweep_run.run(made, tmp_path / "good", Console(file=io.StringIO()))) == 4 and len(started) == before + 2
 
