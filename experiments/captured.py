@@ -26,7 +26,7 @@ TURNS = 15
 WAYS = {"tasks": False, "graph": True}
 
 
-def least(run: Callable[[int], Any], flight: int) -> float:
+def timed(run: Callable[[int], Any], flight: int) -> float:
     """Milliseconds of a pass."""
     start = time.perf_counter()
     run(flight)
@@ -52,12 +52,12 @@ def main() -> None:
             runs = {name: forward_passes(spec, inputs, captured)[1] for name, captured in WAYS.items()}
             for run in runs.values():
                 run(5)
-            found = {(name, flight): [least(run, flight)] for name, run in runs.items() for flight in (1, o.flight)}
+            found = {(name, flight): [timed(run, flight)] for name, run in runs.items() for flight in (1, o.flight)}
             for _ in range(TURNS):
                 for (name, flight), times in found.items():
-                    times.append(least(runs[name], flight))
-            best = {key: statistics.median(times) for key, times in found.items()}
-            cells = [best[name, flight] for flight in (1, o.flight) for name in WAYS]
+                    times.append(timed(runs[name], flight))
+            medians = {key: statistics.median(times) for key, times in found.items()}
+            cells = [medians[name, flight] for flight in (1, o.flight) for name in WAYS]
             print(f"{cell:8}" + "".join(f"{ms:12.3f}" for ms in cells) + f"{cells[2] / cells[3]:12.2f}", flush=True)
 
 

@@ -432,3 +432,11 @@ def test_other_steps_are_other_programs() -> None:
 def digests(built: Step) -> list[str]:
     assert built.more
     return [low.tasks.digest() for low in (built.first, built.more, built.update)]
+
+
+def test_no_inputs_are_drawn_for_too_many_tiles() -> None:
+    """100 million sequences: refused before there is memory for them."""
+    model = GPT2(GPT2Config(layers=1, embed=8, heads=1, vocab=9, positions=4))
+    spec = StepSpec(model, 4, 4, Tiling({"batch": 1}))
+    with pytest.raises(ConfigError, match=r"tiles\.batch: 100,000,000 tiles .*; allowed: at most 1,000,000"):
+        spec.random_inputs(10**8, seed=0)

@@ -199,7 +199,8 @@ class StepSpec:
         self, rows: int, seed: int, alpha: float = 1.0, predicted: float = 1.0, *, training: bool = True
     ) -> dict[str, Array]:
         """Of a step, or an evaluation, of so many sequences, as a user gives them, packed or not; see
-        declared.random_inputs."""
+        declared.random_inputs. Raises ConfigError, before anything is drawn, for more sequences than tiles can have."""
+        self.tiling.parts("batch", rows)
         graph = replace(self, pack=False).trace(training=training)[0]
         made = random_inputs(graph, rows, seed, alpha, predicted)
         derived = {name for name, one in graph.inputs.items() if callable(one.default)} if self.pack else set()
