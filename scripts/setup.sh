@@ -61,7 +61,8 @@ install_packages() {
     [ "${NNTILE_APT:-1}" != 0 ] && command -v apt-get >/dev/null || return 1
     if [ "$(id -u)" != 0 ]; then sudo -n true 2>/dev/null && sudo="sudo -n" || return 1; fi
     say "apt-get install $*"
-    local apt="$sudo env DEBIAN_FRONTEND=noninteractive apt-get -qq"
+    # Where another apt-get is at work, wait for it.
+    local apt="$sudo env DEBIAN_FRONTEND=noninteractive apt-get -qq -o DPkg::Lock::Timeout=300"
     # A machine whose package lists are old or absent needs an update first.
     $apt install -y --no-install-recommends "$@" >/dev/null 2>&1 ||
         { $apt update >/dev/null && $apt install -y --no-install-recommends "$@" >/dev/null; }
