@@ -12,7 +12,7 @@ from dataclasses import replace
 from .tasklist import Access, Task, TaskList, Tile
 
 GROUP_SECONDS = 1.5e-3  # how long a group may last; 11 groups a step are no faster than 117, and hold more memory
-MOST_PARTS, MOST_TILES = 32, 160
+MOST_PARTS, MOST_TILES = 256, 1536  # an optimizer's 200 tasks as one: as groups of 32 they wait for the host
 EXPORT_SECONDS = 200e-6  # how much longer a group may last than its first task that another worker waits for
 TINY = 15e-6  # seconds: independent tasks as short as this share a group
 

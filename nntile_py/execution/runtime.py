@@ -27,8 +27,9 @@ from nntile_py.tiles.placement import PLACEMENTS
 from nntile_py.typed import typed
 
 # Tasks that a GPU is given beyond the one that StarPU waits for, where no other worker could have taken them: where it
-# is alone, and where it waits for others (XL on 4 GPUs: 0.330 s a step with 0, 0.322 with 2, 0.360 with 4).
-AHEAD, AHEAD_OF_OTHERS = 4, 2
+# is alone (packed BERT base: 27.8 ms a step with 4, 27.0 with 16 and with 40), and where it waits for others (XL on 4
+# GPUs: 0.330 s a step with 0, 0.322 with 2, 0.360 with 4).
+AHEAD, AHEAD_OF_OTHERS = 16, 2
 
 
 class Runtime:

@@ -148,7 +148,8 @@ def _training(config: RunConfig, how: Measure) -> tuple[Built, Callable[[int], N
     trainer = build_trainer(config)
     assert Runtime.current
     Runtime.current.forget(trainer)  # nobody wants the weights back
-    inputs = inputs_of(config, "train", how.alpha, trainer.spec)
+    # Packed once, as PyTorch is given its offsets and masks; a run packs beside the steps.
+    inputs = trainer.filled(inputs_of(config, "train", how.alpha, trainer.spec))
 
     def run(count: int) -> None:
         for pending in [trainer.submit(inputs) for _ in range(count)]:

@@ -217,7 +217,7 @@ class Trainer:
         Raises:
             ValueError: An input is missing, unknown, or has the wrong shape, dtype or values.
         """
-        filled = self._filled(inputs, labels, self.grad_accumulation)
+        filled = self.filled(inputs, labels)
         arrays, made = self._check(filled.arrays, self.grad_accumulation * self.spec.rows)
         rate = self.optimizer.lr if lr is None else replace(self.optimizer, lr=lr).lr  # refuses what no rate may be
         if not self.steps:
@@ -268,7 +268,7 @@ class Trainer:
         if Runtime.current is not self._runtime:
             raise TaskError("evaluate: the runtime of this Trainer has stopped; make a Trainer of another")
         keep = return_logits or return_outputs
-        filled = self._filled(inputs, labels, 1)
+        filled = self.filled(inputs, labels, 1)
         arrays, made = self._check(filled.arrays, self.spec.rows, unlabelled=keep)
         given = next(names for names, one in self._steps.items() if one is made)
         if (given, keep) not in self._evaluations:
@@ -384,8 +384,11 @@ class Trainer:
 
     # -- inside
 
-    def _filled(self, inputs: Inputs, labels: IntArray | None, passes: int) -> Filled:
-        """What programs take, of so many passes."""
+    def filled(self, inputs: Inputs, labels: IntArray | None = None, passes: int | None = None) -> Filled:
+        """What `submit` makes of its arguments first: packed, where sequences are; it takes this in their place, too.
+
+        passes: default those of a step."""
+        passes = passes or self.grad_accumulation
         if isinstance(inputs, Filled):
             return inputs
         inputs = as_dict(inputs, labels)
