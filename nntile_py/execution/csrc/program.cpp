@@ -143,17 +143,21 @@ Kernel find_kernel(const std::string& name, c10::DeviceType where) {
 }
 
 // See Args.
-at::Tensor filled_part(const TaskBody& body, size_t k, const double* floats, void* data, c10::Device device) {
+View filled_part(const TaskBody& body, size_t k, const double* floats, void* data, c10::Device device) {
   const Tile& tile = *body.tiles.at(k);
-  auto shape = tile.shape;
+  at::DimVector shape(tile.shape.begin(), tile.shape.end()), strides(shape.size());
+  const auto stride = [&] {
+    int64_t step = 1;
+    for (size_t axis = shape.size(); axis-- > 0; step *= std::max<int64_t>(shape[axis], 1)) strides[axis] = step;
+  };
+  if (!device.is_cpu()) stride();
   for (const auto& live : body.lives)
-    if (live.tile == k) shape.at(live.axis) = static_cast<int64_t>(floats[live.position]);
-  if (device.is_cpu() || body.lives.empty()) return wrap(data, shape, tile.dtype, device);
-  const auto all = wrap(data, tile.shape, tile.dtype, device);
-  return all.as_strided(shape, all.strides());
+    if (live.tile == k) shape[live.axis] = static_cast<int64_t>(floats[live.position]);
+  if (device.is_cpu()) stride();
+  return {data, tile.dtype, device, std::move(shape), std::move(strides)};
 }
 
-at::Tensor Args::operator[](size_t k) const {
+View Args::view(size_t k) const {
   return filled_part(body_, k, floats_, pointer(buffers_[body_.places[k]]), device_);
 }
 
@@ -285,6 +289,7 @@ void Program::add(TaskRecord record, const std::vector<std::string>& kernels, co
     const bool python = static_cast<bool>(body.python.call);
     body.cpu = low ? nullptr : find_kernel(kernels.at(k), c10::kCPU);
     body.cuda = find_kernel(kernels[k], c10::kCUDA);
+    if (body.cuda && !body.key.empty()) body.key += " and ATen";  // one more way than others of that key have
     cpu &= python || body.cpu;
     cuda &= python ? body.python.cuda : body.cuda || !body.ways.empty();
     if (cpu || cuda) continue;
