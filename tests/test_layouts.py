@@ -324,6 +324,9 @@ def test_a_file_of_timings(tmp_path: Path) -> None:
     path.write_text("hello\n")
     with pytest.raises(ConfigError, match="no database of layouts"):
         opened(OF, path)
+    path.write_text("")  # made for the lock, and nothing was measured: as none
+    with pytest.raises(ConfigError, match="no such database"):
+        opened(OF, path)
     with pytest.raises(ConfigError, match="no such database"):
         opened(OF, tmp_path / "nothing")
 
