@@ -20,7 +20,7 @@ from nntile_py.errors import ConfigError
 from nntile_py.sweep import autotune
 from nntile_py.sweep import run as sweep_run
 from nntile_py.sweep import spec as sweep
-from nntile_py.sweep.plots import figure_of, shown_rows, spread
+from nntile_py.sweep.plots import caption, figure_of, shown_rows, spread
 from nntile_py.sweep.results import best_options, best_row, best_told, pooled, summary, table, within_spread
 from nntile_py.system.pictures import files_of
 from nntile_py.tiles import RW, R, TaskList, Tile, W
@@ -484,6 +484,9 @@ def test_plots_hide_nothing(kind: Any) -> None:
     small = drawn.get_supxlabel()
     assert "median of 3 repeats; error bars: all of them" in small and "a machine" in small
     assert "other processes kept up to 1000.0 cores busy" in small and part.get_suptitle() == "GPT-2"
+    least = sweep.Plot(kind=kind, x="tiles.embed", y=["best ms"], series="fusion")
+    assert caption(rows[1:], metrics=least.metrics) == "best of 3 repeats"
+    assert caption(rows[1:], metrics=["ms", "best ms"]) == "median and best of 3 repeats; error bars: all of them"
     heat = figure_of([sweep.Plot(kind="heat", x="tiles.embed", series="fusion")], rows)
     ticks = [one.get_text() for one in heat.subfigs[0].axes[0].get_yticklabels()]
     assert ticks == ["fused", "naive"]
