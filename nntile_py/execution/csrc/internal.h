@@ -94,6 +94,8 @@ void wait_until(Done done) {
 starpu_sched_policy* planned_policy();
 void plan(starpu_task* task, unsigned worker);
 
+inline bool reads(int mode) { return mode & STARPU_R; }
+
 // Of a task: its tiles, with how it accesses each.
 void set_tiles(starpu_task* task, const std::vector<std::shared_ptr<Tile>>& tiles, const std::vector<int>& modes);
 void submit(starpu_task* task, const std::string& name);
