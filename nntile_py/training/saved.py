@@ -9,8 +9,8 @@ from typing import Any, get_args
 
 from nntile_py.errors import ConfigError
 from nntile_py.graph.optimizers import Optimizer
-from nntile_py.models.base import find, type_of
 from nntile_py.models.checkpoint import arrays, named, tensors_of
+from nntile_py.models.registry import find, type_of
 from nntile_py.training import checkpoint
 
 _METHODS = {method.__name__: method for method in get_args(Optimizer)}
