@@ -14,6 +14,7 @@ from nntile_py.profiling import FILES
 from nntile_py.sweep import experiment
 from nntile_py.sweep import run as sweep_run
 from nntile_py.sweep import spec as sweep
+from nntile_py.sweep.report import report
 
 CONSOLE = Console(stderr=True)
 
@@ -105,7 +106,7 @@ def test_experiments_take_the_gpus_that_are_there(monkeypatch: pytest.MonkeyPatc
         part, told = experiment._on_gpus_there(made)
         assert experiment._config(part).runtime.cuda == taken and part.work == "inference"
         assert told == ("runtime.cuda 1 instead of 2; this machine has 1 GPU" if there == 1 else "")
-    text = experiment.report(experiment.load_experiment("fig09"), "gpu", [], "a\n1\n", 0.0, note="left out: 8")
+    text = report(experiment.load_experiment("fig09"), "gpu", [], "a\n1\n", 0.0, note="left out: 8")
     assert "\nLeft out: 8.\n" in text
 
 
@@ -173,7 +174,7 @@ def test_ratios_of_variants() -> None:
     times = {"baseline": 4.0, "+ bias and norm": 2.0, "+ no padding": 1.0}
     rows = [{"sets": {"train.seq": 128, "variant": name}, "status": "ok", "seconds": of, "seconds_min": of / 2}
             for name, of in times.items()]  # fmt: skip
-    told = experiment.report(made, "cpu", rows, "", 0.0)
+    told = report(made, "cpu", rows, "", 0.0)
     assert "Time of the others over time baseline, median (best repeat):" in told
     assert "* train.seq 128: + bias and norm 0.50 (0.50), + no padding 0.25 (0.25)" in told
 
