@@ -13,7 +13,7 @@ from nntile_py.system.load import cores, is_busy
 from nntile_py.system.machine import described, machine
 
 if TYPE_CHECKING:
-    from nntile_py.sweep.experiment import Experiment, Mode
+    from nntile_py.sweep.papers import Experiment, Mode
 
 
 def report(
