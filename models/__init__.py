@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from nntile_py.models.base import Model, ModelConfig, find, from_hf
+from nntile_py.models.base import Model, ModelConfig
+from nntile_py.models.registry import find, from_hf
 
 __all__ = ["Model", "ModelConfig", "find", "from_hf"]
 
@@ -10,7 +11,7 @@ __all__ = ["Model", "ModelConfig", "find", "from_hf"]
 def __getattr__(name: str) -> Any:
     """GPT2, GPT2Config, ...: the models of this folder and their configs, found by their class names."""
     if not name.startswith("_"):
-        from nntile_py.models.base import known
+        from nntile_py.models.registry import known
 
         for cls in known().values():
             for one in (cls, cls.Config):

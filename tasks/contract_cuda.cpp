@@ -4,6 +4,7 @@
 #include <ATen/ops/baddbmm.h>
 #include <ATen/ops/bmm.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
 #include <ATen/ops/gelu.h>
 #include <ATen/ops/gelu_backward.h>
 #include <ATen/ops/relu.h>
@@ -84,6 +85,16 @@ void into_blocks(const at::Tensor& to, const at::Tensor& a_matrix, const at::Ten
   }
 }
 
+// Where it lies if it can be, else copied.
+View as_matrix(const View& x, size_t batch, size_t rows, size_t columns) {
+  at::DimVector shape;
+  if (batch) shape.push_back(extent(x.sizes, 0, batch));
+  shape.push_back(extent(x.sizes, batch, rows));
+  shape.push_back(extent(x.sizes, batch + rows, columns));
+  if (auto found = x.reshaped(shape)) return *std::move(found);
+  return matrix(x.tensor(), batch, rows, columns);
+}
+
 // target = alpha a b, in another order of axes than the product has: that product and a copy, or a product for each
 // block. Which is faster depends on how wide blocks are, so it is measured, but not where a step fills a part of the rows.
 void permuted(const at::Tensor& target, const at::Tensor& a, const at::Tensor& b, double alpha, size_t m, size_t n,
@@ -115,104 +126,131 @@ void permuted(const at::Tensor& target, const at::Tensor& a, const at::Tensor& b
   else into_blocks(*blocks(target, m, n), a, b, alpha, found->second == 1);
 }
 
-void contract(Args& t) {
-  const ContractArgs args(t);
-  const auto& e = args.epilogue;
-  const Plan plan(args.plan);
-  size_t next = 3;
-  const auto target = t[0];
-  auto bias = e.bias_axes >= 0 ? t[next++] : at::Tensor();
-  auto residual = e.residual ? t[next++] : at::Tensor();
-  const bool activates = e.activation >= 0 && !e.aux;
-  const auto aux = e.aux ? t[next++] : at::Tensor();
-  const auto out = activates && e.keep_pre ? t[next++] : target;  // with an activation `target` is what comes before
-  auto column_sum = e.colsum >= 0 ? t[next] : at::Tensor();
-  const bool sum_adds = e.colsum >= 0 && t.accumulates(next);
+// What stands in the epilogue: numbers of tiles, 0 where there is none. With an activation the target is what comes before
+// it, and holds the result as well where nobody asks for both.
+struct Rest {
+  size_t bias = 0, residual = 0, aux = 0, out = 0, column_sum = 0;
+  bool activation;
 
-  auto a = t[1], b = t[2];
-  if (plan.swap) std::swap(a, b);
-  const auto a_matrix = matrix(a.permute(plan.a), plan.batch, plan.m, plan.k);
-  const auto b_matrix = matrix(b.permute(plan.b), plan.batch, plan.k, plan.n);
-  const bool first = (e.colsum == 0) != plan.swap;  // the operand that is summed is a_matrix
-
-  const auto most_of = [&](size_t tile, at::IntArrayRef order, size_t from, size_t count) {
-    int64_t size = 1;
-    for (const auto axis : order.slice(from, count)) size *= t.most(tile)[static_cast<size_t>(axis)];
-    return size;
-  };
-  const size_t first_operand = plan.swap ? 2 : 1;
-  const Sizes most{most_of(first_operand, plan.a, plan.batch, plan.m), b_matrix.size(-1),
-                   most_of(first_operand, plan.a, plan.batch + plan.m, plan.k)};
-
-  const bool lt = !plan.batch && (a.scalar_type() == at::kBFloat16 || a.scalar_type() == at::kFloat);
-  bool activated = false;
-  if (lt && !plan.permuted_out) {
-    const auto shaped = [&](const at::Tensor& x) { return matrix(x, 0, plan.m, plan.n); };
-    Fused f;
-    at::Tensor summed;
-    if (t.accumulates(0)) f.c = shaped(target);
-    if (residual.defined() && !f.c.defined()) {
-      f.c = shaped(residual);
-      residual = at::Tensor();
-    }
-    const bool vector = bias.defined() && trailing(e.bias_axes, target.dim()) && bias.numel() == b_matrix.size(1);
-    const bool late = residual.defined() || (bias.defined() && !vector);  // something to add before the activation
-    if (vector) f.bias = std::exchange(bias, {});
-    // What accumulates in the tile that is to hold the value before the activation cannot be read and written at once.
-    const bool gelu = e.activation == kGeluNew && !late && !(e.keep_pre && t.accumulates(0));
-    if (gelu && e.aux) {
-      f.epilogue = CUBLASLT_EPILOGUE_DGELU;
-      f.aux = aux;
-    } else if (gelu && e.keep_pre) {
-      f.epilogue = f.bias.defined() ? CUBLASLT_EPILOGUE_GELU_AUX_BIAS : CUBLASLT_EPILOGUE_GELU_AUX;
-      f.aux = target;  // out of the epilogue; out is D
-    } else if (gelu) {
-      f.epilogue = f.bias.defined() ? CUBLASLT_EPILOGUE_GELU_BIAS : CUBLASLT_EPILOGUE_GELU;
-    } else if (f.bias.defined()) {
-      f.epilogue = CUBLASLT_EPILOGUE_BIAS;
-    } else if (column_sum.defined() && e.activation < 0) {
-      // Column-major, b comes first: the sum of b's columns is that of the library's A.
-      f.epilogue = first ? CUBLASLT_EPILOGUE_BGRADB : CUBLASLT_EPILOGUE_BGRADA;
-      summed = sum_adds ? at::empty(column_sum.sizes(), column_sum.options()) : column_sum;
-      f.bias = summed;
-    }
-    try {
-      matmul(shaped(gelu && e.keep_pre ? out : target), a_matrix, b_matrix, args.scale, f, t.tf32(), most);
-      activated = gelu;
-      if (summed.defined() && sum_adds) column_sum.add_(summed);
-      if (summed.defined()) column_sum.reset();
-    } catch (const Unsupported&) {  // some epilogues are not there for some shapes: the parts one by one
-      if (f.bias.defined() && !summed.defined()) bias = f.bias;
-      Fused bare;
-      bare.c = f.c;
-      matmul(shaped(target), a_matrix, b_matrix, args.scale, bare, t.tf32(), most);
-    }
-  } else if (!plan.permuted_out) {
-    plain(matrix(target, plan.batch, plan.m, plan.n), a_matrix, b_matrix, t.accumulates(0) ? 1 : 0, args.scale);
-  } else if (const auto direct = in_place(target.permute(plan.out), plan.batch, plan.m, plan.n)) {
-    plain(*direct, a_matrix, b_matrix, t.accumulates(0) ? 1 : 0, args.scale);
-  } else {
-    const auto view = target.permute(plan.out);
-    if (lt && !t.accumulates(0)) {
-      permuted(view, a_matrix, b_matrix, args.scale, plan.m, plan.n, t.tf32(), most);
-    } else {
-      const auto product = at::empty(view.sizes(), target.options());
-      const auto whole = matrix(product, plan.batch, plan.m, plan.n);
-      if (lt) matmul(whole, a_matrix, b_matrix, args.scale, Fused(), t.tf32(), most);
-      else plain(whole, a_matrix, b_matrix, 0, args.scale);
-      if (t.accumulates(0)) view.add_(product);
-      else copy(view, product);
-    }
+  explicit Rest(const EpilogueArgs& e) : activation(e.activation >= 0) {
+    size_t next = 3;
+    if (e.bias_axes >= 0) bias = next++;
+    if (e.residual) residual = next++;
+    if (e.aux) aux = next++;
+    if (e.keep_pre && activation && !e.aux) out = next++;
+    if (e.colsum >= 0) column_sum = next;
   }
-  if (residual.defined()) target.add_(residual);
-  if (bias.defined()) target.add_(broadcastable(bias, e.bias_axes, target));
-  if (e.aux && !activated) multiply_derivative(e.activation, target, aux);
-  else if (activates && !activated) apply_activation(e.activation, target, out);
-  if (column_sum.defined()) {
-    const auto operand = first ? a_matrix : b_matrix;
-    const auto total = at::sum(operand, {first ? 1 : 0}, false, column_sum.scalar_type()).view(column_sum.sizes());
-    if (sum_adds) column_sum.add_(total);
-    else column_sum.copy_(total);
+};
+
+struct Product {
+  ContractArgs args;
+  Plan plan;
+  View a, b;  // matrices, or batches of them
+  Sizes most;
+  bool lt;     // cuBLASLt is for it
+  bool first;  // the operand that is summed is a
+
+  explicit Product(const Args& t) : Product(t, ContractArgs(t)) {}
+
+ private:
+  Product(const Args& t, const ContractArgs& args_)
+      : args(args_), plan(args.plan), a(as_matrix(t.view(tile_of_a()).permuted(plan.a), plan.batch, plan.m, plan.k)),
+        b(as_matrix(t.view(3 - tile_of_a()).permuted(plan.b), plan.batch, plan.k, plan.n)),
+        most{most_of(t, plan.batch, plan.m), b.sizes.back(), most_of(t, plan.batch + plan.m, plan.k)},
+        lt(!plan.batch && (a.dtype == at::kBFloat16 || a.dtype == at::kFloat)),
+        first((args.epilogue.colsum == 0) != plan.swap) {}
+
+  size_t tile_of_a() const { return plan.swap ? 2 : 1; }
+
+  int64_t most_of(const Args& t, size_t from, size_t count) const {  // the elements of some axes of a
+    int64_t size = 1;
+    for (const auto axis : plan.a.slice(from, count)) size *= t.most(tile_of_a())[static_cast<size_t>(axis)];
+    return size;
+  }
+};
+
+// By cuBLASLt, with as much of the epilogue as it has for this product; returns what is left of that.
+Rest fused(Args& t, const Product& p, Rest left) {
+  const auto& e = p.args.epilogue;
+  const auto shaped = [&](size_t tile) { return as_matrix(t.view(tile), 0, p.plan.m, p.plan.n); };
+  const auto target = shaped(0);
+  Fused f;
+  std::optional<View> residual;
+  if (t.accumulates(0)) f.c = target.data;
+  else if (left.residual) f.c = residual.emplace(shaped(std::exchange(left.residual, 0))).data;
+  bool vector = false;
+  if (left.bias) {
+    const auto bias = t.view(left.bias);
+    vector = trailing(e.bias_axes, static_cast<int64_t>(t.most(0).size())) && bias.numel() == p.b.sizes[1];
+    if (vector) f.bias = bias.data;
+  }
+  const bool late = left.residual || (left.bias && !vector);  // something to add before the activation
+  // What accumulates in the tile that is to hold the value before the activation cannot be read and written at once.
+  const bool gelu = e.activation == kGeluNew && !late && !(e.keep_pre && t.accumulates(0));
+  const bool sums = left.column_sum && e.activation < 0 && !vector;
+  at::Tensor spare;  // for sums that are added to others
+  if (gelu && e.aux) {
+    f.epilogue = CUBLASLT_EPILOGUE_DGELU;
+    f.aux = t.view(left.aux).data;
+  } else if (gelu && e.keep_pre) {
+    f.epilogue = vector ? CUBLASLT_EPILOGUE_GELU_AUX_BIAS : CUBLASLT_EPILOGUE_GELU_AUX;
+    f.aux = target.data;  // out of the epilogue; out is D
+  } else if (gelu) {
+    f.epilogue = vector ? CUBLASLT_EPILOGUE_GELU_BIAS : CUBLASLT_EPILOGUE_GELU;
+  } else if (vector) {
+    f.epilogue = CUBLASLT_EPILOGUE_BIAS;
+  } else if (sums) {
+    // Column-major, b comes first: the sum of b's columns is that of the library's A.
+    f.epilogue = p.first ? CUBLASLT_EPILOGUE_BGRADB : CUBLASLT_EPILOGUE_BGRADA;
+    if (t.accumulates(left.column_sum)) spare = at::empty_like(t[left.column_sum]);
+    f.bias = spare.defined() ? spare.data_ptr() : t.view(left.column_sum).data;
+  }
+  try {
+    matmul(gelu && left.out ? shaped(left.out) : target, p.a, p.b, p.args.scale, f, t.tf32(), p.most);
+    if (spare.defined()) t[left.column_sum].add_(spare);
+    if (sums) left.column_sum = 0;
+    if (vector) left.bias = 0;
+    if (gelu) left.activation = false;
+  } catch (const Unsupported&) {  // some epilogues are not there for some shapes: the parts one by one
+    Fused bare;
+    bare.c = f.c;
+    matmul(target, p.a, p.b, p.args.scale, bare, t.tf32(), p.most);
+  }
+  return left;
+}
+
+// Batches, fp64, and what goes into a target whose axes have another order.
+void unfused(Args& t, const Product& p) {
+  const auto& plan = p.plan;
+  const auto target = t[0], a = p.a.tensor(), b = p.b.tensor();
+  const double beta = t.accumulates(0) ? 1 : 0;
+  if (!plan.permuted_out) return plain(matrix(target, plan.batch, plan.m, plan.n), a, b, beta, p.args.scale);
+  const auto view = target.permute(plan.out);
+  if (const auto direct = in_place(view, plan.batch, plan.m, plan.n)) return plain(*direct, a, b, beta, p.args.scale);
+  if (p.lt && beta == 0) return permuted(view, a, b, p.args.scale, plan.m, plan.n, t.tf32(), p.most);
+  const auto product = at::empty(view.sizes(), target.options());
+  const auto whole = matrix(product, plan.batch, plan.m, plan.n);
+  if (p.lt) matmul(whole, a, b, p.args.scale, Fused(), t.tf32(), p.most);
+  else plain(whole, a, b, 0, p.args.scale);
+  if (beta != 0) view.add_(product);
+  else copy(view, product);
+}
+
+void contract(Args& t) {
+  const Product p(t);
+  const auto& e = p.args.epilogue;
+  Rest left(e);
+  if (p.lt && !p.plan.permuted_out) left = fused(t, p, left);
+  else unfused(t, p);
+  if (left.residual) t[0].add_(t[left.residual]);
+  if (left.bias) t[0].add_(broadcastable(t[left.bias], e.bias_axes, t[0]));
+  if (left.activation && e.aux) multiply_derivative(e.activation, t[0], t[left.aux]);
+  else if (left.activation) apply_activation(e.activation, t[0], t[left.out]);
+  if (left.column_sum) {
+    const auto sums = t[left.column_sum], operand = (p.first ? p.a : p.b).tensor();
+    const auto total = at::sum(operand, {p.first ? 1 : 0}, false, sums.scalar_type()).view(sums.sizes());
+    if (t.accumulates(left.column_sum)) sums.add_(total);
+    else sums.copy_(total);
   }
 }
 

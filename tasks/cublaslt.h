@@ -1,10 +1,11 @@
 // Products by cuBLASLt, with its epilogues; the algorithm is chosen by measurement once for each shape and kind of GPU.
 #pragma once
-#include <ATen/core/Tensor.h>
 #include <cublasLt.h>
 
 #include <stdexcept>
 #include <string>
+
+#include "view.h"
 
 namespace nntile {
 
@@ -17,9 +18,9 @@ struct Sizes {
 };
 
 struct Fused {
-  at::Tensor c;     // added to the product
-  at::Tensor bias;  // of each column, or where the epilogue sums an operand: what is written
-  at::Tensor aux;
+  const void* c = nullptr;  // added to the product
+  void* bias = nullptr;     // of each column, or where the epilogue sums an operand: what is written
+  void* aux = nullptr;
   cublasLtEpilogue_t epilogue = CUBLASLT_EPILOGUE_DEFAULT;
 };
 
@@ -29,7 +30,7 @@ struct Unsupported : std::runtime_error {
 
 // out = epilogue(alpha a b + c + bias), row-major matrices, of `most` rows and summed products at most. Throws
 // Unsupported.
-void matmul(const at::Tensor& out, const at::Tensor& a_matrix, const at::Tensor& b_matrix, double alpha, const Fused& f,
-            bool tf32, const Sizes& most);
+void matmul(const View& out, const View& a_matrix, const View& b_matrix, double alpha, const Fused& f, bool tf32,
+            const Sizes& most);
 
 }  // namespace nntile

@@ -25,8 +25,8 @@ void require(cublasStatus_t status, const char* what) {
   if (status != CUBLAS_STATUS_SUCCESS) throw std::runtime_error(std::string(what) + ": " + cublasGetStatusString(status));
 }
 
-cudaDataType type_of(const at::Tensor& x) {
-  switch (x.scalar_type()) {
+cudaDataType type_of(const View& x) {
+  switch (x.dtype) {
     case at::kBFloat16: return CUDA_R_16BF;
     case at::kFloat: return CUDA_R_32F;
     default: throw std::invalid_argument("cuBLASLt is given bf16 and fp32 tiles only");
@@ -35,19 +35,21 @@ cudaDataType type_of(const at::Tensor& x) {
 
 // A row-major matrix as cuBLASLt's column-major one: its transpose, or with `flipped` the matrix itself.
 struct Operand {
-  at::Tensor data;
+  const void* data;
   bool flipped = false;
   int64_t leading = 0;
+  at::Tensor copied;
 
-  explicit Operand(const at::Tensor& x) : data(x) {
-    const auto rows = x.size(0), columns = x.size(1);
-    if (x.stride(1) == 1 && (rows == 1 || x.stride(0) >= columns)) {
-      leading = rows == 1 ? columns : x.stride(0);
-    } else if (x.stride(0) == 1 && (columns == 1 || x.stride(1) >= rows)) {
+  explicit Operand(const View& x) : data(x.data) {
+    const auto rows = x.sizes[0], columns = x.sizes[1];
+    if (x.strides[1] == 1 && (rows == 1 || x.strides[0] >= columns)) {
+      leading = rows == 1 ? columns : x.strides[0];
+    } else if (x.strides[0] == 1 && (columns == 1 || x.strides[1] >= rows)) {
       flipped = true;
-      leading = columns == 1 ? rows : x.stride(1);
+      leading = columns == 1 ? rows : x.strides[1];
     } else {
-      data = x.contiguous();
+      copied = x.tensor().contiguous();
+      data = copied.data_ptr();
       leading = columns;
     }
   }
@@ -123,7 +125,7 @@ class Matmul {
 
   // Chooses one of those that the library proposes for the key's sizes, if it does: which, is measured where nobody has,
   // on a product of these sizes.
-  void choose(const Call& call, const Sizes& now, void* workspace, const at::Tensor& out) {
+  void choose(const Call& call, const Sizes& now, void* workspace, const View& out) {
     point(call);  // how pointers are aligned has a say
     const auto found = proposed(kCandidates);
     if (found.empty()) return;
@@ -162,11 +164,11 @@ class Matmul {
     return found;
   }
 
-  int fastest(Call call, void* workspace, const at::Tensor& out,
+  int fastest(Call call, void* workspace, const View& out,
               const std::vector<cublasLtMatmulHeuristicResult_t>& found) {
     at::Tensor spare;
     if (key_.in_place) {  // each trial would add again
-      spare = at::empty(out.sizes(), out.options());
+      spare = at::empty(out.sizes, at::TensorOptions(out.dtype).device(out.device));
       call.d = spare.data_ptr();
     }
     point(call);
@@ -242,21 +244,17 @@ void* workspace(c10::Device device) {
 
 std::string products_file() { return choices_file("gemm", "cublasLt-" + std::to_string(cublasLtGetVersion())); }
 
-void matmul(const at::Tensor& out, const at::Tensor& a_matrix, const at::Tensor& b_matrix, double alpha, const Fused& f,
-            bool tf32, const Sizes& most) {
+void matmul(const View& out, const View& a_matrix, const View& b_matrix, double alpha, const Fused& f, bool tf32,
+            const Sizes& most) {
   const Operand a(a_matrix), b(b_matrix);
-  const auto compute = a.data.scalar_type() == at::kFloat && tf32 ? CUBLAS_COMPUTE_32F_FAST_TF32
-                                                                             : CUBLAS_COMPUTE_32F;
-  const Sizes now{out.size(0), out.size(1), a_matrix.size(1)};
+  const auto compute = a_matrix.dtype == at::kFloat && tf32 ? CUBLAS_COMPUTE_32F_FAST_TF32 : CUBLAS_COMPUTE_32F;
+  const Sizes now{out.sizes[0], out.sizes[1], a_matrix.sizes[1]};
   const Key key{rounded(now.m, most.m), now.n, rounded(now.k, most.k), a.leading, b.leading, a.flipped + 2 * b.flipped,
-                type_of(a.data), type_of(out), f.epilogue, compute, f.c.defined(),
-                f.c.defined() && f.c.data_ptr() == out.data_ptr()};
+                type_of(a_matrix), type_of(out), f.epilogue, compute, f.c != nullptr, f.c == out.data};
   thread_local std::map<Key, Matmul> known;
   auto found = known.find(key);
-  void* const space = workspace(out.device());
-  Call call{a.data.data_ptr(), b.data.data_ptr(), f.c.defined() ? f.c.data_ptr() : out.data_ptr(),
-            f.bias.defined() ? f.bias.data_ptr() : nullptr, out.data_ptr(),
-            f.aux.defined() ? f.aux.data_ptr() : nullptr, alpha};
+  void* const space = workspace(out.device);
+  const Call call{a.data, b.data, f.c ? f.c : out.data, f.bias, out.data, f.aux, alpha};
   if (found == known.end()) {
     Matmul made(key);
     made.choose(call, now, space, out);

@@ -27,7 +27,7 @@ from nntile_py.config.run import load
 from nntile_py.config.spec import step_spec
 from nntile_py.errors import ConfigError, NNTileError
 from nntile_py.profiling import alone
-from nntile_py.sweep import counted, experiment
+from nntile_py.sweep import counted, experiment, papers
 from nntile_py.tasks.op import CATEGORIES, CONTRACTION, ELEMENTWISE, NORMALIZATION
 
 TINY = ["model.embed=64", "model.heads=4", "train.batch=4", "train.seq=16", "runtime.cpus=1"]
@@ -88,7 +88,7 @@ def test_the_papers_tables(encoder: Analysis) -> None:
     assert totals["contraction"]["flop"] == 312 * 2**30
     for name, percent in (("contraction", 99.80), ("normalization", 0.17), ("element-wise", 0.03)):
         assert abs(totals[name]["percent_flop"] - percent) < 0.04, name  # dropout of the softmax is element-wise here
-    made = experiment.load_experiment("table3")
+    made = papers.load_experiment("table3")
     ours = [name for printed in made.rows for name in printed.ours]
     left = {row.name for row in encoder.operators} - set(ours)
     assert len(ours) == len(set(ours)) and all(re.search("Transpose|Unpack|Pack", name) for name in left)
@@ -278,20 +278,20 @@ def test_bad_input(args: list[str], message: str) -> None:
 def test_experiments(encoder: Analysis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The paper's rows beside ours, and the pictures; measured elsewhere."""
     for name in ("table3", "fig-mue", "fig-encoder"):
-        made = experiment.load_experiment(name)
+        made = papers.load_experiment(name)
         for scale in ("cpu", "gpu"):
             experiment.plan(made, scale)
         with pytest.raises(ConfigError, match="--mode"):
             made.part("cpu", "inference")
         part = made.part("cpu").model_copy(update={"measure": False})
-        monkeypatch.setattr(experiment.Experiment, "part", lambda *_, part=part: part)
+        monkeypatch.setattr(papers.Experiment, "part", lambda *_, part=part: part)
         no_dot = name == "fig-encoder" and not shutil.which("dot")
         with pytest.raises(NNTileError, match="graphviz") if no_dot else nullcontext():
             experiment.run(made, "cpu", tmp_path / name, None, Console(stderr=True))
         monkeypatch.undo()
     text = (tmp_path / "table3/table3.md").read_text()
     assert "| Gamma dX2 |" in text and "* △ contraction: 18 operators" in text
-    made = experiment.load_experiment("table3")
+    made = papers.load_experiment("table3")
     made.rows[0].ours.append("nobody")
     with pytest.raises(ConfigError, match="rows: Q, K, V: no operator 'nobody'"):
         list(counted.matched(encoder, made.rows))

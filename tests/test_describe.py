@@ -18,7 +18,7 @@ from nntile_py.config.describe import initial, meaning, schema
 from nntile_py.config.run import load, of_model, resolve
 from nntile_py.config.sections import SchedulerFile
 from nntile_py.errors import ConfigError
-from nntile_py.models.base import known
+from nntile_py.models.registry import known
 from nntile_py.schema import keys, parse, words
 
 ROOT = Path(__file__).parents[1]

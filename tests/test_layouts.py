@@ -33,7 +33,7 @@ from nntile_py.graph.layouts import described, laid, layout_of, products, tensor
 from nntile_py.graph.step import StepSpec
 from nntile_py.graph.timings import Timing, Timings, opened
 from nntile_py.profiling import layouts as profiled
-from nntile_py.sweep import experiment, laid_out
+from nntile_py.sweep import experiment, laid_out, papers
 from nntile_py.tasks import Tensor, activation, contract
 from nntile_py.tasks.contract import Contract
 from nntile_py.tasks.elementwise import Transpose
@@ -324,6 +324,9 @@ def test_a_file_of_timings(tmp_path: Path) -> None:
     path.write_text("hello\n")
     with pytest.raises(ConfigError, match="no database of layouts"):
         opened(OF, path)
+    path.write_text("")  # made for the lock, and nothing was measured: as none
+    with pytest.raises(ConfigError, match="no such database"):
+        opened(OF, path)
     with pytest.raises(ConfigError, match="no such database"):
         opened(OF, tmp_path / "nothing")
 
@@ -379,11 +382,11 @@ def _sweep(folder: Path, home: dict[str, str]) -> str:
 
 def test_experiments(tmp_path: Path, runtime: nt.Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a small layer: the sums, a step in both layouts, and the pictures; PyTorch's own layers run beside ours."""
-    made = experiment.load_experiment("fig-layouts")
+    made = papers.load_experiment("fig-layouts")
     part = made.part("cpu", None, TINY).model_copy(update={"work": "mha", "repeats": 1})
     monkeypatch.setattr(laid_out, "Runtime", lambda **_: nullcontext())
     monkeypatch.setattr(profiled, "Runtime", lambda **_: nullcontext())
-    monkeypatch.setattr(experiment.Experiment, "part", lambda *_: part)
+    monkeypatch.setattr(papers.Experiment, "part", lambda *_: part)
     experiment.run(made, "cpu", tmp_path, None, Console(stderr=True))
     text = (tmp_path / "fig-layouts.md").read_text()
     assert text.count("the least of all choices together") == 3 and text.count("A step of mha, ") == 6
@@ -391,7 +394,7 @@ def test_experiments(tmp_path: Path, runtime: nt.Runtime, monkeypatch: pytest.Mo
     monkeypatch.undo()
     for name in ("table4", "table5", "fig-layouts"):
         for scale in ("cpu", "gpu"):
-            experiment.plan(experiment.load_experiment(name), scale)
+            experiment.plan(papers.load_experiment(name), scale)
     for work, phase in itertools.product(("encoder", "mha"), ("forward", "backward", "all")):
         torch_layer(preset(work, TINY), work, phase, "torch_eager")(2)
 

@@ -253,6 +253,14 @@ def test_too_many_workers_leave_no_folder_behind(tmp_path: Path) -> None:
     assert not (tmp_path / "runs").exists()
 
 
+def test_a_wrong_product_is_refused_at_the_start(tmp_path: Path) -> None:
+    env = os.environ | {"NNTILE_PRODUCT": "nonsense"}
+    done = subprocess.run(command(tmp_path), **HOW, cwd=tmp_path, check=False, env=env)
+    assert done.returncode == 2
+    assert done.stderr.strip() == "error: NNTILE_PRODUCT: nonsense is not allowed; own or blas"
+    assert not (tmp_path / "runs").exists()
+
+
 def test_debug_shows_the_traceback(tmp_path: Path) -> None:
     how = HOW | {"env": os.environ | {"NNTILE_DEBUG": "1"}}
     done = subprocess.run(command(tmp_path, "tiles.embed=0"), **how, cwd=tmp_path, check=False)

@@ -255,10 +255,10 @@ def test_lists_of_arrays_of_unequal_lengths() -> None:
 def test_another_number_of_sequences() -> None:
     """As many as fit, without a program of their own."""
     trainer = nt.Trainer(made("bert"), 4, LENGTH, {"batch": 2}, pack=True)
-    programs = len(trainer._steps)
+    programs = len(trainer._programs.steps)
     for lengths in ([2] * 30, [16, 16], [16] * 4):
         assert np.isfinite(trainer.step(inputs(lengths)))
-    assert len(trainer._steps) == programs
+    assert len(trainer._programs.steps) == programs
     with pytest.raises(ValueError, match=r"5 sequences of 80 tokens do not fit into 2 bins of 32"):
         trainer.step(inputs([16] * 5))
     trainer.close()

@@ -10,7 +10,7 @@ def test_what_belongs_to_a_runtime_that_has_stopped(python: Any) -> None:
     code = """
 with nt.Runtime(cpus=1):
     x, trainer = nt.array(np.ones(3)), nt.Trainer(model, 2, 8)
-    program = trainer._programs(frozenset()).first
+    program = trainer._programs.of(frozenset()).first
 with nt.Runtime(cpus=1):
     for call in (x.numpy, lambda: inc(x), lambda: x.tile.write(np.ones(3)), lambda: trainer.step(ids, ids),
                  lambda: trainer.evaluate(ids, ids), trainer.state_dict, lambda: program.native.run([0.0] * 9)):

@@ -117,6 +117,29 @@ def test_the_newest_checkpoint(whole: Path, tmp_path: Path) -> None:
     assert (tmp_path / "other" / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
 
 
+NO_ROOM = """
+import os
+from nntile_py.cli import main
+os.symlink("/dev/full", f"runs/tiny/metrics.jsonl.tmp{os.getpid()}")
+main()
+"""
+
+
+def test_a_disk_without_room_leaves_all_as_it_was(whole: Path, tmp_path: Path) -> None:
+    """The damaged newest checkpoint, too, keeps its name as long as the run cannot go on from the one before."""
+    run = shutil.copytree(whole, tmp_path / "runs" / "tiny")
+    (run / "checkpoints" / "step-000012" / checkpoint.MODEL).write_bytes(b"")
+    before, lines = {*(run / "checkpoints").iterdir()}, metrics(run)
+    sets = command(tmp_path, *SHORT, arguments=("--resume",))[3:]
+    done = subprocess.run([sys.executable, "-c", NO_ROOM, *sets], **HOW, cwd=tmp_path, check=False)
+    assert done.returncode == 1 and "metrics.jsonl: No space left on device" in done.stderr
+    assert "trying the one before it" in done.stdout + done.stderr
+    assert {*(run / "checkpoints").iterdir()} == before and metrics(run) == lines
+    done = nntile(tmp_path, *SHORT, arguments=("--resume",))
+    assert done.returncode == 0 and "is now step-000012.old1" in done.stdout
+    same(run, whole)
+
+
 def stopped(
     number: signal.Signals, sets: tuple[str, ...], arguments: tuple[str, ...], when: float, path: Path, times: int = 1
 ) -> tuple[int, float]:

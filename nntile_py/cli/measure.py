@@ -61,13 +61,14 @@ def experiment(
 
     alone("experiment")
     from nntile_py.sweep import experiment as parts
+    from nntile_py.sweep import papers
 
     one_of("--scale", scale, ("cpu", "gpu"))
     one_of("--mode", mode or "training", ("training", "inference"))
     if name is None:
-        show(parts.listing())
+        show(papers.listing())
         return
-    made, how = parts.load_experiment(name), cast(parts.Mode | None, mode)
+    made, how = papers.load_experiment(name), cast(papers.Mode | None, mode)
     if only_plan:
         show(parts.plan(made, scale, how, sets or []))
         return

@@ -21,7 +21,7 @@ Config = Annotated[str, typer.Argument(metavar="CONFIG", help="A YAML file, such
 def _complete_key(incomplete: str) -> list[str]:
     """For a shell that completes --set: the keys of all models."""
     from nntile_py.config.run import all_keys
-    from nntile_py.models.base import known
+    from nntile_py.models.registry import known
 
     found = (f"{key}=" for cls in known().values() for key in all_keys(cls.Config))
     return [key for key in dict.fromkeys(found) if key.startswith(incomplete)]

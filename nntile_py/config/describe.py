@@ -15,7 +15,8 @@ from pydantic.fields import FieldInfo
 from nntile_py.config.run import DEFAULT_MODEL, RunConfig, of_model, resolve
 from nntile_py.config.sections import SchedulerFile
 from nntile_py.errors import ConfigError
-from nntile_py.models.base import Model, ModelConfig, find, known, resolved
+from nntile_py.models.base import Model, ModelConfig
+from nntile_py.models.registry import find, known, resolved
 from nntile_py.schema import Rule, assignment, keys, read_yaml, section_of, words
 from nntile_py.system.folders import installed
 

@@ -29,8 +29,9 @@ from nntile_py.errors import ConfigError
 from nntile_py.graph.fusion import every_rule
 from nntile_py.graph.step import PRECISIONS, check_precision
 from nntile_py.labelled import class_numbers, labels_of, read_samples
-from nntile_py.models.base import ModelConfig, find, of_hf_type, resolved
+from nntile_py.models.base import ModelConfig
 from nntile_py.models.checkpoint import read_raw
+from nntile_py.models.registry import find, of_hf_type, resolved
 from nntile_py.schema import (
     Natural,
     Rule,

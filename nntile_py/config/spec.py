@@ -12,7 +12,8 @@ from nntile_py.graph.fusion import Fusion
 from nntile_py.graph.optimizers import SGD, AdamW, Optimizer
 from nntile_py.graph.step import StepSpec
 from nntile_py.graph.timings import Timings, opened
-from nntile_py.models.base import Model, find, new
+from nntile_py.models.base import Model
+from nntile_py.models.registry import find, new
 from nntile_py.system.machine import gpus, processor
 from nntile_py.system.version import VERSION
 from nntile_py.tiles import Tiling

@@ -110,6 +110,9 @@ class Runtime:
             raise ConfigError(
                 "STARPU_SCHED is not allowed with runtime.placement: planned; unset it, or use placement: scheduler"
             )
+        product = os.environ.get("NNTILE_PRODUCT", "")
+        if product not in ("", "own", "blas"):
+            raise ConfigError(f"NNTILE_PRODUCT: {product} is not allowed; own or blas")
         self.scheduler, self.memory, self.window, self.calibrate = scheduler, memory, window or 0, calibrate
         self.disk = Disk(disk, memory) if disk else None
         self.ranks, self.shard_weights = joined(mpi, nodes), shard_weights

@@ -110,7 +110,7 @@ def opened(of: Mapping[str, str], path: Path | None = None, *, new: bool = False
     """A file's timings. new: it need not be there yet. ConfigError: it is of something else, or no such file."""
     path = path or default_path(of)
     made = Timings(of, path)
-    if not path.exists():
+    if not path.exists() or (path.is_file() and not path.stat().st_size):  # of one that was ended before its first time
         if new:
             return made
         raise ConfigError(f"{path}: no such database of layouts; allowed: one that `nntile layouts tune` has made here")

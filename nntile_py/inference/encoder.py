@@ -21,8 +21,8 @@ from nntile_py.execution.runtime import Runtime
 from nntile_py.graph.bins import rows_of
 from nntile_py.graph.step import Evaluation, StepSpec, check_precision
 from nntile_py.inference.texts import Tokens, to_tokens, tokens_of, with_limit
-from nntile_py.models.base import from_hf, of_hf_type
 from nntile_py.models.checkpoint import named, read_raw
+from nntile_py.models.registry import from_hf, of_hf_type
 from nntile_py.system.collection import no_search_for_cycles
 from nntile_py.tiles import Tiling
 from nntile_py.tokenizer import load_tokenizer

@@ -11,140 +11,25 @@ import sys
 from collections.abc import Iterator, Sequence
 from datetime import date
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-from pydantic import Field, PrivateAttr
-
-from nntile_py.analysis.workloads import Work
 from nntile_py.config.run import RunConfig, load, runtime_options
 from nntile_py.errors import ConfigError, NNTileError
 from nntile_py.profiling import FILES
-from nntile_py.schema import Count, Section, assignment, read_yaml, validated
 from nntile_py.sweep import counted, laid_out
-from nntile_py.sweep.counted import Counted, Printed
+from nntile_py.sweep.counted import Counted
 from nntile_py.sweep.laid_out import LaidOut
-from nntile_py.sweep.plots import Row, figure_of, named, value, word
+from nntile_py.sweep.papers import EXPERIMENTS, Drawing, Experiment, Mode, Profile
+from nntile_py.sweep.plots import figure_of
+from nntile_py.sweep.report import report, sets_told
 from nntile_py.sweep.results import table
-from nntile_py.sweep.spec import Sweep, check_sweep, points
-from nntile_py.system.folders import installed, replace_file
-from nntile_py.system.load import cores, is_busy
+from nntile_py.sweep.spec import Sweep, points
+from nntile_py.system.folders import replace_file
 from nntile_py.system.machine import described, machine
 from nntile_py.system.pictures import FORMS, files_of
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
-
-EXPERIMENTS = installed("experiments")
-ROUNDS = 3  # times that a sweep measures all its points, in turns, unless it says otherwise
-Mode = Literal["training", "inference"]
-
-
-class Drawing(Section):
-    """What `nntile graph` is to draw."""
-
-    config: str
-    set_: dict[str, Any] = Field(default_factory=dict, alias="set")
-    work: Work = "train"
-    level: Literal["logical", "tiles"] = "logical"
-    layer: int | None = None
-    phase: Literal["forward", "backward", "update", "all"] = "all"
-    fusion: Literal["before", "after", "both"] = "both"
-
-
-class Profile(Section):
-    """What `nntile profile` is to trace."""
-
-    config: str
-    set_: dict[str, Any] = Field(default_factory=dict, alias="set")
-    work: Literal["train", "inference"] = "train"
-    steps: Count = 3
-
-
-class Experiment(Section):
-    """A YAML of experiments/: `cpu` and `gpu` say the same at two sizes; `kind` says what they are."""
-
-    title: str
-    shows: str
-    paper: str  # what the paper found
-    kind: Literal["sweep", "graph", "profile", "analysis", "layouts"]
-    rows: list[Printed] = Field(default_factory=list)  # of the paper's table, beside which an analysis stands
-    columns: list[str] = Field(default=["seconds", "seconds_min", "tasks"])  # metrics that the report tells
-    ratio: str | None = None  # a key: the report tells how many times the first value's time the others take
-    cpu: dict[str, Any]
-    gpu: dict[str, Any]
-
-    _name: str = PrivateAttr("")
-
-    @property
-    def name(self) -> str:
-        return self._name
-
-    def part(self, scale: str, mode: Mode | None = None, sets: Sequence[str] = ()) -> Any:
-        """The Sweep, Drawing, Profile, Counted or LaidOut of a scale, in a mode other than its own if one is named.
-
-        sets: KEY=VALUE, over the keys that all of it has."""
-        path, tree = EXPERIMENTS / f"{self.name}.yaml", getattr(self, scale)
-        if mode:
-            tree = self._in_mode(tree, mode)
-        if self.kind == "sweep":
-            return check_sweep({"rounds": ROUNDS} | tree, path, sets)
-        cls: Any = {"graph": Drawing, "profile": Profile, "analysis": Counted, "layouts": LaidOut}[self.kind]
-        try:
-            made = validated(cls, tree, f"{scale}.")
-        except ConfigError as error:
-            raise ConfigError(f"{path}: {error}") from None
-        made = made.model_copy(update={"set_": made.set_ | dict(map(assignment, sets))})
-        if isinstance(made, Counted | LaidOut):
-            return made
-        return made.model_copy(update={"config": str(path.parent / made.config)})
-
-    def _in_mode(self, tree: dict[str, Any], mode: Mode) -> dict[str, Any]:
-        """A whole model's work changes; of a small graph, inference is the forward pass and training all of it."""
-        inner = tree.get("measure", {}) if self.kind == "sweep" else tree
-        if self.kind in ("analysis", "layouts") or {"measure.work", "measure.phase"} & tree.get("grid", {}).keys():
-            raise ConfigError(f"--mode: {self.name} compares several by itself; leave the option out")
-        if inner.get("work") == "attention":
-            raise ConfigError(f"--mode: {self.name} is a forward pass; leave the option out")
-        if inner.get("work", "train") in ("train", "inference"):
-            inner = inner | {"work": "train" if mode == "training" else mode}
-        else:
-            inner = inner | {"phase": "all" if mode == "training" else "forward"}
-        if self.kind != "sweep":
-            return inner
-        if mode == "training" and tree.get("set", {}).get("model.head") == "none":  # there is no loss in it
-            tree = tree | {"set": {key: of for key, of in tree["set"].items() if key != "model.head"}}
-        plots = [plot | {"title": plot.get("title", "").replace("inference", mode)} for plot in tree.get("plots", [])]
-        return tree | {"measure": inner, "plots": plots}
-
-
-def names() -> list[str]:
-    """Of all experiments: the YAMLs that say what they show."""
-    return sorted(p.stem for p in EXPERIMENTS.glob("*.yaml") if p.stem.startswith(("bt-", "fig", "table")))
-
-
-def load_experiment(name: str) -> Experiment:
-    if name not in names():
-        raise ConfigError(f"NAME: no experiment {name!r}; allowed: {', '.join(names())}")
-    path = EXPERIMENTS / f"{name}.yaml"
-    try:
-        made: Experiment = validated(Experiment, read_yaml(path, "NAME", Experiment))
-    except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from None
-    made._name = name
-    return made
-
-
-def listing() -> RenderableType:
-    from rich.table import Table
-
-    shown = Table(box=None, pad_edge=False, header_style="bold")
-    for column in ("name", "what", "shows"):
-        shown.add_column(column, overflow="fold")
-    for name in names():
-        made = load_experiment(name)
-        shown.add_row(name, made.title, made.shows)
-    return shown
-
 
 # -- planning
 
@@ -180,7 +65,7 @@ def _planned(part: Any, kind: str) -> Iterator[tuple[str, RunConfig, Any, Any]]:
             raise ConfigError(f"{point.sets}: {point.error}")
         short = {key.rpartition(".")[2]: of for key, of in point.sets.items()}
         if point.measure.contestant == "nntile":  # of the others there is nothing to plan
-            yield _sets(short).replace('"', ""), point.config, point.measure.work, point.measure.phase
+            yield sets_told(short).replace('"', ""), point.config, point.measure.work, point.measure.phase
 
 
 # -- running
@@ -251,78 +136,6 @@ def run(
     if failed:
         raise NNTileError(f"{len(failed)} of {len(rows)} points failed, the first: {failed[0]['error']}")
     return [target / name for name in files]
-
-
-def report(
-    made: Experiment,
-    scale: str,
-    rows: list[Row],
-    written: str,
-    load_before: float,
-    mode: Mode | None = None,
-    note: str = "",
-    totals: Sequence[str] = (),
-    sets: Sequence[str] = (),
-) -> str:
-    """Markdown: how and where it was measured, what the paper found, what was found here."""
-    where = machine()
-    lines = [f"# {made.name}: {made.title}", "", made.shows, ""]
-    given = [*(["--mode", mode] if mode else []), *(part for item in sets for part in ("--set", item))]
-    lines += [" ".join([f"    nntile experiment {made.name} --scale {scale}", *given]), ""]
-    if mode:
-        told = "forward, backward and, of a whole model, the update" if mode == "training" else "the forward pass alone"
-        lines += [f"Measured here: {mode}, {told}.", ""]
-    where = where | ({"gpus": ""} if scale == "cpu" else {})
-    lines.append(f"{where['date']}, commit {where['commit']}; {described(where)}.")
-    lines += [f"{note[0].upper()}{note[1:]}."] if note else []
-    if load_before > 0.3:
-        lines.append(f"Load average {load_before:.1f} before the start: something used the machine, or just had.")
-    busy = max((row["others"] for row in rows if row.get("others") is not None), default=0.0)
-    if is_busy(busy):
-        lines.append(
-            f"Other processes kept up to {busy:.1f} of {cores()} cores busy while a point was measured: times are too "
-            "long, and ratios tell more than times."
-        )
-    lines += ["", "## The paper", "", made.paper.strip(), "", "## Here", ""]
-    if rows:
-        keys = list(dict.fromkeys(key for row in rows for key in row["sets"]))
-        lines += _markdown(
-            [[*keys, *made.columns]] + [
-                [*(word(k, value(r, k)) for k in keys), *(_cell(value(r, k)) for k in made.columns)] for r in rows
-            ]
-        )
-        lines += _ratios(made, rows)
-    else:
-        lines += _markdown([[_cell(_number(of)) for of in row] for row in list(csv.reader(io.StringIO(written)))[:60]])
-        lines += ["", *(f"* {line}" for line in totals)] if totals else []
-    return "\n".join([*lines, ""])
-
-
-def _ratios(made: Experiment, rows: list[Row]) -> list[str]:
-    """Of rows that differ in the key `ratio` alone, over the first value's: of medians, and of the best repeats, which
-    noise disturbs less."""
-    if not made.ratio:
-        return []
-    groups: dict[str, dict[str, Row]] = {}
-    for row in rows:
-        if row["status"] == "ok":
-            rest = _sets({key: of for key, of in row["sets"].items() if key != made.ratio})
-            groups.setdefault(rest, {})[json.dumps(row["sets"][made.ratio])] = row
-    first = next((json.dumps(row["sets"][made.ratio]) for row in rows), "")
-    full = {rest: group for rest, group in groups.items() if first in group and len(group) > 1}
-    if not full:
-        return []
-    others = list(dict.fromkeys(of for group in full.values() for of in group if of != first))
-    told = {of: named(made.ratio, json.loads(of)) for of in (first, *others)}
-    over = told[others[0]] if len(others) == 1 else "of the others"
-    lines = ["", f"Time {over} over time {told[first]}, median (best repeat):", ""]
-    for rest, group in full.items():
-        found = []
-        for of in (of for of in others if of in group):
-            median, best = (group[of][metric] / group[first][metric] for metric in ("seconds", "seconds_min"))
-            found.append(f"{told[of]} " * (len(others) > 1) + f"{median:.2f} ({best:.2f})")
-        lines.append(f"* {rest or 'all'}: {', '.join(found)}")
-    return lines
 
 
 def _draw(part: Drawing, folder: Path) -> tuple[str, dict[str, bytes], NNTileError | None]:
@@ -436,23 +249,3 @@ def _need_gpus(config: RunConfig, told: str) -> None:
     if config.workers > there:
         raise NNTileError(f"{told}: needs {config.workers} GPUs, this machine has {there}; --plan runs nothing")
     Runtime(**runtime_options(config.runtime.model_dump()))
-
-
-def _markdown(cells: list[list[str]]) -> list[str]:
-    lines = ["| " + " | ".join(line) + " |" for line in cells]
-    return [lines[0], "|" + "---|" * len(cells[0]), *lines[1:]]
-
-
-def _number(text: str) -> float | str:
-    try:
-        return float(text) if "." in text else text
-    except ValueError:
-        return text
-
-
-def _cell(of: Any) -> str:
-    return f"{of:.4g}" if isinstance(of, float) else "" if of is None else str(of)
-
-
-def _sets(sets: dict[str, Any]) -> str:
-    return ", ".join(f"{key} {json.dumps(of)}" for key, of in sets.items())

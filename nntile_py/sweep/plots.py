@@ -20,6 +20,7 @@ QUARTILES = 4  # repeats, from which on the spread is their middle half: one tha
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
 MARKERS = "osD^vPX"
 _TIMES = {"seconds": 1.0, "ms": 1e3, "us": 1e6}
+_BEST = ("seconds_min", "best ms", "best us")
 _RATES = ("tokens_per_s", "gflop_per_s")  # as many times less as the time is more
 _LABELS = {
     "seconds": "time of a step (s)", "ms": "time of a step (ms)", "us": "time of a step (us)",
@@ -48,8 +49,10 @@ def spread(row: Row, metric: str = "seconds") -> tuple[float, float] | None:
     return low * _TIMES[metric], high * _TIMES[metric]
 
 
-def caption(rows: list[Row], where: str = "", bars: bool = True) -> str:
-    """The small print: how often it was measured, what error bars are, the machine, whether others used it."""
+def caption(rows: list[Row], where: str = "", metrics: Sequence[str] = ("seconds",), bars: bool = True) -> str:
+    """The small print: how often it was measured, what error bars are, the machine, whether others used it.
+
+    metrics: those that are shown."""
     good = [row for row in rows if row["status"] == "ok"]
     repeats, rounds = sorted({len(row.get("times", [])) for row in good} - {0}), {row.get("rounds", 1) for row in good}
     told = []
@@ -57,8 +60,10 @@ def caption(rows: list[Row], where: str = "", bars: bool = True) -> str:
         count = f"{repeats[0]}" if len(repeats) == 1 else f"{repeats[0]} to {repeats[-1]}"
         turns = f" in {max(rounds)} rounds of all points" if max(rounds, default=1) > 1 else ""
         ends = "the middle half of them" if repeats[0] >= QUARTILES else "all of them"
-        told.append(f"median of {count} repeats{turns}" if repeats[-1] > 1 else "one repeat")
-        told[-1] += f"; error bars: {ends}" if bars and repeats[-1] > 1 else ""
+        best = {metric in _BEST for metric in metrics}
+        shown = " and ".join("best" if one else "median" for one in sorted(best))
+        told.append(f"{shown} of {count} repeats{turns}" if repeats[-1] > 1 else "one repeat")
+        told[-1] += f"; error bars: {ends}" if bars and False in best and repeats[-1] > 1 else ""
     busy = max((row["others"] for row in good if row.get("others") is not None), default=0.0)
     if is_busy(busy):
         told.append(f"other processes kept up to {busy:.1f} cores busy meanwhile")
@@ -75,7 +80,8 @@ def figure_of(plots: Sequence[Plot], rows: list[Row], best: Best | None = None, 
     parts = figure.subfigures(1, len(plots), width_ratios=widths, squeeze=False)[0]
     for part, plot, own in zip(parts, plots, panels, strict=True):
         _draw(part, plot, own, rows, best)
-    if small := caption(rows, where, any(plot.kind != "heat" for plot in plots)):
+    metrics = [metric for plot in plots for metric in plot.metrics]
+    if small := caption(rows, where, metrics, any(plot.kind != "heat" for plot in plots)):
         figure.supxlabel(small, fontsize=7.5, color="#59636e", x=0.01, ha="left")
     return figure
 

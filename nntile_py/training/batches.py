@@ -14,7 +14,7 @@ from nntile_py.config.spec import step_spec
 from nntile_py.errors import ConfigError
 from nntile_py.execution.packed import MASK as ATTENTION_MASK
 from nntile_py.execution.packed import Filled, Place, bins_of
-from nntile_py.models.base import known
+from nntile_py.models.registry import known
 from nntile_py.tokenizer import (
     CLS,
     MASK,

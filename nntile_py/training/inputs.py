@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -33,3 +34,9 @@ def counted(declared: Mapping[str, Input], arrays: Mapping[str, IntArray], given
 def means(numbers: Mapping[str, int]) -> dict[str, float]:
     """The slots that make means of sums."""
     return {slot: 1.0 / max(count, 1) for slot, count in numbers.items()}
+
+
+def dropout_seed(seed: int, step: int, micro: int) -> float:
+    """Another one for each seed, step and micro-batch; 48 bits, which a float argument holds exactly."""
+    key = f"{seed} {step} {micro}".encode()
+    return float(int.from_bytes(hashlib.blake2b(key, digest_size=6).digest(), "big"))

@@ -200,12 +200,15 @@ def _begun(run: _Run, made: Callable[[], RunFolder]) -> tuple[RunFolder, Metrics
     try:
         replace_file(folder.path / "config.yaml", run.config.to_yaml())
         replace_file(folder.path / checkpoint.TOKENIZER, run.corpus.tokenizer.to_str(pretty=True))
-        for path in checkpoint.set_aside(folder.path, run.resumed.step) if run.resumed else ():
-            run.tell(f"a later checkpoint of this run is now {path.name}")
-        return folder, Metrics(folder.path, run.trainer.steps, run.tell, run.out)
+        return folder, Metrics(folder.path, run.trainer.steps, run.tell, run.out, partial(_set_aside, run, folder.path))
     except OSError:
         folder.give_up()
         raise
+
+
+def _set_aside(run: _Run, folder: Path) -> None:
+    for path in checkpoint.set_aside(folder, run.resumed.step) if run.resumed else ():
+        run.tell(f"a later checkpoint of this run is now {path.name}")
 
 
 def _saver(run: _Run, folder: RunFolder) -> Saver:

@@ -10,7 +10,8 @@ from typing import Any
 
 from nntile_py.config.run import RunConfig
 from nntile_py.errors import ConfigError
-from nntile_py.models.base import Model, find
+from nntile_py.models.base import Model
+from nntile_py.models.registry import find
 from nntile_py.training import checkpoint
 from nntile_py.training.data import Corpus
 from nntile_py.training.labelled import LabelledCorpus

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from nntile_py.errors import ConfigError
-from nntile_py.system.folders import exchange, read, replace_file, replaced, sync
+from nntile_py.system.folders import exchange, read, replaced, sync
 from nntile_py.training import checkpoint, confusion
 
 GENERATION, METRICS = "generation_config.json", "metrics.jsonl"
@@ -138,12 +138,19 @@ def _remove(path: Path) -> None:
 class Metrics:
     """metrics.jsonl, a line for each step. A line that has no room on the disk is kept, and written when there is some.
 
-    after: of a run that goes on, the lines up to this step stay; they are in the folder `earlier`."""
+    after: of a run that goes on, the lines up to this step stay; they are in the folder `earlier`. ready: called when
+    the disk has had room for them, before the others go."""
 
-    def __init__(self, run: Path, after: int, tell: Callable[[str], None], earlier: Path | None = None) -> None:
+    def __init__(
+        self, run: Path, after: int, tell: Callable[[str], None], earlier: Path | None = None,
+        ready: Callable[[], None] = lambda: None,
+    ) -> None:  # fmt: skip
         self._path = run / METRICS
         self.lines = [one for one in _read((earlier or run) / METRICS) if one["step"] <= after] if after else []
-        replace_file(self._path, "".join(json.dumps(line) + "\n" for line in self.lines))
+        with replaced(self._path) as beside:
+            beside.write_text("".join(json.dumps(line) + "\n" for line in self.lines))
+            sync(beside)
+            ready()
         self._file, self._left, self._tell, self._full = self._path.open("ab", buffering=0), b"", tell, False
 
     def write(self, line: dict[str, Any]) -> None:

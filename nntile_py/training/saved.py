@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, get_args
 
+import numpy as np
+
 from nntile_py.errors import ConfigError
 from nntile_py.graph.optimizers import Optimizer
-from nntile_py.models.base import find, type_of
 from nntile_py.models.checkpoint import arrays, named, tensors_of
+from nntile_py.models.registry import find, type_of
 from nntile_py.training import checkpoint
 
 _METHODS = {method.__name__: method for method in get_args(Optimizer)}
@@ -56,6 +58,16 @@ def load(cls: type[Any], folder: Path, model: Any, options: Mapping[str, Any]) -
         trainer = cls(model, **{**saved, **options})
         trainer.restore(read["step"], checkpoint.averages(folder))
     return trainer
+
+
+def check_averages(needed: Collection[str], averages: Mapping[str, Mapping[str, Any]]) -> None:
+    """Raise ConfigError where an average is missing, or is no finite number."""
+    if needed != averages.keys():
+        told = [", ".join(names) or "none" for names in (averages, needed)]
+        raise ConfigError(f"optimizer: the averages that were saved are {told[0]}, those that it needs {told[1]}")
+    for name, values in averages.items():
+        if wrong := [weight for weight, value in values.items() if not np.isfinite(value).all()]:
+            raise ConfigError(f"optimizer: {name} of {wrong[0]} has values that are no finite numbers")
 
 
 def _arguments(saved: Mapping[str, Any], file: Path, known: list[str]) -> dict[str, Any]:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,34 +16,24 @@ from nntile_py import _core
 from nntile_py.errors import ConfigError, NNTileError, TaskError
 from nntile_py.execution import memory
 from nntile_py.execution.packed import Bins, Filled, bins_of
-from nntile_py.execution.program import Program, Store, programs
+from nntile_py.execution.program import Program
 from nntile_py.execution.runtime import Runtime
-from nntile_py.graph.declared import Input, Traceable
+from nntile_py.graph.declared import Traceable
 from nntile_py.graph.fusion import Fusion
-from nntile_py.graph.graph import Graph
 from nntile_py.graph.optimizers import LOW_BITS, AdamW, Optimizer
-from nntile_py.graph.step import Evaluation, Step, StepSpec, check_precision
-from nntile_py.tasks.op import Lowering, Tensor
+from nntile_py.graph.step import Step, StepSpec, check_precision
+from nntile_py.tasks.op import Tensor
 from nntile_py.tasks.optimizer import joined, split
 from nntile_py.tiles import TaskList, Tiling
 from nntile_py.training import checkpoint, saved
 from nntile_py.training.finite import Checked
-from nntile_py.training.inputs import Inputs, IntArray, as_dict, counted, means
+from nntile_py.training.inputs import Inputs, IntArray, as_dict, counted, dropout_seed, means
 from nntile_py.training.pending import Pending
+from nntile_py.training.programs import Programs
 from nntile_py.training.snapshot import Live, Snapshot, states_of
 from nntile_py.typed import typed
 
 STEPS_IN_FLIGHT = 2
-
-
-@dataclass
-class _Programs:
-    """What runs a step whose arrays are those that were given."""
-
-    built: Step
-    first: Program
-    more: Program | None
-    update: Program
 
 
 class Trainer:
@@ -120,9 +109,9 @@ class Trainer:
         if Runtime.current is None:
             raise TaskError("Trainer: no runtime is running; use it inside `with nntile_py.Runtime(...):`")
         check_precision("dtype", spec.dtype, bool(_core.cuda_workers()))
-        self.model, self.spec, self.seed, self.shift_labels = model, spec, seed, shift_labels
+        self.model, self.seed, self.shift_labels = model, seed, shift_labels
         if Runtime.current.ranks:
-            self.spec = spec = replace(spec, ranks=Runtime.current.ranks.size)
+            spec = replace(spec, ranks=Runtime.current.ranks.size)
         if check_finite and Runtime.current.ranks:
             need = "False, as each sees its own tasks alone"
             raise ConfigError(f"check_finite (debug.nonfinite): got True; allowed on several ranks: {need}")
@@ -133,42 +122,16 @@ class Trainer:
         self._check_alone(self._runtime)
         self.steps = 0
         self._pending: deque[Pending] = deque()
-        self._evaluations: dict[tuple[frozenset[str], bool], tuple[Evaluation, Program]] = {}
-        self._steps: dict[frozenset[str], _Programs] = {}
-        self._store = Store()
-        self._changed: set[str] = set()  # inputs with a default that a step has given
-        self._optional: dict[str, float] = {}  # inputs that a step may have, and what is as good as none
-        self._optional_inputs: dict[str, Input | None] = {}
         self._bins: Bins | None = None
-        programs_ = self._programs(spec.given)
-        self._built = programs_.built  # as are those with other inputs, for all that lasts
-        self.spec = replace(spec, kept=self._built.kept if spec.timings else None)
+        self._programs = Programs(spec, self._runtime, self.checked.looks)
+        self._store, self.spec = self._programs.store, self._programs.spec
+        self._built = self._programs.of(spec.given).built
         self._write_weights()
         written = set(self._low_bits().values())
         for tensor in self._built.update_graph.kept.values():
             if tensor.kind == "state" and tensor not in written:
                 self._store.zero(self._built.update, tensor)
         self._runtime.at_exit(self)
-
-    def _programs(self, given: frozenset[str]) -> _Programs:
-        """The programs of steps that have these optional inputs; made when they are first needed."""
-        if given not in self._steps:
-            try:
-                built = self.spec.with_inputs(given).step()
-            except ValueError as error:
-                raise ConfigError(str(error)) from None
-            self._optional |= built.optional
-            memory.check_step(built, self._runtime)
-            _core.advise(f"the largest tensors are {built.largest()}")
-            first, *more, update = self._bound([low.tasks for low in built.lists])
-            given_slots = {one.scale for one in built.graph.inputs.values()}
-            known = {*given_slots, *self.spec.live_slots(), "lr", "dropout_seed", *self.optimizer.slots(1)}
-            for name in {*first.slots, *update.slots} - known:
-                need = f"declare the input whose values count with scale={name!r}"
-                raise ConfigError(f"model: its loss is divided by {name}, which no input gives; {need}")
-            self._steps[given] = _Programs(built, first, more[0] if more else None, update)
-            self._write_defaults(built.graph, built.first)
-        return self._steps[given]
 
     # -- what a step costs
 
@@ -183,7 +146,7 @@ class Trainer:
 
     @property
     def tasks_per_step(self) -> int:
-        made = self._programs(self.spec.given)
+        made = self._programs.of(self.spec.given)
         more = made.more.tasks if made.more else 0
         return made.first.tasks + (self.grad_accumulation - 1) * more + made.update.tasks
 
@@ -195,7 +158,7 @@ class Trainer:
     @property
     def update_list(self) -> TaskList:
         """The tasks that end a step."""
-        return self._programs(self.spec.given).update.list
+        return self._programs.of(self.spec.given).update.list
 
     @staticmethod
     def memory_bytes() -> int:
@@ -218,7 +181,7 @@ class Trainer:
             ValueError: An input is missing, unknown, or has the wrong shape, dtype or values.
         """
         filled = self.filled(inputs, labels)
-        arrays, made = self._check(filled.arrays, self.grad_accumulation * self.spec.rows)
+        arrays, made = self._programs.check(filled.arrays, self.grad_accumulation * self.spec.rows, self._shifts)
         rate = self.optimizer.lr if lr is None else replace(self.optimizer, lr=lr).lr  # refuses what no rate may be
         if not self.steps:
             self._check_alone(self._runtime)
@@ -232,7 +195,7 @@ class Trainer:
         for micro in range(self.grad_accumulation):
             part = slice(micro * self.spec.rows, (micro + 1) * self.spec.rows)
             slots |= filled.live[micro]
-            slots["dropout_seed"] = self._dropout_seed(micro)
+            slots["dropout_seed"] = dropout_seed(self.seed, self.steps, micro)
             program, low = (made.first, built.first)
             if micro and made.more and built.more:
                 program, low = made.more, built.more
@@ -269,13 +232,8 @@ class Trainer:
             raise TaskError("evaluate: the runtime of this Trainer has stopped; make a Trainer of another")
         keep = return_logits or return_outputs
         filled = self.filled(inputs, labels, 1)
-        arrays, made = self._check(filled.arrays, self.spec.rows, unlabelled=keep)
-        given = next(names for names, one in self._steps.items() if one is made)
-        if (given, keep) not in self._evaluations:
-            evaluation = self.spec.with_inputs(given).evaluation(keep)
-            (program,) = self._bound([evaluation.forward.tasks])
-            self._evaluations[given, keep] = (evaluation, program)
-        evaluation, program = self._evaluations[given, keep]
+        arrays, made = self._programs.check(filled.arrays, self.spec.rows, self._shifts, unlabelled=keep)
+        evaluation, program = self._programs.evaluation(made, keep)
         if return_logits and not return_outputs and "logits" not in evaluation.outputs:
             raise ValueError(f"return_logits: the outputs are {', '.join(evaluation.outputs)}; use return_outputs")
         declared = evaluation.graph.inputs
@@ -324,12 +282,7 @@ class Trainer:
 
         The weights are the model's. Raises ConfigError where an average is missing, or of another shape."""
         states = {name: of for name, of in states_of(self._built).items() if name != LOW_BITS}
-        if states.keys() != averages.keys():
-            told = [", ".join(names) or "none" for names in (averages, states)]
-            raise ConfigError(f"optimizer: the averages that were saved are {told[0]}, those that it needs {told[1]}")
-        for name, values in averages.items():
-            if wrong := [weight for weight, value in values.items() if not np.isfinite(value).all()]:
-                raise ConfigError(f"optimizer: {name} of {wrong[0]} has values that are no finite numbers")
+        saved.check_averages(states.keys(), averages)
         for name, of in states.items():
             for param in self._built.params:
                 self._store.write(self._built.update, of[param.tensor], param.value(averages[name]))
@@ -398,13 +351,15 @@ class Trainer:
             self._bins = bins_of(self.spec)
         return self._bins.fill(inputs, passes, self.batch, shift=self.shift_labels)
 
+    @property
+    def _shifts(self) -> bool:
+        """Whether labels are yet to be shifted."""
+        return self.shift_labels and not self._bins
+
     def _check_alone(self, runtime: Runtime) -> None:
         """Of two that train one model each would lose what the other has learnt."""
         if any(user is not self and user.model is self.model and user.steps for user in runtime.users):
             raise ConfigError("model: another Trainer trains it; use close() of that one first, or a model of its own")
-
-    def _bound(self, lists: Sequence[TaskList]) -> list[Program]:
-        return programs(lists, self._store, tf32=self.dtype == "tf32", checked=self.checked.looks)
 
     def _run(self, program: Program, slots: dict[str, float], what: str) -> None:
         program.run(slots)
@@ -414,11 +369,6 @@ class Trainer:
         """Raise ConfigError where ranks differ in what each of them is to give."""
         if self._runtime.ranks:
             self._runtime.ranks.same(what, parts)
-
-    def _dropout_seed(self, micro: int) -> float:
-        """Another one for each seed, step and micro-batch; 48 bits, which a float argument holds exactly."""
-        key = f"{self.seed} {self.steps} {micro}".encode()
-        return float(int.from_bytes(hashlib.blake2b(key, digest_size=6).digest(), "big"))
 
     def _read(
         self, tensors: Mapping[Tensor, Tensor], low_bits: Mapping[Tensor, Tensor] | None = None
@@ -447,42 +397,3 @@ class Trainer:
                 value, low = split(value)
                 self._store.write(self._built.update, low_bits[param.tensor], low)
             self._store.write(self._built.first, param.tensor, value)
-
-    def _write_defaults(self, graph: Graph, low: Lowering) -> None:
-        """Inputs that are the same at every step unless a step gives them."""
-        for one in graph.inputs.values():
-            if (value := one.filled(self.spec.rows)) is not None:
-                self._store.write(low, one.tensor, value)
-
-    def _optional_input(self, name: str) -> Input | None:
-        """An optional input as it is declared, in no program as long as it says nothing; None: it is not declared."""
-        if name not in self._optional_inputs:
-            self._optional_inputs[name] = self.spec.with_inputs(frozenset({name})).trace()[0].inputs.get(name)
-        return self._optional_inputs[name]
-
-    def _check(
-        self, given: Mapping[str, Any], rows: int, unlabelled: bool = False
-    ) -> tuple[dict[str, IntArray], _Programs]:
-        """Arrays of the right shapes and ranges, and the programs that take them."""
-        optional = {name: one for name in self._optional if name in given and (one := self._optional_input(name))}
-        values = {name: one.checked(given[name], rows) for name, one in optional.items()}
-        absent = {name for name, value in values.items() if (value == self._optional[name]).all()}
-        made = self._programs(frozenset(optional) - absent)
-        declared, arrays = made.built.graph.inputs, {}
-        for name in given:
-            if name not in declared and name not in absent:
-                known = [*declared, *(n for n in self._optional if n not in declared and self._optional_input(n))]
-                raise ValueError(f"{name}: unknown input; allowed are {', '.join(known)}")
-        for name, one in declared.items():
-            if name in given:
-                value = values[name] if name in values else one.checked(given[name], rows)
-                arrays[name] = one.shift(value) if one.shifted and self.shift_labels and not self._bins else value
-            elif unlabelled and one.default is None and (one.scale or one.ignored is not None):
-                arrays[name] = np.full(one.shape(rows), one.ignored or 0)
-            elif (default := one.filled(rows, arrays)) is None:
-                needed = [n for n, i in declared.items() if i.default is None and n not in self._optional]
-                raise ValueError(f"{name}: missing; the model needs {', '.join(needed)}")
-            elif name in self._changed or one.scale or callable(one.default):
-                arrays[name] = default
-        self._changed |= {name for name in arrays if declared[name].default is not None}
-        return arrays, made

@@ -33,7 +33,7 @@ def prepare() -> None:
     import nntile_py.sweep.autotune
     import nntile_py.sweep.results
     import nntile_py.training.loop
-    from nntile_py.models.base import known
+    from nntile_py.models.registry import known
 
     known()
     assert nt.Trainer and nt.Runtime

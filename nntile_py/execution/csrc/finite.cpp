@@ -33,7 +33,7 @@ void check_finite(const TaskInstance& instance, size_t number, void** buffers, c
     const auto place = static_cast<size_t>(body.places[k]);
     const int mode = instance.record->modes[place];
     if (!(mode & (STARPU_W | STARPU_REDUX)) || !at::isFloatingType(tile.dtype)) continue;
-    const auto x = filled_part(body, k, instance.floats + body.first_float, pointer(buffers[place]), device);
+    const auto x = filled_part(body, k, instance.floats + body.first_float, pointer(buffers[place]), device).tensor();
     const auto finite = at::isfinite(x).all();
     if (device.is_cpu()) {
       if (finite.item<bool>()) continue;

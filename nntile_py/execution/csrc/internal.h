@@ -94,6 +94,8 @@ void wait_until(Done done) {
 starpu_sched_policy* planned_policy();
 void plan(starpu_task* task, unsigned worker);
 
+inline bool reads(int mode) { return mode & STARPU_R; }
+
 // Of a task: its tiles, with how it accesses each.
 void set_tiles(starpu_task* task, const std::vector<std::shared_ptr<Tile>>& tiles, const std::vector<int>& modes);
 void submit(starpu_task* task, const std::string& name);
@@ -146,7 +148,7 @@ void guarded(const std::string& name, Run run, bool always = false) {
 inline void* pointer(void* buffer) { return reinterpret_cast<void*>(STARPU_VARIABLE_GET_PTR(buffer)); }
 
 // What a body sees of its tile number k.
-at::Tensor filled_part(const TaskBody& body, size_t k, const double* floats, void* data, c10::Device device);
+View filled_part(const TaskBody& body, size_t k, const double* floats, void* data, c10::Device device);
 
 inline at::Tensor wrap(void* data, at::IntArrayRef shape, at::ScalarType dtype, c10::Device device) {
   return at::for_blob(data, shape).options(at::TensorOptions(dtype).device(device)).target_device(device).make_tensor();

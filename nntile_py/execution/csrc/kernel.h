@@ -12,6 +12,8 @@
 #include <utility>
 #include <vector>
 
+#include "view.h"
+
 struct _starpu_data_state;
 
 namespace nntile {
@@ -132,7 +134,8 @@ class Args {
       : body_(body), floats_(floats + body.first_float), buffers_(buffers), device_(device) {}
   // A tile as far as it is filled. On CPU workers what is there lies at the beginning, without gaps; on CUDA workers each
   // row lies where it would if all were filled.
-  at::Tensor operator[](size_t k) const;
+  at::Tensor operator[](size_t k) const { return view(k).tensor(); }
+  View view(size_t k) const;
   at::IntArrayRef most(size_t k) const { return body_.tiles.at(k)->shape; }  // the sizes of one that is filled
   size_t tiles() const { return body_.tiles.size(); }
   int64_t i(size_t k) const { return body_.ints.at(k); }

@@ -27,7 +27,6 @@ class Queue {
     auto* task = starpu_task_get_current();
     const std::lock_guard lock(mutex_);
     require(cudaEventRecord(event(tasks_), stream));
-    look();
     for (size_t k = 0; k < count; ++k)
       note(address(buffers[k]), STARPU_VARIABLE_GET_ELEMSIZE(buffers[k]), all || writes(STARPU_TASK_GET_MODE(task, k)));
     if (tasks_ > ahead) require(cudaStreamWaitEvent(starpu_cuda_get_local_stream(), event(tasks_ - ahead)));
@@ -61,9 +60,12 @@ class Queue {
 
   cudaEvent_t event(size_t task) const { return events_[task % kEvents]; }
 
-  // Tasks end in their order.
+  // Asked only where it matters, as each event takes a call. Tasks end in their order; events of older ones than these
+  // have been recorded again.
   void look() {
-    while (ended_ < tasks_ && cudaEventQuery(event(ended_)) == cudaSuccess) ++ended_;
+    for (auto task = std::max(ended_, tasks_ + 1 - std::min(tasks_ + 1, kEvents));
+         task < tasks_ && cudaEventQuery(event(task)) == cudaSuccess; ++task)
+      ended_ = task + 1;
   }
 
   std::map<uintptr_t, Use>::iterator first(uintptr_t begin) {
@@ -74,10 +76,16 @@ class Queue {
   // Memory may have been given back and cut anew: what overlaps and may be in use is covered by the later task.
   void note(uintptr_t begin, size_t bytes, bool writes) {
     uintptr_t end = begin + bytes;
+    auto use = first(begin);
+    if (use != uses_.end() && use->first == begin && use->second.end == end) {
+      use->second.task = tasks_;
+      if (writes) use->second.wrote = tasks_;
+      return;
+    }
     size_t wrote = writes ? tasks_ : 0;
-    for (auto use = first(begin); use != uses_.end() && use->first < end; use = uses_.erase(use)) {
+    if (use != uses_.end() && use->first < end) look();
+    for (; use != uses_.end() && use->first < end; use = uses_.erase(use)) {
       wrote = std::max(wrote, use->second.wrote);
-      if (use->first == begin && use->second.end == end) break;
       if (use->second.task < ended_) continue;
       begin = std::min(begin, use->first);
       end = std::max(end, use->second.end);

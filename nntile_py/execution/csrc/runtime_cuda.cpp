@@ -1,11 +1,13 @@
 // CUDA workers: what is made once for each, and the launching of Triton kernels.
 #include <ATen/Context.h>
 #include <ATen/ops/empty.h>
+#include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAGraphsC10Utils.h>
 #include <cuda.h>
 #include <torch/version.h>
 
 #include <map>
+#include <unordered_map>
 
 #include "choices.h"
 #include "on_cuda.h"
@@ -51,10 +53,9 @@ std::shared_ptr<CudaBinary> load_binary(const std::string& cubin, const std::str
 
 namespace {
 
-void run_way(const TaskBody& body, const std::vector<Launch>& launches, const double* floats, void** buffers,
-             c10::Device device) {
-  at::Tensor scratch;  // given back to ATen's allocator at once, which reuses it on this stream only: in order
-  if (body.scratch) scratch = at::empty({body.scratch}, at::TensorOptions(at::kByte).device(device));
+void run_way(const TaskBody& body, const std::vector<Launch>& launches, const double* floats, void** buffers) {
+  c10::DataPtr scratch;  // given back to ATen's allocator at once, which reuses it on this stream only: in order
+  if (body.scratch) scratch = c10::cuda::CUDACachingAllocator::get()->allocate(static_cast<size_t>(body.scratch));
   const auto address = [&](const Launch::Argument& a) {
     return pointer(buffers[body.places[static_cast<size_t>(a.whole)]]);
   };
@@ -64,7 +65,7 @@ void run_way(const TaskBody& body, const std::vector<Launch>& launches, const do
     std::vector<int64_t> words;
     for (const auto& a : body.table)
       words.push_back(a.kind == Launch::tile ? reinterpret_cast<int64_t>(address(a)) : a.whole);
-    C10_CUDA_CHECK(cudaMemcpyAsync(scratch.data_ptr<uint8_t>(), words.data(), words.size() * sizeof(int64_t),
+    C10_CUDA_CHECK(cudaMemcpyAsync(scratch.get(), words.data(), words.size() * sizeof(int64_t),
                                    cudaMemcpyHostToDevice, task_stream()));
   }
   for (const auto& launch : launches) {
@@ -81,7 +82,7 @@ void run_way(const TaskBody& body, const std::vector<Launch>& launches, const do
       auto& value = values.at(count);
       switch (a.kind) {
         case Launch::tile: value.pointer = address(a); break;
-        case Launch::scratch: value.pointer = scratch.data_ptr<uint8_t>() + a.whole; break;
+        case Launch::scratch: value.pointer = static_cast<char*>(scratch.get()) + a.whole; break;
         case Launch::int32:
         case Launch::live_int32: value.int32 = static_cast<int32_t>(a.integer(floats + body.first_float)); break;
         case Launch::int64:
@@ -105,20 +106,19 @@ void run_way(const TaskBody& body, const std::vector<Launch>& launches, const do
 
 void run_launches(const TaskBody& body, const double* floats, void** buffers, c10::Device device) {
   const auto run = [&](size_t way) {
-    if (way < body.ways.size()) return run_way(body, body.ways[way], floats, buffers, device);
+    if (way < body.ways.size()) return run_way(body, body.ways[way], floats, buffers);
     Args args(body, floats, buffers, device);
     body.cuda(args);
   };
   const size_t count = body.key.empty() ? 1 : body.ways.size() + (body.cuda ? 1 : 0);
   if (count == 1) return run(0);
-  thread_local std::map<std::string, size_t> known;
-  const auto key = body.key + (body.cuda ? " and ATen" : "");
-  auto found = known.find(key);
+  thread_local std::unordered_map<std::string, size_t> known;
+  auto found = known.find(body.key);
   if (found == known.end()) {
     std::vector<std::function<void()>> ways;
     for (size_t way = 0; way < count; ++way) ways.emplace_back([&run, way] { run(way); });
     const auto file = choices_file("attention", "torch-" TORCH_VERSION);
-    found = known.emplace(key, static_cast<size_t>(fastest_of(file, key, ways))).first;
+    found = known.emplace(body.key, static_cast<size_t>(fastest_of(file, body.key, ways))).first;
   }
   run(found->second);
 }

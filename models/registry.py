@@ -1,0 +1,131 @@
+"""Which models there are: by their type, those of this folder and those in a user's own files."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import inspect
+import os
+import pkgutil
+import sys
+from pathlib import Path
+from typing import Any
+
+from nntile_py.errors import ConfigError, raised
+from nntile_py.models.base import Model, ModelConfig, told
+from nntile_py.models.checkpoint import OWN, named, read_raw
+from nntile_py.schema import absolute, allowed
+
+
+def known() -> dict[str, type[Model]]:
+    """The models of this folder by their type."""
+    found: dict[str, type[Model]] = {}
+    for info in pkgutil.iter_modules([str(Path(__file__).parent)]):
+        module = importlib.import_module(f"{__package__}.{info.name}")
+        found |= {cls.Config.model_fields["type"].default: cls for cls in _models_in(module)}
+    return found
+
+
+def find(name: Any) -> type[Model]:
+    """A model by its type in a YAML: one of `known`, or my_file.py:MyModel. Raises ConfigError."""
+    models = known()
+    if isinstance(name, str) and name in models:
+        return models[name]
+    file, colon, wanted = str(name).rpartition(":")
+    if not colon or not file.endswith(".py"):
+        raise ConfigError(f"model.type: got {name!r}; {allowed(name, [*models, 'my_file.py:MyModel'])}")
+    return _own(absolute(file), wanted)
+
+
+def type_of(model: Any) -> str:
+    """What a YAML would name its class: of a user's own my_file.py:MyModel, by the file that it is in."""
+    cls = type(model)
+    file = getattr(sys.modules.get(cls.__module__), "__file__", None)
+    if cls.__module__.startswith("nntile_py.") or not file:
+        return str(model.config.type)
+    return f"{Path(file).resolve()}:{cls.__name__}"
+
+
+def resolved(name: Any) -> Any:
+    """A type as it is understood in any folder."""
+    file, colon, wanted = str(name).rpartition(":")
+    return f"{absolute(file)}:{wanted}" if colon else name
+
+
+def new(config: ModelConfig, seed: int = 0) -> Model:
+    """A fresh model of the type that its config says. Raises ConfigError, of a user's own __init__ too."""
+    cls = find(config.type)
+    try:
+        return cls(config, seed=seed)
+    except Exception as error:
+        raise told(cls, error) from error
+
+
+def _own(path: Path, wanted: str) -> type[Model]:
+    """The class of that name in a user's file."""
+    here, need = f"model.type: {path}:{wanted}", "a subclass of nt.Model with a Config of nt.ModelConfig"
+    if not os.path.isfile(path):
+        raise ConfigError(f"{here}: no such file; allowed: the path of a Python file with {need}")
+    try:
+        module = _loaded(path, path.stat().st_mtime_ns)
+    except (Exception, SystemExit) as error:  # whatever the user's file does
+        raise ConfigError(f"{here}: the file raises {raised(error, str(path))}") from error
+    found = {cls.__name__: cls for cls in _models_in(module)}
+    if wanted not in found:
+        there = vars(module).get(wanted)
+        lacks = "no such class in the file" if there is None else "no subclass of nt.Model"
+        if inspect.isclass(there) and issubclass(there, Model):
+            lacks = "its Config is missing, or is no subclass of nt.ModelConfig"
+        raise ConfigError(f"{here}: {lacks}; allowed: {need}; in this file: {', '.join(found) or 'none'}")
+    try:
+        inspect.signature(found[wanted]).bind(None, None, seed=0, hf=None)
+    except TypeError as error:
+        need = "(self, config, weights=None, *, seed=0, hf=None)"
+        raise ConfigError(f"{here}: its __init__ cannot be called ({error}); allowed: {need}, as of nt.Model") from None
+    return found[wanted]
+
+
+@functools.cache
+def _loaded(path: Path, changed: int) -> Any:
+    """A user's file as a module, once for each time at which it was changed: its classes must stay the same ones."""
+    if str(path.parent) not in sys.path:  # as `python file.py` does, for what the file imports from beside it
+        sys.path.insert(0, str(path.parent))
+    spec = importlib.util.spec_from_file_location(f"own model {path}", path)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # where pydantic and dataclasses look annotations up
+    spec.loader.exec_module(module)
+    return module
+
+
+def _models_in(module: Any) -> list[type[Model]]:
+    return [
+        cls
+        for _, cls in inspect.getmembers(module, inspect.isclass)
+        if issubclass(cls, Model) and cls.__module__ == module.__name__ and _config_of(cls)
+    ]
+
+
+def _config_of(cls: type[Model]) -> bool:
+    made = getattr(cls, "Config", None)
+    return inspect.isclass(made) and issubclass(made, ModelConfig)
+
+
+def from_hf(source: Any, **fields: Any) -> Model:
+    """The model that a transformers model, or a folder saved by save_pretrained, is: see Model.from_hf."""
+    with named(source):
+        cls = of_hf_type(read_raw(source).get("model_type"))
+    return cls.from_hf(source, **fields)
+
+
+def of_hf_type(name: Any) -> type[Model]:
+    """The model class of a model_type of transformers."""
+
+    def reads(cls: type[Model]) -> Any:
+        return inspect.getattr_static(cls, "read_config")
+
+    readable = {kind: cls for kind, cls in known().items() if reads(cls) is not reads(Model)}
+    if name not in list(readable):
+        raise ConfigError(f"model: model_type is {name!r}; {', '.join(readable)} can be read so, {OWN}")
+    return readable[name]

@@ -1,0 +1,52 @@
+// What kernels compute of where an operand lies, without tensors: each takes half a microsecond to make, as long to turn.
+#pragma once
+#include <ATen/DimVector.h>
+#include <ATen/TensorUtils.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/from_blob.h>
+
+#include <optional>
+#include <utility>
+
+namespace nntile {
+
+struct View {
+  void* data;
+  at::ScalarType dtype;
+  c10::Device device;
+  at::DimVector sizes, strides;
+  at::Tensor owner;  // of the memory, where that is not a tile's
+
+  View(void* data_, at::ScalarType dtype_, c10::Device device_, at::DimVector sizes_, at::DimVector strides_,
+       at::Tensor owner_ = {})
+      : data(data_), dtype(dtype_), device(device_), sizes(std::move(sizes_)), strides(std::move(strides_)),
+        owner(std::move(owner_)) {}
+  View(const at::Tensor& x)
+      : View(x.data_ptr(), x.scalar_type(), x.device(), at::DimVector(x.sizes()), at::DimVector(x.strides()), x) {}
+
+  View permuted(at::IntArrayRef order) const {
+    View made(data, dtype, device, at::DimVector(order.size()), at::DimVector(order.size()), owner);
+    for (size_t axis = 0; axis < order.size(); ++axis) {
+      made.sizes[axis] = sizes[static_cast<size_t>(order[axis])];
+      made.strides[axis] = strides[static_cast<size_t>(order[axis])];
+    }
+    return made;
+  }
+
+  // The same elements in another shape, if they can be stepped through like that where they lie.
+  std::optional<View> reshaped(const at::DimVector& shape) const {
+    auto found = at::detail::computeStride(sizes, strides, shape);
+    return found ? std::optional<View>(std::in_place, data, dtype, device, shape, std::move(*found), owner) : std::nullopt;
+  }
+
+  int64_t numel() const { return c10::multiply_integers(sizes); }
+
+  at::Tensor tensor() const {
+    auto maker = at::for_blob(data, sizes);
+    maker.strides(at::IntArrayRef(strides)).options(at::TensorOptions(dtype).device(device)).target_device(device);
+    if (owner.defined()) maker.deleter([kept = owner](void*) {});
+    return maker.make_tensor();
+  }
+};
+
+}  // namespace nntile

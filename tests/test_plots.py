@@ -1,0 +1,133 @@
+"""What a sweep shows: tables, the best point, the spread of repeats, pictures."""
+
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from test_sweep import write
+
+from nntile_py.sweep import run as sweep_run
+from nntile_py.sweep import spec as sweep
+from nntile_py.sweep.plots import caption, figure_of, shown_rows, spread
+from nntile_py.sweep.results import best_row, best_told, summary, table, within_spread
+from nntile_py.system.pictures import files_of
+
+
+def test_table_and_best() -> None:
+    rows = [
+        {"id": "a", "sets": {"x": None}, "status": "ok", "seconds": 2.0},
+        {"id": "b", "sets": {"x": 3}, "status": "failed", "error": "no, not this"},
+    ]
+    assert table(rows).splitlines() == ["x,status,seconds,error", "uncut,ok,2.0,", '3,failed,,"no, not this"']
+    assert best_row(rows, sweep.Best()) is rows[0]
+
+
+@pytest.mark.parametrize("end", ["failed", "interrupted"])
+def test_nothing_to_draw(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str) -> None:
+    def bad(point: sweep.Point, *_: Any) -> dict[str, Any]:
+        if end == "interrupted":
+            raise KeyboardInterrupt
+        return {"id": point.id, "sets": point.sets, "measure": {}, "status": "failed", "error": f"no {point.sets}"}
+
+    monkeypatch.setattr(sweep_run, "measure_point", bad)
+    plots = [{"kind": "heat", "x": "tiles.batch", "series": "fusion"}, {"x": "tiles.batch"}]
+    grid = {"tiles.batch": [1, 2, 4], "fusion": [True, False]}
+    made, told = sweep.load_sweep(write(tmp_path, {"grid": grid, "plots": plots})), io.StringIO()
+    console = Console(file=told, width=200)
+    for number in ("", 2, 3):  # of an earlier sweep, that had three
+        for form in ("png", "svg", "pdf"):
+            (tmp_path / f"plot{number}.{form}").touch()
+    if end == "interrupted":
+        with pytest.raises(KeyboardInterrupt):
+            sweep_run.run(made, tmp_path, console)
+    else:
+        console.print(summary(made, sweep_run.run(made, tmp_path, console)))
+        assert "failed: {'fusion': True, 'tiles.batch': 1}: no {" in told.getvalue() and "and 1 more" in told.getvalue()
+    assert "plot.png: not drawn" in told.getvalue() and "plot2.png: not drawn" in told.getvalue()
+    assert not list(tmp_path.glob("plot*")) and (tmp_path / "results.csv").exists()
+    for plot in made.plots:  # as an experiment does
+        assert files_of(figure_of([plot], []))["png"].startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("plot", "best", "value", "over"),
+    [
+        ({"y": "seconds"}, {}, [1.0, 2.0], ["c"]),
+        ({"y": "tokens_per_s"}, {}, [5.0, 2.0], ["c"]),
+        ({"y": "tokens_per_s"}, {"metric": "tokens_per_s", "of": "least"}, [1.0, 2.0], ["c"]),
+        ({"y": "seconds"}, {"of": "greatest"}, [5.0, 2.0], ["c"]),
+        ({"y": "seconds", "panel": "c"}, {}, [5.0, 1.0, 2.0], []),
+    ],
+)
+def test_rows_of_one_place(plot: dict[str, Any], best: dict[str, Any], value: list[float], over: list[str]) -> None:
+    """The best is drawn, not the last."""
+    rows = [
+        {"sets": {"a": a, "b": 1, "c": c}, "status": "ok", "seconds": of, "tokens_per_s": of}
+        for a, c, of in ((1, True, 5.0), (1, False, 1.0), (2, True, 2.0))
+    ]
+    made = sweep.Plot(kind="heat", x="a", series="b", **plot)
+    shown, told = shown_rows(made, rows, sweep.Best(**best))
+    assert [row["seconds"] for row in shown] == value and told == over
+    assert files_of(figure_of([made], rows))["png"].startswith(b"\x89PNG")
+
+
+def timed(sets: dict[str, Any], times: list[float]) -> dict[str, Any]:
+    middle = sorted(times)[len(times) // 2]
+    facts = {"seconds": middle, "seconds_min": min(times), "seconds_max": max(times), "tokens_per_s": 12 / middle}
+    return {"id": str(sets), "sets": sets, "status": "ok", "times": times} | facts
+
+
+def test_the_spread_of_repeats() -> None:
+    """Of few all of them, of many the middle half, in the metric's own unit; of a rate the other way round."""
+    assert spread(timed({}, [2.0, 3.0, 4.0])) == (2.0, 4.0)
+    many = timed({}, [2.0, 2.0, 3.0, 4.0, 90.0])
+    assert spread(many) == (2.0, 4.0) and spread(many, "ms") == (2e3, 4e3)
+    assert spread(many, "tokens_per_s") == (pytest.approx(3.0), pytest.approx(6.0))
+    assert spread(many, "tasks") is None and spread(timed({}, [2.0])) is None
+
+
+def test_best_names_those_that_are_no_worse() -> None:
+    rows = [
+        timed({"fusion": fusion, "tiles.embed": embed, "seed": 1}, times)
+        for fusion, embed, times in (
+            (True, 96, [1.0, 2.0, 3.0]),
+            (True, None, [2.5, 4.0, 5.0]),
+            (False, 96, [3.5, 4.0, 5.0]),
+        )
+    ]
+    assert within_spread(rows, sweep.Best()) == rows[1:2]
+    told = best_told(rows, sweep.Best()).splitlines()
+    assert told[0].startswith("best: --set fusion=true --set tiles.embed=96")
+    assert told[1] == "within the spread of: fusion fused, embed uncut (4)"
+    assert len(best_told(rows[::2], sweep.Best()).splitlines()) == 1
+
+
+@pytest.mark.parametrize("kind", ["line", "bar"])
+def test_plots_hide_nothing(kind: Any) -> None:
+    """Error bars end inside the axes, the legend stands outside; title, repeats and machine are told, words are one."""
+    rows = [
+        timed({"fusion": fusion, "tiles.embed": embed}, [0.1 * embed, 0.2 * embed, 0.9 * embed])
+        for fusion in (True, False)
+        for embed in (1, 2, 4)
+    ]
+    rows[0]["others"] = 1e3
+    plot = sweep.Plot(kind=kind, x="tiles.embed", series="fusion", title="GPT-2")
+    drawn = figure_of([plot], rows, where="a machine")
+    drawn.canvas.draw()
+    (part,) = drawn.subfigs
+    (axis,), (legend,) = part.axes, part.legends
+    assert axis.get_ylim()[1] >= 900 * 4 and axis.get_ylim()[0] == 0
+    assert legend.get_window_extent().x0 >= axis.get_window_extent().x1
+    assert [one.get_text() for one in legend.get_texts()] == ["fused", "naive"]
+    assert axis.get_xlabel() == "tile size along embed" and axis.get_ylabel() == "time of a step (ms)"
+    small = drawn.get_supxlabel()
+    assert "median of 3 repeats; error bars: all of them" in small and "a machine" in small
+    assert "other processes kept up to 1000.0 cores busy" in small and part.get_suptitle() == "GPT-2"
+    least = sweep.Plot(kind=kind, x="tiles.embed", y=["best ms"], series="fusion")
+    assert caption(rows[1:], metrics=least.metrics) == "best of 3 repeats"
+    assert caption(rows[1:], metrics=["ms", "best ms"]) == "median and best of 3 repeats; error bars: all of them"
+    heat = figure_of([sweep.Plot(kind="heat", x="tiles.embed", series="fusion")], rows)
+    ticks = [one.get_text() for one in heat.subfigs[0].axes[0].get_yticklabels()]
+    assert ticks == ["fused", "naive"]
