@@ -1,0 +1,187 @@
+"""Products with an activation, or its derivative, as their epilogue on CUDA, where cuBLASLt has none. Tiles as in
+contract_cuda.cpp, which is one of the ways to compute them: the fastest is measured by C++.
+
+The activation is computed from the sum in fp32, not from what is kept of it in bf16.
+"""
+
+# Functions of Triton's language have no Python types.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from nntile_py.tiles.tasklist import Task
+
+from .activation_triton import activate, derivative
+from .attention_segments_triton import INTERPRETED
+from .contract import ContractArgs
+from .launch import Launch, Launches, Parameter, ceil_div, launch, launches, shape, tile
+
+
+@triton.jit
+def _normal(x):
+    """The standard normal distribution at x, and exp(-x^2 / 2).
+
+    Its tail over that exponential is a polynomial in 1 / (1 + 0.36 |x|), fitted to 2e-5 of its value: bf16 keeps 4e-3.
+    Half of erf's instructions, and the exponential is what the derivative of x Phi(x) needs, too."""
+    far = tl.abs(x)
+    e, t = tl.exp2(x * x * -0.7213475204444817), 1 / (1 + 0.36 * far)
+    tail = t * (0.14209608 + t * (0.1609567 + t * (0.04957307 + t * (0.24151073 - t * 0.09412782)))) * e
+    return tl.where(x < 0, tail, 1 - tail), e
+
+
+@triton.jit
+def _activate(x, KIND: tl.constexpr):
+    if KIND == 1:
+        phi, _ = _normal(x)
+        y = x * phi
+    else:
+        y = activate(x, KIND)
+    return y
+
+
+@triton.jit
+def _derivative(x, KIND: tl.constexpr):
+    if KIND == 1:
+        phi, e = _normal(x)
+        y = phi + x * e * 0.3989422804014327
+    else:
+        y = derivative(x, KIND)
+    return y
+
+
+@triton.jit
+def _block_of(number, m, n, ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr):
+    """The first row and column of a block; neighbours in time share operands: GROUP blocks of rows go side by side."""
+    down, across = tl.cdiv(m, ROWS), tl.cdiv(n, COLUMNS)
+    first = number // (GROUP * across) * GROUP
+    size = tl.minimum(down - first, GROUP)
+    within = number % (GROUP * across)
+    return (first + within % size) * ROWS, within // size * COLUMNS
+
+
+@triton.jit
+def _sum(
+    A, B, row, col, m, n, k, B_BY_K: tl.constexpr, TMA: tl.constexpr, EVEN: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """A block of a b from row and col on."""
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    if TMA:
+        for at in tl.range(0, k, DEPTH, num_stages=STAGES):
+            a = A.load([row, at])
+            b = B.load([col, at]).T if B_BY_K else B.load([at, col])
+            total = _add_product(total, a, b)
+    else:
+        # Rows beyond the last are the last: what is computed there is not stored.
+        rows, depth = tl.minimum(row + tl.arange(0, ROWS), m - 1).to(tl.int64), tl.arange(0, DEPTH)
+        cols = col + tl.arange(0, COLUMNS)
+        a_at = A + rows[:, None] * k + depth[None, :]
+        if B_BY_K:
+            b_at = B + tl.minimum(cols, n - 1).to(tl.int64)[None, :] * k + depth[:, None]
+        else:
+            b_at = B + depth.to(tl.int64)[:, None] * n + cols[None, :]
+        for at in tl.range(0, k, DEPTH, num_stages=STAGES):
+            if EVEN:
+                a, b = tl.load(a_at), tl.load(b_at)
+            else:
+                there = (at + depth < k)[:, None]
+                a = tl.load(a_at, (at + depth < k)[None, :], 0.0)
+                b = tl.load(b_at, there if B_BY_K else there & (cols < n)[None, :], 0.0)
+            total = _add_product(total, a, b)
+            a_at += DEPTH
+            b_at += DEPTH if B_BY_K else DEPTH * n
+    return total
+
+
+@triton.jit
+def _add_product(total, a, b):
+    if INTERPRETED:  # whose numpy has no bf16
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    return tl.dot(a, b, total)
+
+
+@triton.jit
+def _product(
+    OUT, PRE, A, B, BIAS, AUX, m, n, k, scale,
+    B_BY_K: tl.constexpr, KIND: tl.constexpr, BIASED: tl.constexpr, KEEPS: tl.constexpr, GRADIENT: tl.constexpr,
+    TMA: tl.constexpr, EVEN: tl.constexpr, STAY: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr, GROUP: tl.constexpr, STAGES: tl.constexpr, HALVES: tl.constexpr,
+):  # fmt: skip
+    """out = act(scale a b + bias), or GRADIENT: scale a b act'(aux). a [m, k], b [k, n], or B_BY_K: its transpose.
+
+    Programs STAY for every num_programs(0)-th block, or have one. TMA: of operands, 2: of results and aux, too."""
+    a, b, out, pre, aux = A, B, OUT, PRE, AUX
+    WIDTH: tl.constexpr = COLUMNS // 2 if HALVES else COLUMNS
+    if TMA:
+        a = tl.make_tensor_descriptor(A, [m, k], [k, 1], [ROWS, DEPTH])
+        if B_BY_K:
+            b = tl.make_tensor_descriptor(B, [n, k], [k, 1], [COLUMNS, DEPTH])
+        else:
+            b = tl.make_tensor_descriptor(B, [k, n], [n, 1], [DEPTH, COLUMNS])
+    if TMA == 2:
+        out = tl.make_tensor_descriptor(OUT, [m, n], [n, 1], [ROWS, WIDTH])
+        if KEEPS:
+            pre = tl.make_tensor_descriptor(PRE, [m, n], [n, 1], [ROWS, WIDTH])
+        if GRADIENT:
+            aux = tl.make_tensor_descriptor(AUX, [m, n], [n, 1], [ROWS, WIDTH])
+    if STAY:
+        blocks = tl.cdiv(m, ROWS) * tl.cdiv(n, COLUMNS)
+        for number in tl.range(tl.program_id(0), blocks, tl.num_programs(0), flatten=True):
+            row, col = _block_of(number, m, n, ROWS, COLUMNS, GROUP)
+            total = _sum(a, b, row, col, m, n, k, B_BY_K, TMA, EVEN, ROWS, COLUMNS, DEPTH, STAGES)
+            _finish(out, pre, BIAS, aux, total, row, col, m, n, scale, KIND, BIASED, KEEPS, GRADIENT, TMA, HALVES)
+    else:
+        row, col = _block_of(tl.program_id(0), m, n, ROWS, COLUMNS, GROUP)
+        total = _sum(a, b, row, col, m, n, k, B_BY_K, TMA, EVEN, ROWS, COLUMNS, DEPTH, STAGES)
+        _finish(out, pre, BIAS, aux, total, row, col, m, n, scale, KIND, BIASED, KEEPS, GRADIENT, TMA, HALVES)
+
+
+@triton.jit
+def _finish(
+    OUT, PRE, BIAS, AUX, total, row, col, m, n, scale, KIND: tl.constexpr, BIASED: tl.constexpr, KEEPS: tl.constexpr,
+    GRADIENT: tl.constexpr, TMA: tl.constexpr, HALVES: tl.constexpr,
+):  # fmt: skip
+    """The epilogue of a block, HALVES: of its columns, in turns, which takes fewer registers."""
+    if HALVES:
+        WIDTH: tl.constexpr = total.shape[1] // 2
+        halves = tl.permute(tl.reshape(total, (total.shape[0], 2, WIDTH)), (0, 2, 1))
+        left, right = tl.split(halves)
+        _store(OUT, PRE, BIAS, AUX, left, row, col, m, n, scale, KIND, BIASED, KEEPS, GRADIENT, TMA)
+        _store(OUT, PRE, BIAS, AUX, right, row, col + WIDTH, m, n, scale, KIND, BIASED, KEEPS, GRADIENT, TMA)
+    else:
+        _store(OUT, PRE, BIAS, AUX, total, row, col, m, n, scale, KIND, BIASED, KEEPS, GRADIENT, TMA)
+
+
+@triton.jit
+def _store(
+    OUT, PRE, BIAS, AUX, total, row, col, m, n, scale, KIND: tl.constexpr, BIASED: tl.constexpr, KEEPS: tl.constexpr,
+    GRADIENT: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    rows, cols = row + tl.arange(0, total.shape[0]), col + tl.arange(0, total.shape[1])
+    inside = (rows < m)[:, None] & (cols < n)[None, :]
+    at = rows.to(tl.int64)[:, None] * n + cols[None, :]
+    y = total * scale
+    if BIASED:
+        y += tl.load(BIAS + cols, cols < n, 0.0).to(tl.float32)[None, :]
+    if GRADIENT:
+        x = AUX.load([row, col]) if TMA == 2 else tl.load(AUX + at, inside, 0.0)
+        y *= _derivative(x.to(tl.float32), KIND)
+    elif KEEPS:
+        _write(PRE, y, row, col, at, inside, TMA)
+    if not GRADIENT:
+        y = _activate(y, KIND)
+    _write(OUT, y, row, col, at, inside, TMA)
+
+
+@triton.jit
+def _write(TO, y, row, col, at, inside, TMA: tl.constexpr):
+    if TMA == 2:
+        TO.store([row, col], y.to(TO.dtype))
+    else:
+        tl.store(TO + at, y.to(TO.dtype.element_ty), inside)
