@@ -10,17 +10,19 @@ The activation is computed from the sum in fp32, not from what is kept of it in 
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
 from nntile_py.tiles.tasklist import Task
 
+from .activation import ACTIVATIONS
 from .activation_triton import activate, derivative
 from .attention_segments_triton import INTERPRETED
-from .contract import ContractArgs
+from .contract import ContractArgs, PlanArgs
 from .launch import Launch, Launches, Parameter, ceil_div, launch, launches, shape, tile
+from .live import Live
 
 
 @triton.jit
@@ -185,3 +187,90 @@ def _write(TO, y, row, col, at, inside, TMA: tl.constexpr):
         TO.store([row, col], y.to(TO.dtype))
     else:
         tl.store(TO + at, y.to(TO.dtype.element_ty), inside)
+
+
+# -- tasks
+
+OWN = tuple(ACTIVATIONS.index(name) for name in ("relu", "gelu", "tanh", "silu"))  # cuBLASLt has gelu_new's
+SMS = 132  # of an H200: so many programs stay
+
+
+class Way(NamedTuple):
+    """How a product is cut into blocks, and computed."""
+
+    rows: int
+    columns: int
+    depth: int
+    stages: int
+    warps: int
+    tma: int = 0
+    stay: bool = False
+    halves: bool = False
+
+
+LATENCY = [Way(64, 32, 128, 4, 4), Way(32, 32, 128, 4, 4), Way(32, 64, 128, 3, 4), Way(64, 64, 128, 3, 4)]
+MIDDLE = [Way(64, 64, 64, 4, 4), Way(64, 128, 64, 4, 4), Way(128, 64, 64, 4, 4), Way(128, 128, 64, 3, 8, 2, halves=True)]
+LARGE = [
+    Way(128, 128, 64, 3, 8, halves=True), Way(128, 128, 64, 3, 8, 2, halves=True),
+    Way(128, 256, 64, 3, 8, 2, halves=True), Way(128, 256, 64, 3, 8, 2, stay=True, halves=True),
+]  # fmt: skip
+
+
+class Sizes(NamedTuple):
+    m: int
+    n: int
+    k: int
+    b_by_k: bool
+
+
+def sizes_of(task: Task, plan: PlanArgs) -> Sizes | None:
+    """Of a product whose operands and result lie as matrices, a's rows first; None: not of such."""
+    m, n, k = plan.m, plan.n, plan.k
+    a_order, b_order, out_order = plan.orders[: m + k], plan.orders[m + k : m + 2 * k + n], plan.orders[m + 2 * k + n :]
+    by_row, by_k = tuple(range(k + n)), (*range(n, n + k), *range(n))
+    plain = a_order == tuple(range(m + k)) and out_order == tuple(range(m + n)) and b_order in (by_row, by_k)
+    if plan.swap or plan.batch or not plain:
+        return None
+    a, out = shape(task, 1), shape(task, 0)
+    made = Sizes(math.prod(a[:m]), math.prod(out[m:]), math.prod(a[m:]), b_order != by_row)
+    fixed = not any(isinstance(size, Live) for size in (*a[m:], *shape(task, 2)))
+    return made if fixed and made.n % 8 == made.k % 8 == 0 else None  # rows of 16 bytes, as wide loads want
+
+
+def served(task: Task, a: ContractArgs) -> Sizes | None:
+    """The product's sizes, if the kernel computes what the task asks for: to measure is to compute several times."""
+    e = a.epilogue
+    alone = not e.residual and e.colsum < 0 and not any(access.accumulate for access in task.accesses)
+    whole = e.bias_axes in (-1, ((1 << a.plan.n) - 1) << a.plan.m)
+    if e.activation not in OWN or not alone or not whole or {x.tile.dtype for x in task.accesses} != {"bf16"}:
+        return None
+    return sizes_of(task, a.plan)
+
+
+@launches("contract")
+def _describe(task: Task) -> Launches:
+    a = ContractArgs.of(task)
+    sizes, e = served(task, a), a.epilogue
+    if not sizes:
+        return Launches(())
+    m, n, k, b_by_k = sizes
+    biased, last = e.bias_axes >= 0, len(task.accesses) - 1
+    pre, bias, aux = tile(task, 0), tile(task, 3 if biased else 0), tile(task, last)
+    out = tile(task, last if e.keep_pre else 0)
+    args: list[Parameter] = [out, pre, tile(task, 1), tile(task, 2), bias, aux, m, n, k, a.scale]
+    what = {"B_BY_K": b_by_k, "KIND": e.activation, "BIASED": biased, "KEEPS": e.keep_pre, "GRADIENT": e.aux}
+
+    def way(w: Way) -> tuple[Launch, ...]:
+        blocks = ceil_div(m, w.rows) * ceil_div(n, w.columns)
+        options: dict[str, Any] = {
+            "TMA": w.tma, "EVEN": k % w.depth == 0 and (b_by_k or n % w.columns == 0), "STAY": w.stay, "GROUP": 8,
+            "ROWS": w.rows, "COLUMNS": w.columns, "DEPTH": w.depth, "STAGES": w.stages, "HALVES": w.halves,
+        }  # fmt: skip
+        return (launch(_product, min(int(blocks), SMS) if w.stay else blocks, *args, **what, **options, warps=w.warps),)
+
+    ways = LATENCY if m <= 128 else MIDDLE if m <= 1024 else LARGE
+    cut = " ".join(f"{w.rows}x{w.columns}x{w.depth}" for w in ways)
+    kind = f"{ACTIVATIONS[e.activation]}{' gradient' if e.aux else ' kept' if e.keep_pre else ''}"
+    key = f"product {kind} {int(m)} {n} {k} {int(b_by_k)} {int(biased)} of {cut}"
+    made = [way(w) for w in ways]
+    return Launches(made[0], others=tuple(made[1:]), key=key)

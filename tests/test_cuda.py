@@ -207,7 +207,7 @@ def test_each_way_to_attend(python: Any, cuda: nt.Runtime, tmp_path: Path) -> No
     """The fastest of our kernels and ATen's is measured once; all are right."""
     first = python(WAYS, FOLDER, XDG_CACHE_HOME=str(tmp_path))
     assert first.returncode == 0, first.stderr[-2000:]
-    (kept,) = (tmp_path / "nntile_py").glob("attention-*")
+    (kept,) = (tmp_path / "nntile_py").glob("launches-*")
     measured = kept.read_text()
     assert measured.count("forward bf16") == measured.count("gradient bf16") == 3
     for choice in range(5):  # beyond the last: the first

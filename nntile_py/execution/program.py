@@ -191,8 +191,8 @@ def encoded_launches(tasks: list[Task], capability: int | None, lives: Lives = (
     compiled = [[(one, launch.compile_launch(one, capability)) for one in way] for way in made.ways]
     room = launch.shared_memory(capability)
     fit = [way for way in compiled if all(binary.shared <= room for _, binary in way)] or compiled[:1]
-    ways = [[launch.encode(*one) for one in way] for way in fit]
-    return ways, made.scratch, launch.encode_table(made), made.key
+    ways, scratch = launch.encode_ways(made, fit)
+    return ways, scratch, launch.encode_table(made), made.key
 
 
 def body(

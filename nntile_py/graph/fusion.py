@@ -392,10 +392,15 @@ def _activation(uses: Uses, op: Op) -> bool:
 
 
 def _of_epilogue(rule: Rule) -> Rule:
-    """The same of those that a product has as it writes its result: of bf16, which is CUDA's, cuBLASLt has one alone.
+    """The same but, in bf16, which is CUDA's, where a kernel that is found does it with what comes next.
 
-    The others are kernels of their own in any case, and can then do more in one pass."""
-    return lambda uses, op: (op.output.dtype != "bf16" or getattr(op, "act", "") == "gelu_new") and rule(uses, op)
+    Of gelu_new always: cuBLASLt has it in every product's epilogue, other activations are in those of product_triton."""
+
+    def applies(uses: Uses, op: Op) -> bool:
+        last = all(isinstance(reader, Contract | Sum) for reader in uses.readers.get(op.output, []))
+        return op.output.dtype != "bf16" or last or getattr(op, "act", "") == "gelu_new"
+
+    return lambda uses, op: applies(uses, op) and rule(uses, op)
 
 
 def _activation_grad(uses: Uses, op: Op) -> bool:
