@@ -77,6 +77,7 @@ class Launch:
     args: tuple[Argument, ...]
     constexprs: tuple[tuple[str, Any], ...]
     warps: int = 4
+    only: int = 0  # the one compute capability that it is for; 0: all
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +98,9 @@ class Launches:
     @property
     def ways(self) -> list[tuple[Launch, ...]]:
         return [self.launches, *self.others]
+
+    def ways_on(self, capability: int) -> list[tuple[Launch, ...]]:
+        return [way for way in self.ways if all(one.only in (0, capability) for one in way)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,12 +220,14 @@ class Scratch:
         return ScratchAddress(at, dtype)
 
 
-def launch(kernel: Any, grid: int | Sequence[int], *args: Parameter, warps: int = 4, **constexprs: Any) -> Launch:
+def launch(
+    kernel: Any, grid: int | Sequence[int], *args: Parameter, warps: int = 4, only: int = 0, **constexprs: Any
+) -> Launch:
     """A launch; plain ints become int32 (int64 where they must), plain floats fp32 constants."""
     x, y, z = (*((grid,) if isinstance(grid, int) else grid), 1, 1)[:3]
     assert min(x, y, z) > 0 and max(y, z) < 2**16, (kernel, x, y, z)
     constants = tuple(sorted((name, _constant(value)) for name, value in constexprs.items()))
-    return Launch(kernel, (x, y, z), tuple(map(_argument, args)), constants, warps)
+    return Launch(kernel, (x, y, z), tuple(map(_argument, args)), constants, warps, only)
 
 
 def _constant(value: Any) -> Any:
@@ -286,6 +292,7 @@ def _compile(
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource
 
     constants = dict(constexprs)
     names = [name for name in kernel.arg_names if name not in constants]
@@ -299,7 +306,7 @@ def _compile(
         for number, name in enumerate(kernel.arg_names)
         if name in given and given[name][1]
     }
-    source = ASTSource(kernel, signature, constants, attrs)
+    source = (GluonASTSource if kernel.is_gluon() else ASTSource)(kernel, signature, constants, attrs)
     compiled = triton.compile(source, target=GPUTarget("cuda", cc, 32), options={"num_warps": warps})
     data = compiled.metadata
     assert data.profile_scratch_size == 0 and data.num_ctas == 1, kernel.__name__

@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .product_triton import activated, block_of, times_derivative
+from .epilogue_triton import activated, block_of, times_derivative
 
 
 @gluon.jit
