@@ -23,106 +23,64 @@ from .contract import ContractArgs, PlanArgs
 from .epilogue_triton import activated, block_of, times_derivative
 from .launch import Launch, Launches, Parameter, ceil_div, launch, launches, shape, tile
 from .live import Live
-from .product_overlapped import overlapped
+from .product_overlapped_triton import overlapped
 
 
 @triton.jit
 def _sum(
-    A, B, row, col, m, n, k, B_BY_K: tl.constexpr, TMA: tl.constexpr, EVEN: tl.constexpr,
+    A, B, row, col, m, n, k, B_BY_K: tl.constexpr, EVEN: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """A block of a b from row and col on."""
-    total = tl.zeros([ROWS, COLUMNS], tl.float32)
-    if TMA:
-        for at in tl.range(0, k, DEPTH, num_stages=STAGES):
-            a = A.load([row, at])
-            b = B.load([col, at]).T if B_BY_K else B.load([at, col])
-            total = _add_product(total, a, b)
+    """A block of a b from row and col on. EVEN: only rows have an end within a block."""
+    # Rows beyond the last are the last: what is computed there is not stored.
+    rows, depth = tl.minimum(row + tl.arange(0, ROWS), m - 1).to(tl.int64), tl.arange(0, DEPTH)
+    cols = col + tl.arange(0, COLUMNS)
+    a_at = A + rows[:, None] * k + depth[None, :]
+    if B_BY_K:
+        b_at = B + tl.minimum(cols, n - 1).to(tl.int64)[None, :] * k + depth[:, None]
     else:
-        # Rows beyond the last are the last: what is computed there is not stored.
-        rows, depth = tl.minimum(row + tl.arange(0, ROWS), m - 1).to(tl.int64), tl.arange(0, DEPTH)
-        cols = col + tl.arange(0, COLUMNS)
-        a_at = A + rows[:, None] * k + depth[None, :]
-        if B_BY_K:
-            b_at = B + tl.minimum(cols, n - 1).to(tl.int64)[None, :] * k + depth[:, None]
+        b_at = B + depth.to(tl.int64)[:, None] * n + cols[None, :]
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for at in tl.range(0, k, DEPTH, num_stages=STAGES):
+        if EVEN:
+            a, b = tl.load(a_at), tl.load(b_at)
         else:
-            b_at = B + depth.to(tl.int64)[:, None] * n + cols[None, :]
-        for at in tl.range(0, k, DEPTH, num_stages=STAGES):
-            if EVEN:
-                a, b = tl.load(a_at), tl.load(b_at)
-            else:
-                there = (at + depth < k)[:, None]
-                a = tl.load(a_at, (at + depth < k)[None, :], 0.0)
-                b = tl.load(b_at, there if B_BY_K else there & (cols < n)[None, :], 0.0)
-            total = _add_product(total, a, b)
-            a_at += DEPTH
-            b_at += DEPTH if B_BY_K else DEPTH * n
+            there = (at + depth < k)[:, None]
+            a = tl.load(a_at, (at + depth < k)[None, :], 0.0)
+            b = tl.load(b_at, there if B_BY_K else there & (cols < n)[None, :], 0.0)
+        if INTERPRETED:  # whose numpy has no bf16
+            a, b = a.to(tl.float32), b.to(tl.float32)
+        total = tl.dot(a, b, total)
+        a_at += DEPTH
+        b_at += DEPTH if B_BY_K else DEPTH * n
     return total
-
-
-@triton.jit
-def _add_product(total, a, b):
-    if INTERPRETED:  # whose numpy has no bf16
-        a, b = a.to(tl.float32), b.to(tl.float32)
-    return tl.dot(a, b, total)
 
 
 @triton.jit
 def _product(
     OUT, PRE, A, B, BIAS, AUX, m, n, k, scale,
     B_BY_K: tl.constexpr, KIND: tl.constexpr, BIASED: tl.constexpr, KEEPS: tl.constexpr, GRADIENT: tl.constexpr,
-    TMA: tl.constexpr, EVEN: tl.constexpr, STAY: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr, GROUP: tl.constexpr, STAGES: tl.constexpr, HALVES: tl.constexpr,
+    EVEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr,
+    STAGES: tl.constexpr, HALVES: tl.constexpr,
 ):  # fmt: skip
     """out = act(scale a b + bias), or GRADIENT: scale a b act'(aux). a [m, k], b [k, n], or B_BY_K: its transpose.
 
-    Programs STAY for every num_programs(0)-th block, or have one. TMA: of operands, 2: of results and aux, too."""
-    a, b, out, pre, aux = A, B, OUT, PRE, AUX
-    WIDTH: tl.constexpr = COLUMNS // 2 if HALVES else COLUMNS
-    if TMA:
-        a = tl.make_tensor_descriptor(A, [m, k], [k, 1], [ROWS, DEPTH])
-        if B_BY_K:
-            b = tl.make_tensor_descriptor(B, [n, k], [k, 1], [COLUMNS, DEPTH])
-        else:
-            b = tl.make_tensor_descriptor(B, [k, n], [n, 1], [DEPTH, COLUMNS])
-    if TMA == 2:
-        out = tl.make_tensor_descriptor(OUT, [m, n], [n, 1], [ROWS, WIDTH])
-        if KEEPS:
-            pre = tl.make_tensor_descriptor(PRE, [m, n], [n, 1], [ROWS, WIDTH])
-        if GRADIENT:
-            aux = tl.make_tensor_descriptor(AUX, [m, n], [n, 1], [ROWS, WIDTH])
-    if STAY:
-        blocks = tl.cdiv(m, ROWS) * tl.cdiv(n, COLUMNS)
-        for number in tl.range(tl.program_id(0), blocks, tl.num_programs(0), flatten=True):
-            row, col = block_of(number, m, n, ROWS, COLUMNS, GROUP)
-            total = _sum(a, b, row, col, m, n, k, B_BY_K, TMA, EVEN, ROWS, COLUMNS, DEPTH, STAGES)
-            _finish(out, pre, BIAS, aux, total, row, col, m, n, scale, KIND, BIASED, KEEPS, GRADIENT, TMA, HALVES)
+    HALVES: of a block's columns are finished in turns, which takes fewer registers."""
+    row, col = block_of(tl.program_id(0), m, n, ROWS, COLUMNS, GROUP)
+    total = _sum(A, B, row, col, m, n, k, B_BY_K, EVEN, ROWS, COLUMNS, DEPTH, STAGES)
+    if HALVES:
+        WIDTH: tl.constexpr = COLUMNS // 2
+        left, right = tl.split(tl.permute(tl.reshape(total, (ROWS, 2, WIDTH)), (0, 2, 1)))
+        _finish(OUT, PRE, BIAS, AUX, left, row, col, m, n, scale, KIND, BIASED, KEEPS, GRADIENT)
+        _finish(OUT, PRE, BIAS, AUX, right, row, col + WIDTH, m, n, scale, KIND, BIASED, KEEPS, GRADIENT)
     else:
-        row, col = block_of(tl.program_id(0), m, n, ROWS, COLUMNS, GROUP)
-        total = _sum(a, b, row, col, m, n, k, B_BY_K, TMA, EVEN, ROWS, COLUMNS, DEPTH, STAGES)
-        _finish(out, pre, BIAS, aux, total, row, col, m, n, scale, KIND, BIASED, KEEPS, GRADIENT, TMA, HALVES)
+        _finish(OUT, PRE, BIAS, AUX, total, row, col, m, n, scale, KIND, BIASED, KEEPS, GRADIENT)
 
 
 @triton.jit
 def _finish(
-    OUT, PRE, BIAS, AUX, total, row, col, m, n, scale, KIND: tl.constexpr, BIASED: tl.constexpr, KEEPS: tl.constexpr,
-    GRADIENT: tl.constexpr, TMA: tl.constexpr, HALVES: tl.constexpr,
-):  # fmt: skip
-    """The epilogue of a block, HALVES: of its columns, in turns, which takes fewer registers."""
-    if HALVES:
-        WIDTH: tl.constexpr = total.shape[1] // 2
-        halves = tl.permute(tl.reshape(total, (total.shape[0], 2, WIDTH)), (0, 2, 1))
-        left, right = tl.split(halves)
-        _store(OUT, PRE, BIAS, AUX, left, row, col, m, n, scale, KIND, BIASED, KEEPS, GRADIENT, TMA)
-        _store(OUT, PRE, BIAS, AUX, right, row, col + WIDTH, m, n, scale, KIND, BIASED, KEEPS, GRADIENT, TMA)
-    else:
-        _store(OUT, PRE, BIAS, AUX, total, row, col, m, n, scale, KIND, BIASED, KEEPS, GRADIENT, TMA)
-
-
-@triton.jit
-def _store(
-    OUT, PRE, BIAS, AUX, total, row, col, m, n, scale, KIND: tl.constexpr, BIASED: tl.constexpr, KEEPS: tl.constexpr,
-    GRADIENT: tl.constexpr, TMA: tl.constexpr,
+    OUT, PRE, BIAS, AUX, total, row, col, m, n, scale,
+    KIND: tl.constexpr, BIASED: tl.constexpr, KEEPS: tl.constexpr, GRADIENT: tl.constexpr,
 ):  # fmt: skip
     rows, cols = row + tl.arange(0, total.shape[0]), col + tl.arange(0, total.shape[1])
     inside = (rows < m)[:, None] & (cols < n)[None, :]
@@ -131,48 +89,38 @@ def _store(
     if BIASED:
         y += tl.load(BIAS + cols, cols < n, 0.0).to(tl.float32)[None, :]
     if GRADIENT:
-        x = AUX.load([row, col]) if TMA == 2 else tl.load(AUX + at, inside, 0.0)
-        y = times_derivative(y, x.to(tl.float32), KIND)
-    elif KEEPS:
-        _write(PRE, y, row, col, at, inside, TMA)
-    if not GRADIENT:
-        y = activated(y, KIND)
-    _write(OUT, y, row, col, at, inside, TMA)
-
-
-@triton.jit
-def _write(TO, y, row, col, at, inside, TMA: tl.constexpr):
-    if TMA == 2:
-        TO.store([row, col], y.to(TO.dtype))
+        y = times_derivative(y, tl.load(AUX + at, inside, 0.0).to(tl.float32), KIND)
     else:
-        tl.store(TO + at, y.to(TO.dtype.element_ty), inside)
+        if KEEPS:
+            tl.store(PRE + at, y.to(PRE.dtype.element_ty), inside)
+        y = activated(y, KIND)
+    tl.store(OUT + at, y.to(OUT.dtype.element_ty), inside)
 
 
 # -- tasks
 
 OWN = tuple(ACTIVATIONS.index(name) for name in ("relu", "gelu", "tanh", "silu"))  # cuBLASLt has gelu_new's
-SMS = 132  # of an H200: so many programs stay
+SMS = 132  # of an H200: programs of the overlapped product stay
 
 
 class Way(NamedTuple):
-    """How a product is cut into blocks, and computed."""
+    """How a product is cut into blocks, and computed; 0 warps: overlapped."""
 
     rows: int
     columns: int
     depth: int
     stages: int
-    warps: int
-    tma: int = 0
-    stay: bool = False
+    warps: int = 0
     halves: bool = False
 
+    @property
+    def name(self) -> str:
+        return f"{self.rows}x{self.columns}x{self.depth}" + ("" if self.warps else " overlapped")
 
-LATENCY = [Way(64, 32, 128, 4, 4), Way(32, 32, 128, 4, 4), Way(32, 64, 128, 3, 4), Way(64, 64, 128, 3, 4)]
-MIDDLE = [Way(64, 64, 64, 4, 4), Way(64, 128, 64, 4, 4), Way(128, 64, 64, 4, 4), Way(128, 128, 64, 3, 8, 2, halves=True)]
-LARGE = [
-    Way(128, 128, 64, 3, 8, halves=True), Way(128, 128, 64, 3, 8, 2, halves=True),
-    Way(128, 256, 64, 3, 8, 2, halves=True), Way(128, 256, 64, 3, 8, 2, stay=True, halves=True),
-]  # fmt: skip
+
+FEW = [Way(64, 32, 128, 4, 4), Way(64, 64, 128, 3, 4), Way(64, 64, 64, 4, 4), Way(64, 128, 64, 4, 4)]
+SOME = [Way(64, 64, 64, 4, 4), Way(64, 128, 64, 4, 4), Way(128, 128, 64, 3, 8, halves=True), Way(128, 128, 64, 5)]
+MANY = [Way(128, 128, 64, 3, 8, halves=True), Way(128, 128, 64, 5), Way(64, 256, 64, 4)]
 
 
 class Sizes(NamedTuple):
@@ -222,14 +170,15 @@ def _describe(task: Task) -> Launches:
     def way(w: Way) -> tuple[Launch, ...]:
         blocks = ceil_div(m, w.rows) * ceil_div(n, w.columns)
         options: dict[str, Any] = {
-            "TMA": w.tma, "EVEN": k % w.depth == 0 and (b_by_k or n % w.columns == 0), "STAY": w.stay, "GROUP": 8,
-            "ROWS": w.rows, "COLUMNS": w.columns, "DEPTH": w.depth, "STAGES": w.stages, "HALVES": w.halves,
+            "ROWS": w.rows, "COLUMNS": w.columns, "DEPTH": w.depth, "STAGES": w.stages, "GROUP": 8, **what,
         }  # fmt: skip
-        return (launch(_product, min(int(blocks), SMS) if w.stay else blocks, *args, **what, **options, warps=w.warps),)
+        if not w.warps:
+            return (launch(overlapped, min(int(blocks), SMS), *args, **options, only=90),)
+        options |= {"EVEN": k % w.depth == 0 and (b_by_k or n % w.columns == 0), "HALVES": w.halves}
+        return (launch(_product, blocks, *args, **options, warps=w.warps),)
 
-    ways = LATENCY if m <= 128 else MIDDLE if m <= 1024 else LARGE
-    cut = " ".join(f"{w.rows}x{w.columns}x{w.depth}" for w in ways)
+    ways = FEW if m <= 128 else SOME if m <= 1024 else MANY
     kind = f"{ACTIVATIONS[e.activation]}{' gradient' if e.aux else ' kept' if e.keep_pre else ''}"
-    key = f"product {kind} {int(m)} {n} {k} {int(b_by_k)} {int(biased)} of {cut}"
-    made = [way(w) for w in ways]
-    return Launches(made[0], others=tuple(made[1:]), key=key)
+    key = f"product {kind} {int(m)} {n} {k} {int(b_by_k)} {int(biased)} of {', '.join(w.name for w in ways)}"
+    first, *others = map(way, ways)
+    return Launches(first, others=tuple(others), key=key)
