@@ -209,8 +209,10 @@ void contract(Args& t) {
   if (e.aux && !activated) multiply_derivative(e.activation, target, aux);
   else if (activates && !activated) apply_activation(e.activation, target, out);
   if (column_sum.defined()) {
-    const auto operand = first ? a_matrix : b_matrix;
-    const auto total = at::sum(operand, {first ? 1 : 0}, false, column_sum.scalar_type()).view(column_sum.sizes());
+    const bool of_output = e.colsum == 2;  // over its rows, which `swap` makes columns
+    const auto summed = of_output ? matrix(target.permute(plan.out), 0, plan.m, plan.n) : first ? a_matrix : b_matrix;
+    const int64_t axis = (of_output ? plan.swap : first) ? 1 : 0;
+    const auto total = at::sum(summed, {axis}, false, column_sum.scalar_type()).view(column_sum.sizes());
     if (sum_adds) column_sum.add_(total);
     else column_sum.copy_(total);
   }

@@ -1,4 +1,4 @@
-"""A product with its epilogue for NVIDIA's Hopper: a warp loads, one group of warps multiplies while another finishes."""
+"""A product with its epilogue for NVIDIA's Hopper: one group of warps multiplies while another finishes."""
 
 # Functions of Gluon's language have no Python types.
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -42,9 +42,10 @@ def _load(
 
 @gluon.jit
 def _multiply(
-    OUT, PRE, BIAS, AUX, a_ring, b_ring, full, free, space, given, m, n, k, scale, TURN: gl.constexpr,
+    OUT, PRE, BIAS, AUX, PART, a_ring, b_ring, full, free, space, given, m, n, k, scale, TURN: gl.constexpr,
     B_BY_K: gl.constexpr, KIND: gl.constexpr, BIASED: gl.constexpr, KEEPS: gl.constexpr, GRADIENT: gl.constexpr,
-    ROWS: gl.constexpr, COLUMNS: gl.constexpr, DEPTH: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
+    SUMS: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr, DEPTH: gl.constexpr, GROUP: gl.constexpr,
+    STAGES: gl.constexpr,
 ):  # fmt: skip
     """Every second block of the program, from its block number TURN on: its product, then its epilogue, by halves."""
     WIDTH: gl.constexpr = COLUMNS // 2
@@ -82,11 +83,13 @@ def _multiply(
         for side in gl.static_range(2):
             y = gl.convert_layout(left if side == 0 else right, half) * scale
             at = col + side * WIDTH
+            cols = at + gl.arange(0, WIDTH, gl.SliceLayout(0, half))
             if BIASED:
-                cols = at + gl.arange(0, WIDTH, gl.SliceLayout(0, half))
                 y += gl.load(BIAS + cols, cols < n, 0.0).to(gl.float32)[None, :]
             if GRADIENT:
                 y = times_derivative(y, space.index(side).load(half).to(gl.float32), KIND)
+                if SUMS:  # rows beyond the last are zeros
+                    gl.store(PART + row // ROWS * n + cols, gl.sum(y, 0), cols < n)
             elif KEEPS:
                 tma.store_wait(0)
                 gl.thread_barrier()
@@ -107,9 +110,10 @@ def _multiply(
 
 @gluon.jit
 def overlapped(
-    OUT, PRE, A, B, BIAS, AUX, m, n, k, scale,
+    OUT, PRE, A, B, BIAS, AUX, PART, m, n, k, scale,
     B_BY_K: gl.constexpr, KIND: gl.constexpr, BIASED: gl.constexpr, KEEPS: gl.constexpr, GRADIENT: gl.constexpr,
-    ROWS: gl.constexpr, COLUMNS: gl.constexpr, DEPTH: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
+    SUMS: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr, DEPTH: gl.constexpr, GROUP: gl.constexpr,
+    STAGES: gl.constexpr,
 ):  # fmt: skip
     """As product_triton's kernel; n and k are multiples of 8. Programs have every num_programs(0)-th block."""
     dtype: gl.constexpr = A.dtype.element_ty
@@ -144,12 +148,12 @@ def overlapped(
     gl.warp_specialize(
         [
             (_multiply, (
-                out, pre, BIAS, aux, a_ring, b_ring, full, free, space, given.index(0), m, n, k, scale, 0,
-                B_BY_K, KIND, BIASED, KEEPS, GRADIENT, ROWS, COLUMNS, DEPTH, GROUP, STAGES,
+                out, pre, BIAS, aux, PART, a_ring, b_ring, full, free, space, given.index(0), m, n, k, scale, 0,
+                B_BY_K, KIND, BIASED, KEEPS, GRADIENT, SUMS, ROWS, COLUMNS, DEPTH, GROUP, STAGES,
             )),
             (_multiply, (
-                out, pre, BIAS, aux, a_ring, b_ring, full, free, other, given.index(1), m, n, k, scale, 1,
-                B_BY_K, KIND, BIASED, KEEPS, GRADIENT, ROWS, COLUMNS, DEPTH, GROUP, STAGES,
+                out, pre, BIAS, aux, PART, a_ring, b_ring, full, free, other, given.index(1), m, n, k, scale, 1,
+                B_BY_K, KIND, BIASED, KEEPS, GRADIENT, SUMS, ROWS, COLUMNS, DEPTH, GROUP, STAGES,
             )),
             (_load, (
                 a, b, a_ring, b_ring, full, free, m, n, k, B_BY_K, ROWS, COLUMNS, DEPTH, GROUP, STAGES,

@@ -47,13 +47,14 @@ def task_of(case: Case) -> Task:
 
 
 @pytest.mark.parametrize("weight", WEIGHTS)
-@pytest.mark.parametrize("kind", ["forward", "kept", "no bias", "gradient"])
+@pytest.mark.parametrize("kind", ["forward", "kept", "no bias", "gradient", "summed"])
 def test_against_float64(monkeypatch: pytest.MonkeyPatch, kind: str, weight: str) -> None:
     """Each way to cut it."""
     monkeypatch.setattr(product_triton, "FEW", EVERY)
     forward = {"bias": None if kind == "no bias" else "ffn", "pre": kind == "kept"}
     case = Case(SIZES, "bf16")
-    linear(b=WEIGHTS[weight], activation="gelu", **({"aux": True} if kind == "gradient" else forward))(case)
+    gradient = {"aux": True, "bias_grad": (2, "ffn") if kind == "summed" else None}
+    linear(b=WEIGHTS[weight], activation="gelu", **(gradient if kind in ("gradient", "summed") else forward))(case)
     values = case.draw(np.random.default_rng(0))
     assert len(launch.load()["contract"]([task_of(case)]).ways) == len(EVERY)
     for way in range(len(EVERY)):
@@ -142,7 +143,8 @@ from nntile_py.tasks import launch
 from nntile_py.testing import Case
 from nntile_py.tiles import Tiling
 
-for seq, row in ((64, linear(b="ffn embed", bias="ffn", activation="gelu")), (4096, linear(activation="gelu", aux=True))):
+rows = (64, linear(b="ffn embed", bias="ffn", activation="gelu")), (4096, linear(activation="gelu", aux=True))
+for seq, row in rows:
     case = Case({"batch": 1, "seq": seq, "embed": 768, "ffn": 3072}, "bf16")
     row(case)
     (task,) = lower(case.graph, Tiling({})).tasks.tasks
