@@ -96,8 +96,6 @@ def _rules(fusion: Fusion, tiling: Tiling) -> Iterator[Rule]:
         yield from (_residual, partial(_norm_residual, tiling=tiling))
     if fusion.activation:
         yield from (_activation, _activation_grad)
-    if fusion.activation and fusion.bias:
-        yield partial(_output_sum, tiling=tiling)
     yield partial(_cross_entropy, tiling=tiling)
 
 
@@ -108,7 +106,6 @@ def _found_rules(fusion: Fusion, tiling: Tiling) -> Iterator[Rule | None]:
     yield from [_bias] if fusion.bias else []
     yield from [_residual] if fusion.residual_norm else []
     yield from map(_of_epilogue, [_activation, _activation_grad] if fusion.activation else [])
-    yield from [partial(_output_sum, tiling=tiling)] if fusion.activation and fusion.bias else []
     yield None
     yield from [_bias_grad] if fusion.bias else []  # of what no group has summed
     yield partial(_cross_entropy, tiling=tiling)
@@ -248,6 +245,34 @@ def narrow_gradients(graph: Graph, grads: Iterable[Tensor], tiling: Tiling) -> N
 
 def _in_parts(op: Contract, tiling: Tiling) -> bool:
     return any(tiling.cut(axis, op.a.size(axis)) for axis in op.k)
+
+
+def sum_outputs(graph: Graph, fusion: Fusion, tiling: Tiling) -> None:
+    """Sum where they are written products with an activation's derivative, for the bias before it. In place.
+
+    In bf16, which is CUDA's, by product_triton, which does not have gelu_new and adds to no sum that is there: where no
+    other task or micro-batch adds to it."""
+    if graph.dtype == "bf16" and fusion.bias and fusion.activation:
+        uses = Uses(graph)
+        uses.apply(partial(_output_sum, tiling=tiling))
+        graph.ops = list(uses.ops.values())
+
+
+def _output_sum(uses: Uses, op: Op, tiling: Tiling) -> bool:
+    """Sum(Contract with aux) over the rows."""
+    if not isinstance(op, Sum):
+        return False
+    gemm = uses.maker.get(op.inputs[0])
+    if not isinstance(gemm, Contract) or not gemm.aux or gemm.bias_grad or gemm.batch or gemm.activation == "gelu_new":
+        return False
+    if list(op.output.axes) != gemm.n or any(tiling.cut(axis, gemm.output.size(axis)) for axis in gemm.m):
+        return False
+    writers = [t for other in uses.ops.values() for t in other.outputs if t.storage is op.output.storage]
+    if len(writers) > 1 or _in_parts(gemm, tiling):
+        return False
+    uses.replace([gemm], _rebuild(gemm, gemm.output, bias_grad=(2, op.output)))
+    uses.remove(op)
+    return True
 
 
 def _transposed_output(uses: Uses, op: Op, tiling: Tiling) -> bool:
@@ -414,25 +439,6 @@ def _activation_grad(uses: Uses, op: Op) -> bool:
     if not (gemm and _plain(gemm) and not gemm.inputs[2:]):
         return False
     uses.replace([gemm, op], _rebuild(gemm, op.output, activation=op.act, aux=op.inputs[1]))
-    return True
-
-
-def _output_sum(uses: Uses, op: Op, tiling: Tiling) -> bool:
-    """Sum of a product with an activation's derivative over its rows, a bias' gradient: summed as it is written.
-
-    In bf16, which is CUDA's, by product_triton, which does not have gelu_new and adds to no sum that is there."""
-    if not isinstance(op, Sum) or op.inputs[0].dtype != "bf16":
-        return False
-    gemm = uses.maker.get(op.inputs[0])
-    if not isinstance(gemm, Contract) or not gemm.aux or gemm.bias_grad or gemm.batch or gemm.activation == "gelu_new":
-        return False
-    if list(op.output.axes) != gemm.n or any(tiling.cut(axis, gemm.output.size(axis)) for axis in gemm.m):
-        return False
-    writers = [t for other in uses.ops.values() for t in other.outputs if t.storage is op.output.storage]
-    if len(writers) > 1 or _in_parts(gemm, tiling):
-        return False
-    uses.replace([gemm], _rebuild(gemm, gemm.output, bias_grad=(2, op.output)))
-    uses.remove(op)
     return True
 
 
