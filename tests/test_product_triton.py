@@ -96,6 +96,26 @@ def test_rows_that_a_step_fills(monkeypatch: pytest.MonkeyPatch, way: int) -> No
     assert (out[0, filled:] == 7).all() and act[0, filled:].isnan().all()
 
 
+@pytest.mark.parametrize("way", range(len(EVERY)))
+def test_sums_of_rows_that_a_step_fills(monkeypatch: pytest.MonkeyPatch, way: int) -> None:
+    monkeypatch.setattr(product_triton, "SOME", [EVERY[way]])
+    case, filled = Case({**SIZES, "seq": 150}, "bf16"), 70  # some ways have no block of the last rows
+    linear(activation="gelu", aux=True, bias_grad=(2, "ffn"))(case)
+    task, rng = task_of(case), np.random.default_rng(3)
+    dx, dy, w, x, sums = (torch.tensor(rng.standard_normal(a.tile.shape)).bfloat16() for a in task.accesses)
+    for tensor in (dy, x):
+        tensor[:, filled:] = np.nan
+    dx.fill_(7)
+    sums = sums.to(test_triton.TORCH[task.accesses[4].tile.dtype])
+    lives = [(k, 1, Slot("filled")) for k in (0, 1, 3)]
+    launch.interpret([task], [dx, dy, w, x, sums], {"filled": filled}, lives=lives)
+    at = x[0, :filled].double().requires_grad_()
+    torch.nn.functional.gelu(at).sum().backward()
+    want = dy[0, :filled].double() @ w.double() * at.grad
+    assert error(dx[0, :filled].double().numpy(), want.numpy()) < 5e-3 and (dx[0, filled:] == 7).all()
+    assert error(sums.double().numpy(), want.sum(0).numpy()) < 5e-3
+
+
 def test_the_fit_of_erf() -> None:
     """Relative to the value: far below the 4e-3 that bf16 keeps, also where the tail is small."""
     x = torch.linspace(-6, 6, 4096)
