@@ -162,6 +162,34 @@ def test_each_way_to_permute(python: Any, cuda: nt.Runtime, tmp_path: Path) -> N
         assert kept.read_text() == changed
 
 
+PRODUCTS = """
+import sys; sys.path.insert(0, sys.argv[1])
+import test_cuda, nntile_py as nt
+from operators_contract import linear
+rows = [linear(b="ffn embed", bias="ffn", activation="gelu"), linear(bias="ffn", activation="gelu", pre=True)]
+rows += [linear(activation="gelu", aux=True), linear(activation="gelu", aux=True, bias_grad=(2, "ffn"))]
+rows += [linear(activation=kind, aux=aux) for kind in ("relu", "tanh", "silu") for aux in (False, True)]
+with nt.Runtime(cpus=0, cuda=1):
+    for row in rows:
+        for seq in (37, 500, 1500):
+            test_cuda.check(row, {}, "chain", "bf16", {"batch": 1, "seq": seq, "embed": 136, "ffn": 328})
+"""
+
+
+def test_each_product_with_an_epilogue(python: Any, cuda: nt.Runtime, tmp_path: Path) -> None:
+    """The fastest of cuBLASLt's with a kernel behind it and our kernels is measured once; all are right."""
+    first = python(PRODUCTS, FOLDER, XDG_CACHE_HOME=str(tmp_path))
+    assert first.returncode == 0, first.stderr[-2000:]
+    (kept,) = (tmp_path / "nntile_py").glob("launches-*")
+    measured = kept.read_text()
+    assert measured.count("product gelu") == 4 * 3
+    for choice in range(5):  # beyond the last: the first
+        kept.write_text(changed := re.sub(r": \d+$", f": {choice}", measured, flags=re.M))
+        result = python(PRODUCTS, FOLDER, XDG_CACHE_HOME=str(tmp_path))
+        assert result.returncode == 0, (choice, result.stderr[-2000:])
+        assert kept.read_text() == changed
+
+
 # -- packed sequences
 
 BIN = {**ATTENTION_SIZES, "batch": 1, "seq": 300, "key": 300, "head_dim": 64}
@@ -207,7 +235,7 @@ def test_each_way_to_attend(python: Any, cuda: nt.Runtime, tmp_path: Path) -> No
     """The fastest of our kernels and ATen's is measured once; all are right."""
     first = python(WAYS, FOLDER, XDG_CACHE_HOME=str(tmp_path))
     assert first.returncode == 0, first.stderr[-2000:]
-    (kept,) = (tmp_path / "nntile_py").glob("attention-*")
+    (kept,) = (tmp_path / "nntile_py").glob("launches-*")
     measured = kept.read_text()
     assert measured.count("forward bf16") == measured.count("gradient bf16") == 3
     for choice in range(5):  # beyond the last: the first

@@ -105,19 +105,20 @@ void run_way(const TaskBody& body, const std::vector<Launch>& launches, const do
 }  // namespace
 
 void run_launches(const TaskBody& body, const double* floats, void** buffers, c10::Device device) {
-  const auto run = [&](size_t way) {
-    if (way < body.ways.size()) return run_way(body, body.ways[way], floats, buffers);
+  const bool cuda = body.cuda && !body.key.empty();
+  const auto run = [&](size_t way) {  // a kernel in C++ is the first: it may choose an algorithm of its own
+    if (way >= size_t{cuda}) return run_way(body, body.ways[way - cuda], floats, buffers);
     Args args(body, floats, buffers, device);
     body.cuda(args);
   };
-  const size_t count = body.key.empty() ? 1 : body.ways.size() + (body.cuda ? 1 : 0);
+  const size_t count = body.key.empty() ? 1 : body.ways.size() + cuda;
   if (count == 1) return run(0);
   thread_local std::unordered_map<std::string, size_t> known;
   auto found = known.find(body.key);
   if (found == known.end()) {
     std::vector<std::function<void()>> ways;
     for (size_t way = 0; way < count; ++way) ways.emplace_back([&run, way] { run(way); });
-    const auto file = choices_file("attention", "torch-" TORCH_VERSION);
+    const auto file = choices_file("launches", "torch-" TORCH_VERSION);
     found = known.emplace(body.key, static_cast<size_t>(fastest_of(file, body.key, ways))).first;
   }
   run(found->second);

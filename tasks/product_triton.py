@@ -1,0 +1,195 @@
+"""Products with an activation, or its derivative, as their epilogue on CUDA, where cuBLASLt has none. Tiles as in
+contract_cuda.cpp, which is one of the ways to compute them: the fastest is measured by C++.
+
+The activation is computed from the sum in fp32, not from what is kept of it in bf16.
+"""
+
+# Functions of Triton's language have no Python types.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from nntile_py.tiles.tasklist import Task
+
+from .activation import ACTIVATIONS
+from .attention_segments_triton import INTERPRETED
+from .contract import ContractArgs, PlanArgs
+from .elementwise_triton import sum_of_parts
+from .epilogue_triton import activated, block_of, times_derivative
+from .launch import Launch, Launches, Parameter, Scratch, ceil_div, launch, launches, shape, tile
+from .live import Live
+from .product_overlapped_triton import overlapped
+
+
+@triton.jit
+def _sum(
+    A, B, row, col, m, n, k, B_BY_K: tl.constexpr, EVEN: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """A block of a b from row and col on. EVEN: only rows have an end within a block."""
+    # Rows beyond the last are the last: what is computed there is not stored.
+    rows, depth = tl.minimum(row + tl.arange(0, ROWS), m - 1).to(tl.int64), tl.arange(0, DEPTH)
+    cols = col + tl.arange(0, COLUMNS)
+    a_at = A + rows[:, None] * k + depth[None, :]
+    if B_BY_K:
+        b_at = B + tl.minimum(cols, n - 1).to(tl.int64)[None, :] * k + depth[:, None]
+    else:
+        b_at = B + depth.to(tl.int64)[:, None] * n + cols[None, :]
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for at in tl.range(0, k, DEPTH, num_stages=STAGES):
+        if EVEN:
+            a, b = tl.load(a_at), tl.load(b_at)
+        else:
+            there = (at + depth < k)[:, None]
+            a = tl.load(a_at, (at + depth < k)[None, :], 0.0)
+            b = tl.load(b_at, there if B_BY_K else there & (cols < n)[None, :], 0.0)
+        if INTERPRETED:  # whose numpy has no bf16
+            a, b = a.to(tl.float32), b.to(tl.float32)
+        total = tl.dot(a, b, total)
+        a_at += DEPTH
+        b_at += DEPTH if B_BY_K else DEPTH * n
+    return total
+
+
+@triton.jit
+def _product(
+    OUT, PRE, A, B, BIAS, AUX, PART, m, n, k, scale,
+    B_BY_K: tl.constexpr, KIND: tl.constexpr, BIASED: tl.constexpr, KEEPS: tl.constexpr, GRADIENT: tl.constexpr,
+    SUMS: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    GROUP: tl.constexpr, STAGES: tl.constexpr, HALVES: tl.constexpr,
+):  # fmt: skip
+    """out = act(scale a b + bias), or GRADIENT: scale a b act'(aux). a [m, k], b [k, n], or B_BY_K: its transpose.
+
+    SUMS: part [blocks of rows, n] gets the sums of out over each block's rows.
+    HALVES: of a block's columns are finished in turns, which takes fewer registers."""
+    row, col = block_of(tl.program_id(0), m, n, ROWS, COLUMNS, GROUP)
+    total = _sum(A, B, row, col, m, n, k, B_BY_K, EVEN, ROWS, COLUMNS, DEPTH, STAGES)
+    if HALVES:
+        WIDTH: tl.constexpr = COLUMNS // 2
+        left, right = tl.split(tl.permute(tl.reshape(total, (ROWS, 2, WIDTH)), (0, 2, 1)))
+        _finish(OUT, PRE, BIAS, AUX, PART, left, row, col, m, n, scale, KIND, BIASED, KEEPS, GRADIENT, SUMS)
+        _finish(OUT, PRE, BIAS, AUX, PART, right, row, col + WIDTH, m, n, scale, KIND, BIASED, KEEPS, GRADIENT, SUMS)
+    else:
+        _finish(OUT, PRE, BIAS, AUX, PART, total, row, col, m, n, scale, KIND, BIASED, KEEPS, GRADIENT, SUMS)
+
+
+@triton.jit
+def _finish(
+    OUT, PRE, BIAS, AUX, PART, total, row, col, m, n, scale,
+    KIND: tl.constexpr, BIASED: tl.constexpr, KEEPS: tl.constexpr, GRADIENT: tl.constexpr, SUMS: tl.constexpr,
+):  # fmt: skip
+    rows, cols = row + tl.arange(0, total.shape[0]), col + tl.arange(0, total.shape[1])
+    inside = (rows < m)[:, None] & (cols < n)[None, :]
+    at = rows.to(tl.int64)[:, None] * n + cols[None, :]
+    y = total * scale
+    if BIASED:
+        y += tl.load(BIAS + cols, cols < n, 0.0).to(tl.float32)[None, :]
+    if GRADIENT:
+        y = times_derivative(y, tl.load(AUX + at, inside, 0.0).to(tl.float32), KIND)
+    else:
+        if KEEPS:
+            tl.store(PRE + at, y.to(PRE.dtype.element_ty), inside)
+        y = activated(y, KIND)
+    if SUMS:
+        tl.store(PART + row // total.shape[0] * n + cols, tl.sum(tl.where(inside, y, 0.0), 0), cols < n)
+    tl.store(OUT + at, y.to(OUT.dtype.element_ty), inside)
+
+
+# -- tasks
+
+OWN = tuple(ACTIVATIONS.index(name) for name in ("relu", "gelu", "tanh", "silu"))  # cuBLASLt has gelu_new's
+SMS = 132  # of an H200: programs of the overlapped product stay
+
+
+class Way(NamedTuple):
+    """How a product is cut into blocks, and computed; 0 warps: overlapped."""
+
+    rows: int
+    columns: int
+    depth: int
+    stages: int
+    warps: int = 0
+    halves: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"{self.rows}x{self.columns}x{self.depth}" + ("" if self.warps else " overlapped")
+
+
+FEW = [Way(64, 32, 128, 4, 4), Way(64, 64, 128, 3, 4), Way(64, 64, 64, 4, 4), Way(64, 128, 64, 4, 4)]
+SOME = [Way(64, 64, 64, 4, 4), Way(64, 128, 64, 4, 4), Way(128, 128, 64, 3, 8, halves=True), Way(128, 128, 64, 5)]
+MANY = [Way(128, 128, 64, 3, 8, halves=True), Way(128, 128, 64, 5), Way(64, 256, 64, 3)]
+
+
+class Sizes(NamedTuple):
+    m: int
+    n: int
+    k: int
+    b_by_k: bool
+
+
+def sizes_of(task: Task, plan: PlanArgs) -> Sizes | None:
+    """Of a product whose operands and result lie as matrices, a's rows first; None: not of such."""
+    m, n, k = plan.m, plan.n, plan.k
+    a_order, b_order, out_order = plan.orders[: m + k], plan.orders[m + k : m + 2 * k + n], plan.orders[m + 2 * k + n :]
+    by_row, by_k = tuple(range(k + n)), (*range(n, n + k), *range(n))
+    plain = a_order == tuple(range(m + k)) and out_order == tuple(range(m + n)) and b_order in (by_row, by_k)
+    if plan.swap or plan.batch or not plain:
+        return None
+    a, out = shape(task, 1), shape(task, 0)
+    made = Sizes(math.prod(a[:m]), math.prod(out[m:]), math.prod(a[m:]), b_order != by_row)
+    fixed = not any(isinstance(size, Live) for size in (*a[m:], *shape(task, 2)))
+    return made if fixed and made.n % 8 == made.k % 8 == 0 else None  # rows of 16 bytes, as wide loads want
+
+
+def served(task: Task, a: ContractArgs) -> Sizes | None:
+    """The product's sizes, if the kernels compute what the task asks for: to measure is to compute several times."""
+    e = a.epilogue
+    alone = not e.residual and e.colsum in (-1, 2) and not any(access.accumulate for access in task.accesses)
+    whole = e.bias_axes in (-1, ((1 << a.plan.n) - 1) << a.plan.m)
+    dtypes = [x.tile.dtype for x in task.accesses]
+    if e.activation not in OWN or not alone or not whole or {*dtypes[: len(dtypes) - (e.colsum == 2)]} != {"bf16"}:
+        return None
+    return sizes_of(task, a.plan)
+
+
+@launches("contract")
+def _describe(task: Task) -> Launches:
+    a = ContractArgs.of(task)
+    sizes, e = served(task, a), a.epilogue
+    if not sizes:
+        return Launches(())
+    m, n, k, b_by_k = sizes
+    biased, sums, scratch = e.bias_axes >= 0, e.colsum == 2, Scratch()
+    last = len(task.accesses) - 1 - sums
+    pre, bias, aux = tile(task, 0), tile(task, 3 if biased else 0), tile(task, last)
+    out = tile(task, last if e.keep_pre else 0)
+    part = scratch.take(ceil_div(int(m), 64) * n, "fp32") if sums else out
+    args: list[Parameter] = [out, pre, tile(task, 1), tile(task, 2), bias, aux, part, m, n, k, a.scale]
+    what = {"B_BY_K": b_by_k, "KIND": e.activation, "BIASED": biased}
+    what |= {"KEEPS": e.keep_pre, "GRADIENT": e.aux, "SUMS": sums}
+
+    def way(w: Way) -> tuple[Launch, ...]:
+        down = ceil_div(m, w.rows)
+        blocks = down * ceil_div(n, w.columns)
+        options: dict[str, Any] = {
+            "ROWS": w.rows, "COLUMNS": w.columns, "DEPTH": w.depth, "STAGES": w.stages, "GROUP": 8, **what,
+        }  # fmt: skip
+        if w.warps:
+            options |= {"EVEN": k % w.depth == 0 and (b_by_k or n % w.columns == 0), "HALVES": w.halves}
+            one = launch(_product, blocks, *args, **options, warps=w.warps)
+        else:
+            one = launch(overlapped, min(int(blocks), SMS), *args, **options, only=90)
+        return (one, sum_of_parts(tile(task, last + 1), part, down, n, acc=False)) if sums else (one,)
+
+    ways = FEW if m <= 128 else SOME if m <= 1024 else MANY
+    kind = f"{ACTIVATIONS[e.activation]}{' gradient' if e.aux else ' kept' if e.keep_pre else ''}{' summed' * sums}"
+    key = f"product {kind} {int(m)} {n} {k} {int(b_by_k)} {int(biased)} of {', '.join(w.name for w in ways)}"
+    first, *others = map(way, ways)
+    return Launches(first, scratch.bytes, others=tuple(others), key=key)

@@ -1,0 +1,190 @@
+"""The Triton product with its epilogue: in the interpreter against float64, and compiled for sm_90."""
+
+import importlib
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import test_triton  # imports triton's kernels for the interpreter
+import torch
+import triton
+import triton.language as tl
+from conftest import Python
+from operators_contract import linear
+
+from nntile_py.graph.lowering import lower
+from nntile_py.tasks import launch
+from nntile_py.tasks.live import with_live_sizes
+from nntile_py.testing import Case, error
+from nntile_py.tiles import Slot, Tiling
+from nntile_py.tiles.tasklist import Task
+
+product_triton: Any = importlib.import_module("nntile_py.tasks.product_triton")
+epilogue_triton: Any = importlib.import_module("nntile_py.tasks.epilogue_triton")
+SIZES = {"batch": 1, "seq": 70, "embed": 40, "ffn": 72}  # all of them ragged
+EVERY = [way for way in {*product_triton.FEW, *product_triton.SOME, *product_triton.MANY} if way.warps]
+WEIGHTS = {"by row": "embed ffn", "by column": "ffn embed"}
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+
+@triton.jit
+def tail_of(TAIL, E, X, N: tl.constexpr):  # type: ignore[no-untyped-def]
+    at = tl.arange(0, N)
+    _, tail, e = epilogue_triton.normal_tail(tl.load(X + at))
+    tl.store(TAIL + at, tail)
+    tl.store(E + at, e)
+
+
+del os.environ["TRITON_INTERPRET"]
+
+
+def task_of(case: Case) -> Task:
+    (task,) = lower(case.graph, Tiling({})).tasks.tasks
+    return task
+
+
+@pytest.mark.parametrize("weight", WEIGHTS)
+@pytest.mark.parametrize("kind", ["forward", "kept", "no bias", "gradient", "summed"])
+def test_against_float64(monkeypatch: pytest.MonkeyPatch, kind: str, weight: str) -> None:
+    """Each way to cut it."""
+    monkeypatch.setattr(product_triton, "FEW", EVERY)
+    forward = {"bias": None if kind == "no bias" else "ffn", "pre": kind == "kept"}
+    case = Case(SIZES, "bf16")
+    gradient = {"aux": True, "bias_grad": (2, "ffn") if kind == "summed" else None}
+    linear(b=WEIGHTS[weight], activation="gelu", **(gradient if kind in ("gradient", "summed") else forward))(case)
+    values = case.draw(np.random.default_rng(0))
+    assert len(launch.load()["contract"]([task_of(case)]).ways) == len(EVERY)
+    for way in range(len(EVERY)):
+        ran = test_triton.interpret(case, {}, "chain", values, way)
+        for tensor, want in case.expected(values).items():
+            assert error(ran.read(tensor), want) < 5e-3, (tensor, EVERY[way])
+
+
+@pytest.mark.parametrize("aux", [False, True])
+@pytest.mark.parametrize("kind", ["relu", "tanh", "silu"])
+def test_other_activations(kind: str, aux: bool) -> None:
+    case = Case(SIZES, "bf16")
+    linear(activation=kind, aux=aux, scale=0.5)(case)
+    values = case.draw(np.random.default_rng(1))
+    ran = test_triton.interpret(case, {}, "chain", values)
+    for tensor, want in case.expected(values).items():
+        assert error(ran.read(tensor), want) < 5e-3, tensor
+
+
+@pytest.mark.parametrize("way", range(len(EVERY)))
+def test_rows_that_a_step_fills(monkeypatch: pytest.MonkeyPatch, way: int) -> None:
+    """NaN behind them is not read, and what lies there in the result stays."""
+    monkeypatch.setattr(product_triton, "FEW", [EVERY[way]])
+    case, filled, slot = Case(SIZES, "bf16"), 37, Slot("filled")
+    linear(bias="ffn", activation="gelu", pre=True)(case)
+    task, rng = task_of(case), np.random.default_rng(2)
+    out, a, b, bias, act = (torch.tensor(rng.standard_normal(x.tile.shape)).bfloat16() for x in task.accesses)
+    for tensor in (out, a, act):
+        tensor[:, filled:] = np.nan
+    out.fill_(7)
+    lives = [(k, 1, slot) for k in (0, 1, 4)]
+    made = launch.load()["contract"]([with_live_sizes(task, lives)])
+    assert "70 72 40" in made.key
+    launch.interpret([task], [out, a, b, bias, act], {"filled": filled}, lives=lives)
+    y = a[0, :filled].double() @ b.double() + bias.double()
+    want = torch.nn.functional.gelu(y)
+    assert error(out[0, :filled].double().numpy(), y.numpy()) < 5e-3
+    assert error(act[0, :filled].double().numpy(), want.numpy()) < 5e-3
+    assert (out[0, filled:] == 7).all() and act[0, filled:].isnan().all()
+
+
+@pytest.mark.parametrize("way", range(len(EVERY)))
+def test_sums_of_rows_that_a_step_fills(monkeypatch: pytest.MonkeyPatch, way: int) -> None:
+    monkeypatch.setattr(product_triton, "SOME", [EVERY[way]])
+    case, filled = Case({**SIZES, "seq": 150}, "bf16"), 70  # some ways have no block of the last rows
+    linear(activation="gelu", aux=True, bias_grad=(2, "ffn"))(case)
+    task, rng = task_of(case), np.random.default_rng(3)
+    dx, dy, w, x, sums = (torch.tensor(rng.standard_normal(a.tile.shape)).bfloat16() for a in task.accesses)
+    for tensor in (dy, x):
+        tensor[:, filled:] = np.nan
+    dx.fill_(7)
+    sums = sums.to(test_triton.TORCH[task.accesses[4].tile.dtype])
+    lives = [(k, 1, Slot("filled")) for k in (0, 1, 3)]
+    launch.interpret([task], [dx, dy, w, x, sums], {"filled": filled}, lives=lives)
+    at = x[0, :filled].double().requires_grad_()
+    torch.nn.functional.gelu(at).sum().backward()
+    want = dy[0, :filled].double() @ w.double() * at.grad
+    assert error(dx[0, :filled].double().numpy(), want.numpy()) < 5e-3 and (dx[0, filled:] == 7).all()
+    assert error(sums.double().numpy(), want.sum(0).numpy()) < 5e-3
+
+
+def test_the_fit_of_erf() -> None:
+    """Relative to the value: far below the 4e-3 that bf16 keeps, also where the tail is small."""
+    x = torch.linspace(-6, 6, 4096)
+    tail, e = torch.empty_like(x), torch.empty_like(x)
+    tail_of[(1,)](tail, e, x, N=4096)
+    want = 0.5 * torch.special.erfc(x.abs().double() * 0.5**0.5)
+    assert ((tail - want).abs() / want).max() < 3e-5
+    assert ((e - (-0.5 * x.double() ** 2).exp()).abs()).max() < 1e-6
+
+
+REFUSED = {
+    "fp32": (SIZES, {"activation": "gelu"}, "fp32"),
+    "cuBLASLt's own": (SIZES, {"activation": "gelu_new"}, "bf16"),
+    "no activation": (SIZES, {"bias": "ffn"}, "bf16"),
+    "odd columns": ({**SIZES, "ffn": 71}, {"activation": "gelu"}, "bf16"),
+    "residual": (SIZES, {"activation": "gelu", "residual": True}, "bf16"),
+    "bias of rows": (SIZES, {"activation": "gelu", "bias": "seq"}, "bf16"),
+    "columns first": (SIZES, {"activation": "gelu", "out": "ffn batch seq"}, "bf16"),
+    "rows not first": (SIZES, {"activation": "gelu", "a": "embed batch seq"}, "bf16"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cublaslt_computes(name: str) -> None:
+    sizes, options, dtype = REFUSED[name]
+    case = Case(sizes, dtype)
+    linear(**options)(case)
+    assert launch.load()["contract"]([task_of(case)]).ways == [()]
+
+
+def test_parts_of_a_sum_are_cublaslts() -> None:
+    """Products that are added to cannot be measured, and the activation waits for the last."""
+    case = Case(SIZES, "bf16")
+    linear(activation="gelu")(case)
+    for task in lower(case.graph, Tiling({"embed": 16})).tasks.tasks:
+        assert not launch.load()["contract"]([task]).launches
+
+
+COMPILE = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from operators_contract import linear
+from nntile_py.graph.lowering import lower
+from nntile_py.tasks import launch
+from nntile_py.testing import Case
+from nntile_py.tiles import Tiling
+
+summed = linear(activation="gelu", aux=True, bias_grad=(2, "ffn"))
+for seq, row in (64, linear(b="ffn embed", bias="ffn", activation="gelu")), (4096, summed):
+    case = Case({"batch": 1, "seq": seq, "embed": 768, "ffn": 3072}, "bf16")
+    row(case)
+    (task,) = lower(case.graph, Tiling({})).tasks.tasks
+    made = launch.load()["contract"]([task])
+    compiled = [[(one, launch.compile_launch(one)) for one in way] for way in made.ways]
+    ways, scratch = launch.encode_ways(made, compiled)
+    for (one, binary), encoded in zip(sum(compiled, []), sum(ways, [])):
+        assert binary.shared <= launch.shared_memory(90), (one.constexprs, binary.shared)
+        (kind, at), last = encoded[-1][-2:]
+        assert last == (3, 0) and (kind == 1 and at % 128 == 0) if binary.scratch else (kind, at) == (3, 0)
+        programs = one.grid[0] * one.grid[1] * one.grid[2]
+        assert not binary.scratch or scratch >= at + programs * binary.scratch
+        assert one.only in (0, 90) and encoded[3] == (12 if one.only else one.warps)
+    print(seq, len(ways), [len(way) for way in ways], any(binary.scratch for (_, binary), *_ in compiled))
+"""
+
+
+def test_compiles_for_sm_90(python: Python, tmp_path: Path) -> None:
+    done = python(COMPILE, Path(__file__).parent, TRITON_CACHE_DIR=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    few, many = done.stdout.splitlines()
+    assert few == f"64 {(n := len(product_triton.FEW))} {[1] * n} False"
+    assert many == f"4096 {(n := len(product_triton.MANY))} {[2] * n} True"
