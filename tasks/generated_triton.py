@@ -36,22 +36,19 @@ from .launch import (
 from .layer_norm_triton import WIDEST
 from .scalar.tl import Cut, Text, Writer
 
-COLUMNS = 16  # of a program that adds up parts
-
 
 @triton.jit
-def sum_parts(OUT, PART, groups, per, n, ACC: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr):
+def sum_parts(OUT, PART, per, n, ACC: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr):
     """Adds the programs' parts of each group in their order."""
     group, col, k = tl.program_id(1).to(tl.int64), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, PARTS)
-    there = (col < n) & (group < groups)
     total = tl.zeros([PARTS, BLOCK], OUT.dtype.element_ty)
     for first in range(0, per, PARTS):
-        inside = (first + k < per)[:, None] & there[None, :]
+        inside = (first + k < per)[:, None] & (col < n)[None, :]
         total += tl.load(PART + (group * per + first + k)[:, None] * n + col[None, :], inside, 0.0)
     out, at = tl.sum(total, 0), OUT + group * n + col
     if ACC:
-        out += tl.load(at, there)
-    tl.store(at, out, there)
+        out += tl.load(at, col < n)
+    tl.store(at, out, col < n)
 
 
 @functools.cache
@@ -94,16 +91,21 @@ def describe(task: Task, cut: Cut | None = None) -> Launches:
 
 
 def _of_parts(task: Task, text: Text, parts: Sequence[Parameter]) -> list[Launch]:
-    """Adds up the parts of all sums, in one launch."""
-    if not parts:
-        return []
-    count, programs = len(parts), text.groups * text.per
-    lines = ["def made(" + ", ".join([*(f"T{k}" for k in range(count)), *(f"PART{k}" for k in range(count))]) + "):"]
-    for k, one in enumerate(text.sums):
-        per, acc = programs // one.groups, task.accesses[one.output].accumulate
-        some = min(power_of_two(per), 256)
-        lines.append(f"    if tl.program_id(2) == {k}:")
-        lines.append(f"        sum_parts(T{k}, PART{k}, {one.groups}, {per}, {text.n}, {acc}, {some}, {COLUMNS})")
-    grid = (ceil_div(text.n, COLUMNS), max(one.groups for one in text.sums), count)
-    outs = [tile(task, one.output) for one in text.sums]
-    return [launch(kernel_of("\n".join([*lines, ""])), grid, *outs, *parts, warps=8)]
+    """Adds up the parts of sums, those of as many groups in one launch."""
+    made = []
+    for groups in dict.fromkeys(one.groups for one in text.sums):
+        some = [k for k, one in enumerate(text.sums) if one.groups == groups]
+        per = text.groups * text.per // groups
+        at_once = min(power_of_two(per), 512)
+        columns = max(16, min(8192 // at_once, power_of_two(text.n), 1024))
+        lines = ["def made(" + ", ".join([*(f"T{k}" for k in some), *(f"PART{k}" for k in some)]) + "):"]
+        for number, k in enumerate(some):
+            sizes = f"{per}, {text.n}, {task.accesses[text.sums[k].output].accumulate}, {at_once}, {columns}"
+            lines.append(f"    if tl.program_id(2) == {number}:")
+            lines.append(f"        sum_parts(T{k}, PART{k}, {sizes})")
+        outs = [tile(task, text.sums[k].output) for k in some]
+        grid = ceil_div(text.n, columns), groups, len(some)
+        warps = max(1, at_once * columns // 1024)
+        kernel = kernel_of("\n".join([*lines, ""]))
+        made.append(launch(kernel, grid, *outs, *(parts[k] for k in some), warps=warps))
+    return made

@@ -113,10 +113,11 @@ class Writer:
             per = min(per, max(1, cut.programs // groups))
         self._body()
         numbers = [*(f"I{k}" for k in range(len(self.axes))), *(f"K{k}" for k in range(len(self.keys)))]
-        parts = [f"PART{k}" for k in range(len(self.sums))]
-        arguments = ", ".join([*(f"T{k}" for k in range(len(self.tiles))), "rows", *numbers, "seed", *parts])
+        direct = per == 1 < groups  # the sums of a group are one program's
+        parts = [k for k, out in enumerate(self.sums) if not (direct and len(out.at) > 1)]
+        arguments = [*(f"T{k}" for k in range(len(self.tiles))), "rows", *numbers, "seed", *(f"PART{k}" for k in parts)]
         head = [
-            "def made(" + arguments + ", ROWS: tl.constexpr, BLOCK: tl.constexpr):",
+            f"def made({', '.join(arguments)}, ROWS: tl.constexpr, BLOCK: tl.constexpr):",
             f"    group, part = tl.program_id(0).to(tl.int64) // {per}, tl.program_id(0).to(tl.int64) % {per}",
             "    col = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK))[None, :]",
             f"    there = col < {n}",
@@ -128,22 +129,37 @@ class Writer:
         inner = "        " if self.sums else "    "
         last = "row" if self.exact[1] else "tl.minimum(row, tl.maximum(rows - 1, 0))"  # beyond it: that one again
         body = ["row = start + tl.arange(0, ROWS)", "live = row[:, None] < rows", f"r = {last}[:, None]", *self.lines]
-        tail = [
-            f"    tl.store({part} + tl.program_id(0).to(tl.int64) * {n} + col, sum{k}"
-            f"{self._mask(rows=False)})"
-            for k, part in enumerate(parts)
-        ]
+        tail = [f"    {line}" for k in range(len(self.sums)) for line in self._summed(k, part=k in parts)]
         source = "\n".join([*head, loop, *(inner + line for line in body), *tail, ""])
-        sums = tuple(Sum(out.number, groups if len(out.at) > 1 else 1) for out in self.sums)
-        return Text(source, filled, cut, groups, per, -(-n // cut.block), n, sums)
+        added = tuple(Sum(self.sums[k].number, groups if len(self.sums[k].at) > 1 else 1) for k in parts)
+        return Text(source, filled, cut, groups, per, -(-n // cut.block), n, added)
+
+    def _summed(self, k: int, *, part: bool) -> list[str]:
+        """Stores a program's sum: its part, or all that there is of its group."""
+        n, mask, number = self._size(self.column), self._mask(rows=False), self.sums[k].number
+        if part:
+            return [f"tl.store(PART{k} + tl.program_id(0).to(tl.int64) * {n} + col, sum{k}{mask})"]
+        at = f"T{number} + group * {n} + col"
+        more = [f"sum{k} += tl.load({at}{mask})"] if self.accumulates[number] else []
+        return [*more, f"tl.store({at}, sum{k}{mask})"]
+
+    @property
+    def whole_rows(self) -> bool:
+        """Whether a program needs whole rows: something is reduced within them, or each has a result."""
+        reduced = any(True for _ in nodes_of(self.form, Reduce))
+        return reduced or any(self.column not in out.at for out in self.form.outputs)
 
     def usual_cut(self) -> Cut:
         """By what was measured on an H200 (experiments/results/2026-11-23-kernels-h200.md)."""
         n, rows = self._size(self.column), int(self._filled())
-        whole = any(self.column not in out.at for out in self.form.outputs) or [*nodes_of(self.form, Reduce)]
-        block = 1 << (n - 1).bit_length() if whole else min(1 << (n - 1).bit_length(), 4096)
-        at_once = max(1, min((4096 if self.sums else 1024) // block, 1 << (rows - 1).bit_length()))
-        return Cut(at_once, block, min(16, max(1, at_once * block // 1024)), 264)
+        block = 1 << (n - 1).bit_length()
+        if not self.whole_rows:
+            block = min(max(n & -n, 256), 1024 if self.sums else 4096, block)  # that divides rows, if it is not small
+        most = 2048 if self.sums else 1024  # elements at a time
+        at_once = max(1, min(most // block, 1 << (rows - 1).bit_length()))
+        each = 16 if self.whole_rows and n == block and not self.sums else 32  # of a thread
+        warps = min(16, max(1, at_once * block // (32 * each)))
+        return Cut(at_once, block, warps, 528 * block // max(n, block), 3 if self.sums else 1)
 
     def _size(self, axis: str) -> int:
         return int(self.sizes[axis])
@@ -197,7 +213,8 @@ class Writer:
         if node not in self.names:
             text = self._text(node)
             self.names[node] = name = f"v{len(self.names)}"
-            (self.before if isinstance(node, Load) and node.at == (self.column,) else self.lines).append(f"{name} = {text}")
+            lines = self.before if isinstance(node, Load) and node.at == (self.column,) else self.lines
+            lines.append(f"{name} = {text}")
         return self.names[node]
 
     def _text(self, node: Expression) -> str:
