@@ -180,7 +180,7 @@ class Writer:
         for out in self.form.outputs:
             value = self.value(out.value)
             if out in self.sums:
-                inside = self._mask()[2:]
+                inside = self._mask(columns=False)[2:]  # columns beyond the last are not stored
                 value = f"tl.where({inside}, {value}, 0.0)" if inside else value
                 self.lines.append(f"sum{self.sums.index(out)} += tl.sum({value}, 0)[None, :]")
             elif out.total:
