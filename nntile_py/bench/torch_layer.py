@@ -44,7 +44,7 @@ def torch_layer(
         torch.set_num_threads(config.workers)
     torch.set_float32_matmul_precision("high" if config.precision in ("bf16", "tf32") else "highest")
     dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
-    module = _module(c, work, stacked, {"device": device, "dtype": dtype}).train()
+    module = torch_module(c, work, stacked, {"device": device, "dtype": dtype}).train()
     mode = "max-autotune-no-cudagraphs" if autotune else None
     forward = torch.compile(module, mode=mode, dynamic=False) if name == "torch_compile" else module
     shape = config.train.batch, config.train.seq, c.embed
@@ -100,7 +100,8 @@ def _captured(forward: Callable[[], Any], gradients: Callable[[Any], None], phas
     return replay
 
 
-def _module(c: Any, work: str, stacked: bool, options: dict[str, Any]) -> Any:
+def torch_module(c: Any, work: str, stacked: bool, options: dict[str, Any]) -> Any:
+    """The encoder layer, or the attention, of a model's sizes; options: of its parameters."""
     import torch
 
     if stacked:
