@@ -161,7 +161,7 @@ def other_cuts(task: Task) -> list[Cut]:
 
 def compiled(job: tuple[list[Task], Cut | None]) -> Made | str:
     """Or why not."""
-    from nntile_py.tasks.generated_triton import describe
+    from nntile_py.tasks.generated_triton import in_cut
 
     tasks, cut = job
     made = Made([], 0, [[(a.tile.key, a.tile.bytes) for a in task.accesses] for task in tasks])
@@ -170,7 +170,7 @@ def compiled(job: tuple[list[Task], Cut | None]) -> Made | str:
         if known is None:
             return f"{task.kernel} is in C++"
         try:
-            launches: Launches = describe(task, cut) if cut else known([task])
+            launches: Launches = in_cut(task, cut) if cut else known([task])
             made.launches += [(number, encode(one, compile_launch(one))) for one in launches.launches]
         except Exception as error:  # of Triton's compiler: a cut that it does not take
             return f"{type(error).__name__}: {str(error)[:80]}"

@@ -89,7 +89,7 @@ def _captured(forward: Callable[[], Any], gradients: Callable[[Any], None], phas
         if phase == "all":
             gradients(y)
     if phase != "backward":
-        return first.replay  # type: ignore[no-any-return]
+        return first.replay
     with torch.cuda.graph(second, pool=first.pool()):
         gradients(y)
     first.replay()
@@ -124,8 +124,9 @@ def _stacked(c: Any, options: dict[str, Any]) -> Any:
             self.out = torch.nn.Linear(c.embed, c.embed, **options)
 
         def forward(self, x: Any) -> Any:
-            qkv = self.project(x).unflatten(-1, (3, c.heads, -1)).transpose(1, 3).unbind(2)  # [batch, heads, seq, ...]
-            y = torch.nn.functional.scaled_dot_product_attention(*qkv, dropout_p=c.attention_dropout)
+            parts = self.project(x).unflatten(-1, (3, c.heads, -1)).transpose(1, 3)
+            q, k, v = parts.unbind(2)  # [batch, heads, seq, head_dim]
+            y = torch.nn.functional.scaled_dot_product_attention(q, k, v, dropout_p=c.attention_dropout)
             return self.out(y.transpose(1, 2).flatten(2))
 
     return Attention()
