@@ -12,6 +12,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from nntile_py.tiles.dtypes import DTYPES
+
 from .expression import (
     FUNCTIONS,
     Access,
@@ -28,6 +30,8 @@ from .expression import (
     TileType,
     nodes_of,
 )
+
+AHEAD = 64 << 10  # bytes of shared memory for rows that are on their way: every GPU has 99 KiB for a program
 
 
 @dataclass(frozen=True)
@@ -159,7 +163,10 @@ class Writer:
         at_once = max(1, min(most // block, 1 << (rows - 1).bit_length()))
         each = 16 if self.whole_rows and n == block and not self.sums else 32  # of a thread
         warps = min(16, max(1, at_once * block // (32 * each)))
-        return Cut(at_once, block, warps, 528 * block // max(n, block), 3 if self.sums else 1)
+        loaded = [tile for tile in self.tiles[self.outputs :] if self.column in tile.at and len(tile.at) > 1]
+        ahead = 2 * at_once * block * sum(DTYPES[tile.dtype].bytes for tile in loaded)
+        stages = 3 if self.sums and ahead <= AHEAD else 1
+        return Cut(at_once, block, warps, 528 * block // max(n, block), stages)
 
     def _size(self, axis: str) -> int:
         return int(self.sizes[axis])
