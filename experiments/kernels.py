@@ -1,24 +1,52 @@
-"""Kernels of our training step on a GPU, and the gaps between them, by torch.profiler: tables on the terminal."""
+"""Kernels on one GPU, as tables on the terminal.
+
+    python experiments/kernels.py step --layers 12 --embed 768 --heads 12 --batch 32
+    python experiments/kernels.py found [--only gpt2] [--search]
+
+step: those of a training step of GPT-2, and the gaps between them, by torch.profiler. found: the generated kernel of
+each group that `fusion: {found: true}` makes in three models, as it is launched there, beside a copy of as many bytes
+and beside the kernels of the rules; with --search in other cuts, the fastest of which are listed.
+"""
+
+from __future__ import annotations
 
 import argparse
+import ctypes
+import itertools
+import math
+import os
+import statistics
 from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from typing import Any
 
-import torch
-from torch.profiler import ProfilerActivity, profile
+from nntile_py.analysis.operators import alone
+from nntile_py.analysis.workloads import Work, logical, preset
+from nntile_py.config.run import RunConfig, load
+from nntile_py.config.spec import step_spec
+from nntile_py.graph.fusion import Fusion
+from nntile_py.system.folders import installed
+from nntile_py.tasks.contract import Contract
+from nntile_py.tasks.generated import KERNELS, Generated
+from nntile_py.tasks.launch import Launches, compile_launch, describer, encode, shape
+from nntile_py.tasks.scalar.tl import Cut, Writer
+from nntile_py.tiles.tasklist import Task
 
-from nntile_py.bench.common import parse_tiles
-from nntile_py.bench.step import ours_on_gpu
+# -- a step
 
 STEPS = 3
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    for name in ("layers", "embed", "heads", "batch"):
-        parser.add_argument(f"--{name}", type=int, required=True)
-    parser.add_argument("--tiles", default="", help="axis=size,...")
-    parser.add_argument("--cuda", type=int, default=1)
-    o = vars(parser.parse_args()) | {
+def step(o: dict[str, Any]) -> None:
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    from nntile_py.bench.common import parse_tiles
+    from nntile_py.bench.step import ours_on_gpu
+
+    o |= {
         "vocab": 50304, "seq": 1024, "dtype": "bf16", "scheduler": "lws", "window": None, "cuda_memory": 0,
         "attention": "vendor", "accumulate": "chain", "fusion": True, "placement": None,
     }  # fmt: skip
@@ -47,6 +75,246 @@ def main() -> None:
             print(f"{us / 1e3 / STEPS:9.3f} ms {count[name] / STEPS:7.1f}  {name[:110]}")
         for (before, after), us in gaps.most_common(10):
             print(f"{us / 1e3 / STEPS:9.3f} ms between {before[:45]} and {after[:45]}")
+
+
+# -- groups that are found
+
+COLD = 500e6  # bytes that are gone through before one is used again: ten times an H200's L2
+LAUNCHED = 24  # sets of tiles in a CUDA graph, at least
+GPU = ["precision=bf16", "runtime.cpus=0", "runtime.cuda=1"]
+
+
+@dataclass
+class Case:
+    """A group, or a cut of it; `rules`: the tasks that make the same without it; `within`: products that do a part."""
+
+    name: str
+    task: Task
+    rules: list[Task]
+    within: list[str]
+
+    @property
+    def bytes(self) -> int:
+        return sum(a.tile.bytes * len(a.mode) for a in self.task.accesses)
+
+
+@dataclass
+class Made:
+    """Launches of tasks, compiled: each with the number of its task; of each task the tiles and their bytes."""
+
+    launches: list[tuple[int, Any]]
+    scratch: int
+    tiles: list[list[tuple[Any, int]]]
+
+
+def models() -> Iterator[tuple[str, RunConfig, Work]]:
+    yield "encoder", preset("encoder", GPU), "encoder"
+    yield "encoder, fused attention", preset("encoder", [*GPU, *FUSED]), "encoder"
+    bert = [*GPU, "train.batch=154", "train.seq=128", "model.layers=2"]
+    yield "bert", load(installed("experiments") / "bert_base.yaml", bert), "train"
+    gpt2 = [*GPU, "train.batch=32", "model.layers=2"]
+    yield "gpt2", load(installed("experiments") / "gpt2_124m.yaml", gpt2), "train"
+
+
+FUSED = ["model.attention=vendor", "model.attention_dropout=0"]
+
+
+def cases() -> Iterator[Case]:
+    """Each group of other sizes or another definition once."""
+    seen = set()
+    for model, config, work in models():
+        cuts = step_spec(config).cuts
+        found, rules = (logical(config, work, Fusion.of(how))[0] for how in ({"found": True}, True))
+        for op in found.ops:
+            if not isinstance(op, Generated):
+                continue
+            sizes = "x".join(map(str, op.form.sizes.values()))
+            if (key := (op.made.source, sizes)) in seen:
+                continue
+            seen.add(key)
+            made = {(t.name, tuple(t.shape)) for member in op.members for t in member.outputs}
+            others = [one for one in rules.ops if any((t.name, tuple(t.shape)) in made for t in one.outputs)]
+            products = [one.name for one in others if isinstance(one, Contract)]
+            tasks = [t for one in others if one.name not in products for t in alone(one, cuts, "chain").tasks.tasks]
+            (task,) = alone(op, cuts, "chain").tasks.tasks
+            yield Case(f"{model} {op.group} {sizes}", task, tasks, products)
+
+
+def other_cuts(task: Task) -> list[Cut]:
+    """What may be fast, of rows, columns, elements of a thread, programs and stages."""
+    made = KERNELS[task.kernel]
+    shapes = [shape(task, number) for number in range(len(task.accesses))]
+    writer = Writer(made.form, made.tiles, shapes, made.outputs, [a.accumulate for a in task.accesses])
+    usual, n, found = writer.usual_cut(), writer.sizes[writer.column], []
+    blocks = [usual.block] if writer.whole_rows else [block for block in (256, 512, 1024, 2048) if n % block == 0]
+    for block, rows, each in itertools.product(blocks, (1, 2, 4, 8), (8, 16, 32, 64)):
+        warps = rows * block // (32 * each)
+        if not 1 <= warps <= 16 or rows * block > 8192:
+            continue
+        if not writer.sums and each < 64:
+            found.append(Cut(rows, block, warps))
+        for programs, stages in itertools.product((2, 3, 4, 6), (2, 3, 4)):
+            if writer.sums and 2048 <= rows * block <= 4096 and each > 8:
+                found.append(Cut(rows, block, warps, max(16, 132 * programs // -(-n // block)), stages))
+    return found
+
+
+def compiled(job: tuple[list[Task], Cut | None]) -> Made | str:
+    """Or why not."""
+    from nntile_py.tasks.generated_triton import in_cut
+
+    tasks, cut = job
+    made = Made([], 0, [[(a.tile.key, a.tile.bytes) for a in task.accesses] for task in tasks])
+    for number, task in enumerate(tasks):
+        known = describer(task.kernel)
+        if known is None:
+            return f"{task.kernel} is in C++"
+        try:
+            launches: Launches = in_cut(task, cut) if cut else known([task])
+            made.launches += [(number, encode(one, compile_launch(one))) for one in launches.launches]
+        except Exception as error:  # of Triton's compiler: a cut that it does not take
+            return f"{type(error).__name__}: {str(error)[:80]}"
+        made.scratch = max(made.scratch, launches.scratch)
+    return made
+
+
+class Clock:
+    """Times launches with tiles that are not in a cache, all in a CUDA graph, on as many sets of tiles as are needed.
+
+    They are launched by the driver, as in csrc/runtime_cuda.cpp."""
+
+    def __init__(self) -> None:
+        import torch
+
+        self.torch, self.driver = torch, ctypes.CDLL("libcuda.so.1")
+        self.pool = torch.randn(int(2.2 * COLD / 2), device="cuda", dtype=torch.bfloat16)
+        self.scratch = torch.zeros(64 << 20, device="cuda", dtype=torch.uint8)
+        self._known: dict[int, float] = {}
+
+    def sets(self, size: int) -> int:
+        return max(2, math.ceil(COLD / size))
+
+    def seconds(self, runs: Sequence[Callable[[], None]]) -> float:
+        """Of one of them."""
+        torch, times = self.torch, math.ceil(LAUNCHED / len(runs))
+        for run in runs:
+            run()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for run in times * list(runs):
+                run()
+        found = []
+        for _ in range(11):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            found.append(start.elapsed_time(end) / 1e3 / times / len(runs))
+        return statistics.median(found[2:])
+
+    def copy(self, size: int) -> float:
+        """Of so many bytes, half of them read: by cudaMemcpy or by a kernel of PyTorch's, whichever is faster."""
+        if size not in self._known:
+            half = size // 4
+            parts = [self.pool[2 * k * half : 2 * (k + 1) * half].view(2, half) for k in range(self.sets(size))]
+            ways = [[lambda x=x: x[0].copy_(x[1]) for x in parts],
+                    [lambda x=x: self.torch.add(x[1], 0, out=x[0]) for x in parts]]  # fmt: skip
+            self._known[size] = min(map(self.seconds, ways))
+        return self._known[size]
+
+    def made(self, made: Made, size: int) -> float:
+        assert made.scratch <= self.scratch.numel(), made.scratch
+        at, runs = self.pool.data_ptr(), []
+        for _ in range(self.sets(size)):
+            places: dict[Any, int] = {}
+            for key, count in itertools.chain(*made.tiles):
+                if key not in places:
+                    places[key], at = at, at + -(-count // 512) * 512
+            assert at < self.pool.data_ptr() + 2 * self.pool.numel()
+            tiles = [[places[key] for key, _ in task] for task in made.tiles]
+            runs.append([self._launch(encoded, tiles[number]) for number, encoded in made.launches])
+        return self.seconds([lambda one=one: [launch() for launch in one] for one in runs])  # type: ignore[misc]
+
+    def _launch(self, encoded: Any, tiles: list[int]) -> Callable[[], None]:
+        cubin, name, shared, warps, grid, parameters = encoded
+        module, function = ctypes.c_void_p(), ctypes.c_void_p()
+        self._need(self.driver.cuModuleLoadData(ctypes.byref(module), cubin))
+        self._need(self.driver.cuModuleGetFunction(ctypes.byref(function), module, name.encode()))
+        if shared > 48 << 10:
+            self._need(self.driver.cuFuncSetAttribute(function, 8, shared))  # MAX_DYNAMIC_SHARED_SIZE_BYTES
+        values = [self._value(kind, value, tiles) for kind, value in parameters]
+        pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
+        sizes = [size for _, size in grid]
+
+        def run(_: Any = values) -> None:
+            stream = ctypes.c_void_p(self.torch.cuda.current_stream().cuda_stream)
+            self._need(
+                self.driver.cuLaunchKernel(function, *sizes, 32 * warps, 1, 1, shared, stream, pointers, None)
+            )
+
+        return run
+
+    def _value(self, kind: int, value: Any, tiles: list[int]) -> Any:
+        """As of `encode`; slots are 1."""
+        kinds = {2: ctypes.c_int32, 3: ctypes.c_int64, 4: ctypes.c_float}
+        if kind in kinds:
+            return kinds[kind](value)
+        if kind in (0, 1):
+            return ctypes.c_uint64(tiles[value] if kind == 0 else self.scratch.data_ptr() + value)
+        return ctypes.c_float(1) if kind == 5 else ctypes.c_int64(1)
+
+    @staticmethod
+    def _need(code: int) -> None:
+        if code:
+            raise RuntimeError(f"CUDA driver error {code}")
+
+
+def found(only: str, search: bool) -> None:
+    some = [case for case in cases() if only in case.name]
+    jobs: list[tuple[list[Task], Cut | None]] = []
+    for case in some:
+        jobs += [([case.task], None), (case.rules, None)]
+        jobs += [([case.task], cut) for cut in other_cuts(case.task)] if search else []
+    with ProcessPoolExecutor(os.cpu_count()) as pool:  # before this process has a GPU
+        results = iter(list(pool.map(compiled, jobs, chunksize=2)))
+    clock = Clock()
+    print(clock.torch.cuda.get_device_name(0))
+    print(f"{'group':74}      MB  copy us  generated  GB/s  share  rules us  share")
+    for case in some:
+        size, copy, ours, rules = case.bytes, clock.copy(case.bytes), next(results), next(results)
+        assert isinstance(ours, Made), ours
+        seconds = clock.made(ours, size)
+        print(f"{case.name:74} {size / 1e6:7.1f} {copy * 1e6:8.1f} {seconds * 1e6:10.1f} {size / seconds / 1e9:5.0f}"
+              f" {copy / seconds:6.2f}", end=" ")  # fmt: skip
+        told = f"{rules}"
+        if isinstance(rules, Made):
+            other = clock.made(rules, size)
+            told = f"{other * 1e6:9.1f} {copy / other:6.2f}  {' + '.join(task.kernel for task in case.rules)}"
+        print(told, *(f"and in {name}" for name in case.within))
+        if search:
+            timed = [(clock.made(made, size), cut) for cut in other_cuts(case.task)
+                     if isinstance(made := next(results), Made)]  # fmt: skip
+            for seconds, cut in sorted(timed, key=lambda of: of[0])[:8]:
+                print(f"    {seconds * 1e6:8.2f} us, share {copy / seconds:.3f}: {cut}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parts = parser.add_subparsers(dest="what", required=True)
+    one = parts.add_parser("step")
+    for name in ("layers", "embed", "heads", "batch"):
+        one.add_argument(f"--{name}", type=int, required=True)
+    one.add_argument("--tiles", default="", help="axis=size,...")
+    one.add_argument("--cuda", type=int, default=1)
+    two = parts.add_parser("found")
+    two.add_argument("--only", default="", help="groups with this in their names, such as gpt2")
+    two.add_argument("--search", action="store_true", help="try other cuts")
+    o = vars(parser.parse_args())
+    if o.pop("what") == "step":
+        return step(o)
+    return found(o["only"], o["search"])
 
 
 if __name__ == "__main__":

@@ -132,14 +132,25 @@ def _sum(
 
 
 @triton.jit
+def _kept(h, start, limit):
+    h = (h ^ (h >> 16)) * 0x7FEB352D + (start >> 32).to(tl.uint32)
+    h = (h ^ (h >> 15)) * 0x846CA68B
+    return (h ^ (h >> 16)) >= limit
+
+
+@triton.jit
 def kept(index, seed, key, limit):
     """Whether dropout keeps the elements of these indices in the whole tensor; key: `mixed_key`."""
     start = (seed.to(tl.uint64) * 0x9E3779B97F4A7C15) ^ key.to(tl.uint64)
     low, high = index.to(tl.uint32), (index >> 32).to(tl.uint32)
-    h = (low * 0x9E3779B1 + start.to(tl.uint32)) ^ (high * 0x85EBCA77)
-    h = (h ^ (h >> 16)) * 0x7FEB352D + (start >> 32).to(tl.uint32)
-    h = (h ^ (h >> 15)) * 0x846CA68B
-    return (h ^ (h >> 16)) >= limit
+    return _kept((low * 0x9E3779B1 + start.to(tl.uint32)) ^ (high * 0x85EBCA77), start, limit)
+
+
+@triton.jit
+def kept_low(index, seed, key, limit):
+    """The same of indices below 2**32, as uint32: a third fewer instructions."""
+    start = (seed.to(tl.uint64) * 0x9E3779B97F4A7C15) ^ key.to(tl.uint64)
+    return _kept(index * 0x9E3779B1 + start.to(tl.uint32), start, limit)
 
 
 @triton.jit

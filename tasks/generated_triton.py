@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import linecache
+from collections.abc import Sequence
 from typing import Any
 
 import triton
@@ -16,15 +17,28 @@ import triton.language as tl
 from nntile_py.tiles.tasklist import Task
 
 from .activation_triton import tanh
-from .elementwise_triton import kept, mixed_key
+from .elementwise_triton import kept, kept_low, mixed_key
 from .generated import GENERATED, KERNELS, GeneratedDropoutArgs
-from .launch import Int, Launches, Parameter, Scratch, ceil_div, launch, launches, shape, slot, tile
-from .layer_norm_triton import PROGRAMS, WIDEST
-from .scalar.tl import Writer
+from .launch import (
+    Int,
+    Launch,
+    Launches,
+    Parameter,
+    Scratch,
+    ceil_div,
+    launch,
+    launches,
+    power_of_two,
+    shape,
+    slot,
+    tile,
+)
+from .layer_norm_triton import WIDEST
+from .scalar.tl import Cut, Text, Writer
 
 
 @triton.jit
-def _sum_parts(OUT, PART, per, n, ACC: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr):
+def sum_parts(OUT, PART, per, n, ACC: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr):
     """Adds the programs' parts of each group in their order."""
     group, col, k = tl.program_id(1).to(tl.int64), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, PARTS)
     total = tl.zeros([PARTS, BLOCK], OUT.dtype.element_ty)
@@ -42,33 +56,60 @@ def kernel_of(source: str) -> Any:
     """The text as a kernel of Triton, or of its interpreter where the other kernels are. It is read from linecache."""
     file = f"<generated {hashlib.sha256(source.encode()).hexdigest()[:16]}>"
     linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
-    names: dict[str, Any] = {"tl": tl, "kept": kept, "tanh": tanh, "__name__": __name__}
+    names: dict[str, Any] = {
+        "tl": tl, "kept": kept, "kept_low": kept_low, "tanh": tanh, "sum_parts": sum_parts, "__name__": __name__,
+    }  # fmt: skip
     exec(compile(source, file, "exec"), names)
     return type(kept)(names["made"])
 
 
 @launches(GENERATED)
 def describe(task: Task) -> Launches:
+    return in_cut(task, None)
+
+
+def in_cut(task: Task, cut: Cut | None) -> Launches:
+    """cut: how points are dealt out, instead of as usual."""
     made = KERNELS[task.kernel]
     shapes = [shape(task, k) for k in range(len(task.accesses))]
     adds = [access.accumulate for access in task.accesses]
-    text = Writer(made.form, made.tiles, shapes, made.outputs, adds, PROGRAMS).text()
-    if text.block > WIDEST:
-        raise ValueError(f"{task.op}: rows of {text.block} are not allowed on CUDA; cut them into at most {WIDEST}")
-    dropout = task.args if isinstance(task.args, GeneratedDropoutArgs) else None
     axes = len(made.form.axes)
-    numbers = [mixed_key(k) if at >= 2 * axes else k for at, k in enumerate(task.ints)] or [0] * (2 * axes)
-    programs, n, scratch, more = text.groups * text.per, text.n, Scratch(), []
+    firsts, wholes = task.ints[:axes] or [0] * axes, task.ints[axes : 2 * axes]
+    text = Writer(made.form, made.tiles, shapes, made.outputs, adds, wholes, cut).text()
+    if text.cut.block > WIDEST:
+        raise ValueError(f"{task.op}: rows of {text.cut.block} are not allowed on CUDA; cut them into at most {WIDEST}")
+    dropout = task.args if isinstance(task.args, GeneratedDropoutArgs) else None
+    numbers = [*firsts, *map(mixed_key, task.ints[2 * axes :])]
+    programs, n, scratch = text.groups * text.per, text.n, Scratch()
     wide = task.accesses[text.sums[0].output].tile.dtype if text.sums else "fp32"
     parts = [scratch.take(programs * n, wide) for _ in text.sums]
-    for part, one in zip(parts, text.sums, strict=True):
-        args: list[Parameter] = [tile(task, one.output), part, programs // one.groups, n]
-        grid = (ceil_div(n, 16), one.groups)
-        more.append(launch(_sum_parts, grid, *args, ACC=adds[one.output], PARTS=64, BLOCK=16))
     seed: Parameter = slot(task, dropout.seed, "int64") if dropout else Int(0, 64)
     args = [*(tile(task, k) for k in range(len(shapes))), text.filled, *(Int(k, 64) for k in numbers), seed, *parts]
-    warps = min(16, max(1, text.rows * text.block // (32 * (made.width or 32))))
-    blocks = programs if text.sums or text.groups > 1 else ceil_div(text.filled, text.rows)
-    grid = (blocks, text.columns)
-    first = launch(kernel_of(text.source), grid, *args, warps=warps, ROWS=text.rows, BLOCK=text.block)
-    return Launches((first, *more), scratch.bytes)
+    warps = text.cut.warps
+    if made.width:
+        warps = min(16, max(1, text.cut.rows * text.cut.block // (32 * made.width)))
+    blocks = programs if text.sums or text.groups > 1 else ceil_div(text.filled, text.cut.rows)
+    sizes = {"ROWS": text.cut.rows, "BLOCK": text.cut.block}
+    first = launch(kernel_of(text.source), (blocks, text.columns), *args, warps=warps, **sizes)
+    return Launches((first, *_of_parts(task, text, parts)), scratch.bytes)
+
+
+def _of_parts(task: Task, text: Text, parts: Sequence[Parameter]) -> list[Launch]:
+    """Adds up the parts of sums, those of as many groups in one launch."""
+    made = []
+    for groups in dict.fromkeys(one.groups for one in text.sums):
+        some = [k for k, one in enumerate(text.sums) if one.groups == groups]
+        per = text.groups * text.per // groups
+        at_once = min(power_of_two(per), 512)
+        columns = max(16, min(8192 // at_once, power_of_two(text.n), 1024))
+        lines = ["def made(" + ", ".join([*(f"T{k}" for k in some), *(f"PART{k}" for k in some)]) + "):"]
+        for number, k in enumerate(some):
+            sizes = f"{per}, {text.n}, {task.accesses[text.sums[k].output].accumulate}, {at_once}, {columns}"
+            lines.append(f"    if tl.program_id(2) == {number}:")
+            lines.append(f"        sum_parts(T{k}, PART{k}, {sizes})")
+        outs = [tile(task, text.sums[k].output) for k in some]
+        grid = ceil_div(text.n, columns), groups, len(some)
+        warps = max(1, at_once * columns // 1024)
+        kernel = kernel_of("\n".join([*lines, ""]))
+        made.append(launch(kernel, grid, *outs, *(parts[k] for k in some), warps=warps))
+    return made

@@ -187,66 +187,40 @@ def _write_grad(
 
 
 @triton.jit
-def _store_parts(part, dgamma, dbeta, dbias, col, n, HAS_BIAS: tl.constexpr):
-    tl.store(part + col, tl.sum(dgamma, 0), col < n)
-    tl.store(part + n + col, tl.sum(dbeta, 0), col < n)
-    if HAS_BIAS:
-        tl.store(part + 2 * n + col, tl.sum(dbias, 0), col < n)
-
-
-@triton.jit
 def _grad(
     DX, PART, DY, X, STAT, GAMMA, EXTRA, SUMS, DROPPED,
     rows, n, whole, DRAWS, mask_first, seed, key, limit, scale,
     HAS_EXTRA: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SUMS: tl.constexpr,
     DROPOUT: tl.constexpr, SIZES: tl.constexpr, STRIDES: tl.constexpr, DRAWN: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr, STAGES: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     col = tl.arange(0, BLOCK)
     gamma = tl.load(GAMMA + col, col < n, 0.0).to(tl.float32)
-    zeros = tl.zeros([ROWS, BLOCK], tl.float32)
+    zeros = tl.zeros([BLOCK], tl.float32)
     dgamma, dbeta, dbias = zeros, zeros, zeros
-    if REST:
-        col_2 = BLOCK + tl.arange(0, REST)
-        gamma_2 = tl.load(GAMMA + col_2, col_2 < n, 0.0).to(tl.float32)
-        zeros_2 = tl.zeros([ROWS, REST], tl.float32)
-        dgamma_2, dbeta_2, dbias_2 = zeros_2, zeros_2, zeros_2
     # Staged: rows are on their way into shared memory while those before them are worked on.
     for first in tl.range(tl.program_id(0).to(tl.int64) * ROWS, rows, tl.num_programs(0) * ROWS, num_stages=STAGES):
         row = first + tl.arange(0, ROWS)
         kept = row < rows
         mean, rstd = tl.load(STAT + row * 2, kept, 0.0), tl.load(STAT + row * 2 + 1, kept, 0.0)
         dy, xhat, w = _read_grad(DY, X, gamma, row, kept, col, n, mean, rstd)
-        if REST:
-            dy_2, xhat_2, w_2 = _read_grad(DY, X, gamma_2, row, kept, col_2, n, mean, rstd)
         if HAS_SUMS:
             m1, m2 = tl.load(SUMS + row * 2, kept, 0.0) / whole, tl.load(SUMS + row * 2 + 1, kept, 0.0) / whole
         else:
-            m1, m2 = tl.sum(w, 1), tl.sum(w * xhat, 1)
-            if REST:
-                m1, m2 = m1 + tl.sum(w_2, 1), m2 + tl.sum(w_2 * xhat_2, 1)
-            m1, m2 = m1 / whole, m2 / whole
+            m1, m2 = tl.sum(w, 1) / whole, tl.sum(w * xhat, 1) / whole
         dx = _write_grad(
             DX, EXTRA, DROPPED, w, xhat, m1, m2, rstd, row, kept, col, n, DRAWS, mask_first, seed, key, limit, scale,
             HAS_EXTRA, DROPOUT, SIZES, STRIDES, DRAWN,
         )  # fmt: skip
-        dgamma += dy * xhat  # rows beyond the last have dy = 0
-        dbeta += dy
+        dgamma += tl.sum(dy * xhat, 0)  # rows beyond the last have dy = 0
+        dbeta += tl.sum(dy, 0)
         if HAS_BIAS:
-            dbias += dx
-        if REST:
-            dx_2 = _write_grad(
-                DX, EXTRA, DROPPED, w_2, xhat_2, m1, m2, rstd, row, kept, col_2, n, DRAWS, mask_first, seed, key, limit,
-                scale, HAS_EXTRA, DROPOUT, SIZES, STRIDES, DRAWN,
-            )  # fmt: skip
-            dgamma_2 += dy_2 * xhat_2
-            dbeta_2 += dy_2
-            if HAS_BIAS:
-                dbias_2 += dx_2
-    part = PART + tl.program_id(0).to(tl.int64) * (3 if HAS_BIAS else 2) * n
-    _store_parts(part, dgamma, dbeta, dbias, col, n, HAS_BIAS)
-    if REST:
-        _store_parts(part, dgamma_2, dbeta_2, dbias_2, col_2, n, HAS_BIAS)
+            dbias += tl.sum(dx, 0)
+    part = PART + tl.program_id(0).to(tl.int64) * (3 if HAS_BIAS else 2) * n + col
+    tl.store(part, dgamma, col < n)
+    tl.store(part + n, dbeta, col < n)
+    if HAS_BIAS:
+        tl.store(part + 2 * n, dbias, col < n)
 
 
 @triton.jit
@@ -310,6 +284,8 @@ def _dropout(task: Task, dropout: DropoutArgs | None, number: int) -> tuple[list
 @launches("layer_norm")
 def _describe(task: Task) -> Launches:
     rows, n, blocks = row_blocks(task, 2, 1024)
+    if n == blocks["BLOCK"]:
+        blocks["warps"] = min(16, 2 * blocks["warps"])  # 16 elements a thread; 32 where some are beyond the row's end
     _in_two(n, blocks)
     has = len(task.accesses) > 5  # residual and total; dropout is of what has them
     args: list[Parameter] = [tile(task, k) for k in ((0, 1, 2, 3, 4, 5, 6) if has else (0, 1, 2, 3, 4, 0, 0))]
@@ -353,7 +329,6 @@ def _describe_grad_sums(task: Task) -> Launches:
 @launches("layer_norm_grad")
 def _describe_grad(task: Task) -> Launches:
     rows, n, blocks = row_blocks(task, 0, 4096)
-    _in_two(n, blocks)
     a = LayerNormGradArgs.of(task)
     dx, dgamma, dbeta, dy, x, stat, gamma = (tile(task, k) for k in range(7))
     extra, dbias, sums, dropout = (tile(task, k) for k in (a.add, a.dbias, a.sums, a.dropped))

@@ -12,16 +12,30 @@ from nntile_py.errors import ConfigError
 WORKS = ("encoder", "mha")
 
 
-def torch_layer(config: RunConfig, work: str, phase: Phase, name: str) -> Callable[[int], None]:
-    """What runs torch.nn.TransformerEncoderLayer or MultiheadAttention so many times; name: torch_eager, torch_compile.
+def torch_layer(
+    config: RunConfig, work: str, phase: Phase, name: str,
+    *, captured: bool = False, autotune: bool = False, stacked: bool = False,
+) -> Callable[[int], None]:  # fmt: skip
+    """What runs an encoder layer or multi-head attention so many times; name: torch_eager, torch_compile.
 
     As while training, with dropout, in the config's precision; the backward pass makes the gradients of weights and x.
-    Attention is scaled_dot_product_attention, which stores no scores. ConfigError: a model of other sizes' names."""
+    Attention is scaled_dot_product_attention, which stores no scores. The layers are those of torch.nn.
+
+    Args:
+        captured: What is timed is one CUDA graph, launched.
+        autotune: torch.compile's mode max-autotune.
+        stacked: Layers written with one product for Q, K and V instead.
+
+    Raises:
+        ConfigError: A model of other sizes' names; captured, and no GPU.
+    """
     import torch
 
     c: Any = config.model
     if missing := {"embed", "heads", "ffn", "dropout"} - type(c).model_fields.keys():
         raise ConfigError(f"model.type: got {c.type}, without {min(missing)}; allowed for {work} in PyTorch: encoder")
+    if captured and not config.runtime.cuda:
+        raise ConfigError("measure.captured: got true; allowed for PyTorch on CPU workers: null")
     torch._dynamo.reset()  # of what the process compiled before
     functorch: Any = torch._functorch
     functorch.config.donated_buffer = False  # the backward pass is run again and again
@@ -30,13 +44,9 @@ def torch_layer(config: RunConfig, work: str, phase: Phase, name: str) -> Callab
         torch.set_num_threads(config.workers)
     torch.set_float32_matmul_precision("high" if config.precision in ("bf16", "tf32") else "highest")
     dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
-    options: dict[str, Any] = {"batch_first": True, "device": device, "dtype": dtype}
-    module: Any
-    if work == "encoder":
-        module = torch.nn.TransformerEncoderLayer(c.embed, c.heads, c.ffn, c.dropout, **options)
-    else:
-        module = _self_attention(torch.nn.MultiheadAttention(c.embed, c.heads, c.attention_dropout, **options))
-    forward = torch.compile(module.train()) if name == "torch_compile" else module.train()
+    module = torch_module(c, work, stacked, {"device": device, "dtype": dtype}).train()
+    mode = "max-autotune-no-cudagraphs" if autotune else None
+    forward = torch.compile(module, mode=mode, dynamic=False) if name == "torch_compile" else module
     shape = config.train.batch, config.train.seq, c.embed
     x = torch.randn(shape, device=device, dtype=dtype, requires_grad=True)
     dy, wanted = torch.randn_like(x), [x, *module.parameters()]
@@ -44,17 +54,103 @@ def torch_layer(config: RunConfig, work: str, phase: Phase, name: str) -> Callab
     def gradients(y: Any) -> None:
         torch.autograd.grad(y, wanted, dy, retain_graph=phase == "backward")
 
-    kept = forward(x) if phase == "backward" else None
+    if captured:
+        once = _captured(lambda: forward(x), gradients, phase)
+    else:
+        kept = forward(x) if phase == "backward" else None
 
-    def run(count: int) -> None:
-        for _ in range(count):
+        def once() -> None:
             y = forward(x) if phase != "backward" else kept
             if phase != "forward":
                 gradients(y)
+
+    def run(count: int) -> None:
+        for _ in range(count):
+            once()
         if device.type == "cuda":
             torch.cuda.synchronize()
 
     return run
+
+
+def _captured(forward: Callable[[], Any], gradients: Callable[[Any], None], phase: Phase) -> Callable[[], None]:
+    """What launches the phase's CUDA graph. The backward pass is that of a forward pass in a graph of its own."""
+    import torch
+
+    beside = torch.cuda.Stream()
+    beside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(beside):  # what is compiled or chosen at first use
+        for _ in range(3):
+            gradients(forward())
+    torch.cuda.current_stream().wait_stream(beside)
+    first, second = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(first):
+        y = forward()
+        if phase == "all":
+            gradients(y)
+    if phase != "backward":
+        return first.replay
+    with torch.cuda.graph(second, pool=first.pool()):
+        gradients(y)
+    first.replay()
+
+    def replay(of: Any = (first, second)) -> None:  # both stay: the second reads what the first made
+        of[1].replay()
+
+    return replay
+
+
+def torch_module(c: Any, work: str, stacked: bool, options: dict[str, Any]) -> Any:
+    """The encoder layer, or the attention, of a model's sizes; options: of its parameters."""
+    import torch
+
+    if stacked:
+        attention = _stacked(c, options)
+        return attention if work == "mha" else _layer(c, attention, options)
+    if work == "encoder":
+        return torch.nn.TransformerEncoderLayer(c.embed, c.heads, c.ffn, c.dropout, batch_first=True, **options)
+    attention = torch.nn.MultiheadAttention(c.embed, c.heads, c.attention_dropout, batch_first=True, **options)
+    return _self_attention(attention)
+
+
+def _stacked(c: Any, options: dict[str, Any]) -> Any:
+    """Multi-head attention of one input, with one product for Q, K and V."""
+    import torch
+
+    class Attention(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.project = torch.nn.Linear(c.embed, 3 * c.embed, **options)
+            self.out = torch.nn.Linear(c.embed, c.embed, **options)
+
+        def forward(self, x: Any) -> Any:
+            parts = self.project(x).unflatten(-1, (3, c.heads, -1)).transpose(1, 3)
+            q, k, v = parts.unbind(2)  # [batch, heads, seq, head_dim]
+            y = torch.nn.functional.scaled_dot_product_attention(q, k, v, dropout_p=c.attention_dropout)
+            return self.out(y.transpose(1, 2).flatten(2))
+
+    return Attention()
+
+
+def _layer(c: Any, attention: Any, options: dict[str, Any]) -> Any:
+    """The encoder layer around it, with ReLU and the norms behind the sums."""
+    import torch
+
+    class Layer(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = attention
+            self.up = torch.nn.Linear(c.embed, c.ffn, **options)
+            self.down = torch.nn.Linear(c.ffn, c.embed, **options)
+            self.norms = torch.nn.ModuleList(torch.nn.LayerNorm(c.embed, **options) for _ in range(2))
+            self.dropout = torch.nn.Dropout(c.dropout)
+
+        def forward(self, x: Any) -> Any:
+            x = self.norms[0](x + self.dropout(self.attention(x)))
+            inner = self.dropout(torch.relu(self.up(x)))
+            return self.norms[1](x + self.dropout(self.down(inner)))
+
+    return Layer()
 
 
 def _self_attention(attention: Any) -> Any:

@@ -71,7 +71,8 @@ def measure(config: RunConfig, how: Measure, running: ExitStack) -> dict[str, An
         if config.runtime.cuda:
             memory.forget_gpu_peak()
         if how.work in WORKS:
-            return _timed(config, how, torch_layer(config, how.work, how.phase, how.contestant))
+            options = {"captured": bool(how.captured), "autotune": how.autotune, "stacked": how.stacked}
+            return _timed(config, how, torch_layer(config, how.work, how.phase, how.contestant, **options))
         return _timed(config, how, torch_side(config, inputs_of(config, how.work, how.alpha), how.contestant, how.work))
     machines = how.gpus_per_node, how.network, how.gpus_per_nic
     if on := nodes.machines(config, how.nodes, *machines, name="measure.{}".format):

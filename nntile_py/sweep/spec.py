@@ -61,7 +61,13 @@ class Measure(Section):
     alpha: Part = 1.0
     """Of training steps and forward passes: the mean length of the sequences, as a part of train.seq."""
     captured: Switch | None = None
-    """Of forward passes on one GPU: whether they run as a CUDA graph; null: where that is faster."""
+    """Of forward passes on one GPU: whether they run as a CUDA graph; null: where that is faster. Of torch_compile's
+    `encoder` and `mha` on a GPU: true for a CUDA graph of each phase; null: launched."""
+    autotune: Switch = False
+    """Of torch_compile's `encoder` and `mha`: its mode max-autotune, without the graphs that `captured` makes."""
+    stacked: Switch = False
+    """Of PyTorch's `encoder` and `mha`: Q, K and V as one product before scaled_dot_product_attention, instead of
+    torch.nn's own layers."""
     warmup: Natural = 1
     """Runs before the first that is timed."""
     steps: Count = 1
@@ -87,9 +93,15 @@ class Measure(Section):
                 f"measure.contestant: got {self.contestant}; allowed: nntile, where measure.how is not run or"
                 f" measure.work is none of {', '.join(whole)}"
             )
-        if self.captured is not None and (self.contestant, self.how, self.work in FORWARD) != ("nntile", "run", True):
+        layer = self.work in ("encoder", "mha") and self.contestant != "nntile"
+        compiled = layer and self.contestant == "torch_compile"
+        forward = (self.contestant, self.how, self.work in FORWARD) == ("nntile", "run", True)
+        if self.captured is not None and not forward and not compiled:
             need = f"null where no forward pass of this project is run (measure.work: {', '.join(FORWARD)})"
             raise ConfigError(f"measure.captured: got {str(self.captured).lower()}; allowed: {need}")
+        for name, may, by in (("autotune", compiled, "torch_compile"), ("stacked", layer, "PyTorch")):
+            if getattr(self, name) and not may:
+                raise ConfigError(f"measure.{name}: got true; allowed: false where {by} runs no encoder or mha")
         if self.nodes is not None and (self.how != "plan" or self.work != "train"):
             need = "null where measure.how is not plan or measure.work not train"
             raise ConfigError(f"measure.nodes: got {self.nodes}; allowed: {need}")

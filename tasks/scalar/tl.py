@@ -12,6 +12,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from nntile_py.tiles.dtypes import DTYPES
+
 from .expression import (
     FUNCTIONS,
     Access,
@@ -29,6 +31,8 @@ from .expression import (
     nodes_of,
 )
 
+AHEAD = 64 << 10  # bytes of shared memory for rows that are on their way: every GPU has 99 KiB for a program
+
 
 @dataclass(frozen=True)
 class Sum:
@@ -39,6 +43,18 @@ class Sum:
 
 
 @dataclass(frozen=True)
+class Cut:
+    """How the points are dealt out: the rows and columns that a program has at a time, its warps; of kernels with sums
+    over rows how many programs there are at most, and how many rows ahead are loaded (1: none)."""
+
+    rows: int
+    block: int
+    warps: int
+    programs: int = 1
+    stages: int = 1
+
+
+@dataclass(frozen=True)
 class Text:
     """A kernel and how it is launched: each program of `groups` * `per` has rows of one group; `columns`: blocks.
 
@@ -46,8 +62,7 @@ class Text:
 
     source: str
     filled: int  # rows of a group
-    rows: int  # of a program at a time
-    block: int
+    cut: Cut
     groups: int
     per: int
     columns: int
@@ -66,15 +81,17 @@ def kept_axes(form: Definition) -> tuple[str, ...]:
 class Writer:
     """Of a kernel on tiles of these shapes, outputs first; accumulates: which of them are added to.
 
-    most: programs, where they have parts of sums; widest: columns of a row that is held whole."""
+    wholes: the sizes of the space in the whole tensor, of those that have dropout; cut: None: `usual_cut`."""
 
     form: Definition
     tiles: Sequence[TileType]
     shapes: Sequence[tuple[int, ...]]
     outputs: int
     accumulates: Sequence[bool]
-    most: int
+    wholes: Sequence[int] = ()
+    cut: Cut | None = None
     lines: list[str] = field(default_factory=list)
+    before: list[str] = field(default_factory=list)  # what is the same for all rows
     names: dict[Expression, str] = field(default_factory=dict)
     offsets: dict[tuple[int, Access], str] = field(default_factory=dict)
 
@@ -87,71 +104,102 @@ class Writer:
         self.wide = "tl.float64" if any(tile.dtype == "fp64" for tile in self.tiles) else "tl.float32"
         self.keys = list(dict.fromkeys(node.key for node in nodes_of(self.form, Keep)))
         self.sums = [out for out in self.form.outputs if out.total and self.column in out.at]
+        self.kept = kept_axes(self.form)
+        self.rest = [axis for axis in self.axes[:-1] if axis not in self.kept]
+        self.exact = False, False  # whether no column, no row of a program is beyond the last
 
     def text(self) -> Text:
-        kept = kept_axes(self.form)
-        rest = [axis for axis in self.axes[:-1] if axis not in kept]
-        groups, n, filled = math.prod(map(self._size, kept)), self._size(self.column), self._filled(rest)
-        rows = int(filled)
-        whole = any(self.column not in out.at for out in self.form.outputs) or [*nodes_of(self.form, Reduce)]
-        block = 1 << (n - 1).bit_length() if whole else min(1 << (n - 1).bit_length(), 4096)
-        at_once = max(1, min((4096 if self.sums else 1024) // block, 1 << (rows - 1).bit_length()))
-        per = -(-rows // at_once)
+        groups, n, filled = math.prod(map(self._size, self.kept)), self._size(self.column), self._filled()
+        cut = self.cut = self.cut or self.usual_cut()
+        self.exact = n % cut.block == 0, type(filled) is int and filled % cut.rows == 0
+        per = -(-int(filled) // cut.rows)
         if self.sums:
-            per = min(per, max(1, self.most // groups))
-        self._body(kept, rest)
-        numbers = [f"I{k}" for k in range(2 * len(self.axes) + len(self.keys))]
-        parts = [f"PART{k}" for k in range(len(self.sums))]
-        arguments = ", ".join([*(f"T{k}" for k in range(len(self.tiles))), "rows", *numbers, "seed", *parts])
+            per = min(per, max(1, cut.programs // groups))
+        self._body()
+        numbers = [*(f"I{k}" for k in range(len(self.axes))), *(f"K{k}" for k in range(len(self.keys)))]
+        direct = per == 1 < groups  # the sums of a group are one program's
+        parts = [k for k, out in enumerate(self.sums) if not (direct and len(out.at) > 1)]
+        arguments = [*(f"T{k}" for k in range(len(self.tiles))), "rows", *numbers, "seed", *(f"PART{k}" for k in parts)]
         head = [
-            "def made(" + arguments + ", ROWS: tl.constexpr, BLOCK: tl.constexpr):",
+            f"def made({', '.join(arguments)}, ROWS: tl.constexpr, BLOCK: tl.constexpr):",
             f"    group, part = tl.program_id(0).to(tl.int64) // {per}, tl.program_id(0).to(tl.int64) % {per}",
             "    col = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK))[None, :]",
             f"    there = col < {n}",
-            *(f"    sum{k} = tl.zeros([ROWS, BLOCK], {self.wide})" for k in range(len(self.sums))),
+            *("    " + line for line in self.before),
+            *(f"    sum{k} = tl.zeros([1, BLOCK], {self.wide})" for k in range(len(self.sums))),
         ]
-        loop = f"    for start in range(part * ROWS, rows, {per} * ROWS):" if self.sums else "    start = part * ROWS"
+        loop = f"    for start in tl.range(part * ROWS, rows, {per} * ROWS, num_stages={cut.stages}):"
+        loop = loop if self.sums else "    start = part * ROWS"
         inner = "        " if self.sums else "    "
-        body = [
-            "row = start + tl.arange(0, ROWS)",
-            "live = row[:, None] < rows",
-            "r = tl.minimum(row, tl.maximum(rows - 1, 0))[:, None]",  # beyond the last: that one again
-            "inside = live & there",
-            *self.lines,
-        ]
-        tail = [
-            f"    tl.store({part} + tl.program_id(0).to(tl.int64) * {n} + col, tl.sum(sum{k}, 0)[None, :], there)"
-            for k, part in enumerate(parts)
-        ]
+        last = "row" if self.exact[1] else "tl.minimum(row, tl.maximum(rows - 1, 0))"  # beyond it: that one again
+        body = ["row = start + tl.arange(0, ROWS)", "live = row[:, None] < rows", f"r = {last}[:, None]", *self.lines]
+        tail = [f"    {line}" for k in range(len(self.sums)) for line in self._summed(k, part=k in parts)]
         source = "\n".join([*head, loop, *(inner + line for line in body), *tail, ""])
-        sums = tuple(Sum(out.number, groups if len(out.at) > 1 else 1) for out in self.sums)
-        return Text(source, filled, at_once, block, groups, per, -(-n // block), n, sums)
+        added = tuple(Sum(self.sums[k].number, groups if len(self.sums[k].at) > 1 else 1) for k in parts)
+        return Text(source, filled, cut, groups, per, -(-n // cut.block), n, added)
+
+    def _summed(self, k: int, *, part: bool) -> list[str]:
+        """Stores a program's sum: its part, or all that there is of its group."""
+        n, mask, number = self._size(self.column), self._mask(rows=False), self.sums[k].number
+        if part:
+            return [f"tl.store(PART{k} + tl.program_id(0).to(tl.int64) * {n} + col, sum{k}{mask})"]
+        at = f"T{number} + group * {n} + col"
+        more = [f"sum{k} += tl.load({at}{mask})"] if self.accumulates[number] else []
+        return [*more, f"tl.store({at}, sum{k}{mask})"]
+
+    @property
+    def whole_rows(self) -> bool:
+        """Whether a program needs whole rows: something is reduced within them, or each has a result."""
+        reduced = any(True for _ in nodes_of(self.form, Reduce))
+        return reduced or any(self.column not in out.at for out in self.form.outputs)
+
+    def usual_cut(self) -> Cut:
+        """By what was measured on an H200 (experiments/results/2026-11-23-kernels-h200.md)."""
+        n, rows = self._size(self.column), int(self._filled())
+        block = 1 << (n - 1).bit_length()
+        if not self.whole_rows:
+            block = min(max(n & -n, 256), 1024 if self.sums else 4096, block)  # that divides rows, if it is not small
+        most = 2048 if self.sums else 1024  # elements at a time
+        at_once = max(1, min(most // block, 1 << (rows - 1).bit_length()))
+        each = 16 if self.whole_rows and n == block and not self.sums else 32  # of a thread
+        warps = min(16, max(1, at_once * block // (32 * each)))
+        loaded = [tile for tile in self.tiles[self.outputs :] if self.column in tile.at and len(tile.at) > 1]
+        ahead = 2 * at_once * block * sum(DTYPES[tile.dtype].bytes for tile in loaded)
+        stages = 3 if self.sums and ahead <= AHEAD else 1
+        return Cut(at_once, block, warps, 528 * block // max(n, block), stages)
 
     def _size(self, axis: str) -> int:
         return int(self.sizes[axis])
 
-    def _filled(self, rest: Sequence[str]) -> int:
+    def _filled(self) -> int:
         """Rows of a group: of packed sequences, which are the first of them, those that a step fills."""
-        first = next((axis for axis in rest if self.sizes[axis] > 1), None)
-        inner = math.prod(self._size(axis) for axis in rest if axis != first)
+        first = next((axis for axis in self.rest if self.sizes[axis] > 1), None)
+        inner = math.prod(self._size(axis) for axis in self.rest if axis != first)
         return self.sizes[first] * inner if first else inner
 
     # -- the body
 
-    def _body(self, kept: Sequence[str], rest: Sequence[str]) -> None:
-        for some, number in ((kept, "group"), (rest, "r")):
+    def _body(self) -> None:
+        for some, number in ((self.kept, "group"), (self.rest, "r")):
             for k, axis in enumerate(some):
                 after = math.prod(map(self._size, some[k + 1 :]))
                 self.lines.append(f"i{self.axes.index(axis)} = {number} // {after} % {self._size(axis)}")
         for out in self.form.outputs:
             value = self.value(out.value)
             if out in self.sums:
-                self.lines.append(f"sum{self.sums.index(out)} += tl.where(inside, {value}, 0.0)")
+                inside = self._mask(columns=False)[2:]  # columns beyond the last are not stored
+                value = f"tl.where({inside}, {value}, 0.0)" if inside else value
+                self.lines.append(f"sum{self.sums.index(out)} += tl.sum({value}, 0)[None, :]")
             elif out.total:
                 self._add_row(out, value)
             else:
-                mask = "inside" if self.column in out.at else "live"
-                self.lines.append(f"tl.store(T{out.number} + {self._offset(out.number, out.at)}, {value}, {mask})")
+                mask = self._mask(columns=self.column in out.at)
+                self.lines.append(f"tl.store(T{out.number} + {self._offset(out.number, out.at)}, {value}{mask})")
+
+    def _mask(self, *, rows: bool = True, columns: bool = True) -> str:
+        """The argument that leaves out what is beyond the last row and column, where a program has such."""
+        masks = ["live"] * (rows and not self.exact[1]) + ["there"] * (columns and not self.exact[0])
+        return ", " + " & ".join(masks) if masks else ""
 
     def _add_row(self, out: Output, value: str) -> None:
         """A sum over columns: of each row, which is whole here."""
@@ -159,11 +207,12 @@ class Writer:
         self.lines.append(f"row{out.number} = {self._reduced('sum', value)}")
         if self.accumulates[out.number]:
             self.lines.append(f"row{out.number} += tl.load({at})")
-        self.lines.append(f"tl.store({at}, row{out.number}, live)")
+        self.lines.append(f"tl.store({at}, row{out.number}{self._mask(columns=False)})")
 
     def _reduced(self, kind: str, value: str) -> str:
         lowest = "0.0" if kind == "sum" else 'float("-inf")'
-        return f"tl.{kind}(tl.where(there, {value}, {lowest}), 1)[:, None]"
+        value = value if self.exact[0] else f"tl.where(there, {value}, {lowest})"
+        return f"tl.{kind}({value}, 1)[:, None]"
 
     def value(self, node: Expression) -> str:
         if isinstance(node, Constant):
@@ -171,7 +220,8 @@ class Writer:
         if node not in self.names:
             text = self._text(node)
             self.names[node] = name = f"v{len(self.names)}"
-            self.lines.append(f"{name} = {text}")
+            lines = self.before if isinstance(node, Load) and node.at == (self.column,) else self.lines
+            lines.append(f"{name} = {text}")
         return self.names[node]
 
     def _text(self, node: Expression) -> str:
@@ -193,33 +243,47 @@ class Writer:
 
     def _loaded(self, number: int, at: Access) -> str:
         tile = self.outputs + number
-        mask = ", there, 0" if self.column in at else ""
+        mask = ", there, 0" if self.column in at and not self.exact[0] else ""
         return f"tl.load(T{tile} + {self._offset(tile, at)}{mask})"
 
     def _keep(self, node: Keep) -> str:
-        last = len(self.axes) - 1
+        last, wholes = len(self.axes) - 1, self.wholes
+        key = f"K{self.keys.index(node.key)}"
         if node.draws:
-            row = f"{self._loaded(node.draws.number, node.draws.at)} * I{2 * last + 1}"
-        else:
-            terms = []
-            for k in range(last):
-                wholes = " * ".join(f"I{len(self.axes) + j}" for j in range(k + 1, len(self.axes)))
-                terms.append(f"(I{k} + i{k}) * {wholes}")
-            row = " + ".join(terms) or "0"
-        key = f"I{2 * len(self.axes) + self.keys.index(node.key)}"
-        return f"kept({row} + I{last} + col, seed, {key}, {node.limit})"
+            row = f"{self._loaded(node.draws.number, node.draws.at)} * {wholes[last]}"
+            return f"kept({row} + I{last} + col, seed, {key}, {node.limit})"
+        steps = {axis: math.prod(wholes[k + 1 :]) for k, axis in enumerate(self.axes[:-1])}
+        first = " + ".join(f"I{k} * {step}" for k, step in enumerate(steps.values()))
+        row = " + ".join([*([first] if first else []), f"I{last}", *self._places(steps)])
+        if math.prod(wholes) <= 2**32:
+            return f"kept_low(({row}).to(tl.uint32) + col.to(tl.uint32), seed, {key}, {node.limit})"
+        return f"kept({row} + col, seed, {key}, {node.limit})"
+
+    def _places(self, steps: dict[str, int]) -> list[str]:
+        """The terms of an offset with these steps along axes of rows; of all axes that follow one another as one."""
+        terms = []
+        for some, number in ((self.kept, "group"), (self.rest, "r")):
+            own = {axis: steps[axis] for axis in some if axis in steps}
+            inner, size = next(reversed(own.values()), 0), 1
+            one = len(own) == len(some)
+            for axis in reversed(some):
+                one = one and (own[axis] == inner * size or self._size(axis) == 1)
+                size *= self._size(axis)
+            each = [f"i{self.axes.index(axis)} * {step}" for axis, step in own.items()]
+            terms += [f"{number} * {inner}"] if own and one else each
+        return terms
 
     def _offset(self, tile: int, at: Access) -> str:
         """Of the block's elements in a tile."""
         if (tile, at) not in self.offsets:
-            shape = self.shapes[tile]
-            terms = []
-            for k, axis in enumerate(at):
-                step = math.prod(map(int, shape[k + 1 :]))
-                place = f"i{self.axes.index(axis)}" if isinstance(axis, str) else str(axis)
-                terms.append(f"{'col' if axis == self.column else place} * {step}")
-            rows = any(axis != self.column and isinstance(axis, str) for axis in at)
-            terms += [] if rows or self.column in at else ["r * 0"]
+            steps = [math.prod(map(int, self.shapes[tile][k + 1 :])) for k in range(len(at))]
+            rows = {axis: step for axis, step in zip(at, steps, strict=True) if isinstance(axis, str)}
+            column = rows.pop(self.column, None)
+            terms = self._places(rows)
+            fixed = sum(axis * step for axis, step in zip(at, steps, strict=True) if not isinstance(axis, str))
+            terms += [f"col * {column}"] if column else []
+            terms += [str(fixed)] if fixed else []
+            terms += [] if rows or column else ["r * 0"]
             self.offsets[tile, at] = name = f"at{len(self.offsets)}"
-            self.lines.append(f"{name} = {' + '.join(terms)}")
+            (self.before if at == (self.column,) else self.lines).append(f"{name} = {' + '.join(terms)}")
         return self.offsets[tile, at]
