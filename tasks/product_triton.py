@@ -123,8 +123,8 @@ class Way(NamedTuple):
 
 
 FEW = [Way(64, 32, 128, 4, 4), Way(64, 64, 128, 3, 4), Way(64, 64, 64, 4, 4), Way(64, 128, 64, 4, 4)]
-SOME = [Way(64, 64, 64, 4, 4), Way(64, 128, 64, 4, 4), Way(128, 128, 64, 3, 8, halves=True)]
-MANY = [Way(128, 128, 64, 3, 8, halves=True)]
+SOME = [Way(64, 64, 64, 4, 4), Way(64, 128, 64, 4, 4), Way(128, 128, 64, 3, 8, halves=True), Way(128, 128, 64, 5)]
+MANY = [Way(128, 128, 64, 3, 8, halves=True), Way(128, 128, 64, 5), Way(64, 256, 64, 3)]
 
 
 class Sizes(NamedTuple):
