@@ -181,12 +181,14 @@ def layouts(
 
         known, console = opened(loaded, database, new=True), Console(stderr=True)
         with console.status("") as status:
-            count, others = tune(
+            tuned = tune(
                 loaded, what, known, repeats, lambda k, n: status.update(f"{k} of {n} operators in their layouts")
             )
-        print(f"{count} measured; {known.path}")
-        if others:
-            print(f"other processes kept {others:.1f} cores busy meanwhile: times are too long", file=sys.stderr)
+        print(f"{tuned.measured} measured; {known.path}")
+        if tuned.verdict:
+            print(parts.ruled(tuned.verdict))
+        if tuned.others:
+            print(f"other processes kept {tuned.others:.1f} cores busy meanwhile: times are too long", file=sys.stderr)
         return
     known = opened(loaded, database)
     found = parts.shown(loaded, what, known)

@@ -142,7 +142,8 @@ class Trainer:
         self._bins: Bins | None = None
         programs_ = self._programs(spec.given)
         self._built = programs_.built  # as are those with other inputs, for all that lasts
-        self.spec = replace(spec, kept=self._built.kept if spec.timings else None)
+        searched = spec.timings if not self._built.refused else None
+        self.spec = replace(spec, timings=searched, kept=self._built.kept if searched else None)
         self._write_weights()
         written = set(self._low_bits().values())
         for tensor in self._built.update_graph.kept.values():
