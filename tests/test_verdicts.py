@@ -164,8 +164,8 @@ def test_whole_steps_in_turns(monkeypatch: pytest.MonkeyPatch, searched: float, 
     monkeypatch.setattr(profiled, "_small", lambda c, w, timings, s: clock.step("searched" if timings else "default"))
     config = preset("mha", TINY)
     graph = parts.graph_of(config, "mha", True)
-    verdict = profiled.compare(config, "mha", measured(graph, turned), True)
-    assert len(verdict.default) == len(verdict.searched) >= 5 and verdict.slower == slower
+    verdict = profiled.compare(config, "mha", measured(graph, turned), True, "abc")
+    assert verdict.program == "abc" and len(verdict.default) == len(verdict.searched) >= 5 and verdict.slower == slower
     timed = clock.runs[4:]
     firsts = timed[::2]
     assert {*zip(firsts, timed[1::2], strict=True)} == {("default", "searched"), ("searched", "default")}

@@ -108,8 +108,8 @@ class Line:
 
 @dataclass(frozen=True)
 class Found:
-    """Of one algebraic fusion: the sums in seconds. bound: no choice for all operators together takes less. changes:
-    whether the choice is another than the default; verdict: on whole steps of it, if they were compared."""
+    """Of one algebraic fusion: the sums in seconds. bound: no choice for all operators together takes less. program:
+    see Chosen; verdict: on whole steps of it, if they were compared."""
 
     stacked: Stacked
     seconds: float
@@ -117,7 +117,7 @@ class Found:
     bound: float
     least: float
     lines: list[Line]
-    changes: bool
+    program: str | None
     verdict: Verdict | None
 
     def above(self, seconds: float) -> float:
@@ -142,9 +142,8 @@ def shown(config: RunConfig, work: Work, timings: Timings) -> list[Found]:
             lacking = lacking or len(chosen.missing)
         else:
             bound = search(graph, timings, cuts, config.accumulate, careful=False).seconds
-            program = chosen.program
             found.append(Found(stacked, chosen.seconds, chosen.default, bound, chosen.least, _lines(chosen, timings),
-                               program is not None, timings.verdicts.get(program or "")))  # fmt: skip
+                               chosen.program, timings.verdicts.get(chosen.program or "")))  # fmt: skip
     if not found:
         raise ConfigError(f"{timings.path}: lacks {lacking} timings of this; allowed: what `nntile layouts tune` with "
                           "the same work and keys has measured")  # fmt: skip
@@ -187,7 +186,7 @@ def render(found: Sequence[Found], timings: Timings, console: Console) -> None:
     console.print("Milliseconds of one; turning: transpositions before or after it.", highlight=False)
     for of in found:
         console.print(told(of), highlight=False, soft_wrap=True)
-        if of.changes:
+        if of.program:
             console.print(f"  {ruled(of.verdict)}", highlight=False, soft_wrap=True)
     console.print(f"{timings.path}: {', '.join(timings.of.values())}", highlight=False, soft_wrap=True)
 

@@ -2,11 +2,12 @@
 the layouts that are chosen, beside the default ones.
 
 An operator's tiles are cycled through copies, so that they come from memory: in a step many do, as what lies between
-two uses of a tile is more than a cache holds. In cache, transpositions took a third of what they take in a step.
+two uses of a tile is more than a cache holds. In cache, transpositions looked cheaper than they are there.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -29,6 +30,7 @@ from nntile_py.tasks.op import Op
 from nntile_py.tiles import Tiling
 from nntile_py.training.trainer import Trainer
 
+AGAIN = 3  # times that what is chosen by then is measured again
 TURNS = 5, 25  # of whole steps: at least, at most
 COMPARED = 5.0  # seconds that these take, if they are not at least so many
 Step = Callable[[int], None]
@@ -44,30 +46,34 @@ class Tuned:
     verdict: Verdict | None
 
 
-def tune(config: RunConfig, work: Work, timings: Timings, repeats: int, tell: Callable[[int, int], None]) -> Tuned:
+def tune(
+    config: RunConfig, work: Work, timings: Timings, repeats: int, tell: Callable[[int, int], None], *,
+    own_alone: bool = False,
+) -> Tuned:  # fmt: skip
     """Measure what the timings lack, in the order in which the search needs it; what is there stays. Then what was
-    chosen once more, in turns with the default layouts, until that is chosen; then whole steps, for a verdict.
+    chosen once more, in turns with the default layouts; then whole steps of the config, for a verdict.
 
-    Waits for others who measure into the same file."""
+    own_alone: only for the config's own algebraic fusion. Waits for others who measure into the same file."""
     plain = config.model_copy(update={"layout": "default"})
     with timings.alone():
-        graphs = [graph for _, graph in variants(plain, work)]
+        own = graph_of(plain, work, own_stacked(plain))
+        graphs = [own] if own_alone else [graph for _, graph in variants(plain, work)]
         todo: dict[Key, Op] = {}
         for graph in graphs:
             todo |= {key: op for key, op in wanted(graph, timings, plain).items() if key not in todo}
-        own = graph_of(plain, work, own_stacked(plain))
-        if not todo and not any(_unsure(graphs, timings, plain)) and not _lacks_verdict(own, timings, plain, work):
-            return Tuned(0, None, timings.verdicts.get(_chosen(own, timings, plain).program or ""))
+        program = None if todo else _chosen(own, timings, plain).program
+        if not todo and (program in (None, *timings.verdicts) or work in FORWARD):
+            return Tuned(0, None, timings.verdicts.get(program or ""))
         with Runtime(**runtime_options(plain.runtime.model_dump())), Load() as load:
             clock = _Clock(plain, repeats)
             for number, (key, op) in enumerate(todo.items()):
                 tell(number, len(todo))
                 timings.add(timing(key, *clock.times([op])))
             clock.again(graphs, timings)
-            if _lacks_verdict(own, timings, plain, work):
-                timings.judge(compare(plain, work, timings, own_stacked(plain)))
-    verdict = timings.verdicts.get(_chosen(own, timings, plain).program or "")
-    return Tuned(len(todo), load.others if is_busy(load.others) else None, verdict)
+            program = _chosen(own, timings, plain).program
+            if program not in (None, *timings.verdicts) and work not in FORWARD:  # which have the default layouts
+                timings.judge(compare(plain, work, timings, own_stacked(plain), program))
+    return Tuned(len(todo), load.others if is_busy(load.others) else None, timings.verdicts.get(program or ""))
 
 
 class _Clock:
@@ -94,9 +100,9 @@ class _Clock:
 
     def again(self, graphs: Sequence[Graph], timings: Timings) -> None:
         """Of many layouts that take the same the one that counts as the best was lucky. So what is chosen is measured
-        in turns with the default layout; these times count, and another choice may come of it."""
-        while pairs := dict(_unsure(graphs, timings, self.config)):
-            for keys, ops in pairs.items():
+        in turns with the default layout; these times count, and what is chosen by them is measured so, too."""
+        for _, graph in itertools.product(range(AGAIN), graphs):
+            for keys, ops in dict(_unsure(graph, timings, self.config)).items():
                 for key, times in zip(keys, self.times(ops), strict=True):
                     timings.add(replace(timing(key, times), turns=True))
 
@@ -106,33 +112,26 @@ def _chosen(graph: Graph, timings: Timings, config: RunConfig) -> Chosen:
 
 
 def _unsure(
-    graphs: Iterable[Graph], timings: Timings, config: RunConfig
+    graph: Graph, timings: Timings, config: RunConfig
 ) -> Iterator[tuple[tuple[Key, Key], tuple[Op, Op]]]:
     """Layouts that are chosen and were not measured in turns with the default one, with that."""
-    for graph in graphs:
-        chosen = _chosen(graph, timings, config)
-        for row in chosen.rows:
-            key, width = (row.operator, row.layout, chosen.widths[row.op]), chosen.widths[row.op]
-            first = row.operator, row.default, None
-            known = timings.known.get(row.operator, {}).get(key[1:])
-            if known and not known.turns and key != first:
-                made = laid(row.op, chosen.layouts[row.op])
-                plain = laid(row.op, layout_of(row.op))
-                yield (first, key), (plain, widened(made, width) if width else made)
-
-
-def _lacks_verdict(graph: Graph, timings: Timings, config: RunConfig, work: Work) -> bool:
-    """Forward passes run in the default layouts anyway."""
-    program = _chosen(graph, timings, config).program
-    return work not in FORWARD and program is not None and program not in timings.verdicts
+    chosen = _chosen(graph, timings, config)
+    for row in chosen.rows:
+        key, width = (row.operator, row.layout, chosen.widths[row.op]), chosen.widths[row.op]
+        first = row.operator, row.default, None
+        known = timings.known.get(row.operator, {}).get(key[1:])
+        if known and not known.turns and key != first:
+            made = laid(row.op, chosen.layouts[row.op])
+            plain = laid(row.op, layout_of(row.op))
+            yield (first, key), (plain, widened(made, width) if width else made)
 
 
 # -- whole steps
 
 
-def compare(config: RunConfig, work: Work, timings: Timings, stacked: Stacked) -> Verdict:
-    """Steps in the default layouts and in the searched ones, in turns. TaskError: both together find no room."""
-    program = _chosen(graph_of(config, work, stacked), timings, config).program
+def compare(config: RunConfig, work: Work, timings: Timings, stacked: Stacked, program: str | None) -> Verdict:
+    """Steps in the default layouts and in the searched ones, in turns; program: see Chosen. TaskError: both together
+    find no room."""
     steps = [(_training if work == "train" else _small)(config, work, of, stacked) for of in (None, timings.unjudged())]
     for step in steps:
         step(1)  # the first one takes longer

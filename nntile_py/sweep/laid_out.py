@@ -84,8 +84,8 @@ def _steps(config: RunConfig, part: LaidOut, timings: Timings, found: Sequence[F
     lines = []
     with Runtime(**runtime_options(config.runtime.model_dump())):
         for of in found:
-            verdict = of.verdict or compare(config, part.work, timings, of.stacked)
-            if of.changes and not of.verdict:
+            verdict = of.verdict or compare(config, part.work, timings, of.stacked, of.program)
+            if of.program and not of.verdict:
                 timings.judge(verdict)
             for layouts in ("default", "searched"):
                 ms = sorted(1e3 * t for t in getattr(verdict, layouts))
