@@ -484,6 +484,9 @@ def test_plots_hide_nothing(kind: Any) -> None:
     small = drawn.get_supxlabel()
     assert "median of 3 repeats; error bars: all of them" in small and "a machine" in small
     assert "other processes kept up to 1000.0 cores busy" in small and part.get_suptitle() == "GPT-2"
+    least = [row | {"best ms": 1e3 * min(row["times"])} for row in rows]
+    small = figure_of([plot.model_copy(update={"y": "best ms"})], least).get_supxlabel()
+    assert "least of 3 repeats" in small and "error bars" not in small and "median" not in small
     heat = figure_of([sweep.Plot(kind="heat", x="tiles.embed", series="fusion")], rows)
     ticks = [one.get_text() for one in heat.subfigs[0].axes[0].get_yticklabels()]
     assert ticks == ["fused", "naive"]

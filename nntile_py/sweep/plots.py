@@ -20,6 +20,7 @@ QUARTILES = 4  # repeats, from which on the spread is their middle half: one tha
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
 MARKERS = "osD^vPX"
 _TIMES = {"seconds": 1.0, "ms": 1e3, "us": 1e6}
+_LEAST = ("seconds_min", "best ms", "best us")  # of the repeats: they have no error bars
 _RATES = ("tokens_per_s", "gflop_per_s")  # as many times less as the time is more
 _LABELS = {
     "seconds": "time of a step (s)", "ms": "time of a step (ms)", "us": "time of a step (us)",
@@ -48,8 +49,10 @@ def spread(row: Row, metric: str = "seconds") -> tuple[float, float] | None:
     return low * _TIMES[metric], high * _TIMES[metric]
 
 
-def caption(rows: list[Row], where: str = "", bars: bool = True) -> str:
-    """The small print: how often it was measured, what error bars are, the machine, whether others used it."""
+def caption(rows: list[Row], where: str = "", bars: bool = True, told_of: str = "median") -> str:
+    """The small print: how often it was measured, what error bars are, the machine, whether others used it.
+
+    told_of: the repeats, median or least."""
     good = [row for row in rows if row["status"] == "ok"]
     repeats, rounds = sorted({len(row.get("times", [])) for row in good} - {0}), {row.get("rounds", 1) for row in good}
     told = []
@@ -57,7 +60,7 @@ def caption(rows: list[Row], where: str = "", bars: bool = True) -> str:
         count = f"{repeats[0]}" if len(repeats) == 1 else f"{repeats[0]} to {repeats[-1]}"
         turns = f" in {max(rounds)} rounds of all points" if max(rounds, default=1) > 1 else ""
         ends = "the middle half of them" if repeats[0] >= QUARTILES else "all of them"
-        told.append(f"median of {count} repeats{turns}" if repeats[-1] > 1 else "one repeat")
+        told.append(f"{told_of} of {count} repeats{turns}" if repeats[-1] > 1 else "one repeat")
         told[-1] += f"; error bars: {ends}" if bars and repeats[-1] > 1 else ""
     busy = max((row["others"] for row in good if row.get("others") is not None), default=0.0)
     if is_busy(busy):
@@ -75,7 +78,9 @@ def figure_of(plots: Sequence[Plot], rows: list[Row], best: Best | None = None, 
     parts = figure.subfigures(1, len(plots), width_ratios=widths, squeeze=False)[0]
     for part, plot, own in zip(parts, plots, panels, strict=True):
         _draw(part, plot, own, rows, best)
-    if small := caption(rows, where, any(plot.kind != "heat" for plot in plots)):
+    drawn = {(plot.kind, y) for plot in plots for y in plot.metrics}
+    bars = any(kind != "heat" and y not in _LEAST for kind, y in drawn)
+    if small := caption(rows, where, bars, "least" if all(y in _LEAST for _, y in drawn) else "median"):
         figure.supxlabel(small, fontsize=7.5, color="#59636e", x=0.01, ha="left")
     return figure
 
