@@ -216,3 +216,11 @@ def test_tiles_out_of_cache(monkeypatch: pytest.MonkeyPatch, runtime: nt.Runtime
     ran.clear()
     run(2 * copies)
     assert ran == [*numbers, *numbers]
+
+
+def test_weights_of_small_graphs_are_of_a_models_size() -> None:
+    """Products of what is drawn stay where an exponential is fast; inputs are above zero, as roots and divisors are."""
+    weight, x = tensor("embed ffn", "param", embed=64, ffn=256), tensor("seq embed", "input", seq=32, embed=64)
+    drawn, inputs = alone._random([weight, x])
+    assert abs(drawn).max() <= 1 / 16 and drawn.min() < -0.05 and drawn.max() > 0.05
+    assert inputs.min() >= 0.1 and inputs.max() <= 1 and abs(inputs @ drawn).max() < 5
