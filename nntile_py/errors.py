@@ -1,7 +1,8 @@
 """Every error that nntile_py raises on purpose, so that a caller can catch them all as NNTileError."""
 
-
+import functools
 import traceback
+import warnings
 
 
 class NNTileError(Exception):
@@ -31,6 +32,12 @@ def shown(text: str) -> str:
     """A message as a terminal can show it: control characters as Python writes them, less of one without end."""
     plain = "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
     return plain if len(plain) <= MOST else f"{plain[: MOST - 600]} ... {plain[-500:]}"
+
+
+@functools.cache
+def say_once(text: str) -> None:
+    """Warn, of each text once in a process."""
+    warnings.warn(text, stacklevel=3)
 
 
 def raised(error: BaseException, file: str | None) -> str:

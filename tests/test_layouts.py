@@ -40,7 +40,7 @@ from nntile_py.tasks.elementwise import Transpose
 from nntile_py.testing import error
 from nntile_py.tiles import Tiling
 
-OF = {"device": "1 x test", "version": "0", "dtype": "fp32"}
+OF = {"device": "1 x test", "version": "0", "dtype": "fp32", "method": "drawn"}
 TINY = ["model.embed=16", "model.heads=2", "train.batch=3", "train.seq=8", "runtime.cpus=1"]
 
 

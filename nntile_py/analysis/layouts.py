@@ -14,7 +14,7 @@ from nntile_py.graph.arrange import Chosen, Row, search
 from nntile_py.graph.fusion import Fusion
 from nntile_py.graph.graph import Graph
 from nntile_py.graph.layouts import described, laid, products
-from nntile_py.graph.timings import Timing, Timings
+from nntile_py.graph.timings import Timing, Timings, Verdict
 from nntile_py.system.pictures import new_figure
 from nntile_py.tasks.contract import Contract
 from nntile_py.tasks.generated import Generated
@@ -46,6 +46,19 @@ def graph_of(config: RunConfig, work: Work, stacked: Stacked) -> Graph:
     return graph
 
 
+def own_stacked(config: RunConfig) -> Stacked:
+    """The algebraic fusion that the config itself asks for."""
+    return Fusion.of(config.fusion.model_dump()).qkv
+
+
+def widened(op: Op, width: int) -> Op:
+    """A generated kernel with another number of elements that go together."""
+    assert isinstance(op, Generated)
+    made = op.on(op.inputs, op.outputs, width)
+    made.name, made.phase = op.name, op.phase
+    return made
+
+
 def variants(config: RunConfig, work: Work) -> Iterator[tuple[Stacked, Graph]]:
     """By what of queries, keys and values is one product; those that come to the same once."""
     seen = set()
@@ -71,9 +84,7 @@ def wanted(graph: Graph, timings: Timings, config: RunConfig) -> dict[Key, Op]:
     for told, op in search(graph, timings, cuts, policy).missing.items():
         if isinstance(op, Generated):
             for width in WIDTHS:
-                wide = op.on(op.inputs, op.outputs, width)
-                wide.name, wide.phase = op.name, op.phase
-                found[(*told, width)] = wide
+                found[(*told, width)] = widened(op, width)
         found.setdefault((*told, None), op)
     return found
 
@@ -97,7 +108,8 @@ class Line:
 
 @dataclass(frozen=True)
 class Found:
-    """Of one algebraic fusion: the sums in seconds. bound: no choice for all operators together takes less."""
+    """Of one algebraic fusion: the sums in seconds. bound: no choice for all operators together takes less. program:
+    see Chosen; verdict: on whole steps of it, if they were compared."""
 
     stacked: Stacked
     seconds: float
@@ -105,6 +117,8 @@ class Found:
     bound: float
     least: float
     lines: list[Line]
+    program: str | None
+    verdict: Verdict | None
 
     def above(self, seconds: float) -> float:
         """Percent by which this is above the sum of the operators' optima."""
@@ -114,6 +128,7 @@ class Found:
         return {
             "qkv": STACKED[self.stacked], "seconds": self.seconds, "default_seconds": self.default,
             "bound_seconds": self.bound, "least_seconds": self.least, "above_least_percent": self.above(self.seconds),
+            "verdict": self.verdict and vars(self.verdict) | {"slower": self.verdict.slower},
             "operators": [vars(line) for line in self.lines],
         }  # fmt: skip
 
@@ -127,7 +142,8 @@ def shown(config: RunConfig, work: Work, timings: Timings) -> list[Found]:
             lacking = lacking or len(chosen.missing)
         else:
             bound = search(graph, timings, cuts, config.accumulate, careful=False).seconds
-            found.append(Found(stacked, chosen.seconds, chosen.default, bound, chosen.least, _lines(chosen, timings)))
+            found.append(Found(stacked, chosen.seconds, chosen.default, bound, chosen.least, _lines(chosen, timings),
+                               chosen.program, timings.verdicts.get(chosen.program or "")))  # fmt: skip
     if not found:
         raise ConfigError(f"{timings.path}: lacks {lacking} timings of this; allowed: what `nntile layouts tune` with "
                           "the same work and keys has measured")  # fmt: skip
@@ -170,6 +186,8 @@ def render(found: Sequence[Found], timings: Timings, console: Console) -> None:
     console.print("Milliseconds of one; turning: transpositions before or after it.", highlight=False)
     for of in found:
         console.print(told(of), highlight=False, soft_wrap=True)
+        if of.program:
+            console.print(f"  {ruled(of.verdict)}", highlight=False, soft_wrap=True)
     console.print(f"{timings.path}: {', '.join(timings.of.values())}", highlight=False, soft_wrap=True)
 
 
@@ -177,6 +195,14 @@ def told(of: Found) -> str:
     sums = ("default layouts", of.default), ("chosen", of.seconds), ("the least of all choices together", of.bound)
     each = ", ".join(f"{name} {1e3 * seconds:.3f} (+{of.above(seconds):.1f} %)" for name, seconds in sums)
     return f"Q, K, V as one: {STACKED[of.stacked]}. Sum of the operators' optima {1e3 * of.least:.3f} ms; {each}."
+
+
+def ruled(verdict: Verdict | None) -> str:
+    """What whole steps say of a choice, and what `layout: searched` makes of it."""
+    if not verdict:
+        return "Whole steps: not compared; `nntile layouts tune` compares those of the config's own Q, K, V."
+    takes = "; layout: searched takes the default layouts" if verdict.slower else ""
+    return f"Whole steps: {verdict}{takes}."
 
 
 def violins(found: Found, timings: Timings) -> Figure:

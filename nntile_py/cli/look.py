@@ -161,6 +161,7 @@ def layouts(
     database: Annotated[
         Path | None, typer.Option(help="The file of times. [default: in the cache folder, by device, version, dtype]")
     ] = None,
+    own: Annotated[bool, typer.Option("--own", help="Of tune: only for Q, K, V as the config has them.")] = False,
     out: Annotated[Path | None, typer.Option(help="Of show: a picture of the times: .svg, .png or .pdf.")] = None,
     as_json: Json = False,
 ) -> None:
@@ -181,12 +182,15 @@ def layouts(
 
         known, console = opened(loaded, database, new=True), Console(stderr=True)
         with console.status("") as status:
-            count, others = tune(
-                loaded, what, known, repeats, lambda k, n: status.update(f"{k} of {n} operators in their layouts")
-            )
-        print(f"{count} measured; {known.path}")
-        if others:
-            print(f"other processes kept {others:.1f} cores busy meanwhile: times are too long", file=sys.stderr)
+            def tell(done: int, of: int) -> None:
+                status.update(f"{done} of {of} operators in their layouts")
+
+            tuned = tune(loaded, what, known, repeats, tell, own_alone=own)
+        print(f"{tuned.measured} measured; {known.path}")
+        if tuned.verdict:
+            print(parts.ruled(tuned.verdict))
+        if tuned.others:
+            print(f"other processes kept {tuned.others:.1f} cores busy meanwhile: times are too long", file=sys.stderr)
         return
     known = opened(loaded, database)
     found = parts.shown(loaded, what, known)

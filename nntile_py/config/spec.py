@@ -11,7 +11,7 @@ from nntile_py.errors import ConfigError
 from nntile_py.graph.fusion import Fusion
 from nntile_py.graph.optimizers import SGD, AdamW, Optimizer
 from nntile_py.graph.step import StepSpec
-from nntile_py.graph.timings import Timings, opened
+from nntile_py.graph.timings import METHOD, Timings, opened
 from nntile_py.models.base import Model
 from nntile_py.models.registry import find, new
 from nntile_py.system.machine import gpus, processor
@@ -77,9 +77,9 @@ def measured_on(config: RunConfig) -> dict[str, str]:
     """What times of operators are of, besides their sizes: see graph/timings.py."""
     name = _gpu() if config.runtime.cuda else processor()
     versions = f"nntile_py {VERSION}, torch {version('torch')}"
-    return {"device": f"{config.workers} x {name}", "version": versions, "dtype": config.precision}
+    return {"device": f"{config.workers} x {name}", "version": versions, "dtype": config.precision, "method": METHOD}
 
 
 def timings(config: RunConfig, path: Path | None = None, *, new: bool = False) -> Timings:
-    """Those of a file, or of the cache folder. ConfigError: there are none, or of another device, version or dtype."""
+    """Those of a file, or of the cache folder. ConfigError: there are none, or they are of something else, see KEYS."""
     return opened(measured_on(config), path, new=new)

@@ -7,6 +7,7 @@ several, edges are eliminated one by one (Bertele and Brioschi 1972, "Nonserial 
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,11 +15,11 @@ from typing import Any
 
 import numpy as np
 
-from nntile_py.errors import ConfigError
+from nntile_py.errors import ConfigError, say_once
 from nntile_py.graph.costs import Costs, Table, Variable
 from nntile_py.graph.edges import Edge, edges_of
 from nntile_py.graph.graph import Graph
-from nntile_py.graph.layouts import Layout, Order, groups_of, on, tensors_of
+from nntile_py.graph.layouts import Layout, Order, groups_of, layout_of, on, tensors_of
 from nntile_py.graph.timings import Timings
 from nntile_py.tasks.contract import Contract
 from nntile_py.tasks.elementwise import Rename, Transpose
@@ -45,13 +46,16 @@ class Row:
 @dataclass
 class Chosen:
     """orders: of each tensor; layouts: in which each operator runs; widths: of generated kernels. missing: what was not
-    measured, by the texts of `described`; only without any are times true."""
+    measured, by the texts of `described`; only without any are times true. program: a digest of the graph and of all
+    that was chosen for it; None: that is the default. refused: whole steps of it were slower than in the default."""
 
     orders: dict[Tensor, Order]
     layouts: dict[Op, Layout]
     widths: dict[Op, int | None] = field(default_factory=dict)
     rows: list[Row] = field(default_factory=list)
     missing: dict[tuple[str, str], Op] = field(default_factory=dict)
+    program: str | None = None
+    refused: bool = False
 
     @property
     def seconds(self) -> float:
@@ -92,7 +96,25 @@ def search(
         chosen.layouts[op], chosen.widths[op] = layout, timing.width
         chosen.rows.append(Row(op, timing.operator, timing.layout, timing.seconds, default.layout, default.seconds,
                                least, turning))  # fmt: skip
+    if not chosen.missing:
+        chosen.program = _program(graph, chosen, tiling, policy)
     return chosen
+
+
+def _program(graph: Graph, chosen: Chosen, tiling: Tiling, policy: str) -> str | None:
+    """See Chosen; the same in every process."""
+    numbers: dict[Tensor, int] = {}
+    parts: list[object] = [sorted(tiling.tiles.items()), policy]
+    changed = False
+    for op in graph.ops:
+        tensors = [*op.inputs, *op.outputs]
+        told = [(numbers.setdefault(t, len(numbers)), t.axes, t.shape, t.dtype, t.kind, chosen.orders[t])
+                for t in tensors]  # fmt: skip
+        layout, width = chosen.layouts.get(op), chosen.widths.get(op)
+        parts.append((op.title, op.phase, told, layout, width))
+        changed |= any(t.axes != chosen.orders[t] for t in tensors) or layout not in (None, layout_of(op))
+        changed |= bool(width)
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:16] if changed else None
 
 
 def _least(costs: Costs, ops: Sequence[Op]) -> dict[Variable, int]:
@@ -113,8 +135,8 @@ def arrange(
 ) -> Chosen:
     """Give each edge of a graph that is fused the layout that was searched. In place.
 
-    kept: the orders of weights by name, where they are not to be chosen. ConfigError: the timings lack some that this
-    needs."""
+    It keeps the default ones where a verdict says that searched ones are slower. kept: the orders of weights by name,
+    where they are not to be chosen. ConfigError: the timings lack some that this needs."""
     if kept is not None:
         keep_in(graph, kept)
     chosen = search(graph, timings, tiling, policy, weights=kept is None)
@@ -124,6 +146,14 @@ def arrange(
             f"layout: got searched; allowed: default, as {timings.path or 'the database'} lacks {len(chosen.missing)}"
             f" timings, the first of {first}, {layout}; `nntile layouts tune` with the same keys measures them"
         )
+    verdict = timings.verdicts.get(chosen.program or "")
+    if verdict and verdict.slower:
+        chosen.refused = True
+        say_once(f"layout: searched takes the default layouts here: {verdict}")
+        return chosen
+    if chosen.program and not verdict and timings.path and kept is None:
+        say_once("layout: searched was not yet compared with default in whole steps; `nntile layouts tune` with the"
+                 " same keys does that")  # fmt: skip
     _Arranged(chosen).change(graph)
     return chosen
 

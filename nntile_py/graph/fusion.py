@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import functools
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any, Literal
 
-from nntile_py.errors import ConfigError
+from nntile_py.errors import ConfigError, say_once
 from nntile_py.graph.found import find
 from nntile_py.graph.graph import Graph
 from nntile_py.graph.uses import Rule, Uses
@@ -123,13 +121,8 @@ def _generates(graph: Graph) -> bool:
     """Whether generated kernels can be had; says once why not. What is in bf16 runs on GPUs alone, without C++."""
     why = None if graph.dtype == "bf16" else native.why_not()
     if why:
-        _say_once(f"fusion.found: {why}; the rules of `fusion: true` are used instead")
+        say_once(f"fusion.found: {why}; the rules of `fusion: true` are used instead")
     return why is None
-
-
-@functools.cache
-def _say_once(text: str) -> None:
-    warnings.warn(text, stacklevel=2)
 
 
 def _plain(op: Op | None) -> bool:

@@ -47,6 +47,7 @@ class Step:
     more: Lowering | None
     update: Lowering
     optional: dict[str, float]  # inputs that a step may have besides, and what is as good as none
+    refused: bool = False  # searched layouts, which are slower by a verdict: it has the default ones
 
     @property
     def params(self) -> list[Param]:
@@ -92,6 +93,7 @@ class Graphs:
     grads: dict[Tensor, Tensor]
     loss: Tensor
     optional: dict[str, float]
+    refused: bool = False
 
 
 @dataclass
@@ -215,9 +217,8 @@ class StepSpec:
         if self.grad_accumulation == 1 and self.alone:
             narrow_gradients(graph, grads.values(), self.cuts)
             sum_outputs(graph, self.fusion, self.cuts)
-        if self.timings:
-            arrange(graph, self.timings, self.cuts, self.policy, self.kept)
-        return Graphs(graph, graph.grads, traced.loss, batch.optional)
+        chosen = arrange(graph, self.timings, self.cuts, self.policy, self.kept) if self.timings else None
+        return Graphs(graph, graph.grads, traced.loss, batch.optional, chosen is not None and chosen.refused)
 
     def update(self, made: Graphs, ends: Ends | None = None) -> Graph:
         """The optimizer's part of the step; ends: see GradNorm."""
@@ -246,7 +247,7 @@ class StepSpec:
         if self.grad_accumulation > 1:
             more = lower(graph, self.cuts, self.policy, holds=[*grads.values(), made.loss], meeting=meeting)
         last = lower(update, self.cuts, self.policy, holds=grads.values(), meeting=meeting and meeting.ended())
-        return Step(graph, update, grads, first, more, last, made.optional)
+        return Step(graph, update, grads, first, more, last, made.optional, made.refused)
 
     def _meeting(self, grads: Iterable[Tensor] = ()) -> Meeting | None:
         """None: in a chain. With several micro-batches gradients meet once."""

@@ -1,4 +1,4 @@
-"""What operators took in each layout: measured once, kept in a file for each device, version and dtype."""
+"""What operators took in each layout: measured once, kept in a file for each device, version, dtype and method."""
 
 from __future__ import annotations
 
@@ -18,27 +18,57 @@ from typing import Any
 from nntile_py.errors import ConfigError
 from nntile_py.system.folders import cache_folder, read
 
-KEYS = ("device", "version", "dtype")  # of a file: what its times are of
+KEYS = ("device", "version", "dtype", "method")  # of a file: what its times are of
+METHOD = "out of cache"  # tiles come from memory, see profiling/layouts.py; what other methods measured is not read
 
 
 @dataclass(frozen=True)
 class Timing:
-    """seconds: the least of the times. width: of generated kernels, see Generated.on."""
+    """seconds: the least of the times. width: of generated kernels, see Generated.on. turns: it was measured once more,
+    in turns with the default layout."""
 
     operator: str
     layout: str
     seconds: float
     times: tuple[float, ...] = ()
     width: int | None = None
+    turns: bool = False
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Seconds of whole steps of a program in the default layouts, and in those that were searched, in turns."""
+
+    program: str
+    default: tuple[float, ...]
+    searched: tuple[float, ...]
+
+    @property
+    def slower(self) -> bool:
+        """Whether searched is slower beyond noise: the median of the turns' differences is above zero by more than half
+        the width of its notch (McGill, Tukey and Larsen 1978: 1.57 interquartile ranges over the root of their number,
+        about 95 %)."""
+        gaps = [searched - default for default, searched in zip(self.default, self.searched, strict=True)]
+        first, middle, third = statistics.quantiles(gaps, n=4, method="inclusive")
+        return middle > 1.57 * (third - first) / math.sqrt(len(gaps))
+
+    def __str__(self) -> str:
+        told = []
+        for name, seconds in (("default", self.default), ("searched", self.searched)):
+            ms = sorted(1e3 * t for t in seconds)
+            told.append(f"{name} {statistics.median(ms):.3f} ms ({ms[0]:.3f} to {ms[-1]:.3f})")
+        ruling = "searched is slower" if self.slower else "searched is not slower beyond noise"
+        return f"{', '.join(told)}, medians of {len(self.default)} steps in turns: {ruling}"
 
 
 @dataclass(eq=False)
 class Timings:
-    """By operator, layout and width. `of`: device, version and dtype; a file is one of these and a line for each."""
+    """By operator, layout and width; verdicts by program. `of`: see KEYS; a file is these and a line for each."""
 
     of: Mapping[str, str]
     path: Path | None = None
     known: dict[str, dict[tuple[str, int | None], Timing]] = field(default_factory=dict)
+    verdicts: dict[str, Verdict] = field(default_factory=dict)
 
     def best(self, operator: str, layout: str) -> Timing | None:
         """With the width that is best: another than the operator's own where it gains more than noise."""
@@ -62,19 +92,38 @@ class Timings:
 
     def _take(self, line: Any) -> None:
         """An entry of the file."""
+        if "program" in line:
+            default, searched = (tuple(map(float, line[key])) for key in ("default", "searched"))
+            if not (isinstance(line["program"], str) and len(default) == len(searched) > 1):
+                raise ValueError
+            self.verdicts[line["program"]] = Verdict(line["program"], default, searched)
+            return
         seconds, times, width = float(line["seconds"]), tuple(map(float, line["times"])), line.get("width")
         if not (isinstance(line["operator"], str) and isinstance(line["layout"], str) and 0 < seconds < math.inf):
             raise ValueError
-        timing = Timing(line["operator"], line["layout"], seconds, times, width and int(width))
+        timing = Timing(line["operator"], line["layout"], seconds, times, width and int(width),
+                        line.get("turns") is True)  # fmt: skip
         self.known.setdefault(timing.operator, {})[timing.layout, timing.width] = timing
 
     def add(self, timing: Timing) -> None:
-        """To the file too, at once, if there is one."""
+        """In the place of an earlier one; to the file too, at once, if there is one."""
         self.known.setdefault(timing.operator, {})[timing.layout, timing.width] = timing
+        line: dict[str, Any] = {"operator": timing.operator, "layout": timing.layout, "seconds": timing.seconds}
+        line |= {"times": list(timing.times)} | ({"width": timing.width} if timing.width else {})
+        self._append(line | ({"turns": True} if timing.turns else {}))
+
+    def judge(self, verdict: Verdict) -> None:
+        """Keep it, in the file too."""
+        self.verdicts[verdict.program] = verdict
+        self._append(vars(verdict))
+
+    def unjudged(self) -> Timings:
+        """The same times without verdicts, of no file."""
+        return Timings(self.of, known=self.known)
+
+    def _append(self, line: Mapping[str, Any]) -> None:
         if not self.path:
             return
-        line = {"operator": timing.operator, "layout": timing.layout, "seconds": timing.seconds}
-        line |= {"times": list(timing.times)} | ({"width": timing.width} if timing.width else {})
         self.path.parent.mkdir(parents=True, exist_ok=True)
         file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         head = "" if os.fstat(file).st_size else json.dumps(dict(self.of)) + "\n"
@@ -96,7 +145,8 @@ class Timings:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("ab") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
-            self.known = opened(self.of, self.path, new=True).known
+            now = opened(self.of, self.path, new=True)
+            self.known, self.verdicts = now.known, now.verdicts
             yield
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 import time
@@ -15,8 +16,9 @@ from nntile_py import _core
 from nntile_py.analysis.operators import Analysis, Peaks, Row, alone, looks
 from nntile_py.config.run import RunConfig, runtime_options
 from nntile_py.config.spec import step_spec
-from nntile_py.execution.program import Store, programs
+from nntile_py.execution.program import Program, Store, programs
 from nntile_py.execution.runtime import Runtime
+from nntile_py.graph.graph import Graph
 from nntile_py.models.init import fill
 from nntile_py.profiling.analysis import Peak
 from nntile_py.profiling.collect import known_peak
@@ -28,6 +30,7 @@ from nntile_py.tiles.dtypes import DTYPES
 SLOTS = {"lr": 1e-3, "beta1_correction": 0.1, "beta2_correction": 0.05}  # others: 1
 SHORTEST = 2e-3  # seconds of a measurement: as many runs are in flight together
 MOST = 200  # of them
+COPIES = 64  # of an operator's tiles, at most
 
 
 def measure(made: Analysis, config: RunConfig, repeats: int = 7) -> Analysis:
@@ -79,23 +82,46 @@ def clocked(run: Callable[[int], None], repeats: int, runs: int = 1) -> list[flo
     return found
 
 
-def runner(op: Op, cuts: Tiling, config: RunConfig) -> Callable[[int], None]:
-    """What runs the operator's tasks so many times, its tiles in memory beforehand."""
+def runner(op: Op, cuts: Tiling, config: RunConfig, room: int = 0) -> Callable[[int], None]:
+    """What runs the operator's tasks so many times, its tiles in memory beforehand.
+
+    room: bytes that its tiles are to take at least. Where they take less there are copies of them, and each run takes
+    the next one: then what they hold comes from memory, not from a cache of less than these bytes."""
     owners = list(dict.fromkeys(t.storage for t in [*op.inputs, *op.outputs]))
     before = [(t.name, t.kind) for t in owners]
     for number, tensor in enumerate(owners):  # all of it lives from run to run, under names that do not clash
         tensor.name, tensor.kind = f"tensor{number}", "input"
     try:
         low = alone(op, cuts, config.accumulate)
-        store = Store()
-        write_random(low, store, owners)
-        (program,) = programs([low.tasks], store, config.precision == "tf32")
+        own = sum(tensor.words * DTYPES[tensor.dtype].bytes for tensor in owners)
+        values, made = _random(owners), []
+        for _ in range(min(max(math.ceil(room / own), 1), COPIES)):
+            store = Store()
+            _write(low, store, owners, values)
+            made += programs([low.tasks], store, config.precision == "tf32")
     finally:
         for tensor, (name, kind) in zip(owners, before, strict=True):
             tensor.name, tensor.kind = name, kind
+    run = _each(made)
+    if len(made) > 1:
+        run(len(made))  # each one's first run takes longer
+    return run
+
+
+def small_program(made: tuple[Graph, Lowering], config: RunConfig) -> Callable[[int], None]:
+    """The task list of a small graph, on random values."""
+    graph, low = made
+    store = Store()
+    write_random(low, store, [t for t in graph.tensors.values() if t.kind in ("input", "param")])
+    return _each(programs([low.tasks], store, config.precision == "tf32"))
+
+
+def _each(made: Sequence[Program]) -> Callable[[int], None]:
+    """What runs so many programs, each in its turn."""
+    turns = itertools.cycle(made)
 
     def run(count: int) -> None:
-        for _ in range(count):
+        for program in itertools.islice(turns, count):
             program.run({slot: SLOTS.get(slot, 1.0) for slot in program.slots})
         Runtime.wait()
 
@@ -103,13 +129,23 @@ def runner(op: Op, cuts: Tiling, config: RunConfig) -> Callable[[int], None]:
 
 
 def write_random(low: Lowering, store: Store, tensors: Sequence[Tensor]) -> None:
-    """Numbers from 0.1 to 1; zeros where they are whole."""
+    """Numbers from 0.1 to 1; zeros where they are whole; weights from -1 to 1 over the root of their longest axis, as a
+    model's are in size: from larger ones softmax gets numbers whose exponentials are slow."""
+    _write(low, store, tensors, _random(tensors))
+
+
+def _random(tensors: Sequence[Tensor]) -> list[np.ndarray[Any, Any]]:
     values = [np.empty(tensor.shape, DTYPES[tensor.dtype].numpy) for tensor in tensors]
 
     def draw(rng: np.random.Generator, block: np.ndarray[Any, Any], number: int) -> None:
-        block[:] = 0.1 + 0.9 * rng.random(block.size, np.float32)
+        drawn, tensor = rng.random(block.size, np.float32), tensors[number]
+        block[:] = (2 * drawn - 1) / math.sqrt(max(tensor.shape)) if tensor.kind == "param" else 0.1 + 0.9 * drawn
 
     fill(values, 0, draw)
+    return values
+
+
+def _write(low: Lowering, store: Store, tensors: Sequence[Tensor], values: Sequence[np.ndarray[Any, Any]]) -> None:
     for tensor, value in zip(tensors, values, strict=True):
         store.write(low, tensor, value)
 

@@ -6,25 +6,20 @@ import csv
 import io
 import json
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
-from nntile_py.analysis.layouts import STACKED, Found, graph_of, shown, told, violins
+from nntile_py.analysis.layouts import STACKED, Found, shown, told, violins
 from nntile_py.analysis.workloads import preset
 from nntile_py.config.run import runtime_options
-from nntile_py.config.spec import step_spec
 from nntile_py.config.spec import timings as opened
 from nntile_py.execution.runtime import Runtime
-from nntile_py.graph.arrange import arrange
-from nntile_py.graph.lowering import lower
 from nntile_py.graph.timings import Timings
-from nntile_py.profiling.alone import clocked
-from nntile_py.profiling.layouts import tune
+from nntile_py.profiling.layouts import compare, tune
 from nntile_py.schema import Count, Section
-from nntile_py.sweep.point import small_program
 from nntile_py.system.pictures import files_of
 
 if TYPE_CHECKING:
@@ -49,14 +44,15 @@ def run(part: LaidOut, folder: Path, console: Console) -> tuple[str, dict[str, b
     config = part.config()
     timings = opened(config, folder / "timings.jsonl", new=True)
     with console.status("") as status:
-        _, others = tune(
+        tuned = tune(
             config, part.work, timings, part.repeats, lambda k, n: status.update(f"{k} of {n} operators in layouts")
         )
     found = shown(config, part.work, timings)
     best = min(found, key=lambda of: of.seconds)
     lines = [*map(told, found), _worst(best), *_steps(config, part, timings, found)]
-    if others:
-        lines.append(f"Other processes kept {others:.1f} cores busy as operators were measured: times are too long.")
+    if tuned.others:
+        told_others = f"Other processes kept {tuned.others:.1f} cores busy as operators were measured"
+        lines.append(f"{told_others}: times are too long.")
     return _csv(found), files_of(violins(best, timings)), lines
 
 
@@ -85,25 +81,15 @@ def _csv(found: Sequence[Found]) -> str:
 
 def _steps(config: RunConfig, part: LaidOut, timings: Timings, found: Sequence[Found]) -> list[str]:
     """Forward and backward as they run, in the default layouts and in those that were chosen, in turns."""
-    cuts, lines = step_spec(config).cuts, []
+    lines = []
     with Runtime(**runtime_options(config.runtime.model_dump())):
-        steps: dict[str, Callable[[int], None]] = {}
         for of in found:
-            for searched in (False, True):
-                graph = graph_of(config, part.work, of.stacked)
-                if searched:
-                    arrange(graph, timings, cuts, config.accumulate)
-                low = lower(graph, cuts, config.accumulate)
-                name = f"{STACKED[of.stacked]}, {'searched' if searched else 'default'}"
-                steps[name] = small_program((graph, low), config)
-                steps[name](1)
-        times: dict[str, list[float]] = {name: [] for name in steps}
-        for _ in range(max(part.repeats, 5)):
-            for name, step in steps.items():
-                times[name] += clocked(step, 1)
-        for name, of_step in times.items():
-            ms = sorted(1e3 * t for t in of_step)
-            lines.append(f"A step of {part.work}, {name} layouts: median {statistics.median(ms):.3f} ms "
-                         f"({ms[0]:.3f} to {ms[-1]:.3f}, {len(ms)} runs in turns).")  # fmt: skip
-        steps.clear()
+            verdict = of.verdict or compare(config, part.work, timings, of.stacked, of.program)
+            if of.program and not of.verdict:
+                timings.judge(verdict)
+            for layouts in ("default", "searched"):
+                ms = sorted(1e3 * t for t in getattr(verdict, layouts))
+                lines.append(f"A step of {part.work}, {STACKED[of.stacked]}, {layouts} layouts: median "
+                             f"{statistics.median(ms):.3f} ms ({ms[0]:.3f} to {ms[-1]:.3f}, {len(ms)} runs in turns"
+                             f"{', slower beyond noise' * (layouts == 'searched' and verdict.slower)}).")  # fmt: skip
     return lines

@@ -23,15 +23,13 @@ from nntile_py.config.spec import build_model, step_spec, tiling
 from nntile_py.errors import NNTileError
 from nntile_py.execution import memory
 from nntile_py.execution.mpi import ranks
-from nntile_py.execution.program import Store, programs
 from nntile_py.execution.runtime import Runtime
 from nntile_py.graph.fusion import Fusion
-from nntile_py.graph.graph import Graph
-from nntile_py.profiling.alone import SLOTS, clocked, runner, write_random
+from nntile_py.profiling.alone import clocked, runner, small_program
 from nntile_py.sweep.spec import METRICS, Measure
 from nntile_py.system import ranks as system
 from nntile_py.system.load import Load, among
-from nntile_py.tasks.op import CATEGORIES, Lowering
+from nntile_py.tasks.op import CATEGORIES
 from nntile_py.training.together import ranks_of_run
 
 
@@ -164,21 +162,6 @@ def _forward(config: RunConfig, how: Measure) -> tuple[Built, Callable[[int], An
     spec = spec_of(config, how.work) if how.work == "attention" else step_spec(config, build_model(config))
     made, run = forward_passes(spec, inputs_of(config, how.work, how.alpha, spec), how.captured)
     return of_evaluation(made), run
-
-
-def small_program(made: tuple[Graph, Lowering], config: RunConfig) -> Callable[[int], None]:
-    """The task list of a small graph, on random values."""
-    graph, low = made
-    store = Store()
-    write_random(low, store, [t for t in graph.tensors.values() if t.kind in ("input", "param")])
-    (program,) = programs([low.tasks], store, config.precision == "tf32")
-
-    def run(count: int) -> None:
-        for _ in range(count):
-            program.run({slot: SLOTS.get(slot, 1.0) for slot in program.slots})
-        Runtime.wait()
-
-    return run
 
 
 def _operators(config: RunConfig, how: Measure) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import platform
 import shutil
 import subprocess
 from collections import Counter
+from contextlib import suppress
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,19 @@ def processor() -> str:
     if info.exists():
         model = next((x.split(":")[1].strip() for x in info.read_text().splitlines() if "model name" in x), model)
     return model
+
+
+def cache_bytes(cuda: bool) -> int:
+    """Of a device's largest cache: GPUs' second level, or the processor's last; 32 MiB where that is unknown."""
+    if cuda:
+        import torch
+
+        return int(torch.cuda.get_device_properties(0).L2_cache_size)
+    found = []
+    for file in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
+        with suppress(OSError, ValueError):
+            found.append(int(file.read_text().strip().removesuffix("K")) << 10)
+    return max(found, default=32 << 20)
 
 
 def machine() -> dict[str, Any]:

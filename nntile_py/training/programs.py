@@ -43,7 +43,8 @@ class Programs:
         self._optional: dict[str, float] = {}  # inputs that a step may have, and what is as good as none
         self._optional_inputs: dict[str, Input | None] = {}
         built = self.of(spec.given).built  # as are those with other inputs, for all that lasts
-        self.spec = replace(spec, kept=built.kept if spec.timings else None)
+        searched = spec.timings if not built.refused else None
+        self.spec = replace(spec, timings=searched, kept=built.kept if searched else None)
 
     def of(self, given: frozenset[str]) -> StepPrograms:
         """The programs of steps that have these optional inputs."""

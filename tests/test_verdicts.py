@@ -1,0 +1,226 @@
+"""What keeps searched layouts from being slower: times out of cache, in turns with the default, and whole steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_layouts import MODELS, OF, TINY, Drawn, chain, measured, tensor
+
+import nntile_py as nt
+from nntile_py import errors
+from nntile_py.analysis import layouts as parts
+from nntile_py.analysis.workloads import preset
+from nntile_py.errors import ConfigError
+from nntile_py.graph.arrange import arrange, search
+from nntile_py.graph.layouts import layout_of
+from nntile_py.graph.step import StepSpec
+from nntile_py.graph.timings import Timing, Timings, Verdict, opened
+from nntile_py.profiling import alone
+from nntile_py.profiling import layouts as profiled
+from nntile_py.tasks.contract import Contract
+from nntile_py.tiles import Tiling
+
+
+@pytest.mark.parametrize(
+    ("default", "searched", "slower"),
+    [
+        ([10, 10.1, 9.9, 10, 10.2], [10.5, 10.6, 10.4, 10.5, 10.7], True),
+        ([10, 20, 30, 40, 50], [10.5, 20.6, 30.4, 40.5, 50.7], True),  # the machine slows down for both
+        ([10, 10.1, 9.9, 10, 10.2], [9.5, 9.6, 9.4, 9.5, 9.7], False),
+        ([10, 12, 9, 14, 10], [12, 10, 14, 9, 11], False),  # as much above as below
+        ([10, 10, 10, 10, 10], [10, 10, 10, 10, 10], False),
+        ([37.5, 36.4, 40.8, 37, 38], [42.1, 36.9, 43.9, 42, 43], True),
+    ],
+)
+def test_slower_beyond_noise(default: list[float], searched: list[float], slower: bool) -> None:
+    verdict = Verdict("", tuple(default), tuple(searched))
+    assert verdict.slower == slower
+    assert ("searched is slower" in str(verdict)) == slower and f"{len(default)} steps in turns" in str(verdict)
+
+
+def turned(operator: str, layout: str) -> float:
+    """The second product of the chain is faster if what it reads is turned, and nothing costs more by it."""
+    return 1.0 if layout.endswith("M N") or "Contract" not in operator else 0.5
+
+
+SLOWER, FASTER = ((1.0,) * 5, (2.0,) * 5), ((2.0,) * 5, (1.0,) * 5)
+
+
+def test_a_verdict_decides(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Of this program alone: cut otherwise it is another one."""
+    said: list[str] = []
+    monkeypatch.setattr("nntile_py.graph.arrange.say_once", said.append)
+    g = chain()
+    timings = measured(g, turned)
+    timings.path = tmp_path / "timings.jsonl"
+    before = [(op, layout_of(op)) for op in g.ops]
+    program = search(g, timings, Tiling()).program
+    assert program
+    timings.judge(Verdict(program, *SLOWER))
+    chosen = arrange(g, opened_as(timings), Tiling())
+    assert chosen.refused and [(op, layout_of(op)) for op in g.ops] == before
+    assert len(said) == 1 and said[0].startswith("layout: searched takes the default layouts here: default 1000.000 ms")
+    timings.judge(Verdict(program, *FASTER))
+    assert not arrange(g, opened_as(timings), Tiling()).refused and [layout_of(op) for op in g.ops] != before
+    assert len(said) == 1
+    cut, timings = Tiling({"ffn": 4}), Timings(OF, verdicts={program: Verdict(program, *SLOWER)})
+    for operator, layout in search(chain(), timings, cut).missing:
+        timings.add(Timing(operator, layout, turned(operator, layout)))
+    other = arrange(chain(), timings, cut)
+    assert other.program not in (None, program) and not other.refused and len(said) == 1
+
+
+def opened_as(timings: Timings) -> Timings:
+    """With the verdicts that are in its file."""
+    assert timings.path
+    return Timings(timings.of, timings.path, timings.known, opened(OF, timings.path).verdicts)
+
+
+def test_no_verdict_yet(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The search is used, and a hint is given; none where the default is chosen anyway."""
+    said: list[str] = []
+    monkeypatch.setattr("nntile_py.graph.arrange.say_once", said.append)
+    g = chain()
+    timings = measured(g, turned)
+    timings.path = tmp_path / "none.jsonl"
+    before = [layout_of(op) for op in g.ops]
+    assert not arrange(g, timings, Tiling()).refused and [layout_of(op) for op in g.ops] != before
+    (told,) = said
+    assert "not yet compared" in told and "nntile layouts tune" in told
+    same = measured(chain(), lambda operator, layout: 1.0)
+    same.path = timings.path
+    assert arrange(chain(), same, Tiling()).program is None and len(said) == 1
+
+
+def test_a_text_is_said_once() -> None:
+    with pytest.warns(UserWarning, match="said by a test") as caught:
+        for _ in range(2):
+            errors.say_once("said by a test")
+    assert len(caught) == 1
+
+
+def test_verdicts_in_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "timings.jsonl"
+    timings = opened(OF, path, new=True)
+    timings.add(Timing("a", "M N", 2.0, (2.0,)))
+    timings.judge(Verdict("abc", *SLOWER))
+    timings.judge(Verdict("abc", *FASTER))  # the last one counts
+    timings.add(Timing("a", "M N", 3.0, (3.0,), turns=True))
+    again = opened(OF, path)
+    assert again.verdicts == timings.verdicts == {"abc": Verdict("abc", *FASTER)} and again.known == timings.known
+    assert again.known["a"]["M N", None].turns
+    with path.open("a") as file:
+        file.write('{"program": "abc", "default": [1.0], "searched": []}\n')
+    with pytest.raises(ConfigError, match="line 6: no timing"):
+        opened(OF, path)
+
+
+def test_programs_of_other_inputs_follow(monkeypatch: pytest.MonkeyPatch, runtime: nt.Runtime) -> None:
+    """Where the step's searched layouts are refused, a trainer's other programs have the default ones, too."""
+    monkeypatch.setattr("nntile_py.graph.arrange.say_once", lambda text: None)
+    timings = Drawn(OF, seed=3)
+    spec = StepSpec(MODELS["encoder"](), 4, 16, timings=timings)
+    graph = replace(spec, timings=None).graphs().graph
+    program = search(graph, timings, spec.cuts).program
+    assert program
+    default = [op.title for op in graph.ops]
+    for pair, refused in (FASTER, False), (SLOWER, True):
+        timings.verdicts = {program: Verdict(program, *pair)}
+        trainer = nt.Trainer.of_spec(spec)
+        assert (trainer.spec.timings is None) == refused == (trainer.spec.kept is None)
+        assert ([op.title for op in trainer.built.graph.ops] == default) == refused
+        trainer.close()
+
+
+# -- how they are taken, by a clock of the test's own
+
+
+class _Clock:
+    """Each run takes what is told for it, more by `drift` with each one."""
+
+    def __init__(self, seconds: dict[str, float], drift: float = 0.0) -> None:
+        self.seconds, self.drift, self.runs = seconds, drift, list[str]()
+
+    def step(self, name: str) -> Callable[[int], None]:
+        def run(count: int) -> None:
+            self.runs.append(name)
+
+        return run
+
+    def clocked(self, run: Callable[[int], None], repeats: int, runs: int = 1) -> list[float]:
+        run(runs)
+        return [self.seconds[self.runs[-1]] + self.drift * len(self.runs)]
+
+
+@pytest.mark.parametrize(("searched", "slower"), [(1.2, True), (0.9, False)])
+def test_whole_steps_in_turns(monkeypatch: pytest.MonkeyPatch, searched: float, slower: bool) -> None:
+    """On a machine that slows down all the while; each is as often the first of a turn."""
+    clock = _Clock({"default": 1.0, "searched": searched}, drift=0.01)
+    monkeypatch.setattr(profiled, "clocked", clock.clocked)
+    monkeypatch.setattr(profiled, "_small", lambda c, w, timings, s: clock.step("searched" if timings else "default"))
+    config = preset("mha", TINY)
+    graph = parts.graph_of(config, "mha", True)
+    verdict = profiled.compare(config, "mha", measured(graph, turned), True, "abc")
+    assert verdict.program == "abc" and len(verdict.default) == len(verdict.searched) >= 5 and verdict.slower == slower
+    timed = clock.runs[4:]
+    firsts = timed[::2]
+    assert {*zip(firsts, timed[1::2], strict=True)} == {("default", "searched"), ("searched", "default")}
+    assert abs(firsts.count("default") - firsts.count("searched")) <= 1
+
+
+def test_a_lucky_layout_is_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was the best by chance: in turns with the default one it is slower, and not chosen any more; a layout that is
+    in fact better stays. A second look measures nothing."""
+    config, g = preset("encoder", TINY), chain()
+    for truth, stays in (2.0, False), (0.4, True):
+        timings, asked = measured(g, turned), list[str]()
+
+        def times(self: Any, ops: Sequence[Any], truth: float = truth, asked: list[str] = asked) -> list[list[float]]:
+            asked += [op.title for op in ops]
+            plain, _ = ops
+            return [[1.0], [1.0 if plain.kind != "Contract" else truth]]
+
+        monkeypatch.setattr(profiled._Clock, "times", times)
+        clock = profiled._Clock(config, 1)
+        assert search(g, timings, Tiling()).program
+        clock.again([g], timings)
+        assert (search(g, timings, Tiling()).program is not None) == stays and asked
+        count = len(asked)
+        clock.again([g], timings)
+        assert len(asked) == count
+
+
+@pytest.mark.parametrize(("room", "copies"), [(0, 1), (1, 1), (2000, 5), (10**9, alone.COPIES)])
+def test_tiles_out_of_cache(monkeypatch: pytest.MonkeyPatch, runtime: nt.Runtime, room: int, copies: int) -> None:
+    """Each run takes the next copy of the tiles, so many that they take the room: 464 bytes each here."""
+    ran: list[int] = []
+    made = alone.programs
+
+    def programs(*args: Any) -> list[Any]:
+        (program,) = made(*args)
+        number, run = len(numbers), program.run
+        numbers.append(number)
+        program.run = lambda slots=None: (ran.append(number), run(slots))
+        return [program]
+
+    numbers: list[int] = []
+    monkeypatch.setattr(alone, "programs", programs)
+    op = Contract(tensor("seq embed"), tensor("embed ffn"), tensor("seq ffn"))
+    op.fit(Tiling())
+    run = alone.runner(op, Tiling(), preset("encoder", TINY), room)
+    assert len(numbers) == copies and sum(t.numel for t in (op.a, op.b, op.output)) * 4 == 464
+    ran.clear()
+    run(2 * copies)
+    assert ran == [*numbers, *numbers]
+
+
+def test_weights_of_small_graphs_are_of_a_models_size() -> None:
+    """Products of what is drawn stay where an exponential is fast; inputs are above zero, as roots and divisors are."""
+    weight, x = tensor("embed ffn", "param", embed=64, ffn=256), tensor("seq embed", "input", seq=32, embed=64)
+    drawn, inputs = alone._random([weight, x])
+    assert abs(drawn).max() <= 1 / 16 and drawn.min() < -0.05 and drawn.max() > 0.05
+    assert inputs.min() >= 0.1 and inputs.max() <= 1 and abs(inputs @ drawn).max() < 5
