@@ -316,6 +316,37 @@ def test_a_thousand_gpus_in_a_minute() -> None:
     assert time.perf_counter() - start < 60
 
 
+@pytest.mark.parametrize("batch", [1, 2, 5, 7])
+def test_any_batch_on_ranks(batch: int) -> None:
+    """What mpirun trains on ranks is played: all tasks of the one program, on whichever ranks they are."""
+    sets = ["train.seq=16", f"train.batch={batch}", "tiles.batch=1", "runtime.cpus=1"]
+    config = load(TINY, sets)
+    on, one = machines(config, 3), machines(config, 1)
+    assert on and one
+    made, alone = plan_nodes(config, on), plan_nodes(config, one)
+    assert made.tokens == alone.tokens == 16 * batch
+    assert made.step_seconds < alone.step_seconds if batch > 2 else made.step_seconds > 0
+    rows = -(-batch // 3)
+    assert made.own_seconds == pytest.approx(plan_nodes(load(TINY, [*sets, f"train.batch={rows}"]), one).step_seconds)
+
+
+def test_weights_that_are_borrowed_are_played() -> None:
+    sets = ["train.seq=16", "train.batch=8", "tiles.batch=1", "runtime.cpus=1"]
+    config, borrows = load(TINY, sets), load(TINY, [*sets, "runtime.shard_weights=true"])
+    on = machines(config, 4)
+    assert on == machines(borrows, 4) and on
+    assert plan_nodes(borrows, on).peak_bytes < plan_nodes(config, on).peak_bytes
+
+
+def test_an_uneven_batch_on_gpus_takes_the_time_of_the_largest_part() -> None:
+    uneven, even = of_gpus("train.batch=31"), of_gpus("train.batch=33")
+    on = machines(uneven, 3, 1)
+    assert on
+    made, full = plan_nodes(uneven, on), plan_nodes(even, on)
+    assert made.step_seconds == full.step_seconds
+    assert (made.tokens, full.tokens) == (31 * 128, 33 * 128)
+
+
 # -- what is refused, and how it is called
 
 
@@ -328,8 +359,8 @@ def test_a_thousand_gpus_in_a_minute() -> None:
         (["--nodes", "2", "--gpus-per-node", "0"], [], "--gpus-per-node: got 0; allowed: an integer from 1"),
         (["--nodes", "2", "--gpus-per-node", "4", "--gpus-per-nic", "5"], [], "--gpus-per-nic: got 5; allowed: an int"),
         (["--gpus-per-node", "8"], [], "--gpus-per-node: got 8; allowed: only with --nodes"),
+        (["--nodes", "2"], ["runtime.shard_weights=true"], "runtime.shard_weights: got true; allowed with --nodes and"),
         (["--strong"], [], "--strong: allowed: only with --nodes"),
-        (["--nodes", "3"], [], "train.batch: got 32; allowed: with 3 nodes a multiple of 3"),
         (["--nodes", "2", "--gpus-per-node", "2"], ["runtime.placement=scheduler"], "runtime.placement, runtime.cpus:"),
         (["--nodes", "2", "--gpus-per-node", "2"], ["runtime.cuda=0", "runtime.cpus=1", "precision=fp32"],
          "--gpus-per-node: got 2; allowed: none where runtime.cuda is 0"),
