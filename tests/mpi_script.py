@@ -132,13 +132,16 @@ def grown(trainer: nt.Trainer, out: str) -> dict[str, Any]:
     return {"kib": found}
 
 
-def main(what: str, out: str, window: str = "", shard: str = "") -> None:
+def main(what: str, out: str, window: str = "", shard: str = "", placement: str = "") -> None:
     rank = int(os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK", "0")))
     model = MODELS["gpt2"]
     if what in ("stopped", "late") and rank == 1:
         os.kill(os.getpid(), signal.SIGSTOP if what == "stopped" else signal.SIGCONT)
         time.sleep(600)
-    with nt.Runtime(cpus=1, mpi=True, window=int(window) if window else None, shard_weights=bool(shard)):
+    options: dict[str, Any] = {"window": int(window) if window else None, "shard_weights": bool(shard)}
+    if placement:  # of each rank's part on its workers, as on several GPUs
+        options |= {"placement": placement, "cpus": 2}
+    with nt.Runtime(**{"cpus": 1} | options, mpi=True):
         if what == "train":
             found = {" ".join(case[:3]): trained(*case) for case in CASES}
             with open(f"{out}.{rank}", "w") as file:

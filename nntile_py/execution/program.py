@@ -13,6 +13,7 @@ import numpy as np
 from nntile_py import _core
 from nntile_py.errors import ConfigError, TaskError
 from nntile_py.execution import memory
+from nntile_py.execution.mpi import Ranks
 from nntile_py.execution.python_task import bound
 from nntile_py.execution.runtime import Runtime
 from nntile_py.tasks import launch
@@ -38,8 +39,9 @@ class Store:
         self._replicas = (
             Replicas(self.ranks.size, self.ranks.tags, runtime.shard_weights) if runtime and self.ranks else None
         )
-        # Where tiles lie between programs, if those say which worker, or which rank, runs what.
-        self.residency: Residency | None = {} if self.ranks or (runtime and runtime.placement == "planned") else None
+        # Where tiles lie between programs: on which ranks, on which workers.
+        self.on_ranks: Residency = {}
+        self.residency: Residency = {}
         self._grids: WeakKeyDictionary[Lowering, dict[Tensor, tuple[list[Placed], list[Tile]]]] = WeakKeyDictionary()
 
     def handle(self, tile: Tile) -> _core.Tile:
@@ -250,13 +252,13 @@ def programs(lists: Sequence[TaskList], store: Store, tf32: bool = False, checke
     checked: what tasks write is looked at, see _core.take_not_finite."""
     gpus, runtime = _core.cuda_workers(), Runtime.current
     assert runtime is not None
-    if store.ranks:
-        speed = device_model.rank(store.ranks.cores)
-        shares = store.share([place(tasks, store.ranks.size, speed, store.residency) for tasks in lists])
-        memory.check_lists([one.lists[store.ranks.rank] for one in shares], runtime)
-        return [Program(one.lists[store.ranks.rank], store, tf32, checked, one) for one in shares]
     speeds = [device_model.speed([tasks], gpus > 0) for tasks in lists]
-    if store.residency is not None:
+    shares: Sequence[Shared | None] = [None] * len(lists)
+    if store.ranks:
+        shares = _shared_out(lists, speeds, store, store.ranks, gpus)
+        lists = [one.lists[store.ranks.rank] for one in shares if one]
+        memory.check_lists(lists, runtime)
+    if runtime.placement == "planned":
         lists = [
             place(tasks, gpus or _core.cpu_workers(), speed, store.residency)
             for tasks, speed in zip(lists, speeds, strict=True)
@@ -270,11 +272,25 @@ def programs(lists: Sequence[TaskList], store: Store, tf32: bool = False, checke
         ]
         if room:
             _core.reserve_for_tiles()
-            if mark_evictions(lists, room) and not memory.has_room_for_evictions(lists, runtime):
+            if not store.ranks and mark_evictions(lists, room) and not memory.has_room_for_evictions(lists, runtime):
                 mark_evictions(lists, math.inf)
     for tasks in lists:
         memory.check_tasks(tasks, runtime)
-    return [Program(tasks, store, tf32, checked) for tasks in lists]
+    return [Program(tasks, store, tf32, checked, one) for tasks, one in zip(lists, shares, strict=True)]
+
+
+def _shared_out(
+    lists: Sequence[TaskList], speeds: Sequence[device_model.Speed], store: Store, ranks: Ranks, gpus: int
+) -> Sequence[Shared]:
+    """Lists that all ranks have, by rank; which worker of it runs a task is open."""
+    found = store.share([
+        place(tasks, ranks.size, device_model.rank_of_gpus(speed, gpus) if gpus else device_model.rank(ranks.cores),
+              store.on_ranks)
+        for tasks, speed in zip(lists, speeds, strict=True)
+    ])  # fmt: skip
+    for task in (task for one in found for task in one.lists[ranks.rank].tasks):
+        task.worker = -1
+    return found
 
 
 def _message(one: Message) -> dict[str, Any]:
@@ -360,7 +376,7 @@ class Program:
             footprint=zlib.crc32(repr((shapes, [(p.kernel, p.ints) for run in runs for p in run])).encode()),
             priority=task.priority,
             flop=task.flop,
-            worker=-1 if self._shared else task.worker,
+            worker=task.worker,
             leaves=[places[tile] for tile in task.evicts],
         )
 
