@@ -22,7 +22,6 @@ import yaml
 from traces import check_format
 
 import nntile_py
-from nntile_py.system.load import cores
 
 SCRIPT = Path(__file__).with_name("mpi_script.py")
 BUILT = json.loads((Path(nntile_py.__file__).parent / "_build_info.json").read_text()).get("mpi")
@@ -93,18 +92,6 @@ def test_ranks_train_what_one_process_does(trained: dict[int, list[dict[str, Any
             else:
                 np.testing.assert_allclose(found["losses"], alone[case]["losses"], rtol=1e-6, err_msg=case)
                 np.testing.assert_allclose(found["logits"], alone[case]["logits"], rtol=2e-5, err_msg=case)
-
-
-@pytest.mark.skipif(cores() < 2, reason="one core")
-def test_ranks_with_a_plan_for_their_workers(trained: dict[int, list[dict[str, Any]]], tmp_path: Path) -> None:
-    status, _, errors = ended(start(2, SCRIPT, "train", tmp_path / "found", "", "shard", "planned"))
-    assert status == 0, errors
-    (alone,) = trained[1]
-    for rank in range(2):
-        for case, found in json.loads((tmp_path / f"found.{rank}").read_text()).items():
-            if "chain" in case:
-                assert all(found[key] == alone[case][key] for key in ("losses", "logits", "weights")), case
-            np.testing.assert_allclose(found["losses"], alone[case]["losses"], rtol=1e-6, err_msg=case)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])

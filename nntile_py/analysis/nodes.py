@@ -1,7 +1,7 @@
 """What a config would do on machines that nobody has at hand: `nntile plan --nodes`.
 
 Nodes with CPU workers run what mpirun runs: each its part of one program, that is made for all (tiles/ranks.py). Nodes
-with GPUs run the same program each, on its part of the batch (where it is uneven, on the largest): it is made once. Sums
+with GPUs run the same program each, on its part of the batch, on the largest where it is uneven: it is made once. Sums
 meet inside a node as on one machine, then between nodes (tiles/allreduce.py), while the backward pass goes on; the
 update is the same on all nodes, whose optimizer states are spread over the workers of a node. All of it is played task
 by task (simulate.py).

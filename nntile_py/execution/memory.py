@@ -114,7 +114,8 @@ def check_lists(lists: Sequence[TaskList], runtime: Runtime) -> None:
     peak = max(one.peak_bytes(kept) for one in lists)
     devices = runtime.cuda * (runtime.cuda_memory or 0)
     if peak > have + devices:
-        room = f"runtime.memory has room for {have / MIB:.0f}" + f" and the GPUs for {devices / MIB:.0f}" * (devices > 0)
+        room = f"runtime.memory has room for {have / MIB:.0f}"
+        room += f", its GPUs for {devices / MIB:.0f}" * (devices > 0)
         raise TaskError(
             f"out of memory: this rank's part of a step needs at least {peak / MIB:.0f} MiB, and {room};"
             f" {largest(tiles.values())}, or start more ranks"

@@ -54,6 +54,7 @@ class Ranks:
         atexit.register(self._end)
         self.cores = int(self.gathered(np.array([cores()])).min())
         self.gpus, self.sharers = 0, 1  # of each rank; how many ranks use the most used of this one's GPUs
+        self.library = str(self._mpi.Get_library_version()).strip("\0 \n").partition(",")[0]
         versions = {"nntile_py": VERSION, "StarPU": _core.starpu_version(), "MPI": self._mpi.Get_version()}
         self.same("the version", versions)
 

@@ -55,18 +55,24 @@ def shared_out(seen_by: Sequence[Sequence[str]], wanted: int) -> list[list[int]]
                 return True
         return False
 
-    failed = next((rank for rank in range(len(seen_by)) if not all(finds(rank, set()) for _ in range(wanted))), None)
-    if failed is None:
-        return [[k for k, card in enumerate(cards) if taken[card] == rank] for rank, cards in enumerate(seen_by)]
+    tried: set[str] = set()
+    for rank in (rank for rank in range(len(seen_by)) for _ in range(wanted)):
+        tried.clear()
+        if not finds(rank, tried):
+            break
+    else:
+        return [[k for k, card in enumerate(cards) if taken.get(card) == rank] for rank, cards in enumerate(seen_by)]
     if (least := min(map(len, seen_by))) < wanted:
         rank = [*map(len, seen_by)].index(least)
         raise ConfigError(f"runtime.cuda: got {wanted}, and rank {rank} sees {least} GPUs; allowed: as many as it sees")
     if os.environ.get(SHARE) != "1":
-        beside = [rank for rank, cards in enumerate(seen_by) if {*cards} & {*seen_by[failed]}]
-        cards = len({card for rank in beside for card in seen_by[rank]})
+        holders = {rank, *(taken[card] for card in tried)}
+        too_few = tried | {card for card, holder in taken.items() if holder in holders}
+        beside = [other for other, cards in enumerate(seen_by) if {*cards} <= too_few]
         raise ConfigError(
-            f"runtime.cuda: got {wanted} for each rank, and {len(beside)} ranks (rank {failed} is one) have {cards}"
-            f" GPU{'s' * (cards > 1)} together; allowed: fewer ranks a machine, or {SHARE}=1, with which ranks share GPUs"
+            f"runtime.cuda: got {wanted} for each rank, and {len(beside)} ranks (rank {rank} is one) have"
+            f" {len(too_few)} GPU{'s' * (len(too_few) > 1)}; allowed: fewer ranks a machine, or {SHARE}=1, with which"
+            " ranks share GPUs"
         )
     return _together(seen_by, wanted)
 
