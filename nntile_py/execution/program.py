@@ -254,6 +254,7 @@ def programs(lists: Sequence[TaskList], store: Store, tf32: bool = False, checke
     assert runtime is not None
     speeds = [device_model.speed([tasks], gpus > 0) for tasks in lists]
     shares: Sequence[Shared | None] = [None] * len(lists)
+    filled = [gpus > 0 and not _core.cpu_workers() and lives_on_cuda(tasks) for tasks in lists]  # the same on all ranks
     if store.ranks:
         shares = _shared_out(lists, speeds, store, store.ranks, gpus)
         lists = [one.lists[store.ranks.rank] for one in shares if one]
@@ -276,7 +277,7 @@ def programs(lists: Sequence[TaskList], store: Store, tf32: bool = False, checke
                 mark_evictions(lists, math.inf)
     for tasks in lists:
         memory.check_tasks(tasks, runtime)
-    return [Program(tasks, store, tf32, checked, one) for tasks, one in zip(lists, shares, strict=True)]
+    return [Program(*one, store, tf32, checked) for one in zip(lists, shares, filled, strict=True)]
 
 
 def _shared_out(
@@ -309,14 +310,14 @@ def _bodies(task: Task) -> list[list[Task]]:
 class Program:
     """A task list bound to handles: `run` submits all of it and returns. Made by `programs`.
 
-    shared: the list is this rank's part of it."""
+    shared: the list is this rank's part of it. filled: CUDA workers compute just what a step fills."""
 
     def __init__(
-        self, tasks: TaskList, store: Store, tf32: bool, checked: bool, shared: Shared | None = None
+        self, tasks: TaskList, shared: Shared | None, filled: bool, store: Store, tf32: bool, checked: bool
     ) -> None:
         capability = capability_of_devices()
         # CPU workers want what is filled without gaps, CUDA workers each row where it would be if all were.
-        whole = capability is not None and (_core.cpu_workers() > 0 or not lives_on_cuda(tasks))
+        whole = capability is not None and not filled
         self.list, self.tasks = tasks, len(tasks.tasks)
         self._store, self._shared = store, shared
         self.slots: list[str] = []
