@@ -18,7 +18,6 @@ from rich.markup import escape
 from rich.table import Column, Table
 
 from nntile_py.errors import ConfigError
-from nntile_py.system import cards
 from nntile_py.system import ranks as system
 from nntile_py.system.folders import build_info, cache_folder
 from nntile_py.system.load import cores
@@ -82,6 +81,7 @@ def _ranks() -> list[Check]:
     if system.started()[1] == 1:
         return []
     try:
+        from nntile_py.execution import cards
         from nntile_py.execution.mpi import ranks
 
         joined = ranks()

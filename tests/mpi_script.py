@@ -13,10 +13,10 @@ import numpy as np
 
 import nntile_py as nt
 from nntile_py.analysis.simulate import of_ranks, played
+from nntile_py.execution import cards
 from nntile_py.execution.mpi import Ranks
 from nntile_py.execution.runtime import Runtime, joined
 from nntile_py.models.base import Model
-from nntile_py.system import cards
 from nntile_py.tiles import TaskList, device_model
 from nntile_py.tiles.ranks import SEND, Message
 

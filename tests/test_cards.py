@@ -10,8 +10,8 @@ import sys
 import pytest
 
 from nntile_py.errors import ConfigError
-from nntile_py.system import cards
-from nntile_py.system.cards import SHARE, VISIBLE, shared_out
+from nntile_py.execution import cards
+from nntile_py.execution.cards import SHARE, VISIBLE, shared_out
 
 CASES = {  # what ranks see, what each wants, what they take
     "a machine of four": ("abcd abcd abcd abcd", 1, [[0], [1], [2], [3]]),
@@ -75,6 +75,6 @@ def test_too_late(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_asking_starts_nothing() -> None:
-    code = "from nntile_py.system import cards; cards.seen(); assert not cards.started()"
+    code = "from nntile_py.execution import cards; cards.seen(); assert not cards.started()"
     subprocess.run([sys.executable, "-c", code], check=True)
     assert all(len(card) == 32 for card in cards.seen())

@@ -24,7 +24,7 @@ import numpy as np
 
 from nntile_py import _core
 from nntile_py.errors import ConfigError
-from nntile_py.system import cards
+from nntile_py.execution import cards
 from nntile_py.system import ranks as system
 from nntile_py.system.load import cores
 from nntile_py.system.version import VERSION

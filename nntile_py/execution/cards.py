@@ -34,7 +34,7 @@ def started() -> bool:
         cuda = ctypes.CDLL("libcuda.so.1")
     except OSError:
         return False
-    return cuda.cuDeviceGetCount(ctypes.byref(ctypes.c_int())) == 0
+    return bool(cuda.cuDeviceGetCount(ctypes.byref(ctypes.c_int())) == 0)
 
 
 def shared_out(seen_by: Sequence[Sequence[str]], wanted: int) -> list[list[int]]:
