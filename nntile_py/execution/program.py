@@ -24,7 +24,7 @@ from nntile_py.tasks.scalar import native
 from nntile_py.tiles import Slot, TaskList, Tile, device_model
 from nntile_py.tiles.batching import GROUP_SECONDS, grouped
 from nntile_py.tiles.eviction import mark_evictions
-from nntile_py.tiles.placement import Residency, place
+from nntile_py.tiles.placement import Residency, Speed, place
 from nntile_py.tiles.ranks import SEND, Message, Replicas, Shared, described, listed
 from nntile_py.tiles.tasklist import MONOIDS, Task
 
@@ -281,7 +281,7 @@ def programs(lists: Sequence[TaskList], store: Store, tf32: bool = False, checke
 
 
 def _shared_out(
-    lists: Sequence[TaskList], speeds: Sequence[device_model.Speed], store: Store, ranks: Ranks, gpus: int
+    lists: Sequence[TaskList], speeds: Sequence[Speed], store: Store, ranks: Ranks, gpus: int
 ) -> Sequence[Shared]:
     """Lists that all ranks have, by rank; which worker of it runs a task is open."""
     found = store.share([
