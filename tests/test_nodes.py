@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 import nntile_py as nt
 from nntile_py import cli
-from nntile_py.analysis.nodes import machines, peaks, plan_nodes
+from nntile_py.analysis.nodes import NodesPlan, machines, peaks, plan_nodes
 from nntile_py.analysis.plan import plan
 from nntile_py.analysis.simulate import played
 from nntile_py.config.run import RunConfig, load
@@ -33,6 +33,7 @@ EXPERIMENTS = Path(__file__).parents[1] / "experiments"
 GPT2, TINY = EXPERIMENTS / "gpt2_124m.yaml", EXPERIMENTS / "gpt2_tiny.yaml"
 HAND = Speed(flop_s=1e12, bytes_s=1e15, link_s=1e9, latency=1e-3, overhead=0.5e-3)
 SLOW = Network(bytes_s=1e9, latency=2e-3, message=0.1e-3)
+ROWS = ["train.seq=16", "tiles.batch=1", "runtime.cpus=1"]
 SMALL = ["model.layers=2", "model.embed=256", "model.heads=4", "train.seq=128", "tokenizer.vocab_size=300"]
 
 
@@ -316,33 +317,27 @@ def test_a_thousand_gpus_in_a_minute() -> None:
     assert time.perf_counter() - start < 60
 
 
+def planned(config: RunConfig, nodes: int) -> NodesPlan:
+    return plan_nodes(config, machines(config, nodes, 1 if config.runtime.cuda else None) or pytest.fail("no nodes"))
+
+
 @pytest.mark.parametrize("batch", [1, 2, 5, 7])
 def test_any_batch_on_ranks(batch: int) -> None:
     """What mpirun trains on ranks is played: all tasks of the one program, on whichever ranks they are."""
-    sets = ["train.seq=16", f"train.batch={batch}", "tiles.batch=1", "runtime.cpus=1"]
-    config = load(TINY, sets)
-    on, one = machines(config, 3), machines(config, 1)
-    assert on and one
-    made, alone = plan_nodes(config, on), plan_nodes(config, one)
+    sets = [[*ROWS, f"train.batch={rows}"] for rows in (batch, -(-batch // 3))]
+    made, alone, fullest = (planned(load(TINY, sets[k]), nodes) for k, nodes in ((0, 3), (0, 1), (1, 1)))
     assert made.tokens == alone.tokens == 16 * batch
     assert made.step_seconds < alone.step_seconds if batch > 2 else made.step_seconds > 0
-    rows = -(-batch // 3)
-    assert made.own_seconds == pytest.approx(plan_nodes(load(TINY, [*sets, f"train.batch={rows}"]), one).step_seconds)
+    assert made.own_seconds == pytest.approx(fullest.step_seconds)
 
 
 def test_weights_that_are_borrowed_are_played() -> None:
-    sets = ["train.seq=16", "train.batch=8", "tiles.batch=1", "runtime.cpus=1"]
-    config, borrows = load(TINY, sets), load(TINY, [*sets, "runtime.shard_weights=true"])
-    on = machines(config, 4)
-    assert on == machines(borrows, 4) and on
-    assert plan_nodes(borrows, on).peak_bytes < plan_nodes(config, on).peak_bytes
+    kept, borrowed = (planned(load(TINY, [*ROWS, f"runtime.shard_weights={how}"]), 4) for how in ("false", "true"))
+    assert borrowed.peak_bytes < kept.peak_bytes
 
 
 def test_an_uneven_batch_on_gpus_takes_the_time_of_the_largest_part() -> None:
-    uneven, even = of_gpus("train.batch=31"), of_gpus("train.batch=33")
-    on = machines(uneven, 3, 1)
-    assert on
-    made, full = plan_nodes(uneven, on), plan_nodes(even, on)
+    made, full = (planned(of_gpus(f"train.batch={batch}"), 3) for batch in (31, 33))
     assert made.step_seconds == full.step_seconds
     assert (made.tokens, full.tokens) == (31 * 128, 33 * 128)
 

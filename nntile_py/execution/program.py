@@ -260,10 +260,8 @@ def programs(lists: Sequence[TaskList], store: Store, tf32: bool = False, checke
         lists = [one.lists[store.ranks.rank] for one in shares if one]
         memory.check_lists(lists, runtime)
     if runtime.placement == "planned":
-        lists = [
-            place(tasks, gpus or _core.cpu_workers(), speed, store.residency)
-            for tasks, speed in zip(lists, speeds, strict=True)
-        ]
+        count = [gpus or _core.cpu_workers()] * len(lists)
+        lists = [place(*one, store.residency) for one in zip(lists, count, speeds, strict=True)]
     if gpus:
         room = memory.room_to_plan(runtime, lists)
         most, alone = memory.group_bytes(runtime, room > 0), gpus == 1 and not _core.cpu_workers()
@@ -284,11 +282,9 @@ def _shared_out(
     lists: Sequence[TaskList], speeds: Sequence[Speed], store: Store, ranks: Ranks, gpus: int
 ) -> Sequence[Shared]:
     """Lists that all ranks have, by rank; which worker of it runs a task is open."""
-    found = store.share([
-        place(tasks, ranks.size, device_model.rank_of_gpus(speed, gpus) if gpus else device_model.rank(ranks.cores),
-              store.on_ranks)
-        for tasks, speed in zip(lists, speeds, strict=True)
-    ])  # fmt: skip
+    speeds = [device_model.rank_of_gpus(one, gpus) if gpus else device_model.rank(ranks.cores) for one in speeds]
+    count = [ranks.size] * len(lists)
+    found = store.share([place(*one, store.on_ranks) for one in zip(lists, count, speeds, strict=True)])
     for task in (task for one in found for task in one.lists[ranks.rank].tasks):
         task.worker = -1
     return found
