@@ -106,9 +106,11 @@ def vector_flags() -> list[str]:
 
 
 def mpi_flags(starpu: dict[str, str]) -> tuple[list[str], list[str]]:
-    """Flags of the compiler and of the linker for StarPU-MPI; none where it or MPI's compiler is missing."""
+    """Flags of the compiler and of the linker for StarPU-MPI; none where it, its MPI or MPI's compiler is missing."""
     library = Path(starpu["libdir"]) / f"lib{STARPU.replace('starpu', 'starpumpi')}.so"
     if not library.exists() or not shutil.which("mpicc"):
+        return [], []
+    if re.search(r"libmpi\S* => not found", ask("ldd", str(library))):
         return [], []
     flags = shlex.split(ask("mpicc", "-show"))[1:]
     headers = [flag for flag in flags if flag.startswith(("-I", "-D"))]

@@ -5,9 +5,11 @@ import importlib
 import importlib.metadata
 import importlib.util
 import os
+import platform
 import re
 import shutil
 import subprocess
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TypedDict
 
@@ -15,6 +17,8 @@ import torch
 from rich.markup import escape
 from rich.table import Column, Table
 
+from nntile_py.errors import ConfigError
+from nntile_py.system import ranks as system
 from nntile_py.system.folders import build_info, cache_folder
 from nntile_py.system.load import cores
 
@@ -33,7 +37,8 @@ def _check(name: str, ok: bool, value: str, hint: str = "") -> Check:
 
 
 def report() -> list[Check]:
-    return [_extension(), _extension_cuda(), _extension_mpi(), *_starpu(), *_torch(), *_machine(), *_optional()]
+    checks = [_extension(), _extension_cuda(), _extension_mpi(), *_starpu(), *_torch(), *_machine(), *_optional()]
+    return [*_ranks(), *checks]
 
 
 def render(checks: list[Check]) -> Table:
@@ -69,6 +74,44 @@ def _extension_mpi() -> Check:
     return _check("  MPI", there, "yes" if there else "compiled without", how)
 
 
+def _ranks() -> list[Check]:
+    """Of those that mpirun or srun has started: where each is, the cores that it may use, the GPU that it takes.
+
+    Called on all of them, before anything else asks for GPUs."""
+    if system.started()[1] == 1:
+        return []
+    try:
+        from nntile_py.execution import cards
+        from nntile_py.execution.mpi import ranks
+
+        joined = ranks()
+    except (ImportError, ConfigError) as error:
+        return [_check("ranks", False, str(error), "see the rows of MPI")]
+    hosts = joined.all_to_all((platform.node(), spans(os.sched_getaffinity(0)), cards.seen()))
+    seen_by, none = [seen for *_, seen in hosts], ""
+    taken: list[list[int]] = [[] for _ in hosts]
+    try:
+        taken = cards.shared_out(seen_by, 1) if any(seen_by) else taken
+    except ConfigError as error:
+        none = str(error)
+    checks = [_check("MPI of ranks", True, f"{joined.library}; GPUs' tiles go through main memory")]
+    for rank, ((host, where, seen), own) in enumerate(zip(hosts, taken, strict=True)):
+        gpu = f"GPU {own[0]} of {len(seen)} with runtime.cuda: 1" if own else "no GPU of its own" if seen else "no GPU"
+        checks.append(_check(f"  rank {rank}", not none, f"{host}, cores {where}, {gpu}", none))
+    return checks
+
+
+def spans(numbers: Iterable[int]) -> str:
+    """0-3,8"""
+    found: list[list[int]] = []
+    for number in sorted(numbers):
+        if found and number == found[-1][1] + 1:
+            found[-1][1] = number
+        else:
+            found.append([number, number])
+    return ",".join(f"{first}-{last}" if last > first else str(first) for first, last in found)
+
+
 def _config_header() -> Path | None:
     """The configuration of the StarPU that the extension is linked with, else of the one that would be."""
     info = build_info()
@@ -94,7 +137,7 @@ def _starpu() -> list[Check]:
     prefix = header.parents[3]
     libdir = Path(build_info().get("starpu_libdir", prefix / "lib"))
     lost = _unresolved(libdir / "libstarpu-1.4.so")
-    mpi = (libdir / "libstarpumpi-1.4.so").exists()  # a bundle leaves it out
+    mpi = (libdir / "libstarpumpi-1.4.so").exists()
     rebuild = "then scripts/build_starpu.sh --force && make setup"
 
     def has(name: str, macro: str, how: str) -> Check:

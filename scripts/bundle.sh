@@ -36,6 +36,12 @@ copy_starpu() {
     mkdir -p "$to/lib" "$to/bin"
     cp -r "$from/include" "$to/"
     cp -a "$from"/lib/libstarpu-1.4.so* "$to/lib/"
+    # For several machines. The MPI library itself is the machine's: one with this one's soname, as Open MPI's 4.1 and 5.
+    if [ -e "$from/lib/libstarpumpi-1.4.so" ]; then
+        cp -a "$from"/lib/libstarpumpi-1.4.so* "$to/lib/"
+    else
+        say "$from has no MPI, and the bundle is for one machine: apt-get install libopenmpi-dev"
+    fi
     for file in $(needs "$from"); do cp -L "$file" "$to/lib/"; done
     for file in "$from"/bin/*; do if head -c 4 "$file" | grep -q ELF; then cp "$file" "$to/bin/"; fi; done
     find "$to/lib" "$to/bin" -type f -exec strip --strip-unneeded {} +
@@ -65,6 +71,7 @@ for version in 3.11 3.12 3.13; do
         --platform manylinux2014_x86_64 --platform manylinux_2_17_x86_64 --platform manylinux_2_28_x86_64"
     $get pydantic typer pyyaml safetensors ninja 'setuptools>=77,<82'
     $get --no-deps tokenizers # its dependency serves downloads
+    $get mpi4py
 done
 tar -czf "$out.tar.gz" -C "$(dirname "$out")" "$(basename "$out")"
 say "$out.tar.gz, $(du -h "$out.tar.gz" | cut -f1); unpacked $(du -sh "$out" | cut -f1)"

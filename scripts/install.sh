@@ -21,7 +21,7 @@ export CXX=${compiler:?install: no g++}
 
 # One line each: where CUDA's libraries are (empty without a CUDA torch), then which wheels are wanted.
 { read -r cuda_libs; read -r missing; } < <("$python" - <<'PY'
-import glob, importlib.metadata as metadata, os, sys, sysconfig
+import glob, importlib.metadata as metadata, os, shutil, sys, sysconfig
 try:
     import torch
     from torch.utils.cpp_extension import CUDA_HOME
@@ -40,7 +40,8 @@ def lacks(name):
         return name == "setuptools" and int(version.split(".")[0]) < 77
     except metadata.PackageNotFoundError:
         return True
-print(*filter(lacks, ["pydantic", "typer", "pyyaml", "safetensors", "tokenizers", "ninja", "setuptools"]))
+mpi = ["mpi4py"] if shutil.which("mpicc") and shutil.which("mpirun") else []
+print(*filter(lacks, ["pydantic", "typer", "pyyaml", "safetensors", "tokenizers", "ninja", "setuptools", *mpi]))
 PY
 )
 
@@ -87,4 +88,9 @@ mkdir -p build
 NNTILE_STARPU_PREFIX=$PWD/../$starpu NNTILE_CUDNN_FRONTEND=$PWD/../cudnn-frontend/include NNTILE_WERROR=0 "$python" setup.py -q build_ext --inplace >build/ext.log 2>&1 ||
     { { grep -A 5 'error: ' build/ext.log || tail -n 20 build/ext.log; } | head -n 60 >&2; die "compilation failed; log: src/build/ext.log"; }
 "$python" -c 'import nntile_py._core' || die "the extension does not load"
+if compgen -G 'nntile_py/_mpi*.so' >/dev/null; then
+    "$python" -c 'import nntile_py._mpi' || die "the extension's part for MPI does not load"
+else
+    say "for one machine: there is no mpicc, or its MPI is not of the kind that StarPU was built for, Open MPI 4.1 or 5"
+fi
 say "done: . ./env.sh; nntile doctor"

@@ -13,8 +13,9 @@ import numpy as np
 
 import nntile_py as nt
 from nntile_py.analysis.simulate import of_ranks, played
+from nntile_py.execution import cards
 from nntile_py.execution.mpi import Ranks
-from nntile_py.execution.runtime import Runtime
+from nntile_py.execution.runtime import Runtime, joined
 from nntile_py.models.base import Model
 from nntile_py.tiles import TaskList, device_model
 from nntile_py.tiles.ranks import SEND, Message
@@ -132,13 +133,29 @@ def grown(trainer: nt.Trainer, out: str) -> dict[str, Any]:
     return {"kib": found}
 
 
-def main(what: str, out: str, window: str = "", shard: str = "") -> None:
+def took(count: int, of: int) -> str:
+    """The GPUs that this rank sees afterwards, and how many ranks share them, on a machine that has `of`."""
+    cards.seen = lambda: [str(k) for k in range(of)]
+    ranks = joined(True, None)
+    assert ranks
+    for _ in range(2):
+        ranks.take_gpus(count)
+    return f"{os.environ[cards.VISIBLE]} {ranks.sharers}"
+
+
+def main(what: str, out: str, window: str = "", shard: str = "", placement: str = "") -> None:
     rank = int(os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK", "0")))
     model = MODELS["gpt2"]
     if what in ("stopped", "late") and rank == 1:
         os.kill(os.getpid(), signal.SIGSTOP if what == "stopped" else signal.SIGCONT)
         time.sleep(600)
-    with nt.Runtime(cpus=1, mpi=True, window=int(window) if window else None, shard_weights=bool(shard)):
+    if what == "gpus":
+        Path(f"{out}.{rank}").write_text(took(int(window), int(shard)))
+        return
+    options: dict[str, Any] = {"window": int(window) if window else None, "shard_weights": bool(shard)}
+    if placement:  # of each rank's part on its workers, as on several GPUs
+        options |= {"placement": placement, "cpus": 2}
+    with nt.Runtime(**{"cpus": 1} | options, mpi=True):
         if what == "train":
             found = {" ".join(case[:3]): trained(*case) for case in CASES}
             with open(f"{out}.{rank}", "w") as file:

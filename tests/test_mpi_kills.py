@@ -68,7 +68,9 @@ def test_killed_ranks(tmp_path: Path) -> None:
             until_after(newest, run, process)
             time.sleep(moment.uniform(0, 0.4))
         if not kill(moment.randrange(ranks), tmp_path, process):
-            break  # it was through
+            status, _, errors = ended(process, END)
+            assert status == 0 and steps(run)[0] == STEPS, errors  # it was through
+            break
         at, (status, out, errors) = time.monotonic(), ended(process, END)
         longest, killed = max(longest, time.monotonic() - at), killed + 1
         assert status != 0, errors

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 import nntile_py as nt
 from nntile_py import cli
-from nntile_py.analysis.nodes import machines, peaks, plan_nodes
+from nntile_py.analysis.nodes import NodesPlan, machines, peaks, plan_nodes
 from nntile_py.analysis.plan import plan
 from nntile_py.analysis.simulate import played
 from nntile_py.config.run import RunConfig, load
@@ -33,6 +33,7 @@ EXPERIMENTS = Path(__file__).parents[1] / "experiments"
 GPT2, TINY = EXPERIMENTS / "gpt2_124m.yaml", EXPERIMENTS / "gpt2_tiny.yaml"
 HAND = Speed(flop_s=1e12, bytes_s=1e15, link_s=1e9, latency=1e-3, overhead=0.5e-3)
 SLOW = Network(bytes_s=1e9, latency=2e-3, message=0.1e-3)
+ROWS = ["train.seq=16", "tiles.batch=1", "runtime.cpus=1"]
 SMALL = ["model.layers=2", "model.embed=256", "model.heads=4", "train.seq=128", "tokenizer.vocab_size=300"]
 
 
@@ -316,6 +317,31 @@ def test_a_thousand_gpus_in_a_minute() -> None:
     assert time.perf_counter() - start < 60
 
 
+def planned(config: RunConfig, nodes: int) -> NodesPlan:
+    return plan_nodes(config, machines(config, nodes, 1 if config.runtime.cuda else None) or pytest.fail("no nodes"))
+
+
+@pytest.mark.parametrize("batch", [1, 2, 5, 7])
+def test_any_batch_on_ranks(batch: int) -> None:
+    """What mpirun trains on ranks is played: all tasks of the one program, on whichever ranks they are."""
+    sets = [[*ROWS, f"train.batch={rows}"] for rows in (batch, -(-batch // 3))]
+    made, alone, fullest = (planned(load(TINY, sets[k]), nodes) for k, nodes in ((0, 3), (0, 1), (1, 1)))
+    assert made.tokens == alone.tokens == 16 * batch
+    assert made.step_seconds < alone.step_seconds if batch > 2 else made.step_seconds > 0
+    assert made.own_seconds == pytest.approx(fullest.step_seconds)
+
+
+def test_weights_that_are_borrowed_are_played() -> None:
+    kept, borrowed = (planned(load(TINY, [*ROWS, f"runtime.shard_weights={how}"]), 4) for how in ("false", "true"))
+    assert borrowed.peak_bytes < kept.peak_bytes
+
+
+def test_an_uneven_batch_on_gpus_takes_the_time_of_the_largest_part() -> None:
+    made, full = (planned(of_gpus(f"train.batch={batch}"), 3) for batch in (31, 33))
+    assert made.step_seconds == full.step_seconds
+    assert (made.tokens, full.tokens) == (31 * 128, 33 * 128)
+
+
 # -- what is refused, and how it is called
 
 
@@ -328,8 +354,8 @@ def test_a_thousand_gpus_in_a_minute() -> None:
         (["--nodes", "2", "--gpus-per-node", "0"], [], "--gpus-per-node: got 0; allowed: an integer from 1"),
         (["--nodes", "2", "--gpus-per-node", "4", "--gpus-per-nic", "5"], [], "--gpus-per-nic: got 5; allowed: an int"),
         (["--gpus-per-node", "8"], [], "--gpus-per-node: got 8; allowed: only with --nodes"),
+        (["--nodes", "2"], ["runtime.shard_weights=true"], "runtime.shard_weights: got true; allowed with --nodes and"),
         (["--strong"], [], "--strong: allowed: only with --nodes"),
-        (["--nodes", "3"], [], "train.batch: got 32; allowed: with 3 nodes a multiple of 3"),
         (["--nodes", "2", "--gpus-per-node", "2"], ["runtime.placement=scheduler"], "runtime.placement, runtime.cpus:"),
         (["--nodes", "2", "--gpus-per-node", "2"], ["runtime.cuda=0", "runtime.cpus=1", "precision=fp32"],
          "--gpus-per-node: got 2; allowed: none where runtime.cuda is 0"),

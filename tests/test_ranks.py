@@ -14,6 +14,7 @@ from nntile_py.errors import ConfigError
 from nntile_py.graph.step import Step, StepSpec
 from nntile_py.tiles import R, TaskList, Tile, Tiling, W
 from nntile_py.tiles.allreduce import Meeting
+from nntile_py.tiles.batching import grouped
 from nntile_py.tiles.placement import Residency, Speed, place
 from nntile_py.tiles.ranks import RECEIVE, SEND, Message, Replicas, Shared, described, messages
 from nntile_py.tiles.tasklist import ACC, POLICIES, Task
@@ -35,6 +36,12 @@ def step(tiles: dict[str, int], policy: str, ranks: int = 1) -> Step:
 def placed(made: Step, ranks: int) -> list[TaskList]:
     residency: Residency = {}
     return [place(low.tasks, ranks, CORES, residency) for low in made.lists]
+
+
+def of_one_gpu(tasks: TaskList) -> TaskList:
+    for task in tasks.tasks:
+        task.worker = -1
+    return grouped(tasks, 1e13, 1e12, 1e-3, alone=True)
 
 
 def run(task: Task, values: Values) -> None:
@@ -69,7 +76,8 @@ def play(lists: list[TaskList], values: list[Values], sent: Counter[Any], draw: 
                 else:
                     mine[key] = under_way[task.peer, rank, task.tag].popleft()
             else:
-                run(task, mine)
+                for part in task.parts or [task]:
+                    run(part, mine)
             for tile in task.frees:
                 del mine[tile.key]
             at[rank] += 1
@@ -90,8 +98,11 @@ def before(shared: Shared, replicas: Replicas) -> list[TaskList]:
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("tiles", TILINGS)
+@pytest.mark.parametrize("groups", [False, True])
 @pytest.mark.parametrize("shard", [False, True])
-def test_ranks_compute_what_the_whole_list_does(shard: bool, tiles: dict[str, int], policy: str, ranks: int) -> None:
+def test_ranks_compute_what_the_whole_list_does(
+    shard: bool, groups: bool, tiles: dict[str, int], policy: str, ranks: int
+) -> None:
     made = step(tiles, policy, ranks)
     whole = placed(made, ranks)
     names = {tile.key for low in made.lists for tile in low.tasks.initialised if tile.kind != "grad"}
@@ -106,6 +117,10 @@ def test_ranks_compute_what_the_whole_list_does(shard: bool, tiles: dict[str, in
                     del alone[tile.key]
     replicas, draw = Replicas(ranks, shard=shard), random.Random(0)
     shares = replicas.share(whole)
+    if groups:  # as where each rank has a GPU
+        for shared in shares:
+            shared.lists = [of_one_gpu(one) for one in shared.lists]
+            assert any(task.parts for one in shared.lists for task in one.tasks)
     values: list[Values] = [{} for _ in range(ranks)]
     known = {tile.key: tile for low in made.lists for tile in low.tasks.initialised}
     for key in names:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+from .ranks import SEND, Message
 from .tasklist import Access, Task, TaskList, Tile
 
 GROUP_SECONDS = 1.5e-3  # how long a group may last; 11 groups a step are no faster than 117, and hold more memory
@@ -26,8 +27,9 @@ def grouped(
     A task joins the newest group of its worker, if that is known (`alone`: there is one worker only), or else the group
     that ends its dependencies; but only if it depends on nothing of other workers that the group did not wait for
     already, nor the group on what the task does not: what could run side by side still can. (Where workers are not
-    known a tiny task may wait.) A group that has made what another worker waits for ends soon. flop_s, bytes_s: of a
-    worker, to estimate durations; no group lasts longer than most_seconds, or has more than most_bytes of tiles.
+    known a tiny task may wait.) A group that has made what another worker waits for ends soon. What sends a tile to
+    another rank, or takes one from it, is in no group, and counts as another worker's. flop_s, bytes_s: of a worker, to
+    estimate durations; no group lasts longer than most_seconds, or has more than most_bytes of tiles.
     """
     made = _Groups(most_seconds, most_bytes, alone)
     exported = _exported(tasks.tasks)
@@ -35,11 +37,13 @@ def grouped(
         made.take(task, max(task.flop / flop_s, task.bytes / bytes_s), position in exported)
     result = TaskList(tasks.policy, tasks.initialised, tasks.live)
     result.tasks = [_as_one(group) for group in made.groups]
-    # A tile's last reader may have joined a group that runs before another reader's.
-    last = {id(access.tile): number for number, task in enumerate(result.tasks) for access in task.accesses}
+    # A tile's last reader may have joined a group that runs before another reader's. What was freed may come again.
+    last: dict[int, int] = {}
     frees: list[list[Tile]] = [[] for _ in made.groups]
-    for gone in (gone for task in tasks.tasks for gone in task.frees):
-        frees[last[id(gone)]].append(gone)
+    for task, number in zip(tasks.tasks, made.chosen, strict=True):
+        last.update((id(access.tile), max(number, last.get(id(access.tile), 0))) for access in task.accesses)
+        for gone in task.frees:
+            frees[last[id(gone)]].append(gone)
     result.tasks = [replace(task, frees=tiles) for task, tiles in zip(result.tasks, frees, strict=True)]
     return result
 
@@ -50,6 +54,8 @@ class _Groups:
     def __init__(self, most_seconds: float, most_bytes: float, alone: bool) -> None:
         self._most_seconds, self._most_bytes, self._alone = most_seconds, most_bytes, alone
         self.groups: list[list[Task]] = []
+        self.chosen: list[int] = []  # the group of each task
+        self._freed: set[int] = set()  # tiles
         self._held: list[_Held] = []
         self._seconds: list[float] = []
         self._until: list[float] = []  # how long a group may last
@@ -70,6 +76,8 @@ class _Groups:
             chosen = self._begin(task, time, waits)
         self._before[chosen] |= waits & ~(1 << chosen)
         self.groups[chosen].append(task)
+        self.chosen.append(chosen)
+        self._freed.update(id(tile) for tile in task.frees)
         self._held[chosen].add(task)
         self._seconds[chosen] += time
         if exported:
@@ -94,6 +102,8 @@ class _Groups:
 
     def _chosen(self, task: Task, time: float, waits: int, latest: int) -> int | None:
         """The group that the task joins. latest: the newest that it depends on."""
+        if isinstance(task, Message) or any(id(access.tile) in self._freed for access in task.accesses):
+            return None
         known, mine, before = self._known(task), self._own.get(task.worker, 0), self._before
         for number in (self._newest.get(task.worker) if known or time < TINY else None, latest):
             if number is None or number < max(latest, 0) or waits & ~(before[number] | 1 << number | mine):
@@ -121,17 +131,17 @@ class _Groups:
 
     def _known(self, task: Task) -> bool:
         """Whether it is known which worker runs it."""
-        return self._alone or task.worker >= 0
+        return (self._alone or task.worker >= 0) and not isinstance(task, Message)
 
 
 def _exported(tasks: list[Task]) -> set[int]:
-    """Tasks that make what another worker uses next, by their place in the list."""
+    """Tasks that make what another worker, or rank, uses next, by their place in the list."""
     maker: dict[int, int] = {}
     found: set[int] = set()
     for position, task in enumerate(tasks):
         for access in task.accesses:
             before = maker.get(id(access.tile))
-            if before is not None and tasks[before].worker != task.worker:
+            if before is not None and (tasks[before].worker != task.worker or task.kernel == SEND):
                 found.add(before)
         maker.update((id(access.tile), position) for access in task.accesses if access.mode != "R")
     return found
@@ -162,6 +172,8 @@ def _plain(task: Task) -> bool:
 
 def _fits(group: list[Task], held: _Held, task: Task, most_bytes: float) -> bool:
     if len(group) >= MOST_PARTS or held.accesses + len(task.accesses) > MOST_TILES or task.clears:
+        return False
+    if isinstance(group[0], Message):
         return False
     return held.plain and _plain(task) and group[0].worker == task.worker and held.bytes + held.more(task) <= most_bytes
 

@@ -28,6 +28,11 @@ def rank(cores: int) -> Speed:
     return replace(CPU, flop_s=cores * CPU.flop_s, link_s=5e9, latency=20e-6)
 
 
+def rank_of_gpus(one: Speed, gpus: int) -> Speed:
+    """Of all GPUs of a rank. Tiles go through main memory at both ends: a guess, nothing of it was measured."""
+    return replace(one, flop_s=gpus * one.flop_s, bytes_s=gpus * one.bytes_s, link_s=4e9, latency=60e-6)
+
+
 def node(cores: int) -> Speed:
     """Of all CPU workers of a machine, which share its tasks evenly."""
     return replace(

@@ -1,9 +1,10 @@
 """What a config would do on machines that nobody has at hand: `nntile plan --nodes`.
 
 Nodes with CPU workers run what mpirun runs: each its part of one program, that is made for all (tiles/ranks.py). Nodes
-with GPUs run the same program each, on its part of the batch: it is made once. Sums meet inside a node as on one
-machine, then between nodes (tiles/allreduce.py), while the backward pass goes on; the update is the same on all nodes,
-whose optimizer states are spread over the workers of a node. All of it is played task by task (simulate.py).
+with GPUs run the same program each, on its part of the batch, on the largest where it is uneven: it is made once. Sums
+meet inside a node as on one machine, then between nodes (tiles/allreduce.py), while the backward pass goes on; the
+update is the same on all nodes, whose optimizer states are spread over the workers of a node. All of it is played task
+by task (simulate.py).
 """
 
 from __future__ import annotations
@@ -65,9 +66,10 @@ def machines(
     if config.runtime.nodes not in (None, nodes):
         need = f"with {name('nodes')} {nodes}: the same, or null"
         raise ConfigError(f"runtime.nodes: got {config.runtime.nodes}; allowed {need}")
-    if config.runtime.shard_weights:
-        raise ConfigError(f"runtime.shard_weights: got true; allowed with {name('nodes')}: false, as it is not played")
     gpu = config.runtime.cuda != 0
+    if config.runtime.shard_weights and gpu:
+        need = f"with {name('nodes')} and GPUs: false, as it is not played"
+        raise ConfigError(f"runtime.shard_weights: got true; allowed {need}")
     for key in ("gpus_per_node", "gpus_per_nic"):
         if not gpu and given[key] is not None:
             need = "none where runtime.cuda is 0, whose nodes have CPU cores; for GPUs, --set runtime.cuda=1"
@@ -79,9 +81,6 @@ def machines(
     if gpu and workers > 1 and not of_node(config, workers).planned:
         need = "with several GPUs a node, neither scheduler nor CPU workers beside them"
         raise ConfigError(f"runtime.placement, runtime.cpus: {name('nodes')} plays planned tasks; allowed: {need}")
-    if config.train.batch % nodes:
-        need = f"with {nodes} nodes a multiple of {nodes}, as all have as many sequences"
-        raise ConfigError(f"train.batch: got {config.train.batch}; allowed: {need}")
     rate = _rate(name("network"), _DEFAULT[gpu] if network is None else network)
     return Machines(nodes, workers, device_model.network(rate, share))
 
@@ -177,7 +176,8 @@ def plan_nodes(config: RunConfig, on: Machines, *, strong: bool = False, every: 
     every: all nodes are played, not one that stands for them.
     """
     with no_search_for_cycles():
-        batch, rows, gpu = config.train.batch, config.train.batch // on.nodes, config.runtime.cuda != 0
+        batch, gpu = config.train.batch, config.runtime.cuda != 0
+        rows = -(-batch // on.nodes)  # of a node that has the most
         spec = _spec(config, rows, on.workers, alone=on.nodes == 1)
         lists = _lists(spec)
         speed = device_model.speed(lists, gpu) if gpu else device_model.node(config.workers)
@@ -285,7 +285,7 @@ def _spec(config: RunConfig, rows: int, workers: int, *, alone: bool) -> StepSpe
 def _ranks(config: RunConfig, ranks: int) -> list[list[list[Task]]]:
     """What each of these nodes, with CPU workers, runs where mpirun starts a rank on it: its part of one program."""
     spec = replace(_spec(config, config.train.batch, ranks, alone=True), ranks=ranks)
-    return of_ranks(_lists(spec), ranks, device_model.rank(config.workers))
+    return of_ranks(_lists(spec), ranks, device_model.rank(config.workers), config.runtime.shard_weights)
 
 
 def _lists(spec: StepSpec) -> list[TaskList]:

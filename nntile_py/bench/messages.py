@@ -31,6 +31,7 @@ def messages(
     sizes: Annotated[str, typer.Option(help="Bytes of a tile, with commas between.")] = SIZES,
     seconds: Annotated[float, typer.Option(help="Of each measurement, at least.", min=0)] = 0.2,
     repeats: Annotated[int, typer.Option(help="Measurements.", min=1)] = 5,
+    cuda: Annotated[int, typer.Option(help="1: between GPUs, one for each rank, through main memory.", max=1)] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Started by mpirun: microseconds and GB/s of a tile from rank 0 to rank 1, by its size."""
@@ -39,7 +40,7 @@ def messages(
         raise ConfigError(f"--sizes: {sizes!r} is not allowed; write bytes, 4 or more, with commas between")
     if system.started()[1] < 2:
         raise ConfigError("nntile bench messages: got one process; allowed: several, such as mpirun -n 2 nntile ...")
-    result = measure_messages([int(item) // 4 * 4 for item in given], seconds, repeats)
+    result = measure_messages([int(item) // 4 * 4 for item in given], seconds, repeats, cuda)
     if not system.leads():
         return
     if as_json:
@@ -54,13 +55,13 @@ def messages(
     print(f"MPI's thread: {thread['idle']:.1%} of a core idle, {thread['busy']:.1%} while tiles go")
 
 
-def measure_messages(sizes: list[int], seconds: float, repeats: int) -> dict[str, Any]:
-    """Called on every rank; the numbers are the first rank's."""
+def measure_messages(sizes: list[int], seconds: float, repeats: int, cuda: int = 0) -> dict[str, Any]:
+    """Called on every rank; the numbers are the first rank's. cuda: GPUs of each, in place of a CPU worker."""
     from nntile_py import _core
     from nntile_py.execution.program import Store, programs
     from nntile_py.execution.runtime import Runtime
 
-    with Runtime(cpus=1, mpi=True) as runtime:
+    with Runtime(cpus=0 if cuda else 1, cuda=cuda, mpi=True) as runtime:
         ranks = runtime.ranks
         assert ranks
         store, rows, busy = Store(), list[dict[str, Any]](), list[float]()

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from nntile_py.cli.options import Json, app, show
+from nntile_py.system import ranks
 
 
 @app.command(epilog="Example: nntile encode runs/my_run --input texts.jsonl --out vectors.npy")
@@ -54,4 +55,6 @@ def doctor(as_json: Json = False) -> None:
     from nntile_py import doctor as parts
 
     checks = parts.report()
+    if not ranks.leads():
+        return
     show(checks if as_json else parts.render(checks))

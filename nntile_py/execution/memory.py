@@ -112,10 +112,13 @@ def check_lists(lists: Sequence[TaskList], runtime: Runtime) -> None:
     tiles = {a.tile.key: a.tile for one in lists for task in one.tasks for a in task.accesses if a.tile.persistent}
     kept, have = sum(tile.bytes for tile in tiles.values()), main_memory(runtime)
     peak = max(one.peak_bytes(kept) for one in lists)
-    if peak > have:
+    devices = runtime.cuda * (runtime.cuda_memory or 0)
+    if peak > have + devices:
+        room = f"runtime.memory has room for {have / MIB:.0f}"
+        room += f", its GPUs for {devices / MIB:.0f}" * (devices > 0)
         raise TaskError(
-            f"out of memory: this rank's part of a step needs at least {peak / MIB:.0f} MiB, and runtime.memory has"
-            f" room for {have / MIB:.0f}; {largest(tiles.values())}, or start more ranks"
+            f"out of memory: this rank's part of a step needs at least {peak / MIB:.0f} MiB, and {room};"
+            f" {largest(tiles.values())}, or start more ranks"
         )
 
 

@@ -13,6 +13,7 @@ import os
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,6 +24,7 @@ import numpy as np
 
 from nntile_py import _core
 from nntile_py.errors import ConfigError
+from nntile_py.execution import cards
 from nntile_py.system import ranks as system
 from nntile_py.system.load import cores
 from nntile_py.system.version import VERSION
@@ -51,6 +53,8 @@ class Ranks:
             _mpi.watch(self._signs.py2f(), patience, _core.waited_for())
         atexit.register(self._end)
         self.cores = int(self.gathered(np.array([cores()])).min())
+        self.gpus, self.sharers = 0, 1  # of each rank; how many ranks use the most used of this one's GPUs
+        self.library = str(self._mpi.Get_library_version()).strip("\0 \n").partition(",")[0]
         versions = {"nntile_py": VERSION, "StarPU": _core.starpu_version(), "MPI": self._mpi.Get_version()}
         self.same("the version", versions)
 
@@ -98,6 +102,26 @@ class Ranks:
         """Whether one of them says so."""
         return bool(self.gathered(np.array([flag], np.uint8)).any())
 
+    def all_to_all(self, value: Any) -> list[Any]:
+        """The value of each rank, on all of them."""
+        self.barrier()
+        found: list[Any] = self._world.allgather(value)
+        return found
+
+    def take_gpus(self, count: int) -> None:
+        """Have each rank see, for as long as it lives, only so many GPUs: its own ones. Raises ConfigError, on every
+        rank, where there are too few."""
+        self.same("the runtime", {"runtime.cuda": count})
+        if count <= 0 or count == self.gpus:
+            return
+        if self.gpus:
+            raise ConfigError(f"runtime.cuda: got {count}; allowed on several ranks: {self.gpus}, as before")
+        seen_by = self.all_to_all(cards.seen())
+        taken = cards.shared_out(seen_by, count)
+        cards.use(taken[self.rank], len(seen_by[self.rank]))
+        users = Counter(seen_by[rank][k] for rank, own in enumerate(taken) for k in own)
+        self.gpus, self.sharers = count, max(users[seen_by[self.rank][k]] for k in taken[self.rank])
+
     def barrier(self) -> None:
         """Wait until all are here."""
         self.any(False)
@@ -108,7 +132,7 @@ class Ranks:
         found = self.gathered(np.frombuffer(_hash(b"".join(hashed)), np.uint8))
         if (found == found[0]).all():
             return
-        told = self._world.allgather([*zip(parts, hashed, map(_shown, parts.values()), strict=True)])
+        told = self.all_to_all([*zip(parts, hashed, map(_shown, parts.values()), strict=True)])
         for rank, other in enumerate(told):
             for (name, mine, shown), (_, theirs, there) in zip(told[0], other, strict=False):
                 if mine != theirs:

@@ -13,6 +13,7 @@ import numpy as np
 from nntile_py import _core
 from nntile_py.errors import ConfigError, TaskError
 from nntile_py.execution import memory
+from nntile_py.execution.mpi import Ranks
 from nntile_py.execution.python_task import bound
 from nntile_py.execution.runtime import Runtime
 from nntile_py.tasks import launch
@@ -23,7 +24,7 @@ from nntile_py.tasks.scalar import native
 from nntile_py.tiles import Slot, TaskList, Tile, device_model
 from nntile_py.tiles.batching import GROUP_SECONDS, grouped
 from nntile_py.tiles.eviction import mark_evictions
-from nntile_py.tiles.placement import Residency, place
+from nntile_py.tiles.placement import Residency, Speed, place
 from nntile_py.tiles.ranks import SEND, Message, Replicas, Shared, described, listed
 from nntile_py.tiles.tasklist import MONOIDS, Task
 
@@ -38,8 +39,9 @@ class Store:
         self._replicas = (
             Replicas(self.ranks.size, self.ranks.tags, runtime.shard_weights) if runtime and self.ranks else None
         )
-        # Where tiles lie between programs, if those say which worker, or which rank, runs what.
-        self.residency: Residency | None = {} if self.ranks or (runtime and runtime.placement == "planned") else None
+        # Where tiles lie between programs: on which ranks, on which workers.
+        self.on_ranks: Residency = {}
+        self.residency: Residency = {}
         self._grids: WeakKeyDictionary[Lowering, dict[Tensor, tuple[list[Placed], list[Tile]]]] = WeakKeyDictionary()
 
     def handle(self, tile: Tile) -> _core.Tile:
@@ -250,17 +252,16 @@ def programs(lists: Sequence[TaskList], store: Store, tf32: bool = False, checke
     checked: what tasks write is looked at, see _core.take_not_finite."""
     gpus, runtime = _core.cuda_workers(), Runtime.current
     assert runtime is not None
-    if store.ranks:
-        speed = device_model.rank(store.ranks.cores)
-        shares = store.share([place(tasks, store.ranks.size, speed, store.residency) for tasks in lists])
-        memory.check_lists([one.lists[store.ranks.rank] for one in shares], runtime)
-        return [Program(one.lists[store.ranks.rank], store, tf32, checked, one) for one in shares]
     speeds = [device_model.speed([tasks], gpus > 0) for tasks in lists]
-    if store.residency is not None:
-        lists = [
-            place(tasks, gpus or _core.cpu_workers(), speed, store.residency)
-            for tasks, speed in zip(lists, speeds, strict=True)
-        ]
+    shares: Sequence[Shared | None] = [None] * len(lists)
+    filled = [gpus > 0 and not _core.cpu_workers() and lives_on_cuda(tasks) for tasks in lists]  # the same on all ranks
+    if store.ranks:
+        shares = _shared_out(lists, speeds, store, store.ranks, gpus)
+        lists = [one.lists[store.ranks.rank] for one in shares if one]
+        memory.check_lists(lists, runtime)
+    if runtime.placement == "planned":
+        count = [gpus or _core.cpu_workers()] * len(lists)
+        lists = [place(*one, store.residency) for one in zip(lists, count, speeds, strict=True)]
     if gpus:
         room = memory.room_to_plan(runtime, lists)
         most, alone = memory.group_bytes(runtime, room > 0), gpus == 1 and not _core.cpu_workers()
@@ -270,11 +271,23 @@ def programs(lists: Sequence[TaskList], store: Store, tf32: bool = False, checke
         ]
         if room:
             _core.reserve_for_tiles()
-            if mark_evictions(lists, room) and not memory.has_room_for_evictions(lists, runtime):
+            if not store.ranks and mark_evictions(lists, room) and not memory.has_room_for_evictions(lists, runtime):
                 mark_evictions(lists, math.inf)
     for tasks in lists:
         memory.check_tasks(tasks, runtime)
-    return [Program(tasks, store, tf32, checked) for tasks in lists]
+    return [Program(*one, store, tf32, checked) for one in zip(lists, shares, filled, strict=True)]
+
+
+def _shared_out(
+    lists: Sequence[TaskList], speeds: Sequence[Speed], store: Store, ranks: Ranks, gpus: int
+) -> Sequence[Shared]:
+    """Lists that all ranks have, by rank; which worker of it runs a task is open."""
+    speeds = [device_model.rank_of_gpus(one, gpus) if gpus else device_model.rank(ranks.cores) for one in speeds]
+    count = [ranks.size] * len(lists)
+    found = store.share([place(*one, store.on_ranks) for one in zip(lists, count, speeds, strict=True)])
+    for task in (task for one in found for task in one.lists[ranks.rank].tasks):
+        task.worker = -1
+    return found
 
 
 def _message(one: Message) -> dict[str, Any]:
@@ -293,14 +306,14 @@ def _bodies(task: Task) -> list[list[Task]]:
 class Program:
     """A task list bound to handles: `run` submits all of it and returns. Made by `programs`.
 
-    shared: the list is this rank's part of it."""
+    shared: the list is this rank's part of it. filled: CUDA workers compute just what a step fills."""
 
     def __init__(
-        self, tasks: TaskList, store: Store, tf32: bool, checked: bool, shared: Shared | None = None
+        self, tasks: TaskList, shared: Shared | None, filled: bool, store: Store, tf32: bool, checked: bool
     ) -> None:
         capability = capability_of_devices()
         # CPU workers want what is filled without gaps, CUDA workers each row where it would be if all were.
-        whole = capability is not None and (_core.cpu_workers() > 0 or not lives_on_cuda(tasks))
+        whole = capability is not None and not filled
         self.list, self.tasks = tasks, len(tasks.tasks)
         self._store, self._shared = store, shared
         self.slots: list[str] = []
@@ -360,7 +373,7 @@ class Program:
             footprint=zlib.crc32(repr((shapes, [(p.kernel, p.ints) for run in runs for p in run])).encode()),
             priority=task.priority,
             flop=task.flop,
-            worker=-1 if self._shared else task.worker,
+            worker=task.worker,
             leaves=[places[tile] for tile in task.evicts],
         )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import fcntl
 import os
 import platform
 import signal
@@ -12,6 +13,7 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping
 from numbers import Integral
+from pathlib import Path
 from typing import Any
 
 from nntile_py import _core
@@ -47,8 +49,8 @@ class Runtime:
         placement: "planned": a plan says which worker runs a task, and `scheduler` has no say (the default on several
             GPUs without CPU workers); "scheduler": the policy chooses.
         mpi: True: one program on all ranks that mpirun or srun has started, each with its own cores as workers; every
-            rank runs the same script. One that was started alone has no need of MPI. False: on its own, whoever else
-            was started. Default: on its own, and an error where others were started.
+            rank runs the same script, and takes GPUs that no other has. One that was started alone has no need of MPI.
+            False: on its own, whoever else was started. Default: on its own, and an error where others were started.
         nodes: How many ranks there have to be. Default: any number.
         shard_weights: Of several ranks, the one that updates a weight keeps it; others borrow it before each use, and
             let go of it. `window` bounds how many are borrowed ahead.
@@ -93,9 +95,6 @@ class Runtime:
             raise ConfigError(f"runtime.cpus: {cpus} is not allowed; this machine has {least} to {usable}")
         if cuda and not _core.has_cuda:
             raise ConfigError("runtime.cuda: this build of nntile_py has no CUDA workers; use 0")
-        devices = cuda_devices() if cuda else 0
-        if not 0 <= cuda <= devices:
-            raise ConfigError(f"runtime.cuda: {cuda} is not allowed; this machine has {devices} CUDA devices")
         self.cuda, self.cuda_memory = cuda, cuda_memory
         if scheduler not in _core.schedulers():
             raise ConfigError(
@@ -116,8 +115,11 @@ class Runtime:
         self.scheduler, self.memory, self.window, self.calibrate = scheduler, memory, window or 0, calibrate
         self.disk = Disk(disk, memory) if disk else None
         self.ranks, self.shard_weights = joined(mpi, nodes), shard_weights
-        if self.ranks and cuda:
-            raise ConfigError(f"runtime.cuda: got {cuda}; allowed on several ranks: 0, as GPUs are for one rank so far")
+        if self.ranks:
+            self.ranks.take_gpus(cuda)
+        devices = cuda_devices() if cuda else 0
+        if not 0 <= cuda <= devices:
+            raise ConfigError(f"runtime.cuda: {cuda} is not allowed; this machine has {devices} CUDA devices")
         self._users: list[Any] = []
 
     def __enter__(self) -> Runtime:
@@ -146,9 +148,11 @@ class Runtime:
             if self.memory:
                 variables["STARPU_LIMIT_CPU_MEM"] = str(max(1, self.memory >> 20))
             if self.cuda:
-                self.cuda_memory = self.cuda_memory or default_cuda_memory()
+                self.cuda_memory = self.cuda_memory or default_cuda_memory(self.ranks.sharers if self.ranks else 1)
                 variables["STARPU_LIMIT_CUDA_MEM"] = str(max(1, self.cuda_memory >> 20))
                 _prepare_cuda(self.cuda, self.memory)
+            if self.ranks:  # MPI would read on a GPU what kernels have not written yet: StarPU goes on AHEAD of those
+                variables["STARPU_MPI_GPUDIRECT"] = "0"
             os.environ.update(variables)
             policy = "planned" if self.placement == "planned" else self.scheduler
             _core.start(
@@ -168,7 +172,7 @@ class Runtime:
 
     def _ahead(self) -> int:
         if self.cuda == 1 and not self.cpus:
-            return AHEAD
+            return AHEAD_OF_OTHERS if self.ranks else AHEAD
         return AHEAD_OF_OTHERS if self.placement == "planned" else 0
 
     def _stop(self) -> None:
@@ -290,11 +294,12 @@ def cuda_devices() -> int:
     return int(torch.cuda.device_count())
 
 
-def default_cuda_memory() -> int:
-    """What tiles may take: the rest is for kernels' workspaces, and for what ATen's allocator cuts off."""
+def default_cuda_memory(sharers: int = 1) -> int:
+    """What tiles may take: the rest is for kernels' workspaces, and for what ATen's allocator cuts off. sharers:
+    processes that use the GPU."""
     import torch
 
-    return int(0.85 * torch.cuda.get_device_properties(0).total_memory)
+    return int(0.85 * torch.cuda.get_device_properties(0).total_memory) // sharers
 
 
 CHUNKS_FROM = 4 << 30  # bytes
@@ -324,13 +329,25 @@ def _prepare_cuda(devices: int, memory: int | None) -> None:
             _OURS.add(name)
     os.environ.setdefault("STARPU_PERF_MODEL_HOMOGENEOUS_CUDA", "1")
     _core.keep_choices(str(cache_folder()))
-    done = cache_folder() / f"bus-{platform.node()}-{devices}"
-    if done.exists():
-        return
-    # It resets the devices under whoever uses them in the same process: in one of its own, then.
+    # It resets the devices under whoever uses them in the same process: in one of its own, then. It does so anew where
+    # more or fewer are visible.
+    kind, file = f"{devices} of {cuda_devices()}", cache_folder() / f"bus-{platform.node()}"
     code = f"from nntile_py import _core; _core.start(0, 'eager', 0, False, 0, {devices}); _core.stop()"
-    if subprocess.run([sys.executable, "-c", code], check=False, stdout=subprocess.DEVNULL).returncode:
-        return  # what is wrong is said when the runtime itself starts
-    with contextlib.suppress(OSError):  # measured anew next time
-        done.parent.mkdir(parents=True, exist_ok=True)
-        done.touch()
+    with _locked(file):
+        with contextlib.suppress(OSError):
+            if file.read_text() == kind:
+                return
+        if subprocess.run([sys.executable, "-c", code], check=False, stdout=subprocess.DEVNULL).returncode:
+            return  # what is wrong is said when the runtime itself starts
+        with contextlib.suppress(OSError):  # measured anew next time
+            file.write_text(kind)
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Other ranks on this machine wait, where the file can be made."""
+    with contextlib.ExitStack() as opened:
+        with contextlib.suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            fcntl.flock(opened.enter_context(path.open("a")), fcntl.LOCK_EX)
+        yield

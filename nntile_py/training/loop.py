@@ -99,7 +99,10 @@ def _read(
         ranks.same("the config", flat(config.model_dump(mode="json", by_alias=True)))
         ranks.same("the data", data)
         ranks.same("the checkpoint", {"folder": str(resumed.folder), "step": resumed.step} if resumed else {})
-        tell(f"{ranks.size} ranks, each with {runtime.cpus} CPU worker{'s' * (runtime.cpus > 1)}")
+        workers = {"GPU": runtime.cuda, "CPU worker": runtime.cpus}
+        each = " and ".join(f"{count} {name}{'s' * (count > 1)}" for name, count in workers.items() if count)
+        shared = f", of which {ranks.sharers} ranks share one" if ranks.sharers > 1 else ""
+        tell(f"{ranks.size} ranks, each with {each}{shared}")
         if (tiles := len(step_spec(config).tiling.parts("batch", config.train.batch))) < ranks.size:
             tell(f"note: the batch has {tiles} tile{'s' * (tiles > 1)}: smaller tiles.batch gives all ranks work")
     return corpus, data
