@@ -22,7 +22,7 @@ if not (torch.cuda.is_available() and _core.has_cuda):
 
 CONFIG = nt.models.BERTConfig(layers=3, embed=128, heads=4, vocab=500, positions=256, head="pooler")
 BARE = CONFIG.model_copy(update={"head": "none"})
-# Of bits that differ where products have other numbers of rows; in tf32 and bf16 such a bit may round an operand elsewhere.
+# Of bits that differ where products have other numbers of rows; in tf32 and bf16 that may round an operand elsewhere.
 LIMIT = {"fp32": 1e-5, "tf32": 5e-4, "bf16": 1e-2}
 Texts = list[list[int]]
 
