@@ -24,7 +24,6 @@ from .generated import GENERATED, KERNELS
 from .live import Live, with_live_sizes
 
 ALIGNMENT = 16  # bytes: what StarPU's device buffers and the scratch offsets have at least; wide loads need it
-DESCRIPTOR = 128  # bytes: a tensor descriptor's size and alignment
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +76,6 @@ class Launch:
     args: tuple[Argument, ...]
     constexprs: tuple[tuple[str, Any], ...]
     warps: int = 4
-    only: int = 0  # the one compute capability that it is for; 0: all
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,9 +97,6 @@ class Launches:
     def ways(self) -> list[tuple[Launch, ...]]:
         return [self.launches, *self.others]
 
-    def ways_on(self, capability: int) -> list[tuple[Launch, ...]]:
-        return [way for way in self.ways if all(one.only in (0, capability) for one in way)]
-
 
 @dataclass(frozen=True, slots=True)
 class Binary:
@@ -109,7 +104,6 @@ class Binary:
     name: str
     shared: int  # bytes of dynamic shared memory
     warps: int
-    scratch: int = 0  # bytes of main memory of the device that each program wants, for its tensor descriptors
 
 
 Describe = Callable[[Sequence[Task]], Launches]
@@ -220,14 +214,12 @@ class Scratch:
         return ScratchAddress(at, dtype)
 
 
-def launch(
-    kernel: Any, grid: int | Sequence[int], *args: Parameter, warps: int = 4, only: int = 0, **constexprs: Any
-) -> Launch:
+def launch(kernel: Any, grid: int | Sequence[int], *args: Parameter, warps: int = 4, **constexprs: Any) -> Launch:
     """A launch; plain ints become int32 (int64 where they must), plain floats fp32 constants."""
     x, y, z = (*((grid,) if isinstance(grid, int) else grid), 1, 1)[:3]
     assert min(x, y, z) > 0 and max(y, z) < 2**16, (kernel, x, y, z)
     constants = tuple(sorted((name, _constant(value)) for name, value in constexprs.items()))
-    return Launch(kernel, (x, y, z), tuple(map(_argument, args)), constants, warps, only)
+    return Launch(kernel, (x, y, z), tuple(map(_argument, args)), constants, warps)
 
 
 def _constant(value: Any) -> Any:
@@ -292,7 +284,6 @@ def _compile(
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
-    from triton.experimental.gluon._runtime import GluonASTSource
 
     constants = dict(constexprs)
     names = [name for name in kernel.arg_names if name not in constants]
@@ -306,11 +297,11 @@ def _compile(
         for number, name in enumerate(kernel.arg_names)
         if name in given and given[name][1]
     }
-    source = (GluonASTSource if kernel.is_gluon() else ASTSource)(kernel, signature, constants, attrs)
+    source = ASTSource(kernel, signature, constants, attrs)
     compiled = triton.compile(source, target=GPUTarget("cuda", cc, 32), options={"num_warps": warps})
     data = compiled.metadata
-    assert data.profile_scratch_size == 0 and data.num_ctas == 1, kernel.__name__
-    return Binary(compiled.asm["cubin"], data.name, data.shared, data.num_warps, data.global_scratch_size)
+    assert data.global_scratch_size == 0 and data.num_ctas == 1, kernel.__name__
+    return Binary(compiled.asm["cubin"], data.name, data.shared, data.num_warps)
 
 
 Value = tuple[int, float | tuple[int, int, int, int]]
@@ -327,23 +318,15 @@ def encode_table(made: Launches) -> list[tuple[int, int]]:
     return [(0, word.tile) if isinstance(word, TileAddress) else (3, word.value) for word in made.table]
 
 
-def encode_ways(made: Launches, ways: Sequence[Sequence[tuple[Launch, Binary]]]) -> tuple[list[list[Encoded]], int]:
-    """These of its ways, and the bytes of scratch with what Triton wants behind that of the launches."""
-    begin = -(-made.scratch // DESCRIPTOR) * DESCRIPTOR
-    programs = [(math.prod(map(int, one.grid)), binary) for way in ways for one, binary in way]
-    own = max((count * binary.scratch for count, binary in programs), default=0)
-    return [[encode(*one, begin) for one in way] for way in ways], begin + own if own else made.scratch
-
-
-def encode(launch: Launch, binary: Binary, scratch: int = 0) -> Encoded:
+def encode(launch: Launch, binary: Binary) -> Encoded:
     """(cubin, function, shared bytes, warps, grid, parameters) for cuLaunchKernel with block (32 warps, 1, 1).
 
     parameters are all of the kernel's, in order, as (kind, value):
     0 address of tile value; 1 address of the scratch block + value; 2 int32; 3 int64; 4 fp32; 5 the task's float
     number value as fp32; 6 the same, truncated to int64; 7, 8 a `formula` of Live as int32, int64. So is the grid. In
-    Triton 3.6 they are the non-constexpr parameters, each of its own size and natural alignment, then two pointers:
-    global scratch, in the scratch block from `scratch` on where the kernel wants it, and profile scratch, null. Above
-    48 KiB, `shared` needs CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES.
+    Triton 3.6 they are the non-constexpr parameters, each of its own size and natural alignment, then two pointers
+    (global scratch, profile scratch): null, as no kernel of ours uses them (`compile_launch` checks it). Above 48 KiB,
+    `shared` needs CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES.
     """
     parameters: list[Value] = []
     for arg in launch.args:
@@ -360,7 +343,7 @@ def encode(launch: Launch, binary: Binary, scratch: int = 0) -> Encoded:
                 parameters.append((4, constant))
             case TaskFloat(position, dtype):
                 parameters.append((5 if dtype == "fp32" else 6, position))
-    parameters += [(1, scratch) if binary.scratch else (3, 0), (3, 0)]
+    parameters += [(3, 0), (3, 0)]
     grid = [_encoded_live(size) if isinstance(size, Live) else (2, size) for size in launch.grid]
     return binary.cubin, binary.name, binary.shared, binary.warps, grid, parameters
 

@@ -24,7 +24,6 @@ from .elementwise_triton import sum_of_parts
 from .epilogue_triton import activated, block_of, times_derivative
 from .launch import Launch, Launches, Parameter, Scratch, ceil_div, launch, launches, shape, tile
 from .live import Live
-from .product_overlapped_triton import overlapped
 
 
 @triton.jit
@@ -104,27 +103,26 @@ def _finish(
 # -- tasks
 
 OWN = tuple(ACTIVATIONS.index(name) for name in ("relu", "gelu", "tanh", "silu"))  # cuBLASLt has gelu_new's
-SMS = 132  # of an H200: programs of the overlapped product stay
 
 
 class Way(NamedTuple):
-    """How a product is cut into blocks, and computed; 0 warps: overlapped."""
+    """How a product is cut into blocks, and computed."""
 
     rows: int
     columns: int
     depth: int
     stages: int
-    warps: int = 0
+    warps: int
     halves: bool = False
 
     @property
     def name(self) -> str:
-        return f"{self.rows}x{self.columns}x{self.depth}" + ("" if self.warps else " overlapped")
+        return f"{self.rows}x{self.columns}x{self.depth}"
 
 
 FEW = [Way(64, 32, 128, 4, 4), Way(64, 64, 128, 3, 4), Way(64, 64, 64, 4, 4), Way(64, 128, 64, 4, 4)]
-SOME = [Way(64, 64, 64, 4, 4), Way(64, 128, 64, 4, 4), Way(128, 128, 64, 3, 8, halves=True), Way(128, 128, 64, 5)]
-MANY = [Way(128, 128, 64, 3, 8, halves=True), Way(128, 128, 64, 5), Way(64, 256, 64, 3)]
+SOME = [Way(64, 64, 64, 4, 4), Way(64, 128, 64, 4, 4), Way(128, 128, 64, 3, 8, halves=True)]
+MANY = [Way(128, 128, 64, 3, 8, halves=True)]
 
 
 class Sizes(NamedTuple):
@@ -181,11 +179,8 @@ def _describe(task: Task) -> Launches:
         options: dict[str, Any] = {
             "ROWS": w.rows, "COLUMNS": w.columns, "DEPTH": w.depth, "STAGES": w.stages, "GROUP": 8, **what,
         }  # fmt: skip
-        if w.warps:
-            options |= {"EVEN": k % w.depth == 0 and (b_by_k or n % w.columns == 0), "HALVES": w.halves}
-            one = launch(_product, blocks, *args, **options, warps=w.warps)
-        else:
-            one = launch(overlapped, min(int(blocks), SMS), *args, **options, only=90)
+        options |= {"EVEN": k % w.depth == 0 and (b_by_k or n % w.columns == 0), "HALVES": w.halves}
+        one = launch(_product, blocks, *args, **options, warps=w.warps)
         return (one, sum_of_parts(tile(task, last + 1), part, down, n, acc=False)) if sums else (one,)
 
     ways = FEW if m <= 128 else SOME if m <= 1024 else MANY

@@ -190,11 +190,11 @@ def encoded_launches(tasks: list[Task], capability: int | None, lives: Lives = (
     made = described([with_live_sizes(tasks[0], lives)] if lives else tasks)
     if not made.launches:
         return NOT_LAUNCHED
-    compiled = [[(one, launch.compile_launch(one, capability)) for one in way] for way in made.ways_on(capability)]
+    compiled = [[(one, launch.compile_launch(one, capability)) for one in way] for way in made.ways]
     room = launch.shared_memory(capability)
     fit = [way for way in compiled if all(binary.shared <= room for _, binary in way)] or compiled[:1]
-    ways, scratch = launch.encode_ways(made, fit)
-    return ways, scratch, launch.encode_table(made), made.key
+    ways = [[launch.encode(*one) for one in way] for way in fit]
+    return ways, made.scratch, launch.encode_table(made), made.key
 
 
 def body(
