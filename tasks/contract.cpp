@@ -118,11 +118,11 @@ void blas(const ContractArgs& args, const Plan& plan, const Factors& x, const Be
                   late ? bias : at::Tensor());
 }
 
-// to (+)= the sum of x over so many axes from `first` on.
-void sum_over(const at::Tensor& x, size_t first, size_t count, const at::Tensor& to, bool adds) {
-  std::vector<int64_t> axes(count);
-  std::iota(axes.begin(), axes.end(), static_cast<int64_t>(first));
-  const auto total = x.sum(axes).reshape(to.sizes());
+// The sum of the operand over the axes that the product sums over: first in the permuted b, last in the permuted a.
+void sum_operand(const Factors& x, bool first, const at::Tensor& to, bool adds) {
+  std::vector<int64_t> axes(x.depth);
+  std::iota(axes.begin(), axes.end(), static_cast<int64_t>(x.batch + (first ? x.rows : 0)));
+  const auto total = (first ? x.a : x.b).sum(axes).reshape(to.sizes());
   if (adds) to.add_(total);
   else to.copy_(total);
 }
@@ -136,14 +136,8 @@ void contract(Args& t) {
                   plan.batch, plan.m, plan.n, plan.k};
   if (own_product(x)) own(args, plan, x, beside);
   else blas(args, plan, x, beside);
-  if (!beside.colsum.defined()) return;
-  const auto sum = [&](const at::Tensor& of, size_t first, size_t count) {
-    sum_over(of, first, count, beside.colsum, beside.adds_colsum);
-  };
-  // What the product sums over is first in the permuted b, last in the permuted a; the output's rows are first.
-  if (args.epilogue.colsum == 2) plan.swap ? sum(x.out, x.batch + x.rows, x.columns) : sum(x.out, x.batch, x.rows);
-  else if ((args.epilogue.colsum == 0) != plan.swap) sum(x.a, x.batch + x.rows, x.depth);
-  else sum(x.b, x.batch, x.depth);
+  if (beside.colsum.defined())
+    sum_operand(x, (args.epilogue.colsum == 0) != plan.swap, beside.colsum, beside.adds_colsum);
 }
 
 void contract_epilogue(Args& t) {

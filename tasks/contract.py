@@ -13,7 +13,7 @@ from nntile_py.tiles import ACC, RW, Access, R, TaskArgs, Tile, W
 
 from .activation import ACTIVATIONS, activate, derivative
 from .band import ALL
-from .elementwise import SumArgs, bias_add
+from .elementwise import bias_add
 from .op import CONTRACTION, Array, GraphLike, Index, Lowering, Op, Tensor, accumulation_dtype, permutation
 
 
@@ -25,7 +25,7 @@ class EpilogueArgs(TaskArgs):
     activation: int  # its place in ACTIVATIONS, -1: none
     keep_pre: bool
     aux: bool
-    colsum: int  # which is summed, too: input 0 or 1, 2: the output, -1: none
+    colsum: int  # which input, 0 or 1, is summed too, -1: none
 
 
 class PlanArgs(TaskArgs):
@@ -55,7 +55,7 @@ class Contract(Op):
     Optional: bias (axes a subset of the output's), residual (the output's axes), activation (of ACTIVATIONS)
     with `pre`, a second output: the value before the activation; `aux`: the output is multiplied by the activation's
     derivative at aux; `bias_grad` (which of the inputs, 0 or 1, and a last output): the sum of that input over the axes
-    that it sums over (K); or, where it has aux, of the output (2) over its rows (M).
+    that it sums over (K).
     """
 
     category = CONTRACTION
@@ -85,7 +85,6 @@ class Contract(Op):
         self.m = [axis for axis in out.axes if axis in a.axes and axis not in shared]
         self.n = [axis for axis in out.axes if axis in b.axes and axis not in shared]
         assert set(out.axes) == {*self.batch, *self.m, *self.n}, (a, b, out)
-        assert not bias_grad or bias_grad[0] < 2 or (aux and not self.batch and list(bias_grad[1].axes) == self.n)
 
     @property
     def title(self) -> str:
@@ -140,7 +139,7 @@ class Contract(Op):
             accesses = [ACC(target), R(a), R(b)]
             start = self._start(low, index) if first else []
             finish = self._finish(low, index, out, target) if last else []
-            sums, colsum = self._bias_grad(low, at, last)
+            sums, colsum = self._bias_grad(low, at)
             flop = 2.0 * math.prod(
                 low.part(t, axis, at).size
                 for t, axes in ((self.a, [*self.batch, *self.m, *self.k]), (self.b, self.n))
@@ -152,9 +151,6 @@ class Contract(Op):
         if not inline and self.activation:
             accesses = [RW(target), *self._finish(low, index, out, target)]
             low.emit("contract_epilogue", accesses, self._epilogue(False, True))
-        if not inline and self.bias_grad and self.bias_grad[0] == 2:
-            rows = SumArgs(tuple(k for k, axis in enumerate(self.output.axes) if axis in self.m))
-            low.emit("sum", [ACC(low.tile(self.bias_grad[1], index)), R(target)], rows)
 
     def _start(self, low: Lowering, index: Index) -> list[Access]:
         return [R(low.tile(t, index)) for t in (self.bias, self.residual) if t]
@@ -164,15 +160,11 @@ class Contract(Op):
             return [R(low.tile(self.aux, index))]
         return [W(out)] if target is not out else []
 
-    def _bias_grad(self, low: Lowering, at: Index, last: bool) -> tuple[list[Access], int]:
-        """The tasks of the first tile of the other input's rows also sum this input: each contribution once.
-
-        The output is summed by the last task of each of its tiles."""
+    def _bias_grad(self, low: Lowering, at: Index) -> tuple[list[Access], int]:
+        """The tasks of the first tile of the other input's rows also sum this input: each contribution once."""
         if not self.bias_grad:
             return [], -1
         side, grad = self.bias_grad
-        if side == 2:
-            return ([ACC(low.tile(grad, at))], side) if last else ([], -1)
         if any(at[axis] for axis in (self.n if side == 0 else self.m)):
             return [], -1
         return [ACC(low.tile(grad, at))], side
@@ -232,7 +224,7 @@ class Contract(Op):
             results = [activate(self.activation, y)] + ([y] if self.pre else [])
         if self.bias_grad:
             side, grad = self.bias_grad
-            source, axes = ((a, self.a.axes), (b, self.b.axes), (results[0], out_axes))[side]
+            source, axes = (a, self.a.axes) if side == 0 else (b, self.b.axes)
             results.append(np.einsum(f"{spell(axes)}->{spell(grad.axes)}", source))
         return tuple(results)
 

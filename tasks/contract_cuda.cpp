@@ -248,10 +248,8 @@ void contract(Args& t) {
   else if (left.activation) apply_activation(e.activation, t[0], t[left.out]);
   if (left.column_sum) {
     const auto sums = t[left.column_sum];
-    const bool of_output = e.colsum == 2;  // over its rows, which `swap` makes columns
-    const auto summed = of_output ? matrix(t[0].permute(p.plan.out), 0, p.plan.m, p.plan.n) : (p.first ? p.a : p.b).tensor();
-    const int64_t axis = (of_output ? p.plan.swap : p.first) ? 1 : 0;
-    const auto total = at::sum(summed, {axis}, false, sums.scalar_type()).view(sums.sizes());
+    const auto summed = (p.first ? p.a : p.b).tensor();
+    const auto total = at::sum(summed, {p.first ? 1 : 0}, false, sums.scalar_type()).view(sums.sizes());
     if (t.accumulates(left.column_sum)) sums.add_(total);
     else sums.copy_(total);
   }

@@ -20,9 +20,8 @@ from nntile_py.tiles.tasklist import Task
 from .activation import ACTIVATIONS
 from .attention_segments_triton import INTERPRETED
 from .contract import ContractArgs, PlanArgs
-from .elementwise_triton import sum_of_parts
 from .epilogue_triton import activated, block_of, times_derivative
-from .launch import Launch, Launches, Parameter, Scratch, ceil_div, launch, launches, shape, tile
+from .launch import Launch, Launches, Parameter, ceil_div, launch, launches, shape, tile
 from .live import Live
 
 
@@ -58,30 +57,29 @@ def _sum(
 
 @triton.jit
 def _product(
-    OUT, PRE, A, B, BIAS, AUX, PART, m, n, k, scale,
+    OUT, PRE, A, B, BIAS, AUX, m, n, k, scale,
     B_BY_K: tl.constexpr, KIND: tl.constexpr, BIASED: tl.constexpr, KEEPS: tl.constexpr, GRADIENT: tl.constexpr,
-    SUMS: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
-    GROUP: tl.constexpr, STAGES: tl.constexpr, HALVES: tl.constexpr,
+    EVEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr,
+    STAGES: tl.constexpr, HALVES: tl.constexpr,
 ):  # fmt: skip
     """out = act(scale a b + bias), or GRADIENT: scale a b act'(aux). a [m, k], b [k, n], or B_BY_K: its transpose.
 
-    SUMS: part [blocks of rows, n] gets the sums of out over each block's rows.
     HALVES: of a block's columns are finished in turns, which takes fewer registers."""
     row, col = block_of(tl.program_id(0), m, n, ROWS, COLUMNS, GROUP)
     total = _sum(A, B, row, col, m, n, k, B_BY_K, EVEN, ROWS, COLUMNS, DEPTH, STAGES)
     if HALVES:
         WIDTH: tl.constexpr = COLUMNS // 2
         left, right = tl.split(tl.permute(tl.reshape(total, (ROWS, 2, WIDTH)), (0, 2, 1)))
-        _finish(OUT, PRE, BIAS, AUX, PART, left, row, col, m, n, scale, KIND, BIASED, KEEPS, GRADIENT, SUMS)
-        _finish(OUT, PRE, BIAS, AUX, PART, right, row, col + WIDTH, m, n, scale, KIND, BIASED, KEEPS, GRADIENT, SUMS)
+        _finish(OUT, PRE, BIAS, AUX, left, row, col, m, n, scale, KIND, BIASED, KEEPS, GRADIENT)
+        _finish(OUT, PRE, BIAS, AUX, right, row, col + WIDTH, m, n, scale, KIND, BIASED, KEEPS, GRADIENT)
     else:
-        _finish(OUT, PRE, BIAS, AUX, PART, total, row, col, m, n, scale, KIND, BIASED, KEEPS, GRADIENT, SUMS)
+        _finish(OUT, PRE, BIAS, AUX, total, row, col, m, n, scale, KIND, BIASED, KEEPS, GRADIENT)
 
 
 @triton.jit
 def _finish(
-    OUT, PRE, BIAS, AUX, PART, total, row, col, m, n, scale,
-    KIND: tl.constexpr, BIASED: tl.constexpr, KEEPS: tl.constexpr, GRADIENT: tl.constexpr, SUMS: tl.constexpr,
+    OUT, PRE, BIAS, AUX, total, row, col, m, n, scale,
+    KIND: tl.constexpr, BIASED: tl.constexpr, KEEPS: tl.constexpr, GRADIENT: tl.constexpr,
 ):  # fmt: skip
     rows, cols = row + tl.arange(0, total.shape[0]), col + tl.arange(0, total.shape[1])
     inside = (rows < m)[:, None] & (cols < n)[None, :]
@@ -95,8 +93,6 @@ def _finish(
         if KEEPS:
             tl.store(PRE + at, y.to(PRE.dtype.element_ty), inside)
         y = activated(y, KIND)
-    if SUMS:
-        tl.store(PART + row // total.shape[0] * n + cols, tl.sum(tl.where(inside, y, 0.0), 0), cols < n)
     tl.store(OUT + at, y.to(OUT.dtype.element_ty), inside)
 
 
@@ -149,10 +145,9 @@ def sizes_of(task: Task, plan: PlanArgs) -> Sizes | None:
 def served(task: Task, a: ContractArgs) -> Sizes | None:
     """The product's sizes, if the kernels compute what the task asks for: to measure is to compute several times."""
     e = a.epilogue
-    alone = not e.residual and e.colsum in (-1, 2) and not any(access.accumulate for access in task.accesses)
+    alone = not e.residual and e.colsum < 0 and not any(access.accumulate for access in task.accesses)
     whole = e.bias_axes in (-1, ((1 << a.plan.n) - 1) << a.plan.m)
-    dtypes = [x.tile.dtype for x in task.accesses]
-    if e.activation not in OWN or not alone or not whole or {*dtypes[: len(dtypes) - (e.colsum == 2)]} != {"bf16"}:
+    if e.activation not in OWN or not alone or not whole or {x.tile.dtype for x in task.accesses} != {"bf16"}:
         return None
     return sizes_of(task, a.plan)
 
@@ -164,27 +159,22 @@ def _describe(task: Task) -> Launches:
     if not sizes:
         return Launches(())
     m, n, k, b_by_k = sizes
-    biased, sums, scratch = e.bias_axes >= 0, e.colsum == 2, Scratch()
-    last = len(task.accesses) - 1 - sums
+    biased, last = e.bias_axes >= 0, len(task.accesses) - 1
     pre, bias, aux = tile(task, 0), tile(task, 3 if biased else 0), tile(task, last)
     out = tile(task, last if e.keep_pre else 0)
-    part = scratch.take(ceil_div(int(m), 64) * n, "fp32") if sums else out
-    args: list[Parameter] = [out, pre, tile(task, 1), tile(task, 2), bias, aux, part, m, n, k, a.scale]
-    what = {"B_BY_K": b_by_k, "KIND": e.activation, "BIASED": biased}
-    what |= {"KEEPS": e.keep_pre, "GRADIENT": e.aux, "SUMS": sums}
+    args: list[Parameter] = [out, pre, tile(task, 1), tile(task, 2), bias, aux, m, n, k, a.scale]
+    what = {"B_BY_K": b_by_k, "KIND": e.activation, "BIASED": biased, "KEEPS": e.keep_pre, "GRADIENT": e.aux}
 
     def way(w: Way) -> tuple[Launch, ...]:
-        down = ceil_div(m, w.rows)
-        blocks = down * ceil_div(n, w.columns)
         options: dict[str, Any] = {
-            "ROWS": w.rows, "COLUMNS": w.columns, "DEPTH": w.depth, "STAGES": w.stages, "GROUP": 8, **what,
+            "ROWS": w.rows, "COLUMNS": w.columns, "DEPTH": w.depth, "STAGES": w.stages, "GROUP": 8, "HALVES": w.halves,
+            "EVEN": k % w.depth == 0 and (b_by_k or n % w.columns == 0), **what,
         }  # fmt: skip
-        options |= {"EVEN": k % w.depth == 0 and (b_by_k or n % w.columns == 0), "HALVES": w.halves}
-        one = launch(_product, blocks, *args, **options, warps=w.warps)
-        return (one, sum_of_parts(tile(task, last + 1), part, down, n, acc=False)) if sums else (one,)
+        blocks = ceil_div(m, w.rows) * ceil_div(n, w.columns)
+        return (launch(_product, blocks, *args, **options, warps=w.warps),)
 
     ways = FEW if m <= 128 else SOME if m <= 1024 else MANY
-    kind = f"{ACTIVATIONS[e.activation]}{' gradient' if e.aux else ' kept' if e.keep_pre else ''}{' summed' * sums}"
+    kind = f"{ACTIVATIONS[e.activation]}{' gradient' if e.aux else ' kept' if e.keep_pre else ''}"
     key = f"product {kind} {int(m)} {n} {k} {int(b_by_k)} {int(biased)} of {', '.join(w.name for w in ways)}"
     first, *others = map(way, ways)
-    return Launches(first, scratch.bytes, others=tuple(others), key=key)
+    return Launches(first, others=tuple(others), key=key)

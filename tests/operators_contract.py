@@ -91,10 +91,6 @@ ROWS |= {
     ),
     "Contract batch axes": linear(_HEADS, _KEYS, _SCORES, scale=0.5),
     "Contract batch axes permuted": linear("batch seq heads head_dim", "key batch head_dim heads", _SCORES),
-    "Contract sum of the output": linear(activation="gelu", aux=True, bias_grad=(2, "ffn")),
-    "Contract sum of the output, columns first": linear(
-        out="ffn seq batch", activation="relu", aux=True, bias_grad=(2, "ffn")
-    ),
     "Contract causal output": linear(_HEADS, _KEYS, _SCORES, scale=0.5, causal="y"),
     "Contract causal a": linear(_SCORES, _KEYS, _HEADS, causal="a"),
     "Contract causal a, permuted output": linear(_SCORES, _KEYS, "batch seq heads head_dim", causal="a"),

@@ -240,34 +240,6 @@ def _in_parts(op: Contract, tiling: Tiling) -> bool:
     return any(tiling.cut(axis, op.a.size(axis)) for axis in op.k)
 
 
-def sum_outputs(graph: Graph, fusion: Fusion, tiling: Tiling) -> None:
-    """Sum where they are written products with an activation's derivative, for the bias before it. In place.
-
-    In bf16, which is CUDA's, by product_triton, which does not have gelu_new and adds to no sum that is there: where no
-    other task or micro-batch adds to it."""
-    if graph.dtype == "bf16" and fusion.bias and fusion.activation:
-        uses = Uses(graph)
-        uses.apply(partial(_output_sum, tiling=tiling))
-        graph.ops = list(uses.ops.values())
-
-
-def _output_sum(uses: Uses, op: Op, tiling: Tiling) -> bool:
-    """Sum(Contract with aux) over the rows."""
-    if not isinstance(op, Sum):
-        return False
-    gemm = uses.maker.get(op.inputs[0])
-    if not isinstance(gemm, Contract) or not gemm.aux or gemm.bias_grad or gemm.batch or gemm.activation == "gelu_new":
-        return False
-    if list(op.output.axes) != gemm.n or any(tiling.cut(axis, gemm.output.size(axis)) for axis in gemm.m):
-        return False
-    writers = [t for other in uses.ops.values() for t in other.outputs if t.storage is op.output.storage]
-    if len(writers) > 1 or _in_parts(gemm, tiling):
-        return False
-    uses.replace([gemm], _rebuild(gemm, gemm.output, bias_grad=(2, op.output)))
-    uses.remove(op)
-    return True
-
-
 def _transposed_output(uses: Uses, op: Op, tiling: Tiling) -> bool:
     """Transpose(Contract) or Transpose(BiasAdd(Contract)): GEMM + reshape, Alg. 4 of the NNTile report.
 
@@ -413,15 +385,10 @@ def _activation(uses: Uses, op: Op) -> bool:
 
 
 def _of_epilogue(rule: Rule) -> Rule:
-    """The same but, in bf16, which is CUDA's, where a kernel that is found does it with what comes next.
+    """The same of those that a product has as it writes its result: of bf16, which is CUDA's, cuBLASLt has one alone.
 
-    Of gelu_new always: cuBLASLt has it in every product's epilogue, and product_triton the others."""
-
-    def applies(uses: Uses, op: Op) -> bool:
-        last = all(isinstance(reader, Contract | Sum) for reader in uses.readers.get(op.output, []))
-        return op.output.dtype != "bf16" or last or getattr(op, "act", "") == "gelu_new"
-
-    return lambda uses, op: applies(uses, op) and rule(uses, op)
+    The others are kernels of their own in any case, and can then do more in one pass."""
+    return lambda uses, op: (op.output.dtype != "bf16" or getattr(op, "act", "") == "gelu_new") and rule(uses, op)
 
 
 def _activation_grad(uses: Uses, op: Op) -> bool:

@@ -9,7 +9,7 @@ from nntile_py.errors import ConfigError
 from nntile_py.graph import bins
 from nntile_py.graph.arrange import arrange, keep_in
 from nntile_py.graph.declared import Array, Batch, Param, Traceable, Traced, random_inputs, trace
-from nntile_py.graph.fusion import Fusion, fuse, narrow_gradients, sum_outputs
+from nntile_py.graph.fusion import Fusion, fuse, narrow_gradients
 from nntile_py.graph.graph import Graph
 from nntile_py.graph.layouts import Order
 from nntile_py.graph.lowering import lower
@@ -216,7 +216,6 @@ class StepSpec:
         fuse(graph, self.fusion, self.cuts)
         if self.grad_accumulation == 1 and self.alone:
             narrow_gradients(graph, grads.values(), self.cuts)
-            sum_outputs(graph, self.fusion, self.cuts)
         chosen = arrange(graph, self.timings, self.cuts, self.policy, self.kept) if self.timings else None
         return Graphs(graph, graph.grads, traced.loss, batch.optional, chosen is not None and chosen.refused)
 
