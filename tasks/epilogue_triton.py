@@ -1,4 +1,4 @@
-"""What the products on CUDA that have an epilogue of their own share: its mathematics, and the order of blocks."""
+"""The mathematics of the epilogue of product_triton."""
 
 # Functions of Triton's language have no Python types.
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -61,13 +61,3 @@ def times_derivative(y, x, KIND: tl.constexpr):
     else:
         y *= derivative(x, KIND)
     return y
-
-
-@triton.jit
-def block_of(number, m, n, ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr):
-    """The first row and column of a block; neighbours in time share operands: GROUP blocks of rows go side by side."""
-    down, across = tl.cdiv(m, ROWS), tl.cdiv(n, COLUMNS)
-    first = number // (GROUP * across) * GROUP
-    size = tl.minimum(down - first, GROUP)
-    within = number % (GROUP * across)
-    return (first + within % size) * ROWS, within // size * COLUMNS

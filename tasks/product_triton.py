@@ -20,9 +20,19 @@ from nntile_py.tiles.tasklist import Task
 from .activation import ACTIVATIONS
 from .attention_segments_triton import INTERPRETED
 from .contract import ContractArgs, PlanArgs
-from .epilogue_triton import activated, block_of, times_derivative
+from .epilogue_triton import activated, times_derivative
 from .launch import Launch, Launches, Parameter, ceil_div, launch, launches, shape, tile
 from .live import Live
+
+
+@triton.jit
+def _block_of(number, m, n, ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr):
+    """The first row and column of a block; neighbours in time share operands: GROUP blocks of rows go side by side."""
+    down, across = tl.cdiv(m, ROWS), tl.cdiv(n, COLUMNS)
+    first = number // (GROUP * across) * GROUP
+    size = tl.minimum(down - first, GROUP)
+    within = number % (GROUP * across)
+    return (first + within % size) * ROWS, within // size * COLUMNS
 
 
 @triton.jit
@@ -65,7 +75,7 @@ def _product(
     """out = act(scale a b + bias), or GRADIENT: scale a b act'(aux). a [m, k], b [k, n], or B_BY_K: its transpose.
 
     HALVES: of a block's columns are finished in turns, which takes fewer registers."""
-    row, col = block_of(tl.program_id(0), m, n, ROWS, COLUMNS, GROUP)
+    row, col = _block_of(tl.program_id(0), m, n, ROWS, COLUMNS, GROUP)
     total = _sum(A, B, row, col, m, n, k, B_BY_K, EVEN, ROWS, COLUMNS, DEPTH, STAGES)
     if HALVES:
         WIDTH: tl.constexpr = COLUMNS // 2
@@ -113,12 +123,17 @@ class Way(NamedTuple):
 
     @property
     def name(self) -> str:
-        return f"{self.rows}x{self.columns}x{self.depth}"
+        return f"{self.rows}x{self.columns}x{self.depth}x{self.stages}"
 
 
-FEW = [Way(64, 32, 128, 4, 4), Way(64, 64, 128, 3, 4), Way(64, 64, 64, 4, 4), Way(64, 128, 64, 4, 4)]
-SOME = [Way(64, 64, 64, 4, 4), Way(64, 128, 64, 4, 4), Way(128, 128, 64, 3, 8, halves=True)]
-MANY = [Way(128, 128, 64, 3, 8, halves=True)]
+# Those that were fastest on an H200 with 64 to 256 rows, and with 640 and 2048.
+FEW = [Way(64, 32, 128, 4, 4), Way(64, 64, 128, 3, 4), Way(64, 64, 64, 5, 4), Way(64, 32, 128, 3, 4)]
+SOME = [Way(128, 128, 64, 3, 8, halves=True), Way(128, 64, 64, 4, 4), Way(64, 128, 64, 3, 4, halves=True)]
+
+
+def ways_of(m: int) -> list[Way]:
+    """None for many rows: cuBLASLt with a kernel behind it is faster there (57 us to 63 with 4915 rows)."""
+    return FEW if m <= 256 else SOME if m <= 2048 else []
 
 
 class Sizes(NamedTuple):
@@ -156,7 +171,7 @@ def served(task: Task, a: ContractArgs) -> Sizes | None:
 def _describe(task: Task) -> Launches:
     a = ContractArgs.of(task)
     sizes, e = served(task, a), a.epilogue
-    if not sizes:
+    if not sizes or not (ways := ways_of(sizes.m)):
         return Launches(())
     m, n, k, b_by_k = sizes
     biased, last = e.bias_axes >= 0, len(task.accesses) - 1
@@ -173,7 +188,6 @@ def _describe(task: Task) -> Launches:
         blocks = ceil_div(m, w.rows) * ceil_div(n, w.columns)
         return (launch(_product, blocks, *args, **options, warps=w.warps),)
 
-    ways = FEW if m <= 128 else SOME if m <= 1024 else MANY
     kind = f"{ACTIVATIONS[e.activation]}{' gradient' if e.aux else ' kept' if e.keep_pre else ''}"
     key = f"product {kind} {int(m)} {n} {k} {int(b_by_k)} {int(biased)} of {', '.join(w.name for w in ways)}"
     first, *others = map(way, ways)
