@@ -10,14 +10,13 @@ from typing import Any, Literal
 from nntile_py.errors import ConfigError, say_once
 from nntile_py.graph.found import find
 from nntile_py.graph.graph import Graph
+from nntile_py.graph.norm_rules import norm_bias_grad, norm_grad_add, norm_grad_dropout, norm_residual
 from nntile_py.graph.uses import Rule, Uses
 from nntile_py.tasks.activation import Activation, ActivationGrad
 from nntile_py.tasks.attention import Attention, AttentionGrad
 from nntile_py.tasks.contract import Contract
 from nntile_py.tasks.cross_entropy import CrossEntropy, CrossEntropyGrad
-from nntile_py.tasks.elementwise import Add, BiasAdd, Dropout, Sum, Transpose
-from nntile_py.tasks.layer_norm import LayerNormGrad
-from nntile_py.tasks.norm import Norm, NormGrad
+from nntile_py.tasks.elementwise import Add, BiasAdd, Sum, Transpose
 from nntile_py.tasks.op import Op, Tensor, permutation
 from nntile_py.tasks.scalar import native
 from nntile_py.tiles import Tiling
@@ -87,11 +86,11 @@ def _rules(fusion: Fusion, tiling: Tiling) -> Iterator[Rule]:
     if fusion.reshape:
         yield from (_attention_layout, _transposed_input, partial(_transposed_output, tiling=tiling))
     if fusion.residual_norm:
-        yield from (_norm_grad_add, _norm_grad_dropout)
+        yield from (norm_grad_add, norm_grad_dropout)
     if fusion.bias:
-        yield from (_bias, _norm_bias_grad, _bias_grad)
+        yield from (_bias, norm_bias_grad, _bias_grad)
     if fusion.residual_norm:
-        yield from (_residual, partial(_norm_residual, tiling=tiling))
+        yield from (_residual, partial(norm_residual, tiling=tiling))
     if fusion.activation:
         yield from (_activation, _activation_grad)
     yield partial(_cross_entropy, tiling=tiling)
@@ -276,29 +275,6 @@ def _bias(uses: Uses, op: Op) -> bool:
     return True
 
 
-def _norm_bias_grad(uses: Uses, op: Op) -> bool:
-    """Sum(LayerNormGrad's dx, or its dropout) over all rows: summed where it is made, instead of reading it again."""
-    if not isinstance(op, Sum):
-        return False
-    summed = op.inputs[0]
-    norm = uses.maker.get(summed)
-    if not isinstance(norm, LayerNormGrad) or norm.bias or op.output.axes != summed.axes[-1:]:
-        return False
-    if summed is not (norm.dropout or norm).output:
-        return False
-    return _into_norm_grad(uses, norm, op, dbias=op.output)
-
-
-def _into_norm_grad(uses: Uses, norm: LayerNormGrad, op: Op, **changes: Any) -> bool:
-    """The norm's gradient with what `op` did, where the norm stood and not op: others read dx before."""
-    dy, x, stat, gamma = norm.inputs[:4]
-    dx, dgamma, dbeta = norm.outputs[:3]
-    options = {"add": norm.extra, "dbias": norm.bias, "dropout": norm.dropout} | changes
-    uses.replace([norm], LayerNormGrad(dy, x, stat, gamma, dx, dgamma, dbeta, **options))
-    uses.remove(op)
-    return True
-
-
 def _bias_grad(uses: Uses, op: Op) -> bool:
     """Sum(dy) beside the contraction x dy that sums over the same axes: one reading of dy."""
     if not isinstance(op, Sum) or op.inputs[0].dtype == "bf16":  # on CUDA cuBLASLt reads dy twice, slower than Sum does
@@ -325,49 +301,6 @@ def _residual(uses: Uses, op: Op) -> bool:
             uses.replace([gemm, op], _rebuild(gemm, op.output, residual=op.inputs[other]))
             return True
     return False
-
-
-def _norm_residual(uses: Uses, op: Op, tiling: Tiling) -> bool:
-    """Norm(Add(x, r)) or LayerNorm(Add(Dropout(x), r)) where the sum also goes on as the residual stream.
-
-    Where embed is cut the norm is several tasks, none of which would save the dropout's: it stays.
-    """
-    if not isinstance(op, Norm) or op.residual:
-        return False
-    add = uses.maker.get(op.inputs[0])
-    if not isinstance(add, Add) or add.phase != "forward":
-        return False
-    first = min(uses.order[r] for r in uses.readers[add.output])
-    if uses.order[op] != first:  # somebody needs the sum before the norm
-        return False
-    x, r = add.inputs
-    dropout = None
-    if op.takes_dropout and not tiling.cut(x.axes[-1], x.shape[-1]):
-        dropout = uses.made_for(x, add, Dropout)
-        if not dropout and (dropout := uses.made_for(r, add, Dropout)):
-            x, r = r, x
-    x, old = (dropout.inputs[0], [op, add, dropout]) if dropout else (x, [op, add])
-    uses.replace(old, op.onto(x, r, add.output, **({"dropout": dropout} if dropout else {})))
-    return True
-
-
-def _norm_grad_add(uses: Uses, op: Op) -> bool:
-    """Add(NormGrad's dx, g): the residual stream's gradient is added where dx is made."""
-    if not isinstance(op, Add):
-        return False
-    for mine, other in ((0, 1), (1, 0)):
-        norm = uses.made_for(op.inputs[mine], op, NormGrad)
-        if norm and norm.extra is None and norm.output is op.inputs[mine]:
-            return uses.replace([norm, op], norm.plus(op.inputs[other], op.output))
-    return False
-
-
-def _norm_grad_dropout(uses: Uses, op: Op) -> bool:
-    """Dropout(LayerNormGrad's dx), a branch's gradient: made where dx is, which goes on as the residual stream's."""
-    norm = uses.maker.get(op.inputs[0]) if isinstance(op, Dropout) else None
-    if not isinstance(norm, LayerNormGrad) or norm.output is not op.inputs[0] or norm.dropout:
-        return False
-    return _into_norm_grad(uses, norm, op, dropout=op)
 
 
 def _activation(uses: Uses, op: Op) -> bool:
