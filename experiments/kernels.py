@@ -224,10 +224,11 @@ class Clock:
             self._known[size] = min(map(self.seconds, ways))
         return self._known[size]
 
-    def made(self, made: Made, size: int) -> float:
+    def made(self, made: Made) -> float:
         assert made.scratch <= self.scratch.numel(), made.scratch
         at, runs = self.pool.data_ptr(), []
-        for _ in range(self.sets(size)):
+        own = sum(dict(itertools.chain(*made.tiles)).values())  # with what lies between several kernels
+        for _ in range(self.sets(own)):
             places: dict[Any, int] = {}
             for key, count in itertools.chain(*made.tiles):
                 if key not in places:
@@ -285,16 +286,16 @@ def found(only: str, search: bool) -> None:
     for case in some:
         size, copy, ours, rules = case.bytes, clock.copy(case.bytes), next(results), next(results)
         assert isinstance(ours, Made), ours
-        seconds = clock.made(ours, size)
+        seconds = clock.made(ours)
         print(f"{case.name:74} {size / 1e6:7.1f} {copy * 1e6:8.1f} {seconds * 1e6:10.1f} {size / seconds / 1e9:5.0f}"
               f" {copy / seconds:6.2f}", end=" ")  # fmt: skip
         told = f"{rules}"
         if isinstance(rules, Made):
-            other = clock.made(rules, size)
+            other = clock.made(rules)
             told = f"{other * 1e6:9.1f} {copy / other:6.2f}  {' + '.join(task.kernel for task in case.rules)}"
         print(told, *(f"and in {name}" for name in case.within))
         if search:
-            timed = [(clock.made(made, size), cut) for cut in other_cuts(case.task)
+            timed = [(clock.made(made), cut) for cut in other_cuts(case.task)
                      if isinstance(made := next(results), Made)]  # fmt: skip
             for seconds, cut in sorted(timed, key=lambda of: of[0])[:8]:
                 print(f"    {seconds * 1e6:8.2f} us, share {copy / seconds:.3f}: {cut}")
