@@ -3,6 +3,7 @@
 import itertools
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -441,3 +442,17 @@ def test_tools_take_packed_runs(tmp_path: Any) -> None:
         command = [sys.executable, "-m", "nntile_py.cli", *arguments[:place], str(config), *arguments[place:]]
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
         assert done.returncode == 0 and told in done.stdout, done.stderr
+
+
+def test_timed_steps_of_a_bin_without_room_to_spare() -> None:
+    """experiments/packed_step.py."""
+    folder = Path(__file__).parents[1] / "experiments"
+    small = [f"--set={key}={value}" for key, value in {"model.layers": 1, "tiles": "{}", "runtime.cpus": 1}.items()]
+    done = subprocess.run(
+        [sys.executable, folder / "packed_step.py", "--config", folder / "bert_tiny.yaml", "--table", "8x6", *small],
+        text=True, capture_output=True, timeout=240, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    _, row = done.stdout.splitlines()
+    tokens = int(row.split()[3])
+    assert row.split()[:3] == ["8", "x", "6"] and 6 < tokens < 48 and float(row.split()[4]) > 0
