@@ -77,7 +77,7 @@ def _extension_mpi() -> Check:
 def _ranks() -> list[Check]:
     """Of those that mpirun or srun has started: where each is, the cores that it may use, the GPU that it takes.
 
-    Called on all of them, before anything else asks for GPUs."""
+    Called on all of them; it takes no GPU."""
     if system.started()[1] == 1:
         return []
     try:

@@ -54,7 +54,7 @@ def test_too_few(monkeypatch: pytest.MonkeyPatch) -> None:
     assert shared_out(["ab"] * 4, 1) == [[0], [1], [0], [1]]
     assert shared_out(["abcd"] * 3 + ["efgh"], 2) == [[0, 1], [2, 3], [0, 1], [0, 1]]
     assert shared_out(["ab", "ab"], 1) == [[0], [1]]  # not where there are enough
-    with pytest.raises(ConfigError, match="got 2, and rank 1 sees 1 GPUs; allowed: as many as it sees"):
+    with pytest.raises(ConfigError, match="got 2, and rank 1 sees 1 GPU; allowed: as many as it sees"):
         shared_out(["ab", "a"], 2)
 
 

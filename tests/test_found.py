@@ -11,7 +11,7 @@ import pytest
 
 import nntile_py as nt
 from nntile_py import models
-from nntile_py.errors import ConfigError, TaskError
+from nntile_py.errors import ConfigError, TaskError, say_once
 from nntile_py.graph.found import groups
 from nntile_py.graph.fusion import Fusion, fuse
 from nntile_py.graph.graph import Graph
@@ -144,9 +144,7 @@ def no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 @pytest.mark.usefixtures("no_compiler")
 def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     """The rules take over, and one note says why; bf16 runs on GPUs, which need none."""
-    from nntile_py.graph import fusion
-
-    fusion._say_once.cache_clear()
+    say_once.cache_clear()
     with pytest.warns(UserWarning, match=r"fusion.found: false failed on a generated kernel.*rules of `fusion: true`"):
         left = fuse(chain(), FOUND)
     assert [op.title for op in left.ops] == [op.title for op in fuse(chain(), Fusion()).ops]

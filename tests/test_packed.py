@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import nntile_py as nt
 from nntile_py import tasks as ops
-from nntile_py.execution.packed import Bins, padded
+from nntile_py.execution.packed import Bins, bins_of, padded
 from nntile_py.execution.program import Store, lives_on_cuda, programs
 from nntile_py.graph.bins import positions_of
 from nntile_py.graph.step import StepSpec
@@ -360,10 +360,20 @@ def test_tasks_in_python_are_refused() -> None:
 def test_bins_have_equal_work(name: str) -> None:
     """Where a long sequence's attention counts as its square does."""
     trainer = nt.Trainer(made(name), 4, LENGTH, {"batch": 2}, pack=True)
-    filled = trainer._filled(inputs([16, 8, 8, 1]), None, 1)
+    filled = trainer.filled(inputs([16, 8, 8, 1]), None, 1)
     works = [sum(n + n * n / 96 for n in of) for of in _by_bin(filled.places)]
     assert max(works) == pytest.approx(16 + 256 / 96)
     assert trainer._bins and trainer._bins.quadratic == pytest.approx(1 / 96)
+    trainer.close()
+
+
+def test_bins_that_others_have_filled() -> None:
+    """As `nntile train` gives them: labels, which are shifted there, are not shifted once more."""
+    trainer = nt.Trainer(made("gpt2"), 4, LENGTH, {"batch": 2}, pack=True)
+    given = inputs([16, 8, 8, 3])
+    given["labels"] = given["input_ids"]
+    filled = bins_of(trainer.spec).fill(given, 1, 4, shift=True)
+    assert trainer.evaluate(filled) == trainer.evaluate(given)
     trainer.close()
 
 

@@ -31,7 +31,7 @@ def messages(
     sizes: Annotated[str, typer.Option(help="Bytes of a tile, with commas between.")] = SIZES,
     seconds: Annotated[float, typer.Option(help="Of each measurement, at least.", min=0)] = 0.2,
     repeats: Annotated[int, typer.Option(help="Measurements.", min=1)] = 5,
-    cuda: Annotated[int, typer.Option(help="1: between GPUs, one for each rank, through main memory.", max=1)] = 0,
+    cuda: Annotated[int, typer.Option(help="1: between GPUs, one a rank, through main memory.", min=0, max=1)] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Started by mpirun: microseconds and GB/s of a tile from rank 0 to rank 1, by its size."""

@@ -55,7 +55,10 @@ def torch_layer(
         torch.autograd.grad(y, wanted, dy, retain_graph=phase == "backward")
 
     if captured:
-        once = _captured(lambda: forward(x), gradients, phase)
+        replay = _captured(lambda: forward(x), gradients, phase)
+
+        def once(_: Any = (wanted, dy)) -> None:  # a graph has their addresses only: they stay as long as it does
+            replay()
     else:
         kept = forward(x) if phase == "backward" else None
 

@@ -159,7 +159,7 @@ def layouts(
     sets: Sets = None,
     repeats: Annotated[int, typer.Option(help="Of tune: times of each; the least counts.", min=1)] = 5,
     database: Annotated[
-        Path | None, typer.Option(help="The file of times. [default: in the cache folder, by device, version, dtype]")
+        Path | None, typer.Option(help="The file of times. [default: in the cache folder, for device and dtype]")
     ] = None,
     own: Annotated[bool, typer.Option("--own", help="Of tune: only for Q, K, V as the config has them.")] = False,
     out: Annotated[Path | None, typer.Option(help="Of show: a picture of the times: .svg, .png or .pdf.")] = None,

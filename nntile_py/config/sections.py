@@ -294,7 +294,7 @@ class Runtime(Section):
     cpus: Workers = "all"
     """CPU workers, one a core; beside GPUs `all` means none."""
     cuda: Workers = 0
-    """GPUs, a worker each; of each rank where there are several, none twice."""
+    """GPUs, a worker each. Of several ranks each has so many, and no GPU has two ranks."""
     scheduler: Annotated[
         str,
         *only(

@@ -64,7 +64,8 @@ def shared_out(seen_by: Sequence[Sequence[str]], wanted: int) -> list[list[int]]
         return [[k for k, card in enumerate(cards) if taken.get(card) == rank] for rank, cards in enumerate(seen_by)]
     if (least := min(map(len, seen_by))) < wanted:
         rank = [*map(len, seen_by)].index(least)
-        raise ConfigError(f"runtime.cuda: got {wanted}, and rank {rank} sees {least} GPUs; allowed: as many as it sees")
+        few = f"{least} GPU{'s' * (least != 1)}"
+        raise ConfigError(f"runtime.cuda: got {wanted}, and rank {rank} sees {few}; allowed: as many as it sees")
     if os.environ.get(SHARE) != "1":
         holders = {rank, *(taken[card] for card in tried)}
         too_few = tried | {card for card, holder in taken.items() if holder in holders}

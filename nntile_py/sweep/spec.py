@@ -62,7 +62,8 @@ class Measure(Section):
     """Of training steps and forward passes: the mean length of the sequences, as a part of train.seq."""
     captured: Switch | None = None
     """Of forward passes on one GPU: whether they run as a CUDA graph; null: where that is faster. Of torch_compile's
-    `encoder` and `mha` on a GPU: true for a CUDA graph of each phase; null: launched."""
+    `encoder` and `mha` on a GPU: true: each phase as one CUDA graph; null: kernels are launched
+    one by one."""
     autotune: Switch = False
     """Of torch_compile's `encoder` and `mha`: its mode max-autotune, without the graphs that `captured` makes."""
     stacked: Switch = False

@@ -353,8 +353,8 @@ class Trainer:
 
     @property
     def _shifts(self) -> bool:
-        """Whether labels are yet to be shifted."""
-        return self.shift_labels and not self._bins
+        """Whether labels are yet to be shifted: in bins they are, whoever has filled those."""
+        return self.shift_labels and not self.spec.pack
 
     def _check_alone(self, runtime: Runtime) -> None:
         """Of two that train one model each would lose what the other has learnt."""
