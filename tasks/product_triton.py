@@ -123,7 +123,7 @@ class Way(NamedTuple):
 
     @property
     def name(self) -> str:
-        return f"{self.rows}x{self.columns}x{self.depth}x{self.stages}"
+        return f"{self.rows}x{self.columns}x{self.depth}x{self.stages}x{self.warps}" + " halves" * self.halves
 
 
 # Those that were fastest on an H200 with 64 to 256 rows, and with 640 and 2048.

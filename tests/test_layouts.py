@@ -407,6 +407,8 @@ def test_experiments(tmp_path: Path, runtime: nt.Runtime, monkeypatch: pytest.Mo
         (["layouts", "show", "--work", "mha", "--database", "nowhere.jsonl"], "nowhere.jsonl: no such database"),
         (["layouts", "tune", "experiments/gpt2_tiny.yaml", "--work", "attention"], "attention: it has no product"),
         (["layouts", "show", "--work", "mha", "--out", "a.txt"], "--out: 'txt' is not allowed; use png, svg, pdf"),
+        (["layouts", "show", "--work", "mha", "--own"], "--own: allowed: only with tune"),
+        (["layouts", "tune", "--work", "mha", "--json"], "--json: allowed: only with show"),
         (["plan", "experiments/gpt2_tiny.yaml", "--set", "layout=best"], "layout: "),
         (["plan", "experiments/gpt2_tiny.yaml", "--set", "layout=searched"], "no such database of layouts"),
         (

@@ -176,6 +176,9 @@ def layouts(
     one_of("ACTION", action, ("tune", "show"))
     form = out.suffix.lstrip(".") if out else "svg"
     one_of("--out", form, FORMS)
+    for option, given, of in (("--own", own, "tune"), ("--out", out, "show"), ("--json", as_json, "show")):
+        if given and action != of:
+            raise ConfigError(f"{option}: allowed: only with {of}")
     loaded, what = _work(config, work, sets)
     if action == "tune":
         from nntile_py.profiling.layouts import tune
