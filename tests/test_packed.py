@@ -387,7 +387,7 @@ def test_tasks_in_python_are_refused() -> None:
 def test_bins_have_equal_work(name: str) -> None:
     """Where a long sequence's attention counts as its square does."""
     trainer = nt.Trainer(made(name), 4, LENGTH, {"batch": 2}, pack=True)
-    filled = trainer._filled(inputs([16, 8, 8, 1]), None, 1)
+    filled = trainer.filled(inputs([16, 8, 8, 1]), None, 1)
     works = [sum(n + n * n / 96 for n in of) for of in _by_bin(filled.places)]
     assert max(works) == pytest.approx(16 + 256 / 96)
     assert trainer._bins and trainer._bins.quadratic == pytest.approx(1 / 96)
