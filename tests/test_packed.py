@@ -253,6 +253,34 @@ def test_lists_of_arrays_of_unequal_lengths() -> None:
     assert losses[0] == losses[1]
 
 
+def test_filled_by_another() -> None:
+    """What another has packed, as a run's batches do, is the same to a trainer that has packed nothing yet: labels are
+    not shifted once more, and outputs are those of sequences."""
+    batch = inputs(LENGTHS["some"])
+    for name in ("gpt2", "bert"):
+        packs, takes = (nt.Trainer(made(name), 8, LENGTH, tiles={"batch": 4}, pack=True) for _ in range(2))
+        filled = packs.filled(batch)
+        loss, outputs = packs.evaluate(batch, return_outputs=True)
+        other, theirs = takes.evaluate(filled, return_outputs=True)
+        assert other == loss
+        for output, value in outputs.items():
+            np.testing.assert_array_equal(theirs[output], value)
+        assert [takes.step(filled) for _ in range(2)] == [packs.step(batch) for _ in range(2)]
+
+
+def test_filled_for_others() -> None:
+    """Refused before anything is counted as a step."""
+    batch = inputs(LENGTHS["some"])
+    one = nt.Trainer(made("gpt2"), 8, LENGTH, tiles={"batch": 4}, pack=True)
+    two = nt.Trainer(made("gpt2"), 4, LENGTH, tiles={"batch": 4}, pack=True, grad_accumulation=2)
+    for trainer, filled, passes in (one, two.filled(batch), 2), (two, one.filled(batch), 1):
+        with pytest.raises(ValueError, match=f"inputs: filled for {passes} passes; allowed here: {3 - passes}"):
+            trainer.step(filled)
+        assert not trainer.steps
+    with pytest.raises(ValueError, match="labels: given beside inputs that are filled"):
+        one.step(one.filled(batch), batch["labels"])
+
+
 def test_another_number_of_sequences() -> None:
     """As many as fit, without a program of their own."""
     trainer = nt.Trainer(made("bert"), 4, LENGTH, {"batch": 2}, pack=True)

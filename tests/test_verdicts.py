@@ -119,6 +119,30 @@ def test_verdicts_in_the_file(tmp_path: Path) -> None:
         opened(OF, path)
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"program": "", "default": [1, 1], "searched": [2, 2]}',  # it would be of whatever has no program
+        '{"program": "abc", "default": [1, NaN], "searched": [2, 2]}',
+        '{"program": "abc", "default": [1, -1], "searched": [2, 2]}',
+        '{"program": "abc", "default": "11", "searched": "22"}',
+        f'{{"program": "abc", "default": [1, 1{"0" * 400}], "searched": [2, 2]}}',
+        '{"program": ' + "[" * 100_000,
+        '{"operator": "a", "layout": "M N", "seconds": 1, "times": [1], "width": Infinity}',
+        '{"operator": "a", "layout": "M N", "seconds": 1, "times": [1], "width": -3}',
+        f'{{"operator": "a", "layout": "M N", "seconds": 1{"0" * 400}, "times": [1]}}',
+        '{"operator": "a", "layout": "M N", "seconds": 1, "times": [NaN]}',
+    ],
+)
+def test_damaged_lines(line: str, tmp_path: Path) -> None:
+    path = tmp_path / "timings.jsonl"
+    opened(OF, path, new=True).add(Timing("a", "M N", 2.0, (2.0,)))
+    with path.open("a") as file:
+        file.write(line + "\n")
+    with pytest.raises(ConfigError, match="line 3: no timing"):
+        opened(OF, path)
+
+
 def test_programs_of_other_inputs_follow(monkeypatch: pytest.MonkeyPatch, runtime: nt.Runtime) -> None:
     """Where the step's searched layouts are refused, a trainer's other programs have the default ones, too."""
     monkeypatch.setattr("nntile_py.graph.arrange.say_once", lambda text: None)

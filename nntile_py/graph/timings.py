@@ -93,16 +93,16 @@ class Timings:
     def _take(self, line: Any) -> None:
         """An entry of the file."""
         if "program" in line:
-            default, searched = (tuple(map(float, line[key])) for key in ("default", "searched"))
-            if not (isinstance(line["program"], str) and len(default) == len(searched) > 1):
+            default, searched = _seconds(line["default"]), _seconds(line["searched"])
+            if not (isinstance(line["program"], str) and line["program"] and len(default) == len(searched) > 1):
                 raise ValueError
             self.verdicts[line["program"]] = Verdict(line["program"], default, searched)
             return
-        seconds, times, width = float(line["seconds"]), tuple(map(float, line["times"])), line.get("width")
-        if not (isinstance(line["operator"], str) and isinstance(line["layout"], str) and 0 < seconds < math.inf):
+        (seconds,), times, width = _seconds([line["seconds"]]), _seconds(line["times"]), line.get("width")
+        names = isinstance(line["operator"], str) and isinstance(line["layout"], str)
+        if not names or not (width is None or (type(width) is int and width > 0)):
             raise ValueError
-        timing = Timing(line["operator"], line["layout"], seconds, times, width and int(width),
-                        line.get("turns") is True)  # fmt: skip
+        timing = Timing(line["operator"], line["layout"], seconds, times, width, line.get("turns") is True)
         self.known.setdefault(timing.operator, {})[timing.layout, timing.width] = timing
 
     def add(self, timing: Timing) -> None:
@@ -174,7 +174,7 @@ def opened(of: Mapping[str, str], path: Path | None = None, *, new: bool = False
         if new and not data:
             return made
     text = data.decode(errors="replace").splitlines() or [""]
-    head, *lines = (json.loads(line) if _is_object(line) else None for line in text)
+    head, *lines = map(_object, text)
     if not isinstance(head, dict) or any(not isinstance(head.get(key), str) for key in KEYS):
         raise ConfigError(f"{path}: no database of layouts; allowed: a file that `nntile layouts tune` has made")
     for key in KEYS:
@@ -183,14 +183,26 @@ def opened(of: Mapping[str, str], path: Path | None = None, *, new: bool = False
     for number, line in enumerate(lines, 2):
         try:
             made._take(line)
-        except (KeyError, TypeError, ValueError):
+        except (KeyError, TypeError, ValueError, OverflowError):
             raise ConfigError(f"{path}, line {number}: no timing; allowed: lines that `nntile layouts tune` writes; "
                               "remove the line") from None  # fmt: skip
     return made
 
 
-def _is_object(text: str) -> bool:
+def _object(text: str) -> Any:
+    """What a line says; None if that is no object."""
     try:
-        return isinstance(json.loads(text), dict)
-    except ValueError:
-        return False
+        made = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return made if isinstance(made, dict) else None
+
+
+def _seconds(values: Any) -> tuple[float, ...]:
+    """A list of times in a file; raises what is no list of finite ones above zero."""
+    if not isinstance(values, list) or any(isinstance(value, str | bool) for value in values):
+        raise ValueError
+    made = tuple(map(float, values))
+    if not all(0 < value < math.inf for value in made):
+        raise ValueError
+    return made

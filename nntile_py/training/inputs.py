@@ -24,6 +24,15 @@ def as_dict(inputs: Mapping[str, Any] | IntArray, labels: IntArray | None) -> Ma
     return {"input_ids": inputs} if labels is None else {"input_ids": inputs, "labels": labels}
 
 
+def as_filled(inputs: Filled, labels: IntArray | None, passes: int) -> Filled:
+    """Inputs that are filled, where they are for so many passes; labels are among them."""
+    if labels is not None:
+        raise ValueError("labels: given beside inputs that are filled; fill them with these")
+    if len(inputs.live) != passes:
+        raise ValueError(f"inputs: filled for {len(inputs.live)} passes; allowed here: {passes}")
+    return inputs
+
+
 def counted(declared: Mapping[str, Input], arrays: Mapping[str, IntArray], given: Mapping[str, Any]) -> dict[str, int]:
     """How many values count towards each mean, by its slot; none of labels that were left out."""
     scaled = {name: one for name, one in declared.items() if one.scale}

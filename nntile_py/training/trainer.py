@@ -7,6 +7,7 @@ import math
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from nntile_py.tasks.optimizer import joined, split
 from nntile_py.tiles import TaskList, Tiling
 from nntile_py.training import checkpoint, saved
 from nntile_py.training.finite import Checked
-from nntile_py.training.inputs import Inputs, IntArray, as_dict, counted, dropout_seed, means
+from nntile_py.training.inputs import Inputs, IntArray, as_dict, as_filled, counted, dropout_seed, means
 from nntile_py.training.pending import Pending
 from nntile_py.training.programs import Programs
 from nntile_py.training.snapshot import Live, Snapshot, states_of
@@ -120,9 +121,7 @@ class Trainer:
         self.optimizer, self.grad_accumulation = spec.optimizer, spec.grad_accumulation
         self._runtime = Runtime.current
         self._check_alone(self._runtime)
-        self.steps = 0
-        self._pending: deque[Pending] = deque()
-        self._bins: Bins | None = None
+        self.steps, self._pending = 0, deque[Pending]()
         self._programs = Programs(spec, self._runtime, self.checked.looks)
         self._store, self.spec = self._programs.store, self._programs.spec
         self._built = self._programs.of(spec.given).built
@@ -250,7 +249,7 @@ class Trainer:
         if not keep:
             return loss
         outputs = {name: self._store.read(evaluation.forward, t) for name, t in evaluation.outputs.items()}
-        if self._bins:
+        if self.spec.pack:
             axes = {name: tensor.axes for name, tensor in evaluation.outputs.items()}
             outputs = {name: self._bins.unpacked(value, filled.places, axes[name]) for name, value in outputs.items()}
         return loss, outputs if return_outputs else outputs["logits"]
@@ -343,17 +342,19 @@ class Trainer:
         passes: default those of a step."""
         passes = passes or self.grad_accumulation
         if isinstance(inputs, Filled):
-            return inputs
+            return as_filled(inputs, labels, passes)
         inputs = as_dict(inputs, labels)
         if not self.spec.pack:
             return Filled(inputs, [{}] * passes)
-        if self._bins is None:
-            self._bins = bins_of(self.spec)
         return self._bins.fill(inputs, passes, self.batch, shift=self.shift_labels)
+
+    @cached_property
+    def _bins(self) -> Bins:
+        return bins_of(self.spec)
 
     @property
     def _shifts(self) -> bool:
-        """Whether labels are yet to be shifted: in bins they are, whoever has filled those."""
+        """Whether labels are yet to be shifted: what is packed has that done, whoever has packed it."""
         return self.shift_labels and not self.spec.pack
 
     def _check_alone(self, runtime: Runtime) -> None:
