@@ -331,6 +331,14 @@ def test_a_file_of_timings(tmp_path: Path) -> None:
         opened(OF, tmp_path / "nothing")
 
 
+def test_least_of_one_operator(tmp_path: Path) -> None:
+    """A norm has the title of one with a residual, which is another operator: its best layout is not the other's."""
+    timings = opened(OF, tmp_path / "times.jsonl", new=True)
+    for layout, seconds in (("R, R -> R", 2.0), ("E, R -> R", 1.0), ("R, R, R -> R, R", 0.5)):
+        timings.add(Timing("norm", layout, seconds))
+    assert [timings.least("norm", of) for of in ("R, R -> R", "R, R, R -> R, R", "")] == [1.0, 0.5, 0.5]
+
+
 def nntile(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "nntile_py.cli", *args]
     return subprocess.run(command, capture_output=True, text=True, env=os.environ | env, check=False)
@@ -364,6 +372,7 @@ def test_tuned_shown_used(tmp_path: Path) -> None:
     text = nntile("layouts", "show", *what, **home).stdout
     assert text.count("Sum of the operators' optima ") == 3 and "attn.out_proj.Contract " in text
     assert text.splitlines()[0].rstrip().endswith("layout chosen") and text.count(" -> ") > 8
+    assert text.splitlines()[0].split()[1:7] == ["x", "layouts", "default", "chosen", "turning", "best"]
     planned = nntile("sweep", _sweep(tmp_path, home), "--out", str(tmp_path / "out"), "--json", **home)
     assert planned.returncode == 0, planned.stderr
     assert all(row["status"] == "ok" for row in json.loads(planned.stdout)["rows"])

@@ -28,7 +28,10 @@ if TYPE_CHECKING:
 
 Stacked = bool | Literal["qk"]
 STACKED: dict[Stacked, str] = {False: "none", "qk": "QK", True: "QKV"}  # algebraic fusion, as the paper's Table II
-WIDE = 250  # columns: longer lines are wrapped by the terminal, not cut
+WIDE = 150  # columns at least; in fewer the terminal wraps lines
+LEGEND = """x: how many. Milliseconds of one; turning: transpositions before or after it; needless: they are left out.
+Layouts are axes in their order in memory, of what is read -> of what is written. Of a product M and N are the axes of
+rows and columns, K those that are summed, B a batch's; of others R are all axes that are not named."""
 WIDTHS = (4, 8, 16)  # of generated kernels, besides the one that they have
 Key = tuple[str, str, int | None]  # of a timing
 
@@ -159,7 +162,7 @@ def _lines(chosen: Chosen, timings: Timings) -> list[Line]:
     for (name, operator, layout, turning), rows in alike.items():
         taken[name] = taken.get(name, 0) + 1
         name += f" ({taken[name]})" * (taken[name] > 1)
-        every = [t.seconds for t in timings.known.get(operator, {}).values()] or [0.0]
+        every = [t.seconds for t in timings.others(operator, layout)] or [0.0]
         row = rows[0]
         lines.append(Line(
             name, len(rows), operator, len(every), default=1e3 * row.default_seconds, chosen=1e3 * row.seconds,
@@ -177,13 +180,14 @@ def render(found: Sequence[Found], timings: Timings, console: Console) -> None:
     table = Table(box=None, pad_edge=False, header_style="bold")
     times = ("default", "chosen", "turning", "best", "worst")
     for head in ("operator", "x", "layouts", *times, "layout chosen"):
-        table.add_column(head, justify="left" if head in ("operator", "layout chosen") else "right", no_wrap=True)
+        left, last = head in ("operator", "layout chosen"), head == "layout chosen"
+        table.add_column(head, justify="left" if left else "right", no_wrap=not last)  # the last one gives way to times
     for line in best.lines:
         cells = (f"{getattr(line, head):.3f}" for head in times)
         table.add_row(line.name, str(line.count), str(line.layouts), *cells, line.layout or "needless")
     console.width = max(console.width, WIDE)
     console.print(table)
-    console.print("Milliseconds of one; turning: transpositions before or after it.", highlight=False)
+    console.print(LEGEND, highlight=False, soft_wrap=True)
     for of in found:
         console.print(told(of), highlight=False, soft_wrap=True)
         if of.program:
@@ -208,14 +212,14 @@ def ruled(verdict: Verdict | None) -> str:
 def violins(found: Found, timings: Timings) -> Figure:
     """How the times of each operator's layouts are spread, with the best, the chosen and the default one: the paper's
     figures 4 (products) and 5 (others)."""
-    distinct = {line.operator: line for line in reversed(found.lines) if line.layouts > 1}.values()
+    distinct = {(of.operator, of.layouts, of.best): of for of in reversed(found.lines) if of.layouts > 1}.values()
     halves = [[line for line in found.lines if line in distinct and line.product is of] for of in (True, False)]
     titles = [t for t, half in zip(("products", "other operators"), halves, strict=True) if half]
     halves = [half for half in halves if half]
     figure = new_figure((9.5, 1.6 + 0.42 * sum(map(len, halves))))
     every = figure.subplots(len(halves), squeeze=False, height_ratios=[len(half) + 1 for half in halves])[:, 0]
     for axes, title, half in zip(every, titles, halves, strict=True):
-        times = [[1e3 * t.seconds for t in timings.known[line.operator].values()] for line in half]
+        times = [[1e3 * t.seconds for t in timings.others(line.operator, line.layout)] for line in half]
         places = range(1, len(half) + 1)
         parts = axes.violinplot(times, places, orientation="horizontal", widths=0.8, showextrema=False)
         for body in parts["bodies"]:

@@ -169,6 +169,7 @@ def layouts(
     from rich.console import Console
 
     from nntile_py.analysis import layouts as parts
+    from nntile_py.analysis.workloads import FORWARD
     from nntile_py.config.spec import timings as opened
     from nntile_py.system.folders import replace_file
     from nntile_py.system.pictures import FORMS, files_of
@@ -192,6 +193,8 @@ def layouts(
         print(f"{tuned.measured} measured; {known.path}")
         if tuned.verdict:
             print(parts.ruled(tuned.verdict))
+        elif what not in FORWARD:
+            print("Chosen: the default layouts; others gain less than the noise of the times. No steps to compare.")
         if tuned.others:
             print(f"other processes kept {tuned.others:.1f} cores busy meanwhile: times are too long", file=sys.stderr)
         return
