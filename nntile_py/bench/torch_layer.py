@@ -62,7 +62,7 @@ def torch_layer(
     else:
         kept = forward(x) if phase == "backward" else None
 
-        def once() -> None:
+        def once(_: Any = None) -> None:
             y = forward(x) if phase != "backward" else kept
             if phase != "forward":
                 gradients(y)
