@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+from .elementwise import Dropout
 from .op import NORMALIZATION, Op, Tensor
 
 
@@ -20,6 +21,11 @@ class Norm(Op):
     eps: float
     residual: Tensor | None
     total: Tensor | None
+    dropout: Dropout | None = None
+
+    @property
+    def title(self) -> str:
+        return " + ".join([self.kind, *["residual"] * bool(self.residual), *["dropout"] * bool(self.dropout)])
 
     def onto(self, x: Tensor, residual: Tensor, total: Tensor, **dropout: Any) -> Norm:
         """This norm of x + residual, which is kept as `total`, instead of its present input."""
@@ -37,6 +43,13 @@ class NormGrad(Op):
 
     category = NORMALIZATION
     extra: Tensor | None
+    bias: Tensor | None = None
+    dropout: Dropout | None = None
+
+    @property
+    def title(self) -> str:
+        parts = {"add": self.extra, "dropout": self.dropout, "bias gradient": self.bias}
+        return " + ".join([self.kind, *(name for name, there in parts.items() if there)])
 
     def plus(self, add: Tensor, dx: Tensor) -> NormGrad:
         """This gradient with `add` added to dx, in a tensor of its own."""

@@ -36,7 +36,8 @@ from nntile_py.profiling import layouts as profiled
 from nntile_py.sweep import experiment, laid_out, papers
 from nntile_py.tasks import Tensor, activation, contract
 from nntile_py.tasks.contract import Contract
-from nntile_py.tasks.elementwise import Transpose
+from nntile_py.tasks.elementwise import Dropout, Transpose
+from nntile_py.tasks.layer_norm import LayerNorm
 from nntile_py.testing import error
 from nntile_py.tiles import Tiling
 
@@ -332,11 +333,20 @@ def test_a_file_of_timings(tmp_path: Path) -> None:
 
 
 def test_least_of_one_operator(tmp_path: Path) -> None:
-    """A norm has the title of one with a residual, which is another operator: its best layout is not the other's."""
+    """A norm with a residual, or with dropout, is another operator than one without: its best layout is not theirs."""
+    def told(residual: bool, drops: bool) -> str:
+        x, r, total, y, dropped = (Tensor(name, ["batch", "embed"], [4, 8], "fp32") for name in "xrtyd")
+        gamma, beta = (Tensor(name, ["embed"], [8], "fp32") for name in ("gamma", "beta"))
+        more = {"residual": r, "total": total} if residual else {}
+        drop = Dropout(x, dropped, 0.1, 1) if drops else None
+        stat = Tensor("stat", ["batch", "stat"], [4, 2], "fp32")
+        return described(LayerNorm(x, gamma, beta, y, stat, 1e-5, dropout=drop, **more), Tiling())[0]
+
+    keys = [told(False, False), told(True, False), told(True, True)]
     timings = opened(OF, tmp_path / "times.jsonl", new=True)
-    for layout, seconds in (("R, R -> R", 2.0), ("E, R -> R", 1.0), ("R, R, R -> R, R", 0.5)):
-        timings.add(Timing("norm", layout, seconds))
-    assert [timings.least("norm", of) for of in ("R, R -> R", "R, R, R -> R, R", "")] == [1.0, 0.5, 0.5]
+    for key, layout, seconds in zip([keys[0], *keys], "abcd", (2.0, 1.0, 0.5, 0.25), strict=True):
+        timings.add(Timing(key, layout, seconds))
+    assert [timings.least(key) for key in keys] == [1.0, 0.5, 0.25]
 
 
 def nntile(*args: str, **env: str) -> subprocess.CompletedProcess[str]:

@@ -162,7 +162,7 @@ def _lines(chosen: Chosen, timings: Timings) -> list[Line]:
     for (name, operator, layout, turning), rows in alike.items():
         taken[name] = taken.get(name, 0) + 1
         name += f" ({taken[name]})" * (taken[name] > 1)
-        every = [t.seconds for t in timings.others(operator, layout)] or [0.0]
+        every = [t.seconds for t in timings.known.get(operator, {}).values()] or [0.0]
         row = rows[0]
         lines.append(Line(
             name, len(rows), operator, len(every), default=1e3 * row.default_seconds, chosen=1e3 * row.seconds,
@@ -212,14 +212,14 @@ def ruled(verdict: Verdict | None) -> str:
 def violins(found: Found, timings: Timings) -> Figure:
     """How the times of each operator's layouts are spread, with the best, the chosen and the default one: the paper's
     figures 4 (products) and 5 (others)."""
-    distinct = {(of.operator, of.layouts, of.best): of for of in reversed(found.lines) if of.layouts > 1}.values()
+    distinct = {of.operator: of for of in reversed(found.lines) if of.layouts > 1}.values()
     halves = [[line for line in found.lines if line in distinct and line.product is of] for of in (True, False)]
     titles = [t for t, half in zip(("products", "other operators"), halves, strict=True) if half]
     halves = [half for half in halves if half]
     figure = new_figure((9.5, 1.6 + 0.42 * sum(map(len, halves))))
     every = figure.subplots(len(halves), squeeze=False, height_ratios=[len(half) + 1 for half in halves])[:, 0]
     for axes, title, half in zip(every, titles, halves, strict=True):
-        times = [[1e3 * t.seconds for t in timings.others(line.operator, line.layout)] for line in half]
+        times = [[1e3 * t.seconds for t in timings.known[line.operator].values()] for line in half]
         places = range(1, len(half) + 1)
         parts = axes.violinplot(times, places, orientation="horizontal", widths=0.8, showextrema=False)
         for body in parts["bodies"]:

@@ -87,7 +87,7 @@ def search(
     for op in ops:
         layout = costs.layout(op, values)
         timing, default = costs.timing(op, layout), costs.default(op)
-        least = timings.least(timing.operator, timing.layout) if timing.layout else 0.0  # one that goes takes no time
+        least = timings.least(timing.operator) if timing.layout else 0.0  # one that goes takes no time
         turning = 0.0
         for tensor, order in zip(tensors_of(op), layout, strict=True):
             if (copy := (tensor, order, op.phase)) not in turned:

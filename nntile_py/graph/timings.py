@@ -86,19 +86,9 @@ class Timings:
         of = [statistics.median(t.times) / t.seconds - 1 for t in self.known.get(operator, {}).values() if t.times]
         return statistics.median(of) if of else 0.0
 
-    def others(self, operator: str, layout: str) -> list[Timing]:
-        """In all layouts of as many tensors: a norm has the same title with a residual, which is a tensor more.
-
-        layout: any one of these; "": all that have the title."""
-        def tensors(layout: str) -> list[int]:
-            return [side.count(",") for side in layout.split(" -> ")]
-
-        every = self.known.get(operator, {}).values()
-        return [t for t in every if not layout or tensors(t.layout) == tensors(layout)]
-
-    def least(self, operator: str, layout: str = "") -> float:
-        """Seconds in the best layout, whatever lies around it. layout: see others."""
-        return min((t.seconds for t in self.others(operator, layout)), default=math.nan)
+    def least(self, operator: str) -> float:
+        """Seconds in the best layout, whatever lies around it."""
+        return min((t.seconds for t in self.known.get(operator, {}).values()), default=math.nan)
 
     def _take(self, line: Any) -> None:
         """An entry of the file."""
