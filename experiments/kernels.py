@@ -1,9 +1,11 @@
 """Kernels on one GPU, as tables on the terminal.
 
     python experiments/kernels.py step --layers 12 --embed 768 --heads 12 --batch 32
+    python experiments/kernels.py layer [--work encoder] [--phase backward] [--set train.batch=96 --set train.seq=128]
     python experiments/kernels.py found [--only gpt2] [--search]
 
-step: those of a training step of GPT-2, and the gaps between them, by torch.profiler. found: the generated kernel of
+step: those of a training step of GPT-2, and the gaps between them, by torch.profiler. layer: the same of one pass of
+BERT-large's encoder layer, attention in one kernel, groups that are found. found: the generated kernel of
 each group that `fusion: {found: true}` makes in three models, as it is launched there, beside a copy of as many bytes
 and beside the kernels of the rules; with --search in other cuts, the fastest of which are listed.
 """
@@ -20,13 +22,15 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from nntile_py.analysis.operators import alone
-from nntile_py.analysis.workloads import Work, logical, preset
-from nntile_py.config.run import RunConfig, load
+from nntile_py.analysis.workloads import Work, build, logical, preset
+from nntile_py.config.run import RunConfig, load, runtime_options
 from nntile_py.config.spec import step_spec
 from nntile_py.graph.fusion import Fusion
+from nntile_py.profiling.alone import clocked, small_program
 from nntile_py.system.folders import installed
 from nntile_py.tasks.contract import Contract
 from nntile_py.tasks.generated import KERNELS, Generated
@@ -37,12 +41,14 @@ from nntile_py.tiles.tasklist import Task
 # -- a step
 
 STEPS = 3
+GPU = ["precision=bf16", "runtime.cpus=0", "runtime.cuda=1"]
+LAYER = (
+    "tiles={}", "runtime.memory=null", "model.embed=1024", "model.heads=16", "train.batch=8", "train.seq=512",
+    "fusion.found=true",
+)  # fmt: skip
 
 
 def step(o: dict[str, Any]) -> None:
-    import torch
-    from torch.profiler import ProfilerActivity, profile
-
     from nntile_py.bench.common import parse_tiles
     from nntile_py.bench.step import ours_on_gpu
 
@@ -53,9 +59,30 @@ def step(o: dict[str, Any]) -> None:
     o["tiles"] = parse_tiles(o["tiles"])
     run, _ = ours_on_gpu(o)
     run(5)
-    with profile(activities=[ProfilerActivity.CUDA]) as traced:
+    traced(run)
+
+
+def layer(o: dict[str, Any]) -> None:
+    """One pass of an encoder layer, again and again."""
+    from nntile_py.execution.runtime import Runtime
+
+    config = load(Path(__file__).with_name("encoder_layer.yaml"), [*GPU, *LAYER, *o["sets"]])
+    with Runtime(**runtime_options(config.runtime.model_dump())):
+        run = small_program(build(config, o["work"], o["phase"]).graphs[0], config)
+        run(10)
+        times = [1e3 * seconds for seconds in clocked(run, 15, 20)]
+        print(f"{statistics.median(times):.4f} ms ({min(times):.4f} to {max(times):.4f})")
+        traced(run)
+
+
+def traced(run: Callable[[int], Any]) -> None:
+    """The kernels of STEPS runs, and the gaps between them."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as trace:
         run(STEPS)
-    events = [e for e in traced.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    events = [e for e in trace.events() if e.device_type == torch.autograd.DeviceType.CUDA]
     for device in sorted({e.device_index for e in events}):
         kernels = sorted(
             (e.time_range.start, e.time_range.end, e.name) for e in events
@@ -81,7 +108,6 @@ def step(o: dict[str, Any]) -> None:
 
 COLD = 500e6  # bytes that are gone through before one is used again: ten times an H200's L2
 LAUNCHED = 24  # sets of tiles in a CUDA graph, at least
-GPU = ["precision=bf16", "runtime.cpus=0", "runtime.cuda=1"]
 
 
 @dataclass
@@ -309,13 +335,18 @@ def main() -> None:
         one.add_argument(f"--{name}", type=int, required=True)
     one.add_argument("--tiles", default="", help="axis=size,...")
     one.add_argument("--cuda", type=int, default=1)
+    of_layer = parts.add_parser("layer")
+    of_layer.add_argument("--work", default="encoder", choices=("encoder", "decoder", "mha"))
+    of_layer.add_argument("--phase", default="forward", choices=("forward", "backward"))
+    of_layer.add_argument("--set", action="append", default=[], dest="sets", metavar="KEY=VALUE")
     two = parts.add_parser("found")
     two.add_argument("--only", default="", help="groups with this in their names, such as gpt2")
     two.add_argument("--search", action="store_true", help="try other cuts")
     o = vars(parser.parse_args())
-    if o.pop("what") == "step":
-        return step(o)
-    return found(o["only"], o["search"])
+    what = o.pop("what")
+    if what == "found":
+        return found(o["only"], o["search"])
+    return (step if what == "step" else layer)(o)
 
 
 if __name__ == "__main__":

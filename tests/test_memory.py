@@ -300,3 +300,18 @@ def test_memory_of_a_job(tmp_path: Path) -> None:
     assert machine_memory(mine, root) == whole
     (root / "memory" / "memory.limit_in_bytes").write_text(f"{1 << 20}\n")
     assert machine_memory(mine, root) == 1 << 20
+
+
+def test_a_peak_is_forgotten_before_anything_ran(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch refuses to reset counters of a process that has not used its GPU yet, as a contestant's."""
+    begun: list[str] = []
+
+    def reset(device: int) -> None:
+        assert begun, "Invalid device argument"
+        begun.append(f"reset {device}")
+
+    monkeypatch.setattr("torch.cuda.init", lambda: begun.append("init"))
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setattr("torch.cuda.reset_peak_memory_stats", reset)
+    memory.forget_gpu_peak()
+    assert begun == ["init", "reset 0", "reset 1"]

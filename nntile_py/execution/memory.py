@@ -77,6 +77,7 @@ def forget_gpu_peak() -> None:
     """Count gpu_peak() from here on."""
     import torch
 
+    torch.cuda.init()  # PyTorch's counters are there after that only
     for device in _devices():
         torch.cuda.reset_peak_memory_stats(device)
 

@@ -1,0 +1,100 @@
+"""Bytes that the kernels of a layer move by the GPU's own counters, beside the bytes of their tasks' tiles.
+
+    python experiments/counters.py [--work encoder] [--phase forward] [--set train.batch=96 --set train.seq=128]
+
+Needs Nsight Compute (`ncu`) and the right to read its counters. The layer is that of encoder_layer.yaml, in bf16, with
+BERT-large's sizes, attention in one kernel and groups that are found. Each kernel runs alone, with empty caches. In
+MB (10^6 bytes): what its tasks read and write, each tile once; what multiprocessors read from the L2 cache and write to
+it; what the L2 cache read from memory and wrote back to it (what it still holds at the kernel's end is not counted).
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import io
+import subprocess
+import sys
+from collections.abc import Sequence
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+METRICS = (  # of ncu: from and to L2, from and to memory
+    "l1tex__m_xbar2l1tex_read_bytes.sum",
+    "l1tex__m_l1tex2xbar_write_bytes.sum",
+    "dram__bytes_read.sum",
+    "dram__bytes_write.sum",
+)
+SETS = (
+    "tiles={}", "precision=bf16", "runtime.cpus=0", "runtime.cuda=1", "runtime.memory=null", "model.embed=1024",
+    "model.heads=16", "train.batch=8", "train.seq=512", "fusion.found=true",
+)  # fmt: skip
+TASK = "task: "  # what a line of the process under ncu begins with
+
+
+def layer(o: argparse.Namespace) -> None:
+    """Run the layer once, between the calls that start and stop ncu; print its tasks in their order."""
+    import torch
+
+    import nntile_py as nt
+    from nntile_py.analysis.workloads import build
+    from nntile_py.config.run import load, runtime_options
+    from nntile_py.profiling.alone import small_program
+
+    config = load(Path(__file__).with_name("encoder_layer.yaml"), [*SETS, *o.sets])
+    built = build(config, o.work, o.phase)
+    with nt.Runtime(**runtime_options(config.runtime.model_dump())):
+        run = small_program(built.graphs[0], config)
+        run(3)  # compiled, chosen, in memory
+        torch.cuda.cudart().cudaProfilerStart()
+        run(1)
+        torch.cuda.cudart().cudaProfilerStop()
+    for task in (task for tasks in built.lists for task in tasks.tasks):
+        read, written = (sum(a.tile.bytes for a in task.accesses if letter in a.mode) for letter in "RW")
+        print(f"{TASK}{task.op}\t{read}\t{written}")
+
+
+def kernels(told: str) -> list[tuple[str, dict[str, float]]]:
+    """The kernels that ncu saw, in their order, with the value of each metric."""
+    text = told[told.index('"ID"') :]
+    found: dict[str, tuple[str, dict[str, float]]] = {}
+    for row in csv.DictReader(io.StringIO(text)):
+        values = found.setdefault(row["ID"], (row["Kernel Name"], {}))[1]
+        values[row["Metric Name"]] = float(row["Metric Value"].replace(",", ""))
+    return [*found.values()]
+
+
+def table(tasks: Sequence[Sequence[str]], seen: Sequence[tuple[str, dict[str, float]]]) -> None:
+    if len(tasks) != len(seen):  # no telling which kernel is whose
+        print(f"{len(tasks)} tasks and {len(seen)} kernels: not one for each")
+    heads = ("tiles R", "L2 R", "DRAM R", "tiles W", "L2 W", "DRAM W")
+    print(f"{'task':34} {'kernel':34}" + "".join(f" {head:>8}" for head in heads))
+    for (op, *tiles), (name, values) in zip_longest(tasks, seen, fillvalue=("", {})):
+        read, written = map(float, tiles if op else (0, 0))
+        l2_read, l2_written, dram_read, dram_written = (values.get(metric, 0.0) for metric in METRICS)
+        moved = (read, l2_read, dram_read, written, l2_written, dram_written)
+        print(f"{op[:34]:34} {name[:34]:34}" + "".join(f" {each / 1e6:8.2f}" for each in moved))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--work", default="encoder", choices=("encoder", "decoder", "mha"))
+    parser.add_argument("--phase", default="forward", choices=("forward", "backward"))
+    parser.add_argument("--set", action="append", default=[], dest="sets", metavar="KEY=VALUE")
+    parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)  # the process under ncu
+    o: Any = parser.parse_args()
+    if o.inside:
+        layer(o)
+        return
+    ncu = ["ncu", "--profile-from-start", "off", "--csv", "--print-units", "base", "--clock-control", "none"]
+    command = [*ncu, "--metrics", ",".join(METRICS), sys.executable, "-P", __file__, *sys.argv[1:], "--inside"]
+    told = subprocess.run(command, text=True, capture_output=True, check=False)
+    if told.returncode or '"ID"' not in told.stdout:
+        sys.exit(f"ncu gave no counters (status {told.returncode}):\n{(told.stdout + told.stderr)[-2000:]}")
+    lines = [line[len(TASK) :].split("\t") for line in told.stdout.splitlines() if line.startswith(TASK)]
+    table(lines, kernels(told.stdout))
+
+
+if __name__ == "__main__":
+    main()
