@@ -47,6 +47,7 @@ def inputs_of(config: RunConfig, work: Work, alpha: float = 1.0, spec: StepSpec 
 def _ours(config: RunConfig, inputs: dict[str, Array], work: Work) -> tuple[Step, dict[str, Any]]:
     from nntile_py.bench.forward import forward_passes
     from nntile_py.execution.runtime import Runtime
+    from nntile_py.training.same import same_steps
     from nntile_py.training.trainer import Trainer
 
     Runtime(**runtime_options(config.runtime.model_dump()), mpi=True).__enter__()  # for as long as the process lives
@@ -55,12 +56,7 @@ def _ours(config: RunConfig, inputs: dict[str, Array], work: Work) -> tuple[Step
         made, passes = forward_passes(spec, inputs)
         return passes, {"tasks": len(made.forward.tasks.tasks), "flop": made.graph.flop()}
     trainer = Trainer.of_spec(spec, seed=config.seed)
-    filled = trainer.filled(inputs)  # packed once, as PyTorch is given its masks; a run packs beside the steps
-
-    def run(n: int) -> list[float]:
-        return [pending.result().loss for pending in [trainer.submit(filled) for _ in range(n)]]
-
-    return run, {"tasks": trainer.tasks_per_step, "flop": trainer.flop_per_step}
+    return same_steps(trainer, inputs), {"tasks": trainer.tasks_per_step, "flop": trainer.flop_per_step}
 
 
 def torch_side(config: RunConfig, arrays: dict[str, Array], name: str, work: Work) -> Step:

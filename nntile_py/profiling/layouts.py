@@ -28,12 +28,13 @@ from nntile_py.system.load import Load, is_busy
 from nntile_py.system.machine import cache_bytes
 from nntile_py.tasks.op import Op
 from nntile_py.tiles import Tiling
+from nntile_py.training.same import same_steps
 from nntile_py.training.trainer import Trainer
 
 AGAIN = 3  # times that what is chosen by then is measured again
 TURNS = 5, 25  # of whole steps: at least, at most
 COMPARED = 5.0  # seconds that these take, if they are not at least so many
-Step = Callable[[int], None]
+Step = Callable[[int], object]
 
 
 @dataclass(frozen=True)
@@ -160,10 +161,4 @@ def _training(config: RunConfig, work: Work, timings: Timings | None, stacked: S
     trainer = Trainer.of_spec(spec, seed=config.seed)
     assert Runtime.current
     Runtime.current.forget(trainer)  # nobody wants the weights back
-    inputs = trainer.spec.random_inputs(trainer.batch * trainer.grad_accumulation, seed=0)
-
-    def run(count: int) -> None:
-        for pending in [trainer.submit(inputs) for _ in range(count)]:
-            pending.result()
-
-    return run
+    return same_steps(trainer, trainer.spec.random_inputs(trainer.batch * trainer.grad_accumulation, seed=0))
