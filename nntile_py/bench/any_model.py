@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from nntile_py.analysis.workloads import Work, spec_of
-from nntile_py.bench.common import Step
+from nntile_py.bench.common import Step, torch_device
 from nntile_py.config.run import RunConfig, load, runtime_options
 from nntile_py.config.spec import build_model, predicted, step_spec
 from nntile_py.graph.step import StepSpec
@@ -63,11 +63,7 @@ def torch_side(config: RunConfig, arrays: dict[str, Array], name: str, work: Wor
     """The workload, train, inference or attention, by `torch_eager` or `torch_compile`."""
     import torch
 
-    torch._dynamo.reset()  # of what the process compiled before
-    device = torch.device("cuda" if config.runtime.cuda else "cpu")
-    if device.type == "cpu":
-        torch.set_num_threads(config.workers)
-    torch.set_float32_matmul_precision("high" if config.precision in ("bf16", "tf32") else "highest")
+    device = torch_device(config)
     model = _attention() if work == "attention" else build_model(config).to_hf()
     if hasattr(getattr(model, "config", None), "use_cache"):  # keys and values for generation, of no use here
         model.config.use_cache = False
