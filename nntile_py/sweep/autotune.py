@@ -30,6 +30,7 @@ from nntile_py.sweep.spec import Sweep
 from nntile_py.system.cgroup import machine_memory
 from nntile_py.system.folders import replace_file
 from nntile_py.system.pictures import files_of, new_figure
+from nntile_py.system.telling import telling
 from nntile_py.tiles import AXES
 from nntile_py.tiles.placement import GOOD
 
@@ -82,7 +83,8 @@ def search(path: Path, sets: list[str], budget: int, console: Console) -> Search
         console.print(f"{told}, for each of the tilings", highlight=False, soft_wrap=True)
     whole: Tiles = dict.fromkeys(AXES)
     starts = [start, whole, whole | {"batch": _tile(config.train.batch, config.workers)}]
-    with console.status("planning tilings"):
+    with telling(console) as tell:
+        tell("planning tilings")
         for start in starts:
             _walk(config, start, seen)
     tilings = [
