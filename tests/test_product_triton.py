@@ -15,6 +15,7 @@ from conftest import Python
 from operators_contract import linear
 
 from nntile_py.graph.lowering import lower
+from nntile_py.tasks import interpret as interpreter
 from nntile_py.tasks import launch
 from nntile_py.tasks.live import with_live_sizes
 from nntile_py.testing import Case, error
@@ -86,7 +87,7 @@ def test_rows_that_a_step_fills(monkeypatch: pytest.MonkeyPatch, way: int) -> No
     lives = [(k, 1, slot) for k in (0, 1, 4)]
     made = launch.load()["contract"]([with_live_sizes(task, lives)])
     assert "70 72 40" in made.key
-    launch.interpret([task], [out, a, b, bias, act], {"filled": filled}, lives=lives)
+    interpreter.interpret([task], [out, a, b, bias, act], {"filled": filled}, lives=lives)
     y = a[0, :filled].double() @ b.double() + bias.double()
     want = torch.nn.functional.gelu(y)
     assert error(out[0, :filled].double().numpy(), y.numpy()) < 5e-3
