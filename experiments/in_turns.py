@@ -13,6 +13,7 @@ import numpy as np
 
 import nntile_py as nt
 from nntile_py.bench.common import parse_tiles
+from nntile_py.training.same import same_steps
 
 
 def main() -> None:
@@ -31,7 +32,7 @@ def main() -> None:
     kind = type(getattr(module, name))  # one that is not there would be set, and change nothing
     config = nt.models.GPT2Config(o.layers, o.embed, o.heads, 50304, 1024)
     ids = np.random.default_rng(0).integers(0, 50304, (o.batch, 1024))
-    trainers, times = {}, {value: list[float]() for value in o.values}
+    trainers, steps, times = {}, {}, {value: list[float]() for value in o.values}
     with nt.Runtime(cpus=0, cuda=o.cuda):
         for value in o.values:
             setattr(module, name, kind(value))
@@ -39,10 +40,11 @@ def main() -> None:
                 nt.models.GPT2(config, seed=0), o.batch, 1024, parse_tiles(o.tiles), dtype="bf16",
                 optimizer=nt.AdamW(3e-4, weight_decay=0.1, betas=(0.9, 0.95)), clip_grad_norm=1.0, shift_labels=False,
             )  # fmt: skip
+            steps[value] = same_steps(trainers[value], ids, ids)
         for turn in range(o.turns + 1):  # the first one warms up
-            for value, trainer in trainers.items():
+            for value, run in steps.items():
                 start = time.perf_counter()
-                losses = [p.result().loss for p in [trainer.submit(ids, ids) for _ in range(o.steps)]]
+                losses = run(o.steps)
                 assert np.isfinite(losses).all(), losses
                 if turn:
                     times[value].append((time.perf_counter() - start) / o.steps * 1e3)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import time
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +20,8 @@ from nntile_py.bench.any_model import inputs_of
 from nntile_py.config.run import load, runtime_options
 from nntile_py.config.spec import build_model, step_spec
 from nntile_py.execution import memory
+from nntile_py.profiling.alone import clocked
+from nntile_py.training.same import same_steps
 
 REPEATS, STEPS = 7, 10
 
@@ -42,18 +43,9 @@ def main() -> None:
             real = int(np.sum(given["attention_mask"])) if "attention_mask" in given else seq * batch
             packed = load(o.config, [*sets, f"train.seq={seq}", f"train.batch={-(-real // seq)}"])
             trainer = nt.Trainer.of_spec(step_spec(packed, build_model(packed)), seed=packed.seed)
-            inputs = trainer.filled(given)
-
-            def run(count: int, trainer: nt.Trainer = trainer, inputs: object = inputs) -> None:
-                for pending in [trainer.submit(inputs) for _ in range(count)]:  # type: ignore[arg-type]
-                    pending.result()
-
+            run = same_steps(trainer, given)
             run(4)
-            times = []
-            for _ in range(REPEATS):
-                start = time.perf_counter()
-                run(STEPS)
-                times.append((time.perf_counter() - start) / STEPS)
+            times = clocked(run, REPEATS, STEPS)
             middle, held = statistics.median(times), memory.gpu_peak() / 2**30 if packed.runtime.cuda else 0.0
             spread = f"({min(times) * 1e3:.2f} to {max(times) * 1e3:.2f})"
             told = f"{seq:7} x {batch:<5} {real:8} {middle * 1e3:9.2f}  {spread:20} {real / middle:9.0f} {held:8.2f}"

@@ -19,6 +19,7 @@ import torch
 
 from nntile_py.graph.graph import Graph
 from nntile_py.graph.lowering import lower
+from nntile_py.tasks import interpret as interpreter
 from nntile_py.tasks import launch
 from nntile_py.tasks.attention import attention
 from nntile_py.tasks.mask import Mask
@@ -82,7 +83,7 @@ class Ours:
         self.out, self.grad = (self.tiles[low.tile(t, dict.fromkeys(t.axes, 0))] for t in (out, grad))
 
     def run(self, task: Task, way: int) -> None:
-        launch.interpret([task], [self.tiles[a.tile] for a in task.accesses], SLOTS, way=way)
+        interpreter.interpret([task], [self.tiles[a.tile] for a in task.accesses], SLOTS, way=way)
 
 
 def name_of(way: tuple[launch.Launch, ...]) -> str:

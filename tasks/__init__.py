@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 __all__: list[str] = []
 for _module in iter_modules(__path__):
-    if _module.name == "launch" or _module.name.endswith("_triton") or _module.ispkg:  # not for who writes models
+    # Not for who writes models.
+    if _module.name in ("interpret", "launch") or _module.name.endswith("_triton") or _module.ispkg:
         continue
     _found = import_module(f"{__name__}.{_module.name}")
     for _name, _value in vars(_found).items():

@@ -265,6 +265,13 @@ def row_blocks(task: Task, number: int, elements: int) -> tuple[int, int, dict[s
     return words(task, number) // n, n, {"ROWS": rows, "BLOCK": block, "warps": warps}
 
 
+def by_rows(kernel: Any, task: Task, number: int, **constexprs: bool) -> Launches:
+    """What is given all of the task's tiles, and the sizes of tile `number`, in blocks of rows."""
+    rows, n, blocks = row_blocks(task, number, 1024)
+    tiles = [tile(task, k) for k in range(len(task.accesses))]
+    return Launches((launch(kernel, ceil_div(rows, blocks["ROWS"]), *tiles, rows, n, **constexprs, **blocks),))
+
+
 def _in_two(n: int, blocks: dict[str, int]) -> None:
     """A row of 768 as columns of 512 and 256: no thread has nothing to do."""
     block = blocks["BLOCK"]
@@ -299,9 +306,7 @@ def _describe(task: Task) -> Launches:
 
 @launches("layer_norm_moments")
 def _describe_moments(task: Task) -> Launches:
-    rows, n, blocks = row_blocks(task, 1, 1024)
-    acc, grid = task.accesses[0].accumulate, ceil_div(rows, blocks["ROWS"])
-    return Launches((launch(_moments, grid, tile(task, 0), tile(task, 1), rows, n, ACC=acc, **blocks),))
+    return by_rows(_moments, task, 1, ACC=task.accesses[0].accumulate)
 
 
 @launches("layer_norm_stat")
@@ -313,17 +318,12 @@ def _describe_stat(task: Task) -> Launches:
 
 @launches("layer_norm_apply")
 def _describe_apply(task: Task) -> Launches:
-    rows, n, blocks = row_blocks(task, 2, 1024)
-    args: list[Parameter] = [tile(task, k) for k in range(5)]
-    return Launches((launch(_apply, ceil_div(rows, blocks["ROWS"]), *args, rows, n, **blocks),))
+    return by_rows(_apply, task, 2)
 
 
 @launches("layer_norm_grad_sums")
 def _describe_grad_sums(task: Task) -> Launches:
-    rows, n, blocks = row_blocks(task, 2, 1024)
-    args: list[Parameter] = [tile(task, k) for k in range(5)]
-    acc = task.accesses[0].accumulate
-    return Launches((launch(_grad_sums, ceil_div(rows, blocks["ROWS"]), *args, rows, n, ACC=acc, **blocks),))
+    return by_rows(_grad_sums, task, 2, ACC=task.accesses[0].accumulate)
 
 
 @launches("layer_norm_grad")

@@ -12,7 +12,7 @@ from nntile_py.tiles.tasklist import Task
 
 from .elementwise_triton import sum_of_parts
 from .launch import Launches, Parameter, Scratch, ceil_div, launch, launches, tile, words
-from .layer_norm_triton import PROGRAMS, row_blocks
+from .layer_norm_triton import PROGRAMS, by_rows, row_blocks
 from .rms_norm import RMSNormArgs, RMSNormGradArgs, RMSNormStatArgs
 
 
@@ -112,9 +112,7 @@ def _describe(task: Task) -> Launches:
 
 @launches("rms_norm_squares")
 def _describe_squares(task: Task) -> Launches:
-    rows, n, blocks = row_blocks(task, 1, 1024)
-    acc, grid = task.accesses[0].accumulate, ceil_div(rows, blocks["ROWS"])
-    return Launches((launch(_squares, grid, tile(task, 0), tile(task, 1), rows, n, ACC=acc, **blocks),))
+    return by_rows(_squares, task, 1, ACC=task.accesses[0].accumulate)
 
 
 @launches("rms_norm_stat")
@@ -126,17 +124,12 @@ def _describe_stat(task: Task) -> Launches:
 
 @launches("rms_norm_apply")
 def _describe_apply(task: Task) -> Launches:
-    rows, n, blocks = row_blocks(task, 2, 1024)
-    args: list[Parameter] = [tile(task, k) for k in range(4)]
-    return Launches((launch(_apply, ceil_div(rows, blocks["ROWS"]), *args, rows, n, **blocks),))
+    return by_rows(_apply, task, 2)
 
 
 @launches("rms_norm_grad_sums")
 def _describe_grad_sums(task: Task) -> Launches:
-    rows, n, blocks = row_blocks(task, 2, 1024)
-    args: list[Parameter] = [tile(task, k) for k in range(5)]
-    acc = task.accesses[0].accumulate
-    return Launches((launch(_grad_sums, ceil_div(rows, blocks["ROWS"]), *args, rows, n, ACC=acc, **blocks),))
+    return by_rows(_grad_sums, task, 2, ACC=task.accesses[0].accumulate)
 
 
 @launches("rms_norm_grad")

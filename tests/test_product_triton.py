@@ -15,6 +15,7 @@ from conftest import Python
 from operators_contract import linear
 
 from nntile_py.graph.lowering import lower
+from nntile_py.tasks import interpret as interpreter
 from nntile_py.tasks import launch
 from nntile_py.tasks.live import with_live_sizes
 from nntile_py.testing import Case, error
@@ -22,7 +23,6 @@ from nntile_py.tiles import Slot, Tiling
 from nntile_py.tiles.tasklist import Task
 
 product_triton: Any = importlib.import_module("nntile_py.tasks.product_triton")
-epilogue_triton: Any = importlib.import_module("nntile_py.tasks.epilogue_triton")
 SIZES = {"batch": 1, "seq": 70, "embed": 40, "ffn": 72}  # all of them ragged
 EVERY = [*product_triton.FEW, *product_triton.SOME]
 WEIGHTS = {"by row": "embed ffn", "by column": "ffn embed"}
@@ -33,7 +33,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 @triton.jit
 def tail_of(TAIL, E, X, N: tl.constexpr):  # type: ignore[no-untyped-def]
     at = tl.arange(0, N)
-    _, tail, e = epilogue_triton.normal_tail(tl.load(X + at))
+    _, tail, e = product_triton.normal_tail(tl.load(X + at))
     tl.store(TAIL + at, tail)
     tl.store(E + at, e)
 
@@ -87,7 +87,7 @@ def test_rows_that_a_step_fills(monkeypatch: pytest.MonkeyPatch, way: int) -> No
     lives = [(k, 1, slot) for k in (0, 1, 4)]
     made = launch.load()["contract"]([with_live_sizes(task, lives)])
     assert "70 72 40" in made.key
-    launch.interpret([task], [out, a, b, bias, act], {"filled": filled}, lives=lives)
+    interpreter.interpret([task], [out, a, b, bias, act], {"filled": filled}, lives=lives)
     y = a[0, :filled].double() @ b.double() + bias.double()
     want = torch.nn.functional.gelu(y)
     assert error(out[0, :filled].double().numpy(), y.numpy()) < 5e-3

@@ -20,6 +20,7 @@ from test_attention import Row as AttentionRow
 
 from nntile_py.graph.lowering import lower
 from nntile_py.tasks import Contract, Lowering, Tensor, launch
+from nntile_py.tasks import interpret as interpreter
 from nntile_py.tasks.embedding import EmbeddingGradArgs
 from nntile_py.tasks.live import Live
 from nntile_py.tasks.optimizer import AdamWArgs, SGDArgs, joined, split
@@ -88,7 +89,7 @@ class Interpreted:
             assert describe, task.kernel
             way = self.way % len(describe([task]).ways)
             with np.errstate(over="ignore"):  # a GPU has no warnings either
-                launch.interpret([task], [self.tiles[a.tile] for a in task.accesses], dict(slots), way=way)
+                interpreter.interpret([task], [self.tiles[a.tile] for a in task.accesses], dict(slots), way=way)
 
 
 def interpret(case: Case, tiles: Mapping[str, int], policy: str, values: Values, way: int = 0) -> Interpreted:
@@ -212,7 +213,7 @@ def test_what_a_step_fills(name: str, dtype: str) -> None:
             ran.tiles[tile] = torch.full(tile.shape, np.nan).to(TORCH[tile.dtype])
         lives = low.tasks.live_sizes(task)
         with np.errstate(over="ignore", invalid="ignore"):
-            launch.interpret([task], [ran.tiles[a.tile] for a in task.accesses], slots, lives=lives)
+            interpreter.interpret([task], [ran.tiles[a.tile] for a in task.accesses], slots, lives=lives)
     got = {t: ran.read(big[t.name])[tuple(map(slice, t.shape))] for t in case.expected(values)}
     for tensor, want in expected.items():
         wrong = error(case.whole_values(got)[tensor], want)
@@ -243,7 +244,7 @@ def test_every_kernel_has_launches() -> None:
 
 def test_busy() -> None:
     x = torch.zeros(1)
-    launch.interpret([Task("busy", [RW(Tile("x", (0,), (1,), "fp32"))], BusyArgs(3))], [x])
+    interpreter.interpret([Task("busy", [RW(Tile("x", (0,), (1,), "fp32"))], BusyArgs(3))], [x])
     assert x.item() == 0.875
 
 
@@ -253,7 +254,7 @@ def test_partial_sums_keep_their_bits(dtype: str) -> None:
     into, part = (torch.full((5,), value, dtype=TORCH[dtype]) for value in (1 / 3, 1 / 7))
     want = into + part
     tiles = [Tile(name, (0,), (5,), dtype) for name in ("into", "part")]
-    launch.interpret([merge(*tiles, op="sum")], [into, part])
+    interpreter.interpret([merge(*tiles, op="sum")], [into, part])
     assert torch.equal(into, want)
 
 
@@ -270,7 +271,7 @@ def test_embedding_grad_of_many_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     results = []
     for _ in range(2):
         out = torch.full((rows, 8), np.nan)
-        launch.interpret([task], [out, ids, dy])
+        interpreter.interpret([task], [out, ids, dy])
         results.append(out)
     want = np.zeros((rows, 8))
     for k, row in enumerate(ids.tolist()):
@@ -310,9 +311,9 @@ def test_tasks_together() -> None:
     runs = launch.together(tasks)
     assert [len(run) for run in runs] == [len(sizes), len(sizes)]
     for task in tasks:
-        launch.interpret([task], [alone[a.tile] for a in task.accesses], SLOTS)
+        interpreter.interpret([task], [alone[a.tile] for a in task.accesses], SLOTS)
     for run in runs:
-        launch.interpret(run, [merged[a.tile] for task in run for a in task.accesses], SLOTS)
+        interpreter.interpret(run, [merged[a.tile] for task in run for a in task.accesses], SLOTS)
     assert all(torch.equal(alone[t], merged[t]) for t in alone)
     for task in tasks:
         if task.kernel == "sum_squares":
@@ -337,10 +338,10 @@ def test_every_value_of_a_split_parameter(kernel: str) -> None:
     if kernel == "adamw":
         args = AdamWArgs(*map(Slot, SLOTS), 0.9, 0.95, 1e-8, 0.0)
         task = Task(kernel, [RW(p), RW(m), RW(v), R(grad), R(clip), RW(r)], args)
-        launch.interpret([task], [near, zeros.clone(), zeros.clone(), zeros, one, low_bits], SLOTS)
+        interpreter.interpret([task], [near, zeros.clone(), zeros.clone(), zeros, one, low_bits], SLOTS)
     else:
         task = Task(kernel, [R(grad), R(clip), RW(p), RW(r)], SGDArgs(Slot("lr"), 0.0, 0.0))
-        launch.interpret([task], [zeros, one, near, low_bits], SLOTS)
+        interpreter.interpret([task], [zeros, one, near, low_bits], SLOTS)
     got = joined(near.float().numpy(), low_bits.numpy())
     assert np.array_equal(got, value, equal_nan=True) and np.array_equal(
         np.isnan(near.float().numpy()), np.isnan(value)

@@ -16,6 +16,7 @@ from nntile_py.analysis import layouts as parts
 from nntile_py.analysis.workloads import preset
 from nntile_py.errors import ConfigError
 from nntile_py.graph.arrange import arrange, search
+from nntile_py.graph.graph import Graph
 from nntile_py.graph.layouts import layout_of
 from nntile_py.graph.step import StepSpec
 from nntile_py.graph.timings import Timing, Timings, Verdict, opened
@@ -50,13 +51,26 @@ def turned(operator: str, layout: str) -> float:
 SLOWER, FASTER = ((1.0,) * 5, (2.0,) * 5), ((2.0,) * 5, (1.0,) * 5)
 
 
-def test_a_verdict_decides(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Of this program alone: cut otherwise it is another one."""
-    said: list[str] = []
-    monkeypatch.setattr("nntile_py.graph.arrange.say_once", said.append)
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What `arrange` has told."""
+    texts: list[str] = []
+    monkeypatch.setattr("nntile_py.graph.arrange.say_once", texts.append)
+    return texts
+
+
+@pytest.fixture
+def turning(tmp_path: Path) -> tuple[Graph, Timings]:
+    """The chain, and times by which another layout than the default is chosen."""
     g = chain()
     timings = measured(g, turned)
     timings.path = tmp_path / "timings.jsonl"
+    return g, timings
+
+
+def test_a_verdict_decides(said: list[str], turning: tuple[Graph, Timings]) -> None:
+    """Of this program alone: cut otherwise it is another one."""
+    g, timings = turning
     before = [(op, layout_of(op)) for op in g.ops]
     program = search(g, timings, Tiling()).program
     assert program
@@ -80,13 +94,9 @@ def opened_as(timings: Timings) -> Timings:
     return Timings(timings.of, timings.path, timings.known, opened(OF, timings.path).verdicts)
 
 
-def test_no_verdict_yet(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_no_verdict_yet(said: list[str], turning: tuple[Graph, Timings]) -> None:
     """The search is used, and a hint is given; none where the default is chosen anyway."""
-    said: list[str] = []
-    monkeypatch.setattr("nntile_py.graph.arrange.say_once", said.append)
-    g = chain()
-    timings = measured(g, turned)
-    timings.path = tmp_path / "none.jsonl"
+    g, timings = turning
     before = [layout_of(op) for op in g.ops]
     assert not arrange(g, timings, Tiling()).refused and [layout_of(op) for op in g.ops] != before
     (told,) = said

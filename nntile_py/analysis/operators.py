@@ -18,7 +18,8 @@ from nntile_py.errors import ConfigError
 from nntile_py.graph.fusion import Fusion, fuse
 from nntile_py.graph.graph import Graph
 from nntile_py.graph.step import TILE_DTYPE
-from nntile_py.tasks.op import CATEGORIES, Category, Lowering, Op, Tensor
+from nntile_py.graph.uses import Uses
+from nntile_py.tasks.op import CATEGORIES, Category, Lowering, Op
 from nntile_py.tasks.space import Space, space
 from nntile_py.tiles import TaskList, Tiling, device_model
 from nntile_py.tiles.dtypes import DTYPES
@@ -197,10 +198,7 @@ def _owners(graph: Graph, fusion: Fusion, cuts: Tiling) -> dict[int, int]:
     That is the one that makes what it made, or, where nothing makes this any more, does the work of who read it."""
     places = {op: place for place, op in enumerate(graph.ops)}
     makes = {op: list(op.outputs) for op in graph.ops}
-    readers: dict[Tensor, list[Op]] = {}
-    for op in graph.ops:
-        for tensor in op.inputs:
-            readers.setdefault(tensor, []).append(op)
+    readers = Uses(graph).readers
     fuse(graph, fusion, cuts)
     maker = {tensor: place for place, op in enumerate(graph.ops) for tensor in op.outputs}
     found: dict[int, int] = {}

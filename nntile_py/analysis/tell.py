@@ -9,13 +9,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import jinja2
 from markupsafe import Markup
 
 from nntile_py.analysis import draw
 from nntile_py.analysis.operators import Analysis, Peaks, Row, bound_by_memory, least_bytes, unfused
 from nntile_py.errors import NNTileError
 from nntile_py.system.folders import replace_file
+from nntile_py.system.pages import templates
 from nntile_py.tasks.op import CATEGORIES, Op
 
 if TYPE_CHECKING:
@@ -185,11 +185,7 @@ def write(made: Analysis, folder: Path, config: RunConfig, work: Work) -> list[P
         except NNTileError as error:  # no graphviz, or a graph that is too large to read
             note = str(error)
     tables = [("Before fusion", made.operators), ("As they run, after fusion", made.groups)]
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True, lstrip_blocks=True,
-        undefined=jinja2.StrictUndefined,
-    )  # fmt: skip
-    files["report.html"] = environment.get_template("analysis.html.j2").render(
+    files["report.html"] = templates(Path(__file__).parent).get_template("analysis.html.j2").render(
         made=made, graphs=graphs, note=note, classes=class_rows(made), timed=timed(made), lines=movement(made),
         tables=[(title, rows, _filled(rows, made.peaks), _keys(rows, made.peaks)) for title, rows in tables],
     ).encode()  # fmt: skip

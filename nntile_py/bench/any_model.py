@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from nntile_py.analysis.workloads import Work, spec_of
-from nntile_py.bench.common import Step
+from nntile_py.bench.common import Step, torch_device
 from nntile_py.config.run import RunConfig, load, runtime_options
 from nntile_py.config.spec import build_model, predicted, step_spec
 from nntile_py.graph.step import StepSpec
@@ -47,6 +47,7 @@ def inputs_of(config: RunConfig, work: Work, alpha: float = 1.0, spec: StepSpec 
 def _ours(config: RunConfig, inputs: dict[str, Array], work: Work) -> tuple[Step, dict[str, Any]]:
     from nntile_py.bench.forward import forward_passes
     from nntile_py.execution.runtime import Runtime
+    from nntile_py.training.same import same_steps
     from nntile_py.training.trainer import Trainer
 
     Runtime(**runtime_options(config.runtime.model_dump()), mpi=True).__enter__()  # for as long as the process lives
@@ -55,23 +56,14 @@ def _ours(config: RunConfig, inputs: dict[str, Array], work: Work) -> tuple[Step
         made, passes = forward_passes(spec, inputs)
         return passes, {"tasks": len(made.forward.tasks.tasks), "flop": made.graph.flop()}
     trainer = Trainer.of_spec(spec, seed=config.seed)
-    filled = trainer.filled(inputs)  # packed once, as PyTorch is given its masks; a run packs beside the steps
-
-    def run(n: int) -> list[float]:
-        return [pending.result().loss for pending in [trainer.submit(filled) for _ in range(n)]]
-
-    return run, {"tasks": trainer.tasks_per_step, "flop": trainer.flop_per_step}
+    return same_steps(trainer, inputs), {"tasks": trainer.tasks_per_step, "flop": trainer.flop_per_step}
 
 
 def torch_side(config: RunConfig, arrays: dict[str, Array], name: str, work: Work) -> Step:
     """The workload, train, inference or attention, by `torch_eager` or `torch_compile`."""
     import torch
 
-    torch._dynamo.reset()  # of what the process compiled before
-    device = torch.device("cuda" if config.runtime.cuda else "cpu")
-    if device.type == "cpu":
-        torch.set_num_threads(config.workers)
-    torch.set_float32_matmul_precision("high" if config.precision in ("bf16", "tf32") else "highest")
+    device = torch_device(config)
     model = _attention() if work == "attention" else build_model(config).to_hf()
     if hasattr(getattr(model, "config", None), "use_cache"):  # keys and values for generation, of no use here
         model.config.use_cache = False

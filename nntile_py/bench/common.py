@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from nntile_py.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+    from nntile_py.config.run import RunConfig
 
 RESERVE = 2**30  # bytes of a GPU that ours leaves to kernels' workspaces, where its memory is limited
 LR, WEIGHT_DECAY, CLIP = 1e-3, 0.1, 1.0
@@ -52,6 +57,18 @@ def limit_memory(o: dict[str, Any], device: int | None = None) -> None:
         device = torch.cuda.current_device() if device is None else device
         total = torch.cuda.get_device_properties(device).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, o["cuda_memory"] * 2**30 / total), device)
+
+
+def torch_device(config: RunConfig) -> torch.device:
+    """Where PyTorch runs what a config says, with its threads and precision; forgets what was compiled before."""
+    import torch
+
+    torch._dynamo.reset()
+    device = torch.device("cuda" if config.runtime.cuda else "cpu")
+    if device.type == "cpu":
+        torch.set_num_threads(config.workers)
+    torch.set_float32_matmul_precision("high" if config.precision in ("bf16", "tf32") else "highest")
+    return device
 
 
 def parse_tiles(text: str) -> dict[str, int]:

@@ -52,6 +52,7 @@ def ours_on_gpu(o: dict[str, Any]) -> tuple[Step, dict[str, Any]]:
     from nntile_py.execution.runtime import Runtime
     from nntile_py.graph.optimizers import AdamW
     from nntile_py.models.gpt2 import GPT2
+    from nntile_py.training.same import same_steps
     from nntile_py.training.trainer import Trainer
 
     values = {name: value.cpu().numpy() for name, value in weights(o)}
@@ -71,17 +72,14 @@ def ours_on_gpu(o: dict[str, Any]) -> tuple[Step, dict[str, Any]]:
     )  # fmt: skip
     values.clear()
     ids = batch(o)
-
-    def run(n: int) -> list[float]:
-        return [p.result().loss for p in [trainer.submit(ids, ids) for _ in range(n)]]
-
-    return run, {"tasks": trainer.tasks_per_step, "flop": trainer.flop_per_step}
+    return same_steps(trainer, ids, ids), {"tasks": trainer.tasks_per_step, "flop": trainer.flop_per_step}
 
 
 def ours(o: dict[str, Any]) -> tuple[Step, dict[str, Any]]:
     from nntile_py.execution.runtime import Runtime
     from nntile_py.graph.optimizers import AdamW
     from nntile_py.models.gpt2 import GPT2
+    from nntile_py.training.same import same_steps
     from nntile_py.training.trainer import Trainer
 
     model = GPT2.from_hf(reference_model(o), attention=o["attention"])
@@ -92,11 +90,7 @@ def ours(o: dict[str, Any]) -> tuple[Step, dict[str, Any]]:
         clip_grad_norm=CLIP, accumulate=o["accumulate"], fusion=o["fusion"],
     )  # fmt: skip
     ids = batch(o)
-
-    def run(n: int) -> list[float]:
-        return [p.result().loss for p in [trainer.submit(ids, ids) for _ in range(n)]]
-
-    return run, {"tasks": trainer.tasks_per_step, "flop": trainer.flop_per_step}
+    return same_steps(trainer, ids, ids), {"tasks": trainer.tasks_per_step, "flop": trainer.flop_per_step}
 
 
 def torch_side(o: dict[str, Any], compiled: bool) -> tuple[Step, dict[str, Any]]:

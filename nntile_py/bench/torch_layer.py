@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from nntile_py.analysis.workloads import Phase
+from nntile_py.bench.common import torch_device
 from nntile_py.config.run import RunConfig
 from nntile_py.errors import ConfigError
 
@@ -36,13 +37,9 @@ def torch_layer(
         raise ConfigError(f"model.type: got {c.type}, without {min(missing)}; allowed for {work} in PyTorch: encoder")
     if captured and not config.runtime.cuda:
         raise ConfigError("measure.captured: got true; allowed for PyTorch on CPU workers: null")
-    torch._dynamo.reset()  # of what the process compiled before
+    device = torch_device(config)
     functorch: Any = torch._functorch
     functorch.config.donated_buffer = False  # the backward pass is run again and again
-    device = torch.device("cuda" if config.runtime.cuda else "cpu")
-    if device.type == "cpu":
-        torch.set_num_threads(config.workers)
-    torch.set_float32_matmul_precision("high" if config.precision in ("bf16", "tf32") else "highest")
     dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
     module = torch_module(c, work, stacked, {"device": device, "dtype": dtype}).train()
     mode = "max-autotune-no-cudagraphs" if autotune else None

@@ -183,12 +183,10 @@ def layouts(
     loaded, what = _work(config, work, sets)
     if action == "tune":
         from nntile_py.profiling.layouts import tune
+        from nntile_py.system.telling import telling
 
         known, console = opened(loaded, database, new=True), Console(stderr=True)
-        with console.status("") as status:
-            def tell(done: int, of: int) -> None:
-                status.update(f"{done} of {of} operators in their layouts")
-
+        with telling(console) as tell:
             tuned = tune(loaded, what, known, repeats, tell, own_alone=own)
         print(f"{tuned.measured} measured; {known.path}")
         if tuned.verdict:

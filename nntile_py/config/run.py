@@ -80,8 +80,9 @@ class RunConfig(Section):
     any scheduler), `commute` in any order, `redux` in a copy for each worker (STARPU_REDUX), `tree` in pairs."""
     fusion: Annotated[Fusion, Rule("a section, or true or false for all its keys", {"type": "boolean"})] = Fusion()
     layout: Literal["default", "searched"] = "default"
-    """The order in which the axes of what a training step makes lie in memory: that of the model's text (`default`), or
-    the cheapest by the times that `nntile layouts tune` measured (`searched`). Files of weights are the same."""
+    """In which order the axes of a training step's tensors lie in memory: as the model's source declares them
+    (`default`), or as is cheapest by the times that `nntile layouts tune` measured (`searched`). Files of weights are
+    the same."""
     scheduler: str | None = None
     """A file of settings for `runtime`: a name in scheduler_configs/ (such as cpu, gpu, multi_gpu), or a path. Keys of
     `runtime` override it."""

@@ -133,8 +133,8 @@ class Train(Section):
     log_every: Count = 10
     """Updates between two printed lines; `metrics.jsonl` has all of them."""
     skip_above_norm: Positive | None = None
-    """Leave the weights as they are in an update whose gradient norm is larger, or no number, and go on with the next;
-    null never does."""
+    """Leave the weights as they are in an update whose gradient norm is larger, or is not finite, and go on with the
+    next; null never does."""
     mask_probability: Inside = 0.15
     """Of a masked model (bert, distilbert, ...): the share of the tokens that it is to predict."""
 
@@ -334,7 +334,7 @@ class SchedulerFile(Runtime):
 
 
 class Sample(Section):
-    """What the trained model is shown to do at the end of `nntile train`."""
+    """Text that `nntile train` has the model write at the end, as a sample."""
 
     prompt: str = "def "
     """Text that the model continues."""

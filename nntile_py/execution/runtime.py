@@ -329,10 +329,10 @@ def _prepare_cuda(devices: int, memory: int | None) -> None:
             _OURS.add(name)
     os.environ.setdefault("STARPU_PERF_MODEL_HOMOGENEOUS_CUDA", "1")
     _core.keep_choices(str(cache_folder()))
-    # It resets the devices under whoever uses them in the same process: in one of its own, then. It does so anew where
-    # more or fewer are visible.
-    kind, file = f"{devices} of {cuda_devices()}", cache_folder() / f"bus-{platform.node()}"
-    code = f"from nntile_py import _core; _core.start(0, 'eager', 0, False, 0, {devices}); _core.stop()"
+    # It resets the devices under whoever uses them in the same process: in one of its own, then. It measures all that
+    # are visible, whatever number is used, and anew where its file is of more or fewer (perfmodel_bus.c of 1.4.10).
+    kind, file = str(cuda_devices()), cache_folder() / f"bus-{platform.node()}"
+    code = "from nntile_py import _core; _core.start(0, 'eager', 0, False, 0, 1); _core.stop()"
     with _locked(file):
         with contextlib.suppress(OSError):
             if file.read_text() == kind:

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from nntile_py.graph.declared import packed
 from nntile_py.graph.graph import Graph
+from nntile_py.graph.uses import Uses
 from nntile_py.tasks.attention import Attention
 from nntile_py.tasks.attention_operands import Operands
 from nntile_py.tasks.contract import Contract
@@ -28,11 +29,8 @@ def pack_projections(graph: Graph, outputs: Iterable[Tensor] = (), count: int = 
     several attentions, each of which has them all), and none of `outputs`.
     """
     asked = set(outputs)
-    maker = {tensor: op for op in graph.ops for tensor in op.outputs}
-    readers: dict[Tensor, list[Op]] = {}
-    for op in graph.ops:
-        for tensor in op.inputs:
-            readers.setdefault(tensor, []).append(op)
+    uses = Uses(graph)
+    maker, readers = uses.maker, uses.readers
     replaced: dict[Op, list[Op]] = {}  # by the first of those that go
     gone: set[Op] = set()
     renamed: dict[str, Tensor | None] = {}  # what takes the place of a parameter in the graph's names, if anything

@@ -72,7 +72,7 @@ class _Clock:
         return self._known[key]
 
 
-def clocked(run: Callable[[int], None], repeats: int, runs: int = 1) -> list[float]:
+def clocked(run: Callable[[int], object], repeats: int, runs: int = 1) -> list[float]:
     """Seconds of a run, `repeats` times, each of so many runs in flight together."""
     found = []
     for _ in range(repeats):

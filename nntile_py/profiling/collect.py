@@ -26,6 +26,7 @@ from nntile_py.profiling.trace import REDUCTION, Bus, End, Info, Trace, Worker, 
 from nntile_py.tiles.order import Use
 from nntile_py.tiles.ranks import Message
 from nntile_py.tiles.tasklist import PYTHON, Task, TaskList
+from nntile_py.training.same import same_steps
 from nntile_py.training.together import ranks_of_run
 from nntile_py.training.trainer import Trainer
 
@@ -48,14 +49,10 @@ def run_steps(trainer: Trainer, steps: int, warmup: int, inference: bool = False
     rows = trainer.batch * (1 if inference else trainer.grad_accumulation)
     inputs = trainer.spec.random_inputs(rows, seed=0)
 
-    def run(count: int) -> None:
-        if inference:
-            for _ in range(count):
-                trainer.evaluate(inputs)
-            return
-        for pending in [trainer.submit(inputs) for _ in range(count)]:
-            pending.result()
+    def evaluations(count: int) -> list[float]:
+        return [trainer.evaluate(inputs) for _ in range(count)]
 
+    run = evaluations if inference else same_steps(trainer, inputs)
     light, expected = False, trainer.tasks_per_step * steps
     if warmup:
         run(warmup - 1)  # the first step takes longer

@@ -26,14 +26,16 @@ from nntile_py.graph.timings import Timings, Verdict
 from nntile_py.profiling.alone import MOST, SHORTEST, clocked, runner, small_program
 from nntile_py.system.load import Load, is_busy
 from nntile_py.system.machine import cache_bytes
+from nntile_py.system.telling import Tell
 from nntile_py.tasks.op import Op
 from nntile_py.tiles import Tiling
+from nntile_py.training.same import same_steps
 from nntile_py.training.trainer import Trainer
 
 AGAIN = 3  # times that what is chosen by then is measured again
 TURNS = 5, 25  # of whole steps: at least, at most
 COMPARED = 5.0  # seconds that these take, if they are not at least so many
-Step = Callable[[int], None]
+Step = Callable[[int], object]
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ class Tuned:
 
 
 def tune(
-    config: RunConfig, work: Work, timings: Timings, repeats: int, tell: Callable[[int, int], None], *,
+    config: RunConfig, work: Work, timings: Timings, repeats: int, tell: Tell, *,
     own_alone: bool = False,
 ) -> Tuned:  # fmt: skip
     """Measure what the timings lack, in the order in which the search needs it; what is there stays. Then what was
@@ -67,11 +69,12 @@ def tune(
         with Runtime(**runtime_options(plain.runtime.model_dump())), Load() as load:
             clock = _Clock(plain, repeats)
             for number, (key, op) in enumerate(todo.items()):
-                tell(number, len(todo))
+                tell(f"{number} of {len(todo)} operators in their layouts")
                 timings.add(timing(key, *clock.times([op])))
-            clock.again(graphs, timings)
+            clock.again(graphs, timings, tell)
             program = _chosen(own, timings, plain).program
             if program not in (None, *timings.verdicts) and work not in FORWARD:  # which have the default layouts
+                tell("whole steps in default and in searched layouts, in turns")
                 timings.judge(compare(plain, work, timings, own_stacked(plain), program))
     return Tuned(len(todo), load.others if is_busy(load.others) else None, timings.verdicts.get(program or ""))
 
@@ -98,11 +101,13 @@ class _Clock:
                 times += clocked(run, 1, count)
         return found
 
-    def again(self, graphs: Sequence[Graph], timings: Timings) -> None:
+    def again(self, graphs: Sequence[Graph], timings: Timings, tell: Tell) -> None:
         """Of many layouts that take the same the one that counts as the best was lucky. So what is chosen is measured
         in turns with the default layout; these times count, and what is chosen by them is measured so, too."""
-        for _, graph in itertools.product(range(AGAIN), graphs):
-            for keys, ops in dict(_unsure(graph, timings, self.config)).items():
+        for turn, graph in itertools.product(range(AGAIN), graphs):
+            unsure = dict(_unsure(graph, timings, self.config))
+            for number, (keys, ops) in enumerate(unsure.items()):
+                tell(f"{number} of {len(unsure)} chosen layouts beside the default ones, turn {turn + 1} of {AGAIN}")
                 for key, times in zip(keys, self.times(ops), strict=True):
                     timings.add(replace(timing(key, times), turns=True))
 
@@ -160,10 +165,4 @@ def _training(config: RunConfig, work: Work, timings: Timings | None, stacked: S
     trainer = Trainer.of_spec(spec, seed=config.seed)
     assert Runtime.current
     Runtime.current.forget(trainer)  # nobody wants the weights back
-    inputs = trainer.spec.random_inputs(trainer.batch * trainer.grad_accumulation, seed=0)
-
-    def run(count: int) -> None:
-        for pending in [trainer.submit(inputs) for _ in range(count)]:
-            pending.result()
-
-    return run
+    return same_steps(trainer, trainer.spec.random_inputs(trainer.batch * trainer.grad_accumulation, seed=0))

@@ -5,22 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import jinja2
 from markupsafe import Markup, escape
 
 from nntile_py.profiling import events
 from nntile_py.profiling.gantt import LANES, gantt, lanes, step_starts, titles
 from nntile_py.profiling.trace import Trace
+from nntile_py.system.pages import templates
 
 SHARES = (("working", "#009e73"), ("communicating", "#e69f00"), ("overhead", "#d55e00"), ("idle", "#d0d4d8"))
 POINTS = 600  # of a curve
 
 
 def write(trace: Trace, parts: Trace, summary: dict[str, Any], path: Path, title: str, where: str) -> None:
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True, lstrip_blocks=True,
-        undefined=jinja2.StrictUndefined,
-    )  # fmt: skip
+    environment = templates(Path(__file__).parent)
     environment.filters |= {"size": size, "duration": duration, "percent": percent, "code": code}
     drawn = gantt(parts)
     rows = [

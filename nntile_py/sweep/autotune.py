@@ -30,6 +30,7 @@ from nntile_py.sweep.spec import Sweep
 from nntile_py.system.cgroup import machine_memory
 from nntile_py.system.folders import replace_file
 from nntile_py.system.pictures import files_of, new_figure
+from nntile_py.system.telling import telling
 from nntile_py.tiles import AXES
 from nntile_py.tiles.placement import GOOD
 
@@ -41,6 +42,7 @@ Seen = dict[tuple[int | None, ...], Estimate | str]  # by tiling: its plan, or w
 CUTS = (1, 2, 3, 4, 8)  # tiles along an axis
 UNCUTTABLE, TOO_FINE = "operators that cannot be cut so", "far too many tasks"
 MOST_PLANS = 250
+ROUNDS = 3
 
 
 @dataclass
@@ -76,12 +78,13 @@ def search(path: Path, sets: list[str], budget: int, console: Console) -> Search
     if (now := ahead(config)).far_too_fine:  # nobody waits for so many to be listed, let alone measured
         start.update(coarse(config).tiles)
         told = f"the config's own tiles make {now.tasks:,} tasks a step, far too many to measure; beginning at others"
-        console.print(told, highlight=False)
+        console.print(told, highlight=False, soft_wrap=True)
     elif told := note(config):
-        console.print(f"{told}, for each of the tilings", highlight=False)
+        console.print(f"{told}, for each of the tilings", highlight=False, soft_wrap=True)
     whole: Tiles = dict.fromkeys(AXES)
     starts = [start, whole, whole | {"batch": _tile(config.train.batch, config.workers)}]
-    with console.status("planning tilings"):
+    with telling(console) as tell:
+        tell("planning tilings")
         for start in starts:
             _walk(config, start, seen)
     tilings = [
@@ -89,19 +92,21 @@ def search(path: Path, sets: list[str], budget: int, console: Console) -> Search
     ]
     refused = Counter(one.pruned for one in tilings if one.pruned)
     pruned = ", ".join(f"{count} for {reason}" for reason, count in refused.most_common()) or "none"
-    console.print(f"{len(seen)} tilings planned; pruned: {pruned}", highlight=False)
+    console.print(f"{len(seen)} tilings planned; pruned: {pruned}", highlight=False, soft_wrap=True)
     always = [_key(start), _key(whole)]
     # A model so small that no tiling is good has a best one all the same.
     planned = [(one.plan.seconds, one) for one in tilings if one.plan]
     kept = [entry for entry in planned if not entry[1].pruned] or planned
     best = [one.key for _, one in sorted(kept, key=lambda entry: entry[0])]
     chosen = list(dict.fromkeys([*always, *best]))[: max(budget, 1)]
+    told = f"{len(chosen)} of them will be measured, each {ROUNDS} times in turns; --budget N takes fewer"
+    console.print(told, highlight=False, soft_wrap=True)
     made: dict[str, Any] = {
         "config": str(path),
         "set": dict(map(assignment, sets)),
         "list": [{f"tiles.{axis}": size for axis, size in zip(AXES, key, strict=True)} for key in chosen],
         "measure": {"work": "train", "repeats": 3},
-        "rounds": 3,
+        "rounds": ROUNDS,
     }
     return Search(path.stem, tilings, validated(Sweep, made))
 

@@ -21,6 +21,7 @@ from nntile_py.graph.timings import Timings
 from nntile_py.profiling.layouts import compare, tune
 from nntile_py.schema import Count, Section
 from nntile_py.system.pictures import files_of
+from nntile_py.system.telling import telling
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -43,10 +44,8 @@ def run(part: LaidOut, folder: Path, console: Console) -> tuple[str, dict[str, b
     """Leaves timings.jsonl, from which it goes on; returns CSV, the violins by form, and sums in words."""
     config = part.config()
     timings = opened(config, folder / "timings.jsonl", new=True)
-    with console.status("") as status:
-        tuned = tune(
-            config, part.work, timings, part.repeats, lambda k, n: status.update(f"{k} of {n} operators in layouts")
-        )
+    with telling(console) as tell:
+        tuned = tune(config, part.work, timings, part.repeats, tell)
     found = shown(config, part.work, timings)
     best = min(found, key=lambda of: of.seconds)
     lines = [*map(told, found), _worst(best), *_steps(config, part, timings, found)]

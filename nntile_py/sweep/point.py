@@ -30,6 +30,7 @@ from nntile_py.sweep.spec import METRICS, Measure
 from nntile_py.system import ranks as system
 from nntile_py.system.load import Load, among
 from nntile_py.tasks.op import CATEGORIES
+from nntile_py.training.same import same_steps
 from nntile_py.training.together import ranks_of_run
 
 
@@ -140,20 +141,14 @@ def _times(step: Callable[[int], Any], how: Measure) -> list[float]:
     return clocked(step, how.repeats, how.steps)
 
 
-def _training(config: RunConfig, how: Measure) -> tuple[Built, Callable[[int], None]]:
+def _training(config: RunConfig, how: Measure) -> tuple[Built, Callable[[int], Any]]:
     """Steps on random inputs, with fresh weights."""
     from nntile_py.training.loop import build_trainer
 
     trainer = build_trainer(config)
     assert Runtime.current
     Runtime.current.forget(trainer)  # nobody wants the weights back
-    # Packed once, as PyTorch is given its offsets and masks; a run packs beside the steps.
-    inputs = trainer.filled(inputs_of(config, "train", how.alpha, trainer.spec))
-
-    def run(count: int) -> None:
-        for pending in [trainer.submit(inputs) for _ in range(count)]:
-            pending.result()
-
+    run = same_steps(trainer, inputs_of(config, "train", how.alpha, trainer.spec))
     return of_step(trainer.built, config.train.grad_accumulation), run
 
 

@@ -100,17 +100,21 @@ def run(sweep: Sweep, folder: Path, console: Console, *, retry: bool = False) ->
         left = [(p, name) for p, name in todo if name not in done]
         try:
             with _progress(console) as progress, closing(Processes(sweep.together)) as processes:
-                bar = progress.add_task("", total=len(todo), completed=len(todo) - len(left))
-                for number, (point, name) in enumerate(left):
+                before = len(todo) - len(left)
+                bar = progress.add_task("", total=len(todo), completed=before)
+                for number, (point, name) in enumerate(left, 1):
                     progress.update(bar, description=_told(point.sets))
-                    follows = [p for p, _ in left[number + 1 :]]
-                    rows.append(measure_point(point, sweep.time_limit, processes, follows) | {"id": name})
+                    row = measure_point(point, sweep.time_limit, processes, [p for p, _ in left[number:]])
+                    rows.append(row | {"id": name})
                     progress.advance(bar)
+                    if not console.is_terminal:  # which has no bar
+                        ended = f"{row['seconds']:.4g} s" if row["status"] == "ok" else row["status"]
+                        _say(console, f"{before + number} of {len(todo)}: {_told(point.sets)}: {ended}")
         finally:  # whatever ends the sweep, what is there can be read
             there = [(p, [rows.all[name] for name in names[p.id] if name in rows.all]) for p in every]
             result = [pooled(own) | {"id": p.id, "sets": p.sets} for p, own in there if own]
             for line in write_results(sweep, result, folder):
-                console.print(line, highlight=False, markup=False)
+                _say(console, line)
     return result
 
 
@@ -132,4 +136,8 @@ def _told(sets: dict[str, Any]) -> str:
 
 def _progress(console: Console) -> Progress:
     columns = BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn()
-    return Progress(*columns, TextColumn("{task.description}"), console=console)
+    return Progress(*columns, TextColumn("{task.description}"), console=console, disable=not console.is_terminal)
+
+
+def _say(console: Console, text: str) -> None:
+    console.print(text, highlight=False, markup=False, soft_wrap=True)

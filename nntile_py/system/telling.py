@@ -1,0 +1,31 @@
+"""How far something is that takes minutes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+EVERY = 10.0  # seconds
+
+Tell = Callable[[str], None]
+
+
+@contextmanager
+def telling(console: Console, every: float = EVERY) -> Iterator[Tell]:
+    """What is told: on a terminal a line that changes; in a job's log a line of its own, every so many seconds."""
+    last = -every
+
+    def tell(text: str) -> None:
+        nonlocal last
+        status.update(text)
+        if not console.is_terminal and time.monotonic() - last >= every:
+            console.print(text, highlight=False, markup=False, soft_wrap=True)
+            last = time.monotonic()
+
+    with console.status("") as status:
+        yield tell

@@ -1,0 +1,22 @@
+"""How far long measurements are, told in a job's log too."""
+
+import io
+
+import pytest
+from rich.console import Console
+
+from nntile_py.system import telling as parts
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_lines_now_and_then(monkeypatch: pytest.MonkeyPatch, terminal: bool) -> None:
+    now = 100.0
+    monkeypatch.setattr(parts.time, "monotonic", lambda: now)
+    out = io.StringIO()
+    with parts.telling(Console(file=out, force_terminal=terminal, width=20), every=10) as tell:
+        for k in range(25):
+            now = 100.0 + k
+            tell(f"{k} of 25 operators in their layouts")
+    lines = [f"{k} of 25 operators in their layouts" for k in (0, 10, 20)]
+    assert terminal or out.getvalue().splitlines() == lines
+    assert not terminal or not any(line + "\n" in out.getvalue() for line in lines)
