@@ -278,8 +278,8 @@ def build_trainer(config: RunConfig, model: Model | None = None) -> Trainer:
 
 @contextmanager
 def _signals() -> Iterator[list[str]]:
-    """A list that SIGINT and SIGTERM put their name into. After one a SIGINT acts as usual, at once; a SIGTERM does not,
-    as Slurm sends a rank two when its time is over: one itself, and one by srun."""
+    """A list that SIGINT and SIGTERM put their name into. After one a SIGINT acts as usual, at once; a SIGTERM does
+    not, as Slurm sends a rank two when its time is over."""
     stop: list[str] = []
 
     def ask(number: int, frame: FrameType | None) -> None:
