@@ -87,17 +87,24 @@ def _ranks() -> list[Check]:
         joined = ranks()
     except (ImportError, ConfigError) as error:
         return [_check("ranks", False, str(error), "see the rows of MPI")]
-    hosts = joined.all_to_all((platform.node(), spans(os.sched_getaffinity(0)), cards.seen()))
-    seen_by, none = [seen for *_, seen in hosts], ""
-    taken: list[list[int]] = [[] for _ in hosts]
+    seen, silent = list[str](), ""
     try:
-        taken = cards.shared_out(seen_by, 1) if any(seen_by) else taken
+        seen = cards.seen()
     except ConfigError as error:
-        none = str(error)
+        silent = str(error)
+    hosts = joined.all_to_all((platform.node(), spans(os.sched_getaffinity(0)), seen, silent))
+    having = [rank for rank, (_, _, seen, _) in enumerate(hosts) if seen]
+    taken, few = dict[int, list[int]](), ""
+    try:
+        taken = dict(zip(having, cards.shared_out([hosts[rank][2] for rank in having], 1), strict=True))
+    except ConfigError as error:
+        few = str(error)
+    none = f"runtime.cuda: 0, or a GPU for each rank: {len(having)} of {len(hosts)} see one" if having else ""
     checks = [_check("MPI of ranks", True, f"{joined.library}; GPUs' tiles go through main memory")]
-    for rank, ((host, where, seen), own) in enumerate(zip(hosts, taken, strict=True)):
+    for rank, (host, where, seen, silent) in enumerate(hosts):
+        own, lacks = taken.get(rank), silent or (few if seen else none)
         gpu = f"GPU {own[0]} of {len(seen)} with runtime.cuda: 1" if own else "no GPU of its own" if seen else "no GPU"
-        checks.append(_check(f"  rank {rank}", not none, f"{host}, cores {where}, {gpu}", none))
+        checks.append(_check(f"  rank {rank}", not lacks, f"{host}, cores {where}, {gpu}", lacks))
     return checks
 
 

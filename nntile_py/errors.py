@@ -4,6 +4,8 @@ import functools
 import traceback
 import warnings
 
+from nntile_py.system import ranks
+
 
 class NNTileError(Exception):
     """Base of all errors of nntile_py; its text is meant for the user."""
@@ -36,8 +38,9 @@ def shown(text: str) -> str:
 
 @functools.cache
 def say_once(text: str) -> None:
-    """Warn, of each text once in a process."""
-    warnings.warn(text, stacklevel=3)
+    """Warn, of each text once in a process; of several ranks the first does."""
+    if ranks.leads():
+        warnings.warn(text, stacklevel=3)
 
 
 def raised(error: BaseException, file: str | None) -> str:

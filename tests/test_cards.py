@@ -6,11 +6,13 @@ import itertools
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
+from nntile_py import doctor
 from nntile_py.errors import ConfigError
-from nntile_py.execution import cards
+from nntile_py.execution import cards, mpi
 from nntile_py.execution.cards import SHARE, VISIBLE, shared_out
 
 CASES = {  # what ranks see, what each wants, what they take
@@ -78,3 +80,31 @@ def test_asking_starts_nothing() -> None:
     code = "from nntile_py.execution import cards; cards.seen(); assert not cards.started()"
     subprocess.run([sys.executable, "-c", code], check=True)
     assert all(len(card) == 32 for card in cards.seen())
+
+
+def test_a_driver_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cards, "_ASK", "import time; time.sleep(100)")
+    monkeypatch.setattr(cards, "PATIENCE", 0.2)
+    with pytest.raises(ConfigError, match=r"runtime\.cuda: CUDA has not told its GPUs in 0\.2 s; allowed: GPUs"):
+        cards.seen()
+
+
+SILENT = "runtime.cuda: CUDA has not told"
+ROWS = {  # what ranks see, or why not; what doctor says of each, and how to get what it lacks
+    "ab|ab": [("GPU 0 of 2", ""), ("GPU 1 of 2", "")],
+    "a||b": [("GPU 0 of 1", ""), ("no GPU", "a GPU for each rank: 2 of 3 see one"), ("GPU 0 of 1", "")],
+    "a|a|": [("no GPU of its own", "ranks (rank 1 is one) have 1 GPU;")] * 2 + [("no GPU", "2 of 3 see one")],
+    "a|!": [("GPU 0 of 1", ""), ("no GPU", SILENT)],
+    "|": [("no GPU", ""), ("no GPU", "")],
+}
+
+
+@pytest.mark.parametrize("case", ROWS)
+def test_doctor_tells_of_each_rank_what_it_has(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    hosts = [("host", "0", [] if seen == "!" else [*seen], SILENT * (seen == "!")) for seen in case.split("|")]
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    monkeypatch.setattr(mpi, "ranks", lambda: SimpleNamespace(library="MPI", all_to_all=lambda mine: hosts))
+    monkeypatch.setattr(cards, "seen", list)
+    rows = doctor._ranks()[1:]
+    for row, (gpu, hint) in zip(rows, ROWS[case], strict=True):
+        assert gpu in row["value"] and hint in row["hint"] and row["ok"] == (not hint), row

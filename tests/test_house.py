@@ -35,7 +35,8 @@ FLOORS = (
     ("labelled",),
     ("schema", "tokenizer"),
     ("runs", "typed"),
-    ("errors", "system"),
+    ("errors",),
+    ("system",),
 )
 FLOOR = {room: -number for number, rooms in enumerate(FLOORS) for room in rooms}
 TOPS = ("tasks", "tiles", "models")  # folders of the repository that install inside the package

@@ -110,6 +110,7 @@ def test_ranks_send_what_is_planned(trained: dict[int, list[dict[str, Any]]], ra
     [
         ("exception", ["rank 1 of 2", "ArithmeticError: on purpose"]),
         ("other plan", ["the plan is not the same on all ranks, see task 0 of list 0 (", ": rank 1 has for rank 0: "]),
+        ("other database", ["the plan is not the same on all ranks, see the database of layouts drawn.jsonl: rank 1"]),
         ("other data", ["what step 1 is given is not the same on all ranks, see input_ids of rank 1"]),
     ],
 )
@@ -284,9 +285,10 @@ TREE: dict[str, Any] = {
 }
 
 
-def train(ranks: int, folder: Path, *arguments: str) -> tuple[int, str, str]:
+def train(ranks: int, folder: Path, *arguments: str, **variables: str) -> tuple[int, str, str]:
     (folder / "tiny.yaml").write_text(yaml.safe_dump(TREE))
-    return ended(start(ranks, "-m", "nntile_py.cli", "train", "tiny.yaml", "--out", "run", *arguments, cwd=folder))
+    command = ["-m", "nntile_py.cli", "train", "tiny.yaml", "--out", "run", *arguments]
+    return ended(start(ranks, *command, cwd=folder, **variables))
 
 
 def left(run: Path, steps: int = 8) -> dict[str, Any]:

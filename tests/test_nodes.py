@@ -329,6 +329,10 @@ def test_any_batch_on_ranks(batch: int) -> None:
     assert made.tokens == alone.tokens == 16 * batch
     assert made.step_seconds < alone.step_seconds if batch > 2 else made.step_seconds > 0
     assert made.own_seconds == pytest.approx(fullest.step_seconds)
+    tokens_s = [one.tokens / one.step_seconds for one in (made, fullest)]
+    assert made.efficiency == pytest.approx(tokens_s[0] / 3 / tokens_s[1])  # whatever the nodes have of the batch
+    assert ("all nodes together have" in str(made.render())) == (batch % 3 > 0)
+    assert made.efficiency < (1.0 if batch == 1 else 1.2)  # they share the update, too
 
 
 def test_weights_that_are_borrowed_are_played() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -111,6 +113,43 @@ def test_a_text_is_said_once() -> None:
         for _ in range(2):
             errors.say_once("said by a test")
     assert len(caught) == 1
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_of_several_ranks_the_first_says_it(rank: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", rank)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        errors.say_once(f"said by rank {rank}")
+    assert len(caught) == (rank == "0")
+
+
+def test_who_measures_is_waited_for_and_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measures, waits = (opened(OF, tmp_path / "timings.jsonl", new=True) for _ in range(2))
+    with ExitStack() as measuring:
+        measuring.enter_context(measures.alone())
+        said = []
+
+        def told(text: str) -> None:
+            said.append(text)
+            measures.add(Timing("a", "M N", 2.0))
+            measuring.close()
+
+        monkeypatch.setattr("nntile_py.graph.timings.say_once", told)
+        with waits.alone():
+            assert waits.known == measures.known
+    assert said == [f"{measures.path}: another process measures into it, which is waited for"]
+
+
+def test_a_digest_is_of_what_is_in_a_database() -> None:
+    one, same, other, judged = (Timings(OF) for _ in range(4))
+    entries = [Timing("a", "M N", 2.0), Timing("a", "N M", 3.0), Timing("b", "M", 1.0)]
+    for timings, found in ((one, entries), (same, entries[::-1]), (other, entries[1:]), (judged, entries)):
+        for entry in found:
+            timings.add(entry)
+    judged.judge(Verdict("abc", *SLOWER))
+    assert one.digest() == same.digest() and len({one.digest(), other.digest(), judged.digest()}) == 3
 
 
 def test_verdicts_in_the_file(tmp_path: Path) -> None:

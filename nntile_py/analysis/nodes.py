@@ -130,6 +130,7 @@ class NodesPlan:
     own_seconds: float  # of a node by itself, with its part of the batch; that of `efficiency`
     alone_seconds: float
     efficiency: float
+    parts: float  # of the batch, each such as that node alone has: fewer than nodes where they are uneven
     worker_seconds: float | None
     worker_efficiency: float | None
     strong: bool
@@ -146,6 +147,8 @@ class NodesPlan:
         from rich.text import Text
 
         kind = "with the whole batch" if self.strong else "with its part of the batch"
+        if not self.strong and self.parts < self.nodes:
+            kind = f"with the largest part, by tokens/s: all nodes together have {self.parts:.3g} of it"
         found = [f"{self.efficiency:.3f} of a node alone {kind} ({self.alone_seconds:,.3g} s)"]
         if self.worker_seconds is not None and self.workers > 1:
             found.append(f"{self.worker_efficiency:.3f} of one GPU ({self.worker_seconds:,.3g} s)")
@@ -195,7 +198,7 @@ def plan_nodes(config: RunConfig, on: Machines, *, strong: bool = False, every: 
         share, rest = divmod(batch, 1 if strong else on.nodes * on.workers)
         single = None if rest or not share or not gpu else _alone(config, batch if strong else share, 1, speed)
     seconds = _seconds(steps, lists, speed)
-    part = on.nodes if strong else 1
+    parts = 1.0 if strong else batch / rows
     peak = max(peaks(nodes[0], on.workers))
     made = NodesPlan(
         nodes=on.nodes,
@@ -219,9 +222,10 @@ def plan_nodes(config: RunConfig, on: Machines, *, strong: bool = False, every: 
         thread=steps[sums].thread / (steps[sums].sending or 1.0),
         own_seconds=own,
         alone_seconds=alone,
-        efficiency=alone / part / seconds,
+        efficiency=alone * parts / on.nodes / seconds,
+        parts=parts,
         worker_seconds=single,
-        worker_efficiency=None if single is None else single / (part * on.workers if strong else 1) / seconds,
+        worker_efficiency=None if single is None else single / (on.nodes * on.workers if strong else 1) / seconds,
         strong=strong,
     )
     made.limit = _limit(made, steps[sums].last)

@@ -5,11 +5,13 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 
 from nntile_py.errors import ConfigError
 
 SHARE = "NNTILE_SHARE_GPUS"  # 1: ranks may share GPUs where there are too few
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+PATIENCE = 60.0  # seconds until CUDA has told its GPUs: where none keeps the driver awake it starts for each
 
 # CUDA reads VISIBLE when a process starts it, so another one has to ask.
 _ASK = """
@@ -23,9 +25,20 @@ if not cuda.cuInit(0) and not cuda.cuDeviceGetCount(ctypes.byref(count)):
 
 
 def seen() -> list[str]:
-    """The UUID of each GPU that this process may use, in CUDA's order; CUDA is not started here."""
-    asked = subprocess.run([sys.executable, "-c", _ASK], capture_output=True, text=True, check=False)
-    return asked.stdout.split()
+    """The UUID of each GPU that this process may use, in CUDA's order; CUDA is not started here.
+
+    Raises ConfigError where CUDA does not answer."""
+    asked = subprocess.Popen([sys.executable, "-c", _ASK], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    try:
+        return asked.communicate(timeout=PATIENCE)[0].split()
+    except subprocess.TimeoutExpired:
+        asked.kill()
+        if asked.stdout:
+            asked.stdout.close()
+        with suppress(subprocess.TimeoutExpired):  # it does not end while the driver holds it
+            asked.wait(1)
+    need = f"GPUs whose driver answers, as nvidia-smi shows, or {VISIBLE} without those that do not"
+    raise ConfigError(f"runtime.cuda: CUDA has not told its GPUs in {PATIENCE:g} s; allowed: {need}")
 
 
 def started() -> bool:

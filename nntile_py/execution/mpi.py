@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -54,12 +54,14 @@ class Ranks:
         atexit.register(self._end)
         self.cores = int(self.gathered(np.array([cores()])).min())
         self.gpus, self.sharers = 0, 1  # of each rank; how many ranks use the most used of this one's GPUs
-        self.library = str(self._mpi.Get_library_version()).strip("\0 \n").partition(",")[0]
+        self.library = _mpi.library().partition(",")[0].strip()
         versions = {"nntile_py": VERSION, "StarPU": _core.starpu_version(), "MPI": self._mpi.Get_version()}
         self.same("the version", versions)
 
     def _join(self, native: Any) -> None:
         """Start MPI, which waits for the other ranks."""
+        if system.apart(native.library()):
+            _refuse_srun()
         try:
             import mpi4py
 
@@ -79,6 +81,8 @@ class Ranks:
         self._tiles: Any = None
         self.rank, self.size = self._world.Get_rank(), self._world.Get_size()
         if self.size != system.started()[1]:
+            if system.by_srun():
+                _refuse_srun()
             told = f"it says {self.size} ranks, and {system.started()[1]} were started"
             raise ConfigError(f"MPI: mpi4py uses another MPI than mpirun: {told}; allowed: mpi4py built for this MPI")
         self.tags = itertools.count()  # of tiles
@@ -126,13 +130,16 @@ class Ranks:
         """Wait until all are here."""
         self.any(False)
 
-    def same(self, what: str, parts: Mapping[str, Any]) -> None:
-        """Raise ConfigError, on every rank, naming a part that is not the same on all. Arrays count by their bytes."""
+    def same(self, what: str, parts: Mapping[str, Any], causes: Mapping[str, Any] | None = None) -> None:
+        """Raise ConfigError, on every rank, naming a part that is not the same on all. Arrays count by their bytes.
+
+        causes: what is named instead where it differs, too; alone it may."""
         hashed = [_hash(value) for value in parts.values()]
         found = self.gathered(np.frombuffer(_hash(b"".join(hashed)), np.uint8))
         if (found == found[0]).all():
             return
-        told = self.all_to_all([*zip(parts, hashed, map(_shown, parts.values()), strict=True)])
+        every = {**(causes or {}), **parts}
+        told = self.all_to_all([(name, _hash(value), _shown(value)) for name, value in every.items()])
         for rank, other in enumerate(told):
             for (name, mine, shown), (_, theirs, there) in zip(told[0], other, strict=False):
                 if mine != theirs:
@@ -240,6 +247,17 @@ class Ranks:
 def ranks() -> Ranks:
     """Joined when it is first asked for; once in a process."""
     return Ranks()
+
+
+def _refuse_srun() -> NoReturn:
+    """All ranks find the same, and none can tell the others: the first says it, and they end."""
+    if not system.leads():
+        system.failing(2)
+        raise SystemExit(2)
+    need = "srun --mpi=pmix, or another of `srun --mpi=list` that MPI was built for, or mpirun in the job"
+    raise ConfigError(
+        f"MPI: srun has started {system.started()[1]} of this process, which do not find each other; allowed: {need}"
+    )
 
 
 def _patience() -> float:

@@ -30,10 +30,13 @@ from nntile_py.tiles.tasklist import MONOIDS, Task
 
 
 class Store:
-    """StarPU handles of the tiles that outlive a program, shared by all programs of a trainer by their keys."""
+    """StarPU handles of the tiles that outlive a program, shared by all programs of a trainer by their keys.
 
-    def __init__(self) -> None:
+    causes: what may be why ranks have other plans, by name."""
+
+    def __init__(self, causes: Mapping[str, str] | None = None) -> None:
         self.handles: dict[Hashable, _core.Tile] = {}
+        self._causes = causes
         runtime = Runtime.current
         self.ranks = runtime.ranks if runtime else None
         self._replicas = (
@@ -80,7 +83,7 @@ class Store:
     def share(self, lists: Sequence[TaskList]) -> list[Shared]:
         """What each rank runs of placed lists, of which all ranks have the same."""
         assert self._replicas and self.ranks
-        self.ranks.same("the plan", described(lists))
+        self.ranks.same("the plan", described(lists), self._causes)
         self._grids.clear()  # a rank may use other tiles, too, from now on
         return self._replicas.share(lists)
 

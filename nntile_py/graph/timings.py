@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import hashlib
 import json
 import math
 import os
@@ -15,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nntile_py.errors import ConfigError
+from nntile_py.errors import ConfigError, say_once
 from nntile_py.system.folders import cache_folder, read
 
 KEYS = ("device", "version", "dtype", "method")  # of a file: what its times are of
@@ -117,6 +118,12 @@ class Timings:
         self.verdicts[verdict.program] = verdict
         self._append(vars(verdict))
 
+    def digest(self) -> str:
+        """Of all that is in it, in whichever order it was found."""
+        timings = [timing for of in self.known.values() for timing in of.values()]
+        every = sorted(map(repr, [*timings, *self.verdicts.values()]))
+        return hashlib.sha256("\n".join(every).encode()).hexdigest()[:16]
+
     def unjudged(self) -> Timings:
         """The same times without verdicts, of no file."""
         return Timings(self.of, known=self.known)
@@ -144,7 +151,11 @@ class Timings:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("ab") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                say_once(f"{self.path}: another process measures into it, which is waited for")
+                fcntl.flock(file, fcntl.LOCK_EX)
             now = opened(self.of, self.path, new=True)
             self.known, self.verdicts = now.known, now.verdicts
             yield

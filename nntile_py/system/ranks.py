@@ -19,10 +19,29 @@ failed = 0  # the exit status of a process that ends with an error
 
 def started(environment: Mapping[str, str] = os.environ) -> tuple[int, int]:
     """(rank, number of ranks) as mpirun or srun has told this process; (0, 1) where none has started it."""
+    size, rank = _told(environment)
+    return (int(environment.get(rank, 0)), int(environment[size])) if size else (0, 1)
+
+
+def _told(environment: Mapping[str, str]) -> tuple[str, str]:
+    """The names of the variables that say so; empty ones where none does."""
     for size, rank in _STARTERS.items():
         if (count := environment.get(size, "")).isdigit() and int(count) > 1:
-            return int(environment.get(rank, 0)), int(count)
-    return 0, 1
+            return size, rank
+    return "", ""
+
+
+def apart(library: str, environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether srun has started several processes that MPI cannot bring together, as with --mpi=none.
+
+    library: MPI's name. Of Open MPI it shows before it starts; others may ask Slurm in ways of their own."""
+    known = any(name == "PMIX_RANK" or name.startswith("PMI_") for name in environment)
+    return library.startswith("Open MPI") and by_srun(environment) and not known
+
+
+def by_srun(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether srun has started several of this process, and not mpirun."""
+    return _told(environment)[0] == "SLURM_STEP_NUM_TASKS"
 
 
 def seen(sign: str) -> dict[int, str]:

@@ -278,12 +278,13 @@ def build_trainer(config: RunConfig, model: Model | None = None) -> Trainer:
 
 @contextmanager
 def _signals() -> Iterator[list[str]]:
-    """A list that SIGINT and SIGTERM put their name into; a second one acts as usual, at once."""
+    """A list that SIGINT and SIGTERM put their name into. After one a SIGINT acts as usual, at once; a SIGTERM does
+    not, as Slurm sends a rank two when its time is over."""
     stop: list[str] = []
 
     def ask(number: int, frame: FrameType | None) -> None:
         stop.append(signal.Signals(number).name)
-        restore()
+        signal.signal(signal.SIGINT, before[signal.SIGINT])
 
     def restore() -> None:
         for number, handler in before.items():

@@ -35,7 +35,8 @@ class Programs:
     """Of a spec, on a runtime; each is made when it is first needed. All tiles that last are in `store`."""
 
     def __init__(self, spec: StepSpec, runtime: Runtime, checked: bool) -> None:
-        self.spec, self.store = spec, Store()
+        path, digest = (spec.timings.path, spec.timings.digest()) if spec.timings else ("", "none")
+        self.spec, self.store = spec, Store({f"the database of layouts {path}": digest})
         self.steps: dict[frozenset[str], StepPrograms] = {}
         self._runtime, self._checked = runtime, checked
         self._evaluations: dict[tuple[frozenset[str], bool], tuple[Evaluation, Program]] = {}

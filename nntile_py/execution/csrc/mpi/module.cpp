@@ -148,6 +148,13 @@ PYBIND11_MODULE(_mpi, m) {
     MPI_Initialized(&begun);  // by a script
     if (!begun && MPI_Init_thread(nullptr, nullptr, MPI_THREAD_MULTIPLE, &level)) throw std::runtime_error("MPI did not start");
   }, py::call_guard<py::gil_scoped_release>());
+  // Its name and version, known before it starts.
+  m.def("library", [] {
+    char text[MPI_MAX_LIBRARY_VERSION_STRING];
+    int size = 0;
+    MPI_Get_library_version(text, &size);
+    return std::string(text);
+  });
   // comm: a communicator that is StarPU's alone, as Fortran's number of it; StarPU is running.
   m.def("start", [](int comm) {
     g_comm = MPI_Comm_f2c(comm);
