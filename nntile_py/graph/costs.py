@@ -62,13 +62,22 @@ class Costs:
             return Timing("Transpose", "", 0.0)
         key = self._alike(op), layout
         if key not in self._known:
-            made = laid(op, layout)
-            told = described(made, self.tiling, self.policy)
+            told = self._described(op, layout)
             known = self.timings.best(*told)
-            if known is None:
-                self.missing.setdefault(told, made)
+            if known is None and told not in self.missing:
+                self.missing[told] = laid(op, layout)
             self._known[key] = known or Timing(*told, 0.0)
         return self._known[key]
+
+    def _described(self, op: Op, layout: Layout) -> tuple[str, str]:
+        """The texts of an operator in a layout; of products, which have many, as a search by these timings found it."""
+        if not isinstance(op, Contract | Transpose):
+            return described(laid(op, layout), self.tiling, self.policy)
+        cuts = tuple(self.tiling.tile(axis, size) for t in tensors_of(op) for axis, size in t.sizes.items())
+        key = self._alike(op), layout, cuts, self.policy
+        if key not in self.timings.texts:
+            self.timings.texts[key] = described(laid(op, layout), self.tiling, self.policy)
+        return self.timings.texts[key]
 
     def default(self, op: Op) -> Timing:
         """As it is without any search."""
@@ -136,8 +145,9 @@ class Costs:
         copies = [self._copied.get((t, op.phase)) for t in (op.a, op.b)] if isinstance(op, Contract) else []
         every: list[Variable] = [*(self.edges[t] for t in tensors), *(copied for copied in copies if copied)]
         mine = list(dict.fromkeys(v for v in every if len(v.orders) > 1))
-        key = (self._alike(op), tuple(tuple(self._orders(t)) for t in tensors), tuple(tuple(c.orders) for c in copies if c),
-               tuple(mine.index(v) if v in mine else -1 for v in every))  # fmt: skip
+        places = tuple(mine.index(v) if v in mine else -1 for v in every)
+        orders = tuple(tuple(self._orders(t)) for t in tensors), tuple(tuple(c.orders) for c in copies if c)
+        key = self._alike(op), orders, places
         if key not in self._tables:
             made = np.full([len(v.orders) for v in mine], math.inf)
             if isinstance(op, Contract):
