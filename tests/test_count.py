@@ -11,6 +11,7 @@ from nntile_py.analysis.plan import Estimate
 from nntile_py.config.run import RunConfig, load
 from nntile_py.config.spec import step_spec
 from nntile_py.errors import ConfigError
+from nntile_py.graph.count import most_tasks
 from nntile_py.sweep import autotune
 from nntile_py.tiles import AXES, device_model
 
@@ -28,6 +29,8 @@ def of(name: str, *sets: str) -> RunConfig:
 def listed(config: RunConfig) -> int:
     step = step_spec(config).step()
     lists = [step.first, *[step.more] * (config.train.grad_accumulation - 1), step.update]
+    for graph, low in (step.graph, step.first), (step.update_graph, step.update):
+        assert most_tasks(graph, step_spec(config).cuts) > len(low.tasks.tasks)
     return sum(len(low.tasks.tasks) for low in lists if low)
 
 

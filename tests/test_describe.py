@@ -213,6 +213,8 @@ SHORTER = {  # what the examples take too long for here
     "--set tokenizer.vocab_size=300 --set sample.tokens=0",
     "nntile profile": SMALL,
     "nntile sweep": f"{SMALL} --budget 1",
+    "nntile layouts": "--own --repeats 1 --set model.embed=16 --set model.heads=2 --set train.batch=3 "
+    "--set train.seq=8",
 }
 
 

@@ -405,6 +405,7 @@ def test_experiments(tmp_path: Path, runtime: nt.Runtime, monkeypatch: pytest.Mo
     part = made.part("cpu", None, TINY).model_copy(update={"work": "mha", "repeats": 1})
     monkeypatch.setattr(laid_out, "Runtime", lambda **_: nullcontext())
     monkeypatch.setattr(profiled, "Runtime", lambda **_: nullcontext())
+    monkeypatch.setattr(profiled, "cache_bytes", lambda _: 4096)  # few copies of tiles; see test_tiles_out_of_cache
     monkeypatch.setattr(papers.Experiment, "part", lambda *_: part)
     experiment.run(made, "cpu", tmp_path, None, Console(stderr=True))
     text = (tmp_path / "fig-layouts.md").read_text()

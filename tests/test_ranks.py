@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 import random
 from collections import Counter, deque
 from collections.abc import Hashable
@@ -95,11 +97,18 @@ def before(shared: Shared, replicas: Replicas) -> list[TaskList]:
     return lists
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("tiles", TILINGS)
-@pytest.mark.parametrize("groups", [False, True])
-@pytest.mark.parametrize("shard", [False, True])
+RANKS = (1, 2, 3, 4)
+WAYS = [*itertools.product([False, True], repeat=2)]  # shard, groups
+# Each way meets each tiling with each policy, and with each number of ranks.
+MET = [
+    (*WAYS[(t + p + r) % len(WAYS)], TILINGS[t], POLICIES[p], RANKS[r])
+    for t, p, r in itertools.product(*map(range, map(len, (TILINGS, POLICIES, RANKS))))
+]
+if os.environ.get("NNTILE_TORTURE"):
+    MET = [(*way, *others) for way, *others in itertools.product(WAYS, TILINGS, POLICIES, RANKS)]
+
+
+@pytest.mark.parametrize(("shard", "groups", "tiles", "policy", "ranks"), MET)
 def test_ranks_compute_what_the_whole_list_does(
     shard: bool, groups: bool, tiles: dict[str, int], policy: str, ranks: int
 ) -> None:

@@ -11,7 +11,6 @@ import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 from conftest import CPUS, Python
@@ -27,7 +26,7 @@ CODE = """
 import json, sys
 import numpy as np
 import nntile_py as nt
-options, runs, folder = json.loads(sys.argv[1]), json.loads(sys.argv[2]), sys.argv[3]
+options, both, folder = json.loads(sys.argv[1]), json.loads(sys.argv[2]), sys.argv[3]
 cls = getattr(nt.models, options.pop("model", "GPT2"))
 optimizer = getattr(nt, options.pop("optimizer", "AdamW"))(**options.pop("optimizer_options", {}))
 passes = options.get("grad_accumulation", 1)
@@ -35,21 +34,25 @@ rng = np.random.default_rng(0)
 batches = [rng.integers(0, 101, (4 * passes, 19)) for _ in range(6)]
 more = {"kv_heads": 2, "ffn": 60} if cls is nt.models.Llama else {"dropout": 0.1}
 config = cls.Config(layers=2, embed=24, heads=4, vocab=101, positions=19, **more)
-done, left = [], list(enumerate(batches))
-for number, (count, run) in enumerate(runs):
-    with nt.Runtime(**run):
-        if number:
-            trainer = nt.Trainer.load(folder)
-        else:
-            trainer = nt.Trainer(cls(config, seed=3), 4, 19, seed=5, clip_grad_norm=1.0, optimizer=optimizer, **options)
-        for step, ids in left[:count]:
-            result = trainer.submit({"input_ids": ids, "labels": ids}, lr=1e-2 / (step + 1)).result()
-            assert result.step == step + 1
-            done += [result.loss.hex(), result.grad_norm.hex()]
-        left = left[count:]
-        trainer.save(folder)
-        weights = trainer.state_dict()
-print(json.dumps(done + [w.tobytes().hex() for w in weights.values()]))
+found = []
+for runs in both:
+    done, left = [], list(enumerate(batches))
+    for number, (count, run) in enumerate(runs):
+        with nt.Runtime(**run):
+            if number:
+                trainer = nt.Trainer.load(folder)
+            else:
+                model = cls(config, seed=3)
+                trainer = nt.Trainer(model, 4, 19, seed=5, clip_grad_norm=1.0, optimizer=optimizer, **options)
+            for step, ids in left[:count]:
+                result = trainer.submit({"input_ids": ids, "labels": ids}, lr=1e-2 / (step + 1)).result()
+                assert result.step == step + 1
+                done += [result.loss.hex(), result.grad_norm.hex()]
+            left = left[count:]
+            trainer.save(folder)
+            weights = trainer.state_dict()
+    found.append(done + [w.tobytes().hex() for w in weights.values()])
+print(json.dumps(found))
 """
 TILES = {"batch": 2, "seq": 7, "embed": 10, "heads": 2, "ffn": 50, "vocab": 40}
 CASES = {
@@ -68,17 +71,14 @@ CASES = {
 def test_saved_and_loaded_is_never_stopped(case: str, python: Python, tmp_path: Path) -> None:
     """With dropout; stopped twice, and another number of workers and another scheduler each time."""
 
-    def losses(*runs: Any) -> list[str]:
-        options = {"tiles": TILES} | CASES[case]
-        done = python(CODE, json.dumps(options), json.dumps(runs), tmp_path / "saved")
-        assert done.returncode == 0, done.stderr
-        result: list[str] = json.loads(done.stdout)
-        return result
-
-    whole = losses([6, {"cpus": CPUS}])
-    assert len(set(whole[:12])) == 12
+    once = [[6, {"cpus": CPUS}]]
     parts = [[2, {"cpus": 1}], [3, {"cpus": CPUS, "scheduler": "eager"}], [1, {"cpus": CPUS, "scheduler": "dmdas"}]]
-    assert losses(*parts) == whole
+    options = {"tiles": TILES} | CASES[case]
+    done = python(CODE, json.dumps(options), json.dumps([once, parts]), tmp_path / "saved")
+    assert done.returncode == 0, done.stderr
+    whole, stopped = json.loads(done.stdout)
+    assert len(set(whole[:12])) == 12
+    assert stopped == whole
 
 
 SHORT = ("train.steps=12", "sample.tokens=0", "model.dropout=0.1", "train.grad_accumulation=2", "checkpoint.every=4")

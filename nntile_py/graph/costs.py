@@ -50,6 +50,9 @@ class Costs:
         self.missing: dict[tuple[str, str], Op] = {}
         self._known: dict[Hashable, Timing] = {}
         self._tables: dict[Hashable, Table] = {}
+        self._paid: dict[Hashable, Term] = {}
+        self._alike = functools.cache(_alike)
+        self._choices = functools.cache(_choices)
         self._noise = functools.cache(timings.noise if careful else lambda operator: 0.0)
         self._copied = _copied(ops)
 
@@ -57,15 +60,24 @@ class Costs:
         """One of no seconds where it was not measured, which is noted."""
         if isinstance(op, Transpose) and layout[0] == layout[-1]:  # of two orders that became one: it goes
             return Timing("Transpose", "", 0.0)
-        key = _alike(op), layout
+        key = self._alike(op), layout
         if key not in self._known:
-            made = laid(op, layout)
-            told = described(made, self.tiling, self.policy)
+            told = self._described(op, layout)
             known = self.timings.best(*told)
-            if known is None:
-                self.missing.setdefault(told, made)
+            if known is None and told not in self.missing:
+                self.missing[told] = laid(op, layout)
             self._known[key] = known or Timing(*told, 0.0)
         return self._known[key]
+
+    def _described(self, op: Op, layout: Layout) -> tuple[str, str]:
+        """The texts of an operator in a layout; of products, which have many, as a search by these timings found it."""
+        if not isinstance(op, Contract | Transpose):
+            return described(laid(op, layout), self.tiling, self.policy)
+        cuts = tuple(self.tiling.tile(axis, size) for t in tensors_of(op) for axis, size in t.sizes.items())
+        key = self._alike(op), layout, cuts, self.policy
+        if key not in self.timings.texts:
+            self.timings.texts[key] = described(laid(op, layout), self.tiling, self.policy)
+        return self.timings.texts[key]
 
     def default(self, op: Op) -> Timing:
         """As it is without any search."""
@@ -115,13 +127,16 @@ class Costs:
         terms: list[Term] = [((), np.asarray(self.cost(op, layout)))]
         for tensor, wanted in zip(tensors_of(op), layout, strict=True):
             copied = self._copied.get((tensor, op.phase)) if tensor in (op.a, op.b) else None
-            paid = partial(_read, wanted) if copied else partial(self._turned, op, tensor, wanted)
-            terms.append(self._term(tensor, copied, paid))
+            lasts = tensor in op.outputs and tensor.storage.kind != "temp"
+            key = tensor, copied, lasts, wanted  # many layouts want a tensor in the same order
+            if key not in self._paid:
+                paid = partial(_read, wanted) if copied else partial(self._turned, lasts, tensor, wanted)
+                self._paid[key] = self._term(tensor, copied, paid)
+            terms.append(self._paid[key])
         return terms
 
-    def _turned(self, op: Op, tensor: Tensor, wanted: Order, now: Order, _: Order | None) -> float:
+    def _turned(self, lasts: bool, tensor: Tensor, wanted: Order, now: Order, _: Order | None) -> float:
         """What outlives the program is written as it is kept; a transposition would not add to it either."""
-        lasts = tensor in op.outputs and tensor.storage.kind != "temp"
         return math.inf if lasts and now != wanted else self.turn(tensor, now, wanted)
 
     def table(self, op: Op) -> Term:
@@ -130,12 +145,13 @@ class Costs:
         copies = [self._copied.get((t, op.phase)) for t in (op.a, op.b)] if isinstance(op, Contract) else []
         every: list[Variable] = [*(self.edges[t] for t in tensors), *(copied for copied in copies if copied)]
         mine = list(dict.fromkeys(v for v in every if len(v.orders) > 1))
-        key = (_alike(op), tuple(tuple(self._orders(t)) for t in tensors), tuple(tuple(c.orders) for c in copies if c),
-               tuple(mine.index(v) if v in mine else -1 for v in every))  # fmt: skip
+        places = tuple(mine.index(v) if v in mine else -1 for v in every)
+        orders = tuple(tuple(self._orders(t)) for t in tensors), tuple(tuple(c.orders) for c in copies if c)
+        key = self._alike(op), orders, places
         if key not in self._tables:
             made = np.full([len(v.orders) for v in mine], math.inf)
             if isinstance(op, Contract):
-                for layout in _choices(op):
+                for layout in self._choices(op):
                     terms = [_placed(term, mine) for term in self._product(op, layout)]
                     np.minimum(made, functools.reduce(operator.add, sorted(terms, key=np.size)), out=made)
             else:
@@ -153,7 +169,7 @@ class Costs:
         def seconds(layout: Layout) -> float:
             return sum(float(table[tuple(values[v] for v in of)]) for of, table in self._product(op, layout))
 
-        return min(_choices(op), key=seconds)
+        return min(self._choices(op), key=seconds)
 
 
 def _read(wanted: Order, *has: Order | None) -> float:

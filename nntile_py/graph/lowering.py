@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from nntile_py.errors import ConfigError
-from nntile_py.graph.count import count_tasks
+from nntile_py.graph.count import count_tasks, most_tasks
 from nntile_py.graph.graph import Graph
 from nntile_py.tasks.op import Lowering, Tensor
 from nntile_py.tiles import TaskList, Tiling, cut_as
@@ -27,7 +27,9 @@ def lower(
     holds: further tensors that hold data before, which it adds to. meeting: how sums of several ranks meet; None: as on
     one, in a chain from rank to rank.
     """
-    _check_count(graph, tiling, policy)  # the operators tell the tiling, too, what has to be cut together
+    for op in graph.ops:
+        op.fit(tiling)  # it is told what has to be cut together
+    _check_count(graph, tiling, policy)
     low = Lowering(tiling, TaskList(policy, live=graph.live))
     known = [*graph.tensors.values(), *graph.kept.values()]
     low.tasks.sums = {low.tile(tensor, index) for tensor in holds for index in low.indices(tensor)}
@@ -46,6 +48,8 @@ def lower(
 
 
 def _check_count(graph: Graph, tiling: Tiling, policy: str) -> None:
+    if most_tasks(graph, tiling) <= MOST_TASKS:
+        return
     count = count_tasks(graph, tiling, policy)
     if count > MOST_TASKS:
         cuts = ((-(-size // tiling.tile(axis, size)), axis, size) for axis, size in graph.sizes().items())

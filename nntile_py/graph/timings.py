@@ -10,7 +10,7 @@ import math
 import os
 import re
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -70,6 +70,7 @@ class Timings:
     path: Path | None = None
     known: dict[str, dict[tuple[str, int | None], Timing]] = field(default_factory=dict)
     verdicts: dict[str, Verdict] = field(default_factory=dict)
+    texts: dict[Hashable, tuple[str, str]] = field(default_factory=dict)  # what searches have found of `described`
 
     def best(self, operator: str, layout: str) -> Timing | None:
         """With the width that is best: another than the operator's own where it gains more than noise."""
@@ -126,7 +127,7 @@ class Timings:
 
     def unjudged(self) -> Timings:
         """The same times without verdicts, of no file."""
-        return Timings(self.of, known=self.known)
+        return Timings(self.of, known=self.known, texts=self.texts)
 
     def _append(self, line: Mapping[str, Any]) -> None:
         if not self.path:
