@@ -171,7 +171,7 @@ void attention(Args& t) {
       });
       if (mask.dropout)
         for_kept<T>(s, mask, first, keys, x.k.size(2), [&, drop = ScoresDropout(mask, t)](
-                        T* p, int64_t row, int64_t key, int64_t n) { drop.apply(p, h, row, key, n); });
+                        T* p, int64_t row, int64_t key, int64_t n) { drop.apply(p, b, h, row, key, n); });
       head(out, b, h).narrow(0, first, rows).copy_(s.mm(rows_of(head(x.v, b, h_k), keys)).div_(sums));
     });
   });
@@ -193,7 +193,7 @@ void add_grads(const Triple& x, const Triple& grads, const PairMask& mask, const
     if (mask.dropout) {
       const auto factors = at::ones_like(p);
       for_kept<T>(factors, mask, first, keys, x.k.size(2), [&, drop = ScoresDropout(mask, t)](
-                      T* f, int64_t row, int64_t key, int64_t n) { drop.apply(f, h, row, key, n); });
+                      T* f, int64_t row, int64_t key, int64_t n) { drop.apply(f, b, h, row, key, n); });
       weights = p.mul(factors);
       ds.mul_(factors);
     }

@@ -58,7 +58,7 @@ struct PairMask {
     if (limits->segments) segments = t[first].flatten();  // of one row of the batch
     dropout = limits->dropout;
   }
-  bool simple() const { return !window && !padding.defined() && !segments.defined(); }
+  bool simple() const { return !window && !padding.defined() && !segments.defined() && !dropout; }
 };
 
 // k or v with a head for each of q's.

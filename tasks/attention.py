@@ -15,7 +15,7 @@ import numpy as np
 from nntile_py.errors import ConfigError
 from nntile_py.tiles import ACC, Access, Part, R, TaskArgs, Tiling, W
 
-from .attention_dropout import ScoresDropout
+from .attention_dropout import ScoresDropout, steps_of
 from .attention_operands import BHSD, Operand, Operands, OperandsArgs, as_bhsd, checked, from_bhsd, order_of
 from .attention_repeat import fit_groups, repeat_heads, tile_of_group
 from .contract import Contract, contract
@@ -91,9 +91,9 @@ class Attention(Op):
     backend: `vendor` is one fused task where seq and key are not cut, else as `merge`. `merge`: a task per (query tile,
     key tile) adds its (max, sumexp, weighted values) to the query tile's state. `flash`: flash_maxsumexp over the key
     tiles, then flash_softmax_gemm (Alg. 2 of the NNTile report). `segments`: as `vendor`, but with a mask that
-    has segments by the kernels of attention_segments_triton.py on CUDA; it alone of these has dropout of the
-    probabilities. Pairs of tiles that a causal mask or a window masks wholly are not submitted. A query that attends to
-    nothing has zeros, and 0 as its lse.
+    has segments, or with dropout of the probabilities, which it alone of these has, by the kernels of
+    attention_segments_triton.py on CUDA; with dropout seq and key are not to be cut. Pairs of tiles that a causal mask
+    or a window masks wholly are not submitted. A query that attends to nothing has zeros, and 0 as its lse.
     """
 
     category = CONTRACTION
@@ -117,12 +117,17 @@ class Attention(Op):
     @property
     def data(self) -> list[Tensor]:
         """Inputs besides the operands."""
-        return [*self.mask.inputs, *([self.dropout.draws] if self.dropout else [])]
+        return [*self.mask.inputs, *([self.dropout.draws] if self.dropout and self.dropout.draws else [])]
+
+    @property
+    def title(self) -> str:
+        return self.kind + " dropout" * (self.dropout is not None)
 
     @property
     def kernel(self) -> str:
         """Of a task that has whole sequences."""
-        return "attention_segments" if self.backend == "segments" and self.mask.segments else "attention"
+        own = self.backend == "segments" and (self.mask.segments or self.dropout)
+        return "attention_segments" if own else "attention"
 
     @property
     def out_order(self) -> tuple[int, int, int, int]:
@@ -159,8 +164,10 @@ class Attention(Op):
 
     def fit(self, tiling: Tiling) -> None:
         self.mask.fit(tiling)
-        if self.dropout and tiling.tile("seq", self.output.size("seq")) < self.output.size("seq"):
-            raise ConfigError("tiles.seq: allowed with attention_dropout of packed sequences: none, a bin is not cut")
+        k, axis = self._keys
+        if self.dropout and _cut(tiling, self.output.size("seq"), k.size(axis)):
+            need = "none: this graph was made for whole sequences, see Graph's cuts, or has packed ones"
+            raise ConfigError(f"tiles.seq: got {tiling.tiles['seq']}; allowed with attention_dropout: {need}")
         if self.group > 1:
             fit_groups(self.operands.parts[1][0], self.output, tiling)
 
@@ -191,8 +198,8 @@ class Attention(Op):
         seq, keys = self.parts(low, at, key)
         accesses, dropout = self.mask.accesses(low, key), None
         if self.dropout:
-            dropout = self.dropout.args(low.part(self.output, "heads", at).offset, self.output.size("heads"))
-            accesses.append(R(low.tile(self.dropout.draws, at)))
+            dropout = self.dropout.args(*(low.part(self.lse, axis, at).offset for axis in ("batch", "heads")))
+            accesses += [R(low.tile(self.dropout.draws, at))] if self.dropout.draws else []
         return self.mask.band.cuts_causal(seq, keys), self.mask.limits(seq, keys, dropout), accesses
 
     def pair_flop(self, low: Lowering, at: Index, key: Index) -> float:
@@ -241,9 +248,8 @@ class Attention(Op):
 
     def factors(self, data: Sequence[Array], seed: int) -> Array | float:
         """By which probabilities are multiplied."""
-        if not self.dropout:
-            return 1.0
-        return self.dropout.factors(self.lse.size("heads"), data[-1], data[-2], seed)
+        keys, axis = self._keys
+        return self.dropout.factors([*self.lse.shape, keys.size(axis)], data, seed) if self.dropout else 1.0
 
     def probabilities(self, q: Array, k: Array, data: Sequence[Array]) -> tuple[Array, Array]:
         axes = [*BHSD[:3], "key"]
@@ -280,6 +286,10 @@ class AttentionGrad(Op):
     def write(self, outs: Sequence[Tensor]) -> None:
         """Make the gradients in these tensors."""
         self.outputs, self.grads = list(outs), self.forward.operands.on(outs)
+
+    @property
+    def title(self) -> str:
+        return self.kind + " dropout" * (self.forward.dropout is not None)
 
     def flop(self) -> float:
         return 2.5 * self.forward.flop()
@@ -331,33 +341,49 @@ def attention(
     q has the axes batch, heads, seq, head_dim in any order (batch may be left out); k and v have kv_heads in the place
     of heads, if there are fewer of them, and key in the place of seq, if the keys are not the queries' positions. Each
     may be a pair (tensor, index): a slice of a tensor that has an axis qkv too. backend: see Attention, or naive
-    (materialised scores). dropout: of the probabilities, by naive, or by segments (without any in the mask that means
-    naive). ValueError for what is not supported.
+    (materialised scores). dropout: of the probabilities, by naive, or by segments (where g.cuts cuts seq or key
+    that means naive). ValueError for what is not supported.
     """
     if all(isinstance(part, Tensor) for part in (q, k, v)):
         g.projections.append([q, k, v])  # type: ignore[list-item]
     dropout *= g.training
-    if backend == "segments" and dropout and not mask.segments:
-        backend = "naive"
     if dropout and backend not in WITH_DROPOUT:
         need = " or ".join(WITH_DROPOUT)
         raise ValueError(f"attention_dropout: got {dropout}; allowed: 0, or one of the forms of attention {need}")
-    if dropout and g.draws and backend == "naive":
-        raise ValueError(f"attention_dropout: got {dropout}; allowed with pack: 0, or model.attention: segments")
-    if dropout and backend == "segments" and "seq" not in g.draws:
+    if dropout and g.draws and (backend == "naive" or not mask.segments):
+        need = "0, or model.attention: segments, with segments in the mask"
+        raise ValueError(f"attention_dropout: got {dropout}; allowed with pack: {need}")
+    if dropout and mask.segments and backend == "segments" and "seq" not in g.draws:
         raise ValueError(f"attention_dropout: got {dropout}; allowed where nothing says what tokens draw: 0")
     operands = checked(g, q, k, v, mask)
+    x, keys = operands.parts[0][0], operands.parts[1][0]
+    sizes = {"batch": 1, "key": x.size("seq")} | keys.sizes | x.sizes
+    if dropout and not mask.segments and _cut(g.cuts, sizes["seq"], sizes["key"]):
+        backend = "naive"
     if backend == "naive":
         return _naive(g, operands, mask, dropout)
-    x = operands.parts[0][0]
     axes = [axis for axis in x.axes if axis != "qkv"]
     out = g.temp("attention", axes, [x.size(a) for a in axes], x.dtype)
-    sizes = {"batch": 1} | x.sizes
     lse = g.temp("lse", BHSD[:3], [sizes[a] for a in BHSD[:3]], accumulation_dtype(x.dtype))
-    drops = None
-    if dropout:
-        drops = ScoresDropout(dropout, g.dropout_key(), g.draws["seq"], mask.longest or out.size("seq"))
+    drops = _dropout(g, dropout, axes, sizes, mask) if dropout else None
     return g.add(Attention(operands, out, lse, mask=mask, backend=backend, dropout=drops)).output
+
+
+def _dropout(g: GraphLike, rate: float, axes: Sequence[str], sizes: dict[str, int], mask: Mask) -> ScoresDropout:
+    """Of the probabilities of queries with these axes, in one task."""
+    if not mask.segments:
+        return ScoresDropout(rate, g.dropout_key(), steps_of(_scores_axes(axes), sizes))
+    padded = sizes | dict.fromkeys(("seq", "key"), mask.longest or sizes["seq"])
+    return ScoresDropout(rate, g.dropout_key(), steps_of([*BHSD[:3], "key"], padded), g.draws["seq"])
+
+
+def _cut(tiling: Tiling, seq: int, key: int) -> bool:
+    return tiling.cut("seq", seq) or tiling.cut("key", key)
+
+
+def _scores_axes(queries: Sequence[str]) -> list[str]:
+    """Of scores in memory, by the axes of the queries."""
+    return [*(a for a in queries if a not in ("seq", "head_dim")), "seq", "key"]
 
 
 def _naive(g: GraphLike, operands: Operands, mask: Mask, dropout: float) -> Tensor:
@@ -370,7 +396,7 @@ def _naive(g: GraphLike, operands: Operands, mask: Mask, dropout: float) -> Tens
     if "seq" in k.axes:
         k, v = rename(g, k, seq="key"), rename(g, v, seq="key")
     sizes = {**q.sizes, **k.sizes}
-    axes = [*(a for a in q.axes if a not in ("seq", "head_dim")), "seq", "key"]
+    axes = _scores_axes(q.axes)
     scores = g.temp("scores", axes, [sizes[a] for a in axes], q.dtype, band=mask.band)
     g.add(Contract(q, k, scores, scale=q.size("head_dim") ** -0.5))
     p = g.temp("softmax", axes, scores.shape, scores.dtype, band=mask.band)

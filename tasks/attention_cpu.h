@@ -62,20 +62,26 @@ void add(T* x, const T* bias, int64_t n) {
   });
 }
 
-// Dropout of the probabilities of segments; see attention_dropout.py.
+// Dropout of the probabilities; see attention_dropout.py.
 class ScoresDropout {
  public:
   // t: the task's tiles
   ScoresDropout(const PairMask& pairs, const Args& t) : mask_(*pairs.dropout, t), offsets_(pairs.segments) {}
 
-  // p = p * mask / (1 - rate): a head's query `row` and n keys from `key` on, of its segment.
+  // p = p * mask / (1 - rate): n keys from `key` on of query `row` of sequence b, which are of its segment if there are
+  // such, and of head h.
   template <class T>
-  void apply(T* p, int64_t h, int64_t row, int64_t key, int64_t n) const {
+  void apply(T* p, int64_t b, int64_t h, int64_t row, int64_t key, int64_t n) const {
     if (!n) return;
-    const auto* offsets = offsets_.data_ptr<int64_t>();
-    const auto start = *(std::upper_bound(offsets, offsets + offsets_.numel(), row) - 1);
     const auto& steps = mask_.args().strides;
-    const auto first = mask_.args().first + mask_.number(start) * (steps[0] / steps[2]) + h * steps[1];
+    int64_t first = mask_.args().first + h * steps[1], start = 0;
+    if (offsets_.defined()) {
+      const auto* offsets = offsets_.data_ptr<int64_t>();
+      start = *(std::upper_bound(offsets, offsets + offsets_.numel(), row) - 1);
+      first += mask_.number(start) * (steps[0] / steps[2]);
+    } else {
+      first += b * steps[0];
+    }
     mask_.apply(p, p, first + (row - start) * steps[2] + key - start, n);
   }
 

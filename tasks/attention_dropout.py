@@ -1,7 +1,8 @@
-"""Dropout of the probabilities inside of attention over packed sequences."""
+"""Dropout of the probabilities inside of attention."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -13,39 +14,52 @@ from .elementwise import DropoutArgs
 from .op import Array, Tensor
 from .scalar.evaluate import dropout_hash
 
+Steps = tuple[int, int, int, int]
+
+
+def steps_of(order: Sequence[str], sizes: dict[str, int]) -> Steps:
+    """Of batch, heads, seq and key in probabilities whose axes lie in this order; an axis left out has 0."""
+    steps, step = dict.fromkeys(("batch", "heads", "seq", "key"), 0), 1
+    for axis in reversed(order):
+        steps[axis], step = step, step * sizes[axis]
+    return steps["batch"], steps["heads"], steps["seq"], steps["key"]
+
 
 @dataclass(frozen=True)
 class ScoresDropout:
-    """Of the probabilities of packed sequences: the mask that the padded [batch, heads, seq, key] would have.
+    """The mask that Dropout has of the probabilities in memory: an element's is a hash of its index there.
 
-    draws [batch, seq]: the place of each token in the padded [batch, seq]. longest: the padded seq.
+    steps: of that index along batch, heads, seq and key. draws [batch, seq]: of packed sequences, the place of each
+    token in the padded [batch, seq], whose probabilities are [batch, heads, seq, key].
     """
 
     p: float
     key: int
-    draws: Tensor
-    longest: int
+    steps: Steps
+    draws: Tensor | None = None
 
-    def strides(self, heads: int) -> tuple[int, int, int, int]:
-        """Of the padded probabilities."""
-        return heads * self.longest**2, self.longest**2, self.longest, 1
+    def args(self, batch: int, head: int) -> DropoutArgs:
+        """Of a task whose tile begins at these."""
+        first = head * self.steps[1] + (0 if self.draws else batch * self.steps[0])
+        return DropoutArgs(self.key, self.draws is not None, first, self.steps, Slot("dropout_seed"), self.p)
 
-    def args(self, first_head: int, heads: int) -> DropoutArgs:
-        """Of a task whose heads begin at this one."""
-        steps = self.strides(heads)
-        return DropoutArgs(self.key, True, first_head * steps[1], steps, Slot("dropout_seed"), self.p)
-
-    def factors(self, heads: int, draws: Array, offsets: Array, seed: int) -> Array:
-        """mask / (1 - p) [batch, heads, seq, key] of the pairs of a segment, 1 for the others."""
-        batch, seq = draws.shape
-        result, step = np.ones((batch, heads, seq, seq)), self.strides(heads)
-        for row, of_row in enumerate(np.broadcast_to(offsets, (batch, offsets.shape[-1]))):
+    def factors(self, sizes: Sequence[int], data: Sequence[Array], seed: int) -> Array:
+        """mask / (1 - p) of sizes [batch, heads, seq, key]; of packed sequences 1 but for the pairs of a segment."""
+        if not self.draws:
+            return self._kept(0, sizes, seed)
+        offsets, draws = data[-2:]
+        result = np.ones(sizes)
+        for row, of_row in enumerate(np.broadcast_to(offsets, (sizes[0], offsets.shape[-1]))):
             for start, end in pairwise(of_row):
-                if start == end:
-                    continue
-                at = np.arange(end - start)
-                of_heads = draws[row, start] * heads * self.longest + np.arange(heads)[:, None, None] * step[1]
-                index = (of_heads + at[:, None] * step[2] + at).astype(np.uint64)
-                keep = dropout_hash(index, self.key, seed) >= np.uint64(int(self.p * 2**32))
-                result[row, :, start:end, start:end] = keep / (1 - self.p)
+                if start < end:
+                    first = int(draws[row, start]) * (self.steps[0] // self.steps[2])
+                    pairs = self._kept(first, (1, sizes[1], end - start, end - start), seed)
+                    result[row, :, start:end, start:end] = pairs[0]
         return result
+
+    def _kept(self, first: int, sizes: Sequence[int], seed: int) -> Array:
+        index = np.full((1, 1, 1, 1), first)
+        for axis, (size, step) in enumerate(zip(sizes, self.steps, strict=True)):
+            index = index + (np.arange(size) * step).reshape([-1 if k == axis else 1 for k in range(4)])
+        keep = dropout_hash(index.astype(np.uint64), self.key, seed) >= np.uint64(int(self.p * 2**32))
+        return np.asarray(keep / (1 - self.p))

@@ -1,6 +1,6 @@
-"""Gradients of attention over packed sequences on CUDA. Tiles as in attention.cpp.
+"""Gradients of what attention_segments_triton.py computes, on CUDA. Tiles as in attention.cpp.
 
-Short segments: a program has all of one, and all heads that share its keys: one pass makes dq, dk and dv. Longer ones:
+Short sequences: a program has all of one, and all heads that share its keys: one pass makes dq, dk and dv. Longer ones:
 a pass for dq, then one for dk and dv. Nothing is added atomically: the same bits each time.
 """
 
@@ -8,8 +8,6 @@ a pass for dq, then one for dk and dv. Nothing is added atomically: the same bit
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
 from __future__ import annotations
-
-import math
 
 import triton
 import triton.language as tl
@@ -22,19 +20,22 @@ from .attention_segments_triton import (
     WHOLE,
     clear,
     drop_factors,
+    first_draw,
+    kept_keys,
     keys_of,
     layout,
+    layout_of_rows,
     load_rows,
     places,
     product,
     scores_of,
-    segment_of,
+    sequence_of,
     served,
     shared,
     store_rows,
 )
 from .elementwise_triton import strides_of
-from .launch import Launch, Launches, Parameter, Scratch, ceil_div, launch, launches, power_of_two, shape, tile
+from .launch import Launch, Launches, Parameter, Scratch, ceil_div, launch, launches, power_of_two, shape, tile, words
 
 
 @triton.jit
@@ -53,15 +54,16 @@ def queries_of(first, n, ROWS: tl.constexpr, KEYS: tl.constexpr, CAUSAL: tl.cons
 
 @triton.jit
 def _of_pairs(
-    q, k, v, d_out, lse, delta, row, key, n, scale, drawn, head, mask_first, seed, mix, limit, kept_scale,
-    STEPS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, TWO_SIDED: tl.constexpr, PRECISION: tl.constexpr,
+    q, k, v, d_out, lse, delta, row, key, n, kept, scale, drawn, head, seed, mix, limit, kept_scale,
+    LOW: tl.constexpr, STEPS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+    TWO_SIDED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """By what values were weighted, and the gradient of the scores; zeros beyond the segment's queries."""
-    s = scores_of(q, k, row, key, n, scale * LOG2E, CAUSAL, WINDOW, TWO_SIDED, PRECISION)
+    """By what values were weighted, and the gradient of the scores; zeros beyond the sequence's n queries."""
+    s = scores_of(q, k, row, key, kept, scale * LOG2E, CAUSAL, WINDOW, TWO_SIDED, PRECISION)
     p = tl.where((row < n)[:, None], tl.exp2(s - lse[:, None] * LOG2E), 0.0)
     dp, weights = product(d_out, tl.trans(v), PRECISION), p
     if len(STEPS) > 0:
-        factors = drop_factors(row, key, drawn, head, mask_first, seed, mix, limit, kept_scale, STEPS)
+        factors = drop_factors(row, key, drawn, head, seed, mix, limit, kept_scale, STEPS, LOW)
         weights, dp = p * factors, dp * factors
     return weights.to(q.dtype), (p * (dp - delta[:, None]) * scale).to(q.dtype)
 
@@ -83,12 +85,12 @@ def _delta(OUT, d_out, start, head, row, n, OUT_AT: tl.constexpr, D: tl.constexp
 
 
 @triton.jit
-def _clear_keys(DK, DV, SEGMENTS, start, n, head, block, DK_AT: tl.constexpr, DV_AT: tl.constexpr, D: tl.constexpr,
+def _clear_keys(DK, DV, DATA, start, n, head, block, DK_AT: tl.constexpr, DV_AT: tl.constexpr, D: tl.constexpr,
                 BLOCKS: tl.constexpr, KEYS: tl.constexpr, BLOCK_D: tl.constexpr, ACC: tl.constexpr):  # fmt: skip
     """Zeros behind the last segment, unless dk and dv are added to."""
     if not ACC:
-        clear(DK, SEGMENTS, start, n, head, block, DK_AT, D, BLOCKS, KEYS, BLOCK_D)
-        clear(DV, SEGMENTS, start, n, head, block, DV_AT, D, BLOCKS, KEYS, BLOCK_D)
+        clear(DK, DATA, start, n, head, block, DK_AT, D, BLOCKS, KEYS, BLOCK_D)
+        clear(DV, DATA, start, n, head, block, DV_AT, D, BLOCKS, KEYS, BLOCK_D)
 
 
 @triton.jit
@@ -103,28 +105,27 @@ def _store_keys(DK, DV, dk, dv, start, head, key, n, DK_AT: tl.constexpr, DV_AT:
 
 @triton.jit
 def _grad_whole(
-    DQ, DK, DV, D_OUT, OUT, LSE, DELTA, Q, K, V, SEGMENTS,
-    tokens, offsets, scale, DRAWS, mask_first, seed, mix, limit, kept_scale,
+    DQ, DK, DV, D_OUT, OUT, LSE, DELTA, Q, K, V, DATA,
+    tokens, keys, offsets, scale, DRAWS, mask_first, seed, mix, limit, kept_scale,
     DQ_AT: tl.constexpr, DK_AT: tl.constexpr, DV_AT: tl.constexpr, D_OUT_AT: tl.constexpr, OUT_AT: tl.constexpr,
     Q_AT: tl.constexpr, K_AT: tl.constexpr, V_AT: tl.constexpr, LSE_AT: tl.constexpr,
-    STEPS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, TWO_SIDED: tl.constexpr, PRECISION: tl.constexpr,
-    GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, ACC: tl.constexpr,
+    PACKED: tl.constexpr, PADDED: tl.constexpr, LOW: tl.constexpr, STEPS: tl.constexpr, CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr, TWO_SIDED: tl.constexpr, PRECISION: tl.constexpr, GROUP: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, ACC: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """All of a segment of KEYS positions at most, and of the heads that share a head of keys."""
+    """All of a sequence of KEYS keys at most, and of the heads that share a head of keys."""
     number, head = tl.program_id(0), tl.program_id(1)
-    start, n = segment_of(SEGMENTS, number, offsets, tokens)
-    if number + 1 == offsets:
+    start, n, m = sequence_of(DATA, number, offsets, tokens, keys, PACKED)
+    if PACKED and number + 1 == offsets:
         for member in range(0, GROUP):
-            clear(DQ, SEGMENTS, start, n, head * GROUP + member, 0, DQ_AT, D, 1, ROWS, BLOCK_D)
-        _clear_keys(DK, DV, SEGMENTS, start, n, head, 0, DK_AT, DV_AT, D, 1, ROWS, BLOCK_D, ACC)
+            clear(DQ, DATA, start, n, head * GROUP + member, 0, DQ_AT, D, 1, ROWS, BLOCK_D)
+        _clear_keys(DK, DV, DATA, start, n, head, 0, DK_AT, DV_AT, D, 1, ROWS, BLOCK_D, ACC)
     elif n > 0:
         key = tl.arange(0, KEYS)
-        drawn = start
-        if len(STEPS) > 0:
-            drawn = tl.load(DRAWS + start)
-        k = load_rows(K, start, head, key, n, K_AT, D, BLOCK_D)
-        v = load_rows(V, start, head, key, n, V_AT, D, BLOCK_D)
+        kept, drawn = kept_keys(DATA, start, key, m, PADDED), first_draw(DRAWS, start, mask_first, STEPS, PACKED)
+        k = load_rows(K, start, head, key, m, K_AT, D, BLOCK_D)
+        v = load_rows(V, start, head, key, m, V_AT, D, BLOCK_D)
         dk, dv = tl.zeros([KEYS, BLOCK_D], tl.float32), tl.zeros([KEYS, BLOCK_D], tl.float32)
         for member in range(0, GROUP):
             of = head * GROUP + member
@@ -133,48 +134,48 @@ def _grad_whole(
                 q, d_out, lse = _queries(Q, D_OUT, LSE, start, of, row, n, Q_AT, D_OUT_AT, LSE_AT, D, BLOCK_D)
                 delta = _delta(OUT, d_out, start, of, row, n, OUT_AT, D, BLOCK_D)
                 weights, ds = _of_pairs(
-                    q, k, v, d_out, lse, delta, row, key, n, scale, drawn, of, mask_first, seed, mix, limit,
-                    kept_scale, STEPS, CAUSAL, WINDOW, TWO_SIDED, PRECISION,
+                    q, k, v, d_out, lse, delta, row, key, n, kept, scale, drawn, of, seed, mix, limit,
+                    kept_scale, LOW, STEPS, CAUSAL, WINDOW, TWO_SIDED, PRECISION,
                 )  # fmt: skip
                 dv += product(tl.trans(weights), d_out, PRECISION)
                 dk += product(tl.trans(ds), q, PRECISION)
                 dq = product(ds, k, PRECISION)
                 store_rows(DQ, dq.to(DQ.dtype.element_ty), start, of, row, n, DQ_AT, D, BLOCK_D)
-        _store_keys(DK, DV, dk, dv, start, head, key, n, DK_AT, DV_AT, D, BLOCK_D, ACC)
+        _store_keys(DK, DV, dk, dv, start, head, key, m, DK_AT, DV_AT, D, BLOCK_D, ACC)
 
 
 @triton.jit
 def _grad_queries(
-    DQ, DK, DV, D_OUT, OUT, LSE, DELTA, Q, K, V, SEGMENTS,
-    tokens, offsets, scale, DRAWS, mask_first, seed, mix, limit, kept_scale,
+    DQ, DK, DV, D_OUT, OUT, LSE, DELTA, Q, K, V, DATA,
+    tokens, keys, offsets, scale, DRAWS, mask_first, seed, mix, limit, kept_scale,
     DQ_AT: tl.constexpr, DK_AT: tl.constexpr, DV_AT: tl.constexpr, D_OUT_AT: tl.constexpr, OUT_AT: tl.constexpr,
     Q_AT: tl.constexpr, K_AT: tl.constexpr, V_AT: tl.constexpr, LSE_AT: tl.constexpr,
-    STEPS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, TWO_SIDED: tl.constexpr, PRECISION: tl.constexpr,
-    GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, ACC: tl.constexpr,
+    PACKED: tl.constexpr, PADDED: tl.constexpr, LOW: tl.constexpr, STEPS: tl.constexpr, CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr, TWO_SIDED: tl.constexpr, PRECISION: tl.constexpr, GROUP: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, ACC: tl.constexpr,
     BLOCKS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """dq of a block of ROWS queries, and their delta, laid out as lse."""
     number, block, head = tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS, tl.program_id(1)
-    start, n = segment_of(SEGMENTS, number, offsets, tokens)
+    start, n, m = sequence_of(DATA, number, offsets, tokens, keys, PACKED)
     first = block * ROWS
-    if number + 1 == offsets:
-        clear(DQ, SEGMENTS, start, n, head, block, DQ_AT, D, BLOCKS, ROWS, BLOCK_D)
+    if PACKED and number + 1 == offsets:
+        clear(DQ, DATA, start, n, head, block, DQ_AT, D, BLOCKS, ROWS, BLOCK_D)
     elif first < n:
-        row, drawn = first + tl.arange(0, ROWS), start
-        if len(STEPS) > 0:
-            drawn = tl.load(DRAWS + start)
+        row, drawn = first + tl.arange(0, ROWS), first_draw(DRAWS, start, mask_first, STEPS, PACKED)
         q, d_out, lse = _queries(Q, D_OUT, LSE, start, head, row, n, Q_AT, D_OUT_AT, LSE_AT, D, BLOCK_D)
         delta = _delta(OUT, d_out, start, head, row, n, OUT_AT, D, BLOCK_D)
         store_rows(DELTA, delta[:, None], start, head, row, n, LSE_AT, 1, 1)
         dq = tl.zeros([ROWS, BLOCK_D], tl.float32)
-        begin, end = keys_of(first, n, ROWS, KEYS, CAUSAL, WINDOW, TWO_SIDED)
+        begin, end = keys_of(first, m, ROWS, KEYS, CAUSAL, WINDOW, TWO_SIDED)
         for at in range(begin, end, KEYS):
             key = at + tl.arange(0, KEYS)
-            k = load_rows(K, start, head // GROUP, key, n, K_AT, D, BLOCK_D)
-            v = load_rows(V, start, head // GROUP, key, n, V_AT, D, BLOCK_D)
+            kept = kept_keys(DATA, start, key, m, PADDED)
+            k = load_rows(K, start, head // GROUP, key, m, K_AT, D, BLOCK_D)
+            v = load_rows(V, start, head // GROUP, key, m, V_AT, D, BLOCK_D)
             _, ds = _of_pairs(
-                q, k, v, d_out, lse, delta, row, key, n, scale, drawn, head, mask_first, seed, mix, limit,
-                kept_scale, STEPS, CAUSAL, WINDOW, TWO_SIDED, PRECISION,
+                q, k, v, d_out, lse, delta, row, key, n, kept, scale, drawn, head, seed, mix, limit,
+                kept_scale, LOW, STEPS, CAUSAL, WINDOW, TWO_SIDED, PRECISION,
             )  # fmt: skip
             dq += product(ds, k, PRECISION)
         store_rows(DQ, dq.to(DQ.dtype.element_ty), start, head, row, n, DQ_AT, D, BLOCK_D)
@@ -182,26 +183,26 @@ def _grad_queries(
 
 @triton.jit
 def _grad_keys(
-    DQ, DK, DV, D_OUT, OUT, LSE, DELTA, Q, K, V, SEGMENTS,
-    tokens, offsets, scale, DRAWS, mask_first, seed, mix, limit, kept_scale,
+    DQ, DK, DV, D_OUT, OUT, LSE, DELTA, Q, K, V, DATA,
+    tokens, keys, offsets, scale, DRAWS, mask_first, seed, mix, limit, kept_scale,
     DQ_AT: tl.constexpr, DK_AT: tl.constexpr, DV_AT: tl.constexpr, D_OUT_AT: tl.constexpr, OUT_AT: tl.constexpr,
     Q_AT: tl.constexpr, K_AT: tl.constexpr, V_AT: tl.constexpr, LSE_AT: tl.constexpr,
-    STEPS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, TWO_SIDED: tl.constexpr, PRECISION: tl.constexpr,
-    GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, ACC: tl.constexpr,
+    PACKED: tl.constexpr, PADDED: tl.constexpr, LOW: tl.constexpr, STEPS: tl.constexpr, CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr, TWO_SIDED: tl.constexpr, PRECISION: tl.constexpr, GROUP: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, ACC: tl.constexpr,
     BLOCKS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of a block of KEYS keys, from all heads that share them."""
     number, block, head = tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS, tl.program_id(1)
-    start, n = segment_of(SEGMENTS, number, offsets, tokens)
+    start, n, m = sequence_of(DATA, number, offsets, tokens, keys, PACKED)
     first = block * KEYS
-    if number + 1 == offsets:
-        _clear_keys(DK, DV, SEGMENTS, start, n, head, block, DK_AT, DV_AT, D, BLOCKS, KEYS, BLOCK_D, ACC)
-    elif first < n:
-        key, drawn = first + tl.arange(0, KEYS), start
-        if len(STEPS) > 0:
-            drawn = tl.load(DRAWS + start)
-        k = load_rows(K, start, head, key, n, K_AT, D, BLOCK_D)
-        v = load_rows(V, start, head, key, n, V_AT, D, BLOCK_D)
+    if PACKED and number + 1 == offsets:
+        _clear_keys(DK, DV, DATA, start, n, head, block, DK_AT, DV_AT, D, BLOCKS, KEYS, BLOCK_D, ACC)
+    elif first < m:
+        key = first + tl.arange(0, KEYS)
+        kept, drawn = kept_keys(DATA, start, key, m, PADDED), first_draw(DRAWS, start, mask_first, STEPS, PACKED)
+        k = load_rows(K, start, head, key, m, K_AT, D, BLOCK_D)
+        v = load_rows(V, start, head, key, m, V_AT, D, BLOCK_D)
         dk, dv = tl.zeros([KEYS, BLOCK_D], tl.float32), tl.zeros([KEYS, BLOCK_D], tl.float32)
         begin, end = queries_of(first, n, ROWS, KEYS, CAUSAL, WINDOW, TWO_SIDED)
         for member in range(0, GROUP):
@@ -211,12 +212,12 @@ def _grad_keys(
                 q, d_out, lse = _queries(Q, D_OUT, LSE, start, of, row, n, Q_AT, D_OUT_AT, LSE_AT, D, BLOCK_D)
                 delta = tl.sum(load_rows(DELTA, start, of, row, n, LSE_AT, 1, 1), 1)
                 weights, ds = _of_pairs(
-                    q, k, v, d_out, lse, delta, row, key, n, scale, drawn, of, mask_first, seed, mix, limit,
-                    kept_scale, STEPS, CAUSAL, WINDOW, TWO_SIDED, PRECISION,
+                    q, k, v, d_out, lse, delta, row, key, n, kept, scale, drawn, of, seed, mix, limit,
+                    kept_scale, LOW, STEPS, CAUSAL, WINDOW, TWO_SIDED, PRECISION,
                 )  # fmt: skip
                 dv += product(tl.trans(weights), d_out, PRECISION)
                 dk += product(tl.trans(ds), q, PRECISION)
-        _store_keys(DK, DV, dk, dv, start, head, key, n, DK_AT, DV_AT, D, BLOCK_D, ACC)
+        _store_keys(DK, DV, dk, dv, start, head, key, m, DK_AT, DV_AT, D, BLOCK_D, ACC)
 
 
 @launches("attention_grad")
@@ -228,17 +229,16 @@ def _describe_vendor(task: Task) -> Launches:
 def _describe(task: Task) -> Launches:
     a = AttentionGradArgs.of(task)
     assert a.limits
-    longest, lse_sizes, scratch = a.limits.longest, shape(task, 2), Scratch()
-    tiles, of_qkv, next_tile = places(task, a.qkv, 3)
-    grads, of_grads, segments = places(task, a.grads, next_tile)
-    common = shared(task, a.qkv, 3, a.scale, a.limits, diagonal=a.diagonal, segments=segments)
+    packed, scratch = a.limits.segments, Scratch()
+    tiles, of_qkv, next_tile = places(task, a.qkv, 3, packed=packed)
+    grads, of_grads, data = places(task, a.grads, next_tile, packed=packed)
+    common = shared(task, a.qkv, 3, a.scale, a.limits, diagonal=a.diagonal, data=data)
     heads, of_keys, _ = common.sizes
-    delta = scratch.take(math.prod(lse_sizes), "fp32")
-    d_out, out = (layout(strides_of(shape(task, k)), order) for k, order in ((0, a.d_out), (1, a.out)))
+    delta, lse = scratch.take(words(task, 2), "fp32"), layout_of_rows(task, 2, packed=packed)
+    of_outs = [layout(strides_of(shape(task, k)), by, packed=packed) for k, by in ((0, a.d_out), (1, a.out))]
     names = ("DQ_AT", "DK_AT", "DV_AT", "D_OUT_AT", "OUT_AT", "Q_AT", "K_AT", "V_AT", "LSE_AT")
-    at = dict(zip(names, [*of_grads, d_out, out, *of_qkv, (0, 1, lse_sizes[-1], 1)], strict=True))
-    args: list[Parameter] = [*grads, *(tile(task, k) for k in range(3)), delta, *tiles, tile(task, segments)]
-    args += common.args
+    at = dict(zip(names, [*of_grads, *of_outs, *of_qkv, lse], strict=True))
+    args: list[Parameter] = [*grads, *(tile(task, k) for k in range(3)), delta, *tiles, *common.args]
     adds = task.accesses[next_tile + a.grads.k[0]].accumulate
     constants = {**at, **common.constants, "ACC": adds}
 
@@ -247,14 +247,14 @@ def _describe(task: Task) -> Launches:
         return (launch(_grad_whole, common.grid(1, of_keys), *args, **constants, **options),)
 
     def two(rows: int, keys: int, warps: int) -> tuple[Launch, ...]:
-        made = []
-        for kernel, block, of in ((_grad_queries, rows, heads), (_grad_keys, keys, of_keys)):
-            blocks = ceil_div(longest, block)
+        made, (queries, of_one) = [], common.longest
+        for kernel, positions, block, of in ((_grad_queries, queries, rows, heads), (_grad_keys, of_one, keys, of_keys)):
+            blocks = ceil_div(positions, block)
             options = {"BLOCKS": blocks, "ROWS": rows, "KEYS": keys, "warps": warps}
             made.append(launch(kernel, common.grid(blocks, of), *args, **constants, **options))
         return tuple(made)
 
-    most = max(power_of_two(longest), 16)
+    most = max(power_of_two(common.longest[1]), 16)
     if common.constants["PRECISION"] == "ieee":
         ways = [two(32, 32, 4), *([whole(min(most, 32), most, 4)] if most <= 64 else [])]
     else:

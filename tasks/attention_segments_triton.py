@@ -1,7 +1,8 @@
-"""Attention over packed sequences on CUDA. Tiles as in attention.cpp.
+"""Attention over packed sequences, and over those of a batch with dropout, on CUDA. Tiles as in attention.cpp.
 
-A program has a block of queries of a segment and a head; those beyond the live segments return at once, and the ones
-behind the last clear what belongs to none. Short segments: all keys and values are on chip, no online softmax (the
+A program has a block of queries of a sequence and a head. PACKED: sequences are segments of one row of tokens; programs
+beyond the live ones return at once, and the ones behind the last clear what belongs to none. Else each row of the batch
+is one, all of equal length, with a length of its own for the keys, of which padding may mask some. Short ones: all keys and values are on chip, no online softmax (the
 short form of ByteTransformer, Zhai et al. 2023). Longer ones: one pass over the keys with online softmax (Dao et al.
 2022). Which of several blocks is the fastest, or ATen's kernel for `vendor`, is measured by C++.
 """
@@ -23,28 +24,44 @@ from nntile_py.tiles.tasklist import Task
 
 from .attention import AttentionArgs
 from .attention_operands import OperandsArgs
-from .elementwise_triton import dropped, mask_of, strides_of
+from .elementwise import DropoutArgs
+from .elementwise_triton import kept, kept_low, mask_of, strides_of
 from .launch import Int, Launch, Launches, Parameter, ceil_div, launch, launches, power_of_two, shape, tile
 from .mask import Limits
 
-Layout = tuple[int, int, int, int]  # place of the first element, steps of tokens, heads and head_dim
-WHOLE = 256  # positions of a segment whose keys and values may all be on chip
+Layout = tuple[int, int, int, int, int]  # place of the first element, steps of tokens, heads, head_dim and `start`
+WHOLE = 256  # positions of a sequence whose keys and values may all be on chip
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 LOG2E, LN2 = tl.constexpr(math.log2(math.e)), tl.constexpr(math.log(2))
 
 
 @triton.jit
-def segment_of(SEGMENTS, number, offsets, tokens):
-    """First token and tokens of a segment; of number offsets - 1, those behind the last."""
-    start = tl.minimum(tl.load(SEGMENTS + number), tokens)
-    end = tl.minimum(tl.load(SEGMENTS + number + 1, number + 1 < offsets, tokens), tokens)
-    return start, (end - start).to(tl.int32)
+def sequence_of(DATA, number, offsets, tokens, keys, PACKED: tl.constexpr):
+    """Where a sequence starts, its queries and its keys: a segment's first token, or a number of the batch.
+
+    Of segment number offsets - 1: the tokens behind the last one."""
+    if PACKED:
+        start = tl.minimum(tl.load(DATA + number), tokens)
+        end = tl.minimum(tl.load(DATA + number + 1, number + 1 < offsets, tokens), tokens)
+        n = (end - start).to(tl.int32)
+        return start, n, n
+    else:
+        return number.to(tl.int64), tokens, keys
+
+
+@triton.jit
+def kept_keys(DATA, start, key, keys, PADDED: tl.constexpr):
+    """Which of these keys there are, and padding does not mask."""
+    kept = key < keys
+    if PADDED:
+        kept = kept & (tl.load(DATA + start * keys + key, kept, 0) != 0)
+    return kept
 
 
 @triton.jit
 def place_of(X, start, head, row, AT: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Where rows of a head are, [rows, head_dim]; AT: place of the first element, steps of tokens, heads, head_dim."""
-    X += AT[0] + start.to(tl.int64) * AT[1] + head.to(tl.int64) * AT[2]
+    """Where rows of a head are, [rows, head_dim]; AT: a Layout."""
+    X += AT[0] + start.to(tl.int64) * AT[4] + head.to(tl.int64) * AT[2]
     return X + row[:, None] * AT[1] + tl.arange(0, BLOCK_D)[None, :] * AT[3]
 
 
@@ -62,14 +79,14 @@ def store_rows(X, value, start, head, row, n, AT: tl.constexpr, D: tl.constexpr,
 
 @triton.jit
 def clear(
-    X, SEGMENTS, start, n, head, block,
+    X, DATA, start, n, head, block,
     AT: tl.constexpr, D: tl.constexpr, BLOCKS: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Zeros where there is no segment: n rows from `start` on, and those before the first; every BLOCKS-th block."""
     row, zeros = tl.arange(0, ROWS), tl.zeros([ROWS, BLOCK_D], X.dtype.element_ty)
     for first in range(block * ROWS, n, BLOCKS * ROWS):
         store_rows(X, zeros, start, head, first + row, n, AT, D, BLOCK_D)
-    before = tl.load(SEGMENTS).to(tl.int32)
+    before = tl.load(DATA).to(tl.int32)
     for first in range(block * ROWS, before, BLOCKS * ROWS):
         store_rows(X, zeros, start * 0, head, first + row, before, AT, D, BLOCK_D)
 
@@ -83,11 +100,11 @@ def product(a, b, PRECISION: tl.constexpr):
 
 @triton.jit
 def scores_of(
-    q, k, row, key, n, scale,
+    q, k, row, key, kept, scale,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, TWO_SIDED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     s = product(q, tl.trans(k), PRECISION) * scale
-    good = key[None, :] < n
+    good = kept[None, :]
     if CAUSAL:
         good = good & (key[None, :] <= row[:, None])
     if WINDOW:
@@ -100,7 +117,7 @@ def scores_of(
 @triton.jit
 def keys_of(first, n, ROWS: tl.constexpr, KEYS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
              TWO_SIDED: tl.constexpr):  # fmt: skip
-    """The interval of keys, from a multiple of KEYS on, that ROWS queries from `first` on attend to."""
+    """The interval of n keys, from a multiple of KEYS on, that ROWS queries from `first` on attend to."""
     begin, end = first * 0, n
     if CAUSAL:
         end = tl.minimum(end, first + ROWS)
@@ -112,73 +129,87 @@ def keys_of(first, n, ROWS: tl.constexpr, KEYS: tl.constexpr, CAUSAL: tl.constex
 
 
 @triton.jit
-def drop_factors(row, key, number, head, mask_first, seed, mix, limit, kept_scale, STEPS: tl.constexpr):
-    """mask / (1 - p) of a head's pairs, in a segment whose first token has this number; see attention_dropout.py."""
-    of_head = mask_first + number * (STEPS[0] // STEPS[2]) + head * STEPS[1]
-    index = of_head + row[:, None].to(tl.int64) * STEPS[2] + key[None, :]
-    return dropped(tl.zeros(index.shape, tl.float32) + 1.0, index, seed, mix, limit, kept_scale)
+def first_draw(DRAWS, start, mask_first, STEPS: tl.constexpr, PACKED: tl.constexpr):
+    """The index, among all probabilities, of the sequence's first pair in the task's first head."""
+    if len(STEPS) == 0:
+        return start
+    elif PACKED:
+        return mask_first + tl.load(DRAWS + start) * (STEPS[0] // STEPS[2])
+    else:
+        return mask_first + start * STEPS[0]
+
+
+@triton.jit
+def drop_factors(row, key, drawn, head, seed, mix, limit, kept_scale, STEPS: tl.constexpr, LOW: tl.constexpr):
+    """mask / (1 - p) of a head's pairs; drawn: `first_draw`. LOW: all indices are below 2**32."""
+    of_head, limit = drawn + head.to(tl.int64) * STEPS[1], limit.to(tl.uint32)
+    if LOW:
+        index = (of_head.to(tl.uint32) + row.to(tl.uint32) * STEPS[2])[:, None] + key.to(tl.uint32)[None, :]
+        return tl.where(kept_low(index, seed, mix, limit), kept_scale, 0.0)
+    else:
+        index = of_head + row[:, None].to(tl.int64) * STEPS[2] + key[None, :]
+        return tl.where(kept(index, seed, mix, limit), kept_scale, 0.0)
 
 
 @triton.jit
 def _forward(
-    OUT, LSE, Q, K, V, SEGMENTS, tokens, offsets, scale, DRAWS, mask_first, seed, mix, limit, kept_scale,
+    OUT, LSE, Q, K, V, DATA, tokens, keys, offsets, scale, DRAWS, mask_first, seed, mix, limit, kept_scale,
     OUT_AT: tl.constexpr, Q_AT: tl.constexpr, K_AT: tl.constexpr, V_AT: tl.constexpr, LSE_AT: tl.constexpr,
+    PACKED: tl.constexpr, PADDED: tl.constexpr, LOW: tl.constexpr,
     STEPS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, TWO_SIDED: tl.constexpr, PRECISION: tl.constexpr,
     GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCKS: tl.constexpr, ONLINE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """A block of ROWS queries; ONLINE: keys in blocks of KEYS, else all of them, KEYS at most."""
     number, block, head = tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS, tl.program_id(1)
-    start, n = segment_of(SEGMENTS, number, offsets, tokens)
+    start, n, m = sequence_of(DATA, number, offsets, tokens, keys, PACKED)
     first = block * ROWS
-    if number + 1 == offsets:
-        clear(OUT, SEGMENTS, start, n, head, block, OUT_AT, D, BLOCKS, ROWS, BLOCK_D)
-        clear(LSE, SEGMENTS, start, n, head, block, LSE_AT, 1, BLOCKS, ROWS, 1)
+    if PACKED and number + 1 == offsets:
+        clear(OUT, DATA, start, n, head, block, OUT_AT, D, BLOCKS, ROWS, BLOCK_D)
+        clear(LSE, DATA, start, n, head, block, LSE_AT, 1, BLOCKS, ROWS, 1)
     elif first < n:
         row, key = first + tl.arange(0, ROWS), tl.arange(0, KEYS)
-        drawn = start
-        if len(STEPS) > 0:
-            drawn = tl.load(DRAWS + start)
+        drawn = first_draw(DRAWS, start, mask_first, STEPS, PACKED)
         q = load_rows(Q, start, head, row, n, Q_AT, D, BLOCK_D)
         top = tl.full([ROWS], -float("inf"), tl.float32)
         total, out = tl.zeros([ROWS], tl.float32), tl.zeros([ROWS, BLOCK_D], tl.float32)
         if ONLINE:
-            begin, end = keys_of(first, n, ROWS, KEYS, CAUSAL, WINDOW, TWO_SIDED)
+            begin, end = keys_of(first, m, ROWS, KEYS, CAUSAL, WINDOW, TWO_SIDED)
             for at in range(begin, end, KEYS):
-                k = load_rows(K, start, head // GROUP, at + key, n, K_AT, D, BLOCK_D)
-                s = scores_of(q, k, row, at + key, n, scale * LOG2E, CAUSAL, WINDOW, TWO_SIDED, PRECISION)
+                k = load_rows(K, start, head // GROUP, at + key, m, K_AT, D, BLOCK_D)
+                kept_now = kept_keys(DATA, start, at + key, m, PADDED)
+                s = scores_of(q, k, row, at + key, kept_now, scale * LOG2E, CAUSAL, WINDOW, TWO_SIDED, PRECISION)
                 higher = tl.maximum(top, tl.max(s, 1))
                 shift = tl.where(higher > -float("inf"), higher, 0.0)
                 p, less = tl.exp2(s - shift[:, None]), tl.exp2(top - shift)
                 total = total * less + tl.sum(p, 1)
                 if len(STEPS) > 0:
-                    p *= drop_factors(row, at + key, drawn, head, mask_first, seed, mix, limit, kept_scale, STEPS)
-                v = load_rows(V, start, head // GROUP, at + key, n, V_AT, D, BLOCK_D)
+                    p *= drop_factors(row, at + key, drawn, head, seed, mix, limit, kept_scale, STEPS, LOW)
+                v = load_rows(V, start, head // GROUP, at + key, m, V_AT, D, BLOCK_D)
                 out = out * less[:, None] + product(p.to(v.dtype), v, PRECISION)
                 top = higher
+            top = tl.where(top > -float("inf"), top, 0.0)
         else:
-            k = load_rows(K, start, head // GROUP, key, n, K_AT, D, BLOCK_D)
-            v = load_rows(V, start, head // GROUP, key, n, V_AT, D, BLOCK_D)
-            s = scores_of(q, k, row, key, n, scale * LOG2E, CAUSAL, WINDOW, TWO_SIDED, PRECISION)
+            k = load_rows(K, start, head // GROUP, key, m, K_AT, D, BLOCK_D)
+            v = load_rows(V, start, head // GROUP, key, m, V_AT, D, BLOCK_D)
+            s = scores_of(q, k, row, key, kept_keys(DATA, start, key, m, PADDED), scale * LOG2E, CAUSAL, WINDOW, TWO_SIDED, PRECISION)
             top = tl.max(s, 1)
             top = tl.where(top > -float("inf"), top, 0.0)
             p = tl.exp2(s - top[:, None])
             total = tl.sum(p, 1)
             if len(STEPS) > 0:
-                p *= drop_factors(row, key, drawn, head, mask_first, seed, mix, limit, kept_scale, STEPS)
+                p *= drop_factors(row, key, drawn, head, seed, mix, limit, kept_scale, STEPS, LOW)
             out = product(p.to(v.dtype), v, PRECISION)
-        total = tl.where(row < n, total, 1.0)
+        total = tl.where(total > 0, total, 1.0)
         store_rows(OUT, (out / total[:, None]).to(OUT.dtype.element_ty), start, head, row, n, OUT_AT, D, BLOCK_D)
         lse = (top + tl.log2(total)) * LN2
         store_rows(LSE, lse[:, None], start, head, row, n, LSE_AT, 1, 1)
 
 
-
-
 # -- tasks
 
 
-def places(task: Task, args: OperandsArgs, first: int) -> tuple[list[Parameter], list[Layout], int]:
+def places(task: Task, args: OperandsArgs, first: int, *, packed: bool) -> tuple[list[Parameter], list[Layout], int]:
     """The tiles of q, k, v (or their gradients) from tile `first` on, where their elements are, and the next tile."""
     tiles, layouts = [], []
     for number, index in (args.q, args.k, args.v):
@@ -186,22 +217,29 @@ def places(task: Task, args: OperandsArgs, first: int) -> tuple[list[Parameter],
         if index >= 0:
             base = index * steps.pop(args.axis)
         tiles.append(tile(task, first + number))
-        layouts.append(layout(steps, args.order, base))
+        layouts.append(layout(steps, args.order, base, packed=packed))
     return [*tiles], layouts, first + 1 + max(number for number, _ in (args.q, args.k, args.v))
 
 
-def layout(steps: Sequence[int], order: Sequence[int], base: int = 0) -> Layout:
+def layout(steps: Sequence[int], order: Sequence[int], base: int = 0, *, packed: bool) -> Layout:
     """As `place_of` takes it, of axes whose places `order` says."""
-    _, heads, seq, head_dim = order
-    return base, steps[seq], steps[heads], steps[head_dim]
+    batch, heads, seq, head_dim = order
+    start = steps[seq] if packed else steps[batch] if batch >= 0 else 0
+    return base, steps[seq], steps[heads], steps[head_dim], start
 
 
-def extents(task: Task, args: OperandsArgs, number: int, index: int) -> tuple[int, int, int]:
-    """Heads, tokens and head_dim of an operand's tile."""
+def layout_of_rows(task: Task, number: int, *, packed: bool) -> Layout:
+    """Of tile lse [batch, heads, seq]."""
+    return layout([*strides_of(shape(task, number)), 1], (0, 1, 2, 3), packed=packed)
+
+
+def extents(task: Task, args: OperandsArgs, number: int, index: int) -> tuple[int, int, int, int]:
+    """Sequences, heads, tokens and head_dim of an operand's tile."""
     sizes = list(shape(task, number))
     if index >= 0:
         sizes.pop(args.axis)
-    return sizes[args.order[1]], sizes[args.order[2]], sizes[args.order[3]]
+    batch, heads, seq, head_dim = args.order
+    return sizes[batch] if batch >= 0 else 1, sizes[heads], sizes[seq], sizes[head_dim]
 
 
 @dataclass(frozen=True)
@@ -209,32 +247,46 @@ class Shared:
     """What the launches for a task have in common."""
 
     sizes: tuple[int, int, int]  # heads, heads of keys, head_dim
-    offsets: int
-    args: list[Parameter]  # from `tokens` on
+    sequences: int  # and what lies behind the last segment
+    longest: tuple[int, int]  # queries and keys of one
+    args: list[Parameter]  # from the mask's data on
     constants: dict[str, Any]
     key: str  # what the choice between them depends on
 
     def grid(self, blocks: int, heads: int) -> tuple[int, int]:
-        return self.offsets * blocks, heads
+        return self.sequences * blocks, heads
+
+
+def _end(drop: DropoutArgs, batch: int, heads: int) -> int:
+    """An index behind those of a tile's pairs."""
+    return drop.first + batch * drop.strides[0] + heads * drop.strides[1]
 
 
 def shared(
-    task: Task, qkv: OperandsArgs, first: int, scale: float, limits: Limits, *, diagonal: bool, segments: int
+    task: Task, qkv: OperandsArgs, first: int, scale: float, limits: Limits, *, diagonal: bool, data: int
 ) -> Shared:
-    """first: the tile where q, k and v begin; segments: the offsets' tile."""
-    heads, tokens, head_dim = extents(task, qkv, first + qkv.q[0], qkv.q[1])
-    of_keys = extents(task, qkv, first + qkv.k[0], qkv.k[1])[0]
-    offsets, dtype = shape(task, segments)[-1], task.accesses[first].tile.dtype
-    drop = limits.dropout
-    mask = mask_of(task, drop) if drop else [tile(task, segments), *[Int(0, 64)] * 4, 1.0]
-    kind = f"{dtype} {heads} {of_keys} {head_dim} longest {limits.longest} of {int(tokens)}"
+    """first: the tile where q, k and v begin; data: where those of the mask do."""
+    batch, heads, tokens, head_dim = extents(task, qkv, first + qkv.q[0], qkv.q[1])
+    _, of_keys, keys, _ = extents(task, qkv, first + qkv.k[0], qkv.k[1])
+    packed, dtype, drop = limits.segments, task.accesses[first].tile.dtype, limits.dropout
+    of_mask = tile(task, data if packed or limits.padding else first)
+    mask = mask_of(task, drop) if drop else [of_mask, *[Int(0, 64)] * 4, 1.0]
+    kind, sequences, longest = f"{dtype} {heads} {of_keys} {head_dim}", batch, (int(tokens), int(keys))
+    if packed:
+        sequences, longest = shape(task, data)[-1], (limits.longest, limits.longest)
+        kind += f" longest {limits.longest} of {int(tokens)}"
+    else:
+        kind += f" rows {batch} of {tokens} {keys} padding {int(limits.padding)}"
     constants = {
+        "PACKED": packed, "PADDED": limits.padding,
+        "LOW": drop is not None and not packed and _end(drop, batch, heads) <= 2**32,
         "STEPS": drop.strides[:3] if drop else (), "CAUSAL": diagonal, "WINDOW": limits.window,
         "TWO_SIDED": limits.two_sided, "PRECISION": "ieee" if dtype == "fp32" else "tf32",
         "GROUP": heads // of_keys, "D": head_dim, "BLOCK_D": max(power_of_two(head_dim), 16),
     }  # fmt: skip
     kind += f" mask {int(diagonal)} {limits.window} {int(limits.two_sided)} dropout {int(drop is not None)}"
-    return Shared((heads, of_keys, head_dim), offsets, [tokens, offsets, scale, *mask], constants, kind)
+    args = [of_mask, tokens, keys, sequences, scale, *mask]
+    return Shared((heads, of_keys, head_dim), sequences, longest, args, constants, kind)
 
 
 def served(task: Task, limits: Limits | None) -> bool:
@@ -252,19 +304,20 @@ def _describe_vendor(task: Task) -> Launches:
 def _describe(task: Task) -> Launches:
     a = AttentionArgs.of(task)
     assert a.limits
-    tiles, layouts, segments = places(task, a.qkv, 2)
-    common = shared(task, a.qkv, 2, a.scale, a.limits, diagonal=a.diagonal, segments=segments)
-    lse = (0, 1, shape(task, 1)[-1], 1)
+    packed = a.limits.segments
+    tiles, layouts, data = places(task, a.qkv, 2, packed=packed)
+    common = shared(task, a.qkv, 2, a.scale, a.limits, diagonal=a.diagonal, data=data)
     names = ("OUT_AT", "Q_AT", "K_AT", "V_AT", "LSE_AT")
-    at: dict[str, Any] = dict(zip(names, [layout(strides_of(shape(task, 0)), a.out), *layouts, lse], strict=True))
-    args: list[Parameter] = [tile(task, 0), tile(task, 1), *tiles, tile(task, segments), *common.args]
+    out, lse = layout(strides_of(shape(task, 0)), a.out, packed=packed), layout_of_rows(task, 1, packed=packed)
+    at: dict[str, Any] = dict(zip(names, [out, *layouts, lse], strict=True))
+    args: list[Parameter] = [tile(task, 0), tile(task, 1), *tiles, *common.args]
 
     def way(online: bool, rows: int, keys: int, warps: int) -> tuple[Launch, ...]:
-        blocks = ceil_div(a.limits.longest, rows) if a.limits else 1
+        blocks = ceil_div(common.longest[0], rows)
         options = {"BLOCKS": blocks, "ONLINE": online, "ROWS": rows, "KEYS": keys, "warps": warps}
         return (launch(_forward, common.grid(blocks, common.sizes[0]), *args, **at, **common.constants, **options),)
 
-    whole = max(power_of_two(a.limits.longest), 16)
+    whole = max(power_of_two(common.longest[1]), 16)
     if common.constants["PRECISION"] == "ieee":  # products of fp32 hold more registers, and take no tensor cores
         ways = [way(True, 32, 32, 4), *([way(False, min(whole, 32), whole, 4)] if whole <= 64 else [])]
     else:

@@ -28,7 +28,7 @@ class Limits(TaskArgs):
     padding: bool  # a tile [batch, key] follows the others: 0 where a key is masked
     segments: bool  # a tile of offsets follows
     longest: int  # positions of a segment, at most
-    dropout: DropoutArgs | None  # of the probabilities; the numbers of the positions' tokens follow
+    dropout: DropoutArgs | None  # of the probabilities; with segments the numbers of the positions' tokens follow
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class Mask:
 
     def limits(self, seq: Part, key: Part, dropout: DropoutArgs | None = None) -> Limits | None:
         """What a kernel has to be told of a tile; None if the diagonal is all."""
-        if not self.inputs and not self.band.cuts_window(seq, key):
+        if not (self.inputs or dropout or self.band.cuts_window(seq, key)):
             return None
         return Limits(
             seq=seq.offset, key=key.offset, window=self.window or 0, two_sided=self.two_sided,

@@ -92,6 +92,7 @@ class GraphLike(Protocol):
 
     dtype: str
     training: bool  # or an evaluation: without dropout
+    cuts: Tiling  # that it will be lowered with, where that is known
     draws: dict[str, Tensor]  # of packed sequences, by axis: the numbers by which dropout draws
     projections: list[list[Tensor]]  # of each attention: queries, keys, values
     @property

@@ -2,7 +2,7 @@
 
 import itertools
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,7 +88,7 @@ class Row:
         if self.ends:
             case.sizes["sequences"] = len(self.ends) + 1
             of_segments = lambda *_: np.array([0, *self.ends])  # noqa: E731
-        if self.dropout and self.form == "segments":
+        if self.dropout and self.form == "segments" and "segments" in words:
             case.graph.draws["seq"] = case.x("batch seq", ids(1000), "int64")
         data = {
             "padding": case.x(f"batch {key}", padding, "int64") if "padding" in words else None,
@@ -242,6 +242,53 @@ def test_dropout_of_segments(runtime: nt.Runtime, mask: str, tiling: str) -> Non
         Row(mask, "segments", "groups", dropout=0.4, ends=(4, 5, 5, 9))(case)
 
     check(row, TILINGS[tiling], "chain", "fp64", {**SIZES, "batch": 1})
+
+
+DROPPED = [("none", "cross groups"), ("none", "one sequence"), ("none", "other order"), ("padding", "cross packed")]
+DROPPED += [(mask, "groups") for mask in ("none", "causal", "window", "padding", "padding causal", "padding around")]
+HEADS_BATCH = "heads batch seq head_dim"
+
+
+def dropped(mask: str, form: str, layout: str) -> Callable[[Case], None]:
+    def row(case: Case) -> None:
+        case.slots["dropout_seed"] = case.options["seed"] = 3
+        Row(mask, form, layout, dropout=0.4)(case)
+
+    return row
+
+
+@pytest.mark.parametrize("tiles", [{}, {"batch": 1, "heads": 2}, {"batch": 2, "heads": 4}, {"batch": 2, "heads": 1}])
+@pytest.mark.parametrize(("mask", "layout"), DROPPED)
+def test_dropout_in_one_task(runtime: nt.Runtime, mask: str, layout: str, tiles: dict[str, int]) -> None:
+    own = {axis: tile for axis, tile in tiles.items() if axis != "batch" or layout != "one sequence"}
+    check(dropped(mask, "segments", layout), own, "chain", "fp64", Row(mask, "segments", layout).sizes)
+
+
+@pytest.mark.parametrize(("mask", "layout"), [*DROPPED, ("causal", "heads first")])
+def test_dropout_draws_as_with_scores_in_memory(monkeypatch: pytest.MonkeyPatch, mask: str, layout: str) -> None:
+    monkeypatch.setitem(LAYOUTS, "heads first", [HEADS_BATCH] * 3)
+    found = []
+    for form in ("naive", "segments"):
+        case = Case(Row(mask, form, layout).sizes, "fp64")
+        dropped(mask, form, layout)(case)
+        assert any(op.kind == "Attention" for op in case.graph.ops) == (form == "segments")
+        expected = case.expected(case.draw(np.random.default_rng(1)))
+        of_names = {tensor.storage.name: value for tensor, value in expected.items()}
+        found.append([of_names[f"result{number}"] for number in range(1 + len(LAYOUTS[layout]))])
+    assert all(error(fused, naive) < 1e-12 for naive, fused in zip(*found, strict=True))
+
+
+def test_dropout_of_cut_sequences() -> None:
+    """Scores in memory, if the graph knows; a graph that was made for whole sequences says so."""
+    for cuts, kinds in (({"heads": 2}, {"Attention"}), ({"seq": 4}, {"Contract", "Softmax", "Dropout", "Rename"})):
+        case = Case(SIZES, "fp64")
+        g = case.graph = Graph("fp64", cuts=Tiling(cuts))
+        attention(g, *[case.x("batch heads seq head_dim") for _ in range(3)], Mask(), "segments", 0.1)
+        assert {op.kind for op in g.ops} - {"Transpose"} == kinds
+        lower(g, Tiling(cuts))
+        if "heads" in cuts:
+            with pytest.raises(ConfigError, match=r"tiles\.seq: got 4; allowed with attention_dropout: none"):
+                lower(g, Tiling({"seq": 4}))
 
 
 @st.composite

@@ -21,6 +21,7 @@ from test_attention import Row as AttentionRow
 from nntile_py.graph.lowering import lower
 from nntile_py.tasks import Contract, Lowering, Tensor, launch
 from nntile_py.tasks import interpret as interpreter
+from nntile_py.tasks.attention_dropout import ScoresDropout
 from nntile_py.tasks.embedding import EmbeddingGradArgs
 from nntile_py.tasks.live import Live
 from nntile_py.tasks.optimizer import AdamWArgs, SGDArgs, joined, split
@@ -153,16 +154,55 @@ if TORTURE:
 
 @pytest.mark.parametrize(("name", "dtype", "positions"), POINTS)
 def test_attention_over_segments(name: str, dtype: str, positions: int) -> None:
-    """Each of the ways to compute it, which C++ chooses from."""
     row, tiles = SEGMENTS[name]
     row = replace(row, ends=tuple(end * positions // 150 for end in row.ends))
     few = {"heads": 2, "kv_heads": 1} if positions > 64 and not TORTURE else {}
-    case = Case({**BIN, **few, "seq": positions, "key": positions}, dtype)
+    check_ways(row, {**BIN, **few, "seq": positions, "key": positions}, tiles, dtype)
+
+
+ROWS_OF_BATCH = {**BIN, "batch": 3, "heads": 2, "kv_heads": 1}
+DENSE = {
+    "plain": (AttentionRow("none", "segments", "packed", 0.3), {"batch": 2}),
+    "causal": (AttentionRow("causal", "segments", "groups", 0.3), {"heads": 1}),
+    "padding": (AttentionRow("padding causal", "segments", "by seq", 0.3), {}),
+    "around": (AttentionRow("padding around", "segments", "groups", 0.3), {"batch": 1}),
+    "keys": (AttentionRow("padding", "segments", "cross groups", 0.3), {}),
+    "one sequence": (AttentionRow("window", "segments", "one sequence", 0.3), {}),
+}
+DENSE_POINTS = [(name, "fp32", 40) for name in DENSE] + [("padding", "bf16", 40), ("padding", "fp32", 70)]
+DENSE_POINTS += [("causal", "bf16", 140), ("keys", "bf16", 140)]
+if TORTURE:
+    DENSE_POINTS = [*itertools.product(DENSE, ("fp32", "bf16"), (40, 140))]
+
+
+@pytest.mark.parametrize(("name", "dtype", "positions"), DENSE_POINTS)
+def test_attention_with_dropout(name: str, dtype: str, positions: int) -> None:
+    row, tiles = DENSE[name]
+    keys = positions - 17 if "cross" in row.layout else positions
+    check_ways(row, {**ROWS_OF_BATCH, "seq": positions, "key": keys}, tiles, dtype)
+
+
+def test_large_indices_of_dropout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of probabilities beyond 2^32 are drawn as such."""
+    large = 5 * 2**30 + 7
+    monkeypatch.setattr(ScoresDropout, "args", lambda self, batch, head: replace(ARGS(self, batch, head), first=large))
+    kept = ScoresDropout._kept
+    monkeypatch.setattr(ScoresDropout, "_kept", lambda self, first, sizes, seed: kept(self, first + large, sizes, seed))
+    check_ways(DENSE["plain"][0], {**ROWS_OF_BATCH, "seq": 40, "key": 40}, {}, "fp32")
+
+
+ARGS = ScoresDropout.args
+
+
+def check_ways(row: AttentionRow, sizes: Mapping[str, int], tiles: Mapping[str, int], dtype: str) -> None:
+    """Each of the ways to compute it, which C++ chooses from."""
+    case = Case(sizes, dtype)
     case.slots["dropout_seed"] = case.options["seed"] = 3
     row(case)
     values = case.draw(np.random.default_rng(0))
     expected = case.expected(values)
-    for way in range(4 if positions > 64 else 2):
+    ways = [len(launch.load()[task.kernel]([task]).ways) for task in lower(case.graph, Tiling(tiles)).tasks.tasks]
+    for way in range(max(ways)):
         ran = interpret(case, tiles, "chain", values, way)
         for tensor, want in expected.items():
             got, limit = ran.read(tensor), 1e-5 if dtype == "fp32" else 1.5e-2

@@ -143,7 +143,7 @@ def of_step(step: Step, grad_accumulation: int) -> Built:
 
 def small_graph(config: RunConfig, work: Work, fusion: Fusion, *, backward: bool) -> Graph:
     """A graph of x [batch, seq, embed] and, with `backward`, of the gradients for an output gradient that is given."""
-    graph = Graph(TILE_DTYPE.get(config.precision, config.precision))
+    graph = Graph(TILE_DTYPE.get(config.precision, config.precision), cuts=tiling(config))
     _need(config, work, "embed", "heads")
     sizes = [config.train.batch, config.train.seq, config.model.embed]
     x = graph.named("x", ["batch", "seq", "embed"], sizes, "input")

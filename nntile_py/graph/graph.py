@@ -14,6 +14,7 @@ from nntile_py.errors import ConfigError
 from nntile_py.graph.declared import Array, Derived, Init, Input, Joined, Param, Part, Source, cover, sources_of
 from nntile_py.tasks.elementwise import Rename, add
 from nntile_py.tasks.op import CONTRACTION, Op, Tensor
+from nntile_py.tiles import Tiling
 from nntile_py.typed import typed
 
 INPUT_DTYPES = ("int64", "fp32", "fp64", "bf16")
@@ -23,12 +24,13 @@ class Graph:
     """Operators in the order in which they run. Pure data: nothing here touches StarPU.
 
     `dtype` is that of parameters and activations: fp32, fp64 or bf16; with bf16 statistics, gradients of parameters
-    and moments are fp32 (but see passes.narrow_gradients). Without `training` there is no dropout.
+    and moments are fp32 (but see passes.narrow_gradients). Without `training` there is no dropout. cuts: the tiling
+    that it will be lowered with; attention with dropout is another operator where sequences are cut.
     """
 
     @typed
-    def __init__(self, dtype: str = "fp32", *, training: bool = True) -> None:
-        self.dtype, self.training = dtype, training
+    def __init__(self, dtype: str = "fp32", *, training: bool = True, cuts: Tiling | None = None) -> None:
+        self.dtype, self.training, self.cuts = dtype, training, cuts or Tiling()
         self.live: frozenset[str] = frozenset()  # axes of which a step fills only a part; see TaskList
         self.draws: dict[str, Tensor] = {}  # of packed sequences, by axis: the places by which dropout draws
         self.params: dict[Tensor, Param] = {}

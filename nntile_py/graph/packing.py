@@ -44,7 +44,7 @@ def pack_projections(graph: Graph, outputs: Iterable[Tensor] = (), count: int = 
         if isinstance(attention, Attention):
             parts = [part if index < 0 else (part, index) for part, index in attention.operands.parts]
             attention.operands = Operands(*[(out, k) for k in range(count)], *parts[count:])
-            attention.inputs = [*attention.operands.tensors, *attention.mask.inputs]
+            attention.inputs = [*attention.operands.tensors, *attention.data]
         else:
             unpack = Unpack(out, qkv, AXIS)
             unpack.name = f"{attention.name.rpartition('.')[0]}.{unpack.kind}".lstrip(".")

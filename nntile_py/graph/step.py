@@ -182,7 +182,7 @@ class StepSpec:
 
     def trace(self, *, training: bool = True) -> tuple[Graph, Traced, Batch]:
         """The model's graph, forward alone, before fusion."""
-        graph = Graph(TILE_DTYPE.get(self.dtype, self.dtype), training=training)
+        graph = Graph(TILE_DTYPE.get(self.dtype, self.dtype), training=training, cuts=self.cuts)
         batch = Batch(self.rows, self.capacity, self.given, packed=self.seq if self.pack else None)
         if self.pack:
             bins.begin(graph, batch)
