@@ -56,23 +56,24 @@ def _of_pairs(
     q, k, v, d_out, lse, delta, row, key, n, scale, drawn, head, mask_first, seed, mix, limit, kept_scale,
     STEPS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, TWO_SIDED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """By what values were weighted, and the gradient of the scores; zeros beyond the segment's queries."""
-    s = scores_of(q, k, row, key, n, scale * LOG2E, CAUSAL, WINDOW, TWO_SIDED, PRECISION)
-    p = tl.where((row < n)[:, None], tl.exp2(s - lse[:, None] * LOG2E), 0.0)
+    """By what values were weighted, and the gradient of the scaled scores; lse: as _queries gives it."""
+    s = scores_of(q, k, row, key, n, CAUSAL, WINDOW, TWO_SIDED, PRECISION)
+    p = tl.exp2(s * (scale * LOG2E) - lse[:, None])
     dp, weights = product(d_out, tl.trans(v), PRECISION), p
     if len(STEPS) > 0:
         factors = drop_factors(row, key, drawn, head, mask_first, seed, mix, limit, kept_scale, STEPS)
         weights, dp = p * factors, dp * factors
-    return weights.to(q.dtype), (p * (dp - delta[:, None]) * scale).to(q.dtype)
+    return weights.to(q.dtype), (p * (dp - delta[:, None])).to(q.dtype)
 
 
 @triton.jit
 def _queries(Q, D_OUT, LSE, start, head, row, n, Q_AT: tl.constexpr, D_OUT_AT: tl.constexpr, LSE_AT: tl.constexpr,
              D: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
-    """Rows of q, of the output's gradient, and their logarithms of sums."""
+    """Rows of q, of the output's gradient, and their logarithms of sums to base 2: none beyond, so weights of 0."""
     q = load_rows(Q, start, head, row, n, Q_AT, D, BLOCK_D)
     d_out = load_rows(D_OUT, start, head, row, n, D_OUT_AT, D, BLOCK_D)
-    return q, d_out, tl.sum(load_rows(LSE, start, head, row, n, LSE_AT, 1, 1), 1)
+    lse = tl.sum(load_rows(LSE, start, head, row, n, LSE_AT, 1, 1), 1) * LOG2E
+    return q, d_out, tl.where(row < n, lse, float("inf"))
 
 
 @triton.jit
@@ -138,9 +139,9 @@ def _grad_whole(
                 )  # fmt: skip
                 dv += product(tl.trans(weights), d_out, PRECISION)
                 dk += product(tl.trans(ds), q, PRECISION)
-                dq = product(ds, k, PRECISION)
+                dq = product(ds, k, PRECISION) * scale
                 store_rows(DQ, dq.to(DQ.dtype.element_ty), start, of, row, n, DQ_AT, D, BLOCK_D)
-        _store_keys(DK, DV, dk, dv, start, head, key, n, DK_AT, DV_AT, D, BLOCK_D, ACC)
+        _store_keys(DK, DV, dk * scale, dv, start, head, key, n, DK_AT, DV_AT, D, BLOCK_D, ACC)
 
 
 @triton.jit
@@ -177,7 +178,7 @@ def _grad_queries(
                 kept_scale, STEPS, CAUSAL, WINDOW, TWO_SIDED, PRECISION,
             )  # fmt: skip
             dq += product(ds, k, PRECISION)
-        store_rows(DQ, dq.to(DQ.dtype.element_ty), start, head, row, n, DQ_AT, D, BLOCK_D)
+        store_rows(DQ, (dq * scale).to(DQ.dtype.element_ty), start, head, row, n, DQ_AT, D, BLOCK_D)
 
 
 @triton.jit
@@ -216,7 +217,7 @@ def _grad_keys(
                 )  # fmt: skip
                 dv += product(tl.trans(weights), d_out, PRECISION)
                 dk += product(tl.trans(ds), q, PRECISION)
-        _store_keys(DK, DV, dk, dv, start, head, key, n, DK_AT, DV_AT, D, BLOCK_D, ACC)
+        _store_keys(DK, DV, dk * scale, dv, start, head, key, n, DK_AT, DV_AT, D, BLOCK_D, ACC)
 
 
 @launches("attention_grad")

@@ -23,7 +23,7 @@ from nntile_py.tiles.tasklist import Task
 
 from .attention import AttentionArgs
 from .attention_operands import OperandsArgs
-from .elementwise_triton import dropped, mask_of, strides_of
+from .elementwise_triton import kept_beside, mask_of, strides_of
 from .launch import Int, Launch, Launches, Parameter, ceil_div, launch, launches, power_of_two, shape, tile
 from .mask import Limits
 
@@ -83,10 +83,11 @@ def product(a, b, PRECISION: tl.constexpr):
 
 @triton.jit
 def scores_of(
-    q, k, row, key, n, scale,
+    q, k, row, key, n,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, TWO_SIDED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    s = product(q, tl.trans(k), PRECISION) * scale
+    """Not scaled yet: scaled where something is subtracted from them, both are one instruction."""
+    s = product(q, tl.trans(k), PRECISION)
     good = key[None, :] < n
     if CAUSAL:
         good = good & (key[None, :] <= row[:, None])
@@ -115,8 +116,9 @@ def keys_of(first, n, ROWS: tl.constexpr, KEYS: tl.constexpr, CAUSAL: tl.constex
 def drop_factors(row, key, number, head, mask_first, seed, mix, limit, kept_scale, STEPS: tl.constexpr):
     """mask / (1 - p) of a head's pairs, in a segment whose first token has this number; see attention_dropout.py."""
     of_head = mask_first + number * (STEPS[0] // STEPS[2]) + head * STEPS[1]
-    index = of_head + row[:, None].to(tl.int64) * STEPS[2] + key[None, :]
-    return dropped(tl.zeros(index.shape, tl.float32) + 1.0, index, seed, mix, limit, kept_scale)
+    ALIGNED: tl.constexpr = STEPS[2] & (STEPS[2] - 1) == 0  # rows of a power of two never cross a multiple of 2**32
+    kept = kept_beside(of_head + row.to(tl.int64) * STEPS[2], key, seed, mix, limit, ALIGNED)
+    return tl.where(kept, kept_scale, 0.0)
 
 
 @triton.jit
@@ -136,7 +138,7 @@ def _forward(
         clear(LSE, SEGMENTS, start, n, head, block, LSE_AT, 1, BLOCKS, ROWS, 1)
     elif first < n:
         row, key = first + tl.arange(0, ROWS), tl.arange(0, KEYS)
-        drawn = start
+        drawn, by = start, scale * LOG2E
         if len(STEPS) > 0:
             drawn = tl.load(DRAWS + start)
         q = load_rows(Q, start, head, row, n, Q_AT, D, BLOCK_D)
@@ -146,10 +148,10 @@ def _forward(
             begin, end = keys_of(first, n, ROWS, KEYS, CAUSAL, WINDOW, TWO_SIDED)
             for at in range(begin, end, KEYS):
                 k = load_rows(K, start, head // GROUP, at + key, n, K_AT, D, BLOCK_D)
-                s = scores_of(q, k, row, at + key, n, scale * LOG2E, CAUSAL, WINDOW, TWO_SIDED, PRECISION)
-                higher = tl.maximum(top, tl.max(s, 1))
+                s = scores_of(q, k, row, at + key, n, CAUSAL, WINDOW, TWO_SIDED, PRECISION)
+                higher = tl.maximum(top, tl.max(s, 1) * by)
                 shift = tl.where(higher > -float("inf"), higher, 0.0)
-                p, less = tl.exp2(s - shift[:, None]), tl.exp2(top - shift)
+                p, less = tl.exp2(s * by - shift[:, None]), tl.exp2(top - shift)
                 total = total * less + tl.sum(p, 1)
                 if len(STEPS) > 0:
                     p *= drop_factors(row, at + key, drawn, head, mask_first, seed, mix, limit, kept_scale, STEPS)
@@ -159,10 +161,10 @@ def _forward(
         else:
             k = load_rows(K, start, head // GROUP, key, n, K_AT, D, BLOCK_D)
             v = load_rows(V, start, head // GROUP, key, n, V_AT, D, BLOCK_D)
-            s = scores_of(q, k, row, key, n, scale * LOG2E, CAUSAL, WINDOW, TWO_SIDED, PRECISION)
-            top = tl.max(s, 1)
+            s = scores_of(q, k, row, key, n, CAUSAL, WINDOW, TWO_SIDED, PRECISION)
+            top = tl.max(s, 1) * by
             top = tl.where(top > -float("inf"), top, 0.0)
-            p = tl.exp2(s - top[:, None])
+            p = tl.exp2(s * by - top[:, None])
             total = tl.sum(p, 1)
             if len(STEPS) > 0:
                 p *= drop_factors(row, key, drawn, head, mask_first, seed, mix, limit, kept_scale, STEPS)
