@@ -54,27 +54,28 @@ def queries_of(first, n, ROWS: tl.constexpr, KEYS: tl.constexpr, CAUSAL: tl.cons
 
 @triton.jit
 def _of_pairs(
-    q, k, v, d_out, lse, delta, row, key, n, kept, scale, drawn, head, seed, mix, limit, kept_scale,
+    q, k, v, d_out, lse, delta, row, key, kept, scale, drawn, head, seed, mix, limit, kept_scale,
     LOW: tl.constexpr, STEPS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     TWO_SIDED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """By what values were weighted, and the gradient of the scores; zeros beyond the sequence's n queries."""
-    s = scores_of(q, k, row, key, kept, scale * LOG2E, CAUSAL, WINDOW, TWO_SIDED, PRECISION)
-    p = tl.where((row < n)[:, None], tl.exp2(s - lse[:, None] * LOG2E), 0.0)
+    """By what values were weighted, and the gradient of the scaled scores; lse: as _queries gives it."""
+    s = scores_of(q, k, row, key, kept, CAUSAL, WINDOW, TWO_SIDED, PRECISION)
+    p = tl.exp2(s * (scale * LOG2E) - lse[:, None])
     dp, weights = product(d_out, tl.trans(v), PRECISION), p
     if len(STEPS) > 0:
         factors = drop_factors(row, key, drawn, head, seed, mix, limit, kept_scale, STEPS, LOW)
         weights, dp = p * factors, dp * factors
-    return weights.to(q.dtype), (p * (dp - delta[:, None]) * scale).to(q.dtype)
+    return weights.to(q.dtype), (p * (dp - delta[:, None])).to(q.dtype)
 
 
 @triton.jit
 def _queries(Q, D_OUT, LSE, start, head, row, n, Q_AT: tl.constexpr, D_OUT_AT: tl.constexpr, LSE_AT: tl.constexpr,
              D: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
-    """Rows of q, of the output's gradient, and their logarithms of sums."""
+    """Rows of q, of the output's gradient, and their logarithms of sums to base 2: none beyond, so weights of 0."""
     q = load_rows(Q, start, head, row, n, Q_AT, D, BLOCK_D)
     d_out = load_rows(D_OUT, start, head, row, n, D_OUT_AT, D, BLOCK_D)
-    return q, d_out, tl.sum(load_rows(LSE, start, head, row, n, LSE_AT, 1, 1), 1)
+    lse = tl.sum(load_rows(LSE, start, head, row, n, LSE_AT, 1, 1), 1) * LOG2E
+    return q, d_out, tl.where(row < n, lse, float("inf"))
 
 
 @triton.jit
@@ -134,14 +135,14 @@ def _grad_whole(
                 q, d_out, lse = _queries(Q, D_OUT, LSE, start, of, row, n, Q_AT, D_OUT_AT, LSE_AT, D, BLOCK_D)
                 delta = _delta(OUT, d_out, start, of, row, n, OUT_AT, D, BLOCK_D)
                 weights, ds = _of_pairs(
-                    q, k, v, d_out, lse, delta, row, key, n, kept, scale, drawn, of, seed, mix, limit,
+                    q, k, v, d_out, lse, delta, row, key, kept, scale, drawn, of, seed, mix, limit,
                     kept_scale, LOW, STEPS, CAUSAL, WINDOW, TWO_SIDED, PRECISION,
                 )  # fmt: skip
                 dv += product(tl.trans(weights), d_out, PRECISION)
                 dk += product(tl.trans(ds), q, PRECISION)
-                dq = product(ds, k, PRECISION)
+                dq = product(ds, k, PRECISION) * scale
                 store_rows(DQ, dq.to(DQ.dtype.element_ty), start, of, row, n, DQ_AT, D, BLOCK_D)
-        _store_keys(DK, DV, dk, dv, start, head, key, m, DK_AT, DV_AT, D, BLOCK_D, ACC)
+        _store_keys(DK, DV, dk * scale, dv, start, head, key, m, DK_AT, DV_AT, D, BLOCK_D, ACC)
 
 
 @triton.jit
@@ -174,11 +175,11 @@ def _grad_queries(
             k = load_rows(K, start, head // GROUP, key, m, K_AT, D, BLOCK_D)
             v = load_rows(V, start, head // GROUP, key, m, V_AT, D, BLOCK_D)
             _, ds = _of_pairs(
-                q, k, v, d_out, lse, delta, row, key, n, kept, scale, drawn, head, seed, mix, limit,
+                q, k, v, d_out, lse, delta, row, key, kept, scale, drawn, head, seed, mix, limit,
                 kept_scale, LOW, STEPS, CAUSAL, WINDOW, TWO_SIDED, PRECISION,
             )  # fmt: skip
             dq += product(ds, k, PRECISION)
-        store_rows(DQ, dq.to(DQ.dtype.element_ty), start, head, row, n, DQ_AT, D, BLOCK_D)
+        store_rows(DQ, (dq * scale).to(DQ.dtype.element_ty), start, head, row, n, DQ_AT, D, BLOCK_D)
 
 
 @triton.jit
@@ -212,12 +213,12 @@ def _grad_keys(
                 q, d_out, lse = _queries(Q, D_OUT, LSE, start, of, row, n, Q_AT, D_OUT_AT, LSE_AT, D, BLOCK_D)
                 delta = tl.sum(load_rows(DELTA, start, of, row, n, LSE_AT, 1, 1), 1)
                 weights, ds = _of_pairs(
-                    q, k, v, d_out, lse, delta, row, key, n, kept, scale, drawn, of, seed, mix, limit,
+                    q, k, v, d_out, lse, delta, row, key, kept, scale, drawn, of, seed, mix, limit,
                     kept_scale, LOW, STEPS, CAUSAL, WINDOW, TWO_SIDED, PRECISION,
                 )  # fmt: skip
                 dv += product(tl.trans(weights), d_out, PRECISION)
                 dk += product(tl.trans(ds), q, PRECISION)
-        _store_keys(DK, DV, dk, dv, start, head, key, m, DK_AT, DV_AT, D, BLOCK_D, ACC)
+        _store_keys(DK, DV, dk * scale, dv, start, head, key, m, DK_AT, DV_AT, D, BLOCK_D, ACC)
 
 
 @launches("attention_grad")

@@ -25,7 +25,7 @@ from nntile_py.tiles.tasklist import Task
 from .attention import AttentionArgs
 from .attention_operands import OperandsArgs
 from .elementwise import DropoutArgs
-from .elementwise_triton import kept, kept_low, mask_of, strides_of
+from .elementwise_triton import kept_beside, kept_low, mask_of, strides_of
 from .launch import Int, Launch, Launches, Parameter, ceil_div, launch, launches, power_of_two, shape, tile
 from .mask import Limits
 
@@ -100,10 +100,11 @@ def product(a, b, PRECISION: tl.constexpr):
 
 @triton.jit
 def scores_of(
-    q, k, row, key, kept, scale,
+    q, k, row, key, kept,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, TWO_SIDED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    s = product(q, tl.trans(k), PRECISION) * scale
+    """Not scaled yet: scaled where something is subtracted from them, both are one instruction."""
+    s = product(q, tl.trans(k), PRECISION)
     good = kept[None, :]
     if CAUSAL:
         good = good & (key[None, :] <= row[:, None])
@@ -147,8 +148,9 @@ def drop_factors(row, key, drawn, head, seed, mix, limit, kept_scale, STEPS: tl.
         index = (of_head.to(tl.uint32) + row.to(tl.uint32) * STEPS[2])[:, None] + key.to(tl.uint32)[None, :]
         return tl.where(kept_low(index, seed, mix, limit), kept_scale, 0.0)
     else:
-        index = of_head + row[:, None].to(tl.int64) * STEPS[2] + key[None, :]
-        return tl.where(kept(index, seed, mix, limit), kept_scale, 0.0)
+        ALIGNED: tl.constexpr = STEPS[2] & (STEPS[2] - 1) == 0  # rows of a power of two never cross a multiple of 2**32
+        kept = kept_beside(of_head + row.to(tl.int64) * STEPS[2], key, seed, mix, limit, ALIGNED)
+        return tl.where(kept, kept_scale, 0.0)
 
 
 @triton.jit
@@ -169,7 +171,7 @@ def _forward(
         clear(LSE, DATA, start, n, head, block, LSE_AT, 1, BLOCKS, ROWS, 1)
     elif first < n:
         row, key = first + tl.arange(0, ROWS), tl.arange(0, KEYS)
-        drawn = first_draw(DRAWS, start, mask_first, STEPS, PACKED)
+        drawn, by = first_draw(DRAWS, start, mask_first, STEPS, PACKED), scale * LOG2E
         q = load_rows(Q, start, head, row, n, Q_AT, D, BLOCK_D)
         top = tl.full([ROWS], -float("inf"), tl.float32)
         total, out = tl.zeros([ROWS], tl.float32), tl.zeros([ROWS, BLOCK_D], tl.float32)
@@ -178,10 +180,10 @@ def _forward(
             for at in range(begin, end, KEYS):
                 k = load_rows(K, start, head // GROUP, at + key, m, K_AT, D, BLOCK_D)
                 kept_now = kept_keys(DATA, start, at + key, m, PADDED)
-                s = scores_of(q, k, row, at + key, kept_now, scale * LOG2E, CAUSAL, WINDOW, TWO_SIDED, PRECISION)
-                higher = tl.maximum(top, tl.max(s, 1))
+                s = scores_of(q, k, row, at + key, kept_now, CAUSAL, WINDOW, TWO_SIDED, PRECISION)
+                higher = tl.maximum(top, tl.max(s, 1) * by)
                 shift = tl.where(higher > -float("inf"), higher, 0.0)
-                p, less = tl.exp2(s - shift[:, None]), tl.exp2(top - shift)
+                p, less = tl.exp2(s * by - shift[:, None]), tl.exp2(top - shift)
                 total = total * less + tl.sum(p, 1)
                 if len(STEPS) > 0:
                     p *= drop_factors(row, at + key, drawn, head, seed, mix, limit, kept_scale, STEPS, LOW)
@@ -192,10 +194,11 @@ def _forward(
         else:
             k = load_rows(K, start, head // GROUP, key, m, K_AT, D, BLOCK_D)
             v = load_rows(V, start, head // GROUP, key, m, V_AT, D, BLOCK_D)
-            s = scores_of(q, k, row, key, kept_keys(DATA, start, key, m, PADDED), scale * LOG2E, CAUSAL, WINDOW, TWO_SIDED, PRECISION)
-            top = tl.max(s, 1)
+            kept_now = kept_keys(DATA, start, key, m, PADDED)
+            s = scores_of(q, k, row, key, kept_now, CAUSAL, WINDOW, TWO_SIDED, PRECISION)
+            top = tl.max(s, 1) * by
             top = tl.where(top > -float("inf"), top, 0.0)
-            p = tl.exp2(s - top[:, None])
+            p = tl.exp2(s * by - top[:, None])
             total = tl.sum(p, 1)
             if len(STEPS) > 0:
                 p *= drop_factors(row, key, drawn, head, seed, mix, limit, kept_scale, STEPS, LOW)

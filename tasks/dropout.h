@@ -46,8 +46,7 @@ class Mask {
     const auto low = static_cast<uint32_t>(index), high = static_cast<uint32_t>(index >> 32);
     uint32_t h = (low * 0x9E3779B1u + static_cast<uint32_t>(start_)) ^ (high * 0x85EBCA77u);
     h = (h ^ (h >> 16)) * 0x7FEB352Du + static_cast<uint32_t>(start_ >> 32);
-    h = (h ^ (h >> 15)) * 0x846CA68Bu;
-    return h ^ (h >> 16);
+    return (h ^ (h >> 15)) * 0x846CA68Bu;
   }
 
   DropoutArgs args_;

@@ -134,8 +134,7 @@ def _sum(
 @triton.jit
 def _kept(h, start, limit):
     h = (h ^ (h >> 16)) * 0x7FEB352D + (start >> 32).to(tl.uint32)
-    h = (h ^ (h >> 15)) * 0x846CA68B
-    return (h ^ (h >> 16)) >= limit
+    return (h ^ (h >> 15)) * 0x846CA68B >= limit
 
 
 @triton.jit
@@ -151,6 +150,20 @@ def kept_low(index, seed, key, limit):
     """The same of indices below 2**32, as uint32: a third fewer instructions."""
     start = (seed.to(tl.uint64) * 0x9E3779B97F4A7C15) ^ key.to(tl.uint64)
     return _kept(index * 0x9E3779B1 + start.to(tl.uint32), start, limit)
+
+
+@triton.jit
+def kept_beside(first, col, seed, key, limit, ALIGNED: tl.constexpr):
+    """`kept` of first + col, [rows, columns], with less for each element; col is from 0 to below 2**31.
+
+    ALIGNED: the upper half of the sum is that of `first`."""
+    start = (seed.to(tl.uint64) * 0x9E3779B97F4A7C15) ^ key.to(tl.uint64)
+    low, high = first.to(tl.uint32), (first >> 32).to(tl.uint32) * 0x85EBCA77
+    index = low[:, None] + col.to(tl.uint32)[None, :]
+    mixed = high[:, None]
+    if not ALIGNED:
+        mixed = tl.where(index < low[:, None], (high + 0x85EBCA77)[:, None], mixed)
+    return _kept((index * 0x9E3779B1 + start.to(tl.uint32)) ^ mixed, start, limit.to(tl.uint32))
 
 
 @triton.jit

@@ -71,8 +71,7 @@ static inline void store(Bf16* p, T x) {
 static inline uint32_t hash_of(uint64_t index, uint64_t start) {
   uint32_t h = (uint32_t(index) * 0x9E3779B1u + uint32_t(start)) ^ (uint32_t(index >> 32) * 0x85EBCA77u);
   h = (h ^ (h >> 16)) * 0x7FEB352Du + uint32_t(start >> 32);
-  h = (h ^ (h >> 15)) * 0x846CA68Bu;
-  return h ^ (h >> 16);
+  return (h ^ (h >> 15)) * 0x846CA68Bu;
 }
 """
 
