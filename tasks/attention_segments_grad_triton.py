@@ -249,7 +249,8 @@ def _describe(task: Task) -> Launches:
 
     def two(rows: int, keys: int, warps: int) -> tuple[Launch, ...]:
         made, (queries, of_one) = [], common.longest
-        for kernel, positions, block, of in ((_grad_queries, queries, rows, heads), (_grad_keys, of_one, keys, of_keys)):
+        both = (_grad_queries, queries, rows, heads), (_grad_keys, of_one, keys, of_keys)
+        for kernel, positions, block, of in both:
             blocks = ceil_div(positions, block)
             options = {"BLOCKS": blocks, "ROWS": rows, "KEYS": keys, "warps": warps}
             made.append(launch(kernel, common.grid(blocks, of), *args, **constants, **options))

@@ -70,9 +70,9 @@ def aligned(array: Array, at: Access, axes: tuple[str, ...]) -> Array:
 def dropout_hash(index: Array, key: int, seed: int) -> Array:
     """32 random bits per element, of its index, key and seed: two rounds of Wellons' lowbias32 (2018).
 
-    Few operations, all of 32 bits: in norms with dropout a hash of 64 bits took as long as the memory did, and inside of
-    attention it takes longer than the products. So its last step is left out, which would mix upper bits into lower ones:
-    dropout compares the bits as a number, which the upper ones decide."""
+    Few operations, all of 32 bits: in norms with dropout a hash of 64 bits took as long as the memory did, and inside
+    of attention it takes longer than the products. So the last step is left out, which would mix upper bits into lower
+    ones: dropout compares the bits as a number, which the upper ones decide."""
     mask, u = 2**64 - 1, np.uint32
     start = ((seed * 0x9E3779B97F4A7C15) & mask) ^ ((key * 0xD1B54A32D192ED03) & mask)
     with np.errstate(over="ignore"):
