@@ -25,7 +25,7 @@ from nntile_py.tasks.live import Live
 from nntile_py.tasks.optimizer import AdamWArgs, SGDArgs, joined, split
 from nntile_py.testing import SIZES, Case, Values, error
 from nntile_py.tiles import RW, R, Slot, Tile, Tiling, W
-from nntile_py.tiles.dtypes import DTYPES
+from nntile_py.tiles.dtypes import DTYPES, is_low
 from nntile_py.tiles.tasklist import BusyArgs, Task, live_slot, merge
 
 if platform.system() != "Linux":
@@ -104,8 +104,9 @@ def interpret(case: Case, tiles: Mapping[str, int], policy: str, values: Values,
 
 @pytest.mark.parametrize(
     ("dtype", "tiling", "policy"),
-    [("fp32", "uncut", "chain"), ("bf16", "uncut", "chain"), ("fp32", "even", "tree"), ("bf16", "ragged", "chain")],
-)
+    [("fp32", "uncut", "chain"), ("bf16", "uncut", "chain"), ("fp32", "even", "tree"), ("bf16", "ragged", "chain"),
+     ("fp16", "uncut", "chain")],
+)  # fmt: skip
 @pytest.mark.parametrize("row", TABLE)
 def test_against_the_reference(row: str, dtype: str, tiling: str, policy: str) -> None:
     case = Case(SIZES, dtype)
@@ -121,7 +122,7 @@ def test_against_the_reference(row: str, dtype: str, tiling: str, policy: str) -
         wrong = error(got[tensor], want * there)
         # Statistics are of the sum with the residual as it was stored, a bias' gradient of dx as it was stored.
         of_stored = "Norm residual" in row or (row.startswith("LayerNormGrad") and "bias" in row)
-        rounded = (tensor.dtype == "bf16" and tensor.storage not in case.low_bits) or (dtype == "bf16" and of_stored)
+        rounded = (is_low(tensor.dtype) and tensor.storage not in case.low_bits) or (is_low(dtype) and of_stored)
         assert wrong < (5e-3 if rounded else 1e-5), f"{tensor}: off by {wrong:.1e}"
 
 
@@ -216,7 +217,7 @@ def test_what_a_step_fills(name: str, dtype: str) -> None:
     got = {t: ran.read(big[t.name])[tuple(map(slice, t.shape))] for t in case.expected(values)}
     for tensor, want in expected.items():
         wrong = error(case.whole_values(got)[tensor], want)
-        assert wrong < (3e-5 if dtype == "fp32" and tensor.dtype != "bf16" else 1.5e-2), f"{tensor}: off by {wrong:.1e}"
+        assert wrong < (3e-5 if dtype == "fp32" and not is_low(tensor.dtype) else 1.5e-2), f"{tensor}: off by {wrong:.1e}"
 
 
 def test_live_sizes() -> None:

@@ -23,7 +23,7 @@ from nntile_py.tiles.allreduce import Meeting
 from nntile_py.tiles.tasklist import live_slot
 
 # The workers that compute in it.
-PRECISIONS = {"fp32": ("CPU", "CUDA"), "fp64": ("CPU",), "bf16": ("CUDA",), "tf32": ("CUDA",)}
+PRECISIONS = {"fp32": ("CPU", "CUDA"), "fp64": ("CPU",), "bf16": ("CUDA",), "fp16": ("CUDA",), "tf32": ("CUDA",)}
 TILE_DTYPE = {"tf32": "fp32"}  # the others are what they say
 
 
