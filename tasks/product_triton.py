@@ -190,6 +190,7 @@ def _describe(task: Task) -> Launches:
         return (launch(_product, blocks, *args, **options, warps=w.warps),)
 
     kind = f"{ACTIVATIONS[e.activation]}{' gradient' if e.aux else ' kept' if e.keep_pre else ''}"
-    key = f"product {kind} {tile(task, 0).dtype} {int(m)} {n} {k} {int(b_by_k)} {int(biased)} of {', '.join(w.name for w in ways)}"
+    names, dtype = ", ".join(w.name for w in ways), tile(task, 0).dtype
+    key = f"product {kind} {dtype} {int(m)} {n} {k} {int(b_by_k)} {int(biased)} of {names}"
     first, *others = map(way, ways)
     return Launches(first, others=tuple(others), key=key)

@@ -73,7 +73,7 @@ class Interpreted:
             self.tiles[tile] = torch.tensor(value[where]).to(TORCH[tensor.dtype])
 
     def read(self, tensor: Tensor) -> Any:
-        out = np.zeros(tensor.shape)
+        out = np.zeros(tensor.shape, np.int64 if tensor.dtype.startswith("int") else np.float64)
         for where, tile in self.low.grid(tensor):
             out[where] = self.tiles[tile].double().numpy()
         return out
@@ -122,7 +122,7 @@ def test_against_the_reference(row: str, dtype: str, tiling: str, policy: str) -
         wrong = error(got[tensor], want * there)
         # Statistics are of the sum with the residual as it was stored, a bias' gradient of dx as it was stored.
         of_stored = "Norm residual" in row or (row.startswith("LayerNormGrad") and "bias" in row)
-        rounded = (is_low(tensor.dtype) and tensor.storage not in case.low_bits) or (is_low(dtype) and of_stored)
+        rounded = (is_low(tensor.dtype) and tensor.storage not in case.masters) or (is_low(dtype) and of_stored)
         assert wrong < (5e-3 if rounded else 1e-5), f"{tensor}: off by {wrong:.1e}"
 
 
@@ -216,8 +216,8 @@ def test_what_a_step_fills(name: str, dtype: str) -> None:
             launch.interpret([task], [ran.tiles[a.tile] for a in task.accesses], slots, lives=lives)
     got = {t: ran.read(big[t.name])[tuple(map(slice, t.shape))] for t in case.expected(values)}
     for tensor, want in expected.items():
-        wrong = error(case.whole_values(got)[tensor], want)
-        assert wrong < (3e-5 if dtype == "fp32" and not is_low(tensor.dtype) else 1.5e-2), f"{tensor}: off by {wrong:.1e}"
+        wrong, exact = error(case.whole_values(got)[tensor], want), dtype == "fp32" and not is_low(tensor.dtype)
+        assert wrong < (3e-5 if exact else 1.5e-2), f"{tensor}: off by {wrong:.1e}"
 
 
 def test_live_sizes() -> None:

@@ -142,10 +142,11 @@ class Piece(NamedTuple):
 
 
 def whole(tensor: Tensor, parts: Sequence[tuple[Any, np.ndarray[Any, Any]]]) -> np.ndarray[Any, Any]:
-    """A tensor of the slices that its tiles are."""
+    """A tensor of the slices that its tiles are; of bf16 and fp16 in float32."""
+    dtype = np.float32 if tensor.dtype == "fp16" else parts[0][1].dtype
     if len(parts) == 1:
-        return np.asarray(parts[0][1].reshape(tensor.shape))
-    out = np.zeros(tensor.shape, parts[0][1].dtype)  # outside of a band there are no tiles
+        return np.asarray(parts[0][1].reshape(tensor.shape), dtype)
+    out = np.zeros(tensor.shape, dtype)  # outside of a band there are no tiles
     for where, part in parts:
         out[where] = part
     return out

@@ -118,7 +118,7 @@ def _find(uses: Uses, fusion: Fusion, tiling: Tiling) -> None:
 
 
 def _generates(graph: Graph) -> bool:
-    """Whether generated kernels can be had; says once why not. What is in bf16 or fp16 runs on GPUs alone, without C++."""
+    """Whether generated kernels can be had; says once why not. bf16 and fp16 run on GPUs alone, without C++."""
     why = None if is_low(graph.dtype) else native.why_not()
     if why:
         say_once(f"fusion.found: {why}; the rules of `fusion: true` are used instead")
@@ -319,7 +319,7 @@ def _activation(uses: Uses, op: Op) -> bool:
 
 
 def _of_epilogue(rule: Rule) -> Rule:
-    """The same of those that a product has as it writes its result: of what is CUDA's alone, bf16 and fp16, cuBLASLt has one.
+    """The same of those that a product has as it writes its result: of bf16 and fp16, on CUDA alone, cuBLASLt has one.
 
     The others are kernels of their own in any case, and can then do more in one pass."""
     return lambda uses, op: (not is_low(op.output.dtype) or getattr(op, "act", "") == "gelu_new") and rule(uses, op)
