@@ -20,7 +20,7 @@ from nntile_py.graph.packing import pack_projections
 from nntile_py.graph.timings import Timings
 from nntile_py.tasks.op import Lowering, Tensor
 from nntile_py.tasks.optimizer import Ends, GradNorm
-from nntile_py.tiles import Slot, Tiling
+from nntile_py.tiles import Tiling
 from nntile_py.tiles.allreduce import Meeting
 from nntile_py.tiles.tasklist import live_slot
 
@@ -43,8 +43,8 @@ def _check_scalable(graph: Graph, loss: Tensor, dtype: str) -> None:
     """ConfigError where a part of the loss has no slot that scales it, and with it its gradients."""
     scales = {one.scale for one in graph.inputs.values()}
     for op in graph.ops:
-        scaled = isinstance(slot := getattr(op, "scale", None), Slot) and slot.name in scales
-        if not scaled and loss.storage in {out.storage for out in op.outputs}:
+        slot = getattr(op, "scale", None)
+        if getattr(slot, "name", slot) not in scales - {None} and loss.storage in {out.storage for out in op.outputs}:
             other = "bf16 or fp32" if dtype == "fp16" else f"{dtype} without loss_scale"
             raise ConfigError(f"precision: the loss of {op.kind} has no scale= of an input; allowed here: {other}")
 
