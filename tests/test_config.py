@@ -165,7 +165,7 @@ def test_a_file_that_is_not_there_or_not_text(
 
 def test_all_mistakes_are_told_at_once(small: Path) -> None:
     with pytest.raises(ConfigError) as error:
-        load(small, ["tiles.embed=0", "train.stepz=3", "precision=fp16"])
+        load(small, ["tiles.embed=0", "train.stepz=3", "precision=fp8"])
     assert all(key in str(error.value) for key in ("tiles.embed", "train.stepz", "precision"))
 
 

@@ -44,6 +44,13 @@ def weights(o: dict[str, Any], device: Any = "cuda") -> Iterator[tuple[str, Any]
             yield name, value.fill_(init.value)
 
 
+def torch_dtype(precision: str) -> Any:
+    """Of PyTorch's activations in a precision: float32 where there are no others."""
+    import torch
+
+    return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
+
+
 def limit_memory(o: dict[str, Any], device: int | None = None) -> None:
     """What ATen's allocator may take of a GPU, default the current one."""
     import torch

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from nntile_py.analysis.workloads import Phase
+from nntile_py.bench.common import torch_dtype
 from nntile_py.config.run import RunConfig
 from nntile_py.errors import ConfigError
 
@@ -42,8 +43,8 @@ def torch_layer(
     device = torch.device("cuda" if config.runtime.cuda else "cpu")
     if device.type == "cpu":
         torch.set_num_threads(config.workers)
-    torch.set_float32_matmul_precision("high" if config.precision in ("bf16", "tf32") else "highest")
-    dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
+    torch.set_float32_matmul_precision("highest" if config.precision in ("fp32", "fp64") else "high")
+    dtype = torch_dtype(config.precision)
     module = torch_module(c, work, stacked, {"device": device, "dtype": dtype}).train()
     mode = "max-autotune-no-cudagraphs" if autotune else None
     forward = torch.compile(module, mode=mode, dynamic=False) if name == "torch_compile" else module
