@@ -26,7 +26,7 @@ from nntile_py.tasks.cross_entropy import IGNORED
 from nntile_py.tasks.op import accumulation_dtype
 from nntile_py.tasks.optimizer import joined
 from nntile_py.tiles import AXES, Tiling, cut_as
-from nntile_py.tiles.dtypes import DTYPES
+from nntile_py.tiles.dtypes import DTYPES, host_dtype
 from nntile_py.tiles.tasklist import POLICIES
 
 Array = np.ndarray[Any, Any]
@@ -231,7 +231,7 @@ def check(
         program = program or programs([low.tasks], store, checked=True)[0]
         program.run(case.slots)
         got = {tensor: store.read(low, tensor) for tensor in expected}
-        assert all(value.dtype == DTYPES[tensor.dtype].numpy for tensor, value in got.items())
+        assert all(value.dtype == host_dtype(tensor.dtype) for tensor, value in got.items())
         got = case.whole_values(got)
         for tensor, want in case.whole_values(expected).items():
             there = np.zeros(tensor.shape, bool)

@@ -190,6 +190,15 @@ def test_a_loss_without_a_scale() -> None:
         nt.Trainer(Plain(nt.models.GPT2Config(**SIZES)), 4, 8, loss_scale=8.0)
 
 
+def test_weights_that_fp16_lacks() -> None:
+    graph = nt.Graph("fp16")
+    graph.param("w", {"embed": 2}, nt.ZEROS)
+    (param,) = graph.params.values()
+    assert (param.weight({"w": np.float32([65504, -1e-9])}) == np.float32([65504, -1e-9])).all()
+    with pytest.raises(nt.ConfigError, match="precision: w holds 70000, and fp16 ends at 65504; allowed here: bf16, f"):
+        param.weight({"w": np.float32([1, -70000])})
+
+
 def test_a_run_with_a_scale(tmp_path: Path) -> None:
     """Metrics have it, and a resumed run goes on with it."""
     for steps, more in ((3, ()), (12, ("--resume",))):

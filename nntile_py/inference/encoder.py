@@ -341,7 +341,7 @@ class _Running:
         for param in made.params:
             tiles = [tile.key for _, tile in made.forward.grid(param.tensor)]
             if not {*tiles} <= self._weights.handles.keys():
-                self._weights.write(made.forward, param.tensor, param.value(self._model.weights))
+                self._weights.write(made.forward, param.tensor, param.weight(self._model.weights))
         store = Store()  # of its own: inputs and outputs of other sizes have the same names
         store.handles.update(self._weights.handles)
         store.residency = self._weights.residency

@@ -176,7 +176,7 @@ class Trainer:
     def loss_scale(self) -> float | None:
         """What the next step's loss is multiplied by, after waiting for those before it; None: losses are not."""
         state = self._scale_state()
-        return state and state["value"]
+        return state["value"] if state else None
 
     @typed
     def submit(self, inputs: Inputs, labels: IntArray | None = None, lr: float | None = None) -> Pending:
@@ -201,7 +201,7 @@ class Trainer:
         self.steps += 1
         built, declared = made.built, made.built.graph.inputs
         slots = {"lr": rate, **self.optimizer.slots(self.steps)}
-        scale = self._scale and self._scale.value
+        scale = self._scale.value if self._scale else None
         slots |= means(counted(declared, arrays, filled.arrays), scale or 1.0)
         if scale:
             slots[INVERSE_SCALE], self._scaled = 1 / scale, scale
@@ -423,7 +423,7 @@ class Trainer:
         if not isinstance(weights, Mapping):
             raise ConfigError(f"model: {type(self.model).__name__}.weights is no dict; allowed: {{name: array}}")
         for param in self._built.params:
-            value = param.value(weights)
+            value = param.weight(weights)
             self._same("the model's weights", {param.tensor.name: value})
             if param.tensor in masters:
                 value, master = split(value, param.tensor.dtype)
