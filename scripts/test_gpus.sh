@@ -25,8 +25,10 @@ all() {
 declare -a names=()
 operator="test_operator and not large" large="test_operator_on_large_tiles" rest="not test_operator and not several"
 part bf16 "$operator and bf16"
+part fp16 "$operator and fp16"
 part fp32 "$operator and fp32"
 part large-bf16 "$large and bf16"
+part large-fp16 "$large and fp16"
 part large-fp32 "$large and fp32"
 part training "$rest and training"
 part eviction "$rest and eviction and not disk"

@@ -17,6 +17,7 @@
 #include <ATen/ops/matmul.h>
 #include <ATen/ops/searchsorted.h>
 #include <ATen/ops/zeros.h>
+#include <c10/cuda/CUDAException.h>
 
 #include "attention.h"
 #include "cudnn.h"
@@ -26,10 +27,17 @@ namespace {
 
 constexpr int64_t kLseRows = 32;  // the memory-efficient kernel pads the log-sum-exp to a multiple of this
 
-bool low(const at::Tensor& x) { return x.scalar_type() == at::kBFloat16; }
+bool low(const at::Tensor& x) { return at::isReducedFloatingType(x.scalar_type()); }
 
-// Scores and statistics are fp32 for bf16 operands.
+// Scores and statistics are fp32 for bf16 and fp16 operands.
 at::Tensor wide(const at::Tensor& x) { return low(x) ? x.to(at::kFloat) : x; }
+
+// What ATen's and cuDNN's flash attention run on; the memory-efficient kernel takes fp16 on older GPUs, too.
+bool runs_flash(const at::Tensor& x) {
+  int major = 0;
+  C10_CUDA_CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, x.get_device()));
+  return major >= 8;
+}
 
 // Which kernel takes operands of this dtype and these sizes, and such a mask, forward and backward alike. varlen and
 // window: ATen's flash attention; cudnn and efficient take what else is masked as a bias.
@@ -37,12 +45,12 @@ enum class Vendor { cudnn, flash, varlen, window, efficient, none };
 
 Vendor vendor(const Triple& x, const PairMask& mask) {
   const auto width = x.q.size(3);
-  const bool flash = low(x.q) && width % 8 == 0 && width <= 256;
+  const bool halves = low(x.q) && width % 8 == 0 && width <= 256, flash = halves && runs_flash(x.q);
   if (flash && mask.segments.defined()) return Vendor::varlen;
   if (flash && mask.window && !mask.padding.defined()) return Vendor::window;
   if (flash && width <= 128 && x.q.size(2) % 64 == 0 && x.k.size(2) % 64 == 0) return Vendor::cudnn;
   if (flash && mask.simple()) return Vendor::flash;
-  if (flash || (x.q.scalar_type() == at::kFloat && width % 4 == 0)) return Vendor::efficient;
+  if (halves || (x.q.scalar_type() == at::kFloat && width % 4 == 0)) return Vendor::efficient;
   return Vendor::none;
 }
 
@@ -97,7 +105,8 @@ struct Bias {
     const auto masked = hidden(x, mask);
     const auto keys = x.k.size(2), pitch = (keys + 15) / 16 * 16;  // rows begin at what efficient's wide loads need
     bias = at::zeros({x.q.size(0), 1, x.q.size(2), pitch}, x.q.options()).narrow(3, 0, keys);
-    bias.masked_fill_(masked, -1e30);
+    // Far below any score, and a number of the type: fp16 ends at 65504.
+    bias.masked_fill_(masked, x.q.scalar_type() == at::kHalf ? -65504. : -1e30);
     dead = masked.all(-1);
   }
   at::Tensor of_heads(const at::Tensor& q) const {

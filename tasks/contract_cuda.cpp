@@ -37,7 +37,7 @@ void apply_activation(int kind, const at::Tensor& pre, at::Tensor out) {
 
 void multiply_derivative(int kind, at::Tensor y, const at::Tensor& aux) {
   if (kind == kRelu) at::threshold_backward_out(y, y, aux, 0);
-  else if (kind == kTanh)  // 1 - tanh^2 of a tanh in bf16 would be mostly rounding
+  else if (kind == kTanh)  // 1 - tanh^2 of a tanh in bf16 or fp16 would be mostly rounding
     y.mul_(aux.to(at::kFloat).tanh().square_().neg_().add_(1));
   else if (kind == kSilu) at::silu_backward_out(y, y, aux);
   else at::gelu_backward_out(y, y, aux, kind == kGeluNew ? "tanh" : "none");
@@ -157,7 +157,7 @@ struct Product {
       : args(args_), plan(args.plan), a(as_matrix(t.view(tile_of_a()).permuted(plan.a), plan.batch, plan.m, plan.k)),
         b(as_matrix(t.view(3 - tile_of_a()).permuted(plan.b), plan.batch, plan.k, plan.n)),
         most{most_of(t, plan.batch, plan.m), b.sizes.back(), most_of(t, plan.batch + plan.m, plan.k)},
-        lt(!plan.batch && (a.dtype == at::kBFloat16 || a.dtype == at::kFloat)),
+        lt(!plan.batch && a.dtype != at::kDouble),
         first((args.epilogue.colsum == 0) != plan.swap) {}
 
   size_t tile_of_a() const { return plan.swap ? 2 : 1; }

@@ -37,7 +37,7 @@ class CrossEntropy(Op):
 
     The classes are the last axis of the logits, labels have the others; to the loss `before`, if there is one, the new
     one is added. The scale is a slot: 1 / (labels that count, in all micro-batches of the step). Outputs: loss, fp64
-    [1]; lse [...], fp32 for bf16 logits: log-sum-exp of each row. With `fused` (set by the fusion pass where the
+    [1]; lse [...], fp32 for 16-bit logits: log-sum-exp of each row. With `fused` (set by the fusion pass where the
     classes are not cut) the same task overwrites the logits by their gradient.
     """
 

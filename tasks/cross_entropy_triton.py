@@ -14,6 +14,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
+from nntile_py.tiles.dtypes import is_low
 from nntile_py.tiles.tasklist import Task
 
 from .accumulate_triton import combine_softmax
@@ -185,7 +186,7 @@ def _cross_entropy_grad(
 def _blocks(task: Task, number: int) -> tuple[int, int, dict[str, Any]]:
     """Rows and columns of the logits; lanes and words of a program's vectors."""
     n = shape(task, number)[-1]
-    vector = 8 if tile(task, number).dtype == "bf16" else 4
+    vector = 8 if is_low(tile(task, number).dtype) else 4
     lanes = min(512, power_of_two(ceil_div(n, vector)))
     blocks = {"LANES": lanes, "VECTOR": vector, "ALIGNED": n % vector == 0, "warps": max(1, lanes // 64)}
     return words(task, number) // n, n, blocks

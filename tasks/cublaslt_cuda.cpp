@@ -28,8 +28,9 @@ void require(cublasStatus_t status, const char* what) {
 cudaDataType type_of(const View& x) {
   switch (x.dtype) {
     case at::kBFloat16: return CUDA_R_16BF;
+    case at::kHalf: return CUDA_R_16F;
     case at::kFloat: return CUDA_R_32F;
-    default: throw std::invalid_argument("cuBLASLt is given bf16 and fp32 tiles only");
+    default: throw std::invalid_argument("cuBLASLt is given bf16, fp16 and fp32 tiles only");
   }
 }
 

@@ -30,12 +30,17 @@ cudnnHandle_t handle() {
   return made;
 }
 
+fe::DataType_t type_of(const at::Tensor& x) {
+  if (x.scalar_type() == at::kFloat) return fe::DataType_t::FLOAT;
+  return x.scalar_type() == at::kHalf ? fe::DataType_t::HALF : fe::DataType_t::BFLOAT16;
+}
+
 template <class Target>
 void describe(Target&& target, Uid uid, const at::Tensor& x) {
   target.set_uid(uid)
       .set_dim(x.sizes().vec())
       .set_stride(x.strides().vec())
-      .set_data_type(x.scalar_type() == at::kFloat ? fe::DataType_t::FLOAT : fe::DataType_t::BFLOAT16);
+      .set_data_type(type_of(x));
 }
 
 struct Plan {
@@ -45,7 +50,7 @@ struct Plan {
 
 Plan build(const Operands& operands, bool causal, double scale) {
   auto graph = std::make_shared<fe::graph::Graph>();
-  graph->set_io_data_type(fe::DataType_t::BFLOAT16)
+  graph->set_io_data_type(type_of(operands[0].second))
       .set_intermediate_data_type(fe::DataType_t::FLOAT)
       .set_compute_data_type(fe::DataType_t::FLOAT);
   const std::map<Uid, at::Tensor> by_uid(operands.begin(), operands.end());
@@ -83,7 +88,8 @@ Plan build(const Operands& operands, bool causal, double scale) {
 }
 
 bool run(const Operands& operands, bool causal, double scale) {
-  std::vector<int64_t> key{causal, operands[0].second.get_device(), static_cast<int64_t>(operands.size())};
+  const auto& q = operands[0].second;
+  std::vector<int64_t> key{causal, q.get_device(), static_cast<int64_t>(q.scalar_type()), static_cast<int64_t>(operands.size())};
   std::unordered_map<int64_t, void*> pointers;
   for (const auto& [uid, x] : operands) {
     // Of the log-sum-exp it writes fp32, whatever is asked for.

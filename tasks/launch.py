@@ -309,7 +309,7 @@ Value = tuple[int, float | tuple[int, int, int, int]]
 
 def shared_memory(capability: int) -> int:
     """Bytes that a program can have (CUDA C++ Programming Guide, technical specifications per compute capability)."""
-    return 1024 * {80: 163, 87: 163, 90: 227, 100: 227, 103: 227}.get(capability, 99)
+    return 1024 * {70: 96, 75: 64, 80: 163, 87: 163, 90: 227, 100: 227, 103: 227}.get(capability, 99)
 
 
 Encoded = tuple[bytes, str, int, int, list[Value], list[Value]]

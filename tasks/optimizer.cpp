@@ -32,14 +32,20 @@ void add_scalars(Args& t) {
 }
 
 // tiles: norm, clip, sums of squares...
-void clip(Args& t) {
+void clip(Args& t, const ClipArgs& a, double inverse) {
   double total = 0;
   for (size_t k = 2; k < t.tiles(); ++k) total += *t[k].data_ptr<double>();
-  const ClipArgs a(t);
-  const double norm = std::sqrt(total);
+  const double norm = std::sqrt(total) * inverse;
   *t[0].data_ptr<double>() = norm;
-  *t[1].data_ptr<double>() = a.max_norm > 0 ? std::min(1.0, a.max_norm / (norm + 1e-6)) : 1.0;
+  *t[1].data_ptr<double>() = (a.max_norm > 0 ? std::min(1.0, a.max_norm / (norm + 1e-6)) : 1.0) * inverse;
   if (a.skip_above > 0 && !(norm <= a.skip_above)) *t[1].data_ptr<double>() = -1;
+}
+
+void clip_alone(Args& t) { clip(t, ClipArgs(t), 1); }
+
+void clip_scaled(Args& t) {
+  const ScaledClipArgs a(t);
+  clip(t, a.clip, a.inverse);
 }
 
 // tiles: param, m, v, grad, clip
@@ -94,7 +100,8 @@ void sgd(Args& t) {
 
 NNTILE_KERNEL(sum_squares, sum_squares);
 NNTILE_KERNEL(add_scalars, add_scalars);
-NNTILE_KERNEL(clip, clip);
+NNTILE_KERNEL(clip, clip_alone);
+NNTILE_KERNEL(clip_scaled, clip_scaled);
 NNTILE_KERNEL(adamw, adamw);
 NNTILE_KERNEL(sgd, sgd);
 

@@ -15,12 +15,19 @@ from nntile_py.tiles import RW, R, Slot, TaskArgs, Tile, W
 from .op import NORMALIZATION, Array, Lowering, Op, Tensor
 
 FAN_IN = 8  # partial sums added by one task
+LARGEST = float(np.finfo(np.float32).max)
+INVERSE_SCALE = "inverse_loss_scale"
 Ends = Mapping[Hashable, int]
 
 
 class ClipArgs(TaskArgs):
     max_norm: float  # 0: none
     skip_above: float  # 0: none
+
+
+class ScaledClipArgs(TaskArgs):
+    clip: ClipArgs
+    inverse: Slot  # 1 / what the loss is scaled by
 
 
 class AdamWArgs(TaskArgs):
@@ -45,7 +52,9 @@ class GradNorm(Op):
     As torch.nn.utils.clip_grad_norm_; without max_norm clip is 1. Where norm is above `skip_above`, or no number, clip
     is -1: the optimizers then leave everything as it is. Sums go up a tree of fixed shape: the result does
     not depend on the order in which tasks run. What `ends` names alike, by the key of a gradient's tile, is
-    added first: tiles that lie on the same device.
+    added first: tiles that lie on the same device. With `scaled` the gradients are those of a loss that was multiplied
+    by 1 / `inverse_loss_scale`, a slot: norm is that of the loss's own, clip is multiplied by the slot, and a norm that
+    is no finite number makes clip -1 (Micikevicius et al. 2018, 3.2).
     """
 
     category = NORMALIZATION
@@ -53,13 +62,14 @@ class GradNorm(Op):
 
     def __init__(
         self, grads: Sequence[Tensor], norm: Tensor, clip: Tensor, max_norm: float | None, ends: Ends | None = None,
-        *, skip_above: float | None = None,
+        *, skip_above: float | None = None, scaled: bool = False,
     ) -> None:  # fmt: skip
         for key, value in (("clip_grad_norm", max_norm), ("skip_above_norm", skip_above)):
             if value is not None and (not isinstance(value, Real) or not 0 < float(value) < math.inf):
                 raise ValueError(f"{key}: {value} is not allowed; use a positive number, or none")
         super().__init__(grads, [norm, clip])
-        self.max_norm, self.skip_above = max_norm, skip_above
+        self.max_norm, self.scaled = max_norm, scaled
+        self.skip_above = (skip_above or LARGEST) if scaled else skip_above
         self.ends = ends or {}
 
     def flop(self) -> float:
@@ -76,7 +86,11 @@ class GradNorm(Op):
         tops = [self._tree(low, sums, 1) for _, sums in sorted(near.items())]
         sums = self._tree(low, list(itertools.chain(*tops)), FAN_IN)
         norm, clip = (low.tile(t, {"one": 0}) for t in self.outputs)
-        low.emit("clip", [W(norm), W(clip), *map(R, sums)], ClipArgs(self.max_norm or 0.0, self.skip_above or 0.0))
+        accesses, args = [W(norm), W(clip), *map(R, sums)], ClipArgs(self.max_norm or 0.0, self.skip_above or 0.0)
+        if self.scaled:
+            low.emit("clip_scaled", accesses, ScaledClipArgs(args, Slot(INVERSE_SCALE)))
+        else:
+            low.emit("clip", accesses, args)
 
     def _tree(self, low: Lowering, sums: list[Tile], most: int) -> list[Tile]:
         while len(sums) > most:
@@ -89,25 +103,32 @@ class GradNorm(Op):
     def _sum(self, low: Lowering) -> Tile:
         return Tile(f"{self.name}.sum", (len(low.tasks.tasks),), (1,), "fp64")
 
-    def reference(self, *inputs: Array) -> tuple[Array, ...]:
-        norm = np.sqrt(sum(float((g.astype(np.float64) ** 2).sum()) for g in inputs))
-        clip = 1.0 if self.max_norm is None else min(1.0, self.max_norm / (norm + 1e-6))
+    def reference(self, *inputs: Array, inverse: float = 1.0) -> tuple[Array, ...]:
+        norm = np.sqrt(sum(float((g.astype(np.float64) ** 2).sum()) for g in inputs)) * inverse
+        clip = inverse * (1.0 if self.max_norm is None else min(1.0, self.max_norm / (norm + 1e-6)))
         if self.skip_above is not None and not norm <= self.skip_above:
             clip = -1.0
         return np.array([norm]), np.array([clip])
 
 
-def split(value: Array) -> tuple[Array, Array]:
-    """fp32 values rounded to bf16, halves away from zero, and what that left: int16, the lower half of their bits."""
+def split(value: Array, dtype: str = "bf16") -> tuple[Array, Array]:
+    """fp32 values as a parameter of this dtype and its `master`. Of bf16: rounded, halves away from zero, and what that
+    left, int16, the lower half of their bits. Of fp16, whose bits are no part of fp32's: rounded, and the values."""
+    if dtype == "fp16":
+        value = value.astype(np.float32)
+        with np.errstate(over="ignore"):  # as on a GPU
+            return value.astype(np.float16), value
     value = np.where(np.isnan(value), np.nan, value)  # some NaN would be rounded to a number
     bits = value.astype(np.float32).view(np.int32)
     low_bits = bits.astype(np.int16)
     return (bits - low_bits).view(np.float32), low_bits
 
 
-def joined(param: Array, low_bits: Array) -> Array:
+def joined(param: Array, master: Array) -> Array:
     """The fp32 values of which `split` made these, to the bit."""
-    return (np.asarray(param, np.float32).view(np.int32) + np.asarray(low_bits, np.int32)).view(np.float32)
+    if np.asarray(master).dtype.kind == "f":
+        return np.asarray(master, np.float32)
+    return (np.asarray(param, np.float32).view(np.int32) + np.asarray(master, np.int32)).view(np.float32)
 
 
 class AdamW(Op):
@@ -116,7 +137,7 @@ class AdamW(Op):
     g = grad clip; p -= lr weight_decay p; m = b1 m + (1 - b1) g; v = b2 v + (1 - b2) g^2;
     p -= lr / (1 - b1^t) m / (sqrt(v) / sqrt(1 - b2^t) + eps).
     All stay as they are where clip is below 0 (GradNorm). Slots lr, beta1_correction = 1 - b1^t and beta2_correction =
-    1 - b2^t change every step. With `low_bits`, int16, param is bf16 and p what both together are in fp32 (`joined`).
+    1 - b2^t change every step. With `master`, see `split`, param is bf16 or fp16 and p the fp32 value of both.
     """
 
     colours: ClassVar = {"update": "#f0e442"}
@@ -132,10 +153,10 @@ class AdamW(Op):
         betas: tuple[float, float],
         eps: float,
         weight_decay: float,
-        low_bits: Tensor | None = None,
+        master: Tensor | None = None,
     ) -> None:
-        self.low_bits = [low_bits] if low_bits else []
-        super().__init__([param, grad, m, v, clip, *self.low_bits], _in_place([param, m, v, *self.low_bits]))
+        self.master = [master] if master else []
+        super().__init__([param, grad, m, v, clip, *self.master], _in_place([param, m, v, *self.master]))
         self.betas, self.eps, self.weight_decay = betas, eps, weight_decay
 
     def flop(self) -> float:
@@ -147,29 +168,29 @@ class AdamW(Op):
         args = AdamWArgs(*slots, *self.betas, self.eps, self.weight_decay)
         for index in low.indices(param):
             state = [RW(low.tile(t, index)) for t in (param, m, v)]
-            low_bits = [RW(low.tile(t, index)) for t in self.low_bits]
-            accesses = [*state, R(low.tile(grad, index)), R(low.tile(clip, {"one": 0})), *low_bits]
+            master = [RW(low.tile(t, index)) for t in self.master]
+            accesses = [*state, R(low.tile(grad, index)), R(low.tile(clip, {"one": 0})), *master]
             low.emit("adamw", accesses, args)
 
     def reference(self, *inputs: Array, lr: float = 1e-3, step: int = 1) -> tuple[Array, ...]:
         p, g, m, v, clip = inputs[:5]
         if clip[0] < 0:
             return p, m, v, *inputs[5:]
-        p = joined(p, inputs[5]).astype(np.float64) if self.low_bits else p
+        p = joined(p, inputs[5]).astype(np.float64) if self.master else p
         b1, b2 = self.betas
         g = g * clip[0]
         m, v = b1 * m + (1 - b1) * g, b2 * v + (1 - b2) * g * g
         p = p * (1 - lr * self.weight_decay)
         p = p - lr / (1 - b1**step) * m / (np.sqrt(v) / np.sqrt(1 - b2**step) + self.eps)
-        p, *low_bits = split(p) if self.low_bits else [p]
-        return p, m, v, *low_bits
+        p, *master = split(p, self.output.dtype) if self.master else [p]
+        return p, m, v, *master
 
 
 class SGD(Op):
     """g = grad clip + weight_decay p; m = momentum m + g; p -= lr m, in place (torch.optim.SGD, dampening 0).
 
-    All stay as they are where clip is below 0 (GradNorm). With `low_bits`, int16, param is bf16 and p what both
-    together are in fp32 (`joined`).
+    All stay as they are where clip is below 0 (GradNorm). With `master`, see `split`, param is bf16 or fp16 and p the
+    fp32 value of both.
     """
 
     def __init__(
@@ -181,10 +202,10 @@ class SGD(Op):
         *,
         momentum: float,
         weight_decay: float,
-        low_bits: Tensor | None = None,
+        master: Tensor | None = None,
     ) -> None:
-        self.m, self.low_bits = [m] if m else [], [low_bits] if low_bits else []
-        state = [*self.m, *self.low_bits]
+        self.m, self.master = [m] if m else [], [master] if master else []
+        state = [*self.m, *self.master]
         super().__init__([param, grad, clip, *state], _in_place([param, *state]))
         self.momentum, self.weight_decay = momentum, weight_decay
 
@@ -203,13 +224,13 @@ class SGD(Op):
         p, g, clip = inputs[:3]
         if clip[0] < 0:
             return p, *inputs[3:]
-        p = joined(p, inputs[-1]).astype(np.float64) if self.low_bits else p
+        p = joined(p, inputs[-1]).astype(np.float64) if self.master else p
         m = g * clip[0] + self.weight_decay * p
         if self.m:
             m = self.momentum * inputs[3] + m
         p = p - lr * m
-        p, *low_bits = split(p) if self.low_bits else [p]
-        return p, *([m] if self.m else []), *low_bits
+        p, *master = split(p, self.output.dtype) if self.master else [p]
+        return p, *([m] if self.m else []), *master
 
 
 def _in_place(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -32,7 +32,7 @@ from .launch import (
     tile,
     words,
 )
-from .optimizer import AdamWArgs, ClipArgs, SGDArgs
+from .optimizer import AdamWArgs, ClipArgs, ScaledClipArgs, SGDArgs
 
 FAN_IN = 8  # tiles of scalars that one kernel takes: FAN_IN of optimizer.py
 BLOCK = 4096
@@ -116,13 +116,14 @@ def _add_scalars(OUT, A, B, C, D, E, F, G, H, COUNT: tl.constexpr):
 @triton.jit
 def _clip(
     NORM, CLIP, A, B, C, D, E, F, G, H,
-    limit, skip_above, COUNT: tl.constexpr, LIMITED: tl.constexpr, SKIPS: tl.constexpr,
+    limit, skip_above, inverse, COUNT: tl.constexpr, LIMITED: tl.constexpr, SKIPS: tl.constexpr,
 ):  # fmt: skip
-    norm = tl.sqrt(_load_sum(A, B, C, D, E, F, G, H, COUNT))
+    norm = tl.sqrt(_load_sum(A, B, C, D, E, F, G, H, COUNT)) * inverse
     tl.store(NORM, norm)
     factor = tl.full((), 1.0, tl.float64)
     if LIMITED:
         factor = tl.minimum(factor, limit / (norm + 1e-6))
+    factor *= inverse
     if SKIPS:
         factor = tl.where(norm <= skip_above, factor, -1.0)
     tl.store(CLIP, factor)
@@ -132,29 +133,33 @@ def _clip(
 
 
 @triton.jit
-def _load_param(PARAM, LOW_BITS, at, inside, HAS_LOW_BITS: tl.constexpr):
+def _load_param(PARAM, MASTER, at, inside, MASTER_BITS: tl.constexpr):
+    if MASTER_BITS == 32:
+        return tl.load(MASTER + at, inside)
     p = tl.load(PARAM + at, inside)
-    if HAS_LOW_BITS:
+    if MASTER_BITS == 16:
         bits = p.to(tl.int16, bitcast=True).to(tl.int32) << 16
-        return (bits + tl.load(LOW_BITS + at, inside).to(tl.int32)).to(tl.float32, bitcast=True)
+        return (bits + tl.load(MASTER + at, inside).to(tl.int32)).to(tl.float32, bitcast=True)
     return p.to(tl.float32)
 
 
 @triton.jit
-def _store_param(PARAM, LOW_BITS, at, p, inside, HAS_LOW_BITS: tl.constexpr):
-    if HAS_LOW_BITS:
+def _store_param(PARAM, MASTER, at, p, inside, MASTER_BITS: tl.constexpr):
+    if MASTER_BITS == 16:
         bits = tl.where(p == p, p.to(tl.int32, bitcast=True), 0x7FC00000)
         low_bits = bits.to(tl.int16)
         tl.store(PARAM + at, ((bits - low_bits.to(tl.int32)) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), inside)
-        tl.store(LOW_BITS + at, low_bits, inside)
+        tl.store(MASTER + at, low_bits, inside)
     else:
         tl.store(PARAM + at, p, inside)
+        if MASTER_BITS == 32:
+            tl.store(MASTER + at, p, inside)
 
 
 @triton.jit
 def _adamw(
     TABLE, CLIP, lr, correction1, correction2, keep1, new1, keep2, new2, eps, decay,
-    TYPE: tl.constexpr, STATE: tl.constexpr, GRAD: tl.constexpr, HAS_LOW_BITS: tl.constexpr,
+    TYPE: tl.constexpr, STATE: tl.constexpr, GRAD: tl.constexpr, MASTER_BITS: tl.constexpr,
     ROWS: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row, block = _row(TABLE, ROWS)
@@ -162,7 +167,12 @@ def _adamw(
     clip = tl.load(CLIP).to(tl.float32)
     inside = (at < _words(row, ROWS, ALIGNED)) & (tl.full([BLOCK], clip, tl.float32) >= 0)
     PARAM, M, V = _address(row, 2, TYPE, ROWS), _address(row, 3, STATE, ROWS), _address(row, 4, STATE, ROWS)
-    LOW_BITS = _address(row, 6, tl.int16, ROWS) if HAS_LOW_BITS else PARAM
+    if MASTER_BITS == 0:
+        MASTER = PARAM
+    elif MASTER_BITS == 16:
+        MASTER = _address(row, 6, tl.int16, ROWS)
+    else:
+        MASTER = _address(row, 6, tl.float32, ROWS)
     g = tl.load(_address(row, 5, GRAD, ROWS) + at, inside).to(tl.float32) * clip
     # Which product of a sum is fused with it would be the compiler's choice, another one for aligned tables: bits would
     # depend on which tiles are updated together, and so on the number of GPUs.
@@ -170,28 +180,28 @@ def _adamw(
     v = tl.fma(keep2, tl.load(V + at, inside).to(tl.float32), new2 * g * g)
     tl.store(M + at, m, inside)
     tl.store(V + at, v, inside)
-    p = _load_param(PARAM, LOW_BITS, at, inside, HAS_LOW_BITS)
+    p = _load_param(PARAM, MASTER, at, inside, MASTER_BITS)
     # p - lr decay p, not (1 - lr decay) p: the factor would lose most digits of lr decay.
     p = tl.fma(-lr * decay, p, p)
     p -= (lr / correction1) * m / (tl.sqrt(v) / tl.sqrt(correction2) + eps)
-    _store_param(PARAM, LOW_BITS, at, p, inside, HAS_LOW_BITS)
+    _store_param(PARAM, MASTER, at, p, inside, MASTER_BITS)
 
 
 @triton.jit
 def _sgd(
-    PARAM, M, GRAD, CLIP, LOW_BITS, n, lr, momentum, decay,
-    HAS_MOMENTUM: tl.constexpr, HAS_LOW_BITS: tl.constexpr, BLOCK: tl.constexpr,
+    PARAM, M, GRAD, CLIP, MASTER, n, lr, momentum, decay,
+    HAS_MOMENTUM: tl.constexpr, MASTER_BITS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     clip = tl.load(CLIP).to(tl.float32)
     inside = (at < n) & (tl.full([BLOCK], clip, tl.float32) >= 0)
-    p = _load_param(PARAM, LOW_BITS, at, inside, HAS_LOW_BITS)
+    p = _load_param(PARAM, MASTER, at, inside, MASTER_BITS)
     d = tl.fma(decay, p, tl.load(GRAD + at, inside).to(tl.float32) * clip)  # as in _adamw
     if HAS_MOMENTUM:
         d = tl.fma(momentum, tl.load(M + at, inside).to(tl.float32), d)
         tl.store(M + at, d, inside)
     p = tl.fma(-lr, d, p)
-    _store_param(PARAM, LOW_BITS, at, p, inside, HAS_LOW_BITS)
+    _store_param(PARAM, MASTER, at, p, inside, MASTER_BITS)
 
 
 @dataclass(frozen=True)
@@ -248,18 +258,32 @@ def _describe_add(task: Task) -> Launches:
 
 @launches("clip")
 def _describe_clip(task: Task) -> Launches:
-    a = ClipArgs.of(task)
-    args: list[Parameter] = [tile(task, 0), tile(task, 1), *_terms(task, 2), float(a.max_norm), float(a.skip_above)]
+    return _clipped(task, ClipArgs.of(task), 1.0)
+
+
+@launches("clip_scaled")
+def _describe_scaled_clip(task: Task) -> Launches:
+    a = ScaledClipArgs.of(task)
+    return _clipped(task, a.clip, slot(task, a.inverse))
+
+
+def _clipped(task: Task, a: ClipArgs, inverse: Parameter) -> Launches:
+    limits = float(a.max_norm), float(a.skip_above)
+    args: list[Parameter] = [tile(task, 0), tile(task, 1), *_terms(task, 2), *limits, inverse]
     form = {"COUNT": len(task.accesses) - 2, "LIMITED": a.max_norm > 0, "SKIPS": a.skip_above > 0}
     return Launches((launch(_clip, 1, *args, **form, warps=1),))
 
 
-# tiles: param, m, v, grad, clip (, low_bits)
+def _master_bits(task: Task, number: int) -> int:
+    """Of an element of the master, tile `number`; 0 where there is none."""
+    return 8 * DTYPES[tile(task, number).dtype].bytes if number < len(task.accesses) else 0
+
+
+# tiles: param, m, v, grad, clip (, master)
 @launches_together("adamw")
 def _describe_adamw(tasks: Sequence[Task]) -> Launches:
     first, block = tasks[0], 1024
     assert len({task.accesses[4].tile for task in tasks}) == 1, "one clip for all"
-    has_low_bits = len(first.accesses) > 5
     table = _table([words(task, 0) for task in tasks], [a[:4] + a[5:] for a in numbered(tasks)], block)
     scratch = Scratch()
     at = scratch.take(len(table.words), "int64")
@@ -268,17 +292,18 @@ def _describe_adamw(tasks: Sequence[Task]) -> Launches:
     slots = (slot(first, s) for s in (a.lr, a.beta1_correction, a.beta2_correction))
     b1, b2 = float(a.beta1), float(a.beta2)
     floats: list[Parameter] = [*slots, b1, 1 - b1, b2, 1 - b2, float(a.eps), float(a.weight_decay)]
-    form = {**table.form, **types, "HAS_LOW_BITS": has_low_bits, "BLOCK": block}
+    form = {**table.form, **types, "MASTER_BITS": _master_bits(first, 5), "BLOCK": block}
     return Launches((launch(_adamw, table.programs, at, tile(first, 4), *floats, **form),), scratch.bytes, table.words)
 
 
-# tiles: grad, clip, param (, m) (, low_bits)
+# tiles: grad, clip, param (, m) (, master)
 @launches("sgd")
 def _describe_sgd(task: Task) -> Launches:
-    n, a, has_low_bits = words(task, 0), SGDArgs.of(task), task.accesses[-1].tile.dtype == "int16"
-    has_momentum = len(task.accesses) - has_low_bits > 3
-    last = len(task.accesses) - 1
-    tiles: list[Parameter] = [tile(task, k) for k in (2, 3 if has_momentum else 2, 0, 1, last if has_low_bits else 2)]
+    n, a = words(task, 0), SGDArgs.of(task)
+    has_momentum = a.momentum > 0
+    bits = _master_bits(task, 3 + has_momentum)
+    m, master = 3 if has_momentum else 2, 3 + has_momentum if bits else 2
+    tiles: list[Parameter] = [tile(task, k) for k in (2, m, 0, 1, master)]
     floats: list[Parameter] = [slot(task, a.lr), float(a.momentum), float(a.weight_decay)]
-    has = {"HAS_MOMENTUM": has_momentum, "HAS_LOW_BITS": has_low_bits}
+    has = {"HAS_MOMENTUM": has_momentum, "MASTER_BITS": bits}
     return Launches((launch(_sgd, ceil_div(n, 1024), *tiles, n, *floats, **has, BLOCK=1024),))

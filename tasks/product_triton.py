@@ -1,7 +1,7 @@
 """Products with an activation, or its derivative, as their epilogue on CUDA, where cuBLASLt has none. Tiles as in
 contract_cuda.cpp, which is one of the ways to compute them: the fastest is measured by C++.
 
-The activation is computed from the sum in fp32, not from what is kept of it in bf16.
+The activation is computed from the sum in fp32, not from what is kept of it in bf16 or fp16.
 """
 
 # Functions of Triton's language have no Python types.
@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from nntile_py.tiles.dtypes import is_low
 from nntile_py.tiles.tasklist import Task
 
 from .activation import ACTIVATIONS
@@ -215,10 +216,10 @@ def sizes_of(task: Task, plan: PlanArgs) -> Sizes | None:
 
 def served(task: Task, a: ContractArgs) -> Sizes | None:
     """The product's sizes, if the kernels compute what the task asks for: to measure is to compute several times."""
-    e = a.epilogue
+    e, dtypes = a.epilogue, {access.tile.dtype for access in task.accesses}
     alone = not e.residual and e.colsum < 0 and not any(access.accumulate for access in task.accesses)
     whole = e.bias_axes in (-1, ((1 << a.plan.n) - 1) << a.plan.m)
-    if e.activation not in OWN or not alone or not whole or {x.tile.dtype for x in task.accesses} != {"bf16"}:
+    if e.activation not in OWN or not alone or not whole or len(dtypes) > 1 or not is_low(*dtypes):
         return None
     return sizes_of(task, a.plan)
 
@@ -245,6 +246,7 @@ def _describe(task: Task) -> Launches:
         return (launch(_product, blocks, *args, **options, warps=w.warps),)
 
     kind = f"{ACTIVATIONS[e.activation]}{' gradient' if e.aux else ' kept' if e.keep_pre else ''}"
-    key = f"product {kind} {int(m)} {n} {k} {int(b_by_k)} {int(biased)} of {', '.join(w.name for w in ways)}"
+    names, dtype = ", ".join(w.name for w in ways), tile(task, 0).dtype
+    key = f"product {kind} {dtype} {int(m)} {n} {k} {int(b_by_k)} {int(biased)} of {names}"
     first, *others = map(way, ways)
     return Launches(first, others=tuple(others), key=key)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from nntile_py import tasks as ops
+from nntile_py.graph.optimizers import MASTERS
 from nntile_py.tasks import Op, Tensor
 from nntile_py.testing import Array, Case, Maker, Values, low_bits, normal, of, positive
 
@@ -73,23 +74,29 @@ def squared_error_grad(case: Case) -> Op:
     return case.add(ops.SquaredErrorGrad(x, target, case.y("batch seq embed")))
 
 
-def grad_norm(max_norm: float | None, places: int = 0, skip_above: float | None = None) -> Callable[[Case], Op]:
-    """places: where tiles lie, in turn; the last tensor's are not known."""
+def grad_norm(
+    max_norm: float | None, places: int = 0, skip_above: float | None = None, scale: float | None = None
+) -> Callable[[Case], Op]:
+    """places: where tiles lie, in turn; the last tensor's are not known. scale: of the loss."""
 
     def row(case: Case) -> Op:
         grads = [case.x(axes, dtype=case.wide) for axes in ("vocab embed", "embed ffn", "ffn")]
         indices = [(grad.storage.name, index) for grad in grads[:2] for index in itertools.product(range(20), repeat=2)]
         ends = {where: sum(where[1]) % places for where in indices if places}
         outputs = case.y("one", "fp64"), case.y("one", "fp64")
-        return case.add(ops.GradNorm(grads, *outputs, max_norm, ends, skip_above=skip_above))
+        if scale:
+            case.slots["inverse_loss_scale"] = case.options["inverse"] = 1 / scale
+        return case.add(ops.GradNorm(grads, *outputs, max_norm, ends, skip_above=skip_above, scaled=bool(scale)))
 
     return row
 
 
-def with_rest(case: Case, param: Tensor) -> dict[str, Tensor]:
-    """The operand that makes a bf16 parameter an fp32 one."""
-    case.low_bits[param] = case.x("embed ffn", low_bits, "int16")
-    return {"low_bits": case.low_bits[param]}
+def with_master(case: Case, param: Tensor) -> dict[str, Tensor]:
+    """The operand that makes a bf16 or fp16 parameter an fp32 one."""
+    if param.dtype not in MASTERS:
+        return {}
+    case.masters[param] = case.x("embed ffn", low_bits if param.dtype == "bf16" else normal, MASTERS[param.dtype][1])
+    return {"master": case.masters[param]}
 
 
 def negative(rng: np.random.Generator, shape: tuple[int, ...], values: Values) -> Array:
@@ -103,7 +110,7 @@ def adamw(split: bool, clip_of: Maker = positive) -> Callable[[Case], Op]:
         param = case.x("embed ffn")
         state = [case.x("embed ffn", make, case.wide) for make in (normal, normal, positive)]
         clip = case.x("one", clip_of, "fp64")
-        options = with_rest(case, param) if split and param.dtype == "bf16" else {}
+        options = with_master(case, param) if split else {}
         return case.add(ops.AdamW(param, *state, clip, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, **options))
 
     return row
@@ -115,7 +122,7 @@ def sgd(momentum: float, split: bool = False, clip_of: Maker = positive) -> Call
         param, grad = case.x("embed ffn"), case.x("embed ffn", dtype=case.wide)
         m = case.x("embed ffn", dtype=case.wide) if momentum else None
         clip = case.x("one", clip_of, "fp64")
-        options = with_rest(case, param) if split and param.dtype == "bf16" else {}
+        options = with_master(case, param) if split else {}
         return case.add(ops.SGD(param, grad, m, clip, momentum=momentum, weight_decay=0.1, **options))
 
     return row
@@ -139,6 +146,8 @@ ROWS: dict[str, Callable[[Case], Any]] = {
     "GradNorm in several places": grad_norm(1.5, places=3),
     "GradNorm skips": grad_norm(1.5, skip_above=1e-3),
     "GradNorm does not skip": grad_norm(1.5, skip_above=1e6),
+    "GradNorm scaled": grad_norm(1e-2, scale=1024.0),
+    "GradNorm scaled skips": grad_norm(1.5, skip_above=1e-3, scale=1024.0),
     "AdamW": adamw(split=False),
     "AdamW skipped": adamw(split=True, clip_of=negative),
     "SGD": sgd(0.0),

@@ -80,8 +80,10 @@ MISTAKES = [
     ("optimizer.min_lr=1", "optimizer.min_lr", "at most optimizer.lr = 0.001"),
     ("optimizer.momentum=0.9", "optimizer.momentum", "unless optimizer.name is sgd"),
     ("optimizer.clip_grad_norm=0", "optimizer.clip_grad_norm", "a number above 0"),
-    ("precision=fp16", "precision", "fp32 (CPU and CUDA workers), fp64 (CPU workers)"),
+    ("precision=fp8", "precision", "fp32 (CPU and CUDA workers), fp64 (CPU workers)"),
     ("precision=bf16", "precision", "allowed on CPU workers: fp32, fp64"),
+    ("precision=fp16", "precision", "allowed on CPU workers: fp32, fp64"),
+    ("train.loss_scale=0", "train.loss_scale", "a number of at least 1"),
     ("accumulate=chian", "accumulate", "'chain', 'commute', 'redux' or 'tree'"),
     ("fusion.bias=3", "fusion.bias", "true or false"),
     ("fusion.found=3", "fusion.found", "true or false"),
@@ -124,7 +126,7 @@ def test_a_mistake_ends_with_status_2_naming_the_key(
 
 def test_fp64_is_for_cpu_workers(small: Path) -> None:
     """Kernels for GPUs compute in fp32."""
-    with pytest.raises(ConfigError, match="allowed on CUDA workers: fp32, bf16, tf32"):
+    with pytest.raises(ConfigError, match="allowed on CUDA workers: fp32, bf16, fp16, tf32"):
         load(small, ["precision=fp64", "runtime.cuda=1"])
 
 
@@ -163,7 +165,7 @@ def test_a_file_that_is_not_there_or_not_text(
 
 def test_all_mistakes_are_told_at_once(small: Path) -> None:
     with pytest.raises(ConfigError) as error:
-        load(small, ["tiles.embed=0", "train.stepz=3", "precision=fp16"])
+        load(small, ["tiles.embed=0", "train.stepz=3", "precision=fp8"])
     assert all(key in str(error.value) for key in ("tiles.embed", "train.stepz", "precision"))
 
 

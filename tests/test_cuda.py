@@ -1,5 +1,6 @@
 """On a CUDA device: every operator against its float64 reference, GPT-2, memory limits, Python tasks."""
 
+import itertools
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -44,19 +45,20 @@ def cuda() -> Iterator[nt.Runtime]:
 @pytest.mark.parametrize(
     ("tiling", "policy"), [("uncut", "chain"), ("even", "tree"), ("ragged", "chain"), ("ragged", "redux")]
 )
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
 def test_operator(cuda: nt.Runtime, row: Any, dtype: str, tiling: str, policy: str) -> None:
     check(row, TILINGS[tiling], policy, dtype, tolerance=3e-5 if dtype == "fp32" else None)
 
 
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize("row", SPLIT.values(), ids=SPLIT)
-def test_split_parameters(cuda: nt.Runtime, row: Any) -> None:
-    check(row, TILINGS["ragged"], "chain", "bf16")
+def test_split_parameters(cuda: nt.Runtime, row: Any, dtype: str) -> None:
+    check(row, TILINGS["ragged"], "chain", dtype)
 
 
 @pytest.mark.parametrize("policy", ["chain", "redux"])
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
 def test_operator_on_large_tiles(cuda: nt.Runtime, row: Any, dtype: str, policy: str) -> None:
     check(row, {"batch": 1, "embed": 136}, policy, dtype, LARGE, tolerance=5e-5 if dtype == "fp32" else None)
@@ -97,11 +99,26 @@ CUTS: dict[str, dict[str, int]] = {
 
 
 @pytest.mark.parametrize("cut", CUTS)
-@pytest.mark.parametrize(("dtype", "limit"), [("fp32", 1e-4), ("tf32", 5e-3), ("bf16", 2e-2)])
+@pytest.mark.parametrize(("dtype", "limit"), [("fp32", 1e-4), ("tf32", 5e-3), ("bf16", 2e-2), ("fp16", 5e-3)])
 def test_training(cuda: nt.Runtime, expected: list[float], dtype: str, limit: float, cut: str) -> None:
     got = train(dtype, tiles=CUTS[cut])
     assert got[-1] < 0.8 * got[0]
     assert error(got, expected) < limit
+
+
+def test_gradients_that_overflow(cuda: nt.Runtime) -> None:
+    """In fp16 with a scale that is too large: steps change nothing until it fits."""
+    trainer = nt.Trainer(nt.models.GPT2(CONFIG, seed=1), 8, 64, dtype="fp16", loss_scale=2.0**24)
+    ids = np.random.default_rng(5).integers(0, CONFIG.vocab, (8, 64))
+    steps, weights = [], [trainer.state_dict()]
+    while len(steps) < 16 and not (steps and not steps[-1].overflow):
+        steps.append(trainer.submit(ids, ids).result())
+        weights.append(trainer.state_dict())
+    assert len(steps) > 1 and all(step.overflow and step.skipped for step in steps[:-1])
+    assert not steps[-1].skipped and [step.loss_scale for step in steps] == [2.0 ** (24 - k) for k in range(len(steps))]
+    same = [all((a[name] == b[name]).all() for name in a) for a, b in itertools.pairwise(weights)]
+    assert same == [step.skipped for step in steps]
+    trainer.close()
 
 
 def test_a_precision_is_its_trainers_own(cuda: nt.Runtime) -> None:
@@ -142,7 +159,7 @@ import test_cuda, nntile_py as nt
 rows = [row for name, row in test_cuda.ROWS.items() if name.startswith("Contract") and "permuted" in name]
 with nt.Runtime(cpus=0, cuda=1):
     for row in rows:
-        for dtype, tolerance in (("fp32", 5e-5), ("bf16", None)):
+        for dtype, tolerance in (("fp32", 5e-5), ("bf16", None), ("fp16", None)):
             test_cuda.check(row, {}, "chain", dtype, test_cuda.LARGE, tolerance=tolerance)
             test_cuda.check(row, test_cuda.TILINGS["ragged"], "chain", dtype, tolerance=tolerance)
 """
@@ -172,7 +189,8 @@ rows += [linear(activation=kind, aux=aux) for kind in ("relu", "tanh", "silu") f
 with nt.Runtime(cpus=0, cuda=1):
     for row in rows:
         for seq in (37, 500, 1500):
-            test_cuda.check(row, {}, "chain", "bf16", {"batch": 1, "seq": seq, "embed": 136, "ffn": 328})
+            for dtype in ("bf16", "fp16"):
+                test_cuda.check(row, {}, "chain", dtype, {"batch": 1, "seq": seq, "embed": 136, "ffn": 328})
 """
 
 
@@ -182,7 +200,7 @@ def test_each_product_with_an_epilogue(python: Any, cuda: nt.Runtime, tmp_path: 
     assert first.returncode == 0, first.stderr[-2000:]
     (kept,) = (tmp_path / "nntile_py").glob("launches-*")
     measured = kept.read_text()
-    assert measured.count("product gelu") == 3 * 3
+    assert measured.count("product gelu") == 3 * 3 * 2
     for choice in range(5):  # beyond the last: the first
         kept.write_text(changed := re.sub(r": \d+$", f": {choice}", measured, flags=re.M))
         result = python(PRODUCTS, FOLDER, XDG_CACHE_HOME=str(tmp_path))
@@ -199,7 +217,7 @@ BIN_MASKS = ["segments", "segments causal", "segments window", "segments around"
 
 @pytest.mark.parametrize("form", ["vendor", "segments"])
 @pytest.mark.parametrize("layout", ["by seq", "packed", "packed k and v", "groups", "other order"])
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 def test_attention_over_segments(cuda: nt.Runtime, dtype: str, layout: str, form: str) -> None:
     tolerance = 5e-5 if dtype == "fp32" else None
     for mask in BIN_MASKS:
@@ -209,7 +227,7 @@ def test_attention_over_segments(cuda: nt.Runtime, dtype: str, layout: str, form
             check(AttentionRow(mask, form, layout, ends=ends), tiles, "chain", dtype, sizes, tolerance=tolerance)
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("tiles", [{}, {"heads": 2}], ids=["uncut", "heads"])
 def test_dropout_of_segments(cuda: nt.Runtime, tiles: dict[str, int], dtype: str) -> None:
     def row(case: Any) -> None:
@@ -223,7 +241,7 @@ WAYS = """
 import sys; sys.path.insert(0, sys.argv[1])
 import test_cuda, nntile_py as nt
 with nt.Runtime(cpus=0, cuda=1):
-    for dtype, tolerance in (("fp32", 5e-5), ("bf16", None)):
+    for dtype, tolerance in (("fp32", 5e-5), ("bf16", None), ("fp16", None)):
         for positions in (50, 120, 300):
             row = test_cuda.AttentionRow("segments", "vendor", ends=tuple(x * positions // 300 for x in test_cuda.ENDS))
             sizes = {**test_cuda.BIN, "seq": positions, "key": positions}
@@ -237,7 +255,7 @@ def test_each_way_to_attend(python: Any, cuda: nt.Runtime, tmp_path: Path) -> No
     assert first.returncode == 0, first.stderr[-2000:]
     (kept,) = (tmp_path / "nntile_py").glob("launches-*")
     measured = kept.read_text()
-    assert measured.count("forward bf16") == measured.count("gradient bf16") == 3
+    assert all(measured.count(f"{way} {of}") == 3 for way in ("forward", "gradient") for of in ("bf16", "fp16"))
     for choice in range(5):  # beyond the last: the first
         kept.write_text(changed := re.sub(r": \d+$", f": {choice}", measured, flags=re.M))
         result = python(WAYS, FOLDER, XDG_CACHE_HOME=str(tmp_path))
@@ -247,7 +265,7 @@ def test_each_way_to_attend(python: Any, cuda: nt.Runtime, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("lengths", LENGTHS)
 @pytest.mark.parametrize("name", ["bert", "bert found", "deberta", "modernbert", "gpt2"])
-@pytest.mark.parametrize(("dtype", "limit"), [("fp32", 1e-4), ("bf16", 2e-2)])
+@pytest.mark.parametrize(("dtype", "limit"), [("fp32", 1e-4), ("bf16", 2e-2), ("fp16", 5e-3)])
 def test_packed_as_padded(cuda: nt.Runtime, name: str, dtype: str, limit: float, lengths: str) -> None:
     """What lies behind the filled part of a tile is added to nothing, in bins that other steps fill more or less."""
     batch, other, found = inputs(LENGTHS[lengths]), inputs([LENGTH] * len(LENGTHS[lengths]), seed=1), []
@@ -262,14 +280,15 @@ def test_packed_as_padded(cuda: nt.Runtime, name: str, dtype: str, limit: float,
     assert error(found[1], found[0]) < limit
 
 
-def test_weights_come_back(cuda: nt.Runtime) -> None:
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_weights_come_back(cuda: nt.Runtime, dtype: str) -> None:
     model = nt.models.GPT2(CONFIG, seed=2)
     before = {name: value.copy() for name, value in model.weights.items()}
-    trainer = nt.Trainer(model, 2, 32, dtype="bf16", optimizer=nt.AdamW(lr=1e-9))
+    trainer = nt.Trainer(model, 2, 32, dtype=dtype, optimizer=nt.AdamW(lr=1e-9))
     assert all(np.array_equal(value, before[name]) for name, value in trainer.state_dict().items())
     losses(trainer, 1)
     after = trainer.state_dict()
-    assert all(error(after[name], before[name]) < 1e-5 or not before[name].any() for name in before)  # no bf16 rounding
+    assert all(error(after[name], before[name]) < 1e-5 or not before[name].any() for name in before)  # no rounding
     trainer.close()
 
 

@@ -22,9 +22,9 @@ if not (torch.cuda.is_available() and _core.has_cuda):
 
 CONFIG = nt.models.BERTConfig(layers=3, embed=128, heads=4, vocab=500, positions=256, head="pooler")
 BARE = CONFIG.model_copy(update={"head": "none"})
-# Of bits that differ where products have other numbers of rows; in tf32 and bf16 that may round an operand elsewhere
+# Of bits that differ where products have other numbers of rows; but for fp32 that may round an operand elsewhere
 # (tf32 on an H200: 2.1e-5 and 5.7e-5; tf32 rounds to 4.9e-4).
-LIMIT = {"fp32": 1e-5, "tf32": 1e-4, "bf16": 1e-2}
+LIMIT = {"fp32": 1e-5, "tf32": 1e-4, "bf16": 1e-2, "fp16": 2e-3}
 Texts = list[list[int]]
 
 
@@ -55,7 +55,7 @@ def same(got: Any, want: Any, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("output", ["hidden", "pooled"])
-@pytest.mark.parametrize("dtype", ["fp32", "tf32", "bf16"])
+@pytest.mark.parametrize("dtype", ["fp32", "tf32", "bf16", "fp16"])
 def test_as_the_tasks_one_by_one(cuda: nt.Runtime, dtype: str, output: str) -> None:
     """Launched, captured, replayed; bins of several sizes, more and less filled, in turns."""
     model = nt.models.BERT(CONFIG, seed=1)
@@ -71,6 +71,17 @@ def test_as_the_tasks_one_by_one(cuda: nt.Runtime, dtype: str, output: str) -> N
         assert len(found) == 3 and all(one.captured and one.graphs for one in found)
         many = encoder([row for given in PASSES for row in given] * 3)  # passes in flight together
         same(many, [row for given in want for row in given] * 3, dtype)
+
+
+@pytest.mark.parametrize("output", ["hidden", "pooled"])
+@pytest.mark.parametrize(("dtype", "limit"), [("bf16", 3e-2), ("fp16", 4e-3)])
+def test_as_in_fp32(cuda: nt.Runtime, dtype: str, limit: float, output: str) -> None:
+    """What is served in 16 bits comes as float32."""
+    model = nt.models.BERT(CONFIG, seed=1)
+    with nt.Encoder(model, output) as exact, nt.Encoder(model, output, dtype=dtype) as encoder:
+        for given in PASSES:
+            for got, want in zip(encoder(given), exact(given), strict=True):
+                assert got.dtype == np.float32 and error(got, want) < limit
 
 
 def test_one_graph_serves_all_fillings(cuda: nt.Runtime) -> None:

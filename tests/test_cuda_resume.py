@@ -52,14 +52,14 @@ def never_stopped(python: Any, tmp_path_factory: pytest.TempPathFactory) -> dict
     folder = tmp_path_factory.mktemp("whole")
     return {
         (dtype, passes): run(python, 0, 6, dtype, passes, 1, 4096, "", folder / f"{dtype}-{passes}")
-        for dtype in ("fp32", "tf32", "bf16") for passes in (1, 2)
+        for dtype in ("fp32", "tf32", "bf16", "fp16") for passes in (1, 2)
     }  # fmt: skip
 
 
 @pytest.mark.parametrize("then", GPUS)
 @pytest.mark.parametrize("before", GPUS)
 @pytest.mark.parametrize("passes", [1, 2])
-@pytest.mark.parametrize("dtype", ["fp32", "tf32", "bf16"])
+@pytest.mark.parametrize("dtype", ["fp32", "tf32", "bf16", "fp16"])
 def test_gone_on(
     python: Any, tmp_path: Path, never_stopped: dict[tuple[str, int], list[str]], dtype: str, passes: int, before: int,
     then: int,

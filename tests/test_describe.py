@@ -161,7 +161,7 @@ WRONG: list[tuple[str, Any]] = [
     ("model", {"type": "gpt2"}), ("model", {"layers": 1, "embed": 8, "heads": 2, "attention": "fast"}),
     ("runtime", {"memory": "20 parsecs?"}), ("runtime", {"scheduler": "lsw"}), ("runtime", {"cpus": "some"}),
     ("optimizer", {"betas": [0.9]}), ("optimizer", {"betas": [0.9, 1.0]}), ("optimizer", {"decay": "some"}),
-    ("precision", "fp16"), ("train", {"batch": 1, "seq": 2}), ("data", {"val_fraction": 0.6}), ("accumulate", "all"),
+    ("precision", "fp8"), ("train", {"batch": 1, "seq": 2}), ("data", {"val_fraction": 0.6}), ("accumulate", "all"),
 ]  # fmt: skip
 
 

@@ -1,5 +1,6 @@
 """Steps that are skipped, and where a value that is no finite number came from."""
 
+import dataclasses
 import math
 import re
 from pathlib import Path
@@ -12,6 +13,7 @@ from test_loop import metrics, nntile
 
 import nntile_py as nt
 from nntile_py import _core
+from nntile_py.training import loss_scale
 
 TILES: dict[str, dict[str, int]] = {
     "uncut": {},
@@ -112,7 +114,7 @@ def test_the_update_that_made_it() -> None:
 
 @pytest.mark.parametrize("tiling", TILES)
 @pytest.mark.parametrize("attention", ["vendor", "merge", "flash", "naive"])
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"] if CUDA else ["fp32", "fp64"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"] if CUDA else ["fp32", "fp64"])
 def test_nothing_is_found_in_what_is_right(dtype: str, attention: str, tiling: str) -> None:
     """Masked scores are minus infinity only within a task."""
     data = batches(3)
@@ -125,6 +127,91 @@ def test_nothing_is_found_in_what_is_right(dtype: str, attention: str, tiling: s
     losses = [[trainer.step({**one, "attention_mask": mask}) for one in data] for trainer in trainers]
     assert losses[0] == losses[1] and all(map(math.isfinite, losses[0]))
     assert _core.take_not_finite() is None
+
+
+# -- a loss that is scaled
+
+
+@pytest.mark.parametrize("tiling", TILES)
+def test_a_scale_is_taken_out_again(tiling: str) -> None:
+    """A power of two changes no bit of fp32."""
+    found = []
+    for scale in (None, 2.0**16):
+        how: dict[str, Any] = {"clip_grad_norm": 0.5, "grad_accumulation": 2, "loss_scale": scale}
+        trainer = nt.Trainer(made(), 2, 8, TILES[tiling], optimizer=nt.AdamW(lr=0.01), **how)
+        results = [trainer.submit(one).result() for one in batches(3)]
+        told = [(result.loss, result.grad_norm, result.skipped) for result in results]
+        assert trainer.loss_scale == scale and all(result.loss_scale == scale for result in results)
+        found.append((told, trainer.gradients(), state(trainer), trainer.evaluate(batches(1, 2)[0])))
+        trainer.close()
+    one, other = found
+    assert one[0] == other[0] and same(one[1], other[1]) and same(one[2], other[2]) and one[3] == other[3]
+
+
+def test_a_scale_follows_overflow(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Halved until gradients are finite, then doubled every so many steps; a checkpoint goes on with it."""
+    monkeypatch.setattr(loss_scale, "INTERVAL", 3)
+    data, scale, good = batches(12), 2.0**66, 0
+    trainer = nt.Trainer(made(), 4, 8, TILES["ragged"], optimizer=nt.AdamW(lr=0.01), loss_scale=scale)
+    before, grew = state(trainer), 0
+    for step, one in enumerate(data):
+        if step == 7:
+            trainer.save(tmp_path / "saved")
+        result = trainer.submit(one).result()
+        after = state(trainer)
+        assert result.loss_scale == scale and result.overflow == result.skipped == same(before, after)
+        assert math.isfinite(result.loss) and math.isfinite(result.grad_norm) == (not result.overflow)
+        before, good = after, 0 if result.overflow else good + 1
+        scale, good, grew = (2 * scale, 0, grew + 1) if good == 3 else (scale / (1 + result.overflow), good, grew)
+        assert trainer.loss_scale == scale
+    assert result.loss_scale and result.loss_scale < 2.0**66 and grew
+    trainer.close()
+    again = nt.Trainer.load(tmp_path / "saved")
+    for one in data[7:]:
+        again.submit(one)
+    assert again.loss_scale == scale and same(state(again), before)
+
+
+def test_a_scale_that_can_fall_no_more() -> None:
+    one = loss_scale.LossScale(2.0)
+    one.after(1, overflow=True)
+    with pytest.raises(nt.NNTileError, match="step 2: the gradients overflow with a loss scale of 1; use precision"):
+        one.after(2, overflow=True)
+
+
+def test_a_loss_without_a_scale() -> None:
+    class Plain(nt.models.GPT2):
+        def trace(self, g: nt.Graph, batch: nt.Batch) -> nt.Traced:
+            traced = super().trace(g, batch)
+            g.inputs["labels"] = dataclasses.replace(g.inputs["labels"], scale=None)
+            return traced
+
+    with pytest.raises(nt.ConfigError, match="precision: the loss of CrossEntropy has no scale= of an input; allowed"):
+        nt.Trainer(Plain(nt.models.GPT2Config(**SIZES)), 4, 8, loss_scale=8.0)
+
+
+def test_weights_that_fp16_lacks() -> None:
+    graph = nt.Graph("fp16")
+    graph.param("w", {"embed": 2}, nt.ZEROS)
+    (param,) = graph.params.values()
+    assert (param.weight({"w": np.float32([65504, -1e-9])}) == np.float32([65504, -1e-9])).all()
+    with pytest.raises(nt.ConfigError, match="precision: w holds 70000, and fp16 ends at 65504; allowed here: bf16, f"):
+        param.weight({"w": np.float32([1, -70000])})
+
+
+def test_a_run_with_a_scale(tmp_path: Path) -> None:
+    """Metrics have it, and a resumed run goes on with it."""
+    for steps, more in ((3, ()), (12, ("--resume",))):
+        how = f"train.loss_scale={2.0**70}", f"train.steps={steps}"
+        done = nntile(tmp_path, *how, arguments=("--out", "run", *more))
+        assert done.returncode == 0, done.stderr
+        told = "skipped, gradients overflow, the loss' scale is halved: "
+        assert told in done.stdout and "steps were skipped (train.skip_above_norm or overflow in fp16)" in done.stdout
+    lines, scale = metrics(tmp_path / "run"), 2.0**70
+    for line in lines:
+        assert line["loss_scale"] == scale
+        scale /= 1 + line.get("skipped", False)
+    assert len(lines) == 12 and scale < 2.0**66 and "skipped" not in lines[-1]
 
 
 @pytest.mark.parametrize("value", [0, -1.0, math.nan, math.inf, "a"])

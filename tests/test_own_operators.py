@@ -70,7 +70,7 @@ def test_swish_in_torch(runtime: nt.Runtime, own: Any) -> None:
     def row(case: Any) -> Any:
         return case.add(own.Swish(case.x("mine ffn"), case.y("mine ffn"), 0.7))
 
-    check_operator(row, {"mine": 3}, dtypes=("fp64", "fp32", "bf16"))
+    check_operator(row, {"mine": 3}, dtypes=("fp64", "fp32", "bf16", "fp16"))
 
 
 def wrong_gradient(own: Any, patch: pytest.MonkeyPatch) -> None:

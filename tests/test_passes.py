@@ -212,6 +212,7 @@ def gradient_dtypes(dtype: str, tiles: dict[str, int], micro: int = 1) -> dict[s
 def test_gradients_that_one_task_makes_are_narrow() -> None:
     """Weights of the layers' linears, and only where nothing is added to their gradients."""
     whole = gradient_dtypes("bf16", {})
+    assert gradient_dtypes("fp16", {}) == {name: dtype.replace("bf16", "fp16") for name, dtype in whole.items()}
     linears = {name for name in whole if name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight"))}
     assert {name for name, dtype in whole.items() if dtype == "bf16"} == linears
     assert set(whole.values()) == {"bf16", "fp32"}

@@ -47,12 +47,15 @@ def task_of(case: Case) -> Task:
 
 
 @pytest.mark.parametrize("weight", WEIGHTS)
-@pytest.mark.parametrize("kind", ["forward", "kept", "no bias", "gradient"])
-def test_against_float64(monkeypatch: pytest.MonkeyPatch, kind: str, weight: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [("forward", "bf16"), ("kept", "bf16"), ("no bias", "bf16"), ("gradient", "bf16"), ("kept", "fp16")],
+)
+def test_against_float64(monkeypatch: pytest.MonkeyPatch, kind: str, dtype: str, weight: str) -> None:
     """Each way to cut it."""
     monkeypatch.setattr(product_triton, "FEW", EVERY)
     forward = {"bias": None if kind == "no bias" else "ffn", "pre": kind == "kept"}
-    case = Case(SIZES, "bf16")
+    case = Case(SIZES, dtype)
     linear(b=WEIGHTS[weight], activation="gelu", **({"aux": True} if kind == "gradient" else forward))(case)
     values = case.draw(np.random.default_rng(0))
     assert len(launch.load()["contract"]([task_of(case)]).ways) == len(EVERY)

@@ -190,7 +190,7 @@ WRONG_TRACES: dict[str, tuple[Text, str]] = {
     "a name": (lambda g, b, t: g.param(3, EMBED, nt.ZEROS), "parameter: the name 3 is not allowed; use a text"),
     "axes": (lambda g, b, t: g.param("p", ["embed"], nt.ZEROS), "parameter p: axes .*; use {axis: size}"),
     "a dtype": (lambda g, b, t: g.input("i", EMBED, "bool"),
-                "input i: dtype 'bool' is not allowed; use None or int64, fp32, fp64, bf16"),
+                "input i: dtype 'bool' is not allowed; use None or int64, fp32, fp64, bf16, fp16"),
     "a dtype of numpy": (lambda g, b, t: g.input("i", EMBED, np.float32), "input i: dtype <class 'numpy.float32'>"),
     "shifted": (lambda g, b, t: g.input("i", {"batch": 2}, shifted=True, ignored=-1), "input i: shifted needs .*seq"),
 } | {

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from nntile_py.tiles import TaskList
 from nntile_py.tiles.allreduce import Network
+from nntile_py.tiles.dtypes import is_low
 from nntile_py.tiles.placement import Speed
 
 # One core of two at 2.5 GHz; its memory is the others' too. overhead: 16 us a task (12 to 20) in profiles of
@@ -14,7 +15,7 @@ from nntile_py.tiles.placement import Speed
 # has no core of its own. launch: what the shortest of these tasks took beyond their flop and bytes. submit: `nntile
 # bench tasks`. All on 2026-11-22.
 CPU = Speed(flop_s=50e9, bytes_s=5e9, link_s=1e15, overhead=16e-6, launch=10e-6, submit=3e-6)
-# One H200, by the dtype of its tiles; tf32 tiles are fp32's.
+# One H200, by the dtype of its tiles; tf32 tiles are fp32's, and fp16 is taken to be as fast as bf16.
 GPU = {
     "bf16": Speed(flop_s=600e12, bytes_s=3.5e12, link_s=350e9, overhead=6e-6, launch=2e-6, host_s=50e9),
     "fp32": Speed(flop_s=40e12, bytes_s=3.5e12, link_s=350e9, overhead=6e-6, launch=2e-6, host_s=50e9),
@@ -49,10 +50,10 @@ def network(bytes_s: float, share: int = 1) -> Network:
 
 def speed(lists: Iterable[TaskList], gpu: bool) -> Speed:
     """Of a worker that runs these tasks."""
-    low = any(access.tile.dtype == "bf16" for tasks in lists for task in tasks.tasks for access in task.accesses)
+    low = any(is_low(access.tile.dtype) for tasks in lists for task in tasks.tasks for access in task.accesses)
     return worker("bf16" if low else "fp32", gpu)
 
 
 def worker(dtype: str, gpu: bool) -> Speed:
     """Of one that computes with tiles of this dtype."""
-    return GPU["bf16" if dtype == "bf16" else "fp32"] if gpu else CPU
+    return GPU["bf16" if is_low(dtype) else "fp32"] if gpu else CPU

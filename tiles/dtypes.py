@@ -34,5 +34,15 @@ DTYPES = {
 
 
 def accumulation_dtype(dtype: str) -> str:
-    """The dtype of statistics, states and sums over tensors of a dtype: fp32 for bf16."""
+    """The dtype of statistics, states and sums over tensors of a dtype: fp32 for bf16 and fp16."""
     return DTYPES[dtype].accumulation
+
+
+def is_low(dtype: str) -> bool:
+    """Whether sums over tensors of a dtype are kept in a wider one: of bf16 and fp16, which GPUs alone compute in."""
+    return accumulation_dtype(dtype) != dtype
+
+
+def host_dtype(dtype: str) -> str:
+    """numpy's dtype of what programs give the host: float32 for bf16 and fp16."""
+    return "float32" if is_low(dtype) else DTYPES[dtype].numpy

@@ -1,8 +1,8 @@
 """Contestants of `nntile bench step CONFIG`: a config's model here, and what transformers makes of it in PyTorch.
 
 Both sides have the same start weights, inputs, precision and optimizer; ours is packed if train.pack says so, PyTorch's
-inputs are padded, with their attention_mask. PyTorch trains under bf16 autocast with a fused optimizer, and infers with
-bf16 weights; its attention is scaled_dot_product_attention.
+inputs are padded, with their attention_mask. PyTorch trains under bf16 or fp16 autocast with a fused optimizer, and
+infers with such weights; its attention is scaled_dot_product_attention.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from nntile_py.analysis.workloads import Work, spec_of
-from nntile_py.bench.common import Step, torch_device
+from nntile_py.bench.common import Step, torch_device, torch_dtype
 from nntile_py.config.run import RunConfig, load, runtime_options
 from nntile_py.config.spec import build_model, predicted, step_spec
 from nntile_py.graph.step import StepSpec
@@ -71,7 +71,7 @@ def torch_side(config: RunConfig, arrays: dict[str, Array], name: str, work: Wor
     inputs = {key: torch.from_numpy(value).to(device) for key, value in arrays.items()}
     if work == "train":
         return _trained(config, model.to(device).train(), forward, inputs)
-    dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
+    dtype = torch_dtype(config.precision)
     model.to(device, dtype).eval()
     inputs = {key: value.to(dtype) if value.is_floating_point() else value for key, value in inputs.items()}
 
@@ -103,7 +103,8 @@ def _trained(config: RunConfig, model: Any, forward: Any, inputs: dict[str, Any]
     """Training steps, in grad_accumulation parts."""
     import torch
 
-    how, device = config.optimizer, next(iter(inputs.values())).device
+    how, device, dtype = config.optimizer, next(iter(inputs.values())).device, torch_dtype(config.precision)
+    scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
     betas = (how.betas[0], how.betas[1])
     optimizer = torch.optim.AdamW(
         model.parameters(), how.lr, betas=betas, eps=how.eps, weight_decay=how.weight_decay, fused=True
@@ -118,13 +119,15 @@ def _trained(config: RunConfig, model: Any, forward: Any, inputs: dict[str, Any]
         for _ in range(n):
             total = torch.zeros((), device=device)
             for part in parts:
-                with torch.autocast(device.type, torch.bfloat16, enabled=config.precision == "bf16"):
+                with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
                     loss = forward(**part)
-                (loss.loss / len(parts)).backward()
+                scaler.scale(loss.loss / len(parts)).backward()
                 total += loss.loss.detach() / len(parts)
             if how.clip_grad_norm:
+                scaler.unscale_(optimizer)
                 torch.nn.utils.clip_grad_norm_(model.parameters(), how.clip_grad_norm)
-            optimizer.step()
+            scaler.step(optimizer)
+            scaler.update()
             optimizer.zero_grad(set_to_none=True)
             losses.append(total)
         return torch.stack(losses).tolist()

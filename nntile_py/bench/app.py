@@ -135,7 +135,7 @@ def step(
     vocab: int = 50257,
     cpus: Annotated[int | None, typer.Option(help="Cores for each side. [default: all]")] = None,
     cuda: Annotated[int, typer.Option(help="CUDA devices; torch_* take one. 0: on the CPU")] = 0,
-    dtype: Annotated[str, typer.Option(help="bf16, tf32 or fp32, on CUDA devices.")] = "bf16",
+    dtype: Annotated[str, typer.Option(help="bf16, fp16, tf32 or fp32, on CUDA devices.")] = "bf16",
     window: Annotated[int, typer.Option(help="Most tasks in flight. 0: no bound")] = 0,
     cuda_memory: Gib = 0.0,
     losses: Annotated[int, typer.Option(help="Report the losses of this many first steps.")] = 0,
@@ -166,6 +166,8 @@ def step(
         "window": window or None, "cuda_memory": cuda_memory, "losses": losses, "time_limit": time_limit,
         "placement": placement,
     }  # fmt: skip
+    if config is None and dtype == "fp16" and len(names) > 1:
+        raise ConfigError("--dtype: fp16 is not allowed with --peer; use bf16, or a CONFIG with precision: fp16")
     if config is not None:
         options |= _of_config(config, sets or [], names, alpha) | {"inference": inference}
     elif alpha != 1 or inference:

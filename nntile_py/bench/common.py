@@ -49,6 +49,13 @@ def weights(o: dict[str, Any], device: Any = "cuda") -> Iterator[tuple[str, Any]
             yield name, value.fill_(init.value)
 
 
+def torch_dtype(precision: str) -> Any:
+    """Of PyTorch's activations in a precision: float32 where there are no others."""
+    import torch
+
+    return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
+
+
 def limit_memory(o: dict[str, Any], device: int | None = None) -> None:
     """What ATen's allocator may take of a GPU, default the current one."""
     import torch
@@ -67,7 +74,7 @@ def torch_device(config: RunConfig) -> torch.device:
     device = torch.device("cuda" if config.runtime.cuda else "cpu")
     if device.type == "cpu":
         torch.set_num_threads(config.workers)
-    torch.set_float32_matmul_precision("high" if config.precision in ("bf16", "tf32") else "highest")
+    torch.set_float32_matmul_precision("highest" if config.precision in ("fp32", "fp64") else "high")
     return device
 
 

@@ -32,7 +32,7 @@ def forward_passes(
     low, declared, store, arrays = made.forward, made.graph.inputs, Store(), dict[str, Array]()
     program = Served(low.tasks, store, tf32=spec.dtype == "tf32", captured=captured)
     for param in made.params:
-        store.write(low, param.tensor, param.value(spec.model.weights))
+        store.write(low, param.tensor, param.weight(spec.model.weights))
     for name, one in declared.items():  # written once: PyTorch's too lie where they are needed
         if name in filled.arrays:
             value = one.checked(filled.arrays[name], spec.rows)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from nntile_py.analysis.workloads import Phase
-from nntile_py.bench.common import torch_device
+from nntile_py.bench.common import torch_device, torch_dtype
 from nntile_py.config.run import RunConfig
 from nntile_py.errors import ConfigError
 
@@ -40,7 +40,7 @@ def torch_layer(
     device = torch_device(config)
     functorch: Any = torch._functorch
     functorch.config.donated_buffer = False  # the backward pass is run again and again
-    dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
+    dtype = torch_dtype(config.precision)
     module = torch_module(c, work, stacked, {"device": device, "dtype": dtype}).train()
     mode = "max-autotune-no-cudagraphs" if autotune else None
     forward = torch.compile(module, mode=mode, dynamic=False) if name == "torch_compile" else module

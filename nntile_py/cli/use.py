@@ -33,7 +33,7 @@ def encode(
     ] = None,
     cpus: Annotated[int | None, typer.Option(help="CPU workers. [default: all cores, none beside GPUs]")] = None,
     cuda: Annotated[int, typer.Option(help="GPUs.")] = 0,
-    dtype: Annotated[str, typer.Option(help="fp32; on GPUs also tf32 or bf16, on CPUs fp64.")] = "fp32",
+    dtype: Annotated[str, typer.Option(help="fp32; on GPUs also tf32, bf16 or fp16, on CPUs fp64.")] = "fp32",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a file that is there.")] = False,
 ) -> None:
     """Write what a trained model makes of texts: a vector of each, hidden states or logits."""

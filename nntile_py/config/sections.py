@@ -11,6 +11,7 @@ from pydantic import Field, field_validator, model_validator
 from nntile_py.errors import ConfigError
 from nntile_py.graph.optimizers import SGD, AdamW, Decay
 from nntile_py.schema import (
+    AtLeastOne,
     BelowOne,
     Betas,
     Count,
@@ -135,6 +136,10 @@ class Train(Section):
     skip_above_norm: Positive | None = None
     """Leave the weights as they are in an update whose gradient norm is larger, or is not finite, and go on with the
     next; null never does."""
+    loss_scale: AtLeastOne | None = None
+    """What the loss is multiplied by in the first update, so that gradients do not vanish. An update whose gradients
+    overflow leaves the weights as they are and halves the factor; 2000 others in a row double it. Null: 65536 where
+    precision is fp16, else the loss is not scaled."""
     mask_probability: Inside = 0.15
     """Of a masked model (bert, distilbert, ...): the share of the tokens that it is to predict."""
 

@@ -52,6 +52,7 @@ def step_spec(config: RunConfig, model: Model | None = None) -> StepSpec:
             grad_accumulation=config.train.grad_accumulation,
             skip_above_norm=config.train.skip_above_norm,
             pack=config.train.pack,
+            loss_scale=config.train.loss_scale,
             timings=timings(config) if config.layout == "searched" else None,
         )
     except ValueError as error:  # of the operators: sizes that they do not take

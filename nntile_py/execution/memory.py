@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from nntile_py import _core
 from nntile_py.errors import TaskError
 from nntile_py.execution.runtime import Runtime
+from nntile_py.graph.optimizers import MASTERS
 from nntile_py.system.cgroup import within_machine
 from nntile_py.tiles import AXES, TaskList, Tile, cut_as
 from nntile_py.tiles.eviction import room_in_turn
@@ -133,8 +134,10 @@ def check_step(step: Step, runtime: Runtime) -> None:
     if runtime.cuda:
         devices = runtime.cuda * (runtime.cuda_memory or 0)
         # Weights are written in main memory first; what the devices do not hold is there too.
-        low_bits = {a.tile for task in step.update.tasks.tasks for a in task.accesses if a.tile.dtype == "int16"}
-        rest = max(peak - devices, sum(tile.bytes for tile in (*step.first.tasks.initialised, *low_bits)))
+        name, _ = MASTERS.get(step.graph.dtype, ("", ""))
+        tiles = {a.tile for task in step.update.tasks.tasks for a in task.accesses}
+        masters = [tile for tile in tiles if name and tile.tensor.endswith(f".{name}")]
+        rest = max(peak - devices, sum(tile.bytes for tile in (*step.first.tasks.initialised, *masters)))
         room = f"{rest / MIB:.0f} of it outside of runtime.cuda_memory = {devices / MIB:.0f} MiB in all, and {room}"
     if rest > have:
         raise TaskError(

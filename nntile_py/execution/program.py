@@ -23,6 +23,7 @@ from nntile_py.tasks.op import Lowering, Tensor
 from nntile_py.tasks.scalar import native
 from nntile_py.tiles import Slot, TaskList, Tile, device_model
 from nntile_py.tiles.batching import GROUP_SECONDS, grouped
+from nntile_py.tiles.dtypes import host_dtype
 from nntile_py.tiles.eviction import mark_evictions
 from nntile_py.tiles.placement import Residency, Speed, place
 from nntile_py.tiles.ranks import SEND, Message, Replicas, Shared, described, listed
@@ -145,10 +146,11 @@ class Piece(NamedTuple):
 
 
 def whole(tensor: Tensor, parts: Sequence[tuple[Any, np.ndarray[Any, Any]]]) -> np.ndarray[Any, Any]:
-    """A tensor of the slices that its tiles are."""
+    """A tensor of the slices that its tiles are; of bf16 and fp16 in float32."""
+    dtype = host_dtype(tensor.dtype)
     if len(parts) == 1:
-        return np.asarray(parts[0][1].reshape(tensor.shape))
-    out = np.zeros(tensor.shape, parts[0][1].dtype)  # outside of a band there are no tiles
+        return np.asarray(parts[0][1].reshape(tensor.shape), dtype)
+    out = np.zeros(tensor.shape, dtype)  # outside of a band there are no tiles
     for where, part in parts:
         out[where] = part
     return out

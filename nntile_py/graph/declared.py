@@ -16,6 +16,7 @@ from nntile_py.tasks.op import Tensor, permutation
 from nntile_py.typed import typed_fields
 
 Array = np.ndarray[Any, Any]
+FP16_END = 65520.0  # what is rounded to infinity, from here on
 Weights = Mapping[str, Array]
 Derived = Callable[[Mapping[str, Array]], Array]  # a step's arrays -> another one
 
@@ -130,6 +131,14 @@ class Param:
                 whole[source.at] = part
         turned = order != self.tensor.axes
         return np.ascontiguousarray(whole.transpose(permutation(order, self.tensor.axes))) if turned else whole
+
+    def weight(self, weights: Weights) -> Array:
+        """The same of what is computed with; raises ConfigError for numbers that fp16 does not have."""
+        value = self.value(weights)
+        if self.tensor.dtype == "fp16" and value.size and (most := float(np.abs(value).max())) >= FP16_END:
+            names = ", ".join(source.weight for source in self.sources)
+            raise ConfigError(f"precision: {names} holds {most:g}, and fp16 ends at 65504; allowed here: bf16, fp32")
+        return value
 
     def declared(self, value: Array) -> Array:
         """The tensor's value in the order that `sources` have."""

@@ -20,6 +20,7 @@ from nntile_py.tasks.elementwise import Add, BiasAdd, Sum, Transpose
 from nntile_py.tasks.op import Op, Tensor, permutation
 from nntile_py.tasks.scalar import native
 from nntile_py.tiles import Tiling
+from nntile_py.tiles.dtypes import is_low
 
 
 @dataclass(frozen=True)
@@ -117,8 +118,8 @@ def _find(uses: Uses, fusion: Fusion, tiling: Tiling) -> None:
 
 
 def _generates(graph: Graph) -> bool:
-    """Whether generated kernels can be had; says once why not. What is in bf16 runs on GPUs alone, without C++."""
-    why = None if graph.dtype == "bf16" else native.why_not()
+    """Whether generated kernels can be had; says once why not. bf16 and fp16 run on GPUs alone, without C++."""
+    why = None if is_low(graph.dtype) else native.why_not()
     if why:
         say_once(f"fusion.found: {why}; the rules of `fusion: true` are used instead")
     return why is None
@@ -217,11 +218,11 @@ def _reads_matrix(product: Contract, tensor: Tensor, x: Tensor) -> bool:
 
 
 def narrow_gradients(graph: Graph, grads: Iterable[Tensor], tiling: Tiling) -> None:
-    """Keep in bf16 each gradient of a bf16 weight that one product makes and nothing is added to, as autocast does.
+    """Keep in bf16 or fp16 each gradient of such a weight that one product makes, nothing added to, as autocast does.
 
     What several tasks add up stays in fp32. (Products are summed in fp32; where cuBLASLt splits one, it may round the
     parts.)"""
-    if graph.dtype != "bf16":
+    if not is_low(graph.dtype):
         return
     makers: dict[Tensor, list[Op]] = {}  # of each storage
     for op in graph.ops:
@@ -232,7 +233,7 @@ def narrow_gradients(graph: Graph, grads: Iterable[Tensor], tiling: Tiling) -> N
         if others or not isinstance(product, Contract) or product.output is not grad:
             continue
         if _plain(product) and not _in_parts(product, tiling):
-            grad.dtype = "bf16"
+            grad.dtype = graph.dtype
 
 
 def _in_parts(op: Contract, tiling: Tiling) -> bool:
@@ -277,7 +278,7 @@ def _bias(uses: Uses, op: Op) -> bool:
 
 def _bias_grad(uses: Uses, op: Op) -> bool:
     """Sum(dy) beside the contraction x dy that sums over the same axes: one reading of dy."""
-    if not isinstance(op, Sum) or op.inputs[0].dtype == "bf16":  # on CUDA cuBLASLt reads dy twice, slower than Sum does
+    if not isinstance(op, Sum) or is_low(op.inputs[0].dtype):  # on CUDA cuBLASLt reads dy twice, slower than Sum does
         return False
     dy = op.inputs[0]
     summed = {axis for axis in dy.axes if axis not in op.output.axes}
@@ -318,10 +319,10 @@ def _activation(uses: Uses, op: Op) -> bool:
 
 
 def _of_epilogue(rule: Rule) -> Rule:
-    """The same of those that a product has as it writes its result: of bf16, which is CUDA's, cuBLASLt has one alone.
+    """The same of those that a product has as it writes its result: of bf16 and fp16, on CUDA alone, cuBLASLt has one.
 
     The others are kernels of their own in any case, and can then do more in one pass."""
-    return lambda uses, op: (op.output.dtype != "bf16" or getattr(op, "act", "") == "gelu_new") and rule(uses, op)
+    return lambda uses, op: (not is_low(op.output.dtype) or getattr(op, "act", "") == "gelu_new") and rule(uses, op)
 
 
 def _activation_grad(uses: Uses, op: Op) -> bool:

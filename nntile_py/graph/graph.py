@@ -17,15 +17,15 @@ from nntile_py.tasks.op import CONTRACTION, Op, Tensor
 from nntile_py.tiles import Tiling
 from nntile_py.typed import typed
 
-INPUT_DTYPES = ("int64", "fp32", "fp64", "bf16")
+INPUT_DTYPES = ("int64", "fp32", "fp64", "bf16", "fp16")
 
 
 class Graph:
     """Operators in the order in which they run. Pure data: nothing here touches StarPU.
 
-    `dtype` is that of parameters and activations: fp32, fp64 or bf16; with bf16 statistics, gradients of parameters
-    and moments are fp32 (but see passes.narrow_gradients). Without `training` there is no dropout. cuts: the tiling
-    that it will be lowered with; attention with dropout is another operator where sequences are cut.
+    `dtype` is that of parameters and activations: fp32, fp64, bf16 or fp16; with the latter two statistics, gradients
+    of parameters and moments are fp32 (but see passes.narrow_gradients). Without `training` there is no dropout. cuts:
+    the tiling that it will be lowered with; attention with dropout is another operator where sequences are cut.
     """
 
     @typed

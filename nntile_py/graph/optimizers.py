@@ -13,7 +13,8 @@ from nntile_py.tasks import optimizer as ops
 from nntile_py.tasks.op import Tensor, accumulation_dtype
 from nntile_py.typed import typed_fields
 
-LOW_BITS = "low_bits"
+# What makes a parameter of a dtype the fp32 one that is trained: the name of that state, its dtype; see split.
+MASTERS = {"bf16": ("low_bits", "int16"), "fp16": ("master", "fp32")}
 Decay = Literal["all", "matrices"]  # the weights that weight decay acts on: see _decay
 
 
@@ -35,7 +36,7 @@ class AdamW:
         param = of.tensor
         m, v = (_state(g, param, name) for name in ("m", "v"))
         options = {"betas": self.betas, "eps": self.eps, "weight_decay": _decay(self, of)}
-        g.add(ops.AdamW(param, grad, m, v, clip, low_bits=_low_bits(g, param), **options))  # type: ignore[arg-type]
+        g.add(ops.AdamW(param, grad, m, v, clip, master=_master(g, param), **options))  # type: ignore[arg-type]
 
     def slots(self, step: int) -> dict[str, float]:
         """Scalars of step 1, 2, ..."""
@@ -59,7 +60,7 @@ class SGD:
         param = of.tensor
         m = _state(g, param, "m") if self.momentum else None
         options = {"momentum": self.momentum, "weight_decay": _decay(self, of)}
-        g.add(ops.SGD(param, grad, m, clip, low_bits=_low_bits(g, param), **options))
+        g.add(ops.SGD(param, grad, m, clip, master=_master(g, param), **options))
 
     def slots(self, step: int) -> dict[str, float]:
         return {}
@@ -69,9 +70,9 @@ def _state(g: Graph, param: Tensor, name: str, dtype: str | None = None) -> Tens
     return g.named(f"{param.name}.{name}", param.axes, param.shape, "state", dtype or accumulation_dtype(param.dtype))
 
 
-def _low_bits(g: Graph, param: Tensor) -> Tensor | None:
-    """What a bf16 parameter lacks of the fp32 one that is trained: 2 bytes, where a copy in fp32 takes 4."""
-    return _state(g, param, LOW_BITS, "int16") if param.dtype == "bf16" else None
+def _master(g: Graph, param: Tensor) -> Tensor | None:
+    """Of bf16 what the parameter lacks of the fp32 one: 2 bytes, where a copy in fp32, as fp16 has it, takes 4."""
+    return _state(g, param, *MASTERS[param.dtype]) if param.dtype in MASTERS else None
 
 
 def _decay(optimizer: AdamW | SGD, of: Param) -> float:

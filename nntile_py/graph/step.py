@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from numbers import Real
 
 from nntile_py.errors import ConfigError
 from nntile_py.graph import bins
@@ -23,8 +25,9 @@ from nntile_py.tiles.allreduce import Meeting
 from nntile_py.tiles.tasklist import live_slot
 
 # The workers that compute in it.
-PRECISIONS = {"fp32": ("CPU", "CUDA"), "fp64": ("CPU",), "bf16": ("CUDA",), "tf32": ("CUDA",)}
+PRECISIONS = {"fp32": ("CPU", "CUDA"), "fp64": ("CPU",), "bf16": ("CUDA",), "fp16": ("CUDA",), "tf32": ("CUDA",)}
 TILE_DTYPE = {"tf32": "fp32"}  # the others are what they say
+LOSS_SCALE = {"fp16": 65536.0}  # the first of a run: torch.amp.GradScaler's
 
 
 def check_precision(key: str, precision: str, cuda: bool) -> None:
@@ -34,6 +37,16 @@ def check_precision(key: str, precision: str, cuda: bool) -> None:
         known = ", ".join(name for name, kinds in PRECISIONS.items() if kind in kinds)
         need = "runtime.cuda: 0" if cuda else "GPUs (runtime.cuda)"
         raise ConfigError(f"{key}: {precision} needs {need}; allowed on {kind} workers: {known}")
+
+
+def _check_scalable(graph: Graph, loss: Tensor, dtype: str) -> None:
+    """ConfigError where a part of the loss has no slot that scales it, and with it its gradients."""
+    scales = {one.scale for one in graph.inputs.values()}
+    for op in graph.ops:
+        slot = getattr(op, "scale", None)
+        if getattr(slot, "name", slot) not in scales - {None} and loss.storage in {out.storage for out in op.outputs}:
+            other = "bf16 or fp32" if dtype == "fp16" else f"{dtype} without loss_scale"
+            raise ConfigError(f"precision: the loss of {op.kind} has no scale= of an input; allowed here: {other}")
 
 
 @dataclass
@@ -118,7 +131,8 @@ class StepSpec:
     each tile of the batch, with room for as many tokens as that has. alone: False where other machines add to its
     gradients, each with a batch of its own. ranks: that share the tasks, see allreduce.Meeting. timings: forward and
     backward get the layouts that are cheapest by these, see arrange.py. kept: the orders of weights that are not as
-    declared, by name, where another program has chosen them. Raises ConfigError for values out of range.
+    declared, by name, where another program has chosen them. loss_scale: what the loss is first multiplied by, see
+    training/loss_scale.py; None: 65536 in fp16, else none. Raises ConfigError for values out of range.
     """
 
     model: Traceable
@@ -138,6 +152,7 @@ class StepSpec:
     ranks: int = 1
     timings: Timings | None = None
     kept: Mapping[str, Order] | None = None
+    loss_scale: float | None = None
 
     def __post_init__(self) -> None:
         if not callable(getattr(self.model, "trace", None)):
@@ -154,6 +169,10 @@ class StepSpec:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 2**31:
                 raise ConfigError(f"{name}: {value!r} is not allowed; use a positive integer below 2^31")
+        scale = self.loss_scale
+        number = isinstance(scale, Real) and not isinstance(scale, bool)
+        if scale is not None and not (number and 1 <= float(scale) < math.inf):
+            raise ConfigError(f"loss_scale: {scale!r} is not allowed; use a number of at least 1, or None")
         if self.pack and "seq" in self.tiling.tiles:
             raise ConfigError(f"tiles.seq: got {self.tiling.tiles['seq']}; allowed with pack: none, a bin is not cut")
 
@@ -161,6 +180,11 @@ class StepSpec:
     def rows(self) -> int:
         """Rows of a micro-batch's arrays: sequences, or bins."""
         return len(self.tiling.parts("batch", self.batch)) if self.pack else self.batch
+
+    @property
+    def scale(self) -> float | None:
+        """What the loss is first multiplied by; None: it is not."""
+        return self.loss_scale or LOSS_SCALE.get(self.dtype)
 
     @property
     def capacity(self) -> int:
@@ -212,6 +236,8 @@ class StepSpec:
         """Forward and backward as a graph, not yet cut into tiles."""
         graph, traced, batch = self.trace()
         assert traced.loss
+        if self.scale:
+            _check_scalable(graph, traced.loss, self.dtype)
         grads = graph.backward(traced.loss)
         fuse(graph, self.fusion, self.cuts)
         if self.grad_accumulation == 1 and self.alone:
@@ -224,7 +250,7 @@ class StepSpec:
         update = Graph(made.graph.dtype)
         norm, clip = (update.named(name, ["one"], [1], "scalar", "fp64") for name in ("grad_norm", "clip"))
         norms = list(made.grads.values()), norm, clip, self.clip_grad_norm, ends
-        update.add(GradNorm(*norms, skip_above=self.skip_above_norm))
+        update.add(GradNorm(*norms, skip_above=self.skip_above_norm, scaled=self.scale is not None))
         params = {param.tensor: param for param in made.graph.params.values()}
         for tensor, grad in made.grads.items():
             update.tensors[tensor.name] = tensor

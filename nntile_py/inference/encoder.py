@@ -53,7 +53,7 @@ class Encoder:
         tokenizer: Makes texts into tokens, with its template. A masked model's without one puts [CLS] before and [SEP]
             behind. None: token numbers alone can be encoded.
         tiles: {axis: size} over embed, heads, ffn, vocab. An axis left out is not cut.
-        dtype: fp32; on CUDA workers also tf32 and bf16, on CPU workers fp64.
+        dtype: fp32; on CUDA workers also tf32, bf16 and fp16 (results come in float32), on CPU workers fp64.
         batch_tokens: Tokens that are computed together. More take more memory.
         max_length: Tokens of the longest text. Default: as many as the model has positions.
         captured: On one GPU: run each program as a CUDA graph, for which the weights stay on the GPU. Default: where
@@ -341,7 +341,7 @@ class _Running:
         for param in made.params:
             tiles = [tile.key for _, tile in made.forward.grid(param.tensor)]
             if not {*tiles} <= self._weights.handles.keys():
-                self._weights.write(made.forward, param.tensor, param.value(self._model.weights))
+                self._weights.write(made.forward, param.tensor, param.weight(self._model.weights))
         store = Store()  # of its own: inputs and outputs of other sizes have the same names
         store.handles.update(self._weights.handles)
         store.residency = self._weights.residency

@@ -205,10 +205,10 @@ def _submission(trace: Trace) -> float:
 
 
 def device_peak(name: str, precision: str) -> Peak:
-    """Of a GPU by its name; flop/s are known for bf16 only."""
+    """Of a GPU by its name; flop/s are known for bf16 only, and fp16 is taken to be as fast."""
     for part, (flop, size) in DEVICES.items():
         if part in name:
-            return Peak(flop if precision == "bf16" else None, size, f"table: {part}, {precision}")
+            return Peak(flop if precision in ("bf16", "fp16") else None, size, f"table: {part}, {precision}")
     return Peak(None, None, "unknown device: set profile.peak_flop and profile.peak_bytes")
 
 

@@ -64,6 +64,7 @@ class State:
     step: int
     weights: Mapping[str, Stored]
     averages: Mapping[str, Mapping[str, Stored]]  # by their name, m or v, then by weight
+    loss_scale: Mapping[str, Any] | None = None  # see LossScale.state
 
     @property
     def bytes(self) -> int:
@@ -100,6 +101,7 @@ def write(folder: Path, state: State, files: Mapping[str, str | bytes], facts: M
             (inside / name).write_bytes(data)
             hashes[name] = hashlib.sha256(data).hexdigest()
         known = {"format": FORMAT, "version": VERSION, "step": state.step}
+        known |= {"loss_scale": state.loss_scale} if state.loss_scale else {}
         (inside / STATE).write_text(json.dumps(known | dict(facts) | {"sha256": hashes}, indent=2))
 
 
@@ -228,6 +230,14 @@ def found(run: Path) -> list[tuple[int, Path]]:
     return sorted(((int(match[1]), path) for match, path in named), reverse=True)
 
 
+class _Scale(BaseModel):
+    """What LossScale.state gives."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+    value: float = Field(ge=1, allow_inf_nan=False)
+    good: int = Field(ge=0, lt=2**53)
+
+
 class _Facts(BaseModel):
     """What must be in state.json, whoever has written it."""
 
@@ -239,6 +249,7 @@ class _Facts(BaseModel):
     trainer: dict[str, Any]
     config: dict[str, Any] | None = None
     data: dict[str, str] | None = None
+    loss_scale: _Scale | None = None
 
     @field_validator("sha256")
     @classmethod

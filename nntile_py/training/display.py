@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from types import TracebackType
 from typing import Any, Self
@@ -13,6 +14,8 @@ from rich.text import Text
 
 from nntile_py.config.run import RunConfig
 from nntile_py.training.trainer import Trainer
+
+_LIMIT = "its gradient norm is not below train.skip_above_norm"
 
 
 class Display:
@@ -50,7 +53,9 @@ class Display:
                 self._held_out += f"accuracy {line['accuracy']:.3f}  F1 {line.get('f1', line['f1_macro']):.3f}  "
         left = round(per_step * (steps - step))
         left_text = f"{left // 3600}:{left // 60 % 60:02}:{left % 60:02} left"
-        skipped = "skipped, its gradient norm is not below train.skip_above_norm: " if "skipped" in line else ""
+        overflow = "loss_scale" in line and not math.isfinite(line["grad_norm"])
+        why = "gradients overflow, the loss' scale is halved" if overflow else _LIMIT
+        skipped = f"skipped, {why}: " if "skipped" in line else ""
         self.skipped += "skipped" in line
         learnt = f"{skipped}loss {line['loss']:.4f}  grad norm {line['grad_norm']:.3g}  lr {line['lr']:.2e}"
         speed = (

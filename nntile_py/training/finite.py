@@ -21,6 +21,11 @@ class Checked:
         if self.looks:
             self._last.append((program.checked_run, program, what))
 
+    def forget(self) -> None:
+        """What was found so far is as it should be."""
+        if self.looks:
+            _core.take_not_finite()
+
     def end(self, what: str) -> None:
         """Raise NotFinite, which names the first operator that wrote such a value, if that was looked for."""
         if not self.looks:

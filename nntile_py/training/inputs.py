@@ -40,9 +40,9 @@ def counted(declared: Mapping[str, Input], arrays: Mapping[str, IntArray], given
     return {str(one.scale): one.counted(arrays[name]) if name in there else 0 for name, one in scaled.items()}
 
 
-def means(numbers: Mapping[str, int]) -> dict[str, float]:
-    """The slots that make means of sums."""
-    return {slot: 1.0 / max(count, 1) for slot, count in numbers.items()}
+def means(numbers: Mapping[str, int], scale: float = 1.0) -> dict[str, float]:
+    """The slots that make means of sums; scale: of these."""
+    return {slot: scale / max(count, 1) for slot, count in numbers.items()}
 
 
 def dropout_seed(seed: int, step: int, micro: int) -> float:

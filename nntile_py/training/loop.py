@@ -188,7 +188,8 @@ def _lead(run: _Run, made: Callable[[], RunFolder], rescue: Path | None) -> bool
     begun = "before the first step" if known else f"after step {run.resumed.step if run.resumed else 0}"
     run.tell(f"held-out loss {before:.4f} {begun}, {measured}")
     if display.skipped:
-        run.tell(f"{display.skipped} steps were skipped (train.skip_above_norm)")
+        why = " or overflow in fp16" if run.trainer.loss_scale else ""
+        run.tell(f"{display.skipped} steps were skipped (train.skip_above_norm{why})")
     run.tell(f"weights saved in {saved / checkpoint.MODEL}")
     if after and "confusion" in after and isinstance(run.corpus, LabelledCorpus):
         _show_confusion(Confusion(run.corpus.names, after["confusion"]), saved, run.tell)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from nntile_py import _core
 from nntile_py.training.finite import Checked
@@ -12,20 +12,28 @@ from nntile_py.training.finite import Checked
 @dataclass(frozen=True)
 class StepResult:
     """Of one step: its number from 1, mean cross-entropy, norm of the gradient before clipping; whether the weights
-    stayed as they were because of it (skip_above_norm)."""
+    stayed as they were because of it (skip_above_norm, or gradients that overflow with this scale of the loss)."""
 
     step: int
     loss: float
     grad_norm: float
     skipped: bool = False
+    loss_scale: float | None = None
+
+    @property
+    def overflow(self) -> bool:
+        """Whether a smaller scale of the loss may help."""
+        return self.loss_scale is not None and math.isfinite(self.loss) and not math.isfinite(self.grad_norm)
 
 
 class Pending:
     """A step that was submitted; `result()` waits for it."""
 
     def __init__(
-        self, step: int, fetch: _core.Fetch, tokens: int, checked: Checked, skip_above_norm: float | None
-    ) -> None:
+        self, step: int, fetch: _core.Fetch, tokens: int, checked: Checked, skip_above_norm: float | None,
+        loss_scale: float | None,
+    ) -> None:  # fmt: skip
+        self._scale = loss_scale
         self.step, self._fetch, self._checked, self._limit = step, fetch, checked, skip_above_norm
         self.tokens = tokens  # padding is none
 
@@ -35,6 +43,12 @@ class Pending:
     def result(self) -> StepResult:
         """Raises TaskError if a task failed, NotFinite where the trainer checks for that."""
         loss, norm = self._fetch.wait()
+        loss /= self._scale or 1.0
+        skipped = self._limit is not None and not norm <= self._limit
+        result = StepResult(self.step, loss, norm, skipped, self._scale)
+        if result.overflow:
+            self._checked.forget()
+            return replace(result, skipped=True)
         if not (math.isfinite(loss) and math.isfinite(norm)):
             self._checked.end(f"step {self.step}: the loss is {loss}, the gradient norm {norm}")
-        return StepResult(self.step, loss, norm, self._limit is not None and not norm <= self._limit)
+        return result

@@ -17,6 +17,7 @@ from nntile_py.graph.declared import Input
 from nntile_py.graph.graph import Graph
 from nntile_py.graph.step import Evaluation, Step, StepSpec
 from nntile_py.tasks.op import Lowering
+from nntile_py.tasks.optimizer import INVERSE_SCALE
 from nntile_py.tiles import TaskList
 from nntile_py.training.inputs import IntArray
 
@@ -60,6 +61,7 @@ class Programs:
             first, *more, update = self._bound([low.tasks for low in built.lists])
             given_slots = {one.scale for one in built.graph.inputs.values()}
             known = {*given_slots, *self.spec.live_slots(), "lr", "dropout_seed", *self.spec.optimizer.slots(1)}
+            known.add(INVERSE_SCALE)
             for name in {*first.slots, *update.slots} - known:
                 need = f"declare the input whose values count with scale={name!r}"
                 raise ConfigError(f"model: its loss is divided by {name}, which no input gives; {need}")

@@ -42,8 +42,8 @@ class Resumed:
         return find(made.type).from_hf(self.folder, **made.model_dump(by_alias=True))
 
     def restore(self, trainer: Trainer) -> None:
-        """Averages and step, for a trainer of `model`."""
-        trainer.restore(self.step, checkpoint.averages(self.folder))
+        """Averages, step and the loss' scale, for a trainer of `model`."""
+        trainer.restore(self.step, checkpoint.averages(self.folder), self.facts.get("loss_scale"))
 
 
 def newest(where: Path, tell: Callable[[str], None]) -> Resumed:

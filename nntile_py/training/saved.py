@@ -31,6 +31,7 @@ def facts(trainer: Any) -> dict[str, Any]:
             "clip_grad_norm": spec.clip_grad_norm, "skip_above_norm": spec.skip_above_norm, "accumulate": spec.policy,
             "fusion": vars(spec.fusion), "grad_accumulation": spec.grad_accumulation, "seed": trainer.seed,
             "shift_labels": trainer.shift_labels, "pack": spec.pack, "check_finite": trainer.checked.looks,
+            "loss_scale": spec.loss_scale,
         },
     }  # fmt: skip
 
@@ -56,7 +57,7 @@ def load(cls: type[Any], folder: Path, model: Any, options: Mapping[str, Any]) -
         model.weights = arrays(tensors_of(folder))
     with named(folder):
         trainer = cls(model, **{**saved, **options})
-        trainer.restore(read["step"], checkpoint.averages(folder))
+        trainer.restore(read["step"], checkpoint.averages(folder), read.get("loss_scale"))
     return trainer
 
 

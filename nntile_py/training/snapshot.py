@@ -11,7 +11,7 @@ import numpy as np
 
 from nntile_py.execution.program import Store, whole
 from nntile_py.graph.declared import Param
-from nntile_py.graph.optimizers import LOW_BITS
+from nntile_py.graph.optimizers import MASTERS
 from nntile_py.graph.step import Step
 from nntile_py.tasks.op import Tensor
 from nntile_py.tasks.optimizer import joined
@@ -21,7 +21,7 @@ Array = np.ndarray[Any, Any]
 
 
 def states_of(built: Step) -> dict[str, dict[Tensor, Tensor]]:
-    """The optimizer's tensors: by their name (m, v, low_bits), then by the parameter that they belong to."""
+    """The optimizer's tensors: by their name (m, v, a master), then by the parameter that they belong to."""
     result: dict[str, dict[Tensor, Tensor]] = {}
     owners = {param.tensor.name: param.tensor for param in built.params}
     for tensor in built.update_graph.kept.values():
@@ -31,14 +31,27 @@ def states_of(built: Step) -> dict[str, dict[Tensor, Tensor]]:
     return result
 
 
+def masters_of(built: Step) -> dict[Tensor, Tensor]:
+    """What makes each bf16 or fp16 parameter the fp32 one; empty for other dtypes."""
+    name, _ = MASTERS.get(built.graph.dtype, ("", ""))
+    return states_of(built).get(name, {})
+
+
+def averages_of(built: Step) -> dict[str, dict[Tensor, Tensor]]:
+    """The optimizer's tensors but masters, which are a part of the weights."""
+    masters = masters_of(built)
+    return {name: of for name, of in states_of(built).items() if of != masters}
+
+
 class Live:
     """Weights and averages in a trainer's tiles; `state` reads each when it is asked for, and waits for the tasks.
 
     Every one of several ranks makes it. The first reads `state`, for which the others `give` the tiles that it has not,
     until it says `end`: it holds no more than its own tiles and one tensor."""
 
-    def __init__(self, step: int, built: Step, store: Store) -> None:
+    def __init__(self, step: int, built: Step, store: Store, loss_scale: Mapping[str, Any] | None) -> None:
         self.step, self._built, self._store, self._states = step, built, store, states_of(built)
+        self._loss_scale = loss_scale
         weights = {param.tensor: built.first for param in built.params}
         averages = {tensor: built.update for of in self._states.values() for tensor in of.values()}
         self.pieces = store.pieces(weights | averages)
@@ -81,26 +94,26 @@ class Live:
 
     def state(self) -> State:
         """Raises TaskError where a task had failed."""
-        low_bits: Mapping[Tensor, Tensor] = self._states.get(LOW_BITS, {})
+        masters = masters_of(self._built)
 
         def weight(param: Param) -> Array:
             value = self.read(param.tensor)
-            return joined(value, self.read(low_bits[param.tensor])) if param.tensor in low_bits else value
+            return joined(value, self.read(masters[param.tensor])) if param.tensor in masters else value
 
         def average(of: Mapping[Tensor, Tensor], param: Param) -> Array:
             return self.read(of[param.tensor])
 
         dtype = "float64" if self._built.graph.dtype == "fp64" else "float32"
         stored = partial(_stored, self._built.params, dtype)
-        averages = {name: stored(partial(average, of)) for name, of in self._states.items() if name != LOW_BITS}
-        return State(self.step, stored(weight), averages)
+        averages = {name: stored(partial(average, of)) for name, of in averages_of(self._built).items()}
+        return State(self.step, stored(weight), averages, self._loss_scale)
 
 
 class Snapshot(Live):
     """The same, copied while the next steps run; `state` is for any thread, when `done` says so."""
 
-    def __init__(self, step: int, built: Step, store: Store) -> None:
-        super().__init__(step, built, store)
+    def __init__(self, step: int, built: Step, store: Store, loss_scale: Mapping[str, Any] | None) -> None:
+        super().__init__(step, built, store, loss_scale)
         self._copied = store.copy(self.pieces[number].tile for number in self.mine)
         self._place = {number: place for place, number in enumerate(self.mine)}
 

@@ -64,7 +64,8 @@ def run_steps(
                 line |= {"loss": result.loss, "grad_norm": result.grad_norm}
                 if not (result.skipped or (math.isfinite(result.loss) and math.isfinite(result.grad_norm))):
                     raise NotFinite(f"step {done}: the loss is {result.loss}, the gradient norm {result.grad_norm}")
-                skipped = skipped + 1 if result.skipped else 0
+                if not result.overflow:  # of which LossScale counts
+                    skipped = skipped + 1 if result.skipped else 0
                 if skipped == SKIPS:
                     limit = f"gradient norms not below train.skip_above_norm = {how.skip_above_norm:g}"
                     raise NotFinite(f"steps {done - SKIPS + 1} to {done}: {limit}, the last {result.grad_norm:g}")
@@ -72,6 +73,8 @@ def run_steps(
             line |= {"tokens_per_s": pending.tokens / took, "step_time_s": took}
             if result.skipped:
                 line["skipped"] = True
+            if result.loss_scale:
+                line["loss_scale"] = result.loss_scale
             if done == 1:
                 line["held_out_loss_before"] = first
             if measures and not in_flight:

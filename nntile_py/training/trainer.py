@@ -21,17 +21,18 @@ from nntile_py.execution.program import Program
 from nntile_py.execution.runtime import Runtime
 from nntile_py.graph.declared import Traceable
 from nntile_py.graph.fusion import Fusion
-from nntile_py.graph.optimizers import LOW_BITS, AdamW, Optimizer
+from nntile_py.graph.optimizers import AdamW, Optimizer
 from nntile_py.graph.step import Step, StepSpec, check_precision
 from nntile_py.tasks.op import Tensor
-from nntile_py.tasks.optimizer import joined, split
+from nntile_py.tasks.optimizer import INVERSE_SCALE, joined, split
 from nntile_py.tiles import TaskList, Tiling
 from nntile_py.training import checkpoint, saved
 from nntile_py.training.finite import Checked
 from nntile_py.training.inputs import Inputs, IntArray, as_dict, as_filled, counted, dropout_seed, means
+from nntile_py.training.loss_scale import LossScale
 from nntile_py.training.pending import Pending
 from nntile_py.training.programs import Programs
-from nntile_py.training.snapshot import Live, Snapshot, states_of
+from nntile_py.training.snapshot import Live, Snapshot, averages_of, masters_of
 from nntile_py.typed import typed
 
 STEPS_IN_FLIGHT = 2
@@ -45,9 +46,10 @@ class Trainer:
         batch: Sequences of one forward and backward pass.
         seq: Tokens of a sequence.
         tiles: {axis: size} over batch, seq, embed, heads, ffn, vocab. An axis left out is not cut.
-        dtype: fp32; on CPU workers alone fp64; on CUDA workers tf32 (fp32 tiles, contractions rounded to tf32) and bf16
+        dtype: fp32; on CPU workers alone fp64; on CUDA workers tf32 (fp32 tiles, contractions rounded to tf32), bf16
             (fp32 accumulation and moments; weights are fp32, kept as bf16 and what rounding left; gradients are fp32
-            where several tasks add to them, bf16 where one task makes them).
+            where several tasks add to them, bf16 where one task makes them) and fp16 (the same, with weights kept in
+            fp16 and in fp32, and a scaled loss).
         optimizer: nt.AdamW(...) or nt.SGD(...). Default: nt.AdamW().
         clip_grad_norm: Scale gradients down to this norm, all together.
         skip_above_norm: Leave weights and averages as they are in a step whose gradients' norm is larger, or no number.
@@ -62,6 +64,9 @@ class Trainer:
         pack: Sequences of unequal lengths, of up to `seq` tokens, lie one behind the other instead of padded: in a bin
             for each tile of the batch, of which kernels compute just what is filled. Inputs are the padded ones with
             their attention_mask, or lists of arrays of unequal lengths. tiles must not cut seq.
+        loss_scale: What the loss is multiplied by in the first step, so that gradients do not vanish. A step whose
+            gradients overflow changes nothing and halves the factor; 2000 others in a row double it. Default: 65536 in
+            fp16, else the loss is not scaled.
         check_finite: Look at all that tasks write. A loss or norm that is no finite number then raises NotFinite, which
             names the operator where it came from. Slow: for a run that went wrong.
 
@@ -89,13 +94,14 @@ class Trainer:
         skip_above_norm: float | None = None,
         pack: bool = False,
         check_finite: bool = False,
+        loss_scale: float | None = None,
     ) -> None:
         if attention is not None and not hasattr(model, "changed"):
             raise ConfigError(f"attention: {type(model).__name__} is no nt.Model; its own text says which it has")
         chosen = model if attention is None else model.changed(attention=attention)  # type: ignore[attr-defined]
         spec = StepSpec(
             chosen, batch, seq, Tiling(tiles), dtype, optimizer or AdamW(), clip_grad_norm, accumulate,
-            Fusion.of(fusion), grad_accumulation, skip_above_norm, pack=pack,
+            Fusion.of(fusion), grad_accumulation, skip_above_norm, pack=pack, loss_scale=loss_scale,
         )  # fmt: skip
         self._start(model, spec, seed, shift_labels, check_finite)
 
@@ -121,12 +127,12 @@ class Trainer:
         self.optimizer, self.grad_accumulation = spec.optimizer, spec.grad_accumulation
         self._runtime = Runtime.current
         self._check_alone(self._runtime)
-        self.steps, self._pending = 0, deque[Pending]()
+        self.steps, self._pending, self._scale, self._scaled = 0, deque[Pending](), LossScale.of(spec), 1.0
         self._programs = Programs(spec, self._runtime, self.checked.looks)
         self._store, self.spec = self._programs.store, self._programs.spec
         self._built = self._programs.of(spec.given).built
         self._write_weights()
-        written = set(self._low_bits().values())
+        written = set(masters_of(self._built).values())
         for tensor in self._built.update_graph.kept.values():
             if tensor.kind == "state" and tensor not in written:
                 self._store.zero(self._built.update, tensor)
@@ -166,9 +172,16 @@ class Trainer:
 
     # -- training
 
+    @property
+    def loss_scale(self) -> float | None:
+        """What the next step's loss is multiplied by, after waiting for those before it; None: losses are not."""
+        state = self._scale_state()
+        return state["value"] if state else None
+
     @typed
     def submit(self, inputs: Inputs, labels: IntArray | None = None, lr: float | None = None) -> Pending:
-        """Submit one step and return at once; at most two are in flight.
+        """Submit one step and return at once; at most two are in flight, one where the loss is scaled: the next one's
+        factor depends on its gradients' norm, which is there before the weights are updated.
 
         Args:
             inputs: The dict that transformers' model takes (input_ids, labels, ...), of arrays of
@@ -184,12 +197,14 @@ class Trainer:
         rate = self.optimizer.lr if lr is None else replace(self.optimizer, lr=lr).lr  # refuses what no rate may be
         if not self.steps:
             self._check_alone(self._runtime)
-        while len(self._pending) >= STEPS_IN_FLIGHT:
-            self._pending.popleft().result()
+        self._settle()
         self.steps += 1
         built, declared = made.built, made.built.graph.inputs
         slots = {"lr": rate, **self.optimizer.slots(self.steps)}
-        slots |= means(counted(declared, arrays, filled.arrays))
+        scale = self._scale.value if self._scale else None
+        slots |= means(counted(declared, arrays, filled.arrays), scale or 1.0)
+        if scale:
+            slots[INVERSE_SCALE], self._scaled = 1 / scale, scale
         self._same(f"what step {self.steps} is given", {**arrays, **slots, "seed": self.seed})
         for micro in range(self.grad_accumulation):
             part = slice(micro * self.spec.rows, (micro + 1) * self.spec.rows)
@@ -204,7 +219,7 @@ class Trainer:
         self._run(made.update, slots, f"the update of step {self.steps}")
         tokens = filled.tokens(self.tokens_per_step)
         fetch = self._store.fetch("loss", "grad_norm")
-        pending = Pending(self.steps, fetch, tokens, self.checked, self.spec.skip_above_norm)
+        pending = Pending(self.steps, fetch, tokens, self.checked, self.spec.skip_above_norm, scale)
         self._pending.append(pending)
         return pending
 
@@ -260,33 +275,39 @@ class Trainer:
         """{name in transformers: gradient} of the last step, before clipping."""
         if not self.steps:
             raise TaskError("gradients: no step has been made yet")
-        return self._read(self._built.grads)
+        found = self._read(self._built.grads)
+        return {name: value / value.dtype.type(self._scaled) for name, value in found.items()}
 
     def state_dict(self) -> dict[str, np.ndarray[Any, Any]]:
         """{name in transformers: weight}, tied weights once; also kept in the model."""
-        low_bits = self._low_bits()
-        self.model.weights = self._read({p.tensor: p.tensor for p in self._built.params}, low_bits)
+        self.model.weights = self._read({p.tensor: p.tensor for p in self._built.params}, masters_of(self._built))
         return dict(self.model.weights)
 
     def snapshot(self) -> Snapshot:
         """Start to copy weights and averages as the steps submitted so far leave them; returns at once."""
-        return Snapshot(self.steps, self._built, self._store)
+        return Snapshot(self.steps, self._built, self._store, self._scale_state())
 
     def live(self) -> Live:
         """Weights and averages, read one by one."""
-        return Live(self.steps, self._built, self._store)
+        return Live(self.steps, self._built, self._store, self._scale_state())
 
-    def restore(self, step: int, averages: Mapping[str, Mapping[str, np.ndarray[Any, Any]]]) -> None:
+    def restore(
+        self, step: int, averages: Mapping[str, Mapping[str, np.ndarray[Any, Any]]],
+        loss_scale: Mapping[str, Any] | None = None,
+    ) -> None:  # fmt: skip
         """Go on after `step` steps, with the optimizer's averages of then: {m or v: {name in transformers: array}}.
 
-        The weights are the model's. Raises ConfigError where an average is missing, or of another shape."""
-        states = {name: of for name, of in states_of(self._built).items() if name != LOW_BITS}
+        loss_scale: what LossScale.state was; None: that of a first step. The weights are the
+        model's. Raises ConfigError where an average is missing, or of another shape."""
+        states = averages_of(self._built)
         saved.check_averages(states.keys(), averages)
         for name, of in states.items():
             for param in self._built.params:
                 self._store.write(self._built.update, of[param.tensor], param.value(averages[name]))
         for name, values in averages.items():
             self._same(f"{name} of the checkpoint", values)
+        if self._scale and loss_scale:
+            self._scale = LossScale(**loss_scale)
         self.steps = step
         self._check_alone(self._runtime)
 
@@ -362,6 +383,20 @@ class Trainer:
         if any(user is not self and user.model is self.model and user.steps for user in runtime.users):
             raise ConfigError("model: another Trainer trains it; use close() of that one first, or a model of its own")
 
+    def _settle(self) -> None:
+        """Wait until another step may be submitted; of a scaled loss, until its scale is known."""
+        while len(self._pending) >= (1 if self._scale else STEPS_IN_FLIGHT):
+            result = self._pending.popleft().result()
+            if self._scale:
+                self._scale.after(result.step, overflow=result.overflow)
+
+    def _scale_state(self) -> dict[str, Any] | None:
+        """That of the next step's loss."""
+        if self._scale is None:
+            return None
+        self._settle()
+        return self._scale.state
+
     def _run(self, program: Program, slots: dict[str, float], what: str) -> None:
         program.run(slots)
         self.checked.ran(program, what)
@@ -372,29 +407,25 @@ class Trainer:
             self._runtime.ranks.same(what, parts)
 
     def _read(
-        self, tensors: Mapping[Tensor, Tensor], low_bits: Mapping[Tensor, Tensor] | None = None
+        self, tensors: Mapping[Tensor, Tensor], masters: Mapping[Tensor, Tensor] | None = None
     ) -> dict[str, np.ndarray[Any, Any]]:
         result: dict[str, np.ndarray[Any, Any]] = {}
         for param in self._built.params:
             if param.tensor in tensors:
                 value = self._store.read(self._built.first, tensors[param.tensor])
-                if low := (low_bits or {}).get(param.tensor):
-                    value = joined(value, self._store.read(self._built.update, low))
+                if master := (masters or {}).get(param.tensor):
+                    value = joined(value, self._store.read(self._built.update, master))
                 param.put(result, value)
         return result
 
-    def _low_bits(self) -> dict[Tensor, Tensor]:
-        """What each bf16 parameter lacks of the fp32 one; empty for other dtypes."""
-        return states_of(self._built).get(LOW_BITS, {})
-
     def _write_weights(self) -> None:
-        low_bits, weights = self._low_bits(), getattr(self.model, "weights", None)
+        masters, weights = masters_of(self._built), getattr(self.model, "weights", None)
         if not isinstance(weights, Mapping):
             raise ConfigError(f"model: {type(self.model).__name__}.weights is no dict; allowed: {{name: array}}")
         for param in self._built.params:
-            value = param.value(weights)
+            value = param.weight(weights)
             self._same("the model's weights", {param.tensor.name: value})
-            if param.tensor in low_bits:
-                value, low = split(value)
-                self._store.write(self._built.update, low_bits[param.tensor], low)
+            if param.tensor in masters:
+                value, master = split(value, param.tensor.dtype)
+                self._store.write(self._built.update, masters[param.tensor], master)
             self._store.write(self._built.first, param.tensor, value)

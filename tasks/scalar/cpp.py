@@ -27,7 +27,9 @@ from .expression import (
     nodes_of,
 )
 
-ELEMENTS = {"fp32": "float", "fp64": "double", "bf16": "Bf16", "int16": "int16_t", "int64": "int64_t"}
+ELEMENTS = {
+    "fp32": "float", "fp64": "double", "bf16": "Bf16", "fp16": "_Float16", "int16": "int16_t", "int64": "int64_t",
+}  # fmt: skip
 SYMBOL = "nntile_made"  # void (void* const* tiles, const int64_t* const* shapes, ints, floats, accumulates)
 CHEAP = ("add", "subtract", "multiply", "negative")  # computed again rather than kept in a buffer
 

@@ -187,7 +187,7 @@ void Program::add(TaskRecord record, const std::vector<std::string>& kernels, co
     bool low = false;  // tiles that CPU kernels cannot read
     for (const int place : body.places) {
       body.tiles.push_back(record.tiles.at(static_cast<size_t>(place)).get());
-      low |= body.tiles.back()->dtype == at::kBFloat16;
+      low |= at::isReducedFloatingType(body.tiles.back()->dtype);
     }
     const bool python = static_cast<bool>(body.python.call);
     body.cpu = low ? nullptr : find_kernel(kernels.at(k), c10::kCPU);
@@ -197,7 +197,7 @@ void Program::add(TaskRecord record, const std::vector<std::string>& kernels, co
     cuda &= python ? body.python.cuda : body.cuda || !body.ways.empty();
     if (cpu || cuda) continue;
     if (!python && !find_kernel(kernels[k], c10::kCPU) && !body.cuda) throw std::invalid_argument("no kernel is called " + kernels[k]);
-    throw TaskError(body.name + ": kernel " + kernels[k] + (low ? " on bf16 tiles" : "") +
+    throw TaskError(body.name + ": kernel " + kernels[k] + (low ? " on bf16 or fp16 tiles" : "") +
                     " runs on no worker of this runtime (" + std::to_string(g.cpus) + " CPU, " +
                     std::to_string(g.cuda) + " CUDA)");
   }
