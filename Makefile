@@ -8,7 +8,7 @@ train: setup
 	@.venv/bin/nntile train experiments/gpt2_tiny.yaml
 
 test: setup lint
-	@.venv/bin/python -m pytest -n 2 --dist loadfile
+	@.venv/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 # Kills, of ranks too, interrupts and full disks at hundreds of moments, 10 000 fuzzed configs, 2 000 damaged files,
 # 100 000 evaluations, an hour of training: three to four hours.

@@ -18,7 +18,7 @@ from nntile_py.training import loss_scale
 TILES: dict[str, dict[str, int]] = {
     "uncut": {},
     "even": {"batch": 2, "seq": 4, "embed": 8, "heads": 1, "ffn": 16, "vocab": 10},
-    "ragged": {"batch": 3, "seq": 5, "embed": 7, "heads": 1, "ffn": 13, "vocab": 11},
+    "ragged": {"batch": 3, "seq": 5, "embed": 7, "heads": 1, "ffn": 23, "vocab": 11},
 }
 CUDA = torch.cuda.is_available() and _core.has_cuda
 WHERE = {"cpus": 0, "cuda": 1} if CUDA else {"cpus": 2}

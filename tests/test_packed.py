@@ -23,7 +23,7 @@ LENGTH = 16
 TILINGS: dict[str, dict[str, int]] = {
     "uncut": {},
     "even": {"batch": 2, "embed": 8, "heads": 1, "ffn": 32, "vocab": 15},
-    "ragged": {"batch": 3, "embed": 7, "heads": 1, "ffn": 13, "vocab": 11},
+    "ragged": {"batch": 3, "embed": 7, "heads": 1, "ffn": 23, "vocab": 11},
 }
 LENGTHS = {
     "some": [3, 16, 1, 9, 5, 7, 2],
