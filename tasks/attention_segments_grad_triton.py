@@ -247,21 +247,25 @@ def _describe(task: Task) -> Launches:
         options = {"ROWS": rows, "KEYS": keys, "warps": warps}
         return (launch(_grad_whole, common.grid(1, of_keys), *args, **constants, **options),)
 
-    def two(rows: int, keys: int, warps: int) -> tuple[Launch, ...]:
+    def two(for_queries: tuple[int, int], for_keys: tuple[int, int], warps: int) -> tuple[Launch, ...]:
+        """Passes with these ROWS and KEYS."""
         made, (queries, of_one) = [], common.longest
-        both = (_grad_queries, queries, rows, heads), (_grad_keys, of_one, keys, of_keys)
-        for kernel, positions, block, of in both:
-            blocks = ceil_div(positions, block)
-            options = {"BLOCKS": blocks, "ROWS": rows, "KEYS": keys, "warps": warps}
+        passes = (_grad_queries, heads, queries, for_queries, 0), (_grad_keys, of_keys, of_one, for_keys, 1)
+        for kernel, of, positions, sizes, own in passes:
+            blocks = ceil_div(positions, sizes[own])
+            options = {"BLOCKS": blocks, "ROWS": sizes[0], "KEYS": sizes[1], "warps": warps}
             made.append(launch(kernel, common.grid(blocks, of), *args, **constants, **options))
         return tuple(made)
 
     most = max(power_of_two(common.longest[1]), 16)
     if common.constants["PRECISION"] == "ieee":
-        ways = [two(32, 32, 4), *([whole(min(most, 32), most, 4)] if most <= 64 else [])]
+        ways = [two((32, 32), (32, 32), 4), *([whole(min(most, 32), most, 4)] if most <= 64 else [])]
     else:
-        ways = [two(64, 64, 4)] if most > 64 else []
-        ways += [two(64, 128, 8)] if most > 128 else []
+        ways = [two((64, 64), (64, 64), 4)] if most > 64 else []
+        ways += [two((64, 128), (64, 128), 8)] if most > 128 else []
+        if most > 64 and not packed:  # longer blocks, as no sequence is shorter than the others
+            ways += [two((128, 64), (32, 128), 8)]
+            ways += [two((128, 32), (32, 128), 4), two((64, 32), (32, 64), 4)] if most > 128 else []
         ways += [whole(min(most, 64), most, 4 if most <= 64 else 8)] if most <= WHOLE else []
         ways += [whole(32, most, 8)] if 64 < most <= WHOLE else []
     if adds:  # to measure would be to add again

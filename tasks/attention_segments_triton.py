@@ -2,9 +2,11 @@
 
 A program has a block of queries of a sequence and a head. PACKED: sequences are segments of one row of tokens; programs
 beyond the live ones return at once, and the ones behind the last clear what belongs to none. Else each row of the batch
-is one, all of equal length, with a length of its own for the keys, of which padding may mask some. Short ones: all keys and values are on chip, no online softmax (the
-short form of ByteTransformer, Zhai et al. 2023). Longer ones: one pass over the keys with online softmax (Dao et al.
-2022). Which of several blocks is the fastest, or ATen's kernel for `vendor`, is measured by C++.
+is one, all of equal length, with a length of its own for the keys, of which padding may mask some.
+
+Short sequences: all keys and values are on chip, no online softmax (the short form of ByteTransformer, Zhai et al.
+2023). Longer ones: one pass over the keys with online softmax (Dao et al. 2022). Which of several is the fastest,
+or for `vendor` ATen's kernel, is measured by C++.
 """
 
 # Functions of Triton's language have no Python types.
@@ -179,8 +181,8 @@ def _forward(
             begin, end = keys_of(first, m, ROWS, KEYS, CAUSAL, WINDOW, TWO_SIDED)
             for at in range(begin, end, KEYS):
                 k = load_rows(K, start, head // GROUP, at + key, m, K_AT, D, BLOCK_D)
-                kept_now = kept_keys(DATA, start, at + key, m, PADDED)
-                s = scores_of(q, k, row, at + key, kept_now, CAUSAL, WINDOW, TWO_SIDED, PRECISION)
+                kept_here = kept_keys(DATA, start, at + key, m, PADDED)
+                s = scores_of(q, k, row, at + key, kept_here, CAUSAL, WINDOW, TWO_SIDED, PRECISION)
                 higher = tl.maximum(top, tl.max(s, 1) * by)
                 shift = tl.where(higher > -float("inf"), higher, 0.0)
                 p, less = tl.exp2(s * by - shift[:, None]), tl.exp2(top - shift)
@@ -194,8 +196,8 @@ def _forward(
         else:
             k = load_rows(K, start, head // GROUP, key, m, K_AT, D, BLOCK_D)
             v = load_rows(V, start, head // GROUP, key, m, V_AT, D, BLOCK_D)
-            kept_now = kept_keys(DATA, start, key, m, PADDED)
-            s = scores_of(q, k, row, key, kept_now, CAUSAL, WINDOW, TWO_SIDED, PRECISION)
+            kept_here = kept_keys(DATA, start, key, m, PADDED)
+            s = scores_of(q, k, row, key, kept_here, CAUSAL, WINDOW, TWO_SIDED, PRECISION)
             top = tl.max(s, 1) * by
             top = tl.where(top > -float("inf"), top, 0.0)
             p = tl.exp2(s * by - top[:, None])
@@ -326,6 +328,7 @@ def _describe(task: Task) -> Launches:
     else:
         ways = [way(True, 64, 64, 4)] if whole > 64 else []
         ways += [way(True, 128, 64, 8), way(True, 128, 128, 8)] if whole > 128 else []
+        ways += [way(True, 128, 64, 4), way(True, 64, 128, 4)] if whole > 128 and not packed else []
         ways += [way(False, min(whole, 64), whole, 4 if whole <= 128 else 8)] if whole <= WHOLE else []
         ways += [way(False, 128, 128, 8)] if whole == 128 else []
     return Launches(ways[0], others=tuple(ways[1:]), key=f"forward {common.key} of {len(ways)}")

@@ -10,6 +10,7 @@ import numpy as np
 
 from nntile_py import tasks as ops
 from nntile_py.tasks import Op, Tensor
+from nntile_py.tasks.attention_dropout import ScoresDropout, steps_of
 from nntile_py.tasks.attention_operands import Operands
 from nntile_py.tasks.mask import Mask
 from nntile_py.testing import Case, Maker, Values, of, offsets, padding
@@ -88,6 +89,26 @@ def attention_grad(qkv: list[str], form: str, causal: bool, do: str = _HEADS) ->
     return row
 
 
+def dropped(qkv: list[str], *, gradient: bool, masks: bool = False) -> Callable[[Case], Op]:
+    """With dropout of the probabilities, in one task, or its gradient; masks: causal, and with padding."""
+
+    def row(case: Case) -> Op:
+        case.slots["dropout_seed"], case.options["seed"], case.whole = 7.0, 7, {"seq"}
+        mask = Mask(masks, padding=case.x("batch seq", padding, "int64") if masks else None)
+        drop = ScoresDropout(0.3, 2, steps_of(_SCORES.split(), case.sizes))
+        inputs, axes = operands([case.x(of) for of in qkv]), qkv[0].replace("qkv", "")
+        options = {"mask": mask, "backend": "segments", "dropout": drop}
+        if not gradient:
+            return case.add(ops.Attention(inputs, case.y(axes), case.y("batch heads seq"), **options))
+        free = ops.Attention(inputs, case.temp(axes), case.temp("batch heads seq"), **options)
+        seeded = [lambda *given, k=k: free.reference(*(given[2][t] for t in free.inputs), seed=7)[k] for k in (0, 1)]
+        o, lse = case.x(axes, seeded[0]), case.x("batch heads seq", seeded[1], case.wide)
+        forward = ops.Attention(inputs, o, lse, **options)
+        return case.add(ops.AttentionGrad(forward, case.x(_HEADS), [case.y(of) for of in qkv]))
+
+    return row
+
+
 def relative(products: str = "queries keys", axes: str = _SCORES, gradient: bool = False, rows: int = 5) -> Any:
     """Scores with what `products` names, or the gradient; of index `rows` rows at most."""
 
@@ -155,6 +176,10 @@ ROWS: dict[str, Callable[[Case], Any]] = {
     "AttentionRepeat": repeat(gradient=False),
     "AttentionRepeatGrad": repeat(gradient=True),
 }
+for _gradient in (False, True):
+    _name = f"Attention{'Grad' * _gradient} dropout"
+    ROWS[_name] = dropped(PACKED, gradient=_gradient)
+    ROWS[f"{_name} padding causal"] = dropped(BY_SEQ, gradient=_gradient, masks=True)
 for _form, _causal in itertools.product(("vendor", "merge", "flash"), (False, True)):
     for _layout, _qkv in (("packed", PACKED), ("separate", SEPARATE)):
         _name = f"{_form} {_layout}{' causal' if _causal else ''}"

@@ -237,6 +237,31 @@ def test_dropout_of_segments(cuda: nt.Runtime, tiles: dict[str, int], dtype: str
     check(row, tiles, "chain", dtype, BIN, tolerance=5e-5 if dtype == "fp32" else None)
 
 
+DENSE_MASKS = ["none", "causal", "window", "padding", "padding causal", "padding around"]
+
+
+def with_dropout(mask: str, layout: str) -> Any:
+    def row(case: Any) -> None:
+        case.slots["dropout_seed"] = case.options["seed"] = 3
+        AttentionRow(mask, "segments", layout, 0.3)(case)
+
+    return row
+
+
+@pytest.mark.parametrize("layout", ["by seq", "packed", "groups", "cross groups"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_attention_with_dropout(cuda: nt.Runtime, dtype: str, layout: str) -> None:
+    """Sequences of a batch, in tiles of batch and heads."""
+    tolerance = 5e-5 if dtype == "fp32" else None
+    for mask in DENSE_MASKS:
+        if not AttentionRow(mask, "segments", layout).fits:
+            continue
+        small = {**BIN, "batch": 3, "seq": 50, "key": 33 if "cross" in layout else 50, "head_dim": 24}
+        large = {**small, "seq": 300, "key": 170 if "cross" in layout else 300, "head_dim": 64}
+        for tiles, sizes in (({}, large), ({"batch": 2, "heads": 2}, large), ({"heads": 1}, small)):
+            check(with_dropout(mask, layout), tiles, "chain", dtype, sizes, tolerance=tolerance)
+
+
 WAYS = """
 import sys; sys.path.insert(0, sys.argv[1])
 import test_cuda, nntile_py as nt
@@ -246,6 +271,8 @@ with nt.Runtime(cpus=0, cuda=1):
             row = test_cuda.AttentionRow("segments", "vendor", ends=tuple(x * positions // 300 for x in test_cuda.ENDS))
             sizes = {**test_cuda.BIN, "seq": positions, "key": positions}
             test_cuda.check(row, {}, "chain", dtype, sizes, tolerance=tolerance)
+            sizes = {**sizes, "batch": 3}
+            test_cuda.check(test_cuda.with_dropout("padding", "packed"), {}, "chain", dtype, sizes, tolerance=tolerance)
 """
 
 
@@ -255,8 +282,8 @@ def test_each_way_to_attend(python: Any, cuda: nt.Runtime, tmp_path: Path) -> No
     assert first.returncode == 0, first.stderr[-2000:]
     (kept,) = (tmp_path / "nntile_py").glob("launches-*")
     measured = kept.read_text()
-    assert all(measured.count(f"{way} {of}") == 3 for way in ("forward", "gradient") for of in ("bf16", "fp16"))
-    for choice in range(5):  # beyond the last: the first
+    assert all(measured.count(f"{way} {of}") == 2 * 3 for way in ("forward", "gradient") for of in ("bf16", "fp16"))
+    for choice in range(7):  # beyond the last: the first
         kept.write_text(changed := re.sub(r": \d+$", f": {choice}", measured, flags=re.M))
         result = python(WAYS, FOLDER, XDG_CACHE_HOME=str(tmp_path))
         assert result.returncode == 0, (choice, result.stderr[-2000:])

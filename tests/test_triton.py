@@ -437,6 +437,13 @@ from nntile_py.tasks.live import with_live_sizes
 from nntile_py.testing import Case
 from nntile_py.tiles import Tiling
 
+dense = Row("padding", "segments", dropout=0.1)
+case = Case({"batch": 2, "seq": 128, "heads": 4, "head_dim": 64}, "bf16")
+dense(case)
+for task in lower(case.graph, Tiling({})).tasks.tasks:
+    made = launch.load()[task.kernel]([task])
+    assert "rows 2 of 128 128 padding 1" in made.key and len(made.ways) > 1
+    print(*(launch.compile_launch(one).name for one in made.launches), "dense")
 short, long = Row("segments causal", "vendor", "groups"), Row("segments", "segments", dropout=0.1)
 for positions, row in (128, short), (512, long):
     case = Case({"batch": 1, "seq": positions, "heads": 12, "kv_heads": 4, "head_dim": 64}, "bf16")
@@ -459,7 +466,8 @@ for positions, row in (128, short), (512, long):
 def test_attention_over_segments_compiles_for_sm_90(python: Python, tmp_path: Path) -> None:
     done = python(COMPILE_SEGMENTS, Path(__file__).parent, TRITON_CACHE_DIR=str(tmp_path))
     assert done.returncode == 0, done.stderr
-    names = {"_forward 128", "_forward 512", "_grad_whole 128", "_grad_queries 128", "_grad_keys 512"}
+    names = {"_forward dense", "_grad_queries _grad_keys dense"}
+    names |= {"_forward 128", "_forward 512", "_grad_whole 128", "_grad_queries 128", "_grad_keys 512"}
     assert names <= set(done.stdout.splitlines())
 
 
