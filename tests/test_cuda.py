@@ -300,6 +300,7 @@ def test_packed_as_padded(cuda: nt.Runtime, name: str, dtype: str, limit: float,
         trainer = nt.Trainer(
             made(name.split()[0], dropout=0.1), len(LENGTHS[lengths]), LENGTH, {"batch": 3}, dtype=dtype, pack=pack,
             check_finite=True, optimizer=nt.SGD(lr=0.1), fusion=Fusion(found="found" in name),
+            loss_scale=256.0 if dtype == "fp16" else None,
         )  # fmt: skip
         steps = [trainer.submit(one).result() for one in (other, batch, other, batch)]
         found.append([(step.loss, step.grad_norm) for step in steps])
