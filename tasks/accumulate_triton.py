@@ -15,7 +15,8 @@ from .launch import Launches, ceil_div, launch, launches, power_of_two, shape, t
 
 @triton.jit
 def combine_softmax(top_a, sum_a, top_b, sum_b):
-    """(max, sumexp) of both, and the weights of either's values; sumexp 0 means nothing yet."""
+    """(max, sumexp) of both, and the weights of either's values, in fp32; sumexp 0 means nothing yet."""
+    top_a, sum_a, top_b, sum_b = top_a.to(tl.float32), sum_a.to(tl.float32), top_b.to(tl.float32), sum_b.to(tl.float32)
     top = tl.where(sum_a == 0, top_b, tl.where(sum_b == 0, top_a, tl.maximum(top_a, top_b)))
     keep_a = tl.where(sum_a == 0, 0.0, tl.exp(top_a - top))
     keep_b = tl.where(sum_b == 0, 0.0, tl.exp(top_b - top))
