@@ -250,7 +250,7 @@ def test_a_lucky_layout_is_measured_again(monkeypatch: pytest.MonkeyPatch) -> No
     in fact better stays. A second look measures nothing."""
     config, g = preset("encoder", TINY), chain()
     for truth, stays in (2.0, False), (0.4, True):
-        timings, asked = measured(g, turned), list[str]()
+        timings, asked, told = measured(g, turned), list[str](), list[str]()
 
         def times(self: Any, ops: Sequence[Any], truth: float = truth, asked: list[str] = asked) -> list[list[float]]:
             asked += [op.title for op in ops]
@@ -260,11 +260,12 @@ def test_a_lucky_layout_is_measured_again(monkeypatch: pytest.MonkeyPatch) -> No
         monkeypatch.setattr(profiled._Clock, "times", times)
         clock = profiled._Clock(config, 1)
         assert search(g, timings, Tiling()).program
-        clock.again([g], timings)
+        clock.again([g], timings, told.append)
         assert (search(g, timings, Tiling()).program is not None) == stays and asked
-        count = len(asked)
-        clock.again([g], timings)
-        assert len(asked) == count
+        assert told[0].startswith("0 of ") and told[0].endswith("chosen layouts beside the default ones, turn 1 of 3")
+        counts = len(asked), len(told)
+        clock.again([g], timings, told.append)
+        assert (len(asked), len(told)) == counts
 
 
 @pytest.mark.parametrize(("room", "copies"), [(0, 1), (1, 1), (2000, 5), (10**9, alone.COPIES)])
