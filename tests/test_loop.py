@@ -26,6 +26,7 @@ from nntile_py.system.folders import replaced
 from nntile_py.training import data, saver, together
 from nntile_py.training.batches import Batches
 from nntile_py.training.display import Display
+from nntile_py.training.pending import StepResult
 from nntile_py.training.run_folder import Metrics
 from nntile_py.training.steps import learning_rate, run_steps
 
@@ -310,7 +311,7 @@ class Trainer:
 
     def finish(self) -> Any:
         self.finished += 1
-        return SimpleNamespace(step=self.finished, loss=self.losses[self.finished - 1], grad_norm=1.0, skipped=False)
+        return StepResult(self.finished, self.losses[self.finished - 1], 1.0)
 
     def evaluate(self, inputs: dict[str, np.ndarray], return_logits: bool = False) -> Any:
         ids = inputs["input_ids"]
