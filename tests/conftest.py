@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,17 +14,12 @@ import nntile_py as nt
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it; what it starts would too
 CPUS = min(2, len(os.sched_getaffinity(0)))
-# Files of a minute and more, the longest first: with two at a time none of them is left for the end.
-FIRST = (
-    "test_models", "test_triton", "test_packed", "test_mpi", "test_resume", "test_layouts", "test_sweep",
-    "test_describe", "test_attention", "test_readme", "test_parity", "test_objectives", "test_operators", "test_finite",
-    "test_determinism", "test_loop", "test_bench",
-)  # fmt: skip
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    place = {name: number for number, name in enumerate(FIRST)}
-    items.sort(key=lambda item: place.get(item.path.stem, len(FIRST)))
+    """Files of many tests first: with two files at a time a long one is not left for the end."""
+    many = Counter(item.path for item in items)
+    items.sort(key=lambda item: -many[item.path])
 
 
 @pytest.fixture(scope="module")

@@ -173,7 +173,7 @@ DENSE = {
     "one sequence": (AttentionRow("window", "segments", "one sequence", 0.3), {}),
 }
 DENSE_POINTS = [(name, "fp32", 40) for name in DENSE] + [("padding", "bf16", 40), ("padding", "fp32", 70)]
-DENSE_POINTS += [("causal", "bf16", 140), ("keys", "bf16", 140)]
+DENSE_POINTS += [("causal", "bf16", 70), ("keys", "bf16", 140)]
 if TORTURE:
     DENSE_POINTS = [*itertools.product(DENSE, ("fp32", "bf16"), (40, 140))]
 
