@@ -172,6 +172,14 @@ def test_a_scale_follows_overflow(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     assert again.loss_scale == scale and same(state(again), before)
 
 
+def test_another_scale_begins_anew(tmp_path: Path) -> None:
+    trainer = nt.Trainer(made(), 4, 8, loss_scale=2.0**70)
+    trainer.submit(batches(1)[0])
+    trainer.save(tmp_path / "saved")
+    for scale, expected in ((2.0**70, 2.0**69), (8.0, 8.0), (None, None)):
+        assert nt.Trainer.load(tmp_path / "saved", loss_scale=scale).loss_scale == expected
+
+
 def test_a_scale_that_can_fall_no_more() -> None:
     one = loss_scale.LossScale(2.0)
     one.after(1, overflow=True)
@@ -212,6 +220,8 @@ def test_a_run_with_a_scale(tmp_path: Path) -> None:
         assert line["loss_scale"] == scale
         scale /= 1 + line.get("skipped", False)
     assert len(lines) == 12 and scale < 2.0**70 and "skipped" not in lines[-1]
+    done = nntile(tmp_path, "train.loss_scale=8", "train.steps=13", arguments=("--out", "run", "--resume"))
+    assert "train.loss_scale was" in done.stdout and metrics(tmp_path / "run")[-1]["loss_scale"] == 8
 
 
 @pytest.mark.parametrize("value", [0, -1.0, math.nan, math.inf, "a"])

@@ -34,7 +34,7 @@ class LossScale:
         """To be called with each step in turn. Raises NotFinite where even a scale of 1 was too large."""
         if not overflow:
             self.good += 1
-            if self.good == INTERVAL:
+            if self.good >= INTERVAL:
                 self.value, self.good = 2 * self.value, 0
         elif self.value / 2 < LEAST:
             need = "use precision: bf16 or fp32, or try a smaller optimizer.lr"

@@ -15,6 +15,7 @@ from nntile_py.models.registry import find
 from nntile_py.training import checkpoint
 from nntile_py.training.data import Corpus
 from nntile_py.training.labelled import LabelledCorpus
+from nntile_py.training.saved import scale_of
 from nntile_py.training.trainer import Trainer
 
 # Keys that may differ and change no number.
@@ -43,7 +44,7 @@ class Resumed:
 
     def restore(self, trainer: Trainer) -> None:
         """Averages, step and the loss' scale, for a trainer of `model`."""
-        trainer.restore(self.step, checkpoint.averages(self.folder), self.facts.get("loss_scale"))
+        trainer.restore(self.step, checkpoint.averages(self.folder), scale_of(self.facts, trainer))
 
 
 def newest(where: Path, tell: Callable[[str], None]) -> Resumed:

@@ -57,8 +57,14 @@ def load(cls: type[Any], folder: Path, model: Any, options: Mapping[str, Any]) -
         model.weights = arrays(tensors_of(folder))
     with named(folder):
         trainer = cls(model, **{**saved, **options})
-        trainer.restore(read["step"], checkpoint.averages(folder), read.get("loss_scale"))
+        trainer.restore(read["step"], checkpoint.averages(folder), scale_of(read, trainer))
     return trainer
+
+
+def scale_of(facts: Mapping[str, Any], trainer: Any) -> dict[str, Any] | None:
+    """The state of the loss' scale that a checkpoint goes on with; None where the trainer begins with another one."""
+    same = facts["trainer"].get("loss_scale") == trainer.spec.loss_scale
+    return facts.get("loss_scale") if same else None
 
 
 def check_averages(needed: Collection[str], averages: Mapping[str, Mapping[str, Any]]) -> None:
