@@ -179,6 +179,16 @@ def test_a_scale_that_can_fall_no_more() -> None:
         one.after(2, overflow=True)
 
 
+def test_a_loss_that_is_no_number_says_nothing_of_its_scale() -> None:
+    model = made()
+    for weight in model.weights.values():
+        weight[:] = math.nan
+    trainer = nt.Trainer(model, 4, 8, loss_scale=8.0, skip_above_norm=5.0)
+    result = trainer.submit(batches(1)[0]).result()
+    assert result.skipped and not result.overflow and trainer.snapshot().state().loss_scale == {"value": 8.0, "good": 0}
+    trainer.close()
+
+
 def test_a_loss_without_a_scale() -> None:
     class Plain(nt.models.GPT2):
         def trace(self, g: nt.Graph, batch: nt.Batch) -> nt.Traced:
