@@ -189,6 +189,16 @@ def test_a_loss_that_is_no_number_says_nothing_of_its_scale() -> None:
     trainer.close()
 
 
+def test_a_result_read_twice_forgets_no_later_step() -> None:
+    trainer, (one, other) = nt.Trainer(made(), 4, 8, check_finite=True, loss_scale=2.0**127), batches(2)
+    first = trainer.submit(one)
+    assert first.result().overflow
+    trainer.submit(other)
+    trainer.state_dict()  # waits
+    assert first.result().overflow and _core.take_not_finite()
+    trainer.close()
+
+
 def test_a_loss_without_a_scale() -> None:
     class Plain(nt.models.GPT2):
         def trace(self, g: nt.Graph, batch: nt.Batch) -> nt.Traced:
