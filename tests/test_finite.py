@@ -187,6 +187,26 @@ def test_a_scale_that_can_fall_no_more() -> None:
         one.after(2, overflow=True)
 
 
+def test_a_loss_that_is_no_number_says_nothing_of_its_scale() -> None:
+    model = made()
+    for weight in model.weights.values():
+        weight[:] = math.nan
+    trainer = nt.Trainer(model, 4, 8, loss_scale=8.0, skip_above_norm=5.0)
+    result = trainer.submit(batches(1)[0]).result()
+    assert result.skipped and not result.overflow and trainer.snapshot().state().loss_scale == {"value": 8.0, "good": 0}
+    trainer.close()
+
+
+def test_a_result_read_twice_forgets_no_later_step() -> None:
+    trainer, (one, other) = nt.Trainer(made(), 4, 8, check_finite=True, loss_scale=2.0**127), batches(2)
+    first = trainer.submit(one)
+    assert first.result().overflow
+    trainer.submit(other)
+    trainer.state_dict()  # waits
+    assert first.result().overflow and _core.take_not_finite()
+    trainer.close()
+
+
 def test_a_loss_without_a_scale() -> None:
     class Plain(nt.models.GPT2):
         def trace(self, g: nt.Graph, batch: nt.Batch) -> nt.Traced:

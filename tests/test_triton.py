@@ -185,13 +185,14 @@ def test_attention_with_dropout(name: str, dtype: str, positions: int) -> None:
     check_ways(row, {**ROWS_OF_BATCH, "seq": positions, "key": keys}, tiles, dtype)
 
 
-def test_large_indices_of_dropout(monkeypatch: pytest.MonkeyPatch) -> None:
+# In the first a row has indices on both sides of 2^32; rows of a power of two end there.
+@pytest.mark.parametrize(("positions", "large"), [(40, 2**32 - 1607), (64, 2**32 - 64 * 101), (40, 5 * 2**30 + 7)])
+def test_large_indices_of_dropout(monkeypatch: pytest.MonkeyPatch, positions: int, large: int) -> None:
     """Those of probabilities beyond 2^32 are drawn as such."""
-    large = 5 * 2**30 + 7
     monkeypatch.setattr(ScoresDropout, "args", lambda self, batch, head: replace(ARGS(self, batch, head), first=large))
     kept = ScoresDropout._kept
     monkeypatch.setattr(ScoresDropout, "_kept", lambda self, first, sizes, seed: kept(self, first + large, sizes, seed))
-    check_ways(DENSE["plain"][0], {**ROWS_OF_BATCH, "seq": 40, "key": 40}, {}, "fp32")
+    check_ways(DENSE["plain"][0], {**ROWS_OF_BATCH, "seq": positions, "key": positions}, {}, "fp32")
 
 
 ARGS = ScoresDropout.args

@@ -33,7 +33,7 @@ class Pending:
         self, step: int, fetch: _core.Fetch, tokens: int, checked: Checked, skip_above_norm: float | None,
         loss_scale: float | None,
     ) -> None:  # fmt: skip
-        self._scale = loss_scale
+        self._scale, self._forgot = loss_scale, False
         self.step, self._fetch, self._checked, self._limit = step, fetch, checked, skip_above_norm
         self.tokens = tokens  # padding is none
 
@@ -47,7 +47,9 @@ class Pending:
         skipped = self._limit is not None and not norm <= self._limit
         result = StepResult(self.step, loss, norm, skipped, self._scale)
         if result.overflow:
-            self._checked.forget()
+            if not self._forgot:  # once: what is found later is a later step's
+                self._checked.forget()
+            self._forgot = True
             return replace(result, skipped=True)
         if not (math.isfinite(loss) and math.isfinite(norm)):
             self._checked.end(f"step {self.step}: the loss is {loss}, the gradient norm {norm}")

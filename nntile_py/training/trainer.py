@@ -387,7 +387,7 @@ class Trainer:
         """Wait until another step may be submitted; of a scaled loss, until its scale is known."""
         while len(self._pending) >= (1 if self._scale else STEPS_IN_FLIGHT):
             result = self._pending.popleft().result()
-            if self._scale:
+            if self._scale and (result.overflow or math.isfinite(result.grad_norm)):  # else another scale does not help
                 self._scale.after(result.step, overflow=result.overflow)
 
     def _scale_state(self) -> dict[str, Any] | None:
