@@ -97,7 +97,6 @@ Natural = Annotated[int, *integer(0)]
 Layers = Annotated[int, *integer(1, 1000)]  # a plan of more takes minutes
 Rows = Annotated[int, *integer(1, 2**31 - 1)]
 Positive = Annotated[float, *number(above=0)]
-AtLeastOne = Annotated[float, *number(least=1)]
 NonNegative = Annotated[float, *number(least=0)]
 BelowOne = Annotated[float, *number(least=0, below=1)]
 Inside = Annotated[float, *number(above=0, below=1)]

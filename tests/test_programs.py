@@ -166,6 +166,7 @@ def test_arguments_of_a_trainer(runtime: nt.Runtime) -> None:
     refused("dtype: bf16 needs GPUs", dtype="bf16")
     refused("dtype: fp16 needs GPUs", dtype="fp16")
     refused("loss_scale: 0.5 is not allowed; use a number of at least 1", loss_scale=0.5)
+    refused("loss_scale: 1000.* is not allowed; use a number of at least 1 and at most 3e", loss_scale=10**400)
     refused("accumulate: 'rings' is not allowed", accumulate="rings")
     refused("clip_grad_norm: -1.0 is not allowed", clip_grad_norm=-1.0)
     refused("fusion.everything: unknown switch", fusion={"everything": True})

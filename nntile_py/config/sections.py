@@ -9,9 +9,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from nntile_py.errors import ConfigError
-from nntile_py.graph.optimizers import SGD, AdamW, Decay
+from nntile_py.graph.optimizers import MOST_SCALE, SGD, AdamW, Decay
 from nntile_py.schema import (
-    AtLeastOne,
     BelowOne,
     Betas,
     Count,
@@ -31,6 +30,7 @@ from nntile_py.schema import (
     Workers,
     absolute,
     integer,
+    number,
     only,
 )  # fmt: skip
 from nntile_py.system.folders import STDLIB
@@ -136,7 +136,7 @@ class Train(Section):
     skip_above_norm: Positive | None = None
     """Leave the weights as they are in an update whose gradient norm is larger, or is not finite, and go on with the
     next; null never does."""
-    loss_scale: AtLeastOne | None = None
+    loss_scale: Annotated[float, *number(least=1, most=MOST_SCALE)] | None = None
     """What the loss is multiplied by in the first update, so that gradients do not vanish. An update whose gradients
     overflow leaves the weights as they are and halves the factor; 2000 others in a row double it. Null: 65536 where
     precision is fp16, else the loss is not scaled."""

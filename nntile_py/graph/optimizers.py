@@ -14,6 +14,7 @@ from nntile_py.tasks.op import Tensor, accumulation_dtype
 from nntile_py.typed import typed_fields
 
 # What makes a parameter of a dtype the fp32 one that is trained: the name of that state, its dtype; see split.
+MOST_SCALE = 3e38  # of a loss: a task is given it in fp32
 MASTERS = {"bf16": ("low_bits", "int16"), "fp16": ("master", "fp32")}
 Decay = Literal["all", "matrices"]  # the weights that weight decay acts on: see _decay
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from numbers import Real
@@ -15,7 +14,7 @@ from nntile_py.graph.fusion import Fusion, fuse, narrow_gradients
 from nntile_py.graph.graph import Graph
 from nntile_py.graph.layouts import Order
 from nntile_py.graph.lowering import lower
-from nntile_py.graph.optimizers import AdamW, Optimizer
+from nntile_py.graph.optimizers import MOST_SCALE, AdamW, Optimizer
 from nntile_py.graph.packing import pack_projections
 from nntile_py.graph.timings import Timings
 from nntile_py.tasks.op import Lowering, Tensor
@@ -171,8 +170,9 @@ class StepSpec:
                 raise ConfigError(f"{name}: {value!r} is not allowed; use a positive integer below 2^31")
         scale = self.loss_scale
         number = isinstance(scale, Real) and not isinstance(scale, bool)
-        if scale is not None and not (number and 1 <= float(scale) < math.inf):
-            raise ConfigError(f"loss_scale: {scale!r} is not allowed; use a number of at least 1, or None")
+        if scale is not None and not (number and 1 <= scale <= MOST_SCALE):
+            need = f"use a number of at least 1 and at most {MOST_SCALE:g}, or None"
+            raise ConfigError(f"loss_scale: {scale!r} is not allowed; {need}")
         if self.pack and "seq" in self.tiling.tiles:
             raise ConfigError(f"tiles.seq: got {self.tiling.tiles['seq']}; allowed with pack: none, a bin is not cut")
 
@@ -184,7 +184,7 @@ class StepSpec:
     @property
     def scale(self) -> float | None:
         """What the loss is first multiplied by; None: it is not."""
-        return self.loss_scale or LOSS_SCALE.get(self.dtype)
+        return float(self.loss_scale) if self.loss_scale else LOSS_SCALE.get(self.dtype)
 
     @property
     def capacity(self) -> int:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from nntile_py.errors import NotFinite
+from nntile_py.graph.optimizers import MOST_SCALE
 from nntile_py.graph.step import StepSpec
 
 INTERVAL = 2000  # steps without an overflow before it is doubled
@@ -34,7 +35,7 @@ class LossScale:
         """To be called with each step in turn. Raises NotFinite where even a scale of 1 was too large."""
         if not overflow:
             self.good += 1
-            if self.good >= INTERVAL:
+            if self.good >= INTERVAL and 2 * self.value <= MOST_SCALE:
                 self.value, self.good = 2 * self.value, 0
         elif self.value / 2 < LEAST:
             need = "use precision: bf16 or fp32, or try a smaller optimizer.lr"
