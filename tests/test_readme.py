@@ -167,10 +167,8 @@ def test_a_sweep(folder: Path) -> None:
 
 
 def test_training_from_python() -> None:
-    transformers = pytest.importorskip("transformers")
-    config = transformers.GPT2Config(vocab_size=611, n_positions=64, n_embd=48, n_layer=1, n_head=4)
-    ids = np.random.default_rng(0).integers(0, 611, (4, 37))
-    names: dict[str, Any] = {"hf": transformers.GPT2LMHeadModel(config), "input_ids": ids, "labels": ids}
+    pytest.importorskip("transformers")
+    names: dict[str, Any] = {}
     exec(blocks(ROOT / "README.md", "python")[0], names)
     assert names["logits"].shape == (4, 37, 611)
 
