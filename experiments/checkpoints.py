@@ -17,7 +17,7 @@ from pathlib import Path
 from nntile_py.config.run import load, runtime_options
 from nntile_py.config.sections import Checkpoint
 from nntile_py.execution.runtime import Runtime
-from nntile_py.graph.declared import random_inputs
+from nntile_py.graph.random_inputs import random_inputs
 from nntile_py.system.load import Load
 from nntile_py.training.loop import build_trainer
 from nntile_py.training.pending import Pending

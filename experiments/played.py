@@ -23,6 +23,8 @@ def compared(path: Path) -> None:
     assert found, f"{path}: allowed: results of an experiment's GPU part in a mode, such as DATE-fig17-training-gpu.csv"
     sweep = load_experiment(found[1]).part("gpu", found[2])  # type: ignore[arg-type]
     measured = list(csv.DictReader(path.open()))
+    for row in measured:  # older results have the key that told the variants apart
+        row.setdefault("variant", "fused" if row.get("fusion") == "true" else "naive")
     ratios: dict[int, list[float]] = {}
     for point in points(sweep):
         rows = [row for row in measured if all(row[key] == plain(of) for key, of in point.sets.items())]

@@ -15,14 +15,14 @@ MASKED = (PAD, CLS, SEP, MASK)  # special tokens of a masked model besides
 ROBERTA = {PAD: "<pad>", CLS: "<s>", SEP: "</s>", MASK: "<mask>"}  # what others call them
 
 
-def load_tokenizer(path: Path) -> Tokenizer:
-    """The tokenizer of a tokenizer.json; ConfigError where it is none."""
+def load_tokenizer(path: Path, key: str = "tokenizer.path") -> Tokenizer:
+    """The tokenizer of a tokenizer.json; ConfigError, which names `key`, where it is none."""
     try:
         return Tokenizer.from_buffer(read(path))
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # the library's Rust panics are no Exception
-        raise ConfigError(f"tokenizer.path: cannot read {path} ({error}); allowed: a tokenizer.json") from None
+        raise ConfigError(f"{key}: cannot read {path} ({error}); allowed: a tokenizer.json") from None
 
 
 def called(tokenizer: Tokenizer, token: str) -> str:

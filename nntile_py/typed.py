@@ -10,6 +10,8 @@ from numbers import Integral, Real
 from types import UnionType
 from typing import Any, Literal, ParamSpec, TypeVar, Union, cast, get_args, get_origin
 
+import numpy as np
+
 from nntile_py.errors import ConfigError
 
 P = ParamSpec("P")
@@ -94,6 +96,11 @@ def fits(value: Any, kind: Any) -> bool:
         kinds = arguments if base is tuple and arguments[-1] is not Ellipsis else (arguments[0],) * len(value)
         return len(kinds) == len(value) and all(map(fits, value, kinds))
     return True
+
+
+def plain(value: Any) -> Any:
+    """A number of NumPy as Python's, which JSON and YAML have; anything else as it is."""
+    return value.item() if isinstance(value, np.generic) else value
 
 
 def _short(value: Any) -> str:

@@ -109,7 +109,7 @@ log=$base/starpu-build.log
 rm -rf "$base"/.starpu-build.*
 work=$(mktemp -d "$base/.starpu-build.XXXXXX")
 apt_dir=$(mktemp -d)
-trap 'rm -rf "$work" "$apt_dir"' EXIT
+trap 'rm -rf "$work" "$apt_dir"; [ -z "${ticker:-}" ] || kill "$ticker" 2>/dev/null' EXIT
 trap 'exit 130' INT TERM HUP
 
 # Debian's source package, by apt, which checks signatures and hashes. Its lists, cache and sources file are private:
@@ -255,14 +255,30 @@ pkg-config --exists hwloc || { flags+=(--without-hwloc); say "no hwloc: workers 
 pkg-config --exists fxt || { flags+=(--disable-fxt); say "no FxT: no traces (apt-get install libfxt-dev)"; }
 command -v mpicc >/dev/null || { flags+=(--disable-mpi); say "no MPI: one node only (apt-get install libopenmpi-dev)"; }
 
+# Runs a command, its output to the log; now and then a line says where it is. Lock and stdout, which is the answer, are
+# none of what says it.
+ticker=
+slowly() {
+    local status=0 from
+    from=$(stat -c %s "$log")
+    (while sleep "${NNTILE_SETUP_TICK:-20}" 2>/dev/null; do
+        where=$(tail -c +$((from + 1)) "$log" | { grep -aoE '^ +CC +[^ ]+|^checking .*' || true; } | tail -n 1 | sed -E 's/^ +CC +/compiling /')
+        say "  at work for $SECONDS s: ${where:0:60}"
+    done) >/dev/null 9>&- &
+    ticker=$!
+    "$@" >>"$log" 2>&1 || status=$?
+    kill "$ticker" 2>/dev/null || true
+    ticker=
+    return $status
+}
 failed() {
     tail -n 25 "$log" >&2
     die "$1 failed; log: $log"
 }
 say "configuring $version, $([ -n "$cuda_dir" ] && echo "CUDA from $cuda_dir" || echo "CUDA off ($no_cuda)")"
-./configure "${flags[@]}" >>"$log" 2>&1 || { cp config.log "$base/starpu-config.log"; say "config.log: $base/starpu-config.log"; failed configure; }
+slowly ./configure "${flags[@]}" || { cp config.log "$base/starpu-config.log"; say "config.log: $base/starpu-config.log"; failed configure; }
 say "compiling (a minute or two)"
-make -j"${MAX_JOBS:-$(nproc)}" >>"$log" 2>&1 || failed make
+slowly make -j"${MAX_JOBS:-$(nproc)}" || failed make
 mkdir -p "$prefix"
 touch "$prefix/.installing"
 make install >>"$log" 2>&1 || failed "make install"

@@ -68,6 +68,13 @@ install_packages() {
         { $apt update >/dev/null && $apt install -y --no-install-recommends "$@" >/dev/null; }
 }
 
+# Where ninja or pip is, by the end of its log: a few words.
+at_work() {
+    tail -n 1 "$1" | awk '/^Installing collected packages:/ { print "installing " gsub(/,/, "") + 1 " packages"; next } 1' |
+        sed -E 's/^ +//; s/^(\[[0-9/]+\]).* -c ([^ ]*\/)?([^ /]+) .*/\1 \3/; s/^(Collecting|Requirement already satisfied:) ([^ ]+) .*/\1 \2/
+                s/^(Downloading|Using cached) ([^ ]*\/)?([^-]+-[^-% ]+)[^ ]*\.whl[^ ]*/\1 \3/
+                s/^(.{66}).{5,}$/\1 .../'
+}
 # slowly LOG COMMAND...: says now and then where the command is; what it prints goes to the log, its end shown if it fails.
 ticker=
 trap '[ -z "$ticker" ] || kill "$ticker" 2>/dev/null' EXIT
@@ -76,7 +83,7 @@ slowly() {
     shift
     : >"$log"
     (while sleep "${NNTILE_SETUP_TICK:-20}" >/dev/null 2>&1; do
-        say "  at work: $(tail -n 1 "$log" | sed -E 's/^(\[[0-9/]+\]).* -c ([^ ]*\/)?([^ /]+) .*/\1 \3/' | cut -c 1-80)"
+        say "  at work: $(at_work "$log")"
     done) &
     ticker=$!
     "$@" >"$log" 2>&1 || status=$?

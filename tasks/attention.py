@@ -16,14 +16,11 @@ from nntile_py.errors import ConfigError
 from nntile_py.tiles import ACC, Access, Part, R, TaskArgs, Tiling, W
 
 from .attention_dropout import ScoresDropout, steps_of
+from .attention_naive import naive, scores_axes
 from .attention_operands import BHSD, Operand, Operands, OperandsArgs, as_bhsd, checked, from_bhsd, order_of
-from .attention_repeat import fit_groups, repeat_heads, tile_of_group
-from .contract import Contract, contract
-from .elementwise import dropout as dropout_of
-from .elementwise import rename, unpack
+from .attention_repeat import fit_groups, tile_of_group
 from .mask import Limits, Mask, masked_softmax
 from .op import CONTRACTION, Array, GraphLike, Index, Lowering, Op, Tensor, accumulation_dtype
-from .softmax import Softmax
 
 Backend = Literal["vendor", "merge", "flash", "naive", "segments"]
 BACKENDS: tuple[str, ...] = get_args(Backend)  # naive: see softmax.py and contract.py; the others are Attention
@@ -361,7 +358,7 @@ def attention(
     if dropout and not mask.segments and _cut(g.cuts, sizes["seq"], sizes["key"]):
         backend = "naive"
     if backend == "naive":
-        return _naive(g, operands, mask, dropout)
+        return naive(g, operands, mask, dropout)
     axes = [axis for axis in x.axes if axis != "qkv"]
     out = g.temp("attention", axes, [x.size(a) for a in axes], x.dtype)
     lse = g.temp("lse", BHSD[:3], [sizes[a] for a in BHSD[:3]], accumulation_dtype(x.dtype))
@@ -372,36 +369,10 @@ def attention(
 def _dropout(g: GraphLike, rate: float, axes: Sequence[str], sizes: dict[str, int], mask: Mask) -> ScoresDropout:
     """Of the probabilities of queries with these axes, in one task."""
     if not mask.segments:
-        return ScoresDropout(rate, g.dropout_key(), steps_of(_scores_axes(axes), sizes))
+        return ScoresDropout(rate, g.dropout_key(), steps_of(scores_axes(axes), sizes))
     padded = sizes | dict.fromkeys(("seq", "key"), mask.longest or sizes["seq"])
     return ScoresDropout(rate, g.dropout_key(), steps_of([*BHSD[:3], "key"], padded), g.draws["seq"])
 
 
 def _cut(tiling: Tiling, seq: int, key: int) -> bool:
     return tiling.cut("seq", seq) or tiling.cut("key", key)
-
-
-def _scores_axes(queries: Sequence[str]) -> list[str]:
-    """Of scores in memory, by the axes of the queries."""
-    return [*(a for a in queries if a not in ("seq", "head_dim")), "seq", "key"]
-
-
-def _naive(g: GraphLike, operands: Operands, mask: Mask, dropout: float) -> Tensor:
-    """Scores, softmax and the weighted sum as operators of their own."""
-    packed = dict.fromkeys(t for t, index in operands.parts if index >= 0)
-    slices = {t: unpack(g, t, "qkv") for t in packed}
-    q, k, v = (slices[t][index] if index >= 0 else t for t, index in operands.parts)
-    if "kv_heads" in k.axes:
-        k, v = (repeat_heads(g, t, q.size("heads")) for t in (k, v))
-    if "seq" in k.axes:
-        k, v = rename(g, k, seq="key"), rename(g, v, seq="key")
-    sizes = {**q.sizes, **k.sizes}
-    axes = _scores_axes(q.axes)
-    scores = g.temp("scores", axes, [sizes[a] for a in axes], q.dtype, band=mask.band)
-    g.add(Contract(q, k, scores, scale=q.size("head_dim") ** -0.5))
-    p = g.temp("softmax", axes, scores.shape, scores.dtype, band=mask.band)
-    p = g.add(Softmax(scores, p, mask)).output
-    if dropout:
-        p = dropout_of(g, p, dropout)
-        p.band = mask.band
-    return contract(g, p, v, q.axes)

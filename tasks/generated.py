@@ -151,6 +151,8 @@ class Generated(Op):
             raise NotJoined("sums over rows keep different axes of them")
         if any(out.at != self.form.axes[:-1] for out in sums if column not in out.at):
             raise NotJoined("a sum is neither over rows nor over the last axis alone")
+        if len({t.storage for t in self.outputs}) < len(self.outputs):
+            raise NotJoined("two of its results are added to the same tensor, such as a bias of several layers")
         if any(t.dtype != accumulation_dtype(t.dtype) for t in self.sums):
             raise NotJoined("a sum is not of the dtype of accumulation")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,13 +11,17 @@ from nntile_py.tiles import Slot
 from nntile_py.tiles.dtypes import DTYPES
 from nntile_py.tiles.tasklist import Task
 
-from .launch import Argument, Float, Int, ScratchAddress, TaskFloat, TileAddress, describer
+from .launch import Argument, Float, Int, Matrix, ScratchAddress, TaskFloat, TileAddress, describer
 from .live import Live, with_live_sizes
 
 
 @functools.cache
 def _mend_interpreter() -> None:
-    """Triton 3.6 makes a loop bound of an array of one element by int(), which numpy 2.4 refuses."""
+    """Triton 3.6 makes a loop bound of an array of one element by int(), which numpy 2.4 refuses.
+
+    At each call of a function it looks through its language for what to replace, and for each value it makes a table of
+    numpy's types, which takes a third of its time: here both are done once."""
+    from triton.language import core
     from triton.runtime import interpreter
 
     patch = interpreter._patch_lang_tensor
@@ -25,7 +30,23 @@ def _mend_interpreter() -> None:
         patch(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
 
-    interpreter._patch_lang_tensor = patched
+    @functools.cache
+    def builtins(package: Any) -> list[tuple[str, Any]]:
+        return [(name, member) for name, member in inspect.getmembers(package) if core.is_builtin(member)]
+
+    def patch_builtin(package: Any, builder: Any, scope: Any) -> None:
+        for name, member in builtins(package):
+            if getattr(package, name) is member:  # not replaced by a function that calls this one
+                interpreter._patch_attr(package, name, member, builder, scope)
+
+    original = interpreter._get_np_dtype
+    of_number = functools.cache(original)
+
+    def numpy_dtype(of: Any) -> Any:
+        return original(of.scalar) if of.scalar.is_ptr() else of_number(of.scalar)  # pointers have no hash
+
+    interpreter._patch_lang_tensor, interpreter._patch_builtin = patched, patch_builtin
+    interpreter._get_np_dtype = numpy_dtype
 
 
 def interpret(
@@ -38,6 +59,7 @@ def interpret(
     several; lives: as of `with_live_sizes`.
     """
     import torch
+    from triton.tools.tensor_descriptor import TensorDescriptor
 
     if not tensors[0].is_cuda:
         _mend_interpreter()
@@ -65,6 +87,8 @@ def interpret(
                 return filled(arg)
             case TileAddress(number):
                 return tensors[number]
+            case Matrix(TileAddress(number), rows, columns, block):
+                return TensorDescriptor(tensors[number], [filled(rows), columns], [columns, 1], list(block))
             case ScratchAddress(offset, dtype):
                 return scratch[offset:].view(getattr(torch, DTYPES[dtype].torch))
             case Int(number) | Float(number):

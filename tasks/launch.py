@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import importlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from nntile_py.tiles.tasklist import Task
 
 from .generated import GENERATED, KERNELS
 from .live import Live
+from .overlap import compiled_so, overlaps
 
 ALIGNMENT = 16  # bytes: what StarPU's device buffers and the scratch offsets have at least; wide loads need it
 
@@ -63,7 +64,18 @@ class TaskFloat:
     dtype: str = "fp32"  # or int64, for seeds, which fp32 does not hold
 
 
-Argument = TileAddress | ScratchAddress | Int | Float | TaskFloat | Live
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """The task's tile number `tile` as a matrix of rows one behind the other, of which a kernel loads and stores blocks
+    through a tensor descriptor: from compute capability 9.0 on. Rows have a multiple of 16 bytes."""
+
+    tile: TileAddress
+    rows: int
+    columns: int
+    block: tuple[int, int]
+
+
+Argument = TileAddress | ScratchAddress | Int | Float | TaskFloat | Live | Matrix
 Parameter = Argument | float  # plain numbers become constants
 
 
@@ -76,6 +88,9 @@ class Launch:
     args: tuple[Argument, ...]
     constexprs: tuple[tuple[str, Any], ...]
     warps: int = 4
+
+    def for_device(self, capability: int) -> bool:
+        return capability >= 90 or not any(isinstance(arg, Matrix) for arg in self.args)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +119,8 @@ class Binary:
     name: str
     shared: int  # bytes of dynamic shared memory
     warps: int
+    overlaps: bool  # see overlap.py
+    maps: tuple[tuple[int, ...], ...] = ()  # of each Matrix: bytes of an element, its type, rows, columns, swizzle
 
 
 Describe = Callable[[Sequence[Task]], Launches]
@@ -253,6 +270,8 @@ def _type(arg: Argument) -> str:
     match arg:
         case TileAddress(_, dtype) | ScratchAddress(_, dtype):
             return "*" + DTYPES[dtype].triton
+        case Matrix(TileAddress(_, dtype), block=block):
+            return f"tensordesc<{DTYPES[dtype].triton}{list(block)}>"
         case Int(_, bits):
             return f"i{bits}"
         case Live():
@@ -274,12 +293,17 @@ def _aligned(arg: Argument) -> bool:
 def compile_launch(launch: Launch, capability: int = 90) -> Binary:
     """The launch's cubin for sm_{capability}; equal variants are compiled once a process. Needs no GPU."""
     types = tuple((_type(arg), _aligned(arg)) for arg in launch.args)
-    return _compile(launch.kernel, types, launch.constexprs, launch.warps, capability)
+    return _compile(launch.kernel, types, launch.constexprs, launch.warps, capability, overlaps(capability))
 
 
 @functools.cache
 def _compile(
-    kernel: Any, types: tuple[tuple[str, bool], ...], constexprs: tuple[tuple[str, Any], ...], warps: int, cc: int
+    kernel: Any,
+    types: tuple[tuple[str, bool], ...],
+    constexprs: tuple[tuple[str, Any], ...],
+    warps: int,
+    cc: int,
+    overlap: bool,
 ) -> Binary:
     import triton
     from triton.backends.compiler import GPUTarget
@@ -298,13 +322,23 @@ def _compile(
         if name in given and given[name][1]
     }
     source = ASTSource(kernel, signature, constants, attrs)
-    compiled = triton.compile(source, target=GPUTarget("cuda", cc, 32), options={"num_warps": warps})
+    options = {"num_warps": warps, "launch_pdl": overlap}
+    with compiled_so():
+        compiled = triton.compile(source, target=GPUTarget("cuda", cc, 32), options=options)
     data = compiled.metadata
     assert data.global_scratch_size == 0 and data.num_ctas == 1, kernel.__name__
-    return Binary(compiled.asm["cubin"], data.name, data.shared, data.num_warps)
+    maps = tuple(map(_map, data.tensordesc_meta or ()))
+    return Binary(compiled.asm["cubin"], data.name, data.shared, data.num_warps, overlap, maps)
 
 
-Value = tuple[int, float | tuple[int, int, int, int]]
+def _map(meta: Mapping[str, Any]) -> tuple[int, ...]:
+    """What cuTensorMapEncodeTiled wants to know of a Matrix; Triton numbers types as the GPU does."""
+    of_driver = {8: 10, 9: 8, 10: 9}
+    kind = of_driver.get(meta["elem_type"], meta["elem_type"])
+    return meta["elem_size"], kind, *meta["block_size"], meta["swizzle"]
+
+
+Value = tuple[int, float | tuple[int, ...]]
 
 
 def shared_memory(capability: int) -> int:
@@ -312,7 +346,7 @@ def shared_memory(capability: int) -> int:
     return 1024 * {70: 96, 75: 64, 80: 163, 87: 163, 90: 227, 100: 227, 103: 227}.get(capability, 99)
 
 
-Encoded = tuple[bytes, str, int, int, list[Value], list[Value]]
+Encoded = tuple[bytes, str, int, int, bool, list[Value], list[Value]]
 
 
 def encode_table(made: Launches) -> list[tuple[int, int]]:
@@ -321,16 +355,19 @@ def encode_table(made: Launches) -> list[tuple[int, int]]:
 
 
 def encode(launch: Launch, binary: Binary) -> Encoded:
-    """(cubin, function, shared bytes, warps, grid, parameters) for cuLaunchKernel with block (32 warps, 1, 1).
+    """(cubin, function, shared bytes, warps, overlaps, grid, parameters) for cuLaunchKernelEx, blocks of 32 warps.
 
     parameters are all of the kernel's, in order, as (kind, value):
     0 address of tile value; 1 address of the scratch block + value; 2 int32; 3 int64; 4 fp32; 5 the task's float
-    number value as fp32; 6 the same, truncated to int64; 7, 8 a `formula` of Live as int32, int64. So is the grid. In
-    Triton 3.6 they are the non-constexpr parameters, each of its own size and natural alignment, then two pointers
+    number value as fp32; 6 the same, truncated to int64; 7, 8 a `formula` of Live as int32, int64. So is the grid.
+    9 a CUtensorMap of (tile, columns, bytes of an element, its type, rows and columns of a block, swizzle); its rows
+    are the next parameter. In Triton 3.6 they are the non-constexpr parameters, each of its own size and natural
+    alignment, where a tensor descriptor is the map, its sizes as int32 and its strides as int64; then two pointers
     (global scratch, profile scratch): null, as no kernel of ours uses them (`compile_launch` checks it). Above 48 KiB,
     `shared` needs CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES.
     """
     parameters: list[Value] = []
+    maps = iter(binary.maps)
     for arg in launch.args:
         match arg:
             case Live():
@@ -345,9 +382,12 @@ def encode(launch: Launch, binary: Binary) -> Encoded:
                 parameters.append((4, constant))
             case TaskFloat(position, dtype):
                 parameters.append((5 if dtype == "fp32" else 6, position))
+            case Matrix(TileAddress(number), rows, columns):
+                size = _encoded_live(rows) if isinstance(rows, Live) else (2, rows)
+                parameters += [(9, (number, columns, *next(maps))), size, (2, columns), (3, columns), (3, 1)]
     parameters += [(3, 0), (3, 0)]
     grid = [_encoded_live(size) if isinstance(size, Live) else (2, size) for size in launch.grid]
-    return binary.cubin, binary.name, binary.shared, binary.warps, grid, parameters
+    return binary.cubin, binary.name, binary.shared, binary.warps, binary.overlaps, grid, parameters
 
 
 def _encoded_live(arg: Live) -> Value:

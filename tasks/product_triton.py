@@ -1,5 +1,5 @@
-"""Products with an activation, or its derivative, as their epilogue on CUDA, where cuBLASLt has none. Tiles as in
-contract_cuda.cpp, which is one of the ways to compute them: the fastest is measured by C++.
+"""Products on CUDA with an activation, or its derivative, as their epilogue, where cuBLASLt has none; and all of few
+rows. Tiles as in contract_cuda.cpp, which is one of the ways to compute them: the fastest is measured by C++.
 
 The activation is computed from the sum in fp32, not from what is kept of it in bf16 or fp16.
 """
@@ -19,87 +19,34 @@ from nntile_py.tiles.dtypes import is_low
 from nntile_py.tiles.tasklist import Task
 
 from .activation import ACTIVATIONS
-from .activation_triton import activate, derivative
 from .attention_segments_triton import INTERPRETED
-from .contract import ContractArgs, PlanArgs
-from .launch import Launch, Launches, Parameter, ceil_div, launch, launches, shape, tile
+from .contract import ContractArgs, EpilogueArgs, PlanArgs
+from .launch import (
+    Launch,
+    Launches,
+    Matrix,
+    Parameter,
+    Scratch,
+    ScratchAddress,
+    ceil_div,
+    launch,
+    launches,
+    shape,
+    tile,
+)
 from .live import Live
-
-# -- the epilogue
-
-
-@triton.jit
-def _reciprocal(x):
-    if INTERPRETED:
-        y = 1 / x
-    else:  # one instruction, off by 1e-7
-        y = tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
-    return y
-
-
-@triton.jit
-def _power_of_two(x):
-    if INTERPRETED:
-        y = tl.exp2(x)
-    else:
-        y = tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
-    return y
-
-
-@triton.jit
-def normal_tail(x):
-    """|x|, the standard normal distribution at -|x|, and exp(-x^2 / 2).
-
-    The first over the second is a polynomial in 1 / (1 + 0.36 |x|), fitted to 2e-5 of its value: bf16 keeps 4e-3. Half
-    of erf's instructions, and the exponential is what the derivative of x Phi(x) needs, too."""
-    far = tl.abs(x)
-    e, t = _power_of_two(x * x * -0.7213475204444817), _reciprocal(1 + 0.36 * far)
-    tail = t * (0.14209608 + t * (0.1609567 + t * (0.04957307 + t * (0.24151073 - t * 0.09412782)))) * e
-    return far, tail, e
-
-
-@triton.jit
-def _activated(x, KIND: tl.constexpr):
-    if KIND == 1:
-        far, tail, _ = normal_tail(x)
-        y = tl.maximum(x, 0.0) - far * tail
-    else:
-        y = activate(x, KIND)
-    return y
-
-
-@triton.jit
-def _times_derivative(y, x, KIND: tl.constexpr):
-    if KIND == 1:
-        far, tail, e = normal_tail(x)
-        below = tail - far * e * 0.3989422804014327  # the derivative at -|x|
-        y *= tl.where(x < 0, below, 1 - below)
-    else:
-        y *= derivative(x, KIND)
-    return y
-
-
-# -- the product
-
-
-@triton.jit
-def _block_of(number, m, n, ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr):
-    """The first row and column of a block; neighbours in time share operands: GROUP blocks of rows go side by side."""
-    down, across = tl.cdiv(m, ROWS), tl.cdiv(n, COLUMNS)
-    first = number // (GROUP * across) * GROUP
-    size = tl.minimum(down - first, GROUP)
-    within = number % (GROUP * across)
-    return (first + within % size) * ROWS, within // size * COLUMNS
+from .product_epilogue_triton import activated, block_of, times_derivative
+from .product_tma_triton import persistent
 
 
 @triton.jit
 def _sum(
-    A, B, row, col, m, n, k, B_BY_K: tl.constexpr, EVEN: tl.constexpr,
+    A, B, row, col, first, last, m, n, k, B_BY_K: tl.constexpr, EVEN: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """A block of a b from row and col on. EVEN: only rows have an end within a block."""
+    """A block of a b from row and col on, summed from first to last. EVEN: only rows have an end within a block."""
     # Rows beyond the last are the last: what is computed there is not stored.
-    rows, depth = tl.minimum(row + tl.arange(0, ROWS), m - 1).to(tl.int64), tl.arange(0, DEPTH)
+    rows, depth = tl.minimum(row + tl.arange(0, ROWS), m - 1).to(tl.int64), first + tl.arange(0, DEPTH)
     cols = col + tl.arange(0, COLUMNS)
     a_at = A + rows[:, None] * k + depth[None, :]
     if B_BY_K:
@@ -107,13 +54,14 @@ def _sum(
     else:
         b_at = B + depth.to(tl.int64)[:, None] * n + cols[None, :]
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for at in tl.range(0, k, DEPTH, num_stages=STAGES):
+    for _ in tl.range(first, last, DEPTH, num_stages=STAGES):
         if EVEN:
             a, b = tl.load(a_at), tl.load(b_at)
         else:
-            there = (at + depth < k)[:, None]
-            a = tl.load(a_at, (at + depth < k)[None, :], 0.0)
+            there = (depth < k)[:, None]
+            a = tl.load(a_at, (depth < k)[None, :], 0.0)
             b = tl.load(b_at, there if B_BY_K else there & (cols < n)[None, :], 0.0)
+            depth += DEPTH
         if INTERPRETED:  # whose numpy has no bf16
             a, b = a.to(tl.float32), b.to(tl.float32)
         total = tl.dot(a, b, total)
@@ -124,29 +72,36 @@ def _sum(
 
 @triton.jit
 def _product(
-    OUT, PRE, A, B, BIAS, AUX, m, n, k, scale,
-    B_BY_K: tl.constexpr, KIND: tl.constexpr, BIASED: tl.constexpr, KEEPS: tl.constexpr, GRADIENT: tl.constexpr,
-    EVEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr,
-    STAGES: tl.constexpr, HALVES: tl.constexpr,
+    OUT, PRE, A, B, BIAS, RESIDUAL, AUX, m, n, k, scale,
+    B_BY_K: tl.constexpr, KIND: tl.constexpr, BIASED: tl.constexpr, ADDED: tl.constexpr, KEEPS: tl.constexpr,
+    GRADIENT: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    GROUP: tl.constexpr, STAGES: tl.constexpr, HALVES: tl.constexpr,
 ):  # fmt: skip
-    """out = act(scale a b + bias), or GRADIENT: scale a b act'(aux). a [m, k], b [k, n], or B_BY_K: its transpose.
+    """out = act(scale a b + bias + residual), or GRADIENT: that times act'(aux) without act. a [m, k], b [k, n], or
+    B_BY_K: its transpose.
 
     HALVES: of a block's columns are finished in turns, which takes fewer registers."""
-    row, col = _block_of(tl.program_id(0), m, n, ROWS, COLUMNS, GROUP)
-    total = _sum(A, B, row, col, m, n, k, B_BY_K, EVEN, ROWS, COLUMNS, DEPTH, STAGES)
+    row, col = block_of(tl.program_id(0), m, n, ROWS, COLUMNS, GROUP)
+    total = _sum(A, B, row, col, 0, k, m, n, k, B_BY_K, EVEN, ROWS, COLUMNS, DEPTH, STAGES)
     if HALVES:
-        WIDTH: tl.constexpr = COLUMNS // 2
-        left, right = tl.split(tl.permute(tl.reshape(total, (ROWS, 2, WIDTH)), (0, 2, 1)))
-        _finish(OUT, PRE, BIAS, AUX, left, row, col, m, n, scale, KIND, BIASED, KEEPS, GRADIENT)
-        _finish(OUT, PRE, BIAS, AUX, right, row, col + WIDTH, m, n, scale, KIND, BIASED, KEEPS, GRADIENT)
+        half: tl.constexpr = COLUMNS // 2
+        left, right = tl.split(tl.permute(tl.reshape(total, (ROWS, 2, half)), (0, 2, 1)))
+        _finish(
+            OUT, PRE, BIAS, RESIDUAL, AUX, left, row, col, m, n, scale, KIND, BIASED, ADDED, KEEPS, GRADIENT
+        )  # fmt: skip
+        _finish(
+            OUT, PRE, BIAS, RESIDUAL, AUX, right, row, col + half, m, n, scale, KIND, BIASED, ADDED, KEEPS, GRADIENT
+        )  # fmt: skip
     else:
-        _finish(OUT, PRE, BIAS, AUX, total, row, col, m, n, scale, KIND, BIASED, KEEPS, GRADIENT)
+        _finish(
+            OUT, PRE, BIAS, RESIDUAL, AUX, total, row, col, m, n, scale, KIND, BIASED, ADDED, KEEPS, GRADIENT
+        )  # fmt: skip
 
 
 @triton.jit
 def _finish(
-    OUT, PRE, BIAS, AUX, total, row, col, m, n, scale,
-    KIND: tl.constexpr, BIASED: tl.constexpr, KEEPS: tl.constexpr, GRADIENT: tl.constexpr,
+    OUT, PRE, BIAS, RESIDUAL, AUX, total, row, col, m, n, scale, KIND: tl.constexpr, BIASED: tl.constexpr,
+    ADDED: tl.constexpr, KEEPS: tl.constexpr, GRADIENT: tl.constexpr,
 ):  # fmt: skip
     rows, cols = row + tl.arange(0, total.shape[0]), col + tl.arange(0, total.shape[1])
     inside = (rows < m)[:, None] & (cols < n)[None, :]
@@ -154,13 +109,46 @@ def _finish(
     y = total * scale
     if BIASED:
         y += tl.load(BIAS + cols, cols < n, 0.0).to(tl.float32)[None, :]
+    if ADDED:
+        y += tl.load(RESIDUAL + at, inside, 0.0).to(tl.float32)
     if GRADIENT:
-        y = _times_derivative(y, tl.load(AUX + at, inside, 0.0).to(tl.float32), KIND)
+        y = times_derivative(y, tl.load(AUX + at, inside, 0.0).to(tl.float32), KIND)
     else:
         if KEEPS:
             tl.store(PRE + at, y.to(PRE.dtype.element_ty), inside)
-        y = _activated(y, KIND)
+        y = activated(y, KIND)
     tl.store(OUT + at, y.to(OUT.dtype.element_ty), inside)
+
+
+@triton.jit
+def _part(
+    SUMS, A, B, m, n, k, B_BY_K: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr, GROUP: tl.constexpr, STAGES: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """sums [PARTS, m, n]: a b over one of PARTS of k each, for few blocks of long sums."""
+    row, col = block_of(tl.program_id(0), m, n, ROWS, COLUMNS, GROUP)
+    part, size = tl.program_id(1), tl.cdiv(k, DEPTH * PARTS) * DEPTH
+    first = part * size
+    last = tl.minimum(first + size, k)
+    total = _sum(A, B, row, col, first, last, m, n, k, B_BY_K, EVEN, ROWS, COLUMNS, DEPTH, STAGES)
+    rows, cols = row + tl.arange(0, ROWS), col + tl.arange(0, COLUMNS)
+    at = (part * m + rows).to(tl.int64)[:, None] * n + cols[None, :]
+    tl.store(SUMS + at, total, (rows < m)[:, None] & (cols < n)[None, :])
+
+
+@triton.jit
+def _of_parts(
+    OUT, PRE, SUMS, BIAS, RESIDUAL, AUX, m, n, scale, KIND: tl.constexpr, BIASED: tl.constexpr, ADDED: tl.constexpr,
+    KEEPS: tl.constexpr, GRADIENT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """What _product makes, from the sums of _part, added in order."""
+    row, col = block_of(tl.program_id(0), m, n, ROWS, COLUMNS, 1)
+    rows, cols = row + tl.arange(0, ROWS), col + tl.arange(0, COLUMNS)
+    inside = (rows < m)[:, None] & (cols < n)[None, :]
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for part in tl.static_range(PARTS):
+        total += tl.load(SUMS + (part * m + rows).to(tl.int64)[:, None] * n + cols[None, :], inside, 0.0)
+    _finish(OUT, PRE, BIAS, RESIDUAL, AUX, total, row, col, m, n, scale, KIND, BIASED, ADDED, KEEPS, GRADIENT)
 
 
 # -- tasks
@@ -169,7 +157,11 @@ OWN = tuple(ACTIVATIONS.index(name) for name in ("relu", "gelu", "tanh", "silu")
 
 
 class Way(NamedTuple):
-    """How a product is cut into blocks, and computed."""
+    """How a product is cut into blocks, and computed.
+
+    parts: of the sum, each by programs of its own. width: of `persistent`, so many columns are finished at a time;
+    programs: on each multiprocessor; flatten: see there.
+    """
 
     rows: int
     columns: int
@@ -177,20 +169,46 @@ class Way(NamedTuple):
     stages: int
     warps: int
     halves: bool = False
+    parts: int = 1
+    width: int = 0
+    programs: int = 1
+    flatten: bool = True
 
     @property
     def name(self) -> str:
-        return f"{self.rows}x{self.columns}x{self.depth}x{self.stages}x{self.warps}" + " halves" * self.halves
+        cut = f"{self.rows}x{self.columns}x{self.depth}x{self.stages}x{self.warps}" + " halves" * self.halves
+        if self.width:
+            return f"{cut} persistent {self.width}x{self.programs}" + " flat" * self.flatten
+        return cut + f" {self.parts} parts" * (self.parts > 1)
 
 
-# Those that were fastest on an H200 with 64 to 256 rows, and with 640 and 2048.
-FEW = [Way(64, 32, 128, 4, 4), Way(64, 64, 128, 3, 4), Way(64, 64, 64, 5, 4), Way(64, 32, 128, 3, 4)]
+# Those of 64 to 256 rows, and those that were fastest on an H200 with 640 and 2048.
+FEW = [
+    Way(64, 32, 128, 4, 4), Way(64, 64, 128, 3, 4), Way(64, 64, 64, 5, 4), Way(64, 32, 256, 3, 4),
+    Way(64, 16, 128, 5, 4), Way(32, 32, 128, 4, 4),
+]  # fmt: skip
+# Long sums in a few blocks, which have little of the GPU: more of them, or parts.
+DEEP = [
+    Way(64, 16, 128, 5, 4), Way(64, 16, 256, 4, 4), Way(32, 16, 256, 4, 4), Way(64, 32, 128, 4, 4, parts=4),
+    Way(64, 64, 128, 3, 4, parts=6), Way(64, 64, 64, 5, 4),
+]  # fmt: skip
 SOME = [Way(128, 128, 64, 3, 8, halves=True), Way(128, 64, 64, 4, 4), Way(64, 128, 64, 3, 4, halves=True)]
+# Of an H200's 640 to 19 712 rows, n 3072, k 768; 128x256 is slower everywhere.
+TWICE = Way(128, 128, 64, 3, 8, width=32, programs=2)
+MANY = [TWICE, TWICE._replace(flatten=False)]
+ONCE = Way(128, 128, 64, 4, 8, width=64)
+MULTIPROCESSORS = 132  # of an H200; elsewhere it is as right
 
 
-def ways_of(m: int) -> list[Way]:
-    """None for many rows: cuBLASLt with a kernel behind it is faster there (57 us to 63 with 4915 rows)."""
-    return FEW if m <= 256 else SOME if m <= 2048 else []
+def ways_of(sizes: Sizes, e: EpilogueArgs) -> list[Way]:
+    """Ways to measure; none: cuBLASLt and, where there is an activation, a kernel behind it."""
+    if sizes.m <= (256 if e.activation >= 0 else 128):  # of 154 rows, no activation: cuBLASLt 5.7 us, these 7.3
+        return DEEP if sizes.n <= 4096 <= 2 * sizes.k else FEW
+    if e.activation < 0:
+        return []
+    if sizes.m > 2048:
+        return [] if e.residual else MANY
+    return SOME if sizes.m < 512 or e.residual else [*SOME, TWICE, ONCE]
 
 
 class Sizes(NamedTuple):
@@ -217,9 +235,9 @@ def sizes_of(task: Task, plan: PlanArgs) -> Sizes | None:
 def served(task: Task, a: ContractArgs) -> Sizes | None:
     """The product's sizes, if the kernels compute what the task asks for: to measure is to compute several times."""
     e, dtypes = a.epilogue, {access.tile.dtype for access in task.accesses}
-    alone = not e.residual and e.colsum < 0 and not any(access.accumulate for access in task.accesses)
+    alone = e.colsum < 0 and not any(access.accumulate for access in task.accesses)
     whole = e.bias_axes in (-1, ((1 << a.plan.n) - 1) << a.plan.m)
-    if e.activation not in OWN or not alone or not whole or len(dtypes) > 1 or not is_low(*dtypes):
+    if e.activation not in (-1, *OWN) or not alone or not whole or len(dtypes) > 1 or not is_low(*dtypes):
         return None
     return sizes_of(task, a.plan)
 
@@ -228,25 +246,56 @@ def served(task: Task, a: ContractArgs) -> Sizes | None:
 def _describe(task: Task) -> Launches:
     a = ContractArgs.of(task)
     sizes, e = served(task, a), a.epilogue
-    if not sizes or not (ways := ways_of(sizes.m)):
+    if not sizes or not (ways := ways_of(sizes, e)):
         return Launches(())
-    m, n, k, b_by_k = sizes
-    biased, last = e.bias_axes >= 0, len(task.accesses) - 1
-    pre, bias, aux = tile(task, 0), tile(task, 3 if biased else 0), tile(task, last)
-    out = tile(task, last if e.keep_pre else 0)
-    args: list[Parameter] = [out, pre, tile(task, 1), tile(task, 2), bias, aux, m, n, k, a.scale]
-    what = {"B_BY_K": b_by_k, "KIND": e.activation, "BIASED": biased, "KEEPS": e.keep_pre, "GRADIENT": e.aux}
-
-    def way(w: Way) -> tuple[Launch, ...]:
-        options: dict[str, Any] = {
-            "ROWS": w.rows, "COLUMNS": w.columns, "DEPTH": w.depth, "STAGES": w.stages, "GROUP": 8, "HALVES": w.halves,
-            "EVEN": k % w.depth == 0 and (b_by_k or n % w.columns == 0), **what,
-        }  # fmt: skip
-        blocks = ceil_div(m, w.rows) * ceil_div(n, w.columns)
-        return (launch(_product, blocks, *args, **options, warps=w.warps),)
-
-    kind = f"{ACTIVATIONS[e.activation]}{' gradient' if e.aux else ' kept' if e.keep_pre else ''}"
+    scratch = Scratch()
+    sums = scratch.take(max(w.parts * (w.parts > 1) for w in ways) * int(sizes.m) * sizes.n, "fp32")
+    first, *others = (_launches_of(w, task, a, sizes, sums) for w in ways)
+    name = ACTIVATIONS[e.activation] if e.activation >= 0 else "sum"
+    kind = f"{name}{' gradient' if e.aux else ' kept' if e.keep_pre else ''}{' residual' if e.residual else ''}"
     names, dtype = ", ".join(w.name for w in ways), tile(task, 0).dtype
-    key = f"product {kind} {dtype} {int(m)} {n} {k} {int(b_by_k)} {int(biased)} of {names}"
-    first, *others = map(way, ways)
-    return Launches(first, others=tuple(others), key=key)
+    what = " ".join(str(int(size)) for size in (*sizes, e.bias_axes >= 0))
+    key = f"product {kind} {dtype} {what} of {names}"
+    return Launches(first, scratch.bytes, others=tuple(others), key=key)
+
+
+def _launches_of(w: Way, task: Task, a: ContractArgs, sizes: Sizes, sums: ScratchAddress) -> tuple[Launch, ...]:
+    m, n, k, b_by_k = sizes
+    e, biased, last = a.epilogue, a.epilogue.bias_axes >= 0, len(task.accesses) - 1
+    what = {"KIND": e.activation, "BIASED": biased, "ADDED": e.residual, "KEEPS": e.keep_pre, "GRADIENT": e.aux}
+    cut: dict[str, Any] = {
+        "ROWS": w.rows, "COLUMNS": w.columns, "DEPTH": w.depth, "STAGES": w.stages, "GROUP": 8, "B_BY_K": b_by_k,
+        "EVEN": k % w.depth == 0 and (b_by_k or n % w.columns == 0),
+    }  # fmt: skip
+    results, operands = (tile(task, last if e.keep_pre else 0), tile(task, 0)), (tile(task, 1), tile(task, 2))
+    rest = (tile(task, 3 if biased else 0), tile(task, 3 + biased if e.residual else 0), tile(task, last))
+    blocks = ceil_div(m, w.rows) * ceil_div(n, w.columns)
+    if w.width:
+        return (_persistent_launch(w, task, a, sizes),)
+    if w.parts == 1:
+        args: tuple[Parameter, ...] = (*results, *operands, *rest, m, n, k, a.scale)
+        return (launch(_product, blocks, *args, warps=w.warps, HALVES=w.halves, **what, **cut),)
+    rows, columns = 2, 256  # of what adds the parts
+    return (
+        launch(_part, (blocks, w.parts), sums, *operands, m, n, k, warps=w.warps, PARTS=w.parts, **cut),
+        launch(
+            _of_parts, ceil_div(m, rows) * ceil_div(n, columns), *results, sums, *rest, m, n, a.scale,
+            PARTS=w.parts, ROWS=rows, COLUMNS=columns, **what,
+        ),
+    )  # fmt: skip
+
+
+def _persistent_launch(w: Way, task: Task, a: ContractArgs, sizes: Sizes) -> Launch:
+    m, n, k, b_by_k = sizes
+    e, last = a.epilogue, len(task.accesses) - 1
+    out, other = last if e.keep_pre else 0, last if e.aux else 0
+    block, rows_of_b = (w.rows, w.width), (n, k) if b_by_k else (k, n)
+    return launch(
+        persistent, min(int(ceil_div(m, w.rows)) * ceil_div(n, w.columns), w.programs * MULTIPROCESSORS),
+        Matrix(tile(task, out), m, n, block), Matrix(tile(task, other), m, n, block),
+        Matrix(tile(task, 1), m, k, (w.rows, w.depth)),
+        Matrix(tile(task, 2), *rows_of_b, (w.columns, w.depth) if b_by_k else (w.depth, w.columns)),
+        tile(task, 3 if e.bias_axes >= 0 else 0), m, n, k, a.scale, warps=w.warps, ROWS=w.rows, COLUMNS=w.columns,
+        DEPTH=w.depth, STAGES=w.stages, WIDTH=w.width, FLATTEN=w.flatten, GROUP=8, B_BY_K=b_by_k, KIND=e.activation,
+        BIASED=e.bias_axes >= 0, KEEPS=e.keep_pre, GRADIENT=e.aux,
+    )  # fmt: skip

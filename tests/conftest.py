@@ -13,6 +13,9 @@ import pytest
 import nntile_py as nt
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it; what it starts would too
+# Hundreds of processes are started here: each would compile the package's sources anew.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 CPUS = min(2, len(os.sched_getaffinity(0)))
 
 

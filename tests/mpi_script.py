@@ -39,6 +39,7 @@ CASES: list[tuple[str, str, str, dict[str, Any]]] = [
     ("bert", "uncut", "chain", {}),
     ("bert", "ragged", "chain", {"optimizer": nt.SGD(lr=0.1, momentum=0.9)}),
     ("gpt2", "rows", "chain", {"grad_accumulation": 2}),
+    ("bert", "rows", "chain", {"fusion": {"found": False}}),
     ("gpt2", "rows", "tree", {"grad_accumulation": 2}),
     ("gpt2", "ragged", "commute", {}),
     ("bert", "rows", "redux", {"grad_accumulation": 2}),
@@ -91,9 +92,11 @@ def sent_bytes(tasks: TaskList) -> int:
 
 
 def planned(lists: list[TaskList], ranks: Ranks | None) -> list[int]:
-    """Bytes that each rank sends in a step, as it is planned and played without the others."""
+    """On the first rank: bytes that each rank sends in a step, as it is planned and played without the others."""
     if not ranks:
         return [0]
+    if ranks.rank:
+        return []
     speed = device_model.rank(ranks.cores)
     nodes = of_ranks(lists, ranks.size, speed, nt.Runtime.current.shard_weights)
     first = played(nodes, 1, speed, device_model.network(speed.link_s))
@@ -179,6 +182,9 @@ def main(what: str, out: str, window: str = "", shard: str = "", placement: str 
             return
         if what == "other plan" and rank:
             nt.Trainer(model, BATCH, SEQ, TILES["ragged"])
+        if what == "other compiler":
+            os.environ |= {"CXX": "no-such-compiler"} if rank else {}
+            nt.Trainer(model, BATCH, SEQ, TILES["rows"])
         if what == "other database":
             spec = StepSpec(model, BATCH, SEQ, Tiling(TILES["even"]))
             nt.Trainer.of_spec(replace(spec, timings=database(spec, rank)))

@@ -264,8 +264,9 @@ def test_the_table_fits(encoder: Analysis) -> None:
     [
         (["--work", "layers"], "--work: 'layers' is not allowed; use train, inference"),
         ([], "neither CONFIG nor --work is given; allowed without CONFIG: --work encoder, decoder, mha"),
+        (["--work", "mha", "--repeats", "3"], "error: --repeats: allowed: only with --measure"),
+        (["--work", "mha", "--set", "model.heads=7"], "error: --work mha: model.heads: got 7; allowed: a divisor of"),
         (["--work", "train"], "--work train; allowed without CONFIG: --work encoder, decoder, mha"),
-        (["--work", "mha", "--set", "model.heads=7"], "model.heads"),
         (["--work", "mha", "--set", "train.pack=true"], "train.pack"),
         (["--work", "encoder", "--set", "model.embd=7"], "model.embd"),
     ],

@@ -204,8 +204,7 @@ def test_defaults_are_filled_in(small: Path) -> None:
     config = load(small)
     assert (config.model.ffn, config.model.positions, config.model.vocab) == (48, 8, 4096)
     assert config.tiles.model_dump(exclude_none=True) == {}
-    off = {"found": False, "exclude": ()}
-    assert config.fusion.model_dump() == {**dict.fromkeys(type(config.fusion).model_fields, True), **off}
+    assert config.fusion.model_dump() == {**dict.fromkeys(type(config.fusion).model_fields, True), "exclude": ()}
     assert (config.accumulate, config.precision, config.runtime.cuda) == ("chain", "fp32", 0)
     assert config.optimizer.min_lr == pytest.approx(config.optimizer.lr / 10)
 
@@ -233,7 +232,7 @@ def test_overrides_are_yaml_and_come_last(small: Path) -> None:
         "reshape": True,
         "qkv": True,
         "residual_norm": True,
-        "found": False,
+        "found": True,
         "exclude": (),
     }
     assert config.data.max_bytes == 2_000_000

@@ -65,6 +65,16 @@ def test_a_window_of_few_tasks(losses: Losses, once: list[str]) -> None:
     assert losses([{"cpus": CPUS, "window": window} for window in (50, 1)]) == [once] * 2
 
 
+@pytest.mark.parametrize("found", [True, False])
+def test_whole_rows(losses: Losses, once: list[str], found: bool) -> None:
+    """Where `tiles` leave the rows of norms whole, these are in groups, whose sums several tasks add to."""
+    options = {"tiles": {"batch": 1, "ffn": 50}, "fusion": {"found": found}}
+    runs = [{"cpus": 1}, {"cpus": CPUS}, {"cpus": CPUS, "scheduler": "dmdas"}, {"cpus": 2, "placement": "planned"}]
+    first, *others = losses(runs, **options)
+    assert others == [first] * 3
+    assert first != once
+
+
 @pytest.mark.parametrize("attention", ["flash", "naive"])
 def test_other_attention_without_fusion(losses: Losses, once: list[str], attention: str) -> None:
     runs = [{"cpus": 1}, {"cpus": CPUS}, {"cpus": CPUS, "scheduler": "dmdas"}]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import shutil
 import sys
 import warnings
 from pathlib import Path
@@ -339,8 +340,10 @@ WRONG: list[tuple[str, str, list[str], str]] = [
     ("a", "x.txt", ["--out", "there.npy"], "--out: there.npy is there already; allowed: the name of a new file, or"),
     ("a", "x.txt", ["--out", "none/x.npy"], "--out: there is no folder none"),
     ("a", "x.txt", ["--output", "hidden"], "x.npy holds one array; allowed with --output hidden: .npz, .safetensors"),
-    ("a", "x.txt", ["--output", "all"], "output: 'all' is not allowed"),
-    ("a", "x.txt", ["--cpus", "0"], "runtime.cpus: 0 is not allowed"),
+    ("a", "x.txt", ["--output", "all"], "error: --output: 'all' is not allowed"),
+    ("a", "x.txt", ["--max-length", "41"], "error: --max-length: 41 is not allowed; the model has 40 positions"),
+    ("a", "x.txt", ["--cpus", "0"], "error: --cpus: 0 is not allowed"),
+    ("a", "x.txt", ["--dtype", "fp16"], "error: --dtype: fp16 needs GPUs (--cuda); allowed on CPU workers: fp32"),
 ]  # fmt: skip
 
 
@@ -359,6 +362,14 @@ def test_what_the_command_refuses(folder: Any, nntile: Any, tmp_path: Path) -> N
     status, _, said = nntile("encode", masked, "--input", "x.txt", "--out", "x.npz", "--output", "pooled")
     told = "--output: pooled needs what is not there: model: weight bert.pooler.dense.weight is missing (in "
     assert status == 2 and told in said and "); allowed: hidden, mean, logits\n" in said, said
+    bare = shutil.copytree(path, tmp_path / "bare", ignore=shutil.ignore_patterns("tokenizer.json"))
+    for name in ("mean", "logits"):
+        status, _, said = nntile("encode", bare, "--input", "x.txt", "--out", "x.npy", "--output", name)
+        assert status == 2 and said.startswith(f"error: FOLDER: {bare} has no tokenizer.json, which makes texts"), said
+    (bare / "tokenizer.json").write_text("none")
+    status, _, said = nntile("encode", bare, "--input", "x.txt", "--out", "x.npy")
+    assert status == 2 and said.startswith(f"error: tokenizer: cannot read {bare / 'tokenizer.json'} ("), said
+    shutil.rmtree(bare)
     (tmp_path / "x.txt").unlink()
     assert [p.name for p in tmp_path.iterdir()] == ["there.npy"] and (tmp_path / "there.npy").read_bytes() == b"kept"
 

@@ -3,13 +3,14 @@
 import dataclasses
 import math
 import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from test_loop import metrics, nntile
+from test_loop import HOW, command, metrics, nntile
 
 import nntile_py as nt
 from nntile_py import _core
@@ -92,8 +93,8 @@ def test_gradients_that_are_no_numbers_are_skipped() -> None:
 
 @pytest.mark.parametrize("policy", ["chain", "commute", "redux", "tree"])
 @pytest.mark.parametrize("tiling", TILES)
-@pytest.mark.parametrize("fusion", [True, False])
-def test_the_operator_that_made_it(fusion: bool, tiling: str, policy: str) -> None:
+@pytest.mark.parametrize("fusion", [True, {"found": False}, False], ids=str)
+def test_the_operator_that_made_it(fusion: Any, tiling: str, policy: str) -> None:
     trainer = nt.Trainer(overflowing(), 4, 8, TILES[tiling], accumulate=policy, fusion=fusion, check_finite=True)
     with pytest.raises(nt.NNTileError, match=r"step 1: the loss is nan.*made by .*h1\.mlp.*pass 1 of step 1"):
         trainer.step(batches(1)[0])
@@ -180,11 +181,44 @@ def test_another_scale_begins_anew(tmp_path: Path) -> None:
         assert nt.Trainer.load(tmp_path / "saved", loss_scale=scale).loss_scale == expected
 
 
-def test_a_scale_that_can_fall_no_more() -> None:
-    one = loss_scale.LossScale(2.0)
-    one.after(1, overflow=True)
-    with pytest.raises(nt.NNTileError, match="step 2: the gradients overflow with a loss scale of 1; use precision"):
-        one.after(2, overflow=True)
+def test_a_scale_that_no_run_has(tmp_path: Path) -> None:
+    nt.Trainer(made(), 4, 8, loss_scale=8.0).save(tmp_path / "saved")
+    file = tmp_path / "saved" / "state.json"
+    file.write_text(file.read_text().replace('"value": 8.0', '"value": 1e308'))
+    told = r"saved/state.json: loss_scale.value: .*1e\+308 is not allowed; .* at most 3e\+38"
+    with pytest.raises(nt.NNTileError, match=told):
+        nt.Trainer.load(tmp_path / "saved")
+
+
+def test_a_scale_that_can_fall_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step itself tells it; a later one where nobody has asked."""
+    monkeypatch.setattr(loss_scale, "LEAST", 2.0**99)
+    told = "step 2: the gradients overflow with a loss scale of 6.3.*; use precision"
+    for look in (False, True):
+        trainer, data = nt.Trainer(made(), 4, 8, loss_scale=2.0**100, check_finite=look), batches(4)
+        assert trainer.submit(data[0]).result().overflow
+        pending = trainer.submit(data[1])
+        assert trainer.loss_scale == 2.0**99
+        with pytest.raises(nt.NotFinite, match=told + (".*the first such value was made by" if look else "")):
+            pending.result()
+        trainer.submit(data[2])
+        with pytest.raises(nt.NotFinite, match=told):
+            trainer.submit(data[3])
+        trainer.close()
+
+
+@pytest.mark.parametrize("steps", [2, 12])
+def test_a_run_whose_scale_can_fall_no_more(tmp_path: Path, steps: int) -> None:
+    """It ends as other steps do that fail, be it the last one."""
+    least = "import sys; from nntile_py.training import loss_scale; loss_scale.LEAST = 2.0**99; "
+    run = least + "from nntile_py.cli import main; sys.argv[0] = 'nntile'; main()"
+    python, _, _, *arguments = command(tmp_path, f"train.loss_scale={2.0**100}", f"train.steps={steps}")
+    done = subprocess.run([python, "-c", run, *arguments], **HOW, cwd=tmp_path, check=False)
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert re.match(r"error: step 2: the gradients overflow with a loss scale of .*; stopped, the weights are", line)
+    lines = metrics(tmp_path / "runs" / "tiny")
+    assert [line["step"] for line in lines] == [1, 2] and lines[1]["grad_norm"] is None
 
 
 def test_a_loss_that_is_no_number_says_nothing_of_its_scale() -> None:
@@ -234,7 +268,8 @@ def test_a_run_with_a_scale(tmp_path: Path) -> None:
         done = nntile(tmp_path, *how, arguments=("--out", "run", *more))
         assert done.returncode == 0, done.stderr
         told = "skipped, gradients overflow, the loss' scale is halved: "
-        assert told in done.stdout and "steps were skipped (train.skip_above_norm or overflow in fp16)" in done.stdout
+        assert told in done.stdout
+        assert re.search(r"\n\d+ steps? (was|were) skipped \(gradients that overflowed\)\n", done.stdout), done.stdout
     lines, scale = metrics(tmp_path / "run"), 2.0**70
     for line in lines:
         assert line["loss_scale"] == scale
@@ -242,6 +277,10 @@ def test_a_run_with_a_scale(tmp_path: Path) -> None:
     assert len(lines) == 12 and scale < 2.0**70 and "skipped" not in lines[-1]
     done = nntile(tmp_path, "train.loss_scale=8", "train.steps=13", arguments=("--out", "run", "--resume"))
     assert "train.loss_scale was" in done.stdout and metrics(tmp_path / "run")[-1]["loss_scale"] == 8
+    done = nntile(tmp_path, f"train.loss_scale={2.0**70}", "train.skip_above_norm=1e-9", arguments=("--out", "both"))
+    told = r"\n12 steps were skipped \(gradients that overflowed: (\d+), train.skip_above_norm: (\d+)\)\n"
+    found = re.search(told, done.stdout)
+    assert found and int(found[1]) + int(found[2]) == 12, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("value", [0, -1.0, math.nan, math.inf, "a"])
@@ -265,7 +304,8 @@ def test_a_run_that_skips(tmp_path: Path) -> None:
     assert skipped and [line["step"] for line in lines if line.get("skipped")] == skipped and len(lines) == 12
     told = "skipped, its gradient norm is not below"  # after the held-out loss, where it was measured
     assert all(re.search(rf"^step {step}/12  (held-out .*)?{told}", done.stdout, re.MULTILINE) for step in skipped)
-    assert f"{len(skipped)} steps were skipped (train.skip_above_norm)" in done.stdout
+    were = "steps were" if len(skipped) > 1 else "step was"
+    assert f"{len(skipped)} {were} skipped (train.skip_above_norm)" in done.stdout
     kept = {int(folder.name[5:]) for folder in (tmp_path / "runs" / "tiny" / "checkpoints").iterdir()}
     left_out = {step - 1 for step in skipped if step > 1}
     assert kept == {*range(1, 13)} - left_out

@@ -1,6 +1,9 @@
 """Fusion that is found: which groups, that training stays the same, and what happens without a compiler."""
 
 import multiprocessing
+import os
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -16,13 +19,13 @@ from nntile_py.graph.found import groups
 from nntile_py.graph.fusion import Fusion, fuse
 from nntile_py.graph.graph import Graph
 from nntile_py.graph.step import StepSpec
-from nntile_py.tasks import Tensor, activation, add, dropout, layer_norm, multiply
+from nntile_py.tasks import LayerNormGrad, Tensor, activation, add, dropout, layer_norm, linear, multiply
 from nntile_py.tasks.generated import Generated
 from nntile_py.tasks.scalar import native
 from nntile_py.testing import SIZES, Case
 from nntile_py.tiles import Tiling
 
-FOUND = Fusion(found=True)
+FOUND, RULES = Fusion(), Fusion(found=False)
 HEADS = {"layers": 2, "embed": 24, "heads": 4}
 WORDS = {**HEADS, "vocab": 61, "positions": 32}
 NAIVE = {"attention": "naive", "attention_dropout": 0.1}
@@ -55,9 +58,35 @@ def test_groups_of_the_paper() -> None:
 
 
 def test_groups_where_rows_are_cut() -> None:
-    """A norm over a cut axis is several tasks and stays as it is; what does not reduce within rows is found."""
-    cut = found(MODELS["encoder"](), embed=10, seq=5)
-    assert cut == {"dropout_activation_grad_sum": 2, "dropout_add": 4, "dropout_sum": 4}
+    """A norm over a cut axis is several tasks, in no group; its gradient has what the rules put into it."""
+    graph = StepSpec(MODELS["encoder"](), 4, 16, Tiling({"embed": 10, "seq": 5})).graphs().graph
+    assert Counter(op.group for op in groups(graph)) == {"dropout_activation_grad_sum": 2, "dropout_add": 4}
+    norms = [op for op in graph.ops if isinstance(op, LayerNormGrad)]
+    assert len(norms) == 4 and all(norm.dropout and norm.bias for norm in norms)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("tiles", [{}, {"batch": 2, "seq": 8}, {"batch": 3, "embed": 10, "ffn": 20}], ids=str)
+@pytest.mark.parametrize("name", MODELS)
+def test_no_more_tasks_than_the_rules(name: str, tiles: dict[str, int], dtype: str) -> None:
+    """Nor, in fp32, more bytes: in bf16 a product's task may have two kernels, which write and read what is between."""
+    counts = []
+    for fusion in (FOUND, RULES):
+        lists = StepSpec(MODELS[name](), 4, 16, Tiling(tiles), dtype=dtype, fusion=fusion, optimizer=nt.AdamW()).step()
+        tasks = lists.first.tasks.tasks
+        counts.append((len(tasks), sum(a.tile.bytes * len(a.mode) for task in tasks for a in task.accesses)))
+    assert counts[0][0] <= counts[1][0] and (dtype == "bf16" or counts[0][1] <= counts[1][1]), counts
+
+
+def test_activations_that_no_group_has() -> None:
+    """In bf16 groups come first; what is alone after a product is made by its task, as by the rules."""
+    for dropped, titles in ((0.0, ["Contract + bias + gelu"]), (0.1, ["Contract + bias", "Activation + Dropout"])):
+        g = Graph("bf16")
+        x = g.named("x", ["batch", "seq", "embed"], [2, 4, 8], "input")
+        w, b = g.named("w", ["embed", "ffn"], [8, 16], "param"), g.named("b", ["ffn"], [16], "param")
+        y = activation(g, linear(g, x, w, ["batch", "seq", "ffn"], b), "gelu")
+        (dropout(g, y, dropped) if dropped else y).kind = "scalar"
+        assert [op.title for op in fuse(g, FOUND).ops] == titles
 
 
 def test_groups_of_other_models() -> None:
@@ -93,22 +122,23 @@ def test_one_normalization_a_group() -> None:
 
 
 def test_excluded_groups() -> None:
-    without = found(MODELS["encoder"](), Fusion(found=True, exclude=("dropout_add_layer_norm",)))
+    without = found(MODELS["encoder"](), Fusion(exclude=("dropout_add_layer_norm",)))
     assert without["dropout_add_layer_norm"] == 0 and without["dropout_add"] == 4
     assert without["softmax_dropout"] == 2
     with pytest.raises(ConfigError, match=r"fusion.exclude: 'softmax' is no group .* allowed: .*softmax_dropout"):
-        found(MODELS["encoder"](), Fusion(found=True, exclude=("softmax",)))
+        found(MODELS["encoder"](), Fusion(exclude=("softmax",)))
 
 
 @pytest.mark.parametrize("wrong", ["softmax_dropout", [1], {"a": 1}, None])
 def test_what_is_no_list_of_groups(wrong: Any) -> None:
     with pytest.raises(ConfigError, match=r"fusion.exclude: .* use a list of names"):
-        Fusion.of({"found": True, "exclude": wrong})
+        Fusion.of({"exclude": wrong})
 
 
-def test_all_and_none_leave_found_alone() -> None:
-    assert not Fusion.of(True).found and Fusion.of(True) == Fusion() and not Fusion.of(False).found
-    assert Fusion.of({"found": True, "exclude": ["a"]}) == Fusion(found=True, exclude=("a",))
+def test_all_and_none_are_of_found_too() -> None:
+    assert Fusion.of(True).found and Fusion.of(True) == Fusion() and not Fusion.of(False).found
+    assert Fusion.of({"exclude": ["a"]}) == Fusion(found=True, exclude=("a",)) == Fusion(exclude=("a",))
+    assert Fusion.of({"found": False}) == RULES == Fusion(True, True, True, True, True, False)
 
 
 def losses(model: Any, fusion: Any, tiles: dict[str, int], policy: str, steps: int = 3) -> list[float]:
@@ -126,7 +156,8 @@ def test_training_stays_the_same(runtime: nt.Runtime, name: str, tiles: dict[str
     if name == "llama" and "heads" in tiles:
         tiles = {**tiles, "heads": 4}
     naive = losses(MODELS[name](), False, tiles, policy)
-    assert losses(MODELS[name](), {"found": True}, tiles, policy) == pytest.approx(naive, rel=2e-6)
+    for fusion in (True, {"found": False}):
+        assert losses(MODELS[name](), fusion, tiles, policy) == pytest.approx(naive, rel=2e-6)
     assert len(set(naive)) == 3
 
 
@@ -145,9 +176,9 @@ def no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     """The rules take over, and one note says why; bf16 runs on GPUs, which need none."""
     say_once.cache_clear()
-    with pytest.warns(UserWarning, match=r"fusion.found: false failed on a generated kernel.*rules of `fusion: true`"):
+    with pytest.warns(UserWarning, match=r"the rules of `found: false` are used, .* false failed on a generated"):
         left = fuse(chain(), FOUND)
-    assert [op.title for op in left.ops] == [op.title for op in fuse(chain(), Fusion()).ops]
+    assert [op.title for op in left.ops] == [op.title for op in fuse(chain(), RULES).ops]
     assert not groups(left)
     half = Graph("bf16")
     x = half.named("x", ["batch", "embed"], [2, 8], "input")
@@ -160,6 +191,21 @@ def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     native.command.cache_clear()
     native.why_not.cache_clear()
     native._version.cache_clear()
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_the_command_line_without_a_compiler(wanted: bool, tmp_path: Path) -> None:
+    """One line on stderr, and none where the rules are asked for."""
+    config = Path(__file__).parents[1] / "experiments" / "bert_tiny.yaml"
+    command = [sys.executable, "-m", "nntile_py.cli", "plan", config, "--set", f"fusion.found={str(wanted).lower()}"]
+    done = subprocess.run(
+        command, env=os.environ | {"CXX": "no-such-compiler"}, cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    told = (
+        "fusion: the rules of `found: false` are used, which are some percent slower, as there is no C++ compiler "
+        "no-such-compiler; get one (Debian: apt-get install g++), or set CXX\n"
+    )
+    assert done.stderr == (told if wanted else "") and "LayerNorm" in done.stdout
 
 
 def group_of(name: str, dtype: str = "fp32") -> Generated:
@@ -178,7 +224,7 @@ def test_a_kernel_that_does_not_compile(runtime: nt.Runtime, monkeypatch: pytest
 
     monkeypatch.setattr(native, "address", fails)
     with pytest.raises(TaskError, match=r"c\+\+ failed; allowed without a compiler: fusion.found: false"):
-        losses(MODELS["encoder"](), {"found": True}, {}, "chain")
+        losses(MODELS["encoder"](), True, {}, "chain")
 
 
 def compile_it(source: str, folder: str, results: Any) -> None:

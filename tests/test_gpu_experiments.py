@@ -43,10 +43,9 @@ def check(config: RunConfig, work: Any, phase: Any) -> None:
         # Placement adds what adds sums up; see tiles/placement.py.
         before, after = (sum(task.kernel != "combine" for task in of) for of in (low.tasks, parts))
         assert before == after and {p.worker for p in parts} <= set(range(-1, config.workers))
-        kernels = launch.load()
         for run in (run for task in groups.tasks for run in launch.together(task.parts or [task])):
             task = run[0]
-            described = kernels.get(task.kernel)
+            described = launch.describer(task.kernel)
             if not (described and described(run).launches):  # or some of its tasks alone are launched, as of attention
                 assert task.kernel in cpp, f"{task.op}: no kernel {task.kernel} on CUDA"
                 assert {a.tile.dtype for a in task.accesses} <= {"bf16", "fp32", "fp64", "int64"}, task.kernel

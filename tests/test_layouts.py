@@ -20,7 +20,7 @@ from model_cases import BATCH, CASES, SEQ, reference
 from rich.console import Console
 
 import nntile_py as nt
-from nntile_py import models
+from nntile_py import cli, models
 from nntile_py.analysis import layouts as parts
 from nntile_py.analysis.workloads import preset
 from nntile_py.bench.torch_layer import torch_layer
@@ -34,6 +34,7 @@ from nntile_py.graph.step import StepSpec
 from nntile_py.graph.timings import Timing, Timings, opened
 from nntile_py.profiling import layouts as profiled
 from nntile_py.sweep import experiment, laid_out, papers
+from nntile_py.system import ranks
 from nntile_py.tasks import Tensor, activation, contract
 from nntile_py.tasks.contract import Contract
 from nntile_py.tasks.elementwise import Dropout, Transpose
@@ -230,7 +231,7 @@ MODELS: dict[str, Callable[[], Any]] = {
 KEYS = "k_proj.bias", "key.bias"  # whose gradients are nothing but rounding
 TILINGS = {"uncut": {}, "even": {"batch": 2, "heads": 2, "ffn": 48, "embed": 12, "seq": 8},
            "ragged": {"batch": 3, "heads": 3, "ffn": 40, "seq": 5}}  # fmt: skip
-FUSIONS: dict[str, Any] = {"rules": True, "found": {"found": True}, "none": False, "qk": {"qkv": "qk", "found": True}}
+FUSIONS: dict[str, Any] = {"rules": {"found": False}, "found": True, "none": False, "qk": {"qkv": "qk"}}
 
 
 def trained(spec: StepSpec, model: str = "encoder") -> tuple[list[float], Any]:
@@ -271,7 +272,7 @@ def test_beside_pytorch(runtime: nt.Runtime, tiling: str) -> None:
     want, case = reference("encoder"), CASES["encoder"]
     tiles = {axis: size // 2 if axis in ("ffn", "embed") else size for axis, size in TILINGS[tiling].items()}
     model = case.ours(want.model).changed(attention="naive")
-    spec = StepSpec(model, BATCH, SEQ, Tiling(tiles), fusion=Fusion(found=True), timings=Drawn(OF, seed=5))
+    spec = StepSpec(model, BATCH, SEQ, Tiling(tiles), fusion=Fusion(), timings=Drawn(OF, seed=5))
     trainer = nt.Trainer.of_spec(spec)
     assert abs(float(trainer.step(want.inputs[0])) / want.losses[0] - 1) < 1e-5
     got, expected = want.counted(trainer.gradients()), want.counted(want.gradients)
@@ -287,7 +288,7 @@ def test_widths_of_generated_kernels(runtime: nt.Runtime) -> None:
         def best(self, operator: str, layout: str) -> Timing:
             return replace(super().best(operator, layout), width=8)
 
-    spec = StepSpec(MODELS["encoder"](), 4, 16, dtype="fp64", fusion=Fusion(found=True))
+    spec = StepSpec(MODELS["encoder"](), 4, 16, dtype="fp64", fusion=Fusion())
     wide = replace(spec, timings=Wide(OF))
     sources = [op.made.source for op in wide.graphs().graph.ops if hasattr(op, "made")]
     assert sources and all("simdlen(8)" in text for text in sources)
@@ -297,7 +298,7 @@ def test_widths_of_generated_kernels(runtime: nt.Runtime) -> None:
 # -- the database
 
 
-def test_a_file_of_timings(tmp_path: Path) -> None:
+def test_a_file_of_timings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "not" / "there.jsonl"
     timings = opened(OF, path, new=True)
     timings.add(Timing("a", "M N", 2.0, (1.0, 2.0, 3.0)))
@@ -330,6 +331,15 @@ def test_a_file_of_timings(tmp_path: Path) -> None:
         opened(OF, path)
     with pytest.raises(ConfigError, match="no such database"):
         opened(OF, tmp_path / "nothing")
+    two = OF | {"device": "2 x CPU"}
+    for file in (tmp_path / "nothing", tmp_path / "one"):  # none, and one of a single worker
+        with pytest.raises(ConfigError, match=r"made here for 2 x CPU \(by runtime.cpus or runtime.cuda\)"):
+            opened(two, file)
+        with monkeypatch.context() as started:
+            started.setattr(ranks, "started", lambda: (0, 2))
+            with pytest.raises(ConfigError, match=r"made here for 2 x CPU \(a rank's: tune without mpirun, and with"):
+                opened(two, file)
+        opened(OF | {"device": "1 x CPU"}, tmp_path / "one", new=True).add(Timing("a", "M N", 1.0))
 
 
 def test_least_of_one_operator(tmp_path: Path) -> None:
@@ -349,8 +359,18 @@ def test_least_of_one_operator(tmp_path: Path) -> None:
     assert [timings.least(key) for key in keys] == [1.0, 0.5, 0.25]
 
 
+# With few copies of tiles; see test_tiles_out_of_cache.
+COMMAND = """
+import sys
+from nntile_py.cli import main
+from nntile_py.profiling import layouts
+layouts.cache_bytes = lambda _: 4096
+main()
+"""
+
+
 def nntile(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "nntile_py.cli", *args]
+    command = [sys.executable, "-c", COMMAND, *args]
     return subprocess.run(command, capture_output=True, text=True, env=os.environ | env, check=False)
 
 
@@ -429,6 +449,7 @@ def test_experiments(tmp_path: Path, runtime: nt.Runtime, monkeypatch: pytest.Mo
         (["layouts", "show", "--work", "mha", "--out", "a.txt"], "--out: 'txt' is not allowed; use png, svg, pdf"),
         (["layouts", "show", "--work", "mha", "--own"], "--own: allowed: only with tune"),
         (["layouts", "tune", "--work", "mha", "--json"], "--json: allowed: only with show"),
+        (["layouts", "show", "--work", "mha", "--repeats", "3"], "--repeats: allowed: only with tune"),
         (["plan", "experiments/gpt2_tiny.yaml", "--set", "layout=best"], "layout: "),
         (["plan", "experiments/gpt2_tiny.yaml", "--set", "layout=searched"], "no such database of layouts"),
         (
@@ -438,6 +459,12 @@ def test_experiments(tmp_path: Path, runtime: nt.Runtime, monkeypatch: pytest.Mo
         (["plan", "experiments/gpt2_tiny.yaml", "--set", "fusion.qkv=all"], "fusion.qkv: "),
     ],
 )
-def test_bad_input(args: list[str], message: str, tmp_path: Path) -> None:
-    ran = nntile(*args, XDG_CACHE_HOME=str(tmp_path))
-    assert ran.returncode == 2 and message in ran.stderr and ran.stderr.count("\n") == 1, ran.stderr
+def test_bad_input(
+    args: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(sys, "argv", ["nntile", *args])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    told = capsys.readouterr().err
+    assert ended.value.code == 2 and message in told and told.count("\n") == 1, told

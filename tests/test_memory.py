@@ -59,7 +59,7 @@ print("end")
 
 def test_a_tile_larger_than_the_machine(python: Any) -> None:
     code = """
-from nntile_py.execution.program import body
+from nntile_py.execution.bodies import body
 with nt.Runtime(cpus=1):
     def run():
         source, huge = _core.Tile([4], "fp32"), _core.Tile([1 << 45], "fp32")

@@ -16,7 +16,7 @@ import torch
 from model_cases import ADAMW, BATCH, CASES, SEQ, VOCAB, by_part, made, reference, same
 
 import nntile_py as nt
-from nntile_py.graph.declared import random_inputs
+from nntile_py.graph.random_inputs import random_inputs
 from nntile_py.models.deberta import distance_rows, log_buckets
 from nntile_py.testing import error
 
@@ -43,9 +43,9 @@ def pairwise(*choices: list[Any]) -> list[tuple[Any, ...]]:
 
 @pytest.mark.parametrize(
     ("name", "tiling", "policy", "attention", "fusion"),
-    pairwise(list(CASES), list(TILINGS), list(POLICIES), list(ATTENTION), [True, False]),
+    pairwise(list(CASES), list(TILINGS), list(POLICIES), list(ATTENTION), [True, nt.Fusion(found=False), False]),
 )
-def test_training(runtime: nt.Runtime, name: str, tiling: str, policy: str, attention: str, fusion: bool) -> None:
+def test_training(runtime: nt.Runtime, name: str, tiling: str, policy: str, attention: str, fusion: Any) -> None:
     """Outputs, gradients, ten steps of AdamW, the weights at the end."""
     want, case = reference(name), CASES[name]
     trainer = nt.Trainer(

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 import nntile_py as nt
 from nntile_py import tasks as ops
+from nntile_py.execution.bodies import lives_on_cuda
 from nntile_py.execution.packed import Bins, bins_of, padded
-from nntile_py.execution.program import Store, lives_on_cuda, programs
+from nntile_py.execution.program import Store, programs
 from nntile_py.graph.bins import positions_of
 from nntile_py.graph.step import StepSpec
 from nntile_py.tiles import R, TaskList, Tile, Tiling, W
@@ -141,9 +142,9 @@ def test_empty_bins(name: str) -> None:
     assert all(np.allclose(value, packed[key], rtol=1e-5, atol=1e-6) for key, value in grads.items())
 
 
-@pytest.mark.parametrize("fusion", [True, False])
+@pytest.mark.parametrize("fusion", [True, {"found": False}, False], ids=str)
 @pytest.mark.parametrize("accumulate", ["chain", "commute", "redux", "tree"])
-def test_policies(accumulate: str, fusion: bool) -> None:
+def test_policies(accumulate: str, fusion: Any) -> None:
     check("bert", LENGTHS["some"], TILINGS["ragged"], dropout=0.2, accumulate=accumulate, fusion=fusion)
 
 

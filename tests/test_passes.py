@@ -1,6 +1,9 @@
-"""The fusion pass: which operators are left of a GPT-2 of two layers without dropout, and what they took in."""
+"""The fusion pass: which operators its rules leave of a GPT-2 of two layers without dropout, and what they took in.
+
+Of groups that are found see test_found.py."""
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,12 +21,15 @@ from nntile_py.tiles import Tiling
 
 CONFIG = GPT2Config(layers=2, embed=24, heads=4, vocab=61, positions=32)
 
+RULES = Fusion(found=False)
+
 
 def kinds(fusion: Any, vocab: int | None = None, form: str = "vendor", **model: Any) -> Counter[str]:
-    spec = StepSpec(GPT2(CONFIG.changed(attention=form, **model)), 3, 17, fusion=Fusion.of(fusion))
+    fusion = replace(Fusion.of(fusion), found=False)
+    spec = StepSpec(GPT2(CONFIG.changed(attention=form, **model)), 3, 17, fusion=fusion)
     g, traced, _ = spec.trace()
     g.backward(traced.loss)
-    fuse(g, Fusion.of(fusion), Tiling({"vocab": vocab} if vocab else {}))
+    fuse(g, fusion, Tiling({"vocab": vocab} if vocab else {}))
     return Counter(op.kind for op in g.ops)
 
 
@@ -48,6 +54,7 @@ OFF = {
     "qkv": {"Contract": 3 * (2 * 6 + 1)},  # the gradients of q, k and v are added where the GEMMs make them
     "residual_norm": {"Add": 4 + 4},
 }
+ONE_OFF = [{name: False} for name in OFF]
 # What each switch changes where it alone is on.
 ON = {
     "bias": {"BiasAdd": 1, "Sum": 1},
@@ -75,9 +82,10 @@ def test_each_switch_alone(switch: str) -> None:
 
 
 def epilogues(fusion: Any, **model: Any) -> Counter[str]:
-    g, traced, _ = StepSpec(GPT2(CONFIG.changed(**model)), 3, 17, fusion=Fusion.of(fusion)).trace()
+    fusion = replace(Fusion.of(fusion), found=False)
+    g, traced, _ = StepSpec(GPT2(CONFIG.changed(**model)), 3, 17, fusion=fusion).trace()
     g.backward(traced.loss)
-    fuse(g, Fusion.of(fusion))
+    fuse(g, fusion)
     names = ("bias", "residual", "pre", "aux", "bias_grad")
     found = Counter(name for op in g.ops if isinstance(op, ops.Contract) for name in names if getattr(op, name))
     found["activation"] = sum(isinstance(op, ops.Contract) and bool(op.activation) and not op.aux for op in g.ops)
@@ -113,7 +121,7 @@ def test_dropout_and_add_in_either_order(swapped: bool) -> None:
         layer_norm(g, add(g, r, x) if swapped else add(g, x, r), gamma, beta, 1e-5).kind = "scalar"
         if read_again:
             activation(g, x, "relu").kind = "scalar"
-        fuse(g, Fusion(), Tiling(tiles))
+        fuse(g, RULES, Tiling(tiles))
         assert sum(op.kind == "Dropout" for op in g.ops) == left and not any(op.kind == "Add" for op in g.ops)
         norm = next(op for op in g.ops if isinstance(op, ops.LayerNorm))
         assert bool(norm.dropout) == (not left)
@@ -139,13 +147,13 @@ def test_residual_of_an_rms_norm(swapped: bool) -> None:
     rms_norm_of_a_sum(g, swapped)
     count = Counter(op.kind for op in g.ops)
     assert count["Add"] == 3 and count["Dropout"] == 4
-    fuse(g, Fusion(), False)
+    fuse(g, RULES, False)
     assert Counter(op.kind for op in g.ops) == count - Counter(Add=2)
     norm, grad = (next(op for op in g.ops if isinstance(op, kind)) for kind in (ops.RMSNorm, ops.RMSNormGrad))
     assert norm.total and norm.residual and grad.extra and grad.inputs[1] is norm.total
     g = Graph("fp32")
     rms_norm_of_a_sum(g, swapped)
-    fuse(g, Fusion.of({"residual_norm": False}), False)
+    fuse(g, replace(RULES, residual_norm=False), False)
     assert Counter(op.kind for op in g.ops) == count
 
 
@@ -164,13 +172,14 @@ def test_a_bias_gradient_is_summed_where_dx_is_made(dtype: str) -> None:
     g.add(ops.Contract(dx, named("embed ffn", "param"), named("batch seq ffn")))
     bias = g.add(ops.Sum(dx, named("embed"))).output
     g.add(ops.Sum(dx, named("seq embed")))
-    fuse(g, Fusion())
+    fuse(g, RULES)
     assert [op.kind for op in g.ops] == ["LayerNormGrad", "Contract", "Sum"]
     assert g.ops[0].outputs[3] is bias and bias not in g.ops[2].outputs
 
 
+@pytest.mark.parametrize("fusion", [Fusion(), RULES], ids=["found", "rules"])
 @pytest.mark.parametrize("axes", [["batch", "heads", "seq", "head_dim"], ["heads", "head_dim", "batch", "seq"]])
-def test_tiles_that_two_products_read_are_turned_once(axes: list[str]) -> None:
+def test_tiles_that_two_products_read_are_turned_once(axes: list[str], fusion: Fusion) -> None:
     """dX and dW read dY: with heads before positions it is no matrix for either, columns first it is one for both."""
     g, sizes = Graph("fp32"), {"batch": 2, "seq": 8, "heads": 2, "head_dim": 3}
     dy = g.named("dy", axes, [sizes[axis] for axis in axes], "input")
@@ -179,18 +188,19 @@ def test_tiles_that_two_products_read_are_turned_once(axes: list[str]) -> None:
     turned = transpose(g, dy, list(sizes))
     for made in (ops.contract(g, turned, w, x.axes), ops.contract(g, x, turned, w.axes)):
         made.kind = "scalar"
-    fuse(g, Fusion())
+    fuse(g, fusion)
     assert sum(op.kind == "Transpose" for op in g.ops) == (axes[0] == "batch")
 
 
-def test_no_reshape_of_partial_products() -> None:
+@pytest.mark.parametrize("fusion", [Fusion(), RULES], ids=["found", "rules"])
+def test_no_reshape_of_partial_products(fusion: Fusion) -> None:
     x, w = ["batch", "seq", "embed"], ["embed", "heads", "head_dim"]
     for tile, left in ((8, 0), (4, 1)):
         g = Graph("fp32")
         a, b = g.named("x", x, [2, 4, 8], "input"), g.named("q.w", w, [8, 2, 4], "param")
         y = transpose(g, linear(g, a, b, ["batch", "seq", "heads", "head_dim"]), ["batch", "heads", "seq", "head_dim"])
         y.kind = "scalar"
-        fuse(g, Fusion(), Tiling({"embed": tile}))
+        fuse(g, fusion, Tiling({"embed": tile}))
         assert sum(op.kind == "Transpose" for op in g.ops) == left
 
 
@@ -228,7 +238,7 @@ def program(fusion: Any, layers: int, form: str = "vendor", tiles: dict[str, int
 
 @pytest.mark.parametrize("tiles", [{}, {"batch": 3, "embed": 8, "vocab": 20}], ids=["uncut", "cut"])
 @pytest.mark.parametrize("form", ["vendor", "naive"])
-@pytest.mark.parametrize("fusion", [True, *({name: False} for name in OFF)], ids=str)
+@pytest.mark.parametrize("fusion", [{**off, "found": on} for on in (True, False) for off in ({}, *ONE_OFF)], ids=str)
 def test_the_worklist_misses_nothing(
     fusion: Any, form: str, tiles: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -243,8 +253,9 @@ def test_the_worklist_misses_nothing(
     assert program(fusion, 3, form, tiles) == found
 
 
+@pytest.mark.parametrize("fusion", [True, {"found": False}], ids=str)
 @pytest.mark.parametrize("form", ["vendor", "naive"])
-def test_the_work_of_fusing_grows_as_the_model_does(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_work_of_fusing_grows_as_the_model_does(form: str, fusion: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     counts: Counter[str] = Counter()
     apply, enter = Uses.apply, Uses._enter
 
@@ -264,7 +275,7 @@ def test_the_work_of_fusing_grows_as_the_model_does(form: str, monkeypatch: pyte
     works = []
     for layers in (8, 16):
         counts.clear()
-        program(True, layers, form)
+        program(fusion, layers, form)
         works.append(dict(counts))
     assert works[0]["tried"] > works[0]["entered"] > 8
     assert all(works[1][name] <= 2.2 * works[0][name] for name in ("tried", "entered")), works

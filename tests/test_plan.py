@@ -38,6 +38,14 @@ def test_the_plan_is_what_runs(tiles: str, accumulation: int) -> None:
     assert made.parameters == words and made.tokens == accumulation * 4 * 32
 
 
+def test_operators_without_tasks_are_not_listed() -> None:
+    """CrossEntropy's tasks make the gradient too where the classes are uncut."""
+    for tiles, kinds in (("{vocab: 130}", ["CrossEntropy", "CrossEntropyGrad"]), ("{}", ["CrossEntropy"])):
+        _, made = of(f"tiles={tiles}")
+        assert [kind for _, kind in made.rows if kind.startswith("CrossEntropy")] == kinds
+        assert all(row.tasks and row.operators for row in made.rows.values())
+
+
 @pytest.mark.parametrize("batch", [10**5, 10**9])
 def test_too_many_tiles_are_refused_at_once(batch: int) -> None:
     with pytest.raises(ConfigError, match=f"cut into {batch // 2:,} tiles, the most of them: raise tiles.batch"):

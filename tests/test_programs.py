@@ -1,7 +1,9 @@
 """Programs and trainers that are wrong or fail: an exception that names the operator, and the runtime goes on."""
 
 import gc
+import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,7 +13,7 @@ from faults import CONFIG, IDS, fail, fill, works
 
 import nntile_py as nt
 from nntile_py import _core
-from nntile_py.execution.program import body
+from nntile_py.execution.bodies import body
 
 
 @pytest.fixture
@@ -175,6 +177,19 @@ def test_arguments_of_a_trainer(runtime: nt.Runtime) -> None:
     for changed, text in (({"dropout": 1.5}, "dropout: got 1.5"), ({"activation": "silu"}, "activation: got 'silu'")):
         with pytest.raises(nt.ConfigError, match=text):
             nt.Trainer(nt.models.GPT2(nt.models.GPT2Config(**{**CONFIG.__dict__, **changed})), 2, 8)
+
+
+def test_numbers_of_numpy_are_saved(runtime: nt.Runtime, tmp_path: Path) -> None:
+    counts = {"batch": np.int64(2), "seq": np.int32(8), "grad_accumulation": np.int8(1), "seed": np.uint64(3)}
+    floats = {"clip_grad_norm": np.float32(1), "skip_above_norm": np.float64(9), "loss_scale": np.float32(8)}
+    switches = {name: np.bool_(name == "shift_labels") for name in ("shift_labels", "pack", "check_finite")}
+    how: dict[str, Any] = {**counts, **floats, **switches, "tiles": {"vocab": np.int64(7)}}
+    trainer = nt.Trainer(nt.models.GPT2(CONFIG), **how)
+    trainer.step(IDS, IDS)
+    trainer.save(tmp_path / "saved")
+    saved = json.loads((tmp_path / "saved" / "state.json").read_text())["trainer"]
+    assert {name: saved[name] for name in how} == how
+    assert nt.Trainer.load(tmp_path / "saved").step(IDS, IDS) == trainer.step(IDS, IDS)
 
 
 def test_arguments_of_a_step(runtime: nt.Runtime) -> None:

@@ -64,6 +64,8 @@ CASES = {
     "sgd": {"optimizer": "SGD"},
     "fp64": {"dtype": "fp64"},
     "naive": {"attention": "naive", "fusion": False},
+    "whole rows": {"model": "BERT", "tiles": {"batch": 2, "seq": 7, "ffn": 50}},  # whose norms are in groups
+    "rules": {"model": "BERT", "tiles": {"batch": 2, "seq": 7, "ffn": 50}, "fusion": {"found": False}},
 }
 
 

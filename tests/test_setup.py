@@ -1,6 +1,7 @@
 """scripts/setup.sh says what it does and how far it is; what it calls is replaced here."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PYTHON = f"""#!/bin/sh
 case "$*" in
+    "-m pip"*" -e "*) echo "Installing collected packages: $(seq -s ', ' 90)"; sleep 1 ;;
     "-m pip"*) echo "Collecting $7"; sleep 1; [ ! -e fails ] || {{ echo "no network"; exit 1; }} ;;
     "setup.py"*) echo "[3/9] c++ -MMD -c /x/tasks/relu.cpp -o relu.o"; sleep 1; touch nntile_py/_core.so ;;
     "-c import sys, torch"*) exit 1 ;;
@@ -48,7 +50,41 @@ def test_setup_tells_what_it_does_and_where_it_is(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     lines = done.stderr.splitlines()
     assert "minutes" in " ".join(lines[:3])
-    for told in ("compiling the extension", "[3/9] relu.cpp", "at work: Collecting", "done: .venv/bin/nntile"):
+    more = "at work: installing 90 packages", "done: .venv/bin/nntile"
+    for told in ("compiling the extension", "[3/9] relu.cpp", "at work: Collecting", *more):
         assert any(told in line and line[:7] == "setup: " and line[8] == ":" for line in lines), (told, done.stderr)
     again = setup(tmp_path)
     assert (again.returncode, again.stderr) == (0, "")  # nothing to do, nothing to say
+
+
+CONFIGURE = """#!/bin/sh
+pc=starpu-1.4.pc to=$PREFIX/lib/pkgconfig
+if [ "$1" = --version ]; then echo "StarPU configure 1.4.10"; exit; fi
+echo "checking for gcc... gcc"; sleep 1
+printf 'all:\\n\\t@echo "  CC       core/jobs.lo"; echo "jobs.c:1: warning: unused"; sleep 1\\n' >Makefile
+printf 'install:\\n\\tmkdir -p %s\\n\\tcp %s %s\\n' $to $pc $to >>Makefile
+printf 'Name: StarPU\\nDescription: none\\nVersion: 1.4.10\\n' >$pc
+"""
+SOURCES = (
+    "drivers/driver_common/driver_common.c", "core/dependencies/implicit_data_deps.c", "core/perfmodel/perfmodel.c",
+    "datawizard/copy_driver.c", "datawizard/data_request.h", "datawizard/memalloc.c",
+)  # fmt: skip
+
+
+def test_a_build_of_starpu_tells_where_it_is(tmp_path: Path) -> None:
+    for name in SOURCES:
+        path = tmp_path / "starpu" / "src" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    (tmp_path / "starpu" / "configure").write_text(CONFIGURE)
+    (tmp_path / "starpu" / "configure").chmod(0o755)
+    subprocess.run(["tar", "-cf", "starpu.tar", "starpu"], cwd=tmp_path, check=True)
+    prefix = tmp_path / "prefix"
+    done = subprocess.run(
+        ["bash", ROOT / "scripts" / "build_starpu.sh", "--no-cuda", "--prefix", prefix, "--tarball", "starpu.tar"],
+        cwd=tmp_path, env=os.environ | {"NNTILE_SETUP_TICK": "0.3", "PREFIX": str(prefix)}, capture_output=True,
+        text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (0, f"{prefix}\n"), done.stderr
+    for told in ("checking for gcc... gcc", "compiling core/jobs.lo"):
+        assert re.search(rf"^starpu:   at work for \d+ s: {told}$", done.stderr, re.MULTILINE), done.stderr

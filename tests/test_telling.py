@@ -5,6 +5,8 @@ import io
 import pytest
 from rich.console import Console
 
+from nntile_py import doctor
+from nntile_py.cli.options import show
 from nntile_py.system import telling as parts
 
 
@@ -20,3 +22,10 @@ def test_lines_now_and_then(monkeypatch: pytest.MonkeyPatch, terminal: bool) -> 
     lines = [f"{k} of 25 operators in their layouts" for k in (0, 10, 20)]
     assert terminal or out.getvalue().splitlines() == lines
     assert not terminal or not any(line + "\n" in out.getvalue() for line in lines)
+
+
+def test_what_no_terminal_shows_has_a_line_for_each_row(capsys: pytest.CaptureFixture[str]) -> None:
+    long = "a long word and then more " * 20
+    show(doctor.render([{"name": "StarPU", "ok": False, "value": long, "hint": "make setup"}]))
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.split(maxsplit=2) == ["no", "StarPU", long.rstrip()] and second.strip() == "to get it: make setup"

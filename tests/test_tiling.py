@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import os
 import subprocess
 import sys
 from collections import Counter
@@ -418,7 +419,8 @@ def test_the_step_is_the_same_in_every_build() -> None:
     code = f"import sys; sys.path.insert(0, {str(__file__).rpartition('/')[0]!r})\n" + (
         "from test_tiling import TILES, digests, step; print(*digests(step(**TILES)))"
     )
-    other = subprocess.run([sys.executable, "-c", code], env={"PYTHONHASHSEED": "1"}, capture_output=True, text=True)
+    variables = os.environ | {"PYTHONHASHSEED": "1"}
+    other = subprocess.run([sys.executable, "-c", code], env=variables, capture_output=True, text=True)
     assert other.stdout.split() == digests(step(**TILES)), other.stderr
 
 

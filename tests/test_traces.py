@@ -69,8 +69,8 @@ EDGE_INPUTS = {"input_ids": EDGE_IDS, "labels": EDGE_IDS}
 
 
 @pytest.mark.parametrize("tiles", [{}, EDGE_TILES])
-@pytest.mark.parametrize("fusion", [True, False])
-def test_any_tensor_may_be_an_output(runtime: nt.Runtime, tiles: dict[str, int], fusion: bool) -> None:
+@pytest.mark.parametrize("fusion", [True, {"found": False}, False], ids=str)
+def test_any_tensor_may_be_an_output(runtime: nt.Runtime, tiles: dict[str, int], fusion: Any) -> None:
     """One at a time, under names of weights, gradients and scalars: what it is in NumPy, and the weights untouched."""
     names = {
         "x": "table.grad", "pre": "b.m", "act": "loss", "y": "x", "r": "grad_norm", "logits": "labels",

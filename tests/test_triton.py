@@ -421,7 +421,7 @@ for row in [*map(ROWS.get, rows), adamw(split=True)]:
         for one in launch.describer(task.kernel)([task]).launches:
             binary = launch.compile_launch(one)
             assert binary is launch.compile_launch(one)
-            cubin, name, shared, warps, grid, parameters = launch.encode(one, binary)
+            cubin, name, shared, warps, overlaps, grid, parameters = launch.encode(one, binary)
             assert cubin[:4] == b"\\x7fELF" and name.encode() in cubin and 1 <= warps <= 16, name
             assert len(parameters) == len(one.args) + 2 and parameters[-2:] == [(3, 0), (3, 0)]
             print(name)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from nntile_py.errors import ConfigError
+from nntile_py.typed import plain
 
 AXES = ("batch", "seq", "embed", "heads", "ffn", "vocab")
 
@@ -38,7 +39,7 @@ class Tiling:
     """Tile sizes by axis name (elements). Raises ConfigError for an unknown axis or a size that is no positive int."""
 
     def __init__(self, tiles: Mapping[str, int] | None = None) -> None:
-        self.tiles = dict(tiles or {})
+        self.tiles = {axis: plain(size) for axis, size in (tiles or {}).items()}
         self._parts: dict[tuple[str, int], list[Part]] = {}
         self._groups: dict[str, int] = {}
         for axis, size in self.tiles.items():

@@ -149,7 +149,7 @@ def shown(config: RunConfig, work: Work, timings: Timings) -> list[Found]:
                                chosen.program, timings.verdicts.get(chosen.program or "")))  # fmt: skip
     if not found:
         raise ConfigError(f"{timings.path}: lacks {lacking} timings of this; allowed: what `nntile layouts tune` with "
-                          "the same work and keys has measured")  # fmt: skip
+                          f"the same work and keys has measured {timings.workers}")  # fmt: skip
     return found
 
 

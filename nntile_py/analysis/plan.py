@@ -148,12 +148,16 @@ def summarise(step: Step, *, config: RunConfig) -> Plan:
     kinds: dict[str, tuple[str, str]] = {}
     rows: dict[tuple[str, str], Row] = {}
     for graph, low in ((step.graph, step.first), (step.update_graph, step.update)):
+        made = {task.op for task in low.tasks.tasks}
         for op in graph.ops:
+            name = op.name if op.phase == "forward" else f"{op.name}.{op.phase}"
+            if name not in made:  # another operator's tasks do its work, or nothing is to do
+                continue
             phase = "update" if graph is step.update_graph else op.phase
             row = rows.setdefault((phase, op.kind), Row())
             row.operators += 1
             row.tiles += sum(1 for t in op.outputs for _ in low.indices(t))
-            kinds[op.name if op.phase == "forward" else f"{op.name}.{op.phase}"] = (phase, op.kind)
+            kinds[name] = (phase, op.kind)
     for low, times in parts:
         for task in low.tasks.tasks:
             row = rows[kinds[task.op]]

@@ -83,11 +83,13 @@ PRESETS = {  # works that need no config: BERT-large's sizes (Ivanov et al. 2021
 
 def preset(work: str, overrides: Sequence[str]) -> RunConfig:
     """The config of a work that is given without one, with `overrides` of its sizes."""
-    from nntile_py.config.run import load
+    from nntile_py.config.run import RunConfig, resolve
+    from nntile_py.schema import read_yaml
 
     file, own = PRESETS[work]
     where = [] if any(item.startswith(("runtime.", "scheduler=")) for item in overrides) else ["runtime.cpus=1"]
-    return load(installed("experiments") / file, [*own, *where, *overrides])  # uncut, it is one worker's
+    tree = read_yaml(installed("experiments") / file, "CONFIG", RunConfig)
+    return resolve(tree, [*own, *where, *overrides], f"--work {work}")  # uncut, it is one worker's
 
 
 def logical(config: RunConfig, work: Work, fusion: Fusion) -> list[Graph]:

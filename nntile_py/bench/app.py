@@ -62,7 +62,7 @@ def measure_tasks(
     import numpy as np
 
     from nntile_py import _core
-    from nntile_py.execution.program import body
+    from nntile_py.execution.bodies import body
     from nntile_py.execution.runtime import Runtime
 
     total, submit = [], []

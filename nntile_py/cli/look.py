@@ -119,7 +119,9 @@ def analyze(
         str | None, typer.Option(help="encoder, decoder, mha; with CONFIG also train, inference, ... [default: train]")
     ] = None,
     measure: Annotated[bool, typer.Option("--measure", help="Run each operator alone, and time it.")] = False,
-    repeats: Annotated[int, typer.Option(help="With --measure: times of each; the median is told.", min=1)] = 7,
+    repeats: Annotated[
+        int | None, typer.Option(help="With --measure: times of each; the median is told. [default: 7]", min=1)
+    ] = None,
     sets: Sets = None,
     out: Annotated[
         Path | None, typer.Option(help="Folder for report.html, CSV and pictures of the graph. [default: none]")
@@ -127,6 +129,8 @@ def analyze(
     as_json: Json = False,
 ) -> None:
     """Count each operator's flop and words, before and after fusion; what is bound by memory."""
+    if repeats and not measure:
+        raise ConfigError("--repeats: allowed: only with --measure")
     loaded, what = _work(config, work, sets)
     from rich.console import Console
 
@@ -137,7 +141,7 @@ def analyze(
     if measure:
         from nntile_py.profiling.alone import measure as run
 
-        made = run(made, loaded, repeats)
+        made = run(made, loaded, repeats or 7)
     if out:
         for path in tell.write(made, out, loaded, what):
             print(path, file=sys.stderr)
@@ -157,7 +161,9 @@ def layouts(
         str | None, typer.Option(help="encoder, decoder, mha; with CONFIG also train, ... [default: train]")
     ] = None,
     sets: Sets = None,
-    repeats: Annotated[int, typer.Option(help="Of tune: times of each; the least counts.", min=1)] = 5,
+    repeats: Annotated[
+        int | None, typer.Option(help="Of tune: times of each; the least counts. [default: 5]", min=1)
+    ] = None,
     database: Annotated[
         Path | None, typer.Option(help="The file of times. [default: in the cache folder, for device and dtype]")
     ] = None,
@@ -177,7 +183,8 @@ def layouts(
     one_of("ACTION", action, ("tune", "show"))
     form = out.suffix.lstrip(".") if out else "svg"
     one_of("--out", form, FORMS)
-    for option, given, of in (("--own", own, "tune"), ("--out", out, "show"), ("--json", as_json, "show")):
+    of_tune = (("--own", own, "tune"), ("--repeats", repeats, "tune"))
+    for option, given, of in (*of_tune, ("--out", out, "show"), ("--json", as_json, "show")):
         if given and action != of:
             raise ConfigError(f"{option}: allowed: only with {of}")
     loaded, what = _work(config, work, sets)
@@ -187,7 +194,7 @@ def layouts(
 
         known, console = opened(loaded, database, new=True), Console(stderr=True)
         with telling(console) as tell:
-            tuned = tune(loaded, what, known, repeats, tell, own_alone=own)
+            tuned = tune(loaded, what, known, repeats or 5, tell, own_alone=own)
         print(f"{tuned.measured} measured; {known.path}")
         if tuned.verdict:
             print(parts.ruled(tuned.verdict))

@@ -10,6 +10,8 @@ import typer
 from nntile_py.errors import ConfigError, NNTileError
 from nntile_py.system import ranks
 
+UNCUT = 10**4  # columns, where there is no terminal
+
 app = typer.Typer(
     no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None,
     epilog="Example: nntile init my.yaml && nntile train my.yaml",
@@ -67,4 +69,11 @@ def show(what: Any) -> None:
     else:
         from rich.console import Console
 
-        Console().print(what)
+        console = Console()
+        if console.is_terminal and ranks.started()[1] == 1:  # what mpirun shows a rank looks like one
+            console.print(what)
+        else:  # whatever reads it wants each row in one line
+            wide = Console(width=UNCUT, force_terminal=False)
+            with wide.capture() as text:
+                wide.print(what)
+            print("\n".join(map(str.rstrip, text.get().splitlines())))

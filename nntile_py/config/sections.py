@@ -256,7 +256,7 @@ class Tiles(Section):
 
 class Fusion(Section):
     """Which neighbouring operators become one task. `fusion: false` switches all off: the naive graph. `fusion: true`
-    is the default: all but `found`."""
+    is the default: all of them. `fusion: {found: false}`: by the rules alone, whose kernels were written by hand."""
 
     bias: Switch = True
     """A bias with the product before it."""
@@ -270,11 +270,11 @@ class Fusion(Section):
     ] = True
     """The projections to queries, keys and values as one product; `qk`: those to queries and keys."""
     residual_norm: Switch = True
-    """A residual (and the dropout before it) with the norm after it."""
-    found: Switch = False
+    """A residual with the product before it; where `found` is off, also (with its dropout) with the norm after it."""
+    found: Switch = True
     """What is element-wise, a norm or a softmax is put together wherever one loop over its axes does all of it, and
     gets a kernel that is generated and compiled for it; products keep what `bias`, `activation` and `residual_norm`
-    give them. Takes a C++ compiler where CPU workers run."""
+    give them. Without a C++ compiler, or switched off, rules take its place."""
     exclude: Names = ()
     """Of `found`: names of groups that are not made, such as dropout_add_layer_norm; `nntile plan` tells them."""
 

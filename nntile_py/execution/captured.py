@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -61,10 +62,12 @@ def refusal(tasks: TaskList) -> str:
 def rounded(filled: float, most: int) -> int:
     """How many entries a graph computes where a run fills some of `most`: few graphs then serve all runs.
 
-    A power of two, or a multiple of what products choose their algorithms for (`rounded` in tasks/cublaslt_cuda.cpp):
-    theirs are the same as outside of a graph. What lies behind the filled is computed for nothing.
+    A power of two, or a multiple of 128, or of more where the most is large: it divides what products choose their
+    algorithms for (`rounded` in tasks/cublaslt_cuda.cpp), so theirs are the same as outside of a graph. What lies
+    behind the filled is computed for nothing.
     """
-    n, step = max(int(filled), LEAST), (most // 16 + 127) // 128 * 128
+    n, chosen_for = max(int(filled), LEAST), (most // 16 + 127) // 128 * 128
+    step = chosen_for // math.gcd(chosen_for // 128, 4) if chosen_for else 1
     return min(most, 1 << (n - 1).bit_length() if n <= 128 else -(-n // step) * step)
 
 

@@ -24,6 +24,7 @@ from nntile_py.system import ranks as system
 from nntile_py.system.cgroup import within_machine
 from nntile_py.system.folders import cache_folder
 from nntile_py.system.load import cores
+from nntile_py.tasks.overlap import VARIABLE as OVERLAP
 from nntile_py.tiles import TaskList
 from nntile_py.tiles.placement import PLACEMENTS
 from nntile_py.typed import typed
@@ -109,9 +110,9 @@ class Runtime:
             raise ConfigError(
                 "STARPU_SCHED is not allowed with runtime.placement: planned; unset it, or use placement: scheduler"
             )
-        product = os.environ.get("NNTILE_PRODUCT", "")
-        if product not in ("", "own", "blas"):
-            raise ConfigError(f"NNTILE_PRODUCT: {product} is not allowed; own or blas")
+        for variable, allowed in (("NNTILE_PRODUCT", ("own", "blas")), (OVERLAP, ("0", "1"))):
+            if (value := os.environ.get(variable, "")) not in ("", *allowed):
+                raise ConfigError(f"{variable}: {value} is not allowed; {' or '.join(allowed)}")
         self.scheduler, self.memory, self.window, self.calibrate = scheduler, memory, window or 0, calibrate
         self.disk = Disk(disk, memory) if disk else None
         self.ranks, self.shard_weights = joined(mpi, nodes), shard_weights

@@ -144,7 +144,8 @@ def arrange(
         first, layout = next(iter(chosen.missing))
         raise ConfigError(
             f"layout: got searched; allowed: default, as {timings.path or 'the database'} lacks {len(chosen.missing)}"
-            f" timings, the first of {first}, {layout}; `nntile layouts tune` with the same keys measures them"
+            f" timings, the first of {first}, {layout}; `nntile layouts tune` with the same keys measures them,"
+            f" {timings.workers}"
         )
     verdict = timings.verdicts.get(chosen.program or "")
     if verdict and verdict.slower:

@@ -34,7 +34,7 @@ class Fusion:
     reshape: bool = True
     qkv: bool | Literal["qk"] = True  # qk: queries and keys alone
     residual_norm: bool = True  # and dropout of what the residual is added to
-    found: bool = False
+    found: bool = True  # false: by the rules below alone
     exclude: tuple[str, ...] = ()
 
     @property
@@ -44,7 +44,7 @@ class Fusion:
 
     @staticmethod
     def of(value: Fusion | bool | Mapping[str, Any]) -> Fusion:
-        """From True, False (of the rules that are on by default) or {switch: bool}; switches left out keep theirs."""
+        """From True, False (of all switches) or {switch: bool}; switches left out are on."""
         if isinstance(value, Fusion):
             return value
         names = [f.name for f in fields(Fusion)]
@@ -66,8 +66,8 @@ class Fusion:
 
 
 def every_rule(on: bool) -> dict[str, Any]:
-    """What `fusion: true` or `false` stands for: the switches that are on by default."""
-    return {f.name: on for f in fields(Fusion) if f.default is True}
+    """What `fusion: true` or `false` stands for."""
+    return {f.name: on for f in fields(Fusion) if f.name != "exclude"}
 
 
 def fuse(graph: Graph, fusion: Fusion, tiling: Tiling | None = None) -> Graph:
@@ -76,7 +76,7 @@ def fuse(graph: Graph, fusion: Fusion, tiling: Tiling | None = None) -> Graph:
     for op in graph.ops:
         op.fit(tiling)
     uses = Uses(graph)
-    for rule in _found_rules(fusion, tiling) if fusion.found and _generates(graph) else _rules(fusion, tiling):
+    for rule in _found_rules(fusion, tiling) if fusion.found and _generates(graph.dtype) else _rules(fusion, tiling):
         uses.apply(rule) if rule else _find(uses, fusion, tiling)
     graph.ops = list(uses.ops.values())
     return graph
@@ -101,11 +101,15 @@ def _found_rules(fusion: Fusion, tiling: Tiling) -> Iterator[Rule | None]:
     """The rules that make a contraction's epilogue, and None where all else is found."""
     if fusion.reshape:
         yield from (_attention_layout, _transposed_input, partial(_transposed_output, tiling=tiling))
-    yield from [_bias] if fusion.bias else []
+    if fusion.residual_norm:
+        yield from (_of_cut_rows(rule, tiling) for rule in (norm_grad_add, norm_grad_dropout))
+    yield from [_bias, _of_cut_rows(norm_bias_grad, tiling)] if fusion.bias else []
     yield from [_residual] if fusion.residual_norm else []
-    yield from map(_of_epilogue, [_activation, _activation_grad] if fusion.activation else [])
+    activations = [_activation, _activation_grad] if fusion.activation else []
+    yield from map(_of_epilogue, activations)
     yield None
-    yield from [_bias_grad] if fusion.bias else []  # of what no group has summed
+    yield from activations  # those that no group has
+    yield from [_bias_grad] if fusion.bias else []
     yield partial(_cross_entropy, tiling=tiling)
 
 
@@ -117,11 +121,16 @@ def _find(uses: Uses, fusion: Fusion, tiling: Tiling) -> None:
         raise ConfigError(f"fusion.exclude: {missing[0]!r} is no group that is found here; allowed: {known}")
 
 
-def _generates(graph: Graph) -> bool:
-    """Whether generated kernels can be had; says once why not. bf16 and fp16 run on GPUs alone, without C++."""
-    why = None if is_low(graph.dtype) else native.why_not()
+def lacking(dtype: str) -> str | None:
+    """Why there are no generated kernels here; None: there are. bf16 and fp16 run on GPUs alone, which need no C++."""
+    return None if is_low(dtype) else native.why_not()
+
+
+def _generates(dtype: str) -> bool:
+    """Whether generated kernels can be had; says once why not."""
+    why = lacking(dtype)
     if why:
-        say_once(f"fusion.found: {why}; the rules of `fusion: true` are used instead")
+        say_once(f"fusion: the rules of `found: false` are used, which are some percent slower, as {why}")
     return why is None
 
 
@@ -323,6 +332,16 @@ def _of_epilogue(rule: Rule) -> Rule:
 
     The others are kernels of their own in any case, and can then do more in one pass."""
     return lambda uses, op: (not is_low(op.output.dtype) or getattr(op, "act", "") == "gelu_new") and rule(uses, op)
+
+
+def _of_cut_rows(rule: Rule, tiling: Tiling) -> Rule:
+    """The same where rows are cut: a norm's gradient is several tasks there, which no group takes in."""
+
+    def tried(uses: Uses, op: Op) -> bool:
+        rows = [(x.axes[-1], x.shape[-1]) for x in op.inputs[:1] if x.axes]
+        return any(tiling.cut(*row) for row in rows) and rule(uses, op)
+
+    return tried
 
 
 def _activation_grad(uses: Uses, op: Op) -> bool:

@@ -9,19 +9,21 @@ from numbers import Real
 from nntile_py.errors import ConfigError
 from nntile_py.graph import bins
 from nntile_py.graph.arrange import arrange, keep_in
-from nntile_py.graph.declared import Array, Batch, Param, Traceable, Traced, random_inputs, trace
+from nntile_py.graph.declared import Array, Batch, Param, Traceable, Traced, trace
 from nntile_py.graph.fusion import Fusion, fuse, narrow_gradients
 from nntile_py.graph.graph import Graph
 from nntile_py.graph.layouts import Order
 from nntile_py.graph.lowering import lower
 from nntile_py.graph.optimizers import MOST_SCALE, AdamW, Optimizer
 from nntile_py.graph.packing import pack_projections
+from nntile_py.graph.random_inputs import random_inputs
 from nntile_py.graph.timings import Timings
 from nntile_py.tasks.op import Lowering, Tensor
 from nntile_py.tasks.optimizer import Ends, GradNorm
 from nntile_py.tiles import Tiling
 from nntile_py.tiles.allreduce import Meeting
 from nntile_py.tiles.tasklist import live_slot
+from nntile_py.typed import plain
 
 # The workers that compute in it.
 PRECISIONS = {"fp32": ("CPU", "CUDA"), "fp64": ("CPU",), "bf16": ("CUDA",), "fp16": ("CUDA",), "tf32": ("CUDA",)}
@@ -164,6 +166,8 @@ class StepSpec:
         if not isinstance(self.optimizer, Optimizer):
             kind = type(self.optimizer).__name__
             raise ConfigError(f"optimizer: {kind} is not allowed; use nt.AdamW(...) or nt.SGD(...)")
+        for name in ("batch", "seq", "grad_accumulation", "clip_grad_norm", "skip_above_norm", "pack", "loss_scale"):
+            object.__setattr__(self, name, plain(getattr(self, name)))
         for name in ("batch", "seq", "grad_accumulation"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 2**31:
@@ -225,7 +229,7 @@ class StepSpec:
         self, rows: int, seed: int, alpha: float = 1.0, predicted: float = 1.0, *, training: bool = True
     ) -> dict[str, Array]:
         """Of a step, or an evaluation, of so many sequences, as a user gives them, packed or not; see
-        declared.random_inputs. Raises ConfigError, before anything is drawn, for more sequences than tiles can have."""
+        random_inputs.py. Raises ConfigError, before anything is drawn, for more sequences than tiles can have."""
         self.tiling.parts("batch", rows)
         graph = replace(self, pack=False).trace(training=training)[0]
         made = random_inputs(graph, rows, seed, alpha, predicted)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from nntile_py.errors import ConfigError, say_once
+from nntile_py.system import ranks
 from nntile_py.system.folders import cache_folder, read
 
 KEYS = ("device", "version", "dtype", "method")  # of a file: what its times are of
@@ -71,6 +72,13 @@ class Timings:
     known: dict[str, dict[tuple[str, int | None], Timing]] = field(default_factory=dict)
     verdicts: dict[str, Verdict] = field(default_factory=dict)
     texts: dict[Hashable, tuple[str, str]] = field(default_factory=dict)  # what searches have found of `described`
+
+    @property
+    def workers(self) -> str:
+        """Whose times are wanted: of several ranks, those of one."""
+        alone = "tune without mpirun, and with runtime.cpus or runtime.cuda as one rank has them"
+        how = f"a rank's: {alone}" if ranks.started()[1] > 1 else "by runtime.cpus or runtime.cuda"
+        return f"for {self.of['device']} ({how})"
 
     def best(self, operator: str, layout: str) -> Timing | None:
         """With the width that is best: another than the operator's own where it gains more than noise."""
@@ -172,10 +180,11 @@ def opened(of: Mapping[str, str], path: Path | None = None, *, new: bool = False
     """A file's timings. new: it need not be there yet. ConfigError: it is of something else, or no such file."""
     path = path or default_path(of)
     made = Timings(of, path)
+    tuned = f"`nntile layouts tune` has made here {made.workers}"
     if not path.exists() or (path.is_file() and not path.stat().st_size):  # of one that was ended before its first time
         if new:
             return made
-        raise ConfigError(f"{path}: no such database of layouts; allowed: one that `nntile layouts tune` has made here")
+        raise ConfigError(f"{path}: no such database of layouts; allowed: one that {tuned}")
     if path.is_dir():
         raise ConfigError(f"{path}: is a folder; allowed: a file that `nntile layouts tune` has made, or will make")
     data = read(path)
@@ -191,7 +200,8 @@ def opened(of: Mapping[str, str], path: Path | None = None, *, new: bool = False
         raise ConfigError(f"{path}: no database of layouts; allowed: a file that `nntile layouts tune` has made")
     for key in KEYS:
         if head[key] != of[key]:
-            raise ConfigError(f"{path}: a database of {key} {head[key]!r}; allowed here: {of[key]!r}")
+            more = f", which {tuned}" if key == "device" else ""
+            raise ConfigError(f"{path}: a database of {key} {head[key]!r}; allowed here: {of[key]!r}{more}")
     for number, line in enumerate(lines, 2):
         try:
             made._take(line)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from nntile_py.errors import ConfigError, MissingWeight
 from nntile_py.execution.runtime import Runtime
+from nntile_py.graph.step import check_precision
 from nntile_py.inference.encoder import OUTPUTS, Encoder
 from nntile_py.inference.texts import read_texts
 from nntile_py.system.folders import replaced
 
 Array = np.ndarray[Any, Any]
 ONE_ARRAY, NAMED = ".npy", (".npz", ".safetensors")
+TOKENIZER = "tokenizer.json"
 
 
 def encode_file(
@@ -33,10 +36,16 @@ def encode_file(
     Raises ConfigError for a wrong option, folder, or line of the file."""
     _check_out(out, overwrite)
     cpus, cuda = workers
-    runtime = Runtime(cpus=cpus, cuda=cuda)
+    with _options("cpus", "cuda"):
+        runtime = Runtime(cpus=cpus, cuda=cuda)
     texts = read_texts(source, key)
+    if (folder / "config.json").is_file() and not (folder / TOKENIZER).is_file():
+        need = "a folder with a model and its tokenizer, as `nntile train` and save_pretrained write"
+        raise ConfigError(f"FOLDER: {folder} has no {TOKENIZER}, which makes texts into tokens; allowed: {need}")
     try:
-        encoder = Encoder.from_hf(folder, output, **how)
+        with _options("output", *how):
+            encoder = Encoder.from_hf(folder, output, **how)
+            check_precision("dtype", encoder.dtype, cuda > 0)
     except MissingWeight as error:
         if output in ("hidden", "mean"):  # which every model has
             raise
@@ -59,6 +68,18 @@ def encode_file(
     seconds = time.perf_counter() - begun
     cut = f", {encoder.cut:,} of them cut at {encoder.max_length} tokens" if encoder.cut else ""
     return f"{len(texts):,} texts{cut} in {seconds:.1f} s; {out}: {output} {' x '.join(map(str, shape))}"
+
+
+@contextmanager
+def _options(*names: str) -> Iterator[None]:
+    """A ConfigError inside of it names arguments as the command line has them."""
+    try:
+        yield
+    except ConfigError as error:
+        name, _, wrong = str(error).partition(":")
+        if (name := name.removeprefix("runtime.")) not in names:
+            raise
+        raise ConfigError(f"--{name.replace('_', '-')}:{wrong.replace('runtime.', '--')}") from None
 
 
 def _check_out(out: Path, overwrite: bool) -> None:

@@ -117,7 +117,7 @@ class Encoder:
         model = from_hf(folder, **({"head": HEADS[output]} if output in HEADS else {}))
         path = Path(folder) / "tokenizer.json"
         if "tokenizer" not in options and path.is_file():
-            options["tokenizer"] = load_tokenizer(path)
+            options["tokenizer"] = load_tokenizer(path, "tokenizer")
         return cls(model, output, **options)
 
     @property

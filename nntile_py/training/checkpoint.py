@@ -25,6 +25,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from nntile_py.errors import ConfigError, NNTileError
+from nntile_py.graph.optimizers import MOST_SCALE
 from nntile_py.system.folders import exchange, read, sync
 from nntile_py.system.version import VERSION
 
@@ -234,8 +235,15 @@ class _Scale(BaseModel):
     """What LossScale.state gives."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
-    value: float = Field(ge=1, allow_inf_nan=False)
+    value: float
     good: int = Field(ge=0, lt=2**53)
+
+    @field_validator("value")
+    @classmethod
+    def _scale(cls, value: float) -> float:
+        if not 1 <= value <= MOST_SCALE:
+            raise ValueError(f"{value!r} is not allowed; use a number of at least 1 and at most {MOST_SCALE:g}")
+        return value
 
 
 class _Facts(BaseModel):

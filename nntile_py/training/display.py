@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import Counter, deque
 from types import TracebackType
 from typing import Any, Self
 
@@ -25,7 +25,7 @@ class Display:
         self._console, self._train, self._trainer = console, config.train, trainer
         self._times: deque[tuple[float, float]] = deque(maxlen=20)  # seconds, tokens
         self._held_out = ""
-        self.skipped = 0  # steps
+        self._skipped = Counter[str]()  # steps, by why
         columns = TextColumn("step {task.completed}/{task.total}"), BarColumn(None), TextColumn("{task.fields[left]}")
         self._progress = Progress(*columns, expand=True)
         self._task = self._progress.add_task("", total=config.train.steps, left="")
@@ -56,7 +56,8 @@ class Display:
         overflow = "loss_scale" in line and not math.isfinite(line["grad_norm"])
         why = "gradients overflow, the loss' scale is halved" if overflow else _LIMIT
         skipped = f"skipped, {why}: " if "skipped" in line else ""
-        self.skipped += "skipped" in line
+        if skipped:
+            self._skipped["gradients that overflowed" if overflow else "train.skip_above_norm"] += 1
         learnt = f"{skipped}loss {line['loss']:.4f}  grad norm {line['grad_norm']:.3g}  lr {line['lr']:.2e}"
         speed = (
             f"{tokens / seconds:,.0f} tokens/s"
@@ -70,6 +71,13 @@ class Display:
             say(self._console, f"step {step}/{steps}  {now}{learnt}{rest}")
         self._progress.update(self._task, completed=step, left=left_text)
         self._live.update(Group(self._progress, Text(f"{self._held_out}{learnt}\n{speed}")))
+
+
+    def skips(self) -> str:
+        """How many steps were skipped, and why; empty where none was."""
+        count, each = self._skipped.total(), self._skipped.items()
+        why = ", ".join(name if len(each) == 1 else f"{name}: {steps}" for name, steps in each)
+        return f"{count} step{'s were' if count > 1 else ' was'} skipped ({why})" if count else ""
 
 
 def size(count: int) -> str:

@@ -187,9 +187,8 @@ def _lead(run: _Run, made: Callable[[], RunFolder], rescue: Path | None) -> bool
     measured = f"{after['held_out_loss']:.4f} at the last measurement" if after else "not measured since"
     begun = "before the first step" if known else f"after step {run.resumed.step if run.resumed else 0}"
     run.tell(f"held-out loss {before:.4f} {begun}, {measured}")
-    if display.skipped:
-        why = " or overflow in fp16" if run.trainer.loss_scale else ""
-        run.tell(f"{display.skipped} steps were skipped (train.skip_above_norm{why})")
+    if skips := display.skips():
+        run.tell(skips)
     run.tell(f"weights saved in {saved / checkpoint.MODEL}")
     if after and "confusion" in after and isinstance(run.corpus, LabelledCorpus):
         _show_confusion(Confusion(run.corpus.names, after["confusion"]), saved, run.tell)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Self
 
-from nntile_py.errors import NotFinite
 from nntile_py.graph.optimizers import MOST_SCALE
 from nntile_py.graph.step import StepSpec
 
@@ -31,14 +30,16 @@ class LossScale:
         """What a checkpoint keeps of it."""
         return {"value": self.value, "good": self.good}
 
-    def after(self, step: int, *, overflow: bool) -> None:
-        """To be called with each step in turn. Raises NotFinite where even a scale of 1 was too large."""
+    def after(self, *, overflow: bool) -> None:
+        """To be called with each step in turn. Where it can fall no more, the step's result ends the training."""
         if not overflow:
             self.good += 1
             if self.good >= INTERVAL and 2 * self.value <= MOST_SCALE:
                 self.value, self.good = 2 * self.value, 0
-        elif self.value / 2 < LEAST:
-            need = "use precision: bf16 or fp32, or try a smaller optimizer.lr"
-            raise NotFinite(f"step {step}: the gradients overflow with a loss scale of {self.value:g}; {need}")
-        else:
+        elif not is_least(self.value):
             self.value, self.good = self.value / 2, 0
+
+
+def is_least(scale: float) -> bool:
+    """Whether it is not halved any more."""
+    return scale / 2 < LEAST

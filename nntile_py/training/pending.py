@@ -6,7 +6,9 @@ import math
 from dataclasses import dataclass, replace
 
 from nntile_py import _core
+from nntile_py.errors import NotFinite
 from nntile_py.training.finite import Checked
+from nntile_py.training.loss_scale import is_least
 
 
 @dataclass(frozen=True)
@@ -41,16 +43,30 @@ class Pending:
         return bool(self._fetch.done())
 
     def result(self) -> StepResult:
-        """Raises TaskError if a task failed, NotFinite where the trainer checks for that."""
+        """Raises TaskError if a task failed, NotFinite where the trainer checks for that, or where gradients overflow
+        whatever the loss' scale."""
+        result = self.found()
+        if self._hopeless(result):
+            need = "use precision: bf16 or fp32, or try a smaller optimizer.lr"
+            told = f"step {self.step}: the gradients overflow with a loss scale of {self._scale:g}; {need}"
+            self._checked.end(told)
+            raise NotFinite(told)
+        if not (result.overflow or (math.isfinite(result.loss) and math.isfinite(result.grad_norm))):
+            self._checked.end(f"step {self.step}: the loss is {result.loss}, the gradient norm {result.grad_norm}")
+        return result
+
+    def found(self) -> StepResult:
+        """The same, whatever is wrong with the numbers."""
         loss, norm = self._fetch.wait()
         loss /= self._scale or 1.0
         skipped = self._limit is not None and not norm <= self._limit
         result = StepResult(self.step, loss, norm, skipped, self._scale)
-        if result.overflow:
-            if not self._forgot:  # once: what is found later is a later step's
-                self._checked.forget()
-            self._forgot = True
-            return replace(result, skipped=True)
-        if not (math.isfinite(loss) and math.isfinite(norm)):
-            self._checked.end(f"step {self.step}: the loss is {loss}, the gradient norm {norm}")
-        return result
+        if not result.overflow:
+            return result
+        if not self._forgot and not self._hopeless(result):  # once: what is found later is a later step's
+            self._checked.forget()
+        self._forgot = True
+        return replace(result, skipped=True)
+
+    def _hopeless(self, result: StepResult) -> bool:
+        return result.overflow and is_least(self._scale or 1.0)

@@ -14,6 +14,7 @@ from nntile_py.execution import memory
 from nntile_py.execution.program import Program, Store, programs
 from nntile_py.execution.runtime import Runtime
 from nntile_py.graph.declared import Input
+from nntile_py.graph.fusion import lacking
 from nntile_py.graph.graph import Graph
 from nntile_py.graph.step import Evaluation, Step, StepSpec
 from nntile_py.tasks.op import Lowering
@@ -37,7 +38,9 @@ class Programs:
 
     def __init__(self, spec: StepSpec, runtime: Runtime, checked: bool) -> None:
         path, digest = (spec.timings.path, spec.timings.digest()) if spec.timings else ("", "none")
-        self.spec, self.store = spec, Store({f"the database of layouts {path}": digest})
+        compiler = "none" if spec.fusion.found and lacking(spec.dtype) else "one"
+        causes = {f"the database of layouts {path}": digest, "the C++ compiler, for fusion.found": compiler}
+        self.spec, self.store = spec, Store(causes)
         self.steps: dict[frozenset[str], StepPrograms] = {}
         self._runtime, self._checked = runtime, checked
         self._evaluations: dict[tuple[frozenset[str], bool], tuple[Evaluation, Program]] = {}

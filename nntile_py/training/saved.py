@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
 
-from nntile_py.errors import ConfigError
+from nntile_py.errors import ConfigError, NNTileError
+from nntile_py.execution.mpi import Ranks
 from nntile_py.graph.optimizers import Optimizer
 from nntile_py.models.checkpoint import arrays, named, tensors_of
 from nntile_py.models.registry import find, type_of
@@ -34,6 +36,26 @@ def facts(trainer: Any) -> dict[str, Any]:
             "loss_scale": spec.loss_scale,
         },
     }  # fmt: skip
+
+
+def save(trainer: Any, folder: Path, ranks: Ranks | None) -> None:
+    """What a trainer holds as a checkpoint: see Trainer.save. All ranks call it."""
+    config = hasattr(trainer.model, "hf_config")
+    files = {checkpoint.CONFIG: json.dumps(trainer.hf_config(), indent=2)} if config else {}
+    live = trainer.live()
+    if ranks and ranks.rank:
+        live.give()
+        if ranks.any(False):
+            raise NNTileError(f"{folder}: the first rank could not write it")
+        return
+    written = False
+    try:
+        checkpoint.write(folder, live.state(), files, facts(trainer))
+        written = True
+    finally:
+        live.end()
+        if ranks:
+            ranks.any(not written)
 
 
 def load(cls: type[Any], folder: Path, model: Any, options: Mapping[str, Any]) -> Any:

@@ -101,9 +101,10 @@ def _ends_where_not_finite(metrics: Metrics | Silent, line: dict[str, Any]) -> I
         yield
     except NotFinite as error:
         metrics.write(line)
-        how = "try a smaller optimizer.lr, or optimizer.clip_grad_norm=1.0"
-        look = "" if "first such value" in str(error) else "; debug.nonfinite=true tells where it came from"
-        raise NotFinite(f"{error}; stopped, the weights are not written ({how}{look})") from None
+        how = "" if "use precision" in str(error) else "try a smaller optimizer.lr, or optimizer.clip_grad_norm=1.0"
+        look = "" if "first such value" in str(error) else "debug.nonfinite=true tells where it came from"
+        more = "; ".join(filter(None, (how, look)))
+        raise NotFinite(f"{error}; stopped, the weights are not written" + f" ({more})" * bool(more)) from None
 
 
 def _measured(batches: Batches | LabelledBatches, trainer: Trainer, whole: bool = False) -> dict[str, Any]:

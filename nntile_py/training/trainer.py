@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections import deque
 from collections.abc import Mapping
@@ -14,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from nntile_py import _core
-from nntile_py.errors import ConfigError, NNTileError, TaskError
+from nntile_py.errors import ConfigError, TaskError
 from nntile_py.execution import memory
 from nntile_py.execution.packed import Bins, Filled, bins_of
 from nntile_py.execution.program import Program
@@ -23,17 +22,16 @@ from nntile_py.graph.declared import Traceable
 from nntile_py.graph.fusion import Fusion
 from nntile_py.graph.optimizers import AdamW, Optimizer
 from nntile_py.graph.step import Step, StepSpec, check_precision
-from nntile_py.tasks.op import Tensor
-from nntile_py.tasks.optimizer import INVERSE_SCALE, joined, split
+from nntile_py.tasks.optimizer import INVERSE_SCALE
 from nntile_py.tiles import TaskList, Tiling
-from nntile_py.training import checkpoint, saved
+from nntile_py.training import saved, weights
 from nntile_py.training.finite import Checked
 from nntile_py.training.inputs import Inputs, IntArray, as_dict, as_filled, counted, dropout_seed, means
 from nntile_py.training.loss_scale import LossScale
 from nntile_py.training.pending import Pending
 from nntile_py.training.programs import Programs
 from nntile_py.training.snapshot import Live, Snapshot, averages_of, masters_of
-from nntile_py.typed import typed
+from nntile_py.typed import plain, typed
 
 STEPS_IN_FLIGHT = 2
 
@@ -55,7 +53,7 @@ class Trainer:
         skip_above_norm: Leave weights and averages as they are in a step whose gradients' norm is larger, or no number.
             The step counts.
         accumulate: How partial sums of a tile meet: chain (deterministic), commute, redux or tree.
-        fusion: True, False or {bias, activation, reshape, qkv, residual_norm: bool}.
+        fusion: True, False or {bias, activation, reshape, qkv, residual_norm, found: bool, exclude: [names of groups]}.
         attention: vendor, merge, flash or naive, instead of the model's own.
         grad_accumulation: Passes whose gradients are averaged into one step.
         seed: Of dropout.
@@ -85,7 +83,7 @@ class Trainer:
         optimizer: Optimizer | None = None,
         clip_grad_norm: float | None = None,
         accumulate: str = "chain",
-        fusion: bool | Mapping[str, bool] | Fusion = True,
+        fusion: bool | Mapping[str, Any] | Fusion = True,
         *,
         attention: str | None = None,
         grad_accumulation: int = 1,
@@ -116,22 +114,23 @@ class Trainer:
         if Runtime.current is None:
             raise TaskError("Trainer: no runtime is running; use it inside `with nntile_py.Runtime(...):`")
         check_precision("dtype", spec.dtype, bool(_core.cuda_workers()))
-        self.model, self.seed, self.shift_labels = model, seed, shift_labels
+        self.model, self.seed, self.shift_labels = model, plain(seed), plain(shift_labels)
         if Runtime.current.ranks:
             spec = replace(spec, ranks=Runtime.current.ranks.size)
         if check_finite and Runtime.current.ranks:
             need = "False, as each sees its own tasks alone"
             raise ConfigError(f"check_finite (debug.nonfinite): got True; allowed on several ranks: {need}")
-        self.checked = Checked(check_finite, (STEPS_IN_FLIGHT + 1) * (spec.grad_accumulation + 1))
+        self.checked = Checked(plain(check_finite), (STEPS_IN_FLIGHT + 1) * (spec.grad_accumulation + 1))
         self.batch, self.seq, self.dtype = spec.batch, spec.seq, spec.dtype
         self.optimizer, self.grad_accumulation = spec.optimizer, spec.grad_accumulation
         self._runtime = Runtime.current
         self._check_alone(self._runtime)
         self.steps, self._pending, self._scale, self._scaled = 0, deque[Pending](), LossScale.of(spec), 1.0
+        self._deciding: Pending | None = None  # whose norm the next step's scale depends on
         self._programs = Programs(spec, self._runtime, self.checked.looks)
         self._store, self.spec = self._programs.store, self._programs.spec
         self._built = self._programs.of(spec.given).built
-        self._write_weights()
+        weights.write(model, self._built, self._store, self._same)
         written = set(masters_of(self._built).values())
         for tensor in self._built.update_graph.kept.values():
             if tensor.kind == "state" and tensor not in written:
@@ -191,6 +190,7 @@ class Trainer:
 
         Raises:
             ValueError: An input is missing, unknown, or has the wrong shape, dtype or values.
+            NotFinite: As the result of an earlier step, if nobody has asked for it.
         """
         filled = self.filled(inputs, labels)
         arrays, made = self._programs.check(filled.arrays, self.grad_accumulation * self.spec.rows, self._shifts)
@@ -221,6 +221,7 @@ class Trainer:
         fetch = self._store.fetch("loss", "grad_norm")
         pending = Pending(self.steps, fetch, tokens, self.checked, self.spec.skip_above_norm, scale)
         self._pending.append(pending)
+        self._deciding = pending if scale else None
         return pending
 
     @typed
@@ -275,12 +276,13 @@ class Trainer:
         """{name in transformers: gradient} of the last step, before clipping."""
         if not self.steps:
             raise TaskError("gradients: no step has been made yet")
-        found = self._read(self._built.grads)
+        found = weights.read(self._built, self._store, self._built.grads)
         return {name: value / value.dtype.type(self._scaled) for name, value in found.items()}
 
     def state_dict(self) -> dict[str, np.ndarray[Any, Any]]:
         """{name in transformers: weight}, tied weights once; also kept in the model."""
-        self.model.weights = self._read({p.tensor: p.tensor for p in self._built.params}, masters_of(self._built))
+        params = {param.tensor: param.tensor for param in self._built.params}
+        self.model.weights = weights.read(self._built, self._store, params, masters_of(self._built))
         return dict(self.model.weights)
 
     def snapshot(self) -> Snapshot:
@@ -317,21 +319,7 @@ class Trainer:
 
         The folder is complete or not there; one of that name is replaced. Raises OSError where it cannot be written,
         NNTileError for weights that are no finite numbers."""
-        files = {checkpoint.CONFIG: json.dumps(self.hf_config(), indent=2)} if hasattr(self.model, "hf_config") else {}
-        ranks, live = self._runtime.ranks, self.live()
-        if ranks and ranks.rank:
-            live.give()
-            if ranks.any(False):
-                raise NNTileError(f"{folder}: the first rank could not write it")
-            return
-        written = False
-        try:
-            checkpoint.write(Path(folder), live.state(), files, saved.facts(self))
-            written = True
-        finally:
-            live.end()
-            if ranks:
-                ranks.any(not written)
+        saved.save(self, Path(folder), self._runtime.ranks)
 
     def hf_config(self) -> dict[str, Any]:
         """What config.json holds: the model's own, and the dtype of the weights that are written beside it."""
@@ -385,16 +373,18 @@ class Trainer:
 
     def _settle(self) -> None:
         """Wait until another step may be submitted; of a scaled loss, until its scale is known."""
-        while len(self._pending) >= (1 if self._scale else STEPS_IN_FLIGHT):
-            result = self._pending.popleft().result()
-            if self._scale and (result.overflow or math.isfinite(result.grad_norm)):  # else another scale does not help
-                self._scale.after(result.step, overflow=result.overflow)
+        self._scale_state()
+        while len(self._pending) >= STEPS_IN_FLIGHT:
+            self._pending.popleft().result()
 
     def _scale_state(self) -> dict[str, Any] | None:
         """That of the next step's loss."""
         if self._scale is None:
             return None
-        self._settle()
+        if self._deciding:
+            result, self._deciding = self._deciding.found(), None
+            if result.overflow or math.isfinite(result.grad_norm):  # else another scale does not help
+                self._scale.after(overflow=result.overflow)
         return self._scale.state
 
     def _run(self, program: Program, slots: dict[str, float], what: str) -> None:
@@ -405,27 +395,3 @@ class Trainer:
         """Raise ConfigError where ranks differ in what each of them is to give."""
         if self._runtime.ranks:
             self._runtime.ranks.same(what, parts)
-
-    def _read(
-        self, tensors: Mapping[Tensor, Tensor], masters: Mapping[Tensor, Tensor] | None = None
-    ) -> dict[str, np.ndarray[Any, Any]]:
-        result: dict[str, np.ndarray[Any, Any]] = {}
-        for param in self._built.params:
-            if param.tensor in tensors:
-                value = self._store.read(self._built.first, tensors[param.tensor])
-                if master := (masters or {}).get(param.tensor):
-                    value = joined(value, self._store.read(self._built.update, master))
-                param.put(result, value)
-        return result
-
-    def _write_weights(self) -> None:
-        masters, weights = masters_of(self._built), getattr(self.model, "weights", None)
-        if not isinstance(weights, Mapping):
-            raise ConfigError(f"model: {type(self.model).__name__}.weights is no dict; allowed: {{name: array}}")
-        for param in self._built.params:
-            value = param.weight(weights)
-            self._same("the model's weights", {param.tensor.name: value})
-            if param.tensor in masters:
-                value, master = split(value, param.tensor.dtype)
-                self._store.write(self._built.update, masters[param.tensor], master)
-            self._store.write(self._built.first, param.tensor, value)

@@ -1,8 +1,8 @@
 """A Definition as a C++ function on one tile: a loop over rows, in it loops over the last axis that vectorise.
 
 A row is what the last axis runs along. Each reduction over it ends a loop; what later loops need of an earlier one is
-kept in a buffer of the row. Sums over rows are added to their outputs element by element. Numbers are computed in the
-dtype of accumulation, fp32 or fp64.
+kept in a buffer of the row. Sums over rows are made element by element, then added once to what their outputs hold:
+the same bits as where a task of its own adds them. Numbers are computed in the dtype of accumulation, fp32 or fp64.
 """
 
 from __future__ import annotations
@@ -249,7 +249,8 @@ class _Writer:
             for k in range(len(self.keys))
         ]
         seed = ["const uint64_t seed = uint64_t(floats[0]) * 0x9E3779B97F4A7C15ULL;"] if self.keys else []
-        lines = [*self._sizes(), *seed, *starts, *self._allocated(), *self._cleared(), *self._rows(body)]
+        cleared, added = self._sums()
+        lines = [*self._sizes(), *seed, *starts, *self._allocated(), *cleared, *self._rows(body), *added]
         lines += ["free(buffer);"] if self.buffers else []
         given = "void* const* tiles, const int64_t* const* shapes, const int64_t* ints, const double* floats"
         head = [f"typedef {self.wide} T;", PREAMBLE, f'extern "C" void {SYMBOL}(', f"    {given},"]
@@ -278,18 +279,22 @@ class _Writer:
         lines += ["if (!buffer) throw std::bad_alloc();"]
         return lines + [f"T* const {name} = buffer + {k} * {width};" for k, name in enumerate(self.buffers.values())]
 
-    def _cleared(self) -> list[str]:
-        """Outputs that are added to, where they hold nothing yet."""
-        lines = []
+    def _sums(self) -> tuple[list[str], list[str]]:
+        """Where sums are made, empty, and what adds them to their outputs in the end, where those hold something."""
+        cleared, added = [], []
         for number in dict.fromkeys(out.number for out in self.results if out.total):
-            tile = self.tiles[number]
+            tile, element = self.tiles[number], ELEMENTS[self.tiles[number].dtype]
             count = " * ".join(f"shapes[{number}][{k}]" for k in range(len(tile.at)))
-            element = ELEMENTS[tile.dtype]
-            lines += [
-                f"if (!(accumulates >> {number} & 1))",
-                f"  for (int64_t k = 0; k < {count}; ++k) static_cast<{element}*>(tiles[{number}])[k] = 0;",
+            into, adds = f"into{number}", f"accumulates >> {number} & 1"
+            each = f"for (int64_t k = 0; k < m{number}; ++k)"
+            cleared += [
+                f"const int64_t m{number} = {count};",
+                f"{element}* const {into} = static_cast<{element}*>(tiles[{number}]);",
+                f"{element}* const sum{number} = {adds} ? new {element}[size_t(m{number})] : {into};",
+                f"{each} sum{number}[k] = 0;",
             ]
-        return lines
+            added += [f"if ({adds}) {{", f"  {each} {into}[k] += sum{number}[k];", f"  delete[] sum{number};", "}"]
+        return cleared, added
 
     def _rows(self, body: list[str]) -> list[str]:
         """The loops around a row's."""
@@ -302,7 +307,8 @@ class _Writer:
                 index += f" + (ints[{k}] + i{k}) * {wholes}"
             lines.append(f"  const int64_t row = {index};")
         for (tile, at), name in self.pointers.items():
-            steps = [f"tiles[{tile}])"]
+            made = f"sum{tile}" if any(out.total and out.number == tile for out in self.results) else f"tiles[{tile}]"
+            steps = [f"{made})"]
             for k, axis in enumerate(at):
                 if axis != self.column:
                     where = f"i{self.axes.index(axis)}" if isinstance(axis, str) else str(axis)

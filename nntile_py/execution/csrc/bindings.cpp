@@ -5,6 +5,8 @@
 #include <pybind11/stl.h>
 #include <starpu.h>
 
+#include <algorithm>
+
 #ifdef NNTILE_CUDA
 #include "captured.h"
 #endif
@@ -103,9 +105,9 @@ PythonKernel python_kernel(const PythonSpec& spec, std::vector<const Tile*> tile
   return {PythonCall{held(function), torch, read_only, floats, std::move(tiles)}, cuda};
 }
 
-// (cubin, name, shared bytes, warps, grid, [(kind, value)]); see tasks/launch.py.
+// (cubin, name, shared bytes, warps, overlaps, grid, [(kind, value)]); see tasks/launch.py.
 using LaunchArguments = std::vector<std::pair<int, py::object>>;
-using LaunchList = std::vector<std::tuple<py::bytes, std::string, unsigned, unsigned, LaunchArguments, LaunchArguments>>;
+using LaunchList = std::vector<std::tuple<py::bytes, std::string, unsigned, unsigned, bool, LaunchArguments, LaunchArguments>>;
 
 // What a task runs:
 // [(kernel, name, places of its tiles, ints, first float, accumulates, launches of each way, scratch bytes,
@@ -118,14 +120,18 @@ using BodyList =
 [[maybe_unused]] Launch::Argument make_argument(int kind, const py::object& value) {
   if (kind == Launch::fp32) return {kind, 0, value.cast<double>(), {}};
   if (kind == Launch::live_int32 || kind == Launch::live_int64) return {kind, 0, 0, value.cast<std::array<int64_t, 4>>()};
-  return {kind, value.cast<int64_t>(), 0, {}};
+  if (kind != Launch::matrix) return {kind, value.cast<int64_t>(), 0, {}};
+  const auto all = value.cast<std::array<int64_t, 7>>();
+  Launch::Argument made{kind, all[0], 0, {}};
+  std::copy(all.begin() + 1, all.end(), made.map.begin());
+  return made;
 }
 
 std::vector<Launch> make_launches([[maybe_unused]] const LaunchList& list) {
   std::vector<Launch> result;
 #ifdef NNTILE_CUDA
-  for (const auto& [cubin, name, shared, warps, grid, arguments] : list) {
-    Launch launch{load_binary(std::string(cubin), name, shared), {}, 32 * warps, shared, {}};
+  for (const auto& [cubin, name, shared, warps, overlaps, grid, arguments] : list) {
+    Launch launch{load_binary(std::string(cubin), name, shared), {}, 32 * warps, shared, overlaps, {}};
     for (size_t k = 0; k < launch.grid.size(); ++k) launch.grid[k] = make_argument(grid.at(k).first, grid[k].second);
     for (const auto& [kind, value] : arguments) launch.arguments.push_back(make_argument(kind, value));
     result.push_back(std::move(launch));

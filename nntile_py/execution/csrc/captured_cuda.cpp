@@ -26,7 +26,7 @@ struct Captured::Run {
 
 namespace {
 
-constexpr size_t kGraphs = 64;       // of one program at a time
+constexpr size_t kGraphs = 80;       // of one program at a time
 constexpr size_t kMostMade = 1024;   // in all: its slots, or the places of its tiles, change too often
 
 std::vector<Captured*> holding;  // the main thread's, as are holds and the bytes held
@@ -238,6 +238,7 @@ void Captured::walk(const std::vector<double>& slots, void** buffers, c10::Devic
   };
   for (size_t k = 0; k < weights_.size(); ++k) put(weights_[k].get(), addresses_[k]);
   for (size_t k = 0; k < tiles_.size(); ++k) put(tiles_[k].get(), pointer(buffers[k]));
+  after_own_kernel = false;
   for (const auto& item : items_) {
     if (const auto* gone = std::get_if<const Tile*>(&item)) {
       if (own.erase(*gone)) places.erase(*gone);

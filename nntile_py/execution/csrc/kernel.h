@@ -50,13 +50,15 @@ std::shared_ptr<CudaBinary> load_binary(const std::string& cubin, const std::str
 // A Triton kernel with its grid and arguments; see tasks/launch.py.
 struct Launch {
   enum Kind : int {
-    tile = 0, scratch = 1, int32 = 2, int64 = 3, fp32 = 4, fp32_of_task = 5, int64_of_task = 6, live_int32 = 7, live_int64 = 8
+    tile = 0, scratch = 1, int32 = 2, int64 = 3, fp32 = 4, fp32_of_task = 5, int64_of_task = 6, live_int32 = 7, live_int64 = 8,
+    matrix = 9
   };
   struct Argument {
     int kind;
     int64_t whole;  // number of the tile, offset in the scratch block, integer, position in the task's floats
     double real;
     std::array<int64_t, 4> live{};  // position in the task's floats, factor, divisor, times; see Live in tasks/launch.py
+    std::array<int64_t, 6> map{};  // columns, bytes of an element, its type, rows and columns of a block, swizzle
 
     int64_t integer(const double* floats) const {
       if (kind != live_int32 && kind != live_int64) return whole;
@@ -67,6 +69,7 @@ struct Launch {
   std::shared_ptr<CudaBinary> binary;
   std::array<Argument, 3> grid;
   unsigned threads, shared;
+  bool overlaps;  // may start before the kernel ahead of it has ended; see tasks/overlap.py
   std::vector<Argument> arguments;
 };
 

@@ -95,8 +95,9 @@ Codelet* get_codelet(const std::string& name, bool cpu, bool cuda) {
 
 #ifdef NNTILE_CUDA
 void run_on_cuda(const TaskBody& body, const double* floats, void** buffers, c10::Device device) {
-  if (body.python.call) return run_python(body, floats, buffers, device.index(), task_stream());
   if (!body.ways.empty()) return run_launches(body, floats, buffers, device);
+  after_own_kernel = false;
+  if (body.python.call) return run_python(body, floats, buffers, device.index(), task_stream());
   Args args(body, floats, buffers, device);
   body.cuda(args);
 }

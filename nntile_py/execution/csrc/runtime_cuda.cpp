@@ -6,6 +6,7 @@
 #include <cuda.h>
 #include <torch/version.h>
 
+#include <algorithm>
 #include <map>
 #include <unordered_map>
 
@@ -53,13 +54,30 @@ std::shared_ptr<CudaBinary> load_binary(const std::string& cubin, const std::str
 
 namespace {
 
+// A matrix as Triton's kernels load and store blocks of it: as triton/backends/nvidia/driver.c has it.
+CUtensorMap tensor_map(const std::array<int64_t, 6>& how, void* address, int64_t rows) {
+  const auto [columns, bytes, type, block_rows, block_columns, swizzle] = how;
+  const std::array<cuuint64_t, 2> sizes{static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows)};
+  const std::array<cuuint64_t, 1> strides{static_cast<cuuint64_t>(columns * bytes)};
+  const std::array<cuuint32_t, 2> block{static_cast<cuuint32_t>(block_columns), static_cast<cuuint32_t>(block_rows)};
+  const std::array<cuuint32_t, 2> steps{1, 1};
+  CUtensorMap map;
+  require(cuTensorMapEncodeTiled(&map, static_cast<CUtensorMapDataType>(type), 2, address, sizes.data(), strides.data(),
+                                 block.data(), steps.data(), CU_TENSOR_MAP_INTERLEAVE_NONE,
+                                 static_cast<CUtensorMapSwizzle>(swizzle), CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+                                 CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE),
+          "cuTensorMapEncodeTiled");
+  return map;
+}
+
 void run_way(const TaskBody& body, const std::vector<Launch>& launches, const double* floats, void** buffers) {
   c10::DataPtr scratch;  // given back to ATen's allocator at once, which reuses it on this stream only: in order
   if (body.scratch) scratch = c10::cuda::CUDACachingAllocator::get()->allocate(static_cast<size_t>(body.scratch));
   const auto address = [&](const Launch::Argument& a) {
     return pointer(buffers[body.places[static_cast<size_t>(a.whole)]]);
   };
-  if (!body.table.empty() && c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None)
+  const bool captured = c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None;
+  if (!body.table.empty() && captured)
     throw TaskError(body.name + ": a table of addresses, which is copied from main memory, is in no graph");
   if (!body.table.empty()) {  // from memory that is not pinned: copied out of `words` before the call returns
     std::vector<int64_t> words;
@@ -77,9 +95,15 @@ void run_way(const TaskBody& body, const std::vector<Launch>& launches, const do
     };
     std::array<Value, 64> values{};
     std::array<void*, 64> parameters{};
-    size_t count = 0;
+    std::array<CUtensorMap, 8> maps;
+    size_t count = 0, mapped = 0;
     for (const auto& a : launch.arguments) {
       auto& value = values.at(count);
+      if (a.kind == Launch::matrix) {
+        const auto rows = launch.arguments.at(count + 1).integer(floats + body.first_float);
+        parameters[count++] = &(maps.at(mapped++) = tensor_map(a.map, address(a), std::max<int64_t>(rows, 1)));
+        continue;
+      }
       switch (a.kind) {
         case Launch::tile: value.pointer = address(a); break;
         case Launch::scratch: value.pointer = static_cast<char*>(scratch.get()) + a.whole; break;
@@ -96,9 +120,14 @@ void run_way(const TaskBody& body, const std::vector<Launch>& launches, const do
     std::array<unsigned, 3> grid;
     for (size_t k = 0; k < grid.size(); ++k)
       grid[k] = static_cast<unsigned>(launch.grid[k].integer(floats + body.first_float));
-    require(cuLaunchKernel(reinterpret_cast<CUfunction>(launch.binary->kernel), grid[0], grid[1], grid[2],
-                           launch.threads, 1, 1, launch.shared, task_stream(), parameters.data(), nullptr),
-            "cuLaunchKernel");
+    CUlaunchAttribute overlaps{};
+    overlaps.id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
+    overlaps.value.programmaticStreamSerializationAllowed = 1;
+    const CUlaunchConfig config{grid[0], grid[1], grid[2], launch.threads, 1, 1, launch.shared, task_stream(), &overlaps,
+                                launch.overlaps && (after_own_kernel || !captured) ? 1u : 0u};
+    require(cuLaunchKernelEx(&config, reinterpret_cast<CUfunction>(launch.binary->kernel), parameters.data(), nullptr),
+            "cuLaunchKernelEx");
+    after_own_kernel = true;
   }
 }
 
@@ -108,6 +137,7 @@ void run_launches(const TaskBody& body, const double* floats, void** buffers, c1
   const bool cuda = body.cuda && !body.key.empty();
   const auto run = [&](size_t way) {  // a kernel in C++ is the first: it may choose an algorithm of its own
     if (way >= size_t{cuda}) return run_way(body, body.ways[way - cuda], floats, buffers);
+    after_own_kernel = false;
     Args args(body, floats, buffers, device);
     body.cuda(args);
   };

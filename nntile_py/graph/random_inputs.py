@@ -1,0 +1,55 @@
+"""Inputs that nobody has chosen: for measurements and tests."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from nntile_py.graph.declared import Array
+
+
+def random_inputs(graph: Any, rows: int, seed: int, alpha: float = 1.0, predicted: float = 1.0) -> dict[str, Array]:
+    """Values within the declared ranges for the inputs without a default, of `rows` rows of the batch, and those that
+    are made of them.
+
+    alpha: the mean length of the sequences, as a part of the positions that there are: lengths are uniform about it, an
+    attention_mask says them, and labels of padding do not count. predicted: the share of the labels that count."""
+    rng = np.random.default_rng(seed)
+    found: dict[str, Array] = {}
+    for name, one in graph.inputs.items():
+        shape = (rows, *one.tensor.shape[1:]) if one.batched else one.tensor.shape
+        if one.default is None:
+            whole = one.tensor.dtype == "int64"
+            found[name] = rng.integers(0, one.below or 2, shape) if whole else rng.standard_normal(shape, np.float32)
+    found |= _lengths(graph, found, rows, rng, alpha, predicted)
+    for name, one in graph.inputs.items():
+        if one.most is not None:
+            order = np.where(found[name] == one.ignored, 1.0, rng.random(found[name].shape)).argsort(axis=1)
+            found[name][order.argsort(axis=1) >= one.most] = one.ignored
+        if callable(one.default):
+            found[name] = one.default(found)
+    return found
+
+
+def _lengths(
+    graph: Any, found: Mapping[str, Array], rows: int, rng: np.random.Generator, alpha: float, predicted: float
+) -> dict[str, Array]:
+    """What becomes of random inputs where sequences have unequal lengths."""
+    tokens = [one.tensor for one in graph.inputs.values() if one.tensor.axes[:2] == ("batch", "seq")]
+    if alpha == 1 or not tokens:
+        return {}
+    seq = tokens[0].size("seq")
+    lengths = rng.integers(max(1, math.ceil((2 * alpha - 1) * seq)), min(seq, int(2 * alpha * seq)) + 1, rows)
+    while more := max(rows, round(alpha * seq * rows)) - int(lengths.sum()):  # the mean is alpha, not just expected
+        row = rng.integers(rows)
+        lengths[row] = np.clip(lengths[row] + np.clip(more, -8, 8), 1, seq)
+    real = np.arange(seq) < lengths[:, None]
+    counts = real & (rng.random(real.shape) < predicted)
+    made = {"attention_mask": real.astype(np.int64)}
+    for name, one in graph.inputs.items():
+        if one.ignored is not None and name in found and found[name].shape == real.shape:
+            made[name] = np.where(counts, found[name], one.ignored)
+    return made

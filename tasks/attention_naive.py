@@ -1,0 +1,40 @@
+"""Attention with materialised scores, of operators of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .attention_operands import Operands
+from .attention_repeat import repeat_heads
+from .contract import Contract, contract
+from .elementwise import dropout as dropout_of
+from .elementwise import rename, unpack
+from .mask import Mask
+from .op import GraphLike, Tensor
+from .softmax import Softmax
+
+
+def scores_axes(queries: Sequence[str]) -> list[str]:
+    """Of scores in memory, by the axes of the queries."""
+    return [*(a for a in queries if a not in ("seq", "head_dim")), "seq", "key"]
+
+
+def naive(g: GraphLike, operands: Operands, mask: Mask, dropout: float) -> Tensor:
+    """Scores, softmax and the weighted sum as operators of their own."""
+    packed = dict.fromkeys(t for t, index in operands.parts if index >= 0)
+    slices = {t: unpack(g, t, "qkv") for t in packed}
+    q, k, v = (slices[t][index] if index >= 0 else t for t, index in operands.parts)
+    if "kv_heads" in k.axes:
+        k, v = (repeat_heads(g, t, q.size("heads")) for t in (k, v))
+    if "seq" in k.axes:
+        k, v = rename(g, k, seq="key"), rename(g, v, seq="key")
+    sizes = {**q.sizes, **k.sizes}
+    axes = scores_axes(q.axes)
+    scores = g.temp("scores", axes, [sizes[a] for a in axes], q.dtype, band=mask.band)
+    g.add(Contract(q, k, scores, scale=q.size("head_dim") ** -0.5))
+    p = g.temp("softmax", axes, scores.shape, scores.dtype, band=mask.band)
+    p = g.add(Softmax(scores, p, mask)).output
+    if dropout:
+        p = dropout_of(g, p, dropout)
+        p.band = mask.band
+    return contract(g, p, v, q.axes)

@@ -1,0 +1,52 @@
+"""Triton kernels that are launched before the kernel ahead of them in the stream has ended.
+
+Their blocks take their places while the last blocks of that kernel run, then wait for all that it writes: programmatic
+dependent launch (CUDA C++ Programming Guide), from compute capability 9.0 on. The first thing that each of our kernels
+does is to wait, so a kernel that has ended has all those before it behind it, whether or not the next one waits.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+VARIABLE = "NNTILE_OVERLAP"
+LEAST = 90  # compute capability
+# The PTX ISA allows instructions ahead of declarations. The next kernel may come as soon as all blocks run.
+FIRST = "\tgriddepcontrol.wait;\n\tgriddepcontrol.launch_dependents;\n"
+
+
+def overlaps(capability: int) -> bool:
+    """Whether kernels are compiled and launched so; `NNTILE_OVERLAP=0`, in the environment, is to compare."""
+    return capability >= LEAST and os.environ.get(VARIABLE) != "0"
+
+
+def waiting(ptx: str) -> str:
+    """The text of a kernel with what it does first."""
+    before, entry, after = ptx.partition(".visible .entry")
+    head, brace, text = after.partition("\n{\n")
+    assert entry and brace, "this version of Triton writes its kernels otherwise"
+    return before + entry + head + brace + FIRST + text
+
+
+@contextmanager
+def compiled_so() -> Iterator[None]:
+    """Within it Triton compiles kernels whose options have launch_pdl with what they do first."""
+    from triton import knobs
+
+    before = knobs.runtime.add_stages_inspection_hook
+
+    def hook(backend: Any, stages: dict[str, Any], options: Any, language: Any, capability: int) -> None:
+        if before is not None:
+            before(backend, stages, options, language, capability)
+        ptx = stages["ptx"]
+        if options.launch_pdl:
+            stages["ptx"] = lambda source, metadata: waiting(ptx(source, metadata))
+
+    knobs.runtime.add_stages_inspection_hook = hook
+    try:
+        yield
+    finally:
+        knobs.runtime.add_stages_inspection_hook = before

@@ -1,0 +1,63 @@
+"""Products of many rows with their epilogue, on CUDA from compute capability 9.0 on: each program computes one block
+after the other, and blocks are moved by the tensor memory accelerator (CUDA C++ Programming Guide, TMA).
+"""
+
+# Functions of Triton's language have no Python types.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .attention_segments_triton import INTERPRETED
+from .product_epilogue_triton import activated, block_of, times_derivative
+
+
+@triton.jit
+def _finish(
+    OUT, OTHER, BIAS, total, row, col, n, scale, WIDTH: tl.constexpr,
+    KIND: tl.constexpr, BIASED: tl.constexpr, KEEPS: tl.constexpr, GRADIENT: tl.constexpr,
+):  # fmt: skip
+    if total.shape[1] > WIDTH:  # its halves in turns
+        half: tl.constexpr = total.shape[1] // 2
+        left, right = tl.split(tl.permute(tl.reshape(total, (total.shape[0], 2, half)), (0, 2, 1)))
+        _finish(OUT, OTHER, BIAS, left, row, col, n, scale, WIDTH, KIND, BIASED, KEEPS, GRADIENT)
+        _finish(OUT, OTHER, BIAS, right, row, col + half, n, scale, WIDTH, KIND, BIASED, KEEPS, GRADIENT)
+    else:
+        cols = col + tl.arange(0, WIDTH)
+        y = total * scale
+        if BIASED:
+            y += tl.load(BIAS + cols, cols < n, 0.0).to(tl.float32)[None, :]
+        if GRADIENT:
+            y = times_derivative(y, OTHER.load([row, col]).to(tl.float32), KIND)
+        else:
+            if KEEPS:
+                OTHER.store([row, col], y.to(OTHER.dtype))
+            y = activated(y, KIND)
+        OUT.store([row, col], y.to(OUT.dtype))
+
+
+@triton.jit
+def persistent(
+    OUT, OTHER, A, B, BIAS, m, n, k, scale,
+    B_BY_K: tl.constexpr, KIND: tl.constexpr, BIASED: tl.constexpr, KEEPS: tl.constexpr, GRADIENT: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr, STAGES: tl.constexpr,
+    WIDTH: tl.constexpr, FLATTEN: tl.constexpr,
+):  # fmt: skip
+    """out = act(scale a b + bias), or GRADIENT: scale a b act'(other). a [m, k], b [k, n], or B_BY_K: its transpose.
+    KEEPS: what comes before act goes to other.
+
+    Descriptors leave out what lies behind the ends. A block is finished WIDTH columns at a time, which takes
+    fewer registers and less shared memory. FLATTEN: the next block is loaded meanwhile."""
+    blocks = tl.cdiv(m, ROWS) * tl.cdiv(n, COLUMNS)
+    for number in tl.range(tl.program_id(0), blocks, tl.num_programs(0), flatten=FLATTEN):
+        row, col = block_of(number, m, n, ROWS, COLUMNS, GROUP)
+        total = tl.zeros([ROWS, COLUMNS], tl.float32)
+        for at in tl.range(0, k, DEPTH, num_stages=STAGES):
+            a = A.load([row, at])
+            b = B.load([col, at]).T if B_BY_K else B.load([at, col])
+            if INTERPRETED:  # whose numpy has no bf16
+                a, b = a.to(tl.float32), b.to(tl.float32)
+            total = tl.dot(a, b, total)
+        _finish(OUT, OTHER, BIAS, total, row, col, n, scale, WIDTH, KIND, BIASED, KEEPS, GRADIENT)

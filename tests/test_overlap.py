@@ -1,0 +1,67 @@
+"""Kernels that are launched before the one ahead of them has ended: what they wait for stands first."""
+
+from pathlib import Path
+
+import pytest
+from conftest import Python
+
+import nntile_py as nt
+from nntile_py.tasks import overlap
+
+COMPILE = """
+import re
+import sys
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from nntile_py.graph.lowering import lower
+from nntile_py.tasks import launch, overlap
+from nntile_py.testing import Case
+from nntile_py.tiles import Tiling
+sys.path.insert(0, sys.argv[1])
+from operators import ROWS
+
+case = Case({"batch": 2, "seq": 8, "embed": 64}, "bf16")
+ROWS["LayerNorm residual"](case)
+(task,) = lower(case.graph, Tiling({})).tasks.tasks
+(one,) = launch.describer(task.kernel)([task]).launches
+for capability in 80, 90:
+    print(capability, launch.compile_launch(one, capability).overlaps)
+
+add = launch.load() and sys.modules["nntile_py.tasks.elementwise_triton"]._add
+signature = {"Y": "*fp32", "A": "*fp32", "B": "*fp32", "n": "i32", "BLOCK": "constexpr"}
+source = ASTSource(add, signature, {"BLOCK": 128}, {})
+for pdl in False, True:
+    with overlap.compiled_so():
+        made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"launch_pdl": pdl})
+    body = made.asm["ptx"].split("\\n{\\n")[1]
+    found = re.findall(r"griddepcontrol.\\w+|ld.global|st.global", body)
+    print(pdl, list(dict.fromkeys(found)))
+assert triton.knobs.runtime.add_stages_inspection_hook is None
+"""
+
+
+def compiled(python: Python, folder: Path, **env: str) -> list[str]:
+    done = python(COMPILE, Path(__file__).parent, TRITON_CACHE_DIR=str(folder), **env)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def test_kernels_wait_before_they_read(python: Python, tmp_path: Path) -> None:
+    waiting = ["griddepcontrol.wait", "griddepcontrol.launch_dependents", "ld.global", "st.global"]
+    assert compiled(python, tmp_path) == ["80 False", "90 True", f"False {waiting[2:]}", f"True {waiting}"]
+
+
+def test_none_overlap_where_that_is_switched_off(python: Python, tmp_path: Path) -> None:
+    assert compiled(python, tmp_path, NNTILE_OVERLAP="0")[:2] == ["80 False", "90 False"]
+
+
+def test_an_unknown_kind_of_text_is_told() -> None:
+    with pytest.raises(AssertionError, match="this version of Triton"):
+        overlap.waiting("// nothing")
+
+
+def test_a_wrong_value_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(overlap.VARIABLE, "no")
+    with pytest.raises(nt.ConfigError, match="NNTILE_OVERLAP: no is not allowed; 0 or 1"):
+        nt.Runtime(cpus=1)
