@@ -375,7 +375,7 @@ class Trainer:
         """Wait until another step may be submitted; of a scaled loss, until its scale is known."""
         self._scale_state()
         while len(self._pending) >= STEPS_IN_FLIGHT:
-            self._pending.popleft().result()
+            self._pending.popleft().settle()
 
     def _scale_state(self) -> dict[str, Any] | None:
         """That of the next step's loss."""
