@@ -232,6 +232,18 @@ def test_a_loss_that_is_no_number_says_nothing_of_its_scale() -> None:
     trainer.close()
 
 
+def test_a_step_that_overflows_forgets_none_before_it() -> None:
+    """Only the first batch reaches the place that is no number; the second one's scale is too large."""
+    model, name, (one,) = made(), "transformer.wpe.weight", batches(1)
+    model.weights[name] = np.where(np.arange(8)[:, None] == 7, np.float32(math.inf), model.weights[name])
+    trainer = nt.Trainer(model, 4, 8, pack=True, loss_scale=2.0**127, check_finite=True)
+    pending = [trainer.submit({**one, "attention_mask": np.arange(8) < [[end]] * 4}) for end in (8, 5)]
+    with pytest.raises(nt.NotFinite, match=r"step 1: the loss is nan.*made by .*pass 1 of step 1"):
+        trainer.submit(one)
+    assert pending[1].result().overflow
+    trainer.close()
+
+
 def test_a_result_read_twice_forgets_no_later_step() -> None:
     trainer, (one, other) = nt.Trainer(made(), 4, 8, check_finite=True, loss_scale=2.0**127), batches(2)
     first = trainer.submit(one)
