@@ -10,14 +10,17 @@ from nntile_py.errors import ConfigError
 from nntile_py.system import ranks
 
 
-def run_folder(name: str, configured: str | None, option: Path | None, overwrite: bool) -> Path:
+def run_folder(name: str, configured: str | None, option: Path | None, overwrite: bool, trains: bool = False) -> Path:
     """--out, else `out` of the config, else runs/NAME; only the last is numbered where it is taken."""
     asked = option or (Path(configured) if configured else None)
     folder = asked or Path("runs") / name
     if overwrite or not taken(folder):
         return folder
     if asked:
-        raise ConfigError(f"--out: {folder} is not an empty folder; allowed: a new or empty one, or --overwrite")
+        on = ", --resume to go on with the run in it" if trains and (folder / "checkpoints").is_dir() else ""
+        raise ConfigError(
+            f"--out: {folder} is not an empty folder; allowed: a new or empty one{on}, or --overwrite to replace it"
+        )
     free = next(f for f in _numbered(folder) if not taken(f))
     if ranks.leads():
         print(f"{folder} holds an earlier run; this one goes to {free} (--overwrite would replace it)", file=sys.stderr)

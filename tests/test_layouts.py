@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 import zlib
@@ -403,6 +404,9 @@ def test_tuned_shown_used(tmp_path: Path) -> None:
     assert text.count("Sum of the operators' optima ") == 3 and "attn.out_proj.Contract " in text
     assert text.splitlines()[0].rstrip().endswith("layout chosen") and text.count(" -> ") > 8
     assert text.splitlines()[0].split()[1:7] == ["x", "layouts", "default", "chosen", "turning", "best"]
+    narrow = nntile("layouts", "show", *what, **home, FORCE_COLOR="1", TERM="xterm", COLUMNS="80").stdout
+    table = re.sub(r"\x1b\[[0-9;]*m", "", narrow.split("Milliseconds")[0]).splitlines()
+    assert table[0].split() == ["operator", "default", "chosen", "best", "worst"] and max(map(len, table)) <= 80
     planned = nntile("sweep", _sweep(tmp_path, home), "--out", str(tmp_path / "out"), "--json", **home)
     assert planned.returncode == 0, planned.stderr
     assert all(row["status"] == "ok" for row in json.loads(planned.stdout)["rows"])

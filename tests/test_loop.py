@@ -146,7 +146,7 @@ def test_a_run_that_is_there_is_not_lost(tmp_path: Path) -> None:
     refused = nntile(tmp_path, arguments=("--out", "runs/tiny"))
     assert refused.returncode == 2
     assert "--out: runs/tiny" in refused.stderr
-    assert "--overwrite" in refused.stderr
+    assert "--overwrite" in refused.stderr and "--resume" not in refused.stderr  # no run that could go on
     short = ("train.steps=1", "sample.tokens=0")
     assert nntile(tmp_path, *short).returncode == 0  # no folder was named: the next free number
     assert len(metrics(tmp_path / "runs" / "tiny-2")) == 1
@@ -154,6 +154,7 @@ def test_a_run_that_is_there_is_not_lost(tmp_path: Path) -> None:
     assert nntile(tmp_path, *short, arguments=("--out", "runs/tiny", "--overwrite")).returncode == 0
     assert len(metrics(tmp_path / "runs" / "tiny")) == 1
     assert note.read_text() == "mine"
+    assert "--resume to go on" in nntile(tmp_path, *short, arguments=("--out", "runs/tiny")).stderr
 
 
 def test_the_earlier_run_stays_until_there_is_a_checkpoint(run: tuple[Path, str], tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import io
 
 import pytest
 from rich.console import Console
+from rich.text import Text
 
 from nntile_py import doctor
 from nntile_py.cli.options import show
@@ -29,3 +30,12 @@ def test_what_no_terminal_shows_has_a_line_for_each_row(capsys: pytest.CaptureFi
     show(doctor.render([{"name": "StarPU", "ok": False, "value": long, "hint": "make setup"}]))
     first, second = capsys.readouterr().out.splitlines()
     assert first.split(maxsplit=2) == ["no", "StarPU", long.rstrip()] and second.strip() == "to get it: make setup"
+
+
+def test_long_values_go_on_below(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "80")
+    show(Text("nodes               4\nlimited by          " + "sums that begin late " * 5))
+    first, second, third = (line.rstrip() for line in capsys.readouterr().out.splitlines())
+    assert first == "nodes               4" and second.startswith("limited by          sums")
+    assert third.startswith(" " * 20) and third.strip() and len(second) <= 80

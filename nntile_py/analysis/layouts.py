@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 Stacked = bool | Literal["qk"]
 STACKED: dict[Stacked, str] = {False: "none", "qk": "QK", True: "QKV"}  # algebraic fusion, as the paper's Table II
 WIDE = 150  # columns at least; in fewer the terminal wraps lines
+NARROW = 118  # in a terminal of fewer columns, times alone
 LEGEND = """x: how many. Milliseconds of one; turning: transpositions before or after it; needless: they are left out.
 Layouts are axes in their order in memory, of what is read -> of what is written. Of a product M and N are the axes of
 rows and columns, K those that are summed, B a batch's; of others R are all axes that are not named."""
@@ -178,16 +179,20 @@ def render(found: Sequence[Found], timings: Timings, console: Console) -> None:
 
     best = min(found, key=lambda of: of.seconds)
     table = Table(box=None, pad_edge=False, header_style="bold")
-    times = ("default", "chosen", "turning", "best", "worst")
-    for head in ("operator", "x", "layouts", *times, "layout chosen"):
+    short = console.is_terminal and console.width < NARROW
+    times = ("default", "chosen", "best", "worst") if short else ("default", "chosen", "turning", "best", "worst")
+    for head in ("operator", *times) if short else ("operator", "x", "layouts", *times, "layout chosen"):
         left, last = head in ("operator", "layout chosen"), head == "layout chosen"
-        table.add_column(head, justify="left" if left else "right", no_wrap=not last)  # the last one gives way to times
+        table.add_column(head, justify="left" if left else "right", no_wrap=not (last or short))  # gives way to times
     for line in best.lines:
-        cells = (f"{getattr(line, head):.3f}" for head in times)
-        table.add_row(line.name, str(line.count), str(line.layouts), *cells, line.layout or "needless")
-    console.width = max(console.width, WIDE)
+        cells = [f"{getattr(line, head):.3f}" for head in times]
+        more = [str(line.count), str(line.layouts), *cells, line.layout or "needless"]
+        table.add_row(line.name, *(cells if short else more))
+    if not short:
+        console.width = max(console.width, WIDE)
     console.print(table)
-    console.print(LEGEND, highlight=False, soft_wrap=True)
+    told_of = f"Milliseconds of one. Layouts are told in {NARROW} columns and more, and by --json." if short else LEGEND
+    console.print(told_of, highlight=False, soft_wrap=True)
     for of in found:
         console.print(told(of), highlight=False, soft_wrap=True)
         if of.program:

@@ -100,7 +100,7 @@ def train(
         if os.path.realpath(folder) != os.path.realpath(run_of(start)) and taken(folder):
             raise ConfigError(f"--out: {folder} holds something else than {start}; allowed: a new or empty folder")
     else:
-        start, folder = None, run_folder(name, loaded.out, out, overwrite)
+        start, folder = None, run_folder(name, loaded.out, out, overwrite, trains=True)
     if rescue and (taken(rescue) or os.path.realpath(rescue) == os.path.realpath(folder)):
         raise ConfigError(f"--rescue: {rescue} is not an empty folder of its own; allowed: a new or empty one")
     note_tiles(loaded)

@@ -10,7 +10,7 @@ from nntile_py.cli.options import Json, app, show
 from nntile_py.system import ranks
 
 
-@app.command(epilog="Example: nntile encode runs/my_run --input texts.jsonl --out vectors.npy")
+@app.command(epilog="Example: nntile encode my_bert --input texts.jsonl --out vectors.npy")
 def encode(
     folder: Annotated[
         Path, typer.Argument(metavar="FOLDER", help="A run's folder, or one that transformers' save_pretrained wrote.")

@@ -272,11 +272,12 @@ class Fusion(Section):
     residual_norm: Switch = True
     """A residual with the product before it; where `found` is off, also (with its dropout) with the norm after it."""
     found: Switch = True
-    """What is element-wise, a norm or a softmax is put together wherever one loop over its axes does all of it, and
-    gets a kernel that is generated and compiled for it; products keep what `bias`, `activation` and `residual_norm`
-    give them. Without a C++ compiler, or switched off, rules take its place."""
+    """Neighbouring element-wise operators, sums, norms and softmax become one task wherever one loop over the same axes
+    computes all of them; such a group gets a kernel that is generated and compiled for it. Products keep what `bias`,
+    `activation`, `reshape` and `residual_norm` give them. Switched off, or without a C++ compiler for CPU workers, a
+    few rules with kernels written by hand take its place."""
     exclude: Names = ()
-    """Of `found`: names of groups that are not made, such as dropout_add_layer_norm; `nntile plan` tells them."""
+    """With `found`: names of groups not to be made, such as dropout_add_layer_norm; `nntile plan` lists them."""
 
 
 class Disk(Section):
