@@ -265,7 +265,7 @@ class Clock:
         return self.seconds([lambda one=one: [launch() for launch in one] for one in runs])  # type: ignore[misc]
 
     def _launch(self, encoded: Any, tiles: list[int]) -> Callable[[], None]:
-        cubin, name, shared, warps, grid, parameters = encoded
+        cubin, name, shared, warps, _, grid, parameters = encoded
         module, function = ctypes.c_void_p(), ctypes.c_void_p()
         self._need(self.driver.cuModuleLoadData(ctypes.byref(module), cubin))
         self._need(self.driver.cuModuleGetFunction(ctypes.byref(function), module, name.encode()))

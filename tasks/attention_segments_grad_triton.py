@@ -26,6 +26,7 @@ from .attention_segments_triton import (
     layout,
     layout_of_rows,
     load_rows,
+    names_of,
     places,
     product,
     scores_of,
@@ -272,4 +273,5 @@ def _describe(task: Task) -> Launches:
         ways += [whole(32, most, 8)] if 64 < most <= WHOLE else []
     if adds:  # to measure would be to add again
         ways = ways[:1]
-    return Launches(ways[0], scratch.bytes, others=tuple(ways[1:]), key=f"gradient {common.key} of {len(ways)}")
+    key = f"gradient {common.key} of {names_of(ways)}"
+    return Launches(ways[0], scratch.bytes, others=tuple(ways[1:]), key=key)

@@ -284,6 +284,16 @@ def shared(
     return Shared((heads, of_keys, head_dim), sequences, longest, args, constants, kind)
 
 
+def names_of(ways: Sequence[tuple[Launch, ...]]) -> str:
+    """What a kept choice chooses from: kernels, and how they cut queries and keys."""
+    return ", ".join(" + ".join(map(_name, way)) for way in ways)
+
+
+def _name(one: Launch) -> str:
+    cut = dict(one.constexprs)
+    return f"{one.kernel.__name__[1:]}{' online' * cut.get('ONLINE', 0)} {cut['ROWS']}x{cut['KEYS']}x{one.warps}"
+
+
 def served(task: Task, limits: Limits | None) -> bool:
     """Whether these kernels compute what the task `attention`, or its gradient, asks for."""
     adds = any(access.accumulate for access in task.accesses)  # to measure would be to add again
@@ -321,4 +331,4 @@ def _describe(task: Task) -> Launches:
         ways += [way(True, 128, 64, 4), way(True, 64, 128, 4)] if whole > 128 and not packed else []
         ways += [way(False, min(whole, 64), whole, 4 if whole <= 128 else 8)] if whole <= WHOLE else []
         ways += [way(False, 128, 128, 8)] if whole == 128 else []
-    return Launches(ways[0], others=tuple(ways[1:]), key=f"forward {common.key} of {len(ways)}")
+    return Launches(ways[0], others=tuple(ways[1:]), key=f"forward {common.key} of {names_of(ways)}")

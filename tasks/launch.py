@@ -22,7 +22,7 @@ from nntile_py.tiles.tasklist import Task
 
 from .generated import GENERATED, KERNELS
 from .live import Live
-from .overlap import compiled_so, overlaps
+from .overlap import compiled_so, overlaps, waits
 
 ALIGNMENT = 16  # bytes: what StarPU's device buffers and the scratch offsets have at least; wide loads need it
 
@@ -328,7 +328,8 @@ def _compile(
     data = compiled.metadata
     assert data.global_scratch_size == 0 and data.num_ctas == 1, kernel.__name__
     maps = tuple(map(_map, data.tensordesc_meta or ()))
-    return Binary(compiled.asm["cubin"], data.name, data.shared, data.num_warps, overlap, maps)
+    waiting = overlap and waits(compiled.asm.get("ptx", ""))
+    return Binary(compiled.asm["cubin"], data.name, data.shared, data.num_warps, waiting, maps)
 
 
 def _map(meta: Mapping[str, Any]) -> tuple[int, ...]:

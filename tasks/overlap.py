@@ -31,6 +31,11 @@ def waiting(ptx: str) -> str:
     return before + entry + head + brace + FIRST + text
 
 
+def waits(ptx: str) -> bool:
+    """Whether a kernel does that first: Triton's cache may have one of the same options that was compiled otherwise."""
+    return ("\n{\n" + FIRST) in ptx
+
+
 @contextmanager
 def compiled_so() -> Iterator[None]:
     """Within it Triton compiles kernels whose options have launch_pdl with what they do first."""

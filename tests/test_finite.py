@@ -202,8 +202,9 @@ def test_a_scale_that_can_fall_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(nt.NotFinite, match=told + (".*the first such value was made by" if look else "")):
             pending.result()
         trainer.submit(data[2])
-        with pytest.raises(nt.NotFinite, match=told):
-            trainer.submit(data[3])
+        trainer.submit(data[3])  # step 2 was asked for
+        with pytest.raises(nt.NotFinite, match=told.replace("2", "3", 1)):
+            trainer.submit(data[0])
         trainer.close()
 
 
@@ -228,6 +229,18 @@ def test_a_loss_that_is_no_number_says_nothing_of_its_scale() -> None:
     trainer = nt.Trainer(model, 4, 8, loss_scale=8.0, skip_above_norm=5.0)
     result = trainer.submit(batches(1)[0]).result()
     assert result.skipped and not result.overflow and trainer.snapshot().state().loss_scale == {"value": 8.0, "good": 0}
+    trainer.close()
+
+
+def test_a_step_that_overflows_forgets_none_before_it() -> None:
+    """Only the first batch reaches the place that is no number; the second one's scale is too large."""
+    model, name, (one,) = made(), "transformer.wpe.weight", batches(1)
+    model.weights[name] = np.where(np.arange(8)[:, None] == 7, np.float32(math.inf), model.weights[name])
+    trainer = nt.Trainer(model, 4, 8, pack=True, loss_scale=2.0**127, check_finite=True)
+    pending = [trainer.submit({**one, "attention_mask": np.arange(8) < [[end]] * 4}) for end in (8, 5)]
+    with pytest.raises(nt.NotFinite, match=r"step 1: the loss is nan.*made by .*pass 1 of step 1"):
+        trainer.submit(one)
+    assert pending[1].result().overflow
     trainer.close()
 
 

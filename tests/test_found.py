@@ -193,6 +193,21 @@ def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     native._version.cache_clear()
 
 
+def test_kernels_that_cannot_be_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As from a cache folder on a file system that is mounted noexec."""
+
+    def fails(path: str) -> None:
+        raise OSError(f"{path}: failed to map segment from shared object")
+
+    for cached in (native.why_not, native.address):
+        cached.cache_clear()
+    monkeypatch.setattr(native.ctypes, "CDLL", fails)
+    say_once.cache_clear()
+    with pytest.warns(UserWarning, match="the rules of .* are used, .* could not be loaded: .*map segment"):
+        assert not groups(fuse(chain(), FOUND))
+    native.why_not.cache_clear()
+
+
 @pytest.mark.parametrize("wanted", [True, False])
 def test_the_command_line_without_a_compiler(wanted: bool, tmp_path: Path) -> None:
     """One line on stderr, and none where the rules are asked for."""
@@ -222,6 +237,7 @@ def test_a_kernel_that_does_not_compile(runtime: nt.Runtime, monkeypatch: pytest
     def fails(text: str) -> int:
         raise native.NoCompiler("c++ failed")
 
+    assert native.why_not() is None  # the small one that is asked first
     monkeypatch.setattr(native, "address", fails)
     with pytest.raises(TaskError, match=r"c\+\+ failed; allowed without a compiler: fusion.found: false"):
         losses(MODELS["encoder"](), True, {}, "chain")

@@ -2,7 +2,9 @@
 
 import importlib.util
 import re
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -87,3 +89,23 @@ def test_one_gpu_holds_the_largest(name: str) -> None:
     for told, config, work, phase in experiment._planned(made.part("gpu", "training"), made.kind):
         if config.workers == 1:
             assert estimate(build(config, work, phase).lists, 1, gpu=True).peak_bytes < GPU_BYTES, told
+
+
+def test_kernels_are_launched_as_they_are_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By kernels.py, with a driver that only takes note."""
+    spec = importlib.util.spec_from_file_location("kernels", ROOT / "experiments/kernels.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "kernels", module)  # dataclasses look there
+    spec.loader.exec_module(module)
+    calls: dict[str, tuple[Any, ...]] = {}
+    names = "cuModuleLoadData", "cuModuleGetFunction", "cuLaunchKernel"
+    driver = {name: lambda *args, name=name: calls.update({name: args}) for name in names}
+    stream = SimpleNamespace(cuda_stream=0)
+    clock = module.Clock.__new__(module.Clock)
+    clock.driver = SimpleNamespace(**driver)
+    clock.torch = SimpleNamespace(cuda=SimpleNamespace(current_stream=lambda: stream))
+    one = launch.Launch(None, (3, 1, 1), (launch.TileAddress(0, "fp32"), launch.Int(5)), ())
+    clock._launch(launch.encode(one, launch.Binary(b"cubin", "made", 0, 8, overlaps=True)), [4096])()
+    assert calls["cuModuleLoadData"][1] == b"cubin" and calls["cuModuleGetFunction"][2] == b"made"
+    assert calls["cuLaunchKernel"][1:7] == (3, 1, 1, 8 * 32, 1, 1)

@@ -182,6 +182,13 @@ assert parameters[5:10] == [(9, (0, 3072, 2, 9, 128, 32, 2)), rows, *sizes], par
 assert parameters[15:17] == [(9, (2, 768, 2, 9, 128, 64, 3)), (2, 3072)], parameters[15:17]
 assert grid == [(2, 264), (2, 1), (2, 1)]
 assert encoded_launches([task], 80) == NOT_LAUNCHED
+
+# Ways that a device has no room for are none, so what is left in C++ computes it.
+needs = sorted(launch.compile_launch(one, 90).shared for way in launch.load()["contract"]([task]).ways for one in way)
+for room, ways in (needs[-1], 2), (needs[0] - 1, 0):
+    launch.shared_memory = lambda capability: room
+    assert len(encoded_launches([task], 90)[0]) == ways
+assert encoded_launches([task], 90) == NOT_LAUNCHED
 """
 
 

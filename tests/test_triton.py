@@ -453,7 +453,10 @@ for positions, row in (128, short), (512, long):
     low.tasks.live = frozenset({"seq"})
     for task in low.tasks.tasks:
         made = launch.load()[task.kernel]([with_live_sizes(task, low.tasks.live_sizes(task))])
-        assert made.key and len(made.ways) > 1
+        names = made.key.split(" of ")[-1].split(", ")  # of what a kept choice chooses from
+        assert len(made.ways) == len(names) == len(set(names)) > 1
+        assert all("x".join(str(dict(one.constexprs)[k]) for k in ("ROWS", "KEYS")) in name
+                   for way, name in zip(made.ways, names) for one in way)
         for way in made.ways:
             for one in way:
                 binary = launch.compile_launch(one)

@@ -23,7 +23,7 @@ NOT_LAUNCHED: Launched = ([], 0, [], "")
 
 def encoded_launches(tasks: list[Task], capability: int | None, lives: Lives = ()) -> Launched:
     """What a CUDA worker launches for tasks that have no C++ kernel there, or may be faster than that: for each way its
-    launches, bytes of scratch, the table, the key of the choice."""
+    launches, bytes of scratch, the table, the key of the choice. Only ways that fit in its shared memory."""
     described = launch.describer(tasks[0].kernel) if capability else None
     if not described or not capability:
         return NOT_LAUNCHED
@@ -35,7 +35,9 @@ def encoded_launches(tasks: list[Task], capability: int | None, lives: Lives = (
         return NOT_LAUNCHED
     compiled = [[(one, launch.compile_launch(one, capability)) for one in way] for way in ways]
     room = launch.shared_memory(capability)
-    fit = [way for way in compiled if all(binary.shared <= room for _, binary in way)] or compiled[:1]
+    fit = [way for way in compiled if all(binary.shared <= room for _, binary in way)]
+    if not fit:
+        return NOT_LAUNCHED
     encoded: list[Any] = [[launch.encode(*one) for one in way] for way in fit]
     return encoded, made.scratch, launch.encode_table(made), made.key
 

@@ -17,7 +17,7 @@ from nntile_py.execution.bodies import body, capability_of_devices, encoded_laun
 from nntile_py.execution.mpi import Ranks
 from nntile_py.execution.python_task import bound
 from nntile_py.execution.runtime import Runtime
-from nntile_py.system.garbage import unsearched
+from nntile_py.system.collection import no_search_for_cycles
 from nntile_py.tasks import launch
 from nntile_py.tasks.op import Lowering, Tensor
 from nntile_py.tiles import Slot, TaskList, Tile, device_model
@@ -180,7 +180,7 @@ def _new(tile: Tile) -> _core.Tile:
     return _core.Tile(list(tile.shape), tile.dtype, MONOIDS.index(tile.monoid), tile.redux)
 
 
-@unsearched
+@no_search_for_cycles()
 def programs(lists: Sequence[TaskList], store: Store, tf32: bool = False, checked: bool = False) -> list[Program]:
     """Of resolved lists that run in turn, again and again. tf32: products on CUDA may round fp32 tiles to that.
     checked: what tasks write is looked at, see _core.take_not_finite."""

@@ -7,7 +7,7 @@ from collections.abc import Collection
 from nntile_py.errors import ConfigError
 from nntile_py.graph.count import count_tasks, most_tasks
 from nntile_py.graph.graph import Graph
-from nntile_py.system.garbage import unsearched
+from nntile_py.system.collection import no_search_for_cycles
 from nntile_py.tasks.op import Lowering, Tensor
 from nntile_py.tiles import TaskList, Tiling, cut_as
 from nntile_py.tiles.allreduce import Meeting
@@ -19,7 +19,7 @@ LISTING = 1e-4  # seconds to make a task of a list, on a core at 2.5 GHz
 MOST_TASKS = 2_000_000  # of a list: minutes to make it, and a kilobyte each
 
 
-@unsearched
+@no_search_for_cycles()
 def lower(
     graph: Graph, tiling: Tiling, policy: str = "chain", *, holds: Collection[Tensor] = (),
     meeting: Meeting | None = None,

@@ -72,7 +72,6 @@ class Display:
         self._progress.update(self._task, completed=step, left=left_text)
         self._live.update(Group(self._progress, Text(f"{self._held_out}{learnt}\n{speed}")))
 
-
     def skips(self) -> str:
         """How many steps were skipped, and why; empty where none was."""
         count, each = self._skipped.total(), self._skipped.items()

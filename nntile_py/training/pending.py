@@ -35,7 +35,7 @@ class Pending:
         self, step: int, fetch: _core.Fetch, tokens: int, checked: Checked, skip_above_norm: float | None,
         loss_scale: float | None,
     ) -> None:  # fmt: skip
-        self._scale, self._forgot = loss_scale, False
+        self._scale, self._forgot, self._told = loss_scale, False, False
         self.step, self._fetch, self._checked, self._limit = step, fetch, checked, skip_above_norm
         self.tokens = tokens  # padding is none
 
@@ -45,7 +45,7 @@ class Pending:
     def result(self) -> StepResult:
         """Raises TaskError if a task failed, NotFinite where the trainer checks for that, or where gradients overflow
         whatever the loss' scale."""
-        result = self.found()
+        result, self._told = self.found(), True
         if self._hopeless(result):
             need = "use precision: bf16 or fp32, or try a smaller optimizer.lr"
             told = f"step {self.step}: the gradients overflow with a loss scale of {self._scale:g}; {need}"
@@ -54,6 +54,10 @@ class Pending:
         if not (result.overflow or (math.isfinite(result.loss) and math.isfinite(result.grad_norm))):
             self._checked.end(f"step {self.step}: the loss is {result.loss}, the gradient norm {result.grad_norm}")
         return result
+
+    def settle(self) -> None:
+        """Wait for it; raises as `result` does, unless that has told it."""
+        self.found() if self._told else self.result()
 
     def found(self) -> StepResult:
         """The same, whatever is wrong with the numbers."""

@@ -373,9 +373,9 @@ class Trainer:
 
     def _settle(self) -> None:
         """Wait until another step may be submitted; of a scaled loss, until its scale is known."""
-        self._scale_state()
         while len(self._pending) >= STEPS_IN_FLIGHT:
-            self._pending.popleft().result()
+            self._pending.popleft().settle()
+        self._scale_state()  # after that: a step that overflows forgets what was found up to then
 
     def _scale_state(self) -> dict[str, Any] | None:
         """That of the next step's loss."""
