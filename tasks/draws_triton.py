@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .interpreted import INTERPRETED
+from .interpreted_triton import INTERPRETED
 
 
 @triton.jit

@@ -20,7 +20,7 @@ from nntile_py.tiles.tasklist import Task
 
 from .activation import ACTIVATIONS
 from .contract import ContractArgs, EpilogueArgs, PlanArgs
-from .interpreted import INTERPRETED
+from .interpreted_triton import INTERPRETED
 from .launch import (
     Launch,
     Launches,
