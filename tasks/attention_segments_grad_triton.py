@@ -19,7 +19,7 @@ from .attention_segments_triton import (
     LOG2E,
     WHOLE,
     clear,
-    drop_factors,
+    factors_of,
     first_draw,
     kept_keys,
     keys_of,
@@ -55,16 +55,16 @@ def queries_of(first, n, ROWS: tl.constexpr, KEYS: tl.constexpr, CAUSAL: tl.cons
 
 @triton.jit
 def _of_pairs(
-    q, k, v, d_out, lse, delta, row, key, kept, scale, drawn, head, seed, mix, limit, kept_scale,
-    LOW: tl.constexpr, STEPS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+    q, k, v, d_out, lse, delta, row, at_key, key, kept, scale, drawn, head, seed, mix, limit, kept_scale,
+    STEPS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     TWO_SIDED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """By what values were weighted, and the gradient of the scaled scores; lse: as _queries gives it."""
+    """By what values were weighted, but for kept_scale, and the gradient of the scaled scores; lse: of _queries."""
     s = scores_of(q, k, row, key, kept, CAUSAL, WINDOW, TWO_SIDED, PRECISION)
     p = tl.exp2(s * (scale * LOG2E) - lse[:, None])
     dp, weights = product(d_out, tl.trans(v), PRECISION), p
     if len(STEPS) > 0:
-        factors = drop_factors(row, key, drawn, head, seed, mix, limit, kept_scale, STEPS, LOW)
+        factors = factors_of(row, at_key, drawn, head, seed, mix, limit, kept_scale, STEPS, key.shape[0])
         weights, dp = p * factors, dp * factors
     return weights.to(q.dtype), (p * (dp - delta[:, None])).to(q.dtype)
 
@@ -111,7 +111,7 @@ def _grad_whole(
     tokens, keys, offsets, scale, DRAWS, mask_first, seed, mix, limit, kept_scale,
     DQ_AT: tl.constexpr, DK_AT: tl.constexpr, DV_AT: tl.constexpr, D_OUT_AT: tl.constexpr, OUT_AT: tl.constexpr,
     Q_AT: tl.constexpr, K_AT: tl.constexpr, V_AT: tl.constexpr, LSE_AT: tl.constexpr,
-    PACKED: tl.constexpr, PADDED: tl.constexpr, LOW: tl.constexpr, STEPS: tl.constexpr, CAUSAL: tl.constexpr,
+    PACKED: tl.constexpr, PADDED: tl.constexpr, STEPS: tl.constexpr, CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr, TWO_SIDED: tl.constexpr, PRECISION: tl.constexpr, GROUP: tl.constexpr,
     D: tl.constexpr, BLOCK_D: tl.constexpr, ACC: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr,
@@ -136,8 +136,8 @@ def _grad_whole(
                 q, d_out, lse = _queries(Q, D_OUT, LSE, start, of, row, n, Q_AT, D_OUT_AT, LSE_AT, D, BLOCK_D)
                 delta = _delta(OUT, d_out, start, of, row, n, OUT_AT, D, BLOCK_D)
                 weights, ds = _of_pairs(
-                    q, k, v, d_out, lse, delta, row, key, kept, scale, drawn, of, seed, mix, limit,
-                    kept_scale, LOW, STEPS, CAUSAL, WINDOW, TWO_SIDED, PRECISION,
+                    q, k, v, d_out, lse, delta, row, 0, key, kept, scale, drawn, of, seed, mix, limit,
+                    kept_scale, STEPS, CAUSAL, WINDOW, TWO_SIDED, PRECISION,
                 )  # fmt: skip
                 dv += product(tl.trans(weights), d_out, PRECISION)
                 dk += product(tl.trans(ds), q, PRECISION)
@@ -152,7 +152,7 @@ def _grad_queries(
     tokens, keys, offsets, scale, DRAWS, mask_first, seed, mix, limit, kept_scale,
     DQ_AT: tl.constexpr, DK_AT: tl.constexpr, DV_AT: tl.constexpr, D_OUT_AT: tl.constexpr, OUT_AT: tl.constexpr,
     Q_AT: tl.constexpr, K_AT: tl.constexpr, V_AT: tl.constexpr, LSE_AT: tl.constexpr,
-    PACKED: tl.constexpr, PADDED: tl.constexpr, LOW: tl.constexpr, STEPS: tl.constexpr, CAUSAL: tl.constexpr,
+    PACKED: tl.constexpr, PADDED: tl.constexpr, STEPS: tl.constexpr, CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr, TWO_SIDED: tl.constexpr, PRECISION: tl.constexpr, GROUP: tl.constexpr,
     D: tl.constexpr, BLOCK_D: tl.constexpr, ACC: tl.constexpr,
     BLOCKS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
@@ -176,8 +176,8 @@ def _grad_queries(
             k = load_rows(K, start, head // GROUP, key, m, K_AT, D, BLOCK_D)
             v = load_rows(V, start, head // GROUP, key, m, V_AT, D, BLOCK_D)
             _, ds = _of_pairs(
-                q, k, v, d_out, lse, delta, row, key, kept, scale, drawn, head, seed, mix, limit,
-                kept_scale, LOW, STEPS, CAUSAL, WINDOW, TWO_SIDED, PRECISION,
+                q, k, v, d_out, lse, delta, row, at, key, kept, scale, drawn, head, seed, mix, limit,
+                kept_scale, STEPS, CAUSAL, WINDOW, TWO_SIDED, PRECISION,
             )  # fmt: skip
             dq += product(ds, k, PRECISION)
         store_rows(DQ, (dq * scale).to(DQ.dtype.element_ty), start, head, row, n, DQ_AT, D, BLOCK_D)
@@ -189,7 +189,7 @@ def _grad_keys(
     tokens, keys, offsets, scale, DRAWS, mask_first, seed, mix, limit, kept_scale,
     DQ_AT: tl.constexpr, DK_AT: tl.constexpr, DV_AT: tl.constexpr, D_OUT_AT: tl.constexpr, OUT_AT: tl.constexpr,
     Q_AT: tl.constexpr, K_AT: tl.constexpr, V_AT: tl.constexpr, LSE_AT: tl.constexpr,
-    PACKED: tl.constexpr, PADDED: tl.constexpr, LOW: tl.constexpr, STEPS: tl.constexpr, CAUSAL: tl.constexpr,
+    PACKED: tl.constexpr, PADDED: tl.constexpr, STEPS: tl.constexpr, CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr, TWO_SIDED: tl.constexpr, PRECISION: tl.constexpr, GROUP: tl.constexpr,
     D: tl.constexpr, BLOCK_D: tl.constexpr, ACC: tl.constexpr,
     BLOCKS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
@@ -202,7 +202,9 @@ def _grad_keys(
         _clear_keys(DK, DV, DATA, start, n, head, block, DK_AT, DV_AT, D, BLOCKS, KEYS, BLOCK_D, ACC)
     elif first < m:
         key = first + tl.arange(0, KEYS)
-        kept, drawn = kept_keys(DATA, start, key, m, PADDED), first_draw(DRAWS, start, mask_first, STEPS, PACKED)
+        # What is computed of keys beyond the last is not stored.
+        kept = kept_keys(DATA, start, key, m, PADDED, ENDS=False)
+        drawn = first_draw(DRAWS, start, mask_first, STEPS, PACKED)
         k = load_rows(K, start, head, key, m, K_AT, D, BLOCK_D)
         v = load_rows(V, start, head, key, m, V_AT, D, BLOCK_D)
         dk, dv = tl.zeros([KEYS, BLOCK_D], tl.float32), tl.zeros([KEYS, BLOCK_D], tl.float32)
@@ -214,8 +216,8 @@ def _grad_keys(
                 q, d_out, lse = _queries(Q, D_OUT, LSE, start, of, row, n, Q_AT, D_OUT_AT, LSE_AT, D, BLOCK_D)
                 delta = tl.sum(load_rows(DELTA, start, of, row, n, LSE_AT, 1, 1), 1)
                 weights, ds = _of_pairs(
-                    q, k, v, d_out, lse, delta, row, key, kept, scale, drawn, of, seed, mix, limit,
-                    kept_scale, LOW, STEPS, CAUSAL, WINDOW, TWO_SIDED, PRECISION,
+                    q, k, v, d_out, lse, delta, row, first, key, kept, scale, drawn, of, seed, mix, limit,
+                    kept_scale, STEPS, CAUSAL, WINDOW, TWO_SIDED, PRECISION,
                 )  # fmt: skip
                 dv += product(tl.trans(weights), d_out, PRECISION)
                 dk += product(tl.trans(ds), q, PRECISION)

@@ -26,14 +26,14 @@ from nntile_py.tiles.tasklist import Task
 
 from .attention import AttentionArgs
 from .attention_operands import OperandsArgs
-from .elementwise import DropoutArgs
-from .elementwise_triton import kept_beside, kept_low, mask_of, strides_of
+from .draws_triton import drop_factors
+from .elementwise_triton import mask_of, strides_of
+from .interpreted_triton import INTERPRETED
 from .launch import Int, Launch, Launches, Parameter, ceil_div, launch, launches, power_of_two, shape, tile
 from .mask import Limits
 
 Layout = tuple[int, int, int, int, int]  # place of the first element, steps of tokens, heads, head_dim and `start`
 WHOLE = 256  # positions of a sequence whose keys and values may all be on chip
-INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 LOG2E, LN2 = tl.constexpr(math.log2(math.e)), tl.constexpr(math.log(2))
 
 
@@ -52,9 +52,9 @@ def sequence_of(DATA, number, offsets, tokens, keys, PACKED: tl.constexpr):
 
 
 @triton.jit
-def kept_keys(DATA, start, key, keys, PADDED: tl.constexpr):
-    """Which of these keys there are, and padding does not mask."""
-    kept = key < keys
+def kept_keys(DATA, start, key, keys, PADDED: tl.constexpr, ENDS: tl.constexpr = True):
+    """Which of these keys padding does not mask and, if the sequence ENDS among them, there are."""
+    kept = key < keys if ENDS or PADDED else key == key
     if PADDED:
         kept = kept & (tl.load(DATA + start * keys + key, kept, 0) != 0)
     return kept
@@ -143,23 +143,19 @@ def first_draw(DRAWS, start, mask_first, STEPS: tl.constexpr, PACKED: tl.constex
 
 
 @triton.jit
-def drop_factors(row, key, drawn, head, seed, mix, limit, kept_scale, STEPS: tl.constexpr, LOW: tl.constexpr):
-    """mask / (1 - p) of a head's pairs; drawn: `first_draw`. LOW: all indices are below 2**32."""
-    of_head, limit = drawn + head.to(tl.int64) * STEPS[1], limit.to(tl.uint32)
-    if LOW:
-        index = (of_head.to(tl.uint32) + row.to(tl.uint32) * STEPS[2])[:, None] + key.to(tl.uint32)[None, :]
-        return tl.where(kept_low(index, seed, mix, limit), kept_scale, 0.0)
-    else:
-        ALIGNED: tl.constexpr = STEPS[2] & (STEPS[2] - 1) == 0  # rows of a power of two never cross a multiple of 2**32
-        kept = kept_beside(of_head + row.to(tl.int64) * STEPS[2], key, seed, mix, limit, ALIGNED)
-        return tl.where(kept, kept_scale, 0.0)
+def factors_of(row, at, drawn, head, seed, mix, limit, kept_scale, STEPS: tl.constexpr, KEYS: tl.constexpr):
+    """mask / (1 - p) of a head's pairs, of KEYS keys from `at` on; drawn: `first_draw`."""
+    first = drawn + head.to(tl.int64) * STEPS[1] + row.to(tl.int64) * STEPS[2]
+    EVEN: tl.constexpr = (STEPS[0] | STEPS[1] | STEPS[2] | STEPS[0] // STEPS[2]) % 2 == 0
+    ALIGNED: tl.constexpr = STEPS[2] & (STEPS[2] - 1) == 0  # rows of a power of two never cross a multiple of 2**33
+    return drop_factors(first, at, seed, mix, limit, kept_scale, KEYS, EVEN, ALIGNED)
 
 
 @triton.jit
 def _forward(
     OUT, LSE, Q, K, V, DATA, tokens, keys, offsets, scale, DRAWS, mask_first, seed, mix, limit, kept_scale,
     OUT_AT: tl.constexpr, Q_AT: tl.constexpr, K_AT: tl.constexpr, V_AT: tl.constexpr, LSE_AT: tl.constexpr,
-    PACKED: tl.constexpr, PADDED: tl.constexpr, LOW: tl.constexpr,
+    PACKED: tl.constexpr, PADDED: tl.constexpr,
     STEPS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, TWO_SIDED: tl.constexpr, PRECISION: tl.constexpr,
     GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCKS: tl.constexpr, ONLINE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
@@ -188,7 +184,7 @@ def _forward(
                 p, less = tl.exp2(s * by - shift[:, None]), tl.exp2(top - shift)
                 total = total * less + tl.sum(p, 1)
                 if len(STEPS) > 0:
-                    p *= drop_factors(row, at + key, drawn, head, seed, mix, limit, kept_scale, STEPS, LOW)
+                    p *= factors_of(row, at, drawn, head, seed, mix, limit, kept_scale, STEPS, KEYS)
                 v = load_rows(V, start, head // GROUP, at + key, m, V_AT, D, BLOCK_D)
                 out = out * less[:, None] + product(p.to(v.dtype), v, PRECISION)
                 top = higher
@@ -203,7 +199,7 @@ def _forward(
             p = tl.exp2(s * by - top[:, None])
             total = tl.sum(p, 1)
             if len(STEPS) > 0:
-                p *= drop_factors(row, key, drawn, head, seed, mix, limit, kept_scale, STEPS, LOW)
+                p *= factors_of(row, 0, drawn, head, seed, mix, limit, kept_scale, STEPS, KEYS)
             out = product(p.to(v.dtype), v, PRECISION)
         total = tl.where(total > 0, total, 1.0)
         store_rows(OUT, (out / total[:, None]).to(OUT.dtype.element_ty), start, head, row, n, OUT_AT, D, BLOCK_D)
@@ -262,11 +258,6 @@ class Shared:
         return self.sequences * blocks, heads
 
 
-def _end(drop: DropoutArgs, batch: int, heads: int) -> int:
-    """An index behind those of a tile's pairs."""
-    return drop.first + batch * drop.strides[0] + heads * drop.strides[1]
-
-
 def shared(
     task: Task, qkv: OperandsArgs, first: int, scale: float, limits: Limits, *, diagonal: bool, data: int
 ) -> Shared:
@@ -284,7 +275,6 @@ def shared(
         kind += f" rows {batch} of {tokens} {keys} padding {int(limits.padding)}"
     constants = {
         "PACKED": packed, "PADDED": limits.padding,
-        "LOW": drop is not None and not packed and _end(drop, batch, heads) <= 2**32,
         "STEPS": drop.strides[:3] if drop else (), "CAUSAL": diagonal, "WINDOW": limits.window,
         "TWO_SIDED": limits.two_sided, "PRECISION": "ieee" if dtype == "fp32" else "tf32",
         "GROUP": heads // of_keys, "D": head_dim, "BLOCK_D": max(power_of_two(head_dim), 16),

@@ -43,10 +43,11 @@ class Mask {
 
  private:
   uint32_t hash(uint64_t index) const {
-    const auto low = static_cast<uint32_t>(index), high = static_cast<uint32_t>(index >> 32);
-    uint32_t h = (low * 0x9E3779B1u + static_cast<uint32_t>(start_)) ^ (high * 0x85EBCA77u);
-    h = (h ^ (h >> 16)) * 0x7FEB352Du + static_cast<uint32_t>(start_ >> 32);
-    return (h ^ (h >> 15)) * 0x846CA68Bu;
+    const auto low = static_cast<uint32_t>(index >> 1), high = static_cast<uint32_t>(index >> 33);
+    uint32_t h = low * 0x9E3779B1u + static_cast<uint32_t>(start_);
+    h = (h ^ (h >> 16)) * 0x7FEB352Du + static_cast<uint32_t>(start_ >> 32) + high * 0x85EBCA77u;
+    h = (h ^ (h >> 15)) * 0x846CA68Bu;
+    return index & 1 ? h : h + (h << 16);
   }
 
   DropoutArgs args_;

@@ -18,6 +18,7 @@ import triton.language as tl
 
 from nntile_py.tiles.tasklist import Task
 
+from .draws_triton import dropped
 from .elementwise import BiasAddArgs, DropoutArgs, PackArgs, SumArgs, TransposeArgs
 from .launch import (
     Argument,
@@ -129,47 +130,6 @@ def _sum(
     if ACC:
         value += tl.load(out, k < kept).to(tl.float32)
     tl.store(out, value, k < kept)
-
-
-@triton.jit
-def _kept(h, start, limit):
-    h = (h ^ (h >> 16)) * 0x7FEB352D + (start >> 32).to(tl.uint32)
-    return (h ^ (h >> 15)) * 0x846CA68B >= limit
-
-
-@triton.jit
-def kept(index, seed, key, limit):
-    """Whether dropout keeps the elements of these indices in the whole tensor; key: `mixed_key`."""
-    start = (seed.to(tl.uint64) * 0x9E3779B97F4A7C15) ^ key.to(tl.uint64)
-    low, high = index.to(tl.uint32), (index >> 32).to(tl.uint32)
-    return _kept((low * 0x9E3779B1 + start.to(tl.uint32)) ^ (high * 0x85EBCA77), start, limit)
-
-
-@triton.jit
-def kept_low(index, seed, key, limit):
-    """The same of indices below 2**32, as uint32: a third fewer instructions."""
-    start = (seed.to(tl.uint64) * 0x9E3779B97F4A7C15) ^ key.to(tl.uint64)
-    return _kept(index * 0x9E3779B1 + start.to(tl.uint32), start, limit)
-
-
-@triton.jit
-def kept_beside(first, col, seed, key, limit, ALIGNED: tl.constexpr):
-    """`kept` of first + col, [rows, columns], with less for each element; col is from 0 to below 2**31.
-
-    ALIGNED: the upper half of the sum is that of `first`."""
-    start = (seed.to(tl.uint64) * 0x9E3779B97F4A7C15) ^ key.to(tl.uint64)
-    low, high = first.to(tl.uint32), (first >> 32).to(tl.uint32) * 0x85EBCA77
-    index = low[:, None] + col.to(tl.uint32)[None, :]
-    mixed = high[:, None]
-    if not ALIGNED:
-        mixed = tl.where(index < low[:, None], (high + 0x85EBCA77)[:, None], mixed)
-    return _kept((index * 0x9E3779B1 + start.to(tl.uint32)) ^ mixed, start, limit.to(tl.uint32))
-
-
-@triton.jit
-def dropped(x, index, seed, key, limit, scale):
-    """x * mask / (1 - p) of the elements of these indices in the whole tensor; the rest: `mask_of`."""
-    return tl.where(kept(index, seed, key, limit), x * scale, 0.0)
 
 
 @triton.jit

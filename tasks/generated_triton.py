@@ -17,7 +17,8 @@ import triton.language as tl
 from nntile_py.tiles.tasklist import Task
 
 from .activation_triton import tanh
-from .elementwise_triton import kept, kept_low, mixed_key
+from .draws_triton import kept
+from .elementwise_triton import mixed_key
 from .generated import GENERATED, KERNELS, GeneratedDropoutArgs
 from .launch import (
     Int,
@@ -57,7 +58,7 @@ def kernel_of(source: str) -> Any:
     file = f"<generated {hashlib.sha256(source.encode()).hexdigest()[:16]}>"
     linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
     names: dict[str, Any] = {
-        "tl": tl, "kept": kept, "kept_low": kept_low, "tanh": tanh, "sum_parts": sum_parts, "__name__": __name__,
+        "tl": tl, "kept": kept, "tanh": tanh, "sum_parts": sum_parts, "__name__": __name__,
     }  # fmt: skip
     exec(compile(source, file, "exec"), names)
     return type(kept)(names["made"])

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from .activation_triton import activate, derivative
-from .attention_segments_triton import INTERPRETED
+from .interpreted_triton import INTERPRETED
 
 
 @triton.jit

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .attention_segments_triton import INTERPRETED
+from .interpreted_triton import INTERPRETED
 from .product_epilogue_triton import activated, block_of, times_derivative
 
 

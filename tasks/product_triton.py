@@ -19,8 +19,8 @@ from nntile_py.tiles.dtypes import is_low
 from nntile_py.tiles.tasklist import Task
 
 from .activation import ACTIVATIONS
-from .attention_segments_triton import INTERPRETED
 from .contract import ContractArgs, EpilogueArgs, PlanArgs
+from .interpreted_triton import INTERPRETED
 from .launch import (
     Launch,
     Launches,

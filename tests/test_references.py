@@ -21,6 +21,7 @@ from nntile_py.tasks.band import ALL, Band
 from nntile_py.tasks.cross_entropy import IGNORED
 from nntile_py.tasks.mask import Mask
 from nntile_py.tasks.optimizer import joined, split
+from nntile_py.tasks.scalar.evaluate import dropout_hash
 from nntile_py.testing import error
 
 AXES: dict[str, int] = {
@@ -237,6 +238,26 @@ def test_dropout_is_linear_and_keeps_the_mean(pair: Pair) -> None:
     assert abs(np.mean(masks) - 1) < 0.01
     assert abs(np.corrcoef(masks[0].ravel(), masks[1].ravel())[0, 1]) < 0.01
     assert abs(np.corrcoef(masks[0][:, 1:].ravel(), masks[0][:, :-1].ravel())[0, 1]) < 0.01
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5])
+def test_draws_are_independent(p: float) -> None:
+    """Of neighbours, which have one hash in common, at other distances, of other keys, seeds and large indices."""
+    n = 2**20
+    index = np.arange(n, dtype=np.uint64)
+
+    def dropped(index: Any, key: int, seed: int) -> Any:
+        return (dropout_hash(index, key, seed) < np.uint64(int(p * 2**32))) - p
+
+    one = dropped(index, 3, 5)
+    deviations = {"mean": np.mean(one) / np.sqrt(p * (1 - p))}
+    for lag in (1, 2, 3, 7, 64, 768, 4096):
+        deviations[f"lag {lag}"] = np.mean(one[:-lag] * one[lag:]) / (p * (1 - p))
+        deviations[f"lag {lag}, even"] = np.mean(one[:-lag:2] * one[lag::2]) / (p * (1 - p)) / np.sqrt(2)
+    others = {"key": (index, 4, 5), "seed": (index, 3, 6), "index": (index + np.uint64(2**33), 3, 5)}
+    for name, other in others.items():
+        deviations[name] = np.mean(one * dropped(*other)) / (p * (1 - p))
+    assert {name: z for name, value in deviations.items() if abs(z := value * np.sqrt(n)) > 4} == {}
 
 
 def test_embedding(pair: Pair) -> None:

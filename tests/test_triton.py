@@ -185,10 +185,12 @@ def test_attention_with_dropout(name: str, dtype: str, positions: int) -> None:
     check_ways(row, {**ROWS_OF_BATCH, "seq": positions, "key": keys}, tiles, dtype)
 
 
-# In the first a row has indices on both sides of 2^32; rows of a power of two end there.
-@pytest.mark.parametrize(("positions", "large"), [(40, 2**32 - 1607), (64, 2**32 - 64 * 101), (40, 5 * 2**30 + 7)])
+# In the first a row has pairs on both sides of 2^32; rows of a power of two end there; those of 41 have no even start.
+@pytest.mark.parametrize(
+    ("positions", "large"), [(40, 2**33 - 1606), (64, 2**33 - 64 * 101), (41, 2**33 - 1607), (40, 5 * 2**31 + 8)]
+)
 def test_large_indices_of_dropout(monkeypatch: pytest.MonkeyPatch, positions: int, large: int) -> None:
-    """Those of probabilities beyond 2^32 are drawn as such."""
+    """Those of pairs of probabilities beyond 2^32 are drawn as such."""
     monkeypatch.setattr(ScoresDropout, "args", lambda self, batch, head: replace(ARGS(self, batch, head), first=large))
     kept = ScoresDropout._kept
     monkeypatch.setattr(ScoresDropout, "_kept", lambda self, first, sizes, seed: kept(self, first + large, sizes, seed))

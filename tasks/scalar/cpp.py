@@ -71,9 +71,10 @@ static inline void store(Bf16* p, T x) {
 }
 
 static inline uint32_t hash_of(uint64_t index, uint64_t start) {
-  uint32_t h = (uint32_t(index) * 0x9E3779B1u + uint32_t(start)) ^ (uint32_t(index >> 32) * 0x85EBCA77u);
-  h = (h ^ (h >> 16)) * 0x7FEB352Du + uint32_t(start >> 32);
-  return (h ^ (h >> 15)) * 0x846CA68Bu;
+  uint32_t h = uint32_t(index >> 1) * 0x9E3779B1u + uint32_t(start);
+  h = (h ^ (h >> 16)) * 0x7FEB352Du + uint32_t(start >> 32) + uint32_t(index >> 33) * 0x85EBCA77u;
+  h = (h ^ (h >> 15)) * 0x846CA68Bu;
+  return index & 1 ? h : h + (h << 16);
 }
 """
 

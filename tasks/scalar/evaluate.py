@@ -72,11 +72,13 @@ def dropout_hash(index: Array, key: int, seed: int) -> Array:
 
     Few operations, all of 32 bits: in norms with dropout a hash of 64 bits took as long as the memory did, and inside
     of attention it takes longer than the products. So the last step is left out, which would mix upper bits into lower
-    ones: dropout compares the bits as a number, which the upper ones decide."""
+    ones: dropout compares the bits as a number, which the upper ones decide. And an even index and the odd one behind
+    it have one hash: h, and h + 2**16 h, whose upper 16 bits are independent."""
     mask, u = 2**64 - 1, np.uint32
     start = ((seed * 0x9E3779B97F4A7C15) & mask) ^ ((key * 0xD1B54A32D192ED03) & mask)
     with np.errstate(over="ignore"):
-        h = index.astype(u) * u(0x9E3779B1) + u(start & 0xFFFFFFFF) ^ (index >> np.uint64(32)).astype(u) * u(0x85EBCA77)
-        h = (h ^ (h >> u(16))) * u(0x7FEB352D) + u(start >> 32)
+        low, high = (index >> np.uint64(1)).astype(u), (index >> np.uint64(33)).astype(u)
+        h = low * u(0x9E3779B1) + u(start & 0xFFFFFFFF)
+        h = (h ^ (h >> u(16))) * u(0x7FEB352D) + u(start >> 32) + high * u(0x85EBCA77)
         h = (h ^ (h >> u(15))) * u(0x846CA68B)
-    return np.asarray(h)
+        return np.asarray(np.where(index & np.uint64(1), h, h * u(0x10001)))

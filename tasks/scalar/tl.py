@@ -255,8 +255,6 @@ class Writer:
         steps = {axis: math.prod(wholes[k + 1 :]) for k, axis in enumerate(self.axes[:-1])}
         first = " + ".join(f"I{k} * {step}" for k, step in enumerate(steps.values()))
         row = " + ".join([*([first] if first else []), f"I{last}", *self._places(steps)])
-        if math.prod(wholes) <= 2**32:
-            return f"kept_low(({row}).to(tl.uint32) + col.to(tl.uint32), seed, {key}, {node.limit})"
         return f"kept({row} + col, seed, {key}, {node.limit})"
 
     def _places(self, steps: dict[str, int]) -> list[str]:

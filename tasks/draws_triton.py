@@ -1,0 +1,76 @@
+"""Which elements dropout keeps, on CUDA: as `dropout_hash` in scalar/evaluate.py has it.
+
+Two neighbours have one hash in common, so a thread that holds both needs it once. Where the hash of a row begins is
+computed for the row, not for its elements."""
+
+# Functions of Triton's language have no Python types.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .interpreted_triton import INTERPRETED
+
+
+@triton.jit
+def _starts(low, high, seed, key):
+    """What is added in the two rounds of a hash, of halves of a pair's number or of what it begins at."""
+    start = (seed.to(tl.uint64) * 0x9E3779B97F4A7C15) ^ key.to(tl.uint64)
+    return low * 0x9E3779B1 + start.to(tl.uint32), (start >> 32).to(tl.uint32) + high * 0x85EBCA77
+
+
+@triton.jit
+def _mixed(h, second):
+    h = (h ^ (h >> 16)) * 0x7FEB352D + second
+    return (h ^ (h >> 15)) * 0x846CA68B
+
+
+@triton.jit
+def kept(index, seed, key, limit):
+    """Whether dropout keeps the elements of these indices in the whole tensor; key: `mixed_key`."""
+    pair = index >> 1
+    h = _mixed(*_starts(pair.to(tl.uint32), (pair >> 32).to(tl.uint32), seed, key))
+    return tl.where((index & 1) != 0, h, h * 0x10001) >= limit
+
+
+@triton.jit
+def dropped(x, index, seed, key, limit, scale):
+    """x * mask / (1 - p) of the elements of these indices in the whole tensor; the rest: `mask_of`."""
+    return tl.where(kept(index, seed, key, limit), x * scale, 0.0)
+
+
+@triton.jit
+def _factors(h, limit, scale):
+    """Of an even element and of the odd one behind it."""
+    if INTERPRETED:
+        even, odd = tl.where(h * 0x10001 >= limit, scale, 0.0), tl.where(h >= limit, scale, 0.0)
+    else:  # as LLVM packs the comparisons of 16 elements into one integer, then takes that apart
+        even, odd = tl.inline_asm_elementwise(
+            """{.reg .pred p; .reg .u32 h; mul.lo.u32 h, $2, 0x10001;
+            setp.ge.u32 p, h, $3; selp.f32 $0, $4, 0f00000000, p;
+            setp.ge.u32 p, $2, $3; selp.f32 $1, $4, 0f00000000, p;}""",
+            "=f,=f,r,r,f", [h, limit, scale], (tl.float32, tl.float32), True, 1,
+        )  # fmt: skip
+    return even, odd
+
+
+@triton.jit
+def drop_factors(
+    first, at, seed, key, limit, scale, COLUMNS: tl.constexpr, EVEN: tl.constexpr, ALIGNED: tl.constexpr
+):  # fmt: skip
+    """mask / (1 - p) of elements first + at + [0, COLUMNS), [rows, COLUMNS]; at, below 2**31, is a multiple of COLUMNS.
+
+    EVEN: first is. ALIGNED: the upper half of a pair's number is the same along a row."""
+    if EVEN:
+        pair, step = first >> 1, ((at >> 1) + tl.arange(0, COLUMNS // 2)).to(tl.uint32)[None, :]
+        low, high = pair.to(tl.uint32)[:, None], (pair >> 32).to(tl.uint32)[:, None]
+        if not ALIGNED:
+            high = tl.where(low + step < low, high + 1, high)
+        begin, second = _starts(low, high, seed, key)
+        even, odd = _factors(_mixed(step * 0x9E3779B1 + begin, second), limit.to(tl.uint32), scale)
+        return tl.reshape(tl.join(even, odd), (first.shape[0], COLUMNS))
+    else:
+        index = first[:, None] + (at + tl.arange(0, COLUMNS))[None, :]
+        return tl.where(kept(index, seed, key, limit.to(tl.uint32)), scale, 0.0)
