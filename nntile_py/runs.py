@@ -17,7 +17,8 @@ def run_folder(name: str, configured: str | None, option: Path | None, overwrite
     if overwrite or not taken(folder):
         return folder
     if asked:
-        raise ConfigError(f"--out: {folder} is not an empty folder; allowed: a new or empty one, or --overwrite")
+        more = "; nntile train --resume goes on with the run in it" if (folder / "checkpoints").is_dir() else ""
+        raise ConfigError(f"--out: {folder} is not an empty folder; allowed: a new or empty one, or --overwrite{more}")
     free = next(f for f in _numbered(folder) if not taken(f))
     if ranks.leads():
         print(f"{folder} holds an earlier run; this one goes to {free} (--overwrite would replace it)", file=sys.stderr)

@@ -278,7 +278,10 @@ def test_the_folder_of_a_run_is_named_as_its_config(tmp_path: Path, monkeypatch:
     (tmp_path / "runs" / "my.v2").mkdir(parents=True)
     (tmp_path / "runs" / "my.v2" / "x").touch()
     assert run_folder("my.v2", None, None, False) == Path("runs/my.v2-2")
-    with pytest.raises(ConfigError, match="--overwrite"):
+    with pytest.raises(ConfigError, match=r"--overwrite$"):
+        run_folder("my", None, tmp_path / "runs" / "my.v2", False)
+    (tmp_path / "runs" / "my.v2" / "checkpoints").mkdir()
+    with pytest.raises(ConfigError, match="--resume goes on with the run in it"):
         run_folder("my", None, tmp_path / "runs" / "my.v2", False)
 
 
