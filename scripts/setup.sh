@@ -73,6 +73,7 @@ at_work() {
     tail -n 1 "$1" | awk '/^Installing collected packages:/ { print "installing " gsub(/,/, "") + 1 " packages"; next } 1' |
         sed -E 's/^ +//; s/^(\[[0-9/]+\]).* -c ([^ ]*\/)?([^ /]+) .*/\1 \3/; s/^(Collecting|Requirement already satisfied:) ([^ ]+) .*/\1 \2/
                 s/^(Downloading|Using cached) ([^ ]*\/)?([^-]+-[^-% ]+)[^ ]*\.whl[^ ]*/\1 \3/
+                s/^WARNING: Retrying .*: ([^:]+)'\''\)'\'': .*\/([^/]+)\/?$/cannot reach an index for \2: \1/
                 s/^WARNING: Retrying .*/pip waits for the network and tries again/
                 s/^(.{66}).{5,}$/\1 .../'
 }

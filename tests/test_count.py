@@ -118,3 +118,7 @@ def test_a_search_lists_no_tiling_of_far_too_many_tasks(monkeypatch: pytest.Monk
     assert planned and max(planned) < 40_000
     assert "far too many to measure" in out.getvalue()
     assert all(point["tiles.embed"] != 8 for point in found.sweep.list_ or [])
+    figure = autotune.draw_search(found, [], "")
+    figure.canvas.draw()
+    ticks = [text.get_text() for text in figure.axes[0].get_xticklabels(which="both") if text.get_text()]
+    assert len(ticks) > 1 and all(tick.replace(",", "").isdigit() for tick in ticks)  # no 4 x 10^2 over the next one

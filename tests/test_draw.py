@@ -34,6 +34,9 @@ def test_logical() -> None:
     assert "Contract + bias + gelu_new" in operators(dot) and len(operators(dot)) == 7
     # The first product: 2 * 32 tokens * 16 * 48 flop on 512 + 768 + 48 words, making 1536.
     assert "49.2 kflop, 17.2 per word" in dot
+    large = {"model": TREE["model"] | {"embed": 4096}, "train": {"steps": 1, "batch": 1024, "seq": 8}, "tiles": {}}
+    wide = draw.draw(RunConfig.model_validate(TREE | large), layer=0, phase="forward")
+    assert re.search(r", \d,\d{3} per word", wide) and "e+0" not in wide
     assert "h.1." not in dot and "backward" not in dot
     for kind in ("ellipse", "box", "cylinder"):
         assert f"shape={kind}" in dot

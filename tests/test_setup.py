@@ -12,13 +12,17 @@ PYTHON = f"""#!/bin/sh
 case "$*" in
     "-m pip"*" -e "*) echo "WARNING: Retrying (Retry(total=1)) /x"; sleep 1
         echo "Installing collected packages: $(seq -s ', ' 90)"; sleep 1 ;;
-    "-m pip"*) echo "Collecting $7"; sleep 1; [ ! -e fails ] || {{ echo "no network"; exit 1; }} ;;
+    "-m pip"*) echo "Collecting $7"; sleep 1; [ ! -e fails ] || {{ echo "$SAID"; sleep 1; echo no network; exit 1; }} ;;
     "setup.py"*) echo "[3/9] c++ -MMD -c /x/tasks/relu.cpp -o relu.o"; sleep 1; touch nntile_py/_core.so ;;
     "-c import sys, torch"*) exit 1 ;;
     "-c"*) ;;
     *) exec {sys.executable} "$@" ;;
 esac
 """
+RETRYING = (
+    "WARNING: Retrying (Retry(total=1)) after connection broken by 'NewConnectionError('<HTTPSConnection at 0x7f>: "
+    "Failed to establish a new connection: [Errno -2] Name or service not known')': /whl/cpu/torch/"
+)
 PKG_CONFIG = """#!/bin/sh
 case "$*" in *--variable=prefix*) pwd ;; *) exit 0 ;; esac
 """
@@ -26,7 +30,7 @@ case "$*" in *--variable=prefix*) pwd ;; *) exit 0 ;; esac
 
 def setup(folder: Path) -> subprocess.CompletedProcess[str]:
     env = {key: value for key, value in os.environ.items() if not key.startswith(("NNTILE", "TORCH", "PYTHON"))}
-    env |= {"PATH": f"{folder}/bin:{env['PATH']}", "NNTILE_APT": "0", "NNTILE_SETUP_TICK": "0.1"}
+    env |= {"PATH": f"{folder}/bin:{env['PATH']}", "NNTILE_APT": "0", "NNTILE_SETUP_TICK": "0.1", "SAID": RETRYING}
     return subprocess.run(
         ["bash", "scripts/setup.sh"], cwd=folder, env=env, capture_output=True, text=True, timeout=60, check=False
     )
@@ -46,6 +50,7 @@ def test_setup_tells_what_it_does_and_where_it_is(tmp_path: Path) -> None:
     (tmp_path / "fails").touch()
     failed = setup(tmp_path)
     assert failed.returncode == 1 and "no network" in failed.stderr and "log: .venv/pip.log" in failed.stderr
+    assert "at work: cannot reach an index for torch: [Errno -2] Name or service not known\n" in failed.stderr
     (tmp_path / "fails").unlink()
     done = setup(tmp_path)
     assert done.returncode == 0, done.stderr

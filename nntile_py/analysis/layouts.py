@@ -149,8 +149,8 @@ def shown(config: RunConfig, work: Work, timings: Timings) -> list[Found]:
             found.append(Found(stacked, chosen.seconds, chosen.default, bound, chosen.least, _lines(chosen, timings),
                                chosen.program, timings.verdicts.get(chosen.program or "")))  # fmt: skip
     if not found:
-        raise ConfigError(f"{timings.path}: lacks {lacking} timings of this; allowed: what `nntile layouts tune` with "
-                          f"the same work and keys has measured {timings.workers}")  # fmt: skip
+        raise ConfigError(f"{timings.path}: lacks {lacking} timings of this; measure them first, by `nntile layouts "
+                          f"tune` with the same work and keys, {timings.workers}")  # fmt: skip
     return found
 
 

@@ -155,7 +155,8 @@ class Logical(Drawing):
                 self.picture.edge(self._tensor(tensor, "update", None), node, _bytes(tensor))
 
     def _operator(self, number: int, op: Op, phase: str, layer: int | None, short: bool) -> None:
-        cost = [f"{si(op.flop())}flop, {op.flop() / max(op.words(), 1):.3g} per word"]
+        each = op.flop() / max(op.words(), 1)
+        cost = [f"{si(op.flop())}flop, {f'{each:.3g}' if each < 999.5 else f'{each:,.0f}'} per word"]
         grads = {t for t in op.inputs if t.storage.kind == "grad"}
         left_out = grads if short and len(grads) > MOST_ALIKE else set()
         cost += [f"of all {len(grads)} gradients"] if left_out else []

@@ -72,8 +72,10 @@ def profile(
     summary = run(loaded, folder, name, steps or loaded.profile.steps, fxt, work == "inference")
     if not ranks.leads():
         return
+    from rich.text import Text
+
     for finding in summary["findings"]:
-        print(f"{finding['rule']}: {finding['cause']}\n  {finding['advice']}")
+        show(Text(f"{finding['rule']}: {finding['cause']}\n  {finding['advice']}"))  # wrapped between words
     print(f"{summary['seconds_per_step'] * 1e3:.1f} ms a step; open {folder / 'report.html'}")
     print(_trace_told(folder / "trace.json", summary))
 

@@ -140,6 +140,8 @@ def draw_search(found: Search, rows: list[Row], where: str) -> Figure:
     measured = _measured(rows)
     ordered = sorted(((one, measured[one.key]) for one in found.tilings if one.key in measured),
                      key=lambda pair: -float(pair[1]["seconds"]))  # fmt: skip
+    from matplotlib.ticker import LogLocator
+
     figure = new_figure((11.5, max(4.4, 2.2 + 0.28 * len(ordered))))
     left, right = figure.subplots(1, 2)
     drawn = [(one, one.plan) for one in found.tilings if one.plan]
@@ -157,6 +159,10 @@ def draw_search(found: Search, rows: list[Row], where: str) -> Figure:
     times = [of.seconds for _, of in drawn] or [1.0]
     scale = "log" if max(times) > 10 * min(times) else "linear"
     left.set(xscale="log", yscale=scale, xlabel="tasks of a step", ylabel="planned time of a step (ms)")
+    counts = [of.tasks for _, of in drawn] or [1]
+    left.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if max(counts) < 100 * min(counts) else (1,)))
+    left.xaxis.set_major_formatter("{x:,.0f}")
+    left.xaxis.set_minor_formatter("")
     left.set_title(f"{len(found.tilings)} tilings planned", fontsize=10)
     left.grid(alpha=0.3)
     left.legend(loc="upper center", bbox_to_anchor=(0.45, -0.14), ncols=2, fontsize=8, frameon=False)
