@@ -4,6 +4,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -116,3 +117,18 @@ def test_names_of_compilers(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         monkeypatch.setenv("CXX", name)
         forget()
         assert native.why_not() is None
+
+
+def test_no_folder_for_starpu(python: Callable[..., Any], tmp_path: Path) -> None:
+    """StarPU would abort with a list of addresses. Another folder helps."""
+    (tmp_path / "file").touch()
+    code = "import nntile_py as nt\ntry:\n    nt.Runtime(cpus=1).__enter__()\nexcept nt.ConfigError as e:\n    print(e)"
+    failed = python(code, XDG_CACHE_HOME=str(tmp_path / "file"))
+    assert failed.returncode == 0 and not failed.stderr, failed.stderr
+    assert failed.stdout == (
+        f"StarPU cannot keep its performance models in {tmp_path / 'file'}: Not a directory; allowed: XDG_CACHE_HOME, "
+        "or STARPU_PERF_MODEL_DIR, with a folder that can be written\n"
+    )
+    models = {"XDG_CACHE_HOME": str(tmp_path / "file"), "STARPU_PERF_MODEL_DIR": str(tmp_path)}
+    other = python("import nntile_py as nt\nwith nt.Runtime(cpus=1): print('runs')", **models)
+    assert other.stdout == "runs\n", other.stderr
