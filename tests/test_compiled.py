@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+import nntile_py as nt
 from nntile_py.errors import say_once
 from nntile_py.tasks.scalar import native
 
@@ -132,3 +133,16 @@ def test_no_folder_for_starpu(python: Callable[..., Any], tmp_path: Path) -> Non
     models = {"XDG_CACHE_HOME": str(tmp_path / "file"), "STARPU_PERF_MODEL_DIR": str(tmp_path)}
     other = python("import nntile_py as nt\nwith nt.Runtime(cpus=1): print('runs')", **models)
     assert other.stdout == "runs\n", other.stderr
+
+
+def test_an_empty_folder_that_starpu_cannot_write(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from nntile_py.execution import runtime
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("STARPU_PERF_MODEL_DIR", raising=False)
+    runtime._make_room_for_models()
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # as of a file system that is read only
+    with pytest.raises(nt.ConfigError, match="it cannot be written; allowed: XDG_CACHE_HOME, or STARPU_PERF_MODEL_DIR"):
+        runtime._make_room_for_models()
+    (tmp_path / ".starpu" / "sampling" / "bus" / "here.config").touch()
+    runtime._make_room_for_models()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import errno
 import fcntl
 import os
 import platform
@@ -278,7 +279,10 @@ def _make_room_for_models() -> None:
     home = next((os.environ[name] for name in ("XDG_CACHE_HOME", "STARPU_HOME", "HOME") if name in os.environ), None)
     try:
         if home:
-            Path(home, ".starpu", "sampling", "bus").mkdir(parents=True, exist_ok=True)
+            buses = Path(home, ".starpu", "sampling", "bus")
+            buses.mkdir(parents=True, exist_ok=True)
+            if not os.access(buses, os.W_OK) and not any(buses.iterdir()):  # else it reads what is there
+                raise PermissionError(errno.EACCES, "it cannot be written")
     except OSError as error:
         need = "XDG_CACHE_HOME, or STARPU_PERF_MODEL_DIR, with a folder that can be written"
         raise ConfigError(
