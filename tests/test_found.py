@@ -187,7 +187,7 @@ def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     native.command.cache_clear()
     with pytest.raises(native.NoCompiler, match="there is no C\\+\\+ compiler no-such-compiler"):
-        native.compiled("")
+        native.address("")
     native.command.cache_clear()
     native.why_not.cache_clear()
     native._version.cache_clear()
@@ -247,7 +247,7 @@ def compile_it(source: str, folder: str, results: Any) -> None:
     import os
 
     os.environ["XDG_CACHE_HOME"] = folder
-    results.put((str(native.compiled(source)), native.address(source) > 0))
+    results.put((str(native.path_of(source)), native.address(source) > 0))
 
 
 def test_two_processes_compile_the_same(tmp_path: Path) -> None:

@@ -111,7 +111,10 @@ def test_ranks_send_what_is_planned(trained: dict[int, list[dict[str, Any]]], ra
         ("exception", ["rank 1 of 2", "ArithmeticError: on purpose"]),
         ("other plan", ["the plan is not the same on all ranks, see task 0 of list 0 (", ": rank 1 has for rank 0: "]),
         ("other database", ["the plan is not the same on all ranks, see the database of layouts drawn.jsonl: rank 1"]),
-        ("other compiler", ["all ranks, see the C++ compiler, for fusion.found: rank 1 has none, rank 0 has one"]),
+        (
+            "other compiler",
+            ["see the C++ compiler (with fusion.found: false none is needed): rank 1 has none, rank 0 has one"],
+        ),
         ("other data", ["what step 1 is given is not the same on all ranks, see input_ids of rank 1"]),
     ],
 )

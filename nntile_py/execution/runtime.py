@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import errno
 import fcntl
 import os
 import platform
@@ -139,6 +140,7 @@ class Runtime:
 
     def _start(self) -> None:
         os.environ.setdefault("STARPU_SILENT", "1")
+        _make_room_for_models()
         variables: dict[str, str] = {}
         try:
             page = 1
@@ -268,6 +270,24 @@ def _forked() -> None:
 
 
 os.register_at_fork(after_in_child=_forked)
+
+
+def _make_room_for_models() -> None:
+    """The folder where StarPU keeps what it measures. It would abort where it cannot make it."""
+    if "STARPU_PERF_MODEL_DIR" in os.environ:
+        return
+    home = next((os.environ[name] for name in ("XDG_CACHE_HOME", "STARPU_HOME", "HOME") if name in os.environ), None)
+    try:
+        if home:
+            buses = Path(home, ".starpu", "sampling", "bus")
+            buses.mkdir(parents=True, exist_ok=True)
+            if not os.access(buses, os.W_OK) and not any(buses.iterdir()):  # else it reads what is there
+                raise PermissionError(errno.EACCES, "it cannot be written")
+    except OSError as error:
+        need = "XDG_CACHE_HOME, or STARPU_PERF_MODEL_DIR, with a folder that can be written"
+        raise ConfigError(
+            f"StarPU cannot keep its performance models in {home}: {error.strerror}; allowed: {need}"
+        ) from None
 
 
 @contextlib.contextmanager

@@ -39,7 +39,8 @@ class Programs:
     def __init__(self, spec: StepSpec, runtime: Runtime, checked: bool) -> None:
         path, digest = (spec.timings.path, spec.timings.digest()) if spec.timings else ("", "none")
         compiler = "none" if spec.fusion.found and lacking(spec.dtype) else "one"
-        causes = {f"the database of layouts {path}": digest, "the C++ compiler, for fusion.found": compiler}
+        needed = "the C++ compiler (with fusion.found: false none is needed)"
+        causes = {f"the database of layouts {path}": digest, needed: compiler}
         self.spec, self.store = spec, Store(causes)
         self.steps: dict[frozenset[str], StepPrograms] = {}
         self._runtime, self._checked = runtime, checked

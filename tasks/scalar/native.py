@@ -8,78 +8,138 @@ import hashlib
 import os
 import shlex
 import shutil
+import signal
+import stat
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
-from nntile_py.errors import NNTileError
-from nntile_py.system.folders import build_info, cache_folder
+from nntile_py.errors import NNTileError, say_once
+from nntile_py.system.folders import build_info, cache_folder, replace_file
 
 from .cpp import SYMBOL, source
 from .expression import Call, Definition, Load, Output, TileType
 
 FLAGS = ("-std=c++17", "-O3", "-fno-math-errno", "-fno-trapping-math", "-fopenmp-simd", "-fPIC", "-shared", "-w")
 LIBRARIES = ("-lmvec", "-lm")  # glibc's functions of vectors
-SECONDS = 120.0  # that a compiler may take
+SECONDS, TELLING = 120.0, 20.0  # that a compiler may take: for a kernel, and to say what it is
+CHECK = hashlib.sha256().digest_size  # bytes at a library's end, of what is before them
 
 
 class NoCompiler(NNTileError):
     """Why there is no library."""
 
 
+def _compiler() -> list[str]:
+    """CXX, or c++. Raises NoCompiler."""
+    try:
+        cxx = shlex.split(os.environ.get("CXX", "")) or ["c++"]
+    except ValueError as error:
+        raise NoCompiler(f"CXX is {os.environ['CXX']!r} ({error}); allowed: a C++ compiler, its options") from None
+    if not shutil.which(cxx[0]):
+        raise NoCompiler(f"there is no C++ compiler {' '.join(cxx)}; get one (Debian: apt-get install g++), or set CXX")
+    return cxx
+
+
 @functools.cache
 def command() -> tuple[str, ...]:
     """The compiler with its flags: for the instruction set that the extension was compiled for. Raises NoCompiler."""
-    cxx = shlex.split(os.environ.get("CXX", "c++"))
-    if not cxx or not shutil.which(cxx[0]):
-        raise NoCompiler(f"there is no C++ compiler {' '.join(cxx)}; get one (Debian: apt-get install g++), or set CXX")
     built = build_info().get("arch", "-march=native")
     wide = ["-mprefer-vector-width=512"] if "AVX512" in built else []
-    return (*cxx, *FLAGS, *(flag for flag in built.split() if flag.startswith("-m")), *wide)
+    return (*_compiler(), *FLAGS, *(flag for flag in built.split() if flag.startswith("-m")), *wide)
 
 
-def compiled(text: str) -> Path:
-    """The library of a source. It may be another process's, or of a run before. Raises NoCompiler."""
-    key = hashlib.sha256("\0".join([*command(), _version(), text]).encode()).hexdigest()[:32]
-    path = cache_folder() / "kernels" / f"{key}.so"
-    if path.exists():
-        return path
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=path.parent) as folder:  # two processes may compile the same at once
-            source_file, made = Path(folder, "kernel.cpp"), Path(folder, "kernel.so")
-            source_file.write_text(text)
-            how = [*command(), str(source_file), "-o", str(made), *LIBRARIES]
-            told = subprocess.run(how, capture_output=True, text=True, check=False, timeout=SECONDS)
-            if told.returncode:
-                raise NoCompiler(f"{command()[0]} failed on a generated kernel: {told.stderr.strip()[-1000:]}")
-            made.replace(path)  # whole or not at all
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise NoCompiler(f"a generated kernel could not be compiled: {error}") from None
-    return path
+def path_of(text: str) -> Path:
+    """Where the library of a source is kept. Raises NoCompiler."""
+    named = "\0".join([*command(), _version(), text])
+    return cache_folder() / "kernels" / f"{hashlib.sha256(os.fsencode(named)).hexdigest()[:32]}.so"
 
 
 @functools.cache
 def address(text: str) -> int:
-    """Where the function of a source is in this process. Raises NoCompiler."""
-    path = compiled(text)
+    """Where the function of a source is in this process: of a library that is kept, by another process or a run before,
+    or that is compiled now. Raises NoCompiler."""
+    kept = path_of(text)
     try:
-        return ctypes.cast(ctypes.CDLL(str(path))[SYMBOL], ctypes.c_void_p).value or 0
+        return _loaded(kept)
+    except (OSError, AttributeError):
+        pass  # there is none, or none that can be used
+    try:
+        with tempfile.TemporaryDirectory(prefix="nntile_py") as folder:
+            made = _compiled(text, Path(folder))
+            try:
+                content = made.read_bytes()
+                replace_file(kept, content + hashlib.sha256(content).digest())  # whole or not at all
+                return _loaded(kept)
+            except (OSError, AttributeError) as error:
+                found = _function(made)  # else that is told
+                why = getattr(error, "strerror", None) or str(error).removeprefix(f"{kept}: ")
+                say_once(f"fusion: kernels are compiled at each start, as {kept.parent} cannot keep them: {why}")
+                return found
     except (OSError, AttributeError) as error:
-        raise NoCompiler(f"a generated kernel could not be loaded: {error}") from None
+        raise NoCompiler(f"a generated kernel could not be compiled: {error}") from None
+
+
+def _loaded(path: Path) -> int:
+    """The function of a library that is kept. Raises OSError, AttributeError.
+
+    A damaged one would end the process, and one that another user has put there could do anything."""
+    for place in (path.parent, path):
+        kept = place.stat()
+        if kept.st_uid not in (0, os.geteuid()) or kept.st_mode & stat.S_IWOTH:
+            raise OSError(f"{path}: the folder or a file in it belongs to another user, or all may write to it")
+    content = path.read_bytes()
+    if hashlib.sha256(content[:-CHECK]).digest() != content[-CHECK:]:
+        raise OSError(f"{path} is damaged")
+    return _function(path)
+
+
+def _function(library: Path) -> int:
+    return ctypes.cast(ctypes.CDLL(str(library))[SYMBOL], ctypes.c_void_p).value or 0
+
+
+def _compiled(text: str, folder: Path) -> Path:
+    """The library of a source, in a folder. Raises NoCompiler, OSError."""
+    written, made = folder / "kernel.cpp", folder / "kernel.so"
+    written.write_text(text)
+    status, told = _told([*command(), str(written), "-o", str(made), *LIBRARIES], SECONDS)
+    if status or not made.exists():
+        lines = [line.strip() for line in told.splitlines() if line.strip()]
+        why = next(
+            (line for line in lines if "error" in line), lines[-1] if lines else f"exit status {status}, and no library"
+        )
+        raise NoCompiler(f"{command()[0]} failed on a generated kernel: {why[:500]}")
+    return made
+
+
+def _told(asked: Sequence[str], seconds: float) -> tuple[int, str]:
+    """The exit status of a compiler, and what it wrote. Raises NoCompiler, where it does not start or end.
+
+    Written to a file: of a pipe, what a wrapper has started would have to let go, too."""
+    try:
+        with tempfile.TemporaryFile() as out:
+            nothing, same = subprocess.DEVNULL, subprocess.STDOUT
+            process = subprocess.Popen(asked, stdin=nothing, stdout=out, stderr=same, process_group=0)
+            try:
+                status = process.wait(seconds)
+            finally:
+                if process.returncode is None:
+                    os.killpg(process.pid, signal.SIGKILL)
+                    process.wait()
+            out.seek(0)
+            return status, out.read().decode(errors="replace")
+    except subprocess.TimeoutExpired:
+        raise NoCompiler(f"the C++ compiler {asked[0]} did not end in {seconds:g} s; see CXX") from None
+    except OSError as error:
+        raise NoCompiler(f"the C++ compiler {asked[0]} does not run ({error}); see CXX") from None
 
 
 @functools.cache
 def _version() -> str:
     """Of the compiler, and what `-march=native` means here: the cache folder may be shared by machines."""
-    asked = [*command(), "-Q", "--help=target"] if _gcc() else [command()[0], "--version"]
-    told = subprocess.run(asked, capture_output=True, text=True, check=False)
-    return told.stdout + told.stderr
-
-
-def _gcc() -> bool:
-    told = subprocess.run([command()[0], "--version"], capture_output=True, text=True, check=False)
-    return "Free Software Foundation" in told.stdout
+    every = [*_compiler(), "--version"], [*command(), "-Q", "--help=target"]  # the second of GCC
+    return "".join(_told(asked, TELLING)[1] for asked in every)
 
 
 @functools.cache
