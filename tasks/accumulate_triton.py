@@ -71,10 +71,11 @@ def _combine_moments(A, B, rows, ROWS: tl.constexpr):
 # tiles: into, part
 @launches("combine")
 def _combine(task: Task) -> Launches:
-    a, b, n, width = tile(task, 0), tile(task, 1), words(task, 0), shape(task, 0)[-1]
+    a, b, n = tile(task, 0), tile(task, 1), words(task, 0)
     monoid = MONOIDS[CombineArgs.of(task).monoid]
     if monoid == "sum":
         return Launches((launch(_add_to, ceil_div(n, 1024), a, b, n, BLOCK=1024),))
+    width = shape(task, 0)[-1]
     rows = n // width
     if monoid == "moments":
         return Launches((launch(_combine_moments, ceil_div(rows, 128), a, b, rows, ROWS=128),))

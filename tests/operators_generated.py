@@ -145,6 +145,12 @@ def sums_of_products(*kept: str) -> Callable[[Case], list[Op]]:
     return make
 
 
+def sum_of_a_vector(case: Case) -> list[Op]:
+    squares = case.temp("embed")
+    x = case.x("embed")
+    return [ops.Multiply(x, x, squares), ops.Sum(squares, case.y("", case.wide))]
+
+
 ROWS: dict[str, Callable[[Case], Any]] = {
     "Generated norm of a sum": generated(dropped_into_norm, "embed"),
     "Generated norm gradient": generated(norm_grad_into_dropout, "embed"),
@@ -161,4 +167,5 @@ ROWS: dict[str, Callable[[Case], Any]] = {
     "Generated sums": generated(sums_of_products("embed", "seq embed", "batch seq"), seed=None),
     "Generated sums over a middle axis": generated(sums_of_products("batch embed", "embed"), seed=None),
     "Generated elements": generated(sums_of_products(), seed=None),
+    "Generated sum of a vector": generated(sum_of_a_vector, seed=None),
 }

@@ -285,7 +285,7 @@ class _Writer:
         cleared, added = [], []
         for number in dict.fromkeys(out.number for out in self.results if out.total):
             tile, element = self.tiles[number], ELEMENTS[self.tiles[number].dtype]
-            count = " * ".join(f"shapes[{number}][{k}]" for k in range(len(tile.at)))
+            count = " * ".join(f"shapes[{number}][{k}]" for k in range(len(tile.at))) or "1"
             into, adds = f"into{number}", f"accumulates >> {number} & 1"
             each = f"for (int64_t k = 0; k < m{number}; ++k)"
             cleared += [
