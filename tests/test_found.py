@@ -203,7 +203,7 @@ def test_kernels_that_cannot_be_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
         cached.cache_clear()
     monkeypatch.setattr(native.ctypes, "CDLL", fails)
     say_once.cache_clear()
-    with pytest.warns(UserWarning, match="the rules of .* are used, .* could not be loaded: .*map segment"):
+    with pytest.warns(UserWarning, match="the rules of .* are used, .* could not be compiled or loaded: .*map segment"):
         assert not groups(fuse(chain(), FOUND))
     native.why_not.cache_clear()
 

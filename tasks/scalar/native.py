@@ -78,7 +78,7 @@ def address(text: str) -> int:
                 say_once(f"fusion: kernels are compiled at each start, as {kept.parent} cannot keep them: {why}")
                 return found
     except (OSError, AttributeError) as error:
-        raise NoCompiler(f"a generated kernel could not be compiled: {error}") from None
+        raise NoCompiler(f"a generated kernel could not be compiled or loaded: {error}") from None
 
 
 def _loaded(path: Path) -> int:
