@@ -42,6 +42,33 @@ def dropped(x, index, seed, key, limit, scale):
 
 
 @triton.jit
+def _of_columns(first, at, seed, key, COLUMNS: tl.constexpr, LOW: tl.constexpr, ALIGNED: tl.constexpr):
+    """Hashes of the pairs of elements first + at + [0, COLUMNS), all of them even; of the odd ones, that is.
+
+    LOW: all pairs' numbers are below 2**32. ALIGNED: the upper half of a pair's number is the same along a row."""
+    pair, step = first >> 1, ((at >> 1) + tl.arange(0, COLUMNS // 2)).to(tl.uint32)[None, :]
+    low, high = pair.to(tl.uint32), (pair >> 32).to(tl.uint32)
+    if LOW:
+        high = low * 0
+    elif not ALIGNED:
+        high = tl.where(low + step < low, high + 1, high)
+    begin, second = _starts(low, high, seed, key)
+    return _mixed(step * 0x9E3779B1 + begin, second)
+
+
+@triton.jit
+def kept_columns(
+    first, at, seed, key, limit, COLUMNS: tl.constexpr, EVEN: tl.constexpr, LOW: tl.constexpr
+):  # fmt: skip
+    """`kept` of elements first + at + [0, COLUMNS), [rows, COLUMNS], first [rows, 1]; EVEN, LOW: as below."""
+    if EVEN:
+        h = _of_columns(first, at, seed, key, COLUMNS, LOW, False)
+        return tl.reshape(tl.join(h * 0x10001, h), (h.shape[0], COLUMNS)) >= limit
+    else:
+        return kept(first + (at + tl.arange(0, COLUMNS))[None, :], seed, key, limit)
+
+
+@triton.jit
 def _factors(h, limit, scale):
     """Of an even element and of the odd one behind it."""
     if INTERPRETED:
@@ -64,12 +91,8 @@ def drop_factors(
 
     EVEN: first is. ALIGNED: the upper half of a pair's number is the same along a row."""
     if EVEN:
-        pair, step = first >> 1, ((at >> 1) + tl.arange(0, COLUMNS // 2)).to(tl.uint32)[None, :]
-        low, high = pair.to(tl.uint32)[:, None], (pair >> 32).to(tl.uint32)[:, None]
-        if not ALIGNED:
-            high = tl.where(low + step < low, high + 1, high)
-        begin, second = _starts(low, high, seed, key)
-        even, odd = _factors(_mixed(step * 0x9E3779B1 + begin, second), limit.to(tl.uint32), scale)
+        h = _of_columns(first[:, None], at, seed, key, COLUMNS, False, ALIGNED)
+        even, odd = _factors(h, limit.to(tl.uint32), scale)
         return tl.reshape(tl.join(even, odd), (first.shape[0], COLUMNS))
     else:
         index = first[:, None] + (at + tl.arange(0, COLUMNS))[None, :]

@@ -17,7 +17,7 @@ import triton.language as tl
 from nntile_py.tiles.tasklist import Task
 
 from .activation_triton import tanh
-from .draws_triton import kept
+from .draws_triton import kept_columns
 from .elementwise_triton import mixed_key
 from .generated import GENERATED, KERNELS, GeneratedDropoutArgs
 from .launch import (
@@ -58,10 +58,10 @@ def kernel_of(source: str) -> Any:
     file = f"<generated {hashlib.sha256(source.encode()).hexdigest()[:16]}>"
     linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
     names: dict[str, Any] = {
-        "tl": tl, "kept": kept, "tanh": tanh, "sum_parts": sum_parts, "__name__": __name__,
+        "tl": tl, "kept_columns": kept_columns, "tanh": tanh, "sum_parts": sum_parts, "__name__": __name__,
     }  # fmt: skip
     exec(compile(source, file, "exec"), names)
-    return type(kept)(names["made"])
+    return type(kept_columns)(names["made"])
 
 
 @launches(GENERATED)
@@ -76,7 +76,8 @@ def in_cut(task: Task, cut: Cut | None) -> Launches:
     adds = [access.accumulate for access in task.accesses]
     axes = len(made.form.axes)
     firsts, wholes = task.ints[:axes] or [0] * axes, task.ints[axes : 2 * axes]
-    text = Writer(made.form, made.tiles, shapes, made.outputs, adds, wholes, cut).text()
+    even = bool(wholes) and wholes[-1] % 2 == firsts[-1] % 2 == 0
+    text = Writer(made.form, made.tiles, shapes, made.outputs, adds, wholes, even, cut).text()
     if text.cut.block > WIDEST:
         raise ValueError(f"{task.op}: rows of {text.cut.block} are not allowed on CUDA; cut them into at most {WIDEST}")
     dropout = task.args if isinstance(task.args, GeneratedDropoutArgs) else None

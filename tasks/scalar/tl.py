@@ -81,7 +81,8 @@ def kept_axes(form: Definition) -> tuple[str, ...]:
 class Writer:
     """Of a kernel on tiles of these shapes, outputs first; accumulates: which of them are added to.
 
-    wholes: the sizes of the space in the whole tensor, of those that have dropout; cut: None: `usual_cut`."""
+    wholes: the sizes of the space in the whole tensor, of those that have dropout; even: rows of the tile begin at even
+    places there; cut: None: `usual_cut`."""
 
     form: Definition
     tiles: Sequence[TileType]
@@ -89,6 +90,7 @@ class Writer:
     outputs: int
     accumulates: Sequence[bool]
     wholes: Sequence[int] = ()
+    even: bool = False
     cut: Cut | None = None
     lines: list[str] = field(default_factory=list)
     before: list[str] = field(default_factory=list)  # what is the same for all rows
@@ -249,13 +251,16 @@ class Writer:
     def _keep(self, node: Keep) -> str:
         last, wholes = len(self.axes) - 1, self.wholes
         key = f"K{self.keys.index(node.key)}"
+        assert self.cut
+        even, low = self.even and self.cut.block > 1, not node.draws and math.prod(wholes) <= 2**33
+        how = f"tl.program_id(1) * BLOCK, seed, {key}, {node.limit}, BLOCK, {even}, {low}"
         if node.draws:
             row = f"{self._loaded(node.draws.number, node.draws.at)} * {wholes[last]}"
-            return f"kept({row} + I{last} + col, seed, {key}, {node.limit})"
+            return f"kept_columns({row} + I{last}, {how})"
         steps = {axis: math.prod(wholes[k + 1 :]) for k, axis in enumerate(self.axes[:-1])}
         first = " + ".join(f"I{k} * {step}" for k, step in enumerate(steps.values()))
         row = " + ".join([*([first] if first else []), f"I{last}", *self._places(steps)])
-        return f"kept({row} + col, seed, {key}, {node.limit})"
+        return f"kept_columns({row}, {how})"
 
     def _places(self, steps: dict[str, int]) -> list[str]:
         """The terms of an offset with these steps along axes of rows; of all axes that follow one another as one."""
