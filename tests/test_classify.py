@@ -31,7 +31,7 @@ TREE: dict[str, Any] = {
     "data": {"source": "toy.csv", "text": "words", "label": "kind", "val_fraction": 0.25},
     "tokenizer": {"vocab_size": 300},
     "train": {"steps": 60, "batch": 6, "seq": 10, "eval_every": 20, "eval_batches": 2, "log_every": 10},
-    "optimizer": {"lr": 0.02, "warmup_steps": 2, "clip_grad_norm": 1.0},
+    "optimizer": {"lr": 0.01, "warmup_steps": 2, "clip_grad_norm": 1.0},
     "tiles": {"batch": 4, "embed": 7, "heads": 1, "ffn": 15, "vocab": 130},
     "runtime": {"cpus": 2},
 }

@@ -243,7 +243,7 @@ def test_the_help_ends_with_an_example_that_works(command: str, example: str, tm
     if command == "nntile encode":
         (tmp_path / "my.yaml").write_text(initial("my.yaml", "bert"))
         (tmp_path / "texts.jsonl").write_text('{"text": "Some words"}\n')
-        trained = nntile(f"nntile train my.yaml --out runs/my_run {SHORTER['nntile train']}", tmp_path)
+        trained = nntile(f"nntile train my.yaml --out my_bert {SHORTER['nntile train']}", tmp_path)
         assert trained.returncode == 0, trained.stderr
     done = nntile(f"{example} {SHORTER.get(command, '')}", tmp_path)
     assert done.returncode == 0, done.stderr
