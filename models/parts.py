@@ -118,8 +118,9 @@ def norm(g: Graph, x: Tensor, name: str, eps: float) -> Tensor:
 
 
 def check_length(batch: Batch, positions: int | None) -> int:
-    """The positions that a model has; ConfigError: a sequence has more."""
-    assert positions is not None
+    """The positions that a model has; ConfigError: a sequence has more, or nobody said how many."""
+    if positions is None:
+        raise ConfigError("model.positions: missing; how many tokens the longest sequence has")
     if batch.length > positions:
         raise ConfigError(f"seq: {batch.length} is longer than the model's {positions} positions")
     return positions

@@ -244,6 +244,8 @@ def test_refused(runtime: nt.Runtime, folder: Any, tmp_path: Path) -> None:
     with pytest.raises(nt.ConfigError, match="output: GPT2 has no 'hidden'; allowed: logits"):
         nt.Encoder(gpt2)
     assert nt.Encoder(gpt2, "logits")([[1, 2, 3]])[0].shape == (3, 20)
+    with pytest.raises(nt.ConfigError, match=r"model\.positions: missing; how many tokens"):
+        nt.Encoder(nt.models.GPT2(nt.models.GPT2Config(layers=1, embed=8, heads=2, vocab=20)), "logits")
     with pytest.raises(nt.ConfigError, match="texts: there is no tokenizer"):
         nt.Encoder(gpt2, "logits")(["text"])
     with pytest.raises(nt.ConfigError, match=r"config\.json is missing"):
