@@ -7,6 +7,7 @@ from rich.console import Console
 from rich.text import Text
 
 from nntile_py import doctor
+from nntile_py.analysis.nodes import facts
 from nntile_py.cli.options import show
 from nntile_py.system import telling as parts
 
@@ -35,7 +36,18 @@ def test_what_no_terminal_shows_has_a_line_for_each_row(capsys: pytest.CaptureFi
 def test_long_values_go_on_below(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "80")
-    show(Text("nodes               4\nlimited by          " + "sums that begin late " * 5))
+    show(facts({"nodes": "4", "limited by": "sums that begin late " * 5}))
     first, second, third = (line.rstrip() for line in capsys.readouterr().out.splitlines())
     assert first == "nodes               4" and second.startswith("limited by          sums")
     assert third.startswith(" " * 20) and third.strip() and len(second) <= 80
+
+
+def test_text_wraps_between_words(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """As findings of nntile profile are told."""
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "40")
+    told = "waits: workers wait for data of others more than they compute\n  cut the batch"
+    show(Text(told))
+    lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    assert lines[0].startswith("waits: workers wait for data of") and lines[-1] == "  cut the batch"
+    assert " ".join(" ".join(lines).split()) == " ".join(told.split())

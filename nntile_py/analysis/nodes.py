@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -144,8 +144,6 @@ class NodesPlan:
         return vars(self) | {"tokens_per_s": self.tokens_per_s}
 
     def render(self) -> RenderableType:
-        from rich.text import Text
-
         kind = "with the whole batch" if self.strong else "with its part of the batch"
         if not self.strong and self.parts < self.nodes:
             kind = f"with the largest part, by tokens/s: all nodes together have {self.parts:.3g} of it"
@@ -156,20 +154,32 @@ class NodesPlan:
             f"{self.computed_seconds:,.3g} s to the end of the backward pass",
             f"{self.exposed_seconds:,.3g} s until its sums are there", f"{self.update_seconds:,.3g} s update",
         ]  # fmt: skip
-        return Text("\n".join([
-            f"nodes               {self.nodes:,}, each {self.machine}",
-            f"network             {self.network}",
-            f"tokens a step       {self.tokens:,}",
-            f"tasks a step        {self.tasks:,} and {self.messages:,} messages sent, of each node",
-            f"bytes a step        {self.inside_bytes / 1e9:,.2f} GB between workers of a node, "
+        return facts({
+            "nodes": f"{self.nodes:,}, each {self.machine}",
+            "network": self.network,
+            "tokens a step": f"{self.tokens:,}",
+            "tasks a step": f"{self.tasks:,} and {self.messages:,} messages sent, of each node",
+            "bytes a step": f"{self.inside_bytes / 1e9:,.2f} GB between workers of a node, "
             f"{self.between_bytes / 1e9:,.2f} GB from each node to others",
-            f"memory at peak      {self.peak_bytes / 2**30:,.1f} GiB of the fullest worker"
+            "memory at peak": f"{self.peak_bytes / 2**30:,.1f} GiB of the fullest worker"
             + (f", {self.lacking_bytes / 2**30:,.1f} more than it has" if self.lacking_bytes else ""),
-            f"time a step         {self.step_seconds:,.3g} s: {', '.join(phases)}",
-            f"throughput          {self.tokens_per_s:,.0f} tokens/s",
-            f"efficiency          {', '.join(found)}",
-            f"limited by          {self.limit}",
-        ]))  # fmt: skip
+            "time a step": f"{self.step_seconds:,.3g} s: {', '.join(phases)}",
+            "throughput": f"{self.tokens_per_s:,.0f} tokens/s",
+            "efficiency": ", ".join(found),
+            "limited by": self.limit,
+        })  # fmt: skip
+
+
+def facts(values: Mapping[str, str]) -> RenderableType:
+    """Lines of a name and its value; a long one is continued below itself."""
+    from rich.table import Table
+    from rich.text import Text
+
+    shown = Table.grid(padding=(0, 2))
+    shown.add_column(min_width=18)
+    for name, value in values.items():
+        shown.add_row(Text(name), Text(value))
+    return shown
 
 
 def plan_nodes(config: RunConfig, on: Machines, *, strong: bool = False, every: bool = False) -> NodesPlan:

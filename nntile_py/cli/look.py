@@ -12,6 +12,7 @@ from nntile_py.runs import run_folder
 from nntile_py.system import ranks
 
 LARGE_TRACE = 20  # MB: viewers become slow
+MEASURED, TUNED = 7, 5  # times of each operator
 
 
 @app.command(epilog="Example: nntile plan my.yaml --set tiles.embed=64")
@@ -122,7 +123,8 @@ def analyze(
     ] = None,
     measure: Annotated[bool, typer.Option("--measure", help="Run each operator alone, and time it.")] = False,
     repeats: Annotated[
-        int | None, typer.Option(help="With --measure: times of each; the median is told. [default: 7]", min=1)
+        int | None,
+        typer.Option(help=f"With --measure: times of each; the median is told. [default: {MEASURED}]", min=1),
     ] = None,
     sets: Sets = None,
     out: Annotated[
@@ -143,7 +145,7 @@ def analyze(
     if measure:
         from nntile_py.profiling.alone import measure as run
 
-        made = run(made, loaded, repeats or 7)
+        made = run(made, loaded, repeats or MEASURED)
     if out:
         for path in tell.write(made, out, loaded, what):
             print(path, file=sys.stderr)
@@ -164,7 +166,7 @@ def layouts(
     ] = None,
     sets: Sets = None,
     repeats: Annotated[
-        int | None, typer.Option(help="Of tune: times of each; the least counts. [default: 5]", min=1)
+        int | None, typer.Option(help=f"Of tune: times of each; the least counts. [default: {TUNED}]", min=1)
     ] = None,
     database: Annotated[
         Path | None, typer.Option(help="The file of times. [default: in the cache folder, for device and dtype]")
@@ -196,7 +198,7 @@ def layouts(
 
         known, console = opened(loaded, database, new=True), Console(stderr=True)
         with telling(console) as tell:
-            tuned = tune(loaded, what, known, repeats or 5, tell, own_alone=own)
+            tuned = tune(loaded, what, known, repeats or TUNED, tell, own_alone=own)
         print(f"{tuned.measured} measured; {known.path}")
         if tuned.verdict:
             print(parts.ruled(tuned.verdict))

@@ -68,16 +68,8 @@ def show(what: Any) -> None:
         print(json.dumps(what, indent=2))
     else:
         from rich.console import Console
-        from rich.table import Table
-        from rich.text import Text
 
         console = Console()
-        if isinstance(what, Text):  # lines of a name in 20 columns and a value: a long one is continued below itself
-            facts = Table.grid()
-            facts.add_column(min_width=20)
-            for line in what.plain.splitlines():
-                facts.add_row(Text(line[:20]), Text(line[20:]))
-            what = facts
         if console.is_terminal and ranks.started()[1] == 1:  # what mpirun shows a rank looks like one
             console.print(what)
         else:  # whatever reads it wants each row in one line
