@@ -59,7 +59,7 @@ def _of_pairs(
     STEPS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     TWO_SIDED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """By what values were weighted, but for kept_scale, and the gradient of the scaled scores; lse: of _queries."""
+    """By what values were weighted, and the gradient of the scaled scores; lse: as _queries gives it."""
     s = scores_of(q, k, row, key, kept, CAUSAL, WINDOW, TWO_SIDED, PRECISION)
     p = tl.exp2(s * (scale * LOG2E) - lse[:, None])
     dp, weights = product(d_out, tl.trans(v), PRECISION), p

@@ -147,8 +147,8 @@ def factors_of(row, at, drawn, head, seed, mix, limit, kept_scale, STEPS: tl.con
     """mask / (1 - p) of a head's pairs, of KEYS keys from `at` on; drawn: `first_draw`."""
     first = drawn + head.to(tl.int64) * STEPS[1] + row.to(tl.int64) * STEPS[2]
     EVEN: tl.constexpr = (STEPS[0] | STEPS[1] | STEPS[2] | STEPS[0] // STEPS[2]) % 2 == 0
-    ALIGNED: tl.constexpr = STEPS[2] & (STEPS[2] - 1) == 0  # rows of a power of two never cross a multiple of 2**33
-    return drop_factors(first, at, seed, mix, limit, kept_scale, KEYS, EVEN, ALIGNED)
+    SAME: tl.constexpr = STEPS[2] & (STEPS[2] - 1) == 0  # rows of a power of two never cross a multiple of 2**33
+    return drop_factors(first[:, None], at, seed, mix, limit, kept_scale, KEYS, EVEN, SAME)
 
 
 @triton.jit

@@ -42,27 +42,23 @@ def dropped(x, index, seed, key, limit, scale):
 
 
 @triton.jit
-def _of_columns(first, at, seed, key, COLUMNS: tl.constexpr, LOW: tl.constexpr, ALIGNED: tl.constexpr):
-    """Hashes of the pairs of elements first + at + [0, COLUMNS), all of them even; of the odd ones, that is.
+def _of_pairs(first, at, seed, key, COLUMNS: tl.constexpr, SAME: tl.constexpr):
+    """The hashes of elements first + at + [0, COLUMNS), one for two; first [rows, 1] and at are even, at below 2**31.
 
-    LOW: all pairs' numbers are below 2**32. ALIGNED: the upper half of a pair's number is the same along a row."""
+    SAME: the upper half of a pair's number is the same along a row."""
     pair, step = first >> 1, ((at >> 1) + tl.arange(0, COLUMNS // 2)).to(tl.uint32)[None, :]
     low, high = pair.to(tl.uint32), (pair >> 32).to(tl.uint32)
-    if LOW:
-        high = low * 0
-    elif not ALIGNED:
+    if not SAME:
         high = tl.where(low + step < low, high + 1, high)
     begin, second = _starts(low, high, seed, key)
     return _mixed(step * 0x9E3779B1 + begin, second)
 
 
 @triton.jit
-def kept_columns(
-    first, at, seed, key, limit, COLUMNS: tl.constexpr, EVEN: tl.constexpr, LOW: tl.constexpr
-):  # fmt: skip
-    """`kept` of elements first + at + [0, COLUMNS), [rows, COLUMNS], first [rows, 1]; EVEN, LOW: as below."""
+def kept_columns(first, at, seed, key, limit, COLUMNS: tl.constexpr, EVEN: tl.constexpr, SAME: tl.constexpr):
+    """`kept` of elements first + at + [0, COLUMNS), [rows, COLUMNS]; EVEN: as `_of_pairs` wants them."""
     if EVEN:
-        h = _of_columns(first, at, seed, key, COLUMNS, LOW, False)
+        h = _of_pairs(first, at, seed, key, COLUMNS, SAME)
         return tl.reshape(tl.join(h * 0x10001, h), (h.shape[0], COLUMNS)) >= limit
     else:
         return kept(first + (at + tl.arange(0, COLUMNS))[None, :], seed, key, limit)
@@ -84,16 +80,10 @@ def _factors(h, limit, scale):
 
 
 @triton.jit
-def drop_factors(
-    first, at, seed, key, limit, scale, COLUMNS: tl.constexpr, EVEN: tl.constexpr, ALIGNED: tl.constexpr
-):  # fmt: skip
-    """mask / (1 - p) of elements first + at + [0, COLUMNS), [rows, COLUMNS]; at, below 2**31, is a multiple of COLUMNS.
-
-    EVEN: first is. ALIGNED: the upper half of a pair's number is the same along a row."""
+def drop_factors(first, at, seed, key, limit, scale, COLUMNS: tl.constexpr, EVEN: tl.constexpr, SAME: tl.constexpr):
+    """mask / (1 - p) of them, for blocks of products: as LLVM keeps the bits of `kept_columns` there, it costs more."""
     if EVEN:
-        h = _of_columns(first[:, None], at, seed, key, COLUMNS, False, ALIGNED)
-        even, odd = _factors(h, limit.to(tl.uint32), scale)
+        even, odd = _factors(_of_pairs(first, at, seed, key, COLUMNS, SAME), limit.to(tl.uint32), scale)
         return tl.reshape(tl.join(even, odd), (first.shape[0], COLUMNS))
     else:
-        index = first[:, None] + (at + tl.arange(0, COLUMNS))[None, :]
-        return tl.where(kept(index, seed, key, limit.to(tl.uint32)), scale, 0.0)
+        return tl.where(kept_columns(first, at, seed, key, limit.to(tl.uint32), COLUMNS, False, SAME), scale, 0.0)

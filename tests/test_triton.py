@@ -129,6 +129,17 @@ def test_against_the_reference(row: str, dtype: str, tiling: str, policy: str) -
         assert wrong < (ROUNDING[dtype] if rounded else 1e-5), f"{tensor}: off by {wrong:.1e}"
 
 
+@pytest.mark.parametrize("row", ["Generated norm of a sum", "Generated bias gelu", "Generated softmax causal"])
+def test_generated_draws_of_odd_rows(row: str) -> None:
+    """Whose pairs lie in two rows."""
+    case = Case({**SIZES, "embed": 25, "ffn": 21, "seq": 7, "key": 7}, "fp32")
+    TABLE[row](case)
+    values = case.draw(np.random.default_rng(0))
+    ran = interpret(case, {"batch": 3, "ffn": 8}, "chain", values)
+    for tensor, want in case.whole_values(case.expected(values)).items():
+        assert error(ran.read(tensor), want) < 1e-5, tensor
+
+
 BIN = {"batch": 1, "seq": 150, "heads": 4, "kv_heads": 2, "head_dim": 24}
 ENDS = (1, 1, 40, 41, 137)  # segments of length 1 and 0, one longer than a block, 13 positions of none
 SEGMENTS = {

@@ -252,8 +252,8 @@ class Writer:
         last, wholes = len(self.axes) - 1, self.wholes
         key = f"K{self.keys.index(node.key)}"
         assert self.cut
-        even, low = self.even and self.cut.block > 1, not node.draws and math.prod(wholes) <= 2**33
-        how = f"tl.program_id(1) * BLOCK, seed, {key}, {node.limit}, BLOCK, {even}, {low}"
+        even, same = self.even and self.cut.block > 1, not node.draws and math.prod(wholes) <= 2**33
+        how = f"tl.program_id(1) * BLOCK, seed, {key}, {node.limit}, BLOCK, {even}, {same}"
         if node.draws:
             row = f"{self._loaded(node.draws.number, node.draws.at)} * {wholes[last]}"
             return f"kept_columns({row} + I{last}, {how})"
