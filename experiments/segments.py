@@ -4,24 +4,32 @@
 
 A row of the table is SEQUENCESxLONGEST; lengths are uniform about alpha times the longest. Calls are timed in a CUDA
 graph, so that launching costs nothing; errors are |difference| / |value| from fp32 attention of each sequence.
+
+--instructions needs no GPU: kernels are compiled for compute capability 9.0 and taken apart, and the instructions of
+their innermost loops are told for an element of the scores.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
+import re
+import subprocess
+import tempfile
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
+import triton
 
 from nntile_py.graph.graph import Graph
 from nntile_py.graph.lowering import lower
 from nntile_py.tasks import interpret as interpreter
 from nntile_py.tasks import launch
 from nntile_py.tasks.attention import attention
+from nntile_py.tasks.attention_segments_triton import names_of
 from nntile_py.tasks.mask import Mask
 from nntile_py.tiles import Tile, Tiling
 from nntile_py.tiles.dtypes import DTYPES
@@ -86,12 +94,6 @@ class Ours:
         interpreter.interpret([task], [self.tiles[a.tile] for a in task.accesses], SLOTS, way=way)
 
 
-def name_of(way: tuple[launch.Launch, ...]) -> str:
-    options = dict(way[0].constexprs)
-    kind = "passes" if len(way) > 1 else "online" if options.get("ONLINE") else "whole"
-    return f"{kind} {options['ROWS']}x{options['KEYS']}"
-
-
 def expected(qkv: torch.Tensor, bounds: list[int], d_out: torch.Tensor, causal: bool) -> list[torch.Tensor]:
     """The output and the gradient in fp32, a sequence at a time."""
     outs, grads = [], []
@@ -129,14 +131,43 @@ def measure(count: int, longest: int, o: Any) -> None:
             try:
                 us = timed(lambda t=task, w=number: ours.run(t, w))  # type: ignore[misc]
             except Exception as error:  # what Triton raises where a kernel needs more than the GPU has: any of many
-                print(f"{name_of(way)}: {type(error).__name__}: {str(error)[:100]}")
+                print(f"{names_of([way])}: {type(error).__name__}: {str(error)[:100]}")
                 continue
             got = (ours.grad if direction else ours.out).view(want[direction].shape).float()
-            found.append((name_of(way), us, float((got - want[direction]).norm() / want[direction].norm())))
+            found.append((names_of([way]), us, float((got - want[direction]).norm() / want[direction].norm())))
         base, best = found[0][1], min(us for _, us, _ in found[1:])
         cells = ", ".join(f"{name} {us:.1f}" + (f" (error {wrong:.0e})" if wrong else "") for name, us, wrong in found)
         print(f"{count} x {longest}, {tokens} tokens, {'backward' if direction else 'forward'}: {cells};"
               f" ATen / best of ours {base / best:.2f}", flush=True)  # fmt: skip
+
+
+def loop_of(cubin: bytes) -> int:
+    """Instructions of the shortest loop that has products of matrices; 0: there is none."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        told = subprocess.run(
+            [triton.knobs.nvidia.cuobjdump.path, "-sass", file.name], capture_output=True, text=True, check=True
+        ).stdout
+    places = [(int(at, 16), text) for at, text in re.findall(r"^\s+/\*([0-9a-f]{4,})\*/\s+(.*?);", told, re.M)]
+    loops = []
+    for at, text in places:
+        back = re.search(r"\bBRA\b.*\b0x([0-9a-f]+)", text)
+        body = [one for place, one in places if back and int(back[1], 16) <= place <= at]
+        loops += [len(body)] if any("MMA" in one for one in body) else []
+    return min(loops, default=0)
+
+
+def count_instructions(longest: int, o: Any) -> None:
+    """Of each kernel with a loop."""
+    qkv = torch.zeros(longest, 3, o.heads, o.head_dim, dtype=torch.bfloat16)
+    for task in Ours(qkv, torch.tensor([0, longest]), qkv[:, 0], longest, o).tasks:
+        for one in (one for way in launch.load()[task.kernel]([task]).ways for one in way):
+            sizes = dict(one.constexprs)
+            length = loop_of(launch.compile_launch(one, 90).cubin)
+            each = length * 32 * one.warps / (sizes["ROWS"] * sizes["KEYS"])
+            if length:
+                print(f"{longest} positions, {names_of([(one,)])}: {each:.1f} instructions an element")
 
 
 def main() -> None:
@@ -147,7 +178,12 @@ def main() -> None:
     parser.add_argument("--alpha", type=float, default=0.6)
     parser.add_argument("--dropout", type=float, default=0.0)
     parser.add_argument("--causal", action="store_true")
+    parser.add_argument("--instructions", action="store_true")
     o = parser.parse_args()
+    if o.instructions:
+        for row in o.table.split(","):
+            count_instructions(int(row.split("x")[1]), o)
+        return
     torch.manual_seed(0)
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, bf16, {o.heads} heads of {o.head_dim},"
           f" alpha {o.alpha}, dropout {o.dropout}; us; with dropout the error is that of the draws")  # fmt: skip
