@@ -20,6 +20,7 @@ namespace {
 
 constexpr size_t kWorkspace = 64 << 20;
 constexpr int kCandidates = 8;
+constexpr float kShort = 0.04f;  // ms
 
 void require(cublasStatus_t status, const char* what) {
   if (status != CUBLAS_STATUS_SUCCESS) throw std::runtime_error(std::string(what) + ": " + cublasGetStatusString(status));
@@ -176,7 +177,10 @@ class Matmul {
     int best = 0;
     float least = std::numeric_limits<float>::infinity();
     for (size_t k = 0; k < found.size() && found.size() > 1; ++k) {
-      const float ms = least_ms([&] { return matmul(call, found[k].algo, workspace) == CUBLAS_STATUS_SUCCESS; });
+      const auto run = [&] { return matmul(call, found[k].algo, workspace) == CUBLAS_STATUS_SUCCESS; };
+      float ms = least_ms(run);
+      if (ms < kShort)  // with launching; several in a row are launched while the first ones run
+        ms = least_ms([&] { return run() && run() && run() && run() && run() && run() && run() && run(); }) / 8;
       if (ms < least) least = ms, best = static_cast<int>(k);
     }
     if (found.size() > 1 && least == std::numeric_limits<float>::infinity())

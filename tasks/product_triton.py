@@ -35,6 +35,7 @@ from .launch import (
     tile,
 )
 from .live import Live
+from .overlap_triton import bring, wait_here
 from .product_epilogue_triton import activated, block_of, times_derivative
 from .product_tma_triton import persistent
 
@@ -71,6 +72,20 @@ def _sum(
 
 
 @triton.jit
+def _bring(B, row, col, first, last, n, k, B_BY_K: tl.constexpr, COLUMNS: tl.constexpr):
+    """What a block reads of b, which in inference are weights: in memory, not in the cache, and there already while the
+    kernel ahead computes a. Those of the first row ask, as the others want the same."""
+    if row == 0:
+        if B_BY_K:
+            bring(B, col, first, last, n, k, COLUMNS, 256 // COLUMNS)
+        else:
+            lines: tl.constexpr = (COLUMNS + 63) // 64
+            for at in range(first, last, 128):
+                bring(B, at, col, col + 1, k, n, 128, lines)
+    wait_here()
+
+
+@triton.jit
 def _product(
     OUT, PRE, A, B, BIAS, RESIDUAL, AUX, m, n, k, scale,
     B_BY_K: tl.constexpr, KIND: tl.constexpr, BIASED: tl.constexpr, ADDED: tl.constexpr, KEEPS: tl.constexpr,
@@ -82,6 +97,7 @@ def _product(
 
     HALVES: of a block's columns are finished in turns, which takes fewer registers."""
     row, col = block_of(tl.program_id(0), m, n, ROWS, COLUMNS, GROUP)
+    _bring(B, row, col, 0, k, n, k, B_BY_K, COLUMNS)
     total = _sum(A, B, row, col, 0, k, m, n, k, B_BY_K, EVEN, ROWS, COLUMNS, DEPTH, STAGES)
     if HALVES:
         half: tl.constexpr = COLUMNS // 2
@@ -130,6 +146,7 @@ def _part(
     part, size = tl.program_id(1), tl.cdiv(k, DEPTH * PARTS) * DEPTH
     first = part * size
     last = tl.minimum(first + size, k)
+    _bring(B, row, col, first, last, n, k, B_BY_K, COLUMNS)
     total = _sum(A, B, row, col, first, last, m, n, k, B_BY_K, EVEN, ROWS, COLUMNS, DEPTH, STAGES)
     rows, cols = row + tl.arange(0, ROWS), col + tl.arange(0, COLUMNS)
     at = (part * m + rows).to(tl.int64)[:, None] * n + cols[None, :]
@@ -192,23 +209,37 @@ DEEP = [
     Way(64, 16, 128, 5, 4), Way(64, 16, 256, 4, 4), Way(32, 16, 256, 4, 4), Way(64, 32, 128, 4, 4, parts=4),
     Way(64, 64, 128, 3, 4, parts=6), Way(64, 64, 64, 5, 4),
 ]  # fmt: skip
-SOME = [Way(128, 128, 64, 3, 8, halves=True), Way(128, 64, 64, 4, 4), Way(64, 128, 64, 3, 4, halves=True)]
+# To 2048 rows: those whose blocks fill the GPU are measured.
+SOME = [
+    Way(64, 16, 128, 5, 4), Way(64, 32, 128, 4, 4), Way(64, 64, 64, 5, 4), Way(64, 64, 128, 3, 4),
+    Way(64, 128, 64, 4, 4), Way(64, 128, 64, 3, 4, halves=True), Way(128, 64, 64, 4, 4), Way(128, 128, 64, 4, 8),
+    Way(128, 128, 64, 3, 8, halves=True),
+]  # fmt: skip
+PARTS = [
+    Way(64, 64, 128, 3, 4, parts=2), Way(64, 64, 128, 3, 4, parts=4), Way(128, 64, 64, 4, 4, parts=2),
+    Way(128, 128, 64, 4, 8, parts=2), Way(128, 128, 64, 4, 8, parts=4),
+]  # fmt: skip
 # Of an H200's 640 to 19 712 rows, n 3072, k 768; 128x256 is slower everywhere.
 TWICE = Way(128, 128, 64, 3, 8, width=32, programs=2)
 MANY = [TWICE, TWICE._replace(flatten=False)]
 ONCE = Way(128, 128, 64, 4, 8, width=64)
 MULTIPROCESSORS = 132  # of an H200; elsewhere it is as right
+FILLED = range(MULTIPROCESSORS // 2, 3 * MULTIPROCESSORS)  # programs
 
 
 def ways_of(sizes: Sizes, e: EpilogueArgs) -> list[Way]:
     """Ways to measure; none: cuBLASLt and, where there is an activation, a kernel behind it."""
-    if sizes.m <= (256 if e.activation >= 0 else 128):  # of 154 rows, no activation: cuBLASLt 5.7 us, these 7.3
-        return DEEP if sizes.n <= 4096 <= 2 * sizes.k else FEW
-    if e.activation < 0:
-        return []
+    deep = sizes.n <= 4096 <= 2 * sizes.k
+    if sizes.m <= (256 if e.activation >= 0 else 128):
+        return DEEP if deep else FEW
     if sizes.m > 2048:
-        return [] if e.residual else MANY
-    return SOME if sizes.m < 512 or e.residual else [*SOME, TWICE, ONCE]
+        return MANY if e.activation >= 0 and not e.residual else []
+    some = [way for way in (*SOME, *(PARTS if deep else ())) if programs_of(way, sizes) in FILLED]
+    return some if e.activation < 0 or e.residual or sizes.m < 512 else [*some, TWICE, ONCE]
+
+
+def programs_of(way: Way, sizes: Sizes) -> int:
+    return int(ceil_div(sizes.m, way.rows)) * ceil_div(sizes.n, way.columns) * way.parts
 
 
 class Sizes(NamedTuple):
@@ -291,7 +322,7 @@ def _persistent_launch(w: Way, task: Task, a: ContractArgs, sizes: Sizes) -> Lau
     out, other = last if e.keep_pre else 0, last if e.aux else 0
     block, rows_of_b = (w.rows, w.width), (n, k) if b_by_k else (k, n)
     return launch(
-        persistent, min(int(ceil_div(m, w.rows)) * ceil_div(n, w.columns), w.programs * MULTIPROCESSORS),
+        persistent, min(programs_of(w, sizes), w.programs * MULTIPROCESSORS),
         Matrix(tile(task, out), m, n, block), Matrix(tile(task, other), m, n, block),
         Matrix(tile(task, 1), m, k, (w.rows, w.depth)),
         Matrix(tile(task, 2), *rows_of_b, (w.columns, w.depth) if b_by_k else (w.depth, w.columns)),

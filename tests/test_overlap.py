@@ -41,6 +41,20 @@ for pdl in False, True:
     print(pdl, list(dict.fromkeys(found)))
 assert triton.knobs.runtime.add_stages_inspection_hook is None
 
+from operators_contract import linear
+case = Case({"batch": 1, "seq": 64, "embed": 768, "ffn": 3072}, "bf16")
+linear(b="ffn embed", bias="ffn", activation="gelu")(case)
+(task,) = lower(case.graph, Tiling({})).tasks.tasks
+compiler = triton.compile
+for way in launch.describer(task.kernel)([task]).ways:
+    texts = []
+    triton.compile = lambda *given, **options: texts.append(made := compiler(*given, **options)) or made
+    launch.compile_launch(way[0], 90)
+    ahead, _, behind = texts[0].asm["ptx"].partition("griddepcontrol.wait")
+    names = "prefetch.global.L2|ld.global|cp.async|st.global"
+    print({*re.findall(names, ahead)}, {*re.findall(names, behind)} >= {"cp.async", "st.global"})
+triton.compile = compiler
+
 other, launch.compiled_so = replace(one, warps=8), nullcontext
 launch.compile_launch(other, 90)
 launch._compile.cache_clear()
@@ -58,7 +72,8 @@ def compiled(python: Python, folder: Path, **env: str) -> list[str]:
 def test_kernels_wait_before_they_read(python: Python, tmp_path: Path) -> None:
     waiting = ["griddepcontrol.wait", "griddepcontrol.launch_dependents", "ld.global", "st.global"]
     *made, kept = compiled(python, tmp_path)
-    assert made == ["80 False", "90 True", f"False {waiting[2:]}", f"True {waiting}"]
+    assert made[:4] == ["80 False", "90 True", f"False {waiting[2:]}", f"True {waiting}"]
+    assert {*made[4:]} == {"{'prefetch.global.L2'} True"}  # products: of the weights, and nothing else, ahead of it
     assert kept == "kept False"  # Triton's cache has it as it was compiled otherwise
 
 

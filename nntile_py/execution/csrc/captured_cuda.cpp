@@ -2,10 +2,13 @@
 
 #include <ATen/cuda/CUDAGraph.h>
 #include <ATen/ops/empty.h>
+#include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAException.h>
 
 #include <algorithm>
+#include <utility>
 
+#include "choices.h"
 #include "internal.h"
 #include "on_cuda.h"
 #include "profile.h"
@@ -28,6 +31,8 @@ namespace {
 
 constexpr size_t kGraphs = 80;       // of one program at a time
 constexpr size_t kMostMade = 1024;   // in all: its slots, or the places of its tiles, change too often
+constexpr int kTimed = 5;            // launches of a graph that is timed
+constexpr float kGain = 0.998f;      // of the time that another way has to be below, to be taken
 
 std::vector<Captured*> holding;  // the main thread's, as are holds and the bytes held
 size_t held_bytes = 0;
@@ -178,7 +183,9 @@ void Captured::on_worker(const std::vector<double>& slots, void** buffers, c10::
     if (graph.launched && broken().empty()) {
       try {
         if (made_ >= kMostMade) throw TaskError("it was captured " + std::to_string(made_) + " times");
+        choose(slots, buffers, device);
         capture(graph, slots, buffers, device);
+        ++made_;
         graph.addresses = std::move(addresses);
         return graph.graph->replay();
       } catch (const std::exception& error) {
@@ -198,7 +205,8 @@ void Captured::on_worker(const std::vector<double>& slots, void** buffers, c10::
 void Captured::capture(Graph& graph, const std::vector<double>& slots, void** buffers, c10::Device device) {
   if (graph.graph) C10_CUDA_CHECK(cudaStreamSynchronize(task_stream()));  // it may run
   graph.graph.reset();
-  if (std::none_of(graphs_.begin(), graphs_.end(), [](const auto& one) { return one.second.graph != nullptr; }))
+  const auto there = [](const auto& one) { return one.second.graph != nullptr; };
+  if (!pool_held_ && std::none_of(graphs_.begin(), graphs_.end(), there))
     pool_ = at::cuda::graph_pool_handle();  // one that was given back is no more
   graph.graph = std::make_unique<at::cuda::CUDAGraph>();
   auto& made = *graph.graph;
@@ -223,11 +231,69 @@ void Captured::capture(Graph& graph, const std::vector<double>& slots, void** bu
   }
   cudaGetLastError();
   if (error) std::rethrow_exception(error);
-  ++made_;
+}
+
+// Of a launch among others.
+float Captured::milliseconds(Graph& graph) {
+  const auto run = [&] {
+    for (int k = 0; k < kTimed; ++k) graph.graph->replay();
+    return true;
+  };
+  run();
+  return least_ms(run) / kTimed;
+}
+
+// The ways of parts for which none is chosen yet: one part after the other, the others as they are by then.
+void Captured::choose(const std::vector<double>& slots, void** buffers, c10::Device device) {
+  std::vector<std::pair<std::string, size_t>> open;
+  for (const auto& item : items_)
+    if (const auto* record = std::get_if<const TaskRecord*>(&item))
+      for (const auto& body : (*record)->bodies)
+        if (const auto count = count_ways(body); count > 1 && ways_.emplace(body.key, 0).second)
+          open.emplace_back(body.key, count);
+  if (open.empty()) return;
+  walk(slots, buffers, device, false);  // kernels in C++, the first way, choose their algorithms before others do
+  for (const auto& [key, count] : open) ways_[key] = fastest_alone(key);
+  Graph held, tried;  // the first keeps the memory that all of them use
+  const auto timed = [&](Graph& graph) {
+    walk(slots, buffers, device, false);  // loads kernels
+    capture(graph, slots, buffers, device);
+    return milliseconds(graph);
+  };
+  try {
+    for (const auto& [key, count] : open) {
+      auto& way = ways_[key];
+      const auto fastest = [&] {
+        if (!held.graph) timed(held);
+        pool_held_ = true;
+        size_t best = way;
+        float least = timed(tried);
+        for (way = 0; way < count; ++way) {
+          if (way == best) continue;
+          const float ms = timed(tried);
+          if (ms < kGain * least) best = way, least = ms;
+        }
+        return static_cast<int>(best);
+      };
+      way = std::min(static_cast<size_t>(chosen(launches_file(), "in a graph, " + key, fastest)), count - 1);
+    }
+  } catch (...) {  // see on_worker
+    pool_held_ = false;
+    for (auto* graph : {&held, &tried}) [[maybe_unused]] const auto* kept = graph->graph.release();
+    throw;
+  }
+  if (!std::exchange(pool_held_, false)) return;
+  held.graph.reset();
+  tried.graph.reset();
+  c10::cuda::CUDACachingAllocator::emptyCache();
 }
 
 // All tasks in order, on the worker's stream.
 void Captured::walk(const std::vector<double>& slots, void** buffers, c10::Device device, bool captures) const {
+  struct Chosen {
+    explicit Chosen(const Ways& ways) { ways_in_graph = &ways; }
+    ~Chosen() { ways_in_graph = nullptr; }
+  } of_graph(ways_);
   std::unordered_map<const Tile*, starpu_variable_interface> places;
   std::unordered_map<const Tile*, at::Tensor> own;
   const auto put = [&](const Tile* tile, void* address) {
