@@ -2,8 +2,8 @@
 
 Their blocks take their places while the last blocks of that kernel run, then wait for all that it writes: programmatic
 dependent launch (CUDA C++ Programming Guide), from compute capability 9.0 on. Each of our kernels waits before it reads
-or writes, so a kernel that has ended has all those before it behind it, whether or not the next one waits. What a kernel
-may do ahead of it (`wait_here`) is to ask for what it will read to be brought into the L2 cache, which all of the GPU
+or writes, so a kernel that has ended has all those before it behind it, whether or not the next one waits. All that one
+may do ahead of that (`wait_here`) is to ask for what it will read to be brought into the L2 cache, which all of the GPU
 shares: whoever writes there meanwhile writes into that cache.
 """
 

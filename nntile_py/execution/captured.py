@@ -13,7 +13,7 @@ from nntile_py.errors import ConfigError, TaskError
 from nntile_py.execution.program import Store, programs
 from nntile_py.execution.python_task import bound
 from nntile_py.execution.runtime import Runtime
-from nntile_py.tiles import Access, Slot, TaskList, Tile
+from nntile_py.tiles import Access, TaskList, Tile
 from nntile_py.tiles.tasklist import Task
 
 SHARE = 4  # graphs, and the weights that stay beside them, take one part in so many of what tiles may take
@@ -52,8 +52,6 @@ def refusal(tasks: TaskList) -> str:
             return f"{part.op} runs a task in Python"
         if any(access.mode == "REDUX" for access in part.accesses):
             return f"{part.op} adds by reduction"
-        if changing := [value.name for value in part.floats if isinstance(value, Slot)]:
-            return f"{part.op} takes {changing[0]}, which differs from run to run"
     if changed := [access.tile for access in roles(tasks).accesses if access.mode not in ("R", "W")]:
         return f"it changes {changed[0]}, which outlives it"
     return ""
@@ -109,6 +107,7 @@ class Served:
         self._native = _core.Captured(
             self._program.native, [store.handle(tile) for tile in weights], [store.handle(a.tile) for a in accesses],
             [a.mode for a in accesses], 2 * tasks.peak_bytes(0),  # of a graph, and of runs without one
+            [number for number, name in enumerate(self._program.slots) if name not in self._most],
         )  # fmt: skip
 
     def _refusal(self) -> str:
@@ -116,6 +115,10 @@ class Served:
         if not runtime or runtime.cuda != 1 or runtime.cpus:
             return "it needs a runtime of one GPU and no CPU workers"
         return refusal(self._program.list)
+
+    @property
+    def slots(self) -> list[str]:
+        return self._program.slots
 
     @property
     def graphs(self) -> int:
@@ -136,8 +139,9 @@ class Served:
         most = (self._runtime.cuda_memory or 0) // SHARE if self._runtime else 0
         if not self._native.hold(most):
             return self._without(f"it finds no room in {most >> 20} MiB, a {SHARE}th of runtime.cuda_memory")
-        filled = [float(rounded(slots[name], self._most[name])) for name in self._program.slots]
-        number = self._native.run(filled)
+        of = self._most
+        given = [rounded(slots[name], of[name]) if name in of else slots[name] for name in self._program.slots]
+        number = self._native.run([float(value) for value in given])
         if Runtime.watched is not None:
             Runtime.watched.append((number, self._list))
         return True

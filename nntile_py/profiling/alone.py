@@ -16,6 +16,7 @@ from nntile_py import _core
 from nntile_py.analysis.operators import Analysis, Peaks, Row, alone, looks
 from nntile_py.config.run import RunConfig, runtime_options
 from nntile_py.config.spec import step_spec
+from nntile_py.execution.captured import Served
 from nntile_py.execution.program import Program, Store, programs
 from nntile_py.execution.runtime import Runtime
 from nntile_py.graph.graph import Graph
@@ -108,21 +109,24 @@ def runner(op: Op, cuts: Tiling, config: RunConfig, room: int = 0) -> Callable[[
     return run
 
 
-def small_program(made: tuple[Graph, Lowering], config: RunConfig) -> Callable[[int], None]:
-    """The task list of a small graph, on random values."""
+def small_program(
+    made: tuple[Graph, Lowering], config: RunConfig, captured: bool | None = False
+) -> Callable[[int], None]:
+    """The task list of a small graph, on random values. captured: as a CUDA graph, see Served."""
     graph, low = made
     store = Store()
     write_random(low, store, [t for t in graph.tensors.values() if t.kind in ("input", "param")])
-    return _each(programs([low.tasks], store, config.precision == "tf32"))
+    return _each([Served(low.tasks, store, tf32=config.precision == "tf32", captured=captured)])
 
 
-def _each(made: Sequence[Program]) -> Callable[[int], None]:
-    """What runs so many programs, each in its turn."""
-    turns = itertools.cycle(made)
+def _each(made: Sequence[Program | Served]) -> Callable[[int], None]:
+    """What runs so many programs, each in its turn. Every run has a seed of its own."""
+    turns, seeds = itertools.cycle(made), itertools.count(1)
 
     def run(count: int) -> None:
         for program in itertools.islice(turns, count):
-            program.run({slot: SLOTS.get(slot, 1.0) for slot in program.slots})
+            slots = SLOTS | {"dropout_seed": float(next(seeds))}
+            program.run({slot: slots.get(slot, 1.0) for slot in program.slots})
         Runtime.wait()
 
     return run

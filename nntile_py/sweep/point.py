@@ -90,7 +90,7 @@ def measure(config: RunConfig, how: Measure, running: ExitStack) -> dict[str, An
         return facts | {"seconds": plan.seconds}
     if how.how == "operators":
         return facts | _operators(config, how)
-    timed = _timed(config, how, step if whole else small_program(built.graphs[0], config))
+    timed = _timed(config, how, step if whole else small_program(built.graphs[0], config, how.captured))
     seconds = timed["seconds"]
     rates = {"gflop_per_s": built.flop / seconds / 1e9, "us_per_task": seconds / max(plan.tasks, 1) * 1e6}
     return facts | timed | rates

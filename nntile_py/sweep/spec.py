@@ -61,9 +61,9 @@ class Measure(Section):
     alpha: Part = 1.0
     """Of training steps and forward passes: the mean length of the sequences, as a part of train.seq."""
     captured: Switch | None = None
-    """Of forward passes on one GPU: whether they run as a CUDA graph; null: where that is faster. Of torch_compile's
-    `encoder` and `mha` on a GPU: true: each phase as one CUDA graph; null: kernels are launched
-    one by one."""
+    """Of forward passes, and of `encoder` and other small graphs, on one GPU: whether they run as a CUDA graph; null:
+    where that is faster. Of torch_compile's `encoder` and `mha` on a GPU: true: each phase as one CUDA graph; null:
+    kernels are launched one by one."""
     autotune: Switch = False
     """Of torch_compile's `encoder` and `mha`: its mode max-autotune, without the graphs that `captured` makes."""
     stacked: Switch = False
@@ -96,9 +96,9 @@ class Measure(Section):
             )
         layer = self.work in ("encoder", "mha") and self.contestant != "nntile"
         compiled = layer and self.contestant == "torch_compile"
-        forward = (self.contestant, self.how, self.work in FORWARD) == ("nntile", "run", True)
-        if self.captured is not None and not forward and not compiled:
-            need = f"null where no forward pass of this project is run (measure.work: {', '.join(FORWARD)})"
+        ours = (self.contestant, self.how, self.work != "train") == ("nntile", "run", True)
+        if self.captured is not None and not ours and not compiled:
+            need = "null where measure.work is train, measure.how not run, or measure.contestant not nntile"
             raise ConfigError(f"measure.captured: got {str(self.captured).lower()}; allowed: {need}")
         for name, may, by in (("autotune", compiled, "torch_compile"), ("stacked", layer, "PyTorch")):
             if getattr(self, name) and not may:

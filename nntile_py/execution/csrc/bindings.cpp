@@ -361,14 +361,15 @@ PYBIND11_MODULE(_core, m) {
 #ifdef NNTILE_CUDA
   py::class_<Captured, std::unique_ptr<Captured, DropCaptured>>(m, "Captured")
       .def(py::init([](Program& program, std::vector<std::shared_ptr<Tile>> weights,
-                       std::vector<std::shared_ptr<Tile>> tiles, const std::vector<std::string>& names, size_t own) {
+                       std::vector<std::shared_ptr<Tile>> tiles, const std::vector<std::string>& names, size_t own,
+                       std::vector<int> changing) {
              std::vector<int> modes;
              for (const auto& name : names) modes.push_back(mode_of(name));
              return std::unique_ptr<Captured, DropCaptured>(
-                 new Captured(program, std::move(weights), std::move(tiles), std::move(modes), own));
+                 new Captured(program, std::move(weights), std::move(tiles), std::move(modes), own, std::move(changing)));
            }),
            py::arg("program"), py::arg("weights"), py::arg("tiles"), py::arg("modes"), py::arg("own"),
-           py::keep_alive<1, 2>())
+           py::arg("changing"), py::keep_alive<1, 2>())
       .def("hold", &Captured::hold, release())
       .def("let_go", &Captured::let_go, release())
       .def("run", &Captured::run, release())

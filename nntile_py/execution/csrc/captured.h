@@ -22,8 +22,9 @@ class Captured {
  public:
   // weights: tiles that are only read, and stay on the device; tiles, modes: what it reads or writes besides, the task's
   // own. All others it writes before it reads them: they have no handles here. own: the most bytes they take together.
+  // changing: slots that differ from run to run; each set of the others has a graph of its own.
   Captured(Program& program, std::vector<std::shared_ptr<Tile>> weights, std::vector<std::shared_ptr<Tile>> tiles,
-           std::vector<int> modes, size_t own);
+           std::vector<int> modes, size_t own, std::vector<int> changing);
   Captured(const Captured&) = delete;
   void drop();  // deletes it; where tasks in flight cannot be waited for they keep it, for ever
 
@@ -44,21 +45,25 @@ class Captured {
 
   bool acquire(size_t most);
   void on_worker(const std::vector<double>& slots, void** buffers, c10::Device device);
+  std::vector<double> fixed(std::vector<double> slots) const;  // with 0 for those that change
+  void launch(Graph& graph, const std::vector<double>& slots);
   void choose(const std::vector<double>& slots, void** buffers, c10::Device device);
   float milliseconds(Graph& graph);
   void capture(Graph& graph, const std::vector<double>& slots, void** buffers, c10::Device device);
+  std::vector<std::pair<int, int>> changing_of(const TaskRecord& record, const TaskBody& body) const;
   void walk(const std::vector<double>& slots, void** buffers, c10::Device device, bool captures) const;
 
   Program& program_;
   std::vector<Item> items_;  // the program's, which stay where they are
   std::vector<std::shared_ptr<Tile>> weights_, tiles_;
   std::vector<int> modes_;
+  std::vector<int> changing_;
   size_t own_;
   double flop_ = 0;
   bool holds_ = false;
   std::atomic<size_t> missing_{0};  // weights that are on their way
   std::vector<void*> addresses_;    // of the weights
-  std::map<std::vector<double>, Graph> graphs_;  // by slots; the worker's
+  std::map<std::vector<double>, Graph> graphs_;  // by slots that do not change; the worker's
   std::unordered_map<std::string, size_t> ways_;  // see on_cuda.h; the worker's
   std::pair<unsigned long long, unsigned long long> pool_;  // of ATen's memory: one for all of them, as they run in turn
   bool pool_held_ = false;  // by a graph that is none of those

@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "changing.h"
 #include "choices.h"
 #include "internal.h"
 #include "on_cuda.h"
@@ -18,6 +19,7 @@ namespace nntile {
 struct Captured::Graph {
   bool launched = false;          // one by one
   std::vector<void*> addresses;   // of the task's tiles, when it was captured
+  Changing changing;
   std::unique_ptr<at::cuda::CUDAGraph> graph;
 };
 
@@ -44,8 +46,10 @@ unsigned device_node() {
 }  // namespace
 
 Captured::Captured(Program& program, std::vector<std::shared_ptr<Tile>> weights,
-                   std::vector<std::shared_ptr<Tile>> tiles, std::vector<int> modes, size_t own)
-    : program_(program), weights_(std::move(weights)), tiles_(std::move(tiles)), modes_(std::move(modes)), own_(own) {
+                   std::vector<std::shared_ptr<Tile>> tiles, std::vector<int> modes, size_t own,
+                   std::vector<int> changing)
+    : program_(program), weights_(std::move(weights)), tiles_(std::move(tiles)), modes_(std::move(modes)),
+      changing_(std::move(changing)), own_(own) {
   if (!program.finished_) program.finish();
   for (const auto& item : program.items_) {
     if (const auto* tile = std::get_if<std::shared_ptr<Tile>>(&item)) {
@@ -174,12 +178,13 @@ void Captured::on_worker(const std::vector<double>& slots, void** buffers, c10::
   guarded("captured", [&] {
     std::vector<void*> addresses;
     for (size_t k = 0; k < tiles_.size(); ++k) addresses.push_back(pointer(buffers[k]));
-    if (graphs_.size() >= kGraphs && !graphs_.contains(slots)) {
+    const auto key = fixed(slots);
+    if (graphs_.size() >= kGraphs && !graphs_.contains(key)) {
       C10_CUDA_CHECK(cudaStreamSynchronize(task_stream()));  // one of them may run
       graphs_.clear();
     }
-    auto& graph = graphs_[slots];
-    if (graph.graph && graph.addresses == addresses) return graph.graph->replay();
+    auto& graph = graphs_[key];
+    if (graph.graph && graph.addresses == addresses) return launch(graph, slots);
     if (graph.launched && broken().empty()) {
       try {
         if (made_ >= kMostMade) throw TaskError("it was captured " + std::to_string(made_) + " times");
@@ -187,7 +192,7 @@ void Captured::on_worker(const std::vector<double>& slots, void** buffers, c10::
         capture(graph, slots, buffers, device);
         ++made_;
         graph.addresses = std::move(addresses);
-        return graph.graph->replay();
+        return launch(graph, slots);
       } catch (const std::exception& error) {
         // Where it was not ended, ATen's allocators may ask it for ever whether memory is for it.
         [[maybe_unused]] const auto* kept = graph.graph.release();
@@ -201,6 +206,16 @@ void Captured::on_worker(const std::vector<double>& slots, void** buffers, c10::
   });
 }
 
+std::vector<double> Captured::fixed(std::vector<double> slots) const {
+  for (const auto slot : changing_) slots.at(static_cast<size_t>(slot)) = 0;
+  return slots;
+}
+
+void Captured::launch(Graph& graph, const std::vector<double>& slots) {
+  graph.changing.set(graph.graph->raw_cuda_graph_exec(), slots);
+  graph.graph->replay();
+}
+
 // ATen's allocator gives a graph memory of its own, which no other kernels get while the graph is there.
 void Captured::capture(Graph& graph, const std::vector<double>& slots, void** buffers, c10::Device device) {
   if (graph.graph) C10_CUDA_CHECK(cudaStreamSynchronize(task_stream()));  // it may run
@@ -208,7 +223,8 @@ void Captured::capture(Graph& graph, const std::vector<double>& slots, void** bu
   const auto there = [](const auto& one) { return one.second.graph != nullptr; };
   if (!pool_held_ && std::none_of(graphs_.begin(), graphs_.end(), there))
     pool_ = at::cuda::graph_pool_handle();  // one that was given back is no more
-  graph.graph = std::make_unique<at::cuda::CUDAGraph>();
+  graph.graph = std::make_unique<at::cuda::CUDAGraph>(true);  // its nodes are asked for
+  graph.changing = {};
   auto& made = *graph.graph;
   {
     const c10::InferenceMode off(false);  // tensors that it makes for random numbers are everybody's
@@ -216,10 +232,12 @@ void Captured::capture(Graph& graph, const std::vector<double>& slots, void** bu
   }
   std::exception_ptr error;
   try {
+    changing = &graph.changing;
     walk(slots, buffers, device, true);
   } catch (...) {
     error = std::current_exception();
   }
+  changing = nullptr;
   try {
     made.capture_end();
   } catch (...) {  // it was made invalid by what has failed, or a kernel did what cannot be captured
@@ -231,6 +249,8 @@ void Captured::capture(Graph& graph, const std::vector<double>& slots, void** bu
   }
   cudaGetLastError();
   if (error) std::rethrow_exception(error);
+  graph.changing.finish();
+  made.instantiate();
 }
 
 // Of a launch among others.
@@ -288,6 +308,19 @@ void Captured::choose(const std::vector<double>& slots, void** buffers, c10::Dev
   c10::cuda::CUDACachingAllocator::emptyCache();
 }
 
+// Slots of a part of a task that change: of the floats from its own first one to the next part's.
+Changing::Slots Captured::changing_of(const TaskRecord& record, const TaskBody& body) const {
+  size_t end = record.floats.size();
+  for (const auto& other : record.bodies)
+    if (other.first_float > body.first_float) end = std::min(end, other.first_float);
+  Changing::Slots found;
+  for (const auto& [position, slot] : record.slots)
+    if (static_cast<size_t>(position) >= body.first_float && static_cast<size_t>(position) < end &&
+        std::find(changing_.begin(), changing_.end(), slot) != changing_.end())
+      found.emplace_back(position, slot);
+  return found;
+}
+
 // All tasks in order, on the worker's stream.
 void Captured::walk(const std::vector<double>& slots, void** buffers, c10::Device device, bool captures) const {
   struct Chosen {
@@ -324,6 +357,7 @@ void Captured::walk(const std::vector<double>& slots, void** buffers, c10::Devic
       at.push_back(&places[tile.get()]);
     }
     for (const auto& body : record.bodies) {
+      if (captures) changing->begin(body, changing_of(record, body));
       const auto run = [&] { run_on_cuda(body, floats.data(), at.data(), device); };
       if (captures) run();  // what it throws ends the capture
       else guarded(body.name, run);

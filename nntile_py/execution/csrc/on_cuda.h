@@ -3,6 +3,7 @@
 #ifdef NNTILE_CUDA
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
+#include <cuda.h>
 #include <starpu.h>
 #include <starpu_cuda.h>
 
@@ -12,6 +13,8 @@
 #include "kernel.h"
 
 namespace nntile {
+
+void require(CUresult result, const char* what);  // throws TaskError
 
 void start_cuda();  // on every CUDA worker: what is slow the first time
 

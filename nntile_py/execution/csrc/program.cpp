@@ -3,6 +3,9 @@
 #include <map>
 #include <unordered_map>
 
+#ifdef NNTILE_CUDA
+#include "changing.h"
+#endif
 #include "on_cuda.h"
 #include "internal.h"
 #include "profile.h"
@@ -96,6 +99,7 @@ Codelet* get_codelet(const std::string& name, bool cpu, bool cuda) {
 #ifdef NNTILE_CUDA
 void run_on_cuda(const TaskBody& body, const double* floats, void** buffers, c10::Device device) {
   if (!body.ways.empty()) return run_launches(body, floats, buffers, device);
+  if (changing) changing->refuse();
   after_own_kernel = false;
   if (body.python.call) return run_python(body, floats, buffers, device.index(), task_stream());
   Args args(body, floats, buffers, device);

@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <map>
 
+#include "changing.h"
 #include "choices.h"
 #include "on_cuda.h"
 #include "internal.h"
@@ -21,16 +22,12 @@ struct CudaBinary {
   CUkernel kernel = nullptr;
 };
 
-namespace {
-
 void require(CUresult result, const char* what) {
   if (result == CUDA_SUCCESS) return;
   const char* text = nullptr;
   cuGetErrorString(result, &text);
   throw TaskError(std::string(what) + ": " + (text ? text : "unknown CUDA error"));
 }
-
-}  // namespace
 
 std::shared_ptr<CudaBinary> load_binary(const std::string& cubin, const std::string& name, unsigned shared) {
   static std::map<std::string, std::shared_ptr<CudaBinary>> loaded;  // for as long as the process lives
@@ -86,13 +83,7 @@ void run_way(const TaskBody& body, const std::vector<Launch>& launches, const do
                                    cudaMemcpyHostToDevice, task_stream()));
   }
   for (const auto& launch : launches) {
-    union Value {
-      void* pointer;
-      int32_t int32;
-      int64_t int64;
-      float fp32;
-    };
-    std::array<Value, 64> values{};
+    std::array<Parameter, 64> values{};
     std::array<void*, 64> parameters{};
     std::array<CUtensorMap, 8> maps;
     size_t count = 0, mapped = 0;
@@ -126,6 +117,7 @@ void run_way(const TaskBody& body, const std::vector<Launch>& launches, const do
                                 launch.overlaps && (after_own_kernel || !captured) ? 1u : 0u};
     require(cuLaunchKernelEx(&config, reinterpret_cast<CUfunction>(launch.binary->kernel), parameters.data(), nullptr),
             "cuLaunchKernelEx");
+    if (changing) changing->add(launch, values.data(), task_stream());
     after_own_kernel = true;
   }
 }
@@ -149,6 +141,7 @@ void run_launches(const TaskBody& body, const double* floats, void** buffers, c1
   const bool cuda = body.cuda && !body.key.empty();
   const auto run = [&](size_t way) {  // a kernel in C++ is the first: it may choose an algorithm of its own
     if (way >= size_t{cuda}) return run_way(body, body.ways[way - cuda], floats, buffers);
+    if (changing) changing->refuse();
     after_own_kernel = false;
     Args args(body, floats, buffers, device);
     body.cuda(args);
