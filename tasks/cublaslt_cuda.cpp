@@ -7,7 +7,6 @@
 #include <algorithm>
 #include <limits>
 #include <map>
-#include <optional>
 #include <sstream>
 #include <utility>
 #include <vector>
@@ -105,14 +104,15 @@ class Matmul {
     shape({key.m, key.n, key.k});
   }
 
-  // A product of these sizes: by the algorithm of the key's where that can compute it, else by the library's first.
-  void run(const Call& call, const Sizes& now, void* workspace) {
+  // A product of these sizes: by one of the key's algorithms where that can compute it, else by the library's first.
+  void run(const Call& call, const Sizes& now, void* workspace, size_t way) {
     point(call);
-    if (now != sizes_) {
+    if (now != sizes_ || way != way_) {
       shape(now);
       cublasLtMatmulHeuristicResult_t result{};
-      const auto status = cublasLtMatmulAlgoCheck(handle(), desc_, b_, a_, d_, d_, &*chosen_, &result);
-      used_ = chosen_;
+      const auto status = cublasLtMatmulAlgoCheck(handle(), desc_, b_, a_, d_, d_, &found_.at(way).algo, &result);
+      used_ = found_[way].algo;
+      way_ = way;
       if (status != CUBLAS_STATUS_SUCCESS || result.workspaceSize > kWorkspace) {
         const auto found = proposed(1);
         if (found.empty()) {
@@ -122,23 +122,24 @@ class Matmul {
         used_ = found[0].algo;
       }
     }
-    require(matmul(call, *used_, workspace), "cublasLtMatmul");
+    require(matmul(call, used_, workspace), "cublasLtMatmul");
   }
 
   // Chooses one of those that the library proposes for the key's sizes, if it does: which, is measured where nobody has,
   // on a product of these sizes.
   void choose(const Call& call, const Sizes& now, void* workspace, const View& out) {
     point(call);  // how pointers are aligned has a say
-    const auto found = proposed(kCandidates);
-    if (found.empty()) return;
+    found_ = proposed(kCandidates);
+    if (found_.empty()) return;
     shape(now);
     const auto best = static_cast<size_t>(
-        chosen(products_file(), key_.text(), [&] { return fastest(call, workspace, out, found); }));
-    shape({key_.m, key_.n, key_.k});
-    chosen_ = used_ = found[best < found.size() ? best : 0].algo;
+        chosen(products_file(), key_.text(), [&] { return fastest(call, workspace, out, found_); }));
+    best_ = best < found_.size() ? best : 0;
+    sizes_ = {};
   }
 
-  bool supported() const { return chosen_.has_value(); }
+  size_t count() const { return found_.size(); }  // of algorithms
+  size_t best() const { return best_; }
 
   static cublasLtHandle_t handle() {  // belongs to the device that is current when it is made: a worker has one
     thread_local const cublasLtHandle_t handle = [] {
@@ -231,7 +232,9 @@ class Matmul {
 
   Key key_;
   Sizes sizes_{};  // that the layouts have
-  std::optional<cublasLtMatmulAlgo_t> chosen_, used_;  // for the key's sizes, for these
+  std::vector<cublasLtMatmulHeuristicResult_t> found_;
+  size_t best_ = 0, way_ = 0;   // of these: the fastest alone; the one that was used last
+  cublasLtMatmulAlgo_t used_{};  // for `sizes_`
   cublasLtMatmulDesc_t desc_;
   cublasLtMatrixLayout_t a_, b_, d_;
 };
@@ -265,8 +268,10 @@ void matmul(const View& out, const View& a_matrix, const View& b_matrix, double 
     made.choose(call, now, space, out);
     found = known.emplace(key, made).first;
   }
-  if (!found->second.supported()) throw Unsupported();
-  found->second.run(call, now, space);
+  auto& product = found->second;
+  if (!product.count()) throw Unsupported();
+  const auto name = [&] { return key.text(); };
+  product.run(call, now, space, way_to_take(products_file, name, product.count(), product.best()));
 }
 
 }  // namespace nntile

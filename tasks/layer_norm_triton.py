@@ -32,6 +32,7 @@ from .launch import (
 from .layer_norm import LayerNormArgs, LayerNormGradArgs, LayerNormStatArgs
 
 WIDEST = 16384  # elements of a row in registers
+MANY = 1024  # rows: ways to cut them are measured
 PROGRAMS = 264  # of the gradient, two for each SM of an H200; fixed, so that the order of the sums is
 
 
@@ -300,9 +301,15 @@ def _describe(task: Task) -> Launches:
     given = LayerNormArgs.of(task)
     mask, constants = _dropout(task, given.dropout, 2)
     args += [rows, n, float(given.eps), *mask]
-    return Launches(
-        (launch(_layer_norm, ceil_div(rows, blocks["ROWS"]), *args, HAS_RESIDUAL=has, **constants, **blocks),)
-    )
+    # Few rows a program start late where there are many programs; where rows are few, programs are.
+    more = (1, 2, 4) if rows >= MANY else (1,)
+    cuts = [blocks | {name: times * blocks[name] for name in ("ROWS", "warps")} for times in more]
+    ways = [
+        (launch(_layer_norm, ceil_div(rows, cut["ROWS"]), *args, HAS_RESIDUAL=has, **constants, **cut),) for cut in cuts
+    ]
+    names = ", ".join(f"{cut['ROWS']}x{cut['warps']}" for cut in cuts)
+    key = f"layer_norm {int(rows)} {n} {tile(task, 2).dtype} {int(has)} {int(given.dropout is not None)} of {names}"
+    return Launches(ways[0], others=tuple(ways[1:]), key=key if len(ways) > 1 else "")
 
 
 @launches("layer_norm_moments")

@@ -5,19 +5,18 @@
 #include <memory>
 #include <mutex>
 #include <string>
-#include <unordered_map>
 #include <utility>
 #include <variant>
 #include <vector>
 
+#include "choices.h"
 #include "runtime.h"
 
 namespace nntile {
 
 // For each set of slots, which a caller rounds so that there are few, the first run launches the kernels one by one, so
 // that whatever is measured, loaded or allocated once is there; the second captures them; the others launch the graph.
-// Which of several kernels for a task is the fastest may be another one between those of the graph than alone, where
-// its operands are in the cache and no kernel ends just before it: it is measured by the times of the whole graph.
+// Which kernels and algorithms are the fastest is measured by the times of the whole graph.
 class Captured {
  public:
   // weights: tiles that are only read, and stay on the device; tiles, modes: what it reads or writes besides, the task's
@@ -51,7 +50,7 @@ class Captured {
   float milliseconds(Graph& graph);
   void capture(Graph& graph, const std::vector<double>& slots, void** buffers, c10::Device device);
   std::vector<std::pair<int, int>> changing_of(const TaskRecord& record, const TaskBody& body) const;
-  void walk(const std::vector<double>& slots, void** buffers, c10::Device device, bool captures) const;
+  void walk(const std::vector<double>& slots, void** buffers, c10::Device device, bool guards);
 
   Program& program_;
   std::vector<Item> items_;  // the program's, which stay where they are
@@ -64,7 +63,7 @@ class Captured {
   std::atomic<size_t> missing_{0};  // weights that are on their way
   std::vector<void*> addresses_;    // of the weights
   std::map<std::vector<double>, Graph> graphs_;  // by slots that do not change; the worker's
-  std::unordered_map<std::string, size_t> ways_;  // see on_cuda.h; the worker's
+  Choices choices_;  // the worker's
   std::pair<unsigned long long, unsigned long long> pool_;  // of ATen's memory: one for all of them, as they run in turn
   bool pool_held_ = false;  // by a graph that is none of those
   std::atomic<size_t> made_{0};

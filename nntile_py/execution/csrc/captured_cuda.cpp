@@ -6,6 +6,7 @@
 #include <c10/cuda/CUDAException.h>
 
 #include <algorithm>
+#include <limits>
 #include <utility>
 
 #include "changing.h"
@@ -33,7 +34,8 @@ namespace {
 
 constexpr size_t kGraphs = 80;       // of one program at a time
 constexpr size_t kMostMade = 1024;   // in all: its slots, or the places of its tiles, change too often
-constexpr int kTimed = 5;            // launches of a graph that is timed
+constexpr float kTimed = 2;          // ms of launches of a graph that is timed
+constexpr int kMostTimed = 5;        // of these
 constexpr float kGain = 0.998f;      // of the time that another way has to be below, to be taken
 
 std::vector<Captured*> holding;  // the main thread's, as are holds and the bytes held
@@ -201,7 +203,7 @@ void Captured::on_worker(const std::vector<double>& slots, void** buffers, c10::
         broken_ = own ? own->what_without_backtrace() : error.what();
       }
     }
-    walk(slots, buffers, device, false);
+    walk(slots, buffers, device, true);
     graph.launched = true;
   });
 }
@@ -233,7 +235,7 @@ void Captured::capture(Graph& graph, const std::vector<double>& slots, void** bu
   std::exception_ptr error;
   try {
     changing = &graph.changing;
-    walk(slots, buffers, device, true);
+    walk(slots, buffers, device, false);
   } catch (...) {
     error = std::current_exception();
   }
@@ -255,47 +257,54 @@ void Captured::capture(Graph& graph, const std::vector<double>& slots, void** bu
 
 // Of a launch among others.
 float Captured::milliseconds(Graph& graph) {
-  const auto run = [&] {
-    for (int k = 0; k < kTimed; ++k) graph.graph->replay();
-    return true;
+  const auto run = [&](int count) {
+    return [&graph, count] {
+      for (int k = 0; k < count; ++k) graph.graph->replay();
+      return true;
+    };
   };
-  run();
-  return least_ms(run) / kTimed;
+  run(1)();
+  const int count = std::clamp(static_cast<int>(kTimed / least_ms(run(1))), 1, kMostTimed);
+  return least_ms(run(count)) / static_cast<float>(count);
 }
 
-// The ways of parts for which none is chosen yet: one part after the other, the others as they are by then.
+// Each choice that is open, one after the other, the others as they are by then. Those between kernels come first: which
+// products cuBLASLt has algorithms to choose from for depends on them.
 void Captured::choose(const std::vector<double>& slots, void** buffers, c10::Device device) {
-  std::vector<std::pair<std::string, size_t>> open;
-  for (const auto& item : items_)
-    if (const auto* record = std::get_if<const TaskRecord*>(&item))
-      for (const auto& body : (*record)->bodies)
-        if (const auto count = count_ways(body); count > 1 && ways_.emplace(body.key, 0).second)
-          open.emplace_back(body.key, count);
-  if (open.empty()) return;
-  walk(slots, buffers, device, false);  // kernels in C++, the first way, choose their algorithms before others do
-  for (const auto& [key, count] : open) ways_[key] = fastest_alone(key);
+  const auto open = [](const auto& one) { return one.second.open && one.second.used; };
   Graph held, tried;  // the first keeps the memory that all of them use
-  const auto timed = [&](Graph& graph) {
-    walk(slots, buffers, device, false);  // loads kernels
-    capture(graph, slots, buffers, device);
-    return milliseconds(graph);
+  const auto timed = [&] {
+    try {
+      walk(slots, buffers, device, false);  // loads kernels, chooses algorithms
+    } catch (const std::exception&) {
+      return std::numeric_limits<float>::infinity();
+    }
+    capture(tried, slots, buffers, device);
+    return milliseconds(tried);
   };
   try {
-    for (const auto& [key, count] : open) {
-      auto& way = ways_[key];
+    while (std::any_of(choices_.begin(), choices_.end(), open)) {
+      for (auto& [key, choice] : choices_) choice.used = false;
+      walk(slots, buffers, device, false);
+      auto next = choices_.end();
+      for (auto one = choices_.begin(); one != choices_.end(); ++one)
+        if (open(*one) && (next == choices_.end() || one->second.file > next->second.file)) next = one;
+      if (next == choices_.end()) break;
+      auto& [key, choice] = *next;
       const auto fastest = [&] {
-        if (!held.graph) timed(held);
+        if (!held.graph) capture(held, slots, buffers, device);
         pool_held_ = true;
-        size_t best = way;
-        float least = timed(tried);
-        for (way = 0; way < count; ++way) {
-          if (way == best) continue;
-          const float ms = timed(tried);
-          if (ms < kGain * least) best = way, least = ms;
+        size_t best = choice.way;
+        float least = timed();
+        for (choice.way = 0; choice.way < choice.count; ++choice.way) {
+          if (choice.way == best) continue;
+          const float ms = timed();
+          if (ms < kGain * least) best = choice.way, least = ms;
         }
         return static_cast<int>(best);
       };
-      way = std::min(static_cast<size_t>(chosen(launches_file(), "in a graph, " + key, fastest)), count - 1);
+      choice.way = std::min(static_cast<size_t>(chosen(choice.file, key, fastest)), choice.count - 1);
+      choice.open = false;
     }
   } catch (...) {  // see on_worker
     pool_held_ = false;
@@ -321,12 +330,12 @@ Changing::Slots Captured::changing_of(const TaskRecord& record, const TaskBody& 
   return found;
 }
 
-// All tasks in order, on the worker's stream.
-void Captured::walk(const std::vector<double>& slots, void** buffers, c10::Device device, bool captures) const {
-  struct Chosen {
-    explicit Chosen(const Ways& ways) { ways_in_graph = &ways; }
-    ~Chosen() { ways_in_graph = nullptr; }
-  } of_graph(ways_);
+// All tasks in order, on the worker's stream. guards: an error is the task's, as outside of graphs.
+void Captured::walk(const std::vector<double>& slots, void** buffers, c10::Device device, bool guards) {
+  struct Choosing {
+    explicit Choosing(Choices& choices) { choices_in_graph = &choices; }
+    ~Choosing() { choices_in_graph = nullptr; }
+  } choosing(choices_);
   std::unordered_map<const Tile*, starpu_variable_interface> places;
   std::unordered_map<const Tile*, at::Tensor> own;
   const auto put = [&](const Tile* tile, void* address) {
@@ -357,10 +366,10 @@ void Captured::walk(const std::vector<double>& slots, void** buffers, c10::Devic
       at.push_back(&places[tile.get()]);
     }
     for (const auto& body : record.bodies) {
-      if (captures) changing->begin(body, changing_of(record, body));
+      if (changing) changing->begin(body, changing_of(record, body));
       const auto run = [&] { run_on_cuda(body, floats.data(), at.data(), device); };
-      if (captures) run();  // what it throws ends the capture
-      else guarded(body.name, run);
+      if (guards) guarded(body.name, run);
+      else run();
     }
   }
 }

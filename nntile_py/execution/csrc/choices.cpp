@@ -10,6 +10,7 @@
 #include <filesystem>
 #include <map>
 #include <mutex>
+#include <optional>
 #include <sstream>
 #include <thread>
 
@@ -71,6 +72,18 @@ class Locked {
   int file_;
 };
 
+thread_local bool chooses = false;  // this thread has the lock
+
+// What was chosen before, here or by another process.
+std::optional<int> kept(const std::string& file, const std::string& key) {
+  if (chooses) return {};
+  const std::lock_guard lock(state().mutex);
+  auto& choices = state().files[file];
+  if (!choices.contains(key) && !state().folder.empty()) Locked(std::filesystem::path(state().folder) / file).read(choices);
+  const auto found = choices.find(key);
+  return found == choices.end() ? std::nullopt : std::make_optional(found->second);
+}
+
 }  // namespace
 
 void keep_choices(const std::string& folder) {
@@ -78,8 +91,21 @@ void keep_choices(const std::string& folder) {
   state().folder = folder;
 }
 
+size_t way_to_take(const std::function<std::string()>& file, const std::function<std::string()>& key, size_t count,
+                   size_t alone) {
+  if (!choices_in_graph || count == 1) return alone;
+  const auto [found, made] = choices_in_graph->try_emplace("in a graph, " + key());
+  auto& choice = found->second;
+  if (made) {
+    choice = {alone, count, file()};
+    if (const auto before = kept(choice.file, found->first))
+      choice.way = std::min(static_cast<size_t>(*before), count - 1), choice.open = false;
+  }
+  choice.used = true;
+  return choice.way;
+}
+
 int chosen(const std::string& file, const std::string& key, const std::function<int()>& measure) {
-  thread_local bool chooses = false;
   if (chooses) return measure();  // a choice inside of another: this thread has the lock
   const std::lock_guard lock(state().mutex);
   struct Inside {

@@ -2,6 +2,7 @@
 // with it the last bits of a result.
 #pragma once
 #include <functional>
+#include <map>
 #include <string>
 #include <vector>
 
@@ -12,6 +13,20 @@ void keep_choices(const std::string& folder);  // where, from now on; without on
 // What was chosen for `key` in the folder's `file`; if nothing was, what `measure` says. One caller measures at a time;
 // what it chooses meanwhile is not kept.
 int chosen(const std::string& file, const std::string& key, const std::function<int()>& measure);
+
+// Between the ways to compute something in a CUDA graph, where another one may be the fastest than alone: operands are
+// not in the cache there, and a kernel ends just before.
+struct Choice {
+  size_t way, count;  // of them
+  std::string file;   // where it is kept
+  bool open = true;   // not yet made for graphs
+  bool used = true;   // since that was set to false
+};
+using Choices = std::map<std::string, Choice>;  // by what is kept
+inline thread_local Choices* choices_in_graph = nullptr;  // of the program whose kernels this worker launches or captures
+// The way that is to be taken now; `alone`: the fastest alone, which is taken outside of graphs.
+size_t way_to_take(const std::function<std::string()>& file, const std::function<std::string()>& key, size_t count,
+                   size_t alone);
 
 // On CUDA workers, in choices_cuda.cpp.
 // The least of some timings on this worker's stream, in ms; infinite where `run` returns false.

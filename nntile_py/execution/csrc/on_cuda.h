@@ -7,9 +7,6 @@
 #include <starpu.h>
 #include <starpu_cuda.h>
 
-#include <string>
-#include <unordered_map>
-
 #include "kernel.h"
 
 namespace nntile {
@@ -46,13 +43,6 @@ inline thread_local bool after_own_kernel = false;
 // A task's part, on its worker's stream; launches: those that have some.
 void run_on_cuda(const TaskBody& body, const double* floats, void** buffers, c10::Device device);
 void run_launches(const TaskBody& body, const double* floats, void** buffers, c10::Device device);
-
-// Of several ways to compute a task's part: the number by its key.
-using Ways = std::unordered_map<std::string, size_t>;
-inline thread_local const Ways* ways_in_graph = nullptr;  // for parts of a captured program; of others: the fastest alone
-size_t count_ways(const TaskBody& body);
-size_t fastest_alone(const std::string& key);  // as it was measured, on this worker; 0 if it was not
-std::string launches_file();  // where choices between ways are kept
 
 }  // namespace nntile
 #endif

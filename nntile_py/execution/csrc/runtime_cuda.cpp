@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <map>
+#include <unordered_map>
 
 #include "changing.h"
 #include "choices.h"
@@ -124,19 +125,6 @@ void run_way(const TaskBody& body, const std::vector<Launch>& launches, const do
 
 }  // namespace
 
-namespace {
-thread_local Ways known;
-}
-
-size_t count_ways(const TaskBody& body) { return body.key.empty() ? 1 : body.ways.size() + (body.cuda ? 1 : 0); }
-
-size_t fastest_alone(const std::string& key) {
-  const auto found = known.find(key);
-  return found == known.end() ? 0 : found->second;
-}
-
-std::string launches_file() { return choices_file("launches", "torch-" TORCH_VERSION); }
-
 void run_launches(const TaskBody& body, const double* floats, void** buffers, c10::Device device) {
   const bool cuda = body.cuda && !body.key.empty();
   const auto run = [&](size_t way) {  // a kernel in C++ is the first: it may choose an algorithm of its own
@@ -146,19 +134,17 @@ void run_launches(const TaskBody& body, const double* floats, void** buffers, c1
     Args args(body, floats, buffers, device);
     body.cuda(args);
   };
-  const size_t count = count_ways(body);
+  const size_t count = body.key.empty() ? 1 : body.ways.size() + cuda;
   if (count == 1) return run(0);
-  if (ways_in_graph) {
-    const auto way = ways_in_graph->find(body.key);
-    if (way != ways_in_graph->end()) return run(way->second);
-  }
+  const auto file = [] { return choices_file("launches", "torch-" TORCH_VERSION); };
+  thread_local std::unordered_map<std::string, size_t> known;
   auto found = known.find(body.key);
   if (found == known.end()) {
     std::vector<std::function<void()>> ways;
     for (size_t way = 0; way < count; ++way) ways.emplace_back([&run, way] { run(way); });
-    found = known.emplace(body.key, static_cast<size_t>(fastest_of(launches_file(), body.key, ways))).first;
+    found = known.emplace(body.key, static_cast<size_t>(fastest_of(file(), body.key, ways))).first;
   }
-  run(found->second);
+  run(way_to_take(file, [&] { return body.key; }, count, found->second));
 }
 
 void start_cuda() {
