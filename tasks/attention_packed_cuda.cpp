@@ -60,8 +60,8 @@ void varlen_grad(const Triple& x, const PairMask& mask, const at::Tensor& out, c
   put(grads.v, dv);
 }
 
-// Runs ATen's kernel, or cuDNN's, which says why it cannot, if so. Which is faster is measured once for each kind of task;
-// neither adds to what is there, so it does not matter how often they run.
+// Runs ATen's kernel, or cuDNN's, which says why it cannot, if so. Which is faster is measured once for each kind of
+// task; neither adds to what is there, so it does not matter how often they run.
 void run(Way way, const char* direction, const Triple& x, const PairMask& mask, int64_t most,
          const std::function<void()>& aten, const std::function<std::string()>& ragged) {
   if (!x.q.size(2)) return;  // an empty bin
@@ -72,7 +72,8 @@ void run(Way way, const char* direction, const Triple& x, const PairMask& mask, 
     return;
   }
   const std::vector<int64_t> sizes{static_cast<int64_t>(x.q.scalar_type()), x.q.size(1), x.k.size(1), x.q.size(3),
-                                   mask.longest, mask.segments.numel(), most, mask.diagonal, mask.window, mask.two_sided};
+                                   mask.longest, mask.segments.numel(), most, mask.diagonal, mask.window,
+                                   mask.two_sided};
   thread_local std::map<std::pair<std::string, std::vector<int64_t>>, bool> known;  // whether it is cuDNN's
   auto found = known.find({direction, sizes});
   if (found == known.end()) {

@@ -16,8 +16,8 @@ bool attention(const Triple& x, const at::Tensor& out, const at::Tensor& lse, co
 bool attention_grad(const Triple& x, const at::Tensor& out, const at::Tensor& lse, const at::Tensor& d_out,
                     const Triple& grads, const at::Tensor& bias, bool causal, double scale);
 
-// The same over the segments of a mask, without a bias; most: tokens that fit into the tiles. They return why they cannot;
-// empty: done, with zeros for what belongs to no segment.
+// The same over the segments of a mask, without a bias; most: tokens that fit into the tiles. They return why they
+// cannot; empty: done, with zeros for what belongs to no segment.
 std::string attention_of_segments(const Triple& x, const PairMask& mask, const at::Tensor& out, const at::Tensor& lse,
                                   int64_t most, double scale);
 std::string attention_of_segments_grad(const Triple& x, const PairMask& mask, const at::Tensor& out,

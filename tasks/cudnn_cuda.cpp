@@ -2,6 +2,7 @@
 #include "cudnn.h"
 
 #if __has_include(<cudnn_frontend.h>)
+#include <ATen/cuda/CUDAContext.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/sub.h>
@@ -169,8 +170,10 @@ class Ragged {
   Ragged(const PairMask& mask, int64_t most)
       : mask_(mask), count_(mask.segments.numel() - 1), rows_((most + kRows - 1) / kRows * kRows) {
     if (mask.window) refused_ = "a window";
+    // It takes graphs for others, too, but later frontends refuse them: statistics are not to be ragged there.
+    const auto major = at::cuda::getCurrentDeviceProperties()->major;
+    if (major != 9 && major != 10) refused_ = "a GPU of compute capability " + std::to_string(major);
   }
-  int64_t rows() const { return rows_; }
 
   // Its offsets are those of operand `like`, an earlier one or itself, if tokens are as far apart there.
   void add(Uid uid, const at::Tensor& x, Uid like) {
@@ -249,7 +252,8 @@ std::string attention_of_segments_grad(const Triple& x, const PairMask& mask, co
                                        const at::Tensor& lse, const at::Tensor& d_out, const Triple& grads,
                                        int64_t most, double scale) {
   Ragged all(mask, most);
-  const auto stats = lse.select(0, 0).t().contiguous();
+  const auto stats = at::empty({lse.size(2), lse.size(1)}, lse.options());
+  as_lse(stats).copy_(lse);
   all.add(kQ, x.q, kQ);
   all.add(kK, x.k, kK);
   all.add(kV, x.v, kV);
