@@ -1,9 +1,11 @@
-"""Attention over packed sequences on a GPU: each of our kernels beside ATen's varlen flash attention, in microseconds.
+"""Attention over packed sequences on a GPU: our kernels beside ATen's varlen and cuDNN's ragged, in microseconds.
 
     experiments/segments.py [--table 64x64,64x512] [--heads 12] [--head-dim 64] [--alpha 0.6] [--dropout 0.1] [--causal]
 
 A row of the table is SEQUENCESxLONGEST; lengths are uniform about alpha times the longest. Calls are timed in a CUDA
-graph, so that launching costs nothing; errors are |difference| / |value| from fp32 attention of each sequence.
+graph, so that launching costs nothing; errors are |difference| / |value| from fp32 attention of each sequence. cuDNN's
+kernel is a task of this project, with what it needs beside: offsets, zeros for tokens of no sequence, the log-sum-exp
+transposed.
 
 --instructions needs no GPU: kernels are compiled for compute capability 9.0 and taken apart, and the instructions of
 their innermost loops are told for an element of the scores.
@@ -16,7 +18,9 @@ import math
 import re
 import subprocess
 import tempfile
+import time
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -24,6 +28,9 @@ import numpy as np
 import torch
 import triton
 
+import nntile_py as nt
+from nntile_py.execution.captured import Served
+from nntile_py.execution.program import Store
 from nntile_py.graph.graph import Graph
 from nntile_py.graph.lowering import lower
 from nntile_py.tasks import interpret as interpreter
@@ -31,11 +38,13 @@ from nntile_py.tasks import launch
 from nntile_py.tasks.attention import attention
 from nntile_py.tasks.attention_segments_triton import names_of
 from nntile_py.tasks.mask import Mask
-from nntile_py.tiles import Tile, Tiling
+from nntile_py.tasks.op import Lowering, Tensor
+from nntile_py.tiles import TaskList, Tile, Tiling
 from nntile_py.tiles.dtypes import DTYPES
 from nntile_py.tiles.tasklist import Task
 
 CALLS, ROUNDS = 20, 5
+FLIGHT = 10  # graphs of so many calls that are launched together
 SLOTS = {"dropout_seed": 1234567.0}
 
 
@@ -64,34 +73,67 @@ def timed(call: Callable[[], Any]) -> float:
     return min(found)
 
 
+def lowered(form: str, qkv: torch.Tensor, offsets: int, longest: int, o: Any) -> tuple[Graph, Lowering, list[Tensor]]:
+    """The tasks of attention and of its gradient; their results, which outlive a program as the log-sum-exp does."""
+    tokens, _, heads, head_dim = qkv.shape
+    g = Graph("bf16")
+    axes = ["batch", "seq", "qkv", "heads", "head_dim"]
+    x = g.named("qkv", axes, [1, tokens, 3, heads, head_dim], "input")
+    x.requires_grad = True
+    segments = g.named("segments", ["offset"], [offsets], "input", "int64")
+    if o.dropout:
+        g.draws["seq"] = g.named("draws", ["batch", "seq"], [1, tokens], "input", "int64")
+    mask = Mask(o.causal, segments=segments, longest=longest)
+    out = attention(g, (x, 0), (x, 1), (x, 2), mask, form, o.dropout)
+    op = g.ops[-1]
+    (grad, *_) = op.gradient(g, g.named("do", out.axes, out.shape, "input"), None)
+    assert grad is not None
+    for tensor in (*op.outputs, grad):
+        tensor.storage.kind = "scalar"
+    return g, lower(g, Tiling({})), [out, grad]
+
+
 class Ours:
-    """The tasks of attention and of its gradient, on tensors."""
+    """Our kernels, on tensors."""
 
     def __init__(self, qkv: torch.Tensor, offsets: torch.Tensor, d_out: torch.Tensor, longest: int, o: Any) -> None:
-        tokens, _, heads, head_dim = qkv.shape
-        g = Graph("bf16")
-        axes = ["batch", "seq", "qkv", "heads", "head_dim"]
-        x = g.named("qkv", axes, [1, tokens, 3, heads, head_dim], "input")
-        x.requires_grad = True
-        segments = g.named("segments", ["offset"], [len(offsets)], "input", "int64")
-        places = torch.arange(tokens, device=qkv.device)
+        _, low, results = lowered("segments", qkv, len(offsets), longest, o)
+        places = torch.arange(len(qkv), device=qkv.device)
         given = {"qkv": qkv, "segments": offsets, "do": d_out, "draws": places}
-        if o.dropout:
-            g.draws["seq"] = g.named("draws", ["batch", "seq"], [1, tokens], "input", "int64")
-        mask = Mask(o.causal, segments=segments, longest=longest)
-        out = attention(g, (x, 0), (x, 1), (x, 2), mask, "segments", o.dropout)
-        do = g.named("do", out.axes, out.shape, "input")
-        (grad, *_) = g.ops[-1].gradient(g, do, None)
-        low = lower(g, Tiling({}))
         self.tasks, self.tiles = low.tasks.tasks, dict[Tile, torch.Tensor]()
         for tile in {access.tile for task in self.tasks for access in task.accesses}:
             made = torch.empty(tile.shape, dtype=getattr(torch, DTYPES[tile.dtype].torch), device=qkv.device)
             self.tiles[tile] = given[tile.tensor].view(tile.shape) if tile.tensor in given else made
-        assert grad is not None
-        self.out, self.grad = (self.tiles[low.tile(t, dict.fromkeys(t.axes, 0))] for t in (out, grad))
+        self.out, self.grad = (self.tiles[low.tile(t, dict.fromkeys(t.axes, 0))] for t in results)
 
     def run(self, task: Task, way: int) -> None:
         interpreter.interpret([task], [self.tiles[a.tile] for a in task.accesses], SLOTS, way=way)
+
+
+def captured(
+    form: str, qkv: torch.Tensor, offsets: torch.Tensor, d_out: torch.Tensor, longest: int, o: Any
+) -> list[tuple[float, np.ndarray[Any, Any]]]:
+    """Microseconds and results of the tasks of a form of attention, forward and backward: CUDA graphs of CALLS each."""
+    g, low, results = lowered(form, qkv, len(offsets), longest, o)
+    given, store, found = {"qkv": qkv, "segments": offsets, "do": d_out}, Store(), []
+    for tensor in g.tensors.values():
+        if (value := given.get(tensor.name)) is not None:
+            value = value if tensor.dtype == "int64" else value.float()
+            store.write(low, tensor, value.cpu().numpy().reshape(tensor.shape))
+    for task, result in zip(low.tasks.tasks, results, strict=True):
+        many = TaskList(low.tasks.policy, [access.tile for access in task.accesses if access.mode == "R"])
+        many.tasks = [replace(task) for _ in range(CALLS)]
+        program = Served(many, store, captured=torch.cuda.is_available())
+        times = []
+        for _ in range(ROUNDS):
+            nt.Runtime.wait()
+            start = time.perf_counter()
+            for _ in range(FLIGHT):
+                program.run({})
+            nt.Runtime.wait()
+            times.append((time.perf_counter() - start) * 1e6 / FLIGHT / CALLS)
+        found.append((min(times[1:]), store.read(low, result)))
+    return found
 
 
 def expected(qkv: torch.Tensor, bounds: list[int], d_out: torch.Tensor, causal: bool) -> list[torch.Tensor]:
@@ -125,8 +167,19 @@ def measure(count: int, longest: int, o: Any) -> None:
             return torch.ops.aten._flash_attention_forward(q, k, v, *sizes, False)
         return torch.ops.aten._flash_attention_backward(d_out, q, k, v, flash[0], flash[1], *sizes, flash[2], flash[3])
 
+    ragged: list[tuple[float, np.ndarray[Any, Any]]] = []
+    if not o.dropout:
+        try:
+            with nt.Runtime(cpus=0, cuda=1):
+                ragged = captured("cudnn", qkv, offsets, d_out, longest, o)
+        except nt.TaskError as error:
+            print(error)
     for direction, task in enumerate(ours.tasks):
         found = [("ATen varlen", timed(lambda d=direction: aten(d)), 0.0)]  # type: ignore[misc]
+        for us, got in ragged[direction : direction + 1]:
+            wrong = torch.tensor(got.reshape(want[direction].shape)).to(want[direction]) - want[direction]
+            found.append(("cuDNN ragged", us, float(wrong.norm() / want[direction].norm())))
+        before = len(found)
         for number, way in enumerate(launch.load()[task.kernel]([task]).ways):
             try:
                 us = timed(lambda t=task, w=number: ours.run(t, w))  # type: ignore[misc]
@@ -135,7 +188,7 @@ def measure(count: int, longest: int, o: Any) -> None:
                 continue
             got = (ours.grad if direction else ours.out).view(want[direction].shape).float()
             found.append((names_of([way]), us, float((got - want[direction]).norm() / want[direction].norm())))
-        base, best = found[0][1], min(us for _, us, _ in found[1:])
+        base, best = found[0][1], min(us for _, us, _ in found[before:])
         cells = ", ".join(f"{name} {us:.1f}" + (f" (error {wrong:.0e})" if wrong else "") for name, us, wrong in found)
         print(f"{count} x {longest}, {tokens} tokens, {'backward' if direction else 'forward'}: {cells};"
               f" ATen / best of ours {base / best:.2f}", flush=True)  # fmt: skip

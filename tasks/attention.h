@@ -59,6 +59,11 @@ struct PairMask {
     dropout = limits->dropout;
   }
   bool simple() const { return !window && !padding.defined() && !segments.defined() && !dropout; }
+  // As ATen's flash attention takes a window: keys before a query, and behind it.
+  std::optional<int64_t> left() const { return window ? std::make_optional(window - 1) : std::nullopt; }
+  std::optional<int64_t> right() const {
+    return window ? std::make_optional(two_sided ? window - 1 : 0) : std::nullopt;
+  }
 };
 
 // k or v with a head for each of q's.

@@ -22,8 +22,9 @@ from .attention_repeat import fit_groups, tile_of_group
 from .mask import Limits, Mask, masked_softmax
 from .op import CONTRACTION, Array, GraphLike, Index, Lowering, Op, Tensor, accumulation_dtype
 
-Backend = Literal["vendor", "merge", "flash", "naive", "segments"]
+Backend = Literal["vendor", "merge", "flash", "naive", "segments", "varlen", "cudnn"]
 BACKENDS: tuple[str, ...] = get_args(Backend)  # naive: see softmax.py and contract.py; the others are Attention
+NAMED: tuple[Backend, ...] = "segments", "varlen", "cudnn"  # as vendor, but over segments a kernel that is named
 WITH_DROPOUT: tuple[Backend, ...] = "naive", "segments"  # of the probabilities
 
 
@@ -89,8 +90,10 @@ class Attention(Op):
     key tile) adds its (max, sumexp, weighted values) to the query tile's state. `flash`: flash_maxsumexp over the key
     tiles, then flash_softmax_gemm (Alg. 2 of the NNTile report). `segments`: as `vendor`, but with a mask that
     has segments, or with dropout of the probabilities, which it alone of these has, by the kernels of
-    attention_segments_triton.py on CUDA; with dropout seq and key are not to be cut. Pairs of tiles that a causal mask
-    or a window masks wholly are not submitted. A query that attends to nothing has zeros, and 0 as its lse.
+    attention_segments_triton.py on CUDA; with dropout seq and key are not to be cut. `varlen`, `cudnn`: as `vendor`,
+    but with a mask that has segments by ATen's variable-length flash attention or by cuDNN's ragged kernel on CUDA,
+    and by no other: what that cannot compute is a TaskError there. Pairs of tiles that a causal mask or a window masks
+    wholly are not submitted. A query that attends to nothing has zeros, and 0 as its lse.
     """
 
     category = CONTRACTION
@@ -123,8 +126,8 @@ class Attention(Op):
     @property
     def kernel(self) -> str:
         """Of a task that has whole sequences."""
-        own = self.backend == "segments" and (self.mask.segments or self.dropout)
-        return "attention_segments" if own else "attention"
+        own = self.backend in NAMED and (self.mask.segments or self.dropout)
+        return f"attention_{self.backend}" if own else "attention"
 
     @property
     def out_order(self) -> tuple[int, int, int, int]:
@@ -169,7 +172,7 @@ class Attention(Op):
             fit_groups(self.operands.parts[1][0], self.output, tiling)
 
     def fused(self, low: Lowering) -> bool:
-        return self.backend in ("vendor", "segments") and not low.cut(*self._queries) and not low.cut(*self._keys)
+        return self.backend in ("vendor", *NAMED) and not low.cut(*self._queries) and not low.cut(*self._keys)
 
     def tiles_of_queries(self, low: Lowering) -> list[Index]:
         return [index | {"head_dim": 0} for index in low.indices(self.lse)]

@@ -19,8 +19,9 @@
 #include <ATen/ops/zeros.h>
 #include <c10/cuda/CUDAException.h>
 
-#include "attention.h"
+#include "attention_cuda.h"
 #include "cudnn.h"
+#include "runtime.h"
 
 namespace nntile {
 namespace {
@@ -39,14 +40,19 @@ bool runs_flash(const at::Tensor& x) {
   return major >= 8;
 }
 
-// Which kernel takes operands of this dtype and these sizes, and such a mask, forward and backward alike. varlen and
-// window: ATen's flash attention; cudnn and efficient take what else is masked as a bias.
-enum class Vendor { cudnn, flash, varlen, window, efficient, none };
+// Which kernel takes operands of this dtype and these sizes, and such a mask, forward and backward alike. segments: one
+// of attention_packed_cuda.cpp; window: ATen's flash attention; cudnn and efficient take what else is masked as a bias.
+enum class Vendor { cudnn, flash, segments, window, efficient, none };
 
-Vendor vendor(const Triple& x, const PairMask& mask) {
+Vendor vendor(const Triple& x, const PairMask& mask, packed::Way way) {
   const auto width = x.q.size(3);
   const bool halves = low(x.q) && width % 8 == 0 && width <= 256, flash = halves && runs_flash(x.q);
-  if (flash && mask.segments.defined()) return Vendor::varlen;
+  if (flash && mask.segments.defined()) return Vendor::segments;
+  if (way != packed::Way::fastest)
+    throw TaskError(std::string("model.attention: ") + (way == packed::Way::cudnn ? "cudnn" : "varlen") +
+                    " takes bf16 or fp16, and a head_dim that is a multiple of 8 up to 256, on GPUs of compute"
+                    " capability 8.0 or higher; got " + c10::toString(x.q.scalar_type()) + ", head_dim " +
+                    std::to_string(width) + "; use vendor or segments");
   if (flash && mask.window && !mask.padding.defined()) return Vendor::window;
   if (flash && width <= 128 && x.q.size(2) % 64 == 0 && x.k.size(2) % 64 == 0) return Vendor::cudnn;
   if (flash && mask.simple()) return Vendor::flash;
@@ -67,12 +73,15 @@ at::Tensor words(const at::Tensor& x) {
       .make_tensor();
 }
 
-// dst <- src. Slices of packed tensors are rows at a distance, which ATen copies element by element.
+}  // namespace
+
 void copy_rows(const at::Tensor& dst, const at::Tensor& src) {
   const auto to = words(dst), from = words(src);
   if (to.defined() && from.defined() && dst.scalar_type() == src.scalar_type()) to.copy_(from);
   else dst.copy_(src);
 }
+
+namespace {
 
 // [b or 1, 1, seq, key]: true where a query does not attend to a key; undefined where all do.
 at::Tensor hidden(const Triple& x, const PairMask& mask) {
@@ -123,29 +132,6 @@ void clear_dead(const at::Tensor& out, const at::Tensor& lse, const at::Tensor& 
   lse.masked_fill_(dead, 0);
 }
 
-// What ATen's flash attention is told of packed sequences: [tokens, heads, head_dim], offsets, the tokens of none.
-struct Packed {
-  at::Tensor offsets, dead;  // int32, [tokens]
-  int64_t longest;
-
-  Packed(const PairMask& mask, int64_t tokens) : longest(std::min(mask.longest, tokens)) {
-    const auto& segments = mask.segments;
-    offsets = segments.to(at::kInt);
-    const auto segment = at::searchsorted(segments, at::arange(tokens, segments.options()), false, true);
-    dead = segment.eq(0).logical_or(segment.eq(segments.numel()));
-  }
-};
-
-at::Tensor tokens(const at::Tensor& x) { return x.select(0, 0).transpose(0, 1); }
-
-std::optional<int64_t> left(const PairMask& mask) {
-  return mask.window ? std::make_optional(mask.window - 1) : std::nullopt;
-}
-
-std::optional<int64_t> right(const PairMask& mask) {
-  return mask.window ? std::make_optional(mask.two_sided ? mask.window - 1 : 0) : std::nullopt;
-}
-
 at::Tensor scores(const Triple& x, const PairMask& mask, double scale) {
   auto s = at::matmul(wide(x.q), wide(repeated(x.k, x.group())).transpose(-1, -2)).mul_(scale);
   const auto masked = hidden(x, mask);
@@ -153,6 +139,7 @@ at::Tensor scores(const Triple& x, const PairMask& mask, double scale) {
 }
 
 // tiles: out, lse, q/k/v, padding, segments
+template <packed::Way way>
 void attention(Args& t) {
   const AttentionArgs args(t);
   const auto out = as_bhsd(t[0], args.out), lse = t[1];
@@ -160,7 +147,7 @@ void attention(Args& t) {
   const PairMask mask(t, args.diagonal, args.limits, 2 + x.count);
   const bool causal = mask.diagonal;
   const auto repeat = [&](const at::Tensor& y) { return repeated(y, x.group()); };
-  switch (vendor(x, mask)) {
+  switch (vendor(x, mask, way)) {
     case Vendor::cudnn: {
       const Bias more(x, mask);
       if (!cudnn::attention(x, out, lse, more.bias, causal, args.scale)) {
@@ -178,20 +165,11 @@ void attention(Args& t) {
       lse.copy_(std::get<1>(r));
       return;
     }
-    case Vendor::varlen: {
-      const Packed packed(mask, x.q.size(2));
-      const auto r = at::_flash_attention_forward(
-          tokens(x.q), tokens(x.k), tokens(x.v), packed.offsets, packed.offsets, packed.longest, packed.longest, 0.0,
-          causal && !mask.window, false, args.scale, left(mask), right(mask));
-      tokens(out).copy_(std::get<0>(r));
-      lse.copy_(std::get<1>(r).view(lse.sizes()));  // [heads, tokens]
-      clear_dead(out, lse, packed.dead);
-      return;
-    }
+    case Vendor::segments: return packed::attention(way, x, mask, out, lse, t.most(1)[2], args.scale);
     case Vendor::window: {
       const auto r = at::_flash_attention_forward(
           x.q.transpose(1, 2), x.k.transpose(1, 2), x.v.transpose(1, 2), {}, {}, x.q.size(2), x.k.size(2), 0.0, false,
-          false, args.scale, left(mask), right(mask));
+          false, args.scale, mask.left(), mask.right());
       copy_rows(out, std::get<0>(r).transpose(1, 2));
       lse.copy_(std::get<1>(r));
       return;
@@ -233,6 +211,7 @@ void clear(Args& t, size_t first, size_t count) {
 }
 
 // tiles: do, out, lse, q/k/v, dq/dk/dv, padding, segments
+template <packed::Way way>
 void attention_grad(Args& t) {
   const AttentionGradArgs args(t);
   const auto d_out = as_bhsd(t[0], args.d_out), out = as_bhsd(t[1], args.out), lse = t[2].contiguous();
@@ -240,18 +219,21 @@ void attention_grad(Args& t) {
   const PairMask mask(t, args.diagonal, args.limits, 3 + x.count + grads.count);
   const bool causal = mask.diagonal;
   const bool adds = t.accumulates(3 + x.count + args.grads.k[0]);  // other heads of the group have tiles of their own
+  const auto own = [&] {  // of a kernel that writes them itself
+    return adds ? Triple(grads.q, at::empty_like(grads.k), at::empty_like(grads.v)) : grads;
+  };
+  const auto add = [&](const Triple& made) {
+    if (adds) grads.k.add_(made.k), grads.v.add_(made.v);
+  };
   const auto seed = at::empty({}, lse.options().dtype(at::kLong));  // of a dropout that is off
   const auto rows = x.q.size(2), keys = x.k.size(2);
   const auto repeat = [&](const at::Tensor& y) { return repeated(y, x.group()); };
   at::Tensor dq, dk, dv;
-  switch (vendor(x, mask)) {
+  switch (vendor(x, mask, way)) {
     case Vendor::cudnn: {
       const Bias more(x, mask);
-      const Triple made(grads.q, adds ? at::empty_like(grads.k) : grads.k, adds ? at::empty_like(grads.v) : grads.v);
-      if (cudnn::attention_grad(x, out, lse, d_out, made, more.bias, causal, args.scale)) {
-        if (adds) grads.k.add_(made.k), grads.v.add_(made.v);
-        return;
-      }
+      const auto made = own();
+      if (cudnn::attention_grad(x, out, lse, d_out, made, more.bias, causal, args.scale)) return add(made);
       std::tie(dq, dk, dv) = at::_scaled_dot_product_cudnn_attention_backward(
           d_out, x.q, repeat(x.k), repeat(x.v), out, lse.unsqueeze(-1), seed, seed, more.of_heads(x.q), {}, {}, rows,
           keys, 0.0, causal, args.scale);
@@ -261,24 +243,16 @@ void attention_grad(Args& t) {
       std::tie(dq, dk, dv) = at::_scaled_dot_product_flash_attention_backward(
           d_out, x.q, x.k, x.v, out, lse, {}, {}, rows, keys, 0.0, causal, seed, seed, args.scale);
       break;
-    case Vendor::varlen: {
-      const Packed packed(mask, rows);
-      const auto r = at::_flash_attention_backward(
-          tokens(d_out), tokens(x.q), tokens(x.k), tokens(x.v), tokens(out), lse.select(0, 0).contiguous(),
-          packed.offsets, packed.offsets, packed.longest, packed.longest, 0.0, causal && !mask.window, seed, seed, args.scale, left(mask), right(mask));
-      const auto of_tokens = [&](const at::Tensor& y) {
-        return y.masked_fill(packed.dead.unsqueeze(-1).unsqueeze(-1), 0).transpose(0, 1).unsqueeze(0);
-      };
-      dq = of_tokens(std::get<0>(r));
-      dk = of_tokens(std::get<1>(r));
-      dv = of_tokens(std::get<2>(r));
-      break;
+    case Vendor::segments: {
+      const auto made = own();
+      packed::attention_grad(way, x, mask, out, lse, d_out, made, t.most(2)[2], args.scale);
+      return add(made);
     }
     case Vendor::window: {
       const auto turned = [](const at::Tensor& y) { return y.transpose(1, 2); };
       std::tie(dq, dk, dv) = at::_flash_attention_backward(
           turned(d_out), turned(x.q), turned(x.k), turned(x.v), turned(out), lse, {}, {}, rows, keys, 0.0, false, seed,
-          seed, args.scale, left(mask), right(mask));
+          seed, args.scale, mask.left(), mask.right());
       dq = turned(dq);
       dk = turned(dk);
       dv = turned(dv);
@@ -358,8 +332,12 @@ void attention_grad_pair(Args& t) {
   add_pair(x, mask, grads, d_out, lse, delta, args.scale);
 }
 
-NNTILE_CUDA_KERNEL(attention, attention);
-NNTILE_CUDA_KERNEL(attention_grad, attention_grad);
+NNTILE_CUDA_KERNEL(attention, attention<packed::Way::fastest>);
+NNTILE_CUDA_KERNEL(attention_grad, attention_grad<packed::Way::fastest>);
+NNTILE_CUDA_KERNEL(attention_varlen, attention<packed::Way::varlen>);
+NNTILE_CUDA_KERNEL(attention_varlen_grad, attention_grad<packed::Way::varlen>);
+NNTILE_CUDA_KERNEL(attention_cudnn, attention<packed::Way::cudnn>);
+NNTILE_CUDA_KERNEL(attention_cudnn_grad, attention_grad<packed::Way::cudnn>);
 NNTILE_CUDA_KERNEL(attention_partial, attention_partial);
 NNTILE_CUDA_KERNEL(flash_maxsumexp, flash_maxsumexp);
 NNTILE_CUDA_KERNEL(flash_softmax_gemm, flash_softmax_gemm);

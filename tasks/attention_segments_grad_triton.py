@@ -18,6 +18,7 @@ from .attention import AttentionGradArgs
 from .attention_segments_triton import (
     LOG2E,
     WHOLE,
+    beside_cudnn,
     clear,
     factors_of,
     first_draw,
@@ -226,7 +227,7 @@ def _grad_keys(
 
 @launches("attention_grad")
 def _describe_vendor(task: Task) -> Launches:
-    return _describe(task) if served(task, AttentionGradArgs.of(task).limits) else Launches(())
+    return beside_cudnn(_describe(task)) if served(task, AttentionGradArgs.of(task).limits) else Launches(())
 
 
 @launches("attention_segments_grad")

@@ -6,7 +6,7 @@ is one, all of equal length, with a length of its own for the keys, of which pad
 
 Short sequences: all keys and values are on chip, no online softmax (the short form of ByteTransformer, Zhai et al.
 2023). Longer ones: one pass over the keys with online softmax (Dao et al. 2022). Which of several is the fastest,
-or for `vendor` ATen's kernel, is measured by C++.
+or for `vendor` ATen's or cuDNN's kernel, is measured by C++.
 """
 
 # Functions of Triton's language have no Python types.
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import triton
@@ -300,9 +300,14 @@ def served(task: Task, limits: Limits | None) -> bool:
     return limits is not None and limits.segments and not adds
 
 
+def beside_cudnn(made: Launches) -> Launches:
+    """With a key of its own: choices that were kept before cuDNN was among the kernels in C++ are not for these."""
+    return replace(made, key=f"beside cuDNN {made.key}")
+
+
 @launches("attention")
 def _describe_vendor(task: Task) -> Launches:
-    return _describe(task) if served(task, AttentionArgs.of(task).limits) else Launches(())
+    return beside_cudnn(_describe(task)) if served(task, AttentionArgs.of(task).limits) else Launches(())
 
 
 @launches("attention_segments")

@@ -2,6 +2,8 @@
 #pragma once
 #include <ATen/core/Tensor.h>
 
+#include <string>
+
 #include "attention.h"
 
 namespace nntile::cudnn {
@@ -13,5 +15,15 @@ bool attention(const Triple& x, const at::Tensor& out, const at::Tensor& lse, co
                double scale);
 bool attention_grad(const Triple& x, const at::Tensor& out, const at::Tensor& lse, const at::Tensor& d_out,
                     const Triple& grads, const at::Tensor& bias, bool causal, double scale);
+
+// The same over the segments of a mask, without a bias; most: tokens that fit into the tiles. They return why they
+// cannot; empty: done, with zeros for what belongs to no segment.
+std::string attention_of_segments(const Triple& x, const PairMask& mask, const at::Tensor& out, const at::Tensor& lse,
+                                  int64_t most, double scale);
+std::string attention_of_segments_grad(const Triple& x, const PairMask& mask, const at::Tensor& out,
+                                       const at::Tensor& lse, const at::Tensor& d_out, const Triple& grads,
+                                       int64_t most, double scale);
+
+size_t version();  // of the library; 0: there is none
 
 }  // namespace nntile::cudnn

@@ -16,7 +16,7 @@ import nntile_py as nt
 from nntile_py.errors import ConfigError
 from nntile_py.graph.graph import Graph
 from nntile_py.graph.lowering import lower
-from nntile_py.tasks.attention import attention
+from nntile_py.tasks.attention import BACKENDS, attention
 from nntile_py.tasks.band import Band
 from nntile_py.tasks.elementwise import add
 from nntile_py.tasks.mask import Mask
@@ -24,7 +24,7 @@ from nntile_py.tasks.op import Tensor
 from nntile_py.testing import Case, check, error, ids, offsets, padding
 from nntile_py.tiles import Part, Tiling
 
-FORMS = ("vendor", "merge", "flash", "naive", "segments")
+FORMS = BACKENDS
 MASKS = [
     "none", "causal", "window", "padding", "padding causal", "padding window", "segments", "segments causal",
     "segments window", "around", "padding around", "segments around",
@@ -33,6 +33,7 @@ BSHD = "batch seq heads head_dim"
 LAYOUTS: dict[str, list[str]] = {
     "by seq": [BSHD] * 3,
     "packed": ["qkv batch heads seq head_dim"],
+    "packed by seq": ["batch seq qkv heads head_dim"],  # as fusion.qkv makes them
     "packed k and v": ["batch heads seq head_dim", "batch heads qkv seq head_dim"],
     "one sequence": ["heads seq head_dim"] * 3,
     "groups": [BSHD, "batch seq kv_heads head_dim", "batch seq kv_heads head_dim"],
@@ -62,6 +63,7 @@ class Row:
     dropout: float = 0.0
     added: bool = False  # gradients are compared with what they are of added: they may be nothing but rounding
     ends: tuple[int, ...] = ()  # of the segments; else random ones
+    start: int = 0  # of the first of these
 
     @property
     def fits(self) -> bool:
@@ -75,7 +77,7 @@ class Row:
 
     def build(self, case: Case) -> tuple[list[Tensor], Tensor, Tensor, Mask]:
         """q, k, v or what holds them; the output; its gradient; the mask."""
-        case.sizes["qkv"] = 3 if self.layout == "packed" else 2
+        case.sizes["qkv"] = 3 if len(LAYOUTS[self.layout]) == 1 else 2
         inputs = [case.x(axes) for axes in LAYOUTS[self.layout]]
         for tensor in inputs:
             tensor.requires_grad = True
@@ -87,7 +89,7 @@ class Row:
         of_segments = offsets(case.sizes["seq"])
         if self.ends:
             case.sizes["sequences"] = len(self.ends) + 1
-            of_segments = lambda *_: np.array([0, *self.ends])  # noqa: E731
+            of_segments = lambda *_: np.array([self.start, *self.ends])  # noqa: E731
         if self.dropout and self.form == "segments" and "segments" in words:
             case.graph.draws["seq"] = case.x("batch seq", ids(1000), "int64")
         data = {

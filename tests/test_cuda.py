@@ -277,7 +277,7 @@ with nt.Runtime(cpus=0, cuda=1):
 
 
 def test_each_way_to_attend(python: Any, cuda: nt.Runtime, tmp_path: Path) -> None:
-    """The fastest of our kernels and ATen's is measured once; all are right."""
+    """The fastest of our kernels, ATen's and cuDNN's is measured once; all are right."""
     first = python(WAYS, FOLDER, XDG_CACHE_HOME=str(tmp_path))
     assert first.returncode == 0, first.stderr[-2000:]
     (kept,) = (tmp_path / "nntile_py").glob("launches-*")
@@ -288,6 +288,61 @@ def test_each_way_to_attend(python: Any, cuda: nt.Runtime, tmp_path: Path) -> No
         result = python(WAYS, FOLDER, XDG_CACHE_HOME=str(tmp_path))
         assert result.returncode == 0, (choice, result.stderr[-2000:])
         assert kept.read_text() == changed
+
+
+RAGGED = [  # of 300 tokens: some of none before and behind, segments of none, of one, of more than a block; one of all
+    (5, (5, 6, 46, 47, 47, 290, 290)), (0, (300,)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("form", ["varlen", "cudnn"])
+@pytest.mark.parametrize("mask", ["segments", "segments causal"])
+@pytest.mark.parametrize("layout", ["by seq", "packed by seq", "groups"])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_ragged_kernels(cuda: nt.Runtime, dtype: str, layout: str, mask: str, form: str) -> None:
+    """Each by its name, in one task and in one for each head: gradients of shared keys are then added."""
+    for (start, ends), tiles in itertools.product(RAGGED, ({}, {"heads": 1})):
+        check(AttentionRow(mask, form, layout, ends=ends, start=start), tiles, "chain", dtype, BIN)
+
+
+@pytest.mark.parametrize("form", ["varlen", "cudnn"])
+@pytest.mark.parametrize("model", [nt.models.BERT, nt.models.GPT2])
+def test_ragged_bins(cuda: nt.Runtime, model: Any, form: str) -> None:
+    """Filled more and less, in one program, as without packing."""
+    batch, other, found = inputs(LENGTHS["some"]), inputs([LENGTH] * len(LENGTHS["some"]), seed=1), []
+    config = model.Config(layers=2, embed=32, heads=2, vocab=30, positions=LENGTH, attention=form)
+    for pack in (False, True):
+        options: dict[str, Any] = {"pack": pack, "check_finite": True, "optimizer": nt.SGD(lr=0.1)}
+        trainer = nt.Trainer(model(config, seed=3), len(LENGTHS["some"]), LENGTH, {"batch": 3}, dtype="bf16", **options)
+        steps = [trainer.submit(one).result() for one in (other, batch, other, batch)]
+        found.append([(step.loss, step.grad_norm) for step in steps])
+        trainer.close()
+    assert error(found[1], found[0]) < 2e-2
+
+
+REFUSED = """
+import sys; sys.path.insert(0, sys.argv[1])
+import test_cuda, nntile_py as nt
+mask, form, layout, dtype, width = sys.argv[2:]
+with nt.Runtime(cpus=0, cuda=1):
+    row = test_cuda.AttentionRow(mask, form, layout, ends=test_cuda.ENDS)
+    test_cuda.check(row, {}, "chain", dtype, {**test_cuda.BIN, "head_dim": int(width)})
+"""
+
+
+@pytest.mark.parametrize(
+    ("mask", "form", "layout", "dtype", "width", "told"),
+    [
+        ("segments window", "cudnn", "by seq", "bf16", 64, "cudnn cannot compute this: a window; use vendor"),
+        ("segments", "cudnn", "by seq", "bf16", 24, "cannot compute this: head_dim 24, no multiple of 16; use vendor"),
+        ("segments", "cudnn", "packed", "bf16", 64, "the heads of a token do not lie together; use vendor"),
+        ("segments", "cudnn", "by seq", "fp32", 64, "cudnn takes bf16 or fp16, .* got Float, head_dim 64; use"),
+        ("segments", "varlen", "by seq", "fp32", 64, "varlen takes bf16 or fp16, .* got Float, head_dim 64; use"),
+    ],
+)
+def test_ragged_refusals(python: Any, mask: str, form: str, layout: str, dtype: str, width: int, told: str) -> None:
+    result = python(REFUSED, FOLDER, mask, form, layout, dtype, width)
+    assert result.returncode and re.search(rf"TaskError: .*model\.attention: .*{told}", result.stderr)
 
 
 @pytest.mark.parametrize("lengths", LENGTHS)

@@ -63,8 +63,17 @@ def same(got: Any, want: Any, dtype: str) -> None:
 @pytest.mark.parametrize("output", ["hidden", "pooled"])
 @pytest.mark.parametrize("dtype", ["fp32", "tf32", "bf16", "fp16"])
 def test_as_the_tasks_one_by_one(cuda: nt.Runtime, dtype: str, output: str) -> None:
+    as_one_by_one(CONFIG, output, dtype)
+
+
+@pytest.mark.parametrize("form", ["varlen", "cudnn"])
+def test_ragged_kernels(cuda: nt.Runtime, form: str) -> None:
+    as_one_by_one(CONFIG.changed(attention=form), "hidden", "bf16")
+
+
+def as_one_by_one(config: Any, output: str, dtype: str) -> None:
     """Launched, captured, replayed; bins of several sizes, more and less filled, in turns."""
-    model = nt.models.BERT(CONFIG, seed=1)
+    model = nt.models.BERT(config, seed=1)
     options: dict[str, Any] = {"dtype": dtype, "batch_tokens": 512}
     with nt.Encoder(model, output, captured=False, **options) as encoder:
         want = [encoder(given) for given in PASSES]
