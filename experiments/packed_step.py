@@ -20,7 +20,7 @@ from nntile_py.bench.any_model import inputs_of
 from nntile_py.config.run import load, runtime_options
 from nntile_py.config.spec import build_model, step_spec
 from nntile_py.execution import memory
-from nntile_py.profiling.alone import clocked
+from nntile_py.system.load import clocked
 from nntile_py.training.same import same_steps
 
 REPEATS, STEPS = 7, 10
