@@ -7,6 +7,10 @@ infers with such weights; its attention is scaled_dot_product_attention.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,7 +19,9 @@ from nntile_py.analysis.workloads import Work, spec_of
 from nntile_py.bench.common import Step, torch_device, torch_dtype
 from nntile_py.config.run import RunConfig, load, runtime_options
 from nntile_py.config.spec import build_model, predicted, step_spec
+from nntile_py.execution.packed import bins_of, lengths_of
 from nntile_py.graph.step import StepSpec
+from nntile_py.tiles import Tiling
 
 Array = np.ndarray[Any, Any]
 
@@ -55,8 +61,22 @@ def _ours(config: RunConfig, inputs: dict[str, Array], work: Work) -> tuple[Step
     if work != "train":
         made, passes = forward_passes(spec, inputs)
         return passes, {"tasks": len(made.forward.tasks.tasks), "flop": made.graph.flop()}
-    trainer = Trainer.of_spec(spec, seed=config.seed)
+    trainer = Trainer.of_spec(just_filled(spec, inputs) if spec.pack else spec, seed=config.seed)
     return same_steps(trainer, inputs), {"tasks": trainer.tasks_per_step, "flop": trainer.flop_per_step}
+
+
+def just_filled(spec: StepSpec, inputs: Mapping[str, Array]) -> StepSpec:
+    """The same packed steps in as many bins, which have room for these sequences and, rounded up to whole sequences, no
+    more: as PyTorch's arrays are as long as the batch has tokens."""
+    lengths, parts = lengths_of(inputs, spec.seq), spec.grad_accumulation
+    least = math.ceil(sum(lengths) / (spec.seq * spec.rows * parts))
+    for size in range(least, spec.tiling.tile("batch", spec.batch)):
+        tiling = Tiling({**spec.tiling.tiles, "batch": size})
+        narrow = replace(spec, batch=spec.rows * size, tiling=tiling)
+        with suppress(ValueError):  # they do not fit
+            bins_of(narrow).places(lengths, parts)
+            return narrow
+    return spec
 
 
 def torch_side(config: RunConfig, arrays: dict[str, Array], name: str, work: Work) -> Step:
