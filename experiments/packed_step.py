@@ -4,7 +4,8 @@
 
 A row of the table is LONGESTxBATCH. Its sequences have a mean length of alpha times the longest and lie in bins, one
 for each tile of the batch, of as many tokens, rounded up to whole sequences; they are packed once, as PyTorch would be
-given its offsets. A time is the median of 7, each of 10 steps that are submitted together.
+given its offsets. A time is the median of 7, each of 10 steps that are submitted together. `bert_table.py` has PyTorch
+beside.
 """
 
 from __future__ import annotations

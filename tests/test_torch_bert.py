@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -30,6 +31,7 @@ TREE = {
 }  # fmt: skip
 PEERS = ["torch_packed", "torch_padded"]
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # of dynamo itself
+EXPERIMENTS = Path(__file__).parents[1] / "experiments"
 
 
 def config(*sets: str) -> RunConfig:
@@ -203,3 +205,35 @@ def test_forward_passes_in_turns(tmp_path: Path, eager: None) -> None:
 def test_refused(tmp_path: Path, name: str, inference: bool, sets: list[str], told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         options(tmp_path / "c.yaml", [name], *sets, inference=inference)
+
+
+# -- the table
+
+
+def test_table(eager: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """experiments/bert_table.py: rows as they are there, what is done is not measured again."""
+    found = importlib.util.spec_from_file_location("bert_table", EXPERIMENTS / "bert_table.py")
+    assert found and found.loader
+    script = importlib.util.module_from_spec(found)
+    found.loader.exec_module(script)
+    sets = {
+        "runtime.cuda": 0, "runtime.cpus": 1, "scheduler": "cpu", "precision": "fp32", "model.layers": 1,
+        "model.embed": 16, "model.heads": 2, "model.vocab": 300, "tokenizer.vocab_size": 300, "train.batch": 2,
+        "train.seq": 16,
+    }  # fmt: skip
+    small = [f"--set={key}={value}" for key, value in sets.items()]
+    quick = ["--rounds", "1", "--steps", "1", "--passes", "1", "--padded", "torch_padded"]
+    script.main(["--rows", "infer/8x64,base/512x64/1*", *quick, *small])
+    told = capsys.readouterr()
+    rows = [json.loads(line) for line in told.out.splitlines() if line.startswith("{")]
+    assert [row["row"] for row in rows] == ["infer/8x64", "base/512x64/1.0/0.1"]
+    peers = [line.split(" | ")[1] for line in told.out.splitlines() if line.startswith(("| infer", "| base"))]
+    assert peers == ["torch_packed", "torch_packed", "torch_padded"], told.out
+    assert " s  base/512x64/1.0/0.1: torch_padded is ready" in told.err
+    (tmp_path / "rows").write_text(told.out)
+    script.main(["--rows", "infer/8x64", "--done", str(tmp_path / "rows")])
+    again = capsys.readouterr()
+    assert again.out == told.out[told.out.index("| row") :] and not again.err
+    with pytest.raises(SystemExit):
+        script.main(["--rows", "infer/3x64"])
+    assert "no row is called 'infer/3x64'" in capsys.readouterr().err
