@@ -30,8 +30,9 @@ from nntile_py.analysis.workloads import Work, build, logical, preset
 from nntile_py.config.run import RunConfig, load, runtime_options
 from nntile_py.config.spec import step_spec
 from nntile_py.graph.fusion import Fusion
-from nntile_py.profiling.alone import clocked, small_program
+from nntile_py.profiling.alone import small_program
 from nntile_py.system.folders import installed
+from nntile_py.system.load import clocked
 from nntile_py.tasks.contract import Contract
 from nntile_py.tasks.generated import KERNELS, Generated
 from nntile_py.tasks.launch import Launches, compile_launch, describer, encode, shape

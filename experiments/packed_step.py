@@ -1,10 +1,11 @@
-"""Training steps of a packed BERT whose bin has room for just the tokens of a batch of unequal lengths: ms of each.
+"""Training steps of a packed BERT whose bins have room for just the tokens of a batch of unequal lengths: ms of each.
 
     python experiments/packed_step.py [--table 128x256,512x64] [--alpha 0.6] [--set fusion.found=true]
 
-A row of the table is LONGESTxBATCH. Its sequences have a mean length of alpha times the longest and lie in one bin of
-as many tokens, rounded up to whole sequences; they are packed once, as PyTorch would be given its offsets. A time is
-the median of 7, each of 10 steps that are submitted together.
+A row of the table is LONGESTxBATCH. Its sequences have a mean length of alpha times the longest and lie in bins, one
+for each tile of the batch, of as many tokens, rounded up to whole sequences; they are packed once, as PyTorch would be
+given its offsets. A time is the median of 7, each of 10 steps that are submitted together. `bert_table.py` has PyTorch
+beside.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from pathlib import Path
 import numpy as np
 
 import nntile_py as nt
-from nntile_py.bench.any_model import inputs_of
+from nntile_py.bench.any_model import inputs_of, just_filled
 from nntile_py.config.run import load, runtime_options
 from nntile_py.config.spec import build_model, step_spec
 from nntile_py.execution import memory
-from nntile_py.profiling.alone import clocked
+from nntile_py.system.load import clocked
 from nntile_py.training.same import same_steps
 
 REPEATS, STEPS = 7, 10
@@ -41,12 +42,12 @@ def main() -> None:
         for (seq, batch), config in configs.items():
             given = inputs_of(config, "train", o.alpha)
             real = int(np.sum(given["attention_mask"])) if "attention_mask" in given else seq * batch
-            packed = load(o.config, [*sets, f"train.seq={seq}", f"train.batch={-(-real // seq)}"])
-            trainer = nt.Trainer.of_spec(step_spec(packed, build_model(packed)), seed=packed.seed)
+            spec = just_filled(step_spec(config, build_model(config)), given)
+            trainer = nt.Trainer.of_spec(spec, seed=config.seed)
             run = same_steps(trainer, given)
             run(4)
             times = clocked(run, REPEATS, STEPS)
-            middle, held = statistics.median(times), memory.gpu_peak() / 2**30 if packed.runtime.cuda else 0.0
+            middle, held = statistics.median(times), memory.gpu_peak() / 2**30 if config.runtime.cuda else 0.0
             spread = f"({min(times) * 1e3:.2f} to {max(times) * 1e3:.2f})"
             told = f"{seq:7} x {batch:<5} {real:8} {middle * 1e3:9.2f}  {spread:20} {real / middle:9.0f} {held:8.2f}"
             print(told, flush=True)

@@ -2,35 +2,78 @@
 
 Both sides have the same start weights, inputs, precision and optimizer; ours is packed if train.pack says so, PyTorch's
 inputs are padded, with their attention_mask. PyTorch trains under bf16 or fp16 autocast with a fused optimizer, and
-infers with such weights; its attention is scaled_dot_product_attention.
+infers with such weights; its attention is scaled_dot_product_attention. torch_bert.py has others, for BERT alone.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from nntile_py.analysis.workloads import Work, spec_of
-from nntile_py.bench.common import Step, torch_device, torch_dtype
+from nntile_py.bench.common import Step, torch_device, torch_dtype, trained
+from nntile_py.bench.contestants import FOR_BERT, OF_CONFIG, RANKED
 from nntile_py.config.run import RunConfig, load, runtime_options
 from nntile_py.config.spec import build_model, predicted, step_spec
+from nntile_py.errors import ConfigError
+from nntile_py.execution.packed import bins_of, lengths_of
 from nntile_py.graph.step import StepSpec
+from nntile_py.tiles import Tiling
 
 Array = np.ndarray[Any, Any]
 
 
-def contestant(name: str, o: dict[str, Any]) -> tuple[Step, dict[str, Any]]:
-    """Our side, or `torch_eager` or `torch_compile`."""
+def contestant(name: str, o: dict[str, Any], *place: int) -> tuple[Step, dict[str, Any]]:
+    """Our side, or one of contestants.OF_CONFIG. place: rank and port, of one with several processes."""
     config = load(o["config"], o["sets"])
     work: Work = "inference" if o.get("inference") else "train"
     inputs = inputs_of(config, work, o.get("alpha", 1.0))
     if name == "nntile":
         run, facts = _ours(config, inputs, work)
+    elif name == "ddp":
+        from nntile_py.bench.torch_bert import ddp
+
+        run, facts = ddp(config, inputs, o, *place)
+    elif name in FOR_BERT:
+        from nntile_py.bench.torch_bert import torch_bert
+
+        run, facts = torch_bert(config, inputs, name, work)
     else:
         run, facts = torch_side(config, inputs, name, work), {}
     real, rows = inputs.get("attention_mask"), _rows(config, work)
     return run, facts | {"tokens": rows * config.train.seq if real is None else int(real.sum())}
+
+
+def check_peer(config: RunConfig, name: str, *, inference: bool) -> None:
+    """Raise ConfigError for a config that the contestant cannot run; before any contestant starts."""
+    ranked, train, of = name in RANKED, config.train, f"with --peer {name}"
+    if name not in OF_CONFIG or (ranked and inference):
+        known = [one for one in OF_CONFIG if not (inference and one in RANKED)]
+        beside = "--inference" if inference and ranked else "CONFIG"
+        raise ConfigError(f"--peer: {name!r} is not allowed beside {beside}; use torch, {', '.join(known)}")
+    gpus = config.workers if config.runtime.cuda else 0
+    if not ranked and gpus > 1:
+        raise ConfigError(f"runtime.cuda: got {config.runtime.cuda!r}; allowed {of}: 0 or 1; several are for ddp")
+    if not ranked and name not in FOR_BERT:
+        return
+    if config.model.type != "bert":
+        raise ConfigError(f"model.type: got {config.model.type}; allowed {of}: bert")
+    work, head = ("a forward pass", "none") if inference else ("training", "masked_lm")
+    if config.model.head != head:
+        raise ConfigError(f"model.head: got {config.model.head}; allowed {of} in {work}: {head}")
+    if train.grad_accumulation != 1:
+        raise ConfigError(f"train.grad_accumulation: got {train.grad_accumulation}; allowed {of}: 1")
+    # Flash attention is of 16 bits; a scaled loss of fp16 would need ranks to agree which steps are skipped.
+    known = (["bf16"] if ranked else ["bf16", "fp16"]) if gpus else ["fp32"]
+    if config.precision not in known:
+        raise ConfigError(f"precision: got {config.precision}; allowed {of}: {' or '.join(known)}")
+    if ranked and train.batch < (gpus or 2):
+        raise ConfigError(f"train.batch: got {train.batch}; allowed {of}: at least {gpus or 2}, one for each rank")
 
 
 def _rows(config: RunConfig, work: Work) -> int:
@@ -55,8 +98,22 @@ def _ours(config: RunConfig, inputs: dict[str, Array], work: Work) -> tuple[Step
     if work != "train":
         made, passes = forward_passes(spec, inputs)
         return passes, {"tasks": len(made.forward.tasks.tasks), "flop": made.graph.flop()}
-    trainer = Trainer.of_spec(spec, seed=config.seed)
+    trainer = Trainer.of_spec(just_filled(spec, inputs) if spec.pack else spec, seed=config.seed)
     return same_steps(trainer, inputs), {"tasks": trainer.tasks_per_step, "flop": trainer.flop_per_step}
+
+
+def just_filled(spec: StepSpec, inputs: Mapping[str, Array]) -> StepSpec:
+    """The same packed steps in as many bins, which have room for these sequences and, rounded up to whole sequences, no
+    more: as PyTorch's arrays are as long as the batch has tokens."""
+    lengths, parts = lengths_of(inputs, spec.seq), spec.grad_accumulation
+    least = math.ceil(sum(lengths) / (spec.seq * spec.rows * parts))
+    for size in range(least, spec.tiling.tile("batch", spec.batch)):
+        tiling = Tiling({**spec.tiling.tiles, "batch": size})
+        narrow = replace(spec, batch=spec.rows * size, tiling=tiling)
+        with suppress(ValueError):  # they do not fit
+            bins_of(narrow).places(lengths, parts)
+            return narrow
+    return spec
 
 
 def torch_side(config: RunConfig, arrays: dict[str, Array], name: str, work: Work) -> Step:
@@ -70,7 +127,9 @@ def torch_side(config: RunConfig, arrays: dict[str, Array], name: str, work: Wor
     forward = torch.compile(model) if name == "torch_compile" else model
     inputs = {key: torch.from_numpy(value).to(device) for key, value in arrays.items()}
     if work == "train":
-        return _trained(config, model.to(device).train(), forward, inputs)
+        rows, count = config.train.batch, config.train.grad_accumulation
+        parts = [{key: value[k * rows : (k + 1) * rows] for key, value in inputs.items()} for k in range(count)]
+        return trained(config, model.to(device).train(), lambda part: forward(**part).loss, parts)
     dtype = torch_dtype(config.precision)
     model.to(device, dtype).eval()
     inputs = {key: value.to(dtype) if value.is_floating_point() else value for key, value in inputs.items()}
@@ -97,39 +156,3 @@ def _attention() -> Any:
             return torch.nn.functional.scaled_dot_product_attention(q, k, v, mask)
 
     return Attention()
-
-
-def _trained(config: RunConfig, model: Any, forward: Any, inputs: dict[str, Any]) -> Step:
-    """Training steps, in grad_accumulation parts."""
-    import torch
-
-    how, device, dtype = config.optimizer, next(iter(inputs.values())).device, torch_dtype(config.precision)
-    scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
-    betas = (how.betas[0], how.betas[1])
-    optimizer = torch.optim.AdamW(
-        model.parameters(), how.lr, betas=betas, eps=how.eps, weight_decay=how.weight_decay, fused=True
-    )
-    parts = [
-        {name: value[k * config.train.batch : (k + 1) * config.train.batch] for name, value in inputs.items()}
-        for k in range(config.train.grad_accumulation)
-    ]
-
-    def run(n: int) -> list[float]:
-        losses = []
-        for _ in range(n):
-            total = torch.zeros((), device=device)
-            for part in parts:
-                with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
-                    loss = forward(**part)
-                scaler.scale(loss.loss / len(parts)).backward()
-                total += loss.loss.detach() / len(parts)
-            if how.clip_grad_norm:
-                scaler.unscale_(optimizer)
-                torch.nn.utils.clip_grad_norm_(model.parameters(), how.clip_grad_norm)
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad(set_to_none=True)
-            losses.append(total)
-        return torch.stack(losses).tolist()
-
-    return run

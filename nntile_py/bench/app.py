@@ -11,7 +11,7 @@ import typer
 
 from nntile_py.bench.capacity import capacity
 from nntile_py.bench.common import parse_tiles
-from nntile_py.bench.contestants import PEERS, TIME_LIMIT, check_gpus, measure_step, spread
+from nntile_py.bench.contestants import FOR_BERT, PEERS, TIME_LIMIT, check_gpus, measure_step, spread
 from nntile_py.bench.messages import messages
 from nntile_py.bench.metg import metg
 from nntile_py.errors import ConfigError, NNTileError
@@ -107,8 +107,9 @@ Config = Annotated[
 Peer = Annotated[
     str | None,
     typer.Option(
-        help="Beside ours, with commas between: torch_eager, torch_compile (torch is both); ddp, fsdp2, "
-        "fsdp2_offload: a process for each GPU of --cuda."
+        help="Beside ours, with commas between: torch_eager, torch_compile (torch is both); ddp, fsdp2, fsdp2_offload: "
+        "a process for each GPU of --cuda. Of a CONFIG with BERT: torch_packed and torch_padded, PyTorch's strongest "
+        "form without padding and with it; ddp: the same on the GPUs of runtime.cuda, packed if train.pack is on."
     ),
 ]
 Gib = Annotated[
@@ -126,7 +127,14 @@ def step(
     sets: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key of it.")] = None,
     peer: Peer = None,
     rounds: Annotated[int, typer.Option(help="Turns of each contestant.", min=1)] = 7,
-    steps: Annotated[int, typer.Option(help="Steps in a turn.", min=1)] = 2,
+    steps: Annotated[
+        int | None,
+        typer.Option(
+            help="Steps in a turn, or forward passes in flight together, of which a turn takes the median of 15 times. "
+            "[default: 2; 10 passes]",
+            min=1,
+        ),
+    ] = None,
     layers: int = 6,
     embed: int = 384,
     heads: int = 6,
@@ -155,7 +163,7 @@ def step(
     Of the ranks that mpirun has started, CONFIG's together."""
     from nntile_py.tiles.placement import PLACEMENTS
 
-    names = ["nntile", *_peers(peer)]
+    names, steps = ["nntile", *parse_peers(peer)], steps or (10 if inference else 2)
     check_gpus(cuda)
     if placement not in (None, *PLACEMENTS):
         raise ConfigError(f"--placement: {placement!r} is not allowed; use {' or '.join(PLACEMENTS)}")
@@ -169,9 +177,9 @@ def step(
     if config is None and dtype == "fp16" and len(names) > 1:
         raise ConfigError("--dtype: fp16 is not allowed with --peer; use bf16, or a CONFIG with precision: fp16")
     if config is not None:
-        options |= _of_config(config, sets or [], names, alpha) | {"inference": inference}
-    elif alpha != 1 or inference:
-        raise ConfigError("--alpha, --inference: allowed only with CONFIG")
+        options |= of_config(config, sets or [], names, alpha, inference=inference)
+    elif alpha != 1 or inference or set(names) & set(FOR_BERT):
+        raise ConfigError(f"--alpha, --inference, --peer {' and '.join(FOR_BERT)}: allowed only with CONFIG")
     if ranks.started()[1] > 1:
         from nntile_py.bench import together
 
@@ -186,7 +194,7 @@ def step(
         raise typer.Exit(1)
 
 
-def _peers(told: str | None) -> list[str]:
+def parse_peers(told: str | None) -> list[str]:
     """The contestants of --peer."""
     both = {"torch": ["torch_eager", "torch_compile"]}
     names = [name for item in told.split(",") for name in both.get(item, [item])] if told else []
@@ -196,21 +204,21 @@ def _peers(told: str | None) -> list[str]:
     return names
 
 
-def _of_config(path: str, sets: list[str], names: list[str], alpha: float) -> dict[str, Any]:
-    """What takes the place of the options; refuses contestants that know a GPT-2 alone."""
+def of_config(path: str, sets: list[str], names: list[str], alpha: float, *, inference: bool) -> dict[str, Any]:
+    """What takes the place of the options. Raises ConfigError for contestants that cannot run it."""
+    from nntile_py.bench.any_model import check_peer
     from nntile_py.config.run import load
 
-    for name in names:
-        if name not in ("nntile", "torch_eager", "torch_compile"):
-            raise ConfigError(f"--peer: {name!r} is not allowed beside CONFIG; use torch, torch_eager, torch_compile")
     config = load(path, sets)
-    if config.runtime.cuda not in (0, 1):
-        raise ConfigError(f"runtime.cuda: got {config.runtime.cuda!r}; allowed beside PyTorch: 0 or 1")
-    check_gpus(config.runtime.cuda)
+    for name in names:
+        if name != "nntile":
+            check_peer(config, name, inference=inference)
+    cuda = config.workers if config.runtime.cuda else 0
+    check_gpus(cuda, "runtime.cuda")
     return {
-        "config": str(Path(path).resolve()), "sets": sets, "cuda": config.runtime.cuda,
+        "config": str(Path(path).resolve()), "sets": sets, "cuda": cuda,
         "batch": config.train.batch * config.train.grad_accumulation, "seq": config.train.seq,
-        "dtype": config.precision, "alpha": alpha,
+        "dtype": config.precision, "alpha": alpha, "inference": inference,
     }  # fmt: skip
 
 
@@ -218,7 +226,9 @@ def _told(result: dict[str, Any], names: list[str]) -> str:
     lines = [told(name, result[name]) for name in names]
     if "fastest_peer" in result:
         r = result["ratio_to_fastest_peer"]
-        lines.append(f"ours / {result['fastest_peer']}: {r['median']:.3f} (by round {r['min']:.3f} to {r['max']:.3f})")
+        rate = f"{1 / r['median']:.3f} times its tokens/s"
+        time_taken = f"{r['median']:.3f} (by round {r['min']:.3f} to {r['max']:.3f})"
+        lines.append(f"ours / {result['fastest_peer']}: {time_taken}, {rate}")
     return "\n".join(lines)
 
 
@@ -228,8 +238,10 @@ def told(name: str, row: dict[str, Any]) -> str:
         return f"{name:14} failed: {row['error']}"
     t = row["seconds"]
     flop = f"{row['gflop_per_s']:.1f} Gflop/s, " if "gflop_per_s" in row else ""
+    unit, each = ("s", 1) if t["median"] > 0.1 else ("ms", 1e3)
+    least, middle, most = (f"{t[key] * each:.3f}" for key in ("min", "median", "max"))
     return (
-        f"{name:14} {t['median']:.3f} s a step ({t['min']:.3f} to {t['max']:.3f}), "
+        f"{name:14} {middle} {unit} a step ({least} to {most}), "
         f"{row['tokens_per_s']:,.0f} tokens/s, {flop}peak {row['peak_mib']:,.0f} MiB, "
         f"first loss {row['first_loss']:.6f}"
     )

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from nntile_py.bench.common import parse_tiles
-from nntile_py.bench.contestants import NO_ANSWER, PEERS, check_gpus, measure_step, processes
+from nntile_py.bench.contestants import NO_ANSWER, OF_GPT2, check_gpus, measure_step, processes
 from nntile_py.errors import ConfigError
 from nntile_py.system.load import cores
 from nntile_py.system.machine import machine
@@ -49,7 +49,7 @@ def capacity(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """The largest GPT that trains within a limit of GPU memory, and how fast."""
-    names = _allowed("--contestants", contestants, ["nntile", *PEERS])
+    names = _allowed("--contestants", contestants, ["nntile", *OF_GPT2])
     order = sorted(_allowed("--models", models, MODELS), key=list(MODELS).index)
     check_gpus(cuda)
     gpus = processes({"cuda": cuda})

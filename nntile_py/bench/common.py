@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -76,6 +76,38 @@ def torch_device(config: RunConfig) -> torch.device:
         torch.set_num_threads(config.workers)
     torch.set_float32_matmul_precision("highest" if config.precision in ("fp32", "fp64") else "high")
     return device
+
+
+def trained(config: RunConfig, model: Any, loss_of: Callable[[Any], Any], parts: Sequence[Any]) -> Step:
+    """Training steps, each the mean of the losses of its parts."""
+    import torch
+
+    how, device, dtype = config.optimizer, next(model.parameters()).device, torch_dtype(config.precision)
+    scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
+    betas = (how.betas[0], how.betas[1])
+    optimizer = torch.optim.AdamW(
+        model.parameters(), how.lr, betas=betas, eps=how.eps, weight_decay=how.weight_decay, fused=True
+    )
+
+    def run(n: int) -> list[float]:
+        losses = []
+        for _ in range(n):
+            total = torch.zeros((), device=device)
+            for part in parts:
+                with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
+                    loss = loss_of(part)
+                scaler.scale(loss / len(parts)).backward()
+                total += loss.detach() / len(parts)
+            if how.clip_grad_norm:
+                scaler.unscale_(optimizer)
+                torch.nn.utils.clip_grad_norm_(model.parameters(), how.clip_grad_norm)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad(set_to_none=True)
+            losses.append(total)
+        return torch.stack(losses).tolist()
+
+    return run
 
 
 def parse_tiles(text: str) -> dict[str, int]:

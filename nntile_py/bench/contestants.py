@@ -11,7 +11,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -19,19 +19,22 @@ from nntile_py.bench.common import shape
 from nntile_py.errors import ConfigError, NNTileError
 from nntile_py.system.machine import machine
 
-PEERS = ("torch_eager", "torch_compile", "ddp", "fsdp2", "fsdp2_offload")
-RANKED = PEERS[2:]  # those with a process for each GPU
+FOR_BERT = ("torch_packed", "torch_padded")  # see torch_bert.py
+PEERS = ("torch_eager", "torch_compile", *FOR_BERT, "ddp", "fsdp2", "fsdp2_offload")
+RANKED = PEERS[4:]  # those with a process for each GPU
+OF_CONFIG = PEERS[:5]
+OF_GPT2 = tuple(name for name in PEERS if name not in FOR_BERT)
 PARENT = "NNTILE_BENCH_PARENT"  # the process that started a contestant, in its environment
 NO_ANSWER = "no answer within"
 TIME_LIMIT = 600.0  # seconds for the start of a contestant, and for one of its turns
 
 
-def check_gpus(cuda: int) -> None:
+def check_gpus(cuda: int, key: str = "--cuda") -> None:
     """Raise ConfigError if the machine has fewer; before any contestant starts."""
     from nntile_py.execution.runtime import cuda_devices
 
     if cuda > (there := cuda_devices() if cuda else 0):
-        raise ConfigError(f"--cuda: {cuda} is not allowed; this machine has {there} CUDA devices")
+        raise ConfigError(f"{key}: {cuda} is not allowed; this machine has {there} CUDA devices")
 
 
 def spread(times: Sequence[float]) -> dict[str, float]:
@@ -175,18 +178,25 @@ class Side:
 # -- one training step
 
 
-def measure_step(options: dict[str, Any], names: Sequence[str], rounds: int, steps: int) -> dict[str, Any]:
-    """Every contestant in turn, `rounds` times; medians, spread, ratios of the same round. A failure is a row."""
+def measure_step(
+    options: dict[str, Any], names: Sequence[str], rounds: int, steps: int, tell: Callable[[str], None] | None = None
+) -> dict[str, Any]:
+    """Every contestant in turn, `rounds` times; medians, spread, ratios of the same round. A failure is a row.
+
+    One starts after the other, so that nothing is compiled while another one chooses between kernels by measuring.
+    tell: is told of each that has started."""
+    options = {"time_limit": TIME_LIMIT} | options
     if "config" not in options:
         shape(options)  # refused here, not in a child
-    options = {"time_limit": TIME_LIMIT} | options
-    if set(names) & set(RANKED) and options["batch"] % processes(options):
-        raise ConfigError(f"--batch: {options['batch']} is not allowed; use a multiple of {processes(options)}")
+        if set(names) & set(RANKED) and options["batch"] % processes(options):
+            raise ConfigError(f"--batch: {options['batch']} is not allowed; use a multiple of {processes(options)}")
     sides: list[Side] = []
     last: dict[str, Any] = {}
     try:
         for name in names:
             sides.append(Side(name, options))
+            if tell:
+                tell(f"{name} {sides[-1].error or 'is ready'}")
         for _ in range(rounds):
             for side in sides:
                 if not side.error:
@@ -211,7 +221,12 @@ def measure_step(options: dict[str, Any], names: Sequence[str], rounds: int, ste
     if ours and peers:
         best = min(peers, key=lambda side: statistics.median(side.times))
         result["fastest_peer"] = best.name
-        ratios = spread([a / b for a, b in zip(ours.times, best.times, strict=True)])
-        ratios["of_medians"] = statistics.median(ours.times) / statistics.median(best.times)
-        result["ratio_to_fastest_peer"] = ratios
+        result["ratios"] = {side.name: ratios(ours.times, side.times) for side in peers}
+        result["ratio_to_fastest_peer"] = result["ratios"][best.name]
     return result
+
+
+def ratios(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, float]:
+    """Of our times to theirs, round by round, and of the medians."""
+    found = spread([a / b for a, b in zip(ours, theirs, strict=True)])
+    return found | {"of_medians": statistics.median(ours) / statistics.median(theirs)}

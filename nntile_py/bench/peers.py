@@ -26,21 +26,7 @@ from nntile_py.bench.torch_gpt2 import Model, head_loss
 def peer(name: str, o: dict[str, Any], rank: int, port: int) -> tuple[Step, dict[str, Any]]:
     """A rank of a contestant."""
     world, low, offload = processes(o), bool(o["cuda"]) and o["dtype"] == "bf16", name == "fsdp2_offload"
-    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(max(1, o["cpus"] // world)))  # else all cores each
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else it looks the machine's own name up
-    if o["cuda"]:
-        device = torch.device("cuda", rank)
-        torch.cuda.set_device(device)
-        limit_memory(o)
-        torch.set_float32_matmul_precision("high")
-        backend = "cpu:gloo,cuda:nccl" if offload else "nccl"  # norms of gradients that are in main memory
-    else:
-        device, backend = torch.device("cpu"), "gloo"
-        torch.set_num_threads(max(1, o["cpus"] // world))
-    dist.init_process_group(
-        backend, init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world,
-        timeout=timedelta(seconds=o["time_limit"]),
-    )  # fmt: skip
+    device = joined(o, rank, port, offload=offload)
     forward = ddp(o, device) if name == "ddp" else fsdp(o, device, world, low, offload)
     parameters = list(forward.parameters())
     optimizer = torch.optim.AdamW(parameters, GPU_LR, betas=GPU_BETAS, weight_decay=WEIGHT_DECAY, fused=True)
@@ -63,15 +49,40 @@ def peer(name: str, o: dict[str, Any], rank: int, port: int) -> tuple[Step, dict
     return run, {"processes": world}
 
 
+def joined(o: dict[str, Any], rank: int, port: int, *, offload: bool = False) -> torch.device:
+    """This rank's device, in a group with the others."""
+    world = processes(o)
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(max(1, o["cpus"] // world)))  # else all cores each
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else it looks the machine's own name up
+    if o["cuda"]:
+        device = torch.device("cuda", rank)
+        torch.cuda.set_device(device)
+        limit_memory(o)
+        torch.set_float32_matmul_precision("high")
+        backend = "cpu:gloo,cuda:nccl" if offload else "nccl"  # norms of gradients that are in main memory
+    else:
+        device, backend = torch.device("cpu"), "gloo"
+        torch.set_num_threads(max(1, o["cpus"] // world))
+    dist.init_process_group(
+        backend, init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world,
+        timeout=timedelta(seconds=o["time_limit"]),
+    )  # fmt: skip
+    return device
+
+
+def replicated(model: nn.Module, device: torch.device) -> nn.Module:
+    """The model with gradients that are the mean of all ranks'."""
+    return DistributedDataParallel(
+        model, device_ids=[device.index] if device.type == "cuda" else None, broadcast_buffers=False,
+        gradient_as_bucket_view=True,
+    )  # fmt: skip
+
+
 def ddp(o: dict[str, Any], device: torch.device) -> nn.Module:
     with device:
         model = Model(o)
     model.load(weights(o, device))
-    wrapped = DistributedDataParallel(
-        model, device_ids=[device.index] if device.type == "cuda" else None, broadcast_buffers=False,
-        gradient_as_bucket_view=True,
-    )  # fmt: skip
-    compiled: Any = torch.compile(wrapped)  # cuts the graph where DDP's buckets are full
+    compiled: Any = torch.compile(replicated(model, device))  # cuts the graph where DDP's buckets are full
     return cast(nn.Module, compiled)
 
 

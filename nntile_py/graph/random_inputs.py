@@ -37,9 +37,9 @@ def random_inputs(graph: Any, rows: int, seed: int, alpha: float = 1.0, predicte
 def _lengths(
     graph: Any, found: Mapping[str, Array], rows: int, rng: np.random.Generator, alpha: float, predicted: float
 ) -> dict[str, Array]:
-    """What becomes of random inputs where sequences have unequal lengths."""
+    """What becomes of random inputs where sequences have unequal lengths, or not all labels count."""
     tokens = [one.tensor for one in graph.inputs.values() if one.tensor.axes[:2] == ("batch", "seq")]
-    if alpha == 1 or not tokens:
+    if not tokens or alpha == predicted == 1:
         return {}
     seq = tokens[0].size("seq")
     lengths = rng.integers(max(1, math.ceil((2 * alpha - 1) * seq)), min(seq, int(2 * alpha * seq)) + 1, rows)
@@ -48,7 +48,7 @@ def _lengths(
         lengths[row] = np.clip(lengths[row] + np.clip(more, -8, 8), 1, seq)
     real = np.arange(seq) < lengths[:, None]
     counts = real & (rng.random(real.shape) < predicted)
-    made = {"attention_mask": real.astype(np.int64)}
+    made = {} if alpha == 1 else {"attention_mask": real.astype(np.int64)}
     for name, one in graph.inputs.items():
         if one.ignored is not None and name in found and found[name].shape == real.shape:
             made[name] = np.where(counts, found[name], one.ignored)

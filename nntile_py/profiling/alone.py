@@ -23,7 +23,7 @@ from nntile_py.graph.graph import Graph
 from nntile_py.models.init import fill
 from nntile_py.profiling.analysis import Peak
 from nntile_py.profiling.collect import known_peak
-from nntile_py.system.load import Load, is_busy
+from nntile_py.system.load import Load, clocked, is_busy
 from nntile_py.tasks.op import Lowering, Op, Tensor
 from nntile_py.tiles import Tiling
 from nntile_py.tiles.dtypes import DTYPES
@@ -71,16 +71,6 @@ class _Clock:
             runs = min(max(math.ceil(SHORTEST / (time.perf_counter() - start)), 1), MOST)
             self._known[key] = statistics.median(clocked(run, self.repeats, runs))
         return self._known[key]
-
-
-def clocked(run: Callable[[int], object], repeats: int, runs: int = 1) -> list[float]:
-    """Seconds of a run, `repeats` times, each of so many runs in flight together."""
-    found = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        run(runs)
-        found.append((time.perf_counter() - start) / runs)
-    return found
 
 
 def runner(op: Op, cuts: Tiling, config: RunConfig, room: int = 0) -> Callable[[int], None]:

@@ -23,8 +23,8 @@ from nntile_py.graph.graph import Graph
 from nntile_py.graph.layouts import laid, layout_of
 from nntile_py.graph.lowering import lower
 from nntile_py.graph.timings import Timings, Verdict
-from nntile_py.profiling.alone import MOST, SHORTEST, clocked, runner, small_program
-from nntile_py.system.load import Load, is_busy
+from nntile_py.profiling.alone import MOST, SHORTEST, runner, small_program
+from nntile_py.system.load import Load, clocked, is_busy
 from nntile_py.system.machine import cache_bytes
 from nntile_py.system.telling import Tell
 from nntile_py.tasks.op import Op

@@ -25,10 +25,10 @@ from nntile_py.execution import memory
 from nntile_py.execution.mpi import ranks
 from nntile_py.execution.runtime import Runtime
 from nntile_py.graph.fusion import Fusion
-from nntile_py.profiling.alone import clocked, runner, small_program
+from nntile_py.profiling.alone import runner, small_program
 from nntile_py.sweep.spec import METRICS, Measure
 from nntile_py.system import ranks as system
-from nntile_py.system.load import Load, among
+from nntile_py.system.load import Load, among, clocked
 from nntile_py.tasks.op import CATEGORIES
 from nntile_py.training.same import same_steps
 from nntile_py.training.together import ranks_of_run

@@ -1,0 +1,298 @@
+"""BERT in PyTorch in its strongest form: `torch_packed`, `torch_padded` and, of a CONFIG, `ddp` of `nntile bench step`.
+
+torch_packed: tokens without padding, one sequence behind the other, and flash attention over their offsets. One graph,
+compiled for the batch's sizes, serves all layers; logits are made of the masked tokens alone; indices are made once, as
+a data loader gives them. torch_padded: the same model on padded arrays, with scaled_dot_product_attention and, where
+there is padding, a mask of the keys. ddp: either, as train.pack says, each rank with its share of the sequences.
+
+Training as common.trained has it, with the config's dropout. A forward pass (`--inference`) is embeddings and
+layers, of packed tokens to their hidden states, in weights of the config's precision; on a GPU launched kernel by
+kernel or as a CUDA graph, whichever is faster. On CPUs, which have no such attention, sequences attend one by one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.attention.varlen import varlen_attn
+
+from nntile_py.bench.common import Step, torch_device, torch_dtype, trained
+from nntile_py.config.run import RunConfig
+from nntile_py.config.spec import build_model, step_spec
+from nntile_py.execution.packed import MASK, bins_of
+from nntile_py.models.bert_parts import LayerNames
+from nntile_py.tasks.cross_entropy import IGNORED
+
+Array = np.ndarray[Any, Any]
+VOCAB_STEP = 64  # a table of so many rows, or a multiple: tensor cores want their operands aligned
+NEVER = -1e4  # the bias of a token that is only there for that
+TURNS, PASSES = 3, 20  # of both ways to run a forward pass: times that are taken, the passes of each
+
+
+# -- what a data loader gives
+
+
+class Sequences(NamedTuple):
+    """Where attention stays: within sequences that are packed, or padded with a mask of the keys, if any."""
+
+    mask: torch.Tensor | None  # [rows, 1, 1, seq], of what is padded
+    offsets: torch.Tensor | None  # int32 [sequences + 1], of what is packed, as flash attention takes them
+    lengths: tuple[int, ...]
+    longest: int
+
+
+class Batch(NamedTuple):
+    """ids: [tokens], or padded [rows, seq], with their positions. places: of the masked tokens, whose labels follow."""
+
+    ids: torch.Tensor
+    positions: torch.Tensor
+    sequences: Sequences
+    places: torch.Tensor | None
+    labels: torch.Tensor | None
+    scale: float  # of the sum of the losses
+
+
+def batch_of(
+    arrays: Mapping[str, Array], mine: Array, *, packed: bool, device: torch.device, world: int = 1
+) -> Batch:
+    """The sequences `mine` of padded arrays. The mean of the losses of `world` ranks is that of all masked tokens."""
+    ids, seq = arrays["input_ids"][mine], arrays["input_ids"].shape[1]
+    real = arrays[MASK][mine] != 0 if MASK in arrays else np.ones(ids.shape, bool)
+    positions, lengths = np.arange(seq), real.sum(1)
+    labels = arrays["labels"][mine] if "labels" in arrays else None
+    if packed:
+        positions = np.broadcast_to(positions, ids.shape)[real]
+        ids, labels = ids[real], None if labels is None else labels[real]
+        ends = np.concatenate([[0], lengths.cumsum()]).astype(np.int32)
+        sequences = Sequences(None, _on(ends, device), tuple(lengths.tolist()), int(lengths.max()))
+    else:
+        mask = None if real.all() else _on(real[:, None, None], device)
+        sequences = Sequences(mask, None, (), seq)
+    places = counted = None
+    if labels is not None:
+        flat = labels.reshape(-1)
+        places, counted = np.flatnonzero(flat != IGNORED), flat[flat != IGNORED]
+    total = int((arrays["labels"] != IGNORED).sum()) if labels is not None else world
+    return Batch(
+        _on(ids, device), _on(positions, device), sequences, _on(places, device), _on(counted, device), world / total
+    )
+
+
+def _on(value: Array | None, device: torch.device) -> Any:
+    return None if value is None else torch.from_numpy(np.ascontiguousarray(value)).to(device)
+
+
+def shares(config: RunConfig, arrays: Mapping[str, Array], world: int) -> list[Array]:
+    """The sequences of each rank: packed of equal work, as our bins have it; padded of equal numbers."""
+    rows = len(arrays["input_ids"])
+    if not config.train.pack or MASK not in arrays:
+        return np.array_split(np.arange(rows), world)
+    bins = replace(bins_of(step_spec(config)), count=world, capacity=rows * config.train.seq)
+    of = np.array([place.bin for place in bins.places(arrays[MASK].sum(1).tolist())])
+    return [np.flatnonzero(of == rank) for rank in range(world)]
+
+
+# -- the model
+
+
+def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, of: Sequences, dropout: float) -> torch.Tensor:
+    """Of [tokens, heads, head_dim], or padded [rows, seq, heads, head_dim]: the same shape."""
+    if of.offsets is None:
+        q, k, v = (one.transpose(1, 2) for one in (q, k, v))
+        return F.scaled_dot_product_attention(q, k, v, of.mask, dropout).transpose(1, 2)
+    if q.device.type == "cpu":
+        every = zip(*(one.transpose(0, 1).split(of.lengths, 1) for one in (q, k, v)), strict=True)
+        apart = [F.scaled_dot_product_attention(a, b, c, None, dropout) for a, b, c in every]
+        return torch.cat(apart, 1).transpose(0, 1)
+    sizes = of.offsets, of.offsets, of.longest, of.longest
+    if dropout:  # which varlen_attn does not have
+        found: torch.Tensor = torch.ops.aten._flash_attention_forward(q, k, v, *sizes, dropout, False, False)[0]
+        return found
+    return cast(torch.Tensor, varlen_attn(q, k, v, *sizes))
+
+
+class Layer(nn.Module):
+    """Attention and a feed-forward part; its modules have the names of LayerNames, but for the three that are one."""
+
+    def __init__(self, c: Any) -> None:
+        super().__init__()
+        self.heads, self.kind, self.dropouts = c.heads, c.activation, (c.dropout, c.attention_dropout)
+        self.qkv, self.attended = nn.Linear(c.embed, 3 * c.embed), nn.Linear(c.embed, c.embed)
+        self.wide, self.narrow = nn.Linear(c.embed, c.ffn), nn.Linear(c.ffn, c.embed)
+        self.attended_norm, self.narrow_norm = (nn.LayerNorm(c.embed, c.layer_norm_eps) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, of: Sequences) -> torch.Tensor:
+        hidden, attention = self.dropouts if self.training else (0.0, 0.0)
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).unbind(-3)
+        y = self.attended(attend(q, k, v, of, attention).flatten(-2))
+        x = self.attended_norm(x + F.dropout(y, hidden))
+        y = self.narrow(activated(self.wide(x), self.kind))
+        return cast(torch.Tensor, self.narrow_norm(x + F.dropout(y, hidden)))
+
+
+def activated(x: torch.Tensor, kind: str) -> torch.Tensor:
+    if kind == "relu":
+        return F.relu(x)
+    return F.gelu(x, approximate="tanh" if kind == "gelu_new" else "none")
+
+
+class BERT(nn.Module):
+    """Of a config's sizes: hidden states, or with a head the loss of masked tokens."""
+
+    def __init__(self, c: Any) -> None:
+        super().__init__()
+        self.config = c
+        self.words = nn.Embedding(-(-c.vocab // VOCAB_STEP) * VOCAB_STEP, c.embed)
+        self.positions, self.kinds = nn.Embedding(c.positions, c.embed), nn.Embedding(c.kinds, c.embed)
+        self.norm = nn.LayerNorm(c.embed, c.layer_norm_eps)
+        self.layers = nn.ModuleList(Layer(c) for _ in range(c.layers))
+        if c.head == "masked_lm":
+            self.dense, self.head_norm = nn.Linear(c.embed, c.embed), nn.LayerNorm(c.embed, c.layer_norm_eps)
+            self.bias = nn.Parameter(torch.zeros(self.words.num_embeddings))
+        # Of functions that take a module: their graphs take its weights, so that one serves all layers. fullgraph: what
+        # is not compiled, or compiled too often, is an error, not eager.
+        parts: list[Callable[..., Any]] = [Layer.forward, BERT.embedded, BERT.loss]
+        self.run = {part: torch.compile(part, dynamic=False, fullgraph=True) for part in parts}
+
+    def embedded(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """All tokens are of the first kind, as are ours."""
+        x = self.norm(self.words(ids) + self.positions(positions) + self.kinds.weight[0])
+        return F.dropout(x, self.config.dropout, self.training)
+
+    def hidden(self, batch: Batch) -> torch.Tensor:
+        x: torch.Tensor = self.run[BERT.embedded](self, batch.ids, batch.positions)
+        for layer in self.layers:
+            x = self.run[Layer.forward](layer, x, batch.sequences)
+        return x
+
+    def loss(self, x: torch.Tensor, places: torch.Tensor, labels: torch.Tensor, scale: float) -> torch.Tensor:
+        y = self.dense(x.reshape(-1, x.shape[-1])[places])
+        logits = F.linear(self.head_norm(activated(y, self.config.activation)), self.words.weight, self.bias)
+        return F.cross_entropy(logits.float(), labels, reduction="sum") * scale
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        x = self.hidden(batch)
+        return cast(torch.Tensor, self.run[BERT.loss](self, x, batch.places, batch.labels, batch.scale))
+
+    @torch.no_grad()
+    def load(self, weights: Mapping[str, Array]) -> None:
+        """Weights under transformers' names; KeyError for one that is missing."""
+
+        def copy(module: nn.Module, *names: str) -> None:
+            for own, value in module.named_parameters():
+                value.copy_(torch.cat([torch.from_numpy(weights[f"{name}.{own}"]) for name in names]))
+
+        base, head = "bert.embeddings", "cls.predictions"
+        self.words.weight.zero_()[: self.config.vocab] = torch.from_numpy(weights[f"{base}.word_embeddings.weight"])
+        copy(self.positions, f"{base}.position_embeddings")
+        copy(self.kinds, f"{base}.token_type_embeddings")
+        copy(self.norm, f"{base}.LayerNorm")
+        for number, layer in enumerate(self.layers):
+            at = {own: f"bert.encoder.layer.{number}.{name}" for own, name in LayerNames()._asdict().items()}
+            copy(layer.get_submodule("qkv"), *(at.pop(own) for own in ("query", "key", "value")))
+            for own, name in at.items():
+                copy(layer.get_submodule(own), name)
+        if self.config.head == "masked_lm":
+            copy(self.dense, f"{head}.transform.dense")
+            copy(self.head_norm, f"{head}.transform.LayerNorm")
+            self.bias.fill_(NEVER)[: self.config.vocab] = torch.from_numpy(weights[f"{head}.bias"])
+
+
+def loaded(config: RunConfig, device: torch.device) -> BERT:
+    """With the weights that our side starts from."""
+    with device:
+        model = BERT(config.model)
+    model.load(build_model(config).weights)
+    return model
+
+
+# -- contestants
+
+
+def torch_bert(config: RunConfig, arrays: Mapping[str, Array], name: str, work: str) -> tuple[Step, dict[str, Any]]:
+    """`torch_packed` or `torch_padded`, which app.py has checked."""
+    device = torch_device(config)
+    model = loaded(config, device)
+    batch = batch_of(arrays, np.arange(len(arrays["input_ids"])), packed=name == "torch_packed", device=device)
+    if work == "train":
+        return trained(config, model.train(), model, [batch]), {}
+    return passes(model.to(torch_dtype(config.precision)).eval(), batch)
+
+
+def passes(model: BERT, batch: Batch) -> tuple[Step, dict[str, Any]]:
+    """Forward passes, by the faster way."""
+    call, facts = torch.inference_mode()(lambda: model.hidden(batch)), dict[str, Any]()
+    if batch.ids.device.type == "cuda":
+        graph = captured(call)
+        launched, replayed = (min(seconds(way) for _ in range(TURNS)) for way in (call, graph))
+        call, facts = (graph, {"captured": True}) if replayed < launched else (call, {"captured": False})
+
+    def run(n: int) -> list[float]:
+        for _ in range(n):
+            call()
+        if batch.ids.device.type == "cuda":
+            torch.cuda.synchronize()
+        return n * [0.0]
+
+    return run, facts
+
+
+def captured(call: Callable[[], Any]) -> Callable[[], Any]:
+    """The same kernels as one CUDA graph."""
+    beside = torch.cuda.Stream()
+    beside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(beside):  # compiled, and its workspaces made, before they are captured
+        for _ in range(3):
+            call()
+    torch.cuda.current_stream().wait_stream(beside)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kept = call()
+
+    def replay() -> Any:
+        graph.replay()
+        return kept
+
+    return replay
+
+
+def seconds(call: Callable[[], Any]) -> float:
+    """Of a pass, several in flight."""
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(PASSES):
+        call()
+    torch.cuda.synchronize()
+    return (time.perf_counter() - start) / PASSES
+
+
+def ddp(
+    config: RunConfig, arrays: Mapping[str, Array], o: dict[str, Any], rank: int, port: int
+) -> tuple[Step, dict[str, Any]]:
+    """A rank of DDP."""
+    import torch.distributed as dist
+
+    from nntile_py.bench.contestants import processes
+    from nntile_py.bench.peers import joined, replicated
+
+    world = processes(o)
+    device = joined(o, rank, port)
+    batch = batch_of(
+        arrays, shares(config, arrays, world)[rank], packed=config.train.pack, device=device, world=world
+    )
+    model = replicated(loaded(config, device).train(), device)
+    steps = trained(config, model, model, [batch])
+
+    def run(n: int) -> list[float]:
+        mean = torch.tensor(steps(n), device=device) / world
+        dist.all_reduce(mean)
+        return [float(loss) for loss in mean.tolist()]
+
+    return run, {"processes": world}

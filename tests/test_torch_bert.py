@@ -1,0 +1,239 @@
+"""PyTorch's strongest BERT (bench/torch_bert.py) beside ours: the same losses, and how `nntile bench step` runs it."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+
+import nntile_py as nt
+from nntile_py.bench.any_model import inputs_of, just_filled
+from nntile_py.bench.app import of_config
+from nntile_py.bench.contestants import measure_step
+from nntile_py.bench.torch_bert import BERT, Layer, batch_of, loaded, shares, torch_bert
+from nntile_py.config.run import RunConfig, resolve
+from nntile_py.config.spec import build_model, step_spec
+from nntile_py.errors import ConfigError
+from nntile_py.execution.packed import bins_of
+from nntile_py.training.same import same_steps
+
+TREE = {
+    "model": {"type": "bert", "layers": 2, "embed": 16, "heads": 2}, "tokenizer": {"vocab_size": 300},
+    "train": {"steps": 1, "batch": 6, "seq": 12, "pack": True}, "tiles": {"batch": 3},
+    "optimizer": {"name": "adamw", "lr": 1e-3, "clip_grad_norm": 1.0, "weight_decay": 0.1},
+}  # fmt: skip
+PEERS = ["torch_packed", "torch_padded"]
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # of dynamo itself
+EXPERIMENTS = Path(__file__).parents[1] / "experiments"
+
+
+def config(*sets: str) -> RunConfig:
+    return resolve(json.loads(json.dumps(TREE)), sets, "tests")
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The graphs that were compiled; compiling them to kernels takes longer than all of the rest."""
+    made: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Callable[..., Any]:
+        made.append(graph)
+        return graph.forward  # type: ignore[no-any-return]
+
+    compiled = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda part, **how: compiled(part, **how | {"backend": backend}))
+    torch._dynamo.reset()
+    return made
+
+
+@pytest.fixture
+def eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")  # in the contestants' processes
+
+
+# -- the same values
+
+
+@pytest.mark.parametrize("alpha", [0.6, 1.0])
+@pytest.mark.parametrize("sets", [(), ("model.activation=gelu_new", "train.pack=false"), ("model.activation=relu",)])
+def test_losses_are_ours(runtime: nt.Runtime, graphs: list[Any], alpha: float, sets: tuple[str, ...]) -> None:
+    """Of the first step, and of those after it: gradients, clipping and AdamW are the same too."""
+    made = config(*sets)
+    inputs = inputs_of(made, "train", alpha)
+    trainer = nt.Trainer.of_spec(step_spec(made, build_model(made)))
+    losses = same_steps(trainer, inputs)(3)
+    assert losses[2] < losses[0]
+    for name in PEERS:
+        assert torch_bert(made, inputs, name, "train")[0](3) == pytest.approx(losses, rel=1e-6)
+    trainer.close()
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("alpha", [0.6, 1.0])
+def test_hidden_states_are_those_of_transformers(graphs: list[Any], packed: bool, alpha: float) -> None:
+    made = config("model.head=none", "model.dropout=0.5")
+    inputs = inputs_of(made, "inference", alpha)
+    device = torch.device("cpu")
+    with torch.no_grad():
+        given = {name: torch.from_numpy(value) for name, value in inputs.items()}
+        expected = build_model(made).to_hf().eval()(**given).last_hidden_state
+        batch = batch_of(inputs, np.arange(6), packed=packed, device=device)
+        found = loaded(made, device).eval().hidden(batch)
+    real = given.get("attention_mask", torch.ones(6, 12)) > 0
+    torch.testing.assert_close(found if packed else found[real], expected[real], rtol=1e-5, atol=1e-5)
+    assert torch_bert(made, inputs, PEERS[1 - packed], "inference")[0](2) == [0.0, 0.0]
+
+
+def test_one_graph_serves_all_layers(graphs: list[Any]) -> None:
+    made = config("model.layers=5")
+    torch_bert(made, inputs_of(made, "train", 0.6), "torch_packed", "train")[0](2)
+    assert len(graphs) == 3  # embeddings, a layer, the head
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("part", ["dropout", "attention_dropout", None])
+def test_dropout_of_the_config(packed: bool, part: str | None) -> None:
+    made = config("model.attention=segments", *([f"model.{part}=0.5"] if part else []))
+    batch = batch_of(inputs_of(made, "train", 0.6), np.arange(6), packed=packed, device=torch.device("cpu"))
+    layer = Layer(made.model)
+    for value in layer.parameters():
+        torch.nn.init.normal_(value)
+    x = torch.randn(*batch.ids.shape, 16)
+
+    def apart() -> float:
+        return float((layer(x, batch.sequences) - layer(x, batch.sequences)).abs().max().detach())
+
+    assert (apart() > 0.1) == (part is not None)
+    layer.eval()
+    assert apart() == 0
+
+
+def test_no_other_weights() -> None:
+    """All that the model has is loaded: nothing keeps what PyTorch had drawn."""
+    made = config("model.layers=1")
+    weights = {name: np.full_like(value, 0.25) for name, value in build_model(made).weights.items()}
+    model = BERT(made.model)
+    model.load(weights)
+    for name, value in model.named_parameters():
+        own = value[:300] if name in ("words.weight", "bias") else value
+        assert (own == 0.25).all(), name
+    del weights["cls.predictions.bias"]
+    with pytest.raises(KeyError, match=r"cls\.predictions\.bias"):
+        model.load(weights)
+
+
+# -- what the two sides are given
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("batch", [3, 4, 12])
+def test_bins_without_room_to_spare(batch: int, accumulation: int) -> None:
+    made = config("train.batch=12", f"tiles.batch={batch}", f"train.grad_accumulation={accumulation}")
+    spec, inputs = step_spec(made), inputs_of(made, "train", 0.5)
+    narrow = just_filled(spec, inputs)
+    real, bins = int(inputs["attention_mask"].sum()), spec.rows * accumulation
+    assert narrow.rows == spec.rows == 12 // batch and narrow.capacity < spec.capacity
+    assert narrow.capacity % 12 == 0 and real <= narrow.capacity * bins
+    assert narrow.capacity * bins < real + 2 * 12 * bins  # a sequence's room, and what bins are apart
+    assert len(bins_of(narrow).fill(inputs, accumulation, narrow.batch, shift=True).places) == 12 * accumulation
+    assert just_filled(spec, inputs_of(made, "train", 1.0)) == spec
+
+
+def test_shares_of_ranks() -> None:
+    made = config("train.batch=32")
+    inputs = inputs_of(made, "train", 0.6)
+    parts = shares(made, inputs, 4)
+    assert sorted(np.concatenate(parts)) == list(range(32))
+    tokens = [int(inputs["attention_mask"][part].sum()) for part in parts]
+    assert max(tokens) - min(tokens) <= 0.05 * max(tokens)
+    assert [len(part) for part in shares(config("train.batch=32", "train.pack=false"), inputs, 4)] == [8] * 4
+
+
+# -- as contestants
+
+
+def options(path: Path, names: list[str], *sets: str, **how: Any) -> dict[str, Any]:
+    path.write_text(yaml.safe_dump(TREE))
+    of = of_config(str(path), list(sets), names, 0.6, inference=how.pop("inference", False))
+    return of | {"cpus": 2, "cuda_memory": 0.0, "losses": 3, "time_limit": 120.0} | how
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="a torch without distributed")
+@pytest.mark.parametrize("pack", ["true", "false"])
+def test_ranks_train_as_we_do(tmp_path: Path, eager: None, pack: str) -> None:
+    """Ranks have unequal numbers of masked tokens, ours as many bins as there are ranks."""
+    result = measure_step(options(tmp_path / "c.yaml", ["ddp"], f"train.pack={pack}"), ["nntile", "ddp"], 1, 1)
+    assert result["ddp"].get("losses") == pytest.approx(result["nntile"]["losses"], rel=1e-5), result
+    assert result["ddp"]["processes"] == 2
+    assert result["ratios"]["ddp"] == result["ratio_to_fastest_peer"]
+
+
+def test_forward_passes_in_turns(tmp_path: Path, eager: None) -> None:
+    of = options(tmp_path / "c.yaml", ["torch_packed"], "model.head=none", inference=True)
+    started: list[str] = []
+    result = measure_step(of, ["nntile", "torch_packed"], 2, 3, started.append)
+    assert started == ["nntile is ready", "torch_packed is ready"]
+    assert result["torch_packed"]["tokens_per_s"] > 0, result
+    ratios = result["ratios"]["torch_packed"]
+    assert 0 < ratios["min"] <= ratios["median"] <= ratios["max"]
+
+
+@pytest.mark.parametrize(
+    ("name", "inference", "sets", "told"),
+    [
+        ("torch_packed", False, ["model.type=roberta"], "model.type: got roberta; .*torch_packed: bert"),
+        ("torch_packed", True, [], "model.head: got masked_lm; .* in a forward pass: none"),
+        ("torch_padded", False, ["model.head=pretraining"], "in training: masked_lm"),
+        ("ddp", False, ["train.grad_accumulation=2"], "train.grad_accumulation: got 2; allowed with --peer ddp: 1"),
+        ("torch_packed", False, ["precision=fp64"], "precision: got fp64; allowed with --peer torch_packed: fp32"),
+        ("torch_packed", False, ["precision=tf32", "runtime.cuda=1"], "precision: got tf32; .*: bf16 or fp16"),
+        ("ddp", False, ["train.batch=1"], "train.batch: got 1; allowed with --peer ddp: at least 2"),
+        ("torch_packed", False, ["precision=bf16", "runtime.cuda=2"], "runtime.cuda: got 2; .*: 0 or 1; several"),
+        ("torch_compile", False, ["runtime.cuda=2"], "runtime.cuda: got 2; allowed with --peer torch_compile: 0 or 1"),
+        ("ddp", True, ["model.head=none"], "--peer: 'ddp' is not allowed beside --inference; use torch, torch_eager"),
+        ("fsdp2", False, [], "--peer: 'fsdp2' is not allowed beside CONFIG; use torch, torch_eager, .*, ddp"),
+        ("ddp", False, ["precision=bf16", "train.batch=99", "runtime.cuda=99"], "runtime.cuda: 99 is not allowed"),
+    ],
+)  # fmt: skip
+def test_refused(tmp_path: Path, name: str, inference: bool, sets: list[str], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        options(tmp_path / "c.yaml", [name], *sets, inference=inference)
+
+
+# -- the table
+
+
+def test_table(eager: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """experiments/bert_table.py: rows as they are there, what is done is not measured again."""
+    found = importlib.util.spec_from_file_location("bert_table", EXPERIMENTS / "bert_table.py")
+    assert found and found.loader
+    script = importlib.util.module_from_spec(found)
+    found.loader.exec_module(script)
+    sets = {
+        "runtime.cuda": 0, "runtime.cpus": 1, "scheduler": "cpu", "precision": "fp32", "model.layers": 1,
+        "model.embed": 16, "model.heads": 2, "model.vocab": 300, "tokenizer.vocab_size": 300, "train.batch": 2,
+        "train.seq": 16,
+    }  # fmt: skip
+    small = [f"--set={key}={value}" for key, value in sets.items()]
+    quick = ["--rounds", "1", "--steps", "1", "--passes", "1", "--padded", "torch_padded"]
+    script.main(["--rows", "infer/8x64,base/512x64/1*", *quick, *small])
+    told = capsys.readouterr()
+    rows = [json.loads(line) for line in told.out.splitlines() if line.startswith("{")]
+    assert [row["row"] for row in rows] == ["infer/8x64", "base/512x64/1.0/0.1"]
+    peers = [line.split(" | ")[1] for line in told.out.splitlines() if line.startswith(("| infer", "| base"))]
+    assert peers == ["torch_packed", "torch_packed", "torch_padded"], told.out
+    assert " s  base/512x64/1.0/0.1: torch_padded is ready" in told.err
+    (tmp_path / "rows").write_text(told.out)
+    script.main(["--rows", "infer/8x64", "--done", str(tmp_path / "rows")])
+    again = capsys.readouterr()
+    assert again.out == told.out[told.out.index("| row") :] and not again.err
+    with pytest.raises(SystemExit):
+        script.main(["--rows", "infer/3x64"])
+    assert "no row is called 'infer/3x64'" in capsys.readouterr().err
