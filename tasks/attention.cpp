@@ -340,6 +340,8 @@ NNTILE_KERNEL(attention, attention);
 NNTILE_KERNEL(attention_grad, attention_grad);
 NNTILE_KERNEL(attention_segments, attention);
 NNTILE_KERNEL(attention_segments_grad, attention_grad);
+NNTILE_KERNEL(attention_grouped, attention);
+NNTILE_KERNEL(attention_grouped_grad, attention_grad);
 NNTILE_KERNEL(attention_partial, attention_partial);
 NNTILE_KERNEL(attention_normalise, attention_normalise);
 NNTILE_KERNEL(flash_maxsumexp, flash_maxsumexp);

@@ -22,9 +22,10 @@ from .attention_repeat import fit_groups, tile_of_group
 from .mask import Limits, Mask, masked_softmax
 from .op import CONTRACTION, Array, GraphLike, Index, Lowering, Op, Tensor, accumulation_dtype
 
-Backend = Literal["vendor", "merge", "flash", "naive", "segments"]
+Backend = Literal["vendor", "merge", "flash", "naive", "segments", "grouped"]
 BACKENDS: tuple[str, ...] = get_args(Backend)  # naive: see softmax.py and contract.py; the others are Attention
-WITH_DROPOUT: tuple[Backend, ...] = "naive", "segments"  # of the probabilities
+OWN: tuple[Backend, ...] = "segments", "grouped"  # by kernels of their own on CUDA
+WITH_DROPOUT: tuple[Backend, ...] = "naive", *OWN  # of the probabilities
 
 
 class AttentionArgs(TaskArgs):
@@ -88,9 +89,10 @@ class Attention(Op):
     backend: `vendor` is one fused task where seq and key are not cut, else as `merge`. `merge`: a task per (query tile,
     key tile) adds its (max, sumexp, weighted values) to the query tile's state. `flash`: flash_maxsumexp over the key
     tiles, then flash_softmax_gemm (Alg. 2 of the NNTile report). `segments`: as `vendor`, but with a mask that
-    has segments, or with dropout of the probabilities, which it alone of these has, by the kernels of
-    attention_segments_triton.py on CUDA; with dropout seq and key are not to be cut. Pairs of tiles that a causal mask
-    or a window masks wholly are not submitted. A query that attends to nothing has zeros, and 0 as its lse.
+    has segments, or with dropout of the probabilities, by the kernels of attention_segments_triton.py on CUDA; with
+    dropout, which no other has, seq and key are not to be cut. `grouped`: the same by grouped products, see
+    attention_grouped_triton.py. Pairs of tiles that a causal mask or a window masks wholly are not submitted. A query
+    that attends to nothing has zeros, and 0 as its lse.
     """
 
     category = CONTRACTION
@@ -123,8 +125,8 @@ class Attention(Op):
     @property
     def kernel(self) -> str:
         """Of a task that has whole sequences."""
-        own = self.backend == "segments" and (self.mask.segments or self.dropout)
-        return "attention_segments" if own else "attention"
+        own = self.backend in OWN and (self.mask.segments or self.dropout)
+        return f"attention_{self.backend}" if own else "attention"
 
     @property
     def out_order(self) -> tuple[int, int, int, int]:
@@ -169,7 +171,7 @@ class Attention(Op):
             fit_groups(self.operands.parts[1][0], self.output, tiling)
 
     def fused(self, low: Lowering) -> bool:
-        return self.backend in ("vendor", "segments") and not low.cut(*self._queries) and not low.cut(*self._keys)
+        return self.backend in ("vendor", *OWN) and not low.cut(*self._queries) and not low.cut(*self._keys)
 
     def tiles_of_queries(self, low: Lowering) -> list[Index]:
         return [index | {"head_dim": 0} for index in low.indices(self.lse)]
@@ -338,8 +340,8 @@ def attention(
     q has the axes batch, heads, seq, head_dim in any order (batch may be left out); k and v have kv_heads in the place
     of heads, if there are fewer of them, and key in the place of seq, if the keys are not the queries' positions. Each
     may be a pair (tensor, index): a slice of a tensor that has an axis qkv too. backend: see Attention, or naive
-    (materialised scores). dropout: of the probabilities, by naive, or by segments (where g.cuts cuts seq or key
-    that means naive). ValueError for what is not supported.
+    (materialised scores). dropout: of the probabilities, by naive, segments or grouped (where g.cuts cuts seq
+    or key these two mean naive). ValueError for what is not supported.
     """
     if all(isinstance(part, Tensor) for part in (q, k, v)):
         g.projections.append([q, k, v])  # type: ignore[list-item]
@@ -348,9 +350,9 @@ def attention(
         need = " or ".join(WITH_DROPOUT)
         raise ValueError(f"attention_dropout: got {dropout}; allowed: 0, or one of the forms of attention {need}")
     if dropout and g.draws and (backend == "naive" or not mask.segments):
-        need = "0, or model.attention: segments, with segments in the mask"
+        need = f"0, or model.attention: {' or '.join(OWN)}, with segments in the mask"
         raise ValueError(f"attention_dropout: got {dropout}; allowed with pack: {need}")
-    if dropout and mask.segments and backend == "segments" and "seq" not in g.draws:
+    if dropout and mask.segments and backend in OWN and "seq" not in g.draws:
         raise ValueError(f"attention_dropout: got {dropout}; allowed where nothing says what tokens draw: 0")
     operands = checked(g, q, k, v, mask)
     x, keys = operands.parts[0][0], operands.parts[1][0]
