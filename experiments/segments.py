@@ -3,7 +3,8 @@
     experiments/segments.py [--table 64x64,64x512] [--heads 12] [--head-dim 64] [--alpha 0.6] [--dropout 0.1] [--causal]
 
 A row of the table is SEQUENCESxLONGEST; lengths are uniform about alpha times the longest. Calls are timed in a CUDA
-graph, so that launching costs nothing; errors are |difference| / |value| from fp32 attention of each sequence.
+graph, so that launching costs nothing; errors are |difference| / |value| from fp32 attention of each sequence. Kernels
+called grouped are those of `attention: grouped`, which `segments` and `vendor` do not choose from.
 
 --instructions needs no GPU: kernels are compiled for compute capability 9.0 and taken apart, and the instructions of
 their innermost loops are told for an element of the scores.
@@ -24,11 +25,12 @@ import numpy as np
 import torch
 import triton
 
+from nntile_py.errors import ConfigError
 from nntile_py.graph.graph import Graph
 from nntile_py.graph.lowering import lower
 from nntile_py.tasks import interpret as interpreter
 from nntile_py.tasks import launch
-from nntile_py.tasks.attention import attention
+from nntile_py.tasks.attention import OWN, attention
 from nntile_py.tasks.attention_segments_triton import names_of
 from nntile_py.tasks.mask import Mask
 from nntile_py.tiles import Tile, Tiling
@@ -67,7 +69,9 @@ def timed(call: Callable[[], Any]) -> float:
 class Ours:
     """The tasks of attention and of its gradient, on tensors."""
 
-    def __init__(self, qkv: torch.Tensor, offsets: torch.Tensor, d_out: torch.Tensor, longest: int, o: Any) -> None:
+    def __init__(
+        self, qkv: torch.Tensor, offsets: torch.Tensor, d_out: torch.Tensor, longest: int, o: Any, form: str
+    ) -> None:
         tokens, _, heads, head_dim = qkv.shape
         g = Graph("bf16")
         axes = ["batch", "seq", "qkv", "heads", "head_dim"]
@@ -79,7 +83,7 @@ class Ours:
         if o.dropout:
             g.draws["seq"] = g.named("draws", ["batch", "seq"], [1, tokens], "input", "int64")
         mask = Mask(o.causal, segments=segments, longest=longest)
-        out = attention(g, (x, 0), (x, 1), (x, 2), mask, "segments", o.dropout)
+        out = attention(g, (x, 0), (x, 1), (x, 2), mask, form, o.dropout)
         do = g.named("do", out.axes, out.shape, "input")
         (grad, *_) = g.ops[-1].gradient(g, do, None)
         low = lower(g, Tiling({}))
@@ -115,7 +119,8 @@ def measure(count: int, longest: int, o: Any) -> None:
     qkv = torch.randn(tokens, 3, o.heads, o.head_dim, device=device).bfloat16()
     d_out = torch.randn(tokens, o.heads, o.head_dim, device=device).bfloat16()
     offsets = torch.tensor(bounds, device=device)
-    ours, want = Ours(qkv, offsets, d_out, longest, o), expected(qkv, bounds, d_out, o.causal)
+    ours = [Ours(qkv, offsets, d_out, longest, o, form) for form in OWN]
+    want = expected(qkv, bounds, d_out, o.causal)
     q, k, v, cu = *qkv.unbind(1), offsets.int()
     sizes = (cu, cu, longest, longest, o.dropout, o.causal)
     flash = torch.ops.aten._flash_attention_forward(q, k, v, *sizes, False)
@@ -125,16 +130,23 @@ def measure(count: int, longest: int, o: Any) -> None:
             return torch.ops.aten._flash_attention_forward(q, k, v, *sizes, False)
         return torch.ops.aten._flash_attention_backward(d_out, q, k, v, flash[0], flash[1], *sizes, flash[2], flash[3])
 
-    for direction, task in enumerate(ours.tasks):
+    for direction in range(2):
         found = [("ATen varlen", timed(lambda d=direction: aten(d)), 0.0)]  # type: ignore[misc]
-        for number, way in enumerate(launch.load()[task.kernel]([task]).ways):
+        for form in ours:
+            task = form.tasks[direction]
             try:
-                us = timed(lambda t=task, w=number: ours.run(t, w))  # type: ignore[misc]
-            except Exception as error:  # what Triton raises where a kernel needs more than the GPU has: any of many
-                print(f"{names_of([way])}: {type(error).__name__}: {str(error)[:100]}")
+                ways = launch.load()[task.kernel]([task]).ways
+            except ConfigError as error:
+                print(error)
                 continue
-            got = (ours.grad if direction else ours.out).view(want[direction].shape).float()
-            found.append((names_of([way]), us, float((got - want[direction]).norm() / want[direction].norm())))
+            for number, way in enumerate(ways):
+                try:
+                    us = timed(lambda f=form, t=task, w=number: f.run(t, w))  # type: ignore[misc]
+                except Exception as error:  # what Triton raises where a kernel needs more than the GPU has: any of many
+                    print(f"{names_of([way])}: {type(error).__name__}: {str(error)[:100]}")
+                    continue
+                got = (form.grad if direction else form.out).view(want[direction].shape).float()
+                found.append((names_of([way]), us, float((got - want[direction]).norm() / want[direction].norm())))
         base, best = found[0][1], min(us for _, us, _ in found[1:])
         cells = ", ".join(f"{name} {us:.1f}" + (f" (error {wrong:.0e})" if wrong else "") for name, us, wrong in found)
         print(f"{count} x {longest}, {tokens} tokens, {'backward' if direction else 'forward'}: {cells};"
@@ -161,7 +173,7 @@ def loop_of(cubin: bytes) -> int:
 def count_instructions(longest: int, o: Any) -> None:
     """Of each kernel with a loop."""
     qkv = torch.zeros(longest, 3, o.heads, o.head_dim, dtype=torch.bfloat16)
-    for task in Ours(qkv, torch.tensor([0, longest]), qkv[:, 0], longest, o).tasks:
+    for task in Ours(qkv, torch.tensor([0, longest]), qkv[:, 0], longest, o, "segments").tasks:
         for one in (one for way in launch.load()[task.kernel]([task]).ways for one in way):
             sizes = dict(one.constexprs)
             length = loop_of(launch.compile_launch(one, 90).cubin)
