@@ -5,7 +5,7 @@
 A row of the table is SEQUENCESxLONGEST; lengths are uniform about alpha times the longest. Calls are timed in a CUDA
 graph, so that launching costs nothing; errors are |difference| / |value| from fp32 attention of each sequence. cuDNN's
 kernel is a task of this project, with what it needs beside: offsets, zeros for tokens of no sequence, the log-sum-exp
-transposed.
+transposed. Kernels called grouped are those of `attention: grouped`, which `segments` and `vendor` do not choose from.
 
 --instructions needs no GPU: kernels are compiled for compute capability 9.0 and taken apart, and the instructions of
 their innermost loops are told for an element of the scores.
@@ -29,13 +29,14 @@ import torch
 import triton
 
 import nntile_py as nt
+from nntile_py.errors import ConfigError
 from nntile_py.execution.captured import Served
 from nntile_py.execution.program import Store
 from nntile_py.graph.graph import Graph
 from nntile_py.graph.lowering import lower
 from nntile_py.tasks import interpret as interpreter
 from nntile_py.tasks import launch
-from nntile_py.tasks.attention import attention
+from nntile_py.tasks.attention import OWN, attention
 from nntile_py.tasks.attention_segments_triton import names_of
 from nntile_py.tasks.mask import Mask
 from nntile_py.tasks.op import Lowering, Tensor
@@ -96,8 +97,10 @@ def lowered(form: str, qkv: torch.Tensor, offsets: int, longest: int, o: Any) ->
 class Ours:
     """Our kernels, on tensors."""
 
-    def __init__(self, qkv: torch.Tensor, offsets: torch.Tensor, d_out: torch.Tensor, longest: int, o: Any) -> None:
-        _, low, results = lowered("segments", qkv, len(offsets), longest, o)
+    def __init__(
+        self, qkv: torch.Tensor, offsets: torch.Tensor, d_out: torch.Tensor, longest: int, o: Any, form: str
+    ) -> None:
+        _, low, results = lowered(form, qkv, len(offsets), longest, o)
         places = torch.arange(len(qkv), device=qkv.device)
         given = {"qkv": qkv, "segments": offsets, "do": d_out, "draws": places}
         self.tasks, self.tiles = low.tasks.tasks, dict[Tile, torch.Tensor]()
@@ -150,6 +153,11 @@ def expected(qkv: torch.Tensor, bounds: list[int], d_out: torch.Tensor, causal: 
     return [torch.cat(outs), torch.cat(grads)]
 
 
+def off(got: torch.Tensor, want: torch.Tensor) -> float:
+    """How far a result is from the right one, as a part of that."""
+    return float((got.to(want).view(want.shape) - want).norm() / want.norm())
+
+
 def measure(count: int, longest: int, o: Any) -> None:
     lengths = lengths_of(count, longest, o.alpha)
     bounds = np.cumsum([0, *lengths]).tolist()
@@ -157,7 +165,8 @@ def measure(count: int, longest: int, o: Any) -> None:
     qkv = torch.randn(tokens, 3, o.heads, o.head_dim, device=device).bfloat16()
     d_out = torch.randn(tokens, o.heads, o.head_dim, device=device).bfloat16()
     offsets = torch.tensor(bounds, device=device)
-    ours, want = Ours(qkv, offsets, d_out, longest, o), expected(qkv, bounds, d_out, o.causal)
+    ours = [Ours(qkv, offsets, d_out, longest, o, form) for form in OWN]
+    want = expected(qkv, bounds, d_out, o.causal)
     q, k, v, cu = *qkv.unbind(1), offsets.int()
     sizes = (cu, cu, longest, longest, o.dropout, o.causal)
     flash = torch.ops.aten._flash_attention_forward(q, k, v, *sizes, False)
@@ -174,20 +183,25 @@ def measure(count: int, longest: int, o: Any) -> None:
                 ragged = captured("cudnn", qkv, offsets, d_out, longest, o)
         except nt.TaskError as error:
             print(error)
-    for direction, task in enumerate(ours.tasks):
+    for direction in range(2):
         found = [("ATen varlen", timed(lambda d=direction: aten(d)), 0.0)]  # type: ignore[misc]
         for us, got in ragged[direction : direction + 1]:
-            wrong = torch.tensor(got.reshape(want[direction].shape)).to(want[direction]) - want[direction]
-            found.append(("cuDNN ragged", us, float(wrong.norm() / want[direction].norm())))
+            found.append(("cuDNN ragged", us, off(torch.tensor(got), want[direction])))
         before = len(found)
-        for number, way in enumerate(launch.load()[task.kernel]([task]).ways):
+        for form in ours:
+            task = form.tasks[direction]
             try:
-                us = timed(lambda t=task, w=number: ours.run(t, w))  # type: ignore[misc]
-            except Exception as error:  # what Triton raises where a kernel needs more than the GPU has: any of many
-                print(f"{names_of([way])}: {type(error).__name__}: {str(error)[:100]}")
+                ways = launch.load()[task.kernel]([task]).ways
+            except ConfigError as error:
+                print(error)
                 continue
-            got = (ours.grad if direction else ours.out).view(want[direction].shape).float()
-            found.append((names_of([way]), us, float((got - want[direction]).norm() / want[direction].norm())))
+            for number, way in enumerate(ways):
+                try:
+                    us = timed(lambda f=form, t=task, w=number: f.run(t, w))  # type: ignore[misc]
+                except Exception as error:  # what Triton raises where a kernel needs more than the GPU has: any of many
+                    print(f"{names_of([way])}: {type(error).__name__}: {str(error)[:100]}")
+                    continue
+                found.append((names_of([way]), us, off(form.grad if direction else form.out, want[direction])))
         base, best = found[0][1], min(us for _, us, _ in found[before:])
         cells = ", ".join(f"{name} {us:.1f}" + (f" (error {wrong:.0e})" if wrong else "") for name, us, wrong in found)
         print(f"{count} x {longest}, {tokens} tokens, {'backward' if direction else 'forward'}: {cells};"
@@ -214,7 +228,7 @@ def loop_of(cubin: bytes) -> int:
 def count_instructions(longest: int, o: Any) -> None:
     """Of each kernel with a loop."""
     qkv = torch.zeros(longest, 3, o.heads, o.head_dim, dtype=torch.bfloat16)
-    for task in Ours(qkv, torch.tensor([0, longest]), qkv[:, 0], longest, o).tasks:
+    for task in Ours(qkv, torch.tensor([0, longest]), qkv[:, 0], longest, o, "segments").tasks:
         for one in (one for way in launch.load()[task.kernel]([task]).ways for one in way):
             sizes = dict(one.constexprs)
             length = loop_of(launch.compile_launch(one, 90).cubin)

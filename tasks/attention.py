@@ -22,10 +22,11 @@ from .attention_repeat import fit_groups, tile_of_group
 from .mask import Limits, Mask, masked_softmax
 from .op import CONTRACTION, Array, GraphLike, Index, Lowering, Op, Tensor, accumulation_dtype
 
-Backend = Literal["vendor", "merge", "flash", "naive", "segments", "varlen", "cudnn"]
+Backend = Literal["vendor", "merge", "flash", "naive", "segments", "grouped", "varlen", "cudnn"]
 BACKENDS: tuple[str, ...] = get_args(Backend)  # naive: see softmax.py and contract.py; the others are Attention
-NAMED: tuple[Backend, ...] = "segments", "varlen", "cudnn"  # as vendor, but over segments a kernel that is named
-WITH_DROPOUT: tuple[Backend, ...] = "naive", "segments"  # of the probabilities
+OWN: tuple[Backend, ...] = "segments", "grouped"  # by kernels of their own on CUDA
+NAMED: tuple[Backend, ...] = *OWN, "varlen", "cudnn"  # as vendor, but over segments a kernel that is named
+WITH_DROPOUT: tuple[Backend, ...] = "naive", *OWN  # of the probabilities
 
 
 class AttentionArgs(TaskArgs):
@@ -89,11 +90,12 @@ class Attention(Op):
     backend: `vendor` is one fused task where seq and key are not cut, else as `merge`. `merge`: a task per (query tile,
     key tile) adds its (max, sumexp, weighted values) to the query tile's state. `flash`: flash_maxsumexp over the key
     tiles, then flash_softmax_gemm (Alg. 2 of the NNTile report). `segments`: as `vendor`, but with a mask that
-    has segments, or with dropout of the probabilities, which it alone of these has, by the kernels of
-    attention_segments_triton.py on CUDA; with dropout seq and key are not to be cut. `varlen`, `cudnn`: as `vendor`,
-    but with a mask that has segments by ATen's variable-length flash attention or by cuDNN's ragged kernel on CUDA,
-    and by no other: what that cannot compute is a TaskError there. Pairs of tiles that a causal mask or a window masks
-    wholly are not submitted. A query that attends to nothing has zeros, and 0 as its lse.
+    has segments, or with dropout of the probabilities, by the kernels of attention_segments_triton.py on CUDA; with
+    dropout, which no other has, seq and key are not to be cut. `grouped`: the same by grouped products, see
+    attention_grouped_triton.py. `varlen`, `cudnn`: as `vendor`, but with a mask that has segments by ATen's
+    variable-length flash attention or by cuDNN's ragged kernel on CUDA, and by no other: what that cannot compute is a
+    TaskError there. Pairs of tiles that a causal mask or a window masks wholly are not submitted. A query that attends
+    to nothing has zeros, and 0 as its lse.
     """
 
     category = CONTRACTION
@@ -341,8 +343,8 @@ def attention(
     q has the axes batch, heads, seq, head_dim in any order (batch may be left out); k and v have kv_heads in the place
     of heads, if there are fewer of them, and key in the place of seq, if the keys are not the queries' positions. Each
     may be a pair (tensor, index): a slice of a tensor that has an axis qkv too. backend: see Attention, or naive
-    (materialised scores). dropout: of the probabilities, by naive, or by segments (where g.cuts cuts seq or key
-    that means naive). ValueError for what is not supported.
+    (materialised scores). dropout: of the probabilities, by naive, segments or grouped (where g.cuts cuts seq
+    or key these two mean naive). ValueError for what is not supported.
     """
     if all(isinstance(part, Tensor) for part in (q, k, v)):
         g.projections.append([q, k, v])  # type: ignore[list-item]
@@ -351,9 +353,9 @@ def attention(
         need = " or ".join(WITH_DROPOUT)
         raise ValueError(f"attention_dropout: got {dropout}; allowed: 0, or one of the forms of attention {need}")
     if dropout and g.draws and (backend == "naive" or not mask.segments):
-        need = "0, or model.attention: segments, with segments in the mask"
+        need = f"0, or model.attention: {' or '.join(OWN)}, with segments in the mask"
         raise ValueError(f"attention_dropout: got {dropout}; allowed with pack: {need}")
-    if dropout and mask.segments and backend == "segments" and "seq" not in g.draws:
+    if dropout and mask.segments and backend in OWN and "seq" not in g.draws:
         raise ValueError(f"attention_dropout: got {dropout}; allowed where nothing says what tokens draw: 0")
     operands = checked(g, q, k, v, mask)
     x, keys = operands.parts[0][0], operands.parts[1][0]

@@ -55,12 +55,12 @@ def queries_of(first, n, ROWS: tl.constexpr, KEYS: tl.constexpr, CAUSAL: tl.cons
 
 
 @triton.jit
-def _of_pairs(
+def of_pairs(
     q, k, v, d_out, lse, delta, row, at_key, key, kept, scale, drawn, head, seed, mix, limit, kept_scale,
     STEPS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     TWO_SIDED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """By what values were weighted, and the gradient of the scaled scores; lse: as _queries gives it."""
+    """By what values were weighted, and the gradient of the scaled scores; lse: as `load_queries` gives it."""
     s = scores_of(q, k, row, key, kept, CAUSAL, WINDOW, TWO_SIDED, PRECISION)
     p = tl.exp2(s * (scale * LOG2E) - lse[:, None])
     dp, weights = product(d_out, tl.trans(v), PRECISION), p
@@ -71,8 +71,8 @@ def _of_pairs(
 
 
 @triton.jit
-def _queries(Q, D_OUT, LSE, start, head, row, n, Q_AT: tl.constexpr, D_OUT_AT: tl.constexpr, LSE_AT: tl.constexpr,
-             D: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
+def load_queries(Q, D_OUT, LSE, start, head, row, n, Q_AT: tl.constexpr, D_OUT_AT: tl.constexpr, LSE_AT: tl.constexpr,
+                 D: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
     """Rows of q, of the output's gradient, and their logarithms of sums to base 2: none beyond, so weights of 0."""
     q = load_rows(Q, start, head, row, n, Q_AT, D, BLOCK_D)
     d_out = load_rows(D_OUT, start, head, row, n, D_OUT_AT, D, BLOCK_D)
@@ -81,15 +81,15 @@ def _queries(Q, D_OUT, LSE, start, head, row, n, Q_AT: tl.constexpr, D_OUT_AT: t
 
 
 @triton.jit
-def _delta(OUT, d_out, start, head, row, n, OUT_AT: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
+def delta_of(OUT, d_out, start, head, row, n, OUT_AT: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
     """The sum over head_dim of the output and its gradient."""
     out = load_rows(OUT, start, head, row, n, OUT_AT, D, BLOCK_D)
     return tl.sum(d_out.to(tl.float32) * out.to(tl.float32), 1)
 
 
 @triton.jit
-def _clear_keys(DK, DV, DATA, start, n, head, block, DK_AT: tl.constexpr, DV_AT: tl.constexpr, D: tl.constexpr,
-                BLOCKS: tl.constexpr, KEYS: tl.constexpr, BLOCK_D: tl.constexpr, ACC: tl.constexpr):  # fmt: skip
+def clear_keys(DK, DV, DATA, start, n, head, block, DK_AT: tl.constexpr, DV_AT: tl.constexpr, D: tl.constexpr,
+               BLOCKS: tl.constexpr, KEYS: tl.constexpr, BLOCK_D: tl.constexpr, ACC: tl.constexpr):  # fmt: skip
     """Zeros behind the last segment, unless dk and dv are added to."""
     if not ACC:
         clear(DK, DATA, start, n, head, block, DK_AT, D, BLOCKS, KEYS, BLOCK_D)
@@ -97,8 +97,8 @@ def _clear_keys(DK, DV, DATA, start, n, head, block, DK_AT: tl.constexpr, DV_AT:
 
 
 @triton.jit
-def _store_keys(DK, DV, dk, dv, start, head, key, n, DK_AT: tl.constexpr, DV_AT: tl.constexpr, D: tl.constexpr,
-                BLOCK_D: tl.constexpr, ACC: tl.constexpr):  # fmt: skip
+def store_keys(DK, DV, dk, dv, start, head, key, n, DK_AT: tl.constexpr, DV_AT: tl.constexpr, D: tl.constexpr,
+               BLOCK_D: tl.constexpr, ACC: tl.constexpr):  # fmt: skip
     if ACC:
         dk += load_rows(DK, start, head, key, n, DK_AT, D, BLOCK_D).to(tl.float32)
         dv += load_rows(DV, start, head, key, n, DV_AT, D, BLOCK_D).to(tl.float32)
@@ -123,7 +123,7 @@ def _grad_whole(
     if PACKED and number + 1 == offsets:
         for member in range(0, GROUP):
             clear(DQ, DATA, start, n, head * GROUP + member, 0, DQ_AT, D, 1, ROWS, BLOCK_D)
-        _clear_keys(DK, DV, DATA, start, n, head, 0, DK_AT, DV_AT, D, 1, ROWS, BLOCK_D, ACC)
+        clear_keys(DK, DV, DATA, start, n, head, 0, DK_AT, DV_AT, D, 1, ROWS, BLOCK_D, ACC)
     elif n > 0:
         key = tl.arange(0, KEYS)
         kept, drawn = kept_keys(DATA, start, key, m, PADDED), first_draw(DRAWS, start, mask_first, STEPS, PACKED)
@@ -134,9 +134,9 @@ def _grad_whole(
             of = head * GROUP + member
             for first in range(0, n, ROWS):
                 row = first + tl.arange(0, ROWS)
-                q, d_out, lse = _queries(Q, D_OUT, LSE, start, of, row, n, Q_AT, D_OUT_AT, LSE_AT, D, BLOCK_D)
-                delta = _delta(OUT, d_out, start, of, row, n, OUT_AT, D, BLOCK_D)
-                weights, ds = _of_pairs(
+                q, d_out, lse = load_queries(Q, D_OUT, LSE, start, of, row, n, Q_AT, D_OUT_AT, LSE_AT, D, BLOCK_D)
+                delta = delta_of(OUT, d_out, start, of, row, n, OUT_AT, D, BLOCK_D)
+                weights, ds = of_pairs(
                     q, k, v, d_out, lse, delta, row, 0, key, kept, scale, drawn, of, seed, mix, limit,
                     kept_scale, STEPS, CAUSAL, WINDOW, TWO_SIDED, PRECISION,
                 )  # fmt: skip
@@ -144,7 +144,7 @@ def _grad_whole(
                 dk += product(tl.trans(ds), q, PRECISION)
                 dq = product(ds, k, PRECISION) * scale
                 store_rows(DQ, dq.to(DQ.dtype.element_ty), start, of, row, n, DQ_AT, D, BLOCK_D)
-        _store_keys(DK, DV, dk * scale, dv, start, head, key, m, DK_AT, DV_AT, D, BLOCK_D, ACC)
+        store_keys(DK, DV, dk * scale, dv, start, head, key, m, DK_AT, DV_AT, D, BLOCK_D, ACC)
 
 
 @triton.jit
@@ -166,8 +166,8 @@ def _grad_queries(
         clear(DQ, DATA, start, n, head, block, DQ_AT, D, BLOCKS, ROWS, BLOCK_D)
     elif first < n:
         row, drawn = first + tl.arange(0, ROWS), first_draw(DRAWS, start, mask_first, STEPS, PACKED)
-        q, d_out, lse = _queries(Q, D_OUT, LSE, start, head, row, n, Q_AT, D_OUT_AT, LSE_AT, D, BLOCK_D)
-        delta = _delta(OUT, d_out, start, head, row, n, OUT_AT, D, BLOCK_D)
+        q, d_out, lse = load_queries(Q, D_OUT, LSE, start, head, row, n, Q_AT, D_OUT_AT, LSE_AT, D, BLOCK_D)
+        delta = delta_of(OUT, d_out, start, head, row, n, OUT_AT, D, BLOCK_D)
         store_rows(DELTA, delta[:, None], start, head, row, n, LSE_AT, 1, 1)
         dq = tl.zeros([ROWS, BLOCK_D], tl.float32)
         begin, end = keys_of(first, m, ROWS, KEYS, CAUSAL, WINDOW, TWO_SIDED)
@@ -176,7 +176,7 @@ def _grad_queries(
             kept = kept_keys(DATA, start, key, m, PADDED)
             k = load_rows(K, start, head // GROUP, key, m, K_AT, D, BLOCK_D)
             v = load_rows(V, start, head // GROUP, key, m, V_AT, D, BLOCK_D)
-            _, ds = _of_pairs(
+            _, ds = of_pairs(
                 q, k, v, d_out, lse, delta, row, at, key, kept, scale, drawn, head, seed, mix, limit,
                 kept_scale, STEPS, CAUSAL, WINDOW, TWO_SIDED, PRECISION,
             )  # fmt: skip
@@ -200,7 +200,7 @@ def _grad_keys(
     start, n, m = sequence_of(DATA, number, offsets, tokens, keys, PACKED)
     first = block * KEYS
     if PACKED and number + 1 == offsets:
-        _clear_keys(DK, DV, DATA, start, n, head, block, DK_AT, DV_AT, D, BLOCKS, KEYS, BLOCK_D, ACC)
+        clear_keys(DK, DV, DATA, start, n, head, block, DK_AT, DV_AT, D, BLOCKS, KEYS, BLOCK_D, ACC)
     elif first < m:
         key = first + tl.arange(0, KEYS)
         # What is computed of keys beyond the last is not stored.
@@ -214,15 +214,15 @@ def _grad_keys(
             of = head * GROUP + member
             for at in range(begin, end, ROWS):
                 row = at + tl.arange(0, ROWS)
-                q, d_out, lse = _queries(Q, D_OUT, LSE, start, of, row, n, Q_AT, D_OUT_AT, LSE_AT, D, BLOCK_D)
+                q, d_out, lse = load_queries(Q, D_OUT, LSE, start, of, row, n, Q_AT, D_OUT_AT, LSE_AT, D, BLOCK_D)
                 delta = tl.sum(load_rows(DELTA, start, of, row, n, LSE_AT, 1, 1), 1)
-                weights, ds = _of_pairs(
+                weights, ds = of_pairs(
                     q, k, v, d_out, lse, delta, row, first, key, kept, scale, drawn, of, seed, mix, limit,
                     kept_scale, STEPS, CAUSAL, WINDOW, TWO_SIDED, PRECISION,
                 )  # fmt: skip
                 dv += product(tl.trans(weights), d_out, PRECISION)
                 dk += product(tl.trans(ds), q, PRECISION)
-        _store_keys(DK, DV, dk * scale, dv, start, head, key, m, DK_AT, DV_AT, D, BLOCK_D, ACC)
+        store_keys(DK, DV, dk * scale, dv, start, head, key, m, DK_AT, DV_AT, D, BLOCK_D, ACC)
 
 
 @launches("attention_grad")

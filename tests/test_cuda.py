@@ -237,15 +237,58 @@ def test_dropout_of_segments(cuda: nt.Runtime, tiles: dict[str, int], dtype: str
     check(row, tiles, "chain", dtype, BIN, tolerance=5e-5 if dtype == "fp32" else None)
 
 
+# Tiles are of 128 positions, of 64 with large heads, of 32 with fp32; ENDS leave tokens of no segment.
+GROUPED: list[tuple[str, str, int, dict[str, int], float, tuple[int, ...]]] = [
+    ("segments", "by seq", 64, {}, 0.0, ENDS), ("segments causal", "packed", 64, {"heads": 2}, 0.3, ENDS),
+    ("segments around", "by seq", 64, {"heads": 2}, 0.0, ENDS), ("segments window", "packed", 64, {}, 0.3, (300,)),
+    ("segments window", "groups", 24, {"heads": 1}, 0.0, (7, 130, 131, 300)),
+    ("segments causal", "groups", 64, {"heads": 1}, 0.3, (300,)),
+    ("segments around", "packed k and v", 128, {}, 0.3, (200, 200, 299)),
+    ("segments", "other order", 160, {}, 0.3, (128, 256)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("mask", "layout", "head_dim", "tiles", "drop", "ends"), GROUPED)
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+def test_grouped_products(
+    cuda: nt.Runtime, dtype: str, mask: str, layout: str, head_dim: int, tiles: dict[str, int], drop: float,
+    ends: tuple[int, ...],
+) -> None:  # fmt: skip
+    row, sizes = of_drawn(AttentionRow(mask, "grouped", layout, drop, ends=ends)), {**BIN, "head_dim": head_dim}
+    check(row, tiles, "chain", dtype, sizes, tolerance=5e-5 if dtype == "fp32" else None)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+def test_grouped_products_of_many_segments(cuda: nt.Runtime, dtype: str) -> None:
+    """More than a program looks at at once, and more tiles than programs."""
+    ends = tuple(np.cumsum([6, 0, 9, 12, 0, 0, 7] * 30 + [300]).tolist())
+    sizes = {**BIN, "seq": ends[-1] + 5, "key": ends[-1] + 5}
+    row = AttentionRow("segments causal", "grouped", "groups", 0.3, ends=ends)
+    check(of_drawn(row), {}, "chain", dtype, sizes, tolerance=5e-5 if dtype == "fp32" else None)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_grouped_products_of_rows(cuda: nt.Runtime, dtype: str) -> None:
+    for mask, layout in (("padding causal", "groups"), ("padding", "cross groups"), ("padding around", "by seq")):
+        sizes = {**BIN, "batch": 3, "key": 170 if "cross" in layout else 300}
+        for tiles in ({}, {"batch": 2, "heads": 2}):
+            check(of_drawn(AttentionRow(mask, "grouped", layout, 0.3)), tiles, "chain", dtype, sizes,
+                  tolerance=5e-5 if dtype == "fp32" else None)  # fmt: skip
+
+
+def of_drawn(row: AttentionRow) -> Any:
+    def build(case: Any) -> None:
+        case.slots["dropout_seed"] = case.options["seed"] = 3
+        row(case)
+
+    return build
+
+
 DENSE_MASKS = ["none", "causal", "window", "padding", "padding causal", "padding around"]
 
 
 def with_dropout(mask: str, layout: str) -> Any:
-    def row(case: Any) -> None:
-        case.slots["dropout_seed"] = case.options["seed"] = 3
-        AttentionRow(mask, "segments", layout, 0.3)(case)
-
-    return row
+    return of_drawn(AttentionRow(mask, "segments", layout, 0.3))
 
 
 @pytest.mark.parametrize("layout", ["by seq", "packed", "groups", "cross groups"])

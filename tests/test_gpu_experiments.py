@@ -66,7 +66,7 @@ def test_kernels(name: str, mode: Any) -> None:
     assert seen
 
 
-@pytest.mark.parametrize("name", ["bt-fig11", "bt-fig13", "bt-fig14", "bt-fig15", "bt-fig16"])
+@pytest.mark.parametrize("name", ["bt-fig11", "bt-fig12", "bt-fig13", "bt-fig14", "bt-fig15", "bt-fig16"])
 def test_kernels_of_packed_sequences(name: str) -> None:
     made, seen = papers.load_experiment(name), set[str]()
     for _, config, work, phase in experiment._planned(made.part("gpu"), made.kind):

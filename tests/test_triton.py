@@ -18,6 +18,7 @@ from operators import ROWS
 from operators_losses import adamw, sgd
 from test_attention import Row as AttentionRow
 
+from nntile_py.errors import ConfigError
 from nntile_py.graph.lowering import lower
 from nntile_py.tasks import Contract, Lowering, Tensor, launch
 from nntile_py.tasks import interpret as interpreter
@@ -38,6 +39,7 @@ os.environ["TRITON_INTERPRET"] = "1"  # triton looks at it when its modules are 
 importlib.import_module("triton.experimental.gluon")
 launch.load()
 embedding_triton = importlib.import_module("nntile_py.tasks.embedding_triton")
+grouped_triton = importlib.import_module("nntile_py.tasks.attention_grouped_triton")
 del os.environ["TRITON_INTERPRET"]
 
 TORCH = {dtype.name: getattr(torch, dtype.torch) for dtype in DTYPES.values()}  # fmt: skip
@@ -196,6 +198,57 @@ def test_attention_with_dropout(name: str, dtype: str, positions: int) -> None:
     check_ways(row, {**ROWS_OF_BATCH, "seq": positions, "key": keys}, tiles, dtype)
 
 
+GROUPED = [(name, "fp32", 40) for name in SEGMENTS if name != "chosen"]
+GROUPED += [(name, "fp32", 110) for name in ("window", "dropout causal", "around")]  # several tiles of 32
+GROUPED += [(name, "bf16", 150) for name in ("dropout", "dropout causal")] + [("groups", "fp16", 150)]  # of 128
+GROUPED += [(f"rows {name}", "fp32", 40) for name in DENSE]
+GROUPED += [("rows keys", "fp32", 110), ("rows padding", "bf16", 140)]
+if TORTURE:
+    names = [*SEGMENTS, *(f"rows {name}" for name in DENSE)]
+    GROUPED = [*itertools.product(names, ("fp32", "bf16", "fp16"), (40, 150))]
+
+
+@pytest.mark.parametrize("programs", [3, 50])
+@pytest.mark.parametrize(("name", "dtype", "positions"), GROUPED)
+def test_attention_by_grouped_products(
+    monkeypatch: pytest.MonkeyPatch, name: str, dtype: str, positions: int, programs: int
+) -> None:
+    """Programs with tiles of several sequences and heads each, which look a few ahead; more programs than tiles."""
+    monkeypatch.setattr(grouped_triton, "PROGRAMS", programs)
+    monkeypatch.setattr(grouped_triton, "AHEAD", 2 if programs == 3 else 8)
+    of_rows = name.removeprefix("rows ")
+    row, tiles = SEGMENTS[name] if name in SEGMENTS else DENSE[of_rows]
+    row = replace(row, form="grouped", ends=tuple(end * positions // 150 for end in row.ends))
+    few = {"heads": 2, "kv_heads": 1} if positions > 64 and not TORTURE else {}
+    sizes = {**BIN, **few} if name in SEGMENTS else ROWS_OF_BATCH
+    keys = positions - 17 if "cross" in row.layout else positions
+    check_ways(row, {**sizes, "seq": positions, "key": keys}, tiles, dtype)
+
+
+@pytest.mark.parametrize(("mask", "share"), [("segments", 1.0), ("segments causal", 0.55), ("segments window", 0.3)])
+def test_tiles_of_grouped_products(mask: str, share: float) -> None:
+    """No more tiles of scores than the mask leaves, but for those at the ends of a window."""
+    row = replace(SEGMENTS["packed"][0], mask=mask, form="grouped", ends=(0, 1, 33, 33, 360, 361))
+    case = Case({**BIN, "seq": 364, "key": 364, "heads": 1, "kv_heads": 1}, "fp32")
+    row(case)
+    (task, _) = lower(case.graph, Tiling({})).tasks.tasks
+    (first, *_) = launch.load()[task.kernel]([task]).launches
+    offsets, before = torch.tensor([0, 0, 1, 33, 33, 360, 361]), torch.zeros(3, 7, dtype=torch.int32)
+    first.kernel[first.grid](*before, offsets, 364, 364, 7, **dict(first.constexprs), num_warps=4)
+    assert before[1].tolist() == before[2].tolist() == [0, 0, 1, 2, 2, 13, 14]  # of 32 positions
+    assert before[0, 4] == 2 and before[0, 5] - 2 <= share * 11**2
+
+
+def test_scratch_of_grouped_products() -> None:
+    """What would take more than the bound is refused."""
+    case = Case({**BIN, "seq": 20000, "key": 20000}, "bf16")
+    replace(SEGMENTS["packed"][0], form="grouped")(case)
+    for task, count in zip(lower(case.graph, Tiling({})).tasks.tasks, (1, 2), strict=True):
+        need = rf"model.attention: got grouped, .* {count} x 80000 rows of 20096 bf16, take \d.* allowed: 1 GiB"
+        with pytest.raises(ConfigError, match=need):
+            launch.load()[task.kernel]([task])
+
+
 # In the first a row has pairs on both sides of 2^32; rows of a power of two end there; those of 41 have no even start.
 @pytest.mark.parametrize(
     ("positions", "large"), [(40, 2**33 - 1606), (64, 2**33 - 64 * 101), (41, 2**33 - 1607), (40, 5 * 2**31 + 8)]
@@ -297,7 +350,7 @@ def test_every_kernel_has_launches() -> None:
     for path in (Path(launch.__file__).parent).glob("*.cpp"):
         named |= set(re.findall(r"^NNTILE_KERNEL\((\w+),", path.read_text(), re.M))
     own = {name for name in named if not name.startswith(("contract", "attention", "flash"))}
-    of_segments = {f"attention{name}{grad}" for name in ("", "_segments") for grad in ("", "_grad")}
+    of_segments = {f"attention{name}{grad}" for name in ("", "_segments", "_grouped") for grad in ("", "_grad")}
     assert set(launch.load()) == own | of_segments | {"contract"}
 
 
@@ -458,14 +511,17 @@ for task in lower(case.graph, Tiling({})).tasks.tasks:
     made = launch.load()[task.kernel]([task])
     assert "rows 2 of 128 128 padding 1" in made.key and len(made.ways) > 1
     print(*(launch.compile_launch(one).name for one in made.launches), "dense")
-short, long = Row("segments causal", "vendor", "groups"), Row("segments", "segments", dropout=0.1)
-for positions, row in (128, short), (512, long):
-    case = Case({"batch": 1, "seq": positions, "heads": 12, "kv_heads": 4, "head_dim": 64}, "bf16")
+def of_bin(positions, row, dtype="bf16", head_dim=64):
+    case = Case({"batch": 1, "seq": positions, "heads": 12, "kv_heads": 4, "head_dim": head_dim}, dtype)
     row(case)
     low = lower(case.graph, Tiling({}))
     low.tasks.live = frozenset({"seq"})
     for task in low.tasks.tasks:
-        made = launch.load()[task.kernel]([with_live_sizes(task, low.tasks.live_sizes(task))])
+        yield task, launch.load()[task.kernel]([with_live_sizes(task, low.tasks.live_sizes(task))])
+
+short, long = Row("segments causal", "vendor", "groups"), Row("segments", "segments", dropout=0.1)
+for positions, row in (128, short), (512, long):
+    for task, made in of_bin(positions, row):
         names = made.key.split(" of ")[-1].split(", ")  # of what a kept choice chooses from
         assert len(made.ways) == len(names) == len(set(names)) > 1
         assert all("x".join(str(dict(one.constexprs)[k]) for k in ("ROWS", "KEYS")) in name
@@ -477,6 +533,13 @@ for positions, row in (128, short), (512, long):
                 *_, grid, parameters = launch.encode(one, binary)
                 assert any(kind == 7 for kind, _ in parameters) and len(grid) == 3
                 print(binary.name, positions)
+for dtype, head_dim in (("bf16", 64), ("fp32", 64), ("fp16", 128), ("bf16", 256)):
+    for task, made in of_bin(512, Row("segments around", "grouped", dropout=0.1), dtype, head_dim):
+        for one in made.launches:
+            binary = launch.compile_launch(one)
+            assert len(made.ways) == 1 and binary.shared <= launch.shared_memory(90), (one.constexprs, binary.shared)
+            launch.encode(one, binary)
+            print(binary.name, dtype)
 """
 
 
@@ -485,6 +548,8 @@ def test_attention_over_segments_compiles_for_sm_90(python: Python, tmp_path: Pa
     assert done.returncode == 0, done.stderr
     names = {"_forward dense", "_grad_queries _grad_keys dense"}
     names |= {"_forward 128", "_forward 512", "_grad_whole 128", "_grad_queries 128", "_grad_keys 512"}
+    of_grouped = ("tiles", "scores", "values", "grad_pairs", "grad_queries", "grad_keys")
+    names |= {f"_grouped_{name} {dtype}" for name in of_grouped for dtype in ("bf16", "fp16", "fp32")}
     assert names <= set(done.stdout.splitlines())
 
 

@@ -1,0 +1,147 @@
+"""Gradients of what attention_grouped_triton.py computes, as grouped products, on CUDA. Tiles as in attention.cpp.
+
+The tiles of all problems are walked over four times: how many there are; a tile of q k^T and of do v^T, whose epilogue
+leaves what values were weighted by and the gradient of the scores; then dq, and dk and dv, as products with these.
+Nothing is added atomically: the same bits each time.
+"""
+
+# Functions of Triton's language have no Python types.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from nntile_py.tiles.tasklist import Task
+
+from .attention import AttentionGradArgs
+from .attention_grouped_triton import Grouped, clear_heads, pair_at, problem_of, problem_sizes, scores_at
+from .attention_segments_grad_triton import delta_of, load_queries, of_pairs, queries_of, store_keys
+from .attention_segments_triton import (
+    first_draw,
+    kept_keys,
+    keys_of,
+    layout,
+    layout_of_rows,
+    load_rows,
+    places,
+    product,
+    shared,
+    store_rows,
+)
+from .elementwise_triton import strides_of
+from .launch import Launches, launches, shape, tile, words
+
+
+@triton.jit
+def _grouped_grad_pairs(
+    WEIGHTS, DS, PAIRS, D_OUT, OUT, LSE, Q, K, V, DATA, tokens, keys, offsets, scale,
+    DRAWS, mask_first, seed, mix, limit, kept_scale,
+    D_OUT_AT: tl.constexpr, OUT_AT: tl.constexpr, LSE_AT: tl.constexpr, Q_AT: tl.constexpr, K_AT: tl.constexpr,
+    V_AT: tl.constexpr, PACKED: tl.constexpr, PADDED: tl.constexpr, STEPS: tl.constexpr, CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr, TWO_SIDED: tl.constexpr, PRECISION: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
+    BLOCK_D: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    PROGRAMS: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
+    """What values were weighted by, and the gradient of the scaled scores."""
+    number, count = tl.program_id(0) * 0, offsets - (1 if PACKED else 0)
+    for turn in range(tl.program_id(0), HEADS * tl.load(PAIRS + count), PROGRAMS):
+        number, head, pair = problem_of(PAIRS, number, turn, count, HEADS, AHEAD)
+        start, n, m = problem_sizes(DATA, number, offsets, tokens, keys, PACKED, WIDTH)
+        first, at = pair_at(pair, n, m, ROWS, KEYS, CAUSAL, WINDOW, TWO_SIDED)
+        _, end = keys_of(first, m, ROWS, KEYS, CAUSAL, WINDOW, TWO_SIDED)
+        if at < end:
+            row, key = first + tl.arange(0, ROWS), at + tl.arange(0, KEYS)
+            q, d_out, lse = load_queries(Q, D_OUT, LSE, start, head, row, n, Q_AT, D_OUT_AT, LSE_AT, D, BLOCK_D)
+            delta = delta_of(OUT, d_out, start, head, row, n, OUT_AT, D, BLOCK_D)
+            k = load_rows(K, start, head // GROUP, key, m, K_AT, D, BLOCK_D)
+            v = load_rows(V, start, head // GROUP, key, m, V_AT, D, BLOCK_D)
+            kept, drawn = kept_keys(DATA, start, key, m, PADDED), first_draw(DRAWS, start, mask_first, STEPS, PACKED)
+            weights, ds = of_pairs(
+                q, k, v, d_out, lse, delta, row, at, key, kept, scale, drawn, head, seed, mix, limit,
+                kept_scale, STEPS, CAUSAL, WINDOW, TWO_SIDED, PRECISION,
+            )  # fmt: skip
+            inside = (row < n)[:, None]
+            tl.store(scores_at(WEIGHTS, start, head, row, key, tokens, HEADS, PACKED, WIDTH), weights, inside)
+            tl.store(scores_at(DS, start, head, row, key, tokens, HEADS, PACKED, WIDTH), ds, inside)
+
+
+@triton.jit
+def _grouped_grad_queries(
+    DQ, DS, QUERIES, K, DATA, tokens, keys, offsets, scale,
+    DQ_AT: tl.constexpr, K_AT: tl.constexpr, PACKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+    TWO_SIDED: tl.constexpr, PRECISION: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    HEADS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, DEPTH: tl.constexpr,
+    PROGRAMS: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
+    """dq of ROWS queries; keys come DEPTH at a time."""
+    number, count = tl.program_id(0) * 0, offsets - (1 if PACKED else 0)
+    for turn in range(tl.program_id(0), HEADS * tl.load(QUERIES + count), PROGRAMS):
+        number, head, block = problem_of(QUERIES, number, turn, count, HEADS, AHEAD)
+        start, n, m = problem_sizes(DATA, number, offsets, tokens, keys, PACKED, WIDTH)
+        row, dq = block * ROWS + tl.arange(0, ROWS), tl.zeros([ROWS, BLOCK_D], tl.float32)
+        begin, end = keys_of(block * ROWS, m, ROWS, KEYS, CAUSAL, WINDOW, TWO_SIDED)
+        for at in range(begin, end, DEPTH):
+            key = at + tl.arange(0, DEPTH)
+            ds = tl.load(scores_at(DS, start, head, row, key, tokens, HEADS, PACKED, WIDTH), (row < n)[:, None], 0.0)
+            dq += product(ds, load_rows(K, start, head // GROUP, key, m, K_AT, D, BLOCK_D), PRECISION)
+        store_rows(DQ, (dq * scale).to(DQ.dtype.element_ty), start, head, row, n, DQ_AT, D, BLOCK_D)
+    clear_heads(DQ, DATA, offsets, tokens, keys, DQ_AT, PACKED, HEADS, D, BLOCK_D, ROWS, PROGRAMS)
+
+
+@triton.jit
+def _grouped_grad_keys(
+    DK, DV, WEIGHTS, DS, OF_KEYS, D_OUT, Q, DATA, tokens, keys, offsets, scale,
+    DK_AT: tl.constexpr, DV_AT: tl.constexpr, D_OUT_AT: tl.constexpr, Q_AT: tl.constexpr, PACKED: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, TWO_SIDED: tl.constexpr, PRECISION: tl.constexpr,
+    GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, DEPTH: tl.constexpr, PROGRAMS: tl.constexpr, AHEAD: tl.constexpr,
+    ACC: tl.constexpr,
+):  # fmt: skip
+    """dk and dv of KEYS keys, from all heads that share them; queries come DEPTH at a time."""
+    number, count = tl.program_id(0) * 0, offsets - (1 if PACKED else 0)
+    for turn in range(tl.program_id(0), HEADS // GROUP * tl.load(OF_KEYS + count), PROGRAMS):
+        number, of_keys, block = problem_of(OF_KEYS, number, turn, count, HEADS // GROUP, AHEAD)
+        start, n, m = problem_sizes(DATA, number, offsets, tokens, keys, PACKED, WIDTH)
+        key = block * KEYS + tl.arange(0, KEYS)
+        dk, dv = tl.zeros([KEYS, BLOCK_D], tl.float32), tl.zeros([KEYS, BLOCK_D], tl.float32)
+        begin, end = queries_of(block * KEYS, n, ROWS, KEYS, CAUSAL, WINDOW, TWO_SIDED)
+        for member in range(0, GROUP):
+            head = of_keys * GROUP + member
+            for at in range(begin, end, DEPTH):
+                row = at + tl.arange(0, DEPTH)
+                inside = (row < n)[:, None]
+                weights = tl.load(scores_at(WEIGHTS, start, head, row, key, tokens, HEADS, PACKED, WIDTH), inside, 0.0)
+                d_out = load_rows(D_OUT, start, head, row, n, D_OUT_AT, D, BLOCK_D)
+                dv += product(tl.trans(weights), d_out, PRECISION)
+                ds = tl.load(scores_at(DS, start, head, row, key, tokens, HEADS, PACKED, WIDTH), inside, 0.0)
+                dk += product(tl.trans(ds), load_rows(Q, start, head, row, n, Q_AT, D, BLOCK_D), PRECISION)
+        store_keys(DK, DV, dk * scale, dv, start, of_keys, key, m, DK_AT, DV_AT, D, BLOCK_D, ACC)
+    if not ACC:
+        clear_heads(DK, DATA, offsets, tokens, keys, DK_AT, PACKED, HEADS // GROUP, D, BLOCK_D, KEYS, PROGRAMS)
+        clear_heads(DV, DATA, offsets, tokens, keys, DV_AT, PACKED, HEADS // GROUP, D, BLOCK_D, KEYS, PROGRAMS)
+
+
+@launches("attention_grouped_grad")
+def _describe(task: Task) -> Launches:
+    a = AttentionGradArgs.of(task)
+    assert a.limits
+    packed = a.limits.segments
+    (q, k, v), (q_at, k_at, v_at), next_tile = places(task, a.qkv, 3, packed=packed)
+    (dq, dk, dv), (dq_at, dk_at, dv_at), data = places(task, a.grads, next_tile, packed=packed)
+    common = shared(task, a.qkv, 3, a.scale, a.limits, diagonal=a.diagonal, data=data)
+    g = Grouped(common, task.accesses[3].tile.dtype, words(task, 2))
+    weights, ds = g.scores(2)
+    d_out_at, out_at = (layout(strides_of(shape(task, n)), by, packed=packed) for n, by in ((0, a.d_out), (1, a.out)))
+    d_out, out, lse, lse_at = *(tile(task, n) for n in range(3)), layout_of_rows(task, 2, packed=packed)
+    adds, plain = task.accesses[next_tile + a.grads.k[0]].accumulate, common.args[:5]  # without those of dropout
+    way = (
+        g.count_tiles(),
+        g.walk(_grouped_grad_pairs, weights, ds, g.pairs, d_out, out, lse, q, k, v, *common.args,
+               D_OUT_AT=d_out_at, OUT_AT=out_at, LSE_AT=lse_at, Q_AT=q_at, K_AT=k_at, V_AT=v_at),
+        g.walk(_grouped_grad_queries, dq, ds, g.queries, k, *plain, DQ_AT=dq_at, K_AT=k_at),
+        g.walk(_grouped_grad_keys, dk, dv, weights, ds, g.of_keys, d_out, q, *plain,
+               DK_AT=dk_at, DV_AT=dv_at, D_OUT_AT=d_out_at, Q_AT=q_at, ACC=adds),
+    )  # fmt: skip
+    return Launches(way, g.scratch.bytes)
