@@ -27,7 +27,7 @@ if not (torch.cuda.is_available() and _core.has_cuda):
 
 CONFIG = nt.models.BERTConfig(layers=3, embed=128, heads=4, vocab=500, positions=256, head="pooler")
 BARE = CONFIG.model_copy(update={"head": "none"})
-# Of bits that differ where products have other numbers of rows, or a graph has other kernels: some roundings of the type.
+# Some roundings of the type: bits differ where products have other numbers of rows, or a graph has other kernels.
 LIMIT = {"fp32": 1e-5, "tf32": 2e-3, "bf16": 1e-2, "fp16": 2e-3}
 Texts = list[list[int]]
 Array = np.ndarray[Any, Any]

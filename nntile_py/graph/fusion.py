@@ -105,10 +105,9 @@ def _found_rules(fusion: Fusion, tiling: Tiling) -> Iterator[Rule | None]:
         yield from (_of_cut_rows(rule, tiling) for rule in (norm_grad_add, norm_grad_dropout))
     yield from [_bias, _of_cut_rows(norm_bias_grad, tiling)] if fusion.bias else []
     yield from [_residual] if fusion.residual_norm else []
-    activations = [_activation, _activation_grad] if fusion.activation else []
-    yield from map(_of_epilogue, activations)
+    yield from [_of_epilogue(_activation), _activation_grad] if fusion.activation else []
     yield None
-    yield from activations  # those that no group has
+    yield from [_activation] if fusion.activation else []  # those that no group has
     yield from [_bias_grad] if fusion.bias else []
     yield partial(_cross_entropy, tiling=tiling)
 
@@ -328,9 +327,10 @@ def _activation(uses: Uses, op: Op) -> bool:
 
 
 def _of_epilogue(rule: Rule) -> Rule:
-    """The same of those that a product has as it writes its result: of bf16 and fp16, on CUDA alone, cuBLASLt has one.
+    """The same of activations that a product is as fast with as without: of bf16 and fp16, on CUDA alone, cuBLASLt's.
 
-    The others are kernels of their own in any case, and can then do more in one pass."""
+    With the others a group can do more in one pass, dropout above all. What is left before them and after is little, so
+    that of a gradient is better in the product: a training step of BERT base, 32 768 tokens, 45.5 ms instead of 47.4."""
     return lambda uses, op: (not is_low(op.output.dtype) or getattr(op, "act", "") == "gelu_new") and rule(uses, op)
 
 
