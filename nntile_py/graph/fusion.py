@@ -329,8 +329,8 @@ def _activation(uses: Uses, op: Op) -> bool:
 def _of_epilogue(rule: Rule) -> Rule:
     """The same of activations that a product is as fast with as without: of bf16 and fp16, on CUDA alone, cuBLASLt's.
 
-    With the others a group can do more in one pass, dropout above all. What is left before them and after is little, so
-    that of a gradient is better in the product: a training step of BERT base, 32 768 tokens, 45.5 ms instead of 47.4."""
+    With the others a group can do more in one pass, dropout above all. Around a gradient there is little to add, so it
+    is better in the product: a training step of BERT base, 32 768 tokens, takes 45.5 ms instead of 47.4 on an H200."""
     return lambda uses, op: (not is_low(op.output.dtype) or getattr(op, "act", "") == "gelu_new") and rule(uses, op)
 
 
