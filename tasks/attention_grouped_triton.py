@@ -14,9 +14,9 @@ the sum, so that an element has one exponential instead of two, and bf16 would r
 exp(s).
 
 It is not among what `vendor` and `segments` choose from by measuring: an element of the scores is written and read, 4
-bytes in bf16, for 4 head_dim flop, 256 with head_dim 64. An H200 moves 4 bytes (at 4.8 TB/s) in the time of 820 flop (of
-990 Tflop/s): three times what the products need, where the kernels of attention_segments_triton.py keep scores on chip.
-It takes 2.4 to 3.2 times as long as they do there (experiments/segments.py). `model.attention: grouped` asks for it.
+bytes in bf16, for 4 head_dim flop, 256 with head_dim 64. An H200 moves 4 bytes (at 4.8 TB/s) in the time of 820 flop
+(of 990 Tflop/s): three times what the products need. The kernels of attention_segments_triton.py keep scores on chip;
+it takes 2.4 to 3.2 times as long as they do there (experiments/segments.py). `model.attention: grouped` asks for it.
 """
 
 # Functions of Triton's language have no Python types.
