@@ -35,7 +35,7 @@ namespace {
 constexpr size_t kGraphs = 80;       // of one program at a time
 constexpr size_t kMostMade = 1024;   // in all: its slots, or the places of its tiles, change too often
 constexpr float kTimed = 2;          // ms of launches of a graph that is timed
-constexpr int kMostTimed = 5;        // of these
+constexpr int kMostTimed = 5;        // of these launches
 constexpr float kGain = 0.998f;      // of the time that another way has to be below, to be taken
 
 std::vector<Captured*> holding;  // the main thread's, as are holds and the bytes held
@@ -255,7 +255,7 @@ void Captured::capture(Graph& graph, const std::vector<double>& slots, void** bu
   made.instantiate();
 }
 
-// Of a launch among others.
+// Of a launch between others of the same graph.
 float Captured::milliseconds(Graph& graph) {
   const auto run = [&](int count) {
     return [&graph, count] {
@@ -268,10 +268,12 @@ float Captured::milliseconds(Graph& graph) {
   return least_ms(run(count)) / static_cast<float>(count);
 }
 
-// Each choice that is open, one after the other, the others as they are by then. Those between kernels come first: which
-// products cuBLASLt has algorithms to choose from for depends on them.
+// Each choice that is open, one after the other, the others as they are by then. Those between kernels come first, whose
+// file has the later name: which products cuBLASLt has algorithms to choose from for depends on them. The last walk is
+// with all that was chosen: what another process chose and kept meanwhile may not have run here before.
 void Captured::choose(const std::vector<double>& slots, void** buffers, c10::Device device) {
   const auto open = [](const auto& one) { return one.second.open && one.second.used; };
+  if (std::none_of(choices_.begin(), choices_.end(), open)) return;
   Graph held, tried;  // the first keeps the memory that all of them use
   const auto timed = [&] {
     try {
@@ -283,7 +285,7 @@ void Captured::choose(const std::vector<double>& slots, void** buffers, c10::Dev
     return milliseconds(tried);
   };
   try {
-    while (std::any_of(choices_.begin(), choices_.end(), open)) {
+    for (;;) {
       for (auto& [key, choice] : choices_) choice.used = false;
       walk(slots, buffers, device, false);
       auto next = choices_.end();

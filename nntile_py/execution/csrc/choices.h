@@ -20,7 +20,7 @@ struct Choice {
   size_t way, count;  // of them
   std::string file;   // where it is kept
   bool open = true;   // not yet made for graphs
-  bool used = true;   // since that was set to false
+  bool used = true;   // asked for since the caller has last set this to false
 };
 using Choices = std::map<std::string, Choice>;  // by what is kept
 inline thread_local Choices* choices_in_graph = nullptr;  // of the program whose kernels this worker launches or captures
