@@ -200,7 +200,8 @@ def parse_peers(told: str | None) -> list[str]:
     names = [name for item in told.split(",") for name in both.get(item, [item])] if told else []
     for name in names:
         if name not in PEERS:
-            raise ConfigError(f"--peer: {name!r} is not allowed; use torch (both of torch_*), {', '.join(PEERS)}")
+            known = f"torch ({' and '.join(both['torch'])}), {', '.join(PEERS)}"
+            raise ConfigError(f"--peer: {name!r} is not allowed; use {known}")
     return names
 
 

@@ -20,9 +20,9 @@ from nntile_py.errors import ConfigError, NNTileError
 from nntile_py.system.machine import machine
 
 FOR_BERT = ("torch_packed", "torch_padded")  # see torch_bert.py
-PEERS = ("torch_eager", "torch_compile", *FOR_BERT, "ddp", "fsdp2", "fsdp2_offload")
-RANKED = PEERS[4:]  # those with a process for each GPU
-OF_CONFIG = PEERS[:5]
+RANKED = ("ddp", "fsdp2", "fsdp2_offload")  # those with a process for each GPU
+PEERS = ("torch_eager", "torch_compile", *FOR_BERT, *RANKED)
+OF_CONFIG = ("torch_eager", "torch_compile", *FOR_BERT, "ddp")
 OF_GPT2 = tuple(name for name in PEERS if name not in FOR_BERT)
 PARENT = "NNTILE_BENCH_PARENT"  # the process that started a contestant, in its environment
 NO_ANSWER = "no answer within"

@@ -32,7 +32,7 @@ from nntile_py.tasks.cross_entropy import IGNORED
 
 Array = np.ndarray[Any, Any]
 VOCAB_STEP = 64  # a table of so many rows, or a multiple: tensor cores want their operands aligned
-NEVER = -1e4  # the bias of a token that is only there for that
+NEVER = -1e4  # the bias of rows that are added for that: no token that there is loses probability to them
 TURNS, PASSES = 3, 20  # of both ways to run a forward pass: times that are taken, the passes of each
 
 
