@@ -88,8 +88,8 @@ def delta_of(OUT, d_out, start, head, row, n, OUT_AT: tl.constexpr, D: tl.conste
 
 
 @triton.jit
-def clear_keys(DK, DV, DATA, start, n, head, block, DK_AT: tl.constexpr, DV_AT: tl.constexpr, D: tl.constexpr,
-               BLOCKS: tl.constexpr, KEYS: tl.constexpr, BLOCK_D: tl.constexpr, ACC: tl.constexpr):  # fmt: skip
+def _clear_keys(DK, DV, DATA, start, n, head, block, DK_AT: tl.constexpr, DV_AT: tl.constexpr, D: tl.constexpr,
+                BLOCKS: tl.constexpr, KEYS: tl.constexpr, BLOCK_D: tl.constexpr, ACC: tl.constexpr):  # fmt: skip
     """Zeros behind the last segment, unless dk and dv are added to."""
     if not ACC:
         clear(DK, DATA, start, n, head, block, DK_AT, D, BLOCKS, KEYS, BLOCK_D)
@@ -123,7 +123,7 @@ def _grad_whole(
     if PACKED and number + 1 == offsets:
         for member in range(0, GROUP):
             clear(DQ, DATA, start, n, head * GROUP + member, 0, DQ_AT, D, 1, ROWS, BLOCK_D)
-        clear_keys(DK, DV, DATA, start, n, head, 0, DK_AT, DV_AT, D, 1, ROWS, BLOCK_D, ACC)
+        _clear_keys(DK, DV, DATA, start, n, head, 0, DK_AT, DV_AT, D, 1, ROWS, BLOCK_D, ACC)
     elif n > 0:
         key = tl.arange(0, KEYS)
         kept, drawn = kept_keys(DATA, start, key, m, PADDED), first_draw(DRAWS, start, mask_first, STEPS, PACKED)
@@ -200,7 +200,7 @@ def _grad_keys(
     start, n, m = sequence_of(DATA, number, offsets, tokens, keys, PACKED)
     first = block * KEYS
     if PACKED and number + 1 == offsets:
-        clear_keys(DK, DV, DATA, start, n, head, block, DK_AT, DV_AT, D, BLOCKS, KEYS, BLOCK_D, ACC)
+        _clear_keys(DK, DV, DATA, start, n, head, block, DK_AT, DV_AT, D, BLOCKS, KEYS, BLOCK_D, ACC)
     elif first < m:
         key = first + tl.arange(0, KEYS)
         # What is computed of keys beyond the last is not stored.
