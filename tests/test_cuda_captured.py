@@ -209,7 +209,7 @@ def test_numbers_that_differ_from_run_to_run(cuda: nt.Runtime, phase: Phase) -> 
 
 
 def test_a_pass_with_means(cuda: nt.Runtime) -> None:
-    """The number of labels that count differs from run to run: of a kernel in C++ that takes it, there is no graph."""
+    """Whose loss is divided by a number that is given with each run: the same as a graph, or without one."""
     spec = StepSpec(nt.models.BERT(CONFIG.model_copy(update={"head": "masked_lm"})), 2, 64)
     found: list[float] = []
     inputs = spec.random_inputs(2, 0, 1.0, 10, training=False)
