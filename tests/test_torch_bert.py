@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,9 @@ import numpy as np
 import pytest
 import torch
 import yaml
+
+with suppress(pytest.skip.Exception):
+    import test_triton  # noqa: F401  it tells triton to interpret, which has to be before torch imports it
 
 import nntile_py as nt
 from nntile_py.bench.any_model import inputs_of, just_filled
