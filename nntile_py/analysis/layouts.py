@@ -234,6 +234,7 @@ def violins(found: Found, timings: Timings) -> Figure:
         axes.set_yticks(places, [f"{line.name}, {line.layouts}" for line in half], fontsize=7)
         axes.invert_yaxis()
         axes.set_xscale("log")
+        axes.tick_params(axis="x", which="both", labelsize=7)
         axes.set_title(title, fontsize=9)
     every[-1].set_xlabel("ms, in all layouts that were measured (their number)")
     every[0].legend(fontsize=7)

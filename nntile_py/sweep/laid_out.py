@@ -74,7 +74,7 @@ def _csv(found: Sequence[Found]) -> str:
         for line in of.lines:
             took = (line.default, line.chosen, line.turning, line.best, line.worst)
             cells = [STACKED[of.stacked], line.name, line.count, line.layouts, *(f"{ms:.4f}" for ms in took)]
-            writer.writerow([*cells, line.layout])
+            writer.writerow([*cells, line.layout or "needless"])
     return out.getvalue()
 
 

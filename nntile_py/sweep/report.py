@@ -15,6 +15,8 @@ from nntile_py.system.machine import described, machine
 if TYPE_CHECKING:
     from nntile_py.sweep.papers import Experiment, Mode
 
+MOST_ROWS = 59  # of a table in a report
+
 
 def report(
     made: Experiment,
@@ -56,7 +58,10 @@ def report(
         )
         lines += _ratios(made, rows)
     else:
-        lines += _markdown([[_cell(_number(of)) for of in row] for row in list(csv.reader(io.StringIO(written)))[:60]])
+        head, *read = csv.reader(io.StringIO(written))
+        lines += _markdown([[_cell(_number(of)) for of in row] for row in (head, *read[:MOST_ROWS])])
+        if len(read) > MOST_ROWS:
+            lines += ["", f"The first {MOST_ROWS} of {len(read)} rows; the CSV beside this file has all of them."]
         lines += ["", *(f"* {line}" for line in totals)] if totals else []
     return "\n".join([*lines, ""])
 
