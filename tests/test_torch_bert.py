@@ -75,6 +75,18 @@ def test_losses_are_ours(runtime: nt.Runtime, graphs: list[Any], alpha: float, s
     trainer.close()
 
 
+def test_no_token_is_to_be_predicted(runtime: nt.Runtime, graphs: list[Any]) -> None:
+    """As it happens to a few short sequences: a loss of zero on both sides."""
+    made = config()
+    inputs = inputs_of(made, "train", 0.6)
+    inputs |= {name: np.full_like(inputs[name], -100) for name in ("labels", "masked_labels") if name in inputs}
+    trainer = nt.Trainer.of_spec(step_spec(made, build_model(made)))
+    assert trainer.step({name: inputs[name] for name in ("input_ids", "labels", "attention_mask")}) == 0
+    for name in PEERS:
+        assert torch_bert(made, inputs, name, "train")[0](1) == [0.0]
+    trainer.close()
+
+
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("alpha", [0.6, 1.0])
 def test_hidden_states_are_those_of_transformers(graphs: list[Any], packed: bool, alpha: float) -> None:
