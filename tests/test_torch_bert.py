@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -246,6 +248,27 @@ def test_table(eager: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     script.main(["--rows", "infer/8x64", "--done", str(tmp_path / "rows")])
     again = capsys.readouterr()
     assert again.out == told.out[told.out.index("| row") :] and not again.err
-    with pytest.raises(SystemExit):
-        script.main(["--rows", "infer/3x64"])
-    assert "no row is called 'infer/3x64'" in capsys.readouterr().err
+    (tmp_path / "rows").write_text(told.out[: told.out.index("\n") + 100])  # of a run that was killed as it wrote
+    script.main(["--rows", "", "--done", str(tmp_path / "rows")])
+    left = capsys.readouterr()
+    assert "| infer/8x64 |" in left.out and "base/512x64" not in left.out
+    assert 'a line that was cut off is left out: {"row": "base/512x64' in left.err
+    for wrong, why in (
+        (["--rows", "infer/3x64"], "no row is called 'infer/3x64'"),
+        (["--rounds", "0"], "--rounds: got 0; allowed: at least 1"),
+    ):
+        with pytest.raises(SystemExit):
+            script.main(wrong)
+        assert why in capsys.readouterr().err
+
+
+def test_table_told_wrong_things() -> None:
+    """One message, no traceback."""
+    command = [sys.executable, EXPERIMENTS / "bert_table.py", "--rows", "infer/1x64"]
+    for wrong, why in (
+        (["--peer", "foo"], "error: --peer: 'foo' is not allowed"),
+        (["--set", "foo=1"], "foo: unknown key; allowed: "),
+        (["--done", "/not/there"], "error: /not/there: No such file"),
+    ):
+        done = subprocess.run([*command, *wrong], text=True, capture_output=True, timeout=120, check=False)
+        assert done.returncode in (1, 2) and why in done.stderr and "Traceback" not in done.stderr, done.stderr
