@@ -26,6 +26,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
+from nntile_py import cli
 from nntile_py.bench.app import of_config, parse_peers
 from nntile_py.bench.contestants import measure_step
 from nntile_py.system.load import cores
@@ -105,9 +106,22 @@ def errors(result: dict[str, Any]) -> dict[str, str]:
 
 def read(files: list[Path]) -> dict[str, dict[str, Any]]:
     """Rows of earlier runs that no side failed in."""
-    lines = [line for file in files for line in file.read_text().splitlines() if line.startswith('{"row"')]
-    found = [json.loads(line) for line in lines]
-    return {result["row"]: result for result in found if not errors(result)}
+    found = {}
+    for line in (line for file in files for line in file.read_text(errors="replace").splitlines()):
+        if line.startswith('{"row"'):
+            try:
+                result = json.loads(line)
+            except json.JSONDecodeError:  # of a run that was killed as it wrote, or on a full disk
+                tell(f"--done: a line that was cut off is left out: {line[:40]} ...")
+                continue
+            found |= {} if errors(result) else {result["row"]: result}
+    return found
+
+
+def count(text: str) -> int:
+    if (value := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"got {text}; allowed: at least 1")
+    return value
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -117,9 +131,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--done", type=Path, nargs="+", default=[], metavar="FILE", help="output of earlier runs")
     parser.add_argument("--peer", default="torch_packed", help="as of nntile bench step")
     parser.add_argument("--padded", default="torch_compile", help="besides, where alpha is 1; torch_padded is faster")
-    parser.add_argument("--rounds", type=int, default=5, help="turns of each side")
-    parser.add_argument("--steps", type=int, default=10, help="in a turn")
-    parser.add_argument("--passes", type=int, default=10, help="forward passes in flight together")
+    parser.add_argument("--rounds", type=count, default=5, help="turns of each side")
+    parser.add_argument("--steps", type=count, default=10, help="in a turn")
+    parser.add_argument("--passes", type=count, default=10, help="forward passes in flight together")
     parser.add_argument("--time-limit", type=float, default=300.0, help="seconds of a side's start, and of a turn")
     parser.add_argument("--set", action="append", default=[], dest="sets", metavar="KEY=VALUE")
     o = parser.parse_args(arguments)
@@ -140,4 +154,8 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        cli.main(main)
+    except KeyboardInterrupt:
+        tell("interrupted; with --done and this output it goes on")
+        sys.exit(130)

@@ -4,6 +4,8 @@ import json
 import math
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -95,6 +97,7 @@ def test_a_rank_that_dies() -> None:
         time.sleep(0.1)
 
 
+SMALL = "--layers 1 --embed 16 --heads 2 --seq 8 --vocab 30 --batch 2"
 CLI = "import sys; from nntile_py.cli import main; sys.argv[0] = 'nntile'; main()"
 
 
@@ -166,6 +169,57 @@ def test_more_gpus_than_there_are() -> None:
     for command in (bench.step, bench_capacity.capacity):
         with pytest.raises(ConfigError, match="--cuda: 99 is not allowed; this machine has"):
             command(cuda=99)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ("--time-limit nan", "'--time-limit'"),
+        ("--time-limit 0", "'--time-limit': Input should be greater than or equal to 0.1"),
+        ("--cpus 0", "'--cpus': Input should be greater than or equal to 1"),
+        ("--cuda -1", "'--cuda': Input should be greater than or equal to 0"),
+        ("--cuda-memory -1", "'--cuda-memory': Input should be greater than or equal to 0"),
+        ("--losses -1", "'--losses': Input should be greater than or equal to 0"),
+        ("--window -1", "'--window': Input should be greater than or equal to 0"),
+        ("--batch 0 --peer ddp", "'--batch': Input should be greater than or equal to 1"),
+        ("--dtype f32", "--dtype: 'f32' is not allowed; use bf16, fp16, tf32, fp32"),
+        ("--set train.batch=2", "--set: train.batch=2 is allowed only with CONFIG"),
+    ],
+)
+def test_options_that_are_wrong(python: Python, arguments: str, told: str) -> None:
+    made = python(CLI, *f"bench step --rounds 1 --steps 1 {SMALL} {arguments}".split())
+    assert made.returncode == 2 and told in made.stderr and not made.stdout, made.stderr
+
+
+def test_no_peer_twice() -> None:
+    assert bench.parse_peers("torch,torch_eager,ddp") == ["torch_eager", "torch_compile", "ddp"]
+
+
+def test_ctrl_c(tmp_path: Path) -> None:
+    """A terminal sends it to all that its job has started: contestants, which end with the command, say nothing."""
+    command = [sys.executable, "-c", CLI, *f"bench step --rounds 9999 --peer torch_eager {SMALL}".split()]
+    with (tmp_path / "said").open("w") as said:
+        process = subprocess.Popen(command, stdout=said, stderr=said, start_new_session=True)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    start, found = time.monotonic(), list[str]()
+    while len(found) < 2:
+        assert process.poll() is None and time.monotonic() - start < 120
+        time.sleep(0.1)
+        found = children.read_text().split()
+    os.killpg(process.pid, signal.SIGINT)
+    assert process.wait(60) == 130
+    assert "Traceback" not in (tmp_path / "said").read_text()
+    while any(_runs(pid) for pid in found):
+        assert time.monotonic() - start < 180
+        time.sleep(0.1)
+
+
+def _runs(pid: str) -> bool:
+    """Not one that has ended, which nobody has asked for its status."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 def test_policies() -> None:

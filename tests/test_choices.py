@@ -1,5 +1,7 @@
 """Choices made by measurement outlive the process, so that the next one computes the same to the bit."""
 
+import os
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -50,6 +52,31 @@ print([_core.chosen("gemm", key, lambda: 1 + _core.chosen("gemm", "inner", lambd
 def test_what_cannot_be_kept_is_measured(choose: Any, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     assert choose(tmp_path / "file" / "below", 2, "a", "a") == (1, "[2, 2]")
+
+
+@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo], ids=["folder", "pipe"])
+def test_no_file_is_there(choose: Any, tmp_path: Path, make: Callable[[Path], None]) -> None:
+    make(tmp_path / "gemm")
+    assert choose(tmp_path, 2, "a", "a") == (1, "[2, 2]")
+
+
+def test_a_last_line_without_its_end(choose: Any, tmp_path: Path) -> None:
+    (tmp_path / "gemm").write_text("a: 3\nb: 4")
+    assert choose(tmp_path, 5, "c", "b") == (1, "[5, 4]")
+    assert choose(tmp_path, 6, "a", "b", "c") == (0, "[3, 4, 5]")
+
+
+def test_half_a_line_is_not_kept(python: Any, tmp_path: Path) -> None:
+    """As on a full disk: what is there stays, and of a line that finds no room nothing does."""
+    code = """
+import resource, signal, sys
+from nntile_py import _core
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (8, 8))
+_core.keep_choices(sys.argv[1])
+print([_core.chosen("gemm", key, lambda: 123) for key in "ab"])
+"""
+    assert python(code, tmp_path).stdout == "[123, 123]\n" and (tmp_path / "gemm").read_text() == "a: 123\n"
 
 
 def test_a_process_forked_meanwhile_keeps_nobody_waiting(python: Any, tmp_path: Path) -> None:

@@ -80,6 +80,13 @@ def test_random_inputs_fit() -> None:
     assert np.array_equal(drawn["masked_labels"], labels_at(drawn["labels"], drawn["masked_places"]))
 
 
+@pytest.mark.parametrize("alpha", [1e-9, 0.5 / SEQ, 1.5 / SEQ])
+def test_random_inputs_of_hardly_a_token(alpha: float) -> None:
+    graph = StepSpec(nt.models.BERT(nt.models.BERTConfig(**CONFIG)), ROWS, SEQ).trace()[0]
+    lengths = random_inputs(graph, ROWS, 0, alpha)["attention_mask"].sum(1)
+    assert lengths.min() >= 1 and lengths.sum() == max(ROWS, round(alpha * SEQ * ROWS))
+
+
 def test_a_collator_never_masks_more() -> None:
     """What chance exceeds in one of 700 rows; up to there draws are what they were."""
     samples = np.random.default_rng(0).integers(5, 100, (3000, 64))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -76,6 +78,18 @@ def test_losses_are_ours(runtime: nt.Runtime, graphs: list[Any], alpha: float, s
     assert losses[2] < losses[0]
     for name in PEERS:
         assert torch_bert(made, inputs, name, "train")[0](3) == pytest.approx(losses, rel=1e-6)
+    trainer.close()
+
+
+def test_no_token_is_to_be_predicted(runtime: nt.Runtime, graphs: list[Any]) -> None:
+    """As it happens to a few short sequences: a loss of zero on both sides."""
+    made = config()
+    inputs = inputs_of(made, "train", 0.6)
+    inputs |= {name: np.full_like(inputs[name], -100) for name in ("labels", "masked_labels") if name in inputs}
+    trainer = nt.Trainer.of_spec(step_spec(made, build_model(made)))
+    assert trainer.step({name: inputs[name] for name in ("input_ids", "labels", "attention_mask")}) == 0
+    for name in PEERS:
+        assert torch_bert(made, inputs, name, "train")[0](1) == [0.0]
     trainer.close()
 
 
@@ -238,6 +252,27 @@ def test_table(eager: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     script.main(["--rows", "infer/8x64", "--done", str(tmp_path / "rows")])
     again = capsys.readouterr()
     assert again.out == told.out[told.out.index("| row") :] and not again.err
-    with pytest.raises(SystemExit):
-        script.main(["--rows", "infer/3x64"])
-    assert "no row is called 'infer/3x64'" in capsys.readouterr().err
+    (tmp_path / "rows").write_text(told.out[: told.out.index("\n") + 100])  # of a run that was killed as it wrote
+    script.main(["--rows", "", "--done", str(tmp_path / "rows")])
+    left = capsys.readouterr()
+    assert "| infer/8x64 |" in left.out and "base/512x64" not in left.out
+    assert 'a line that was cut off is left out: {"row": "base/512x64' in left.err
+    for wrong, why in (
+        (["--rows", "infer/3x64"], "no row is called 'infer/3x64'"),
+        (["--rounds", "0"], "--rounds: got 0; allowed: at least 1"),
+    ):
+        with pytest.raises(SystemExit):
+            script.main(wrong)
+        assert why in capsys.readouterr().err
+
+
+def test_table_told_wrong_things() -> None:
+    """One message, no traceback."""
+    command = [sys.executable, EXPERIMENTS / "bert_table.py", "--rows", "infer/1x64"]
+    for wrong, why in (
+        (["--peer", "foo"], "error: --peer: 'foo' is not allowed"),
+        (["--set", "foo=1"], "foo: unknown key; allowed: "),
+        (["--done", "/not/there"], "error: /not/there: No such file"),
+    ):
+        done = subprocess.run([*command, *wrong], text=True, capture_output=True, timeout=120, check=False)
+        assert done.returncode in (1, 2) and why in done.stderr and "Traceback" not in done.stderr, done.stderr

@@ -101,6 +101,8 @@ def measure_tasks(
 
 # -- one training step, beside PyTorch
 
+DTYPES = "bf16", "fp16", "tf32", "fp32"
+
 Config = Annotated[
     str | None, typer.Argument(metavar="[CONFIG]", help="A YAML, of any model; its keys instead of the options' sizes.")
 ]
@@ -113,7 +115,7 @@ Peer = Annotated[
     ),
 ]
 Gib = Annotated[
-    float, typer.Option(help="GiB of each device, of ours 1 for kernels' workspaces. [default: all; tiles 85 %]")
+    float, typer.Option(help="GiB of each device, of ours 1 for kernels' workspaces. [default: all; tiles 85 %]", min=0)
 ]
 Placed = Annotated[str | None, typer.Option(help="planned or scheduler. [default: planned on several GPUs]")]
 Alpha = Annotated[
@@ -139,14 +141,14 @@ def step(
     embed: int = 384,
     heads: int = 6,
     seq: int = 256,
-    batch: int = 8,
+    batch: Annotated[int, typer.Option(min=1)] = 8,
     vocab: int = 50257,
-    cpus: Annotated[int | None, typer.Option(help="Cores for each side. [default: all]")] = None,
-    cuda: Annotated[int, typer.Option(help="CUDA devices; torch_* take one. 0: on the CPU")] = 0,
+    cpus: Annotated[int | None, typer.Option(help="Cores for each side. [default: all]", min=1)] = None,
+    cuda: Annotated[int, typer.Option(help="CUDA devices; torch_* take one. 0: on the CPU", min=0)] = 0,
     dtype: Annotated[str, typer.Option(help="bf16, fp16, tf32 or fp32, on CUDA devices.")] = "bf16",
-    window: Annotated[int, typer.Option(help="Most tasks in flight. 0: no bound")] = 0,
+    window: Annotated[int, typer.Option(help="Most tasks in flight. 0: no bound", min=0)] = 0,
     cuda_memory: Gib = 0.0,
-    losses: Annotated[int, typer.Option(help="Report the losses of this many first steps.")] = 0,
+    losses: Annotated[int, typer.Option(help="Report the losses of this many first steps.", min=0)] = 0,
     scheduler: str = "lws",
     placement: Placed = None,
     tiles: Annotated[str, typer.Option(help="Ours, as axis=size,...")] = "batch=1",
@@ -155,7 +157,9 @@ def step(
     fusion: bool = True,
     alpha: Alpha = 1.0,
     inference: Annotated[bool, typer.Option("--inference", help="Of CONFIG: a forward pass, no step.")] = False,
-    time_limit: Annotated[float, typer.Option(help="Seconds of a contestant's start, and of a turn.")] = TIME_LIMIT,
+    time_limit: Annotated[
+        float, typer.Option(help="Seconds of a contestant's start, and of a turn.", min=0.1, max=1e6)
+    ] = TIME_LIMIT,
     as_json: Json = False,
 ) -> None:
     """Seconds of one training step of a GPT-2, or of CONFIG's model: forward, backward, clipping, AdamW.
@@ -174,6 +178,10 @@ def step(
         "window": window or None, "cuda_memory": cuda_memory, "losses": losses, "time_limit": time_limit,
         "placement": placement,
     }  # fmt: skip
+    if dtype not in DTYPES:
+        raise ConfigError(f"--dtype: {dtype!r} is not allowed; use {', '.join(DTYPES)}")
+    if config is None and sets:
+        raise ConfigError(f"--set: {sets[0]} is allowed only with CONFIG")
     if config is None and dtype == "fp16" and len(names) > 1:
         raise ConfigError("--dtype: fp16 is not allowed with --peer; use bf16, or a CONFIG with precision: fp16")
     if config is not None:
@@ -202,7 +210,7 @@ def parse_peers(told: str | None) -> list[str]:
         if name not in PEERS:
             known = f"torch ({' and '.join(both['torch'])}), {', '.join(PEERS)}"
             raise ConfigError(f"--peer: {name!r} is not allowed; use {known}")
-    return names
+    return list(dict.fromkeys(names))
 
 
 def of_config(path: str, sets: list[str], names: list[str], alpha: float, *, inference: bool) -> dict[str, Any]:

@@ -53,7 +53,7 @@ class Child:
         command = [sys.executable, "-m", "nntile_py.bench.step", *map(str, arguments)]
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0,
-            env=os.environ | {PARENT: str(os.getpid())},
+            env=os.environ | {PARENT: str(os.getpid())}, start_new_session=True,  # Ctrl-C is for this process
         )  # fmt: skip
 
     def send(self, line: str) -> None:

@@ -79,7 +79,7 @@ def batch_of(
     if labels is not None:
         flat = labels.reshape(-1)
         places, counted = np.flatnonzero(flat != IGNORED), flat[flat != IGNORED]
-    total = int((arrays["labels"] != IGNORED).sum()) if labels is not None else world
+    total = max(int((arrays["labels"] != IGNORED).sum()), 1) if labels is not None else world
     return Batch(
         _on(ids, device), _on(positions, device), sequences, _on(places, device), _on(counted, device), world / total
     )

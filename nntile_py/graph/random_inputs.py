@@ -42,7 +42,8 @@ def _lengths(
     if not tokens or alpha == predicted == 1:
         return {}
     seq = tokens[0].size("seq")
-    lengths = rng.integers(max(1, math.ceil((2 * alpha - 1) * seq)), min(seq, int(2 * alpha * seq)) + 1, rows)
+    most = min(seq, max(1, int(2 * alpha * seq)))
+    lengths = rng.integers(max(1, math.ceil((2 * alpha - 1) * seq)), most + 1, rows)
     while more := max(rows, round(alpha * seq * rows)) - int(lengths.sum()):  # the mean is alpha, not just expected
         row = rng.integers(rows)
         lengths[row] = np.clip(lengths[row] + np.clip(more, -8, 8), 1, seq)

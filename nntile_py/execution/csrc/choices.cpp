@@ -2,6 +2,7 @@
 
 #include <fcntl.h>
 #include <sys/file.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -37,6 +38,10 @@ class Locked {
     std::filesystem::create_directories(path.parent_path(), ignored);
     file_ = open(path.c_str(), O_RDWR | O_CREAT | O_APPEND | O_CLOEXEC, 0644);
     if (file_ < 0) file_ = open(path.c_str(), O_RDONLY | O_CLOEXEC);
+    if (struct stat found; file_ >= 0 && (fstat(file_, &found) || !S_ISREG(found.st_mode))) {  // a folder, a pipe
+      close(file_);
+      file_ = -1;
+    }
     // Not everywhere possible: at worst two measure the same.
     for (int turn = 0; turn < kTurns && file_ >= 0 && flock(file_, LOCK_EX | LOCK_NB) && errno == EWOULDBLOCK; ++turn)
       std::this_thread::sleep_for(std::chrono::milliseconds(10));
@@ -51,7 +56,7 @@ class Locked {
   Locked(const Locked&) = delete;
 
   void read(std::map<std::string, int>& choices) const {
-    std::string text(file_ < 0 ? 0 : static_cast<size_t>(lseek(file_, 0, SEEK_END)), ' ');
+    std::string text(file_ < 0 ? 0 : static_cast<size_t>(size()), ' ');
     const auto bytes = text.empty() ? 0 : pread(file_, text.data(), text.size(), 0);
     std::istringstream lines(text.substr(0, static_cast<size_t>(std::max<ssize_t>(bytes, 0))));
     for (std::string line; std::getline(lines, line);) {
@@ -63,11 +68,19 @@ class Locked {
   }
 
   void add(const std::string& key, int choice) const {
-    const auto line = key + ": " + std::to_string(choice) + "\n";
-    if (file_ >= 0 && write(file_, line.data(), line.size()) < 0) return;  // no room there: kept by the process alone
+    if (file_ < 0) return;
+    const auto before = size();
+    char last = '\n';
+    if (before) (void)!pread(file_, &last, 1, before - 1);
+    const auto line = (last == '\n' ? "" : "\n") + key + ": " + std::to_string(choice) + "\n";
+    // No room there: kept by the process alone. Half a line could say another choice.
+    const auto written = write(file_, line.data(), line.size());
+    if (written > 0 && static_cast<size_t>(written) < line.size()) (void)!ftruncate(file_, before);
   }
 
  private:
+  off_t size() const { return std::max<off_t>(lseek(file_, 0, SEEK_END), 0); }
+
   static constexpr int kTurns = 1000;
   int file_;
 };
