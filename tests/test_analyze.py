@@ -251,6 +251,15 @@ def _check_page(out: Path, made: dict[str, Any]) -> None:
         assert "No picture of the graph: graphviz" in page
 
 
+def test_without_graphviz(tmp_path: Path) -> None:
+    """All else is written, and the terminal says what is not."""
+    ran = nntile("--work", "mha", *sets(TINY), "--out", str(tmp_path), PATH=str(tmp_path))
+    assert ran.returncode == 0, ran.stderr
+    assert f"no pictures of the graph: {tmp_path / 'report.html'} says why" in ran.stderr
+    assert "No picture of the graph: graphviz" in (tmp_path / "report.html").read_text()
+    assert (tmp_path / "graph-before.dot").exists() and not list(tmp_path.glob("*.svg"))
+
+
 def test_the_table_fits(encoder: Analysis) -> None:
     for width, has, lacks in ((80, "bound by", "iterates over"), (400, "iterates over", "nothing")):
         console = Console(width=width, record=True, file=io.StringIO())

@@ -147,8 +147,10 @@ def analyze(
 
         made = run(made, loaded, repeats or MEASURED)
     if out:
-        for path in tell.write(made, out, loaded, what):
-            print(path, file=sys.stderr)
+        paths = tell.write(made, out, loaded, what)
+        print(*paths, sep="\n", file=sys.stderr)
+        if not any(path.suffix == ".svg" for path in paths):  # no graphviz, or a graph that is too large to read
+            print(f"no pictures of the graph: {out / 'report.html'} says why", file=sys.stderr)
     if as_json:
         show(made.to_dict())
     else:
