@@ -14,7 +14,7 @@ test: setup lint
 # 100 000 evaluations, an hour of training: three to four hours.
 torture: setup
 	@NNTILE_TORTURE=1 .venv/bin/python -m pytest -s tests/test_checkpoint.py tests/test_interrupts.py tests/test_resume.py \
-		tests/test_mpi_kills.py tests/faults tests/test_soak.py tests/test_triton.py tests/test_ranks.py
+		tests/test_mpi_kills.py tests/faults tests/test_soak.py tests/test_triton.py tests/test_grouped_triton.py tests/test_ranks.py
 
 lint: setup links
 	@.venv/bin/ruff check .
