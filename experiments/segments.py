@@ -52,7 +52,7 @@ SLOTS = {"dropout_seed": 1234567.0}
 def lengths_of(count: int, longest: int, alpha: float) -> list[int]:
     rng = np.random.default_rng(0)
     least = max(1, math.ceil((2 * alpha - 1) * longest))
-    return [int(n) for n in rng.integers(least, min(longest, int(2 * alpha * longest)) + 1, count)]
+    return [int(n) for n in rng.integers(least, max(1, min(longest, int(2 * alpha * longest))) + 1, count)]
 
 
 def timed(call: Callable[[], Any]) -> float:
@@ -247,15 +247,21 @@ def main() -> None:
     parser.add_argument("--causal", action="store_true")
     parser.add_argument("--instructions", action="store_true")
     o = parser.parse_args()
+    rows = [tuple(map(int, row.split("x"))) for row in o.table.split(",") if re.fullmatch(r"[1-9]\d*x[1-9]\d*", row)]
+    if len(rows) != o.table.count(",") + 1:
+        parser.error(f"--table: {o.table!r} is not allowed; rows are SEQUENCESxLONGEST, such as 64x64,64x512")
+    if not 0 < o.alpha <= 1:
+        parser.error(f"--alpha: {o.alpha} is not allowed; use a number above 0, and 1 at most")
     if o.instructions:
-        for row in o.table.split(","):
-            count_instructions(int(row.split("x")[1]), o)
+        for _, longest in rows:
+            count_instructions(longest, o)
         return
+    if not torch.cuda.is_available():
+        parser.error("no GPU here; --instructions needs none")
     torch.manual_seed(0)
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, bf16, {o.heads} heads of {o.head_dim},"
           f" alpha {o.alpha}, dropout {o.dropout}; us; with dropout the error is that of the draws")  # fmt: skip
-    for row in o.table.split(","):
-        count, longest = map(int, row.split("x"))
+    for count, longest in rows:
         measure(count, longest, o)
 
 
