@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,8 +28,9 @@ if not (torch.cuda.is_available() and _core.has_cuda):
 
 CONFIG = nt.models.BERTConfig(layers=3, embed=128, heads=4, vocab=500, positions=256, head="pooler")
 BARE = CONFIG.model_copy(update={"head": "none"})
-# Some roundings of the type: bits differ where products have other numbers of rows, or a graph has other kernels.
-LIMIT = {"fp32": 1e-5, "tf32": 2e-3, "bf16": 1e-2, "fp16": 2e-3}
+# Of bits that differ where products have other numbers of rows; but for fp32 that may round an operand elsewhere
+# (tf32 on an H200: 2.1e-5 and 5.7e-5; tf32 rounds to 4.9e-4).
+LIMIT = {"fp32": 1e-5, "tf32": 1e-4, "bf16": 1e-2, "fp16": 2e-3}
 Texts = list[list[int]]
 Array = np.ndarray[Any, Any]
 
@@ -61,22 +63,37 @@ def same(got: Any, want: Any, dtype: str) -> None:
 
 @pytest.mark.parametrize("output", ["hidden", "pooled"])
 @pytest.mark.parametrize("dtype", ["fp32", "tf32", "bf16", "fp16"])
-def test_as_the_tasks_one_by_one(cuda: nt.Runtime, dtype: str, output: str) -> None:
-    as_one_by_one(CONFIG, output, dtype)
+def test_as_the_tasks_one_by_one(cuda: nt.Runtime, dtype: str, output: str, folder: Path) -> None:
+    as_one_by_one(CONFIG, output, dtype, folder)
 
 
 @pytest.mark.parametrize("form", ["varlen", "cudnn"])
-def test_ragged_kernels(cuda: nt.Runtime, form: str) -> None:
-    as_one_by_one(CONFIG.changed(attention=form), "hidden", "bf16")
+def test_ragged_kernels(cuda: nt.Runtime, form: str, folder: Path) -> None:
+    as_one_by_one(CONFIG.changed(attention=form), "hidden", "bf16", folder)
 
 
-def as_one_by_one(config: Any, output: str, dtype: str) -> None:
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """For choices of kernels."""
+    return tmp_path_factory.mktemp("choices")
+
+
+def choose_alike(folder: Path) -> None:
+    """What was chosen for launched kernels is what graphs take: others of tf32 differ by roundings of the type."""
+    for file in folder.iterdir():
+        lines = [line for line in file.read_text().splitlines() if not line.startswith("in a graph, ")]
+        file.write_text("".join(f"{line}\nin a graph, {line}\n" for line in lines))
+
+
+def as_one_by_one(config: Any, output: str, dtype: str, folder: Path) -> None:
     """Launched, captured, replayed; bins of several sizes, more and less filled, in turns."""
+    _core.keep_choices(str(folder))  # until the next runtime starts
     model = nt.models.BERT(config, seed=1)
     options: dict[str, Any] = {"dtype": dtype, "batch_tokens": 512}
     with nt.Encoder(model, output, captured=False, **options) as encoder:
         want = [encoder(given) for given in PASSES]
         assert all(one.graphs == 0 and one.reason == "captured: false" for one in served(encoder))
+    choose_alike(folder)
     with nt.Encoder(model, output, captured=True, **options) as encoder:
         for _ in range(4):
             for given, expected in zip(PASSES, want, strict=True):
@@ -88,9 +105,9 @@ def as_one_by_one(config: Any, output: str, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("output", ["hidden", "pooled"])
-@pytest.mark.parametrize(("dtype", "limit"), [("bf16", 3e-2), ("fp16", 4e-3)])
+@pytest.mark.parametrize(("dtype", "limit"), [("tf32", 4e-3), ("bf16", 3e-2), ("fp16", 4e-3)])
 def test_as_in_fp32(cuda: nt.Runtime, dtype: str, limit: float, output: str) -> None:
-    """What is served in 16 bits comes as float32."""
+    """With the kernels that graphs choose. What is served in 16 bits comes as float32."""
     model = nt.models.BERT(CONFIG, seed=1)
     with nt.Encoder(model, output) as exact, nt.Encoder(model, output, dtype=dtype) as encoder:
         for given in PASSES:
