@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from numbers import Real
 from typing import ClassVar
 
@@ -18,6 +18,7 @@ FAN_IN = 8  # partial sums added by one task
 LARGEST = float(np.finfo(np.float32).max)
 INVERSE_SCALE = "inverse_loss_scale"
 Ends = Mapping[Hashable, int]
+Node = Tile | Sequence["Node"]  # of a tree of sums: what is squared, or sums
 
 
 class ClipArgs(TaskArgs):
@@ -78,13 +79,12 @@ class GradNorm(Op):
     def lower(self, low: Lowering) -> None:
         near: dict[int, list[Tile]] = {}
         for grad in self.inputs:
-            for index in low.indices(grad):
-                tile = low.tile(grad, index)
-                sums = near.setdefault(self.ends.get(tile.key, 0), [])
-                sums.append(self._sum(low))
-                low.emit("sum_squares", [W(sums[-1]), R(tile)])
-        tops = [self._tree(low, sums, 1) for _, sums in sorted(near.items())]
-        sums = self._tree(low, list(itertools.chain(*tops)), FAN_IN)
+            tiles = [low.tile(grad, index) for index in low.indices(grad)]
+            for tile in tiles:
+                near.setdefault(self.ends.get(tile.key, 0), []).append(tile)
+        tops = [_nested(tiles, 1)[0] for _, tiles in sorted(near.items())]
+        numbers = itertools.count()
+        sums = [self._sum(low, node, numbers) for node in _nested(tops, FAN_IN)]
         norm, clip = (low.tile(t, {"one": 0}) for t in self.outputs)
         accesses, args = [W(norm), W(clip), *map(R, sums)], ClipArgs(self.max_norm or 0.0, self.skip_above or 0.0)
         if self.scaled:
@@ -92,16 +92,15 @@ class GradNorm(Op):
         else:
             low.emit("clip", accesses, args)
 
-    def _tree(self, low: Lowering, sums: list[Tile], most: int) -> list[Tile]:
-        while len(sums) > most:
-            level, sums = sums, []
-            for first in range(0, len(level), FAN_IN):
-                sums.append(self._sum(low))
-                low.emit("add_scalars", [W(sums[-1]), *map(R, level[first : first + FAN_IN])])
-        return sums
-
-    def _sum(self, low: Lowering) -> Tile:
-        return Tile(f"{self.name}.sum", (len(low.tasks.tasks),), (1,), "fp64")
+    def _sum(self, low: Lowering, node: Node, numbers: Iterator[int]) -> Tile:
+        """What all squares below a node add up to; first of the gradients that a backward pass makes first."""
+        below = [] if isinstance(node, Tile) else [self._sum(low, one, numbers) for one in reversed(node)]
+        total = Tile(f"{self.name}.sum", (next(numbers),), (1,), "fp64")
+        if isinstance(node, Tile):
+            low.emit("sum_squares", [W(total), R(node)])
+        else:
+            low.emit("add_scalars", [W(total), *map(R, reversed(below))])
+        return total
 
     def reference(self, *inputs: Array, inverse: float = 1.0) -> tuple[Array, ...]:
         norm = np.sqrt(sum(float((g.astype(np.float64) ** 2).sum()) for g in inputs)) * inverse
@@ -109,6 +108,13 @@ class GradNorm(Op):
         if self.skip_above is not None and not norm <= self.skip_above:
             clip = -1.0
         return np.array([norm]), np.array([clip])
+
+
+def _nested(nodes: Sequence[Node], most: int) -> Sequence[Node]:
+    """At most so many nodes, each of FAN_IN at most."""
+    while len(nodes) > most:
+        nodes = [nodes[first : first + FAN_IN] for first in range(0, len(nodes), FAN_IN)]
+    return nodes
 
 
 def split(value: Array, dtype: str = "bf16") -> tuple[Array, Array]:

@@ -230,11 +230,11 @@ def test_unknown_placement(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def of_all_workers(task: Task, load: Any, copies: Any, readers: Any, speed: Speed) -> int:
-    """The cheapest worker, found by a look at each."""
+    """The cheapest worker, found by a look at each; of equal costs, where rounding hides it, the one with less to do."""
     seconds = load.seconds
     most = len(seconds) * speed.seconds(task)
     costs = [
-        min(work - min(seconds), most) + placement._travel(task, worker, copies, readers, speed)
+        (min(work - min(seconds), most) + placement._travel(task, worker, copies, readers, speed), work)
         for worker, work in enumerate(seconds)
     ]
     return costs.index(min(costs))

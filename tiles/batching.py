@@ -14,6 +14,8 @@ from .tasklist import Access, Task, TaskList, Tile
 
 GROUP_SECONDS = 1.5e-3  # how long a group may last; 11 groups a step are no faster than 117, and hold more memory
 MOST_PARTS, MOST_TILES = 256, 1536  # an optimizer's 200 tasks as one: as groups of 32 they wait for the host
+# Of several workers: StarPU takes 2 to 3 us to fetch and to release a tile, in which the others wait for all of a group.
+TILES_OF_OTHERS = 96
 EXPORT_SECONDS = 200e-6  # how much longer a group may last than its first task that another worker waits for
 TINY = 15e-6  # seconds: independent tasks as short as this share a group
 
@@ -32,7 +34,7 @@ def grouped(
     estimate durations; no group lasts longer than most_seconds, or has more than most_bytes of tiles.
     """
     made = _Groups(most_seconds, most_bytes, alone)
-    exported = _exported(tasks.tasks)
+    exported = set() if alone else _exported(tasks.tasks)
     for position, task in enumerate(tasks.tasks):
         made.take(task, max(task.flop / flop_s, task.bytes / bytes_s), position in exported)
     result = TaskList(tasks.policy, tasks.initialised, tasks.live)
@@ -53,6 +55,7 @@ class _Groups:
 
     def __init__(self, most_seconds: float, most_bytes: float, alone: bool) -> None:
         self._most_seconds, self._most_bytes, self._alone = most_seconds, most_bytes, alone
+        self._most_tiles = MOST_TILES if alone else TILES_OF_OTHERS
         self.groups: list[list[Task]] = []
         self.chosen: list[int] = []  # the group of each task
         self._freed: set[int] = set()  # tiles
@@ -111,9 +114,17 @@ class _Groups:
             if (known or time >= TINY) and before[number] & ~(waits | mine):  # it would wait for what others do
                 continue
             in_time = self._seconds[number] + time <= self._until[number]
-            if in_time and _fits(self.groups[number], self._held[number], task, self._most_bytes):
+            if in_time and self._fits(self.groups[number], self._held[number], task):
                 return number
         return None
+
+    def _fits(self, group: list[Task], held: _Held, task: Task) -> bool:
+        if len(group) >= MOST_PARTS or task.clears or isinstance(group[0], Message) or group[0].worker != task.worker:
+            return False
+        more = held.more(task)
+        few = len(held.tiles) + len(more) <= self._most_tiles
+        small = held.bytes + sum(tile.bytes for tile in more.values()) <= self._most_bytes
+        return few and small and held.plain and _plain(task)
 
     def _begin(self, task: Task, time: float, waits: int) -> int:
         """A new group for the task."""
@@ -135,7 +146,8 @@ class _Groups:
 
 
 def _exported(tasks: list[Task]) -> set[int]:
-    """Tasks that make what another worker, or rank, uses next, by their place in the list."""
+    """Tasks that make what another worker, or rank, uses next, by their place in the list; in the end weights, too, which
+    all use in the next run."""
     maker: dict[int, int] = {}
     found: set[int] = set()
     for position, task in enumerate(tasks):
@@ -144,38 +156,30 @@ def _exported(tasks: list[Task]) -> set[int]:
             if before is not None and (tasks[before].worker != task.worker or task.kernel == SEND):
                 found.add(before)
         maker.update((id(access.tile), position) for access in task.accesses if access.mode != "R")
-    return found
+    weights = {id(access.tile) for task in tasks for access in task.accesses if access.tile.kind == "param"}
+    return found | {position for tile, position in maker.items() if tile in weights}
 
 
 class _Held:
     """Tiles of a group."""
 
     def __init__(self) -> None:
-        self.accesses, self.bytes, self.plain = 0, 0, True
+        self.bytes, self.plain = 0, True
         self.tiles: set[int] = set()
 
-    def more(self, task: Task) -> int:
-        """Bytes that the task would add."""
-        new = {id(a.tile): a.tile for a in task.accesses if id(a.tile) not in self.tiles}
-        return sum(tile.bytes for tile in new.values())
+    def more(self, task: Task) -> dict[int, Tile]:
+        """Tiles that the task would add."""
+        return {id(a.tile): a.tile for a in task.accesses if id(a.tile) not in self.tiles}
 
     def add(self, task: Task) -> None:
-        self.bytes += self.more(task)
-        self.accesses += len(task.accesses)
+        more = self.more(task)
+        self.bytes += sum(tile.bytes for tile in more.values())
         self.plain &= _plain(task)
-        self.tiles.update(id(a.tile) for a in task.accesses)
+        self.tiles.update(more)
 
 
 def _plain(task: Task) -> bool:
     return all(a.mode in ("R", "W", "RW") for a in task.accesses)
-
-
-def _fits(group: list[Task], held: _Held, task: Task, most_bytes: float) -> bool:
-    if len(group) >= MOST_PARTS or held.accesses + len(task.accesses) > MOST_TILES or task.clears:
-        return False
-    if isinstance(group[0], Message):
-        return False
-    return held.plain and _plain(task) and group[0].worker == task.worker and held.bytes + held.more(task) <= most_bytes
 
 
 def _as_one(tasks: list[Task]) -> Task:

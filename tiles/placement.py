@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Hashable, Iterable, Set
+from collections.abc import Hashable, Iterable, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
@@ -93,6 +93,21 @@ def place(tasks: TaskList, workers: int, speed: Speed, residency: Residency | No
             result.tasks.append(replace(one, worker=chosen))
     residency.update({tile.key: held for tile, held in copies.items() if tile.persistent})
     return result
+
+
+def delay(lists: Sequence[TaskList], workers: int) -> None:
+    """Delay what only the next run waits for of placed lists that run in turn: until a worker's last task but one before
+    the first that waits for it. Updated weights then arrive while it computes with those of the layers before; one
+    worker has them at once."""
+    if workers == 1:
+        return
+    every = [task for one in lists for task in one.tasks]
+    after: dict[Hashable, int] = {}  # the place of the next task that uses a tile, in this run and the next one
+    for place, task in reversed([*enumerate(every + every)]):
+        if place < len(every):
+            waits = min((after.get(a.tile.key, place) for a in task.accesses if a.mode != "R"), default=place)
+            task.delay = max(0, waits - place - 2 * workers) if waits >= len(every) else 0
+        after.update((access.tile.key, place) for access in task.accesses)
 
 
 def batch_parts(tiles: Iterable[Tile]) -> int:

@@ -99,6 +99,7 @@ class Task:
     evicts: list[Tile] = field(default_factory=list)  # tiles that others will need the room of, on the device it ran on
     parts: list[Task] = field(default_factory=list)  # of a group: the tasks that it stands for, in order
     worker: int = -1  # the one that it has to run on, counted among its kind; -1: the scheduler's choice
+    delay: int = 0  # before how many of the tasks that are submitted after it its worker leaves it for later
 
     @property
     def ints(self) -> tuple[int, ...]:

@@ -125,6 +125,7 @@ struct TaskRecord {
   int priority = 0;
   std::vector<int> leaves;  // places of tiles whose room on the device others will need
   int worker = -1;  // StarPU's number of the only one that may run it; -1: any
+  int delay = 0;    // how many tasks that are submitted after it go before it
   double flop = 0;
   int64_t number = 0;  // among the program's tasks
   TaskInstance instance{};  // for tasks whose floats never change

@@ -1,7 +1,8 @@
 // StarPU's policy of planned programs: which worker runs a task is known, so its tiles begin to travel as soon as it is
-// ready, and a worker takes the first submitted of its tasks whose tiles are there. What StarPU itself does with tasks
-// that name their worker is to take the most urgent, and to do nothing else until its tiles have come. By urgency, sums
-// that nothing waits for but the end of the step were all left until then, and each waited for another GPU's in turn.
+// ready, and a worker takes the first submitted of its tasks whose tiles are there, but for those with a delay. What
+// StarPU itself does with tasks that name their worker is to take the most urgent, and to do nothing else until its tiles
+// have come. By urgency, sums that nothing waits for but the end of the step were all left until then, and each waited
+// for another GPU's in turn.
 #include <algorithm>
 #include <array>
 #include <climits>
@@ -14,7 +15,7 @@ namespace nntile {
 namespace {
 
 // In a task's sched_data, null without a plan: the worker of its plan, from 1, whether it was given to that, and the
-// task's number.
+// task's number in the order of submission, or of a later one that it may be left for.
 constexpr uintptr_t kWorkers = 0xffff, kTaken = kWorkers + 1;
 constexpr int kNumber = 17;  // its first bit
 
@@ -95,7 +96,7 @@ class Queue {
 #endif
 
   std::mutex mutex_;
-  std::map<uintptr_t, Waiting> tasks_;  // by their numbers
+  std::multimap<uintptr_t, Waiting> tasks_;  // by their numbers
   std::atomic<size_t> size_{0}, running_{0};
   double idle_since_ = 0;  // us; 0: it is not
 };
@@ -159,10 +160,10 @@ void ended(starpu_task* task, unsigned) {
 
 }  // namespace
 
-void plan(starpu_task* task, unsigned worker) {
+void plan(starpu_task* task, unsigned worker, unsigned delay) {
   static std::atomic<uintptr_t> number{0};
   static_assert(STARPU_NMAXWORKERS < kWorkers);
-  task->sched_data = reinterpret_cast<void*>(++number << kNumber | (worker + 1));
+  task->sched_data = reinterpret_cast<void*>((++number + delay) << kNumber | (worker + 1));
 }
 
 starpu_sched_policy* planned_policy() {
