@@ -90,8 +90,9 @@ def as_one_by_one(config: Any, output: str, dtype: str, folder: Path) -> None:
     _core.keep_choices(str(folder))  # until the next runtime starts
     model = nt.models.BERT(config, seed=1)
     options: dict[str, Any] = {"dtype": dtype, "batch_tokens": 512}
+    many = [row for given in PASSES for row in given] * 3  # passes in flight together
     with nt.Encoder(model, output, captured=False, **options) as encoder:
-        want = [encoder(given) for given in PASSES]
+        want, want_many = [encoder(given) for given in PASSES], encoder(many)
         assert all(one.graphs == 0 and one.reason == "captured: false" for one in served(encoder))
     choose_alike(folder)
     with nt.Encoder(model, output, captured=True, **options) as encoder:
@@ -100,8 +101,10 @@ def as_one_by_one(config: Any, output: str, dtype: str, folder: Path) -> None:
                 same(encoder(given), expected, dtype)
         found = served(encoder)
         assert len(found) == 3 and all(one.captured and one.graphs for one in found)
-        many = encoder([row for given in PASSES for row in given] * 3)  # passes in flight together
-        same(many, [row for given in want for row in given] * 3, dtype)
+        got = encoder(many)
+        same(got, want_many, dtype)
+        if dtype != "tf32":  # whose kernels may round operands otherwise in bins of another size
+            same(got, [row for given in want for row in given] * 3, dtype)
 
 
 @pytest.mark.parametrize("output", ["hidden", "pooled"])

@@ -113,11 +113,11 @@ def test_sums_beside_are_added_in_the_order_of_the_batch(size: int) -> None:
             name = next((str(a.tile) for a in task.accesses if "batch" in a.tile.axes), "")
             for access in task.accesses:
                 if task.kernel == "combine":
-                    name = made[str(task.accesses[1].tile), task.worker]
+                    name = made[task.accesses[1].tile]
                 if access.mode != "R" and access.tile.persistent:
                     found.setdefault(str(access.tile), []).append(name)
                 elif access.tile.tensor.endswith(".part"):
-                    made[str(access.tile), task.worker] = name
+                    made[access.tile] = name
         return found
 
     assert contributions(tasks.tasks) == contributions(one.tasks)

@@ -16,7 +16,8 @@ GROUP_SECONDS = 1.5e-3  # how long a group may last; 11 groups a step are no fas
 MOST_PARTS, MOST_TILES = 256, 1536  # an optimizer's 200 tasks as one: as groups of 32 they wait for the host
 # Of several workers: StarPU takes 2 to 3 us to fetch and to release a tile, in which the others wait for all of a group.
 TILES_OF_OTHERS = 96
-EXPORT_SECONDS = 200e-6  # how much longer a group may last than its first task that another worker waits for
+EXPORT_SECONDS = 200e-6  # how much longer a group may last than its first task that another worker waits for,
+EXPORT_TIMES = 20  # and how many times as long as that task: a factor for all gradients is there at once
 TINY = 15e-6  # seconds: independent tasks as short as this share a group
 
 
@@ -34,7 +35,7 @@ def grouped(
     estimate durations; no group lasts longer than most_seconds, or has more than most_bytes of tiles.
     """
     made = _Groups(most_seconds, most_bytes, alone)
-    exported = set() if alone else _exported(tasks.tasks)
+    exported = _exported(tasks.tasks)
     for position, task in enumerate(tasks.tasks):
         made.take(task, max(task.flop / flop_s, task.bytes / bytes_s), position in exported)
     result = TaskList(tasks.policy, tasks.initialised, tasks.live)
@@ -84,7 +85,8 @@ class _Groups:
         self._held[chosen].add(task)
         self._seconds[chosen] += time
         if exported:
-            self._until[chosen] = min(self._until[chosen], self._seconds[chosen] + EXPORT_SECONDS)
+            longer = min(EXPORT_SECONDS, EXPORT_TIMES * time)
+            self._until[chosen] = min(self._until[chosen], self._seconds[chosen] + longer)
         for access in task.accesses:
             tile = id(access.tile)
             if access.mode == "R":
@@ -146,8 +148,7 @@ class _Groups:
 
 
 def _exported(tasks: list[Task]) -> set[int]:
-    """Tasks that make what another worker, or rank, uses next, by their place in the list; in the end weights, too, which
-    all use in the next run."""
+    """Tasks that make what another worker, or rank, uses next, by their place in the list."""
     maker: dict[int, int] = {}
     found: set[int] = set()
     for position, task in enumerate(tasks):
@@ -156,8 +157,7 @@ def _exported(tasks: list[Task]) -> set[int]:
             if before is not None and (tasks[before].worker != task.worker or task.kernel == SEND):
                 found.add(before)
         maker.update((id(access.tile), position) for access in task.accesses if access.mode != "R")
-    weights = {id(access.tile) for task in tasks for access in task.accesses if access.tile.kind == "param"}
-    return found | {position for tile, position in maker.items() if tile in weights}
+    return found
 
 
 class _Held:

@@ -92,7 +92,7 @@ void wait_until(Done done) {
 
 // Of planned programs (policy.cpp); `plan` comes before a task is submitted.
 starpu_sched_policy* planned_policy();
-void plan(starpu_task* task, unsigned worker, unsigned delay);
+void plan(starpu_task* task, const TaskRecord& record);
 
 inline bool reads(int mode) { return mode & STARPU_R; }
 

@@ -309,7 +309,7 @@ uint32_t Program::run(const std::vector<double>& slots) {
       task->cl_arg_free = 1;
     }
     task->priority = record.priority;
-    if (record.worker >= 0) plan(task, static_cast<unsigned>(record.worker), static_cast<unsigned>(record.delay));
+    if (record.worker >= 0) plan(task, record);
     task->name = record.name.c_str();
     task->flops = record.flop;
     if (replay) profile::watch(task, replay, index++);
