@@ -79,8 +79,7 @@ class GradNorm(Op):
     def lower(self, low: Lowering) -> None:
         near: dict[int, list[Tile]] = {}
         for grad in self.inputs:
-            tiles = [low.tile(grad, index) for index in low.indices(grad)]
-            for tile in tiles:
+            for tile in (low.tile(grad, index) for index in low.indices(grad)):
                 near.setdefault(self.ends.get(tile.key, 0), []).append(tile)
         tops = [_nested(tiles, 1)[0] for _, tiles in sorted(near.items())]
         numbers = itertools.count()

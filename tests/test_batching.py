@@ -73,6 +73,30 @@ def test_a_group_ends_soon_after_what_another_worker_waits_for(elsewhere: bool) 
     assert [len(group.parts) for group in groups if group.worker == 0] == ([3, 7] if elsewhere else [11])
 
 
+def test_a_group_ends_with_what_is_made_at_once_and_waited_for() -> None:
+    """A factor for all gradients, and then the updates of one worker, for which the other does not wait."""
+    tasks = TaskList()
+    clip = Tile("clip", (0,), (1,), "fp64")
+    tasks.emit("clip", [W(clip)])
+    for number in range(4):
+        tasks.emit("update", [W(Tile("w", (number,), (1000,), "fp32")), R(clip)], flop=50e-6 * 1e12)
+        tasks.tasks[-1].worker = number % 2
+    tasks.tasks[0].worker = 0
+    groups = grouped(tasks.resolve(), 1e12, 1e12, 5e-3).tasks
+    assert [(group.worker, len(group.parts)) for group in groups] == [(0, 0), (0, 2), (1, 2)]
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_others_wait_for_few_tiles(alone: bool) -> None:
+    """A group of one worker may have all of an optimizer's."""
+    tasks = TaskList()
+    for number in range(100):
+        tasks.emit("update", [W(Tile(name, (number,), (10,), "fp32")) for name in "wmv"])
+        tasks.tasks[-1].worker = -1 if alone else number % 2
+    groups = grouped(tasks.resolve(), 1e12, 1e12, 5e-3, alone=alone).tasks
+    assert [len(group.accesses) for group in groups] == ([300] if alone else [96, 96, 54, 54])
+
+
 def test_modes_of_a_group() -> None:
     a, b, c = (Tile(name, (0,), (4,), "fp32") for name in "abc")
     a.persistent = True

@@ -1,5 +1,6 @@
 """Tasks placed before they run: little travels, all workers have as much to do, results stay the same."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -126,6 +127,55 @@ def test_sums_beside_are_added_in_the_order_of_the_batch(size: int) -> None:
     assert len(freed) == len(set(freed)) and all(not tile.persistent for tile in freed)
 
 
+@pytest.mark.parametrize(("size", "workers"), [(16, 4), (32, 2), (8, 4)])
+def test_sums_beside_end_on_all_workers(size: int, workers: int) -> None:
+    """Of as many LayerNorms' weights each worker has the gradients, and updates them."""
+    lists, residency = step({"batch": size}, layers=8).lists, Residency()
+    far = replace(GPU, latency=15e-6)  # so that small tiles stay where they are
+    first, update = (place(low.tasks, workers, far, residency).tasks for low in lists)
+    ends = {t.accesses[0].tile.key: t.worker for t in first if t.kernel == "combine" and t.accesses[0].tile.persistent}
+    counts = [list(ends.values()).count(worker) for worker in range(workers)]
+    assert sum(counts) > 30 and max(counts) - min(counts) <= 2
+    updates = {a.tile.key: t.worker for t in update if t.kernel == "adamw" for a in t.accesses}
+    assert all(updates[key] == worker for key, worker in ends.items() if key in updates)
+
+
+@pytest.mark.parametrize("workers", [1, 2, 4])
+def test_weights_are_updated_as_the_next_run_needs_them(workers: int) -> None:
+    """Those of the first layer at once; of others not before the tasks that need weights of layers before them."""
+    lists, residency = step({"batch": 16}, layers=8).lists, Residency()
+    placed = [place(low.tasks, workers, GPU, residency) for low in lists]
+    placement.delay(placed, workers)
+    first, update = (one.tasks for one in placed)
+    assert not any(task.delay for task in first)
+    total, needed = len(first) + len(update), dict[Any, int]()
+    for at, task in enumerate(first):
+        for access in task.accesses:
+            needed.setdefault(access.tile.key, at)
+    delayed = 0
+    for at, task in enumerate(update, len(first)):
+        own = at + task.delay
+        if task.kernel == "adamw":
+            until = total + needed[task.accesses[0].tile.key]
+            assert own == (max(at, until - 2 * workers) if workers > 1 else at)
+            delayed += own >= total
+        else:
+            assert not task.delay
+    assert (delayed > 50) == (workers > 1)
+
+
+def test_delayed_tasks_run_later() -> None:
+    """On two CPU workers: forward tasks of the second step before the last updates of the first."""
+    config = nt.models.GPT2Config(layers=4, embed=32, heads=4, vocab=64, positions=16)
+    with nt.Runtime(cpus=2, placement="planned"):
+        trace = run_steps(nt.Trainer(nt.models.GPT2(config, seed=0), 4, 16, {"batch": 2}), 3, 0)
+    names = [trace.info_of(k).name for k in range(len(trace))]
+    ends = [n for n, name in enumerate(names) if "AdamW" in name]
+    begins = [n for n, name in enumerate(names) if "Embedding" in name and "Grad" not in name and "AdamW" not in name]
+    second = min(begin for begin in begins if begin > ends[0])  # submitted after all of the first step's updates
+    assert sum(trace.start[n] > trace.start[second] for n in ends if n < second) > 20
+
+
 def test_parts_of_a_layer_spread() -> None:
     """One batch tile: the heads and the hidden units are what there is to share."""
     first = place(step({"ffn": 256, "heads": 1}).lists[0].tasks, 4, GPU).tasks
@@ -230,7 +280,7 @@ def test_unknown_placement(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def of_all_workers(task: Task, load: Any, copies: Any, readers: Any, speed: Speed) -> int:
-    """The cheapest worker, found by a look at each; of equal costs, where rounding hides it, the one with less to do."""
+    """The cheapest worker, found by a look at each; of equal costs, if rounding hides it, the one with least to do."""
     seconds = load.seconds
     most = len(seconds) * speed.seconds(task)
     costs = [

@@ -14,7 +14,7 @@ from .tasklist import Access, Task, TaskList, Tile
 
 GROUP_SECONDS = 1.5e-3  # how long a group may last; 11 groups a step are no faster than 117, and hold more memory
 MOST_PARTS, MOST_TILES = 256, 1536  # an optimizer's 200 tasks as one: as groups of 32 they wait for the host
-# Of several workers: StarPU takes 2 to 3 us to fetch and to release a tile, in which the others wait for all of a group.
+# Of several workers: StarPU takes 2 to 3 us to fetch and release a tile, in which the others wait for all of a group.
 TILES_OF_OTHERS = 96
 EXPORT_SECONDS = 200e-6  # how much longer a group may last than its first task that another worker waits for,
 EXPORT_TIMES = 20  # and how many times as long as that task: a factor for all gradients is there at once

@@ -97,27 +97,19 @@ def place(tasks: TaskList, workers: int, speed: Speed, residency: Residency | No
     return result
 
 
-def prepare(lists: Sequence[TaskList], workers: int) -> None:
-    """Say of placed lists that run in turn how the next run of them begins while this one ends: what makes weights for it
-    sends them to the other workers, and is delayed until a worker's last task but one before the first that waits for
-    them, so that they arrive while it computes with those of the layers before. One worker has them at once."""
+def delay(lists: Sequence[TaskList], workers: int) -> None:
+    """Delay what makes weights for the next run of placed lists that run in turn, until a worker's last task but one
+    before the first that waits for them: it computes with those of the first layers while others are made and move."""
     if workers == 1:
         return
     every = [task for one in lists for task in one.tasks]
-    after: dict[Hashable, int] = {}  # the place of the next task that uses a tile, in this run and the next one
-    users: dict[Hashable, set[int]] = {}  # the workers that use a tile before it is written again
+    after: dict[Hashable, int] = {}  # the place of the next task that uses a tile, in this run or the next one
     for place, task in reversed([*enumerate(every + every)]):
-        made = {a.tile.key: a.tile for a in task.accesses if a.mode != "R"}
-        if place < len(every):
-            waits = {key: after.get(key, place) for key in made}
-            soonest = min(waits.values(), default=place)
-            task.delay = max(0, soonest - place - 2 * workers) if soonest >= len(every) else 0
-            sent = (key for key, user in waits.items() if user >= len(every) and users[key] - {task.worker})
-            task.sends = [made[key] for key in sent]
-        for access in task.accesses:
-            key = access.tile.key
-            after[key] = place
-            users[key] = {task.worker} if key in made else users.get(key, set()) | {task.worker}
+        weights = [a.tile.key for a in task.accesses if a.mode != "R" and a.tile.kind == "param"]
+        if weights and place < len(every):
+            waits = min(after[key] for key in weights)
+            task.delay = max(0, waits - place - 2 * workers) if waits >= len(every) else 0
+        after.update((access.tile.key, place) for access in task.accesses)
 
 
 def batch_parts(tiles: Iterable[Tile]) -> int:

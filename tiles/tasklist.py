@@ -100,7 +100,6 @@ class Task:
     parts: list[Task] = field(default_factory=list)  # of a group: the tasks that it stands for, in order
     worker: int = -1  # the one that it has to run on, counted among its kind; -1: the scheduler's choice
     delay: int = 0  # how many tasks that are submitted after it go before it on its worker
-    sends: list[Tile] = field(default_factory=list)  # tiles that all workers are to have as soon as it has made them
 
     @property
     def ints(self) -> tuple[int, ...]:

@@ -24,7 +24,7 @@ from nntile_py.tiles import Slot, TaskList, Tile, device_model
 from nntile_py.tiles.batching import GROUP_SECONDS, grouped
 from nntile_py.tiles.dtypes import host_dtype
 from nntile_py.tiles.eviction import mark_evictions
-from nntile_py.tiles.placement import Residency, Speed, place, prepare
+from nntile_py.tiles.placement import Residency, Speed, delay, place
 from nntile_py.tiles.ranks import SEND, Message, Replicas, Shared, described, listed
 from nntile_py.tiles.tasklist import MONOIDS, Task
 
@@ -208,7 +208,7 @@ def programs(lists: Sequence[TaskList], store: Store, tf32: bool = False, checke
             if not store.ranks and mark_evictions(lists, room) and not memory.has_room_for_evictions(lists, runtime):
                 mark_evictions(lists, math.inf)
     if runtime.placement == "planned":
-        prepare(lists, gpus or _core.cpu_workers())
+        delay(lists, gpus or _core.cpu_workers())
     for tasks in lists:
         memory.check_tasks(tasks, runtime)
     return [Program(*one, store, tf32, checked) for one in zip(lists, shares, filled, strict=True)]
@@ -311,7 +311,6 @@ class Program:
             flop=task.flop,
             worker=task.worker,
             delay=task.delay,
-            sends=[places[tile] for tile in task.sends],
             leaves=[places[tile] for tile in task.evicts],
         )
 

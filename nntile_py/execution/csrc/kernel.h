@@ -126,7 +126,6 @@ struct TaskRecord {
   std::vector<int> leaves;  // places of tiles whose room on the device others will need
   int worker = -1;  // StarPU's number of the only one that may run it; -1: any
   int delay = 0;    // how many tasks that are submitted after it go before it
-  std::vector<int> sends;  // places of tiles that all devices are to have as soon as it has made them
   double flop = 0;
   int64_t number = 0;  // among the program's tasks
   TaskInstance instance{};  // for tasks whose floats never change

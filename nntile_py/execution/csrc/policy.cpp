@@ -154,22 +154,8 @@ starpu_task* pop_task(unsigned) {
   return task ? task : queues[worker].pop(starpu_worker_get_memory_node(worker));
 }
 
-// Else a tile would set out when all is ready that the first task waits for which reads it, with all of that one's tiles.
-void send(const starpu_task* task) {
-  const auto node_of = [](int cuda) {
-    return starpu_worker_get_memory_node(static_cast<unsigned>(starpu_worker_get_by_type(STARPU_CUDA_WORKER, cuda)));
-  };
-  const auto own = starpu_worker_get_memory_node(worker_of(task));
-  for (const int place : static_cast<const TaskInstance*>(task->cl_arg)->record->sends)
-    for (int k = 0; k < g.cuda; ++k)
-      if (const auto node = node_of(k); node != own)
-        starpu_data_prefetch_on_node(STARPU_TASK_GET_HANDLE(task, static_cast<unsigned>(place)), node, 1);
-}
-
 void ended(starpu_task* task, unsigned) {
-  if (!(data_of(task) & kTaken)) return;
-  queues[worker_of(task)].ended();
-  if (starpu_get_prefetch_flag()) send(task);
+  if (data_of(task) & kTaken) queues[worker_of(task)].ended();
 }
 
 }  // namespace

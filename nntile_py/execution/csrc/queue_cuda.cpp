@@ -119,11 +119,6 @@ void at_both_ends(void* from, unsigned from_node, void* to, unsigned to_node, Wa
 template <cudaMemcpyKind kind>
 int copy_async(void* from, unsigned from_node, void* to, unsigned to_node, cudaStream_t stream) {
   at_both_ends(from, from_node, to, to_node, [&](cudaEvent_t event) { require(cudaStreamWaitEvent(stream, event)); });
-  static const bool direct = std::getenv("NNT_DIRECT");
-  if (kind == cudaMemcpyDeviceToDevice && direct) {
-    require(cudaMemcpyAsync(pointer(to), pointer(from), STARPU_VARIABLE_GET_ELEMSIZE(from), cudaMemcpyDefault, stream));
-    return -EAGAIN;
-  }
   return starpu_cuda_copy_async_sync(pointer(from), from_node, pointer(to), to_node, STARPU_VARIABLE_GET_ELEMSIZE(from),
                                      stream, kind);
 }
