@@ -97,7 +97,10 @@ def run(
             if not (folder / "results.json").is_file():
                 raise
             interrupted, rows = error, json.loads((folder / "results.json").read_text())["rows"]
-            there = f"interrupted with {len(rows)} of {len(points(part))} points begun; the same command goes on"
+            fewest = min((row.get("rounds", 1) for row in rows), default=0)
+            turns = f", some in {fewest} of {part.rounds} rounds" if fewest < part.rounds else ""
+            there = f"interrupted with {len(rows)} of {len(points(part))} points measured{turns}"
+            there += "; the same command goes on"
             note = ". ".join(filter(None, (note, there.capitalize())))
         plots, drawn, count = part.plots, sum(row["status"] == "ok" for row in rows), len(points(part))
         if drawn < count:  # the picture alone tells it too

@@ -19,6 +19,7 @@ Row = dict[str, Any]
 QUARTILES = 4  # repeats, from which on the spread is their middle half: one that was disturbed does not widen it
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
 MARKERS = "osD^vPX"
+HATCHES, STYLES = ("", "///", "..."), ("-", "--", ":")  # bars, lines
 _TIMES = {"seconds": 1.0, "ms": 1e3, "us": 1e6}
 _BEST = ("seconds_min", "best ms", "best us")
 _RATES = ("tokens_per_s", "gflop_per_s")  # as many times less as the time is more
@@ -110,7 +111,10 @@ def _draw(figure: Any, plot: Plot, panels: list[Any], rows: list[Row], best: Bes
     if plot.kind == "heat" or not good:
         return
     for axis, high in zip(axes, highest, strict=True):
-        axis.set_ylim(0, 1.06 * (max(highest) if plot.same else high) or 1)
+        if plot.ylog:
+            axis.set_yscale("log")
+        else:
+            axis.set_ylim(0, 1.06 * (max(highest) if plot.same else high) or 1)
     axes[0].set_ylabel(_y_label(plot, unit))
     if plot.series or len(plot.metrics) > 1:
         handles, labels = axes[0].get_legend_handles_labels()
@@ -163,16 +167,17 @@ def _lines(axis: Any, plot: Plot, rows: list[Row], every: list[Row], unit: tuple
         below, above = ([abs(end[k] - at) for at, end in zip(ys, ends, strict=True)] for k in (0, 1))
         bars = [below, above] if any((*below, *above)) else None
         colour, where = COLOURS[number % len(COLOURS)], [at for at, _ in here]
+        again = number // len(COLOURS) % len(HATCHES)  # whose colour was had before
         if plot.kind == "bar":
             width = 0.8 / len(series)
             where = [at + (number - (len(series) - 1) / 2) * width for at in where]
             axis.bar(where, ys, 0.92 * width, yerr=bars, capsize=3, color=colour, label=told or None,
-                     error_kw={"elinewidth": 1})  # fmt: skip
+                     error_kw={"elinewidth": 1}, hatch=HATCHES[again], edgecolor="white", linewidth=0)  # fmt: skip
         else:
             if not numeric:  # side by side, so that error bars do not cover each other
                 where = [at + 0.05 * (number - (len(series) - 1) / 2) for at in where]
             axis.errorbar(where, ys, bars, marker=MARKERS[number % len(MARKERS)], markersize=5, capsize=3,
-                          color=colour, label=told or None)  # fmt: skip
+                          color=colour, label=told or None, linestyle=STYLES[again])  # fmt: skip
     if plot.log and numeric:
         axis.set_xscale("log", base=2)
     axis.set_xticks(places, [named(plot.x, x) if isinstance(x, bool) else plain(x) for x in xs], minor=False)

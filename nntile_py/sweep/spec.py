@@ -145,6 +145,8 @@ class Plot(Section):
     """Beside it; null: made of `y`."""
     log: Switch = False
     """The x axis is logarithmic, to base 2."""
+    ylog: Switch = False
+    """The y axis is logarithmic, to base 10, and does not begin at 0."""
     same: Switch = True
     """All panels have one y axis."""
 

@@ -6,6 +6,7 @@
 #include <starpu.h>
 #include <starpu_scheduler.h>
 
+#include <algorithm>
 #include <chrono>
 #include <thread>
 
@@ -75,14 +76,18 @@ template <class Done>
 void wait_until(Done done) {
   using clock = std::chrono::steady_clock;  // on a loaded machine a sleep takes many times what was asked
   Watchdog watchdog;
-  auto next = clock::now();
-  // The shortest sleep takes some 70 us, a fifth of a short forward pass. GPU workers leave cores to look from.
-  const auto asleep = next + std::chrono::milliseconds(g.cuda && !g.cpus ? 1 : 0);
+  const auto begun = clock::now();
+  auto next = begun;
+  // The shortest sleep takes some 70 us, a fifth of a short forward pass. GPU workers leave cores to look from; where CPU
+  // workers have all of them, five looks a ms take 8 % of one.
+  const bool free = g.cuda && !g.cpus;
+  const clock::duration least = std::chrono::microseconds(20), most = std::chrono::microseconds(free ? 200 : 1000);
+  const auto asleep = next + std::chrono::milliseconds(free ? 1 : 0);
   for (; clock::now() < asleep && !g.stuck; std::this_thread::yield())
     if (done()) return;
-  for (int turn = 0; !done(); ++turn) {
+  while (!done()) {
     if (g.stuck) throw TaskError("the runtime came to a standstill before");
-    std::this_thread::sleep_for(std::chrono::microseconds(turn < 100 ? 20 : 200));
+    std::this_thread::sleep_for(std::clamp((clock::now() - begun) / 64, least, most));
     if (clock::now() < next) continue;
     next = clock::now() + std::chrono::milliseconds(100);
     g.idle();
