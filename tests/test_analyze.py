@@ -260,6 +260,14 @@ def test_without_graphviz(tmp_path: Path) -> None:
     assert (tmp_path / "graph-before.dot").exists() and not list(tmp_path.glob("*.svg"))
 
 
+def test_what_was_not_measured_has_no_share_of_the_time(encoder: Analysis) -> None:
+    assert all(row[-2:] == ["", ""] for row in tell.class_rows(encoder))
+    timed = [replace(row, seconds=1e-6) for row in encoder.operators]
+    *classes, whole, fused = tell.class_rows(replace(encoder, operators=timed))
+    assert sum(float(row[-1]) for row in classes) == pytest.approx(100, abs=0.2)
+    assert whole[-1] == "100.0" and fused[-1] == ""
+
+
 def test_the_table_fits(encoder: Analysis) -> None:
     for width, has, lacks in ((80, "bound by", "iterates over"), (400, "iterates over", "nothing")):
         console = Console(width=width, record=True, file=io.StringIO())

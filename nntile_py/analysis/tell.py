@@ -145,7 +145,7 @@ def class_rows(made: Analysis) -> list[list[str]]:
         t = totals[key]
         moved, least = (t["read_words"] + t["written_words"]) / 1e6, t["least_words"] / 1e6
         share = "" if key == "fused" else f"{t.get('percent_flop', 100.0) or 0:.2f}"
-        time = t.get("percent_seconds", None if key == "fused" else 100.0)
+        time = t.get("percent_seconds", 100.0 if key == "all" and t["seconds"] else None)
         rows.append([
             told, f"{t['operators']:,}", _number(t["flop"] / 1e9), share, _number(moved), _number(least),
             _number(t["seconds"] and t["seconds"] * 1e3), "" if time is None else f"{time:.1f}",
