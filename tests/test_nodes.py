@@ -247,7 +247,7 @@ def test_micro_batches_are_summed_once() -> None:
     """Gradients travel when the last has added to them."""
     one, three = (
         plan_nodes(config, on)
-        for config in (of_gpus("model.embed=512", "train.batch=64", f"train.grad_accumulation={n}") for n in (1, 3))
+        for config in (of_gpus("train.batch=16", f"train.grad_accumulation={n}") for n in (1, 3))
         if (on := machines(config, 2, 2))
     )
     assert three.between_bytes == one.between_bytes and three.messages == one.messages

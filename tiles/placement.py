@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Hashable, Iterable, Mapping, Sequence, Set
+from collections.abc import Hashable, Iterable, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
-from .tasklist import Access, Task, TaskList, Tile, aside, merge
+from .tasklist import Access, Task, TaskList, Tile, merge
 
 GOOD = 20  # a task should last so many times what the runtime needs for one: 5 % of a worker's time then
 Placement = Literal["scheduler", "planned"]  # who chooses the worker of a task
@@ -69,8 +69,7 @@ def place(tasks: TaskList, workers: int, speed: Speed, residency: Residency | No
             readers[access.tile] = readers.get(access.tile, 0) + 1
     copies: dict[Tile, set[int]] = {tile: set(residency.get(tile.key, ())) for tile in readers}
     parts = batch_parts(readers)
-    away: set[Tile] = set()  # sums to which several workers add
-    homes = tasks.homes("batch")
+    away: set[Tile] = set()  # sums that have left the worker that began them
     load = _Load(workers)
     result = TaskList(tasks.policy, tasks.initialised, tasks.live)
     for task in tasks.tasks:
@@ -79,20 +78,19 @@ def place(tasks: TaskList, workers: int, speed: Speed, residency: Residency | No
         if own >= 0:
             if chosen < 0:
                 chosen = _beside_its_sum(task, own, workers, copies, readers, speed)
-            sums = [a.tile for a in aside(task, "batch") if a.tile in away or chosen not in copies[a.tile]]
-            away.update(sums)
-            homes_of = {t: _home(copies[t], chosen, homes[t] * workers // parts) for t in sums}
-            task, merges = _apart(task, homes_of)
+            sums = [a for a in _aside(task) if a.tile in away or chosen not in copies[a.tile]]
+            away.update(access.tile for access in sums)
+            task, merges = _apart(task, sums)
         elif chosen < 0:
             chosen = _cheapest(task, load, copies, readers, speed)
-        for one in (replace(task, worker=chosen), *merges):
-            load.add(one.worker, speed.seconds(one))
+        for one in (task, *merges):
+            load.add(chosen, speed.seconds(one))
             for access in one.accesses:
                 if access.mode == "R":
-                    copies.setdefault(access.tile, set()).add(one.worker)
+                    copies.setdefault(access.tile, set()).add(chosen)
                 else:
-                    copies[access.tile] = {one.worker}
-            result.tasks.append(one)
+                    copies[access.tile] = {chosen}
+            result.tasks.append(replace(one, worker=chosen))
     residency.update({tile.key: held for tile, held in copies.items() if tile.persistent})
     return result
 
@@ -196,20 +194,24 @@ def _travel(
     return seconds
 
 
-def _home(held: Set[int], adding: int, last: int) -> int:
-    """Where a part is added to a sum: where that is to lie in the end, if it does or the part does; else where it lies.
+def _aside(task: Task) -> list[Access]:
+    """Sums over the batch that a task adds to beside its own work: gradients of a LayerNorm's weights, the loss.
 
-    held: where it lies. adding, last: the worker of the part, and the one that is to have the sum."""
-    return last if last in held or last == adding else min(held)
+    The kernels add to each what they have summed up, once: to add that by a task of its own gives the same bits.
+    """
+    if all(access.mode != "W" for access in task.accesses):
+        return []
+    adds = [a for a in task.accesses if a.mode == "RW" and a.accumulate and a.tile.monoid == "sum"]
+    return [a for a in adds if not a.tile.part("batch") and a.tile not in task.frees]
 
 
-def _apart(task: Task, sums: Mapping[Tile, int]) -> tuple[Task, list[Task]]:
-    """The task with its contributions to `sums` in tiles of their own, and what adds those: it waits for no sum.
-
-    sums: with the worker that adds to each."""
-    parts = {t: Tile(f"{t.tensor}.part", t.index, t.shape, t.dtype, axes=t.axes) for t in sums}
+def _apart(task: Task, sums: list[Access]) -> tuple[Task, list[Task]]:
+    """The task with its contributions to `sums` in tiles of their own, and what adds those: it waits for no sum."""
+    parts = {
+        a.tile: Tile(f"{a.tile.tensor}.part", a.tile.index, a.tile.shape, a.tile.dtype, axes=a.tile.axes) for a in sums
+    }
     accesses = [Access(parts[a.tile], "W") if a.tile in parts else a for a in task.accesses]
-    merges = [replace(merge(t, part, task.op, sums[t]), priority=task.priority) for t, part in parts.items()]
+    merges = [replace(merge(tile, part, task.op), priority=task.priority) for tile, part in parts.items()]
     for one, part in zip(merges, parts.values(), strict=True):
         one.frees.append(part)
     return replace(task, accesses=accesses), merges

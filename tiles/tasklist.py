@@ -302,17 +302,6 @@ class TaskList:
                 tile = access.tile
                 if parts and access.mode != "R" and tile.persistent and not tile.part(axis):
                     found[tile.key] = parts[0]
-        return found | {tile.key: part for tile, part in self.homes(axis).items() if tile.key in found}
-
-    def homes(self, axis: str) -> dict[Tile, int]:
-        """Of each sum that tasks add to beside their own work: the part of the axis with which it is to lie in the end.
-
-        As many lie with each part: what is done to them then is many short tasks."""
-        parts = 1 + max((part for t in self.tasks for a in t.accesses for part in a.tile.part(axis)), default=0)
-        found: dict[Tile, int] = {}
-        for task in self.tasks:
-            for access in aside(task, axis):
-                found.setdefault(access.tile, len(found) % parts)
         return found
 
     def peak_bytes(self, kept: int | None = None) -> int:
@@ -371,17 +360,6 @@ class BusyArgs(TaskArgs):
 
 class CombineArgs(TaskArgs):
     monoid: int  # its place in MONOIDS
-
-
-def aside(task: Task, axis: str) -> list[Access]:
-    """Sums over an axis that a task adds to beside its own work: gradients of a LayerNorm's weights, the loss.
-
-    The kernels add to each what they have summed up, once: to add that by a task of its own gives the same bits.
-    """
-    if all(access.mode != "W" for access in task.accesses):
-        return []
-    adds = [a for a in task.accesses if a.mode == "RW" and a.accumulate and a.tile.monoid == "sum"]
-    return [a for a in adds if not a.tile.part(axis) and a.tile not in task.frees]
 
 
 def merge(into: Tile, part: Tile, op: str, worker: int = -1) -> Task:
