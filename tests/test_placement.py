@@ -151,15 +151,20 @@ def test_weights_are_updated_as_the_next_run_needs_them(workers: int) -> None:
 
 
 def test_delayed_tasks_run_later() -> None:
-    """On two CPU workers: forward tasks of the second step before the last updates of the first."""
+    """On two CPU workers: the first forward task of a step before the last updates of the step before, if it is submitted
+    by then, which on a busy machine it may not be."""
     config = nt.models.GPT2Config(layers=4, embed=32, heads=4, vocab=64, positions=16)
     with nt.Runtime(cpus=2, placement="planned"):
-        trace = run_steps(nt.Trainer(nt.models.GPT2(config, seed=0), 4, 16, {"batch": 2}), 3, 0)
+        trace = run_steps(nt.Trainer(nt.models.GPT2(config, seed=0), 4, 16, {"batch": 2}), 10, 1)
     names = [trace.info_of(k).name for k in range(len(trace))]
-    ends = [n for n, name in enumerate(names) if "AdamW" in name]
-    begins = [n for n, name in enumerate(names) if "Embedding" in name and "Grad" not in name and "AdamW" not in name]
-    second = min(begin for begin in begins if begin > ends[0])  # submitted after all of the first step's updates
-    assert sum(trace.start[n] > trace.start[second] for n in ends if n < second) > 20
+    late, began = [0], False
+    for n, name in enumerate(names):
+        if "AdamW" in name:
+            began = False
+        elif "Embedding" in name and "Grad" not in name and not began:
+            began = True
+            late.append(sum(trace.start[m] > trace.start[n] for m in range(n) if "AdamW" in names[m]))
+    assert len(late) == 11 and max(late) > 20, late
 
 
 def test_parts_of_a_layer_spread() -> None:
