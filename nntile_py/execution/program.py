@@ -207,7 +207,7 @@ def programs(lists: Sequence[TaskList], store: Store, tf32: bool = False, checke
             _core.reserve_for_tiles()
             if not store.ranks and mark_evictions(lists, room) and not memory.has_room_for_evictions(lists, runtime):
                 mark_evictions(lists, math.inf)
-    if runtime.placement == "planned":
+    if runtime.placement == "planned" and not store.ranks:  # other ranks wait for weights, too, and longer for each
         delay(lists, gpus or _core.cpu_workers())
     for tasks in lists:
         memory.check_tasks(tasks, runtime)
