@@ -5,7 +5,7 @@
 A row of the table is LONGESTxBATCH. Its sequences have a mean length of alpha times the longest and lie in bins, one
 for each tile of the batch, of as many tokens, rounded up to whole sequences; they are packed once, as PyTorch would be
 given its offsets. A time is the median of 7, each of 10 steps that are submitted together. `bert_table.py` has PyTorch
-beside.
+beside. With --kernels: those of each GPU after that, and the gaps between them, as `kernels.py step` has them.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ def main() -> None:
     parser.add_argument("--config", default=str(Path(__file__).with_name("bert_base.yaml")))
     parser.add_argument("--table", default="128x256,512x64")
     parser.add_argument("--alpha", type=float, default=0.6)
+    parser.add_argument("--kernels", action="store_true")
     parser.add_argument("--set", action="append", default=[], dest="sets", metavar="KEY=VALUE")
     o = parser.parse_args()
     rows = [tuple(map(int, row.split("x"))) for row in o.table.split(",")]
@@ -51,6 +52,10 @@ def main() -> None:
             spread = f"({min(times) * 1e3:.2f} to {max(times) * 1e3:.2f})"
             told = f"{seq:7} x {batch:<5} {real:8} {middle * 1e3:9.2f}  {spread:20} {real / middle:9.0f} {held:8.2f}"
             print(told, flush=True)
+            if o.kernels:
+                from kernels import traced  # a script beside this one
+
+                traced(run)
             trainer.close()
 
 

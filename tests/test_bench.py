@@ -182,7 +182,7 @@ def test_more_gpus_than_there_are() -> None:
         ("--losses -1", "'--losses': Input should be greater than or equal to 0"),
         ("--window -1", "'--window': Input should be greater than or equal to 0"),
         ("--batch 0 --peer ddp", "'--batch': Input should be greater than or equal to 1"),
-        ("--dtype f32", "--dtype: 'f32' is not allowed; use bf16, fp16, tf32, fp32"),
+        ("--dtype f32", "--dtype: 'f32' is not allowed; use fp32, bf16, fp16, tf32"),
         ("--set train.batch=2", "--set: train.batch=2 is allowed only with CONFIG"),
     ],
 )

@@ -133,6 +133,8 @@ def test_an_interrupted_experiment_tells_what_is_there(tmp_path: Path, monkeypat
     with pytest.raises(KeyboardInterrupt):
         experiment.run(made, "cpu", tmp_path, None, Console(stderr=True))
     told = (tmp_path / "fig17.md").read_text()
+    rounds = made.part("cpu").rounds
+    assert f"\nInterrupted with 3 of {every // rounds} points measured, some in 1 of {rounds} rounds; " in told
     assert "\nInterrupted with " in told and "the same command goes on.\n" in told and "| 2 | 1 |" in told
     assert (tmp_path / "fig17.png").stat().st_size > 1000 and (tmp_path / "fig17.csv").read_text().count("\n") > 1
     left = every - 3  # no point is measured twice

@@ -1,5 +1,6 @@
 """Tasks placed before they run: little travels, all workers have as much to do, results stay the same."""
 
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -124,6 +125,23 @@ def test_sums_beside_are_added_in_the_order_of_the_batch(size: int) -> None:
     assert sum(t.kernel == "combine" for t in tasks.tasks) > 0 and tasks.tasks[-1].worker >= 0
     freed = [tile for task in tasks.tasks for tile in task.frees]
     assert len(freed) == len(set(freed)) and all(not tile.persistent for tile in freed)
+
+
+@pytest.mark.parametrize("size", [64, 16])
+def test_squares_are_taken_as_a_backward_pass_makes_gradients(size: int) -> None:
+    """Of those that end with the same part of the batch; and what can be added up by then is."""
+    first, update = step({"batch": size}, layers=4).lists
+    made, ends = {}, first.tasks.ends("batch")
+    for at, task in enumerate(first.tasks.tasks):
+        made.update((a.tile.key, at) for a in task.accesses if a.mode != "R" and a.tile.kind == "grad")
+    squares = [t.accesses[1].tile.key for t in update.tasks.tasks if t.kernel == "sum_squares"]
+    assert set(squares) == set(made)
+    kernels = [t.kernel for t in update.tasks.tasks]
+    assert kernels.index("add_scalars") <= 8 and kernels.count("sum_squares") == len(squares)
+    for part in {ends.get(key, 0) for key in squares}:
+        places = [made[key] for key in squares if ends.get(key, 0) == part]
+        layers = [places[k : k + 8] for k in range(0, len(places), 8)]
+        assert all(np.mean(a) < np.mean(b) for a, b in pairwise(layers[:-1])), places
 
 
 @pytest.mark.parametrize("workers", [1, 2, 4])

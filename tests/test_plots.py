@@ -131,3 +131,19 @@ def test_plots_hide_nothing(kind: Any) -> None:
     heat = figure_of([sweep.Plot(kind="heat", x="tiles.embed", series="fusion")], rows)
     ticks = [one.get_text() for one in heat.subfigs[0].axes[0].get_yticklabels()]
     assert ticks == ["fused", "naive"]
+
+
+@pytest.mark.parametrize("kind", ["line", "bar"])
+def test_many_series_are_told_apart(kind: Any) -> None:
+    """More than there are colours; on a logarithmic axis, where one would hide the others on a linear one."""
+    rows = [timed({"x": x, "variant": f"v{k}"}, [x * 10.0**-k]) for x in (1, 2) for k in range(9)]
+    plot = sweep.Plot(kind=kind, x="x", series="variant", ylog=True)
+    (axis,) = figure_of([plot], rows).get_axes()
+    assert axis.get_yscale() == "log" and axis.get_ylim()[0] > 0
+    if kind == "bar":
+        looks = [(of[0].get_facecolor(), of[0].get_hatch()) for of in axis.containers if len(of) == 2]
+    else:
+        looks = [(of[0].get_color(), of[0].get_linestyle()) for of in axis.containers]
+    assert len(looks) == len(set(looks)) == 9
+    (linear,) = figure_of([sweep.Plot(kind=kind, x="x", series="variant")], rows).get_axes()
+    assert linear.get_yscale() == "linear" and linear.get_ylim()[0] == 0

@@ -101,8 +101,6 @@ def measure_tasks(
 
 # -- one training step, beside PyTorch
 
-DTYPES = "bf16", "fp16", "tf32", "fp32"
-
 Config = Annotated[
     str | None, typer.Argument(metavar="[CONFIG]", help="A YAML, of any model; its keys instead of the options' sizes.")
 ]
@@ -165,6 +163,7 @@ def step(
     """Seconds of one training step of a GPT-2, or of CONFIG's model: forward, backward, clipping, AdamW.
 
     Of the ranks that mpirun has started, CONFIG's together."""
+    from nntile_py.graph.step import PRECISIONS
     from nntile_py.tiles.placement import PLACEMENTS
 
     names, steps = ["nntile", *parse_peers(peer)], steps or (10 if inference else 2)
@@ -178,8 +177,9 @@ def step(
         "window": window or None, "cuda_memory": cuda_memory, "losses": losses, "time_limit": time_limit,
         "placement": placement,
     }  # fmt: skip
-    if dtype not in DTYPES:
-        raise ConfigError(f"--dtype: {dtype!r} is not allowed; use {', '.join(DTYPES)}")
+    dtypes = [name for name, kinds in PRECISIONS.items() if "CUDA" in kinds]
+    if dtype not in dtypes:
+        raise ConfigError(f"--dtype: {dtype!r} is not allowed; use {', '.join(dtypes)}")
     if config is None and sets:
         raise ConfigError(f"--set: {sets[0]} is allowed only with CONFIG")
     if config is None and dtype == "fp16" and len(names) > 1:
