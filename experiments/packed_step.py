@@ -38,6 +38,8 @@ def main() -> None:
     rows = [tuple(map(int, row.split("x"))) for row in o.table.split(",")]
     sets = [*o.sets, "train.pack=true"]
     configs = {row: load(o.config, [*sets, f"train.seq={row[0]}", f"train.batch={row[1]}"]) for row in rows}
+    if o.kernels and not all(config.runtime.cuda for config in configs.values()):
+        parser.error("--kernels is allowed only with GPUs (runtime.cuda)")
     with nt.Runtime(**runtime_options(next(iter(configs.values())).runtime.model_dump())):
         print("longest x batch   tokens        ms  (least to greatest)   tokens/s      GiB")
         for (seq, batch), config in configs.items():
