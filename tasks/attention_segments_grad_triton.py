@@ -35,6 +35,8 @@ from .attention_segments_triton import (
     served,
     shared,
     store_rows,
+    turned_factors_of,
+    turned_keys,
 )
 from .elementwise_triton import strides_of
 from .launch import Launch, Launches, Parameter, Scratch, ceil_div, launch, launches, power_of_two, shape, tile, words
@@ -68,6 +70,23 @@ def of_pairs(
         factors = factors_of(row, at_key, drawn, head, seed, mix, limit, kept_scale, STEPS, key.shape[0])
         weights, dp = p * factors, dp * factors
     return weights.to(q.dtype), (p * (dp - delta[:, None])).to(q.dtype)
+
+
+@triton.jit
+def of_turned_pairs(
+    q, k, v, d_out, lse, delta, row, at_key, key, kept, scale, drawn, head, seed, mix, limit, kept_scale,
+    STEPS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+    TWO_SIDED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """As `of_pairs`, transposed: [keys, rows], keys in the order of `turned_keys`. So products over rows, those of dk and
+    dv, take them from registers."""
+    s = scores_of(k, q, row, key, kept, CAUSAL, WINDOW, TWO_SIDED, PRECISION, True)
+    p = tl.exp2(s * (scale * LOG2E) - lse[None, :])
+    dp, weights = product(v, tl.trans(d_out), PRECISION), p
+    if len(STEPS) > 0:
+        factors = turned_factors_of(row, at_key, drawn, head, seed, mix, limit, kept_scale, STEPS, key.shape[0])
+        weights, dp = p * factors, dp * factors
+    return weights.to(q.dtype), (p * (dp - delta[None, :])).to(q.dtype)
 
 
 @triton.jit
@@ -125,7 +144,7 @@ def _grad_whole(
             clear(DQ, DATA, start, n, head * GROUP + member, 0, DQ_AT, D, 1, ROWS, BLOCK_D)
         _clear_keys(DK, DV, DATA, start, n, head, 0, DK_AT, DV_AT, D, 1, ROWS, BLOCK_D, ACC)
     elif n > 0:
-        key = tl.arange(0, KEYS)
+        key = turned_keys(KEYS)
         kept, drawn = kept_keys(DATA, start, key, m, PADDED), first_draw(DRAWS, start, mask_first, STEPS, PACKED)
         k = load_rows(K, start, head, key, m, K_AT, D, BLOCK_D)
         v = load_rows(V, start, head, key, m, V_AT, D, BLOCK_D)
@@ -136,13 +155,13 @@ def _grad_whole(
                 row = first + tl.arange(0, ROWS)
                 q, d_out, lse = load_queries(Q, D_OUT, LSE, start, of, row, n, Q_AT, D_OUT_AT, LSE_AT, D, BLOCK_D)
                 delta = delta_of(OUT, d_out, start, of, row, n, OUT_AT, D, BLOCK_D)
-                weights, ds = of_pairs(
+                weights, ds = of_turned_pairs(
                     q, k, v, d_out, lse, delta, row, 0, key, kept, scale, drawn, of, seed, mix, limit,
                     kept_scale, STEPS, CAUSAL, WINDOW, TWO_SIDED, PRECISION,
                 )  # fmt: skip
-                dv += product(tl.trans(weights), d_out, PRECISION)
-                dk += product(tl.trans(ds), q, PRECISION)
-                dq = product(ds, k, PRECISION) * scale
+                dv += product(weights, d_out, PRECISION)
+                dk += product(ds, q, PRECISION)
+                dq = product(tl.trans(ds), k, PRECISION) * scale
                 store_rows(DQ, dq.to(DQ.dtype.element_ty), start, of, row, n, DQ_AT, D, BLOCK_D)
         store_keys(DK, DV, dk * scale, dv, start, head, key, m, DK_AT, DV_AT, D, BLOCK_D, ACC)
 
@@ -202,7 +221,7 @@ def _grad_keys(
     if PACKED and number + 1 == offsets:
         _clear_keys(DK, DV, DATA, start, n, head, block, DK_AT, DV_AT, D, BLOCKS, KEYS, BLOCK_D, ACC)
     elif first < m:
-        key = first + tl.arange(0, KEYS)
+        key = first + turned_keys(KEYS)
         # What is computed of keys beyond the last is not stored.
         kept = kept_keys(DATA, start, key, m, PADDED, ENDS=False)
         drawn = first_draw(DRAWS, start, mask_first, STEPS, PACKED)
@@ -216,12 +235,12 @@ def _grad_keys(
                 row = at + tl.arange(0, ROWS)
                 q, d_out, lse = load_queries(Q, D_OUT, LSE, start, of, row, n, Q_AT, D_OUT_AT, LSE_AT, D, BLOCK_D)
                 delta = tl.sum(load_rows(DELTA, start, of, row, n, LSE_AT, 1, 1), 1)
-                weights, ds = of_pairs(
+                weights, ds = of_turned_pairs(
                     q, k, v, d_out, lse, delta, row, first, key, kept, scale, drawn, of, seed, mix, limit,
                     kept_scale, STEPS, CAUSAL, WINDOW, TWO_SIDED, PRECISION,
                 )  # fmt: skip
-                dv += product(tl.trans(weights), d_out, PRECISION)
-                dk += product(tl.trans(ds), q, PRECISION)
+                dv += product(weights, d_out, PRECISION)
+                dk += product(ds, q, PRECISION)
         store_keys(DK, DV, dk * scale, dv, start, head, key, m, DK_AT, DV_AT, D, BLOCK_D, ACC)
 
 
@@ -272,6 +291,7 @@ def _describe(task: Task) -> Launches:
             ways += [two((128, 32), (32, 128), 4), two((64, 32), (32, 64), 4)] if most > 128 else []
         ways += [whole(min(most, 64), most, 4 if most <= 64 else 8)] if most <= WHOLE else []
         ways += [whole(32, most, 8)] if 64 < most <= WHOLE else []
+        ways += [whole(32, 128, 4)] if most == 128 else []
     if adds:  # to measure would be to add again
         ways = ways[:1]
     key = f"gradient {common.key} of {names_of(ways)}"

@@ -102,18 +102,21 @@ def product(a, b, PRECISION: tl.constexpr):
 
 @triton.jit
 def scores_of(
-    q, k, row, key, kept,
+    a, b, row, key, kept,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, TWO_SIDED: tl.constexpr, PRECISION: tl.constexpr,
+    TURNED: tl.constexpr = False,
 ):  # fmt: skip
-    """Not scaled yet: scaled where something is subtracted from them, both are one instruction."""
-    s = product(q, tl.trans(k), PRECISION)
-    good = kept[None, :]
+    """Of queries a and keys b; TURNED: of keys a and queries b. Not scaled yet: scaled where something is subtracted
+    from them, both are one instruction."""
+    s = product(a, tl.trans(b), PRECISION)
+    by_row: tl.constexpr = 0 if TURNED else 1
+    row, key, good = tl.expand_dims(row, by_row), tl.expand_dims(key, 1 - by_row), tl.expand_dims(kept, 1 - by_row)
     if CAUSAL:
-        good = good & (key[None, :] <= row[:, None])
+        good = good & (key <= row)
     if WINDOW:
-        good = good & (row[:, None] - key[None, :] < WINDOW)
+        good = good & (row - key < WINDOW)
     if TWO_SIDED:
-        good = good & (key[None, :] - row[:, None] < WINDOW)
+        good = good & (key - row < WINDOW)
     return tl.where(good, s, -float("inf"))
 
 
@@ -145,10 +148,27 @@ def first_draw(DRAWS, start, mask_first, STEPS: tl.constexpr, PACKED: tl.constex
 @triton.jit
 def factors_of(row, at, drawn, head, seed, mix, limit, kept_scale, STEPS: tl.constexpr, KEYS: tl.constexpr):
     """mask / (1 - p) of a head's pairs, of KEYS keys from `at` on; drawn: `first_draw`."""
-    first = drawn + head.to(tl.int64) * STEPS[1] + row.to(tl.int64) * STEPS[2]
+    first = drawn + head.to(tl.int64) * STEPS[1]
     EVEN: tl.constexpr = (STEPS[0] | STEPS[1] | STEPS[2] | STEPS[0] // STEPS[2]) % 2 == 0
     SAME: tl.constexpr = STEPS[2] & (STEPS[2] - 1) == 0  # rows of a power of two never cross a multiple of 2**33
-    return drop_factors(first[:, None], at, seed, mix, limit, kept_scale, KEYS, EVEN, SAME)
+    return drop_factors(
+        first, row[:, None], at, seed, mix, limit, kept_scale, STEPS[2], STEPS[1], KEYS, EVEN, SAME
+    )  # fmt: skip
+
+
+@triton.jit
+def turned_keys(KEYS: tl.constexpr):
+    """Numbers from 0 on as rows of a product: a thread, which has rows 8 apart, has both of a pair of neighbours."""
+    at = tl.arange(0, KEYS)
+    return at // 16 * 16 + at % 8 * 2 + at // 8 % 2
+
+
+@triton.jit
+def turned_factors_of(row, at, drawn, head, seed, mix, limit, kept_scale, STEPS: tl.constexpr, KEYS: tl.constexpr):
+    """As `factors_of`, transposed: [keys, rows], keys in the order of `turned_keys`."""
+    factors = tl.trans(factors_of(row, at, drawn, head, seed, mix, limit, kept_scale, STEPS, KEYS))
+    pairs = tl.permute(tl.reshape(factors, (KEYS // 16, 8, 2, row.shape[0])), (0, 2, 1, 3))
+    return tl.reshape(pairs, (KEYS, row.shape[0]))
 
 
 @triton.jit

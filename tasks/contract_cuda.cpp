@@ -14,6 +14,7 @@
 #include <ATen/ops/tanh.h>
 #include <ATen/ops/threshold_backward.h>
 
+#include <algorithm>
 #include <map>
 #include <optional>
 #include <sstream>
@@ -95,14 +96,28 @@ View as_matrix(const View& x, size_t batch, size_t rows, size_t columns) {
   return matrix(x.tensor(), batch, rows, columns);
 }
 
-// target = alpha a b, in another order of axes than the product has: that product and a copy, or a product for each
-// block. Which is faster depends on how wide blocks are, so it is measured, but not where a step fills a part of the rows.
-void permuted(const at::Tensor& target, const at::Tensor& a, const at::Tensor& b, double alpha, size_t m, size_t n,
-              bool tf32, const Sizes& most) {
+// target = alpha a b + bias, in another order of axes than the product has: that product and a copy, or a product for
+// each block. Which is faster depends on how wide blocks are, so it is measured, but not where a step fills a part of the
+// rows. bias: of the columns, side by side; undefined if there is none.
+void permuted(const at::Tensor& target, const at::Tensor& a, const at::Tensor& b, const at::Tensor& bias, double alpha,
+              size_t m, size_t n, bool tf32, const Sizes& most) {
   const auto product_and_copy = [&] {
     const auto product = at::empty(target.sizes(), target.options());
-    matmul(matrix(product, 0, m, n), a, b, alpha, Fused(), tf32, most);
+    const auto whole = matrix(product, 0, m, n);
+    Fused f;
+    if (bias.defined()) f.bias = bias.data_ptr(), f.epilogue = CUBLASLT_EPILOGUE_BIAS;
+    try {
+      matmul(whole, a, b, alpha, f, tf32, most);
+    } catch (const Unsupported&) {
+      if (!bias.defined()) throw;
+      matmul(whole, a, b, alpha, Fused(), tf32, most);
+      whole.add_(bias);
+    }
     copy(target, product);
+  };
+  const auto by_blocks = [&](const at::Tensor& to, bool by_row) {
+    into_blocks(to, a, b, alpha, by_row);
+    if (bias.defined()) target.add_(bias.view(target.sizes().slice(m)));
   };
   if (most != Sizes{a.size(0), b.size(1), a.size(1)}) return product_and_copy();
   // Batches are not in tf32, nor of mixed types.
@@ -110,6 +125,7 @@ void permuted(const at::Tensor& target, const at::Tensor& a, const at::Tensor& b
   std::vector<int64_t> key{static_cast<int64_t>(a.scalar_type()), static_cast<int64_t>(m)};
   for (const auto part : {target.sizes(), target.strides(), a.sizes(), a.strides(), b.strides()})
     key.insert(key.end(), part.begin(), part.end());
+  if (bias.defined()) key.push_back(1);
   thread_local std::map<std::vector<int64_t>, int> known;
   auto found = known.find(key);
   if (found == known.end()) {
@@ -117,13 +133,13 @@ void permuted(const at::Tensor& target, const at::Tensor& a, const at::Tensor& b
     if (const auto to = blocks(target, m, n)) {
       std::ostringstream text("blocks ", std::ios::ate);
       for (const auto value : key) text << value << ' ';
-      way = fastest_of(products_file(), text.str(), {product_and_copy, [&] { into_blocks(*to, a, b, alpha, true); },
-                                                    [&] { into_blocks(*to, a, b, alpha, false); }});
+      way = fastest_of(products_file(), text.str(),
+                       {product_and_copy, [&] { by_blocks(*to, true); }, [&] { by_blocks(*to, false); }});
     }
     found = known.emplace(std::move(key), way).first;
   }
   if (found->second == 0) product_and_copy();
-  else into_blocks(*blocks(target, m, n), a, b, alpha, found->second == 1);
+  else by_blocks(*blocks(target, m, n), found->second == 1);
 }
 
 // What stands in the epilogue: numbers of tiles, 0 where there is none. With an activation the target is what comes before
@@ -219,29 +235,44 @@ Rest fused(Args& t, const Product& p, Rest left) {
   return left;
 }
 
-// Batches, fp64, and what goes into a target whose axes have another order.
-void unfused(Args& t, const Product& p) {
+// The bias, if it has the columns of the product and no other axes, in the same order; else undefined.
+at::Tensor of_columns(Args& t, const Product& p, size_t bias) {
+  if (!bias) return {};
+  int64_t mask = 0;
+  const auto columns = p.plan.out.slice(p.plan.m);
+  for (const auto axis : columns) mask |= int64_t{1} << axis;
+  if (mask != p.args.epilogue.bias_axes || !std::is_sorted(columns.begin(), columns.end())) return {};
+  return t[bias].view(-1);
+}
+
+// Batches, fp64, and what goes into a target whose axes have another order. Returns what is left of the epilogue.
+Rest unfused(Args& t, const Product& p, Rest left) {
   const auto& plan = p.plan;
   const auto target = t[0], a = p.a.tensor(), b = p.b.tensor();
   const double beta = t.accumulates(0) ? 1 : 0;
-  if (!plan.permuted_out) return plain(matrix(target, plan.batch, plan.m, plan.n), a, b, beta, p.args.scale);
+  if (!plan.permuted_out) return plain(matrix(target, plan.batch, plan.m, plan.n), a, b, beta, p.args.scale), left;
   const auto view = target.permute(plan.out);
-  if (const auto direct = in_place(view, plan.batch, plan.m, plan.n)) return plain(*direct, a, b, beta, p.args.scale);
-  if (p.lt && beta == 0) return permuted(view, a, b, p.args.scale, plan.m, plan.n, t.tf32(), p.most);
+  if (const auto direct = in_place(view, plan.batch, plan.m, plan.n))
+    return plain(*direct, a, b, beta, p.args.scale), left;
+  if (p.lt && beta == 0) {
+    const auto bias = left.residual ? at::Tensor() : of_columns(t, p, left.bias);
+    permuted(view, a, b, bias, p.args.scale, plan.m, plan.n, t.tf32(), p.most);
+    if (bias.defined()) left.bias = 0;
+    return left;
+  }
   const auto product = at::empty(view.sizes(), target.options());
   const auto whole = matrix(product, plan.batch, plan.m, plan.n);
   if (p.lt) matmul(whole, a, b, p.args.scale, Fused(), t.tf32(), p.most);
   else plain(whole, a, b, 0, p.args.scale);
   if (beta != 0) view.add_(product);
   else copy(view, product);
+  return left;
 }
 
 void contract(Args& t) {
   const Product p(t);
   const auto& e = p.args.epilogue;
-  Rest left(e);
-  if (p.lt && !p.plan.permuted_out) left = fused(t, p, left);
-  else unfused(t, p);
+  const Rest left = (p.lt && !p.plan.permuted_out ? fused : unfused)(t, p, Rest(e));
   if (left.residual) t[0].add_(t[left.residual]);
   if (left.bias) t[0].add_(broadcastable(t[left.bias], e.bias_axes, t[0]));
   if (left.activation && e.aux) multiply_derivative(e.activation, t[0], t[left.aux]);

@@ -42,23 +42,25 @@ def dropped(x, index, seed, key, limit, scale):
 
 
 @triton.jit
-def _of_pairs(first, at, seed, key, COLUMNS: tl.constexpr, SAME: tl.constexpr):
-    """The hashes of elements first + at + [0, COLUMNS), one for two; first [rows, 1] and at are even, at below 2**31.
-
-    SAME: the upper half of a pair's number is the same along a row."""
-    pair, step = first >> 1, ((at >> 1) + tl.arange(0, COLUMNS // 2)).to(tl.uint32)[None, :]
-    low, high = pair.to(tl.uint32), (pair >> 32).to(tl.uint32)
-    if not SAME:
-        high = tl.where(low + step < low, high + 1, high)
-    begin, second = _starts(low, high, seed, key)
+def _of_pairs(begin, second, at, COLUMNS: tl.constexpr):
+    """The hashes of COLUMNS elements of each row, one for two; begin, second: `_starts` of the row; at is even."""
+    step = ((at >> 1) + tl.arange(0, COLUMNS // 2)).to(tl.uint32)[None, :]
     return _mixed(step * 0x9E3779B1 + begin, second)
 
 
 @triton.jit
 def kept_columns(first, at, seed, key, limit, COLUMNS: tl.constexpr, EVEN: tl.constexpr, SAME: tl.constexpr):
-    """`kept` of elements first + at + [0, COLUMNS), [rows, COLUMNS]; EVEN: as `_of_pairs` wants them."""
+    """`kept` of elements first + at + [0, COLUMNS), [rows, COLUMNS], below 2**31 from `first`, which is [rows, 1].
+
+    EVEN: first and at are even. SAME: the upper half of a pair's number is the same along a row."""
     if EVEN:
-        h = _of_pairs(first, at, seed, key, COLUMNS, SAME)
+        pair = first >> 1
+        low, high = pair.to(tl.uint32), (pair >> 32).to(tl.uint32)
+        if not SAME:
+            step = ((at >> 1) + tl.arange(0, COLUMNS // 2)).to(tl.uint32)[None, :]
+            high = tl.where(low + step < low, high + 1, high)
+        begin, second = _starts(low, high, seed, key)
+        h = _of_pairs(begin, second, at, COLUMNS)
         return tl.reshape(tl.join(h * 0x10001, h), (h.shape[0], COLUMNS)) >= limit
     else:
         return kept(first + (at + tl.arange(0, COLUMNS))[None, :], seed, key, limit)
@@ -80,10 +82,24 @@ def _factors(h, limit, scale):
 
 
 @triton.jit
-def drop_factors(first, at, seed, key, limit, scale, COLUMNS: tl.constexpr, EVEN: tl.constexpr, SAME: tl.constexpr):
-    """mask / (1 - p) of them, for blocks of products: as LLVM keeps the bits of `kept_columns` there, it costs more."""
-    if EVEN:
-        even, odd = _factors(_of_pairs(first, at, seed, key, COLUMNS, SAME), limit.to(tl.uint32), scale)
-        return tl.reshape(tl.join(even, odd), (first.shape[0], COLUMNS))
+def drop_factors(
+    first, row, at, seed, key, limit, scale,
+    STEP: tl.constexpr, SIZE: tl.constexpr, COLUMNS: tl.constexpr, EVEN: tl.constexpr, SAME: tl.constexpr,
+):  # fmt: skip
+    """mask / (1 - p) of elements first + row * STEP + at + [0, COLUMNS), SIZE of them at most, for blocks of products.
+
+    row: [rows, 1]. Where the hash of a row begins is a sum, as a thread may have a single pair of each of many rows.
+    `kept_columns` would cost more here, as LLVM keeps its bits."""
+    if EVEN and SIZE <= 2**33:
+        low, high = (first >> 1).to(tl.uint32), (first >> 33).to(tl.uint32)
+        begin, second = _starts(low, high, seed, key)
+        offset = row.to(tl.uint32) * (STEP // 2)
+        if not SAME:
+            offset += ((at >> 1) + tl.arange(0, COLUMNS // 2)).to(tl.uint32)[None, :]
+        second = tl.where(low + offset < low, _starts(low, high + 1, seed, key)[1], second)
+        begin += row.to(tl.uint32) * (STEP // 2 * 0x9E3779B1 % 2**32)
+        even, odd = _factors(_of_pairs(begin, second, at, COLUMNS), limit.to(tl.uint32), scale)
+        return tl.reshape(tl.join(even, odd), (row.shape[0], COLUMNS))
     else:
-        return tl.where(kept_columns(first, at, seed, key, limit.to(tl.uint32), COLUMNS, False, SAME), scale, 0.0)
+        first += row.to(tl.int64) * STEP
+        return tl.where(kept_columns(first, at, seed, key, limit.to(tl.uint32), COLUMNS, EVEN, SAME), scale, 0.0)

@@ -69,11 +69,17 @@ ROWS |= {
     "Contract bias of two axes": linear(bias="seq ffn", activation="gelu"),
     "Contract permuted inputs": linear("embed seq batch", "ffn embed"),
     "Contract permuted output": linear(out="seq ffn batch"),
+    "Contract permuted output, bias of rows": linear(out="seq ffn batch", bias="seq"),
+    "Contract permuted output, bias of columns": linear(out="seq ffn batch", bias="ffn"),
+    "Contract permuted output, residual": linear(out="seq ffn batch", bias="ffn", residual=True),
     "Contract columns first": linear(out="ffn batch seq", bias="ffn", activation="gelu_new", pre=True),
     "Contract all permuted": linear(**_PERMUTED, bias="ffn", residual=True, activation="gelu", pre=True),
     "Contract all permuted, aux": linear(**_PERMUTED, activation="gelu_new", aux=True),
-    "Contract packed qkv": linear(
+    "Contract packed qkv, permuted output": linear(
         "batch seq embed", "embed qkv heads head_dim", "qkv batch heads seq head_dim", bias="qkv heads head_dim"
+    ),
+    "Contract permuted output, bias in another order": linear(
+        "batch seq embed", "embed qkv heads head_dim", "heads batch qkv seq head_dim", bias="heads qkv head_dim"
     ),
     "Contract two summed axes": linear("batch seq heads head_dim", "heads head_dim embed", "batch seq embed"),
     "Contract weight gradient": linear("batch seq embed", "batch seq ffn", "embed ffn"),
