@@ -78,8 +78,8 @@ def of_turned_pairs(
     STEPS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     TWO_SIDED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """As `of_pairs`, transposed: [keys, rows], keys in the order of `turned_keys`. So products over rows, those of dk and
-    dv, take them from registers."""
+    """As `of_pairs`, transposed: [keys, rows], keys in the order of `turned_keys`. So the products over rows, those of
+    dk and dv, take them from registers."""
     s = scores_of(k, q, row, key, kept, CAUSAL, WINDOW, TWO_SIDED, PRECISION, True)
     p = tl.exp2(s * (scale * LOG2E) - lse[None, :])
     dp, weights = product(v, tl.trans(d_out), PRECISION), p
@@ -294,5 +294,5 @@ def _describe(task: Task) -> Launches:
         ways += [whole(32, 128, 4)] if most == 128 else []
     if adds:  # to measure would be to add again
         ways = ways[:1]
-    key = f"gradient {common.key} of {names_of(ways)}"
+    key = f"turned gradient {common.key} of {names_of(ways)}"
     return Launches(ways[0], scratch.bytes, others=tuple(ways[1:]), key=key)
