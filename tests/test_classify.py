@@ -275,9 +275,7 @@ def test_transformers_reads_it(run: tuple[Path, str]) -> None:
     assert {key: list(value) for key, value in found.items() if value} == {}
     assert model.config.id2label == {0: "animal", 1: "fruit", 2: "metal"}
     assert model.config.label2id == {"animal": 0, "fruit": 1, "metal": 2}
-    tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_file=str(folder / "tokenizer.json"), pad_token="[PAD]", cls_token="[CLS]", sep_token="[SEP]"
-    )
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     samples, last = held_out(folder), lines(folder)[-1]
     inputs = tokenizer([one.text for one in samples], truncation=True, max_length=10, padding=True, return_tensors="pt")
     labels = torch.tensor([model.config.label2id[one.label] for one in samples])

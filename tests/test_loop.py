@@ -120,6 +120,7 @@ def test_config_and_tokenizer_are_saved(run: tuple[Path, str]) -> None:
         "metrics.jsonl",
         "model.safetensors",
         "tokenizer.json",
+        "tokenizer_config.json",
     }
 
 
@@ -236,13 +237,15 @@ def test_a_last_update_to_no_numbers_leaves_the_weights_of_before(tmp_path: Path
 
 
 def test_what_goes_along_from_the_folder_of_a_model(run: tuple[Path, str], tmp_path: Path) -> None:
-    """Settings of generate(); and a tokenizer's ids count, which may have gaps."""
+    """Settings of generate() and of the tokenizer; and a tokenizer's ids count, which may have gaps."""
     source = tmp_path / "saved"
     shutil.copytree(run[0], source)
     (source / "generation_config.json").write_text('{"top_k": 7}')
+    (source / "tokenizer_config.json").write_text('{"chat_template": "none"}')
     sets = (f"model={{from: {source}}}", "train.steps=1", "train.eval_every=100", "tokenizer={}")
     assert (done := nntile(tmp_path, *sets)).returncode == 0, done.stderr
     assert (tmp_path / "runs/tiny/generation_config.json").read_text() == '{"top_k": 7}'
+    assert (tmp_path / "runs/tiny/tokenizer_config.json").read_text() == '{"chat_template": "none"}'
     tree = json.loads((source / "tokenizer.json").read_text())
     vocab = tree["model"]["vocab"]
     vocab[max(vocab, key=vocab.get)] = 5000

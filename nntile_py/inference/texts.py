@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from nntile_py.errors import ConfigError
 from nntile_py.labelled import read_rows, read_text, text_of
 from nntile_py.schema import short
-from nntile_py.tokenizer import CLS, SEP, frame, lacking
+from nntile_py.tokenizer import frame
 
 Array = np.ndarray[Any, Any]
 
@@ -35,7 +35,7 @@ def with_limit(tokenizer: Tokenizer, longest: int, framed: bool) -> Tokenizer:
     own = Tokenizer.from_str(tokenizer.to_str())
     own.no_padding()
     own.no_truncation()
-    if framed and not lacking(own, (CLS, SEP)) and not own.num_special_tokens_to_add(False):
+    if framed:
         frame(own)
     if (least := own.num_special_tokens_to_add(True)) >= longest:
         raise ConfigError(f"max_length: {longest} is not allowed; the tokenizer's template alone has {least} tokens")
