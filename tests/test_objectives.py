@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 import yaml
 
+import nntile_py as nt
 from nntile_py.analysis import draw
 from nntile_py.analysis.plan import plan
 from nntile_py.config.run import load
+from nntile_py.config.spec import build_model
 from nntile_py.errors import ConfigError
 from nntile_py.inference.texts import with_limit
 from nntile_py.models.registry import known
@@ -161,6 +163,21 @@ def test_robertas_special_tokens(tmp_path: Path) -> None:
     assert (batch["input_ids"][:, [0, -1]] == [cls, sep]).all() and pad == config.model.padding_token
     assert (batch["input_ids"][batch["labels"] != -100] == mask).mean() > 0.5
     assert not np.isin(batch["labels"], [cls, sep, mask, pad]).any()
+
+
+def test_a_folder_without_a_head(tmp_path: Path) -> None:
+    """It says what to do, and that can be done."""
+    model = nt.models.BERT(nt.models.BERTConfig(layers=1, embed=16, heads=2, vocab=300, positions=12, head="none"))
+    model.to_hf().save_pretrained(tmp_path / "bare")
+    data.train_tokenizer(["some text"], 270, MASKED).save(str(tmp_path / "bare/tokenizer.json"))
+    path = write(tmp_path, model={"from": str(tmp_path / "bare")}, tokenizer={})
+    with pytest.raises(ConfigError, match=r"BERT with head: none \(from .*bare\) has no loss; .* head: masked_lm"):
+        objective(load(path))
+    config = load(path, ["model.head=masked_lm"])
+    assert objective(config) == "masked"
+    made = build_model(config).weights
+    assert all((made[name] == value).all() for name, value in model.weights.items())
+    assert made["cls.predictions.transform.dense.weight"].std() > 0.01
 
 
 def test_models_that_text_does_not_train(tmp_path: Path) -> None:

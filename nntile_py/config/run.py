@@ -365,7 +365,8 @@ def _model_section(given: Any) -> Any:
     if not any(folder.glob("*.safetensors")):
         raise ConfigError(f"model.from: {folder} holds no weights in safetensors; {need}")
     given |= {"from": str(folder)}
-    if (head := given.get("head", saved.get("head"))) == CLASSIFICATION:  # its labels are known with the data
+    head = given.get("head", saved.get("head"))
+    if head == CLASSIFICATION or head != saved.get("head"):  # its labels are known with the data; it is drawn anew
         given["head"], saved = head, {key: value for key, value in saved.items() if key not in cls.head_fields}
     for key in saved.keys() & given.keys():
         if given[key] != saved[key]:

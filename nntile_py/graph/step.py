@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from numbers import Real
+from typing import Any
 
 from nntile_py.errors import ConfigError
 from nntile_py.graph import bins
@@ -216,9 +217,7 @@ class StepSpec:
             bins.begin(graph, batch)
         traced = trace(self.model, graph, batch)
         if training and traced.loss is None:
-            head = getattr(getattr(self.model, "config", None), "head", None)
-            here = f"model: {type(self.model).__name__}" + (f" with head: {head}" if head else "")
-            raise ConfigError(f"{here} has no loss; allowed in training: a model whose trace returns one")
+            raise ConfigError(f"model: {type(self.model).__name__}{_no_loss(getattr(self.model, 'config', None))}")
         if self.pack:
             bins.check(graph, self.model)
         if self.fusion.qkv:
@@ -309,3 +308,13 @@ class StepSpec:
         if self.kept:
             keep_in(graph, self.kept)
         return Evaluation(graph, outputs, lower(graph, self.cuts, self.policy, meeting=self._meeting()))
+
+
+def _no_loss(config: Any) -> str:
+    """What a model without a loss lacks, and what to do."""
+    own = getattr(type(config), "model_fields", {}).get("head")
+    if not own or (head := config.head) == own.default:
+        return " has no loss; allowed in training: a model whose trace returns one"
+    folder = f" (from {config.from_})" if getattr(config, "from_", None) else ""
+    need = f"another head, such as head: {own.default}, which is drawn anew where a folder has none"
+    return f" with head: {head}{folder} has no loss; allowed in training: {need}"
