@@ -215,6 +215,21 @@ def test_a_signal_ends_cleanly_with_weights_saved(number: signal.Signals, tmp_pa
     assert list(lines.parent.glob("*.tmp*")) == []
 
 
+@pytest.mark.parametrize("both", [False, True])
+def test_a_closed_output_ends_no_run(both: bool, tmp_path: Path) -> None:
+    """As of `| head -1`, of stdout alone or with stderr in it."""
+    with (tmp_path / "err").open("w+") as file:
+        process = subprocess.Popen(
+            command(tmp_path), cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT if both else file
+        )
+        assert process.stdout and process.stdout.readline()
+        process.stdout.close()
+        assert process.wait(timeout=120) == 0
+    told = "" if both else "the output is closed; training goes on, Ctrl-C stops it\n"
+    assert (tmp_path / "err").read_text() == told
+    assert len(metrics(tmp_path / "runs/tiny")) == 12 and (tmp_path / "runs/tiny/model.safetensors").is_file()
+
+
 def test_a_loss_that_is_no_number_stops_without_weights(tmp_path: Path) -> None:
     done = nntile(tmp_path, "optimizer.lr=1e30", "optimizer.clip_grad_norm=null", "optimizer.warmup_steps=0")
     assert done.returncode == 1

@@ -20,7 +20,7 @@ from nntile_py.training import checkpoint, last
 from nntile_py.training.batches import SPECIAL, Batches, objective
 from nntile_py.training.confusion import FILES, Confusion
 from nntile_py.training.data import load_corpus
-from nntile_py.training.display import Display, say
+from nntile_py.training.display import Display, Screen, say
 from nntile_py.training.files import beside_arrays, tokenizer_files
 from nntile_py.training.labelled import LabelledBatches, LabelledCorpus, load_labelled
 from nntile_py.training.resume import Resumed, check_same, data_facts, flat, newest
@@ -50,7 +50,7 @@ def train(
     ranks = runtime.ranks
     leads = not ranks or ranks.rank == 0  # writes and shows everything; the others compute and read alone
     if ranks:  # what mpirun shows each rank looks like a terminal
-        console = Console(quiet=not leads, force_terminal=False)
+        console = Screen(quiet=not leads, force_terminal=False)
     tell = partial(say, console)
     if config.short_warmup:
         tell(f"note: {config.short_warmup}")
