@@ -229,10 +229,15 @@ def test_refused(runtime: nt.Runtime, folder: Any, tmp_path: Path) -> None:
         ({"output": "logits"}, "output: 'logits' is not allowed; the model's own are hidden"),
         ({"batch_tokens": 0}, "batch_tokens: 0 is not allowed"),
         ({"max_length": 41}, "max_length: 41 is not allowed; the model has 40 positions"),
-        ({"max_length": 2}, "max_length: 2 is not allowed; the tokenizer's template alone has 3 tokens"),
+        ({"max_length": 2}, "max_length: 2 is not allowed; the tokenizer's template alone has 2 tokens"),
         ({"tiles": {"seq": 4}}, r"tiles\.seq: not allowed here"),
         ({"dtype": "fp8"}, "dtype: 'fp8' is not allowed"),
     ]
+    short = nt.Encoder.from_hf(path, max_length=3)
+    with pytest.warns(UserWarning, match="texts with more than 3 tokens"):
+        assert [len(one) for one in short(["a tile", "step"])] == [3, 3]
+    with pytest.raises(ValueError, match=r"texts\[1\]: a pair, whose template alone has 3 tokens; allowed: single te"):
+        short(["a", ("a", "tile")])
     for options, told in wrong:
         with pytest.raises(nt.ConfigError, match=told):
             nt.Encoder.from_hf(path, **options)

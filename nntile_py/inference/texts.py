@@ -37,7 +37,7 @@ def with_limit(tokenizer: Tokenizer, longest: int, framed: bool) -> Tokenizer:
     own.no_truncation()
     if framed:
         frame(own)
-    if (least := own.num_special_tokens_to_add(True)) >= longest:
+    if (least := own.num_special_tokens_to_add(False)) >= longest:
         raise ConfigError(f"max_length: {longest} is not allowed; the tokenizer's template alone has {least} tokens")
     own.enable_truncation(longest)
     return own
@@ -60,6 +60,7 @@ def to_tokens(
     if all(map(_is_text, texts)) and len(texts):
         if tokenizer is None:
             raise ConfigError("texts: there is no tokenizer; give one, a folder with tokenizer.json, or token numbers")
+        _check_pairs(texts, tokenizer.num_special_tokens_to_add(True), longest, first)
         made = tokenizer.encode_batch(list(map(_plain, texts)))
         found = [Tokens(np.array(e.ids, np.int64), np.array(e.type_ids, np.int64), bool(e.overflowing)) for e in made]
     else:
@@ -77,6 +78,14 @@ def to_tokens(
 def _is_text(one: Any) -> bool:
     pair = isinstance(one, tuple | list) and len(one) == 2 and all(isinstance(part, str) for part in one)
     return isinstance(one, str) or pair
+
+
+def _check_pairs(texts: Sequence[Any], least: int, longest: int, first: int) -> None:
+    """ValueError for a pair where its template leaves it no place; with_limit has looked at that of one text."""
+    for number, one in enumerate(texts if least >= longest else (), first):
+        if not isinstance(one, str):
+            need = f"single texts, or a max_length above {least}"
+            raise ValueError(f"texts[{number}]: a pair, whose template alone has {least} tokens; allowed: {need}")
 
 
 def _plain(one: Any) -> Any:
