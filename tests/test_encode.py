@@ -221,6 +221,8 @@ def test_refused(runtime: nt.Runtime, folder: Any, tmp_path: Path) -> None:
         ([[-1]], r"texts\[0\]: token numbers from -1"),
         ([[3], "text"], r"texts\[1\]: got 'text'; allowed: .* all of one sort"),
         ([[0.5]], r"texts\[0\]: got \[0\.5\]; allowed"),
+        (["a", "a\ud800"], r"texts\[1\]: half of a character \(a lone surrogate\); allowed: whole characters"),
+        ([("a", "b"), ("a", "\ud800")], r"texts\[1\]: half of a character"),
     ):
         with pytest.raises(ValueError, match=told):
             encoder(texts)

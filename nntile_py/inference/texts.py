@@ -10,7 +10,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from nntile_py.errors import ConfigError
-from nntile_py.labelled import read_rows, read_text, text_of
+from nntile_py.labelled import check_whole, read_rows, read_text, text_of
 from nntile_py.schema import short
 from nntile_py.tokenizer import frame
 
@@ -60,6 +60,8 @@ def to_tokens(
     if all(map(_is_text, texts)) and len(texts):
         if tokenizer is None:
             raise ConfigError("texts: there is no tokenizer; give one, a folder with tokenizer.json, or token numbers")
+        for k, one in enumerate(texts):
+            check_whole(f"texts[{first + k}]", "".join(one), ValueError)
         _check_pairs(texts, tokenizer.num_special_tokens_to_add(True), longest, first)
         made = tokenizer.encode_batch(list(map(_plain, texts)))
         found = [Tokens(np.array(e.ids, np.int64), np.array(e.type_ids, np.int64), bool(e.overflowing)) for e in made]
