@@ -22,7 +22,7 @@ from nntile_py.config.sections import Checkpoint, Optimizer
 from nntile_py.errors import ConfigError, NNTileError
 from nntile_py.inference import generate
 from nntile_py.runs import run_folder
-from nntile_py.system.folders import replaced
+from nntile_py.system.folders import remove_leftovers, replaced
 from nntile_py.training import data, saver, together
 from nntile_py.training.batches import Batches
 from nntile_py.training.display import Display
@@ -423,6 +423,15 @@ def test_top_k_leaves_the_others_out() -> None:
     assert {generate._draw(logits, 5.0, 2, rng) for _ in range(200)} == {2, 3}
     assert {generate._draw(logits, 5.0, None, rng) for _ in range(200)} == {0, 1, 2, 3}
     assert generate._draw(logits, 0.0, None, rng) == 2
+
+
+def test_what_killed_processes_have_left_goes(tmp_path: Path) -> None:
+    """Of this file alone, and nothing of processes that run."""
+    stay = {"a[1]", f"a[1].tmp{os.getpid()}", "a[1].tmp", "a[1].tmpx", "a1.tmp99999999", "b.a[1].tmp99999999"}
+    for name in {*stay, "a[1].tmp99999999"}:
+        (tmp_path / name).touch()
+    remove_leftovers(tmp_path / "a[1]")
+    assert {path.name for path in tmp_path.iterdir()} == stay
 
 
 def test_a_file_is_whole_or_not_replaced(tmp_path: Path) -> None:
