@@ -41,6 +41,12 @@ def check_precision(key: str, precision: str, cuda: bool) -> None:
         raise ConfigError(f"{key}: {precision} needs {need}; allowed on {kind} workers: {known}")
 
 
+def check_pack(pack: bool, tile: int | None) -> None:
+    """ConfigError for tiles of packed sequences."""
+    if pack and tile is not None:
+        raise ConfigError(f"tiles.seq: got {tile}; allowed with pack: none, a bin is not cut")
+
+
 def _check_scalable(graph: Graph, loss: Tensor, dtype: str) -> None:
     """ConfigError where a part of the loss has no slot that scales it, and with it its gradients."""
     scales = {one.scale for one in graph.inputs.values()}
@@ -178,8 +184,7 @@ class StepSpec:
         if scale is not None and not (number and 1 <= scale <= MOST_SCALE):
             need = f"use a number of at least 1 and at most {MOST_SCALE:g}, or None"
             raise ConfigError(f"loss_scale: {scale!r} is not allowed; {need}")
-        if self.pack and "seq" in self.tiling.tiles:
-            raise ConfigError(f"tiles.seq: got {self.tiling.tiles['seq']}; allowed with pack: none, a bin is not cut")
+        check_pack(self.pack, self.tiling.tiles.get("seq"))
 
     @property
     def rows(self) -> int:
