@@ -1,5 +1,6 @@
 """`nntile train` end to end on a tiny model: what it leaves behind, how it ends, what it says."""
 
+import errno
 import json
 import os
 import shutil
@@ -19,11 +20,11 @@ import yaml
 
 from nntile_py.config.run import load
 from nntile_py.config.sections import Checkpoint, Optimizer
-from nntile_py.errors import ConfigError, NNTileError
+from nntile_py.errors import ConfigError, MissingWeight, NNTileError, NotFinite, exit_status
 from nntile_py.inference import generate
 from nntile_py.runs import run_folder
 from nntile_py.system.folders import remove_leftovers, replaced
-from nntile_py.training import data, saver, together
+from nntile_py.training import checkpoint, data, saver, together
 from nntile_py.training.batches import Batches
 from nntile_py.training.display import Display
 from nntile_py.training.pending import StepResult
@@ -282,6 +283,20 @@ def test_a_wrong_product_is_refused_at_the_start(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert done.stderr.strip() == "error: NNTILE_PRODUCT: nonsense is not allowed; own or blas"
     assert not (tmp_path / "runs").exists()
+
+
+def test_the_status_of_an_error(tmp_path: Path) -> None:
+    """2 where other input mends it, such as a path; 1 where the disk, the machine or the run is what failed."""
+    (tmp_path / "file").touch()
+    done = nntile(tmp_path, arguments=("--out", "file/run"))
+    assert done.returncode == 2 and done.stderr.endswith("file/run: Not a directory\n"), done.stderr
+    for status, errors in {
+        1: (OSError(errno.ENOSPC, "", "x"), OSError(errno.EIO, "", "x"), OSError(errno.ENOENT, ""), MemoryError(),
+            NNTileError("x"), NotFinite("x")),
+        2: (FileNotFoundError(errno.ENOENT, "", "x"), PermissionError(errno.EACCES, "", "x"), ConfigError("x"),
+            OSError(errno.EROFS, "", "x"), checkpoint.Damaged("x"), MissingWeight("x")),
+    }.items():  # fmt: skip
+        assert [exit_status(error) for error in errors] == [status] * 6
 
 
 def test_debug_shows_the_traceback(tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ _DTYPES = {"float32": "F32", "float64": "F64", "float16": "F16", "int64": "I64",
 Array = np.ndarray[Any, Any]
 
 
-class Damaged(NNTileError):
+class Damaged(ConfigError):
     """A checkpoint whose files are not those that were written."""
 
 
