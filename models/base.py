@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+import zlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -212,7 +213,8 @@ class Model:
         """From a model of transformers, or a folder saved by save_pretrained (safetensors).
 
         fields: of the config, such as attention= and dropout=; dropout is off unless it is given. With another head, or
-        other classes, than were saved, the weights that only these have are drawn from `seed`. Raises ConfigError for a
+        other classes, than were saved, the weights that only these have are drawn from `seed` and what the saved head
+        is, so that they differ from those that the folder began with. Raises ConfigError for a
         folder or a variant of the model that cannot be read.
         """
         with named(source):
@@ -233,7 +235,9 @@ class Model:
         new = model._new_head(saved, tensors)
         weights = arrays({name: tensors[name] for name in shapes if name in tensors and name not in (new or ())})
         if new is not None:
-            drawn = initial_weights(model.params(), seed)
+            # The weights that the folder comes from may be drawn from this seed, too.
+            old_head = zlib.crc32(repr([saved.get(name) for name in cls.head_fields]).encode())
+            drawn = initial_weights(model.params(), [seed, old_head])
             weights |= {name: drawn[name] for name in new}
             model.hf = {key: value for key, value in raw.items() if key not in HEAD_KEYS}
         for param in model.params():

@@ -17,7 +17,7 @@ Array = np.ndarray[Any, Any]
 Draw = Callable[[np.random.Generator, Array, int], None]  # fill a block of array number so-and-so
 
 
-def fill(arrays: Sequence[Array], seed: int, draw: Draw) -> None:
+def fill(arrays: Sequence[Array], seed: int | Sequence[int], draw: Draw) -> None:
     """Fill contiguous arrays block by block, each with a generator of its own: of the seed, its array, its place."""
 
     def one(place: tuple[int, int]) -> None:
@@ -29,7 +29,7 @@ def fill(arrays: Sequence[Array], seed: int, draw: Draw) -> None:
         list(pool.map(one, [(k, at) for k, array in enumerate(arrays) for at in range(0, array.size, BLOCK)]))
 
 
-def initial_weights(params: Iterable[Param], seed: int) -> dict[str, Array]:
+def initial_weights(params: Iterable[Param], seed: int | Sequence[int]) -> dict[str, Array]:
     """{weight in the checkpoint: fp32 array} with the start values that the parameters declare."""
     inits: dict[str, tuple[Init, Source]] = {}
     for param in params:

@@ -1,5 +1,6 @@
 """Every error that nntile_py raises on purpose, so that a caller can catch them all as NNTileError."""
 
+import errno
 import functools
 import traceback
 import warnings
@@ -28,6 +29,17 @@ class NotFinite(NNTileError):
 
 
 MOST = 2000  # characters of a message
+# Of a path that is none, or may not be used; the others are of a disk or a machine, and another path may not help.
+_OF_PATHS = {
+    errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENOTEMPTY, errno.EACCES, errno.EPERM, errno.EROFS,
+    errno.EINVAL, errno.ENAMETOOLONG, errno.ELOOP,
+}  # fmt: skip
+
+
+def exit_status(error: BaseException) -> int:
+    """2 where what the user has given is wrong: options, configs, paths, files and folders; 1 for all else."""
+    of_path = isinstance(error, OSError) and error.filename and error.errno in _OF_PATHS
+    return 2 if of_path or isinstance(error, ConfigError) else 1
 
 
 def shown(text: str) -> str:

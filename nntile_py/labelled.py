@@ -136,11 +136,16 @@ def text_of(here: str, key: str, value: Any, *, empty: bool = False) -> str:
     if not isinstance(value, str) or not (empty or value.strip()):
         need = "a text" if empty else "a text that is not empty"
         raise ConfigError(f"{here}: {key!r} is {short(value)}; allowed: {need}")
-    try:
-        value.encode()
-    except UnicodeEncodeError:  # JSON's \ud800
-        raise ConfigError(f"{here}: half of a character (a lone surrogate); allowed: whole characters") from None
+    check_whole(here, value, ConfigError)
     return value
+
+
+def check_whole(here: str, text: str, error: type[Exception]) -> None:
+    """Raise `error`, which begins with `here`, for a text that no file can hold."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # JSON's \ud800
+        raise error(f"{here}: half of a character (a lone surrogate); allowed: whole characters") from None
 
 
 def _line(content: bytes, place: int) -> int:

@@ -41,9 +41,23 @@ def lacking(tokenizer: Tokenizer, tokens: Iterable[str] = MASKED) -> list[str]:
     return [token for token in tokens if number_of(tokenizer, token) is None]
 
 
+def roles(tokenizer: Tokenizer) -> dict[str, str]:
+    """The special tokens that a tokenizer has, by what transformers calls them; GPT-2's one is all that it can be."""
+    own = {role: (token, ROBERTA[token]) for role, token in zip(("pad", "cls", "sep", "mask"), MASKED, strict=True)}
+    may_be = own | {
+        "pad": (*own["pad"], END_OF_TEXT), "unk": ("[UNK]", "<unk>", END_OF_TEXT),
+        "bos": (END_OF_TEXT, *own["cls"]), "eos": (END_OF_TEXT, *own["sep"]),
+    }  # fmt: skip
+    there = {role: [token for token in tokens if tokenizer.token_to_id(token) is not None]
+             for role, tokens in may_be.items()}  # fmt: skip
+    return {f"{role}_token": tokens[0] for role, tokens in there.items() if tokens}
+
+
 def frame(tokenizer: Tokenizer) -> None:
-    """Have [CLS] put before each text and [SEP] behind, as BERT's template does, or <s> and </s> as RoBERTa's; the
-    tokenizer has both tokens."""
+    """Have [CLS] put before each text and [SEP] behind, as BERT's template does, or <s> and </s> as RoBERTa's; unless
+    the tokenizer has a template, or lacks the tokens."""
+    if tokenizer.num_special_tokens_to_add(False) or lacking(tokenizer, (CLS, SEP)):
+        return
     cls, sep = (called(tokenizer, token) for token in (CLS, SEP))
     pair = f"{cls} $A {sep} $B:1 {sep}:1" if sep == SEP else f"{cls} $A {sep} {sep} $B {sep}"
     ends = [(token, tokenizer.token_to_id(token)) for token in (cls, sep)]

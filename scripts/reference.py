@@ -21,9 +21,9 @@ _HEAD = """# Commands
 
 <!-- Written by scripts/reference.py from the commands' own help; change the texts there. -->
 
-`nntile COMMAND --help` shows the same. A wrong option, key or value ends a command with exit status 2 and one message
-that says what is allowed; an error on the way with 1 (`NNTILE_DEBUG=1` shows its traceback).
-`nntile --install-completion` makes your shell complete commands, options, and keys after `--set`.
+`nntile COMMAND --help` shows the same. A wrong option, key, value, file or folder ends a command with exit status 2 and
+one message that says what is allowed; an error on the way, such as a full disk, with 1 (`NNTILE_DEBUG=1` shows its
+traceback). `nntile --install-completion` makes your shell complete commands, options, and keys after `--set`.
 """
 _SWEEPS = """# Keys of a sweep's YAML
 

@@ -1,6 +1,7 @@
 """`nntile train` of a classifier: its tables, its batches, what it measures, what it leaves, from which weights."""
 
 import csv
+import itertools
 import json
 import re
 import shutil
@@ -275,9 +276,7 @@ def test_transformers_reads_it(run: tuple[Path, str]) -> None:
     assert {key: list(value) for key, value in found.items() if value} == {}
     assert model.config.id2label == {0: "animal", 1: "fruit", 2: "metal"}
     assert model.config.label2id == {"animal": 0, "fruit": 1, "metal": 2}
-    tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_file=str(folder / "tokenizer.json"), pad_token="[PAD]", cls_token="[CLS]", sep_token="[SEP]"
-    )
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     samples, last = held_out(folder), lines(folder)[-1]
     inputs = tokenizer([one.text for one in samples], truncation=True, max_length=10, padding=True, return_tensors="pt")
     labels = torch.tensor([model.config.label2id[one.label] for one in samples])
@@ -343,6 +342,22 @@ def test_a_head_is_new_where_the_folder_has_another(run: tuple[Path, str], tmp_p
     back = nt.models.BERT.from_hf(masked.to_hf(), head="classification", labels=["a", "b"], seed=4)
     assert (back.weights["bert.pooler.dense.weight"] != tuned.weights["bert.pooler.dense.weight"]).any()
     assert back.to_hf().config.id2label == {0: "a", 1: "b"}
+
+
+@pytest.mark.parametrize("kind", ["BERT", "RoBERTa", "DeBERTaV2"])
+def test_a_new_head_is_not_the_one_that_the_folder_began_with(kind: str) -> None:
+    """Though the seed is the same; nor is the head after that one."""
+    cls = getattr(nt.models, kind)
+    sizes = {"layers": 1, "embed": 16, "heads": 2, "vocab": 30, "positions": 8}
+    model = cls(cls.Config(**sizes, head="classification", labels=["a", "b"]), seed=3)
+    heads = []
+    for labels in (["a", "b"], ["c", "d"], ["e", "f"]):
+        if heads:
+            again = cls.from_hf(model.to_hf(), head="classification", labels=labels, seed=3)
+            model = cls.from_hf(model.to_hf(), head="classification", labels=labels, seed=3)
+            assert all((again.weights[name] == value).all() for name, value in model.weights.items())
+        heads += [value for name, value in model.weights.items() if "classifier" in name and value.shape == (2, 16)]
+    assert len(heads) == 3 and not any(np.isin(one, other).any() for one, other in itertools.combinations(heads, 2))
 
 
 def pooler(model: Any) -> set[str]:

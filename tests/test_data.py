@@ -53,11 +53,15 @@ def test_a_folder_by_extension_in_the_order_of_names(tmp_path: Path) -> None:
         (tmp_path / "text" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "text" / name).write_text(text)
     (tmp_path / "text" / "empty.txt").write_text(" \n")
-    (tmp_path / "text" / "latin.txt").write_bytes(b"caf\xe9")
+    (tmp_path / "text" / "f.txt").write_text("caf\u00e9")
     source = str(tmp_path / "text")
-    assert data.read_documents(Data(source=source)) == ["first", "second", "third", "caf�", "fourth"]
+    assert data.read_documents(Data(source=source)) == ["first", "second", "third", "café", "fourth"]
     assert data.read_documents(Data(source=source, extensions=[".bin"])) == ["no"]
     assert data.read_documents(Data(source=source, max_bytes=8)) == ["first", "sec"]
+    assert data.read_documents(Data(source=source, max_bytes=22)) == ["first", "second", "third", "caf"]  # no half of é
+    (tmp_path / "text" / "latin.txt").write_bytes(b"caf\xe9")
+    with pytest.raises(ConfigError, match=r"data.source: .*latin.txt: byte 3 \(0xe9\) is not UTF-8 .*allowed: text in"):
+        data.read_documents(Data(source=source))
 
 
 @pytest.mark.parametrize("content", [b"", b"  \n"])

@@ -221,6 +221,8 @@ def test_refused(runtime: nt.Runtime, folder: Any, tmp_path: Path) -> None:
         ([[-1]], r"texts\[0\]: token numbers from -1"),
         ([[3], "text"], r"texts\[1\]: got 'text'; allowed: .* all of one sort"),
         ([[0.5]], r"texts\[0\]: got \[0\.5\]; allowed"),
+        (["a", "a\ud800"], r"texts\[1\]: half of a character \(a lone surrogate\); allowed: whole characters"),
+        ([("a", "b"), ("a", "\ud800")], r"texts\[1\]: half of a character"),
     ):
         with pytest.raises(ValueError, match=told):
             encoder(texts)
@@ -229,10 +231,15 @@ def test_refused(runtime: nt.Runtime, folder: Any, tmp_path: Path) -> None:
         ({"output": "logits"}, "output: 'logits' is not allowed; the model's own are hidden"),
         ({"batch_tokens": 0}, "batch_tokens: 0 is not allowed"),
         ({"max_length": 41}, "max_length: 41 is not allowed; the model has 40 positions"),
-        ({"max_length": 2}, "max_length: 2 is not allowed; the tokenizer's template alone has 3 tokens"),
+        ({"max_length": 2}, "max_length: 2 is not allowed; the tokenizer's template alone has 2 tokens"),
         ({"tiles": {"seq": 4}}, r"tiles\.seq: not allowed here"),
         ({"dtype": "fp8"}, "dtype: 'fp8' is not allowed"),
     ]
+    short = nt.Encoder.from_hf(path, max_length=3)
+    with pytest.warns(UserWarning, match="texts with more than 3 tokens"):
+        assert [len(one) for one in short(["a tile", "step"])] == [3, 3]
+    with pytest.raises(ValueError, match=r"texts\[1\]: a pair, whose template alone has 3 tokens; allowed: single te"):
+        short(["a", ("a", "tile")])
     for options, told in wrong:
         with pytest.raises(nt.ConfigError, match=told):
             nt.Encoder.from_hf(path, **options)
@@ -309,6 +316,7 @@ def test_the_command(folder: Any, python: Any, tmp_path: Path) -> None:
         ("texts.txt", "hidden.npz", ["--output", "hidden", "--batch-tokens", "40"]),
         ("texts.csv", "cut.npy", ["--text", "body", "--max-length", "5"]),
     ):
+        (tmp_path / f"{out}.tmp99999999").touch()  # of a process that was killed
         files = ["--input", tmp_path / source, "--out", tmp_path / out, "--cpus", 1]
         done = python(CODE, "encode", path, *files, *more)
         assert done.returncode == 0, done.stderr

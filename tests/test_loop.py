@@ -1,5 +1,6 @@
 """`nntile train` end to end on a tiny model: what it leaves behind, how it ends, what it says."""
 
+import errno
 import json
 import os
 import shutil
@@ -19,11 +20,11 @@ import yaml
 
 from nntile_py.config.run import load
 from nntile_py.config.sections import Checkpoint, Optimizer
-from nntile_py.errors import ConfigError, NNTileError
+from nntile_py.errors import ConfigError, MissingWeight, NNTileError, NotFinite, exit_status
 from nntile_py.inference import generate
 from nntile_py.runs import run_folder
-from nntile_py.system.folders import replaced
-from nntile_py.training import data, saver, together
+from nntile_py.system.folders import remove_leftovers, replaced
+from nntile_py.training import checkpoint, data, saver, together
 from nntile_py.training.batches import Batches
 from nntile_py.training.display import Display
 from nntile_py.training.pending import StepResult
@@ -120,6 +121,7 @@ def test_config_and_tokenizer_are_saved(run: tuple[Path, str]) -> None:
         "metrics.jsonl",
         "model.safetensors",
         "tokenizer.json",
+        "tokenizer_config.json",
     }
 
 
@@ -214,6 +216,21 @@ def test_a_signal_ends_cleanly_with_weights_saved(number: signal.Signals, tmp_pa
     assert list(lines.parent.glob("*.tmp*")) == []
 
 
+@pytest.mark.parametrize("both", [False, True])
+def test_a_closed_output_ends_no_run(both: bool, tmp_path: Path) -> None:
+    """As of `| head -1`, of stdout alone or with stderr in it."""
+    with (tmp_path / "err").open("w+") as file:
+        process = subprocess.Popen(
+            command(tmp_path), cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT if both else file
+        )
+        assert process.stdout and process.stdout.readline()
+        process.stdout.close()
+        assert process.wait(timeout=120) == 0
+    told = "" if both else "the output is closed; training goes on, Ctrl-C stops it\n"
+    assert (tmp_path / "err").read_text() == told
+    assert len(metrics(tmp_path / "runs/tiny")) == 12 and (tmp_path / "runs/tiny/model.safetensors").is_file()
+
+
 def test_a_loss_that_is_no_number_stops_without_weights(tmp_path: Path) -> None:
     done = nntile(tmp_path, "optimizer.lr=1e30", "optimizer.clip_grad_norm=null", "optimizer.warmup_steps=0")
     assert done.returncode == 1
@@ -236,13 +253,15 @@ def test_a_last_update_to_no_numbers_leaves_the_weights_of_before(tmp_path: Path
 
 
 def test_what_goes_along_from_the_folder_of_a_model(run: tuple[Path, str], tmp_path: Path) -> None:
-    """Settings of generate(); and a tokenizer's ids count, which may have gaps."""
+    """Settings of generate() and of the tokenizer; and a tokenizer's ids count, which may have gaps."""
     source = tmp_path / "saved"
     shutil.copytree(run[0], source)
     (source / "generation_config.json").write_text('{"top_k": 7}')
+    (source / "tokenizer_config.json").write_text('{"chat_template": "none"}')
     sets = (f"model={{from: {source}}}", "train.steps=1", "train.eval_every=100", "tokenizer={}")
     assert (done := nntile(tmp_path, *sets)).returncode == 0, done.stderr
     assert (tmp_path / "runs/tiny/generation_config.json").read_text() == '{"top_k": 7}'
+    assert (tmp_path / "runs/tiny/tokenizer_config.json").read_text() == '{"chat_template": "none"}'
     tree = json.loads((source / "tokenizer.json").read_text())
     vocab = tree["model"]["vocab"]
     vocab[max(vocab, key=vocab.get)] = 5000
@@ -264,6 +283,20 @@ def test_a_wrong_product_is_refused_at_the_start(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert done.stderr.strip() == "error: NNTILE_PRODUCT: nonsense is not allowed; own or blas"
     assert not (tmp_path / "runs").exists()
+
+
+def test_the_status_of_an_error(tmp_path: Path) -> None:
+    """2 where other input mends it, such as a path; 1 where the disk, the machine or the run is what failed."""
+    (tmp_path / "file").touch()
+    done = nntile(tmp_path, arguments=("--out", "file/run"))
+    assert done.returncode == 2 and done.stderr.endswith("file/run: Not a directory\n"), done.stderr
+    for status, errors in {
+        1: (OSError(errno.ENOSPC, "", "x"), OSError(errno.EIO, "", "x"), OSError(errno.ENOENT, ""), MemoryError(),
+            NNTileError("x"), NotFinite("x")),
+        2: (FileNotFoundError(errno.ENOENT, "", "x"), PermissionError(errno.EACCES, "", "x"), ConfigError("x"),
+            OSError(errno.EROFS, "", "x"), checkpoint.Damaged("x"), MissingWeight("x")),
+    }.items():  # fmt: skip
+        assert [exit_status(error) for error in errors] == [status] * 6
 
 
 def test_debug_shows_the_traceback(tmp_path: Path) -> None:
@@ -405,6 +438,15 @@ def test_top_k_leaves_the_others_out() -> None:
     assert {generate._draw(logits, 5.0, 2, rng) for _ in range(200)} == {2, 3}
     assert {generate._draw(logits, 5.0, None, rng) for _ in range(200)} == {0, 1, 2, 3}
     assert generate._draw(logits, 0.0, None, rng) == 2
+
+
+def test_what_killed_processes_have_left_goes(tmp_path: Path) -> None:
+    """Of this file alone, and nothing of processes that run."""
+    stay = {"a[1]", f"a[1].tmp{os.getpid()}", "a[1].tmp", "a[1].tmpx", "a1.tmp99999999", "b.a[1].tmp99999999"}
+    for name in {*stay, "a[1].tmp99999999"}:
+        (tmp_path / name).touch()
+    remove_leftovers(tmp_path / "a[1]")
+    assert {path.name for path in tmp_path.iterdir()} == stay
 
 
 def test_a_file_is_whole_or_not_replaced(tmp_path: Path) -> None:

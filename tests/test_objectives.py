@@ -10,10 +10,13 @@ import numpy as np
 import pytest
 import yaml
 
+import nntile_py as nt
 from nntile_py.analysis import draw
 from nntile_py.analysis.plan import plan
 from nntile_py.config.run import load
+from nntile_py.config.spec import build_model
 from nntile_py.errors import ConfigError
+from nntile_py.inference.texts import with_limit
 from nntile_py.models.registry import known
 from nntile_py.tokenizer import MASKED, ROBERTA, special_numbers
 from nntile_py.training import data
@@ -82,6 +85,24 @@ def last_loss(folder: Path) -> float:
     return float(json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])["held_out_loss"])
 
 
+def of_auto_tokenizer(folder: Path, kinds: bool, framed: bool) -> Any:
+    """What AutoTokenizer makes of the folder, when it has the tokens that the model was trained on."""
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    own = data.load_tokenizer(folder / "tokenizer.json")
+    for texts in (["def of_tiles(): # \u03b1\n    return 'a'"], ["some rows", "of tiles"]):
+        made, wanted = theirs(*texts), own.encode(*texts).ids
+        assert made["input_ids"] == with_limit(own, 99, framed).encode(*texts).ids == wanted
+        assert ("token_type_ids" in made) == kinds
+    ids = own.encode(texts[0], add_special_tokens=False).ids
+    assert theirs(texts[0]).input_ids == ([theirs.cls_token_id, *ids, theirs.sep_token_id] if framed else ids)
+    assert theirs.decode(theirs(texts[0]).input_ids, skip_special_tokens=True) == texts[0]
+    assert theirs.unk_token == theirs.bos_token == theirs.eos_token == data.END_OF_TEXT
+    rows = theirs(["a", "some rows of tiles"], padding=True).input_ids
+    assert len(rows[0]) == len(rows[1]) and rows[0][-1] == theirs.pad_token_id
+    return theirs
+
+
 @pytest.mark.parametrize(("kind", "theirs"), FAMILY.items())
 def test_bert_learns_and_transformers_reads_it(tmp_path: Path, kind: str, theirs: str) -> None:
     folder, said = trained(tmp_path, BERT | {"type": kind})
@@ -91,12 +112,27 @@ def test_bert_learns_and_transformers_reads_it(tmp_path: Path, kind: str, theirs
     numbers = [tokenizer.token_to_id(token) for token in (data.END_OF_TEXT, *MASKED)]
     assert None not in numbers and special_numbers(tokenizer) == set(numbers)
     assert json.loads((folder / "config.json").read_text())["pad_token_id"] == tokenizer.token_to_id("[PAD]")
+    auto = of_auto_tokenizer(folder, kind in ("bert", "albert"), framed=True)
+    assert (auto.pad_token, auto.mask_token, auto.model_max_length) == ("[PAD]", "[MASK]", 12)
 
 
 def test_llama_learns_and_transformers_reads_it(tmp_path: Path) -> None:
     folder, said = trained(tmp_path, LLAMA)
     assert "sample:\ndef " in said
     assert of_transformers(folder, "LlamaForCausalLM") == pytest.approx(last_loss(folder), rel=1e-5)
+    assert of_auto_tokenizer(folder, kinds=False, framed=False).mask_token is None
+
+
+def test_a_run_goes_on_without_the_tokenizer_that_it_began_with(tmp_path: Path) -> None:
+    """Which had no template, as the one that the run has saved does."""
+    data.train_tokenizer(["some text"], 270, MASKED).save(str(tmp_path / "bare.json"))
+    sets = "tokenizer={path: bare.json}", "train.eval_every=100", "sample.tokens=0"
+    for steps, *more in ((2,), (4, "--resume"), (6, "--resume")):
+        done = nntile(tmp_path, "train", str(write(tmp_path)), *more, *(f"--set={s}" for s in sets),
+                      f"--set=train.steps={steps}")  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        (tmp_path / "bare.json").unlink(missing_ok=True)
+    assert data.load_tokenizer(tmp_path / "runs/tiny/tokenizer.json").num_special_tokens_to_add(False) == 2
 
 
 def test_sequences_of_a_masked_model(tmp_path: Path) -> None:
@@ -127,6 +163,21 @@ def test_robertas_special_tokens(tmp_path: Path) -> None:
     assert (batch["input_ids"][:, [0, -1]] == [cls, sep]).all() and pad == config.model.padding_token
     assert (batch["input_ids"][batch["labels"] != -100] == mask).mean() > 0.5
     assert not np.isin(batch["labels"], [cls, sep, mask, pad]).any()
+
+
+def test_a_folder_without_a_head(tmp_path: Path) -> None:
+    """It says what to do, and that can be done."""
+    model = nt.models.BERT(nt.models.BERTConfig(layers=1, embed=16, heads=2, vocab=300, positions=12, head="none"))
+    model.to_hf().save_pretrained(tmp_path / "bare")
+    data.train_tokenizer(["some text"], 270, MASKED).save(str(tmp_path / "bare/tokenizer.json"))
+    path = write(tmp_path, model={"from": str(tmp_path / "bare")}, tokenizer={})
+    with pytest.raises(ConfigError, match=r"BERT with head: none \(from .*bare\) has no loss; .* head: masked_lm"):
+        objective(load(path))
+    config = load(path, ["model.head=masked_lm"])
+    assert objective(config) == "masked"
+    made = build_model(config).weights
+    assert all((made[name] == value).all() for name, value in model.weights.items())
+    assert made["cls.predictions.transform.dense.weight"].std() > 0.01
 
 
 def test_models_that_text_does_not_train(tmp_path: Path) -> None:

@@ -100,7 +100,7 @@ def test_a_packed_run_stopped_and_gone_on_with(model: str, tmp_path: Path) -> No
 
 def test_what_packing_needs(tmp_path: Path) -> None:
     for sets, told in (
-        (("train.pack=true",), "tiles.seq: got 5; allowed with pack: none, a bin is not cut"),
+        (("train.pack=true",), "error: tiny.yaml: tiles.seq: got 5; allowed with pack: none, a bin is not cut"),
         (("data.sequences=words",), "data.sequences: got 'words'; allowed: 'window', 'lines'"),
     ):
         done = nntile(tmp_path, *sets)

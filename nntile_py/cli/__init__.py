@@ -1,7 +1,6 @@
 """The command `nntile`. Heavy imports happen inside the commands, so that --help and a wrong config answer at once."""
 
 import atexit
-import errno
 import gc
 import os
 import sys
@@ -13,7 +12,7 @@ import typer
 
 from nntile_py.cli import begin, look, measure, use
 from nntile_py.cli.options import app
-from nntile_py.errors import ConfigError, NNTileError, shown
+from nntile_py.errors import NNTileError, exit_status, shown
 from nntile_py.system import ranks
 
 __all__ = ["app", "begin", "look", "main", "measure", "use"]
@@ -30,11 +29,9 @@ def main(run: Callable[[], Any] = app) -> None:
         if os.environ.get("NNTILE_DEBUG") == "1":
             raise
         text = f"out of memory ({error})" if isinstance(error, MemoryError) else str(error)
-        wrong = isinstance(error, ConfigError)
         if isinstance(error, OSError) and error.filename:
             text = f"{error.filename}: {error.strerror}"
-            wrong = error.errno in (errno.ENAMETOOLONG, errno.ELOOP)  # what no file can be called
-        ranks.failing(status := 2 if wrong else 1)
+        ranks.failing(status := exit_status(error))
         print(shown(f"{ranks.who()}error: {text}"), file=sys.stderr)
         sys.exit(status)
 

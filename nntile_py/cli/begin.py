@@ -106,12 +106,11 @@ def train(
     note_tiles(loaded)
     options = [f"--set={one}" for one in sets or []] + (["--out", str(out)] if out else [])
     try:
-        from rich.console import Console
-
+        from nntile_py.training.display import Screen
         from nntile_py.training.loop import train as run
 
         status = run(
-            loaded.model_copy(update={"out": str(folder)}), folder, Console(),
+            loaded.model_copy(update={"out": str(folder)}), folder, Screen(),
             resume=start, replaces=overwrite and not resume, rescue=rescue,
             again=shlex.join(["nntile", "train", config, *options]),
         )  # fmt: skip

@@ -27,7 +27,7 @@ from nntile_py.config.sections import (
 )  # fmt: skip
 from nntile_py.errors import ConfigError
 from nntile_py.graph.fusion import every_rule
-from nntile_py.graph.step import PRECISIONS, check_precision
+from nntile_py.graph.step import PRECISIONS, check_pack, check_precision
 from nntile_py.labelled import class_numbers, labels_of, read_samples
 from nntile_py.models.base import ModelConfig
 from nntile_py.models.checkpoint import read_raw
@@ -117,6 +117,7 @@ class RunConfig(Section):
         check_precision("precision", self.precision, self.runtime.cuda != 0)
         if self.runtime.cpus == 0 == self.runtime.cuda:
             raise ConfigError("runtime.cpus: got 0; allowed: at least 1, or 'all', where runtime.cuda is 0")
+        check_pack(self.train.pack, self.tiles.seq)
         if self.train.pack and self.layout == "searched":
             raise ConfigError("layout: got searched; allowed with train.pack: default")
         fields = type(model).model_fields
@@ -365,7 +366,8 @@ def _model_section(given: Any) -> Any:
     if not any(folder.glob("*.safetensors")):
         raise ConfigError(f"model.from: {folder} holds no weights in safetensors; {need}")
     given |= {"from": str(folder)}
-    if (head := given.get("head", saved.get("head"))) == CLASSIFICATION:  # its labels are known with the data
+    head = given.get("head", saved.get("head"))
+    if head == CLASSIFICATION or head != saved.get("head"):  # its labels are known with the data; it is drawn anew
         given["head"], saved = head, {key: value for key, value in saved.items() if key not in cls.head_fields}
     for key in saved.keys() & given.keys():
         if given[key] != saved[key]:

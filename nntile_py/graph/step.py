@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from numbers import Real
+from typing import Any
 
 from nntile_py.errors import ConfigError
 from nntile_py.graph import bins
@@ -38,6 +39,12 @@ def check_precision(key: str, precision: str, cuda: bool) -> None:
         known = ", ".join(name for name, kinds in PRECISIONS.items() if kind in kinds)
         need = "runtime.cuda: 0" if cuda else "GPUs (runtime.cuda)"
         raise ConfigError(f"{key}: {precision} needs {need}; allowed on {kind} workers: {known}")
+
+
+def check_pack(pack: bool, tile: int | None) -> None:
+    """ConfigError for tiles of packed sequences."""
+    if pack and tile is not None:
+        raise ConfigError(f"tiles.seq: got {tile}; allowed with pack: none, a bin is not cut")
 
 
 def _check_scalable(graph: Graph, loss: Tensor, dtype: str) -> None:
@@ -177,8 +184,7 @@ class StepSpec:
         if scale is not None and not (number and 1 <= scale <= MOST_SCALE):
             need = f"use a number of at least 1 and at most {MOST_SCALE:g}, or None"
             raise ConfigError(f"loss_scale: {scale!r} is not allowed; {need}")
-        if self.pack and "seq" in self.tiling.tiles:
-            raise ConfigError(f"tiles.seq: got {self.tiling.tiles['seq']}; allowed with pack: none, a bin is not cut")
+        check_pack(self.pack, self.tiling.tiles.get("seq"))
 
     @property
     def rows(self) -> int:
@@ -216,9 +222,7 @@ class StepSpec:
             bins.begin(graph, batch)
         traced = trace(self.model, graph, batch)
         if training and traced.loss is None:
-            head = getattr(getattr(self.model, "config", None), "head", None)
-            here = f"model: {type(self.model).__name__}" + (f" with head: {head}" if head else "")
-            raise ConfigError(f"{here} has no loss; allowed in training: a model whose trace returns one")
+            raise ConfigError(f"model: {type(self.model).__name__}{_no_loss(getattr(self.model, 'config', None))}")
         if self.pack:
             bins.check(graph, self.model)
         if self.fusion.qkv:
@@ -309,3 +313,13 @@ class StepSpec:
         if self.kept:
             keep_in(graph, self.kept)
         return Evaluation(graph, outputs, lower(graph, self.cuts, self.policy, meeting=self._meeting()))
+
+
+def _no_loss(config: Any) -> str:
+    """What a model without a loss lacks, and what to do."""
+    own = getattr(type(config), "model_fields", {}).get("head")
+    if not own or (head := config.head) == own.default:
+        return " has no loss; allowed in training: a model whose trace returns one"
+    folder = f" (from {config.from_})" if getattr(config, "from_", None) else ""
+    need = f"another head, such as head: {own.default}, which is drawn anew where a folder has none"
+    return f" with head: {head}{folder} has no loss; allowed in training: {need}"

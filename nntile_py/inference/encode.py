@@ -18,7 +18,7 @@ from nntile_py.execution.runtime import Runtime
 from nntile_py.graph.step import check_precision
 from nntile_py.inference.encoder import OUTPUTS, Encoder
 from nntile_py.inference.texts import read_texts
-from nntile_py.system.folders import replaced
+from nntile_py.system.folders import remove_leftovers, replaced
 
 Array = np.ndarray[Any, Any]
 ONE_ARRAY, NAMED = ".npy", (".npz", ".safetensors")
@@ -63,6 +63,7 @@ def encode_file(
                 yield one
                 progress.advance(bar)
 
+        remove_leftovers(out)
         with replaced(out) as beside:
             shape = _write(beside, out.suffix, output, found(), len(texts), encoder.of_tokens)
     seconds = time.perf_counter() - begun

@@ -10,9 +10,9 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from nntile_py.errors import ConfigError
-from nntile_py.labelled import read_rows, read_text, text_of
+from nntile_py.labelled import check_whole, read_rows, read_text, text_of
 from nntile_py.schema import short
-from nntile_py.tokenizer import CLS, SEP, frame, lacking
+from nntile_py.tokenizer import frame
 
 Array = np.ndarray[Any, Any]
 
@@ -35,9 +35,9 @@ def with_limit(tokenizer: Tokenizer, longest: int, framed: bool) -> Tokenizer:
     own = Tokenizer.from_str(tokenizer.to_str())
     own.no_padding()
     own.no_truncation()
-    if framed and not lacking(own, (CLS, SEP)) and not own.num_special_tokens_to_add(False):
+    if framed:
         frame(own)
-    if (least := own.num_special_tokens_to_add(True)) >= longest:
+    if (least := own.num_special_tokens_to_add(False)) >= longest:
         raise ConfigError(f"max_length: {longest} is not allowed; the tokenizer's template alone has {least} tokens")
     own.enable_truncation(longest)
     return own
@@ -60,6 +60,9 @@ def to_tokens(
     if all(map(_is_text, texts)) and len(texts):
         if tokenizer is None:
             raise ConfigError("texts: there is no tokenizer; give one, a folder with tokenizer.json, or token numbers")
+        for k, one in enumerate(texts):
+            check_whole(f"texts[{first + k}]", "".join(one), ValueError)
+        _check_pairs(texts, tokenizer.num_special_tokens_to_add(True), longest, first)
         made = tokenizer.encode_batch(list(map(_plain, texts)))
         found = [Tokens(np.array(e.ids, np.int64), np.array(e.type_ids, np.int64), bool(e.overflowing)) for e in made]
     else:
@@ -77,6 +80,14 @@ def to_tokens(
 def _is_text(one: Any) -> bool:
     pair = isinstance(one, tuple | list) and len(one) == 2 and all(isinstance(part, str) for part in one)
     return isinstance(one, str) or pair
+
+
+def _check_pairs(texts: Sequence[Any], least: int, longest: int, first: int) -> None:
+    """ValueError for a pair where its template leaves it no place; with_limit has looked at that of one text."""
+    for number, one in enumerate(texts if least >= longest else (), first):
+        if not isinstance(one, str):
+            need = f"single texts, or a max_length above {least}"
+            raise ValueError(f"texts[{number}]: a pair, whose template alone has {least} tokens; allowed: {need}")
 
 
 def _plain(one: Any) -> Any:

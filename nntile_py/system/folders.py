@@ -2,6 +2,7 @@
 
 import ctypes
 import errno
+import glob
 import json
 import os
 import stat
@@ -100,6 +101,14 @@ def replaced(path: Path) -> Iterator[Path]:
         raise OSError(error.errno, error.strerror, str(path)) from None
     finally:
         beside.unlink(missing_ok=True)
+
+
+def remove_leftovers(path: Path) -> None:
+    """What processes that were killed in `replaced` have left beside `path`."""
+    for beside in path.parent.glob(f"{glob.escape(path.name)}.tmp*"):
+        process = beside.name.removeprefix(f"{path.name}.tmp")
+        if process.isdecimal() and not Path("/proc", process).exists():
+            beside.unlink(missing_ok=True)
 
 
 def replace_file(path: Path, content: str | bytes) -> None:

@@ -2,7 +2,7 @@
 
 model.safetensors and config.json (as transformers reads them), optimizer.safetensors (the optimizer's averages,
 `WEIGHT.m` and `WEIGHT.v`), state.json (the step, what the run was, a hash of each file), of `nntile train` also
-tokenizer.json.
+tokenizer.json and tokenizer_config.json.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ from nntile_py.system.version import VERSION
 
 FORMAT = 1
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
-MODEL, CONFIG, OPTIMIZER, TOKENIZER, STATE = (
-    "model.safetensors", "config.json", "optimizer.safetensors", "tokenizer.json", "state.json",
+MODEL, CONFIG, OPTIMIZER, TOKENIZER, TOKENIZER_CONFIG, STATE = (
+    "model.safetensors", "config.json", "optimizer.safetensors", "tokenizer.json", "tokenizer_config.json",
+    "state.json",
 )  # fmt: skip
 _NUMBERS = itertools.count()
 _NAME = re.compile(r"step-(\d+)")
@@ -41,7 +42,7 @@ _DTYPES = {"float32": "F32", "float64": "F64", "float16": "F16", "int64": "I64",
 Array = np.ndarray[Any, Any]
 
 
-class Damaged(NNTileError):
+class Damaged(ConfigError):
     """A checkpoint whose files are not those that were written."""
 
 

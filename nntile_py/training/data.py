@@ -1,5 +1,6 @@
 """Text to tokens: the corpus, its byte-level BPE, the held-out part, and the batches of a step."""
 
+import codecs
 import hashlib
 import re
 from collections.abc import Iterator, Sequence
@@ -94,7 +95,8 @@ def _key(documents: list[str], val_fraction: float, how: str) -> str:
 
 
 def read_documents(data: Data) -> list[str]:
-    """The texts of a file or folder, in an order that depends on names only; bytes that are not UTF-8 become U+FFFD."""
+    """The texts of a file or folder, in an order that depends on names only. ConfigError for one that is not UTF-8; in
+    Python's standard library, which no user mends, such bytes become U+FFFD."""
     documents, left = [], data.max_bytes
     try:
         if data.source == STDLIB:
@@ -106,15 +108,26 @@ def read_documents(data: Data) -> list[str]:
             if left == 0:
                 break
             content = read(path, left)
+            cut = len(content) == left
             left = None if left is None else left - len(content)
             if content.strip():
-                documents.append(content.decode("utf-8", errors="replace"))
+                documents.append(_decoded(content, path, cut, "replace" if data.source == STDLIB else "strict"))
     except OSError as error:
         raise ConfigError(f"data.source: cannot read {error.filename}: {error.strerror}; allowed: text files") from None
     if not documents:
         what = f"no file with one of the extensions {', '.join(data.extensions)}" if root.is_dir() else "no text"
         raise ConfigError(f"data.source: {what} in {root}; allowed: a text file, or a folder of such (data.extensions)")
     return documents
+
+
+def _decoded(content: bytes, path: Path, cut: bool, errors: str) -> str:
+    """cut: the last character may not be whole, and is left out then."""
+    try:
+        return codecs.getincrementaldecoder("utf-8")(errors).decode(content, final=not cut)
+    except UnicodeDecodeError as error:
+        wrong = f"{path}: byte {error.start} (0x{content[error.start]:02x}) is not UTF-8 ({error.reason})"
+        need = "text in UTF-8 (`iconv -f LATIN1 -t UTF-8` makes it of Latin-1), or data.extensions that leave it out"
+        raise ConfigError(f"data.source: {wrong}; allowed: {need}") from None
 
 
 def split(documents: list[str], val_fraction: float) -> tuple[list[str], list[str]]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import sys
 from collections import Counter, deque
 from types import TracebackType
 from typing import Any, Self
@@ -16,6 +18,20 @@ from nntile_py.config.run import RunConfig
 from nntile_py.training.trainer import Trainer
 
 _LIMIT = "its gradient norm is not below train.skip_above_norm"
+
+
+class Screen(Console):
+    """A console that may be closed, as by `nntile train CONFIG | head -1`: who loses sight of a run keeps the run."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())  # Python flushes it at the end, too
+        try:
+            print("the output is closed; training goes on, Ctrl-C stops it", file=sys.stderr, flush=True)
+        except OSError:
+            os.dup2(nowhere, sys.stderr.fileno())
+        os.close(nowhere)
 
 
 class Display:

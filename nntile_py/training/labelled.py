@@ -111,11 +111,11 @@ def _tokenizer(config: RunConfig, texts: list[str]) -> Tokenizer:
         tokenizer = load_tokenizer(Path(path))
     else:
         tokenizer = train_tokenizer(texts, config.tokenizer.size(), MASKED)
+    frame(tokenizer)
     if not tokenizer.num_special_tokens_to_add(False):
-        if missing := lacking(tokenizer, (CLS, SEP)):
-            need = f"a tokenizer with a template, with {CLS} and {SEP}, or with {ROBERTA[CLS]} and {ROBERTA[SEP]}"
-            raise ConfigError(f"tokenizer.path: {path} has no token {', '.join(missing)}; allowed: {need}")
-        frame(tokenizer)
+        missing = ", ".join(lacking(tokenizer, (CLS, SEP)))
+        need = f"a tokenizer with a template, with {CLS} and {SEP}, or with {ROBERTA[CLS]} and {ROBERTA[SEP]}"
+        raise ConfigError(f"tokenizer.path: {path} has no token {missing}; allowed: {need}")
     return tokenizer
 
 

@@ -1,6 +1,5 @@
 """The training loop of `nntile train`: text in, steps through the runtime, metrics, weights and a sample out."""
 
-import json
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,23 +9,22 @@ from pathlib import Path
 from types import FrameType
 
 from rich.console import Console
-from tokenizers import Tokenizer
 
 from nntile_py.config.run import CLASSIFICATION, RunConfig, runtime_options
 from nntile_py.config.spec import build_model, step_spec
 from nntile_py.errors import ConfigError
 from nntile_py.execution.runtime import Runtime
 from nntile_py.models.base import Model
-from nntile_py.system.folders import read, replace_file
-from nntile_py.tokenizer import CLS, END_OF_TEXT, PAD, SEP, number_of
+from nntile_py.system.folders import replace_file
 from nntile_py.training import checkpoint, last
 from nntile_py.training.batches import SPECIAL, Batches, objective
 from nntile_py.training.confusion import FILES, Confusion
 from nntile_py.training.data import load_corpus
-from nntile_py.training.display import Display, say
+from nntile_py.training.display import Display, Screen, say
+from nntile_py.training.files import beside_arrays, tokenizer_files
 from nntile_py.training.labelled import LabelledBatches, LabelledCorpus, load_labelled
 from nntile_py.training.resume import Resumed, check_same, data_facts, flat, newest
-from nntile_py.training.run_folder import GENERATION, Metrics, RunFolder, check_alone, check_place, check_replaced
+from nntile_py.training.run_folder import Metrics, RunFolder, check_alone, check_place, check_replaced
 from nntile_py.training.sample import AnyCorpus, sampled
 from nntile_py.training.saver import Saver, told
 from nntile_py.training.steps import run_steps
@@ -52,7 +50,7 @@ def train(
     ranks = runtime.ranks
     leads = not ranks or ranks.rank == 0  # writes and shows everything; the others compute and read alone
     if ranks:  # what mpirun shows each rank looks like a terminal
-        console = Console(quiet=not leads, force_terminal=False)
+        console = Screen(quiet=not leads, force_terminal=False)
     tell = partial(say, console)
     if config.short_warmup:
         tell(f"note: {config.short_warmup}")
@@ -202,7 +200,8 @@ def _begun(run: _Run, made: Callable[[], RunFolder]) -> tuple[RunFolder, Metrics
     folder = made()
     try:
         replace_file(folder.path / "config.yaml", run.config.to_yaml())
-        replace_file(folder.path / checkpoint.TOKENIZER, run.corpus.tokenizer.to_str(pretty=True))
+        for name, content in tokenizer_files(run.corpus.tokenizer, run.config).items():
+            replace_file(folder.path / name, content)
         return folder, Metrics(folder.path, run.trainer.steps, run.tell, run.out, partial(_set_aside, run, folder.path))
     except OSError:
         folder.give_up()
@@ -216,7 +215,7 @@ def _set_aside(run: _Run, folder: Path) -> None:
 
 def _saver(run: _Run, folder: RunFolder) -> Saver:
     facts = {"config": run.config.model_dump(mode="json", by_alias=True), "data": run.data}
-    files = _files(run.trainer, run.corpus.tokenizer, run.config)
+    files = beside_arrays(run.trainer, run.corpus.tokenizer, run.config)
     made = Saver(run.config.checkpoint, run.trainer, folder, files, facts, run.tell)
     if run.resumed and checkpoint.folder_of(folder.path, run.resumed.step).is_dir():
         made.newest = run.resumed.step
@@ -250,23 +249,6 @@ def _show_confusion(found: Confusion, folder: Path, tell: Callable[[str], None])
         tell(f"no picture of it: {error.filename}: {error.strerror}")
     else:
         tell(f"drawn in {folder / FILES[0]}")
-
-
-def _files(trainer: Trainer, tokenizer: Tokenizer, config: RunConfig) -> dict[str, str | bytes]:
-    """What a checkpoint of a run holds beside the arrays: config.json as transformers has it, the tokenizer."""
-    end = tokenizer.token_to_id(END_OF_TEXT)
-    ends = {"bos_token_id": CLS, "eos_token_id": SEP}
-    saved = trainer.hf_config() | {
-        key: number_of(tokenizer, token) if end is None else end for key, token in ends.items()
-    }
-    if (pad := number_of(tokenizer, PAD)) is not None:
-        saved["pad_token_id"] = pad
-    files: dict[str, str | bytes] = {
-        checkpoint.CONFIG: json.dumps(saved, indent=2), checkpoint.TOKENIZER: tokenizer.to_str(pretty=True),
-    }  # fmt: skip
-    if config.model.from_ and (kept := Path(config.model.from_) / GENERATION).is_file():
-        files[GENERATION] = read(kept)
-    return files
 
 
 def build_trainer(config: RunConfig, model: Model | None = None) -> Trainer:

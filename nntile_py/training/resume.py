@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tokenizers import Tokenizer
+
 from nntile_py.config.run import RunConfig
 from nntile_py.errors import ConfigError
 from nntile_py.models.base import Model
@@ -62,8 +64,12 @@ def newest(where: Path, tell: Callable[[str], None]) -> Resumed:
 
 
 def data_facts(config: RunConfig, corpus: Corpus | LabelledCorpus) -> dict[str, str]:
-    """What makes another run of a run: hashes of the tokens, of what made them, of an own model's file."""
-    parts = corpus.contents() | {"tokenizer": corpus.tokenizer.to_str().encode()}
+    """What makes another run of a run: hashes of the tokens, of what made them, of an own model's file.
+
+    A saved tokenizer has a template that the one that the run began with may lack; what it adds is in the tokens."""
+    bare = Tokenizer.from_str(corpus.tokenizer.to_str())
+    bare.post_processor = None
+    parts = corpus.contents() | {"tokenizer (its template aside)": bare.to_str().encode()}
     if (file := Path(str(config.model.type).rpartition(":")[0])).suffix == ".py":
         parts["text of the model's file"] = file.read_bytes()
     return {name: hashlib.sha256(content).hexdigest() for name, content in parts.items()}
@@ -78,7 +84,7 @@ def check_same(resumed: Resumed, config: RunConfig, data: dict[str, str]) -> str
     differ = {key: f"{key} was {old[key]}, is {new[key]}" for key in both}
     fixed = [words for key, words in differ.items() if _in(key, FIXED)]
     saved = resumed.facts.get("data") or {}
-    fixed += [f"another {name}" for name, digest in data.items() if saved.get(name) != digest]
+    fixed += [f"another {name}" for name, digest in data.items() if saved.get(name, digest) != digest]
     if fixed:
         raise ConfigError(f"--resume: {resumed.folder} is of another run: {'; '.join(fixed)}; allowed: the same")
     if config.train.steps <= resumed.step:

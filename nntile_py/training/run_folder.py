@@ -19,8 +19,8 @@ from nntile_py.training import checkpoint, confusion
 GENERATION, METRICS = "generation_config.json", "metrics.jsonl"
 # What `nntile train` writes; whatever else is in a folder is not its own to remove.
 OWN = (
-    checkpoint.MODEL, checkpoint.CONFIG, checkpoint.TOKENIZER, GENERATION,
-    "config.yaml", METRICS, "checkpoints", *confusion.FILES,
+    checkpoint.MODEL, checkpoint.CONFIG, checkpoint.TOKENIZER,
+    checkpoint.TOKENIZER_CONFIG, GENERATION, "config.yaml", METRICS, "checkpoints", *confusion.FILES,
 )  # fmt: skip
 
 
@@ -76,7 +76,8 @@ class RunFolder:
     def publish(self, step: int) -> None:
         """The weights of a checkpoint become those of the run: links where the disk has such, else copies."""
         source = checkpoint.folder_of(self.path, step)
-        for name in (checkpoint.TOKENIZER, GENERATION, checkpoint.CONFIG, checkpoint.MODEL):  # the weights last
+        files = checkpoint.TOKENIZER, checkpoint.TOKENIZER_CONFIG, GENERATION, checkpoint.CONFIG, checkpoint.MODEL
+        for name in files:  # the weights last
             if (source / name).is_file() or name == checkpoint.MODEL:
                 with replaced(self.path / name) as beside:
                     try:
