@@ -22,6 +22,7 @@ from rich.console import Console
 
 from nntile_py.analysis import tell
 from nntile_py.analysis.operators import Analysis, Row, analyse
+from nntile_py.analysis.plan import plan
 from nntile_py.analysis.workloads import PRESETS, preset
 from nntile_py.config.run import load
 from nntile_py.config.spec import step_spec
@@ -148,6 +149,26 @@ def test_other_models(name: str) -> None:
     assert {row.group for row in made.operators} == {row.name for row in made.groups}
     assert all(row.moved >= row.least for row in (*made.operators, *made.groups)), name
     assert made.totals()["all"]["flop"] == pytest.approx(made.totals()["fused"]["flop"], rel=1e-12)
+
+
+@pytest.mark.parametrize("sets", [[], ["tiles.seq=32"], ["tiles.seq=32", "model.attention=naive"]])
+def test_plan_and_analysis_count_what_tasks_compute(sets: list[str]) -> None:
+    """Pairs of tiles that a causal mask leaves out are in neither; the flop of a step are those of the products."""
+    config = load("experiments/gpt2_tiny.yaml", sets)
+    made, planned, step = analyse(config), plan(config), step_spec(config).step()
+    totals = made.totals()
+    assert sum(row.flop for row in planned.rows.values()) == pytest.approx(totals["all"]["flop"], rel=1e-12)
+    assert totals["fused"]["flop"] == pytest.approx(totals["all"]["flop"], rel=1e-12)
+    assert planned.flop == step.flop == pytest.approx(totals["contraction"]["flop"], rel=1e-12)
+    beside = "attention_normalise", "attention_delta"
+    kinds = {op.kind for op in step.graph.ops if op.category is CONTRACTION}
+    tasks = [task for task in step.first.tasks.tasks if task.kernel not in beside]
+    flop = sum(task.flop for task in tasks if task.op.removesuffix(".backward").rpartition(".")[2] in kinds)
+    assert flop == pytest.approx(planned.flop, rel=1e-12)
+    if "model.attention=naive" in sets:
+        pairs = 8 * 6 * 128 * 129 // 2  # batch, heads, queries and the keys that each attends to
+        for name, count in (("Softmax", 2), ("SoftmaxGrad dX", 3)):
+            assert by_name(made)[f"h*.attn.{name}"].least == 4 * count * pairs
 
 
 def test_cut_contractions_read_their_operands_again() -> None:

@@ -279,7 +279,7 @@ class _Count:
         read_words, written_words, size = self._known[key]
         times, phase = (1, "update") if number else (self.repeats, _phase(op))
         counts = Counts(
-            flop=op.flop(), read=read_words, written=written_words, least=op.words(), bytes=size,
+            flop=op.computed(self.cuts), read=read_words, written=written_words, least=op.words(), bytes=size,
             least_bytes=least_bytes(op),
         )  # fmt: skip
         return _Fact(op, phase, place, times, counts)
@@ -340,10 +340,7 @@ def _row(name: str, phase: str, group: str | None, some: Sequence[_Fact]) -> Row
     first = some[0]
     over = space(first.op) if len(distinct) == 1 else Space({})
     free = {axis: over.sizes[axis] for axis in over.independent}
-
     counts = Counts.total((fact.counts, fact.times) for fact in some)
-    # A fused contraction's own count leaves out its epilogue: that is its members'.
-    counts["flop"] = sum((sum(m.counts.flop for m in fact.members) or fact.counts.flop) * fact.times for fact in some)
     kinds = [member.op.kind for member in first.members]
     return Row(
         name=name, phase=phase, category=first.op.category, title=" + ".join(kinds) or first.op.title,
