@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from nntile_py.analysis.counts import Counter, Counts, Fact, looks
 from nntile_py.analysis.workloads import Work, logical
 from nntile_py.config.spec import step_spec
 from nntile_py.errors import ConfigError
@@ -19,10 +20,9 @@ from nntile_py.graph.fusion import Fusion, fuse
 from nntile_py.graph.graph import Graph
 from nntile_py.graph.step import TILE_DTYPE
 from nntile_py.graph.uses import Uses
-from nntile_py.tasks.op import CATEGORIES, Category, Lowering, Op
+from nntile_py.tasks.op import CATEGORIES, Category, Op
 from nntile_py.tasks.space import Space, space
-from nntile_py.tiles import TaskList, Tiling, device_model
-from nntile_py.tiles.dtypes import DTYPES
+from nntile_py.tiles import Tiling, device_model
 
 if TYPE_CHECKING:
     from nntile_py.config.run import RunConfig
@@ -42,24 +42,6 @@ def bound_by_memory(flop: float, least_bytes: float, peaks: Peaks) -> bool | Non
     if peaks.flop is None or peaks.bytes is None:
         return None
     return least_bytes / peaks.bytes > flop / peaks.flop
-
-
-@dataclass(frozen=True, kw_only=True)
-class Counts:
-    """read, written: words that tasks move; least: each operand once; bytes, least_bytes: the same in bytes."""
-
-    flop: float
-    read: int
-    written: int
-    least: int
-    bytes: int
-    least_bytes: float
-
-    @classmethod
-    def total(cls, parts: Iterable[tuple[Counts, int]]) -> dict[str, Any]:
-        """Of parts, each so many times: by the names of the fields."""
-        known = [(vars(part), times) for part, times in parts]
-        return {of.name: sum(counts[of.name] * times for counts, times in known) for of in fields(Counts)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,7 +155,7 @@ def analyse(config: RunConfig, work: Work = "train") -> Analysis:
         raise ConfigError("train.pack: got true; allowed in an analysis: false, as words are then of no fixed number")
     full, none = Fusion.of(config.fusion.model_dump()), unfused(config)
     cuts = step_spec(config).cuts
-    count = _Count(cuts, config.accumulate, config.train.grad_accumulation if work == "train" else 1)
+    count = Counter(cuts, config.accumulate, config.train.grad_accumulation if work == "train" else 1)
     before = [count.facts(graph, n) for n, graph in enumerate(logical(config, work, none))]
     after = [count.facts(graph, n) for n, graph in enumerate(logical(config, work, full))]
     for number, graph in enumerate(logical(config, work, none)):
@@ -228,95 +210,11 @@ def _title(config: RunConfig, work: str) -> str:
     return f"{what.get(work, work)}: {', '.join(told)}, {config.precision}"
 
 
-# -- one operator
-
-
-def alone(op: Op, cuts: Tiling, policy: str) -> Lowering:
-    """The tasks of an operator by itself; what it reads is there before, what it makes is written anew."""
-    low = Lowering(cuts, TaskList(policy))
-    for tensor in dict.fromkeys(t.storage for t in op.inputs):
-        low.tasks.initialised.update(low.tile(tensor, index) for index in low.indices(tensor))
-    low.op = op.name
-    op.lower(low)
-    low.tasks.resolve()
-    return low
-
-
-@dataclass
-class _Fact:
-    """What is counted of one operator; `place`: its number in the graph."""
-
-    op: Op
-    phase: str
-    place: int
-    times: int
-    counts: Counts
-    group: _Fact | None = None  # after fusion
-    members: list[_Fact] = field(default_factory=list)  # of one after fusion
-
-
-class _Count:
-    """Counts operators; those that look alike, as of all layers, once."""
-
-    def __init__(self, cuts: Tiling, policy: str, repeats: int) -> None:
-        self.cuts, self.policy, self.repeats = cuts, policy, repeats
-        self._known: dict[Hashable, tuple[int, int, int]] = {}
-
-    def facts(self, graph: Graph, number: int) -> dict[int, _Fact]:
-        """By place, of the operators that have tasks. `number` 0: what each micro-batch runs, 1: the update."""
-        for op in graph.ops:
-            op.fit(self.cuts)
-        found = (self._fact(op, place, number) for place, op in enumerate(graph.ops))
-        return {fact.place: fact for fact in found if fact.counts.bytes}
-
-    def _fact(self, op: Op, place: int, number: int) -> _Fact:
-        key = looks(op)
-        if key not in self._known:
-            accesses = [a for task in alone(op, self.cuts, self.policy).tasks.tasks for a in task.accesses]
-            read, written = ([a.tile for a in accesses if a.mode != other] for other in ("W", "R"))
-            size = sum(tile.bytes for tile in (*read, *written))
-            self._known[key] = sum(map(_words, read)), sum(map(_words, written)), size
-        read_words, written_words, size = self._known[key]
-        times, phase = (1, "update") if number else (self.repeats, _phase(op))
-        counts = Counts(
-            flop=op.computed(self.cuts), read=read_words, written=written_words, least=op.words(), bytes=size,
-            least_bytes=least_bytes(op),
-        )  # fmt: skip
-        return _Fact(op, phase, place, times, counts)
-
-
-def least_bytes(op: Op) -> float:
-    """Of its least words, each as wide as they are on average."""
-    tensors = {*op.inputs, *op.outputs}
-    words = sum(t.words for t in tensors)
-    return op.words() * sum(t.words * DTYPES[t.dtype].bytes for t in tensors) / max(words, 1)
-
-
-def _words(tile: Any) -> int:
-    return math.prod(tile.shape)
-
-
-def looks(op: Op) -> Hashable:
-    """The same for operators that are the same work."""
-    tensors = tuple((t.axes, t.shape, t.dtype, t.band) for t in (*op.inputs, *op.outputs))
-    return op.kind, op.title, op.phase, tensors
-
-
-def _phase(op: Op) -> str:
-    if op.phase == "forward":
-        return "forward"
-    weights = [t.storage.kind == "grad" for t in op.outputs]
-    return " ".join([*(["dX"] if not all(weights) else []), *(["dW"] if any(weights) else [])])
-
-
-# -- rows
-
-
-def _rows(facts: Sequence[_Fact], groups: Mapping[int, str] | None = None) -> tuple[list[Row], dict[int, str]]:
+def _rows(facts: Sequence[Fact], groups: Mapping[int, str] | None = None) -> tuple[list[Row], dict[int, str]]:
     """Facts that are alike become one row; also the name of the row of each fact, by id.
 
     groups: the names for what facts are part of after fusion."""
-    alike: dict[tuple[str, Hashable, str | None], list[_Fact]] = {}
+    alike: dict[tuple[str, Hashable, str | None], list[Fact]] = {}
     for fact in facts:
         update = fact.phase == "update"
         group = groups.get(id(fact.group)) if groups else None
@@ -332,7 +230,7 @@ def _rows(facts: Sequence[_Fact], groups: Mapping[int, str] | None = None) -> tu
     return rows, names
 
 
-def _row(name: str, phase: str, group: str | None, some: Sequence[_Fact]) -> Row:
+def _row(name: str, phase: str, group: str | None, some: Sequence[Fact]) -> Row:
     distinct: dict[Hashable, tuple[Op, int]] = {}
     for fact in some:
         op, times = distinct.get(looks(fact.op), (fact.op, 0))
@@ -354,7 +252,7 @@ def starred(name: str) -> str:
     return re.sub(r"(?<![^.])(h?)\d+(?=\.)", r"\1*", name)
 
 
-def _name(some: Sequence[_Fact]) -> str:
+def _name(some: Sequence[Fact]) -> str:
     """Where it is, what it is, and of gradients whose."""
     first = some[0]
     if first.phase == "update":

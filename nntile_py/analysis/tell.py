@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from markupsafe import Markup
 
 from nntile_py.analysis import draw
-from nntile_py.analysis.operators import Analysis, Peaks, Row, bound_by_memory, least_bytes, unfused
+from nntile_py.analysis.counts import least_bytes
+from nntile_py.analysis.operators import Analysis, Peaks, Row, bound_by_memory, unfused
 from nntile_py.errors import NNTileError
 from nntile_py.system.folders import replace_file
 from nntile_py.system.pages import templates

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from nntile_py import _core
-from nntile_py.analysis.operators import Analysis, Peaks, Row, alone, looks
+from nntile_py.analysis.counts import alone, looks
+from nntile_py.analysis.operators import Analysis, Peaks, Row
 from nntile_py.config.run import RunConfig, runtime_options
 from nntile_py.config.spec import step_spec
 from nntile_py.execution.captured import Served
