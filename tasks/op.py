@@ -282,8 +282,9 @@ class Op:
 
     @property
     def tied(self) -> list[Tensor]:
-        """Those of `sums` that are added to what another operator has made, such as a tied weight's gradient."""
-        return [t for t in self.sums if t.storage is not t]
+        """Outputs that are added to what another operator has made, such as the gradient of a tied weight."""
+        read = {t.storage for t in self.inputs}
+        return [t for t in self.outputs if t.storage is not t and t.storage not in read]
 
     def fit(self, tiling: Tiling) -> None:
         """Tell the tiling how axes have to be cut together; raises ConfigError if they cannot be."""

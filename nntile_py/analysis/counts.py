@@ -5,12 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from nntile_py.config.spec import step_spec
 from nntile_py.graph.graph import Graph
 from nntile_py.tasks.op import Lowering, Op
 from nntile_py.tiles import TaskList, Tiling
 from nntile_py.tiles.dtypes import DTYPES
+
+if TYPE_CHECKING:
+    from nntile_py.analysis.workloads import Work
+    from nntile_py.config.run import RunConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,17 +29,34 @@ class Counts:
     bytes: int
     least_bytes: float
 
+    @property
+    def moved(self) -> int:
+        return self.read + self.written
+
+    @property
+    def intensity(self) -> float:
+        """Flop a word."""
+        return self.flop / self.moved if self.moved else 0.0
+
     @classmethod
-    def total(cls, parts: Iterable[tuple[Counts, int]]) -> dict[str, Any]:
-        """Of parts, each so many times: by the names of the fields."""
-        known = [(vars(part), times) for part, times in parts]
-        return {of.name: sum(counts[of.name] * times for counts, times in known) for of in fields(Counts)}
+    def total(cls, parts: Iterable[Counts]) -> dict[str, Any]:
+        """Of all parts: by the names of the fields."""
+        known = list(map(vars, parts))
+        return {of.name: sum(counts[of.name] for counts in known) for of in fields(Counts)}
 
 
-def alone(op: Op, cuts: Tiling, policy: str) -> Lowering:
-    """The tasks of an operator by itself; what it reads is there before, what it makes is written anew."""
+HELD = ("grad", "scalar")  # kinds of tensors that all micro-batches of a step add to: gradients of weights, the loss
+
+
+def alone(op: Op, cuts: Tiling, policy: str, *, again: bool = False) -> Lowering:
+    """The tasks of an operator by itself; what it reads, and what is tied, is there before, all else it writes anew.
+
+    again: after a micro-batch that did so."""
     low = Lowering(cuts, TaskList(policy))
-    for tensor in dict.fromkeys(t.storage for t in op.inputs):
+    sums = {t.storage for t in op.outputs if again and t.storage.kind in HELD}
+    low.tasks.sums = {low.tile(tensor, index) for tensor in sums for index in low.indices(tensor)}
+    low.tasks.initialised |= low.tasks.sums
+    for tensor in dict.fromkeys(t.storage for t in [*op.inputs, *op.tied]):
         low.tasks.initialised.update(low.tile(tensor, index) for index in low.indices(tensor))
     low.op = op.name
     op.lower(low)
@@ -44,7 +66,7 @@ def alone(op: Op, cuts: Tiling, policy: str) -> Lowering:
 
 @dataclass
 class Fact:
-    """What is counted of one operator; `place`: its number in the graph."""
+    """What is counted of one operator, in all micro-batches; `times`: how many; `place`: its number in the graph."""
 
     op: Op
     phase: str
@@ -55,12 +77,13 @@ class Fact:
     members: list[Fact] = field(default_factory=list)  # of one after fusion
 
 
-class Counter:
-    """Counts operators; those that look alike, as of all layers, once."""
+class Tally:
+    """Counts operators of a workload; those that look alike, as of all layers, once. repeats: micro-batches."""
 
-    def __init__(self, cuts: Tiling, policy: str, repeats: int) -> None:
-        self.cuts, self.policy, self.repeats = cuts, policy, repeats
-        self._known: dict[Hashable, tuple[int, int, int]] = {}
+    def __init__(self, config: RunConfig, work: Work) -> None:
+        self.cuts, self.policy = step_spec(config.model_copy(update={"layout": "default"})).cuts, config.accumulate
+        self.repeats = config.train.grad_accumulation if work == "train" else 1
+        self._known: dict[Hashable, tuple[int, int, int]] = {}  # words read and written, bytes
 
     def facts(self, graph: Graph, number: int) -> dict[int, Fact]:
         """By place, of the operators that have tasks. `number` 0: what each micro-batch runs, 1: the update."""
@@ -70,26 +93,33 @@ class Counter:
         return {fact.place: fact for fact in found if fact.counts.bytes}
 
     def _fact(self, op: Op, place: int, number: int) -> Fact:
-        key = looks(op)
-        if key not in self._known:
-            accesses = [a for task in alone(op, self.cuts, self.policy).tasks.tasks for a in task.accesses]
-            read, written = ([a.tile for a in accesses if a.mode != other] for other in ("W", "R"))
-            size = sum(tile.bytes for tile in (*read, *written))
-            self._known[key] = sum(map(_words, read)), sum(map(_words, written)), size
-        read_words, written_words, size = self._known[key]
         times, phase = (1, "update") if number else (self.repeats, _phase(op))
+        runs = [self._moved(op, again=n > 0) for n in range(times)]
+        read, written, size = map(sum, zip(*runs, strict=True))
+        held = sum(t.words for t in op.outputs if t.storage.kind in HELD and t not in op.tied)  # read to be added to
+        least = times * op.words() + (times - 1) * held
         counts = Counts(
-            flop=op.computed(self.cuts), read=read_words, written=written_words, least=op.words(), bytes=size,
-            least_bytes=least_bytes(op),
+            flop=times * op.computed(self.cuts), read=read, written=written, least=least, bytes=size,
+            least_bytes=least * _width(op),
         )  # fmt: skip
         return Fact(op, phase, place, times, counts)
 
+    def _moved(self, op: Op, again: bool) -> tuple[int, int, int]:
+        key = looks(op), len(op.tied), again
+        if key not in self._known:
+            tasks = alone(op, self.cuts, self.policy, again=again).tasks.tasks
+            accesses = [a for task in tasks for a in task.accesses]
+            read, written = ([a.tile for a in accesses if a.mode != other] for other in ("W", "R"))
+            size = sum(tile.bytes for tile in (*read, *written))
+            self._known[key] = sum(map(_words, read)), sum(map(_words, written)), size
+        return self._known[key]
 
-def least_bytes(op: Op) -> float:
-    """Of its least words, each as wide as they are on average."""
+
+def _width(op: Op) -> float:
+    """Bytes of a word, as they are on average."""
     tensors = {*op.inputs, *op.outputs}
     words = sum(t.words for t in tensors)
-    return op.words() * sum(t.words * DTYPES[t.dtype].bytes for t in tensors) / max(words, 1)
+    return sum(t.words * DTYPES[t.dtype].bytes for t in tensors) / max(words, 1)
 
 
 def _words(tile: Any) -> int:
@@ -99,7 +129,8 @@ def _words(tile: Any) -> int:
 def looks(op: Op) -> Hashable:
     """The same for operators that are the same work."""
     tensors = tuple((t.axes, t.shape, t.dtype, t.band) for t in (*op.inputs, *op.outputs))
-    return op.kind, op.title, op.phase, tensors
+    mask = getattr(getattr(op, "forward", op), "mask", None)  # of attention, which has no scores
+    return op.kind, op.title, op.phase, tensors, mask and mask.band
 
 
 def _phase(op: Op) -> str:

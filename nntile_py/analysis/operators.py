@@ -12,9 +12,8 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from nntile_py.analysis.counts import Counter, Counts, Fact, looks
+from nntile_py.analysis.counts import Counts, Fact, Tally, looks
 from nntile_py.analysis.workloads import Work, logical
-from nntile_py.config.spec import step_spec
 from nntile_py.errors import ConfigError
 from nntile_py.graph.fusion import Fusion, fuse
 from nntile_py.graph.graph import Graph
@@ -37,11 +36,11 @@ class Peaks:
     source: str
 
 
-def bound_by_memory(flop: float, least_bytes: float, peaks: Peaks) -> bool | None:
+def bound_by_memory(counts: Counts, peaks: Peaks) -> bool | None:
     """Whether the least bytes take longer than the flop; None where a peak is not known."""
     if peaks.flop is None or peaks.bytes is None:
         return None
-    return least_bytes / peaks.bytes > flop / peaks.flop
+    return counts.least_bytes / peaks.bytes > counts.flop / peaks.flop
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,15 +62,6 @@ class Row(Counts):
     group: str | None = None
     seconds: float | None = None
 
-    @property
-    def moved(self) -> int:
-        return self.read + self.written
-
-    @property
-    def intensity(self) -> float:
-        """Flop a word."""
-        return self.flop / self.moved if self.moved else 0.0
-
     def peak_share(self, peaks: Peaks) -> float | None:
         """Percent of the peak flop/s that it reached."""
         return 100 * self.flop / self.seconds / peaks.flop if self.seconds and peaks.flop else None
@@ -87,7 +77,7 @@ class Row(Counts):
 
     def memory_bound(self, peaks: Peaks) -> bool | None:
         """Whether MUE is above the share of the peak flop/s: so for any time that it takes, and told without one."""
-        return bound_by_memory(self.flop, self.least_bytes, peaks)
+        return bound_by_memory(self, peaks)
 
     def to_dict(self, peaks: Peaks) -> dict[str, Any]:
         """Percent in peak_share and mue, as in the paper."""
@@ -154,12 +144,11 @@ def analyse(config: RunConfig, work: Work = "train") -> Analysis:
     if config.train.pack:
         raise ConfigError("train.pack: got true; allowed in an analysis: false, as words are then of no fixed number")
     full, none = Fusion.of(config.fusion.model_dump()), unfused(config)
-    cuts = step_spec(config).cuts
-    count = Counter(cuts, config.accumulate, config.train.grad_accumulation if work == "train" else 1)
+    count = Tally(config, work)
     before = [count.facts(graph, n) for n, graph in enumerate(logical(config, work, none))]
     after = [count.facts(graph, n) for n, graph in enumerate(logical(config, work, full))]
     for number, graph in enumerate(logical(config, work, none)):
-        owners = _owners(graph, full, cuts)
+        owners = _owners(graph, full, count.cuts)
         for fact in before[number].values():
             if (fused := after[number].get(owners.get(fact.place, -1))) is not None:
                 fact.group = fused
@@ -238,7 +227,7 @@ def _row(name: str, phase: str, group: str | None, some: Sequence[Fact]) -> Row:
     first = some[0]
     over = space(first.op) if len(distinct) == 1 else Space({})
     free = {axis: over.sizes[axis] for axis in over.independent}
-    counts = Counts.total((fact.counts, fact.times) for fact in some)
+    counts = Counts.total(fact.counts for fact in some)
     kinds = [member.op.kind for member in first.members]
     return Row(
         name=name, phase=phase, category=first.op.category, title=" + ".join(kinds) or first.op.title,
