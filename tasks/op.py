@@ -231,6 +231,7 @@ class Op:
     category: ClassVar[Category] = ELEMENTWISE
     colours: ClassVar[Mapping[str, str]] = {}
     independent: ClassVar[bool] = False  # whether an axis may have other sizes in other ones of its tensors
+    picks: Sequence[str] = ()  # axes of its inputs along which it looks up, as in a table, and sums nothing
 
     name: str = ""  # set by the graph: scope and operator
     phase: str = "forward"
