@@ -213,6 +213,17 @@ def test_cut_contractions_read_their_operands_again() -> None:
     assert row.flop == one.flop and row.least == one.least and row.read > one.read
 
 
+def test_searched_layouts_are_not_analysed() -> None:
+    """Which is told; no timings are needed. A forward pass runs in the default ones."""
+    sets = ["layout=searched"]
+    config = load("experiments/gpt2_tiny.yaml", sets)
+    made = analyse(config)
+    assert made.title.endswith(", fp32, in the default layouts, though it runs in searched ones")
+    assert made.totals() == analyse(load("experiments/gpt2_tiny.yaml")).totals()
+    assert "operators" in tell.dot_of(made, config, "train", "after")
+    assert analyse(config, "inference").title.endswith(", fp32")
+
+
 def test_what_bounds_an_operator(encoder: Analysis) -> None:
     """MUE above the share of the peak, whatever time it takes."""
     for row in encoder.operators:

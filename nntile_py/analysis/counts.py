@@ -7,7 +7,7 @@ from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
-from nntile_py.config.spec import step_spec
+from nntile_py.config.spec import default_layouts, step_spec
 from nntile_py.graph.graph import Graph
 from nntile_py.tasks.op import Lowering, Op
 from nntile_py.tiles import TaskList, Tiling
@@ -81,7 +81,7 @@ class Tally:
     """Counts operators of a workload; those that look alike, as of all layers, once. repeats: micro-batches."""
 
     def __init__(self, config: RunConfig, work: Work) -> None:
-        self.cuts, self.policy = step_spec(config.model_copy(update={"layout": "default"})).cuts, config.accumulate
+        self.cuts, self.policy = step_spec(default_layouts(config)).cuts, config.accumulate
         self.repeats = config.train.grad_accumulation if work == "train" else 1
         self._known: dict[Hashable, tuple[int, int, int]] = {}  # words read and written, bytes
 

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from nntile_py.analysis.counts import Counts, Fact, Tally, looks
-from nntile_py.analysis.workloads import Work, logical
+from nntile_py.analysis.workloads import FORWARD, Work, logical
+from nntile_py.config.spec import default_layouts
 from nntile_py.errors import ConfigError
 from nntile_py.graph.fusion import Fusion, fuse
 from nntile_py.graph.graph import Graph
@@ -137,12 +138,14 @@ def _total(rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def analyse(config: RunConfig, work: Work = "train") -> Analysis:
-    """Of a workload with the sizes of `config`. Raises ConfigError where it has no such work, or sizes do not fit.
+    """Of a workload with the sizes of `config`, in the default layouts, which is told where it runs in others. Raises
+    ConfigError where it has no such work, or sizes do not fit.
 
     Stacked products of queries, keys and values (fusion.qkv) stay so before fusion, as in the paper: they are other
     operators, not fewer tasks of the same ones."""
     if config.train.pack:
         raise ConfigError("train.pack: got true; allowed in an analysis: false, as words are then of no fixed number")
+    title, config = _title(config, work), default_layouts(config)
     full, none = Fusion.of(config.fusion.model_dump()), unfused(config)
     count = Tally(config, work)
     before = [count.facts(graph, n) for n, graph in enumerate(logical(config, work, none))]
@@ -155,7 +158,7 @@ def analyse(config: RunConfig, work: Work = "train") -> Analysis:
                 fused.members.append(fact)
     groups, names = _rows([fact for facts in after for fact in facts.values()])
     operators, _ = _rows([fact for facts in before for fact in facts.values()], names)
-    return Analysis(_title(config, work), operators, groups, nominal(config))
+    return Analysis(title, operators, groups, nominal(config))
 
 
 def unfused(config: RunConfig) -> Fusion:
@@ -196,7 +199,10 @@ def _title(config: RunConfig, work: str) -> str:
         sizes.pop("layers", None)
     told = [f"{name} {size}" for name, size in ({"batch": config.train.batch, "seq": config.train.seq} | sizes).items()]
     what = {"train": f"a training step of {config.model.type}", "inference": f"a forward pass of {config.model.type}"}
-    return f"{what.get(work, work)}: {', '.join(told)}, {config.precision}"
+    told += [config.precision]
+    if config.layout == "searched" and work not in FORWARD:  # which run in the default ones
+        told += ["in the default layouts, though it runs in searched ones"]
+    return f"{what.get(work, work)}: {', '.join(told)}"
 
 
 def _rows(facts: Sequence[Fact], groups: Mapping[int, str] | None = None) -> tuple[list[Row], dict[int, str]]:

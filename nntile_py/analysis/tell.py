@@ -14,6 +14,7 @@ from markupsafe import Markup
 from nntile_py.analysis import draw
 from nntile_py.analysis.counts import Counts
 from nntile_py.analysis.operators import Analysis, Peaks, Row, bound_by_memory, unfused
+from nntile_py.config.spec import default_layouts
 from nntile_py.errors import NNTileError
 from nntile_py.system.folders import replace_file
 from nntile_py.system.pages import templates
@@ -204,7 +205,7 @@ def dot_of(made: Analysis, config: RunConfig, work: Work, fusion: str) -> str:
     def bound(counts: Counts) -> bool:
         return bool(bound_by_memory(counts, made.peaks))
 
-    return draw.draw(config, work=work, fusion=fusion, before=unfused(config), bound=bound)
+    return draw.draw(default_layouts(config), work=work, fusion=fusion, before=unfused(config), bound=bound)
 
 
 def _keys(rows: Sequence[Row], peaks: Peaks) -> dict[str, list[Any]]:

@@ -16,7 +16,7 @@ from nntile_py import _core
 from nntile_py.analysis.counts import alone, looks
 from nntile_py.analysis.operators import Analysis, Peaks, Row
 from nntile_py.config.run import RunConfig, runtime_options
-from nntile_py.config.spec import step_spec
+from nntile_py.config.spec import default_layouts, step_spec
 from nntile_py.execution.captured import Served
 from nntile_py.execution.program import Program, Store, programs
 from nntile_py.execution.runtime import Runtime
@@ -56,7 +56,7 @@ class _Clock:
 
     def __init__(self, config: RunConfig, repeats: int) -> None:
         self.config, self.repeats = config, repeats
-        self.cuts = step_spec(config).cuts
+        self.cuts = step_spec(default_layouts(config)).cuts
         self._known: dict[Hashable, float] = {}
 
     def row(self, row: Row) -> float:
