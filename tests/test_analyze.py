@@ -318,6 +318,15 @@ def _check_page(out: Path, made: dict[str, Any]) -> None:
         assert "No picture of the graph: graphviz" in page
 
 
+def test_a_folder_that_is_not_empty(tmp_path: Path) -> None:
+    (tmp_path / "report.html").write_text("mine")
+    ran = nntile("--work", "mha", *sets(TINY), "--out", str(tmp_path))
+    assert ran.returncode == 2 and "is not an empty folder" in ran.stderr and "--overwrite" in ran.stderr
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["mine"]
+    ran = nntile("--work", "mha", *sets(TINY), "--out", str(tmp_path), "--overwrite")
+    assert ran.returncode == 0 and (tmp_path / "report.html").read_text() != "mine"
+
+
 def test_without_graphviz(tmp_path: Path) -> None:
     """All else is written, and the terminal says what is not."""
     ran = nntile("--work", "mha", *sets(TINY), "--out", str(tmp_path), PATH=str(tmp_path))
@@ -352,6 +361,7 @@ def test_the_table_fits(encoder: Analysis) -> None:
         ([], "neither CONFIG nor --work is given; allowed without CONFIG: --work encoder, decoder, mha"),
         (["--work", "mha", "--repeats", "3"], "error: --repeats: allowed: only with --measure"),
         (["--work", "mha", "--set", "model.heads=7"], "error: --work mha: model.heads: got 7; allowed: a divisor of"),
+        (["--work", "mha", "--overwrite"], "error: --overwrite: allowed: only with --out"),
         (["--work", "train"], "--work train; allowed without CONFIG: --work encoder, decoder, mha"),
         (["--work", "mha", "--set", "train.pack=true"], "train.pack"),
         (["--work", "encoder", "--set", "model.embd=7"], "model.embd"),
