@@ -213,6 +213,16 @@ def test_cut_contractions_read_their_operands_again() -> None:
     assert row.flop == one.flop and row.least == one.least and row.read > one.read
 
 
+def test_peaks_of_the_config() -> None:
+    """Count without --measure, too, of all workers; one of the two alone is refused."""
+    peaks = ["profile.peak_flop=1e12", "profile.peak_bytes=2e10", "runtime.cpus=3"]
+    made = analyse(load("experiments/gpt2_tiny.yaml", peaks)).peaks
+    assert (made.flop, made.bytes, made.source) == (3e12, 6e10, "config")
+    for one in peaks[:2]:
+        with pytest.raises(ConfigError, match=r"profile.peak_flop, profile.peak_bytes: got one alone; allowed: both"):
+            load("experiments/gpt2_tiny.yaml", [one])
+
+
 def test_searched_layouts_are_not_analysed() -> None:
     """Which is told; no timings are needed. A forward pass runs in the default ones."""
     sets = ["layout=searched"]

@@ -185,10 +185,13 @@ def _owners(graph: Graph, fusion: Fusion, cuts: Tiling) -> dict[int, int]:
 
 
 def nominal(config: RunConfig) -> Peaks:
-    """What plans take the workers for."""
+    """What the config says of the workers, or else what plans take them for."""
+    count, own = config.workers, config.profile
+    if own.peak_flop and own.peak_bytes:
+        return Peaks(count * own.peak_flop, count * own.peak_bytes, "config")
     gpu = config.runtime.cuda != 0
     speed = device_model.worker(TILE_DTYPE.get(config.precision, config.precision), gpu)
-    count, kind = config.workers, "GPU" if gpu else "CPU worker"
+    kind = "GPU" if gpu else "CPU worker"
     told = f"not measured: what plans take {count} {kind}{'s' * (count > 1)} for"
     return Peaks(count * speed.flop_s, count * speed.bytes_s, told)
 
