@@ -328,6 +328,13 @@ def _check_page(out: Path, made: dict[str, Any]) -> None:
         assert "No picture of the graph: graphviz" in page
 
 
+@pytest.mark.parametrize("env", [{"PYTHONIOENCODING": "ascii"}, {"PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}])
+def test_a_terminal_without_the_signs(env: dict[str, str], tmp_path: Path) -> None:
+    ran = nntile("--work", "mha", *sets(TINY), "--out", str(tmp_path / "out"), **env, LC_ALL="C")
+    assert ran.returncode == 0 and "? attn.q.Contract" in ran.stdout and "Traceback" not in ran.stderr, ran.stderr
+    assert "△ attn.q.Contract" in (tmp_path / "out/report.html").read_text("utf-8")
+
+
 def test_a_folder_that_is_not_empty(tmp_path: Path) -> None:
     (tmp_path / "report.html").write_text("mine")
     ran = nntile("--work", "mha", *sets(TINY), "--out", str(tmp_path))
