@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nntile_py.analysis.operators import alone
+from nntile_py.analysis.counts import alone
 from nntile_py.analysis.workloads import Work, build, logical, preset
 from nntile_py.config.run import RunConfig, load, runtime_options
 from nntile_py.config.spec import step_spec

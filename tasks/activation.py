@@ -42,6 +42,16 @@ def activate(kind: str, x: Number) -> Number:
     return 0.5 * x * (1 + tanh(_C * x * (1 + 0.044715 * x * x)))
 
 
+def activate_flop(kind: str) -> float:
+    """Operations that the activation of an element counts as."""
+    return 1.0 if kind == "relu" else 10.0
+
+
+def derivative_flop(kind: str) -> float:
+    """The same of a product with its derivative."""
+    return 1.0 if kind == "relu" else 15.0
+
+
 def derivative(kind: str, x: Number) -> Number:
     """Its derivative, of an array or of an expression."""
     if kind == "relu":
@@ -79,7 +89,7 @@ class Activation(Op):
         return [g.add(ActivationGrad(dy, x, out, self.act)).output]
 
     def flop(self) -> float:
-        return (1.0 if self.act == "relu" else 10.0) * self.output.numel
+        return activate_flop(self.act) * self.output.numel
 
     def lower(self, low: Lowering) -> None:
         for index in low.indices(self.output):
@@ -104,7 +114,7 @@ class ActivationGrad(Op):
         self.act = kind
 
     def flop(self) -> float:
-        return (1.0 if self.act == "relu" else 15.0) * self.output.numel
+        return derivative_flop(self.act) * self.output.numel
 
     def lower(self, low: Lowering) -> None:
         args = ActivationArgs(ACTIVATIONS.index(self.act))

@@ -100,6 +100,7 @@ class Attention(Op):
 
     category = CONTRACTION
     colours: ClassVar = {"forward": "#009e73"}
+    picks = "qkv", "kv_heads"
 
     def __init__(
         self, operands: Operands, out: Tensor, lse: Tensor, *, mask: Mask, backend: str,

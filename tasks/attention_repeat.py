@@ -16,6 +16,8 @@ class RepeatArgs(TaskArgs):
 class AttentionRepeat(Op):
     """y[.., head, ..] = x[.., head // group, ..]: axis heads from kv_heads."""
 
+    picks = ("kv_heads",)
+
     def __init__(self, x: Tensor, out: Tensor) -> None:
         super().__init__([x], [out])
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,9 +23,14 @@ class Band:
     two_sided: bool = False
 
     def area(self, seq: Part, key: Part) -> float:
-        """Pairs of positions in the tile that are attended to, those of the diagonal counted by half."""
+        """What flop are counted by: pairs in the tile, those of the causal diagonal by half, as is customary."""
+        diagonal = max(min(seq.end, key.end) - max(seq.offset, key.offset), 0) if self.causal else 0
+        return self.pairs(seq, key) - diagonal / 2
+
+    def pairs(self, seq: Part, key: Part) -> int:
+        """Pairs of positions in the tile that are attended to."""
         if not (self.causal or self.window):
-            return float(seq.size * key.size)
+            return seq.size * key.size
 
         def below(x: int) -> int:  # places in a triangle of x rows
             return x * (x + 1) // 2 if x > 0 else 0
@@ -34,15 +41,19 @@ class Band:
             return a - b - c + d
 
         if self.two_sided and self.window:
-            return float(from_on(1 - self.window) - from_on(self.window))
-        diagonal = max(min(seq.end, key.end) - max(seq.offset, key.offset), 0)
-        return from_on(0) - (from_on(self.window) if self.window else 0) - diagonal / 2
+            return from_on(1 - self.window) - from_on(self.window)
+        return from_on(0) - (from_on(self.window) if self.window else 0)
 
     def empty(self, seq: Part, key: Part) -> bool:
         """Whether nothing in the tile is attended to."""
-        late = self.causal and key.offset >= seq.end
-        late = late or bool(self.two_sided and self.window and key.offset >= seq.end - 1 + self.window)
-        return late or bool(self.window and key.end <= seq.offset - self.window + 1)
+        first, end = self.reach(seq)
+        return key.end <= first or key.offset >= end
+
+    def reach(self, seq: Part) -> tuple[int, float]:
+        """The first key that a position of the tile attends to, and the one after the last, were there so many."""
+        first = max(seq.offset - self.window + 1, 0) if self.window else 0
+        end = seq.end - 1 + self.window if self.two_sided and self.window else math.inf
+        return first, seq.end if self.causal else end
 
     def cuts_causal(self, seq: Part, key: Part) -> bool:
         """Whether the tile reaches the diagonal."""
@@ -66,3 +77,15 @@ class Band:
 
 
 ALL = Band()
+
+
+@functools.cache
+def share_in_tiles(band: Band, seq: int, key: int, tiles: tuple[int, int]) -> float:
+    """The share of all pairs that lie in tiles [seq, key] of this size that are not empty."""
+    found = 0
+    for offset in range(0, seq, tiles[0]):
+        part = Part(offset, min(tiles[0], seq - offset))
+        first, end = band.reach(part)
+        last = min(-(-int(min(end, key)) // tiles[1]) * tiles[1], key)
+        found += part.size * (last - first // tiles[1] * tiles[1])
+    return found / (seq * key)

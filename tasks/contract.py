@@ -11,7 +11,7 @@ import numpy as np
 
 from nntile_py.tiles import ACC, RW, Access, R, TaskArgs, Tile, W
 
-from .activation import ACTIVATIONS, activate, derivative
+from .activation import ACTIVATIONS, activate, activate_flop, derivative, derivative_flop
 from .band import ALL
 from .elementwise import bias_add
 from .op import CONTRACTION, Array, GraphLike, Index, Lowering, Op, Tensor, accumulation_dtype, permutation
@@ -111,6 +111,13 @@ class Contract(Op):
         return math.prod(sizes[axis] for axis in axes)
 
     def flop(self) -> float:
+        each = float(sum(t is not None for t in (self.bias, self.residual)))
+        if self.activation:
+            each += (derivative_flop if self.aux else activate_flop)(self.activation)
+        summed = (self.a, self.b)[self.bias_grad[0]].numel if self.bias_grad else 0
+        return self.products() + each * self.output.numel + summed
+
+    def products(self) -> float:
         return 2.0 * self._extent([*self.batch, *self.m, *self.n, *self.k])
 
     # -- lowering

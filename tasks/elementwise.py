@@ -202,7 +202,7 @@ class Unpack(Op):
 
     def __init__(self, x: Tensor, outs: Sequence[Tensor], axis: str) -> None:
         super().__init__([x], outs)
-        self.axis = axis
+        self.axis, self.picks = axis, (axis,)
 
     def gradient(self, g: GraphLike, *grads: Tensor | None) -> list[Tensor | None]:
         x = self.inputs[0]

@@ -30,7 +30,7 @@ class Embedding(Op):
 
     def __init__(self, ids: Tensor, table: Tensor, out: Tensor) -> None:
         super().__init__([ids, table], [out])
-        self.rows = table.axes[0]
+        self.rows, self.picks = table.axes[0], table.axes[:1]
 
     def gradient(self, g: GraphLike, *grads: Tensor | None) -> list[Tensor | None]:
         ids, table = self.inputs

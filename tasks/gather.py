@@ -45,7 +45,7 @@ class Gather(Op):
         assert out.axes == (*places.axes, *x.axes[-len(width) :]), (x, places, out)
         assert not inverse or inverse.axes == x.axes[: -len(width)], (x, inverse)
         super().__init__([x, places], [out])
-        self.inverse = inverse
+        self.inverse, self.picks = inverse, self.axes
 
     @property
     def sums(self) -> Sequence[Tensor]:

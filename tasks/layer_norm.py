@@ -68,7 +68,7 @@ class LayerNorm(Norm):
         return [dx, dgamma, dbeta]
 
     def flop(self) -> float:
-        return 8.0 * self.output.numel
+        return (8.0 + len(self.fused)) * self.output.numel
 
     def lower(self, low: Lowering) -> None:
         x, gamma, beta = self.inputs[:3]
@@ -165,7 +165,7 @@ class LayerNormGrad(NormGrad):
         return self.outputs[1:3]
 
     def flop(self) -> float:
-        return (15.0 if self.bias else 14.0) * self.output.numel
+        return (14.0 + len(self.fused)) * self.output.numel
 
     def lower(self, low: Lowering) -> None:
         dy, x, stat, gamma = self.inputs[:4]

@@ -24,8 +24,13 @@ class Norm(Op):
     dropout: Dropout | None = None
 
     @property
+    def fused(self) -> list[str]:
+        """What was fused into it, each an operation an element."""
+        return ["residual"] * bool(self.residual) + ["dropout"] * bool(self.dropout)
+
+    @property
     def title(self) -> str:
-        return " + ".join([self.kind, *["residual"] * bool(self.residual), *["dropout"] * bool(self.dropout)])
+        return " + ".join([self.kind, *self.fused])
 
     def onto(self, x: Tensor, residual: Tensor, total: Tensor, **dropout: Any) -> Norm:
         """This norm of x + residual, which is kept as `total`, instead of its present input."""
@@ -47,9 +52,14 @@ class NormGrad(Op):
     dropout: Dropout | None = None
 
     @property
-    def title(self) -> str:
+    def fused(self) -> list[str]:
+        """What was fused into it, each an operation an element."""
         parts = {"add": self.extra, "dropout": self.dropout, "bias gradient": self.bias}
-        return " + ".join([self.kind, *(name for name, there in parts.items() if there)])
+        return [name for name, there in parts.items() if there]
+
+    @property
+    def title(self) -> str:
+        return " + ".join([self.kind, *self.fused])
 
     def plus(self, add: Tensor, dx: Tensor) -> NormGrad:
         """This gradient with `add` added to dx, in a tensor of its own."""

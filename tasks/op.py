@@ -20,7 +20,7 @@ from nntile_py.tiles.arguments import NO_ARGS
 from nntile_py.tiles.dtypes import accumulation_dtype as accumulation_dtype
 from nntile_py.tiles.tasklist import PythonKernel
 
-from .band import ALL, Band
+from .band import ALL, Band, share_in_tiles
 from .scalar.expression import Definition
 
 Index = dict[str, int]
@@ -68,10 +68,21 @@ class Tensor:
     @property
     def words(self) -> int:
         """Those that hold something: all, or those within the band."""
-        if self.band == ALL or not {"seq", "key"} <= {*self.axes}:
+        if not self.banded:
             return self.numel
         seq, key = self.size("seq"), self.size("key")
-        return self.numel // (seq * key) * math.ceil(self.band.area(Part(0, seq), Part(0, key)))
+        return self.numel // (seq * key) * self.band.pairs(Part(0, seq), Part(0, key))
+
+    @property
+    def banded(self) -> bool:
+        return self.band != ALL and {"seq", "key"} <= {*self.axes}
+
+    def filled(self, cuts: Tiling) -> float:
+        """The share of its elements that lie in tiles that there are."""
+        if not self.banded:
+            return 1.0
+        seq, key = self.size("seq"), self.size("key")
+        return share_in_tiles(self.band, seq, key, (cuts.tile("seq", seq), cuts.tile("key", key)))
 
     @property
     def persistent(self) -> bool:
@@ -140,7 +151,7 @@ class Lowering:
 
     def empty(self, tensor: Tensor, index: Index) -> bool:
         """Whether the tile lies wholly outside of the tensor's band."""
-        if tensor.band == ALL or "seq" not in index or "key" not in index:
+        if not tensor.banded or "seq" not in index or "key" not in index:
             return False
         return tensor.band.empty(self.part(tensor, "seq", index), self.part(tensor, "key", index))
 
@@ -220,6 +231,7 @@ class Op:
     category: ClassVar[Category] = ELEMENTWISE
     colours: ClassVar[Mapping[str, str]] = {}
     independent: ClassVar[bool] = False  # whether an axis may have other sizes in other ones of its tensors
+    picks: Sequence[str] = ()  # axes of its inputs along which it looks up, as in a table, and sums nothing
 
     name: str = ""  # set by the graph: scope and operator
     phase: str = "forward"
@@ -250,12 +262,30 @@ class Op:
         raise NotImplementedError(f"{self.kind} has no gradient")
 
     def flop(self) -> float:
-        """Floating point operations, a multiply-add counted as two."""
+        """Floating point operations on whole tensors, a multiply-add counted as two; with what was fused into it."""
         return float(max(t.numel for t in [*self.inputs, *self.outputs]))
 
+    def products(self) -> float:
+        """Those of flop() that the customary count of a model has: of contractions, without what was fused in."""
+        return self.flop() if self.category is CONTRACTION else 0.0
+
+    def filled(self, cuts: Tiling) -> float:
+        """The share of its flop that a tiling leaves: tiles that lie wholly outside of a mask's band are not there."""
+        return min(t.filled(cuts) for t in [*self.inputs, *self.outputs])
+
+    def computed(self, cuts: Tiling) -> float:
+        """flop() under a tiling: what reports count."""
+        return self.flop() * self.filled(cuts)
+
     def words(self) -> int:
-        """The fewest words to move: each input once, each output once."""
-        return sum(t.words for t in {*self.inputs, *self.outputs})
+        """The fewest words to move: each input once, each output once, read too where it is added to."""
+        return sum(t.words for t in {*self.inputs, *self.outputs}) + sum(t.words for t in self.tied)
+
+    @property
+    def tied(self) -> list[Tensor]:
+        """Outputs that are added to what another operator has made, such as the gradient of a tied weight."""
+        read = {t.storage for t in self.inputs}
+        return [t for t in self.outputs if t.storage is not t and t.storage not in read]
 
     def fit(self, tiling: Tiling) -> None:
         """Tell the tiling how axes have to be cut together; raises ConfigError if they cannot be."""

@@ -30,6 +30,8 @@ class RelativeScores(Op):
     and distance are never cut. ValueError: axes or sizes do not fit.
     """
 
+    picks = "distance", "relative"
+
     def __init__(
         self,
         scores: Tensor,
@@ -92,6 +94,8 @@ class RelativeScoresGrad(Op):
     """d content_to_position[s, r] = sum of dy[s, k] over the keys with index[k - s + seq - 1] = r, and
     d position_to_content[k, r] = that sum over the queries s: those of the two that there are.
     """
+
+    picks = ("distance",)
 
     def __init__(self, forward: RelativeScores, dy: Tensor, outs: list[Tensor]) -> None:
         super().__init__([dy, forward.inputs[1]], outs)

@@ -63,7 +63,7 @@ class RMSNorm(Norm):
         return [dx, dgamma]
 
     def flop(self) -> float:
-        return (5.0 if self.residual else 4.0) * self.output.numel
+        return (4.0 + len(self.fused)) * self.output.numel
 
     def lower(self, low: Lowering) -> None:
         x, gamma = self.inputs[:2]
@@ -122,7 +122,7 @@ class RMSNormGrad(NormGrad):
         return self.outputs[1:]
 
     def flop(self) -> float:
-        return (10.0 if self.extra else 9.0) * self.output.numel
+        return (9.0 + len(self.fused)) * self.output.numel
 
     def lower(self, low: Lowering) -> None:
         dy, x, stat, gamma = self.inputs[:4]

@@ -88,6 +88,8 @@ class Rotary(Op):
     apply_rotary_pos_emb.) Raises ValueError where sizes do not fit.
     """
 
+    picks = ("rotary",)
+
     def __init__(self, x: Tensor, table: Tensor, y: Tensor, inverse: bool = False) -> None:
         width = x.size("head_dim")
         rows = {axis: x.size(axis) for axis in table.axes[:-1] if axis in x.axes}

@@ -21,7 +21,7 @@ class Select(Op):
     def __init__(self, x: Tensor, out: Tensor, axis: str, index: int) -> None:
         assert out.axes == tuple(a for a in x.axes if a != axis) and x.band == ALL, (x, out)
         super().__init__([x], [out])
-        self.axis, self.index = axis, index
+        self.axis, self.index, self.picks = axis, index, (axis,)
 
     def gradient(self, g: GraphLike, *grads: Tensor | None) -> list[Tensor | None]:
         x, dy = self.inputs[0], grads[0]

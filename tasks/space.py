@@ -33,11 +33,12 @@ class Space:
 def space(op: Op) -> Space:
     """The operator's iteration space: of its scalar form, or else from its tensors' axes.
 
-    Then what is only in inputs is reduced, and what is in outputs is not.
+    Then what is in outputs is not reduced, and what is only in inputs is, but for axes along which it looks up.
     """
     form = op.scalar()
     if form is not None:
         return Space(dict(form.sizes), form.reduced)
     outer, inner = ({axis: n for t in some for axis, n in t.sizes.items()} for some in (op.outputs, op.inputs))
+    inner = {axis: n for axis, n in inner.items() if axis not in op.picks}
     reduced = tuple(axis for axis in inner if axis not in outer)
     return Space(outer | inner, (reduced,) if reduced else ())

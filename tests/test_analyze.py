@@ -157,6 +157,27 @@ def test_cut_contractions_read_their_operands_again() -> None:
     assert row.flop == one.flop and row.least == one.least and row.read > one.read
 
 
+def test_peaks_of_the_config() -> None:
+    """Count without --measure, too, of all workers; one of the two alone is refused."""
+    peaks = ["profile.peak_flop=1e12", "profile.peak_bytes=2e10", "runtime.cpus=3"]
+    made = analyse(load("experiments/gpt2_tiny.yaml", peaks)).peaks
+    assert (made.flop, made.bytes, made.source) == (3e12, 6e10, "config")
+    for one in peaks[:2]:
+        with pytest.raises(ConfigError, match=r"profile.peak_flop, profile.peak_bytes: got one alone; allowed: both"):
+            load("experiments/gpt2_tiny.yaml", [one])
+
+
+def test_searched_layouts_are_not_analysed() -> None:
+    """Which is told; no timings are needed. A forward pass runs in the default ones."""
+    sets = ["layout=searched"]
+    config = load("experiments/gpt2_tiny.yaml", sets)
+    made = analyse(config)
+    assert made.title.endswith(", fp32, in the default layouts, though it runs in searched ones")
+    assert made.totals() == analyse(load("experiments/gpt2_tiny.yaml")).totals()
+    assert "operators" in tell.dot_of(made, config, "train", "after")
+    assert analyse(config, "inference").title.endswith(", fp32")
+
+
 def test_what_bounds_an_operator(encoder: Analysis) -> None:
     """MUE above the share of the peak, whatever time it takes."""
     for row in encoder.operators:
@@ -234,6 +255,17 @@ def test_an_operators_time_is_that_of_one_run(monkeypatch: pytest.MonkeyPatch) -
     assert counts == [1, 1, 4, 4, 4]
 
 
+@pytest.mark.parametrize(("sizes", "less"), [([], "train.batch=2"), (["train.batch=1"], "train.seq=8")])
+def test_too_little_memory(sizes: list[str], less: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(*_: Any) -> None:
+        raise MemoryError("Unable to allocate 1 TiB")
+
+    monkeypatch.setattr(alone, "_random", none)
+    clock = alone._Clock(config := preset("mha", [*TINY, *sizes]), 1)
+    with pytest.raises(NNTileError, match=rf"out of memory at attn.q.Contract: Unable .* 1 TiB; .* --set {less}$"):
+        clock.row(analyse(config, "mha").operators[0])
+
+
 def _pairs(items: list[str]) -> list[tuple[str, Any]]:
     return [(key, yaml.safe_load(value)) for key, _, value in (item.partition("=") for item in items)]
 
@@ -249,6 +281,22 @@ def _check_page(out: Path, made: dict[str, Any]) -> None:
         assert "memory-bound" in (out / "graph-before.dot").read_text()
     else:
         assert "No picture of the graph: graphviz" in page
+
+
+@pytest.mark.parametrize("env", [{"PYTHONIOENCODING": "ascii"}, {"PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}])
+def test_a_terminal_without_the_signs(env: dict[str, str], tmp_path: Path) -> None:
+    ran = nntile("--work", "mha", *sets(TINY), "--out", str(tmp_path / "out"), **env, LC_ALL="C")
+    assert ran.returncode == 0 and "? attn.q.Contract" in ran.stdout and "Traceback" not in ran.stderr, ran.stderr
+    assert "△ attn.q.Contract" in (tmp_path / "out/report.html").read_text("utf-8")
+
+
+def test_a_folder_that_is_not_empty(tmp_path: Path) -> None:
+    (tmp_path / "report.html").write_text("mine")
+    ran = nntile("--work", "mha", *sets(TINY), "--out", str(tmp_path))
+    assert ran.returncode == 2 and "is not an empty folder" in ran.stderr and "--overwrite" in ran.stderr
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["mine"]
+    ran = nntile("--work", "mha", *sets(TINY), "--out", str(tmp_path), "--overwrite")
+    assert ran.returncode == 0 and (tmp_path / "report.html").read_text() != "mine"
 
 
 def test_without_graphviz(tmp_path: Path) -> None:
@@ -285,6 +333,7 @@ def test_the_table_fits(encoder: Analysis) -> None:
         ([], "neither CONFIG nor --work is given; allowed without CONFIG: --work encoder, decoder, mha"),
         (["--work", "mha", "--repeats", "3"], "error: --repeats: allowed: only with --measure"),
         (["--work", "mha", "--set", "model.heads=7"], "error: --work mha: model.heads: got 7; allowed: a divisor of"),
+        (["--work", "mha", "--overwrite"], "error: --overwrite: allowed: only with --out"),
         (["--work", "train"], "--work train; allowed without CONFIG: --work encoder, decoder, mha"),
         (["--work", "mha", "--set", "train.pack=true"], "train.pack"),
         (["--work", "encoder", "--set", "model.embd=7"], "model.embd"),

@@ -352,9 +352,9 @@ def test_pairs_outside_of_the_window_are_absent(form: str) -> None:
     tile=st.integers(1, 9), size=st.integers(1, 30),
 )  # fmt: skip
 def test_bands(band: Band, tile: int, size: int) -> None:
-    """What is said of tiles is true of their elements; areas add up."""
+    """What is said of tiles is true of their elements; areas add up; words are those of pairs that attend."""
     parts, allowed = Tiling({"seq": tile}).parts("seq", size), band.allowed(size, size)
-    total = 0.0
+    total, there = 0.0, 0
     for seq, key in itertools.product(parts, parts):
         inside = allowed[seq.offset : seq.end, key.offset : key.end]
         assert band.empty(seq, key) == (not inside.any())
@@ -362,9 +362,14 @@ def test_bands(band: Band, tile: int, size: int) -> None:
         assert band.cuts_window(seq, key) >= bool((before & ~inside).any())
         assert band.cuts_causal(seq, key) >= (not before.all())
         assert (band.area(seq, key) > 0) == bool(inside.any())
+        assert band.pairs(seq, key) == inside.sum()
         total += band.area(seq, key)
+        there += inside.size * bool(inside.any())
     assert total == band.area(Part(0, size), Part(0, size))
     assert abs(total - allowed.sum()) <= size
+    scores = Tensor("scores", ["heads", "seq", "key"], [3, size, size], "fp32", band=band)
+    assert scores.words == 3 * allowed.sum()
+    assert scores.filled(Tiling({"seq": tile})) == pytest.approx(there / size**2)
 
 
 # -- what is refused

@@ -1,6 +1,8 @@
 """Compilers and cache folders that do not do as they should."""
 
+import errno
 import os
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -56,6 +58,18 @@ def test_a_damaged_library_is_made_anew(cache: Path, damage: bytes | int) -> Non
     assert native.address(SOURCE) and kept.read_bytes() == whole and [*cache.iterdir()] == [kept]
 
 
+def test_a_library_under_the_name_of_another_is_made_anew(cache: Path) -> None:
+    """Its function would be called with what the other takes."""
+    other = SOURCE.replace("1", "2")
+    assert native.address(SOURCE) and native.address(other)
+    own, wrong = native.path_of(SOURCE), native.path_of(other)
+    whole = own.read_bytes()
+    own.unlink()
+    own.write_bytes(wrong.read_bytes())
+    forget()
+    assert native.address(SOURCE) and own.read_bytes() == whole
+
+
 def test_a_library_is_kept(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert native.address(SOURCE)
     forget()
@@ -94,6 +108,10 @@ def test_a_library_that_another_could_have_written(cache: Path, where: str) -> N
     [
         ("#!/bin/sh\nprintf '\\377\\376 garbage'; exit 1", "compiler failed on a generated kernel: .* garbage"),
         ("#!/bin/sh\necho; echo a.cpp: error: this; echo that; exit 1", "kernel: a.cpp: error: this$"),
+        (
+            "#!/bin/sh\necho 'ld: final link failed: No space left on device'; echo 'collect2: error: ld: 1'; exit 1",
+            "kernel: ld: final link failed: No space left on device$",
+        ),
         ("#!/bin/sh\nexit 0", "compiler failed on a generated kernel: exit status 0, and no library"),
         ('#!/bin/sh\nwhile [ "$1" != -o ]; do shift || exit 0; done; echo no > "$2"', "compiled or loaded: .*short"),
         ("no script", r"compiler does not run \(.*Exec format error.*; see CXX"),
@@ -109,6 +127,18 @@ def test_compilers_that_fail(compiler: Script, script: str, why: str, monkeypatc
         native.address(SOURCE)
     assert "\n" not in str(told.value) and time.monotonic() - start < 20
     assert native.why_not()
+
+
+def test_what_a_compiler_says_needs_no_room(compiler: Script, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As TMPDIR may be full."""
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", full)
+    compiler("#!/bin/sh\necho a.s: No space left on device; exit 1")
+    with pytest.raises(native.NoCompiler, match=r"kernel: a\.s: No space left on device"):
+        native.address(SOURCE)
 
 
 def test_names_of_compilers(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,10 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 from rich.console import Console
 from test_sweep import nntile
 
 from nntile_py.analysis import draw
+from nntile_py.cli import measure as cli
 from nntile_py.errors import ConfigError, NNTileError
 from nntile_py.profiling import FILES
 from nntile_py.sweep import experiment, papers
@@ -91,6 +93,8 @@ def test_experiment_needs_gpus(tmp_path: Path) -> None:
     done = nntile(tmp_path, "experiment", "table2", "--scale", "gpu")
     if done.returncode:
         assert done.returncode == 1 and "GPU" in done.stderr and not (tmp_path / "runs").exists()
+        done = nntile(tmp_path, "experiment", "table3", "--scale", "gpu")
+        assert done.returncode == 1 and done.stderr.startswith("error: table3: needs 1 GPU, this machine has 0;")
 
 
 def test_experiments_take_the_gpus_that_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,6 +173,53 @@ def test_experiment_graph(tmp_path: Path) -> None:
         assert "## The paper" in (tmp_path / "out" / "fig10.md").read_text()
     else:
         assert "apt-get install graphviz" in done.stderr
+
+
+def test_a_folder_that_is_not_empty(tmp_path: Path) -> None:
+    """What goes on from nothing leaves it alone, as `nntile profile` does."""
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/table3.md").write_text("mine")
+    done = nntile(tmp_path, "experiment", "table3", "--out", "out")
+    assert done.returncode == 2 and "--out: out is not an empty folder; allowed: a new or empty one" in done.stderr
+    assert (tmp_path / "out/table3.md").read_text() == "mine"
+    done = nntile(tmp_path, "experiment", "fig18", "--overwrite")
+    assert done.returncode == 2 and "--overwrite: not allowed with fig18, which goes on" in done.stderr
+    done = nntile(tmp_path, "experiment", "fig10", "--out", "out", "--overwrite")
+    assert (tmp_path / "out/fig10.md").exists() and (tmp_path / "out/table3.md").read_text() == "mine", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["table3", "--mode", "inference"], "--mode: not allowed with table3, which measures forward and backward"),
+        (["bt-fig12", "--mode", "inference"], "--mode: not allowed with bt-fig12, which is a forward pass in any case"),
+        (["bt-fig14", "--set", "fusion.bias=true"], "`variants` of the sweep's file sets fusion.bias; allowed: oth"),
+    ],
+)
+def test_what_an_experiment_refuses(tmp_path: Path, args: list[str], message: str) -> None:
+    done = nntile(tmp_path, "experiment", *args)
+    assert done.returncode == 2 and message in done.stderr and done.stderr.count("\n") == 1, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [("fig18", "the same command goes on from out"), ("table3", "the same command begins anew"),
+     ("fig09", "the same command begins anew with --overwrite, as out is not empty")],
+)  # fmt: skip
+def test_interrupted(
+    name: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: Any) -> None:
+        if name == "fig09":
+            Path("out").mkdir()
+            Path("out/fig09.yaml").touch()
+        raise KeyboardInterrupt
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(experiment, "run", interrupted)
+    with pytest.raises(typer.Exit):
+        cli.experiment(name, out=Path("out"))
+    assert capsys.readouterr().err == f"interrupted; {told}\n"
 
 
 def test_ratios_of_variants() -> None:

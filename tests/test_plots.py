@@ -104,6 +104,22 @@ def test_best_names_those_that_are_no_worse() -> None:
     assert len(best_told(rows[::2], sweep.Best()).splitlines()) == 1
 
 
+@pytest.mark.parametrize(
+    ("how", "told"),
+    [
+        ({"work": "train"}, "a step"),
+        ({"work": "attention"}, "a forward pass"),
+        ({"work": "inference"}, "a forward pass"),
+        ({"work": "mha", "phase": "forward"}, "a forward pass"),
+        ({"work": "mha", "phase": "all"}, "a step"),
+    ],
+)
+def test_what_was_timed(how: dict[str, Any], told: str) -> None:
+    rows = [timed({"train.seq": seq}, [2.0, 3.0]) | {"measure": how} for seq in (1, 2)]
+    (part,) = figure_of([sweep.Plot(x="train.seq")], rows).subfigs
+    assert part.axes[0].get_ylabel() == f"time of {told} (s)"
+
+
 @pytest.mark.parametrize("kind", ["line", "bar"])
 def test_plots_hide_nothing(kind: Any) -> None:
     """Error bars end inside the axes, the legend stands outside; title, repeats and machine are told, words are one."""

@@ -77,6 +77,16 @@ def test_spaces() -> None:
     assert [*of("Sum").sizes] == [*of("LayerNorm").sizes] != [*of("Activation relu").sizes]
 
 
+def test_what_is_looked_up_is_not_summed() -> None:
+    """Of each operator without a scalar form that computes nothing, or has a table; its gradient may sum."""
+    looked_up = "Embedding|Gather|Rotary|Select|Unpack|AttentionRepeat|RelativeScores|Attention"
+    kinds = {op.kind: op for row in ROWS.values() for op in built(row)}
+    assert {kind for kind, op in kinds.items() if op.picks} >= set(looked_up.split("|"))
+    for kind, op in kinds.items():
+        taken = {axis for axes in space(op).reductions for axis in axes}
+        assert not (kind in looked_up.split("|") and taken), (kind, taken)
+
+
 def test_a_product_of_other_axes() -> None:
     a, b = Tensor("a", ["seq", "embed"], [3, 5], "fp32"), Tensor("b", ["key", "embed"], [4, 5], "fp32")
     product = Contract(a, b, Tensor("y", ["seq", "key"], [3, 4], "fp32"))

@@ -90,7 +90,7 @@ def _coarser(config: RunConfig) -> Iterator[Cut]:
     def cut(tiles: dict[str, int]) -> Cut:
         tiling = Tiling(tiles)
         tasks = repeats * count_tasks(made.graph, tiling, spec.policy) + count_tasks(update, tiling, spec.policy)
-        return Cut(tiles, tasks, repeats * made.graph.flop() / speed.flop_s / tasks, speed)
+        return Cut(tiles, tasks, repeats * made.graph.flop(tiling) / speed.flop_s / tasks, speed)
 
     now = cut(spec.tiling.tiles)
     yield now

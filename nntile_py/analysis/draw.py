@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nntile_py.analysis import dot
+from nntile_py.analysis.counts import Tally
 from nntile_py.analysis.levels import Bound, Logical, Tasks, layers, si
-from nntile_py.analysis.workloads import Phase, Work, build
+from nntile_py.analysis.workloads import Phase, Work, build, logical
 from nntile_py.errors import ConfigError, NNTileError
 from nntile_py.graph.fusion import Fusion
 
@@ -56,15 +57,16 @@ def draw(
     for part in parts:
         # Without a backward pass nothing before an activation is kept for it.
         only: Phase = "forward" if phase == "forward" else "all"
-        built = build(config, work, only, fusion=(before or Fusion.of(False)) if part == "before" else None)
-        made = (Logical if level == "logical" else Tasks)(built, part, layer, phase, folded, bound)
+        other = (before or Fusion.of(False)) if part == "before" else None
+        made: Logical | Tasks
+        if level == "logical":
+            made = Logical(logical(config, work, other, only), part, layer, phase, folded, Tally(config, work), bound)
+        else:
+            made = Tasks(build(config, work, only, fusion=other), part, layer, phase, folded)
         if not made.count:
             asked = f"--phase {phase}" + ("" if layer is None else f" --layer {layer}")
-            raise ConfigError(f"{asked}: nothing of {work} is there{layers(built)}")
-        unit = "operators" if level == "logical" else "tasks"
-        lines += made.picture.lines(
-            f"{titles[part]}: {made.count} {unit}, {si(made.flop)}flop, {si(made.volume)}B moved at least"
-        )
+            raise ConfigError(f"{asked}: nothing of {work} is there{layers(made.graphs)}")
+        lines += made.picture.lines(f"{titles[part]}: {made.told}, {si(made.flop)}flop, {si(made.volume)}B moved")
         used |= made.picture.used
     return "\n".join([*lines, *dot.legend(used), "}", ""])
 

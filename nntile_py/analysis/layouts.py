@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from nntile_py.analysis.operators import starred
 from nntile_py.analysis.workloads import Work, logical
-from nntile_py.config.spec import step_spec
+from nntile_py.config.spec import default_layouts, step_spec
 from nntile_py.errors import ConfigError
 from nntile_py.graph.arrange import Chosen, Row, search
 from nntile_py.graph.fusion import Fusion
@@ -39,7 +39,7 @@ Key = tuple[str, str, int | None]  # of a timing
 
 def graph_of(config: RunConfig, work: Work, stacked: Stacked) -> Graph:
     """Forward and backward, fused, in the default layout. ConfigError: nothing of it can be laid out otherwise."""
-    plain = config.model_copy(update={"layout": "default"})
+    plain = default_layouts(config)
     if config.train.pack:
         raise ConfigError("train.pack: got true; allowed with layouts: false")
     fusion = replace(Fusion.of(config.fusion.model_dump()), qkv=stacked)
@@ -77,7 +77,7 @@ def wanted(graph: Graph, timings: Timings, config: RunConfig) -> dict[Key, Op]:
     """What was not measured yet: each with an operator of its own in that layout, those for the search last.
 
     Of products also the layouts that need the weights in another order than they have."""
-    cuts, policy = step_spec(config.model_copy(update={"layout": "default"})).cuts, config.accumulate
+    cuts, policy = step_spec(default_layouts(config)).cuts, config.accumulate
     found: dict[Key, Op] = {}
     for op in graph.ops:
         for layout in products(op) if isinstance(op, Contract) else []:
@@ -139,7 +139,7 @@ class Found:
 
 def shown(config: RunConfig, work: Work, timings: Timings) -> list[Found]:
     """The search's result for each algebraic fusion that was measured; ConfigError: none was, whole."""
-    cuts, found, lacking = step_spec(config.model_copy(update={"layout": "default"})).cuts, [], 0
+    cuts, found, lacking = step_spec(default_layouts(config)).cuts, [], 0
     for stacked, graph in variants(config, work):
         chosen = search(graph, timings, cuts, config.accumulate)
         if chosen.missing:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 
 from nntile_py.analysis import dot
+from nntile_py.analysis.counts import Counts, Tally
 from nntile_py.analysis.folding import Folded, Unit, fold
 from nntile_py.analysis.workloads import Built
 from nntile_py.graph.graph import Graph
@@ -18,7 +19,7 @@ MOST_ALIKE = 4  # operators of a kind at the end of a step that are drawn one by
 BOXES = {"forward": "forward pass", "backward": "backward pass", "update": "update of the weights"}
 
 
-Bound = Callable[[Op], bool]  # whether memory bounds the speed of an operator
+Bound = Callable[[Counts], bool]  # whether memory bounds the speed of an operator
 
 
 def si(number: float) -> str:
@@ -30,11 +31,11 @@ def si(number: float) -> str:
     return f"{number:.3g} P"
 
 
-def _phases(built: Built, layer: int | None, phase: str) -> Iterator[tuple[Graph, list[Op], set[str]]]:
+def _phases(graphs: Sequence[Graph], layer: int | None, phase: str) -> Iterator[tuple[Graph, list[Op], set[str]]]:
     """Of each graph, once: the operators that are asked for, and the names that their tasks carry."""
     seen: list[Graph] = []
     weights: set[str] = set()  # of the layer
-    for graph, _ in built.graphs:
+    for graph in graphs:
         if graph in seen:
             continue
         seen.append(graph)
@@ -52,19 +53,17 @@ def _layer(op: Op) -> int | None:
     return int(found[1]) if found else None
 
 
-def layers(built: Built) -> str:
+def layers(graphs: Sequence[Graph]) -> str:
     """How many layers there are, for a message; nothing where a model has none."""
-    numbers = {_layer(op) for graph, _ in built.graphs for op in graph.ops} - {None}
+    numbers = {_layer(op) for graph in graphs for op in graph.ops} - {None}
     return f"; the model has {len(numbers)} layers" if numbers else ""
 
 
 class Drawing:
     """What the two levels share: the picture, what it counts, the phases and layers that are drawn."""
 
-    def __init__(
-        self, built: Built, part: str, layer: int | None, phase: str, folded: bool, bound: Bound | None = None
-    ) -> None:
-        self.picture, self.bound = dot.Picture(part), bound
+    def __init__(self, graphs: Sequence[Graph], part: str, layer: int | None, phase: str, folded: bool) -> None:
+        self.graphs, self.picture = graphs, dot.Picture(part)
         self.count, self.flop, self.volume = 0, 0.0, 0.0
         self.phase, self.many = phase, phase == "all"
         # Of a tensor or a version of a tile: the phase and its node there; its nodes in boxes of other phases.
@@ -73,10 +72,15 @@ class Drawing:
         self.folds: dict[str, Folded] = {}  # by phase
         self.same: dict[Hashable, Hashable] = {}
         self.fold = folded and layer is None
-        self.owners = _owners(built)
-        self.draw(built, layer)
+        self.owners = _owners(graphs[0])
+        self.draw(layer)
 
-    def draw(self, built: Built, layer: int | None) -> None:
+    def draw(self, layer: int | None) -> None:
+        raise NotImplementedError
+
+    @property
+    def told(self) -> str:
+        """How many of what."""
         raise NotImplementedError
 
     def fold_layers(self, units: list[tuple[str, Unit]]) -> None:
@@ -130,46 +134,75 @@ class Drawing:
 
 
 class Logical(Drawing):
-    """Operators and tensors. With `bound`, memory-bound operators are marked, and edges tell their bytes."""
+    """Operators and tensors, as `tally` counts them. With `bound`, memory-bound operators are marked, and edges tell
+    their bytes. What is counted is of all micro-batches, what nodes tell of one; operators without tasks are left out.
+    """
 
-    def draw(self, built: Built, layer: int | None) -> None:
+    def __init__(
+        self, graphs: Sequence[Graph], part: str, layer: int | None, phase: str, folded: bool, tally: Tally,
+        bound: Bound | None = None,
+    ) -> None:  # fmt: skip
+        self.bound, self.repeats = bound, tally.repeats
+        self.facts = {fact.op: fact for n, graph in enumerate(graphs) for fact in tally.facts(graph, n).values()}
+        self.renamed: dict[Tensor, Tensor] = {}  # by operators without tasks: to what it was before
+        for op in (op for graph in graphs for op in graph.ops if op not in self.facts):
+            self.renamed[op.output] = self._before(op.inputs[0])
+        super().__init__(graphs, part, layer, phase, folded)
+
+    def _before(self, tensor: Tensor) -> Tensor:
+        return self.renamed.get(tensor, tensor)
+
+    @property
+    def told(self) -> str:
+        return f"{self.count} operators" + f" in {self.repeats} micro-batches" * (self.repeats > 1)
+
+    def draw(self, layer: int | None) -> None:
         chosen = [
             (op, "update" if n else op.phase, self.layer_of(op, n > 0))
-            for n, (_, ops, _) in enumerate(_phases(built, layer, self.phase)) for op in ops
+            for n, (_, ops, _) in enumerate(_phases(self.graphs, layer, self.phase)) for op in ops if op in self.facts
         ]  # fmt: skip
-        self.fold_layers([(phase, _unit(op, of)) for op, phase, of in chosen])
+        self.fold_layers([(phase, self._unit(op, of)) for op, phase, of in chosen])
         kinds = Counter(op.kind for op, phase, _ in chosen if phase == "update")
         # Beside the rest of a step its end is drawn short: each weight has its own there, in rows wider than all else.
         short = self.many and kinds.total() > MOST_ALIKE
         alike: dict[str, list[Op]] = {}
         for number, (op, phase, of) in enumerate(chosen):
-            self.count, self.flop, self.volume = self.count + 1, self.flop + op.flop(), self.volume + _volume(op)
+            fact = self.facts[op]
+            self.count, self.flop = self.count + fact.times, self.flop + fact.counts.flop
+            self.volume += fact.counts.bytes
             if short and phase == "update" and kinds[op.kind] > MOST_ALIKE:
                 alike.setdefault(op.kind, []).append(op)
             elif self.folds[phase].draws(of):
                 self._operator(number, op, phase, of, short and phase == "update")
         for kind, group in alike.items():
-            flop, volume = sum(op.flop() for op in group), sum(map(_volume, group))
-            node = self.all_of(kind, group[0].category, len(group), flop, volume)
+            total = Counts.total(self.facts[op].counts for op in group)
+            node = self.all_of(kind, group[0].category, len(group), total["flop"], total["bytes"])
             for tensor in dict.fromkeys(t for op in group for t in op.inputs if t.storage.kind == "scalar"):
                 self.picture.edge(self._tensor(tensor, "update", None), node, _bytes(tensor))
 
     def _operator(self, number: int, op: Op, phase: str, layer: int | None, short: bool) -> None:
-        each = op.flop() / max(op.words(), 1)
-        cost = [f"{si(op.flop())}flop, {f'{each:.3g}' if each < 999.5 else f'{each:,.0f}'} per word"]
+        fact = self.facts[op]
+        each = fact.counts.intensity
+        per_word = f"{each:.3g}" if each < 999.5 else f"{each:,.0f}"
+        cost = [f"{si(fact.counts.flop / fact.times)}flop, {per_word} per word"]
         grads = {t for t in op.inputs if t.storage.kind == "grad"}
         left_out = grads if short and len(grads) > MOST_ALIKE else set()
         cost += [f"of all {len(grads)} gradients"] if left_out else []
-        reads = [self.drawn_read(phase, number, k, t) for k, t in enumerate(op.inputs) if t not in left_out]
+        inputs = [(k, self._before(t)) for k, t in enumerate(op.inputs) if t not in left_out]
+        reads = [self.drawn_read(phase, number, k, t) for k, t in inputs]
         starts = [(self._tensor(t, phase, layer), t) for t in dict.fromkeys(reads) if isinstance(t, Tensor)]
         name = self.node_name(phase, layer, _short(op.name))
-        bound = self.bound is not None and self.bound(op)
+        bound = self.bound is not None and self.bound(fact.counts)
         node = self.picture.operator(self.group(phase, layer), op.category, op.title, name, *cost, bound=bound)
         for start, tensor in starts:
             self.picture.edge(start, node, _bytes(tensor), text=self._beside(tensor))
         for tensor in op.outputs:
             end = self._tensor(tensor, phase, layer)
             self.picture.edge(node, end, _bytes(tensor), text=self._beside(tensor))
+
+    def _unit(self, op: Op, layer: int | None) -> Unit:
+        looks = op.kind, op.title, tuple(t.shape for t in (*op.inputs, *op.outputs))
+        return Unit(layer, looks, [self._before(t) for t in op.inputs], list(op.outputs))
 
     def _beside(self, tensor: Tensor) -> str:
         """Of an edge, where it is asked what bounds operators: the bytes that go along it."""
@@ -184,15 +217,22 @@ class Logical(Drawing):
 class Tasks(Drawing):
     """Tasks, and a node for each version of a tile: a write makes the next one."""
 
-    def draw(self, built: Built, layer: int | None) -> None:
-        self.kinds = {t.storage.name: t.storage.kind for graph, _ in built.graphs for t in _tensors(graph)}
+    def __init__(self, built: Built, part: str, layer: int | None, phase: str, folded: bool) -> None:
+        self.lists = {id(graph): low for graph, low in reversed(built.graphs)}  # later micro-batches are alike
+        super().__init__([graph for graph, _ in built.graphs], part, layer, phase, folded)
+
+    @property
+    def told(self) -> str:
+        return f"{self.count} tasks"
+
+    def draw(self, layer: int | None) -> None:
+        self.kinds = {t.storage.name: t.storage.kind for graph in self.graphs for t in _tensors(graph)}
         self.versions: Counter[Hashable] = Counter()
-        self.of_op = {op.name: op for graph, _ in built.graphs for op in graph.ops}
-        first = {id(graph): low for graph, low in reversed(built.graphs)}  # further micro-batches are like it
+        self.of_op = {op.name: op for graph in self.graphs for op in graph.ops}
         chosen: list[tuple[Task, str, int | None]] = []
-        for n, (graph, ops, names) in enumerate(_phases(built, layer, self.phase)):
+        for n, (graph, ops, names) in enumerate(_phases(self.graphs, layer, self.phase)):
             layers = {op.name: self.layer_of(op, n > 0) for op in ops}
-            for task in first[id(graph)].tasks.tasks:
+            for task in self.lists[id(graph)].tasks.tasks:
                 if task.op in names:
                     name = task.op.removesuffix(".backward")
                     phase = "update" if n else "forward" if name == task.op else "backward"
@@ -236,21 +276,16 @@ class Tasks(Drawing):
         return self.data(tile.key, phase, layer, self.kinds.get(tile.tensor, "temp"), lines, fresh)
 
 
-def _unit(op: Op, layer: int | None) -> Unit:
-    looks = op.kind, op.title, tuple(t.shape for t in (*op.inputs, *op.outputs))
-    return Unit(layer, looks, list(op.inputs), list(op.outputs))
-
-
 def _unit_of_task(task: Task, layer: int | None) -> Unit:
     looks = task.kernel, tuple((a.mode, a.tile.shape) for a in task.accesses)
     keys = [a.tile.key for a in task.accesses]
     return Unit(layer, looks, keys, [a.tile.key for a in task.accesses if a.mode != "R"])
 
 
-def _owners(built: Built) -> dict[str, int]:
+def _owners(graph: Graph) -> dict[str, int]:
     """The layer of each weight that is of one layer."""
     users: dict[str, set[int | None]] = {}
-    for op in built.graphs[0][0].ops:
+    for op in graph.ops:
         for tensor in op.inputs:
             if tensor.storage.kind == "param":
                 users.setdefault(tensor.name, set()).add(_layer(op))
@@ -268,10 +303,6 @@ def _tensors(graph: Graph) -> Iterator[Tensor]:
 
 def _bytes(tensor: Tensor) -> int:
     return tensor.numel * DTYPES[tensor.dtype].bytes
-
-
-def _volume(op: Op) -> int:
-    return sum(_bytes(t) for t in {*op.inputs, *op.outputs})
 
 
 def _short(name: str) -> str:

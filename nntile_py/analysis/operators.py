@@ -8,21 +8,21 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from nntile_py.analysis.workloads import Work, logical
-from nntile_py.config.spec import step_spec
+from nntile_py.analysis.counts import Counts, Fact, Tally, looks
+from nntile_py.analysis.workloads import FORWARD, Work, logical
+from nntile_py.config.spec import default_layouts
 from nntile_py.errors import ConfigError
 from nntile_py.graph.fusion import Fusion, fuse
 from nntile_py.graph.graph import Graph
 from nntile_py.graph.step import TILE_DTYPE
 from nntile_py.graph.uses import Uses
-from nntile_py.tasks.op import CATEGORIES, Category, Lowering, Op
+from nntile_py.tasks.op import CATEGORIES, Category, Op
 from nntile_py.tasks.space import Space, space
-from nntile_py.tiles import TaskList, Tiling, device_model
-from nntile_py.tiles.dtypes import DTYPES
+from nntile_py.tiles import Tiling, device_model
 
 if TYPE_CHECKING:
     from nntile_py.config.run import RunConfig
@@ -37,29 +37,11 @@ class Peaks:
     source: str
 
 
-def bound_by_memory(flop: float, least_bytes: float, peaks: Peaks) -> bool | None:
+def bound_by_memory(counts: Counts, peaks: Peaks) -> bool | None:
     """Whether the least bytes take longer than the flop; None where a peak is not known."""
     if peaks.flop is None or peaks.bytes is None:
         return None
-    return least_bytes / peaks.bytes > flop / peaks.flop
-
-
-@dataclass(frozen=True, kw_only=True)
-class Counts:
-    """read, written: words that tasks move; least: each operand once; bytes, least_bytes: the same in bytes."""
-
-    flop: float
-    read: int
-    written: int
-    least: int
-    bytes: int
-    least_bytes: float
-
-    @classmethod
-    def total(cls, parts: Iterable[tuple[Counts, int]]) -> dict[str, Any]:
-        """Of parts, each so many times: by the names of the fields."""
-        known = [(vars(part), times) for part, times in parts]
-        return {of.name: sum(counts[of.name] * times for counts, times in known) for of in fields(Counts)}
+    return counts.least_bytes / peaks.bytes > counts.flop / peaks.flop
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,15 +63,6 @@ class Row(Counts):
     group: str | None = None
     seconds: float | None = None
 
-    @property
-    def moved(self) -> int:
-        return self.read + self.written
-
-    @property
-    def intensity(self) -> float:
-        """Flop a word."""
-        return self.flop / self.moved if self.moved else 0.0
-
     def peak_share(self, peaks: Peaks) -> float | None:
         """Percent of the peak flop/s that it reached."""
         return 100 * self.flop / self.seconds / peaks.flop if self.seconds and peaks.flop else None
@@ -105,7 +78,7 @@ class Row(Counts):
 
     def memory_bound(self, peaks: Peaks) -> bool | None:
         """Whether MUE is above the share of the peak flop/s: so for any time that it takes, and told without one."""
-        return bound_by_memory(self.flop, self.least_bytes, peaks)
+        return bound_by_memory(self, peaks)
 
     def to_dict(self, peaks: Peaks) -> dict[str, Any]:
         """Percent in peak_share and mue, as in the paper."""
@@ -165,26 +138,27 @@ def _total(rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def analyse(config: RunConfig, work: Work = "train") -> Analysis:
-    """Of a workload with the sizes of `config`. Raises ConfigError where it has no such work, or sizes do not fit.
+    """Of a workload with the sizes of `config`, in the default layouts, which is told where it runs in others. Raises
+    ConfigError where it has no such work, or sizes do not fit.
 
     Stacked products of queries, keys and values (fusion.qkv) stay so before fusion, as in the paper: they are other
     operators, not fewer tasks of the same ones."""
     if config.train.pack:
         raise ConfigError("train.pack: got true; allowed in an analysis: false, as words are then of no fixed number")
+    title, config = _title(config, work), default_layouts(config)
     full, none = Fusion.of(config.fusion.model_dump()), unfused(config)
-    cuts = step_spec(config).cuts
-    count = _Count(cuts, config.accumulate, config.train.grad_accumulation if work == "train" else 1)
+    count = Tally(config, work)
     before = [count.facts(graph, n) for n, graph in enumerate(logical(config, work, none))]
     after = [count.facts(graph, n) for n, graph in enumerate(logical(config, work, full))]
     for number, graph in enumerate(logical(config, work, none)):
-        owners = _owners(graph, full, cuts)
+        owners = _owners(graph, full, count.cuts)
         for fact in before[number].values():
             if (fused := after[number].get(owners.get(fact.place, -1))) is not None:
                 fact.group = fused
                 fused.members.append(fact)
     groups, names = _rows([fact for facts in after for fact in facts.values()])
     operators, _ = _rows([fact for facts in before for fact in facts.values()], names)
-    return Analysis(_title(config, work), operators, groups, nominal(config))
+    return Analysis(title, operators, groups, nominal(config))
 
 
 def unfused(config: RunConfig) -> Fusion:
@@ -211,10 +185,13 @@ def _owners(graph: Graph, fusion: Fusion, cuts: Tiling) -> dict[int, int]:
 
 
 def nominal(config: RunConfig) -> Peaks:
-    """What plans take the workers for."""
+    """What the config says of the workers, or else what plans take them for."""
+    count, own = config.workers, config.profile
+    if own.peak_flop and own.peak_bytes:
+        return Peaks(count * own.peak_flop, count * own.peak_bytes, "config")
     gpu = config.runtime.cuda != 0
     speed = device_model.worker(TILE_DTYPE.get(config.precision, config.precision), gpu)
-    count, kind = config.workers, "GPU" if gpu else "CPU worker"
+    kind = "GPU" if gpu else "CPU worker"
     told = f"not measured: what plans take {count} {kind}{'s' * (count > 1)} for"
     return Peaks(count * speed.flop_s, count * speed.bytes_s, told)
 
@@ -225,98 +202,17 @@ def _title(config: RunConfig, work: str) -> str:
         sizes.pop("layers", None)
     told = [f"{name} {size}" for name, size in ({"batch": config.train.batch, "seq": config.train.seq} | sizes).items()]
     what = {"train": f"a training step of {config.model.type}", "inference": f"a forward pass of {config.model.type}"}
-    return f"{what.get(work, work)}: {', '.join(told)}, {config.precision}"
+    told += [config.precision]
+    if config.layout == "searched" and work not in FORWARD:  # which run in the default ones
+        told += ["in the default layouts, though it runs in searched ones"]
+    return f"{what.get(work, work)}: {', '.join(told)}"
 
 
-# -- one operator
-
-
-def alone(op: Op, cuts: Tiling, policy: str) -> Lowering:
-    """The tasks of an operator by itself; what it reads is there before, what it makes is written anew."""
-    low = Lowering(cuts, TaskList(policy))
-    for tensor in dict.fromkeys(t.storage for t in op.inputs):
-        low.tasks.initialised.update(low.tile(tensor, index) for index in low.indices(tensor))
-    low.op = op.name
-    op.lower(low)
-    low.tasks.resolve()
-    return low
-
-
-@dataclass
-class _Fact:
-    """What is counted of one operator; `place`: its number in the graph."""
-
-    op: Op
-    phase: str
-    place: int
-    times: int
-    counts: Counts
-    group: _Fact | None = None  # after fusion
-    members: list[_Fact] = field(default_factory=list)  # of one after fusion
-
-
-class _Count:
-    """Counts operators; those that look alike, as of all layers, once."""
-
-    def __init__(self, cuts: Tiling, policy: str, repeats: int) -> None:
-        self.cuts, self.policy, self.repeats = cuts, policy, repeats
-        self._known: dict[Hashable, tuple[int, int, int]] = {}
-
-    def facts(self, graph: Graph, number: int) -> dict[int, _Fact]:
-        """By place, of the operators that have tasks. `number` 0: what each micro-batch runs, 1: the update."""
-        for op in graph.ops:
-            op.fit(self.cuts)
-        found = (self._fact(op, place, number) for place, op in enumerate(graph.ops))
-        return {fact.place: fact for fact in found if fact.counts.bytes}
-
-    def _fact(self, op: Op, place: int, number: int) -> _Fact:
-        key = looks(op)
-        if key not in self._known:
-            accesses = [a for task in alone(op, self.cuts, self.policy).tasks.tasks for a in task.accesses]
-            read, written = ([a.tile for a in accesses if a.mode != other] for other in ("W", "R"))
-            size = sum(tile.bytes for tile in (*read, *written))
-            self._known[key] = sum(map(_words, read)), sum(map(_words, written)), size
-        read_words, written_words, size = self._known[key]
-        times, phase = (1, "update") if number else (self.repeats, _phase(op))
-        counts = Counts(
-            flop=op.flop(), read=read_words, written=written_words, least=op.words(), bytes=size,
-            least_bytes=least_bytes(op),
-        )  # fmt: skip
-        return _Fact(op, phase, place, times, counts)
-
-
-def least_bytes(op: Op) -> float:
-    """Of its least words, each as wide as they are on average."""
-    tensors = {*op.inputs, *op.outputs}
-    words = sum(t.words for t in tensors)
-    return op.words() * sum(t.words * DTYPES[t.dtype].bytes for t in tensors) / max(words, 1)
-
-
-def _words(tile: Any) -> int:
-    return math.prod(tile.shape)
-
-
-def looks(op: Op) -> Hashable:
-    """The same for operators that are the same work."""
-    tensors = tuple((t.axes, t.shape, t.dtype, t.band) for t in (*op.inputs, *op.outputs))
-    return op.kind, op.title, op.phase, tensors
-
-
-def _phase(op: Op) -> str:
-    if op.phase == "forward":
-        return "forward"
-    weights = [t.storage.kind == "grad" for t in op.outputs]
-    return " ".join([*(["dX"] if not all(weights) else []), *(["dW"] if any(weights) else [])])
-
-
-# -- rows
-
-
-def _rows(facts: Sequence[_Fact], groups: Mapping[int, str] | None = None) -> tuple[list[Row], dict[int, str]]:
+def _rows(facts: Sequence[Fact], groups: Mapping[int, str] | None = None) -> tuple[list[Row], dict[int, str]]:
     """Facts that are alike become one row; also the name of the row of each fact, by id.
 
     groups: the names for what facts are part of after fusion."""
-    alike: dict[tuple[str, Hashable, str | None], list[_Fact]] = {}
+    alike: dict[tuple[str, Hashable, str | None], list[Fact]] = {}
     for fact in facts:
         update = fact.phase == "update"
         group = groups.get(id(fact.group)) if groups else None
@@ -332,7 +228,7 @@ def _rows(facts: Sequence[_Fact], groups: Mapping[int, str] | None = None) -> tu
     return rows, names
 
 
-def _row(name: str, phase: str, group: str | None, some: Sequence[_Fact]) -> Row:
+def _row(name: str, phase: str, group: str | None, some: Sequence[Fact]) -> Row:
     distinct: dict[Hashable, tuple[Op, int]] = {}
     for fact in some:
         op, times = distinct.get(looks(fact.op), (fact.op, 0))
@@ -340,10 +236,7 @@ def _row(name: str, phase: str, group: str | None, some: Sequence[_Fact]) -> Row
     first = some[0]
     over = space(first.op) if len(distinct) == 1 else Space({})
     free = {axis: over.sizes[axis] for axis in over.independent}
-
-    counts = Counts.total((fact.counts, fact.times) for fact in some)
-    # A fused contraction's own count leaves out its epilogue: that is its members'.
-    counts["flop"] = sum((sum(m.counts.flop for m in fact.members) or fact.counts.flop) * fact.times for fact in some)
+    counts = Counts.total(fact.counts for fact in some)
     kinds = [member.op.kind for member in first.members]
     return Row(
         name=name, phase=phase, category=first.op.category, title=" + ".join(kinds) or first.op.title,
@@ -357,7 +250,7 @@ def starred(name: str) -> str:
     return re.sub(r"(?<![^.])(h?)\d+(?=\.)", r"\1*", name)
 
 
-def _name(some: Sequence[_Fact]) -> str:
+def _name(some: Sequence[Fact]) -> str:
     """Where it is, what it is, and of gradients whose."""
     first = some[0]
     if first.phase == "update":

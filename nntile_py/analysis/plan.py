@@ -66,7 +66,7 @@ def _work_and_chain(low: TaskList, speed: Speed) -> tuple[float, float]:
 
 @dataclass
 class Row:
-    """Operators of one kind and phase: how many, into how many tiles and tasks, flop, bytes moved."""
+    """Operators of one kind and phase: how many, into how many tiles and tasks, flop of all they do, bytes moved."""
 
     operators: int = 0
     tiles: int = 0
@@ -78,7 +78,8 @@ class Row:
 
 @dataclass
 class Plan:
-    """Of one optimizer step: parameters, tasks, flop, bytes; `rows` by (phase, kind of operator)."""
+    """Of one optimizer step: parameters, tasks, bytes; flop, of products and attention; `rows` by (phase, kind of
+    operator)."""
 
     parameters: int
     tokens: int
@@ -117,12 +118,12 @@ class Plan:
             numbers = [row.operators, row.tiles, row.tasks]
             cells = [f"{n:,}" for n in numbers] + [f"{row.flop / 1e9:.3f}", f"{row.bytes / 1e9:.3f}", f"{each:.2f}"]
             table.add_row(phase, kind, *cells)
-        evicted = self.evicted_bytes / 1e9
+        evicted, whole = self.evicted_bytes / 1e9, sum(row.flop for row in self.rows.values())
         lines = [
             f"parameters          {self.parameters:,}",
             f"tokens a step       {self.tokens:,}",
             f"tasks a step        {self.tasks:,}",
-            f"flop a step         {self.flop / 1e9:,.1f} G",
+            f"flop a step         {self.flop / 1e9:,.1f} G of products and attention, {whole / 1e9:,.1f} G in all",
             f"bytes moved a step  {self.bytes_moved / 1e9:,.2f} GB",
             f"bytes at peak       {self.peak_bytes / 2**20:,.1f} MiB",
             f"  kept all the time {self.state_bytes / 2**20:,.1f} MiB: weights, gradients, optimizer state",
@@ -156,13 +157,13 @@ def summarise(step: Step, *, config: RunConfig) -> Plan:
             phase = "update" if graph is step.update_graph else op.phase
             row = rows.setdefault((phase, op.kind), Row())
             row.operators += 1
+            row.flop += op.computed(low.tiling) * (repeats if phase != "update" else 1)
             row.tiles += sum(1 for t in op.outputs for _ in low.indices(t))
             kinds[name] = (phase, op.kind)
     for low, times in parts:
         for task in low.tasks.tasks:
             row = rows[kinds[task.op]]
             row.tasks += times
-            row.flop += times * task.flop
             row.bytes += times * task.bytes
             row.kernels[task.kernel] += times
     tasks = sum(row.tasks for row in rows.values())

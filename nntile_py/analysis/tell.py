@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from markupsafe import Markup
 
 from nntile_py.analysis import draw
-from nntile_py.analysis.operators import Analysis, Peaks, Row, bound_by_memory, least_bytes, unfused
+from nntile_py.analysis.counts import Counts
+from nntile_py.analysis.operators import Analysis, Peaks, Row, bound_by_memory, unfused
+from nntile_py.config.spec import default_layouts
 from nntile_py.errors import NNTileError
 from nntile_py.system.folders import replace_file
 from nntile_py.system.pages import templates
-from nntile_py.tasks.op import CATEGORIES, Op
+from nntile_py.tasks.op import CATEGORIES
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -200,10 +202,10 @@ def write(made: Analysis, folder: Path, config: RunConfig, work: Work) -> list[P
 def dot_of(made: Analysis, config: RunConfig, work: Work, fusion: str) -> str:
     """The graph in the DOT language, memory-bound operators marked, bytes beside the edges."""
 
-    def bound(op: Op) -> bool:
-        return bool(bound_by_memory(op.flop(), least_bytes(op), made.peaks))
+    def bound(counts: Counts) -> bool:
+        return bool(bound_by_memory(counts, made.peaks))
 
-    return draw.draw(config, work=work, fusion=fusion, before=unfused(config), bound=bound)
+    return draw.draw(default_layouts(config), work=work, fusion=fusion, before=unfused(config), bound=bound)
 
 
 def _keys(rows: Sequence[Row], peaks: Peaks) -> dict[str, list[Any]]:

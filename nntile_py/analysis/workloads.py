@@ -54,9 +54,7 @@ class Built:
 
 def build(config: RunConfig, work: Work = "train", phase: Phase = "all", *, fusion: Fusion | None = None) -> Built:
     """The graphs of a workload of the sizes of `config`. `fusion` instead of the config's own."""
-    spec = spec_of(config, work)
-    if fusion:
-        spec = replace(spec, fusion=fusion, timings=None)
+    spec = spec_of(config, work, fusion)
     try:
         if work == "train":
             return of_step(spec.step(), config.train.grad_accumulation)
@@ -64,11 +62,7 @@ def build(config: RunConfig, work: Work = "train", phase: Phase = "all", *, fusi
             return of_evaluation(spec.evaluation())
     except ValueError as error:  # of the operators: a tiling that they do not take
         raise ConfigError(str(error)) from None
-    graph = small_graph(config, work, spec.fusion, backward=phase != "forward")
-    if spec.timings:
-        arrange(graph, spec.timings, spec.tiling, config.accumulate)
-    if phase != "all":
-        select(graph, phase)
+    (graph,) = logical(config, work, fusion, phase)
     return Built([(graph, lower(graph, spec.tiling, config.accumulate))], graph.flop())
 
 
@@ -92,10 +86,11 @@ def preset(work: str, overrides: Sequence[str]) -> RunConfig:
     return resolve(tree, [*own, *where, *overrides], f"--work {work}")  # uncut, it is one worker's
 
 
-def logical(config: RunConfig, work: Work, fusion: Fusion) -> list[Graph]:
-    """The graphs of a workload in the default layout, not cut into tiles: of a training step the update's is the
-    second."""
-    spec = replace(spec_of(config, work), fusion=fusion, timings=None)
+def logical(config: RunConfig, work: Work, fusion: Fusion | None = None, phase: Phase = "all") -> list[Graph]:
+    """The graphs of a workload, not cut into tiles: of a training step the update's is the second.
+
+    `fusion`: see spec_of; `phase` of the graphs that papers measure."""
+    spec = spec_of(config, work, fusion)
     try:
         if work == "train":
             made = spec.graphs()
@@ -104,12 +99,17 @@ def logical(config: RunConfig, work: Work, fusion: Fusion) -> list[Graph]:
             return [spec.evaluation().graph]
     except ValueError as error:  # of the operators: a tiling that they do not take
         raise ConfigError(str(error)) from None
-    return [small_graph(config, work, fusion, backward=True)]
+    graph = small_graph(config, work, spec.fusion, backward=phase != "forward")
+    if spec.timings:
+        arrange(graph, spec.timings, spec.tiling, config.accumulate)
+    return [graph if phase == "all" else select(graph, phase)]
 
 
-def spec_of(config: RunConfig, work: Work) -> StepSpec:
-    """Of the config's model; of attention: of that alone."""
+def spec_of(config: RunConfig, work: Work, fusion: Fusion | None = None) -> StepSpec:
+    """Of the config's model; of attention: of that alone. `fusion` instead of its own, in the default layout."""
     spec = step_spec(config)
+    if fusion:
+        spec = replace(spec, fusion=fusion, timings=None)
     if work != "attention":
         return spec
     _need(config, work, "embed", "heads", "attention")

@@ -2,6 +2,7 @@
 
 import atexit
 import gc
+import io
 import os
 import sys
 import warnings
@@ -21,6 +22,8 @@ __all__ = ["app", "begin", "look", "main", "measure", "use"]
 def main(run: Callable[[], Any] = app) -> None:
     """Entry point: errors of nntile_py become one message and an exit status (NNTILE_DEBUG=1 shows the traceback)."""
     atexit.register(gc.freeze)  # no search for cycles among all that was imported as the process ends: 0.4 s
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal that is not of UTF-8 lacks some signs
     if os.environ.get("NNTILE_DEBUG") != "1":
         warnings.formatwarning = lambda message, *_, **__: f"{message}\n"  # one line, without that of the code
     try:

@@ -6,7 +6,7 @@ from typing import Annotated, Any, cast
 
 import typer
 
-from nntile_py.cli.options import Config, Json, Sets, app, note_tiles, one_of, show
+from nntile_py.cli.options import Config, Json, Overwrite, Sets, app, note_tiles, one_of, show
 from nntile_py.errors import ConfigError
 from nntile_py.runs import run_folder
 from nntile_py.system import ranks
@@ -55,7 +55,7 @@ def profile(
     steps: Annotated[int | None, typer.Option(help="Steps to look at. [default: profile.steps]", min=1)] = None,
     sets: Sets = None,
     out: Annotated[Path | None, typer.Option(help="Folder of the run. [default: runs/NAME-profile]")] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Write into a folder that is not empty.")] = False,
+    overwrite: Overwrite = False,
     work: Annotated[str, typer.Option(help="train, or inference: forward passes alone.")] = "train",
     fxt: Annotated[bool, typer.Option("--fxt", help="Leave StarPU's own trace too, for ViTE and StarVZ.")] = False,
 ) -> None:
@@ -130,12 +130,16 @@ def analyze(
     out: Annotated[
         Path | None, typer.Option(help="Folder for report.html, CSV and pictures of the graph. [default: none]")
     ] = None,
+    overwrite: Overwrite = False,
     as_json: Json = False,
 ) -> None:
     """Count each operator's flop and words, before and after fusion; what is bound by memory."""
     if repeats and not measure:
         raise ConfigError("--repeats: allowed: only with --measure")
+    if overwrite and not out:
+        raise ConfigError("--overwrite: allowed: only with --out")
     loaded, what = _work(config, work, sets)
+    out = out and run_folder("", None, out, overwrite)
     from rich.console import Console
 
     from nntile_py.analysis import tell

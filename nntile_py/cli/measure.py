@@ -6,7 +6,9 @@ from typing import Annotated, cast
 
 import typer
 
-from nntile_py.cli.options import Json, Sets, alone, app, one_of, show
+from nntile_py.cli.options import Json, Overwrite, Sets, alone, app, one_of, show
+from nntile_py.errors import ConfigError
+from nntile_py.runs import run_folder, taken
 
 
 @app.command(epilog="Example: nntile sweep --auto my.yaml --budget 4")
@@ -55,6 +57,7 @@ def experiment(
     only_plan: Annotated[bool, typer.Option("--plan", help="Check and plan each point, run nothing.")] = False,
     results: Annotated[Path | None, typer.Option(help="Put DATE-NAME.png, .csv, .md into this folder too.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder of the work. [default: runs/NAME-SCALE[-MODE]]")] = None,
+    overwrite: Overwrite = False,
 ) -> None:
     """Reproduce a figure or table of a paper (no NAME: list them)."""
     from rich.console import Console
@@ -72,12 +75,22 @@ def experiment(
     if only_plan:
         show(parts.plan(made, scale, how, sets or []))
         return
-    folder = out or Path("runs") / "-".join(filter(None, (name, scale, mode)))
+    own = "-".join(filter(None, (name, scale, mode)))
+    if not made.goes_on:
+        folder = run_folder(own, None, out, overwrite)
+    elif overwrite:
+        raise ConfigError(f"--overwrite: not allowed with {name}, which goes on with what is in its folder")
+    else:
+        folder = out or Path("runs") / own
     try:
         for path in parts.run(made, scale, folder, results, Console(stderr=True), how, sets or []):
             print(path)
     except KeyboardInterrupt:
-        print(f"interrupted; what is there is in {folder}, from where a sweep goes on", file=sys.stderr)
+        if made.goes_on:
+            then = f"the same command goes on from {folder}"
+        else:
+            then = "the same command begins anew" + f" with --overwrite, as {folder} is not empty" * taken(folder)
+        print(f"interrupted; {then}", file=sys.stderr)
         raise typer.Exit(130) from None
 
 

@@ -35,6 +35,7 @@ Sets = Annotated[
         "--set", metavar="KEY=VALUE", help="Override a key, such as tiles.embed=96.", autocompletion=_complete_key
     ),
 ]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Write into a folder that is not empty.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 

@@ -360,16 +360,22 @@ class Debug(Section):
 
 
 class Profile(Section):
-    """Of `nntile profile` alone."""
+    """Of `nntile profile`; of `nntile analyze` the peaks."""
 
     steps: Count = 3
     """Steps to look at."""
     warmup: Natural = 2
     """Steps before those, not looked at."""
     peak_flop: Positive | None = None
-    """Flop/s that one worker can reach; null: measured."""
+    """Flop/s that one worker can reach, with peak_bytes; null: measured."""
     peak_bytes: Positive | None = None
-    """Bytes/s that one worker can reach; null: measured."""
+    """Bytes/s that one worker can reach, with peak_flop; null: measured."""
+
+    @model_validator(mode="after")
+    def _both(self) -> "Profile":
+        if (self.peak_flop is None) != (self.peak_bytes is None):
+            raise ConfigError("profile.peak_flop, profile.peak_bytes: got one alone; allowed: both, or none")
+        return self
 
 
 def existing(key: str, path: str, others: str = "") -> str:

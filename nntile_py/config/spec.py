@@ -59,6 +59,11 @@ def step_spec(config: RunConfig, model: Model | None = None) -> StepSpec:
         raise ConfigError(str(error)) from None
 
 
+def default_layouts(config: RunConfig) -> RunConfig:
+    """The same in the default layouts, which needs no timings."""
+    return config.model_copy(update={"layout": "default"})
+
+
 def predicted(config: RunConfig) -> float:
     """The share of the tokens that the model is to predict."""
     return config.train.mask_probability if find(config.model.type).objective == "masked" else 1.0

@@ -266,9 +266,9 @@ class Graph:
         self.params = {one: param for one, param in self.params.items() if one in needed}
         self.kept = {key: one for key, one in self.kept.items() if one in needed}
 
-    def flop(self) -> float:
-        """Floating point operations of the contractions and attentions, the customary count."""
-        return sum(op.flop() for op in self.ops if op.category is CONTRACTION)
+    def flop(self, cuts: Tiling | None = None) -> float:
+        """Flop of the contractions and attentions, the customary count; under its own cuts, or others."""
+        return sum(op.products() * op.filled(cuts or self.cuts) for op in self.ops if op.category is CONTRACTION)
 
 
 def _check_sizes(op: Op) -> None:

@@ -13,9 +13,11 @@ from typing import Any
 import numpy as np
 
 from nntile_py import _core
-from nntile_py.analysis.operators import Analysis, Peaks, Row, alone, looks
+from nntile_py.analysis.counts import alone, looks
+from nntile_py.analysis.operators import Analysis, Peaks, Row
 from nntile_py.config.run import RunConfig, runtime_options
-from nntile_py.config.spec import step_spec
+from nntile_py.config.spec import default_layouts, step_spec
+from nntile_py.errors import NNTileError
 from nntile_py.execution.captured import Served
 from nntile_py.execution.program import Program, Store, programs
 from nntile_py.execution.runtime import Runtime
@@ -55,11 +57,18 @@ class _Clock:
 
     def __init__(self, config: RunConfig, repeats: int) -> None:
         self.config, self.repeats = config, repeats
-        self.cuts = step_spec(config).cuts
+        self.cuts = step_spec(default_layouts(config)).cuts
         self._known: dict[Hashable, float] = {}
 
     def row(self, row: Row) -> float:
-        return math.fsum(count * self.seconds(op) for op, count in row.ops)
+        """NNTileError: there is not enough memory for its tiles."""
+        try:
+            return math.fsum(count * self.seconds(op) for op, count in row.ops)
+        except MemoryError as error:
+            sizes = self.config.train
+            less = f"batch={sizes.batch // 2}" if sizes.batch > 1 else f"seq={sizes.seq // 2}"
+            need = f"--measure has its tensors whole in main memory; use smaller sizes, such as --set train.{less}"
+            raise NNTileError(f"out of memory at {row.name}: {error}; {need}") from None
 
     def seconds(self, op: Op) -> float:
         key = looks(op)

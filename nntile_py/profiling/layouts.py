@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from nntile_py.analysis.layouts import Key, Stacked, graph_of, own_stacked, timing, variants, wanted, widened
 from nntile_py.analysis.workloads import FORWARD, Work
 from nntile_py.config.run import RunConfig, runtime_options
-from nntile_py.config.spec import build_model, step_spec
+from nntile_py.config.spec import build_model, default_layouts, step_spec
 from nntile_py.execution.runtime import Runtime
 from nntile_py.graph.arrange import Chosen, arrange, search
 from nntile_py.graph.graph import Graph
@@ -56,7 +56,7 @@ def tune(
     chosen once more, in turns with the default layouts; then whole steps of the config, for a verdict.
 
     own_alone: only for the config's own algebraic fusion. Waits for others who measure into the same file."""
-    plain = config.model_copy(update={"layout": "default"})
+    plain = default_layouts(config)
     with timings.alone():
         own = graph_of(plain, work, own_stacked(plain))
         graphs = [own] if own_alone else [graph for _, graph in variants(plain, work)]

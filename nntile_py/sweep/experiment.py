@@ -82,7 +82,7 @@ def run(
         console.print(note)
     for told, config, _, _ in _planned(part, made.kind):
         if config.runtime.cuda and made.kind != "graph" and getattr(part, "measure", True):
-            _need_gpus(config, told)
+            _need_gpus(config, told or made.name)
     if folder.resolve() == EXPERIMENTS.resolve():  # the config of a profile would go over the experiment's YAML
         raise ConfigError(f"--out: {folder} holds the experiments themselves; allowed: any other folder")
     folder.mkdir(parents=True, exist_ok=True)
@@ -250,5 +250,6 @@ def _need_gpus(config: RunConfig, told: str) -> None:
 
     there = torch.cuda.device_count()
     if config.workers > there:
-        raise NNTileError(f"{told}: needs {config.workers} GPUs, this machine has {there}; --plan runs nothing")
+        need = f"{config.workers} GPU{'s' * (config.workers > 1)}"
+        raise NNTileError(f"{told}: needs {need}, this machine has {there}; --plan runs nothing")
     Runtime(**runtime_options(config.runtime.model_dump()))

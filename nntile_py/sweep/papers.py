@@ -63,6 +63,11 @@ class Experiment(Section):
     def name(self) -> str:
         return self._name
 
+    @property
+    def goes_on(self) -> bool:
+        """Whether it takes what an interrupted or earlier run has left in its folder."""
+        return self.kind in ("sweep", "layouts")
+
     def part(self, scale: str, mode: Mode | None = None, sets: Sequence[str] = ()) -> Any:
         """The Sweep, Drawing, Profile, Counted or LaidOut of a scale, in a mode other than its own if one is named.
 
@@ -86,9 +91,9 @@ class Experiment(Section):
         """A whole model's work changes; of a small graph, inference is the forward pass and training all of it."""
         inner = tree.get("measure", {}) if self.kind == "sweep" else tree
         if self.kind in ("analysis", "layouts") or {"measure.work", "measure.phase"} & tree.get("grid", {}).keys():
-            raise ConfigError(f"--mode: {self.name} compares several by itself; leave the option out")
+            raise ConfigError(f"--mode: not allowed with {self.name}, which measures forward and backward by itself")
         if inner.get("work") == "attention":
-            raise ConfigError(f"--mode: {self.name} is a forward pass; leave the option out")
+            raise ConfigError(f"--mode: not allowed with {self.name}, which is a forward pass in any case")
         if inner.get("work", "train") in ("train", "inference"):
             inner = inner | {"work": "train" if mode == "training" else mode}
         else:

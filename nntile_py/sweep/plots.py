@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from statistics import quantiles
 from typing import TYPE_CHECKING, Any
 
+from nntile_py.analysis.workloads import FORWARD
 from nntile_py.system.load import is_busy
 from nntile_py.system.pictures import new_figure
 
@@ -115,7 +116,7 @@ def _draw(figure: Any, plot: Plot, panels: list[Any], rows: list[Row], best: Bes
             axis.set_yscale("log")
         else:
             axis.set_ylim(0, 1.06 * (max(highest) if plot.same else high) or 1)
-    axes[0].set_ylabel(_y_label(plot, unit))
+    axes[0].set_ylabel(_y_label(plot, unit, good))
     if plot.series or len(plot.metrics) > 1:
         handles, labels = axes[0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside right center", fontsize=8.5, frameon=False)
@@ -145,8 +146,12 @@ def _unit(plot: Plot, rows: list[Row]) -> tuple[float, str]:
     return (1e3, "(ms)") if short and max((r[y] for r in rows for y in plot.metrics), default=1) < 1 else (1.0, "")
 
 
-def _y_label(plot: Plot, unit: tuple[float, str]) -> str:
-    of = label(plot.metrics[0]) if plot.ylabel is None else plot.ylabel
+def _y_label(plot: Plot, unit: tuple[float, str], rows: Sequence[Row]) -> str:
+    if plot.ylabel is not None:
+        return plot.ylabel
+    measured = [row.get("measure", {}) for row in rows]
+    forward = all(how.get("work") in FORWARD or how.get("phase") == "forward" for how in measured)
+    of = label(plot.metrics[0]).replace("a step", "a forward pass" if forward else "a step")
     return of.replace("(s)", unit[1]) if unit[1] else of
 
 
@@ -204,7 +209,7 @@ def _heat(axis: Any, plot: Plot, rows: list[Row], every: list[Row], unit: tuple[
     for key, of, set_ticks in ((plot.x, xs, axis.set_xticks), (plot.series, ys, axis.set_yticks)):
         set_ticks(range(len(of)), [named(key, v) if isinstance(v, bool) else plain(v) for v in of])
     axis.set_ylabel(label(plot.series))
-    axis.figure.colorbar(image, ax=axis, label=_y_label(plot, unit))
+    axis.figure.colorbar(image, ax=axis, label=_y_label(plot, unit, every))
     return 0.0
 
 

@@ -297,7 +297,8 @@ def check_sweep(tree: Mapping[str, Any], path: Path, overrides: Iterable[str] = 
                 raise ConfigError(f"--set {item}: {head} is part of the sweep's file; change it there")
             for other, where in sweep.varied().items():
                 if key == other or key.startswith(f"{other}."):
-                    raise ConfigError(f"--set {item}: the sweep's {where} sets {other}; change it there")
+                    need = "allowed: other keys, or a change there"
+                    raise ConfigError(f"--set {item}: `{where}` of the sweep's file sets {other}; {need}")
             try:
                 json.dumps(value)
             except (TypeError, ValueError) as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import functools
 import hashlib
 import os
@@ -23,8 +24,9 @@ from .expression import Call, Definition, Load, Output, TileType
 
 FLAGS = ("-std=c++17", "-O3", "-fno-math-errno", "-fno-trapping-math", "-fopenmp-simd", "-fPIC", "-shared", "-w")
 LIBRARIES = ("-lmvec", "-lm")  # glibc's functions of vectors
+FULL = os.strerror(errno.ENOSPC)
 SECONDS, TELLING = 120.0, 20.0  # that a compiler may take: for a kernel, and to say what it is
-CHECK = hashlib.sha256().digest_size  # bytes at a library's end, of what is before them
+CHECK = hashlib.sha256().digest_size  # bytes at a library's end, see _check
 
 
 class NoCompiler(NNTileError):
@@ -70,7 +72,7 @@ def address(text: str) -> int:
             made = _compiled(text, Path(folder))
             try:
                 content = made.read_bytes()
-                replace_file(kept, content + hashlib.sha256(content).digest())  # whole or not at all
+                replace_file(kept, content + _check(kept, content))  # whole or not at all
                 return _loaded(kept)
             except (OSError, AttributeError) as error:
                 found = _function(made)  # else that is told
@@ -90,9 +92,14 @@ def _loaded(path: Path) -> int:
         if kept.st_uid not in (0, os.geteuid()) or kept.st_mode & stat.S_IWOTH:
             raise OSError(f"{path}: the folder or a file in it belongs to another user, or all may write to it")
     content = path.read_bytes()
-    if hashlib.sha256(content[:-CHECK]).digest() != content[-CHECK:]:
-        raise OSError(f"{path} is damaged")
+    if _check(path, content[:-CHECK]) != content[-CHECK:]:
+        raise OSError(f"{path} is damaged, or another kernel's")
     return _function(path)
+
+
+def _check(path: Path, content: bytes) -> bytes:
+    """What a library ends with: a digest of it, and of its name, which is one of its source."""
+    return hashlib.sha256(path.name.encode() + content).digest()
 
 
 def _function(library: Path) -> int:
@@ -106,9 +113,8 @@ def _compiled(text: str, folder: Path) -> Path:
     status, told = _told([*command(), str(written), "-o", str(made), *LIBRARIES], SECONDS)
     if status or not made.exists():
         lines = [line.strip() for line in told.splitlines() if line.strip()]
-        why = next(
-            (line for line in lines if "error" in line), lines[-1] if lines else f"exit status {status}, and no library"
-        )
+        telling = [line for sign in (FULL, "error") for line in lines if sign in line]  # a linker says the cause first
+        why = [*telling, *lines[-1:], f"exit status {status}, and no library"][0]
         raise NoCompiler(f"{command()[0]} failed on a generated kernel: {why[:500]}")
     return made
 
@@ -116,9 +122,9 @@ def _compiled(text: str, folder: Path) -> Path:
 def _told(asked: Sequence[str], seconds: float) -> tuple[int, str]:
     """The exit status of a compiler, and what it wrote. Raises NoCompiler, where it does not start or end.
 
-    Written to a file: of a pipe, what a wrapper has started would have to let go, too."""
+    Written to memory, as the disk may be full: of a pipe, what a wrapper has started would have to let go, too."""
     try:
-        with tempfile.TemporaryFile() as out:
+        with open(os.memfd_create("told"), "w+b") as out:
             nothing, same = subprocess.DEVNULL, subprocess.STDOUT
             process = subprocess.Popen(asked, stdin=nothing, stdout=out, stderr=same, process_group=0)
             try:

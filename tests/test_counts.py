@@ -1,0 +1,70 @@
+"""Flop, words and operators are the same in plans, analyses and pictures, and are those of the tasks."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+
+import pytest
+from test_analyze import by_name
+
+from nntile_py.analysis import tell
+from nntile_py.analysis.levels import si
+from nntile_py.analysis.operators import analyse
+from nntile_py.analysis.plan import plan
+from nntile_py.config.run import load
+from nntile_py.config.spec import step_spec
+from nntile_py.tasks.op import CONTRACTION
+
+
+@pytest.mark.parametrize("sets", [[], ["train.grad_accumulation=3"], ["accumulate=commute", "tiles.seq=32"]])
+@pytest.mark.parametrize("name", ["gpt2", "albert", "modernbert"])
+def test_plan_and_analysis_move_the_same_bytes(name: str, sets: list[str]) -> None:
+    """Weights that are tied, or of all layers, have gradients that are read to be added to; so do micro-batches; and
+    attention with a window is not taken for one without."""
+    config = load(f"experiments/{name}_tiny.yaml", ["train.seq=64", *sets])
+    made, planned = analyse(config), plan(config)
+    tree = 16  # that sums the norm is of another shape: by what a step's tasks end with
+    assert made.totals()["fused"]["bytes"] == pytest.approx(planned.bytes_moved, abs=tree)
+    assert all(row.moved >= row.least for row in (*made.operators, *made.groups))
+    if name == "gpt2" and not sets:
+        row, table = by_name(made)["embed.EmbeddingGrad dW (2)"], config.model.vocab * config.model.embed
+        assert row.written == 2 * table < row.read  # for each of two tiles of the batch
+
+
+@pytest.mark.parametrize("sets", [[], ["tiles.seq=32"], ["tiles.seq=32", "model.attention=naive"]])
+def test_plan_and_analysis_count_what_tasks_compute(sets: list[str]) -> None:
+    """Pairs of tiles that a causal mask leaves out are in neither; the flop of a step are those of the products."""
+    config = load("experiments/gpt2_tiny.yaml", sets)
+    made, planned, step = analyse(config), plan(config), step_spec(config).step()
+    totals = made.totals()
+    assert sum(row.flop for row in planned.rows.values()) == pytest.approx(totals["all"]["flop"], rel=1e-12)
+    assert totals["fused"]["flop"] == pytest.approx(totals["all"]["flop"], rel=1e-12)
+    assert planned.flop == step.flop == pytest.approx(totals["contraction"]["flop"], rel=1e-12)
+    beside = "attention_normalise", "attention_delta"
+    kinds = {op.kind for op in step.graph.ops if op.category is CONTRACTION}
+    tasks = [task for task in step.first.tasks.tasks if task.kernel not in beside]
+    flop = sum(task.flop for task in tasks if task.op.removesuffix(".backward").rpartition(".")[2] in kinds)
+    assert flop == pytest.approx(planned.flop, rel=1e-12)
+    if "model.attention=naive" in sets:
+        pairs = 8 * 6 * 128 * 129 // 2  # batch, heads, queries and the keys that each attends to
+        for name, count in (("Softmax", 2), ("SoftmaxGrad dX", 3)):
+            assert by_name(made)[f"h*.attn.{name}"].least == 4 * count * pairs
+
+
+@pytest.mark.parametrize("sets", [[], ["train.grad_accumulation=2", "model.attention=naive", "tiles.seq=64"]])
+def test_picture_and_table_agree(sets: list[str]) -> None:
+    """Operators, flop, bytes, flop a word, what bounds them: of each operator, and of all."""
+    config = load("experiments/gpt2_tiny.yaml", ["model.layers=1", *sets])
+    made = analyse(config)
+    for fusion, rows, key in (("before", made.operators, "all"), ("after", made.groups, "fused")):
+        text, total = tell.dot_of(made, config, "train", fusion), made.totals()[key]
+        batches = " in 2 micro-batches" if sets else ""
+        told = f"{total['operators']} operators{batches}, {si(total['flop'])}flop, {si(total['bytes'])}B moved"
+        assert told in text and "Rename" not in text
+        nodes = re.findall(r'ellipse([^\n]*) label="[^"]*\\n([^"\\]*) per word"', text)
+        wanted = Counter[tuple[bool, str]]()
+        for row in (row for row in rows if row.phase != "update"):  # the update has one node for all weights
+            told = f"{si(row.flop / row.count)}flop, {row.intensity:.3g}"
+            wanted[bool(row.memory_bound(made.peaks)), told] += row.count // (2 if sets else 1)
+        assert Counter(("penwidth=2.5" in style, told) for style, told in nodes) >= wanted, fusion
