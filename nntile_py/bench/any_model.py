@@ -107,7 +107,7 @@ def just_filled(spec: StepSpec, inputs: Mapping[str, Array]) -> StepSpec:
     more: as PyTorch's arrays are as long as the batch has tokens."""
     lengths, parts = lengths_of(inputs, spec.seq), spec.grad_accumulation
     least = math.ceil(sum(lengths) / (spec.seq * spec.rows * parts))
-    for size in range(least, spec.tiling.tile("batch", spec.batch)):
+    for size in range(least, spec.capacity // spec.seq):
         tiling = Tiling({**spec.tiling.tiles, "batch": size})
         narrow = replace(spec, batch=spec.rows * size, tiling=tiling)
         with suppress(ValueError):  # they do not fit

@@ -48,7 +48,8 @@ class Bins:
     """The bins of a pass: `count` of `capacity` tokens each, for sequences of up to `length` tokens.
 
     quadratic: the work of a sequence of n tokens is as n + quadratic * n^2. inputs: as the packed graph declares them.
-    rows: sequences of a bin, at most (None: as many as it has room for).
+    rows: sequences of a bin, at most (None: as many as it has room for). tokens: of a pass, at most (0: as many as the
+    bins have room for).
     """
 
     count: int
@@ -57,6 +58,12 @@ class Bins:
     quadratic: float = 0.0
     inputs: Mapping[str, Input] = field(default_factory=dict)
     rows: int | None = None
+    tokens: int = 0
+
+    @property
+    def room(self) -> int:
+        """Tokens of a bin where those of a pass are spread evenly."""
+        return (self.tokens or self.count * self.capacity) // self.count
 
     def work(self, n: int) -> float:
         """Of a sequence of n tokens."""
@@ -77,16 +84,18 @@ class Bins:
 
     def _spread(self, lengths: Sequence[int], rows: range, bins: range) -> dict[int, Place]:
         """The longest first, each to the bin with the least work that has room for it; then evened out."""
+        total, most = sum(lengths[k] for k in rows), self.tokens * len(bins) // self.count
         of: dict[int, list[int]] = {k: [] for k in bins}
         used, work = dict.fromkeys(bins, 0), dict.fromkeys(bins, 0.0)
         for row in sorted(rows, key=lambda k: -lengths[k]):
             n = lengths[row]
             free = [k for k in bins if used[k] + n <= self.capacity and len(of[k]) != self.rows]
-            if not free:
+            if not free or 0 < most < total:
                 room = f"{self.capacity}" + (f" and {self.rows} sequences" if self.rows else "")
+                room += f", {most} tokens in all" if 0 < most < len(bins) * self.capacity else ""
                 raise ValueError(
-                    f"{len(rows)} sequences of {sum(lengths[k] for k in rows)} tokens do not fit into {len(bins)} bins"
-                    f" of {room}; give fewer, or raise batch"
+                    f"{len(rows)} sequences of {total} tokens do not fit into {len(bins)} bins of {room}; give fewer,"
+                    " or raise batch"
                 )
             best = min(free, key=lambda k: work[k])
             of[best].append(row)
@@ -219,7 +228,7 @@ def bins_of(spec: StepSpec, *, training: bool = True) -> Bins:
     # A layer has 24 embed^2 flop a token in products, and 4 embed a pair of tokens in attention.
     share = 1 / (6 * embed) if isinstance(embed, int) else 0.0
     inputs = spec.trace(training=training)[0].inputs
-    return Bins(spec.rows, spec.capacity, spec.seq, share, inputs, rows_of(inputs))
+    return Bins(spec.rows, spec.capacity, spec.seq, share, inputs, rows_of(inputs), spec.batch * spec.seq)
 
 
 def padded(inputs: Mapping[str, Any], length: int) -> dict[str, Array]:

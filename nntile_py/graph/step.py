@@ -129,7 +129,8 @@ class StepSpec:
 
     batch, seq: of one micro-batch; policy: how partial sums of a tile meet (`accumulate`); given: optional inputs that
     steps have. pack: sequences of unequal lengths, of `seq` tokens at most, lie one behind the other in bins, one for
-    each tile of the batch, with room for as many tokens as that has. alone: False where other machines add to its
+    each tile of the batch, all with room for as many sequences of `seq` tokens; a pass has batch * seq tokens at most,
+    also where that fills no whole number of them. alone: False where other machines add to its
     gradients, each with a batch of its own. ranks: that share the tasks, see allreduce.Meeting. timings: forward and
     backward get the layouts that are cheapest by these, see arrange.py. kept: the orders of weights that are not as
     declared, by name, where another program has chosen them. loss_scale: what the loss is first multiplied by, see
@@ -193,7 +194,7 @@ class StepSpec:
     @property
     def capacity(self) -> int:
         """Places of a row."""
-        return self.seq * self.tiling.tile("batch", self.batch) if self.pack else self.seq
+        return self.seq * -(-self.batch // self.rows)
 
     def live_slots(self) -> list[str]:
         """The slots that say how much of each bin is filled."""
@@ -211,6 +212,7 @@ class StepSpec:
     def trace(self, *, training: bool = True) -> tuple[Graph, Traced, Batch]:
         """The model's graph, forward alone, before fusion."""
         graph = Graph(TILE_DTYPE.get(self.dtype, self.dtype), training=training, cuts=self.cuts)
+        graph.filled = self.batch * self.seq / (self.rows * self.capacity)
         batch = Batch(self.rows, self.capacity, self.given, packed=self.seq if self.pack else None)
         if self.pack:
             bins.begin(graph, batch)
