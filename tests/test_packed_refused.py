@@ -1,13 +1,19 @@
 """Packed sequences: what is refused, and how it is told."""
 
+import re
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from test_packed import LENGTH, inputs, made
+from typer.testing import CliRunner
 
 import nntile_py as nt
 from nntile_py import tasks as ops
+from nntile_py.analysis.workloads import build
+from nntile_py.cli import app
+from nntile_py.config.run import load
 from nntile_py.execution.program import Store, programs
 from nntile_py.tiles import R, TaskList, Tile, W
 
@@ -97,10 +103,38 @@ def test_tasks_in_python_are_refused() -> None:
 def test_models_that_cannot_be_packed() -> None:
     with pytest.raises(nt.ConfigError, match=r"tiles\.seq: got 4; allowed with pack: none"):
         nt.Trainer(made("bert"), 2, LENGTH, {"seq": 4}, pack=True)
-    told = r"attention_dropout: got 0\.1; allowed with pack: 0, or model\.attention: segments"
-    with pytest.raises(nt.ConfigError, match=told):
-        nt.Trainer(made("bert", attention="naive").changed(attention_dropout=0.1), 2, LENGTH, pack=True)
     with pytest.raises(nt.ConfigError, match=r"model NoSegments: pack needs a mask with segments in Attention"):
         nt.Trainer(NoSegments(NoSegments.Config()), 2, LENGTH, pack=True)
     with pytest.raises(nt.ConfigError, match=r"model FirstOfARow: pack needs first_tokens"):
         nt.Trainer(FirstOfARow(FirstOfARow.Config()), 2, LENGTH, pack=True)
+
+
+SPEC = """\
+model: {type: bert, layers: 1, embed: 16, heads: 2, attention_dropout: 0.1, attention: naive}
+data: {max_bytes: 20000}
+tokenizer: {vocab_size: 300}
+train: {steps: 1, batch: 2, seq: 8, pack: true}
+runtime: {cpus: 1}
+"""
+COMMANDS = ["plan"], ["plan", "--nodes", "2"], ["graph", "--out", "g.dot"]
+
+
+@pytest.mark.parametrize(
+    ("sets", "allowed"),
+    [([], r"0, or model\.attention: segments or grouped"), (["model.type=deberta"], "0, as DeBERTa keeps its scores")],
+    ids=["naive", "deberta"],
+)
+def test_dropout_of_attention(sets: list[str], allowed: str, tmp_path: Path, monkeypatch: Any) -> None:
+    """Every command tells it, and from Python it is the same."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.yaml").write_text(SPEC)
+    told = rf"model\.attention_dropout: got 0\.1; allowed with packed sequences: {allowed}"
+    config = load("run.yaml", sets)
+    for first, *options in COMMANDS:
+        done = CliRunner().invoke(app, [first, "run.yaml", *options, *(f"--set={one}" for one in sets)])
+        assert isinstance(done.exception, nt.ConfigError) and re.search(told, str(done.exception)), (first, done.output)
+    with pytest.raises(nt.ConfigError, match=told):
+        build(config)  # a sweep's
+    model = made(config.model.type, attention="naive", attention_dropout=0.1)
+    with pytest.raises(nt.ConfigError, match=told):
+        nt.Trainer(model, 2, LENGTH, pack=True)

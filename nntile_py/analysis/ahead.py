@@ -78,12 +78,9 @@ def sizes(config: RunConfig) -> dict[str, int]:
 
 def _coarser(config: RunConfig) -> Iterator[Cut]:
     """The config's own tiling, then coarser and coarser ones, up to one that is good."""
-    try:
-        spec = padded(config)
-        made = spec.graphs()
-        update = spec.update(made)
-    except ValueError as error:  # of the operators: a tiling that they do not take
-        raise ConfigError(str(error)) from None
+    spec = padded(config)
+    made = spec.graphs()
+    update = spec.update(made)
     repeats, whole = spec.grad_accumulation, made.graph.sizes()
     speed = device_model.worker(TILE_DTYPE.get(spec.dtype, spec.dtype), config.runtime.cuda != 0)
 

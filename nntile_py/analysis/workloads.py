@@ -57,13 +57,10 @@ def build(config: RunConfig, work: Work = "train", phase: Phase = "all", *, fusi
     spec = spec_of(config, work)
     if fusion:
         spec = replace(spec, fusion=fusion, timings=None)
-    try:
-        if work == "train":
-            return of_step(spec.step(), config.train.grad_accumulation)
-        if work in FORWARD:
-            return of_evaluation(spec.evaluation())
-    except ValueError as error:  # of the operators: a tiling that they do not take
-        raise ConfigError(str(error)) from None
+    if work == "train":
+        return of_step(spec.step(), config.train.grad_accumulation)
+    if work in FORWARD:
+        return of_evaluation(spec.evaluation())
     graph = small_graph(config, work, spec.fusion, backward=phase != "forward")
     if spec.timings:
         arrange(graph, spec.timings, spec.tiling, config.accumulate)
@@ -96,14 +93,11 @@ def logical(config: RunConfig, work: Work, fusion: Fusion) -> list[Graph]:
     """The graphs of a workload in the default layout, not cut into tiles: of a training step the update's is the
     second."""
     spec = replace(spec_of(config, work), fusion=fusion, timings=None)
-    try:
-        if work == "train":
-            made = spec.graphs()
-            return [made.graph, spec.update(made)]
-        if work in FORWARD:
-            return [spec.evaluation().graph]
-    except ValueError as error:  # of the operators: a tiling that they do not take
-        raise ConfigError(str(error)) from None
+    if work == "train":
+        made = spec.graphs()
+        return [made.graph, spec.update(made)]
+    if work in FORWARD:
+        return [spec.evaluation().graph]
     return [small_graph(config, work, fusion, backward=True)]
 
 

@@ -6,7 +6,7 @@ from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from numbers import Real
 
-from nntile_py.errors import ConfigError
+from nntile_py.errors import ConfigError, operators_refuse
 from nntile_py.graph import bins
 from nntile_py.graph.arrange import arrange, keep_in
 from nntile_py.graph.declared import Array, Batch, Param, Traceable, Traced, trace
@@ -209,6 +209,7 @@ class StepSpec:
         """The same for steps that have these optional inputs."""
         return replace(self, given=frozenset(given))
 
+    @operators_refuse()
     def trace(self, *, training: bool = True) -> tuple[Graph, Traced, Batch]:
         """The model's graph, forward alone, before fusion."""
         graph = Graph(TILE_DTYPE.get(self.dtype, self.dtype), training=training, cuts=self.cuts)
@@ -238,6 +239,7 @@ class StepSpec:
         derived = {name for name, one in graph.inputs.items() if callable(one.default)} if self.pack else set()
         return {name: value for name, value in made.items() if name not in derived}  # bins have theirs
 
+    @operators_refuse()
     def graphs(self) -> Graphs:
         """Forward and backward as a graph, not yet cut into tiles."""
         graph, traced, batch = self.trace()
@@ -251,6 +253,7 @@ class StepSpec:
         chosen = arrange(graph, self.timings, self.cuts, self.policy, self.kept) if self.timings else None
         return Graphs(graph, graph.grads, traced.loss, batch.optional, chosen is not None and chosen.refused)
 
+    @operators_refuse()
     def update(self, made: Graphs, ends: Ends | None = None) -> Graph:
         """The optimizer's part of the step; ends: see GradNorm."""
         update = Graph(made.graph.dtype)
@@ -264,6 +267,7 @@ class StepSpec:
                 self.optimizer.build(update, params[tensor], grad, clip)
         return update
 
+    @operators_refuse()
     def step(self) -> Step:
         """Forward, backward and update as task lists."""
         made = self.graphs()
@@ -286,11 +290,13 @@ class StepSpec:
             return None
         return Meeting(self.ranks, {(t.storage.kind, t.storage.name) for t in grads if self.grad_accumulation > 1})
 
+    @operators_refuse()
     def evaluation(self, keep: bool = False) -> Evaluation:
         """A forward pass without dropout; with `keep` the model's outputs are kept for the host."""
         graph, traced, _ = self.trace(training=False)
         return self._evaluation(graph, traced.outputs, traced.outputs if keep else {})
 
+    @operators_refuse()
     def outputs(self, name: str) -> Evaluation:
         """A forward pass that makes one of the model's outputs, and nothing that this does not need, such as a loss.
 

@@ -55,10 +55,7 @@ class Programs:
     def of(self, given: frozenset[str]) -> StepPrograms:
         """The programs of steps that have these optional inputs."""
         if given not in self.steps:
-            try:
-                built = self.spec.with_inputs(given).step()
-            except ValueError as error:
-                raise ConfigError(str(error)) from None
+            built = self.spec.with_inputs(given).step()
             self._optional |= built.optional
             memory.check_step(built, self._runtime)
             _core.advise(f"the largest tensors are {built.largest()}")
