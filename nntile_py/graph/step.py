@@ -173,6 +173,8 @@ class StepSpec:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 2**31:
                 raise ConfigError(f"{name}: {value!r} is not allowed; use a positive integer below 2^31")
+        if not isinstance(self.pack, bool):
+            raise ConfigError(f"pack: {self.pack!r} is not allowed; use True or False")
         scale = self.loss_scale
         number = isinstance(scale, Real) and not isinstance(scale, bool)
         if scale is not None and not (number and 1 <= scale <= MOST_SCALE):
