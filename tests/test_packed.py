@@ -330,7 +330,7 @@ def test_bins_that_others_have_filled() -> None:
     """As `nntile train` gives them: labels, which are shifted there, are not shifted once more."""
     trainer = nt.Trainer(made("gpt2"), 4, LENGTH, {"batch": 2}, pack=True)
     given = inputs([16, 8, 8, 3])
-    given["labels"] = given["input_ids"]
+    given["labels"] = np.where(given["attention_mask"] > 0, given["input_ids"], -100)
     filled = bins_of(trainer.spec).fill(given, 1, 4, shift=True)
     assert trainer.evaluate(filled) == trainer.evaluate(given)
     trainer.close()

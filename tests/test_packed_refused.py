@@ -106,6 +106,23 @@ def test_names_that_no_user_gives(name: str) -> None:
     trainer.close()
 
 
+@pytest.mark.parametrize("name", ["bert", "gpt2", "deberta"])
+def test_labels_of_padding(name: str) -> None:
+    """They count in a padded batch, as in transformers; what packed sequences take has the same loss."""
+    given = inputs([3, 5])
+    everywhere = given | {"labels": given["input_ids"]}
+    of_tokens = given | {"labels": np.where(given["attention_mask"] > 0, given["input_ids"], -100)}
+    packed, padded = (nt.Trainer(made(name), 2, LENGTH, pack=pack) for pack in (True, False))
+    told = r"labels\[0\]: some count where attention_mask is 0; allowed with pack: -100 there"
+    for call in (packed.step, packed.evaluate):
+        with pytest.raises(ValueError, match=told):
+            call(everywhere)
+    assert packed.evaluate(of_tokens) == pytest.approx(padded.evaluate(of_tokens), rel=2e-6)
+    assert padded.evaluate(everywhere) != pytest.approx(padded.evaluate(of_tokens), rel=1e-4)
+    packed.close()
+    padded.close()
+
+
 def test_labels_of_sequences_are_one_each() -> None:
     trainer = nt.Trainer(made("bert", head="classification", classes=2), 2, LENGTH, pack=True)
     for labels in (np.zeros((2, LENGTH), int), [0, 1, 1], [[0], [1]]):

@@ -144,10 +144,12 @@ class Bins:
         with their attention_mask, or from lists of arrays of unequal lengths.
 
         shift: labels of a causal model are those of the inputs' positions. Raises ValueError for sequences that are
-        empty or too long, masks with holes, and arrays that do not fit one another.
+        empty or too long, masks with holes, labels of padding, and arrays that do not fit one another.
         """
         given = self._checked(inputs) if self.inputs else padded(inputs, self.length)
         lengths = lengths_of(given, self.length)
+        if MASK in inputs:
+            self._check_labels(given, lengths)
         places = self.places(lengths, passes, batch)
         return self.filled({name: one for name, one in given.items() if name != MASK}, places, passes, shift=shift)
 
@@ -171,6 +173,15 @@ class Bins:
             shape = sum((own.get(axis, (size,)) for axis, size in one.tensor.sizes.items()), ())
             found[name] = one.checked(value, rows, shape if one.batched else None)
         return found
+
+    def _check_labels(self, given: Mapping[str, Array], lengths: Sequence[int]) -> None:
+        """ValueError for labels that count, as they do in a padded batch, which has places for them."""
+        for name, one in self.inputs.items():
+            if name in given and one.ignored is not None and "seq" in one.tensor.axes:
+                for row, n in enumerate(lengths):
+                    if (given[name][row, n:] != one.ignored).any():
+                        need = f"{one.ignored} there, as padding is left out"
+                        raise ValueError(f"{name}[{row}]: some count where {MASK} is 0; allowed with pack: {need}")
 
     def filled(self, given: Mapping[str, Array], places: Sequence[Place], passes: int, *, shift: bool) -> Filled:
         """The same where places are known; padded arrays without their mask."""
