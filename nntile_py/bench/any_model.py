@@ -88,8 +88,8 @@ def inputs_of(config: RunConfig, work: Work, alpha: float = 1.0, spec: StepSpec 
 
 
 def _ours(config: RunConfig, inputs: dict[str, Array], work: Work) -> tuple[Step, dict[str, Any]]:
-    from nntile_py.bench.forward import forward_passes
     from nntile_py.execution.runtime import Runtime
+    from nntile_py.training.forward import forward_passes
     from nntile_py.training.same import same_steps
     from nntile_py.training.trainer import Trainer
 
