@@ -18,9 +18,9 @@ from typing import Any
 
 import nntile_py as nt
 from nntile_py.bench.any_model import inputs_of
-from nntile_py.bench.forward import forward_passes
 from nntile_py.config.run import load
 from nntile_py.config.spec import build_model, step_spec
+from nntile_py.training.forward import forward_passes
 
 TURNS = 15
 WAYS = {"tasks": False, "graph": True}

@@ -46,7 +46,8 @@ class LayerConfig(ModelConfig):
     attention, or by cuDNN's ragged kernel, and no other."""
     attention_dropout: BelowOne = 0.0
     """Dropout of the attention probabilities; needs `attention: segments`, where they are not in memory, `grouped` or
-    `naive`. All draw the same."""
+    `naive`. All draw the same. Packed sequences (`train.pack`) allow it with `segments` and `grouped`; in a model that
+    has to keep its scores in memory, as DeBERTa has, they do not."""
 
     def check_dropout(self) -> None:
         """Refuse dropout of attention's probabilities where they are never made."""

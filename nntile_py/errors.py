@@ -4,6 +4,8 @@ import errno
 import functools
 import traceback
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from nntile_py.system import ranks
 
@@ -26,6 +28,15 @@ class TaskError(NNTileError):
 
 class NotFinite(NNTileError):
     """A loss or a norm is no finite number; the text names the step, and the operator where that was looked for."""
+
+
+@contextmanager
+def operators_refuse() -> Iterator[None]:
+    """What operators do not take, such as sizes, is told as a ConfigError. Around a block, or as a decorator."""
+    try:
+        yield
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
 
 
 MOST = 2000  # characters of a message

@@ -353,9 +353,9 @@ def attention(
     if dropout and backend not in WITH_DROPOUT:
         need = " or ".join(WITH_DROPOUT)
         raise ValueError(f"attention_dropout: got {dropout}; allowed: 0, or one of the forms of attention {need}")
-    if dropout and g.draws and (backend == "naive" or not mask.segments):
-        need = f"0, or model.attention: {' or '.join(OWN)}, with segments in the mask"
-        raise ValueError(f"attention_dropout: got {dropout}; allowed with pack: {need}")
+    if dropout and g.draws and backend == "naive":
+        need = f"0, or model.attention: {' or '.join(OWN)}"
+        raise ValueError(f"model.attention_dropout: got {dropout}; allowed with packed sequences: {need}")
     if dropout and mask.segments and backend in OWN and "seq" not in g.draws:
         raise ValueError(f"attention_dropout: got {dropout}; allowed where nothing says what tokens draw: 0")
     operands = checked(g, q, k, v, mask)

@@ -424,7 +424,7 @@ def test_packed_as_padded(tmp_path: Path) -> None:
     assert objective(config) == "classification"
     corpus = load_labelled(config)
     batches = LabelledBatches(config, corpus)
-    assert re.fullmatch(r"\d+\.\d% of the bins' 40 tokens filled", batches.about)
+    assert re.fullmatch(r"\d+\.\d% of the bins' 30 tokens filled", batches.about)
     samples = batches.samples(3)
     assert len(samples) > 12  # more than padded
     padded = LabelledCollator(10, corpus.tokenizer.token_to_id("[PAD]"))(zip(*samples, strict=True))
@@ -448,7 +448,7 @@ def test_a_packed_run_learns(tmp_path: Path) -> None:
     write(tmp_path)
     done = nntile(tmp_path, "train", "tiny.yaml", "--set", "train.pack=true")
     assert done.returncode == 0, done.stderr
-    assert "of the bins' 40 tokens filled" in done.stdout
+    assert "of the bins' 30 tokens filled" in done.stdout
     assert lines(tmp_path / "runs" / "tiny")[-1]["accuracy"] > 0.6
 
 

@@ -12,7 +12,6 @@ import torch
 import nntile_py as nt
 from nntile_py import _core
 from nntile_py.analysis.workloads import Phase, build
-from nntile_py.bench.forward import forward_passes
 from nntile_py.config.run import load
 from nntile_py.errors import ConfigError
 from nntile_py.execution.captured import Served
@@ -22,6 +21,7 @@ from nntile_py.inference.encoder import _Forward
 from nntile_py.profiling.alone import write_random
 from nntile_py.system.folders import installed
 from nntile_py.testing import error
+from nntile_py.training.forward import forward_passes
 
 if not (torch.cuda.is_available() and _core.has_cuda):
     pytest.skip("needs a CUDA device and an extension built for it", allow_module_level=True)

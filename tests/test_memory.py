@@ -1,5 +1,6 @@
 """Memory that does not suffice: the disk where there is one, else an exception that names keys and tensors."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -226,6 +227,19 @@ def test_main_memory_beside_gpus() -> None:
             nt.TaskError, match=r"of it outside of runtime\.cuda_memory .* runtime\.memory has room for"
         ):
             memory.check_step(built, gpu)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("batch", [1, 2, 3, 4])
+def test_the_least_that_is_named_is_taken(batch: int) -> None:
+    """Whole MiB, rounded up: no message says that so much is needed, and so much is there."""
+    built = step({"batch": batch})
+    with pytest.raises(nt.TaskError) as refused:
+        memory.check_step(built, Gpu(0, MIB, cuda=0))  # type: ignore[arg-type]
+    found = re.search(r"at least (\d+) MiB, and more where .* runtime\.memory has room for 1;", str(refused.value))
+    assert found
+    memory.check_step(built, Gpu(0, int(found[1]) * MIB, cuda=0))  # type: ignore[arg-type]
+    with pytest.raises(nt.TaskError, match=rf"has room for {int(found[1]) - 1};"):
+        memory.check_step(built, Gpu(0, (int(found[1]) - 1) * MIB, cuda=0))  # type: ignore[arg-type]
 
 
 def test_main_memory_for_weights_at_the_start() -> None:

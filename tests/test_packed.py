@@ -1,4 +1,4 @@
-"""Packed sequences: the same losses, gradients and draws as padded ones; what is refused."""
+"""Packed sequences: the same losses, gradients and draws as padded ones."""
 
 import itertools
 import subprocess
@@ -12,13 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import nntile_py as nt
-from nntile_py import tasks as ops
 from nntile_py.execution.bodies import lives_on_cuda
 from nntile_py.execution.packed import Bins, bins_of, padded
-from nntile_py.execution.program import Store, programs
 from nntile_py.graph.bins import positions_of
 from nntile_py.graph.step import StepSpec
-from nntile_py.tiles import R, TaskList, Tile, Tiling, W
+from nntile_py.tiles import Tiling
 
 LENGTH = 16
 TILINGS: dict[str, dict[str, int]] = {
@@ -317,82 +315,6 @@ def test_resumed(tmp_path: Any) -> None:
     again.close()
 
 
-def test_refused() -> None:
-    trainer = nt.Trainer(made("bert"), 2, LENGTH, pack=True)
-    good = inputs([3, 5])
-    holes, empty, left = (good["attention_mask"].copy() for _ in range(3))
-    holes[0, 1], empty[1], left[0] = 0, 0, np.arange(LENGTH) >= 13
-    ids = [np.arange(3), np.arange(5)]
-    for changes, told in (
-        ({"attention_mask": holes}, r"attention_mask\[0\]: has holes; allowed with pack: ones, then zeros"),
-        ({"attention_mask": left}, r"attention_mask\[0\]: has holes"),
-        ({"attention_mask": empty}, r"attention_mask\[1\]: an empty sequence; allowed: at least one token"),
-        ({"input_ids": good["input_ids"] + 40}, "input_ids: values go from .* allowed are 0 to 29"),
-        ({"input_ids": good["input_ids"][:, :4]}, r"input_ids: .* is not allowed; expected \[sequences, 16\]"),
-        ({"input_ids": ids}, "attention_mask: given beside lists"),
-        ({"labels": np.zeros((3, LENGTH), int)}, r"labels: .* is not allowed; expected \[sequences, 16\]"),
-        ({"foo": good["labels"]}, "foo: unknown input"),
-    ):
-        with pytest.raises(ValueError, match=told):
-            trainer.step(good | changes)
-    for lists, told in (
-        ({"input_ids": ids, "labels": ids[::-1]}, "labels: its rows have other lengths than those of input_ids"),
-        ({"input_ids": [np.arange(17)]}, "input_ids: a sequence of 17 tokens; allowed: at most seq = 16"),
-        ({"input_ids": []}, "input_ids: .* is not allowed; expected a list of arrays"),
-        ({"input_ids": [np.zeros(0, int)]}, r"attention_mask\[0\]: an empty sequence"),
-        ({}, "no inputs of tokens were given"),
-    ):
-        with pytest.raises(ValueError, match=told):
-            trainer.step(lists)
-    trainer.close()
-
-
-class NoSegments(nt.Model):
-    """Attention that knows nothing of sequences within a row."""
-
-    class Config(nt.ModelConfig):
-        type: str = "none"
-
-    def trace(self, g: Any, batch: Any) -> Any:
-        tokens, heads = {"batch": batch.size, "seq": batch.seq}, {"heads": 2, "head_dim": 4}
-        table = g.param("table", {"vocab": 30, **heads}, nt.Normal(0.1))
-        ids = g.input("input_ids", tokens, below=30)
-        flat = ops.embedding(g, ids, g.param("words", {"vocab": 30, "embed": 8}, nt.Normal(0.1)))
-        x = ops.linear(g, flat, g.param("q", {"embed": 8, **heads}, nt.Normal(0.1)), ["batch", "seq", *heads])
-        x = ops.transpose(g, x, ["batch", "heads", "seq", "head_dim"])
-        y = ops.transpose(g, ops.attention(g, x, x, x, ops.Mask(causal=True)), ["batch", "seq", *heads])
-        logits = ops.linear(g, y, table, ["batch", "seq", "vocab"])
-        labels = g.input("labels", tokens, below=30, ignored=-100, scale="loss_scale")
-        return nt.Traced(ops.cross_entropy(g, logits, labels), {"logits": logits})
-
-
-class FirstOfARow(NoSegments):
-    """Takes the first token of a row, where several sequences begin."""
-
-    def trace(self, g: Any, batch: Any) -> Any:
-        ids = g.input("input_ids", {"batch": batch.size, "seq": batch.seq}, below=30)
-        x = ops.embedding(g, ids, g.param("words", {"vocab": 30, "embed": 8}, nt.Normal(0.1)))
-        out = g.param("out", {"classes": 2, "embed": 8}, nt.Normal(0.1))
-        logits = ops.linear(g, ops.select(g, x, "seq", 0), out, ["batch", "classes"])
-        labels = g.input("labels", {"batch": batch.size}, below=2, ignored=-100, scale="loss_scale")
-        return nt.Traced(ops.cross_entropy(g, logits, labels), {"logits": logits})
-
-
-def test_tasks_in_python_are_refused() -> None:
-    """They would take what lies behind the filled part of a tile for data."""
-
-    @nt.task(x="R", y="W")
-    def copied(x: Any, y: Any) -> None:
-        y[:] = x
-
-    tasks = TaskList(live=["seq"])
-    x, y = (Tile(name, (0, 0), (1, 4), "fp32", persistent=True, axes=("batch", "seq")) for name in "xy")
-    tasks.initialised.add(x)
-    tasks.emit(copied, [R(x), W(y)], op="mine")
-    with pytest.raises(nt.ConfigError, match=r"pack: mine runs a task in Python .*; allowed: pack: false"):
-        programs([tasks.resolve()], Store())
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_bins_have_equal_work(name: str) -> None:
     """Where a long sequence's attention counts as its square does."""
@@ -408,7 +330,7 @@ def test_bins_that_others_have_filled() -> None:
     """As `nntile train` gives them: labels, which are shifted there, are not shifted once more."""
     trainer = nt.Trainer(made("gpt2"), 4, LENGTH, {"batch": 2}, pack=True)
     given = inputs([16, 8, 8, 3])
-    given["labels"] = given["input_ids"]
+    given["labels"] = np.where(given["attention_mask"] > 0, given["input_ids"], -100)
     filled = bins_of(trainer.spec).fill(given, 1, 4, shift=True)
     assert trainer.evaluate(filled) == trainer.evaluate(given)
     trainer.close()
@@ -435,18 +357,6 @@ def test_bins_are_evened(lengths: list[int], count: int, limited: bool) -> None:
 
 def _by_bin(places: Any) -> list[list[int]]:
     return [[place.length for place in places if place.bin == number] for number in (0, 1)]
-
-
-def test_models_that_cannot_be_packed() -> None:
-    with pytest.raises(nt.ConfigError, match=r"tiles\.seq: got 4; allowed with pack: none"):
-        nt.Trainer(made("bert"), 2, LENGTH, {"seq": 4}, pack=True)
-    told = r"attention_dropout: got 0\.1; allowed with pack: 0, or model\.attention: segments"
-    with pytest.raises(nt.ConfigError, match=told):
-        nt.Trainer(made("bert", attention="naive").changed(attention_dropout=0.1), 2, LENGTH, pack=True)
-    with pytest.raises(nt.ConfigError, match=r"model NoSegments: pack needs a mask with segments in Attention"):
-        nt.Trainer(NoSegments(NoSegments.Config()), 2, LENGTH, pack=True)
-    with pytest.raises(nt.ConfigError, match=r"model FirstOfARow: pack needs first_tokens"):
-        nt.Trainer(FirstOfARow(FirstOfARow.Config()), 2, LENGTH, pack=True)
 
 
 @settings(max_examples=60, deadline=None)

@@ -379,6 +379,16 @@ def test_forward_passes_alone(tmp_path: Path) -> None:
     check_format(tmp_path / "p/trace.json")
 
 
+@pytest.mark.parametrize("head", ["none", "pooler"])
+@pytest.mark.parametrize("pack", [False, True])
+def test_forward_passes_of_a_model_without_a_loss(tmp_path: Path, head: str, pack: bool) -> None:
+    tree = CONFIG | {"model": {"type": "bert", "layers": 1, "embed": 16, "heads": 2, "head": head}}
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump(tree))
+    config = load(tmp_path / "c.yaml", [f"train.pack={str(pack).lower()}", "tiles={batch: 2}"])
+    summary = profile.profile(config, tmp_path / "p", "c", 2, inference=True)
+    assert summary["steps"] == 2 and {row["phase"] for row in summary["operators"]} == {"forward"}
+
+
 @pytest.mark.parametrize("fxt", [False, True])
 def test_a_profile_that_fails_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fxt: bool) -> None:
     (tmp_path / "c.yaml").write_text(yaml.safe_dump(CONFIG))

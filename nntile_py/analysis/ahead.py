@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from nntile_py.config.spec import step_spec
 from nntile_py.errors import ConfigError
 from nntile_py.graph.count import count_tasks
+from nntile_py.graph.graph import Graph
 from nntile_py.graph.lowering import LISTING, MOST_TASKS
 from nntile_py.graph.step import TILE_DTYPE, StepSpec
 from nntile_py.tiles import AXES, Tiling, device_model
@@ -41,11 +42,11 @@ def ahead(config: RunConfig) -> Cut:
     return next(_coarser(config))
 
 
-def coarse(config: RunConfig) -> Cut:
+def coarse(config: RunConfig, inference: bool = False) -> Cut:
     """Coarser tiles, one axis after the other, until a mean task is long enough (Speed.good) or all are whole.
 
-    The axis with most tiles goes first; the batch keeps a tile for each worker."""
-    *_, last = _coarser(config)
+    The axis with most tiles goes first; the batch keeps a tile for each worker. inference: of a forward pass."""
+    *_, last = _coarser(config, inference)
     return last
 
 
@@ -72,25 +73,25 @@ def padded(config: RunConfig) -> StepSpec:
 
 def sizes(config: RunConfig) -> dict[str, int]:
     """Of each axis that tiles may cut."""
-    found = padded(config).trace()[0].sizes()
+    found = padded(config).trace(training=False)[0].sizes()
     return {axis: found[axis] for axis in AXES if axis in found}
 
 
-def _coarser(config: RunConfig) -> Iterator[Cut]:
+def _coarser(config: RunConfig, inference: bool = False) -> Iterator[Cut]:
     """The config's own tiling, then coarser and coarser ones, up to one that is good."""
-    try:
-        spec = padded(config)
+    spec = padded(config)
+    if inference:
+        repeats, graph, update = 1, spec.evaluation().graph, Graph()
+    else:
         made = spec.graphs()
-        update = spec.update(made)
-    except ValueError as error:  # of the operators: a tiling that they do not take
-        raise ConfigError(str(error)) from None
-    repeats, whole = spec.grad_accumulation, made.graph.sizes()
+        repeats, graph, update = spec.grad_accumulation, made.graph, spec.update(made)
+    whole = graph.sizes()
     speed = device_model.worker(TILE_DTYPE.get(spec.dtype, spec.dtype), config.runtime.cuda != 0)
 
     def cut(tiles: dict[str, int]) -> Cut:
         tiling = Tiling(tiles)
-        tasks = repeats * count_tasks(made.graph, tiling, spec.policy) + count_tasks(update, tiling, spec.policy)
-        return Cut(tiles, tasks, repeats * made.graph.flop(tiling) / speed.flop_s / tasks, speed)
+        tasks = repeats * count_tasks(graph, tiling, spec.policy) + count_tasks(update, tiling, spec.policy)
+        return Cut(tiles, tasks, repeats * graph.flop(tiling) / speed.flop_s / tasks, speed)
 
     now = cut(spec.tiling.tiles)
     yield now

@@ -304,10 +304,7 @@ def _ranks(config: RunConfig, ranks: int) -> list[list[list[Task]]]:
 
 def _lists(spec: StepSpec) -> list[TaskList]:
     """Of a step, in the order in which they run."""
-    try:
-        step = spec.step()
-    except ValueError as error:  # of the operators: a tiling that they do not take
-        raise ConfigError(str(error)) from None
+    step = spec.step()
     more = [step.more.tasks] * (spec.grad_accumulation - 1) if step.more else []
     return [step.first.tasks, *more, step.update.tasks]
 

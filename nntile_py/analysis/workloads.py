@@ -55,13 +55,10 @@ class Built:
 def build(config: RunConfig, work: Work = "train", phase: Phase = "all", *, fusion: Fusion | None = None) -> Built:
     """The graphs of a workload of the sizes of `config`. `fusion` instead of the config's own."""
     spec = spec_of(config, work, fusion)
-    try:
-        if work == "train":
-            return of_step(spec.step(), config.train.grad_accumulation)
-        if work in FORWARD:
-            return of_evaluation(spec.evaluation())
-    except ValueError as error:  # of the operators: a tiling that they do not take
-        raise ConfigError(str(error)) from None
+    if work == "train":
+        return of_step(spec.step(), config.train.grad_accumulation)
+    if work in FORWARD:
+        return of_evaluation(spec.evaluation())
     (graph,) = logical(config, work, fusion, phase)
     return Built([(graph, lower(graph, spec.tiling, config.accumulate))], graph.flop())
 
@@ -91,14 +88,11 @@ def logical(config: RunConfig, work: Work, fusion: Fusion | None = None, phase: 
 
     `fusion`: see spec_of; `phase` of the graphs that papers measure."""
     spec = spec_of(config, work, fusion)
-    try:
-        if work == "train":
-            made = spec.graphs()
-            return [made.graph, spec.update(made)]
-        if work in FORWARD:
-            return [spec.evaluation().graph]
-    except ValueError as error:  # of the operators: a tiling that they do not take
-        raise ConfigError(str(error)) from None
+    if work == "train":
+        made = spec.graphs()
+        return [made.graph, spec.update(made)]
+    if work in FORWARD:
+        return [spec.evaluation().graph]
     graph = small_graph(config, work, spec.fusion, backward=phase != "forward")
     if spec.timings:
         arrange(graph, spec.timings, spec.tiling, config.accumulate)

@@ -88,8 +88,8 @@ def inputs_of(config: RunConfig, work: Work, alpha: float = 1.0, spec: StepSpec 
 
 
 def _ours(config: RunConfig, inputs: dict[str, Array], work: Work) -> tuple[Step, dict[str, Any]]:
-    from nntile_py.bench.forward import forward_passes
     from nntile_py.execution.runtime import Runtime
+    from nntile_py.training.forward import forward_passes
     from nntile_py.training.same import same_steps
     from nntile_py.training.trainer import Trainer
 
@@ -107,7 +107,7 @@ def just_filled(spec: StepSpec, inputs: Mapping[str, Array]) -> StepSpec:
     more: as PyTorch's arrays are as long as the batch has tokens."""
     lengths, parts = lengths_of(inputs, spec.seq), spec.grad_accumulation
     least = math.ceil(sum(lengths) / (spec.seq * spec.rows * parts))
-    for size in range(least, spec.tiling.tile("batch", spec.batch)):
+    for size in range(least, spec.capacity // spec.seq):
         tiling = Tiling({**spec.tiling.tiles, "batch": size})
         narrow = replace(spec, batch=spec.rows * size, tiling=tiling)
         with suppress(ValueError):  # they do not fit

@@ -94,7 +94,7 @@ def shares(config: RunConfig, arrays: Mapping[str, Array], world: int) -> list[A
     rows = len(arrays["input_ids"])
     if not config.train.pack or MASK not in arrays:
         return np.array_split(np.arange(rows), world)
-    bins = replace(bins_of(step_spec(config)), count=world, capacity=rows * config.train.seq)
+    bins = replace(bins_of(step_spec(config)), count=world, capacity=rows * config.train.seq, tokens=0)
     of = np.array([place.bin for place in bins.places(arrays[MASK].sum(1).tolist())])
     return [np.flatnonzero(of == rank) for rank in range(world)]
 

@@ -123,8 +123,8 @@ class Train(Section):
     seq: Annotated[int, *integer(2, 2**24)]
     """Tokens of a sequence."""
     pack: Switch = False
-    """Sequences lie one behind the other instead of padded: in bins, one for each tile of the batch, with room for as
-    many tokens as that has. An update then takes as many sequences as fit into train.batch * train.seq tokens."""
+    """Sequences lie one behind the other instead of padded: in bins, one for each tile of the batch, all alike. A
+    forward and backward pass then takes as many sequences as fit into train.batch * train.seq tokens."""
     grad_accumulation: Rows = 1
     """Forward and backward passes whose gradients are averaged into one update."""
     eval_every: Count = 100

@@ -7,7 +7,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from nntile_py.config.run import RunConfig
-from nntile_py.errors import ConfigError
+from nntile_py.errors import operators_refuse
 from nntile_py.graph.fusion import Fusion
 from nntile_py.graph.optimizers import SGD, AdamW, Optimizer
 from nntile_py.graph.step import StepSpec
@@ -36,27 +36,25 @@ def build_optimizer(config: RunConfig) -> Optimizer:
     return SGD(lr=how.lr, momentum=how.momentum, weight_decay=how.weight_decay, decay=how.decay)
 
 
+@operators_refuse()
 def step_spec(config: RunConfig, model: Model | None = None) -> StepSpec:
     """What decides the programs of a run; `model` where one is there already."""
-    try:
-        return StepSpec(
-            model or new(config.model, config.seed),
-            config.train.batch,
-            config.train.seq,
-            tiling(config),
-            dtype=config.precision,
-            optimizer=build_optimizer(config),
-            clip_grad_norm=config.optimizer.clip_grad_norm,
-            policy=config.accumulate,
-            fusion=Fusion.of(config.fusion.model_dump()),
-            grad_accumulation=config.train.grad_accumulation,
-            skip_above_norm=config.train.skip_above_norm,
-            pack=config.train.pack,
-            loss_scale=config.train.loss_scale,
-            timings=timings(config) if config.layout == "searched" else None,
-        )
-    except ValueError as error:  # of the operators: sizes that they do not take
-        raise ConfigError(str(error)) from None
+    return StepSpec(
+        model or new(config.model, config.seed),
+        config.train.batch,
+        config.train.seq,
+        tiling(config),
+        dtype=config.precision,
+        optimizer=build_optimizer(config),
+        clip_grad_norm=config.optimizer.clip_grad_norm,
+        policy=config.accumulate,
+        fusion=Fusion.of(config.fusion.model_dump()),
+        grad_accumulation=config.train.grad_accumulation,
+        skip_above_norm=config.train.skip_above_norm,
+        pack=config.train.pack,
+        loss_scale=config.train.loss_scale,
+        timings=timings(config) if config.layout == "searched" else None,
+    )
 
 
 def default_layouts(config: RunConfig) -> RunConfig:

@@ -116,10 +116,10 @@ def check_lists(lists: Sequence[TaskList], runtime: Runtime) -> None:
     peak = max(one.peak_bytes(kept) for one in lists)
     devices = runtime.cuda * (runtime.cuda_memory or 0)
     if peak > have + devices:
-        room = f"runtime.memory has room for {have / MIB:.0f}"
-        room += f", its GPUs for {devices / MIB:.0f}" * (devices > 0)
+        room = f"runtime.memory has room for {have // MIB}"
+        room += f", its GPUs for {devices // MIB}" * (devices > 0)
         raise TaskError(
-            f"out of memory: this rank's part of a step needs at least {peak / MIB:.0f} MiB, and {room};"
+            f"out of memory: this rank's part of a step needs {_least(peak)}, and {room};"
             f" {largest(tiles.values())}, or start more ranks"
         )
 
@@ -129,7 +129,7 @@ def check_step(step: Step, runtime: Runtime) -> None:
     if runtime.ranks:
         return  # each has a part of them: see check_lists
     peak, have = step.peak_bytes(), main_memory(runtime)
-    room = f"runtime.memory {'and runtime.disk have' if runtime.disk else 'has'} room for {have / MIB:.0f}"
+    room = f"runtime.memory {'and runtime.disk have' if runtime.disk else 'has'} room for {have // MIB}"
     rest = peak
     if runtime.cuda:
         devices = runtime.cuda * (runtime.cuda_memory or 0)
@@ -138,13 +138,17 @@ def check_step(step: Step, runtime: Runtime) -> None:
         tiles = {a.tile for task in step.update.tasks.tasks for a in task.accesses}
         masters = [tile for tile in tiles if name and tile.tensor.endswith(f".{name}")]
         rest = max(peak - devices, sum(tile.bytes for tile in (*step.first.tasks.initialised, *masters)))
-        room = f"{rest / MIB:.0f} of it outside of runtime.cuda_memory = {devices / MIB:.0f} MiB in all, and {room}"
+        room = f"{-(-rest // MIB)} of it outside of runtime.cuda_memory = {devices // MIB} MiB in all, and {room}"
     if rest > have:
         raise TaskError(
-            f"out of memory: a step needs at least {peak / MIB:.0f} MiB, {room}; the largest tensors are "
+            f"out of memory: a step needs {_least(peak)}, {room}; the largest tensors are "
             f"{step.largest()}. Use a smaller batch or seq, or smaller tiles.batch, tiles.seq and tiles.vocab, which "
             "let activations be freed earlier"
         )
+
+
+def _least(peak: int) -> str:
+    return f"at least {-(-peak // MIB)} MiB, and more where workers run ahead of each other"
 
 
 def largest(tiles: Iterable[Tile], count: int = 3) -> str:

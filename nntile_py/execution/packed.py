@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from nntile_py.graph.bins import DRAWS, LIVE, ROWS, SEGMENTS, rows_of
+from nntile_py.graph.bins import DRAWS, LIVE, OWN, ROWS, SEGMENTS, rows_of
 from nntile_py.graph.declared import Input
 from nntile_py.graph.step import StepSpec
+from nntile_py.tasks.op import Tensor
 from nntile_py.tiles.tasklist import live_slot
 
 Array = np.ndarray[Any, Any]
@@ -48,7 +49,8 @@ class Bins:
     """The bins of a pass: `count` of `capacity` tokens each, for sequences of up to `length` tokens.
 
     quadratic: the work of a sequence of n tokens is as n + quadratic * n^2. inputs: as the packed graph declares them.
-    rows: sequences of a bin, at most (None: as many as it has room for).
+    rows: sequences of a bin, at most (None: as many as it has room for). tokens: of a pass, at most (0: as many as the
+    bins have room for).
     """
 
     count: int
@@ -57,6 +59,12 @@ class Bins:
     quadratic: float = 0.0
     inputs: Mapping[str, Input] = field(default_factory=dict)
     rows: int | None = None
+    tokens: int = 0
+
+    @property
+    def room(self) -> int:
+        """Tokens of a bin where those of a pass are spread evenly."""
+        return (self.tokens or self.count * self.capacity) // self.count
 
     def work(self, n: int) -> float:
         """Of a sequence of n tokens."""
@@ -77,16 +85,18 @@ class Bins:
 
     def _spread(self, lengths: Sequence[int], rows: range, bins: range) -> dict[int, Place]:
         """The longest first, each to the bin with the least work that has room for it; then evened out."""
+        total, most = sum(lengths[k] for k in rows), self.tokens * len(bins) // self.count
         of: dict[int, list[int]] = {k: [] for k in bins}
         used, work = dict.fromkeys(bins, 0), dict.fromkeys(bins, 0.0)
         for row in sorted(rows, key=lambda k: -lengths[k]):
             n = lengths[row]
             free = [k for k in bins if used[k] + n <= self.capacity and len(of[k]) != self.rows]
-            if not free:
+            if not free or 0 < most < total:
                 room = f"{self.capacity}" + (f" and {self.rows} sequences" if self.rows else "")
+                room += f", {most} tokens in all" if 0 < most < len(bins) * self.capacity else ""
                 raise ValueError(
-                    f"{len(rows)} sequences of {sum(lengths[k] for k in rows)} tokens do not fit into {len(bins)} bins"
-                    f" of {room}; give fewer, or raise batch"
+                    f"{len(rows)} sequences of {total} tokens do not fit into {len(bins)} bins of {room}; give fewer,"
+                    " or raise batch"
                 )
             best = min(free, key=lambda k: work[k])
             of[best].append(row)
@@ -134,12 +144,44 @@ class Bins:
         with their attention_mask, or from lists of arrays of unequal lengths.
 
         shift: labels of a causal model are those of the inputs' positions. Raises ValueError for sequences that are
-        empty or too long, masks with holes, and arrays that do not fit one another.
+        empty or too long, masks with holes, labels of padding, and arrays that do not fit one another.
         """
-        given = padded(inputs, self.length)
+        given = self._checked(inputs) if self.inputs else padded(inputs, self.length)
         lengths = lengths_of(given, self.length)
+        if MASK in inputs:
+            self._check_labels(given, lengths)
         places = self.places(lengths, passes, batch)
         return self.filled({name: one for name, one in given.items() if name != MASK}, places, passes, shift=shift)
+
+    def _checked(self, inputs: Mapping[str, Any]) -> dict[str, Array]:
+        """Padded arrays with their mask; ValueError for what is none of the model's inputs, as a user knows them."""
+        asked = {name: one for name, one in self.inputs.items() if name not in OWN and not callable(one.default)}
+        mask = Input(Tensor(MASK, ["batch", "seq"], [1, self.length], "int64"), below=2)
+        for name in inputs:
+            if name not in (*asked, MASK):
+                raise ValueError(f"{name}: unknown input; allowed are {', '.join([*asked, MASK])}")
+        given = padded(inputs, self.length, asked)
+        tokens = [value for name, value in given.items() if name in asked and "seq" in asked[name].tensor.axes]
+        if not tokens:
+            needed = ", ".join(name for name, one in asked.items() if one.default is None)
+            raise ValueError(f"no inputs of tokens were given; the model needs {needed}")
+        rows = len(tokens[0]) if tokens[0].ndim > 1 else 1
+        own = {"batch": (rows or 1,), "seq": (self.length,), "sequence": ()}  # where a user has other axes than a bin
+        found = {}
+        for name, value in given.items():
+            one = asked.get(name, mask)
+            shape = sum((own.get(axis, (size,)) for axis, size in one.tensor.sizes.items()), ())
+            found[name] = one.checked(value, rows, shape if one.batched else None)
+        return found
+
+    def _check_labels(self, given: Mapping[str, Array], lengths: Sequence[int]) -> None:
+        """ValueError for labels that count, as they do in a padded batch, which has places for them."""
+        for name, one in self.inputs.items():
+            if name in given and one.ignored is not None and "seq" in one.tensor.axes:
+                for row, n in enumerate(lengths):
+                    if (given[name][row, n:] != one.ignored).any():
+                        need = f"{one.ignored} there, as padding is left out"
+                        raise ValueError(f"{name}[{row}]: some count where {MASK} is 0; allowed with pack: {need}")
 
     def filled(self, given: Mapping[str, Array], places: Sequence[Place], passes: int, *, shift: bool) -> Filled:
         """The same where places are known; padded arrays without their mask."""
@@ -168,6 +210,8 @@ class Bins:
         ignored = one.ignored if one is not None and one.ignored is not None else 0
         out = np.full((passes * self.count, self.capacity, *value.shape[2:]), ignored, value.dtype)
         shifted = bool(one and one.shifted and shift)
+        if one and not one.batched:
+            return value
         if value.ndim == 1:  # of whole sequences
             for row, place in enumerate(places):
                 out[place.bin, place.number] = value[row]
@@ -218,41 +262,62 @@ def bins_of(spec: StepSpec, *, training: bool = True) -> Bins:
     embed = getattr(getattr(spec.model, "config", None), "embed", None)
     # A layer has 24 embed^2 flop a token in products, and 4 embed a pair of tokens in attention.
     share = 1 / (6 * embed) if isinstance(embed, int) else 0.0
-    inputs = spec.trace(training=training)[0].inputs
-    return Bins(spec.rows, spec.capacity, spec.seq, share, inputs, rows_of(inputs))
+    graph, _, batch = spec.trace(training=training)
+    inputs = graph.inputs
+    if optional := batch.optional.keys() - spec.given:
+        inputs = spec.with_inputs(spec.given | optional).trace(training=training)[0].inputs
+    return Bins(spec.rows, spec.capacity, spec.seq, share, inputs, rows_of(inputs), spec.batch * spec.seq)
 
 
-def padded(inputs: Mapping[str, Any], length: int) -> dict[str, Array]:
-    """Arrays as they are; lists of arrays of unequal lengths as padded arrays with their attention_mask."""
-    lists = {name: value for name, value in inputs.items() if isinstance(value, list | tuple) and not _flat(value)}
-    rows = {name: [np.asarray(row) for row in value] for name, value in lists.items()}
+def padded(inputs: Mapping[str, Any], length: int, declared: Mapping[str, Input] = {}) -> dict[str, Array]:
+    """Arrays as they are; lists of arrays of unequal lengths as padded arrays with their attention_mask.
+
+    declared: what is known of the inputs. Raises ValueError for lists that are not of such arrays, or do not fit."""
+    whole = {MASK, *(name for name, one in declared.items() if "seq" not in one.tensor.axes)}
+    lists = {
+        name: value
+        for name, value in inputs.items()
+        if name not in whole and isinstance(value, list | tuple) and not _flat(value)
+    }
     given = {name: _array(name, value) for name, value in inputs.items() if name not in lists}
-    found: list[int] | None = None
-    for name, value in rows.items():
-        lengths = [len(row) if row.ndim else -1 for row in value]
-        if found not in (None, lengths):
-            raise ValueError(f"{name}: its rows have other lengths than those of {next(iter(rows))}; give the same")
-        found = lengths
-        if lengths and max(lengths) > length:
-            raise ValueError(f"{name}: a sequence of {max(lengths)} tokens; allowed: at most seq = {length}")
-        if not lengths or any(row.ndim < 1 for row in value):
-            raise ValueError(f"{name}: {inputs[name]!r:.60} is not allowed; expected a list of arrays, one a sequence")
-        out = np.zeros((len(value), length, *value[0].shape[1:]), np.result_type(*value))
-        for k, row in enumerate(value):
-            if row.shape[1:] != out.shape[2:]:
-                raise ValueError(f"{name}[{k}]: shape {row.shape} does not fit {value[0].shape} of the first")
-            out[k, : len(row)] = row
-        given[name] = out
-    if found is not None:
-        if MASK in given:
+    first, found = next(iter(lists), ""), list[int]()
+    for name, array in given.items() if lists else ():
+        if name == MASK:
             raise ValueError(f"{MASK}: given beside lists of arrays, whose lengths say it; leave it out")
+        if name not in whole and array.ndim > 1:
+            raise ValueError(f"{name}: an array, where {first} is a list of arrays; give both in the same form")
+    for name, value in lists.items():
+        rows = [_array(f"{name}[{k}]", row) for k, row in enumerate(value)]
+        if not rows:
+            raise ValueError(f"{name}: {value!r} is not allowed; expected a list of arrays, one a sequence")
+        more = declared[name].tensor.shape[2:] if name in declared else rows[0].shape[1:]
+        for k, row in enumerate(rows):
+            _check_row(f"{name}[{k}]", row, length, more)
+        lengths = [len(row) for row in rows]
+        if (found := found or lengths) != lengths:
+            raise ValueError(f"{name}: its rows have other lengths than those of {first}; give the same")
+        given[name] = np.zeros((len(rows), length, *more), np.result_type(*rows))
+        for k, row in enumerate(rows):
+            given[name][k, : len(row)] = row
+    if lists:
         given[MASK] = (np.arange(length) < np.array(found)[:, None]).astype(np.int64)
     return given
 
 
+def _check_row(name: str, row: Array, length: int, more: tuple[int, ...]) -> None:
+    """ValueError where it is not [tokens, *more], of 1 to `length` tokens."""
+    if not row.ndim or row.shape[1:] != more:
+        need = ", ".join(["tokens", *map(str, more)])
+        raise ValueError(f"{name}: shape {row.shape} is not allowed; expected [{need}]")
+    if not len(row):
+        raise ValueError(f"{name}: an empty sequence; allowed: at least one token")
+    if len(row) > length:
+        raise ValueError(f"{name}: a sequence of {len(row)} tokens; allowed: at most seq = {length}")
+
+
 def _flat(value: Any) -> bool:
     """Whether it has a number for each sequence."""
-    return bool(value) and all(np.ndim(one) == 0 for one in value)
+    return bool(value) and not any(isinstance(one, list | tuple) or np.ndim(one) for one in value)
 
 
 def _array(name: str, value: Any) -> Array:
@@ -263,16 +328,9 @@ def _array(name: str, value: Any) -> Array:
 
 
 def lengths_of(given: Mapping[str, Array], length: int) -> list[int]:
-    """Of each sequence, by the attention_mask; raises ValueError where arrays have other shapes, or it has holes."""
-    first = next((name for name, value in given.items() if name != MASK and value.ndim != 1), None)
-    if first is None:
-        raise ValueError("no inputs of tokens were given")
-    for name, value in given.items():
-        rows = given[first].shape[0] if given[first].ndim else 0
-        if value.shape[:2] not in ((rows, length), (rows,)) or not rows:
-            raise ValueError(f"{name}: {value.dtype} {value.shape} is not allowed; expected [sequences, {length}]")
+    """Of each sequence, by the attention_mask of padded arrays; raises ValueError where it has holes."""
     if MASK not in given:
-        return [length] * given[first].shape[0]
+        return [length] * len(next(value for value in given.values() if value.ndim > 1))
     mask = given[MASK] != 0
     lengths: list[int] = mask.sum(1).tolist()
     for row, n in enumerate(lengths):

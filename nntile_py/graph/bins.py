@@ -24,6 +24,7 @@ from nntile_py.tasks.select import Select
 
 SEGMENTS, DRAWS, ROWS, STARTS = "segments", "draws", "rows", "starts"
 ROW_PLACES, TOKEN_PLACES = "row_places", "token_places"
+OWN = SEGMENTS, DRAWS, ROWS, STARTS, ROW_PLACES, TOKEN_PLACES  # inputs that no user gives
 LIVE = "seq", "sequence", "masked", "offset"  # axes of which a bin fills a part
 
 

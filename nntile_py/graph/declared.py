@@ -241,9 +241,10 @@ class Input:
         """Of a step's array, for `rows` rows of the batch."""
         return (rows, *self.tensor.shape[1:]) if self.batched else tuple(self.tensor.shape)
 
-    def checked(self, value: Any, rows: int) -> Array:
-        """The value as an array of the shape of `rows` of the batch; raises ValueError naming what is allowed."""
-        name, tensor, shape = self.tensor.name, self.tensor, self.shape(rows)
+    def checked(self, value: Any, rows: int, shape: tuple[int, ...] | None = None) -> Array:
+        """The value as an array of the shape of `rows` of the batch, or of another; raises ValueError naming what is
+        allowed."""
+        name, tensor, shape = self.tensor.name, self.tensor, shape or self.shape(rows)
         whole, kinds = ("ints", "iub") if tensor.dtype == "int64" else ("numbers", "iuf")
         try:
             array = np.asarray(value)

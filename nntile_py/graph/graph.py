@@ -32,6 +32,7 @@ class Graph:
     def __init__(self, dtype: str = "fp32", *, training: bool = True, cuts: Tiling | None = None) -> None:
         self.dtype, self.training, self.cuts = dtype, training, cuts or Tiling()
         self.live: frozenset[str] = frozenset()  # axes of which a step fills only a part; see TaskList
+        self.filled = 1.0  # the largest such part
         self.draws: dict[str, Tensor] = {}  # of packed sequences, by axis: the places by which dropout draws
         self.params: dict[Tensor, Param] = {}
         self.grads: dict[Tensor, Tensor] = {}  # of parameters, after `backward`
@@ -268,7 +269,8 @@ class Graph:
 
     def flop(self, cuts: Tiling | None = None) -> float:
         """Flop of the contractions and attentions, the customary count; under its own cuts, or others."""
-        return sum(op.products() * op.filled(cuts or self.cuts) for op in self.ops if op.category is CONTRACTION)
+        counted = (op.products() * op.filled(cuts or self.cuts) for op in self.ops if op.category is CONTRACTION)
+        return sum(counted) * self.filled
 
 
 def _check_sizes(op: Op) -> None:

@@ -46,6 +46,8 @@ def lower(
     if meeting:
         meeting.divide(low.tasks)
     low.tasks.resolve()
+    for task in low.tasks.tasks if graph.filled < 1 else ():
+        task.flop *= graph.filled
     return low
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from numbers import Real
 from typing import Any
 
-from nntile_py.errors import ConfigError
+from nntile_py.errors import ConfigError, operators_refuse
 from nntile_py.graph import bins
 from nntile_py.graph.arrange import arrange, keep_in
 from nntile_py.graph.declared import Array, Batch, Param, Traceable, Traced, trace
@@ -136,7 +136,8 @@ class StepSpec:
 
     batch, seq: of one micro-batch; policy: how partial sums of a tile meet (`accumulate`); given: optional inputs that
     steps have. pack: sequences of unequal lengths, of `seq` tokens at most, lie one behind the other in bins, one for
-    each tile of the batch, with room for as many tokens as that has. alone: False where other machines add to its
+    each tile of the batch, all with room for as many sequences of `seq` tokens; a pass has batch * seq tokens at most,
+    also where that fills no whole number of them. alone: False where other machines add to its
     gradients, each with a batch of its own. ranks: that share the tasks, see allreduce.Meeting. timings: forward and
     backward get the layouts that are cheapest by these, see arrange.py. kept: the orders of weights that are not as
     declared, by name, where another program has chosen them. loss_scale: what the loss is first multiplied by, see
@@ -179,6 +180,8 @@ class StepSpec:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 2**31:
                 raise ConfigError(f"{name}: {value!r} is not allowed; use a positive integer below 2^31")
+        if not isinstance(self.pack, bool):
+            raise ConfigError(f"pack: {self.pack!r} is not allowed; use True or False")
         scale = self.loss_scale
         number = isinstance(scale, Real) and not isinstance(scale, bool)
         if scale is not None and not (number and 1 <= scale <= MOST_SCALE):
@@ -199,7 +202,7 @@ class StepSpec:
     @property
     def capacity(self) -> int:
         """Places of a row."""
-        return self.seq * self.tiling.tile("batch", self.batch) if self.pack else self.seq
+        return self.seq * -(-self.batch // self.rows)
 
     def live_slots(self) -> list[str]:
         """The slots that say how much of each bin is filled."""
@@ -214,9 +217,11 @@ class StepSpec:
         """The same for steps that have these optional inputs."""
         return replace(self, given=frozenset(given))
 
+    @operators_refuse()
     def trace(self, *, training: bool = True) -> tuple[Graph, Traced, Batch]:
         """The model's graph, forward alone, before fusion."""
         graph = Graph(TILE_DTYPE.get(self.dtype, self.dtype), training=training, cuts=self.cuts)
+        graph.filled = self.batch * self.seq / (self.rows * self.capacity)
         batch = Batch(self.rows, self.capacity, self.given, packed=self.seq if self.pack else None)
         if self.pack:
             bins.begin(graph, batch)
@@ -240,6 +245,7 @@ class StepSpec:
         derived = {name for name, one in graph.inputs.items() if callable(one.default)} if self.pack else set()
         return {name: value for name, value in made.items() if name not in derived}  # bins have theirs
 
+    @operators_refuse()
     def graphs(self) -> Graphs:
         """Forward and backward as a graph, not yet cut into tiles."""
         graph, traced, batch = self.trace()
@@ -253,6 +259,7 @@ class StepSpec:
         chosen = arrange(graph, self.timings, self.cuts, self.policy, self.kept) if self.timings else None
         return Graphs(graph, graph.grads, traced.loss, batch.optional, chosen is not None and chosen.refused)
 
+    @operators_refuse()
     def update(self, made: Graphs, ends: Ends | None = None) -> Graph:
         """The optimizer's part of the step; ends: see GradNorm."""
         update = Graph(made.graph.dtype)
@@ -266,6 +273,7 @@ class StepSpec:
                 self.optimizer.build(update, params[tensor], grad, clip)
         return update
 
+    @operators_refuse()
     def step(self) -> Step:
         """Forward, backward and update as task lists."""
         made = self.graphs()
@@ -288,11 +296,13 @@ class StepSpec:
             return None
         return Meeting(self.ranks, {(t.storage.kind, t.storage.name) for t in grads if self.grad_accumulation > 1})
 
+    @operators_refuse()
     def evaluation(self, keep: bool = False) -> Evaluation:
         """A forward pass without dropout; with `keep` the model's outputs are kept for the host."""
         graph, traced, _ = self.trace(training=False)
         return self._evaluation(graph, traced.outputs, traced.outputs if keep else {})
 
+    @operators_refuse()
     def outputs(self, name: str) -> Evaluation:
         """A forward pass that makes one of the model's outputs, and nothing that this does not need, such as a loss.
 

@@ -334,10 +334,7 @@ class _Running:
         return self.forwards[key]
 
     def _made(self, make: Callable[[], Evaluation]) -> _Forward:
-        try:
-            made = make()
-        except ValueError as error:  # of the operators: sizes that they do not take
-            raise ConfigError(str(error)) from None
+        made = make()
         for param in made.params:
             tiles = [tile.key for _, tile in made.forward.grid(param.tensor)]
             if not {*tiles} <= self._weights.handles.keys():

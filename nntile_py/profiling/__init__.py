@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,7 @@ def profile(
     The steps are of training, or forward passes, on random tokens: no corpus is read. fxt: leave StarPU's own trace
     in the folder `fxt` too. Of several ranks, all of which call it, the first writes for all; the others return {}."""
     from nntile_py.config.run import runtime_options
+    from nntile_py.config.spec import build_model, step_spec
     from nntile_py.execution.runtime import Runtime
     from nntile_py.profiling import collect
     from nntile_py.system.load import Load, among
@@ -45,10 +47,14 @@ def profile(
         os.environ |= {"STARPU_FXT_TRACE": "1", "STARPU_FXT_PREFIX": f"{raw}/"}  # before StarPU starts
     try:
         with runtime:
-            trainer = build_trainer(config)
-            runtime.forget(trainer)  # nobody wants the weights back
             with Load() as load:
-                trace = collect.run_steps(trainer, steps, config.profile.warmup, inference)
+                if inference:
+                    spec = replace(step_spec(config, build_model(config)), ranks=ranks.size if ranks else 1)
+                    trace = collect.run_passes(spec, steps, config.profile.warmup)
+                else:
+                    trainer = build_trainer(config)
+                    runtime.forget(trainer)  # nobody wants the weights back
+                    trace = collect.run_steps(trainer, steps, config.profile.warmup)
             ran = True
         if fxt:
             collect.convert_fxt(raw)
@@ -67,7 +73,7 @@ def profile(
         return {}
     folder.mkdir(parents=True, exist_ok=True)  # not before there is something to write
     (folder / "config.yaml").write_text(config.to_yaml(), encoding="utf-8")
-    return write(trace, peaks, collect.axes(config), folder, name, among(loads))
+    return write(trace, peaks, collect.axes(config, inference), folder, name, among(loads))
 
 
 def write(

@@ -6,7 +6,7 @@ import json
 import platform
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -20,12 +20,14 @@ from nntile_py.config.run import RunConfig
 from nntile_py.config.spec import tiling
 from nntile_py.errors import TaskError
 from nntile_py.execution.runtime import Runtime
+from nntile_py.graph.step import StepSpec
 from nntile_py.profiling.analysis import Peak, at_least_seen, device_peak, measure_cpu
 from nntile_py.profiling.together import together, with_ends
 from nntile_py.profiling.trace import REDUCTION, Bus, End, Info, Trace, Worker, one_after_the_other
 from nntile_py.tiles.order import Use
 from nntile_py.tiles.ranks import Message
 from nntile_py.tiles.tasklist import PYTHON, Task, TaskList
+from nntile_py.training.forward import forward_passes
 from nntile_py.training.same import same_steps
 from nntile_py.training.together import ranks_of_run
 from nntile_py.training.trainer import Trainer
@@ -42,32 +44,40 @@ PASSAGE = ("replay", "index", "peer", "sends", "tag", "bytes", "posted", "ended"
 LIGHT_BELOW = 30e-6  # seconds of a step for each of its tasks
 
 
-def run_steps(trainer: Trainer, steps: int, warmup: int, inference: bool = False) -> Trace:
-    """Train on random inputs, or evaluate them: `warmup` steps that are not looked at, then `steps` that are.
+def run_steps(trainer: Trainer, steps: int, warmup: int) -> Trace:
+    """Train on random inputs: `warmup` steps that are not looked at, then `steps` that are."""
+    inputs = trainer.spec.random_inputs(trainer.batch * trainer.grad_accumulation, seed=0)
+    return _run(same_steps(trainer, inputs), trainer.tasks_per_step, steps, warmup, trainer.update_list)
+
+
+def run_passes(spec: StepSpec, steps: int, warmup: int) -> Trace:
+    """The same of forward passes, one after the other, of a model with or without a loss."""
+    made, run = forward_passes(spec, spec.random_inputs(spec.batch, seed=0, training=False), captured=False)
+    each = len(made.forward.tasks.tasks)
+    return _run(lambda count: [loss for _ in range(count) for loss in run(1)], each, steps, warmup)
+
+
+def _run(
+    run: Callable[[int], Any], tasks: int, steps: int, warmup: int, update: TaskList | None = None
+) -> Trace:  # fmt: skip
+    """`run` makes a number of steps, of about so many tasks each. update: as of make_trace.
 
     With tasks so short that StarPU's profiling would show, and CPU workers only, a light profile is taken."""
-    rows = trainer.batch * (1 if inference else trainer.grad_accumulation)
-    inputs = trainer.spec.random_inputs(rows, seed=0)
-
-    def evaluations(count: int) -> list[float]:
-        return [trainer.evaluate(inputs) for _ in range(count)]
-
-    run = evaluations if inference else same_steps(trainer, inputs)
-    light, expected = False, trainer.tasks_per_step * steps
+    light, expected = False, tasks * steps
     if warmup:
         run(warmup - 1)  # the first step takes longer
         lists: list[tuple[int, TaskList]] = []
         Runtime.watched = lists
         start = time.perf_counter()
         run(1)
-        each = (time.perf_counter() - start) / sum(len(tasks.tasks) for _, tasks in lists)
+        each = (time.perf_counter() - start) / sum(len(of.tasks) for _, of in lists)
         Runtime.watched = None
         light = each < LIGHT_BELOW and not _core.cuda_workers()
     if all_ranks := ranks_of_run():
         light = bool(all_ranks.of_first(light))
     with watched(expected, light) as found:
         run(steps)
-    return found.trace(None if inference else trainer.update_list)
+    return found.trace(update)
 
 
 class Found:
@@ -216,9 +226,9 @@ def known_peak(kind: str, name: str, workers: int, config: RunConfig) -> Peak:
     return measure_cpu(workers, config.precision) if kind == "CPU" else device_peak(name, config.precision)
 
 
-def axes(config: RunConfig) -> dict[str, dict[str, int]]:
+def axes(config: RunConfig, inference: bool = False) -> dict[str, dict[str, int]]:
     """Of each axis that a tiling may cut: its size, the tile's, the number of tiles; a tile that is coarse enough."""
-    own, good, result = tiling(config), coarse(config).tiles, {}
+    own, good, result = tiling(config), coarse(config, inference).tiles, {}
     for axis, size in sizes(config).items():
         tile = own.tile(axis, size)
         result[axis] = {"size": size, "tile": tile, "tiles": -(-size // tile), "good": min(good.get(axis, size), size)}

@@ -16,7 +16,6 @@ from nntile_py.analysis import nodes
 from nntile_py.analysis.plan import estimate
 from nntile_py.analysis.workloads import FORWARD, Built, build, of_evaluation, of_step, small_graph, spec_of
 from nntile_py.bench.any_model import inputs_of, torch_side
-from nntile_py.bench.forward import forward_passes
 from nntile_py.bench.torch_layer import WORKS, torch_layer
 from nntile_py.config.run import RunConfig, runtime_options
 from nntile_py.config.spec import build_model, step_spec, tiling
@@ -30,6 +29,7 @@ from nntile_py.sweep.spec import METRICS, Measure
 from nntile_py.system import ranks as system
 from nntile_py.system.load import Load, among, clocked
 from nntile_py.tasks.op import CATEGORIES
+from nntile_py.training.forward import forward_passes
 from nntile_py.training.same import same_steps
 from nntile_py.training.together import ranks_of_run
 

@@ -122,7 +122,7 @@ class Batches:
         self.held_out = [self._inputs(held_out, *fixed.step(k + 1), 1, draws + k) for k in range(how.eval_batches)]
         self.shown = self._collate(self._samples(held_out, fixed.step(1)[0][: how.batch]), 0)
         lengths = self._parts.lengths + frame
-        filled = f", {self._order.fill():.1%} of the bins' {self._bins.capacity} tokens filled" if self._bins else ""
+        filled = f", {self._order.fill():.1%} of the bins' {self._bins.room} tokens filled" if self._bins else ""
         self.about = (
             f"{len(lengths):,} {config.data.sequences} of {lengths.min()} to {lengths.max()} tokens,"
             f" {lengths.mean():.1f} on average ({self._parts.cut:,} were longer and are cut){filled}"

@@ -143,7 +143,7 @@ class LabelledBatches:
         self._order = Order(lengths, config.seed, how.batch * passes, self._bins, passes)
         self.about = ""  # as Batches has it
         if self._bins:
-            self.about = f"{self._order.fill():.1%} of the bins' {self._bins.capacity} tokens filled"
+            self.about = f"{self._order.fill():.1%} of the bins' {self._bins.room} tokens filled"
         pad = number_of(corpus.tokenizer, PAD)
         padding = getattr(config.model, "padding_token", pad)
         if pad not in (None, padding):

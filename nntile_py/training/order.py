@@ -75,7 +75,7 @@ class Order:
     def fill(self) -> float:
         """The share of the bins that the sequences of one epoch fill."""
         assert self._bins
-        return float(sum(self._lengths) / (len(self._epoch(0)) * self._bins.capacity))
+        return float(sum(self._lengths) / (len(self._epoch(0)) * self._bins.room))
 
     def _items(self, first: int, end: int) -> list[Any]:
         epoch = 0
@@ -101,7 +101,7 @@ class Order:
             if len(self._epochs) > 1:
                 del self._epochs[min(self._epochs)]
             if self._bins:
-                order = self._alike(best_fit(self._lengths, order, self._bins.capacity, self._bins.rows), rng)
+                order = self._alike(best_fit(self._lengths, order, self._bins.room, self._bins.rows), rng)
             self._epochs[epoch] = order
         return self._epochs[epoch]
 

@@ -13,6 +13,7 @@ from nntile_py.errors import ConfigError
 from nntile_py.execution import memory
 from nntile_py.execution.program import Program, Store, programs
 from nntile_py.execution.runtime import Runtime
+from nntile_py.graph import bins
 from nntile_py.graph.declared import Input
 from nntile_py.graph.fusion import lacking
 from nntile_py.graph.graph import Graph
@@ -55,10 +56,7 @@ class Programs:
     def of(self, given: frozenset[str]) -> StepPrograms:
         """The programs of steps that have these optional inputs."""
         if given not in self.steps:
-            try:
-                built = self.spec.with_inputs(given).step()
-            except ValueError as error:
-                raise ConfigError(str(error)) from None
+            built = self.spec.with_inputs(given).step()
             self._optional |= built.optional
             memory.check_step(built, self._runtime)
             _core.advise(f"the largest tensors are {built.largest()}")
@@ -102,7 +100,8 @@ class Programs:
             elif unlabelled and one.default is None and (one.scale or one.ignored is not None):
                 arrays[name] = np.full(one.shape(rows), one.ignored or 0)
             elif (default := one.filled(rows, arrays)) is None:
-                needed = [n for n, i in declared.items() if i.default is None and n not in self._optional]
+                mine = {*self._optional, *bins.OWN}
+                needed = [n for n, i in declared.items() if i.default is None and n not in mine]
                 raise ValueError(f"{name}: missing; the model needs {', '.join(needed)}")
             elif name in self._changed or one.scale or callable(one.default):
                 arrays[name] = default

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
 from nntile_py import _core
-from nntile_py.bench.common import Step
 from nntile_py.execution.captured import Served
 from nntile_py.execution.packed import Filled, bins_of
 from nntile_py.execution.program import Store
@@ -21,7 +20,7 @@ Array = np.ndarray[Any, Any]
 
 def forward_passes(
     spec: StepSpec, inputs: Mapping[str, Array], captured: bool | None = None
-) -> tuple[Evaluation, Step]:
+) -> tuple[Evaluation, Callable[[int], list[float]]]:
     """The pass, and what runs it n times; needs a running Runtime. Of a model without a loss the losses are 0.
 
     inputs: padded, as `spec.random_inputs` gives them. captured: see Served."""
