@@ -200,7 +200,7 @@ def test_the_faster_way_is_chosen(graph: type[Graph], monkeypatch: pytest.Monkey
     def seconds(way: Any, runs: int) -> float:
         for _ in range(runs):
             way()
-        return 2.0 if (way.__name__ == "launch") is faster else 3.0
+        return 2e-3 if (way.__name__ == "launch") is faster else 3e-3
 
     monkeypatch.setattr(captured, "_seconds", seconds)
     encoder = nt.Encoder(MODEL, "pooled")
@@ -211,6 +211,17 @@ def test_the_faster_way_is_chosen(graph: type[Graph], monkeypatch: pytest.Monkey
         assert one.captured is faster and one._native.held is faster
         assert one.reason == ("" if faster else "it is no faster")
         assert one._native.graphs == 2 + captured.TURNS * captured.RUNS + runs * faster
+
+
+def test_a_long_program_is_not_tried(graph: type[Graph], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(captured, "LONG", 0.0)
+    encoder = nt.Encoder(MODEL, "pooled")
+    np.testing.assert_array_equal(encoder(TEXTS), nt.Encoder(MODEL, "pooled", captured=False)(TEXTS))
+    one = served(encoder)
+    assert one.captured is False and one.graphs == 0 and "where a graph gains nothing" in one.reason
+    encoder = nt.Encoder(MODEL, "pooled", captured=True)
+    encoder(TEXTS)
+    assert served(encoder).graphs == 1
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ SHARE = 4  # graphs, and the weights that stay beside them, take one part in so 
 MOST_TASKS = 4096  # longer programs are no faster
 LEAST = 16  # entries that a graph computes where fewer are filled
 TURNS, RUNS = 3, 4  # of both ways to run a program: times that are taken, the runs of each
+LONG = 0.02  # seconds of a run: launching is little of it, and choosing kernels by the times of a graph takes minutes
 
 
 class Roles(NamedTuple):
@@ -162,6 +163,8 @@ class Served:
                 raise TaskError(self.reason)
 
         _seconds(tasks, 2)  # what is measured or loaded once
+        if (alone := _seconds(tasks, 1)) > LONG:
+            return self._without(f"a run takes {alone * 1e3:.0f} ms, where a graph gains nothing")
         try:
             _seconds(launch, 2)  # a graph is there from the second run on
             least = {tasks: float("inf"), launch: float("inf")}
