@@ -43,7 +43,7 @@ def _relative_scores(
 
 
 @triton.jit
-def _first_of(INDEX, row, distances, STEPS: tl.constexpr):
+def first_of(INDEX, row, distances, STEPS: tl.constexpr):
     """How many of the index' entries are less than `row`."""
     low, high = row * 0, row * 0 + distances
     for _ in range(STEPS):
@@ -64,8 +64,8 @@ def _relative_scores_grad(
     across = tl.cdiv(relative, BLOCK)
     line = (tl.program_id(0) // across).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     row = (tl.program_id(0) % across) * BLOCK + tl.arange(0, BLOCK)
-    begin = _first_of(INDEX, row, distances, STEPS)
-    count = tl.where(row < relative, _first_of(INDEX, row + 1, distances, STEPS) - begin, 0)
+    begin = first_of(INDEX, row, distances, STEPS)
+    count = tl.where(row < relative, first_of(INDEX, row + 1, distances, STEPS) - begin, 0)
     there = (line < lines)[:, None] & (row < relative)[None, :]
     total = tl.zeros([ROWS, BLOCK], tl.float32)
     for number in range(tl.max(count, 0)):

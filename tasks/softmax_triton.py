@@ -14,6 +14,7 @@ from nntile_py.tiles.tasklist import Task
 
 from .accumulate_triton import combine_softmax
 from .launch import Launches, Parameter, ceil_div, launch, launches, power_of_two, shape, tile, words
+from .relative_triton import first_of
 from .softmax import SoftmaxArgs
 
 WIDEST = 16384  # elements of a row in registers
@@ -30,6 +31,7 @@ def _rows(rows, n, ROWS: tl.constexpr, BLOCK: tl.constexpr):
 def _kept(
     kept, row, col, PADDING, SEGMENTS, n, seq, shift, key, window, rows_each, batch, sequences,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, TWO_SIDED: tl.constexpr, PADDED: tl.constexpr, SEGMENTED: tl.constexpr,
+    STEPS: tl.constexpr,
 ):  # fmt: skip
     """What of the block is attended to; shift: position of the first query less that of the first key, `key`."""
     position = row % seq + shift
@@ -43,11 +45,9 @@ def _kept(
         at = (row // rows_each % batch)[:, None] * n + col[None, :]
         kept = kept & (tl.load(PADDING + at, kept, 0) != 0)
     if SEGMENTED:
-        first, end = position * 0, position * 0
-        for number in range(sequences):
-            a, b = tl.load(SEGMENTS + number) - key, tl.load(SEGMENTS + number + 1) - key
-            mine = (a <= position) & (position < b)
-            first, end = tl.where(mine, a, first), tl.where(mine, b, end)
+        number = first_of(SEGMENTS, position + key + 1, sequences + 1, STEPS) - 1  # the last that begins here or before
+        mine = (number >= 0) & (number < sequences)
+        first, end = tl.load(SEGMENTS + number, mine, 0) - key, tl.load(SEGMENTS + number + 1, mine, 0) - key
         kept = kept & (col[None, :] >= first[:, None]) & (col[None, :] < end[:, None])
     return kept
 
@@ -56,12 +56,12 @@ def _kept(
 def _maxsumexp(
     STATE, X, PADDING, SEGMENTS, rows, n, seq, shift, key, window, rows_each, batch, sequences,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, TWO_SIDED: tl.constexpr, PADDED: tl.constexpr, SEGMENTED: tl.constexpr,
-    ACC: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    STEPS: tl.constexpr, ACC: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row, there, col, at, inside = _rows(rows, n, ROWS, BLOCK)
     kept = _kept(
         inside, row, col, PADDING, SEGMENTS, n, seq, shift, key, window, rows_each, batch, sequences,
-        CAUSAL, WINDOW, TWO_SIDED, PADDED, SEGMENTED,
+        CAUSAL, WINDOW, TWO_SIDED, PADDED, SEGMENTED, STEPS,
     )  # fmt: skip
     x = tl.where(kept, tl.load(X + at, inside, 0.0).to(tl.float32), float("-inf"))
     top = tl.max(x, 1)
@@ -77,12 +77,12 @@ def _maxsumexp(
 def _softmax(
     P, X, STATE, PADDING, SEGMENTS, rows, n, seq, shift, key, window, rows_each, batch, sequences,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, TWO_SIDED: tl.constexpr, PADDED: tl.constexpr, SEGMENTED: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    STEPS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row, there, col, at, inside = _rows(rows, n, ROWS, BLOCK)
     kept = _kept(
         inside, row, col, PADDING, SEGMENTS, n, seq, shift, key, window, rows_each, batch, sequences,
-        CAUSAL, WINDOW, TWO_SIDED, PADDED, SEGMENTED,
+        CAUSAL, WINDOW, TWO_SIDED, PADDED, SEGMENTED, STEPS,
     )  # fmt: skip
     top, total = tl.load(STATE + row * 2, there, 0.0), tl.load(STATE + row * 2 + 1, there, 1.0)
     total = tl.where(total == 0.0, 1.0, total)  # of a row that attends to nothing
@@ -118,7 +118,7 @@ def _blocks(task: Task, number: int) -> tuple[int, tuple[int, int], dict[str, An
     return ceil_div(rows, lines), (rows, n), {"ROWS": lines, "BLOCK": block, "warps": min(16, max(1, block // 1024))}
 
 
-def _masked(task: Task, count: int, size: tuple[int, int]) -> tuple[list[Parameter], dict[str, bool]]:
+def _masked(task: Task, count: int, size: tuple[int, int]) -> tuple[list[Parameter], dict[str, int]]:
     """What _maxsumexp and _softmax take from PADDING on: addresses (of any tile where there is no such data), integers,
     flags. The tiles of padding and segments are the task's from `count` on; size: rows and columns of a tile."""
     args = SoftmaxArgs.of(task)
@@ -132,7 +132,7 @@ def _masked(task: Task, count: int, size: tuple[int, int]) -> tuple[list[Paramet
     two_sided = bool(limits and limits.two_sided)
     flags = {
         "CAUSAL": args.diagonal, "WINDOW": window > 0, "TWO_SIDED": two_sided, "PADDED": padded,
-        "SEGMENTED": segmented,
+        "SEGMENTED": segmented, "STEPS": (sequences + 1).bit_length(),
     }  # fmt: skip
     return [*addresses, *size, shape(task, 1)[-2], *numbers], flags
 

@@ -20,7 +20,7 @@ SHARE = 4  # graphs, and the weights that stay beside them, take one part in so 
 MOST_TASKS = 4096  # longer programs are no faster
 LEAST = 16  # entries that a graph computes where fewer are filled
 TURNS, RUNS = 3, 4  # of both ways to run a program: times that are taken, the runs of each
-LONG = 0.02  # seconds of a run: launching is little of it, and choosing kernels by the times of a graph takes minutes
+LONG = 1e-4  # seconds of a task on average: launching is hidden, and to choose kernels in a graph takes minutes
 
 
 class Roles(NamedTuple):
@@ -103,7 +103,7 @@ class Served:
         tasks = self._program.list
         self._most, (weights, accesses) = most_filled(tasks), roles(tasks)
         self._list = TaskList()
-        flop = sum(task.flop for task in tasks.tasks)
+        self._tasks, flop = sum(1 for _ in _parts(tasks)), sum(task.flop for task in tasks.tasks)
         self._list.tasks = [Task("captured", accesses, op="captured", flop=flop)]
         self._native = _core.Captured(
             self._program.native, [store.handle(tile) for tile in weights], [store.handle(a.tile) for a in accesses],
@@ -163,8 +163,8 @@ class Served:
                 raise TaskError(self.reason)
 
         _seconds(tasks, 2)  # what is measured or loaded once
-        if (alone := _seconds(tasks, 1)) > LONG:
-            return self._without(f"a run takes {alone * 1e3:.0f} ms, where a graph gains nothing")
+        if (each := _seconds(tasks, 1) / self._tasks) > LONG:
+            return self._without(f"its tasks take {each * 1e6:.0f} us on average, where a graph gains nothing")
         try:
             _seconds(launch, 2)  # a graph is there from the second run on
             least = {tasks: float("inf"), launch: float("inf")}
