@@ -237,7 +237,8 @@ def test_a_step_that_overflows_forgets_none_before_it() -> None:
     model, name, (one,) = made(), "transformer.wpe.weight", batches(1)
     model.weights[name] = np.where(np.arange(8)[:, None] == 7, np.float32(math.inf), model.weights[name])
     trainer = nt.Trainer(model, 4, 8, pack=True, loss_scale=2.0**127, check_finite=True)
-    pending = [trainer.submit({**one, "attention_mask": np.arange(8) < [[end]] * 4}) for end in (8, 5)]
+    masks = [np.arange(8) < [[end]] * 4 for end in (8, 5)]
+    pending = [trainer.submit({**one, "labels": np.where(m, one["labels"], -100), "attention_mask": m}) for m in masks]
     with pytest.raises(nt.NotFinite, match=r"step 1: the loss is nan.*made by .*pass 1 of step 1"):
         trainer.submit(one)
     assert pending[1].result().overflow
