@@ -14,7 +14,6 @@ their innermost loops are told for an element of the scores.
 from __future__ import annotations
 
 import argparse
-import math
 import re
 import subprocess
 import tempfile
@@ -34,6 +33,7 @@ from nntile_py.execution.captured import Served
 from nntile_py.execution.program import Store
 from nntile_py.graph.graph import Graph
 from nntile_py.graph.lowering import lower
+from nntile_py.graph.random_inputs import random_lengths
 from nntile_py.tasks import interpret as interpreter
 from nntile_py.tasks import launch
 from nntile_py.tasks.attention import OWN, attention
@@ -50,9 +50,7 @@ SLOTS = {"dropout_seed": 1234567.0}
 
 
 def lengths_of(count: int, longest: int, alpha: float) -> list[int]:
-    rng = np.random.default_rng(0)
-    least = max(1, math.ceil((2 * alpha - 1) * longest))
-    return [int(n) for n in rng.integers(least, max(1, min(longest, int(2 * alpha * longest))) + 1, count)]
+    return [int(n) for n in random_lengths(np.random.default_rng(0), count, longest, alpha)]
 
 
 def timed(call: Callable[[], Any]) -> float:

@@ -60,33 +60,34 @@ def queries_of(first, n, ROWS: tl.constexpr, KEYS: tl.constexpr, CAUSAL: tl.cons
 def of_pairs(
     q, k, v, d_out, lse, delta, row, at_key, key, kept, scale, drawn, head, seed, mix, limit, kept_scale,
     STEPS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
-    TWO_SIDED: tl.constexpr, PRECISION: tl.constexpr,
+    TWO_SIDED: tl.constexpr, PRECISION: tl.constexpr, TURNED: tl.constexpr = False,
 ):  # fmt: skip
-    """By what values were weighted, and the gradient of the scaled scores; lse: as `load_queries` gives it."""
-    s = scores_of(q, k, row, key, kept, CAUSAL, WINDOW, TWO_SIDED, PRECISION)
-    p = tl.exp2(s * (scale * LOG2E) - lse[:, None])
-    dp, weights = product(d_out, tl.trans(v), PRECISION), p
+    """By what values were weighted, and the gradient of the scaled scores; lse: as `load_queries` gives it.
+
+    TURNED: [keys, rows], keys in the order of `turned_keys`. So the products over rows, those of dk and dv, take them
+    from registers."""
+    if TURNED:
+        s = scores_of(k, q, row, key, kept, CAUSAL, WINDOW, TWO_SIDED, PRECISION, True)
+    else:
+        s = scores_of(q, k, row, key, kept, CAUSAL, WINDOW, TWO_SIDED, PRECISION)
+    p = tl.exp2(s * (scale * LOG2E) - _along(lse, TURNED))
+    if TURNED:
+        dp, weights = product(v, tl.trans(d_out), PRECISION), p
+    else:
+        dp, weights = product(d_out, tl.trans(v), PRECISION), p
     if len(STEPS) > 0:
-        factors = factors_of(row, at_key, drawn, head, seed, mix, limit, kept_scale, STEPS, key.shape[0])
+        if TURNED:
+            factors = turned_factors_of(row, at_key, drawn, head, seed, mix, limit, kept_scale, STEPS, key.shape[0])
+        else:
+            factors = factors_of(row, at_key, drawn, head, seed, mix, limit, kept_scale, STEPS, key.shape[0])
         weights, dp = p * factors, dp * factors
-    return weights.to(q.dtype), (p * (dp - delta[:, None])).to(q.dtype)
+    return weights.to(q.dtype), (p * (dp - _along(delta, TURNED))).to(q.dtype)
 
 
 @triton.jit
-def of_turned_pairs(
-    q, k, v, d_out, lse, delta, row, at_key, key, kept, scale, drawn, head, seed, mix, limit, kept_scale,
-    STEPS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
-    TWO_SIDED: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """As `of_pairs`, transposed: [keys, rows], keys in the order of `turned_keys`. So the products over rows, those of
-    dk and dv, take them from registers."""
-    s = scores_of(k, q, row, key, kept, CAUSAL, WINDOW, TWO_SIDED, PRECISION, True)
-    p = tl.exp2(s * (scale * LOG2E) - lse[None, :])
-    dp, weights = product(v, tl.trans(d_out), PRECISION), p
-    if len(STEPS) > 0:
-        factors = turned_factors_of(row, at_key, drawn, head, seed, mix, limit, kept_scale, STEPS, key.shape[0])
-        weights, dp = p * factors, dp * factors
-    return weights.to(q.dtype), (p * (dp - delta[None, :])).to(q.dtype)
+def _along(rows, TURNED: tl.constexpr):
+    """Numbers of rows, as they stand beside pairs."""
+    return rows[None, :] if TURNED else rows[:, None]
 
 
 @triton.jit
@@ -155,9 +156,9 @@ def _grad_whole(
                 row = first + tl.arange(0, ROWS)
                 q, d_out, lse = load_queries(Q, D_OUT, LSE, start, of, row, n, Q_AT, D_OUT_AT, LSE_AT, D, BLOCK_D)
                 delta = delta_of(OUT, d_out, start, of, row, n, OUT_AT, D, BLOCK_D)
-                weights, ds = of_turned_pairs(
+                weights, ds = of_pairs(
                     q, k, v, d_out, lse, delta, row, 0, key, kept, scale, drawn, of, seed, mix, limit,
-                    kept_scale, STEPS, CAUSAL, WINDOW, TWO_SIDED, PRECISION,
+                    kept_scale, STEPS, CAUSAL, WINDOW, TWO_SIDED, PRECISION, True,
                 )  # fmt: skip
                 dv += product(weights, d_out, PRECISION)
                 dk += product(ds, q, PRECISION)
@@ -235,9 +236,9 @@ def _grad_keys(
                 row = at + tl.arange(0, ROWS)
                 q, d_out, lse = load_queries(Q, D_OUT, LSE, start, of, row, n, Q_AT, D_OUT_AT, LSE_AT, D, BLOCK_D)
                 delta = tl.sum(load_rows(DELTA, start, of, row, n, LSE_AT, 1, 1), 1)
-                weights, ds = of_turned_pairs(
+                weights, ds = of_pairs(
                     q, k, v, d_out, lse, delta, row, first, key, kept, scale, drawn, of, seed, mix, limit,
-                    kept_scale, STEPS, CAUSAL, WINDOW, TWO_SIDED, PRECISION,
+                    kept_scale, STEPS, CAUSAL, WINDOW, TWO_SIDED, PRECISION, True,
                 )  # fmt: skip
                 dv += product(weights, d_out, PRECISION)
                 dk += product(ds, q, PRECISION)

@@ -34,6 +34,12 @@ def random_inputs(graph: Any, rows: int, seed: int, alpha: float = 1.0, predicte
     return found
 
 
+def random_lengths(rng: np.random.Generator, count: int, longest: int, alpha: float) -> Array:
+    """Lengths of sequences, uniform about a mean of alpha times the longest."""
+    least, most = math.ceil((2 * alpha - 1) * longest), min(longest, int(2 * alpha * longest))
+    return rng.integers(max(1, least), max(1, most) + 1, count)
+
+
 def _lengths(
     graph: Any, found: Mapping[str, Array], rows: int, rng: np.random.Generator, alpha: float, predicted: float
 ) -> dict[str, Array]:
@@ -42,8 +48,7 @@ def _lengths(
     if not tokens or alpha == predicted == 1:
         return {}
     seq = tokens[0].size("seq")
-    most = min(seq, max(1, int(2 * alpha * seq)))
-    lengths = rng.integers(max(1, math.ceil((2 * alpha - 1) * seq)), most + 1, rows)
+    lengths = random_lengths(rng, rows, seq, alpha)
     while more := max(rows, round(alpha * seq * rows)) - int(lengths.sum()):  # the mean is alpha, not just expected
         row = rng.integers(rows)
         lengths[row] = np.clip(lengths[row] + np.clip(more, -8, 8), 1, seq)
