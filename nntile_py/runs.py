@@ -19,11 +19,11 @@ def run_folder(name: str, configured: str | None, option: Path | None, overwrite
     if asked:
         on = ", --resume to go on with the run in it" if trains and (folder / "checkpoints").is_dir() else ""
         raise ConfigError(
-            f"--out: {folder} is not an empty folder; allowed: a new or empty one{on}, or --overwrite to replace it"
+            f"--out: {folder} is not an empty folder; allowed: a new or empty one{on}, or --overwrite"
         )
     free = next(f for f in _numbered(folder) if not taken(f))
     if ranks.leads():
-        print(f"{folder} holds an earlier run; this one goes to {free} (--overwrite would replace it)", file=sys.stderr)
+        print(f"{folder} holds an earlier run; this one goes to {free} (there with --overwrite)", file=sys.stderr)
     return free
 
 

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from nntile_py.analysis.ahead import ahead, coarse, note
+from nntile_py.analysis.draw import draw
+from nntile_py.analysis.operators import analyse
 from nntile_py.analysis.plan import Estimate
 from nntile_py.config.run import RunConfig, load
 from nntile_py.config.spec import step_spec
@@ -94,6 +96,10 @@ def test_more_than_can_be_listed_is_told_with_what_to_try() -> None:
     assert "try --set tiles." in note(config) and "going on" not in note(config)
     with pytest.raises(ConfigError, match=r"about 2,\d+,\d+ tasks are too many for a list; allowed: 2,000,000"):
         step_spec(config).step()
+    with pytest.raises(ConfigError, match="tasks are too many for a list"):
+        analyse(config)
+    with pytest.raises(ConfigError, match="tasks are too many for a list"):
+        draw(config)
 
 
 def test_a_search_lists_no_tiling_of_far_too_many_tasks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -17,7 +17,9 @@ from nntile_py.config.spec import step_spec
 from nntile_py.tasks.op import CONTRACTION
 
 
-@pytest.mark.parametrize("sets", [[], ["train.grad_accumulation=3"], ["accumulate=commute", "tiles.seq=32"]])
+@pytest.mark.parametrize(
+    "sets", [[], ["train.grad_accumulation=3"], ["accumulate=commute", "tiles.seq=32"], ["tiles.seq=16"]]
+)
 @pytest.mark.parametrize("name", ["gpt2", "albert", "modernbert"])
 def test_plan_and_analysis_move_the_same_bytes(name: str, sets: list[str]) -> None:
     """Weights that are tied, or of all layers, have gradients that are read to be added to; so do micro-batches; and

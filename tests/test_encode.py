@@ -316,7 +316,7 @@ def test_the_command(folder: Any, python: Any, tmp_path: Path) -> None:
         ("texts.txt", "hidden.npz", ["--output", "hidden", "--batch-tokens", "40"]),
         ("texts.csv", "cut.npy", ["--text", "body", "--max-length", "5"]),
     ):
-        (tmp_path / f"{out}.tmp99999999").touch()  # of a process that was killed
+        (tmp_path / f".{out}.tmp99999999").touch()  # of a process that was killed
         files = ["--input", tmp_path / source, "--out", tmp_path / out, "--cpus", 1]
         done = python(CODE, "encode", path, *files, *more)
         assert done.returncode == 0, done.stderr

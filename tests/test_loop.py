@@ -441,12 +441,14 @@ def test_top_k_leaves_the_others_out() -> None:
 
 
 def test_what_killed_processes_have_left_goes(tmp_path: Path) -> None:
-    """Of this file alone, and nothing of processes that run."""
-    stay = {"a[1]", f"a[1].tmp{os.getpid()}", "a[1].tmp", "a[1].tmpx", "a1.tmp99999999", "b.a[1].tmp99999999"}
-    for name in {*stay, "a[1].tmp99999999"}:
+    """Of this file alone, and nothing that a process writes to."""
+    stay = {"a[1]", ".a[1].tmp", ".a[1].tmpx", "a[1].tmp99999999", ".a1.tmp99999999", ".b.a[1].tmp99999999"}
+    for name in {*stay, ".a[1].tmp99999999"}:
         (tmp_path / name).touch()
-    remove_leftovers(tmp_path / "a[1]")
-    assert {path.name for path in tmp_path.iterdir()} == stay
+    (tmp_path / ".a[1].tmp1").mkdir()
+    with replaced(tmp_path / "a[1]") as beside:
+        remove_leftovers(tmp_path / "a[1]")
+        assert {path.name for path in tmp_path.iterdir()} == stay | {".a[1].tmp1", beside.name}
 
 
 def test_a_file_is_whole_or_not_replaced(tmp_path: Path) -> None:

@@ -216,6 +216,8 @@ def test_a_profile_of_ranks(tmp_path: Path) -> None:
     assert one["tasks"] + two["tasks"] == summary["tasks"] and summary["steps"] == 2
     assert one["sent_bytes"] == two["received_bytes"] > 0 and two["sent_messages"] == one["received_messages"] > 0
     assert all(0 <= row[key] <= 1 for row in (one, two) for key in ("communicating", "hidden", "waiting"))
+    status, _, errors = ended(start(2, *command[:-1], "f", "--work", "inference", cwd=tmp_path))
+    assert status == 0 and json.loads((tmp_path / "f/summary.json").read_text())["steps"] == 2, errors
     sent = [e for e in found if e["ph"] == "X" and e["cat"] == "message" and e["name"].startswith("to rank")]
     assert len(sent) == one["sent_messages"] + two["sent_messages"]
     assert sum(e["ph"] == "s" and e["name"] == "message" for e in found) == len(sent)

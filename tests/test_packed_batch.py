@@ -10,6 +10,7 @@ from test_packed import LENGTH, inputs, made
 import nntile_py as nt
 from nntile_py.analysis.plan import plan
 from nntile_py.config.run import load
+from nntile_py.config.spec import step_spec
 from nntile_py.execution.packed import Bins, bins_of
 from nntile_py.graph.step import StepSpec
 from nntile_py.tiles import Tiling
@@ -38,6 +39,9 @@ def test_the_plan_of_a_batch_that_does_not_divide(tmp_path: Path) -> None:
     assert (part.tokens, part.flop) == (5 * 16, pytest.approx(whole.flop * 5 / 8))
     layer = "forward", "Contract"
     assert part.rows[layer].flop == pytest.approx(whole.rows[layer].flop * 5 / 8)
+    lists = [step_spec(load(path, sets)).step().first.tasks.tasks for sets in ([], ["train.batch=5"])]
+    of_tasks = [sum(task.flop for task in tasks if task.kernel == "contract") for tasks in lists]
+    assert of_tasks[1] == pytest.approx(of_tasks[0] * 5 / 8)
 
 
 def test_a_step_takes_no_more() -> None:

@@ -122,7 +122,7 @@ def test_the_newest_checkpoint(whole: Path, tmp_path: Path) -> None:
 NO_ROOM = """
 import os
 from nntile_py.cli import main
-os.symlink("/dev/full", f"runs/tiny/metrics.jsonl.tmp{os.getpid()}")
+os.symlink("/dev/full", f"runs/tiny/.metrics.jsonl.tmp{os.getpid()}")
 main()
 """
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from nntile_py.config.spec import default_layouts, step_spec
 from nntile_py.graph.graph import Graph
+from nntile_py.graph.lowering import check_count
 from nntile_py.tasks.op import Lowering, Op
 from nntile_py.tiles import TaskList, Tiling
 from nntile_py.tiles.dtypes import DTYPES
@@ -89,6 +90,7 @@ class Tally:
         """By place, of the operators that have tasks. `number` 0: what each micro-batch runs, 1: the update."""
         for op in graph.ops:
             op.fit(self.cuts)
+        check_count(graph, self.cuts, self.policy)
         found = (self._fact(op, place, number) for place, op in enumerate(graph.ops))
         return {fact.place: fact for fact in found if fact.counts.bytes}
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from nntile_py import _core
-from nntile_py.errors import ConfigError, TaskError
+from nntile_py.errors import ConfigError, TaskError, exit_status
 from nntile_py.execution.disk import Disk
 from nntile_py.execution.mpi import Ranks, ranks
 from nntile_py.system import ranks as system
@@ -126,15 +126,15 @@ class Runtime:
 
     def __enter__(self) -> Runtime:
         if Runtime.current and Runtime.current.lent:
-            Runtime.current.__exit__(None)
+            Runtime.current.__exit__()
         if Runtime.current is None and _core.running():
             self._stop()  # of a block that an interrupt has ended between two of its lines
         try:
             with uninterrupted():
                 self._start()
-        except KeyboardInterrupt:  # the block will not be entered, nor left
+        except KeyboardInterrupt as error:  # the block will not be entered, nor left
             if Runtime.current is self:
-                self.__exit__(KeyboardInterrupt)
+                self.__exit__(None, error)
             raise
         return self
 
@@ -193,24 +193,24 @@ class Runtime:
         if self.disk:
             self.disk.close()
 
-    def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
+    def __exit__(self, kind: object = None, error: BaseException | None = None, *where: object) -> None:
         with uninterrupted():
-            self._end(kind)
+            self._end(error)
 
-    def _end(self, kind: type[BaseException] | None) -> None:
+    def _end(self, error: BaseException | None) -> None:
         if self.ranks is None:
-            return self._end_alone(kind)
+            return self._end_alone(error and type(error))
         try:
-            if kind is None:
+            if error is None:
                 self._end_alone(None)
-        except BaseException as error:
-            kind = type(error)
+        except BaseException as other:
+            error = other
             raise
         finally:
-            if kind is not None:  # nothing is waited for: what others would have sent may never come
+            if error is not None:  # nothing is waited for: what others would have sent may never come
                 Runtime.current = None
                 atexit.unregister(self._stop)
-                system.failing()
+                system.failing(exit_status(error))
 
     def _end_alone(self, kind: type[BaseException] | None) -> None:
         users, self._users = self._users, []

@@ -31,7 +31,7 @@ def lower(
     """
     for op in graph.ops:
         op.fit(tiling)  # it is told what has to be cut together
-    _check_count(graph, tiling, policy)
+    check_count(graph, tiling, policy)
     low = Lowering(tiling, TaskList(policy, live=graph.live))
     known = [*graph.tensors.values(), *graph.kept.values()]
     low.tasks.sums = {low.tile(tensor, index) for tensor in holds for index in low.indices(tensor)}
@@ -51,7 +51,8 @@ def lower(
     return low
 
 
-def _check_count(graph: Graph, tiling: Tiling, policy: str) -> None:
+def check_count(graph: Graph, tiling: Tiling, policy: str) -> None:
+    """ConfigError: the tasks are too many for a list."""
     if most_tasks(graph, tiling) <= MOST_TASKS:
         return
     count = count_tasks(graph, tiling, policy)

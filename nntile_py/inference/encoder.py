@@ -155,7 +155,7 @@ class Encoder:
         self._running, own = None, self._own
         self._own = None
         if own is not None and Runtime.current is own:
-            own.__exit__(None)
+            own.__exit__()
 
     def __enter__(self) -> Self:
         return self

@@ -2,6 +2,7 @@
 
 import ctypes
 import errno
+import fcntl
 import glob
 import json
 import os
@@ -10,7 +11,7 @@ import sysconfig
 import tempfile
 from collections.abc import Iterator, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 
@@ -92,11 +93,14 @@ def sync(path: Path) -> None:
 @contextmanager
 def replaced(path: Path) -> Iterator[Path]:
     """A path to write to; afterwards it is synced and takes the place of `path`."""
-    beside = path.with_name(f"{path.name}.tmp{os.getpid()}")
+    beside = path.with_name(f".{path.name}.tmp{os.getpid()}")
     try:
-        yield beside
-        sync(beside)
-        beside.replace(path)
+        with beside.open("ab") as held:
+            with suppress(OSError):  # not everywhere possible: what is killed then stays
+                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            yield beside
+            sync(beside)
+            beside.replace(path)
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from None
     finally:
@@ -105,10 +109,11 @@ def replaced(path: Path) -> Iterator[Path]:
 
 def remove_leftovers(path: Path) -> None:
     """What processes that were killed in `replaced` have left beside `path`."""
-    for beside in path.parent.glob(f"{glob.escape(path.name)}.tmp*"):
-        process = beside.name.removeprefix(f"{path.name}.tmp")
-        if process.isdecimal() and not Path("/proc", process).exists():
-            beside.unlink(missing_ok=True)
+    for beside in path.parent.glob(f".{glob.escape(path.name)}.tmp*"):
+        if beside.suffix.removeprefix(".tmp").isdecimal() and beside.is_file():
+            with suppress(OSError), beside.open("ab") as held:
+                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)  # not of a process that writes to it
+                beside.unlink(missing_ok=True)
 
 
 def replace_file(path: Path, content: str | bytes) -> None:

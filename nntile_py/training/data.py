@@ -121,12 +121,14 @@ def read_documents(data: Data) -> list[str]:
 
 
 def _decoded(content: bytes, path: Path, cut: bool, errors: str) -> str:
-    """cut: the last character may not be whole, and is left out then."""
+    """cut: the last character may not be whole."""
+    decoder = codecs.getincrementaldecoder("utf-8")(errors)
     try:
-        return codecs.getincrementaldecoder("utf-8")(errors).decode(content, final=not cut)
+        text = decoder.decode(content, final=not cut)
+        return text + "\ufffd" * bool(decoder.getstate()[0])
     except UnicodeDecodeError as error:
         wrong = f"{path}: byte {error.start} (0x{content[error.start]:02x}) is not UTF-8 ({error.reason})"
-        need = "text in UTF-8 (`iconv -f LATIN1 -t UTF-8` makes it of Latin-1), or data.extensions that leave it out"
+        need = "text in UTF-8 (`iconv -f LATIN1 -t UTF-8` makes it of Latin-1); of a folder also other data.extensions"
         raise ConfigError(f"data.source: {wrong}; allowed: {need}") from None
 
 

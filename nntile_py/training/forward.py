@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from nntile_py import _core
 from nntile_py.execution.captured import Served
 from nntile_py.execution.packed import Filled, bins_of
 from nntile_py.execution.program import Store
@@ -47,7 +46,7 @@ def forward_passes(
         for _ in range(count):
             program.run(slots)
         Runtime.wait()
-        loss = store.handles.get(("scalar", "loss", (0,)))
-        return count * [_core.Fetch([loss]).wait()[0] if loss else 0.0]
+        has_loss = ("scalar", "loss", (0,)) in store.handles
+        return count * (store.fetch("loss").wait() if has_loss else [0.0])
 
     return made, run
