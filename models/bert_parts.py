@@ -153,10 +153,12 @@ def counted_positions(g: Graph, batch: Batch, positions: int | None, padding: in
     """
 
     def counted(given: Mapping[str, Array]) -> Array:
-        if batch.packed:
-            return bins.positions_of(given[bins.SEGMENTS], batch.seq) + padding + 1
         real = given["input_ids"] != padding
-        numbers: Array = np.cumsum(real, axis=1) * real + padding
+        count = np.cumsum(real, axis=1)
+        if batch.packed:  # from where each sequence begins
+            begin = np.arange(batch.seq) - bins.positions_of(given[bins.SEGMENTS], batch.seq)
+            count = count - np.take_along_axis(count - real, begin, axis=1)
+        numbers: Array = count * real + padding
         return numbers
 
     rows = check_length(batch, positions) + padding + 1

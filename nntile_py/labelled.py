@@ -59,11 +59,18 @@ def labels_of(source: str, samples: list[Sample]) -> list[str]:
     return sorted(found, key=int) if all(re.fullmatch(r"-?\d{1,18}", one) for one in found) else sorted(found)
 
 
-def class_numbers(labels: list[str] | None, classes: int) -> dict[str, int]:
-    """The class that a label means: by its name, or by its number."""
-    return {str(number): number for number in range(classes)} | {
-        name: number for number, name in enumerate(labels or ())
-    }
+def class_numbers(names: list[str] | None, classes: int, samples: list[Sample]) -> dict[str, int]:
+    """The class that a label means: by its name, or by its number where no class has a number as its name, and the
+    labels of `samples` are not all names."""
+    by_name = {name: number for number, name in enumerate(names or ())}
+    if numbered(names) and not all(sample.label in by_name for sample in samples):
+        return {str(number): number for number in range(classes)} | by_name
+    return by_name
+
+
+def numbered(names: list[str] | None) -> bool:
+    """Whether a number can only be that of a class."""
+    return not any(name.removeprefix("-").isdecimal() for name in names or ())
 
 
 @lru_cache(maxsize=2)

@@ -18,7 +18,7 @@ import nntile_py as nt
 from nntile_py.config.run import load
 from nntile_py.config.spec import build_model, step_spec
 from nntile_py.errors import ConfigError
-from nntile_py.labelled import LEAST_FUNCTIONS, Sample, labels_of, read_samples
+from nntile_py.labelled import LEAST_FUNCTIONS, Sample, class_numbers, labels_of, read_samples
 from nntile_py.models.bert import BERTConfig
 from nntile_py.tasks.cross_entropy import IGNORED
 from nntile_py.training import data
@@ -118,6 +118,34 @@ def test_good_tables(tmp_path: Path) -> None:
         assert labels_of(name, found) == ["-1", "9", "10"]  # numbers as such
     (tmp_path / "c.tsv").write_text("text\tlabel\nother\ttrue\n")
     assert read_samples("data.source", str(tmp_path / "c.tsv"), "text", "label") == [Sample("other", "true", 2)]
+
+
+@pytest.mark.parametrize(
+    ("names", "used", "meant"),
+    [
+        (["neg", "pos"], ["pos", "neg"], {"neg": 0, "pos": 1}),  # those of another table are then names, too
+        (["neg", "pos"], ["1"], {"neg": 0, "pos": 1, "0": 0, "1": 1}),
+        (["0", "5", "9"], ["5"], {"0": 0, "5": 1, "9": 2}),
+        (["0", "5", "9"], ["1"], {"0": 0, "5": 1, "9": 2}),
+        (None, ["1"], {"0": 0, "1": 1}),
+    ],
+)
+def test_the_class_that_a_label_means(names: list[str] | None, used: list[str], meant: dict[str, int]) -> None:
+    found = class_numbers(names, len(names or "ab"), [Sample("a", label, 1) for label in used])
+    assert found == meant
+
+
+def test_labels_that_are_no_names_are_refused(tmp_path: Path) -> None:
+    """Numbers are not positions in the list of names, neither of this table nor of another's."""
+    table, other = tmp_path / "a.csv", tmp_path / "b.csv"
+    for labels, held in (("059", "1"), (("neg", "pos"), "1")):
+        table.write_text("text,label\n" + "".join(f"text {k},{label}\n" for k, label in enumerate([*labels] * 4)))
+        other.write_text(f"text,label\na,{held}\n")
+        config = load("experiments/bert_classify.yaml", [f"data.source={table}", f"data.held_out={other}"])
+        with pytest.raises(ConfigError, match=rf"line 2: the label '1' is not in data.source; allowed: {labels[0]}, "):
+            load_labelled(config)
+    with pytest.raises(ConfigError, match=r"data\.label: got verdict; allowed: label, as it names a column of a table"):
+        load("experiments/bert_tiny.yaml", ["data.label=verdict"])
 
 
 def test_functions_of_the_standard_library() -> None:

@@ -47,6 +47,14 @@ def test_bins_are_filled(capacity: int) -> None:
         assert np.mean([min(w) / max(w) for w in works]) > 0.98  # those of one step have equal work
 
 
+def test_lengths_stay_mixed() -> None:
+    """Of a small table whose lengths go with its labels: each step has both, where bins look a few sequences ahead."""
+    lengths = np.repeat([8, 24], 200)
+    order = Order(lengths, 0, 16, Bins(2, 8 * 24, 24), ahead=64)
+    steps = [[lengths[one] for one in order.step(step)[0]] for step in range(1, 18)]
+    assert all(0.25 < np.mean(np.array(of) == 8) < 0.8 for of in steps) and order.fill() > 0.97
+
+
 @settings(max_examples=40, deadline=None)
 @given(st.integers(1, 30), st.integers(1, 7), st.booleans(), st.integers(1, 2))
 def test_every_sequence_once_in_an_epoch(count: int, rows: int, packed: bool, passes: int) -> None:

@@ -55,6 +55,31 @@ def test_a_step_takes_no_more() -> None:
     trainer.close()
 
 
+@pytest.mark.parametrize("masked", [True, False])
+def test_arrays_padded_to_the_longest(masked: bool) -> None:
+    """As tokenizers pad them, are the same step as those padded to seq, or as lists."""
+    whole = inputs([5, 7, 3] if masked else [7, 7, 7])
+    narrow = {name: value[:, :7] for name, value in whole.items() if masked or name != "attention_mask"}
+    losses = []
+    for given in (whole, narrow):
+        trainer = nt.Trainer(made("bert"), 3, LENGTH, pack=True)
+        losses.append(trainer.step(given))
+        trainer.close()
+    assert losses[0] == losses[1]
+
+
+def test_padding_inside_of_a_text() -> None:
+    """RoBERTa counts no position there, packed as in the padded batch."""
+    given = inputs([7, 9, 4])
+    given["input_ids"][1, 3:5] = 1
+    losses = []
+    for pack in (False, True):
+        trainer = nt.Trainer(made("roberta"), 3, LENGTH, pack=pack)
+        losses.append(trainer.step(given))
+        trainer.close()
+    assert losses[0] == pytest.approx(losses[1], abs=2e-6)
+
+
 @pytest.mark.parametrize("passes", [1, 2])
 @pytest.mark.parametrize(("batch", "tile"), [(5, 4), (7, 3), (3, 8), (8, 4)])
 def test_text_fills_just_that(batch: int, tile: int, passes: int) -> None:

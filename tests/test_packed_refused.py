@@ -48,6 +48,7 @@ def test_refused() -> None:
         with pytest.raises(ValueError, match=told):
             trainer.step(good | changes)
     for lists, told in (
+        ({"input_ids": ids, "attention_mask": ids}, "attention_mask: given beside lists of arrays"),
         ({"input_ids": ids, "labels": ids[::-1]}, "labels: its rows have other lengths than those of input_ids"),
         ({"input_ids": [np.arange(17)]}, r"input_ids\[0\]: a sequence of 17 tokens; allowed: at most seq = 16"),
         ({"input_ids": []}, "input_ids: .* is not allowed; expected a list of arrays"),

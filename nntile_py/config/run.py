@@ -28,7 +28,7 @@ from nntile_py.config.sections import (
 from nntile_py.errors import ConfigError
 from nntile_py.graph.fusion import every_rule
 from nntile_py.graph.step import PRECISIONS, check_pack, check_precision
-from nntile_py.labelled import class_numbers, labels_of, read_samples
+from nntile_py.labelled import class_numbers, labels_of, numbered, read_samples
 from nntile_py.models.base import ModelConfig
 from nntile_py.models.checkpoint import read_raw
 from nntile_py.models.registry import find, of_hf_type, resolved
@@ -125,6 +125,9 @@ class RunConfig(Section):
             model = self._with_labels(model)
         elif self.data.held_out:
             raise ConfigError(f"data.held_out: allowed: null where model.head is not {CLASSIFICATION}")
+        elif (key := next((one for one in ("text", "label") if getattr(self.data, one) != one), None)) is not None:
+            need = f"{key}, as it names a column of a table, which is read where model.head is {CLASSIFICATION}"
+            raise ConfigError(f"data.{key}: got {getattr(self.data, key)}; allowed: {need}")
         if model.from_ and "vocab" in fields and self.tokenizer.path is None:
             self.tokenizer = Tokenizer(path=_tokenizer_in(Path(model.from_)))
         if "positions" in fields:
@@ -157,7 +160,7 @@ class RunConfig(Section):
         if "labels" not in fields or "classes" not in fields:
             return model
         if model.labels is not None:
-            numbers = class_numbers(model.labels, model.classes)
+            numbers = class_numbers(model.labels, model.classes, samples)
             if other := next((one for one in samples if one.label not in numbers), None):
                 need = f"{', '.join(model.labels)} (model.labels)"
                 raise ConfigError(
@@ -171,7 +174,8 @@ class RunConfig(Section):
             saved = find(model.type).saved_fields(read_raw(Path(model.from_)))
             labels, classes = saved.get("labels"), saved.get("classes")
             if saved.get("head") == CLASSIFICATION and (
-                set(names) == set(labels or ()) or (names == [str(number) for number in range(classes or 0)])
+                set(names) == set(labels or ())
+                or (numbered(labels) and names == [str(number) for number in range(classes or 0)])
             ):
                 return model.changed(classes=classes, labels=labels)
         return model.changed(classes=len(names), labels=names)

@@ -160,7 +160,7 @@ class Bins:
         for name in inputs:
             if name not in (*asked, MASK):
                 raise ValueError(f"{name}: unknown input; allowed are {', '.join([*asked, MASK])}")
-        given = padded(inputs, self.length, asked)
+        given = _widened(padded(inputs, self.length, asked), self.length, asked)
         tokens = [value for name, value in given.items() if name in asked and "seq" in asked[name].tensor.axes]
         if not tokens:
             needed = ", ".join(name for name, one in asked.items() if one.default is None)
@@ -279,11 +279,11 @@ def padded(inputs: Mapping[str, Any], length: int, declared: Mapping[str, Input]
         for name, value in inputs.items()
         if name not in whole and isinstance(value, list | tuple) and not _flat(value)
     }
+    if lists and MASK in inputs:
+        raise ValueError(f"{MASK}: given beside lists of arrays, whose lengths say it; leave it out")
     given = {name: _array(name, value) for name, value in inputs.items() if name not in lists}
     first, found = next(iter(lists), ""), list[int]()
     for name, array in given.items() if lists else ():
-        if name == MASK:
-            raise ValueError(f"{MASK}: given beside lists of arrays, whose lengths say it; leave it out")
         if name not in whole and array.ndim > 1:
             raise ValueError(f"{name}: an array, where {first} is a list of arrays; give both in the same form")
     for name, value in lists.items():
@@ -301,6 +301,24 @@ def padded(inputs: Mapping[str, Any], length: int, declared: Mapping[str, Input]
             given[name][k, : len(row)] = row
     if lists:
         given[MASK] = (np.arange(length) < np.array(found)[:, None]).astype(np.int64)
+    return given
+
+
+def _widened(given: dict[str, Array], length: int, declared: Mapping[str, Input]) -> dict[str, Array]:
+    """Arrays that are padded to the longest of their sequences, padded to `length`."""
+    found = {
+        name: value
+        for name, value in given.items()
+        if value.ndim > 1 and (name == MASK or (name in declared and "seq" in declared[name].tensor.axes))
+    }
+    widths = {value.shape[1] for value in found.values()}
+    if len(widths) != 1 or (n := widths.pop()) >= length:  # that they fit is looked at later
+        return given
+    found.setdefault(MASK, np.ones((len(next(iter(found.values()))), n), np.int64))
+    for name, value in found.items():
+        around = [(0, 0), (0, length - n), *[(0, 0)] * (value.ndim - 2)]
+        ignored = declared[name].ignored if name in declared else None
+        given[name] = np.pad(value, around, constant_values=ignored or 0)
     return given
 
 

@@ -199,7 +199,7 @@ class Runtime:
 
     def _end(self, error: BaseException | None) -> None:
         if self.ranks is None:
-            return self._end_alone(error and type(error))
+            return self._end_alone(None if error is None else type(error))
         try:
             if error is None:
                 self._end_alone(None)

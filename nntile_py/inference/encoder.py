@@ -243,7 +243,8 @@ class Encoder:
         spec = self._spec(bins.count, bins.capacity)
         forward = running.forward((bins.count, bins.capacity), lambda: spec.outputs(self._name))
         given = {"input_ids": [one.ids for one in tokens], "token_type_ids": [one.kinds for one in tokens]}
-        arrays = padded({key: value for key, value in given.items() if key in forward.inputs}, bins.length)
+        known = {key for key, one in forward.inputs.items() if one.below != 1}  # RoBERTa's pairs are of one kind
+        arrays = padded({key: value for key, value in given.items() if key in known}, bins.length)
         del arrays[MASK]
         filled = bins.filled(arrays, places, 1, shift=False)
         return _Pass(places, forward.start(filled.arrays, dict(filled.live[0])), forward)

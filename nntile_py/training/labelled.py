@@ -24,6 +24,7 @@ from nntile_py.training.data import train_tokenizer
 from nntile_py.training.order import Order
 
 Inputs = dict[str, Array] | Filled
+AHEAD = 16  # times the samples of a step: among so many one that fits into a bin is looked for
 
 
 class Tokens(NamedTuple):
@@ -72,15 +73,15 @@ def load_labelled(config: RunConfig) -> LabelledCorpus:
     samples = read_samples("data.source", data.source, data.text, data.label)
     names = getattr(model, "labels", None)
     if "classes" in type(model).model_fields:
-        numbers, names = class_numbers(names, model.classes), names or list(map(str, range(model.classes)))
+        numbers, names = class_numbers(names, model.classes, samples), names or list(map(str, range(model.classes)))
     else:  # a model of the user's
         names = labels_of(data.source, samples)
-        numbers = class_numbers(names, len(names))
+        numbers = class_numbers(names, len(names), samples)
     if data.held_out:
         train, held_out = samples, read_samples("data.held_out", data.held_out, data.text, data.label)
         if other := next((one for one in held_out if one.label not in numbers), None):
             here = f"data.held_out: {data.held_out}, line {other.line}"
-            raise ConfigError(f"{here}: the label {other.label!r} is not in data.source; allowed: {', '.join(names)}")
+            raise ConfigError(f"{here}: the label {other.label!r} is not in data.source; allowed: {', '.join(numbers)}")
     else:
         train, held_out = split_samples(samples, data.val_fraction)
         if not held_out:
@@ -140,7 +141,8 @@ class LabelledBatches:
         self._how, self._corpus = how, corpus
         self._bins = bins_of(step_spec(config)) if how.pack else None
         lengths, passes = np.array([len(one) for one in corpus.train.sequences]), how.grad_accumulation
-        self._order = Order(lengths, config.seed, how.batch * passes, self._bins, passes)
+        rows = how.batch * passes
+        self._order = Order(lengths, config.seed, rows, self._bins, passes, ahead=AHEAD * rows)
         self.about = ""  # as Batches has it
         if self._bins:
             self.about = f"{self._order.fill():.1%} of the bins' {self._bins.room} tokens filled"

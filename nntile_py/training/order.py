@@ -16,9 +16,9 @@ ALIKE = 32  # steps whose bins are sorted by their work, so that those of one st
 
 
 def best_fit(
-    lengths: Sequence[int], order: Sequence[int], capacity: int, rows: int | None = None
+    lengths: Sequence[int], order: Sequence[int], capacity: int, rows: int | None = None, within: int = AHEAD
 ) -> list[list[int]]:
-    """Sequences in bins: the first that is left, then, while there is room, the longest that fits of the next AHEAD.
+    """Sequences in bins: the first that is left, then, while there is room, the longest that fits of the next `within`.
 
     rows: sequences of a bin, at most."""
     waiting: list[deque[int]] = [deque() for _ in range(capacity + 1)]  # by length
@@ -27,10 +27,10 @@ def best_fit(
     for place, first in enumerate(order):
         if taken[first]:
             continue
-        for one in order[ahead : place + AHEAD]:
+        for one in order[ahead : place + within]:
             waiting[lengths[one]].append(one)
             there |= 1 << lengths[one]
-        ahead = max(ahead, place + AHEAD)
+        ahead = max(ahead, place + within)
         taken[first] = True
         found, room = [first], capacity - lengths[first]
         while len(found) != rows and (fits := there & ((2 << room) - 1)):
@@ -49,11 +49,15 @@ def best_fit(
 class Order:
     """Of sequences of these lengths: all of them, shuffled, then all of them again in another order.
 
-    rows: sequences of a step, or with `bins` those that fit into the bins of its `passes`."""
+    rows: sequences of a step, or with `bins` those that fit into the bins of its `passes`. ahead: among how many one
+    that fits is looked for. Of all that are left long ones would be taken first, and where lengths go with labels a
+    step would have those of few labels."""
 
-    def __init__(self, lengths: Array, seed: int, rows: int, bins: Bins | None = None, passes: int = 1) -> None:
+    def __init__(
+        self, lengths: Array, seed: int, rows: int, bins: Bins | None = None, passes: int = 1, *, ahead: int = AHEAD
+    ) -> None:
         self._lengths, self._seed, self._rows = lengths.tolist(), seed, rows
-        self._bins, self._passes = bins, passes
+        self._bins, self._passes, self._ahead = bins, passes, ahead
         self._count = bins.count * passes if bins else rows
         self._epochs: dict[int, list[Any]] = {}  # sequences or bins, of the last two that were asked for
         self._begins = [0]  # of each epoch, among all sequences or bins
@@ -101,7 +105,7 @@ class Order:
             if len(self._epochs) > 1:
                 del self._epochs[min(self._epochs)]
             if self._bins:
-                order = self._alike(best_fit(self._lengths, order, self._bins.room, self._bins.rows), rng)
+                order = self._alike(best_fit(self._lengths, order, self._bins.room, self._bins.rows, self._ahead), rng)
             self._epochs[epoch] = order
         return self._epochs[epoch]
 
