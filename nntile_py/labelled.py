@@ -63,13 +63,13 @@ def class_numbers(names: list[str] | None, classes: int, samples: list[Sample]) 
     """The class that a label means: by its name, or by its number where no class has a number as its name, and the
     labels of `samples` are not all names."""
     by_name = {name: number for number, name in enumerate(names or ())}
-    if numbered(names) and not all(sample.label in by_name for sample in samples):
+    if no_numbers(names) and not all(sample.label in by_name for sample in samples):
         return {str(number): number for number in range(classes)} | by_name
     return by_name
 
 
-def numbered(names: list[str] | None) -> bool:
-    """Whether a number can only be that of a class."""
+def no_numbers(names: list[str] | None) -> bool:
+    """Whether no class has a number as its name, so that a number can only be that of a class."""
     return not any(name.removeprefix("-").isdecimal() for name in names or ())
 
 

@@ -273,10 +273,6 @@ class Op:
         """The share of its flop that a tiling leaves: tiles that lie wholly outside of a mask's band are not there."""
         return min(t.filled(cuts) for t in [*self.inputs, *self.outputs])
 
-    def computed(self, cuts: Tiling) -> float:
-        """flop() under a tiling: what reports count."""
-        return self.flop() * self.filled(cuts)
-
     def words(self) -> int:
         """The fewest words to move: each input once, each output once, read too where it is added to."""
         return sum(t.words for t in {*self.inputs, *self.outputs}) + sum(t.words for t in self.tied)

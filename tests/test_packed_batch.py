@@ -1,5 +1,6 @@
 """Packed batches that are no whole number of tiles: a step takes what train.batch says, and all that is told agrees."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 from test_packed import LENGTH, inputs, made
 
 import nntile_py as nt
+from nntile_py.analysis.draw import draw
 from nntile_py.analysis.plan import plan
 from nntile_py.config.run import load
 from nntile_py.config.spec import step_spec
@@ -39,6 +41,9 @@ def test_the_plan_of_a_batch_that_does_not_divide(tmp_path: Path) -> None:
     assert (part.tokens, part.flop) == (5 * 16, pytest.approx(whole.flop * 5 / 8))
     layer = "forward", "Contract"
     assert part.rows[layer].flop == pytest.approx(whole.rows[layer].flop * 5 / 8)
+    pictures = [draw(load(path, sets), work="inference") for sets in ([], ["train.batch=5"])]
+    told = [float(re.search(r"([\d.]+) Mflop, [\d.]+ MB moved", one)[1]) for one in pictures]  # type: ignore[index]
+    assert told[1] == pytest.approx(told[0] * 5 / 8, rel=0.01)
     lists = [step_spec(load(path, sets)).step().first.tasks.tasks for sets in ([], ["train.batch=5"])]
     of_tasks = [sum(task.flop for task in tasks if task.kernel == "contract") for tasks in lists]
     assert of_tasks[1] == pytest.approx(of_tasks[0] * 5 / 8)

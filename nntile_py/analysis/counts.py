@@ -91,17 +91,18 @@ class Tally:
         for op in graph.ops:
             op.fit(self.cuts)
         check_count(graph, self.cuts, self.policy)
-        found = (self._fact(op, place, number) for place, op in enumerate(graph.ops))
+        found = (self._fact(graph, place, number) for place in range(len(graph.ops)))
         return {fact.place: fact for fact in found if fact.counts.bytes}
 
-    def _fact(self, op: Op, place: int, number: int) -> Fact:
+    def _fact(self, graph: Graph, place: int, number: int) -> Fact:
+        op = graph.ops[place]
         times, phase = (1, "update") if number else (self.repeats, _phase(op))
         runs = [self._moved(op, again=n > 0) for n in range(times)]
         read, written, size = map(sum, zip(*runs, strict=True))
         held = sum(t.words for t in op.outputs if t.storage.kind in HELD and t not in op.tied)  # read to be added to
         least = times * op.words() + (times - 1) * held
         counts = Counts(
-            flop=times * op.computed(self.cuts), read=read, written=written, least=least, bytes=size,
+            flop=times * graph.computed(op, self.cuts), read=read, written=written, least=least, bytes=size,
             least_bytes=least * _width(op),
         )  # fmt: skip
         return Fact(op, phase, place, times, counts)

@@ -157,7 +157,7 @@ def summarise(step: Step, *, config: RunConfig) -> Plan:
             phase = "update" if graph is step.update_graph else op.phase
             row = rows.setdefault((phase, op.kind), Row())
             row.operators += 1
-            row.flop += op.computed(low.tiling) * graph.filled * (repeats if phase != "update" else 1)
+            row.flop += graph.computed(op, low.tiling) * (repeats if phase != "update" else 1)
             row.tiles += sum(1 for t in op.outputs for _ in low.indices(t))
             kinds[name] = (phase, op.kind)
     for low, times in parts:

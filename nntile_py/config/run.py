@@ -28,7 +28,7 @@ from nntile_py.config.sections import (
 from nntile_py.errors import ConfigError
 from nntile_py.graph.fusion import every_rule
 from nntile_py.graph.step import PRECISIONS, check_pack, check_precision
-from nntile_py.labelled import class_numbers, labels_of, numbered, read_samples
+from nntile_py.labelled import class_numbers, labels_of, no_numbers, read_samples
 from nntile_py.models.base import ModelConfig
 from nntile_py.models.checkpoint import read_raw
 from nntile_py.models.registry import find, of_hf_type, resolved
@@ -175,7 +175,7 @@ class RunConfig(Section):
             labels, classes = saved.get("labels"), saved.get("classes")
             if saved.get("head") == CLASSIFICATION and (
                 set(names) == set(labels or ())
-                or (numbered(labels) and names == [str(number) for number in range(classes or 0)])
+                or (no_numbers(labels) and names == [str(number) for number in range(classes or 0)])
             ):
                 return model.changed(classes=classes, labels=labels)
         return model.changed(classes=len(names), labels=names)

@@ -176,12 +176,14 @@ class Bins:
 
     def _check_labels(self, given: Mapping[str, Array], lengths: Sequence[int]) -> None:
         """ValueError for labels that count, as they do in a padded batch, which has places for them."""
+        padding = np.arange(self.length) >= np.array(lengths)[:, None]
         for name, one in self.inputs.items():
             if name in given and one.ignored is not None and "seq" in one.tensor.axes:
-                for row, n in enumerate(lengths):
-                    if (given[name][row, n:] != one.ignored).any():
-                        need = f"{one.ignored} there, as padding is left out"
-                        raise ValueError(f"{name}[{row}]: some count where {MASK} is 0; allowed with pack: {need}")
+                wrong = ((given[name] != one.ignored) & padding).any(1)
+                if wrong.any():
+                    need = f"{one.ignored} there, as padding is left out"
+                    told = f"{name}[{wrong.argmax()}]: some count where {MASK} is 0"
+                    raise ValueError(f"{told}; allowed with pack: {need}")
 
     def filled(self, given: Mapping[str, Array], places: Sequence[Place], passes: int, *, shift: bool) -> Filled:
         """The same where places are known; padded arrays without their mask."""

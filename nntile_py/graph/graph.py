@@ -267,6 +267,10 @@ class Graph:
         self.params = {one: param for one, param in self.params.items() if one in needed}
         self.kept = {key: one for key, one in self.kept.items() if one in needed}
 
+    def computed(self, op: Op, cuts: Tiling) -> float:
+        """Flop of an operator under a tiling, of what a step can fill: what reports count."""
+        return op.flop() * op.filled(cuts) * self.filled
+
     def flop(self, cuts: Tiling | None = None) -> float:
         """Flop of the contractions and attentions, the customary count; under its own cuts, or others."""
         counted = (op.products() * op.filled(cuts or self.cuts) for op in self.ops if op.category is CONTRACTION)

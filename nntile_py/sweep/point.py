@@ -167,7 +167,7 @@ def _operators(config: RunConfig, how: Measure) -> dict[str, Any]:
     for op in graph.ops:
         if how.phase in ("all", op.phase):
             entry = classes[op.category.name]
-            entry["flop"] += op.computed(cuts)
+            entry["flop"] += graph.computed(op, cuts)
             entry["seconds"] += min(_times(runner(op, cuts, config), how))  # the least disturbed
     total = {key: sum(entry[key] for entry in classes.values()) for key in ("seconds", "flop")}
     result = {"seconds": total["seconds"]}
