@@ -156,7 +156,7 @@ class Writer:
         return reduced or any(self.column not in out.at for out in self.form.outputs)
 
     def usual_cut(self) -> Cut:
-        """By what was measured on an H200 (experiments/results/2026-11-23-kernels-h200.md)."""
+        """By what was measured on an H200 (experiments/results/2026-11-24-kernels-h200.md)."""
         n, rows = self._size(self.column), int(self._filled())
         block = 1 << (n - 1).bit_length()
         if not self.whole_rows:
