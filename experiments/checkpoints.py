@@ -14,15 +14,15 @@ import time
 from collections import deque
 from pathlib import Path
 
-from nntile_py.config.run import load, runtime_options
+from nntile_py.config.run_config import load, runtime_options
 from nntile_py.config.sections import Checkpoint
 from nntile_py.execution.runtime import Runtime
 from nntile_py.graph.random_inputs import random_inputs
 from nntile_py.system.load import Load
-from nntile_py.training.loop import build_trainer
-from nntile_py.training.pending import Pending
+from nntile_py.training.checkpoint_writer import Saver
+from nntile_py.training.run import build_trainer
 from nntile_py.training.run_folder import METRICS, RunFolder
-from nntile_py.training.saver import Saver
+from nntile_py.training.step_handle import Pending
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("config")

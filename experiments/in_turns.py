@@ -1,6 +1,6 @@
 """Training steps on GPUs with a constant of the sources set to each of some values, in turns in one process.
 
-python experiments/in_turns.py nntile_py.tiles.batching.EXPORT_SECONDS 1 2e-4 --layers 48 --embed 1600 --heads 25 \\
+python experiments/in_turns.py nntile_py.tiles.task_groups.EXPORT_SECONDS 1 2e-4 --layers 48 --embed 1600 --heads 25 \\
     --batch 16 --tiles batch=8 --cuda 2
 """
 
@@ -13,7 +13,7 @@ import numpy as np
 
 import nntile_py as nt
 from nntile_py.bench.common import parse_tiles
-from nntile_py.training.same import same_steps
+from nntile_py.training.repeated_steps import same_steps
 
 
 def main() -> None:

@@ -27,10 +27,10 @@ from typing import Any
 
 from nntile_py.analysis.counts import alone
 from nntile_py.analysis.workloads import Work, build, logical, preset
-from nntile_py.config.run import RunConfig, load, runtime_options
-from nntile_py.config.spec import step_spec
+from nntile_py.config.builders import step_spec
+from nntile_py.config.run_config import RunConfig, load, runtime_options
 from nntile_py.graph.fusion import Fusion
-from nntile_py.profiling.alone import small_program
+from nntile_py.profiling.operator_timer import small_program
 from nntile_py.system.folders import installed
 from nntile_py.system.load import clocked
 from nntile_py.tasks.contract import Contract
@@ -51,7 +51,7 @@ LAYER = (
 
 def step(o: dict[str, Any]) -> None:
     from nntile_py.bench.common import parse_tiles
-    from nntile_py.bench.step import ours_on_gpu
+    from nntile_py.bench.step_worker import ours_on_gpu
 
     o |= {
         "vocab": 50304, "seq": 1024, "dtype": "bf16", "scheduler": "lws", "window": None, "cuda_memory": 0,

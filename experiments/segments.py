@@ -29,7 +29,7 @@ import triton
 
 import nntile_py as nt
 from nntile_py.errors import ConfigError
-from nntile_py.execution.captured import Served
+from nntile_py.execution.cuda_graph import Served
 from nntile_py.execution.program import Store
 from nntile_py.graph.graph import Graph
 from nntile_py.graph.lowering import lower

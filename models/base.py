@@ -13,9 +13,9 @@ import numpy as np
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, ValidationInfo, field_validator
 
 from nntile_py.errors import ConfigError, raised
-from nntile_py.graph.declared import Batch, Param, Traced, trace
 from nntile_py.graph.graph import Graph
-from nntile_py.models.checkpoint import (
+from nntile_py.graph.params import Batch, Param, Traced, trace
+from nntile_py.models.hf_config import (
     HEAD_KEYS,
     Weights,
     arrays,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from nntile_py.graph.declared import Batch, Traced
 from nntile_py.graph.graph import Graph
+from nntile_py.graph.params import Batch, Traced
 from nntile_py.models.bert_parts import (
     INIT,
     EncoderLayer,

@@ -12,11 +12,11 @@ import numpy as np
 from pydantic import model_validator
 
 from nntile_py.errors import ConfigError
-from nntile_py.graph import bins
-from nntile_py.graph.declared import ZEROS, Array, Batch, Normal, Traced
+from nntile_py.graph import packed_inputs
 from nntile_py.graph.graph import Graph
+from nntile_py.graph.params import ZEROS, Array, Batch, Normal, Traced
 from nntile_py.models.base import Model, TokenConfig
-from nntile_py.models.checkpoint import architecture, check_type, choice
+from nntile_py.models.hf_config import architecture, check_type, choice
 from nntile_py.models.parts import (
     Dense,
     LayerConfig,
@@ -156,7 +156,7 @@ def counted_positions(g: Graph, batch: Batch, positions: int | None, padding: in
         real = given["input_ids"] != padding
         count = np.cumsum(real, axis=1)
         if batch.packed:  # from where each sequence begins
-            begin = np.arange(batch.seq) - bins.positions_of(given[bins.SEGMENTS], batch.seq)
+            begin = np.arange(batch.seq) - packed_inputs.positions_of(given[packed_inputs.SEGMENTS], batch.seq)
             count = count - np.take_along_axis(count - real, begin, axis=1)
         numbers: Array = count * real + padding
         return numbers

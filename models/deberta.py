@@ -14,8 +14,8 @@ import numpy as np
 from pydantic import model_validator
 
 from nntile_py.errors import ConfigError
-from nntile_py.graph.declared import ZEROS, Array, Batch, Part, Traced
 from nntile_py.graph.graph import Graph
+from nntile_py.graph.params import ZEROS, Array, Batch, Part, Traced
 from nntile_py.models.bert_parts import (
     INIT,
     KEYS,
@@ -30,7 +30,7 @@ from nntile_py.models.bert_parts import (
     predicted,
     token_logits,
 )
-from nntile_py.models.checkpoint import choice
+from nntile_py.models.hf_config import choice
 from nntile_py.models.parts import Dense, Sizes, attention_mask, check_length, dense_weights, norm
 from nntile_py.schema import Count, Positive, integer, short
 from nntile_py.tasks.contract import contract

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
-from nntile_py.graph.declared import Batch, Traced
 from nntile_py.graph.graph import Graph
+from nntile_py.graph.params import Batch, Traced
 from nntile_py.models.bert_parts import (
     EncoderLayer,
     LayerNames,
@@ -20,7 +20,7 @@ from nntile_py.models.bert_parts import (
     predicted,
     token_logits,
 )
-from nntile_py.models.checkpoint import choice
+from nntile_py.models.hf_config import choice
 from nntile_py.models.parts import attention_mask
 from nntile_py.tasks.cross_entropy import cross_entropy
 

@@ -11,10 +11,10 @@ from typing import Any, Literal
 
 from pydantic import model_validator
 
-from nntile_py.graph.declared import Batch, Normal, Traced
 from nntile_py.graph.graph import Graph
+from nntile_py.graph.params import Batch, Normal, Traced
 from nntile_py.models.base import Model, TokenConfig
-from nntile_py.models.checkpoint import architecture, check_type, choice
+from nntile_py.models.hf_config import architecture, check_type, choice
 from nntile_py.models.parts import (
     LayerConfig,
     attention_mask,

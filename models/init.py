@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from nntile_py.graph.declared import Constant, Init, Param, Source
+from nntile_py.graph.params import Constant, Init, Param, Source
 from nntile_py.system.load import cores
 
 BLOCK = 1 << 20  # words that one generator draws

@@ -12,10 +12,10 @@ from typing import Any
 from pydantic import model_validator
 
 from nntile_py.errors import ConfigError
-from nntile_py.graph.declared import ONES, Batch, Normal, Traced
 from nntile_py.graph.graph import Graph
+from nntile_py.graph.params import ONES, Batch, Normal, Traced
 from nntile_py.models.base import Model, TokenConfig
-from nntile_py.models.checkpoint import architecture, check_type, choice
+from nntile_py.models.hf_config import architecture, check_type, choice
 from nntile_py.models.parts import LayerConfig, attention_mask, check_length, dense, rotary_input
 from nntile_py.schema import Count, Positive, Switch
 from nntile_py.tasks.attention import attention

@@ -14,8 +14,8 @@ from typing import Any, ClassVar, Literal
 from pydantic import model_validator
 
 from nntile_py.errors import ConfigError
-from nntile_py.graph.declared import ONES, ZEROS, Batch, Normal, Traced
 from nntile_py.graph.graph import Graph
+from nntile_py.graph.params import ONES, ZEROS, Batch, Normal, Traced
 from nntile_py.models.bert_parts import (
     INIT,
     KEYS,
@@ -25,7 +25,7 @@ from nntile_py.models.bert_parts import (
     classified,
     predicted,
 )
-from nntile_py.models.checkpoint import choice
+from nntile_py.models.hf_config import choice
 from nntile_py.models.parts import attention_mask, check_length, dense, first_tokens, rotary_input
 from nntile_py.schema import Count, Positive
 from nntile_py.tasks.activation import activation

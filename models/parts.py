@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from nntile_py.errors import ConfigError
-from nntile_py.graph import bins
-from nntile_py.graph.declared import ONES, ZEROS, Array, Batch, Init, Part
+from nntile_py.graph import packed_inputs
 from nntile_py.graph.graph import Graph
+from nntile_py.graph.params import ONES, ZEROS, Array, Batch, Init, Part
 from nntile_py.models.base import ModelConfig
 from nntile_py.schema import BelowOne, Count, Layers
 from nntile_py.tasks.attention import WITH_DROPOUT, Backend
@@ -146,7 +146,7 @@ def _packed_input(
     """An input [batch, seq, ...] that is made of each token's position in its sequence."""
 
     def made(given: Mapping[str, Array]) -> Array:
-        return make(bins.positions_of(given[bins.SEGMENTS], batch.seq))
+        return make(packed_inputs.positions_of(given[packed_inputs.SEGMENTS], batch.seq))
 
     return g.input(name, {"batch": batch.size, "seq": batch.seq} | dict(sizes or {}), default=made, **options)
 
@@ -168,7 +168,7 @@ def rotary_input(g: Graph, batch: Batch, table: Array, name: str = "rotary") -> 
 def first_tokens(g: Graph, x: Tensor) -> Tensor:
     """The first position of each sequence of x [batch, seq, embed]: [batch, embed], or of packed ones [batch, sequence,
     embed], zeros behind a bin's last sequence."""
-    return gather(g, x, bins.starts(g)) if bins.SEGMENTS in g.tensors else select(g, x, "seq", 0)
+    return gather(g, x, packed_inputs.starts(g)) if packed_inputs.SEGMENTS in g.tensors else select(g, x, "seq", 0)
 
 
 def sequences_apart(g: Graph, batch: Batch, x: Tensor, length: int | None = None) -> Tensor:
@@ -178,14 +178,14 @@ def sequences_apart(g: Graph, batch: Batch, x: Tensor, length: int | None = None
     and is 1 without packing; `place` has `length` positions, by default batch.length; neither is cut. Its inverse and
     gradient is `sequences_together`. A bin then holds no more sequences than `tiles.batch`, and dropout in between
     draws otherwise than in a padded batch. ConfigError: sequences may be longer."""
-    rows, tokens = bins.apart(g, batch, None if batch.packed else padding(g, batch), length or batch.length)
+    rows, tokens = packed_inputs.apart(g, batch, None if batch.packed else padding(g, batch), length or batch.length)
     return gather(g, x, rows, inverse=tokens)
 
 
 def sequences_together(g: Graph, batch: Batch, x: Tensor) -> Tensor:
     """Padded sequences [batch, row, place, ...] as tokens [batch, seq, ...], as sequences_apart was given them; zeros
     where those are padded."""
-    rows, tokens = bins.apart(g, batch, None if batch.packed else padding(g, batch), x.size("place"))
+    rows, tokens = packed_inputs.apart(g, batch, None if batch.packed else padding(g, batch), x.size("place"))
     return gather(g, x, tokens, axes=2, inverse=rows)
 
 
@@ -197,7 +197,7 @@ def of_sequences(batch: Batch) -> dict[str, int]:
 def attention_mask(g: Graph, batch: Batch, *, causal: bool = False, window: int | None = None) -> Mask:
     """Which keys a query attends to: no padding, if steps have an attention_mask; of packed sequences, its own."""
     if batch.packed:
-        return Mask(causal, window, segments=bins.segments(g), longest=batch.packed)
+        return Mask(causal, window, segments=packed_inputs.segments(g), longest=batch.packed)
     return Mask(causal, window, padding=padding(g, batch))
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from nntile_py.errors import ConfigError, raised
 from nntile_py.models.base import Model, ModelConfig, told
-from nntile_py.models.checkpoint import OWN, named, read_raw
+from nntile_py.models.hf_config import OWN, named, read_raw
 from nntile_py.schema import absolute, allowed
 
 

@@ -12,8 +12,8 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import model_validator
 
 from nntile_py.errors import ConfigError
-from nntile_py.graph.declared import Batch, Traced
 from nntile_py.graph.graph import Graph
+from nntile_py.graph.params import Batch, Traced
 from nntile_py.models.bert_parts import (
     KEYS,
     EncoderLayer,

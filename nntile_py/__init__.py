@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # all that is found here, and where it lies: see _homes
     )  # fmt: skip
     from nntile_py.execution.python_task import Submitted as Submitted, task as task
     from nntile_py.execution.runtime import Runtime as Runtime
-    from nntile_py.graph.declared import (
+    from nntile_py.graph.params import (
         ONES as ONES, ZEROS as ZEROS, Batch as Batch, Constant as Constant, Joined as Joined, Normal as Normal,
         Part as Part, Traced as Traced,
     )  # fmt: skip
@@ -33,7 +33,7 @@ if TYPE_CHECKING:  # all that is found here, and where it lies: see _homes
     from nntile_py.training.collators import (
         CausalCollator as CausalCollator, LabelledCollator as LabelledCollator, MaskedCollator as MaskedCollator,
     )  # fmt: skip
-    from nntile_py.training.pending import Pending as Pending, StepResult as StepResult
+    from nntile_py.training.step_handle import Pending as Pending, StepResult as StepResult
     from nntile_py.training.trainer import Trainer as Trainer
 
 __version__ = VERSION

@@ -18,7 +18,7 @@ from rich.markup import escape
 from rich.table import Column, Table
 
 from nntile_py.errors import ConfigError
-from nntile_py.system import ranks as system
+from nntile_py.system import launcher as system
 from nntile_py.system.folders import build_info, cache_folder
 from nntile_py.system.load import cores
 
@@ -81,7 +81,7 @@ def _ranks() -> list[Check]:
     if system.started()[1] == 1:
         return []
     try:
-        from nntile_py.execution import cards
+        from nntile_py.execution import gpu_assignment
         from nntile_py.execution.mpi import ranks
 
         joined = ranks()
@@ -89,14 +89,14 @@ def _ranks() -> list[Check]:
         return [_check("ranks", False, str(error), "see the rows of MPI")]
     seen, silent = list[str](), ""
     try:
-        seen = cards.seen()
+        seen = gpu_assignment.seen()
     except ConfigError as error:
         silent = str(error)
     hosts = joined.all_to_all((platform.node(), spans(os.sched_getaffinity(0)), seen, silent))
     having = [rank for rank, (_, _, seen, _) in enumerate(hosts) if seen]
     taken, few = dict[int, list[int]](), ""
     try:
-        taken = dict(zip(having, cards.shared_out([hosts[rank][2] for rank in having], 1), strict=True))
+        taken = dict(zip(having, gpu_assignment.shared_out([hosts[rank][2] for rank in having], 1), strict=True))
     except ConfigError as error:
         few = str(error)
     none = f"runtime.cuda: 0, or a GPU for each rank: {len(having)} of {len(hosts)} see one" if having else ""

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from nntile_py.system import ranks
+from nntile_py.system import launcher
 
 
 class NNTileError(Exception):
@@ -62,7 +62,7 @@ def shown(text: str) -> str:
 @functools.cache
 def say_once(text: str) -> None:
     """Warn, of each text once in a process; of several ranks the first does."""
-    if ranks.leads():
+    if launcher.leads():
         warnings.warn(text, stacklevel=3)
 
 

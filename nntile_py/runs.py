@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from nntile_py.errors import ConfigError
-from nntile_py.system import ranks
+from nntile_py.system import launcher
 
 
 def run_folder(name: str, configured: str | None, option: Path | None, overwrite: bool, trains: bool = False) -> Path:
@@ -22,7 +22,7 @@ def run_folder(name: str, configured: str | None, option: Path | None, overwrite
             f"--out: {folder} is not an empty folder; allowed: a new or empty one{on}, or --overwrite"
         )
     free = next(f for f in _numbered(folder) if not taken(f))
-    if ranks.leads():
+    if launcher.leads():
         print(f"{folder} holds an earlier run; this one goes to {free} (there with --overwrite)", file=sys.stderr)
     return free
 

@@ -10,7 +10,7 @@
 #include <sstream>
 
 #include "attention_cuda.h"
-#include "choices.h"
+#include "autotune.h"
 #include "cudnn.h"
 #include "runtime.h"
 

@@ -26,7 +26,7 @@ from nntile_py.tiles.tasklist import Task
 
 from .attention import AttentionArgs
 from .attention_operands import OperandsArgs
-from .draws_triton import drop_factors
+from .dropout_rng_triton import drop_factors
 from .elementwise_triton import mask_of, strides_of
 from .interpreted_triton import INTERPRETED
 from .launch import Int, Launch, Launches, Parameter, ceil_div, launch, launches, power_of_two, shape, tile

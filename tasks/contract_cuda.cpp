@@ -21,7 +21,7 @@
 #include <utility>
 
 #include "activation_kinds.h"
-#include "choices.h"
+#include "autotune.h"
 #include "contract.h"
 #include "cublaslt.h"
 #include "runtime.h"

@@ -11,7 +11,7 @@
 #include <utility>
 #include <vector>
 
-#include "choices.h"
+#include "autotune.h"
 #include "runtime.h"
 
 namespace nntile {

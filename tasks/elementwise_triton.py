@@ -18,7 +18,7 @@ import triton.language as tl
 
 from nntile_py.tiles.tasklist import Task
 
-from .draws_triton import dropped
+from .dropout_rng_triton import dropped
 from .elementwise import BiasAddArgs, DropoutArgs, PackArgs, SumArgs, TransposeArgs
 from .launch import (
     Argument,

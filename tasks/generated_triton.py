@@ -17,7 +17,7 @@ import triton.language as tl
 from nntile_py.tiles.tasklist import Task
 
 from .activation_triton import tanh
-from .draws_triton import kept_columns
+from .dropout_rng_triton import kept_columns
 from .elementwise_triton import mixed_key
 from .generated import GENERATED, KERNELS, GeneratedDropoutArgs
 from .launch import (

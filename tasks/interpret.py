@@ -11,8 +11,8 @@ from nntile_py.tiles import Slot
 from nntile_py.tiles.dtypes import DTYPES
 from nntile_py.tiles.tasklist import Task
 
+from .dynamic_size import Live, with_live_sizes
 from .launch import Argument, Float, Int, Matrix, ScratchAddress, TaskFloat, TileAddress, describer
-from .live import Live, with_live_sizes
 
 
 @functools.cache

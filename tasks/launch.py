@@ -20,9 +20,9 @@ from nntile_py.tiles import Slot
 from nntile_py.tiles.dtypes import DTYPES
 from nntile_py.tiles.tasklist import Task
 
+from .dynamic_size import Live
 from .generated import GENERATED, KERNELS
-from .live import Live
-from .overlap import compiled_so, overlaps, waits
+from .pdl import compiled_so, overlaps, waits
 
 ALIGNMENT = 16  # bytes: what StarPU's device buffers and the scratch offsets have at least; wide loads need it
 
@@ -119,7 +119,7 @@ class Binary:
     name: str
     shared: int  # bytes of dynamic shared memory
     warps: int
-    overlaps: bool  # see overlap.py
+    overlaps: bool  # see pdl.py
     maps: tuple[tuple[int, ...], ...] = ()  # of each Matrix: bytes of an element, its type, rows, columns, swizzle
 
 

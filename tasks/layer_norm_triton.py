@@ -13,7 +13,7 @@ import triton.language as tl
 from nntile_py.tiles.tasklist import Task
 
 from .accumulate_triton import combine_moments
-from .draws_triton import dropped
+from .dropout_rng_triton import dropped
 from .elementwise import DropoutArgs
 from .elementwise_triton import mask_of, row_in_whole, rows_in_whole
 from .launch import (

@@ -20,6 +20,7 @@ from nntile_py.tiles.tasklist import Task
 
 from .activation import ACTIVATIONS
 from .contract import ContractArgs, EpilogueArgs, PlanArgs
+from .dynamic_size import Live
 from .interpreted_triton import INTERPRETED
 from .launch import (
     Launch,
@@ -34,8 +35,7 @@ from .launch import (
     shape,
     tile,
 )
-from .live import Live
-from .overlap_triton import bring, wait_here
+from .pdl_triton import bring, wait_here
 from .product_epilogue_triton import activated, block_of, times_derivative
 from .product_tma_triton import persistent
 

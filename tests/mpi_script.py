@@ -15,15 +15,15 @@ import numpy as np
 
 import nntile_py as nt
 from nntile_py.analysis.simulate import of_ranks, played
-from nntile_py.execution import cards
+from nntile_py.execution import gpu_assignment
 from nntile_py.execution.mpi import Ranks
 from nntile_py.execution.runtime import Runtime, joined
-from nntile_py.graph.arrange import search
+from nntile_py.graph.layout_search import search
 from nntile_py.graph.step import StepSpec
 from nntile_py.graph.timings import KEYS, Timing, Timings
 from nntile_py.models.base import Model
 from nntile_py.tiles import TaskList, Tiling, device_model
-from nntile_py.tiles.ranks import SEND, Message
+from nntile_py.tiles.rank_tasks import SEND, Message
 
 BATCH, SEQ, VOCAB = 6, 12, 67
 SIZES: dict[str, Any] = {"layers": 2, "embed": 24, "heads": 3, "ffn": 50, "vocab": VOCAB, "positions": 16}
@@ -108,10 +108,10 @@ def planned(lists: list[TaskList], ranks: Ranks | None) -> list[int]:
 def profiled(trainer: nt.Trainer, out: str) -> dict[str, Any]:
     """A full profile of two steps, on the first rank: how far tasks began before others on any rank had ended that they
     wait for, and how well clocks are known; and a block under nt.profile."""
-    from nntile_py.profiling import collect
+    from nntile_py.profiling import recorder
 
     trainer.step(inputs(0, BATCH))
-    with collect.watched() as found:
+    with recorder.watched() as found:
         for step in (1, 2):
             trainer.step(inputs(step, BATCH))
     trace = found.trace(trainer.update_list)
@@ -154,12 +154,12 @@ def grown(trainer: nt.Trainer, out: str) -> dict[str, Any]:
 
 def took(count: int, of: int) -> str:
     """The GPUs that this rank sees afterwards, and how many ranks share them, on a machine that has `of`."""
-    cards.seen = lambda: [str(k) for k in range(of)]
+    gpu_assignment.seen = lambda: [str(k) for k in range(of)]
     ranks = joined(True, None)
     assert ranks
     for _ in range(2):
         ranks.take_gpus(count)
-    return f"{os.environ[cards.VISIBLE]} {ranks.sharers}"
+    return f"{os.environ[gpu_assignment.VISIBLE]} {ranks.sharers}"
 
 
 def main(what: str, out: str, window: str = "", shard: str = "", placement: str = "") -> None:

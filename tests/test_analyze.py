@@ -20,14 +20,14 @@ import pytest
 import yaml
 from rich.console import Console
 
-from nntile_py.analysis import tell
+from nntile_py.analysis import analysis_report
 from nntile_py.analysis.operators import Analysis, Row, analyse
 from nntile_py.analysis.workloads import PRESETS, preset
-from nntile_py.config.run import load
-from nntile_py.config.spec import step_spec
+from nntile_py.config.builders import step_spec
+from nntile_py.config.run_config import load
 from nntile_py.errors import ConfigError, NNTileError
-from nntile_py.profiling import alone
-from nntile_py.sweep import counted, experiment, papers
+from nntile_py.profiling import operator_timer
+from nntile_py.sweep import experiment, experiments, operator_experiment
 from nntile_py.system import load as clock_of_runs
 from nntile_py.tasks.op import CATEGORIES, CONTRACTION, ELEMENTWISE, NORMALIZATION
 
@@ -89,12 +89,12 @@ def test_the_papers_tables(encoder: Analysis) -> None:
     assert totals["contraction"]["flop"] == 312 * 2**30
     for name, percent in (("contraction", 99.80), ("normalization", 0.17), ("element-wise", 0.03)):
         assert abs(totals[name]["percent_flop"] - percent) < 0.04, name  # dropout of the softmax is element-wise here
-    made = papers.load_experiment("table3")
+    made = experiments.load_experiment("table3")
     ours = [name for printed in made.rows for name in printed.ours]
     left = {row.name for row in encoder.operators} - set(ours)
     assert len(ours) == len(set(ours)) and all(re.search("Transpose|Unpack|Pack", name) for name in left)
     wrong = set()
-    for printed, rows in counted.matched(encoder, made.rows):
+    for printed, rows in operator_experiment.matched(encoder, made.rows):
         flop = sum(row.flop for row in rows)
         norm = 1.14 if "LayerNorm" in printed.name else 1.0  # they count 7 flop an element, 13 backward; we 8 and 14
         assert flop == pytest.approx(printed.gflop * 2**30 * norm, rel=0.1, abs=0.02 * 2**30), printed.name
@@ -129,14 +129,14 @@ def test_totals_and_groups(work: Any) -> None:
 def test_a_training_step_of_several_layers() -> None:
     """Layers that are alike are one row; micro-batches count as often as they run, the update once."""
     config = load("experiments/gpt2_tiny.yaml", ["train.grad_accumulation=3"])
-    made, alone = analyse(config), analyse(load("experiments/gpt2_tiny.yaml"))
-    rows, once = by_name(made), by_name(alone)
+    made, single = analyse(config), analyse(load("experiments/gpt2_tiny.yaml"))
+    rows, once = by_name(made), by_name(single)
     assert rows["h*.mlp.c_fc.Contract"].count == 3 * config.model.layers == 3 * once["h*.mlp.c_fc.Contract"].count
     assert rows["h*.mlp.c_fc.Contract"].flop == 3 * once["h*.mlp.c_fc.Contract"].flop
     assert rows["AdamW"].flop == once["AdamW"].flop and rows["AdamW"].phase == "update"
     assert rows["h*.attn.q.BiasAdd"].group == "h*.attn.q.Contract"
     graph = step_spec(load("experiments/gpt2_tiny.yaml")).graphs().graph
-    assert alone.totals()["contraction"]["flop"] == graph.flop()
+    assert single.totals()["contraction"]["flop"] == graph.flop()
     forward = analyse(config, "inference")
     assert {row.phase for row in forward.operators} == {"forward"}
 
@@ -174,7 +174,7 @@ def test_searched_layouts_are_not_analysed() -> None:
     made = analyse(config)
     assert made.title.endswith(", fp32, in the default layouts, though it runs in searched ones")
     assert made.totals() == analyse(load("experiments/gpt2_tiny.yaml")).totals()
-    assert "operators" in tell.dot_of(made, config, "train", "after")
+    assert "operators" in analysis_report.dot_of(made, config, "train", "after")
     assert analyse(config, "inference").title.endswith(", fp32")
 
 
@@ -244,14 +244,14 @@ def test_an_operators_time_is_that_of_one_run(monkeypatch: pytest.MonkeyPatch) -
 
     def run(count: int) -> None:
         counts.append(count)
-        now[0] += 0.25 * alone.SHORTEST * count
+        now[0] += 0.25 * operator_timer.SHORTEST * count
 
-    for module in (alone, clock_of_runs):
+    for module in (operator_timer, clock_of_runs):
         monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: now[0]))
-    monkeypatch.setattr(alone, "runner", lambda *_: run)
-    clock = alone._Clock(preset("mha", TINY), 3)
+    monkeypatch.setattr(operator_timer, "runner", lambda *_: run)
+    clock = operator_timer._Clock(preset("mha", TINY), 3)
     (op, _), *_ = next(iter(analyse(clock.config, "mha").operators)).ops
-    assert [clock.seconds(op) for _ in range(2)] == 2 * [pytest.approx(0.25 * alone.SHORTEST)]
+    assert [clock.seconds(op) for _ in range(2)] == 2 * [pytest.approx(0.25 * operator_timer.SHORTEST)]
     assert counts == [1, 1, 4, 4, 4]
 
 
@@ -260,8 +260,8 @@ def test_too_little_memory(sizes: list[str], less: str, monkeypatch: pytest.Monk
     def none(*_: Any) -> None:
         raise MemoryError("Unable to allocate 1 TiB")
 
-    monkeypatch.setattr(alone, "_random", none)
-    clock = alone._Clock(config := preset("mha", [*TINY, *sizes]), 1)
+    monkeypatch.setattr(operator_timer, "_random", none)
+    clock = operator_timer._Clock(config := preset("mha", [*TINY, *sizes]), 1)
     with pytest.raises(NNTileError, match=rf"out of memory at attn.q.Contract: Unable .* 1 TiB; .* --set {less}$"):
         clock.row(analyse(config, "mha").operators[0])
 
@@ -309,9 +309,9 @@ def test_without_graphviz(tmp_path: Path) -> None:
 
 
 def test_what_was_not_measured_has_no_share_of_the_time(encoder: Analysis) -> None:
-    assert all(row[-2:] == ["", ""] for row in tell.class_rows(encoder))
+    assert all(row[-2:] == ["", ""] for row in analysis_report.class_rows(encoder))
     timed = [replace(row, seconds=1e-6) for row in encoder.operators]
-    *classes, whole, fused = tell.class_rows(replace(encoder, operators=timed))
+    *classes, whole, fused = analysis_report.class_rows(replace(encoder, operators=timed))
     assert sum(float(row[-1]) for row in classes) == pytest.approx(100, abs=0.2)
     assert whole[-1] == "100.0" and fused[-1] == ""
 
@@ -319,7 +319,7 @@ def test_what_was_not_measured_has_no_share_of_the_time(encoder: Analysis) -> No
 def test_the_table_fits(encoder: Analysis) -> None:
     for width, has, lacks in ((80, "bound by", "iterates over"), (400, "iterates over", "nothing")):
         console = Console(width=width, record=True, file=io.StringIO())
-        tell.render(encoder, console)
+        analysis_report.render(encoder, console)
         text = console.export_text()
         assert has in text and lacks not in text
         assert max(map(len, text.splitlines())) <= width
@@ -347,20 +347,20 @@ def test_bad_input(args: list[str], message: str) -> None:
 def test_experiments(encoder: Analysis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The paper's rows beside ours, and the pictures; measured elsewhere."""
     for name in ("table3", "fig-mue", "fig-encoder"):
-        made = papers.load_experiment(name)
+        made = experiments.load_experiment(name)
         for scale in ("cpu", "gpu"):
             experiment.plan(made, scale)
         with pytest.raises(ConfigError, match="--mode"):
             made.part("cpu", "inference")
         part = made.part("cpu").model_copy(update={"measure": False})
-        monkeypatch.setattr(papers.Experiment, "part", lambda *_, part=part: part)
+        monkeypatch.setattr(experiments.Experiment, "part", lambda *_, part=part: part)
         no_dot = name == "fig-encoder" and not shutil.which("dot")
         with pytest.raises(NNTileError, match="graphviz") if no_dot else nullcontext():
             experiment.run(made, "cpu", tmp_path / name, None, Console(stderr=True))
         monkeypatch.undo()
     text = (tmp_path / "table3/table3.md").read_text()
     assert "| Gamma dX2 |" in text and "* △ contraction: 18 operators" in text
-    made = papers.load_experiment("table3")
+    made = experiments.load_experiment("table3")
     made.rows[0].ours.append("nobody")
     with pytest.raises(ConfigError, match="rows: Q, K, V: no operator 'nobody'"):
-        list(counted.matched(encoder, made.rows))
+        list(operator_experiment.matched(encoder, made.rows))

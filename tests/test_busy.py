@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from traces import independent, info, scheduled
 
-from nntile_py.profiling import analysis, rules
+from nntile_py.profiling import diagnosis, trace_analysis
 from nntile_py.system import load
 from nntile_py.system.load import Load, cores
-from nntile_py.tiles.order import Use
+from nntile_py.tiles.dependencies import Use
 
-PEAKS = {"CPU": analysis.Peak(1e9, 1e9, "test"), "CUDA": analysis.Peak(1e9, 1e9, "test")}
+PEAKS = {"CPU": trace_analysis.Peak(1e9, 1e9, "test"), "CUDA": trace_analysis.Peak(1e9, 1e9, "test")}
 TILES = {"batch": {"size": 8, "tile": 4, "tiles": 2}, "embed": {"size": 96, "tile": 96, "tiles": 1}}
 
 
@@ -23,39 +23,40 @@ def test_a_peak_is_at_least_what_a_task_reached() -> None:
     """A machine that was busy while the peak was measured: a product above the roofline would be none."""
     work = [info("Contract", [Use(k, "W")], flop=1e6, size=400) for k in range(4)]
     trace = scheduled(work, [1_000, 250, 2_000, 500])  # the best: 1e6 flop in 250 us
-    low = analysis.Peak(1e9, 1e9, "measured", 0.4)
-    raised = analysis.at_least_seen(low, trace, "CPU")
+    low = trace_analysis.Peak(1e9, 1e9, "measured", 0.4)
+    raised = trace_analysis.at_least_seen(low, trace, "CPU")
     assert raised.flop == pytest.approx(4e9, rel=1e-3) and raised.bytes == 1e9 and raised.cpu_share == 0.4
     assert "gave 1.0 Gflop/s, Contract reached 4.0 Gflop/s" in raised.source
-    (row,) = analysis.summarise(trace, {"CPU": raised})["operators"]
+    (row,) = trace_analysis.summarise(trace, {"CPU": raised})["operators"]
     assert row["roofline"] < 1
-    high = analysis.Peak(5e9, 1e9, "measured")
-    assert analysis.at_least_seen(high, trace, "CPU") is high and analysis.at_least_seen(low, trace, "CUDA") is low
-    given = analysis.at_least_seen(analysis.Peak(1e9, 1e9, "config"), trace, "CPU")
+    high = trace_analysis.Peak(5e9, 1e9, "measured")
+    assert trace_analysis.at_least_seen(high, trace, "CPU") is high
+    assert trace_analysis.at_least_seen(low, trace, "CUDA") is low
+    given = trace_analysis.at_least_seen(trace_analysis.Peak(1e9, 1e9, "config"), trace, "CPU")
     assert given.flop == 1e9 and "too low" in given.source  # what the user gave stays
 
 
 def test_a_busy_machine_is_named() -> None:
     trace = scheduled(independent(40), [1_000] * 40)
-    summary = analysis.summarise(trace, PEAKS, TILES)
-    quiet = [found["rule"] for found in rules.report(summary | {"load": {"cores": 2, "others": 0.05}})]
+    summary = trace_analysis.summarise(trace, PEAKS, TILES)
+    quiet = [found["rule"] for found in diagnosis.report(summary | {"load": {"cores": 2, "others": 0.05}})]
     assert "busy-machine" not in quiet
-    first = rules.report(summary | {"load": {"cores": cores(), "others": float(cores())}})[0]
+    first = diagnosis.report(summary | {"load": {"cores": cores(), "others": float(cores())}})[0]
     assert first["rule"] == "busy-machine" and "while the steps ran" in first["cause"]
     # Short tasks may then be the fault of others, unless the plan finds the tiles too small as well.
     for good, told in ((48, True), (8, False)):
         tiles = {"embed": {"size": 96, "tile": 8, "tiles": 12, "good": good}}
-        short = analysis.summarise(scheduled(independent(400), [5] * 400, overhead=2), PEAKS, tiles)
-        found = rules.report(short | {"load": {"cores": cores(), "others": float(cores())}})
+        short = trace_analysis.summarise(scheduled(independent(400), [5] * 400, overhead=2), PEAKS, tiles)
+        found = diagnosis.report(short | {"load": {"cores": cores(), "others": float(cores())}})
         assert ("short-tasks" in [one["rule"] for one in found]) == told
-    shared = analysis.summarise(trace, {"CPU": replace(PEAKS["CPU"], cpu_share=0.35)}, TILES)
-    assert "had a core for 35% of the time" in rules.report(shared)[0]["cause"]
+    shared = trace_analysis.summarise(trace, {"CPU": replace(PEAKS["CPU"], cpu_share=0.35)}, TILES)
+    assert "had a core for 35% of the time" in diagnosis.report(shared)[0]["cause"]
 
 
 def of_two_workers(idle: float, **more: Any) -> dict[str, Any]:
     """The summary of a run in which two workers were idle so much, and the only operator is slow."""
     trace = scheduled(independent(40), [1_000] * 40)
-    summary = analysis.summarise(trace, {"CPU": replace(PEAKS["CPU"], flop=1e15)}, TILES)
+    summary = trace_analysis.summarise(trace, {"CPU": replace(PEAKS["CPU"], flop=1e15)}, TILES)
     workers = [worker | {"idle": idle, "working": 1 - idle} for worker in summary["workers"]]
     return summary | {"workers": workers} | more
 
@@ -65,18 +66,18 @@ def test_advice_from_times_of_a_busy_machine_says_so(parallelism: float, rule: s
     """And what a quiet one shows does not; nobody is told to make tiles smaller and larger at once."""
     path = {"share_of_run": 0.1, "accumulation_share": 0.0, "operators": [{"operator": "A", "phase": "", "seconds": 1}]}
     summary = of_two_workers(0.5, parallelism=parallelism, critical_path=path)
-    quiet = {one["rule"]: one["advice"] for one in rules.report(summary | {"load": {"cores": 2, "others": 0.0}})}
+    quiet = {one["rule"]: one["advice"] for one in diagnosis.report(summary | {"load": {"cores": 2, "others": 0.0}})}
     assert list(quiet) == ([rule] if rule == "few-tiles" else [rule, "low-roofline"])
-    assert not [rule for rule, advice in quiet.items() if rules.DOUBT in advice]
-    busy = {one["rule"]: one["advice"] for one in rules.report(summary | {"load": {"cores": 2, "others": 99.0}})}
-    assert [*busy] == ["busy-machine", *quiet] and rules.DOUBT not in busy.pop("busy-machine")
-    assert busy == {rule: rules.DOUBT + advice for rule, advice in quiet.items()}
+    assert not [rule for rule, advice in quiet.items() if diagnosis.DOUBT in advice]
+    busy = {one["rule"]: one["advice"] for one in diagnosis.report(summary | {"load": {"cores": 2, "others": 99.0}})}
+    assert [*busy] == ["busy-machine", *quiet] and diagnosis.DOUBT not in busy.pop("busy-machine")
+    assert busy == {rule: diagnosis.DOUBT + advice for rule, advice in quiet.items()}
 
 
 def test_a_disturbed_peak_makes_only_the_roofline_doubtful() -> None:
     peaks = {"CPU": {"flop_per_s": 1e15, "bytes_per_s": 1e9, "source": "", "cpu_share": 0.3}}
-    found = {one["rule"]: one["advice"] for one in rules.report(of_two_workers(0.5, parallelism=99.0, peaks=peaks))}
-    assert [name for name, advice in found.items() if rules.DOUBT in advice] == ["low-roofline"]
+    found = {one["rule"]: one["advice"] for one in diagnosis.report(of_two_workers(0.5, parallelism=99.0, peaks=peaks))}
+    assert [name for name, advice in found.items() if diagnosis.DOUBT in advice] == ["low-roofline"]
     assert [*found] == ["busy-machine", "imbalance", "low-roofline"]
 
 
@@ -105,5 +106,5 @@ def test_what_a_process_computes_itself_is_no_load(monkeypatch: pytest.MonkeyPat
 def test_a_peak_on_a_machine_that_keeps_a_thread_waiting() -> None:
     """One call is timed, however late."""
     calls: list[int] = []
-    best, all_of_them, own = analysis.best_of(lambda: calls.append(1), seconds=0.0)
+    best, all_of_them, own = trace_analysis.best_of(lambda: calls.append(1), seconds=0.0)
     assert calls == [1] and 0 < best <= all_of_them and own >= 0

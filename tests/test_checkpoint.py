@@ -18,9 +18,9 @@ from nntile_py.errors import ConfigError, NNTileError
 from nntile_py.system.folders import exchange
 from nntile_py.training import checkpoint
 from nntile_py.training.checkpoint import Damaged, State, Stored
+from nntile_py.training.checkpoint_writer import told
 from nntile_py.training.resume import newest
 from nntile_py.training.run_folder import Metrics, RunFolder, check_alone, check_replaced
-from nntile_py.training.saver import told
 
 FACTS: dict[str, Any] = {"model": None, "trainer": {}}
 

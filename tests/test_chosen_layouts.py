@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from test_layouts import MODELS, OF, chain, measured
 
-from nntile_py.graph.arrange import arrange, search
 from nntile_py.graph.fusion import Fusion
 from nntile_py.graph.graph import Graph
+from nntile_py.graph.layout_search import arrange, search
 from nntile_py.graph.step import StepSpec
 from nntile_py.graph.timings import Timing, opened
 from nntile_py.tasks import contract

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from nntile_py.analysis.ahead import ahead, coarse, note
 from nntile_py.analysis.draw import draw
 from nntile_py.analysis.operators import analyse
 from nntile_py.analysis.plan import Estimate
-from nntile_py.config.run import RunConfig, load
-from nntile_py.config.spec import step_spec
+from nntile_py.analysis.tile_advice import ahead, coarse, note
+from nntile_py.config.builders import step_spec
+from nntile_py.config.run_config import RunConfig, load
 from nntile_py.errors import ConfigError
 from nntile_py.graph.count import most_tasks
 from nntile_py.sweep import autotune

@@ -8,12 +8,12 @@ from collections import Counter
 import pytest
 from test_analyze import by_name
 
-from nntile_py.analysis import tell
-from nntile_py.analysis.levels import si
+from nntile_py.analysis import analysis_report
+from nntile_py.analysis.drawings import si
 from nntile_py.analysis.operators import analyse
 from nntile_py.analysis.plan import plan
-from nntile_py.config.run import load
-from nntile_py.config.spec import step_spec
+from nntile_py.config.builders import step_spec
+from nntile_py.config.run_config import load
 from nntile_py.tasks.op import CONTRACTION
 
 
@@ -60,7 +60,7 @@ def test_picture_and_table_agree(sets: list[str]) -> None:
     config = load("experiments/gpt2_tiny.yaml", ["model.layers=1", *sets])
     made = analyse(config)
     for fusion, rows, key in (("before", made.operators, "all"), ("after", made.groups, "fused")):
-        text, total = tell.dot_of(made, config, "train", fusion), made.totals()[key]
+        text, total = analysis_report.dot_of(made, config, "train", fusion), made.totals()[key]
         batches = " in 2 micro-batches" if sets else ""
         told = f"{total['operators']} operators{batches}, {si(total['flop'])}flop, {si(total['bytes'])}B moved"
         assert told in text and "Rename" not in text

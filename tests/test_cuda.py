@@ -466,7 +466,7 @@ def test_eviction(python: Any, cuda: nt.Runtime, unlimited: str, limit: int) -> 
 MOVED = """
 import numpy as np, nntile_py as nt, sys
 from nntile_py.execution import program
-from nntile_py.profiling.collect import make_trace, watched
+from nntile_py.profiling.recorder import make_trace, watched
 from nntile_py.tiles import TaskList, Tile
 from nntile_py.tiles.tasklist import merge
 if sys.argv[1] == "unmarked": program.mark_evictions = lambda lists, room: False

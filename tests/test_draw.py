@@ -12,7 +12,7 @@ import pytest
 
 from nntile_py.analysis import draw
 from nntile_py.analysis.workloads import build
-from nntile_py.config.run import RunConfig
+from nntile_py.config.run_config import RunConfig
 from nntile_py.errors import ConfigError, NNTileError
 
 TREE: dict[str, Any] = {

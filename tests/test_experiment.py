@@ -13,10 +13,10 @@ from nntile_py.analysis import draw
 from nntile_py.cli import measure as cli
 from nntile_py.errors import ConfigError, NNTileError
 from nntile_py.profiling import FILES
-from nntile_py.sweep import experiment, papers
-from nntile_py.sweep import run as sweep_run
-from nntile_py.sweep import spec as sweep
-from nntile_py.sweep.report import report
+from nntile_py.sweep import experiment, experiments
+from nntile_py.sweep import runner as sweep_run
+from nntile_py.sweep import sweep_spec as sweep
+from nntile_py.sweep.sweep_report import report
 
 CONSOLE = Console(stderr=True)
 
@@ -27,7 +27,7 @@ def test_only_a_profile_is_deleted(tmp_path: Path) -> None:
     (folder / "mine.txt").write_text("precious")
     (folder / "gantt.png").touch()
     with pytest.raises(ConfigError, match=r"profile/mine.txt: not of an earlier profile"):
-        experiment.run(papers.load_experiment("fig09"), "cpu", tmp_path, None, CONSOLE)
+        experiment.run(experiments.load_experiment("fig09"), "cpu", tmp_path, None, CONSOLE)
     assert (folder / "mine.txt").read_text() == "precious" and (folder / "gantt.png").exists()
     (folder / "mine.txt").rename(tmp_path / "mine.txt")
     (folder / "gantt.png").rename(folder / "config.yaml")
@@ -42,13 +42,13 @@ def test_only_a_profile_is_deleted(tmp_path: Path) -> None:
 
 def test_the_experiments_own_folder_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"--out: .* holds the experiments"):
-        experiment.run(papers.load_experiment("fig09"), "cpu", papers.EXPERIMENTS, None, CONSOLE)
+        experiment.run(experiments.load_experiment("fig09"), "cpu", experiments.EXPERIMENTS, None, CONSOLE)
 
 
 def test_without_dot_the_rest_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(draw.shutil, "which", lambda _: None)
     with pytest.raises(NNTileError, match=r"graphviz.*no picture was made, written are fig10.csv, fig10.md") as error:
-        experiment.run(papers.load_experiment("fig10"), "cpu", tmp_path / "out", None, CONSOLE)
+        experiment.run(experiments.load_experiment("fig10"), "cpu", tmp_path / "out", None, CONSOLE)
     assert "ends in .dot" not in str(error.value) and not isinstance(error.value, ConfigError)
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"fig10.csv", "fig10.md", "plot.dot"}
     assert "before fusion,3,12," in (tmp_path / "out/fig10.csv").read_text()
@@ -56,7 +56,7 @@ def test_without_dot_the_rest_is_written(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_the_picture_of_some_points_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made, titles, left = papers.load_experiment("fig18"), [], 2
+    made, titles, left = experiments.load_experiment("fig18"), [], 2
     count = len(sweep.points(made.part("cpu")))
 
     def measured(point: sweep.Point, *_: Any) -> dict[str, Any]:
@@ -79,13 +79,13 @@ def test_the_picture_of_some_points_says_so(tmp_path: Path, monkeypatch: pytest.
     assert titles == [f"GPT-2 inference (2 of {count} points)", "GPT-2 inference"]
 
 
-@pytest.mark.parametrize("name", papers.names())
+@pytest.mark.parametrize("name", experiments.names())
 def test_experiments_are_valid(name: str) -> None:
     """Every YAML, at both scales: each point is a config that loads."""
-    made = papers.load_experiment(name)
+    made = experiments.load_experiment(name)
     for scale in ("cpu", "gpu"):
         assert list(experiment._planned(made.part(scale), made.kind))
-    readme = (papers.EXPERIMENTS / "README.md").read_text()
+    readme = (experiments.EXPERIMENTS / "README.md").read_text()
     assert f"`{name}`" in readme
 
 
@@ -98,24 +98,24 @@ def test_experiment_needs_gpus(tmp_path: Path) -> None:
 
 
 def test_experiments_take_the_gpus_that_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = papers.load_experiment("fig15").part("gpu")
+    made = experiments.load_experiment("fig15").part("gpu")
     for there, kept in ((2, [1, 2]), (8, [1, 2, 4, 8]), (0, [1, 2, 4, 8])):  # none: refused later
         monkeypatch.setattr("torch.cuda.device_count", lambda there=there: there)
         part, told = experiment._on_gpus_there(made)
         assert part.grid["runtime.cuda"] == kept
         assert told == ("left out: runtime.cuda 4, 8; this machine has 2 GPUs" if there == 2 else "")
-    made = papers.load_experiment("fig09").part("gpu", "inference")
+    made = experiments.load_experiment("fig09").part("gpu", "inference")
     for there, taken in ((1, 1), (4, 2), (0, 2)):
         monkeypatch.setattr("torch.cuda.device_count", lambda there=there: there)
         part, told = experiment._on_gpus_there(made)
         assert experiment._config(part).runtime.cuda == taken and part.work == "inference"
         assert told == ("runtime.cuda 1 instead of 2; this machine has 1 GPU" if there == 1 else "")
-    text = report(papers.load_experiment("fig09"), "gpu", [], "a\n1\n", 0.0, note="left out: 8")
+    text = report(experiments.load_experiment("fig09"), "gpu", [], "a\n1\n", 0.0, note="left out: 8")
     assert "\nLeft out: 8.\n" in text
 
 
 def test_an_interrupted_experiment_tells_what_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made, left = papers.load_experiment("fig17"), 3
+    made, left = experiments.load_experiment("fig17"), 3
 
     def measured(point: sweep.Point, *_: Any) -> dict[str, Any]:
         nonlocal left
@@ -148,18 +148,18 @@ def test_an_interrupted_experiment_tells_what_is_there(tmp_path: Path, monkeypat
 
 def test_experiments_in_both_modes() -> None:
     for name in ("fig09", "fig11", "fig12", "fig14", "fig15", "fig16", "fig17", "fig18"):
-        made = papers.load_experiment(name)
+        made = experiments.load_experiment(name)
         plans = {m: list(experiment._planned(made.part("gpu", m), made.kind)) for m in ("inference", "training")}
         kinds = {m: {(work, phase) for _, _, work, phase in planned} for m, planned in plans.items()}
         work = "linear_relu" if name == "fig15" else "linear_reshape"
         small = {"inference": {(work, "forward")}, "training": {(work, "all")}}
         assert kinds in ({"inference": {("inference", "all")}, "training": {("train", "all")}}, small)
-    assert papers.load_experiment("fig17").part("cpu", "training").plots[0].title == "GPT-2 training"
+    assert experiments.load_experiment("fig17").part("cpu", "training").plots[0].title == "GPT-2 training"
     for name in ("table2", "bt-fig11"):
         with pytest.raises(ConfigError, match="--mode"):
-            papers.load_experiment(name).part("cpu", "training")
+            experiments.load_experiment(name).part("cpu", "training")
     training = [config for _, config, work, _ in experiment._planned(
-        papers.load_experiment("bt-fig14").part("cpu", "training"), "sweep") if work == "train"]  # fmt: skip
+        experiments.load_experiment("bt-fig14").part("cpu", "training"), "sweep") if work == "train"]  # fmt: skip
     assert len(training) == 10 and {config.model.head for config in training} == {"masked_lm"}
 
 
@@ -223,7 +223,7 @@ def test_interrupted(
 
 
 def test_ratios_of_variants() -> None:
-    made = papers.load_experiment("bt-fig14")
+    made = experiments.load_experiment("bt-fig14")
     times = {"baseline": 4.0, "+ bias and norm": 2.0, "+ no padding": 1.0}
     rows = [{"sets": {"train.seq": 128, "variant": name}, "status": "ok", "seconds": of, "seconds_min": of / 2}
             for name, of in times.items()]  # fmt: skip
@@ -233,7 +233,7 @@ def test_ratios_of_variants() -> None:
 
 
 def test_experiments_take_turns() -> None:
-    for name in papers.names():
-        made = papers.load_experiment(name)
+    for name in experiments.names():
+        made = experiments.load_experiment(name)
         for scale in ("cpu", "gpu") if made.kind == "sweep" else ():
             assert made.part(scale).rounds >= 3, name

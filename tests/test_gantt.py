@@ -7,7 +7,7 @@ import pytest
 from traces import US, independent, info, scheduled
 
 from nntile_py.profiling import gantt
-from nntile_py.tiles.order import Use
+from nntile_py.tiles.dependencies import Use
 
 
 @pytest.mark.parametrize("count", [1_000, 1_500, 20_000])

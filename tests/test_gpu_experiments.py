@@ -11,13 +11,13 @@ import pytest
 
 from nntile_py.analysis.plan import estimate
 from nntile_py.analysis.workloads import build
-from nntile_py.config.run import RunConfig
-from nntile_py.sweep import experiment, papers
-from nntile_py.sweep import spec as sweep
+from nntile_py.config.run_config import RunConfig
+from nntile_py.sweep import experiment, experiments
+from nntile_py.sweep import sweep_spec as sweep
 from nntile_py.tasks import launch
 from nntile_py.tiles import device_model
-from nntile_py.tiles.batching import GROUP_SECONDS, grouped
 from nntile_py.tiles.placement import Residency, place
+from nntile_py.tiles.task_groups import GROUP_SECONDS, grouped
 
 if not importlib.util.find_spec("triton"):  # not imported here: test_triton.py has to be the first to do so
     pytest.skip("triton is there on Linux only", allow_module_level=True)
@@ -56,7 +56,7 @@ def check(config: RunConfig, work: Any, phase: Any) -> None:
 @pytest.mark.parametrize("mode", ["inference", "training"])
 @pytest.mark.parametrize("name", NAMES)
 def test_kernels(name: str, mode: Any) -> None:
-    made = papers.load_experiment(name)
+    made = experiments.load_experiment(name)
     seen: set[str] = set()
     for _, config, work, phase in experiment._planned(made.part("gpu", mode), made.kind):
         key = repr((config.fusion, config.model, config.tiles, config.workers > 1))
@@ -68,7 +68,7 @@ def test_kernels(name: str, mode: Any) -> None:
 
 @pytest.mark.parametrize("name", ["bt-fig11", "bt-fig12", "bt-fig13", "bt-fig14", "bt-fig15", "bt-fig16"])
 def test_kernels_of_packed_sequences(name: str) -> None:
-    made, seen = papers.load_experiment(name), set[str]()
+    made, seen = experiments.load_experiment(name), set[str]()
     for _, config, work, phase in experiment._planned(made.part("gpu"), made.kind):
         model = (config.model.type, config.model.attention)
         if (key := repr((model, config.fusion, config.tiles, config.train.pack))) not in seen:
@@ -85,7 +85,7 @@ def test_kernels_of_the_policies() -> None:
 
 @pytest.mark.parametrize("name", ["fig15", "fig17"])
 def test_one_gpu_holds_the_largest(name: str) -> None:
-    made = papers.load_experiment(name)
+    made = experiments.load_experiment(name)
     for told, config, work, phase in experiment._planned(made.part("gpu", "training"), made.kind):
         if config.workers == 1:
             assert estimate(build(config, work, phase).lists, 1, gpu=True).peak_bytes < GPU_BYTES, told

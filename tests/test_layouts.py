@@ -22,20 +22,20 @@ from rich.console import Console
 
 import nntile_py as nt
 from nntile_py import cli, models
-from nntile_py.analysis import layouts as parts
+from nntile_py.analysis import layout_analysis as parts
 from nntile_py.analysis.workloads import preset
 from nntile_py.bench.torch_layer import torch_layer
 from nntile_py.errors import ConfigError
-from nntile_py.graph.arrange import arrange, cheapest, search
 from nntile_py.graph.edges import edges_of
 from nntile_py.graph.fusion import Fusion
 from nntile_py.graph.graph import Graph
+from nntile_py.graph.layout_search import arrange, cheapest, search
 from nntile_py.graph.layouts import described, laid, layout_of, products, tensors_of
 from nntile_py.graph.step import StepSpec
 from nntile_py.graph.timings import Timing, Timings, opened
-from nntile_py.profiling import layouts as profiled
-from nntile_py.sweep import experiment, laid_out, papers
-from nntile_py.system import ranks
+from nntile_py.profiling import layout_timer as profiled
+from nntile_py.sweep import experiment, experiments, layout_experiment
+from nntile_py.system import launcher
 from nntile_py.tasks import Tensor, activation, contract
 from nntile_py.tasks.contract import Contract
 from nntile_py.tasks.elementwise import Dropout, Transpose
@@ -337,7 +337,7 @@ def test_a_file_of_timings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         with pytest.raises(ConfigError, match=r"made here for 2 x CPU \(by runtime.cpus or runtime.cuda\)"):
             opened(two, file)
         with monkeypatch.context() as started:
-            started.setattr(ranks, "started", lambda: (0, 2))
+            started.setattr(launcher, "started", lambda: (0, 2))
             with pytest.raises(ConfigError, match=r"made here for 2 x CPU \(a rank's: tune without mpirun, and with"):
                 opened(two, file)
         opened(OF | {"device": "1 x CPU"}, tmp_path / "one", new=True).add(Timing("a", "M N", 1.0))
@@ -364,8 +364,8 @@ def test_least_of_one_operator(tmp_path: Path) -> None:
 COMMAND = """
 import sys
 from nntile_py.cli import main
-from nntile_py.profiling import layouts
-layouts.cache_bytes = lambda _: 4096
+from nntile_py.profiling import layout_timer
+layout_timer.cache_bytes = lambda _: 4096
 main()
 """
 
@@ -425,12 +425,12 @@ def _sweep(folder: Path, home: dict[str, str]) -> str:
 
 def test_experiments(tmp_path: Path, runtime: nt.Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a small layer: the sums, a step in both layouts, and the pictures; PyTorch's own layers run beside ours."""
-    made = papers.load_experiment("fig-layouts")
+    made = experiments.load_experiment("fig-layouts")
     part = made.part("cpu", None, TINY).model_copy(update={"work": "mha", "repeats": 1})
-    monkeypatch.setattr(laid_out, "Runtime", lambda **_: nullcontext())
+    monkeypatch.setattr(layout_experiment, "Runtime", lambda **_: nullcontext())
     monkeypatch.setattr(profiled, "Runtime", lambda **_: nullcontext())
     monkeypatch.setattr(profiled, "cache_bytes", lambda _: 4096)  # few copies of tiles; see test_tiles_out_of_cache
-    monkeypatch.setattr(papers.Experiment, "part", lambda *_: part)
+    monkeypatch.setattr(experiments.Experiment, "part", lambda *_: part)
     experiment.run(made, "cpu", tmp_path, None, Console(stderr=True))
     text = (tmp_path / "fig-layouts.md").read_text()
     assert text.count("the least of all choices together") == 3 and text.count("A step of mha, ") == 6
@@ -438,7 +438,7 @@ def test_experiments(tmp_path: Path, runtime: nt.Runtime, monkeypatch: pytest.Mo
     monkeypatch.undo()
     for name in ("table4", "table5", "fig-layouts"):
         for scale in ("cpu", "gpu"):
-            experiment.plan(papers.load_experiment(name), scale)
+            experiment.plan(experiments.load_experiment(name), scale)
     for work, phase in itertools.product(("encoder", "mha"), ("forward", "backward", "all")):
         torch_layer(preset(work, TINY), work, phase, "torch_eager")(2)
 

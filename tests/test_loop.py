@@ -18,18 +18,18 @@ import numpy as np
 import pytest
 import yaml
 
-from nntile_py.config.run import load
+from nntile_py.config.run_config import load
 from nntile_py.config.sections import Checkpoint, Optimizer
 from nntile_py.errors import ConfigError, MissingWeight, NNTileError, NotFinite, exit_status
 from nntile_py.inference import generate
 from nntile_py.runs import run_folder
 from nntile_py.system.folders import remove_leftovers, replaced
-from nntile_py.training import checkpoint, data, saver, together
+from nntile_py.training import checkpoint, checkpoint_writer, collectives, data
 from nntile_py.training.batches import Batches
 from nntile_py.training.display import Display
-from nntile_py.training.pending import StepResult
+from nntile_py.training.loop import learning_rate, run_steps
 from nntile_py.training.run_folder import Metrics
-from nntile_py.training.steps import learning_rate, run_steps
+from nntile_py.training.step_handle import StepResult
 
 TREE: dict[str, Any] = {
     "model": {"layers": 1, "embed": 16, "heads": 2},
@@ -390,11 +390,11 @@ def test_a_checkpoint_interrupted_as_its_thread_starts(monkeypatch: pytest.Monke
     def interrupted(thread: threading.Thread) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(saver, "trainer_facts", lambda trainer: {})
+    monkeypatch.setattr(checkpoint_writer, "trainer_facts", lambda trainer: {})
     monkeypatch.setattr(threading.Thread, "start", interrupted)
     trainer = MagicMock(steps=1)
     trainer.live.return_value.state.return_value.bytes = 1
-    made = saver.Saver(Checkpoint(every=1), trainer, MagicMock(), {}, {}, pytest.fail)
+    made = checkpoint_writer.Saver(Checkpoint(every=1), trainer, MagicMock(), {}, {}, pytest.fail)
     with pytest.raises(KeyboardInterrupt):
         made.begin(1)
     made.abandon()
@@ -408,9 +408,9 @@ def test_a_signal_while_other_ranks_are_waited_for(monkeypatch: pytest.MonkeyPat
         stop[:] = ["SIGTERM"]
         return np.stack([mine, np.zeros_like(mine)])
 
-    monkeypatch.setattr(together, "ranks_of_run", lambda: SimpleNamespace(gathered=gathered))
-    assert together.agree(stop, True) == (False, True)
-    assert together.agree(stop) == (True, False)
+    monkeypatch.setattr(collectives, "ranks_of_run", lambda: SimpleNamespace(gathered=gathered))
+    assert collectives.agree(stop, True) == (False, True)
+    assert collectives.agree(stop) == (True, False)
 
 
 def test_a_nan_stops_at_its_step(tmp_path: Path) -> None:

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import nntile_py as nt
-from nntile_py.config.run import load
-from nntile_py.config.spec import step_spec
+from nntile_py.config.builders import step_spec
+from nntile_py.config.run_config import load
 from nntile_py.graph.random_inputs import random_inputs
 from nntile_py.graph.step import StepSpec
 from nntile_py.models.bert_parts import labels_at, masked_places

@@ -15,8 +15,8 @@ from nntile_py.graph.step import StepSpec
 from nntile_py.system.cgroup import machine_memory
 from nntile_py.testing import error
 from nntile_py.tiles import Tiling
-from nntile_py.tiles.batching import grouped
 from nntile_py.tiles.eviction import mark_evictions
+from nntile_py.tiles.task_groups import grouped
 
 MIB = 2**20
 CONFIG = nt.models.GPT2Config(layers=2, embed=64, heads=2, vocab=1000, positions=64)
@@ -60,7 +60,7 @@ print("end")
 
 def test_a_tile_larger_than_the_machine(python: Any) -> None:
     code = """
-from nntile_py.execution.bodies import body
+from nntile_py.execution.task_payload import body
 with nt.Runtime(cpus=1):
     def run():
         source, huge = _core.Tile([4], "fp32"), _core.Tile([1 << 45], "fp32")

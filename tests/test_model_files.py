@@ -17,8 +17,8 @@ from model_cases import CASES, SEQ, bert, deberta, distilbert, llama, made, refe
 from safetensors.torch import load_file, save_file
 
 import nntile_py as nt
-from nntile_py.config.run import load
-from nntile_py.config.spec import build_model
+from nntile_py.config.builders import build_model
+from nntile_py.config.run_config import load
 from nntile_py.graph.step import StepSpec
 
 HF = [name for name in CASES if name not in ("masked_lm plain", "encoder", "decoder") and "gathered" not in name]

@@ -13,8 +13,8 @@ import yaml
 import nntile_py as nt
 from nntile_py.analysis import draw
 from nntile_py.analysis.plan import plan
-from nntile_py.config.run import load
-from nntile_py.config.spec import build_model
+from nntile_py.config.builders import build_model
+from nntile_py.config.run_config import load
 from nntile_py.errors import ConfigError
 from nntile_py.inference.texts import with_limit
 from nntile_py.models.registry import known

@@ -17,8 +17,8 @@ from torch.nn import functional as F
 
 import nntile_py as nt
 from nntile_py import cli
-from nntile_py.config.run import load
-from nntile_py.config.spec import build_model, step_spec
+from nntile_py.config.builders import build_model, step_spec
+from nntile_py.config.run_config import load
 from nntile_py.tasks import (
     contract,
     cross_entropy,
@@ -427,7 +427,7 @@ def test_what_is_exported() -> None:
     assert {"Model", "ModelConfig", "Traced", "Batch", "Normal", "ZEROS", "Part", "Joined", "Mask"} <= set(nt.__all__)
     for name in nt.__all__:
         assert getattr(nt, name) is not None
-    assert nt.Joined.__module__ == "nntile_py.graph.declared" and nt.tasks.__name__ == "nntile_py.tasks"
+    assert nt.Joined.__module__ == "nntile_py.graph.params" and nt.tasks.__name__ == "nntile_py.tasks"
     with pytest.raises(AttributeError, match="no attribute 'Modell'"):
         nt.Modell  # noqa: B018
 

@@ -14,9 +14,9 @@ from conftest import CPUS
 import nntile_py as nt
 from nntile_py import tasks as ops
 from nntile_py.execution.program import Store, programs
-from nntile_py.graph.declared import Normal, Traced
 from nntile_py.graph.graph import Graph
 from nntile_py.graph.lowering import lower
+from nntile_py.graph.params import Normal, Traced
 from nntile_py.models.base import TokenConfig
 from nntile_py.tasks.contract import contract
 from nntile_py.tasks.cross_entropy import cross_entropy

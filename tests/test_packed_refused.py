@@ -13,9 +13,9 @@ import nntile_py as nt
 from nntile_py import tasks as ops
 from nntile_py.analysis.workloads import build
 from nntile_py.cli import app
-from nntile_py.config.run import load
+from nntile_py.config.run_config import load
 from nntile_py.execution.program import Store, programs
-from nntile_py.graph.bins import OWN
+from nntile_py.graph.packed_inputs import OWN
 from nntile_py.tiles import R, TaskList, Tile, W
 
 

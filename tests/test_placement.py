@@ -10,10 +10,10 @@ from orders import waits
 import nntile_py as nt
 from nntile_py.graph.fusion import Fusion
 from nntile_py.graph.step import Step, StepSpec
-from nntile_py.profiling.collect import run_steps
+from nntile_py.profiling.recorder import run_steps
 from nntile_py.tiles import ACC, R, TaskList, Tile, Tiling, W, placement
-from nntile_py.tiles.batching import grouped
 from nntile_py.tiles.placement import Residency, Speed, place
+from nntile_py.tiles.task_groups import grouped
 from nntile_py.tiles.tasklist import Task
 
 CONFIG = nt.models.GPT2Config(layers=3, embed=256, heads=4, vocab=512, positions=128)

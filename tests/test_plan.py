@@ -9,7 +9,7 @@ import pytest
 import nntile_py as nt
 from nntile_py.analysis.plan import Plan, estimate, plan
 from nntile_py.analysis.workloads import build
-from nntile_py.config.run import RunConfig, load
+from nntile_py.config.run_config import RunConfig, load
 from nntile_py.errors import ConfigError
 from nntile_py.tiles import R, TaskList, Tile, W, device_model
 

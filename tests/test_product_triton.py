@@ -18,7 +18,7 @@ from operators_contract import linear
 from nntile_py.graph.lowering import lower
 from nntile_py.tasks import interpret as interpreter
 from nntile_py.tasks import launch
-from nntile_py.tasks.live import with_live_sizes
+from nntile_py.tasks.dynamic_size import with_live_sizes
 from nntile_py.testing import Case, error
 from nntile_py.tiles import Slot, Tiling
 from nntile_py.tiles.tasklist import Task
@@ -150,8 +150,8 @@ sys.path.insert(0, sys.argv[1])
 from operators_contract import linear
 from nntile_py.graph.lowering import lower
 from nntile_py.tasks import launch
-from nntile_py.execution.bodies import NOT_LAUNCHED, encoded_launches
-from nntile_py.tasks.live import with_live_sizes
+from nntile_py.execution.task_payload import NOT_LAUNCHED, encoded_launches
+from nntile_py.tasks.dynamic_size import with_live_sizes
 from nntile_py.testing import Case
 from nntile_py.tiles import Slot, Tiling
 

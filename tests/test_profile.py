@@ -17,13 +17,13 @@ from traces import US, chain, check_format, independent, info, scheduled
 
 import nntile_py as nt
 from nntile_py import profiling as profile
-from nntile_py.cli import look
-from nntile_py.config.run import RunConfig, load
-from nntile_py.profiling import analysis, collect, events, rules
+from nntile_py.cli import inspect
+from nntile_py.config.run_config import RunConfig, load
+from nntile_py.profiling import diagnosis, perfetto, recorder, trace_analysis
 from nntile_py.profiling.trace import Trace, accumulating, one_after_the_other
-from nntile_py.tiles.order import Use, critical_path, dependencies
+from nntile_py.tiles.dependencies import Use, critical_path, dependencies
 
-PEAKS = {"CPU": analysis.Peak(1e9, 1e9, "test"), "CUDA": analysis.Peak(1e9, 1e9, "test")}
+PEAKS = {"CPU": trace_analysis.Peak(1e9, 1e9, "test"), "CUDA": trace_analysis.Peak(1e9, 1e9, "test")}
 TILES = {"batch": {"size": 8, "tile": 4, "tiles": 2}, "embed": {"size": 96, "tile": 96, "tiles": 1}}
 
 
@@ -63,7 +63,7 @@ def test_dependencies_on_many_tiles_and_the_longest_chain() -> None:
 
 
 def names(trace: Trace) -> list[str]:
-    return [found["rule"] for found in rules.report(analysis.summarise(trace, PEAKS, TILES))]
+    return [found["rule"] for found in diagnosis.report(trace_analysis.summarise(trace, PEAKS, TILES))]
 
 
 def test_rules_find_what_was_put_there() -> None:
@@ -96,7 +96,7 @@ def test_advice_for_attention_whose_sequence_is_cut() -> None:
     row = {"operator": "h*.attn Attention", "phase": "forward", "share": 0.5, "roofline": 0.1, "bound_by": "memory"}
     row |= {"estimated": False, "tflop_per_s": 1.0, "gb_per_s": 1.0}
     for tile, named in ((16, "`tiles.seq` uncut"), (32, "if it is not (`fusion: true`")):
-        found = rules.low_roofline(
+        found = diagnosis.low_roofline(
             {"operators": [row], "tiles": {"seq": {"tile": tile, "size": 32, "tiles": 32 // tile}}}
         )
         assert found and named in found.advice
@@ -108,23 +108,23 @@ def test_short_tasks_are_told_tiles_that_are_coarse_enough_at_once() -> None:
     tiles |= {"seq": {"size": 9, "tile": 9, "tiles": 1, "good": 9}}
     tiles |= {axis: {"size": 96, "tile": 8, "tiles": 12, "good": 48} for axis in ("embed", "ffn", "vocab")}
     trace = scheduled(independent(400), [5] * 400, overhead=2)
-    summary = analysis.summarise(trace, PEAKS, tiles)
-    advice = rules.report(summary)[0]["advice"]
+    summary = trace_analysis.summarise(trace, PEAKS, tiles)
+    advice = diagnosis.report(summary)[0]["advice"]
     assert re.findall(r"`tiles\.(\w+): (\d+)`", advice) == [
         ("batch", "4"), ("embed", "48"), ("ffn", "48"), ("vocab", "48"),
     ]  # fmt: skip
     good = {axis: a | {"good": a["tile"]} for axis, a in tiles.items()}  # as the plan sees it; the profile does not
-    advice = rules.report(analysis.summarise(trace, PEAKS, good))[0]["advice"]
+    advice = diagnosis.report(trace_analysis.summarise(trace, PEAKS, good))[0]["advice"]
     assert "`tiles.embed: 16` (now 8)" in advice
 
 
 def test_the_size_of_the_trace_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "trace.json"
     path.write_bytes(b" " * 2_500_000)
-    assert look._trace_told(path, {"steps": 3}) == f"{path}, for ui.perfetto.dev: 2.5 MB"
-    monkeypatch.setattr(look, "LARGE_TRACE", 2)
-    assert "2.5 MB; smaller with --steps 1, or fewer tasks a step" in look._trace_told(path, {"steps": 3})
-    assert "--steps" not in look._trace_told(path, {"steps": 1})
+    assert inspect._trace_told(path, {"steps": 3}) == f"{path}, for ui.perfetto.dev: 2.5 MB"
+    monkeypatch.setattr(inspect, "LARGE_TRACE", 2)
+    assert "2.5 MB; smaller with --steps 1, or fewer tasks a step" in inspect._trace_told(path, {"steps": 3})
+    assert "--steps" not in inspect._trace_told(path, {"steps": 1})
 
 
 def test_rules_name_keys_of_the_config() -> None:
@@ -133,7 +133,7 @@ def test_rules_name_keys_of_the_config() -> None:
         scheduled(chain(40, True), [100] * 40),
         scheduled(chain(40, False), [100] * 40),
     ):
-        for found in rules.report(analysis.summarise(trace, PEAKS, TILES)):
+        for found in diagnosis.report(trace_analysis.summarise(trace, PEAKS, TILES)):
             keys = re.findall(r"`([a-z_.]+):", found["advice"])
             assert keys
             assert all(key.split(".")[0] in RunConfig.model_fields for key in keys), keys
@@ -159,7 +159,7 @@ def test_accumulation_is_told_from_other_chains() -> None:
 
 def test_shares_of_a_known_trace() -> None:
     trace = scheduled(independent(2), [60, 20], overhead=4, fetch=10)  # 0..78 us and 0..38 us
-    first, second = analysis.summarise(trace, PEAKS)["workers"]
+    first, second = trace_analysis.summarise(trace, PEAKS)["workers"]
     total = 74.0
     assert first["working"] == pytest.approx(60 / total, rel=1e-3)
     assert first["communicating"] == pytest.approx(10 / total, rel=1e-3)
@@ -175,16 +175,16 @@ SHARES = ("working", "communicating", "overhead", "idle")
 
 def test_roofline_and_rates() -> None:
     work = [info("Contract", [Use(k, "W")], flop=1e6, size=4_000) for k in range(4)]
-    (row,) = analysis.summarise(scheduled(work, [2_000] * 4), PEAKS)["operators"]
+    (row,) = trace_analysis.summarise(scheduled(work, [2_000] * 4), PEAKS)["operators"]
     assert row["tasks"] == 4
     assert row["roofline"] == pytest.approx(0.5, rel=1e-3)  # 1e6 flop at 1e9 flop/s are 1 ms, it took 2
     assert row["tflop_per_s"] == pytest.approx(0.0005, rel=1e-3)
     assert row["gb_per_s"] == pytest.approx(0.002, rel=1e-3)
     assert row["bound_by"] == "flop"
-    unknown = {"CPU": analysis.device_peak("a device", "fp32")}
-    (row,) = analysis.summarise(scheduled(work, [2_000] * 4), unknown)["operators"]
+    unknown = {"CPU": trace_analysis.device_peak("a device", "fp32")}
+    (row,) = trace_analysis.summarise(scheduled(work, [2_000] * 4), unknown)["operators"]
     assert row["roofline"] is None
-    assert analysis.device_peak("CUDA 0.0 (NVIDIA H200)", "bf16").flop == 790e12
+    assert trace_analysis.device_peak("CUDA 0.0 (NVIDIA H200)", "bf16").flop == 790e12
 
 
 # -- groups: several tasks that run as one
@@ -200,11 +200,11 @@ def grouped_trace() -> Trace:
 
 def test_a_groups_time_is_shared_by_floors(tmp_path: Path) -> None:
     trace = grouped_trace()
-    parts = analysis.parts(trace, PEAKS)
+    parts = trace_analysis.parts(trace, PEAKS)
     assert (parts.seconds * 1e6).tolist() == pytest.approx([10, 16, 2, 2], abs=1e-2)
     assert parts.start[1] == trace.start[1] and parts.end[-1] == trace.end[1]
     assert parts.end[1:-1].tolist() == parts.start[2:].tolist()
-    summary = analysis.summarise(trace, PEAKS, TILES)
+    summary = trace_analysis.summarise(trace, PEAKS, TILES)
     assert summary["tasks"] == 2 and len(summary["critical_path"]["operators"]) == 2
     product, copy = summary["operators"]
     assert (product["operator"], product["tasks"], copy["tasks"]) == ("h* Contract", 2, 2)
@@ -212,10 +212,10 @@ def test_a_groups_time_is_shared_by_floors(tmp_path: Path) -> None:
     assert product["estimated"] == pytest.approx(16 / 26, rel=1e-3) and copy["estimated"] == pytest.approx(1)
     assert copy["roofline"] == pytest.approx(0.5, rel=1e-3)
     assert [row["seconds"] for row in summary["critical_path"]["operators"]] == pytest.approx([26e-6, 4e-6], rel=1e-3)
-    unknown = analysis.parts(trace, {"CPU": analysis.device_peak("a device", "fp32")})
+    unknown = trace_analysis.parts(trace, {"CPU": trace_analysis.device_peak("a device", "fp32")})
     assert unknown.seconds.sum() == pytest.approx(trace.seconds.sum())
     profile.write(trace, PEAKS, TILES, tmp_path, "groups")
-    found = [e for e in check_format(tmp_path / "trace.json") if e["ph"] == "X" and e["pid"] == events.WORKERS]
+    found = [e for e in check_format(tmp_path / "trace.json") if e["ph"] == "X" and e["pid"] == perfetto.WORKERS]
     (group,) = (e for e in found if "parts" in e["args"])
     assert [p["flop"] for p in group["args"]["parts"]] == [8e3, 0, 0]
     assert group["args"]["parts"][1]["tiles"] == "a" and sum(e["cat"] == "part" for e in found) == 3
@@ -226,9 +226,9 @@ def test_groups_of_a_real_program(tmp_path: Path) -> None:
     """The groups that a GPU would get, on a CPU worker."""
     from nntile_py.analysis.workloads import build
     from nntile_py.execution.program import Store, programs
-    from nntile_py.profiling.alone import write_random
-    from nntile_py.profiling.collect import make_trace, watched
-    from nntile_py.tiles.batching import grouped
+    from nntile_py.profiling.operator_timer import write_random
+    from nntile_py.profiling.recorder import make_trace, watched
+    from nntile_py.tiles.task_groups import grouped
 
     config = RunConfig.model_validate(CONFIG | {"fusion": False})
     ((graph, low),) = build(config, "linear_relu").graphs
@@ -241,7 +241,7 @@ def test_groups_of_a_real_program(tmp_path: Path) -> None:
         with watched() as found:
             program.run()
         trace = make_trace(found.programs, found.native, None)
-    parts = analysis.parts(trace, PEAKS)
+    parts = trace_analysis.parts(trace, PEAKS)
     assert len(trace) == len(tasks.tasks) and len(parts) == len(low.tasks.tasks)
     flat = [part for task in tasks.tasks for part in task.parts or [task]]
     assert [parts.info_of(k).kernel for k in range(len(parts))] == [task.kernel for task in flat]
@@ -255,11 +255,11 @@ def test_groups_of_a_real_program(tmp_path: Path) -> None:
 
 def test_rows_for_copies(tmp_path: Path) -> None:
     trace = scheduled(independent(6), [100] * 6, fetch=30, kind="CUDA")
-    events.write(trace, tmp_path / "trace.json")
+    perfetto.write(trace, tmp_path / "trace.json")
     found = check_format(tmp_path / "trace.json")
     rows = {e["args"]["name"] for e in found if e["ph"] == "M" and "name" in e["args"]}
     assert {"workers", "CUDA 0", "fetching input", "to CUDA 1", "RAM to CUDA 0"} <= rows
-    assert sum(e["pid"] == events.FETCHES and e["ph"] == "X" for e in found) == 6
+    assert sum(e["pid"] == perfetto.FETCHES and e["ph"] == "X" for e in found) == 6
     assert {e["name"] for e in found if e["ph"] == "C"} == {"memory of RAM", "memory of CUDA 0", "tasks in flight"}
 
 
@@ -305,7 +305,7 @@ def measured(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         assert "ms a step" in made.stdout
     else:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(collect, "LIGHT_BELOW", 0 if request.param == "redux" else 1)
+            patch.setattr(recorder, "LIGHT_BELOW", 0 if request.param == "redux" else 1)
             profile.profile(load(folder / "c.yaml"), folder / "p", "c", 2)
         assert json.loads((folder / "p/summary.json").read_text())["light"] == (request.param == "commute")
     return request.param, folder / "p"
@@ -316,7 +316,7 @@ def test_files_of_a_run(measured: tuple[str, Path]) -> None:
     left = {path.name for path in folder.iterdir()}
     assert left == {*profile.FILES}
     summary = json.loads((folder / "summary.json").read_text())
-    found = [e for e in check_format(folder / "trace.json") if e["ph"] == "X" and e["pid"] == events.WORKERS]
+    found = [e for e in check_format(folder / "trace.json") if e["ph"] == "X" and e["pid"] == perfetto.WORKERS]
     assert len(found) == summary["tasks"]
     for number, worker in enumerate(summary["workers"]):
         assert sum(worker[k] for k in SHARES) == pytest.approx(1, abs=0.01)
@@ -338,7 +338,7 @@ def test_files_of_a_run(measured: tuple[str, Path]) -> None:
 def test_no_task_begins_before_its_predecessors_end(measured: tuple[str, Path]) -> None:
     """Dates from the file against the dependencies of the config's program, built anew."""
     policy, folder = measured
-    from nntile_py.config.spec import build_optimizer
+    from nntile_py.config.builders import build_optimizer
     from nntile_py.graph.fusion import Fusion
     from nntile_py.graph.step import StepSpec
     from nntile_py.models.gpt2 import GPT2
@@ -357,7 +357,7 @@ def test_no_task_begins_before_its_predecessors_end(measured: tuple[str, Path]) 
         for task in expected
     ]
     tree = json.loads((folder / "trace.json").read_text())
-    tasks = [e for e in tree["traceEvents"] if e["ph"] == "X" and e["pid"] == events.WORKERS]
+    tasks = [e for e in tree["traceEvents"] if e["ph"] == "X" and e["pid"] == perfetto.WORKERS]
     tasks.sort(key=lambda e: e["args"]["task"])
     own, tasks = tasks[len(expected) :], tasks[: len(expected)]
     assert all(e["args"]["operator"] == "reduction" for e in own)
@@ -398,7 +398,7 @@ def test_a_profile_that_fails_leaves_no_folder(tmp_path: Path, monkeypatch: pyte
         assert (tmp_path / "p/fxt").is_dir() == fxt
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(collect, "run_steps", interrupted)
+    monkeypatch.setattr(recorder, "run_steps", interrupted)
     for name in ("STARPU_FXT_TRACE", "STARPU_FXT_PREFIX"):
         monkeypatch.setenv(name, "0")  # to be as it was after the test
     with pytest.raises(KeyboardInterrupt):
@@ -411,7 +411,7 @@ def test_a_profile_that_fails_leaves_no_folder(tmp_path: Path, monkeypatch: pyte
 
 
 def test_fxt_that_is_not_there_is_said(tmp_path: Path) -> None:
-    from nntile_py.profiling.collect import convert_fxt
+    from nntile_py.profiling.recorder import convert_fxt
 
     with pytest.raises(nt.TaskError, match="without FxT"):
         convert_fxt(tmp_path)
@@ -420,7 +420,7 @@ def test_fxt_that_is_not_there_is_said(tmp_path: Path) -> None:
 @pytest.mark.parametrize("light", [False, True])
 def test_profiling_twice_and_off_between(light: bool) -> None:
     """Nothing is noted while it is off, and a second profile holds nothing of the first."""
-    from nntile_py.profiling.collect import make_trace, watched
+    from nntile_py.profiling.recorder import make_trace, watched
 
     config = nt.models.GPT2Config(layers=1, embed=16, heads=2, vocab=40, positions=8)
     ids = np.random.default_rng(0).integers(0, 40, (2, 8))

@@ -13,7 +13,7 @@ from faults import CONFIG, IDS, fail, fill, works
 
 import nntile_py as nt
 from nntile_py import _core
-from nntile_py.execution.bodies import body
+from nntile_py.execution.task_payload import body
 
 
 @pytest.fixture

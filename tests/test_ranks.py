@@ -16,9 +16,9 @@ from nntile_py.errors import ConfigError
 from nntile_py.graph.step import Step, StepSpec
 from nntile_py.tiles import R, TaskList, Tile, Tiling, W
 from nntile_py.tiles.allreduce import Meeting
-from nntile_py.tiles.batching import grouped
 from nntile_py.tiles.placement import Residency, Speed, place
-from nntile_py.tiles.ranks import RECEIVE, SEND, Message, Replicas, Shared, described, messages
+from nntile_py.tiles.rank_tasks import RECEIVE, SEND, Message, Replicas, Shared, described, messages
+from nntile_py.tiles.task_groups import grouped
 from nntile_py.tiles.tasklist import ACC, POLICIES, Task
 
 CORES = Speed(flop_s=2e11, bytes_s=5e9, link_s=1e10)

@@ -15,8 +15,8 @@ from pages import PAGES, ROOT, blocks, commands, named
 
 import nntile_py as nt
 from nntile_py import cli
-from nntile_py.config.run import load
-from nntile_py.sweep.spec import load_sweep, points
+from nntile_py.config.run_config import load
+from nntile_py.sweep.sweep_spec import load_sweep, points
 from nntile_py.tokenizer import MASKED
 from nntile_py.training.data import train_tokenizer
 
@@ -191,6 +191,6 @@ def test_memory(folder: Path) -> None:
 def test_the_findings_of_a_report_are_explained() -> None:
     """Each rule's name, and no other, stands in the table of docs/tuning.md."""
     told = re.findall(r"^\| `([\w-]+)` \|", (DOCS / "tuning.md").read_text(), re.M)
-    text = (ROOT / "nntile_py" / "profiling" / "rules.py").read_text()
+    text = (ROOT / "nntile_py" / "profiling" / "diagnosis.py").read_text()
     made = re.findall(r'Finding\(\s*"([\w-]+)"', text)
     assert sorted(told) == sorted(set(made) - {"none"}) and len(made) >= 9

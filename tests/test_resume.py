@@ -294,8 +294,8 @@ def test_a_trainers_checkpoint_that_does_not_fit(tmp_path: Path) -> None:
 
 FULL = """
 import resource, sys
-from nntile_py.training import checkpoint, last
-last.RETRY = 0.2
+from nntile_py.training import checkpoint, final_save
+final_save.RETRY = 0.2
 real, left = checkpoint.write_tensors, int(sys.argv.pop(1))
 def full(path, tensors, *check):
     global left
@@ -311,11 +311,11 @@ main()
 
 STOPPED = """
 from contextlib import contextmanager
-from nntile_py.training import loop
+from nntile_py.training import run
 @contextmanager
 def signals():
     yield ["SIGTERM"]
-loop._signals = signals
+run._signals = signals
 from nntile_py.cli import main
 main()
 """
@@ -385,13 +385,13 @@ def test_older_checkpoints_make_room(good: bool, whole: Path, tmp_path: Path) ->
 
 
 FULL_FROM_THE_START = """
-from nntile_py.training import loop
-real = loop.replace_file
+from nntile_py.training import run
+real = run.replace_file
 def full(path, content):
     if path.name == "tokenizer.json" and "saved" not in str(path):
         raise OSError(28, "No space left on device", str(path))
     real(path, content)
-loop.replace_file = full
+run.replace_file = full
 from nntile_py.cli import main
 main()
 """

@@ -8,7 +8,7 @@ import pytest
 import nntile_py as nt
 from nntile_py.analysis.plan import plan
 from nntile_py.analysis.simulate import planned_seconds, play
-from nntile_py.config.run import load
+from nntile_py.config.run_config import load
 from nntile_py.graph.fusion import Fusion
 from nntile_py.graph.step import StepSpec
 from nntile_py.tiles import R, TaskList, Tile, Tiling, W, device_model

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from test_mpi import LACKS, train
 
-from nntile_py.system.ranks import apart, by_srun, started
+from nntile_py.system.launcher import apart, by_srun, started
 
 SRUN = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0", "SLURM_STEP_ID": "0"}
 

@@ -20,15 +20,15 @@ with suppress(pytest.skip.Exception):
     import test_triton  # noqa: F401  it tells triton to interpret, which has to be before torch imports it
 
 import nntile_py as nt
-from nntile_py.bench.any_model import inputs_of, just_filled
-from nntile_py.bench.app import of_config
-from nntile_py.bench.contestants import measure_step
+from nntile_py.bench.commands import of_config
+from nntile_py.bench.config_peer import inputs_of, just_filled
+from nntile_py.bench.peer_process import measure_step
 from nntile_py.bench.torch_bert import BERT, Layer, batch_of, loaded, shares, torch_bert
-from nntile_py.config.run import RunConfig, resolve
-from nntile_py.config.spec import build_model, step_spec
+from nntile_py.config.builders import build_model, step_spec
+from nntile_py.config.run_config import RunConfig, resolve
 from nntile_py.errors import ConfigError
-from nntile_py.execution.packed import bins_of
-from nntile_py.training.same import same_steps
+from nntile_py.execution.bin_packing import bins_of
+from nntile_py.training.repeated_steps import same_steps
 
 TREE = {
     "model": {"type": "bert", "layers": 2, "embed": 16, "heads": 2}, "tokenizer": {"vocab_size": 300},

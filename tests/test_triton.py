@@ -22,8 +22,8 @@ from nntile_py.graph.lowering import lower
 from nntile_py.tasks import Contract, Lowering, Tensor, launch
 from nntile_py.tasks import interpret as interpreter
 from nntile_py.tasks.attention_dropout import ScoresDropout
+from nntile_py.tasks.dynamic_size import Live
 from nntile_py.tasks.embedding import EmbeddingGradArgs
-from nntile_py.tasks.live import Live
 from nntile_py.tasks.optimizer import AdamWArgs, SGDArgs, joined, split
 from nntile_py.testing import SIZES, Case, Values, error
 from nntile_py.tiles import RW, R, Slot, Tile, Tiling, W
@@ -447,7 +447,7 @@ sys.path.insert(0, sys.argv[1])
 from test_attention import Row
 from nntile_py.graph.lowering import lower
 from nntile_py.tasks import launch
-from nntile_py.tasks.live import with_live_sizes
+from nntile_py.tasks.dynamic_size import with_live_sizes
 from nntile_py.testing import Case
 from nntile_py.tiles import Tiling
 

@@ -14,16 +14,16 @@ from test_layouts import MODELS, OF, TINY, Drawn, chain, measured, tensor
 
 import nntile_py as nt
 from nntile_py import errors
-from nntile_py.analysis import layouts as parts
+from nntile_py.analysis import layout_analysis as parts
 from nntile_py.analysis.workloads import preset
 from nntile_py.errors import ConfigError
-from nntile_py.graph.arrange import arrange, search
 from nntile_py.graph.graph import Graph
+from nntile_py.graph.layout_search import arrange, search
 from nntile_py.graph.layouts import layout_of
 from nntile_py.graph.step import StepSpec
 from nntile_py.graph.timings import Timing, Timings, Verdict, opened
-from nntile_py.profiling import alone
-from nntile_py.profiling import layouts as profiled
+from nntile_py.profiling import layout_timer as profiled
+from nntile_py.profiling import operator_timer
 from nntile_py.tasks.contract import Contract
 from nntile_py.tiles import Tiling
 
@@ -57,7 +57,7 @@ SLOWER, FASTER = ((1.0,) * 5, (2.0,) * 5), ((2.0,) * 5, (1.0,) * 5)
 def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What `arrange` has told."""
     texts: list[str] = []
-    monkeypatch.setattr("nntile_py.graph.arrange.say_once", texts.append)
+    monkeypatch.setattr("nntile_py.graph.layout_search.say_once", texts.append)
     return texts
 
 
@@ -194,7 +194,7 @@ def test_damaged_lines(line: str, tmp_path: Path) -> None:
 
 def test_programs_of_other_inputs_follow(monkeypatch: pytest.MonkeyPatch, runtime: nt.Runtime) -> None:
     """Where the step's searched layouts are refused, a trainer's other programs have the default ones, too."""
-    monkeypatch.setattr("nntile_py.graph.arrange.say_once", lambda text: None)
+    monkeypatch.setattr("nntile_py.graph.layout_search.say_once", lambda text: None)
     timings = Drawn(OF, seed=3)
     spec = StepSpec(MODELS["encoder"](), 4, 16, timings=timings)
     graph = replace(spec, timings=None).graphs().graph
@@ -268,11 +268,11 @@ def test_a_lucky_layout_is_measured_again(monkeypatch: pytest.MonkeyPatch) -> No
         assert (len(asked), len(told)) == counts
 
 
-@pytest.mark.parametrize(("room", "copies"), [(0, 1), (1, 1), (2000, 5), (10**9, alone.COPIES)])
+@pytest.mark.parametrize(("room", "copies"), [(0, 1), (1, 1), (2000, 5), (10**9, operator_timer.COPIES)])
 def test_tiles_out_of_cache(monkeypatch: pytest.MonkeyPatch, runtime: nt.Runtime, room: int, copies: int) -> None:
     """Each run takes the next copy of the tiles, so many that they take the room: 464 bytes each here."""
     ran: list[int] = []
-    made = alone.programs
+    made = operator_timer.programs
 
     def programs(*args: Any) -> list[Any]:
         (program,) = made(*args)
@@ -282,10 +282,10 @@ def test_tiles_out_of_cache(monkeypatch: pytest.MonkeyPatch, runtime: nt.Runtime
         return [program]
 
     numbers: list[int] = []
-    monkeypatch.setattr(alone, "programs", programs)
+    monkeypatch.setattr(operator_timer, "programs", programs)
     op = Contract(tensor("seq embed"), tensor("embed ffn"), tensor("seq ffn"))
     op.fit(Tiling())
-    run = alone.runner(op, Tiling(), preset("encoder", TINY), room)
+    run = operator_timer.runner(op, Tiling(), preset("encoder", TINY), room)
     assert len(numbers) == copies and sum(t.numel for t in (op.a, op.b, op.output)) * 4 == 464
     ran.clear()
     run(2 * copies)
@@ -295,6 +295,6 @@ def test_tiles_out_of_cache(monkeypatch: pytest.MonkeyPatch, runtime: nt.Runtime
 def test_weights_of_small_graphs_are_of_a_models_size() -> None:
     """Products of what is drawn stay where an exponential is fast; inputs are above zero, as roots and divisors are."""
     weight, x = tensor("embed ffn", "param", embed=64, ffn=256), tensor("seq embed", "input", seq=32, embed=64)
-    drawn, inputs = alone._random([weight, x])
+    drawn, inputs = operator_timer._random([weight, x])
     assert abs(drawn).max() <= 1 / 16 and drawn.min() < -0.05 and drawn.max() > 0.05
     assert inputs.min() >= 0.1 and inputs.max() <= 1 and abs(inputs @ drawn).max() < 5

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from nntile_py.profiling.trace import Bus, Info, Trace, Worker
-from nntile_py.tiles.order import Use, dependencies
+from nntile_py.tiles.dependencies import Use, dependencies
 
 US = 1_000
 

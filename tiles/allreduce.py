@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from .placement import Speed, batch_parts, own_worker
-from .ranks import RECEIVE, SEND, Message, check_size
+from .rank_tasks import RECEIVE, SEND, Message, check_size
 from .tasklist import Access, R, Task, TaskList, Tile, W, merge
 
 

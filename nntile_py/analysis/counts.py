@@ -7,7 +7,7 @@ from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
-from nntile_py.config.spec import default_layouts, step_spec
+from nntile_py.config.builders import default_layouts, step_spec
 from nntile_py.graph.graph import Graph
 from nntile_py.graph.lowering import check_count
 from nntile_py.tasks.op import Lowering, Op
@@ -16,7 +16,7 @@ from nntile_py.tiles.dtypes import DTYPES
 
 if TYPE_CHECKING:
     from nntile_py.analysis.workloads import Work
-    from nntile_py.config.run import RunConfig
+    from nntile_py.config.run_config import RunConfig
 
 
 @dataclass(frozen=True, kw_only=True)

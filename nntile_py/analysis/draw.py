@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING
 
 from nntile_py.analysis import dot
 from nntile_py.analysis.counts import Tally
-from nntile_py.analysis.levels import Bound, Logical, Tasks, layers, si
+from nntile_py.analysis.drawings import Bound, Logical, Tasks, layers, si
 from nntile_py.analysis.workloads import Phase, Work, build, logical
 from nntile_py.errors import ConfigError, NNTileError
 from nntile_py.graph.fusion import Fusion
 
 if TYPE_CHECKING:
-    from nntile_py.config.run import RunConfig
+    from nntile_py.config.run_config import RunConfig
 
 MOST_NODES = 1500  # above, dot takes minutes and nobody reads the picture
 MOST_SECONDS = 30.0  # that dot may take: its time grows faster than the number of nodes

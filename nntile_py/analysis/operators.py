@@ -14,18 +14,18 @@ from typing import TYPE_CHECKING, Any
 
 from nntile_py.analysis.counts import Counts, Fact, Tally, looks
 from nntile_py.analysis.workloads import FORWARD, Work, logical
-from nntile_py.config.spec import default_layouts
+from nntile_py.config.builders import default_layouts
 from nntile_py.errors import ConfigError
 from nntile_py.graph.fusion import Fusion, fuse
 from nntile_py.graph.graph import Graph
+from nntile_py.graph.rewriter import Uses
 from nntile_py.graph.step import TILE_DTYPE
-from nntile_py.graph.uses import Uses
 from nntile_py.tasks.op import CATEGORIES, Category, Op
 from nntile_py.tasks.space import Space, space
 from nntile_py.tiles import Tiling, device_model
 
 if TYPE_CHECKING:
-    from nntile_py.config.run import RunConfig
+    from nntile_py.config.run_config import RunConfig
 
 
 @dataclass(frozen=True)

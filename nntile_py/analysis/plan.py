@@ -7,19 +7,19 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from nntile_py.analysis.simulate import evicted_bytes, planned_seconds
-from nntile_py.config.spec import step_spec
-from nntile_py.graph.declared import numel
+from nntile_py.config.builders import step_spec
+from nntile_py.graph.params import numel
 from nntile_py.graph.step import Step
-from nntile_py.system.collection import no_search_for_cycles
+from nntile_py.system.gc_pause import no_search_for_cycles
 from nntile_py.tasks.op import Lowering
 from nntile_py.tiles import TaskList, device_model
-from nntile_py.tiles.order import Use, critical_path, dependencies
+from nntile_py.tiles.dependencies import Use, critical_path, dependencies
 from nntile_py.tiles.placement import Speed
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from nntile_py.config.run import RunConfig
+    from nntile_py.config.run_config import RunConfig
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,11 @@ from dataclasses import dataclass, field, replace
 
 from nntile_py.tiles import TaskList, Tile
 from nntile_py.tiles.allreduce import Network, Piecewise
-from nntile_py.tiles.batching import GROUP_SECONDS, grouped
+from nntile_py.tiles.dependencies import Use, dependencies
 from nntile_py.tiles.eviction import mark_evictions, room_in_turn
-from nntile_py.tiles.order import Use, dependencies
 from nntile_py.tiles.placement import Residency, Speed, place
-from nntile_py.tiles.ranks import RECEIVE, Message, Replicas
+from nntile_py.tiles.rank_tasks import RECEIVE, Message, Replicas
+from nntile_py.tiles.task_groups import GROUP_SECONDS, grouped
 from nntile_py.tiles.tasklist import Task
 
 Copies = dict[Hashable, set[int]]  # the workers that hold each tile

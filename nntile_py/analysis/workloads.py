@@ -9,14 +9,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from nntile_py.config.spec import step_spec, tiling
+from nntile_py.config.builders import step_spec, tiling
 from nntile_py.errors import ConfigError
-from nntile_py.graph.arrange import arrange
-from nntile_py.graph.declared import Batch, Param, Traced
 from nntile_py.graph.fusion import Fusion, fuse
 from nntile_py.graph.graph import Graph
+from nntile_py.graph.layout_search import arrange
 from nntile_py.graph.lowering import lower
-from nntile_py.graph.packing import pack_projections
+from nntile_py.graph.params import Batch, Param, Traced
+from nntile_py.graph.qkv_fusion import pack_projections
 from nntile_py.graph.step import TILE_DTYPE, Evaluation, Step, StepSpec
 from nntile_py.models.layer import DecoderConfig, Encoder, EncoderConfig
 from nntile_py.models.parts import attention_mask
@@ -29,7 +29,7 @@ from nntile_py.tasks.op import GraphLike, Lowering, Op, Tensor
 from nntile_py.tiles import TaskList
 
 if TYPE_CHECKING:
-    from nntile_py.config.run import RunConfig
+    from nntile_py.config.run_config import RunConfig
 
 Work = Literal[
     "train", "inference", "attention", "linear_relu", "linear_reshape", "qkv_none", "qkv_qk", "qkv_all",
@@ -74,7 +74,7 @@ PRESETS = {  # works that need no config: BERT-large's sizes (Ivanov et al. 2021
 
 def preset(work: str, overrides: Sequence[str]) -> RunConfig:
     """The config of a work that is given without one, with `overrides` of its sizes."""
-    from nntile_py.config.run import RunConfig, resolve
+    from nntile_py.config.run_config import RunConfig, resolve
     from nntile_py.schema import read_yaml
 
     file, own = PRESETS[work]

@@ -12,7 +12,7 @@ from nntile_py.errors import ConfigError
 if TYPE_CHECKING:
     import torch
 
-    from nntile_py.config.run import RunConfig
+    from nntile_py.config.run_config import RunConfig
 
 RESERVE = 2**30  # bytes of a GPU that ours leaves to kernels' workspaces, where its memory is limited
 LR, WEIGHT_DECAY, CLIP = 1e-3, 0.1, 1.0
@@ -36,7 +36,7 @@ def weights(o: dict[str, Any], device: Any = "cuda") -> Iterator[tuple[str, Any]
     """(name in transformers, tensor), one after the other, the same in each process: GPT-2's initialisation."""
     import torch
 
-    from nntile_py.graph.declared import Normal
+    from nntile_py.graph.params import Normal
     from nntile_py.models.gpt2 import GPT2
 
     generator = torch.Generator(device).manual_seed(0)

@@ -15,9 +15,9 @@ from typing import Annotated, Any
 
 import typer
 
-from nntile_py.bench.contestants import spread
+from nntile_py.bench.peer_process import spread
 from nntile_py.errors import ConfigError
-from nntile_py.system import ranks as system
+from nntile_py.system import launcher as system
 from nntile_py.system.machine import machine
 from nntile_py.tiles import RW, R, TaskList, Tile, W
 

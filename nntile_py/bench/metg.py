@@ -18,7 +18,7 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from nntile_py.bench.contestants import spread
+from nntile_py.bench.peer_process import spread
 from nntile_py.errors import ConfigError
 from nntile_py.system.machine import machine
 
@@ -103,7 +103,7 @@ def measure_metg(
 def _program(tiles: Sequence[Any], count: int, bodies: int = 1) -> Callable[[], float]:
     """Tasks of `bodies` loops of `count` multiply-adds, one on each of `tiles` in turn; returns their time."""
     from nntile_py import _core
-    from nntile_py.execution.bodies import body, capability_of_devices, encoded_launches
+    from nntile_py.execution.task_payload import body, capability_of_devices, encoded_launches
     from nntile_py.tiles import RW, Tile
     from nntile_py.tiles.tasklist import BusyArgs, Task
 

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from nntile_py.bench.common import CLIP, GPU_BETAS, GPU_LR, WEIGHT_DECAY, Step, batch, limit_memory, weights
-from nntile_py.bench.contestants import processes
+from nntile_py.bench.peer_process import processes
 from nntile_py.bench.torch_gpt2 import Model, head_loss
 
 

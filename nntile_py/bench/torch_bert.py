@@ -24,9 +24,9 @@ from torch import nn
 from torch.nn.attention.varlen import varlen_attn
 
 from nntile_py.bench.common import Step, torch_device, torch_dtype, trained
-from nntile_py.config.run import RunConfig
-from nntile_py.config.spec import build_model, step_spec
-from nntile_py.execution.packed import MASK, bins_of
+from nntile_py.config.builders import build_model, step_spec
+from nntile_py.config.run_config import RunConfig
+from nntile_py.execution.bin_packing import MASK, bins_of
 from nntile_py.models.bert_parts import LayerNames
 from nntile_py.tasks.cross_entropy import IGNORED
 
@@ -279,7 +279,7 @@ def ddp(
     """A rank of DDP."""
     import torch.distributed as dist
 
-    from nntile_py.bench.contestants import processes
+    from nntile_py.bench.peer_process import processes
     from nntile_py.bench.peers import joined, replicated
 
     world = processes(o)

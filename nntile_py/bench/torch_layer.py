@@ -7,7 +7,7 @@ from typing import Any
 
 from nntile_py.analysis.workloads import Phase
 from nntile_py.bench.common import torch_device, torch_dtype
-from nntile_py.config.run import RunConfig
+from nntile_py.config.run_config import RunConfig
 from nntile_py.errors import ConfigError
 
 WORKS = ("encoder", "mha")

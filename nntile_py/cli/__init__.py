@@ -11,12 +11,12 @@ from typing import Annotated, Any
 
 import typer
 
-from nntile_py.cli import begin, look, measure, use
+from nntile_py.cli import train, inspect, measure, encode  # isort: skip  # the order of --help
 from nntile_py.cli.options import app
 from nntile_py.errors import NNTileError, exit_status, shown
-from nntile_py.system import ranks
+from nntile_py.system import launcher
 
-__all__ = ["app", "begin", "look", "main", "measure", "use"]
+__all__ = ["app", "encode", "inspect", "main", "measure", "train"]
 
 
 def main(run: Callable[[], Any] = app) -> None:
@@ -34,8 +34,8 @@ def main(run: Callable[[], Any] = app) -> None:
         text = f"out of memory ({error})" if isinstance(error, MemoryError) else str(error)
         if isinstance(error, OSError) and error.filename:
             text = f"{error.filename}: {error.strerror}"
-        ranks.failing(status := exit_status(error))
-        print(shown(f"{ranks.who()}error: {text}"), file=sys.stderr)
+        launcher.failing(status := exit_status(error))
+        print(shown(f"{launcher.who()}error: {text}"), file=sys.stderr)
         sys.exit(status)
 
 

@@ -27,8 +27,8 @@ def sweep(
     alone("sweep")
     from nntile_py.sweep.autotune import search, write_search
     from nntile_py.sweep.results import best_told, summary
-    from nntile_py.sweep.run import run
-    from nntile_py.sweep.spec import load_sweep
+    from nntile_py.sweep.runner import run
+    from nntile_py.sweep.sweep_spec import load_sweep
 
     console = Console(stderr=True)
     path, folder = Path(config), out or Path("runs") / f"sweep-{Path(config).stem}"
@@ -64,14 +64,14 @@ def experiment(
 
     alone("experiment")
     from nntile_py.sweep import experiment as parts
-    from nntile_py.sweep import papers
+    from nntile_py.sweep import experiments
 
     one_of("--scale", scale, ("cpu", "gpu"))
     one_of("--mode", mode or "training", ("training", "inference"))
     if name is None:
-        show(papers.listing())
+        show(experiments.listing())
         return
-    made, how = papers.load_experiment(name), cast(papers.Mode | None, mode)
+    made, how = experiments.load_experiment(name), cast(experiments.Mode | None, mode)
     if only_plan:
         show(parts.plan(made, scale, how, sets or []))
         return
@@ -100,6 +100,6 @@ def experiment(
 )  # fmt: skip
 def bench(context: typer.Context) -> None:
     """Measure: tasks, steps, tile sizes (nntile bench --help)."""
-    from nntile_py.bench.app import bench_app  # its own typer app, handed all that follows
+    from nntile_py.bench.commands import bench_app  # its own typer app, handed all that follows
 
     raise typer.Exit(bench_app(context.args, prog_name="nntile bench", standalone_mode=False) or 0)

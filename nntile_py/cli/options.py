@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from nntile_py.errors import ConfigError, NNTileError
-from nntile_py.system import ranks
+from nntile_py.system import launcher
 
 UNCUT = 10**4  # columns, where there is no terminal
 
@@ -22,7 +22,7 @@ Config = Annotated[str, typer.Argument(metavar="CONFIG", help="A YAML file, such
 
 def _complete_key(incomplete: str) -> list[str]:
     """For a shell that completes --set: the keys of all models."""
-    from nntile_py.config.run import all_keys
+    from nntile_py.config.run_config import all_keys
     from nntile_py.models.registry import known
 
     found = (f"{key}=" for cls in known().values() for key in all_keys(cls.Config))
@@ -41,7 +41,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 def alone(command: str) -> None:
     """Refuse to be started by mpirun."""
-    if (size := ranks.started()[1]) > 1:
+    if (size := launcher.started()[1]) > 1:
         raise ConfigError(
             f"nntile {command}: mpirun or srun has started {size} of it; allowed: one without mpirun, which itself"
             " starts mpirun for points whose runtime.nodes is a number"
@@ -52,10 +52,10 @@ def note_tiles(config: Any) -> None:
     """Say at once where the tiles are far too small; what else is wrong the command itself tells."""
     from contextlib import suppress
 
-    from nntile_py.analysis.ahead import note
+    from nntile_py.analysis.tile_advice import note
 
     with suppress(NNTileError):
-        if ranks.leads() and (told := note(config)):
+        if launcher.leads() and (told := note(config)):
             print(told, file=sys.stderr, flush=True)
 
 
@@ -71,7 +71,7 @@ def show(what: Any) -> None:
         from rich.console import Console
 
         console = Console()
-        if console.is_terminal and ranks.started()[1] == 1:  # what mpirun shows a rank looks like one
+        if console.is_terminal and launcher.started()[1] == 1:  # what mpirun shows a rank looks like one
             console.print(what)
         else:  # whatever reads it wants each row in one line
             wide = Console(width=UNCUT, force_terminal=False)

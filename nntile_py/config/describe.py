@@ -12,7 +12,7 @@ from pydantic import BaseModel, TypeAdapter
 from pydantic.errors import PydanticInvalidForJsonSchema
 from pydantic.fields import FieldInfo
 
-from nntile_py.config.run import DEFAULT_MODEL, RunConfig, of_model, resolve
+from nntile_py.config.run_config import DEFAULT_MODEL, RunConfig, of_model, resolve
 from nntile_py.config.sections import SchedulerFile
 from nntile_py.errors import ConfigError
 from nntile_py.models.base import Model, ModelConfig

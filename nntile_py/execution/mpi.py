@@ -24,8 +24,8 @@ import numpy as np
 
 from nntile_py import _core
 from nntile_py.errors import ConfigError
-from nntile_py.execution import cards
-from nntile_py.system import ranks as system
+from nntile_py.execution import gpu_assignment
+from nntile_py.system import launcher as system
 from nntile_py.system.load import cores
 from nntile_py.system.version import VERSION
 
@@ -120,9 +120,9 @@ class Ranks:
             return
         if self.gpus:
             raise ConfigError(f"runtime.cuda: got {count}; allowed on several ranks: {self.gpus}, as before")
-        seen_by = self.all_to_all(cards.seen())
-        taken = cards.shared_out(seen_by, count)
-        cards.use(taken[self.rank], len(seen_by[self.rank]))
+        seen_by = self.all_to_all(gpu_assignment.seen())
+        taken = gpu_assignment.shared_out(seen_by, count)
+        gpu_assignment.use(taken[self.rank], len(seen_by[self.rank]))
         users = Counter(seen_by[rank][k] for rank, own in enumerate(taken) for k in own)
         self.gpus, self.sharers = count, max(users[seen_by[self.rank][k]] for k in taken[self.rank])
 

@@ -13,19 +13,25 @@ import numpy as np
 from nntile_py import _core
 from nntile_py.errors import ConfigError, TaskError
 from nntile_py.execution import memory
-from nntile_py.execution.bodies import body, capability_of_devices, encoded_launches, lives_on_cuda, on_cpu_workers
 from nntile_py.execution.mpi import Ranks
 from nntile_py.execution.python_task import bound
 from nntile_py.execution.runtime import Runtime
-from nntile_py.system.collection import no_search_for_cycles
+from nntile_py.execution.task_payload import (
+    body,
+    capability_of_devices,
+    encoded_launches,
+    lives_on_cuda,
+    on_cpu_workers,
+)
+from nntile_py.system.gc_pause import no_search_for_cycles
 from nntile_py.tasks import launch
 from nntile_py.tasks.op import Lowering, Tensor
 from nntile_py.tiles import Slot, TaskList, Tile, device_model
-from nntile_py.tiles.batching import GROUP_SECONDS, grouped
 from nntile_py.tiles.dtypes import host_dtype
 from nntile_py.tiles.eviction import mark_evictions
 from nntile_py.tiles.placement import Residency, Speed, delay, place
-from nntile_py.tiles.ranks import SEND, Message, Replicas, Shared, described, listed
+from nntile_py.tiles.rank_tasks import SEND, Message, Replicas, Shared, described, listed
+from nntile_py.tiles.task_groups import GROUP_SECONDS, grouped
 from nntile_py.tiles.tasklist import MONOIDS, Task
 
 

@@ -21,11 +21,11 @@ from nntile_py import _core
 from nntile_py.errors import ConfigError, TaskError, exit_status
 from nntile_py.execution.disk import Disk
 from nntile_py.execution.mpi import Ranks, ranks
-from nntile_py.system import ranks as system
+from nntile_py.system import launcher as system
 from nntile_py.system.cgroup import within_machine
 from nntile_py.system.folders import cache_folder
 from nntile_py.system.load import cores
-from nntile_py.tasks.overlap import VARIABLE as OVERLAP
+from nntile_py.tasks.pdl import VARIABLE as OVERLAP
 from nntile_py.tiles import TaskList
 from nntile_py.tiles.placement import PLACEMENTS
 from nntile_py.typed import typed

@@ -8,10 +8,10 @@ from functools import partial
 from typing import Any, Literal
 
 from nntile_py.errors import ConfigError, say_once
-from nntile_py.graph.found import find
 from nntile_py.graph.graph import Graph
+from nntile_py.graph.greedy_fusion import find
 from nntile_py.graph.norm_rules import norm_bias_grad, norm_grad_add, norm_grad_dropout, norm_residual
-from nntile_py.graph.uses import Rule, Uses
+from nntile_py.graph.rewriter import Rule, Uses
 from nntile_py.tasks.activation import Activation, ActivationGrad
 from nntile_py.tasks.attention import Attention, AttentionGrad
 from nntile_py.tasks.contract import Contract
@@ -25,7 +25,7 @@ from nntile_py.tiles.dtypes import is_low
 
 @dataclass(frozen=True)
 class Fusion:
-    """Which neighbours become one task: bias, activation, reshape, packed qkv, residual + norm; found: see found.py.
+    """Which neighbours become one task: bias, activation, reshape, packed qkv, residual + norm.
 
     exclude: names of groups that are not found."""
 

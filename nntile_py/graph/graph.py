@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from nntile_py.errors import ConfigError
-from nntile_py.graph.declared import Array, Derived, Init, Input, Joined, Param, Part, Source, cover, sources_of
+from nntile_py.graph.params import Array, Derived, Init, Input, Joined, Param, Part, Source, cover, sources_of
 from nntile_py.tasks.elementwise import Rename, add
 from nntile_py.tasks.op import CONTRACTION, Op, Tensor
 from nntile_py.tiles import Tiling

@@ -7,7 +7,7 @@ from collections.abc import Collection
 from nntile_py.errors import ConfigError
 from nntile_py.graph.count import count_tasks, most_tasks
 from nntile_py.graph.graph import Graph
-from nntile_py.system.collection import no_search_for_cycles
+from nntile_py.system.gc_pause import no_search_for_cycles
 from nntile_py.tasks.op import Lowering, Tensor
 from nntile_py.tiles import TaskList, Tiling, cut_as
 from nntile_py.tiles.allreduce import Meeting

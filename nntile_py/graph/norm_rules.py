@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from nntile_py.graph.uses import Uses
+from nntile_py.graph.rewriter import Uses
 from nntile_py.tasks.elementwise import Add, Dropout, Sum
 from nntile_py.tasks.layer_norm import LayerNormGrad
 from nntile_py.tasks.norm import Norm, NormGrad

@@ -7,8 +7,8 @@ from numbers import Real
 from typing import Literal, get_args
 
 from nntile_py.errors import ConfigError
-from nntile_py.graph.declared import Param
 from nntile_py.graph.graph import Graph
+from nntile_py.graph.params import Param
 from nntile_py.tasks import optimizer as ops
 from nntile_py.tasks.op import Tensor, accumulation_dtype
 from nntile_py.typed import typed_fields

@@ -8,15 +8,15 @@ from numbers import Real
 from typing import Any
 
 from nntile_py.errors import ConfigError, operators_refuse
-from nntile_py.graph import bins
-from nntile_py.graph.arrange import arrange, keep_in
-from nntile_py.graph.declared import Array, Batch, Param, Traceable, Traced, trace
+from nntile_py.graph import packed_inputs
 from nntile_py.graph.fusion import Fusion, fuse, narrow_gradients
 from nntile_py.graph.graph import Graph
+from nntile_py.graph.layout_search import arrange, keep_in
 from nntile_py.graph.layouts import Order
 from nntile_py.graph.lowering import lower
 from nntile_py.graph.optimizers import MOST_SCALE, AdamW, Optimizer
-from nntile_py.graph.packing import pack_projections
+from nntile_py.graph.params import Array, Batch, Param, Traceable, Traced, trace
+from nntile_py.graph.qkv_fusion import pack_projections
 from nntile_py.graph.random_inputs import random_inputs
 from nntile_py.graph.timings import Timings
 from nntile_py.tasks.op import Lowering, Tensor
@@ -139,7 +139,7 @@ class StepSpec:
     each tile of the batch, all with room for as many sequences of `seq` tokens; a pass has batch * seq tokens at most,
     also where that fills no whole number of them. alone: False where other machines add to its
     gradients, each with a batch of its own. ranks: that share the tasks, see allreduce.Meeting. timings: forward and
-    backward get the layouts that are cheapest by these, see arrange.py. kept: the orders of weights that are not as
+    backward get the layouts that are cheapest by these (layout_search). kept: the orders of weights that are not as
     declared, by name, where another program has chosen them. loss_scale: what the loss is first multiplied by, see
     training/loss_scale.py; None: 65536 in fp16, else none. Raises ConfigError for values out of range.
     """
@@ -206,7 +206,7 @@ class StepSpec:
 
     def live_slots(self) -> list[str]:
         """The slots that say how much of each bin is filled."""
-        return [live_slot(axis, k) for axis in bins.LIVE for k in range(self.rows)] if self.pack else []
+        return [live_slot(axis, k) for axis in packed_inputs.LIVE for k in range(self.rows)] if self.pack else []
 
     @property
     def cuts(self) -> Tiling:
@@ -224,12 +224,12 @@ class StepSpec:
         graph.filled = self.batch * self.seq / (self.rows * self.capacity)
         batch = Batch(self.rows, self.capacity, self.given, packed=self.seq if self.pack else None)
         if self.pack:
-            bins.begin(graph, batch)
+            packed_inputs.begin(graph, batch)
         traced = trace(self.model, graph, batch)
         if training and traced.loss is None:
             raise ConfigError(f"model: {type(self.model).__name__}{_no_loss(getattr(self.model, 'config', None))}")
         if self.pack:
-            bins.check(graph, self.model)
+            packed_inputs.check(graph, self.model)
         if self.fusion.qkv:
             pack_projections(graph, traced.outputs.values(), self.fusion.packed)
         return graph, traced, batch

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from nntile_py.errors import ConfigError, say_once
-from nntile_py.system import ranks
+from nntile_py.system import launcher
 from nntile_py.system.folders import cache_folder, read
 
 KEYS = ("device", "version", "dtype", "method")  # of a file: what its times are of
@@ -77,7 +77,7 @@ class Timings:
     def workers(self) -> str:
         """Whose times are wanted: of several ranks, those of one."""
         alone = "tune without mpirun, and with runtime.cpus or runtime.cuda as one rank has them"
-        how = f"a rank's: {alone}" if ranks.started()[1] > 1 else "by runtime.cpus or runtime.cuda"
+        how = f"a rank's: {alone}" if launcher.started()[1] > 1 else "by runtime.cpus or runtime.cuda"
         return f"for {self.of['device']} ({how})"
 
     def best(self, operator: str, layout: str) -> Timing | None:

@@ -14,16 +14,16 @@ from tokenizers import Tokenizer
 
 from nntile_py import _core
 from nntile_py.errors import ConfigError
-from nntile_py.execution.captured import Served
-from nntile_py.execution.packed import MASK, Bins, Place, padded
+from nntile_py.execution.bin_packing import MASK, Bins, Place, padded
+from nntile_py.execution.cuda_graph import Served
 from nntile_py.execution.program import Copied, Store, whole
 from nntile_py.execution.runtime import Runtime
-from nntile_py.graph.bins import rows_of
+from nntile_py.graph.packed_inputs import rows_of
 from nntile_py.graph.step import Evaluation, StepSpec, check_precision
 from nntile_py.inference.texts import Tokens, to_tokens, tokens_of, with_limit
-from nntile_py.models.checkpoint import named, read_raw
+from nntile_py.models.hf_config import named, read_raw
 from nntile_py.models.registry import from_hf, of_hf_type
-from nntile_py.system.collection import no_search_for_cycles
+from nntile_py.system.gc_pause import no_search_for_cycles
 from nntile_py.tiles import Tiling
 from nntile_py.tokenizer import load_tokenizer
 from nntile_py.typed import typed

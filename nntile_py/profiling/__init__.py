@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from nntile_py.errors import ConfigError
 
 if TYPE_CHECKING:
-    from nntile_py.config.run import RunConfig
+    from nntile_py.config.run_config import RunConfig
     from nntile_py.profiling.trace import Trace
 
 
@@ -27,13 +27,13 @@ def profile(
 
     The steps are of training, or forward passes, on random tokens: no corpus is read. fxt: leave StarPU's own trace
     in the folder `fxt` too. Of several ranks, all of which call it, the first writes for all; the others return {}."""
-    from nntile_py.config.run import runtime_options
-    from nntile_py.config.spec import build_model, step_spec
+    from nntile_py.config.builders import build_model, step_spec
+    from nntile_py.config.run_config import runtime_options
     from nntile_py.execution.runtime import Runtime
-    from nntile_py.profiling import collect
+    from nntile_py.profiling import recorder
     from nntile_py.system.load import Load, among
-    from nntile_py.training.loop import build_trainer
     from nntile_py.training.resume import flat
+    from nntile_py.training.run import build_trainer
 
     runtime = Runtime(**runtime_options(config.runtime.model_dump()), mpi=True)
     if ranks := runtime.ranks:
@@ -50,14 +50,14 @@ def profile(
             with Load() as load:
                 if inference:
                     spec = replace(step_spec(config, build_model(config)), ranks=ranks.size if ranks else 1)
-                    trace = collect.run_passes(spec, steps, config.profile.warmup)
+                    trace = recorder.run_passes(spec, steps, config.profile.warmup)
                 else:
                     trainer = build_trainer(config)
                     runtime.forget(trainer)  # nobody wants the weights back
-                    trace = collect.run_steps(trainer, steps, config.profile.warmup)
+                    trace = recorder.run_steps(trainer, steps, config.profile.warmup)
             ran = True
         if fxt:
-            collect.convert_fxt(raw)
+            recorder.convert_fxt(raw)
     except BaseException:
         with suppress(OSError):  # a folder that is not empty stays
             for path in raw.glob("prof_file_*") if made and not ran else ():  # StarPU's, of no use
@@ -67,29 +67,29 @@ def profile(
         raise
     if ranks:
         ranks.barrier()  # whoever shares a machine has its peaks measured at the same time
-    peaks = collect.peaks(trace, config)
+    peaks = recorder.peaks(trace, config)
     loads = ranks.to_first(load) if ranks else [load]
     if loads is None:
         return {}
     folder.mkdir(parents=True, exist_ok=True)  # not before there is something to write
     (folder / "config.yaml").write_text(config.to_yaml(), encoding="utf-8")
-    return write(trace, peaks, collect.axes(config, inference), folder, name, among(loads))
+    return write(trace, peaks, recorder.axes(config, inference), folder, name, among(loads))
 
 
 def write(
     trace: Trace, peaks: Any, tiles: Any, folder: Path, name: str, load: dict[str, Any] | None = None
 ) -> dict[str, Any]:
     """All files of a profile, from a trace. load: Load.facts() of the run."""
-    from nntile_py.profiling import analysis, events, gantt, report, rules
+    from nntile_py.profiling import diagnosis, gantt, perfetto, profile_report, trace_analysis
     from nntile_py.system.machine import described, machine
 
-    summary = analysis.summarise(trace, peaks, tiles) | {"load": load}
-    summary["findings"] = rules.report(summary)
+    summary = trace_analysis.summarise(trace, peaks, tiles) | {"load": load}
+    summary["findings"] = diagnosis.report(summary)
     summary["machine"] = machine()
     text = json.dumps(summary, indent=1, allow_nan=False)
     (folder / "summary.json").write_text(text + "\n", encoding="utf-8")
-    parts = analysis.parts(trace, peaks)
-    events.write(trace, folder / "trace.json", parts)
+    parts = trace_analysis.parts(trace, peaks)
+    perfetto.write(trace, folder / "trace.json", parts)
     where = summary["machine"]
     hardware = f"{described(where)}, {where['date']}"
     if load and load["others"] is not None:
@@ -101,5 +101,5 @@ def write(
     title += f" on {trace.ranks} ranks" if trace.ranks > 1 else ""
     gantt.save(parts, summary, folder, title, f"{hardware}\nTiles: {tiling}", trace)
     line = f"{hardware}. Tiles: {tiling}."
-    report.write(trace, parts, summary, folder / "report.html", f"Profile of {name}", line)
+    profile_report.write(trace, parts, summary, folder / "report.html", f"Profile of {name}", line)
     return summary

@@ -13,7 +13,7 @@ import numpy as np
 from nntile_py import _core
 from nntile_py.errors import TaskError
 from nntile_py.execution.runtime import Runtime
-from nntile_py.profiling import analysis, collect, rules, write
+from nntile_py.profiling import diagnosis, recorder, trace_analysis, write
 
 
 @dataclass
@@ -50,7 +50,7 @@ def profile(folder: str | Path | None = None) -> Iterator[BlockProfile]:
     if Runtime.watched is not None:
         raise TaskError("nt.profile: another profile is being taken; one at a time")
     block = BlockProfile(Path(folder) if folder is not None else None)
-    with collect.watched() as found:
+    with recorder.watched() as found:
         yield block
         _core.wait_all()
     ranks = Runtime.current.ranks if Runtime.current else None
@@ -62,5 +62,5 @@ def profile(folder: str | Path | None = None) -> Iterator[BlockProfile]:
         block.folder.mkdir(parents=True, exist_ok=True)
         block.summary = write(trace, {}, {}, block.folder, block.folder.name)
     else:
-        block.summary = analysis.summarise(trace, {})
-        block.summary["findings"] = rules.report(block.summary)
+        block.summary = trace_analysis.summarise(trace, {})
+        block.summary["findings"] = diagnosis.report(block.summary)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from nntile_py.profiling.between import waits
+from nntile_py.profiling.message_waits import waits
 from nntile_py.profiling.trace import Message, Trace, intervals, merge
 from nntile_py.system.pictures import files_of, new_figure
 from nntile_py.tasks.op import operators

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from nntile_py.tiles.order import Use, dependencies
+from nntile_py.tiles.dependencies import Use, dependencies
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]
 REDUCTION = "reduction"  # the operator of tasks that StarPU makes itself

@@ -18,19 +18,19 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from nntile_py.analysis.ahead import ahead, coarse, note
 from nntile_py.analysis.plan import Estimate, estimate
+from nntile_py.analysis.tile_advice import ahead, coarse, note
 from nntile_py.analysis.workloads import build
-from nntile_py.config.run import RunConfig, load
-from nntile_py.config.spec import step_spec
+from nntile_py.config.builders import step_spec
+from nntile_py.config.run_config import RunConfig, load
 from nntile_py.errors import ConfigError
 from nntile_py.schema import assignment, read_yaml, validated
 from nntile_py.sweep.plots import Row, caption, plain, spread
-from nntile_py.sweep.spec import Sweep
+from nntile_py.sweep.sweep_spec import Sweep
 from nntile_py.system.cgroup import machine_memory
 from nntile_py.system.folders import replace_file
 from nntile_py.system.pictures import files_of, new_figure
-from nntile_py.system.telling import telling
+from nntile_py.system.progress import telling
 from nntile_py.tiles import AXES
 from nntile_py.tiles.placement import GOOD
 

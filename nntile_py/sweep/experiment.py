@@ -13,17 +13,17 @@ from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nntile_py.config.run import RunConfig, load, runtime_options
+from nntile_py.config.run_config import RunConfig, load, runtime_options
 from nntile_py.errors import ConfigError, NNTileError
 from nntile_py.profiling import FILES
-from nntile_py.sweep import counted, laid_out
-from nntile_py.sweep.counted import Counted
-from nntile_py.sweep.laid_out import LaidOut
-from nntile_py.sweep.papers import EXPERIMENTS, Drawing, Experiment, Mode, Profile
+from nntile_py.sweep import layout_experiment, operator_experiment
+from nntile_py.sweep.experiments import EXPERIMENTS, Drawing, Experiment, Mode, Profile
+from nntile_py.sweep.layout_experiment import LaidOut
+from nntile_py.sweep.operator_experiment import Counted
 from nntile_py.sweep.plots import figure_of
-from nntile_py.sweep.report import report, sets_told
 from nntile_py.sweep.results import table
-from nntile_py.sweep.spec import Sweep, points
+from nntile_py.sweep.sweep_report import report, sets_told
+from nntile_py.sweep.sweep_spec import Sweep, points
 from nntile_py.system.folders import replace_file
 from nntile_py.system.machine import described, machine
 from nntile_py.system.pictures import FORMS, files_of
@@ -89,7 +89,7 @@ def run(
     pictures: dict[str, bytes] = {}
     rows, interrupted, missing, totals = [], None, None, list[str]()
     if made.kind == "sweep":
-        from nntile_py.sweep.run import run as run_sweep
+        from nntile_py.sweep.runner import run as run_sweep
 
         try:
             rows = run_sweep(part, folder, console)
@@ -113,9 +113,9 @@ def run(
         written, pictures, missing = _draw(part, folder)
         note = ". ".join(filter(None, (note, f"No picture: {missing}" if missing else "")))
     elif made.kind == "analysis":
-        written, pictures, missing, totals = counted.run(part, made.rows, folder)
+        written, pictures, missing, totals = operator_experiment.run(part, made.rows, folder)
     elif made.kind == "layouts":
-        written, pictures, totals = laid_out.run(part, folder, console)
+        written, pictures, totals = layout_experiment.run(part, folder, console)
     else:
         written, pictures = _profile(part, folder, made.name)
     failed = [row for row in rows if row["status"] != "ok"]

@@ -14,7 +14,7 @@ from rich.live import Live
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.text import Text
 
-from nntile_py.config.run import RunConfig
+from nntile_py.config.run_config import RunConfig
 from nntile_py.training.trainer import Trainer
 
 _LIMIT = "its gradient norm is not below train.skip_above_norm"

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from nntile_py.execution.captured import Served
-from nntile_py.execution.packed import Filled, bins_of
+from nntile_py.execution.bin_packing import Filled, bins_of
+from nntile_py.execution.cuda_graph import Served
 from nntile_py.execution.program import Store
 from nntile_py.execution.runtime import Runtime
 from nntile_py.graph.step import Evaluation, StepSpec

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from nntile_py.execution.packed import Filled
-from nntile_py.graph.declared import Input
+from nntile_py.execution.bin_packing import Filled
+from nntile_py.graph.params import Input
 
 IntArray = np.ndarray[Any, Any]
 Inputs = Mapping[str, Any] | IntArray | Filled

@@ -13,10 +13,10 @@ from nntile_py.errors import ConfigError
 from nntile_py.execution import memory
 from nntile_py.execution.program import Program, Store, programs
 from nntile_py.execution.runtime import Runtime
-from nntile_py.graph import bins
-from nntile_py.graph.declared import Input
+from nntile_py.graph import packed_inputs
 from nntile_py.graph.fusion import lacking
 from nntile_py.graph.graph import Graph
+from nntile_py.graph.params import Input
 from nntile_py.graph.step import Evaluation, Step, StepSpec
 from nntile_py.tasks.op import Lowering
 from nntile_py.tasks.optimizer import INVERSE_SCALE
@@ -100,7 +100,7 @@ class Programs:
             elif unlabelled and one.default is None and (one.scale or one.ignored is not None):
                 arrays[name] = np.full(one.shape(rows), one.ignored or 0)
             elif (default := one.filled(rows, arrays)) is None:
-                mine = {*self._optional, *bins.OWN}
+                mine = {*self._optional, *packed_inputs.OWN}
                 needed = [n for n, i in declared.items() if i.default is None and n not in mine]
                 raise ValueError(f"{name}: missing; the model needs {', '.join(needed)}")
             elif name in self._changed or one.scale or callable(one.default):

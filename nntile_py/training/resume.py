@@ -10,15 +10,15 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from nntile_py.config.run import RunConfig
+from nntile_py.config.run_config import RunConfig
 from nntile_py.errors import ConfigError
 from nntile_py.models.base import Model
 from nntile_py.models.registry import find
 from nntile_py.training import checkpoint
+from nntile_py.training.classification import LabelledCorpus
 from nntile_py.training.data import Corpus
-from nntile_py.training.labelled import LabelledCorpus
-from nntile_py.training.saved import scale_of
 from nntile_py.training.trainer import Trainer
+from nntile_py.training.trainer_io import scale_of
 
 # Keys that may differ and change no number.
 FREE = (

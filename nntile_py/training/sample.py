@@ -1,11 +1,11 @@
 """What a trained model is shown to do at the end of a run."""
 
-from nntile_py.config.run import RunConfig
+from nntile_py.config.run_config import RunConfig
 from nntile_py.inference.generate import fill_masked, generate
 from nntile_py.training.batches import Batches
+from nntile_py.training.classification import LabelledBatches, LabelledCorpus
+from nntile_py.training.collectives import agree, ranks_of_run
 from nntile_py.training.data import Corpus
-from nntile_py.training.labelled import LabelledBatches, LabelledCorpus
-from nntile_py.training.together import agree, ranks_of_run
 from nntile_py.training.trainer import Trainer
 
 AnyCorpus = Corpus | LabelledCorpus

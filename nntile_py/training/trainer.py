@@ -15,22 +15,22 @@ import numpy as np
 from nntile_py import _core
 from nntile_py.errors import ConfigError, TaskError
 from nntile_py.execution import memory
-from nntile_py.execution.packed import Bins, Filled, bins_of
+from nntile_py.execution.bin_packing import Bins, Filled, bins_of
 from nntile_py.execution.program import Program
 from nntile_py.execution.runtime import Runtime
-from nntile_py.graph.declared import Traceable
 from nntile_py.graph.fusion import Fusion
 from nntile_py.graph.optimizers import AdamW, Optimizer
+from nntile_py.graph.params import Traceable
 from nntile_py.graph.step import Step, StepSpec, check_precision
 from nntile_py.tasks.optimizer import INVERSE_SCALE
 from nntile_py.tiles import TaskList, Tiling
-from nntile_py.training import saved, weights
-from nntile_py.training.finite import Checked
+from nntile_py.training import trainer_io, weights
 from nntile_py.training.inputs import Inputs, IntArray, as_dict, as_filled, counted, dropout_seed, means
 from nntile_py.training.loss_scale import LossScale
-from nntile_py.training.pending import Pending
+from nntile_py.training.nan_check import Checked
 from nntile_py.training.programs import Programs
-from nntile_py.training.snapshot import Live, Snapshot, averages_of, masters_of
+from nntile_py.training.state import Live, Snapshot, averages_of, masters_of
+from nntile_py.training.step_handle import Pending
 from nntile_py.typed import plain, typed
 
 STEPS_IN_FLIGHT = 2
@@ -302,7 +302,7 @@ class Trainer:
         loss_scale: what LossScale.state was; None: that of a first step. The weights are the
         model's. Raises ConfigError where an average is missing, or of another shape."""
         states = averages_of(self._built)
-        saved.check_averages(states.keys(), averages)
+        trainer_io.check_averages(states.keys(), averages)
         for name, of in states.items():
             for param in self._built.params:
                 self._store.write(self._built.update, of[param.tensor], param.value(averages[name]))
@@ -319,7 +319,7 @@ class Trainer:
 
         The folder is complete or not there; one of that name is replaced. Raises OSError where it cannot be written,
         NNTileError for weights that are no finite numbers."""
-        saved.save(self, Path(folder), self._runtime.ranks)
+        trainer_io.save(self, Path(folder), self._runtime.ranks)
 
     def hf_config(self) -> dict[str, Any]:
         """What config.json holds: the model's own, and the dtype of the weights that are written beside it."""
@@ -334,7 +334,7 @@ class Trainer:
         model: one to read the weights into. Default: a new one of the saved type and sizes. options: arguments of
         Trainer in the place of the saved ones. Raises ConfigError where the checkpoint does not fit, NNTileError where
         it is damaged."""
-        trainer: Trainer = saved.load(cls, Path(folder), model, options)
+        trainer: Trainer = trainer_io.load(cls, Path(folder), model, options)
         return trainer
 
     def close(self) -> None:

@@ -7,11 +7,11 @@ from typing import Any
 
 from nntile_py.errors import ConfigError
 from nntile_py.execution.program import Store
-from nntile_py.graph.declared import Array
+from nntile_py.graph.params import Array
 from nntile_py.graph.step import Step
 from nntile_py.tasks.op import Tensor
 from nntile_py.tasks.optimizer import joined, split
-from nntile_py.training.snapshot import masters_of
+from nntile_py.training.state import masters_of
 
 
 def read(

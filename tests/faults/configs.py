@@ -104,7 +104,7 @@ def bases() -> dict[str, list[Any]]:
 
 @functools.cache
 def all_keys() -> list[str]:
-    from nntile_py.config.run import all_keys as of
+    from nntile_py.config.run_config import all_keys as of
     from nntile_py.models.registry import known
 
     return sorted({key for cls in known().values() for key in of(cls.Config)})

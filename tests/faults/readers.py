@@ -32,7 +32,7 @@ def prepare() -> None:
     import nntile_py.config.describe
     import nntile_py.sweep.autotune
     import nntile_py.sweep.results
-    import nntile_py.training.loop
+    import nntile_py.training.run
     from nntile_py.models.registry import known
 
     known()
@@ -65,8 +65,8 @@ def _small(config: Any) -> bool:
 
 def sweep(*args: str) -> None:
     """The command, up to where it would measure."""
-    import nntile_py.sweep.run as module
-    from nntile_py.sweep.spec import points
+    import nntile_py.sweep.runner as module
+    from nntile_py.sweep.sweep_spec import points
 
     def run(chosen: Any, *_: Any, **__: Any) -> Any:
         points(chosen)
@@ -80,7 +80,7 @@ def resume() -> None:
     """What `nntile train --resume` reads, but for the training."""
 
     def call() -> None:
-        from nntile_py.config.run import load
+        from nntile_py.config.run_config import load
         from nntile_py.training.data import load_corpus
         from nntile_py.training.resume import check_same, data_facts, newest
         from nntile_py.training.run_folder import Metrics
@@ -132,7 +132,7 @@ def corpus(what: str = "") -> None:
 
     def call() -> None:
         import nntile_py.training.data as data
-        from nntile_py.config.run import load
+        from nntile_py.config.run_config import load
 
         data.LONG_TEXT = 1000
         made = data.load_corpus(load("run.yaml"))
@@ -144,7 +144,7 @@ def corpus(what: str = "") -> None:
 
 def rows() -> None:
     """`nntile sweep` where all points have their rows already."""
-    import nntile_py.sweep.run as module
+    import nntile_py.sweep.runner as module
 
     def measure(point: Any, *_: Any) -> dict[str, Any]:
         names = ("seconds", "tasks", "flop", "bytes_moved", "peak_bytes", "parallelism", "planned_task_us")
@@ -177,7 +177,7 @@ def originals() -> None:
     from safetensors.numpy import save_file
 
     import nntile_py as nt
-    from nntile_py.config.run import load
+    from nntile_py.config.run_config import load
     from nntile_py.training import data
 
     data.LONG_TEXT = 1000

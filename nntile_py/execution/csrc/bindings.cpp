@@ -8,9 +8,9 @@
 #include <algorithm>
 
 #ifdef NNTILE_CUDA
-#include "captured.h"
+#include "cuda_graph.h"
 #endif
-#include "choices.h"
+#include "autotune.h"
 #include "dtypes.h"
 #include "internal.h"
 #include "profile.h"

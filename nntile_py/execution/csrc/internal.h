@@ -116,7 +116,7 @@ void forget_not_finite();
 #ifdef NNTILE_CUDA
 bool queues_empty();  // of CUDA devices: what StarPU takes for ended has ended
 bool lacks_room(unsigned node, size_t bytes);  // the card has none for a tile, whatever the limit says
-void let_go_of_all();           // whoever holds tiles on a device; see captured.h
+void let_go_of_all();           // whoever holds tiles on a device; see cuda_graph.h
 void before_write(Tile& tile);  // whoever holds it on a device lets go of it
 #else
 inline bool queues_empty() { return true; }

@@ -69,7 +69,7 @@ struct Launch {
   std::shared_ptr<CudaBinary> binary;
   std::array<Argument, 3> grid;
   unsigned threads, shared;
-  bool overlaps;  // may start before the kernel ahead of it has ended; see tasks/overlap.py
+  bool overlaps;  // may start before the kernel ahead of it has ended; see tasks/pdl.py
   std::vector<Argument> arguments;
 };
 

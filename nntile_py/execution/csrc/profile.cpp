@@ -16,7 +16,7 @@ std::atomic<bool> g_on{false}, g_light{false};
 namespace {
 
 // All dates in nanoseconds since StarPU started (in a light profile, of the system's clock). The order is that of COLUMNS
-// in nntile_py/profiling/collect.py.
+// in nntile_py/profiling/recorder.py.
 struct Event {
   int64_t run, task, worker;
   int64_t submit, ready, pop, popped, fetch, fetched, start, end, released;

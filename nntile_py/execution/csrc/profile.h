@@ -21,7 +21,7 @@ int64_t now();
 // A replay of a program begins: its number from 1, or 0 while profiling is off.
 uint32_t begin_run();
 // A message between ranks: one end of it, as this rank saw it. The order is that of PASSAGE in
-// nntile_py/profiling/collect.py; run 0: nobody profiles it.
+// nntile_py/profiling/recorder.py; run 0: nobody profiles it.
 struct Passage {
   int64_t run, index, peer, sends, tag, bytes, posted, ended;
 };

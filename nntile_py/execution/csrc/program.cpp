@@ -4,7 +4,7 @@
 #include <unordered_map>
 
 #ifdef NNTILE_CUDA
-#include "changing.h"
+#include "graph_params.h"
 #endif
 #include "on_cuda.h"
 #include "internal.h"

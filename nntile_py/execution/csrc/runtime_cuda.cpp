@@ -10,8 +10,8 @@
 #include <map>
 #include <unordered_map>
 
-#include "changing.h"
-#include "choices.h"
+#include "graph_params.h"
+#include "autotune.h"
 #include "on_cuda.h"
 #include "internal.h"
 

@@ -1,0 +1,60 @@
+"""nntile encode, doctor."""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from nntile_py.cli.options import Json, app, show
+from nntile_py.system import launcher
+
+
+@app.command(epilog="Example: nntile encode my_bert --input texts.jsonl --out vectors.npy")
+def encode(
+    folder: Annotated[
+        Path, typer.Argument(metavar="FOLDER", help="A run's folder, or one that transformers' save_pretrained wrote.")
+    ],
+    source: Annotated[
+        Path, typer.Option("--input", help="The texts: .jsonl, .csv with a header, or .txt with a text a line.")
+    ],
+    out: Annotated[Path, typer.Option(help="What to write: .npy, .npz or .safetensors.")],
+    output: Annotated[
+        str,
+        typer.Option(
+            help="mean of the hidden states, pooled, logits, or hidden: hidden states of all tokens, one text behind"
+            " the other, with the offsets of the texts."
+        ),
+    ] = "mean",
+    text: Annotated[str, typer.Option(metavar="KEY", help="The key or column that has the texts.")] = "text",
+    batch_tokens: Annotated[int, typer.Option(help="Tokens that are computed together.", min=1)] = 4096,
+    max_length: Annotated[
+        int | None, typer.Option(help="Cut texts at so many tokens. [default: the model's positions]", min=1)
+    ] = None,
+    cpus: Annotated[int | None, typer.Option(help="CPU workers. [default: all cores, none beside GPUs]")] = None,
+    cuda: Annotated[int, typer.Option(help="GPUs.")] = 0,
+    dtype: Annotated[str, typer.Option(help="fp32; on GPUs also tf32, bf16 or fp16, on CPUs fp64.")] = "fp32",
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a file that is there.")] = False,
+) -> None:
+    """Write what a trained model makes of texts: a vector of each, hidden states or logits."""
+    from rich.console import Console
+
+    from nntile_py.inference.encode_file import encode_file
+
+    how = {"batch_tokens": batch_tokens, "max_length": max_length, "dtype": dtype}
+    try:
+        print(encode_file(folder, source, text, out, output, how, (cpus, cuda), overwrite, Console(stderr=True)))
+    except KeyboardInterrupt:
+        print("interrupted; nothing is written", file=sys.stderr)
+        raise typer.Exit(130) from None
+
+
+@app.command(epilog="Example: nntile doctor --json")
+def doctor(as_json: Json = False) -> None:
+    """Say what is there, what is missing, how to get it."""
+    from nntile_py import doctor as parts
+
+    checks = parts.report()
+    if not launcher.leads():
+        return
+    show(checks if as_json else parts.render(checks))

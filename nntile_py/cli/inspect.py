@@ -1,0 +1,248 @@
+"""nntile plan, profile, graph, analyze, layouts: what a step does."""
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any, cast
+
+import typer
+
+from nntile_py.cli.options import Config, Json, Overwrite, Sets, app, note_tiles, one_of, show
+from nntile_py.errors import ConfigError
+from nntile_py.runs import run_folder
+from nntile_py.system import launcher
+
+LARGE_TRACE = 20  # MB: viewers become slow
+MEASURED, TUNED = 7, 5  # times of each operator
+
+
+@app.command(epilog="Example: nntile plan my.yaml --set tiles.embed=64")
+def plan(
+    config: Config,
+    sets: Sets = None,
+    nodes: Annotated[
+        int | None, typer.Option(help="Play a step on so many machines, that need not be there. [default: not]")
+    ] = None,
+    gpus_per_node: Annotated[int | None, typer.Option(help="With --nodes: of each. [default: runtime.cuda]")] = None,
+    network: Annotated[
+        str | None,
+        typer.Option(metavar="RATE", help="With --nodes: of a card, each way. [default: 400Gb/s; CPUs 40Gb/s]"),
+    ] = None,
+    gpus_per_nic: Annotated[int | None, typer.Option(help="With --nodes: that share a card. [default: 1]")] = None,
+    strong: Annotated[
+        bool, typer.Option("--strong", help="With --nodes: efficiency is against the whole batch on one of them.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Print parameters, tasks, flop and bytes, without running; or what a step would take on other machines."""
+    from nntile_py.config.run_config import load
+
+    loaded = load(config, sets or [])
+    if nodes is None:
+        note_tiles(loaded)
+    from nntile_py.analysis.cluster_plan import machines, plan_nodes
+    from nntile_py.analysis.plan import plan as make
+
+    on = machines(loaded, nodes, gpus_per_node, network, gpus_per_nic)
+    if strong and not on:
+        raise ConfigError("--strong: allowed: only with --nodes")
+    made = plan_nodes(loaded, on, strong=strong) if on else make(loaded)
+    show(made.to_dict() if as_json else made.render())
+
+
+@app.command(epilog="Example: nntile profile my.yaml --steps 2 --out runs/look")
+def profile(
+    config: Config,
+    steps: Annotated[int | None, typer.Option(help="Steps to look at. [default: profile.steps]", min=1)] = None,
+    sets: Sets = None,
+    out: Annotated[Path | None, typer.Option(help="Folder of the run. [default: runs/NAME-profile]")] = None,
+    overwrite: Overwrite = False,
+    work: Annotated[str, typer.Option(help="train, or inference: forward passes alone.")] = "train",
+    fxt: Annotated[bool, typer.Option("--fxt", help="Leave StarPU's own trace too, for ViTE and StarVZ.")] = False,
+) -> None:
+    """Run a few steps; leave trace, Gantt, report and what holds CONFIG back."""
+    from nntile_py.config.run_config import load
+
+    one_of("--work", work, ("train", "inference"))
+    loaded = load(config, sets or [])
+    name = Path(config).stem
+    folder = run_folder(f"{name}-profile", None, out or (Path(loaded.out) if loaded.out else None), overwrite)
+    if work == "train":
+        note_tiles(loaded)
+    from nntile_py.profiling import profile as run
+
+    summary = run(loaded, folder, name, steps or loaded.profile.steps, fxt, work == "inference")
+    if not launcher.leads():
+        return
+    from rich.text import Text
+
+    for finding in summary["findings"]:
+        show(Text(f"{finding['rule']}: {finding['cause']}\n  {finding['advice']}"))  # wrapped between words
+    print(f"{summary['seconds_per_step'] * 1e3:.1f} ms a step; open {folder / 'report.html'}")
+    print(_trace_told(folder / "trace.json", summary))
+
+
+@app.command(epilog="Example: nntile graph my.yaml --layer 0 --fusion both --out layer.dot")
+def graph(
+    config: Config,
+    out: Annotated[Path, typer.Option(help="The picture: .svg, .png or .pdf (made by graphviz), or .dot.")],
+    sets: Sets = None,
+    level: Annotated[str, typer.Option(help="logical (operators) or tiles (tasks).")] = "logical",
+    layer: Annotated[int | None, typer.Option(help="One layer, from 0. [default: all]", min=0)] = None,
+    phase: Annotated[str, typer.Option(help="forward, backward, update or all.")] = "all",
+    fusion: Annotated[str, typer.Option(help="before, after or both, side by side.")] = "after",
+    work: Annotated[str, typer.Option(help="train, inference, encoder, decoder, mha, linear_..., qkv_...")] = "train",
+    every: Annotated[bool, typer.Option("--every-layer", help="Draw layers that are alike each, not once.")] = False,
+) -> None:
+    """Draw operators or tile tasks, with flop and bytes, before and after fusion."""
+    from typing import get_args
+
+    from nntile_py.config.run_config import load
+
+    loaded = load(config, sets or [])
+    from nntile_py.analysis import draw
+    from nntile_py.analysis.workloads import Work
+
+    one_of("--level", level, ("logical", "tiles"))
+    one_of("--phase", phase, draw.PHASES)
+    one_of("--fusion", fusion, ("before", "after", "both"))
+    one_of("--work", work, get_args(Work))
+    what = draw.draw(
+        loaded, level=level, work=cast(Work, work), layer=layer, phase=phase, fusion=fusion, folded=not every
+    )
+    draw.write(what, out)
+    print(out)
+
+
+@app.command(epilog="Example: nntile analyze --work encoder --out runs/encoder")
+def analyze(
+    config: Annotated[
+        str | None, typer.Argument(metavar="[CONFIG]", help="A YAML file; none: --work at BERT-large's size.")
+    ] = None,
+    work: Annotated[
+        str | None, typer.Option(help="encoder, decoder, mha; with CONFIG also train, inference, ... [default: train]")
+    ] = None,
+    measure: Annotated[bool, typer.Option("--measure", help="Run each operator alone, and time it.")] = False,
+    repeats: Annotated[
+        int | None,
+        typer.Option(help=f"With --measure: times of each; the median is told. [default: {MEASURED}]", min=1),
+    ] = None,
+    sets: Sets = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for report.html, CSV and pictures of the graph. [default: none]")
+    ] = None,
+    overwrite: Overwrite = False,
+    as_json: Json = False,
+) -> None:
+    """Count each operator's flop and words, before and after fusion; what is bound by memory."""
+    if repeats and not measure:
+        raise ConfigError("--repeats: allowed: only with --measure")
+    if overwrite and not out:
+        raise ConfigError("--overwrite: allowed: only with --out")
+    loaded, what = _work(config, work, sets)
+    out = out and run_folder("", None, out, overwrite)
+    from rich.console import Console
+
+    from nntile_py.analysis import analysis_report
+    from nntile_py.analysis.operators import analyse
+
+    made = analyse(loaded, what)
+    if measure:
+        from nntile_py.profiling.operator_timer import measure as run
+
+        made = run(made, loaded, repeats or MEASURED)
+    if out:
+        paths = analysis_report.write(made, out, loaded, what)
+        print(*paths, sep="\n", file=sys.stderr)
+        if not any(path.suffix == ".svg" for path in paths):  # no graphviz, or a graph that is too large to read
+            print(f"no pictures of the graph: {out / 'report.html'} says why", file=sys.stderr)
+    if as_json:
+        show(made.to_dict())
+    else:
+        analysis_report.render(made, Console())
+
+
+@app.command(epilog="Example: nntile layouts tune --work encoder --set model.embed=128 --set train.seq=64")
+def layouts(
+    action: Annotated[str, typer.Argument(help="tune: run operators in every layout; show: what was found.")],
+    config: Annotated[
+        str | None, typer.Argument(metavar="[CONFIG]", help="A YAML file; none: --work at BERT-large's size.")
+    ] = None,
+    work: Annotated[
+        str | None, typer.Option(help="encoder, decoder, mha; with CONFIG also train, ... [default: train]")
+    ] = None,
+    sets: Sets = None,
+    repeats: Annotated[
+        int | None, typer.Option(help=f"Of tune: times of each; the least counts. [default: {TUNED}]", min=1)
+    ] = None,
+    database: Annotated[
+        Path | None, typer.Option(help="The file of times. [default: in the cache folder, for device and dtype]")
+    ] = None,
+    own: Annotated[bool, typer.Option("--own", help="Of tune: only for Q, K, V as the config has them.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Of show: a picture of the times: .svg, .png or .pdf.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Measure operators in all layouts, and show which ones `layout: searched` chooses."""
+    from rich.console import Console
+
+    from nntile_py.analysis import layout_analysis as parts
+    from nntile_py.analysis.workloads import FORWARD
+    from nntile_py.config.builders import timings as opened
+    from nntile_py.system.folders import replace_file
+    from nntile_py.system.pictures import FORMS, files_of
+
+    one_of("ACTION", action, ("tune", "show"))
+    form = out.suffix.lstrip(".") if out else "svg"
+    one_of("--out", form, FORMS)
+    of_tune = (("--own", own, "tune"), ("--repeats", repeats, "tune"))
+    for option, given, of in (*of_tune, ("--out", out, "show"), ("--json", as_json, "show")):
+        if given and action != of:
+            raise ConfigError(f"{option}: allowed: only with {of}")
+    loaded, what = _work(config, work, sets)
+    if action == "tune":
+        from nntile_py.profiling.layout_timer import tune
+        from nntile_py.system.progress import telling
+
+        known, console = opened(loaded, database, new=True), Console(stderr=True)
+        with telling(console) as tell:
+            tuned = tune(loaded, what, known, repeats or TUNED, tell, own_alone=own)
+        print(f"{tuned.measured} measured; {known.path}")
+        if tuned.verdict:
+            print(parts.ruled(tuned.verdict))
+        elif what not in FORWARD:
+            print("Chosen: the default layouts; others gain less than the noise of the times. No steps to compare.")
+        if tuned.others:
+            print(f"other processes kept {tuned.others:.1f} cores busy meanwhile: times are too long", file=sys.stderr)
+        return
+    known = opened(loaded, database)
+    found = parts.shown(loaded, what, known)
+    if out:
+        best = min(found, key=lambda of: of.seconds)
+        replace_file(out, files_of(parts.violins(best, known), [form])[form])
+    if as_json:
+        show([of.to_dict() for of in found])
+    else:
+        parts.render(found, known, Console())
+
+
+def _work(config: str | None, work: str | None, sets: list[str] | None) -> tuple[Any, Any]:
+    """The config and the work of a command that takes --work without one, too."""
+    from typing import get_args
+
+    from nntile_py.analysis.workloads import PRESETS, Work, preset
+    from nntile_py.config.run_config import load
+
+    one_of("--work", work or "train", get_args(Work))
+    if config is None and work not in PRESETS:
+        told = f"--work {work}" if work else "neither CONFIG nor --work is given"
+        raise ConfigError(f"{told}; allowed without CONFIG: --work {', '.join(PRESETS)}")
+    return load(config, sets or []) if config else preset(str(work), sets or []), work or "train"
+
+
+def _trace_told(path: Path, summary: dict[str, Any]) -> str:
+    """Where the trace is, its size, and what makes a large one smaller."""
+    size = path.stat().st_size / 1e6
+    told = f"{path}, for ui.perfetto.dev: {size:,.1f} MB"
+    if size <= LARGE_TRACE:
+        return told
+    fewer = "--steps 1, or " if summary["steps"] > 1 else ""
+    return f"{told}; smaller with {fewer}fewer tasks a step (larger tiles); report.html does not need it"

@@ -1,0 +1,120 @@
+"""nntile init, config, train."""
+
+import os
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from nntile_py.cli.options import Config, Sets, app, note_tiles, show
+from nntile_py.errors import ConfigError
+from nntile_py.runs import newest_run, run_folder, run_of, taken
+
+
+@app.command(epilog="Example: nntile init my.yaml --set data.source=my.txt")
+def init(
+    file: Annotated[Path | None, typer.Argument(help="The YAML to write. [default: MODEL.yaml]")] = None,
+    model: Annotated[
+        str, typer.Option(metavar="TYPE", help="gpt2, bert, llama, or a class of yours: my_file.py:MyModel.")
+    ] = "gpt2",
+    sets: Sets = None,
+) -> None:
+    """Write a YAML that trains as it stands, with every key explained."""
+    from nntile_py.config.describe import initial
+
+    file = file or Path(f"{model.rpartition(':')[2].lower()}.yaml")
+    text = initial(str(file), model, sets or [])
+    try:
+        with file.open("x", encoding="utf-8") as new:
+            new.write(text)
+    except FileExistsError:
+        raise ConfigError(f"FILE: {file} is there already; allowed: the name of a new file") from None
+    except OSError as error:
+        raise ConfigError(f"FILE: {file}: {error.strerror}; allowed: the name of a new file") from None
+    print(f"wrote {file}; train it with: nntile train {file}")
+
+
+@app.command(epilog="Example: nntile config my.yaml --set fusion=false")
+def config(
+    config: Annotated[str | None, typer.Argument(metavar="CONFIG", help="A YAML file; none with --schema.")] = None,
+    sets: Sets = None,
+    schema: Annotated[bool, typer.Option("--schema", help="Print a JSON schema of the keys, for editors.")] = False,
+    model: Annotated[
+        str | None, typer.Option(metavar="TYPE", help="With --schema: of this type of model. [default: of all]")
+    ] = None,
+) -> None:
+    """Print CONFIG with all defaults filled in."""
+    if schema == (config is not None) or (model and not schema):
+        raise ConfigError("nntile config: allowed: CONFIG, or --schema with or without --model TYPE")
+    if schema:
+        from nntile_py.config.describe import schema as of
+
+        show(of(model))
+    else:
+        from nntile_py.config.run_config import load
+
+        print(load(str(config), sets or []).to_yaml(), end="")
+
+
+@app.command(epilog="Example: nntile train my.yaml --set train.steps=100 --out runs/try")
+def train(
+    config: Config,
+    where: Annotated[
+        Path | None,
+        typer.Argument(metavar="[DIR]", help="With --resume: a run's folder, or a checkpoint. [default: --out]"),
+    ] = None,
+    sets: Sets = None,
+    out: Annotated[Path | None, typer.Option(help="Folder of the run. [default: runs/NAME of CONFIG]")] = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace the run in a folder, once this one has a checkpoint.")
+    ] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from the newest whole checkpoint of the run, in its folder.")
+    ] = False,
+    rescue: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Where the run goes if its folder has no room at the start, or at the end."),
+    ] = None,
+) -> None:
+    """Train the model that CONFIG describes."""
+    from nntile_py.config.run_config import load
+
+    name = Path(config).stem
+
+    def newest(configured: str | None) -> Path:
+        from nntile_py.training.checkpoint import found
+
+        start = where or newest_run(name, configured, out)
+        return next((folder for _, folder in found(start)), start)
+
+    loaded = load(config, sets or [], newest if resume else None)
+    if where and not resume:
+        raise ConfigError(f"DIR: {where} is given without --resume; allowed: nntile train {config} --resume {where}")
+    if resume:
+        start = where or newest_run(name, loaded.out, out)
+        folder = out or run_of(start)
+        if overwrite:
+            raise ConfigError("--overwrite: not allowed with --resume, which goes on in the run's folder")
+        if os.path.realpath(folder) != os.path.realpath(run_of(start)) and taken(folder):
+            raise ConfigError(f"--out: {folder} holds something else than {start}; allowed: a new or empty folder")
+    else:
+        start, folder = None, run_folder(name, loaded.out, out, overwrite, trains=True)
+    if rescue and (taken(rescue) or os.path.realpath(rescue) == os.path.realpath(folder)):
+        raise ConfigError(f"--rescue: {rescue} is not an empty folder of its own; allowed: a new or empty one")
+    note_tiles(loaded)
+    options = [f"--set={one}" for one in sets or []] + (["--out", str(out)] if out else [])
+    try:
+        from nntile_py.training.display import Screen
+        from nntile_py.training.run import train as run
+
+        status = run(
+            loaded.model_copy(update={"out": str(folder)}), folder, Screen(),
+            resume=start, replaces=overwrite and not resume, rescue=rescue,
+            again=shlex.join(["nntile", "train", config, *options]),
+        )  # fmt: skip
+    except KeyboardInterrupt:
+        print("interrupted; nothing more is saved", file=sys.stderr)
+        status = 130
+    raise typer.Exit(status)

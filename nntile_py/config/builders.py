@@ -1,0 +1,89 @@
+"""From a run's config to what it describes: model, optimizer, StepSpec."""
+
+from __future__ import annotations
+
+import functools
+from importlib.metadata import version
+from pathlib import Path
+
+from nntile_py.config.run_config import RunConfig
+from nntile_py.errors import operators_refuse
+from nntile_py.graph.fusion import Fusion
+from nntile_py.graph.optimizers import SGD, AdamW, Optimizer
+from nntile_py.graph.step import StepSpec
+from nntile_py.graph.timings import METHOD, Timings, opened
+from nntile_py.models.base import Model
+from nntile_py.models.registry import find, new
+from nntile_py.system.machine import gpus, processor
+from nntile_py.system.version import VERSION
+from nntile_py.tiles import Tiling
+
+
+def build_model(config: RunConfig) -> Model:
+    """The model of `config.model`: read from its folder, or freshly initialised from the seed."""
+    made = config.model
+    if made.from_ is not None:
+        return find(made.type).from_hf(made.from_, seed=config.seed, **made.model_dump(by_alias=True))
+    return new(made, config.seed)
+
+
+def build_optimizer(config: RunConfig) -> Optimizer:
+    """The optimizer that `config` asks for."""
+    how = config.optimizer
+    if how.name == "adamw":
+        betas = how.betas[0], how.betas[1]
+        return AdamW(lr=how.lr, betas=betas, eps=how.eps, weight_decay=how.weight_decay, decay=how.decay)
+    return SGD(lr=how.lr, momentum=how.momentum, weight_decay=how.weight_decay, decay=how.decay)
+
+
+@operators_refuse()
+def step_spec(config: RunConfig, model: Model | None = None) -> StepSpec:
+    """What decides the programs of a run; `model` where one is there already."""
+    return StepSpec(
+        model or new(config.model, config.seed),
+        config.train.batch,
+        config.train.seq,
+        tiling(config),
+        dtype=config.precision,
+        optimizer=build_optimizer(config),
+        clip_grad_norm=config.optimizer.clip_grad_norm,
+        policy=config.accumulate,
+        fusion=Fusion.of(config.fusion.model_dump()),
+        grad_accumulation=config.train.grad_accumulation,
+        skip_above_norm=config.train.skip_above_norm,
+        pack=config.train.pack,
+        loss_scale=config.train.loss_scale,
+        timings=timings(config) if config.layout == "searched" else None,
+    )
+
+
+def default_layouts(config: RunConfig) -> RunConfig:
+    """The same in the default layouts, which needs no timings."""
+    return config.model_copy(update={"layout": "default"})
+
+
+def predicted(config: RunConfig) -> float:
+    """The share of the tokens that the model is to predict."""
+    return config.train.mask_probability if find(config.model.type).objective == "masked" else 1.0
+
+
+def tiling(config: RunConfig) -> Tiling:
+    """The tile sizes that are given."""
+    return Tiling(config.tiles.model_dump(exclude_none=True))
+
+
+@functools.cache
+def _gpu() -> str:
+    return gpus().partition(", ")[0].partition(" ")[2] or "GPU"
+
+
+def measured_on(config: RunConfig) -> dict[str, str]:
+    """What times of operators are of, besides their sizes: see graph/timings.py."""
+    name = _gpu() if config.runtime.cuda else processor()
+    versions = f"nntile_py {VERSION}, torch {version('torch')}"
+    return {"device": f"{config.workers} x {name}", "version": versions, "dtype": config.precision, "method": METHOD}
+
+
+def timings(config: RunConfig, path: Path | None = None, *, new: bool = False) -> Timings:
+    """Those of a file, or of the cache folder. ConfigError: there are none, or they are of something else, see KEYS."""
+    return opened(measured_on(config), path, new=new)

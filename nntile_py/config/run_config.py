@@ -1,0 +1,390 @@
+"""The YAML of a run, typed and checked: every mistake is one ConfigError that names the key and what is allowed."""
+
+import functools
+import math
+import os
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import Field, SerializeAsAny, create_model, field_validator, model_validator
+
+from nntile_py.config.sections import (
+    Checkpoint,
+    Data,
+    Debug,
+    Fusion,
+    Optimizer,
+    Profile,
+    Runtime,
+    Sample,
+    SchedulerFile,
+    Tiles,
+    Tokenizer,
+    Train,
+    most_masked,
+)  # fmt: skip
+from nntile_py.errors import ConfigError
+from nntile_py.graph.fusion import every_rule
+from nntile_py.graph.step import PRECISIONS, check_pack, check_precision
+from nntile_py.labelled import class_numbers, labels_of, no_numbers, read_samples
+from nntile_py.models.base import ModelConfig
+from nntile_py.models.hf_config import read_raw
+from nntile_py.models.registry import find, of_hf_type, resolved
+from nntile_py.schema import (
+    Natural,
+    Rule,
+    Section,
+    absolute,
+    allowed,
+    assignment,
+    keys,
+    only,
+    read_yaml,
+    section_of,
+    short,
+    validated,
+)
+from nntile_py.system.folders import installed
+from nntile_py.system.load import cores
+from nntile_py.tiles.tasklist import Policy
+
+SCHEDULER_CONFIGS = installed("scheduler_configs")
+DEFAULT_MODEL = "gpt2"
+CLASSIFICATION = "classification"  # a model's head, or its objective
+
+
+class RunConfig(Section):
+    """Everything that decides a run. Made by `load`, which fills in all defaults."""
+
+    model: SerializeAsAny[ModelConfig]
+    """What is trained: a model's type and sizes, or the folder that it is read from."""
+    data: Data = Data()
+    tokenizer: Tokenizer = Tokenizer(vocab_size=4096)
+    train: Train
+    optimizer: Optimizer = Field(default_factory=Optimizer)
+    checkpoint: Checkpoint = Checkpoint()
+    precision: Annotated[
+        str,
+        *only(
+            ", ".join(f"{p} ({' and '.join(on)} workers)" for p, on in PRECISIONS.items()),
+            lambda v: v if isinstance(v, str) and v in PRECISIONS else None,
+            enum=[*PRECISIONS],
+        ),
+    ] = "fp32"
+    """Number format of products and activations."""
+    tiles: Tiles = Tiles()
+    accumulate: Policy = "chain"
+    """How partial results of a tile meet: `chain` adds them in order (the same bits for any number of workers and
+    any scheduler), `commute` in any order, `redux` in a copy for each worker (STARPU_REDUX), `tree` in pairs."""
+    fusion: Annotated[Fusion, Rule("a section, or true or false for all its keys", {"type": "boolean"})] = Fusion()
+    layout: Literal["default", "searched"] = "default"
+    """In which order the axes of a training step's tensors lie in memory: as the model's source declares them
+    (`default`), or as is cheapest by the times that `nntile layouts tune` measured (`searched`). Files of weights are
+    the same."""
+    scheduler: str | None = None
+    """A file of settings for `runtime`: a name in scheduler_configs/ (such as cpu, gpu, multi_gpu), or a path. Keys of
+    `runtime` override it."""
+    runtime: Runtime = Runtime()
+    seed: Natural = 0
+    """Decides the initial weights, which parts of the text a step reads, dropout and the sample."""
+    sample: Sample = Sample()
+    profile: Profile = Profile()
+    debug: Debug = Debug()
+    out: str | None = None
+    """Folder of the run; null: runs/NAME of the config's file."""
+
+    @field_validator("model", mode="before")
+    @classmethod
+    def _of_its_type(cls, given: Any) -> Any:
+        return _model_section(given)
+
+    @field_validator("fusion", mode="before")
+    @classmethod
+    def _all_or_none(cls, fusion: Any) -> Any:
+        return every_rule(fusion) if isinstance(fusion, bool) else fusion
+
+    @field_validator("scheduler")
+    @classmethod
+    def _from_anywhere(cls, name: str | None) -> str | None:
+        return str(absolute(name)) if name and _is_path(name) else name
+
+    @model_validator(mode="after")
+    def _together(self) -> "RunConfig":
+        model: Any = self.model  # its fields are its type's own
+        seq = self.train.seq
+        check_precision("precision", self.precision, self.runtime.cuda != 0)
+        if self.runtime.cpus == 0 == self.runtime.cuda:
+            raise ConfigError("runtime.cpus: got 0; allowed: at least 1, or 'all', where runtime.cuda is 0")
+        check_pack(self.train.pack, self.tiles.seq)
+        if self.train.pack and self.layout == "searched":
+            raise ConfigError("layout: got searched; allowed with train.pack: default")
+        fields = type(model).model_fields
+        if self.aim == CLASSIFICATION:
+            model = self._with_labels(model)
+        elif self.data.held_out:
+            raise ConfigError(f"data.held_out: allowed: null where model.head is not {CLASSIFICATION}")
+        elif (key := next((one for one in ("text", "label") if getattr(self.data, one) != one), None)) is not None:
+            need = f"{key}, as it names a column of a table, which is read where model.head is {CLASSIFICATION}"
+            raise ConfigError(f"data.{key}: got {getattr(self.data, key)}; allowed: {need}")
+        if model.from_ and "vocab" in fields and self.tokenizer.path is None:
+            self.tokenizer = Tokenizer(path=_tokenizer_in(Path(model.from_)))
+        if "positions" in fields:
+            model = model.changed(positions=model.positions or seq)
+            if seq > model.positions:
+                raise ConfigError(f"train.seq: got {seq}; allowed: at most model.positions = {model.positions}")
+        if "masked" in fields:
+            share = self.train.mask_probability
+            model = model.changed(masked=most_masked(seq, share) if model.masked is None else model.masked)
+            if 0 < model.masked < seq * share:
+                need = f"0, or at least the {math.ceil(seq * share)} tokens that train.mask_probability asks for"
+                raise ConfigError(f"model.masked: got {model.masked}; allowed: {need}")
+        if "vocab" in fields:
+            size = self.tokenizer.size()
+            model = model.changed(vocab=model.vocab or size)
+            if model.vocab < size:
+                raise ConfigError(f"model.vocab: got {model.vocab}; allowed: at least the tokenizer's size, {size}")
+        self.model = model
+        return self
+
+    def _with_labels(self, model: Any) -> Any:
+        """The model with the classes of the table's labels; those of `model.from` where it has the same."""
+        data, fields = self.data, type(model).model_fields
+        if data.max_bytes:
+            raise ConfigError(f"data.max_bytes: got {data.max_bytes}; allowed: null, as a table is read as a whole")
+        if data.sequences != "window":
+            raise ConfigError(f"data.sequences: got {data.sequences}; allowed: window, as a table's rows are sequences")
+        samples = read_samples("data.source", data.source, data.text, data.label)
+        names = labels_of(data.source, samples)
+        if "labels" not in fields or "classes" not in fields:
+            return model
+        if model.labels is not None:
+            numbers = class_numbers(model.labels, model.classes, samples)
+            if other := next((one for one in samples if one.label not in numbers), None):
+                need = f"{', '.join(model.labels)} (model.labels)"
+                raise ConfigError(
+                    f"data.source: {data.source}, line {other.line}: the label {other.label!r}; allowed: {need}"
+                )
+            return model
+        if "classes" in model.model_fields_set and model.classes not in (None, len(names)):
+            need = f"{len(names)}, the labels of {data.source}, or leave it out"
+            raise ConfigError(f"model.classes: got {model.classes}; allowed: {need}")
+        if model.from_:
+            saved = find(model.type).saved_fields(read_raw(Path(model.from_)))
+            labels, classes = saved.get("labels"), saved.get("classes")
+            if saved.get("head") == CLASSIFICATION and (
+                set(names) == set(labels or ())
+                or (no_numbers(labels) and names == [str(number) for number in range(classes or 0)])
+            ):
+                return model.changed(classes=classes, labels=labels)
+        return model.changed(classes=len(names), labels=names)
+
+    @property
+    def aim(self) -> str | None:
+        """What text trains the model to do: `causal`, `masked`, `classification`; None: text does not train it."""
+        of_head = getattr(self.model, "head", None) == CLASSIFICATION
+        return CLASSIFICATION if of_head else find(self.model.type).objective
+
+    @property
+    def workers(self) -> int:
+        """GPUs where there are any, else CPU cores. All GPUs of a machine that has none are taken for 8."""
+        cuda, cpus = self.runtime.cuda, self.runtime.cpus
+        return (_gpus() if cuda == "all" else int(cuda)) or (cores() if cpus == "all" else int(cpus))
+
+    @property
+    def planned(self) -> bool:
+        """Whether several GPUs without CPU workers run what a plan gives them."""
+        several, of = self.runtime.cuda != 0 and self.workers > 1, self.runtime
+        # "all" cores beside CUDA workers are none, as Runtime has it
+        return several and of.cpus in (0, "all") and of.placement != "scheduler"
+
+    @property
+    def short_warmup(self) -> str | None:
+        """What to tell of a warm-up that does not end within the run."""
+        how, steps = self.optimizer, self.train.steps
+        if how.warmup_steps <= steps:
+            return None
+        return (
+            f"optimizer.warmup_steps = {how.warmup_steps} is more than train.steps = {steps}: the learning rate ends at"
+            f" {how.lr * steps / how.warmup_steps:.3g} and never reaches optimizer.lr = {how.lr:.3g}"
+        )
+
+    def to_yaml(self) -> str:
+        """The config with every default filled in; loading it gives the same config."""
+        return yaml.safe_dump(self.model_dump(mode="json", by_alias=True), sort_keys=False)
+
+
+@functools.cache
+def of_model(config: type[ModelConfig]) -> type[RunConfig]:
+    """A RunConfig whose keys of `model` are known: what describes all keys, not what `load` makes."""
+    what = Field(description=RunConfig.model_fields["model"].description)
+    return create_model("RunConfig", __base__=RunConfig, model=(config, what))
+
+
+Saved = Callable[[str | None], Path]
+
+
+def load(path: str | Path, overrides: Iterable[str] = (), saved: Saved | None = None) -> RunConfig:
+    """The config of a YAML file, with `overrides` such as "tiles.embed=96" laid over it.
+
+    Priority: overrides, the file, its scheduler's file, defaults. saved: of a run that goes on, by the key `out`, the
+    checkpoint that takes the place of a `model.from` or `tokenizer.path` that is gone. Raises ConfigError."""
+    return resolve(read_yaml(Path(path), "CONFIG", RunConfig), overrides, str(path), saved)
+
+
+def resolve(tree: dict[str, Any], overrides: Iterable[str], what: str, saved: Saved | None = None) -> RunConfig:
+    """The config of a YAML's mapping, which takes in the overrides; `what` names it in errors. As `load`."""
+    chosen = tree.get("scheduler")
+    for item in overrides:
+        _override(tree, item)
+    for name, key, file in (("model", "from", ""), ("tokenizer", "path", "tokenizer.json")) if saved else ():
+        section = tree.get(name)
+        source = section.get(key) if isinstance(section, dict) else None
+        if saved and isinstance(section, dict) and isinstance(source, str) and not os.path.exists(absolute(source)):
+            section[key] = str(saved(tree.get("out")) / file)
+    try:
+        tree = {key: {} if value is None and _is_section(key) else value for key, value in tree.items()}
+        if tree.get("scheduler") is not None:
+            # A scheduler chosen on the command line is meant to win over the file's own runtime keys.
+            _apply_scheduler(tree, wins=tree["scheduler"] != chosen, overrides=overrides)
+        return validated(RunConfig, tree, elsewhere=lambda: _known_keys(tree.get("model")))
+    except ConfigError as error:
+        raise ConfigError(f"{what}: {error}") from error
+
+
+def all_keys(model: type[ModelConfig]) -> list[str]:
+    """All keys of a run with this model, dotted."""
+    return [key for key, _ in keys(of_model(model))]
+
+
+def _known_keys(model: Any) -> list[str]:
+    """The same where this is the section `model`, which may be wrong itself."""
+    try:
+        return all_keys(find(model.get("type", DEFAULT_MODEL) if isinstance(model, dict) else DEFAULT_MODEL).Config)
+    except ConfigError:
+        return all_keys(ModelConfig)
+
+
+def load_scheduler(name: str) -> dict[str, Any]:
+    """The keys that a scheduler file sets, checked. `name`: of a file in scheduler_configs/, or a path."""
+    if not isinstance(name, str):
+        raise ConfigError(f"scheduler: got {name!r}; allowed: a name in scheduler_configs/ or the path of a YAML file")
+    path = Path(os.path.expanduser(name)) if _is_path(name) else SCHEDULER_CONFIGS / f"{name}.yaml"
+    if not os.path.isfile(path):
+        names = sorted(p.stem for p in SCHEDULER_CONFIGS.glob("*.yaml"))
+        raise ConfigError(f"scheduler: no such file: {path}; allowed: the path of a YAML file, or {', '.join(names)}")
+    try:
+        return validated(SchedulerFile, read_yaml(path, "scheduler", SchedulerFile)).model_dump(exclude_unset=True)
+    except ConfigError as error:
+        raise ConfigError(f"scheduler {path}: {error}") from None
+
+
+def runtime_options(config: str | Path | Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of nntile_py.Runtime, from a name in scheduler_configs/, a path, or keys. Resolves 'all'."""
+    if isinstance(config, Mapping):
+        options = validated(SchedulerFile, dict(config)).model_dump(exclude_unset=True)
+    else:
+        options = load_scheduler(str(config))
+    options.pop("accumulate", None)
+    if options.get("cpus") == "all":
+        options["cpus"] = None
+    if options.get("cuda") == "all":
+        import torch  # here: reading a config needs no torch
+
+        options["cuda"] = torch.cuda.device_count()
+    return options
+
+
+def _gpus() -> int:
+    from torch.cuda import device_count
+
+    return int(device_count()) or 8
+
+
+def _apply_scheduler(tree: dict[str, Any], wins: bool, overrides: Iterable[str]) -> None:
+    keys = load_scheduler(tree["scheduler"])
+    runtime = tree.get("runtime", {})
+    if not isinstance(runtime, dict):
+        return  # validation refuses it
+    if (policy := keys.pop("accumulate", None)) is not None and (wins or "accumulate" not in tree):
+        tree["accumulate"] = policy
+    tree["runtime"] = runtime | keys if wins else keys | runtime
+    if wins:
+        for item in overrides:
+            if item.startswith(("runtime.", "accumulate")):
+                _override(tree, item)
+
+
+def _override(tree: dict[str, Any], item: str) -> None:
+    key, value = assignment(item)
+    names = key.split(".")
+    for name in names[:-1]:
+        inner = tree.get(name)
+        if isinstance(inner, bool) and name == "fusion":
+            inner = every_rule(inner)
+        if inner is None:
+            inner = {}
+        if not isinstance(inner, dict):
+            raise ConfigError(f"--set {item}: {name} is {short(inner)}, not a section")
+        tree[name] = inner
+        tree = inner
+    tree[names[-1]] = value
+
+
+def _is_section(key: str) -> bool:
+    return key in RunConfig.model_fields and section_of(RunConfig.model_fields[key]) is not None
+
+
+def _is_path(name: str) -> bool:
+    return "/" in name or name.endswith((".yaml", ".yml"))
+
+
+def _tokenizer_in(folder: Path) -> str:
+    """Of a model's folder: its weights mean nothing with other tokens."""
+    if not (path := folder / "tokenizer.json").is_file():
+        raise ConfigError(
+            f"model.from: {folder} has no tokenizer.json, and the model knows no other tokens than its own; allowed: a"
+            " folder with one (a transformers tokenizer's save_pretrained writes it), or give tokenizer.path"
+        )
+    return str(path)
+
+
+def _model_section(given: Any) -> Any:
+    """The section `model`: of the type that it names, or that the folder of `from` holds."""
+    if not isinstance(given, dict):
+        return given
+    given = {key: value for key, value in given.items() if value is not None}
+    if "type" in given:
+        given["type"] = resolved(given["type"])
+    if (source := given.get("from")) is None:
+        return _checked(find(given.get("type", DEFAULT_MODEL)).Config, given)
+    folder = absolute(str(source))
+    need = "allowed: a folder that save_pretrained wrote, with config.json and model.safetensors"
+    try:
+        raw = read_raw(folder)
+        cls = find(given["type"]) if "type" in given else of_hf_type(raw.get("model_type"))
+        saved = cls.saved_fields(raw)
+    except ConfigError as error:
+        raise ConfigError(f"model.from: {folder}: {error}; {need}") from None
+    if not any(folder.glob("*.safetensors")):
+        raise ConfigError(f"model.from: {folder} holds no weights in safetensors; {need}")
+    given |= {"from": str(folder)}
+    head = given.get("head", saved.get("head"))
+    if head == CLASSIFICATION or head != saved.get("head"):  # its labels are known with the data; it is drawn anew
+        given["head"], saved = head, {key: value for key, value in saved.items() if key not in cls.head_fields}
+    for key in saved.keys() & given.keys():
+        if given[key] != saved[key]:
+            raise ConfigError(f"model.{key}: got {given[key]!r}; allowed: {saved[key]!r}, as in {folder}/config.json")
+    try:
+        return _checked(cls.Config, saved | given)
+    except ConfigError as error:
+        raise ConfigError(f"{error} (sizes come from {folder}/config.json)") from None
+
+
+def _checked(config: type[ModelConfig], given: dict[str, Any]) -> ModelConfig:
+    own = [key for key, _ in keys(config)]
+    for key in given:  # ModelConfig knows no other sections to suggest
+        if key not in own:
+            raise ConfigError(f"model.{key}: unknown key; {allowed(key, own, all_keys(config))}")
+    return validated(config, given, "model.")

@@ -1,0 +1,379 @@
+#include "cuda_graph.h"
+
+#include <ATen/cuda/CUDAGraph.h>
+#include <ATen/ops/empty.h>
+#include <c10/cuda/CUDACachingAllocator.h>
+#include <c10/cuda/CUDAException.h>
+
+#include <algorithm>
+#include <limits>
+#include <utility>
+
+#include "graph_params.h"
+#include "autotune.h"
+#include "internal.h"
+#include "on_cuda.h"
+#include "profile.h"
+
+namespace nntile {
+
+struct Captured::Graph {
+  bool launched = false;          // one by one
+  std::vector<void*> addresses;   // of the task's tiles, when it was captured
+  Changing changing;
+  std::unique_ptr<at::cuda::CUDAGraph> graph;
+};
+
+// A task's argument.
+struct Captured::Run {
+  Captured* captured;
+  std::vector<double> slots;
+};
+
+namespace {
+
+constexpr size_t kGraphs = 80;       // of one program at a time
+constexpr size_t kMostMade = 1024;   // in all: its slots, or the places of its tiles, change too often
+constexpr float kTimed = 2;          // ms of launches of a graph that is timed
+constexpr int kMostTimed = 5;        // of these launches
+constexpr float kGain = 0.998f;      // of the time that another way has to be below, to be taken
+
+std::vector<Captured*> holding;  // the main thread's, as are holds and the bytes held
+size_t held_bytes = 0;
+
+unsigned device_node() {
+  return starpu_worker_get_memory_node(static_cast<unsigned>(starpu_worker_get_by_type(STARPU_CUDA_WORKER, 0)));
+}
+
+}  // namespace
+
+Captured::Captured(Program& program, std::vector<std::shared_ptr<Tile>> weights,
+                   std::vector<std::shared_ptr<Tile>> tiles, std::vector<int> modes, size_t own,
+                   std::vector<int> changing)
+    : program_(program), weights_(std::move(weights)), tiles_(std::move(tiles)), modes_(std::move(modes)),
+      changing_(std::move(changing)), own_(own) {
+  if (!program.finished_) program.finish();
+  for (const auto& item : program.items_) {
+    if (const auto* tile = std::get_if<std::shared_ptr<Tile>>(&item)) {
+      items_.emplace_back(tile->get());
+    } else if (const auto* record = std::get_if<TaskRecord>(&item)) {
+      items_.emplace_back(record);
+      flop_ += record->flop;
+    } else {
+      throw std::invalid_argument("a program with messages cannot be captured");
+    }
+  }
+}
+
+Captured::~Captured() = default;
+
+void Captured::drop() {
+  try {
+    if (holds_) {
+      let_go();
+      sleep_if_idle();
+    }
+  } catch (...) {  // inside a task, stuck, or interrupted
+    return;
+  }
+  delete this;
+}
+
+bool Captured::hold(size_t most) {
+  require_running();
+  if (!holds_ && !acquire(most)) return false;
+  if (addresses_.size() == weights_.size()) return true;
+  wait_until([this] { return missing_ == 0; });
+  for (const auto& tile : weights_)
+    addresses_.push_back(pointer(starpu_data_get_interface_on_node(tile->handle, device_node())));
+  return true;
+}
+
+bool Captured::acquire(size_t most) {
+  size_t more = own_;
+  for (const auto& tile : weights_) {
+    require(*tile);
+    if (!tile->initialised) throw TaskError("a program was run before its weights were written");
+    if (tile->holders.empty()) more += tile->bytes;
+  }
+  const unsigned node = device_node();
+  if (held_bytes + more > most || starpu_memory_allocate(node, own_, 0)) return false;
+  wake();
+  holding.push_back(this);
+  holds_ = true;
+  held_bytes += more;
+  missing_ = weights_.size();
+  for (const auto& tile : weights_) {
+    tile->holders.push_back(this);
+    starpu_data_acquire_on_node_cb(
+        tile->handle, static_cast<int>(node), STARPU_R,
+        [](void* missing) { --*static_cast<std::atomic<size_t>*>(missing); }, &missing_);
+  }
+  return true;
+}
+
+void Captured::let_go() {
+  if (!holds_ || g.forked) return;
+  require_main_thread();
+  wake();
+  wait_until([this] { return missing_ == 0; });
+  wait_for_tasks();
+  graphs_.clear();
+  addresses_.clear();
+  const unsigned node = device_node();
+  for (const auto& tile : weights_) {
+    starpu_data_release_on_node(tile->handle, static_cast<int>(node));
+    std::erase(tile->holders, this);
+    if (tile->holders.empty()) held_bytes -= tile->bytes;
+  }
+  starpu_memory_deallocate(node, own_);
+  held_bytes -= own_;
+  std::erase(holding, this);
+  holds_ = false;
+}
+
+void let_go_of_all() {
+  while (!holding.empty()) holding.back()->let_go();
+}
+
+void before_write(Tile& tile) {
+  while (!tile.holders.empty()) tile.holders.back()->let_go();
+}
+
+uint32_t Captured::run(const std::vector<double>& slots) {
+  program_.begin(slots);
+  if (!holds_) throw TaskError("a captured program was run without its weights");
+  const uint32_t replay = profile::begin_run();
+  static starpu_codelet* codelet = [] {
+    auto* cl = new starpu_codelet;
+    starpu_codelet_init(cl);
+    cl->name = "captured";
+    cl->nbuffers = STARPU_VARIABLE_NBUFFERS;
+    cl->cuda_funcs[0] = [](void** buffers, void* arg) {
+      const std::unique_ptr<Run> run(static_cast<Run*>(arg));
+      on_cuda(buffers, run->captured->tiles_.size(),
+              [&](c10::Device device) { run->captured->on_worker(run->slots, buffers, device); });
+    };
+    cl->cuda_flags[0] = STARPU_CUDA_ASYNC;
+    return cl;
+  }();
+  wait_for_window();
+  auto* task = starpu_task_create();
+  task->cl = codelet;
+  set_tiles(task, tiles_, modes_);
+  task->cl_arg = new Run{this, slots};
+  task->cl_arg_size = sizeof(Run);
+  task->cl_arg_free = 0;
+  task->name = codelet->name;
+  task->flops = flop_;
+  if (replay) profile::watch(task, replay, 0);
+  submit(task, codelet->name);
+  return replay;
+}
+
+std::string Captured::broken() const {
+  const std::lock_guard lock(mutex_);
+  return broken_;
+}
+
+void Captured::on_worker(const std::vector<double>& slots, void** buffers, c10::Device device) {
+  guarded("captured", [&] {
+    std::vector<void*> addresses;
+    for (size_t k = 0; k < tiles_.size(); ++k) addresses.push_back(pointer(buffers[k]));
+    const auto key = fixed(slots);
+    if (graphs_.size() >= kGraphs && !graphs_.contains(key)) {
+      C10_CUDA_CHECK(cudaStreamSynchronize(task_stream()));  // one of them may run
+      graphs_.clear();
+    }
+    auto& graph = graphs_[key];
+    if (graph.graph && graph.addresses == addresses) return launch(graph, slots);
+    if (graph.launched && broken().empty()) {
+      try {
+        if (made_ >= kMostMade) throw TaskError("it was captured " + std::to_string(made_) + " times");
+        choose(slots, buffers, device);
+        capture(graph, slots, buffers, device);
+        ++made_;
+        graph.addresses = std::move(addresses);
+        return launch(graph, slots);
+      } catch (const std::exception& error) {
+        // Where it was not ended, ATen's allocators may ask it for ever whether memory is for it.
+        [[maybe_unused]] const auto* kept = graph.graph.release();
+        const auto* own = dynamic_cast<const c10::Error*>(&error);
+        const std::lock_guard lock(mutex_);
+        broken_ = own ? own->what_without_backtrace() : error.what();
+      }
+    }
+    walk(slots, buffers, device, true);
+    graph.launched = true;
+  });
+}
+
+std::vector<double> Captured::fixed(std::vector<double> slots) const {
+  for (const auto slot : changing_) slots.at(static_cast<size_t>(slot)) = 0;
+  return slots;
+}
+
+void Captured::launch(Graph& graph, const std::vector<double>& slots) {
+  graph.changing.set(graph.graph->raw_cuda_graph_exec(), slots);
+  graph.graph->replay();
+}
+
+// ATen's allocator gives a graph memory of its own, which no other kernels get while the graph is there.
+void Captured::capture(Graph& graph, const std::vector<double>& slots, void** buffers, c10::Device device) {
+  if (graph.graph) C10_CUDA_CHECK(cudaStreamSynchronize(task_stream()));  // it may run
+  graph.graph.reset();
+  const auto there = [](const auto& one) { return one.second.graph != nullptr; };
+  if (!pool_held_ && std::none_of(graphs_.begin(), graphs_.end(), there))
+    pool_ = at::cuda::graph_pool_handle();  // one that was given back is no more
+  graph.graph = std::make_unique<at::cuda::CUDAGraph>(true);  // its nodes are asked for
+  graph.changing = {};
+  auto& made = *graph.graph;
+  {
+    const c10::InferenceMode off(false);  // tensors that it makes for random numbers are everybody's
+    made.capture_begin(pool_, cudaStreamCaptureModeThreadLocal);
+  }
+  std::exception_ptr error;
+  try {
+    changing = &graph.changing;
+    walk(slots, buffers, device, false);
+  } catch (...) {
+    error = std::current_exception();
+  }
+  changing = nullptr;
+  try {
+    made.capture_end();
+  } catch (...) {  // it was made invalid by what has failed, or a kernel did what cannot be captured
+    if (!error) error = std::current_exception();
+    try {
+      c10::cuda::CUDACachingAllocator::endAllocateToPool(device.index(), pool_);
+    } catch (...) {  // it has done so before it failed
+    }
+  }
+  cudaGetLastError();
+  if (error) std::rethrow_exception(error);
+  graph.changing.finish();
+  made.instantiate();
+}
+
+// Of a launch between others of the same graph.
+float Captured::milliseconds(Graph& graph) {
+  const auto run = [&](int count) {
+    return [&graph, count] {
+      for (int k = 0; k < count; ++k) graph.graph->replay();
+      return true;
+    };
+  };
+  run(1)();
+  const int count = std::clamp(static_cast<int>(kTimed / least_ms(run(1))), 1, kMostTimed);
+  return least_ms(run(count)) / static_cast<float>(count);
+}
+
+// Each choice that is open, one after the other, the others as they are by then. Those between kernels come first, whose
+// file has the later name: which products cuBLASLt has algorithms to choose from for depends on them. The last walk is
+// with all that was chosen: what another process chose and kept meanwhile may not have run here before.
+void Captured::choose(const std::vector<double>& slots, void** buffers, c10::Device device) {
+  const auto open = [](const auto& one) { return one.second.open && one.second.used; };
+  if (std::none_of(choices_.begin(), choices_.end(), open)) return;
+  Graph held, tried;  // the first keeps the memory that all of them use
+  const auto timed = [&] {
+    try {
+      walk(slots, buffers, device, false);  // loads kernels, chooses algorithms
+    } catch (const std::exception&) {
+      return std::numeric_limits<float>::infinity();
+    }
+    capture(tried, slots, buffers, device);
+    return milliseconds(tried);
+  };
+  try {
+    for (;;) {
+      for (auto& [key, choice] : choices_) choice.used = false;
+      walk(slots, buffers, device, false);
+      auto next = choices_.end();
+      for (auto one = choices_.begin(); one != choices_.end(); ++one)
+        if (open(*one) && (next == choices_.end() || one->second.file > next->second.file)) next = one;
+      if (next == choices_.end()) break;
+      auto& [key, choice] = *next;
+      const auto fastest = [&] {
+        if (!held.graph) capture(held, slots, buffers, device);
+        pool_held_ = true;
+        size_t best = choice.way;
+        float least = timed();
+        for (choice.way = 0; choice.way < choice.count; ++choice.way) {
+          if (choice.way == best) continue;
+          const float ms = timed();
+          if (ms < kGain * least) best = choice.way, least = ms;
+        }
+        return static_cast<int>(best);
+      };
+      choice.way = std::min(static_cast<size_t>(chosen(choice.file, key, fastest)), choice.count - 1);
+      choice.open = false;
+    }
+  } catch (...) {  // see on_worker
+    pool_held_ = false;
+    for (auto* graph : {&held, &tried}) [[maybe_unused]] const auto* kept = graph->graph.release();
+    throw;
+  }
+  if (!std::exchange(pool_held_, false)) return;
+  held.graph.reset();
+  tried.graph.reset();
+  c10::cuda::CUDACachingAllocator::emptyCache();
+}
+
+// Slots of a part of a task that change: of the floats from its own first one to the next part's.
+Changing::Slots Captured::changing_of(const TaskRecord& record, const TaskBody& body) const {
+  size_t end = record.floats.size();
+  for (const auto& other : record.bodies)
+    if (other.first_float > body.first_float) end = std::min(end, other.first_float);
+  Changing::Slots found;
+  for (const auto& [position, slot] : record.slots)
+    if (static_cast<size_t>(position) >= body.first_float && static_cast<size_t>(position) < end &&
+        std::find(changing_.begin(), changing_.end(), slot) != changing_.end())
+      found.emplace_back(position, slot);
+  return found;
+}
+
+// All tasks in order, on the worker's stream. guards: an error is the task's, as outside of graphs.
+void Captured::walk(const std::vector<double>& slots, void** buffers, c10::Device device, bool guards) {
+  struct Choosing {
+    explicit Choosing(Choices& choices) { choices_in_graph = &choices; }
+    ~Choosing() { choices_in_graph = nullptr; }
+  } choosing(choices_);
+  std::unordered_map<const Tile*, starpu_variable_interface> places;
+  std::unordered_map<const Tile*, at::Tensor> own;
+  const auto put = [&](const Tile* tile, void* address) {
+    auto& place = places[tile];
+    place.id = STARPU_VARIABLE_INTERFACE_ID;
+    place.ptr = place.dev_handle = reinterpret_cast<uintptr_t>(address);
+    place.elemsize = tile->bytes;
+  };
+  for (size_t k = 0; k < weights_.size(); ++k) put(weights_[k].get(), addresses_[k]);
+  for (size_t k = 0; k < tiles_.size(); ++k) put(tiles_[k].get(), pointer(buffers[k]));
+  after_own_kernel = false;
+  for (const auto& item : items_) {
+    if (const auto* gone = std::get_if<const Tile*>(&item)) {
+      if (own.erase(*gone)) places.erase(*gone);
+      continue;
+    }
+    const auto& record = *std::get<const TaskRecord*>(item);
+    auto floats = record.floats;
+    for (const auto& [position, slot] : record.slots)
+      floats[static_cast<size_t>(position)] = slots.at(static_cast<size_t>(slot));
+    std::vector<void*> at;
+    for (const auto& tile : record.tiles) {
+      if (!places.contains(tile.get())) {
+        auto& made = own[tile.get()];
+        made = at::empty({static_cast<int64_t>(tile->bytes)}, at::TensorOptions(at::kByte).device(device));
+        put(tile.get(), made.data_ptr());
+      }
+      at.push_back(&places[tile.get()]);
+    }
+    for (const auto& body : record.bodies) {
+      if (changing) changing->begin(body, changing_of(record, body));
+      const auto run = [&] { run_on_cuda(body, floats.data(), at.data(), device); };
+      if (guards) guarded(body.name, run);
+      else run();
+    }
+  }
+}
+
+}  // namespace nntile

@@ -1,0 +1,143 @@
+"""Models on packed sequences: a row of the batch is a bin that holds several, one behind the other.
+
+Inputs that such a graph has besides the model's own: `segments` [batch, offset], the offsets of each bin's sequences
+(see Mask); `draws` [batch, seq] and `rows` [batch, sequence], the place of each token in the padded array, and of each
+sequence in the batch, by which dropout draws. The axis sequence numbers those of a bin.
+
+Where a model asks for its sequences one by one (see `apart`), padded as a user gives them, the axes are [batch, row,
+place]: `row` numbers the sequences of a bin, or is 1 without packing, `place` the positions of the longest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from nntile_py.errors import ConfigError
+from nntile_py.graph.graph import Graph
+from nntile_py.graph.params import Array, Batch, Input
+from nntile_py.tasks.gather import NOWHERE
+from nntile_py.tasks.op import Tensor
+from nntile_py.tasks.select import Select
+
+SEGMENTS, DRAWS, ROWS, STARTS = "segments", "draws", "rows", "starts"
+ROW_PLACES, TOKEN_PLACES = "row_places", "token_places"
+OWN = SEGMENTS, DRAWS, ROWS, STARTS, ROW_PLACES, TOKEN_PLACES  # inputs that no user gives
+LIVE = "seq", "sequence", "masked", "offset"  # axes of which a bin fills a part
+
+
+def begin(g: Graph, batch: Batch) -> None:
+    """Declare what a packed graph has besides; before the model's trace."""
+    g.live = frozenset(LIVE)
+    g.input(SEGMENTS, {"batch": batch.size, "offset": batch.seq + 1}, below=batch.seq + 1)
+    if g.training:
+        for name, axis in ((DRAWS, "seq"), (ROWS, "sequence")):
+            g.draws[axis] = g.input(name, {"batch": batch.size, axis: batch.seq})
+
+
+def starts(g: Graph) -> Tensor:
+    """The place of the first token of each sequence of a bin, then -1: an input [batch, sequence] of its `segments`."""
+    if STARTS in g.tensors:
+        return g.tensors[STARTS]
+    offsets = segments(g)
+    sizes = {"batch": offsets.size("batch"), "sequence": offsets.size("offset") - 1}
+
+    def made(given: Mapping[str, Array]) -> Array:
+        first, last = given[SEGMENTS][:, :-1], given[SEGMENTS][:, 1:]
+        return np.where(first < last, first, NOWHERE)
+
+    return g.input(STARTS, sizes, below=sizes["sequence"], ignored=NOWHERE, default=made)
+
+
+def positions_of(segments: Array, capacity: int) -> Array:
+    """Of each place of each bin the position in its sequence; 0 behind the last one: int64 [bins, capacity]."""
+    places = np.arange(capacity)
+    out = np.zeros((len(segments), capacity), np.int64)
+    for number, offsets in enumerate(segments):
+        segment = np.searchsorted(offsets, places, side="right")
+        live = (segment > 0) & (segment < len(offsets))
+        out[number, live] = places[live] - offsets[segment[live] - 1]
+    return out
+
+
+def apart(g: Graph, batch: Batch, mask: Tensor | None, length: int) -> tuple[Tensor, Tensor]:
+    """The places of sequences padded to `length` among the tokens, [batch, row, place], and of the tokens among those,
+    [batch, seq]; -1 where there is no token.
+
+    Inputs that are made of each bin's `segments`, or without packing of `mask`, an input [batch, seq], if there is one.
+    ConfigError: sequences are longer, or were taken apart to another length before.
+    """
+    if ROW_PLACES in g.tensors and g.tensors[ROW_PLACES].size("place") == length:
+        return g.tensors[ROW_PLACES], g.tensors[TOKEN_PLACES]
+    if ROW_PLACES in g.tensors or length < batch.length:
+        need = "the same in all places of a model" if ROW_PLACES in g.tensors else f"at least seq = {batch.length}"
+        raise ConfigError(f"sequences_apart: a length of {length} is not allowed; use {need}")
+    count = batch.seq // batch.length
+    whole = np.where(np.arange(length) < batch.seq, np.arange(length), NOWHERE)  # rows of a batch that is not packed
+
+    def of_bins(given: Mapping[str, Array]) -> Array:
+        return row_places(given[SEGMENTS], count, length)
+
+    def of_mask(given: Mapping[str, Array]) -> Array:
+        assert mask
+        real = np.pad(given[mask.name], ((0, 0), (0, length - batch.seq))) != 0
+        return np.where(real, whole, NOWHERE)[:, None]
+
+    def back(given: Mapping[str, Array]) -> Array:
+        return token_places(given[ROW_PLACES], batch.seq)
+
+    derived = batch.packed or mask
+    rows, tokens = {"batch": batch.size, "row": count, "place": length}, {"batch": batch.size, "seq": batch.seq}
+    of_rows = of_bins if batch.packed else of_mask
+    return (
+        g.input(ROW_PLACES, rows, below=batch.seq, ignored=NOWHERE, default=of_rows if derived else whole),
+        g.input(
+            TOKEN_PLACES, tokens, below=count * length, ignored=NOWHERE, default=back if derived else whole[: batch.seq]
+        ),
+    )
+
+
+def rows_of(inputs: Mapping[str, Input]) -> int | None:
+    """How many sequences a bin may hold; None: as many as it has room for."""
+    return inputs[ROW_PLACES].tensor.size("row") if ROW_PLACES in inputs else None
+
+
+def row_places(segments: Array, rows: int, length: int) -> Array:
+    """The places of the sequences of each bin, padded to `length` with -1: int64 [bins, rows, length].
+
+    ValueError: a bin has more sequences."""
+    first, lengths = segments[:, :-1], np.diff(segments)
+    if (most := int((lengths > 0).sum(1).max())) > rows:
+        raise ValueError(f"{SEGMENTS}: {most} sequences in a bin; allowed: {rows}, as the model takes them apart")
+    places = np.arange(length)
+    inside = places < lengths[:, :rows, None]
+    return np.where(inside, first[:, :rows, None] + places, NOWHERE)
+
+
+def token_places(places: Array, tokens: int) -> Array:
+    """The other way round: of each token where it is among places [rows, ...], -1: nowhere; int64 [rows, tokens]."""
+    flat = places.reshape(len(places), -1)
+    out = np.full((len(places), tokens), NOWHERE, np.int64)
+    row, at = np.nonzero(flat != NOWHERE)
+    out[row, flat[row, at]] = at
+    return out
+
+
+def check(g: Graph, model: Any) -> None:
+    """ConfigError where a model does not keep packed sequences apart."""
+    here = f"model {type(model).__name__}: pack needs"
+    for op in g.ops:
+        mask = getattr(op, "mask", None)
+        if mask is not None and hasattr(mask, "segments") and mask.segments is None:
+            raise ConfigError(f"{here} a mask with segments in {op.name}; make it by attention_mask(g, batch)")
+        if isinstance(op, Select) and op.axis == "seq":
+            raise ConfigError(f"{here} first_tokens(g, x) in the place of {op.name}, which takes one of a bin")
+    for name, one in g.inputs.items():
+        if "seq" in one.tensor.axes and "batch" not in one.tensor.axes:
+            raise ConfigError(f"{here} an axis batch in the input {name}; see position_input(g, batch, positions)")
+
+
+def segments(g: Graph) -> Tensor:
+    return g.tensors[SEGMENTS]

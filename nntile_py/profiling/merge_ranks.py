@@ -1,0 +1,196 @@
+"""The traces of several ranks as one: on one clock, with what each sent to the others."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import fields, replace
+from typing import Any
+
+import numpy as np
+
+from nntile_py.profiling.trace import Bus, End, Info, Ints, Message, Trace, Worker
+from nntile_py.tiles.dependencies import dependencies
+
+DATES = ("submit", "pop", "fetch", "fetched", "start", "end", "released")
+
+
+def with_ends(trace: Trace, passages: Sequence[tuple[int, int, Info, End]], replay: Ints, index: Ints) -> None:
+    """Put the ends of messages into one rank's trace, and the dependencies that go with them.
+
+    passages: replay, place in its list, what it is; replay, index: the same of each task."""
+    if not passages:
+        return
+    tasks = enumerate(zip(replay.tolist(), index.tolist(), strict=True))
+    order: list[tuple[float, int, bool, int]] = [(r or np.inf, at, False, task) for task, (r, at) in tasks]
+    order += [(r, at, True, number) for number, (r, at, _, _) in enumerate(passages)]
+    order.sort()
+    uses = [passages[k][2].uses if message else trace.info_of(k).uses for *_, message, k in order]
+    before: list[list[int]] = [[] for _ in range(len(trace))]
+    own: list[dict[str, list[int]]] = [{"before": [], "after": [], "relays": []} for _ in passages]
+    for (*_, message, k), earlier in zip(order, dependencies(uses), strict=True):
+        for *_, of_message, other in (order[place] for place in earlier):
+            if message:
+                own[k]["relays" if of_message else "before"].append(other)
+            elif of_message:
+                own[other]["after"].append(k)
+            else:
+                before[k].append(other)
+    of_ends: list[dict[str, Any]] = [{name: tuple(of) for name, of in one.items()} for one in own]
+    ends = [replace(end, **of) for (*_, end), of in zip(passages, of_ends, strict=True)]
+    # StarPU tells of the end of a message after it has let tasks go on.
+    starts = trace.start.tolist()
+    trace.ends = [replace(e, ended=min([e.ended, *(starts[task] for task in e.after)])) for e in ends]
+    trace._before = before
+
+
+class Clock:
+    """Dates of a rank on the first rank's clock, from two readings (the first's date, the rank's, half of the round
+    trip, ns): in between the clocks are taken to drift evenly."""
+
+    def __init__(self, start: Sequence[int], end: Sequence[int]) -> None:
+        self._at, self._offset = int(start[1]), int(start[1]) - int(start[0])
+        self.drift = (int(end[1]) - int(end[0]) - self._offset) / max(int(end[1]) - self._at, 1)
+        self.error = max(int(start[2]), int(end[2]))
+        self.offset = self._offset
+
+    def dates(self, theirs: Any) -> Any:
+        drifted = np.rint((np.asarray(theirs) - self._at) * self.drift).astype(np.int64)
+        return theirs - self._offset - drifted
+
+    def end(self, end: End) -> End:
+        return replace(end, posted=int(self.dates(end.posted)), ended=int(self.dates(end.ended)))
+
+
+def together(traces: Sequence[Trace], hosts: Sequence[str], start: Any, end: Any) -> Trace:
+    """One trace of all ranks. start, end: Ranks.clocks before and after."""
+    clocks = [Clock(*readings) for readings in zip(start, end, strict=True)]
+    ends = [[clock.end(e) for e in trace.ends] for trace, clock in zip(traces, clocks, strict=True)]
+    dated = [
+        replace(trace, **{name: clock.dates(getattr(trace, name)) for name in DATES}, _before=trace.before)
+        for trace, clock in zip(traces, clocks, strict=True)
+    ]
+    pairs = [*_pairs(ends)]
+    place, across = _order(dated, ends, pairs)
+    made = _joined(dated, hosts, place)
+    ends = [[_renumbered(e, place[rank]) for e in of] for rank, of in enumerate(ends)]
+    ready = _ready(ends, pairs, made)
+    made.messages = [
+        Message(source, target, ends[source][a], ends[target][b], ready[source, a], _open(made, ends[target][b]))
+        for (source, a), (target, b) in pairs
+    ]
+    made._before = [[] for _ in range(len(made))]
+    for rank, trace in enumerate(dated):
+        for task, before in enumerate(trace.before):
+            others = {place[rank][other] for other in before} | {place[r][t] for r, t in across.get((rank, task), ())}
+            made._before[place[rank][task]] = sorted(others)
+    made.clock = {
+        "error_s": max(clock.error for clock in clocks) * 1e-9,
+        "offsets_s": [clock.offset * 1e-9 for clock in clocks],
+        "drift": [clock.drift for clock in clocks],
+    }
+    return made
+
+
+Which = tuple[int, int]  # a rank and a number there
+
+
+def _pairs(ends: Sequence[Sequence[End]]) -> Iterable[tuple[Which, Which]]:
+    """Each send with its receive: those of one tag, from one rank to another, arrive in their order."""
+    waiting: dict[tuple[int, int, int], deque[int]] = {}
+    for rank, of in enumerate(ends):
+        for number, end in enumerate(of):
+            if not end.sends:
+                waiting.setdefault((end.peer, rank, end.tag), deque()).append(number)
+    for rank, of in enumerate(ends):
+        for number, end in enumerate(of):
+            if end.sends:
+                yield (rank, number), (end.peer, waiting[rank, end.peer, end.tag].popleft())
+
+
+def _order(
+    traces: Sequence[Trace], ends: Sequence[Sequence[End]], pairs: Sequence[tuple[Which, Which]]
+) -> tuple[list[list[int]], dict[Which, set[Which]]]:
+    """For each task of each rank its number among all, behind those of other ranks that it waits for; and those."""
+    senders = {receive: send for send, receive in pairs}
+
+    def makers(rank: int, number: int) -> set[Which]:
+        """The tasks that an end waits for, on its rank and beyond."""
+        end = ends[rank][number]
+        found = {(rank, task) for task in end.before}
+        if not end.sends:
+            return found | makers(*senders[rank, number])
+        for other in end.relays:
+            if not ends[rank][other].sends:  # it brought the tile
+                found |= makers(rank, other)
+        return found
+
+    across: dict[Which, set[Which]] = {}
+    for rank, of in enumerate(ends):
+        for number, end in enumerate(of):
+            for task in end.after:
+                across.setdefault((rank, task), set()).update(makers(rank, number))
+    place: list[list[int]] = [[] for _ in traces]
+    total, count = sum(map(len, traces)), 0
+    while count < total:
+        before = count
+        for rank, trace in enumerate(traces):
+            while (task := len(place[rank])) < len(trace) and all(
+                r == rank or t < len(place[r]) for r, t in across.get((rank, task), ())
+            ):
+                place[rank].append(count)
+                count += 1
+        assert count > before, "ranks wait for each other in a circle"
+    return place, across
+
+
+def _renumbered(end: End, place: Sequence[int]) -> End:
+    return replace(end, before=tuple(place[t] for t in end.before), after=tuple(place[t] for t in end.after))
+
+
+def _joined(traces: Sequence[Trace], hosts: Sequence[str], place: Sequence[Sequence[int]]) -> Trace:
+    """Tasks of all, in their new order, on workers and nodes that have their rank in their names."""
+    number = np.argsort(np.concatenate([np.asarray(p, np.int64) for p in place]), kind="stable")
+    infos: list[Info] = []
+    workers: list[Worker] = []
+    buses: list[Bus] = []
+    nodes: list[str] = []
+    mains: list[int] = []
+    parts: dict[str, list[Ints]] = {f.name: [] for f in fields(Trace) if f.type == "Ints"}
+    replays = 0
+    for rank, trace in enumerate(traces):
+        shift = {"info": len(infos), "worker": len(workers), "replay": replays}
+        for name, of in parts.items():
+            column = getattr(trace, name) + shift.get(name, 0)
+            of.append(np.where(trace.replay == 0, 0, column) if name == "replay" else column)
+        replays = max(replays, int(parts["replay"][-1].max(initial=0)))
+        first = len(nodes)
+        workers += [replace(w, name=f"rank {rank} {w.name}", node=first + w.node, rank=rank) for w in trace.workers]
+        mains.append(first)
+        buses += [replace(bus, source=first + bus.source, target=first + bus.target) for bus in trace.buses]
+        nodes += [f"rank {rank} {name}" for name in trace.nodes]
+        infos += trace.infos
+    columns: dict[str, Any] = {name: np.concatenate(of)[number] for name, of in parts.items()}
+    return Trace(
+        infos=infos, workers=workers, nodes=nodes, buses=buses, mains=mains, hosts=[*hosts], light=traces[0].light,
+        **columns,
+    )  # fmt: skip
+
+
+def _ready(
+    ends: Sequence[Sequence[End]], pairs: Sequence[tuple[Which, Which]], made: Trace
+) -> dict[Which, int]:
+    """When the tile of each send was there to be sent."""
+    arrived = {receive: ends[receive[0]][receive[1]].ended for _, receive in pairs}
+    found = {}
+    for send, (target, number) in pairs:
+        end = ends[send[0]][send[1]]
+        dates = [end.posted, *(int(made.end[task]) for task in end.before)]
+        dates += [arrived[send[0], other] for other in end.relays if (send[0], other) in arrived]
+        found[send] = min(max(dates), end.ended, ends[target][number].ended)
+    return found
+
+
+def _open(made: Trace, receive: End) -> int:
+    """When there was a place for the tile: those that used what it held before were done."""
+    return max([receive.posted, *(int(made.end[task]) for task in receive.before)])

@@ -1,0 +1,248 @@
+"""trace.json: the trace-event format that Perfetto, chrome://tracing and speedscope read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from nntile_py.profiling.message_waits import Wait, waits
+from nntile_py.profiling.trace import Info, Message, Trace
+
+WORKERS, FETCHES, BUSES, MESSAGES = 1, 2, 3, 4  # processes of the viewer: a group of rows each
+RANKS = 10  # what those of the next rank are more by
+SENDS, RECEIVES, WAITING = 0, 1, 2  # rows of MESSAGES
+MOST_ARROWS = 200_000  # with more, each task keeps the one from the predecessor that ended last
+MOST_SAMPLES = 5_000  # of a counter
+
+
+def write(trace: Trace, path: Path, parts: Trace | None = None) -> None:
+    """Write the whole trace; an event a line. `parts`: the trace by parts, drawn inside of their groups."""
+    with path.open("w", encoding="utf-8") as file:
+        file.write('{"displayTimeUnit":"ms","traceEvents":[\n')
+        encode = json.JSONEncoder(separators=(",", ":")).encode
+        for number, event in enumerate(events(trace, parts)):
+            file.write(",\n" if number else "")
+            file.write(encode(event))
+        file.write("\n]}\n")
+
+
+def events(trace: Trace, parts: Trace | None = None) -> Iterator[dict[str, Any]]:
+    t0, t1 = trace.window
+    between = _Between(trace, t0)
+    yield from _rows(trace)
+    yield from between.rows()
+    starts, lengths = _spans(trace, t0)
+    rows, submitted = trace.worker.tolist(), ((trace.submit - t0) / 1e3).tolist()
+    pids = (WORKERS + RANKS * trace.rank).tolist()
+    inner, at = _spans(parts, t0) if parts else ([], []), 0
+    for task, (step, which) in enumerate(zip(trace.step.tolist(), trace.info.tolist(), strict=True)):
+        info = trace.infos[which]
+        args = {"task": task, "step": step, "layer": info.layer, "operator": info.operator, "phase": info.phase}
+        args |= _work(info)
+        args["submitted_us"] = submitted[task]
+        if info.parts:
+            args["parts"] = [{"name": part.name, **_work(part)} for part in info.parts]
+        name = f"{info.name} step {step}" if step else info.name
+        yield {"ph": "X", "name": name, "cat": info.phase or "runtime", "pid": pids[task], "tid": rows[task],
+               "ts": starts[task], "dur": lengths[task], "args": args}  # fmt: skip
+        if parts:
+            for number, part in enumerate(info.parts):
+                start, length = (values[at + number] for values in inner)
+                args = {"group": task, "estimated": "share of the group's time", **_work(part)}
+                yield {"ph": "X", "name": f"{part.name} (estimated)", "cat": "part", "pid": pids[task],
+                       "tid": rows[task], "ts": start, "dur": length, "args": args}  # fmt: skip
+            at += len(info.parts) or 1
+    ends = [start + length for start, length in zip(starts, lengths, strict=True)]
+    places = [*zip(pids, rows, starts, ends, strict=True)]
+    yield from _arrows(trace, places)
+    yield from between.events(places)
+    yield from _fetches(trace, t0)
+    for number, bus in enumerate(trace.buses):
+        if bus.transfers:
+            name = f"{bus.bytes / 1e6:.1f} MB in {bus.transfers} transfers"
+            yield {"ph": "X", "name": name, "cat": "bus", "pid": BUSES, "tid": number, "ts": 0, "dur": (t1 - t0) / 1e3,
+                   "args": {"bytes": bus.bytes, "transfers": bus.transfers}}  # fmt: skip
+    yield from _counters(trace, t0)
+
+
+def _spans(trace: Trace, t0: int) -> tuple[list[float], list[float]]:
+    """When each task began and how long it took, us."""
+    return ((trace.start - t0) / 1e3).tolist(), (np.maximum(trace.end - trace.start, 0) / 1e3).tolist()
+
+
+def _work(info: Info) -> dict[str, Any]:
+    return {"kernel": info.kernel, "tiles": info.tiles, "flop": info.flop, "bytes": info.bytes}
+
+
+def _named(pid: int, tid: int | None, name: str) -> Iterator[dict[str, Any]]:
+    """A name for a process or a row of the viewer."""
+    kind = "process" if tid is None else "thread"
+    at = {"ph": "M", "pid": pid, "tid": tid or 0}
+    yield at | {"name": f"{kind}_name", "args": {"name": name}}
+    yield at | {"name": f"{kind}_sort_index", "args": {"sort_index": pid if tid is None else tid}}
+
+
+def _rows(trace: Trace) -> Iterator[dict[str, Any]]:
+    named = _named
+    for rank in range(trace.ranks):
+        yield from named(WORKERS + RANKS * rank, None, f"rank {rank}: workers" if trace.ranks > 1 else "workers")
+    for number, worker in enumerate(trace.workers):
+        yield from named(WORKERS + RANKS * worker.rank, number, worker.name)
+    if remote(trace):
+        yield from named(FETCHES, None, "fetching input")
+        for number in remote(trace):
+            yield from named(FETCHES, number, f"to {trace.workers[number].name}")
+    moved = [number for number, bus in enumerate(trace.buses) if bus.transfers]
+    if moved:
+        yield from named(BUSES, None, "buses, in all")
+    for number in moved:
+        bus = trace.buses[number]
+        yield from named(BUSES, number, f"{trace.nodes[bus.source]} to {trace.nodes[bus.target]}")
+
+
+def remote(trace: Trace) -> list[int]:
+    """Workers whose memory is not the main memory."""
+    return [number for number, worker in enumerate(trace.workers) if worker.node not in trace.mains]
+
+
+Place = tuple[int, int, float, float]  # of a slice: its process and row, start and end, us
+
+
+def _last(place: Place) -> float:
+    """The last date of a slice: an arrow belongs to the slice that encloses its date, which the end is not."""
+    return max(place[2], place[3] - 0.001)
+
+
+def _arrow(number: int, name: str, tail: Place, at: float, head: Place, to: float) -> Iterator[dict[str, Any]]:
+    """From a date of one slice to a date of another."""
+    both = {"name": name, "cat": "dependency" if name == "then" else name, "id": number}
+    yield both | {"ph": "s", "pid": tail[0], "tid": tail[1], "ts": at}
+    yield both | {"ph": "f", "bp": "e", "pid": head[0], "tid": head[1], "ts": to}
+
+
+def _arrows(trace: Trace, places: list[Place]) -> Iterator[dict[str, Any]]:
+    """Between tasks of a rank: those of several have messages between them."""
+    rank = trace.rank.tolist()
+    before = [[other for other in b if rank[other] == rank[task]] for task, b in enumerate(trace.before)]
+    if sum(map(len, before)) > MOST_ARROWS:
+        before = [[max(b, key=lambda other: places[other][3])] if b else b for b in before]
+    number = 0
+    for task, previous in enumerate(before):
+        for other in previous:
+            number += 1
+            tail, head = places[other], places[task]
+            yield from _arrow(number, "then", tail, _last(tail), head, head[2])
+
+
+class _Between:
+    """What ranks sent each other: a row for the sends of each, one for its receives, one for the time in which its
+    workers waited for others. Of messages under way at a time each is drawn from the arrival of the one before."""
+
+    def __init__(self, trace: Trace, t0: int) -> None:
+        self._trace, self._t0, self._waits = trace, t0, _merged(waits(trace), trace.ranks)
+        self._slices: list[tuple[Message, Place, Place]] = []
+        full: dict[tuple[int, int], int] = {}  # until when each row is
+        for message in sorted(trace.messages, key=lambda m: m.receive.ended):
+            start, end = message.way
+            sent, received = (MESSAGES + RANKS * message.source, SENDS), (MESSAGES + RANKS * message.target, RECEIVES)
+            shown = max(message.ready, full.get(sent, t0)), max(start, full.get(received, t0))
+            full[sent] = full[received] = end
+            left, right = [(date - t0) / 1e3 for date in shown], (end - t0) / 1e3
+            self._slices.append((message, (*sent, left[0], right), (*received, left[1], right)))
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        for rank in range(self._trace.ranks if self._slices else 0):
+            pid = MESSAGES + RANKS * rank
+            yield from _named(pid, None, f"rank {rank}: messages")
+            yield from _named(pid, SENDS, "sends")
+            yield from _named(pid, RECEIVES, "receives")
+            yield from _named(pid, WAITING, "workers wait for another rank")
+
+    def events(self, tasks: list[Place]) -> Iterator[dict[str, Any]]:
+        number = max(MOST_ARROWS, len(tasks))  # behind those between tasks
+        for message, sent, received in self._slices:
+            args = {"tile": message.send.name, "bytes": message.send.bytes, "step": message.send.step}
+            start, end = message.way
+            args |= {"made_us": (message.ready - self._t0) / 1e3, "under_way_us": (end - start) / 1e3}
+            for (pid, tid, left, right), name in (
+                (sent, f"to rank {message.target}: {message.send.name}"),
+                (received, f"from rank {message.source}: {message.send.name}"),
+            ):
+                yield {"ph": "X", "name": name, "cat": "message", "pid": pid, "tid": tid, "ts": left,
+                       "dur": right - left, "args": args}  # fmt: skip
+            yield from _arrow(number := number + 1, "message", sent, sent[2], received, _last(received))
+            made = [(tasks[task], sent) for task in message.send.before]
+            for tail, head in made + [(received, tasks[task]) for task in message.receive.after]:
+                if _last(tail) <= head[2]:  # else the clocks are not known so well
+                    yield from _arrow(number := number + 1, "then", tail, _last(tail), head, head[2])
+        for rank, of in enumerate(self._waits):
+            for start, end, wait in of:
+                yield {"ph": "X", "name": f"for rank {wait.peer}: {wait.message.send.name}", "cat": "wait",
+                       "pid": MESSAGES + RANKS * rank, "tid": WAITING, "ts": (start - self._t0) / 1e3,
+                       "dur": (end - start) / 1e3, "args": {"task": wait.task}}  # fmt: skip
+
+
+def _merged(every: list[Wait], ranks: int) -> list[list[tuple[int, int, Wait]]]:
+    """For each rank when some worker waits, and the wait that ends last of those in each such time."""
+    found: list[list[tuple[int, int, Wait]]] = [[] for _ in range(ranks)]
+    for wait in sorted(every, key=lambda w: w.start):
+        own = found[wait.rank]
+        if own and wait.start <= own[-1][1]:
+            start, end, last = own[-1]
+            own[-1] = start, max(end, wait.end), wait if wait.end > end else last
+        else:
+            own.append((wait.start, wait.end, wait))
+    return found
+
+
+def _fetches(trace: Trace, t0: int) -> Iterator[dict[str, Any]]:
+    tasks = np.flatnonzero(np.isin(trace.worker, remote(trace)) & (trace.fetched > trace.fetch))
+    shown = dict.fromkeys(remote(trace), t0)  # until when each row is full: several tasks may be fetched for at once
+    for task in tasks[np.argsort(trace.fetch[tasks], kind="stable")].tolist():
+        worker, end = int(trace.worker[task]), int(trace.fetched[task])
+        start = max(int(trace.fetch[task]), shown[worker])
+        if start < end:
+            shown[worker] = end
+            yield {"ph": "X", "name": f"for {trace.info_of(task).name}", "cat": "fetch", "pid": FETCHES, "tid": worker,
+                   "ts": (start - t0) / 1e3, "dur": (end - start) / 1e3, "args": {"task": task}}  # fmt: skip
+
+
+def in_flight(trace: Trace) -> tuple[Any, Any]:
+    """Tasks that were submitted and have not ended: dates in ns, how many from then on."""
+    dates = np.concatenate((trace.submit, trace.end))
+    change = np.repeat([1, -1], len(trace))
+    order = np.argsort(dates, kind="stable")
+    return dates[order], np.cumsum(change[order])
+
+
+def memory(trace: Trace) -> dict[str, tuple[Any, Any]]:
+    """Bytes in use by memory node: dates in ns, values from then on."""
+    order, used = np.argsort(trace.end, kind="stable"), {}
+    for rank, main in enumerate(trace.mains):
+        own = order[trace.rank[order] == rank]
+        used[trace.nodes[main]] = trace.end[own], trace.main_memory[own]
+    node_of = np.array([worker.node for worker in trace.workers])[trace.worker]
+    for node in np.unique(node_of[~np.isin(node_of, trace.mains)]).tolist():
+        mine = order[node_of[order] == node]
+        used[trace.nodes[node]] = trace.end[mine], trace.memory[mine]
+    return used
+
+
+def sampled(dates: Any, values: Any, most: int = MOST_SAMPLES) -> list[tuple[int, int]]:
+    """At most so many points; the greatest value of those that one stands for."""
+    if len(dates) <= most:
+        return list(zip(dates.tolist(), values.tolist(), strict=True))
+    edges = np.linspace(0, len(dates), most, endpoint=False).astype(int)
+    return list(zip(dates[edges].tolist(), np.maximum.reduceat(values, edges).tolist(), strict=True))
+
+
+def _counters(trace: Trace, t0: int) -> Iterator[dict[str, Any]]:
+    series = {f"memory of {node}": (*points, "bytes") for node, points in memory(trace).items()}
+    series["tasks in flight"] = (*in_flight(trace), "tasks")
+    for name, (dates, values, unit) in series.items():
+        for date, value in sampled(dates, values):
+            yield {"ph": "C", "name": name, "pid": WORKERS, "tid": 0, "ts": (date - t0) / 1e3, "args": {unit: value}}

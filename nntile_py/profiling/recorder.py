@@ -1,0 +1,247 @@
+"""Runs steps of a config under StarPU's task profiling, and makes a Trace of what it noted."""
+
+from __future__ import annotations
+
+import json
+import platform
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from nntile_py import _core
+from nntile_py.analysis.tile_advice import coarse, sizes
+from nntile_py.config.builders import tiling
+from nntile_py.config.run_config import RunConfig
+from nntile_py.errors import TaskError
+from nntile_py.execution.runtime import Runtime
+from nntile_py.graph.step import StepSpec
+from nntile_py.profiling.merge_ranks import together, with_ends
+from nntile_py.profiling.trace import REDUCTION, Bus, End, Info, Trace, Worker, one_after_the_other
+from nntile_py.profiling.trace_analysis import Peak, at_least_seen, device_peak, measure_cpu
+from nntile_py.tiles.dependencies import Use
+from nntile_py.tiles.rank_tasks import Message
+from nntile_py.tiles.tasklist import PYTHON, Task, TaskList
+from nntile_py.training.collectives import ranks_of_run
+from nntile_py.training.forward import forward_passes
+from nntile_py.training.repeated_steps import same_steps
+from nntile_py.training.trainer import Trainer
+
+# Of csrc/profile.cpp; `ready` stands between: when the scheduler had taken the task.
+COLUMNS = (
+    "replay", "task", "worker", "submit", "ready", "pop", "popped", "fetch", "fetched", "start", "end", "released",
+    "memory", "main_memory",
+)  # fmt: skip
+PASSAGE = ("replay", "index", "peer", "sends", "tag", "bytes", "posted", "ended")  # of csrc/profile.h
+
+
+# StarPU's task profiling takes up to 1.4 us a task: where that would be 5 % of a step, it stays off.
+LIGHT_BELOW = 30e-6  # seconds of a step for each of its tasks
+
+
+def run_steps(trainer: Trainer, steps: int, warmup: int) -> Trace:
+    """Train on random inputs: `warmup` steps that are not looked at, then `steps` that are."""
+    inputs = trainer.spec.random_inputs(trainer.batch * trainer.grad_accumulation, seed=0)
+    return _run(same_steps(trainer, inputs), trainer.tasks_per_step, steps, warmup, trainer.update_list)
+
+
+def run_passes(spec: StepSpec, steps: int, warmup: int) -> Trace:
+    """The same of forward passes, one after the other, of a model with or without a loss."""
+    made, run = forward_passes(spec, spec.random_inputs(spec.batch, seed=0, training=False), captured=False)
+    each = len(made.forward.tasks.tasks)
+    return _run(lambda count: [loss for _ in range(count) for loss in run(1)], each, steps, warmup)
+
+
+def _run(
+    run: Callable[[int], Any], tasks: int, steps: int, warmup: int, update: TaskList | None = None
+) -> Trace:  # fmt: skip
+    """`run` makes a number of steps, of about so many tasks each. update: as of make_trace.
+
+    With tasks so short that StarPU's profiling would show, and CPU workers only, a light profile is taken."""
+    light, expected = False, tasks * steps
+    if warmup:
+        run(warmup - 1)  # the first step takes longer
+        lists: list[tuple[int, TaskList]] = []
+        Runtime.watched = lists
+        start = time.perf_counter()
+        run(1)
+        each = (time.perf_counter() - start) / sum(len(of.tasks) for _, of in lists)
+        Runtime.watched = None
+        light = each < LIGHT_BELOW and not _core.cuda_workers()
+    if all_ranks := ranks_of_run():
+        light = bool(all_ranks.of_first(light))
+    with watched(expected, light) as found:
+        run(steps)
+    return found.trace(update)
+
+
+class Found:
+    """The task lists in the order in which they were submitted, what the binding noted, of several ranks their clocks
+    at the start and at the end."""
+
+    def __init__(self) -> None:
+        self.programs: list[TaskList] = []
+        self.native: dict[str, Any] = {}
+        self.clocks: list[Any] = []
+
+    def trace(self, update: TaskList | None) -> Trace:
+        """Of all ranks, on the first; another has its own part, and all have to call it. `update`: as of make_trace."""
+        own, all_ranks = make_trace(self.programs, self.native, update), ranks_of_run()
+        parts = all_ranks.to_first((own, platform.node())) if all_ranks else None
+        if not parts:
+            return own
+        traces, hosts = zip(*parts, strict=True)
+        return together(traces, hosts, *self.clocks)
+
+
+@contextmanager
+def watched(expected: int = 0, light: bool = False) -> Iterator[Found]:
+    """Profile the programs that run inside. `expected`: tasks, to have room for them beforehand.
+
+    light: note only submission, start and end of each task, on CPU workers. On several ranks all of them do so."""
+    found, all_ranks = Found(), ranks_of_run()
+    if all_ranks:
+        all_ranks.barrier()
+    _core.profile_begin(expected, light)
+    if all_ranks:
+        found.clocks.append(all_ranks.clocks(_core.profile_now))
+    runs: list[tuple[int, TaskList]] = []
+    Runtime.watched = runs
+    try:
+        yield found
+        if all_ranks:
+            _core.wait_all()
+            found.clocks.append(all_ranks.clocks(_core.profile_now))
+    finally:
+        Runtime.watched = None
+        found.native = _core.profile_finish()
+        found.programs = [tasks for _, tasks in sorted(runs, key=lambda run: run[0])]
+
+
+def make_trace(programs: Sequence[TaskList], native: dict[str, Any], update: TaskList | None) -> Trace:
+    """`native`: what profile_finish returned. A step ends with the program `update`; without it each is one."""
+    infos: list[Info] = []
+    first: dict[int, int] = {}  # of each list: the index of its first task among the infos
+    numbers: dict[Any, int] = {}
+    offsets, steps, step = [], [], 1
+    for tasks in programs:
+        if id(tasks) not in first:
+            first[id(tasks)] = len(infos)
+            infos.extend(_info(task, tasks is update, numbers) for task in tasks.tasks)
+        offsets.append(first[id(tasks)])
+        between = all(isinstance(task, Message) for task in tasks.tasks)  # of two programs
+        steps.append(0 if between else step)
+        step += int(not between if update is None else tasks is update)
+    infos.append(Info("", REDUCTION, "", REDUCTION, "", 0.0, 0))
+    events = native["events"]
+    own = events[:, 0] == 0  # StarPU's own tasks go to the end
+    events = events[np.lexsort((events[:, 3] * own, events[:, 1], events[:, 0], own))]
+    column = {name: events[:, k].copy() for k, name in enumerate(COLUMNS)}
+    own = column["replay"] == 0
+    at = np.maximum(column["replay"] - 1, 0)
+    info = np.where(own, len(infos) - 1, np.array([*offsets, 0])[at] + column["task"])
+    names = ("name", "kind", "node")
+    workers = [
+        Worker(**{k: w[k] for k in names}, counters={k: v for k, v in w.items() if k not in names})
+        for w in native["workers"]
+    ]
+    for number, worker in enumerate(workers):
+        mine = column["worker"] == number
+        if worker.kind != "CPU":
+            column["start"][mine] = one_after_the_other(column["start"][mine], column["end"][mine])
+    kept = ("replay", "worker", "submit", "pop", "fetch", "fetched", "start", "end", "released", "memory")
+    trace = Trace(
+        infos=infos,
+        workers=workers,
+        nodes=native["nodes"],
+        buses=[Bus(**bus) for bus in native["buses"]],
+        info=info,
+        step=np.where(own, 0, np.array([*steps, 0])[at]),
+        main_memory=column["main_memory"],
+        light=native["light"],
+        **{name: column[name] for name in kept},
+    )
+    with_ends(trace, _passages(native, infos, offsets, steps), column["replay"], column["task"])
+    if trace.light:  # nobody noted when its worker turned to a task: not before it was ready
+        ends = trace.end.tolist()
+        ready = [max((ends[other] for other in before), default=0) for before in trace.before]
+        for end in trace.ends:
+            for task in end.after:
+                ready[task] = max(ready[task], end.ended)
+        trace.pop = np.minimum(np.maximum(trace.submit, ready), trace.start)
+    return trace
+
+
+def _passages(
+    native: dict[str, Any], infos: Sequence[Info], offsets: Sequence[int], steps: Sequence[int]
+) -> list[tuple[int, int, Info, End]]:
+    """Messages between ranks, in the order in which they were posted: replay, place in its list, what it is."""
+    found = []
+    for row in native["messages"][np.lexsort(native["messages"].T[[1, 0]])].tolist():
+        one = dict(zip(PASSAGE, row, strict=True))
+        replay, index = one.pop("replay"), one.pop("index")
+        info = infos[offsets[replay - 1] + index]
+        one["sends"] = bool(one["sends"])
+        found.append((replay, index, info, End(name=info.tiles.partition(" ")[2], step=steps[replay - 1], **one)))
+    return found
+
+
+def _info(task: Task, updates: bool, numbers: dict[Any, int]) -> Info:
+    name = task.op.removesuffix(".backward")
+    phase = "update" if updates else "forward" if name == task.op else "backward"
+    if task.kernel == PYTHON:
+        phase = ""
+    layer, _, operator = name.rpartition(".")
+    uses = []
+    for access in task.accesses:
+        number = numbers.setdefault(access.tile.key, len(numbers))
+        uses.append(Use(number, access.mode, access.accumulate))
+    tiles = ", ".join(f"{a.mode} {a.tile!r}" for a in task.accesses)
+    parts = tuple(replace(_info(part, updates, {}), uses=(), estimated=True) for part in task.parts)
+    return Info(layer, operator, phase, task.kernel, tiles, task.flop, task.bytes, tuple(uses), parts)
+
+
+def peaks(trace: Trace, config: RunConfig) -> dict[str, Peak]:
+    """Of each kind of worker: known_peak, and at least what a task reached."""
+    found: dict[str, Peak] = {}
+    for worker in trace.workers:
+        if worker.kind in found:
+            continue
+        peak = known_peak(worker.kind, worker.name, sum(w.kind == worker.kind for w in trace.workers), config)
+        told = worker.kind == "CPU" or peak.source == "config"
+        found[worker.kind] = at_least_seen(peak, trace, worker.kind) if told else peak
+    return found
+
+
+def known_peak(kind: str, name: str, workers: int, config: RunConfig) -> Peak:
+    """Of one worker of a kind: from the config, else measured while all of them are busy (CPU), or from the table."""
+    how = config.profile
+    if how.peak_flop and how.peak_bytes:
+        return Peak(how.peak_flop, how.peak_bytes, "config")
+    return measure_cpu(workers, config.precision) if kind == "CPU" else device_peak(name, config.precision)
+
+
+def axes(config: RunConfig, inference: bool = False) -> dict[str, dict[str, int]]:
+    """Of each axis that a tiling may cut: its size, the tile's, the number of tiles; a tile that is coarse enough."""
+    own, good, result = tiling(config), coarse(config, inference).tiles, {}
+    for axis, size in sizes(config).items():
+        tile = own.tile(axis, size)
+        result[axis] = {"size": size, "tile": tile, "tiles": -(-size // tile), "good": min(good.get(axis, size), size)}
+    return result
+
+
+def convert_fxt(folder: Path) -> None:
+    """Turn FxT's raw file in `folder` into paje.trace and what else StarPU's tool writes, for ViTE and StarVZ."""
+    raw = sorted(str(path) for path in folder.glob("prof_file_*"))
+    if not raw:
+        raise TaskError("--fxt: StarPU left no trace: it was built without FxT (libfxt-dev)")
+    info = json.loads((Path(_core.__file__).parent / "_build_info.json").read_text())
+    tool = Path(info["starpu_prefix"]) / "bin" / "starpu_fxt_tool"
+    made = subprocess.run([tool, "-i", *raw], cwd=folder, capture_output=True, text=True, check=False)
+    if made.returncode:
+        raise TaskError(f"--fxt: {tool} failed: {made.stderr.strip()[-300:]}")

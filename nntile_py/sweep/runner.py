@@ -1,0 +1,143 @@
+"""`nntile sweep`: measure a config at many points, each in a process of its own, or those of one runtime in one.
+
+A point that ended, well or badly, is one line of rows.jsonl, synced to disk before the next one starts: a sweep that
+was killed goes on where it was. What a point measures is in worker.py.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import math
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from nntile_py.errors import ConfigError
+from nntile_py.sweep.process import Processes
+from nntile_py.sweep.results import pooled, write_results
+from nntile_py.sweep.sweep_spec import Point, Sweep, points
+from nntile_py.system.folders import read
+
+_TEXTS = ("id", "status", "error", "limit")
+
+
+class Rows:
+    """The rows of a folder, rows.jsonl: one line for each point that ended. One sweep at a time."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / "rows.jsonl"
+        self.all: dict[str, dict[str, Any]] = {}
+
+    @contextmanager
+    def open(self) -> Iterator[Rows]:
+        with ExitStack() as opened:
+            try:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                self._file = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+                opened.callback(os.close, self._file)
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                whole = read(self.path)
+            except BlockingIOError:
+                raise ConfigError(f"--out: another sweep is writing into {self.path.parent}") from None
+            except OSError as error:
+                raise ConfigError(f"--out: {self.path}: {error.strerror}; allowed: a folder to write to") from None
+            kept = whole[: whole.rfind(b"\n") + 1]  # a write that was cut short has no end of line
+            self.all = dict(self._read(number, line) for number, line in enumerate(kept.splitlines(), 1))
+            if kept != whole:
+                os.ftruncate(self._file, len(kept))
+            yield self
+
+    def _read(self, number: int, line: bytes) -> tuple[str, dict[str, Any]]:
+        try:
+            row = json.loads(line)
+            if not _whole(row):
+                raise ValueError
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            raise ConfigError(
+                f"{self.path}, line {number}: allowed: a point's row, as a sweep writes it; "
+                "remove the line, or take another --out"
+            ) from None
+        return row["id"], row
+
+    def append(self, row: dict[str, Any]) -> None:
+        self.all[row["id"]] = row
+        line = (json.dumps(row) + "\n").encode()
+        while line:
+            line = line[os.write(self._file, line) :]
+        os.fsync(self._file)
+
+
+def _whole(row: dict[str, Any]) -> bool:
+    """Whether a row holds what the results are made of."""
+    numbers = [value for key, value in row.items() if key not in (*_TEXTS, "sets", "measure", "times")]
+    good = row["status"] != "ok" or "seconds" in row
+    texts = good and all(isinstance(row.get(key, ""), str) for key in _TEXTS) and isinstance(row["sets"], dict)
+    numbers = [value for value in (*numbers, *row.get("times", [])) if value is not None]
+    return texts and bool(row["id"]) and all(type(n) in (int, float) and math.isfinite(n) for n in numbers)
+
+
+def run(sweep: Sweep, folder: Path, console: Console, *, retry: bool = False) -> list[dict[str, Any]]:
+    """Measure every point that has no row yet (with `retry`: no good one); returns the rows in the points' order.
+
+    With several rounds a point has a row of each in the file, and one of all in the results.
+    """
+    every = points(sweep)
+    names = {p.id: [p.id if k == 0 else f"{p.id}.{k + 1}" for k in range(sweep.rounds)] for p in every}
+    alike = [p.process for p in every]
+    ordered = sorted(every, key=lambda p: alike.index(p.process)) if sweep.together else every
+    todo = [(p, names[p.id][k]) for k in range(sweep.rounds) for p in ordered]
+    with Rows(folder).open() as rows:
+        if rows.all and not any(name in rows.all for own in names.values() for name in own):
+            raise ConfigError(f"--out: the rows in {folder} are of another sweep; take another --out")
+        done = {i for i, row in rows.all.items() if not retry or row["status"] == "ok"}
+        left = [(p, name) for p, name in todo if name not in done]
+        try:
+            with _progress(console) as progress, closing(Processes(sweep.together)) as processes:
+                before = len(todo) - len(left)
+                bar = progress.add_task("", total=len(todo), completed=before)
+                for number, (point, name) in enumerate(left, 1):
+                    progress.update(bar, description=_told(point.sets))
+                    row = measure_point(point, sweep.time_limit, processes, [p for p, _ in left[number:]])
+                    rows.append(row | {"id": name})
+                    progress.advance(bar)
+                    if not console.is_terminal:  # which has no bar
+                        ended = f"{row['seconds']:.4g} s" if row["status"] == "ok" else row["status"]
+                        _say(console, f"{before + number} of {len(todo)}: {_told(point.sets)}: {ended}")
+        finally:  # whatever ends the sweep, what is there can be read
+            there = [(p, [rows.all[name] for name in names[p.id] if name in rows.all]) for p in every]
+            result = [pooled(own) | {"id": p.id, "sets": p.sets} for p, own in there if own]
+            for line in write_results(sweep, result, folder):
+                _say(console, line)
+    return result
+
+
+def measure_point(
+    point: Point, time_limit: float, processes: Processes | None = None, follows: Sequence[Point] = ()
+) -> dict[str, Any]:
+    """Run a point, in a process of its own if none are given: its row. `follows`: the points after it."""
+    row: dict[str, Any] = {"id": point.id, "sets": point.sets, "measure": point.measure.model_dump()}
+    if point.config is None:
+        return row | {"status": "refused", "error": point.error}
+    start = time.time()
+    row |= (processes or Processes(together=False)).measure(point, time_limit, follows)
+    return row | {"started": start, "took": time.time() - start, "load": os.getloadavg()[0]}
+
+
+def _told(sets: dict[str, Any]) -> str:
+    return ", ".join(f"{key} {json.dumps(value)}" for key, value in sets.items())
+
+
+def _progress(console: Console) -> Progress:
+    columns = BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn()
+    return Progress(*columns, TextColumn("{task.description}"), console=console, disable=not console.is_terminal)
+
+
+def _say(console: Console, text: str) -> None:
+    console.print(text, highlight=False, markup=False, soft_wrap=True)

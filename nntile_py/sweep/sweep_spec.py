@@ -1,0 +1,364 @@
+"""A sweep's YAML, typed and checked, and the points that it stands for."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import math
+import random
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from nntile_py.analysis.workloads import FORWARD, Phase, Work
+from nntile_py.config.run_config import RunConfig, load
+from nntile_py.errors import ConfigError
+from nntile_py.schema import Count, Natural, Part, Positive, Section, Switch, allowed, assignment, read_yaml, validated
+from nntile_py.tasks.op import CATEGORIES
+
+Values = dict[str, list[Any]]
+_POINTS = ("grid", "list", "random")
+VARIANT = "variant"  # a point's key with the name of one of `variants`
+_ALWAYS = ["seconds", "tasks", "flop", "bytes_moved", "peak_bytes", "parallelism", "planned_task_us", "took", "load"]
+_UNITS = ("seconds", "flop", "% seconds", "% flop")
+_TIMED = ["seconds_min", "seconds_max", "ms", "us", "best ms", "best us", "us_per_task", "others"]
+_OF_NODES = ("gpus_per_node", "network", "gpus_per_nic", "strong")  # keys of measure that need its key `nodes`
+METRICS = {  # that worker.py gives, by measure.how
+    "plan": _ALWAYS,
+    "run": [*_ALWAYS, *_TIMED, "tokens_per_s", "gflop_per_s", "peak_mib"],
+    "operators": [*_ALWAYS, *(f"{of.name} {unit}" for of in CATEGORIES for unit in _UNITS)],
+    "nodes": [  # how: plan with measure.nodes
+        "seconds", "tasks", "peak_bytes", "took", "load", "tokens_per_s", "efficiency", "worker_efficiency", "gpus",
+        "own_seconds", "computed_seconds", "exposed_seconds", "update_seconds", "busy", "adding", "card", "thread",
+        "inside_bytes", "between_bytes", "messages",
+    ],
+}  # fmt: skip
+
+
+def _full(values: Values | None) -> Values | None:
+    if values is not None and not (values and all(values.values())):
+        raise ValueError("keys of a config, each with a list of at least one value")
+    return values
+
+
+class Measure(Section):
+    """What a point runs, and how often: `repeats` times are taken, each of `steps` steps in flight together."""
+
+    work: Work = "train"
+    """A training step, a forward pass, or a part of a model, as `nntile graph --work` names them."""
+    phase: Phase = "all"
+    """Of parts of a model: forward, backward or both."""
+    how: Literal["run", "plan", "operators"] = "run"
+    """Run it; only plan it; or run each operator alone and sum by class."""
+    contestant: Literal["nntile", "torch_eager", "torch_compile"] = "nntile"
+    """Who runs a training step or a forward pass: this project, or PyTorch, eager or by torch.compile, with the model
+    that transformers has, sequences padded, with their mask; or `encoder` or `mha`, torch.nn's own layers. In
+    processes of its own."""
+    alpha: Part = 1.0
+    """Of training steps and forward passes: the mean length of the sequences, as a part of train.seq."""
+    captured: Switch | None = None
+    """Of forward passes, and of `encoder` and other small graphs, on one GPU: whether they run as a CUDA graph; null:
+    where that is faster. Of torch_compile's `encoder` and `mha` on a GPU: true: each phase as one CUDA graph; null:
+    kernels are launched one by one."""
+    autotune: Switch = False
+    """Of torch_compile's `encoder` and `mha`: its mode max-autotune, without the graphs that `captured` makes."""
+    stacked: Switch = False
+    """Of PyTorch's `encoder` and `mha`: Q, K and V as one product before scaled_dot_product_attention, instead of
+    torch.nn's own layers."""
+    warmup: Natural = 1
+    """Runs before the first that is timed."""
+    steps: Count = 1
+    """Steps in flight together, which one time is taken of."""
+    repeats: Count = 3
+    """Times that are taken."""
+    nodes: Count | None = None
+    """With `how: plan` and training steps: play a step on so many machines, as `nntile plan --nodes` does."""
+    gpus_per_node: Count | None = None
+    """With `nodes`: GPUs of each; null: runtime.cuda."""
+    network: str | None = None
+    """With `nodes`: bits or bytes a second of a network card, each way; null: 400Gb/s, of CPU nodes 40Gb/s."""
+    gpus_per_nic: Count | None = None
+    """With `nodes`: GPUs that share a card; null: 1."""
+    strong: Switch = False
+    """With `nodes`: efficiency is against one node, and one GPU, that has the whole batch, not its part of it."""
+
+    @model_validator(mode="after")
+    def _what_pytorch_runs(self) -> Measure:
+        whole = ("train", *FORWARD, "encoder", "mha")
+        if self.contestant != "nntile" and (self.how != "run" or self.work not in whole):
+            raise ConfigError(
+                f"measure.contestant: got {self.contestant}; allowed: nntile, where measure.how is not run or"
+                f" measure.work is none of {', '.join(whole)}"
+            )
+        layer = self.work in ("encoder", "mha") and self.contestant != "nntile"
+        compiled = layer and self.contestant == "torch_compile"
+        ours = (self.contestant, self.how, self.work != "train") == ("nntile", "run", True)
+        if self.captured is not None and not ours and not compiled:
+            need = "null where measure.work is train, measure.how not run, or measure.contestant not nntile"
+            raise ConfigError(f"measure.captured: got {str(self.captured).lower()}; allowed: {need}")
+        for name, may, by in (("autotune", compiled, "torch_compile"), ("stacked", layer, "PyTorch")):
+            if getattr(self, name) and not may:
+                raise ConfigError(f"measure.{name}: got true; allowed: false where {by} runs no encoder or mha")
+        if self.nodes is not None and (self.how != "plan" or self.work != "train"):
+            need = "null where measure.how is not plan or measure.work not train"
+            raise ConfigError(f"measure.nodes: got {self.nodes}; allowed: {need}")
+        if self.phase == "backward" and self.work in FORWARD:
+            raise ConfigError(f"measure.phase: got backward; allowed: all or forward, as {self.work} has no other")
+        return self
+
+
+class Random(Section):
+    """`count` points of the grid of `over`, drawn without repetition."""
+
+    count: Count
+    """How many."""
+    seed: Natural = 0
+    """Decides which."""
+    over: Values
+    """Keys of the config, each with the list of its values."""
+
+    _values = field_validator("over")(_full)
+
+
+class Plot(Section):
+    """y over x, a line or bars for each `series`, side by side for each `panel`; `heat`: y as colour over x, series."""
+
+    kind: Literal["line", "bar", "heat"] = "line"
+    """How it is drawn."""
+    x: str
+    """A key that points set, or a column of results.csv."""
+    y: str | list[str] = "seconds"
+    """A column of results.csv; a list: a line or bar for each."""
+    series: str | None = None
+    """The key with a line, or a bar, for each of its values."""
+    panel: str | None = None
+    """The key with a plot for each of its values."""
+    title: str = ""
+    """Above the plot."""
+    xlabel: str | None = None
+    """Below it; null: made of `x`."""
+    ylabel: str | None = None
+    """Beside it; null: made of `y`."""
+    log: Switch = False
+    """The x axis is logarithmic, to base 2."""
+    ylog: Switch = False
+    """The y axis is logarithmic, to base 10, and does not begin at 0."""
+    same: Switch = True
+    """All panels have one y axis."""
+
+    @property
+    def metrics(self) -> list[str]:
+        return [self.y] if isinstance(self.y, str) else self.y
+
+    @model_validator(mode="after")
+    def _second_axis(self) -> Plot:
+        if self.kind == "heat" and self.series is None:
+            raise ConfigError("plots: a heat map needs `series`, the key of its vertical axis")
+        return self
+
+
+class Best(Section):
+    """Which point is named the best at the end."""
+
+    metric: str = "seconds"
+    """A column of results.csv."""
+    of: Literal["least", "greatest"] = "least"
+    """The least or the greatest value of it."""
+
+
+class Sweep(Section):
+    """A sweep's YAML: the base config with `set` over it, and its points."""
+
+    config: str
+    """The run's YAML that all points start from, relative to this file."""
+    set_: dict[str, Any] = Field(default_factory=dict, alias="set")
+    """Keys of it that all points change, such as `runtime.cpus: 2`."""
+    grid: Values | None = None
+    """Keys, each with a list of values: every combination is a point."""
+    list_: list[dict[str, Any]] | None = Field(None, alias="list")
+    """Points, each a mapping of keys to values; with a grid too, each point of the one with each of the other."""
+    random_: Random | None = Field(None, alias="random")
+    """Points drawn from a grid, instead of a grid or a list."""
+    variants: dict[str, dict[str, Any]] | None = None
+    """Names, each with the keys that it sets (of the config, and of `measure` as measure.KEY): every point is measured
+    with each of them. Plots and tables know them by the key `variant`."""
+    measure: Measure = Measure()
+    rounds: Count = 1
+    """Times that all points are measured, in turns: against machines that change meanwhile."""
+    time_limit: Positive = 600.0
+    """Seconds that a point may take, each time."""
+    together: Switch = False
+    """Points of one `runtime` share a process: GPUs take longer to start than to measure."""
+    best: Best = Best()
+    plots: list[Plot] = Field(default_factory=list)
+    """Pictures, a list of sections with these keys."""
+
+    _values = field_validator("grid")(_full)
+
+    @model_validator(mode="after")
+    def _some(self) -> Sweep:
+        if not (self.grid or self.list_ or self.random_) or (self.random_ and (self.grid or self.list_)):
+            raise ConfigError("grid, list, random: allowed: a grid, a list, both (their product), or random")
+        own = {key for keys in (self.variants or {}).values() for key in keys}
+        if twice := own & {key for keys in (self.grid, *(self.list_ or [])) for key in keys or ()}:
+            raise ConfigError(f"variants: {min(twice)} is set by the grid or list, too; allowed: in one of them")
+        parts = {"set_", "grid", "list_", "random_", "variants"}
+        for name, values in self.model_dump(by_alias=True, include=parts).items():
+            try:
+                json.dumps(values, sort_keys=True)
+            except (TypeError, ValueError) as error:  # YAML has dates, too
+                raise ConfigError(f"{name}: {error}; allowed: numbers, texts, lists, mappings") from None
+        return self
+
+    def varied(self) -> dict[str, str]:
+        """The keys that points set, with what sets each: grid, list or random."""
+        over = [(key, "random") for key in self.random_.over] if self.random_ else []
+        over += [(key, "variants") for keys in (self.variants or {}).values() for key in keys]
+        over += [(VARIANT, "variants")] if self.variants else []
+        return dict(
+            [*over, *((k, "list") for e in self.list_ or [] for k in e), *((k, "grid") for k in self.grid or {})]
+        )
+
+    def metrics(self) -> list[str]:
+        """What the rows can hold."""
+        tables = [self.grid or {}, self.random_.over if self.random_ else {}]
+        hows = [self.measure.how, *(how for values in tables for how in values.get("measure.how", []))]
+        hows += [entry["measure.how"] for entry in self.list_ or [] if "measure.how" in entry]
+        hows += ["nodes"] if self.measure.nodes or "measure.nodes" in self.varied() else []
+        return list(dict.fromkeys(metric for how in hows for metric in METRICS.get(how, [])))
+
+    def check_names(self) -> None:
+        """Refuses what no row will hold, before anything is measured."""
+        metrics = self.metrics()
+        keys = [*self.varied(), *self.set_, *metrics]
+        wanted = [("best.metric", self.best.metric, metrics)]
+        for number, plot in enumerate(self.plots):
+            axes = {name: getattr(plot, name) for name in ("x", "series", "panel")}
+            wanted += [(f"plots.{number}.{name}", of, keys) for name, of in axes.items() if of is not None]
+            wanted += [(f"plots.{number}.y", y, metrics) for y in plot.metrics]
+        for name, of, known in wanted:
+            if of not in known:
+                what = "a metric that this measure gives" if known is metrics else "a key that the sweep sets"
+                raise ConfigError(f"{name}: {of!r} is not {what}; {allowed(of, known)}")
+
+    def settings(self) -> Iterator[dict[str, Any]]:
+        """What each point sets, in order."""
+        over = self.random_.over if self.random_ else self.grid or {}
+        numbers: Sequence[int] = range(math.prod(map(len, over.values())))
+        if self.random_:
+            numbers = random.Random(self.random_.seed).sample(numbers, min(self.random_.count, len(numbers)))
+        variants = [{VARIANT: name} for name in self.variants or {}] or [{}]
+        for entry, number, variant in itertools.product(self.list_ or [{}], numbers, variants):
+            point = {}
+            for key, values in reversed(over.items()):
+                number, index = divmod(number, len(values))
+                point[key] = values[index]
+            yield entry | {key: point[key] for key in over} | variant
+
+
+@dataclass(frozen=True)
+class Point:
+    """One configuration to measure; `id` is of all that decides the measurement, `error` why it cannot be made.
+
+    sets: what it differs in from others: keys of the grid or list, and the name of the variant."""
+
+    id: str
+    sets: dict[str, Any]
+    config: RunConfig | None
+    measure: Measure
+    error: str | None = None
+
+    @property
+    def process(self) -> Any:
+        """Points that may share a process are alike in this."""
+        return self.config and self.config.runtime, self.measure.contestant
+
+
+def load_sweep(path: Path, overrides: Iterable[str] = ()) -> Sweep:
+    """Read and check a sweep's YAML, with `overrides` of the config's keys; `config` is relative to it."""
+    tree = read_yaml(path, "SWEEP", Sweep)
+    if tree.keys() & RunConfig.model_fields and not tree.keys() & {"config", *_POINTS}:
+        raise ConfigError(f"{path}: this is a run's config, not a sweep's YAML; did you mean --auto?")
+    return check_sweep(tree, path, overrides)
+
+
+def check_sweep(tree: Mapping[str, Any], path: Path, overrides: Iterable[str] = ()) -> Sweep:
+    """A sweep from what was read from `path`."""
+    try:
+        sweep: Sweep = validated(Sweep, dict(tree))
+        for item in overrides:
+            key, value = assignment(item)
+            head = key.partition(".")[0]
+            if head in {field.alias or name for name, field in Sweep.model_fields.items()}:
+                raise ConfigError(f"--set {item}: {head} is part of the sweep's file; change it there")
+            for other, where in sweep.varied().items():
+                if key == other or key.startswith(f"{other}."):
+                    need = "allowed: other keys, or a change there"
+                    raise ConfigError(f"--set {item}: `{where}` of the sweep's file sets {other}; {need}")
+            try:
+                json.dumps(value)
+            except (TypeError, ValueError) as error:
+                raise ConfigError(f"--set {key}: {error}; allowed: numbers, texts, lists, mappings") from None
+            sweep.set_[key] = value
+        sweep.check_names()
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+    beside = path.parent / sweep.config
+    return sweep.model_copy(update={"config": str(beside if beside.is_file() else sweep.config)})
+
+
+def points(sweep: Sweep) -> list[Point]:
+    """All points, each once. A value that no point can have is a ConfigError; a point that is refused is kept."""
+    found: dict[str, Point] = {}
+    for sets in sweep.settings():
+        config, error = None, None
+        try:
+            every = {**(sweep.variants or {}).get(sets.get(VARIANT, ""), {}), **sets}
+            every.pop(VARIANT, None)
+            own = {key.removeprefix("measure."): v for key, v in every.items() if key.startswith("measure.")}
+            measure: Measure = validated(Measure, sweep.measure.model_dump() | own, "measure.")
+            rest = sweep.set_ | {key: value for key, value in every.items() if not key.startswith("measure.")}
+            config = load(sweep.config, _overrides(rest))
+            if config.runtime.nodes and (measure.how == "operators" or measure.contestant != "nntile"):
+                told = "null, where measure.how is operators or measure.contestant another than nntile"
+                raise ConfigError(f"runtime.nodes: got {config.runtime.nodes}; allowed: {told}")
+        except ConfigError as refused:
+            measure, error = sweep.measure, str(refused)
+        what = [config.model_dump(by_alias=True) if config else sets, _set(measure)]
+        what += [{VARIANT: sets[VARIANT]}] if VARIANT in sets else []  # two may come to the same
+        name = hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:16]
+        found.setdefault(name, Point(name, sets, config, measure, error))
+    result = list(found.values())
+    if all(point.error for point in result):
+        _check_base(sweep)
+    for point in result:
+        for key, value in point.sets.items():
+            alike = [p.error for p in result if p is point or (key in p.sets and p.sets[key] == value)]
+            if all(alike):
+                raise ConfigError(f"{key} = {value!r}: {alike[0]}")
+    return result
+
+
+def _set(measure: Measure) -> dict[str, Any]:
+    """What decides a measurement: keys of machines where there are any, so that rows of before stay known."""
+    return measure.model_dump(exclude=None if measure.nodes else {"nodes", *_OF_NODES})
+
+
+def _check_base(sweep: Sweep) -> None:
+    """Where all points are refused it may be for what they share: then that is named, not a point's key."""
+    try:
+        load(sweep.config, _overrides(sweep.set_))
+    except ConfigError as error:
+        try:
+            load(sweep.config)
+        except ConfigError:
+            raise ConfigError(f"config: {error}") from None
+        raise ConfigError(f"set: {error}") from None
+
+
+def _overrides(sets: dict[str, Any]) -> list[str]:
+    return [f"{key}={json.dumps(value)}" for key, value in sets.items()]

@@ -1,0 +1,115 @@
+"""Files and values that are wrong: one message that names the file or key, and nothing that never ends."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import nntile_py as nt
+from nntile_py.config.run_config import load
+from nntile_py.errors import ConfigError
+from nntile_py.models.hf_config import arrays, tensors_of
+from nntile_py.schema import parse
+from nntile_py.tiles import Tiling
+from nntile_py.tokenizer import load_tokenizer
+
+CONFIG = nt.models.GPT2Config(layers=1, embed=8, heads=2, vocab=20, positions=8)
+
+
+@pytest.mark.parametrize("dtype", ["complex64", "int8", "bool", "object"])
+def test_weights_that_are_no_floating_point_numbers(dtype: str) -> None:
+    weights = {name: value.astype(dtype) for name, value in nt.models.GPT2(CONFIG).weights.items()}
+    with nt.Runtime(cpus=1), pytest.raises(ConfigError, match=rf"weight \S+ is {dtype}; allowed: float16, float32"):
+        nt.Trainer(nt.models.GPT2(CONFIG, weights), 2, 8)
+
+
+def test_weights_of_a_file_that_are_no_numbers() -> None:
+    import torch
+
+    with pytest.raises(ConfigError, match="weight b has values that are no finite numbers"):
+        arrays({"a": torch.ones(2), "b": torch.tensor([1.0, float("nan")])})
+    with pytest.raises(ConfigError, match="weight a is float8_e4m3fn; allowed: float16"):
+        arrays({"a": torch.ones(2).to(torch.float8_e4m3fn)})
+
+
+@pytest.mark.parametrize("name", ["../elsewhere.safetensors", "/etc/passwd", "", 3, None, "a/b.safetensors"])
+def test_an_index_may_not_leave_its_folder(name: Any, tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
+    with pytest.raises(ConfigError, match="allowed: files in its own folder"):
+        tensors_of(tmp_path)
+
+
+INDICES = ['{"weight_map": []}', "[]", "{", '{"weight_map": {"a": "not_there.safetensors"}}', "\x00"]
+TOKENIZERS = ["", "{}", "[]", "null", '{"model": {"type": "BPE"}}', '{"version": "1.0", "model": 3}']
+TEXTS = ["!!timestamp x", "!!int ''", "!!binary 3", "!!float []", "a: !!set 3", "&a [*a", "{a: *b}"]
+
+
+@pytest.mark.parametrize("text", INDICES)
+def test_an_index_that_is_none(text: str, tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(ConfigError, match="model: "):
+        tensors_of(tmp_path)
+
+
+@pytest.mark.parametrize("text", TOKENIZERS)
+def test_a_tokenizer_that_is_none(text: str, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"tokenizer.path: cannot read"):
+        load_tokenizer(tmp_path / "tokenizer.json")
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_yaml_that_its_library_stumbles_over(text: str) -> None:
+    with pytest.raises(ConfigError, match="here"):
+        parse(text, "here")
+
+
+HUGE = {
+    "model.embed=1000000000": "model.heads: got 7; allowed: a divisor of model.embed = 1000000000: 1, 2, 4, 5",
+    f"model.embed={10**30}": "and less than 2^63",
+    f"tokenizer.vocab_size={10**30}": "tokenizer.vocab_size",
+    "tokenizer.vocab_size=1e30": "tokenizer.vocab_size",
+    f"train.batch={10**18}": "train.batch: got 1000000000000000000; allowed: an integer from 1 to 2147483647",
+    f"train.batch={10**9}": "tiles.batch",
+    f"train.seq={10**9}": "train.seq",
+}
+
+
+@pytest.mark.parametrize("item", HUGE)
+def test_sizes_that_no_machine_has(item: str, tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump({
+        "model": {"layers": 1, "embed": 14, "heads": 7}, "train": {"batch": 4, "seq": 8, "steps": 1},
+        "tiles": {"batch": 1, "seq": 4},
+    }))  # fmt: skip
+    code = "import sys; sys.argv[0] = 'nntile'; from nntile_py.cli import main; main()"
+    arguments = [sys.executable, "-c", code, "plan", str(tmp_path / "run.yaml"), "--set", item]
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 2 and HUGE[item] in done.stderr and "Traceback" not in done.stderr, done.stderr
+
+
+def test_tiles_without_end() -> None:
+    with pytest.raises(ConfigError, match=r"tiles.embed: 10,000,000 tiles of 10,000,000 elements; allowed: at most"):
+        Tiling({"embed": 1}).parts("embed", 10**7)
+
+
+def test_functions_that_do_not_run_when_they_are_called() -> None:
+    async def later(x: Any) -> None: ...
+
+    def one_by_one(x: Any) -> Any:
+        yield x
+
+    for function in (later, one_by_one):
+        with pytest.raises(TypeError, match="async functions and generators are not allowed"):
+            nt.task(x="R")(function)
+
+
+def test_a_path_that_is_too_long(tmp_path: Path) -> None:
+    model, train = {"layers": 1, "embed": 8, "heads": 2}, {"batch": 1, "seq": 8, "steps": 1}
+    tree = {"model": model, "data": {"source": "x" * 5000}, "train": train}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(tree))
+    with pytest.raises(ConfigError, match=r"data\.source"):
+        load(tmp_path / "run.yaml")

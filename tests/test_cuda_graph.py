@@ -1,0 +1,243 @@
+"""What may be one CUDA graph, what tiles are to it, how much of them it computes, when it runs; without a GPU."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import nntile_py as nt
+from nntile_py import _core
+from nntile_py.errors import ConfigError, TaskError
+from nntile_py.execution import cuda_graph
+from nntile_py.execution.cuda_graph import LEAST, Served, most_filled, refusal, roles, rounded
+from nntile_py.graph.step import StepSpec
+from nntile_py.sweep.sweep_spec import Measure
+from nntile_py.tiles import Access, Slot, TaskList, Tile, Tiling
+from nntile_py.tiles.arguments import TaskArgs
+from nntile_py.tiles.task_groups import grouped
+from nntile_py.tiles.tasklist import Task
+
+CONFIG = nt.models.BERTConfig(layers=2, embed=16, heads=2, vocab=40, positions=32, head="pooler")
+
+
+def forward(pack: bool = True, **tiles: int) -> TaskList:
+    spec = StepSpec(nt.models.BERT(CONFIG), 4, 32, Tiling(tiles), pack=pack)
+    return spec.outputs("pooled").forward.tasks
+
+
+@pytest.mark.parametrize("pack", [True, False])
+@pytest.mark.parametrize("tiles", [{}, {"batch": 2, "heads": 1, "ffn": 24}], ids=["uncut", "cut"])
+def test_a_forward_pass(tiles: dict[str, int], pack: bool) -> None:
+    """Alone and in groups: its weights, its inputs, its output; all else is written first, and freed."""
+    tasks = forward(pack, **tiles)
+    for of in (tasks, grouped(tasks, 1e12, 1e12, 1e-3, alone=True)):
+        assert refusal(of) == ""
+        weights, accesses = roles(of)
+        parts = [part for task in of.tasks for part in task.parts or [task]]
+        tiles_of = {a.tile for part in parts for a in part.accesses if a.tile.persistent}
+        assert {*weights} == {tile for tile in tiles_of if tile.kind == "param"}
+        assert tiles_of == {*weights, *(a.tile for a in accesses)}
+        assert {(a.tile.kind, a.mode) for a in accesses} == {("input", "R"), ("output", "W")}
+
+
+def test_how_much_a_run_fills() -> None:
+    most = most_filled(forward(batch=2))
+    assert most["seq of 0"] == most["seq of 1"] == 64 and most["offset of 0"] == 65
+    assert most_filled(forward(pack=False)) == {}
+
+
+def test_training_is_none() -> None:
+    step = StepSpec(nt.models.BERT(nt.models.BERTConfig(layers=1, embed=16, heads=2, vocab=40, positions=32)), 4, 32)
+    made = step.step()
+    assert "which outlives it" in refusal(made.update.tasks)
+    assert refusal(made.first.tasks)
+
+
+class SlotArgs(TaskArgs):
+    value: float
+
+
+def task(mode: str = "W", *, kind: str = "output", args: Any = None) -> TaskList:
+    made, tile = TaskList(), Tile("x", (0,), (4,), "fp32", persistent=kind != "temp", kind=kind)
+    made.tasks = [Task("fill", [Access(tile, mode)], args or TaskArgs(), "op")]
+    return made
+
+
+@pytest.mark.parametrize(
+    ("tasks", "reason"),
+    [
+        (task(), ""),
+        (task(args=SlotArgs(Slot("seed"))), ""),
+        (task("RW"), "changes x"),
+        (task("COMMUTE"), "changes x"),
+        (task("REDUX"), "by reduction"),
+        (task("W", kind="temp"), ""),
+    ],
+)  # fmt: skip
+def test_what_is_refused(tasks: TaskList, reason: str) -> None:
+    found = refusal(tasks)
+    assert re.search(reason, found) if reason else found == ""
+
+
+def test_room_made_for_others_is_refused() -> None:
+    for field in ("evicts", "clears"):
+        tasks = task()
+        getattr(tasks.tasks[0], field).append(tasks.tasks[0].accesses[0].tile)
+        assert "makes room" in refusal(tasks)
+
+
+@nt.task(x="R", y="W")
+def doubled(x: Any, y: Any) -> None:
+    y[...] = x
+
+
+def test_tasks_in_python_are_refused(runtime: nt.Runtime) -> None:
+    tasks, (x, y) = TaskList(), (Tile(name, (0,), (4,), "fp32", persistent=True, kind="output") for name in "xy")
+    tasks.emit(doubled, [Access(x, "R"), Access(y, "W")])
+    assert "in Python" in refusal(tasks.resolve())
+
+
+@pytest.mark.parametrize("most", [8, 64, 65, 512, 1000, 4096, 8192, 16384, 20000])
+def test_rounded(most: int) -> None:
+    """Few sizes, none too small, all within the tile; products choose for as many rows as for what is filled."""
+    source = (Path(__file__).parents[1] / "tasks/cublaslt_cuda.cpp").read_text()
+    assert "(most / 16 + 127) / 128 * 128;" in source  # as below
+
+    def chosen_for(rows: int) -> int:
+        step = (most // 16 + 127) // 128 * 128
+        return min(most, -(-rows // step) * step) if step else rows
+
+    found = {n: rounded(n, most) for n in range(1, most + 1)}
+    assert all(n <= size <= most for n, size in found.items())
+    assert all(size <= max(2 * n, LEAST, n + most // 16 + 128) for n, size in found.items())
+    assert all(chosen_for(size) == chosen_for(n) for n, size in found.items() if most >= 16)
+    graphs = (Path(cuda_graph.__file__).parent / "csrc/captured_cuda.cpp").read_text()
+    kept = int(re.findall(r"kGraphs = (\d+);", graphs)[0])
+    assert len({*found.values()}) <= kept
+
+
+def test_on_cpu_workers(runtime: nt.Runtime) -> None:
+    """Asked for, it is an error; left open, the tasks run."""
+    with pytest.raises(ConfigError, match=r"captured: true is not allowed here: it needs a runtime of one GPU"):
+        nt.Encoder(MODEL, captured=True)([[1, 2]])
+    with pytest.raises(ConfigError, match="captured: 'no' is not allowed; use True, False or None"):
+        nt.Encoder(MODEL, captured="no")
+    encoder = nt.Encoder(MODEL)
+    encoder([[1, 2]])
+    assert "one GPU" in served(encoder).reason
+
+
+@pytest.mark.parametrize("other", [{"work": "train"}, {"contestant": "torch_eager"}, {"how": "plan"}])
+def test_a_sweep_that_captures_nothing(other: dict[str, Any]) -> None:
+    asked = {"work": "inference", "captured": False}
+    assert Measure(**asked).captured is False
+    with pytest.raises(ConfigError, match=r"measure.captured: got false; allowed: null where measure.work is train"):
+        Measure(**asked | other)
+
+
+# -- what runs a program, with a stand-in for the graph: the same tasks, on as much of the tiles as a graph computes
+
+MODEL = nt.models.BERT(CONFIG, seed=1)
+TEXTS = [[1, 2, 3], [*range(30)], [4], [5] * 17]
+
+
+class Graph:
+    """As _core.Captured."""
+
+    room, fault, fails = True, "", False
+
+    def __init__(self, program: Any, weights: Any, tiles: Any, modes: Any, own: int, changing: list[int]) -> None:
+        assert changing == []
+        assert weights and own > 0 and {*modes} == {"R", "W"} and len(modes) == len(tiles)
+        self._program, self.graphs, self.broken, self.held = program, 0, "", False
+
+    def hold(self, most: int) -> bool:
+        self.held = self.room
+        return self.held
+
+    def let_go(self) -> None:
+        self.held = False
+
+    def run(self, slots: list[float]) -> int:
+        assert self.held and all(slot >= LEAST for slot in slots)
+        if self.fails:
+            raise TaskError("it fails")
+        self.graphs, self.broken = self.graphs + 1, self.fault
+        return int(self._program.run(slots))
+
+
+@pytest.fixture
+def graph(runtime: nt.Runtime, monkeypatch: pytest.MonkeyPatch) -> type[Graph]:
+    class Own(Graph):
+        pass
+
+    monkeypatch.setattr(_core, "Captured", Own, raising=False)
+    monkeypatch.setattr(Served, "_refusal", lambda one: refusal(one._program.list))
+    monkeypatch.setattr(cuda_graph, "LONG", float("inf"))
+    return Own
+
+
+def served(encoder: nt.Encoder) -> Served:
+    assert encoder._running
+    (one,) = encoder._running.forwards.values()
+    return one.program
+
+
+@pytest.mark.parametrize("output", ["hidden", "mean", "pooled"])
+def test_what_lies_behind_the_filled_changes_nothing(graph: type[Graph], output: str) -> None:
+    want, encoder = nt.Encoder(MODEL, output, captured=False)(TEXTS), nt.Encoder(MODEL, output, captured=True)
+    for got in (encoder(TEXTS), encoder(TEXTS)):
+        for a, b in zip(got, want, strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+    assert served(encoder).graphs == 2 and served(encoder).captured
+
+
+@pytest.mark.parametrize("faster", [True, False])
+def test_the_faster_way_is_chosen(graph: type[Graph], monkeypatch: pytest.MonkeyPatch, faster: bool) -> None:
+    def seconds(way: Any, runs: int) -> float:
+        for _ in range(runs):
+            way()
+        return 2.0 if (way.__name__ == "launch") is faster else 3.0
+
+    monkeypatch.setattr(cuda_graph, "_seconds", seconds)
+    encoder = nt.Encoder(MODEL, "pooled")
+    want = nt.Encoder(MODEL, "pooled", captured=False)(TEXTS)
+    for runs in (1, 2):
+        np.testing.assert_allclose(encoder(TEXTS), want, rtol=1e-5, atol=1e-6)
+        one = served(encoder)
+        assert one.captured is faster and one._native.held is faster
+        assert one.reason == ("" if faster else "it is no faster")
+        assert one._native.graphs == 2 + cuda_graph.TURNS * cuda_graph.RUNS + runs * faster
+
+
+def test_a_long_program_is_not_tried(graph: type[Graph], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_graph, "LONG", 0.0)
+    encoder = nt.Encoder(MODEL, "pooled")
+    np.testing.assert_array_equal(encoder(TEXTS), nt.Encoder(MODEL, "pooled", captured=False)(TEXTS))
+    one = served(encoder)
+    assert one.captured is False and one.graphs == 0 and "where a graph gains nothing" in one.reason
+    encoder = nt.Encoder(MODEL, "pooled", captured=True)
+    encoder(TEXTS)
+    assert served(encoder).graphs == 1
+
+
+@pytest.mark.parametrize(
+    ("trouble", "reason"),
+    [({"room": False}, "no room"), ({"fault": "a kernel waits"}, "a kernel waits"), ({"fails": True}, "it fails")],
+)
+def test_what_cannot_be_a_graph_runs_without(graph: type[Graph], trouble: dict[str, Any], reason: str) -> None:
+    for name, value in trouble.items():
+        setattr(graph, name, value)
+    want, encoder = nt.Encoder(MODEL, "pooled", captured=False)(TEXTS), nt.Encoder(MODEL, "pooled")
+    np.testing.assert_array_equal(encoder(TEXTS), want)
+    assert served(encoder).captured is False and reason in served(encoder).reason and not served(encoder)._native.held
+    if "fails" not in trouble:  # of one that was asked for it is said, once
+        encoder = nt.Encoder(MODEL, "pooled", captured=True)
+        with pytest.warns(UserWarning, match=rf"captured: the program is no graph: .*{reason}"):
+            for _ in range(2):
+                np.testing.assert_allclose(encoder(TEXTS), want, rtol=1e-5, atol=1e-6)
+        np.testing.assert_array_equal(encoder(TEXTS), want)

@@ -1,0 +1,281 @@
+"""On a CUDA device: forward passes that are one CUDA graph give what their tasks give, one by one."""
+
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import nntile_py as nt
+from nntile_py import _core
+from nntile_py.analysis.workloads import Phase, build
+from nntile_py.config.run_config import load
+from nntile_py.errors import ConfigError
+from nntile_py.execution.cuda_graph import Served
+from nntile_py.execution.program import Store
+from nntile_py.graph.step import StepSpec
+from nntile_py.inference.encoder import _Forward
+from nntile_py.profiling.operator_timer import write_random
+from nntile_py.system.folders import installed
+from nntile_py.testing import error
+from nntile_py.training.forward import forward_passes
+
+if not (torch.cuda.is_available() and _core.has_cuda):
+    pytest.skip("needs a CUDA device and an extension built for it", allow_module_level=True)
+
+CONFIG = nt.models.BERTConfig(layers=3, embed=128, heads=4, vocab=500, positions=256, head="pooler")
+BARE = CONFIG.model_copy(update={"head": "none"})
+# Of bits that differ where products have other numbers of rows; but for fp32 that may round an operand elsewhere
+# (tf32 on an H200: 2.1e-5 and 5.7e-5; tf32 rounds to 4.9e-4).
+LIMIT = {"fp32": 1e-5, "tf32": 1e-4, "bf16": 1e-2, "fp16": 2e-3}
+Texts = list[list[int]]
+Array = np.ndarray[Any, Any]
+
+
+@pytest.fixture
+def cuda() -> Iterator[nt.Runtime]:
+    with nt.Runtime(cpus=0, cuda=1) as running:
+        yield running
+
+
+def texts(*lengths: int, seed: int = 0) -> Texts:
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, 500, n).tolist() for n in lengths]
+
+
+# Each of the first two is alone in a bin of 64 and of 256; then two of 512, of several texts, less and more filled.
+PASSES = [texts(38), texts(150, seed=1), texts(200, 130, 9, seed=2), texts(256, 200, 1, 40, seed=3)]
+
+
+def served(encoder: nt.Encoder) -> list[Served]:
+    assert encoder._running
+    return [forward.program for forward in encoder._running.forwards.values()]
+
+
+def same(got: Any, want: Any, dtype: str) -> None:
+    for a, b in zip(got, want, strict=True):
+        assert a.shape == b.shape and np.isfinite(a).all()
+        assert error(a, b) <= LIMIT[dtype]
+
+
+@pytest.mark.parametrize("output", ["hidden", "pooled"])
+@pytest.mark.parametrize("dtype", ["fp32", "tf32", "bf16", "fp16"])
+def test_as_the_tasks_one_by_one(cuda: nt.Runtime, dtype: str, output: str, folder: Path) -> None:
+    as_one_by_one(CONFIG, output, dtype, folder)
+
+
+@pytest.mark.parametrize("form", ["varlen", "cudnn"])
+def test_ragged_kernels(cuda: nt.Runtime, form: str, folder: Path) -> None:
+    as_one_by_one(CONFIG.changed(attention=form), "hidden", "bf16", folder)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """For choices of kernels."""
+    return tmp_path_factory.mktemp("choices")
+
+
+def choose_alike(folder: Path) -> None:
+    """What was chosen for launched kernels is what graphs take: others of tf32 differ by roundings of the type."""
+    for file in folder.iterdir():
+        lines = [line for line in file.read_text().splitlines() if not line.startswith("in a graph, ")]
+        file.write_text("".join(f"{line}\nin a graph, {line}\n" for line in lines))
+
+
+def as_one_by_one(config: Any, output: str, dtype: str, folder: Path) -> None:
+    """Launched, captured, replayed; bins of several sizes, more and less filled, in turns."""
+    _core.keep_choices(str(folder))  # until the next runtime starts
+    model = nt.models.BERT(config, seed=1)
+    options: dict[str, Any] = {"dtype": dtype, "batch_tokens": 512}
+    many = [row for given in PASSES for row in given] * 3  # passes in flight together
+    with nt.Encoder(model, output, captured=False, **options) as encoder:
+        want, want_many = [encoder(given) for given in PASSES], encoder(many)
+        assert all(one.graphs == 0 and one.reason == "captured: false" for one in served(encoder))
+    choose_alike(folder)
+    with nt.Encoder(model, output, captured=True, **options) as encoder:
+        for _ in range(4):
+            for given, expected in zip(PASSES, want, strict=True):
+                same(encoder(given), expected, dtype)
+        found = served(encoder)
+        assert len(found) == 3 and all(one.captured and one.graphs for one in found)
+        got = encoder(many)
+        same(got, want_many, dtype)
+        if dtype != "tf32":  # whose kernels may round operands otherwise in bins of another size
+            same(got, [row for given in want for row in given] * 3, dtype)
+
+
+@pytest.mark.parametrize("output", ["hidden", "pooled"])
+@pytest.mark.parametrize(("dtype", "limit"), [("tf32", 4e-3), ("bf16", 3e-2), ("fp16", 4e-3)])
+def test_as_in_fp32(cuda: nt.Runtime, dtype: str, limit: float, output: str) -> None:
+    """With the kernels that graphs choose. What is served in 16 bits comes as float32."""
+    model = nt.models.BERT(CONFIG, seed=1)
+    with nt.Encoder(model, output) as exact, nt.Encoder(model, output, dtype=dtype) as encoder:
+        for given in (*PASSES, [row for one in PASSES for row in one] * 3):  # the last in several bins
+            for got, want in zip(encoder(given), exact(given), strict=True):
+                assert got.dtype == np.float32 and error(got, want) < limit
+
+
+def test_one_graph_serves_all_fillings(cuda: nt.Runtime) -> None:
+    """Bins of 64, filled with anything: one graph, which is captured once."""
+    model = nt.models.BERT(CONFIG, seed=1)
+    with nt.Encoder(model, captured=True) as encoder:
+        for n in range(33, 65):
+            encoder(texts(n))
+        assert [one.graphs for one in served(encoder)] == [1]
+
+
+def test_what_is_faster_is_chosen(cuda: nt.Runtime) -> None:
+    model = nt.models.BERT(CONFIG, seed=1)
+    with nt.Encoder(model, captured=False) as one, nt.Encoder(model) as other:
+        same(other(PASSES[0]), one(PASSES[0]), "fp32")
+        (chosen,) = served(other)
+        assert chosen.captured is not None and chosen.graphs
+        assert chosen.captured is (chosen.reason == ""), chosen.reason
+
+
+def test_two_encoders_and_a_trainer(cuda: nt.Runtime) -> None:
+    """Weights that stay on the device are in nobody's way."""
+    models = [nt.models.BERT(CONFIG, seed=seed) for seed in (1, 2)]
+    want = []
+    for model in models:
+        with nt.Encoder(model, captured=False) as encoder:
+            want.append([encoder(given) for given in PASSES])
+    trained = nt.models.BERT(CONFIG.model_copy(update={"head": "masked_lm"}), seed=3)
+    trainer = nt.Trainer(trained, 2, 64, dtype="fp32")
+    ids = np.array(texts(64, 64))
+    with nt.Encoder(models[0], captured=True) as one, nt.Encoder(models[1], captured=True) as other:
+        for _ in range(3):
+            pending = trainer.submit(ids, ids)
+            for given, *expected in zip(PASSES, *want, strict=True):
+                same(one(given), expected[0], "fp32")
+                same(other(given), expected[1], "fp32")
+            assert np.isfinite(pending.result().loss)
+        one.close()
+        same(other(PASSES[0]), want[1][0], "fp32")
+    trainer.close()
+
+
+def forward(store: Store, captured: bool) -> _Forward:
+    made = StepSpec(nt.models.BERT(BARE), 2, 64).outputs("hidden")
+    give(made, store, 1)
+    return _Forward(made, store, False, captured)
+
+
+def give(made: Any, store: Store, seed: int) -> None:
+    weights = nt.models.BERT(BARE, seed=seed).weights
+    for param in made.params:
+        store.write(made.forward, param.tensor, param.value(weights))
+
+
+@pytest.mark.parametrize("rounds", [1, 3])
+def test_weights_that_change(cuda: nt.Runtime, rounds: int) -> None:
+    """Whoever writes them waits for the passes before, and those after it see what was written; padded sequences."""
+    made, given = StepSpec(nt.models.BERT(BARE), 2, 64).outputs("hidden"), {"input_ids": np.array(texts(64, 64))}
+    stores = Store(), Store()
+    ways = [forward(store, captured) for store, captured in zip(stores, (False, True), strict=True)]
+    for seed in (1, 2, 3):
+        found = []
+        for store, way in zip(stores, ways, strict=True):
+            give(made, store, seed)
+            copies = [way.start(given, {}) for _ in range(rounds)]
+            found.append([way.finish(copied) for copied in copies][-1])
+        same([found[1]], [found[0]], "fp32")
+    assert ways[1].program.captured and ways[1].program.graphs == (3 if rounds > 1 else 0)
+
+
+def test_weights_that_are_zeroed(cuda: nt.Runtime) -> None:
+    """Tasks that write them run, though their graph let go of them while nothing else was submitted."""
+    given, store = {"input_ids": np.array(texts(64, 64))}, Store()
+    way = forward(store, True)
+    for _ in range(3):
+        way.finish(way.start(given, {}))
+    assert way.program.graphs == 1
+    made = StepSpec(nt.models.BERT(BARE), 2, 64).outputs("hidden")
+    for param in made.params:
+        store.zero(made.forward, param.tensor)
+        nt.Runtime.wait()
+    assert not way.finish(way.start(given, {})).any()
+
+
+def outputs_of(phase: Phase, seeds: list[int], *, captured: bool) -> list[list[Array]]:
+    """What a layer with dropout makes, on the same inputs, for each seed."""
+    gpu, attention = ["precision=bf16", "scheduler=gpu"], ["model.attention=segments", "model.attention_dropout=0.1"]
+    options = [*gpu, *attention, "tiles={}", "train.seq=64"]
+    config = load(installed("experiments") / "encoder_layer.yaml", options)
+    ((graph, low),) = build(config, "encoder", phase).graphs
+    store, made = Store(), [tensor for op in graph.ops for tensor in op.outputs if tensor.kind != "temp"]
+    write_random(low, store, [t for t in graph.tensors.values() if t.kind in ("input", "param")])
+    program, found = Served(low.tasks, store, captured=captured), []
+    for seed in seeds:
+        program.run({slot: float(seed) for slot in program.slots})
+        found.append([store.read(low, tensor) for tensor in made])
+    assert program.graphs == captured and not (captured and program.reason), program.reason
+    return found
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_numbers_that_differ_from_run_to_run(cuda: nt.Runtime, phase: Phase) -> None:
+    """One graph serves all seeds of dropout."""
+    seeds = [1, 1, 2, 3, 1, 2**31 - 1, 3]
+    got = outputs_of(phase, seeds, captured=True)
+    for ours, want in zip(got, outputs_of(phase, seeds, captured=False), strict=True):
+        same(ours, want, "bf16")
+    for others in ([1, 4], [3, 6]):  # of the same seed
+        same(got[others[0]], got[others[1]], "fp32")
+    assert max(error(a, b) for a, b in zip(got[1], got[2], strict=True)) > 0.01
+
+
+def losses_of(factors: list[float], *, captured: bool) -> list[float]:
+    """Of a pass whose loss is multiplied by a number that is given with each run, times these."""
+    spec = StepSpec(nt.models.BERT(CONFIG.model_copy(update={"head": "masked_lm"}), seed=1), 2, 64)
+    inputs, found = spec.random_inputs(2, 0, 1.0, 10, training=False), list[float]()
+    submit = Served.run
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of a kernel in C++ that takes the number there is no graph
+        _, run = forward_passes(spec, inputs, captured)
+        for factor in factors:
+            given = lambda self, slots, by=factor: submit(self, {name: by * value for name, value in slots.items()})  # noqa: E731
+            patch.setattr(Served, "run", given)
+            found += run(1)
+    return found
+
+
+def test_a_pass_with_means(cuda: nt.Runtime) -> None:
+    """Whether as a graph or, where there is none, as its tasks: the number of each run is what counts."""
+    factors = [1.0, 1.0, 1.0, 2.0, 1.0, 0.5, 2.0]
+    want = losses_of(factors, captured=False)
+    assert want == pytest.approx([factor * want[0] for factor in factors], rel=1e-5)
+    assert losses_of(factors, captured=True) == pytest.approx(want, rel=1e-3)
+
+
+def test_too_little_memory() -> None:
+    """A quarter of what tiles may take is for graphs."""
+    model = nt.models.BERT(CONFIG, seed=1)
+    with nt.Runtime(cpus=0, cuda=1, cuda_memory=8 << 20):
+        with nt.Encoder(model, captured=False, batch_tokens=64) as encoder:
+            want = encoder(PASSES[0])
+        with nt.Encoder(model, batch_tokens=64) as encoder:
+            same(encoder(PASSES[0]), want, "fp32")
+            assert "no room in 2 MiB" in served(encoder)[0].reason or "makes room" in served(encoder)[0].reason
+        with nt.Encoder(model, captured=True, batch_tokens=64) as encoder, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                same(encoder(PASSES[0]), want, "fp32")
+            except ConfigError as refused:  # seen before it runs
+                assert "makes room" in str(refused)
+
+
+def test_runtimes_that_stop() -> None:
+    """An encoder outlives the runtime that holds its weights, and goes on with the next one."""
+    model = nt.models.BERT(CONFIG, seed=1)
+    with nt.Runtime(cpus=0, cuda=1), nt.Encoder(model, captured=False) as encoder:
+        want = encoder(PASSES[0])
+    encoder = nt.Encoder(model, captured=True)
+    for _ in range(2):
+        with nt.Runtime(cpus=0, cuda=1):
+            for _ in range(3):
+                same(encoder(PASSES[0]), want, "fp32")
+    encoder.close()

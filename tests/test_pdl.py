@@ -1,0 +1,92 @@
+"""Kernels that are launched before the one ahead of them has ended: what they wait for stands first."""
+
+from pathlib import Path
+
+import pytest
+from conftest import Python
+
+import nntile_py as nt
+from nntile_py.tasks import pdl
+
+COMPILE = """
+import re
+import sys
+from contextlib import nullcontext
+from dataclasses import replace
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from nntile_py.graph.lowering import lower
+from nntile_py.tasks import launch, pdl
+from nntile_py.testing import Case
+from nntile_py.tiles import Tiling
+sys.path.insert(0, sys.argv[1])
+from operators import ROWS
+
+case = Case({"batch": 2, "seq": 8, "embed": 64}, "bf16")
+ROWS["LayerNorm residual"](case)
+(task,) = lower(case.graph, Tiling({})).tasks.tasks
+(one,) = launch.describer(task.kernel)([task]).launches
+for capability in 80, 90:
+    print(capability, launch.compile_launch(one, capability).overlaps)
+
+add = launch.load() and sys.modules["nntile_py.tasks.elementwise_triton"]._add
+signature = {"Y": "*fp32", "A": "*fp32", "B": "*fp32", "n": "i32", "BLOCK": "constexpr"}
+source = ASTSource(add, signature, {"BLOCK": 128}, {})
+for enabled in False, True:
+    with pdl.compiled_so():
+        made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"launch_pdl": enabled})
+    body = made.asm["ptx"].split("\\n{\\n")[1]
+    found = re.findall(r"griddepcontrol.\\w+|ld.global|st.global", body)
+    print(enabled, list(dict.fromkeys(found)))
+assert triton.knobs.runtime.add_stages_inspection_hook is None
+
+from operators_contract import linear
+case = Case({"batch": 1, "seq": 64, "embed": 768, "ffn": 3072}, "bf16")
+linear(b="ffn embed", bias="ffn", activation="gelu")(case)
+(task,) = lower(case.graph, Tiling({})).tasks.tasks
+compiler = triton.compile
+for way in launch.describer(task.kernel)([task]).ways:
+    texts = []
+    triton.compile = lambda *given, **options: texts.append(made := compiler(*given, **options)) or made
+    launch.compile_launch(way[0], 90)
+    ahead, _, behind = texts[0].asm["ptx"].partition("griddepcontrol.wait")
+    names = "prefetch.global.L2|ld.global|cp.async|st.global"
+    print({*re.findall(names, ahead)}, {*re.findall(names, behind)} >= {"cp.async", "st.global"})
+triton.compile = compiler
+
+other, launch.compiled_so = replace(one, warps=8), nullcontext
+launch.compile_launch(other, 90)
+launch._compile.cache_clear()
+launch.compiled_so = pdl.compiled_so
+print("kept", launch.compile_launch(other, 90).overlaps)
+"""
+
+
+def compiled(python: Python, folder: Path, **env: str) -> list[str]:
+    done = python(COMPILE, Path(__file__).parent, TRITON_CACHE_DIR=str(folder), **env)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def test_kernels_wait_before_they_read(python: Python, tmp_path: Path) -> None:
+    waiting = ["griddepcontrol.wait", "griddepcontrol.launch_dependents", "ld.global", "st.global"]
+    *made, kept = compiled(python, tmp_path)
+    assert made[:4] == ["80 False", "90 True", f"False {waiting[2:]}", f"True {waiting}"]
+    assert {*made[4:]} == {"{'prefetch.global.L2'} True"}  # products: of the weights, and nothing else, ahead of it
+    assert kept == "kept False"  # Triton's cache has it as it was compiled otherwise
+
+
+def test_none_overlap_where_that_is_switched_off(python: Python, tmp_path: Path) -> None:
+    assert compiled(python, tmp_path, NNTILE_OVERLAP="0")[:2] == ["80 False", "90 False"]
+
+
+def test_an_unknown_kind_of_text_is_told() -> None:
+    with pytest.raises(AssertionError, match="this version of Triton"):
+        pdl.waiting("// nothing")
+
+
+def test_a_wrong_value_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(pdl.VARIABLE, "no")
+    with pytest.raises(nt.ConfigError, match="NNTILE_OVERLAP: no is not allowed; 0 or 1"):
+        nt.Runtime(cpus=1)

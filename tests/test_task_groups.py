@@ -1,0 +1,114 @@
+"""Groups of tasks: the same tasks in an order that keeps every dependency, and nothing serialised that was not."""
+
+from collections.abc import Iterator
+
+import pytest
+from orders import waits
+
+import nntile_py as nt
+from nntile_py.graph.fusion import Fusion
+from nntile_py.graph.step import StepSpec
+from nntile_py.tiles import R, TaskList, Tile, Tiling, W
+from nntile_py.tiles.task_groups import MOST_PARTS, grouped
+
+CONFIG = nt.models.GPT2Config(layers=2, embed=32, heads=4, vocab=64, positions=16)
+
+
+def lists(tiles: dict[str, int], policy: str, dtype: str = "bf16") -> Iterator[TaskList]:
+    model = nt.models.GPT2(CONFIG, {})
+    step = StepSpec(
+        model, 4, 16, Tiling(tiles), dtype=dtype, optimizer=nt.AdamW(), clip_grad_norm=1.0, policy=policy,
+        fusion=Fusion(), grad_accumulation=2,
+    ).step()  # fmt: skip
+    yield from (low.tasks for low in step.lists)
+
+
+@pytest.mark.parametrize("policy", ["chain", "commute", "redux", "tree"])
+@pytest.mark.parametrize(
+    "tiles", [{}, {"batch": 1}, {"batch": 3, "seq": 5, "embed": 20, "heads": 3, "ffn": 50, "vocab": 30}]
+)
+def test_groups_keep_the_order(tiles: dict[str, int], policy: str) -> None:
+    for tasks in lists(tiles, policy):
+        groups = grouped(tasks, 600e12, 3.5e12, 1e-3)
+        flat = [part for task in groups.tasks for part in task.parts or [task]]
+        assert len(flat) == len(tasks.tasks) and {id(t.accesses) for t in flat} == {id(t.accesses) for t in tasks.tasks}
+        place = {id(task.accesses): number for number, task in enumerate(flat)}
+        for number, before in enumerate(waits(tasks.tasks)):
+            here = place[id(tasks.tasks[number].accesses)]
+            assert all(place[id(tasks.tasks[b].accesses)] < here for b in before)
+        assert len(groups.tasks) < (0.7 if policy == "chain" else 1) * len(tasks.tasks)
+        assert all(len(task.parts) <= MOST_PARTS for task in groups.tasks)
+        gone: set[Tile] = set()
+        for task in groups.tasks:
+            assert gone.isdisjoint(a.tile for a in task.accesses)
+            gone.update(task.frees)
+        freed = [tile for task in groups.tasks for tile in task.frees]
+        assert sorted(map(id, freed)) == sorted(id(tile) for task in tasks.tasks for tile in task.frees)
+
+
+def test_no_group_waits_for_more_than_its_first_task() -> None:
+    for tasks in lists({"batch": 1}, "chain"):
+        groups = grouped(tasks, 600e12, 3.5e12, 1e-3).tasks
+        of = {id(part.accesses): number for number, task in enumerate(groups) for part in task.parts or [task]}
+        alone = {id(t.accesses): before for t, before in zip(tasks.tasks, waits(tasks.tasks), strict=True)}
+        all_waits = waits(groups)
+        for task, before in zip(groups, all_waits, strict=True):
+            head = (task.parts or [task])[0]
+            own = {of[id(tasks.tasks[b].accesses)] for b in alone[id(head.accesses)]}
+            assert before <= own.union(*(all_waits[o] for o in own))
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_a_group_ends_soon_after_what_another_worker_waits_for(elsewhere: bool) -> None:
+    """Ten tasks of 100 us; the result of the first is used by a worker that would have to wait for all of them."""
+    tasks = TaskList()
+    made = [Tile("x", (k,), (1000,), "fp32") for k in range(10)]
+    for number, tile in enumerate(made):
+        tasks.emit("k", [W(tile), *([R(made[number - 1])] if number else [])], flop=100e-6 * 1e12)
+    tasks.emit("k", [W(Tile("y", (0,), (1000,), "fp32")), R(made[0])], flop=100e-6 * 1e12)
+    for task in tasks.tasks:
+        task.worker = 0
+    tasks.tasks[-1].worker = int(elsewhere)
+    groups = grouped(tasks.resolve(), 1e12, 1e12, 5e-3).tasks
+    assert [len(group.parts) for group in groups if group.worker == 0] == ([3, 7] if elsewhere else [11])
+
+
+def test_a_group_ends_with_what_is_made_at_once_and_waited_for() -> None:
+    """A factor for all gradients, and then the updates of one worker, for which the other does not wait."""
+    tasks = TaskList()
+    clip = Tile("clip", (0,), (1,), "fp64")
+    tasks.emit("clip", [W(clip)])
+    for number in range(4):
+        tasks.emit("update", [W(Tile("w", (number,), (1000,), "fp32")), R(clip)], flop=50e-6 * 1e12)
+        tasks.tasks[-1].worker = number % 2
+    tasks.tasks[0].worker = 0
+    groups = grouped(tasks.resolve(), 1e12, 1e12, 5e-3).tasks
+    assert [(group.worker, len(group.parts)) for group in groups] == [(0, 0), (0, 2), (1, 2)]
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_others_wait_for_few_tiles(alone: bool) -> None:
+    """A group of one worker may have all of an optimizer's."""
+    tasks = TaskList()
+    for number in range(100):
+        tasks.emit("update", [W(Tile(name, (number,), (10,), "fp32")) for name in "wmv"])
+        tasks.tasks[-1].worker = -1 if alone else number % 2
+    groups = grouped(tasks.resolve(), 1e12, 1e12, 5e-3, alone=alone).tasks
+    assert [len(group.accesses) for group in groups] == ([300] if alone else [96, 96, 54, 54])
+
+
+def test_modes_of_a_group() -> None:
+    a, b, c = (Tile(name, (0,), (4,), "fp32") for name in "abc")
+    a.persistent = True
+    tasks = TaskList(initialised=[a])
+    tasks.emit("x", [R(a), W(b)])
+    tasks.emit("y", [R(b), W(c)])
+    tasks.emit("z", [R(c), W(a)])
+    (group,) = grouped(tasks.resolve(), 1e12, 1e12, 1.0).tasks
+    assert {access.tile.tensor: access.mode for access in group.accesses} == {"a": "RW", "b": "W", "c": "W"}
+    assert [part.kernel for part in group.parts] == ["x", "y", "z"] and set(group.frees) == {b, c}
+
+
+def test_long_tasks_stay_alone() -> None:
+    for tasks in lists({}, "chain"):
+        assert len(grouped(tasks, 1.0, 1.0, 1e-3).tasks) == len(tasks.tasks)

@@ -1,0 +1,199 @@
+"""Groups of tasks that a worker runs as one: for programs whose tasks are short beside the runtime's own time.
+
+On a CUDA worker a task whose predecessor has just ended waits about 10 us for StarPU to notice it; inside a group the
+stream orders the kernels by itself.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from .rank_tasks import SEND, Message
+from .tasklist import Access, Task, TaskList, Tile
+
+GROUP_SECONDS = 1.5e-3  # how long a group may last; 11 groups a step are no faster than 117, and hold more memory
+MOST_PARTS, MOST_TILES = 256, 1536  # an optimizer's 200 tasks as one: as groups of 32 they wait for the host
+# Of several workers: StarPU takes 2 to 3 us to fetch and release a tile, in which the others wait for all of a group.
+TILES_OF_OTHERS = 96
+EXPORT_SECONDS = 200e-6  # how much longer a group may last than its first task that another worker waits for,
+EXPORT_TIMES = 20  # and how many times as long as that task: a factor for all gradients is there at once
+TINY = 15e-6  # seconds: independent tasks as short as this share a group
+
+
+def grouped(
+    tasks: TaskList, flop_s: float, bytes_s: float, most_seconds: float, most_bytes: float = math.inf,
+    alone: bool = False,
+) -> TaskList:  # fmt: skip
+    """A resolved list with the same tasks, in the same order on every tile, some of them as parts of groups.
+
+    A task joins the newest group of its worker, if that is known (`alone`: there is one worker only), or else the group
+    that ends its dependencies; but only if it depends on nothing of other workers that the group did not wait for
+    already, nor the group on what the task does not: what could run side by side still can. (Where workers are not
+    known a tiny task may wait.) A group that has made what another worker waits for ends soon. What sends a tile to
+    another rank, or takes one from it, is in no group, and counts as another worker's. flop_s, bytes_s: of a worker, to
+    estimate durations; no group lasts longer than most_seconds, or has more than most_bytes of tiles.
+    """
+    made = _Groups(most_seconds, most_bytes, alone)
+    exported = _exported(tasks.tasks)
+    for position, task in enumerate(tasks.tasks):
+        made.take(task, max(task.flop / flop_s, task.bytes / bytes_s), position in exported)
+    result = TaskList(tasks.policy, tasks.initialised, tasks.live)
+    result.tasks = [_as_one(group) for group in made.groups]
+    # A tile's last reader may have joined a group that runs before another reader's. What was freed may come again.
+    last: dict[int, int] = {}
+    frees: list[list[Tile]] = [[] for _ in made.groups]
+    for task, number in zip(tasks.tasks, made.chosen, strict=True):
+        last.update((id(access.tile), max(number, last.get(id(access.tile), 0))) for access in task.accesses)
+        for gone in task.frees:
+            frees[last[id(gone)]].append(gone)
+    result.tasks = [replace(task, frees=tiles) for task, tiles in zip(result.tasks, frees, strict=True)]
+    return result
+
+
+class _Groups:
+    """The groups so far, by number; a set of them is a bit mask."""
+
+    def __init__(self, most_seconds: float, most_bytes: float, alone: bool) -> None:
+        self._most_seconds, self._most_bytes, self._alone = most_seconds, most_bytes, alone
+        self._most_tiles = MOST_TILES if alone else TILES_OF_OTHERS
+        self.groups: list[list[Task]] = []
+        self.chosen: list[int] = []  # the group of each task
+        self._freed: set[int] = set()  # tiles
+        self._held: list[_Held] = []
+        self._seconds: list[float] = []
+        self._until: list[float] = []  # how long a group may last
+        self._before: list[int] = []  # the groups that one waits for, directly or not
+        self._writer: dict[int, int] = {}  # by tile
+        self._readers: dict[int, list[int]] = {}
+        self._newest: dict[int, int] = {}  # of each worker; where workers are not known, of tiny tasks
+        self._own: dict[int, int] = {}  # the groups of each worker that is known
+
+    def take(self, task: Task, time: float, exported: bool) -> None:
+        """Put the next task of the list into a group. exported: another worker waits for what it makes."""
+        direct = self._direct(task)
+        waits = 0
+        for group in direct:
+            waits |= self._before[group] | 1 << group
+        chosen = self._chosen(task, time, waits, max(direct, default=-1))
+        if chosen is None:
+            chosen = self._begin(task, time, waits)
+        self._before[chosen] |= waits & ~(1 << chosen)
+        self.groups[chosen].append(task)
+        self.chosen.append(chosen)
+        self._freed.update(id(tile) for tile in task.frees)
+        self._held[chosen].add(task)
+        self._seconds[chosen] += time
+        if exported:
+            longer = min(EXPORT_SECONDS, EXPORT_TIMES * time)
+            self._until[chosen] = min(self._until[chosen], self._seconds[chosen] + longer)
+        for access in task.accesses:
+            tile = id(access.tile)
+            if access.mode == "R":
+                self._readers.setdefault(tile, []).append(chosen)
+            else:
+                self._writer[tile], self._readers[tile] = chosen, []
+
+    def _direct(self, task: Task) -> set[int]:
+        """The groups that have made what the task uses, or read what it overwrites."""
+        found, writer, readers = set(), self._writer, self._readers
+        for access in task.accesses:
+            tile = id(access.tile)
+            if tile in writer:
+                found.add(writer[tile])
+            if access.mode != "R" and tile in readers:
+                found.update(readers[tile])
+        return found
+
+    def _chosen(self, task: Task, time: float, waits: int, latest: int) -> int | None:
+        """The group that the task joins. latest: the newest that it depends on."""
+        if isinstance(task, Message) or any(id(access.tile) in self._freed for access in task.accesses):
+            return None
+        known, mine, before = self._known(task), self._own.get(task.worker, 0), self._before
+        for number in (self._newest.get(task.worker) if known or time < TINY else None, latest):
+            if number is None or number < max(latest, 0) or waits & ~(before[number] | 1 << number | mine):
+                continue
+            if (known or time >= TINY) and before[number] & ~(waits | mine):  # it would wait for what others do
+                continue
+            in_time = self._seconds[number] + time <= self._until[number]
+            if in_time and self._fits(self.groups[number], self._held[number], task):
+                return number
+        return None
+
+    def _fits(self, group: list[Task], held: _Held, task: Task) -> bool:
+        if len(group) >= MOST_PARTS or task.clears or isinstance(group[0], Message) or group[0].worker != task.worker:
+            return False
+        more = held.more(task)
+        few = len(held.tiles) + len(more) <= self._most_tiles
+        small = held.bytes + sum(tile.bytes for tile in more.values()) <= self._most_bytes
+        return few and small and held.plain and _plain(task)
+
+    def _begin(self, task: Task, time: float, waits: int) -> int:
+        """A new group for the task."""
+        number = len(self.groups)
+        self.groups.append([])
+        self._held.append(_Held())
+        self._seconds.append(0.0)
+        self._until.append(self._most_seconds)
+        self._before.append(waits)
+        if self._known(task):
+            self._own[task.worker] = self._own.get(task.worker, 0) | 1 << number
+        if self._known(task) or time < TINY:
+            self._newest[task.worker] = number
+        return number
+
+    def _known(self, task: Task) -> bool:
+        """Whether it is known which worker runs it."""
+        return (self._alone or task.worker >= 0) and not isinstance(task, Message)
+
+
+def _exported(tasks: list[Task]) -> set[int]:
+    """Tasks that make what another worker, or rank, uses next, by their place in the list."""
+    maker: dict[int, int] = {}
+    found: set[int] = set()
+    for position, task in enumerate(tasks):
+        for access in task.accesses:
+            before = maker.get(id(access.tile))
+            if before is not None and (tasks[before].worker != task.worker or task.kernel == SEND):
+                found.add(before)
+        maker.update((id(access.tile), position) for access in task.accesses if access.mode != "R")
+    return found
+
+
+class _Held:
+    """Tiles of a group."""
+
+    def __init__(self) -> None:
+        self.bytes, self.plain = 0, True
+        self.tiles: set[int] = set()
+
+    def more(self, task: Task) -> dict[int, Tile]:
+        """Tiles that the task would add."""
+        return {id(a.tile): a.tile for a in task.accesses if id(a.tile) not in self.tiles}
+
+    def add(self, task: Task) -> None:
+        more = self.more(task)
+        self.bytes += sum(tile.bytes for tile in more.values())
+        self.plain &= _plain(task)
+        self.tiles.update(more)
+
+
+def _plain(task: Task) -> bool:
+    return all(a.mode in ("R", "W", "RW") for a in task.accesses)
+
+
+def _as_one(tasks: list[Task]) -> Task:
+    if len(tasks) == 1:
+        return tasks[0]
+    merged: dict[int, Access] = {}
+    for access in (a for t in tasks for a in t.accesses):
+        seen = merged.setdefault(id(access.tile), Access(access.tile, access.mode))
+        if access.mode != "R" and seen.mode == "R":
+            seen.mode = "RW"
+    name, dot, phase = tasks[0].op.rpartition(".")
+    if phase not in ("backward", "update"):
+        name, dot, phase = tasks[0].op, "", ""
+    return Task(
+        "group", list(merged.values()), op=f"{name} + {len(tasks) - 1}{dot}{phase}", flop=sum(t.flop for t in tasks),
+        priority=max(t.priority for t in tasks), clears=tasks[0].clears, parts=tasks, worker=tasks[0].worker,
+    )  # fmt: skip
