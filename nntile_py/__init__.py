@@ -30,7 +30,7 @@ if TYPE_CHECKING:  # all that is found here, and where it lies: see _homes
     from nntile_py.models.base import Model as Model, ModelConfig as ModelConfig
     from nntile_py.profiling.block import profile as profile
     from nntile_py.tasks.mask import Mask as Mask
-    from nntile_py.training.collators import (
+    from nntile_py.data.collators import (
         CausalCollator as CausalCollator, LabelledCollator as LabelledCollator, MaskedCollator as MaskedCollator,
     )  # fmt: skip
     from nntile_py.training.step_handle import Pending as Pending, StepResult as StepResult

@@ -28,12 +28,12 @@ FLOORS = (
     ("analysis", "testing", "training"),
     ("inference",),  # of whatever evaluates: a Trainer, which shows a sample with it
     ("config",),
+    ("data",),
     ("execution", "models"),  # side by side: the engine knows no model, a model no engine
     ("graph",),
     ("tasks",),
     ("tiles",),
-    ("labelled",),
-    ("schema", "tokenizer"),
+    ("schema",),
     ("runs", "typed"),
     ("errors",),
     ("system",),

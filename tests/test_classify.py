@@ -17,15 +17,15 @@ from test_objectives import EXPERIMENTS, nntile
 import nntile_py as nt
 from nntile_py.config.builders import build_model, step_spec
 from nntile_py.config.run_config import load
+from nntile_py.data.collators import LabelledCollator
+from nntile_py.data.confusion import Confusion
+from nntile_py.data.tables import LEAST_FUNCTIONS, Sample, class_numbers, labels_of, read_samples
 from nntile_py.errors import ConfigError
-from nntile_py.labelled import LEAST_FUNCTIONS, Sample, class_numbers, labels_of, read_samples
 from nntile_py.models.bert import BERTConfig
 from nntile_py.tasks.cross_entropy import IGNORED
 from nntile_py.training import data
 from nntile_py.training.batches import objective
 from nntile_py.training.classification import LabelledBatches, load_labelled, split_samples
-from nntile_py.training.collators import LabelledCollator
-from nntile_py.training.confusion import Confusion
 
 TREE: dict[str, Any] = {
     "model": {"type": "bert", "layers": 1, "embed": 16, "heads": 2, "head": "classification", "dropout": 0.1},

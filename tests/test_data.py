@@ -17,10 +17,10 @@ from tokenizers import Tokenizer
 
 from nntile_py.config.run_config import RunConfig, load
 from nntile_py.config.sections import Data
+from nntile_py.data.array_cache import kept
 from nntile_py.errors import ConfigError
 from nntile_py.system.folders import stdlib_files
 from nntile_py.training import data
-from nntile_py.training.array_cache import kept
 
 
 def config(tmp_path: Path, source: str, *overrides: str) -> RunConfig:
@@ -254,7 +254,7 @@ def test_a_damaged_file_is_made_again(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_what_is_kept_has_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr("nntile_py.training.array_cache.MOST", 7000)
+    monkeypatch.setattr("nntile_py.data.array_cache.MOST", 7000)
     for number, name in enumerate("abc"):
         kept("test", name, lambda: {"x": np.zeros(2000, np.uint8)})
         os.utime(tmp_path / "nntile_py" / "test" / f"{name}.npz", (number, number))
@@ -267,7 +267,7 @@ def test_what_is_kept_has_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_several_processes_keep_the_same(tmp_path: Path, python: Python) -> None:
     code = (
-        "import numpy as np\nfrom nntile_py.training.array_cache import kept\n"
+        "import numpy as np\nfrom nntile_py.data.array_cache import kept\n"
         "for k in range(40):\n"
         "    a = kept('test', str(k % 4), lambda: {'x': np.full(50_000, k % 4, np.int32)})['x']\n"
         "    assert (a == k % 4).all() and len(a) == 50_000\n"

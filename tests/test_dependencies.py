@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from test_loop import metrics, nntile
 
 import nntile_py as nt
+from nntile_py.data.sampler import Order, best_fit
 from nntile_py.execution.bin_packing import Bins
 from nntile_py.graph.step import StepSpec
 from nntile_py.training import data
-from nntile_py.training.sampler import Order, best_fit
 
 PACKED = "train.pack=true", "data.sequences=lines", "tiles={batch: 2, embed: 7, heads: 1}", "sample.tokens=0"
 

@@ -20,8 +20,8 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processor
 
 import nntile_py as nt
 from nntile_py import cli
+from nntile_py.data.tokenizer import MASK, number_of
 from nntile_py.inference.texts import read_texts, with_limit
-from nntile_py.tokenizer import MASK, number_of
 
 POSITIONS, VOCAB = 40, 90
 LINES = [

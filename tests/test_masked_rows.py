@@ -12,11 +12,11 @@ import pytest
 import nntile_py as nt
 from nntile_py.config.builders import step_spec
 from nntile_py.config.run_config import load
+from nntile_py.data.collators import MaskedCollator
 from nntile_py.graph.random_inputs import random_inputs
 from nntile_py.graph.step import StepSpec
 from nntile_py.models.bert_parts import labels_at, masked_places
 from nntile_py.testing import error
-from nntile_py.training.collators import MaskedCollator
 
 TINY = Path(__file__).parents[1] / "experiments" / "bert_tiny.yaml"
 ROWS, SEQ, VOCAB, MOST = 4, 12, 60, 5

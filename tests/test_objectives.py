@@ -15,10 +15,10 @@ from nntile_py.analysis import draw
 from nntile_py.analysis.plan import plan
 from nntile_py.config.builders import build_model
 from nntile_py.config.run_config import load
+from nntile_py.data.tokenizer import MASKED, ROBERTA, special_numbers
 from nntile_py.errors import ConfigError
 from nntile_py.inference.texts import with_limit
 from nntile_py.models.registry import known
-from nntile_py.tokenizer import MASKED, ROBERTA, special_numbers
 from nntile_py.training import data
 from nntile_py.training.batches import Batches, objective
 

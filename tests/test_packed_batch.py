@@ -13,10 +13,10 @@ from nntile_py.analysis.draw import draw
 from nntile_py.analysis.plan import plan
 from nntile_py.config.builders import step_spec
 from nntile_py.config.run_config import load
+from nntile_py.data.sampler import Order
 from nntile_py.execution.bin_packing import Bins, bins_of
 from nntile_py.graph.step import StepSpec
 from nntile_py.tiles import Tiling
-from nntile_py.training.sampler import Order
 
 CONFIG = """\
 model: {type: bert, layers: 1, embed: 64, heads: 2}

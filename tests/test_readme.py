@@ -16,8 +16,8 @@ from pages import PAGES, ROOT, blocks, commands, named
 import nntile_py as nt
 from nntile_py import cli
 from nntile_py.config.run_config import load
+from nntile_py.data.tokenizer import MASKED
 from nntile_py.sweep.sweep_spec import load_sweep, points
-from nntile_py.tokenizer import MASKED
 from nntile_py.training.data import train_tokenizer
 
 DOCS = ROOT / "docs"

@@ -13,13 +13,13 @@ import torch
 import torch.nn.functional as F
 
 import nntile_py as nt
+from nntile_py.data.sampler import best_fit
 from nntile_py.graph.packed_inputs import row_places, token_places
 from nntile_py.models.base import TokenConfig
 from nntile_py.models.parts import sequences_apart, sequences_together
 from nntile_py.schema import Count
 from nntile_py.tasks import activation, add, cross_entropy, embedding, linear, rename
 from nntile_py.testing import error
-from nntile_py.training.sampler import best_fit
 
 LENGTH, EMBED, VOCAB = 10, 14, 30
 LENGTHS = [3, 10, 1, 9, 5, 7, 2]

@@ -23,12 +23,12 @@ from nntile_py.config.sections import (
     Tiles,
     Tokenizer,
     Train,
-    most_masked,
 )  # fmt: skip
+from nntile_py.data.collators import most_masked
+from nntile_py.data.tables import class_numbers, labels_of, no_numbers, read_samples
 from nntile_py.errors import ConfigError
 from nntile_py.graph.fusion import every_rule
 from nntile_py.graph.step import PRECISIONS, check_pack, check_precision
-from nntile_py.labelled import class_numbers, labels_of, no_numbers, read_samples
 from nntile_py.models.base import ModelConfig
 from nntile_py.models.hf_config import read_raw
 from nntile_py.models.registry import find, of_hf_type, resolved

@@ -1,6 +1,5 @@
 """The sections of a run's YAML. The text below a key is what `nntile init`, editors and docs/reference tell of it."""
 
-import math
 import os
 import re
 from pathlib import Path
@@ -108,7 +107,7 @@ class Tokenizer(Section):
             assert self.vocab_size is not None
             return self.vocab_size
         # Here: `tokenizers` is not needed to read most configs.
-        from nntile_py.tokenizer import load_tokenizer, token_numbers
+        from nntile_py.data.tokenizer import load_tokenizer, token_numbers
 
         return token_numbers(load_tokenizer(Path(self.path)))
 
@@ -142,13 +141,6 @@ class Train(Section):
     precision is fp16, else the loss is not scaled."""
     mask_probability: Inside = 0.15
     """Of a masked model (bert, distilbert, ...): the share of the tokens that it is to predict."""
-
-
-def most_masked(tokens: int, probability: float) -> int:
-    """How many of a sequence's tokens are masked at most, where each is with this probability: in one of 700 sequences
-    (three standard deviations) chance would want more. A multiple of 8, for GPUs, or all tokens."""
-    mean = tokens * probability
-    return min(tokens, 8 * math.ceil((mean + 3 * math.sqrt(mean * (1 - probability))) / 8))
 
 
 _TIME = r"(\d+(?:\.\d+)?)\s*(s|min|h)"

@@ -13,6 +13,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from nntile_py import _core
+from nntile_py.data.tokenizer import load_tokenizer
 from nntile_py.errors import ConfigError
 from nntile_py.execution.bin_packing import MASK, Bins, Place, padded
 from nntile_py.execution.cuda_graph import Served
@@ -25,7 +26,6 @@ from nntile_py.models.hf_config import named, read_raw
 from nntile_py.models.registry import from_hf, of_hf_type
 from nntile_py.system.gc_pause import no_search_for_cycles
 from nntile_py.tiles import Tiling
-from nntile_py.tokenizer import load_tokenizer
 from nntile_py.typed import typed
 
 Array = np.ndarray[Any, Any]

@@ -7,8 +7,8 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from nntile_py.config.run_config import RunConfig
+from nntile_py.data.tokenizer import END_OF_TEXT, token_numbers
 from nntile_py.tasks.cross_entropy import IGNORED
-from nntile_py.tokenizer import END_OF_TEXT, token_numbers
 
 
 class Evaluator(Protocol):

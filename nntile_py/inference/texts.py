@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from tokenizers import Tokenizer
 
+from nntile_py.data.tables import check_whole, read_rows, read_text, text_of
+from nntile_py.data.tokenizer import frame
 from nntile_py.errors import ConfigError
-from nntile_py.labelled import check_whole, read_rows, read_text, text_of
 from nntile_py.schema import short
-from nntile_py.tokenizer import frame
 
 Array = np.ndarray[Any, Any]
 

@@ -11,11 +11,9 @@ import numpy as np
 
 from nntile_py.config.builders import step_spec
 from nntile_py.config.run_config import CLASSIFICATION, RunConfig
-from nntile_py.errors import ConfigError
-from nntile_py.execution.bin_packing import MASK as ATTENTION_MASK
-from nntile_py.execution.bin_packing import Filled, Place, bins_of
-from nntile_py.models.registry import known
-from nntile_py.tokenizer import (
+from nntile_py.data.collators import Array, CausalCollator, Collator, MaskedCollator
+from nntile_py.data.sampler import Order
+from nntile_py.data.tokenizer import (
     CLS,
     MASK,
     MASKED,
@@ -29,9 +27,11 @@ from nntile_py.tokenizer import (
     special_numbers,
     token_numbers,
 )
-from nntile_py.training.collators import Array, CausalCollator, Collator, MaskedCollator
+from nntile_py.errors import ConfigError
+from nntile_py.execution.bin_packing import MASK as ATTENTION_MASK
+from nntile_py.execution.bin_packing import Filled, Place, bins_of
+from nntile_py.models.registry import known
 from nntile_py.training.data import Corpus, Parts, held_out_batches, training_batch
-from nntile_py.training.sampler import Order
 
 Inputs = dict[str, Array] | Filled
 # By objective: tokens that the text needs, axes of the labels.

@@ -13,15 +13,15 @@ from tokenizers import Tokenizer
 
 from nntile_py.config.builders import step_spec
 from nntile_py.config.run_config import RunConfig
+from nntile_py.data.collators import Array, LabelledCollator
+from nntile_py.data.confusion import Confusion
+from nntile_py.data.sampler import Order
+from nntile_py.data.tables import Sample, class_numbers, labels_of, read_samples
+from nntile_py.data.tokenizer import CLS, MASKED, PAD, ROBERTA, SEP, called, frame, lacking, load_tokenizer, number_of
 from nntile_py.errors import ConfigError
 from nntile_py.execution.bin_packing import MASK, Filled, bins_of
-from nntile_py.labelled import Sample, class_numbers, labels_of, read_samples
 from nntile_py.tasks.cross_entropy import IGNORED
-from nntile_py.tokenizer import CLS, MASKED, PAD, ROBERTA, SEP, called, frame, lacking, load_tokenizer, number_of
-from nntile_py.training.collators import Array, LabelledCollator
-from nntile_py.training.confusion import Confusion
 from nntile_py.training.data import train_tokenizer
-from nntile_py.training.sampler import Order
 
 Inputs = dict[str, Array] | Filled
 AHEAD = 16  # times the samples of a step: among so many one that fits into a bin is looked for

@@ -13,10 +13,10 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 
 from nntile_py.config.run_config import RunConfig
 from nntile_py.config.sections import Data
+from nntile_py.data.array_cache import Arrays, kept
+from nntile_py.data.tokenizer import END_OF_TEXT, load_tokenizer, token_numbers
 from nntile_py.errors import ConfigError
 from nntile_py.system.folders import STDLIB, files_in, read, stdlib, stdlib_files
-from nntile_py.tokenizer import END_OF_TEXT, load_tokenizer, token_numbers
-from nntile_py.training.array_cache import Arrays, kept
 
 LONGEST_WORD = 256  # characters
 LONG_TEXT = 1_000_000  # characters: a second or so to make into tokens

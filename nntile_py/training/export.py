@@ -9,8 +9,8 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from nntile_py.config.run_config import RunConfig
+from nntile_py.data.tokenizer import PAD, frame, number_of, roles
 from nntile_py.system.folders import read
-from nntile_py.tokenizer import PAD, frame, number_of, roles
 from nntile_py.training import checkpoint
 from nntile_py.training.run_folder import GENERATION
 from nntile_py.training.trainer import Trainer

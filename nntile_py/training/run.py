@@ -12,6 +12,7 @@ from rich.console import Console
 
 from nntile_py.config.builders import build_model, step_spec
 from nntile_py.config.run_config import CLASSIFICATION, RunConfig, runtime_options
+from nntile_py.data.confusion import FILES, Confusion
 from nntile_py.errors import ConfigError
 from nntile_py.execution.runtime import Runtime
 from nntile_py.models.base import Model
@@ -21,7 +22,6 @@ from nntile_py.training.batches import SPECIAL, Batches, objective
 from nntile_py.training.checkpoint_writer import Saver, told
 from nntile_py.training.classification import LabelledBatches, LabelledCorpus, load_labelled
 from nntile_py.training.collectives import Giver, Silent, agree
-from nntile_py.training.confusion import FILES, Confusion
 from nntile_py.training.data import load_corpus
 from nntile_py.training.display import Display, Screen, say
 from nntile_py.training.export import beside_arrays, tokenizer_files

@@ -12,9 +12,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from nntile_py.data import confusion
 from nntile_py.errors import ConfigError
 from nntile_py.system.folders import exchange, read, replaced, sync
-from nntile_py.training import checkpoint, confusion
+from nntile_py.training import checkpoint
 
 GENERATION, METRICS = "generation_config.json", "metrics.jsonl"
 # What `nntile train` writes; whatever else is in a folder is not its own to remove.

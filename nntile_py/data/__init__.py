@@ -1,0 +1,1 @@
+"""Data to train on: text, tables, tokenizers, and the batches that models take."""
