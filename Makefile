@@ -1,22 +1,32 @@
-.PHONY: setup train test torture lint links docs bundle clean
+.PHONY: setup setup-test setup-lint setup-docs train test torture lint links docs bundle clean
 .NOTPARALLEL:
 
+# What training needs; the next targets add the packages of extras of pyproject.toml.
 setup:
 	@scripts/setup.sh
+
+setup-test:
+	@scripts/setup.sh test lint docs
+
+setup-lint:
+	@scripts/setup.sh lint
+
+setup-docs:
+	@scripts/setup.sh docs
 
 train: setup
 	@.venv/bin/nntile train experiments/gpt2_tiny.yaml
 
-test: setup lint
+test: setup-test lint
 	@.venv/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 # Kills, of ranks too, interrupts and full disks at hundreds of moments, 10 000 fuzzed configs, 2 000 damaged files,
 # 100 000 evaluations, an hour of training: three to four hours.
-torture: setup
+torture: setup-test
 	@NNTILE_TORTURE=1 .venv/bin/python -m pytest -s tests/test_checkpoint.py tests/test_interrupts.py tests/test_resume.py \
 		tests/test_mpi_kills.py tests/faults tests/test_soak.py tests/test_triton.py tests/test_grouped_triton.py tests/test_ranks.py
 
-lint: setup links
+lint: setup-lint links
 	@.venv/bin/ruff check .
 	@[ -e nntile_py/_core.pyi ] || echo 'def __getattr__(name: str): ...  # type: ignore' >build/package/nntile_py/_core.pyi
 	@cd build/package && ../../.venv/bin/mypy --config-file ../../pyproject.toml -p nntile_py
@@ -27,7 +37,7 @@ links:
 	@ln -s $(addprefix ../../../,$(wildcard nntile_py/*) tasks tiles models) build/package/nntile_py/
 
 # The site of docs/, in build/site.
-docs: setup links
+docs: setup-docs links
 	@NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict --quiet
 
 # For machines without network: see the README.
@@ -36,4 +46,4 @@ bundle:
 
 # StarPU stays in its cache folder.
 clean:
-	rm -rf build dist *.egg-info nntile_py/_core*.so nntile_py/_build_info.json .venv/.setup-done .venv/.compiled
+	rm -rf build dist *.egg-info nntile_py/_core*.so nntile_py/_build_info.json .venv/.setup-done .venv/.compiled .venv/.requirements
