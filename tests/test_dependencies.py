@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from test_loop import metrics, nntile
 
 import nntile_py as nt
-from nntile_py.data.sampler import Order, best_fit
-from nntile_py.execution.bin_packing import Bins
+from nntile_py.data.sampler import Order
+from nntile_py.graph.bin_packing import Bins, best_fit
 from nntile_py.graph.step import StepSpec
 from nntile_py.training import data
 

@@ -12,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import nntile_py as nt
-from nntile_py.execution.bin_packing import Bins, bins_of, padded
 from nntile_py.execution.task_payload import lives_on_cuda
+from nntile_py.graph.bin_packing import Bins, bins_of
 from nntile_py.graph.packed_inputs import positions_of
+from nntile_py.graph.padding import padded
 from nntile_py.graph.step import StepSpec
 from nntile_py.tiles import Tiling
 

@@ -14,7 +14,7 @@ from nntile_py.analysis.plan import plan
 from nntile_py.config.builders import step_spec
 from nntile_py.config.run_config import load
 from nntile_py.data.sampler import Order
-from nntile_py.execution.bin_packing import Bins, bins_of
+from nntile_py.graph.bin_packing import Bins, bins_of
 from nntile_py.graph.step import StepSpec
 from nntile_py.tiles import Tiling
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import nntile_py as nt
-from nntile_py.execution.bin_packing import Bins
+from nntile_py.graph.bin_packing import Bins
 from nntile_py.training.repeated_steps import same_steps
 
 CONFIG = nt.models.GPT2Config(layers=1, embed=16, heads=2, vocab=50, positions=16)

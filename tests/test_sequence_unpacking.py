@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 import nntile_py as nt
-from nntile_py.data.sampler import best_fit
+from nntile_py.graph.bin_packing import best_fit
 from nntile_py.graph.packed_inputs import row_places, token_places
 from nntile_py.models.base import TokenConfig
 from nntile_py.models.parts import sequences_apart, sequences_together

@@ -27,7 +27,7 @@ from nntile_py.bench.torch_bert import BERT, Layer, batch_of, loaded, shares, to
 from nntile_py.config.builders import build_model, step_spec
 from nntile_py.config.run_config import RunConfig, resolve
 from nntile_py.errors import ConfigError
-from nntile_py.execution.bin_packing import bins_of
+from nntile_py.graph.bin_packing import bins_of
 from nntile_py.training.repeated_steps import same_steps
 
 TREE = {

@@ -21,7 +21,8 @@ from nntile_py.bench.peer_process import FOR_BERT, OF_CONFIG, RANKED
 from nntile_py.config.builders import build_model, predicted, step_spec
 from nntile_py.config.run_config import RunConfig, load, runtime_options
 from nntile_py.errors import ConfigError
-from nntile_py.execution.bin_packing import bins_of, lengths_of
+from nntile_py.graph.bin_packing import bins_of
+from nntile_py.graph.padding import lengths_of
 from nntile_py.graph.step import StepSpec
 from nntile_py.tiles import Tiling
 

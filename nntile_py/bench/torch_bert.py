@@ -26,7 +26,8 @@ from torch.nn.attention.varlen import varlen_attn
 from nntile_py.bench.common import Step, torch_device, torch_dtype, trained
 from nntile_py.config.builders import build_model, step_spec
 from nntile_py.config.run_config import RunConfig
-from nntile_py.execution.bin_packing import MASK, bins_of
+from nntile_py.graph.bin_packing import bins_of
+from nntile_py.graph.padding import MASK
 from nntile_py.models.bert_parts import LayerNames
 from nntile_py.tasks.cross_entropy import IGNORED
 

@@ -2,48 +2,14 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from nntile_py.execution.bin_packing import Bins, Place
+from nntile_py.graph.bin_packing import LOOKAHEAD, Bins, SequencePlace, best_fit, consecutive
 
 Array = np.ndarray[Any, Any]
-AHEAD = 4096  # sequences among which one that fits is looked for
 ALIKE = 32  # steps whose bins are sorted by their work, so that those of one step have equal work
-
-
-def best_fit(
-    lengths: Sequence[int], order: Sequence[int], capacity: int, rows: int | None = None, within: int = AHEAD
-) -> list[list[int]]:
-    """Sequences in bins: the first that is left, then, while there is room, the longest that fits of the next `within`.
-
-    rows: sequences of a bin, at most."""
-    waiting: list[deque[int]] = [deque() for _ in range(capacity + 1)]  # by length
-    there, ahead = 0, 0  # bit n of `there`: a sequence of n tokens waits
-    taken, bins = np.zeros(len(lengths), np.bool_), []
-    for place, first in enumerate(order):
-        if taken[first]:
-            continue
-        for one in order[ahead : place + within]:
-            waiting[lengths[one]].append(one)
-            there |= 1 << lengths[one]
-        ahead = max(ahead, place + within)
-        taken[first] = True
-        found, room = [first], capacity - lengths[first]
-        while len(found) != rows and (fits := there & ((2 << room) - 1)):
-            n = fits.bit_length() - 1
-            one = waiting[n].popleft()
-            if not waiting[n]:
-                there -= 1 << n
-            if not taken[one]:
-                taken[one] = True
-                found.append(one)
-                room -= n
-        bins.append(found)
-    return bins
 
 
 class Order:
@@ -54,7 +20,7 @@ class Order:
     step would have those of few labels."""
 
     def __init__(
-        self, lengths: Array, seed: int, rows: int, bins: Bins | None = None, passes: int = 1, *, ahead: int = AHEAD
+        self, lengths: Array, seed: int, rows: int, bins: Bins | None = None, passes: int = 1, *, ahead: int = LOOKAHEAD
     ) -> None:
         self._lengths, self._seed, self._rows = lengths.tolist(), seed, rows
         self._bins, self._passes, self._ahead = bins, passes, ahead
@@ -62,19 +28,13 @@ class Order:
         self._epochs: dict[int, list[Any]] = {}  # sequences or bins, of the last two that were asked for
         self._begins = [0]  # of each epoch, among all sequences or bins
 
-    def step(self, step: int) -> tuple[list[int], list[Place]]:
+    def step(self, step: int) -> tuple[list[int], list[SequencePlace]]:
         """The sequences of step 1, 2, ... and, if there are bins, where they lie."""
         items = self._items((step - 1) * self._count, step * self._count)
         if not self._bins:
             return items, []
-        sequences, places = [], []
-        for number, of in enumerate(items):
-            first = 0
-            for k, one in enumerate(of):
-                sequences.append(one)
-                places.append(Place(number, first, self._lengths[one], k))
-                first += self._lengths[one]
-        return sequences, places
+        placed = list(consecutive(enumerate(items), self._lengths))
+        return [sequence for sequence, _ in placed], [place for _, place in placed]
 
     def fill(self) -> float:
         """The share of the bins that the sequences of one epoch fill."""

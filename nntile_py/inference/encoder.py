@@ -15,11 +15,12 @@ from tokenizers import Tokenizer
 from nntile_py import _core
 from nntile_py.data.tokenizer import load_tokenizer
 from nntile_py.errors import ConfigError
-from nntile_py.execution.bin_packing import MASK, Bins, Place, padded
 from nntile_py.execution.cuda_graph import Served
 from nntile_py.execution.program import Copied, Store, whole
 from nntile_py.execution.runtime import Runtime
+from nntile_py.graph.bin_packing import Bins, SequencePlace
 from nntile_py.graph.packed_inputs import rows_of
+from nntile_py.graph.padding import MASK, padded
 from nntile_py.graph.step import Evaluation, StepSpec, check_precision
 from nntile_py.inference.texts import Tokens, to_tokens, tokens_of, with_limit
 from nntile_py.models.hf_config import named, read_raw
@@ -198,7 +199,7 @@ class Encoder:
             self._running = _Running(runtime, self.model, self.dtype == "tf32", self.captured)
         return self._running
 
-    def _passes(self, lengths: Sequence[int]) -> Iterator[tuple[slice, Bins, list[Place]]]:
+    def _passes(self, lengths: Sequence[int]) -> Iterator[tuple[slice, Bins, list[SequencePlace]]]:
         """The sequences of each pass, its bins, their places: as many as there are tokens computed together."""
         workers, first = _core.cuda_workers() or _core.cpu_workers(), 0
         while first < len(lengths):
@@ -210,7 +211,7 @@ class Encoder:
             yield slice(first, end), *found
             first = end
 
-    def _fitting(self, lengths: Sequence[int], workers: int) -> tuple[Bins, list[Place]] | None:
+    def _fitting(self, lengths: Sequence[int], workers: int) -> tuple[Bins, list[SequencePlace]] | None:
         """The smallest bins in which the sequences find their places; None: larger ones than a pass is to have."""
         count = workers if len(lengths) >= workers else 1
         least = max(*lengths, -(-sum(lengths) // count))
@@ -238,7 +239,7 @@ class Encoder:
         tiling = Tiling({**self._tiles, "batch": number})
         return StepSpec(self._model, count * number, longest, tiling, self.dtype, pack=True)
 
-    def _start(self, running: _Running, tokens: Sequence[Tokens], bins: Bins, places: list[Place]) -> _Pass:
+    def _start(self, running: _Running, tokens: Sequence[Tokens], bins: Bins, places: list[SequencePlace]) -> _Pass:
         """Submit a pass."""
         spec = self._spec(bins.count, bins.capacity)
         forward = running.forward((bins.count, bins.capacity), lambda: spec.outputs(self._name))
@@ -314,7 +315,7 @@ class _Forward:
 class _Pass(NamedTuple):
     """One that was submitted."""
 
-    places: list[Place]
+    places: list[SequencePlace]
     copied: Copied
     forward: _Forward
 

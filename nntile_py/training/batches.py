@@ -28,12 +28,12 @@ from nntile_py.data.tokenizer import (
     token_numbers,
 )
 from nntile_py.errors import ConfigError
-from nntile_py.execution.bin_packing import MASK as ATTENTION_MASK
-from nntile_py.execution.bin_packing import Filled, Place, bins_of
+from nntile_py.graph.bin_packing import SequencePlace, StepInputs, bins_of
+from nntile_py.graph.padding import MASK as ATTENTION_MASK
 from nntile_py.models.registry import known
 from nntile_py.training.data import Corpus, Parts, held_out_batches, training_batch
 
-Inputs = dict[str, Array] | Filled
+Inputs = dict[str, Array] | StepInputs
 # By objective: tokens that the text needs, axes of the labels.
 SPECIAL: dict[str, Sequence[str]] = {"causal": (), "masked": MASKED, CLASSIFICATION: MASKED}
 _LABELS = {"causal": ["batch", "seq"], "masked": ["batch", "seq"], CLASSIFICATION: ["batch"]}
@@ -139,7 +139,7 @@ class Batches:
         """Of held-out text, for the metrics: the mean loss. `whole` says nothing here."""
         return {"held_out_loss": float(np.mean([trainer.evaluate(inputs) for inputs in self.held_out]))}
 
-    def _inputs(self, parts: Parts, which: list[int], places: list[Place], passes: int, step: int) -> Inputs:
+    def _inputs(self, parts: Parts, which: list[int], places: list[SequencePlace], passes: int, step: int) -> Inputs:
         padded = self._collate(self._samples(parts, which), step)
         if not self._bins:
             return padded

@@ -19,11 +19,12 @@ from nntile_py.data.sampler import Order
 from nntile_py.data.tables import Sample, class_numbers, labels_of, read_samples
 from nntile_py.data.tokenizer import CLS, MASKED, PAD, ROBERTA, SEP, called, frame, lacking, load_tokenizer, number_of
 from nntile_py.errors import ConfigError
-from nntile_py.execution.bin_packing import MASK, Filled, bins_of
+from nntile_py.graph.bin_packing import StepInputs, bins_of
+from nntile_py.graph.padding import MASK
 from nntile_py.tasks.cross_entropy import IGNORED
 from nntile_py.training.data import train_tokenizer
 
-Inputs = dict[str, Array] | Filled
+Inputs = dict[str, Array] | StepInputs
 AHEAD = 16  # times the samples of a step: among so many one that fits into a bin is looked for
 
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from nntile_py.execution.bin_packing import Filled, bins_of
 from nntile_py.execution.cuda_graph import Served
 from nntile_py.execution.program import Store
 from nntile_py.execution.runtime import Runtime
+from nntile_py.graph.bin_packing import StepInputs, bins_of
 from nntile_py.graph.step import Evaluation, StepSpec
 from nntile_py.training.inputs import counted, means
 
@@ -23,7 +23,7 @@ def forward_passes(
     """The pass, and what runs it n times; needs a running Runtime. Of a model without a loss the losses are 0.
 
     inputs: padded, as `spec.random_inputs` gives them. captured: see Served."""
-    filled = Filled(inputs, [{}])
+    filled = StepInputs(inputs, [{}])
     if spec.pack:
         filled = bins_of(spec, training=False).fill(inputs, 1, spec.batch, shift=True)
     made = spec.with_inputs(filled.arrays).evaluation()

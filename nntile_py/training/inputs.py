@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from nntile_py.execution.bin_packing import Filled
+from nntile_py.graph.bin_packing import StepInputs
 from nntile_py.graph.params import Input
 
 IntArray = np.ndarray[Any, Any]
-Inputs = Mapping[str, Any] | IntArray | Filled
+Inputs = Mapping[str, Any] | IntArray | StepInputs
 
 
 def as_dict(inputs: Mapping[str, Any] | IntArray, labels: IntArray | None) -> Mapping[str, Any]:
@@ -24,7 +24,7 @@ def as_dict(inputs: Mapping[str, Any] | IntArray, labels: IntArray | None) -> Ma
     return {"input_ids": inputs} if labels is None else {"input_ids": inputs, "labels": labels}
 
 
-def as_filled(inputs: Filled, labels: IntArray | None, passes: int) -> Filled:
+def as_filled(inputs: StepInputs, labels: IntArray | None, passes: int) -> StepInputs:
     """Inputs that are filled, where they are for so many passes; labels are among them."""
     if labels is not None:
         raise ValueError("labels: given beside inputs that are filled; fill them with these")

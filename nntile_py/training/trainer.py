@@ -15,9 +15,9 @@ import numpy as np
 from nntile_py import _core
 from nntile_py.errors import ConfigError, TaskError
 from nntile_py.execution import memory
-from nntile_py.execution.bin_packing import Bins, Filled, bins_of
 from nntile_py.execution.program import Program
 from nntile_py.execution.runtime import Runtime
+from nntile_py.graph.bin_packing import Bins, StepInputs, bins_of
 from nntile_py.graph.fusion import Fusion
 from nntile_py.graph.optimizers import AdamW, Optimizer
 from nntile_py.graph.params import Traceable
@@ -345,16 +345,16 @@ class Trainer:
 
     # -- inside
 
-    def filled(self, inputs: Inputs, labels: IntArray | None = None, passes: int | None = None) -> Filled:
+    def filled(self, inputs: Inputs, labels: IntArray | None = None, passes: int | None = None) -> StepInputs:
         """What `submit` makes of its arguments first: packed, where sequences are; it takes this in their place, too.
 
         passes: default those of a step."""
         passes = passes or self.grad_accumulation
-        if isinstance(inputs, Filled):
+        if isinstance(inputs, StepInputs):
             return as_filled(inputs, labels, passes)
         inputs = as_dict(inputs, labels)
         if not self.spec.pack:
-            return Filled(inputs, [{}] * passes)
+            return StepInputs(inputs, [{}] * passes)
         return self._bins.fill(inputs, passes, self.batch, shift=self.shift_labels)
 
     @cached_property

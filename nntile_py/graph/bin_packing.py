@@ -1,0 +1,349 @@
+"""Packing of sequences of unequal lengths: each bin of fixed capacity holds several sequences without padding."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from nntile_py.graph.packed_inputs import DRAWS, LIVE, OWN, ROWS, SEGMENTS, rows_of
+from nntile_py.graph.padding import MASK, lengths_of, padded, widened
+from nntile_py.graph.params import Array, Input
+from nntile_py.graph.step import StepSpec
+from nntile_py.tasks.op import Tensor
+from nntile_py.tiles.tasklist import live_slot
+
+LOOKAHEAD = 4096  # sequences among which `best_fit` looks for one that fits
+
+
+@dataclass(frozen=True)
+class SequencePlace:
+    """The place of a sequence: positions `first` to `first + length` of a bin.
+
+    `bin` counts through the bins of all passes of a step; `number` counts the sequences of the bin.
+    """
+
+    bin: int
+    first: int
+    length: int
+    number: int
+
+
+@dataclass(frozen=True)
+class StepInputs:
+    """The inputs of a step: arrays for its programs, and for each pass the slots that say how full each tile is.
+
+    `places` are those of the sequences in the caller's order, empty if nothing was packed.
+    """
+
+    arrays: Mapping[str, Any]
+    live: Sequence[Mapping[str, float]]
+    places: Sequence[SequencePlace] = ()
+
+    def tokens(self, array_tokens: int) -> int:
+        """Return the number of tokens without padding; `array_tokens` counts the positions of the step's arrays."""
+        if self.places:
+            return sum(place.length for place in self.places)
+        return int(np.count_nonzero(np.asarray(self.arrays[MASK]))) if MASK in self.arrays else array_tokens
+
+
+def consecutive(
+    bins: Iterable[tuple[int, Sequence[int]]], lengths: Sequence[int]
+) -> Iterator[tuple[int, SequencePlace]]:
+    """Yield each sequence with its place: a bin (its number, its sequences) holds them in order, without gaps."""
+    for number, sequences in bins:
+        first = 0
+        for k, sequence in enumerate(sequences):
+            yield sequence, SequencePlace(number, first, lengths[sequence], k)
+            first += lengths[sequence]
+
+
+def best_fit(
+    lengths: Sequence[int], order: Sequence[int], capacity: int, rows: int | None = None, lookahead: int = LOOKAHEAD
+) -> list[list[int]]:
+    """Pack all sequences into as many bins as they need; returns the sequences of each bin.
+
+    A bin starts with the first sequence of `order` that is left. While the bin has room, it takes the longest sequence
+    that fits among the next `lookahead`.
+
+    Args:
+        rows: the largest number of sequences in a bin; None: no limit.
+    """
+    waiting: list[deque[int]] = [deque() for _ in range(capacity + 1)]  # by length
+    waiting_lengths, seen = 0, 0  # bit n of waiting_lengths: a sequence of n tokens waits
+    taken, bins = np.zeros(len(lengths), np.bool_), []
+    for position, first in enumerate(order):
+        if taken[first]:
+            continue
+        for sequence in order[seen : position + lookahead]:
+            waiting[lengths[sequence]].append(sequence)
+            waiting_lengths |= 1 << lengths[sequence]
+        seen = max(seen, position + lookahead)
+        taken[first] = True
+        content, room = [first], capacity - lengths[first]
+        while len(content) != rows and (fitting := waiting_lengths & ((2 << room) - 1)):
+            n = fitting.bit_length() - 1
+            sequence = waiting[n].popleft()
+            if not waiting[n]:
+                waiting_lengths -= 1 << n
+            if not taken[sequence]:
+                taken[sequence] = True
+                content.append(sequence)
+                room -= n
+        bins.append(content)
+    return bins
+
+
+@dataclass(frozen=True)
+class Bins:
+    """The bins of a pass: `count` bins of `capacity` tokens, for sequences of up to `length` tokens.
+
+    Attributes:
+        quadratic: a sequence of n tokens costs n + quadratic * n^2.
+        inputs: the inputs that the packed graph declares.
+        rows: the largest number of sequences in a bin; None: as many as fit.
+        tokens: the largest number of tokens in a pass; 0: as many as fit into the bins.
+    """
+
+    count: int
+    capacity: int
+    length: int
+    quadratic: float = 0.0
+    inputs: Mapping[str, Input] = field(default_factory=dict)
+    rows: int | None = None
+    tokens: int = 0
+
+    @property
+    def room(self) -> int:
+        """Tokens of a bin if the tokens of a pass are spread evenly."""
+        return (self.tokens or self.count * self.capacity) // self.count
+
+    def work(self, n: int) -> float:
+        """Return the cost of a sequence of n tokens."""
+        return n + self.quadratic * n * n
+
+    def places(self, lengths: Sequence[int], passes: int = 1, batch: int | None = None) -> list[SequencePlace]:
+        """Spread sequences over the bins of all passes so that bins have nearly equal work.
+
+        With exactly passes * batch sequences, each pass gets `batch` consecutive ones.
+
+        Raises:
+            ValueError: the sequences do not fit.
+        """
+        found: dict[int, SequencePlace] = {}
+        if batch and len(lengths) == passes * batch:
+            for k in range(passes):
+                bins = range(k * self.count, (k + 1) * self.count)
+                found |= self._spread(lengths, range(k * batch, (k + 1) * batch), bins)
+        else:
+            found = self._spread(lengths, range(len(lengths)), range(passes * self.count))
+        return [found[row] for row in range(len(lengths))]
+
+    def _spread(self, lengths: Sequence[int], rows: range, bins: range) -> dict[int, SequencePlace]:
+        """Place the sequences `rows`, longest first, each into the bin with the least work that has room.
+
+        Swaps then even out the work of the bins, see `_swap`.
+        """
+        total, limit = sum(lengths[k] for k in rows), self.tokens * len(bins) // self.count
+        content: dict[int, list[int]] = {k: [] for k in bins}
+        used, work = dict.fromkeys(bins, 0), dict.fromkeys(bins, 0.0)
+        for row in sorted(rows, key=lambda k: -lengths[k]):
+            n = lengths[row]
+            free = [k for k in bins if used[k] + n <= self.capacity and len(content[k]) != self.rows]
+            if not free or 0 < limit < total:
+                room = f"{self.capacity}" + (f" and {self.rows} sequences" if self.rows else "")
+                room += f", {limit} tokens in all" if 0 < limit < len(bins) * self.capacity else ""
+                raise ValueError(
+                    f"{len(rows)} sequences of {total} tokens do not fit into {len(bins)} bins of {room}; give fewer,"
+                    " or raise batch"
+                )
+            best = min(free, key=lambda k: work[k])
+            content[best].append(row)
+            used[best] += n
+            work[best] += self.work(n)
+        while len(bins) > 1 and self._swap(lengths, content, used, work):
+            pass
+        by_length = ((k, sorted(rows, key=lambda row: (-lengths[row], row))) for k, rows in content.items())
+        return dict(consecutive(by_length, lengths))
+
+    def _swap(
+        self, lengths: Sequence[int], content: dict[int, list[int]], used: dict[int, int], work: dict[int, float]
+    ) -> bool:
+        """Even out the bins with the most and the least work: swap a pair of sequences, or move one sequence.
+
+        Returns False if no swap brings the two bins nearer by more than 1 % of the larger one's work. Without swaps,
+        bins of few sequences differ by up to a tenth.
+        """
+        most, least = max(content, key=lambda k: work[k]), min(content, key=lambda k: work[k])
+        gap = work[most] - work[least]
+        smallest = gap - 0.01 * work[most]
+        best: tuple[int, int | None] | None = None
+        for mine in content[most] if smallest > 0 else []:
+            for other in (None, *content[least]):
+                n, back = lengths[mine], lengths[other] if other is not None else 0
+                has_row = other is not None or len(content[least]) != self.rows
+                fits = used[least] + n - back <= self.capacity and has_row
+                left = abs(gap - 2 * (self.work(n) - self.work(back)))
+                if fits and left < smallest:
+                    smallest, best = left, (mine, other)
+        if best is None:
+            return False
+        for row, source, to in ((best[0], most, least), (best[1], least, most)):
+            if row is not None:
+                n = lengths[row]
+                content[source].remove(row)
+                content[to].append(row)
+                used[source], used[to] = used[source] - n, used[to] + n
+                work[source], work[to] = work[source] - self.work(n), work[to] + self.work(n)
+        return True
+
+    def fill(self, inputs: Mapping[str, Any], passes: int, batch: int, *, shift: bool) -> StepInputs:
+        """Pack a user's inputs for `passes` passes of `batch` sequences, or of any other number that fits.
+
+        Args:
+            inputs: padded arrays with transformers' attention_mask, or lists of arrays of unequal lengths.
+            shift: shift the labels of a causal model to the positions of the inputs.
+
+        Raises:
+            ValueError: empty or too long sequences, masks with holes, labels of padding, arrays of unequal sizes.
+        """
+        arrays = self._checked(inputs) if self.inputs else padded(inputs, self.length)
+        lengths = lengths_of(arrays, self.length)
+        if MASK in inputs:
+            self._check_labels(arrays, lengths)
+        places = self.places(lengths, passes, batch)
+        return self.filled({name: one for name, one in arrays.items() if name != MASK}, places, passes, shift=shift)
+
+    def _checked(self, inputs: Mapping[str, Any]) -> dict[str, Array]:
+        """Return the inputs as padded arrays with their mask.
+
+        Raises:
+            ValueError: an input that the model does not have, named as the user knows it.
+        """
+        allowed = {name: one for name, one in self.inputs.items() if name not in OWN and not callable(one.default)}
+        mask = Input(Tensor(MASK, ["batch", "seq"], [1, self.length], "int64"), below=2)
+        for name in inputs:
+            if name not in (*allowed, MASK):
+                raise ValueError(f"{name}: unknown input; allowed are {', '.join([*allowed, MASK])}")
+        arrays = widened(padded(inputs, self.length, allowed), self.length, allowed)
+        tokens = [
+            value for name, value in arrays.items() if name in allowed and "seq" in allowed[name].tensor.axes
+        ]  # fmt: skip
+        if not tokens:
+            needed = ", ".join(name for name, one in allowed.items() if one.default is None)
+            raise ValueError(f"no inputs of tokens were given; the model needs {needed}")
+        rows = len(tokens[0]) if tokens[0].ndim > 1 else 1
+        user_sizes = {"batch": (rows or 1,), "seq": (self.length,), "sequence": ()}  # where these differ from a bin's
+        checked = {}
+        for name, value in arrays.items():
+            one = allowed.get(name, mask)
+            shape = sum((user_sizes.get(axis, (size,)) for axis, size in one.tensor.sizes.items()), ())
+            checked[name] = one.checked(value, rows, shape if one.batched else None)
+        return checked
+
+    def _check_labels(self, arrays: Mapping[str, Array], lengths: Sequence[int]) -> None:
+        """Raise ValueError if padding has labels that count: a packed batch has no position for them."""
+        padding = np.arange(self.length) >= np.array(lengths)[:, None]
+        for name, one in self.inputs.items():
+            if name in arrays and one.ignored is not None and "seq" in one.tensor.axes:
+                wrong = ((arrays[name] != one.ignored) & padding).any(1)
+                if wrong.any():
+                    need = f"{one.ignored} there, as padding is left out"
+                    message = f"{name}[{wrong.argmax()}]: some count where {MASK} is 0"
+                    raise ValueError(f"{message}; allowed with pack: {need}")
+
+    def filled(
+        self, arrays: Mapping[str, Array], places: Sequence[SequencePlace], passes: int, *, shift: bool
+    ) -> StepInputs:
+        """Pack padded arrays, without their mask, into known places; `shift` as in `fill`."""
+        packed = {name: self._packed(name, value, places, passes, shift) for name, value in arrays.items()}
+        packed[SEGMENTS] = self._segments(places, passes)
+        packed[DRAWS], packed[ROWS] = self._padded_positions(places, passes)
+        # An empty bin has one token, which attends to nothing and counts in no mean: kernels see no empty tiles.
+        counts = {axis: np.zeros(passes * self.count, np.int64) for axis in LIVE}
+        for place in places:
+            counts["seq"][place.bin] += place.length
+            counts["sequence"][place.bin] += 1
+        if "masked_places" in self.inputs and "labels" in packed:
+            counts["masked"] = (packed["labels"] != self.inputs["labels"].ignored).sum(1)
+        counts["offset"] = np.maximum(counts["sequence"], 1) + 1
+        live = [
+            {
+                live_slot(axis, k): float(max(of[p * self.count + k], 1))
+                for axis, of in counts.items() for k in range(self.count)
+            }
+            for p in range(passes)
+        ]  # fmt: skip
+        return StepInputs(packed, live, places)
+
+    def _packed(self, name: str, value: Array, places: Sequence[SequencePlace], passes: int, shift: bool) -> Array:
+        """Pack one array: of tokens [sequences, length, ...], or of whole sequences [sequences]."""
+        one = self.inputs.get(name)
+        ignored = one.ignored if one is not None and one.ignored is not None else 0
+        out = np.full((passes * self.count, self.capacity, *value.shape[2:]), ignored, value.dtype)
+        shifted = bool(one and one.shifted and shift)
+        if one and not one.batched:
+            return value
+        if value.ndim == 1:
+            for row, place in enumerate(places):
+                out[place.bin, place.number] = value[row]
+            return out
+        for row, place in enumerate(places):
+            tokens = value[row, : place.length]
+            end = place.first + place.length - shifted
+            out[place.bin, place.first : end] = tokens[shifted:]
+        return out
+
+    def _segments(self, places: Sequence[SequencePlace], passes: int) -> Array:
+        """Return the offsets of each bin's sequences: int64 [bins, capacity + 1]; the last offset is repeated."""
+        ends: list[list[int]] = [[] for _ in range(passes * self.count)]
+        for place in sorted(places, key=lambda p: p.first):
+            ends[place.bin].append(place.first + place.length)
+        out = np.zeros((passes * self.count, self.capacity + 1), np.int64)
+        for number, of in enumerate(ends):
+            out[number, 1 : len(of) + 1] = of
+            out[number, len(of) + 1 :] = of[-1] if of else 0
+        return out
+
+    def _padded_positions(self, places: Sequence[SequencePlace], passes: int) -> tuple[Array, Array]:
+        """Return each token's position in the padded array of its pass, and each sequence's row there.
+
+        Dropout draws its random numbers by these positions, so packed and padded batches drop the same elements.
+        """
+        tokens, sequences = np.zeros((2, passes * self.count, self.capacity), np.int64)
+        counts = [0] * passes
+        for place in places:
+            row = counts[place.bin // self.count]
+            counts[place.bin // self.count] += 1
+            tokens[place.bin, place.first : place.first + place.length] = row * self.length + np.arange(place.length)
+            sequences[place.bin, place.number] = row
+        return tokens, sequences
+
+    def unpacked(self, value: Array, places: Sequence[SequencePlace], axes: Sequence[str]) -> Array:
+        """Return an output with these axes in the caller's order of sequences, as it would be without packing.
+
+        [bins, seq, ...] becomes [sequences, length, ...] with zeros where padded; [bins, sequence, ...] becomes
+        [sequences, ...]; [bins, row, ...] becomes [sequences, 1, ...].
+        """
+        if axes[1] in ("sequence", "row"):
+            rows = np.stack([value[place.bin, place.number] for place in places])
+            return rows[:, None] if axes[1] == "row" else rows
+        out = np.zeros((len(places), self.length, *value.shape[2:]), value.dtype)
+        for row, place in enumerate(places):
+            out[row, : place.length] = value[place.bin, place.first : place.first + place.length]
+        return out
+
+
+def bins_of(spec: StepSpec, *, training: bool = True) -> Bins:
+    """Return the bins of a training pass of this step, or of an evaluation."""
+    embed = getattr(getattr(spec.model, "config", None), "embed", None)
+    # A layer has 24 embed^2 flop a token in products, and 4 embed a pair of tokens in attention.
+    quadratic = 1 / (6 * embed) if isinstance(embed, int) else 0.0
+    graph, _, batch = spec.trace(training=training)
+    inputs = graph.inputs
+    if optional := batch.optional.keys() - spec.given:
+        inputs = spec.with_inputs(spec.given | optional).trace(training=training)[0].inputs
+    return Bins(spec.rows, spec.capacity, spec.seq, quadratic, inputs, rows_of(inputs), spec.batch * spec.seq)
