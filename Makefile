@@ -39,6 +39,7 @@ links:
 # The site of docs/, in build/site.
 docs: setup-docs links
 	@NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict --quiet
+	@echo "docs: open $(CURDIR)/build/site/index.html"
 
 # For machines without network: see the README.
 bundle:

@@ -1,4 +1,4 @@
-"""Writes docs/reference/config.md, sweeps.md, commands.md and parts.md from typed configs, help and docstrings.
+"""Writes config.md, models.md, sweeps.md, commands.md and parts.md of docs/reference/ from typed configs and help.
 
 scripts/reference.py [FOLDER]: after a change of these; a test compares the pages with what is written here."""
 
@@ -13,7 +13,7 @@ from typer.models import ArgumentInfo, OptionInfo
 
 from nntile_py.bench.commands import bench_app
 from nntile_py.cli import app
-from nntile_py.config.describe import reference, tables
+from nntile_py.config.describe import model_reference, reference, tables
 from nntile_py.models import parts as parts_of_models
 from nntile_py.sweep.sweep_spec import Sweep
 
@@ -116,7 +116,8 @@ def _default(info: ArgumentInfo | OptionInfo, default: Any) -> str:
 def main() -> None:
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent.parent / "docs" / "reference"
     folder.mkdir(parents=True, exist_ok=True)
-    pages = {"config.md": reference(), "sweeps.md": sweeps(), "commands.md": commands(), "parts.md": parts()}
+    pages = {"config.md": reference(), "models.md": model_reference(), "sweeps.md": sweeps()}
+    pages |= {"commands.md": commands(), "parts.md": parts()}
     for name, text in pages.items():
         (folder / name).write_text(text)
 

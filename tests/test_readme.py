@@ -15,18 +15,20 @@ from pages import PAGES, ROOT, blocks, commands, named
 
 import nntile_py as nt
 from nntile_py import cli
-from nntile_py.config.run_config import load
+from nntile_py.config.run_config import load, resolve
 from nntile_py.data.tokenizer import MASKED
 from nntile_py.sweep.sweep_spec import load_sweep, points
-from nntile_py.training.data import train_tokenizer
+from nntile_py.training.data import read_documents, train_tokenizer
 
 DOCS = ROOT / "docs"
+MORE = [ROOT / "CHANGELOG.md", ROOT / "experiments" / "README.md"]
+RESULTS = ROOT / "experiments" / "results"
 NNTILE = Path(sys.executable).with_name("nntile")
 USAGE_ERROR: Any = typer.BadParameter.__base__  # of click, which typer brings along under its own name
 
 
 def ids(page: Path) -> str:
-    return page.name if page.parent == ROOT else str(page.relative_to(DOCS))
+    return str(page.relative_to(DOCS if page.is_relative_to(DOCS) else ROOT))
 
 
 # -- commands and files
@@ -57,7 +59,7 @@ def parse(command: Any, name: str, arguments: list[str], parent: Any = None) -> 
         command.make_context(name, arguments, parent=parent)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=ids)
+@pytest.mark.parametrize("page", [*PAGES, *MORE], ids=ids)
 def test_files_named_are_there(page: Path) -> None:
     text = page.read_text()
     links = [link for link in re.findall(r"\]\(([^)#]+)[^)]*\)", text) if "://" not in link]
@@ -68,8 +70,50 @@ def test_files_named_are_there(page: Path) -> None:
     assert all((ROOT / file).is_file() for file in shown), shown
 
 
+@pytest.mark.parametrize("page", [*PAGES, *MORE], ids=ids)
+def test_anchors_are_there(page: Path) -> None:
+    for link, anchor in re.findall(r"\]\(([^)#:]*\.md)?#([^)]+)\)", page.read_text()):
+        headings = re.findall(r"^#+ (.*)$", (page.parent / link if link else page).read_text(), re.M)
+        assert anchor in map(slug, headings), f"{link}#{anchor}"
+
+
+def slug(heading: str) -> str:
+    """The anchor of a heading, as the site and GitHub have it."""
+    return re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower())
+
+
 def test_the_readme_is_short() -> None:
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 110
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) <= 150 and len(text.split()) <= 1300
+
+
+def test_the_changelog_is_one_page() -> None:
+    assert len((ROOT / "CHANGELOG.md").read_text().split()) <= 800
+
+
+# -- glossary and results
+
+
+def test_the_glossary_has_each_term_once() -> None:
+    rows = re.findall(r"^\| (.+?) \| (.+) \|$", (DOCS / "glossary.md").read_text(), re.M)[1:]
+    terms = [term for term, _ in rows]
+    assert len(terms) > 40 and len({term.lower() for term in terms}) == len(terms)
+    assert terms == sorted(terms, key=str.lower)
+    assert not [term for term, meaning in rows if not meaning.endswith(".")]
+
+
+def test_measurements_are_in_the_results() -> None:
+    """Other pages have no dated figures, and each file of results that is named exists."""
+    dated = [page for page in PAGES if page.name != "results.md" and re.search(r"20\d\d-\d\d-\d\d", page.read_text())]
+    assert not dated
+    for page in (DOCS / "results.md", ROOT / "experiments" / "README.md", *RESULTS.glob("*.md")):
+        for name in re.findall(r"20\d\d-\d\d-\d\d-[\w*-]+\.\w+", page.read_text()):
+            assert list(RESULTS.glob(name)), f"{page.name}: {name}"
+
+
+def test_results_have_the_newest_of_each_name() -> None:
+    names = [re.sub(r"^20\d\d-\d\d-\d\d-", "", path.name) for path in RESULTS.iterdir()]
+    assert len(names) > 100 and len(set(names)) == len(names)
 
 
 def test_version() -> None:
@@ -86,8 +130,13 @@ def test_the_site(tmp_path: Path) -> None:
     assert made.returncode == 0, made.stderr
     pages = [path.relative_to(DOCS).with_suffix(".html") for path in DOCS.rglob("*.md")]
     assert all((tmp_path / page).is_file() for page in pages)
-    used = re.findall(r'(?:src|href)="(https?://[^"]+\.(?:js|css|woff2?))"', (tmp_path / "index.html").read_text())
+    index = (tmp_path / "index.html").read_text()
+    used = re.findall(r'<script[^>]* src="(https?://[^"]+)"', index)
+    used += re.findall(r'href="(https?://[^"]+\.(?:css|woff2?))"', index)
     assert not used, "the site loads from elsewhere"
+    # Search in pages that are opened from disk.
+    assert 'src="js/iframe-worker.js"' in index
+    assert "placement" in (tmp_path / "search" / "search_index.js").read_text()
 
 
 def test_the_reference_has_all_names() -> None:
@@ -120,6 +169,71 @@ def test_own_text(folder: Path, python: Python) -> None:
     done = python("\n".join([f"import os; os.chdir({str(folder)!r})", *blocks(DOCS / "own-text.md", "python")]))
     assert done.returncode == 0, done.stderr
     assert "held_out_loss" in done.stdout
+
+
+def test_using_a_model(folder: Path, python: Python) -> None:
+    pytest.importorskip("transformers")
+    write_reviews(folder / "reviews.csv")
+    _, classifier = blocks(DOCS / "fine-tune.md", "yaml")
+    (folder / "classify.yaml").write_text(classifier)
+    small = ("model={type: bert, layers: 1, embed: 16, heads: 2, head: classification}", "tokenizer.vocab_size=300")
+    sets = [word for one in (*small, "train.steps=1", "train.seq=16") for word in ("--set", one)]
+    done = nntile(folder, "train", "classify.yaml", *sets, "--out", "runs/my_classifier")
+    assert done.returncode == 0, done.stderr
+    page = DOCS / "use-your-model.md"
+    done = python("\n".join([f"import os; os.chdir({str(folder)!r})", *blocks(page, "python")]))
+    assert done.returncode == 0, done.stderr
+    assert "'label'" in done.stdout and (folder / "loss.png").is_file()
+    (folder / "texts.jsonl").write_text('{"text": "good"}\n{"text": "bad"}\n')
+    done = nntile(folder, *commands(page)[0][1:])
+    assert done.returncode == 0, done.stderr
+    assert np.load(folder / "logits.npy").shape == (2, 2)
+
+
+def write_reviews(path: Path) -> None:
+    rows = (f"{word} number {k},{word}" for k in range(8) for word in ("good", "bad"))
+    path.write_text("\n".join(["review,verdict", *rows]))
+
+
+def test_the_first_model(folder: Path, python: Python) -> None:
+    """The README's loss curve and its text by transformers."""
+    pytest.importorskip("transformers")
+    (folder / "runs" / "first").symlink_to("my_run")
+    (curve,) = (words for words in commands(ROOT / "README.md") if words[0] == "python")
+    generate, _ = blocks(ROOT / "README.md", "python")
+    done = python(f"import os; os.chdir({str(folder)!r})\n{curve[2].replace('% 40', '% 1')}\n{generate}")
+    assert done.returncode == 0, done.stderr
+    assert re.match(r"1 \d+\.\d+\n2 \d+\.\d+\ndef ", done.stdout)
+
+
+def test_the_readmes_data_formats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The table of formats: what a text model and a classifier make of each."""
+    monkeypatch.chdir(tmp_path)
+    sizes = {"layers": 1, "embed": 16, "heads": 2}
+    rest = {"tokenizer": {"vocab_size": 300}, "train": {"steps": 1, "batch": 1, "seq": 8}}
+    (tmp_path / "texts").mkdir()
+    write_reviews(tmp_path / "reviews.csv")
+    (tmp_path / "rows.jsonl").write_text('{"review": "good", "verdict": "a"}\n{"review": "bad", "verdict": "b"}\n')
+    (tmp_path / "texts" / "one.txt").write_text("one text")
+    (tmp_path / "texts" / "reviews.csv").write_text("not read")
+    (tmp_path / "data.parquet").write_bytes(b"PAR1\xff\xfe\x00")
+
+    def text(source: str) -> list[str]:
+        return read_documents(resolve({"model": sizes, "data": {"source": source}} | rest, [], "a.yaml").data)
+
+    def classes(source: str) -> int:
+        data = {"source": source, "text": "review", "label": "verdict"}
+        model = sizes | {"type": "bert", "head": "classification"}
+        return resolve({"model": model, "data": data} | rest, [], "a.yaml").model.classes  # type: ignore[no-any-return]
+
+    assert text("reviews.csv")[0].startswith("review,verdict\n") and text("rows.jsonl")[0].startswith("{")
+    assert text("texts") == ["one text"]
+    with pytest.raises(nt.ConfigError, match="not UTF-8"):
+        text("data.parquet")
+    assert classes("reviews.csv") == classes("rows.jsonl") == 2
+    for source in ("texts/one.txt", "texts", "data.parquet"):
+        with pytest.raises(nt.ConfigError):
+            classes(source)
 
 
 def test_the_readme_has_such_a_run(folder: Path) -> None:
@@ -166,11 +280,12 @@ def test_a_sweep(folder: Path) -> None:
     assert (folder / "widths" / "results.csv").is_file()
 
 
-def test_training_from_python() -> None:
+def test_training_from_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("transformers")
     names: dict[str, Any] = {}
-    exec(blocks(ROOT / "README.md", "python")[0], names)
-    assert names["logits"].shape == (4, 37, 611)
+    monkeypatch.chdir(tmp_path)
+    exec(blocks(ROOT / "README.md", "python")[-1], names)
+    assert names["logits"].shape == (4, 37, 611) and (tmp_path / "my_gpt2" / "config.json").is_file()
 
 
 def test_tasks(python: Python, tmp_path: Path) -> None:

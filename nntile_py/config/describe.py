@@ -188,13 +188,23 @@ A wrong key or value ends every command with exit status 2 and one message that 
 """
 
 
+_MODELS = """\
+# Keys of a model
+
+<!-- Written by scripts/reference.py from models/; change the texts there. -->
+
+The keys of the section `model` of a [run's YAML](config.md). Their names and defaults depend on `model.type`. A
+[model of your own](../write-a-model.md) has the fields of its `Config` as keys.
+"""
+
+
 def reference() -> str:
     """docs/reference/config.md."""
     plain = [(name, field) for name, field in RunConfig.model_fields.items() if not section_of(field)]
     parts = [_INTRODUCTION, "## Keys outside of sections", "", *_table(_rows(plain))]
     for name, field in RunConfig.model_fields.items():
         if name == "model":
-            parts += ["## model", "", meaning(field), "", *_models()]
+            parts += ["## model", "", meaning(field), "", "[Keys of a model](models.md) has the section's keys.", ""]
         elif inner := section_of(field):
             parts += [f"## {name}", "", meaning(field), "", *_table(_rows(keys(inner, f"{name}.")))]
     parts += ["## Scheduler files", "", " ".join((SchedulerFile.__doc__ or "").split()), ""]
@@ -211,15 +221,25 @@ def tables(cls: type[BaseModel]) -> Iterator[str]:
             yield from (f"## {key}", "", meaning(field), "", *_table(_rows(keys(inner, f"{key}."))))
 
 
-def _models() -> Iterator[str]:
-    """What all models have in common, then what each has of its own."""
+def model_reference() -> str:
+    """docs/reference/models.md: the keys of all models, those of several, then each model's own."""
     rows = {kind: list(_rows(keys(cls.Config, "model."))) for kind, cls in known().items()}
     base = [f"`model.{field.alias or name}`" for name, field in ModelConfig.model_fields.items()]
-    common = [row for row in rows[DEFAULT_MODEL] if row[0] in base or all(row in of for of in rows.values())]
-    yield from _table(common)
+    kinds_of: dict[Row, list[str]] = {}
+    for kind, own in rows.items():
+        for row in own:
+            kinds_of.setdefault(row, []).append(kind)
+    common = [row for row in rows[DEFAULT_MODEL] if row[0] in base or len(kinds_of[row]) == len(rows)]
+    shared = [row for row, kinds in kinds_of.items() if row not in common and row[0] not in base and len(kinds) > 1]
+    shared.sort(key=lambda row: (row[0], -len(kinds_of[row])))
+    parts = [_MODELS, "## Keys of all models", "", *_table(common)]
+    parts += ["## Keys of several models", "", *_table((row[0], ", ".join(kinds_of[row]), *row[1:]) for row in shared)]
     for kind, cls in known().items():
-        yield from (f"### model.type: {kind}", "", " ".join((cls.__doc__ or "").split("\n\n")[0].split()), "")
-        yield from _table([row for row in rows[kind] if row not in common and row[0] not in base])
+        has = ", ".join(row[0].replace("model.", "") for row in rows[kind] if row in shared)
+        own = [row for row in rows[kind] if kinds_of[row] == [kind] and row not in common and row[0] not in base]
+        parts += [f"## {kind}", "", " ".join((cls.__doc__ or "").split("\n\n")[0].split()), ""]
+        parts += [f"Keys above: {has}.", "", *(_table(own) if own else ())]
+    return "\n".join(parts)
 
 
 Row = tuple[str, str, str, str]
@@ -231,8 +251,11 @@ def _rows(fields: Iterable[tuple[str, FieldInfo]]) -> Iterator[Row]:
         yield f"`{key}`", _holds(field), default, meaning(field)
 
 
-def _table(rows: Iterable[Row]) -> Iterator[str]:
-    yield from ("| key | value | default | meaning |", "|---|---|---|---|")
-    for row in rows:
+def _table(rows: Iterable[tuple[str, ...]]) -> Iterator[str]:
+    """Rows with the columns key, value, default and meaning; rows of five have the column models after the key."""
+    for number, row in enumerate(rows):
+        if not number:
+            columns = ("key", *["models"] * (len(row) - 4), "value", "default", "meaning")
+            yield from (f"| {' | '.join(columns)} |", "|---" * len(columns) + "|")
         yield "| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |"
     yield ""
