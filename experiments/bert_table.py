@@ -27,8 +27,8 @@ from pathlib import Path
 from typing import Any
 
 from nntile_py import cli
-from nntile_py.bench.commands import of_config, parse_peers
-from nntile_py.bench.peer_process import measure_step
+from nntile_py.measure.commands import of_config, parse_peers
+from nntile_py.measure.peer_process import measure_step
 from nntile_py.system.load import cores
 from nntile_py.system.machine import described
 

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import nntile_py as nt
-from nntile_py.bench.config_peer import inputs_of
 from nntile_py.config.builders import build_model, step_spec
 from nntile_py.config.run_config import load
+from nntile_py.measure.config_peer import inputs_of
 from nntile_py.training.forward import forward_passes
 
 TURNS = 15

@@ -12,7 +12,7 @@ import time
 import numpy as np
 
 import nntile_py as nt
-from nntile_py.bench.common import parse_tiles
+from nntile_py.measure.common import parse_tiles
 from nntile_py.training.repeated_steps import same_steps
 
 

@@ -50,8 +50,8 @@ LAYER = (
 
 
 def step(o: dict[str, Any]) -> None:
-    from nntile_py.bench.common import parse_tiles
-    from nntile_py.bench.step_worker import ours_on_gpu
+    from nntile_py.measure.common import parse_tiles
+    from nntile_py.measure.step_worker import ours_on_gpu
 
     o |= {
         "vocab": 50304, "seq": 1024, "dtype": "bf16", "scheduler": "lws", "window": None, "cuda_memory": 0,

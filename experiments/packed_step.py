@@ -17,10 +17,10 @@ from pathlib import Path
 import numpy as np
 
 import nntile_py as nt
-from nntile_py.bench.config_peer import inputs_of, just_filled
 from nntile_py.config.builders import build_model, step_spec
 from nntile_py.config.run_config import load, runtime_options
 from nntile_py.execution import memory
+from nntile_py.measure.config_peer import inputs_of, just_filled
 from nntile_py.system.load import clocked
 from nntile_py.training.repeated_steps import same_steps
 

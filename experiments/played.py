@@ -11,9 +11,9 @@ from pathlib import Path
 
 from nntile_py.analysis.simulate import planned_seconds
 from nntile_py.analysis.workloads import build
-from nntile_py.sweep.experiments import load_experiment
-from nntile_py.sweep.plots import plain
-from nntile_py.sweep.sweep_spec import points
+from nntile_py.measure.experiments import load_experiment
+from nntile_py.measure.plots import plain
+from nntile_py.measure.sweep_spec import points
 from nntile_py.tiles import device_model
 
 

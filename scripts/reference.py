@@ -11,11 +11,11 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 import typer
 from typer.models import ArgumentInfo, OptionInfo
 
-from nntile_py.bench.commands import bench_app
 from nntile_py.cli import app
 from nntile_py.config.describe import model_reference, reference, tables
+from nntile_py.measure.commands import bench_app
+from nntile_py.measure.sweep_spec import Sweep
 from nntile_py.models import parts as parts_of_models
-from nntile_py.sweep.sweep_spec import Sweep
 
 _HEAD = """# Commands
 
@@ -27,7 +27,7 @@ traceback). `nntile --install-completion` makes your shell complete commands, op
 """
 _SWEEPS = """# Keys of a sweep's YAML
 
-<!-- Written by scripts/reference.py from nntile_py/sweep/sweep_spec.py; change the texts there. -->
+<!-- Written by scripts/reference.py from nntile_py/measure/sweep_spec.py; change the texts there. -->
 
 `nntile sweep FILE` measures a config with other values of some keys: see [Make it faster](../tuning.md#sweeps).
 """

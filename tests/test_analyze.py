@@ -26,8 +26,8 @@ from nntile_py.analysis.workloads import PRESETS, preset
 from nntile_py.config.builders import step_spec
 from nntile_py.config.run_config import load
 from nntile_py.errors import ConfigError, NNTileError
+from nntile_py.measure import experiment, experiments, operator_experiment
 from nntile_py.profiling import operator_timer
-from nntile_py.sweep import experiment, experiments, operator_experiment
 from nntile_py.system import load as clock_of_runs
 from nntile_py.tasks.op import CATEGORIES, CONTRACTION, ELEMENTWISE, NORMALIZATION
 

@@ -23,8 +23,8 @@ ROOT = Path(__file__).parents[1]
 # Rooms, from the roof to the ground: a room imports from floors below its own, never from its own floor or above.
 FLOORS = (
     ("cli",),
-    ("doctor", "sweep"),
-    ("bench", "profiling"),
+    ("doctor", "measure"),
+    ("profiling",),
     ("analysis", "testing", "training"),
     ("inference",),  # of whatever evaluates: a Trainer, which shows a sample with it
     ("config",),

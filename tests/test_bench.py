@@ -14,17 +14,17 @@ import pytest
 import torch
 from conftest import Python
 
-from nntile_py.bench import capacity as bench_capacity
-from nntile_py.bench import commands as bench
-from nntile_py.bench import step_worker as bench_step
-from nntile_py.bench.capacity import next_model
-from nntile_py.bench.commands import measure_tasks
-from nntile_py.bench.metg import shortest
-from nntile_py.bench.peer_process import NO_ANSWER, Side, measure_step
-from nntile_py.bench.step_worker import CLIP, GPU_LR, WEIGHT_DECAY, batch, weights
-from nntile_py.bench.torch_gpt2 import Model
 from nntile_py.errors import ConfigError, NNTileError
-from nntile_py.sweep import sweep_spec as sweep
+from nntile_py.measure import capacity as bench_capacity
+from nntile_py.measure import commands as bench
+from nntile_py.measure import step_worker as bench_step
+from nntile_py.measure import sweep_spec as sweep
+from nntile_py.measure.capacity import next_model
+from nntile_py.measure.commands import measure_tasks
+from nntile_py.measure.metg import shortest
+from nntile_py.measure.peer_process import NO_ANSWER, Side, measure_step
+from nntile_py.measure.step_worker import CLIP, GPU_LR, WEIGHT_DECAY, batch, weights
+from nntile_py.measure.torch_gpt2 import Model
 
 OPTIONS: dict[str, Any] = {
     "layers": 2, "embed": 24, "heads": 2, "seq": 16, "batch": 4, "vocab": 101, "cpus": 2, "scheduler": "lws",

@@ -23,8 +23,8 @@ from nntile_py.config.run_config import RunConfig, load
 from nntile_py.errors import ConfigError
 from nntile_py.graph.fusion import Fusion
 from nntile_py.graph.step import Step, StepSpec
-from nntile_py.sweep import worker
-from nntile_py.sweep.sweep_spec import METRICS, Measure
+from nntile_py.measure import worker
+from nntile_py.measure.sweep_spec import METRICS, Measure
 from nntile_py.tiles import R, Task, TaskList, Tile, Tiling, W, device_model
 from nntile_py.tiles.allreduce import Network, Piecewise, Place, Transfer, all_reduce, with_sums
 from nntile_py.tiles.placement import Speed, place
@@ -405,7 +405,7 @@ def test_a_point_of_a_sweep() -> None:
 @pytest.mark.parametrize("name", ["nodes-weak", "nodes-strong"])
 def test_the_experiments(name: str) -> None:
     """Every point can be planned: its batch fits its nodes."""
-    from nntile_py.sweep.sweep_spec import load_sweep, points
+    from nntile_py.measure.sweep_spec import load_sweep, points
 
     for one in points(load_sweep(EXPERIMENTS / f"{name}.yaml")):
         how = one.measure

@@ -14,7 +14,7 @@ from nntile_py.config.builders import step_spec
 from nntile_py.config.run_config import RunConfig, load
 from nntile_py.errors import ConfigError
 from nntile_py.graph.count import most_tasks
-from nntile_py.sweep import autotune
+from nntile_py.measure import autotune
 from nntile_py.tiles import AXES, device_model
 
 EXPERIMENTS = Path(__file__).parents[1] / "experiments"

@@ -15,7 +15,7 @@ from nntile_py.errors import ConfigError, TaskError
 from nntile_py.execution import cuda_graph
 from nntile_py.execution.cuda_graph import LEAST, Served, most_filled, refusal, roles, rounded
 from nntile_py.graph.step import StepSpec
-from nntile_py.sweep.sweep_spec import Measure
+from nntile_py.measure.sweep_spec import Measure
 from nntile_py.tiles import Access, Slot, TaskList, Tile, Tiling
 from nntile_py.tiles.arguments import TaskArgs
 from nntile_py.tiles.task_groups import grouped

@@ -13,11 +13,11 @@ import yaml
 from test_mpi import LACKS, OPEN_MPI
 
 from nntile_py import cli
-from nntile_py.bench.commands import bench_app
 from nntile_py.config.describe import initial, meaning, schema
 from nntile_py.config.run_config import load, of_model, resolve
 from nntile_py.config.sections import SchedulerFile
 from nntile_py.errors import ConfigError
+from nntile_py.measure.commands import bench_app
 from nntile_py.models.registry import known
 from nntile_py.schema import keys, parse, words
 

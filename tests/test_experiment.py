@@ -10,13 +10,13 @@ from rich.console import Console
 from test_sweep import nntile
 
 from nntile_py.analysis import draw
-from nntile_py.cli import measure as cli
+from nntile_py.cli import measurements as cli
 from nntile_py.errors import ConfigError, NNTileError
+from nntile_py.measure import experiment, experiments
+from nntile_py.measure import runner as sweep_run
+from nntile_py.measure import sweep_spec as sweep
+from nntile_py.measure.sweep_report import report
 from nntile_py.profiling import FILES
-from nntile_py.sweep import experiment, experiments
-from nntile_py.sweep import runner as sweep_run
-from nntile_py.sweep import sweep_spec as sweep
-from nntile_py.sweep.sweep_report import report
 
 CONSOLE = Console(stderr=True)
 

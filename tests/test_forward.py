@@ -10,11 +10,11 @@ import pytest
 
 import nntile_py as nt
 from nntile_py.analysis.workloads import SelfAttention
-from nntile_py.bench.config_peer import inputs_of, torch_side
 from nntile_py.config.builders import build_model, step_spec
 from nntile_py.config.run_config import RunConfig, resolve
 from nntile_py.execution.program import Store, programs
 from nntile_py.graph.step import StepSpec
+from nntile_py.measure.config_peer import inputs_of, torch_side
 from nntile_py.tiles import Tiling
 from nntile_py.training.forward import forward_passes
 

@@ -12,8 +12,8 @@ import pytest
 from nntile_py.analysis.plan import estimate
 from nntile_py.analysis.workloads import build
 from nntile_py.config.run_config import RunConfig
-from nntile_py.sweep import experiment, experiments
-from nntile_py.sweep import sweep_spec as sweep
+from nntile_py.measure import experiment, experiments
+from nntile_py.measure import sweep_spec as sweep
 from nntile_py.tasks import launch
 from nntile_py.tiles import device_model
 from nntile_py.tiles.placement import Residency, place

@@ -24,7 +24,6 @@ import nntile_py as nt
 from nntile_py import cli, models
 from nntile_py.analysis import layout_analysis as parts
 from nntile_py.analysis.workloads import preset
-from nntile_py.bench.torch_layer import torch_layer
 from nntile_py.errors import ConfigError
 from nntile_py.graph.edges import edges_of
 from nntile_py.graph.fusion import Fusion
@@ -33,8 +32,9 @@ from nntile_py.graph.layout_search import arrange, cheapest, search
 from nntile_py.graph.layouts import described, laid, layout_of, products, tensors_of
 from nntile_py.graph.step import StepSpec
 from nntile_py.graph.timings import Timing, Timings, opened
+from nntile_py.measure import experiment, experiments, layout_experiment
+from nntile_py.measure.torch_layer import torch_layer
 from nntile_py.profiling import layout_timer as profiled
-from nntile_py.sweep import experiment, experiments, layout_experiment
 from nntile_py.system import launcher
 from nntile_py.tasks import Tensor, activation, contract
 from nntile_py.tasks.contract import Contract

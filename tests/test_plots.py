@@ -8,10 +8,10 @@ import pytest
 from rich.console import Console
 from test_sweep import write
 
-from nntile_py.sweep import runner as sweep_run
-from nntile_py.sweep import sweep_spec as sweep
-from nntile_py.sweep.plots import caption, figure_of, shown_rows, spread
-from nntile_py.sweep.results import best_row, best_told, summary, table, within_spread
+from nntile_py.measure import runner as sweep_run
+from nntile_py.measure import sweep_spec as sweep
+from nntile_py.measure.plots import caption, figure_of, shown_rows, spread
+from nntile_py.measure.results import best_row, best_told, summary, table, within_spread
 from nntile_py.system.pictures import files_of
 
 

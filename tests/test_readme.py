@@ -17,7 +17,7 @@ import nntile_py as nt
 from nntile_py import cli
 from nntile_py.config.run_config import load, resolve
 from nntile_py.data.tokenizer import MASKED
-from nntile_py.sweep.sweep_spec import load_sweep, points
+from nntile_py.measure.sweep_spec import load_sweep, points
 from nntile_py.training.data import read_documents, train_tokenizer
 
 DOCS = ROOT / "docs"

@@ -17,11 +17,11 @@ from rich.console import Console
 from nntile_py.analysis.plan import estimate
 from nntile_py.config.run_config import load
 from nntile_py.errors import ConfigError
-from nntile_py.sweep import autotune
-from nntile_py.sweep import runner as sweep_run
-from nntile_py.sweep import sweep_spec as sweep
-from nntile_py.sweep.plots import figure_of
-from nntile_py.sweep.results import best_options, pooled
+from nntile_py.measure import autotune
+from nntile_py.measure import runner as sweep_run
+from nntile_py.measure import sweep_spec as sweep
+from nntile_py.measure.plots import figure_of
+from nntile_py.measure.results import best_options, pooled
 from nntile_py.tiles import RW, R, TaskList, Tile, W
 
 BASE: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""PyTorch's strongest BERT (bench/torch_bert.py) beside ours: the same losses, and how `nntile bench step` runs it."""
+"""The strongest BERT in PyTorch (measure/torch_bert.py) and ours: equal losses, and its rows in `nntile bench step`."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ with suppress(pytest.skip.Exception):
     import test_triton  # noqa: F401  it tells triton to interpret, which has to be before torch imports it
 
 import nntile_py as nt
-from nntile_py.bench.commands import of_config
-from nntile_py.bench.config_peer import inputs_of, just_filled
-from nntile_py.bench.peer_process import measure_step
-from nntile_py.bench.torch_bert import BERT, Layer, batch_of, loaded, shares, torch_bert
 from nntile_py.config.builders import build_model, step_spec
 from nntile_py.config.run_config import RunConfig, resolve
 from nntile_py.errors import ConfigError
 from nntile_py.graph.bin_packing import bins_of
+from nntile_py.measure.commands import of_config
+from nntile_py.measure.config_peer import inputs_of, just_filled
+from nntile_py.measure.peer_process import measure_step
+from nntile_py.measure.torch_bert import BERT, Layer, batch_of, loaded, shares, torch_bert
 from nntile_py.training.repeated_steps import same_steps
 
 TREE = {

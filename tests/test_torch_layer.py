@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from nntile_py.analysis.workloads import preset
-from nntile_py.bench.torch_layer import torch_layer, torch_module
 from nntile_py.errors import ConfigError
-from nntile_py.sweep.sweep_spec import Measure
+from nntile_py.measure.sweep_spec import Measure
+from nntile_py.measure.torch_layer import torch_layer, torch_module
 
 TINY = ["model.embed=16", "model.heads=2", "train.batch=3", "train.seq=8", "runtime.cpus=1"]
 

@@ -11,12 +11,12 @@ from typing import Annotated, Any
 
 import typer
 
-from nntile_py.cli import train, inspect, measure, encode  # isort: skip  # the order of --help
+from nntile_py.cli import train, inspect, measurements, encode  # isort: skip  # the order of --help
 from nntile_py.cli.options import app
 from nntile_py.errors import NNTileError, exit_status, shown
 from nntile_py.system import launcher
 
-__all__ = ["app", "encode", "inspect", "main", "measure", "train"]
+__all__ = ["app", "encode", "inspect", "main", "measurements", "train"]
 
 
 def main(run: Callable[[], Any] = app) -> None:

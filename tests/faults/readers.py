@@ -30,8 +30,8 @@ def prepare() -> None:
     import nntile_py.analysis.plan
     import nntile_py.cli
     import nntile_py.config.describe
-    import nntile_py.sweep.autotune
-    import nntile_py.sweep.results
+    import nntile_py.measure.autotune
+    import nntile_py.measure.results
     import nntile_py.training.run
     from nntile_py.models.registry import known
 
@@ -65,8 +65,8 @@ def _small(config: Any) -> bool:
 
 def sweep(*args: str) -> None:
     """The command, up to where it would measure."""
-    import nntile_py.sweep.runner as module
-    from nntile_py.sweep.sweep_spec import points
+    import nntile_py.measure.runner as module
+    from nntile_py.measure.sweep_spec import points
 
     def run(chosen: Any, *_: Any, **__: Any) -> Any:
         points(chosen)
@@ -144,7 +144,7 @@ def corpus(what: str = "") -> None:
 
 def rows() -> None:
     """`nntile sweep` where all points have their rows already."""
-    import nntile_py.sweep.runner as module
+    import nntile_py.measure.runner as module
 
     def measure(point: Any, *_: Any) -> dict[str, Any]:
         names = ("seconds", "tasks", "flop", "bytes_moved", "peak_bytes", "parallelism", "planned_task_us")

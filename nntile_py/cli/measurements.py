@@ -25,10 +25,10 @@ def sweep(
     from rich.console import Console
 
     alone("sweep")
-    from nntile_py.sweep.autotune import search, write_search
-    from nntile_py.sweep.results import best_told, summary
-    from nntile_py.sweep.runner import run
-    from nntile_py.sweep.sweep_spec import load_sweep
+    from nntile_py.measure.autotune import search, write_search
+    from nntile_py.measure.results import best_told, summary
+    from nntile_py.measure.runner import run
+    from nntile_py.measure.sweep_spec import load_sweep
 
     console = Console(stderr=True)
     path, folder = Path(config), out or Path("runs") / f"sweep-{Path(config).stem}"
@@ -63,8 +63,8 @@ def experiment(
     from rich.console import Console
 
     alone("experiment")
-    from nntile_py.sweep import experiment as parts
-    from nntile_py.sweep import experiments
+    from nntile_py.measure import experiment as parts
+    from nntile_py.measure import experiments
 
     one_of("--scale", scale, ("cpu", "gpu"))
     one_of("--mode", mode or "training", ("training", "inference"))
@@ -100,6 +100,6 @@ def experiment(
 )  # fmt: skip
 def bench(context: typer.Context) -> None:
     """Measure: tasks, steps, tile sizes (nntile bench --help)."""
-    from nntile_py.bench.commands import bench_app  # its own typer app, handed all that follows
+    from nntile_py.measure.commands import bench_app  # its own typer app, handed all that follows
 
     raise typer.Exit(bench_app(context.args, prog_name="nntile bench", standalone_mode=False) or 0)

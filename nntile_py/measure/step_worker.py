@@ -14,7 +14,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from nntile_py.bench.common import (
+from nntile_py.errors import NNTileError
+from nntile_py.execution import memory
+from nntile_py.measure.common import (
     CLIP,
     GPU_BETAS,
     GPU_LR,
@@ -27,9 +29,7 @@ from nntile_py.bench.common import (
     shape,
     weights,
 )
-from nntile_py.bench.peer_process import PARENT, RANKED, lead
-from nntile_py.errors import NNTileError
-from nntile_py.execution import memory
+from nntile_py.measure.peer_process import PARENT, RANKED, lead
 from nntile_py.system.load import clocked
 
 PASS_TURNS = 15  # times that a turn of forward passes takes the median of: one is short, and the first is disturbed
@@ -148,17 +148,17 @@ def with_parent() -> None:
 
 def serve(name: str, o: dict[str, Any], *place: int) -> None:
     if "config" in o:
-        from nntile_py.bench.config_peer import contestant
+        from nntile_py.measure.config_peer import contestant
 
         run, facts = contestant(name, o, *place)
     elif name == "nntile":
         run, facts = ours_on_gpu(o) if o["cuda"] else ours(o)
     elif name in RANKED:
-        from nntile_py.bench.peers import peer
+        from nntile_py.measure.peers import peer
 
         run, facts = peer(name, o, *place)
     elif o["cuda"]:
-        from nntile_py.bench.torch_gpt2 import torch_on_gpu
+        from nntile_py.measure.torch_gpt2 import torch_on_gpu
 
         run, facts = torch_on_gpu(o, name == "torch_compile")
     else:

@@ -15,8 +15,6 @@ from nntile_py import _core
 from nntile_py.analysis import cluster_plan
 from nntile_py.analysis.plan import estimate
 from nntile_py.analysis.workloads import FORWARD, Built, build, of_evaluation, of_step, small_graph, spec_of
-from nntile_py.bench.config_peer import inputs_of, torch_side
-from nntile_py.bench.torch_layer import WORKS, torch_layer
 from nntile_py.config.builders import build_model, step_spec, tiling
 from nntile_py.config.run_config import RunConfig, runtime_options
 from nntile_py.errors import NNTileError
@@ -24,8 +22,10 @@ from nntile_py.execution import memory
 from nntile_py.execution.mpi import ranks
 from nntile_py.execution.runtime import Runtime
 from nntile_py.graph.fusion import Fusion
+from nntile_py.measure.config_peer import inputs_of, torch_side
+from nntile_py.measure.sweep_spec import METRICS, Measure
+from nntile_py.measure.torch_layer import WORKS, torch_layer
 from nntile_py.profiling.operator_timer import runner, small_program
-from nntile_py.sweep.sweep_spec import METRICS, Measure
 from nntile_py.system import launcher as system
 from nntile_py.system.load import Load, among, clocked
 from nntile_py.tasks.op import CATEGORIES

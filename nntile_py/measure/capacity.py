@@ -11,9 +11,9 @@ from typing import Annotated, Any
 
 import typer
 
-from nntile_py.bench.common import parse_tiles
-from nntile_py.bench.peer_process import NO_ANSWER, OF_GPT2, check_gpus, measure_step, processes
 from nntile_py.errors import ConfigError
+from nntile_py.measure.common import parse_tiles
+from nntile_py.measure.peer_process import NO_ANSWER, OF_GPT2, check_gpus, measure_step, processes
 from nntile_py.system.load import cores
 from nntile_py.system.machine import machine
 

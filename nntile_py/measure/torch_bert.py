@@ -23,11 +23,11 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.attention.varlen import varlen_attn
 
-from nntile_py.bench.common import Step, torch_device, torch_dtype, trained
 from nntile_py.config.builders import build_model, step_spec
 from nntile_py.config.run_config import RunConfig
 from nntile_py.graph.bin_packing import bins_of
 from nntile_py.graph.padding import MASK
+from nntile_py.measure.common import Step, torch_device, torch_dtype, trained
 from nntile_py.models.bert_parts import LayerNames
 from nntile_py.tasks.cross_entropy import IGNORED
 
@@ -280,8 +280,8 @@ def ddp(
     """A rank of DDP."""
     import torch.distributed as dist
 
-    from nntile_py.bench.peer_process import processes
-    from nntile_py.bench.peers import joined, replicated
+    from nntile_py.measure.peer_process import processes
+    from nntile_py.measure.peers import joined, replicated
 
     world = processes(o)
     device = joined(o, rank, port)

@@ -9,12 +9,12 @@ from typing import Annotated, Any
 
 import typer
 
-from nntile_py.bench.capacity import capacity
-from nntile_py.bench.common import parse_tiles
-from nntile_py.bench.messages import messages
-from nntile_py.bench.metg import metg
-from nntile_py.bench.peer_process import FOR_BERT, PEERS, TIME_LIMIT, check_gpus, measure_step, spread
 from nntile_py.errors import ConfigError, NNTileError
+from nntile_py.measure.capacity import capacity
+from nntile_py.measure.common import parse_tiles
+from nntile_py.measure.messages import messages
+from nntile_py.measure.metg import metg
+from nntile_py.measure.peer_process import FOR_BERT, PEERS, TIME_LIMIT, check_gpus, measure_step, spread
 from nntile_py.system import launcher
 from nntile_py.system.load import cores
 from nntile_py.system.machine import machine
@@ -189,7 +189,7 @@ def step(
     elif alpha != 1 or inference or set(names) & set(FOR_BERT):
         raise ConfigError(f"--alpha, --inference, --peer {' and '.join(FOR_BERT)}: allowed only with CONFIG")
     if launcher.started()[1] > 1:
-        from nntile_py.bench import rank_bench
+        from nntile_py.measure import rank_bench
 
         rank_bench.check(config, names[1:])
         result = rank_bench.measure_ranks(options, rounds, steps)
@@ -215,8 +215,8 @@ def parse_peers(told: str | None) -> list[str]:
 
 def of_config(path: str, sets: list[str], names: list[str], alpha: float, *, inference: bool) -> dict[str, Any]:
     """What takes the place of the options. Raises ConfigError for contestants that cannot run it."""
-    from nntile_py.bench.config_peer import check_peer
     from nntile_py.config.run_config import load
+    from nntile_py.measure.config_peer import check_peer
 
     config = load(path, sets)
     for name in names:

@@ -14,7 +14,7 @@ from nntile_py.system.pictures import new_figure
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from nntile_py.sweep.sweep_spec import Best, Plot
+    from nntile_py.measure.sweep_spec import Best, Plot
 
 Row = dict[str, Any]
 QUARTILES = 4  # repeats, from which on the spread is their middle half: one that was disturbed does not widen it

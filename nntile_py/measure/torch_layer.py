@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 from nntile_py.analysis.workloads import Phase
-from nntile_py.bench.common import torch_device, torch_dtype
 from nntile_py.config.run_config import RunConfig
 from nntile_py.errors import ConfigError
+from nntile_py.measure.common import torch_device, torch_dtype
 
 WORKS = ("encoder", "mha")
 

@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
-from nntile_py.bench.common import shape
 from nntile_py.errors import ConfigError, NNTileError
+from nntile_py.measure.common import shape
 from nntile_py.system.machine import machine
 
 FOR_BERT = ("torch_packed", "torch_padded")  # see torch_bert.py
@@ -50,7 +50,7 @@ class Child:
 
     def __init__(self, label: str, *arguments: Any) -> None:
         self.label, self._rest = label, b""
-        command = [sys.executable, "-m", "nntile_py.bench.step_worker", *map(str, arguments)]
+        command = [sys.executable, "-m", "nntile_py.measure.step_worker", *map(str, arguments)]
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0,
             env=os.environ | {PARENT: str(os.getpid())}, start_new_session=True,  # Ctrl-C is for this process

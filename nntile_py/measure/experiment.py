@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING, Any
 
 from nntile_py.config.run_config import RunConfig, load, runtime_options
 from nntile_py.errors import ConfigError, NNTileError
+from nntile_py.measure import layout_experiment, operator_experiment
+from nntile_py.measure.experiments import EXPERIMENTS, Drawing, Experiment, Mode, Profile
+from nntile_py.measure.layout_experiment import LaidOut
+from nntile_py.measure.operator_experiment import Counted
+from nntile_py.measure.plots import figure_of
+from nntile_py.measure.results import table
+from nntile_py.measure.sweep_report import report, sets_told
+from nntile_py.measure.sweep_spec import Sweep, points
 from nntile_py.profiling import FILES
-from nntile_py.sweep import layout_experiment, operator_experiment
-from nntile_py.sweep.experiments import EXPERIMENTS, Drawing, Experiment, Mode, Profile
-from nntile_py.sweep.layout_experiment import LaidOut
-from nntile_py.sweep.operator_experiment import Counted
-from nntile_py.sweep.plots import figure_of
-from nntile_py.sweep.results import table
-from nntile_py.sweep.sweep_report import report, sets_told
-from nntile_py.sweep.sweep_spec import Sweep, points
 from nntile_py.system.folders import replace_file
 from nntile_py.system.machine import described, machine
 from nntile_py.system.pictures import FORMS, files_of
@@ -89,7 +89,7 @@ def run(
     pictures: dict[str, bytes] = {}
     rows, interrupted, missing, totals = [], None, None, list[str]()
     if made.kind == "sweep":
-        from nntile_py.sweep.runner import run as run_sweep
+        from nntile_py.measure.runner import run as run_sweep
 
         try:
             rows = run_sweep(part, folder, console)

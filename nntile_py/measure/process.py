@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from nntile_py.errors import ConfigError
 
 if TYPE_CHECKING:
-    from nntile_py.sweep.sweep_spec import Point
+    from nntile_py.measure.sweep_spec import Point
 
 STOP_LIMIT = 30.0  # seconds for a process to stop its runtime
 MPIRUN_LIMIT = 10.0  # and for mpirun to end its ranks
@@ -34,10 +34,10 @@ if os.getppid() != int(sys.argv[1]):
     os._exit(1)
 if len(sys.argv) > 2:
     os.execvp(sys.argv[2], sys.argv[2:])
-from nntile_py.sweep.worker import main
+from nntile_py.measure.worker import main
 sys.exit(main())
 """
-_RANK = "import sys; from nntile_py.sweep.worker import main; sys.exit(main())"
+_RANK = "import sys; from nntile_py.measure.worker import main; sys.exit(main())"
 
 
 def ranks_of(point: Point) -> int | None:

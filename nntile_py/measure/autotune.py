@@ -24,9 +24,9 @@ from nntile_py.analysis.workloads import build
 from nntile_py.config.builders import step_spec
 from nntile_py.config.run_config import RunConfig, load
 from nntile_py.errors import ConfigError
+from nntile_py.measure.plots import Row, caption, plain, spread
+from nntile_py.measure.sweep_spec import Sweep
 from nntile_py.schema import assignment, read_yaml, validated
-from nntile_py.sweep.plots import Row, caption, plain, spread
-from nntile_py.sweep.sweep_spec import Sweep
 from nntile_py.system.cgroup import machine_memory
 from nntile_py.system.folders import replace_file
 from nntile_py.system.pictures import files_of, new_figure

@@ -9,10 +9,10 @@ from pydantic import Field, PrivateAttr
 
 from nntile_py.analysis.workloads import Work
 from nntile_py.errors import ConfigError
+from nntile_py.measure.layout_experiment import LaidOut
+from nntile_py.measure.operator_experiment import Counted, Printed
+from nntile_py.measure.sweep_spec import check_sweep
 from nntile_py.schema import Count, Section, assignment, read_yaml, validated
-from nntile_py.sweep.layout_experiment import LaidOut
-from nntile_py.sweep.operator_experiment import Counted, Printed
-from nntile_py.sweep.sweep_spec import check_sweep
 from nntile_py.system.folders import installed
 
 if TYPE_CHECKING:

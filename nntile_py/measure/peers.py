@@ -18,9 +18,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from nntile_py.bench.common import CLIP, GPU_BETAS, GPU_LR, WEIGHT_DECAY, Step, batch, limit_memory, weights
-from nntile_py.bench.peer_process import processes
-from nntile_py.bench.torch_gpt2 import Model, head_loss
+from nntile_py.measure.common import CLIP, GPU_BETAS, GPU_LR, WEIGHT_DECAY, Step, batch, limit_memory, weights
+from nntile_py.measure.peer_process import processes
+from nntile_py.measure.torch_gpt2 import Model, head_loss
 
 
 def peer(name: str, o: dict[str, Any], rank: int, port: int) -> tuple[Step, dict[str, Any]]:

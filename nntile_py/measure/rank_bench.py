@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Any
 
-from nntile_py.bench.config_peer import contestant
-from nntile_py.bench.peer_process import spread
 from nntile_py.errors import ConfigError
 from nntile_py.execution.runtime import Runtime
+from nntile_py.measure.config_peer import contestant
+from nntile_py.measure.peer_process import spread
 from nntile_py.system import launcher as system
 from nntile_py.system.machine import machine
 

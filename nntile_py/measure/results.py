@@ -9,15 +9,15 @@ import statistics
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nntile_py.sweep.plots import Row, figure_of, good_rows, plain, spread, word
-from nntile_py.sweep.sweep_spec import VARIANT
+from nntile_py.measure.plots import Row, figure_of, good_rows, plain, spread, word
+from nntile_py.measure.sweep_spec import VARIANT
 from nntile_py.system.folders import replace_file
 from nntile_py.system.pictures import FORMS, files_of
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from nntile_py.sweep.sweep_spec import Best, Sweep
+    from nntile_py.measure.sweep_spec import Best, Sweep
 
 _NOT_IN_CSV = ("id", "sets", "measure", "times", "started")
 _TOLD = 5  # errors

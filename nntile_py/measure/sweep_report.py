@@ -8,12 +8,12 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from nntile_py.sweep.plots import Row, named, value, word
+from nntile_py.measure.plots import Row, named, value, word
 from nntile_py.system.load import cores, is_busy
 from nntile_py.system.machine import described, machine
 
 if TYPE_CHECKING:
-    from nntile_py.sweep.experiments import Experiment, Mode
+    from nntile_py.measure.experiments import Experiment, Mode
 
 MOST_ROWS = 59  # of a table in a report
 

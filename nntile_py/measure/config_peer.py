@@ -16,14 +16,14 @@ from typing import Any
 import numpy as np
 
 from nntile_py.analysis.workloads import Work, spec_of
-from nntile_py.bench.common import Step, torch_device, torch_dtype, trained
-from nntile_py.bench.peer_process import FOR_BERT, OF_CONFIG, RANKED
 from nntile_py.config.builders import build_model, predicted, step_spec
 from nntile_py.config.run_config import RunConfig, load, runtime_options
 from nntile_py.errors import ConfigError
 from nntile_py.graph.bin_packing import bins_of
 from nntile_py.graph.padding import lengths_of
 from nntile_py.graph.step import StepSpec
+from nntile_py.measure.common import Step, torch_device, torch_dtype, trained
+from nntile_py.measure.peer_process import FOR_BERT, OF_CONFIG, RANKED
 from nntile_py.tiles import Tiling
 
 Array = np.ndarray[Any, Any]
@@ -37,11 +37,11 @@ def contestant(name: str, o: dict[str, Any], *place: int) -> tuple[Step, dict[st
     if name == "nntile":
         run, facts = _ours(config, inputs, work)
     elif name == "ddp":
-        from nntile_py.bench.torch_bert import ddp
+        from nntile_py.measure.torch_bert import ddp
 
         run, facts = ddp(config, inputs, o, *place)
     elif name in FOR_BERT:
-        from nntile_py.bench.torch_bert import torch_bert
+        from nntile_py.measure.torch_bert import torch_bert
 
         run, facts = torch_bert(config, inputs, name, work)
     else:

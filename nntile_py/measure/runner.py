@@ -20,9 +20,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from nntile_py.errors import ConfigError
-from nntile_py.sweep.process import Processes
-from nntile_py.sweep.results import pooled, write_results
-from nntile_py.sweep.sweep_spec import Point, Sweep, points
+from nntile_py.measure.process import Processes
+from nntile_py.measure.results import pooled, write_results
+from nntile_py.measure.sweep_spec import Point, Sweep, points
 from nntile_py.system.folders import read
 
 _TEXTS = ("id", "status", "error", "limit")

@@ -1,1 +1,0 @@
-"""Timing: tasks, steps beside PyTorch, tile sizes, capacity."""

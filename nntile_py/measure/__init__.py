@@ -1,0 +1,1 @@
+"""Measuring: steps beside PyTorch, sweeps, experiments, the cost of tasks and messages."""
