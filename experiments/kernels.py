@@ -31,8 +31,8 @@ from nntile_py.config.builders import step_spec
 from nntile_py.config.run_config import RunConfig, load, runtime_options
 from nntile_py.graph.fusion import Fusion
 from nntile_py.profiling.operator_timer import small_program
+from nntile_py.system.clock import clocked
 from nntile_py.system.folders import installed
-from nntile_py.system.load import clocked
 from nntile_py.tasks.contract import Contract
 from nntile_py.tasks.generated import KERNELS, Generated
 from nntile_py.tasks.launch import Launches, compile_launch, describer, encode, shape

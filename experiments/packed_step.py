@@ -21,7 +21,7 @@ from nntile_py.config.builders import build_model, step_spec
 from nntile_py.config.run_config import load, runtime_options
 from nntile_py.execution import memory
 from nntile_py.measure.config_peer import inputs_of, just_filled
-from nntile_py.system.load import clocked
+from nntile_py.system.clock import clocked
 from nntile_py.training.repeated_steps import same_steps
 
 REPEATS, STEPS = 7, 10

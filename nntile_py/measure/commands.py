@@ -14,8 +14,9 @@ from nntile_py.measure.capacity import capacity
 from nntile_py.measure.common import parse_tiles
 from nntile_py.measure.messages import messages
 from nntile_py.measure.metg import metg
-from nntile_py.measure.peer_process import FOR_BERT, PEERS, TIME_LIMIT, check_gpus, measure_step, spread
+from nntile_py.measure.peer_process import FOR_BERT, PEERS, TIME_LIMIT, check_gpus, measure_step
 from nntile_py.system import launcher
+from nntile_py.system.clock import spread
 from nntile_py.system.load import cores
 from nntile_py.system.machine import machine
 

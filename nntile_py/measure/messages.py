@@ -16,8 +16,8 @@ from typing import Annotated, Any
 import typer
 
 from nntile_py.errors import ConfigError
-from nntile_py.measure.peer_process import spread
 from nntile_py.system import launcher as system
+from nntile_py.system.clock import spread
 from nntile_py.system.machine import machine
 from nntile_py.tiles import RW, R, TaskList, Tile, W
 

@@ -19,7 +19,7 @@ import numpy as np
 import typer
 
 from nntile_py.errors import ConfigError
-from nntile_py.measure.peer_process import spread
+from nntile_py.system.clock import spread
 from nntile_py.system.machine import machine
 
 DURATIONS = "2,5,10,20,50,100,200,500,1000,2000"

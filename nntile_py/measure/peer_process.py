@@ -17,6 +17,7 @@ from typing import Any
 
 from nntile_py.errors import ConfigError, NNTileError
 from nntile_py.measure.common import shape
+from nntile_py.system.clock import spread
 from nntile_py.system.machine import machine
 
 FOR_BERT = ("torch_packed", "torch_padded")  # see torch_bert.py
@@ -35,11 +36,6 @@ def check_gpus(cuda: int, key: str = "--cuda") -> None:
 
     if cuda > (there := cuda_devices() if cuda else 0):
         raise ConfigError(f"{key}: {cuda} is not allowed; this machine has {there} CUDA devices")
-
-
-def spread(times: Sequence[float]) -> dict[str, float]:
-    """Median, least and greatest."""
-    return {"median": statistics.median(times), "min": min(times), "max": max(times)}
 
 
 # -- processes

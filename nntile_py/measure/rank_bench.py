@@ -11,8 +11,8 @@ from typing import Any
 from nntile_py.errors import ConfigError
 from nntile_py.execution.runtime import Runtime
 from nntile_py.measure.config_peer import contestant
-from nntile_py.measure.peer_process import spread
 from nntile_py.system import launcher as system
+from nntile_py.system.clock import spread
 from nntile_py.system.machine import machine
 
 

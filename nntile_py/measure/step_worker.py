@@ -30,7 +30,7 @@ from nntile_py.measure.common import (
     weights,
 )
 from nntile_py.measure.peer_process import PARENT, RANKED, lead
-from nntile_py.system.load import clocked
+from nntile_py.system.clock import clocked
 
 PASS_TURNS = 15  # times that a turn of forward passes takes the median of: one is short, and the first is disturbed
 

@@ -27,7 +27,8 @@ from nntile_py.measure.sweep_spec import METRICS, Measure
 from nntile_py.measure.torch_layer import WORKS, torch_layer
 from nntile_py.profiling.operator_timer import runner, small_program
 from nntile_py.system import launcher as system
-from nntile_py.system.load import Load, among, clocked
+from nntile_py.system.clock import clocked
+from nntile_py.system.load import Load, among
 from nntile_py.tasks.op import CATEGORIES
 from nntile_py.training.collectives import ranks_of_run
 from nntile_py.training.forward import forward_passes

@@ -23,8 +23,9 @@ from nntile_py.graph.layout_search import Chosen, arrange, search
 from nntile_py.graph.layouts import laid, layout_of
 from nntile_py.graph.lowering import lower
 from nntile_py.graph.timings import Timings, Verdict
-from nntile_py.profiling.operator_timer import MOST, SHORTEST, runner, small_program
-from nntile_py.system.load import Load, clocked, is_busy
+from nntile_py.profiling.operator_timer import runner, small_program
+from nntile_py.system.clock import clocked, runs_to_measure
+from nntile_py.system.load import Load, is_busy
 from nntile_py.system.machine import cache_bytes
 from nntile_py.system.progress import Tell
 from nntile_py.tasks.op import Op
@@ -91,10 +92,7 @@ class _Clock:
         for op in ops:
             op.fit(self.cuts)
             run = runner(op, self.cuts, self.config, self.room)
-            run(1)  # the first one takes longer
-            start = time.perf_counter()
-            run(1)
-            runs.append((run, min(max(math.ceil(SHORTEST / (time.perf_counter() - start)), 1), MOST)))
+            runs.append((run, runs_to_measure(run)))
         found: list[list[float]] = [[] for _ in runs]
         for _ in range(self.repeats):
             for times, (run, count) in zip(found, runs, strict=True):

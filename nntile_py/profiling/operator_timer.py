@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-import time
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -25,14 +24,13 @@ from nntile_py.graph.graph import Graph
 from nntile_py.models.init import fill
 from nntile_py.profiling.recorder import known_peak
 from nntile_py.profiling.trace_analysis import Peak
-from nntile_py.system.load import Load, clocked, is_busy
+from nntile_py.system.clock import clocked, runs_to_measure
+from nntile_py.system.load import Load, is_busy
 from nntile_py.tasks.op import Lowering, Op, Tensor
 from nntile_py.tiles import Tiling
 from nntile_py.tiles.dtypes import DTYPES
 
 SLOTS = {"lr": 1e-3, "beta1_correction": 0.1, "beta2_correction": 0.05}  # others: 1
-SHORTEST = 2e-3  # seconds of a measurement: as many runs are in flight together
-MOST = 200  # of them
 COPIES = 64  # of an operator's tiles, at most
 
 
@@ -74,11 +72,7 @@ class _Clock:
         key = looks(op)
         if key not in self._known:
             run = runner(op, self.cuts, self.config)
-            run(1)  # the first one takes longer
-            start = time.perf_counter()
-            run(1)
-            runs = min(max(math.ceil(SHORTEST / (time.perf_counter() - start)), 1), MOST)
-            self._known[key] = statistics.median(clocked(run, self.repeats, runs))
+            self._known[key] = statistics.median(clocked(run, self.repeats, runs_to_measure(run)))
         return self._known[key]
 
 

@@ -1,11 +1,11 @@
-"""Times, and how busy other processes keep the machine: what is measured meanwhile takes longer than it would alone."""
+"""How busy other processes keep the machine: a measurement under such load takes longer."""
 
 from __future__ import annotations
 
 import os
 import platform
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,16 +45,6 @@ def among(loads: Sequence[Load]) -> dict[str, Any]:
         ranks = sum(other.own for other in loads if other is not load and other.where == load.where)
         found.append(load.facts() | {"others": None if load.others is None else max(load.others - ranks, 0.0)})
     return max(found, key=lambda facts: facts["others"] or 0.0)
-
-
-def clocked(run: Callable[[int], object], repeats: int, runs: int = 1) -> list[float]:
-    """Seconds of a run, `repeats` times, each of so many runs in flight together."""
-    found = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        run(runs)
-        found.append((time.perf_counter() - start) / runs)
-    return found
 
 
 def cores() -> int:
