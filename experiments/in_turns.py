@@ -38,7 +38,8 @@ def main() -> None:
             setattr(module, name, kind(value))
             trainers[value] = nt.Trainer(
                 nt.models.GPT2(config, seed=0), o.batch, 1024, parse_tiles(o.tiles), dtype="bf16",
-                optimizer=nt.AdamW(3e-4, weight_decay=0.1, betas=(0.9, 0.95)), clip_grad_norm=1.0, shift_labels=False,
+                optimizer=nt.AdamW(lr=3e-4, weight_decay=0.1, betas=(0.9, 0.95)), clip_grad_norm=1.0,
+                shift_labels=False,
             )  # fmt: skip
             steps[value] = same_steps(trainers[value], ids, ids)
         for turn in range(o.turns + 1):  # the first one warms up

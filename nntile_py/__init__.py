@@ -25,7 +25,8 @@ if TYPE_CHECKING:  # all that is found here, and where it lies: see _homes
     )  # fmt: skip
     from nntile_py.graph.fusion import Fusion as Fusion
     from nntile_py.graph.graph import Graph as Graph
-    from nntile_py.graph.optimizers import SGD as SGD, AdamW as AdamW
+    from nntile_py.tasks.adamw import AdamW as AdamW
+    from nntile_py.tasks.sgd import SGD as SGD
     from nntile_py.inference.encoder import Encoder as Encoder
     from nntile_py.models.base import Model as Model, ModelConfig as ModelConfig
     from nntile_py.profiling.block import profile as profile

@@ -87,9 +87,10 @@ def _bytes(value: Any) -> int | None:
     return value if type(value) is int and value > 0 else None
 
 
-def _betas(value: Any) -> list[float] | None:
-    two = isinstance(value, list) and len(value) == 2
-    return [float(b) for b in value] if two and all(type(b) in (int, float) and 0 <= b < 1 for b in value) else None
+def _betas(value: Any) -> tuple[float, float] | None:
+    two = isinstance(value, list | tuple) and len(value) == 2
+    fits = two and all(type(beta) in (int, float) and 0 <= beta < 1 for beta in value)
+    return (float(value[0]), float(value[1])) if fits else None
 
 
 Count = Annotated[int, *integer(1)]
@@ -119,7 +120,7 @@ Names = Annotated[
 ]  # fmt: skip
 Switch = Annotated[bool, *only("true or false", lambda v: v if type(v) is bool else None, type="boolean")]
 Betas = Annotated[
-    list[float],
+    Sequence[float],
     *only(
         "two numbers of at least 0 and below 1, such as [0.9, 0.95]", _betas,
         type="array", minItems=2, maxItems=2, items={"type": "number", "minimum": 0, "exclusiveMaximum": 1},

@@ -1,4 +1,4 @@
-"""Gradient norm, clipping and the optimizers AdamW and SGD, tile by tile, in place."""
+"""Gradient norm, clipping, and what all optimizers share: settings, registry, operator."""
 
 from __future__ import annotations
 
@@ -6,17 +6,24 @@ import itertools
 import math
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from numbers import Real
-from typing import ClassVar
+from typing import Any, ClassVar, Literal
 
 import numpy as np
+from pydantic import ConfigDict, ValidationError, field_validator
 
+from nntile_py.errors import ConfigError
+from nntile_py.schema import NonNegative, Section, explained
 from nntile_py.tiles import RW, R, Slot, TaskArgs, Tile, W
+from nntile_py.typed import plain
 
 from .op import NORMALIZATION, Array, Lowering, Op, Tensor
 
 FAN_IN = 8  # partial sums added by one task
 LARGEST = float(np.finfo(np.float32).max)
 INVERSE_SCALE = "inverse_loss_scale"
+MOST_SCALE = 3e38  # of a loss: a task gets the scale in fp32
+# For each low-precision dtype: name and dtype of the state that, with the parameter, gives the fp32 master weight.
+MASTERS = {"bf16": ("low_bits", "int16"), "fp16": ("master", "fp32")}
 Ends = Mapping[Hashable, int]
 Node = Tile | Sequence["Node"]  # of a tree of sums: what is squared, or sums
 
@@ -29,22 +36,6 @@ class ClipArgs(TaskArgs):
 class ScaledClipArgs(TaskArgs):
     clip: ClipArgs
     inverse: Slot  # 1 / what the loss is scaled by
-
-
-class AdamWArgs(TaskArgs):
-    lr: Slot
-    beta1_correction: Slot  # 1 - beta1^t
-    beta2_correction: Slot  # 1 - beta2^t
-    beta1: float
-    beta2: float
-    eps: float
-    weight_decay: float
-
-
-class SGDArgs(TaskArgs):
-    lr: Slot
-    momentum: float
-    weight_decay: float
 
 
 class GradNorm(Op):
@@ -136,106 +127,129 @@ def joined(param: Array, master: Array) -> Array:
     return (np.asarray(param, np.float32).view(np.int32) + np.asarray(master, np.int32)).view(np.float32)
 
 
-class AdamW(Op):
-    """One step of AdamW (Loshchilov and Hutter 2019, Alg. 2, as torch.optim.AdamW), param, m and v in place:
+class Optimizer(Section):
+    """Settings of an optimizer, its states and its kernel. Each subclass is a file of this folder: `adamw.py`.
 
-    g = grad clip; p -= lr weight_decay p; m = b1 m + (1 - b1) g; v = b2 v + (1 - b2) g^2;
-    p -= lr / (1 - b1^t) m / (sqrt(v) / sqrt(1 - b2^t) + eps).
-    All stay as they are where clip is below 0 (GradNorm). Slots lr, beta1_correction = 1 - b1^t and beta2_correction =
-    1 - b2^t change every step. With `master`, see `split`, param is bf16 or fp16 and p the fp32 value of both.
+    A subclass declares its settings as fields: they are keys of a YAML's section `optimizer`, too. It has `flop`,
+    `states`, `args` and `reference`, and `slots` if its kernel has scalars that change every step. The kernel is named
+    like the class, in lower case. Its tiles are param, states..., grad, clip, and the master of bf16 and fp16.
+    Raises ConfigError for values out of range.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    lr: NonNegative = 1e-3
+    """Learning rate, after the warm-up."""
+    weight_decay: NonNegative = 0.0
+    """Weight decay, as the class of this name in torch.optim applies it."""
+    decay: Literal["all", "matrices"] = "all"
+    """Weights that weight decay acts on: `all`, as in torch.optim, or only `matrices`, weights with two or more axes in
+    the checkpoint: no biases, no gains of norms."""
+
+    flop: ClassVar[float]  # per element of a parameter
+    reads_first: ClassVar[bool] = False  # whether the kernel's tiles begin with grad and clip
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **options: Any) -> None:
+        super().__pydantic_init_subclass__(**options)
+        if cls.__bases__ == (Optimizer,):
+            OPTIMIZERS[cls.__name__.lower()] = cls
+
+    def __init__(self, **fields: Any) -> None:
+        try:
+            super().__init__(**fields)
+        except ValidationError as error:
+            raise ConfigError(explained(type(self), error, "optimizer.")) from None
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _plain(cls, value: Any) -> Any:
+        """NumPy's numbers become Python's."""
+        return [plain(one) for one in value] if isinstance(value, list | tuple) else plain(value)
+
+    @property
+    def method(self) -> type[Optimizer]:
+        """The class of OPTIMIZERS that this is, or that a section of a YAML extends."""
+        return next(cls for cls in type(self).__mro__ if cls in OPTIMIZERS.values())
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Values of the fields that the method has."""
+        return {name: getattr(self, name) for name in self.method.model_fields}
+
+    def changed(self, **fields: Any) -> Optimizer:
+        """Return the same method with other values of some fields."""
+        return self.method(**{**self.settings, **fields})
+
+    @property
+    def states(self) -> tuple[str, ...]:
+        """Names of the tensors, of a parameter's shape, that the optimizer keeps from step to step."""
+        raise NotImplementedError
+
+    def slots(self, step: int) -> dict[str, float]:
+        """Scalars of step 1, 2, ..., besides the learning rate `lr`."""
+        return {}
+
+    def args(self, weight_decay: float) -> TaskArgs:
+        """Arguments of the kernel for a parameter with this weight decay."""
+        raise NotImplementedError
+
+    def reference(
+        self, p: Array, grad: Array, states: Sequence[Array], weight_decay: float, lr: float, step: int
+    ) -> tuple[Array, ...]:
+        """The parameter and the states after a step, in float64."""
+        raise NotImplementedError
+
+
+OPTIMIZERS: dict[str, type[Optimizer]] = {}  # by their name in a YAML
+
+
+class Update(Op):
+    """A step of an optimizer for one parameter: the parameter, its states and its master are changed in place.
+
+    The gradient is multiplied by clip. All stay as they are where clip is below 0 (GradNorm). With `master`, see
+    `split`, param is bf16 or fp16, and the optimizer works on the fp32 value of both.
     """
 
     colours: ClassVar = {"update": "#f0e442"}
 
     def __init__(
-        self,
-        param: Tensor,
-        grad: Tensor,
-        m: Tensor,
-        v: Tensor,
-        clip: Tensor,
-        *,
-        betas: tuple[float, float],
-        eps: float,
-        weight_decay: float,
-        master: Tensor | None = None,
-    ) -> None:
-        self.master = [master] if master else []
-        super().__init__([param, grad, m, v, clip, *self.master], _in_place([param, m, v, *self.master]))
-        self.betas, self.eps, self.weight_decay = betas, eps, weight_decay
+        self, optimizer: Optimizer, param: Tensor, grad: Tensor, states: Sequence[Tensor], clip: Tensor,
+        *, weight_decay: float | None = None, master: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        self.optimizer, self.master = optimizer, [master] if master else []
+        super().__init__([param, grad, *states, clip, *self.master], _in_place([param, *states, *self.master]))
+        self.weight_decay = optimizer.weight_decay if weight_decay is None else weight_decay
+
+    @property
+    def kind(self) -> str:
+        return self.optimizer.method.__name__
 
     def flop(self) -> float:
-        return 14.0 * self.output.numel
+        return self.optimizer.flop * self.output.numel
 
-    def lower(self, low: Lowering) -> None:
-        param, grad, m, v, clip = self.inputs[:5]
-        slots = Slot("lr"), Slot("beta1_correction"), Slot("beta2_correction")
-        args = AdamWArgs(*slots, *self.betas, self.eps, self.weight_decay)
-        for index in low.indices(param):
-            state = [RW(low.tile(t, index)) for t in (param, m, v)]
-            master = [RW(low.tile(t, index)) for t in self.master]
-            accesses = [*state, R(low.tile(grad, index)), R(low.tile(clip, {"one": 0})), *master]
-            low.emit("adamw", accesses, args)
+    def lower(self, lowering: Lowering) -> None:
+        param, grad, *others = self.inputs
+        count = len(self.optimizer.states)
+        states, clip = others[:count], others[count]
+        kernel, args = self.kind.lower(), self.optimizer.args(self.weight_decay)
+        for index in lowering.indices(param):
+            changed = [RW(lowering.tile(t, index)) for t in (param, *states)]
+            master = [RW(lowering.tile(t, index)) for t in self.master]
+            read = [R(lowering.tile(grad, index)), R(lowering.tile(clip, {"one": 0}))]
+            tiles = [*read, *changed] if self.optimizer.reads_first else [*changed, *read]
+            lowering.emit(kernel, [*tiles, *master], args)
 
     def reference(self, *inputs: Array, lr: float = 1e-3, step: int = 1) -> tuple[Array, ...]:
-        p, g, m, v, clip = inputs[:5]
+        param, grad, *others = inputs
+        count = len(self.optimizer.states)
+        states, clip, master = others[:count], others[count], others[count + 1 :]
         if clip[0] < 0:
-            return p, m, v, *inputs[5:]
-        p = joined(p, inputs[5]).astype(np.float64) if self.master else p
-        b1, b2 = self.betas
-        g = g * clip[0]
-        m, v = b1 * m + (1 - b1) * g, b2 * v + (1 - b2) * g * g
-        p = p * (1 - lr * self.weight_decay)
-        p = p - lr / (1 - b1**step) * m / (np.sqrt(v) / np.sqrt(1 - b2**step) + self.eps)
-        p, *master = split(p, self.output.dtype) if self.master else [p]
-        return p, m, v, *master
-
-
-class SGD(Op):
-    """g = grad clip + weight_decay p; m = momentum m + g; p -= lr m, in place (torch.optim.SGD, dampening 0).
-
-    All stay as they are where clip is below 0 (GradNorm). With `master`, see `split`, param is bf16 or fp16 and p the
-    fp32 value of both.
-    """
-
-    def __init__(
-        self,
-        param: Tensor,
-        grad: Tensor,
-        m: Tensor | None,
-        clip: Tensor,
-        *,
-        momentum: float,
-        weight_decay: float,
-        master: Tensor | None = None,
-    ) -> None:
-        self.m, self.master = [m] if m else [], [master] if master else []
-        state = [*self.m, *self.master]
-        super().__init__([param, grad, clip, *state], _in_place([param, *state]))
-        self.momentum, self.weight_decay = momentum, weight_decay
-
-    def flop(self) -> float:
-        return 5.0 * self.output.numel
-
-    def lower(self, low: Lowering) -> None:
-        param, grad, clip = self.inputs[:3]
-        args = SGDArgs(Slot("lr"), self.momentum, self.weight_decay)
-        for index in low.indices(param):
-            state = [RW(low.tile(t, index)) for t in (param, *self.inputs[3:])]
-            accesses = [R(low.tile(grad, index)), R(low.tile(clip, {"one": 0})), *state]
-            low.emit("sgd", accesses, args)
-
-    def reference(self, *inputs: Array, lr: float = 1e-3) -> tuple[Array, ...]:
-        p, g, clip = inputs[:3]
-        if clip[0] < 0:
-            return p, *inputs[3:]
-        p = joined(p, inputs[-1]).astype(np.float64) if self.master else p
-        m = g * clip[0] + self.weight_decay * p
-        if self.m:
-            m = self.momentum * inputs[3] + m
-        p = p - lr * m
-        p, *master = split(p, self.output.dtype) if self.master else [p]
-        return p, *([m] if self.m else []), *master
+            return param, *states, *master
+        whole = joined(param, master[0]).astype(np.float64) if master else param
+        whole, *states = self.optimizer.reference(whole, grad * clip[0], states, self.weight_decay, lr, step)
+        whole, *master = split(whole, self.output.dtype) if master else [whole]
+        return whole, *states, *master
 
 
 def _in_place(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""Gradient norm and optimizers on CUDA. Tiles as in optimizer.cpp."""
+"""Gradient norm on CUDA, and what the kernels of optimizers share. Tiles as in optimizer.cpp."""
 
 # Functions of Triton's language have no Python types.
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -32,7 +32,7 @@ from .launch import (
     tile,
     words,
 )
-from .optimizer import AdamWArgs, ClipArgs, ScaledClipArgs, SGDArgs
+from .optimizer import ClipArgs, ScaledClipArgs
 
 FAN_IN = 8  # tiles of scalars that one kernel takes: FAN_IN of optimizer.py
 BLOCK = 4096
@@ -44,7 +44,7 @@ SQUARES = 8 * BLOCK  # words that one program sums: fixed, so that the order of 
 
 
 @triton.jit
-def _row(TABLE, ROWS: tl.constexpr):
+def row_of(TABLE, ROWS: tl.constexpr):
     """This program's row of the table, and which of the row's programs it is."""
     begins = tl.load(TABLE + tl.arange(0, ROWS))
     row = tl.sum((begins <= tl.program_id(0)).to(tl.int32), 0) - 1
@@ -52,13 +52,13 @@ def _row(TABLE, ROWS: tl.constexpr):
 
 
 @triton.jit
-def _words(ROW, ROWS: tl.constexpr, ALIGNED: tl.constexpr):
+def words_of(ROW, ROWS: tl.constexpr, ALIGNED: tl.constexpr):
     n = tl.load(ROW + ROWS)
     return tl.multiple_of(n, 16) if ALIGNED else n
 
 
 @triton.jit
-def _address(ROW, column: tl.constexpr, TYPE: tl.constexpr, ROWS: tl.constexpr):
+def address_of(ROW, column: tl.constexpr, TYPE: tl.constexpr, ROWS: tl.constexpr):
     return tl.multiple_of(tl.load(ROW + column * ROWS).to(tl.pointer_type(TYPE)), 16)
 
 
@@ -67,8 +67,8 @@ def _squares(
     TABLE, PART, TYPE: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr, BLOCKS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    row, part = _row(TABLE, ROWS)
-    n, x = _words(row, ROWS, ALIGNED), _address(row, 3, TYPE, ROWS)
+    row, part = row_of(TABLE, ROWS)
+    n, x = words_of(row, ROWS, ALIGNED), address_of(row, 3, TYPE, ROWS)
     total, first = tl.zeros([BLOCK], tl.float32), part * BLOCKS * BLOCK
     for start in range(first, tl.minimum(n, first + BLOCKS * BLOCK), BLOCK):
         at = start + tl.arange(0, BLOCK)
@@ -85,7 +85,7 @@ def _total(TABLE, PART, ROWS: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.const
     for start in range(0, parts, BLOCK):
         k = start + tl.arange(0, BLOCK)
         total += tl.load(PART + first + k, k < parts, 0.0)
-    tl.store(_address(row, 2, tl.float64, ROWS), tl.sum(total, 0))
+    tl.store(address_of(row, 2, tl.float64, ROWS), tl.sum(total, 0))
 
 
 @triton.jit
@@ -133,7 +133,7 @@ def _clip(
 
 
 @triton.jit
-def _load_param(PARAM, MASTER, at, inside, MASTER_BITS: tl.constexpr):
+def load_param(PARAM, MASTER, at, inside, MASTER_BITS: tl.constexpr):
     if MASTER_BITS == 32:
         return tl.load(MASTER + at, inside)
     p = tl.load(PARAM + at, inside)
@@ -144,7 +144,7 @@ def _load_param(PARAM, MASTER, at, inside, MASTER_BITS: tl.constexpr):
 
 
 @triton.jit
-def _store_param(PARAM, MASTER, at, p, inside, MASTER_BITS: tl.constexpr):
+def store_param(PARAM, MASTER, at, p, inside, MASTER_BITS: tl.constexpr):
     if MASTER_BITS == 16:
         bits = tl.where(p == p, p.to(tl.int32, bitcast=True), 0x7FC00000)
         low_bits = bits.to(tl.int16)
@@ -156,64 +156,16 @@ def _store_param(PARAM, MASTER, at, p, inside, MASTER_BITS: tl.constexpr):
             tl.store(MASTER + at, p, inside)
 
 
-@triton.jit
-def _adamw(
-    TABLE, CLIP, lr, correction1, correction2, keep1, new1, keep2, new2, eps, decay,
-    TYPE: tl.constexpr, STATE: tl.constexpr, GRAD: tl.constexpr, MASTER_BITS: tl.constexpr,
-    ROWS: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    row, block = _row(TABLE, ROWS)
-    at = block * BLOCK + tl.arange(0, BLOCK)
-    clip = tl.load(CLIP).to(tl.float32)
-    inside = (at < _words(row, ROWS, ALIGNED)) & (tl.full([BLOCK], clip, tl.float32) >= 0)
-    PARAM, M, V = _address(row, 2, TYPE, ROWS), _address(row, 3, STATE, ROWS), _address(row, 4, STATE, ROWS)
-    if MASTER_BITS == 0:
-        MASTER = PARAM
-    elif MASTER_BITS == 16:
-        MASTER = _address(row, 6, tl.int16, ROWS)
-    else:
-        MASTER = _address(row, 6, tl.float32, ROWS)
-    g = tl.load(_address(row, 5, GRAD, ROWS) + at, inside).to(tl.float32) * clip
-    # Which product of a sum is fused with it would be the compiler's choice, another one for aligned tables: bits would
-    # depend on which tiles are updated together, and so on the number of GPUs.
-    m = tl.fma(keep1, tl.load(M + at, inside).to(tl.float32), new1 * g)
-    v = tl.fma(keep2, tl.load(V + at, inside).to(tl.float32), new2 * g * g)
-    tl.store(M + at, m, inside)
-    tl.store(V + at, v, inside)
-    p = _load_param(PARAM, MASTER, at, inside, MASTER_BITS)
-    # p - lr decay p, not (1 - lr decay) p: the factor would lose most digits of lr decay.
-    p = tl.fma(-lr * decay, p, p)
-    p -= (lr / correction1) * m / (tl.sqrt(v) / tl.sqrt(correction2) + eps)
-    _store_param(PARAM, MASTER, at, p, inside, MASTER_BITS)
-
-
-@triton.jit
-def _sgd(
-    PARAM, M, GRAD, CLIP, MASTER, n, lr, momentum, decay,
-    HAS_MOMENTUM: tl.constexpr, MASTER_BITS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    clip = tl.load(CLIP).to(tl.float32)
-    inside = (at < n) & (tl.full([BLOCK], clip, tl.float32) >= 0)
-    p = _load_param(PARAM, MASTER, at, inside, MASTER_BITS)
-    d = tl.fma(decay, p, tl.load(GRAD + at, inside).to(tl.float32) * clip)  # as in _adamw
-    if HAS_MOMENTUM:
-        d = tl.fma(momentum, tl.load(M + at, inside).to(tl.float32), d)
-        tl.store(M + at, d, inside)
-    p = tl.fma(-lr, d, p)
-    _store_param(PARAM, MASTER, at, p, inside, MASTER_BITS)
-
-
 @dataclass(frozen=True)
 class _Table:
-    """A row a task: what `_row` reads, with the programs of all rows, and the constexprs that describe it."""
+    """A row a task: what `row_of` reads, with the programs of all rows, and the constexprs that describe it."""
 
     words: tuple[TileAddress | Int, ...]
     programs: int
     form: dict[str, Any]
 
 
-def _table(counts: Sequence[int], addresses: Sequence[Sequence[TileAddress]], block: int) -> _Table:
+def table_of(counts: Sequence[int], addresses: Sequence[Sequence[TileAddress]], block: int) -> _Table:
     rows, programs = power_of_two(len(counts)), 0
     begins: list[Int] = []
     for n in counts:
@@ -226,7 +178,7 @@ def _table(counts: Sequence[int], addresses: Sequence[Sequence[TileAddress]], bl
     return _Table(tuple(word for column in columns for word in column), programs, {"ROWS": rows, "ALIGNED": aligned})
 
 
-def _type(address: TileAddress) -> Any:
+def type_of(address: TileAddress) -> Any:
     """Triton's name of a tile's dtype."""
     return getattr(tl, DTYPES[address.dtype].torch)
 
@@ -234,10 +186,10 @@ def _type(address: TileAddress) -> Any:
 # tiles: sum, x
 @launches_together("sum_squares")
 def _describe_squares(tasks: Sequence[Task]) -> Launches:
-    table = _table([words(task, 1) for task in tasks], numbered(tasks), SQUARES)
+    table = table_of([words(task, 1) for task in tasks], numbered(tasks), SQUARES)
     scratch = Scratch()
     at, part = scratch.take(len(table.words), "int64"), scratch.take(table.programs, "fp64")
-    form = {"TYPE": _type(tile(tasks[0], 1)), "BLOCK": BLOCK, "warps": 8}
+    form = {"TYPE": type_of(tile(tasks[0], 1)), "BLOCK": BLOCK, "warps": 8}
     total = launch(_total, len(tasks), at, part, ROWS=table.form["ROWS"], WORDS=SQUARES, BLOCK=1024)
     squares = launch(_squares, table.programs, at, part, **table.form, **form, BLOCKS=SQUARES // BLOCK)
     return Launches((squares, total), scratch.bytes, table.words)
@@ -274,36 +226,6 @@ def _clipped(task: Task, a: ClipArgs, inverse: Parameter) -> Launches:
     return Launches((launch(_clip, 1, *args, **form, warps=1),))
 
 
-def _master_bits(task: Task, number: int) -> int:
+def master_bits(task: Task, number: int) -> int:
     """Of an element of the master, tile `number`; 0 where there is none."""
     return 8 * DTYPES[tile(task, number).dtype].bytes if number < len(task.accesses) else 0
-
-
-# tiles: param, m, v, grad, clip (, master)
-@launches_together("adamw")
-def _describe_adamw(tasks: Sequence[Task]) -> Launches:
-    first, block = tasks[0], 1024
-    assert len({task.accesses[4].tile for task in tasks}) == 1, "one clip for all"
-    table = _table([words(task, 0) for task in tasks], [a[:4] + a[5:] for a in numbered(tasks)], block)
-    scratch = Scratch()
-    at = scratch.take(len(table.words), "int64")
-    types = {name: _type(tile(first, k)) for name, k in (("TYPE", 0), ("STATE", 1), ("GRAD", 3))}
-    a = AdamWArgs.of(first)
-    slots = (slot(first, s) for s in (a.lr, a.beta1_correction, a.beta2_correction))
-    b1, b2 = float(a.beta1), float(a.beta2)
-    floats: list[Parameter] = [*slots, b1, 1 - b1, b2, 1 - b2, float(a.eps), float(a.weight_decay)]
-    form = {**table.form, **types, "MASTER_BITS": _master_bits(first, 5), "BLOCK": block}
-    return Launches((launch(_adamw, table.programs, at, tile(first, 4), *floats, **form),), scratch.bytes, table.words)
-
-
-# tiles: grad, clip, param (, m) (, master)
-@launches("sgd")
-def _describe_sgd(task: Task) -> Launches:
-    n, a = words(task, 0), SGDArgs.of(task)
-    has_momentum = a.momentum > 0
-    bits = _master_bits(task, 3 + has_momentum)
-    m, master = 3 if has_momentum else 2, 3 + has_momentum if bits else 2
-    tiles: list[Parameter] = [tile(task, k) for k in (2, m, 0, 1, master)]
-    floats: list[Parameter] = [slot(task, a.lr), float(a.momentum), float(a.weight_decay)]
-    has = {"HAS_MOMENTUM": has_momentum, "MASTER_BITS": bits}
-    return Launches((launch(_sgd, ceil_div(n, 1024), *tiles, n, *floats, **has, BLOCK=1024),))

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from nntile_py import tasks as ops
-from nntile_py.graph.optimizers import MASTERS
 from nntile_py.tasks import Op, Tensor
+from nntile_py.tasks.optimizer import MASTERS
 from nntile_py.testing import Array, Case, Maker, Values, low_bits, normal, of, positive
 
 
@@ -111,7 +111,8 @@ def adamw(split: bool, clip_of: Maker = positive) -> Callable[[Case], Op]:
         state = [case.x("embed ffn", make, case.wide) for make in (normal, normal, positive)]
         clip = case.x("one", clip_of, "fp64")
         options = with_master(case, param) if split else {}
-        return case.add(ops.AdamW(param, *state, clip, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, **options))
+        optimizer = ops.AdamW(betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+        return case.add(ops.Update(optimizer, param, state[0], state[1:], clip, **options))
 
     return row
 
@@ -120,10 +121,11 @@ def sgd(momentum: float, split: bool = False, clip_of: Maker = positive) -> Call
     def row(case: Case) -> Op:
         case.options, case.slots = {"lr": 1e-2}, {"lr": 1e-2}
         param, grad = case.x("embed ffn"), case.x("embed ffn", dtype=case.wide)
-        m = case.x("embed ffn", dtype=case.wide) if momentum else None
+        states = [case.x("embed ffn", dtype=case.wide)] if momentum else []
         clip = case.x("one", clip_of, "fp64")
         options = with_master(case, param) if split else {}
-        return case.add(ops.SGD(param, grad, m, clip, momentum=momentum, weight_decay=0.1, **options))
+        optimizer = ops.SGD(momentum=momentum, weight_decay=0.1)
+        return case.add(ops.Update(optimizer, param, grad, states, clip, **options))
 
     return row
 

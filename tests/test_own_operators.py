@@ -146,7 +146,7 @@ def network(own: Any, dtype: str = "fp64") -> Graph:
     grads = g.backward(g.add(ops.CrossEntropy(logits, labels, loss, lse)).output)
     assert len(grads) == len(p)
     for param, grad in grads.items():
-        g.add(ops.SGD(param, grad, None, clip, momentum=0.0, weight_decay=0.0))
+        g.add(ops.Update(ops.SGD(), param, grad, [], clip))
     return g
 
 

@@ -12,11 +12,11 @@ from nntile_py import tasks as ops
 from nntile_py.errors import ConfigError
 from nntile_py.graph.fusion import Fusion, fuse
 from nntile_py.graph.graph import Graph
-from nntile_py.graph.optimizers import AdamW
 from nntile_py.graph.rewriter import Rule, Uses
 from nntile_py.graph.step import StepSpec
 from nntile_py.models import GPT2, GPT2Config
 from nntile_py.tasks import Tensor, activation, add, cross_entropy, dropout, layer_norm, linear, rms_norm, transpose
+from nntile_py.tasks.adamw import AdamW
 from nntile_py.tiles import Tiling
 
 CONFIG = GPT2Config(layers=2, embed=24, heads=4, vocab=61, positions=32)

@@ -338,7 +338,6 @@ def test_files_of_a_run(measured: tuple[str, Path]) -> None:
 def test_no_task_begins_before_its_predecessors_end(measured: tuple[str, Path]) -> None:
     """Dates from the file against the dependencies of the config's program, built anew."""
     policy, folder = measured
-    from nntile_py.config.builders import build_optimizer
     from nntile_py.graph.fusion import Fusion
     from nntile_py.graph.step import StepSpec
     from nntile_py.models.gpt2 import GPT2
@@ -347,7 +346,7 @@ def test_no_task_begins_before_its_predecessors_end(measured: tuple[str, Path]) 
     config = load(folder / "config.yaml")
     step = StepSpec(
         GPT2(config.model), 4, 32, Tiling(CONFIG["tiles"]), dtype="fp32",
-        optimizer=build_optimizer(config), clip_grad_norm=config.optimizer.clip_grad_norm, policy=policy,
+        optimizer=config.optimizer, clip_grad_norm=config.optimizer.clip_grad_norm, policy=policy,
         fusion=Fusion.of(True), grad_accumulation=2,
     ).step()  # fmt: skip
     assert step.more

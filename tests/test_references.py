@@ -451,7 +451,7 @@ def test_optimizers() -> None:
     t = [Tensor(f"t{k}", ["embed", "ffn"], [4, 3], "fp64") for k in range(4)]
     clip = Tensor("clip", ["one"], [1], "fp64")
 
-    adamw = ops.AdamW(*t, clip, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.1)
+    adamw = ops.Update(ops.AdamW(betas=(0.8, 0.9), eps=1e-6, weight_decay=0.1), *t[:2], t[2:], clip)
     p, m, v = start, np.zeros((4, 3)), np.zeros((4, 3))
     for step, g in enumerate(grads, 1):
         p, m, v = adamw.reference(p, 2 * g, m, v, np.array([0.5]), lr=0.01, step=step)
@@ -459,11 +459,12 @@ def test_optimizers() -> None:
     assert error(p, optimized(lambda params: torch.optim.AdamW(params, **options), grads, start)) < 1e-14
 
     for momentum in (0.0, 0.7):
-        sgd = ops.SGD(t[0], t[1], t[2] if momentum else None, clip, momentum=momentum, weight_decay=0.1)
+        states = t[2:3] if momentum else []
+        sgd = ops.Update(ops.SGD(momentum=momentum, weight_decay=0.1), *t[:2], states, clip)
         state: list[Any] = [start]
         for g in grads:
             rest = state[1:] if len(state) > 1 else [np.zeros((4, 3))] * bool(momentum)
-            state = list(sgd.reference(state[0], 2 * g, np.array([0.5]), *rest, lr=0.01))
+            state = list(sgd.reference(state[0], 2 * g, *rest, np.array([0.5]), lr=0.01))
         options = {"lr": 0.01, "momentum": momentum, "weight_decay": 0.1}
         assert error(state[0], optimized(lambda params, o=options: torch.optim.SGD(params, **o), grads, start)) < 1e-14
 

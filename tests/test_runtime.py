@@ -308,7 +308,7 @@ print("end")
         (lambda: nt.Runtime(cpus=1, memory="1GiB"), "runtime.memory: '1GiB'"),
         (lambda: nt.Runtime(cpus=1, memory=-5), "runtime.memory: -5"),
         (lambda: nt.Runtime(cpus=1, window="a"), "runtime.window: 'a'"),
-        (lambda: nt.AdamW(lr="x"), "optimizer.lr: 'x'"),
+        (lambda: nt.AdamW(lr="x"), "optimizer.lr: got 'x'"),
         (lambda: nt.Trainer("gpt2", 1, 8), "model: str"),
         (lambda: nt.Trainer(nt.models.GPT2(CONFIG), 2, 8, fusion="x"), "fusion: 'x'"),
     ],

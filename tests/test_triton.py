@@ -21,10 +21,12 @@ from test_attention import Row as AttentionRow
 from nntile_py.graph.lowering import lower
 from nntile_py.tasks import Contract, Lowering, Tensor, launch
 from nntile_py.tasks import interpret as interpreter
+from nntile_py.tasks.adamw import AdamWArgs
 from nntile_py.tasks.attention_dropout import ScoresDropout
 from nntile_py.tasks.dynamic_size import Live
 from nntile_py.tasks.embedding import EmbeddingGradArgs
-from nntile_py.tasks.optimizer import AdamWArgs, SGDArgs, joined, split
+from nntile_py.tasks.optimizer import joined, split
+from nntile_py.tasks.sgd import SGDArgs
 from nntile_py.testing import SIZES, Case, Values, error
 from nntile_py.tiles import RW, R, Slot, Tile, Tiling, W
 from nntile_py.tiles.dtypes import DTYPES, is_low

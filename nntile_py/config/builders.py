@@ -1,4 +1,4 @@
-"""From a run's config to what it describes: model, optimizer, StepSpec."""
+"""From a run's config to what it describes: model, StepSpec."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from pathlib import Path
 from nntile_py.config.run_config import RunConfig
 from nntile_py.errors import operators_refuse
 from nntile_py.graph.fusion import Fusion
-from nntile_py.graph.optimizers import SGD, AdamW, Optimizer
 from nntile_py.graph.step import StepSpec
 from nntile_py.graph.timings import METHOD, Timings, opened
 from nntile_py.models.base import Model
@@ -27,15 +26,6 @@ def build_model(config: RunConfig) -> Model:
     return new(made, config.seed)
 
 
-def build_optimizer(config: RunConfig) -> Optimizer:
-    """The optimizer that `config` asks for."""
-    how = config.optimizer
-    if how.name == "adamw":
-        betas = how.betas[0], how.betas[1]
-        return AdamW(lr=how.lr, betas=betas, eps=how.eps, weight_decay=how.weight_decay, decay=how.decay)
-    return SGD(lr=how.lr, momentum=how.momentum, weight_decay=how.weight_decay, decay=how.decay)
-
-
 @operators_refuse()
 def step_spec(config: RunConfig, model: Model | None = None) -> StepSpec:
     """What decides the programs of a run; `model` where one is there already."""
@@ -45,7 +35,7 @@ def step_spec(config: RunConfig, model: Model | None = None) -> StepSpec:
         config.train.seq,
         tiling(config),
         dtype=config.precision,
-        optimizer=build_optimizer(config),
+        optimizer=config.optimizer,
         clip_grad_norm=config.optimizer.clip_grad_norm,
         policy=config.accumulate,
         fusion=Fusion.of(config.fusion.model_dump()),

@@ -13,12 +13,13 @@ from pydantic.errors import PydanticInvalidForJsonSchema
 from pydantic.fields import FieldInfo
 
 from nntile_py.config.run_config import DEFAULT_MODEL, RunConfig, of_model, resolve
-from nntile_py.config.sections import SchedulerFile
+from nntile_py.config.sections import SchedulerFile, optimizer_section
 from nntile_py.errors import ConfigError
 from nntile_py.models.base import Model, ModelConfig
 from nntile_py.models.registry import find, known, resolved
 from nntile_py.schema import Rule, assignment, keys, read_yaml, section_of, words
 from nntile_py.system.folders import installed
+from nntile_py.tasks.optimizer import OPTIMIZERS
 
 _WIDTH = 100  # of comments
 _HEAD = """\
@@ -68,7 +69,7 @@ def initial(path: str, model: str, sets: Iterable[str] = ()) -> str:
     given = {*_leaves(tree), *(assignment(item)[0] for item in sets)}
     values = resolve(tree, sets, "nntile init").model_dump(mode="json", by_alias=True)
     head = [f"# {line}".rstrip() for line in _HEAD.format(path=path, model=resolved(model)).splitlines()]
-    return "\n".join([*head, *_lines(of_model(cls.Config), values, given), ""])
+    return "\n".join([*head, *_lines(of_model(cls.Config, values["optimizer"]["name"]), values, given), ""])
 
 
 def _example(cls: type[Model], model: str, sets: set[str]) -> dict[str, Any]:
@@ -124,6 +125,8 @@ def schema(model: str | None = None) -> dict[str, Any]:
         choices.append({"type": "object", "properties": {"type": {"pattern": r"\.py:"}}, "required": ["type"]})
     of_all = {"description": meaning(RunConfig.model_fields["model"])}
     made["properties"]["model"] = of_all | (choices[0] if model else {"anyOf": choices})
+    methods = [_json(optimizer_section(name)) | {"type": ["object", "null"]} for name in OPTIMIZERS]
+    made["properties"]["optimizer"] = {"description": meaning(RunConfig.model_fields["optimizer"]), "anyOf": methods}
     return {"$schema": "http://json-schema.org/draft-07/schema#", "title": "A run of nntile_py"} | made
 
 
@@ -205,6 +208,8 @@ def reference() -> str:
     for name, field in RunConfig.model_fields.items():
         if name == "model":
             parts += ["## model", "", meaning(field), "", "[Keys of a model](models.md) has the section's keys.", ""]
+        elif name == "optimizer":
+            parts += ["## optimizer", "", meaning(field), "", *_optimizers()]
         elif inner := section_of(field):
             parts += [f"## {name}", "", meaning(field), "", *_table(_rows(keys(inner, f"{name}.")))]
     parts += ["## Scheduler files", "", " ".join((SchedulerFile.__doc__ or "").split()), ""]
@@ -240,6 +245,18 @@ def model_reference() -> str:
         parts += [f"## {kind}", "", " ".join((cls.__doc__ or "").split("\n\n")[0].split()), ""]
         parts += [f"Keys above: {has}.", "", *(_table(own) if own else ())]
     return "\n".join(parts)
+
+
+def _optimizers() -> Iterator[str]:
+    """A table of the keys of every optimizer, then a table of each optimizer's own keys."""
+    rows = {name: list(_rows(keys(optimizer_section(name), "optimizer."))) for name in OPTIMIZERS}
+    first, *others = rows.values()
+    common = [row for row in first if row[0] == "`optimizer.name`" or all(row in of for of in others)]
+    names = ("`optimizer.name`", " or ".join(map(repr, OPTIMIZERS)))
+    yield from _table([(*names, *row[2:]) if row[0] == names[0] else row for row in common])
+    for name, method in OPTIMIZERS.items():
+        yield from (f"### optimizer.name: {name}", "", " ".join((method.__doc__ or "").split("\n\n")[0].split()), "")
+        yield from _table([row for row in rows[name] if row not in common and row[0] != names[0]])
 
 
 Row = tuple[str, str, str, str]

@@ -15,7 +15,7 @@ from nntile_py.config.sections import (
     Data,
     Debug,
     Fusion,
-    Optimizer,
+    OptimizerSection,
     Profile,
     Runtime,
     Sample,
@@ -23,6 +23,8 @@ from nntile_py.config.sections import (
     Tiles,
     Tokenizer,
     Train,
+    optimizer_section,
+    read_optimizer,
 )  # fmt: skip
 from nntile_py.data.collators import most_masked
 from nntile_py.data.tables import class_numbers, labels_of, no_numbers, read_samples
@@ -48,6 +50,7 @@ from nntile_py.schema import (
 )
 from nntile_py.system.folders import installed
 from nntile_py.system.load import cores
+from nntile_py.tasks.optimizer import OPTIMIZERS
 from nntile_py.tiles.tasklist import Policy
 
 SCHEDULER_CONFIGS = installed("scheduler_configs")
@@ -63,7 +66,7 @@ class RunConfig(Section):
     data: Data = Data()
     tokenizer: Tokenizer = Tokenizer(vocab_size=4096)
     train: Train
-    optimizer: Optimizer = Field(default_factory=Optimizer)
+    optimizer: SerializeAsAny[OptimizerSection] = Field(default_factory=lambda: optimizer_section("adamw")())
     checkpoint: Checkpoint = Checkpoint()
     precision: Annotated[
         str,
@@ -99,6 +102,11 @@ class RunConfig(Section):
     @classmethod
     def _of_its_type(cls, given: Any) -> Any:
         return _model_section(given)
+
+    @field_validator("optimizer", mode="before")
+    @classmethod
+    def _of_its_method(cls, given: Any) -> Any:
+        return read_optimizer(given)
 
     @field_validator("fusion", mode="before")
     @classmethod
@@ -216,10 +224,11 @@ class RunConfig(Section):
 
 
 @functools.cache
-def of_model(config: type[ModelConfig]) -> type[RunConfig]:
-    """A RunConfig whose keys of `model` are known: what describes all keys, not what `load` makes."""
-    what = Field(description=RunConfig.model_fields["model"].description)
-    return create_model("RunConfig", __base__=RunConfig, model=(config, what))
+def of_model(config: type[ModelConfig], optimizer: str = "adamw") -> type[RunConfig]:
+    """A RunConfig with all keys of `model` and `optimizer`. It describes the keys; `load` does not return it."""
+    texts = (Field(description=RunConfig.model_fields[name].description) for name in ("model", "optimizer"))
+    model, method = zip((config, optimizer_section(optimizer)), texts, strict=True)
+    return create_model("RunConfig", __base__=RunConfig, model=model, optimizer=method)
 
 
 Saved = Callable[[str | None], Path]
@@ -255,7 +264,7 @@ def resolve(tree: dict[str, Any], overrides: Iterable[str], what: str, saved: Sa
 
 def all_keys(model: type[ModelConfig]) -> list[str]:
     """All keys of a run with this model, dotted."""
-    return [key for key, _ in keys(of_model(model))]
+    return list(dict.fromkeys(key for name in OPTIMIZERS for key, _ in keys(of_model(model, name))))
 
 
 def _known_keys(model: Any) -> list[str]:

@@ -1,17 +1,15 @@
 """The sections of a run's YAML. The text below a key is what `nntile init`, editors and docs/reference tell of it."""
 
+import functools
 import os
 import re
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, create_model, field_validator, model_validator
 
 from nntile_py.errors import ConfigError
-from nntile_py.graph.optimizers import MOST_SCALE, SGD, AdamW, Decay
 from nntile_py.schema import (
-    BelowOne,
-    Betas,
     Count,
     File,
     Folder,
@@ -31,8 +29,11 @@ from nntile_py.schema import (
     integer,
     number,
     only,
+    short,
+    validated,
 )  # fmt: skip
 from nntile_py.system.folders import STDLIB
+from nntile_py.tasks.optimizer import MOST_SCALE, OPTIMIZERS, Optimizer
 from nntile_py.tiles.placement import Placement
 from nntile_py.tiles.tasklist import Policy
 
@@ -182,26 +183,13 @@ class Checkpoint(Section):
     """Train on while a checkpoint is written. It takes main memory for a copy of weights and averages."""
 
 
-class Optimizer(Section):
-    """How the weights are updated."""
+class Schedule(Section):
+    """Learning rate of each update, and the limit of the gradient's norm."""
 
-    name: Literal["adamw", "sgd"] = "adamw"
+    name: str = "adamw"
     """The method: AdamW, or SGD with momentum, both as in torch.optim."""
-    lr: Positive = AdamW.lr
-    """Learning rate, after the warm-up."""
     min_lr: NonNegative | None = None
     """Learning rate at the end of the cosine schedule; null: a tenth of `lr`."""
-    betas: Betas = Field(default=[*AdamW.betas])
-    """Of adamw: decay rates of the averages of the gradient and of its square."""
-    eps: Positive = AdamW.eps
-    """Of adamw: added to the root of the averaged square, so that it is never 0."""
-    weight_decay: NonNegative = AdamW.weight_decay
-    """Weight decay: of adamw decoupled from the gradient, of sgd added to it; sgd's default is 0."""
-    decay: Decay = AdamW.decay
-    """What weight decay acts on: `all` weights, as in torch.optim, or only `matrices`, those with two or more axes in
-    the checkpoint: no biases, no gains of norms."""
-    momentum: BelowOne = SGD.momentum
-    """Of sgd: momentum."""
     warmup_steps: Natural = 0
     """Updates in which the learning rate rises from 0 to `lr`."""
     schedule: Literal["cosine", "constant"] = "cosine"
@@ -209,23 +197,49 @@ class Optimizer(Section):
     clip_grad_norm: Positive | None = None
     """Scale the gradient down to this norm where it is larger; null never does."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _as_in_python(cls, given: Any) -> Any:
-        """What differs from adamw has sgd's own default."""
-        if not isinstance(given, dict) or given.get("name") != "sgd":
-            return given
-        return {"lr": SGD.lr, "weight_decay": SGD.weight_decay} | given
+
+class OptimizerSection(Optimizer, Schedule):
+    """How the weights are updated."""
 
     @model_validator(mode="after")
-    def _fitting(self) -> "Optimizer":
+    def _fitting(self) -> "OptimizerSection":
         if self.min_lr is None:
-            self.min_lr = self.lr / 10
-        if self.min_lr > self.lr:
+            self.__dict__["min_lr"] = self.lr / 10
+        elif self.min_lr > self.lr:
             raise ConfigError(f"optimizer.min_lr: got {self.min_lr}; allowed: at most optimizer.lr = {self.lr}")
-        if self.name == "adamw" and self.momentum:
-            raise ConfigError(f"optimizer.momentum: got {self.momentum}; allowed: 0 unless optimizer.name is sgd")
         return self
+
+
+@functools.cache
+def optimizer_section(name: str) -> type[OptimizerSection]:
+    """The section `optimizer` of a YAML that names this method: settings of the method, and the schedule."""
+    method = OPTIMIZERS[name]
+    field = Field(name, description=Schedule.model_fields["name"].description)
+    bases: Any = (method, OptimizerSection)
+    names = {"__base__": bases, "__doc__": OptimizerSection.__doc__, "name": (Literal[name], field)}
+    section: Any = create_model(method.__name__, **names)
+    return cast(type[OptimizerSection], section)
+
+
+def read_optimizer(given: Any) -> Any:
+    """The section `optimizer` of the method that it names.
+
+    Settings of another method have no effect: those of the default method may stay when another one is chosen, others
+    only with their default value."""
+    if not isinstance(given, dict):
+        return given
+    chosen = given.get("name", Schedule().name)
+    if chosen not in [*OPTIMIZERS]:
+        raise ConfigError(f"optimizer.name: got {chosen!r}; allowed: {' or '.join(map(repr, OPTIMIZERS))}")
+    section = optimizer_section(chosen)
+    for name, method in OPTIMIZERS.items():
+        for key, field in method.model_fields.items():
+            if key in given and key not in section.model_fields:
+                if name != Schedule().name and given[key] != field.default:
+                    need = f"{field.default:g} unless optimizer.name is {name}"
+                    raise ConfigError(f"optimizer.{key}: got {short(given[key])}; allowed: {need}")
+                given = {other: value for other, value in given.items() if other != key}
+    return validated(section, given, "optimizer.")
 
 
 class Tiles(Section):

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from nntile_py import _core
 from nntile_py.errors import TaskError
 from nntile_py.execution.runtime import Runtime
-from nntile_py.graph.optimizers import MASTERS
 from nntile_py.system.cgroup import within_machine
+from nntile_py.tasks.optimizer import MASTERS
 from nntile_py.tiles import AXES, TaskList, Tile, cut_as
 from nntile_py.tiles.eviction import room_in_turn
 

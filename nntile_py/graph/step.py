@@ -14,13 +14,14 @@ from nntile_py.graph.graph import Graph
 from nntile_py.graph.layout_search import arrange, keep_in
 from nntile_py.graph.layouts import Order
 from nntile_py.graph.lowering import lower
-from nntile_py.graph.optimizers import MOST_SCALE, AdamW, Optimizer
+from nntile_py.graph.optimizers import add_update
 from nntile_py.graph.params import Array, Batch, Param, Traceable, Traced, trace
 from nntile_py.graph.qkv_fusion import pack_projections
 from nntile_py.graph.random_inputs import random_inputs
 from nntile_py.graph.timings import Timings
+from nntile_py.tasks.adamw import AdamW
 from nntile_py.tasks.op import Lowering, Tensor
-from nntile_py.tasks.optimizer import Ends, GradNorm
+from nntile_py.tasks.optimizer import MOST_SCALE, Ends, GradNorm, Optimizer
 from nntile_py.tiles import Tiling
 from nntile_py.tiles.allreduce import Meeting
 from nntile_py.tiles.tasklist import live_slot
@@ -270,7 +271,7 @@ class StepSpec:
         for tensor, grad in made.grads.items():
             update.tensors[tensor.name] = tensor
             with update.scope(tensor.name):
-                self.optimizer.build(update, params[tensor], grad, clip)
+                add_update(update, self.optimizer, params[tensor], grad, clip)
         return update
 
     @operators_refuse()

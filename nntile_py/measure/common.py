@@ -84,10 +84,8 @@ def trained(config: RunConfig, model: Any, loss_of: Callable[[Any], Any], parts:
 
     how, device, dtype = config.optimizer, next(model.parameters()).device, torch_dtype(config.precision)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
-    betas = (how.betas[0], how.betas[1])
-    optimizer = torch.optim.AdamW(
-        model.parameters(), how.lr, betas=betas, eps=how.eps, weight_decay=how.weight_decay, fused=True
-    )
+    settings = {name: value for name, value in how.settings.items() if name != "decay"}
+    optimizer = getattr(torch.optim, how.method.__name__)(model.parameters(), **settings, fused=True)
 
     def run(n: int) -> list[float]:
         losses = []

@@ -53,8 +53,8 @@ def ours_on_gpu(o: dict[str, Any]) -> tuple[Step, dict[str, Any]]:
     import torch
 
     from nntile_py.execution.runtime import Runtime
-    from nntile_py.graph.optimizers import AdamW
     from nntile_py.models.gpt2 import GPT2
+    from nntile_py.tasks.adamw import AdamW
     from nntile_py.training.repeated_steps import same_steps
     from nntile_py.training.trainer import Trainer
 
@@ -70,7 +70,7 @@ def ours_on_gpu(o: dict[str, Any]) -> tuple[Step, dict[str, Any]]:
     runtime.__enter__()
     trainer = Trainer(
         GPT2(shape(o), values), o["batch"], o["seq"], o["tiles"], dtype=o["dtype"],
-        optimizer=AdamW(GPU_LR, weight_decay=WEIGHT_DECAY, betas=GPU_BETAS), clip_grad_norm=CLIP,
+        optimizer=AdamW(lr=GPU_LR, weight_decay=WEIGHT_DECAY, betas=GPU_BETAS), clip_grad_norm=CLIP,
         accumulate=o["accumulate"], fusion=o["fusion"], shift_labels=False,
     )  # fmt: skip
     values.clear()
@@ -80,8 +80,8 @@ def ours_on_gpu(o: dict[str, Any]) -> tuple[Step, dict[str, Any]]:
 
 def ours(o: dict[str, Any]) -> tuple[Step, dict[str, Any]]:
     from nntile_py.execution.runtime import Runtime
-    from nntile_py.graph.optimizers import AdamW
     from nntile_py.models.gpt2 import GPT2
+    from nntile_py.tasks.adamw import AdamW
     from nntile_py.training.repeated_steps import same_steps
     from nntile_py.training.trainer import Trainer
 
@@ -89,7 +89,7 @@ def ours(o: dict[str, Any]) -> tuple[Step, dict[str, Any]]:
     runtime = Runtime(cpus=o["cpus"], scheduler=o["scheduler"], placement=o.get("placement"), window=o.get("window"))
     runtime.__enter__()  # for as long as the process lives
     trainer = Trainer(
-        model, o["batch"], o["seq"], o["tiles"], optimizer=AdamW(LR, weight_decay=WEIGHT_DECAY),
+        model, o["batch"], o["seq"], o["tiles"], optimizer=AdamW(lr=LR, weight_decay=WEIGHT_DECAY),
         clip_grad_norm=CLIP, accumulate=o["accumulate"], fusion=o["fusion"],
     )  # fmt: skip
     ids = batch(o)

@@ -13,6 +13,7 @@ from nntile_py.profiling.message_waits import waits
 from nntile_py.profiling.trace import Message, Trace, intervals, merge
 from nntile_py.system.pictures import files_of, new_figure
 from nntile_py.tasks.op import operators
+from nntile_py.tasks.optimizer import OPTIMIZERS, Update
 
 SPARE = ("#b39ddb", "#17becf", "#6b4f2a", "#f781bf", "#2f4f4f", "#c0ca33", "#8d6e9f", "#e4b9a0")  # for other kinds
 OTHER = "#9aa0a6"
@@ -58,7 +59,8 @@ def gantt(trace: Trace, columns: int = COLUMNS) -> Gantt:
 
 def fixed_colours() -> dict[str, str]:
     """The operators' own, by kind: pictures can be compared."""
-    return {
+    fixed = {cls.__name__: Update.colours["update"] for cls in OPTIMIZERS.values()}
+    return fixed | {
         name if phase == "update" else f"{name} {phase}": colour
         for name, operator in operators().items()
         for phase, colour in operator.colours.items()

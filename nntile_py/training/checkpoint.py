@@ -25,9 +25,9 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from nntile_py.errors import ConfigError, NNTileError
-from nntile_py.graph.optimizers import MOST_SCALE
 from nntile_py.system.folders import exchange, read, sync
 from nntile_py.system.version import VERSION
+from nntile_py.tasks.optimizer import MOST_SCALE
 
 FORMAT = 1
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from nntile_py.config.run_config import RunConfig
-from nntile_py.config.sections import Optimizer
+from nntile_py.config.sections import OptimizerSection
 from nntile_py.errors import NotFinite
 from nntile_py.training.batches import Batches
 from nntile_py.training.checkpoint_writer import Saver
@@ -24,7 +24,7 @@ from nntile_py.training.trainer import STEPS_IN_FLIGHT, Trainer
 SKIPS = 10  # steps in a row that are skipped: no later one will be better
 
 
-def learning_rate(optimizer: Optimizer, step: int, steps: int) -> float:
+def learning_rate(optimizer: OptimizerSection, step: int, steps: int) -> float:
     """Of step 1 ... `steps`: a linear warm-up to lr, then constant or a cosine that reaches min_lr at the last step."""
     if step <= optimizer.warmup_steps:
         return optimizer.lr * step / optimizer.warmup_steps

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Self
 
-from nntile_py.graph.optimizers import MOST_SCALE
 from nntile_py.graph.step import StepSpec
+from nntile_py.tasks.optimizer import MOST_SCALE
 
 INTERVAL = 2000  # steps without an overflow before it is doubled
 LEAST = 1.0

@@ -10,11 +10,10 @@ from typing import Any
 import numpy as np
 
 from nntile_py.execution.program import Store, whole
-from nntile_py.graph.optimizers import MASTERS
 from nntile_py.graph.params import Param
 from nntile_py.graph.step import Step
 from nntile_py.tasks.op import Tensor
-from nntile_py.tasks.optimizer import joined
+from nntile_py.tasks.optimizer import MASTERS, joined
 from nntile_py.training.checkpoint import State, Stored
 
 Array = np.ndarray[Any, Any]

@@ -19,10 +19,10 @@ from nntile_py.execution.program import Program
 from nntile_py.execution.runtime import Runtime
 from nntile_py.graph.bin_packing import Bins, StepInputs, bins_of
 from nntile_py.graph.fusion import Fusion
-from nntile_py.graph.optimizers import AdamW, Optimizer
 from nntile_py.graph.params import Traceable
 from nntile_py.graph.step import Step, StepSpec, check_precision
-from nntile_py.tasks.optimizer import INVERSE_SCALE
+from nntile_py.tasks.adamw import AdamW
+from nntile_py.tasks.optimizer import INVERSE_SCALE, Optimizer
 from nntile_py.tiles import TaskList, Tiling
 from nntile_py.training import trainer_io, weights
 from nntile_py.training.inputs import Inputs, IntArray, as_dict, as_filled, counted, dropout_seed, means
@@ -194,7 +194,7 @@ class Trainer:
         """
         filled = self.filled(inputs, labels)
         arrays, made = self._programs.check(filled.arrays, self.grad_accumulation * self.spec.rows, self._shifts)
-        rate = self.optimizer.lr if lr is None else replace(self.optimizer, lr=lr).lr  # refuses what no rate may be
+        rate = self.optimizer.lr if lr is None else self.optimizer.changed(lr=lr).lr  # refuses what no rate may be
         if not self.steps:
             self._check_alone(self._runtime)
         self._settle()

@@ -6,18 +6,18 @@ import inspect
 import json
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 
 from nntile_py.errors import ConfigError, NNTileError
 from nntile_py.execution.mpi import Ranks
-from nntile_py.graph.optimizers import Optimizer
 from nntile_py.models.hf_config import arrays, named, tensors_of
 from nntile_py.models.registry import find, type_of
+from nntile_py.tasks.optimizer import OPTIMIZERS
 from nntile_py.training import checkpoint
 
-_METHODS = {method.__name__: method for method in get_args(Optimizer)}
+_METHODS = {method.__name__: method for method in OPTIMIZERS.values()}
 
 
 def facts(trainer: Any) -> dict[str, Any]:
@@ -29,7 +29,7 @@ def facts(trainer: Any) -> dict[str, Any]:
         "model": model and model | {"type": type_of(spec.model)},
         "trainer": {
             "batch": spec.batch, "seq": spec.seq, "tiles": spec.tiling.tiles, "dtype": spec.dtype,
-            "optimizer": {"name": type(spec.optimizer).__name__, **vars(spec.optimizer)},
+            "optimizer": {"name": spec.optimizer.method.__name__, **spec.optimizer.settings},
             "clip_grad_norm": spec.clip_grad_norm, "skip_above_norm": spec.skip_above_norm, "accumulate": spec.policy,
             "fusion": vars(spec.fusion), "grad_accumulation": spec.grad_accumulation, "seed": trainer.seed,
             "shift_labels": trainer.shift_labels, "pack": spec.pack, "check_finite": trainer.checked.looks,

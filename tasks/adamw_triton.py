@@ -1,0 +1,65 @@
+"""AdamW on CUDA. Tiles as in adamw.cpp, then the master."""
+
+# Functions of Triton's language have no Python types.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import triton
+import triton.language as tl
+
+from nntile_py.tiles.tasklist import Task
+
+from .adamw import AdamWArgs
+from .launch import Launches, Parameter, Scratch, launch, launches_together, numbered, slot, tile, words
+from .optimizer_triton import address_of, load_param, master_bits, row_of, store_param, table_of, type_of, words_of
+
+
+@triton.jit
+def _adamw(
+    TABLE, CLIP, lr, correction1, correction2, keep1, new1, keep2, new2, eps, decay,
+    TYPE: tl.constexpr, STATE: tl.constexpr, GRAD: tl.constexpr, MASTER_BITS: tl.constexpr,
+    ROWS: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row, block = row_of(TABLE, ROWS)
+    at = block * BLOCK + tl.arange(0, BLOCK)
+    clip = tl.load(CLIP).to(tl.float32)
+    inside = (at < words_of(row, ROWS, ALIGNED)) & (tl.full([BLOCK], clip, tl.float32) >= 0)
+    PARAM, M, V = address_of(row, 2, TYPE, ROWS), address_of(row, 3, STATE, ROWS), address_of(row, 4, STATE, ROWS)
+    if MASTER_BITS == 0:
+        MASTER = PARAM
+    elif MASTER_BITS == 16:
+        MASTER = address_of(row, 6, tl.int16, ROWS)
+    else:
+        MASTER = address_of(row, 6, tl.float32, ROWS)
+    g = tl.load(address_of(row, 5, GRAD, ROWS) + at, inside).to(tl.float32) * clip
+    # Which product of a sum is fused with it would be the compiler's choice, another one for aligned tables: bits would
+    # depend on which tiles are updated together, and so on the number of GPUs.
+    m = tl.fma(keep1, tl.load(M + at, inside).to(tl.float32), new1 * g)
+    v = tl.fma(keep2, tl.load(V + at, inside).to(tl.float32), new2 * g * g)
+    tl.store(M + at, m, inside)
+    tl.store(V + at, v, inside)
+    p = load_param(PARAM, MASTER, at, inside, MASTER_BITS)
+    # p - lr decay p, not (1 - lr decay) p: the factor would lose most digits of lr decay.
+    p = tl.fma(-lr * decay, p, p)
+    p -= (lr / correction1) * m / (tl.sqrt(v) / tl.sqrt(correction2) + eps)
+    store_param(PARAM, MASTER, at, p, inside, MASTER_BITS)
+
+
+# tiles: param, m, v, grad, clip (, master)
+@launches_together("adamw")
+def _describe_adamw(tasks: Sequence[Task]) -> Launches:
+    first, block = tasks[0], 1024
+    assert len({task.accesses[4].tile for task in tasks}) == 1, "one clip for all"
+    table = table_of([words(task, 0) for task in tasks], [a[:4] + a[5:] for a in numbered(tasks)], block)
+    scratch = Scratch()
+    at = scratch.take(len(table.words), "int64")
+    types = {name: type_of(tile(first, k)) for name, k in (("TYPE", 0), ("STATE", 1), ("GRAD", 3))}
+    a = AdamWArgs.of(first)
+    slots = (slot(first, s) for s in (a.lr, a.beta1_correction, a.beta2_correction))
+    b1, b2 = float(a.beta1), float(a.beta2)
+    floats: list[Parameter] = [*slots, b1, 1 - b1, b2, 1 - b2, float(a.eps), float(a.weight_decay)]
+    form = {**table.form, **types, "MASTER_BITS": master_bits(first, 5), "BLOCK": block}
+    return Launches((launch(_adamw, table.programs, at, tile(first, 4), *floats, **form),), scratch.bytes, table.words)
