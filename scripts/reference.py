@@ -22,8 +22,8 @@ _HEAD = """# Commands
 <!-- Written by scripts/reference.py from the commands' own help; change the texts there. -->
 
 `nntile COMMAND --help` shows the same. A wrong option, key, value, file or folder ends a command with exit status 2 and
-one message that says what is allowed. Another error, such as a full disk, ends it with status 1 (`NNTILE_DEBUG=1` shows the
-traceback). `nntile --install-completion` makes your shell complete commands, options, and keys after `--set`.
+one message that says what is allowed. Another error, such as a full disk, ends it with status 1 (`NNTILE_DEBUG=1` shows
+the traceback). `nntile --install-completion` makes your shell complete commands, options, and keys after `--set`.
 """
 _SWEEPS = """# Keys of a sweep's YAML
 
@@ -35,8 +35,8 @@ _PARTS = """# Parts of models
 
 <!-- Written by scripts/reference.py from the docstrings of models/parts.py; change the texts there. -->
 
-The functions of `nntile_py.models.parts` for a [model of your own](../write-a-model.md). `g` is the graph, `x` a tensor,
-`batch` the argument of `trace`, `name` the prefix of the parameters' names; sizes are `{axis: size}`.
+The functions of `nntile_py.models.parts` for a [model of your own](../write-a-model.md). `g` is the graph, `x` a
+tensor, `batch` the argument of `trace`, `name` the prefix of the parameters' names; sizes are `{axis: size}`.
 
 | call | result |
 |---|---|
