@@ -5,7 +5,7 @@
 A row of the table is SEQUENCESxLONGEST; lengths are uniform about alpha times the longest. Calls are timed in a CUDA
 graph, so that launching costs nothing; errors are |difference| / |value| from fp32 attention of each sequence. cuDNN's
 kernel is a task of this project, with what it needs beside: offsets, zeros for tokens of no sequence, the log-sum-exp
-transposed. Kernels called grouped are those of `attention: grouped`, which `segments` and `vendor` do not choose from.
+transposed. --grouped times the kernels of examples/grouped_attention in the place of ours.
 
 --instructions needs no GPU: kernels are compiled for compute capability 9.0 and taken apart, and the instructions of
 their innermost loops are told for an element of the scores.
@@ -16,11 +16,13 @@ from __future__ import annotations
 import argparse
 import re
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,7 +30,6 @@ import torch
 import triton
 
 import nntile_py as nt
-from nntile_py.errors import ConfigError
 from nntile_py.execution.cuda_graph import Served
 from nntile_py.execution.program import Store
 from nntile_py.graph.graph import Graph
@@ -36,7 +37,7 @@ from nntile_py.graph.lowering import lower
 from nntile_py.graph.random_inputs import random_lengths
 from nntile_py.tasks import interpret as interpreter
 from nntile_py.tasks import launch
-from nntile_py.tasks.attention import OWN, attention
+from nntile_py.tasks.attention import attention
 from nntile_py.tasks.attention_segments_triton import names_of
 from nntile_py.tasks.mask import Mask
 from nntile_py.tasks.op import Lowering, Tensor
@@ -163,7 +164,7 @@ def measure(count: int, longest: int, o: Any) -> None:
     qkv = torch.randn(tokens, 3, o.heads, o.head_dim, device=device).bfloat16()
     d_out = torch.randn(tokens, o.heads, o.head_dim, device=device).bfloat16()
     offsets = torch.tensor(bounds, device=device)
-    ours = [Ours(qkv, offsets, d_out, longest, o, form) for form in OWN]
+    ours = Ours(qkv, offsets, d_out, longest, o, "segments")
     want = expected(qkv, bounds, d_out, o.causal)
     q, k, v, cu = *qkv.unbind(1), offsets.int()
     sizes = (cu, cu, longest, longest, o.dropout, o.causal)
@@ -186,20 +187,14 @@ def measure(count: int, longest: int, o: Any) -> None:
         for us, got in ragged[direction : direction + 1]:
             found.append(("cuDNN ragged", us, off(torch.tensor(got), want[direction])))
         before = len(found)
-        for form in ours:
-            task = form.tasks[direction]
+        task = ours.tasks[direction]
+        for number, way in enumerate(launch.load()[task.kernel]([task]).ways):
             try:
-                ways = launch.load()[task.kernel]([task]).ways
-            except ConfigError as error:
-                print(error)
+                us = timed(lambda t=task, w=number: ours.run(t, w))  # type: ignore[misc]
+            except Exception as error:  # what Triton raises where a kernel needs more than the GPU has: any of many
+                print(f"{names_of([way])}: {type(error).__name__}: {str(error)[:100]}")
                 continue
-            for number, way in enumerate(ways):
-                try:
-                    us = timed(lambda f=form, t=task, w=number: f.run(t, w))  # type: ignore[misc]
-                except Exception as error:  # what Triton raises where a kernel needs more than the GPU has: any of many
-                    print(f"{names_of([way])}: {type(error).__name__}: {str(error)[:100]}")
-                    continue
-                found.append((names_of([way]), us, off(form.grad if direction else form.out, want[direction])))
+            found.append((names_of([way]), us, off(ours.grad if direction else ours.out, want[direction])))
         base, best = found[0][1], min(us for _, us, _ in found[before:])
         cells = ", ".join(f"{name} {us:.1f}" + (f" (error {wrong:.0e})" if wrong else "") for name, us, wrong in found)
         print(f"{count} x {longest}, {tokens} tokens, {'backward' if direction else 'forward'}: {cells};"
@@ -244,7 +239,13 @@ def main() -> None:
     parser.add_argument("--dropout", type=float, default=0.0)
     parser.add_argument("--causal", action="store_true")
     parser.add_argument("--instructions", action="store_true")
+    parser.add_argument("--grouped", action="store_true")
     o = parser.parse_args()
+    if o.grouped:
+        sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+        import grouped_attention
+
+        grouped_attention.register()
     rows = [tuple(map(int, row.split("x"))) for row in o.table.split(",") if re.fullmatch(r"[1-9]\d*x[1-9]\d*", row)]
     if len(rows) != o.table.count(",") + 1:
         parser.error(f"--table: {o.table!r} is not allowed; rows are SEQUENCESxLONGEST, such as 64x64,64x512")

@@ -41,13 +41,12 @@ class LayerConfig(ModelConfig):
     """How attention is computed: `vendor` by the fused kernel of ATen or cuDNN, where a sequence is not cut; `merge`
     tile by tile in one pass, merged by log-sum-exp; `flash` tile by tile in two passes; `naive` with all scores in
     memory; `segments` by kernels for packed sequences (`train.pack`) and for dropout of the probabilities, without
-    either as `vendor`; `grouped` the same by grouped products of tiles of scores. With dropout and `tiles.seq` these
-    two are as `naive`. `varlen`, `cudnn`: as `vendor`, but packed sequences on CUDA by ATen's variable-length flash
-    attention, or by cuDNN's ragged kernel, and no other."""
+    either as `vendor`, with dropout and `tiles.seq` as `naive`. `varlen`, `cudnn`: as `vendor`, but packed sequences on
+    CUDA by ATen's variable-length flash attention, or by cuDNN's ragged kernel, and no other."""
     attention_dropout: BelowOne = 0.0
-    """Dropout of the attention probabilities; needs `attention: segments`, where they are not in memory, `grouped` or
-    `naive`. All draw the same. Packed sequences (`train.pack`) allow it with `segments` and `grouped`; in a model that
-    has to keep its scores in memory, as DeBERTa has, they do not."""
+    """Dropout of the attention probabilities; needs `attention: segments`, where they are not in memory, or `naive`.
+    Both draw the same. Packed sequences (`train.pack`) allow it with `segments`; in a model that has to keep its scores
+    in memory, as DeBERTa has, they do not."""
 
     def check_dropout(self) -> None:
         """Refuse dropout of attention's probabilities where they are never made."""

@@ -344,8 +344,6 @@ NNTILE_KERNEL(attention_varlen, attention);
 NNTILE_KERNEL(attention_varlen_grad, attention_grad);
 NNTILE_KERNEL(attention_cudnn, attention);
 NNTILE_KERNEL(attention_cudnn_grad, attention_grad);
-NNTILE_KERNEL(attention_grouped, attention);
-NNTILE_KERNEL(attention_grouped_grad, attention_grad);
 NNTILE_KERNEL(attention_partial, attention_partial);
 NNTILE_KERNEL(attention_normalise, attention_normalise);
 NNTILE_KERNEL(flash_maxsumexp, flash_maxsumexp);

@@ -22,11 +22,10 @@ from .attention_repeat import fit_groups, tile_of_group
 from .mask import Limits, Mask, masked_softmax
 from .op import CONTRACTION, Array, GraphLike, Index, Lowering, Op, Tensor, accumulation_dtype
 
-Backend = Literal["vendor", "merge", "flash", "naive", "segments", "grouped", "varlen", "cudnn"]
+Backend = Literal["vendor", "merge", "flash", "naive", "segments", "varlen", "cudnn"]
 BACKENDS: tuple[str, ...] = get_args(Backend)  # naive: see softmax.py and contract.py; the others are Attention
-OWN: tuple[Backend, ...] = "segments", "grouped"  # by kernels of their own on CUDA
-NAMED: tuple[Backend, ...] = *OWN, "varlen", "cudnn"  # as vendor, but over segments a kernel that is named
-WITH_DROPOUT: tuple[Backend, ...] = "naive", *OWN  # of the probabilities
+NAMED: tuple[Backend, ...] = "segments", "varlen", "cudnn"  # as vendor, but over segments a kernel that is named
+WITH_DROPOUT: tuple[Backend, ...] = "naive", "segments"  # of the probabilities
 
 
 class AttentionArgs(TaskArgs):
@@ -87,15 +86,19 @@ class PairGradArgs(TaskArgs):
 class Attention(Op):
     """o = softmax(scale q k^T, masked) v with scale 1/sqrt(d); lse [b, h, s]: log-sum-exp of the scores.
 
-    backend: `vendor` is one fused task where seq and key are not cut, else as `merge`. `merge`: a task per (query tile,
-    key tile) adds its (max, sumexp, weighted values) to the query tile's state. `flash`: flash_maxsumexp over the key
-    tiles, then flash_softmax_gemm (Alg. 2 of the NNTile report). `segments`: as `vendor`, but with a mask that
-    has segments, or with dropout of the probabilities, by the kernels of attention_segments_triton.py on CUDA; with
-    dropout, which no other has, seq and key are not to be cut. `grouped`: the same by grouped products, see
-    attention_grouped_triton.py. `varlen`, `cudnn`: as `vendor`, but with a mask that has segments by ATen's
-    variable-length flash attention or by cuDNN's ragged kernel on CUDA, and by no other: what that cannot compute is a
-    TaskError there. Pairs of tiles that a causal mask or a window masks wholly are not submitted. A query that attends
-    to nothing has zeros, and 0 as its lse.
+    A query that attends to no key gets zeros as its output and 0 as its lse. Pairs of tiles that the mask hides wholly
+    have no task.
+
+    Args:
+        backend: `vendor`: one fused task where seq and key are not cut, else as `merge`.
+            `merge`: a task per (query tile, key tile) adds its (max, sumexp, weighted values) to the query tile's
+            state.
+            `flash`: flash_maxsumexp over the key tiles, then flash_softmax_gemm (Alg. 2 of the NNTile report).
+            `segments`: as `vendor`, but a mask with segments, or dropout, uses the kernels of
+            attention_segments_triton.py on CUDA.
+            `varlen`, `cudnn`: as `vendor`, but a mask with segments uses ATen's variable-length flash attention or
+            cuDNN's ragged kernel on CUDA. TaskError where that kernel does not support the case.
+        dropout: of the probabilities. Only `segments` supports it, and seq and key must not be cut.
     """
 
     category = CONTRACTION
@@ -344,8 +347,8 @@ def attention(
     q has the axes batch, heads, seq, head_dim in any order (batch may be left out); k and v have kv_heads in the place
     of heads, if there are fewer of them, and key in the place of seq, if the keys are not the queries' positions. Each
     may be a pair (tensor, index): a slice of a tensor that has an axis qkv too. backend: see Attention, or naive
-    (materialised scores). dropout: of the probabilities, by naive, segments or grouped (where g.cuts cuts seq
-    or key these two mean naive). ValueError for what is not supported.
+    (materialised scores). dropout: of the probabilities, by naive or segments (where g.cuts cuts seq or key,
+    segments means naive). ValueError for what is not supported.
     """
     if all(isinstance(part, Tensor) for part in (q, k, v)):
         g.projections.append([q, k, v])  # type: ignore[list-item]
@@ -354,9 +357,9 @@ def attention(
         need = " or ".join(WITH_DROPOUT)
         raise ValueError(f"attention_dropout: got {dropout}; allowed: 0, or one of the forms of attention {need}")
     if dropout and g.draws and backend == "naive":
-        need = f"0, or model.attention: {' or '.join(OWN)}"
+        need = "0, or model.attention: segments"
         raise ValueError(f"model.attention_dropout: got {dropout}; allowed with packed sequences: {need}")
-    if dropout and mask.segments and backend in OWN and "seq" not in g.draws:
+    if dropout and mask.segments and backend == "segments" and "seq" not in g.draws:
         raise ValueError(f"attention_dropout: got {dropout}; allowed where nothing says what tokens draw: 0")
     operands = checked(g, q, k, v, mask)
     x, keys = operands.parts[0][0], operands.parts[1][0]

@@ -16,7 +16,7 @@ import nntile_py as nt
 from nntile_py.errors import ConfigError
 from nntile_py.graph.graph import Graph
 from nntile_py.graph.lowering import lower
-from nntile_py.tasks.attention import BACKENDS, OWN, attention
+from nntile_py.tasks.attention import BACKENDS, attention
 from nntile_py.tasks.band import Band
 from nntile_py.tasks.elementwise import add
 from nntile_py.tasks.mask import Mask
@@ -90,7 +90,7 @@ class Row:
         if self.ends:
             case.sizes["sequences"] = len(self.ends) + 1
             of_segments = lambda *_: np.array([self.start, *self.ends])  # noqa: E731
-        if self.dropout and self.form in OWN and "segments" in words:
+        if self.dropout and self.form == "segments" and "segments" in words:
             case.graph.draws["seq"] = case.x("batch seq", ids(1000), "int64")
         data = {
             "padding": case.x(f"batch {key}", padding, "int64") if "padding" in words else None,
@@ -270,10 +270,10 @@ def test_dropout_in_one_task(runtime: nt.Runtime, mask: str, layout: str, tiles:
 def test_dropout_draws_as_with_scores_in_memory(monkeypatch: pytest.MonkeyPatch, mask: str, layout: str) -> None:
     monkeypatch.setitem(LAYOUTS, "heads first", [HEADS_BATCH] * 3)
     found = []
-    for form in ("naive", *OWN):
+    for form in ("naive", "segments"):
         case = Case(Row(mask, form, layout).sizes, "fp64")
         dropped(mask, form, layout)(case)
-        assert any(op.kind == "Attention" for op in case.graph.ops) == (form in OWN)
+        assert any(op.kind == "Attention" for op in case.graph.ops) == (form == "segments")
         expected = case.expected(case.draw(np.random.default_rng(1)))
         of_names = {tensor.storage.name: value for tensor, value in expected.items()}
         found.append([of_names[f"result{number}"] for number in range(1 + len(LAYOUTS[layout]))])
@@ -400,7 +400,7 @@ def test_refused() -> None:
             g, q, q, q, Mask(padding=tensor("batch seq", "int64", seq=7))
         ),
         "its axes must be batch": lambda: attention(g, q, q, q, Mask(padding=tensor("seq batch", "int64"))),
-        "forms of attention naive or segments or grouped": lambda: attention(g, q, q, q, Mask(), "merge", 0.1),
+        "forms of attention naive or segments": lambda: attention(g, q, q, q, Mask(), "merge", 0.1),
         "'fused' is not allowed": lambda: attention(g, q, q, q, Mask(), "fused"),
         "6 heads cannot share 4": lambda: attention(g, q, uneven, uneven, Mask()),
         "must have the same axes": lambda: attention(g, q, few, q, Mask()),

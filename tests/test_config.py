@@ -58,7 +58,7 @@ MISTAKES = [
     ("model.positions=7", "train.seq", "at most model.positions = 7"),
     ("model.vocab=100", "model.vocab", "at least the tokenizer's size, 4096"),
     ("model.activation=swish", "model.activation", "'gelu_new', 'gelu' or 'relu'"),
-    ("model.attention=fused", "model.attention", "'flash', 'naive', 'segments', 'grouped', 'varlen' or 'cudnn'"),
+    ("model.attention=fused", "model.attention", "'flash', 'naive', 'segments', 'varlen' or 'cudnn'"),
     ("model.dropout=1", "model.dropout", "below 1"),
     ("model.from=/no/such/folder", "model.from", "save_pretrained"),
     ("model.tie_embeddings='yes'", "model.tie_embeddings", "true or false"),

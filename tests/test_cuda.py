@@ -1,5 +1,6 @@
 """On a CUDA device: every operator against its float64 reference, GPT-2, memory limits, Python tasks."""
 
+import importlib
 import itertools
 import re
 from collections.abc import Iterator, Sequence
@@ -18,6 +19,7 @@ from test_packed import LENGTH, LENGTHS, inputs, made
 import nntile_py as nt
 from nntile_py import _core
 from nntile_py.graph.fusion import Fusion
+from nntile_py.tasks import launch
 from nntile_py.testing import check, error
 
 if not (torch.cuda.is_available() and _core.has_cuda):
@@ -248,31 +250,43 @@ GROUPED: list[tuple[str, str, int, dict[str, int], float, tuple[int, ...]]] = [
 ]  # fmt: skip
 
 
+@pytest.fixture
+def grouped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels of examples/grouped_attention, registered for attention over segments."""
+    monkeypatch.syspath_prepend(str(Path(FOLDER).parent / "examples"))
+    for name in ("attention_segments", "attention_segments_grad"):
+        monkeypatch.setitem(launch.load(), name, launch.load()[name])  # to be restored
+    importlib.import_module("grouped_attention").register()
+
+
+@pytest.mark.usefixtures("grouped")
 @pytest.mark.parametrize(("mask", "layout", "head_dim", "tiles", "drop", "ends"), GROUPED)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 def test_grouped_products(
     cuda: nt.Runtime, dtype: str, mask: str, layout: str, head_dim: int, tiles: dict[str, int], drop: float,
     ends: tuple[int, ...],
 ) -> None:  # fmt: skip
-    row, sizes = of_drawn(AttentionRow(mask, "grouped", layout, drop, ends=ends)), {**BIN, "head_dim": head_dim}
+    row, sizes = of_drawn(AttentionRow(mask, "segments", layout, drop, ends=ends)), {**BIN, "head_dim": head_dim}
     check(row, tiles, "chain", dtype, sizes, tolerance=5e-5 if dtype == "fp32" else None)
 
 
+@pytest.mark.usefixtures("grouped")
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 def test_grouped_products_of_many_segments(cuda: nt.Runtime, dtype: str) -> None:
     """More than a program looks at at once, and more tiles than programs."""
     ends = tuple(np.cumsum([6, 0, 9, 12, 0, 0, 7] * 30 + [300]).tolist())
     sizes = {**BIN, "seq": ends[-1] + 5, "key": ends[-1] + 5}
-    row = AttentionRow("segments causal", "grouped", "groups", 0.3, ends=ends)
+    row = AttentionRow("segments causal", "segments", "groups", 0.3, ends=ends)
     check(of_drawn(row), {}, "chain", dtype, sizes, tolerance=5e-5 if dtype == "fp32" else None)
 
 
+@pytest.mark.usefixtures("grouped")
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_grouped_products_of_rows(cuda: nt.Runtime, dtype: str) -> None:
     for mask, layout in (("padding causal", "groups"), ("padding", "cross groups"), ("padding around", "by seq")):
         sizes = {**BIN, "batch": 3, "key": 170 if "cross" in layout else 300}
         for tiles in ({}, {"batch": 2, "heads": 2}):
-            check(of_drawn(AttentionRow(mask, "grouped", layout, 0.3)), tiles, "chain", dtype, sizes,
+            check(of_drawn(AttentionRow(mask, "segments", layout, 0.3)), tiles, "chain", dtype, sizes,
                   tolerance=5e-5 if dtype == "fp32" else None)  # fmt: skip
 
 

@@ -147,7 +147,7 @@ def test_policies(accumulate: str, fusion: Any) -> None:
     check("bert", LENGTHS["some"], TILINGS["ragged"], dropout=0.2, accumulate=accumulate, fusion=fusion)
 
 
-@pytest.mark.parametrize("attention", ["merge", "flash", "naive", "segments", "grouped", "varlen", "cudnn"])
+@pytest.mark.parametrize("attention", ["merge", "flash", "naive", "segments", "varlen", "cudnn"])
 def test_forms_of_attention(attention: str) -> None:
     check("gpt2", LENGTHS["some"], TILINGS["ragged"], attention=attention)
 

@@ -299,7 +299,7 @@ def test_every_kernel_has_launches() -> None:
     for path in (Path(launch.__file__).parent).glob("*.cpp"):
         named |= set(re.findall(r"^NNTILE_KERNEL\((\w+),", path.read_text(), re.M))
     own = {name for name in named if not name.startswith(("contract", "attention", "flash"))}
-    of_segments = {f"attention{name}{grad}" for name in ("", "_segments", "_grouped") for grad in ("", "_grad")}
+    of_segments = {f"attention{name}{grad}" for name in ("", "_segments") for grad in ("", "_grad")}
     assert set(launch.load()) == own | of_segments | {"contract"}
 
 
@@ -445,7 +445,8 @@ for row in [*map(ROWS.get, rows), adamw(split=True)]:
 
 COMPILE_SEGMENTS = """
 import sys
-sys.path.insert(0, sys.argv[1])
+sys.path[:0] = [sys.argv[1], sys.argv[1] + "/../examples"]
+import grouped_attention
 from test_attention import Row
 from nntile_py.graph.lowering import lower
 from nntile_py.tasks import launch
@@ -482,8 +483,9 @@ for positions, row in (128, short), (512, long):
                 *_, grid, parameters = launch.encode(one, binary)
                 assert any(kind == 7 for kind, _ in parameters) and len(grid) == 3
                 print(binary.name, positions)
+grouped_attention.register()
 for dtype, head_dim in (("bf16", 64), ("fp32", 64), ("fp16", 128), ("bf16", 256)):
-    for task, made in of_bin(512, Row("segments around", "grouped", dropout=0.1), dtype, head_dim):
+    for task, made in of_bin(512, Row("segments around", "segments", dropout=0.1), dtype, head_dim):
         for one in made.launches:
             binary = launch.compile_launch(one)
             assert len(made.ways) == 1 and binary.shared <= launch.shared_memory(90), (one.constexprs, binary.shared)

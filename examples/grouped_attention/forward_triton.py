@@ -1,22 +1,18 @@
-"""Attention of long sequences as grouped products, on CUDA: the long form of ByteTransformer (Zhai et al. 2023, section
-III.E.2). Tiles as in attention.cpp.
+"""Forward pass of attention as grouped products: the long form of ByteTransformer (Zhai et al. 2023, section III.E.2).
 
-A sequence and a head are a problem. Two programs a multiprocessor walk over the tiles of all problems, each as many;
-where a tile lies is found on the device, so that nothing waits for the host and graphs can be captured. Three launches:
+The attention of one sequence and one head is a problem. The tiles of all problems are divided evenly among two programs
+per multiprocessor. Programs compute on the device where a tile lies, so nothing waits for the host and CUDA graphs can
+capture the launches. There are three launches:
 
-1. how many tiles there are before each sequence,
-2. scores: a tile of q k^T; its epilogue leaves the maximum and the sum of exponentials of each row in it,
-3. values: the reduction of these to log-sum-exp, in front of p v, whose main loop applies the softmax and drops out.
-   The paper reduces in a launch of its own; here a program has whole rows of the output: none is reduced twice.
+1. The number of tiles before each sequence.
+2. Scores: a tile of q k^T. Its epilogue stores the maximum and the sum of exponentials of each row of the tile.
+3. Values: the reduction of these maxima and sums to the log-sum-exp, then p v. The main loop of p v applies the softmax
+   and the dropout. The paper reduces in a launch of its own. Here a program has whole rows of the output, so no row is
+   reduced twice.
 
-What the second leaves of a score s is exp(s - its tile's maximum), not s as in the paper: its epilogue needs that for
-the sum, so that an element has one exponential instead of two, and bf16 would round a score of 16 by up to 1/16, 6 % of
-exp(s).
-
-It is not among what `vendor` and `segments` choose from by measuring: an element of the scores is written and read, 4
-bytes in bf16, for 4 head_dim flop, 256 with head_dim 64. An H200 moves 4 bytes (at 4.8 TB/s) in the time of 820 flop
-(of 990 Tflop/s): three times what the products need. The kernels of attention_segments_triton.py keep scores on chip;
-it takes 2.4 to 3.2 times as long as they do there (experiments/segments.py). `model.attention: grouped` asks for it.
+The second launch stores exp(s - maximum of the tile) for a score s, the paper stores s. The epilogue needs this
+exponential for the sum anyway, so each element has one exponential instead of two. bf16 would round a score of 16 by up
+to 1/16, which is 6 % of exp(s).
 """
 
 # Functions of Triton's language have no Python types.
@@ -30,11 +26,8 @@ import triton
 import triton.language as tl
 
 from nntile_py.errors import ConfigError
-from nntile_py.tiles.dtypes import DTYPES
-from nntile_py.tiles.tasklist import Task
-
-from .attention import AttentionArgs
-from .attention_segments_triton import (
+from nntile_py.tasks.attention import AttentionArgs
+from nntile_py.tasks.attention_segments_triton import (
     LN2,
     LOG2E,
     Shared,
@@ -53,9 +46,22 @@ from .attention_segments_triton import (
     shared,
     store_rows,
 )
-from .elementwise_triton import strides_of
-from .launch import Launch, Launches, Parameter, Scratch, ScratchAddress, ceil_div, launch, launches, shape, tile, words
-from .product_triton import MULTIPROCESSORS
+from nntile_py.tasks.elementwise_triton import strides_of
+from nntile_py.tasks.launch import (
+    Launch,
+    Launches,
+    Parameter,
+    Scratch,
+    ScratchAddress,
+    ceil_div,
+    launch,
+    shape,
+    tile,
+    words,
+)
+from nntile_py.tasks.product_triton import MULTIPROCESSORS
+from nntile_py.tiles.dtypes import DTYPES
+from nntile_py.tiles.tasklist import Task
 
 PROGRAMS = 2 * MULTIPROCESSORS
 AHEAD = 128  # sequences that a program looks at at once for its next tile
@@ -300,9 +306,9 @@ class Grouped:
         size = count * self.lines * self.width * DTYPES[self.dtype].bytes
         if size > MOST:
             raise ConfigError(
-                f"model.attention: got grouped, whose scores, {count} x {self.lines} rows of {self.width} {self.dtype},"
-                f" take {size / 2**30:.2f} GiB in a task; allowed: {MOST / 2**30:.0f} GiB; use segments, or a smaller"
-                " tiles.batch or tiles.heads"
+                f"attention as grouped products: the scores of a task, {count} x {self.lines} rows of {self.width}"
+                f" {self.dtype}, take {size / 2**30:.2f} GiB; allowed: {MOST / 2**30:.0f} GiB; use the kernels of"
+                " nntile_py, or a smaller tiles.batch or tiles.heads"
             )
         return [self.scratch.take(self.lines * self.width, self.dtype) for _ in range(count)]
 
@@ -324,8 +330,8 @@ class Grouped:
         return launch(kernel, programs, *args, warps=4 if self.side == 32 else 8, **taken)
 
 
-@launches("attention_grouped")
-def _describe(task: Task) -> Launches:
+def forward(task: Task) -> Launches:
+    """Describe the launches of a task attention_segments."""
     a = AttentionArgs.of(task)
     assert a.limits
     packed = a.limits.segments

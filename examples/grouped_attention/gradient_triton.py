@@ -1,8 +1,8 @@
-"""Gradients of what attention_grouped_triton.py computes, as grouped products, on CUDA. Tiles as in attention.cpp.
+"""Gradients of attention as grouped products.
 
-The tiles of all problems are walked over four times: how many there are; a tile of q k^T and of do v^T, whose epilogue
-leaves what values were weighted by and the gradient of the scores; then dq, and dk and dv, as products with these.
-Nothing is added atomically: the same bits each time.
+There are four launches: the number of tiles before each sequence; a tile of q k^T and of do v^T, whose epilogue stores
+the weights of the values and the gradient of the scores; dq as a product with the gradient of the scores; dk and dv as
+products with both. No sum uses atomic operations, so results are the same to the bit each time.
 """
 
 # Functions of Triton's language have no Python types.
@@ -13,12 +13,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from nntile_py.tiles.tasklist import Task
-
-from .attention import AttentionGradArgs
-from .attention_grouped_triton import Grouped, clear_heads, pair_at, problem_of, problem_sizes, scores_at
-from .attention_segments_grad_triton import delta_of, load_queries, of_pairs, queries_of, store_keys
-from .attention_segments_triton import (
+from nntile_py.tasks.attention import AttentionGradArgs
+from nntile_py.tasks.attention_segments_grad_triton import delta_of, load_queries, of_pairs, queries_of, store_keys
+from nntile_py.tasks.attention_segments_triton import (
     first_draw,
     kept_keys,
     keys_of,
@@ -30,8 +27,11 @@ from .attention_segments_triton import (
     shared,
     store_rows,
 )
-from .elementwise_triton import strides_of
-from .launch import Launches, launches, shape, tile, words
+from nntile_py.tasks.elementwise_triton import strides_of
+from nntile_py.tasks.launch import Launches, shape, tile, words
+from nntile_py.tiles.tasklist import Task
+
+from .forward_triton import Grouped, clear_heads, pair_at, problem_of, problem_sizes, scores_at
 
 
 @triton.jit
@@ -123,8 +123,8 @@ def _grouped_grad_keys(
         clear_heads(DV, DATA, offsets, tokens, keys, DV_AT, PACKED, HEADS // GROUP, D, BLOCK_D, KEYS, PROGRAMS)
 
 
-@launches("attention_grouped_grad")
-def _describe(task: Task) -> Launches:
+def gradient(task: Task) -> Launches:
+    """Describe the launches of a task attention_segments_grad."""
     a = AttentionGradArgs.of(task)
     assert a.limits
     packed = a.limits.segments
