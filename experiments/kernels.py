@@ -3,11 +3,13 @@
     python experiments/kernels.py step --layers 12 --embed 768 --heads 12 --batch 32
     python experiments/kernels.py layer [--work encoder] [--phase backward] [--set train.batch=96 --set train.seq=128]
     python experiments/kernels.py found [--only gpt2] [--search]
+    python experiments/kernels.py single [--only gpt2]
 
 step: those of a training step of GPT-2, and the gaps between them, by torch.profiler. layer: the same of one pass of
 BERT-large's encoder layer, attention in one kernel, groups that are found. found: the generated kernel of
 each group that `fusion: true` makes in three models, as it is launched there, beside a copy of as many bytes
-and beside the kernels of the rules; with --search in other cuts, the fastest of which are listed.
+and beside the kernels of the rules; with --search in other cuts, the fastest of which are listed. single: for each
+operator of four models without fusion, its generated kernel beside the handwritten one (column "rules").
 """
 
 from __future__ import annotations
@@ -34,9 +36,9 @@ from nntile_py.profiling.operator_timer import small_program
 from nntile_py.system.clock import clocked
 from nntile_py.system.folders import installed
 from nntile_py.tasks.contract import Contract
-from nntile_py.tasks.generated import KERNELS, Generated
+from nntile_py.tasks.generated import KERNELS, Generated, NotFusible
 from nntile_py.tasks.launch import Launches, compile_launch, describer, encode, shape
-from nntile_py.tasks.scalar.tl import Cut, Writer
+from nntile_py.tasks.scalar.tl import BlockSizes, Writer
 from nntile_py.tiles.tasklist import Task
 
 # -- a step
@@ -155,8 +157,8 @@ def cases() -> Iterator[Case]:
         for op in found.ops:
             if not isinstance(op, Generated):
                 continue
-            sizes = "x".join(map(str, op.form.sizes.values()))
-            if (key := (op.made.source, sizes)) in seen:
+            sizes = "x".join(map(str, op.definition.sizes.values()))
+            if (key := (op.kernel.source, sizes)) in seen:
                 continue
             seen.add(key)
             made = {(t.name, tuple(t.shape)) for member in op.members for t in member.outputs}
@@ -167,11 +169,33 @@ def cases() -> Iterator[Case]:
             yield Case(f"{model} {op.group} {sizes}", task, tasks, products)
 
 
-def other_cuts(task: Task) -> list[Cut]:
+def single_cases() -> Iterator[Case]:
+    """Each operator that has a scalar form, as a group of its own, beside its handwritten kernel."""
+    llama = [*GPU, "train.batch=8", "train.seq=1024", "model.layers=2"]
+    every = [*models(), ("llama", load(installed("experiments") / "llama_1b.yaml", llama), "train")]
+    seen = set()
+    for model, config, work in every:
+        cuts = step_spec(config).cuts
+        for op in logical(config, work, Fusion.of(False))[0].ops:
+            try:
+                group = Generated([op], op.outputs)
+            except NotFusible:
+                continue
+            key = group.kernel.source, tuple(group.definition.sizes.values())
+            tasks = alone(op, cuts, "chain").tasks.tasks
+            if key in seen or not tasks or describer(tasks[0].kernel) is None:
+                continue
+            seen.add(key)
+            sizes, (task,) = "x".join(map(str, key[1])), alone(group, cuts, "chain").tasks.tasks
+            act = getattr(op, "act", "")
+            yield Case(f"{model} {group.group} {act} {sizes}", task, tasks, [])
+
+
+def other_cuts(task: Task) -> list[BlockSizes]:
     """What may be fast, of rows, columns, elements of a thread, programs and stages."""
     made = KERNELS[task.kernel]
     shapes = [shape(task, number) for number in range(len(task.accesses))]
-    writer = Writer(made.form, made.tiles, shapes, made.outputs, [a.accumulate for a in task.accesses])
+    writer = Writer(made.definition, made.tiles, shapes, made.outputs, [a.accumulate for a in task.accesses])
     usual, n, found = writer.usual_cut(), writer.sizes[writer.column], []
     blocks = [usual.block] if writer.whole_rows else [block for block in (256, 512, 1024, 2048) if n % block == 0]
     for block, rows, each in itertools.product(blocks, (1, 2, 4, 8), (8, 16, 32, 64)):
@@ -179,14 +203,14 @@ def other_cuts(task: Task) -> list[Cut]:
         if not 1 <= warps <= 16 or rows * block > 8192:
             continue
         if not writer.sums and each < 64:
-            found.append(Cut(rows, block, warps))
+            found.append(BlockSizes(rows, block, warps))
         for programs, stages in itertools.product((2, 3, 4, 6), (2, 3, 4)):
             if writer.sums and 2048 <= rows * block <= 4096 and each > 8:
-                found.append(Cut(rows, block, warps, max(16, 132 * programs // -(-n // block)), stages))
+                found.append(BlockSizes(rows, block, warps, max(16, 132 * programs // -(-n // block)), stages))
     return found
 
 
-def compiled(job: tuple[list[Task], Cut | None]) -> Made | str:
+def compiled(job: tuple[list[Task], BlockSizes | None]) -> Made | str:
     """Or why not."""
     from nntile_py.tasks.generated_triton import in_cut
 
@@ -299,9 +323,9 @@ class Clock:
             raise RuntimeError(f"CUDA driver error {code}")
 
 
-def found(only: str, search: bool) -> None:
-    some = [case for case in cases() if only in case.name]
-    jobs: list[tuple[list[Task], Cut | None]] = []
+def found(every: Iterator[Case], only: str, search: bool = False) -> None:
+    some = [case for case in every if only in case.name]
+    jobs: list[tuple[list[Task], BlockSizes | None]] = []
     for case in some:
         jobs += [([case.task], None), (case.rules, None)]
         jobs += [([case.task], cut) for cut in other_cuts(case.task)] if search else []
@@ -343,10 +367,14 @@ def main() -> None:
     two = parts.add_parser("found")
     two.add_argument("--only", default="", help="groups with this in their names, such as gpt2")
     two.add_argument("--search", action="store_true", help="try other cuts")
+    three = parts.add_parser("single")
+    three.add_argument("--only", default="", help="operators with this in their names, such as layer_norm")
     o = vars(parser.parse_args())
     what = o.pop("what")
     if what == "found":
-        return found(o["only"], o["search"])
+        return found(cases(), o["only"], o["search"])
+    if what == "single":
+        return found(single_cases(), o["only"])
     return (step if what == "step" else layer)(o)
 
 
