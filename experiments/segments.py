@@ -82,7 +82,7 @@ def lowered(form: str, qkv: torch.Tensor, offsets: int, longest: int, o: Any) ->
     x.requires_grad = True
     segments = g.named("segments", ["offset"], [offsets], "input", "int64")
     if o.dropout:
-        g.draws["seq"] = g.named("draws", ["batch", "seq"], [1, tokens], "input", "int64")
+        g.row_numbers["seq"] = g.named("draws", ["batch", "seq"], [1, tokens], "input", "int64")
     mask = Mask(o.causal, segments=segments, longest=longest)
     out = attention(g, (x, 0), (x, 1), (x, 2), mask, form, o.dropout)
     op = g.ops[-1]

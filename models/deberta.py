@@ -160,7 +160,7 @@ class DeBERTaLayer(EncoderLayer):
 
     def attend(self, g: Graph, x: Tensor, mask: Mask) -> Tensor:
         c, table = self.config, dropout(g, self.relative.table, self.config.dropout)
-        if c.attention_dropout and g.draws:
+        if c.attention_dropout and g.row_numbers:
             told = "allowed with packed sequences: 0, as DeBERTa keeps its scores in memory"
             raise ConfigError(f"model.attention_dropout: got {c.attention_dropout}; {told}")
         q, k, v = (transpose(g, y(g, x), ["heads", "batch", "seq", "head_dim"]) for y in self.projections)

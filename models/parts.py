@@ -99,7 +99,7 @@ def dense(g: Graph, x: Tensor, name: str, inner: Sizes, out: Sizes, init: Init, 
     return dense_weights(g, name, inner, out, init, **options)(g, x)
 
 
-class Norm(NamedTuple):
+class NormWeights(NamedTuple):
     """The declared weights of a LayerNorm over embed."""
 
     weight: Tensor
@@ -109,9 +109,10 @@ class Norm(NamedTuple):
         return layer_norm(g, x, self.weight, self.bias, eps)
 
 
-def norm_weights(g: Graph, name: str, embed: int) -> Norm:
+def norm_weights(g: Graph, name: str, embed: int) -> NormWeights:
     """Weights NAME.weight and NAME.bias of a LayerNorm over embed; `normed(g, x, eps)` uses them."""
-    return Norm(g.param(f"{name}.weight", {"embed": embed}, ONES), g.param(f"{name}.bias", {"embed": embed}, ZEROS))
+    weight = g.param(f"{name}.weight", {"embed": embed}, ONES)
+    return NormWeights(weight, g.param(f"{name}.bias", {"embed": embed}, ZEROS))
 
 
 def norm(g: Graph, x: Tensor, name: str, eps: float) -> Tensor:

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from nntile_py.tiles.tasklist import MONOIDS, BusyArgs, CombineArgs, Task
 
-from .launch import Launches, ceil_div, launch, launches, power_of_two, shape, tile, words
+from .launch import Launches, ceil_div, launch, launches, numel, power_of_two, shape, tile
 
 
 @triton.jit
@@ -34,8 +34,8 @@ def combine_moments(n_a, mean_a, m2_a, n_b, mean_b, m2_b):
 @triton.jit
 def _add_to(A, B, n, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    wide = tl.float64 if A.dtype.element_ty == tl.float64 else tl.float32  # the loss, and its parts, are fp64
-    value = tl.load(A + at, at < n).to(wide) + tl.load(B + at, at < n).to(wide)
+    accumulator = tl.float64 if A.dtype.element_ty == tl.float64 else tl.float32  # the loss, and its parts, are fp64
+    value = tl.load(A + at, at < n).to(accumulator) + tl.load(B + at, at < n).to(accumulator)
     tl.store(A + at, value, at < n)
 
 
@@ -71,7 +71,7 @@ def _combine_moments(A, B, rows, ROWS: tl.constexpr):
 # tiles: into, part
 @launches("combine")
 def _combine(task: Task) -> Launches:
-    a, b, n = tile(task, 0), tile(task, 1), words(task, 0)
+    a, b, n = tile(task, 0), tile(task, 1), numel(task, 0)
     monoid = MONOIDS[CombineArgs.of(task).monoid]
     if monoid == "sum":
         return Launches((launch(_add_to, ceil_div(n, 1024), a, b, n, BLOCK=1024),))

@@ -11,7 +11,7 @@ from typing import ClassVar
 from nntile_py.tiles import R, TaskArgs, W
 
 from .op import Array, GraphLike, Lowering, Op, Tensor
-from .scalar.expression import Definition, Load, Number, Output, erf, exp, maximum, select, tanh
+from .scalar.expression import Definition, Element, Number, Output, erf, exp, maximum, select, tanh
 
 ACTIVATIONS = ("relu", "gelu", "gelu_new", "tanh", "silu")  # kernels know them by their positions
 
@@ -98,7 +98,7 @@ class Activation(Op):
 
     def scalar(self) -> Definition:
         axes = self.output.axes
-        return Definition(self.output.sizes, (Output(0, axes, activate(self.act, Load(0, axes))),))
+        return Definition(self.output.sizes, (Output(0, axes, activate(self.act, Element(0, axes))),))
 
     def reference(self, *inputs: Array) -> tuple[Array, ...]:
         return (activate(self.act, inputs[0]),)
@@ -124,7 +124,7 @@ class ActivationGrad(Op):
 
     def scalar(self) -> Definition:
         axes = self.output.axes
-        dy, x = Load(0, axes), Load(1, axes)
+        dy, x = Element(0, axes), Element(1, axes)
         return Definition(self.output.sizes, (Output(0, axes, dy * derivative(self.act, x)),))
 
     def reference(self, *inputs: Array) -> tuple[Array, ...]:

@@ -11,7 +11,7 @@ import triton.language as tl
 from nntile_py.tiles.tasklist import Task
 
 from .activation import ActivationArgs
-from .launch import Launches, Parameter, ceil_div, launch, launches, tile, words
+from .launch import Launches, Parameter, ceil_div, launch, launches, numel, tile
 
 
 @triton.jit
@@ -76,13 +76,13 @@ def _activation_grad(DX, DY, X, n, KIND: tl.constexpr, BLOCK: tl.constexpr):
 
 @launches("activation")
 def _describe(task: Task) -> Launches:
-    n, kind = words(task, 0), ActivationArgs.of(task).kind
+    n, kind = numel(task, 0), ActivationArgs.of(task).kind
     args: list[Parameter] = [tile(task, 0), tile(task, 1), n]
     return Launches((launch(_activation, ceil_div(n, 1024), *args, KIND=kind, BLOCK=1024),))
 
 
 @launches("activation_grad")
 def _describe_grad(task: Task) -> Launches:
-    n, kind = words(task, 0), ActivationArgs.of(task).kind
+    n, kind = numel(task, 0), ActivationArgs.of(task).kind
     args: list[Parameter] = [*(tile(task, k) for k in range(3)), n]
     return Launches((launch(_activation_grad, ceil_div(n, 1024), *args, KIND=kind, BLOCK=1024),))

@@ -13,7 +13,7 @@ import triton.language as tl
 from nntile_py.tiles.tasklist import Task
 
 from .adamw import AdamWArgs
-from .launch import Launches, Parameter, Scratch, launch, launches_together, numbered, slot, tile, words
+from .launch import Launches, Parameter, Scratch, launch, launches_together, numbered, numel, slot, tile
 from .optimizer_triton import address_of, load_param, master_bits, row_of, store_param, table_of, type_of, words_of
 
 
@@ -53,7 +53,7 @@ def _adamw(
 def _describe_adamw(tasks: Sequence[Task]) -> Launches:
     first, block = tasks[0], 1024
     assert len({task.accesses[4].tile for task in tasks}) == 1, "one clip for all"
-    table = table_of([words(task, 0) for task in tasks], [a[:4] + a[5:] for a in numbered(tasks)], block)
+    table = table_of([numel(task, 0) for task in tasks], [a[:4] + a[5:] for a in numbered(tasks)], block)
     scratch = Scratch()
     at = scratch.take(len(table.words), "int64")
     types = {name: type_of(tile(first, k)) for name, k in (("TYPE", 0), ("STATE", 1), ("GRAD", 3))}

@@ -123,7 +123,7 @@ class Attention(Op):
     @property
     def data(self) -> list[Tensor]:
         """Inputs besides the operands."""
-        return [*self.mask.inputs, *([self.dropout.draws] if self.dropout and self.dropout.draws else [])]
+        return [*self.mask.inputs, *([self.dropout.row_numbers] if self.dropout and self.dropout.row_numbers else [])]
 
     @property
     def title(self) -> str:
@@ -205,7 +205,7 @@ class Attention(Op):
         accesses, dropout = self.mask.accesses(low, key), None
         if self.dropout:
             dropout = self.dropout.args(*(low.part(self.lse, axis, at).offset for axis in ("batch", "heads")))
-            accesses += [R(low.tile(self.dropout.draws, at))] if self.dropout.draws else []
+            accesses += [R(low.tile(self.dropout.row_numbers, at))] if self.dropout.row_numbers else []
         return self.mask.band.cuts_causal(seq, keys), self.mask.limits(seq, keys, dropout), accesses
 
     def pair_flop(self, low: Lowering, at: Index, key: Index) -> float:
@@ -356,10 +356,10 @@ def attention(
     if dropout and backend not in WITH_DROPOUT:
         need = " or ".join(WITH_DROPOUT)
         raise ValueError(f"attention_dropout: got {dropout}; allowed: 0, or one of the forms of attention {need}")
-    if dropout and g.draws and backend == "naive":
+    if dropout and g.row_numbers and backend == "naive":
         need = "0, or model.attention: segments"
         raise ValueError(f"model.attention_dropout: got {dropout}; allowed with packed sequences: {need}")
-    if dropout and mask.segments and backend == "segments" and "seq" not in g.draws:
+    if dropout and mask.segments and backend == "segments" and "seq" not in g.row_numbers:
         raise ValueError(f"attention_dropout: got {dropout}; allowed where nothing says what tokens draw: 0")
     operands = checked(g, q, k, v, mask)
     x, keys = operands.parts[0][0], operands.parts[1][0]
@@ -380,7 +380,7 @@ def _dropout(g: GraphLike, rate: float, axes: Sequence[str], sizes: dict[str, in
     if not mask.segments:
         return ScoresDropout(rate, g.dropout_key(), steps_of(scores_axes(axes), sizes))
     padded = sizes | dict.fromkeys(("seq", "key"), mask.longest or sizes["seq"])
-    return ScoresDropout(rate, g.dropout_key(), steps_of([*BHSD[:3], "key"], padded), g.draws["seq"])
+    return ScoresDropout(rate, g.dropout_key(), steps_of([*BHSD[:3], "key"], padded), g.row_numbers["seq"])
 
 
 def _cut(tiling: Tiling, seq: int, key: int) -> bool:

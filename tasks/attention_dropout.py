@@ -27,32 +27,34 @@ def steps_of(order: Sequence[str], sizes: dict[str, int]) -> Steps:
 
 @dataclass(frozen=True)
 class ScoresDropout:
-    """The mask that Dropout has of the probabilities in memory: an element's is a hash of its index there.
+    """The mask that Dropout would have on probabilities in memory: a hash of the index of each element.
 
-    steps: of that index along batch, heads, seq and key. draws [batch, seq]: of packed sequences, the place of each
-    token in the padded [batch, seq], whose probabilities are [batch, heads, seq, key].
+    Args:
+        steps: strides of that index along batch, heads, seq and key.
+        row_numbers: [batch, seq], for packed sequences: the position of each token in the padded [batch, seq], whose
+            probabilities are [batch, heads, seq, key].
     """
 
     p: float
     key: int
     steps: Steps
-    draws: Tensor | None = None
+    row_numbers: Tensor | None = None
 
     def args(self, batch: int, head: int) -> DropoutArgs:
         """Of a task whose tile begins at these."""
-        first = head * self.steps[1] + (0 if self.draws else batch * self.steps[0])
-        return DropoutArgs(self.key, self.draws is not None, first, self.steps, Slot("dropout_seed"), self.p)
+        first = head * self.steps[1] + (0 if self.row_numbers else batch * self.steps[0])
+        return DropoutArgs(self.key, self.row_numbers is not None, first, self.steps, Slot("dropout_seed"), self.p)
 
     def factors(self, sizes: Sequence[int], data: Sequence[Array], seed: int) -> Array:
         """mask / (1 - p) of sizes [batch, heads, seq, key]; of packed sequences 1 but for the pairs of a segment."""
-        if not self.draws:
+        if not self.row_numbers:
             return self._kept(0, sizes, seed)
-        offsets, draws = data[-2:]
+        offsets, row_numbers = data[-2:]
         result = np.ones(sizes)
         for row, of_row in enumerate(np.broadcast_to(offsets, (sizes[0], offsets.shape[-1]))):
             for start, end in pairwise(of_row):
                 if start < end:
-                    first = int(draws[row, start]) * (self.steps[0] // self.steps[2])
+                    first = int(row_numbers[row, start]) * (self.steps[0] // self.steps[2])
                     pairs = self._kept(first, (1, sizes[1], end - start, end - start), seed)
                     result[row, :, start:end, start:end] = pairs[0]
         return result

@@ -39,7 +39,7 @@ from .attention_segments_triton import (
     turned_keys,
 )
 from .elementwise_triton import strides_of
-from .launch import Launch, Launches, Parameter, Scratch, ceil_div, launch, launches, power_of_two, shape, tile, words
+from .launch import Launch, Launches, Parameter, Scratch, ceil_div, launch, launches, numel, power_of_two, shape, tile
 
 
 @triton.jit
@@ -259,7 +259,7 @@ def _describe(task: Task) -> Launches:
     grads, of_grads, data = places(task, a.grads, next_tile, packed=packed)
     common = shared(task, a.qkv, 3, a.scale, a.limits, diagonal=a.diagonal, data=data)
     heads, of_keys, _ = common.sizes
-    delta, lse = scratch.take(words(task, 2), "fp32"), layout_of_rows(task, 2, packed=packed)
+    delta, lse = scratch.take(numel(task, 2), "fp32"), layout_of_rows(task, 2, packed=packed)
     of_outs = [layout(strides_of(shape(task, k)), by, packed=packed) for k, by in ((0, a.d_out), (1, a.out))]
     names = ("DQ_AT", "DK_AT", "DV_AT", "D_OUT_AT", "OUT_AT", "Q_AT", "K_AT", "V_AT", "LSE_AT")
     at = dict(zip(names, [*of_grads, *of_outs, *of_qkv, lse], strict=True))

@@ -264,7 +264,7 @@ def extents(task: Task, args: OperandsArgs, number: int, index: int) -> tuple[in
 
 
 @dataclass(frozen=True)
-class Shared:
+class SegmentArguments:
     """What the launches for a task have in common."""
 
     sizes: tuple[int, int, int]  # heads, heads of keys, head_dim
@@ -280,7 +280,7 @@ class Shared:
 
 def shared(
     task: Task, qkv: OperandsArgs, first: int, scale: float, limits: Limits, *, diagonal: bool, data: int
-) -> Shared:
+) -> SegmentArguments:
     """first: the tile where q, k and v begin; data: where those of the mask do."""
     batch, heads, tokens, head_dim = extents(task, qkv, first + qkv.q[0], qkv.q[1])
     _, of_keys, keys, _ = extents(task, qkv, first + qkv.k[0], qkv.k[1])
@@ -301,7 +301,7 @@ def shared(
     }  # fmt: skip
     kind += f" mask {int(diagonal)} {limits.window} {int(limits.two_sided)} dropout {int(drop is not None)}"
     args = [of_mask, tokens, keys, sequences, scale, *mask]
-    return Shared((heads, of_keys, head_dim), sequences, longest, args, constants, kind)
+    return SegmentArguments((heads, of_keys, head_dim), sequences, longest, args, constants, kind)
 
 
 def names_of(ways: Sequence[tuple[Launch, ...]]) -> str:

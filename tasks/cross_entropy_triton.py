@@ -26,11 +26,11 @@ from .launch import (
     ceil_div,
     launch,
     launches,
+    numel,
     power_of_two,
     shape,
     slot,
     tile,
-    words,
 )
 
 LOG2E = tl.constexpr(1.4426950408889634)  # exp2(x LOG2E - y) is two instructions, exp(x - z) three
@@ -189,7 +189,7 @@ def _blocks(task: Task, number: int) -> tuple[int, int, dict[str, Any]]:
     vector = 8 if is_low(tile(task, number).dtype) else 4
     lanes = min(512, power_of_two(ceil_div(n, vector)))
     blocks = {"LANES": lanes, "VECTOR": vector, "ALIGNED": n % vector == 0, "warps": max(1, lanes // 64)}
-    return words(task, number) // n, n, blocks
+    return numel(task, number) // n, n, blocks
 
 
 @launches("cross_entropy")
@@ -220,7 +220,7 @@ def _describe_state(task: Task) -> Launches:
 @launches("cross_entropy_loss")
 def _describe_loss(task: Task) -> Launches:
     lse, loss, state, picked, labels = (tile(task, k) for k in range(5))
-    rows, scratch = words(task, 0), Scratch()
+    rows, scratch = numel(task, 0), Scratch()
     losses, acc = scratch.take(rows, "fp32"), task.accesses[1].accumulate
     scale = slot(task, CrossEntropyLossArgs.of(task).scale)
     return Launches(

@@ -9,7 +9,7 @@ class Mask {
  public:
   // t: the task's tiles
   Mask(const DropoutArgs& args, const Args& t) : args_(args) {
-    if (args.draws) draws_ = t[t.tiles() - 1];
+    if (args.row_numbers) row_numbers_ = t[t.tiles() - 1];
     const auto seed = static_cast<uint64_t>(args.seed);
     start_ = (seed * 0x9E3779B97F4A7C15ULL) ^ (static_cast<uint64_t>(args.key) * 0xD1B54A32D192ED03ULL);
     limit_ = static_cast<uint64_t>(args.p * 4294967296.0);
@@ -19,8 +19,8 @@ class Mask {
   template <class T>
   void apply(T* out, const T* in, const at::Tensor& x, int64_t row) const {
     int64_t first = args_.first, rest = row;
-    if (draws_.defined()) {
-      first += draws_.data_ptr<int64_t>()[row] * args_.strides[static_cast<size_t>(x.dim() - 2)];
+    if (row_numbers_.defined()) {
+      first += row_numbers_.data_ptr<int64_t>()[row] * args_.strides[static_cast<size_t>(x.dim() - 2)];
       rest = 0;
     }
     for (int64_t axis = x.dim() - 2; axis >= 0; --axis) {
@@ -38,7 +38,7 @@ class Mask {
       out[k] = hash(static_cast<uint64_t>(first + k)) >= limit_ ? in[k] * scale : T(0);
   }
 
-  int64_t number(int64_t row) const { return draws_.flatten().data_ptr<int64_t>()[row]; }
+  int64_t number(int64_t row) const { return row_numbers_.flatten().data_ptr<int64_t>()[row]; }
   const DropoutArgs& args() const { return args_; }
 
  private:
@@ -51,7 +51,7 @@ class Mask {
   }
 
   DropoutArgs args_;
-  at::Tensor draws_;
+  at::Tensor row_numbers_;
   uint64_t start_, limit_;
 };
 

@@ -10,7 +10,7 @@ from nntile_py.tiles import Access, Slot, Tile
 from nntile_py.tiles.tasklist import Task
 
 
-class Live(int):
+class DynamicSize(int):
     """A size that follows how much of a tile a step fills: ceil(filled * factor / divisor) * times.
 
     As an int it is the largest that it can be. What it is in a step is known where a launch has it as an argument or in
@@ -23,29 +23,29 @@ class Live(int):
     divisor: int
     times: int
 
-    def __new__(cls, most: int, position: int, factor: int = 1, divisor: int = 1, times: int = 1) -> Live:
+    def __new__(cls, most: int, position: int, factor: int = 1, divisor: int = 1, times: int = 1) -> DynamicSize:
         self = super().__new__(cls, -(-most * factor // divisor) * times)
         self.most, self.position, self.factor, self.divisor, self.times = most, position, factor, divisor, times
         return self
 
     def __mul__(self, other: int) -> int:
-        if isinstance(other, Live):
+        if isinstance(other, DynamicSize):
             return int(self) * int(other)
         if self.divisor > 1:
-            return Live(self.most, self.position, self.factor, self.divisor, self.times * other)
-        return Live(self.most, self.position, self.factor * other)
+            return DynamicSize(self.most, self.position, self.factor, self.divisor, self.times * other)
+        return DynamicSize(self.most, self.position, self.factor * other)
 
     __rmul__ = __mul__
 
     def __floordiv__(self, other: int) -> int:
-        exact = self.divisor == 1 and not isinstance(other, Live) and self.factor % other == 0
-        return Live(self.most, self.position, self.factor // other) if exact else int(self) // other
+        exact = self.divisor == 1 and not isinstance(other, DynamicSize) and self.factor % other == 0
+        return DynamicSize(self.most, self.position, self.factor // other) if exact else int(self) // other
 
     def blocks(self, size: int) -> int:
         """How many blocks of `size` there are in it."""
-        if self.times > 1 or isinstance(size, Live):
+        if self.times > 1 or isinstance(size, DynamicSize):
             return -(-int(self) // size)
-        return Live(self.most, self.position, self.factor, self.divisor * size)
+        return DynamicSize(self.most, self.position, self.factor, self.divisor * size)
 
     @property
     def formula(self) -> tuple[int, int, int, int]:
@@ -57,7 +57,7 @@ class Live(int):
 
 
 def with_live_sizes(task: Task, lives: Sequence[tuple[int, int, Slot]]) -> Task:
-    """The same with tiles whose shapes have Live sizes.
+    """The same with tiles whose shapes have DynamicSize sizes.
 
     lives: (number of the access, axis, slot); the slots' values follow the task's own floats. Of an axis that is not a
     tile's outermost nothing is said: what is filled does not lie together.
@@ -65,7 +65,7 @@ def with_live_sizes(task: Task, lives: Sequence[tuple[int, int, Slot]]) -> Task:
     shapes = [list(access.tile.shape) for access in task.accesses]
     for k, (number, axis, _) in enumerate(lives):
         if math.prod(shapes[number][:axis]) == 1:
-            shapes[number][axis] = Live(shapes[number][axis], len(task.floats) + k)
+            shapes[number][axis] = DynamicSize(shapes[number][axis], len(task.floats) + k)
     tiles = [
         Tile(a.tile.tensor, a.tile.index, tuple(sizes), a.tile.dtype, a.tile.monoid, axes=a.tile.axes)
         for a, sizes in zip(task.accesses, shapes, strict=True)

@@ -12,7 +12,7 @@ from nntile_py.tiles import ACC, Access, R, Slot, TaskArgs, W
 
 from .op import NORMALIZATION, Array, GraphLike, Index, Lowering, Op, Tensor, accumulation_dtype, permutation, require
 from .scalar.evaluate import dropout_hash
-from .scalar.expression import Call, Definition, Expression, Keep, Load, Output
+from .scalar.expression import Call, Definition, Element, Expression, Keep, Output
 
 
 class Add(Op):
@@ -32,7 +32,7 @@ class Add(Op):
 
     def scalar(self) -> Definition:
         axes = self.output.axes
-        return Definition(self.output.sizes, (Output(0, axes, Load(0, axes) + Load(1, axes)),))
+        return Definition(self.output.sizes, (Output(0, axes, Element(0, axes) + Element(1, axes)),))
 
     def reference(self, *inputs: Array) -> tuple[Array, ...]:
         return (inputs[0] + inputs[1],)
@@ -57,7 +57,7 @@ class Multiply(Op):
 
     def scalar(self) -> Definition:
         axes = self.output.axes
-        return Definition(self.output.sizes, (Output(0, axes, Load(0, axes) * Load(1, axes)),))
+        return Definition(self.output.sizes, (Output(0, axes, Element(0, axes) * Element(1, axes)),))
 
     def reference(self, *inputs: Array) -> tuple[Array, ...]:
         return (inputs[0] * inputs[1],)
@@ -94,7 +94,7 @@ class BiasAdd(Op):
 
     def scalar(self) -> Definition:
         axes, bias = self.output.axes, self.inputs[1]
-        return Definition(self.output.sizes, (Output(0, axes, Load(0, axes) + Load(1, bias.axes)),))
+        return Definition(self.output.sizes, (Output(0, axes, Element(0, axes) + Element(1, bias.axes)),))
 
     def reference(self, *inputs: Array) -> tuple[Array, ...]:
         x, bias = self.inputs
@@ -128,7 +128,7 @@ class Sum(Op):
 
     def scalar(self) -> Definition:
         x = self.inputs[0]
-        return Definition(x.sizes, (Output(0, self.output.axes, Load(0, x.axes), total=True),))
+        return Definition(x.sizes, (Output(0, self.output.axes, Element(0, x.axes), total=True),))
 
     def reference(self, *inputs: Array) -> tuple[Array, ...]:
         return (inputs[0].sum(axis=tuple(i for i, a in enumerate(self.inputs[0].axes) if a not in self.output.axes)),)
@@ -180,7 +180,7 @@ class Rename(Op):
     def flop(self) -> float:
         return 0.0
 
-    def words(self) -> int:
+    def elements(self) -> int:
         return 0
 
     def lower(self, low: Lowering) -> None:
@@ -248,7 +248,7 @@ class DropoutArgs(TaskArgs):
     """By which a kernel knows the mask of a tile."""
 
     key: int
-    draws: bool  # the rows' numbers are in the task's last tile
+    row_numbers: bool  # the rows' numbers are in the task's last tile
     first: int  # index of the tile's first element in the whole tensor, less its row's
     strides: tuple[int, ...]  # of the whole tensor
     seed: Slot
@@ -256,41 +256,44 @@ class DropoutArgs(TaskArgs):
 
 
 class Dropout(Op):
-    """y = x * mask / (1 - p); an element's mask is a hash of (seed, key, its index in the whole tensor).
+    """y = x * mask / (1 - p); the mask of an element is a hash of (seed, key, element index in the whole tensor).
 
-    So the mask does not depend on the tiling, is not stored, and the gradient is the same operator on dy. The seed is
-    the slot `dropout_seed`, another one each step; p is in [0, 1). draws, int64 with all axes of x but the last: the
-    number that a row has in that index, instead of its place. Indices are those of the axes in the order that they had
-    when it was made: a Dropout that is moved to tensors in another layout draws the same.
+    The mask does not depend on the tiling and is not stored. The gradient is the same operator on dy. The index uses
+    the order of axes at construction: a Dropout that is moved to tensors in another layout has the same mask.
+
+    Args:
+        p: probability in [0, 1) of a zero.
+        key: number of this dropout; the seed is the slot `dropout_seed`, which changes each step.
+        row_numbers: int64 with all axes of x but the last: the number of each row in the index; None: its position.
     """
 
-    def __init__(self, x: Tensor, out: Tensor, p: float, key: int, draws: Tensor | None = None) -> None:
+    def __init__(self, x: Tensor, out: Tensor, p: float, key: int, row_numbers: Tensor | None = None) -> None:
         if not 0 <= p < 1:
             raise ValueError(f"dropout: {p} is not allowed; use a number from 0 to below 1")
-        if draws:
-            fits = draws.axes == x.axes[:-1]
+        if row_numbers:
+            fits = row_numbers.axes == x.axes[:-1]
             require(fits, "dropout: of packed sequences the axes must be batch, seq and one more", x)
-        super().__init__([x, *([draws] if draws else [])], [out])
-        self.p, self.key, self.draws, self.order = p, key, draws, x.axes
+        super().__init__([x, *([row_numbers] if row_numbers else [])], [out])
+        self.p, self.key, self.row_numbers, self.order = p, key, row_numbers, x.axes
 
     def gradient(self, g: GraphLike, *grads: Tensor | None) -> list[Tensor | None]:
         dy = grads[0]
         assert dy is not None
         out = g.temp("dropout_grad", dy.axes, dy.shape, dy.dtype, band=dy.band)
-        dx = g.add(Dropout(dy, out, self.p, self.key, self.draws)).output
+        dx = g.add(Dropout(dy, out, self.p, self.key, self.row_numbers)).output
         return [dx, *[None for _ in self.inputs[1:]]]
 
     def args(self, low: Lowering, index: Index) -> DropoutArgs:
         x = self.inputs[0]
         steps = {a: math.prod(x.size(b) for b in self.order[i + 1 :]) for i, a in enumerate(self.order)}
         strides = tuple(steps[axis] for axis in x.axes)
-        axes = list(zip(x.axes, strides, strict=True))[len(x.axes) - 1 if self.draws else 0 :]
+        axes = list(zip(x.axes, strides, strict=True))[len(x.axes) - 1 if self.row_numbers else 0 :]
         first = sum(low.part(x, axis, index).offset * stride for axis, stride in axes)
-        return DropoutArgs(self.key, self.draws is not None, first, strides, Slot("dropout_seed"), self.p)
+        return DropoutArgs(self.key, self.row_numbers is not None, first, strides, Slot("dropout_seed"), self.p)
 
     def numbers(self, low: Lowering, index: Index) -> list[Access]:
         """What follows a task's other tiles: the rows' numbers, if they are given."""
-        return [R(low.tile(self.draws, index))] if self.draws else []
+        return [R(low.tile(self.row_numbers, index))] if self.row_numbers else []
 
     def lower(self, low: Lowering) -> None:
         x = self.inputs[0]
@@ -298,20 +301,20 @@ class Dropout(Op):
             accesses = [W(low.tile(self.output, index)), R(low.tile(x, index)), *self.numbers(low, index)]
             low.emit("dropout", accesses, self.args(low, index))
 
-    def dropped(self, x: Expression, draws: Load | None = None) -> Expression:
-        """x where it is kept, divided by 1 - p; draws: the number of its row."""
-        return Call("select", Keep(self.key, self.p, draws), x * (1 / (1 - self.p)), 0.0)
+    def dropped(self, x: Expression, row_numbers: Element | None = None) -> Expression:
+        """x where it is kept, divided by 1 - p; row_numbers: the number of its row."""
+        return Call("select", Keep(self.key, self.p, row_numbers), x * (1 / (1 - self.p)), 0.0)
 
     def scalar(self) -> Definition:
         axes = self.output.axes
-        y = self.dropped(Load(0, axes), Load(1, axes[:-1]) if self.draws else None)
+        y = self.dropped(Element(0, axes), Element(1, axes[:-1]) if self.row_numbers else None)
         return Definition(self.output.sizes, (Output(0, axes, y),))
 
     def reference(self, *inputs: Array, seed: int = 0) -> tuple[Array, ...]:
         sizes = dict(zip(self.inputs[0].axes, inputs[0].shape, strict=True))
         index = np.arange(inputs[0].size, dtype=np.uint64).reshape([sizes[axis] for axis in self.order])
         index = index.transpose(permutation(self.order, self.inputs[0].axes))
-        if self.draws:
+        if self.row_numbers:
             width = inputs[0].shape[-1]
             index = (inputs[1].astype(np.uint64) * np.uint64(width))[..., None] + np.arange(width, dtype=np.uint64)
         keep = dropout_hash(index, self.key, seed) >= np.uint64(int(self.p * 2**32))
@@ -362,5 +365,5 @@ def dropout(g: GraphLike, x: Tensor, p: float) -> Tensor:
     if p == 0 or not g.training:
         return x
     out = g.temp("dropout", x.axes, x.shape, x.dtype, band=x.band)
-    draws = next((numbers for axis, numbers in g.draws.items() if axis in x.axes), None)
-    return g.add(Dropout(x, out, p, g.dropout_key(), draws)).output
+    row_numbers = next((numbers for axis, numbers in g.row_numbers.items() if axis in x.axes), None)
+    return g.add(Dropout(x, out, p, g.dropout_key(), row_numbers)).output

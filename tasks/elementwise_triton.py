@@ -30,11 +30,11 @@ from .launch import (
     ceil_div,
     launch,
     launches,
+    numel,
     power_of_two,
     shape,
     slot,
     tile,
-    words,
 )  # fmt: skip
 
 PROGRAMS = 1056  # that a sum is split over; fixed, so that the order of the sum is
@@ -214,13 +214,13 @@ def _copies(y: Argument, x: Argument, sizes: Sequence[int], y_strides: Sequence[
 
 @launches("add")
 def _describe_add(task: Task) -> Launches:
-    n = words(task, 0)
+    n = numel(task, 0)
     return Launches((launch(_add, ceil_div(n, 1024), *(tile(task, k) for k in range(3)), n, BLOCK=1024),))
 
 
 @launches("multiply")
 def _describe_multiply(task: Task) -> Launches:
-    n = words(task, 0)
+    n = numel(task, 0)
     return Launches((launch(_multiply, ceil_div(n, 1024), *(tile(task, k) for k in range(3)), n, BLOCK=1024),))
 
 
@@ -314,10 +314,10 @@ def mixed_key(key: int) -> int:
 
 def mask_of(task: Task, dropout: DropoutArgs) -> list[Parameter]:
     """The rows' numbers, the tile's first index, then what `dropped` takes."""
-    draws = tile(task, len(task.accesses) - 1 if dropout.draws else 0)
+    row_numbers = tile(task, len(task.accesses) - 1 if dropout.row_numbers else 0)
     mixed = mixed_key(dropout.key)
     limit, scale = Int(int(dropout.p * 2**32), 64), 1 / (1 - dropout.p)
-    return [draws, Int(dropout.first, 64), slot(task, dropout.seed, "int64"), Int(mixed, 64), limit, scale]
+    return [row_numbers, Int(dropout.first, 64), slot(task, dropout.seed, "int64"), Int(mixed, 64), limit, scale]
 
 
 def sizes_and_strides(sizes: Sequence[int], strides: Sequence[int]) -> dict[str, Any]:
@@ -328,7 +328,7 @@ def sizes_and_strides(sizes: Sequence[int], strides: Sequence[int]) -> dict[str,
 
 def rows_in_whole(sizes: Sequence[int], dropout: DropoutArgs) -> dict[str, Any]:
     """By which `row_in_whole` finds the rows of a tile of these sizes."""
-    if dropout.draws:
+    if dropout.row_numbers:
         return {"SIZES": (math.prod(sizes[:-1]),), "STRIDES": (dropout.strides[-2],), "DRAWN": True}
     return {**sizes_and_strides(sizes[:-1], dropout.strides[:-1]), "DRAWN": False}
 
@@ -338,7 +338,7 @@ def _describe_dropout(task: Task) -> Launches:
     full, args_of = shape(task, 0), DropoutArgs.of(task)
     sizes, (_, steps) = _merged(full, strides_of(full), args_of.strides)
     outer: dict[str, Any] = {"SIZES": _last_first(sizes[:-1]), "STRIDES": _last_first(steps[:-1]), "DRAWN": False}
-    if args_of.draws:
+    if args_of.row_numbers:
         sizes, steps, outer = [math.prod(full[:-1]), full[-1]], [1], rows_in_whole(full, args_of)
     grid, size, blocks = _plane(sizes)
     args: list[Parameter] = [tile(task, 0), tile(task, 1), *size, *mask_of(task, args_of)]

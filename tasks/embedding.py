@@ -41,7 +41,7 @@ class Embedding(Op):
     def flop(self) -> float:
         return float(self.output.numel)
 
-    def words(self) -> int:
+    def elements(self) -> int:
         ids, table = self.inputs
         return ids.numel + min(table.numel, self.output.numel) + self.output.numel
 
@@ -73,7 +73,7 @@ class EmbeddingGrad(Op):
     def flop(self) -> float:
         return float(self.inputs[1].numel)
 
-    def words(self) -> int:
+    def elements(self) -> int:
         tied = self.output.storage is not self.output  # added to another gradient of the table
         (ids, dy), out = self.inputs, self.output
         return ids.numel + dy.numel + (2 * min(dy.numel, out.numel) if tied else out.numel)

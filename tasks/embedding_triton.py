@@ -16,7 +16,7 @@ import triton.language as tl
 from nntile_py.tiles.tasklist import Task
 
 from .embedding import EmbeddingArgs, EmbeddingGradArgs
-from .launch import Int, Launches, Parameter, Scratch, ceil_div, launch, launches, power_of_two, shape, tile, words
+from .launch import Int, Launches, Parameter, Scratch, ceil_div, launch, launches, numel, power_of_two, shape, tile
 
 RUN = 1024  # positions that are compared with each other
 SHARE = 32  # of them, those that a program compares
@@ -163,7 +163,7 @@ def _sum_rows(
 
 @launches("embedding")
 def _describe(task: Task) -> Launches:
-    count, (rows, width), given = words(task, 1), shape(task, 2), EmbeddingArgs.of(task)
+    count, (rows, width), given = numel(task, 1), shape(task, 2), EmbeddingArgs.of(task)
     block = min(power_of_two(width), 1024)
     lines = max(1, 1024 // block)
     args: list[Parameter] = [*(tile(task, k) for k in range(3)), count, width, given.first, rows, given.rows]
@@ -176,7 +176,7 @@ def _describe(task: Task) -> Launches:
 @launches("embedding_grad")
 def _describe_grad(task: Task) -> Launches:
     out, ids, dy = (tile(task, k) for k in range(3))
-    count, (rows, width), first = words(task, 1), shape(task, 0), EmbeddingGradArgs.of(task).first
+    count, (rows, width), first = numel(task, 1), shape(task, 0), EmbeddingGradArgs.of(task).first
     run = min(RUN, max(SHARE, power_of_two(count)))
     runs, scratch = ceil_div(count, run), Scratch()
     assert runs * rows < 2**31, task.op

@@ -6,7 +6,7 @@ from nntile_py.tiles import R, TaskArgs, W
 
 from .activation import ACTIVATIONS, activate, check_kind, derivative
 from .op import Array, GraphLike, Lowering, Op, Tensor
-from .scalar.expression import Definition, Load, Output
+from .scalar.expression import Definition, Element, Output
 
 
 class GatedArgs(TaskArgs):
@@ -37,7 +37,7 @@ class Gated(Op):
 
     def scalar(self) -> Definition:
         axes = self.output.axes
-        gate, up = Load(0, axes), Load(1, axes)
+        gate, up = Element(0, axes), Element(1, axes)
         return Definition(self.output.sizes, (Output(0, axes, activate(self.act, gate) * up),))
 
     def reference(self, *inputs: Array) -> tuple[Array, ...]:
@@ -62,7 +62,7 @@ class GatedGrad(Op):
 
     def scalar(self) -> Definition:
         axes = self.output.axes
-        dy, gate, up = (Load(k, axes) for k in range(3))
+        dy, gate, up = (Element(k, axes) for k in range(3))
         dgate, dup = dy * up * derivative(self.act, gate), dy * activate(self.act, gate)
         return Definition(self.output.sizes, (Output(0, axes, dgate), Output(1, axes, dup)))
 

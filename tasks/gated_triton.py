@@ -12,7 +12,7 @@ from nntile_py.tiles.tasklist import Task
 
 from .activation_triton import activate, derivative
 from .gated import GatedArgs
-from .launch import Launches, Parameter, ceil_div, launch, launches, tile, words
+from .launch import Launches, Parameter, ceil_div, launch, launches, numel, tile
 
 
 @triton.jit
@@ -33,13 +33,13 @@ def _gated_grad(DGATE, DUP, DY, GATE, UP, n, KIND: tl.constexpr, BLOCK: tl.const
 
 @launches("gated")
 def _describe(task: Task) -> Launches:
-    n = words(task, 0)
+    n = numel(task, 0)
     args: list[Parameter] = [*(tile(task, k) for k in range(3)), n]
     return Launches((launch(_gated, ceil_div(n, 1024), *args, KIND=GatedArgs.of(task).kind, BLOCK=1024),))
 
 
 @launches("gated_grad")
 def _describe_grad(task: Task) -> Launches:
-    n = words(task, 0)
+    n = numel(task, 0)
     args: list[Parameter] = [*(tile(task, k) for k in range(5)), n]
     return Launches((launch(_gated_grad, ceil_div(n, 1024), *args, KIND=GatedArgs.of(task).kind, BLOCK=1024),))

@@ -63,7 +63,7 @@ class Gather(Op):
     def flop(self) -> float:
         return 0.0
 
-    def words(self) -> int:
+    def elements(self) -> int:
         return 2 * self.output.numel + self.inputs[1].numel
 
     def lower(self, low: Lowering) -> None:

@@ -16,7 +16,7 @@ import triton.language as tl
 from nntile_py.tiles.tasklist import Task
 
 from .gather import GatherArgs, GatherGradArgs
-from .launch import Launches, Parameter, Scratch, ceil_div, launch, launches, power_of_two, shape, tile, words
+from .launch import Launches, Parameter, Scratch, ceil_div, launch, launches, numel, power_of_two, shape, tile
 
 
 @triton.jit
@@ -84,7 +84,7 @@ def _sizes(task: Task, y: int, x: int, added: int) -> tuple[int, int, int]:
 
 @launches("gather")
 def _describe(task: Task) -> Launches:
-    n, given = words(task, 2), GatherArgs.of(task)
+    n, given = numel(task, 2), GatherArgs.of(task)
     count, positions, width = _sizes(task, 0, 1, given.added)
     block = min(power_of_two(width), 1024)
     rows = max(1, 1024 // block)
@@ -99,7 +99,7 @@ def _describe(task: Task) -> Launches:
 def _describe_grad(task: Task) -> Launches:
     given = GatherGradArgs.of(task)
     count, positions, width = _sizes(task, 1, 0, given.added)
-    rows, n, block, scratch = words(task, 0) // width, words(task, 2), min(power_of_two(width), 1024), Scratch()
+    rows, n, block, scratch = numel(task, 0) // width, numel(task, 2), min(power_of_two(width), 1024), Scratch()
     ends = [scratch.take(int(rows), "int32") for _ in range(2)]
     acc, dx, dy, places = task.accesses[0].accumulate, *(tile(task, k) for k in range(3))
     return Launches(

@@ -15,8 +15,19 @@ from nntile_py.tiles import ACC, Access, R, Slot, TaskArgs, W
 from .band import Band
 from .op import NORMALIZATION, Array, Category, Index, Lowering, Op, Tensor, accumulation_dtype, permutation
 from .scalar import cpp
-from .scalar.expression import Access as At
-from .scalar.expression import Definition, Expression, Keep, Load, Output, Place, Reduce, TileType, nodes_of, replaced
+from .scalar.expression import Access as ElementAccess
+from .scalar.expression import (
+    AxisIndex,
+    Definition,
+    Element,
+    Expression,
+    Keep,
+    Output,
+    Reduce,
+    TileType,
+    nodes_of,
+    replaced,
+)
 
 
 class GeneratedArgs(TaskArgs):
@@ -33,11 +44,11 @@ class GeneratedDropoutArgs(TaskArgs):
 
 
 @dataclass(frozen=True)
-class Made:
+class GeneratedKernel:
     """A kernel: what it computes, on which tiles (outputs, then inputs)."""
 
     name: str
-    form: Definition
+    definition: Definition
     tiles: tuple[TileType, ...]
     outputs: int
     source: str  # in C++
@@ -50,10 +61,10 @@ class Made:
 
 
 GENERATED = "generated"  # the C++ kernel that calls those
-KERNELS: dict[str, Made] = {}  # those that are in task lists, by name
+KERNELS: dict[str, GeneratedKernel] = {}  # those that are in task lists, by name
 
 
-class NotJoined(ValueError):
+class NotFusible(ValueError):
     """Why operators cannot be one."""
 
 
@@ -62,7 +73,7 @@ class Generated(Op):
 
     Values that only they read are never stored. `kept`: the tensors that they make and others read. At most one of
     them may have a reduction within rows (over the last axis, which is not cut then); sums over rows are allowed to all
-    but are not read here. Raises NotJoined where that is not so.
+    but are not read here. Raises NotFusible where that is not so.
     """
 
     colours: ClassVar = {"forward": "#8da0cb", "backward": "#e78ac3"}
@@ -72,10 +83,10 @@ class Generated(Op):
         self.width: int | None = None
         for op in members:
             self.members += op.members if isinstance(op, Generated) else [op]
-        inputs, outputs, self.form = _joined(self.members, kept)
+        inputs, outputs, self.definition = _joined(self.members, kept)
         super().__init__(inputs, outputs)
         self._given = inputs, outputs  # those of the members
-        self._whole = next((t for t in self._tensors if set(self.form.axes) <= set(t.axes)), None)
+        self._whole = next((t for t in self._tensors if set(self.definition.axes) <= set(t.axes)), None)
         self._check()
 
     def on(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor], width: int | None = None) -> Generated:
@@ -83,23 +94,26 @@ class Generated(Op):
 
         width: elements of a row that go together: lanes of a vector, on GPUs of a thread; None: as it is."""
         made = copy.copy(self)
-        for name in ("_at", "made"):
+        for name in ("_at", "kernel"):
             vars(made).pop(name, None)
         made.inputs, made.outputs, made.width = list(inputs), list(outputs), width or self.width
         turned = {old: permutation(old.axes, new.axes) for old, new in zip(self._tensors, made._tensors, strict=True)}
         done: dict[Expression, Expression] = {}
 
-        def at(tensor: Tensor, access: At) -> At:
+        def at(tensor: Tensor, access: ElementAccess) -> ElementAccess:
             return tuple(access[k] for k in turned[tensor])
 
-        def change(load: Load) -> Expression:
-            return Load(load.number, at(self.inputs[load.number], load.at))
+        def change(load: Element) -> Expression:
+            return Element(load.number, at(self.inputs[load.number], load.at))
 
-        made.form = Definition(self.form.sizes, tuple(
-            replace(out, at=at(self.outputs[out.number], out.at), value=replaced(out.value, done, change))
-            for out in self.form.outputs
-        ))
-        made._whole = next((t for t in made._tensors if set(made.form.axes) <= set(t.axes)), None)
+        made.definition = Definition(
+            self.definition.sizes,
+            tuple(
+                replace(out, at=at(self.outputs[out.number], out.at), value=replaced(out.value, done, change))
+                for out in self.definition.outputs
+            ),
+        )
+        made._whole = next((t for t in made._tensors if set(made.definition.axes) <= set(t.axes)), None)
         return made
 
     @property
@@ -126,35 +140,37 @@ class Generated(Op):
 
     @property
     def sums(self) -> Sequence[Tensor]:
-        return [self.outputs[number] for number in dict.fromkeys(out.number for out in self.form.outputs if out.total)]
+        return [
+            self.outputs[number] for number in dict.fromkeys(out.number for out in self.definition.outputs if out.total)
+        ]
 
     @property
     def reduces(self) -> bool:
         """Whether something is reduced within rows: over the last axis."""
-        return any(True for _ in nodes_of(self.form, Reduce))
+        return any(True for _ in nodes_of(self.definition, Reduce))
 
     def flop(self) -> float:
         return sum(op.flop() for op in self.members)
 
     def _check(self) -> None:
         if sum(any(True for _ in nodes_of(form, Reduce)) for form in map(_form, self.members)) > 1:
-            raise NotJoined("only one may reduce within rows")
-        if any(node.axis != self.form.axes[-1] for node in nodes_of(self.form, Reduce)):
-            raise NotJoined("another axis than the last is reduced within rows")
+            raise NotFusible("only one may reduce within rows")
+        if any(node.axis != self.definition.axes[-1] for node in nodes_of(self.definition, Reduce)):
+            raise NotFusible("another axis than the last is reduced within rows")
         if self._whole is None:
-            raise NotJoined("no tensor has all axes of the space")
+            raise NotFusible("no tensor has all axes of the space")
         if len({t.band for t in self._tensors if {"seq", "key"} <= set(t.axes)} | {Band()}) > 2:
-            raise NotJoined("their bands differ")
-        column, sums = self.form.axes[-1], [out for out in self.form.outputs if out.total]
+            raise NotFusible("their bands differ")
+        column, sums = self.definition.axes[-1], [out for out in self.definition.outputs if out.total]
         over_rows = [out.at for out in sums if column in out.at]
         if any(at[-1] != column for at in over_rows) or len({at[:-1] for at in over_rows} - {()}) > 1:
-            raise NotJoined("sums over rows keep different axes of them")
-        if any(out.at != self.form.axes[:-1] for out in sums if column not in out.at):
-            raise NotJoined("a sum is neither over rows nor over the last axis alone")
+            raise NotFusible("sums over rows keep different axes of them")
+        if any(out.at != self.definition.axes[:-1] for out in sums if column not in out.at):
+            raise NotFusible("a sum is neither over rows nor over the last axis alone")
         if len({t.storage for t in self.outputs}) < len(self.outputs):
-            raise NotJoined("two of its results are added to the same tensor, such as a bias of several layers")
+            raise NotFusible("two of its results are added to the same tensor, such as a bias of several layers")
         if any(t.dtype != accumulation_dtype(t.dtype) for t in self.sums):
-            raise NotJoined("a sum is not of the dtype of accumulation")
+            raise NotFusible("a sum is not of the dtype of accumulation")
 
     # -- lowering
 
@@ -162,25 +178,25 @@ class Generated(Op):
     def _at(self) -> dict[Tensor, tuple[str | int, ...]]:
         """The axis of the space that each axis of a tensor is; 0: an axis that is not cut, of fixed places."""
         found: dict[Tensor, tuple[str | int, ...]] = {}
-        loads = [(self.inputs[load.number], load.at) for load in nodes_of(self.form, Load)]
-        for tensor, at in [*loads, *((self.outputs[out.number], out.at) for out in self.form.outputs)]:
+        loads = [(self.inputs[load.number], load.at) for load in nodes_of(self.definition, Element)]
+        for tensor, at in [*loads, *((self.outputs[out.number], out.at) for out in self.definition.outputs)]:
             plain = tuple(a if isinstance(a, str) else 0 for a in at)
             if found.setdefault(tensor, plain) != plain:
-                raise NotJoined(f"{tensor} is read in two ways")
+                raise NotFusible(f"{tensor} is read in two ways")
         return found
 
     @cached_property
-    def made(self) -> Made:
+    def kernel(self) -> GeneratedKernel:
         """The kernel; operators that differ in their names, sizes and keys of dropout alone share one."""
         sums = set(self.sums)
         tiles = tuple(TileType(t.dtype, self._at[t], t in sums) for t in self._tensors)
-        source = cpp.source(self.form, tiles, len(self.outputs), self.width)
+        source = cpp.source(self.definition, tiles, len(self.outputs), self.width)
         name = f"{self.group[:60]}_{hashlib.sha256(source.encode()).hexdigest()[:8]}"
-        return Made(name, self.form, tiles, len(self.outputs), source, self.width)
+        return GeneratedKernel(name, self.definition, tiles, len(self.outputs), source, self.width)
 
     def lower(self, low: Lowering) -> None:
         assert self._whole, self
-        axes = self.form.axes
+        axes = self.definition.axes
         assert not (self.reduces and low.cut(self._whole, axes[-1])), "not joined where the rows are cut"
         sums = set(self.sums)
         for index in low.indices(self._whole):
@@ -190,19 +206,19 @@ class Generated(Op):
                 tile = low.tile(tensor, {axis: index[a] if isinstance(a, str) else 0 for axis, a in at})
                 made = ACC(tile) if tensor in sums else W(tile)
                 accesses.append(made if tensor in self.outputs else R(tile))
-            low.emit(self.made, accesses, self._args(low, index))
+            low.emit(self.kernel, accesses, self._args(low, index))
 
     def _args(self, low: Lowering, index: Index) -> TaskArgs:
         assert self._whole, self
-        keys = tuple(dict.fromkeys(node.key for node in nodes_of(self.form, Keep)))
-        if not keys and not any(True for _ in nodes_of(self.form, Place)):
+        keys = tuple(dict.fromkeys(node.key for node in nodes_of(self.definition, Keep)))
+        if not keys and not any(True for _ in nodes_of(self.definition, AxisIndex)):
             return TaskArgs()
-        offsets = tuple(low.part(self._whole, axis, index).offset for axis in self.form.axes)
-        numbers = (*offsets, *self.form.sizes.values())
+        offsets = tuple(low.part(self._whole, axis, index).offset for axis in self.definition.axes)
+        numbers = (*offsets, *self.definition.sizes.values())
         return GeneratedDropoutArgs(Slot("dropout_seed"), (*numbers, *keys)) if keys else GeneratedArgs(numbers)
 
     def scalar(self) -> Definition:
-        return self.form
+        return self.definition
 
     def reference(self, *inputs: Array, seed: int = 0) -> tuple[Array, ...]:
         def turned(x: Array, old: Tensor, new: Tensor) -> Array:
@@ -219,7 +235,7 @@ class Generated(Op):
 def _form(op: Op) -> Definition:
     form = op.scalar()
     if form is None:
-        raise NotJoined(f"{op.kind} has no scalar form")
+        raise NotFusible(f"{op.kind} has no scalar form")
     return form
 
 
@@ -232,18 +248,18 @@ def _joined(members: Iterable[Op], kept: Collection[Tensor]) -> tuple[list[Tenso
     results: list[Output] = []
     sizes: dict[str, int] | None = None
 
-    def of(op: Op, load: Load) -> Expression:
+    def of(op: Op, load: Element) -> Expression:
         tensor = op.inputs[load.number]
         if tensor in made and (tensor, load.at) not in known:
-            raise NotJoined(f"{tensor} is read in another way than it is made")
+            raise NotFusible(f"{tensor} is read in another way than it is made")
         number = inputs.setdefault(tensor, len(inputs)) if tensor not in made else 0
-        return known.setdefault((tensor, load.at), Load(number, load.at))
+        return known.setdefault((tensor, load.at), Element(number, load.at))
 
     for op in members:
         form, done = _form(op), dict[Expression, Expression]()
         sizes = sizes or dict(form.sizes)
         if list(sizes.items()) != list(form.sizes.items()):
-            raise NotJoined("their spaces differ")
+            raise NotFusible("their spaces differ")
         values = [replaced(out.value, done, partial(of, op)) for out in form.outputs]
         for out, value in zip(form.outputs, values, strict=True):
             tensor = op.outputs[out.number]

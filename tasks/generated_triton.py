@@ -35,7 +35,7 @@ from .launch import (
     tile,
 )
 from .layer_norm_triton import WIDEST
-from .scalar.tl import Cut, Text, Writer
+from .scalar.tl import BlockSizes, Text, Writer
 
 
 @triton.jit
@@ -69,22 +69,22 @@ def describe(task: Task) -> Launches:
     return in_cut(task, None)
 
 
-def in_cut(task: Task, cut: Cut | None) -> Launches:
+def in_cut(task: Task, cut: BlockSizes | None) -> Launches:
     """cut: how points are dealt out, instead of as usual."""
     made = KERNELS[task.kernel]
     shapes = [shape(task, k) for k in range(len(task.accesses))]
     adds = [access.accumulate for access in task.accesses]
-    axes = len(made.form.axes)
+    axes = len(made.definition.axes)
     firsts, wholes = task.ints[:axes] or [0] * axes, task.ints[axes : 2 * axes]
     even = bool(wholes) and wholes[-1] % 2 == firsts[-1] % 2 == 0
-    text = Writer(made.form, made.tiles, shapes, made.outputs, adds, wholes, even, cut).text()
+    text = Writer(made.definition, made.tiles, shapes, made.outputs, adds, wholes, even, cut).text()
     if text.cut.block > WIDEST:
         raise ValueError(f"{task.op}: rows of {text.cut.block} are not allowed on CUDA; cut them into at most {WIDEST}")
     dropout = task.args if isinstance(task.args, GeneratedDropoutArgs) else None
     numbers = [*firsts, *map(mixed_key, task.ints[2 * axes :])]
     programs, n, scratch = text.groups * text.per, text.n, Scratch()
-    wide = task.accesses[text.sums[0].output].tile.dtype if text.sums else "fp32"
-    parts = [scratch.take(programs * n, wide) for _ in text.sums]
+    dtype = task.accesses[text.sums[0].output].tile.dtype if text.sums else "fp32"
+    parts = [scratch.take(programs * n, dtype) for _ in text.sums]
     seed: Parameter = slot(task, dropout.seed, "int64") if dropout else Int(0, 64)
     args = [*(tile(task, k) for k in range(len(shapes))), text.filled, *(Int(k, 64) for k in numbers), seed, *parts]
     warps = text.cut.warps

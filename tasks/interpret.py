@@ -11,7 +11,7 @@ from nntile_py.tiles import Slot
 from nntile_py.tiles.dtypes import DTYPES
 from nntile_py.tiles.tasklist import Task
 
-from .dynamic_size import Live, with_live_sizes
+from .dynamic_size import DynamicSize, with_live_sizes
 from .launch import Argument, Float, Int, Matrix, ScratchAddress, TaskFloat, TileAddress, describer
 
 
@@ -79,11 +79,11 @@ def interpret(
         return (slots or {})[at.name] if isinstance(at, Slot) else at
 
     def filled(size: int) -> int:
-        return size.filled(int(given(size.position))) if isinstance(size, Live) else size
+        return size.filled(int(given(size.position))) if isinstance(size, DynamicSize) else size
 
     def value(arg: Argument) -> Any:
         match arg:
-            case Live():
+            case DynamicSize():
                 return filled(arg)
             case TileAddress(number):
                 return tensors[number]

@@ -20,7 +20,7 @@ from nntile_py.tiles import Slot
 from nntile_py.tiles.dtypes import DTYPES
 from nntile_py.tiles.tasklist import Task
 
-from .dynamic_size import Live
+from .dynamic_size import DynamicSize
 from .generated import GENERATED, KERNELS
 from .pdl import compiled_so, overlaps, waits
 
@@ -75,7 +75,7 @@ class Matrix:
     block: tuple[int, int]
 
 
-Argument = TileAddress | ScratchAddress | Int | Float | TaskFloat | Live | Matrix
+Argument = TileAddress | ScratchAddress | Int | Float | TaskFloat | DynamicSize | Matrix
 Parameter = Argument | float  # plain numbers become constants
 
 
@@ -200,7 +200,7 @@ def shape(task: Task, number: int) -> tuple[int, ...]:
     return task.accesses[number].tile.shape
 
 
-def words(task: Task, number: int) -> int:
+def numel(task: Task, number: int) -> int:
     return math.prod(shape(task, number))
 
 
@@ -243,11 +243,11 @@ def _constant(value: Any) -> Any:
     """What a compiled kernel has of it: of what follows a step's size, the largest."""
     if isinstance(value, tuple | list):
         return tuple(map(_constant, value))
-    return int(value) if isinstance(value, Live) else value
+    return int(value) if isinstance(value, DynamicSize) else value
 
 
 def _argument(value: Parameter) -> Argument:
-    if isinstance(value, Live):
+    if isinstance(value, DynamicSize):
         return value
     if isinstance(value, int):
         return Int(value, 32 if -(2**31) <= value < 2**31 else 64)
@@ -255,7 +255,7 @@ def _argument(value: Parameter) -> Argument:
 
 
 def ceil_div(a: int, b: int) -> int:
-    return a.blocks(b) if isinstance(a, Live) else -(-a // b)
+    return a.blocks(b) if isinstance(a, DynamicSize) else -(-a // b)
 
 
 def power_of_two(n: int) -> int:
@@ -274,7 +274,7 @@ def _type(arg: Argument) -> str:
             return f"tensordesc<{DTYPES[dtype].triton}{list(block)}>"
         case Int(_, bits):
             return f"i{bits}"
-        case Live():
+        case DynamicSize():
             return "i32" if arg < 2**31 else "i64"
         case Float():
             return "fp32"
@@ -285,7 +285,7 @@ def _type(arg: Argument) -> str:
 def _aligned(arg: Argument) -> bool:
     if isinstance(arg, Int):
         return arg.value % ALIGNMENT == 0
-    if isinstance(arg, Live):  # whatever is filled
+    if isinstance(arg, DynamicSize):  # whatever is filled
         return (arg.times if arg.divisor > 1 else arg.factor) % ALIGNMENT == 0
     return isinstance(arg, TileAddress | ScratchAddress)
 
@@ -360,7 +360,8 @@ def encode(launch: Launch, binary: Binary) -> Encoded:
 
     parameters are all of the kernel's, in order, as (kind, value):
     0 address of tile value; 1 address of the scratch block + value; 2 int32; 3 int64; 4 fp32; 5 the task's float
-    number value as fp32; 6 the same, truncated to int64; 7, 8 a `formula` of Live as int32, int64. So is the grid.
+    number value as fp32; 6 the same, truncated to int64; 7, 8 a `formula` of DynamicSize as int32, int64. So is the
+    grid.
     9 a CUtensorMap of (tile, columns, bytes of an element, its type, rows and columns of a block, swizzle); its rows
     are the next parameter. In Triton 3.6 they are the non-constexpr parameters, each of its own size and natural
     alignment, where a tensor descriptor is the map, its sizes as int32 and its strides as int64; then two pointers
@@ -371,7 +372,7 @@ def encode(launch: Launch, binary: Binary) -> Encoded:
     maps = iter(binary.maps)
     for arg in launch.args:
         match arg:
-            case Live():
+            case DynamicSize():
                 parameters.append(_encoded_live(arg))
             case TileAddress(number):
                 parameters.append((0, number))
@@ -384,12 +385,12 @@ def encode(launch: Launch, binary: Binary) -> Encoded:
             case TaskFloat(position, dtype):
                 parameters.append((5 if dtype == "fp32" else 6, position))
             case Matrix(TileAddress(number), rows, columns):
-                size = _encoded_live(rows) if isinstance(rows, Live) else (2, rows)
+                size = _encoded_live(rows) if isinstance(rows, DynamicSize) else (2, rows)
                 parameters += [(9, (number, columns, *next(maps))), size, (2, columns), (3, columns), (3, 1)]
     parameters += [(3, 0), (3, 0)]
-    grid = [_encoded_live(size) if isinstance(size, Live) else (2, size) for size in launch.grid]
+    grid = [_encoded_live(size) if isinstance(size, DynamicSize) else (2, size) for size in launch.grid]
     return binary.cubin, binary.name, binary.shared, binary.warps, binary.overlaps, grid, parameters
 
 
-def _encoded_live(arg: Live) -> Value:
+def _encoded_live(arg: DynamicSize) -> Value:
     return (7 if arg < 2**31 else 8), arg.formula

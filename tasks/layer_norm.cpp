@@ -1,4 +1,4 @@
-// LayerNorm on tiles [rows, embed]. stat rows are (mean, 1/sqrt(var + eps)).
+// LayerNorm on tiles [rows, embed]. statistics rows are (mean, 1/sqrt(var + eps)).
 #include <optional>
 #include <vector>
 
@@ -24,8 +24,8 @@ T squares_of(const T* x, T mean, int64_t n) {
 }
 
 template <class T>
-void normalise(T* y, const T* x, const T* stat, const T* gamma, const T* beta, int64_t n) {
-  const Vec<T> mean(stat[0]), rstd(stat[1]);
+void normalise(T* y, const T* x, const T* statistics, const T* gamma, const T* beta, int64_t n) {
+  const Vec<T> mean(statistics[0]), rstd(statistics[1]);
   for_vectors<T>(n, [&](int64_t k, int64_t count) {
     const auto xhat = (load(x + k, count) - mean) * rstd;
     at::vec::fmadd(xhat, load(gamma + k, count), load(beta + k, count)).store(y + k, static_cast<int>(count));
@@ -36,10 +36,10 @@ std::optional<Mask> mask_of(const std::optional<DropoutArgs>& dropout, const Arg
   return dropout ? std::make_optional<Mask>(*dropout, t) : std::nullopt;
 }
 
-// tiles: y, stat, x, gamma, beta (, residual, total)
+// tiles: y, statistics, x, gamma, beta (, residual, total)
 void layer_norm(Args& t) {
   const LayerNormArgs args(t);
-  const auto y = t[0], stat = t[1], x = t[2], gamma = t[3], beta = t[4];
+  const auto y = t[0], statistics = t[1], x = t[2], gamma = t[3], beta = t[4];
   const bool has_residual = t.tiles() > 5;
   const auto residual = has_residual ? t[5] : at::Tensor(), total = has_residual ? t[6] : at::Tensor();
   const auto mask = mask_of(args.dropout, t);
@@ -61,7 +61,7 @@ void layer_norm(Args& t) {
         });
         in = s;
       }
-      auto* st = stat.data_ptr<T>() + row * 2;
+      auto* st = statistics.data_ptr<T>() + row * 2;
       st[0] = sum_of(in, n) / static_cast<T>(n);
       st[1] = T(1) / std::sqrt(squares_of(in, st[0], n) / static_cast<T>(n) + eps);
       normalise(y.data_ptr<T>() + row * n, in, st, gamma.data_ptr<T>(), beta.data_ptr<T>(), n);
@@ -88,37 +88,37 @@ void layer_norm_moments(Args& t) {
   if (accumulates) combine(Monoid::moments, state, part);
 }
 
-// tiles: stat, state
+// tiles: statistics, state
 void layer_norm_stat(Args& t) {
-  const LayerNormStatArgs args(t);
-  const auto stat = t[0], state = t[1];
-  dispatch(stat, [&](auto zero) {
+  const LayerNormStatisticsArgs args(t);
+  const auto statistics = t[0], state = t[1];
+  dispatch(statistics, [&](auto zero) {
     using T = decltype(zero);
-    auto* out = stat.data_ptr<T>();
+    auto* out = statistics.data_ptr<T>();
     const auto* s = state.data_ptr<T>();
-    for (int64_t row = 0; row < stat.numel() / 2; ++row) {
+    for (int64_t row = 0; row < statistics.numel() / 2; ++row) {
       out[row * 2] = s[row * 3 + 1];
       out[row * 2 + 1] = T(1) / std::sqrt(s[row * 3 + 2] / s[row * 3] + static_cast<T>(args.eps));
     }
   });
 }
 
-// tiles: y, stat, x, gamma, beta
+// tiles: y, statistics, x, gamma, beta
 void layer_norm_apply(Args& t) {
-  const auto y = t[0], stat = t[1], x = t[2], gamma = t[3], beta = t[4];
+  const auto y = t[0], statistics = t[1], x = t[2], gamma = t[3], beta = t[4];
   dispatch(x, [&](auto zero) {
     using T = decltype(zero);
     const int64_t n = x.size(-1);
     for (int64_t row = 0; row < x.numel() / n; ++row)
-      normalise(y.data_ptr<T>() + row * n, x.data_ptr<T>() + row * n, stat.data_ptr<T>() + row * 2,
+      normalise(y.data_ptr<T>() + row * n, x.data_ptr<T>() + row * n, statistics.data_ptr<T>() + row * 2,
                 gamma.data_ptr<T>(), beta.data_ptr<T>(), n);
   });
 }
 
 // Of w = dy gamma: sum w, sum w xhat.
 template <class T>
-std::pair<T, T> row_sums(const T* dy, const T* x, const T* stat, const T* gamma, int64_t n) {
-  const Vec<T> mean(stat[0]), rstd(stat[1]);
+std::pair<T, T> row_sums(const T* dy, const T* x, const T* statistics, const T* gamma, int64_t n) {
+  const Vec<T> mean(statistics[0]), rstd(statistics[1]);
   Vec<T> first(T(0)), second(T(0));
   for_vectors<T>(n, [&](int64_t k, int64_t count) {
     const auto w = keep(load(dy + k, count) * load(gamma + k, count), count);
@@ -129,16 +129,16 @@ std::pair<T, T> row_sums(const T* dy, const T* x, const T* stat, const T* gamma,
   return {at::vec::vec_reduce_all<T>(plus, first), at::vec::vec_reduce_all<T>(plus, second)};
 }
 
-// tiles: sums (ACC), stat, dy, x, gamma
+// tiles: sums (ACC), statistics, dy, x, gamma
 void layer_norm_grad_sums(Args& t) {
-  const auto sums = t[0], stat = t[1], dy = t[2], x = t[3], gamma = t[4];
+  const auto sums = t[0], statistics = t[1], dy = t[2], x = t[3], gamma = t[4];
   const bool accumulates = t.accumulates(0);
   dispatch(x, [&](auto zero) {
     using T = decltype(zero);
     const int64_t n = x.size(-1);
     for (int64_t row = 0; row < x.numel() / n; ++row) {
       const auto [first, second] = row_sums(dy.data_ptr<T>() + row * n, x.data_ptr<T>() + row * n,
-                                            stat.data_ptr<T>() + row * 2, gamma.data_ptr<T>(), n);
+                                            statistics.data_ptr<T>() + row * 2, gamma.data_ptr<T>(), n);
       auto* out = sums.data_ptr<T>() + row * 2;
       out[0] = (accumulates ? out[0] : T(0)) + first;
       out[1] = (accumulates ? out[1] : T(0)) + second;
@@ -146,10 +146,10 @@ void layer_norm_grad_sums(Args& t) {
   });
 }
 
-// tiles: dx, dgamma (ACC), dbeta (ACC), dy, x, stat, gamma (, add) (, dbias (ACC)) (, sums) (, dropped)
+// tiles: dx, dgamma (ACC), dbeta (ACC), dy, x, statistics, gamma (, add) (, dbias (ACC)) (, sums) (, dropped)
 void layer_norm_grad(Args& t) {
   const LayerNormGradArgs args(t);
-  const auto dx = t[0], dgamma = t[1], dbeta = t[2], dy = t[3], x = t[4], stat = t[5], gamma = t[6];
+  const auto dx = t[0], dgamma = t[1], dbeta = t[2], dy = t[3], x = t[4], statistics = t[5], gamma = t[6];
   const auto place = [](int64_t at) { return static_cast<size_t>(at); };
   const size_t add_at = place(args.add), bias_at = place(args.dbias);
   const size_t sums_at = place(args.sums), dropped_at = place(args.dropped);
@@ -166,7 +166,7 @@ void layer_norm_grad(Args& t) {
     const auto width = static_cast<size_t>(n);
     std::vector<T> gamma_sum(width), beta_sum(width), bias_sum(bias_at ? width : 0);
     for (int64_t row = 0; row < rows; ++row) {
-      const auto *g = dy.data_ptr<T>() + row * n, *in = x.data_ptr<T>() + row * n, *st = stat.data_ptr<T>() + row * 2;
+      const auto *g = dy.data_ptr<T>() + row * n, *in = x.data_ptr<T>() + row * n, *st = statistics.data_ptr<T>() + row * 2;
       const auto* w = gamma.data_ptr<T>();
       auto pair = sums_at ? std::pair<T, T>(sums.data_ptr<T>()[row * 2], sums.data_ptr<T>()[row * 2 + 1])
                           : row_sums(g, in, st, w, n);

@@ -12,7 +12,7 @@ from nntile_py.tiles import ACC, Access, R, TaskArgs, Tile, W
 from .elementwise import Dropout, DropoutArgs
 from .norm import Norm, NormGrad
 from .op import Array, GraphLike, Index, Lowering, Tensor, accumulation_dtype, require
-from .scalar.expression import Definition, Expression, Load, Output, mean, sqrt
+from .scalar.expression import Definition, Element, Expression, Output, mean, sqrt
 
 AXIS = "embed"
 
@@ -22,16 +22,20 @@ class LayerNormArgs(TaskArgs):
     dropout: DropoutArgs | None  # of x
 
 
-class LayerNormStatArgs(TaskArgs):
+class LayerNormStatisticsArgs(TaskArgs):
     eps: float
 
 
 class LayerNorm(Norm):
     """y = (s - mean) / sqrt(var + eps) * gamma + beta over the last axis, embed, with s = x (+ residual).
 
-    Outputs: y; stat, fp32 or fp64 [..., 2]: mean and 1/sqrt(var + eps); with a residual also s. (Ba, Kiros, Hinton
-    2016; variance without Bessel's correction.) Uncut: one task a tile. Cut: statistics of each embed tile as
-    (count, mean, M2), combined, then applied. With `dropout`, a Dropout of x, s = dropout(x) + residual; embed uncut.
+    Ba, Kiros, Hinton 2016; the variance is without Bessel's correction. Where embed is not cut, each tile is one task.
+    Where embed is cut, tasks compute (count, mean, M2) of each embed tile, combine these, then normalise.
+
+    Outputs: y; statistics, fp32 or fp64 [..., 2]: mean and 1/sqrt(var + eps); with a residual also s, `total`.
+
+    Args:
+        dropout: a Dropout of x, so that s = dropout(x) + residual; requires that embed is not cut.
     """
 
     colours: ClassVar = {"forward": "#56b4e9"}
@@ -44,7 +48,7 @@ class LayerNorm(Norm):
         gamma: Tensor,
         beta: Tensor,
         y: Tensor,
-        stat: Tensor,
+        statistics: Tensor,
         eps: float,
         residual: Tensor | None = None,
         total: Tensor | None = None,
@@ -54,8 +58,9 @@ class LayerNorm(Norm):
         for weight in (gamma, beta):
             require(list(weight.axes) == [AXIS], "layer_norm: the weights must have the axis embed alone", x, weight)
         assert residual or not dropout, x
-        super().__init__([x, gamma, beta, *([residual] if residual else [])], [y, stat, *([total] if total else [])])
-        self.eps, self.residual, self.total, self.stat, self.dropout = eps, residual, total, stat, dropout
+        outputs = [y, statistics, *([total] if total else [])]
+        super().__init__([x, gamma, beta, *([residual] if residual else [])], outputs)
+        self.eps, self.residual, self.total, self.statistics, self.dropout = eps, residual, total, statistics, dropout
 
     def gradient(self, g: GraphLike, *grads: Tensor | None) -> list[Tensor | None]:
         x, gamma, beta = self.inputs[:3]
@@ -64,7 +69,7 @@ class LayerNorm(Norm):
         dx = g.temp("layer_norm_grad", x.axes, x.shape, x.dtype)
         dgamma = g.temp("gamma_grad", gamma.axes, gamma.shape, accumulation_dtype(gamma.dtype))
         dbeta = g.temp("beta_grad", beta.axes, beta.shape, accumulation_dtype(beta.dtype))
-        g.add(LayerNormGrad(dy, x, self.stat, gamma, dx, dgamma, dbeta))
+        g.add(LayerNormGrad(dy, x, self.statistics, gamma, dx, dgamma, dbeta))
         return [dx, dgamma, dbeta]
 
     def flop(self) -> float:
@@ -75,7 +80,7 @@ class LayerNorm(Norm):
         rows = [a for a in x.axes if a != AXIS]
         extra = [self.residual] if self.residual else []
         for index in low.indices(x, rows):
-            stat = low.tile(self.stat, index | {"stat": 0})
+            statistics = low.tile(self.statistics, index | {"stat": 0})
             columns = [index | {AXIS: k} for k in range(len(low.parts(x, AXIS)))]
             if len(columns) == 1:
                 at = columns[0]
@@ -83,10 +88,11 @@ class LayerNorm(Norm):
                 tiles = [low.tile(t, at) for t in (x, gamma, beta, *extra)]
                 args = LayerNormArgs(self.eps, self.dropout.args(low, at) if self.dropout else None)
                 numbers = self.dropout.numbers(low, at) if self.dropout else []
-                low.emit("layer_norm", [W(low.tile(self.output, at)), W(stat), *map(R, tiles), *total, *numbers], args)
+                written = [W(low.tile(self.output, at)), W(statistics)]
+                low.emit("layer_norm", [*written, *map(R, tiles), *total, *numbers], args)
                 continue
             assert not self.dropout, "not fused where embed is cut"
-            state = low.scratch(f"{self.name}.moments", index, (*stat.shape[:-1], 3), stat.dtype, "moments")
+            state = low.scratch(f"{self.name}.moments", index, (*statistics.shape[:-1], 3), statistics.dtype, "moments")
             source = x
             for at in columns:
                 if self.total:
@@ -94,24 +100,24 @@ class LayerNorm(Norm):
                     tiles = [low.tile(t, at) for t in (x, *extra)]
                     low.emit("add", [W(low.tile(self.total, at)), *map(R, tiles)])
                 low.emit("layer_norm_moments", [ACC(state), R(low.tile(source, at))])
-            low.emit("layer_norm_stat", [W(stat), R(state)], LayerNormStatArgs(self.eps))
+            low.emit("layer_norm_stat", [W(statistics), R(state)], LayerNormStatisticsArgs(self.eps))
             for at in columns:
                 tiles = [low.tile(t, at) for t in (source, gamma, beta)]
-                low.emit("layer_norm_apply", [W(low.tile(self.output, at)), R(stat), *map(R, tiles)])
+                low.emit("layer_norm_apply", [W(low.tile(self.output, at)), R(statistics), *map(R, tiles)])
 
     def scalar(self) -> Definition | None:
         axes, rows = self.output.axes, self.output.axes[:-1]
-        s: Expression = Load(0, axes)
+        s: Expression = Element(0, axes)
         if self.dropout:
-            if self.dropout.draws:  # not among the inputs
+            if self.dropout.row_numbers:  # not among the inputs
                 return None
             s = self.dropout.dropped(s)
         if self.residual:
-            s = s + Load(3, axes)
+            s = s + Element(3, axes)
         middle = mean(s, AXIS)
         d = s - middle
         rstd = 1 / sqrt(mean(d * d, AXIS) + self.eps)
-        y = d * rstd * Load(1, (AXIS,)) + Load(2, (AXIS,))
+        y = d * rstd * Element(1, (AXIS,)) + Element(2, (AXIS,))
         outputs = [Output(0, axes, y), Output(1, (*rows, 0), middle), Output(1, (*rows, 1), rstd)]
         outputs += [Output(2, axes, s)] if self.total else []
         return Definition(self.output.sizes, tuple(outputs))
@@ -147,7 +153,7 @@ class LayerNormGrad(NormGrad):
         self,
         dy: Tensor,
         x: Tensor,
-        stat: Tensor,
+        statistics: Tensor,
         gamma: Tensor,
         dx: Tensor,
         dgamma: Tensor,
@@ -157,7 +163,7 @@ class LayerNormGrad(NormGrad):
         dropout: Dropout | None = None,
     ) -> None:
         outputs = [dx, dgamma, dbeta, *([dbias] if dbias else []), *([dropout.output] if dropout else [])]
-        super().__init__([dy, x, stat, gamma, *([add] if add else [])], outputs)
+        super().__init__([dy, x, statistics, gamma, *([add] if add else [])], outputs)
         self.extra, self.bias, self.dropout = add, dbias, dropout
 
     @property
@@ -168,23 +174,23 @@ class LayerNormGrad(NormGrad):
         return (14.0 + len(self.fused)) * self.output.numel
 
     def lower(self, low: Lowering) -> None:
-        dy, x, stat, gamma = self.inputs[:4]
+        dy, x, statistics, gamma = self.inputs[:4]
         rows = [a for a in x.axes if a != AXIS]
         for index in low.indices(x, rows):
             columns = [index | {AXIS: k} for k in range(len(low.parts(x, AXIS)))]
-            row_stat, sums = low.tile(stat, index | {"stat": 0}), None
+            row_statistics, sums = low.tile(statistics, index | {"stat": 0}), None
             if len(columns) > 1:
-                sums = low.scratch(f"{self.name}.sums", index, row_stat.shape, row_stat.dtype)
+                sums = low.scratch(f"{self.name}.sums", index, row_statistics.shape, row_statistics.dtype)
                 for at in columns:
                     tiles = [low.tile(t, at) for t in (dy, x, gamma)]
-                    low.emit("layer_norm_grad_sums", [ACC(sums), R(row_stat), *map(R, tiles)])
+                    low.emit("layer_norm_grad_sums", [ACC(sums), R(row_statistics), *map(R, tiles)])
             for at in columns:
-                self._emit(low, at, row_stat, sums)
+                self._emit(low, at, row_statistics, sums)
 
-    def _emit(self, low: Lowering, at: Index, stat: Tile, sums: Tile | None) -> None:
+    def _emit(self, low: Lowering, at: Index, statistics: Tile, sums: Tile | None) -> None:
         dx, dgamma, dbeta = (low.tile(t, at) for t in self.outputs[:3])
         dy, x, gamma = (low.tile(self.inputs[k], at) for k in (0, 1, 3))
-        accesses = [W(dx), ACC(dgamma), ACC(dbeta), R(dy), R(x), R(stat), R(gamma)]
+        accesses = [W(dx), ACC(dgamma), ACC(dbeta), R(dy), R(x), R(statistics), R(gamma)]
 
         def place(access: Access | None) -> int:
             accesses.extend([access] if access else [])
@@ -202,15 +208,15 @@ class LayerNormGrad(NormGrad):
         low.emit("layer_norm_grad", [*accesses, *numbers], args)
 
     def scalar(self) -> Definition | None:
-        if self.dropout and self.dropout.draws:  # not among the inputs
+        if self.dropout and self.dropout.row_numbers:  # not among the inputs
             return None
         axes, rows = self.output.axes, self.output.axes[:-1]
-        dy, x = Load(0, axes), Load(1, axes)
-        middle, rstd = Load(2, (*rows, 0)), Load(2, (*rows, 1))
-        xhat, w = (x - middle) * rstd, dy * Load(3, (AXIS,))
+        dy, x = Element(0, axes), Element(1, axes)
+        middle, rstd = Element(2, (*rows, 0)), Element(2, (*rows, 1))
+        xhat, w = (x - middle) * rstd, dy * Element(3, (AXIS,))
         dx = rstd * (w - mean(w, AXIS) - xhat * mean(w * xhat, AXIS))
         if self.extra:
-            dx = dx + Load(4, axes)
+            dx = dx + Element(4, axes)
         values = [dx, dy * xhat, dy]
         last = self.dropout.dropped(dx) if self.dropout else dx
         values += [last] if self.bias else []
@@ -219,11 +225,11 @@ class LayerNormGrad(NormGrad):
         return Definition(self.output.sizes, tuple(outputs))
 
     def reference(self, *inputs: Array, seed: int = 0) -> tuple[Array, ...]:
-        dy, x, stat, gamma = inputs[:4]
+        dy, x, statistics, gamma = inputs[:4]
         rows = tuple(range(x.ndim - 1))
-        xhat = (x - stat[..., :1]) * stat[..., 1:]
+        xhat = (x - statistics[..., :1]) * statistics[..., 1:]
         w = dy * gamma
-        dx = stat[..., 1:] * (w - w.mean(-1, keepdims=True) - xhat * (w * xhat).mean(-1, keepdims=True))
+        dx = statistics[..., 1:] * (w - w.mean(-1, keepdims=True) - xhat * (w * xhat).mean(-1, keepdims=True))
         if self.extra:
             dx = dx + inputs[4]
         dropped = self.dropout.reference(dx, seed=seed) if self.dropout else ()
@@ -234,5 +240,5 @@ class LayerNormGrad(NormGrad):
 def layer_norm(g: GraphLike, x: Tensor, gamma: Tensor, beta: Tensor, eps: float) -> Tensor:
     """(x - mean) / sqrt(var + eps) * gamma + beta over the last axis, embed; see LayerNorm."""
     y = g.temp("layer_norm", x.axes, x.shape, x.dtype)
-    stat = g.temp("stat", [*x.axes[:-1], "stat"], [*x.shape[:-1], 2], accumulation_dtype(x.dtype))
-    return g.add(LayerNorm(x, gamma, beta, y, stat, eps)).output
+    statistics = g.temp("stat", [*x.axes[:-1], "stat"], [*x.shape[:-1], 2], accumulation_dtype(x.dtype))
+    return g.add(LayerNorm(x, gamma, beta, y, statistics, eps)).output

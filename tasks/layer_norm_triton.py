@@ -24,12 +24,12 @@ from .launch import (
     ceil_div,
     launch,
     launches,
+    numel,
     power_of_two,
     shape,
     tile,
-    words,
 )  # fmt: skip
-from .layer_norm import LayerNormArgs, LayerNormGradArgs, LayerNormStatArgs
+from .layer_norm import LayerNormArgs, LayerNormGradArgs, LayerNormStatisticsArgs
 
 WIDEST = 16384  # elements of a row in registers
 MANY = 1024  # rows: ways to cut them are measured
@@ -69,7 +69,7 @@ def _squares(x, mean, col, n):
 
 @triton.jit
 def _layer_norm(
-    Y, STAT, X, GAMMA, BETA, RESIDUAL, TOTAL,
+    Y, STATISTICS, X, GAMMA, BETA, RESIDUAL, TOTAL,
     rows, n, eps, DRAWS, mask_first, seed, key, limit, scale,
     HAS_RESIDUAL: tl.constexpr, DROPOUT: tl.constexpr, SIZES: tl.constexpr, STRIDES: tl.constexpr, DRAWN: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr,
@@ -92,8 +92,8 @@ def _layer_norm(
     if REST:
         squares += _squares(rest, mean, col_of_rest, n)
     rstd = 1 / tl.sqrt(squares / n + eps)
-    tl.store(STAT + row * 2, mean, row < rows)
-    tl.store(STAT + row * 2 + 1, rstd, row < rows)
+    tl.store(STATISTICS + row * 2, mean, row < rows)
+    tl.store(STATISTICS + row * 2 + 1, rstd, row < rows)
     kept, y = (row < rows)[:, None], _normalise(x, mean, rstd, GAMMA, BETA, col, n)
     tl.store(Y + row[:, None] * n + col[None, :], y, kept & (col < n)[None, :])
     if REST:
@@ -120,29 +120,29 @@ def _moments(STATE, X, rows, n, ACC: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl
 
 
 @triton.jit
-def _stat(STAT, STATE, rows, eps, ROWS: tl.constexpr):
+def _stat(STATISTICS, STATE, rows, eps, ROWS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     kept = row < rows
     count, m2 = tl.load(STATE + row * 3, kept, 1.0), tl.load(STATE + row * 3 + 2, kept, 1.0)
-    tl.store(STAT + row * 2, tl.load(STATE + row * 3 + 1, kept), kept)
-    tl.store(STAT + row * 2 + 1, 1 / tl.sqrt(m2 / count + eps), kept)
+    tl.store(STATISTICS + row * 2, tl.load(STATE + row * 3 + 1, kept), kept)
+    tl.store(STATISTICS + row * 2 + 1, 1 / tl.sqrt(m2 / count + eps), kept)
 
 
 @triton.jit
 def _apply(
-    Y, STAT, X, GAMMA, BETA, rows, n,
+    Y, STATISTICS, X, GAMMA, BETA, rows, n,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row, col = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)
     at, inside = row[:, None] * n + col[None, :], (row < rows)[:, None] & (col < n)[None, :]
     x = tl.load(X + at, inside, 0.0).to(tl.float32)
-    mean, rstd = tl.load(STAT + row * 2, row < rows, 0.0), tl.load(STAT + row * 2 + 1, row < rows, 0.0)
+    mean, rstd = tl.load(STATISTICS + row * 2, row < rows, 0.0), tl.load(STATISTICS + row * 2 + 1, row < rows, 0.0)
     tl.store(Y + at, _normalise(x, mean, rstd, GAMMA, BETA, col, n), inside)
 
 
 @triton.jit
 def _grad_sums(
-    SUMS, STAT, DY, X, GAMMA, rows, n,
+    SUMS, STATISTICS, DY, X, GAMMA, rows, n,
     ACC: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row, col = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)
@@ -151,7 +151,7 @@ def _grad_sums(
     gamma = tl.load(GAMMA + col, col < n, 0.0).to(tl.float32)
     w = tl.load(DY + at, inside, 0.0).to(tl.float32) * gamma[None, :]
     x = tl.load(X + at, inside, 0.0).to(tl.float32)
-    mean, rstd = tl.load(STAT + row * 2, kept, 0.0), tl.load(STAT + row * 2 + 1, kept, 0.0)
+    mean, rstd = tl.load(STATISTICS + row * 2, kept, 0.0), tl.load(STATISTICS + row * 2 + 1, kept, 0.0)
     first, second = tl.sum(w, 1), tl.sum(w * (x - mean[:, None]) * rstd[:, None], 1)
     s = SUMS + row * 2
     if ACC:
@@ -190,7 +190,7 @@ def _write_grad(
 
 @triton.jit
 def _grad(
-    DX, PART, DY, X, STAT, GAMMA, EXTRA, SUMS, DROPPED,
+    DX, PART, DY, X, STATISTICS, GAMMA, EXTRA, SUMS, DROPPED,
     rows, n, whole, DRAWS, mask_first, seed, key, limit, scale,
     HAS_EXTRA: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SUMS: tl.constexpr,
     DROPOUT: tl.constexpr, SIZES: tl.constexpr, STRIDES: tl.constexpr, DRAWN: tl.constexpr,
@@ -204,7 +204,7 @@ def _grad(
     for first in tl.range(tl.program_id(0).to(tl.int64) * ROWS, rows, tl.num_programs(0) * ROWS, num_stages=STAGES):
         row = first + tl.arange(0, ROWS)
         kept = row < rows
-        mean, rstd = tl.load(STAT + row * 2, kept, 0.0), tl.load(STAT + row * 2 + 1, kept, 0.0)
+        mean, rstd = tl.load(STATISTICS + row * 2, kept, 0.0), tl.load(STATISTICS + row * 2 + 1, kept, 0.0)
         dy, xhat, w = _read_grad(DY, X, gamma, row, kept, col, n, mean, rstd)
         if HAS_SUMS:
             m1, m2 = tl.load(SUMS + row * 2, kept, 0.0) / whole, tl.load(SUMS + row * 2 + 1, kept, 0.0) / whole
@@ -264,7 +264,7 @@ def row_blocks(task: Task, number: int, elements: int) -> tuple[int, int, dict[s
     block = power_of_two(n)
     rows = max(1, elements // block)
     warps = min(16, max(1, rows * block // 1024))  # 32 elements a thread
-    return words(task, number) // n, n, {"ROWS": rows, "BLOCK": block, "warps": warps}
+    return numel(task, number) // n, n, {"ROWS": rows, "BLOCK": block, "warps": warps}
 
 
 def by_rows(kernel: Any, task: Task, number: int, **constexprs: bool) -> Launches:
@@ -319,8 +319,8 @@ def _describe_moments(task: Task) -> Launches:
 
 @launches("layer_norm_stat")
 def _describe_stat(task: Task) -> Launches:
-    rows = words(task, 0) // 2
-    args: list[Parameter] = [tile(task, 0), tile(task, 1), rows, float(LayerNormStatArgs.of(task).eps)]
+    rows = numel(task, 0) // 2
+    args: list[Parameter] = [tile(task, 0), tile(task, 1), rows, float(LayerNormStatisticsArgs.of(task).eps)]
     return Launches((launch(_stat, ceil_div(rows, 128), *args, ROWS=128),))
 
 
@@ -338,12 +338,12 @@ def _describe_grad_sums(task: Task) -> Launches:
 def _describe_grad(task: Task) -> Launches:
     rows, n, blocks = row_blocks(task, 0, 4096)
     a = LayerNormGradArgs.of(task)
-    dx, dgamma, dbeta, dy, x, stat, gamma = (tile(task, k) for k in range(7))
+    dx, dgamma, dbeta, dy, x, statistics, gamma = (tile(task, k) for k in range(7))
     extra, dbias, sums, dropout = (tile(task, k) for k in (a.add, a.dbias, a.sums, a.dropped))
     mask, constants = _dropout(task, a.dropout, 0)
     parts, scratch = min(ceil_div(rows, blocks["ROWS"]), PROGRAMS), Scratch()
     part = scratch.take(parts * (3 if a.dbias else 2) * n, "fp32")
-    args: list[Parameter] = [dx, part, dy, x, stat, gamma, extra, sums, dropout, rows, n, a.embed, *mask]
+    args: list[Parameter] = [dx, part, dy, x, statistics, gamma, extra, sums, dropout, rows, n, a.embed, *mask]
     blocks["STAGES"] = 3 if blocks["BLOCK"] <= 4096 else 1  # as far as shared memory goes
     has = {"HAS_EXTRA": a.add > 0, "HAS_BIAS": a.dbias > 0, "HAS_SUMS": a.sums > 0}
     acc = {f"ACC_{name}": task.accesses[k].accumulate for name, k in (("GAMMA", 1), ("BETA", 2), ("BIAS", a.dbias))}

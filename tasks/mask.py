@@ -15,7 +15,7 @@ from nntile_py.tiles import Access, Part, R, TaskArgs, Tiling
 from .band import Band
 from .elementwise import DropoutArgs
 from .op import Array, Index, Lowering, Tensor
-from .scalar.expression import Call, Expression, Load, Place
+from .scalar.expression import AxisIndex, Call, Element, Expression
 
 
 class Limits(TaskArgs):
@@ -121,14 +121,14 @@ class Mask:
 
         None: all are. Segments have no such form."""
         assert not self.segments, self
-        query, key, padding = Place("seq"), Place("key"), self.padding
+        query, key, padding = AxisIndex("seq"), AxisIndex("key"), self.padding
         terms = [query + 1 > key] if self.causal else []
         if self.window is not None:
             terms.append(key + self.window > query)
         if self.two_sided and self.window is not None:
             terms.append(query + self.window > key)
         if padding:
-            terms.append(Call("unequal", Load(1, ("batch", "key")), 0.0))
+            terms.append(Call("unequal", Element(1, ("batch", "key")), 0.0))
         return functools.reduce(operator.and_, terms) if terms else None
 
     def allowed(self, sizes: dict[str, int], axes: Sequence[str], data: Sequence[Array]) -> Array:

@@ -1,4 +1,4 @@
-"""What normalisations over embed have in common: the residual stream's add before them, and that of its gradient."""
+"""Base classes of normalisations over embed and of their gradients, with the residual stream's additions."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from .op import NORMALIZATION, Op, Tensor
 
 
 class Norm(Op):
-    """Inputs x, the weights and, if there is one, the residual; outputs y, stat and, with a residual, the total.
+    """A normalisation over embed, optionally of x + residual.
 
-    A subclass is constructed as (*inputs but the residual, y, stat, eps, residual, total); one with `takes_dropout`
-    also takes a Dropout of x.
+    Inputs: x, the weights, the residual if there is one. Outputs: y, statistics, and x + residual if there is a
+    residual. The constructor of a subclass takes (x, *weights, y, statistics, eps, residual, total), and a Dropout of x
+    if `takes_dropout` is true.
     """
 
     category = NORMALIZATION
     takes_dropout: ClassVar[bool] = False
-    stat: Tensor
+    statistics: Tensor
     eps: float
     residual: Tensor | None
     total: Tensor | None
@@ -25,7 +26,7 @@ class Norm(Op):
 
     @property
     def fused(self) -> list[str]:
-        """What was fused into it, each an operation an element."""
+        """Names of the fused operations, each of which costs one flop per element."""
         return ["residual"] * bool(self.residual) + ["dropout"] * bool(self.dropout)
 
     @property
@@ -33,17 +34,18 @@ class Norm(Op):
         return " + ".join([self.kind, *self.fused])
 
     def onto(self, x: Tensor, residual: Tensor, total: Tensor, **dropout: Any) -> Norm:
-        """This norm of x + residual, which is kept as `total`, instead of its present input."""
+        """Return this normalisation applied to x + residual; the sum is stored as `total`."""
         assert not self.residual, self
         make: Any = type(self)
-        made: Norm = make(x, *self.inputs[1:], self.output, self.stat, self.eps, residual, total, **dropout)
+        made: Norm = make(x, *self.inputs[1:], self.output, self.statistics, self.eps, residual, total, **dropout)
         return made
 
 
 class NormGrad(Op):
-    """Inputs dy, x, stat, gamma and, if there is one, what is added to dx; outputs dx and the weights' gradients.
+    """Gradient of a normalisation, optionally with a tensor `add` added to dx.
 
-    A subclass is constructed as (*inputs but the addend, *outputs, add).
+    Inputs: dy, x, statistics, gamma, `add` if there is one. Outputs: dx and the gradients of the weights. The
+    constructor of a subclass takes (dy, x, statistics, gamma, *outputs, add).
     """
 
     category = NORMALIZATION
@@ -53,7 +55,7 @@ class NormGrad(Op):
 
     @property
     def fused(self) -> list[str]:
-        """What was fused into it, each an operation an element."""
+        """Names of the fused operations, each of which costs one flop per element."""
         parts = {"add": self.extra, "dropout": self.dropout, "bias gradient": self.bias}
         return [name for name, there in parts.items() if there]
 
@@ -62,7 +64,7 @@ class NormGrad(Op):
         return " + ".join([self.kind, *self.fused])
 
     def plus(self, add: Tensor, dx: Tensor) -> NormGrad:
-        """This gradient with `add` added to dx, in a tensor of its own."""
+        """Return this gradient with `add` added to its input gradient; the sum is stored in the tensor dx."""
         assert not self.extra, self
         make: Any = type(self)
         made: NormGrad = make(*self.inputs, dx, *self.outputs[1:], add=add)

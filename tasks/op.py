@@ -66,7 +66,7 @@ class Tensor:
         return math.prod(self.shape)
 
     @property
-    def words(self) -> int:
+    def elements(self) -> int:
         """Those that hold something: all, or those within the band."""
         if not self.banded:
             return self.numel
@@ -104,7 +104,7 @@ class GraphLike(Protocol):
     dtype: str
     training: bool  # or an evaluation: without dropout
     cuts: Tiling  # that it will be lowered with, where that is known
-    draws: dict[str, Tensor]  # of packed sequences, by axis: the numbers by which dropout draws
+    row_numbers: dict[str, Tensor]  # of packed sequences, by axis: the numbers by which dropout draws
     projections: list[list[Tensor]]  # of each attention: queries, keys, values
     @property
     def loss(self) -> Tensor | None: ...
@@ -273,9 +273,9 @@ class Op:
         """The share of its flop that a tiling leaves: tiles that lie wholly outside of a mask's band are not there."""
         return min(t.filled(cuts) for t in [*self.inputs, *self.outputs])
 
-    def words(self) -> int:
+    def elements(self) -> int:
         """The fewest words to move: each input once, each output once, read too where it is added to."""
-        return sum(t.words for t in {*self.inputs, *self.outputs}) + sum(t.words for t in self.tied)
+        return sum(t.elements for t in {*self.inputs, *self.outputs}) + sum(t.elements for t in self.tied)
 
     @property
     def tied(self) -> list[Tensor]:

@@ -27,16 +27,16 @@ from .launch import (
     launches,
     launches_together,
     numbered,
+    numel,
     power_of_two,
     slot,
     tile,
-    words,
 )
 from .optimizer import ClipArgs, ScaledClipArgs
 
 FAN_IN = 8  # tiles of scalars that one kernel takes: FAN_IN of optimizer.py
 BLOCK = 4096
-SQUARES = 8 * BLOCK  # words that one program sums: fixed, so that the order of the sums is
+SQUARES = 8 * BLOCK  # elements that one program sums; constant, so that sums have a fixed order
 
 
 # A table is COLUMNS of ROWS int64 each: where a tile's programs begin (beyond all of them in rows without a tile), its
@@ -186,7 +186,7 @@ def type_of(address: TileAddress) -> Any:
 # tiles: sum, x
 @launches_together("sum_squares")
 def _describe_squares(tasks: Sequence[Task]) -> Launches:
-    table = table_of([words(task, 1) for task in tasks], numbered(tasks), SQUARES)
+    table = table_of([numel(task, 1) for task in tasks], numbered(tasks), SQUARES)
     scratch = Scratch()
     at, part = scratch.take(len(table.words), "int64"), scratch.take(table.programs, "fp64")
     form = {"TYPE": type_of(tile(tasks[0], 1)), "BLOCK": BLOCK, "warps": 8}

@@ -20,7 +20,7 @@ from nntile_py.tiles.tasklist import Task
 
 from .activation import ACTIVATIONS
 from .contract import ContractArgs, EpilogueArgs, PlanArgs
-from .dynamic_size import Live
+from .dynamic_size import DynamicSize
 from .interpreted_triton import INTERPRETED
 from .launch import (
     Launch,
@@ -259,7 +259,7 @@ def sizes_of(task: Task, plan: PlanArgs) -> Sizes | None:
         return None
     a, out = shape(task, 1), shape(task, 0)
     made = Sizes(math.prod(a[:m]), math.prod(out[m:]), math.prod(a[m:]), b_order != by_row)
-    fixed = not any(isinstance(size, Live) for size in (*a[m:], *shape(task, 2)))
+    fixed = not any(isinstance(size, DynamicSize) for size in (*a[m:], *shape(task, 2)))
     return made if fixed and made.n % 8 == made.k % 8 == 0 else None  # rows of 16 bytes, as wide loads want
 
 

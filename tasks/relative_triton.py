@@ -15,7 +15,7 @@ import triton.language as tl
 
 from nntile_py.tiles.tasklist import Task
 
-from .launch import Launch, Launches, ceil_div, launch, launches, power_of_two, shape, tile, words
+from .launch import Launch, Launches, ceil_div, launch, launches, numel, power_of_two, shape, tile
 from .relative import RelativeArgs
 
 WIDE = 64  # elements of a block along its second axis, at most
@@ -94,7 +94,7 @@ def _blocks(lines: int, columns: int) -> tuple[int, dict[str, int]]:
 
 @launches("relative_scores")
 def _describe(task: Task) -> Launches:
-    args, (seq, key), lines = RelativeArgs.of(task), shape(task, 0)[-2:], words(task, 0) // shape(task, 0)[-1]
+    args, (seq, key), lines = RelativeArgs.of(task), shape(task, 0)[-2:], numel(task, 0) // shape(task, 0)[-1]
     grid, blocks = _blocks(lines, key)
     addresses = tile(task, 0), tile(task, 1), tile(task, 2), tile(task, 2 + (args.queries and args.keys))
     numbers = seq, key, shape(task, 2)[-1], args.first, lines
@@ -110,7 +110,7 @@ def _describe_grad(task: Task) -> Launches:
     made: list[Launch] = []
     for number in range(sums):
         relative = shape(task, number)[-1]
-        lines = words(task, number) // relative
+        lines = numel(task, number) // relative
         grid, blocks = _blocks(lines, relative)
         of_keys = number == 1 or not args.queries
         flags = {"OF_KEYS": of_keys, "ACC": task.accesses[number].accumulate, "STEPS": distances.bit_length()}

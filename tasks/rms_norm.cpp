@@ -1,4 +1,4 @@
-// RMSNorm on tiles [rows, embed]. A row of stat is 1/sqrt(mean of squares + eps).
+// RMSNorm on tiles [rows, embed]. A row of rstd is 1/sqrt(mean of squares + eps).
 #include <vector>
 
 #include "common.h"
@@ -8,11 +8,11 @@
 namespace nntile {
 namespace {
 
-// y = x stat gamma; y may be x.
+// y = x rstd gamma; y may be x.
 template <class T>
-void scale_row(T* y, const T* x, T stat, const T* gamma, int64_t n) {
+void scale_row(T* y, const T* x, T rstd, const T* gamma, int64_t n) {
   for_vectors<T>(n, [&](int64_t k, int64_t count) {
-    (load(x + k, count) * Vec<T>(stat) * load(gamma + k, count)).store(y + k, static_cast<int>(count));
+    (load(x + k, count) * Vec<T>(rstd) * load(gamma + k, count)).store(y + k, static_cast<int>(count));
   });
 }
 
@@ -24,10 +24,10 @@ T weighted_dot(const T* dy, const T* x, const T* gamma, int64_t n) {
   });
 }
 
-// tiles: y, stat, x, gamma (, residual, total)
+// tiles: y, rstd, x, gamma (, residual, total)
 void rms_norm(Args& t) {
   const RMSNormArgs args(t);
-  const auto y = t[0], stat = t[1], x = t[2], gamma = t[3];
+  const auto y = t[0], rstd = t[1], x = t[2], gamma = t[3];
   const bool has_residual = t.tiles() > 4;
   const auto residual = has_residual ? t[4] : at::Tensor(), total = has_residual ? t[5] : at::Tensor();
   dispatch(x, [&](auto zero) {
@@ -44,7 +44,7 @@ void rms_norm(Args& t) {
         });
         in = s;
       }
-      auto& st = stat.data_ptr<T>()[row];
+      auto& st = rstd.data_ptr<T>()[row];
       st = T(1) / std::sqrt(dot_of(in, in, n) / static_cast<T>(n) + eps);
       scale_row(y.data_ptr<T>() + row * n, in, st, gamma.data_ptr<T>(), n);
     }
@@ -66,32 +66,32 @@ void rms_norm_squares(Args& t) {
   });
 }
 
-// tiles: stat, squares
+// tiles: rstd, squares
 void rms_norm_stat(Args& t) {
-  const RMSNormStatArgs args(t);
-  const auto stat = t[0], squares = t[1];
-  dispatch(stat, [&](auto zero) {
+  const RMSNormRstdArgs args(t);
+  const auto rstd = t[0], squares = t[1];
+  dispatch(rstd, [&](auto zero) {
     using T = decltype(zero);
     const T whole = static_cast<T>(args.embed), eps = static_cast<T>(args.eps);
-    for (int64_t row = 0; row < stat.numel(); ++row)
-      stat.data_ptr<T>()[row] = T(1) / std::sqrt(squares.data_ptr<T>()[row] / whole + eps);
+    for (int64_t row = 0; row < rstd.numel(); ++row)
+      rstd.data_ptr<T>()[row] = T(1) / std::sqrt(squares.data_ptr<T>()[row] / whole + eps);
   });
 }
 
-// tiles: y, stat, x, gamma
+// tiles: y, rstd, x, gamma
 void rms_norm_apply(Args& t) {
-  const auto y = t[0], stat = t[1], x = t[2], gamma = t[3];
+  const auto y = t[0], rstd = t[1], x = t[2], gamma = t[3];
   dispatch(x, [&](auto zero) {
     using T = decltype(zero);
     const int64_t n = x.size(-1);
     for (int64_t row = 0; row < x.numel() / n; ++row)
-      scale_row(y.data_ptr<T>() + row * n, x.data_ptr<T>() + row * n, stat.data_ptr<T>()[row], gamma.data_ptr<T>(), n);
+      scale_row(y.data_ptr<T>() + row * n, x.data_ptr<T>() + row * n, rstd.data_ptr<T>()[row], gamma.data_ptr<T>(), n);
   });
 }
 
-// tiles: sums (ACC) of dy gamma xhat, stat, dy, x, gamma
+// tiles: sums (ACC) of dy gamma xhat, rstd, dy, x, gamma
 void rms_norm_grad_sums(Args& t) {
-  const auto sums = t[0], stat = t[1], dy = t[2], x = t[3], gamma = t[4];
+  const auto sums = t[0], rstd = t[1], dy = t[2], x = t[3], gamma = t[4];
   const bool accumulates = t.accumulates(0);
   dispatch(x, [&](auto zero) {
     using T = decltype(zero);
@@ -99,15 +99,15 @@ void rms_norm_grad_sums(Args& t) {
     auto* out = sums.data_ptr<T>();
     for (int64_t row = 0; row < x.numel() / n; ++row) {
       const T dot = weighted_dot(dy.data_ptr<T>() + row * n, x.data_ptr<T>() + row * n, gamma.data_ptr<T>(), n);
-      out[row] = (accumulates ? out[row] : T(0)) + dot * stat.data_ptr<T>()[row];
+      out[row] = (accumulates ? out[row] : T(0)) + dot * rstd.data_ptr<T>()[row];
     }
   });
 }
 
-// tiles: dx, dgamma (ACC), dy, x, stat, gamma (, sums) (, add)
+// tiles: dx, dgamma (ACC), dy, x, rstd, gamma (, sums) (, add)
 void rms_norm_grad(Args& t) {
   const RMSNormGradArgs args(t);
-  const auto dx = t[0], dgamma = t[1], dy = t[2], x = t[3], stat = t[4], gamma = t[5];
+  const auto dx = t[0], dgamma = t[1], dy = t[2], x = t[3], rstd = t[4], gamma = t[5];
   const size_t add_at = args.has_sums ? 7 : 6;
   const bool has_add = t.tiles() > add_at;
   const auto sums = args.has_sums ? t[6] : at::Tensor(), add = has_add ? t[add_at] : at::Tensor();
@@ -120,7 +120,7 @@ void rms_norm_grad(Args& t) {
     std::vector<T> gamma_sum(static_cast<size_t>(n));
     for (int64_t row = 0; row < rows; ++row) {
       const auto *g = dy.data_ptr<T>() + row * n, *in = x.data_ptr<T>() + row * n;
-      const T st = stat.data_ptr<T>()[row];
+      const T st = rstd.data_ptr<T>()[row];
       const T sum = args.has_sums ? sums.data_ptr<T>()[row] : weighted_dot(g, in, w, n) * st;
       const Vec<T> scale(st), mean(sum / whole);
       const T* extra = has_add ? add.data_ptr<T>() + row * n : nullptr;

@@ -10,7 +10,7 @@ from nntile_py.tiles import ACC, R, TaskArgs, W
 
 from .norm import Norm, NormGrad
 from .op import Array, GraphLike, Lowering, Tensor, accumulation_dtype, require
-from .scalar.expression import Definition, Expression, Load, Output, mean, sqrt
+from .scalar.expression import Definition, Element, Expression, Output, mean, sqrt
 
 AXIS = "embed"
 
@@ -19,7 +19,7 @@ class RMSNormArgs(TaskArgs):
     eps: float
 
 
-class RMSNormStatArgs(TaskArgs):
+class RMSNormRstdArgs(TaskArgs):
     embed: int  # of the whole
     eps: float
 
@@ -32,9 +32,10 @@ class RMSNormGradArgs(TaskArgs):
 class RMSNorm(Norm):
     """y = gamma s / sqrt(mean(s^2) + eps) over the last axis, embed, with s = x (+ residual).
 
-    Outputs: y; stat, fp32 or fp64 [..., 1]: 1 / sqrt(mean(s^2) + eps); with a residual also s. (Zhang and Sennrich
-    2019, eq. 4; eps as in transformers' LlamaRMSNorm.) Uncut: one task a tile. Cut: the squares of each embed tile are
-    summed, then each is scaled.
+    Zhang and Sennrich 2019, eq. 4; eps as in transformers' LlamaRMSNorm. Where embed is not cut, each tile is one task.
+    Where embed is cut, tasks sum the squares of each embed tile, then scale each tile.
+
+    Outputs: y; rstd, fp32 or fp64 [..., 1]: 1 / sqrt(mean(s^2) + eps); with a residual also s, `total`.
     """
 
     def __init__(
@@ -42,7 +43,7 @@ class RMSNorm(Norm):
         x: Tensor,
         gamma: Tensor,
         y: Tensor,
-        stat: Tensor,
+        rstd: Tensor,
         eps: float,
         residual: Tensor | None = None,
         total: Tensor | None = None,
@@ -50,8 +51,8 @@ class RMSNorm(Norm):
         require(x.axes[-1] == AXIS, "rms_norm: the last axis must be embed", x)
         require(list(gamma.axes) == [AXIS], "rms_norm: the weight must have the axis embed alone", x, gamma)
         assert (residual is None) == (total is None), x
-        super().__init__([x, gamma, *([residual] if residual else [])], [y, stat, *([total] if total else [])])
-        self.eps, self.residual, self.total, self.stat = eps, residual, total, stat
+        super().__init__([x, gamma, *([residual] if residual else [])], [y, rstd, *([total] if total else [])])
+        self.eps, self.residual, self.total, self.statistics = eps, residual, total, rstd
 
     def gradient(self, g: GraphLike, *grads: Tensor | None) -> list[Tensor | None]:
         x, gamma = self.inputs[:2]
@@ -59,7 +60,7 @@ class RMSNorm(Norm):
         assert dy is not None and self.residual is None, "fusion comes after the gradients"
         dx = g.temp("rms_norm_grad", x.axes, x.shape, x.dtype)
         dgamma = g.temp("gamma_grad", gamma.axes, gamma.shape, accumulation_dtype(gamma.dtype))
-        g.add(RMSNormGrad(dy, x, self.stat, gamma, dx, dgamma))
+        g.add(RMSNormGrad(dy, x, self.statistics, gamma, dx, dgamma))
         return [dx, dgamma]
 
     def flop(self) -> float:
@@ -69,52 +70,52 @@ class RMSNorm(Norm):
         x, gamma = self.inputs[:2]
         extra = [self.residual] if self.residual else []
         for index in low.indices(x, x.axes[:-1]):
-            stat = low.tile(self.stat, index | {"stat": 0})
+            rstd = low.tile(self.statistics, index | {"stat": 0})
             columns = [index | {AXIS: k} for k in range(len(low.parts(x, AXIS)))]
             if len(columns) == 1:
                 at = columns[0]
                 total = [W(low.tile(self.total, at))] if self.total else []
                 tiles = [low.tile(t, at) for t in (x, gamma, *extra)]
-                accesses = [W(low.tile(self.output, at)), W(stat), *map(R, tiles), *total]
+                accesses = [W(low.tile(self.output, at)), W(rstd), *map(R, tiles), *total]
                 low.emit("rms_norm", accesses, RMSNormArgs(self.eps))
                 continue
-            squares = low.scratch(f"{self.name}.squares", index, stat.shape, stat.dtype)
+            squares = low.scratch(f"{self.name}.squares", index, rstd.shape, rstd.dtype)
             source = self.total or x
             for at in columns:
                 if self.total:
                     low.emit("add", [W(low.tile(self.total, at)), *(R(low.tile(t, at)) for t in (x, *extra))])
                 low.emit("rms_norm_squares", [ACC(squares), R(low.tile(source, at))])
-            low.emit("rms_norm_stat", [W(stat), R(squares)], RMSNormStatArgs(x.size(AXIS), self.eps))
+            low.emit("rms_norm_stat", [W(rstd), R(squares)], RMSNormRstdArgs(x.size(AXIS), self.eps))
             for at in columns:
                 tiles = [low.tile(t, at) for t in (source, gamma)]
-                low.emit("rms_norm_apply", [W(low.tile(self.output, at)), R(stat), *map(R, tiles)])
+                low.emit("rms_norm_apply", [W(low.tile(self.output, at)), R(rstd), *map(R, tiles)])
 
     def scalar(self) -> Definition:
         axes, rows = self.output.axes, self.output.axes[:-1]
-        s: Expression = Load(0, axes)
+        s: Expression = Element(0, axes)
         if self.residual:
-            s = s + Load(2, axes)
-        stat = 1 / sqrt(mean(s * s, AXIS) + self.eps)
-        outputs = [Output(0, axes, s * stat * Load(1, (AXIS,))), Output(1, (*rows, 0), stat)]
+            s = s + Element(2, axes)
+        rstd = 1 / sqrt(mean(s * s, AXIS) + self.eps)
+        outputs = [Output(0, axes, s * rstd * Element(1, (AXIS,))), Output(1, (*rows, 0), rstd)]
         outputs += [Output(2, axes, s)] if self.total else []
         return Definition(self.output.sizes, tuple(outputs))
 
     def reference(self, *inputs: Array) -> tuple[Array, ...]:
         s = inputs[0] + inputs[2] if self.residual else inputs[0]
-        stat = 1 / np.sqrt((s * s).mean(-1, keepdims=True) + self.eps)
-        return (s * stat * inputs[1], stat, *([s] if self.total else []))
+        rstd = 1 / np.sqrt((s * s).mean(-1, keepdims=True) + self.eps)
+        return (s * rstd * inputs[1], rstd, *([s] if self.total else []))
 
 
 class RMSNormGrad(NormGrad):
-    """With xhat = x stat and w = dy gamma: dx = stat (w - xhat mean(w xhat)) (+ add), dgamma = sum dy xhat.
+    """With xhat = x rstd and w = dy gamma: dx = rstd (w - xhat mean(w xhat)) (+ add), dgamma = sum dy xhat.
 
     The sum is over all rows, the mean over embed.
     """
 
     def __init__(
-        self, dy: Tensor, x: Tensor, stat: Tensor, gamma: Tensor, dx: Tensor, dgamma: Tensor, add: Tensor | None = None
+        self, dy: Tensor, x: Tensor, rstd: Tensor, gamma: Tensor, dx: Tensor, dgamma: Tensor, add: Tensor | None = None
     ) -> None:
-        super().__init__([dy, x, stat, gamma, *([add] if add else [])], [dx, dgamma])
+        super().__init__([dy, x, rstd, gamma, *([add] if add else [])], [dx, dgamma])
         self.extra = add
 
     @property
@@ -125,35 +126,35 @@ class RMSNormGrad(NormGrad):
         return (9.0 + len(self.fused)) * self.output.numel
 
     def lower(self, low: Lowering) -> None:
-        dy, x, stat, gamma = self.inputs[:4]
+        dy, x, rstd, gamma = self.inputs[:4]
         dx, dgamma = self.outputs
         for index in low.indices(x, x.axes[:-1]):
             columns = [index | {AXIS: k} for k in range(len(low.parts(x, AXIS)))]
-            row_stat, sums = low.tile(stat, index | {"stat": 0}), []
+            row_rstd, sums = low.tile(rstd, index | {"stat": 0}), []
             if len(columns) > 1:
-                sums = [low.scratch(f"{self.name}.sums", index, row_stat.shape, row_stat.dtype)]
+                sums = [low.scratch(f"{self.name}.sums", index, row_rstd.shape, row_rstd.dtype)]
                 for at in columns:
                     tiles = [low.tile(t, at) for t in (dy, x, gamma)]
-                    low.emit("rms_norm_grad_sums", [ACC(sums[0]), R(row_stat), *map(R, tiles)])
+                    low.emit("rms_norm_grad_sums", [ACC(sums[0]), R(row_rstd), *map(R, tiles)])
             for at in columns:
-                tiles = [low.tile(dy, at), low.tile(x, at), row_stat, low.tile(gamma, at), *sums]
+                tiles = [low.tile(dy, at), low.tile(x, at), row_rstd, low.tile(gamma, at), *sums]
                 tiles += [low.tile(self.extra, at)] if self.extra else []
                 accesses = [W(low.tile(dx, at)), ACC(low.tile(dgamma, at)), *map(R, tiles)]
                 low.emit("rms_norm_grad", accesses, RMSNormGradArgs(x.size(AXIS), bool(sums)))
 
     def scalar(self) -> Definition:
         axes, rows = self.output.axes, self.output.axes[:-1]
-        dy, x, stat = Load(0, axes), Load(1, axes), Load(2, (*rows, 0))
-        xhat, w = x * stat, dy * Load(3, (AXIS,))
-        dx = stat * (w - xhat * mean(w * xhat, AXIS))
+        dy, x, rstd = Element(0, axes), Element(1, axes), Element(2, (*rows, 0))
+        xhat, w = x * rstd, dy * Element(3, (AXIS,))
+        dx = rstd * (w - xhat * mean(w * xhat, AXIS))
         if self.extra:
-            dx = dx + Load(4, axes)
+            dx = dx + Element(4, axes)
         return Definition(self.output.sizes, (Output(0, axes, dx), Output(1, (AXIS,), dy * xhat, total=True)))
 
     def reference(self, *inputs: Array) -> tuple[Array, ...]:
-        dy, x, stat, gamma = inputs[:4]
-        xhat, w = x * stat, dy * gamma
-        dx = stat * (w - xhat * (w * xhat).mean(-1, keepdims=True))
+        dy, x, rstd, gamma = inputs[:4]
+        xhat, w = x * rstd, dy * gamma
+        dx = rstd * (w - xhat * (w * xhat).mean(-1, keepdims=True))
         dgamma = (dy * xhat).sum(tuple(range(x.ndim - 1)))
         return dx + inputs[4] if self.extra else dx, dgamma
 
@@ -161,5 +162,5 @@ class RMSNormGrad(NormGrad):
 def rms_norm(g: GraphLike, x: Tensor, gamma: Tensor, eps: float) -> Tensor:
     """gamma x / sqrt(mean(x^2) + eps) over embed, the last axis; see RMSNorm."""
     y = g.temp("rms_norm", x.axes, x.shape, x.dtype)
-    stat = g.temp("stat", [*x.axes[:-1], "stat"], [*x.shape[:-1], 1], accumulation_dtype(x.dtype))
-    return g.add(RMSNorm(x, gamma, y, stat, eps)).output
+    rstd = g.temp("stat", [*x.axes[:-1], "stat"], [*x.shape[:-1], 1], accumulation_dtype(x.dtype))
+    return g.add(RMSNorm(x, gamma, y, rstd, eps)).output

@@ -11,14 +11,14 @@ import triton.language as tl
 from nntile_py.tiles.tasklist import Task
 
 from .elementwise_triton import sum_of_parts
-from .launch import Launches, Parameter, Scratch, ceil_div, launch, launches, tile, words
+from .launch import Launches, Parameter, Scratch, ceil_div, launch, launches, numel, tile
 from .layer_norm_triton import PROGRAMS, by_rows, row_blocks
-from .rms_norm import RMSNormArgs, RMSNormGradArgs, RMSNormStatArgs
+from .rms_norm import RMSNormArgs, RMSNormGradArgs, RMSNormRstdArgs
 
 
 @triton.jit
 def _rms_norm(
-    Y, STAT, X, GAMMA, RESIDUAL, TOTAL, rows, n, eps,
+    Y, RSTD, X, GAMMA, RESIDUAL, TOTAL, rows, n, eps,
     HAS_RESIDUAL: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row, col = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)
@@ -28,10 +28,10 @@ def _rms_norm(
         total = (x + tl.load(RESIDUAL + at, inside, 0.0).to(tl.float32)).to(TOTAL.dtype.element_ty)
         tl.store(TOTAL + at, total, inside)
         x = total.to(tl.float32)  # what the gradient will read
-    stat = 1 / tl.sqrt(tl.sum(x * x, 1) / n + eps)
-    tl.store(STAT + row, stat, row < rows)
+    rstd = 1 / tl.sqrt(tl.sum(x * x, 1) / n + eps)
+    tl.store(RSTD + row, rstd, row < rows)
     gamma = tl.load(GAMMA + col, col < n).to(tl.float32)
-    tl.store(Y + at, x * stat[:, None] * gamma[None, :], inside)
+    tl.store(Y + at, x * rstd[:, None] * gamma[None, :], inside)
 
 
 @triton.jit
@@ -45,24 +45,24 @@ def _squares(SUMS, X, rows, n, ACC: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.
 
 
 @triton.jit
-def _stat(STAT, SUMS, rows, whole, eps, ROWS: tl.constexpr):
+def _stat(RSTD, SUMS, rows, whole, eps, ROWS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     squares = tl.load(SUMS + row, row < rows, 1.0)
-    tl.store(STAT + row, 1 / tl.sqrt(squares / whole + eps), row < rows)
+    tl.store(RSTD + row, 1 / tl.sqrt(squares / whole + eps), row < rows)
 
 
 @triton.jit
-def _apply(Y, STAT, X, GAMMA, rows, n, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def _apply(Y, RSTD, X, GAMMA, rows, n, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     row, col = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)
     at, inside = row[:, None] * n + col[None, :], (row < rows)[:, None] & (col < n)[None, :]
-    stat, gamma = tl.load(STAT + row, row < rows, 0.0), tl.load(GAMMA + col, col < n).to(tl.float32)
+    rstd, gamma = tl.load(RSTD + row, row < rows, 0.0), tl.load(GAMMA + col, col < n).to(tl.float32)
     x = tl.load(X + at, inside, 0.0).to(tl.float32)
-    tl.store(Y + at, x * stat[:, None] * gamma[None, :], inside)
+    tl.store(Y + at, x * rstd[:, None] * gamma[None, :], inside)
 
 
 @triton.jit
 def _grad_sums(
-    SUMS, STAT, DY, X, GAMMA, rows, n,
+    SUMS, RSTD, DY, X, GAMMA, rows, n,
     ACC: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row, col = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)
@@ -70,7 +70,7 @@ def _grad_sums(
     gamma = tl.load(GAMMA + col, col < n, 0.0).to(tl.float32)
     w = tl.load(DY + at, inside, 0.0).to(tl.float32) * gamma[None, :]
     x = tl.load(X + at, inside, 0.0).to(tl.float32)
-    sums = tl.sum(w * x, 1) * tl.load(STAT + row, row < rows, 0.0)
+    sums = tl.sum(w * x, 1) * tl.load(RSTD + row, row < rows, 0.0)
     if ACC:
         sums += tl.load(SUMS + row, row < rows, 0.0)
     tl.store(SUMS + row, sums, row < rows)
@@ -78,7 +78,7 @@ def _grad_sums(
 
 @triton.jit
 def _grad(
-    DX, PART, DY, X, STAT, GAMMA, SUMS, EXTRA, rows, n, whole,
+    DX, PART, DY, X, RSTD, GAMMA, SUMS, EXTRA, rows, n, whole,
     HAS_SUMS: tl.constexpr, HAS_EXTRA: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -90,10 +90,10 @@ def _grad(
         row = first + tl.arange(0, ROWS)
         at, inside = row[:, None] * n + col[None, :], (row < rows)[:, None] & (col < n)[None, :]
         dy = tl.load(DY + at, inside, 0.0).to(tl.float32)
-        stat = tl.load(STAT + row, row < rows, 0.0)
-        xhat, w = tl.load(X + at, inside, 0.0).to(tl.float32) * stat[:, None], dy * gamma[None, :]
+        rstd = tl.load(RSTD + row, row < rows, 0.0)
+        xhat, w = tl.load(X + at, inside, 0.0).to(tl.float32) * rstd[:, None], dy * gamma[None, :]
         sums = tl.load(SUMS + row, row < rows, 0.0) if HAS_SUMS else tl.sum(w * xhat, 1)
-        dx = stat[:, None] * (w - xhat * (sums / whole)[:, None])
+        dx = rstd[:, None] * (w - xhat * (sums / whole)[:, None])
         if HAS_EXTRA:
             dx += tl.load(EXTRA + at, inside, 0.0).to(tl.float32)
         tl.store(DX + at, dx, inside)
@@ -117,7 +117,7 @@ def _describe_squares(task: Task) -> Launches:
 
 @launches("rms_norm_stat")
 def _describe_stat(task: Task) -> Launches:
-    rows, given = words(task, 0), RMSNormStatArgs.of(task)
+    rows, given = numel(task, 0), RMSNormRstdArgs.of(task)
     args: list[Parameter] = [tile(task, 0), tile(task, 1), rows, given.embed, given.eps]
     return Launches((launch(_stat, ceil_div(rows, 128), *args, ROWS=128),))
 

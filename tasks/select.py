@@ -32,7 +32,7 @@ class Select(Op):
     def flop(self) -> float:
         return 0.0
 
-    def words(self) -> int:
+    def elements(self) -> int:
         return 2 * self.output.numel
 
     def lower(self, low: Lowering) -> None:

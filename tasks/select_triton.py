@@ -12,7 +12,7 @@ import triton.language as tl
 
 from nntile_py.tiles.tasklist import Task
 
-from .launch import Launches, ceil_div, launch, launches, shape, tile, words
+from .launch import Launches, ceil_div, launch, launches, numel, shape, tile
 from .select import SelectArgs
 
 
@@ -39,14 +39,14 @@ def _axis(task: Task, number: int) -> dict[str, int]:
 
 @launches("select")
 def _describe(task: Task) -> Launches:
-    n = words(task, 0)
+    n = numel(task, 0)
     args = (tile(task, 0), tile(task, 1), n, SelectArgs.of(task).index)
     return Launches((launch(_select, ceil_div(n, 1024), *args, **_axis(task, 1), BLOCK=1024),))
 
 
 @launches("select_grad")
 def _describe_grad(task: Task) -> Launches:
-    n = words(task, 0)
+    n = numel(task, 0)
     dy = tile(task, len(task.accesses) - 1)  # of a tile without the position nothing is loaded
     args = (tile(task, 0), dy, n, SelectArgs.of(task).index)
     return Launches((launch(_select_grad, ceil_div(n, 1024), *args, **_axis(task, 0), BLOCK=1024),))

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from nntile_py.tiles.tasklist import Task
 
-from .launch import Launches, Parameter, ceil_div, launch, launches, slot, tile, words
+from .launch import Launches, Parameter, ceil_div, launch, launches, numel, slot, tile
 from .optimizer_triton import load_param, master_bits, store_param
 from .sgd import SGDArgs
 
@@ -35,7 +35,7 @@ def _sgd(
 # tiles: grad, clip, param (, m) (, master)
 @launches("sgd")
 def _describe_sgd(task: Task) -> Launches:
-    n, a = words(task, 0), SGDArgs.of(task)
+    n, a = numel(task, 0), SGDArgs.of(task)
     has_momentum = a.momentum > 0
     bits = master_bits(task, 3 + has_momentum)
     m, master = 3 if has_momentum else 2, 3 + has_momentum if bits else 2

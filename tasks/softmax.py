@@ -8,7 +8,7 @@ from nntile_py.tiles import ACC, R, TaskArgs, Tiling, W
 
 from .mask import Limits, Mask, masked_softmax
 from .op import NORMALIZATION, Array, GraphLike, Index, Lowering, Op, Tensor, accumulation_dtype
-from .scalar.expression import Definition, Load, Output, exp, largest, select, total
+from .scalar.expression import Definition, Element, Output, exp, largest, select, total
 
 
 class SoftmaxLimits(TaskArgs):
@@ -78,7 +78,7 @@ class Softmax(Op):
     def scalar(self) -> Definition | None:
         if self.mask.segments:  # needs a search
             return None
-        axes, x = self.output.axes, Load(0, self.output.axes)
+        axes, x = self.output.axes, Element(0, self.output.axes)
         allowed = self.mask.condition()
         top = largest(x if allowed is None else select(allowed, x, -math.inf), "key")
         e = exp(x - top)
@@ -117,7 +117,7 @@ class SoftmaxGrad(Op):
 
     def scalar(self) -> Definition:
         axes = self.output.axes
-        p, dp = Load(0, axes), Load(1, axes)
+        p, dp = Element(0, axes), Element(1, axes)
         return Definition(self.output.sizes, (Output(0, axes, p * (dp - total(p * dp, "key"))),))
 
     def reference(self, *inputs: Array) -> tuple[Array, ...]:

@@ -13,7 +13,7 @@ import triton.language as tl
 from nntile_py.tiles.tasklist import Task
 
 from .accumulate_triton import combine_softmax
-from .launch import Launches, Parameter, ceil_div, launch, launches, power_of_two, shape, tile, words
+from .launch import Launches, Parameter, ceil_div, launch, launches, numel, power_of_two, shape, tile
 from .relative_triton import first_of
 from .softmax import SoftmaxArgs
 
@@ -114,7 +114,7 @@ def _blocks(task: Task, number: int) -> tuple[int, tuple[int, int], dict[str, An
         raise ValueError(f"{task.op}: rows of {n} are not allowed on CUDA; cut seq into tiles of at most {WIDEST}")
     block = power_of_two(n)
     lines = max(1, 1024 // block)
-    rows = words(task, number) // n
+    rows = numel(task, number) // n
     return ceil_div(rows, lines), (rows, n), {"ROWS": lines, "BLOCK": block, "warps": min(16, max(1, block // 1024))}
 
 
@@ -125,7 +125,7 @@ def _masked(task: Task, count: int, size: tuple[int, int]) -> tuple[list[Paramet
     limits = args.masked.limits if args.masked else None
     padded, segmented = bool(limits and limits.padding), bool(limits and limits.segments)
     batch = shape(task, count)[0] if padded else 1
-    sequences = words(task, count + padded) - 1 if segmented else 0
+    sequences = numel(task, count + padded) - 1 if segmented else 0
     addresses = [tile(task, count if padded else 0), tile(task, count + padded if segmented else 0)]
     key, window = (limits.key, limits.window) if limits else (0, 0)
     numbers = [args.shift, key, window, args.masked.rows if args.masked else 1, batch, sequences]

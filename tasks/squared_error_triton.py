@@ -11,7 +11,7 @@ import triton.language as tl
 from nntile_py.tiles.tasklist import Task
 
 from .cross_entropy_triton import scaled_total
-from .launch import Launches, Parameter, Scratch, ceil_div, launch, launches, slot, tile, words
+from .launch import Launches, Parameter, Scratch, ceil_div, launch, launches, numel, slot, tile
 from .squared_error import SquaredErrorArgs
 
 PROGRAMS = 1024  # that a sum is split over; fixed, so that the order of the sum is
@@ -38,7 +38,7 @@ def _squared_error_grad(DX, X, TARGET, n, scale, BLOCK: tl.constexpr):
 @launches("squared_error")
 def _describe(task: Task) -> Launches:
     loss, x, target = (tile(task, k) for k in range(3))
-    n, scratch = words(task, 1), Scratch()
+    n, scratch = numel(task, 1), Scratch()
     programs = min(ceil_div(n, 1024), PROGRAMS)
     parts, acc, scale = scratch.take(programs, "fp32"), task.accesses[0].accumulate, SquaredErrorArgs.of(task).scale
     return Launches(
@@ -52,6 +52,6 @@ def _describe(task: Task) -> Launches:
 
 @launches("squared_error_grad")
 def _describe_grad(task: Task) -> Launches:
-    n = words(task, 0)
+    n = numel(task, 0)
     args: list[Parameter] = [*(tile(task, k) for k in range(3)), n, slot(task, SquaredErrorArgs.of(task).scale)]
     return Launches((launch(_squared_error_grad, ceil_div(n, 1024), *args, BLOCK=1024),))

@@ -37,8 +37,8 @@ def generated(make: Callable[[Case], list[Op]], *whole: str, seed: int | None = 
 
 def dropped_into_norm(case: Case) -> list[Op]:
     """DRLN of the data-movement paper, without the bias."""
-    x, dropped, total, stat = case.x(_ROWS), case.temp(_ROWS), case.y(_ROWS), case.y("batch seq stat", case.wide)
-    norm = ops.LayerNorm(total, case.x("embed"), case.x("embed"), case.y(_ROWS), stat, 1e-5)
+    x, dropped, total, statistics = case.x(_ROWS), case.temp(_ROWS), case.y(_ROWS), case.y("batch seq stat", case.wide)
+    norm = ops.LayerNorm(total, case.x("embed"), case.x("embed"), case.y(_ROWS), statistics, 1e-5)
     return [ops.Dropout(x, dropped, 0.3, key=7), ops.Add(case.x(_ROWS), dropped, total), norm]
 
 
@@ -46,11 +46,11 @@ def norm_grad_into_dropout(case: Case) -> list[Op]:
     """BLNRD and the bias' gradient."""
     x, gamma = case.x(_ROWS), case.x("embed")
     forward = ops.LayerNorm(x, gamma, case.x("embed"), case.temp(_ROWS), case.temp("batch seq stat"), 1e-5)
-    stat, dx = case.x("batch seq stat", of(forward, 1), case.wide), case.temp(_ROWS)
+    statistics, dx = case.x("batch seq stat", of(forward, 1), case.wide), case.temp(_ROWS)
     sums = [case.y("embed", case.wide) for _ in range(3)]
     total, dropped = case.y(_ROWS), case.y(_ROWS)
     return [
-        ops.LayerNormGrad(case.x(_ROWS), x, stat, gamma, dx, *sums[:2]),
+        ops.LayerNormGrad(case.x(_ROWS), x, statistics, gamma, dx, *sums[:2]),
         ops.Add(case.x(_ROWS), dx, total),
         ops.Dropout(total, dropped, 0.3, key=1 << 40),
         ops.Sum(dropped, sums[2]),
@@ -78,11 +78,11 @@ def bias_and_activation(kind: str) -> Callable[[Case], list[Op]]:
     def make(case: Case) -> list[Op]:
         axes = "batch seq ffn"
         y, act, dropped = case.temp(axes), case.y(axes), case.temp(axes)
-        draws = case.x("batch seq", ids(1000), "int64")
+        row_numbers = case.x("batch seq", ids(1000), "int64")
         return [
             ops.BiasAdd(case.x(axes), case.x("ffn"), y),
             ops.Activation(y, act, kind),
-            ops.Dropout(act, dropped, 0.4, key=5, draws=draws),
+            ops.Dropout(act, dropped, 0.4, key=5, row_numbers=row_numbers),
             ops.Dropout(dropped, case.y(axes), 0.1, key=2),
         ]
 
@@ -116,9 +116,9 @@ def rms_norm_grads(case: Case) -> list[Op]:
     case.sizes["stat"] = 1
     x, gamma, dx = case.x(_ROWS), case.x("embed"), case.temp(_ROWS)
     forward = ops.RMSNorm(x, gamma, case.temp(_ROWS), case.temp("batch seq stat"), 1e-5)
-    stat = case.x("batch seq stat", of(forward, 1), case.wide)
+    statistics = case.x("batch seq stat", of(forward, 1), case.wide)
     return [
-        ops.RMSNormGrad(case.x(_ROWS), x, stat, gamma, dx, case.y("embed", case.wide)),
+        ops.RMSNormGrad(case.x(_ROWS), x, statistics, gamma, dx, case.y("embed", case.wide)),
         ops.Add(dx, case.x(_ROWS), case.y(_ROWS)),
     ]
 

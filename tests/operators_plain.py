@@ -58,8 +58,8 @@ def dropout_by_numbers(p: float) -> Callable[[Case], Op]:
 
     def row(case: Case) -> Op:
         case.slots["dropout_seed"], case.options["seed"] = 5.0, 5
-        draws = case.x("batch seq", ids(1000), "int64")
-        return case.add(ops.Dropout(case.x("batch seq embed"), case.y("batch seq embed"), p, key=7, draws=draws))
+        numbers = case.x("batch seq", ids(1000), "int64")
+        return case.add(ops.Dropout(case.x("batch seq embed"), case.y("batch seq embed"), p, 7, numbers))
 
     return row
 
@@ -140,9 +140,9 @@ def layer_norm_grad(add: bool, bias: bool = False, p: float = 0.0) -> Callable[[
 def rms_norm(residual: bool) -> Callable[[Case], Op]:
     def row(case: Case) -> Op:
         axes, case.sizes["stat"] = "batch seq embed", 1
-        x, gamma, y, stat = case.x(axes), case.x("embed"), case.y(axes), case.y("batch seq stat", case.wide)
+        x, gamma, y, statistics = case.x(axes), case.x("embed"), case.y(axes), case.y("batch seq stat", case.wide)
         more = {"residual": case.x(axes), "total": case.y(axes)} if residual else {}
-        return case.add(ops.RMSNorm(x, gamma, y, stat, 1e-5, **more))
+        return case.add(ops.RMSNorm(x, gamma, y, statistics, 1e-5, **more))
 
     return row
 
@@ -152,9 +152,9 @@ def rms_norm_grad(add: bool) -> Callable[[Case], Op]:
         axes, case.sizes["stat"] = "batch seq embed", 1
         x, gamma = case.x(axes), case.x("embed")
         forward = ops.RMSNorm(x, gamma, case.temp(axes), case.temp("batch seq stat"), 1e-5)
-        stat = case.x("batch seq stat", of(forward, 1), case.wide)
+        statistics = case.x("batch seq stat", of(forward, 1), case.wide)
         outs = case.y(axes), case.y("embed", case.wide)
-        return case.add(ops.RMSNormGrad(case.x(axes), x, stat, gamma, *outs, add=case.x(axes) if add else None))
+        return case.add(ops.RMSNormGrad(case.x(axes), x, statistics, gamma, *outs, add=case.x(axes) if add else None))
 
     return row
 

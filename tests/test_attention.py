@@ -91,7 +91,7 @@ class Row:
             case.sizes["sequences"] = len(self.ends) + 1
             of_segments = lambda *_: np.array([self.start, *self.ends])  # noqa: E731
         if self.dropout and self.form == "segments" and "segments" in words:
-            case.graph.draws["seq"] = case.x("batch seq", ids(1000), "int64")
+            case.graph.row_numbers["seq"] = case.x("batch seq", ids(1000), "int64")
         data = {
             "padding": case.x(f"batch {key}", padding, "int64") if "padding" in words else None,
             "segments": case.x("sequences", of_segments, "int64") if "segments" in words else None,
@@ -368,7 +368,7 @@ def test_bands(band: Band, tile: int, size: int) -> None:
     assert total == band.area(Part(0, size), Part(0, size))
     assert abs(total - allowed.sum()) <= size
     scores = Tensor("scores", ["heads", "seq", "key"], [3, size, size], "fp32", band=band)
-    assert scores.words == 3 * allowed.sum()
+    assert scores.elements == 3 * allowed.sum()
     assert scores.filled(Tiling({"seq": tile})) == pytest.approx(there / size**2)
 
 

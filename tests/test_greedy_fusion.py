@@ -117,7 +117,7 @@ def test_one_normalization_a_group() -> None:
     assert [t.axes for t in first.outputs] == [("batch", "seq", "embed")]  # nobody reads the statistics
     naive = fuse(chain(), Fusion.of(False))
     members = naive.ops[:5]
-    assert first.words() == 3 * 64 + 2 * 8 < sum(op.words() for op in members)
+    assert first.elements() == 3 * 64 + 2 * 8 < sum(op.elements() for op in members)
     assert first.flop() == sum(op.flop() for op in members)
 
 
@@ -254,7 +254,7 @@ def test_two_processes_compile_the_same(tmp_path: Path) -> None:
     """One library stays, and nothing else."""
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
-    source = group_of("Generated RMSNorm").made.source
+    source = group_of("Generated RMSNorm").kernel.source
     both = [context.Process(target=compile_it, args=(source, str(tmp_path), results)) for _ in range(2)]
     for process in both:
         process.start()
@@ -268,21 +268,21 @@ def test_two_processes_compile_the_same(tmp_path: Path) -> None:
 def test_layers_share_a_kernel() -> None:
     """Keys of dropout and sizes are no part of it, dtypes are."""
     spec = StepSpec(MODELS["encoder"](), 4, 16, fusion=FOUND)
-    made = Counter(op.made.name for op in groups(spec.graphs().graph))
+    made = Counter(op.kernel.name for op in groups(spec.graphs().graph))
     assert sorted(made.values()) == [2, 2, 2, 4, 4]
-    assert group_of("Generated RMSNorm").made.source != group_of("Generated RMSNorm", "fp64").made.source
+    assert group_of("Generated RMSNorm").kernel.source != group_of("Generated RMSNorm", "fp64").kernel.source
 
 
 def test_operators_that_cannot_be_one() -> None:
     from nntile_py.tasks import Activation, Softmax
-    from nntile_py.tasks.generated import NotJoined
+    from nntile_py.tasks.generated import NotFusible
     from nntile_py.tasks.mask import Mask
 
     x, y = (Tensor(name, ["seq", "key"], [4, 4], "fp32") for name in "xy")
     z = Tensor("z", ["key", "seq"], [4, 4], "fp32")
     first, second = Softmax(x, y, Mask()), Softmax(y, x, Mask())
-    with pytest.raises(NotJoined, match="only one may reduce within rows"):
+    with pytest.raises(NotFusible, match="only one may reduce within rows"):
         Generated([first, second], [x])
-    with pytest.raises(NotJoined, match="their spaces differ"):
+    with pytest.raises(NotFusible, match="their spaces differ"):
         Generated([Activation(x, y, "relu"), Activation(z, z, "relu")], [y, z])
     assert np.isfinite(Generated([Activation(x, y, "relu"), second], [x]).flop())

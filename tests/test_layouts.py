@@ -36,7 +36,7 @@ from nntile_py.measure import experiment, experiments, layout_experiment
 from nntile_py.measure.torch_layer import torch_layer
 from nntile_py.profiling import layout_timer as profiled
 from nntile_py.system import launcher
-from nntile_py.tasks import Tensor, activation, contract
+from nntile_py.tasks import Generated, Tensor, activation, contract
 from nntile_py.tasks.contract import Contract
 from nntile_py.tasks.elementwise import Dropout, Transpose
 from nntile_py.tasks.layer_norm import LayerNorm
@@ -291,7 +291,7 @@ def test_widths_of_generated_kernels(runtime: nt.Runtime) -> None:
 
     spec = StepSpec(MODELS["encoder"](), 4, 16, dtype="fp64", fusion=Fusion())
     wide = replace(spec, timings=Wide(OF))
-    sources = [op.made.source for op in wide.graphs().graph.ops if hasattr(op, "made")]
+    sources = [op.kernel.source for op in wide.graphs().graph.ops if isinstance(op, Generated)]
     assert sources and all("simdlen(8)" in text for text in sources)
     assert error(trained(wide)[0], trained(spec)[0]) < 1e-12
 

@@ -28,7 +28,7 @@ def test_every_operator_has_a_row() -> None:
         case = Case(SIZES, "fp64")
         row(case)
         for op in case.graph.ops:
-            assert op.flop() >= 0 and op.words() >= 0
+            assert op.flop() >= 0 and op.elements() >= 0
         built |= {type(op) for op in case.graph.ops}
     assert built == {
         x for x in vars(ops).values() if isinstance(x, type) and issubclass(x, Op) and not x.__subclasses__()

@@ -279,14 +279,14 @@ def test_layer_norm_of_a_residual() -> None:
     rows, columns = ["seq", "embed"], ["embed"]
     t = [Tensor(f"t{k}", rows, shape, "fp64") for k in range(8)]
     c = [Tensor(f"c{k}", columns, [7], "fp64") for k in range(5)]
-    stat = Tensor("stat", ["seq", "stat"], [3, 2], "fp64")
-    forward = ops.LayerNorm(t[0], c[0], c[1], t[2], stat, 1e-5, residual=t[1], total=t[3])
+    statistics = Tensor("stat", ["seq", "stat"], [3, 2], "fp64")
+    forward = ops.LayerNorm(t[0], c[0], c[1], t[2], statistics, 1e-5, residual=t[1], total=t[3])
     y, statistics, total = forward.reference(x, gamma, beta, r)
     tx, tr, tb, tgamma, tbeta = (torch.tensor(v, requires_grad=True) for v in (x, r, np.zeros(7), gamma, beta))
     want = F.layer_norm(tx + tb + tr, (7,), tgamma, tbeta, 1e-5)
     assert error(y, want.detach()) < 1e-13 and error(total, x + r) < 1e-15
     ((want * torch.tensor(dy)).sum() + ((tx + tb + tr) * torch.tensor(ds)).sum()).backward()
-    back = ops.LayerNormGrad(t[4], t[3], stat, c[0], t[5], c[2], c[3], add=t[6], dbias=c[4])
+    back = ops.LayerNormGrad(t[4], t[3], statistics, c[0], t[5], c[2], c[3], add=t[6], dbias=c[4])
     for got, param in zip(back.reference(dy, total, statistics, gamma, ds), (tr, tgamma, tbeta, tb), strict=True):
         assert param.grad is not None and error(got, param.grad) < 1e-13
 
@@ -308,13 +308,13 @@ def test_rms_norm_of_a_residual() -> None:
     gamma = rng.standard_normal(7)
     t = [Tensor(f"t{k}", ["seq", "embed"], (3, 7), "fp64") for k in range(7)]
     c = [Tensor(f"c{k}", ["embed"], [7], "fp64") for k in range(2)]
-    stat = Tensor("stat", ["seq", "stat"], [3, 1], "fp64")
-    y, statistics, total = ops.RMSNorm(t[0], c[0], t[2], stat, 1e-5, t[1], t[3]).reference(x, gamma, r)
+    statistics = Tensor("stat", ["seq", "stat"], [3, 1], "fp64")
+    y, statistics, total = ops.RMSNorm(t[0], c[0], t[2], statistics, 1e-5, t[1], t[3]).reference(x, gamma, r)
     tx, tr, tgamma = (torch.tensor(v, requires_grad=True) for v in (x, r, gamma))
     want = rms_norm(tx + tr, tgamma, 1e-5)
     assert error(y, want.detach()) < 1e-13 and error(total, x + r) < 1e-15
     ((want * torch.tensor(dy)).sum() + ((tx + tr) * torch.tensor(ds)).sum()).backward()
-    back = ops.RMSNormGrad(t[4], t[3], stat, c[0], t[5], c[1], add=t[6])
+    back = ops.RMSNormGrad(t[4], t[3], statistics, c[0], t[5], c[1], add=t[6])
     for got, param in zip(back.reference(dy, total, statistics, gamma, ds), (tr, tgamma), strict=True):
         assert param.grad is not None and error(got, param.grad) < 1e-13
 
@@ -332,8 +332,8 @@ def test_rms_norm_is_that_of_llama() -> None:
     llama = modeling_llama().LlamaRMSNorm(7, eps=1e-2)
     llama.weight.data = torch.tensor(gamma)
     t = Tensor("t", ["seq", "embed"], (3, 7), "fp64")
-    c, stat = Tensor("c", ["embed"], [7], "fp64"), Tensor("stat", ["seq", "stat"], [3, 1], "fp64")
-    op = ops.RMSNorm(t, c, t, stat, 1e-2)
+    c, statistics = Tensor("c", ["embed"], [7], "fp64"), Tensor("stat", ["seq", "stat"], [3, 1], "fp64")
+    op = ops.RMSNorm(t, c, t, statistics, 1e-2)
     assert error(op.reference(x.astype(float), gamma.astype(float))[0], llama(torch.tensor(x)).detach()) < 1e-6
 
 

@@ -23,7 +23,7 @@ from nntile_py.tasks import Contract, Lowering, Tensor, launch
 from nntile_py.tasks import interpret as interpreter
 from nntile_py.tasks.adamw import AdamWArgs
 from nntile_py.tasks.attention_dropout import ScoresDropout
-from nntile_py.tasks.dynamic_size import Live
+from nntile_py.tasks.dynamic_size import DynamicSize
 from nntile_py.tasks.embedding import EmbeddingGradArgs
 from nntile_py.tasks.optimizer import joined, split
 from nntile_py.tasks.sgd import SGDArgs
@@ -283,11 +283,11 @@ def test_what_a_step_fills(name: str, dtype: str) -> None:
 
 def test_live_sizes() -> None:
     """A kernel's sizes and grids as functions of what a step fills."""
-    rows = Live(100, position=3)
+    rows = DynamicSize(100, position=3)
     words = rows * 6
-    assert (words, words // 3, words // 4) == (600, 200, 150) and not isinstance(words // 4, Live)
+    assert (words, words // 3, words // 4) == (600, 200, 150) and not isinstance(words // 4, DynamicSize)
     blocks = launch.ceil_div(words, 16)
-    assert isinstance(blocks, Live) and blocks == 38 and blocks.formula == (3, 6, 16, 1)
+    assert isinstance(blocks, DynamicSize) and blocks == 38 and blocks.formula == (3, 6, 16, 1)
     for filled in (1, 7, 40, 100):
         assert words.filled(filled) == 6 * filled and (2 * blocks).filled(filled) == 2 * -(-6 * filled // 16)
         assert launch.ceil_div(blocks, 3).filled(filled) == -(-6 * filled // 48)

@@ -30,7 +30,7 @@ from nntile_py.tasks.attention import AttentionArgs
 from nntile_py.tasks.attention_segments_triton import (
     LN2,
     LOG2E,
-    Shared,
+    SegmentArguments,
     clear,
     factors_of,
     first_draw,
@@ -55,9 +55,9 @@ from nntile_py.tasks.launch import (
     ScratchAddress,
     ceil_div,
     launch,
+    numel,
     shape,
     tile,
-    words,
 )
 from nntile_py.tasks.product_triton import MULTIPROCESSORS
 from nntile_py.tiles.dtypes import DTYPES
@@ -290,7 +290,7 @@ class Grouped:
     and longer rows of heads would not find room in shared memory. As many queries as keys: `pair_at` wants that.
     """
 
-    def __init__(self, common: Shared, dtype: str, lines: int) -> None:
+    def __init__(self, common: SegmentArguments, dtype: str, lines: int) -> None:
         """lines: rows of scores."""
         self.common, self.dtype, self.lines, self.scratch = common, dtype, int(lines), Scratch()
         self.side = 32 if dtype == "fp32" else 128 if common.constants["BLOCK_D"] <= 128 else 64
@@ -337,7 +337,7 @@ def forward(task: Task) -> Launches:
     packed = a.limits.segments
     (q, k, v), (q_at, k_at, v_at), data = places(task, a.qkv, 2, packed=packed)
     common = shared(task, a.qkv, 2, a.scale, a.limits, diagonal=a.diagonal, data=data)
-    g = Grouped(common, task.accesses[2].tile.dtype, words(task, 1))
+    g = Grouped(common, task.accesses[2].tile.dtype, numel(task, 1))
     made = [*g.scores(1), *g.statistics()]
     out_at, lse_at = layout(strides_of(shape(task, 0)), a.out, packed=packed), layout_of_rows(task, 1, packed=packed)
     way = (

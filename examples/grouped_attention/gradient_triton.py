@@ -28,7 +28,7 @@ from nntile_py.tasks.attention_segments_triton import (
     store_rows,
 )
 from nntile_py.tasks.elementwise_triton import strides_of
-from nntile_py.tasks.launch import Launches, shape, tile, words
+from nntile_py.tasks.launch import Launches, numel, shape, tile
 from nntile_py.tiles.tasklist import Task
 
 from .forward_triton import Grouped, clear_heads, pair_at, problem_of, problem_sizes, scores_at
@@ -131,7 +131,7 @@ def gradient(task: Task) -> Launches:
     (q, k, v), (q_at, k_at, v_at), next_tile = places(task, a.qkv, 3, packed=packed)
     (dq, dk, dv), (dq_at, dk_at, dv_at), data = places(task, a.grads, next_tile, packed=packed)
     common = shared(task, a.qkv, 3, a.scale, a.limits, diagonal=a.diagonal, data=data)
-    g = Grouped(common, task.accesses[3].tile.dtype, words(task, 2))
+    g = Grouped(common, task.accesses[3].tile.dtype, numel(task, 2))
     weights, ds = g.scores(2)
     d_out_at, out_at = (layout(strides_of(shape(task, n)), by, packed=packed) for n, by in ((0, a.d_out), (1, a.out)))
     d_out, out, lse, lse_at = *(tile(task, n) for n in range(3)), layout_of_rows(task, 2, packed=packed)

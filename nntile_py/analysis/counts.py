@@ -99,8 +99,8 @@ class Tally:
         times, phase = (1, "update") if number else (self.repeats, _phase(op))
         runs = [self._moved(op, again=n > 0) for n in range(times)]
         read, written, size = map(sum, zip(*runs, strict=True))
-        held = sum(t.words for t in op.outputs if t.storage.kind in HELD and t not in op.tied)  # read to be added to
-        least = times * op.words() + (times - 1) * held
+        held = sum(t.elements for t in op.outputs if t.storage.kind in HELD and t not in op.tied)  # read to be added to
+        least = times * op.elements() + (times - 1) * held
         counts = Counts(
             flop=times * graph.computed(op, self.cuts), read=read, written=written, least=least, bytes=size,
             least_bytes=least * _width(op),
@@ -121,8 +121,8 @@ class Tally:
 def _width(op: Op) -> float:
     """Bytes of a word, as they are on average."""
     tensors = {*op.inputs, *op.outputs}
-    words = sum(t.words for t in tensors)
-    return sum(t.words * DTYPES[t.dtype].bytes for t in tensors) / max(words, 1)
+    words = sum(t.elements for t in tensors)
+    return sum(t.elements * DTYPES[t.dtype].bytes for t in tensors) / max(words, 1)
 
 
 def _words(tile: Any) -> int:

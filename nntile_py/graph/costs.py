@@ -210,4 +210,4 @@ def _left_out(op: Op, layout: Layout) -> bool:
 def _alike(op: Op) -> Hashable:
     """The same for operators that take the same time in the same layout."""
     tensors = tuple((t.axes, t.shape, t.dtype, t.storage.kind == "temp", t.band) for t in (*op.inputs, *op.outputs))
-    return op.title, len(op.inputs), tensors, op.form.axes if isinstance(op, Generated) else ()
+    return op.title, len(op.inputs), tensors, op.definition.axes if isinstance(op, Generated) else ()

@@ -33,7 +33,7 @@ class Graph:
         self.dtype, self.training, self.cuts = dtype, training, cuts or Tiling()
         self.live: frozenset[str] = frozenset()  # axes of which a step fills only a part; see TaskList
         self.filled = 1.0  # the largest such part
-        self.draws: dict[str, Tensor] = {}  # of packed sequences, by axis: the places by which dropout draws
+        self.row_numbers: dict[str, Tensor] = {}  # of packed sequences, by axis: the places by which dropout draws
         self.params: dict[Tensor, Param] = {}
         self.grads: dict[Tensor, Tensor] = {}  # of parameters, after `backward`
         self.inputs: dict[str, Input] = {}

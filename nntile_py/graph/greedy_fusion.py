@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterator
 from nntile_py.graph.graph import Graph
 from nntile_py.graph.rewriter import Uses
 from nntile_py.tasks.elementwise import Rename
-from nntile_py.tasks.generated import Generated, NotJoined
+from nntile_py.tasks.generated import Generated, NotFusible
 from nntile_py.tasks.op import Op, Tensor
 from nntile_py.tiles import Tiling
 
@@ -63,12 +63,12 @@ class _Finder:
         members = sorted((a, b), key=uses.order.__getitem__)
         try:
             group = Generated(members, self._kept(uses, members))
-        except NotJoined:
+        except NotFusible:
             return False
-        axis = group.form.axes[-1]
-        if group.reduces and self.tiling.cut(axis, group.form.sizes[axis]):
+        axis = group.definition.axes[-1]
+        if group.reduces and self.tiling.cut(axis, group.definition.sizes[axis]):
             return False
-        if group.words() >= a.words() + b.words():
+        if group.elements() >= a.elements() + b.elements():
             return False
         place = uses.place(members, group)
         if place is None:

@@ -23,7 +23,7 @@ from nntile_py.tasks.gated import Gated, GatedGrad
 from nntile_py.tasks.generated import Generated
 from nntile_py.tasks.norm import Norm, NormGrad
 from nntile_py.tasks.op import Op, Tensor
-from nntile_py.tasks.scalar.expression import Definition, Keep, Load, Reduce, nodes_of
+from nntile_py.tasks.scalar.expression import Definition, Element, Keep, Reduce, nodes_of
 from nntile_py.tasks.softmax import Softmax, SoftmaxGrad
 from nntile_py.tiles import Tiling
 
@@ -88,9 +88,9 @@ def _attention_groups(op: Attention | AttentionGrad) -> list[Group]:
 
 def _row_groups(op: Op, form: Definition) -> list[Group]:
     """By what is loaded and stored for each point: tensors of whole rows go together, with what is kept of each row."""
-    if any(node.draws for node in nodes_of(form, Keep)):
+    if any(node.row_numbers for node in nodes_of(form, Keep)):
         return []  # rows are numbered
-    at = {op.inputs[node.number]: node.at for node in nodes_of(form, Load)}
+    at = {op.inputs[node.number]: node.at for node in nodes_of(form, Element)}
     at |= {op.outputs[out.number]: out.at for out in form.outputs if not out.total}
     rows = {t: tuple(a if isinstance(a, str) else "" for a in of) for t, of in at.items()}
     free = {t: of for t, of in rows.items() if len(of) > 1 and t.kind == "temp"}
@@ -201,7 +201,7 @@ def described(op: Op, tiling: Tiling, policy: str = "chain") -> tuple[str, str]:
     tensors = tensors_of(op)
     attention = op.forward if isinstance(op, AttentionGrad) else op if isinstance(op, Attention) else None
     solid = {axis for group in groups_of(op) for axis in group.last}
-    solid |= {op.form.axes[-1]} if isinstance(op, Generated) else set()
+    solid |= {op.definition.axes[-1]} if isinstance(op, Generated) else set()
     solid |= {axis for t in tensors for axis in t.axes} if attention else set()
     solid |= set() if isinstance(op, Contract) else {"qkv", "stat"}
     parts = _together(tensors, solid)

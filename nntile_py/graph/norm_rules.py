@@ -27,10 +27,10 @@ def norm_bias_grad(uses: Uses, op: Op) -> bool:
 
 def _into_gradient(uses: Uses, norm: LayerNormGrad, op: Op, **changes: Any) -> bool:
     """The norm's gradient with what `op` did, where the norm stood and not op: others read dx before."""
-    dy, x, stat, gamma = norm.inputs[:4]
+    dy, x, statistics, gamma = norm.inputs[:4]
     dx, dgamma, dbeta = norm.outputs[:3]
     options = {"add": norm.extra, "dbias": norm.bias, "dropout": norm.dropout} | changes
-    uses.replace([norm], LayerNormGrad(dy, x, stat, gamma, dx, dgamma, dbeta, **options))
+    uses.replace([norm], LayerNormGrad(dy, x, statistics, gamma, dx, dgamma, dbeta, **options))
     uses.remove(op)
     return True
 

@@ -34,7 +34,7 @@ def begin(g: Graph, batch: Batch) -> None:
     g.input(SEGMENTS, {"batch": batch.size, "offset": batch.seq + 1}, below=batch.seq + 1)
     if g.training:
         for name, axis in ((DRAWS, "seq"), (ROWS, "sequence")):
-            g.draws[axis] = g.input(name, {"batch": batch.size, axis: batch.seq})
+            g.row_numbers[axis] = g.input(name, {"batch": batch.size, axis: batch.seq})
 
 
 def starts(g: Graph) -> Tensor:

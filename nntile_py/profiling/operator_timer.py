@@ -87,7 +87,7 @@ def runner(op: Op, cuts: Tiling, config: RunConfig, room: int = 0) -> Callable[[
         tensor.name, tensor.kind = f"tensor{number}", "input"
     try:
         low = alone(op, cuts, config.accumulate)
-        own = sum(tensor.words * DTYPES[tensor.dtype].bytes for tensor in owners)
+        own = sum(tensor.elements * DTYPES[tensor.dtype].bytes for tensor in owners)
         values, made = _random(owners), []
         for _ in range(min(max(math.ceil(room / own), 1), COPIES)):
             store = Store()

@@ -13,16 +13,16 @@ from dataclasses import dataclass, field
 from .expression import (
     FUNCTIONS,
     Access,
+    AxisIndex,
     Call,
-    Constant,
     Definition,
+    Element,
     Expression,
     Extent,
     Keep,
-    Load,
     Output,
-    Place,
     Reduce,
+    ScalarConstant,
     TileType,
     nodes_of,
 )
@@ -79,9 +79,9 @@ static inline uint32_t hash_of(uint64_t index, uint64_t start) {
 """
 
 
-def source(form: Definition, tiles: Sequence[TileType], outputs: int, width: int | None = None) -> str:
+def source(definition: Definition, tiles: Sequence[TileType], outputs: int, width: int | None = None) -> str:
     """The whole file. tiles: of the outputs, then of the inputs. width: lanes of a vector; None: any."""
-    return _Writer(form, tiles, outputs, width).text()
+    return _Writer(definition, tiles, outputs, width).text()
 
 
 @dataclass
@@ -94,13 +94,13 @@ class _Loop:
 
 
 class _Writer:
-    def __init__(self, form: Definition, tiles: Sequence[TileType], outputs: int, width: int | None) -> None:
-        self.form, self.tiles, self.outputs, self.width = form, tiles, outputs, width
-        self.axes, self.column = form.axes, form.axes[-1]
-        self.wide = "double" if any(tile.dtype == "fp64" for tile in tiles) else "float"
+    def __init__(self, definition: Definition, tiles: Sequence[TileType], outputs: int, width: int | None) -> None:
+        self.definition, self.tiles, self.outputs, self.width = definition, tiles, outputs, width
+        self.axes, self.column = definition.axes, definition.axes[-1]
+        self.accumulator = "double" if any(tile.dtype == "fp64" for tile in tiles) else "float"
         self.varies: dict[Expression, frozenset[str]] = {}
         self.level: dict[Expression, int] = {}  # after how many loops it is known
-        self.results = [self._summed(out) for out in form.outputs]
+        self.results = [self._summed(out) for out in definition.outputs]
         for out in self.results:
             self._measure(out.value)
         loops = 1 + max(self.level[out.value] for out in self.results)
@@ -108,7 +108,7 @@ class _Writer:
         self.names: dict[tuple[Expression, int, bool], str] = {}  # by loop, and whether inside of it
         self.pointers: dict[tuple[int, Access], str] = {}
         self.buffers: dict[Expression, str] = {}
-        self.keys = list(dict.fromkeys(node.key for node in nodes_of(form, Keep)))
+        self.keys = list(dict.fromkeys(node.key for node in nodes_of(definition, Keep)))
         self.drawn = False
 
     def _summed(self, out: Output) -> Output:
@@ -126,9 +126,9 @@ class _Writer:
         varies = frozenset[str]().union(*(self.varies[part] for part in node.parts))
         level = max((self.level[part] for part in node.parts), default=0)
         match node:
-            case Load(_, at):
+            case Element(_, at):
                 varies = frozenset(axis for axis in at if isinstance(axis, str))
-            case Place(axis):
+            case AxisIndex(axis):
                 varies = frozenset([axis])
             case Keep():
                 varies = frozenset(self.axes)
@@ -146,7 +146,7 @@ class _Writer:
     def value(self, node: Expression, loop: int, inside: bool) -> str:
         """The name of a value, or its text, in a loop or in what is computed once before it."""
         inside = inside and self.inside(node)
-        if isinstance(node, Constant):
+        if isinstance(node, ScalarConstant):
             return self._literal(node.value)
         for earlier in range(loop if inside else 0, loop + 1):
             if (node, earlier, inside) in self.names:
@@ -167,13 +167,13 @@ class _Writer:
 
     def _text(self, node: Expression, loop: int, inside: bool) -> str:
         match node:
-            case Load(number, at):
+            case Element(number, at):
                 return f"load({self._element(self.outputs + number, at)})"
             case Call():
                 return FUNCTIONS[node.name].cpp.format(*(self.value(part, loop, inside) for part in node.parts))
             case Extent(axis):
                 return f"T(n{self.axes.index(axis)})"
-            case Place(axis):
+            case AxisIndex(axis):
                 self.drawn = True
                 k = self.axes.index(axis)
                 return f"T(ints[{k}] + i{k})" if k < len(self.axes) - 1 else f"T(ints[{k}] + c)"
@@ -184,7 +184,7 @@ class _Writer:
     def _keep(self, node: Keep) -> str:
         self.drawn = True
         row, last, start = "row", len(self.axes) - 1, f"start{self.keys.index(node.key)}"
-        if node.draws:
+        if node.row_numbers:
             number = f"{self._element(self.outputs + node.draws.number, node.draws.at)}[0]"
             row = f"{number} * ints[{2 * last + 1}] + ints[{last}]"
         return f"(hash_of(uint64_t({row} + c), {start}) >= {node.limit}ULL)"
@@ -201,9 +201,9 @@ class _Writer:
 
     def _cheap(self, node: Expression) -> bool:
         """Whether to compute it again costs less than to keep it for a row."""
-        leaf = [isinstance(part, Load) or not self.inside(part) for part in node.parts]
+        leaf = [isinstance(part, Element) or not self.inside(part) for part in node.parts]
         plain = isinstance(node, Call) and (FUNCTIONS[node.name].truth or (node.name in CHEAP and all(leaf)))
-        return plain or isinstance(node, Load | Place | Keep)
+        return plain or isinstance(node, Element | AxisIndex | Keep)
 
     def _buffer(self, node: Expression) -> str:
         if node not in self.buffers:
@@ -254,7 +254,7 @@ class _Writer:
         lines = [*self._sizes(), *seed, *starts, *self._allocated(), *cleared, *self._rows(body), *added]
         lines += ["free(buffer);"] if self.buffers else []
         given = "void* const* tiles, const int64_t* const* shapes, const int64_t* ints, const double* floats"
-        head = [f"typedef {self.wide} T;", PREAMBLE, f'extern "C" void {SYMBOL}(', f"    {given},"]
+        head = [f"typedef {self.accumulator} T;", PREAMBLE, f'extern "C" void {SYMBOL}(', f"    {given},"]
         head.append("    uint64_t accumulates) {")
         return "\n".join([*head, *(f"  {line}" for line in lines), "}", ""])
 

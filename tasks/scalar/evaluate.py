@@ -7,7 +7,19 @@ from typing import Any
 
 import numpy as np
 
-from .expression import FUNCTIONS, Access, Call, Constant, Definition, Expression, Extent, Keep, Load, Place, Reduce
+from .expression import (
+    FUNCTIONS,
+    Access,
+    AxisIndex,
+    Call,
+    Definition,
+    Element,
+    Expression,
+    Extent,
+    Keep,
+    Reduce,
+    ScalarConstant,
+)
 
 Array = np.ndarray[Any, Any]
 
@@ -36,13 +48,13 @@ def _value(
 ) -> Any:
     axes, sizes = definition.axes, tuple(definition.sizes.values())
     match node:
-        case Load(number, at):
+        case Element(number, at):
             return aligned(inputs[number], at, axes)
-        case Constant(value):
+        case ScalarConstant(value):
             return value
         case Extent(axis):
             return definition.sizes[axis]
-        case Place(axis):
+        case AxisIndex(axis):
             return aligned(np.arange(definition.sizes[axis]), (axis,), axes)
         case Call():
             return FUNCTIONS[node.name].numpy(*(known[part] for part in node.parts))
@@ -51,8 +63,8 @@ def _value(
             return getattr(full, kind)(axis=axes.index(axis), keepdims=True)
         case Keep():
             index = np.arange(np.prod(sizes), dtype=np.uint64).reshape(sizes)
-            if node.draws:
-                rows = known[node.draws].astype(np.uint64) * np.uint64(sizes[-1])
+            if node.row_numbers:
+                rows = known[node.row_numbers].astype(np.uint64) * np.uint64(sizes[-1])
                 index = rows + np.arange(sizes[-1], dtype=np.uint64)
             return dropout_hash(index, node.key, seed) >= np.uint64(node.limit)
     raise TypeError(f"no value of {node!r}")

@@ -98,7 +98,7 @@ class Expression:
 
 
 @dataclass(frozen=True, eq=False)
-class Load(Expression):
+class Element(Expression):
     """An element of input `number`."""
 
     number: int
@@ -106,7 +106,7 @@ class Load(Expression):
 
 
 @dataclass(frozen=True, eq=False)
-class Constant(Expression):
+class ScalarConstant(Expression):
     value: float
 
 
@@ -118,7 +118,7 @@ class Extent(Expression):
 
 
 @dataclass(frozen=True, eq=False)
-class Place(Expression):
+class AxisIndex(Expression):
     """The point's index along the axis, in the whole tensor."""
 
     axis: str
@@ -129,7 +129,7 @@ class Call(Expression):
 
     def __init__(self, name: str, *parts: Expression | float) -> None:
         self.name = name
-        self._parts = tuple(p if isinstance(p, Expression) else Constant(float(p)) for p in parts)
+        self._parts = tuple(p if isinstance(p, Expression) else ScalarConstant(float(p)) for p in parts)
 
     @property
     def parts(self) -> tuple[Expression, ...]:
@@ -140,16 +140,16 @@ class Call(Expression):
 class Keep(Expression):
     """Whether dropout keeps the point: a hash of (the slot dropout_seed, key, the point's index in the whole tensor).
 
-    draws: the numbers that rows have in that index, instead of their places; see Dropout in elementwise.py.
+    row_numbers: the numbers that rows have in that index, instead of their places; see Dropout in elementwise.py.
     """
 
     key: int
     p: float
-    draws: Load | None = None
+    row_numbers: Element | None = None
 
     @property
     def parts(self) -> tuple[Expression, ...]:
-        return (self.draws,) if self.draws else ()
+        return (self.row_numbers,) if self.row_numbers else ()
 
     @property
     def limit(self) -> int:
@@ -230,21 +230,21 @@ def walk(*roots: Expression) -> list[Expression]:
 
 
 def replaced(
-    root: Expression, known: dict[Expression, Expression], change: Callable[[Load], Expression | None]
+    root: Expression, known: dict[Expression, Expression], change: Callable[[Element], Expression | None]
 ) -> Expression:
     """The expression with change(node) in the place of each load; None: it stays. `known` keeps what was done."""
     if root in known:
         return known[root]
-    if isinstance(root, Load):
+    if isinstance(root, Element):
         made: Expression = change(root) or root
     elif isinstance(root, Call):
         made = Call(root.name, *(replaced(part, known, change) for part in root.parts))
     elif isinstance(root, Reduce):
         made = replace(root, x=replaced(root.x, known, change))
-    elif isinstance(root, Keep) and root.draws:
-        draws = replaced(root.draws, known, change)
-        assert isinstance(draws, Load), "made by another operator"
-        made = replace(root, draws=draws)
+    elif isinstance(root, Keep) and root.row_numbers:
+        row_numbers = replaced(root.row_numbers, known, change)
+        assert isinstance(row_numbers, Element), "made by another operator"
+        made = replace(root, row_numbers=row_numbers)
     else:
         made = root
     known[root] = made

@@ -20,7 +20,7 @@ from nntile_py.errors import NNTileError, say_once
 from nntile_py.system.folders import build_info, cache_folder, replace_file
 
 from .cpp import SYMBOL, source
-from .expression import Call, Definition, Load, Output, TileType
+from .expression import Call, Definition, Element, Output, TileType
 
 FLAGS = ("-std=c++17", "-O3", "-fno-math-errno", "-fno-trapping-math", "-fopenmp-simd", "-fPIC", "-shared", "-w")
 LIBRARIES = ("-lmvec", "-lm")  # glibc's functions of vectors
@@ -153,7 +153,7 @@ def why_not() -> str | None:
     """Why generated kernels cannot be had on this machine's CPUs; None: they can. Asked once, by a small one.
 
     It is loaded, too, which a cache folder on a file system without execution (noexec) does not allow."""
-    x = Load(0, ("x",))
+    x = Element(0, ("x",))
     value = Call("add", Call("add", Call("exp", x), Call("log", x)), Call("add", Call("tanh", x), Call("erf", x)))
     tile = TileType("fp32", ("x",))
     try:

@@ -17,16 +17,16 @@ from nntile_py.tiles.dtypes import DTYPES
 from .expression import (
     FUNCTIONS,
     Access,
+    AxisIndex,
     Call,
-    Constant,
     Definition,
+    Element,
     Expression,
     Extent,
     Keep,
-    Load,
     Output,
-    Place,
     Reduce,
+    ScalarConstant,
     TileType,
     nodes_of,
 )
@@ -35,7 +35,7 @@ AHEAD = 64 << 10  # bytes of shared memory for rows that are on their way: every
 
 
 @dataclass(frozen=True)
-class Sum:
+class PartialSum:
     """An output that is added up of the programs' parts: `groups` rows of it, each of `per` programs' parts."""
 
     output: int
@@ -43,7 +43,7 @@ class Sum:
 
 
 @dataclass(frozen=True)
-class Cut:
+class BlockSizes:
     """How the points are dealt out: the rows and columns that a program has at a time, its warps; of kernels with sums
     over rows how many programs there are at most, and how many rows ahead are loaded (1: none)."""
 
@@ -62,18 +62,18 @@ class Text:
 
     source: str
     filled: int  # rows of a group
-    cut: Cut
+    cut: BlockSizes
     groups: int
     per: int
     columns: int
     n: int
-    sums: tuple[Sum, ...]
+    sums: tuple[PartialSum, ...]
 
 
-def kept_axes(form: Definition) -> tuple[str, ...]:
+def kept_axes(definition: Definition) -> tuple[str, ...]:
     """The axes of rows that sums over rows keep: the same ones for all that keep any."""
-    column = form.axes[-1]
-    kept = (out.at[:-1] for out in form.outputs if out.total and column in out.at)
+    column = definition.axes[-1]
+    kept = (out.at[:-1] for out in definition.outputs if out.total and column in out.at)
     return tuple(axis for axis in max(kept, key=len, default=()) if isinstance(axis, str))
 
 
@@ -84,29 +84,29 @@ class Writer:
     wholes: the sizes of the space in the whole tensor, of those that have dropout; even: rows of the tile begin at even
     places there; cut: None: `usual_cut`."""
 
-    form: Definition
+    definition: Definition
     tiles: Sequence[TileType]
     shapes: Sequence[tuple[int, ...]]
     outputs: int
     accumulates: Sequence[bool]
     wholes: Sequence[int] = ()
     even: bool = False
-    cut: Cut | None = None
+    cut: BlockSizes | None = None
     lines: list[str] = field(default_factory=list)
     before: list[str] = field(default_factory=list)  # what is the same for all rows
     names: dict[Expression, str] = field(default_factory=dict)
     offsets: dict[tuple[int, Access], str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.axes, self.column = self.form.axes, self.form.axes[-1]
+        self.axes, self.column = self.definition.axes, self.definition.axes[-1]
         self.sizes = {}
         for axis in self.axes:
             number = next(k for k, tile in enumerate(self.tiles) if axis in tile.at)
             self.sizes[axis] = self.shapes[number][self.tiles[number].at.index(axis)]
-        self.wide = "tl.float64" if any(tile.dtype == "fp64" for tile in self.tiles) else "tl.float32"
-        self.keys = list(dict.fromkeys(node.key for node in nodes_of(self.form, Keep)))
-        self.sums = [out for out in self.form.outputs if out.total and self.column in out.at]
-        self.kept = kept_axes(self.form)
+        self.accumulator = "tl.float64" if any(tile.dtype == "fp64" for tile in self.tiles) else "tl.float32"
+        self.keys = list(dict.fromkeys(node.key for node in nodes_of(self.definition, Keep)))
+        self.sums = [out for out in self.definition.outputs if out.total and self.column in out.at]
+        self.kept = kept_axes(self.definition)
         self.rest = [axis for axis in self.axes[:-1] if axis not in self.kept]
         self.exact = False, False  # whether no column, no row of a program is beyond the last
 
@@ -128,7 +128,7 @@ class Writer:
             "    col = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK))[None, :]",
             f"    there = col < {n}",
             *("    " + line for line in self.before),
-            *(f"    sum{k} = tl.zeros([1, BLOCK], {self.wide})" for k in range(len(self.sums))),
+            *(f"    sum{k} = tl.zeros([1, BLOCK], {self.accumulator})" for k in range(len(self.sums))),
         ]
         loop = f"    for start in tl.range(part * ROWS, rows, {per} * ROWS, num_stages={cut.stages}):"
         loop = loop if self.sums else "    start = part * ROWS"
@@ -137,7 +137,7 @@ class Writer:
         body = ["row = start + tl.arange(0, ROWS)", "live = row[:, None] < rows", f"r = {last}[:, None]", *self.lines]
         tail = [f"    {line}" for k in range(len(self.sums)) for line in self._summed(k, part=k in parts)]
         source = "\n".join([*head, loop, *(inner + line for line in body), *tail, ""])
-        added = tuple(Sum(self.sums[k].number, groups if len(self.sums[k].at) > 1 else 1) for k in parts)
+        added = tuple(PartialSum(self.sums[k].number, groups if len(self.sums[k].at) > 1 else 1) for k in parts)
         return Text(source, filled, cut, groups, per, -(-n // cut.block), n, added)
 
     def _summed(self, k: int, *, part: bool) -> list[str]:
@@ -152,10 +152,10 @@ class Writer:
     @property
     def whole_rows(self) -> bool:
         """Whether a program needs whole rows: something is reduced within them, or each has a result."""
-        reduced = any(True for _ in nodes_of(self.form, Reduce))
-        return reduced or any(self.column not in out.at for out in self.form.outputs)
+        reduced = any(True for _ in nodes_of(self.definition, Reduce))
+        return reduced or any(self.column not in out.at for out in self.definition.outputs)
 
-    def usual_cut(self) -> Cut:
+    def usual_cut(self) -> BlockSizes:
         """By what was measured on an H200 (experiments/results/2026-11-24-kernels-h200.md)."""
         n, rows = self._size(self.column), int(self._filled())
         block = 1 << (n - 1).bit_length()
@@ -168,7 +168,7 @@ class Writer:
         loaded = [tile for tile in self.tiles[self.outputs :] if self.column in tile.at and len(tile.at) > 1]
         ahead = 2 * at_once * block * sum(DTYPES[tile.dtype].bytes for tile in loaded)
         stages = 3 if self.sums and ahead <= AHEAD else 1
-        return Cut(at_once, block, warps, 528 * block // max(n, block), stages)
+        return BlockSizes(at_once, block, warps, 528 * block // max(n, block), stages)
 
     def _size(self, axis: str) -> int:
         return int(self.sizes[axis])
@@ -186,7 +186,7 @@ class Writer:
             for k, axis in enumerate(some):
                 after = math.prod(map(self._size, some[k + 1 :]))
                 self.lines.append(f"i{self.axes.index(axis)} = {number} // {after} % {self._size(axis)}")
-        for out in self.form.outputs:
+        for out in self.definition.outputs:
             value = self.value(out.value)
             if out in self.sums:
                 inside = self._mask(columns=False)[2:]  # columns beyond the last are not stored
@@ -217,26 +217,26 @@ class Writer:
         return f"tl.{kind}({value}, 1)[:, None]"
 
     def value(self, node: Expression) -> str:
-        if isinstance(node, Constant):
+        if isinstance(node, ScalarConstant):
             return f'float("{node.value}")' if math.isinf(node.value) else repr(node.value)
         if node not in self.names:
             text = self._text(node)
             self.names[node] = name = f"v{len(self.names)}"
-            lines = self.before if isinstance(node, Load) and node.at == (self.column,) else self.lines
+            lines = self.before if isinstance(node, Element) and node.at == (self.column,) else self.lines
             lines.append(f"{name} = {text}")
         return self.names[node]
 
     def _text(self, node: Expression) -> str:
         match node:
-            case Load(number, at):
-                return f"{self._loaded(number, at)}.to({self.wide})"
+            case Element(number, at):
+                return f"{self._loaded(number, at)}.to({self.accumulator})"
             case Call():
                 return FUNCTIONS[node.name].triton.format(*map(self.value, node.parts))
             case Extent(axis):
                 return f"{self._size(axis)}.0"
-            case Place(axis):
+            case AxisIndex(axis):
                 k = self.axes.index(axis)
-                return f"(I{k} + {'col' if axis == self.column else f'i{k}'}).to({self.wide})"
+                return f"(I{k} + {'col' if axis == self.column else f'i{k}'}).to({self.accumulator})"
             case Reduce(kind, _, x):
                 return self._reduced(kind, self.value(x))
             case Keep():
@@ -252,9 +252,9 @@ class Writer:
         last, wholes = len(self.axes) - 1, self.wholes
         key = f"K{self.keys.index(node.key)}"
         assert self.cut
-        even, same = self.even and self.cut.block > 1, not node.draws and math.prod(wholes) <= 2**33
+        even, same = self.even and self.cut.block > 1, not node.row_numbers and math.prod(wholes) <= 2**33
         how = f"tl.program_id(1) * BLOCK, seed, {key}, {node.limit}, BLOCK, {even}, {same}"
-        if node.draws:
+        if node.row_numbers:
             row = f"{self._loaded(node.draws.number, node.draws.at)} * {wholes[last]}"
             return f"kept_columns({row} + I{last}, {how})"
         steps = {axis: math.prod(wholes[k + 1 :]) for k, axis in enumerate(self.axes[:-1])}
