@@ -1,7 +1,7 @@
-"""Operators: one family a file, its kernels in the C++ file of the same name.
+"""Operators: one family per file, with its kernels in the C++ file of the same name.
 
-All public classes and functions of these files are found here: `from nntile_py.tasks import linear, layer_norm`.
-`from nntile_py.tasks import *` has those that models call: the functions of a graph `g`, Mask and rotary_table.
+This package exports all public classes and functions of its files: `from nntile_py.tasks import linear, layer_norm`.
+`from nntile_py.tasks import *` imports what models call: the functions that take a graph `g`, Mask and rotary_table.
 """
 
 from importlib import import_module
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 __all__: list[str] = []
 for _module in iter_modules(__path__):
-    # Not for who writes models.
+    # Not for authors of models.
     if _module.name in ("interpret", "launch") or _module.name.endswith("_triton") or _module.ispkg:
         continue
     _found = import_module(f"{__name__}.{_module.name}")

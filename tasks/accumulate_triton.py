@@ -1,4 +1,4 @@
-"""Partial results put together on CUDA, as in accumulate.cpp."""
+"""Combination of partial results on CUDA, as in accumulate.cpp."""
 
 # Functions of Triton's language have no Python types.
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -15,7 +15,7 @@ from .launch import Launches, ceil_div, launch, launches, numel, power_of_two, s
 
 @triton.jit
 def combine_softmax(top_a, sum_a, top_b, sum_b):
-    """(max, sumexp) of both, and the weights of either's values, in fp32; sumexp 0 means nothing yet."""
+    """Combine two (max, sumexp), and return the weights of the values of each, in fp32; sumexp 0: empty."""
     top_a, sum_a, top_b, sum_b = top_a.to(tl.float32), sum_a.to(tl.float32), top_b.to(tl.float32), sum_b.to(tl.float32)
     top = tl.where(sum_a == 0, top_b, tl.where(sum_b == 0, top_a, tl.maximum(top_a, top_b)))
     keep_a = tl.where(sum_a == 0, 0.0, tl.exp(top_a - top))
@@ -25,7 +25,7 @@ def combine_softmax(top_a, sum_a, top_b, sum_b):
 
 @triton.jit
 def combine_moments(n_a, mean_a, m2_a, n_b, mean_b, m2_b):
-    """(count, mean, M2) of both: Chan, Golub and LeVeque (1979)."""
+    """Combine two (count, mean, M2): Chan, Golub and LeVeque (1979)."""
     count, delta = n_a + n_b, mean_b - mean_a
     share = n_b / tl.maximum(count, 1.0)
     return count, mean_a + delta * share, m2_a + m2_b + delta * delta * n_a * share
@@ -34,7 +34,7 @@ def combine_moments(n_a, mean_a, m2_a, n_b, mean_b, m2_b):
 @triton.jit
 def _add_to(A, B, n, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    accumulator = tl.float64 if A.dtype.element_ty == tl.float64 else tl.float32  # the loss, and its parts, are fp64
+    accumulator = tl.float64 if A.dtype.element_ty == tl.float64 else tl.float32  # losses are fp64
     value = tl.load(A + at, at < n).to(accumulator) + tl.load(B + at, at < n).to(accumulator)
     tl.store(A + at, value, at < n)
 

@@ -13,24 +13,24 @@ from nntile_py.tiles import R, TaskArgs, W
 from .op import Array, GraphLike, Lowering, Op, Tensor
 from .scalar.expression import Definition, Element, Number, Output, erf, exp, maximum, select, tanh
 
-ACTIVATIONS = ("relu", "gelu", "gelu_new", "tanh", "silu")  # kernels know them by their positions
+ACTIVATIONS = ("relu", "gelu", "gelu_new", "tanh", "silu")  # kernels take the position in this tuple
 
 _C = math.sqrt(2 / math.pi)
 
 
 def check_kind(kind: str) -> str:
-    """The kind. ValueError: there is no such activation."""
+    """Return the kind. ValueError if it is not an activation."""
     if kind not in ACTIVATIONS:
         raise ValueError(f"activation: {kind!r} is not allowed; use one of {', '.join(ACTIVATIONS)}")
     return kind
 
 
 def _sigmoid(x: Number) -> Number:
-    return 0.5 * (1 + tanh(0.5 * x))  # overflows nowhere
+    return 0.5 * (1 + tanh(0.5 * x))  # never overflows
 
 
 def activate(kind: str, x: Number) -> Number:
-    """The activation of an array, or of an expression."""
+    """Return the activation of an array or an expression."""
     if kind == "relu":
         return maximum(x, 0.0)
     if kind == "gelu":
@@ -43,17 +43,17 @@ def activate(kind: str, x: Number) -> Number:
 
 
 def activate_flop(kind: str) -> float:
-    """Operations that the activation of an element counts as."""
+    """Return the flop of the activation per element."""
     return 1.0 if kind == "relu" else 10.0
 
 
 def derivative_flop(kind: str) -> float:
-    """The same of a product with its derivative."""
+    """Return the flop of a product with the activation's derivative per element."""
     return 1.0 if kind == "relu" else 15.0
 
 
 def derivative(kind: str, x: Number) -> Number:
-    """Its derivative, of an array or of an expression."""
+    """Return the derivative of the activation, of an array or an expression."""
     if kind == "relu":
         return select(x > 0, 1.0, 0.0)
     if kind == "gelu":
@@ -70,7 +70,7 @@ def derivative(kind: str, x: Number) -> Number:
 
 
 class ActivationArgs(TaskArgs):
-    kind: int  # its place in ACTIVATIONS
+    kind: int  # position in ACTIVATIONS
 
 
 class Activation(Op):

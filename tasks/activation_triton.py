@@ -22,7 +22,7 @@ def _gelu_new_gate(x):
 
 @triton.jit
 def tanh(x):
-    """By exponentials; near zero, where they cancel, by the series, whose next term is below fp32's rounding."""
+    """tanh by exponentials; near zero, where these cancel, by a series whose next term is below fp32's rounding."""
     e, x2 = tl.exp(-2 * tl.abs(x)), x * x
     far = tl.where(x < 0, -1.0, 1.0) * (1 - e) / (1 + e)
     return tl.where(x2 < 0.04, x * (1 + x2 * (-1 / 3 + x2 * (2 / 15 - x2 * (17 / 315)))), far)

@@ -1,7 +1,7 @@
-"""Attention without materialised scores: the vendor's fused kernel, two-pass flash, one pass merged by log-sum-exp.
+"""Attention without scores in memory: the vendor's fused kernel, two-pass flash, or one pass with log-sum-exp merges.
 
-Axes: b batch, h heads, s seq, d head_dim, in any order that q, k and v share. k and v may have the axis key in the
-place of seq, with a length of its own, and kv_heads in the place of heads: groups of heads then share one of those.
+Axes: b batch, h heads, s seq, d head_dim, in any order, the same for q, k and v. k and v may have the axis key instead
+of seq, with another length, and kv_heads instead of heads, so that a group of query heads shares one of kv_heads.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from .mask import Limits, Mask, masked_softmax
 from .op import CONTRACTION, Array, GraphLike, Index, Lowering, Op, Tensor, accumulation_dtype
 
 Backend = Literal["vendor", "merge", "flash", "naive", "segments", "varlen", "cudnn"]
-BACKENDS: tuple[str, ...] = get_args(Backend)  # naive: see softmax.py and contract.py; the others are Attention
-NAMED: tuple[Backend, ...] = "segments", "varlen", "cudnn"  # as vendor, but over segments a kernel that is named
-WITH_DROPOUT: tuple[Backend, ...] = "naive", "segments"  # of the probabilities
+BACKENDS: tuple[str, ...] = get_args(Backend)  # naive: see attention_naive.py; others: Attention
+NAMED: tuple[Backend, ...] = "segments", "varlen", "cudnn"  # as vendor, but with a fixed kernel over segments
+WITH_DROPOUT: tuple[Backend, ...] = "naive", "segments"  # support dropout of probabilities
 
 
 class AttentionArgs(TaskArgs):
-    """Of attention and flash_softmax_gemm."""
+    """Arguments of attention and flash_softmax_gemm."""
 
     out: tuple[int, int, int, int]  # order of the output's axes
-    diagonal: bool  # key > seq is masked
+    diagonal: bool  # whether keys after the query are masked
     qkv: OperandsArgs
     scale: float
     limits: Limits | None
 
 
 class PairArgs(TaskArgs):
-    """Of attention_partial and flash_maxsumexp."""
+    """Arguments of attention_partial and flash_maxsumexp."""
 
     diagonal: bool
     qkv: OperandsArgs
@@ -48,13 +48,13 @@ class PairArgs(TaskArgs):
 
 
 class OutArgs(TaskArgs):
-    """Of attention_normalise."""
+    """Arguments of attention_normalise."""
 
     out: tuple[int, int, int, int]
 
 
 class AttentionGradArgs(TaskArgs):
-    """Of attention_grad."""
+    """Arguments of attention_grad."""
 
     d_out: tuple[int, int, int, int]
     out: tuple[int, int, int, int]
@@ -66,14 +66,14 @@ class AttentionGradArgs(TaskArgs):
 
 
 class DeltaArgs(TaskArgs):
-    """Of attention_delta."""
+    """Arguments of attention_delta."""
 
     d_out: tuple[int, int, int, int]
     out: tuple[int, int, int, int]
 
 
 class PairGradArgs(TaskArgs):
-    """Of attention_grad_pair."""
+    """Arguments of attention_grad_pair."""
 
     d_out: tuple[int, int, int, int]
     diagonal: bool
@@ -116,7 +116,7 @@ class Attention(Op):
         self.scale = 1 / math.sqrt(out.size("head_dim"))
 
     def read(self, tensors: Sequence[Tensor]) -> None:
-        """Take other tensors in the place of those that hold q, k and v."""
+        """Replace the tensors that hold q, k and v."""
         self.operands = self.operands.on(tensors)
         self.inputs = [*tensors, *self.data]
 
@@ -131,7 +131,7 @@ class Attention(Op):
 
     @property
     def kernel(self) -> str:
-        """Of a task that has whole sequences."""
+        """Name of the kernel for uncut sequences."""
         own = self.backend in NAMED and (self.mask.segments or self.dropout)
         return f"attention_{self.backend}" if own else "attention"
 
@@ -158,13 +158,13 @@ class Attention(Op):
 
     @property
     def _keys(self) -> tuple[Tensor, str]:
-        """k and its axis of positions."""
+        """k and its position axis."""
         k = self.operands.parts[1][0]
         return k, "key" if "key" in k.axes else "seq"
 
     @property
     def group(self) -> int:
-        """How many heads share one of k and v."""
+        """Number of query heads per head of k and v."""
         k = self.operands.parts[1][0]
         return self.output.size("heads") // k.size("kv_heads") if "kv_heads" in k.axes else 1
 
@@ -172,7 +172,7 @@ class Attention(Op):
         self.mask.fit(tiling)
         k, axis = self._keys
         if self.dropout and _cut(tiling, self.output.size("seq"), k.size(axis)):
-            need = "none: this graph was made for whole sequences, see Graph's cuts, or has packed ones"
+            need = "none: this graph is for whole sequences, see Graph's cuts, or has packed ones"
             raise ConfigError(f"tiles.seq: got {tiling.tiles['seq']}; allowed with attention_dropout: {need}")
         if self.group > 1:
             fit_groups(self.operands.parts[1][0], self.output, tiling)
@@ -184,15 +184,15 @@ class Attention(Op):
         return [index | {"head_dim": 0} for index in low.indices(self.lse)]
 
     def pairs(self, low: Lowering, at: Index) -> list[Index]:
-        """The tiles of keys that the query tile `at` attends to."""
+        """Return the indices of the key tiles to which the query tile `at` attends."""
         k, axis = self._keys
         seq = low.part(self.output, "seq", at)
-        found = [j for j, part in enumerate(low.parts(k, axis)) if not self.mask.band.empty(seq, part)]
+        numbers = [j for j, part in enumerate(low.parts(k, axis)) if not self.mask.band.empty(seq, part)]
         heads = tile_of_group(low, k, self.output, at["heads"]) if "kv_heads" in k.axes else 0
-        return [at | {"seq": j, "key": j, "kv_heads": heads} for j in found]
+        return [at | {"seq": j, "key": j, "kv_heads": heads} for j in numbers]
 
     def shared(self, low: Lowering) -> bool:
-        """Whether several query tiles of other heads read one tile of k."""
+        """Return whether query tiles of different heads read the same tile of k."""
         return self.group > 1 and low.parts(self.output, "heads")[0].size < self.group and low.cut(self.output, "heads")
 
     def parts(self, low: Lowering, at: Index, key: Index) -> tuple[Part, Part]:
@@ -200,7 +200,7 @@ class Attention(Op):
         return low.part(self.output, "seq", at), low.part(k, axis, key)
 
     def masked(self, low: Lowering, at: Index, key: Index) -> tuple[bool, Limits | None, list[Access]]:
-        """Whether the diagonal goes through a pair, what else masks it, and the tiles that this needs."""
+        """Return for a pair of tiles: whether the diagonal crosses it, its other masks, accesses of the masks' data."""
         seq, keys = self.parts(low, at, key)
         accesses, dropout = self.mask.accesses(low, key), None
         if self.dropout:
@@ -222,7 +222,7 @@ class Attention(Op):
                 self._lower_tiled(low, at)
 
     def _lower_pair(self, low: Lowering, kernel: str, first: list[Access], at: Index, key: Index) -> None:
-        """A task that adds to the output: out, lse, then what it reads."""
+        """Emit a task that writes or adds to the output; its tiles are out, lse, then its inputs."""
         tiles, qkv = self.operands.tiles(low, at, key)
         diagonal, limits, more = self.masked(low, at, key)
         out = low.tile(self.output, at)
@@ -253,7 +253,7 @@ class Attention(Op):
     # -- reference
 
     def factors(self, data: Sequence[Array], seed: int) -> Array | float:
-        """By which probabilities are multiplied."""
+        """Return the factors of the probabilities: mask / (1 - p), or 1."""
         keys, axis = self._keys
         return self.dropout.factors([*self.lse.shape, keys.size(axis)], data, seed) if self.dropout else 1.0
 
@@ -264,7 +264,7 @@ class Attention(Op):
         return p, lse[..., 0]
 
     def arrays(self, *inputs: Array) -> tuple[Array, Array, Array, Sequence[Array]]:
-        """q, k and v, with a head each, and what other data there are."""
+        """Return q, k and v with the same number of heads, and the other inputs."""
         count = len(self.operands.tensors)
         q, k, v = self.operands.split(*inputs[:count])
         return q, k.repeat(self.group, 1), v.repeat(self.group, 1), inputs[count : count + len(self.data)]
@@ -276,8 +276,10 @@ class Attention(Op):
 
 
 class AttentionGrad(Op):
-    """With delta = rowsum(do o), p = exp(scale q k^T - lse), dp = do v^T, ds = scale p (dp - delta):
-    dq = sum over keys ds k, dk = sum over queries ds^T q, dv = sum over queries p^T do (Dao et al. 2022, Alg. 4).
+    """Gradient of attention (Dao et al. 2022, Alg. 4).
+
+    With delta = rowsum(do o), p = exp(scale q k^T - lse), dp = do v^T, ds = scale p (dp - delta):
+    dq = sum over keys ds k, dk = sum over queries ds^T q, dv = sum over queries p^T do.
     Dropout multiplies dp, and p in dv.
     """
 
@@ -290,7 +292,7 @@ class AttentionGrad(Op):
         self.write(outs)
 
     def write(self, outs: Sequence[Tensor]) -> None:
-        """Make the gradients in these tensors."""
+        """Replace the output tensors of the gradients."""
         self.outputs, self.grads = list(outs), self.forward.operands.on(outs)
 
     @property
@@ -344,23 +346,30 @@ def attention(
 ) -> Tensor:
     """softmax(q k^T / sqrt(head_dim), masked) v, with q's axes.
 
-    q has the axes batch, heads, seq, head_dim in any order (batch may be left out); k and v have kv_heads in the place
-    of heads, if there are fewer of them, and key in the place of seq, if the keys are not the queries' positions. Each
-    may be a pair (tensor, index): a slice of a tensor that has an axis qkv too. backend: see Attention, or naive
-    (materialised scores). dropout: of the probabilities, by naive or segments (where g.cuts cuts seq or key,
-    segments means naive). ValueError for what is not supported.
+    Args:
+        q: axes batch, heads, seq, head_dim in any order; batch may be missing. q, k or v may also be a pair
+            (tensor, index): a slice of a tensor with an additional axis qkv.
+        k: as q, but with kv_heads instead of heads if k and v have fewer heads, and with key instead of seq if the keys
+            have other positions than the queries.
+        v: as k.
+        backend: see Attention; or naive, with scores in memory.
+        dropout: probability of a zero among the attention probabilities; requires the backend naive or segments. Where
+            g.cuts cuts seq or key, segments falls back to naive.
+
+    Raises:
+        ValueError: the combination is not supported.
     """
     if all(isinstance(part, Tensor) for part in (q, k, v)):
         g.projections.append([q, k, v])  # type: ignore[list-item]
     dropout *= g.training
     if dropout and backend not in WITH_DROPOUT:
         need = " or ".join(WITH_DROPOUT)
-        raise ValueError(f"attention_dropout: got {dropout}; allowed: 0, or one of the forms of attention {need}")
+        raise ValueError(f"attention_dropout: got {dropout}; allowed: 0, or one of the attention backends {need}")
     if dropout and g.row_numbers and backend == "naive":
         need = "0, or model.attention: segments"
         raise ValueError(f"model.attention_dropout: got {dropout}; allowed with packed sequences: {need}")
     if dropout and mask.segments and backend == "segments" and "seq" not in g.row_numbers:
-        raise ValueError(f"attention_dropout: got {dropout}; allowed where nothing says what tokens draw: 0")
+        raise ValueError(f"attention_dropout: got {dropout}; allowed without row numbers of the tokens: 0")
     operands = checked(g, q, k, v, mask)
     x, keys = operands.parts[0][0], operands.parts[1][0]
     sizes = {"batch": 1, "key": x.size("seq")} | keys.sizes | x.sizes
@@ -376,7 +385,7 @@ def attention(
 
 
 def _dropout(g: GraphLike, rate: float, axes: Sequence[str], sizes: dict[str, int], mask: Mask) -> ScoresDropout:
-    """Of the probabilities of queries with these axes, in one task."""
+    """Return the dropout of the probabilities for queries with these axes, within one task."""
     if not mask.segments:
         return ScoresDropout(rate, g.dropout_key(), steps_of(scores_axes(axes), sizes))
     padded = sizes | dict.fromkeys(("seq", "key"), mask.longest or sizes["seq"])

@@ -1,4 +1,4 @@
-"""Dropout of the probabilities inside of attention."""
+"""Dropout of the probabilities inside attention kernels."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Steps = tuple[int, int, int, int]
 
 
 def steps_of(order: Sequence[str], sizes: dict[str, int]) -> Steps:
-    """Of batch, heads, seq and key in probabilities whose axes lie in this order; an axis left out has 0."""
+    """Return the strides of batch, heads, seq and key in probabilities with this order of axes; 0: missing axis."""
     steps, step = dict.fromkeys(("batch", "heads", "seq", "key"), 0), 1
     for axis in reversed(order):
         steps[axis], step = step, step * sizes[axis]
@@ -41,12 +41,12 @@ class ScoresDropout:
     row_numbers: Tensor | None = None
 
     def args(self, batch: int, head: int) -> DropoutArgs:
-        """Of a task whose tile begins at these."""
+        """Return the arguments of a task whose tile begins at this sequence and head."""
         first = head * self.steps[1] + (0 if self.row_numbers else batch * self.steps[0])
         return DropoutArgs(self.key, self.row_numbers is not None, first, self.steps, Slot("dropout_seed"), self.p)
 
     def factors(self, sizes: Sequence[int], data: Sequence[Array], seed: int) -> Array:
-        """mask / (1 - p) of sizes [batch, heads, seq, key]; of packed sequences 1 but for the pairs of a segment."""
+        """Return mask / (1 - p), [batch, heads, seq, key]; for packed sequences 1 except for pairs within a segment."""
         if not self.row_numbers:
             return self._kept(0, sizes, seed)
         offsets, row_numbers = data[-2:]

@@ -1,4 +1,4 @@
-"""Attention with materialised scores, of operators of their own."""
+"""Attention with scores in memory, as separate operators."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from .softmax import Softmax
 
 
 def scores_axes(queries: Sequence[str]) -> list[str]:
-    """Of scores in memory, by the axes of the queries."""
+    """Return the axes of the scores, in the order of the queries' axes."""
     return [*(a for a in queries if a not in ("seq", "head_dim")), "seq", "key"]
 
 
 def naive(g: GraphLike, operands: Operands, mask: Mask, dropout: float) -> Tensor:
-    """Scores, softmax and the weighted sum as operators of their own."""
+    """Add scores, softmax and weighted sum as separate operators."""
     packed = dict.fromkeys(t for t, index in operands.parts if index >= 0)
     slices = {t: unpack(g, t, "qkv") for t in packed}
     q, k, v = (slices[t][index] if index >= 0 else t for t, index in operands.parts)

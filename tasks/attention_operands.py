@@ -1,4 +1,4 @@
-"""The operands of attention: q, k and v as tensors, or as slices of packed ones, and how they have to fit."""
+"""Operands of attention: q, k and v as tensors, or as slices of packed tensors, and their checks."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from .op import Array, GraphLike, Index, Lowering, Tensor
 BHSD = ("batch", "heads", "seq", "head_dim")
 ROLES = {"kv_heads": "heads", "key": "seq"}  # of the axes of k and v
 
-Operand = Tensor | tuple[Tensor, int]  # a tensor, or that slice of its axis qkv
+Operand = Tensor | tuple[Tensor, int]  # a tensor, or a slice of its axis qkv
 
 
 class OperandsArgs(TaskArgs):
-    """Where q, k, v, or their gradients, are among a task's tiles, and how their axes become b, h, s, d."""
+    """Positions of q, k, v, or of their gradients, among a task's tiles, and the order of their axes."""
 
-    axis: int  # of the tiles with an axis qkv; -1: none has one
-    order: tuple[int, int, int, int]  # position of b, h, s, d among the axes but qkv; -1: there is none
-    q: tuple[int, int]  # tile, counted from the first of these; index on its axis qkv or -1
+    axis: int  # position of the axis qkv; -1: no tile has this axis
+    order: tuple[int, int, int, int]  # positions of b, h, s, d among the axes without qkv; -1: missing
+    q: tuple[int, int]  # number of the tile among the operands; index on its axis qkv, or -1
     k: tuple[int, int]
     v: tuple[int, int]
 
 
 def order_of(axes: Sequence[str]) -> tuple[int, int, int, int]:
-    """Positions of batch, heads, seq, head_dim (or of what stands for them) among axes; -1 for a batch left out."""
+    """Return the positions of batch, heads, seq, head_dim (or kv_heads, key) among axes; -1: no batch."""
     roles = [ROLES.get(axis, axis) for axis in axes if axis != "qkv"]
     b, h, s, d = (roles.index(axis) if axis in roles else -1 for axis in BHSD)
     return b, h, s, d
@@ -45,7 +45,7 @@ def from_bhsd(x: Array, order: Sequence[int]) -> Array:
 
 
 class Operands:
-    """q, k and v, each a tensor or a slice of one that has an axis qkv."""
+    """q, k and v, each a tensor or a slice of a tensor along its axis qkv."""
 
     def __init__(self, q: Operand, k: Operand, v: Operand) -> None:
         self.parts = [part if isinstance(part, tuple) else (part, -1) for part in (q, k, v)]
@@ -57,13 +57,13 @@ class Operands:
         self.axis, self.order = packed.pop() if packed else -1, orders.pop()
 
     def on(self, tensors: Sequence[Tensor]) -> Operands:
-        """The same slices of other tensors."""
+        """Return the same slices of other tensors."""
         other = dict(zip(self.tensors, tensors, strict=True))
         q, k, v = ((other[t], index) if index >= 0 else other[t] for t, index in self.parts)
         return Operands(q, k, v)
 
     def tiles(self, low: Lowering, at: Index, key: Index) -> tuple[list[Tile], OperandsArgs]:
-        """The distinct tiles that hold q of `at` and k, v of `key`, and where to find them."""
+        """Return the distinct tiles with q at `at` and k, v at `key`, and the operands' positions among them."""
         tiles: list[Tile] = []
         places = []
         for (tensor, index), where in zip(self.parts, (at, key, key), strict=True):
@@ -75,13 +75,13 @@ class Operands:
         return tiles, OperandsArgs(axis=self.axis, order=self.order, q=q, k=k, v=v)
 
     def split(self, *arrays: Array) -> list[Array]:
-        """q, k, v as [b, h, s, d] arrays."""
+        """Return q, k, v as arrays [b, h, s, d]."""
         whole = dict(zip(self.tensors, arrays, strict=True))
         parts = [whole[t] if i < 0 else whole[t].take(i, axis=self.axis) for t, i in self.parts]
         return [as_bhsd(x, self.order) for x in parts]
 
     def join(self, *arrays: Array) -> list[Array]:
-        """The tensors whose slices [b, h, s, d] are given."""
+        """Return the tensors with these slices [b, h, s, d]."""
         result = [np.zeros(t.shape) for t in self.tensors]
         for (tensor, index), x in zip(self.parts, arrays, strict=True):
             whole = result[self.tensors.index(tensor)]
@@ -90,7 +90,7 @@ class Operands:
 
 
 def checked(g: GraphLike, q: Operand, k: Operand, v: Operand, mask: Mask) -> Operands:
-    """The operands in one order of axes. Raises ValueError if they do not fit one another or the mask."""
+    """Return the operands with one order of axes. ValueError if they do not fit one another or the mask."""
     x, *others = (part[0] if isinstance(part, tuple) else part for part in (q, k, v))
     first, *rest = ([axis for axis in t.axes if axis != "qkv"] for t in (x, *others))
     if not set(BHSD[1:]) <= set(first) <= set(BHSD):

@@ -1,4 +1,4 @@
-"""Heads of keys and values repeated for the groups of query heads that share them, for the materialised attention."""
+"""Repeated heads of keys and values for groups of query heads, for attention with scores in memory."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from .op import Array, GraphLike, Lowering, Op, Tensor
 
 
 class RepeatArgs(TaskArgs):
-    """Of attention_repeat and attention_repeat_grad."""
+    """Arguments of attention_repeat and attention_repeat_grad."""
 
-    axis: int  # of the heads
+    axis: int  # position of heads
 
 
 class AttentionRepeat(Op):
-    """y[.., head, ..] = x[.., head // group, ..]: axis heads from kv_heads."""
+    """y[.., head, ..] = x[.., head // group, ..]: the axis kv_heads becomes heads."""
 
     picks = ("kv_heads",)
 
@@ -41,7 +41,7 @@ class AttentionRepeat(Op):
 
 
 class AttentionRepeatGrad(Op):
-    """dx[.., i, ..] = sum of dy over the heads that share head i."""
+    """dx[.., i, ..] = sum of dy over the query heads of group i."""
 
     def __init__(self, dy: Tensor, out: Tensor) -> None:
         super().__init__([dy], [out])
@@ -64,14 +64,14 @@ class AttentionRepeatGrad(Op):
 
 
 def repeat_heads(g: GraphLike, x: Tensor, heads: int) -> Tensor:
-    """x with `heads` heads in the place of its kv_heads, each of them for as many heads in a row."""
+    """Repeat each of x's kv_heads for consecutive query heads, `heads` in total."""
     axes = ["heads" if axis == "kv_heads" else axis for axis in x.axes]
     shape = [heads if axis == "heads" else x.size(axis) for axis in axes]
     return g.add(AttentionRepeat(x, g.temp("repeat", axes, shape, x.dtype))).output
 
 
 def tile_of_group(low: Lowering, few: Tensor, many: Tensor, heads: int) -> int:
-    """The tile of few's kv_heads that tile number `heads` of many's heads shares."""
+    """Return the number of the kv_heads tile of `few` for the heads tile number `heads` of `many`."""
     group = many.size("heads") // few.size("kv_heads")
     first = low.parts(many, "heads")[heads].offset // group
     return next(i for i, part in enumerate(low.parts(few, "kv_heads")) if first < part.end)

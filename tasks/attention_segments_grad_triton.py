@@ -1,7 +1,8 @@
-"""Gradients of what attention_segments_triton.py computes, on CUDA. Tiles as in attention.cpp.
+"""Gradients of attention_segments_triton.py, on CUDA. Tiles as in attention.cpp.
 
-Short sequences: a program has all of one, and all heads that share its keys: one pass makes dq, dk and dv. Longer ones:
-a pass for dq, then one for dk and dv. Nothing is added atomically: the same bits each time.
+Short sequences: a program has a whole sequence and all query heads that share its keys, and computes dq, dk and dv in
+one pass. Longer sequences: one pass for dq, then one for dk and dv. There are no atomic additions, so results are the
+same to the bit each time.
 """
 
 # Functions of Triton's language have no Python types.
@@ -45,7 +46,7 @@ from .launch import Launch, Launches, Parameter, Scratch, ceil_div, launch, laun
 @triton.jit
 def queries_of(first, n, ROWS: tl.constexpr, KEYS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
                 TWO_SIDED: tl.constexpr):  # fmt: skip
-    """The interval of queries, from a multiple of ROWS on, that attend to KEYS keys from `first` on."""
+    """Return the interval of queries that attend to KEYS keys from `first` on; it begins at a multiple of ROWS."""
     begin, end = first * 0, n
     if CAUSAL:
         begin = first // ROWS * ROWS
@@ -62,10 +63,11 @@ def of_pairs(
     STEPS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     TWO_SIDED: tl.constexpr, PRECISION: tl.constexpr, TURNED: tl.constexpr = False,
 ):  # fmt: skip
-    """By what values were weighted, and the gradient of the scaled scores; lse: as `load_queries` gives it.
+    """Return the weights of the values and the gradient of the scaled scores; lse: from `load_queries`.
 
-    TURNED: [keys, rows], keys in the order of `turned_keys`. So the products over rows, those of dk and dv, take them
-    from registers."""
+    TURNED: transposed, [keys, rows], with keys in the order of `turned_keys`. The products over rows, for dk and dv,
+    then take both from registers.
+    """
     if TURNED:
         s = scores_of(k, q, row, key, kept, CAUSAL, WINDOW, TWO_SIDED, PRECISION, True)
     else:
@@ -86,14 +88,14 @@ def of_pairs(
 
 @triton.jit
 def _along(rows, TURNED: tl.constexpr):
-    """Numbers of rows, as they stand beside pairs."""
+    """Return numbers per row in the shape that broadcasts over pairs."""
     return rows[None, :] if TURNED else rows[:, None]
 
 
 @triton.jit
 def load_queries(Q, D_OUT, LSE, start, head, row, n, Q_AT: tl.constexpr, D_OUT_AT: tl.constexpr, LSE_AT: tl.constexpr,
                  D: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
-    """Rows of q, of the output's gradient, and their logarithms of sums to base 2: none beyond, so weights of 0."""
+    """Load rows of q, of the output's gradient, and lse to base 2; rows beyond the last get weights of 0."""
     q = load_rows(Q, start, head, row, n, Q_AT, D, BLOCK_D)
     d_out = load_rows(D_OUT, start, head, row, n, D_OUT_AT, D, BLOCK_D)
     lse = tl.sum(load_rows(LSE, start, head, row, n, LSE_AT, 1, 1), 1) * LOG2E
@@ -102,7 +104,7 @@ def load_queries(Q, D_OUT, LSE, start, head, row, n, Q_AT: tl.constexpr, D_OUT_A
 
 @triton.jit
 def delta_of(OUT, d_out, start, head, row, n, OUT_AT: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """The sum over head_dim of the output and its gradient."""
+    """Return the sum over head_dim of the output times its gradient."""
     out = load_rows(OUT, start, head, row, n, OUT_AT, D, BLOCK_D)
     return tl.sum(d_out.to(tl.float32) * out.to(tl.float32), 1)
 
@@ -110,7 +112,7 @@ def delta_of(OUT, d_out, start, head, row, n, OUT_AT: tl.constexpr, D: tl.conste
 @triton.jit
 def _clear_keys(DK, DV, DATA, start, n, head, block, DK_AT: tl.constexpr, DV_AT: tl.constexpr, D: tl.constexpr,
                 BLOCKS: tl.constexpr, KEYS: tl.constexpr, BLOCK_D: tl.constexpr, ACC: tl.constexpr):  # fmt: skip
-    """Zeros behind the last segment, unless dk and dv are added to."""
+    """Store zeros behind the last segment, unless the kernel adds to dk and dv."""
     if not ACC:
         clear(DK, DATA, start, n, head, block, DK_AT, D, BLOCKS, KEYS, BLOCK_D)
         clear(DV, DATA, start, n, head, block, DV_AT, D, BLOCKS, KEYS, BLOCK_D)
@@ -137,7 +139,7 @@ def _grad_whole(
     D: tl.constexpr, BLOCK_D: tl.constexpr, ACC: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """All of a sequence of KEYS keys at most, and of the heads that share a head of keys."""
+    """Compute all gradients of a sequence of at most KEYS keys, for the query heads that share a head of keys."""
     number, head = tl.program_id(0), tl.program_id(1)
     start, n, m = sequence_of(DATA, number, offsets, tokens, keys, PACKED)
     if PACKED and number + 1 == offsets:
@@ -178,7 +180,7 @@ def _grad_queries(
     D: tl.constexpr, BLOCK_D: tl.constexpr, ACC: tl.constexpr,
     BLOCKS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """dq of a block of ROWS queries, and their delta, laid out as lse."""
+    """Compute dq of a block of ROWS queries, and delta with the layout of lse."""
     number, block, head = tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS, tl.program_id(1)
     start, n, m = sequence_of(DATA, number, offsets, tokens, keys, PACKED)
     first = block * ROWS
@@ -215,7 +217,7 @@ def _grad_keys(
     D: tl.constexpr, BLOCK_D: tl.constexpr, ACC: tl.constexpr,
     BLOCKS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of a block of KEYS keys, from all heads that share them."""
+    """Compute dk and dv of a block of KEYS keys, from all query heads that share these keys."""
     number, block, head = tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS, tl.program_id(1)
     start, n, m = sequence_of(DATA, number, offsets, tokens, keys, PACKED)
     first = block * KEYS
@@ -223,7 +225,7 @@ def _grad_keys(
         _clear_keys(DK, DV, DATA, start, n, head, block, DK_AT, DV_AT, D, BLOCKS, KEYS, BLOCK_D, ACC)
     elif first < m:
         key = first + turned_keys(KEYS)
-        # What is computed of keys beyond the last is not stored.
+        # Values of keys beyond the last are not stored.
         kept = kept_keys(DATA, start, key, m, PADDED, ENDS=False)
         drawn = first_draw(DRAWS, start, mask_first, STEPS, PACKED)
         k = load_rows(K, start, head, key, m, K_AT, D, BLOCK_D)
@@ -272,7 +274,7 @@ def _describe(task: Task) -> Launches:
         return (launch(_grad_whole, common.grid(1, of_keys), *args, **constants, **options),)
 
     def two(for_queries: tuple[int, int], for_keys: tuple[int, int], warps: int) -> tuple[Launch, ...]:
-        """Passes with these ROWS and KEYS."""
+        """Return the launches of the passes with these ROWS and KEYS."""
         made, (queries, of_one) = [], common.longest
         passes = (_grad_queries, heads, queries, for_queries, 0), (_grad_keys, of_keys, of_one, for_keys, 1)
         for kernel, of, positions, sizes, own in passes:
@@ -287,13 +289,13 @@ def _describe(task: Task) -> Launches:
     else:
         ways = [two((64, 64), (64, 64), 4)] if most > 64 else []
         ways += [two((64, 128), (64, 128), 8)] if most > 128 else []
-        if most > 64 and not packed:  # longer blocks, as no sequence is shorter than the others
+        if most > 64 and not packed:  # longer blocks, as all sequences have the same length
             ways += [two((128, 64), (32, 128), 8)]
             ways += [two((128, 32), (32, 128), 4), two((64, 32), (32, 64), 4)] if most > 128 else []
         ways += [whole(min(most, 64), most, 4 if most <= 64 else 8)] if most <= WHOLE else []
         ways += [whole(32, most, 8)] if 64 < most <= WHOLE else []
         ways += [whole(32, 128, 4)] if most == 128 else []
-    if adds:  # to measure would be to add again
+    if adds:  # a measurement would add again
         ways = ways[:1]
     key = f"turned gradient {common.key} of {names_of(ways)}"
     return Launches(ways[0], scratch.bytes, others=tuple(ways[1:]), key=key)

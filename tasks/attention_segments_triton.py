@@ -1,12 +1,13 @@
-"""Attention over packed sequences, and over those of a batch with dropout, on CUDA. Tiles as in attention.cpp.
+"""Attention over packed sequences, and over rows of a batch with dropout, on CUDA. Tiles as in attention.cpp.
 
-A program has a block of queries of a sequence and a head. PACKED: sequences are segments of one row of tokens; programs
-beyond the live ones return at once, and the ones behind the last clear what belongs to none. Else each row of the batch
-is one, all of equal length, with a length of its own for the keys, of which padding may mask some.
+A program has a block of queries of one sequence and one head. PACKED: sequences are segments of one row of tokens.
+Programs without a segment return at once; programs behind the last segment clear tokens that belong to no segment.
+Otherwise each row of the batch is a sequence. All rows have the same number of queries and the same number of keys, and
+padding may mask keys.
 
-Short sequences: all keys and values are on chip, no online softmax (the short form of ByteTransformer, Zhai et al.
-2023). Longer ones: one pass over the keys with online softmax (Dao et al. 2022). Which of several is the fastest,
-or for `vendor` ATen's or cuDNN's kernel, is measured by C++.
+Short sequences: all keys and values are on chip, without online softmax (the short form of ByteTransformer, Zhai et al.
+2023). Longer sequences: one pass over the keys with online softmax (Dao et al. 2022). C++ measures which block sizes
+are the fastest, for `vendor` also ATen's and cuDNN's kernels.
 """
 
 # Functions of Triton's language have no Python types.
@@ -32,16 +33,17 @@ from .interpreted_triton import INTERPRETED
 from .launch import Int, Launch, Launches, Parameter, ceil_div, launch, launches, power_of_two, shape, tile
 from .mask import Limits
 
-Layout = tuple[int, int, int, int, int]  # place of the first element, steps of tokens, heads, head_dim and `start`
-WHOLE = 256  # positions of a sequence whose keys and values may all be on chip
+Layout = tuple[int, int, int, int, int]  # offset of the first element; strides of tokens, heads, head_dim, `start`
+WHOLE = 256  # maximum positions of a sequence with all keys and values on chip
 LOG2E, LN2 = tl.constexpr(math.log2(math.e)), tl.constexpr(math.log(2))
 
 
 @triton.jit
 def sequence_of(DATA, number, offsets, tokens, keys, PACKED: tl.constexpr):
-    """Where a sequence starts, its queries and its keys: a segment's first token, or a number of the batch.
+    """Return start (first token of a segment, or row of the batch), queries and keys of a sequence.
 
-    Of segment number offsets - 1: the tokens behind the last one."""
+    Segment number offsets - 1 stands for the tokens behind the last segment.
+    """
     if PACKED:
         start = tl.minimum(tl.load(DATA + number), tokens)
         end = tl.minimum(tl.load(DATA + number + 1, number + 1 < offsets, tokens), tokens)
@@ -53,7 +55,7 @@ def sequence_of(DATA, number, offsets, tokens, keys, PACKED: tl.constexpr):
 
 @triton.jit
 def kept_keys(DATA, start, key, keys, PADDED: tl.constexpr, ENDS: tl.constexpr = True):
-    """Which of these keys padding does not mask and, if the sequence ENDS among them, there are."""
+    """Return which keys are unmasked by padding and, if the sequence ENDS among them, exist."""
     kept = key < keys if ENDS or PADDED else key == key
     if PADDED:
         kept = kept & (tl.load(DATA + start * keys + key, kept, 0) != 0)
@@ -62,7 +64,7 @@ def kept_keys(DATA, start, key, keys, PADDED: tl.constexpr, ENDS: tl.constexpr =
 
 @triton.jit
 def place_of(X, start, head, row, AT: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Where rows of a head are, [rows, head_dim]; AT: a Layout."""
+    """Return the offsets of a head's rows, [rows, head_dim]; AT: a Layout."""
     X += AT[0] + start.to(tl.int64) * AT[4] + head.to(tl.int64) * AT[2]
     return X + row[:, None] * AT[1] + tl.arange(0, BLOCK_D)[None, :] * AT[3]
 
@@ -84,7 +86,7 @@ def clear(
     X, DATA, start, n, head, block,
     AT: tl.constexpr, D: tl.constexpr, BLOCKS: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Zeros where there is no segment: n rows from `start` on, and those before the first; every BLOCKS-th block."""
+    """Clear rows without a segment: n rows from `start` on, and rows before the first; every BLOCKS-th block."""
     row, zeros = tl.arange(0, ROWS), tl.zeros([ROWS, BLOCK_D], X.dtype.element_ty)
     for first in range(block * ROWS, n, BLOCKS * ROWS):
         store_rows(X, zeros, start, head, first + row, n, AT, D, BLOCK_D)
@@ -95,7 +97,7 @@ def clear(
 
 @triton.jit
 def product(a, b, PRECISION: tl.constexpr):
-    if INTERPRETED:  # whose numpy has no bf16
+    if INTERPRETED:  # numpy there has no bf16
         a, b = a.to(tl.float32), b.to(tl.float32)
     return tl.dot(a, b, input_precision=PRECISION)
 
@@ -106,8 +108,10 @@ def scores_of(
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, TWO_SIDED: tl.constexpr, PRECISION: tl.constexpr,
     TURNED: tl.constexpr = False,
 ):  # fmt: skip
-    """Of queries a and keys b; TURNED: of keys a and queries b. Not scaled yet: scaled where something is subtracted
-    from them, both are one instruction."""
+    """Return the unscaled scores of queries a and keys b; TURNED: transposed, of keys a and queries b.
+
+    The scale is applied with the next subtraction, as one instruction.
+    """
     s = product(a, tl.trans(b), PRECISION)
     by_row: tl.constexpr = 0 if TURNED else 1
     row, key, good = tl.expand_dims(row, by_row), tl.expand_dims(key, 1 - by_row), tl.expand_dims(kept, 1 - by_row)
@@ -123,7 +127,7 @@ def scores_of(
 @triton.jit
 def keys_of(first, n, ROWS: tl.constexpr, KEYS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
              TWO_SIDED: tl.constexpr):  # fmt: skip
-    """The interval of n keys, from a multiple of KEYS on, that ROWS queries from `first` on attend to."""
+    """Return the interval of n keys to which ROWS queries from `first` on attend; it begins at a multiple of KEYS."""
     begin, end = first * 0, n
     if CAUSAL:
         end = tl.minimum(end, first + ROWS)
@@ -136,7 +140,7 @@ def keys_of(first, n, ROWS: tl.constexpr, KEYS: tl.constexpr, CAUSAL: tl.constex
 
 @triton.jit
 def first_draw(DRAWS, start, mask_first, STEPS: tl.constexpr, PACKED: tl.constexpr):
-    """The index, among all probabilities, of the sequence's first pair in the task's first head."""
+    """Return the index, among all probabilities, of the sequence's first pair in the task's first head."""
     if len(STEPS) == 0:
         return start
     elif PACKED:
@@ -147,7 +151,7 @@ def first_draw(DRAWS, start, mask_first, STEPS: tl.constexpr, PACKED: tl.constex
 
 @triton.jit
 def factors_of(row, at, drawn, head, seed, mix, limit, kept_scale, STEPS: tl.constexpr, KEYS: tl.constexpr):
-    """mask / (1 - p) of a head's pairs, of KEYS keys from `at` on; drawn: `first_draw`."""
+    """Return mask / (1 - p) of a head's pairs with KEYS keys from `at` on; drawn: from `first_draw`."""
     first = drawn + head.to(tl.int64) * STEPS[1]
     EVEN: tl.constexpr = (STEPS[0] | STEPS[1] | STEPS[2] | STEPS[0] // STEPS[2]) % 2 == 0
     SAME: tl.constexpr = STEPS[2] & (STEPS[2] - 1) == 0  # rows of a power of two never cross a multiple of 2**33
@@ -158,14 +162,14 @@ def factors_of(row, at, drawn, head, seed, mix, limit, kept_scale, STEPS: tl.con
 
 @triton.jit
 def turned_keys(KEYS: tl.constexpr):
-    """Numbers from 0 on as rows of a product: a thread, which has rows 8 apart, has both of a pair of neighbours."""
+    """Return an order of keys as rows of a product in which a thread, with rows 8 apart, has both keys of a pair."""
     at = tl.arange(0, KEYS)
     return at // 16 * 16 + at % 8 * 2 + at // 8 % 2
 
 
 @triton.jit
 def turned_factors_of(row, at, drawn, head, seed, mix, limit, kept_scale, STEPS: tl.constexpr, KEYS: tl.constexpr):
-    """As `factors_of`, transposed: [keys, rows], keys in the order of `turned_keys`."""
+    """Return `factors_of` transposed: [keys, rows], with keys in the order of `turned_keys`."""
     factors = tl.trans(factors_of(row, at, drawn, head, seed, mix, limit, kept_scale, STEPS, KEYS))
     pairs = tl.permute(tl.reshape(factors, (KEYS // 16, 8, 2, row.shape[0])), (0, 2, 1, 3))
     return tl.reshape(pairs, (KEYS, row.shape[0]))
@@ -180,7 +184,7 @@ def _forward(
     GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCKS: tl.constexpr, ONLINE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """A block of ROWS queries; ONLINE: keys in blocks of KEYS, else all of them, KEYS at most."""
+    """Compute a block of ROWS queries; ONLINE: keys in blocks of KEYS, else all keys at once, at most KEYS."""
     number, block, head = tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS, tl.program_id(1)
     start, n, m = sequence_of(DATA, number, offsets, tokens, keys, PACKED)
     first = block * ROWS
@@ -231,7 +235,7 @@ def _forward(
 
 
 def places(task: Task, args: OperandsArgs, first: int, *, packed: bool) -> tuple[list[Parameter], list[Layout], int]:
-    """The tiles of q, k, v (or their gradients) from tile `first` on, where their elements are, and the next tile."""
+    """Return the tiles of q, k, v (or their gradients) from tile `first` on, their layouts, and the next tile."""
     tiles, layouts = [], []
     for number, index in (args.q, args.k, args.v):
         steps, base = strides_of(shape(task, first + number)), 0
@@ -243,19 +247,19 @@ def places(task: Task, args: OperandsArgs, first: int, *, packed: bool) -> tuple
 
 
 def layout(steps: Sequence[int], order: Sequence[int], base: int = 0, *, packed: bool) -> Layout:
-    """As `place_of` takes it, of axes whose places `order` says."""
+    """Return the Layout for `place_of` of axes in this order."""
     batch, heads, seq, head_dim = order
     start = steps[seq] if packed else steps[batch] if batch >= 0 else 0
     return base, steps[seq], steps[heads], steps[head_dim], start
 
 
 def layout_of_rows(task: Task, number: int, *, packed: bool) -> Layout:
-    """Of tile lse [batch, heads, seq]."""
+    """Return the Layout of tile lse [batch, heads, seq]."""
     return layout([*strides_of(shape(task, number)), 1], (0, 1, 2, 3), packed=packed)
 
 
 def extents(task: Task, args: OperandsArgs, number: int, index: int) -> tuple[int, int, int, int]:
-    """Sequences, heads, tokens and head_dim of an operand's tile."""
+    """Return sequences, heads, tokens and head_dim of an operand's tile."""
     sizes = list(shape(task, number))
     if index >= 0:
         sizes.pop(args.axis)
@@ -265,14 +269,14 @@ def extents(task: Task, args: OperandsArgs, number: int, index: int) -> tuple[in
 
 @dataclass(frozen=True)
 class SegmentArguments:
-    """What the launches for a task have in common."""
+    """Arguments that all launches of a task share."""
 
-    sizes: tuple[int, int, int]  # heads, heads of keys, head_dim
-    sequences: int  # and what lies behind the last segment
-    longest: tuple[int, int]  # queries and keys of one
-    args: list[Parameter]  # from the mask's data on
+    sizes: tuple[int, int, int]  # query heads, key heads, head_dim
+    sequences: int  # including the tokens behind the last segment
+    longest: tuple[int, int]  # maximum queries and keys of a sequence
+    args: list[Parameter]  # kernel arguments from the mask's data on
     constants: dict[str, Any]
-    key: str  # what the choice between them depends on
+    key: str  # the choice among block sizes depends on this
 
     def grid(self, blocks: int, heads: int) -> tuple[int, int]:
         return self.sequences * blocks, heads
@@ -281,7 +285,7 @@ class SegmentArguments:
 def shared(
     task: Task, qkv: OperandsArgs, first: int, scale: float, limits: Limits, *, diagonal: bool, data: int
 ) -> SegmentArguments:
-    """first: the tile where q, k and v begin; data: where those of the mask do."""
+    """Return the shared arguments; first: first tile of q, k and v; data: first tile of the mask's data."""
     batch, heads, tokens, head_dim = extents(task, qkv, first + qkv.q[0], qkv.q[1])
     _, of_keys, keys, _ = extents(task, qkv, first + qkv.k[0], qkv.k[1])
     packed, dtype, drop = limits.segments, task.accesses[first].tile.dtype, limits.dropout
@@ -305,7 +309,7 @@ def shared(
 
 
 def names_of(ways: Sequence[tuple[Launch, ...]]) -> str:
-    """What a kept choice chooses from: kernels, and how they cut queries and keys."""
+    """Return names of the candidates of a stored choice: kernels with their block sizes."""
     return ", ".join(" + ".join(map(_name, way)) for way in ways)
 
 
@@ -315,13 +319,13 @@ def _name(one: Launch) -> str:
 
 
 def served(task: Task, limits: Limits | None) -> bool:
-    """Whether these kernels compute what the task `attention`, or its gradient, asks for."""
-    adds = any(access.accumulate for access in task.accesses)  # to measure would be to add again
+    """Return whether these kernels support the task `attention`, or its gradient."""
+    adds = any(access.accumulate for access in task.accesses)  # a measurement would add again
     return limits is not None and limits.segments and not adds
 
 
 def beside_cudnn(made: Launches) -> Launches:
-    """With a key of its own: choices that were kept before cuDNN was among the kernels in C++ are not for these."""
+    """Return launches with a key of their own, so that choices stored before cuDNN was a candidate do not apply."""
     return replace(made, key=f"beside cuDNN {made.key}")
 
 
@@ -348,7 +352,7 @@ def _describe(task: Task) -> Launches:
         return (launch(_forward, common.grid(blocks, common.sizes[0]), *args, **at, **common.constants, **options),)
 
     whole = max(power_of_two(common.longest[1]), 16)
-    if common.constants["PRECISION"] == "ieee":  # products of fp32 hold more registers, and take no tensor cores
+    if common.constants["PRECISION"] == "ieee":  # fp32 products need more registers and use no tensor cores
         ways = [way(True, 32, 32, 4), *([way(False, min(whole, 32), whole, 4)] if whole <= 64 else [])]
     else:
         ways = [way(True, 64, 64, 4)] if whole > 64 else []

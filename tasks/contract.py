@@ -18,25 +18,25 @@ from .op import CONTRACTION, Array, GraphLike, Index, Lowering, Op, Tensor, accu
 
 
 class EpilogueArgs(TaskArgs):
-    """What is done beside the product; which tiles there are follows from it."""
+    """Fused operations of a product; they determine the task's tiles."""
 
-    bias_axes: int  # bit mask of the output's axes that the bias has, -1: no bias
+    bias_axes: int  # bit mask of the bias' axes among the output's axes; -1: no bias
     residual: bool
-    activation: int  # its place in ACTIVATIONS, -1: none
+    activation: int  # position in ACTIVATIONS; -1: none
     keep_pre: bool
     aux: bool
-    colsum: int  # which input, 0 or 1, is summed too, -1: none
+    colsum: int  # input, 0 or 1, to sum over K as well; -1: none
 
 
 class PlanArgs(TaskArgs):
-    """Which axes are batch, rows, columns, summed."""
+    """Roles of the axes: batch, rows, columns, summed."""
 
-    swap: bool  # a and b change places: the output has columns first
-    batch: int  # how many axes are so
+    swap: bool  # exchange a and b, as the output has its columns first
+    batch: int  # number of axes, as below
     m: int
     n: int
     k: int
-    orders: tuple[int, ...]  # of a's axes as batch m k, of b's as batch k n, of the output's as batch m n
+    orders: tuple[int, ...]  # permutations of a to batch m k, b to batch k n, the output to batch m n
 
 
 class ContractArgs(TaskArgs):
@@ -48,14 +48,17 @@ class ContractArgs(TaskArgs):
 class Contract(Op):
     """y = act(scale * sum_K a b + bias + residual), or scale * sum_K a b * act'(aux): FusedLinear.
 
-    a and b have named axes: those in both and in `out_axes` are batch axes, those in both and not in `out_axes` are
-    summed over (K), the others are rows (M) and columns (N). `out_axes` may be any order of the rest, so that a
-    reshape of the output or of an input costs no task of its own (Alg. 4 of the NNTile report).
+    Axes in a, b and out are batch axes. Axes in a and b, but not in out, are summed (K). The other axes are rows (M),
+    from a, and columns (N), from b. out may have any order of axes, so that a transpose of the output or of an input
+    needs no task of its own (Alg. 4 of the NNTile report).
 
-    Optional: bias (axes a subset of the output's), residual (the output's axes), activation (of ACTIVATIONS)
-    with `pre`, a second output: the value before the activation; `aux`: the output is multiplied by the activation's
-    derivative at aux; `bias_grad` (which of the inputs, 0 or 1, and a last output): the sum of that input over the axes
-    that it sums over (K).
+    Args:
+        bias: axes are a subset of the output's.
+        residual: axes of the output.
+        activation: one of ACTIVATIONS.
+        pre: a second output, the value before the activation.
+        aux: the output is multiplied by the activation's derivative at aux instead.
+        bias_grad: number of an input, 0 or 1, and a last output: the sum of this input over K.
     """
 
     category = CONTRACTION
@@ -89,7 +92,7 @@ class Contract(Op):
     @property
     def title(self) -> str:
         parts = {"bias": self.bias, "residual": self.residual}
-        if self.activation:  # with aux it is a factor, the activation's derivative there
+        if self.activation:  # with aux the factor is the derivative
             parts[f"{self.activation}'" if self.aux else self.activation] = self.output
         parts["bias gradient"] = self.bias_grad[1] if self.bias_grad else None
         return " + ".join([self.kind, *(name for name, there in parts.items() if there)])
@@ -137,7 +140,7 @@ class Contract(Op):
     ) -> None:
         out = low.tile(self.output, index)
         target = low.tile(self.pre, index) if self.pre else out
-        # Only a chain has a last partial product; elsewhere what is not a sum waits for a task of its own.
+        # Only a chain has a last partial product. Other policies need a separate task for the activation.
         inline = low.policy == "chain" or len(ks) == 1
         for number, k in enumerate(ks):
             at = index | k
@@ -153,7 +156,7 @@ class Contract(Op):
                 for axis in axes
             )
             epilogue = self._epilogue(first, last, colsum)
-            args = known.setdefault(epilogue, ContractArgs(epilogue, plan, self.scale))  # few; packed once each
+            args = known.setdefault(epilogue, ContractArgs(epilogue, plan, self.scale))  # few; each encoded once
             low.emit("contract", [*accesses, *start, *finish, *sums], args, flop=flop)
         if not inline and self.activation:
             accesses = [RW(target), *self._finish(low, index, out, target)]
@@ -168,7 +171,7 @@ class Contract(Op):
         return [W(out)] if target is not out else []
 
     def _bias_grad(self, low: Lowering, at: Index) -> tuple[list[Access], int]:
-        """The tasks of the first tile of the other input's rows also sum this input: each contribution once."""
+        """Return access and input of the fused sum, only for the other input's first tile: each tile counts once."""
         if not self.bias_grad:
             return [], -1
         side, grad = self.bias_grad
@@ -177,7 +180,7 @@ class Contract(Op):
         return [ACC(low.tile(grad, at))], side
 
     def _epilogue(self, start: bool, finish: bool, colsum: int = -1) -> EpilogueArgs:
-        """Of the first task of a tile (start), of the last one (finish)."""
+        """Return the epilogue of a tile's first task (start) or last task (finish)."""
         act = ACTIVATIONS.index(self.activation) if self.activation else -1
         bias = -1
         if start and self.bias:
@@ -239,14 +242,14 @@ class Contract(Op):
 def contract(
     g: GraphLike, a: Tensor, b: Tensor, out_axes: Sequence[str], *, scale: float = 1.0, like: Tensor | None = None
 ) -> Tensor:
-    """Contract a and b into a new tensor with `out_axes`, of the band of `like`."""
+    """Contract a and b into a new tensor with `out_axes` and the band of `like`, the tensor with this gradient."""
     sizes = {**a.sizes, **b.sizes}
     for axis in a.axes:
         if axis in b.axes and a.size(axis) != b.size(axis):
             raise ValueError(f"axis {axis} has {a.size(axis)} elements in {a} and {b.size(axis)} in {b}")
     if not set(a.axes) ^ set(b.axes) <= set(out_axes) <= set(sizes):
         raise ValueError(f"a product of {a} and {b} cannot have the axes {', '.join(out_axes)}: it sums over shared")
-    # The gradient of a parameter is a sum over all tokens.
+    # The gradient of a parameter is a sum over all tokens, so it has the accumulation dtype.
     dtype = accumulation_dtype(a.dtype) if like and like.kind == "param" else a.dtype
     out = g.temp("contract", out_axes, [sizes[x] for x in out_axes], dtype, band=like.band if like else ALL)
     return g.add(Contract(a, b, out, scale=scale)).output

@@ -1,4 +1,4 @@
-"""Cross-entropy over classes, an axis that may be cut; its gradient in place of the logits."""
+"""Cross-entropy over classes, an axis that may be cut, with an in-place gradient."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ IGNORED = -100
 
 
 class CrossEntropyArgs(TaskArgs):
-    gradient: bool  # the logits become their gradient
+    gradient: bool  # overwrite the logits by their gradient
     scale: Slot
 
 
 class CrossEntropyStateArgs(TaskArgs):
-    first: int  # class of the tile
-    classes: int  # of the whole tensor
+    first: int  # first class of the tile
+    classes: int  # classes of the whole tensor
 
 
 class CrossEntropyLossArgs(TaskArgs):
@@ -28,17 +28,17 @@ class CrossEntropyLossArgs(TaskArgs):
 
 
 class CrossEntropyGradArgs(TaskArgs):
-    first: int  # class of the tile
+    first: int  # first class of the tile
     scale: Slot
 
 
 class CrossEntropy(Op):
-    """loss = (sum over rows of log sum_c exp(logits) - logits[label]) * scale; rows labelled -100 are left out.
+    """loss = (sum over rows of log sum_c exp(logits) - logits[label]) * scale; rows with label -100 are ignored.
 
-    The classes are the last axis of the logits, labels have the others; to the loss `before`, if there is one, the new
-    one is added. The scale is a slot: 1 / (labels that count, in all micro-batches of the step). Outputs: loss, fp64
-    [1]; lse [...], fp32 for 16-bit logits: log-sum-exp of each row. With `fused` (set by the fusion pass where the
-    classes are not cut) the same task overwrites the logits by their gradient.
+    The last axis of the logits are the classes; labels have the other axes. The scale is a slot: 1 / (number of labels
+    that are not ignored, in all micro-batches of the step). If there is a loss `before`, the new loss is added to it.
+    Outputs: loss, fp64 [1]; lse [...], fp32 for 16-bit logits: log-sum-exp of each row. The fusion pass sets `fused`
+    where the classes are not cut: the same task then overwrites the logits by their gradient.
     """
 
     category = NORMALIZATION
@@ -91,7 +91,7 @@ class CrossEntropy(Op):
 
 
 class CrossEntropyGrad(Op):
-    """dlogits = (exp(logits - lse) - onehot(label)) * scale, zero where the label is -100; in place."""
+    """dlogits = (exp(logits - lse) - onehot(label)) * scale, in place; zero where the label is -100."""
 
     category = NORMALIZATION
     colours: ClassVar = {"backward": "#8c564b"}
@@ -122,7 +122,7 @@ class CrossEntropyGrad(Op):
 
 
 def loss_tensor(g: GraphLike, before: Tensor | None) -> Tensor:
-    """What an operator writes its loss to: the graph's loss, or the sum with the loss before it, in the same tile."""
+    """Return the tensor for an operator's loss: the graph's loss, or its sum with an earlier loss, in the same tile."""
     if before:
         return g.temp("loss", before.axes, before.shape, before.dtype, storage=before)
     if g.loss:
@@ -133,10 +133,14 @@ def loss_tensor(g: GraphLike, before: Tensor | None) -> Tensor:
 def cross_entropy(
     g: GraphLike, logits: Tensor, labels: Tensor, *, loss: Tensor | None = None, scale: str = "loss_scale"
 ) -> Tensor:
-    """The cross-entropy of classes, the last axis of the logits, an fp64 [1], or that added to `loss`.
+    """Return the cross-entropy over the last axis of the logits, fp64 [1], added to `loss` if there is one.
 
-    labels: int64, the other axes of the logits; -100 is left out. scale: the slot for 1 / (labels that count).
-    ValueError: labels of other axes or sizes.
+    Args:
+        labels: int64, with the other axes of the logits; -100 is ignored.
+        scale: the slot for 1 / (number of labels that are not ignored).
+
+    Raises:
+        ValueError: axes or sizes of the labels do not fit.
     """
     if logits.axes[:-1] != labels.axes or logits.shape[:-1] != labels.shape:
         raise ValueError(f"cross_entropy: the labels {labels} need the axes of {logits} but the last one")

@@ -1,7 +1,7 @@
-"""Cross-entropy on tiles of logits [rows, classes] on CUDA: a program a row, in 16-byte vectors, nothing kept in fp32.
+"""Cross-entropy on tiles of logits [rows, classes] on CUDA: one program per row, in 16-byte vectors.
 
-Tiles as in cross_entropy.cpp. A label that is no class, which the CPU reports, makes the loss
-NaN: a kernel cannot throw.
+Tiles as in cross_entropy.cpp. No row is stored in fp32. A label outside the classes makes the loss NaN, as a kernel
+cannot throw; on the CPU it is an error.
 """
 
 # Functions of Triton's language have no Python types.
@@ -35,13 +35,13 @@ from .launch import (
 
 LOG2E = tl.constexpr(1.4426950408889634)  # exp2(x LOG2E - y) is two instructions, exp(x - z) three
 
-# A row of 50257 words does not begin at a multiple of 16 bytes. So it is walked in three parts: the few words before
-# the first such multiple, whole blocks without a mask (which become 16-byte accesses), and the rest.
+# A row of 50257 elements may not begin at a multiple of 16 bytes. A program reads it in three parts: the few elements
+# before the first such multiple, whole blocks without a mask (with 16-byte accesses), and the remaining elements.
 
 
 @triton.jit
 def _parts(n, LANES: tl.constexpr, VECTOR: tl.constexpr, ALIGNED: tl.constexpr):
-    """Row `program_id`: its offset, first aligned offset, number of whole blocks, offsets inside of a block."""
+    """Return for row `program_id`: offset, first aligned offset, number of whole blocks, offsets within a block."""
     start = tl.program_id(0).to(tl.int64) * n
     first = start if ALIGNED else (start + VECTOR - 1) // VECTOR * VECTOR
     blocks = tl.maximum(start + n - first, 0) // (LANES * VECTOR)
@@ -51,16 +51,16 @@ def _parts(n, LANES: tl.constexpr, VECTOR: tl.constexpr, ALIGNED: tl.constexpr):
 
 @triton.jit
 def _more(top, total, x):
-    """A lane's running (max x LOG2E, sumexp) with a vector more: one exponential an element, not two."""
+    """Update a lane's running (max x LOG2E, sumexp) with a vector, with one exponential per element instead of two."""
     x = x.to(tl.float32) * LOG2E
     new = tl.maximum(top, tl.max(x, 1))
-    known = tl.where(new == float("-inf"), 0.0, new)  # nothing yet
+    known = tl.where(new == float("-inf"), 0.0, new)  # empty
     return new, total * tl.exp2(top - known) + tl.sum(tl.exp2(x - known[:, None]), 1)
 
 
 @triton.jit
 def _row_state(X, n, LANES: tl.constexpr, VECTOR: tl.constexpr, ALIGNED: tl.constexpr):
-    """(max, sum of exp(x - max)) of the row."""
+    """Return (max, sum of exp(x - max)) of the row."""
     start, first, blocks, inner = _parts(n, LANES, VECTOR, ALIGNED)
     top, total = tl.full([LANES], float("-inf"), tl.float32), tl.zeros([LANES], tl.float32)
     for k in range(0, blocks):
@@ -89,7 +89,7 @@ def _row_gradient(
 ):
     """x <- (exp(x - lse) - onehot(label - first_word)) scale, in place; 0 where the label is negative.
 
-    From the end of the row: what was read last is the likeliest to be in the cache still, and need not stay there.
+    The loop begins at the end of the row, whose elements were read last and are most likely still in the cache.
     """
     lse *= LOG2E
     start, first, blocks, inner = _parts(n, LANES, VECTOR, ALIGNED)
@@ -111,7 +111,7 @@ def _row_gradient(
 
 @triton.jit
 def _pick(X, n, label, first_word, vocab):
-    """The logit of the label if it is in this tile, else 0; NaN if it is in no tile."""
+    """Return the logit of the label if it is in this tile, else 0; NaN if it is in no tile."""
     here = label - first_word
     mine = (label >= 0) & (here >= 0) & (here < n)
     value = tl.load(X + tl.program_id(0).to(tl.int64) * n + tl.where(mine, here, 0), mine, 0.0).to(tl.float32)
@@ -131,7 +131,7 @@ def _cross_entropy(
     tl.store(LSE + row, lse)
     tl.store(LOSS + row, tl.where(label < 0, 0.0, lse - picked))
     if GRADIENT:
-        tl.debug_barrier()  # every warp has read `picked` before one overwrites it
+        tl.debug_barrier()  # all warps have read `picked` before one warp overwrites it
         _row_gradient(X, n, lse, label, 0, scale, LANES, VECTOR, ALIGNED)
 
 
@@ -184,7 +184,7 @@ def _cross_entropy_grad(
 
 
 def _blocks(task: Task, number: int) -> tuple[int, int, dict[str, Any]]:
-    """Rows and columns of the logits; lanes and words of a program's vectors."""
+    """Return rows and columns of the logits; lanes and elements of a program's vectors."""
     n = shape(task, number)[-1]
     vector = 8 if is_low(tile(task, number).dtype) else 4
     lanes = min(512, power_of_two(ceil_div(n, vector)))

@@ -1,7 +1,8 @@
-"""Which elements dropout keeps, on CUDA: as `dropout_hash` in scalar/evaluate.py has it.
+"""Random numbers of dropout on CUDA, equal to `dropout_hash` in scalar/evaluate.py.
 
-Two neighbours have one hash in common, so a thread that holds both needs it once. Where the hash of a row begins is
-computed for the row, not for its elements."""
+Two neighbours share one hash, so a thread that holds both computes the hash once. The start of the hash is computed
+once per row, not per element.
+"""
 
 # Functions of Triton's language have no Python types.
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -16,7 +17,7 @@ from .interpreted_triton import INTERPRETED
 
 @triton.jit
 def _starts(low, high, seed, key):
-    """What is added in the two rounds of a hash, of halves of a pair's number or of what it begins at."""
+    """Return the two numbers that the rounds of a hash add, from halves of a pair's number or of the start."""
     start = (seed.to(tl.uint64) * 0x9E3779B97F4A7C15) ^ key.to(tl.uint64)
     return low * 0x9E3779B1 + start.to(tl.uint32), (start >> 32).to(tl.uint32) + high * 0x85EBCA77
 
@@ -29,7 +30,7 @@ def _mixed(h, second):
 
 @triton.jit
 def kept(index, seed, key, limit):
-    """Whether dropout keeps the elements of these indices in the whole tensor; key: `mixed_key`."""
+    """Return whether dropout keeps the elements with these indices in the whole tensor; key: from `mixed_key`."""
     pair = index >> 1
     h = _mixed(*_starts(pair.to(tl.uint32), (pair >> 32).to(tl.uint32), seed, key))
     return tl.where((index & 1) != 0, h, h * 0x10001) >= limit
@@ -37,22 +38,23 @@ def kept(index, seed, key, limit):
 
 @triton.jit
 def dropped(x, index, seed, key, limit, scale):
-    """x * mask / (1 - p) of the elements of these indices in the whole tensor; the rest: `mask_of`."""
+    """Return x * mask / (1 - p) of elements with these indices in the whole tensor; other arguments: from `mask_of`."""
     return tl.where(kept(index, seed, key, limit), x * scale, 0.0)
 
 
 @triton.jit
 def _of_pairs(begin, second, at, COLUMNS: tl.constexpr):
-    """The hashes of COLUMNS elements of each row, one for two; begin, second: `_starts` of the row; at is even."""
+    """Return the hashes of COLUMNS elements of each row, one per pair; begin, second: from `_starts`; at is even."""
     step = ((at >> 1) + tl.arange(0, COLUMNS // 2)).to(tl.uint32)[None, :]
     return _mixed(step * 0x9E3779B1 + begin, second)
 
 
 @triton.jit
 def kept_columns(first, at, seed, key, limit, COLUMNS: tl.constexpr, EVEN: tl.constexpr, SAME: tl.constexpr):
-    """`kept` of elements first + at + [0, COLUMNS), [rows, COLUMNS], below 2**31 from `first`, which is [rows, 1].
+    """Return `kept` of elements first + at + [0, COLUMNS), [rows, COLUMNS], less than 2**31 from `first`, [rows, 1].
 
-    EVEN: first and at are even. SAME: the upper half of a pair's number is the same along a row."""
+    EVEN: first and at are even. SAME: the upper half of a pair's number is the same along a row.
+    """
     if EVEN:
         pair = first >> 1
         low, high = pair.to(tl.uint32), (pair >> 32).to(tl.uint32)
@@ -68,10 +70,10 @@ def kept_columns(first, at, seed, key, limit, COLUMNS: tl.constexpr, EVEN: tl.co
 
 @triton.jit
 def _factors(h, limit, scale):
-    """Of an even element and of the odd one behind it."""
+    """Return the factors of an even element and of the next odd element."""
     if INTERPRETED:
         even, odd = tl.where(h * 0x10001 >= limit, scale, 0.0), tl.where(h >= limit, scale, 0.0)
-    else:  # as LLVM packs the comparisons of 16 elements into one integer, then takes that apart
+    else:  # inline, as LLVM packs the comparisons of 16 elements into one integer and unpacks them
         even, odd = tl.inline_asm_elementwise(
             """{.reg .pred p; .reg .u32 h; mul.lo.u32 h, $2, 0x10001;
             setp.ge.u32 p, h, $3; selp.f32 $0, $4, 0f00000000, p;
@@ -86,10 +88,11 @@ def drop_factors(
     first, row, at, seed, key, limit, scale,
     STEP: tl.constexpr, SIZE: tl.constexpr, COLUMNS: tl.constexpr, EVEN: tl.constexpr, SAME: tl.constexpr,
 ):  # fmt: skip
-    """mask / (1 - p) of elements first + row * STEP + at + [0, COLUMNS), SIZE of them at most, for blocks of products.
+    """Return mask / (1 - p) of elements first + row * STEP + at + [0, COLUMNS), at most SIZE, for blocks of products.
 
-    row: [rows, 1]. Where the hash of a row begins is a sum, as a thread may have a single pair of each of many rows.
-    `kept_columns` would cost more here, as LLVM keeps its bits."""
+    row: [rows, 1]. The start of a row's hash is a sum, as a thread may have a single pair of each of many rows.
+    `kept_columns` would cost more here, as LLVM stores its bits.
+    """
     if EVEN and SIZE <= 2**33:
         low, high = (first >> 1).to(tl.uint32), (first >> 33).to(tl.uint32)
         begin, second = _starts(low, high, seed, key)

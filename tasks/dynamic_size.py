@@ -1,4 +1,4 @@
-"""Sizes that a step gives: how much of a tile of packed sequences is filled, as CUDA kernels are told."""
+"""Sizes that change with each step: the filled part of a tile of packed sequences, as CUDA kernels receive it."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from nntile_py.tiles.tasklist import Task
 
 
 class DynamicSize(int):
-    """A size that follows how much of a tile a step fills: ceil(filled * factor / divisor) * times.
+    """A size that depends on the part of a tile that a step fills: ceil(filled * factor / divisor) * times.
 
-    As an int it is the largest that it can be. What it is in a step is known where a launch has it as an argument or in
-    its grid; elsewhere the largest is right, too: kernels that compute the whole tile compute more than is needed.
+    As an int it is the maximum. Arguments and grids of launches get the size of the step. Elsewhere the maximum is
+    correct as well: kernels then compute the whole tile, which is more than needed.
     """
 
-    most: int  # of what can be filled
-    position: int  # number of the task's float that says how much is
+    most: int  # maximum of `filled`
+    position: int  # number of the task's float with `filled`
     factor: int
     divisor: int
     times: int
@@ -42,7 +42,7 @@ class DynamicSize(int):
         return DynamicSize(self.most, self.position, self.factor // other) if exact else int(self) // other
 
     def blocks(self, size: int) -> int:
-        """How many blocks of `size` there are in it."""
+        """Return the number of blocks of `size`, rounded up."""
         if self.times > 1 or isinstance(size, DynamicSize):
             return -(-int(self) // size)
         return DynamicSize(self.most, self.position, self.factor, self.divisor * size)
@@ -52,15 +52,17 @@ class DynamicSize(int):
         return self.position, self.factor, self.divisor, self.times
 
     def filled(self, size: int) -> int:
-        """What it is where this much is filled."""
+        """Return the size if this much is filled."""
         return -(-size * self.factor // self.divisor) * self.times
 
 
 def with_live_sizes(task: Task, lives: Sequence[tuple[int, int, Slot]]) -> Task:
-    """The same with tiles whose shapes have DynamicSize sizes.
+    """Return the task with DynamicSize in the shapes of its tiles.
 
-    lives: (number of the access, axis, slot); the slots' values follow the task's own floats. Of an axis that is not a
-    tile's outermost nothing is said: what is filled does not lie together.
+    An axis that is not the outermost of a tile stays as it is, since its filled part is not contiguous.
+
+    Args:
+        lives: (number of the access, axis, slot); the slots' values follow the task's own floats.
     """
     shapes = [list(access.tile.shape) for access in task.accesses]
     for k, (number, axis, _) in enumerate(lives):

@@ -64,7 +64,7 @@ class Multiply(Op):
 
 
 class BiasAddArgs(TaskArgs):
-    shape: tuple[int, ...]  # of the bias; 1 for each axis that it lacks
+    shape: tuple[int, ...]  # of the bias; 1 for each missing axis
 
 
 class BiasAdd(Op):
@@ -102,13 +102,13 @@ class BiasAdd(Op):
 
 
 class SumArgs(TaskArgs):
-    axes: tuple[int, ...]  # those that are summed over
+    axes: tuple[int, ...]  # summed axes
 
 
 class Sum(Op):
-    """y = sum of x over the axes that y lacks; y's axes in x's order (the gradient of a broadcast)."""
+    """y = sum of x over the axes missing in y, the gradient of a broadcast; y has its axes in x's order."""
 
-    category = NORMALIZATION  # as the paper's, which counts every reduction among them
+    category = NORMALIZATION  # as in the data-movement paper, where every reduction is one
     colours: ClassVar = {"backward": "#ff9896"}
 
     def __init__(self, x: Tensor, out: Tensor) -> None:
@@ -194,11 +194,11 @@ class Rename(Op):
 
 
 class PackArgs(TaskArgs):
-    axis: int  # of the packed tile, which numbers the others
+    axis: int  # of the packed tile: the index along it is the number of the other tile
 
 
 class Unpack(Op):
-    """Tensors from one whose axis `axis` (never cut) numbers them: q, k, v from a packed qkv."""
+    """Split a tensor along `axis`, which is never cut, into one tensor per index: q, k, v from a packed qkv."""
 
     def __init__(self, x: Tensor, outs: Sequence[Tensor], axis: str) -> None:
         super().__init__([x], outs)
@@ -245,11 +245,11 @@ class Pack(Op):
 
 
 class DropoutArgs(TaskArgs):
-    """By which a kernel knows the mask of a tile."""
+    """Arguments from which a kernel computes the mask of a tile."""
 
     key: int
-    row_numbers: bool  # the rows' numbers are in the task's last tile
-    first: int  # index of the tile's first element in the whole tensor, less its row's
+    row_numbers: bool  # the task's last tile has the numbers of the rows
+    first: int  # index in the whole tensor of the tile's first element, without its row's part
     strides: tuple[int, ...]  # of the whole tensor
     seed: Slot
     p: float
@@ -292,7 +292,7 @@ class Dropout(Op):
         return DropoutArgs(self.key, self.row_numbers is not None, first, strides, Slot("dropout_seed"), self.p)
 
     def numbers(self, low: Lowering, index: Index) -> list[Access]:
-        """What follows a task's other tiles: the rows' numbers, if they are given."""
+        """Return the access of the tile with the rows' numbers, which comes last in a task; empty without numbers."""
         return [R(low.tile(self.row_numbers, index))] if self.row_numbers else []
 
     def lower(self, low: Lowering) -> None:
@@ -302,7 +302,7 @@ class Dropout(Op):
             low.emit("dropout", accesses, self.args(low, index))
 
     def dropped(self, x: Expression, row_numbers: Element | None = None) -> Expression:
-        """x where it is kept, divided by 1 - p; row_numbers: the number of its row."""
+        """Return the expression x * mask / (1 - p); row_numbers: the number of the element's row."""
         return Call("select", Keep(self.key, self.p, row_numbers), x * (1 / (1 - self.p)), 0.0)
 
     def scalar(self) -> Definition:
@@ -332,7 +332,7 @@ def bias_add(g: GraphLike, x: Tensor, bias: Tensor) -> Tensor:
 
 
 def multiply(g: GraphLike, a: Tensor, b: Tensor, *, like: Tensor | None = None) -> Tensor:
-    """a * b, of the same axes and sizes; as a gradient of `like` if that is given. ValueError: they differ."""
+    """a * b, tensors of the same axes and sizes, else ValueError; `like`: the tensor with this gradient."""
     if a.sizes != b.sizes or a.axes != b.axes:
         raise ValueError(f"multiply: {a} and {b} have to have the same axes and sizes")
     dtype = accumulation_dtype(a.dtype) if like and like.kind == "param" else a.dtype
@@ -340,7 +340,7 @@ def multiply(g: GraphLike, a: Tensor, b: Tensor, *, like: Tensor | None = None) 
 
 
 def transpose(g: GraphLike, x: Tensor, axes: Sequence[str]) -> Tensor:
-    """x with its axes in the order `axes`; x itself if it has them so."""
+    """x with its axes in the order `axes`; x itself if the order is the same."""
     if tuple(axes) == x.axes:
         return x
     require(sorted(axes) == sorted(x.axes), f"transpose: the axes {', '.join(axes)} are not those of the tensor", x)
@@ -353,7 +353,7 @@ def rename(g: GraphLike, x: Tensor, **names: str) -> Tensor:
 
 
 def unpack(g: GraphLike, x: Tensor, axis: str) -> list[Tensor]:
-    """The tensors that the axis `axis` (never cut) numbers."""
+    """Split x along `axis`, which is never cut, into one tensor per index."""
     axes = [a for a in x.axes if a != axis]
     shape = [x.size(a) for a in axes]
     outs = [g.temp(f"{axis}{i}", axes, shape, x.dtype) for i in range(x.size(axis))]

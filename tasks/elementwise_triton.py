@@ -1,7 +1,7 @@
 """Element-wise operators on CUDA. Tiles as in elementwise.cpp.
 
-Neighbouring axes that are neighbours in every tensor of a task become one; the sizes and strides of what is left are
-constants of the compiled kernel, so that indices cost multiplications and accesses are as wide as the strides allow.
+Axes that are contiguous in every tensor of a task become one axis. The remaining sizes and strides are constants of the
+compiled kernel, so that indices need no divisions by variables and accesses are as wide as the strides allow.
 """
 
 # Functions of Triton's language have no Python types.
@@ -37,12 +37,12 @@ from .launch import (
     tile,
 )  # fmt: skip
 
-PROGRAMS = 1056  # that a sum is split over; fixed, so that the order of the sum is
+PROGRAMS = 1056  # programs of a sum; constant, so that sums have a fixed order
 
 
 @triton.jit
 def offset_of(index, SIZES: tl.constexpr, STRIDES: tl.constexpr):
-    """The offset of element `index` of axes of these sizes and strides, the last axis first."""
+    """Return the offset of element `index`, for axes with these sizes and strides, the last axis first."""
     offset = index * 0
     for axis in tl.static_range(len(SIZES)):
         if axis + 1 < len(SIZES):
@@ -55,7 +55,7 @@ def offset_of(index, SIZES: tl.constexpr, STRIDES: tl.constexpr):
 
 @triton.jit
 def _block(rows, columns, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Rows, columns and mask of the program's block."""
+    """Return rows, columns and mask of the program's block."""
     across = tl.cdiv(columns, BLOCK)
     row = (tl.program_id(0) // across).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     col = (tl.program_id(0) % across) * BLOCK + tl.arange(0, BLOCK)
@@ -90,7 +90,7 @@ def _copy(
     Y, X, y_first, x_first, rows, columns,
     SIZES: tl.constexpr, Y_STRIDES: tl.constexpr, X_STRIDES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Rows that are contiguous on both sides."""
+    """Copy rows that are contiguous in both tensors."""
     row, col, inside = _block(rows, columns, ROWS, BLOCK)
     x = tl.load(X + x_first + offset_of(row, SIZES, X_STRIDES)[:, None] + col[None, :], inside)
     tl.store(Y + y_first + offset_of(row, SIZES, Y_STRIDES)[:, None] + col[None, :], x, inside)
@@ -102,7 +102,7 @@ def _swap(
     P_STRIDE: tl.constexpr, Q_STRIDE: tl.constexpr,
     SIZES: tl.constexpr, Y_STRIDES: tl.constexpr, X_STRIDES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Axis p is contiguous in y and has P_STRIDE in x, axis q the other way round."""
+    """Copy with axis p contiguous in y, with P_STRIDE in x, and axis q contiguous in x, with Q_STRIDE in y."""
     blocks = tl.cdiv(p_size, BLOCK)
     rest = tl.program_id(0).to(tl.int64) // blocks
     p = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
@@ -134,7 +134,7 @@ def _sum(
 
 @triton.jit
 def row_in_whole(row, kept, DRAWS, SIZES: tl.constexpr, STRIDES: tl.constexpr, DRAWN: tl.constexpr):
-    """The index in the whole tensor of the first elements of a tile's rows, less that of the tile."""
+    """Return the index in the whole tensor of the first element of a tile's rows, relative to the tile's first."""
     if DRAWN:
         return tl.load(DRAWS + row, kept, 0) * STRIDES[0]
     else:
@@ -158,12 +158,12 @@ def _dropout(
 
 
 def strides_of(sizes: Sequence[int]) -> list[int]:
-    """Of a contiguous tensor."""
+    """Return the strides of a contiguous tensor."""
     return [math.prod(sizes[axis + 1 :]) for axis in range(len(sizes))]
 
 
 def _merged(sizes: Sequence[int], *strides: Sequence[int]) -> tuple[list[int], list[list[int]]]:
-    """Sizes and strides with axes of size 1 left out and neighbours in every tensor made one; at least one axis."""
+    """Drop axes of size 1 and merge axes that are contiguous in every tensor; at least one axis remains."""
     axes: list[tuple[int, list[int]]] = []
     for axis, size in enumerate(sizes):
         steps = [s[axis] for s in strides]
@@ -182,7 +182,7 @@ def _last_first(values: Sequence[int]) -> tuple[int, ...]:
 
 
 def _plane(sizes: Sequence[int]) -> tuple[int, tuple[int, int], dict[str, int]]:
-    """Programs; rows and columns, the columns being the last axis; rows and columns of a program."""
+    """Return the number of programs; rows and columns, which are the last axis; rows and columns of a program."""
     rows, columns = math.prod(sizes[:-1]), sizes[-1]
     block = min(power_of_two(columns), 1024)
     lines = min(1024 // block, power_of_two(rows))
@@ -284,7 +284,7 @@ def _describe_transpose(task: Task) -> Launches:
 
 
 def _slices(task: Task, packed: Argument, sizes: Sequence[int], pack: bool) -> Launches:
-    """Copies between the packed tile and tiles 1, 2, ... along the axis that numbers them."""
+    """Return copies between the packed tile and tiles 1, 2, ..., one for each index of the axis."""
     axis = PackArgs.of(task).axis
     inner, outer, count = math.prod(sizes[axis + 1 :]), math.prod(sizes[:axis]), sizes[axis]
     result = []
@@ -308,12 +308,12 @@ def _describe_pack(task: Task) -> Launches:
 
 
 def mixed_key(key: int) -> int:
-    """A dropout's key as `kept` takes it: in 64 bits with a sign."""
+    """Return a dropout's key for `kept`, as a signed number of 64 bits."""
     return (key * 0xD1B54A32D192ED03 + 2**63) % 2**64 - 2**63
 
 
 def mask_of(task: Task, dropout: DropoutArgs) -> list[Parameter]:
-    """The rows' numbers, the tile's first index, then what `dropped` takes."""
+    """Return the rows' numbers, the tile's first index, then the arguments of `dropped`."""
     row_numbers = tile(task, len(task.accesses) - 1 if dropout.row_numbers else 0)
     mixed = mixed_key(dropout.key)
     limit, scale = Int(int(dropout.p * 2**32), 64), 1 / (1 - dropout.p)
@@ -321,13 +321,13 @@ def mask_of(task: Task, dropout: DropoutArgs) -> list[Parameter]:
 
 
 def sizes_and_strides(sizes: Sequence[int], strides: Sequence[int]) -> dict[str, Any]:
-    """By which `offset_of` finds an element of axes of these sizes and strides."""
+    """Return the constants of `offset_of` for axes with these sizes and strides."""
     merged, (steps,) = _merged(sizes, strides)
     return {"SIZES": _last_first(merged), "STRIDES": _last_first(steps)}
 
 
 def rows_in_whole(sizes: Sequence[int], dropout: DropoutArgs) -> dict[str, Any]:
-    """By which `row_in_whole` finds the rows of a tile of these sizes."""
+    """Return the constants of `row_in_whole` for a tile of these sizes."""
     if dropout.row_numbers:
         return {"SIZES": (math.prod(sizes[:-1]),), "STRIDES": (dropout.strides[-2],), "DRAWN": True}
     return {**sizes_and_strides(sizes[:-1], dropout.strides[:-1]), "DRAWN": False}

@@ -14,16 +14,16 @@ from .op import Array, GraphLike, Lowering, Op, Tensor, accumulation_dtype
 
 
 class EmbeddingArgs(TaskArgs):
-    first: int  # row of the table's tile
-    rows: int  # of the whole table
+    first: int  # first row of the table's tile
+    rows: int  # rows of the whole table
 
 
 class EmbeddingGradArgs(TaskArgs):
-    first: int  # row of the gradient's tile
+    first: int  # first row of the gradient's tile
 
 
 class Embedding(Op):
-    """y[..., :] = table[ids[...], :]; the table's first axis may be cut, each of its tiles adds the rows that it has.
+    """y[..., :] = table[ids[...], :]; the table's first axis may be cut, then each tile of the table adds its rows.
 
     ids int64, within the table (checked by the kernel).
     """
@@ -58,7 +58,7 @@ class Embedding(Op):
 
 
 class EmbeddingGrad(Op):
-    """dtable[r, :] = sum of dy[i, :] over the i with ids[i] = r, in the order of i."""
+    """dtable[r, :] = sum of dy[i, :] over all i with ids[i] = r, in the order of i."""
 
     colours: ClassVar = {"backward": "#1b3a6b"}
 
@@ -74,7 +74,7 @@ class EmbeddingGrad(Op):
         return float(self.inputs[1].numel)
 
     def elements(self) -> int:
-        tied = self.output.storage is not self.output  # added to another gradient of the table
+        tied = self.output.storage is not self.output  # plus another gradient of the table
         (ids, dy), out = self.inputs, self.output
         return ids.numel + dy.numel + (2 * min(dy.numel, out.numel) if tied else out.numel)
 
@@ -93,6 +93,6 @@ class EmbeddingGrad(Op):
 
 
 def embedding(g: GraphLike, ids: Tensor, table: Tensor) -> Tensor:
-    """The rows of the table that ids (int64) name: the axes of ids, then the table's second."""
+    """Look up the rows of the table with numbers ids (int64); axes: those of ids, then the table's second."""
     axes, shape = [*ids.axes, table.axes[1]], [*ids.shape, table.shape[1]]
     return g.add(Embedding(ids, table, g.temp("rows", axes, shape, table.dtype))).output

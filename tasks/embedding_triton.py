@@ -1,8 +1,8 @@
 """Embedding and its gradient on CUDA. Tiles and ints as in embedding.cpp.
 
-The gradient sums the rows of one id in the order of their positions, without atomics: positions are sorted by id with
-a counting sort, then a program sums the rows of an id. An id that is not in the table, which the CPU reports, gives a
-row of NaN: a kernel cannot throw.
+The gradient sums the rows of an id in the order of positions, without atomic additions: a counting sort sorts the
+positions by id, then a program sums the rows of an id. An id outside the table gives a row of NaN, as a kernel cannot
+throw; on the CPU it is an error.
 """
 
 # Functions of Triton's language have no Python types.
@@ -18,9 +18,9 @@ from nntile_py.tiles.tasklist import Task
 from .embedding import EmbeddingArgs, EmbeddingGradArgs
 from .launch import Int, Launches, Parameter, Scratch, ceil_div, launch, launches, numel, power_of_two, shape, tile
 
-RUN = 1024  # positions that are compared with each other
-SHARE = 32  # of them, those that a program compares
-PART = 128  # of the sorted positions: a program sums as many, as an id may have nearly all
+RUN = 1024  # positions of a run, all compared with one another
+SHARE = 32  # positions of a run that a program compares
+PART = 128  # sorted positions per program, as one id may have nearly all positions
 
 
 @triton.jit
@@ -49,7 +49,7 @@ def _zero(X, n, BLOCK: tl.constexpr):
 
 @triton.jit
 def _rank(RANK, COUNTS, IDS, count, first, rows, RUN: tl.constexpr, SHARE: tl.constexpr, BLOCK: tl.constexpr):
-    """Of each position, how many before it in its run have its id; of each run and id, how many there are."""
+    """Count for each position the earlier ones in its run with the same id; for each run and id, all positions."""
     run = tl.program_id(0)
     mine = run * RUN + tl.program_id(1) * SHARE + tl.arange(0, SHARE)
     row = tl.load(IDS + mine, mine < count, -1) - first
@@ -66,7 +66,7 @@ def _rank(RANK, COUNTS, IDS, count, first, rows, RUN: tl.constexpr, SHARE: tl.co
 
 @triton.jit
 def _add_runs(COUNTS, TOTALS, rows, runs, BLOCK: tl.constexpr):
-    """Counts of each run become the counts of the runs before it."""
+    """Replace the counts of each run by the sums over the earlier runs."""
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.int32)
     for run in range(0, runs):
@@ -79,7 +79,7 @@ def _add_runs(COUNTS, TOTALS, rows, runs, BLOCK: tl.constexpr):
 
 @triton.jit
 def _starts(STARTS, TOTALS, rows, BLOCK: tl.constexpr):
-    """Where the positions of each id begin in the sorted order; one program."""
+    """Compute the first position of each id in the sorted order; one program."""
     before = 0
     for first in range(0, rows, BLOCK):
         row = first + tl.arange(0, BLOCK)
@@ -100,7 +100,7 @@ def _scatter(ORDER, RANK, COUNTS, STARTS, IDS, count, first, rows, RUN: tl.const
 
 @triton.jit
 def _sum_of(DY, ORDER, start, end, col, width, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """The sum of the rows of DY at the positions from start to end of the sorted order."""
+    """Return the sum of the rows of DY at sorted positions from start to end."""
     total = tl.zeros([ROWS, BLOCK], tl.float32)
     for first in range(start, end, ROWS):
         k = first + tl.arange(0, ROWS)
@@ -115,9 +115,10 @@ def _sum_parts(
     PARTS, DY, IDS, ORDER, STARTS, TOTALS, width, first, rows,
     PART: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Of an id with more than PART positions, sums of those in each part of the sorted order; it begins or ends there.
+    """Store partial sums of ids with more than PART positions, for each part of the sorted order.
 
-    PARTS: two rows for each part, of the id at its beginning and of the one at its end."""
+    PARTS: two rows for each part: of the id at the beginning of the part, and of the id at its end.
+    """
     part, last = tl.program_id(0), tl.program_id(2)
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     there = tl.load(STARTS + rows - 1) + tl.load(TOTALS + rows - 1)

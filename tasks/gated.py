@@ -1,4 +1,4 @@
-"""Gated activations: y = act(gate) * up, with silu the middle of SwiGLU (Shazeer 2020, equation 5)."""
+"""Gated activations: y = act(gate) * up; with silu the gate of SwiGLU (Shazeer 2020, equation 5)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .scalar.expression import Definition, Element, Output
 
 
 class GatedArgs(TaskArgs):
-    kind: int  # place of the activation in ACTIVATIONS
+    kind: int  # position in ACTIVATIONS
 
 
 class Gated(Op):
@@ -72,7 +72,7 @@ class GatedGrad(Op):
 
 
 def gated(g: GraphLike, gate: Tensor, up: Tensor, kind: str) -> Tensor:
-    """act(gate) * up, of the same axes and sizes. ValueError: they differ, or no activation is called `kind`."""
+    """act(gate) * up. ValueError: axes or sizes differ, or `kind` is not an activation."""
     if gate.sizes != up.sizes or gate.axes != up.axes:
         raise ValueError(f"gated: {gate} and {up} have to have the same axes and sizes")
     return g.add(Gated(gate, up, g.temp("gated", gate.axes, gate.shape, gate.dtype), kind)).output

@@ -1,4 +1,4 @@
-"""Several operators of one iteration space as one, whose kernels are generated from their scalar forms."""
+"""Fusion of operators with equal iteration spaces into one operator with a kernel generated from scalar forms."""
 
 from __future__ import annotations
 
@@ -31,49 +31,52 @@ from .scalar.expression import (
 
 
 class GeneratedArgs(TaskArgs):
-    """Of a kernel that asks where its tile lies in the whole tensor."""
+    """Arguments of a kernel that uses indices in the whole tensor."""
 
-    numbers: tuple[int, ...]  # the tile's first index along each axis, the axes' sizes
+    numbers: tuple[int, ...]  # first index of the tile along each axis, sizes of the axes
 
 
 class GeneratedDropoutArgs(TaskArgs):
-    """Of one with dropout."""
+    """Arguments of a kernel with dropout."""
 
     seed: Slot
-    numbers: tuple[int, ...]  # as above, then the key of each dropout
+    numbers: tuple[int, ...]  # as in GeneratedArgs, then the key of each dropout
 
 
 @dataclass(frozen=True)
 class GeneratedKernel:
-    """A kernel: what it computes, on which tiles (outputs, then inputs)."""
+    """A generated kernel: its computation, and the types of its tiles (outputs, then inputs)."""
 
     name: str
     definition: Definition
     tiles: tuple[TileType, ...]
     outputs: int
-    source: str  # in C++
-    width: int | None = None  # elements of a row that go together
+    source: str  # C++ text
+    width: int | None = None  # elements of a row per vector, or per thread on GPUs
 
     def emitted(self, accesses: Sequence[Access], args: TaskArgs) -> str:
-        """Its name, for a list of tasks."""
+        """Register the kernel for a task list and return its name."""
         KERNELS[self.name] = self
         return self.name
 
 
-GENERATED = "generated"  # the C++ kernel that calls those
-KERNELS: dict[str, GeneratedKernel] = {}  # those that are in task lists, by name
+GENERATED = "generated"  # name of the C++ kernel that calls generated kernels
+KERNELS: dict[str, GeneratedKernel] = {}  # kernels in task lists, by name
 
 
 class NotFusible(ValueError):
-    """Why operators cannot be one."""
+    """Operators cannot be fused; the message is the reason."""
 
 
 class Generated(Op):
-    """Operators of one iteration space, in their order, as one task for each tile of that.
+    """Operators with equal iteration spaces as one operator: one task for each tile of the space.
 
-    Values that only they read are never stored. `kept`: the tensors that they make and others read. At most one of
-    them may have a reduction within rows (over the last axis, which is not cut then); sums over rows are allowed to all
-    but are not read here. Raises NotFusible where that is not so.
+    At most one member may reduce within rows, which means over the last axis, and this axis must not be cut then. All
+    members may sum over rows, but no member may read such a sum. Raises NotFusible otherwise.
+
+    Args:
+        members: the operators in order of execution.
+        kept: outputs of members to store, since other operators read them; the other values are never stored.
     """
 
     colours: ClassVar = {"forward": "#8da0cb", "backward": "#e78ac3"}
@@ -85,36 +88,39 @@ class Generated(Op):
             self.members += op.members if isinstance(op, Generated) else [op]
         inputs, outputs, self.definition = _joined(self.members, kept)
         super().__init__(inputs, outputs)
-        self._given = inputs, outputs  # those of the members
+        self._member_tensors = inputs, outputs  # tensors of the members
         self._whole = next((t for t in self._tensors if set(self.definition.axes) <= set(t.axes)), None)
         self._check()
 
     def on(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor], width: int | None = None) -> Generated:
-        """The same on other tensors, whose axes may have other orders; points are numbered as before, for dropout.
+        """Return this operator on other tensors, with other orders of axes. Dropout masks stay the same.
 
-        width: elements of a row that go together: lanes of a vector, on GPUs of a thread; None: as it is."""
-        made = copy.copy(self)
+        Args:
+            width: elements of a row per vector, or per thread on GPUs; None: unchanged.
+        """
+        other = copy.copy(self)
         for name in ("_at", "kernel"):
-            vars(made).pop(name, None)
-        made.inputs, made.outputs, made.width = list(inputs), list(outputs), width or self.width
-        turned = {old: permutation(old.axes, new.axes) for old, new in zip(self._tensors, made._tensors, strict=True)}
+            vars(other).pop(name, None)
+        other.inputs, other.outputs, other.width = list(inputs), list(outputs), width or self.width
+        pairs = zip(self._tensors, other._tensors, strict=True)
+        permutations = {old: permutation(old.axes, new.axes) for old, new in pairs}
         done: dict[Expression, Expression] = {}
 
         def at(tensor: Tensor, access: ElementAccess) -> ElementAccess:
-            return tuple(access[k] for k in turned[tensor])
+            return tuple(access[k] for k in permutations[tensor])
 
         def change(load: Element) -> Expression:
             return Element(load.number, at(self.inputs[load.number], load.at))
 
-        made.definition = Definition(
+        other.definition = Definition(
             self.definition.sizes,
             tuple(
                 replace(out, at=at(self.outputs[out.number], out.at), value=replaced(out.value, done, change))
                 for out in self.definition.outputs
             ),
         )
-        made._whole = next((t for t in made._tensors if set(made.definition.axes) <= set(t.axes)), None)
-        return made
+        other._whole = next((t for t in other._tensors if set(other.definition.axes) <= set(t.axes)), None)
+        return other
 
     @property
     def category(self) -> Category:  # type: ignore[override]
@@ -126,8 +132,8 @@ class Generated(Op):
 
     @property
     def group(self) -> str:
-        """Its name in `fusion.exclude` and of its kernel: dropout_add_layer_norm."""
-        starts = r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])"  # of words: RMS|Norm|Grad
+        """Name in `fusion.exclude` and of the kernel, such as dropout_add_layer_norm."""
+        starts = r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])"  # of words: RMS, Norm, Grad
         return "_".join(re.sub(starts, "_", op.kind).lower() for op in self.members)
 
     @property
@@ -146,7 +152,7 @@ class Generated(Op):
 
     @property
     def reduces(self) -> bool:
-        """Whether something is reduced within rows: over the last axis."""
+        """Whether a member reduces within rows: over the last axis."""
         return any(True for _ in nodes_of(self.definition, Reduce))
 
     def flop(self) -> float:
@@ -168,7 +174,7 @@ class Generated(Op):
         if any(out.at != self.definition.axes[:-1] for out in sums if column not in out.at):
             raise NotFusible("a sum is neither over rows nor over the last axis alone")
         if len({t.storage for t in self.outputs}) < len(self.outputs):
-            raise NotFusible("two of its results are added to the same tensor, such as a bias of several layers")
+            raise NotFusible("two outputs are added to the same tensor, such as a bias of several layers")
         if any(t.dtype != accumulation_dtype(t.dtype) for t in self.sums):
             raise NotFusible("a sum is not of the dtype of accumulation")
 
@@ -176,18 +182,18 @@ class Generated(Op):
 
     @cached_property
     def _at(self) -> dict[Tensor, tuple[str | int, ...]]:
-        """The axis of the space that each axis of a tensor is; 0: an axis that is not cut, of fixed places."""
-        found: dict[Tensor, tuple[str | int, ...]] = {}
+        """For each tensor: the axis of the space for each axis; 0: an uncut axis with fixed indices."""
+        axes: dict[Tensor, tuple[str | int, ...]] = {}
         loads = [(self.inputs[load.number], load.at) for load in nodes_of(self.definition, Element)]
         for tensor, at in [*loads, *((self.outputs[out.number], out.at) for out in self.definition.outputs)]:
             plain = tuple(a if isinstance(a, str) else 0 for a in at)
-            if found.setdefault(tensor, plain) != plain:
-                raise NotFusible(f"{tensor} is read in two ways")
-        return found
+            if axes.setdefault(tensor, plain) != plain:
+                raise NotFusible(f"{tensor} is read with two orders of axes")
+        return axes
 
     @cached_property
     def kernel(self) -> GeneratedKernel:
-        """The kernel; operators that differ in their names, sizes and keys of dropout alone share one."""
+        """The generated kernel; operators that differ only in names, sizes and dropout keys share one kernel."""
         sums = set(self.sums)
         tiles = tuple(TileType(t.dtype, self._at[t], t in sums) for t in self._tensors)
         source = cpp.source(self.definition, tiles, len(self.outputs), self.width)
@@ -204,8 +210,8 @@ class Generated(Op):
             for tensor in self._tensors:
                 at = zip(tensor.axes, self._at[tensor], strict=True)
                 tile = low.tile(tensor, {axis: index[a] if isinstance(a, str) else 0 for axis, a in at})
-                made = ACC(tile) if tensor in sums else W(tile)
-                accesses.append(made if tensor in self.outputs else R(tile))
+                written = ACC(tile) if tensor in sums else W(tile)
+                accesses.append(written if tensor in self.outputs else R(tile))
             low.emit(self.kernel, accesses, self._args(low, index))
 
     def _args(self, low: Lowering, index: Index) -> TaskArgs:
@@ -221,15 +227,15 @@ class Generated(Op):
         return self.definition
 
     def reference(self, *inputs: Array, seed: int = 0) -> tuple[Array, ...]:
-        def turned(x: Array, old: Tensor, new: Tensor) -> Array:
+        def transposed(x: Array, old: Tensor, new: Tensor) -> Array:
             return x.transpose(permutation(old.axes, new.axes))
 
-        (read, made), own = self._given, zip(self.inputs, inputs, strict=True)
-        values = {first: turned(x, t, first) for first, (t, x) in zip(read, own, strict=True)}
+        (read, written), own = self._member_tensors, zip(self.inputs, inputs, strict=True)
+        values = {first: transposed(x, t, first) for first, (t, x) in zip(read, own, strict=True)}
         for op in self.members:
             options = {"seed": seed} if any(True for _ in nodes_of(_form(op), Keep)) else {}
             values.update(zip(op.outputs, op.reference(*(values[t] for t in op.inputs), **options), strict=True))
-        return tuple(turned(values[first], first, t) for first, t in zip(made, self.outputs, strict=True))
+        return tuple(transposed(values[first], first, t) for first, t in zip(written, self.outputs, strict=True))
 
 
 def _form(op: Op) -> Definition:
@@ -240,9 +246,9 @@ def _form(op: Op) -> Definition:
 
 
 def _joined(members: Iterable[Op], kept: Collection[Tensor]) -> tuple[list[Tensor], list[Tensor], Definition]:
-    """Inputs, outputs and definition of operators in their order: what one makes and another loads is put in."""
+    """Return inputs, outputs and the joint definition of operators; values between operators are substituted."""
     known: dict[tuple[Tensor, tuple[str | int, ...]], Expression] = {}
-    made: set[Tensor] = set()
+    written: set[Tensor] = set()
     inputs: dict[Tensor, int] = {}
     outputs: dict[Tensor, int] = {}
     results: list[Output] = []
@@ -250,9 +256,9 @@ def _joined(members: Iterable[Op], kept: Collection[Tensor]) -> tuple[list[Tenso
 
     def of(op: Op, load: Element) -> Expression:
         tensor = op.inputs[load.number]
-        if tensor in made and (tensor, load.at) not in known:
-            raise NotFusible(f"{tensor} is read in another way than it is made")
-        number = inputs.setdefault(tensor, len(inputs)) if tensor not in made else 0
+        if tensor in written and (tensor, load.at) not in known:
+            raise NotFusible(f"{tensor} is read with other axes than it is written")
+        number = inputs.setdefault(tensor, len(inputs)) if tensor not in written else 0
         return known.setdefault((tensor, load.at), Element(number, load.at))
 
     for op in members:
@@ -263,7 +269,7 @@ def _joined(members: Iterable[Op], kept: Collection[Tensor]) -> tuple[list[Tenso
         values = [replaced(out.value, done, partial(of, op)) for out in form.outputs]
         for out, value in zip(form.outputs, values, strict=True):
             tensor = op.outputs[out.number]
-            made.add(tensor)
+            written.add(tensor)
             if not out.total:
                 known[tensor, out.at] = value
             if tensor in kept:

@@ -1,4 +1,4 @@
-"""Generated kernels on CUDA: their text (scalar/tl.py) as Triton kernels, and what tasks launch."""
+"""Launches of generated kernels on CUDA, from the text that scalar/tl.py generates."""
 
 # Functions of Triton's language have no Python types.
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -40,7 +40,7 @@ from .scalar.tl import BlockSizes, Text, Writer
 
 @triton.jit
 def sum_parts(OUT, PART, per, n, ACC: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr):
-    """Adds the programs' parts of each group in their order."""
+    """Add the partial sums of each group in the order of programs."""
     group, col, k = tl.program_id(1).to(tl.int64), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, PARTS)
     total = tl.zeros([PARTS, BLOCK], OUT.dtype.element_ty)
     for first in range(0, per, PARTS):
@@ -54,7 +54,10 @@ def sum_parts(OUT, PART, per, n, ACC: tl.constexpr, PARTS: tl.constexpr, BLOCK: 
 
 @functools.cache
 def kernel_of(source: str) -> Any:
-    """The text as a kernel of Triton, or of its interpreter where the other kernels are. It is read from linecache."""
+    """Return the Triton kernel of a text, for Triton's interpreter if the other kernels use it.
+
+    Triton reads the text from linecache.
+    """
     file = f"<generated {hashlib.sha256(source.encode()).hexdigest()[:16]}>"
     linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
     names: dict[str, Any] = {
@@ -70,7 +73,7 @@ def describe(task: Task) -> Launches:
 
 
 def in_cut(task: Task, cut: BlockSizes | None) -> Launches:
-    """cut: how points are dealt out, instead of as usual."""
+    """Describe the launches of a task with these block sizes; None: the usual sizes."""
     made = KERNELS[task.kernel]
     shapes = [shape(task, k) for k in range(len(task.accesses))]
     adds = [access.accumulate for access in task.accesses]
@@ -97,7 +100,7 @@ def in_cut(task: Task, cut: BlockSizes | None) -> Launches:
 
 
 def _of_parts(task: Task, text: Text, parts: Sequence[Parameter]) -> list[Launch]:
-    """Adds up the parts of sums, those of as many groups in one launch."""
+    """Return the launches that add up partial sums; sums with equal numbers of groups share one launch."""
     made = []
     for groups in dict.fromkeys(one.groups for one in text.sums):
         some = [k for k, one in enumerate(text.sums) if one.groups == groups]

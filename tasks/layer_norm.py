@@ -1,4 +1,4 @@
-"""LayerNorm over the embed axis, cut or not, with the residual add before it and its gradient."""
+"""LayerNorm over the embed axis, cut or not, with an optional residual addition, and the gradient."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ class LayerNorm(Norm):
         axes, rows = self.output.axes, self.output.axes[:-1]
         s: Expression = Element(0, axes)
         if self.dropout:
-            if self.dropout.row_numbers:  # not among the inputs
+            if self.dropout.row_numbers:  # the row numbers are not an input
                 return None
             s = self.dropout.dropped(s)
         if self.residual:
@@ -131,20 +131,25 @@ class LayerNorm(Norm):
 
 
 class LayerNormGradArgs(TaskArgs):
-    add: int  # places among the tiles, 0: it is not there
+    add: int  # position among the tiles; 0: absent
     dbias: int
     sums: int
     dropped: int
-    embed: int  # of the whole tensor
+    embed: int  # size in the whole tensor
     dropout: DropoutArgs | None  # of dx
 
 
 class LayerNormGrad(NormGrad):
-    """With xhat = (x - mean) rstd and w = dy gamma: dx = rstd (w - mean(w) - xhat mean(w xhat)) (+ add),
-    dgamma = sum dy xhat, dbeta = sum dy, sums over all rows, means over embed.
+    """Gradient of LayerNorm, with xhat = (x - mean) rstd and w = dy gamma:
 
-    With `dbias` [embed] a fourth output: the sum of dx over all rows, the gradient of a bias that was added to what
-    made x. With `dropout`, a Dropout of dx, its output is the last one, and `dbias` is the sum of that.
+    dx = rstd (w - mean(w) - xhat mean(w xhat)) (+ add), dgamma = sum dy xhat, dbeta = sum dy. Sums are over all rows,
+    means over embed.
+
+    Args:
+        add: a tensor added to dx.
+        dbias: [embed], a fourth output: the sum over all rows of dx, or of the dropout's output. It is the gradient of
+            a bias in the sum x.
+        dropout: a Dropout of dx; its output is the last output.
     """
 
     colours: ClassVar = {"backward": "#d55e00"}
@@ -208,7 +213,7 @@ class LayerNormGrad(NormGrad):
         low.emit("layer_norm_grad", [*accesses, *numbers], args)
 
     def scalar(self) -> Definition | None:
-        if self.dropout and self.dropout.row_numbers:  # not among the inputs
+        if self.dropout and self.dropout.row_numbers:  # the row numbers are not an input
             return None
         axes, rows = self.output.axes, self.output.axes[:-1]
         dy, x = Element(0, axes), Element(1, axes)

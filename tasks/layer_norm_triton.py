@@ -32,8 +32,8 @@ from .launch import (
 from .layer_norm import LayerNormArgs, LayerNormGradArgs, LayerNormStatisticsArgs
 
 WIDEST = 16384  # elements of a row in registers
-MANY = 1024  # rows: ways to cut them are measured
-PROGRAMS = 264  # of the gradient, two for each SM of an H200; fixed, so that the order of the sums is
+MANY = 1024  # from this number of rows on, several block sizes are measured
+PROGRAMS = 264  # programs of the gradient: two per SM of an H200; constant, so that sums have a fixed order
 
 
 @triton.jit
@@ -47,7 +47,7 @@ def _summed(
     X, RESIDUAL, TOTAL, row, col, rows, n, DRAWS, mask_first, seed, key, limit, scale,
     HAS_RESIDUAL: tl.constexpr, DROPOUT: tl.constexpr, SIZES: tl.constexpr, STRIDES: tl.constexpr, DRAWN: tl.constexpr,
 ):  # fmt: skip
-    """These columns of what is normalised, [rows, columns], which is kept where it is a sum."""
+    """Return these columns of the input, [rows, columns]; a sum with the residual is stored."""
     at, inside = row[:, None] * n + col[None, :], (row < rows)[:, None] & (col < n)[None, :]
     x = tl.load(X + at, inside, 0.0).to(tl.float32)
     if DROPOUT:
@@ -57,7 +57,7 @@ def _summed(
         x += tl.load(RESIDUAL + at, inside, 0.0).to(tl.float32)
         total = x.to(TOTAL.dtype.element_ty)
         tl.store(TOTAL + at, total, inside)
-        x = total.to(tl.float32)  # what the gradient will read
+        x = total.to(tl.float32)  # the stored value, which the gradient will read
     return x
 
 
@@ -163,7 +163,7 @@ def _grad_sums(
 
 @triton.jit
 def _read_grad(DY, X, gamma, row, kept, col, n, mean, rstd):
-    """These columns of dy, of the normalised x, and of dy * gamma."""
+    """Return these columns of dy, of the normalised x, and of dy * gamma."""
     at, inside = row[:, None] * n + col[None, :], kept[:, None] & (col < n)[None, :]
     dy = tl.load(DY + at, inside, 0.0).to(tl.float32)
     x = tl.load(X + at, inside, 0.0).to(tl.float32)
@@ -175,7 +175,7 @@ def _write_grad(
     DX, EXTRA, DROPPED, w, xhat, m1, m2, rstd, row, kept, col, n, DRAWS, mask_first, seed, key, limit, scale,
     HAS_EXTRA: tl.constexpr, DROPOUT: tl.constexpr, SIZES: tl.constexpr, STRIDES: tl.constexpr, DRAWN: tl.constexpr,
 ):  # fmt: skip
-    """Stores these columns of dx and of its dropout; returns the last of them as it was stored."""
+    """Store these columns of dx and of its dropout; return the last stored value."""
     at, inside = row[:, None] * n + col[None, :], kept[:, None] & (col < n)[None, :]
     dx = rstd[:, None] * (w - m1[:, None] - xhat * m2[:, None])
     if HAS_EXTRA:
@@ -200,7 +200,7 @@ def _grad(
     gamma = tl.load(GAMMA + col, col < n, 0.0).to(tl.float32)
     zeros = tl.zeros([BLOCK], tl.float32)
     dgamma, dbeta, dbias = zeros, zeros, zeros
-    # Staged: rows are on their way into shared memory while those before them are worked on.
+    # num_stages: the next rows are loaded into shared memory while the current rows are computed.
     for first in tl.range(tl.program_id(0).to(tl.int64) * ROWS, rows, tl.num_programs(0) * ROWS, num_stages=STAGES):
         row = first + tl.arange(0, ROWS)
         kept = row < rows
@@ -214,7 +214,7 @@ def _grad(
             DX, EXTRA, DROPPED, w, xhat, m1, m2, rstd, row, kept, col, n, DRAWS, mask_first, seed, key, limit, scale,
             HAS_EXTRA, DROPOUT, SIZES, STRIDES, DRAWN,
         )  # fmt: skip
-        dgamma += tl.sum(dy * xhat, 0)  # rows beyond the last have dy = 0
+        dgamma += tl.sum(dy * xhat, 0)  # dy is 0 in rows beyond the last
         dbeta += tl.sum(dy, 0)
         if HAS_BIAS:
             dbias += tl.sum(dx, 0)
@@ -231,7 +231,7 @@ def _grad_reduce(
     ACC_GAMMA: tl.constexpr, ACC_BETA: tl.constexpr, ACC_BIAS: tl.constexpr, HAS_BIAS: tl.constexpr,
     PARTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Sums the programs' parts in their order."""
+    """Add the programs' partial sums in the order of programs."""
     col, k = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, PARTS)
     gamma, beta = tl.zeros([PARTS, BLOCK], tl.float32), tl.zeros([PARTS, BLOCK], tl.float32)
     bias = tl.zeros([PARTS, BLOCK], tl.float32)
@@ -257,7 +257,7 @@ def _grad_reduce(
 
 
 def row_blocks(task: Task, number: int, elements: int) -> tuple[int, int, dict[str, int]]:
-    """Rows and columns of a tile; the rows and columns of a program of about `elements`, its warps."""
+    """Return rows and columns of a tile; rows, columns and warps of a program with about `elements` elements."""
     n = shape(task, number)[-1]
     if n > WIDEST:
         raise ValueError(f"{task.op}: rows of {n} are not allowed on CUDA; cut embed into tiles of at most {WIDEST}")
@@ -268,14 +268,14 @@ def row_blocks(task: Task, number: int, elements: int) -> tuple[int, int, dict[s
 
 
 def by_rows(kernel: Any, task: Task, number: int, **constexprs: bool) -> Launches:
-    """What is given all of the task's tiles, and the sizes of tile `number`, in blocks of rows."""
+    """Launch a kernel on all tiles of the task, with the sizes of tile `number`, in blocks of rows."""
     rows, n, blocks = row_blocks(task, number, 1024)
     tiles = [tile(task, k) for k in range(len(task.accesses))]
     return Launches((launch(kernel, ceil_div(rows, blocks["ROWS"]), *tiles, rows, n, **constexprs, **blocks),))
 
 
 def _in_two(n: int, blocks: dict[str, int]) -> None:
-    """A row of 768 as columns of 512 and 256: no thread has nothing to do."""
+    """Split a row of 768 into columns of 512 and 256, so that no thread is idle."""
     block = blocks["BLOCK"]
     rest = power_of_two(n - block // 2) if n > 1 else block
     two = block // 2 + rest < block and block >= 32
@@ -283,7 +283,7 @@ def _in_two(n: int, blocks: dict[str, int]) -> None:
 
 
 def _dropout(task: Task, dropout: DropoutArgs | None, number: int) -> tuple[list[Parameter], dict[str, Any]]:
-    """Parameters and constants of the dropout of tile `number`, or of none."""
+    """Return parameters and constants of the dropout of tile `number`, or of no dropout."""
     if not dropout:
         return [tile(task, 0), *[Int(0, 64)] * 4, 0.0], {"DROPOUT": False, "SIZES": (), "STRIDES": (), "DRAWN": False}
     constants = rows_in_whole(shape(task, number), dropout)
@@ -294,14 +294,14 @@ def _dropout(task: Task, dropout: DropoutArgs | None, number: int) -> tuple[list
 def _describe(task: Task) -> Launches:
     rows, n, blocks = row_blocks(task, 2, 1024)
     if n == blocks["BLOCK"]:
-        blocks["warps"] = min(16, 2 * blocks["warps"])  # 16 elements a thread; 32 where some are beyond the row's end
+        blocks["warps"] = min(16, 2 * blocks["warps"])  # elements per thread: 16, but 32 for a partial block
     _in_two(n, blocks)
-    has = len(task.accesses) > 5  # residual and total; dropout is of what has them
+    has = len(task.accesses) > 5  # residual and total; dropout requires both
     args: list[Parameter] = [tile(task, k) for k in ((0, 1, 2, 3, 4, 5, 6) if has else (0, 1, 2, 3, 4, 0, 0))]
     given = LayerNormArgs.of(task)
     mask, constants = _dropout(task, given.dropout, 2)
     args += [rows, n, float(given.eps), *mask]
-    # Few rows a program start late where there are many programs; where rows are few, programs are.
+    # Fewer rows per program cost more starts of programs; more rows per program leave too few programs.
     more = (1, 2, 4) if rows >= MANY else (1,)
     cuts = [blocks | {name: times * blocks[name] for name in ("ROWS", "warps")} for times in more]
     ways = [
@@ -344,7 +344,7 @@ def _describe_grad(task: Task) -> Launches:
     parts, scratch = min(ceil_div(rows, blocks["ROWS"]), PROGRAMS), Scratch()
     part = scratch.take(parts * (3 if a.dbias else 2) * n, "fp32")
     args: list[Parameter] = [dx, part, dy, x, statistics, gamma, extra, sums, dropout, rows, n, a.embed, *mask]
-    blocks["STAGES"] = 3 if blocks["BLOCK"] <= 4096 else 1  # as far as shared memory goes
+    blocks["STAGES"] = 3 if blocks["BLOCK"] <= 4096 else 1  # within shared memory
     has = {"HAS_EXTRA": a.add > 0, "HAS_BIAS": a.dbias > 0, "HAS_SUMS": a.sums > 0}
     acc = {f"ACC_{name}": task.accesses[k].accumulate for name, k in (("GAMMA", 1), ("BETA", 2), ("BIAS", a.dbias))}
     rest = {"HAS_BIAS": a.dbias > 0, **acc, "PARTS": 64, "BLOCK": 16}

@@ -1,7 +1,7 @@
-"""What an operator is: tensors with named axes in and out, a gradient, a cost, a lowering to tile tasks, a reference.
+"""Base class of operators: tensors with named axes, a gradient, a cost, a lowering to tile tasks, a reference.
 
-Axis names: batch, seq (positions), key (positions attended to), embed, heads, kv_heads, head_dim, qkv (3), ffn, vocab,
-position (rows of the position table); others may be added freely and are then never cut.
+Axis names: batch, seq (positions of queries), key (positions of keys), embed, heads, kv_heads, head_dim, qkv (3), ffn,
+vocab, position (rows of the position table). A model may add other names; those axes are never cut.
 """
 
 from __future__ import annotations
@@ -28,12 +28,14 @@ Array = np.ndarray[Any, Any]
 
 
 class Tensor:
-    """A logical tensor: named axes with sizes, a dtype, and what it is for.
+    """A logical tensor: named axes with sizes, a dtype, a kind.
 
-    kind: `input`, `param`, `grad` (of a parameter), `state` (of the optimizer), `scalar` (kept for the host),
-    `output` (of an evaluation, kept for the host), `temp` (freed after its last reader). Tensors of one `storage` share
-    tiles: an operator in place gives its output the storage of its input. `band`: tensors with axes seq and key have
-    only those tiles that lie within it.
+    Args:
+        kind: `input`, `param`, `grad` (of a parameter), `state` (of the optimizer), `scalar` (kept for the host),
+            `output` (of an evaluation, kept for the host), `temp` (freed after its last reader).
+        monoid: how contributions to a tile are combined: `sum`, `softmax` or `moments`.
+        storage: the tensor that owns the tiles; an in-place operator gives its output the storage of its input.
+        band: a tensor with the axes seq and key has only the tiles within this band of an attention mask.
     """
 
     def __init__(
@@ -53,7 +55,7 @@ class Tensor:
         if len(axes) != len(shape):
             raise ValueError(f"{name}: {len(axes)} axes ({', '.join(axes)}) for {len(shape)} sizes {list(shape)}")
         self.name, self.axes, self.shape = name, tuple(axes), tuple(map(int, shape))
-        self.sizes = dict(zip(self.axes, self.shape, strict=True))  # not to be changed
+        self.sizes = dict(zip(self.axes, self.shape, strict=True))
         self.dtype, self.kind, self.monoid, self.band = dtype, kind, monoid, band
         self.storage: Tensor = storage.storage if storage else self
         self.requires_grad = kind == "param"
@@ -67,7 +69,7 @@ class Tensor:
 
     @property
     def elements(self) -> int:
-        """Those that hold something: all, or those within the band."""
+        """Number of elements within the band; without a band, of all elements."""
         if not self.banded:
             return self.numel
         seq, key = self.size("seq"), self.size("key")
@@ -78,7 +80,7 @@ class Tensor:
         return self.band != ALL and {"seq", "key"} <= {*self.axes}
 
     def filled(self, cuts: Tiling) -> float:
-        """The share of its elements that lie in tiles that there are."""
+        """Return the fraction of the elements that lie in existing tiles."""
         if not self.banded:
             return 1.0
         seq, key = self.size("seq"), self.size("key")
@@ -93,19 +95,20 @@ class Tensor:
 
 
 def require(fits: bool, rule: str, *tensors: Tensor | None) -> None:
-    """ValueError with an operator's rule and the tensors that break it."""
+    """Raise ValueError with an operator's rule and the tensors that break the rule, unless `fits`."""
     if not fits:
         raise ValueError(f"{rule}; got {', '.join(str(t) for t in tensors if t)}")
 
 
 class GraphLike(Protocol):
-    """What operators need of the graph that they are added to."""
+    """The part of a graph's interface that operators use."""
 
     dtype: str
-    training: bool  # or an evaluation: without dropout
-    cuts: Tiling  # that it will be lowered with, where that is known
-    row_numbers: dict[str, Tensor]  # of packed sequences, by axis: the numbers by which dropout draws
-    projections: list[list[Tensor]]  # of each attention: queries, keys, values
+    training: bool  # False: an evaluation, without dropout
+    cuts: Tiling  # of the later lowering, where known
+    row_numbers: dict[str, Tensor]  # for packed sequences, by axis: see Dropout
+    projections: list[list[Tensor]]  # for each attention: queries, keys, values
+
     @property
     def loss(self) -> Tensor | None: ...
 
@@ -119,14 +122,14 @@ class GraphLike(Protocol):
 
 
 class Lowering:
-    """A graph's tensors cut by a tiling, and the list of tasks that grows as operators lower themselves."""
+    """Tiles of a graph's tensors under a tiling, and the task list to which operators append their tasks."""
 
     def __init__(self, tiling: Tiling, tasks: TaskList) -> None:
         self.tiling, self.tasks = tiling, tasks
         self.tiles: dict[tuple[int, tuple[int, ...]], Tile] = {}
         self._tensors: dict[int, Tensor] = {}  # keeps the keys of `tiles` alive
         self.op = ""
-        self._ends: dict[int, list[int]] = {}  # words of sums by their last part, for each number of parts
+        self._ends: dict[int, list[int]] = {}  # elements of sums by last part, for each number of parts
 
     @property
     def policy(self) -> str:
@@ -142,7 +145,7 @@ class Lowering:
         return axis in tensor.axes and len(self.parts(tensor, axis)) > 1
 
     def indices(self, tensor: Tensor, axes: Iterable[str] | None = None) -> Iterator[Index]:
-        """Tile indices over `axes` (default: all of the tensor's), the last axis fastest; absent tiles are left out."""
+        """Yield indices of non-empty tiles over `axes` (default: all of the tensor), the last axis fastest."""
         axes = tensor.axes if axes is None else tuple(axes)
         for index in itertools.product(*(range(len(self.parts(tensor, axis))) for axis in axes)):
             named = dict(zip(axes, index, strict=True))
@@ -150,7 +153,7 @@ class Lowering:
                 yield named
 
     def empty(self, tensor: Tensor, index: Index) -> bool:
-        """Whether the tile lies wholly outside of the tensor's band."""
+        """Return whether the tile lies wholly outside the tensor's band."""
         if not tensor.banded or "seq" not in index or "key" not in index:
             return False
         return tensor.band.empty(self.part(tensor, "seq", index), self.part(tensor, "key", index))
@@ -159,32 +162,37 @@ class Lowering:
         return tuple(self.part(tensor, axis, index).size for axis in tensor.axes)
 
     def tile(self, tensor: Tensor, index: Index) -> Tile:
-        """The tensor's tile at `index`, which may name other axes too. A key axis may be given the index of seq."""
+        """Return the tensor's tile at `index`, which may contain other axes too."""
         owner = tensor.storage
         at = tuple(index[axis] for axis in tensor.axes)
         key = (id(owner), at)
         if key not in self.tiles:
             self._tensors[id(owner)] = owner
             shape = self.shape(tensor, index)
-            kept = tensor.persistent, tensor.axes, owner.kind
-            self.tiles[key] = Tile(owner.name, at, shape, owner.dtype, owner.monoid, *kept)
+            self.tiles[key] = Tile(
+                owner.name, at, shape, owner.dtype, owner.monoid, tensor.persistent, tensor.axes, owner.kind
+            )
         return self.tiles[key]
 
     @staticmethod
     def scratch(name: str, rows: Index, shape: Sequence[int], dtype: str, monoid: str = "sum") -> Tile:
-        """A tile of what an operator keeps of each row of the tiles at `rows`; an axis may follow those of the rows."""
+        """Return a temporary tile of an operator with the axes of `rows`, optionally followed by one more axis."""
         return Tile(name, tuple(rows.values()), tuple(shape), dtype, monoid, axes=(*rows, "state")[: len(shape)])
 
-    def rotated(self, parts: Sequence[Index], words: int) -> list[Index]:
-        """The parts of a sum of `words` words, begun at another one each time.
+    def rotated(self, parts: Sequence[Index], numel: int) -> list[Index]:
+        """Rotate the order of a sum's partial sums, so that different GPUs finish different sums.
 
-        Where each part of the batch has its own GPU, the sums so end spread over all of them, and the optimizer's work.
+        Where each part of the batch has its own GPU, this spreads the results, and the optimizer's tasks on them, over
+        all GPUs.
+
+        Args:
+            numel: elements of the sum, which balance the rotation.
         """
         if not parts:
             return []
         ends = self._ends.setdefault(len(parts), [0] * len(parts))
         last = ends.index(min(ends))
-        ends[last] += words
+        ends[last] += numel
         return [*parts[last + 1 :], *parts[: last + 1]]
 
     def emit(
@@ -194,11 +202,11 @@ class Lowering:
         args: TaskArgs = NO_ARGS,
         flop: float | None = None,
     ) -> None:
-        """Append a task of the operator that is being lowered; see TaskList.emit."""
+        """Append a task of the current operator; see TaskList.emit."""
         self.tasks.emit(kernel, accesses, args, self.op, flop)
 
     def grid(self, tensor: Tensor) -> list[tuple[tuple[slice, ...], Tile]]:
-        """Each tile of a tensor with the slice of the whole that it holds."""
+        """Return each tile of a tensor with its slice of the whole tensor."""
         result = []
         for index in self.indices(tensor):
             parts = [self.part(tensor, axis, index) for axis in tensor.axes]
@@ -208,30 +216,30 @@ class Lowering:
 
 @dataclass(frozen=True, slots=True)
 class Category:
-    """A class of operators as in the data-movement paper, by what bounds their speed; how it is drawn."""
+    """A class of operators of the data-movement paper, with its mark and colour in drawings."""
 
     name: str
     mark: str
     colour: str
 
 
-CONTRACTION = Category("contraction", "△", "#f2a49a")  # their flop are the customary count of a model's
+CONTRACTION = Category("contraction", "△", "#f2a49a")  # only these count as a model's flop
 NORMALIZATION = Category("normalization", "□", "#f7c9c2")
 ELEMENTWISE = Category("element-wise", "○", "#fbe6e2")
 CATEGORIES = (CONTRACTION, NORMALIZATION, ELEMENTWISE)
 
 
 class Op:
-    """An operator of the graph. Subclasses say, in this order: formula, gradient, cost, lowering, scalar
-    form, reference.
+    """An operator of the graph.
 
-    A subclass may say its category, and its colours in Gantt charts by phase (forward, backward, update).
+    A subclass defines, in this order: formula, gradient, cost, lowering, scalar form, reference. It may also set its
+    category and its colours in Gantt charts by phase (forward, backward, update).
     """
 
     category: ClassVar[Category] = ELEMENTWISE
     colours: ClassVar[Mapping[str, str]] = {}
-    independent: ClassVar[bool] = False  # whether an axis may have other sizes in other ones of its tensors
-    picks: Sequence[str] = ()  # axes of its inputs along which it looks up, as in a table, and sums nothing
+    independent: ClassVar[bool] = False  # True: an axis may have different sizes in different tensors
+    picks: Sequence[str] = ()  # axes of inputs that are indexed as in a table, not summed
 
     name: str = ""  # set by the graph: scope and operator
     phase: str = "forward"
@@ -245,7 +253,7 @@ class Op:
 
     @property
     def title(self) -> str:
-        """The kind, and what was fused into it."""
+        """The kind, with the names of fused operations."""
         return self.kind
 
     @property
@@ -254,52 +262,56 @@ class Op:
 
     @property
     def sums(self) -> Sequence[Tensor]:
-        """Outputs that its tasks only add to (ACC): other operators may add to the same tiles."""
+        """Outputs to which tasks only add (ACC); other operators may add to the same tiles."""
         return ()
 
     def gradient(self, g: GraphLike, *grads: Tensor | None) -> list[Tensor | None]:
-        """Add the operators of the gradient; returns the gradient of each input, None where there is none."""
+        """Add the operators of the gradient to the graph.
+
+        Returns:
+            The gradient of each input; None for an input without gradient.
+        """
         raise NotImplementedError(f"{self.kind} has no gradient")
 
     def flop(self) -> float:
-        """Floating point operations on whole tensors, a multiply-add counted as two; with what was fused into it."""
+        """Return the floating point operations on whole tensors, with fused ones; a multiply-add counts as two."""
         return float(max(t.numel for t in [*self.inputs, *self.outputs]))
 
     def products(self) -> float:
-        """Those of flop() that the customary count of a model has: of contractions, without what was fused in."""
+        """Return the part of flop() in the usual count of a model: contractions, without fused operations."""
         return self.flop() if self.category is CONTRACTION else 0.0
 
     def filled(self, cuts: Tiling) -> float:
-        """The share of its flop that a tiling leaves: tiles that lie wholly outside of a mask's band are not there."""
+        """Return the fraction of the flop that remains under a tiling without the tiles outside a mask's band."""
         return min(t.filled(cuts) for t in [*self.inputs, *self.outputs])
 
     def elements(self) -> int:
-        """The fewest words to move: each input once, each output once, read too where it is added to."""
+        """Return the least number of elements to move: inputs once, outputs once, tied outputs twice."""
         return sum(t.elements for t in {*self.inputs, *self.outputs}) + sum(t.elements for t in self.tied)
 
     @property
     def tied(self) -> list[Tensor]:
-        """Outputs that are added to what another operator has made, such as the gradient of a tied weight."""
+        """Outputs that add to another operator's result, such as the gradient of a tied weight."""
         read = {t.storage for t in self.inputs}
         return [t for t in self.outputs if t.storage is not t and t.storage not in read]
 
     def fit(self, tiling: Tiling) -> None:
-        """Tell the tiling how axes have to be cut together; raises ConfigError if they cannot be."""
+        """Couple axes in the tiling that must be cut alike. Raises ConfigError if that is impossible."""
 
     def lower(self, low: Lowering) -> None:
         raise NotImplementedError
 
     def scalar(self) -> Definition | None:
-        """What is computed for each point of the iteration space, if it can be told so: such operators are fused."""
+        """Return the computation of each point of the iteration space; None: not expressible. Needed for fusion."""
         return None
 
     def reference(self, *inputs: Array) -> tuple[Array, ...]:
-        """The operator in numpy float64 on whole tensors."""
+        """Compute the operator in numpy float64 on whole tensors."""
         raise NotImplementedError
 
 
 def operators() -> dict[str, type[Op]]:
-    """All that were defined so far, users' own too, by name."""
+    """Return all operator classes defined so far by name, users' own included."""
     found: dict[str, type[Op]] = {}
     todo = [Op]
     while todo:
@@ -310,5 +322,5 @@ def operators() -> dict[str, type[Op]]:
 
 
 def permutation(source: Sequence[str], target: Iterable[str]) -> list[int]:
-    """Positions in `source` of the axes of `target`: what `permute` takes."""
+    """Return the positions in `source` of the axes of `target`, as `permute` takes them."""
     return [list(source).index(axis) for axis in target]

@@ -1,4 +1,4 @@
-"""RMSNorm over the embed axis, cut or not, with the residual add before it and its gradient."""
+"""RMSNorm over the embed axis, cut or not, with an optional residual addition, and the gradient."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ class RMSNormArgs(TaskArgs):
 
 
 class RMSNormRstdArgs(TaskArgs):
-    embed: int  # of the whole
+    embed: int  # size in the whole tensor
     eps: float
 
 
 class RMSNormGradArgs(TaskArgs):
-    embed: int  # of the whole
-    has_sums: bool  # of the whole rows, among the tiles
+    embed: int  # size in the whole tensor
+    has_sums: bool  # whether a tile has the sums of whole rows
 
 
 class RMSNorm(Norm):
@@ -107,9 +107,9 @@ class RMSNorm(Norm):
 
 
 class RMSNormGrad(NormGrad):
-    """With xhat = x rstd and w = dy gamma: dx = rstd (w - xhat mean(w xhat)) (+ add), dgamma = sum dy xhat.
+    """Gradient of RMSNorm, with xhat = x rstd and w = dy gamma:
 
-    The sum is over all rows, the mean over embed.
+    dx = rstd (w - xhat mean(w xhat)) (+ add), dgamma = sum dy xhat. The sum is over all rows, the mean over embed.
     """
 
     def __init__(

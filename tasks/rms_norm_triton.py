@@ -27,7 +27,7 @@ def _rms_norm(
     if HAS_RESIDUAL:
         total = (x + tl.load(RESIDUAL + at, inside, 0.0).to(tl.float32)).to(TOTAL.dtype.element_ty)
         tl.store(TOTAL + at, total, inside)
-        x = total.to(tl.float32)  # what the gradient will read
+        x = total.to(tl.float32)  # the stored value, which the gradient will read
     rstd = 1 / tl.sqrt(tl.sum(x * x, 1) / n + eps)
     tl.store(RSTD + row, rstd, row < rows)
     gamma = tl.load(GAMMA + col, col < n).to(tl.float32)
@@ -85,7 +85,7 @@ def _grad(
     col = tl.arange(0, BLOCK)
     gamma = tl.load(GAMMA + col, col < n, 0.0).to(tl.float32)
     dgamma = tl.zeros([ROWS, BLOCK], tl.float32)
-    # Staged: rows are on their way into shared memory while those before them are worked on.
+    # num_stages: the next rows are loaded into shared memory while the current rows are computed.
     for first in tl.range(tl.program_id(0).to(tl.int64) * ROWS, rows, tl.num_programs(0) * ROWS, num_stages=STAGES):
         row = first + tl.arange(0, ROWS)
         at, inside = row[:, None] * n + col[None, :], (row < rows)[:, None] & (col < n)[None, :]
@@ -97,7 +97,7 @@ def _grad(
         if HAS_EXTRA:
             dx += tl.load(EXTRA + at, inside, 0.0).to(tl.float32)
         tl.store(DX + at, dx, inside)
-        dgamma += dy * xhat  # rows beyond the last have dy = 0
+        dgamma += dy * xhat  # dy is 0 in rows beyond the last
     tl.store(PART + tl.program_id(0).to(tl.int64) * n + col, tl.sum(dgamma, 0), col < n)
 
 
@@ -141,7 +141,7 @@ def _describe_grad(task: Task) -> Launches:
     parts, scratch = min(ceil_div(rows, blocks["ROWS"]), PROGRAMS), Scratch()
     part = scratch.take(parts * n, "fp32")
     dx, dgamma, *args = (tile(task, k) for k in (0, 1, 2, 3, 4, 5, sums_at, extra_at))
-    blocks["STAGES"] = 3 if blocks["BLOCK"] <= 4096 else 1  # as far as shared memory goes
+    blocks["STAGES"] = 3 if blocks["BLOCK"] <= 4096 else 1  # within shared memory
     has = {"HAS_SUMS": sums_at > 0, "HAS_EXTRA": extra_at > 0}
     return Launches(
         (

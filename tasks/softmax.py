@@ -1,4 +1,4 @@
-"""Softmax of materialised attention scores over the attended positions (axis key), cut or not: the naive attention."""
+"""Softmax of attention scores in memory over the axis key, cut or not, for naive attention."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from .scalar.expression import Definition, Element, Output, exp, largest, select
 
 
 class SoftmaxLimits(TaskArgs):
-    """What is masked beyond the diagonal, and where a row's sequence is found for the padding."""
+    """Masks of a tile other than the diagonal, and the sequence of each row for the padding."""
 
-    rows: int  # from one sequence of the batch to the next
+    rows: int  # rows of the scores per sequence of the batch
     limits: Limits
 
 
 class SoftmaxArgs(TaskArgs):
-    """Of maxsumexp and softmax, on tiles [.., seq, key]."""
+    """Arguments of maxsumexp and softmax, on tiles [.., seq, key]."""
 
-    diagonal: bool  # key > seq is masked
-    shift: int  # position of the first query less that of the first key
+    diagonal: bool  # whether keys after the query are masked
+    shift: int  # position of the first query minus position of the first key
     masked: SoftmaxLimits | None
 
 
 class Softmax(Op):
-    """p = softmax(scores over key) of what the mask leaves, zeros elsewhere; axes end in seq, key.
+    """p = softmax over key of the unmasked scores, zeros elsewhere; the last axes are seq, key.
 
-    maxsumexp of each tile, combined over the keys, then exp(score - max) / sumexp (Alg. 1 of the NNTile report).
-    Tiles that the mask's band leaves out do not exist.
+    One task per tile adds (max, sumexp) of the tile to its rows' state, a second computes exp(score - max) / sumexp
+    (Alg. 1 of the NNTile report). Tiles outside the mask's band do not exist.
     """
 
     category = NORMALIZATION
@@ -84,7 +84,7 @@ class Softmax(Op):
         e = exp(x - top)
         if allowed is None:
             return Definition(self.output.sizes, (Output(0, axes, e * (1 / total(e, "key"))),))
-        e = select(allowed, e, 0.0)  # a row without any has NaN here, which is not taken
+        e = select(allowed, e, 0.0)  # a fully masked row has NaN here, which select drops
         sums = total(e, "key")
         return Definition(self.output.sizes, (Output(0, axes, e * (1 / select(sums > 0, sums, 1.0))),))
 
@@ -126,7 +126,7 @@ class SoftmaxGrad(Op):
 
 
 def rows_of_keys(low: Lowering, scores: Tensor) -> list[tuple[dict[str, int], list[dict[str, int]]]]:
-    """For each tile index over the axes before key: the indices of the tiles along key that exist."""
+    """For each tile index over the axes before key, return the indices of the existing tiles along key."""
     result = []
     for index in low.indices(scores, scores.axes[:-1]):
         keys = [index | {"key": k} for k in range(len(low.parts(scores, "key")))]
@@ -135,6 +135,6 @@ def rows_of_keys(low: Lowering, scores: Tensor) -> list[tuple[dict[str, int], li
 
 
 def softmax(g: GraphLike, scores: Tensor, mask: Mask) -> Tensor:
-    """Softmax over the keys of scores [.., seq, key], of what the mask leaves; zeros elsewhere."""
+    """Softmax over key of the unmasked scores [.., seq, key]; zeros elsewhere."""
     p = g.temp("softmax", scores.axes, scores.shape, scores.dtype, band=mask.band)
     return g.add(Softmax(scores, p, mask)).output

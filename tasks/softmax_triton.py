@@ -22,7 +22,7 @@ WIDEST = 16384  # elements of a row in registers
 
 @triton.jit
 def _rows(rows, n, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Of the program's block: rows, their mask, columns, offsets, mask of the block."""
+    """Return for the program's block: rows, mask of the rows, columns, offsets, mask of the block."""
     row, col = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)
     return row, row < rows, col, row[:, None] * n + col[None, :], (row < rows)[:, None] & (col < n)[None, :]
 
@@ -33,7 +33,7 @@ def _kept(
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, TWO_SIDED: tl.constexpr, PADDED: tl.constexpr, SEGMENTED: tl.constexpr,
     STEPS: tl.constexpr,
 ):  # fmt: skip
-    """What of the block is attended to; shift: position of the first query less that of the first key, `key`."""
+    """Return the mask of attended pairs of the block; key: first key's position, shift: first query's minus `key`."""
     position = row % seq + shift
     if CAUSAL:
         kept = kept & (col[None, :] <= position[:, None])
@@ -45,7 +45,7 @@ def _kept(
         at = (row // rows_each % batch)[:, None] * n + col[None, :]
         kept = kept & (tl.load(PADDING + at, kept, 0) != 0)
     if SEGMENTED:
-        number = first_of(SEGMENTS, position + key + 1, sequences + 1, STEPS) - 1  # the last that begins here or before
+        number = first_of(SEGMENTS, position + key + 1, sequences + 1, STEPS) - 1  # the last that begins here
         mine = (number >= 0) & (number < sequences)
         first, end = tl.load(SEGMENTS + number, mine, 0) - key, tl.load(SEGMENTS + number + 1, mine, 0) - key
         kept = kept & (col[None, :] >= first[:, None]) & (col[None, :] < end[:, None])
@@ -85,7 +85,7 @@ def _softmax(
         CAUSAL, WINDOW, TWO_SIDED, PADDED, SEGMENTED, STEPS,
     )  # fmt: skip
     top, total = tl.load(STATE + row * 2, there, 0.0), tl.load(STATE + row * 2 + 1, there, 1.0)
-    total = tl.where(total == 0.0, 1.0, total)  # of a row that attends to nothing
+    total = tl.where(total == 0.0, 1.0, total)  # of a fully masked row
     x = tl.load(X + at, inside, 0.0).to(tl.float32)
     p = tl.where(kept, tl.exp(x - top[:, None]) / total[:, None], 0.0)
     tl.store(P + at, p, inside)
@@ -108,7 +108,7 @@ def _grad(OUT, P, DP, SUMS, rows, n, ROWS: tl.constexpr, BLOCK: tl.constexpr):
 
 
 def _blocks(task: Task, number: int) -> tuple[int, tuple[int, int], dict[str, Any]]:
-    """Programs; rows and columns of a tile; rows, columns and warps of a program."""
+    """Return the number of programs; rows and columns of a tile; rows, columns and warps of a program."""
     n = shape(task, number)[-1]
     if n > WIDEST:
         raise ValueError(f"{task.op}: rows of {n} are not allowed on CUDA; cut seq into tiles of at most {WIDEST}")
@@ -119,8 +119,12 @@ def _blocks(task: Task, number: int) -> tuple[int, tuple[int, int], dict[str, An
 
 
 def _masked(task: Task, count: int, size: tuple[int, int]) -> tuple[list[Parameter], dict[str, int]]:
-    """What _maxsumexp and _softmax take from PADDING on: addresses (of any tile where there is no such data), integers,
-    flags. The tiles of padding and segments are the task's from `count` on; size: rows and columns of a tile."""
+    """Return the arguments of _maxsumexp and _softmax from PADDING on: addresses, integers, flags.
+
+    Args:
+        count: number of the task's tile where padding and segments begin. Without such data any tile is passed.
+        size: rows and columns of a tile.
+    """
     args = SoftmaxArgs.of(task)
     limits = args.masked.limits if args.masked else None
     padded, segmented = bool(limits and limits.padding), bool(limits and limits.segments)

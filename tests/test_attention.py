@@ -400,7 +400,7 @@ def test_refused() -> None:
             g, q, q, q, Mask(padding=tensor("batch seq", "int64", seq=7))
         ),
         "its axes must be batch": lambda: attention(g, q, q, q, Mask(padding=tensor("seq batch", "int64"))),
-        "forms of attention naive or segments": lambda: attention(g, q, q, q, Mask(), "merge", 0.1),
+        "attention backends naive or segments": lambda: attention(g, q, q, q, Mask(), "merge", 0.1),
         "'fused' is not allowed": lambda: attention(g, q, q, q, Mask(), "fused"),
         "6 heads cannot share 4": lambda: attention(g, q, uneven, uneven, Mask()),
         "must have the same axes": lambda: attention(g, q, few, q, Mask()),

@@ -1,1 +1,1 @@
-"""Operators told element by element: a small language (expression), and what is made of it: numpy, C++, Triton."""
+"""Operators defined per element: expressions, their evaluation in numpy, generated C++ and Triton kernels."""

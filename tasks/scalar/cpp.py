@@ -1,8 +1,8 @@
-"""A Definition as a C++ function on one tile: a loop over rows, in it loops over the last axis that vectorise.
+"""Generate a C++ function on one tile from a Definition: a loop over rows with vectorised loops over the last axis.
 
-A row is what the last axis runs along. Each reduction over it ends a loop; what later loops need of an earlier one is
-kept in a buffer of the row. Sums over rows are made element by element, then added once to what their outputs hold:
-the same bits as where a task of its own adds them. Numbers are computed in the dtype of accumulation, fp32 or fp64.
+A row is one line of elements along the last axis. Each reduction over the row ends a loop. Values that a later loop
+needs are stored in a buffer of row length. Sums over rows are computed separately and added to the outputs once, so
+that results equal those of a separate task for the sum to the bit. The dtype of computation is fp32 or fp64.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ELEMENTS = {
     "fp32": "float", "fp64": "double", "bf16": "Bf16", "fp16": "_Float16", "int16": "int16_t", "int64": "int64_t",
 }  # fmt: skip
 SYMBOL = "nntile_made"  # void (void* const* tiles, const int64_t* const* shapes, ints, floats, accumulates)
-CHEAP = ("add", "subtract", "multiply", "negative")  # computed again rather than kept in a buffer
+CHEAP = ("add", "subtract", "multiply", "negative")  # recomputed instead of stored in a buffer
 
 PREAMBLE = """\
 #include <new>
@@ -80,13 +80,18 @@ static inline uint32_t hash_of(uint64_t index, uint64_t start) {
 
 
 def source(definition: Definition, tiles: Sequence[TileType], outputs: int, width: int | None = None) -> str:
-    """The whole file. tiles: of the outputs, then of the inputs. width: lanes of a vector; None: any."""
+    """Return the C++ file.
+
+    Args:
+        tiles: types of the outputs, then of the inputs.
+        width: lanes of a vector; None: the compiler's choice.
+    """
     return _Writer(definition, tiles, outputs, width).text()
 
 
 @dataclass
 class _Loop:
-    """A section of a row: what is computed once, then a loop over the last axis."""
+    """Statements once per row, then a loop over the last axis."""
 
     once: list[str] = field(default_factory=list)
     each: list[str] = field(default_factory=list)
@@ -99,20 +104,20 @@ class _Writer:
         self.axes, self.column = definition.axes, definition.axes[-1]
         self.accumulator = "double" if any(tile.dtype == "fp64" for tile in tiles) else "float"
         self.varies: dict[Expression, frozenset[str]] = {}
-        self.level: dict[Expression, int] = {}  # after how many loops it is known
+        self.level: dict[Expression, int] = {}  # number of loops before the value is known
         self.results = [self._summed(out) for out in definition.outputs]
         for out in self.results:
             self._measure(out.value)
         loops = 1 + max(self.level[out.value] for out in self.results)
         self.loops = [_Loop() for _ in range(loops)]
-        self.names: dict[tuple[Expression, int, bool], str] = {}  # by loop, and whether inside of it
+        self.names: dict[tuple[Expression, int, bool], str] = {}  # by loop, and whether inside the loop
         self.pointers: dict[tuple[int, Access], str] = {}
         self.buffers: dict[Expression, str] = {}
         self.keys = list(dict.fromkeys(node.key for node in nodes_of(definition, Keep)))
         self.drawn = False
 
     def _summed(self, out: Output) -> Output:
-        """A sum over the last axis is one of the row, then added: other tiles may hold the rest of the row."""
+        """Write a sum over the last axis as a reduction of the row plus an addition, as the row may have more tiles."""
         if not out.total or self.column in out.at:
             return out
         return Output(out.number, out.at, Reduce("sum", self.column, out.value), total=True)
@@ -138,13 +143,13 @@ class _Writer:
         self.varies[node], self.level[node] = varies, level
 
     def inside(self, node: Expression) -> bool:
-        """Whether it differs along a row."""
+        """Return whether the value differs along a row."""
         return self.column in self.varies[node]
 
     # -- values
 
     def value(self, node: Expression, loop: int, inside: bool) -> str:
-        """The name of a value, or its text, in a loop or in what is computed once before it."""
+        """Return the variable or the text of a value, in a loop or once before the loop."""
         inside = inside and self.inside(node)
         if isinstance(node, ScalarConstant):
             return self._literal(node.value)
@@ -185,7 +190,7 @@ class _Writer:
         self.drawn = True
         row, last, start = "row", len(self.axes) - 1, f"start{self.keys.index(node.key)}"
         if node.row_numbers:
-            number = f"{self._element(self.outputs + node.draws.number, node.draws.at)}[0]"
+            number = f"{self._element(self.outputs + node.row_numbers.number, node.row_numbers.at)}[0]"
             row = f"{number} * ints[{2 * last + 1}] + ints[{last}]"
         return f"(hash_of(uint64_t({row} + c), {start}) >= {node.limit}ULL)"
 
@@ -200,7 +205,7 @@ class _Writer:
         return name
 
     def _cheap(self, node: Expression) -> bool:
-        """Whether to compute it again costs less than to keep it for a row."""
+        """Return whether recomputation costs less than a buffer."""
         leaf = [isinstance(part, Element) or not self.inside(part) for part in node.parts]
         plain = isinstance(node, Call) and (FUNCTIONS[node.name].truth or (node.name in CHEAP and all(leaf)))
         return plain or isinstance(node, Element | AxisIndex | Keep)
@@ -217,7 +222,7 @@ class _Writer:
         return f"T({'-' if value < 0 else ''}__builtin_inf())" if infinite else f"T({value!r})"
 
     def _element(self, tile: int, at: Access) -> str:
-        """A pointer to an element of a tile: of this row, and of this column if it has one."""
+        """Return a pointer to the element of a tile in this row, and in this column if the tile has columns."""
         if (tile, at) not in self.pointers:
             self.pointers[tile, at] = f"p{len(self.pointers)}"
         name = self.pointers[tile, at]
@@ -259,7 +264,7 @@ class _Writer:
         return "\n".join([*head, *(f"  {line}" for line in lines), "}", ""])
 
     def _sizes(self) -> list[str]:
-        """Sizes of the axes, and the strides of tiles that pointers need."""
+        """Return declarations of the axes' sizes and of the strides that pointers need."""
         lines = []
         for k, axis in enumerate(self.axes):
             tile = next(number for number, one in enumerate(self.tiles) if axis in one.at)
@@ -281,7 +286,7 @@ class _Writer:
         return lines + [f"T* const {name} = buffer + {k} * {width};" for k, name in enumerate(self.buffers.values())]
 
     def _sums(self) -> tuple[list[str], list[str]]:
-        """Where sums are made, empty, and what adds them to their outputs in the end, where those hold something."""
+        """Return code that clears the buffers of sums, and code that adds the sums to their outputs."""
         cleared, added = [], []
         for number in dict.fromkeys(out.number for out in self.results if out.total):
             tile, element = self.tiles[number], ELEMENTS[self.tiles[number].dtype]
@@ -298,7 +303,7 @@ class _Writer:
         return cleared, added
 
     def _rows(self, body: list[str]) -> list[str]:
-        """The loops around a row's."""
+        """Return the loops over rows around the body."""
         outer, last = self.axes[:-1], len(self.axes) - 1
         lines = [f"for (int64_t i{k} = 0; i{k} < n{k}; ++i{k})" for k in range(len(outer))] + ["{"]
         if self.drawn:

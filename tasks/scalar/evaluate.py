@@ -27,7 +27,7 @@ Array = np.ndarray[Any, Any]
 def evaluate(
     definition: Definition, inputs: Sequence[Array], shapes: Sequence[tuple[int, ...]], seed: int = 0
 ) -> list[Array]:
-    """All outputs in float64, of these shapes. References are written apart from this, to be compared with it."""
+    """Compute all outputs in float64. Operators' references are independent of this, and tests compare both."""
     axes, sizes = definition.axes, tuple(definition.sizes.values())
     outputs = [np.zeros(shape) for shape in shapes]
     known: dict[Expression, Any] = {}
@@ -71,7 +71,7 @@ def _value(
 
 
 def aligned(array: Array, at: Access, axes: tuple[str, ...]) -> Array:
-    """An array with an axis for each of the space, of size 1 where its access lacks that."""
+    """Return the array with one axis per axis of the space, of size 1 where the access lacks the axis."""
     array = array[tuple(slice(None) if isinstance(a, str) else a for a in at)]
     named = [a for a in at if isinstance(a, str)]
     array = array.transpose([named.index(axis) for axis in axes if axis in named])
@@ -80,12 +80,13 @@ def aligned(array: Array, at: Access, axes: tuple[str, ...]) -> Array:
 
 
 def dropout_hash(index: Array, key: int, seed: int) -> Array:
-    """32 random bits per element, of its index, key and seed: two rounds of Wellons' lowbias32 (2018).
+    """Hash index, key and seed of each element to 32 random bits: two rounds of Wellons' lowbias32 (2018).
 
-    Few operations, all of 32 bits: in norms with dropout a hash of 64 bits took as long as the memory did, and inside
-    of attention it takes longer than the products. So the last step is left out, which would mix upper bits into lower
-    ones: dropout compares the bits as a number, which the upper ones decide. And an even index and the odd one behind
-    it have one hash: h, and h + 2**16 h, whose upper 16 bits are independent."""
+    All operations are of 32 bits, as a hash of 64 bits took as long as the memory accesses of a norm with dropout, and
+    longer than the products inside attention. The last step of lowbias32 is omitted: it mixes upper bits into lower
+    bits, but dropout compares the bits as a number, which depends mostly on the upper bits. An even index and the next
+    odd index share one hash: they get h and h + 2**16 h, whose upper 16 bits are independent.
+    """
     mask, u = 2**64 - 1, np.uint32
     start = ((seed * 0x9E3779B97F4A7C15) & mask) ^ ((key * 0xD1B54A32D192ED03) & mask)
     with np.errstate(over="ignore"):

@@ -1,9 +1,9 @@
-"""What an operator computes for one point of its iteration space, as data.
+"""The computation of an operator for one point of its iteration space, as data.
 
-An iteration space is a list of named axes. A Definition says, for each output, which expression is stored where:
-expressions load elements of inputs, each with its access (which axes of the space index it), combine them by the
-functions of FUNCTIONS, and sum or take the maximum over an axis. Loads convert to the dtype of accumulation (fp32, or
-fp64 for fp64), stores convert back.
+An iteration space is a list of named axes. A Definition has an expression for each output. Expressions read elements of
+inputs, combine them with the functions of FUNCTIONS, and reduce over an axis by sum or maximum. An access lists the
+axes of the space that index a tensor. Reads convert to the accumulation dtype (fp32, or fp64 for fp64), stores convert
+back.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-Access = tuple[str | int, ...]  # for each axis of a tensor: the axis of the space that it is, or a fixed place
-Number = Any  # an expression or an array: the functions below take and give either
+Access = tuple[str | int, ...]  # for each axis of a tensor: an axis of the space, or a fixed index
+Number = Any  # an expression or an array: the functions below accept and return both
 
 
 class Function(NamedTuple):
-    """A function of numbers, in numpy, C++ and Triton. `truth`: it says yes or no."""
+    """A function of numbers, in numpy, C++ and Triton; truth: the result is a boolean."""
 
     numpy: Any
     cpp: str
@@ -53,11 +53,11 @@ FUNCTIONS: dict[str, Function] = {
 
 
 class Expression:
-    """A value for each point of the space. Two are the same value only if they are the same object."""
+    """A value for each point of the space. Equality is identity of objects."""
 
     @property
     def parts(self) -> tuple[Expression, ...]:
-        """What it is made of."""
+        """The operands."""
         return ()
 
     def __add__(self, other: Expression | float) -> Expression:
@@ -99,7 +99,7 @@ class Expression:
 
 @dataclass(frozen=True, eq=False)
 class Element(Expression):
-    """An element of input `number`."""
+    """The element of input `number` at this point."""
 
     number: int
     at: Access
@@ -112,20 +112,20 @@ class ScalarConstant(Expression):
 
 @dataclass(frozen=True, eq=False)
 class Extent(Expression):
-    """How many points the axis has."""
+    """The number of points along the axis."""
 
     axis: str
 
 
 @dataclass(frozen=True, eq=False)
 class AxisIndex(Expression):
-    """The point's index along the axis, in the whole tensor."""
+    """The index of the point along the axis, in the whole tensor."""
 
     axis: str
 
 
 class Call(Expression):
-    """A function of FUNCTIONS; plain numbers become constants."""
+    """A call of a function of FUNCTIONS; plain numbers become constants."""
 
     def __init__(self, name: str, *parts: Expression | float) -> None:
         self.name = name
@@ -138,9 +138,9 @@ class Call(Expression):
 
 @dataclass(frozen=True, eq=False)
 class Keep(Expression):
-    """Whether dropout keeps the point: a hash of (the slot dropout_seed, key, the point's index in the whole tensor).
+    """Whether dropout keeps the point: a hash of (the slot dropout_seed, key, index of the point in the whole tensor).
 
-    row_numbers: the numbers that rows have in that index, instead of their places; see Dropout in elementwise.py.
+    row_numbers: numbers of the rows in that index; None: their positions. See Dropout in elementwise.py.
     """
 
     key: int
@@ -153,13 +153,13 @@ class Keep(Expression):
 
     @property
     def limit(self) -> int:
-        """From which hash on, of 32 bits, it is kept."""
+        """Dropout keeps a point if its hash of 32 bits is at least this number."""
         return int(self.p * 2**32)
 
 
 @dataclass(frozen=True, eq=False)
 class Reduce(Expression):
-    """The sum, or the maximum, of x over an axis: the same number for all points along that."""
+    """The sum or maximum of x over an axis, the same number for all points along the axis."""
 
     kind: Literal["sum", "max"]
     axis: str
@@ -172,7 +172,7 @@ class Reduce(Expression):
 
 @dataclass(frozen=True)
 class Output:
-    """Where a value goes. total: its sum over the axes that `at` lacks."""
+    """A value and its output; total: stores the sum over the axes missing in `at`."""
 
     number: int
     at: Access
@@ -182,7 +182,7 @@ class Output:
 
 @dataclass(frozen=True)
 class TileType:
-    """Of a tile of an output or an input: its dtype, what its axes are in the space. total: it is added to."""
+    """Type of a tile: dtype, axes of the space; total: the kernel adds to the tile."""
 
     dtype: str
     at: Access
@@ -191,7 +191,7 @@ class TileType:
 
 @dataclass(frozen=True)
 class Definition:
-    """What an operator computes: its space, {axis: size} in order, and the outputs."""
+    """The computation of an operator: its space, {axis: size} in order, and its outputs."""
 
     sizes: Mapping[str, int]
     outputs: tuple[Output, ...]
@@ -201,12 +201,12 @@ class Definition:
         return tuple(self.sizes)
 
     def nodes(self) -> list[Expression]:
-        """All expressions, each once, after what it is made of."""
+        """Return all expressions once, operands first."""
         return walk(*(out.value for out in self.outputs))
 
     @property
     def reduced(self) -> tuple[tuple[str, ...], ...]:
-        """The axes of each kind of reduction: those within rows first, then the sums of outputs."""
+        """Axes of each reduction: reductions within rows first, then sums of outputs."""
         found: dict[tuple[str, ...], None] = {(n.axis,): None for n in self.nodes() if isinstance(n, Reduce)}
         for out in self.outputs:
             if out.total:
@@ -215,7 +215,7 @@ class Definition:
 
 
 def walk(*roots: Expression) -> list[Expression]:
-    """All expressions that these are made of, each once, parts first."""
+    """Return all expressions below the roots once, operands first."""
     found: dict[Expression, None] = {}
 
     def visit(node: Expression) -> None:
@@ -232,7 +232,7 @@ def walk(*roots: Expression) -> list[Expression]:
 def replaced(
     root: Expression, known: dict[Expression, Expression], change: Callable[[Element], Expression | None]
 ) -> Expression:
-    """The expression with change(node) in the place of each load; None: it stays. `known` keeps what was done."""
+    """Replace each Element by change(element), unless that is None; `known` caches results."""
     if root in known:
         return known[root]
     if isinstance(root, Element):
@@ -243,7 +243,7 @@ def replaced(
         made = replace(root, x=replaced(root.x, known, change))
     elif isinstance(root, Keep) and root.row_numbers:
         row_numbers = replaced(root.row_numbers, known, change)
-        assert isinstance(row_numbers, Element), "made by another operator"
+        assert isinstance(row_numbers, Element), "the result of another operator"
         made = replace(root, row_numbers=row_numbers)
     else:
         made = root
@@ -252,11 +252,11 @@ def replaced(
 
 
 def nodes_of(definition: Definition, kind: type[Any]) -> Iterator[Any]:
-    """The definition's expressions of a kind."""
+    """Return the definition's expressions of a class."""
     return (node for node in definition.nodes() if isinstance(node, kind))
 
 
-# -- functions of expressions and of arrays alike
+# -- functions of expressions and of arrays
 
 
 def _apply(name: str, *parts: Any) -> Any:
@@ -286,7 +286,7 @@ def maximum(x: Number, y: Any) -> Number:
 
 
 def select(condition: Any, yes: Any, no: Any) -> Any:
-    """yes where the condition holds, no elsewhere."""
+    """Return yes where the condition holds, no elsewhere."""
     return _apply("select", condition, yes, no)
 
 

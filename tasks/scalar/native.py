@@ -1,4 +1,4 @@
-"""C++ sources compiled on this machine, once, into libraries that stay in the user's cache folder."""
+"""Compile C++ sources on this machine into libraries in the user's cache folder."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from .cpp import SYMBOL, source
 from .expression import Call, Definition, Element, Output, TileType
 
 FLAGS = ("-std=c++17", "-O3", "-fno-math-errno", "-fno-trapping-math", "-fopenmp-simd", "-fPIC", "-shared", "-w")
-LIBRARIES = ("-lmvec", "-lm")  # glibc's functions of vectors
+LIBRARIES = ("-lmvec", "-lm")  # glibc's vector functions
 FULL = os.strerror(errno.ENOSPC)
-SECONDS, TELLING = 120.0, 20.0  # that a compiler may take: for a kernel, and to say what it is
-CHECK = hashlib.sha256().digest_size  # bytes at a library's end, see _check
+SECONDS, VERSION_SECONDS = 120.0, 20.0  # time limits of the compiler: for a kernel, for its version
+CHECK = hashlib.sha256().digest_size  # bytes at the end of a library file, see _check
 
 
 class NoCompiler(NNTileError):
-    """Why there is no library."""
+    """A library could not be built or loaded; the message is the reason."""
 
 
 def _compiler() -> list[str]:
-    """CXX, or c++. Raises NoCompiler."""
+    """Return the command of the C++ compiler: CXX, or c++. Raises NoCompiler."""
     try:
         cxx = shlex.split(os.environ.get("CXX", "")) or ["c++"]
     except ValueError as error:
@@ -46,47 +46,48 @@ def _compiler() -> list[str]:
 
 @functools.cache
 def command() -> tuple[str, ...]:
-    """The compiler with its flags: for the instruction set that the extension was compiled for. Raises NoCompiler."""
+    """Return the compiler with flags for the extension's instruction set. Raises NoCompiler."""
     built = build_info().get("arch", "-march=native")
-    wide = ["-mprefer-vector-width=512"] if "AVX512" in built else []
-    return (*_compiler(), *FLAGS, *(flag for flag in built.split() if flag.startswith("-m")), *wide)
+    vectors = ["-mprefer-vector-width=512"] if "AVX512" in built else []
+    return (*_compiler(), *FLAGS, *(flag for flag in built.split() if flag.startswith("-m")), *vectors)
 
 
 def path_of(text: str) -> Path:
-    """Where the library of a source is kept. Raises NoCompiler."""
+    """Return the path of a source's library in the cache folder. Raises NoCompiler."""
     named = "\0".join([*command(), _version(), text])
     return cache_folder() / "kernels" / f"{hashlib.sha256(os.fsencode(named)).hexdigest()[:32]}.so"
 
 
 @functools.cache
 def address(text: str) -> int:
-    """Where the function of a source is in this process: of a library that is kept, by another process or a run before,
-    or that is compiled now. Raises NoCompiler."""
+    """Return the address of a source's function, from the cached library or a new one. Raises NoCompiler."""
     kept = path_of(text)
     try:
         return _loaded(kept)
     except (OSError, AttributeError):
-        pass  # there is none, or none that can be used
+        pass  # no library, or a damaged one
     try:
         with tempfile.TemporaryDirectory(prefix="nntile_py") as folder:
-            made = _compiled(text, Path(folder))
+            library = _compiled(text, Path(folder))
             try:
-                content = made.read_bytes()
-                replace_file(kept, content + _check(kept, content))  # whole or not at all
+                content = library.read_bytes()
+                replace_file(kept, content + _check(kept, content))  # atomic
                 return _loaded(kept)
             except (OSError, AttributeError) as error:
-                found = _function(made)  # else that is told
+                function = _function(library)  # before the message: if this fails, its error is the reason
                 why = getattr(error, "strerror", None) or str(error).removeprefix(f"{kept}: ")
                 say_once(f"fusion: kernels are compiled at each start, as {kept.parent} cannot keep them: {why}")
-                return found
+                return function
     except (OSError, AttributeError) as error:
         raise NoCompiler(f"a generated kernel could not be compiled or loaded: {error}") from None
 
 
 def _loaded(path: Path) -> int:
-    """The function of a library that is kept. Raises OSError, AttributeError.
+    """Return the address of the function in a cached library. Raises OSError, AttributeError.
 
-    A damaged one would end the process, and one that another user has put there could do anything."""
+    Ownership and digest are checked first: a damaged library would end the process, and a library from another user
+    could execute anything.
+    """
     for place in (path.parent, path):
         kept = place.stat()
         if kept.st_uid not in (0, os.geteuid()) or kept.st_mode & stat.S_IWOTH:
@@ -98,7 +99,7 @@ def _loaded(path: Path) -> int:
 
 
 def _check(path: Path, content: bytes) -> bytes:
-    """What a library ends with: a digest of it, and of its name, which is one of its source."""
+    """Return the digest at the end of a library file, of its name (the digest of its source) and content."""
     return hashlib.sha256(path.name.encode() + content).digest()
 
 
@@ -107,24 +108,29 @@ def _function(library: Path) -> int:
 
 
 def _compiled(text: str, folder: Path) -> Path:
-    """The library of a source, in a folder. Raises NoCompiler, OSError."""
-    written, made = folder / "kernel.cpp", folder / "kernel.so"
-    written.write_text(text)
-    status, told = _told([*command(), str(written), "-o", str(made), *LIBRARIES], SECONDS)
-    if status or not made.exists():
-        lines = [line.strip() for line in told.splitlines() if line.strip()]
-        telling = [line for sign in (FULL, "error") for line in lines if sign in line]  # a linker says the cause first
-        why = [*telling, *lines[-1:], f"exit status {status}, and no library"][0]
+    """Compile a source into a library in a folder. Raises NoCompiler, OSError."""
+    cpp_file, library = folder / "kernel.cpp", folder / "kernel.so"
+    cpp_file.write_text(text)
+    status, output = _run_compiler([*command(), str(cpp_file), "-o", str(library), *LIBRARIES], SECONDS)
+    if status or not library.exists():
+        lines = [line.strip() for line in output.splitlines() if line.strip()]
+        errors = [line for sign in (FULL, "error") for line in lines if sign in line]  # a linker writes the cause first
+        why = [*errors, *lines[-1:], f"exit status {status}, and no library"][0]
         raise NoCompiler(f"{command()[0]} failed on a generated kernel: {why[:500]}")
-    return made
+    return library
 
 
-def _told(asked: Sequence[str], seconds: float) -> tuple[int, str]:
-    """The exit status of a compiler, and what it wrote. Raises NoCompiler, where it does not start or end.
+def _run_compiler(asked: Sequence[str], seconds: float) -> tuple[int, str]:
+    """Run a compiler. Raises NoCompiler if the compiler does not start or does not end in time.
 
-    Written to memory, as the disk may be full: of a pipe, what a wrapper has started would have to let go, too."""
+    The output goes to memory, as the disk may be full. A pipe would stay open as long as any child of a compiler
+    wrapper runs.
+
+    Returns:
+        The exit status and the output.
+    """
     try:
-        with open(os.memfd_create("told"), "w+b") as out:
+        with open(os.memfd_create("compiler-output"), "w+b") as out:
             nothing, same = subprocess.DEVNULL, subprocess.STDOUT
             process = subprocess.Popen(asked, stdin=nothing, stdout=out, stderr=same, process_group=0)
             try:
@@ -143,16 +149,17 @@ def _told(asked: Sequence[str], seconds: float) -> tuple[int, str]:
 
 @functools.cache
 def _version() -> str:
-    """Of the compiler, and what `-march=native` means here: the cache folder may be shared by machines."""
-    every = [*_compiler(), "--version"], [*command(), "-Q", "--help=target"]  # the second of GCC
-    return "".join(_told(asked, TELLING)[1] for asked in every)
+    """Return the compiler's version and its meaning of `-march=native`, as machines may share the cache folder."""
+    every = [*_compiler(), "--version"], [*command(), "-Q", "--help=target"]  # the second only with GCC
+    return "".join(_run_compiler(asked, VERSION_SECONDS)[1] for asked in every)
 
 
 @functools.cache
 def why_not() -> str | None:
-    """Why generated kernels cannot be had on this machine's CPUs; None: they can. Asked once, by a small one.
+    """Return why this machine's CPUs cannot have generated kernels; None: they can.
 
-    It is loaded, too, which a cache folder on a file system without execution (noexec) does not allow."""
+    The test compiles and loads a small kernel once. Loading fails if the cache folder is mounted with noexec.
+    """
     x = Element(0, ("x",))
     value = Call("add", Call("add", Call("exp", x), Call("log", x)), Call("add", Call("tanh", x), Call("erf", x)))
     tile = TileType("fp32", ("x",))

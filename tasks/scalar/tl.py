@@ -1,9 +1,10 @@
-"""A Definition as the text of a Triton kernel for tiles of given shapes: a program holds whole rows in registers.
+"""Generate the text of a Triton kernel from a Definition, for tiles of known shapes.
 
-Values are blocks [ROWS, BLOCK] of rows and columns, with 1 for what differs along one of them alone. Sums over rows are
-added up by each program for its rows, into its part; another kernel adds these in their order, so that it is always the
-same. Rows are numbered such that those axes come first that a sum keeps. How many there are is an argument: of packed
-sequences a step fills the first ones.
+A program holds blocks [ROWS, BLOCK] of rows and columns in registers, with whole rows where something is reduced within
+rows. A value that varies only along rows or only along columns has size 1 along the other. For a sum over rows, each
+program stores the partial sum of its rows, and a second kernel adds the partial sums in a fixed order. The row number
+starts with the axes that sums keep. The number of rows is an argument, as a step fills only the first rows of packed
+sequences.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ from .expression import (
     nodes_of,
 )
 
-AHEAD = 64 << 10  # bytes of shared memory for rows that are on their way: every GPU has 99 KiB for a program
+AHEAD = 64 << 10  # bytes of shared memory for prefetched rows; each GPU has at least 99 KiB per program
 
 
 @dataclass(frozen=True)
 class PartialSum:
-    """An output that is added up of the programs' parts: `groups` rows of it, each of `per` programs' parts."""
+    """An output that is the sum of partial sums: `groups` rows, each the sum over `per` programs."""
 
     output: int
     groups: int
@@ -44,8 +45,15 @@ class PartialSum:
 
 @dataclass(frozen=True)
 class BlockSizes:
-    """How the points are dealt out: the rows and columns that a program has at a time, its warps; of kernels with sums
-    over rows how many programs there are at most, and how many rows ahead are loaded (1: none)."""
+    """Division of the work among programs.
+
+    Args:
+        rows: rows that a program computes at a time.
+        block: columns that a program computes at a time.
+        warps: warps of a program.
+        programs: maximum number of programs of a kernel with sums over rows.
+        stages: rows that such a kernel prefetches, plus 1.
+    """
 
     rows: int
     block: int
@@ -56,12 +64,19 @@ class BlockSizes:
 
 @dataclass(frozen=True)
 class Text:
-    """A kernel and how it is launched: each program of `groups` * `per` has rows of one group; `columns`: blocks.
+    """A kernel and its launch.
 
-    n: elements of a row."""
+    Args:
+        filled: rows of a group.
+        groups: groups of rows; each program computes rows of one group.
+        per: programs of a group.
+        columns: blocks of a row.
+        n: elements of a row.
+        sums: outputs that a second kernel adds up.
+    """
 
     source: str
-    filled: int  # rows of a group
+    filled: int
     cut: BlockSizes
     groups: int
     per: int
@@ -71,7 +86,7 @@ class Text:
 
 
 def kept_axes(definition: Definition) -> tuple[str, ...]:
-    """The axes of rows that sums over rows keep: the same ones for all that keep any."""
+    """Return the row axes that sums over rows keep; all such sums keep the same axes."""
     column = definition.axes[-1]
     kept = (out.at[:-1] for out in definition.outputs if out.total and column in out.at)
     return tuple(axis for axis in max(kept, key=len, default=()) if isinstance(axis, str))
@@ -79,10 +94,15 @@ def kept_axes(definition: Definition) -> tuple[str, ...]:
 
 @dataclass
 class Writer:
-    """Of a kernel on tiles of these shapes, outputs first; accumulates: which of them are added to.
+    """Writer of a kernel's text.
 
-    wholes: the sizes of the space in the whole tensor, of those that have dropout; even: rows of the tile begin at even
-    places there; cut: None: `usual_cut`."""
+    Args:
+        shapes: of the tiles, outputs first.
+        accumulates: for each tile: whether the kernel adds to the tile.
+        wholes: sizes of the space in the whole tensor; only kernels with dropout need them.
+        even: whether the rows of the tile begin at even indices in the whole tensor.
+        cut: None: `usual_cut`.
+    """
 
     definition: Definition
     tiles: Sequence[TileType]
@@ -93,7 +113,7 @@ class Writer:
     even: bool = False
     cut: BlockSizes | None = None
     lines: list[str] = field(default_factory=list)
-    before: list[str] = field(default_factory=list)  # what is the same for all rows
+    before: list[str] = field(default_factory=list)  # statements before the loop over rows
     names: dict[Expression, str] = field(default_factory=dict)
     offsets: dict[tuple[int, Access], str] = field(default_factory=dict)
 
@@ -108,7 +128,7 @@ class Writer:
         self.sums = [out for out in self.definition.outputs if out.total and self.column in out.at]
         self.kept = kept_axes(self.definition)
         self.rest = [axis for axis in self.axes[:-1] if axis not in self.kept]
-        self.exact = False, False  # whether no column, no row of a program is beyond the last
+        self.exact = False, False  # whether blocks end exactly at the last column, at the last row
 
     def text(self) -> Text:
         groups, n, filled = math.prod(map(self._size, self.kept)), self._size(self.column), self._filled()
@@ -119,7 +139,7 @@ class Writer:
             per = min(per, max(1, cut.programs // groups))
         self._body()
         numbers = [*(f"I{k}" for k in range(len(self.axes))), *(f"K{k}" for k in range(len(self.keys)))]
-        direct = per == 1 < groups  # the sums of a group are one program's
+        direct = per == 1 < groups  # one program has all rows of a group
         parts = [k for k, out in enumerate(self.sums) if not (direct and len(out.at) > 1)]
         arguments = [*(f"T{k}" for k in range(len(self.tiles))), "rows", *numbers, "seed", *(f"PART{k}" for k in parts)]
         head = [
@@ -133,7 +153,7 @@ class Writer:
         loop = f"    for start in tl.range(part * ROWS, rows, {per} * ROWS, num_stages={cut.stages}):"
         loop = loop if self.sums else "    start = part * ROWS"
         inner = "        " if self.sums else "    "
-        last = "row" if self.exact[1] else "tl.minimum(row, tl.maximum(rows - 1, 0))"  # beyond it: that one again
+        last = "row" if self.exact[1] else "tl.minimum(row, tl.maximum(rows - 1, 0))"  # no row beyond the last
         body = ["row = start + tl.arange(0, ROWS)", "live = row[:, None] < rows", f"r = {last}[:, None]", *self.lines]
         tail = [f"    {line}" for k in range(len(self.sums)) for line in self._summed(k, part=k in parts)]
         source = "\n".join([*head, loop, *(inner + line for line in body), *tail, ""])
@@ -141,7 +161,7 @@ class Writer:
         return Text(source, filled, cut, groups, per, -(-n // cut.block), n, added)
 
     def _summed(self, k: int, *, part: bool) -> list[str]:
-        """Stores a program's sum: its part, or all that there is of its group."""
+        """Return code that stores a program's sum: a partial sum, or the sum of the whole group."""
         n, mask, number = self._size(self.column), self._mask(rows=False), self.sums[k].number
         if part:
             return [f"tl.store(PART{k} + tl.program_id(0).to(tl.int64) * {n} + col, sum{k}{mask})"]
@@ -151,19 +171,19 @@ class Writer:
 
     @property
     def whole_rows(self) -> bool:
-        """Whether a program needs whole rows: something is reduced within them, or each has a result."""
+        """Whether a program needs whole rows: a reduction within rows, or an output per row."""
         reduced = any(True for _ in nodes_of(self.definition, Reduce))
         return reduced or any(self.column not in out.at for out in self.definition.outputs)
 
     def usual_cut(self) -> BlockSizes:
-        """By what was measured on an H200 (experiments/results/2026-11-24-kernels-h200.md)."""
+        """Return the block sizes that were fastest on an H200 (experiments/results/2026-11-24-kernels-h200.md)."""
         n, rows = self._size(self.column), int(self._filled())
         block = 1 << (n - 1).bit_length()
         if not self.whole_rows:
-            block = min(max(n & -n, 256), 1024 if self.sums else 4096, block)  # that divides rows, if it is not small
-        most = 2048 if self.sums else 1024  # elements at a time
+            block = min(max(n & -n, 256), 1024 if self.sums else 4096, block)  # divides a row, unless small
+        most = 2048 if self.sums else 1024  # elements of a block
         at_once = max(1, min(most // block, 1 << (rows - 1).bit_length()))
-        each = 16 if self.whole_rows and n == block and not self.sums else 32  # of a thread
+        each = 16 if self.whole_rows and n == block and not self.sums else 32  # elements of a thread
         warps = min(16, max(1, at_once * block // (32 * each)))
         loaded = [tile for tile in self.tiles[self.outputs :] if self.column in tile.at and len(tile.at) > 1]
         ahead = 2 * at_once * block * sum(DTYPES[tile.dtype].bytes for tile in loaded)
@@ -174,7 +194,7 @@ class Writer:
         return int(self.sizes[axis])
 
     def _filled(self) -> int:
-        """Rows of a group: of packed sequences, which are the first of them, those that a step fills."""
+        """Return the rows of a group; for packed sequences, the rows that a step fills."""
         first = next((axis for axis in self.rest if self.sizes[axis] > 1), None)
         inner = math.prod(self._size(axis) for axis in self.rest if axis != first)
         return self.sizes[first] * inner if first else inner
@@ -189,7 +209,7 @@ class Writer:
         for out in self.definition.outputs:
             value = self.value(out.value)
             if out in self.sums:
-                inside = self._mask(columns=False)[2:]  # columns beyond the last are not stored
+                inside = self._mask(columns=False)[2:]  # values beyond the last column are not stored
                 value = f"tl.where({inside}, {value}, 0.0)" if inside else value
                 self.lines.append(f"sum{self.sums.index(out)} += tl.sum({value}, 0)[None, :]")
             elif out.total:
@@ -199,12 +219,12 @@ class Writer:
                 self.lines.append(f"tl.store(T{out.number} + {self._offset(out.number, out.at)}, {value}{mask})")
 
     def _mask(self, *, rows: bool = True, columns: bool = True) -> str:
-        """The argument that leaves out what is beyond the last row and column, where a program has such."""
+        """Return the mask argument for rows and columns beyond the last; empty if no program has such."""
         masks = ["live"] * (rows and not self.exact[1]) + ["there"] * (columns and not self.exact[0])
         return ", " + " & ".join(masks) if masks else ""
 
     def _add_row(self, out: Output, value: str) -> None:
-        """A sum over columns: of each row, which is whole here."""
+        """Write a sum over columns for each row; rows are whole here."""
         at = f"T{out.number} + {self._offset(out.number, out.at)}"
         self.lines.append(f"row{out.number} = {self._reduced('sum', value)}")
         if self.accumulates[out.number]:
@@ -255,7 +275,7 @@ class Writer:
         even, same = self.even and self.cut.block > 1, not node.row_numbers and math.prod(wholes) <= 2**33
         how = f"tl.program_id(1) * BLOCK, seed, {key}, {node.limit}, BLOCK, {even}, {same}"
         if node.row_numbers:
-            row = f"{self._loaded(node.draws.number, node.draws.at)} * {wholes[last]}"
+            row = f"{self._loaded(node.row_numbers.number, node.row_numbers.at)} * {wholes[last]}"
             return f"kept_columns({row} + I{last}, {how})"
         steps = {axis: math.prod(wholes[k + 1 :]) for k, axis in enumerate(self.axes[:-1])}
         first = " + ".join(f"I{k} * {step}" for k, step in enumerate(steps.values()))
@@ -263,7 +283,7 @@ class Writer:
         return f"kept_columns({row}, {how})"
 
     def _places(self, steps: dict[str, int]) -> list[str]:
-        """The terms of an offset with these steps along axes of rows; of all axes that follow one another as one."""
+        """Return the terms of an offset with these strides along row axes; contiguous axes become one term."""
         terms = []
         for some, number in ((self.kept, "group"), (self.rest, "r")):
             own = {axis: steps[axis] for axis in some if axis in steps}
@@ -277,7 +297,7 @@ class Writer:
         return terms
 
     def _offset(self, tile: int, at: Access) -> str:
-        """Of the block's elements in a tile."""
+        """Return the variable with the offsets of the block's elements in a tile."""
         if (tile, at) not in self.offsets:
             steps = [math.prod(map(int, self.shapes[tile][k + 1 :])) for k in range(len(at))]
             rows = {axis: step for axis, step in zip(at, steps, strict=True) if isinstance(axis, str)}
