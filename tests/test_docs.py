@@ -237,3 +237,22 @@ def test_contributing() -> None:
     rooms = {name.rstrip("/") for name in re.findall(r"`([\w/]+/)`", text)}
     packages = {str(path.parent.relative_to(ROOT)) for path in ROOT.glob("nntile_py/*/__init__.py")}
     assert packages <= rooms, packages - rooms
+
+
+def test_the_optimizer_of_the_page() -> None:
+    """Its class is registered for YAML, and its reference is the formula of its docstring."""
+    from nntile_py.tasks.optimizer import OPTIMIZERS
+
+    names: dict[str, Any] = {}
+    (lion,) = blocks((ROOT / "docs" / "extend.md").read_text(), "python")
+    exec(lion, names)
+    try:
+        assert OPTIMIZERS["lion"] is names["Lion"]
+        one = names["Lion"](lr=0.1, betas=(0.5, 0.25))
+        p, m = one.reference(np.array([1.0, 1.0]), np.array([2.0, -6.0]), [np.array([4.0, 4.0])], 0.5, 0.1, 1)
+        assert np.allclose(p, [1 - 0.1 * 1.5, 1 - 0.1 * (-1 + 0.5)]) and np.allclose(m, [2.5, -3.5])
+        assert one.args(0.5).weight_decay == 0.5 and one.slots(3) == {}
+        with pytest.raises(nt.ConfigError, match=r"optimizer\.betas"):
+            names["Lion"](betas=(2.0, 0.5))
+    finally:
+        del OPTIMIZERS["lion"]
