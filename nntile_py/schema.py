@@ -9,14 +9,15 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin
 
 import yaml
-from pydantic import BaseModel, ConfigDict, PlainValidator, ValidationError
+from pydantic import BaseModel, ConfigDict, PlainValidator, ValidationError, field_validator
 from pydantic.fields import FieldInfo
 
 from nntile_py.errors import ConfigError
 from nntile_py.system.folders import read
+from nntile_py.typed import plain
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _SIZE = r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*"
@@ -151,6 +152,27 @@ class Section(BaseModel):
         for name, field in cls.model_fields.items():
             above = (base.model_fields.get(name) for base in cls.__mro__[1:] if issubclass(base, Section))
             field.description = field.description or next((f.description for f in above if f and f.description), None)
+
+
+class Settings(Section):
+    """A section that is a class of the Python interface, too: frozen, built from keyword arguments.
+
+    Raises ConfigError for values that are not allowed; the message names the key with the section `section`."""
+
+    model_config = ConfigDict(frozen=True)
+    section: ClassVar[str]
+
+    def __init__(self, **fields: Any) -> None:
+        try:
+            super().__init__(**fields)
+        except ValidationError as error:
+            raise ConfigError(explained(type(self), error, f"{self.section}.")) from None
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _plain(cls, value: Any) -> Any:
+        """Return numbers of NumPy as Python's."""
+        return [plain(item) for item in value] if isinstance(value, list | tuple) else plain(value)
 
 
 class _Loader(yaml.SafeLoader):

@@ -9,12 +9,9 @@ from numbers import Real
 from typing import Any, ClassVar, Literal
 
 import numpy as np
-from pydantic import ConfigDict, ValidationError, field_validator
 
-from nntile_py.errors import ConfigError
-from nntile_py.schema import NonNegative, Section, explained
+from nntile_py.schema import NonNegative, Settings
 from nntile_py.tiles import RW, R, Slot, TaskArgs, Tile, W
-from nntile_py.typed import plain
 
 from .op import NORMALIZATION, Array, Lowering, Op, Tensor
 
@@ -127,7 +124,7 @@ def joined(param: Array, master: Array) -> Array:
     return (np.asarray(param, np.float32).view(np.int32) + np.asarray(master, np.int32)).view(np.float32)
 
 
-class Optimizer(Section):
+class Optimizer(Settings):
     """Settings of an optimizer, its states and its kernel. Each subclass is a file of this folder: `adamw.py`.
 
     A subclass declares its settings as fields: they are keys of a YAML's section `optimizer`, too. It has `flop`,
@@ -136,7 +133,7 @@ class Optimizer(Section):
     Raises ConfigError for values out of range.
     """
 
-    model_config = ConfigDict(frozen=True)
+    section: ClassVar = "optimizer"
 
     lr: NonNegative = 1e-3
     """Learning rate, after the warm-up."""
@@ -154,18 +151,6 @@ class Optimizer(Section):
         super().__pydantic_init_subclass__(**options)
         if cls.__bases__ == (Optimizer,):
             OPTIMIZERS[cls.__name__.lower()] = cls
-
-    def __init__(self, **fields: Any) -> None:
-        try:
-            super().__init__(**fields)
-        except ValidationError as error:
-            raise ConfigError(explained(type(self), error, "optimizer.")) from None
-
-    @field_validator("*", mode="before")
-    @classmethod
-    def _plain(cls, value: Any) -> Any:
-        """NumPy's numbers become Python's."""
-        return [plain(one) for one in value] if isinstance(value, list | tuple) else plain(value)
 
     @property
     def method(self) -> type[Optimizer]:

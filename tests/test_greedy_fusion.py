@@ -131,14 +131,14 @@ def test_excluded_groups() -> None:
 
 @pytest.mark.parametrize("wrong", ["softmax_dropout", [1], {"a": 1}, None])
 def test_what_is_no_list_of_groups(wrong: Any) -> None:
-    with pytest.raises(ConfigError, match=r"fusion.exclude: .* use a list of names"):
+    with pytest.raises(ConfigError, match=r"fusion.exclude: got .*; allowed: a list of names"):
         Fusion.of({"exclude": wrong})
 
 
 def test_all_and_none_are_of_found_too() -> None:
     assert Fusion.of(True).found and Fusion.of(True) == Fusion() and not Fusion.of(False).found
     assert Fusion.of({"exclude": ["a"]}) == Fusion(found=True, exclude=("a",)) == Fusion(exclude=("a",))
-    assert Fusion.of({"found": False}) == RULES == Fusion(True, True, True, True, True, False)
+    assert Fusion.of({"found": False}) == RULES == Fusion().changed(found=False)
 
 
 def losses(model: Any, fusion: Any, tiles: dict[str, int], policy: str, steps: int = 3) -> list[float]:

@@ -25,7 +25,7 @@ RULES = Fusion(found=False)
 
 
 def kinds(fusion: Any, vocab: int | None = None, form: str = "vendor", **model: Any) -> Counter[str]:
-    fusion = replace(Fusion.of(fusion), found=False)
+    fusion = Fusion.of(fusion).changed(found=False)
     spec = StepSpec(GPT2(CONFIG.changed(attention=form, **model)), 3, 17, fusion=fusion)
     g, traced, _ = spec.trace()
     g.backward(traced.loss)
@@ -82,7 +82,7 @@ def test_each_switch_alone(switch: str) -> None:
 
 
 def epilogues(fusion: Any, **model: Any) -> Counter[str]:
-    fusion = replace(Fusion.of(fusion), found=False)
+    fusion = Fusion.of(fusion).changed(found=False)
     g, traced, _ = StepSpec(GPT2(CONFIG.changed(**model)), 3, 17, fusion=fusion).trace()
     g.backward(traced.loss)
     fuse(g, fusion)
@@ -205,9 +205,9 @@ def test_no_reshape_of_partial_products(fusion: Fusion) -> None:
 
 
 def test_an_unknown_switch() -> None:
-    with pytest.raises(ConfigError, match=r"fusion\.biass: unknown switch"):
+    with pytest.raises(ConfigError, match=r"fusion\.biass: unknown key; did you mean bias"):
         Fusion.of({"biass": True})
-    with pytest.raises(ConfigError, match=r"fusion\.bias: 1 is not allowed"):
+    with pytest.raises(ConfigError, match=r"fusion\.bias: got 1; allowed: true or false"):
         Fusion.of({"bias": 1})  # type: ignore[dict-item]
 
 

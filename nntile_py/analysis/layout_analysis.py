@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from nntile_py.analysis.operators import starred
 from nntile_py.analysis.workloads import Work, logical
 from nntile_py.config.builders import default_layouts, step_spec
 from nntile_py.errors import ConfigError
-from nntile_py.graph.fusion import Fusion
 from nntile_py.graph.graph import Graph
 from nntile_py.graph.layout_search import Chosen, Row, search
 from nntile_py.graph.layouts import described, laid, products
@@ -42,7 +41,7 @@ def graph_of(config: RunConfig, work: Work, stacked: Stacked) -> Graph:
     plain = default_layouts(config)
     if config.train.pack:
         raise ConfigError("train.pack: got true; allowed with layouts: false")
-    fusion = replace(Fusion.of(config.fusion.model_dump()), qkv=stacked)
+    fusion = config.fusion.changed(qkv=stacked)
     graph = logical(plain, work, fusion)[0]
     if not any(isinstance(op, Contract) for op in graph.ops):
         need = "train, encoder, decoder, mha, or another work with one"
@@ -52,7 +51,7 @@ def graph_of(config: RunConfig, work: Work, stacked: Stacked) -> Graph:
 
 def own_stacked(config: RunConfig) -> Stacked:
     """The algebraic fusion that the config itself asks for."""
-    return Fusion.of(config.fusion.model_dump()).qkv
+    return config.fusion.qkv
 
 
 def widened(op: Op, width: int) -> Op:

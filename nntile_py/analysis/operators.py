@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from nntile_py.analysis.counts import Counts, Fact, Tally, looks
@@ -146,7 +146,7 @@ def analyse(config: RunConfig, work: Work = "train") -> Analysis:
     if config.train.pack:
         raise ConfigError("train.pack: got true; allowed in an analysis: false, as words are then of no fixed number")
     title, config = _title(config, work), default_layouts(config)
-    full, none = Fusion.of(config.fusion.model_dump()), unfused(config)
+    full, none = config.fusion, unfused(config)
     count = Tally(config, work)
     before = [count.facts(graph, n) for n, graph in enumerate(logical(config, work, none))]
     after = [count.facts(graph, n) for n, graph in enumerate(logical(config, work, full))]
@@ -163,7 +163,7 @@ def analyse(config: RunConfig, work: Work = "train") -> Analysis:
 
 def unfused(config: RunConfig) -> Fusion:
     """None but that of queries, keys and values, if the config has it."""
-    return replace(Fusion.of(False), qkv=config.fusion.qkv)
+    return Fusion.of(False).changed(qkv=config.fusion.qkv)
 
 
 def _owners(graph: Graph, fusion: Fusion, cuts: Tiling) -> dict[int, int]:

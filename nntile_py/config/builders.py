@@ -8,7 +8,6 @@ from pathlib import Path
 
 from nntile_py.config.run_config import RunConfig
 from nntile_py.errors import operators_refuse
-from nntile_py.graph.fusion import Fusion
 from nntile_py.graph.step import StepSpec
 from nntile_py.graph.timings import METHOD, Timings, opened
 from nntile_py.models.base import Model
@@ -38,7 +37,7 @@ def step_spec(config: RunConfig, model: Model | None = None) -> StepSpec:
         optimizer=config.optimizer,
         clip_grad_norm=config.optimizer.clip_grad_norm,
         policy=config.accumulate,
-        fusion=Fusion.of(config.fusion.model_dump()),
+        fusion=config.fusion,
         grad_accumulation=config.train.grad_accumulation,
         skip_above_norm=config.train.skip_above_norm,
         pack=config.train.pack,

@@ -14,7 +14,6 @@ from nntile_py.config.sections import (
     Checkpoint,
     Data,
     Debug,
-    Fusion,
     OptimizerSection,
     Profile,
     Runtime,
@@ -29,7 +28,7 @@ from nntile_py.config.sections import (
 from nntile_py.data.collators import most_masked
 from nntile_py.data.tables import class_numbers, labels_of, no_numbers, read_samples
 from nntile_py.errors import ConfigError
-from nntile_py.graph.fusion import every_rule
+from nntile_py.graph.fusion import Fusion, every_rule
 from nntile_py.graph.step import PRECISIONS, check_pack, check_precision
 from nntile_py.models.base import ModelConfig
 from nntile_py.models.hf_config import read_raw

@@ -14,7 +14,6 @@ from nntile_py.schema import (
     File,
     Folder,
     Inside,
-    Names,
     Natural,
     NonNegative,
     Positive,
@@ -258,32 +257,6 @@ class Tiles(Section):
     """Entries of the feed-forward part's width in a tile."""
     vocab: Count | None = None
     """Tokens of the vocabulary in a tile of the embedding and of the logits."""
-
-
-class Fusion(Section):
-    """Which neighbouring operators become one task. `fusion: false` switches all off: the naive graph. `fusion: true`
-    is the default: all of them. `fusion: {found: false}`: by the rules alone, whose kernels were written by hand."""
-
-    bias: Switch = True
-    """A bias with the product before it."""
-    activation: Switch = True
-    """An activation with the product before it."""
-    reshape: Switch = True
-    """A change of the axes' order with the product before it; not where the product is summed in parts."""
-    qkv: Annotated[
-        bool | Literal["qk"],
-        *only("true, false or qk", lambda v: v if type(v) is bool or v == "qk" else None, enum=[True, False, "qk"]),
-    ] = True
-    """The projections to queries, keys and values as one product; `qk`: those to queries and keys."""
-    residual_norm: Switch = True
-    """A residual with the product before it; where `found` is off, also (with its dropout) with the norm after it."""
-    found: Switch = True
-    """Neighbouring element-wise operators, sums, norms and softmax become one task wherever one loop over the same axes
-    computes all of them; such a group gets a kernel that is generated and compiled for it. Products keep what `bias`,
-    `activation`, `reshape` and `residual_norm` give them. Switched off, or without a C++ compiler for CPU workers, a
-    few rules with kernels written by hand take its place."""
-    exclude: Names = ()
-    """With `found`: names of groups not to be made, such as dropout_add_layer_norm; `nntile plan` lists them."""
 
 
 class Disk(Section):

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
 from functools import partial
-from typing import Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from nntile_py.errors import ConfigError, say_once
 from nntile_py.graph.graph import Graph
 from nntile_py.graph.greedy_fusion import find
 from nntile_py.graph.norm_rules import norm_bias_grad, norm_grad_add, norm_grad_dropout, norm_residual
 from nntile_py.graph.rewriter import Rule, Uses
+from nntile_py.schema import Names, Settings, Switch, only
 from nntile_py.tasks.activation import Activation, ActivationGrad
 from nntile_py.tasks.attention import Attention, AttentionGrad
 from nntile_py.tasks.contract import Contract
@@ -23,51 +23,58 @@ from nntile_py.tiles import Tiling
 from nntile_py.tiles.dtypes import is_low
 
 
-@dataclass(frozen=True)
-class Fusion:
-    """Which neighbours become one task: bias, activation, reshape, packed qkv, residual + norm.
+class Fusion(Settings):
+    """Which neighbouring operators become one task. `fusion: false` switches all off: the naive graph. `fusion: true`
+    is the default: all of them. `fusion: {found: false}`: by the rules alone, whose kernels were written by hand."""
 
-    exclude: names of groups that are not found."""
+    section: ClassVar = "fusion"
 
-    bias: bool = True
-    activation: bool = True
-    reshape: bool = True
-    qkv: bool | Literal["qk"] = True  # qk: queries and keys alone
-    residual_norm: bool = True  # and dropout of what the residual is added to
-    found: bool = True  # false: by the rules below alone
-    exclude: tuple[str, ...] = ()
+    bias: Switch = True
+    """A bias with the product before it."""
+    activation: Switch = True
+    """An activation with the product before it."""
+    reshape: Switch = True
+    """A change of the axes' order with the product before it; not where the product is summed in parts."""
+    qkv: Annotated[
+        bool | Literal["qk"],
+        *only("true, false or qk", lambda v: v if type(v) is bool or v == "qk" else None, enum=[True, False, "qk"]),
+    ] = True
+    """The projections to queries, keys and values as one product; `qk`: those to queries and keys."""
+    residual_norm: Switch = True
+    """A residual with the product before it; where `found` is off, also (with its dropout) with the norm after it."""
+    found: Switch = True
+    """Neighbouring element-wise operators, sums, norms and softmax become one task wherever one loop over the same axes
+    computes all of them; such a group gets a kernel that is generated and compiled for it. Products keep what `bias`,
+    `activation`, `reshape` and `residual_norm` give them. Switched off, or without a C++ compiler for CPU workers, a
+    few rules with kernels written by hand take its place."""
+    exclude: Names = ()
+    """With `found`: names of groups not to be made, such as dropout_add_layer_norm; `nntile plan` lists them."""
 
     @property
     def packed(self) -> int:
-        """How many of queries, keys and values are one product."""
+        """Number of projections, to queries, keys and values, that one product computes."""
         return 2 if self.qkv == "qk" else 3 if self.qkv else 1
 
     @staticmethod
     def of(value: Fusion | bool | Mapping[str, Any]) -> Fusion:
-        """From True, False (of all switches) or {switch: bool}; switches left out are on."""
+        """Return the Fusion of True or False, for all switches, or of {switch: bool}; switches left out are on."""
         if isinstance(value, Fusion):
             return value
-        names = [f.name for f in fields(Fusion)]
         if isinstance(value, bool):
             return Fusion(**every_rule(value))
         if not isinstance(value, Mapping):
-            raise ConfigError(f"fusion: {value!r} is not allowed; use true, false or a mapping of {', '.join(names)}")
-        for key, on in value.items():
-            if key not in names:
-                raise ConfigError(f"fusion.{key}: unknown switch; allowed are {', '.join(names)}")
-            if key == "exclude":
-                if not isinstance(on, list | tuple) or not all(isinstance(name, str) for name in on):
-                    raise ConfigError(f"fusion.exclude: {on!r} is not allowed; use a list of names of groups")
-            elif not isinstance(on, bool) and (key, on) != ("qkv", "qk"):
-                need = "true or false" + (", or qk" if key == "qkv" else "")
-                raise ConfigError(f"fusion.{key}: {on!r} is not allowed; use {need}")
-        given: dict[str, Any] = {key: tuple(on) if key == "exclude" else on for key, on in value.items()}
-        return Fusion(**given)
+            names = ", ".join(Fusion.model_fields)
+            raise ConfigError(f"fusion: {value!r} is not allowed; use true, false or a mapping of {names}")
+        return Fusion(**value)
+
+    def changed(self, **switches: Any) -> Fusion:
+        """Return the same with other values of some switches."""
+        return Fusion(**{**dict(self), **switches})
 
 
 def every_rule(on: bool) -> dict[str, Any]:
     """What `fusion: true` or `false` stands for."""
-    return {f.name: on for f in fields(Fusion) if f.name != "exclude"}
+    return {name: on for name in Fusion.model_fields if name != "exclude"}
 
 
 def fuse(graph: Graph, fusion: Fusion, tiling: Tiling | None = None) -> Graph:

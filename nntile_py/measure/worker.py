@@ -21,7 +21,6 @@ from nntile_py.errors import NNTileError
 from nntile_py.execution import memory
 from nntile_py.execution.mpi import ranks
 from nntile_py.execution.runtime import Runtime
-from nntile_py.graph.fusion import Fusion
 from nntile_py.measure.config_peer import inputs_of, torch_side
 from nntile_py.measure.sweep_spec import METRICS, Measure
 from nntile_py.measure.torch_layer import WORKS, torch_layer
@@ -162,7 +161,7 @@ def _forward(config: RunConfig, how: Measure) -> tuple[Built, Callable[[int], An
 
 def _operators(config: RunConfig, how: Measure) -> dict[str, Any]:
     """Each operator of a small graph alone, tiles in memory beforehand: seconds and flop by class of operator."""
-    graph = small_graph(config, how.work, Fusion.of(config.fusion.model_dump()), backward=how.phase != "forward")
+    graph = small_graph(config, how.work, config.fusion, backward=how.phase != "forward")
     cuts = tiling(config)
     classes = {name: {"seconds": 0.0, "flop": 0.0} for name in (category.name for category in CATEGORIES)}
     for op in graph.ops:

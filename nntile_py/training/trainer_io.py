@@ -104,7 +104,7 @@ def _arguments(saved: Mapping[str, Any], file: Path, known: list[str]) -> dict[s
     if wrong := ({"batch", "seq", "optimizer"} - saved.keys()) | (saved.keys() - {*known}):
         raise checkpoint.Damaged(f"{file}: trainer: {', '.join(sorted(wrong))}")
     try:
-        how = {key: tuple(value) if isinstance(value, list) else value for key, value in saved["optimizer"].items()}
+        how: dict[str, Any] = dict(saved["optimizer"])
         return {**saved, "optimizer": _METHODS[str(how.pop("name"))](**how)}
     except (KeyError, TypeError, AttributeError) as error:
         raise checkpoint.Damaged(f"{file}: trainer.optimizer: {error!r}") from None
