@@ -1,4 +1,4 @@
-"""Some positions of each row of the batch, told by an input: masked tokens, or each of a bin's sequences by itself."""
+"""Gather positions of each row of the batch with indices from an input, such as the masked tokens."""
 
 from __future__ import annotations
 
@@ -12,28 +12,31 @@ from nntile_py.tiles import ACC, R, TaskArgs
 from .band import ALL
 from .op import Array, GraphLike, Index, Lowering, Op, Tensor, accumulation_dtype, require
 
-NOWHERE = -1  # a place that is none: zeros
+NOWHERE = -1  # no position: a row of zeros
 
 
 class GatherArgs(TaskArgs):
     first: int  # position of the tile of x
     positions: int  # of the whole axis
-    added: int  # axes of places beyond those that it shares with x
+    added: int  # axes of `places` that x does not have
 
 
 class GatherGradArgs(TaskArgs):
     first: int  # position of the tile of dx
-    added: int  # as of GatherArgs
+    added: int  # as in GatherArgs
 
 
 class Gather(Op):
     """y[..., m, :] = x[..., places[..., m], :], zeros where a place is -1.
 
-    x [..., axis, width]; places [..., new], int64, -1 or a position (checked by the kernel); y [..., new, width]: the
-    leading axes are the same, so that a tile takes from itself. `new` and `width` may be several axes each. A cut axis:
-    each of its tiles adds the rows it has. `axis` may be several axes, too, which are then counted as one, the last
-    fastest, and never cut. inverse [..., axis]: the place in y of each row of x, -1 for none, where no row is taken
-    twice; the gradient then gathers by it.
+    Shapes: x [..., axis, width]; places [..., new]; y [..., new, width]. The leading axes are the same, so each tile
+    gathers from itself. `new` and `width` may be several axes each. If `axis` is cut, each tile of x adds its rows.
+    `axis` may also be several axes, numbered as one with the last fastest; these are never cut.
+
+    Args:
+        places: int64, a position or -1; the kernel checks the range.
+        inverse: [..., axis], the place in y of each row of x, or -1, if each row occurs at most once in y. The gradient
+            then gathers with it.
     """
 
     def __init__(self, x: Tensor, places: Tensor, out: Tensor, inverse: Tensor | None = None) -> None:
@@ -85,7 +88,7 @@ class Gather(Op):
 
 
 class GatherGrad(Op):
-    """dx[..., s, :] = sum of dy[..., m, :] over the m with places[..., m] = s, in the order of m."""
+    """dx[..., s, :] = sum of dy[..., m, :] over all m with places[..., m] = s, in the order of m."""
 
     def __init__(self, dy: Tensor, places: Tensor, out: Tensor) -> None:
         super().__init__([dy, places], [out])
@@ -120,19 +123,19 @@ class GatherGrad(Op):
 
 
 def _shared(x: Tensor, places: Tensor) -> int:
-    """How many first axes both have."""
+    """Return the number of leading axes that both share."""
     return next((k for k, (a, b) in enumerate(zip(x.axes, places.axes, strict=False)) if a != b), len(places.axes))
 
 
 def _check_uncut(low: Lowering, x: Tensor, axes: Sequence[str]) -> None:
-    """ValueError: positions that are counted along several axes, one of which is cut."""
+    """Raise ValueError if positions are numbered along several axes and one of them is cut."""
     cut = [axis for axis in axes if low.cut(x, axis)] if len(axes) > 1 else []
     if cut:
         raise ValueError(f"{low.op}: {', '.join(axes)} of {x} are counted as one; {cut[0]} must not be cut")
 
 
 def _parts(low: Lowering, x: Tensor, axes: Sequence[str]) -> list[tuple[Index, int]]:
-    """The tiles of x along the axes that places choose from, and the first position of each."""
+    """Return the tiles of x along the gathered axes, with the first position of each."""
     _check_uncut(low, x, axes)
     if len(axes) > 1:
         return [(dict.fromkeys(axes, 0), 0)]
@@ -140,10 +143,12 @@ def _parts(low: Lowering, x: Tensor, axes: Sequence[str]) -> list[tuple[Index, i
 
 
 def gather(g: GraphLike, x: Tensor, places: Tensor, axes: int = 1, inverse: Tensor | None = None) -> Tensor:
-    """The rows of x [..., axis, width] at places [..., new], zeros where a place is -1: [..., new, width].
+    """Return the rows of x [..., axis, width] at places [..., new], zeros where a place is -1: [..., new, width].
 
-    axes: how many axes of x, behind those that places share with it, are the one that a place is a position of.
-    inverse: see Gather."""
+    Args:
+        axes: number of axes of x, after the axes shared with places, that places number as one.
+        inverse: see Gather.
+    """
     width = x.axes[_shared(x, places) + axes :]
     sizes = places.sizes | {axis: x.size(axis) for axis in width}
     out = g.temp("gather", list(sizes), list(sizes.values()), x.dtype)

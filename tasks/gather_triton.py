@@ -1,6 +1,6 @@
-"""Rows at given places on CUDA. Tiles as in gather.cpp.
+"""Gather of rows on CUDA. Tiles as in gather.cpp.
 
-A place that is none of the positions, which the CPU reports, gives a row of NaN: a kernel cannot throw.
+A place outside the positions gives a row of NaN, as a kernel cannot throw; on the CPU it is an error.
 """
 
 # Functions of Triton's language have no Python types.
@@ -48,7 +48,7 @@ def _clear_ends(FIRST, LAST, rows, BLOCK: tl.constexpr):
 
 @triton.jit
 def _ends(FIRST, LAST, PLACES, n, count, positions, first, BLOCK: tl.constexpr):
-    """Of each row of DX, the first and the last of the places that are its position."""
+    """Compute for each row of DX the first and the last place with its position."""
     k = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     at = tl.load(PLACES + k, k < n, -1) - first
     mine = (k < n) & (at >= 0) & (at < positions)
@@ -61,7 +61,7 @@ def _ends(FIRST, LAST, PLACES, n, count, positions, first, BLOCK: tl.constexpr):
 def _gather_grad(
     DX, DY, PLACES, FIRST, LAST, positions, width, first, ACC: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """DX[row, :] (+)= the sum of DY at the places that are this row's position, in their order."""
+    """DX[row, :] (+)= the sum of DY over the places with this row's position, in order."""
     row = tl.program_id(0).to(tl.int64)
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total, out = tl.zeros([BLOCK], tl.float32), DX + row * width + col
@@ -75,7 +75,7 @@ def _gather_grad(
 
 
 def _sizes(task: Task, y: int, x: int, added: int) -> tuple[int, int, int]:
-    """Places of a row, its positions, their width, of the tiles with these numbers; tile 2 has the places."""
+    """Return places per row, positions per row, and width of the tiles with these numbers; tile 2 has the places."""
     at = shape(task, 2)
     lead, width = len(at) - added, shape(task, y)[len(at) :]
     positions = shape(task, x)[lead : len(shape(task, x)) - len(width)]

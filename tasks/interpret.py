@@ -1,4 +1,4 @@
-"""Runs launches of Triton kernels on torch tensors, without StarPU: on the CPU by Triton's interpreter."""
+"""Run launches of Triton kernels on torch tensors without StarPU; on the CPU in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -17,10 +17,12 @@ from .launch import Argument, Float, Int, Matrix, ScratchAddress, TaskFloat, Til
 
 @functools.cache
 def _mend_interpreter() -> None:
-    """Triton 3.6 makes a loop bound of an array of one element by int(), which numpy 2.4 refuses.
+    """Patch Triton's interpreter for numpy 2.4, and make the interpreter faster.
 
-    At each call of a function it looks through its language for what to replace, and for each value it makes a table of
-    numpy's types, which takes a third of its time: here both are done once."""
+    Triton 3.6 converts a loop bound from an array of one element by int(), which numpy 2.4 refuses. At each call of a
+    function it searches its language for names to replace, and for each value it builds a table of numpy's types, which
+    takes a third of its time. Here both are computed once.
+    """
     from triton.language import core
     from triton.runtime import interpreter
 
@@ -36,14 +38,14 @@ def _mend_interpreter() -> None:
 
     def patch_builtin(package: Any, builder: Any, scope: Any) -> None:
         for name, member in builtins(package):
-            if getattr(package, name) is member:  # not replaced by a function that calls this one
+            if getattr(package, name) is member:  # not replaced by a function that calls itself
                 interpreter._patch_attr(package, name, member, builder, scope)
 
     original = interpreter._get_np_dtype
     of_number = functools.cache(original)
 
     def numpy_dtype(of: Any) -> Any:
-        return original(of.scalar) if of.scalar.is_ptr() else of_number(of.scalar)  # pointers have no hash
+        return original(of.scalar) if of.scalar.is_ptr() else of_number(of.scalar)  # pointers are not hashable
 
     interpreter._patch_lang_tensor, interpreter._patch_builtin = patched, patch_builtin
     interpreter._get_np_dtype = numpy_dtype
@@ -53,10 +55,13 @@ def interpret(
     tasks: Sequence[Task], tensors: Sequence[Any], slots: dict[str, float] | None = None, *, way: int = 0,
     lives: Sequence[tuple[int, int, Slot]] = (),
 ) -> None:  # fmt: skip
-    """Run the launches of a task, or of several together, on torch tensors, one a tile.
+    """Run the launches of a task, or of several tasks together, on torch tensors, one per tile.
 
-    On the CPU by Triton's interpreter: TRITON_INTERPRET=1 must be set when triton is imported first. way: which of
-    several; lives: as of `with_live_sizes`.
+    On the CPU this uses Triton's interpreter: TRITON_INTERPRET=1 must be set before triton is imported.
+
+    Args:
+        way: number of the candidate among several.
+        lives: see `with_live_sizes`.
     """
     import torch
     from triton.tools.tensor_descriptor import TensorDescriptor
@@ -69,7 +74,7 @@ def interpret(
     described = describe([with_live_sizes(tasks[0], lives)] if lives else tasks)
     scratch = torch.empty(described.scratch, dtype=torch.uint8, device=tensors[0].device)
     if not scratch.is_cuda:
-        scratch.fill_(0xFF)  # NaN: what is read before it was written shows
+        scratch.fill_(0xFF)  # NaN, so that reading before writing is visible
     table = [tensors[w.tile].data_ptr() if isinstance(w, TileAddress) else w.value for w in described.table]
     if table:
         scratch[: 8 * len(table)].view(torch.int64)[:] = torch.tensor(table, dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""Whether Triton's kernels run in its interpreter, whose numpy has no bf16 and knows no instructions of a GPU."""
+"""Whether kernels run in Triton's interpreter, where numpy has no bf16 and GPU instructions are missing."""
 
 from __future__ import annotations
 

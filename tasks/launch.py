@@ -1,9 +1,8 @@
-"""Tile tasks on CUDA as lists of Triton launches: described once when a program is bound, launched from C++.
+"""Tile tasks on CUDA as lists of Triton launches, described once when a program is bound and launched from C++.
 
-A function marked `@launches("NAME")` in tasks/*_triton.py takes the resolved task and says which compiled kernels run
-on which of its tiles; one marked `@launches_together("NAME")` takes several such tasks: kernels find their tiles in a
-table.
-Only those files import triton, and `load` imports them: an installation without a GPU has none.
+A function with `@launches("NAME")` in tasks/*_triton.py takes a task of kernel NAME and returns its launches. With
+`@launches_together("NAME")` it takes several such tasks, whose tiles the kernels read from a table. Only these files
+import triton, and `load` imports the files, as an installation without a GPU has no triton.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from .dynamic_size import DynamicSize
 from .generated import GENERATED, KERNELS
 from .pdl import compiled_so, overlaps, waits
 
-ALIGNMENT = 16  # bytes: what StarPU's device buffers and the scratch offsets have at least; wide loads need it
+ALIGNMENT = 16  # bytes; StarPU's device buffers and scratch offsets have it, and vector loads need it
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,16 +57,18 @@ class Float:
 
 @dataclass(frozen=True, slots=True)
 class TaskFloat:
-    """The task's float number `position` as it is when the task is submitted: slots change every step."""
+    """The task's float number `position` at submission, as slots change every step."""
 
     position: int
-    dtype: str = "fp32"  # or int64, for seeds, which fp32 does not hold
+    dtype: str = "fp32"  # or int64 for seeds, which do not fit into fp32
 
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """The task's tile number `tile` as a matrix of rows one behind the other, of which a kernel loads and stores blocks
-    through a tensor descriptor: from compute capability 9.0 on. Rows have a multiple of 16 bytes."""
+    """The task's tile number `tile` as a contiguous matrix that a kernel accesses through a tensor descriptor.
+
+    Requires compute capability 9.0, and rows of a multiple of 16 bytes.
+    """
 
     tile: TileAddress
     rows: int
@@ -81,7 +82,7 @@ Parameter = Argument | float  # plain numbers become constants
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """One launch: `args` are the kernel's parameters other than constexprs, in order."""
+    """One launch; `args` are the kernel's parameters without constexprs, in order."""
 
     kernel: Any  # a triton.JITFunction
     grid: tuple[int, int, int]
@@ -95,11 +96,12 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class Launches:
-    """What runs for a task, in order, and the bytes of scratch that the launches share.
+    """The launches of a task, in order.
 
-    table: addresses and ints that are written as int64 at the beginning of the scratch block before the launches.
-    others: what could run instead. Where there are such, or there is a kernel in C++, too, the fastest is chosen by
-    measurement, once for each `key`.
+    Args:
+        scratch: bytes of scratch memory that the launches share.
+        table: addresses and ints, written as int64 to the beginning of the scratch block before the launches.
+        others: alternatives. With alternatives, or with a C++ kernel, the fastest is measured once for each `key`.
     """
 
     launches: tuple[Launch, ...]
@@ -120,7 +122,7 @@ class Binary:
     shared: int  # bytes of dynamic shared memory
     warps: int
     overlaps: bool  # see pdl.py
-    maps: tuple[tuple[int, ...], ...] = ()  # of each Matrix: bytes of an element, its type, rows, columns, swizzle
+    maps: tuple[tuple[int, ...], ...] = ()  # for each Matrix: element bytes, element type, rows, columns, swizzle
 
 
 Describe = Callable[[Sequence[Task]], Launches]
@@ -129,7 +131,7 @@ TOGETHER: set[str] = set()
 
 
 def launches(name: str) -> Callable[[Callable[[Task], Launches]], Callable[[Task], Launches]]:
-    """Register what the kernel called `name` launches."""
+    """Register a function that describes the launches of the kernel `name`."""
 
     def register(describe: Callable[[Task], Launches]) -> Callable[[Task], Launches]:
         LAUNCHES[name] = lambda tasks: describe(*tasks)
@@ -139,7 +141,7 @@ def launches(name: str) -> Callable[[Callable[[Task], Launches]], Callable[[Task
 
 
 def launches_together(name: str) -> Callable[[Describe], Describe]:
-    """Register what several tasks of the kernel called `name` launch; the tiles are numbered through, task by task."""
+    """Register the same for several tasks at once, whose tiles are numbered consecutively, task by task."""
 
     def register(describe: Describe) -> Describe:
         LAUNCHES[name] = describe
@@ -150,7 +152,7 @@ def launches_together(name: str) -> Callable[[Describe], Describe]:
 
 
 def together(tasks: Sequence[Task]) -> list[list[Task]]:
-    """Runs that the same launches can serve: alike but for their tiles, and independent of all that they overtake."""
+    """Group tasks that can share launches: equal except for tiles, and independent of the tasks they overtake."""
     runs: list[list[Task]] = []
     for task in tasks:
         chosen: list[Task] = []
@@ -178,14 +180,14 @@ def _apart(a: Task, b: Task) -> bool:
 
 @functools.cache
 def load() -> dict[str, Describe]:
-    """LAUNCHES, filled: imports triton."""
+    """Import all *_triton.py files and return LAUNCHES."""
     for file in sorted(Path(__file__).parent.glob("*_triton.py")):
         importlib.import_module(f"nntile_py.tasks.{file.stem}")
     return LAUNCHES
 
 
 def describer(kernel: str) -> Describe | None:
-    """What describes the launches of a kernel, those of generated ones alike; None: it is in C++, or in Python."""
+    """Return the function that describes a kernel's launches; None: a kernel in C++ or Python."""
     return load().get(GENERATED if kernel in KERNELS else kernel)
 
 
@@ -205,12 +207,12 @@ def numel(task: Task, number: int) -> int:
 
 
 def slot(task: Task, value: Slot, dtype: str = "fp32") -> TaskFloat:
-    """An argument that changes every step."""
+    """Return an argument that changes every step."""
     return TaskFloat(task.floats.index(value), dtype)
 
 
 def numbered(tasks: Sequence[Task]) -> list[list[TileAddress]]:
-    """The addresses of the tasks' tiles, numbered through."""
+    """Return the addresses of the tasks' tiles, numbered consecutively."""
     result: list[list[TileAddress]] = []
     count = 0
     for task in tasks:
@@ -220,7 +222,7 @@ def numbered(tasks: Sequence[Task]) -> list[list[TileAddress]]:
 
 
 class Scratch:
-    """Lays out a task's scratch block."""
+    """Layout of a task's scratch block."""
 
     def __init__(self) -> None:
         self.bytes = 0
@@ -232,7 +234,7 @@ class Scratch:
 
 
 def launch(kernel: Any, grid: int | Sequence[int], *args: Parameter, warps: int = 4, **constexprs: Any) -> Launch:
-    """A launch; plain ints become int32 (int64 where they must), plain floats fp32 constants."""
+    """Return a launch; plain ints become int32, or int64 if too large, plain floats become fp32 constants."""
     x, y, z = (*((grid,) if isinstance(grid, int) else grid), 1, 1)[:3]
     assert min(x, y, z) > 0 and max(y, z) < 2**16, (kernel, x, y, z)
     constants = tuple(sorted((name, _constant(value)) for name, value in constexprs.items()))
@@ -240,7 +242,7 @@ def launch(kernel: Any, grid: int | Sequence[int], *args: Parameter, warps: int 
 
 
 def _constant(value: Any) -> Any:
-    """What a compiled kernel has of it: of what follows a step's size, the largest."""
+    """Return a constexpr's value in the compiled kernel: the maximum of a DynamicSize."""
     if isinstance(value, tuple | list):
         return tuple(map(_constant, value))
     return int(value) if isinstance(value, DynamicSize) else value
@@ -259,7 +261,7 @@ def ceil_div(a: int, b: int) -> int:
 
 
 def power_of_two(n: int) -> int:
-    """The smallest power of two from n up."""
+    """Return the smallest power of two that is at least n."""
     return 1 << max(n - 1, 0).bit_length()
 
 
@@ -285,13 +287,13 @@ def _type(arg: Argument) -> str:
 def _aligned(arg: Argument) -> bool:
     if isinstance(arg, Int):
         return arg.value % ALIGNMENT == 0
-    if isinstance(arg, DynamicSize):  # whatever is filled
+    if isinstance(arg, DynamicSize):  # for any filled size
         return (arg.times if arg.divisor > 1 else arg.factor) % ALIGNMENT == 0
     return isinstance(arg, TileAddress | ScratchAddress)
 
 
 def compile_launch(launch: Launch, capability: int = 90) -> Binary:
-    """The launch's cubin for sm_{capability}; equal variants are compiled once a process. Needs no GPU."""
+    """Compile a launch for sm_{capability}, equal variants once per process. Needs no GPU."""
     types = tuple((_type(arg), _aligned(arg)) for arg in launch.args)
     return _compile(launch.kernel, types, launch.constexprs, launch.warps, capability, overlaps(capability))
 
@@ -313,8 +315,8 @@ def _compile(
     names = [name for name in kernel.arg_names if name not in constants]
     assert len(names) == len(types), (kernel.__name__, names, types)
     given = dict(zip(names, types, strict=True))
-    # Nothing but what is a constexpr is left out of the parameters: a source that is compiled directly is not
-    # specialised on integers that equal 1, as a JIT call would be.
+    # Only constexprs are omitted from the parameters: unlike a JIT call, direct compilation does not specialise on
+    # integers equal to 1.
     signature = {name: given[name][0] if name in given else "constexpr" for name in kernel.arg_names}
     attrs = {
         (number,): [["tt.divisibility", ALIGNMENT]]
@@ -333,7 +335,7 @@ def _compile(
 
 
 def _map(meta: Mapping[str, Any]) -> tuple[int, ...]:
-    """What cuTensorMapEncodeTiled wants to know of a Matrix; Triton numbers types as the GPU does."""
+    """Return the arguments of cuTensorMapEncodeTiled for a Matrix; Triton's type numbers are the GPU's."""
     of_driver = {8: 10, 9: 8, 10: 9}
     kind = of_driver.get(meta["elem_type"], meta["elem_type"])
     return meta["elem_size"], kind, *meta["block_size"], meta["swizzle"]
@@ -343,7 +345,7 @@ Value = tuple[int, float | tuple[int, ...]]
 
 
 def shared_memory(capability: int) -> int:
-    """Bytes that a program can have (CUDA C++ Programming Guide, technical specifications per compute capability)."""
+    """Return the shared memory of a program in bytes (CUDA C++ Programming Guide, specifications per capability)."""
     return 1024 * {70: 96, 75: 64, 80: 163, 87: 163, 90: 227, 100: 227, 103: 227}.get(capability, 99)
 
 
@@ -351,22 +353,22 @@ Encoded = tuple[bytes, str, int, int, bool, list[Value], list[Value]]
 
 
 def encode_table(made: Launches) -> list[tuple[int, int]]:
-    """The table's words, as `encode` writes parameters."""
+    """Return the table's entries in the format of `encode`."""
     return [(0, word.tile) if isinstance(word, TileAddress) else (3, word.value) for word in made.table]
 
 
 def encode(launch: Launch, binary: Binary) -> Encoded:
-    """(cubin, function, shared bytes, warps, overlaps, grid, parameters) for cuLaunchKernelEx, blocks of 32 warps.
+    """Return (cubin, function, shared bytes, warps, overlaps, grid, parameters) for cuLaunchKernelEx.
 
-    parameters are all of the kernel's, in order, as (kind, value):
-    0 address of tile value; 1 address of the scratch block + value; 2 int32; 3 int64; 4 fp32; 5 the task's float
-    number value as fp32; 6 the same, truncated to int64; 7, 8 a `formula` of DynamicSize as int32, int64. So is the
-    grid.
-    9 a CUtensorMap of (tile, columns, bytes of an element, its type, rows and columns of a block, swizzle); its rows
-    are the next parameter. In Triton 3.6 they are the non-constexpr parameters, each of its own size and natural
-    alignment, where a tensor descriptor is the map, its sizes as int32 and its strides as int64; then two pointers
-    (global scratch, profile scratch): null, as no kernel of ours uses them (`compile_launch` checks it). Above 48 KiB,
-    `shared` needs CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES.
+    Grid and parameters are pairs (kind, value). Kinds: 0 address of tile `value`; 1 address of the scratch block plus
+    `value`; 2 int32; 3 int64; 4 fp32; 5 the task's float number `value` as fp32; 6 the same truncated to int64; 7 and 8
+    a `formula` of DynamicSize as int32 and int64; 9 a CUtensorMap of (tile, columns, element bytes, element type, rows
+    and columns of a block, swizzle), whose rows are the next parameter.
+
+    Parameters in Triton 3.6: the non-constexpr parameters in order, each with its size and natural alignment; a tensor
+    descriptor is the map, its sizes as int32 and its strides as int64. Then two null pointers follow (global scratch,
+    profile scratch), which no kernel uses, as `compile_launch` checks. Shared memory above 48 KiB needs
+    CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES.
     """
     parameters: list[Value] = []
     maps = iter(binary.maps)

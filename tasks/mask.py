@@ -1,4 +1,4 @@
-"""Attention masks: which keys a query attends to, by position (see band.py) and by data that each step brings."""
+"""Attention masks by position (see band.py) and by data of the step: padding and segments."""
 
 from __future__ import annotations
 
@@ -19,29 +19,33 @@ from .scalar.expression import AxisIndex, Call, Element, Expression
 
 
 class Limits(TaskArgs):
-    """Of the tiles [seq, key] of a task: what is masked beyond the causal diagonal."""
+    """Masks of a task's tile [seq, key] other than the causal diagonal."""
 
     seq: int  # position of the tile's first query
-    key: int  # and of its first key
-    window: int  # keys that a query attends to, itself the last of them; 0: no window
-    two_sided: bool  # and as many after it, itself the first of them
-    padding: bool  # a tile [batch, key] follows the others: 0 where a key is masked
-    segments: bool  # a tile of offsets follows
-    longest: int  # positions of a segment, at most
-    dropout: DropoutArgs | None  # of the probabilities; with segments the numbers of the positions' tokens follow
+    key: int  # position of the tile's first key
+    window: int  # keys per query, up to its own position; 0: no window
+    two_sided: bool  # whether the window also covers as many keys after the query
+    padding: bool  # whether a tile [batch, key] follows: 0 where a key is masked
+    segments: bool  # whether a tile of offsets follows
+    longest: int  # maximum positions of a segment
+    dropout: DropoutArgs | None  # of the probabilities; with segments a tile of row numbers follows
 
 
 @dataclass(frozen=True)
 class Mask:
-    """Which keys a query attends to; `Mask()`: all of them.
+    """Attended keys of each query; `Mask()`: all keys.
 
-    causal: key <= query. window: the last `window` of those, the query's own position included (causal); two_sided: as
-    many after it too, so that a key is attended to that is less than `window` positions away. padding: integers [batch,
-    seq or key], 0 where a key is masked, in any pattern (transformers' attention_mask). segments: int64 [sequences +
-    1], the offsets of sequences that lie one behind the other along the positions (cu_seqlens), or [batch, sequences +
-    1], those of each row of the batch: a query attends to its own sequence; what is there beyond the last offset
-    attends to nothing; unused offsets equal the last. longest: positions of a segment, at most (None: any number). A
-    query that attends to nothing gets zeros, and passes no gradient.
+    A query without attended keys gets zeros and passes no gradient.
+
+    Args:
+        causal: only keys up to the query's position.
+        window: only the last `window` of these keys, the query's own position included.
+        two_sided: the window extends in both directions: keys less than `window` positions away.
+        padding: integers [batch, seq or key], 0 where a key is masked, in any pattern (transformers' attention_mask).
+        segments: int64 [sequences + 1], offsets of consecutive sequences along the positions (cu_seqlens), or [batch,
+            sequences + 1], for each row of the batch. A query attends to its own sequence. Positions from the last
+            offset on attend to nothing. Unused offsets equal the last offset.
+        longest: maximum positions of a segment; None: unknown.
     """
 
     causal: bool = False
@@ -72,7 +76,7 @@ class Mask:
         return Band(self.causal, self.window, self.two_sided)
 
     def share(self, keys: int) -> float:
-        """Of the pairs in the band those that can be in one segment, at most."""
+        """Return the maximum fraction of the band's pairs that can lie within one segment."""
         return min(1.0, self.longest / keys) if self.segments and self.longest else 1.0
 
     @property
@@ -80,7 +84,7 @@ class Mask:
         return [t for t in (self.padding, self.segments) if t]
 
     def check(self, batch: int, seq: int, key: int) -> None:
-        """Raises ValueError where the mask does not fit numbers of sequences, queries and keys."""
+        """Raise ValueError if the mask does not fit these numbers of sequences, queries and keys."""
         if (self.causal or self.window or self.segments) and seq != key:
             kind = "segments" if self.segments else "a window" if self.window else "a causal mask"
             raise ValueError(f"mask: {kind} of {seq} queries and {key} keys is not supported; use as many of both")
@@ -96,14 +100,14 @@ class Mask:
             )
 
     def fit(self, tiling: Tiling) -> None:
-        """ConfigError: the segments of several rows of the batch would be in one task."""
+        """Raise ConfigError if one task would have the segments of several rows of the batch."""
         if self.segments and self.segments.axes[0] == "batch":
             batch = self.segments.shape[0]
             if (tile := tiling.tile("batch", batch)) > 1:
                 raise ConfigError(f"tiles.batch: got {tile}; allowed: 1, where a mask has segments of {batch} rows")
 
     def limits(self, seq: Part, key: Part, dropout: DropoutArgs | None = None) -> Limits | None:
-        """What a kernel has to be told of a tile; None if the diagonal is all."""
+        """Return a kernel's arguments for the masks of a tile; None: at most the causal diagonal."""
         if not (self.inputs or dropout or self.band.cuts_window(seq, key)):
             return None
         return Limits(
@@ -113,13 +117,14 @@ class Mask:
         )  # fmt: skip
 
     def accesses(self, low: Lowering, at: Index) -> list[Access]:
-        """The tiles of data that belong to those of the keys at["key"]."""
+        """Return the accesses of the mask's data for the key tile at["key"]."""
         return [R(low.tile(t, dict.fromkeys(t.axes, 0) | at | {"seq": at["key"]})) for t in self.inputs]
 
     def condition(self) -> Expression | None:
-        """Whether a key is attended to, for each point of the scores, whose operator reads `padding` as input 1.
+        """Return the expression of whether a key is attended, with `padding` as the operator's input 1; None: always.
 
-        None: all are. Segments have no such form."""
+        Segments have no such expression.
+        """
         assert not self.segments, self
         query, key, padding = AxisIndex("seq"), AxisIndex("key"), self.padding
         terms = [query + 1 > key] if self.causal else []
@@ -132,7 +137,7 @@ class Mask:
         return functools.reduce(operator.and_, terms) if terms else None
 
     def allowed(self, sizes: dict[str, int], axes: Sequence[str], data: Sequence[Array]) -> Array:
-        """Whether a key is attended to, as an array that broadcasts over `axes`, which end in seq, key."""
+        """Return whether each key is attended, as an array that broadcasts over `axes`, which end in seq, key."""
         result = self.band.allowed(sizes["seq"], sizes["key"])[None]
         if self.padding:
             result = result & (data[0] != 0)[:, None]
@@ -144,14 +149,14 @@ class Mask:
 
 
 def _same_segment(offsets: Array, positions: int) -> Array:
-    """Whether two positions are of one sequence, [positions, positions]."""
+    """Return [positions, positions]: whether two positions belong to the same sequence."""
     segment = np.searchsorted(offsets, np.arange(positions), side="right")
     live = (segment > 0) & (segment < len(offsets))
     return np.asarray((segment[:, None] == segment) & live)
 
 
 def masked_softmax(scores: Array, allowed: Array) -> tuple[Array, Array]:
-    """Softmax over the last axis of what is allowed, and log-sum-exp [..., 1]; zeros where nothing is allowed."""
+    """Return the softmax over the last axis of allowed scores, and log-sum-exp [..., 1]; zeros if none is allowed."""
     scores = np.where(allowed, scores, -np.inf)
     top = scores.max(-1, keepdims=True)
     top = np.where(np.isfinite(top), top, 0.0)

@@ -1,10 +1,10 @@
-"""Triton kernels that are launched before the kernel ahead of them in the stream has ended.
+"""Programmatic dependent launch of Triton kernels (CUDA C++ Programming Guide), from compute capability 9.0 on.
 
-Their blocks take their places while the last blocks of that kernel run, then wait for all that it writes: programmatic
-dependent launch (CUDA C++ Programming Guide), from compute capability 9.0 on. Each of our kernels waits before it reads
-or writes, so a kernel that has ended has all those before it behind it, whether or not the next one waits. All that one
-may do ahead of that (`wait_here`) is to ask for what it will read to be brought into the L2 cache, which all of the GPU
-shares: whoever writes there meanwhile writes into that cache.
+A kernel starts before the previous kernel of the stream has ended: its blocks are placed while the last blocks of the
+previous kernel run, then they wait for all writes of the previous kernel. Each Triton kernel of this package waits
+before its first read or write, so the end of a kernel implies the end of all kernels before it. Before the wait
+(`wait_here`), a kernel may only prefetch its inputs into the L2 cache. This is safe, as all writes of the GPU go
+through this cache.
 """
 
 from __future__ import annotations
@@ -17,34 +17,34 @@ from typing import Any
 
 VARIABLE = "NNTILE_OVERLAP"
 LEAST = 90  # compute capability
-# The PTX ISA allows instructions ahead of declarations. The next kernel may come as soon as all blocks run.
+# The PTX ISA allows instructions before declarations. The next kernel may start as soon as all blocks run.
 FIRST = "\tgriddepcontrol.wait;\n\tgriddepcontrol.launch_dependents;\n"
-HERE = "// nntile: wait here"  # in the text of a kernel that does something ahead of that
+HERE = "// nntile: wait here"  # in the text of a kernel with instructions before the wait
 
 
 def overlaps(capability: int) -> bool:
-    """Whether kernels are compiled and launched so; `NNTILE_OVERLAP=0`, in the environment, is to compare."""
+    """Return whether kernels are compiled for this; the environment variable `NNTILE_OVERLAP=0` turns it off."""
     return capability >= LEAST and os.environ.get(VARIABLE) != "0"
 
 
 def waiting(ptx: str) -> str:
-    """The text of a kernel with what it does first."""
+    """Return a kernel's PTX text with the wait inserted."""
     before, entry, after = ptx.partition(".visible .entry")
     head, brace, text = after.partition("\n{\n")
     assert entry and brace, "this version of Triton writes its kernels otherwise"
-    # A compiler may have made two branches of what follows a branch: each waits.
+    # The compiler may have duplicated code behind a branch: each copy waits.
     text, found = re.subn(f"{HERE}.*\\n", lambda line: line[0] + FIRST, text)
     return before + entry + head + brace + ("" if found else FIRST) + text
 
 
 def waits(ptx: str) -> bool:
-    """Whether a kernel does that first: Triton's cache may have one of the same options that was compiled otherwise."""
+    """Return whether a kernel has the wait: Triton's cache may contain a kernel of equal options without it."""
     return FIRST in ptx
 
 
 @contextmanager
 def compiled_so() -> Iterator[None]:
-    """Within it Triton compiles kernels whose options have launch_pdl with what they do first."""
+    """Let Triton insert the wait into kernels whose options have launch_pdl."""
     from triton import knobs
 
     before = knobs.runtime.add_stages_inspection_hook

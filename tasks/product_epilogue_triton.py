@@ -1,4 +1,4 @@
-"""What kernels of products share: which block a program computes, the activation of a sum in fp32, its derivative."""
+"""Shared parts of product kernels: order of blocks, activations of sums in fp32 and their derivatives."""
 
 # Functions of Triton's language have no Python types.
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -16,7 +16,7 @@ from .interpreted_triton import INTERPRETED
 def _reciprocal(x):
     if INTERPRETED:
         y = 1 / x
-    else:  # one instruction, off by 1e-7
+    else:  # one instruction, with an error of 1e-7
         y = tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
     return y
 
@@ -32,10 +32,12 @@ def _power_of_two(x):
 
 @triton.jit
 def normal_tail(x):
-    """|x|, the standard normal distribution at -|x|, and exp(-x^2 / 2).
+    """Return |x|, the standard normal distribution function at -|x|, and exp(-x^2 / 2).
 
-    The first over the second is a polynomial in 1 / (1 + 0.36 |x|), fitted to 2e-5 of its value: bf16 keeps 4e-3. Half
-    of erf's instructions, and the exponential is what the derivative of x Phi(x) needs, too."""
+    The distribution function divided by the exponential is a polynomial in 1 / (1 + 0.36 |x|), fitted with a relative
+    error of 2e-5; bf16 rounds by up to 4e-3. This needs half of erf's instructions, and the derivative of x Phi(x)
+    needs the exponential too.
+    """
     far = tl.abs(x)
     e, t = _power_of_two(x * x * -0.7213475204444817), _reciprocal(1 + 0.36 * far)
     tail = t * (0.14209608 + t * (0.1609567 + t * (0.04957307 + t * (0.24151073 - t * 0.09412782)))) * e
@@ -67,7 +69,7 @@ def times_derivative(y, x, KIND: tl.constexpr):
 
 @triton.jit
 def block_of(number, m, n, ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr):
-    """The first row and column of a block; neighbours in time share operands: GROUP blocks of rows go side by side."""
+    """Return first row and column of a block; GROUP blocks of rows are consecutive in time, to share operands."""
     down, across = tl.cdiv(m, ROWS), tl.cdiv(n, COLUMNS)
     first = number // (GROUP * across) * GROUP
     size = tl.minimum(down - first, GROUP)

@@ -1,5 +1,7 @@
-"""Products of many rows with their epilogue, on CUDA from compute capability 9.0 on: each program computes one block
-after the other, and blocks are moved by the tensor memory accelerator (CUDA C++ Programming Guide, TMA).
+"""Products of many rows with their epilogue, on CUDA from compute capability 9.0 on.
+
+Each program computes several blocks in turn. The tensor memory accelerator moves blocks (CUDA C++ Programming Guide,
+TMA).
 """
 
 # Functions of Triton's language have no Python types.
@@ -19,7 +21,7 @@ def _finish(
     OUT, OTHER, BIAS, total, row, col, n, scale, WIDTH: tl.constexpr,
     KIND: tl.constexpr, BIASED: tl.constexpr, KEEPS: tl.constexpr, GRADIENT: tl.constexpr,
 ):  # fmt: skip
-    if total.shape[1] > WIDTH:  # its halves in turns
+    if total.shape[1] > WIDTH:  # its halves one after the other
         half: tl.constexpr = total.shape[1] // 2
         left, right = tl.split(tl.permute(tl.reshape(total, (total.shape[0], 2, half)), (0, 2, 1)))
         _finish(OUT, OTHER, BIAS, left, row, col, n, scale, WIDTH, KIND, BIASED, KEEPS, GRADIENT)
@@ -46,10 +48,11 @@ def persistent(
     WIDTH: tl.constexpr, FLATTEN: tl.constexpr,
 ):  # fmt: skip
     """out = act(scale a b + bias), or GRADIENT: scale a b act'(other). a [m, k], b [k, n], or B_BY_K: its transpose.
-    KEEPS: what comes before act goes to other.
+    KEEPS: the value before act is stored in other.
 
-    Descriptors leave out what lies behind the ends. A block is finished WIDTH columns at a time, which takes
-    fewer registers and less shared memory. FLATTEN: the next block is loaded meanwhile."""
+    Descriptors mask elements beyond the ends. The epilogue of a block runs on WIDTH columns at a time, which needs
+    fewer registers and less shared memory. FLATTEN: the next block is loaded during the epilogue.
+    """
     blocks = tl.cdiv(m, ROWS) * tl.cdiv(n, COLUMNS)
     for number in tl.range(tl.program_id(0), blocks, tl.num_programs(0), flatten=FLATTEN):
         row, col = block_of(number, m, n, ROWS, COLUMNS, GROUP)
@@ -57,7 +60,7 @@ def persistent(
         for at in tl.range(0, k, DEPTH, num_stages=STAGES):
             a = A.load([row, at])
             b = B.load([col, at]).T if B_BY_K else B.load([at, col])
-            if INTERPRETED:  # whose numpy has no bf16
+            if INTERPRETED:  # numpy there has no bf16
                 a, b = a.to(tl.float32), b.to(tl.float32)
             total = tl.dot(a, b, total)
         _finish(OUT, OTHER, BIAS, total, row, col, n, scale, WIDTH, KIND, BIASED, KEEPS, GRADIENT)

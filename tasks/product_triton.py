@@ -1,7 +1,7 @@
-"""Products on CUDA with an activation, or its derivative, as their epilogue, where cuBLASLt has none; and all of few
-rows. Tiles as in contract_cuda.cpp, which is one of the ways to compute them: the fastest is measured by C++.
+"""Products on CUDA with activation epilogues that cuBLASLt lacks, and products of few rows.
 
-The activation is computed from the sum in fp32, not from what is kept of it in bf16 or fp16.
+Tiles as in contract_cuda.cpp. C++ measures whether these kernels or cuBLASLt are faster. The activation is computed
+from the sum in fp32, not from the stored bf16 or fp16 value.
 """
 
 # Functions of Triton's language have no Python types.
@@ -45,8 +45,8 @@ def _sum(
     A, B, row, col, first, last, m, n, k, B_BY_K: tl.constexpr, EVEN: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """A block of a b from row and col on, summed from first to last. EVEN: only rows have an end within a block."""
-    # Rows beyond the last are the last: what is computed there is not stored.
+    """Return a block of a b from row and col on, summed from first to last. EVEN: only the last rows need a mask."""
+    # Rows beyond the last read the last row; their values are not stored.
     rows, depth = tl.minimum(row + tl.arange(0, ROWS), m - 1).to(tl.int64), first + tl.arange(0, DEPTH)
     cols = col + tl.arange(0, COLUMNS)
     a_at = A + rows[:, None] * k + depth[None, :]
@@ -63,7 +63,7 @@ def _sum(
             a = tl.load(a_at, (depth < k)[None, :], 0.0)
             b = tl.load(b_at, there if B_BY_K else there & (cols < n)[None, :], 0.0)
             depth += DEPTH
-        if INTERPRETED:  # whose numpy has no bf16
+        if INTERPRETED:  # numpy there has no bf16
             a, b = a.to(tl.float32), b.to(tl.float32)
         total = tl.dot(a, b, total)
         a_at += DEPTH
@@ -73,8 +73,11 @@ def _sum(
 
 @triton.jit
 def _bring(B, row, col, first, last, n, k, B_BY_K: tl.constexpr, COLUMNS: tl.constexpr):
-    """What a block reads of b, which in inference are weights: in memory, not in the cache, and there already while the
-    kernel ahead computes a. Those of the first row ask, as the others want the same."""
+    """Prefetch the part of b that a block reads, while the previous kernel computes a.
+
+    In inference b are weights, which are not in the cache. Only blocks of the first rows prefetch, as the other blocks
+    read the same part.
+    """
     if row == 0:
         if B_BY_K:
             bring(B, col, first, last, n, k, COLUMNS, 256 // COLUMNS)
@@ -95,7 +98,8 @@ def _product(
     """out = act(scale a b + bias + residual), or GRADIENT: that times act'(aux) without act. a [m, k], b [k, n], or
     B_BY_K: its transpose.
 
-    HALVES: of a block's columns are finished in turns, which takes fewer registers."""
+    HALVES: the epilogue runs on one half of the columns after the other, which needs fewer registers.
+    """
     row, col = block_of(tl.program_id(0), m, n, ROWS, COLUMNS, GROUP)
     _bring(B, row, col, 0, k, n, k, B_BY_K, COLUMNS)
     total = _sum(A, B, row, col, 0, k, m, n, k, B_BY_K, EVEN, ROWS, COLUMNS, DEPTH, STAGES)
@@ -141,7 +145,7 @@ def _part(
     SUMS, A, B, m, n, k, B_BY_K: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr, GROUP: tl.constexpr, STAGES: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """sums [PARTS, m, n]: a b over one of PARTS of k each, for few blocks of long sums."""
+    """Compute sums [PARTS, m, n], each over one part of k, for few blocks of long sums."""
     row, col = block_of(tl.program_id(0), m, n, ROWS, COLUMNS, GROUP)
     part, size = tl.program_id(1), tl.cdiv(k, DEPTH * PARTS) * DEPTH
     first = part * size
@@ -158,7 +162,7 @@ def _of_parts(
     OUT, PRE, SUMS, BIAS, RESIDUAL, AUX, m, n, scale, KIND: tl.constexpr, BIASED: tl.constexpr, ADDED: tl.constexpr,
     KEEPS: tl.constexpr, GRADIENT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """What _product makes, from the sums of _part, added in order."""
+    """Compute the result of _product from the partial sums of _part, added in order."""
     row, col = block_of(tl.program_id(0), m, n, ROWS, COLUMNS, 1)
     rows, cols = row + tl.arange(0, ROWS), col + tl.arange(0, COLUMNS)
     inside = (rows < m)[:, None] & (cols < n)[None, :]
@@ -170,14 +174,17 @@ def _of_parts(
 
 # -- tasks
 
-OWN = tuple(ACTIVATIONS.index(name) for name in ("relu", "gelu", "tanh", "silu"))  # cuBLASLt has gelu_new's
+OWN = tuple(ACTIVATIONS.index(name) for name in ("relu", "gelu", "tanh", "silu"))  # cuBLASLt supports gelu_new
 
 
 class Way(NamedTuple):
-    """How a product is cut into blocks, and computed.
+    """Block sizes and variant of a product's kernel.
 
-    parts: of the sum, each by programs of its own. width: of `persistent`, so many columns are finished at a time;
-    programs: on each multiprocessor; flatten: see there.
+    Args:
+        parts: parts of the sum, each with its own programs.
+        width: columns per epilogue of the variant `persistent`.
+        programs: programs on each multiprocessor.
+        flatten: see product_tma_triton.py.
     """
 
     rows: int
@@ -199,17 +206,17 @@ class Way(NamedTuple):
         return cut + f" {self.parts} parts" * (self.parts > 1)
 
 
-# Those of 64 to 256 rows, and those that were fastest on an H200 with 640 and 2048.
+# Candidates for 64 to 256 rows, and the fastest on an H200 for 640 and 2048 rows.
 FEW = [
     Way(64, 32, 128, 4, 4), Way(64, 64, 128, 3, 4), Way(64, 64, 64, 5, 4), Way(64, 32, 256, 3, 4),
     Way(64, 16, 128, 5, 4), Way(32, 32, 128, 4, 4),
 ]  # fmt: skip
-# Long sums in a few blocks, which have little of the GPU: more of them, or parts.
+# Long sums in few blocks use a small part of the GPU: smaller blocks, or parts of the sum.
 DEEP = [
     Way(64, 16, 128, 5, 4), Way(64, 16, 256, 4, 4), Way(32, 16, 256, 4, 4), Way(64, 32, 128, 4, 4, parts=4),
     Way(64, 64, 128, 3, 4, parts=6), Way(64, 64, 64, 5, 4),
 ]  # fmt: skip
-# To 2048 rows: those whose blocks fill the GPU are measured.
+# Up to 2048 rows: candidates whose blocks fill the GPU.
 SOME = [
     Way(64, 16, 128, 5, 4), Way(64, 32, 128, 4, 4), Way(64, 64, 64, 5, 4), Way(64, 64, 128, 3, 4),
     Way(64, 128, 64, 4, 4), Way(64, 128, 64, 3, 4, halves=True), Way(128, 64, 64, 4, 4), Way(128, 128, 64, 4, 8),
@@ -219,16 +226,16 @@ PARTS = [
     Way(64, 64, 128, 3, 4, parts=2), Way(64, 64, 128, 3, 4, parts=4), Way(128, 64, 64, 4, 4, parts=2),
     Way(128, 128, 64, 4, 8, parts=2), Way(128, 128, 64, 4, 8, parts=4),
 ]  # fmt: skip
-# Of an H200's 640 to 19 712 rows, n 3072, k 768; 128x256 is slower everywhere.
+# Fastest on an H200 for 640 to 19 712 rows, n 3072, k 768; 128x256 is slower for all.
 TWICE = Way(128, 128, 64, 3, 8, width=32, programs=2)
 MANY = [TWICE, TWICE._replace(flatten=False)]
 ONCE = Way(128, 128, 64, 4, 8, width=64)
-MULTIPROCESSORS = 132  # of an H200; elsewhere it is as right
+MULTIPROCESSORS = 132  # of an H200; correct on other GPUs too
 FILLED = range(MULTIPROCESSORS // 2, 3 * MULTIPROCESSORS)  # programs
 
 
 def ways_of(sizes: Sizes, e: EpilogueArgs) -> list[Way]:
-    """Ways to measure; none: cuBLASLt and, where there is an activation, a kernel behind it."""
+    """Return the candidates to measure; none: cuBLASLt, with a separate kernel for an activation."""
     deep = sizes.n <= 4096 <= 2 * sizes.k
     if sizes.m <= (256 if e.activation >= 0 else 128):
         return DEEP if deep else FEW
@@ -250,7 +257,7 @@ class Sizes(NamedTuple):
 
 
 def sizes_of(task: Task, plan: PlanArgs) -> Sizes | None:
-    """Of a product whose operands and result lie as matrices, a's rows first; None: not of such."""
+    """Return the sizes of a product whose operands and result are matrices, a's rows first; None: not matrices."""
     m, n, k = plan.m, plan.n, plan.k
     a_order, b_order, out_order = plan.orders[: m + k], plan.orders[m + k : m + 2 * k + n], plan.orders[m + 2 * k + n :]
     by_row, by_k = tuple(range(k + n)), (*range(n, n + k), *range(n))
@@ -260,11 +267,11 @@ def sizes_of(task: Task, plan: PlanArgs) -> Sizes | None:
     a, out = shape(task, 1), shape(task, 0)
     made = Sizes(math.prod(a[:m]), math.prod(out[m:]), math.prod(a[m:]), b_order != by_row)
     fixed = not any(isinstance(size, DynamicSize) for size in (*a[m:], *shape(task, 2)))
-    return made if fixed and made.n % 8 == made.k % 8 == 0 else None  # rows of 16 bytes, as wide loads want
+    return made if fixed and made.n % 8 == made.k % 8 == 0 else None  # rows of 16 bytes for vector loads
 
 
 def served(task: Task, a: ContractArgs) -> Sizes | None:
-    """The product's sizes, if the kernels compute what the task asks for: to measure is to compute several times."""
+    """Return the product's sizes if these kernels support the task; a measurement must be able to repeat the task."""
     e, dtypes = a.epilogue, {access.tile.dtype for access in task.accesses}
     alone = e.colsum < 0 and not any(access.accumulate for access in task.accesses)
     whole = e.bias_axes in (-1, ((1 << a.plan.n) - 1) << a.plan.m)
@@ -306,7 +313,7 @@ def _launches_of(w: Way, task: Task, a: ContractArgs, sizes: Sizes, sums: Scratc
     if w.parts == 1:
         args: tuple[Parameter, ...] = (*results, *operands, *rest, m, n, k, a.scale)
         return (launch(_product, blocks, *args, warps=w.warps, HALVES=w.halves, **what, **cut),)
-    rows, columns = 2, 256  # of what adds the parts
+    rows, columns = 2, 256  # of the kernel that adds the parts
     return (
         launch(_part, (blocks, w.parts), sums, *operands, m, n, k, warps=w.warps, PARTS=w.parts, **cut),
         launch(

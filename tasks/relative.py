@@ -1,7 +1,7 @@
-"""Attention scores by relative position: what queries and keys give with embeddings of their distance, added to scores.
+"""Attention scores by relative position: products with embeddings of the distance, added to the scores.
 
 Axes: scores [.., seq, key]; content_to_position [.., seq, relative]; position_to_content [.., key, relative]; index
-[distance], whose entry t is for the pairs with key - seq = t - (seq - 1).
+[distance], whose entry t belongs to the pairs with key - seq = t - (size of seq - 1).
 """
 
 from __future__ import annotations
@@ -14,20 +14,25 @@ from .op import Array, GraphLike, Lowering, Op, Tensor, require
 
 
 class RelativeArgs(TaskArgs):
-    """Of relative_scores and relative_scores_grad, on tiles [.., seq, key]."""
+    """Arguments of relative_scores and relative_scores_grad, on tiles [.., seq, key]."""
 
-    first: int  # place in the index of the tile's first query and first key
-    queries: bool  # whether there is a tile of content_to_position
-    keys: bool  # and one of position_to_content, behind it
+    first: int  # position in the index of the tile's first query and first key
+    queries: bool  # whether the task has a tile of content_to_position
+    keys: bool  # whether the next tile is of position_to_content
 
 
 class RelativeScores(Op):
     """y[s, k] = scores[s, k] + content_to_position[s, r] + position_to_content[k, r], r = index[k - s + seq - 1].
 
-    In place: y takes the tiles of the scores. Either of the two products may be left out. index: int64 [distance = seq
-    + key - 1], numbers of rows along `relative`, which never fall from one entry to the next (He et al. 2021, "DeBERTa:
-    Decoding-enhanced BERT with disentangled attention", eq. 4, where the products come scaled already). Axes relative
-    and distance are never cut. ValueError: axes or sizes do not fit.
+    In place: y has the tiles of the scores. One of the two products may be missing. The axes relative and distance are
+    never cut. Source: He et al. 2021, "DeBERTa: Decoding-enhanced BERT with disentangled attention", eq. 4; the
+    products must already be scaled.
+
+    Args:
+        index: int64 [distance = seq + key - 1], non-decreasing row numbers along `relative`.
+
+    Raises:
+        ValueError: axes or sizes do not fit.
     """
 
     picks = "distance", "relative"
@@ -76,7 +81,7 @@ class RelativeScores(Op):
             low.emit("relative_scores", [RW(low.tile(self.output, at)), *reads], self.args(low, at))
 
     def rows(self, index: Array) -> Array:
-        """[seq, key]: the row along `relative` of each pair."""
+        """Return [seq, key]: the row along `relative` of each pair."""
         seq, key = self.output.shape[-2:]
         return np.asarray(index[np.arange(key) - np.arange(seq)[:, None] + seq - 1], int)
 
@@ -91,8 +96,10 @@ class RelativeScores(Op):
 
 
 class RelativeScoresGrad(Op):
-    """d content_to_position[s, r] = sum of dy[s, k] over the keys with index[k - s + seq - 1] = r, and
-    d position_to_content[k, r] = that sum over the queries s: those of the two that there are.
+    """Gradient of the products, as far as they exist.
+
+    d content_to_position[s, r] = sum of dy[s, k] over the keys k with index[k - s + seq - 1] = r, and
+    d position_to_content[k, r] = sum of dy[s, k] over the queries s with index[k - s + seq - 1] = r.
     """
 
     picks = ("distance",)
@@ -126,6 +133,6 @@ def relative_scores(
     content_to_position: Tensor | None,
     position_to_content: Tensor | None,
 ) -> Tensor:
-    """The scores with their products with embeddings of distances, in the place of the scores; see RelativeScores."""
+    """Add the products with embeddings of distances to the scores, in place; see RelativeScores."""
     out = Tensor(f"{scores.name}.relative", scores.axes, scores.shape, scores.dtype, storage=scores, band=scores.band)
     return g.add(RelativeScores(scores, index, content_to_position, position_to_content, out)).output

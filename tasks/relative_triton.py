@@ -1,8 +1,8 @@
 """Products with embeddings of relative positions on CUDA. Tiles as in relative.cpp.
 
-Forward: a program adds to a block of queries and keys. Gradient: the index never falls, so that the distances of a row
-along `relative` are neighbours; a program finds where they begin and end, and adds up a block of sums in the order of
-the distances: no atomic additions, the same bits each time.
+Forward: a program adds to a block of queries and keys. Gradient: the index is non-decreasing, so the distances of a row
+along `relative` are consecutive. A program searches their interval and adds up a block of sums in the order of
+distances. There are no atomic additions, so results are the same to the bit each time.
 """
 
 # Functions of Triton's language have no Python types.
@@ -18,7 +18,7 @@ from nntile_py.tiles.tasklist import Task
 from .launch import Launch, Launches, ceil_div, launch, launches, numel, power_of_two, shape, tile
 from .relative import RelativeArgs
 
-WIDE = 64  # elements of a block along its second axis, at most
+WIDE = 64  # maximum elements of a block along its second axis
 
 
 @triton.jit
@@ -26,7 +26,7 @@ def _relative_scores(
     Y, INDEX, QUERIES, KEYS, seq, key, relative, first, lines,
     OF_QUERIES: tl.constexpr, OF_KEYS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """lines: queries of all matrices."""
+    """Add the products to a block of scores; lines: queries of all matrices."""
     across = tl.cdiv(key, BLOCK)
     line = (tl.program_id(0) // across).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     k = (tl.program_id(0) % across) * BLOCK + tl.arange(0, BLOCK)
@@ -44,7 +44,7 @@ def _relative_scores(
 
 @triton.jit
 def first_of(INDEX, row, distances, STEPS: tl.constexpr):
-    """How many of the index' entries are less than `row`."""
+    """Return how many entries of the index are less than `row`."""
     low, high = row * 0, row * 0 + distances
     for _ in range(STEPS):
         middle = (low + high) // 2
@@ -60,7 +60,7 @@ def _relative_scores_grad(
     OUT, DY, INDEX, seq, key, relative, first, lines, distances,
     OF_KEYS: tl.constexpr, ACC: tl.constexpr, STEPS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """lines: queries, or OF_KEYS keys, of all matrices. A pair's place in the index: first + key - seq."""
+    """Compute a block of sums. lines: queries, or OF_KEYS keys, of all matrices; index of a pair: first + key - seq."""
     across = tl.cdiv(relative, BLOCK)
     line = (tl.program_id(0) // across).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     row = (tl.program_id(0) % across) * BLOCK + tl.arange(0, BLOCK)
@@ -86,7 +86,7 @@ def _relative_scores_grad(
 
 
 def _blocks(lines: int, columns: int) -> tuple[int, dict[str, int]]:
-    """Programs; lines and columns of a program."""
+    """Return the number of programs, and lines and columns of a program."""
     block = min(power_of_two(columns), WIDE)
     rows = min(power_of_two(lines), max(1, 1024 // block))
     return ceil_div(lines, rows) * ceil_div(columns, block), {"ROWS": rows, "BLOCK": block}

@@ -1,4 +1,4 @@
-"""Rotary positions: pairs of a head's elements turned by angles that grow with the position."""
+"""Rotary position embeddings: rotation of pairs of a head's elements by angles proportional to the position."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from nntile_py.tiles import R, TaskArgs, Tiling, W
 
 from .op import Array, GraphLike, Lowering, Op, Tensor
 
-# Keys of each kind of scaling beside the kind itself.
+# Keys of each kind of scaling, without the kind itself.
 SCALINGS: dict[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
@@ -24,7 +24,7 @@ MOST = 2**28  # angles: 2 GiB
 
 
 def rotary_table(head_dim: int, positions: int, theta: float, scaling: Mapping[str, Any] | None = None) -> Array:
-    """Cosines, then sines, of the angles of positions 0, 1, ...: float64 [positions, head_dim].
+    """Return cosines, then sines, of the angles of positions 0, 1, ...: float64 [positions, head_dim].
 
     The angle of pair i is position * theta^(-2i / head_dim) (Su et al. 2021, eq. 15). `scaling` lowers these
     frequencies as transformers' rope_scaling (rope_parameters) of rope_type default, linear or llama3 does
@@ -47,9 +47,9 @@ def rotary_table(head_dim: int, positions: int, theta: float, scaling: Mapping[s
 
 def _scaled(frequencies: Array, scaling: Mapping[str, Any]) -> Array:
     given = dict(scaling)
-    old = given.pop("type", "default")  # the key's name in older folders
+    old = given.pop("type", "default")  # name of the key in older folders
     kind = given.pop("rope_type", old)
-    given.pop("rope_theta", None)  # the caller's
+    given.pop("rope_theta", None)  # of the caller
     if kind not in list(SCALINGS):
         raise ConfigError(f"rope_scaling.rope_type: {kind!r} is not allowed; use one of {', '.join(SCALINGS)}")
     names = SCALINGS[kind]
@@ -66,14 +66,14 @@ def _scaled(frequencies: Array, scaling: Mapping[str, Any]) -> Array:
     factor, low, high, length = (given[key] for key in names)
     if high <= low:
         raise ConfigError(f"rope_scaling.high_freq_factor: {high} is not allowed; use more than low_freq_factor {low}")
-    # Frequencies with at least `high` turns over the length stay, those with at most `low` are divided by the factor.
+    # Frequencies with at least `high` rotations over the length stay; with at most `low`, the factor divides them.
     turns = length * frequencies / (2 * np.pi)
     kept = np.clip((turns - low) / (high - low), 0, 1)
     return np.asarray(frequencies * (kept + (1 - kept) / factor))
 
 
 class RotaryArgs(TaskArgs):
-    seq: int  # which axis of x it is
+    seq: int  # position of the axis in x
     head_dim: int
     inverse: bool
 
@@ -81,11 +81,17 @@ class RotaryArgs(TaskArgs):
 class Rotary(Op):
     """y = x cos + rotate_half(x) sin, with rotate_half([a, b]) = [-b, a] on the halves of head_dim.
 
-    x: axes seq and head_dim among others, in any order; head_dim is even and never cut. table [seq, rotary], fp32 or
-    fp64, rotary = head_dim: the cosines, then the sines, of each position; see `rotary_table`. A table [batch, seq,
-    rotary] has others for each row of the batch, which is then cut into single rows. `inverse` turns the
-    other way, which is the gradient. (Su et al. 2021, eq. 34; halves instead of neighbours, as transformers'
-    apply_rotary_pos_emb.) Raises ValueError where sizes do not fit.
+    Su et al. 2021, eq. 34, with halves instead of neighbours, as transformers' apply_rotary_pos_emb.
+
+    Args:
+        x: axes seq and head_dim among others, in any order; head_dim is even and never cut.
+        table: [seq, rotary], fp32 or fp64, with rotary = head_dim: cosines, then sines, of each position; see
+            `rotary_table`. [batch, seq, rotary]: separate positions for each row of the batch; batch is then cut into
+            single rows.
+        inverse: rotate in the other direction, which is the gradient.
+
+    Raises:
+        ValueError: sizes do not fit.
     """
 
     picks = ("rotary",)
@@ -134,5 +140,5 @@ class Rotary(Op):
 
 
 def rotary(g: GraphLike, x: Tensor, table: Tensor) -> Tensor:
-    """x turned by its positions' angles, an input of `rotary_table`; see Rotary."""
+    """Rotate x by the angles of its positions; table: an input with a `rotary_table`; see Rotary."""
     return g.add(Rotary(x, table, g.temp("rotary", x.axes, x.shape, x.dtype))).output

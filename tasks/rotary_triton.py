@@ -1,7 +1,7 @@
 """Rotary positions on CUDA. Tiles as in rotary.cpp.
 
-A program turns a few positions of a few heads (or whatever other axes there are): it reads the positions' cosines and
-sines, which take more bytes than a row of bf16, once for all of those heads.
+A program rotates a few positions of a few heads, or of other axes. It reads the positions' cosines and sines, which
+have more bytes than a row of bf16, once for all these heads.
 """
 
 # Functions of Triton's language have no Python types.

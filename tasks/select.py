@@ -11,12 +11,12 @@ from .op import Array, GraphLike, Lowering, Op, Tensor, accumulation_dtype
 
 
 class SelectArgs(TaskArgs):
-    axis: int  # of the tile
-    index: int  # in the tile; -1: not in this one
+    axis: int  # position of the axis in the tile
+    index: int  # index in the tile; -1: not in this tile
 
 
 class Select(Op):
-    """y = x[..., index, ...] along `axis`, which y lacks. Where the axis is cut only the tile that has it is read."""
+    """y = x[..., index, ...] along `axis`, which y lacks. If the axis is cut, only the tile with this index is read."""
 
     def __init__(self, x: Tensor, out: Tensor, axis: str, index: int) -> None:
         assert out.axes == tuple(a for a in x.axes if a != axis) and x.band == ALL, (x, out)
@@ -47,7 +47,7 @@ class Select(Op):
 
 
 class SelectGrad(Op):
-    """dx = dy at the position, zeros at the others."""
+    """dx = dy at the position, zeros elsewhere."""
 
     def __init__(self, dy: Tensor, out: Tensor, axis: str, index: int) -> None:
         super().__init__([dy], [out])

@@ -32,7 +32,7 @@ def _select_grad(DX, DY, n, index, SIZE: tl.constexpr, INNER: tl.constexpr, BLOC
 
 
 def _axis(task: Task, number: int) -> dict[str, int]:
-    """Positions of the axis in that tile, and elements of a position that are neighbours."""
+    """Return the positions of the axis in this tile, and the number of contiguous elements per position."""
     sizes, axis = shape(task, number), SelectArgs.of(task).axis
     return {"SIZE": sizes[axis], "INNER": math.prod(sizes[axis + 1 :])}
 
@@ -47,6 +47,6 @@ def _describe(task: Task) -> Launches:
 @launches("select_grad")
 def _describe_grad(task: Task) -> Launches:
     n = numel(task, 0)
-    dy = tile(task, len(task.accesses) - 1)  # of a tile without the position nothing is loaded
+    dy = tile(task, len(task.accesses) - 1)  # nothing is loaded from a tile without the position
     args = (tile(task, 0), dy, n, SelectArgs.of(task).index)
     return Launches((launch(_select_grad, ceil_div(n, 1024), *args, **_axis(task, 0), BLOCK=1024),))

@@ -1,4 +1,4 @@
-"""The iteration space of an operator: the axes that it computes along, and those that it reduces.
+"""The iteration space of an operator: its independent axes and its reductions.
 
 As in Ivanov et al. 2021 ("Data movement is all you need", section IV): two operators can be fused where their spaces
 are equal, or differ by a reduction alone.
@@ -14,10 +14,10 @@ from .op import Op
 
 @dataclass(frozen=True)
 class Space:
-    """Axes with their sizes, in order. reductions: the axes of each reduction, those within rows first.
+    """Axes with their sizes, in order, and the axes of each reduction, reductions within rows first.
 
-    A product has one reduction, over the axes that it sums over; a LayerNorm's gradient two: embed for dx, the axes of
-    the rows for the gradients of its weights.
+    A product has one reduction, over its summed axes. The gradient of LayerNorm has two: over embed for dx, and over
+    the axes of rows for the gradients of its weights.
     """
 
     sizes: Mapping[str, int]
@@ -25,15 +25,16 @@ class Space:
 
     @property
     def independent(self) -> tuple[str, ...]:
-        """Axes that no reduction takes away."""
+        """Axes without a reduction."""
         taken = {axis for axes in self.reductions for axis in axes}
         return tuple(axis for axis in self.sizes if axis not in taken)
 
 
 def space(op: Op) -> Space:
-    """The operator's iteration space: of its scalar form, or else from its tensors' axes.
+    """Return the operator's iteration space, from its scalar form or else from the axes of its tensors.
 
-    Then what is in outputs is not reduced, and what is only in inputs is, but for axes along which it looks up.
+    Without a scalar form, axes of outputs are independent. Axes only in inputs are reduced, unless the operator
+    looks up along them, as in a table.
     """
     form = op.scalar()
     if form is not None:

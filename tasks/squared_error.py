@@ -72,10 +72,14 @@ class SquaredErrorGrad(Op):
 def squared_error(
     g: GraphLike, x: Tensor, target: Tensor, *, loss: Tensor | None = None, scale: str = "mse_scale"
 ) -> Tensor:
-    """The mean of (x - target)^2, an fp64 [1], or that added to `loss`.
+    """Return the mean of (x - target)^2, fp64 [1], added to `loss` if there is one.
 
-    target: the axes and sizes of x, its dtype or fp32. scale: the slot for 1 / (elements of x in all micro-batches).
-    ValueError: another target, or one that depends on parameters.
+    Args:
+        target: axes and sizes of x, dtype of x or fp32.
+        scale: the slot for 1 / (elements of x in all micro-batches).
+
+    Raises:
+        ValueError: the target does not fit, or depends on parameters.
     """
     if x.axes != target.axes or x.sizes != target.sizes or target.dtype not in (x.dtype, accumulation_dtype(x.dtype)):
         raise ValueError(f"squared_error: the target {target} ({target.dtype}) does not fit {x} ({x.dtype})")

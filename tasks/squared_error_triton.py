@@ -14,12 +14,12 @@ from .cross_entropy_triton import scaled_total
 from .launch import Launches, Parameter, Scratch, ceil_div, launch, launches, numel, slot, tile
 from .squared_error import SquaredErrorArgs
 
-PROGRAMS = 1024  # that a sum is split over; fixed, so that the order of the sum is
+PROGRAMS = 1024  # programs of a sum; constant, so that sums have a fixed order
 
 
 @triton.jit
 def _squared_error(PARTS, X, TARGET, n, BLOCK: tl.constexpr):
-    """The sum over every num_programs-th block."""
+    """Sum every num_programs-th block."""
     total = tl.zeros([BLOCK], tl.float32)
     for block in range(tl.program_id(0).to(tl.int64), tl.cdiv(n, BLOCK), tl.num_programs(0)):
         at = block * BLOCK + tl.arange(0, BLOCK)
