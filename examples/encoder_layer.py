@@ -19,7 +19,7 @@ out = layer(torch.from_numpy(x))
 loss = torch.nn.functional.mse_loss(out, torch.from_numpy(labels))
 loss.backward()
 
-model = nt.models.Encoder(nt.models.EncoderConfig(embed=embed, heads=heads), weights)
+model = nt.models.TransformerEncoder(nt.models.TransformerEncoderConfig(embed=embed, heads=heads), weights)
 with nt.Runtime(cpus=2):
     for fusion in (True, False):
         attention = "vendor" if fusion else "naive"

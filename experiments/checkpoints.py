@@ -15,7 +15,7 @@ from collections import deque
 from pathlib import Path
 
 from nntile_py.config.run_config import load, runtime_options
-from nntile_py.config.sections import Checkpoint
+from nntile_py.config.sections import CheckpointSection
 from nntile_py.execution.runtime import Runtime
 from nntile_py.graph.random_inputs import random_inputs
 from nntile_py.system.load import Load
@@ -38,7 +38,7 @@ with Runtime(**runtime_options(config.runtime.model_dump())), tempfile.Temporary
     trainer = build_trainer(config)
     inputs = random_inputs(trainer.spec.trace()[0], config.train.batch * config.train.grad_accumulation, config.seed)
     (Path(run) / METRICS).touch()
-    saver = Saver(Checkpoint(every=options.every), trainer, RunFolder(Path(run)), {}, {}, print)
+    saver = Saver(CheckpointSection(every=options.every), trainer, RunFolder(Path(run)), {}, {}, print)
 
     def turn(saves: bool) -> float:
         """Seconds a step."""

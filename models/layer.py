@@ -26,7 +26,7 @@ from nntile_py.tasks.squared_error import squared_error
 INIT: Init = Normal(0.02)
 
 
-class EncoderConfig(LayerConfig):
+class TransformerEncoderConfig(LayerConfig):
     type: str = "encoder"
     layers: Layers = 1
     causal: Switch = False
@@ -39,24 +39,24 @@ class EncoderConfig(LayerConfig):
     """Added to the variance in LayerNorm."""
 
     @model_validator(mode="after")
-    def _fitting(self) -> EncoderConfig:
+    def _fitting(self) -> TransformerEncoderConfig:
         self.check_size("embed", "heads")
         self.check_dropout()
         self.fill(ffn=4 * self.embed)
         return self
 
 
-class DecoderConfig(EncoderConfig):
+class TransformerDecoderConfig(TransformerEncoderConfig):
     type: str = "decoder"
     causal: Switch = True
     memory: Count | None = None
     """Positions of the encoder's output; null: as many as of the input, `train.seq`."""
 
 
-class Encoder(Model):
+class TransformerEncoder(Model):
     """Layers of self-attention and feed-forward."""
 
-    Config = EncoderConfig
+    Config = TransformerEncoderConfig
 
     def trace(self, g: Graph, batch: Batch) -> Traced:
         x = g.input("x", {"batch": batch.size, "seq": batch.seq, "embed": self.config.embed}, None)
@@ -103,10 +103,10 @@ class Encoder(Model):
         return Traced(squared_error(g, y, labels), {"logits": y})
 
 
-class Decoder(Encoder):
+class TransformerDecoder(TransformerEncoder):
     """Layers of self-attention, attention to an encoder's output `memory` [batch, key, embed], and feed-forward."""
 
-    Config = DecoderConfig
+    Config = TransformerDecoderConfig
 
     def trace(self, g: Graph, batch: Batch) -> Traced:
         c, sizes = self.config, {"batch": batch.size, "seq": batch.seq, "embed": self.config.embed}

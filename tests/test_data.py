@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from nntile_py.config.run_config import RunConfig, load
-from nntile_py.config.sections import Data
+from nntile_py.config.sections import DataSection
 from nntile_py.data.array_cache import kept
 from nntile_py.errors import ConfigError
 from nntile_py.system.folders import stdlib_files
@@ -31,10 +31,10 @@ def config(tmp_path: Path, source: str, *overrides: str) -> RunConfig:
 
 
 def test_the_standard_library_without_its_tests(tmp_path: Path) -> None:
-    documents = data.read_documents(Data(max_bytes=2_000_000))
+    documents = data.read_documents(DataSection(max_bytes=2_000_000))
     assert 1_900_000 < sum(len(d.encode()) for d in documents) < 2_100_000
-    assert documents == data.read_documents(Data(max_bytes=2_000_000))
-    everything = data.read_documents(Data())
+    assert documents == data.read_documents(DataSection(max_bytes=2_000_000))
+    everything = data.read_documents(DataSection())
     root = Path(sysconfig.get_path("stdlib"))
     assert (root / "argparse.py").read_text(encoding="utf-8") in everything
     assert (root / "json" / "decoder.py").read_text(encoding="utf-8") in everything
@@ -55,13 +55,13 @@ def test_a_folder_by_extension_in_the_order_of_names(tmp_path: Path) -> None:
     (tmp_path / "text" / "empty.txt").write_text(" \n")
     (tmp_path / "text" / "f.txt").write_text("caf\u00e9")
     source = str(tmp_path / "text")
-    assert data.read_documents(Data(source=source)) == ["first", "second", "third", "café", "fourth"]
-    assert data.read_documents(Data(source=source, extensions=[".bin"])) == ["no"]
-    assert data.read_documents(Data(source=source, max_bytes=8)) == ["first", "sec"]
-    assert data.read_documents(Data(source=source, max_bytes=22)) == ["first", "second", "third", "caf\ufffd"]
+    assert data.read_documents(DataSection(source=source)) == ["first", "second", "third", "café", "fourth"]
+    assert data.read_documents(DataSection(source=source, extensions=[".bin"])) == ["no"]
+    assert data.read_documents(DataSection(source=source, max_bytes=8)) == ["first", "sec"]
+    assert data.read_documents(DataSection(source=source, max_bytes=22)) == ["first", "second", "third", "caf\ufffd"]
     (tmp_path / "text" / "latin.txt").write_bytes(b"caf\xe9")
     with pytest.raises(ConfigError, match=r"data.source: .*latin.txt: byte 3 \(0xe9\) is not UTF-8 .*allowed: text in"):
-        data.read_documents(Data(source=source))
+        data.read_documents(DataSection(source=source))
 
 
 @pytest.mark.parametrize("content", [b"", b"  \n"])
@@ -108,7 +108,7 @@ def test_a_single_file_holds_out_its_end() -> None:
 
 
 def test_the_tokenizer_is_the_same_each_time_and_loses_nothing(tmp_path: Path) -> None:
-    documents = data.read_documents(Data(max_bytes=300_000))
+    documents = data.read_documents(DataSection(max_bytes=300_000))
     first, second = data.train_tokenizer(documents, 400), data.train_tokenizer(documents, 400)
     assert first.to_str() == second.to_str()
     assert first.get_vocab_size() == 400

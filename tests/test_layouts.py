@@ -222,8 +222,9 @@ def test_an_edge_of_queries_keys_and_values() -> None:
 
 WORDS = {"layers": 1, "embed": 24, "heads": 4, "vocab": 61, "positions": 32, "dropout": 0.1}
 MODELS: dict[str, Callable[[], Any]] = {
-    "encoder": lambda: models.Encoder(models.EncoderConfig(layers=1, embed=24, heads=4, dropout=0.1,
-                                                           attention="naive", attention_dropout=0.1)),
+    "encoder": lambda: models.TransformerEncoder(models.TransformerEncoderConfig(
+        layers=1, embed=24, heads=4, dropout=0.1, attention="naive", attention_dropout=0.1,
+    )),
     "gpt2": lambda: models.GPT2(models.GPT2Config(**WORDS)),
     "gpt2 naive": lambda: models.GPT2(models.GPT2Config(**WORDS, attention="naive", attention_dropout=0.1)),
     # Each weight's gradient is a sum of two products.

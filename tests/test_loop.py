@@ -19,7 +19,7 @@ import pytest
 import yaml
 
 from nntile_py.config.run_config import load
-from nntile_py.config.sections import Checkpoint, Optimizer
+from nntile_py.config.sections import CheckpointSection, optimizer_section
 from nntile_py.errors import ConfigError, MissingWeight, NNTileError, NotFinite, exit_status
 from nntile_py.inference import generate
 from nntile_py.runs import run_folder
@@ -317,7 +317,7 @@ def test_the_folder_of_a_run_is_named_as_its_config(tmp_path: Path, monkeypatch:
 
 
 def test_warm_up_and_cosine() -> None:
-    how = Optimizer(lr=1.0, min_lr=0.1, warmup_steps=4)
+    how = optimizer_section("adamw")(lr=1.0, min_lr=0.1, warmup_steps=4)
     rates = [learning_rate(how, step, 24) for step in range(1, 25)]
     assert rates[:4] == [0.25, 0.5, 0.75, 1.0]
     assert rates[13] == pytest.approx(0.55)  # half way down
@@ -394,7 +394,7 @@ def test_a_checkpoint_interrupted_as_its_thread_starts(monkeypatch: pytest.Monke
     monkeypatch.setattr(threading.Thread, "start", interrupted)
     trainer = MagicMock(steps=1)
     trainer.live.return_value.state.return_value.bytes = 1
-    made = checkpoint_writer.Saver(Checkpoint(every=1), trainer, MagicMock(), {}, {}, pytest.fail)
+    made = checkpoint_writer.Saver(CheckpointSection(every=1), trainer, MagicMock(), {}, {}, pytest.fail)
     with pytest.raises(KeyboardInterrupt):
         made.begin(1)
     made.abandon()

@@ -258,7 +258,7 @@ def test_wrong_inputs(runtime: nt.Runtime) -> None:
 
 
 def test_wrong_numbers(runtime: nt.Runtime) -> None:
-    trainer = nt.Trainer(nt.models.Encoder(nt.models.EncoderConfig(embed=8, heads=2)), 1, 3)
+    trainer = nt.Trainer(nt.models.TransformerEncoder(nt.models.TransformerEncoderConfig(embed=8, heads=2)), 1, 3)
     with pytest.raises(ValueError, match=r"x: <U1 \(\) is not allowed; expected numbers \(1, 3, 8\)"):
         trainer.step({"x": "x", "labels": np.zeros((1, 3, 8))})
     with pytest.raises(ValueError, match="x: missing; the model needs x, labels"):
@@ -270,7 +270,7 @@ def test_wrong_numbers(runtime: nt.Runtime) -> None:
 
 def test_outputs_without_labels(runtime: nt.Runtime) -> None:
     """The loss of none is nan, for tokens and for numbers; without outputs to return, labels are needed."""
-    encoder = nt.models.Encoder(nt.models.EncoderConfig(embed=8, heads=2))
+    encoder = nt.models.TransformerEncoder(nt.models.TransformerEncoderConfig(embed=8, heads=2))
     for model, inputs, labels in (
         (encoder, {"x": np.ones((2, 3, 8))}, np.ones((2, 3, 8))),
         (nt.models.from_hf(made("pretraining")), {"input_ids": np.ones((2, 3), int)}, np.ones((2, 3), int)),
@@ -288,8 +288,8 @@ def test_learning_rates(runtime: nt.Runtime) -> None:
     inputs = {"x": np.ones((1, 3, 8)), "labels": np.zeros((1, 3, 8))}
 
     def after(lr: Any) -> Any:
-        config = nt.models.EncoderConfig(embed=8, heads=2)
-        trainer = nt.Trainer(nt.models.Encoder(config), 1, 3, optimizer=nt.SGD(lr=np.float32(0.25)))
+        config = nt.models.TransformerEncoderConfig(embed=8, heads=2)
+        trainer = nt.Trainer(nt.models.TransformerEncoder(config), 1, 3, optimizer=nt.SGD(lr=np.float32(0.25)))
         trainer.step(inputs, lr=lr)
         return trainer.state_dict()
 

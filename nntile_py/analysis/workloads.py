@@ -18,7 +18,7 @@ from nntile_py.graph.lowering import lower
 from nntile_py.graph.params import Batch, Param, Traced
 from nntile_py.graph.qkv_fusion import pack_projections
 from nntile_py.graph.step import TILE_DTYPE, Evaluation, Step, StepSpec
-from nntile_py.models.layer import DecoderConfig, Encoder, EncoderConfig
+from nntile_py.models.layer import TransformerDecoderConfig, TransformerEncoder, TransformerEncoderConfig
 from nntile_py.models.parts import attention_mask
 from nntile_py.system.folders import installed
 from nntile_py.tasks.activation import activation
@@ -238,12 +238,12 @@ def _qkv(stacked: int) -> Callable[[Graph, Tensor, RunConfig], list[Tensor]]:
 
 def _layers(g: Graph, x: Tensor, c: RunConfig) -> list[Tensor]:
     """An encoder layer (models/layer.py) of the config's sizes: Tables I, III and V of that paper."""
-    return [_one_layer(c, EncoderConfig).layers(g, x)]
+    return [_one_layer(c, TransformerEncoderConfig).layers(g, x)]
 
 
 def _decoder(g: Graph, x: Tensor, c: RunConfig) -> list[Tensor]:
     """A decoder layer: attention to itself, causal, then to an encoder's output of as many positions, or `memory`."""
-    layer = _one_layer(c, DecoderConfig)
+    layer = _one_layer(c, TransformerDecoderConfig)
     sizes = c.train.batch, getattr(layer.config, "memory", None) or c.train.seq, c.model.embed
     memory = g.named("memory", ["batch", "key", "embed"], sizes, "input")
     memory.requires_grad = True  # other layers of the encoder stand before it
@@ -252,18 +252,18 @@ def _decoder(g: Graph, x: Tensor, c: RunConfig) -> list[Tensor]:
 
 def _mha(g: Graph, x: Tensor, c: RunConfig) -> list[Tensor]:
     """Multi-head self-attention with its four products: Table IV of that paper."""
-    layer = _one_layer(c, EncoderConfig)
+    layer = _one_layer(c, TransformerEncoderConfig)
     with g.scope("attn"):
         return [layer.attend(g, x, x, "self_attn", layer.config.causal)]
 
 
-def _one_layer(c: RunConfig, kind: type[EncoderConfig]) -> Encoder:
+def _one_layer(c: RunConfig, kind: type[TransformerEncoderConfig]) -> TransformerEncoder:
     """Of the config's own model, where that is such a layer; else one with ReLU, as the paper's, of its sizes."""
     if isinstance(c.model, kind):
-        return Encoder(c.model.model_copy(update={"layers": 1}))
+        return TransformerEncoder(c.model.model_copy(update={"layers": 1}))
     names = {"embed", "heads", "ffn", "dropout", "attention_dropout", "attention", "layer_norm_eps"}
     sizes = {name: getattr(c.model, name) for name in names & type(c.model).model_fields.keys()}
-    return Encoder(kind(layers=1, **sizes))
+    return TransformerEncoder(kind(layers=1, **sizes))
 
 
 _MAKERS: dict[str, Callable[[Graph, Tensor, RunConfig], list[Tensor]]] = {

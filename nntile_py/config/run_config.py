@@ -11,17 +11,17 @@ import yaml
 from pydantic import Field, SerializeAsAny, create_model, field_validator, model_validator
 
 from nntile_py.config.sections import (
-    Checkpoint,
-    Data,
-    Debug,
+    CheckpointSection,
+    DataSection,
+    DebugSection,
     OptimizerSection,
-    Profile,
-    Runtime,
-    Sample,
+    ProfileSection,
+    RuntimeSection,
+    SampleSection,
     SchedulerFile,
-    Tiles,
-    Tokenizer,
-    Train,
+    TilesSection,
+    TokenizerSection,
+    TrainSection,
     optimizer_section,
     read_optimizer,
 )  # fmt: skip
@@ -62,11 +62,11 @@ class RunConfig(Section):
 
     model: SerializeAsAny[ModelConfig]
     """What is trained: a model's type and sizes, or the folder that it is read from."""
-    data: Data = Data()
-    tokenizer: Tokenizer = Tokenizer(vocab_size=4096)
-    train: Train
+    data: DataSection = DataSection()
+    tokenizer: TokenizerSection = TokenizerSection(vocab_size=4096)
+    train: TrainSection
     optimizer: SerializeAsAny[OptimizerSection] = Field(default_factory=lambda: optimizer_section("adamw")())
-    checkpoint: Checkpoint = Checkpoint()
+    checkpoint: CheckpointSection = CheckpointSection()
     precision: Annotated[
         str,
         *only(
@@ -76,7 +76,7 @@ class RunConfig(Section):
         ),
     ] = "fp32"
     """Number format of products and activations."""
-    tiles: Tiles = Tiles()
+    tiles: TilesSection = TilesSection()
     accumulate: Policy = "chain"
     """How partial results of a tile meet: `chain` adds them in order (the same bits for any number of workers and
     any scheduler), `commute` in any order, `redux` in a copy for each worker (STARPU_REDUX), `tree` in pairs."""
@@ -88,12 +88,12 @@ class RunConfig(Section):
     scheduler: str | None = None
     """A file of settings for `runtime`: a name in scheduler_configs/ (such as cpu, gpu, multi_gpu), or a path. Keys of
     `runtime` override it."""
-    runtime: Runtime = Runtime()
+    runtime: RuntimeSection = RuntimeSection()
     seed: Natural = 0
     """Decides the initial weights, which parts of the text a step reads, dropout and the sample."""
-    sample: Sample = Sample()
-    profile: Profile = Profile()
-    debug: Debug = Debug()
+    sample: SampleSection = SampleSection()
+    profile: ProfileSection = ProfileSection()
+    debug: DebugSection = DebugSection()
     out: str | None = None
     """Folder of the run; null: runs/NAME of the config's file."""
 
@@ -136,7 +136,7 @@ class RunConfig(Section):
             need = f"{key}, as it names a column of a table, which is read where model.head is {CLASSIFICATION}"
             raise ConfigError(f"data.{key}: got {getattr(self.data, key)}; allowed: {need}")
         if model.from_ and "vocab" in fields and self.tokenizer.path is None:
-            self.tokenizer = Tokenizer(path=_tokenizer_in(Path(model.from_)))
+            self.tokenizer = TokenizerSection(path=_tokenizer_in(Path(model.from_)))
         if "positions" in fields:
             model = model.changed(positions=model.positions or seq)
             if seq > model.positions:

@@ -40,7 +40,7 @@ _SCHEDULERS = ["lws", "ws", "eager", "prio", "random", "dm", "dmda", "dmdap", "d
 _SCHEDULERS += ["pheft", "peager", "heteroprio"]
 
 
-class Data(Section):
+class DataSection(Section):
     """The text to train on."""
 
     source: Annotated[str, Rule("'python-stdlib', or the path of a text file or of a folder", {"type": "string"})] = (
@@ -79,7 +79,7 @@ class Data(Section):
         return path and existing("data.held_out", path)
 
 
-class Tokenizer(Section):
+class TokenizerSection(Section):
     """What turns text into tokens: one that is trained on the text, or one from a file."""
 
     vocab_size: Annotated[int, *integer(257)] | None = None
@@ -89,7 +89,7 @@ class Tokenizer(Section):
     """A `tokenizer.json`, used instead of training one."""
 
     @model_validator(mode="after")
-    def _one_of_two(self) -> "Tokenizer":
+    def _one_of_two(self) -> "TokenizerSection":
         if self.path is None:
             self.vocab_size = self.vocab_size or 4096
             return self
@@ -112,7 +112,7 @@ class Tokenizer(Section):
         return token_numbers(load_tokenizer(Path(self.path)))
 
 
-class Train(Section):
+class TrainSection(Section):
     """How long to train, on how much text at once, and how often to look at the result."""
 
     steps: Count
@@ -168,7 +168,7 @@ Interval = Annotated[
 ]  # fmt: skip
 
 
-class Checkpoint(Section):
+class CheckpointSection(Section):
     """When the run saves all that it needs to go on; `nntile train CONFIG --resume` reads it."""
 
     every: Interval | None = "10min"
@@ -241,7 +241,7 @@ def read_optimizer(given: Any) -> Any:
     return validated(section, given, "optimizer.")
 
 
-class Tiles(Section):
+class TilesSection(Section):
     """Tile size of each axis, in elements. An axis left out, or no longer than its tile, is not cut; the last tile of
     an axis may be smaller."""
 
@@ -259,7 +259,7 @@ class Tiles(Section):
     """Tokens of the vocabulary in a tile of the embedding and of the logits."""
 
 
-class Disk(Section):
+class DiskSection(Section):
     """Where tiles go that find no place in main memory."""
 
     path: Folder
@@ -273,7 +273,7 @@ class Disk(Section):
         return existing("runtime.disk.path", path)
 
 
-class Runtime(Section):
+class RuntimeSection(Section):
     """StarPU: its workers, its memory, and how it schedules."""
 
     cpus: Workers = "all"
@@ -293,7 +293,7 @@ class Runtime(Section):
     """Bytes of main memory that tiles may take; null: no bound."""
     cuda_memory: Size | None = None
     """Bytes of each GPU's memory that tiles may take; null: 85 % of it."""
-    disk: Disk | None = None
+    disk: DiskSection | None = None
     """Where tiles go that find no place in main memory; needs `memory`."""
     window: Count | None = None
     """Most tasks that are submitted and have not ended yet; null: no bound."""
@@ -310,7 +310,7 @@ class Runtime(Section):
     GPUs without CPU workers."""
 
 
-class SchedulerFile(Runtime):
+class SchedulerFile(RuntimeSection):
     """A file that `scheduler` names holds keys of `runtime`, without the section's name, and may hold `accumulate`.
     Keys of the run's own YAML come before those of the file."""
 
@@ -318,7 +318,7 @@ class SchedulerFile(Runtime):
     """How partial results of a tile meet, where the config does not say."""
 
 
-class Sample(Section):
+class SampleSection(Section):
     """Text that `nntile train` has the model write at the end, as a sample."""
 
     prompt: str = "def "
@@ -331,14 +331,14 @@ class Sample(Section):
     """Draw from this many likeliest tokens; null: from all."""
 
 
-class Debug(Section):
+class DebugSection(Section):
     """What helps to find an error, and takes time."""
 
     nonfinite: Switch = False
     """Look at all that tasks write: a run whose loss is no finite number names the operator where it came from."""
 
 
-class Profile(Section):
+class ProfileSection(Section):
     """Of `nntile profile`; of `nntile analyze` the peaks."""
 
     steps: Count = 3
@@ -351,7 +351,7 @@ class Profile(Section):
     """Bytes/s that one worker can reach, with peak_flop; null: measured."""
 
     @model_validator(mode="after")
-    def _both(self) -> "Profile":
+    def _both(self) -> "ProfileSection":
         if (self.peak_flop is None) != (self.peak_bytes is None):
             raise ConfigError("profile.peak_flop, profile.peak_bytes: got one alone; allowed: both, or none")
         return self

@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from nntile_py.config.sections import Checkpoint, seconds
+from nntile_py.config.sections import CheckpointSection, seconds
 from nntile_py.errors import NNTileError
 from nntile_py.system.folders import sync
 from nntile_py.training import checkpoint
@@ -26,7 +26,7 @@ class Saver:
     files, facts: what each holds beside the arrays, see checkpoint.write; tell: shows a message."""
 
     def __init__(
-        self, how: Checkpoint, trainer: Trainer, folder: RunFolder, files: Mapping[str, str | bytes],
+        self, how: CheckpointSection, trainer: Trainer, folder: RunFolder, files: Mapping[str, str | bytes],
         facts: Mapping[str, Any], tell: Callable[[str], None],
     ) -> None:  # fmt: skip
         self.folder, self._how, self._trainer, self._tell = folder, how, trainer, tell

@@ -12,7 +12,7 @@ import tokenizers
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from nntile_py.config.run_config import RunConfig
-from nntile_py.config.sections import Data
+from nntile_py.config.sections import DataSection
 from nntile_py.data.array_cache import Arrays, kept
 from nntile_py.data.tokenizer import END_OF_TEXT, load_tokenizer, token_numbers
 from nntile_py.errors import ConfigError
@@ -94,7 +94,7 @@ def _key(documents: list[str], val_fraction: float, how: str) -> str:
     return digest.hexdigest()[:32]
 
 
-def read_documents(data: Data) -> list[str]:
+def read_documents(data: DataSection) -> list[str]:
     """The texts of a file or folder, in an order that depends on names only. ConfigError for one that is not UTF-8; in
     Python's standard library, which no user mends, such bytes become U+FFFD."""
     documents, left = [], data.max_bytes
