@@ -3,18 +3,21 @@
 from typing import Any
 
 from nntile_py.models.base import Model, ModelConfig
-from nntile_py.models.registry import find, from_hf
+from nntile_py.models.registry import find, from_hf, known
 
 __all__ = ["Model", "ModelConfig", "find", "from_hf"]
 
 
-def __getattr__(name: str) -> Any:
-    """GPT2, GPT2Config, ...: the models of this folder and their configs, found by their class names."""
-    if not name.startswith("_"):
-        from nntile_py.models.registry import known
+def _classes() -> dict[str, type]:
+    """The models of this folder and their configs, by name: GPT2, GPT2Config, ..."""
+    return {cls.__name__: cls for model in known().values() for cls in (model, model.Config)}
 
-        for cls in known().values():
-            for one in (cls, cls.Config):
-                if one.__name__ == name:
-                    return one
+
+def __getattr__(name: str) -> Any:
+    if not name.startswith("_") and name in (classes := _classes()):
+        return classes[name]
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, *_classes()])

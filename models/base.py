@@ -141,6 +141,10 @@ class Model:
         self._weights = weights
         self._params: list[Param] | None = None
 
+    def __repr__(self) -> str:
+        changed = self.config.model_dump(exclude={"type", "from_"}, exclude_defaults=True)
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in changed.items())})"
+
     def trace(self, g: Graph, batch: Batch) -> Traced:
         """The model's operators on one micro-batch; see docs/write-a-model.md."""
         raise NotImplementedError(f"{type(self).__name__} has no trace(g, batch)")

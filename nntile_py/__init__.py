@@ -1,6 +1,5 @@
 """Training transformers as tiled tasks on StarPU."""
 
-import ast
 import json
 from importlib import import_module
 from pathlib import Path
@@ -8,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from nntile_py.system.version import VERSION
 
-if TYPE_CHECKING:  # all that is found here, and where it lies: see _homes
+if TYPE_CHECKING:
     # isort: off
     from nntile_py import models as models, tasks as tasks, testing as testing, tiles as tiles
     from nntile_py.errors import (
@@ -38,32 +37,48 @@ if TYPE_CHECKING:  # all that is found here, and where it lies: see _homes
     from nntile_py.training.trainer import Trainer as Trainer
 
 __version__ = VERSION
-
-
-def _homes() -> dict[str, str]:
-    """{name: the module that has it}, read from the imports above."""
-    (block,) = (node for node in ast.parse(Path(__file__).read_text()).body if isinstance(node, ast.If))
-    lines = [line for line in block.body if isinstance(line, ast.ImportFrom)]
-    return {alias.name: str(line.module) for line in lines for alias in line.names}
+_PACKAGES = ("models", "tasks", "testing", "tiles")
+# The names of the Python interface, by the module that defines them; the imports above tell type checkers the same.
+_NAMES = {
+    "data.collators": ("CausalCollator", "LabelledCollator", "MaskedCollator"),
+    "errors": ("ConfigError", "NNTileError", "NotFinite", "TaskError"),
+    "execution.array": ("Array", "Tiles", "array", "empty", "zeros"),
+    "execution.python_task": ("Submitted", "task"),
+    "execution.runtime": ("Runtime",),
+    "graph.fusion": ("Fusion",),
+    "graph.graph": ("Graph",),
+    "graph.params": ("ONES", "ZEROS", "Batch", "Constant", "Joined", "Normal", "Part", "Traced"),
+    "inference.encoder": ("Encoder",),
+    "models.base": ("Model", "ModelConfig"),
+    "profiling.block": ("profile",),
+    "tasks.adamw": ("AdamW",),
+    "tasks.mask": ("Mask",),
+    "tasks.sgd": ("SGD",),
+    "training.step_handle": ("Pending", "StepResult"),
+    "training.trainer": ("Trainer",),
+}
+HOMES = {name: f"nntile_py.{module}" for module, names in _NAMES.items() for name in names}
+__all__ = [*HOMES, *_PACKAGES]
 
 
 def _has_cuda() -> bool:
-    """Whether the extension was compiled for CUDA. Where it was not, it finds ATen's libraries by itself."""
+    """Whether the extension was compiled for CUDA. Without CUDA it loads ATen's libraries itself."""
     info: dict[str, str] = json.loads((Path(__file__).parent / "_build_info.json").read_text())
     return bool(info["cuda"])
 
 
-_HOMES = _homes()
-__all__ = list(_HOMES)
-
-
 def __getattr__(name: str) -> Any:
-    """Imported at first use: `nntile --help` or a wrong config should not wait for what they do not need."""
+    """Import a name at its first use: `nntile --help` or a wrong config need no torch."""
     if name == "_core":
         if _has_cuda():
             import_module("torch")  # first: it loads CUDA's libraries from where its wheels keep them
         return import_module("nntile_py._core")
-    if name not in _HOMES:
+    if name in _PACKAGES:
+        return import_module(f"nntile_py.{name}")
+    if name not in HOMES:
         raise AttributeError(f"module 'nntile_py' has no attribute {name!r}")
-    home = _HOMES[name]
-    return import_module(f"{home}.{name}") if home == __name__ else getattr(import_module(home), name)
+    return getattr(import_module(HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, "__version__"])

@@ -7,4 +7,4 @@ import nntile_py as nt
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    return re.sub(r"^::: nt\.(\w+)", lambda m: f"::: {nt._HOMES[m[1]]}.{m[1]}", markdown, flags=re.M)
+    return re.sub(r"^::: nt\.(\w+)", lambda m: f"::: {nt.HOMES[m[1]]}.{m[1]}", markdown, flags=re.M)

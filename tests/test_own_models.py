@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import json
 import re
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -423,13 +426,39 @@ def test_what_a_star_exports() -> None:
 
 
 def test_what_is_exported() -> None:
-    """Each name of nt.__all__ is there, found without a list of its own."""
+    """Each name of nt.__all__ can be imported; dir, help and type checkers know the same names."""
     assert {"Model", "ModelConfig", "Traced", "Batch", "Normal", "ZEROS", "Part", "Joined", "Mask"} <= set(nt.__all__)
     for name in nt.__all__:
         assert getattr(nt, name) is not None
     assert nt.Joined.__module__ == "nntile_py.graph.params" and nt.tasks.__name__ == "nntile_py.tasks"
     with pytest.raises(AttributeError, match="no attribute 'Modell'"):
         nt.Modell  # noqa: B018
+    assert dir(nt) == sorted([*nt.__all__, "__version__"]) and {"GPT2", "GPT2Config", "find"} <= set(dir(nt.models))
+    (block,) = (node for node in ast.parse(Path(nt.__file__).read_text()).body if isinstance(node, ast.If))
+    typed = {alias.name: line.module for line in block.body if isinstance(line, ast.ImportFrom) for alias in line.names}
+    assert typed == nt.HOMES | dict.fromkeys(("models", "tasks", "testing", "tiles"), "nntile_py")
+
+
+def test_representations_say_what_an_object_is(runtime: nt.Runtime) -> None:
+    model = nt.models.GPT2(nt.models.GPT2Config(layers=1, embed=8, heads=2, vocab=20, positions=8))
+    with contextlib.closing(nt.Trainer(model, 2, 8, {"batch": 1})) as trainer:
+        ids = np.zeros((2, 8), int)
+        handle = trainer.submit({"input_ids": ids, "labels": ids})
+        handle.result()
+        assert repr(handle).endswith("of step 1: done>")
+        assert repr(trainer) == "<Trainer of GPT2: batch=2, seq=8, dtype='fp32', tiles {batch: 1}, 1 steps>"
+    assert repr(model) == "GPT2(vocab=20, layers=1, embed=8, heads=2, ffn=32, positions=8)" and "running" in repr(runtime)
+    assert repr(nt.Graph()) == "<Graph in fp32: 0 operators, 0 parameters>"
+    assert repr(nt.Encoder(model)) == "<Encoder of GPT2: output='hidden', dtype='fp32'>"
+
+
+def test_a_runtime_starts_and_stops_without_a_block() -> None:
+    code = (
+        "import nntile_py as nt; runtime = nt.Runtime(cpus=1).start(); assert nt.Runtime.current is runtime;"
+        "nt.array([1.0]); runtime.stop(); runtime.stop(); assert nt.Runtime.current is None; print(runtime)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.endswith("not running>\n")
 
 
 def test_a_loss_whose_labels_have_no_scale(runtime: nt.Runtime) -> None:

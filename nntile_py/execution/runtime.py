@@ -124,6 +124,20 @@ class Runtime:
             raise ConfigError(f"runtime.cuda: {cuda} is not allowed; this machine has {devices} CUDA devices")
         self._users: list[Any] = []
 
+    def __repr__(self) -> str:
+        memory = f", memory={self.memory}" if self.memory else ""
+        state = "running" if Runtime.current is self else "not running"
+        return f"<Runtime cpus={self.cpus}, cuda={self.cuda}, scheduler={self.scheduler!r}{memory}: {state}>"
+
+    def start(self) -> Runtime:
+        """Start the workers and return the runtime, which runs until `stop`: in a notebook, instead of `with`."""
+        return self.__enter__()
+
+    def stop(self) -> None:
+        """Wait for all tasks and stop the workers. Nothing happens if the runtime is not running."""
+        if Runtime.current is self:
+            self.__exit__()
+
     def __enter__(self) -> Runtime:
         if Runtime.current and Runtime.current.lent:
             Runtime.current.__exit__()

@@ -46,6 +46,9 @@ class Graph:
         self._phase = "forward"
         self._dropouts = 0
 
+    def __repr__(self) -> str:
+        return f"<Graph in {self.dtype}: {len(self.ops)} operators, {len(self.params)} parameters>"
+
     # -- building
 
     @contextmanager

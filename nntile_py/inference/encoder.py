@@ -121,6 +121,9 @@ class Encoder:
             options["tokenizer"] = load_tokenizer(path, "tokenizer")
         return cls(model, output, **options)
 
+    def __repr__(self) -> str:
+        return f"<Encoder of {type(self.model).__name__}: output={self.output!r}, dtype={self.dtype!r}>"
+
     @property
     def of_tokens(self) -> bool:
         """Whether the output has a row for each token, and not one for each text."""

@@ -39,6 +39,9 @@ class Pending:
         self.step, self._fetch, self._checked, self._limit = step, fetch, checked, skip_above_norm
         self.tokens = tokens  # padding is none
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of step {self.step}: {'done' if self.done() else 'running'}>"
+
     def done(self) -> bool:
         return bool(self._fetch.done())
 

@@ -137,6 +137,11 @@ class Trainer:
                 self._store.zero(self._built.update, tensor)
         self._runtime.at_exit(self)
 
+    def __repr__(self) -> str:
+        tiles = ", ".join(f"{axis}: {size}" for axis, size in self.spec.tiling.tiles.items()) or "uncut"
+        size = f"batch={self.batch}, seq={self.seq}, dtype={self.dtype!r}"
+        return f"<Trainer of {type(self.model).__name__}: {size}, tiles {{{tiles}}}, {self.steps} steps>"
+
     # -- what a step costs
 
     @property
