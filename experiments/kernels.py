@@ -238,7 +238,7 @@ class Clock:
         import torch
 
         self.torch, self.driver = torch, ctypes.CDLL("libcuda.so.1")
-        self.pool = torch.randn(int(2.2 * COLD / 2), device="cuda", dtype=torch.bfloat16)
+        self.pool = torch.randn(1 << 31, device="cuda", dtype=torch.bfloat16)  # room for two sets of the largest tiles
         self.scratch = torch.zeros(64 << 20, device="cuda", dtype=torch.uint8)
         self._known: dict[int, float] = {}
 
