@@ -1,4 +1,4 @@
-"""C++ headers of what Python declares: the arguments of kernels (tiles/arguments.py), the table of dtypes.
+"""Generates C++ headers from Python declarations: the arguments of kernels (tiles/arguments.py), the table of dtypes.
 
     scripts/args_headers.py ROOT FOLDER
 """
@@ -19,8 +19,8 @@ Fields = dict[str, Kind]
 
 
 def write(root: Path, folder: Path) -> list[str]:
-    """The headers in `folder`, NAME_args.h of the file NAME.py; one that would stay the same is not touched."""
-    files: dict[Path, dict[str, Fields]] = {}  # its classes of arguments
+    """Write NAME_args.h of NAME.py to `folder`, and return their paths; unchanged files keep their date."""
+    files: dict[Path, dict[str, Fields]] = {}  # classes of arguments by file
     for path in sorted([*root.glob("tasks/*.py"), *root.glob("tiles/*.py")]):
         nodes = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef)]
         found = {n.name: _fields(path, n) for n in nodes if "TaskArgs" in map(ast.unparse, n.bases)}
@@ -86,7 +86,7 @@ def _fields(path: Path, node: ast.ClassDef) -> Fields:
 
 
 def _check(path: Path, name: str, fields: Fields, classes: dict[str, Fields]) -> None:
-    """Every group is there, and what has no fixed number of ints is the last that has ints."""
+    """Check that nested classes exist, and that only the last field with ints has a varying number of ints."""
 
     def has_ints(kind: Kind) -> bool:
         if kind.group:
@@ -99,11 +99,11 @@ def _check(path: Path, name: str, fields: Fields, classes: dict[str, Fields]) ->
     last = ""
     for field, kind in fields.items():
         if kind.group and kind.base not in classes:
-            raise SystemExit(f"{path}: {name}.{field}: no class of arguments is called {kind.base}")
+            raise SystemExit(f"{path}: {name}.{field}: there is no class of arguments {kind.base}")
         if kind.optional and not has_ints(kind):
-            raise SystemExit(f"{path}: {name}.{field}: without an int nobody sees whether it is there")
+            raise SystemExit(f"{path}: {name}.{field}: an optional class needs an int field")
         if last and has_ints(kind):
-            raise SystemExit(f"{path}: {name}.{last} has to be the last that has ints; {field} comes after it")
+            raise SystemExit(f"{path}: {name}.{last} varies in length: only the last field with ints may, not {field}")
         last = field if varies(kind) else last
 
 
@@ -121,7 +121,7 @@ struct {name} {{
 
 
 def _member(name: str, kind: Kind) -> tuple[str, str]:
-    """Its declaration, its part of the constructor: members are made in the order of their declarations."""
+    """Return a member's declaration and initialiser; members are initialised in the order of declaration."""
     if kind.optional:
         type_, read = f"std::optional<{kind.base}>", f"r.group<{kind.base}>()"
     elif kind.group:

@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# Builds StarPU >= 1.4.8 once per user and prints its prefix, alone, on stdout.
+# Builds StarPU >= 1.4.8 once per user. Stdout is the installation prefix and nothing else.
 #   scripts/build_starpu.sh [--prefix DIR] [--tarball FILE] [--no-cuda] [--force]
-# Environment: NNTILE_STARPU_PREFIX, STARPU_TARBALL, CUDA_HOME, MAX_JOBS, and NNTILE_CUDA: 0 leaves CUDA out, 1 insists
-# on it and downloads a toolkit where none is complete (1.6 GB, in the cache); else it is used where a toolkit is found.
+# Environment: NNTILE_STARPU_PREFIX, STARPU_TARBALL, CUDA_HOME, MAX_JOBS, and NNTILE_CUDA: 0 builds without CUDA; 1 builds
+# with CUDA and downloads a toolkit (1.6 GB, in the cache) if none is complete; by default, CUDA is used if there is a toolkit.
 set -euo pipefail
 umask 022
 export LC_ALL=C
 
 oldest=1.4.8
-changes=7 # of what is changed in its sources below: one that this script built before is built anew
+changes=7 # version of the changes to StarPU's sources below; with another version, StarPU is built again
 cache=${XDG_CACHE_HOME:-$HOME/.cache}/nntile_py
 prefix=${NNTILE_STARPU_PREFIX:-}
 tarball=${STARPU_TARBALL:-}
@@ -31,13 +31,13 @@ done
 
 no_source() {
     say "$1"
-    say "StarPU's sources cannot be had from here. Either name a release tarball (1.4.10 is the version tried):"
+    say "StarPU's sources cannot be downloaded here. Either name a release tarball (1.4.10 is the tested version):"
     say "    STARPU_TARBALL=/path/to/starpu-1.4.10.tar.gz make setup"
-    say "or install StarPU >= $oldest so that 'pkg-config --modversion starpu-1.4' finds it (PKG_CONFIG_PATH counts)."
+    say "or install StarPU >= $oldest so that 'pkg-config --modversion starpu-1.4' finds it (see PKG_CONFIG_PATH)."
     exit 1
 }
 
-# StarPU compiles against all of these headers once CUDA is on, and some toolkits come without them.
+# With CUDA, StarPU includes all of these headers, and some toolkits lack them.
 cuda_dir=
 no_cuda="no CUDA toolkit found"
 find_cuda() {
@@ -47,14 +47,14 @@ find_cuda() {
         [ -n "$dir" ] && [ -x "$dir/bin/nvcc" ] || continue
         for header in cuda_runtime.h cublas_v2.h cublasLt.h cusparse.h cusolverDn.h; do
             [ -e "$dir/include/$header" ] && continue
-            no_cuda="nvcc is there but $dir/include/$header is not: install the rest of the CUDA toolkit"
+            no_cuda="$dir has nvcc but no include/$header: install the rest of the CUDA toolkit"
             continue 2
         done
         cuda_dir=$dir
         return
     done
 }
-# NVIDIA's wheels together are a toolkit, but for the names that a linker looks for. No GPU or driver is needed to build.
+# NVIDIA's wheels form a toolkit; only the file names that a linker expects are missing. Building needs no GPU or driver.
 download_cuda() {
     local release target python=python3 library
     release=$(nvcc --version 2>/dev/null | sed -n 's/.*release \([0-9.]*\),.*/\1/p')
@@ -72,10 +72,10 @@ download_cuda() {
     }
     cuda_dir=$(ls -d "$target"/nvidia/cu*)
 }
-if [ "$cuda" = 0 ]; then no_cuda="not wanted"; else find_cuda; fi
+if [ "$cuda" = 0 ]; then no_cuda="switched off"; else find_cuda; fi
 if [ "$cuda" = 1 ] && [ -z "$cuda_dir" ]; then download_cuda; fi
 
-# A prefix counts once its .pc file is there and no interrupted 'make install' left its mark.
+# A prefix is complete if it has a .pc file and no mark of an interrupted 'make install'.
 version_in() {
     [ ! -e "$1/.installing" ] || return 1
     PKG_CONFIG_LIBDIR=$1/lib/pkgconfig:$1/lib64/pkgconfig:$(pkg-config --variable pc_path pkg-config) \
@@ -112,8 +112,8 @@ apt_dir=$(mktemp -d)
 trap 'rm -rf "$work" "$apt_dir"; [ -z "${ticker:-}" ] || kill "$ticker" 2>/dev/null' EXIT
 trap 'exit 130' INT TERM HUP
 
-# Debian's source package, by apt, which checks signatures and hashes. Its lists, cache and sources file are private:
-# nothing of the system's apt changes. The archive is the one that the system's own sources name.
+# Downloads Debian's source package with apt, which checks signatures and hashes, from the archive that the system's apt
+# sources name. Lists, cache and sources file are private: the system's apt does not change.
 download() {
     command -v apt-get >/dev/null || no_source "no apt-get on this system"
     chmod 755 "$apt_dir"
@@ -182,9 +182,9 @@ if [ -z "$prefix" ]; then
     rm -rf "$prefix"
 fi
 
-# An idle worker spins on the core that it is bound to, and takes it from whoever else has work there: threads of other
-# processes, above all other workers, which come to a few per cent of their speed. Spinning is for the first 200 us, and
-# every turn offers the core; then a CPU worker looks every 50 us whether there is a task.
+# An idle worker of StarPU spins on its core and slows down other threads there to a few per cent of their speed, such as
+# workers of other processes. With this change, a worker spins for 200 us only and yields the core at each turn; then a CPU
+# worker looks for a task every 50 us.
 backoff=src/drivers/driver_common/driver_common.c
 cat >src/drivers/driver_common/idle.h <<'C'
 #include <sched.h>
@@ -207,29 +207,30 @@ fresh='delay <= (int)worker->config->conf.driver_spinning_backoff_min'
 sed -i "s/^\(\s*\)while *(delay--)/\1offer_core($fresh, worker->arch == STARPU_CPU_WORKER);\n&/; 0,/^#include <common/s//#include \"idle.h\"\n&/" $backoff
 grep -q '^\s*offer_core(' $backoff && grep -q '^#include "idle.h"' $backoff || say "$backoff has changed: idle workers will keep their cores busy"
 
-# Built with FxT, StarPU remembers each task that has read a tile until the tile is written again, 32 bytes a read, although
-# nothing is traced: memory that grew with every evaluation and every array that was looked at.
+# With FxT, StarPU records each read of a tile (32 bytes) until the next write, also without a trace: memory grew with each
+# evaluation.
 deps=src/core/dependencies/implicit_data_deps.c
 sed -i '/^void _starpu_release_data_enforce_sequential_consistency(/,/^}/s/^#ifndef STARPU_USE_FXT/#ifdef STARPU_USE_FXT\n\t\tif (_starpu_bound_recording || _starpu_fxt_started)\n#else/' $deps
 grep -q '|| _starpu_fxt_started' $deps || say "$deps has changed: memory will grow by 32 bytes at each read of a tile"
 
-# Models of the installation folder are nobody's here, and a StarPU that was moved ("make bundle") warns that it is gone.
+# The installation folder has no performance models, and a StarPU that was moved ("make bundle") warns that the folder is
+# missing.
 sed -i '/^\s*_perf_model_add_dir(STARPU_SAMPLING_DIR,/d' src/core/perfmodel/perfmodel.c
 
-# A worker that evicts from main memory to a disk goes on serving requests while it waits. One that makes room on a device
-# would evict from there to main memory, which is refused meanwhile, and it would never come back.
+# A worker that evicts tiles from main memory to a disk serves other requests meanwhile. A request for room on a device
+# would evict tiles to main memory, which is refused during an eviction: a deadlock, which this change avoids.
 copies=src/datawizard/copy_driver.c
 sed -i 's/DO_NOT_ALLOC || _starpu_is_reclaiming(dst_node))/DO_NOT_ALLOC || _starpu_is_reclaiming(dst_node) || (starpu_node_get_kind(dst_node) == STARPU_CUDA_RAM \&\& _starpu_is_reclaiming(STARPU_MAIN_RAM)))/' $copies
 grep -q '_starpu_is_reclaiming(STARPU_MAIN_RAM)' $copies || say "$copies has changed: a disk beside CUDA devices may come to a standstill"
 
-# Copies from one device to another that may be under way at a time: 2 that were asked for ahead of a task, 5 that one waits
-# for. Ours lie on a stream behind the kernels that write what they copy, and a layer's weights are twelve of them.
+# StarPU runs at most 2 prefetches and 5 other copies between two devices at a time. Our copies queue on a stream behind the
+# kernels that write their data, and a layer's weights are twelve copies.
 requests=src/datawizard/data_request.h
 sed -i -E 's/^(#define MAX_PENDING_(PREFETCH_)?REQUESTS_PER_NODE) [0-9]+/\1 16/' $requests
 [ "$(grep -cE '^#define MAX_PENDING_(PREFETCH_)?REQUESTS_PER_NODE 16' $requests)" = 2 ] || say "$requests has changed: few copies will travel at a time"
 
-# What will not be used soon is to be the first to make room on a device. StarPU does so only with tiles that have a place of
-# their own in main memory; ours have none. Theirs alone are ever "dirty", too, and what is not goes to the end of the list.
+# Tiles marked as unused for long should be evicted from a device first. StarPU does this only for tiles with a home in main
+# memory; ours have none. Also, StarPU marks only such tiles "dirty", and moves other tiles to the end of the eviction list.
 chunks=src/datawizard/memalloc.c
 device='starpu_node_get_kind(node) == STARPU_CUDA_RAM'
 sed -i "s/if (mc->data && mc->data->home_node != -1)/if (mc->data \&\& (mc->data->home_node != -1 || $device))/
@@ -237,7 +238,7 @@ sed -i "s/if (mc->data && mc->data->home_node != -1)/if (mc->data \&\& (mc->data
     /^void _starpu_memchunk_recently_used/,/^}/s/mc->wontuse = 0;/&\n\tif (mc->data \&\& mc->data->home_node == -1 \&\& $device)\n\t\tmc->clean = 0;/" $chunks
 [ "$(grep -c STARPU_CUDA_RAM $chunks)" = 3 ] || say "$chunks has changed: tiles will leave a full device in the order of their use"
 
-# blocking drivers stay off: they set the pipeline of tasks per CUDA device to 0.
+# Blocking drivers stay off: they set the pipeline of tasks per CUDA device to 0.
 flags=(--prefix="$prefix" --libdir="$prefix/lib" --disable-static --enable-fast
     --enable-maxcpus=256 --enable-maxcudadev=8 --enable-maxbuffers=16 --enable-maxnodes=16
     --disable-build-doc --disable-build-examples --disable-build-tests --disable-opencl --disable-hip --disable-socl
@@ -255,8 +256,8 @@ pkg-config --exists hwloc || { flags+=(--without-hwloc); say "no hwloc: workers 
 pkg-config --exists fxt || { flags+=(--disable-fxt); say "no FxT: no traces (apt-get install libfxt-dev)"; }
 command -v mpicc >/dev/null || { flags+=(--disable-mpi); say "no MPI: one node only (apt-get install libopenmpi-dev)"; }
 
-# Runs a command, its output to the log; now and then a line says where it is. Lock and stdout, which is the answer, are
-# none of what says it.
+# Runs a command with its output in the log, and prints its progress now and then. The printing process holds neither the
+# lock nor stdout.
 ticker=
 slowly() {
     local status=0 from

@@ -1,16 +1,16 @@
 #!/usr/bin/env bash
 # In a bundle (make bundle): compiles the extension against the torch of this machine. No network, no root.
 #   ./install.sh             then: . ./env.sh; nntile doctor
-#   PYTHON=python3           the interpreter that has torch; NNTILE_ARCH: the extension's -march (native)
-# Once more after moving the folder, or after another torch was installed.
+#   PYTHON=python3           interpreter with torch; NNTILE_ARCH: -march for the extension (native)
+# Run the script again after moving the folder and after installing another torch.
 set -euo pipefail
 cd "$(dirname "$0")"
 say() { echo "install: $*" >&2; }
 die() { say "$*"; exit 1; }
-[ -d starpu-cpu ] || die "this script runs in the folder that 'make bundle' makes"
+[ -d starpu-cpu ] || die "this script works in the folder that 'make bundle' creates"
 python=$(command -v "${PYTHON:-python3}") || die "no ${PYTHON:-python3}"
-# Torch's libstdc++ is shared. A compiler that comes with a static one only puts a second one beside it, and streams crash.
-# (Where there is no other, attention goes without cuDNN's frontend, which uses them: see setup.py.)
+# Torch uses a shared libstdc++. A compiler with only a static libstdc++ links a second copy, and streams crash. If there is
+# no other compiler, attention is compiled without cuDNN's frontend, which uses streams (setup.py).
 compiler=
 for name in "${CXX:-g++}" g++ /usr/bin/g++; do
     command -v "$name" >/dev/null || continue
@@ -19,14 +19,14 @@ for name in "${CXX:-g++}" g++ /usr/bin/g++; do
 done
 export CXX=${compiler:?install: no g++}
 
-# One line each: where CUDA's libraries are (empty without a CUDA torch), then which wheels are wanted.
+# Reads two lines: the folders of CUDA's libraries (empty without a CUDA torch), and the wheels to install.
 { read -r cuda_libs; read -r missing; } < <("$python" - <<'PY'
 import glob, importlib.metadata as metadata, os, shutil, sys, sysconfig
 try:
     import torch
     from torch.utils.cpp_extension import CUDA_HOME
 except ImportError as error:
-    sys.exit(f"install: {sys.executable} has no torch ({error}); PYTHON=... names one that has")
+    sys.exit(f"install: {sys.executable} has no torch ({error}); PYTHON=... names another interpreter")
 if sys.version_info < (3, 11) or [int(n) for n in torch.__version__.split(".")[:2]] < [2, 11]:
     sys.exit("install: Python >= 3.11 and torch >= 2.11 are needed")
 if not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h")):
@@ -49,7 +49,7 @@ rm -rf site
 mkdir -p site bin
 if [ -n "$missing" ]; then
     say "wheels: $missing"
-    # tokenizers alone goes without its dependencies: they serve downloads.
+    # The dependencies of tokenizers are left out: they serve downloads only.
     for name in $missing; do
         deps=; [ "$name" != tokenizers ] || deps=--no-deps
         # shellcheck disable=SC2086
@@ -64,7 +64,7 @@ if [ -n "$cuda_libs" ]; then
 fi
 
 cat >env.sh <<ENV
-# Written by install.sh. To be sourced.
+# Written by install.sh. Source this file.
 nntile_bundle=\$(cd "\$(dirname "\${BASH_SOURCE[0]:-\$0}")" && pwd)
 export PATH="\$nntile_bundle/bin:\$nntile_bundle/$starpu/bin:\$nntile_bundle/site/bin:\$PATH"
 export PYTHONPATH="\$nntile_bundle/src:\$nntile_bundle/site\${PYTHONPATH:+:\$PYTHONPATH}"
@@ -77,20 +77,20 @@ exec "$python" -c 'from nntile_py.cli import main; main()' "\$@"
 NNTILE
 chmod +x bin/nntile
 
-# Installed, these folders are packages inside nntile_py.
+# These folders are packages inside nntile_py.
 for folder in tasks tiles models scheduler_configs experiments; do ln -sfn ../$folder src/nntile_py/$folder; done
 say "compiling the extension, with $starpu"
 # shellcheck disable=SC1091
 . ./env.sh
 cd src
 mkdir -p build
-# A compiler that nobody tried may warn of something new.
+# An untested compiler may have new warnings, which are no errors here.
 NNTILE_STARPU_PREFIX=$PWD/../$starpu NNTILE_CUDNN_FRONTEND=$PWD/../cudnn-frontend/include NNTILE_WERROR=0 "$python" setup.py -q build_ext --inplace >build/ext.log 2>&1 ||
     { { grep -A 5 'error: ' build/ext.log || tail -n 20 build/ext.log; } | head -n 60 >&2; die "compilation failed; log: src/build/ext.log"; }
 "$python" -c 'import nntile_py._core' || die "the extension does not load"
 if compgen -G 'nntile_py/_mpi*.so' >/dev/null; then
-    "$python" -c 'import nntile_py._mpi' || die "the extension's part for MPI does not load"
+    "$python" -c 'import nntile_py._mpi' || die "the extension for MPI does not load"
 else
-    say "for one machine: there is no mpicc, or its MPI is not of the kind that StarPU was built for, Open MPI 4.1 or 5"
+    say "without runs on several machines: no mpicc, or its MPI is not Open MPI 4.1 or 5, which StarPU was built for"
 fi
 say "done: . ./env.sh; nntile doctor"

@@ -1,11 +1,13 @@
 """A running StarPU for a module's tests, processes of their own for the others."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,10 +21,33 @@ sys.dont_write_bytecode = False
 CPUS = min(2, len(os.sched_getaffinity(0)))
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files of many tests first: with two files at a time a long one is not left for the end."""
+SECONDS = "nntile_py/seconds of files"  # in pytest's cache
+STARTS = 20  # the time of a test in a file that starts processes, in tests of other files
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Long files first: a long file at the end would keep one of two cores idle.
+
+    The last run on this machine tells how long a file takes, else the number of its tests.
+    """
+    seconds = config.cache.get(SECONDS, {}) if config.cache else {}
     many = Counter(item.path for item in items)
-    items.sort(key=lambda item: -many[item.path])
+    starts = {path for path in many if re.search(r"\bsubprocess\b|\bpython: ", path.read_text())}
+    weight = {path: seconds.get(path.name, many[path] * (STARTS if path in starts else 1) / 10) for path in many}
+    items.sort(key=lambda item: (-weight[item.path], item.path))
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """Print the seconds of the longest files; a run of several files is remembered for the next run's order."""
+    files: Counter[str] = Counter()
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if isinstance(report, pytest.TestReport):
+                files[Path(report.location[0]).name] += report.duration
+    if len(files) > 1 and config.cache:
+        config.cache.set(SECONDS, config.cache.get(SECONDS, {}) | dict(files))
+        longest = ", ".join(f"{name} {seconds:.0f}" for name, seconds in files.most_common(12))
+        terminalreporter.write_line(f"seconds of files, {sum(files.values()):.0f} in all: {longest}")
 
 
 @pytest.fixture(scope="module")

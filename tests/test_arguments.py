@@ -88,11 +88,11 @@ def test_a_header_for_each_file_is_touched_when_it_changes(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("fields", "why"),
     [
-        ("rest: tuple[int, ...]\n    n: int", "OneArgs.rest has to be the last that has ints; n comes after it"),
-        ("tail: Tail\n    n: int", "OneArgs.tail has to be the last that has ints; n comes after it"),
+        ("rest: tuple[int, ...]\n    n: int", "OneArgs.rest varies in length: only the last field with ints"),
+        ("tail: Tail\n    n: int", "OneArgs.tail varies in length: only the last field with ints may, not n"),
         ("x: dict[str, int]", r"OneArgs.x: an argument of a kernel cannot be a dict\[str, int\]"),
-        ("x: Missing", "OneArgs.x: no class of arguments is called Missing"),
-        ("x: Floats | None", "OneArgs.x: without an int nobody sees whether it is there"),
+        ("x: Missing", "OneArgs.x: there is no class of arguments Missing"),
+        ("x: Floats | None", "OneArgs.x: an optional class needs an int field"),
     ],
 )
 def test_declarations_that_cpp_could_not_read_are_refused(tmp_path: Path, fields: str, why: str) -> None:

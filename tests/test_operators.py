@@ -10,8 +10,10 @@ from operators_contract import linear
 
 import nntile_py as nt
 from nntile_py import tasks as ops
+from nntile_py.graph.lowering import lower
 from nntile_py.tasks import Op, Tensor
 from nntile_py.testing import SIZES, Case, check
+from nntile_py.tiles import Tiling
 
 POLICIES = ("chain", "commute", "redux", "tree")
 TILINGS: dict[str, dict[str, int]] = {
@@ -35,19 +37,37 @@ def test_every_operator_has_a_row() -> None:
     }
 
 
-@pytest.mark.parametrize(
-    ("tiling", "policy"),
-    [("uncut", "chain"), ("even", "chain"), ("even", "tree"), *(("ragged", policy) for policy in POLICIES)],
-)
-@every_row
-def test_in_fp64(runtime: nt.Runtime, row: Any, tiling: str, policy: str) -> None:
-    check(row, TILINGS[tiling], policy, "fp64")
+def check_programs(row: Any, dtype: str, *combinations: tuple[str, str]) -> None:
+    """Check the row for each (tiling, policy); two policies often give the same program, which runs once."""
+    checked = set()
+    for tiling, policy in combinations:
+        case, tiles = Case(SIZES, dtype), TILINGS[tiling]
+        row(case)
+        cut = Tiling({axis: tile for axis, tile in tiles.items() if axis not in case.whole})
+        if (digest := lower(case.graph, cut, policy).tasks.digest()) not in checked:
+            checked.add(digest)
+            check(row, tiles, policy, dtype)
 
 
-@pytest.mark.parametrize(("tiling", "policy"), [("uncut", "chain"), ("ragged", "redux")])
 @every_row
-def test_in_fp32(runtime: nt.Runtime, row: Any, tiling: str, policy: str) -> None:
-    check(row, TILINGS[tiling], policy, "fp32")
+def test_in_fp64(runtime: nt.Runtime, row: Any) -> None:
+    ragged = (("ragged", policy) for policy in POLICIES)
+    check_programs(row, "fp64", ("uncut", "chain"), ("even", "chain"), ("even", "tree"), *ragged)
+
+
+@every_row
+def test_in_fp32(runtime: nt.Runtime, row: Any) -> None:
+    check_programs(row, "fp32", ("uncut", "chain"), ("ragged", "redux"))
+
+
+def test_policies_give_other_programs_only_where_partial_sums_meet() -> None:
+    """What check_programs skips: all policies of a sum differ, those of an element-wise operator are the same."""
+    programs = {}
+    for name in ("Sum", "Add"):
+        case = Case(SIZES, "fp64")
+        ROWS[name](case)
+        programs[name] = {lower(case.graph, Tiling(TILINGS["ragged"]), policy).tasks.digest() for policy in POLICIES}
+    assert [len(programs[name]) for name in ("Sum", "Add")] == [len(POLICIES), 1]
 
 
 LARGE = {"batch": 5, "seq": 47, "embed": 530, "ffn": 75, "heads": 2, "head_dim": 19, "key": 33}
