@@ -266,7 +266,7 @@ def predicted(g: Graph, batch: Batch, c: Any, x: Tensor) -> tuple[Tensor, Tensor
     most = batch.seq if batch.packed else min(batch.seq, c.masked or 0)
     if c.masked == 0 or not most or not g.training:
         return x, g.input("labels", tokens, **options, scale="loss_scale")
-    g.input("labels", tokens, **options, most=most)
+    g.input("labels", tokens, **options, max_count=most)
     masked = {"batch": batch.size, "masked": most}
     places = g.input(
         "masked_places", masked, below=batch.seq, ignored=NOWHERE,

@@ -13,7 +13,7 @@ from typing import ClassVar, Literal, get_args
 import numpy as np
 
 from nntile_py.errors import ConfigError
-from nntile_py.tiles import ACC, Access, Part, R, TaskArgs, Tiling, W
+from nntile_py.tiles import ACC, Access, R, TaskArgs, TileRange, Tiling, W
 
 from .attention_dropout import ScoresDropout, steps_of
 from .attention_naive import naive, scores_axes
@@ -147,7 +147,7 @@ class Attention(Op):
 
     def flop(self) -> float:
         (x, seq), (k, key) = self._queries, self._keys
-        area = self.mask.band.area(Part(0, x.size(seq)), Part(0, k.size(key))) * self.mask.share(k.size(key))
+        area = self.mask.band.area(TileRange(0, x.size(seq)), TileRange(0, k.size(key))) * self.mask.share(k.size(key))
         return 4.0 * math.prod(self.lse.shape[:2]) * self.output.size("head_dim") * area
 
     # -- lowering
@@ -195,7 +195,7 @@ class Attention(Op):
         """Return whether query tiles of different heads read the same tile of k."""
         return self.group > 1 and low.parts(self.output, "heads")[0].size < self.group and low.cut(self.output, "heads")
 
-    def parts(self, low: Lowering, at: Index, key: Index) -> tuple[Part, Part]:
+    def parts(self, low: Lowering, at: Index, key: Index) -> tuple[TileRange, TileRange]:
         k, axis = self._keys
         return low.part(self.output, "seq", at), low.part(k, axis, key)
 

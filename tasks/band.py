@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from nntile_py.tiles import Part
+from nntile_py.tiles import TileRange
 
 
 @dataclass(frozen=True)
@@ -26,12 +26,12 @@ class Band:
     window: int | None = None
     two_sided: bool = False
 
-    def area(self, seq: Part, key: Part) -> float:
+    def area(self, seq: TileRange, key: TileRange) -> float:
         """Return the pairs in the tile for counts of flop; as usual, pairs on the causal diagonal count half."""
         diagonal = max(min(seq.end, key.end) - max(seq.offset, key.offset), 0) if self.causal else 0
         return self.pairs(seq, key) - diagonal / 2
 
-    def pairs(self, seq: Part, key: Part) -> int:
+    def pairs(self, seq: TileRange, key: TileRange) -> int:
         """Return the number of attended pairs of positions in the tile."""
         if not (self.causal or self.window):
             return seq.size * key.size
@@ -48,22 +48,22 @@ class Band:
             return from_on(1 - self.window) - from_on(self.window)
         return from_on(0) - (from_on(self.window) if self.window else 0)
 
-    def empty(self, seq: Part, key: Part) -> bool:
+    def empty(self, seq: TileRange, key: TileRange) -> bool:
         """Return whether the tile is fully masked."""
         first, end = self.reach(seq)
         return key.end <= first or key.offset >= end
 
-    def reach(self, seq: Part) -> tuple[int, float]:
+    def reach(self, seq: TileRange) -> tuple[int, float]:
         """Return the first attended key of the tile's queries and the end of the attended keys, possibly infinite."""
         first = max(seq.offset - self.window + 1, 0) if self.window else 0
         end = seq.end - 1 + self.window if self.two_sided and self.window else math.inf
         return first, seq.end if self.causal else end
 
-    def cuts_causal(self, seq: Part, key: Part) -> bool:
+    def cuts_causal(self, seq: TileRange, key: TileRange) -> bool:
         """Return whether the causal diagonal crosses the tile."""
         return self.causal and key.end > seq.offset
 
-    def cuts_window(self, seq: Part, key: Part) -> bool:
+    def cuts_window(self, seq: TileRange, key: TileRange) -> bool:
         """Return whether the window masks keys of the tile for its last or its first query."""
         if not self.window:
             return False
@@ -88,7 +88,7 @@ def share_in_tiles(band: Band, seq: int, key: int, tiles: tuple[int, int]) -> fl
     """Return the fraction of all pairs in non-empty tiles [seq, key] of this size."""
     pairs = 0
     for offset in range(0, seq, tiles[0]):
-        part = Part(offset, min(tiles[0], seq - offset))
+        part = TileRange(offset, min(tiles[0], seq - offset))
         first, end = band.reach(part)
         last = min(-(-int(min(end, key)) // tiles[1]) * tiles[1], key)
         pairs += part.size * (last - first // tiles[1] * tiles[1])

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from nntile_py.errors import ConfigError
-from nntile_py.tiles import Access, Part, R, TaskArgs, Tiling
+from nntile_py.tiles import Access, R, TaskArgs, TileRange, Tiling
 
 from .band import Band
 from .elementwise import DropoutArgs
@@ -106,7 +106,7 @@ class Mask:
             if (tile := tiling.tile("batch", batch)) > 1:
                 raise ConfigError(f"tiles.batch: got {tile}; allowed: 1, where a mask has segments of {batch} rows")
 
-    def limits(self, seq: Part, key: Part, dropout: DropoutArgs | None = None) -> Limits | None:
+    def limits(self, seq: TileRange, key: TileRange, dropout: DropoutArgs | None = None) -> Limits | None:
         """Return a kernel's arguments for the masks of a tile; None: at most the causal diagonal."""
         if not (self.inputs or dropout or self.band.cuts_window(seq, key)):
             return None

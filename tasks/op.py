@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
-from nntile_py.tiles import Access, Part, TaskArgs, TaskList, Tile, Tiling
+from nntile_py.tiles import Access, TaskArgs, TaskList, Tile, TileRange, Tiling
 from nntile_py.tiles.arguments import NO_ARGS
 from nntile_py.tiles.dtypes import accumulation_dtype as accumulation_dtype
 from nntile_py.tiles.tasklist import PythonKernel
@@ -73,7 +73,7 @@ class Tensor:
         if not self.banded:
             return self.numel
         seq, key = self.size("seq"), self.size("key")
-        return self.numel // (seq * key) * self.band.pairs(Part(0, seq), Part(0, key))
+        return self.numel // (seq * key) * self.band.pairs(TileRange(0, seq), TileRange(0, key))
 
     @property
     def banded(self) -> bool:
@@ -135,10 +135,10 @@ class Lowering:
     def policy(self) -> str:
         return self.tasks.policy
 
-    def parts(self, tensor: Tensor, axis: str) -> list[Part]:
+    def parts(self, tensor: Tensor, axis: str) -> list[TileRange]:
         return self.tiling.parts(axis, tensor.size(axis))
 
-    def part(self, tensor: Tensor, axis: str, index: Index) -> Part:
+    def part(self, tensor: Tensor, axis: str, index: Index) -> TileRange:
         return self.parts(tensor, axis)[index[axis]]
 
     def cut(self, tensor: Tensor, axis: str) -> bool:

@@ -23,7 +23,7 @@ from nntile_py.graph.step import StepSpec
 from nntile_py.graph.timings import KEYS, Timing, Timings
 from nntile_py.models.base import Model
 from nntile_py.tiles import TaskList, Tiling, device_model
-from nntile_py.tiles.rank_tasks import SEND, Message
+from nntile_py.tiles.rank_tasks import SEND, MessageTask
 
 BATCH, SEQ, VOCAB = 6, 12, 67
 SIZES: dict[str, Any] = {"layers": 2, "embed": 24, "heads": 3, "ffn": 50, "vocab": VOCAB, "positions": 16}
@@ -88,7 +88,7 @@ def database(spec: StepSpec, seed: int) -> Timings:
 
 
 def sent_bytes(tasks: TaskList) -> int:
-    return sum(one.size for one in tasks.tasks if isinstance(one, Message) and one.kernel == SEND)
+    return sum(one.size for one in tasks.tasks if isinstance(one, MessageTask) and one.kernel == SEND)
 
 
 def planned(lists: list[TaskList], ranks: Ranks | None) -> list[int]:
@@ -100,7 +100,9 @@ def planned(lists: list[TaskList], ranks: Ranks | None) -> list[int]:
     speed = device_model.rank(ranks.cores)
     nodes = of_ranks(lists, ranks.size, speed, nt.Runtime.current.shard_weights)
     first = played(nodes, 1, speed, device_model.network(speed.link_s))
-    found = [sum(t.size for one in own for t in one if isinstance(t, Message) and t.kernel == SEND) for own in nodes]
+    found = [
+        sum(t.size for one in own for t in one if isinstance(t, MessageTask) and t.kernel == SEND) for own in nodes
+    ]
     assert sum(one.between for one in first) == found[0]
     return found
 
@@ -117,7 +119,7 @@ def profiled(trainer: nt.Trainer, out: str) -> dict[str, Any]:
     trace = found.trace(trainer.update_list)
     early = [int(trace.end[b] - trace.start[task]) for task, before in enumerate(trace.before) for b in before]
     across = [(b, t) for t, before in enumerate(trace.before) for b in before if trace.rank[b] != trace.rank[t]]
-    own = sum(not isinstance(task, Message) for tasks in found.programs for task in tasks.tasks)
+    own = sum(not isinstance(task, MessageTask) for tasks in found.programs for task in tasks.tasks)
     with nt.profile(f"{out}-block") as block:
         trainer.step(inputs(3, BATCH))
     return {

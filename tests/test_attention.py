@@ -22,7 +22,7 @@ from nntile_py.tasks.elementwise import add
 from nntile_py.tasks.mask import Mask
 from nntile_py.tasks.op import Tensor
 from nntile_py.testing import Case, check, error, ids, offsets, padding
-from nntile_py.tiles import Part, Tiling
+from nntile_py.tiles import TileRange, Tiling
 
 FORMS = BACKENDS
 MASKS = [
@@ -365,7 +365,7 @@ def test_bands(band: Band, tile: int, size: int) -> None:
         assert band.pairs(seq, key) == inside.sum()
         total += band.area(seq, key)
         there += inside.size * bool(inside.any())
-    assert total == band.area(Part(0, size), Part(0, size))
+    assert total == band.area(TileRange(0, size), TileRange(0, size))
     assert abs(total - allowed.sum()) <= size
     scores = Tensor("scores", ["heads", "seq", "key"], [3, size, size], "fp32", band=band)
     assert scores.elements == 3 * allowed.sum()

@@ -13,7 +13,7 @@ from traces import independent, info, scheduled
 from nntile_py.profiling import diagnosis, trace_analysis
 from nntile_py.system import load
 from nntile_py.system.load import Load, cores
-from nntile_py.tiles.dependencies import Use
+from nntile_py.tiles.dependencies import TileUse
 
 PEAKS = {"CPU": trace_analysis.Peak(1e9, 1e9, "test"), "CUDA": trace_analysis.Peak(1e9, 1e9, "test")}
 TILES = {"batch": {"size": 8, "tile": 4, "tiles": 2}, "embed": {"size": 96, "tile": 96, "tiles": 1}}
@@ -21,7 +21,7 @@ TILES = {"batch": {"size": 8, "tile": 4, "tiles": 2}, "embed": {"size": 96, "til
 
 def test_a_peak_is_at_least_what_a_task_reached() -> None:
     """A machine that was busy while the peak was measured: a product above the roofline would be none."""
-    work = [info("Contract", [Use(k, "W")], flop=1e6, size=400) for k in range(4)]
+    work = [info("Contract", [TileUse(k, "W")], flop=1e6, size=400) for k in range(4)]
     trace = scheduled(work, [1_000, 250, 2_000, 500])  # the best: 1e6 flop in 250 us
     low = trace_analysis.Peak(1e9, 1e9, "measured", 0.4)
     raised = trace_analysis.at_least_seen(low, trace, "CPU")

@@ -26,7 +26,7 @@ from nntile_py.graph.step import Step, StepSpec
 from nntile_py.measure import worker
 from nntile_py.measure.sweep_spec import METRICS, Measure
 from nntile_py.tiles import R, Task, TaskList, Tile, Tiling, W, device_model
-from nntile_py.tiles.allreduce import Network, Piecewise, Place, Transfer, all_reduce, with_sums
+from nntile_py.tiles.allreduce import ClusterNode, Network, Piecewise, Transfer, all_reduce, with_sums
 from nntile_py.tiles.placement import Speed, place
 from nntile_py.tiles.rank_tasks import MOST_BYTES, RECEIVE, SEND
 
@@ -66,7 +66,9 @@ def test_every_node_gets_the_sum_of_all(nodes: int, words: int) -> None:
     """Messages match, and carry what is said; what a node has taken in, when it has added, is of all nodes."""
     tile = Tile("w.grad", (0,), (words,), "fp32", persistent=True)
     maker = Task("make", [W(tile)], worker=0)
-    lists = [all_reduce(tile, maker, Place(node, nodes, SLOW, 1, HAND), itertools.count(), 0) for node in range(nodes)]
+    lists = [
+        all_reduce(tile, maker, ClusterNode(node, nodes, SLOW, 1, HAND), itertools.count(), 0) for node in range(nodes)
+    ]
     sends = [{t.tag: t for t in one if isinstance(t, Transfer) and t.kernel == SEND} for one in lists]
     holds: list[set[int]] = [{node} for node in range(nodes)]
     rounds = [[t for t in one if isinstance(t, Transfer) and t.kernel == RECEIVE] for one in lists]
@@ -95,7 +97,7 @@ def test_every_node_gets_the_sum_of_all(nodes: int, words: int) -> None:
 
 def test_sums_follow_the_last_contribution() -> None:
     first = gpt2(4, 1).first.tasks
-    made = with_sums(first.tasks, Place(0, 2, SLOW, 1, HAND))
+    made = with_sums(first.tasks, ClusterNode(0, 2, SLOW, 1, HAND))
     written = {a.tile for t in first.tasks for a in t.accesses if a.mode != "R" and a.tile.persistent}
     summed = {t.accesses[0].tile: k for k, t in enumerate(made) if isinstance(t, Transfer) and t.kernel == SEND}
     assert summed.keys() == {tile for tile in written if not tile.part("batch")}
@@ -105,7 +107,7 @@ def test_sums_follow_the_last_contribution() -> None:
             if not isinstance(task, Transfer | Piecewise) and access.mode != "R" and access.tile in summed:
                 assert k < summed[access.tile]
     assert [t for t in made if not isinstance(t, Transfer | Piecewise)] == first.tasks
-    assert with_sums(first.tasks, Place(0, 1, SLOW, 1, HAND)) == first.tasks
+    assert with_sums(first.tasks, ClusterNode(0, 1, SLOW, 1, HAND)) == first.tasks
 
 
 def test_by_hand() -> None:
@@ -115,7 +117,7 @@ def test_by_hand() -> None:
     first.emit("x", [W(tile)], flop=4e9)
     update.emit("y", [W(out), R(tile)], flop=1e9)
     lists = [first.resolve().tasks, update.resolve().tasks]
-    nodes = [[with_sums(lists[0], Place(node, 2, SLOW, 1, HAND)), lists[1]] for node in range(2)]
+    nodes = [[with_sums(lists[0], ClusterNode(node, 2, SLOW, 1, HAND)), lists[1]] for node in range(2)]
     travel = 1e-3 + 2e-3 + 2 * 0.1e-3  # through the card, on its way, handled on both sides
     add = 250_000 / 1e12 + 0.5e-3
     for played_nodes in (nodes, nodes[:1]):
@@ -134,7 +136,7 @@ def test_messages_of_a_card_go_one_after_the_other() -> None:
     first, empty = TaskList(), TaskList()
     first.emit("x", [W(tile)], flop=0.0)
     tasks, network = first.resolve().tasks, replace(SLOW, message=0.0, latency=1e-3)
-    nodes = [[with_sums(tasks, Place(node, 3, network, 1, HAND)), empty.tasks] for node in range(3)]
+    nodes = [[with_sums(tasks, ClusterNode(node, 3, network, 1, HAND)), empty.tasks] for node in range(3)]
     gradients, _ = played(nodes, 1, HAND, network)
     add = 2 * 250_000 / 1e12 + 0.5e-3
     assert gradients.seconds == pytest.approx(0.5e-3 + 2 * (2e-3 + 1e-3) + add)
@@ -145,7 +147,7 @@ def test_what_cannot_hide_goes_through_all_cards() -> None:
     tasks = place(gpt2(8, 2).first.tasks, 2, device_model.GPU["bf16"]).tasks
     slow, sent = replace(SLOW, latency=1e-6, bytes_s=1e7), []
     for share in (1, 2):
-        at = Place(0, 3, replace(slow, share=share), 2, device_model.GPU["bf16"])
+        at = ClusterNode(0, 3, replace(slow, share=share), 2, device_model.GPU["bf16"])
         made = with_sums(tasks, at)
         sent.append(sum(t.size for t in made if isinstance(t, Transfer) and t.kernel == SEND))
         kinds = Counter(t.kernel for t in made if isinstance(t, Piecewise))
@@ -160,7 +162,7 @@ def test_what_cannot_hide_goes_through_all_cards() -> None:
 def test_a_tile_that_no_message_holds() -> None:
     tile = Tile("w.grad", (0,), (MOST_BYTES, 3), "fp32", persistent=True, axes=("embed", "ffn"))
     with pytest.raises(ConfigError, match=r"w.grad\[0\] has .*allowed: smaller tiles along embed, ffn"):
-        all_reduce(tile, Task("make", [W(tile)], worker=0), Place(0, 2, SLOW, 1, HAND), itertools.count(), 0)
+        all_reduce(tile, Task("make", [W(tile)], worker=0), ClusterNode(0, 2, SLOW, 1, HAND), itertools.count(), 0)
 
 
 # -- one node for all of them

@@ -7,14 +7,14 @@ import pytest
 from traces import US, independent, info, scheduled
 
 from nntile_py.profiling import gantt
-from nntile_py.tiles.dependencies import Use
+from nntile_py.tiles.dependencies import TileUse
 
 
 @pytest.mark.parametrize("count", [1_000, 1_500, 20_000])
 def test_the_area_of_a_gantts_row_is_its_busy_share(count: int) -> None:
     """Many short tasks that fill 30 % of the time: no column is more than half full, and the row is not blank."""
     rng = np.random.default_rng(0)
-    infos = [info(f"h0.{('Contract', 'LayerNorm', 'Attention')[k % 3]}", [Use(k, "W")]) for k in range(count)]
+    infos = [info(f"h0.{('Contract', 'LayerNorm', 'Attention')[k % 3]}", [TileUse(k, "W")]) for k in range(count)]
     trace = scheduled(infos, rng.uniform(5, 15, count).tolist(), workers=1, overhead=23.3)
     drawn = gantt.gantt(trace)
     (bars,) = drawn.rows
@@ -42,13 +42,13 @@ def test_a_kind_has_one_colour_in_all_gantts() -> None:
     kinds = ["Contract", "LayerNorm", "Attention", "Mine", "Own", "Activation", "BiasAdd", "CrossEntropy", "Transpose"]
     of = []
     for order in (kinds, kinds[::-1]):
-        work = [info(f"h0.{kind}", [Use(k, "W")]) for k, kind in enumerate(order)]
+        work = [info(f"h0.{kind}", [TileUse(k, "W")]) for k, kind in enumerate(order)]
         drawn = gantt.gantt(scheduled(work, [100 - k for k in range(len(work))]))
         assert drawn.kinds == [f"{kind} forward" for kind in order]
         assert len(set(drawn.colours)) == len(kinds)
         of.append(dict(zip(drawn.kinds, drawn.colours, strict=True)))
     assert of[0] == of[1] and of[0]["Contract forward"] == gantt.fixed_colours()["Contract forward"]
-    work = [info(f"h0.{kind}", [Use(k, "W")]) for k, kind in enumerate([*kinds, "Add", "Softmax"])]
+    work = [info(f"h0.{kind}", [TileUse(k, "W")]) for k, kind in enumerate([*kinds, "Add", "Softmax"])]
     drawn = gantt.gantt(scheduled(work, [100 - k for k in range(len(work))]))
     assert drawn.kinds[-1] == "other" and drawn.colours[-1] == gantt.OTHER and len(drawn.kinds) == 9
     every = [*gantt.fixed_colours().values(), *gantt.SPARE, gantt.OTHER]

@@ -17,7 +17,7 @@ from nntile_py import models
 from nntile_py.errors import ConfigError, TaskError, say_once
 from nntile_py.graph.fusion import Fusion, fuse
 from nntile_py.graph.graph import Graph
-from nntile_py.graph.greedy_fusion import groups
+from nntile_py.graph.passes.greedy_fusion import groups
 from nntile_py.graph.step import StepSpec
 from nntile_py.tasks import LayerNormGrad, Tensor, activation, add, dropout, layer_norm, linear, multiply
 from nntile_py.tasks.generated import Generated

@@ -107,7 +107,7 @@ def test_a_run_masks_as_many_as_its_model_is_made_for() -> None:
     config = load(TINY)
     assert config.model.masked == 24
     inputs_ = step_spec(config).trace()[0].inputs
-    assert inputs_["masked_places"].tensor.shape == (16, 24) and inputs_["labels"].most == 24
+    assert inputs_["masked_places"].tensor.shape == (16, 24) and inputs_["labels"].max_count == 24
     assert load(TINY, ["train.seq=9"]).model.masked == 8 and load(TINY, ["train.seq=5"]).model.masked == 5
     assert load(TINY, ["model.masked=10"]).model.masked == 10
     assert "masked_places" not in step_spec(load(TINY, ["model.masked=0"])).trace()[0].inputs

@@ -3,7 +3,6 @@
 Of groups that are found see test_found.py."""
 
 from collections import Counter
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ from nntile_py import tasks as ops
 from nntile_py.errors import ConfigError
 from nntile_py.graph.fusion import Fusion, fuse
 from nntile_py.graph.graph import Graph
-from nntile_py.graph.rewriter import Rule, Uses
+from nntile_py.graph.passes.rewriter import Rewriter, Rule
 from nntile_py.graph.step import StepSpec
 from nntile_py.models import GPT2, GPT2Config
 from nntile_py.tasks import Tensor, activation, add, cross_entropy, dropout, layer_norm, linear, rms_norm, transpose
@@ -153,7 +152,7 @@ def test_residual_of_an_rms_norm(swapped: bool) -> None:
     assert norm.total and norm.residual and grad.extra and grad.inputs[1] is norm.total
     g = Graph("fp32")
     rms_norm_of_a_sum(g, swapped)
-    fuse(g, replace(RULES, residual_norm=False), False)
+    fuse(g, RULES.changed(residual_norm=False), False)
     assert Counter(op.kind for op in g.ops) == count
 
 
@@ -245,11 +244,11 @@ def test_the_worklist_misses_nothing(
     """The same program as where, after each change, a rule is tried on all operators again, from the first."""
     found = program(fusion, 3, form, tiles)
 
-    def everywhere(uses: Uses, rule: Rule) -> None:
-        while any(rule(uses, op) for op in list(uses.ops.values())):
+    def everywhere(rewriter: Rewriter, rule: Rule) -> None:
+        while any(rule(rewriter, op) for op in list(rewriter.ops.values())):
             pass
 
-    monkeypatch.setattr(Uses, "apply", everywhere)
+    monkeypatch.setattr(Rewriter, "apply", everywhere)
     assert program(fusion, 3, form, tiles) == found
 
 
@@ -257,21 +256,21 @@ def test_the_worklist_misses_nothing(
 @pytest.mark.parametrize("form", ["vendor", "naive"])
 def test_the_work_of_fusing_grows_as_the_model_does(form: str, fusion: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     counts: Counter[str] = Counter()
-    apply, enter = Uses.apply, Uses._enter
+    apply, enter = Rewriter.apply, Rewriter._enter
 
-    def counting(uses: Uses, rule: Rule) -> None:
-        def counted(uses: Uses, op: ops.Op) -> bool:
+    def counting(rewriter: Rewriter, rule: Rule) -> None:
+        def counted(rewriter: Rewriter, op: ops.Op) -> bool:
             counts["tried"] += 1
-            return rule(uses, op)
+            return rule(rewriter, op)
 
-        apply(uses, counted)
+        apply(rewriter, counted)
 
-    def entering(uses: Uses, op: ops.Op, place: int) -> None:
+    def entering(rewriter: Rewriter, op: ops.Op, place: int) -> None:
         counts["entered"] += 1
-        enter(uses, op, place)
+        enter(rewriter, op, place)
 
-    monkeypatch.setattr(Uses, "apply", counting)
-    monkeypatch.setattr(Uses, "_enter", entering)
+    monkeypatch.setattr(Rewriter, "apply", counting)
+    monkeypatch.setattr(Rewriter, "_enter", entering)
     works = []
     for layers in (8, 16):
         counts.clear()

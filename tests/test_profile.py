@@ -21,7 +21,7 @@ from nntile_py.cli import inspect
 from nntile_py.config.run_config import RunConfig, load
 from nntile_py.profiling import diagnosis, perfetto, recorder, trace_analysis
 from nntile_py.profiling.trace import Trace, accumulating, one_after_the_other
-from nntile_py.tiles.dependencies import Use, critical_path, dependencies
+from nntile_py.tiles.dependencies import TileUse, critical_path, dependencies
 
 PEAKS = {"CPU": trace_analysis.Peak(1e9, 1e9, "test"), "CUDA": trace_analysis.Peak(1e9, 1e9, "test")}
 TILES = {"batch": {"size": 8, "tile": 4, "tiles": 2}, "embed": {"size": 96, "tile": 96, "tiles": 1}}
@@ -41,16 +41,16 @@ TILES = {"batch": {"size": 8, "tile": 4, "tiles": 2}, "embed": {"size": 96, "til
     ],
 )
 def test_dependencies_on_one_tile(modes: str, before: list[list[int]]) -> None:
-    assert dependencies([[Use("a", mode)] for mode in modes.split()]) == before
+    assert dependencies([[TileUse("a", mode)] for mode in modes.split()]) == before
 
 
 def test_dependencies_on_many_tiles_and_the_longest_chain() -> None:
     tasks = [
-        [Use("a", "W")],
-        [Use("b", "W")],
-        [Use("a", "R"), Use("c", "W")],
-        [Use("b", "R"), Use("c", "RW", True)],
-        [Use("a", "W"), Use("b", "R")],
+        [TileUse("a", "W")],
+        [TileUse("b", "W")],
+        [TileUse("a", "R"), TileUse("c", "W")],
+        [TileUse("b", "R"), TileUse("c", "RW", True)],
+        [TileUse("a", "W"), TileUse("b", "R")],
     ]
     before = dependencies(tasks)
     assert before == [[], [], [0], [1, 2], [1, 2]]
@@ -174,7 +174,7 @@ SHARES = ("working", "communicating", "overhead", "idle")
 
 
 def test_roofline_and_rates() -> None:
-    work = [info("Contract", [Use(k, "W")], flop=1e6, size=4_000) for k in range(4)]
+    work = [info("Contract", [TileUse(k, "W")], flop=1e6, size=4_000) for k in range(4)]
     (row,) = trace_analysis.summarise(scheduled(work, [2_000] * 4), PEAKS)["operators"]
     assert row["tasks"] == 4
     assert row["roofline"] == pytest.approx(0.5, rel=1e-3)  # 1e6 flop at 1e9 flop/s are 1 ms, it took 2
@@ -192,9 +192,12 @@ def test_roofline_and_rates() -> None:
 
 def grouped_trace() -> Trace:
     """A task, then a group of a product and of two copies: 8 us, 1 us and 1 us at the peak of the test."""
-    one, two = info("h0.Contract", [Use("a", "W")], flop=8e3), info("h0.Copy", [Use("a", "R")], flop=0, size=1_000)
+    one, two = (
+        info("h0.Contract", [TileUse("a", "W")], flop=8e3),
+        info("h0.Copy", [TileUse("a", "R")], flop=0, size=1_000),
+    )
     inside = tuple(replace(i, uses=(), estimated=True) for i in (one, two, two))
-    group = replace(info("h0.Contract + 2", [Use("a", "RW")], flop=8e3, size=1_010), parts=inside)
+    group = replace(info("h0.Contract + 2", [TileUse("a", "RW")], flop=8e3, size=1_010), parts=inside)
     return scheduled([one, group], [10, 20])
 
 
@@ -266,7 +269,9 @@ def test_rows_for_copies(tmp_path: Path) -> None:
 def test_a_hundred_thousand_tasks(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     infos = [
-        info(f"h{k % 12}.{('Contract', 'LayerNorm', 'Attention')[k % 3]}", [Use(k, "W"), Use(max(k - 7, 0), "R")])
+        info(
+            f"h{k % 12}.{('Contract', 'LayerNorm', 'Attention')[k % 3]}", [TileUse(k, "W"), TileUse(max(k - 7, 0), "R")]
+        )
         for k in range(100_000)
     ]
     trace = scheduled(infos, rng.uniform(20, 200, len(infos)).tolist(), workers=8)
@@ -352,7 +357,7 @@ def test_no_task_begins_before_its_predecessors_end(measured: tuple[str, Path]) 
     assert step.more
     expected = [t for low in (step.first, step.more, step.update) * 2 for t in low.tasks.tasks]
     keys = [
-        [Use((a.tile.tensor, a.tile.index) if a.tile.persistent else a.tile, a.mode) for a in task.accesses]
+        [TileUse((a.tile.tensor, a.tile.index) if a.tile.persistent else a.tile, a.mode) for a in task.accesses]
         for task in expected
     ]
     tree = json.loads((folder / "trace.json").read_text())

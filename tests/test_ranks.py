@@ -15,9 +15,9 @@ import nntile_py as nt
 from nntile_py.errors import ConfigError
 from nntile_py.graph.step import Step, StepSpec
 from nntile_py.tiles import R, TaskList, Tile, Tiling, W
-from nntile_py.tiles.allreduce import Meeting
+from nntile_py.tiles.allreduce import RankSums
 from nntile_py.tiles.placement import Residency, Speed, place
-from nntile_py.tiles.rank_tasks import RECEIVE, SEND, Message, Replicas, Shared, described, messages
+from nntile_py.tiles.rank_tasks import RECEIVE, SEND, MessageTask, RankLists, Replicas, described, messages
 from nntile_py.tiles.task_groups import grouped
 from nntile_py.tiles.tasklist import ACC, POLICIES, Task
 
@@ -29,7 +29,13 @@ Values = dict[Hashable, Any]
 def step(tiles: dict[str, int], policy: str, ranks: int = 1) -> Step:
     config = nt.models.GPT2Config(layers=2, embed=32, heads=4, vocab=67, positions=16)
     spec = StepSpec(
-        nt.models.GPT2(config, {}), 8, 12, Tiling(tiles), policy=policy, clip_grad_norm=1.0, grad_accumulation=2,
+        nt.models.GPT2(config, {}),
+        8,
+        12,
+        Tiling(tiles),
+        policy=policy,
+        clip_grad_norm=1.0,
+        grad_accumulation=2,
         ranks=ranks,
     )
     return spec.step()
@@ -65,12 +71,12 @@ def play(lists: list[TaskList], values: list[Values], sent: Counter[Any], draw: 
         for rank in left:
             task, mine = lists[rank].tasks[at[rank]], values[rank]
             if task.kernel == RECEIVE:
-                assert isinstance(task, Message)
+                assert isinstance(task, MessageTask)
                 if not under_way.get((task.peer, rank, task.tag)):
                     continue
             for tile in task.clears:
                 mine.pop(tile.key, None)
-            if isinstance(task, Message):
+            if isinstance(task, MessageTask):
                 key = task.accesses[0].tile.key
                 if task.kernel == SEND:
                     under_way.setdefault((rank, task.peer, task.tag), deque()).append(mine[key])
@@ -89,7 +95,7 @@ def play(lists: list[TaskList], values: list[Values], sent: Counter[Any], draw: 
     assert not any(under_way.values()), "a message was sent that nobody receives"
 
 
-def before(shared: Shared, replicas: Replicas) -> list[TaskList]:
+def before(shared: RankLists, replicas: Replicas) -> list[TaskList]:
     """The messages that a list needs first, as lists."""
     lists = [TaskList() for _ in shared.lists]
     for rank, message in replicas.brought(shared.needs.items()):
@@ -163,7 +169,7 @@ def test_tags_are_the_same_on_all_ranks_and_no_two_tiles_share_one() -> None:
     for _ in range(2):
         found: dict[str, int] = {}
         for shared in Replicas(2).share(placed(step(TILINGS[1], "chain"), 2)):
-            for task in (task for one in shared.lists for task in one.tasks if isinstance(task, Message)):
+            for task in (task for one in shared.lists for task in one.tasks if isinstance(task, MessageTask)):
                 tile = task.accesses[0].tile
                 found[f"{tile} {id(tile)}" if not tile.persistent else str(tile.key)] = task.tag
         assert len(set(found.values())) == len(found)
@@ -175,7 +181,7 @@ def test_a_sum_meets_before_it_is_read() -> None:
     """Even one that goes on in later lists; what is added after that goes on."""
     total = Tile("w.grad", (0,), (4,), "fp32", persistent=True, kind="grad")
     parts = [Tile("x", (k,), (4,), "fp32", persistent=True, axes=("batch",), kind="input") for k in range(3)]
-    made, meeting = TaskList("tree", parts), Meeting(3, {("grad", "w.grad")})
+    made, meeting = TaskList("tree", parts), RankSums(3, {("grad", "w.grad")})
     for last in (False, True):
         for part in parts:
             made.emit("add", [ACC(total), R(part)])

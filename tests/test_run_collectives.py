@@ -13,7 +13,7 @@ from nntile_py.profiling import diagnosis, gantt, message_waits, perfetto, trace
 from nntile_py.profiling.merge_ranks import Clock, together, with_ends
 from nntile_py.profiling.trace import End, Trace
 from nntile_py.system.load import Load, among
-from nntile_py.tiles.dependencies import Use
+from nntile_py.tiles.dependencies import TileUse
 
 PEAKS = {"CPU": trace_analysis.Peak(1e9, 1e9, "test")}
 TILES = {"batch": {"size": 8, "tile": 4, "tiles": 2}}
@@ -27,7 +27,7 @@ def theirs(ns: Any) -> Any:
     return np.asarray(ns) + OFFSET + np.rint(np.asarray(ns) * DRIFT).astype(np.int64)
 
 
-def rank(number: int, uses: list[list[Use]], spans: list[tuple[int, int]], ends: list[Any]) -> Trace:
+def rank(number: int, uses: list[list[TileUse]], spans: list[tuple[int, int]], ends: list[Any]) -> Trace:
     """One rank's trace: a task for each of `uses`, run in `spans` (ns); ends: (place in its list, uses, End)."""
     made = [info(f"h{k}.Contract", of) for k, of in enumerate(uses)] or [info("none", [])]
     trace = scheduled(made, [1.0] * len(made), workers=1)
@@ -48,11 +48,11 @@ def rank(number: int, uses: list[list[Use]], spans: list[tuple[int, int]], ends:
 
 def pair() -> Trace:
     """Rank 0 makes x in 1 to 2 ms, which arrives at 2.6 ms, and goes on to 4 ms; rank 1 works on it from 2.61 ms."""
-    x, tile = [Use("x", "W")], dict(tag=7, bytes=4000, name="x[0, 0]", step=1)
+    x, tile = [TileUse("x", "W")], dict(tag=7, bytes=4000, name="x[0, 0]", step=1)
     sends = End(True, 1, posted=100 * US, ended=2500 * US, **tile)
     receives = End(False, 0, posted=50 * US, ended=2620 * US, **tile)  # told of after it has let its task go on
-    first = rank(0, [x, [Use("y", "W")]], [(MS, 2 * MS), (2 * MS, 4 * MS)], [(1, [Use("x", "R")], sends)])
-    reads = [[Use("x", "R"), Use("z", "W")]]
+    first = rank(0, [x, [TileUse("y", "W")]], [(MS, 2 * MS), (2 * MS, 4 * MS)], [(1, [TileUse("x", "R")], sends)])
+    reads = [[TileUse("x", "R"), TileUse("z", "W")]]
     second = rank(1, reads, [(2610 * US, 3610 * US)], [(0, x, receives)])
     readings = [np.array([[t, t, 0], [t, int(theirs(t)), 1500]]) for t in (0, 10 * MS)]
     return together([first, second], ["here", "there"], *readings)
@@ -103,16 +103,16 @@ def test_who_waits_for_whom() -> None:
 
 def test_a_tile_that_is_sent_on_and_one_that_has_to_be_sent_first() -> None:
     """Rank 1 sends on what it got; rank 0 writes the tile anew when it has gone."""
-    x = [Use("x", "R")]
+    x = [TileUse("x", "R")]
 
     def end(sends: bool, peer: int, tag: int, posted: int, ended: int) -> End:
         return End(sends, peer, tag, 8, "x", 1, posted, ended)
 
-    made = [[Use("x", "W")], [Use("x", "W")]]
+    made = [[TileUse("x", "W")], [TileUse("x", "W")]]
     one = rank(0, made, [(0, MS), (3 * MS, 4 * MS)], [(1, x, end(True, 1, 1, 0, 3 * MS))])
     # Ranks 1 and 2 have the first one's clock, which is what `rank(0, ...)` gives.
-    two = rank(0, [], [], [(0, [Use("x", "W")], end(False, 0, 1, 0, 3 * MS)), (1, x, end(True, 2, 2, 0, 5 * MS))])
-    three = rank(0, [x], [(6 * MS, 7 * MS)], [(0, [Use("x", "W")], end(False, 1, 2, 0, 5 * MS))])
+    two = rank(0, [], [], [(0, [TileUse("x", "W")], end(False, 0, 1, 0, 3 * MS)), (1, x, end(True, 2, 2, 0, 5 * MS))])
+    three = rank(0, [x], [(6 * MS, 7 * MS)], [(0, [TileUse("x", "W")], end(False, 1, 2, 0, 5 * MS))])
     zeros = np.zeros((3, 3), np.int64)
     trace = together([one, two, three], ["a"] * 3, zeros, zeros)
     last = len(trace) - 1
@@ -142,10 +142,10 @@ def test_the_files(tmp_path: Path) -> None:
 def test_messages_that_overlap_share_a_row(tmp_path: Path) -> None:
     ends = [End(True, 1, tag, 8, f"t{tag}", 1, 0, 5 * MS) for tag in range(3)]
     others = [replace(end, sends=False, peer=0, ended=(5 + end.tag) * MS) for end in ends]
-    uses = [[Use(tag, "W")] for tag in range(3)]
+    uses = [[TileUse(tag, "W")] for tag in range(3)]
     one = rank(0, uses, [(0, MS), (MS, 2 * MS), (2 * MS, 3 * MS)],
-               [(3 + k, [Use(k, "R")], end) for k, end in enumerate(ends)])  # fmt: skip
-    two = rank(0, [[Use(tag, "R") for tag in range(3)]], [(8 * MS, 9 * MS)],
+               [(3 + k, [TileUse(k, "R")], end) for k, end in enumerate(ends)])  # fmt: skip
+    two = rank(0, [[TileUse(tag, "R") for tag in range(3)]], [(8 * MS, 9 * MS)],
                [(k, uses[k], end) for k, end in enumerate(others)])  # fmt: skip
     zeros = np.zeros((2, 3), np.int64)
     trace = together([one, two], ["a", "a"], zeros, zeros)

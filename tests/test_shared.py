@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional as F
 
 import nntile_py as nt
-from nntile_py.graph.qkv_fusion import pack_projections
+from nntile_py.graph.passes.qkv_fusion import pack_projections
 from nntile_py.graph.step import StepSpec
 from nntile_py.models.parts import dense_weights, norm_weights
 from nntile_py.tasks import activation, add, attention, cross_entropy, embedding, linear, select, transpose

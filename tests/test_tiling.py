@@ -23,7 +23,7 @@ from nntile_py.graph.lowering import lower
 from nntile_py.graph.step import Step, StepSpec
 from nntile_py.models import GPT2, GPT2Config
 from nntile_py.tasks.mask import Mask
-from nntile_py.tiles import ACC, AXES, RW, Part, R, Slot, TaskArgs, TaskList, Tile, Tiling, W
+from nntile_py.tiles import ACC, AXES, RW, R, Slot, TaskArgs, TaskList, Tile, TileRange, Tiling, W
 
 POLICIES = ("chain", "commute", "redux", "tree")
 every_policy = pytest.mark.parametrize("policy", POLICIES)
@@ -43,7 +43,7 @@ def test_parts_cover_the_axis(axis: str, size: int, tile: int) -> None:
 
 
 def test_an_axis_left_out_is_not_cut() -> None:
-    assert Tiling({"seq": 3}).parts("batch", 7) == [Part(0, 7)] == Tiling().parts("vocab", 7)
+    assert Tiling({"seq": 3}).parts("batch", 7) == [TileRange(0, 7)] == Tiling().parts("vocab", 7)
 
 
 @pytest.mark.parametrize(

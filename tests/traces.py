@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from nntile_py.profiling.trace import Bus, Info, Trace, Worker
-from nntile_py.tiles.dependencies import Use, dependencies
+from nntile_py.tiles.dependencies import TileUse, dependencies
 
 US = 1_000
 
 
-def info(name: str, uses: list[Use], flop: float = 1e3, size: int = 10) -> Info:
+def info(name: str, uses: list[TileUse], flop: float = 1e3, size: int = 10) -> Info:
     layer, _, operator = name.rpartition(".")
     tiles = ", ".join(str(use.tile) for use in uses)
     return Info(layer, operator, "forward", operator.lower(), tiles, flop, size, tuple(uses))
@@ -50,11 +50,11 @@ def scheduled(
 
 
 def independent(count: int, **options: Any) -> list[Info]:
-    return [info(f"h0.{options.get('name', 'Contract')}", [Use(k, "W")]) for k in range(count)]
+    return [info(f"h0.{options.get('name', 'Contract')}", [TileUse(k, "W")]) for k in range(count)]
 
 
 def chain(count: int, adds: bool) -> list[Info]:
-    return [info("h0.Contract", [Use("sum", "RW", adds)]) for _ in range(count)]
+    return [info("h0.Contract", [TileUse("sum", "RW", adds)]) for _ in range(count)]
 
 
 def check_format(path: Path) -> list[dict[str, Any]]:

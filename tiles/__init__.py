@@ -2,8 +2,21 @@
 
 from .arguments import Slot, TaskArgs
 from .tasklist import ACC, RW, Access, R, Task, TaskList, Tile, W
-from .tiling import AXES, Part, Tiling, cut_as
+from .tiling import AXES, TileRange, Tiling, cut_as
 
 __all__ = [
-    "ACC", "AXES", "RW", "Access", "Part", "R", "Slot", "Task", "TaskArgs", "TaskList", "Tile", "Tiling", "W", "cut_as",
+    "ACC",
+    "AXES",
+    "RW",
+    "Access",
+    "R",
+    "Slot",
+    "Task",
+    "TaskArgs",
+    "TaskList",
+    "Tile",
+    "TileRange",
+    "Tiling",
+    "W",
+    "cut_as",
 ]  # fmt: skip

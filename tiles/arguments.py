@@ -1,4 +1,4 @@
-"""The arguments of tile kernels besides their tiles: declared once, read by name in Python, Triton and C++."""
+"""The arguments of tile kernels other than tiles: declared once, read by name in Python, Triton and C++."""
 
 from __future__ import annotations
 
@@ -12,17 +12,23 @@ from typing import Any, ClassVar, NamedTuple, Protocol, Self, dataclass_transfor
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """A float argument that changes every step; `name` is filled in when the program is submitted."""
+    """A float argument that may change every step. The program looks its value up by `name` at submission."""
 
     name: str
 
 
 class Kind(NamedTuple):
-    """What an argument is, by its annotation."""
+    """The type of an argument, parsed from its annotation.
 
-    base: str  # int, bool, float, Slot, or the name of another class of arguments: a group
-    length: int | None = None  # of a tuple of ints, how many; -1: any number
-    optional: bool = False  # a group that may be None
+    Attributes:
+        base: int, bool, float, Slot, or the name of another class of arguments (a group).
+        length: number of ints in a tuple; -1: any number; None: not a tuple.
+        optional: whether a group may be None.
+    """
+
+    base: str
+    length: int | None = None
+    optional: bool = False
 
     @property
     def group(self) -> bool:
@@ -30,7 +36,7 @@ class Kind(NamedTuple):
 
 
 def kind_of(annotation: str) -> Kind:
-    """int, bool, float, Slot, tuple[int, int], tuple[int, ...], the name of a group, or of one that may be None."""
+    """Parse an annotation: int, bool, float, Slot, tuple[int, int], tuple[int, ...], a group or an optional group."""
     if match := re.fullmatch(r"tuple\[((int, )*)(int|\.\.\.)\]", annotation):
         return Kind("int", -1 if match[3] == "..." else match[1].count("int") + 1)
     if match := re.fullmatch(r"(?:\w+\.)*(\w+)( \| None)?", annotation):
@@ -41,7 +47,7 @@ def kind_of(annotation: str) -> Kind:
 
 
 class WithArgs(Protocol):
-    """What has arguments: a Task."""
+    """An object with arguments: a Task."""
 
     kernel: str
     args: TaskArgs
@@ -49,17 +55,18 @@ class WithArgs(Protocol):
 
 @dataclass_transform(frozen_default=True)
 class TaskArgs:
-    """The arguments of a kernel. A subclass declares them as fields and is made a frozen dataclass:
+    """The arguments of a kernel. A subclass declares them as fields and becomes a frozen dataclass:
 
         class EmbeddingArgs(TaskArgs):
             offset: int
             rows: int
 
     A field is an int, a bool, a float, a Slot (a float that changes every step), a tuple of ints of fixed length, or a
-    group: another class of arguments. A tuple of any length, or a group that may be None, comes last. An operator
-    emits an instance, a Triton descriptor gets it by `EmbeddingArgs.of(task)`, and C++, where setup.py makes a struct
-    of the same name in a header named after the Python file, by `const EmbeddingArgs args(t)`. A task carries them as
-    its ints and its floats, in the order of the fields.
+    group: another class of arguments. A tuple of any length, or a group that may be None, comes last.
+
+    An operator emits an instance. A Triton descriptor reads it by `EmbeddingArgs.of(task)`. C++ reads it by
+    `const EmbeddingArgs args(t)`: setup.py generates a struct of that name in a header named after the Python file.
+    A task carries the arguments as a tuple of ints and a tuple of floats, in the order of the fields.
     """
 
     _kinds: ClassVar[tuple[tuple[str, Kind], ...]] = ()
@@ -72,13 +79,13 @@ class TaskArgs:
 
     @classmethod
     def of(cls, task: WithArgs) -> Self:
-        """The task's arguments; they have to be of this class."""
+        """Return the task's arguments, which must be of this class."""
         assert isinstance(task.args, cls), (task.kernel, task.args)
         return task.args
 
     @cached_property
     def packed(self) -> tuple[tuple[int, ...], tuple[float | Slot, ...]]:
-        """The ints and the floats, as a task carries them."""
+        """The ints and the floats as a task carries them."""
         ints: list[int] = []
         floats: list[float | Slot] = []
         for name, kind in self._kinds:
@@ -97,7 +104,7 @@ class TaskArgs:
         return tuple(ints), tuple(floats)
 
     def named(self, floats: Iterator[float | Slot]) -> dict[str, Any]:
-        """Values by name; those of floats and slots come from `floats`, which are all of them, in order."""
+        """Return the values by name. `floats` yields the values of all floats and slots, in order."""
         values: dict[str, Any] = {}
         for name, kind in self._kinds:
             value: Any = getattr(self, name)

@@ -1,24 +1,24 @@
-"""Which tasks wait for which, by the modes of their accesses."""
+"""Dependencies between tasks, derived from the modes of their accesses."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
 from typing import NamedTuple
 
-UNORDERED = ("R", "COMMUTE", "REDUX")  # accesses of one of these modes in a row have no order among themselves
+UNORDERED = ("R", "COMMUTE", "REDUX")  # consecutive accesses of one of these modes do not wait for each other
 
 
-class Use(NamedTuple):
-    """An access of a task: the tile's key, the resolved mode, whether the kernel adds to what the tile holds."""
+class TileUse(NamedTuple):
+    """An access of a task: key of the tile, resolved mode, and whether the kernel adds to the tile's contents."""
 
     tile: Hashable
     mode: str
     adds: bool = False
 
 
-def dependencies(tasks: Iterable[Sequence[Use]]) -> list[list[int]]:
-    """For each task, in order of submission, the tasks that StarPU's sequential consistency puts directly before it."""
-    last: dict[Hashable, tuple[str, list[int], list[int]]] = {}  # mode, tasks of that access, those before them
+def dependencies(tasks: Iterable[Sequence[TileUse]]) -> list[list[int]]:
+    """Return the direct predecessors of each task, in submission order, under StarPU's sequential consistency."""
+    last: dict[Hashable, tuple[str, list[int], list[int]]] = {}  # mode, tasks of that access, their predecessors
     result = []
     for number, uses in enumerate(tasks):
         before: set[int] = set()
@@ -37,7 +37,7 @@ def dependencies(tasks: Iterable[Sequence[Use]]) -> list[list[int]]:
 
 
 def critical_path(before: list[list[int]], seconds: Sequence[float]) -> list[int]:
-    """The chain of dependent tasks that takes longest, first task first."""
+    """Return the chain of dependent tasks with the longest total time, first task first."""
     total, parent = [0.0] * len(before), [-1] * len(before)
     lengths = [float(s) for s in seconds]
     for number, previous in enumerate(before):

@@ -1,4 +1,4 @@
-"""What workers are taken for where nothing was measured: by plans, by placement, by groups of tasks."""
+"""Assumed speeds of workers where nothing was measured, for plans, placement and task batching."""
 
 from __future__ import annotations
 
@@ -10,32 +10,35 @@ from nntile_py.tiles.allreduce import Network
 from nntile_py.tiles.dtypes import is_low
 from nntile_py.tiles.placement import Speed
 
-# One core of two at 2.5 GHz; its memory is the others' too. overhead: 16 us a task (12 to 20) in profiles of
-# experiments/gpt2_tiny.yaml cut into 939, 6,342 and 86,758 tasks (`overhead_per_task_s`), where the thread that submits
-# has no core of its own. launch: what the shortest of these tasks took beyond their flop and bytes. submit: `nntile
-# bench tasks`. All on 2026-11-22.
+# One of two cores at 2.5 GHz; the cores share the memory. overhead: 16 us a task (12 to 20) in profiles of
+# experiments/gpt2_tiny.yaml cut into 939, 6,342 and 86,758 tasks (`overhead_per_task_s`), with no core left for the
+# thread that submits. launch: time of the shortest of these tasks beyond their flop and bytes. submit: `nntile
+# bench tasks`. All measured on 2026-11-22.
 CPU = Speed(flop_s=50e9, bytes_s=5e9, link_s=1e15, overhead=16e-6, launch=10e-6, submit=3e-6)
-# One H200, by the dtype of its tiles; tf32 tiles are fp32's, and fp16 is taken to be as fast as bf16.
+# One H200, by the dtype of its tiles. tf32 uses fp32 tiles; fp16 is assumed to be as fast as bf16.
 GPU = {
     "bf16": Speed(flop_s=600e12, bytes_s=3.5e12, link_s=350e9, overhead=6e-6, launch=2e-6, host_s=50e9),
     "fp32": Speed(flop_s=40e12, bytes_s=3.5e12, link_s=350e9, overhead=6e-6, launch=2e-6, host_s=50e9),
 }
-MEMORY = int(0.85 * 139.8 * 2**30)  # bytes of the same that tiles get where runtime.cuda_memory is not given
+MEMORY = int(0.85 * 139.8 * 2**30)  # bytes of tiles on an H200 where runtime.cuda_memory is not set
 
 
 def rank(cores: int) -> Speed:
-    """Of all CPU workers of a rank. Its link: two ranks on one machine, 1 MB in 0.2 ms and 8 bytes in 20 us, as
-    measured on 2026-11-20 with StarPU-MPI over Open MPI; a network of 40 Gb/s is as fast."""
+    """Return the speed of all CPU workers of a rank together.
+
+    Link: two ranks on one machine send 1 MB in 0.2 ms and 8 bytes in 20 us, measured on 2026-11-20 with StarPU-MPI over
+    Open MPI. A network of 40 Gb/s is as fast.
+    """
     return replace(CPU, flop_s=cores * CPU.flop_s, link_s=5e9, latency=20e-6)
 
 
 def rank_of_gpus(one: Speed, gpus: int) -> Speed:
-    """Of all GPUs of a rank. Tiles go through main memory at both ends: a guess, nothing of it was measured."""
+    """Return the speed of all GPUs of a rank together. Tiles pass through main memory at both ends; not measured."""
     return replace(one, flop_s=gpus * one.flop_s, bytes_s=gpus * one.bytes_s, link_s=4e9, latency=60e-6)
 
 
 def node(cores: int) -> Speed:
-    """Of all CPU workers of a machine, which share its tasks evenly."""
+    """Return the speed of all CPU workers of a machine together, which share its tasks evenly."""
     return replace(
         CPU, flop_s=cores * CPU.flop_s, bytes_s=cores * CPU.bytes_s, overhead=CPU.overhead / cores,
         launch=CPU.launch / cores,
@@ -43,17 +46,20 @@ def node(cores: int) -> Speed:
 
 
 def network(bytes_s: float, share: int = 1) -> Network:
-    """Between nodes whose cards have so many bytes/s each way. Two ranks on one machine: 8 bytes in 20 us from task to
-    task, 1 to 5 us of CPU for each message (StarPU-MPI over Open MPI, 2026-11-20)."""
+    """Return a network between nodes whose adapters move `bytes_s` bytes/s each way, with `share` workers an adapter.
+
+    Two ranks on one machine need 20 us for 8 bytes from task to task, and 1 to 5 us of CPU for each message (StarPU-MPI
+    over Open MPI, 2026-11-20).
+    """
     return Network(bytes_s, latency=20e-6, message=3e-6, share=share)
 
 
 def speed(lists: Iterable[TaskList], gpu: bool) -> Speed:
-    """Of a worker that runs these tasks."""
+    """Return the speed of a worker that runs these task lists."""
     low = any(is_low(access.tile.dtype) for tasks in lists for task in tasks.tasks for access in task.accesses)
     return worker("bf16" if low else "fp32", gpu)
 
 
 def worker(dtype: str, gpu: bool) -> Speed:
-    """Of one that computes with tiles of this dtype."""
+    """Return the speed of a worker that computes with tiles of this dtype."""
     return GPU["bf16" if is_low(dtype) else "fp32"] if gpu else CPU

@@ -1,4 +1,4 @@
-"""The element types of tiles, in one table for Python, Triton and C++ (scripts/args_headers.py)."""
+"""The element types of tiles, one table for Python, Triton and C++ (scripts/args_headers.py)."""
 
 from __future__ import annotations
 
@@ -7,14 +7,22 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class DType:
-    """`numpy`: of arrays that go in and out; `accumulation`: of statistics, states and sums over such tensors."""
+    """An element type and its names in other libraries.
+
+    Attributes:
+        numpy: dtype of arrays that programs take and return.
+        torch: name in torch and triton.language.
+        aten: name in at::ScalarType.
+        triton: name in signatures of kernels.
+        accumulation: dtype of statistics, states and sums over tensors of this dtype.
+    """
 
     name: str
     bytes: int
     numpy: str
-    torch: str  # and triton.language
-    aten: str  # at::ScalarType
-    triton: str  # in signatures of kernels
+    torch: str
+    aten: str
+    triton: str
     accumulation: str
 
 
@@ -23,7 +31,7 @@ DTYPES = {
     for dtype in (
         DType("fp32", 4, "float32", "float32", "Float", "fp32", "fp32"),
         DType("fp64", 8, "float64", "float64", "Double", "fp64", "fp64"),
-        DType("bf16", 2, "float32", "bfloat16", "BFloat16", "bf16", "fp32"),  # numpy has none
+        DType("bf16", 2, "float32", "bfloat16", "BFloat16", "bf16", "fp32"),  # numpy has no bfloat16
         DType("fp16", 2, "float16", "float16", "Half", "fp16", "fp32"),
         DType("bool", 1, "bool", "bool", "Bool", "i1", "bool"),
         DType("int16", 2, "int16", "int16", "Short", "i16", "int16"),
@@ -34,15 +42,15 @@ DTYPES = {
 
 
 def accumulation_dtype(dtype: str) -> str:
-    """The dtype of statistics, states and sums over tensors of a dtype: fp32 for bf16 and fp16."""
+    """Return the dtype of statistics, states and sums over tensors of a dtype: fp32 for bf16 and fp16."""
     return DTYPES[dtype].accumulation
 
 
 def is_low(dtype: str) -> bool:
-    """Whether sums over tensors of a dtype are kept in a wider one: of bf16 and fp16, which GPUs alone compute in."""
+    """Whether sums over tensors of a dtype are kept in a wider dtype: bf16 and fp16, which only GPUs compute in."""
     return accumulation_dtype(dtype) != dtype
 
 
 def host_dtype(dtype: str) -> str:
-    """numpy's dtype of what programs give the host: float32 for bf16 and fp16."""
+    """Return numpy's dtype of the arrays that programs return to the host: float32 for bf16 and fp16."""
     return "float32" if is_low(dtype) else DTYPES[dtype].numpy

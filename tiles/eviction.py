@@ -1,4 +1,4 @@
-"""Which tiles should leave a device's memory, and after which task, where a program needs more of it than there is."""
+"""Planned eviction: which tiles leave a device's memory, and after which task, if a program does not fit into it."""
 
 from __future__ import annotations
 
@@ -8,27 +8,29 @@ from collections.abc import Hashable, Sequence
 
 from .tasklist import Task, TaskList, Tile
 
-FULL = 0.97  # of a device's memory: tiles that take more have no room for all of them
-SHARE = 7 / 8  # of a device's memory that tiles may take in turn; the rest is for those on their way
-MOST_ROUNDS = 12
+FULL = 0.97  # share of a device's memory; tiles that need more do not all fit
+SHARE = 7 / 8  # share of a device's memory for the plan's tiles; the rest is for tiles in transfer
+MOST_ROUNDS = 12  # bound on the simulated repetitions of the lists
 
 
 def room_in_turn(lists: Sequence[TaskList], memory: float) -> float:
-    """Bytes of so much memory that tiles of these lists may take in turn; 0: all fit."""
-    fit = not _evictions([task for one in lists for task in one.tasks], FULL * memory, first=True)
+    """Return the bytes of a memory that an eviction plan may use; 0 if all tiles fit and no plan is needed."""
+    fit = not _evictions([task for one in lists for task in one.tasks], FULL * memory, first_only=True)
     return 0 if fit else SHARE * memory
 
 
 def mark_evictions(lists: Sequence[TaskList], room: float) -> bool:
-    """Set `Task.evicts` of resolved lists that one worker runs in turn, again and again; whether any tile has to leave.
+    """Set `Task.evicts` for lists that one worker repeats in order; returns whether any tile must leave.
 
-    It has `room` bytes, and runs the tasks in their order. As in Belady's algorithm (IBM Systems Journal 5(2), 1966)
-    the tile whose next use is the furthest leaves, and it does so when its last use before that has ended: by the time
-    that its room is wanted it is written back. Tiles that outlive their list are the same in all lists by tensor and
-    index.
+    Belady's algorithm (IBM Systems Journal 5(2), 1966): the tile with the furthest next use leaves. It leaves right
+    after its last use before that, so it is written back by the time that its memory is needed.
+
+    Args:
+        lists: resolved lists; a persistent tile is the same in all of them by its key.
+        room: bytes of device memory.
     """
     tasks = [task for one in lists for task in one.tasks]
-    uses = _evictions(tasks, room, first=False)
+    uses = _evictions(tasks, room, first_only=False)
     for task in tasks:
         task.evicts = []
     for number, tile in uses:
@@ -36,19 +38,19 @@ def mark_evictions(lists: Sequence[TaskList], room: float) -> bool:
     return bool(uses)
 
 
-def _evictions(tasks: list[Task], room: float, first: bool) -> list[tuple[int, Tile]]:
-    """After which task which tile leaves. `first`: one of them, if any, is enough."""
+def _evictions(tasks: list[Task], room: float, first_only: bool) -> list[tuple[int, Tile]]:
+    """Return (task number, tile that leaves after it) pairs; `first_only` stops at the first pair."""
     if sum({a.tile.key: a.tile.bytes for t in tasks for a in t.accesses}.values()) <= room:
         return []
     count = len(tasks)
     used = [{a.tile.key: a.tile for a in t.accesses} for t in tasks]
     after = _next_uses(used, [{tile.key for tile in t.clears} for t in tasks])
-    held: dict[Hashable, int] = {}  # the turn of its last use
-    by_use: list[tuple[int, int, Hashable]] = []  # the furthest first
+    held: dict[Hashable, int] = {}  # tiles in memory, with the turn of their last use
+    by_use: list[tuple[int, int, Hashable]] = []  # heap of tiles in memory, the furthest next use first
     order, taken = itertools.count(), 0
     marked: set[tuple[int, Hashable]] = set()
     before = 0
-    # In the first round memory fills. What is marked later leaves in every round, until a round finds no more to mark.
+    # Memory fills in the first round. A tile marked in a later round leaves in every round, until a round marks none.
     for turn in range(MOST_ROUNDS * count):
         if turn % count == 0:
             if turn > count and len(marked) == before:
@@ -76,7 +78,7 @@ def _evictions(tasks: list[Task], room: float, first: bool) -> list[tuple[int, T
             del held[key]
             if turn >= count:
                 marked.add((last % count, key))
-                if first:
+                if first_only:
                     return [(last % count, used[last % count][key])]
         for entry in own:
             heapq.heappush(by_use, entry)
@@ -88,13 +90,13 @@ def _evictions(tasks: list[Task], room: float, first: bool) -> list[tuple[int, T
 
 
 def _next_uses(used: list[dict[Hashable, Tile]], cleared: list[set[Hashable]]) -> list[dict[Hashable, int]]:
-    """Of each task and each of its tiles: how many tasks later it is used again, or goes, in this round or the next."""
-    found: list[dict[Hashable, int]] = [{} for _ in used]
+    """Return for each task and each of its tiles the number of tasks until the tile is used again or discarded."""
+    distance: list[dict[Hashable, int]] = [{} for _ in used]
     upcoming: dict[Hashable, int] = {}
     for turn in reversed(range(2 * len(used))):
         for key in used[turn % len(used)]:
             if turn < len(used):
-                found[turn][key] = upcoming[key] - turn
+                distance[turn][key] = upcoming[key] - turn
             upcoming[key] = turn
         upcoming.update(dict.fromkeys(cleared[turn % len(used)], turn))
-    return found
+    return distance

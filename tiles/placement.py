@@ -1,10 +1,11 @@
-"""Which worker each task runs on, decided before the program runs, for workers that are alike (the GPUs of a node).
+"""Placement: chooses the worker of each task before the program runs, for workers that are alike (the GPUs of a node).
 
-A scheduler that sees ready tasks one by one moves tiles to whoever is idle. Where there is a batch tile for each
-worker, all that is done to one stays with it, and each worker has neighbours in the batch: a sum over the batch, which
-is a chain in their order, does not come and go. Every other task, in the list's order, goes where the least has to
-travel, against the work that the workers were given so far: parts of a layer spread over GPUs where there are fewer
-batch tiles, optimizer states stay where they are.
+A scheduler sees ready tasks one by one and moves tiles to any idle worker. Placement keeps tiles where they are:
+
+* If there is a batch tile for each worker, all tasks on a batch tile run on its worker. Neighbouring batch tiles share
+  workers, so a sum over the batch, a chain in their order, visits each worker once.
+* Every other task, in the list's order, runs where the time to move its tiles plus the work already assigned is least.
+  With few batch tiles, the parts of a layer spread over GPUs, and optimizer states stay where they are.
 """
 
 from __future__ import annotations
@@ -17,17 +18,24 @@ from typing import Literal, get_args
 
 from .tasklist import Access, Task, TaskList, Tile, merge
 
-GOOD = 20  # a task should last so many times what the runtime needs for one: 5 % of a worker's time then
-Placement = Literal["scheduler", "planned"]  # who chooses the worker of a task
+GOOD = 20  # a task should last this many times the runtime's overhead for it, which is 5 % of a worker's time then
+Placement = Literal["scheduler", "planned"]  # what chooses the worker of a task
 PLACEMENTS: tuple[str, ...] = get_args(Placement)
 
 
 @dataclass(frozen=True)
 class Speed:
-    """Of one worker: flop/s, bytes/s of its memory; bytes/s between two workers, seconds of each transfer beside.
+    """The speed of one worker.
 
-    overhead: seconds of the runtime for each task, launch: to start a kernel, of each part of a group too. submit: of
-    the one thread that submits, for each task. host_s: bytes/s from main memory, and at the same time to it.
+    Attributes:
+        flop_s: flop/s.
+        bytes_s: bytes/s of its memory.
+        link_s: bytes/s between two workers.
+        latency: seconds of a transfer in addition to its bytes.
+        overhead: seconds of the runtime for each task.
+        launch: seconds to start a kernel, also for each part of a batch of tasks.
+        submit: seconds of the submitting thread for each task.
+        host_s: bytes/s from main memory, and at the same time to it.
     """
 
     flop_s: float
@@ -40,16 +48,17 @@ class Speed:
     host_s: float = math.inf
 
     def seconds(self, task: Task) -> float:
+        """Return the time of the task's own work."""
         return max(task.flop / self.flop_s, task.bytes / self.bytes_s)
 
     @property
     def beside(self) -> float:
-        """Seconds of a worker for each task beside its work."""
+        """Seconds of a worker for each task in addition to the task's work."""
         return self.overhead + self.launch
 
     @property
     def good(self) -> float:
-        """Seconds that tasks should last on average, so that the runtime's own time for them hardly shows."""
+        """Seconds that tasks should last on average to make the runtime's overhead negligible."""
         return GOOD * self.overhead
 
 
@@ -57,10 +66,10 @@ Residency = dict[Hashable, set[int]]
 
 
 def place(tasks: TaskList, workers: int, speed: Speed, residency: Residency | None = None) -> TaskList:
-    """A resolved list that computes the same to the bit, each task with its worker, from 0; some may have theirs.
+    """Return a resolved list with a worker, counted from 0, for each task; it computes the same to the bit.
 
-    residency: the workers that hold a copy of each tile that outlives the program, by its key; updated.
-    A tile without an entry is taken to be wherever it is wanted.
+    Args:
+        residency: the workers that hold each persistent tile, by key; updated.
     """
     residency = {} if residency is None else residency
     readers: dict[Tile, int] = {}
@@ -69,7 +78,7 @@ def place(tasks: TaskList, workers: int, speed: Speed, residency: Residency | No
             readers[access.tile] = readers.get(access.tile, 0) + 1
     copies: dict[Tile, set[int]] = {tile: set(residency.get(tile.key, ())) for tile in readers}
     parts = batch_parts(readers)
-    away: set[Tile] = set()  # sums that have left the worker that began them
+    away: set[Tile] = set()  # sums that moved from the worker that began them
     load = _Load(workers)
     result = TaskList(tasks.policy, tasks.initialised, tasks.live)
     for task in tasks.tasks:
@@ -77,10 +86,10 @@ def place(tasks: TaskList, workers: int, speed: Speed, residency: Residency | No
         chosen = task.worker
         if own >= 0:
             if chosen < 0:
-                chosen = _beside_its_sum(task, own, workers, copies, readers, speed)
-            sums = [a for a in _aside(task) if a.tile in away or chosen not in copies[a.tile]]
+                chosen = _own_or_holder(task, own, workers, copies, readers, speed)
+            sums = [a for a in _side_sums(task) if a.tile in away or chosen not in copies[a.tile]]
             away.update(access.tile for access in sums)
-            task, merges = _apart(task, sums)
+            task, merges = _split(task, sums)
         elif chosen < 0:
             chosen = _cheapest(task, load, copies, readers, speed)
         for one in (task, *merges):
@@ -96,8 +105,11 @@ def place(tasks: TaskList, workers: int, speed: Speed, residency: Residency | No
 
 
 def delay(lists: Sequence[TaskList], workers: int) -> None:
-    """Delay what makes weights for the next run of placed lists that run in turn, until a worker's last task but one
-    before the first that waits for them: it computes with those of the first layers while others are made and move."""
+    """Schedule each weight update as late as possible: shortly before the next step's first task that reads the weight.
+
+    Workers then compute with the weights of the first layers while those of later layers are updated and moved. The
+    lists are placed and run in turn. A delayed update runs `2 * workers` tasks of the list before its reader.
+    """
     if workers == 1:
         return
     every = [task for one in lists for task in one.tasks]
@@ -111,66 +123,74 @@ def delay(lists: Sequence[TaskList], workers: int) -> None:
 
 
 def batch_parts(tiles: Iterable[Tile]) -> int:
-    """Into how many parts the batch is cut."""
+    """Return the number of parts into which the batch is cut."""
     return 1 + max((part for tile in tiles for part in tile.part("batch")), default=-1)
 
 
 def own_worker(task: Task, parts: int, workers: int) -> int:
-    """That of the task's part of the batch; -1: it has none, or there are fewer parts than workers."""
+    """Return the worker of the task's batch part.
+
+    Returns -1 if the task has no batch part, or there are fewer parts than workers.
+    """
     batch = {part for access in task.accesses for part in access.tile.part("batch")}
     return batch.pop() * workers // parts if len(batch) == 1 and parts >= workers else -1
 
 
 class _Load:
-    """Seconds of work that each worker was given so far; tells the least without a look at all of them."""
+    """Seconds of work assigned to each worker so far, with a heap that finds the least loaded one."""
 
     def __init__(self, workers: int) -> None:
         self.seconds = [0.0] * workers
-        self._heap = [(0.0, worker) for worker in range(workers)]  # with entries of before, which are left out later
+        self._heap = [(0.0, worker) for worker in range(workers)]  # outdated entries are skipped when they come up
 
     def add(self, worker: int, seconds: float) -> None:
         self.seconds[worker] += seconds
         heapq.heappush(self._heap, (self.seconds[worker], worker))
 
     def idlest(self, but: Set[int] = frozenset()) -> int:
-        """The first of the workers with the least to do, apart from some; -1: there are no others."""
-        aside, found = [], -1
-        while self._heap and found < 0:
+        """Return the least loaded worker that is not in `but`, the first of equal ones; -1 if there is none."""
+        skipped, idlest = [], -1
+        while self._heap and idlest < 0:
             seconds, worker = self._heap[0]
             if seconds == self.seconds[worker] and worker not in but:
-                found = worker
+                idlest = worker
             else:
                 entry = heapq.heappop(self._heap)
-                aside += [entry] if seconds == self.seconds[worker] else []
-        for entry in aside:
+                skipped += [entry] if seconds == self.seconds[worker] else []
+        for entry in skipped:
             heapq.heappush(self._heap, entry)
-        return found
+        return idlest
 
 
 def _cheapest(task: Task, load: _Load, copies: dict[Tile, set[int]], readers: dict[Tile, int], speed: Speed) -> int:
-    # What is short is soon done, however much its worker has to do: many such tasks would else spread, and their tiles.
+    """Return the worker with the least sum of waiting time and time to move the task's tiles.
+
+    The waiting time is capped in proportion to the task: a short task ends soon however much its worker has to do.
+    Without the cap, many short tasks and their tiles would spread over all workers.
+    """
     workers = len(load.seconds)
     least, most = load.seconds[load.idlest()], workers * speed.seconds(task)
-    # Workers for which as much would travel as for most others; of them only the one with the least to do counts.
+    # `apart`: workers that need other transfers than most. Of the rest, only the least loaded worker can be the best.
     apart: set[int] = set()
     for held in (copies[access.tile] for access in task.accesses if access.mode != "W"):
         few = 2 * len(held) <= workers
         apart |= held if few else set(range(workers)) - held if len(held) < workers else set()
     other = load.idlest(apart)
-    if other >= 0 and load.seconds[other] - least >= most:  # as much as any
+    if other >= 0 and load.seconds[other] - least >= most:  # the cap applies to all: take the first
         other = next(worker for worker in range(workers) if worker not in apart)
-    found = [
+    costs = [
         (min(load.seconds[worker] - least, most) + _travel(task, worker, copies, readers, speed), worker)
         for worker in (apart if other < 0 else apart | {other})
     ]
-    return min(found)[1]
+    return min(costs)[1]
 
 
-def _beside_its_sum(task: Task, own: int, workers: int, copies: dict[Tile, set[int]], readers: dict[Tile, int],
-                    speed: Speed) -> int:  # fmt: skip
-    """The worker of its part of the batch; or, if it is short and adds to a large sum, the one that holds that.
+def _own_or_holder(task: Task, own: int, workers: int, copies: dict[Tile, set[int]], readers: dict[Tile, int],
+                   speed: Speed) -> int:  # fmt: skip
+    """Return the worker of the task's batch part, or the holder of the sum if moving the inputs there is cheaper.
 
-    So the gradients of a part's embeddings travel to that of the vocabulary, not this to each of them in turn.
+    A short task that adds to a large sum runs at the sum: the gradients of a part's embeddings move to the gradient of
+    the vocabulary, and that gradient does not move to each part in turn.
     """
     sums = [a.tile for a in task.accesses if a.mode != "R"]
     if len(sums) != 1 or sums[0].part("batch") or len(copies[sums[0]]) != 1:
@@ -180,24 +200,22 @@ def _beside_its_sum(task: Task, own: int, workers: int, copies: dict[Tile, set[i
     return holder if there + workers * speed.seconds(task) < here else own
 
 
-def _travel(
-    task: Task, worker: int, copies: dict[Tile, set[int]], readers: dict[Tile, int], speed: Speed
-) -> float:
-    """Seconds until the task's tiles are with a worker."""
+def _travel(task: Task, worker: int, copies: dict[Tile, set[int]], readers: dict[Tile, int], speed: Speed) -> float:
+    """Return the seconds until all tiles of the task are on a worker."""
     seconds = 0.0
     for access in task.accesses:
         held = copies[access.tile]
         if access.mode != "W" and held and worker not in held:
-            # A copy that is only read serves later readers too.
+            # Later readers use the copy too, so each pays a share.
             share = readers[access.tile] if access.mode == "R" else 1
             seconds += (speed.latency + access.tile.bytes / speed.link_s) / share
     return seconds
 
 
-def _aside(task: Task) -> list[Access]:
-    """Sums over the batch that a task adds to beside its own work: gradients of a LayerNorm's weights, the loss.
+def _side_sums(task: Task) -> list[Access]:
+    """Return the sums over the batch that a task adds to beside its main result: gradients of norm weights, the loss.
 
-    The kernels add to each what they have summed up, once: to add that by a task of its own gives the same bits.
+    The kernel adds its own total to such a sum once. A separate task that adds the total gives the same bits.
     """
     if all(access.mode != "W" for access in task.accesses):
         return []
@@ -205,8 +223,11 @@ def _aside(task: Task) -> list[Access]:
     return [a for a in adds if not a.tile.part("batch") and a.tile not in task.frees]
 
 
-def _apart(task: Task, sums: list[Access]) -> tuple[Task, list[Task]]:
-    """The task with its contributions to `sums` in tiles of their own, and what adds those: it waits for no sum."""
+def _split(task: Task, sums: list[Access]) -> tuple[Task, list[Task]]:
+    """Return the task with its contributions to `sums` in tiles of their own, and tasks that add these to the sums.
+
+    The task then does not wait for the running sums.
+    """
     parts = {
         a.tile: Tile(f"{a.tile.tensor}.part", a.tile.index, a.tile.shape, a.tile.dtype, axes=a.tile.axes) for a in sums
     }

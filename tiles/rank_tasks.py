@@ -1,8 +1,9 @@
-"""One list of tasks for several ranks: each keeps its own tasks, and a message is added where a tile has to travel.
+"""One list of tasks for several ranks: each rank keeps its own tasks, and messages move tiles between ranks.
 
-Every rank makes the same list, with the rank of each task (placement.py), and shares it out in the same way: so that
-whoever sends and whoever receives agree without a word. Messages have a place in the order of the whole list. A rank
-that submits in this order and waits, with its window full, waits for what the others have submitted or can submit.
+Every rank builds the same list with the rank of each task (placement.py) and splits it in the same way, so sender and
+receiver agree on each message without communication. Messages have a position in the order of the whole list. A rank
+that submits in this order and waits because its window is full waits only for tasks that other ranks have submitted or
+can submit: there is no deadlock.
 """
 
 from __future__ import annotations
@@ -16,54 +17,56 @@ from nntile_py.errors import ConfigError
 from .tasklist import Access, Task, TaskList, Tile
 
 SEND, RECEIVE = "send", "receive"
-NEAR = 8  # a borrowed weight is kept for a use that comes within this part of a list
-MOST_BYTES = 2**31 - 1  # of a message: MPI counts in ints
+NEAR = 8  # a borrowed weight stays for a use within 1 / NEAR of the list
+MOST_BYTES = 2**31 - 1  # of a message; MPI counts bytes in an int
 
 
 @dataclass(slots=True)
-class Message(Task):
-    """The newest version of a tile goes to, or comes from, the rank `peer`; kernel: SEND or RECEIVE."""
+class MessageTask(Task):
+    """A task that sends the newest version of a tile to the rank `peer`, or receives it: kernel SEND or RECEIVE."""
 
     peer: int = -1
     tag: int = -1
 
     @property
     def size(self) -> int:
-        """Bytes that travel."""
+        """Bytes of the message."""
         return self.accesses[0].tile.bytes
 
 
 def check_size(tile: Tile, size: int) -> None:
-    """ConfigError, if no message can hold so many bytes of a tile."""
+    """Raise ConfigError if `size` bytes of a tile do not fit into one message."""
     if size > MOST_BYTES:
         need = f"at most {MOST_BYTES} where it travels between ranks; allowed: smaller tiles"
         raise ConfigError(f"tiles: {tile} has {size} bytes, {need} along {', '.join(tile.axes) or 'its axes'}")
 
 
-def messages(tile: Tile, source: int, to: int, tag: int, op: str = "", priority: int = 0) -> dict[int, Message]:
-    """Both ends of one, by rank. Raises ConfigError for a tile that no message can hold."""
+def messages(tile: Tile, source: int, to: int, tag: int, op: str = "", priority: int = 0) -> dict[int, MessageTask]:
+    """Return both ends of a message, by rank. Raises ConfigError for a tile that does not fit into one message."""
     check_size(tile, tile.bytes)
     how = {"op": op, "priority": priority, "tag": tag}
     return {
-        source: Message(SEND, [Access(tile, "R")], peer=to, **how),  # type: ignore[arg-type]
-        to: Message(RECEIVE, [Access(tile, "W")], peer=source, **how),  # type: ignore[arg-type]
+        source: MessageTask(SEND, [Access(tile, "R")], peer=to, **how),  # type: ignore[arg-type]
+        to: MessageTask(RECEIVE, [Access(tile, "W")], peer=source, **how),  # type: ignore[arg-type]
     }
 
 
-def listed(message: Message) -> TaskList:
-    """A list of it alone."""
-    made = TaskList()
-    made.tasks.append(message)
-    return made
+def listed(message: MessageTask) -> TaskList:
+    """Return a task list of one message."""
+    tasks = TaskList()
+    tasks.tasks.append(message)
+    return tasks
 
 
 @dataclass
-class Shared:
-    """A list as its ranks run it: one list for each.
+class RankLists:
+    """A task list split over ranks.
 
-    needs: the ranks that read what a tile holds before the list begins, in the order of their first use. held: the
-    ranks that have the newest version of each tile that outlives the list, after it has run; of one that it only reads
-    those are more than before, and not here.
+    Attributes:
+        lists: the list of each rank.
+        needs: the ranks that read what a tile holds before the list begins, in the order of their first use.
+        held: by tile key, the ranks that hold the newest version of each persistent tile that the list writes,
+            afterwards. Tiles that the list only reads are not in it.
     """
 
     lists: list[TaskList]
@@ -72,10 +75,12 @@ class Shared:
 
 
 class Replicas:
-    """Which ranks hold the newest version of each tile that outlives the lists; every rank knows it of all.
+    """The ranks that hold the newest version of each persistent tile; every rank has this knowledge of all ranks.
 
-    numbers: gives each tile its tag, the same on all ranks. shard: a weight stays with the rank that updates it; others
-    borrow it for as long as they use it (ZeRO-3: Rajbhandari et al. 2020, section 5.3).
+    Args:
+        numbers: yields the tags of tiles, the same on all ranks.
+        shard: a weight stays with the rank that updates it, and other ranks borrow it while they use it (ZeRO-3:
+            Rajbhandari et al. 2020, section 5.3).
     """
 
     def __init__(self, ranks: int, numbers: Iterator[int] | None = None, shard: bool = False) -> None:
@@ -88,12 +93,13 @@ class Replicas:
         self._owner: dict[Hashable, int] = {}
 
     def tag(self, tile: Tile) -> int:
+        """Return the tile's tag in messages."""
         if tile.key not in self._tags:
             self._tags[tile.key] = next(self._numbers)
         return self._tags[tile.key]
 
-    def share(self, lists: Iterable[TaskList]) -> list[Shared]:
-        """Share out placed lists that run in turn."""
+    def share(self, lists: Iterable[TaskList]) -> list[RankLists]:
+        """Split placed lists, which run in turn, over the ranks."""
         lists = list(lists)
         for task in (task for tasks in lists for task in tasks.tasks):
             for access in (access for access in task.accesses if access.tile.persistent):
@@ -105,27 +111,29 @@ class Replicas:
         return [_Sharing(tasks, self).shared for tasks in lists]
 
     def users(self, tile: Tile) -> set[int]:
-        """The ranks that have a place for the tile; the first where no list uses it."""
+        """Return the ranks with memory for the tile; rank 0 if no list uses the tile."""
         owner = self.owner(tile)
         return {owner} if owner is not None else self._users.get(tile.key) or {0}
 
     def owner(self, tile: Tile) -> int | None:
-        """The rank from which all others borrow it; None: whoever uses it keeps it."""
+        """Return the rank that lends the tile to all others; None if every user keeps a copy."""
         return self._owner.get(tile.key)
 
     def holders(self, tile: Tile) -> list[int]:
-        """The ranks that have the newest version; the first where nobody has written it."""
+        """Return the ranks that hold the newest version; rank 0 if nobody has written the tile."""
         return sorted(self._held.get(tile.key) or {0})
 
     def written(self, tile: Tile) -> set[int]:
-        """Each of these ranks writes it from its own program, the same on all of them."""
+        """Record that each user writes the tile, the same values, from its own program; returns the users."""
         self._held[tile.key] = set(self.users(tile))
         return self._held[tile.key]
 
     def missing(self, tile: Tile, ranks: Iterable[int]) -> list[tuple[int, int]]:
-        """What has to travel, (from, to), so that these ranks hold the newest version; from now on they count as such.
+        """Return the transfers (from, to) after which these ranks hold the newest version, and record them.
 
-        Who has got it passes it on: in each round as many as have it. Nothing, where nobody has written the tile."""
+        Receivers pass the tile on, so the number of holders doubles in each round. The result is empty if nobody has
+        written the tile.
+        """
         held = self._held.get(tile.key)
         if not held:
             return []
@@ -134,36 +142,39 @@ class Replicas:
         held.update(order)
         return found
 
-    def brought(self, needs: Iterable[tuple[Tile, Iterable[int]]]) -> Iterator[tuple[int, Message]]:
-        """The messages, each with its rank, after which these ranks hold the newest version of these tiles."""
+    def brought(self, needs: Iterable[tuple[Tile, Iterable[int]]]) -> Iterator[tuple[int, MessageTask]]:
+        """Yield the messages, each with its rank, after which these ranks hold the newest version of these tiles."""
         for tile, ranks in needs:
             for source, to in self.missing(tile, ranks):
                 yield from messages(tile, source, to, self.tag(tile)).items()
 
-    def ran(self, shared: Shared) -> None:
-        """The list was submitted, behind what its `needs` were missing."""
+    def ran(self, shared: RankLists) -> None:
+        """Record that a list was submitted, after the messages for its `needs`."""
         self._held.update((key, set(ranks)) for key, ranks in shared.held.items())
 
 
 def _doubled(number: int, below: int) -> int:
-    """The number, doubled as often as it stays at or below another."""
+    """Return the number doubled as often as the result does not exceed `below`."""
     while 2 * number <= below:
         number *= 2
     return number
 
 
 class _Sharing:
-    """Shares out one list. A copy goes where another rank has written the tile, or where it was borrowed."""
+    """Splits one list over the ranks, with messages between them.
+
+    A copy becomes invalid when another rank writes the tile. A borrowed copy is given up after its last near use.
+    """
 
     def __init__(self, tasks: TaskList, replicas: Replicas) -> None:
         self._replicas, ranks = replicas, range(replicas.ranks)
-        self.shared = Shared([TaskList(tasks.policy, live=tasks.live) for _ in ranks])
-        self._held: dict[Tile, set[int]] = {}  # of versions that this list has made, and of what it borrows
+        self.shared = RankLists([TaskList(tasks.policy, live=tasks.live) for _ in ranks])
+        self._held: dict[Tile, set[int]] = {}  # holders of tiles that this list has written or borrows
         self._writer: dict[Tile, int] = {}
-        self._last: dict[tuple[int, Tile], Task] = {}  # the last entry of a rank that uses a tile
-        self._read: dict[tuple[int, Tile], int] = {}  # where in the whole list a rank has read what it borrows
+        self._last: dict[tuple[int, Tile], Task] = {}  # a rank's last task that uses a tile
+        self._read: dict[tuple[int, Tile], int] = {}  # number of a rank's last task that read a borrowed tile
         self._near = len(tasks.tasks) // NEAR
-        self._clears: list[list[Tile]] = [[] for _ in ranks]  # before the next entry of each
+        self._clears: list[list[Tile]] = [[] for _ in ranks]  # tiles to clear before the next task of each rank
         for number, task in enumerate(tasks.tasks):
             for tile in task.clears:
                 self._held[tile] = set()
@@ -190,7 +201,7 @@ class _Sharing:
         rank, owner = task.worker, self._replicas.owner(tile)
         if tile not in self._held:
             if not tile.persistent:
-                return  # nothing is there: a reduction begins
+                return  # a reduction begins: there is no version yet
             if owner is None:
                 needing = self.shared.needs.setdefault(tile, [])
                 if rank not in needing:
@@ -210,7 +221,7 @@ class _Sharing:
             held.add(rank)
 
     def _keep(self, tile: Tile, *ranks: int) -> None:
-        """Only these have the tile from here on; the others let go of it after their last use."""
+        """Leave the tile to these ranks only; all other holders free it after their last use."""
         for rank in self._held.get(tile, set()) - {*ranks}:
             last = self._last.get((rank, tile))
             if last and tile not in last.frees:
@@ -218,13 +229,14 @@ class _Sharing:
         self._held[tile] = {*ranks}
 
     def _append(self, rank: int, task: Task) -> None:
+        """Append a task to a rank's list, with the tiles that this rank must clear before it."""
         task.clears, self._clears[rank] = self._clears[rank], []
         self.shared.lists[rank].tasks.append(task)
         self._last.update(((rank, access.tile), task) for access in task.accesses)
 
 
 def _free(tasks: list[Task]) -> None:
-    """Each tile that does not outlive the list goes after its last use on this rank."""
+    """Free each temporary tile after the rank's last task that uses it."""
     last = {access.tile: task for task in tasks for access in task.accesses if not access.tile.persistent}
     for tile, task in last.items():
         if tile not in task.frees:
@@ -232,7 +244,7 @@ def _free(tasks: list[Task]) -> None:
 
 
 def described(lists: Iterable[TaskList]) -> dict[str, str]:
-    """Each task of placed lists, by its name: the same on all ranks, or they cannot work together."""
+    """Return a text for each task of placed lists, by name. Ranks can work together only if the texts are equal."""
     return {
         f"task {k} of list {number} ({task.op or task.kernel})": f"for rank {task.worker}: {text}"
         for number, tasks in enumerate(lists)

@@ -1,7 +1,7 @@
-"""Groups of tasks that a worker runs as one: for programs whose tasks are short beside the runtime's own time.
+"""Task batching: several short tasks become one, so the runtime's time for a task is paid once.
 
-On a CUDA worker a task whose predecessor has just ended waits about 10 us for StarPU to notice it; inside a group the
-stream orders the kernels by itself.
+On a CUDA worker, a task waits about 10 us after its predecessor for StarPU to notice the end. Inside a batch the stream
+orders the kernels by itself. A batch of tasks is called a group here; its kernel is "group".
 """
 
 from __future__ import annotations
@@ -9,30 +9,36 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from .rank_tasks import SEND, Message
+from .rank_tasks import SEND, MessageTask
 from .tasklist import Access, Task, TaskList, Tile
 
-GROUP_SECONDS = 1.5e-3  # how long a group may last; 11 groups a step are no faster than 117, and hold more memory
-MOST_PARTS, MOST_TILES = 256, 1536  # an optimizer's 200 tasks as one: as groups of 32 they wait for the host
-# Of several workers: StarPU takes 2 to 3 us to fetch and release a tile, in which the others wait for all of a group.
+GROUP_SECONDS = 1.5e-3  # longest group: 11 groups a step are no faster than 117 and hold more memory
+MOST_PARTS, MOST_TILES = 256, 1536  # room for an optimizer's 200 tasks; as groups of 32 they would wait for the host
+# Bound with several workers: StarPU needs 2 to 3 us to fetch and release a tile, and other workers wait meanwhile.
 TILES_OF_OTHERS = 96
-EXPORT_SECONDS = 200e-6  # how much longer a group may last than its first task that another worker waits for,
-EXPORT_TIMES = 20  # and how many times as long as that task: a factor for all gradients is there at once
-TINY = 15e-6  # seconds: independent tasks as short as this share a group
+# A group ends at most this long after its first task with a result that another worker waits for,
+EXPORT_SECONDS = 200e-6
+EXPORT_TIMES = 20  # and after at most this many times that task's length: a short result is sent at once
+TINY = 15e-6  # seconds; independent tasks this short may share a group
 
 
 def grouped(
     tasks: TaskList, flop_s: float, bytes_s: float, most_seconds: float, most_bytes: float = math.inf,
     alone: bool = False,
 ) -> TaskList:  # fmt: skip
-    """A resolved list with the same tasks, in the same order on every tile, some of them as parts of groups.
+    """Return a resolved list with the same tasks, in the same order on every tile, some of them as parts of groups.
 
-    A task joins the newest group of its worker, if that is known (`alone`: there is one worker only), or else the group
-    that ends its dependencies; but only if it depends on nothing of other workers that the group did not wait for
-    already, nor the group on what the task does not: what could run side by side still can. (Where workers are not
-    known a tiny task may wait.) A group that has made what another worker waits for ends soon. What sends a tile to
-    another rank, or takes one from it, is in no group, and counts as another worker's. flop_s, bytes_s: of a worker, to
-    estimate durations; no group lasts longer than most_seconds, or has more than most_bytes of tiles.
+    A task joins the newest group of its worker, or, where workers are not known, the group of its last predecessor. It
+    joins only if this adds no dependency to the task or to the group: tasks that could run in parallel still can. (A
+    tiny task without a known worker may wait.) A group with a result that another worker waits for ends soon. Messages
+    to and from other ranks stay outside of groups and count as tasks of another worker.
+
+    Args:
+        flop_s: flop/s of a worker, to estimate durations.
+        bytes_s: bytes/s of its memory.
+        most_seconds: the longest group.
+        most_bytes: the most bytes of tiles in a group.
+        alone: there is only one worker.
     """
     made = _Groups(most_seconds, most_bytes, alone)
     exported = _exported(tasks.tasks)
@@ -40,7 +46,7 @@ def grouped(
         made.take(task, max(task.flop / flop_s, task.bytes / bytes_s), position in exported)
     result = TaskList(tasks.policy, tasks.initialised, tasks.live)
     result.tasks = [_as_one(group) for group in made.groups]
-    # A tile's last reader may have joined a group that runs before another reader's. What was freed may come again.
+    # The group of a tile's last reader may run before the group of another reader. A freed tile may be used again.
     last: dict[int, int] = {}
     frees: list[list[Tile]] = [[] for _ in made.groups]
     for task, number in zip(tasks.tasks, made.chosen, strict=True):
@@ -52,25 +58,25 @@ def grouped(
 
 
 class _Groups:
-    """The groups so far, by number; a set of them is a bit mask."""
+    """The groups so far, by number. A set of groups is a bit mask."""
 
     def __init__(self, most_seconds: float, most_bytes: float, alone: bool) -> None:
         self._most_seconds, self._most_bytes, self._alone = most_seconds, most_bytes, alone
         self._most_tiles = MOST_TILES if alone else TILES_OF_OTHERS
         self.groups: list[list[Task]] = []
-        self.chosen: list[int] = []  # the group of each task
-        self._freed: set[int] = set()  # tiles
+        self.chosen: list[int] = []  # number of the group of each task
+        self._freed: set[int] = set()  # ids of tiles that a task of some group freed
         self._held: list[_Held] = []
         self._seconds: list[float] = []
-        self._until: list[float] = []  # how long a group may last
-        self._before: list[int] = []  # the groups that one waits for, directly or not
-        self._writer: dict[int, int] = {}  # by tile
+        self._until: list[float] = []  # the time at which a group must end
+        self._before: list[int] = []  # all predecessors of a group, direct or not
+        self._writer: dict[int, int] = {}  # number of the group that wrote each tile last
         self._readers: dict[int, list[int]] = {}
-        self._newest: dict[int, int] = {}  # of each worker; where workers are not known, of tiny tasks
-        self._own: dict[int, int] = {}  # the groups of each worker that is known
+        self._newest: dict[int, int] = {}  # newest group of each worker; where workers are not known, of tiny tasks
+        self._own: dict[int, int] = {}  # the groups of each known worker
 
     def take(self, task: Task, time: float, exported: bool) -> None:
-        """Put the next task of the list into a group. exported: another worker waits for what it makes."""
+        """Put the next task of the list into a group; `exported`: another worker waits for its result."""
         direct = self._direct(task)
         waits = 0
         for group in direct:
@@ -95,7 +101,7 @@ class _Groups:
                 self._writer[tile], self._readers[tile] = chosen, []
 
     def _direct(self, task: Task) -> set[int]:
-        """The groups that have made what the task uses, or read what it overwrites."""
+        """Return the groups that wrote tiles of the task, or read tiles that the task overwrites."""
         found, writer, readers = set(), self._writer, self._readers
         for access in task.accesses:
             tile = id(access.tile)
@@ -106,14 +112,14 @@ class _Groups:
         return found
 
     def _chosen(self, task: Task, time: float, waits: int, latest: int) -> int | None:
-        """The group that the task joins. latest: the newest that it depends on."""
-        if isinstance(task, Message) or any(id(access.tile) in self._freed for access in task.accesses):
+        """Return the group that the task joins, None for a new one; `latest`: the newest group that it depends on."""
+        if isinstance(task, MessageTask) or any(id(access.tile) in self._freed for access in task.accesses):
             return None
         known, mine, before = self._known(task), self._own.get(task.worker, 0), self._before
         for number in (self._newest.get(task.worker) if known or time < TINY else None, latest):
             if number is None or number < max(latest, 0) or waits & ~(before[number] | 1 << number | mine):
                 continue
-            if (known or time >= TINY) and before[number] & ~(waits | mine):  # it would wait for what others do
+            if (known or time >= TINY) and before[number] & ~(waits | mine):  # the task would wait for other workers
                 continue
             in_time = self._seconds[number] + time <= self._until[number]
             if in_time and self._fits(self.groups[number], self._held[number], task):
@@ -121,7 +127,13 @@ class _Groups:
         return None
 
     def _fits(self, group: list[Task], held: _Held, task: Task) -> bool:
-        if len(group) >= MOST_PARTS or task.clears or isinstance(group[0], Message) or group[0].worker != task.worker:
+        """Whether a task fits into a group by number of tasks, tiles, bytes and kinds of access."""
+        if (
+            len(group) >= MOST_PARTS
+            or task.clears
+            or isinstance(group[0], MessageTask)
+            or group[0].worker != task.worker
+        ):
             return False
         more = held.more(task)
         few = len(held.tiles) + len(more) <= self._most_tiles
@@ -129,7 +141,7 @@ class _Groups:
         return few and small and held.plain and _plain(task)
 
     def _begin(self, task: Task, time: float, waits: int) -> int:
-        """A new group for the task."""
+        """Begin a group for the task; returns its number."""
         number = len(self.groups)
         self.groups.append([])
         self._held.append(_Held())
@@ -143,12 +155,12 @@ class _Groups:
         return number
 
     def _known(self, task: Task) -> bool:
-        """Whether it is known which worker runs it."""
-        return (self._alone or task.worker >= 0) and not isinstance(task, Message)
+        """Whether the worker of the task is known."""
+        return (self._alone or task.worker >= 0) and not isinstance(task, MessageTask)
 
 
 def _exported(tasks: list[Task]) -> set[int]:
-    """Tasks that make what another worker, or rank, uses next, by their place in the list."""
+    """Return the positions of tasks with a result that another worker or rank uses next."""
     maker: dict[int, int] = {}
     found: set[int] = set()
     for position, task in enumerate(tasks):
@@ -161,17 +173,21 @@ def _exported(tasks: list[Task]) -> set[int]:
 
 
 class _Held:
-    """Tiles of a group."""
+    """The tiles of a group.
+
+    `plain` is False once an access has another mode than R, W or RW.
+    """
 
     def __init__(self) -> None:
         self.bytes, self.plain = 0, True
         self.tiles: set[int] = set()
 
     def more(self, task: Task) -> dict[int, Tile]:
-        """Tiles that the task would add."""
+        """Return the tiles that the task would add."""
         return {id(a.tile): a.tile for a in task.accesses if id(a.tile) not in self.tiles}
 
     def add(self, task: Task) -> None:
+        """Add the tiles of a task."""
         more = self.more(task)
         self.bytes += sum(tile.bytes for tile in more.values())
         self.plain &= _plain(task)
@@ -183,6 +199,7 @@ def _plain(task: Task) -> bool:
 
 
 def _as_one(tasks: list[Task]) -> Task:
+    """Return a group as one task: the union of its accesses, the sum of its flop."""
     if len(tasks) == 1:
         return tasks[0]
     merged: dict[int, Access] = {}

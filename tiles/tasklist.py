@@ -1,8 +1,8 @@
-"""The flat list of tile tasks that a graph lowers to, and the passes over it.
+"""The flat list of tile tasks that a graph lowers to, and the passes over that list.
 
-An operator emits tasks whose accesses are R, W, RW or ACC: "add my contribution to this tile". `TaskList.resolve`
-turns ACC into StarPU's access modes by the accumulation policy, frees each tile after its last reader and ranks the
-tasks by the longest path that still follows them.
+An operator emits tasks with access modes R, W, RW or ACC ("add my contribution to this tile"). `TaskList.resolve` then
+replaces ACC by StarPU's modes as the accumulation policy says, frees each tile after its last reader, and sets each
+task's priority to the longest path from the task to the end.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .arguments import NO_ARGS, Slot, TaskArgs
 from .dtypes import DTYPES
 from .tiling import cut_as
 
-Policy = Literal["chain", "commute", "redux", "tree"]  # how partial sums of a tile meet
+Policy = Literal["chain", "commute", "redux", "tree"]  # the order in which partial sums of a tile are added
 POLICIES: tuple[str, ...] = get_args(Policy)
 PYTHON = "python"  # the kernel of tasks outside of programs
 MONOIDS = ("sum", "softmax", "moments")
@@ -26,8 +26,9 @@ MONOIDS = ("sum", "softmax", "moments")
 class Tile:
     """A tile of a tensor: what becomes one StarPU data handle.
 
-    `persistent` tiles outlive the program (weights, optimizer state, inputs); the others are freed after their last
-    reader. `monoid` says how partial results combine. `kind` is the tensor's: names are unique within a kind alone.
+    Persistent tiles outlive the program: weights, optimizer state, inputs. All other tiles are freed after their last
+    reader. `monoid` is the operation that combines partial results. `kind` is the kind of the tensor; tensors of
+    different kinds may have the same name.
     """
 
     __slots__ = ("axes", "bytes", "dtype", "index", "kind", "monoid", "persistent", "redux", "shape", "tensor")
@@ -50,11 +51,11 @@ class Tile:
 
     @property
     def key(self) -> Hashable:
-        """The same for one tile in all lists of a step: by kind, name and index if it outlives them."""
+        """An identity of the tile in all task lists of a step; a temporary tile is its own key."""
         return (self.kind, self.tensor, self.index) if self.persistent else self
 
     def part(self, axis: str) -> list[int]:
-        """Which part of the axis the tile is of, if of one."""
+        """Return the tile's index along an axis in a list, or an empty list if its tensor lacks the axis."""
         return [self.index[self.axes.index(axis)]] if axis in self.axes else []
 
     def __repr__(self) -> str:
@@ -86,7 +87,18 @@ def ACC(tile: Tile) -> Access:
 
 @dataclass(slots=True)
 class Task:
-    """One task: a kernel on tiles. `op` is the graph operator's name; flop is the kernel's own work."""
+    """A task: a kernel on tiles.
+
+    Attributes:
+        op: name of the graph operator.
+        flop: floating-point operations of the kernel.
+        frees: tiles that are dead after this task.
+        clears: tiles whose contents are discarded before this task.
+        evicts: tiles that leave the device after this task, as later tasks need their memory.
+        parts: the tasks of a batch that runs as one task, in order.
+        worker: number of the worker among those of its kind; -1 lets the scheduler choose.
+        delay: number of later tasks of the list that the same worker runs before this one.
+    """
 
     kernel: str
     accesses: list[Access]
@@ -94,12 +106,12 @@ class Task:
     op: str = ""
     flop: float = 0.0
     priority: int = 0
-    frees: list[Tile] = field(default_factory=list)  # tiles of no use after this task
-    clears: list[Tile] = field(default_factory=list)  # tiles whose old contents go before this task
-    evicts: list[Tile] = field(default_factory=list)  # tiles that others will need the room of, on the device it ran on
-    parts: list[Task] = field(default_factory=list)  # of a group: the tasks that it stands for, in order
-    worker: int = -1  # the one that it has to run on, counted among its kind; -1: the scheduler's choice
-    delay: int = 0  # how many tasks that are submitted after it go before it on its worker
+    frees: list[Tile] = field(default_factory=list)
+    clears: list[Tile] = field(default_factory=list)
+    evicts: list[Tile] = field(default_factory=list)
+    parts: list[Task] = field(default_factory=list)
+    worker: int = -1
+    delay: int = 0
 
     @property
     def ints(self) -> tuple[int, ...]:
@@ -111,21 +123,24 @@ class Task:
 
     @property
     def bytes(self) -> int:
-        """The fewest bytes that the task moves: each tile once, twice where it is read and written."""
+        """Lower bound on the bytes that the task moves: each tile once, a tile that is read and written twice."""
         return sum(a.tile.bytes * (1 if a.mode in ("R", "W") else 2) for a in self.accesses)
 
 
 class PythonKernel(Protocol):
-    """What `nt.task` makes; see execution/python_task.py."""
+    """A kernel that the decorator `nt.task` returns, see execution/python_task.py."""
 
     def emitted(self, accesses: Sequence[Access], args: TaskArgs) -> str: ...
 
 
 class TaskList:
-    """Tasks in submission order. `initialised` are the tiles that hold data before the first task, `sums` those of
-    them that the tasks add to, such as the gradients of the micro-batches before.
+    """Tasks in submission order.
 
-    live: axes of which a tile holds as many entries as a step says, by the slot `live_slot` of its part of the batch.
+    Attributes:
+        policy: accumulation policy.
+        initialised: tiles that hold data before the first task.
+        sums: initialised tiles that the tasks add to, such as the gradients of earlier micro-batches.
+        live: axes along which a step fills only part of a tile; the slot `live_slot` of the batch part holds the size.
     """
 
     def __init__(self, policy: str = "chain", initialised: Iterable[Tile] = (), live: Iterable[str] = ()) -> None:
@@ -145,9 +160,11 @@ class TaskList:
         op: str = "",
         flop: float | None = None,
     ) -> None:
-        """Append a task. Without `flop` one operation per element of the largest tile is assumed.
+        """Append a task.
 
-        kernel: a name under which C++ or Triton has one, or what `nt.task` made.
+        Args:
+            kernel: name of a kernel in C++ or Triton, or a kernel of `nt.task`.
+            flop: default: one operation for each element of the largest tile.
         """
         if flop is None:
             flop = max(math.prod(a.tile.shape) for a in accesses)
@@ -156,7 +173,7 @@ class TaskList:
         self.tasks.append(Task(kernel, list(accesses), args, op, flop))
 
     def live_sizes(self, task: Task) -> list[tuple[int, int, Slot]]:
-        """The tiles of a task whose size along an axis is a step's: (number of the access, axis, slot)."""
+        """Return (number of the access, axis, slot) for each tile axis of a task whose size is set by the step."""
         return [
             (number, k, Slot(live_slot(cut_as(axis), *a.tile.part("batch"))))
             for number, a in enumerate(task.accesses) if self.live
@@ -164,8 +181,8 @@ class TaskList:
         ]  # fmt: skip
 
     def resolve(self) -> TaskList:
-        """Fix the access modes, insert merges, free dead tiles, set priorities. Call once, after the last emit."""
-        self._add_what_is_written()
+        """Set access modes and priorities, insert merges, free dead tiles. Call it once, after the last `emit`."""
+        self._redirect_overwrites_of_sums()
         self._accumulate()
         self._liveness()
         self._priorities()
@@ -173,8 +190,8 @@ class TaskList:
 
     # -- accumulation
 
-    def _add_what_is_written(self) -> None:
-        """What a task writes anew, into a tile that is a sum, goes into a tile of its own, added at the end."""
+    def _redirect_overwrites_of_sums(self) -> None:
+        """Give a task that overwrites a tile of `sums` a tile of its own, and add that tile to the sum at the end."""
         parts: dict[Tile, Tile] = {}
         for task in self.tasks:
             for access in task.accesses:
@@ -185,9 +202,10 @@ class TaskList:
         self.tasks += [merge(tile, part, self.tasks[-1].op) for tile, part in parts.items()]
 
     def _accumulate(self) -> None:
+        """Replace ACC by the modes of the accumulation policy; insert the merges of the tree policy."""
         written = set(self.initialised)
         runs = self._run_lengths()
-        trees: dict[Tile, list[tuple[int, Tile, Task]]] = {}  # what was added so far, who made it
+        trees: dict[Tile, list[tuple[int, Tile, Task]]] = {}  # partial sums: level, tile, the task that wrote it
         out: list[Task] = []
         for number, task in enumerate(self.tasks):
             merges: list[Task] = []
@@ -217,7 +235,7 @@ class TaskList:
                 elif first:
                     access.mode = "W" if fresh else "RW"
                     trees[tile] = [(0, tile, task)]
-                else:  # tree: each further contribution into a tile of its own, equals merged as in a binary counter
+                else:  # tree: each further contribution has its own tile; equal levels merge as in a binary counter
                     part = Tile(f"{tile.tensor}.part", tile.index, tile.shape, tile.dtype, tile.monoid, axes=tile.axes)
                     access.tile, access.mode, access.accumulate = part, "W", False
                     stack = trees[tile]
@@ -233,7 +251,7 @@ class TaskList:
         self.tasks = out
 
     def _run_lengths(self) -> dict[tuple[int, int], tuple[bool, int]]:
-        """For each ACC access, by (task number, tile): whether it opens a run of contributions, the run's length."""
+        """Map each ACC access, by (task number, tile id), to (whether it begins a run, length of the run)."""
         return {
             (number, id(tile)): (position == 0, len(run))
             for tile, run, _ in self.runs()
@@ -241,8 +259,10 @@ class TaskList:
         }
 
     def runs(self) -> Iterator[tuple[Tile, list[tuple[int, Access]], bool]]:
-        """Of the list before it is resolved: each tile's contributions up to its next other use, with their tasks'
-        numbers; whether no such use follows."""
+        """Yield the runs of an unresolved list: (tile, contributions as (task number, access), whether it is the last).
+
+        A run holds the consecutive contributions to a tile up to the next access of another mode.
+        """
         begun: dict[Tile, list[tuple[int, Access]]] = {}
         for number, task in enumerate(self.tasks):
             for access in task.accesses:
@@ -254,6 +274,7 @@ class TaskList:
 
     @staticmethod
     def _finish_tree(stack: list[tuple[int, Tile, Task]], out: list[Task]) -> None:
+        """Merge the partial sums that are left into the tile."""
         while len(stack) > 1:
             _, right, task = stack.pop()
             out.append(merge(stack[-1][1], right, task.op, task.worker))
@@ -261,6 +282,7 @@ class TaskList:
     # -- liveness and priorities
 
     def _liveness(self) -> None:
+        """Free each temporary tile after the last task that uses it."""
         last: dict[Tile, Task] = {}
         for task in self.tasks:
             for access in task.accesses:
@@ -270,9 +292,9 @@ class TaskList:
             task.frees.append(tile)
 
     def _priorities(self) -> None:
-        """Priority = the longest chain of work, in microseconds of a nominal worker, from the task to the end."""
-        next_writer: dict[Tile, float] = {}  # its rank
-        readers: dict[Tile, float] = {}  # the highest rank of the readers before it
+        """Set each priority to the longest path to the end, in microseconds of a nominal worker: 10 Gflop/s, 1 GB/s."""
+        next_writer: dict[Tile, float] = {}  # rank of the next task that writes the tile
+        readers: dict[Tile, float] = {}  # highest rank of the tasks that read the tile before that write
         for task in reversed(self.tasks):
             below = 0.0
             for access in task.accesses:
@@ -288,26 +310,27 @@ class TaskList:
             task.priority = min(int(rank), 2**31 - 1)
 
     def forget(self, tiles: Iterable[Tile]) -> None:
-        """Free what these tiles hold from a run before, when this list begins: it writes them before it reads them."""
+        """When this list begins, discard what a previous run left in these tiles; the list overwrites them."""
         self.tasks[0].clears += tiles
 
     # -- reports
 
     def ends(self, axis: str) -> dict[Hashable, int]:
-        """Which part of the axis was added last to each tile that outlives the program and is not cut along it."""
-        found: dict[Hashable, int] = {}
+        """Map each persistent tile without this axis to the part of the axis that was added to it last."""
+        last_part: dict[Hashable, int] = {}
         for task in self.tasks:
             parts = [part for access in task.accesses for part in access.tile.part(axis)]
             for access in task.accesses:
                 tile = access.tile
                 if parts and access.mode != "R" and tile.persistent and not tile.part(axis):
-                    found[tile.key] = parts[0]
-        return found
+                    last_part[tile.key] = parts[0]
+        return last_part
 
     def peak_bytes(self, kept: int | None = None) -> int:
-        """Bytes alive at the worst point when the tasks run in order.
+        """Return the largest number of bytes alive at once if the tasks run in order.
 
-        `kept`: bytes of all persistent tiles, those of other programs too; default: of this list's.
+        Args:
+            kept: bytes of all persistent tiles, also of other programs; default: of this list's.
         """
         if kept is None:
             tiles = {a.tile for t in self.tasks for a in t.accesses if a.tile.persistent} | self.initialised
@@ -327,42 +350,42 @@ class TaskList:
         return peak
 
     def digest(self) -> str:
-        """A hash of the whole program: equal digests run the same tasks on the same tiles in the same order."""
+        """Return a hash of the program: equal digests run the same tasks on the same tiles in the same order."""
         h = hashlib.sha256()
         for text in self.described():
             h.update(text.encode())
         return h.hexdigest()
 
     def described(self) -> Iterator[str]:
-        """Each task in words that do not differ between processes."""
+        """Yield each task as text that is the same in all processes."""
         numbers: dict[Tile, int] = {}
         for task in self.tasks:
             accesses = [
                 (numbers.setdefault(a.tile, len(numbers)), a.tile.shape, a.tile.dtype, a.mode, a.accumulate)
                 for a in task.accesses
             ]
-            gone = [
+            discarded = [
                 sorted(numbers.setdefault(tile, len(numbers)) for tile in tiles) for tiles in (task.clears, task.frees)
             ]
-            yield repr((task.kernel, accesses, task.ints, task.floats, task.priority, gone))
+            yield repr((task.kernel, accesses, task.ints, task.floats, task.priority, discarded))
 
 
 def live_slot(axis: str, part: int) -> str:
-    """The slot that says how many entries along `axis` this part of the batch has in a step."""
+    """Return the name of the slot that holds how many entries of `axis` a step fills in this part of the batch."""
     return f"{axis} of {part}"
 
 
 class BusyArgs(TaskArgs):
-    """Of a task of a known length, for measurements."""
+    """Arguments of a task of known length, for measurements."""
 
-    count: int  # of multiply-adds, each of which waits for the one before
+    count: int  # multiply-adds, each of which depends on the previous one
 
 
 class CombineArgs(TaskArgs):
-    monoid: int  # its place in MONOIDS
+    monoid: int  # index into MONOIDS
 
 
 def merge(into: Tile, part: Tile, op: str, worker: int = -1) -> Task:
-    """Adds one partial result to another."""
+    """Return a task that adds one partial result to another."""
     args = CombineArgs(MONOIDS.index(into.monoid))
     return Task("combine", [RW(into), R(part)], args, op, math.prod(into.shape), worker=worker)

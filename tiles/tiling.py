@@ -1,4 +1,4 @@
-"""A tiling: `{axis: tile size}` over named axes. The last tile may be ragged; an axis left out is not cut."""
+"""A tiling `{axis: tile size}` over named axes. The last tile may be smaller; an axis that is left out is not cut."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from nntile_py.typed import plain
 
 AXES = ("batch", "seq", "embed", "heads", "ffn", "vocab")
 
-# Axes that are cut as another one is: attended positions as positions are, heads of keys as those of queries, the other
-# side of a square matrix as the first.
+# Axes that share the tile size of another axis: attended positions that of positions, heads of keys that of queries,
+# the second side of a square matrix that of the first.
 _CUT_AS = {"key": "seq", "kv_heads": "heads", "hidden": "embed"}
 
 
 def cut_as(axis: str) -> str:
-    """The axis whose tile size counts for an axis."""
+    """Return the axis whose tile size applies to an axis."""
     return _CUT_AS.get(axis, axis)
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """One tile's share of an axis: elements offset .. offset + size."""
+class TileRange:
+    """The elements `offset` to `offset + size` of an axis, which one tile holds."""
 
     offset: int
     size: int
@@ -32,15 +32,19 @@ class Part:
         return self.offset + self.size
 
 
-MOST_TILES = 10**6  # along an axis: more would take minutes to list, and are a mistake
+MOST_TILES = 10**6  # bound on the tiles of an axis: more take minutes to list, and are a mistake
 
 
 class Tiling:
-    """Tile sizes by axis name (elements). Raises ConfigError for an unknown axis or a size that is no positive int."""
+    """Tile sizes in elements, by axis name.
+
+    Raises:
+        ConfigError: an unknown axis, or a size that is not a positive integer.
+    """
 
     def __init__(self, tiles: Mapping[str, int] | None = None) -> None:
         self.tiles = {axis: plain(size) for axis, size in (tiles or {}).items()}
-        self._parts: dict[tuple[str, int], list[Part]] = {}
+        self._parts: dict[tuple[str, int], list[TileRange]] = {}
         self._groups: dict[str, int] = {}
         for axis, size in self.tiles.items():
             if axis not in AXES:
@@ -48,25 +52,26 @@ class Tiling:
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
                 raise ConfigError(f"tiles.{axis}: {size!r} is not allowed; a tile size is a positive integer")
 
-    def parts(self, axis: str, size: int) -> list[Part]:
-        """The tiles of an axis of `size` elements, in order. Not to be changed: it is kept."""
+    def parts(self, axis: str, size: int) -> list[TileRange]:
+        """Return the tiles of an axis of `size` elements, in order. The list is cached: do not change it."""
         if (axis, size) not in self._parts:
             tile = self.tile(axis, size)
             if (count := -(-size // tile)) > MOST_TILES:
-                told = f"{count:,} tiles of {size:,} elements; allowed: at most {MOST_TILES:,}"
-                raise ConfigError(f"tiles.{cut_as(axis)}: {told}")
-            self._parts[axis, size] = [Part(o, min(tile, size - o)) for o in range(0, size, tile)]
+                message = f"{count:,} tiles of {size:,} elements; allowed: at most {MOST_TILES:,}"
+                raise ConfigError(f"tiles.{cut_as(axis)}: {message}")
+            self._parts[axis, size] = [TileRange(o, min(tile, size - o)) for o in range(0, size, tile)]
         return self._parts[axis, size]
 
     def tile(self, axis: str, size: int) -> int:
-        """The size of all tiles of the axis but the last."""
+        """Return the size of all tiles of the axis except the last."""
         tile = self.tiles.get(cut_as(axis))
         return size if tile is None else min(-(-tile // self._groups.get(axis, 1)), size)
 
     def share(self, axis: str, of: str, size: int, group: int) -> None:
-        """Cut `axis` where `of`, of `size` elements, is cut: each `group` elements of it share one of `axis`.
+        """Cut `axis` where `of` (`size` elements) is cut: each `group` elements of `of` share one of `axis`.
 
-        Raises ConfigError unless the tiles of `of` are whole groups or parts of one.
+        Raises:
+            ConfigError: a tile of `of` is neither a multiple of `group` nor a divisor.
         """
         tile = self.tile(of, size)
         if tile < size and tile % group and group % tile:

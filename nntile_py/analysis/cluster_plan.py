@@ -21,7 +21,7 @@ from nntile_py.errors import ConfigError
 from nntile_py.graph.step import StepSpec
 from nntile_py.system.gc_pause import no_search_for_cycles
 from nntile_py.tiles import TaskList, Tile, Tiling, device_model
-from nntile_py.tiles.allreduce import Network, Place, with_sums
+from nntile_py.tiles.allreduce import ClusterNode, Network, with_sums
 from nntile_py.tiles.placement import Speed
 from nntile_py.tiles.tasklist import Task
 
@@ -197,7 +197,7 @@ def plan_nodes(config: RunConfig, on: Machines, *, strong: bool = False, every: 
         node = programs(lists, on.workers, speed, group=gpu)
         sums = len(lists) - 2  # the list that makes gradients, if several: the last
         if gpu or on.nodes == 1:
-            places = (Place(n, on.nodes, on.network, on.workers, speed) for n in range(on.nodes if every else 1))
+            places = (ClusterNode(n, on.nodes, on.network, on.workers, speed) for n in range(on.nodes if every else 1))
             nodes = [[*node[:sums], with_sums(node[sums], at), *node[sums + 1 :]] for at in places]
         else:
             nodes = _ranks(config, on.nodes)

@@ -11,9 +11,9 @@ from nntile_py.analysis.workloads import Work, logical
 from nntile_py.config.builders import default_layouts, step_spec
 from nntile_py.errors import ConfigError
 from nntile_py.graph.graph import Graph
-from nntile_py.graph.layout_search import Chosen, Row, search
+from nntile_py.graph.layout_search import LayoutChoice, SearchedLayouts, search
 from nntile_py.graph.layouts import described, laid, products
-from nntile_py.graph.timings import Timing, Timings, Verdict
+from nntile_py.graph.timings import LayoutComparison, Timing, Timings
 from nntile_py.system.pictures import new_figure
 from nntile_py.tasks.contract import Contract
 from nntile_py.tasks.generated import Generated
@@ -112,7 +112,7 @@ class Line:
 @dataclass(frozen=True)
 class Found:
     """Of one algebraic fusion: the sums in seconds. bound: no choice for all operators together takes less. program:
-    see Chosen; verdict: on whole steps of it, if they were compared."""
+    see SearchedLayouts; comparison: on whole steps of it, if they were compared."""
 
     stacked: Stacked
     seconds: float
@@ -121,7 +121,7 @@ class Found:
     least: float
     lines: list[Line]
     program: str | None
-    verdict: Verdict | None
+    comparison: LayoutComparison | None
 
     def above(self, seconds: float) -> float:
         """Percent by which this is above the sum of the operators' optima."""
@@ -131,7 +131,7 @@ class Found:
         return {
             "qkv": STACKED[self.stacked], "seconds": self.seconds, "default_seconds": self.default,
             "bound_seconds": self.bound, "least_seconds": self.least, "above_least_percent": self.above(self.seconds),
-            "verdict": self.verdict and vars(self.verdict) | {"slower": self.verdict.slower},
+            "comparison": self.comparison and vars(self.comparison) | {"slower": self.comparison.slower},
             "operators": [vars(line) for line in self.lines],
         }  # fmt: skip
 
@@ -146,18 +146,18 @@ def shown(config: RunConfig, work: Work, timings: Timings) -> list[Found]:
         else:
             bound = search(graph, timings, cuts, config.accumulate, careful=False).seconds
             found.append(Found(stacked, chosen.seconds, chosen.default, bound, chosen.least, _lines(chosen, timings),
-                               chosen.program, timings.verdicts.get(chosen.program or "")))  # fmt: skip
+                               chosen.program, timings.comparisons.get(chosen.program or "")))  # fmt: skip
     if not found:
         raise ConfigError(f"{timings.path}: lacks {lacking} timings of this; measure them first, by `nntile layouts "
                           f"tune` with the same work and keys, {timings.workers}")  # fmt: skip
     return found
 
 
-def _lines(chosen: Chosen, timings: Timings) -> list[Line]:
-    alike: dict[tuple[str, str, str, float], list[Row]] = {}
+def _lines(chosen: SearchedLayouts, timings: Timings) -> list[Line]:
+    alike: dict[tuple[str, str, str, float], list[LayoutChoice]] = {}
     for row in chosen.rows:
         phase = "" if row.op.phase == "forward" else f" {row.op.phase}"
-        alike.setdefault((starred(row.op.name) + phase, row.operator, row.layout, row.turning), []).append(row)
+        alike.setdefault((starred(row.op.name) + phase, row.operator, row.layout, row.transposes), []).append(row)
     lines, taken = [], dict[str, int]()
     for (name, operator, layout, turning), rows in alike.items():
         taken[name] = taken.get(name, 0) + 1
@@ -195,7 +195,7 @@ def render(found: Sequence[Found], timings: Timings, console: Console) -> None:
     for of in found:
         console.print(told(of), highlight=False, soft_wrap=True)
         if of.program:
-            console.print(f"  {ruled(of.verdict)}", highlight=False, soft_wrap=True)
+            console.print(f"  {ruled(of.comparison)}", highlight=False, soft_wrap=True)
     console.print(f"{timings.path}: {', '.join(timings.of.values())}", highlight=False, soft_wrap=True)
 
 
@@ -205,12 +205,12 @@ def told(of: Found) -> str:
     return f"Q, K, V as one: {STACKED[of.stacked]}. Sum of the operators' optima {1e3 * of.least:.3f} ms; {each}."
 
 
-def ruled(verdict: Verdict | None) -> str:
+def ruled(comparison: LayoutComparison | None) -> str:
     """What whole steps say of a choice, and what `layout: searched` makes of it."""
-    if not verdict:
+    if not comparison:
         return "Whole steps: not compared; `nntile layouts tune` compares those of the config's own Q, K, V."
-    takes = "; layout: searched takes the default layouts" if verdict.slower else ""
-    return f"Whole steps: {verdict}{takes}."
+    takes = "; layout: searched takes the default layouts" if comparison.slower else ""
+    return f"Whole steps: {comparison}{takes}."
 
 
 def violins(found: Found, timings: Timings) -> Figure:

@@ -18,7 +18,7 @@ from nntile_py.config.builders import default_layouts
 from nntile_py.errors import ConfigError
 from nntile_py.graph.fusion import Fusion, fuse
 from nntile_py.graph.graph import Graph
-from nntile_py.graph.rewriter import Uses
+from nntile_py.graph.passes.rewriter import Rewriter
 from nntile_py.graph.step import TILE_DTYPE
 from nntile_py.tasks.op import CATEGORIES, Category, Op
 from nntile_py.tasks.space import Space, space
@@ -172,7 +172,7 @@ def _owners(graph: Graph, fusion: Fusion, cuts: Tiling) -> dict[int, int]:
     That is the one that makes what it made, or, where nothing makes this any more, does the work of who read it."""
     places = {op: place for place, op in enumerate(graph.ops)}
     makes = {op: list(op.outputs) for op in graph.ops}
-    readers = Uses(graph).readers
+    readers = Rewriter(graph).readers
     fuse(graph, fusion, cuts)
     maker = {tensor: place for place, op in enumerate(graph.ops) for tensor in op.outputs}
     found: dict[int, int] = {}

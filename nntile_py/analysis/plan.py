@@ -13,7 +13,7 @@ from nntile_py.graph.step import Step
 from nntile_py.system.gc_pause import no_search_for_cycles
 from nntile_py.tasks.op import Lowering
 from nntile_py.tiles import TaskList, device_model
-from nntile_py.tiles.dependencies import Use, critical_path, dependencies
+from nntile_py.tiles.dependencies import TileUse, critical_path, dependencies
 from nntile_py.tiles.placement import Speed
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def estimate(lists: list[TaskList], workers: int, gpu: bool = False) -> Estimate
 def _work_and_chain(low: TaskList, speed: Speed) -> tuple[float, float]:
     """Seconds of all tasks, and of the longest chain of tasks that wait for each other."""
     takes = [speed.seconds(task) + speed.beside for task in low.tasks]
-    before = dependencies([Use(a.tile, a.mode) for a in task.accesses] for task in low.tasks)
+    before = dependencies([TileUse(a.tile, a.mode) for a in task.accesses] for task in low.tasks)
     return sum(takes), sum(takes[number] for number in critical_path(before, takes))
 
 

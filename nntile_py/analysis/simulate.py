@@ -13,10 +13,10 @@ from dataclasses import dataclass, field, replace
 
 from nntile_py.tiles import TaskList, Tile
 from nntile_py.tiles.allreduce import Network, Piecewise
-from nntile_py.tiles.dependencies import Use, dependencies
+from nntile_py.tiles.dependencies import TileUse, dependencies
 from nntile_py.tiles.eviction import mark_evictions, room_in_turn
 from nntile_py.tiles.placement import Residency, Speed, place
-from nntile_py.tiles.rank_tasks import RECEIVE, Message, Replicas
+from nntile_py.tiles.rank_tasks import RECEIVE, MessageTask, Replicas
 from nntile_py.tiles.task_groups import GROUP_SECONDS, grouped
 from nntile_py.tiles.tasklist import Task
 
@@ -131,7 +131,7 @@ class _Node:
         self, tasks: Sequence[Task], workers: int, copies: Copies, start: float, cards: int, several: bool
     ) -> None:
         self.tasks, self.copies = tasks, copies
-        before = dependencies([Use(a.tile.key, a.mode) for a in task.accesses] for task in tasks)
+        before = dependencies([TileUse(a.tile.key, a.mode) for a in task.accesses] for task in tasks)
         self.after: list[list[int]] = [[] for _ in tasks]
         self.missing = [len(previous) for previous in before]
         for number, previous in enumerate(before):
@@ -139,7 +139,7 @@ class _Node:
                 self.after[earlier].append(number)
         self.receives: dict[tuple[int, int], deque[int]] = {}  # the tasks that take messages, by source and tag
         for number, task in enumerate(tasks):
-            if isinstance(task, Message) and task.kernel == RECEIVE:
+            if isinstance(task, MessageTask) and task.kernel == RECEIVE:
                 self.receives.setdefault((task.peer if several else 0, task.tag), deque()).append(number)
                 self.missing[number] += 1
         self.arrived = [start] * workers  # when what is on its way to each worker is there
@@ -164,9 +164,7 @@ class _Play:
         self.used = used or Played(start, start, [0.0] * workers, [0.0] * workers)
         cards = -(-workers // self.network.share)
         several = len(lists) > 1
-        self.nodes = [
-            _Node(one, workers, held, start, cards, several) for one, held in zip(lists, copies, strict=True)
-        ]
+        self.nodes = [_Node(one, workers, held, start, cards, several) for one, held in zip(lists, copies, strict=True)]
         self.events: list[tuple[float, int, int, int]] = []  # when, what, the node, the task
 
     def run(self) -> float:
@@ -192,7 +190,7 @@ class _Play:
     def _begin(self, at: int, number: int, now: float) -> None:
         """What the task waits for has been done."""
         task = self.nodes[at].tasks[number]
-        if isinstance(task, Message) and task.kernel == RECEIVE:
+        if isinstance(task, MessageTask) and task.kernel == RECEIVE:
             heapq.heappush(self.events, (now, ENDED, at, number))
         else:
             heapq.heappush(self.events, (self._fetched(at, task, now), READY, at, number))
@@ -200,7 +198,7 @@ class _Play:
     def _ready(self, at: int, number: int, now: float) -> None:
         """Its tiles are there."""
         task = self.nodes[at].tasks[number]
-        if isinstance(task, Message):
+        if isinstance(task, MessageTask):
             self._send(at, number, task, now)
         else:
             heapq.heappush(self.nodes[at].waiting[max(task.worker, 0)], number)
@@ -234,14 +232,14 @@ class _Play:
     def _end(self, at: int, number: int, now: float) -> None:
         node, task = self.nodes[at], self.nodes[at].tasks[number]
         worker = max(task.worker, 0)
-        if not isinstance(task, Message):
+        if not isinstance(task, MessageTask):
             node.busy[worker] = False
         for access in task.accesses:
             if access.mode not in ("R", "REDUX"):
                 node.copies[access.tile.key] = {worker}
         for later in node.after[number]:
             self._one_less(at, later, now)
-        if at == 0 and isinstance(task, Message | Piecewise):
+        if at == 0 and isinstance(task, MessageTask | Piecewise):
             self.used.last = next(access.tile for access in task.accesses)
         elif at == 0:
             self.used.computed = now - self.start
@@ -254,7 +252,7 @@ class _Play:
 
     # -- messages
 
-    def _send(self, at: int, number: int, task: Message, now: float) -> None:
+    def _send(self, at: int, number: int, task: MessageTask, now: float) -> None:
         node, card = self.nodes[at], max(task.worker, 0) // self.network.share
         node.thread = max(node.thread, now) + self.network.message
         leaves, seconds = max(node.thread, node.out[card]), task.size / self.network.bytes_s
@@ -273,7 +271,7 @@ class _Play:
 
     def _on_its_way(self, what: int, at: int, number: int, now: float) -> None:
         node, task = self.nodes[at], self.nodes[at].tasks[number]
-        assert isinstance(task, Message)
+        assert isinstance(task, MessageTask)
         if what == LANDED:
             card = max(task.worker, 0) // self.network.share
             node.into[card] = max(node.into[card], now) + task.size / self.network.bytes_s

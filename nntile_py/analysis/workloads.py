@@ -16,7 +16,7 @@ from nntile_py.graph.graph import Graph
 from nntile_py.graph.layout_search import arrange
 from nntile_py.graph.lowering import lower
 from nntile_py.graph.params import Batch, Param, Traced
-from nntile_py.graph.qkv_fusion import pack_projections
+from nntile_py.graph.passes.qkv_fusion import pack_projections
 from nntile_py.graph.step import TILE_DTYPE, Evaluation, Step, StepSpec
 from nntile_py.models.layer import TransformerDecoderConfig, TransformerEncoder, TransformerEncoderConfig
 from nntile_py.models.parts import attention_mask

@@ -206,8 +206,8 @@ def layouts(
         with telling(console) as tell:
             tuned = tune(loaded, what, known, repeats or TUNED, tell, own_alone=own)
         print(f"{tuned.measured} measured; {known.path}")
-        if tuned.verdict:
-            print(parts.ruled(tuned.verdict))
+        if tuned.comparison:
+            print(parts.ruled(tuned.comparison))
         elif what not in FORWARD:
             print("Chosen: the default layouts; others gain less than the noise of the times. No steps to compare.")
         if tuned.others:

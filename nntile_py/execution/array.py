@@ -23,7 +23,7 @@ Slices = tuple[slice, ...]
 
 
 @dataclass(frozen=True, order=True)
-class Cut:
+class TileGrid:
     """One way to cut an array: tiles of `sizes`, the last of an axis what is left."""
 
     shape: Ints
@@ -65,7 +65,7 @@ _numbers = itertools.count(1)  # of arrays, in profiles
 Handles = dict[Ints, _core.Tile]
 
 
-class Data:
+class ArrayStorage:
     """The elements of an array, cut in one way or several; copied from one to another by tasks, when they are used.
 
     Each tile is a StarPU handle of its own. Views into one allocation would save these copies, but StarPU's
@@ -77,18 +77,18 @@ class Data:
         if not _core.running():
             raise TaskError("no runtime is running: use `with nntile_py.Runtime(...):`")
         self.shape, self.dtype, self.zeros, self.number = shape, dtype, zeros, next(_numbers)
-        self.whole = Cut(shape, tuple(max(length, 1) for length in shape))
-        self.current: set[Cut] = set()  # those that hold what the tasks submitted so far write; none: nobody wrote
-        self._handles: dict[Cut, Handles] = {}
+        self.whole = TileGrid(shape, tuple(max(length, 1) for length in shape))
+        self.current: set[TileGrid] = set()  # those that hold what the tasks submitted so far write; none: nobody wrote
+        self._handles: dict[TileGrid, Handles] = {}
 
-    def handles(self, cut: Cut) -> Handles:
+    def handles(self, cut: TileGrid) -> Handles:
         """Made at the first use: an array too large for one tile may still be used in smaller ones."""
         if cut not in self._handles:
             shapes = {index: [part.stop - part.start for part in cut.where(index)] for index in cut}
             self._handles[cut] = {index: _core.Tile(shape, self.dtype) for index, shape in shapes.items()}
         return self._handles[cut]
 
-    def source(self, cut: Cut) -> Cut:
+    def source(self, cut: TileGrid) -> TileGrid:
         """A cut that holds the elements; this one if it does, or if nobody has written any."""
         if self.zeros and not self.current:
             for handle in self.handles(cut).values():
@@ -96,7 +96,7 @@ class Data:
             self.current.add(cut)
         return cut if cut in self.current or not self.current else max(self.current)
 
-    def bring(self, cut: Cut, user: str) -> None:
+    def bring(self, cut: TileGrid, user: str) -> None:
         """Have the elements in this cut, too. Raises TaskError, naming the user, where some are missing."""
         source = self.source(cut)
         if source == cut:
@@ -112,7 +112,7 @@ class Data:
             submit("copy_tiles", accesses, spec, always=True)
         self.current.add(cut)
 
-    def wrote(self, cut: Cut) -> None:
+    def wrote(self, cut: TileGrid) -> None:
         """A task that writes in this cut was submitted: the others are out of date, and their memory is freed."""
         for other in self.current - {cut}:
             for handle in self._handles[other].values():
@@ -149,7 +149,7 @@ class Array:
     elements: what a task writes to a tile is in the array, and the reverse, for whatever is submitted or read later.
     """
 
-    def __init__(self, data: Data, cut: Cut, index: Ints) -> None:
+    def __init__(self, data: ArrayStorage, cut: TileGrid, index: Ints) -> None:
         self.data, self.cut, self.index = data, cut, index
 
     @property
@@ -225,7 +225,7 @@ class Array:
             if size is not None and (not isinstance(size, int | np.integer) or isinstance(size, bool) or size < 1):
                 raise ValueError(f"tiles: size {size!r} is not allowed; use a positive integer, or None: uncut")
         whole = self.data.whole.sizes
-        cut = Cut(self.data.shape, tuple(min(int(w or s), s) for w, s in zip(wanted, whole, strict=True)))
+        cut = TileGrid(self.data.shape, tuple(min(int(w or s), s) for w, s in zip(wanted, whole, strict=True)))
         return Tiles(self.data, cut)
 
     def __repr__(self) -> str:
@@ -243,8 +243,8 @@ class Array:
 class Tiles:
     """An array cut into tiles: `A[i, j]` is one; `A[i, :]`, `A[i, :k]` are lists, which a task takes as an argument."""
 
-    data: Data
-    cut: Cut
+    data: ArrayStorage
+    cut: TileGrid
 
     @property
     def grid(self) -> Ints:
@@ -326,7 +326,7 @@ def _new(shape: int | Sequence[int], dtype: Any, zeros: bool) -> Array:
     lengths = (shape,) if isinstance(shape, int | np.integer) else tuple(shape)
     if not all(isinstance(length, int | np.integer) and length >= 0 for length in lengths):
         raise ValueError(f"shape {shape!r} is not allowed; use integers of at least 0")
-    data = Data(tuple(map(int, lengths)), _dtype(dtype), zeros)
+    data = ArrayStorage(tuple(map(int, lengths)), _dtype(dtype), zeros)
     return Array(data, data.whole, (0,) * len(lengths))
 
 

@@ -19,7 +19,7 @@ LEAST = 16 << 20  # StarPU's own
 PREFIX = "nntile-"  # of the folders, each locked by its process
 
 
-class Disk:
+class SwapDisk:
     """`runtime.disk`, checked: a folder, and how many bytes of tiles it may take. Raises ConfigError."""
 
     def __init__(self, given: Mapping[str, Any], memory: int | None) -> None:

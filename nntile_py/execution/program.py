@@ -30,7 +30,7 @@ from nntile_py.tiles import Slot, TaskList, Tile, device_model
 from nntile_py.tiles.dtypes import host_dtype
 from nntile_py.tiles.eviction import mark_evictions
 from nntile_py.tiles.placement import Residency, Speed, delay, place
-from nntile_py.tiles.rank_tasks import SEND, Message, Replicas, Shared, described, listed
+from nntile_py.tiles.rank_tasks import SEND, MessageTask, RankLists, Replicas, described, listed
 from nntile_py.tiles.task_groups import GROUP_SECONDS, grouped
 from nntile_py.tiles.tasklist import MONOIDS, Task
 
@@ -86,14 +86,14 @@ class Store:
     def _uses(self, tile: Tile) -> bool:
         return not (self._replicas and self.ranks) or self.ranks.rank in self._replicas.users(tile)
 
-    def share(self, lists: Sequence[TaskList]) -> list[Shared]:
+    def share(self, lists: Sequence[TaskList]) -> list[RankLists]:
         """What each rank runs of placed lists, of which all ranks have the same."""
         assert self._replicas and self.ranks
         self.ranks.same("the plan", described(lists), self._causes)
         self._grids.clear()  # a rank may use other tiles, too, from now on
         return self._replicas.share(lists)
 
-    def ran(self, shared: Shared) -> None:
+    def ran(self, shared: RankLists) -> None:
         """What its ranks run was submitted."""
         assert self._replicas
         self._replicas.ran(shared)
@@ -133,9 +133,9 @@ class Store:
         self.bring((tile, self._everywhere) for _, tile in low.grid(tensor))
         return whole(tensor, [(where, self.handle(tile).read()) for where, tile in low.grid(tensor)])
 
-    def copy(self, tiles: Iterable[Tile]) -> Copied:
+    def copy(self, tiles: Iterable[Tile]) -> HostCopy:
         """Start to copy tiles as the tasks submitted so far leave them; a task that writes one waits for its copy."""
-        return Copied([self.handle(tile) for tile in tiles])
+        return HostCopy([self.handle(tile) for tile in tiles])
 
 
 Placed = tuple[Any, _core.Tile]  # the slice of the tensor that a tile is
@@ -161,7 +161,7 @@ def whole(tensor: Tensor, parts: Sequence[tuple[Any, np.ndarray[Any, Any]]]) -> 
     return out
 
 
-class Copied:
+class HostCopy:
     """Copies of tiles, which are there when `done` says so; unlike the tiles they are any thread's to read."""
 
     def __init__(self, handles: Sequence[_core.Tile]) -> None:
@@ -193,7 +193,7 @@ def programs(lists: Sequence[TaskList], store: Store, tf32: bool = False, checke
     gpus, runtime = _core.cuda_workers(), Runtime.current
     assert runtime is not None
     speeds = [device_model.speed([tasks], gpus > 0) for tasks in lists]
-    shares: Sequence[Shared | None] = [None] * len(lists)
+    shares: Sequence[RankLists | None] = [None] * len(lists)
     filled = [gpus > 0 and not _core.cpu_workers() and lives_on_cuda(tasks) for tasks in lists]  # the same on all ranks
     if store.ranks:
         shares = _shared_out(lists, speeds, store, store.ranks, gpus)
@@ -222,7 +222,7 @@ def programs(lists: Sequence[TaskList], store: Store, tf32: bool = False, checke
 
 def _shared_out(
     lists: Sequence[TaskList], speeds: Sequence[Speed], store: Store, ranks: Ranks, gpus: int
-) -> Sequence[Shared]:
+) -> Sequence[RankLists]:
     """Lists that all ranks have, by rank; which worker of it runs a task is open."""
     speeds = [device_model.rank_of_gpus(one, gpus) if gpus else device_model.rank(ranks.cores) for one in speeds]
     count = [ranks.size] * len(lists)
@@ -232,7 +232,7 @@ def _shared_out(
     return found
 
 
-def _message(one: Message) -> dict[str, Any]:
+def _message(one: MessageTask) -> dict[str, Any]:
     """Of one end of a message, what the binding takes besides the tile."""
     tile = one.accesses[0].tile
     name = f"{tile}, for {one.op}" if one.op else str(tile)
@@ -251,7 +251,7 @@ class Program:
     shared: the list is this rank's part of it. filled: CUDA workers compute just what a step fills."""
 
     def __init__(
-        self, tasks: TaskList, shared: Shared | None, filled: bool, store: Store, tf32: bool, checked: bool
+        self, tasks: TaskList, shared: RankLists | None, filled: bool, store: Store, tf32: bool, checked: bool
     ) -> None:
         capability = capability_of_devices()
         # CPU workers want what is filled without gaps, CUDA workers each row where it would be if all were.
@@ -267,7 +267,7 @@ class Program:
                     handles[tile] = store.handle(tile)
             for tile in task.clears:
                 self.native.add_invalidate(handles[tile])
-            if isinstance(task, Message):
+            if isinstance(task, MessageTask):
                 self.native.add_message(handles[task.accesses[0].tile], **_message(task))
             else:
                 self._add(task, handles, capability, whole)

@@ -70,7 +70,7 @@ class Submitted:
         self._error = error
 
 
-class Use(NamedTuple):
+class TaskArgument(NamedTuple):
     """An array that a call was given. `label`: its argument, with its place if that is a list."""
 
     label: str
@@ -161,9 +161,9 @@ class PythonTask:
                 use.array.data.wrote(use.array.cut)
         return submitted
 
-    def _uses(self, given: Mapping[str, Any]) -> tuple[list[Use], list[int | None]]:
+    def _uses(self, given: Mapping[str, Any]) -> tuple[list[TaskArgument], list[int | None]]:
         """Every array, and how many each argument has, None if it is no list. Raises TypeError for other values."""
-        uses: list[Use] = []
+        uses: list[TaskArgument] = []
         lengths: list[int | None] = []
         for argument, mode in self.modes.items():
             value = given[argument]
@@ -178,13 +178,13 @@ class PythonTask:
                     raise TypeError(f"{what} is no nt.array but {type(one).__name__}")
                 if self._lacks(one.data.dtype):
                     raise TypeError(f'{what} is of bfloat16, which numpy and cupy lack; use @nt.task("torch", ...)')
-                uses.append(Use(label, mode, one))
+                uses.append(TaskArgument(label, mode, one))
         return uses, lengths
 
-    def _tiles(self, uses: Sequence[Use]) -> dict[Any, Use]:
+    def _tiles(self, uses: Sequence[TaskArgument]) -> dict[Any, TaskArgument]:
         """Each tile once. Raises ValueError for one that is written and given twice, or also given as cut otherwise."""
-        tiles: dict[Any, Use] = {}
-        writers: dict[int, Use] = {}
+        tiles: dict[Any, TaskArgument] = {}
+        writers: dict[int, TaskArgument] = {}
         for use in sorted(uses, key=lambda use: use.mode == "R"):
             writer = writers.get(id(use.array.data))
             if writer and writer.array.cut != use.array.cut:

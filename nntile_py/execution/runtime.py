@@ -19,7 +19,7 @@ from typing import Any
 
 from nntile_py import _core
 from nntile_py.errors import ConfigError, TaskError, exit_status
-from nntile_py.execution.disk import Disk
+from nntile_py.execution.disk import SwapDisk
 from nntile_py.execution.mpi import Ranks, ranks
 from nntile_py.system import launcher as system
 from nntile_py.system.cgroup import within_machine
@@ -115,7 +115,7 @@ class Runtime:
             if (value := os.environ.get(variable, "")) not in ("", *allowed):
                 raise ConfigError(f"{variable}: {value} is not allowed; {' or '.join(allowed)}")
         self.scheduler, self.memory, self.window, self.calibrate = scheduler, memory, window or 0, calibrate
-        self.disk = Disk(disk, memory) if disk else None
+        self.disk = SwapDisk(disk, memory) if disk else None
         self.ranks, self.shard_weights = joined(mpi, nodes), shard_weights
         if self.ranks:
             self.ranks.take_gpus(cuda)

@@ -1,4 +1,4 @@
-"""How many tasks a graph becomes under a tiling, told without making them."""
+"""The number of tasks of a graph under a tiling, counted without lowering the whole graph."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from collections.abc import Hashable, Mapping
 
 from nntile_py.graph.graph import Graph
 from nntile_py.tasks.op import Lowering, Op, Tensor
-from nntile_py.tiles import Part, TaskList, Tiling
+from nntile_py.tiles import TaskList, TileRange, Tiling
 
-FEW = 2  # tiles of each axis in a corner
-A_FEW = 8  # tasks of an operator for a tile of each of its axes: more than any has
+FEW = 2  # tiles of each axis in a sample of the graph
+A_FEW = 8  # upper bound on the tasks of any operator for one tile of each of its axes
 
 
 def count_tasks(graph: Graph, tiling: Tiling, policy: str = "chain") -> int:
-    """The tasks that `lower` would make, in a time that does not grow with their number.
+    """Return the number of tasks that `lower` would make, in a time that does not grow with it.
 
-    The operators lower themselves to a corner: a few tiles of each axis. The number of tasks of one kernel of one
-    operator is a product of polynomials in the numbers of tiles of the axes, of degree one, or two in seq, where
-    attention takes pairs; corners with more tiles of one axis tell these. Exact but for sums in trees, groups of heads,
-    wide attention windows, and tensors that differ in the size of an axis.
+    The operators lower themselves on a corner of the graph: a few tiles of each axis. For each operator and kernel the
+    number of tasks is a product of polynomials in the numbers of tiles, of degree one, or two in seq, where attention
+    works on pairs. Corners with more tiles of one axis give the coefficients. The count is exact except for tree sums,
+    shared key heads, wide attention windows, and tensors that differ in the size of an axis.
     """
     for op in graph.ops:
         op.fit(tiling)
@@ -44,55 +44,60 @@ def count_tasks(graph: Graph, tiling: Tiling, policy: str = "chain") -> int:
 
 
 def most_tasks(graph: Graph, tiling: Tiling) -> int:
-    """More tasks than `lower` makes, in a time that hardly counts: of each operator a few for all tiles of its axes.
+    """Return an upper bound on the tasks that `lower` makes, at almost no cost.
 
-    Attention takes pairs of tiles of seq, which may stand for both axes."""
+    Each operator counts A_FEW tasks for each combination of the tiles of its axes. Attention works on pairs of tiles of
+    seq, which may stand for both axes.
+    """
     number = {axis: -(-size // tiling.tile(axis, size)) for axis, size in graph.sizes().items()}
-    found = 0
+    bound = 0
     for op in graph.ops:
         axes = {axis for t in (*op.inputs, *op.outputs) for axis in t.axes}
         pairs = "seq" in axes and "key" not in axes
-        found += A_FEW * math.prod(number.get(axis, 1) for axis in axes) * (number["seq"] if pairs else 1)
-    return found
+        bound += A_FEW * math.prod(number.get(axis, 1) for axis in axes) * (number["seq"] if pairs else 1)
+    return bound
 
 
 def _distinct(graph: Graph) -> list[tuple[Op, int]]:
-    """Operators that lower alike, as those of all layers do: the first of them, and how many they are."""
-    found: dict[Hashable, tuple[Op, int]] = {}
+    """Return operators that lower differently, each with its number of occurrences; layers repeat most."""
+    distinct: dict[Hashable, tuple[Op, int]] = {}
     for op in graph.ops:
         sizes = tuple((t.axes, t.shape) for t in (*op.inputs, *op.outputs))
         key = re.sub(r"\d+", "*", op.name), op.phase, op.title, sizes
-        first, times = found.get(key, (op, 0))
-        found[key] = first, times + 1
-    return list(found.values())
+        first, times = distinct.get(key, (op, 0))
+        distinct[key] = first, times + 1
+    return list(distinct.values())
 
 
 def _tally(ops: list[tuple[Op, int]], tiling: Tiling, policy: str, more: Mapping[str, int]) -> Counter[Hashable]:
-    """The tasks of a corner, by operator, kernel, and the tensors of the first two tiles."""
-    low, found = _Corner(tiling, policy, more), Counter[Hashable]()
+    """Count the tasks of a corner by operator, kernel, and the tensors of the first two tiles."""
+    lowering, found = _Corner(tiling, policy, more), Counter[Hashable]()
     for number, (op, times) in enumerate(ops):
-        low.tasks.tasks = []
-        op.lower(low)
-        for task in low.tasks.tasks:
+        lowering.tasks.tasks = []
+        op.lower(lowering)
+        for task in lowering.tasks.tasks:
             found[number, task.kernel, *(access.tile.tensor for access in task.accesses[:2])] += times
-        if policy == "tree":  # each contribution to a tile but the first is merged by a task of its own
-            added = [access.tile for task in low.tasks.tasks for access in task.accesses if access.mode == "ACC"]
+        if policy == "tree":  # a merge for each contribution to a tile except the first
+            added = [access.tile for task in lowering.tasks.tasks for access in task.accesses if access.mode == "ACC"]
             found[number, "combine"] += times * (len(added) - len(set(added)))
     return +found
 
 
 class _Corner(Lowering):
-    """Each axis in its first tiles and one that stands for all others: FEW in all, or as many as `more` says."""
+    """Lowers a few tiles of each axis; the last tile of an axis stands for all others.
+
+    `more` gives the number of tiles of an axis where it is not FEW.
+    """
 
     def __init__(self, tiling: Tiling, policy: str, more: Mapping[str, int]) -> None:
         super().__init__(tiling, TaskList(policy))
         self.more = more
-        self._known: dict[tuple[str, int], list[Part]] = {}
+        self._known: dict[tuple[str, int], list[TileRange]] = {}
 
-    def parts(self, tensor: Tensor, axis: str) -> list[Part]:
+    def parts(self, tensor: Tensor, axis: str) -> list[TileRange]:
         size = tensor.size(axis)
         if (axis, size) not in self._known:
             tile, most = self.tiling.tile(axis, size), self.more.get("seq" if axis == "key" else axis, FEW)
             ends = [*range(tile, size, tile)[: most - 1], size]
-            self._known[axis, size] = [Part(a, b - a) for a, b in zip([0, *ends], ends, strict=False)]
+            self._known[axis, size] = [TileRange(a, b - a) for a, b in zip([0, *ends], ends, strict=False)]
         return self._known[axis, size]

@@ -1,6 +1,6 @@
-"""The edges of a graph that can have another layout: tensors that lie alike, and the orders that they may have.
+"""Edges of a graph for the layout search: tensors that share one order of axes, and the orders that they may have.
 
-Tensors that an operator takes in one order only, whatever order that is, are one edge with those that it makes so.
+If an operator needs its inputs and outputs in the same axis order, they share one edge.
 """
 
 from __future__ import annotations
@@ -14,20 +14,26 @@ from nntile_py.tasks.contract import Contract
 from nntile_py.tasks.elementwise import Rename
 from nntile_py.tasks.op import Op, Tensor
 
-Place = tuple[Tensor, str]  # an axis of a tensor
+TensorAxis = tuple[Tensor, str]
 
 
 @dataclass(eq=False)
 class Edge:
-    """names: for each tensor its axes as the edge calls them, in the order that they have now; those that always stay
-    behind the others are left out. orders: what the edge may have, the present one first."""
+    """Tensors that share one order of axes.
+
+    Attributes:
+        names: the axes of each tensor by the edge's own names, in their present order; axes that are always the last
+            ones are left out.
+        orders: the possible orders, the present one first.
+        searchable: whether the edge may have another order.
+    """
 
     names: dict[Tensor, Order]
     orders: list[Order] = field(default_factory=list)
-    turns: bool = False  # whether it may have others
+    searchable: bool = False
 
     def of(self, tensor: Tensor, number: int) -> Order:
-        """The order of a tensor's axes where the edge has the order of that number."""
+        """Return the axes of a tensor if the edge has the order with this number."""
         names = self.names[tensor]
         axes = dict(zip(names, tensor.axes, strict=False))
         moved = tuple(axes[name] for name in self.orders[number] if name in axes)
@@ -35,7 +41,7 @@ class Edge:
 
 
 class _Sets:
-    """Places that are one axis; tensors that are one edge."""
+    """Union-find over axes of tensors that are one axis, and over tensors that are one edge."""
 
     def __init__(self) -> None:
         self.parent: dict[object, object] = {}
@@ -50,59 +56,68 @@ class _Sets:
 
 
 def edges_of(graph: Graph, *, weights: bool = True) -> dict[Tensor, Edge]:
-    """The edge of each tensor; one that cannot be turned has the present order alone. weights: those may be turned."""
-    sets, fixed, behind = _Sets(), set[Tensor](), set[Place]()
+    """Return the edge of each tensor; an edge that is not searchable has the present order only.
+
+    Args:
+        weights: weights may have other orders too.
+    """
+    sets, fixed, trailing = _Sets(), set[Tensor](), set[TensorAxis]()
     for op in graph.ops:
         groups = groups_of(op)
         for group in groups:
-            _tie(group, sets, behind)
-        turned = {t for group in groups for t in group.names}
-        fixed |= {t for t in tensors_of(op) if t not in turned or not _free(t, op, weights)}
-    for param, grad in graph.grads.items():  # and its optimizer's averages, which are made beside it
-        _tie(Group({param: param.axes, grad: param.axes}), sets, behind)
-    for part in (t for op in graph.ops for t in op.outputs if t.storage.kind == "grad"):  # of a weight read repeatedly
-        _tie(Group({part.storage: part.storage.axes, part: part.storage.axes}), sets, behind)
+            _tie(group, sets, trailing)
+        movable = {t for group in groups for t in group.names}
+        fixed |= {t for t in tensors_of(op) if t not in movable or not _free(t, op, weights)}
+    for param, grad in graph.grads.items():  # optimizer states take the order of the gradient
+        _tie(Group({param: param.axes, grad: param.axes}), sets, trailing)
+    # A weight with several readers has a gradient in parts.
+    for part in (t for op in graph.ops for t in op.outputs if t.storage.kind == "grad"):
+        _tie(Group({part.storage: part.storage.axes, part: part.storage.axes}), sets, trailing)
     members: dict[object, list[Tensor]] = {}
     for tensor in dict.fromkeys(t for op in graph.ops for t in tensors_of(op)):
         members.setdefault(sets.find(tensor), []).append(tensor)
-    found: dict[Tensor, Edge] = {}
+    edges: dict[Tensor, Edge] = {}
     for tensors in members.values():
-        edge = _edge(tensors, sets, behind)
+        edge = _edge(tensors, sets, trailing)
         if fixed.isdisjoint(tensors) and edge.orders:
-            edge.turns = True
-            found |= dict.fromkeys(tensors, edge)
+            edge.searchable = True
+            edges |= dict.fromkeys(tensors, edge)
         else:
-            found |= {t: Edge({t: t.axes}, [t.axes]) for t in tensors}
-    _add_orders(graph, found)
-    return found
+            edges |= {t: Edge({t: t.axes}, [t.axes]) for t in tensors}
+    _add_orders(graph, edges)
+    return edges
 
 
 def _free(tensor: Tensor, op: Op, weights: bool) -> bool:
-    """Whether its tiles are made and read within the program, by operators that are all here; or it is a weight, or the
-    gradient of one, or a part of that in its tiles, that products alone take."""
+    """Whether a tensor may have another order.
+
+    A temporary tensor may, as only operators of this program write and read it. A weight, its gradient and parts of the
+    gradient in the same tiles may if only products use them.
+    """
     if tensor.kind == "param" or tensor.storage.kind == "grad":
         return weights and isinstance(op, Contract) and (tensor.storage is tensor or tensor in op.outputs)
     alias = tensor.storage is not tensor and not isinstance(op, Rename) and tensor in op.outputs
     return tensor.kind == "temp" and tensor.storage.kind == "temp" and not alias
 
 
-def _tie(group: Group, sets: _Sets, behind: set[Place]) -> None:
-    first: dict[str, Place] = {}
+def _tie(group: Group, sets: _Sets, trailing: set[TensorAxis]) -> None:
+    """Join the tensors of a group into one edge, and their axes by name."""
+    first: dict[str, TensorAxis] = {}
     for tensor, names in group.names.items():
         sets.join(tensor, next(iter(group.names)))
         for axis, name in zip(tensor.axes, names, strict=True):
             if name:
                 sets.join((tensor, axis), first.setdefault(name, (tensor, axis)))
             else:
-                behind.add((tensor, axis))
+                trailing.add((tensor, axis))
 
 
-def _edge(tensors: list[Tensor], sets: _Sets, behind: set[Place]) -> Edge:
-    """With the present order; with none where the tensors' own do not agree."""
+def _edge(tensors: list[Tensor], sets: _Sets, trailing: set[TensorAxis]) -> Edge:
+    """Return the edge of these tensors, without any order if the present orders of the tensors disagree."""
     numbers: dict[object, str] = {}
     names: dict[Tensor, Order] = {}
     for t in sorted(tensors, key=lambda t: -len(t.axes)):
-        own = [axis for axis in t.axes if (t, axis) not in behind]
+        own = [axis for axis in t.axes if (t, axis) not in trailing]
         for a in own:
             numbers.setdefault(sets.find((t, a)), a if a not in numbers.values() else f"{a}'")
         names[t] = tuple(numbers[sets.find((t, a))] for a in own)
@@ -114,7 +129,7 @@ def _edge(tensors: list[Tensor], sets: _Sets, behind: set[Place]) -> Edge:
 
 
 def _add_orders(graph: Graph, edges: dict[Tensor, Edge]) -> None:
-    """To each edge the orders in which a product takes one of its tensors, as far as all operators take them."""
+    """Add to each edge the orders in which a product takes one of its tensors and which all operators allow."""
     rules: dict[int, list[Group]] = {}
     for op in graph.ops:
         for group in groups_of(op):
@@ -126,7 +141,7 @@ def _add_orders(graph: Graph, edges: dict[Tensor, Edge]) -> None:
             continue
         for tensor, order in _asked(op):
             edge = edges[tensor]
-            if not edge.turns:
+            if not edge.searchable:
                 continue
             tried = known.setdefault(id(edge), set(edge.orders))
             whole = _whole(edge, tensor, order)
@@ -137,13 +152,13 @@ def _add_orders(graph: Graph, edges: dict[Tensor, Edge]) -> None:
 
 
 def _asked(op: Contract) -> Iterator[tuple[Tensor, Order]]:
-    """What its products take: each tensor with each of its orders."""
+    """Yield each tensor of a product with each order that one of its layouts uses."""
     tensors = tensors_of(op)
     yield from dict.fromkeys(pair for layout in products(op) for pair in zip(tensors, layout, strict=True))
 
 
 def _whole(edge: Edge, tensor: Tensor, order: Order) -> Order | None:
-    """The order of the whole edge in which the tensor has this one: an axis that it lacks lies first."""
+    """Return the order of the edge in which the tensor has this order; axes that the tensor lacks come first."""
     name_of = dict(zip(tensor.axes, edge.names[tensor], strict=False))
     if any(axis not in name_of for axis in order):
         return None
@@ -152,7 +167,7 @@ def _whole(edge: Edge, tensor: Tensor, order: Order) -> Order | None:
 
 
 def _allowed(edge: Edge, order: Order, group: Group) -> bool:
-    """Whether an operator's group may lie so."""
+    """Whether the tensors of an operator's group may have this order of the edge."""
     here: dict[str, str] = {}  # the group's name of each of the edge's
     for tensor, names in group.names.items():
         own = [name for name in names if name]

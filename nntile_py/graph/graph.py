@@ -21,27 +21,30 @@ INPUT_DTYPES = ("int64", "fp32", "fp64", "bf16", "fp16")
 
 
 class Graph:
-    """Operators in the order in which they run. Pure data: nothing here touches StarPU.
+    """Operators in the order in which they run. Pure data, without StarPU.
 
-    `dtype` is that of parameters and activations: fp32, fp64, bf16 or fp16; with the latter two statistics, gradients
-    of parameters and moments are fp32 (but see passes.narrow_gradients). Without `training` there is no dropout. cuts:
-    the tiling that it will be lowered with; attention with dropout is another operator where sequences are cut.
+    Args:
+        dtype: dtype of parameters and activations: fp32, fp64, bf16 or fp16. With bf16 and fp16, statistics, gradients
+            of parameters and moments are fp32; see passes.precision for exceptions.
+        training: without training there is no dropout.
+        cuts: tiling for the lowering. Attention with dropout is another operator if sequences are cut.
     """
 
     @typed
     def __init__(self, dtype: str = "fp32", *, training: bool = True, cuts: Tiling | None = None) -> None:
         self.dtype, self.training, self.cuts = dtype, training, cuts or Tiling()
-        self.live: frozenset[str] = frozenset()  # axes of which a step fills only a part; see TaskList
-        self.filled = 1.0  # the largest such part
-        self.row_numbers: dict[str, Tensor] = {}  # of packed sequences, by axis: the places by which dropout draws
+        self.live: frozenset[str] = frozenset()  # axes that a step fills in part, see TaskList
+        self.filled = 1.0  # upper bound on the filled share of a tile
+        # Packed sequences: for each axis, the padded positions on which dropout's random numbers depend.
+        self.row_numbers: dict[str, Tensor] = {}
         self.params: dict[Tensor, Param] = {}
-        self.grads: dict[Tensor, Tensor] = {}  # of parameters, after `backward`
+        self.grads: dict[Tensor, Tensor] = {}  # gradients by parameter, after `backward`
         self.inputs: dict[str, Input] = {}
-        self.projections: list[list[Tensor]] = []  # of each attention: queries, keys, values
+        self.projections: list[list[Tensor]] = []  # queries, keys, values of each attention
         self.ops: list[Op] = []
         self.tensors: dict[str, Tensor] = {}  # inputs and parameters
-        self.kept: dict[tuple[str, str], Tensor] = {}  # what else outlives the program, by kind and name
-        self._sources: dict[str, list[Source]] = {}  # of each weight, as they were declared
+        self.kept: dict[tuple[str, str], Tensor] = {}  # other persistent tensors, by kind and name
+        self._sources: dict[str, list[Source]] = {}  # declared sources of each weight
         self._scope: list[str] = []
         self._phase = "forward"
         self._dropouts = 0
@@ -53,7 +56,7 @@ class Graph:
 
     @contextmanager
     def scope(self, name: str) -> Iterator[None]:
-        """Operators made inside carry `name` in front of theirs."""
+        """Prefix the names of the operators added inside with `name`."""
         self._scope.append(name)
         yield
         self._scope.pop()
@@ -61,7 +64,7 @@ class Graph:
     def named(
         self, name: str, axes: Sequence[str], shape: Sequence[int], kind: str, dtype: str | None = None
     ) -> Tensor:
-        """A tensor that outlives the program, known to the host by its name."""
+        """Return a new persistent tensor, which the host accesses by its name."""
         tensor = Tensor(name, axes, shape, dtype or self.dtype, kind)
         if kind in ("input", "param"):
             self.tensors[name] = tensor
@@ -71,18 +74,24 @@ class Graph:
 
     @property
     def loss(self) -> Tensor | None:
-        """What operators add their losses to, once one has."""
+        """The tensor to which operators add their losses, None if no operator has."""
         return self.kept.get(("scalar", "loss"))
 
     @typed
     def param(
         self, name: str, axes: Mapping[str, int], init: Init, sources: str | Part | Joined | None = None
     ) -> Tensor:
-        """A parameter of the model: {axis: size}, its start values, where it lies in a checkpoint.
+        """Declare a parameter of the model.
 
-        sources: the weight's name there (default: `name`), a Part of a weight, or Joined ones. A weight's dimensions
-        are the axes, but that head_dim and the axis before it are one. Raises ConfigError for a name given before, and
-        for sources that do not fit.
+        Args:
+            axes: {axis: size}.
+            init: initialisation.
+            sources: place in a checkpoint: the weight's name (default: `name`), a Part of a weight, or Joined weights.
+                The dimensions of the weight are the axes, except that head_dim and the axis before it are one
+                dimension.
+
+        Raises:
+            ConfigError: a name declared before, or sources that do not fit.
         """
         self._check_declared("parameter", name, axes)
         if not isinstance(init, Init):
@@ -95,7 +104,7 @@ class Graph:
         return tensor
 
     def _check_declared(self, what: str, name: str, axes: Mapping[str, int]) -> None:
-        """Refuse a name, axes or sizes that no tensor can have."""
+        """Raise ConfigError for a name, axes or sizes that a tensor cannot have."""
         if not isinstance(name, str) or not name:
             raise ConfigError(f"{what}: the name {name!r} is not allowed; use a text")
         if name in self.tensors:
@@ -109,7 +118,7 @@ class Graph:
                 raise ConfigError(f"{what} {name}: axis {axis!r} of size {size!r} is not allowed; {need}")
 
     def _check_source(self, name: str, source: Source) -> None:
-        """Refuse a weight of two shapes, and a part of it that two parameters would take."""
+        """Raise ConfigError for a weight with two shapes, or a part of a weight in two parameters."""
         parts = self._sources.setdefault(source.weight, [])
         for other in parts:
             if other.shape != source.shape:
@@ -131,22 +140,24 @@ class Graph:
         default: Array | float | Derived | None = None,
         shifted: bool = False,
         scale: str | None = None,
-        most: int | None = None,
+        max_count: int | None = None,
     ) -> Tensor:
-        """An array that a step is given: {axis: size}; dtype None is the graph's. See Input for the rest."""
+        """Declare an array of each step; dtype None is the graph's. See Input for the other options."""
         self._check_declared("input", name, axes)
         if dtype not in (None, *INPUT_DTYPES):
             raise ConfigError(f"input {name}: dtype {dtype!r} is not allowed; use None or {', '.join(INPUT_DTYPES)}")
         if shifted and (list(axes)[1:2] != ["seq"] or ignored is None):
             raise ConfigError(f"input {name}: shifted needs the axes batch, seq and a value of `ignored`")
         tensor = self.named(name, list(axes), list(axes.values()), "input", dtype)
-        self.inputs[name] = Input(tensor, below, ignored, default, shifted, scale, most)
+        self.inputs[name] = Input(tensor, below, ignored, default, shifted, scale, max_count)
         return tensor
 
     def temp(self, name: str, axes: Sequence[str], shape: Sequence[int], dtype: str, **options: Any) -> Tensor:
+        """Return a new temporary tensor, named within the current scope."""
         return Tensor(".".join([*self._scope, name]), axes, shape, dtype, **options)
 
     def add(self, op: Op) -> Op:
+        """Append an operator; returns it."""
         op.name = op.name or ".".join([*self._scope, op.kind])
         op.phase = self._phase
         if self._phase == "forward":
@@ -157,7 +168,7 @@ class Graph:
         return op
 
     def dropout_key(self) -> int:
-        """Another number for each dropout of the graph, in the order of the model's text."""
+        """Return a number that differs for each dropout of the graph, in the order of the model's text."""
         self._dropouts += 1
         return self._dropouts
 
@@ -165,23 +176,29 @@ class Graph:
 
     @typed
     def backward(self, loss: Tensor) -> dict[Tensor, Tensor]:
-        """Add the operators of d loss / d parameter; returns {parameter: gradient}, the gradients kept for the host.
+        """Add the operators of the gradients of the loss.
 
-        Every operator that adds to the loss starts it. ValueError: a tensor is read after another took its place, as
-        the gradient of logits does, e.g. by a second loss of the same logits.
+        The gradients are persistent, so the host can read them. Every operator that adds to the loss starts a gradient.
+
+        Returns:
+            {parameter: gradient}
+
+        Raises:
+            ValueError: an operator reads a tensor after another tensor took its tiles, e.g. a second loss reads logits
+                after their gradient.
         """
         self._phase = "backward"
         grads: dict[Tensor, Tensor] = {}
-        parts: dict[Tensor, list[Tensor]] = {}  # of the gradient of each parameter
+        parts: dict[Tensor, list[Tensor]] = {}  # contributions to the gradient of each parameter
         for op in reversed(self.ops[:]):
             if op.output.storage is not loss.storage and not any(out in grads for out in op.outputs):
                 continue
             self._scope.append(op.name.rpartition(".")[0] or "model")
-            made = op.gradient(self, *(grads.get(out) for out in op.outputs))
-            if not isinstance(made, Sequence):
+            contributions = op.gradient(self, *(grads.get(out) for out in op.outputs))
+            if not isinstance(contributions, Sequence):
                 need = "allowed: a list, an entry for each input"
-                raise ValueError(f"{type(op).__name__}.gradient: returns {made!r}; {need}")
-            for tensor, grad in zip(op.inputs, made, strict=False):
+                raise ValueError(f"{type(op).__name__}.gradient: returns {contributions!r}; {need}")
+            for tensor, grad in zip(op.inputs, contributions, strict=False):
                 if grad is None or not tensor.requires_grad:
                     continue
                 known = grads.get(tensor)
@@ -202,7 +219,10 @@ class Graph:
         return self.grads
 
     def _sum_parts(self, parts: Mapping[Tensor, list[Tensor]]) -> None:
-        """Add up what several operators contribute to a parameter's gradient: in the tiles of the first, if all can."""
+        """Add the contributions to each parameter's gradient.
+
+        They are added in the tiles of the first one if all operators can add to tiles, else by an operator.
+        """
         uses = Counter(part for some in parts.values() for part in some)
         sums = {tensor for op in self.ops for tensor in op.sums if uses[tensor] == 1}
         for param, (first, *others) in parts.items():
@@ -214,7 +234,7 @@ class Graph:
                     parts[param][0] = functools.reduce(functools.partial(add, self), others, first)
 
     def sizes(self) -> dict[str, int]:
-        """The size of each axis, the largest where tensors differ."""
+        """Return the size of each axis, the largest one if tensors differ."""
         found: dict[str, int] = {}
         for tensor in (t for op in self.ops for t in (*op.inputs, *op.outputs)):
             for axis, size in tensor.sizes.items():
@@ -222,7 +242,7 @@ class Graph:
         return found
 
     def check_end(self, loss: Tensor | None, outputs: Mapping[str, Tensor]) -> None:
-        """ConfigError where a trace that ends in these cannot be trained, or its weights not be kept."""
+        """Raise ConfigError if a trace with these results cannot be trained, or its weights cannot be saved."""
         if (loss and loss.storage) is not self.loss or not (loss or outputs):
             raise ConfigError(f"the loss is {loss}; allowed: what cross_entropy or squared_error returned here")
         last, written = self._check_in_place()
@@ -243,9 +263,13 @@ class Graph:
                 )
 
     def _check_in_place(self) -> tuple[dict[Tensor, int], dict[Tensor, int]]:
-        """ValueError: a tensor is read after another took its place. The numbers are returned, too."""
-        written: dict[Tensor, int] = {}  # how often, of each storage
-        seen: dict[Tensor, int] = {}  # how often when the tensor was made
+        """Return how often the storage of each tensor was written when the tensor was computed, and in all.
+
+        Raises:
+            ValueError: an operator reads a tensor after another tensor took its tiles.
+        """
+        written: dict[Tensor, int] = {}  # number of writes of each storage
+        seen: dict[Tensor, int] = {}  # the same at the time each tensor was computed
         for op in self.ops:
             for t in op.inputs:
                 if seen.setdefault(t, 0) != written.get(t.storage, 0):
@@ -258,7 +282,7 @@ class Graph:
         return seen, written
 
     def prune(self, outputs: Iterable[Tensor]) -> None:
-        """Leave what makes these: all other operators, inputs and parameters go."""
+        """Remove all operators, inputs and parameters that `outputs` do not need."""
         needed, ops = {one.storage for one in outputs}, []
         for op in reversed(self.ops):
             if any(out.storage in needed for out in op.outputs):
@@ -271,17 +295,17 @@ class Graph:
         self.kept = {key: one for key, one in self.kept.items() if one in needed}
 
     def computed(self, op: Op, cuts: Tiling) -> float:
-        """Flop of an operator under a tiling, of what a step can fill: what reports count."""
+        """Return an operator's flop on the part of its tiles that a step can fill, which reports count."""
         return op.flop() * op.filled(cuts) * self.filled
 
     def flop(self, cuts: Tiling | None = None) -> float:
-        """Flop of the contractions and attentions, the customary count; under its own cuts, or others."""
+        """Return the flop of contractions and attentions, the customary count; `cuts` replaces the graph's tiling."""
         counted = (op.products() * op.filled(cuts or self.cuts) for op in self.ops if op.category is CONTRACTION)
         return sum(counted) * self.filled
 
 
 def _check_sizes(op: Op) -> None:
-    """ValueError where tensors of an operator differ in the size of an axis: they would be cut at other places."""
+    """Raise ValueError if tensors of an operator differ in the size of an axis: their tiles would not match."""
     seen: dict[str, Tensor] = {}
     for tensor in [] if op.independent else [*op.inputs, *op.outputs]:
         for axis, size in tensor.sizes.items():

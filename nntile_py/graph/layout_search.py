@@ -1,8 +1,9 @@
-"""The layout of each edge of a graph: the cheapest choice for all operators together, by what each took in each layout.
+"""The layout search: the cheapest choice of a layout for each edge of a graph, for all operators together.
 
-As in Ivanov et al. 2021 ("Data movement is all you need", section VI.A), but for forward and backward together, with
-residual connections: of a chain of operators it is the shortest path over (operator, layout); where an edge is read by
-several, edges are eliminated one by one (Bertele and Brioschi 1972, "Nonserial dynamic programming"), which is exact.
+Ivanov et al. 2021 ("Data movement is all you need", section VI.A), here for forward and backward together and with
+residual connections. For a chain of operators the choice is the shortest path over (operator, layout). Where several
+operators read an edge, edges are eliminated one by one (Bertele and Brioschi 1972, "Nonserial dynamic programming"),
+which is exact.
 """
 
 from __future__ import annotations
@@ -29,9 +30,15 @@ from nntile_py.tiles import Tiling
 
 
 @dataclass(frozen=True)
-class Row:
-    """An operator: its layout that was chosen and the default one, with their seconds; those of its best layout; of the
-    transpositions that it takes."""
+class LayoutChoice:
+    """The layout chosen for an operator, with times in seconds.
+
+    Attributes:
+        layout: the chosen layout, with the operator's time `seconds`.
+        default: the default layout, with the operator's time `default_seconds`.
+        least: the operator's time in its best layout.
+        transposes: the time of the transposes that the choice needs.
+    """
 
     op: Op
     operator: str
@@ -40,26 +47,33 @@ class Row:
     default: str
     default_seconds: float
     least: float
-    turning: float
+    transposes: float
 
 
 @dataclass
-class Chosen:
-    """orders: of each tensor; layouts: in which each operator runs; widths: of generated kernels. missing: what was not
-    measured, by the texts of `described`; only without any are times true. program: a digest of the graph and of all
-    that was chosen for it; None: that is the default. refused: whole steps of it were slower than in the default."""
+class SearchedLayouts:
+    """The result of a layout search.
+
+    Attributes:
+        orders: order of each tensor.
+        layouts: layout in which each operator runs.
+        widths: width of each generated kernel.
+        missing: operators that were not measured, by the texts of `described`; times are valid only if there are none.
+        program: a digest of the graph and of the choice; None if the choice is the default.
+        refused: whole steps were slower than in the default layouts.
+    """
 
     orders: dict[Tensor, Order]
     layouts: dict[Op, Layout]
     widths: dict[Op, int | None] = field(default_factory=dict)
-    rows: list[Row] = field(default_factory=list)
+    rows: list[LayoutChoice] = field(default_factory=list)
     missing: dict[tuple[str, str], Op] = field(default_factory=dict)
     program: str | None = None
     refused: bool = False
 
     @property
     def seconds(self) -> float:
-        return math.fsum(row.seconds + row.turning for row in self.rows)
+        return math.fsum(row.seconds + row.transposes for row in self.rows)
 
     @property
     def default(self) -> float:
@@ -67,61 +81,66 @@ class Chosen:
 
     @property
     def least(self) -> float:
-        """The sum of the operators' optima, whatever layouts they need."""
+        """The sum of the operators' optima, without the transposes that they need."""
         return math.fsum(row.least for row in self.rows)
 
 
 def search(
     graph: Graph, timings: Timings, tiling: Tiling, policy: str = "chain", *, weights: bool = True, careful: bool = True
-) -> Chosen:
-    """Choose a layout for each edge of a graph that is fused. Nothing is changed.
+) -> SearchedLayouts:
+    """Choose a layout for each edge of a fused graph, without changing the graph.
 
-    weights: for these, too. careful: what is not the default has to gain more than the noise of its times, so that it
-    is not slower; otherwise no choice adds up to less."""
+    Args:
+        weights: choose layouts for weights too.
+        careful: a layout other than the default must gain more than the noise of its times. Otherwise the choice has
+            the smallest sum.
+    """
     edges = edges_of(graph, weights=weights)
     ops = [op for op in graph.ops if groups_of(op) and not isinstance(op, Rename)]
     costs = Costs(timings, tiling, policy, edges, ops, careful=careful)
     values = _least(costs, ops)
-    chosen = Chosen({t: edge.of(t, values.get(edge, 0)) for t, edge in edges.items()}, {}, missing=costs.missing)
-    turned = set[tuple[Tensor, Order, str]]()  # copies, which the first that reads one pays
+    chosen = SearchedLayouts(
+        {t: edge.of(t, values.get(edge, 0)) for t, edge in edges.items()}, {}, missing=costs.missing
+    )
+    copied = set[tuple[Tensor, Order, str]]()  # the first reader of a copy pays for it
     for op in ops:
         layout = costs.layout(op, values)
         timing, default = costs.timing(op, layout), costs.default(op)
-        least = timings.least(timing.operator) if timing.layout else 0.0  # one that goes takes no time
-        turning = 0.0
+        least = timings.least(timing.operator) if timing.layout else 0.0  # a removed transpose takes no time
+        transposes = 0.0
         for tensor, order in zip(tensors_of(op), layout, strict=True):
-            if (copy := (tensor, order, op.phase)) not in turned:
-                turning += costs.turn(tensor, chosen.orders[tensor], order)
-                turned |= {copy} if tensor in op.inputs else set()
+            if (copy := (tensor, order, op.phase)) not in copied:
+                transposes += costs.transpose_seconds(tensor, chosen.orders[tensor], order)
+                copied |= {copy} if tensor in op.inputs else set()
         chosen.layouts[op], chosen.widths[op] = layout, timing.width
-        chosen.rows.append(Row(op, timing.operator, timing.layout, timing.seconds, default.layout, default.seconds,
-                               least, turning))  # fmt: skip
+        times = timing.seconds, default.layout, default.seconds, least, transposes
+        chosen.rows.append(LayoutChoice(op, timing.operator, timing.layout, *times))
     if not chosen.missing:
         chosen.program = _program(graph, chosen, tiling, policy)
     return chosen
 
 
-def _program(graph: Graph, chosen: Chosen, tiling: Tiling, policy: str) -> str | None:
-    """See Chosen; the same in every process."""
+def _program(graph: Graph, chosen: SearchedLayouts, tiling: Tiling, policy: str) -> str | None:
+    """Return the digest `SearchedLayouts.program`, the same in every process."""
     numbers: dict[Tensor, int] = {}
     parts: list[object] = [sorted(tiling.tiles.items()), policy]
     changed = False
     for op in graph.ops:
         tensors = [*op.inputs, *op.outputs]
-        told = [(numbers.setdefault(t, len(numbers)), t.axes, t.shape, t.dtype, t.kind, chosen.orders[t])
+        tensor_texts = [(numbers.setdefault(t, len(numbers)), t.axes, t.shape, t.dtype, t.kind, chosen.orders[t])
                 for t in tensors]  # fmt: skip
         layout, width = chosen.layouts.get(op), chosen.widths.get(op)
-        parts.append((op.title, op.phase, told, layout, width))
+        parts.append((op.title, op.phase, tensor_texts, layout, width))
         changed |= any(t.axes != chosen.orders[t] for t in tensors) or layout not in (None, layout_of(op))
         changed |= bool(width)
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16] if changed else None
 
 
 def _least(costs: Costs, ops: Sequence[Op]) -> dict[Variable, int]:
-    """The cheapest choice for these operators together."""
+    """Return the values of the variables with the least total cost."""
     terms = costs.terms(ops)
     every = dict.fromkeys(v for of, _ in terms for v in of)
-    variables = sorted(every, key=lambda v: isinstance(v, Edge))  # of equal choices those that leave edges as they are
+    variables = sorted(every, key=lambda v: isinstance(v, Edge))  # among equal choices, edges stay as they are
     at = {v: number for number, v in enumerate(variables)}
     factors = [([at[v] for v in of], table) for of, table in terms]
     kept = _useful(factors, [len(v.orders) for v in variables])
@@ -132,11 +151,17 @@ def _least(costs: Costs, ops: Sequence[Op]) -> dict[Variable, int]:
 
 def arrange(
     graph: Graph, timings: Timings, tiling: Tiling, policy: str = "chain", kept: Mapping[str, Order] | None = None
-) -> Chosen:
-    """Give each edge of a graph that is fused the layout that was searched. In place.
+) -> SearchedLayouts:
+    """Give each edge of a fused graph the searched layout, in place.
 
-    It keeps the default ones where a verdict says that searched ones are slower. kept: the orders of weights by name,
-    where they are not to be chosen. ConfigError: the timings lack some that this needs."""
+    The graph keeps the default layouts if a comparison says that the searched ones are slower.
+
+    Args:
+        kept: orders of weights by name, if these are not to be chosen.
+
+    Raises:
+        ConfigError: the timings lack some that the search needs.
+    """
     if kept is not None:
         keep_in(graph, kept)
     chosen = search(graph, timings, tiling, policy, weights=kept is None)
@@ -147,49 +172,55 @@ def arrange(
             f" timings, the first of {first}, {layout}; `nntile layouts tune` with the same keys measures them,"
             f" {timings.workers}"
         )
-    verdict = timings.verdicts.get(chosen.program or "")
-    if verdict and verdict.slower:
+    comparison = timings.comparisons.get(chosen.program or "")
+    if comparison and comparison.slower:
         chosen.refused = True
-        say_once(f"layout: searched takes the default layouts here: {verdict}")
+        say_once(f"layout: searched takes the default layouts here: {comparison}")
         return chosen
-    if chosen.program and not verdict and timings.path and kept is None:
+    if chosen.program and not comparison and timings.path and kept is None:
         say_once("layout: searched was not yet compared with default in whole steps; `nntile layouts tune` with the"
                  " same keys does that")  # fmt: skip
-    _Arranged(chosen).change(graph)
+    _Rearranged(chosen).change(graph)
     return chosen
 
 
 def keep_in(graph: Graph, kept: Mapping[str, Order]) -> None:
-    """Give the weights of a graph, and their gradients with all parts, these orders, by name. In place."""
+    """Give the weights of a graph, and their gradients with all parts, these orders by name, in place."""
     weights = {name: t for name, t in graph.tensors.items() if t.kind == "param" and name in kept}
-    turned = {t: kept[name] for name, param in weights.items() for t in (param, graph.grads.get(param)) if t}
+    moved = {t: kept[name] for name, param in weights.items() for t in (param, graph.grads.get(param)) if t}
     every = [t for op in graph.ops for t in tensors_of(op)]
-    orders = {t: turned.get(t.storage if t.storage.kind == "grad" else t, t.axes) for t in every} | turned
+    orders = {t: moved.get(t.storage if t.storage.kind == "grad" else t, t.axes) for t in every} | moved
     layouts = {op: tuple(orders[t] if isinstance(op, Contract) else t.axes for t in tensors_of(op)) for op in graph.ops}
-    _Arranged(Chosen(orders, layouts)).change(graph)
+    _Rearranged(SearchedLayouts(orders, layouts)).change(graph)
 
 
 # -- the search
 
 
-Factor = tuple[Sequence[int], Table]  # some variables, and a cost for each choice of their values
+Factor = tuple[Sequence[int], Table]  # some variables, and a cost for each combination of their values
 
 
 def _useful(factors: Sequence[Factor], sizes: Sequence[int]) -> list[list[int]]:
-    """Of each variable its first value, and those that are better for some values of the others: no more are needed."""
-    gains = [np.zeros(size) for size in sizes]  # at most
+    """Return for each variable value 0 and the values that can be better than value 0 for some values of the others.
+
+    The search needs no other values.
+    """
+    gains = [np.zeros(size) for size in sizes]  # upper bounds
     for variables, table in factors:
         for place, v in enumerate(variables):
             with np.errstate(invalid="ignore"):
                 gain = np.moveaxis(table.take([0], place) - table, place, -1).reshape(-1, sizes[v])
-            gains[v] += np.where(np.isnan(gain), -np.inf, gain).max(0)  # of two impossible ones neither is better
+            # NaN is infinity minus infinity: both values are impossible.
+            gains[v] += np.where(np.isnan(gain), -np.inf, gain).max(0)
     return [[0, *(k for k in range(1, len(of)) if not of[k] <= 0)] for of in gains]
 
 
 def cheapest(factors: Sequence[Factor], sizes: Sequence[int]) -> list[int]:
-    """The value of each variable for which the sum of all factors is least. Of equal ones that with the lower numbers.
+    """Return the value of each variable for which the sum of all factors is least, the lower numbers among equal sums.
 
-    A variable is eliminated by the table of its best value for all values of its neighbours: first those with few."""
+    A variable is eliminated by the table of its best value for all values of its neighbours, variables with small
+    tables first.
+    """
     left, todo = list(factors), set(range(len(sizes)))
     steps: list[tuple[int, list[int], np.ndarray[Any, Any]]] = []
     while todo:
@@ -209,18 +240,20 @@ def cheapest(factors: Sequence[Factor], sizes: Sequence[int]) -> list[int]:
     return values
 
 
-# -- the graph in the layouts that were chosen
+# -- the graph in the chosen layouts
 
 
-class _Arranged:
-    def __init__(self, chosen: Chosen) -> None:
+class _Rearranged:
+    """Rewrites a graph in the chosen layouts, with transposes where an operator reads or writes another order."""
+
+    def __init__(self, chosen: SearchedLayouts) -> None:
         self.chosen = chosen
-        self.made: dict[Tensor, Tensor] = {}
+        self.new_tensors: dict[Tensor, Tensor] = {}
         self._copies: dict[Hashable, Tensor] = {}
 
     def change(self, graph: Graph) -> None:
         graph.ops = list(self._ops(graph))
-        new = {old: made for old, made in self.made.items() if made is not old and old.kind != "temp"}
+        new = {old: tensor for old, tensor in self.new_tensors.items() if tensor is not old and old.kind != "temp"}
         graph.tensors = {name: new.get(t, t) for name, t in graph.tensors.items()}
         graph.grads = {new.get(param, param): new.get(grad, grad) for param, grad in graph.grads.items()}
         params = [param.on(new[t]) if t in new else param for t, param in graph.params.items()]
@@ -240,11 +273,11 @@ class _Arranged:
                 if tensor in op.inputs:
                     key = mine, order, op.phase
                     if key not in self._copies:
-                        self._copies[key] = _turned(mine, order)
+                        self._copies[key] = _reordered(mine, order)
                         yield _transpose(op, mine, self._copies[key])
                     other[tensor] = self._copies[key]
                 else:
-                    other[tensor] = _turned(mine, order)
+                    other[tensor] = _reordered(mine, order)
                     after.append(_transpose(op, other[tensor], mine))
             width = self.chosen.widths.get(op)
             changed = any(old is not new for old, new in other.items())
@@ -256,32 +289,37 @@ class _Arranged:
             yield from after
 
     def _same(self, op: Transpose) -> bool:
-        """Whether both have one order now: then readers take the first in the place of the second."""
+        """Whether both tensors of a transpose have one order now: readers then take the first instead of the second."""
         x, y = self._in_order(op.inputs[0]), op.output
         if y.kind != "temp" or y.storage is not y or self.chosen.orders[y] != x.axes:
             return False
-        self.made[y] = x
+        self.new_tensors[y] = x
         return True
 
     def _in_order(self, tensor: Tensor) -> Tensor:
-        """The tensor in the order of its edge; one that shares another's tiles shares those of what takes its place."""
-        if tensor not in self.made:
+        """Return the tensor in the order of its edge.
+
+        A tensor in the tiles of another one shares the other's new tiles.
+        """
+        if tensor not in self.new_tensors:
             order = self.chosen.orders.get(tensor, tensor.axes)
             owner = tensor.storage if tensor.storage is tensor else self._in_order(tensor.storage)
             same = order == tensor.axes and owner is tensor.storage
-            self.made[tensor] = tensor if same else _turned(tensor, order, owner, tensor.kind)
-        return self.made[tensor]
+            self.new_tensors[tensor] = tensor if same else _reordered(tensor, order, owner, tensor.kind)
+        return self.new_tensors[tensor]
 
 
-def _turned(tensor: Tensor, order: Order, owner: Tensor | None = None, kind: str = "temp") -> Tensor:
-    """owner: whose tiles it takes, if not its own."""
+def _reordered(tensor: Tensor, order: Order, owner: Tensor | None = None, kind: str = "temp") -> Tensor:
+    """Return a tensor with its axes in another order; `owner` is the tensor that owns its tiles, if that is another."""
     owner, shape = None if owner is tensor else owner, [tensor.size(axis) for axis in order]
-    made = Tensor(tensor.name, order, shape, tensor.dtype, kind, monoid=tensor.monoid, storage=owner, band=tensor.band)
-    made.requires_grad = tensor.requires_grad
-    return made
+    monoid, band = tensor.monoid, tensor.band
+    new = Tensor(tensor.name, order, shape, tensor.dtype, kind, monoid=monoid, storage=owner, band=band)
+    new.requires_grad = tensor.requires_grad
+    return new
 
 
 def _transpose(beside: Op, x: Tensor, y: Tensor) -> Transpose:
-    made = Transpose(x, y)
-    made.name, made.phase = f"{beside.name.rpartition('.')[0] or 'model'}.Transpose", beside.phase
-    return made
+    """Return a transpose from x to y, named and placed like the operator `beside`."""
+    new = Transpose(x, y)
+    new.name, new.phase = f"{beside.name.rpartition('.')[0] or 'model'}.Transpose", beside.phase
+    return new

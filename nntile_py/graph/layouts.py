@@ -1,7 +1,7 @@
-"""Layouts: in which order the axes of an operator's tensors lie in memory, and which orders its kernels take.
+"""Layouts: the order of the axes of an operator's tensors in memory, and the orders that its kernels take.
 
-As in Ivanov et al. 2021 ("Data movement is all you need", section V): of contractions all orders that map to one
-(batched) matrix product, of other operators all orders of rows, the axis that a row runs along being last.
+Ivanov et al. 2021 ("Data movement is all you need", section V): a contraction takes all orders that map to one
+(batched) matrix product. Other operators take all orders of rows; the axis along a row is the last one.
 """
 
 from __future__ import annotations
@@ -28,17 +28,20 @@ from nntile_py.tasks.softmax import Softmax, SoftmaxGrad
 from nntile_py.tiles import Tiling
 
 Order = tuple[str, ...]
-Layout = tuple[Order, ...]  # the order of each of an operator's tensors; see tensors_of
+Layout = tuple[Order, ...]  # the order of each tensor of an operator, as tensors_of lists them
 BY_ROWS = (Add, Multiply, BiasAdd, Sum, Dropout, Activation, ActivationGrad, Gated, GatedGrad, Norm, NormGrad, Softmax,
            SoftmaxGrad)  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Group:
-    """Tensors of an operator whose axes have to lie in one order, which is free.
+    """Tensors of an operator whose axes must have the same order, any order.
 
-    names: of each tensor's axes, what they are called here; "": it stays behind all others. last: these stay last.
-    kept: those of each tuple keep their order among themselves, as the axes of a bias that cannot be turned do."""
+    Attributes:
+        names: the group's names for the axes of each tensor; "" marks an axis that stays behind all named ones.
+        last: names that stay last.
+        kept: in each tuple, names that keep their order relative to each other, as the axes of a bias do.
+    """
 
     names: Mapping[Tensor, Order]
     last: Order = ()
@@ -46,16 +49,17 @@ class Group:
 
 
 def tensors_of(op: Op) -> list[Tensor]:
-    """All of an operator's, each once: inputs, then outputs."""
+    """Return all tensors of an operator once: inputs, then outputs."""
     return list(dict.fromkeys([*op.inputs, *op.outputs]))
 
 
 def layout_of(op: Op) -> Layout:
+    """Return the present layout of an operator."""
     return tuple(t.axes for t in tensors_of(op))
 
 
 def groups_of(op: Op) -> list[Group]:
-    """The tensors that an operator takes in other orders than they have; all others it takes as they are."""
+    """Return the tensors that may have other orders, in groups; the operator takes all other tensors as they are."""
     if isinstance(op, Contract):
         with_out = [t for t in (op.output, op.residual, op.pre, op.aux) if t]
         kept = [t.axes for t in (op.bias, op.bias_grad[1] if op.bias_grad else None) if t]
@@ -77,6 +81,8 @@ def groups_of(op: Op) -> list[Group]:
 
 
 def _attention_groups(op: Attention | AttentionGrad) -> list[Group]:
+    """Return the groups of attention: its operands, their gradients, and each single tensor by itself."""
+
     def roles(tensors: Iterable[Tensor]) -> Group:
         return Group({t: tuple(ROLES.get(a, a) for a in t.axes) for t in tensors}, last=("head_dim",))
 
@@ -87,16 +93,17 @@ def _attention_groups(op: Attention | AttentionGrad) -> list[Group]:
 
 
 def _row_groups(op: Op, form: Definition) -> list[Group]:
-    """By what is loaded and stored for each point: tensors of whole rows go together, with what is kept of each row."""
+    """Return the groups of an operator over rows, from the loads and stores of its scalar form."""
     if any(node.row_numbers for node in nodes_of(form, Keep)):
-        return []  # rows are numbered
+        return []  # dropout numbers the rows
     at = {op.inputs[node.number]: node.at for node in nodes_of(form, Element)}
     at |= {op.outputs[out.number]: out.at for out in form.outputs if not out.total}
     rows = {t: tuple(a if isinstance(a, str) else "" for a in of) for t, of in at.items()}
     free = {t: of for t, of in rows.items() if len(of) > 1 and t.kind == "temp"}
-    if isinstance(op, Generated):  # each of its tensors may have any
+    if isinstance(op, Generated):  # a generated kernel takes any order of each tensor
         return [Group(free)]
-    kept = [t.axes for t in (*(t for t in rows if t not in free), *op.sums)]  # a whole one keeps all where they are
+    # Tensors that cannot move keep the order of their axes in all others.
+    kept = [t.axes for t in (*(t for t in rows if t not in free), *op.sums)]
     reduces = any(True for kind in (Reduce, Keep) for _ in nodes_of(form, kind))
     last = ("seq", "key") if isinstance(op, Softmax | SoftmaxGrad) else form.axes[-1:] if reduces else ()
     return [Group(free, last, tuple(kept))]
@@ -106,7 +113,7 @@ def _row_groups(op: Op, form: Definition) -> list[Group]:
 
 
 def on(op: Op, other: Mapping[Tensor, Tensor]) -> Op:
-    """The operator on other tensors, whose axes may have other orders; what it knows of axes is found anew."""
+    """Return the operator on other tensors, whose axes may have other orders."""
 
     def of(tensor: Tensor) -> Tensor:
         return other.get(tensor, tensor)
@@ -136,6 +143,7 @@ def on(op: Op, other: Mapping[Tensor, Tensor]) -> Op:
 
 
 def _attention_on(op: Attention, of: Any) -> Attention:
+    """Return attention on other tensors."""
     made = copy.copy(op)
     made.lse, made.outputs = of(op.lse), [of(t) for t in op.outputs]
     made.read([of(t) for t in op.operands.tensors])
@@ -143,10 +151,10 @@ def _attention_on(op: Attention, of: Any) -> Attention:
 
 
 def laid(op: Op, layout: Layout) -> Op:
-    """The operator on tensors of its own, in that layout."""
-    other, turned = {}, {t for group in groups_of(op) for t in group.names}
+    """Return the operator in a layout, on new tensors."""
+    other, movable = {}, {t for group in groups_of(op) for t in group.names}
     for tensor, order in zip(tensors_of(op), layout, strict=True):
-        if tensor not in turned:
+        if tensor not in movable:
             continue
         shape = [tensor.size(axis) for axis in order]
         other[tensor] = Tensor(tensor.name, order, shape, tensor.dtype, tensor.kind, monoid=tensor.monoid,
@@ -158,14 +166,15 @@ def laid(op: Op, layout: Layout) -> Op:
 
 
 def products(op: Contract) -> Iterator[Layout]:
-    """All layouts in which it is one matrix product, or one batch of them.
+    """Yield all layouts in which a contraction is one matrix product or one batch of matrix products.
 
-    The axes of the batch, of the rows, of the columns and of the sum each lie together, in the same order in each
-    tensor, and those of the batch not last: a library takes steps between matrices, and within them a row or a column
-    without gaps."""
+    The axes of the batch, the rows, the columns and the sum are each contiguous, in the same order in each tensor, and
+    the batch is not last: a BLAS library takes strides between matrices, and contiguous rows or columns within a
+    matrix.
+    """
     one = groups_of(op)[-1]
     if op.a is op.b or {op.a, op.b} & {*one.names}:
-        return  # a tensor in two places
+        return  # one tensor has two roles
     free = [list(itertools.permutations(part)) for part in (op.batch, op.m, op.n, op.k)]
     for batch, m, n, k in itertools.product(*free):
         for a, b, out in itertools.product(_forms(batch, m, k), _forms(batch, k, n), _forms(batch, m, n)):
@@ -176,28 +185,30 @@ def products(op: Contract) -> Iterator[Layout]:
 
 
 def _forms(batch: Order, rows: Order, columns: Order) -> list[Order]:
-    found = [(*batch, *rows, *columns), (*batch, *columns, *rows)]
-    found += [(*rows, *batch, *columns), (*columns, *batch, *rows)] if batch else []
-    return list(dict.fromkeys(found))
+    """Return the orders of a matrix or its transpose, with the batch first or between rows and columns."""
+    orders = [(*batch, *rows, *columns), (*batch, *columns, *rows)]
+    orders += [(*rows, *batch, *columns), (*columns, *batch, *rows)] if batch else []
+    return list(dict.fromkeys(orders))
 
 
 def _subsequence(axes: Sequence[str], order: Sequence[str]) -> bool:
-    """Whether those of `axes` that are in the order have their own order there."""
+    """Whether the members of `axes` that occur in `order` have the same relative order in both."""
     return [a for a in order if a in axes] == [a for a in axes if a in order]
 
 
 def fits(group: Group, order: Order) -> bool:
-    """Whether the group's names may lie in this order."""
+    """Whether the names of a group may have this order."""
     return all(_subsequence(axes, order) for axes in group.kept) and order[len(order) - len(group.last) :] == group.last
 
 
-# -- what is measured once
+# -- texts that identify a measurement
 
 
 def described(op: Op, tiling: Tiling, policy: str = "chain") -> tuple[str, str]:
-    """An operator, and its layout, as texts: equal for those that run the same kernels on the same memory.
+    """Return texts of an operator and of its layout, equal for operators that run the same kernels on the same memory.
 
-    Axes that lie side by side in all tensors are one. Of a contraction they are called B (batch), M, N and K."""
+    Axes that are contiguous in all tensors count as one. The axes of a contraction are called B (batch), M, N and K.
+    """
     tensors = tensors_of(op)
     attention = op.forward if isinstance(op, AttentionGrad) else op if isinstance(op, Attention) else None
     solid = {axis for group in groups_of(op) for axis in group.last}
@@ -223,12 +234,13 @@ def described(op: Op, tiling: Tiling, policy: str = "chain") -> tuple[str, str]:
                 mine = role(part[0])
                 again = sum(of.rstrip("0123456789") == mine for of in names.values())
                 names[part] = mine if len(roles[mine]) == len(part) else f"{mine}{again}"
-    told = [" ".join(_named(part, names, cuts, roles, role) for part in _split(t.axes, parts)) for t in tensors]
-    layout = ", ".join(told[: len(set(op.inputs))]) + " -> " + ", ".join(told[len(set(op.inputs)) :])
+    orders = [" ".join(_named(part, names, cuts, roles, role) for part in _split(t.axes, parts)) for t in tensors]
+    layout = ", ".join(orders[: len(set(op.inputs))]) + " -> " + ", ".join(orders[len(set(op.inputs)) :])
     return f"{op.title}: {sizes}; {' '.join([dtypes, *more])}", layout
 
 
 def _role(op: Op, solid: set[str], axis: str) -> str:
+    """Return the role of an axis in the texts: B, M, N, K; its own name; R for all others."""
     if isinstance(op, Contract):
         parts = {"B": op.batch, "M": op.m, "N": op.n, "K": op.k}
         return next((name for name, axes in parts.items() if axis in axes), axis)
@@ -236,13 +248,13 @@ def _role(op: Op, solid: set[str], axis: str) -> str:
 
 
 def _named(part: Order, names: dict[Order, str], cuts: dict[str, str], roles: dict[str, list[str]], role: Any) -> str:
-    """A part that is not all of its role tells its sizes."""
+    """Return the name of a part; with its sizes if other parts have the same role."""
     whole = len(roles[role(part[0])]) == len(part)
     return names[part] if whole else f"{names[part]}({'x'.join(sorted(cuts[a] for a in part))})"
 
 
 def _together(tensors: Sequence[Tensor], solid: set[str]) -> list[Order]:
-    """The axes, those as one that lie side by side in all tensors that have any of them."""
+    """Return the axes; axes that are contiguous in every tensor that has one of them form one part."""
     follows: dict[str, str] = {}
     axes = list(dict.fromkeys(a for t in tensors for a in t.axes))
     for a, b in itertools.permutations(axes, 2):
@@ -259,8 +271,10 @@ def _together(tensors: Sequence[Tensor], solid: set[str]) -> list[Order]:
 
 
 def _beside(axes: Order, a: str, b: str) -> bool:
+    """Whether axis b directly follows axis a."""
     return a in axes and b in axes and axes.index(b) == axes.index(a) + 1
 
 
 def _split(axes: Order, parts: Sequence[Order]) -> list[Order]:
+    """Return the parts of a tensor's axes, in order."""
     return sorted((p for p in parts if p[0] in axes), key=lambda p: axes.index(p[0]))

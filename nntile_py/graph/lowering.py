@@ -1,4 +1,4 @@
-"""From a graph and a tiling to a resolved task list."""
+"""Lowering of a graph under a tiling to a resolved task list."""
 
 from __future__ import annotations
 
@@ -10,49 +10,49 @@ from nntile_py.graph.graph import Graph
 from nntile_py.system.gc_pause import no_search_for_cycles
 from nntile_py.tasks.op import Lowering, Tensor
 from nntile_py.tiles import TaskList, Tiling, cut_as
-from nntile_py.tiles.allreduce import Meeting
+from nntile_py.tiles.allreduce import RankSums
 
-WRITTEN_BEFORE = ("input", "param", "state")
-
-
-LISTING = 1e-4  # seconds to make a task of a list, on a core at 2.5 GHz
-MOST_TASKS = 2_000_000  # of a list: minutes to make it, and a kilobyte each
+WRITTEN_BEFORE = ("input", "param", "state")  # kinds of tensors that hold data before the list runs
+LISTING = 1e-4  # seconds to lower one task, on a core at 2.5 GHz
+MOST_TASKS = 2_000_000  # tasks of a list: lowering them takes minutes, and each takes a kilobyte
 
 
 @no_search_for_cycles()
 def lower(
     graph: Graph, tiling: Tiling, policy: str = "chain", *, holds: Collection[Tensor] = (),
-    meeting: Meeting | None = None,
+    rank_sums: RankSums | None = None,
 ) -> Lowering:  # fmt: skip
     """Lower every operator and resolve the list.
 
-    holds: further tensors that hold data before, which it adds to. meeting: how sums of several ranks meet; None: as on
-    one, in a chain from rank to rank.
+    Args:
+        holds: further tensors that hold data before the list runs; the tasks add to them.
+        meeting: how sums of several ranks are added; None: as on one rank, in a chain from rank to rank.
     """
     for op in graph.ops:
-        op.fit(tiling)  # it is told what has to be cut together
+        op.fit(tiling)  # the tiling learns which axes must be cut together
     check_count(graph, tiling, policy)
-    low = Lowering(tiling, TaskList(policy, live=graph.live))
+    lowering = Lowering(tiling, TaskList(policy, live=graph.live))
     known = [*graph.tensors.values(), *graph.kept.values()]
-    low.tasks.sums = {low.tile(tensor, index) for tensor in holds for index in low.indices(tensor)}
-    low.tasks.initialised |= low.tasks.sums
+    lowering.tasks.sums = {lowering.tile(tensor, index) for tensor in holds for index in lowering.indices(tensor)}
+    lowering.tasks.initialised |= lowering.tasks.sums
     for tensor in (t for t in known if t.kind in WRITTEN_BEFORE):
-        low.tasks.initialised.update(low.tile(tensor, index) for index in low.indices(tensor))
+        lowering.tasks.initialised.update(lowering.tile(tensor, index) for index in lowering.indices(tensor))
     for op in graph.ops:
-        low.op = op.name if op.phase == "forward" else f"{op.name}.{op.phase}"
-        if meeting and op is graph.ops[0]:
-            low.tasks.tasks += meeting.joined((low.tile(t, index) for t in holds for index in low.indices(t)), low.op)
-        op.lower(low)
-    if meeting:
-        meeting.divide(low.tasks)
-    low.tasks.resolve()
-    for task in low.tasks.tasks if graph.filled < 1 else ():
+        lowering.op = op.name if op.phase == "forward" else f"{op.name}.{op.phase}"
+        if rank_sums and op is graph.ops[0]:
+            held = (lowering.tile(t, index) for t in holds for index in lowering.indices(t))
+            lowering.tasks.tasks += rank_sums.joined(held, lowering.op)
+        op.lower(lowering)
+    if rank_sums:
+        rank_sums.divide(lowering.tasks)
+    lowering.tasks.resolve()
+    for task in lowering.tasks.tasks if graph.filled < 1 else ():
         task.flop *= graph.filled
-    return low
+    return lowering
 
 
 def check_count(graph: Graph, tiling: Tiling, policy: str) -> None:
-    """ConfigError: the tasks are too many for a list."""
+    """Raise ConfigError if the graph has too many tasks for a list."""
     if most_tasks(graph, tiling) <= MOST_TASKS:
         return
     count = count_tasks(graph, tiling, policy)

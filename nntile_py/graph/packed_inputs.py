@@ -1,11 +1,11 @@
-"""Models on packed sequences: a row of the batch is a bin that holds several, one behind the other.
+"""Inputs of models on packed sequences: a row of the batch is a bin that holds several sequences.
 
-Inputs that such a graph has besides the model's own: `segments` [batch, offset], the offsets of each bin's sequences
-(see Mask); `draws` [batch, seq] and `rows` [batch, sequence], the place of each token in the padded array, and of each
-sequence in the batch, by which dropout draws. The axis sequence numbers those of a bin.
+A packed graph has inputs besides the model's own: `segments` [batch, offset], the offsets of the sequences in each bin
+(see Mask); `draws` [batch, seq] and `rows` [batch, sequence], the position of each token in the padded array and of
+each sequence in the batch, on which dropout's random numbers depend. The axis sequence counts the sequences of a bin.
 
-Where a model asks for its sequences one by one (see `apart`), padded as a user gives them, the axes are [batch, row,
-place]: `row` numbers the sequences of a bin, or is 1 without packing, `place` the positions of the longest.
+If a model asks for its sequences padded one by one (see `apart`), the axes are [batch, row, place]: `row` counts the
+sequences of a bin, or is 1 without packing, and `place` the positions of the longest sequence.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from nntile_py.tasks.select import Select
 
 SEGMENTS, DRAWS, ROWS, STARTS = "segments", "draws", "rows", "starts"
 ROW_PLACES, TOKEN_PLACES = "row_places", "token_places"
-OWN = SEGMENTS, DRAWS, ROWS, STARTS, ROW_PLACES, TOKEN_PLACES  # inputs that no user gives
-LIVE = "seq", "sequence", "masked", "offset"  # axes of which a bin fills a part
+OWN = SEGMENTS, DRAWS, ROWS, STARTS, ROW_PLACES, TOKEN_PLACES  # inputs that the engine computes
+LIVE = "seq", "sequence", "masked", "offset"  # axes that a bin fills in part
 
 
 def begin(g: Graph, batch: Batch) -> None:
-    """Declare what a packed graph has besides; before the model's trace."""
+    """Declare the inputs of a packed graph, before the model's trace."""
     g.live = frozenset(LIVE)
     g.input(SEGMENTS, {"batch": batch.size, "offset": batch.seq + 1}, below=batch.seq + 1)
     if g.training:
@@ -38,21 +38,21 @@ def begin(g: Graph, batch: Batch) -> None:
 
 
 def starts(g: Graph) -> Tensor:
-    """The place of the first token of each sequence of a bin, then -1: an input [batch, sequence] of its `segments`."""
+    """Return the input [batch, sequence] with the position of each sequence's first token in its bin, then -1."""
     if STARTS in g.tensors:
         return g.tensors[STARTS]
     offsets = segments(g)
     sizes = {"batch": offsets.size("batch"), "sequence": offsets.size("offset") - 1}
 
-    def made(given: Mapping[str, Array]) -> Array:
+    def first_positions(given: Mapping[str, Array]) -> Array:
         first, last = given[SEGMENTS][:, :-1], given[SEGMENTS][:, 1:]
         return np.where(first < last, first, NOWHERE)
 
-    return g.input(STARTS, sizes, below=sizes["sequence"], ignored=NOWHERE, default=made)
+    return g.input(STARTS, sizes, below=sizes["sequence"], ignored=NOWHERE, default=first_positions)
 
 
 def positions_of(segments: Array, capacity: int) -> Array:
-    """Of each place of each bin the position in its sequence; 0 behind the last one: int64 [bins, capacity]."""
+    """Return the position of each token in its sequence, 0 behind the last sequence: int64 [bins, capacity]."""
     places = np.arange(capacity)
     out = np.zeros((len(segments), capacity), np.int64)
     for number, offsets in enumerate(segments):
@@ -63,11 +63,14 @@ def positions_of(segments: Array, capacity: int) -> Array:
 
 
 def apart(g: Graph, batch: Batch, mask: Tensor | None, length: int) -> tuple[Tensor, Tensor]:
-    """The places of sequences padded to `length` among the tokens, [batch, row, place], and of the tokens among those,
-    [batch, seq]; -1 where there is no token.
+    """Return two inputs that convert between tokens and sequences padded to `length`; -1 marks padding.
 
-    Inputs that are made of each bin's `segments`, or without packing of `mask`, an input [batch, seq], if there is one.
-    ConfigError: sequences are longer, or were taken apart to another length before.
+    The first, [batch, row, place], holds the position of each place among the tokens; the second, [batch, seq], the
+    position of each token among the places. They derive from each bin's `segments`, or without packing from `mask`, an
+    input [batch, seq].
+
+    Raises:
+        ConfigError: sequences are longer than `length`, or the model asked for another length before.
     """
     if ROW_PLACES in g.tensors and g.tensors[ROW_PLACES].size("place") == length:
         return g.tensors[ROW_PLACES], g.tensors[TOKEN_PLACES]
@@ -75,7 +78,7 @@ def apart(g: Graph, batch: Batch, mask: Tensor | None, length: int) -> tuple[Ten
         need = "the same in all places of a model" if ROW_PLACES in g.tensors else f"at least seq = {batch.length}"
         raise ConfigError(f"sequences_apart: a length of {length} is not allowed; use {need}")
     count = batch.seq // batch.length
-    whole = np.where(np.arange(length) < batch.seq, np.arange(length), NOWHERE)  # rows of a batch that is not packed
+    whole = np.where(np.arange(length) < batch.seq, np.arange(length), NOWHERE)  # rows of a padded batch
 
     def of_bins(given: Mapping[str, Array]) -> Array:
         return row_places(given[SEGMENTS], count, length)
@@ -100,14 +103,16 @@ def apart(g: Graph, batch: Batch, mask: Tensor | None, length: int) -> tuple[Ten
 
 
 def rows_of(inputs: Mapping[str, Input]) -> int | None:
-    """How many sequences a bin may hold; None: as many as it has room for."""
+    """Return the largest number of sequences in a bin, None if there is no limit."""
     return inputs[ROW_PLACES].tensor.size("row") if ROW_PLACES in inputs else None
 
 
 def row_places(segments: Array, rows: int, length: int) -> Array:
-    """The places of the sequences of each bin, padded to `length` with -1: int64 [bins, rows, length].
+    """Return the positions of each bin's sequences, padded to `length` with -1: int64 [bins, rows, length].
 
-    ValueError: a bin has more sequences."""
+    Raises:
+        ValueError: a bin has more than `rows` sequences.
+    """
     first, lengths = segments[:, :-1], np.diff(segments)
     if (most := int((lengths > 0).sum(1).max())) > rows:
         raise ValueError(f"{SEGMENTS}: {most} sequences in a bin; allowed: {rows}, as the model takes them apart")
@@ -117,7 +122,7 @@ def row_places(segments: Array, rows: int, length: int) -> Array:
 
 
 def token_places(places: Array, tokens: int) -> Array:
-    """The other way round: of each token where it is among places [rows, ...], -1: nowhere; int64 [rows, tokens]."""
+    """Return the inverse: for each token its index among places [rows, ...], or -1; int64 [rows, tokens]."""
     flat = places.reshape(len(places), -1)
     out = np.full((len(places), tokens), NOWHERE, np.int64)
     row, at = np.nonzero(flat != NOWHERE)
@@ -126,7 +131,7 @@ def token_places(places: Array, tokens: int) -> Array:
 
 
 def check(g: Graph, model: Any) -> None:
-    """ConfigError where a model does not keep packed sequences apart."""
+    """Raise ConfigError if a model would mix packed sequences."""
     here = f"model {type(model).__name__}: pack needs"
     for op in g.ops:
         mask = getattr(op, "mask", None)
@@ -140,4 +145,5 @@ def check(g: Graph, model: Any) -> None:
 
 
 def segments(g: Graph) -> Tensor:
+    """Return the input with the offsets of each bin's sequences."""
     return g.tensors[SEGMENTS]

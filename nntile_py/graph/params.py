@@ -1,4 +1,4 @@
-"""What a model declares: parameters with start values and places in a checkpoint, inputs with their ranges."""
+"""Declarations of a model: parameters with their initialisation and place in a checkpoint, inputs with their ranges."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from nntile_py.tasks.op import Tensor, permutation
 from nntile_py.typed import typed_fields
 
 Array = np.ndarray[Any, Any]
-FP16_END = 65520.0  # what is rounded to infinity, from here on
+FP16_END = 65520.0  # fp16 rounds numbers from here on to infinity
 Weights = Mapping[str, Array]
-Derived = Callable[[Mapping[str, Array]], Array]  # a step's arrays -> another one
+Derived = Callable[[Mapping[str, Array]], Array]  # computes an input from the other inputs of a step
 
 
 def _check_number(what: str, value: Any, least: float = -math.inf) -> None:
@@ -30,7 +30,7 @@ def _check_number(what: str, value: Any, least: float = -math.inf) -> None:
 
 @dataclass(frozen=True)
 class Normal:
-    """Start values drawn from a normal distribution of mean 0."""
+    """Initialisation by a normal distribution with mean 0."""
 
     std: float
 
@@ -40,7 +40,7 @@ class Normal:
 
 @dataclass(frozen=True)
 class Constant:
-    """Start values that are all the same."""
+    """Initialisation by one value."""
 
     value: float
 
@@ -55,9 +55,14 @@ ONES = Constant(1.0)
 
 @dataclass(frozen=True)
 class Source:
-    """Where a parameter, or a part of it, lies in a checkpoint: in `weight`, whose shape there is `shape`.
+    """The place of a parameter, or of a part of it, in a checkpoint.
 
-    view: that shape with each of the parameter's axes apart; view[index] belongs to parameter[at].
+    Attributes:
+        weight: name of the weight.
+        shape: shape of the weight.
+        view: the weight's shape with a dimension for each axis of the parameter.
+        index: the part of the view that belongs to the parameter.
+        at: the part of the parameter to which it belongs.
     """
 
     weight: str
@@ -67,7 +72,7 @@ class Source:
     at: tuple[slice | int, ...] = ()
 
     def check(self, weights: Weights) -> None:
-        """Raises ConfigError where the weight is missing, of another shape, or of no floating-point numbers."""
+        """Raise ConfigError if the weight is missing, has another shape, or holds no floating-point numbers."""
         if self.weight not in weights:
             raise MissingWeight(f"model: weight {self.weight} is missing")
         if (shape := np.shape(weights[self.weight])) != self.shape:
@@ -76,12 +81,12 @@ class Source:
             raise ConfigError(f"model: weight {self.weight} is {dtype}; allowed: float16, float32, float64")
 
     def take(self, weights: Weights) -> Array:
-        """The values of parameter[at]; ConfigError as of `check`."""
+        """Return the values of parameter[at]; raises ConfigError as `check` does."""
         self.check(weights)
         return np.asarray(weights[self.weight]).reshape(self.view)[self.index]
 
     def put(self, weights: dict[str, Array], value: Array) -> None:
-        """Write a whole parameter's part into its weight, which is made if it is not there."""
+        """Write the parameter's part into its weight, which is created if it is missing."""
         if self.weight not in weights:
             weights[self.weight] = np.zeros(self.shape, value.dtype)
         weights[self.weight].reshape(self.view)[self.index] = value[self.at]
@@ -90,7 +95,7 @@ class Source:
 @typed_fields
 @dataclass(frozen=True)
 class Part:
-    """In a parameter's `sources`: part `number` of the `of` equal ones that a weight has along an axis."""
+    """For a parameter's `sources`: part `number` of `of` equal parts of a weight along an axis."""
 
     weight: str
     number: int
@@ -101,7 +106,7 @@ class Part:
 @typed_fields
 @dataclass(frozen=True)
 class Joined:
-    """In a parameter's `sources`: entry k of one of its axes is weight number k."""
+    """For a parameter's `sources`: entry k along one of its axes is weight number k."""
 
     axis: str
     weights: tuple[str, ...]
@@ -109,8 +114,12 @@ class Joined:
 
 @dataclass(frozen=True)
 class Param:
-    """A declared parameter; `sources` cover it. order: of its axes there, none: as the tensor has them, which a search
-    of layouts may turn."""
+    """A declared parameter.
+
+    Attributes:
+        sources: the places in a checkpoint that hold its values.
+        order: order of the axes as declared; empty if the tensor has that order. A layout search may change the order.
+    """
 
     tensor: Tensor
     init: Init
@@ -118,22 +127,24 @@ class Param:
     order: tuple[str, ...] = ()
 
     def on(self, tensor: Tensor) -> Param:
-        """The same as a tensor with these axes in another order."""
+        """Return the same parameter with another tensor, whose axes have another order."""
         return replace(self, tensor=tensor, order=self.order or self.tensor.axes)
 
     def value(self, weights: Weights) -> Array:
-        """The parameter, out of a checkpoint's weights."""
+        """Return the parameter from a checkpoint's weights."""
         parts = [source.take(weights) for source in self.sources]
-        whole, order = parts[0], self.order or self.tensor.axes
+        value, order = parts[0], self.order or self.tensor.axes
         if len(parts) > 1 or self.sources[0].at:
-            whole = np.empty([self.tensor.size(axis) for axis in order], parts[0].dtype)
+            value = np.empty([self.tensor.size(axis) for axis in order], parts[0].dtype)
             for source, part in zip(self.sources, parts, strict=True):
-                whole[source.at] = part
-        turned = order != self.tensor.axes
-        return np.ascontiguousarray(whole.transpose(permutation(order, self.tensor.axes))) if turned else whole
+                value[source.at] = part
+
+        if order == self.tensor.axes:
+            return value
+        return np.ascontiguousarray(value.transpose(permutation(order, self.tensor.axes)))
 
     def weight(self, weights: Weights) -> Array:
-        """The same of what is computed with; raises ConfigError for numbers that fp16 does not have."""
+        """Return the same; raises ConfigError for numbers beyond the range of fp16."""
         value = self.value(weights)
         if self.tensor.dtype == "fp16" and value.size and (most := float(np.abs(value).max())) >= FP16_END:
             names = ", ".join(source.weight for source in self.sources)
@@ -141,17 +152,17 @@ class Param:
         return value
 
     def declared(self, value: Array) -> Array:
-        """The tensor's value in the order that `sources` have."""
+        """Return the tensor's value with the axes in the declared order."""
         return value.transpose(permutation(self.tensor.axes, self.order or self.tensor.axes))
 
     def put(self, weights: dict[str, Array], value: Array) -> None:
-        """The parameter's value, or its gradient, into a checkpoint's weights."""
+        """Write the parameter's value, or its gradient, into a checkpoint's weights."""
         for source in self.sources:
             source.put(weights, self.declared(value))
 
 
 def sources_of(name: str, axes: Mapping[str, int], sources: str | Part | Joined | None) -> tuple[Source, ...]:
-    """The sources of a parameter with these axes; see Graph.param."""
+    """Return the sources of a parameter with these axes, see Graph.param."""
     sizes = list(axes.values())
     if isinstance(sources, Joined):
         if sources.axis not in axes or len(sources.weights) != axes[sources.axis]:
@@ -176,10 +187,10 @@ def sources_of(name: str, axes: Mapping[str, int], sources: str | Part | Joined 
 
 
 def cover(sources: Sequence[Source]) -> bool:
-    """Whether these sources, all of one weight, take each of its values once. They differ in view or index."""
+    """Whether sources of one weight together take each of its values once. The sources differ in view or index."""
     first = sources[0]
     cut = [axis for axis, at in enumerate(first.index) if isinstance(at, int)]
-    if len({(s.view, tuple(isinstance(at, int) for at in s.index)) for s in sources}) == 1:  # equal parts
+    if len({(s.view, tuple(isinstance(at, int) for at in s.index)) for s in sources}) == 1:  # parts of equal size
         return len(sources) == math.prod(first.view[axis] for axis in cut)
     taken = np.zeros(first.shape, np.int8)
     for source in sources:
@@ -188,7 +199,7 @@ def cover(sources: Sequence[Source]) -> bool:
 
 
 def packed(params: Sequence[Param], tensor: Tensor, axis: str) -> Param:
-    """Parameters of equal axes as one with a further axis that numbers them."""
+    """Return parameters of equal axes as one parameter with a further axis that numbers them."""
     place = tensor.axes.index(axis)
     sources = []
     for number, param in enumerate(params):
@@ -203,7 +214,7 @@ def _everywhere(axes: int) -> tuple[slice, ...]:
 
 
 def _merged(axes: Mapping[str, int]) -> tuple[int, ...]:
-    """The shape that a checkpoint has: heads and their width are one dimension there."""
+    """Return the shape of a weight in a checkpoint: there, heads and head_dim are one dimension."""
     shape: list[int] = []
     for axis, size in axes.items():
         if axis == "head_dim" and shape:
@@ -215,13 +226,17 @@ def _merged(axes: Mapping[str, int]) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Input:
-    """A declared input: what a step's arrays have to be.
+    """A declared input: the requirements on a step's array.
 
-    below: integers go from 0 to below - 1. ignored: one that is allowed besides, and is not counted. default: taken
-    where a step gives none: an array of the whole shape, one number, or a function that makes it of the inputs
-    declared before. shifted: the value of a position is what the user gives for the next one, as labels of a causal
-    model. scale: a slot of the program, 1 / (values that count, in all micro-batches of a step). most: how many values
-    of a row may count, if not all; who makes another input of them refuses more, random ones have so many.
+    Attributes:
+        below: integers go from 0 to below - 1.
+        ignored: a further integer that is allowed and does not count in means.
+        default: value if a step gives none: an array of the full shape, a number, or a function of the inputs declared
+            before.
+        shifted: position s holds what the user gives for position s + 1, as labels of a causal model.
+        scale: name of a slot of the program: 1 / (number of values that count in all micro-batches of a step).
+        max_count: upper bound on the values per row that count. A collator must refuse a row with more; random inputs
+            use exactly this many.
     """
 
     tensor: Tensor
@@ -230,27 +245,30 @@ class Input:
     default: Array | float | Derived | None = None
     shifted: bool = False
     scale: str | None = None
-    most: int | None = None
+    max_count: int | None = None
 
     @property
     def batched(self) -> bool:
-        """Whether a step gives other rows of it to each micro-batch."""
+        """Whether each micro-batch of a step has rows of its own."""
         return self.tensor.axes[0] == "batch"
 
     def shape(self, rows: int) -> tuple[int, ...]:
-        """Of a step's array, for `rows` rows of the batch."""
+        """Return the shape of a step's array for `rows` rows of the batch."""
         return (rows, *self.tensor.shape[1:]) if self.batched else tuple(self.tensor.shape)
 
     def checked(self, value: Any, rows: int, shape: tuple[int, ...] | None = None) -> Array:
-        """The value as an array of the shape of `rows` of the batch, or of another; raises ValueError naming what is
-        allowed."""
+        """Return the value as an array of the shape for `rows` rows, or of another shape.
+
+        Raises:
+            ValueError: another shape, dtype or range; the message says what is allowed.
+        """
         name, tensor, shape = self.tensor.name, self.tensor, shape or self.shape(rows)
         whole, kinds = ("ints", "iub") if tensor.dtype == "int64" else ("numbers", "iuf")
         try:
             array = np.asarray(value)
-        except Exception as error:  # lists of unequal lengths; what a tensor of another library raises: any of many
-            told = f"{type(error).__name__}: {error}"
-            raise ValueError(f"{name}: is no array ({told}); expected {whole} {shape}") from error
+        except Exception as error:  # lists of unequal lengths; a tensor of another library may raise any exception
+            message = f"{type(error).__name__}: {error}"
+            raise ValueError(f"{name}: is no array ({message}); expected {whole} {shape}") from error
         if array.shape != shape or array.dtype.kind not in kinds:
             raise ValueError(f"{name}: {array.dtype} {array.shape} is not allowed; expected {whole} {shape}")
         if whole == "numbers":
@@ -265,7 +283,7 @@ class Input:
         return array
 
     def filled(self, rows: int, given: Mapping[str, Array] | None = None) -> Array | None:
-        """The default as an array, if there is one; one that is made of other inputs only where those are given."""
+        """Return the default as an array, None if there is none. A derived default needs the inputs `given`."""
         if callable(self.default):
             return None if given is None else self.default(given)
         if self.default is None:
@@ -273,25 +291,28 @@ class Input:
         return np.broadcast_to(np.asarray(self.default), self.shape(rows))
 
     def shift(self, array: Array) -> Array:
-        """Values of a causal model: position s holds what was given for s + 1, the last position nothing."""
+        """Return an array with the values of position s + 1 at position s, and `ignored` at the last position."""
         assert self.ignored is not None
         result = np.full_like(array, self.ignored)
         result[:, :-1] = array[:, 1:]
         return result
 
     def counted(self, array: Array) -> int:
-        """How many values count towards a mean."""
+        """Return the number of values that count in a mean."""
         return int(array.size if self.ignored is None else (array != self.ignored).sum())
 
 
 @typed_fields
 @dataclass
 class Batch:
-    """What a model is traced for: sequences of one pass, their length, and which optional inputs a step will have.
+    """What a model is traced for.
 
-    `optional` is filled by the trace: the names that it asked for, each with the value that means nothing. packed:
-    length of the longest sequence, where each row of the batch is a bin of `seq` positions that holds several of them
-    one behind the other.
+    Attributes:
+        size: rows of a pass: sequences, or bins.
+        seq: positions of a row.
+        given: names of the optional inputs that a step will have.
+        optional: filled by the trace: each optional input that the model asked for, with its neutral value.
+        packed: length of the longest sequence if each row is a bin of several sequences, else None.
     """
 
     size: int
@@ -302,57 +323,57 @@ class Batch:
 
     @property
     def length(self) -> int:
-        """Of the longest sequence."""
+        """Length of the longest sequence."""
         return self.packed or self.seq
 
     def has(self, name: str, *, neutral: float) -> bool:
-        """Whether steps have the optional input `name`; an array of nothing but `neutral` is as good as none."""
+        """Whether steps have the optional input `name`. An array that holds only `neutral` has no effect."""
         self.optional[name] = neutral
         return name in self.given
 
 
 class Traced(NamedTuple):
-    """What a trace ends in: the loss, and what an evaluation may return. Without a loss nothing can be trained."""
+    """The result of a trace: the loss, and the outputs of an evaluation. A model without a loss cannot be trained."""
 
     loss: Tensor | None
     outputs: dict[str, Tensor]
 
 
 class Traceable(Protocol):
-    """What the engine knows of a model."""
+    """The interface of a model for the engine."""
 
-    weights: Any  # {name: array}
+    weights: Any  # mapping of names to arrays
 
     def trace(self, g: Any, batch: Batch) -> Traced: ...
 
 
 def trace(model: Traceable, graph: Any, batch: Batch) -> Traced:
-    """The model's trace on a new graph. Whatever goes wrong in a user's model is a ConfigError that names the place."""
+    """Trace a model on a new graph; any error in a user's model becomes a ConfigError that names the place."""
     cls = type(model)
     file = getattr(sys.modules.get(cls.__module__), "__file__", None)
     here = f"model {cls.__name__}" + (f" ({file})" if file else "")
     try:
-        made = model.trace(graph, batch)
+        traced = model.trace(graph, batch)
     except (Exception, SystemExit) as error:
-        if cls.__module__.startswith("nntile_py."):  # says itself what is wrong, or is wrong
+        if cls.__module__.startswith("nntile_py."):  # models of this package raise clear errors themselves
             raise
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
         line = f"line {lines[-1]}: " if lines else ""
-        told = str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
-        raise ConfigError(f"{here}: {line}{told}") from error
-    whole = isinstance(made, Traced) and isinstance(made.loss, Tensor | None)
-    if not whole or not isinstance(made.outputs, Mapping):
+        message = str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
+        raise ConfigError(f"{here}: {line}{message}") from error
+    valid = isinstance(traced, Traced) and isinstance(traced.loss, Tensor | None)
+    if not valid or not isinstance(traced.outputs, Mapping):
         raise ConfigError(
-            f"{here}: trace() returned {type(made).__name__};"
+            f"{here}: trace() returned {type(traced).__name__};"
             " allowed: nt.Traced(loss, outputs), a tensor and a dict of tensors"
         )
     try:
-        graph.check_end(made.loss, made.outputs)
+        graph.check_end(traced.loss, traced.outputs)
     except (ConfigError, ValueError) as error:
         raise ConfigError(f"{here}: {error}") from error
-    return made
+    return traced
 
 
 def numel(params: Sequence[Param]) -> int:
-    """Words of all parameters."""
+    """Return the number of elements of all parameters."""
     return sum(math.prod(param.tensor.shape) for param in params)

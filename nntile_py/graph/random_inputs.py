@@ -1,4 +1,4 @@
-"""Inputs that nobody has chosen: for measurements and tests."""
+"""Random inputs of a graph, for measurements and tests."""
 
 from __future__ import annotations
 
@@ -12,30 +12,34 @@ from nntile_py.graph.params import Array
 
 
 def random_inputs(graph: Any, rows: int, seed: int, alpha: float = 1.0, predicted: float = 1.0) -> dict[str, Array]:
-    """Values within the declared ranges for the inputs without a default, of `rows` rows of the batch, and those that
-    are made of them.
+    """Return random values within the declared ranges, and the inputs derived from them, for `rows` rows of the batch.
 
-    alpha: the mean length of the sequences, as a part of the positions that there are: lengths are uniform about it, an
-    attention_mask says them, and labels of padding do not count. predicted: the share of the labels that count."""
+    Inputs with a constant default are left out.
+
+    Args:
+        alpha: mean length of the sequences relative to the longest. Lengths are uniform around it, an attention_mask
+            holds them, and labels of padding are ignored.
+        predicted: share of the labels that count.
+    """
     rng = np.random.default_rng(seed)
     found: dict[str, Array] = {}
     for name, one in graph.inputs.items():
         shape = (rows, *one.tensor.shape[1:]) if one.batched else one.tensor.shape
         if one.default is None:
-            whole = one.tensor.dtype == "int64"
-            found[name] = rng.integers(0, one.below or 2, shape) if whole else rng.standard_normal(shape, np.float32)
+            integers = one.tensor.dtype == "int64"
+            found[name] = rng.integers(0, one.below or 2, shape) if integers else rng.standard_normal(shape, np.float32)
     found |= _lengths(graph, found, rows, rng, alpha, predicted)
     for name, one in graph.inputs.items():
-        if one.most is not None:
+        if one.max_count is not None:
             order = np.where(found[name] == one.ignored, 1.0, rng.random(found[name].shape)).argsort(axis=1)
-            found[name][order.argsort(axis=1) >= one.most] = one.ignored
+            found[name][order.argsort(axis=1) >= one.max_count] = one.ignored
         if callable(one.default):
             found[name] = one.default(found)
     return found
 
 
 def random_lengths(rng: np.random.Generator, count: int, longest: int, alpha: float) -> Array:
-    """Lengths of sequences, uniform about a mean of alpha times the longest."""
+    """Return lengths of sequences, uniform around a mean of alpha times the longest."""
     least, most = math.ceil((2 * alpha - 1) * longest), min(longest, int(2 * alpha * longest))
     return rng.integers(max(1, least), max(1, most) + 1, count)
 
@@ -43,19 +47,19 @@ def random_lengths(rng: np.random.Generator, count: int, longest: int, alpha: fl
 def _lengths(
     graph: Any, found: Mapping[str, Array], rows: int, rng: np.random.Generator, alpha: float, predicted: float
 ) -> dict[str, Array]:
-    """What becomes of random inputs where sequences have unequal lengths, or not all labels count."""
+    """Return the inputs that change if sequences have unequal lengths or not all labels count."""
     tokens = [one.tensor for one in graph.inputs.values() if one.tensor.axes[:2] == ("batch", "seq")]
     if not tokens or alpha == predicted == 1:
         return {}
     seq = tokens[0].size("seq")
     lengths = random_lengths(rng, rows, seq, alpha)
-    while more := max(rows, round(alpha * seq * rows)) - int(lengths.sum()):  # the mean is alpha, not just expected
+    while more := max(rows, round(alpha * seq * rows)) - int(lengths.sum()):  # make the mean exactly alpha
         row = rng.integers(rows)
         lengths[row] = np.clip(lengths[row] + np.clip(more, -8, 8), 1, seq)
     real = np.arange(seq) < lengths[:, None]
     counts = real & (rng.random(real.shape) < predicted)
-    made = {} if alpha == 1 else {"attention_mask": real.astype(np.int64)}
+    changed = {} if alpha == 1 else {"attention_mask": real.astype(np.int64)}
     for name, one in graph.inputs.items():
         if one.ignored is not None and name in found and found[name].shape == real.shape:
-            made[name] = np.where(counts, found[name], one.ignored)
-    return made
+            changed[name] = np.where(counts, found[name], one.ignored)
+    return changed

@@ -1,4 +1,4 @@
-"""A training step and an evaluation as task lists: pure data, shared by whoever runs, plans, profiles or draws one."""
+"""A training step and an evaluation as task lists: pure data for running, planning, profiling and drawing."""
 
 from __future__ import annotations
 
@@ -9,32 +9,33 @@ from typing import Any
 
 from nntile_py.errors import ConfigError, operators_refuse
 from nntile_py.graph import packed_inputs
-from nntile_py.graph.fusion import Fusion, fuse, narrow_gradients
+from nntile_py.graph.fusion import Fusion, fuse
 from nntile_py.graph.graph import Graph
 from nntile_py.graph.layout_search import arrange, keep_in
 from nntile_py.graph.layouts import Order
 from nntile_py.graph.lowering import lower
 from nntile_py.graph.optimizers import add_update
 from nntile_py.graph.params import Array, Batch, Param, Traceable, Traced, trace
-from nntile_py.graph.qkv_fusion import pack_projections
+from nntile_py.graph.passes.precision import narrow_gradients
+from nntile_py.graph.passes.qkv_fusion import pack_projections
 from nntile_py.graph.random_inputs import random_inputs
 from nntile_py.graph.timings import Timings
 from nntile_py.tasks.adamw import AdamW
 from nntile_py.tasks.op import Lowering, Tensor
 from nntile_py.tasks.optimizer import MOST_SCALE, Ends, GradNorm, Optimizer
 from nntile_py.tiles import Tiling
-from nntile_py.tiles.allreduce import Meeting
+from nntile_py.tiles.allreduce import RankSums
 from nntile_py.tiles.tasklist import live_slot
 from nntile_py.typed import plain
 
-# The workers that compute in it.
+# Precisions, and the kinds of workers that compute in them.
 PRECISIONS = {"fp32": ("CPU", "CUDA"), "fp64": ("CPU",), "bf16": ("CUDA",), "fp16": ("CUDA",), "tf32": ("CUDA",)}
-TILE_DTYPE = {"tf32": "fp32"}  # the others are what they say
-LOSS_SCALE = {"fp16": 65536.0}  # the first of a run: torch.amp.GradScaler's
+TILE_DTYPE = {"tf32": "fp32"}  # tiles of other precisions have the dtype of that name
+LOSS_SCALE = {"fp16": 65536.0}  # initial loss scale, as torch.amp.GradScaler has it
 
 
 def check_precision(key: str, precision: str, cuda: bool) -> None:
-    """ConfigError, which names `key`, if workers of this kind do not compute in that precision."""
+    """Raise ConfigError, naming `key`, if workers of this kind do not compute in that precision."""
     kind = "CUDA" if cuda else "CPU"
     if kind not in PRECISIONS[precision]:
         known = ", ".join(name for name, kinds in PRECISIONS.items() if kind in kinds)
@@ -43,13 +44,13 @@ def check_precision(key: str, precision: str, cuda: bool) -> None:
 
 
 def check_pack(pack: bool, tile: int | None) -> None:
-    """ConfigError for tiles of packed sequences."""
+    """Raise ConfigError if packed sequences are cut."""
     if pack and tile is not None:
         raise ConfigError(f"tiles.seq: got {tile}; allowed with pack: none, a bin is not cut")
 
 
 def _check_scalable(graph: Graph, loss: Tensor, dtype: str) -> None:
-    """ConfigError where a part of the loss has no slot that scales it, and with it its gradients."""
+    """Raise ConfigError if a part of the loss has no slot that scales it: its gradients would not be scaled."""
     scales = {one.scale for one in graph.inputs.values()}
     for op in graph.ops:
         slot = getattr(op, "scale", None)
@@ -60,7 +61,15 @@ def _check_scalable(graph: Graph, loss: Tensor, dtype: str) -> None:
 
 @dataclass
 class Step:
-    """Task lists of one step: `first` micro-batch, each `more` (added to its gradients), `update` of the weights."""
+    """The task lists of a step.
+
+    Attributes:
+        first: forward and backward of the first micro-batch.
+        more: the same of each further micro-batch, added to the gradients.
+        update: update of the weights.
+        optional: inputs that a step may have in addition, each with the neutral value that has no effect.
+        refused: the searched layouts were measured to be slower, so the step has the default ones.
+    """
 
     graph: Graph
     update_graph: Graph
@@ -68,8 +77,8 @@ class Step:
     first: Lowering
     more: Lowering | None
     update: Lowering
-    optional: dict[str, float]  # inputs that a step may have besides, and what is as good as none
-    refused: bool = False  # searched layouts, which are slower by a verdict: it has the default ones
+    optional: dict[str, float]
+    refused: bool = False
 
     @property
     def params(self) -> list[Param]:
@@ -77,7 +86,7 @@ class Step:
 
     @property
     def kept(self) -> dict[str, Order]:
-        """The orders of the weights that are not as declared, by name."""
+        """The orders of the weights with another order than declared, by name."""
         return {param.tensor.name: param.tensor.axes for param in self.params if param.order}
 
     @property
@@ -86,22 +95,22 @@ class Step:
 
     @property
     def lists(self) -> list[Lowering]:
-        return [low for low in (self.first, self.more, self.update) if low]
+        return [lowering for lowering in (self.first, self.more, self.update) if lowering]
 
     def kept_tiles(self) -> dict[Hashable, int]:
-        """Bytes of every tile that outlives a step: weights, gradients, optimizer state, inputs."""
-        tiles = {a.tile for low in self.lists for task in low.tasks.tasks for a in task.accesses}
+        """Return the bytes of every tile that outlives a step: weights, gradients, optimizer state, inputs."""
+        tiles = {a.tile for lowering in self.lists for task in lowering.tasks.tasks for a in task.accesses}
         return {t.key: t.bytes for t in tiles if t.persistent}
 
     def peak_bytes(self) -> int:
-        """Bytes alive at the worst point of the step when its tasks run in order."""
+        """Return the largest number of bytes alive at once if the step's tasks run in order."""
         kept = sum(self.kept_tiles().values())
-        return max(low.tasks.peak_bytes(kept) for low in self.lists)
+        return max(lowering.tasks.peak_bytes(kept) for lowering in self.lists)
 
     def largest(self, count: int = 3) -> str:
-        """The tensors that take most memory, and the axes along which they can be cut."""
+        """Return the largest tensors with their sizes, as text."""
         sizes: dict[str, int] = {}
-        for tile in {a.tile for low in self.lists for task in low.tasks.tasks for a in task.accesses}:
+        for tile in {a.tile for lowering in self.lists for task in lowering.tasks.tasks for a in task.accesses}:
             sizes[tile.tensor] = sizes.get(tile.tensor, 0) + tile.bytes
         top = sorted(sizes, key=lambda name: -sizes[name])[:count]
         return ", ".join(f"{name} ({sizes[name] / 2**20:.1f} MiB)" for name in top)
@@ -109,7 +118,7 @@ class Step:
 
 @dataclass
 class Graphs:
-    """What a step computes before it is cut: forward and backward in one graph, the gradients of its parameters."""
+    """Forward and backward of a step in one graph, before it is cut into tiles, and the gradients of its parameters."""
 
     graph: Graph
     grads: dict[Tensor, Tensor]
@@ -120,7 +129,7 @@ class Graphs:
 
 @dataclass
 class Evaluation:
-    """Task list of a forward pass; `outputs` that were asked for are kept for the host."""
+    """The task list of a forward pass, with the outputs that the host can read."""
 
     graph: Graph
     outputs: dict[str, Tensor]
@@ -133,16 +142,23 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class StepSpec:
-    """All that decides the programs of a training step.
+    """Everything that determines the programs of a training step.
 
-    batch, seq: of one micro-batch; policy: how partial sums of a tile meet (`accumulate`); given: optional inputs that
-    steps have. pack: sequences of unequal lengths, of `seq` tokens at most, lie one behind the other in bins, one for
-    each tile of the batch, all with room for as many sequences of `seq` tokens; a pass has batch * seq tokens at most,
-    also where that fills no whole number of them. alone: False where other machines add to its
-    gradients, each with a batch of its own. ranks: that share the tasks, see allreduce.Meeting. timings: forward and
-    backward get the layouts that are cheapest by these (layout_search). kept: the orders of weights that are not as
-    declared, by name, where another program has chosen them. loss_scale: what the loss is first multiplied by, see
-    training/loss_scale.py; None: 65536 in fp16, else none. Raises ConfigError for values out of range.
+    Attributes:
+        batch: sequences of a micro-batch.
+        seq: positions of a sequence.
+        policy: accumulation policy, the key `accumulate`.
+        given: optional inputs that steps have.
+        pack: sequences of unequal lengths, of at most `seq` tokens, lie in bins, one bin for each tile of the batch.
+            Every bin holds the same number of full-length sequences. A pass never exceeds batch * seq tokens.
+        alone: False if other machines, each with a batch of its own, add to the gradients.
+        ranks: number of ranks that share the tasks, see allreduce.RankSums.
+        timings: times of operators; forward and backward get the cheapest layouts by these (layout_search).
+        kept: orders of weights by name, where another program chose other orders than declared.
+        loss_scale: initial loss scale, see training/loss_scale.py; None: 65536 in fp16, else no scale.
+
+    Raises:
+        ConfigError: a value out of range.
     """
 
     model: Traceable
@@ -197,30 +213,30 @@ class StepSpec:
 
     @property
     def scale(self) -> float | None:
-        """What the loss is first multiplied by; None: it is not."""
+        """Initial loss scale, None without scaling."""
         return float(self.loss_scale) if self.loss_scale else LOSS_SCALE.get(self.dtype)
 
     @property
     def capacity(self) -> int:
-        """Places of a row."""
+        """Positions of a row."""
         return self.seq * -(-self.batch // self.rows)
 
     def live_slots(self) -> list[str]:
-        """The slots that say how much of each bin is filled."""
+        """Return the slots that say how much of each bin is filled."""
         return [live_slot(axis, k) for axis in packed_inputs.LIVE for k in range(self.rows)] if self.pack else []
 
     @property
     def cuts(self) -> Tiling:
-        """The tiling of the graph: each bin is a tile."""
+        """The tiling of the graph; each bin is a tile."""
         return Tiling({**self.tiling.tiles, "batch": 1}) if self.pack else self.tiling
 
     def with_inputs(self, given: Iterable[str]) -> StepSpec:
-        """The same for steps that have these optional inputs."""
+        """Return the same for steps that have these optional inputs."""
         return replace(self, given=frozenset(given))
 
     @operators_refuse()
     def trace(self, *, training: bool = True) -> tuple[Graph, Traced, Batch]:
-        """The model's graph, forward alone, before fusion."""
+        """Return the model's forward graph before fusion, with the loss, the outputs and the batch."""
         graph = Graph(TILE_DTYPE.get(self.dtype, self.dtype), training=training, cuts=self.cuts)
         graph.filled = self.batch * self.seq / (self.rows * self.capacity)
         batch = Batch(self.rows, self.capacity, self.given, packed=self.seq if self.pack else None)
@@ -238,17 +254,20 @@ class StepSpec:
     def random_inputs(
         self, rows: int, seed: int, alpha: float = 1.0, predicted: float = 1.0, *, training: bool = True
     ) -> dict[str, Array]:
-        """Of a step, or an evaluation, of so many sequences, as a user gives them, packed or not; see
-        random_inputs.py. Raises ConfigError, before anything is drawn, for more sequences than tiles can have."""
+        """Return random inputs for `rows` sequences as a user gives them, see random_inputs.py.
+
+        Raises:
+            ConfigError: more sequences than tiles can have; raised before any number is drawn.
+        """
         self.tiling.parts("batch", rows)
         graph = replace(self, pack=False).trace(training=training)[0]
-        made = random_inputs(graph, rows, seed, alpha, predicted)
+        inputs = random_inputs(graph, rows, seed, alpha, predicted)
         derived = {name for name, one in graph.inputs.items() if callable(one.default)} if self.pack else set()
-        return {name: value for name, value in made.items() if name not in derived}  # bins have theirs
+        return {name: value for name, value in inputs.items() if name not in derived}  # packing derives its own
 
     @operators_refuse()
     def graphs(self) -> Graphs:
-        """Forward and backward as a graph, not yet cut into tiles."""
+        """Return forward and backward as a graph, before it is cut into tiles."""
         graph, traced, batch = self.trace()
         assert traced.loss
         if self.scale:
@@ -261,14 +280,14 @@ class StepSpec:
         return Graphs(graph, graph.grads, traced.loss, batch.optional, chosen is not None and chosen.refused)
 
     @operators_refuse()
-    def update(self, made: Graphs, ends: Ends | None = None) -> Graph:
-        """The optimizer's part of the step; ends: see GradNorm."""
-        update = Graph(made.graph.dtype)
+    def update(self, graphs: Graphs, ends: Ends | None = None) -> Graph:
+        """Return the graph of the weight update; `ends`: see GradNorm."""
+        update = Graph(graphs.graph.dtype)
         norm, clip = (update.named(name, ["one"], [1], "scalar", "fp64") for name in ("grad_norm", "clip"))
-        norms = list(made.grads.values()), norm, clip, self.clip_grad_norm, ends
+        norms = list(graphs.grads.values()), norm, clip, self.clip_grad_norm, ends
         update.add(GradNorm(*norms, skip_above=self.skip_above_norm, scaled=self.scale is not None))
-        params = {param.tensor: param for param in made.graph.params.values()}
-        for tensor, grad in made.grads.items():
+        params = {param.tensor: param for param in graphs.graph.params.values()}
+        for tensor, grad in graphs.grads.items():
             update.tensors[tensor.name] = tensor
             with update.scope(tensor.name):
                 add_update(update, self.optimizer, params[tensor], grad, clip)
@@ -276,38 +295,40 @@ class StepSpec:
 
     @operators_refuse()
     def step(self) -> Step:
-        """Forward, backward and update as task lists."""
-        made = self.graphs()
-        graph, grads = made.graph, made.grads
-        meeting, more = self._meeting(grads.values()), None
-        first = lower(graph, self.cuts, self.policy, meeting=meeting)
-        # They can be read until the next step begins; the activations then take their place.
+        """Return forward, backward and update as task lists."""
+        graphs = self.graphs()
+        graph, grads = graphs.graph, graphs.grads
+        rank_sums, more = self._rank_sums(grads.values()), None
+        first = lower(graph, self.cuts, self.policy, rank_sums=rank_sums)
+        # The host can read gradients until the next step begins; activations then use their memory.
         first.tasks.forget(first.tile(grad, index) for grad in grads.values() for index in first.indices(grad))
-        if meeting:
-            first.tasks.forget(meeting.apart())
-        update = self.update(made, first.tasks.ends("batch"))
+        if rank_sums:
+            first.tasks.forget(rank_sums.apart())
+        update = self.update(graphs, first.tasks.ends("batch"))
         if self.grad_accumulation > 1:
-            more = lower(graph, self.cuts, self.policy, holds=[*grads.values(), made.loss], meeting=meeting)
-        last = lower(update, self.cuts, self.policy, holds=grads.values(), meeting=meeting and meeting.ended())
-        return Step(graph, update, grads, first, more, last, made.optional, made.refused)
+            more = lower(graph, self.cuts, self.policy, holds=[*grads.values(), graphs.loss], rank_sums=rank_sums)
+        last = lower(update, self.cuts, self.policy, holds=grads.values(), rank_sums=rank_sums and rank_sums.ended())
+        return Step(graph, update, grads, first, more, last, graphs.optional, graphs.refused)
 
-    def _meeting(self, grads: Iterable[Tensor] = ()) -> Meeting | None:
-        """None: in a chain. With several micro-batches gradients meet once."""
+    def _rank_sums(self, grads: Iterable[Tensor] = ()) -> RankSums | None:
+        """Return how ranks add sums; None: in a chain. Gradients of several micro-batches are added over ranks once."""
         if self.ranks == 1 or self.policy == "chain":
             return None
-        return Meeting(self.ranks, {(t.storage.kind, t.storage.name) for t in grads if self.grad_accumulation > 1})
+        return RankSums(self.ranks, {(t.storage.kind, t.storage.name) for t in grads if self.grad_accumulation > 1})
 
     @operators_refuse()
     def evaluation(self, keep: bool = False) -> Evaluation:
-        """A forward pass without dropout; with `keep` the model's outputs are kept for the host."""
+        """Return a forward pass without dropout; with `keep` the host can read the model's outputs."""
         graph, traced, _ = self.trace(training=False)
         return self._evaluation(graph, traced.outputs, traced.outputs if keep else {})
 
     @operators_refuse()
     def outputs(self, name: str) -> Evaluation:
-        """A forward pass that makes one of the model's outputs, and nothing that this does not need, such as a loss.
+        """Return a forward pass for one of the model's outputs, without the operators that this output does not need.
 
-        Raises ConfigError where the model has no such output."""
+        Raises:
+            ConfigError: the model has no such output.
+        """
         graph, traced, _ = self.trace(training=False)
         if name not in traced.outputs:
             raise ConfigError(f"output: the model has no {name!r}; allowed: {', '.join(traced.outputs)}")
@@ -316,6 +337,7 @@ class StepSpec:
         return self._evaluation(graph, kept, kept)
 
     def _evaluation(self, graph: Graph, outputs: dict[str, Tensor], kept: dict[str, Tensor]) -> Evaluation:
+        """Fuse and lower a forward graph; the host can read the tensors `kept`."""
         for name, tensor in kept.items():
             if not tensor.persistent:
                 for one in (tensor, tensor.storage):
@@ -323,11 +345,11 @@ class StepSpec:
         fuse(graph, self.fusion, self.cuts)
         if self.kept:
             keep_in(graph, self.kept)
-        return Evaluation(graph, outputs, lower(graph, self.cuts, self.policy, meeting=self._meeting()))
+        return Evaluation(graph, outputs, lower(graph, self.cuts, self.policy, rank_sums=self._rank_sums()))
 
 
 def _no_loss(config: Any) -> str:
-    """What a model without a loss lacks, and what to do."""
+    """Return the message for a model without a loss: what it lacks and what is allowed."""
     own = getattr(type(config), "model_fields", {}).get("head")
     if not own or (head := config.head) == own.default:
         return " has no loss; allowed in training: a model whose trace returns one"

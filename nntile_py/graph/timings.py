@@ -1,4 +1,4 @@
-"""What operators took in each layout: measured once, kept in a file for each device, version, dtype and method."""
+"""Times of operators in each layout: measured once, kept in a file for each device, version, dtype and method."""
 
 from __future__ import annotations
 
@@ -20,14 +20,19 @@ from nntile_py.errors import ConfigError, say_once
 from nntile_py.system import launcher
 from nntile_py.system.folders import cache_folder, read
 
-KEYS = ("device", "version", "dtype", "method")  # of a file: what its times are of
-METHOD = "out of cache"  # tiles come from memory, see profiling/layouts.py; what other methods measured is not read
+KEYS = ("device", "version", "dtype", "method")  # header of a file: the conditions of its times
+METHOD = "out of cache"  # tiles come from memory, see profiling/layout_timer.py; files of other methods are not read
 
 
 @dataclass(frozen=True)
 class Timing:
-    """seconds: the least of the times. width: of generated kernels, see Generated.on. turns: it was measured once more,
-    in turns with the default layout."""
+    """The time of an operator in a layout.
+
+    Attributes:
+        seconds: the least of the times.
+        width: width of a generated kernel, see Generated.on; None: the operator's own.
+        turns: it was measured again, alternating with the default layout.
+    """
 
     operator: str
     layout: str
@@ -38,8 +43,8 @@ class Timing:
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """Seconds of whole steps of a program in the default layouts, and in those that were searched, in turns."""
+class LayoutComparison:
+    """Seconds of whole steps of a program in the default and in the searched layouts, alternating."""
 
     program: str
     default: tuple[float, ...]
@@ -47,9 +52,11 @@ class Verdict:
 
     @property
     def slower(self) -> bool:
-        """Whether searched is slower beyond noise: the median of the turns' differences is above zero by more than half
-        the width of its notch (McGill, Tukey and Larsen 1978: 1.57 interquartile ranges over the root of their number,
-        about 95 %)."""
+        """Whether the searched layouts are slower beyond noise.
+
+        That is, the median of the differences is above zero by more than half the width of its notch (McGill, Tukey and
+        Larsen 1978: 1.57 interquartile ranges over the square root of their number, about 95 %).
+        """
         gaps = [searched - default for default, searched in zip(self.default, self.searched, strict=True)]
         first, middle, third = statistics.quantiles(gaps, n=4, method="inclusive")
         return middle > 1.57 * (third - first) / math.sqrt(len(gaps))
@@ -65,48 +72,54 @@ class Verdict:
 
 @dataclass(eq=False)
 class Timings:
-    """By operator, layout and width; verdicts by program. `of`: see KEYS; a file is these and a line for each."""
+    """Timings by operator, layout and width, and comparisons by program.
+
+    A file holds the header `of` (see KEYS) and one line for each entry.
+    """
 
     of: Mapping[str, str]
     path: Path | None = None
     known: dict[str, dict[tuple[str, int | None], Timing]] = field(default_factory=dict)
-    verdicts: dict[str, Verdict] = field(default_factory=dict)
-    texts: dict[Hashable, tuple[str, str]] = field(default_factory=dict)  # what searches have found of `described`
+    comparisons: dict[str, LayoutComparison] = field(default_factory=dict)
+    texts: dict[Hashable, tuple[str, str]] = field(default_factory=dict)  # cached results of `described`
 
     @property
     def workers(self) -> str:
-        """Whose times are wanted: of several ranks, those of one."""
+        """The device of the times, as text; with several ranks, that of one rank."""
         alone = "tune without mpirun, and with runtime.cpus or runtime.cuda as one rank has them"
         how = f"a rank's: {alone}" if launcher.started()[1] > 1 else "by runtime.cpus or runtime.cuda"
         return f"for {self.of['device']} ({how})"
 
     def best(self, operator: str, layout: str) -> Timing | None:
-        """With the width that is best: another than the operator's own where it gains more than noise."""
-        found = [t for (where, _), t in self.known.get(operator, {}).items() if where == layout]
-        best, plain = min(found, key=lambda t: t.seconds, default=None), self.plain(operator, layout)
+        """Return the timing in the best width: another than the operator's own only if it gains more than the noise."""
+        timings = [t for (where, _), t in self.known.get(operator, {}).items() if where == layout]
+        best, plain = min(timings, key=lambda t: t.seconds, default=None), self.plain(operator, layout)
         gains = best and plain and best.seconds * (1 + self.noise(operator)) < plain.seconds
         return best if gains else plain or best
 
     def plain(self, operator: str, layout: str) -> Timing | None:
-        """In the operator's own width, if that was measured."""
+        """Return the timing in the operator's own width, None if that was not measured."""
         return self.known.get(operator, {}).get((layout, None))
 
     def noise(self, operator: str) -> float:
-        """Of its times, as a part of them: how far the middle of repeated ones is above their least, commonly."""
+        """Return the noise of an operator's times relative to their minimum.
+
+        It is the median over its layouts of how far the median of the repeated times is above their minimum.
+        """
         of = [statistics.median(t.times) / t.seconds - 1 for t in self.known.get(operator, {}).values() if t.times]
         return statistics.median(of) if of else 0.0
 
     def least(self, operator: str) -> float:
-        """Seconds in the best layout, whatever lies around it."""
+        """Return the seconds of an operator in its best layout, without transposes."""
         return min((t.seconds for t in self.known.get(operator, {}).values()), default=math.nan)
 
     def _take(self, line: Any) -> None:
-        """An entry of the file."""
+        """Take an entry of the file; raises KeyError, TypeError or ValueError for a wrong line."""
         if "program" in line:
             default, searched = _seconds(line["default"]), _seconds(line["searched"])
             if not (isinstance(line["program"], str) and line["program"] and len(default) == len(searched) > 1):
                 raise ValueError
-            self.verdicts[line["program"]] = Verdict(line["program"], default, searched)
+            self.comparisons[line["program"]] = LayoutComparison(line["program"], default, searched)
             return
         (seconds,), times, width = _seconds([line["seconds"]]), _seconds(line["times"]), line.get("width")
         names = isinstance(line["operator"], str) and isinstance(line["layout"], str)
@@ -116,25 +129,25 @@ class Timings:
         self.known.setdefault(timing.operator, {})[timing.layout, timing.width] = timing
 
     def add(self, timing: Timing) -> None:
-        """In the place of an earlier one; to the file too, at once, if there is one."""
+        """Add a timing, or replace an earlier one, also in the file."""
         self.known.setdefault(timing.operator, {})[timing.layout, timing.width] = timing
         line: dict[str, Any] = {"operator": timing.operator, "layout": timing.layout, "seconds": timing.seconds}
         line |= {"times": list(timing.times)} | ({"width": timing.width} if timing.width else {})
         self._append(line | ({"turns": True} if timing.turns else {}))
 
-    def judge(self, verdict: Verdict) -> None:
-        """Keep it, in the file too."""
-        self.verdicts[verdict.program] = verdict
-        self._append(vars(verdict))
+    def add_comparison(self, comparison: LayoutComparison) -> None:
+        """Add a comparison, also in the file."""
+        self.comparisons[comparison.program] = comparison
+        self._append(vars(comparison))
 
     def digest(self) -> str:
-        """Of all that is in it, in whichever order it was found."""
+        """Return a hash of all entries, independent of their order."""
         timings = [timing for of in self.known.values() for timing in of.values()]
-        every = sorted(map(repr, [*timings, *self.verdicts.values()]))
+        every = sorted(map(repr, [*timings, *self.comparisons.values()]))
         return hashlib.sha256("\n".join(every).encode()).hexdigest()[:16]
 
-    def unjudged(self) -> Timings:
-        """The same times without verdicts, of no file."""
+    def without_comparisons(self) -> Timings:
+        """Return the same times without comparisons and without a file."""
         return Timings(self.of, known=self.known, texts=self.texts)
 
     def _append(self, line: Mapping[str, Any]) -> None:
@@ -154,7 +167,7 @@ class Timings:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Nobody else measures into the file meanwhile: waits for who does, and reads what that one has added."""
+        """Hold the lock of the file: wait for other processes that measure into it, and read their entries."""
         if not self.path:
             yield
             return
@@ -166,34 +179,42 @@ class Timings:
                 say_once(f"{self.path}: another process measures into it, which is waited for")
                 fcntl.flock(file, fcntl.LOCK_EX)
             now = opened(self.of, self.path, new=True)
-            self.known, self.verdicts = now.known, now.verdicts
+            self.known, self.comparisons = now.known, now.comparisons
             yield
 
 
 def default_path(of: Mapping[str, str]) -> Path:
-    """In the cache folder, where other choices by measurement are."""
+    """Return the file's path in the cache folder, beside other measured choices."""
     name = "-".join(re.sub(r"[^A-Za-z0-9.]+", "_", of[key]) for key in KEYS)
     return cache_folder() / "layouts" / f"{name}.jsonl"
 
 
 def opened(of: Mapping[str, str], path: Path | None = None, *, new: bool = False) -> Timings:
-    """A file's timings. new: it need not be there yet. ConfigError: it is of something else, or no such file."""
+    """Return the timings in a file.
+
+    Args:
+        new: the file need not exist yet.
+
+    Raises:
+        ConfigError: the file is not there, is no database of layouts, or has other conditions.
+    """
     path = path or default_path(of)
-    made = Timings(of, path)
-    tuned = f"`nntile layouts tune` has made here {made.workers}"
-    if not path.exists() or (path.is_file() and not path.stat().st_size):  # of one that was ended before its first time
+    timings = Timings(of, path)
+    tuned = f"`nntile layouts tune` has made here {timings.workers}"
+    # A file is empty if the process ended before its first measurement.
+    if not path.exists() or (path.is_file() and not path.stat().st_size):
         if new:
-            return made
+            return timings
         raise ConfigError(f"{path}: no such database of layouts; allowed: one that {tuned}")
     if path.is_dir():
         raise ConfigError(f"{path}: is a folder; allowed: a file that `nntile layouts tune` has made, or will make")
     data = read(path)
-    if data[-1:] != b"\n":  # a disk was full, or the power went: what was begun last is measured again
+    if data[-1:] != b"\n":  # the last line is incomplete (disk full, power failure): its measurement is repeated
         data = data[: data.rfind(b"\n") + 1]
         if new:
             os.truncate(path, len(data))
         if new and not data:
-            return made
+            return timings
     text = data.decode(errors="replace").splitlines() or [""]
     head, *lines = map(_object, text)
     if not isinstance(head, dict) or any(not isinstance(head.get(key), str) for key in KEYS):
@@ -204,27 +225,27 @@ def opened(of: Mapping[str, str], path: Path | None = None, *, new: bool = False
             raise ConfigError(f"{path}: a database of {key} {head[key]!r}; allowed here: {of[key]!r}{more}")
     for number, line in enumerate(lines, 2):
         try:
-            made._take(line)
+            timings._take(line)
         except (KeyError, TypeError, ValueError, OverflowError):
             raise ConfigError(f"{path}, line {number}: no timing; allowed: lines that `nntile layouts tune` writes; "
                               "remove the line") from None  # fmt: skip
-    return made
+    return timings
 
 
 def _object(text: str) -> Any:
-    """What a line says; None if that is no object."""
+    """Return the object in a line of JSON, None if there is none."""
     try:
-        made = json.loads(text)
+        value = json.loads(text)
     except (ValueError, RecursionError):
         return None
-    return made if isinstance(made, dict) else None
+    return value if isinstance(value, dict) else None
 
 
 def _seconds(values: Any) -> tuple[float, ...]:
-    """A list of times in a file; raises what is no list of finite ones above zero."""
+    """Return a list of times; raises ValueError unless all are finite and above zero."""
     if not isinstance(values, list) or any(isinstance(value, str | bool) for value in values):
         raise ValueError
-    made = tuple(map(float, values))
-    if not all(0 < value < math.inf for value in made):
+    seconds = tuple(map(float, values))
+    if not all(0 < value < math.inf for value in seconds):
         raise ValueError
-    return made
+    return seconds

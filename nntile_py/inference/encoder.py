@@ -16,7 +16,7 @@ from nntile_py import _core
 from nntile_py.data.tokenizer import load_tokenizer
 from nntile_py.errors import ConfigError
 from nntile_py.execution.cuda_graph import Served
-from nntile_py.execution.program import Copied, Store, whole
+from nntile_py.execution.program import HostCopy, Store, whole
 from nntile_py.execution.runtime import Runtime
 from nntile_py.graph.bin_packing import Bins, SequencePlace
 from nntile_py.graph.packed_inputs import rows_of
@@ -294,7 +294,7 @@ class _Forward:
         (self._output,) = made.outputs.values()
         self.program = Served(made.forward.tasks, store, tf32=tf32, captured=captured)
 
-    def start(self, given: Mapping[str, Array], slots: dict[str, float]) -> Copied:
+    def start(self, given: Mapping[str, Array], slots: dict[str, float]) -> HostCopy:
         """Submit it with these inputs; those that are left out have defaults."""
         found = dict(given)
         for name, one in self.inputs.items():
@@ -308,7 +308,7 @@ class _Forward:
         self.program.run(slots)
         return self._store.copy(tile for _, tile in self._low.grid(self._output))
 
-    def finish(self, copied: Copied) -> Array:
+    def finish(self, copied: HostCopy) -> Array:
         """Wait for the output; raises TaskError if a task failed."""
         copied.wait()
         grid = self._low.grid(self._output)
@@ -319,7 +319,7 @@ class _Pass(NamedTuple):
     """One that was submitted."""
 
     places: list[SequencePlace]
-    copied: Copied
+    copied: HostCopy
     forward: _Forward
 
 

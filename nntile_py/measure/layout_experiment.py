@@ -83,12 +83,13 @@ def _steps(config: RunConfig, part: LaidOut, timings: Timings, found: Sequence[F
     lines = []
     with Runtime(**runtime_options(config.runtime.model_dump())):
         for of in found:
-            verdict = of.verdict or compare(config, part.work, timings, of.stacked, of.program)
-            if of.program and not of.verdict:
-                timings.judge(verdict)
+            comparison = of.comparison or compare(config, part.work, timings, of.stacked, of.program)
+            if of.program and not of.comparison:
+                timings.add_comparison(comparison)
             for layouts in ("default", "searched"):
-                ms = sorted(1e3 * t for t in getattr(verdict, layouts))
+                ms = sorted(1e3 * t for t in getattr(comparison, layouts))
                 lines.append(f"A step of {part.work}, {STACKED[of.stacked]}, {layouts} layouts: median "
                              f"{statistics.median(ms):.3f} ms ({ms[0]:.3f} to {ms[-1]:.3f}, {len(ms)} runs in turns"
-                             f"{', slower beyond noise' * (layouts == 'searched' and verdict.slower)}).")  # fmt: skip
+                             f"{', slower beyond noise' * (layouts == 'searched' and comparison.slower)}"
+                             ").")  # fmt: skip
     return lines

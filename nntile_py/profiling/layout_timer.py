@@ -19,10 +19,10 @@ from nntile_py.config.builders import build_model, default_layouts, step_spec
 from nntile_py.config.run_config import RunConfig, runtime_options
 from nntile_py.execution.runtime import Runtime
 from nntile_py.graph.graph import Graph
-from nntile_py.graph.layout_search import Chosen, arrange, search
+from nntile_py.graph.layout_search import SearchedLayouts, arrange, search
 from nntile_py.graph.layouts import laid, layout_of
 from nntile_py.graph.lowering import lower
-from nntile_py.graph.timings import Timings, Verdict
+from nntile_py.graph.timings import LayoutComparison, Timings
 from nntile_py.profiling.operator_timer import runner, small_program
 from nntile_py.system.clock import clocked, runs_to_measure
 from nntile_py.system.load import Load, is_busy
@@ -42,11 +42,11 @@ Step = Callable[[int], object]
 @dataclass(frozen=True)
 class Tuned:
     """measured: how many operators in layouts; others: how many cores other processes kept busy meanwhile, where that
-    is too many; verdict: on the config's own program, None where that has the default layouts anyway."""
+    is too many; comparison: on the config's own program, None where that has the default layouts anyway."""
 
     measured: int
     others: float | None
-    verdict: Verdict | None
+    comparison: LayoutComparison | None
 
 
 def tune(
@@ -54,7 +54,7 @@ def tune(
     own_alone: bool = False,
 ) -> Tuned:  # fmt: skip
     """Measure what the timings lack, in the order in which the search needs it; what is there stays. Then what was
-    chosen once more, in turns with the default layouts; then whole steps of the config, for a verdict.
+    chosen once more, in turns with the default layouts; then whole steps of the config, for a comparison.
 
     own_alone: only for the config's own algebraic fusion. Waits for others who measure into the same file."""
     plain = default_layouts(config)
@@ -65,8 +65,8 @@ def tune(
         for graph in graphs:
             todo |= {key: op for key, op in wanted(graph, timings, plain).items() if key not in todo}
         program = None if todo else _chosen(own, timings, plain).program
-        if not todo and (program in (None, *timings.verdicts) or work in FORWARD):
-            return Tuned(0, None, timings.verdicts.get(program or ""))
+        if not todo and (program in (None, *timings.comparisons) or work in FORWARD):
+            return Tuned(0, None, timings.comparisons.get(program or ""))
         with Runtime(**runtime_options(plain.runtime.model_dump())), Load() as load:
             clock = _Clock(plain, repeats)
             for number, (key, op) in enumerate(todo.items()):
@@ -74,10 +74,10 @@ def tune(
                 timings.add(timing(key, *clock.times([op])))
             clock.again(graphs, timings, tell)
             program = _chosen(own, timings, plain).program
-            if program not in (None, *timings.verdicts) and work not in FORWARD:  # which have the default layouts
+            if program not in (None, *timings.comparisons) and work not in FORWARD:  # which have the default layouts
                 tell("whole steps in default and in searched layouts, in turns")
-                timings.judge(compare(plain, work, timings, own_stacked(plain), program))
-    return Tuned(len(todo), load.others if is_busy(load.others) else None, timings.verdicts.get(program or ""))
+                timings.add_comparison(compare(plain, work, timings, own_stacked(plain), program))
+    return Tuned(len(todo), load.others if is_busy(load.others) else None, timings.comparisons.get(program or ""))
 
 
 class _Clock:
@@ -110,7 +110,7 @@ class _Clock:
                     timings.add(replace(timing(key, times), turns=True))
 
 
-def _chosen(graph: Graph, timings: Timings, config: RunConfig) -> Chosen:
+def _chosen(graph: Graph, timings: Timings, config: RunConfig) -> SearchedLayouts:
     return search(graph, timings, step_spec(config).cuts, config.accumulate)
 
 
@@ -132,10 +132,11 @@ def _unsure(
 # -- whole steps
 
 
-def compare(config: RunConfig, work: Work, timings: Timings, stacked: Stacked, program: str | None) -> Verdict:
-    """Steps in the default layouts and in the searched ones, in turns; program: see Chosen. TaskError: both together
-    find no room."""
-    steps = [(_training if work == "train" else _small)(config, work, of, stacked) for of in (None, timings.unjudged())]
+def compare(config: RunConfig, work: Work, timings: Timings, stacked: Stacked, program: str | None) -> LayoutComparison:
+    """Steps in the default layouts and in the searched ones, in turns; program: see SearchedLayouts. TaskError: both
+    together find no room."""
+    prepare, uncompared = _training if work == "train" else _small, timings.without_comparisons()
+    steps = [prepare(config, work, of, stacked) for of in (None, uncompared)]
     for step in steps:
         step(1)  # the first one takes longer
     start = time.perf_counter()
@@ -146,7 +147,7 @@ def compare(config: RunConfig, work: Work, timings: Timings, stacked: Stacked, p
     for turn in range(turns):
         for which in (turn % 2, 1 - turn % 2):  # each of them first as often
             times[which] += clocked(steps[which], 1)
-    return Verdict(program or "", *map(tuple, times))
+    return LayoutComparison(program or "", *map(tuple, times))
 
 
 def _small(config: RunConfig, work: Work, timings: Timings | None, stacked: Stacked) -> Step:
@@ -159,7 +160,7 @@ def _small(config: RunConfig, work: Work, timings: Timings | None, stacked: Stac
 def _training(config: RunConfig, work: Work, timings: Timings | None, stacked: Stacked) -> Step:
     """With the update of the weights, on random inputs."""
     spec = step_spec(config, build_model(config))
-    spec = replace(spec, timings=timings, fusion=replace(spec.fusion, qkv=stacked))
+    spec = replace(spec, timings=timings, fusion=spec.fusion.changed(qkv=stacked))
     trainer = Trainer.of_spec(spec, seed=config.seed)
     assert Runtime.current
     Runtime.current.forget(trainer)  # nobody wants the weights back

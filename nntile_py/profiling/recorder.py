@@ -24,8 +24,8 @@ from nntile_py.graph.step import StepSpec
 from nntile_py.profiling.merge_ranks import together, with_ends
 from nntile_py.profiling.trace import REDUCTION, Bus, End, Info, Trace, Worker, one_after_the_other
 from nntile_py.profiling.trace_analysis import Peak, at_least_seen, device_peak, measure_cpu
-from nntile_py.tiles.dependencies import Use
-from nntile_py.tiles.rank_tasks import Message
+from nntile_py.tiles.dependencies import TileUse
+from nntile_py.tiles.rank_tasks import MessageTask
 from nntile_py.tiles.tasklist import PYTHON, Task, TaskList
 from nntile_py.training.collectives import ranks_of_run
 from nntile_py.training.forward import forward_passes
@@ -134,7 +134,7 @@ def make_trace(programs: Sequence[TaskList], native: dict[str, Any], update: Tas
             first[id(tasks)] = len(infos)
             infos.extend(_info(task, tasks is update, numbers) for task in tasks.tasks)
         offsets.append(first[id(tasks)])
-        between = all(isinstance(task, Message) for task in tasks.tasks)  # of two programs
+        between = all(isinstance(task, MessageTask) for task in tasks.tasks)  # of two programs
         steps.append(0 if between else step)
         step += int(not between if update is None else tasks is update)
     infos.append(Info("", REDUCTION, "", REDUCTION, "", 0.0, 0))
@@ -200,7 +200,7 @@ def _info(task: Task, updates: bool, numbers: dict[Any, int]) -> Info:
     uses = []
     for access in task.accesses:
         number = numbers.setdefault(access.tile.key, len(numbers))
-        uses.append(Use(number, access.mode, access.accumulate))
+        uses.append(TileUse(number, access.mode, access.accumulate))
     tiles = ", ".join(f"{a.mode} {a.tile!r}" for a in task.accesses)
     parts = tuple(replace(_info(part, updates, {}), uses=(), estimated=True) for part in task.parts)
     return Info(layer, operator, phase, task.kernel, tiles, task.flop, task.bytes, tuple(uses), parts)

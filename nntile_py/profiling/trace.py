@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from nntile_py.tiles.dependencies import Use, dependencies
+from nntile_py.tiles.dependencies import TileUse, dependencies
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]
 REDUCTION = "reduction"  # the operator of tasks that StarPU makes itself
@@ -28,7 +28,7 @@ class Info:
     tiles: str
     flop: float
     bytes: int
-    uses: tuple[Use, ...] = ()
+    uses: tuple[TileUse, ...] = ()
     parts: tuple[Info, ...] = ()
     estimated: bool = False
 

@@ -1,4 +1,4 @@
-"""Who makes and who reads each tensor of a graph, while operators are put together; the worklist of rules."""
+"""The graph while passes rewrite it: who writes and who reads each tensor, and a worklist that applies a rule."""
 
 from __future__ import annotations
 
@@ -13,16 +13,25 @@ from nntile_py.tasks.op import Op, Tensor
 Kind = TypeVar("Kind", bound=Op)
 
 
-class Uses:
-    """Who makes and who reads each tensor of a graph, kept up to date while operators change, and the worklist."""
+class Rewriter:
+    """The operators of a graph with the writer and the readers of each tensor, kept up to date by every change.
+
+    An operator keeps its position for its whole life. A removed operator leaves a gap, so no other position changes.
+
+    Attributes:
+        ops: the operators by position.
+        order: the position of each operator.
+        maker: the operator that writes each tensor.
+        readers: the operators that read each tensor, by position.
+    """
 
     def __init__(self, graph: Graph) -> None:
-        self.ops = dict(enumerate(graph.ops))  # by place; who goes leaves a gap, so that no other place changes
+        self.ops = dict(enumerate(graph.ops))
         self.order: dict[Op, int] = {}
         self.maker: dict[Tensor, Op] = {}
-        self.readers: dict[Tensor, list[Op]] = {}  # in their order
-        self._known: dict[Op, list[list[Tensor]]] = {}  # inputs and outputs, as they are entered here
-        self._touched: set[Tensor] = set()  # by the rule that is being applied
+        self.readers: dict[Tensor, list[Op]] = {}
+        self._known: dict[Op, list[list[Tensor]]] = {}  # inputs and outputs under which an operator is entered above
+        self._touched: set[Tensor] = set()  # tensors of the operators that the current rule changed
         for place, op in self.ops.items():
             self._enter(op, place)
 
@@ -45,21 +54,25 @@ class Uses:
         self._touched.update(inputs, outputs)
         return self.order.pop(op)
 
-    def made_for(self, tensor: Tensor, reader: Op, kind: type[Kind]) -> Kind | None:
-        """The operator of this kind that makes the tensor for this reader alone."""
+    def sole_maker(self, tensor: Tensor, reader: Op, kind: type[Kind]) -> Kind | None:
+        """Return the operator that writes a temporary tensor if it is of this kind and `reader` is the only reader."""
         op = self.maker.get(tensor)
-        alone = self.readers.get(tensor) == [reader] and tensor.kind == "temp"
-        return op if alone and isinstance(op, kind) else None
+        only_reader = self.readers.get(tensor) == [reader] and tensor.kind == "temp"
+        return op if only_reader and isinstance(op, kind) else None
 
     def remove(self, op: Op) -> None:
+        """Remove an operator."""
         del self.ops[self._leave(op)]
 
     def changed(self, op: Op) -> None:
-        """To be called by whoever gives an operator other inputs or outputs."""
+        """Record that an operator has other inputs or outputs now."""
         self._enter(op, self._leave(op))
 
     def replace(self, old: list[Op], new: Op) -> bool:
-        """Put `new` where the last of `old` stands. False, and nothing changes: what they make is read before that."""
+        """Replace operators by one at the position of the last of them.
+
+        Returns False, and changes nothing, if an operator before that position reads a result of the others.
+        """
         *others, last = sorted(old, key=self.order.__getitem__)
         readers = [reader for op in others for t in op.outputs for reader in self.readers.get(t, [])]
         if any(reader not in old and self.order[reader] < self.order[last] for reader in readers):
@@ -71,16 +84,17 @@ class Uses:
         return True
 
     def place(self, old: list[Op], new: Op) -> int | None:
-        """The first place of one of `old` that is after all makers of what `new` reads, and before all its readers.
+        """Return the first position of `old` where `new` can stand: after all its makers, before all its readers.
 
-        None: there is none."""
+        Returns None if there is no such position.
+        """
         makers = [self.order[self.maker[t]] for t in new.inputs if t in self.maker and self.maker[t] not in old]
         readers = [self.order[r] for op in old for t in op.outputs for r in self.readers.get(t, []) if r not in old]
         places = sorted(self.order[op] for op in old)
         return next((k for k in places if max(makers, default=-1) < k < min(readers, default=k + 1)), None)
 
     def put(self, old: list[Op], new: Op, place: int) -> None:
-        """Put `new`, which has a name, in the place of all of these, where one of them stands."""
+        """Replace operators by one that has a name already, at the position of one of them."""
         new.phase = old[0].phase
         for at in [self._leave(op) for op in old]:
             if at != place:
@@ -88,12 +102,12 @@ class Uses:
         self._enter(new, place)
 
     def apply(self, rule: Rule) -> None:
-        """Apply a rule until it fits nowhere, always to the first operator that it fits.
+        """Apply a rule until it matches nowhere, always to the first operator that it matches.
 
-        A rule may look as far as its operator's neighbours (who shares a tensor with it) and theirs: only so near to
-        what has changed is it tried again.
+        A rule may look at the neighbours of its operator (operators that share a tensor with it) and at the neighbours
+        of those. After a change, the rule is tried again on the operators within that distance only.
         """
-        waiting = list(self.ops)  # in order, so a heap
+        waiting = list(self.ops)  # sorted, so it is a heap
         while waiting:
             op = self.ops.get(heapq.heappop(waiting))
             self._touched = set()
@@ -104,8 +118,8 @@ class Uses:
                     heapq.heappush(waiting, self.order[op])
 
     def _around(self, tensors: set[Tensor]) -> set[Op]:
-        """Makers and readers; but what no operator makes, such as a mask that all layers read, joins none of them."""
+        """Return the makers and readers of tensors, except of tensors without a maker, such as a mask of all layers."""
         return {op for t in tensors if t in self.maker for op in (self.maker[t], *self.readers.get(t, []))}
 
 
-Rule = Callable[[Uses, Op], bool]
+Rule = Callable[[Rewriter, Op], bool]

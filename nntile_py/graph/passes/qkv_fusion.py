@@ -1,6 +1,7 @@
-"""Queries, keys and values of one input as one product (fusion.qkv); before the gradients, which then come packed too.
+"""The projections to queries, keys and values as one product (fusion.qkv).
 
-Algebraic fusion of Table II in Ivanov et al. 2021 ("Data movement is all you need").
+Algebraic fusion of Table II in Ivanov et al. 2021 ("Data movement is all you need"). The pass runs before the gradients
+are added, so the gradients are packed too.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from nntile_py.graph.graph import Graph
 from nntile_py.graph.params import packed
-from nntile_py.graph.rewriter import Uses
+from nntile_py.graph.passes.rewriter import Rewriter
 from nntile_py.tasks.attention import Attention
 from nntile_py.tasks.attention_operands import Operands
 from nntile_py.tasks.contract import Contract
@@ -17,29 +18,32 @@ from nntile_py.tasks.elementwise import BiasAdd, Transpose, Unpack
 from nntile_py.tasks.op import Op, Tensor
 
 AXIS = "qkv"
-Chains = Mapping[tuple[Tensor, ...], Sequence[Sequence[Op]]]  # by what they make: queries, keys, values
+Chain = Sequence[Op]  # the operators of one projection: Contract, BiasAdd, Transpose
+Chains = Mapping[tuple[Tensor, ...], Sequence[Chain]]  # the chains of an attention, by their results
 
 
 def pack_projections(graph: Graph, outputs: Iterable[Tensor] = (), count: int = 3) -> Graph:
-    """Replace the products of each attention's queries, keys and values by one where they are alike. In place.
+    """Pack the products of each attention's queries, keys and values into one product, in place.
 
-    count: 2, the queries and keys alone.
+    Products are packed if they read the same input and have weights and biases of equal axes and sizes. No other
+    operator may read these weights, except the same products of further attentions.
 
-    Alike: the same input, weights and biases of equal axes and sizes, read by nothing but these products (or those of
-    several attentions, each of which has them all), and none of `outputs`.
+    Args:
+        outputs: tensors of the model's outputs; chains that make one of them stay.
+        count: 3, or 2 for queries and keys only.
     """
     asked = set(outputs)
-    uses = Uses(graph)
-    maker, readers = uses.maker, uses.readers
-    replaced: dict[Op, list[Op]] = {}  # by the first of those that go
-    gone: set[Op] = set()
-    renamed: dict[str, Tensor | None] = {}  # what takes the place of a parameter in the graph's names, if anything
-    packed = [tuple(some[:count]) for some in graph.projections]
-    found = {qkv: [_chain(tensor, maker, readers) for tensor in qkv] for qkv in packed}
-    free = {qkv: chains for qkv, chains in found.items() if not asked & {op.output for ops in chains for op in ops}}
-    made_of: dict[tuple[Tensor, ...], Tensor] = {}  # the packed parameter by those that it took the place of
+    rewriter = Rewriter(graph)
+    maker, readers = rewriter.maker, rewriter.readers
+    replaced: dict[Op, list[Op]] = {}  # the new operators, by the first one that they replace
+    removed: set[Op] = set()
+    renamed: dict[str, Tensor | None] = {}  # by name of a parameter: the packed one, or None if it only disappears
+    wanted = [tuple(some[:count]) for some in graph.projections]
+    every = {qkv: [_chain(tensor, maker, readers) for tensor in qkv] for qkv in wanted}
+    free = {qkv: chains for qkv, chains in every.items() if not asked & {op.output for ops in chains for op in ops}}
+    packed_params: dict[tuple[Tensor, ...], Tensor] = {}  # by the parameters that it replaces
     for qkv, chains in _packable({qkv: chains for qkv, chains in free.items() if _alike(chains)}, readers).items():
-        made, out = _packed_chain(graph, chains, renamed, made_of)
+        new_ops, out = _packed_chain(graph, chains, renamed, packed_params)
         attention = readers[qkv[0]][0]
         if isinstance(attention, Attention):
             parts = [part if index < 0 else (part, index) for part, index in attention.operands.parts]
@@ -48,17 +52,17 @@ def pack_projections(graph: Graph, outputs: Iterable[Tensor] = (), count: int = 
         else:
             unpack = Unpack(out, qkv, AXIS)
             unpack.name = f"{attention.name.rpartition('.')[0]}.{unpack.kind}".lstrip(".")
-            made.append(unpack)
-        replaced[chains[0][0]] = made
-        gone.update(op for chain in chains for op in chain)
-    graph.ops = [new for op in graph.ops for new in replaced.get(op, [] if op in gone else [op])]
+            new_ops.append(unpack)
+        replaced[chains[0][0]] = new_ops
+        removed.update(op for chain in chains for op in chain)
+    graph.ops = [new for op in graph.ops for new in replaced.get(op, [] if op in removed else [op])]
     now = [(name, renamed.get(name, tensor)) for name, tensor in graph.tensors.items()]
     graph.tensors = {tensor.name if name in renamed else name: tensor for name, tensor in now if tensor}
     return graph
 
 
 def _chain(tensor: Tensor, maker: dict[Tensor, Op], readers: dict[Tensor, list[Op]]) -> list[Op]:
-    """The operators that make it from its product on, [Contract, BiasAdd, Transpose]; none if others read between."""
+    """Return the operators from a product to `tensor`, in order; empty if other operators read what is between."""
     chain: list[Op] = []
     while (op := maker.get(tensor)) and isinstance(op, Contract | BiasAdd | Transpose) and len(readers[tensor]) == 1:
         chain.insert(0, op)
@@ -68,13 +72,13 @@ def _chain(tensor: Tensor, maker: dict[Tensor, Op], readers: dict[Tensor, list[O
     return []
 
 
-def _alike(chains: Sequence[Sequence[Op]]) -> bool:
-    """Whether the chains differ in their parameters alone, and those in nothing but name and values."""
+def _alike(chains: Sequence[Chain]) -> bool:
+    """Whether chains differ in their parameters only, and these in name and values only."""
     first = chains[0]
     if not first or "heads" not in first[-1].output.axes:
         return False
 
-    def shape(chain: Sequence[Op]) -> list[object]:
+    def shape(chain: Chain) -> list[object]:
         return [(op.kind, op.output.sizes, [(t.axes, t.shape, t.kind) for t in op.inputs[1:]]) for op in chain]
 
     params = [t for chain in chains for op in chain for t in op.inputs[1:]]
@@ -85,39 +89,42 @@ def _alike(chains: Sequence[Sequence[Op]]) -> bool:
     )
 
 
-def _packable(found: Chains, readers: Mapping[Tensor, Sequence[Op]]) -> Chains:
-    """Those whose parameters nothing reads but such chains, each with the same others beside it: layers may share."""
-    ops = {op for chains in found.values() for chain in chains for op in chain}
+def _packable(every: Chains, readers: Mapping[Tensor, Sequence[Op]]) -> Chains:
+    """Return the chains whose parameters only chains read, each parameter beside the same other ones in all of them.
+
+    Layers that share weights read the same parameters.
+    """
+    ops = {op for chains in every.values() for chain in chains for op in chain}
     beside: dict[Tensor, set[tuple[Tensor, ...]]] = {}
-    for chains in found.values():
+    for chains in every.values():
         for params in _params(chains):
             for one in params:
                 beside.setdefault(one, set()).add(params)
 
-    def whole(chains: Sequence[Sequence[Op]]) -> bool:
+    def closed(chains: Sequence[Chain]) -> bool:
         params = [one for params in _params(chains) for one in params]
         return all(len(beside[one]) == 1 and ops.issuperset(readers[one]) for one in params)
 
-    left = {qkv: chains for qkv, chains in found.items() if whole(chains)}
-    return left if len(left) == len(found) else _packable(left, readers)
+    left = {qkv: chains for qkv, chains in every.items() if closed(chains)}
+    return left if len(left) == len(every) else _packable(left, readers)
 
 
-def _params(chains: Sequence[Sequence[Op]]) -> list[tuple[Tensor, ...]]:
-    """The parameters that become one, of each operator that has some."""
+def _params(chains: Sequence[Chain]) -> list[tuple[Tensor, ...]]:
+    """Return the parameters to pack into one, for each operator of a chain that has a parameter."""
     return [tuple(op.inputs[1] for op in ops) for ops in zip(*chains, strict=True) if len(ops[0].inputs) > 1]
 
 
 def _packed_chain(
     graph: Graph,
-    chains: Sequence[Sequence[Op]],
+    chains: Sequence[Chain],
     renamed: dict[str, Tensor | None],
-    made_of: dict[tuple[Tensor, ...], Tensor],
+    packed_params: dict[tuple[Tensor, ...], Tensor],
 ) -> tuple[list[Op], Tensor]:
-    """One chain in the place of several: its output has the axis qkv before heads, or first once it is transposed."""
+    """Return one chain that replaces several, and its output: with axis qkv before heads, or first if transposed."""
     for params in _params(chains):
-        if params not in made_of:
-            made_of[params] = _pack_param(graph, params, renamed)
-    made: list[Op] = []
+        if params not in packed_params:
+            packed_params[params] = _pack_param(graph, params, renamed)
+    new_ops: list[Op] = []
     out = chains[0][0].inputs[0]
     for ops in zip(*chains, strict=True):
         one, source = ops[0], out
@@ -131,16 +138,16 @@ def _packed_chain(
         if isinstance(one, Transpose):
             new = Transpose(source, out)
         elif isinstance(one, BiasAdd):
-            new = BiasAdd(source, made_of[tuple(op.inputs[1] for op in ops)], out)
+            new = BiasAdd(source, packed_params[tuple(op.inputs[1] for op in ops)], out)
         else:
-            new = Contract(source, made_of[tuple(op.inputs[1] for op in ops)], out)
+            new = Contract(source, packed_params[tuple(op.inputs[1] for op in ops)], out)
         new.name = one.name
-        made.append(new)
-    return made, out
+        new_ops.append(new)
+    return new_ops, out
 
 
 def _pack_param(graph: Graph, tensors: Sequence[Tensor], renamed: dict[str, Tensor | None]) -> Tensor:
-    """The parameter that takes the place of several; the graph forgets those."""
+    """Replace parameters of a graph by one with the axis qkv."""
     params = [graph.params.pop(tensor) for tensor in tensors]
     first = tensors[0]
     place = first.axes.index("heads")

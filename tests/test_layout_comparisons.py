@@ -21,7 +21,7 @@ from nntile_py.graph.graph import Graph
 from nntile_py.graph.layout_search import arrange, search
 from nntile_py.graph.layouts import layout_of
 from nntile_py.graph.step import StepSpec
-from nntile_py.graph.timings import Timing, Timings, Verdict, opened
+from nntile_py.graph.timings import LayoutComparison, Timing, Timings, opened
 from nntile_py.profiling import layout_timer as profiled
 from nntile_py.profiling import operator_timer
 from nntile_py.tasks.contract import Contract
@@ -40,9 +40,9 @@ from nntile_py.tiles import Tiling
     ],
 )
 def test_slower_beyond_noise(default: list[float], searched: list[float], slower: bool) -> None:
-    verdict = Verdict("", tuple(default), tuple(searched))
-    assert verdict.slower == slower
-    assert ("searched is slower" in str(verdict)) == slower and f"{len(default)} steps in turns" in str(verdict)
+    comparison = LayoutComparison("", tuple(default), tuple(searched))
+    assert comparison.slower == slower
+    assert ("searched is slower" in str(comparison)) == slower and f"{len(default)} steps in turns" in str(comparison)
 
 
 def turned(operator: str, layout: str) -> float:
@@ -70,20 +70,20 @@ def turning(tmp_path: Path) -> tuple[Graph, Timings]:
     return g, timings
 
 
-def test_a_verdict_decides(said: list[str], turning: tuple[Graph, Timings]) -> None:
+def test_a_comparison_decides(said: list[str], turning: tuple[Graph, Timings]) -> None:
     """Of this program alone: cut otherwise it is another one."""
     g, timings = turning
     before = [(op, layout_of(op)) for op in g.ops]
     program = search(g, timings, Tiling()).program
     assert program
-    timings.judge(Verdict(program, *SLOWER))
+    timings.add_comparison(LayoutComparison(program, *SLOWER))
     chosen = arrange(g, opened_as(timings), Tiling())
     assert chosen.refused and [(op, layout_of(op)) for op in g.ops] == before
     assert len(said) == 1 and said[0].startswith("layout: searched takes the default layouts here: default 1000.000 ms")
-    timings.judge(Verdict(program, *FASTER))
+    timings.add_comparison(LayoutComparison(program, *FASTER))
     assert not arrange(g, opened_as(timings), Tiling()).refused and [layout_of(op) for op in g.ops] != before
     assert len(said) == 1
-    cut, timings = Tiling({"ffn": 4}), Timings(OF, verdicts={program: Verdict(program, *SLOWER)})
+    cut, timings = Tiling({"ffn": 4}), Timings(OF, comparisons={program: LayoutComparison(program, *SLOWER)})
     for operator, layout in search(chain(), timings, cut).missing:
         timings.add(Timing(operator, layout, turned(operator, layout)))
     other = arrange(chain(), timings, cut)
@@ -91,12 +91,12 @@ def test_a_verdict_decides(said: list[str], turning: tuple[Graph, Timings]) -> N
 
 
 def opened_as(timings: Timings) -> Timings:
-    """With the verdicts that are in its file."""
+    """With the comparisons that are in its file."""
     assert timings.path
-    return Timings(timings.of, timings.path, timings.known, opened(OF, timings.path).verdicts)
+    return Timings(timings.of, timings.path, timings.known, opened(OF, timings.path).comparisons)
 
 
-def test_no_verdict_yet(said: list[str], turning: tuple[Graph, Timings]) -> None:
+def test_no_comparison_yet(said: list[str], turning: tuple[Graph, Timings]) -> None:
     """The search is used, and a hint is given; none where the default is chosen anyway."""
     g, timings = turning
     before = [layout_of(op) for op in g.ops]
@@ -143,24 +143,27 @@ def test_who_measures_is_waited_for_and_told(tmp_path: Path, monkeypatch: pytest
 
 
 def test_a_digest_is_of_what_is_in_a_database() -> None:
-    one, same, other, judged = (Timings(OF) for _ in range(4))
+    one, same, other, compared = (Timings(OF) for _ in range(4))
     entries = [Timing("a", "M N", 2.0), Timing("a", "N M", 3.0), Timing("b", "M", 1.0)]
-    for timings, found in ((one, entries), (same, entries[::-1]), (other, entries[1:]), (judged, entries)):
+    for timings, found in ((one, entries), (same, entries[::-1]), (other, entries[1:]), (compared, entries)):
         for entry in found:
             timings.add(entry)
-    judged.judge(Verdict("abc", *SLOWER))
-    assert one.digest() == same.digest() and len({one.digest(), other.digest(), judged.digest()}) == 3
+    compared.add_comparison(LayoutComparison("abc", *SLOWER))
+    assert one.digest() == same.digest() and len({one.digest(), other.digest(), compared.digest()}) == 3
 
 
-def test_verdicts_in_the_file(tmp_path: Path) -> None:
+def test_comparisons_in_the_file(tmp_path: Path) -> None:
     path = tmp_path / "timings.jsonl"
     timings = opened(OF, path, new=True)
     timings.add(Timing("a", "M N", 2.0, (2.0,)))
-    timings.judge(Verdict("abc", *SLOWER))
-    timings.judge(Verdict("abc", *FASTER))  # the last one counts
+    timings.add_comparison(LayoutComparison("abc", *SLOWER))
+    timings.add_comparison(LayoutComparison("abc", *FASTER))  # the last one counts
     timings.add(Timing("a", "M N", 3.0, (3.0,), turns=True))
     again = opened(OF, path)
-    assert again.verdicts == timings.verdicts == {"abc": Verdict("abc", *FASTER)} and again.known == timings.known
+    assert (
+        again.comparisons == timings.comparisons == {"abc": LayoutComparison("abc", *FASTER)}
+        and again.known == timings.known
+    )
     assert again.known["a"]["M N", None].turns
     with path.open("a") as file:
         file.write('{"program": "abc", "default": [1.0], "searched": []}\n')
@@ -202,7 +205,7 @@ def test_programs_of_other_inputs_follow(monkeypatch: pytest.MonkeyPatch, runtim
     assert program
     default = [op.title for op in graph.ops]
     for pair, refused in (FASTER, False), (SLOWER, True):
-        timings.verdicts = {program: Verdict(program, *pair)}
+        timings.comparisons = {program: LayoutComparison(program, *pair)}
         trainer = nt.Trainer.of_spec(spec)
         assert (trainer.spec.timings is None) == refused == (trainer.spec.kept is None)
         assert ([op.title for op in trainer.built.graph.ops] == default) == refused
@@ -237,8 +240,12 @@ def test_whole_steps_in_turns(monkeypatch: pytest.MonkeyPatch, searched: float, 
     monkeypatch.setattr(profiled, "_small", lambda c, w, timings, s: clock.step("searched" if timings else "default"))
     config = preset("mha", TINY)
     graph = parts.graph_of(config, "mha", True)
-    verdict = profiled.compare(config, "mha", measured(graph, turned), True, "abc")
-    assert verdict.program == "abc" and len(verdict.default) == len(verdict.searched) >= 5 and verdict.slower == slower
+    comparison = profiled.compare(config, "mha", measured(graph, turned), True, "abc")
+    assert (
+        comparison.program == "abc"
+        and len(comparison.default) == len(comparison.searched) >= 5
+        and comparison.slower == slower
+    )
     timed = clock.runs[4:]
     firsts = timed[::2]
     assert {*zip(firsts, timed[1::2], strict=True)} == {("default", "searched"), ("searched", "default")}

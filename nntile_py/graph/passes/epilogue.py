@@ -1,0 +1,101 @@
+"""Rules that fold bias, residual, activation and their gradients into the epilogue of a contraction."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from nntile_py.graph.passes.rewriter import Rewriter, Rule
+from nntile_py.tasks.activation import Activation, ActivationGrad
+from nntile_py.tasks.contract import Contract
+from nntile_py.tasks.elementwise import Add, BiasAdd, Sum
+from nntile_py.tasks.op import Op, Tensor
+from nntile_py.tiles.dtypes import is_low
+
+
+def has_free_epilogue(op: Op | None) -> bool:
+    """Whether an operator is a contraction with a result that is not transformed yet: its epilogue can take more."""
+    return isinstance(op, Contract) and op.activation is None and op.aux is None and op.bias_grad is None
+
+
+def rebuilt(op: Contract, out: Tensor, **changes: Any) -> Contract:
+    """Return a copy of a contraction that writes `out`, with some operands or options changed."""
+    keep = ("scale", "bias", "residual", "activation", "pre", "aux", "bias_grad")
+    options = {name: getattr(op, name) for name in keep} | changes
+    a, b = options.pop("a", op.a), options.pop("b", op.b)
+    return Contract(a, b, out, **options)
+
+
+def bias(rewriter: Rewriter, op: Op) -> bool:
+    """BiasAdd(Contract): the product adds the bias."""
+    if not isinstance(op, BiasAdd):
+        return False
+    gemm = rewriter.sole_maker(op.inputs[0], op, Contract)
+    if not (gemm and has_free_epilogue(gemm) and gemm.bias is None and gemm.residual is None):
+        return False
+    rewriter.replace([gemm, op], rebuilt(gemm, op.output, bias=op.inputs[1]))
+    return True
+
+
+def bias_grad(rewriter: Rewriter, op: Op) -> bool:
+    """Sum(dy) beside the contraction x dy over the same axes: one task reads dy once for both."""
+    if not isinstance(op, Sum) or is_low(op.inputs[0].dtype):  # on CUDA cuBLASLt reads dy twice, slower than Sum does
+        return False
+    dy = op.inputs[0]
+    summed = {axis for axis in dy.axes if axis not in op.output.axes}
+    for reader in rewriter.readers[dy]:
+        if not (isinstance(reader, Contract) and has_free_epilogue(reader)) or set(reader.k) != summed or reader.batch:
+            continue
+        side = 0 if reader.a is dy else 1
+        columns = reader.m if side == 0 else reader.n
+        if columns == list(op.output.axes):
+            return rewriter.replace([reader, op], rebuilt(reader, reader.output, bias_grad=(side, op.output)))
+    return False
+
+
+def residual(rewriter: Rewriter, op: Op) -> bool:
+    """Add(Contract, r): the product accumulates onto r."""
+    if not isinstance(op, Add):
+        return False
+    for mine, other in ((0, 1), (1, 0)):
+        gemm = rewriter.sole_maker(op.inputs[mine], op, Contract)
+        if gemm and has_free_epilogue(gemm) and gemm.residual is None and not op.output.band.causal:
+            rewriter.replace([gemm, op], rebuilt(gemm, op.output, residual=op.inputs[other]))
+            return True
+    return False
+
+
+def activation(rewriter: Rewriter, op: Op) -> bool:
+    """Activation(Contract): the product applies the activation, and keeps its input if the gradient reads it."""
+    if not isinstance(op, Activation):
+        return False
+    x = op.inputs[0]
+    gemm = rewriter.maker.get(x)
+    readers = [r for r in rewriter.readers[x] if r is not op]
+    if not (isinstance(gemm, Contract) and has_free_epilogue(gemm)) or any(r.phase == "forward" for r in readers):
+        return False
+    kept = readers or x.persistent
+    rewriter.replace([gemm, op], rebuilt(gemm, op.output, activation=op.act, pre=x if kept else None))
+    return True
+
+
+def where_free(rule: Rule) -> Rule:
+    """Limit a rule to activations that cost a product nothing: in bf16 and fp16, gelu_new, which cuBLASLt applies.
+
+    A group can do more in one pass with the other activations, above all dropout. A gradient has little around it to
+    add, so the product takes all of them: a training step of BERT base with 32 768 tokens takes 45.5 instead of
+    47.4 ms on an H200.
+    """
+    return lambda rewriter, op: (
+        (not is_low(op.output.dtype) or getattr(op, "act", "") == "gelu_new") and rule(rewriter, op)
+    )  # fmt: skip
+
+
+def activation_grad(rewriter: Rewriter, op: Op) -> bool:
+    """ActivationGrad(Contract, x): the product of the gradient multiplies by the derivative (DGELU)."""
+    if not isinstance(op, ActivationGrad):
+        return False
+    gemm = rewriter.sole_maker(op.inputs[0], op, Contract)
+    if not (gemm and has_free_epilogue(gemm) and not gemm.inputs[2:]):
+        return False
+    rewriter.replace([gemm, op], rebuilt(gemm, op.output, activation=op.act, aux=op.inputs[1]))
+    return True

@@ -1,0 +1,99 @@
+"""Greedy fusion: operators merge wherever their iteration spaces allow it, without a list of patterns.
+
+Ivanov et al. 2021 ("Data movement is all you need", section IV): two operators that share a tensor merge if one loop
+over the same space computes both (equal axes, in order and size, whatever either operator reduces) and fewer elements
+move. Merging repeats until no pair is left. The patterns are those of the paper's figure 3: a producer and its
+consumer, or two readers of one tensor, with equal spaces or one that reduces. Contractions take their epilogues before
+this pass.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterator
+
+from nntile_py.graph.graph import Graph
+from nntile_py.graph.passes.rewriter import Rewriter
+from nntile_py.tasks.elementwise import Rename
+from nntile_py.tasks.generated import Generated, NotFusible
+from nntile_py.tasks.op import Op, Tensor
+from nntile_py.tiles import Tiling
+
+
+def fuse_greedily(rewriter: Rewriter, tiling: Tiling, exclude: Collection[str] = ()) -> set[str]:
+    """Merge operators until no pair can merge.
+
+    Args:
+        exclude: names of groups (`Generated.group`) that are not made.
+
+    Returns:
+        The names of all groups that could be made, excluded ones included.
+    """
+    fuser = _GreedyFuser(rewriter, tiling, exclude)
+    rewriter.apply(fuser.merge)
+    return fuser.met
+
+
+class _GreedyFuser:
+    def __init__(self, rewriter: Rewriter, tiling: Tiling, exclude: Collection[str]) -> None:
+        self.tiling, self.exclude, self.met = tiling, exclude, set[str]()
+        self._movable: dict[Op, bool] = {}
+        writers = Counter(
+            t.storage for op in rewriter.ops.values() if not isinstance(op, Rename) for t in op.outputs
+        )  # fmt: skip
+        # Storage that several operators write, or one changes in place: the order of reads and writes matters there.
+        self._ordered = {t for t, count in writers.items() if count > 1 or t.kind in ("input", "param", "state")}
+
+    def merge(self, rewriter: Rewriter, op: Op) -> bool:
+        """Merge an operator with the first neighbour that can merge with it."""
+        return self._can_move(op) and any(self._merged(rewriter, op, other) for other in self._neighbours(rewriter, op))
+
+    def _can_move(self, op: Op) -> bool:
+        """Whether an operator has a scalar form and touches no storage where the order matters."""
+        if op not in self._movable:
+            plain = {*op.inputs, *op.outputs} - {*op.sums}
+            self._movable[op] = op.scalar() is not None and self._ordered.isdisjoint(t.storage for t in plain)
+        return self._movable[op]
+
+    def _neighbours(self, rewriter: Rewriter, op: Op) -> Iterator[Op]:
+        """Yield the makers of its inputs, the readers of its outputs and of its inputs; of the same phase."""
+        form = op.scalar()
+        assert form
+        full = [t for t in op.inputs if set(form.axes) <= set(t.axes)]  # no weights, which all layers may share
+        makers = (rewriter.maker[t] for t in op.inputs if t in rewriter.maker)
+        readers = (reader for t in (*op.outputs, *full) for reader in rewriter.readers.get(t, []))
+        for other in dict.fromkeys((*makers, *readers)):
+            if other is not op and other.phase == op.phase and self._can_move(other):
+                yield other
+
+    def _merged(self, rewriter: Rewriter, a: Op, b: Op) -> bool:
+        members = sorted((a, b), key=rewriter.order.__getitem__)
+        try:
+            group = Generated(members, self._read_elsewhere(rewriter, members))
+        except NotFusible:
+            return False
+        axis = group.definition.axes[-1]
+        if group.reduces and self.tiling.cut(axis, group.definition.sizes[axis]):
+            return False
+        if group.elements() >= a.elements() + b.elements():
+            return False
+        place = rewriter.place(members, group)
+        if place is None:
+            return False
+        self.met.add(group.group)
+        if group.group in self.exclude:
+            return False
+        group.name = f"{a.name.rpartition('.')[0] or 'model'}.{group.group}"
+        rewriter.put(members, group, place)
+        return True
+
+    @staticmethod
+    def _read_elsewhere(rewriter: Rewriter, members: list[Op]) -> set[Tensor]:
+        """Return the results of the members that the group must write: persistent ones, or read by others."""
+        results = [t for op in members for t in op.outputs]
+        return {t for t in results if t.persistent or any(r not in members for r in rewriter.readers.get(t, []))}
+
+
+def groups(graph: Graph) -> list[Generated]:
+    """Return the groups of a fused graph."""
+    return [op for op in graph.ops if isinstance(op, Generated)]
