@@ -8,10 +8,11 @@ from __future__ import annotations
 import math
 from typing import ClassVar
 
-from nntile_py.tiles import R, TaskArgs, W
+from nntile_py.tiles import TaskArgs
 
-from .op import Array, GraphLike, Lowering, Op, Tensor
-from .scalar.expression import Definition, Element, Number, Output, erf, exp, maximum, select, tanh
+from .op import GraphLike, Tensor
+from .pointwise import Pointwise
+from .scalar.expression import Number, erf, exp, maximum, select, tanh
 
 ACTIVATIONS = ("relu", "gelu", "gelu_new", "tanh", "silu")  # kernels take the position in this tuple
 
@@ -73,9 +74,10 @@ class ActivationArgs(TaskArgs):
     kind: int  # position in ACTIVATIONS
 
 
-class Activation(Op):
+class Activation(Pointwise):
     """y = act(x), element-wise; kind is one of ACTIVATIONS."""
 
+    kernel = "activation"
     colours: ClassVar = {"forward": "#44aa99"}
 
     def __init__(self, x: Tensor, out: Tensor, kind: str) -> None:
@@ -91,22 +93,17 @@ class Activation(Op):
     def flop(self) -> float:
         return activate_flop(self.act) * self.output.numel
 
-    def lower(self, low: Lowering) -> None:
-        for index in low.indices(self.output):
-            x, y = low.tile(self.inputs[0], index), low.tile(self.output, index)
-            low.emit("activation", [W(y), R(x)], ActivationArgs(ACTIVATIONS.index(self.act)))
+    def args(self) -> TaskArgs:
+        return ActivationArgs(ACTIVATIONS.index(self.act))
 
-    def scalar(self) -> Definition:
-        axes = self.output.axes
-        return Definition(self.output.sizes, (Output(0, axes, activate(self.act, Element(0, axes))),))
-
-    def reference(self, *inputs: Array) -> tuple[Array, ...]:
+    def formula(self, *inputs: Number) -> tuple[Number, ...]:
         return (activate(self.act, inputs[0]),)
 
 
-class ActivationGrad(Op):
+class ActivationGrad(Pointwise):
     """dx = dy * act'(x)."""
 
+    kernel = "activation_grad"
     colours: ClassVar = {"backward": "#882255"}
 
     def __init__(self, dy: Tensor, x: Tensor, out: Tensor, kind: str) -> None:
@@ -116,19 +113,12 @@ class ActivationGrad(Op):
     def flop(self) -> float:
         return derivative_flop(self.act) * self.output.numel
 
-    def lower(self, low: Lowering) -> None:
-        args = ActivationArgs(ACTIVATIONS.index(self.act))
-        for index in low.indices(self.output):
-            dy, x = (low.tile(t, index) for t in self.inputs)
-            low.emit("activation_grad", [W(low.tile(self.output, index)), R(dy), R(x)], args)
+    def args(self) -> TaskArgs:
+        return ActivationArgs(ACTIVATIONS.index(self.act))
 
-    def scalar(self) -> Definition:
-        axes = self.output.axes
-        dy, x = Element(0, axes), Element(1, axes)
-        return Definition(self.output.sizes, (Output(0, axes, dy * derivative(self.act, x)),))
-
-    def reference(self, *inputs: Array) -> tuple[Array, ...]:
-        return (inputs[0] * derivative(self.act, inputs[1]),)
+    def formula(self, *inputs: Number) -> tuple[Number, ...]:
+        dy, x = inputs
+        return (dy * derivative(self.act, x),)
 
 
 def activation(g: GraphLike, x: Tensor, kind: str) -> Tensor:

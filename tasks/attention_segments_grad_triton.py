@@ -29,6 +29,7 @@ from .attention_segments_triton import (
     layout_of_rows,
     load_rows,
     names_of,
+    permuted_keys,
     places,
     product,
     scores_of,
@@ -36,8 +37,7 @@ from .attention_segments_triton import (
     served,
     shared,
     store_rows,
-    turned_factors_of,
-    turned_keys,
+    transposed_factors_of,
 )
 from .elementwise_triton import strides_of
 from .launch import Launch, Launches, Parameter, Scratch, ceil_div, launch, launches, numel, power_of_two, shape, tile
@@ -61,35 +61,35 @@ def queries_of(first, n, ROWS: tl.constexpr, KEYS: tl.constexpr, CAUSAL: tl.cons
 def of_pairs(
     q, k, v, d_out, lse, delta, row, at_key, key, kept, scale, drawn, head, seed, mix, limit, kept_scale,
     STEPS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
-    TWO_SIDED: tl.constexpr, PRECISION: tl.constexpr, TURNED: tl.constexpr = False,
+    TWO_SIDED: tl.constexpr, PRECISION: tl.constexpr, TRANSPOSED: tl.constexpr = False,
 ):  # fmt: skip
     """Return the weights of the values and the gradient of the scaled scores; lse: from `load_queries`.
 
-    TURNED: transposed, [keys, rows], with keys in the order of `turned_keys`. The products over rows, for dk and dv,
-    then take both from registers.
+    TRANSPOSED: both are [keys, rows], with keys in the order of `permuted_keys`. The products over rows, for dk and dv,
+    then take them from registers.
     """
-    if TURNED:
+    if TRANSPOSED:
         s = scores_of(k, q, row, key, kept, CAUSAL, WINDOW, TWO_SIDED, PRECISION, True)
     else:
         s = scores_of(q, k, row, key, kept, CAUSAL, WINDOW, TWO_SIDED, PRECISION)
-    p = tl.exp2(s * (scale * LOG2E) - _along(lse, TURNED))
-    if TURNED:
+    p = tl.exp2(s * (scale * LOG2E) - _along(lse, TRANSPOSED))
+    if TRANSPOSED:
         dp, weights = product(v, tl.trans(d_out), PRECISION), p
     else:
         dp, weights = product(d_out, tl.trans(v), PRECISION), p
     if len(STEPS) > 0:
-        if TURNED:
-            factors = turned_factors_of(row, at_key, drawn, head, seed, mix, limit, kept_scale, STEPS, key.shape[0])
+        if TRANSPOSED:
+            factors = transposed_factors_of(row, at_key, drawn, head, seed, mix, limit, kept_scale, STEPS, key.shape[0])
         else:
             factors = factors_of(row, at_key, drawn, head, seed, mix, limit, kept_scale, STEPS, key.shape[0])
         weights, dp = p * factors, dp * factors
-    return weights.to(q.dtype), (p * (dp - _along(delta, TURNED))).to(q.dtype)
+    return weights.to(q.dtype), (p * (dp - _along(delta, TRANSPOSED))).to(q.dtype)
 
 
 @triton.jit
-def _along(rows, TURNED: tl.constexpr):
+def _along(rows, TRANSPOSED: tl.constexpr):
     """Return numbers per row in the shape that broadcasts over pairs."""
-    return rows[None, :] if TURNED else rows[:, None]
+    return rows[None, :] if TRANSPOSED else rows[:, None]
 
 
 @triton.jit
@@ -147,7 +147,7 @@ def _grad_whole(
             clear(DQ, DATA, start, n, head * GROUP + member, 0, DQ_AT, D, 1, ROWS, BLOCK_D)
         _clear_keys(DK, DV, DATA, start, n, head, 0, DK_AT, DV_AT, D, 1, ROWS, BLOCK_D, ACC)
     elif n > 0:
-        key = turned_keys(KEYS)
+        key = permuted_keys(KEYS)
         kept, drawn = kept_keys(DATA, start, key, m, PADDED), first_draw(DRAWS, start, mask_first, STEPS, PACKED)
         k = load_rows(K, start, head, key, m, K_AT, D, BLOCK_D)
         v = load_rows(V, start, head, key, m, V_AT, D, BLOCK_D)
@@ -224,7 +224,7 @@ def _grad_keys(
     if PACKED and number + 1 == offsets:
         _clear_keys(DK, DV, DATA, start, n, head, block, DK_AT, DV_AT, D, BLOCKS, KEYS, BLOCK_D, ACC)
     elif first < m:
-        key = first + turned_keys(KEYS)
+        key = first + permuted_keys(KEYS)
         # Values of keys beyond the last are not stored.
         kept = kept_keys(DATA, start, key, m, PADDED, ENDS=False)
         drawn = first_draw(DRAWS, start, mask_first, STEPS, PACKED)
@@ -275,13 +275,13 @@ def _describe(task: Task) -> Launches:
 
     def two(for_queries: tuple[int, int], for_keys: tuple[int, int], warps: int) -> tuple[Launch, ...]:
         """Return the launches of the passes with these ROWS and KEYS."""
-        made, (queries, of_one) = [], common.longest
+        launched, (queries, of_one) = [], common.longest
         passes = (_grad_queries, heads, queries, for_queries, 0), (_grad_keys, of_keys, of_one, for_keys, 1)
         for kernel, of, positions, sizes, own in passes:
             blocks = ceil_div(positions, sizes[own])
             options = {"BLOCKS": blocks, "ROWS": sizes[0], "KEYS": sizes[1], "warps": warps}
-            made.append(launch(kernel, common.grid(blocks, of), *args, **constants, **options))
-        return tuple(made)
+            launched.append(launch(kernel, common.grid(blocks, of), *args, **constants, **options))
+        return tuple(launched)
 
     most = max(power_of_two(common.longest[1]), 16)
     if common.constants["PRECISION"] == "ieee":

@@ -106,14 +106,14 @@ def product(a, b, PRECISION: tl.constexpr):
 def scores_of(
     a, b, row, key, kept,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, TWO_SIDED: tl.constexpr, PRECISION: tl.constexpr,
-    TURNED: tl.constexpr = False,
+    TRANSPOSED: tl.constexpr = False,
 ):  # fmt: skip
-    """Return the unscaled scores of queries a and keys b; TURNED: transposed, of keys a and queries b.
+    """Return the unscaled scores of queries a and keys b; TRANSPOSED: transposed, of keys a and queries b.
 
     The scale is applied with the next subtraction, as one instruction.
     """
     s = product(a, tl.trans(b), PRECISION)
-    by_row: tl.constexpr = 0 if TURNED else 1
+    by_row: tl.constexpr = 0 if TRANSPOSED else 1
     row, key, good = tl.expand_dims(row, by_row), tl.expand_dims(key, 1 - by_row), tl.expand_dims(kept, 1 - by_row)
     if CAUSAL:
         good = good & (key <= row)
@@ -161,15 +161,15 @@ def factors_of(row, at, drawn, head, seed, mix, limit, kept_scale, STEPS: tl.con
 
 
 @triton.jit
-def turned_keys(KEYS: tl.constexpr):
+def permuted_keys(KEYS: tl.constexpr):
     """Return an order of keys as rows of a product in which a thread, with rows 8 apart, has both keys of a pair."""
     at = tl.arange(0, KEYS)
     return at // 16 * 16 + at % 8 * 2 + at // 8 % 2
 
 
 @triton.jit
-def turned_factors_of(row, at, drawn, head, seed, mix, limit, kept_scale, STEPS: tl.constexpr, KEYS: tl.constexpr):
-    """Return `factors_of` transposed: [keys, rows], with keys in the order of `turned_keys`."""
+def transposed_factors_of(row, at, drawn, head, seed, mix, limit, kept_scale, STEPS: tl.constexpr, KEYS: tl.constexpr):
+    """Return `factors_of` transposed: [keys, rows], with keys in the order of `permuted_keys`."""
     factors = tl.trans(factors_of(row, at, drawn, head, seed, mix, limit, kept_scale, STEPS, KEYS))
     pairs = tl.permute(tl.reshape(factors, (KEYS // 16, 8, 2, row.shape[0])), (0, 2, 1, 3))
     return tl.reshape(pairs, (KEYS, row.shape[0]))
@@ -324,9 +324,9 @@ def served(task: Task, limits: Limits | None) -> bool:
     return limits is not None and limits.segments and not adds
 
 
-def beside_cudnn(made: Launches) -> Launches:
+def beside_cudnn(launches: Launches) -> Launches:
     """Return launches with a key of their own, so that choices stored before cuDNN was a candidate do not apply."""
-    return replace(made, key=f"beside cuDNN {made.key}")
+    return replace(launches, key=f"beside cuDNN {launches.key}")
 
 
 @launches("attention")

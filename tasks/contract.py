@@ -212,8 +212,8 @@ class Contract(Op):
     # -- reference
 
     def reference(self, *inputs: Array) -> tuple[Array, ...]:
-        given = iter(inputs)
-        a, b = next(given), next(given)
+        values = iter(inputs)
+        a, b = next(values), next(values)
         letters = {axis: chr(97 + i) for i, axis in enumerate(dict.fromkeys([*self.a.axes, *self.b.axes]))}
 
         def spell(axes: Sequence[str]) -> str:
@@ -222,14 +222,14 @@ class Contract(Op):
         out_axes = self.output.axes
         y = self.scale * np.einsum(f"{spell(self.a.axes)},{spell(self.b.axes)}->{spell(out_axes)}", a, b)
         if self.bias:
-            bias = next(given)
+            bias = next(values)
             y = y + bias.reshape([s if axis in self.bias.axes else 1 for axis, s in self.output.sizes.items()])
         if self.residual:
-            y = y + next(given)
+            y = y + next(values)
         results = [y]
         if self.aux:
             assert self.activation
-            results = [y * derivative(self.activation, next(given))]
+            results = [y * derivative(self.activation, next(values))]
         elif self.activation:
             results = [activate(self.activation, y)] + ([y] if self.pre else [])
         if self.bias_grad:

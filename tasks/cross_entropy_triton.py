@@ -196,12 +196,12 @@ def _blocks(task: Task, number: int) -> tuple[int, int, dict[str, Any]]:
 def _describe(task: Task) -> Launches:
     rows, n, blocks = _blocks(task, 0)
     logits, labels, lse, loss = (tile(task, k) for k in range(4))
-    scratch, acc, given = Scratch(), task.accesses[3].accumulate, CrossEntropyArgs.of(task)
-    losses, scale = scratch.take(rows, "fp32"), slot(task, given.scale)
+    scratch, acc, arguments = Scratch(), task.accesses[3].accumulate, CrossEntropyArgs.of(task)
+    losses, scale = scratch.take(rows, "fp32"), slot(task, arguments.scale)
     return Launches(
         (
             launch(
-                _cross_entropy, rows, logits, labels, lse, losses, n, scale, GRADIENT=given.gradient, **blocks,
+                _cross_entropy, rows, logits, labels, lse, losses, n, scale, GRADIENT=arguments.gradient, **blocks,
             ),
             launch(scaled_total, 1, loss, losses, rows, scale, ACC=acc, BLOCK=4096, warps=8),
         ),
@@ -211,10 +211,10 @@ def _describe(task: Task) -> Launches:
 
 @launches("cross_entropy_state")
 def _describe_state(task: Task) -> Launches:
-    (rows, n, blocks), given = _blocks(task, 2), CrossEntropyStateArgs.of(task)
+    (rows, n, blocks), arguments = _blocks(task, 2), CrossEntropyStateArgs.of(task)
     acc = {"ACC": task.accesses[0].accumulate, "ACC_PICKED": task.accesses[1].accumulate}
     tiles = [tile(task, k) for k in range(4)]
-    return Launches((launch(_state, rows, *tiles, n, given.first, given.classes, **acc, **blocks),))
+    return Launches((launch(_state, rows, *tiles, n, arguments.first, arguments.classes, **acc, **blocks),))
 
 
 @launches("cross_entropy_loss")
@@ -235,6 +235,6 @@ def _describe_loss(task: Task) -> Launches:
 @launches("cross_entropy_grad")
 def _describe_grad(task: Task) -> Launches:
     rows, n, blocks = _blocks(task, 0)
-    given = CrossEntropyGradArgs.of(task)
-    args: list[Parameter] = [*(tile(task, k) for k in range(3)), n, given.first, slot(task, given.scale)]
+    arguments = CrossEntropyGradArgs.of(task)
+    args: list[Parameter] = [*(tile(task, k) for k in range(3)), n, arguments.first, slot(task, arguments.scale)]
     return Launches((launch(_cross_entropy_grad, rows, *args, **blocks),))

@@ -11,12 +11,15 @@ import numpy as np
 from nntile_py.tiles import ACC, Access, R, Slot, TaskArgs, W
 
 from .op import NORMALIZATION, Array, GraphLike, Index, Lowering, Op, Tensor, accumulation_dtype, permutation, require
+from .pointwise import Pointwise
 from .scalar.evaluate import dropout_hash
-from .scalar.expression import Call, Definition, Element, Expression, Keep, Output
+from .scalar.expression import Call, Definition, Element, Expression, Keep, Number, Output
 
 
-class Add(Op):
+class Add(Pointwise):
     """y = a + b, tensors of the same axes."""
+
+    kernel = "add"
 
     def __init__(self, a: Tensor, b: Tensor, out: Tensor) -> None:
         require(a.axes == b.axes == out.axes, "add: both need the same axes (bias_add takes fewer)", a, b)
@@ -25,21 +28,14 @@ class Add(Op):
     def gradient(self, g: GraphLike, *grads: Tensor | None) -> list[Tensor | None]:
         return [grads[0], grads[0]]
 
-    def lower(self, low: Lowering) -> None:
-        for index in low.indices(self.output):
-            a, b = (low.tile(t, index) for t in self.inputs)
-            low.emit("add", [W(low.tile(self.output, index)), R(a), R(b)])
-
-    def scalar(self) -> Definition:
-        axes = self.output.axes
-        return Definition(self.output.sizes, (Output(0, axes, Element(0, axes) + Element(1, axes)),))
-
-    def reference(self, *inputs: Array) -> tuple[Array, ...]:
+    def formula(self, *inputs: Number) -> tuple[Number, ...]:
         return (inputs[0] + inputs[1],)
 
 
-class Multiply(Op):
+class Multiply(Pointwise):
     """y = a * b, tensors of the same axes; da = dy * b, db = dy * a."""
+
+    kernel = "multiply"
 
     def __init__(self, a: Tensor, b: Tensor, out: Tensor) -> None:
         assert a.axes == b.axes == out.axes, (a, b, out)
@@ -50,16 +46,7 @@ class Multiply(Op):
         assert dy is not None
         return [multiply(g, dy, y, like=x) if x.requires_grad else None for x, y in ((a, b), (b, a))]
 
-    def lower(self, low: Lowering) -> None:
-        for index in low.indices(self.output):
-            a, b = (low.tile(t, index) for t in self.inputs)
-            low.emit("multiply", [W(low.tile(self.output, index)), R(a), R(b)])
-
-    def scalar(self) -> Definition:
-        axes = self.output.axes
-        return Definition(self.output.sizes, (Output(0, axes, Element(0, axes) * Element(1, axes)),))
-
-    def reference(self, *inputs: Array) -> tuple[Array, ...]:
+    def formula(self, *inputs: Number) -> tuple[Number, ...]:
         return (inputs[0] * inputs[1],)
 
 

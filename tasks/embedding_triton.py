@@ -164,10 +164,10 @@ def _sum_rows(
 
 @launches("embedding")
 def _describe(task: Task) -> Launches:
-    count, (rows, width), given = numel(task, 1), shape(task, 2), EmbeddingArgs.of(task)
+    count, (rows, width), arguments = numel(task, 1), shape(task, 2), EmbeddingArgs.of(task)
     block = min(power_of_two(width), 1024)
     lines = max(1, 1024 // block)
-    args: list[Parameter] = [*(tile(task, k) for k in range(3)), count, width, given.first, rows, given.rows]
+    args: list[Parameter] = [*(tile(task, k) for k in range(3)), count, width, arguments.first, rows, arguments.rows]
     grid = (ceil_div(count, lines), ceil_div(width, block))
     return Launches(
         (launch(_embedding, grid, *args, ACC=task.accesses[0].accumulate, ROWS=lines, BLOCK=block, warps=2),)

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from nntile_py.tiles import R, TaskArgs, W
+from nntile_py.tiles import TaskArgs
 
 from .activation import ACTIVATIONS, activate, check_kind, derivative
-from .op import Array, GraphLike, Lowering, Op, Tensor
-from .scalar.expression import Definition, Element, Output
+from .op import GraphLike, Tensor
+from .pointwise import Pointwise
+from .scalar.expression import Number
 
 
 class GatedArgs(TaskArgs):
     kind: int  # position in ACTIVATIONS
 
 
-class Gated(Op):
+class Gated(Pointwise):
     """y = act(gate) * up, tensors of the same axes; kind is one of ACTIVATIONS."""
+
+    kernel = "gated"
 
     def __init__(self, gate: Tensor, up: Tensor, out: Tensor, kind: str) -> None:
         assert gate.axes == up.axes == out.axes, (gate, up, out)
@@ -30,22 +33,18 @@ class Gated(Op):
     def flop(self) -> float:
         return 11.0 * self.output.numel
 
-    def lower(self, low: Lowering) -> None:
-        for index in low.indices(self.output):
-            gate, up = (low.tile(t, index) for t in self.inputs)
-            low.emit("gated", [W(low.tile(self.output, index)), R(gate), R(up)], GatedArgs(ACTIVATIONS.index(self.act)))
+    def args(self) -> TaskArgs:
+        return GatedArgs(ACTIVATIONS.index(self.act))
 
-    def scalar(self) -> Definition:
-        axes = self.output.axes
-        gate, up = Element(0, axes), Element(1, axes)
-        return Definition(self.output.sizes, (Output(0, axes, activate(self.act, gate) * up),))
-
-    def reference(self, *inputs: Array) -> tuple[Array, ...]:
-        return (activate(self.act, inputs[0]) * inputs[1],)
+    def formula(self, *inputs: Number) -> tuple[Number, ...]:
+        gate, up = inputs
+        return (activate(self.act, gate) * up,)
 
 
-class GatedGrad(Op):
+class GatedGrad(Pointwise):
     """dgate = dy * up * act'(gate), dup = dy * act(gate)."""
+
+    kernel = "gated_grad"
 
     def __init__(self, dy: Tensor, gate: Tensor, up: Tensor, dgate: Tensor, dup: Tensor, kind: str) -> None:
         super().__init__([dy, gate, up], [dgate, dup])
@@ -54,19 +53,10 @@ class GatedGrad(Op):
     def flop(self) -> float:
         return 27.0 * self.output.numel
 
-    def lower(self, low: Lowering) -> None:
-        for index in low.indices(self.output):
-            written = [W(low.tile(t, index)) for t in self.outputs]
-            read = [R(low.tile(t, index)) for t in self.inputs]
-            low.emit("gated_grad", [*written, *read], GatedArgs(ACTIVATIONS.index(self.act)))
+    def args(self) -> TaskArgs:
+        return GatedArgs(ACTIVATIONS.index(self.act))
 
-    def scalar(self) -> Definition:
-        axes = self.output.axes
-        dy, gate, up = (Element(k, axes) for k in range(3))
-        dgate, dup = dy * up * derivative(self.act, gate), dy * activate(self.act, gate)
-        return Definition(self.output.sizes, (Output(0, axes, dgate), Output(1, axes, dup)))
-
-    def reference(self, *inputs: Array) -> tuple[Array, ...]:
+    def formula(self, *inputs: Number) -> tuple[Number, ...]:
         dy, gate, up = inputs
         return dy * up * derivative(self.act, gate), dy * activate(self.act, gate)
 

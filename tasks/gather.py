@@ -83,8 +83,8 @@ class Gather(Op):
         leading = places.shape[: self.lead]
         rows = x.reshape(*leading, math.prod(map(self.inputs[0].size, self.axes)), -1)
         at = places.reshape(*leading, -1, 1)
-        found = np.where(at == NOWHERE, 0.0, np.take_along_axis(rows, np.maximum(at, 0), axis=-2))
-        return (found.reshape(self.output.shape),)
+        values = np.where(at == NOWHERE, 0.0, np.take_along_axis(rows, np.maximum(at, 0), axis=-2))
+        return (values.reshape(self.output.shape),)
 
 
 class GatherGrad(Op):

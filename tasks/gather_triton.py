@@ -84,12 +84,12 @@ def _sizes(task: Task, y: int, x: int, added: int) -> tuple[int, int, int]:
 
 @launches("gather")
 def _describe(task: Task) -> Launches:
-    n, given = numel(task, 2), GatherArgs.of(task)
-    count, positions, width = _sizes(task, 0, 1, given.added)
+    n, arguments = numel(task, 2), GatherArgs.of(task)
+    count, positions, width = _sizes(task, 0, 1, arguments.added)
     block = min(power_of_two(width), 1024)
     rows = max(1, 1024 // block)
     args: list[Parameter] = [tile(task, k) for k in range(3)]
-    args += [n, count, positions, width, given.first, given.positions]
+    args += [n, count, positions, width, arguments.first, arguments.positions]
     grid = (ceil_div(n, rows), ceil_div(width, block))
     acc = task.accesses[0].accumulate
     return Launches((launch(_gather, grid, *args, ACC=acc, ROWS=rows, BLOCK=block, warps=2),))
@@ -97,17 +97,17 @@ def _describe(task: Task) -> Launches:
 
 @launches("gather_grad")
 def _describe_grad(task: Task) -> Launches:
-    given = GatherGradArgs.of(task)
-    count, positions, width = _sizes(task, 1, 0, given.added)
+    arguments = GatherGradArgs.of(task)
+    count, positions, width = _sizes(task, 1, 0, arguments.added)
     rows, n, block, scratch = numel(task, 0) // width, numel(task, 2), min(power_of_two(width), 1024), Scratch()
     ends = [scratch.take(int(rows), "int32") for _ in range(2)]
     acc, dx, dy, places = task.accesses[0].accumulate, *(tile(task, k) for k in range(3))
     return Launches(
         (
             launch(_clear_ends, ceil_div(rows, 1024), *ends, rows, BLOCK=1024),
-            launch(_ends, ceil_div(n, 256), *ends, places, n, count, positions, given.first, BLOCK=256, warps=2),
+            launch(_ends, ceil_div(n, 256), *ends, places, n, count, positions, arguments.first, BLOCK=256, warps=2),
             launch(
-                _gather_grad, (rows, ceil_div(width, block)), dx, dy, places, *ends, positions, width, given.first,
+                _gather_grad, (rows, ceil_div(width, block)), dx, dy, places, *ends, positions, width, arguments.first,
                 ACC=acc, BLOCK=block, warps=2,
             ),
         ),

@@ -74,13 +74,13 @@ def describe(task: Task) -> Launches:
 
 def in_cut(task: Task, cut: BlockSizes | None) -> Launches:
     """Describe the launches of a task with these block sizes; None: the usual sizes."""
-    made = KERNELS[task.kernel]
+    kernel = KERNELS[task.kernel]
     shapes = [shape(task, k) for k in range(len(task.accesses))]
     adds = [access.accumulate for access in task.accesses]
-    axes = len(made.definition.axes)
+    axes = len(kernel.definition.axes)
     firsts, wholes = task.ints[:axes] or [0] * axes, task.ints[axes : 2 * axes]
     even = bool(wholes) and wholes[-1] % 2 == firsts[-1] % 2 == 0
-    text = Writer(made.definition, made.tiles, shapes, made.outputs, adds, wholes, even, cut).text()
+    text = Writer(kernel.definition, kernel.tiles, shapes, kernel.outputs, adds, wholes, even, cut).text()
     if text.cut.block > WIDEST:
         raise ValueError(f"{task.op}: rows of {text.cut.block} are not allowed on CUDA; cut them into at most {WIDEST}")
     dropout = task.args if isinstance(task.args, GeneratedDropoutArgs) else None
@@ -91,8 +91,8 @@ def in_cut(task: Task, cut: BlockSizes | None) -> Launches:
     seed: Parameter = slot(task, dropout.seed, "int64") if dropout else Int(0, 64)
     args = [*(tile(task, k) for k in range(len(shapes))), text.filled, *(Int(k, 64) for k in numbers), seed, *parts]
     warps = text.cut.warps
-    if made.width:
-        warps = min(16, max(1, text.cut.rows * text.cut.block // (32 * made.width)))
+    if kernel.width:
+        warps = min(16, max(1, text.cut.rows * text.cut.block // (32 * kernel.width)))
     blocks = programs if text.sums or text.groups > 1 else ceil_div(text.filled, text.cut.rows)
     sizes = {"ROWS": text.cut.rows, "BLOCK": text.cut.block}
     first = launch(kernel_of(text.source), (blocks, text.columns), *args, warps=warps, **sizes)
@@ -101,7 +101,7 @@ def in_cut(task: Task, cut: BlockSizes | None) -> Launches:
 
 def _of_parts(task: Task, text: Text, parts: Sequence[Parameter]) -> list[Launch]:
     """Return the launches that add up partial sums; sums with equal numbers of groups share one launch."""
-    made = []
+    added: list[Launch] = []
     for groups in dict.fromkeys(one.groups for one in text.sums):
         some = [k for k, one in enumerate(text.sums) if one.groups == groups]
         per = text.groups * text.per // groups
@@ -116,5 +116,5 @@ def _of_parts(task: Task, text: Text, parts: Sequence[Parameter]) -> list[Launch
         grid = ceil_div(text.n, columns), groups, len(some)
         warps = max(1, at_once * columns // 1024)
         kernel = kernel_of("\n".join([*lines, ""]))
-        made.append(launch(kernel, grid, *outs, *(parts[k] for k in some), warps=warps))
-    return made
+        added.append(launch(kernel, grid, *outs, *(parts[k] for k in some), warps=warps))
+    return added

@@ -79,12 +79,12 @@ def interpret(
     if table:
         scratch[: 8 * len(table)].view(torch.int64)[:] = torch.tensor(table, dtype=torch.int64)
 
-    def given(position: int) -> float:
+    def task_float(position: int) -> float:
         at = floats[position]
         return (slots or {})[at.name] if isinstance(at, Slot) else at
 
     def filled(size: int) -> int:
-        return size.filled(int(given(size.position))) if isinstance(size, DynamicSize) else size
+        return size.filled(int(task_float(size.position))) if isinstance(size, DynamicSize) else size
 
     def value(arg: Argument) -> Any:
         match arg:
@@ -99,7 +99,7 @@ def interpret(
             case Int(number) | Float(number):
                 return number
             case TaskFloat(position, dtype):
-                return given(position) if dtype == "fp32" else int(given(position))
+                return task_float(position) if dtype == "fp32" else int(task_float(position))
 
     for one in described.ways[way]:
         grid = tuple(map(filled, one.grid))

@@ -314,14 +314,14 @@ def _compile(
     constants = dict(constexprs)
     names = [name for name in kernel.arg_names if name not in constants]
     assert len(names) == len(types), (kernel.__name__, names, types)
-    given = dict(zip(names, types, strict=True))
+    known = dict(zip(names, types, strict=True))
     # Only constexprs are omitted from the parameters: unlike a JIT call, direct compilation does not specialise on
     # integers equal to 1.
-    signature = {name: given[name][0] if name in given else "constexpr" for name in kernel.arg_names}
+    signature = {name: known[name][0] if name in known else "constexpr" for name in kernel.arg_names}
     attrs = {
         (number,): [["tt.divisibility", ALIGNMENT]]
         for number, name in enumerate(kernel.arg_names)
-        if name in given and given[name][1]
+        if name in known and known[name][1]
     }
     source = ASTSource(kernel, signature, constants, attrs)
     options = {"num_warps": warps, "launch_pdl": overlap}
@@ -352,9 +352,9 @@ def shared_memory(capability: int) -> int:
 Encoded = tuple[bytes, str, int, int, bool, list[Value], list[Value]]
 
 
-def encode_table(made: Launches) -> list[tuple[int, int]]:
+def encode_table(launches: Launches) -> list[tuple[int, int]]:
     """Return the table's entries in the format of `encode`."""
-    return [(0, word.tile) if isinstance(word, TileAddress) else (3, word.value) for word in made.table]
+    return [(0, entry.tile) if isinstance(entry, TileAddress) else (3, entry.value) for entry in launches.table]
 
 
 def encode(launch: Launch, binary: Binary) -> Encoded:

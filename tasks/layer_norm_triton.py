@@ -298,9 +298,9 @@ def _describe(task: Task) -> Launches:
     _in_two(n, blocks)
     has = len(task.accesses) > 5  # residual and total; dropout requires both
     args: list[Parameter] = [tile(task, k) for k in ((0, 1, 2, 3, 4, 5, 6) if has else (0, 1, 2, 3, 4, 0, 0))]
-    given = LayerNormArgs.of(task)
-    mask, constants = _dropout(task, given.dropout, 2)
-    args += [rows, n, float(given.eps), *mask]
+    arguments = LayerNormArgs.of(task)
+    mask, constants = _dropout(task, arguments.dropout, 2)
+    args += [rows, n, float(arguments.eps), *mask]
     # Fewer rows per program cost more starts of programs; more rows per program leave too few programs.
     more = (1, 2, 4) if rows >= MANY else (1,)
     cuts = [blocks | {name: times * blocks[name] for name in ("ROWS", "warps")} for times in more]
@@ -308,7 +308,7 @@ def _describe(task: Task) -> Launches:
         (launch(_layer_norm, ceil_div(rows, cut["ROWS"]), *args, HAS_RESIDUAL=has, **constants, **cut),) for cut in cuts
     ]
     names = ", ".join(f"{cut['ROWS']}x{cut['warps']}" for cut in cuts)
-    key = f"layer_norm {int(rows)} {n} {tile(task, 2).dtype} {int(has)} {int(given.dropout is not None)} of {names}"
+    key = f"layer_norm {int(rows)} {n} {tile(task, 2).dtype} {int(has)} {int(arguments.dropout is not None)} of {names}"
     return Launches(ways[0], others=tuple(ways[1:]), key=key if len(ways) > 1 else "")
 
 

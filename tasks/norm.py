@@ -37,8 +37,8 @@ class Norm(Op):
         """Return this normalisation applied to x + residual; the sum is stored as `total`."""
         assert not self.residual, self
         make: Any = type(self)
-        made: Norm = make(x, *self.inputs[1:], self.output, self.statistics, self.eps, residual, total, **dropout)
-        return made
+        fused: Norm = make(x, *self.inputs[1:], self.output, self.statistics, self.eps, residual, total, **dropout)
+        return fused
 
 
 class NormGrad(Op):
@@ -67,5 +67,5 @@ class NormGrad(Op):
         """Return this gradient with `add` added to its input gradient; the sum is stored in the tensor dx."""
         assert not self.extra, self
         make: Any = type(self)
-        made: NormGrad = make(*self.inputs, dx, *self.outputs[1:], add=add)
-        return made
+        fused: NormGrad = make(*self.inputs, dx, *self.outputs[1:], add=add)
+        return fused

@@ -312,13 +312,13 @@ class Op:
 
 def operators() -> dict[str, type[Op]]:
     """Return all operator classes defined so far by name, users' own included."""
-    found: dict[str, type[Op]] = {}
+    classes: dict[str, type[Op]] = {}
     todo = [Op]
     while todo:
         for op in todo.pop().__subclasses__():
-            found[op.__name__] = op
+            classes[op.__name__] = op
             todo.append(op)
-    return found
+    return classes
 
 
 def permutation(source: Sequence[str], target: Iterable[str]) -> list[int]:

@@ -33,8 +33,8 @@ def waiting(ptx: str) -> str:
     head, brace, text = after.partition("\n{\n")
     assert entry and brace, "this version of Triton writes its kernels otherwise"
     # The compiler may have duplicated code behind a branch: each copy waits.
-    text, found = re.subn(f"{HERE}.*\\n", lambda line: line[0] + FIRST, text)
-    return before + entry + head + brace + ("" if found else FIRST) + text
+    text, count = re.subn(f"{HERE}.*\\n", lambda line: line[0] + FIRST, text)
+    return before + entry + head + brace + ("" if count else FIRST) + text
 
 
 def waits(ptx: str) -> bool:

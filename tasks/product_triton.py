@@ -265,9 +265,9 @@ def sizes_of(task: Task, plan: PlanArgs) -> Sizes | None:
     if plan.swap or plan.batch or not plain:
         return None
     a, out = shape(task, 1), shape(task, 0)
-    made = Sizes(math.prod(a[:m]), math.prod(out[m:]), math.prod(a[m:]), b_order != by_row)
+    sizes = Sizes(math.prod(a[:m]), math.prod(out[m:]), math.prod(a[m:]), b_order != by_row)
     fixed = not any(isinstance(size, DynamicSize) for size in (*a[m:], *shape(task, 2)))
-    return made if fixed and made.n % 8 == made.k % 8 == 0 else None  # rows of 16 bytes for vector loads
+    return sizes if fixed and sizes.n % 8 == sizes.k % 8 == 0 else None  # rows of 16 bytes for vector loads
 
 
 def served(task: Task, a: ContractArgs) -> Sizes | None:

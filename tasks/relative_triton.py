@@ -107,7 +107,7 @@ def _describe_grad(task: Task) -> Launches:
     args = RelativeArgs.of(task)
     sums = args.queries + args.keys
     (seq, key), (distances,) = shape(task, sums)[-2:], shape(task, sums + 1)
-    made: list[Launch] = []
+    passes: list[Launch] = []
     for number in range(sums):
         relative = shape(task, number)[-1]
         lines = numel(task, number) // relative
@@ -116,5 +116,5 @@ def _describe_grad(task: Task) -> Launches:
         flags = {"OF_KEYS": of_keys, "ACC": task.accesses[number].accumulate, "STEPS": distances.bit_length()}
         numbers = seq, key, relative, args.first, lines, distances
         addresses = tile(task, number), tile(task, sums), tile(task, sums + 1)
-        made.append(launch(_relative_scores_grad, grid, *addresses, *numbers, **flags, **blocks))
-    return Launches(tuple(made))
+        passes.append(launch(_relative_scores_grad, grid, *addresses, *numbers, **flags, **blocks))
+    return Launches(tuple(passes))

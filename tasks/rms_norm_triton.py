@@ -117,8 +117,8 @@ def _describe_squares(task: Task) -> Launches:
 
 @launches("rms_norm_stat")
 def _describe_stat(task: Task) -> Launches:
-    rows, given = numel(task, 0), RMSNormRstdArgs.of(task)
-    args: list[Parameter] = [tile(task, 0), tile(task, 1), rows, given.embed, given.eps]
+    rows, arguments = numel(task, 0), RMSNormRstdArgs.of(task)
+    args: list[Parameter] = [tile(task, 0), tile(task, 1), rows, arguments.embed, arguments.eps]
     return Launches((launch(_stat, ceil_div(rows, 128), *args, ROWS=128),))
 
 
@@ -135,8 +135,8 @@ def _describe_grad_sums(task: Task) -> Launches:
 @launches("rms_norm_grad")
 def _describe_grad(task: Task) -> Launches:
     rows, n, blocks = row_blocks(task, 0, 4096)
-    given = RMSNormGradArgs.of(task)
-    sums_at, extra_at = (6, 7) if given.has_sums else (0, 6)
+    arguments = RMSNormGradArgs.of(task)
+    sums_at, extra_at = (6, 7) if arguments.has_sums else (0, 6)
     extra_at = extra_at if len(task.accesses) > extra_at else 0
     parts, scratch = min(ceil_div(rows, blocks["ROWS"]), PROGRAMS), Scratch()
     part = scratch.take(parts * n, "fp32")
@@ -145,7 +145,7 @@ def _describe_grad(task: Task) -> Launches:
     has = {"HAS_SUMS": sums_at > 0, "HAS_EXTRA": extra_at > 0}
     return Launches(
         (
-            launch(_grad, parts, dx, part, *args, rows, n, given.embed, **has, **blocks),
+            launch(_grad, parts, dx, part, *args, rows, n, arguments.embed, **has, **blocks),
             sum_of_parts(dgamma, part, parts, n, acc=task.accesses[1].accumulate),
         ),
         scratch.bytes,

@@ -46,15 +46,15 @@ def rotary_table(head_dim: int, positions: int, theta: float, scaling: Mapping[s
 
 
 def _scaled(frequencies: Array, scaling: Mapping[str, Any]) -> Array:
-    given = dict(scaling)
-    old = given.pop("type", "default")  # name of the key in older folders
-    kind = given.pop("rope_type", old)
-    given.pop("rope_theta", None)  # of the caller
+    options = dict(scaling)
+    old = options.pop("type", "default")  # name of the key in older folders
+    kind = options.pop("rope_type", old)
+    options.pop("rope_theta", None)  # of the caller
     if kind not in list(SCALINGS):
         raise ConfigError(f"rope_scaling.rope_type: {kind!r} is not allowed; use one of {', '.join(SCALINGS)}")
     names = SCALINGS[kind]
-    for key in {**dict.fromkeys(names), **given}:
-        value = given.get(key)
+    for key in {**dict.fromkeys(names), **options}:
+        value = options.get(key)
         if key not in names:
             raise ConfigError(f"rope_scaling.{key}: unknown key; rope_type {kind} has {', '.join(names) or 'none'}")
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < np.inf:
@@ -62,8 +62,8 @@ def _scaled(frequencies: Array, scaling: Mapping[str, Any]) -> Array:
     if kind == "default":
         return frequencies
     if kind == "linear":
-        return np.asarray(frequencies / given["factor"])
-    factor, low, high, length = (given[key] for key in names)
+        return np.asarray(frequencies / options["factor"])
+    factor, low, high, length = (options[key] for key in names)
     if high <= low:
         raise ConfigError(f"rope_scaling.high_freq_factor: {high} is not allowed; use more than low_freq_factor {low}")
     # Frequencies with at least `high` rotations over the length stay; with at most `low`, the factor divides them.
@@ -131,8 +131,8 @@ class Rotary(Op):
     def reference(self, *inputs: Array) -> tuple[Array, ...]:
         x, table = inputs
         axes = self.inputs[0].axes
-        turned = np.moveaxis(x, (axes.index("seq"), axes.index("head_dim")), (-2, -1))
-        a, b = np.split(turned, 2, -1)
+        moved = np.moveaxis(x, (axes.index("seq"), axes.index("head_dim")), (-2, -1))
+        a, b = np.split(moved, 2, -1)
         cos, sin = np.split(table, 2, -1)
         sin = -sin if self.inverse else sin
         y = np.concatenate([a * cos - b * sin, b * cos + a * sin], -1)

@@ -258,8 +258,8 @@ class _Writer:
         cleared, added = self._sums()
         lines = [*self._sizes(), *seed, *starts, *self._allocated(), *cleared, *self._rows(body), *added]
         lines += ["free(buffer);"] if self.buffers else []
-        given = "void* const* tiles, const int64_t* const* shapes, const int64_t* ints, const double* floats"
-        head = [f"typedef {self.accumulator} T;", PREAMBLE, f'extern "C" void {SYMBOL}(', f"    {given},"]
+        parameters = "void* const* tiles, const int64_t* const* shapes, const int64_t* ints, const double* floats"
+        head = [f"typedef {self.accumulator} T;", PREAMBLE, f'extern "C" void {SYMBOL}(', f"    {parameters},"]
         head.append("    uint64_t accumulates) {")
         return "\n".join([*head, *(f"  {line}" for line in lines), "}", ""])
 
@@ -313,8 +313,8 @@ class _Writer:
                 index += f" + (ints[{k}] + i{k}) * {wholes}"
             lines.append(f"  const int64_t row = {index};")
         for (tile, at), name in self.pointers.items():
-            made = f"sum{tile}" if any(out.total and out.number == tile for out in self.results) else f"tiles[{tile}]"
-            steps = [f"{made})"]
+            base = f"sum{tile}" if any(out.total and out.number == tile for out in self.results) else f"tiles[{tile}]"
+            steps = [f"{base})"]
             for k, axis in enumerate(at):
                 if axis != self.column:
                     where = f"i{self.axes.index(axis)}" if isinstance(axis, str) else str(axis)

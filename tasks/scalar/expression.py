@@ -207,26 +207,26 @@ class Definition:
     @property
     def reduced(self) -> tuple[tuple[str, ...], ...]:
         """Axes of each reduction: reductions within rows first, then sums of outputs."""
-        found: dict[tuple[str, ...], None] = {(n.axis,): None for n in self.nodes() if isinstance(n, Reduce)}
+        axes: dict[tuple[str, ...], None] = {(n.axis,): None for n in self.nodes() if isinstance(n, Reduce)}
         for out in self.outputs:
             if out.total:
-                found[tuple(axis for axis in self.sizes if axis not in out.at)] = None
-        return tuple(found)
+                axes[tuple(axis for axis in self.sizes if axis not in out.at)] = None
+        return tuple(axes)
 
 
 def walk(*roots: Expression) -> list[Expression]:
     """Return all expressions below the roots once, operands first."""
-    found: dict[Expression, None] = {}
+    visited: dict[Expression, None] = {}
 
     def visit(node: Expression) -> None:
-        if node not in found:
+        if node not in visited:
             for part in node.parts:
                 visit(part)
-            found[node] = None
+            visited[node] = None
 
     for root in roots:
         visit(root)
-    return list(found)
+    return list(visited)
 
 
 def replaced(
@@ -236,19 +236,19 @@ def replaced(
     if root in known:
         return known[root]
     if isinstance(root, Element):
-        made: Expression = change(root) or root
+        result: Expression = change(root) or root
     elif isinstance(root, Call):
-        made = Call(root.name, *(replaced(part, known, change) for part in root.parts))
+        result = Call(root.name, *(replaced(part, known, change) for part in root.parts))
     elif isinstance(root, Reduce):
-        made = replace(root, x=replaced(root.x, known, change))
+        result = replace(root, x=replaced(root.x, known, change))
     elif isinstance(root, Keep) and root.row_numbers:
         row_numbers = replaced(root.row_numbers, known, change)
         assert isinstance(row_numbers, Element), "the result of another operator"
-        made = replace(root, row_numbers=row_numbers)
+        result = replace(root, row_numbers=row_numbers)
     else:
-        made = root
-    known[root] = made
-    return made
+        result = root
+    known[root] = result
+    return result
 
 
 def nodes_of(definition: Definition, kind: type[Any]) -> Iterator[Any]:

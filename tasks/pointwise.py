@@ -1,0 +1,43 @@
+"""Base class of element-wise operators on tensors of the same axes, defined by one formula."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from nntile_py.tiles import R, TaskArgs, W
+from nntile_py.tiles.arguments import NO_ARGS
+
+from .op import Array, Lowering, Op
+from .scalar.expression import Definition, Element, Number, Output
+
+
+class Pointwise(Op):
+    """Outputs are formula(*inputs), element by element; all tensors have the same axes.
+
+    The formula gives the scalar form, from which fusion generates kernels, and the reference. A task of `kernel` has
+    the tiles of the outputs, then of the inputs.
+    """
+
+    kernel: ClassVar[str]
+
+    def args(self) -> TaskArgs:
+        """Return the arguments of the kernel."""
+        return NO_ARGS
+
+    def formula(self, *inputs: Number) -> tuple[Number, ...]:
+        """Return the outputs, of arrays or of expressions."""
+        raise NotImplementedError
+
+    def lower(self, low: Lowering) -> None:
+        args = self.args()
+        for index in low.indices(self.output):
+            written = [W(low.tile(t, index)) for t in self.outputs]
+            low.emit(self.kernel, [*written, *(R(low.tile(t, index)) for t in self.inputs)], args)
+
+    def scalar(self) -> Definition:
+        axes = self.output.axes
+        values = self.formula(*(Element(k, axes) for k in range(len(self.inputs))))
+        return Definition(self.output.sizes, tuple(Output(k, axes, value) for k, value in enumerate(values)))
+
+    def reference(self, *inputs: Array) -> tuple[Array, ...]:
+        return self.formula(*inputs)
