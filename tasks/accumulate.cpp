@@ -1,4 +1,4 @@
-// Partial results put together: what the accumulation policies redux and tree, and kernels that add to a tile, call.
+// Combination of partial results, for the accumulation policies redux and tree and for kernels that add to a tile.
 #include <ATen/ops/maximum.h>
 
 #include "common.h"
@@ -7,7 +7,7 @@
 namespace nntile {
 namespace {
 
-// State (max, sumexp, values...) per row; sumexp 0 means nothing yet.
+// State (max, sumexp, values...) per row; sumexp 0: empty.
 template <class T>
 void combine_softmax(T* a, const T* b, int64_t width) {
   if (b[1] == T(0)) return;
@@ -31,7 +31,7 @@ void combine_moments(T* a, const T* b) {
   a[0] = count;
 }
 
-// The same two in whole-tile operations, for devices whose memory is not to be walked from here.
+// The same two as whole-tile operations, for devices.
 void combine_softmax(const at::Tensor& a, const at::Tensor& b) {
   const auto top_a = a.select(-1, 0).masked_fill(a.select(-1, 1).eq(0), -INFINITY);
   const auto top_b = b.select(-1, 0).masked_fill(b.select(-1, 1).eq(0), -INFINITY);
@@ -78,7 +78,7 @@ void combine_kernel(Args& t) { combine(static_cast<Monoid>(CombineArgs(t).monoid
 
 void empty(Args&) {}
 
-// Multiply-adds, each of which waits for the one before: a task of a known length.
+// Dependent multiply-adds: a task of known duration.
 void busy(Args& t) {
   const int64_t count = BusyArgs(t).count;
   auto* at = t[0].data_ptr<float>();

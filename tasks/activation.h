@@ -14,7 +14,7 @@ inline Vec<T> logistic(const Vec<T>& x) {
   return one / (one + x.neg().exp_u20());
 }
 
-// (1 + tanh(u)) / 2 with u = sqrt(2/pi) (x + 0.044715 x^3), as a logistic function of 2u: one exponential.
+// (1 + tanh(u)) / 2 with u = sqrt(2/pi) (x + 0.044715 x^3), as a logistic function of 2u, with one exponential.
 template <class T>
 inline Vec<T> gelu_new_gate(const Vec<T>& x) {
   return logistic(Vec<T>(T(2 * kSqrt2OverPi)) * x * at::vec::fmadd(Vec<T>(T(kCubic)) * x, x, Vec<T>(T(1))));

@@ -1,4 +1,4 @@
-// Attention on pairs of tiles (queries, keys and values). A query that attends to nothing has zeros, and 0 as its lse.
+// Attention on pairs of tiles (queries, keys and values). A query without attended keys gets zeros, and lse 0.
 #include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu.h>
 #include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu_backward.h>
 #include <ATen/ops/addmm.h>
@@ -13,7 +13,7 @@
 namespace nntile {
 namespace {
 
-constexpr int64_t kRows = 128;  // query rows at a time: their scores stay in the cache
+constexpr int64_t kRows = 128;  // query rows of a block, whose scores stay in the cache
 
 at::Tensor head(const at::Tensor& x, int64_t b, int64_t h) { return x.select(0, b).select(0, h); }
 
@@ -21,7 +21,7 @@ at::Tensor buffer_for(const at::Tensor& q, const at::Tensor& k) {
   return at::empty({std::min(kRows, q.size(2)) * k.size(2)}, q.options());
 }
 
-// scale q k^T of query rows [first, first + rows) and an interval of the keys, into the buffer.
+// Writes scale q k^T of query rows [first, first + rows) and an interval of the keys into the buffer.
 at::Tensor scores_of(const at::Tensor& buffer, const at::Tensor& q, const at::Tensor& k, int64_t first, int64_t rows,
                      Interval keys, double scale) {
   auto s = buffer.narrow(0, 0, rows * keys.size()).view({rows, keys.size()});
@@ -29,8 +29,8 @@ at::Tensor scores_of(const at::Tensor& buffer, const at::Tensor& q, const at::Te
   return s;
 }
 
-// body(b, head of q, head of k, scores of a block of rows, first row, rows, keys), where keys are the interval outside
-// of which all of these rows are masked. Padding is in the scores.
+// Calls body(b, head of q, head of k, scores of a block of rows, first row, rows, keys). All these rows are masked
+// outside the interval `keys`. The scores include the padding's bias.
 template <class T, class Body>
 void for_blocks(const Triple& x, const PairMask& mask, double scale, Body body) {
   const auto buffer = buffer_for(x.q, x.k);
@@ -52,7 +52,7 @@ void for_blocks(const Triple& x, const PairMask& mask, double scale, Body body) 
   }
 }
 
-// f(scores of a row, how many, number of the row) of what it attends to; the rest of the block becomes zeros.
+// Calls f(scores, count, row) for the attended keys of each row; the other elements of the block become zeros.
 template <class T, class F>
 void for_rows(const at::Tensor& s, const PairMask& mask, int64_t first, Interval keys, int64_t all_keys, F f) {
   for (int64_t row = 0; row < s.size(0); ++row) {
@@ -65,7 +65,7 @@ void for_rows(const at::Tensor& s, const PairMask& mask, int64_t first, Interval
   }
 }
 
-// Scores become exp(score - max of the row); f(row, max, sum), which are 0 and 0 for one that attends to nothing.
+// Replaces scores by exp(score - max of the row) and calls f(row, max, sum); 0 and 0 without attended keys.
 template <class T, class F>
 void exponentials(const at::Tensor& s, const PairMask& mask, int64_t first, Interval keys, int64_t all_keys, F f) {
   for_rows<T>(s, mask, first, keys, all_keys, [&](T* p, int64_t n, int64_t row) {
@@ -80,7 +80,7 @@ void exponentials(const at::Tensor& s, const PairMask& mask, int64_t first, Inte
   });
 }
 
-// Scores become probabilities.
+// Replaces scores by probabilities.
 template <class T>
 void probabilities(const at::Tensor& s, const at::Tensor& lse, const PairMask& mask, int64_t first, Interval keys,
                    int64_t all_keys) {
@@ -88,7 +88,7 @@ void probabilities(const at::Tensor& s, const at::Tensor& lse, const PairMask& m
               [&](T* p, int64_t n, int64_t row) { exp_row(p, p, lse.data_ptr<T>()[row], T(1), n); });
 }
 
-// f(what a row of a block attends to, its number, its first key, how many keys) of each row.
+// Calls f(elements of the attended keys, row, first key, count) for each row of a block.
 template <class T, class F>
 void for_kept(const at::Tensor& s, const PairMask& mask, int64_t first, Interval keys, int64_t all_keys, F f) {
   for (int64_t row = 0; row < s.size(0); ++row) {
@@ -99,7 +99,7 @@ void for_kept(const at::Tensor& s, const PairMask& mask, int64_t first, Interval
 
 at::Tensor rows_of(const at::Tensor& x, Interval keys) { return x.narrow(0, keys.from, keys.size()); }
 
-// ATen's fused kernel knows no mask but the diagonal, and no groups of heads.
+// ATen's fused kernel supports only the causal mask and no groups of heads.
 void vendor(const AttentionArgs& args, const Triple& x, const at::Tensor& out, const at::Tensor& lse) {
   const auto [o, l] = at::_scaled_dot_product_flash_attention_for_cpu(
       x.q, repeated(x.k, x.group()), repeated(x.v, x.group()), 0.0, args.diagonal, {}, args.scale);
@@ -118,13 +118,13 @@ void vendor_grad(const AttentionGradArgs& args, const Triple& x, const Triple& g
   }
 }
 
-// Whether each segment can be a call of ATen's kernel: the tile has all positions, and no probability is dropped.
+// Whether each segment can be a call of ATen's kernel: the tile has all positions, without dropout.
 bool whole_segments(const PairMask& mask, const Triple& x) {
   return mask.segments.defined() && !mask.dropout && !mask.window && !mask.padding.defined() && !mask.seq && !mask.key &&
          x.q.size(2) == x.k.size(2);
 }
 
-// f(first position, positions) of each segment; then outside(first, positions) of what belongs to none.
+// Calls f(first position, positions) for each segment, then outside(first, positions) for positions of none.
 template <class Segment, class Outside>
 void for_segments(const at::Tensor& segments, int64_t positions, Segment f, Outside outside) {
   const auto* offsets = segments.data_ptr<int64_t>();
@@ -212,7 +212,7 @@ void add_grads(const Triple& x, const Triple& grads, const PairMask& mask, const
   });
 }
 
-// Tiles [first, first + count) that are not added to become zeros.
+// Clears the tiles of [first, first + count) to which the task does not add.
 void clear(Args& t, size_t first, size_t count) {
   for (size_t k = first; k < first + count; ++k)
     if (!t.accumulates(k)) t[k].zero_();
@@ -224,12 +224,12 @@ void attention_grad(Args& t) {
   const auto d_out = as_bhsd(t[0], args.d_out), out = as_bhsd(t[1], args.out), lse = t[2];
   const Triple x(t, args.qkv, 3), grads(t, args.grads, 3 + x.count);
   const PairMask mask(t, args.diagonal, args.limits, 3 + x.count + grads.count);
-  const bool adds = t.accumulates(3 + x.count + args.grads.k[0]);  // other heads of the group have tiles of their own
+  const bool adds = t.accumulates(3 + x.count + args.grads.k[0]);  // other tiles of heads add, too
   if (mask.simple()) return vendor_grad(args, x, grads, d_out, out, lse, adds);
   if (whole_segments(mask, x)) {
     const auto one = [&](int64_t from, int64_t count) {
       const auto part = [&](const at::Tensor& y) { return y.narrow(2, from, count); };
-      const auto own_lse = part(lse).contiguous();  // as ATen's kernel reads it
+      const auto own_lse = part(lse).contiguous();  // ATen's kernel needs it contiguous
       vendor_grad(args, part_of(x, from, count), part_of(grads, from, count), part(d_out), part(out), own_lse, adds);
     };
     const auto none = [&](int64_t from, int64_t count) {
@@ -271,7 +271,7 @@ void attention_partial(Args& t) { add_state(t, true); }
 
 void flash_maxsumexp(Args& t) { add_state(t, false); }
 
-// The sums of a state, 1 where there is nothing.
+// Returns the sums of a state, 1 where it is empty.
 at::Tensor sums_of(const at::Tensor& state) {
   const auto sum = state.select(-1, 1);
   return sum.masked_fill(sum.eq(0), 1.0);

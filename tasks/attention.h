@@ -1,4 +1,4 @@
-// Where the attention kernels find their operands (attention_operands.py), and what is masked of a pair of tiles.
+// Operands of attention kernels (attention_operands.py) and masks of a pair of tiles.
 #pragma once
 #include <ATen/core/Tensor.h>
 
@@ -11,17 +11,17 @@ namespace nntile {
 
 using Order = std::array<int64_t, 4>;
 
-// x as [b, h, s, d]; the order has -1 for a batch that x lacks.
+// Returns x as [b, h, s, d]; the order has -1 for the batch if x has none.
 inline at::Tensor as_bhsd(const at::Tensor& x, const Order& order) {
   if (order[0] >= 0) return x.permute(order);
   return x.permute({order[1], order[2], order[3]}).unsqueeze(0);
 }
 
-// The tensors q, k, v (or their gradients) as [b, h, s, d] views of the task's tiles from `first` on. k and v may have
-// fewer heads: each for as many heads of q in a row.
+// Views [b, h, s, d] of q, k, v (or their gradients) in the task's tiles from `first` on. k and v may have fewer heads:
+// consecutive heads of q then share a head.
 struct Triple {
   at::Tensor q, k, v;
-  size_t count = 0;  // tiles used
+  size_t count = 0;  // number of tiles
 
   Triple(const Args& t, const OperandsArgs& args, size_t first) {
     const auto operand = [&](const std::array<int64_t, 2>& place) {
@@ -39,7 +39,7 @@ struct Triple {
   int64_t group() const { return q.size(1) / k.size(1); }
 };
 
-// What is masked of a pair of tiles; its data, where there is some, in the task's tiles from `first` on.
+// Masks of a pair of tiles; the data of the masks are in the task's tiles from `first` on.
 struct PairMask {
   bool diagonal;
   int64_t seq = 0, key = 0, window = 0, longest = 0;  // positions of the first query and key; see Limits in mask.py
@@ -55,23 +55,23 @@ struct PairMask {
     two_sided = limits->two_sided;
     longest = limits->longest;
     if (limits->padding) padding = t[first++];
-    if (limits->segments) segments = t[first].flatten();  // of one row of the batch
+    if (limits->segments) segments = t[first].flatten();  // the batch has one row
     dropout = limits->dropout;
   }
   bool simple() const { return !window && !padding.defined() && !segments.defined() && !dropout; }
-  // As ATen's flash attention takes a window: keys before a query, and behind it.
+  // The window for ATen's flash attention: keys before the query, keys after it.
   std::optional<int64_t> left() const { return window ? std::make_optional(window - 1) : std::nullopt; }
   std::optional<int64_t> right() const {
     return window ? std::make_optional(two_sided ? window - 1 : 0) : std::nullopt;
   }
 };
 
-// k or v with a head for each of q's.
+// Repeats the heads of k or v for each head of q.
 inline at::Tensor repeated(const at::Tensor& x, int64_t group) {
   return group == 1 ? x : x.unsqueeze(2).expand({-1, -1, group, -1, -1}).flatten(1, 2);
 }
 
-// The sum over each group of heads.
+// Sums over each group of heads.
 inline at::Tensor of_groups(const at::Tensor& x, int64_t group) {
   return group == 1 ? x : x.unflatten(1, {-1, group}).sum(2);
 }

@@ -1,4 +1,4 @@
-// Masks on the CPU: of each query the keys of its tile that it attends to are an interval, less padding.
+// Masks on the CPU: a query attends to an interval of the tile's keys, without padding.
 #pragma once
 #include <vector>
 
@@ -9,11 +9,11 @@
 namespace nntile {
 
 struct Interval {
-  int64_t from = 0, to = 0;  // keys of the tile
+  int64_t from = 0, to = 0;  // keys, numbered in the tile
   int64_t size() const { return to - from; }
 };
 
-// The interval of a query, in a tile of `keys` keys.
+// Returns the interval of a query in a tile of `keys` keys.
 inline Interval kept_keys(const PairMask& mask, int64_t row, int64_t keys) {
   const int64_t position = mask.seq + row;
   int64_t from = mask.key, to = mask.key + keys;
@@ -31,7 +31,7 @@ inline Interval kept_keys(const PairMask& mask, int64_t row, int64_t keys) {
   return from < to ? Interval{from - mask.key, to - mask.key} : Interval{};
 }
 
-// The smallest interval that holds those of rows [first, first + rows).
+// Returns the smallest interval that contains the intervals of rows [first, first + rows).
 inline Interval kept_by_rows(const PairMask& mask, int64_t first, int64_t rows, int64_t keys) {
   Interval all{keys, 0};
   for (int64_t row = first; row < first + rows; ++row) {
@@ -42,7 +42,7 @@ inline Interval kept_by_rows(const PairMask& mask, int64_t first, int64_t rows, 
   return all.size() > 0 ? all : Interval{};
 }
 
-// What padding adds to the scores of each key of sequence b: 0, or -inf where the key is masked.
+// Computes the padding's bias of each key of sequence b: 0, or -inf where the key is masked.
 template <class T>
 void padding_bias(const at::Tensor& padding, int64_t b, std::vector<T>& bias) {
   const auto fill = [&](const auto* row) {
@@ -68,8 +68,8 @@ class ScoresDropout {
   // t: the task's tiles
   ScoresDropout(const PairMask& pairs, const Args& t) : mask_(*pairs.dropout, t), offsets_(pairs.segments) {}
 
-  // p = p * mask / (1 - rate): n keys from `key` on of query `row` of sequence b, which are of its segment if there are
-  // such, and of head h.
+  // p = p * mask / (1 - rate), for n keys from `key` on, query `row`, sequence b and head h. With segments, the keys
+  // belong to the query's segment.
   template <class T>
   void apply(T* p, int64_t b, int64_t h, int64_t row, int64_t key, int64_t n) const {
     if (!n) return;

@@ -1,4 +1,4 @@
-// Attention on CUDA: the vendor's fused kernels where a task has whole sequences, else whole-tile operations.
+// Attention on CUDA: the vendor's fused kernels for whole sequences, else whole-tile operations.
 #include <ATen/ops/_flash_attention_backward.h>
 #include <ATen/ops/_flash_attention_forward.h>
 #include <ATen/ops/_scaled_dot_product_cudnn_attention.h>
@@ -33,15 +33,15 @@ bool low(const at::Tensor& x) { return at::isReducedFloatingType(x.scalar_type()
 // Scores and statistics are fp32 for bf16 and fp16 operands.
 at::Tensor wide(const at::Tensor& x) { return low(x) ? x.to(at::kFloat) : x; }
 
-// What ATen's and cuDNN's flash attention run on; the memory-efficient kernel takes fp16 on older GPUs, too.
+// GPUs for ATen's and cuDNN's flash attention; the memory-efficient kernel supports fp16 on older GPUs, too.
 bool runs_flash(const at::Tensor& x) {
   int major = 0;
   C10_CUDA_CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, x.get_device()));
   return major >= 8;
 }
 
-// Which kernel takes operands of this dtype and these sizes, and such a mask, forward and backward alike. segments: one
-// of attention_packed_cuda.cpp; window: ATen's flash attention; cudnn and efficient take what else is masked as a bias.
+// The kernel for this dtype, these sizes and this mask, the same forward and backward. segments: a kernel of
+// attention_packed_cuda.cpp; window: ATen's flash attention; cudnn and efficient take other masks as a bias.
 enum class Vendor { cudnn, flash, segments, window, efficient, none };
 
 Vendor vendor(const Triple& x, const PairMask& mask, packed::Way way) {
@@ -60,7 +60,7 @@ Vendor vendor(const Triple& x, const PairMask& mask, packed::Way way) {
   return Vendor::none;
 }
 
-// The tensor [b, h, s, d] as rows of 16-byte words, one a position; undefined if its memory is not so.
+// Returns [b, h, s, d] as rows of 16-byte words, one row per position; undefined if the layout does not allow it.
 at::Tensor words(const at::Tensor& x) {
   const auto y = x.permute({0, 2, 1, 3});  // batch, seq, heads, head_dim
   const auto row = y.size(2) * y.size(3), pitch = y.stride(1), each = 16 / static_cast<int64_t>(y.element_size());
@@ -83,7 +83,7 @@ void copy_rows(const at::Tensor& dst, const at::Tensor& src) {
 
 namespace {
 
-// [b or 1, 1, seq, key]: true where a query does not attend to a key; undefined where all do.
+// Returns [b or 1, 1, seq, key]: true where a pair is masked; undefined if no pair is.
 at::Tensor hidden(const Triple& x, const PairMask& mask) {
   if (mask.simple() && !mask.diagonal) return {};
   at::Tensor result;
@@ -104,17 +104,17 @@ at::Tensor hidden(const Triple& x, const PairMask& mask) {
   return result.expand({-1, -1, x.q.size(2), -1});
 }
 
-// What cudnn and efficient add to the scores, and the queries that attend to nothing. For those they would take the
-// mean of all: the bias is finite, lest they make NaN.
+// The bias that cudnn and efficient add to the scores, and the queries without attended keys. The bias is finite, as
+// infinities would give NaN; those queries then get the mean of all values.
 struct Bias {
-  at::Tensor bias, dead;  // [b, 1, seq, key], [b, 1, seq]; undefined where the diagonal is all
+  at::Tensor bias, dead;  // [b, 1, seq, key], [b, 1, seq]; undefined with only a causal mask
 
   Bias(const Triple& x, const PairMask& mask) {
     if (mask.simple()) return;
     const auto masked = hidden(x, mask);
-    const auto keys = x.k.size(2), pitch = (keys + 15) / 16 * 16;  // rows begin at what efficient's wide loads need
+    const auto keys = x.k.size(2), pitch = (keys + 15) / 16 * 16;  // row alignment for the vector loads of efficient
     bias = at::zeros({x.q.size(0), 1, x.q.size(2), pitch}, x.q.options()).narrow(3, 0, keys);
-    // Far below any score, and a number of the type: fp16 ends at 65504.
+    // Far below any score, but representable: fp16 ends at 65504.
     bias.masked_fill_(masked, x.q.scalar_type() == at::kHalf ? -65504. : -1e30);
     dead = masked.all(-1);
   }
@@ -204,7 +204,7 @@ void add_pair(const Triple& x, const PairMask& mask, const Triple& grads, const 
   grads.k.add_(of_groups(at::matmul(ds.transpose(-1, -2), wide(x.q)), x.group()));
 }
 
-// Tiles [first, first + count) that are not added to become zeros.
+// Clears the tiles of [first, first + count) to which the task does not add.
 void clear(Args& t, size_t first, size_t count) {
   for (size_t k = first; k < first + count; ++k)
     if (!t.accumulates(k)) t[k].zero_();
@@ -218,14 +218,14 @@ void attention_grad(Args& t) {
   const Triple x(t, args.qkv, 3), grads(t, args.grads, 3 + x.count);
   const PairMask mask(t, args.diagonal, args.limits, 3 + x.count + grads.count);
   const bool causal = mask.diagonal;
-  const bool adds = t.accumulates(3 + x.count + args.grads.k[0]);  // other heads of the group have tiles of their own
-  const auto own = [&] {  // of a kernel that writes them itself
+  const bool adds = t.accumulates(3 + x.count + args.grads.k[0]);  // other tiles of heads add, too
+  const auto own = [&] {  // for kernels that write to tensors of the caller
     return adds ? Triple(grads.q, at::empty_like(grads.k), at::empty_like(grads.v)) : grads;
   };
   const auto add = [&](const Triple& made) {
     if (adds) grads.k.add_(made.k), grads.v.add_(made.v);
   };
-  const auto seed = at::empty({}, lse.options().dtype(at::kLong));  // of a dropout that is off
+  const auto seed = at::empty({}, lse.options().dtype(at::kLong));  // unused, as there is no dropout
   const auto rows = x.q.size(2), keys = x.k.size(2);
   const auto repeat = [&](const at::Tensor& y) { return repeated(y, x.group()); };
   at::Tensor dq, dk, dv;

@@ -1,19 +1,19 @@
-// What the CUDA kernels of attention share.
+// Shared declarations of the CUDA attention kernels.
 #pragma once
 #include "attention.h"
 
 namespace nntile {
 
-// dst <- src. Slices of packed tensors are rows at a distance, which ATen copies element by element.
+// dst <- src. Slices of packed tensors have strided rows, which ATen would copy element by element.
 void copy_rows(const at::Tensor& dst, const at::Tensor& src);
 
 namespace packed {
 
-// Which kernel attends over segments: the one that was the fastest where it was measured, or the one that is named.
+// The kernel for segments: the fastest by measurement, or a fixed kernel.
 enum class Way { fastest, varlen, cudnn };
 
-// Operands in bf16 or fp16; most: tokens that fit into the tiles. What belongs to no segment becomes zeros. TaskError:
-// the kernel that is named cannot compute this.
+// Operands are bf16 or fp16; most: capacity of the tiles in tokens. Tokens of no segment become zeros. Throws TaskError
+// if a fixed kernel does not support the case.
 void attention(Way way, const Triple& x, const PairMask& mask, const at::Tensor& out, const at::Tensor& lse,
                int64_t most, double scale);
 void attention_grad(Way way, const Triple& x, const PairMask& mask, const at::Tensor& out, const at::Tensor& lse,

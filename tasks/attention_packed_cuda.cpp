@@ -17,7 +17,7 @@
 namespace nntile::packed {
 namespace {
 
-// What ATen's flash attention is told of packed sequences: [tokens, heads, head_dim], offsets, the tokens of none.
+// Arguments of ATen's flash attention for packed sequences: [tokens, heads, head_dim], offsets, tokens of no segment.
 struct Packed {
   at::Tensor offsets, dead;  // int32, [tokens]
   int64_t longest;
@@ -46,7 +46,7 @@ void varlen(const Triple& x, const PairMask& mask, const at::Tensor& out, const 
 void varlen_grad(const Triple& x, const PairMask& mask, const at::Tensor& out, const at::Tensor& lse,
                  const at::Tensor& d_out, const Triple& grads, double scale) {
   const Packed packed(mask, x.q.size(2));
-  const auto seed = at::empty({}, lse.options().dtype(at::kLong));  // of a dropout that is off
+  const auto seed = at::empty({}, lse.options().dtype(at::kLong));  // unused, as there is no dropout
   const auto [dq, dk, dv] = at::_flash_attention_backward(
       tokens(d_out), tokens(x.q), tokens(x.k), tokens(x.v), tokens(out), lse.select(0, 0).contiguous(), packed.offsets,
       packed.offsets, packed.longest, packed.longest, 0.0, mask.diagonal && !mask.window, seed, seed, scale,
@@ -60,8 +60,8 @@ void varlen_grad(const Triple& x, const PairMask& mask, const at::Tensor& out, c
   put(grads.v, dv);
 }
 
-// Runs ATen's kernel, or cuDNN's, which says why it cannot, if so. Which is faster is measured once for each kind of
-// task; neither adds to what is there, so it does not matter how often they run.
+// Runs ATen's kernel or cuDNN's, which returns the reason if it does not support the case. Which is faster is measured
+// once for each kind of task. Neither kernel adds to its outputs, so both may run repeatedly.
 void run(Way way, const char* direction, const Triple& x, const PairMask& mask, int64_t most,
          const std::function<void()>& aten, const std::function<std::string()>& ragged) {
   if (!x.q.size(2)) return;  // an empty bin
@@ -74,7 +74,7 @@ void run(Way way, const char* direction, const Triple& x, const PairMask& mask, 
   const std::vector<int64_t> sizes{static_cast<int64_t>(x.q.scalar_type()), x.q.size(1), x.k.size(1), x.q.size(3),
                                    mask.longest, mask.segments.numel(), most, mask.diagonal, mask.window,
                                    mask.two_sided};
-  thread_local std::map<std::pair<std::string, std::vector<int64_t>>, bool> known;  // whether it is cuDNN's
+  thread_local std::map<std::pair<std::string, std::vector<int64_t>>, bool> known;  // true: cuDNN
   auto found = known.find({direction, sizes});
   if (found == known.end()) {
     std::ostringstream key(direction, std::ios::ate);

@@ -1,4 +1,4 @@
-// What the CPU kernels share: dispatch over dtypes, vectors of the machine, permuted views.
+// Shared by CPU kernels: dispatch over dtypes, loops over vectors.
 #pragma once
 #include <ATen/core/Tensor.h>
 #include <ATen/cpu/vec/functional.h>
@@ -14,7 +14,7 @@ namespace nntile {
 template <class T>
 using Vec = at::vec::Vectorized<T>;
 
-// run(T{}) for the floating point type of the tensor.
+// Calls run(T{}) with the floating point type of the tensor.
 template <class Run>
 void dispatch(const at::Tensor& tensor, Run run) {
   switch (tensor.scalar_type()) {
@@ -24,7 +24,7 @@ void dispatch(const at::Tensor& tensor, Run run) {
   }
 }
 
-// f(offset, count) for the vectors of a row of n elements, the last one partial.
+// Calls f(offset, count) for each vector of a row of n elements; the last may be partial.
 template <class T, class F>
 inline void for_vectors(int64_t n, F f) {
   constexpr int64_t width = Vec<T>::size();
@@ -33,7 +33,7 @@ inline void for_vectors(int64_t n, F f) {
   if (k < n) f(k, n - k);
 }
 
-// The sum over vectors of f(offset, count); f must return zeros beyond count.
+// Returns the sum over vectors of f(offset, count); f must return zeros beyond count.
 template <class T, class F>
 inline T sum_vectors(int64_t n, F f) {
   Vec<T> total(T(0));
@@ -41,7 +41,7 @@ inline T sum_vectors(int64_t n, F f) {
   return at::vec::vec_reduce_all<T>([](Vec<T>& a, Vec<T>& b) { return a + b; }, total);
 }
 
-// Zero beyond count.
+// Sets elements beyond count to zero.
 template <class T>
 inline Vec<T> keep(const Vec<T>& v, int64_t count) {
   return count == Vec<T>::size() ? v : Vec<T>::set(Vec<T>(T(0)), v, count);

@@ -13,7 +13,7 @@
 namespace nntile {
 namespace {
 
-// pre <- pre + bias (kept only if out is another tile); out <- act(pre). bias may be undefined.
+// pre <- pre + bias (stored only if out is another tile); out <- act(pre). bias may be undefined.
 void activate_tile(int kind, const at::Tensor& pre, const at::Tensor& out, const at::Tensor& bias) {
   dispatch(pre, [&](auto zero) {
     using T = decltype(zero);
@@ -44,7 +44,7 @@ void multiply_derivative(int kind, const at::Tensor& y, const at::Tensor& aux) {
   });
 }
 
-// The product of the permuted operands as a (batched) matrix: out = beta * out + alpha * a b.
+// Product of the permuted operands as (batched) matrices: out = beta * out + alpha * a b.
 void gemm(const at::Tensor& out, const at::Tensor& a, const at::Tensor& b, double beta, double alpha) {
   auto target = out;
   if (out.dim() == 2)
@@ -53,10 +53,10 @@ void gemm(const at::Tensor& out, const at::Tensor& a, const at::Tensor& b, doubl
     at::baddbmm_out(target, out, a, b, beta, alpha);
 }
 
-// The tiles beside the operands in their order, undefined where there is none.
+// Tiles of the epilogue in order; undefined: absent.
 struct Beside {
   at::Tensor target, bias, residual, aux, activated, colsum;
-  double beta;  // of what is in the target
+  double beta;  // factor of the target's content
   bool adds_colsum = false;
 
   Beside(const Args& t, const EpilogueArgs& args) : target(t[0]), beta(t.accumulates(0) ? 1 : 0) {
@@ -71,7 +71,7 @@ struct Beside {
   }
 };
 
-// target = beta * target + what stands before the product; returns what beta is then.
+// target = beta * target + bias and residual; returns the factor of the target for the product.
 double start(const at::Tensor& target, double beta, const at::Tensor& what) {
   if (beta == 0) target.copy_(what.expand_as(target));
   else target.add_(what);
@@ -81,7 +81,7 @@ double start(const at::Tensor& target, double beta, const at::Tensor& what) {
 void own(const ContractArgs& args, const Plan& plan, const Factors& x, const Beside& beside) {
   const auto& epilogue = args.epilogue;
   const bool turned = x.out.stride(-1) != 1 && x.out.stride(static_cast<int64_t>(x.batch + x.rows) - 1) == 1;
-  int64_t columns = 0;  // of the vectors
+  int64_t columns = 0;  // of the bias, as vectors
   for (const auto axis : turned ? plan.out.slice(plan.batch, plan.m) : plan.out.slice(plan.batch + plan.m))
     columns |= int64_t{1} << axis;
   const bool along = epilogue.bias_axes == columns;
@@ -96,7 +96,7 @@ void blas(const ContractArgs& args, const Plan& plan, const Factors& x, const Be
   const auto& epilogue = args.epilogue;
   const auto &target = beside.target, &bias = beside.bias;
   const bool activates = epilogue.activation >= 0 && !epilogue.aux;
-  // With an activation the bias waits for its pass over the tile; otherwise the product is added to it.
+  // With an activation, the bias is added in the activation's pass; otherwise the product is added to the bias.
   const bool late =
       bias.defined() && activates && !beside.residual.defined() && trailing(epilogue.bias_axes, target.dim());
   const auto a = matrix(x.a, plan.batch, plan.m, plan.k), b = matrix(x.b, plan.batch, plan.k, plan.n);
@@ -118,7 +118,7 @@ void blas(const ContractArgs& args, const Plan& plan, const Factors& x, const Be
                   late ? bias : at::Tensor());
 }
 
-// The sum of the operand over the axes that the product sums over: first in the permuted b, last in the permuted a.
+// Sums an operand over the product's summed axes: the first axes of the permuted b, the last of the permuted a.
 void sum_operand(const Factors& x, bool first, const at::Tensor& to, bool adds) {
   std::vector<int64_t> axes(x.depth);
   std::iota(axes.begin(), axes.end(), static_cast<int64_t>(x.batch + (first ? x.rows : 0)));

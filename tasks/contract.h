@@ -1,4 +1,4 @@
-// What the CPU and the CUDA contraction share: which axes are what, and operands as matrices.
+// Shared by the CPU and CUDA contractions: roles of the axes, operands as matrices.
 #pragma once
 #include <ATen/TensorUtils.h>
 #include <ATen/core/Tensor.h>
@@ -17,7 +17,7 @@ inline at::Tensor broadcastable(const at::Tensor& bias, int64_t mask, const at::
   return bias.view(shape);
 }
 
-// The bias has the last axes of the output and no other.
+// Whether the bias has exactly the last axes of the output.
 inline bool trailing(int64_t mask, int64_t axes) {
   int64_t last = 0;
   while (last < axes && !((mask >> last) & 1)) ++last;
@@ -50,7 +50,7 @@ inline int64_t extent(at::IntArrayRef sizes, size_t from, size_t count) {
   return product;
 }
 
-// ATen copies an element a thread: where the last axis stays the last one, eight of bf16 go as one of 16 bytes.
+// Copies 16 bytes (8 bf16) at a time if the last axis stays last; ATen copies one element per thread.
 inline void copy(at::Tensor to, const at::Tensor& from) {
   const auto several = static_cast<int64_t>(16 / from.element_size());
   const auto wide = [&](const at::Tensor& x) {
@@ -64,7 +64,7 @@ inline void copy(at::Tensor to, const at::Tensor& from) {
   else to.copy_(from);
 }
 
-// A batch of matrices where it lies, if a library can step through it: elements of a row or of a column side by side.
+// Returns a view as a batch of matrices if rows or columns are contiguous, so that a BLAS can read it.
 inline std::optional<at::Tensor> in_place(const at::Tensor& tensor, size_t batch, size_t rows, size_t columns) {
   const auto sizes = tensor.sizes();
   const std::vector<int64_t> shape{extent(sizes, 0, batch), extent(sizes, batch, rows),

@@ -1,4 +1,4 @@
-// Contraction of tiles on CUDA: one product by cuBLASLt with its epilogue where that can do it, else the parts one by one.
+// Contraction of tiles on CUDA: by cuBLASLt with its epilogue where possible, else one operation after the other.
 #include <ATen/Context.h>
 #include <ATen/ops/addmm.h>
 #include <ATen/ops/baddbmm.h>
@@ -38,13 +38,13 @@ void apply_activation(int kind, const at::Tensor& pre, at::Tensor out) {
 
 void multiply_derivative(int kind, at::Tensor y, const at::Tensor& aux) {
   if (kind == kRelu) at::threshold_backward_out(y, y, aux, 0);
-  else if (kind == kTanh)  // 1 - tanh^2 of a tanh in bf16 or fp16 would be mostly rounding
+  else if (kind == kTanh)  // 1 - tanh^2 of a tanh rounded to bf16 or fp16 would be inaccurate
     y.mul_(aux.to(at::kFloat).tanh().square_().neg_().add_(1));
   else if (kind == kSilu) at::silu_backward_out(y, y, aux);
   else at::gelu_backward_out(y, y, aux, kind == kGeluNew ? "tanh" : "none");
 }
 
-// The plain product, by ATen: batches, fp64, what cuBLASLt does not take. Never in tf32, which PyTorch may have on.
+// The product by ATen, for batches, fp64 and cases without cuBLASLt. Never in tf32, even if PyTorch allows tf32.
 void plain(const at::Tensor& out, const at::Tensor& a, const at::Tensor& b, double beta, double alpha) {
   const at::NoTF32Guard exact;
   auto target = out;
@@ -59,8 +59,8 @@ void plain(const at::Tensor& out, const at::Tensor& a, const at::Tensor& b, doub
   }
 }
 
-// A target whose rows and columns (its first m axes, its last n) do not lie as in a matrix, as blocks that do:
-// [outer rows, rows, outer columns, columns]. None if that takes more axes.
+// Returns a target whose rows and columns (first m axes, last n axes) do not form a matrix as blocks that do:
+// [outer rows, rows, outer columns, columns]. None if more axes are needed.
 std::optional<at::Tensor> blocks(const at::Tensor& target, size_t m, size_t n) {
   const auto sizes = target.sizes();
   for (size_t outer_m = 0; outer_m < m; ++outer_m)
@@ -72,7 +72,7 @@ std::optional<at::Tensor> blocks(const at::Tensor& target, size_t m, size_t n) {
   return {};
 }
 
-// to = alpha a b, each block written where it belongs: a batch of products over the blocks of a row, or of a column.
+// to = alpha a b by blocks: a batch of products over the blocks of a row, or of a column.
 void into_blocks(const at::Tensor& to, const at::Tensor& a_matrix, const at::Tensor& b_matrix, double alpha, bool by_row) {
   const auto k = a_matrix.size(1);
   const auto a = a_matrix.view({to.size(0), to.size(1), k});
@@ -86,7 +86,7 @@ void into_blocks(const at::Tensor& to, const at::Tensor& a_matrix, const at::Ten
   }
 }
 
-// Where it lies if it can be, else copied.
+// Returns a view if possible, else a copy.
 View as_matrix(const View& x, size_t batch, size_t rows, size_t columns) {
   at::DimVector shape;
   if (batch) shape.push_back(extent(x.sizes, 0, batch));
@@ -96,9 +96,9 @@ View as_matrix(const View& x, size_t batch, size_t rows, size_t columns) {
   return matrix(x.tensor(), batch, rows, columns);
 }
 
-// target = alpha a b + bias, in another order of axes than the product has: that product and a copy, or a product for
-// each block. Which is faster depends on how wide blocks are, so it is measured, but not where a step fills a part of the
-// rows. bias: of the columns, side by side; undefined if there is none.
+// target = alpha a b + bias, for a target with another order of axes than the product: a product and a copy, or one
+// product per block. The faster way depends on the width of blocks and is measured, unless a step fills a part of the
+// rows. bias: of the columns, contiguous; undefined: none.
 void permuted(const at::Tensor& target, const at::Tensor& a, const at::Tensor& b, const at::Tensor& bias, double alpha,
               size_t m, size_t n, bool tf32, const Sizes& most) {
   const auto product_and_copy = [&] {
@@ -120,7 +120,7 @@ void permuted(const at::Tensor& target, const at::Tensor& a, const at::Tensor& b
     if (bias.defined()) target.add_(bias.view(target.sizes().slice(m)));
   };
   if (most != Sizes{a.size(0), b.size(1), a.size(1)}) return product_and_copy();
-  // Batches are not in tf32, nor of mixed types.
+  // Batches are neither in tf32 nor of mixed types.
   if (a.scalar_type() != target.scalar_type() || (tf32 && a.scalar_type() == at::kFloat)) return product_and_copy();
   std::vector<int64_t> key{static_cast<int64_t>(a.scalar_type()), static_cast<int64_t>(m)};
   for (const auto part : {target.sizes(), target.strides(), a.sizes(), a.strides(), b.strides()})
@@ -142,8 +142,8 @@ void permuted(const at::Tensor& target, const at::Tensor& a, const at::Tensor& b
   else by_blocks(*blocks(target, m, n), found->second == 1);
 }
 
-// What stands in the epilogue: numbers of tiles, 0 where there is none. With an activation the target is what comes before
-// it, and holds the result as well where nobody asks for both.
+// Numbers of the epilogue's tiles; 0: absent. With an activation, the target is the value before the activation. If
+// only the result is needed, the target holds the result too.
 struct Rest {
   size_t bias = 0, residual = 0, aux = 0, out = 0, column_sum = 0;
   bool activation;
@@ -163,8 +163,8 @@ struct Product {
   Plan plan;
   View a, b;  // matrices, or batches of them
   Sizes most;
-  bool lt;     // cuBLASLt is for it
-  bool first;  // the operand that is summed is a
+  bool lt;     // cuBLASLt supports the product
+  bool first;  // the summed operand is a
 
   explicit Product(const Args& t) : Product(t, ContractArgs(t)) {}
 
@@ -178,14 +178,14 @@ struct Product {
 
   size_t tile_of_a() const { return plan.swap ? 2 : 1; }
 
-  int64_t most_of(const Args& t, size_t from, size_t count) const {  // the elements of some axes of a
+  int64_t most_of(const Args& t, size_t from, size_t count) const {  // elements of some axes of a
     int64_t size = 1;
     for (const auto axis : plan.a.slice(from, count)) size *= t.most(tile_of_a())[static_cast<size_t>(axis)];
     return size;
   }
 };
 
-// By cuBLASLt, with as much of the epilogue as it has for this product; returns what is left of that.
+// Runs cuBLASLt with as much of the epilogue as it supports; returns the remaining epilogue.
 Rest fused(Args& t, const Product& p, Rest left) {
   const auto& e = p.args.epilogue;
   const auto shaped = [&](size_t tile) { return as_matrix(t.view(tile), 0, p.plan.m, p.plan.n); };
@@ -200,23 +200,23 @@ Rest fused(Args& t, const Product& p, Rest left) {
     vector = trailing(e.bias_axes, static_cast<int64_t>(t.most(0).size())) && bias.numel() == p.b.sizes[1];
     if (vector) f.bias = bias.data;
   }
-  const bool late = left.residual || (left.bias && !vector);  // something to add before the activation
-  // What accumulates in the tile that is to hold the value before the activation cannot be read and written at once.
+  const bool late = left.residual || (left.bias && !vector);  // an addition before the activation remains
+  // The tile of the value before the activation cannot be read and written by one call.
   const bool gelu = e.activation == kGeluNew && !late && !(e.keep_pre && t.accumulates(0));
   const bool sums = left.column_sum && e.activation < 0 && !vector;
-  at::Tensor spare;  // for sums that are added to others
+  at::Tensor spare;  // for sums that are added to another tensor
   if (gelu && e.aux) {
     f.epilogue = CUBLASLT_EPILOGUE_DGELU;
     f.aux = t.view(left.aux).data;
   } else if (gelu && e.keep_pre) {
     f.epilogue = vector ? CUBLASLT_EPILOGUE_GELU_AUX_BIAS : CUBLASLT_EPILOGUE_GELU_AUX;
-    f.aux = target.data;  // out of the epilogue; out is D
+    f.aux = target.data;  // output of the epilogue; D is out
   } else if (gelu) {
     f.epilogue = vector ? CUBLASLT_EPILOGUE_GELU_BIAS : CUBLASLT_EPILOGUE_GELU;
   } else if (vector) {
     f.epilogue = CUBLASLT_EPILOGUE_BIAS;
   } else if (sums) {
-    // Column-major, b comes first: the sum of b's columns is that of the library's A.
+    // In column-major order b comes first: the sum of b's columns is the library's sum of A.
     f.epilogue = p.first ? CUBLASLT_EPILOGUE_BGRADB : CUBLASLT_EPILOGUE_BGRADA;
     if (t.accumulates(left.column_sum)) spare = at::empty_like(t[left.column_sum]);
     f.bias = spare.defined() ? spare.data_ptr() : t.view(left.column_sum).data;
@@ -227,7 +227,7 @@ Rest fused(Args& t, const Product& p, Rest left) {
     if (sums) left.column_sum = 0;
     if (vector) left.bias = 0;
     if (gelu) left.activation = false;
-  } catch (const Unsupported&) {  // some epilogues are not there for some shapes: the parts one by one
+  } catch (const Unsupported&) {  // not all epilogues exist for all shapes: one operation after the other
     Fused bare;
     bare.c = f.c;
     matmul(target, p.a, p.b, p.args.scale, bare, t.tf32(), p.most);
@@ -235,7 +235,7 @@ Rest fused(Args& t, const Product& p, Rest left) {
   return left;
 }
 
-// The bias, if it has the columns of the product and no other axes, in the same order; else undefined.
+// Returns the bias if its axes are exactly the columns of the product, in order; else undefined.
 at::Tensor of_columns(Args& t, const Product& p, size_t bias) {
   if (!bias) return {};
   int64_t mask = 0;
@@ -245,7 +245,7 @@ at::Tensor of_columns(Args& t, const Product& p, size_t bias) {
   return t[bias].view(-1);
 }
 
-// Batches, fp64, and what goes into a target whose axes have another order. Returns what is left of the epilogue.
+// Computes batches, fp64, and targets with another order of axes. Returns the remaining epilogue.
 Rest unfused(Args& t, const Product& p, Rest left) {
   const auto& plan = p.plan;
   const auto target = t[0], a = p.a.tensor(), b = p.b.tensor();

@@ -1,11 +1,11 @@
-// Cross-entropy on tiles of logits [rows, classes]. Labels below 0 are left out of the loss.
+// Cross-entropy on tiles of logits [rows, classes]. Labels below 0 are ignored.
 #include "cross_entropy_args.h"
 #include "rows.h"
 
 namespace nntile {
 namespace {
 
-// x <- exp(x - lse) * scale, less the scale at the label.
+// x <- exp(x - lse) * scale, minus the scale at the label.
 template <class T>
 void gradient(T* x, T lse, int64_t label, T scale, int64_t n) {
   if (label < -n) scale = T(0);  // the callers' mark of an ignored row
@@ -18,8 +18,8 @@ void check_label(int64_t label, int64_t classes) {
     throw std::out_of_range("label " + std::to_string(label) + " is not one of " + std::to_string(classes) + " classes");
 }
 
-// A loss is scaled row by row: a product at the end would be rounded with the sum before it, or alone where that is added
-// by a task of its own.
+// The scale multiplies each row's loss: a product after the sum would round differently depending on whether an earlier
+// loss is added by the same task or by another task.
 
 // tiles: logits, labels, lse, loss (ACC)
 void cross_entropy(Args& t) {

@@ -1,4 +1,4 @@
-// Products by cuBLASLt, with its epilogues; the algorithm is chosen by measurement once for each shape and kind of GPU.
+// Products by cuBLASLt with its epilogues. The algorithm is measured once for each shape and GPU model.
 #pragma once
 #include <cublasLt.h>
 
@@ -9,7 +9,7 @@
 
 namespace nntile {
 
-// Where choices for this kind of GPU, library and driver are kept.
+// File of the stored choices for this GPU model, library and driver.
 std::string products_file();
 
 struct Sizes {
@@ -19,7 +19,7 @@ struct Sizes {
 
 struct Fused {
   const void* c = nullptr;  // added to the product
-  void* bias = nullptr;     // of each column, or where the epilogue sums an operand: what is written
+  void* bias = nullptr;     // per column; if the epilogue sums an operand, the output of the sum
   void* aux = nullptr;
   cublasLtEpilogue_t epilogue = CUBLASLT_EPILOGUE_DEFAULT;
 };
@@ -28,7 +28,7 @@ struct Unsupported : std::runtime_error {
   Unsupported() : std::runtime_error("cuBLASLt has no algorithm for this contraction") {}
 };
 
-// out = epilogue(alpha a b + c + bias), row-major matrices, of `most` rows and summed products at most. Throws
+// out = epilogue(alpha a b + c + bias), row-major matrices with at most `most` rows and summed products. Throws
 // Unsupported.
 void matmul(const View& out, const View& a_matrix, const View& b_matrix, double alpha, const Fused& f, bool tf32,
             const Sizes& most);

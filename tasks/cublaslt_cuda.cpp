@@ -34,7 +34,7 @@ cudaDataType type_of(const View& x) {
   }
 }
 
-// A row-major matrix as cuBLASLt's column-major one: its transpose, or with `flipped` the matrix itself.
+// A row-major matrix as cuBLASLt's column-major matrix: its transpose, or with `flipped` the matrix itself.
 struct Operand {
   const void* data;
   bool flipped = false;
@@ -56,13 +56,13 @@ struct Operand {
   }
 };
 
-// Of packed sequences rows are as many as a step fills, `most` if all: an algorithm is chosen for 16 numbers of them.
+// With packed sequences, rows vary by step, up to `most`: an algorithm is chosen for each of 16 numbers of rows.
 int64_t rounded(int64_t size, int64_t most) {
   const auto step = (most / 16 + 127) / 128 * 128;
   return step ? std::min(most, (size + step - 1) / step * step) : size;
 }
 
-// Everything that the choice of an algorithm depends on.
+// Everything on which the choice of an algorithm depends.
 struct Key {
   int64_t m, n, k, lda, ldb;
   int flips, in, out, epilogue, compute;
@@ -104,7 +104,7 @@ class Matmul {
     shape({key.m, key.n, key.k});
   }
 
-  // A product of these sizes: by one of the key's algorithms where that can compute it, else by the library's first.
+  // Computes a product of these sizes by the chosen algorithm if it supports them, else by the library's first.
   void run(const Call& call, const Sizes& now, void* workspace, size_t way) {
     point(call);
     if (now != sizes_ || way != way_) {
@@ -125,10 +125,10 @@ class Matmul {
     require(matmul(call, used_, workspace), "cublasLtMatmul");
   }
 
-  // Chooses one of those that the library proposes for the key's sizes, if it does: which, is measured where nobody has,
-  // on a product of these sizes.
+  // Chooses among the library's proposals for the key's sizes, by a stored choice or by a measurement on a product of
+  // these sizes.
   void choose(const Call& call, const Sizes& now, void* workspace, const View& out) {
-    point(call);  // how pointers are aligned has a say
+    point(call);  // the alignment of pointers matters
     found_ = proposed(kCandidates);
     if (found_.empty()) return;
     shape(now);
@@ -138,10 +138,10 @@ class Matmul {
     sizes_ = {};
   }
 
-  size_t count() const { return found_.size(); }  // of algorithms
+  size_t count() const { return found_.size(); }  // number of algorithms
   size_t best() const { return best_; }
 
-  static cublasLtHandle_t handle() {  // belongs to the device that is current when it is made: a worker has one
+  static cublasLtHandle_t handle() {  // belongs to the current device of its creation; one per worker
     thread_local const cublasLtHandle_t handle = [] {
       cublasLtHandle_t made;
       require(cublasLtCreate(&made), "cublasLtCreate");
@@ -170,7 +170,7 @@ class Matmul {
   int fastest(Call call, void* workspace, const View& out,
               const std::vector<cublasLtMatmulHeuristicResult_t>& found) {
     at::Tensor spare;
-    if (key_.in_place) {  // each trial would add again
+    if (key_.in_place) {  // each trial would add to the target
       spare = at::empty(out.sizes, at::TensorOptions(out.dtype).device(out.device));
       call.d = spare.data_ptr();
     }
@@ -180,7 +180,7 @@ class Matmul {
     for (size_t k = 0; k < found.size() && found.size() > 1; ++k) {
       const auto run = [&] { return matmul(call, found[k].algo, workspace) == CUBLAS_STATUS_SUCCESS; };
       float ms = least_ms(run);
-      if (ms < kShort)  // with launching; several in a row are launched while the first ones run
+      if (ms < kShort)  // includes launch time; several launches in a row overlap with execution
         ms = least_ms([&] { return run() && run() && run() && run() && run() && run() && run() && run(); }) / 8;
       if (ms < least) least = ms, best = static_cast<int>(k);
     }
@@ -231,15 +231,15 @@ class Matmul {
   }
 
   Key key_;
-  Sizes sizes_{};  // that the layouts have
+  Sizes sizes_{};  // of the layouts
   std::vector<cublasLtMatmulHeuristicResult_t> found_;
-  size_t best_ = 0, way_ = 0;   // of these: the fastest alone; the one that was used last
+  size_t best_ = 0, way_ = 0;   // number of the fastest alone; number of the last used
   cublasLtMatmulAlgo_t used_{};  // for `sizes_`
   cublasLtMatmulDesc_t desc_;
   cublasLtMatrixLayout_t a_, b_, d_;
 };
 
-// One a worker thread.
+// One per worker thread.
 void* workspace(c10::Device device) {
   thread_local std::map<c10::DeviceIndex, at::Tensor> made;
   auto& block = made[device.index()];

@@ -1,4 +1,4 @@
-// cuDNN's fused attention through its frontend: a graph for each set of shapes and strides, built once a worker.
+// cuDNN's fused attention through its frontend: one graph per set of shapes and strides, built once per worker.
 #include "cudnn.h"
 
 #if __has_include(<cudnn_frontend.h>)
@@ -9,7 +9,7 @@
 #include <ATen/ops/zeros.h>
 #include <c10/cuda/CUDAStream.h>
 #define CUDNN_FRONTEND_SKIP_JSON_LIB
-// Torch exports the symbols of a version of its own, with other layouts, which the loader would take for ours.
+// Torch exports symbols of another frontend version with other layouts; the loader must not mix them.
 #define cudnn_frontend nntile_cudnn_frontend
 #include <cudnn_frontend.h>
 
@@ -20,24 +20,24 @@ namespace {
 
 namespace fe = cudnn_frontend;
 
-// kLengths, kKeyLengths: positions of each segment; what is behind them: offsets of segments.
+// kLengths, kKeyLengths: positions of each segment; larger uids: offsets of segments.
 enum Uid : int64_t { kQ = 1, kK, kV, kOut, kStats, kDOut, kDQ, kDK, kDV, kBias, kLengths, kKeyLengths, kOffsets };
 using Attributes = std::shared_ptr<fe::graph::Tensor_attributes>;
 
 struct Operand {
   int64_t uid;
   at::Tensor x;
-  int64_t offsets = 0;  // where segments begin in it, in elements: the operand of this uid
+  int64_t offsets = 0;  // uid of the operand with the segments' offsets, in elements
 };
-using Operands = std::vector<Operand>;  // q is the first
+using Operands = std::vector<Operand>;  // q first
 
 struct Options {
   bool causal;
   double scale;
-  int64_t rows = 0;  // that ragged operands have at most; 0: they are not ragged
+  int64_t rows = 0;  // maximum rows of ragged operands; 0: not ragged
 };
 
-// The handle of this worker's device; it lives as long as the worker.
+// Handle of this worker's device, for the worker's lifetime.
 cudnnHandle_t handle() {
   thread_local std::map<c10::DeviceIndex, cudnnHandle_t> handles;
   const auto stream = c10::cuda::getCurrentCUDAStream();
@@ -58,12 +58,12 @@ fe::DataType_t type_of(const at::Tensor& x) {
 }
 
 struct Plan {
-  std::shared_ptr<fe::graph::Graph> graph;  // null: cuDNN has none
+  std::shared_ptr<fe::graph::Graph> graph;  // null: cuDNN has no kernel
   int64_t workspace = 0;
-  std::string refused;  // why
+  std::string refused;  // the reason
 };
 
-// Puts operands into a graph, as inputs or as what an operation makes.
+// Adds operands to a graph, as inputs or as outputs of an operation.
 class Builder {
  public:
   Builder(fe::graph::Graph& graph, const Operands& operands) : graph_(graph) {
@@ -114,7 +114,7 @@ Plan build(const Operands& operands, const Options& options) {
   if (all.has(kDOut)) {
     auto attention = fe::graph::SDPA_backward_attributes().set_name("attention_grad");
     all.configure(attention, options);
-    // Else its workspace has room for as many positions as the longest has, for each segment.
+    // Otherwise the workspace has the longest segment's positions for each segment.
     if (options.rows) attention.set_max_total_seq_len_q(options.rows).set_max_total_seq_len_kv(options.rows);
     const auto out = all.input(kOut), d_out = all.input(kDOut), stats = all.input(kStats);
     const auto [dq, dk, dv] = graph->sdpa_backward(q, k, v, out, d_out, stats, attention);
@@ -124,7 +124,7 @@ Plan build(const Operands& operands, const Options& options) {
   } else {
     auto attention = fe::graph::SDPA_attributes().set_name("attention").set_generate_stats(true);
     all.configure(attention, options);
-    // The other implementation, which is preferred where it is there, says nothing of offsets.
+    // The other implementation, preferred where available, does not support offsets.
     if (options.rows) attention.set_implementation(fe::AttentionImplementation_t::COMPOSITE);
     const auto [out, stats] = graph->sdpa(q, k, v, attention);
     all.output(out, kOut);
@@ -138,7 +138,7 @@ Plan build(const Operands& operands, const Options& options) {
   return plan;
 }
 
-// Returns why it cannot; empty: done.
+// Returns the reason if unsupported; empty: success.
 std::string run(const Operands& operands, const Options& options) {
   const auto& q = operands[0].x;
   std::vector<int64_t> key{options.causal, options.rows, q.get_device(), static_cast<int64_t>(q.scalar_type()),
@@ -146,7 +146,7 @@ std::string run(const Operands& operands, const Options& options) {
   std::unordered_map<int64_t, void*> pointers;
   for (const auto& [uid, x, _] : operands) {
     if (reinterpret_cast<uintptr_t>(x.data_ptr()) % 16) return "a tensor does not begin at a multiple of 16 bytes";
-    // It writes fp32, whatever is asked for.
+    // cuDNN always writes fp32.
     if (uid == kStats && x.scalar_type() != at::kFloat) return "the log-sum-exp is not fp32";
     pointers[uid] = x.data_ptr();
     key.insert(key.end(), x.sizes().begin(), x.sizes().end());
@@ -163,19 +163,19 @@ std::string run(const Operands& operands, const Options& options) {
   return {};
 }
 
-// Operands [1, h, tokens, d] of packed sequences as cuDNN takes them: [segments, h, longest, d], each segment with its
-// offset and its length.
+// Operands [1, h, tokens, d] of packed sequences in cuDNN's form [segments, h, longest, d], with an offset and a length
+// per segment.
 class Ragged {
  public:
   Ragged(const PairMask& mask, int64_t most)
       : mask_(mask), count_(mask.segments.numel() - 1), rows_((most + kRows - 1) / kRows * kRows) {
     if (mask.window) refused_ = "a window";
-    // It takes graphs for others, too, but later frontends refuse them: statistics are not to be ragged there.
+    // On other GPUs this version accepts such graphs, but later frontends refuse ragged statistics.
     const auto major = at::cuda::getCurrentDeviceProperties()->major;
     if (major != 9 && major != 10) refused_ = "a GPU of compute capability " + std::to_string(major);
   }
 
-  // Its offsets are those of operand `like`, an earlier one or itself, if tokens are as far apart there.
+  // Shares the offsets of operand `like`, an earlier operand or itself, if both have the same token stride.
   void add(Uid uid, const at::Tensor& x, Uid like) {
     const auto heads = x.size(1), width = x.size(3), pitch = x.stride(2);
     if (width % 16 && uid != kStats) refused_ = "head_dim " + std::to_string(width) + ", no multiple of 16";
@@ -203,16 +203,16 @@ class Ragged {
   }
 
  private:
-  static constexpr int64_t kRows = 64;  // its kernels add blocks of so many rows in their workspace
+  static constexpr int64_t kRows = 64;  // rows of the blocks that its kernels add in the workspace
   const PairMask& mask_;
   int64_t count_, rows_;
   std::string refused_;
   Operands operands_;
-  std::map<std::pair<int64_t, int64_t>, int64_t> uids_;  // of offsets
+  std::map<std::pair<int64_t, int64_t>, int64_t> uids_;  // uids of offsets
   std::map<int64_t, at::Tensor> by_pitch_;
 };
 
-// The log-sum-exp [1, h, tokens] of statistics [tokens, h], which is how they lie where operands are ragged.
+// Returns log-sum-exp [1, h, tokens] from statistics [tokens, h], their layout with ragged operands.
 at::Tensor as_lse(const at::Tensor& stats) { return stats.t().unsqueeze(0); }
 
 }  // namespace
@@ -232,7 +232,7 @@ bool attention_grad(const Triple& x, const at::Tensor& out, const at::Tensor& ls
   return run(operands, {causal, scale}).empty();
 }
 
-// What belongs to no segment is not written: it is cleared before.
+// cuDNN does not write tokens of no segment, so outputs are cleared first.
 std::string attention_of_segments(const Triple& x, const PairMask& mask, const at::Tensor& out, const at::Tensor& lse,
                                   int64_t most, double scale) {
   Ragged all(mask, most);

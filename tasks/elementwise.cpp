@@ -34,10 +34,10 @@ void sum(Args& t) {
 }
 
 struct Axis {
-  int64_t size, to, from;  // steps in the output and in the input
+  int64_t size, to, from;  // strides in the output and in the input
 };
 
-// Those of an output and of what it is copied from; neighbours that lie alike in both are one.
+// Returns the axes of an output and its input; axes that are contiguous in both become one.
 std::vector<Axis> axes_of(const at::Tensor& y, const at::Tensor& x) {
   std::vector<Axis> found;
   for (int64_t k = 0; k < y.dim(); ++k) {
@@ -53,8 +53,8 @@ std::vector<Axis> axes_of(const at::Tensor& y, const at::Tensor& x) {
 
 constexpr int64_t kSquare = 16;  // a cache line of fp32
 
-// A matrix whose rows lie dense in the output and its columns in the input, by squares of whole cache lines; at::copy_
-// does so only where there is one matrix, and otherwise reads a line for each element.
+// Transposes a matrix with contiguous rows in the output and contiguous columns in the input, by squares of whole cache
+// lines. at::copy_ does so only for a single matrix, and otherwise reads a cache line for each element.
 template <class T>
 void turn(T* to, const T* from, const Axis& rows, const Axis& columns) {
   for (int64_t j = 0; j < columns.size; j += kSquare)
@@ -78,7 +78,7 @@ void transpose(Args& t) {
   const bool known = y.scalar_type() == at::kFloat || y.scalar_type() == at::kDouble;
   if (!known || rows == axes.end() || axes.back().to != 1 || std::min(rows->size, axes.back().size) < kSquare ||
       rows == axes.end() - 1) {
-    y.copy_(x);  // whole rows go, or narrow ones
+    y.copy_(x);  // whole rows, or narrow axes
     return;
   }
   const auto columns = axes.back(), first = *rows;

@@ -1,5 +1,5 @@
-// Rows of x [rows, positions, width] at places [rows, count], -1 for none, and the gradient: a sum into those rows. Each
-// of these may be several axes of the tiles.
+// Gathers rows of x [rows, positions, width] at places [rows, count], -1 for zeros; the gradient sums into these rows.
+// Each of these axes may be several axes of the tiles.
 #include "common.h"
 #include "gather_args.h"
 

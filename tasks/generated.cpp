@@ -1,4 +1,4 @@
-// Runs a kernel that was generated and compiled while the process runs; see scalar/cpp.py.
+// Runs a kernel that was generated and compiled at run time; see scalar/cpp.py.
 #include <vector>
 
 #include "kernel.h"
@@ -8,7 +8,7 @@ namespace {
 
 using Made = void (*)(void* const*, const int64_t* const*, const int64_t*, const double*, uint64_t);
 
-// ints: the function's address, the number of floats, then the function's own; tiles and floats are the function's.
+// ints: address of the function, number of its floats, then the function's ints; tiles and floats are the function's.
 void generated(Args& t) {
   const auto made = reinterpret_cast<Made>(t.i(0));
   std::vector<at::Tensor> tensors;

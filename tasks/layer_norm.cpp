@@ -1,4 +1,4 @@
-// LayerNorm on tiles [rows, embed]. statistics rows are (mean, 1/sqrt(var + eps)).
+// LayerNorm on tiles [rows, embed]. Rows of statistics are (mean, 1/sqrt(var + eps)).
 #include <optional>
 #include <vector>
 
@@ -14,7 +14,7 @@ T sum_of(const T* x, int64_t n) {
   return sum_vectors<T>(n, [&](int64_t k, int64_t count) { return keep(load(x + k, count), count); });
 }
 
-// Sum of (x - mean)^2.
+// Returns the sum of (x - mean)^2.
 template <class T>
 T squares_of(const T* x, T mean, int64_t n) {
   return sum_vectors<T>(n, [&](int64_t k, int64_t count) {
@@ -115,7 +115,7 @@ void layer_norm_apply(Args& t) {
   });
 }
 
-// Of w = dy gamma: sum w, sum w xhat.
+// Returns sum w and sum w xhat, with w = dy gamma.
 template <class T>
 std::pair<T, T> row_sums(const T* dy, const T* x, const T* statistics, const T* gamma, int64_t n) {
   const Vec<T> mean(statistics[0]), rstd(statistics[1]);

@@ -1,5 +1,5 @@
-// Products of tensors on one core by vectors of the machine, where the BLAS that ATen brings is slow: MKL, made for
-// Intel's processors, computes with half the width of some others' vectors. The epilogue is done on the way.
+// Products of tensors on one core with a fused epilogue, for processors on which ATen's BLAS is slow: MKL, written for
+// Intel, uses only half of the vector width of some other processors.
 #pragma once
 #include <algorithm>
 #include <cstdlib>
@@ -13,12 +13,12 @@
 
 namespace nntile {
 
-// A matrix that lies anywhere: element (i, j) is data[rows.at[i] + columns.at[j]].
+// A matrix with arbitrary offsets: element (i, j) is data[rows.at[i] + columns.at[j]].
 struct Offsets {
   std::vector<int64_t> at;
-  int64_t run = 1;  // so many, from a multiple of it on, lie side by side
+  int64_t run = 1;  // length of contiguous runs, which begin at multiples of it
 
-  // Of `count` axes of x from `from` on, the last one fastest.
+  // Offsets along `count` axes of x from `from` on, the last fastest.
   void set(const at::Tensor& x, size_t from, size_t count) {
     at.assign(1, 0);
     run = 1;
@@ -37,7 +37,7 @@ struct Offsets {
   int64_t operator[](int64_t k) const { return at[static_cast<size_t>(k)]; }
   int64_t to_end_of_run(int64_t k) const { return run - k % run; }
 
-  // The distance of `count` neighbours from `first` on, if all have the same.
+  // The common distance of `count` neighbours from `first` on, if they have one.
   std::optional<int64_t> step(int64_t first, int64_t count) const {
     for (int64_t k = first + 2; k < first + count; ++k)
       if ((*this)[k] - (*this)[k - 1] != (*this)[first + 1] - (*this)[first]) return {};
@@ -51,35 +51,35 @@ struct Matrix {
   const Offsets &rows, &columns;
 };
 
-// y = act(alpha a b + beta y + bias + residual), or with `aux` act'(aux) (alpha a b + ...). What is null is left out.
+// y = act(alpha a b + beta y + bias + residual), or with `aux` act'(aux) (alpha a b + ...). Null: omitted.
 template <class T>
 struct Epilogue {
   T alpha, beta;
-  const T* bias;  // a number for each column; the others lie as the result does
+  const T* bias;  // one number per column; other pointers have the layout of the result
   const T *residual, *aux;
-  T* activated;  // in the place of the result, which then stays what it was before the activation
+  T* activated;  // output of the activation; the result then keeps the value before the activation
   int activation;  // -1: none
 };
 
-// Goto and van de Geijn 2008: panels of both operands are copied so that a tile of the result, kept in registers, reads
-// them in order; those of the right one fit into the first cache, those of the left one into the second. Matthews 2018:
-// copying, and writing the result, may as well find each row and column by an offset: no permuted tensor is made.
+// Goto and van de Geijn 2008: panels of both operands are copied such that a tile of the result, in registers, reads
+// them in order. Panels of the right operand fit into the L1 cache, panels of the left operand into L2. Matthews 2018:
+// copies of panels and writes of the result use an offset per row and column, so no permuted tensor is needed.
 template <class T>
 class Product {
 #ifdef CPU_CAPABILITY_AVX512
-  static constexpr int64_t kRows = 12;  // with two vectors of columns 24 of 32 registers hold sums
+  static constexpr int64_t kRows = 12;  // with two vectors of columns: 24 of 32 registers are sums
 #else
-  static constexpr int64_t kRows = 6;  // 12 of 16
+  static constexpr int64_t kRows = 6;  // 12 of 16 registers
 #endif
   static constexpr int64_t kVector = Vec<T>::size(), kVectors = 2, kColumns = kVectors * kVector;
-  static constexpr int64_t kLeftStep = (kRows + kVector - 1) / kVector * kVector;  // whole squares are turned
-  static constexpr int64_t kDepth = 1024 / sizeof(T);  // summed at a time
+  static constexpr int64_t kLeftStep = (kRows + kVector - 1) / kVector * kVector;  // whole squares are transposed
+  static constexpr int64_t kDepth = 1024 / sizeof(T);  // depth of a panel
   static constexpr int64_t kBlockRows = 20 * kRows, kBlockColumns = 48 * kColumns;
 
  public:
   void operator()(const Matrix<T>& c, const Matrix<const T>& a, const Matrix<const T>& b, const Epilogue<T>& epilogue) {
     const auto rows = c.rows.size(), columns = c.columns.size(), all = a.columns.size();
-    // A panel of columns that only one block of rows reads is read while the first cache has it.
+    // If only one block of rows reads a panel of columns, it reads the panel while it is in the L1 cache.
     const auto wide = rows > kBlockRows ? kBlockColumns : kColumns;
     for (int64_t depth = 0; depth < all; depth += kDepth) {
       const auto k = std::min(kDepth, all - depth);
@@ -101,14 +101,14 @@ class Product {
   std::vector<T> left_, right_;
   std::vector<int64_t> lines_;
 
-  // Lines to be brought to the second cache meanwhile.
+  // Cache lines to prefetch into L2 meanwhile.
   struct Ahead {
     const T* from;
     const int64_t* lines;
     int64_t count;
   };
 
-  // Where the cache lines of a panel of columns are, from its first element on, in the order of memory.
+  // Collects the offsets of a column panel's cache lines in the order of memory.
   void find_lines(const Matrix<const T>& b, int64_t depth, int64_t count) {
     lines_.clear();
     const bool along = b.rows.run > 1;
@@ -117,7 +117,7 @@ class Product {
         lines_.push_back(along ? b.columns[i] - b.columns[0] + b.rows[depth + j] : b.rows[depth + i] + j);
   }
 
-  // What of the epilogue belongs to a part of the sum.
+  // Returns the operations of the epilogue for one part of the sum.
   static Epilogue<T> part(Epilogue<T> epilogue, int64_t depth, bool last) {
     if (depth) {
       epilogue.beta = 1;
@@ -131,8 +131,8 @@ class Product {
     return epilogue;
   }
 
-  // Rows (or columns) [first, first + count) of x as panels [depth][kStep], of kWidth each; more than these may be
-  // behind them, and zeros behind the last.
+  // Copies rows (or columns) [first, first + count) of x into panels [depth][kStep] of kWidth each, with zeros behind
+  // the last row of x.
   template <int64_t kWidth, int64_t kStep>
   static void pack(std::vector<T>& to, const T* x, const Offsets& across, int64_t first, int64_t count,
                    const Offsets& along, int64_t start, int64_t depth) {
@@ -157,7 +157,7 @@ class Product {
     }
   }
 
-  // Squares of what lies side by side along the depth. Flattened, a whole square stays in registers.
+  // Transposes squares of elements that are contiguous along the depth. With flatten, a square stays in registers.
   template <int64_t kStep>
   [[gnu::flatten]] static void turn(T* out, const T* x, int64_t step, int64_t count, const Offsets& along,
                                     int64_t start, int64_t depth) {
@@ -193,7 +193,7 @@ class Product {
     static_cast<void>(((height == kLess + 1 && (tile<kLess + 1>(to, left, right, depth, ahead), true)) || ...));
   }
 
-  // The products of a panel of each operand; written so that the compiler keeps all sums in registers.
+  // Multiplies two panels; written such that the compiler keeps all sums in registers.
   template <int64_t kHeight>
   static void tile(T* to, const T* left, const T* right, int64_t depth, const Ahead& ahead) {
     Vec<T> sums[kHeight][kVectors];
@@ -219,7 +219,7 @@ class Product {
       for (int64_t v = 0; v < kVectors; ++v) sums[r][v].store(to + r * kColumns + v * kVector);
   }
 
-  // A tile of c out of its sums, in pieces that lie side by side.
+  // Writes a tile of c from its sums, in contiguous pieces.
   static void finish(const Matrix<T>& c, int64_t row, int64_t height, int64_t column, int64_t width, const T* sums,
                      const Epilogue<T>& e) {
     const Vec<T> alpha(e.alpha), beta(e.beta);
@@ -242,12 +242,12 @@ class Product {
   }
 };
 
-// Of a product: its tensors with their axes as [batch, rows, columns], [batch, rows, depth], [batch, depth, columns].
+// Tensors of a product, with axes [batch, rows, columns], [batch, rows, depth], [batch, depth, columns].
 struct Factors {
   at::Tensor out, a, b;
-  size_t batch, rows, columns, depth;  // how many axes are so
+  size_t batch, rows, columns, depth;  // numbers of axes
 
-  // Those of the transposed product.
+  // Returns the tensors of the transposed product.
   Factors transposed() const {
     const auto turned = [&](const at::Tensor& x, size_t first, size_t second) {
       std::vector<int64_t> order(batch + first + second);
@@ -259,7 +259,7 @@ struct Factors {
   }
 };
 
-// Whether Product computes it; of few rows or columns copying the panels would be most of the work.
+// Whether to use Product: with few rows or columns most of the work would be copies of panels.
 inline bool own_product(const Factors& x) {
   constexpr int64_t kLeast = 16;
 #if defined(__x86_64__) && (defined(CPU_CAPABILITY_AVX512) || defined(CPU_CAPABILITY_AVX2))
@@ -268,7 +268,7 @@ inline bool own_product(const Factors& x) {
   static const bool slow = false;
 #endif
   static const bool own = [] {
-    const auto* set = std::getenv("NNTILE_PRODUCT");  // own or blas: checked where a runtime is made
+    const auto* set = std::getenv("NNTILE_PRODUCT");  // own or blas; checked at the start of a runtime
     const std::string_view chosen = set ? set : "";
     return chosen == "own" || (chosen != "blas" && slow);
   }();
@@ -277,7 +277,7 @@ inline bool own_product(const Factors& x) {
                           extent(x.a.sizes(), x.batch + x.rows, x.depth)}) >= kLeast;
 }
 
-// The epilogue's tensors, undefined where there is none; all but the bias lie as `out` does.
+// Tensors of the epilogue; undefined: omitted. All but the bias have the layout of `out`.
 struct Along {
   double alpha, beta;
   at::Tensor bias, residual, aux, activated;

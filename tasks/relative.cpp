@@ -1,7 +1,7 @@
 // Products with embeddings of relative positions, added to tiles of attention scores [.., seq, key], and the gradient.
 //
-// The row along `relative` depends on key - seq alone: the index's part that a tile needs is a list of seq + key - 1
-// rows, along which a query's keys are neighbours. Where each distance has its own row, so are their products.
+// The row along `relative` depends only on key - seq: a tile needs seq + key - 1 consecutive entries of the index, and
+// a query's keys use neighbouring entries. Where each distance has a row of its own, the products are neighbours too.
 #include <algorithm>
 #include <vector>
 
@@ -11,7 +11,7 @@
 namespace nntile {
 namespace {
 
-constexpr int64_t BLOCK = 16;  // keys: the products of each are in a line of the cache that the next query reads, too
+constexpr int64_t BLOCK = 16;  // keys of a block: the next query reads the same cache lines of products
 
 // Sizes of a tile of scores, and the rows of its pairs.
 struct Pairs {
@@ -25,7 +25,7 @@ struct Pairs {
     }
   }
 
-  // neighbours(query of all matrices, row of its first key) where each key has the next row, else each(query, rows).
+  // Calls neighbours(query, row of its first key) if consecutive keys have consecutive rows, else each(query, rows).
   template <class Neighbours, class Each>
   void for_queries(Neighbours neighbours, Each each) const {
     for (int64_t query = 0; query < matrices * seq; ++query) {
@@ -35,7 +35,7 @@ struct Pairs {
     }
   }
 
-  // f(place of a pair in the scores, place of its product in those of keys) for all pairs, some keys at a time.
+  // Calls f(offset of the pair in the scores, offset of its product) for all pairs, a block of keys at a time.
   template <class F>
   void for_keys(F f) const {
     for (int64_t matrix = 0; matrix < matrices; ++matrix)
@@ -47,7 +47,7 @@ struct Pairs {
 
   int64_t seq, key, relative, matrices;
   std::vector<int32_t> rows;
-  std::vector<int64_t> steps;  // for how many entries from here on the next one is one more
+  std::vector<int64_t> steps;  // length of the run of consecutive rows from this entry on
 };
 
 // tiles: scores (RW), index, products of queries [.., seq, relative], products of keys [.., key, relative]

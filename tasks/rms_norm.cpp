@@ -1,4 +1,4 @@
-// RMSNorm on tiles [rows, embed]. A row of rstd is 1/sqrt(mean of squares + eps).
+// RMSNorm on tiles [rows, embed]. rstd has 1/sqrt(mean of squares + eps) of each row.
 #include <vector>
 
 #include "common.h"
@@ -16,7 +16,7 @@ void scale_row(T* y, const T* x, T rstd, const T* gamma, int64_t n) {
   });
 }
 
-// Sum of dy gamma x.
+// Returns the sum of dy gamma x.
 template <class T>
 T weighted_dot(const T* dy, const T* x, const T* gamma, int64_t n) {
   return sum_vectors<T>(n, [&](int64_t k, int64_t count) {

@@ -5,7 +5,7 @@
 namespace nntile {
 namespace {
 
-// Halves (a, b) of n elements, each turned by its own angle.
+// Rotates the pairs of halves (a, b) of n elements, each by its angle.
 template <class T>
 void rotate(T* y, const T* x, const T* table, T sign, int64_t n) {
   for_vectors<T>(n, [&](int64_t k, int64_t count) {

@@ -14,7 +14,7 @@ T max_of(const T* x, int64_t n) {
   return at::vec::vec_reduce_all<T>([](Vec<T>& a, Vec<T>& b) { return at::vec::maximum(a, b); }, top);
 }
 
-// Sum of exp(x - top).
+// Returns the sum of exp(x - top).
 template <class T>
 T sumexp_of(const T* x, T top, int64_t n) {
   return sum_vectors<T>(

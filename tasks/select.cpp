@@ -1,4 +1,4 @@
-// One position of an axis, and the gradient: zeros at the others.
+// One position of an axis; the gradient is zero at the others.
 #include "common.h"
 #include "select_args.h"
 

@@ -7,7 +7,7 @@
 namespace nntile {
 namespace {
 
-// The rows of a tile of scores, each with the keys that it attends to.
+// Rows of a tile of scores with their attended keys.
 template <class T>
 struct Rows {
   Rows(const Args& t, const SoftmaxArgs& args, const at::Tensor& scores, size_t first)
@@ -22,7 +22,7 @@ struct Rows {
 
   Interval kept(int64_t row) const { return kept_keys(mask, row % seq, keys); }
 
-  // Of keys that are padding: -inf; the others' scores as they are.
+  // Sets the scores of padding keys to -inf.
   void pad(T* x, int64_t row, Interval in) const {
     if (!bias.empty()) add(x, bias[row / rows % bias.size()].data() + in.from, in.size());
   }

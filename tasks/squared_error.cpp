@@ -1,4 +1,4 @@
-// The loss of regressions, and its gradient
+// Squared error, a loss, and its gradient.
 #include "common.h"
 #include "squared_error_args.h"
 

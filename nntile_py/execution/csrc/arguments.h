@@ -1,4 +1,4 @@
-// What the structs of scripts/args_headers.py are read with.
+// Reader of the structs that scripts/args_headers.py generates.
 #pragma once
 #include <c10/util/ArrayRef.h>
 
@@ -9,7 +9,7 @@
 
 namespace nntile {
 
-// Takes a task's ints and floats in order.
+// Reads a task's ints and floats in order.
 struct ArgsReader {
   const Args& t;
   size_t next_int = 0, next_float = 0;
@@ -30,7 +30,7 @@ struct ArgsReader {
     return {left.data(), left.size()};
   }
 
-  // A group of arguments that is there if ints are left.
+  // Reads an optional group of arguments, present if ints are left.
   template <class Group>
   std::optional<Group> group() {
     return next_int < t.ints().size() ? std::make_optional<Group>(*this) : std::nullopt;

@@ -21,16 +21,15 @@ namespace {
 struct State {
   std::mutex mutex;
   std::string folder;
-  std::map<std::string, std::map<std::string, int>> files;  // of each, the choice by key
+  std::map<std::string, std::map<std::string, int>> files;  // for each file: choice by key
 };
 
 State& state() {
-  static auto& made = *new State;  // workers may outlive main
+  static auto& made = *new State;  // never destroyed, as workers may outlive main
   return made;
 }
 
-// A file of lines "KEY: CHOICE" that no other process reads or writes meanwhile, unless one has stopped while it did.
-// One that cannot be opened is empty, and what cannot be written to it is lost.
+// A locked file of lines "KEY: CHOICE". A file that cannot be opened counts as empty, and writes to it are lost.
 class Locked {
  public:
   explicit Locked(const std::filesystem::path& path) {
@@ -42,14 +41,14 @@ class Locked {
       close(file_);
       file_ = -1;
     }
-    // Not everywhere possible: at worst two measure the same.
+    // Not all file systems have locks: at worst two processes measure the same.
     for (int turn = 0; turn < kTurns && file_ >= 0 && flock(file_, LOCK_EX | LOCK_NB) && errno == EWOULDBLOCK; ++turn)
       std::this_thread::sleep_for(std::chrono::milliseconds(10));
   }
 
   ~Locked() {
     if (file_ < 0) return;
-    flock(file_, LOCK_UN);  // a process that was forked meanwhile has the file open, too
+    flock(file_, LOCK_UN);  // a forked process may have the file open, too
     close(file_);
   }
 
@@ -73,7 +72,7 @@ class Locked {
     char last = '\n';
     if (before) (void)!pread(file_, &last, 1, before - 1);
     const auto line = (last == '\n' ? "" : "\n") + key + ": " + std::to_string(choice) + "\n";
-    // No room there: kept by the process alone. Half a line could say another choice.
+    // Disk full: stored only in this process, as half a line could be another choice.
     const auto written = write(file_, line.data(), line.size());
     if (written > 0 && static_cast<size_t>(written) < line.size()) (void)!ftruncate(file_, before);
   }
@@ -85,9 +84,9 @@ class Locked {
   int file_;
 };
 
-thread_local bool chooses = false;  // this thread has the lock
+thread_local bool chooses = false;  // this thread holds the lock
 
-// What was chosen before, here or by another process.
+// Returns an earlier choice of this or another process.
 std::optional<int> kept(const std::string& file, const std::string& key) {
   if (chooses) return {};
   const std::lock_guard lock(state().mutex);
@@ -119,7 +118,7 @@ size_t way_to_take(const std::function<std::string()>& file, const std::function
 }
 
 int chosen(const std::string& file, const std::string& key, const std::function<int()>& measure) {
-  if (chooses) return measure();  // a choice inside of another: this thread has the lock
+  if (chooses) return measure();  // a nested choice: this thread holds the lock
   const std::lock_guard lock(state().mutex);
   struct Inside {
     Inside() { chooses = true; }

@@ -1,5 +1,5 @@
-// Choices that were made by measurement, kept for later processes: what is measured anew may turn out otherwise, and
-// with it the last bits of a result.
+// Choices by measurement, stored for later processes: a new measurement may choose differently, which changes the last
+// bits of results.
 #pragma once
 #include <functional>
 #include <map>
@@ -8,32 +8,32 @@
 
 namespace nntile {
 
-void keep_choices(const std::string& folder);  // where, from now on; without one they are this process's alone
+void keep_choices(const std::string& folder);  // folder from now on; empty: choices stay in this process
 
-// What was chosen for `key` in the folder's `file`; if nothing was, what `measure` says. One caller measures at a time;
-// what it chooses meanwhile is not kept.
+// Returns the stored choice for `key` in the folder's `file`, else the result of `measure`. One caller measures at a
+// time; nested choices are not stored.
 int chosen(const std::string& file, const std::string& key, const std::function<int()>& measure);
 
-// Between the ways to compute something in a CUDA graph, where another one may be the fastest than alone: operands are
-// not in the cache there, and a kernel ends just before.
+// A choice between kernels in a CUDA graph. Another kernel may be the fastest there than in isolation: operands are not
+// in the cache, and another kernel ends just before.
 struct Choice {
-  size_t way, count;  // of them
-  std::string file;   // where it is kept
-  bool open = true;   // not yet made for graphs
-  bool used = true;   // asked for since the caller has last set this to false
+  size_t way, count;  // number of candidates
+  std::string file;   // file of the choice
+  bool open = true;   // not yet measured in graphs
+  bool used = true;   // used since the caller last cleared the flag
 };
-using Choices = std::map<std::string, Choice>;  // by what is kept
-inline thread_local Choices* choices_in_graph = nullptr;  // of the program whose kernels this worker launches or captures
-// The way that is to be taken now; `alone`: the fastest alone, which is taken outside of graphs.
+using Choices = std::map<std::string, Choice>;  // by key
+inline thread_local Choices* choices_in_graph = nullptr;  // of the program that this worker launches or captures
+// Returns the candidate to use now; `alone`: the fastest in isolation, used outside graphs.
 size_t way_to_take(const std::function<std::string()>& file, const std::function<std::string()>& key, size_t count,
                    size_t alone);
 
-// On CUDA workers, in choices_cuda.cpp.
-// The least of some timings on this worker's stream, in ms; infinite where `run` returns false.
+// On CUDA workers, in autotune_cuda.cpp.
+// Returns the minimum of several timings on this worker's stream, in ms; infinite if `run` returns false.
 float least_ms(const std::function<bool()>& run);
-// Where choices for this kind of GPU, library and driver are kept.
+// File of the choices for this GPU model, library and driver.
 std::string choices_file(const std::string& kind, const std::string& library);
-// Which of several ways to the same result is the fastest: measured once for `key`, 0 the first of them.
+// Returns the number of the fastest of several equivalent kernels, measured once for `key`.
 int fastest_of(const std::string& file, const std::string& key, const std::vector<std::function<void()>>& ways);
 
 }  // namespace nntile

@@ -1,4 +1,4 @@
-// Choices between ways to the same result, by their times on this worker's stream.
+// Choices between equivalent kernels by their times on this worker's stream.
 #include <ATen/cuda/CUDAContext.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAStream.h>
@@ -48,7 +48,7 @@ std::string choices_file(const std::string& kind, const std::string& library) {
 }
 
 int fastest_of(const std::string& file, const std::string& key, const std::vector<std::function<void()>>& ways) {
-  ways.front()();  // the only one that may choose an algorithm of its own: under the lock that `chosen` takes
+  ways.front()();  // only this candidate may choose an algorithm itself, under the lock of `chosen`
   const int way = chosen(file, key, [&] {
     std::vector<float> times;
     for (const auto& run : ways) times.push_back(least_ms([&] { return run(), true; }));

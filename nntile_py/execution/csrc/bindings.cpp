@@ -38,23 +38,23 @@ py::dtype numpy_dtype(at::ScalarType type) {
   throw std::invalid_argument("this dtype has no numpy form");
 }
 
-// A numpy view of a tile's memory, valid while the task runs.
+// Returns a numpy view of a tile's memory, valid while the task runs.
 py::array view(const Tile& tile, void* data, bool writeable) {
   py::array array(numpy_dtype(tile.dtype), tile.shape, data, py::capsule(data, [](void*) {}));
   if (!writeable) array.attr("flags").attr("writeable") = false;
   return array;
 }
 
-// A view as a DLPack capsule, which torch takes: it has every dtype, and memory of devices, too.
+// Returns a view as a DLPack capsule for torch: it supports every dtype and device memory.
 py::capsule dlpack(const at::Tensor& tensor) {
   return py::capsule(at::toDLPack(tensor), "dltensor", [](PyObject* capsule) {
-    if (!PyCapsule_IsValid(capsule, "dltensor")) return;  // renamed by whoever has taken it
+    if (!PyCapsule_IsValid(capsule, "dltensor")) return;  // renamed by its consumer
     auto* managed = static_cast<DLManagedTensor*>(PyCapsule_GetPointer(capsule, "dltensor"));
     managed->deleter(managed);
   });
 }
 
-// Whoever drops it last need not hold the GIL.
+// The last owner need not hold the GIL.
 template <class Object>
 std::shared_ptr<Object> held(Object object) {
   return {new Object(std::move(object)), [](Object* owned) {
@@ -67,13 +67,13 @@ std::shared_ptr<Object> held(Object object) {
 // (call, takes torch tensors, runs on CUDA workers, which tiles are only read, number of floats); see python_task.py.
 using PythonSpec = std::tuple<py::function, bool, bool, std::vector<bool>, size_t>;
 
-// function(device, stream, arrays, floats): each array is numpy's, on CUDA what cupy makes one of, or a DLPack capsule.
-// It returns None, or (text, exception) of what the kernel raised.
+// function(device, stream, arrays, floats): arrays are numpy arrays, arguments for cupy on CUDA, or DLPack capsules.
+// The function returns None, or (text, exception) of the kernel's exception.
 struct PythonCall {
   std::shared_ptr<py::function> function;
   bool torch;
   std::vector<bool> read_only;
-  size_t count;                    // of the floats
+  size_t count;                    // number of floats
   std::vector<const Tile*> tiles;  // kept by the task
 
   void operator()(const std::vector<void*>& pointers, const double* floats, int device, void* stream) const {
@@ -88,7 +88,7 @@ struct PythonCall {
       auto [text, cause] = failure.cast<std::pair<std::string, py::object>>();
       throw PythonError(text, held(std::move(cause)));
     } catch (py::error_already_set& error) {
-      throw std::runtime_error(error.what());  // formatted here, where the GIL is held
+      throw std::runtime_error(error.what());  // formatted here, as the GIL is held
     }
   }
 
@@ -109,7 +109,7 @@ PythonKernel python_kernel(const PythonSpec& spec, std::vector<const Tile*> tile
 using LaunchArguments = std::vector<std::pair<int, py::object>>;
 using LaunchList = std::vector<std::tuple<py::bytes, std::string, unsigned, unsigned, bool, LaunchArguments, LaunchArguments>>;
 
-// What a task runs:
+// Bodies of a task:
 // [(kernel, name, places of its tiles, ints, first float, accumulates, launches of each way, scratch bytes,
 //   [(kind, value)], key of the choice, in Python or None, [(number of a tile, axis, which float says its size)])].
 using BodyList =
@@ -140,7 +140,7 @@ std::vector<Launch> make_launches([[maybe_unused]] const LaunchList& list) {
   return result;
 }
 
-// A program waits for its tasks before it goes; Python tasks among them need the GIL to end.
+// The destructor of a program waits for its tasks; Python tasks need the GIL to end.
 struct DeleteProgram {
   void operator()(Program* program) const {
     const py::gil_scoped_release nogil;
@@ -209,7 +209,7 @@ PYBIND11_MODULE(_core, m) {
     use_transport(transport ? static_cast<const Transport*>(transport->get_pointer()) : nullptr, most);
   }, py::arg("transport"), py::arg("most") = 0);
   m.def("post", [](std::shared_ptr<Tile> tile, int peer, int64_t tag, int priority, bool sends, std::string name) {
-    const auto run = profile::begin_run();  // each is a program of its own
+    const auto run = profile::begin_run();  // each counts as a program
     post({std::move(tile), peer, tag, priority, sends, std::move(name)}, run);
     return run;
   }, py::arg("tile"), py::arg("peer"), py::arg("tag"), py::arg("priority"), py::arg("sends"), py::arg("name"), release());

@@ -1,4 +1,4 @@
-// Copies of tiles for checkpoints: a task for each, between those of two steps.
+// Copies of tiles for checkpoints: one task per tile, between the tasks of two steps.
 #include <cstring>
 #include <map>
 
@@ -23,7 +23,7 @@ struct Free {
 };
 using Block = std::unique_ptr<char[], Free>;
 
-// Main memory for copies. It is kept for the next ones, until the runtime stops: to get and pin 1.5 GB took 0.8 s.
+// Main memory for copies, reused until the runtime stops: allocating and pinning 1.5 GB took 0.8 s.
 class Pool {
  public:
   Block take(size_t bytes) {
@@ -33,7 +33,7 @@ class Pool {
     void* pinned = nullptr;
     if (g.cuda && cudaHostAlloc(&pinned, bytes, cudaHostAllocPortable) == cudaSuccess)
       return Block(static_cast<char*>(pinned), Free{true});
-    cudaGetLastError();  // pageable memory does, more slowly
+    cudaGetLastError();  // pageable memory works, too, more slowly
 #endif
     return Block(new char[bytes], Free{});
   }
@@ -60,7 +60,7 @@ struct Copies::State {
   std::vector<std::shared_ptr<Tile>> tiles;
   std::vector<Block> data;
   uint64_t failures = failure_count();
-  std::atomic<bool> dropped{false};  // copied after a task had failed: nobody's values
+  std::atomic<bool> dropped{false};  // copied after a failure: invalid
   std::atomic<size_t> missing;
 
   ~State() {
@@ -77,7 +77,7 @@ struct Copies::Item {
     --state->missing;
   }
 
-  // A task's functions; its argument is the item.
+  // Codelet functions; the argument is the item.
   static void on_cpu(void** buffers, void* arg) {
     const profile::Interval interval(profile::Interval::Of::starpu);
     const std::unique_ptr<Item> item(static_cast<Item*>(arg));
@@ -98,7 +98,7 @@ struct Copies::Item {
         const auto status = cudaMemcpyAsync(to, pointer(buffers[0]), bytes, cudaMemcpyDeviceToHost, task_stream());
         if (status != cudaSuccess) throw std::runtime_error(cudaGetErrorString(status));
       }, true);
-      // StarPU takes the task for ended before the stream has done it.
+      // The task ends for StarPU before the stream has finished.
       cudaLaunchHostFunc(task_stream(), [](void* done) {
         const std::unique_ptr<Item> owned(static_cast<Item*>(done));
         owned->end();
@@ -143,7 +143,7 @@ Copies::Copies(std::vector<std::shared_ptr<Tile>> tiles) : state_(std::make_shar
     task->cl_arg = new Item{state_, k};
     task->cl_arg_free = 0;
     task->name = "checkpoint";
-    for (int worker = 0; worker < g.cuda; ++worker) {  // where the tile is, if it is on a device
+    for (int worker = 0; worker < g.cuda; ++worker) {  // the device of the tile, if any
       const int id = starpu_worker_get_by_type(STARPU_CUDA_WORKER, worker);
       int valid = 0;
       starpu_data_query_status2(task->handles[0], static_cast<int>(starpu_worker_get_memory_node(static_cast<unsigned>(id))),

@@ -18,13 +18,13 @@
 namespace nntile {
 
 struct Captured::Graph {
-  bool launched = false;          // one by one
-  std::vector<void*> addresses;   // of the task's tiles, when it was captured
+  bool launched = false;          // kernel by kernel
+  std::vector<void*> addresses;   // of the task's tiles at capture
   Changing changing;
   std::unique_ptr<at::cuda::CUDAGraph> graph;
 };
 
-// A task's argument.
+// Argument of the task.
 struct Captured::Run {
   Captured* captured;
   std::vector<double> slots;
@@ -32,13 +32,13 @@ struct Captured::Run {
 
 namespace {
 
-constexpr size_t kGraphs = 80;       // of one program at a time
-constexpr size_t kMostMade = 1024;   // in all: its slots, or the places of its tiles, change too often
-constexpr float kTimed = 2;          // ms of launches of a graph that is timed
-constexpr int kMostTimed = 5;        // of these launches
-constexpr float kGain = 0.998f;      // of the time that another way has to be below, to be taken
+constexpr size_t kGraphs = 80;       // maximum of one program at a time
+constexpr size_t kMostMade = 1024;   // maximum in total: beyond, slots or tile addresses change too often
+constexpr float kTimed = 2;          // ms of launches per timing of a graph
+constexpr int kMostTimed = 5;        // maximum number of these launches
+constexpr float kGain = 0.998f;      // a candidate must be below this fraction of the time
 
-std::vector<Captured*> holding;  // the main thread's, as are holds and the bytes held
+std::vector<Captured*> holding;  // only the main thread uses it, holds and the held bytes
 size_t held_bytes = 0;
 
 unsigned device_node() {
@@ -73,7 +73,7 @@ void Captured::drop() {
       let_go();
       sleep_if_idle();
     }
-  } catch (...) {  // inside a task, stuck, or interrupted
+  } catch (...) {  // within a task, stuck, or interrupted
     return;
   }
   delete this;
@@ -182,7 +182,7 @@ void Captured::on_worker(const std::vector<double>& slots, void** buffers, c10::
     for (size_t k = 0; k < tiles_.size(); ++k) addresses.push_back(pointer(buffers[k]));
     const auto key = fixed(slots);
     if (graphs_.size() >= kGraphs && !graphs_.contains(key)) {
-      C10_CUDA_CHECK(cudaStreamSynchronize(task_stream()));  // one of them may run
+      C10_CUDA_CHECK(cudaStreamSynchronize(task_stream()));  // a graph may be running
       graphs_.clear();
     }
     auto& graph = graphs_[key];
@@ -196,7 +196,7 @@ void Captured::on_worker(const std::vector<double>& slots, void** buffers, c10::
         graph.addresses = std::move(addresses);
         return launch(graph, slots);
       } catch (const std::exception& error) {
-        // Where it was not ended, ATen's allocators may ask it for ever whether memory is for it.
+        // If not ended, ATen's allocators may query this capture for ever.
         [[maybe_unused]] const auto* kept = graph.graph.release();
         const auto* own = dynamic_cast<const c10::Error*>(&error);
         const std::lock_guard lock(mutex_);
@@ -218,18 +218,18 @@ void Captured::launch(Graph& graph, const std::vector<double>& slots) {
   graph.graph->replay();
 }
 
-// ATen's allocator gives a graph memory of its own, which no other kernels get while the graph is there.
+// ATen's allocator gives a graph private memory for the lifetime of the graph.
 void Captured::capture(Graph& graph, const std::vector<double>& slots, void** buffers, c10::Device device) {
-  if (graph.graph) C10_CUDA_CHECK(cudaStreamSynchronize(task_stream()));  // it may run
+  if (graph.graph) C10_CUDA_CHECK(cudaStreamSynchronize(task_stream()));  // it may be running
   graph.graph.reset();
   const auto there = [](const auto& one) { return one.second.graph != nullptr; };
   if (!pool_held_ && std::none_of(graphs_.begin(), graphs_.end(), there))
-    pool_ = at::cuda::graph_pool_handle();  // one that was given back is no more
-  graph.graph = std::make_unique<at::cuda::CUDAGraph>(true);  // its nodes are asked for
+    pool_ = at::cuda::graph_pool_handle();  // a released pool no longer exists
+  graph.graph = std::make_unique<at::cuda::CUDAGraph>(true);  // keep the graph, as its nodes are needed
   graph.changing = {};
   auto& made = *graph.graph;
   {
-    const c10::InferenceMode off(false);  // tensors that it makes for random numbers are everybody's
+    const c10::InferenceMode off(false);  // its tensors for random numbers are shared
     made.capture_begin(pool_, cudaStreamCaptureModeThreadLocal);
   }
   std::exception_ptr error;
@@ -242,11 +242,11 @@ void Captured::capture(Graph& graph, const std::vector<double>& slots, void** bu
   changing = nullptr;
   try {
     made.capture_end();
-  } catch (...) {  // it was made invalid by what has failed, or a kernel did what cannot be captured
+  } catch (...) {  // a failure or an operation that cannot be captured invalidated it
     if (!error) error = std::current_exception();
     try {
       c10::cuda::CUDACachingAllocator::endAllocateToPool(device.index(), pool_);
-    } catch (...) {  // it has done so before it failed
+    } catch (...) {  // already reported before the failure
     }
   }
   cudaGetLastError();
@@ -255,7 +255,7 @@ void Captured::capture(Graph& graph, const std::vector<double>& slots, void** bu
   made.instantiate();
 }
 
-// Of a launch between others of the same graph.
+// Returns the time of a launch between other launches of the same graph.
 float Captured::milliseconds(Graph& graph) {
   const auto run = [&](int count) {
     return [&graph, count] {
@@ -268,13 +268,13 @@ float Captured::milliseconds(Graph& graph) {
   return least_ms(run(count)) / static_cast<float>(count);
 }
 
-// Each choice that is open, one after the other, the others as they are by then. Those between kernels come first, whose
-// file has the later name: which products cuBLASLt has algorithms to choose from for depends on them. The last walk is
-// with all that was chosen: what another process chose and kept meanwhile may not have run here before.
+// Measures each open choice in turn, with the others fixed. Choices between kernels, whose file sorts last, come first,
+// as they determine the products for which cuBLASLt chooses an algorithm. The last pass uses all choices, since choices
+// that another process stored meanwhile may not have run here before.
 void Captured::choose(const std::vector<double>& slots, void** buffers, c10::Device device) {
   const auto open = [](const auto& one) { return one.second.open && one.second.used; };
   if (std::none_of(choices_.begin(), choices_.end(), open)) return;
-  Graph held, tried;  // the first keeps the memory that all of them use
+  Graph held, tried;  // `held` keeps the memory that all graphs use
   const auto timed = [&] {
     try {
       walk(slots, buffers, device, false);  // loads kernels, chooses algorithms
@@ -319,7 +319,7 @@ void Captured::choose(const std::vector<double>& slots, void** buffers, c10::Dev
   c10::cuda::CUDACachingAllocator::emptyCache();
 }
 
-// Slots of a part of a task that change: of the floats from its own first one to the next part's.
+// Returns the changing slots of a part: of the floats from its first float to the next part's.
 Changing::Slots Captured::changing_of(const TaskRecord& record, const TaskBody& body) const {
   size_t end = record.floats.size();
   for (const auto& other : record.bodies)
@@ -332,7 +332,7 @@ Changing::Slots Captured::changing_of(const TaskRecord& record, const TaskBody& 
   return found;
 }
 
-// All tasks in order, on the worker's stream. guards: an error is the task's, as outside of graphs.
+// Runs all tasks in order on the worker's stream. guards: errors are attributed to tasks, as outside graphs.
 void Captured::walk(const std::vector<double>& slots, void** buffers, c10::Device device, bool guards) {
   struct Choosing {
     explicit Choosing(Choices& choices) { choices_in_graph = &choices; }

@@ -1,4 +1,4 @@
-// Programs that are checked: which task was the first to write a value that is not finite.
+// Checked programs: the first task that wrote a value that is not finite.
 #include <ATen/ops/full.h>
 #include <ATen/ops/isfinite.h>
 #include <ATen/ops/minimum.h>
@@ -15,10 +15,10 @@ namespace {
 constexpr int64_t NONE = std::numeric_limits<int64_t>::max();
 constexpr int TASK_BITS = 24, BODY_BITS = 12;
 
-std::atomic<int64_t> g_first{NONE};       // of CPU workers: the least key of such a task
-std::array<at::Tensor, 64> g_of_devices;  // the same of each device, there
+std::atomic<int64_t> g_first{NONE};       // of CPU workers: smallest key of such a task
+std::array<at::Tensor, 64> g_of_devices;  // the same for each device, in device memory
 
-// In the order of submission.
+// Keys are in the order of submission.
 int64_t key(const TaskInstance& instance, size_t body) {
   const auto run = static_cast<int64_t>(instance.run);
   return (run << TASK_BITS | instance.record->number) << BODY_BITS | static_cast<int64_t>(body);

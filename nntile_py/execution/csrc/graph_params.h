@@ -1,4 +1,4 @@
-// The kernels of a CUDA graph that take numbers which differ from run to run, as the seed of dropout does.
+// Kernels of a CUDA graph whose arguments change from run to run, such as the seed of dropout.
 #pragma once
 #include <cuda.h>
 
@@ -20,21 +20,21 @@ class Changing {
  public:
   using Slots = std::vector<std::pair<int, int>>;  // (position in a task's floats, slot of the program)
 
-  // The kernels that are captured next are of this part of a task. slots: its own that change.
+  // The next captured kernels belong to this part of a task; slots: its changing slots.
   void begin(const TaskBody& body, Slots slots) { body_ = &body, slots_ = std::move(slots); }
-  // Throws where the part is computed by a kernel in C++, which would be given the same numbers for ever.
+  // Throws if the part is a C++ kernel, whose arguments the graph would fix.
   void refuse() const;
-  // The kernel that was captured last on the stream, and its parameters.
+  // Records the last captured kernel of the stream and its parameters.
   void add(const Launch& launch, const Parameter* parameters, CUstream stream);
-  // When the graph, which has to stay, is complete.
+  // Called when the graph is complete; the graph must outlive this.
   void finish();
-  // In launches to come.
+  // Sets the numbers for the next launches.
   void set(CUgraphExec graph, const std::vector<double>& slots);
 
  private:
   struct Number {
     size_t parameter;
-    bool whole;  // an int64, else an fp32
+    bool whole;  // int64; else fp32
     size_t slot;
     double now;
   };
@@ -49,6 +49,6 @@ class Changing {
   std::vector<Kernel> kernels_;
 };
 
-inline thread_local Changing* changing = nullptr;  // of the graph that this worker captures
+inline thread_local Changing* changing = nullptr;  // of the graph in capture on this worker
 
 }  // namespace nntile

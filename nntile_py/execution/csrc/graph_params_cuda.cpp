@@ -1,4 +1,4 @@
-// Numbers that differ from run to run, in graphs: as parameters of their nodes (CUDA driver API, graph management).
+// Arguments that change from run to run, as parameters of graph nodes (CUDA driver API, graph management).
 #include "graph_params.h"
 
 #include <algorithm>

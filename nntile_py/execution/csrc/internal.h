@@ -1,4 +1,4 @@
-// Shared by the files of this folder; kernels include kernel.h only.
+// Shared by the files of this folder; kernels include only kernel.h.
 #pragma once
 #include <ATen/ops/from_blob.h>
 #include <c10/core/InferenceMode.h>
@@ -16,22 +16,22 @@ namespace nntile {
 
 struct Shared {
   bool running = false;
-  unsigned generation = 0;  // of the runtime: what belongs to an earlier one is of no use
-  bool models = false;      // keeping a model up to date costs about 1 us a task: only where the policy asks it
+  unsigned generation = 0;  // number of the runtime; objects of earlier runtimes are invalid
+  bool models = false;      // only if the policy uses performance models, as updates cost 1 us per task
   int window = 0;
   int cpus = 0, cuda = 0;  // workers
-  int ahead = 0;           // tasks that a CUDA worker goes on before one has ended
-  std::atomic<bool> reduces{false};  // there are tiles for REDUX: StarPU ends that with a copy that waits for nothing
-  size_t limit = 0;  // bytes that tiles may take
-  size_t page = 1;   // handles have a multiple of so many bytes
+  int ahead = 0;           // tasks that a CUDA worker launches before an earlier one has ended
+  std::atomic<bool> reduces{false};  // some tiles use REDUX: StarPU ends a reduction with a copy that waits for nothing
+  size_t limit = 0;  // maximum bytes of tiles
+  size_t page = 1;   // sizes of handles are multiples of this
 
-  std::atomic<uint64_t> ended{0};  // tasks, and copies from and to the program
+  std::atomic<uint64_t> ended{0};  // number of tasks, and of copies from and to the program
   std::atomic<int> active{0};
-  std::atomic<int> leaving{0};  // tiles on their way to main memory, also from the program: StarPU counts no task for them
-  std::atomic<int> messages{0};  // between ranks, under way
+  std::atomic<int> leaving{0};  // tiles in transfer to main memory, for which StarPU counts no task
+  std::atomic<int> messages{0};  // between ranks, in flight
   std::atomic<bool> stuck{false};
-  bool forked = false;  // this is a child of a process whose runtime is running: it has no workers
-  std::atomic<bool> dropping{false};  // tasks in Python that have not begun are not run
+  bool forked = false;  // child of a process with a running runtime: there are no workers
+  std::atomic<bool> dropping{false};  // Python tasks that have not begun are skipped
 
   std::function<void()> idle = [] {};
 };
@@ -42,18 +42,18 @@ std::string last_failure();
 
 void require_running();
 void require(const Tile& tile);
-void require_main_thread();  // a task that waits for tasks would wait for itself
-void forget_tiles();         // the runtime stops: every tile loses its handle
-size_t smallest_waiting(unsigned node);  // bytes of a tile that was asked for there and has no place yet; 0: none
+void require_main_thread();  // a task that waits for all tasks would wait for itself
+void forget_tiles();         // at the end of the runtime: every tile loses its handle
+size_t smallest_waiting(unsigned node);  // bytes of the smallest tile that waits for memory there; 0: none
 
-// Of a bus, since the process started.
+// Counters of a bus since the start of the process.
 struct Transfers {
   int64_t bytes = 0;
   int count = 0;
 };
 Transfers transfers(int bus);
 
-// Of one wait: throws when nothing has moved for long.
+// State of one wait; throws if nothing has moved for long.
 class Watchdog {
  public:
   void look();
@@ -62,24 +62,24 @@ class Watchdog {
   using clock = std::chrono::steady_clock;
   clock::time_point last_ = clock::now();
   clock::duration still_{}, in_vain_{};
-  std::chrono::nanoseconds queued_{};  // as it was a second after what moved last
+  std::chrono::nanoseconds queued_{};  // its value one second after the last progress
   uint64_t ended_ = g.ended;
   std::vector<size_t> moved_;
 };
 
-// Idle workers spin on their cores and starve whoever else is there: they sleep while nothing is submitted.
+// Idle workers spin and take CPU time from other processes, so they sleep while no task is submitted.
 void wake();
 void sleep_if_idle();
 
-// Waits until done(); throws when nothing moves although tasks are left.
+// Waits until done(); throws if nothing moves although tasks are left.
 template <class Done>
 void wait_until(Done done) {
-  using clock = std::chrono::steady_clock;  // on a loaded machine a sleep takes many times what was asked
+  using clock = std::chrono::steady_clock;  // on a loaded machine sleeps take much longer than requested
   Watchdog watchdog;
   const auto begun = clock::now();
   auto next = begun;
-  // The shortest sleep takes some 70 us, a fifth of a short forward pass. GPU workers leave cores to look from; where CPU
-  // workers have all of them, five looks a ms take 8 % of one.
+  // The shortest sleep takes about 70 us, a fifth of a short forward pass. GPU workers leave cores free for polling; if
+  // CPU workers use all cores, five polls per ms take 8 % of a core.
   const bool free = g.cuda && !g.cpus;
   const clock::duration least = std::chrono::microseconds(20), most = std::chrono::microseconds(free ? 200 : 1000);
   const auto asleep = next + std::chrono::milliseconds(free ? 1 : 0);
@@ -95,29 +95,29 @@ void wait_until(Done done) {
   }
 }
 
-// Of planned programs (policy.cpp); `plan` comes before a task is submitted.
+// For planned programs (policy.cpp); `plan` must precede the submission of a task.
 starpu_sched_policy* planned_policy();
 void plan(starpu_task* task, const TaskRecord& record);
 
 inline bool reads(int mode) { return mode & STARPU_R; }
 
-// Of a task: its tiles, with how it accesses each.
+// Tiles of a task with their access modes.
 void set_tiles(starpu_task* task, const std::vector<std::shared_ptr<Tile>>& tiles, const std::vector<int>& modes);
 void submit(starpu_task* task, const std::string& name);
-void wait_for_window();  // until there is room in it
+void wait_for_window();  // until the window has room
 
-void add_by_reduction(Tile& tile, Monoid monoid);  // from now on it may be accessed in REDUX mode
+void add_by_reduction(Tile& tile, Monoid monoid);  // allows REDUX access from now on
 
 void wait_for_tasks();
-void free_spare_copies();  // the runtime stops
-// Notes a task of a checked program whose part `body` has written what is not finite.
+void free_spare_copies();  // at the end of the runtime
+// Records that part `body` of a checked program's task has written a value that is not finite.
 void check_finite(const TaskInstance& instance, size_t body, void** buffers, c10::Device device);
 void forget_not_finite();
 #ifdef NNTILE_CUDA
-bool queues_empty();  // of CUDA devices: what StarPU takes for ended has ended
-bool lacks_room(unsigned node, size_t bytes);  // the card has none for a tile, whatever the limit says
-void let_go_of_all();           // whoever holds tiles on a device; see cuda_graph.h
-void before_write(Tile& tile);  // whoever holds it on a device lets go of it
+bool queues_empty();  // of CUDA devices: tasks that ended for StarPU have really ended
+bool lacks_room(unsigned node, size_t bytes);  // the GPU has no memory for a tile, whatever the limit is
+void let_go_of_all();           // all holders of tiles on a device release them; see cuda_graph.h
+void before_write(Tile& tile);  // its holders on a device release it
 #else
 inline bool queues_empty() { return true; }
 inline bool lacks_room(unsigned, size_t) { return false; }
@@ -125,7 +125,7 @@ inline void let_go_of_all() {}
 inline void before_write(Tile&) {}
 #endif
 
-// Runs a kernel; what it throws becomes the runtime's failure. After one it runs no more, unless `always`.
+// Runs a kernel; an exception becomes the runtime's failure. After a failure nothing runs, unless `always`.
 template <class Run>
 void guarded(const std::string& name, Run run, bool always = false) {
   struct Active {
@@ -152,7 +152,7 @@ void guarded(const std::string& name, Run run, bool always = false) {
 
 inline void* pointer(void* buffer) { return reinterpret_cast<void*>(STARPU_VARIABLE_GET_PTR(buffer)); }
 
-// What a body sees of its tile number k.
+// Returns a body's tile number k.
 View filled_part(const TaskBody& body, size_t k, const double* floats, void* data, c10::Device device);
 
 inline at::Tensor wrap(void* data, at::IntArrayRef shape, at::ScalarType dtype, c10::Device device) {

@@ -1,4 +1,4 @@
-// What a kernel sees: its tiles as ATen tensors, its integer and floating point arguments.
+// Interface of kernels: tiles as ATen tensors, integer and floating point arguments.
 #pragma once
 #include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
@@ -18,7 +18,7 @@ struct _starpu_data_state;
 
 namespace nntile {
 
-// How two partial results of one tile are put together. All of them take a tile of zeros as "nothing yet":
+// Combination of two partial results of a tile; for all monoids a tile of zeros is empty.
 // sum: a + b; softmax: (..., [max, sumexp, weighted values...]); moments: (..., [count, mean, M2]).
 enum class Monoid : int { sum = 0, softmax = 1, moments = 2 };
 
@@ -36,9 +36,9 @@ struct Tile {
   at::ScalarType dtype;
   size_t bytes;
   ::_starpu_data_state* handle = nullptr;
-  bool reducible = false;    // may be accessed in REDUX mode
-  bool initialised = false;  // by the tasks submitted so far
-  std::vector<class Captured*> holders;  // keep it on a device, and do not expect it to change
+  bool reducible = false;    // allows access in REDUX mode
+  bool initialised = false;  // by tasks submitted so far
+  std::vector<class Captured*> holders;  // graphs that keep it on a device and rely on its value
 };
 
 class Args;
@@ -55,10 +55,10 @@ struct Launch {
   };
   struct Argument {
     int kind;
-    int64_t whole;  // number of the tile, offset in the scratch block, integer, position in the task's floats
+    int64_t whole;  // by kind: number of the tile, offset in the scratch block, integer, position in the task's floats
     double real;
-    std::array<int64_t, 4> live{};  // position in the task's floats, factor, divisor, times; see Live in tasks/launch.py
-    std::array<int64_t, 6> map{};  // columns, bytes of an element, its type, rows and columns of a block, swizzle
+    std::array<int64_t, 4> live{};  // position in the task's floats, factor, divisor, times; see dynamic_size.py
+    std::array<int64_t, 6> map{};  // columns, element bytes, element type, rows and columns of a block, swizzle
 
     int64_t integer(const double* floats) const {
       if (kind != live_int32 && kind != live_int64) return whole;
@@ -69,50 +69,50 @@ struct Launch {
   std::shared_ptr<CudaBinary> binary;
   std::array<Argument, 3> grid;
   unsigned threads, shared;
-  bool overlaps;  // may start before the kernel ahead of it has ended; see tasks/pdl.py
+  bool overlaps;  // may start before the previous kernel has ended; see tasks/pdl.py
   std::vector<Argument> arguments;
 };
 
-// What travels with a submitted task.
+// Data of a submitted task.
 struct TaskInstance {
   const struct TaskRecord* record;
   const double* floats;
-  uint64_t run = 0;  // of a program that is checked: which of all their runs; 0: it is not
+  uint64_t run = 0;  // of a checked program: number of the run; 0: not checked
 };
 
-// A kernel in Python: called with the addresses of its tiles, its floats, the CUDA device (-1: a CPU worker), its stream.
+// A Python kernel, called with addresses of tiles, floats, the CUDA device (-1: a CPU worker) and its stream.
 struct PythonKernel {
-  std::function<void(const std::vector<void*>&, const double*, int, void*)> call;  // empty: there is none
-  bool cuda = false;                                                               // it can run on CUDA workers, too
+  std::function<void(const std::vector<void*>&, const double*, int, void*)> call;  // empty: no Python kernel
+  bool cuda = false;                                                               // supports CUDA workers, too
 };
 
-// The size of a tile along an axis where it is a float of the body: the rows that a step fills.
+// A tile's size along an axis that is a float of the body: the rows that a step fills.
 struct LiveSize {
-  size_t tile;  // number of it among the body's
+  size_t tile;  // number among the body's tiles
   size_t axis;
   size_t position;
 };
 
-// What a task runs, or one part of what a group of tasks runs.
+// The kernel of a task, or one part of a group of tasks.
 struct TaskBody {
   std::string name;
-  Kernel cpu = nullptr;   // what runs it on a CPU worker
-  Kernel cuda = nullptr;  // and on a CUDA worker: this, or launches, in order
-  PythonKernel python;    // in the place of all of these
-  std::vector<std::vector<Launch>> ways;  // with a key the fastest of these and `cuda`, else the first
+  Kernel cpu = nullptr;   // for CPU workers
+  Kernel cuda = nullptr;  // for CUDA workers: this, or launches in order
+  PythonKernel python;    // replaces all of these
+  std::vector<std::vector<Launch>> ways;  // with a key: the fastest of these and `cuda`; else the first
   std::string key;
-  int64_t scratch = 0;  // bytes that the launches share
-  std::vector<Launch::Argument> table;  // written as int64 at their beginning, before the launches
-  std::vector<int> places;  // where its tiles are among the task's
+  int64_t scratch = 0;  // bytes shared by the launches
+  std::vector<Launch::Argument> table;  // written as int64 to the beginning of the scratch block before the launches
+  std::vector<int> places;  // positions of its tiles among the task's
   std::vector<Tile*> tiles;
   std::vector<LiveSize> lives;
   std::vector<int64_t> ints;
-  size_t first_float = 0;  // where its floats are among the task's
-  uint64_t accumulates = 0;  // bit k: tile k is added to, not overwritten
-  bool tf32 = false;  // products of fp32 tiles on CUDA may round them to tf32
+  size_t first_float = 0;  // position of its floats among the task's
+  uint64_t accumulates = 0;  // bit k: adds to tile k instead of overwriting
+  bool tf32 = false;  // products of fp32 tiles on CUDA may use tf32
 };
 
-// The constant part of a task: what does not change from one replay of its program to the next.
+// The constant part of a task, the same in all replays of its program.
 struct TaskRecord {
   struct Codelet* codelet = nullptr;
   std::vector<TaskBody> bodies;
@@ -123,11 +123,11 @@ struct TaskRecord {
   std::vector<std::pair<int, int>> slots;  // (position in floats, slot of the program)
   uint32_t footprint = 0;
   int priority = 0;
-  std::vector<int> leaves;  // places of tiles whose room on the device others will need
-  int worker = -1;  // StarPU's number of the only one that may run it; -1: any
-  int delay = 0;    // how many tasks that are submitted after it go before it
+  std::vector<int> leaves;  // positions of tiles to evict from the device after the task
+  int worker = -1;  // StarPU's number of the required worker; -1: any
+  int delay = 0;    // number of later tasks that may run before it
   double flop = 0;
-  int64_t number = 0;  // among the program's tasks
+  int64_t number = 0;  // number among the program's tasks
   TaskInstance instance{};  // for tasks whose floats never change
 };
 
@@ -136,11 +136,11 @@ class Args {
   // floats, buffers: of the whole task
   Args(const TaskBody& body, const double* floats, void** buffers, c10::Device device)
       : body_(body), floats_(floats + body.first_float), buffers_(buffers), device_(device) {}
-  // A tile as far as it is filled. On CPU workers what is there lies at the beginning, without gaps; on CUDA workers each
-  // row lies where it would if all were filled.
+  // The filled part of a tile. On CPU workers it is contiguous at the beginning of the tile; on CUDA workers each row
+  // has its offset in the full tile.
   at::Tensor operator[](size_t k) const { return view(k).tensor(); }
   View view(size_t k) const;
-  at::IntArrayRef most(size_t k) const { return body_.tiles.at(k)->shape; }  // the sizes of one that is filled
+  at::IntArrayRef most(size_t k) const { return body_.tiles.at(k)->shape; }  // sizes of the full tile
   size_t tiles() const { return body_.tiles.size(); }
   int64_t i(size_t k) const { return body_.ints.at(k); }
   std::span<const int64_t> ints() const { return body_.ints; }
@@ -155,11 +155,11 @@ class Args {
   c10::Device device_;
 };
 
-// Registers a kernel under a name; the Python side of an operator refers to it by that name.
+// Registers a kernel under a name, which operators in Python use.
 struct RegisterKernel {
   RegisterKernel(const char* name, c10::DeviceType where, Kernel kernel);
 };
-Kernel find_kernel(const std::string& name, c10::DeviceType where);  // null: there is none
+Kernel find_kernel(const std::string& name, c10::DeviceType where);  // null: no such kernel
 
 #define NNTILE_KERNEL(name, function) \
   static const ::nntile::RegisterKernel register_##name(#name, c10::DeviceType::CPU, function)

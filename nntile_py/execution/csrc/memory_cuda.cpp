@@ -1,8 +1,8 @@
-// Where tiles lie beside CUDA devices. On a device ATen's allocator cuts and joins blocks of any size; StarPU's own cache
-// gives a buffer out again for its very size only, and holds the rest until memory is short. All that uses a tile's block
-// does so on one stream, or waits for it (queue_cuda.cpp): freed means free. Kernels' workspaces are not known there, so
-// no tile may ever get the block of one: tiles have a key of their own. In main memory StarPU's buffers are pinned, which
-// takes milliseconds: they are kept, by size.
+// Memory of tiles with CUDA devices. On a device, tiles come from ATen's allocator, which splits and merges blocks of
+// any size; StarPU's own cache reuses buffers only for equal sizes. All uses of a tile's block are on one stream, or
+// wait for it (queue_cuda.cpp), so a freed block is really free. The queue does not know the workspaces of kernels, so
+// tiles must never share blocks with them: tiles have a stream key of their own. In main memory, StarPU's buffers are
+// pinned, which takes milliseconds, so they are kept for reuse by size.
 #include <c10/cuda/CUDACachingAllocator.h>
 
 #include <array>
@@ -61,8 +61,8 @@ Kept& kept() {
 
 size_t held(c10::DeviceIndex device) { return static_cast<size_t>(blocks::getDeviceStats(device).reserved_bytes[0].current); }
 
-// ATen holds more than tiles have: parts of segments that nobody asks for. A kernel that finds no workspace has failed,
-// a tile can wait for others to be evicted: tiles leave so much, of what the process may allocate and of what is free.
+// ATen holds more memory than tiles use: unused parts of segments. Tiles leave this much for workspaces, both of the
+// process's limit and of the free memory, since a kernel without workspace fails, while a tile can wait for evictions.
 bool leaves_room(c10::DeviceIndex device, size_t more = 0) {
   size_t free = 0, total = 0;
   if (cudaMemGetInfo(&free, &total) != cudaSuccess) return true;
@@ -71,8 +71,8 @@ bool leaves_room(c10::DeviceIndex device, size_t more = 0) {
   return std::min(free, limit > own ? limit - own : 0) >= std::min<size_t>(kForKernels, limit / 8) + more;
 }
 
-// Whether tiles are cut from one block (reserve_for_tiles). Then nothing is to be had beside it, and getting memory from
-// the driver only to give it back takes a millisecond, in which the device does nothing else.
+// Whether tiles are cut from one block (reserve_for_tiles). Then no other memory is available, and an attempt to
+// allocate from the driver would stall the device for a millisecond.
 std::array<std::atomic<bool>, STARPU_MAXCUDADEVS> g_reserved{};
 
 size_t largest_block(c10::DeviceIndex device) {
@@ -85,8 +85,8 @@ bool would_not_fit(c10::DeviceIndex device, size_t bytes) {
   return g_reserved.at(static_cast<size_t>(device)) && largest_block(device) < bytes && !leaves_room(device, bytes);
 }
 
-// Of a device: for how many bytes no room was found since the last block was given back. StarPU asks again and again, and
-// finding out takes milliseconds.
+// For each device: the smallest size that failed since the last block was freed. StarPU retries often, and each attempt
+// takes milliseconds.
 class Room {
  public:
   uint64_t now() {
@@ -112,7 +112,7 @@ class Room {
 
  private:
   std::mutex mutex_;
-  uint64_t given_back_ = 0;  // blocks
+  uint64_t given_back_ = 0;  // number of blocks
   size_t refused_ = SIZE_MAX;
 };
 
@@ -121,7 +121,7 @@ Room& room(unsigned node) {
   return rooms.at(static_cast<size_t>(starpu_memory_node_get_devid(node)));
 }
 
-// 0: there is no room for it, within the limit or on the card.
+// Returns 0 if there is no memory within the limit or on the GPU.
 uintptr_t allocate_on_device(unsigned node, size_t bytes) {
   const auto since = room(node).now();
   if (room(node).lacks(bytes) || starpu_memory_allocate(node, bytes, 0)) return 0;
@@ -136,7 +136,7 @@ uintptr_t allocate_on_device(unsigned node, size_t bytes) {
       blocks::raw_delete(block);
       blocks::emptyCache();
     }
-  } catch (const c10::OutOfMemoryError&) {  // within the limit: others use the card too
+  } catch (const c10::OutOfMemoryError&) {  // within the limit: other processes use the GPU, too
   } catch (const std::exception& error) {
     fail("CUDA", error.what());
   }
@@ -154,7 +154,7 @@ starpu_ssize_t allocate(void* buffer, unsigned node) {
   const size_t bytes = STARPU_VARIABLE_GET_ELEMSIZE(buffer);
   const auto address = is_device(node) ? allocate_on_device(node, bytes) : kept().allocate(node, bytes);
   if (!address) {
-    // StarPU makes room on a device only if main memory has some, and does not know what can be had there.
+    // StarPU evicts from a device only if main memory has room, and does not know how much it has.
     const auto all = starpu_memory_get_total(STARPU_MAIN_RAM);
     if (all > 0 && starpu_memory_get_available(STARPU_MAIN_RAM) < all / 2) kept().free_all();
     return -ENOMEM;
@@ -174,7 +174,7 @@ void free(void* buffer, unsigned node) {
     room(node).give_back();
   } else if (g.running) {
     kept().keep(node, variable.elemsize, variable.ptr);
-  } else {  // StarPU is stopping, and what is kept has been given back
+  } else {  // StarPU is stopping, and kept memory is already freed
     starpu_free_on_node(node, variable.ptr, variable.elemsize);
   }
   variable.ptr = variable.dev_handle = 0;
@@ -184,24 +184,24 @@ void free(void* buffer, unsigned node) {
 
 void free_kept_memory() {
   kept().free_all();
-  for (auto& reserved : g_reserved) reserved = false;  // the next runtime may cut its tiles from segments
+  for (auto& reserved : g_reserved) reserved = false;  // the next runtime may use segments
 }
 
-// The driver gives segments that ATen never joins: where memory is short they are all too small in the end.
+// ATen never merges segments of the driver: when memory is short, all segments end up too small.
 void reserve_for_tiles() {
   for (unsigned node = 0; node < starpu_memory_nodes_get_count(); ++node) {
-    if (!is_device(node) || starpu_memory_get_used(node)) continue;  // something was cut already
+    if (!is_device(node) || starpu_memory_get_used(node)) continue;  // tiles exist already
     const auto device = static_cast<c10::DeviceIndex>(starpu_memory_node_get_devid(node));
     auto& reserved = g_reserved.at(static_cast<size_t>(device));
     const size_t bytes = starpu_memory_get_total(node);
-    reserved = largest_block(device) >= bytes;  // from a runtime before this one
+    reserved = largest_block(device) >= bytes;  // from an earlier runtime
     if (reserved || !leaves_room(device, bytes)) continue;
     const c10::cuda::CUDAGuard guard(device);
     try {
       blocks::raw_delete(blocks::raw_alloc_with_stream(bytes, key_of_tiles(device)));
-      blocks::resetPeakStats(device);  // nothing has used it
+      blocks::resetPeakStats(device);  // not used yet
       reserved = true;
-    } catch (const c10::OutOfMemoryError&) {  // others use the card too: segments, then
+    } catch (const c10::OutOfMemoryError&) {  // other processes use the GPU, too: use segments
     }
   }
 }

@@ -1,4 +1,4 @@
-// Tiles on their way between ranks.
+// Messages with tiles between ranks.
 #include <map>
 
 #include "internal.h"
@@ -9,14 +9,14 @@ namespace nntile {
 
 namespace {
 const Transport* g_transport = nullptr;
-int g_most = 0;  // messages under way
+int g_most = 0;  // maximum messages in flight
 
 struct UnderWay {
   std::string name;
   profile::Passage passage;
 };
 std::mutex g_mutex;
-std::map<uintptr_t, UnderWay> g_under_way;  // by number, in the order in which they were posted
+std::map<uintptr_t, UnderWay> g_under_way;  // by number, in posting order
 
 void ended(void* number) {
   const std::lock_guard lock(g_mutex);
@@ -37,7 +37,7 @@ void post(const Message& message, uint32_t run, uint32_t index) {
   if (!g_transport) throw TaskError("a tile was to travel between ranks, and there is one: use nntile_py.Runtime(mpi=True)");
   if (message.sends && !message.tile->initialised) throw TaskError("a tile was to be sent before any task wrote it");
   wake();
-  // Those that wait were submitted in the order of the whole program, on every rank: the first of them can end.
+  // All ranks post messages in the order of the whole program, so the first waiting message can always end.
   if (g.messages >= g_most) wait_until([] { return g.messages < g_most; });
   ++g.messages;
   message.tile->initialised = true;

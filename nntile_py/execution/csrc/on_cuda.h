@@ -1,4 +1,4 @@
-// What StarPU's CUDA workers need; nothing of it is there in a build without CUDA.
+// Support of StarPU's CUDA workers; absent in builds without CUDA.
 #pragma once
 #ifdef NNTILE_CUDA
 #include <c10/cuda/CUDAGuard.h>
@@ -13,15 +13,16 @@ namespace nntile {
 
 void require(CUresult result, const char* what);  // throws TaskError
 
-void start_cuda();  // on every CUDA worker: what is slow the first time
+void start_cuda();  // on every CUDA worker: slow one-time initialisation
 
-// Of the CUDA worker that calls; see queue_cuda.cpp.
+// For the calling CUDA worker; see queue_cuda.cpp.
 void start_queue();
-cudaStream_t task_stream();                    // where tasks put their kernels
-// StarPU's buffers of the task, all there. writes: to all of them, whatever their modes are.
+cudaStream_t task_stream();                    // stream for the kernels of tasks
+// The task's StarPU buffers, all allocated; writes: the task writes to all buffers, whatever their modes are.
 void end_task(void** buffers, size_t count, bool writes);
 
-// body(device) with the worker's stream as ATen's current one. Work is left on the stream: the codelets are asynchronous.
+// Calls body(device) with the worker's stream as ATen's current stream. Does not synchronise: codelets are
+// asynchronous.
 template <class F>
 void on_cuda(void** buffers, size_t count, F body, bool writes = false) {
   const auto id = static_cast<c10::DeviceIndex>(starpu_worker_get_devid(starpu_worker_get_id()));
@@ -30,17 +31,17 @@ void on_cuda(void** buffers, size_t count, F body, bool writes = false) {
   end_task(buffers, count, writes);
 }
 
-// StarPU's variables, but copies wait for the tasks that use the memory (queue_cuda.cpp), and it comes from memory_cuda.cpp.
+// As StarPU's variables, but copies wait for tasks that use the memory (queue_cuda.cpp); memory_cuda.cpp allocates.
 starpu_data_interface_ops* tile_interface();
 const starpu_data_copy_methods* tile_copies();
-cudaStream_t key_of_tiles(int device);  // nothing runs on it: ATen gives what is freed under a stream to that one alone
+cudaStream_t key_of_tiles(int device);  // without kernels; ATen reuses freed memory only for the same stream
 void free_kept_memory();  // before StarPU stops
 
-// Whether the last kernel on the worker's stream was one of ours. In a graph only those that follow one may overlap: one
-// behind a kernel of cuBLASLt became 1 us slower by it on an H200, where it gained 0.4 to 1 us behind one of ours.
+// Whether the last kernel on the worker's stream was one of this package. In a graph only kernels that follow such a
+// kernel may overlap: on an H200 this gained 0.4 to 1 us, but cost 1 us behind a kernel of cuBLASLt.
 inline thread_local bool after_own_kernel = false;
 
-// A task's part, on its worker's stream; launches: those that have some.
+// A part of a task, on its worker's stream; launches: parts with launches.
 void run_on_cuda(const TaskBody& body, const double* floats, void** buffers, c10::Device device);
 void run_launches(const TaskBody& body, const double* floats, void** buffers, c10::Device device);
 

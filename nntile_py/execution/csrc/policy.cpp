@@ -1,8 +1,7 @@
-// StarPU's policy of planned programs: which worker runs a task is known, so its tiles begin to travel as soon as it is
-// ready, and a worker takes the first submitted of its tasks whose tiles are there, but for those with a delay. What
-// StarPU itself does with tasks that name their worker is to take the most urgent, and to do nothing else until its tiles
-// have come. By urgency, sums that nothing waits for but the end of the step were all left until then, and each waited
-// for another GPU's in turn.
+// StarPU policy for planned programs. The worker of each task is known, so transfers of its tiles begin as soon as the
+// task is ready. A worker takes its first submitted task whose tiles are present, except tasks with a delay. StarPU's
+// own handling of tasks with a fixed worker takes the most urgent task and idles until its tiles arrive. By urgency,
+// sums that only the end of the step needs were all postponed until then, and each waited for another GPU's.
 #include <algorithm>
 #include <array>
 #include <climits>
@@ -14,10 +13,10 @@
 namespace nntile {
 namespace {
 
-// In a task's sched_data, null without a plan: the worker of its plan, from 1, whether it was given to that, and the
-// task's number in the order of submission, or of a later one that it may be left for.
+// Contents of a task's sched_data, null without a plan: the planned worker from 1, whether the task was handed to it,
+// and the task's number in submission order, increased by its delay.
 constexpr uintptr_t kWorkers = 0xffff, kTaken = kWorkers + 1;
-constexpr int kNumber = 17;  // its first bit
+constexpr int kNumber = 17;  // first bit of the number
 
 uintptr_t data_of(const starpu_task* task) { return reinterpret_cast<uintptr_t>(task->sched_data); }
 
@@ -29,19 +28,19 @@ bool is_there(starpu_data_handle_t handle, unsigned node) {
   return valid;
 }
 
-// Of a worker: tasks that have a plan and are ready.
+// Ready tasks with a plan for one worker.
 class Queue {
  public:
   void push(starpu_task* task, unsigned worker) {
     Waiting waiting{task, {}};
     const unsigned node = starpu_worker_get_memory_node(worker);
-    // Fetching into main memory may have to wait for room there, which nobody makes while this worker waits.
+    // A fetch into main memory may wait for room, which nobody makes while this worker waits.
     if (starpu_get_prefetch_flag() && starpu_node_get_kind(node) == STARPU_CUDA_RAM) {
       for (unsigned k = 0; k < STARPU_TASK_GET_NBUFFERS(task); ++k) {
         const auto handle = STARPU_TASK_GET_HANDLE(task, k);
         if ((STARPU_TASK_GET_MODE(task, k) & STARPU_R) && !is_there(handle, node)) waiting.missing.push_back(handle);
       }
-      // Where all are there, StarPU is not told that they are wanted: 0.2 us a tile to keep them from other prefetches.
+      // If all tiles are present, skip the prefetch: it costs 0.2 us per tile.
       const auto number = static_cast<int>(data_of(task) >> kNumber & INT_MAX);
       if (!waiting.missing.empty()) starpu_prefetch_task_input_for_prio(task, worker, INT_MAX - number);
     }
@@ -51,7 +50,7 @@ class Queue {
     size_ = tasks_.size();
   }
 
-  // None is taken that would make the worker wait while a task runs, or waits on the device's stream, nor soon after.
+  // Takes no task that would make the worker wait while, or shortly after, a task runs or waits on the device's stream.
   starpu_task* pop(unsigned node) {
     if (!size_) return nullptr;
     const std::lock_guard lock(mutex_);
@@ -62,7 +61,7 @@ class Queue {
       const double now = starpu_timing_now();
       if (!idle_since_) idle_since_ = now;
       if (now < idle_since_ + kPatience) return nullptr;
-      chosen = tasks_.begin();  // where memory is short tiles may not have set out
+      chosen = tasks_.begin();  // with little memory, transfers may not have begun
     }
     idle_since_ = 0;
     auto* task = chosen->second.task;
@@ -80,7 +79,7 @@ class Queue {
  private:
   struct Waiting {
     starpu_task* task;
-    std::vector<starpu_data_handle_t> missing;  // tiles, when it became ready
+    std::vector<starpu_data_handle_t> missing;  // missing tiles when it became ready
   };
 
   static bool there(Waiting& waiting, unsigned node) {
@@ -92,16 +91,16 @@ class Queue {
 #ifdef STARPU_NON_BLOCKING_DRIVERS
   static constexpr double kPatience = 200;  // us
 #else
-  static constexpr double kPatience = 0;  // who got no task sleeps until there is another
+  static constexpr double kPatience = 0;  // a worker without a task sleeps until there is one
 #endif
 
   std::mutex mutex_;
-  std::multimap<uintptr_t, Waiting> tasks_;  // by their numbers
+  std::multimap<uintptr_t, Waiting> tasks_;  // by number
   std::atomic<size_t> size_{0}, running_{0};
-  double idle_since_ = 0;  // us; 0: it is not
+  double idle_since_ = 0;  // us; 0: not idle
 };
 
-// Tasks without a plan: Python's, and those that StarPU makes itself. Who can run one takes it before its own.
+// Tasks without a plan: Python tasks and StarPU's own. A worker takes them before its planned tasks.
 class Others {
  public:
   void push(starpu_task* task) {
@@ -130,7 +129,7 @@ class Others {
   std::atomic<size_t> size_{0};
 };
 
-// They outlive a runtime that came to a standstill, whose workers go with the process.
+// Never destroyed, as workers of a stuck runtime live until the process ends.
 auto& queues = *new std::array<Queue, STARPU_NMAXWORKERS>;
 auto& others = *new Others;
 
@@ -177,7 +176,7 @@ starpu_sched_policy* planned_policy() {
     made.policy_name = "planned";
     made.policy_description = "each task on the worker of its plan";
     made.worker_type = STARPU_WORKER_LIST;
-    made.init_sched = [](unsigned) {  // priorities are any integers
+    made.init_sched = [](unsigned) {  // any integer is a priority
       starpu_sched_set_min_priority(INT_MIN);
       starpu_sched_set_max_priority(INT_MAX);
       for (auto& queue : queues) queue.begin();

@@ -15,8 +15,8 @@ std::atomic<bool> g_on{false}, g_light{false};
 
 namespace {
 
-// All dates in nanoseconds since StarPU started (in a light profile, of the system's clock). The order is that of COLUMNS
-// in nntile_py/profiling/recorder.py.
+// Times are in nanoseconds since the start of StarPU (in a light profile, of the system clock). The order of members is
+// that of COLUMNS in nntile_py/profiling/recorder.py.
 struct Event {
   int64_t run, task, worker;
   int64_t submit, ready, pop, popped, fetch, fetched, start, end, released;
@@ -24,23 +24,23 @@ struct Event {
 };
 static_assert(sizeof(Event) == 14 * sizeof(int64_t));
 
-// A worker writes its own buffer only, and the main thread reads when no task is left: no lock is needed. The last
-// one belongs to threads that are no workers, and has a mutex.
+// A worker writes only its own buffer, and the main thread reads when no task is left, so no lock is needed. The last
+// buffer is for threads that are not workers, with a mutex.
 struct alignas(64) Buffer {
   std::vector<Event> events;
-  int64_t measured = 0, memory = 0, main_memory = 0;  // when the bytes in use were read last
+  int64_t measured = 0, memory = 0, main_memory = 0;  // time of the last reading of the bytes in use
 };
 std::unique_ptr<Buffer[]> g_buffers;
 std::mutex g_others;
 std::atomic<uint32_t> g_runs{0};
-std::vector<Transfers> g_transfers;  // of each bus, before the profile
+std::vector<Transfers> g_transfers;  // of each bus before the profile
 std::vector<Passage> g_passages;
-std::vector<std::vector<int64_t>> g_submitted;  // of a light profile: by run, by task
+std::vector<std::vector<int64_t>> g_submitted;  // of a light profile, by run, then task
 constexpr int64_t kMemoryEvery = 20'000;  // ns
 
 int64_t ns(const timespec& t) { return int64_t{t.tv_sec} * STARPU_NS_PER_S + t.tv_nsec; }
 
-// Fills in the bytes in use: read now and then, as each reading takes locks.
+// Sets the bytes in use, from occasional readings, as each takes locks.
 void keep(Buffer& buffer, Event& event) {
   if (event.end - buffer.measured >= kMemoryEvery || buffer.events.empty()) {
     const auto worker = static_cast<unsigned>(event.worker);
@@ -61,7 +61,7 @@ void keep(Event event) {
   keep(g_buffers[STARPU_NMAXWORKERS], event);
 }
 
-// Runs on StarPU's threads.
+// Runs on StarPU threads.
 void ended(void* arg) {
   const auto* task = starpu_task_get_current();
   const auto* i = task ? task->profiling_info : nullptr;
@@ -95,7 +95,7 @@ void begin(size_t expected, bool light) {
   g_buffers.reset(new Buffer[STARPU_NMAXWORKERS + 1]);
   for (unsigned worker = 0; worker < starpu_worker_get_count(); ++worker) {
     auto& events = g_buffers[worker].events;
-    events.resize(expected);  // not only reserved: the pages are there when they are written
+    events.resize(expected);  // resize instead of reserve, so that the pages exist
     events.clear();
   }
   g_runs = 0;
@@ -103,7 +103,7 @@ void begin(size_t expected, bool light) {
   for (int bus = 0; bus < starpu_bus_get_count(); ++bus) g_transfers.push_back(transfers(bus));
   g_submitted.clear();
   g_passages.clear();
-  if (!light) starpu_profiling_status_set(STARPU_PROFILING_ENABLE);  // resets the counters of workers
+  if (!light) starpu_profiling_status_set(STARPU_PROFILING_ENABLE);  // resets the workers' counters
   g_light = light;
   g_on = true;
 }
@@ -135,7 +135,7 @@ py::dict finish() {
     const auto seconds = [](const timespec& t) { return static_cast<double>(ns(t)) * 1e-9; };
     const auto* kind = starpu_worker_get_type_as_string(starpu_worker_get_type(static_cast<int>(worker)));
     const auto node = starpu_worker_get_memory_node(worker);
-    if (light) {  // StarPU has counted nothing
+    if (light) {  // StarPU has no counts
       workers.append(py::dict(py::arg("name") = name, py::arg("kind") = kind, py::arg("node") = node));
       continue;
     }
@@ -160,7 +160,7 @@ py::dict finish() {
 }  // namespace
 
 int64_t now() {
-  if (light()) return std::chrono::steady_clock::now().time_since_epoch() / std::chrono::nanoseconds(1);  // sooner read
+  if (light()) return std::chrono::steady_clock::now().time_since_epoch() / std::chrono::nanoseconds(1);  // faster
   return static_cast<int64_t>(starpu_timing_now() * 1e3);
 }
 
@@ -170,7 +170,7 @@ uint32_t begin_run() {
   return ++g_runs;
 }
 
-// A light profile sets no callback, which would cost as much as all the rest of it; the argument says which task it is.
+// A light profile sets no callback, which would double its cost; the task's argument identifies the task.
 void watch(starpu_task* task, uint32_t run, uint32_t index) {
   task->callback_arg = reinterpret_cast<void*>((uint64_t{run} << 32) | index);
   if (light()) g_submitted.back().push_back(now());
@@ -179,7 +179,7 @@ void watch(starpu_task* task, uint32_t run, uint32_t index) {
 
 Passage passage(uint32_t run, uint32_t index, int peer, bool sends, int64_t tag, int64_t bytes) {
   const int64_t posted = run ? now() : 0;
-  if (run && light()) g_submitted.back().push_back(posted);  // its place in the list
+  if (run && light()) g_submitted.back().push_back(posted);  // position in the list
   return {run, index, peer, sends, tag, bytes, posted, 0};
 }
 
@@ -202,7 +202,7 @@ void Interval::keep() const {
 void bind(py::module_& m) {
   m.def("profile_begin", begin, py::arg("expected"), py::arg("light") = false);
   m.def("profile_finish", finish);
-  m.def("profile_now", now);  // on the clock of the profile that is taken
+  m.def("profile_now", now);  // on the clock of the current profile
 }
 
 }  // namespace nntile::profile

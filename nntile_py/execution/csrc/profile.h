@@ -1,8 +1,9 @@
-// What a task and a worker did when. Costs a test a task while it is off.
+// Times of tasks and workers. While profiling is off, each task costs one test.
 //
-// In full, the dates are those of StarPU's task profiling: 1 to 1.4 us a task, two thirds of it in StarPU, which makes
-// a record of each task and reads the clock some fifteen times. Light, StarPU's profiling and callbacks stay off, and
-// only submission, start and end are noted, here: for tasks on CPU workers that are short beside that.
+// A full profile uses StarPU's task profiling: 1 to 1.4 us per task, two thirds of it in StarPU, which allocates a
+// record per task and reads the clock about fifteen times. In a light profile StarPU's profiling and callbacks stay
+// off, and only submission, start and end are recorded here. It is for CPU tasks that are short compared with that
+// cost.
 #pragma once
 #include <pybind11/pybind11.h>
 
@@ -18,21 +19,21 @@ inline bool on() { return g_on.load(std::memory_order_relaxed); }
 inline bool light() { return g_light.load(std::memory_order_relaxed); }
 int64_t now();
 
-// A replay of a program begins: its number from 1, or 0 while profiling is off.
+// Begins a replay of a program; returns its number from 1, or 0 while profiling is off.
 uint32_t begin_run();
-// A message between ranks: one end of it, as this rank saw it. The order is that of PASSAGE in
-// nntile_py/profiling/recorder.py; run 0: nobody profiles it.
+// One end of a message between ranks. The order of members is that of PASSAGE in nntile_py/profiling/recorder.py; run
+// 0: not profiled.
 struct Passage {
   int64_t run, index, peer, sends, tag, bytes, posted, ended;
 };
 Passage passage(uint32_t run, uint32_t index, int peer, bool sends, int64_t tag, int64_t bytes);  // posted now
 void note(Passage passage);  // ended now
 
-// About to be submitted: the task's dates will be kept when it ends, as those of task `index` of that replay.
+// Prepares a task for submission: its times are recorded at its end, as task `index` of this replay.
 void watch(starpu_task* task, uint32_t run, uint32_t index);
 
-// While it lives a task runs: one that StarPU makes itself, such as a reduction (kept as of run 0), or a watched one,
-// which is noted here only in a light profile.
+// Marks the running time of a task: a task of StarPU itself, such as a reduction (recorded with run 0), or a watched
+// task, which is recorded here only in a light profile.
 class Interval {
  public:
   enum class Of { starpu, program };

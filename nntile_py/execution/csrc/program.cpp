@@ -12,7 +12,7 @@
 
 namespace nntile {
 
-// StarPU keeps pointers to codelets, models and their names: once made they live as long as the process.
+// StarPU keeps pointers to codelets, models and their names, so these live as long as the process.
 struct Codelet {
   starpu_codelet cl;
   starpu_perfmodel model;
@@ -67,7 +67,7 @@ void run_cuda(void** buffers, void* cl_arg) {
 uint32_t footprint(starpu_task* task) { return static_cast<const TaskInstance*>(task->cl_arg)->record->footprint; }
 
 Codelet* make_codelet(const std::string& name, bool cpu, bool cuda) {
-  auto* codelet = new Codelet{};  // StarPU initialises a zeroed model at its first task
+  auto* codelet = new Codelet{};  // StarPU initialises a zeroed model with its first task
   codelet->name = name;
   starpu_codelet_init(&codelet->cl);
   codelet->cl.name = codelet->name.c_str();
@@ -85,7 +85,7 @@ Codelet* make_codelet(const std::string& name, bool cpu, bool cuda) {
   return codelet;
 }
 
-// One for each name and each set of places where its tasks can run.
+// One codelet per name and set of possible workers.
 Codelet* get_codelet(const std::string& name, bool cpu, bool cuda) {
   static std::map<std::tuple<std::string, bool, bool>, Codelet*> table;
   auto& codelet = table[{name, cpu, cuda}];
@@ -107,13 +107,13 @@ void run_on_cuda(const TaskBody& body, const double* floats, void** buffers, c10
 }
 #endif
 
-// The tiles of a task go into it with these; ours are all implicit dependencies in submission order.
+// Sets a task's tiles; all dependencies are implicit, in submission order.
 void set_tiles(starpu_task* task, const std::vector<std::shared_ptr<Tile>>& tiles, const std::vector<int>& modes) {
   const size_t n = tiles.size();
   task->nbuffers = static_cast<int>(n);
   auto* handles = task->handles;
   auto* access = task->modes;
-  if (n > STARPU_NMAXBUFS) {  // both freed by StarPU
+  if (n > STARPU_NMAXBUFS) {  // StarPU frees both
     task->dyn_handles = handles = static_cast<starpu_data_handle_t*>(std::malloc(n * sizeof(*handles)));
     task->dyn_modes = access = static_cast<starpu_data_access_mode*>(std::malloc(n * sizeof(*access)));
   }
@@ -178,18 +178,18 @@ Program::Program(bool tf32, bool checked) : generation_(g.generation), tf32_(tf3
 
 Program::~Program() {
   if (generation_ != g.generation || !(running() || g.stuck)) return;
-  // Tasks in flight point into the records. Where nobody may wait for them (Python's collector inside a task) or where
-  // they will never end, the records are kept for ever.
+  // Tasks in flight point into the records. If waiting is not possible (Python's garbage collector within a task, or a
+  // stuck runtime), the records are never freed.
   if (g.stuck || starpu_worker_get_id() >= 0) new auto(std::move(items_));
   else starpu_task_wait_for_all();
 }
 
 void Program::add(TaskRecord record, const std::vector<std::string>& kernels, const std::string& codelet) {
-  bool cpu = g.cpus > 0, cuda = g.cuda > 0;  // where every part of it can run
+  bool cpu = g.cpus > 0, cuda = g.cuda > 0;  // worker kinds that can run every part
   for (size_t k = 0; k < record.bodies.size(); ++k) {
     auto& body = record.bodies[k];
     body.tf32 = tf32_;
-    bool low = false;  // tiles that CPU kernels cannot read
+    bool low = false;  // tiles of dtypes without CPU kernels
     for (const int place : body.places) {
       body.tiles.push_back(record.tiles.at(static_cast<size_t>(place)).get());
       low |= at::isReducedFloatingType(body.tiles.back()->dtype);
@@ -197,7 +197,7 @@ void Program::add(TaskRecord record, const std::vector<std::string>& kernels, co
     const bool python = static_cast<bool>(body.python.call);
     body.cpu = low ? nullptr : find_kernel(kernels.at(k), c10::kCPU);
     body.cuda = find_kernel(kernels[k], c10::kCUDA);
-    if (body.cuda && !body.key.empty()) body.key += " and ATen";  // one more way than others of that key have
+    if (body.cuda && !body.key.empty()) body.key += " and ATen";  // one candidate more than other tasks of this key
     cpu &= python || body.cpu;
     cuda &= python ? body.python.cuda : body.cuda || !body.ways.empty();
     if (cpu || cuda) continue;
@@ -210,7 +210,7 @@ void Program::add(TaskRecord record, const std::vector<std::string>& kernels, co
     if ((record.modes.at(k) & STARPU_REDUX) && !record.tiles[k]->reducible)
       throw std::invalid_argument(record.name + ": REDUX on a tile that was not made for it");
   for (const auto& [position, slot] : record.slots) slots_ = std::max(slots_, static_cast<size_t>(slot) + 1);
-  if (record.worker >= 0) {  // counted among the CUDA workers, or among the CPU workers where there are no others
+  if (record.worker >= 0) {  // numbered among CUDA workers, or among CPU workers if there are no CUDA workers
     const auto kind = cuda ? STARPU_CUDA_WORKER : STARPU_CPU_WORKER;
     const int count = cuda ? g.cuda : g.cuda ? 0 : g.cpus;
     record.worker = record.worker < count ? starpu_worker_get_by_type(kind, record.worker) : -1;
@@ -233,7 +233,7 @@ void Program::add_message(Message message) {
   finished_ = false;
 }
 
-// Reading what nobody wrote aborts in StarPU: found here once, by walking the accesses in order.
+// Reading uninitialised tiles aborts in StarPU, so all accesses are checked here once, in order.
 void Program::finish() {
   std::unordered_map<const Tile*, bool> state;
   needs_.clear();
@@ -257,7 +257,7 @@ void Program::finish() {
     const auto& record = std::get<TaskRecord>(item);
     for (size_t k = 0; k < record.tiles.size(); ++k) use(record.name, record.tiles[k].get(), record.modes[k]);
   }
-  for (auto& item : items_)  // the list is complete: its records stay where they are
+  for (auto& item : items_)  // the list is complete, so addresses of records are final
     if (auto* record = std::get_if<TaskRecord>(&item)) record->instance = {record, record->floats.data()};
   finished_ = true;
 }
@@ -275,7 +275,7 @@ void Program::begin(const std::vector<double>& slots) {
 
 uint32_t Program::run(const std::vector<double>& slots) {
   begin(slots);
-  if (leaves_) let_go_of_all();  // which tiles leave was planned for all of a device's memory
+  if (leaves_) let_go_of_all();  // evictions are planned for the whole memory of a device
   const uint32_t replay = profile::begin_run();
   uint32_t index = 0;
   static uint64_t runs = 0;
@@ -297,7 +297,7 @@ uint32_t Program::run(const std::vector<double>& slots) {
     if (record.slots.empty() && !checked_) {
       task->cl_arg = const_cast<TaskInstance*>(&record.instance);
       task->cl_arg_size = sizeof(TaskInstance);
-    } else {  // the step's own copy: n+1 is submitted while n runs
+    } else {  // a copy per run: run n+1 is submitted while run n executes
       const size_t bytes = record.floats.size() * sizeof(double);
       auto* instance = static_cast<TaskInstance*>(std::malloc(sizeof(TaskInstance) + bytes));
       auto* floats = reinterpret_cast<double*>(instance + 1);

@@ -1,7 +1,7 @@
-// What CUDA devices have been given to do. Kernels run on a stream of ours, and StarPU takes a task for ended when the
-// task g.ahead places before it on that stream has ended: it releases, schedules and launches the next ones meanwhile,
-// which takes about 1 us a tile. Kernels of later tasks are behind on the same stream; only StarPU's copies are not,
-// so they wait here for the last task that wrote where they read, and for the last that used where they write.
+// Queues of CUDA devices. Kernels run on a stream of this package. A task ends for StarPU when the task g.ahead
+// positions earlier on the stream has ended, so that StarPU releases, schedules and launches further tasks meanwhile,
+// which takes about 1 us per tile. Kernels of later tasks follow on the same stream. StarPU's copies do not, so they
+// wait here for the last task that wrote their source, and for the last task that used their destination.
 #include <array>
 #include <map>
 
@@ -33,7 +33,7 @@ class Queue {
     ++tasks_;
   }
 
-  // wait(event) for each task that may still write to some of this memory, or with `any` use it.
+  // Calls wait(event) for each task that may still write to this memory, or with `any` use it.
   template <class Wait>
   void uses(uintptr_t begin, size_t bytes, bool any, Wait wait) {
     const std::lock_guard lock(mutex_);
@@ -50,18 +50,17 @@ class Queue {
   cudaStream_t stream = nullptr, key = nullptr;
 
  private:
-  static constexpr size_t kEvents = 64;  // more than `ahead`; recorded again in turn: who waits for an old one waits too long, which is safe
+  static constexpr size_t kEvents = 64;  // more than `ahead`; reused in rotation, which is safe: a wait is longer then
   struct Use {
     uintptr_t end;
-    size_t task, wrote;  // the last one, the last that wrote; 0: none
+    size_t task, wrote;  // the last task, the last writing task; 0: none
   };
 
   static bool writes(starpu_data_access_mode mode) { return mode & (STARPU_W | STARPU_REDUX); }
 
   cudaEvent_t event(size_t task) const { return events_[task % kEvents]; }
 
-  // Asked only where it matters, as each event takes a call. Tasks end in their order; events of older ones than these
-  // have been recorded again.
+  // Queried only where needed, as each event costs a call. Tasks end in order; events of older tasks have been reused.
   void look() {
     for (auto task = std::max(ended_, tasks_ + 1 - std::min(tasks_ + 1, kEvents));
          task < tasks_ && cudaEventQuery(event(task)) == cudaSuccess; ++task)
@@ -73,7 +72,7 @@ class Queue {
     return use != uses_.begin() && std::prev(use)->second.end > begin ? std::prev(use) : use;
   }
 
-  // Memory may have been given back and cut anew: what overlaps and may be in use is covered by the later task.
+  // Memory may have been freed and split differently: a later task covers overlapping ranges that may be in use.
   void note(uintptr_t begin, size_t bytes, bool writes) {
     uintptr_t end = begin + bytes;
     auto use = first(begin);
@@ -95,11 +94,11 @@ class Queue {
 
   std::mutex mutex_;
   std::array<cudaEvent_t, kEvents> events_{};
-  size_t tasks_ = 1, ended_ = 1;  // the next one's number; all before this one have ended
+  size_t tasks_ = 1, ended_ = 1;  // number of the next task; all tasks before ended_ have ended
   std::map<uintptr_t, Use> uses_;
 };
 
-// One for each device that a runtime has used; they live as long as the process.
+// One per device that a runtime has used, for the lifetime of the process.
 Queue*& of_device(int device) {
   static std::array<Queue*, STARPU_MAXCUDADEVS> queues{};
   return queues.at(static_cast<size_t>(device));
@@ -109,7 +108,7 @@ Queue& mine() { return *of_device(starpu_worker_get_devid(starpu_worker_get_id()
 
 template <class Wait>
 void at_both_ends(void* from, unsigned from_node, void* to, unsigned to_node, Wait wait) {
-  // Others that read there do not matter: on several devices each reads what one of them has, at about the same time.
+  // Other readers do not matter: several devices may read the same source at about the same time.
   for (const auto& [buffer, node, any] : {std::tuple{from, from_node, false}, std::tuple{to, to_node, true}})
     if (starpu_node_get_kind(node) == STARPU_CUDA_RAM)
       of_device(starpu_memory_node_get_devid(node))

@@ -73,7 +73,7 @@ std::vector<std::string> schedulers() {
 
 void on_idle(std::function<void()> hook) { g.idle = std::move(hook); }
 
-// A fork copies no threads: whatever waits for a worker would wait for ever, and the disk is the parent's.
+// A fork copies no threads: waits for workers would never end, and the disk belongs to the parent.
 void watch_forks() {
   [[maybe_unused]] static const int watching = pthread_atfork(nullptr, nullptr, [] {
     if (!g.running && !g.stuck) return;
@@ -100,13 +100,13 @@ void start(const RuntimeOptions& options) {
   else conf.sched_policy_name = options.scheduler.c_str();
   conf.catch_signals = 0;
   conf.calibrate = options.calibrate;
-  // Tiles are large and short-lived: without these glibc returns each to the kernel, and every step pays the page
-  // faults again.
+  // Tiles are large and short-lived: without these settings glibc returns their memory to the kernel, and every step
+  // has the page faults again.
   mallopt(M_MMAP_THRESHOLD, 1 << 30);
   mallopt(M_TRIM_THRESHOLD, 2147483647);
   starpu_malloc_set_align(64);  // MKL's results may depend on alignment
-  // MKL's vector functions set themselves up in their first call. Two threads that made it side by side got values of
-  // low accuracy (exp off by 4e-3) in 3 of 4500 processes; after one call by one thread, in none of 12000.
+  // MKL's vector functions initialise themselves in the first call. Two concurrent first calls gave inaccurate values
+  // (exp off by 4e-3) in 3 of 4500 processes; after a first call by one thread, in none of 12000.
   at::exp(at::zeros({64}));
   starpu_disk_swap_node = -1;
   const int status = starpu_init(&conf);
@@ -123,7 +123,7 @@ void start(const RuntimeOptions& options) {
   ++g.generation;
   starpu_execute_on_each_worker(
       [](void*) {
-        at::internal::lazy_init_num_threads();  // else the first parallel region would set it back
+        at::internal::lazy_init_num_threads();  // otherwise the first parallel region would reset it
         at::set_num_threads(1);
       },
       nullptr, STARPU_CPU);
@@ -132,7 +132,7 @@ void start(const RuntimeOptions& options) {
 #endif
   g_error.failed = false;
   g.models = options.scheduler.starts_with("dm") || options.scheduler.find("heft") != std::string::npos;
-  g.ahead = g.models ? 0 : options.ahead;  // models are made of the times of tasks
+  g.ahead = g.models ? 0 : options.ahead;  // performance models need the times of tasks
   g.reduces = g.dropping = false;
   g.running = true;
   sleep_if_idle();
@@ -144,10 +144,10 @@ void stop() {
   if (!g.stuck) {
     try {
       wait_for_tasks();
-    } catch (const TaskError&) {  // stuck: seen below
+    } catch (const TaskError&) {  // stuck: handled below
     }
   }
-  if (g.stuck) {  // its workers wait for memory for ever; they go with the process
+  if (g.stuck) {  // its workers wait for memory for ever and end with the process
     g.running = false;
     return;
   }

@@ -1,4 +1,4 @@
-// StarPU as the rest of the project sees it: start and stop, tiles, task records, programs, errors.
+// Interface to StarPU: start and stop, tiles, task records, programs, errors.
 #pragma once
 #include <atomic>
 #include <functional>
@@ -13,7 +13,7 @@
 
 namespace nntile {
 
-// A Python exception, if there is one; dropping it takes the GIL.
+// A Python exception or null; its destruction takes the GIL.
 using Cause = std::shared_ptr<void>;
 
 struct TaskError : std::runtime_error {
@@ -21,7 +21,7 @@ struct TaskError : std::runtime_error {
   Cause cause;
 };
 
-// What a kernel in Python raised.
+// An exception of a Python kernel.
 struct PythonError : TaskError {
   using TaskError::TaskError;
 };
@@ -29,23 +29,23 @@ struct PythonError : TaskError {
 struct RuntimeOptions {
   int cpus = 1;
   std::string scheduler = "lws";
-  int window = 0;  // most submitted tasks not yet ended; 0: no bound
+  int window = 0;  // maximum number of tasks in flight; 0: no bound
   bool calibrate = false;
-  size_t memory = 0;  // bytes of main memory that a tile may take
-  int cuda = 0;       // CUDA workers, one a device
-  bool disk = false;  // STARPU_DISK_SWAP names a folder for tiles that have no place in memory
-  size_t page = 1;    // tiles take a multiple of so many bytes
-  int ahead = 0;      // tasks that a CUDA worker goes on before one has ended, if the policy measures none
+  size_t memory = 0;  // maximum bytes of main memory for tiles
+  int cuda = 0;       // CUDA workers, one per device
+  bool disk = false;  // STARPU_DISK_SWAP names a folder for evicted tiles
+  size_t page = 1;    // sizes of tiles are multiples of this
+  int ahead = 0;      // tasks that a CUDA worker launches ahead, unless the policy measures times
 };
 
 void start(const RuntimeOptions& options);
 std::vector<std::string> schedulers();
-void on_idle(std::function<void()> hook);  // called now and then by whoever waits; may throw to end the wait
+void on_idle(std::function<void()> hook);  // called repeatedly during waits; may throw to end the wait
 void stop();
-void advise(const std::string& text);  // what to say beside the watchdog's own words
+void advise(const std::string& text);  // added to the watchdog's messages
 void be_patient(int64_t no_room, int64_t still, int64_t in_vain);  // the watchdog: seconds; for tests
 bool running();
-void drop_python_tasks();  // until the runtime stops: those that have not begun are not run
+void drop_python_tasks();  // until the runtime stops: tasks that have not begun are skipped
 void wait_all();  // throws TaskError if a task failed
 void check();     // throws TaskError, after all tasks have ended, if a task failed
 void fail(const std::string& task, const std::string& what, Cause cause = {});
@@ -54,13 +54,13 @@ size_t memory_used();
 int cpu_workers();
 int cuda_workers();
 
-// Whether a task of its own has ended.
+// A task outside of programs.
 class Submitted {
  public:
   bool done() const { return ended_; }
   void wait();  // throws TaskError if a task failed
   void end() { ended_ = true; }
-  uint32_t run = 0;  // its number in the profile that is taken, or 0
+  uint32_t run = 0;  // its number in the current profile, or 0
 
  private:
   std::atomic<bool> ended_{false};
@@ -68,12 +68,12 @@ class Submitted {
 
 struct Options {
   int priority = 0;
-  bool cpu = true, cuda = true;  // where it may run
-  int worker = -1;               // the only one that may run it, counted among its kind; -1: any
-  bool always = false;           // after a failure, too: it computes nothing, but moves what others have computed
+  bool cpu = true, cuda = true;  // workers that may run it
+  int worker = -1;               // the required worker, numbered within its kind; -1: any
+  bool always = false;           // runs after a failure, too: it only moves data
 };
 
-// A task of its own, outside of programs. labels: what each tile is called in errors.
+// Submits a task outside of programs; labels: names of the tiles in error messages.
 std::shared_ptr<Submitted> submit_python(const std::string& name, const std::vector<std::string>& labels,
                                          std::vector<std::shared_ptr<Tile>> tiles, const std::vector<int>& modes,
                                          PythonKernel kernel, const Options& options);
@@ -82,11 +82,11 @@ int mode_of(const std::string& name);  // R, W, RW, COMMUTE, REDUX
 
 void write_tile(const std::shared_ptr<Tile>& tile, const void* data);        // in order with the tasks, without waiting
 void read_tile(const std::shared_ptr<Tile>& tile, void* data);               // waits
-void zero_tile(const std::shared_ptr<Tile>& tile);  // fills it with zeros, wherever there is a worker
+void zero_tile(const std::shared_ptr<Tile>& tile);  // fills it with zeros on any worker
 void invalidate(const std::shared_ptr<Tile>& tile);
-// Copied to main memory after the tasks submitted so far, it is the first to make room. only_read: by the last of them.
+// Copies it to main memory after the tasks submitted so far, so that it can be evicted first. only_read: by the last.
 void leave(const Tile& tile, bool only_read);
-// A version of a tile, to or from another rank: the same tag there, and for one tag the same order.
+// A version of a tile, to or from another rank, with the same tag and the same order per tag on both.
 struct Message {
   std::shared_ptr<Tile> tile;
   int peer;
@@ -95,13 +95,13 @@ struct Message {
   bool sends;
   std::string name;  // of the tile
 };
-// In order with the tasks; waits only for the window of messages. run, index: of the profile that is taken, if one is.
+// In order with the tasks; waits only for the window of messages. run, index: for the current profile, if any.
 void post(const Message& message, uint32_t run = 0, uint32_t index = 0);
-std::string waited_for(int peer = -1);  // the oldest message under way with a rank, or any; empty if there is none
-void use_transport(const struct Transport* transport, int most);  // null: there is one rank
-void reserve_for_tiles();      // on each device, one block of all that tiles may take, to cut them from
+std::string waited_for(int peer = -1);  // the oldest message in flight with a rank, or any; empty: none
+void use_transport(const struct Transport* transport, int most);  // null: one rank
+void reserve_for_tiles();      // allocates one block per device from which tiles are cut
 
-// Scalars that become readable when the tasks submitted before have written them.
+// Scalars, readable when the tasks submitted before have written them.
 class Fetch {
  public:
   explicit Fetch(const std::vector<std::shared_ptr<Tile>>& tiles);
@@ -113,16 +113,16 @@ class Fetch {
   std::shared_ptr<State> state_;
 };
 
-// What tiles hold after the tasks submitted so far: copied while those that come later run. One that would write a tile
-// waits for its copy.
+// Copies of tiles after the tasks submitted so far, made while later tasks run. A later task that writes a tile waits
+// for its copy.
 class Copies {
  public:
   explicit Copies(std::vector<std::shared_ptr<Tile>> tiles);
   bool done() const;
   void wait();  // throws TaskError if a task failed
-  bool dropped() const;  // a task had failed: the copies are of nothing
+  bool dropped() const;  // a task has failed, so the copies are invalid
   const Tile& tile(size_t k) const;
-  const void* data(size_t k) const;  // of a tile, when it is done
+  const void* data(size_t k) const;  // of a tile; valid when done
 
  private:
   struct State;
@@ -137,30 +137,30 @@ class Program {
   void add(TaskRecord record, const std::vector<std::string>& kernels, const std::string& codelet);
   void add_invalidate(std::shared_ptr<Tile> tile);
   void add_message(Message message);
-  // Submits everything; waits only for the window. Returns its number in the profile that is taken, or 0.
+  // Submits all tasks; waits only for the window. Returns the number in the current profile, or 0.
   uint32_t run(const std::vector<double>& slots);
   size_t tasks() const { return tasks_; }
-  uint64_t checked_run() const { return run_; }  // the number of its last run, where it is checked
+  uint64_t checked_run() const { return run_; }  // number of its last run, if checked
 
  private:
   friend class Captured;
-  void begin(const std::vector<double>& slots);  // a run; throws where it cannot
+  void begin(const std::vector<double>& slots);  // begins a run; throws if impossible
   void finish();
   std::vector<std::variant<TaskRecord, std::shared_ptr<Tile>, Message>> items_;
-  std::vector<Tile*> needs_;  // tiles that must hold data before the program runs
+  std::vector<Tile*> needs_;  // tiles that must be initialised before the program runs
   size_t tasks_ = 0;
   size_t slots_ = 0;
   unsigned generation_;
   bool tf32_, checked_;
   uint64_t run_ = 0;
-  bool finished_ = false, leaves_ = false;  // leaves_: tiles do, after some of its tasks
+  bool finished_ = false, leaves_ = false;  // leaves_: some tasks evict tiles
 };
 
-// The first task of a checked program that wrote a value that is not finite: in which run, the number of the task, of the
-// part of it.
+// The first task of a checked program that wrote a value that is not finite: number of the run, of the task, and of the
+// task's part.
 struct NotFinite {
   uint64_t run, task, body;
 };
-std::optional<NotFinite> take_not_finite();  // since it was asked last; waits for all tasks
+std::optional<NotFinite> take_not_finite();  // since the last call; waits for all tasks
 
 }  // namespace nntile

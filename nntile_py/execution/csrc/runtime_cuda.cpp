@@ -1,4 +1,4 @@
-// CUDA workers: what is made once for each, and the launching of Triton kernels.
+// CUDA workers: initialisation, and launches of Triton kernels.
 #include <ATen/Context.h>
 #include <ATen/ops/empty.h>
 #include <c10/cuda/CUDACachingAllocator.h>
@@ -31,13 +31,13 @@ void require(CUresult result, const char* what) {
 }
 
 std::shared_ptr<CudaBinary> load_binary(const std::string& cubin, const std::string& name, unsigned shared) {
-  static std::map<std::string, std::shared_ptr<CudaBinary>> loaded;  // for as long as the process lives
+  static std::map<std::string, std::shared_ptr<CudaBinary>> loaded;  // for the lifetime of the process
   auto& binary = loaded[cubin];
   if (binary) return binary;
   auto made = std::make_shared<CudaBinary>();
   require(cuLibraryLoadData(&made->library, cubin.data(), nullptr, nullptr, 0, nullptr, nullptr, 0), name.c_str());
   require(cuLibraryGetKernel(&made->kernel, made->library, name.c_str()), name.c_str());
-  if (shared > 48 * 1024) {  // more than a kernel may take unasked, on each device
+  if (shared > 48 * 1024) {  // above the default limit, must be set on each device
     int count = 0;
     require(cuDeviceGetCount(&count), "cuDeviceGetCount");
     for (CUdevice device = 0; device < count; ++device)
@@ -51,7 +51,7 @@ std::shared_ptr<CudaBinary> load_binary(const std::string& cubin, const std::str
 
 namespace {
 
-// A matrix as Triton's kernels load and store blocks of it: as triton/backends/nvidia/driver.c has it.
+// Encodes a matrix for Triton's tensor descriptors, as triton/backends/nvidia/driver.c does.
 CUtensorMap tensor_map(const std::array<int64_t, 6>& how, void* address, int64_t rows) {
   const auto [columns, bytes, type, block_rows, block_columns, swizzle] = how;
   const std::array<cuuint64_t, 2> sizes{static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows)};
@@ -68,7 +68,7 @@ CUtensorMap tensor_map(const std::array<int64_t, 6>& how, void* address, int64_t
 }
 
 void run_way(const TaskBody& body, const std::vector<Launch>& launches, const double* floats, void** buffers) {
-  c10::DataPtr scratch;  // given back to ATen's allocator at once, which reuses it on this stream only: in order
+  c10::DataPtr scratch;  // returned to ATen's allocator at once, which reuses it only on this stream, in order
   if (body.scratch) scratch = c10::cuda::CUDACachingAllocator::get()->allocate(static_cast<size_t>(body.scratch));
   const auto address = [&](const Launch::Argument& a) {
     return pointer(buffers[body.places[static_cast<size_t>(a.whole)]]);
@@ -76,7 +76,7 @@ void run_way(const TaskBody& body, const std::vector<Launch>& launches, const do
   const bool captured = c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None;
   if (!body.table.empty() && captured)
     throw TaskError(body.name + ": a table of addresses, which is copied from main memory, is in no graph");
-  if (!body.table.empty()) {  // from memory that is not pinned: copied out of `words` before the call returns
+  if (!body.table.empty()) {  // `words` is not pinned, so it is copied before the call returns
     std::vector<int64_t> words;
     for (const auto& a : body.table)
       words.push_back(a.kind == Launch::tile ? reinterpret_cast<int64_t>(address(a)) : a.whole);
@@ -127,7 +127,7 @@ void run_way(const TaskBody& body, const std::vector<Launch>& launches, const do
 
 void run_launches(const TaskBody& body, const double* floats, void** buffers, c10::Device device) {
   const bool cuda = body.cuda && !body.key.empty();
-  const auto run = [&](size_t way) {  // a kernel in C++ is the first: it may choose an algorithm of its own
+  const auto run = [&](size_t way) {  // a C++ kernel comes first, as it may choose an algorithm itself
     if (way >= size_t{cuda}) return run_way(body, body.ways[way - cuda], floats, buffers);
     if (changing) changing->refuse();
     after_own_kernel = false;
@@ -149,12 +149,12 @@ void run_launches(const TaskBody& body, const double* floats, void** buffers, c1
 
 void start_cuda() {
   at::globalContext().lazyInitDevice(c10::DeviceType::CUDA);
-  cudaGetLastError();  // StarPU's probing leaves one, which ATen would report at its next launch
+  cudaGetLastError();  // StarPU's probing leaves an error, which ATen would report at its next launch
   starpu_execute_on_each_worker(
       [](void*) {
         start_queue();
         on_cuda(nullptr, 0, [](c10::Device device) { at::empty({1}, at::TensorOptions(at::kByte).device(device)); });
-        cudaStreamSynchronize(starpu_cuda_get_local_stream());  // StarPU wants it empty after what is not a task of ours
+        cudaStreamSynchronize(starpu_cuda_get_local_stream());  // StarPU expects an empty stream after its own tasks
         cudaGetLastError();
       },
       nullptr, STARPU_CUDA);

@@ -1,4 +1,4 @@
-// Tiles: StarPU data handles, their reduction methods, what goes in and out of them.
+// Tiles: StarPU data handles, their reductions, transfers to and from the program.
 #include <cstring>
 #include <map>
 #include <tuple>
@@ -14,14 +14,14 @@ namespace {
 std::mutex g_tiles_mutex;
 std::unordered_set<Tile*> g_tiles;
 
-// Of acquired data. The callback may run on a CUDA worker, whose "local" memory is the device's.
+// Address of acquired data. The callback may run on a CUDA worker, whose "local" memory is the device's.
 void* host_pointer(starpu_data_handle_t handle) {
   return pointer(starpu_data_get_interface_on_node(handle, STARPU_MAIN_RAM));
 }
 
 void fill_zero(void** buffers, void*) { std::memset(pointer(buffers[0]), 0, STARPU_VARIABLE_GET_ELEMSIZE(buffers[0])); }
 
-// The reduction task is StarPU's own, with no argument of ours: what it needs to know stands beside its codelet.
+// StarPU creates the reduction task without an argument, so its data are stored beside the codelet.
 struct ReductionCodelet {
   starpu_codelet cl;
   Monoid monoid;
@@ -52,7 +52,7 @@ void fill_zero_cuda(void** buffers, void*) {
   const auto fill = [&](c10::Device) {
     cudaMemsetAsync(pointer(buffers[0]), 0, STARPU_VARIABLE_GET_ELEMSIZE(buffers[0]), task_stream());
   };
-  on_cuda(buffers, 1, fill, true);  // StarPU calls it inside of another task, too
+  on_cuda(buffers, 1, fill, true);  // StarPU also calls it within other tasks
 }
 #endif
 
@@ -104,7 +104,7 @@ void submit_barrier(const Tile& tile) {
     auto* cl = new starpu_codelet;
     starpu_codelet_init(cl);
     cl->name = "barrier";
-    cl->where = STARPU_NOWHERE;  // it fetches nothing, either
+    cl->where = STARPU_NOWHERE;  // it fetches no data
     cl->nbuffers = 1;
     cl->modes[0] = STARPU_RW;
     return cl;
@@ -154,7 +154,7 @@ Tile::Tile(std::vector<int64_t> shape_, at::ScalarType dtype_, Monoid monoid, bo
   if (wanted > static_cast<double>(g.limit))
     throw TaskError("out of memory: one tile of " + std::to_string(wanted / (1 << 20)) + " MiB, allowed are " +
                     std::to_string(g.limit >> 20) + " MiB in all (runtime.memory). Use smaller tiles");
-  // Home -1: allocated at the first write, evictable.
+  // Home node -1: allocated at the first write, evictable.
   starpu_variable_interface variable{};
   variable.id = STARPU_VARIABLE_INTERFACE_ID;
   variable.elemsize = (bytes + g.page - 1) / g.page * g.page;
@@ -171,7 +171,7 @@ void add_by_reduction(Tile& tile, Monoid monoid) {
 }
 
 Tile::~Tile() {
-  if (g.forked) return;  // whoever held the mutex has stayed behind
+  if (g.forked) return;  // the mutex may be held by a thread of the parent
   const std::lock_guard lock(g_tiles_mutex);
   g_tiles.erase(this);
   if (handle && !g.stuck) starpu_data_unregister_submit(handle);
@@ -225,7 +225,7 @@ void read_tile(const std::shared_ptr<Tile>& tile, void* data) {
   require_main_thread();
   check();
   if (!tile->initialised) throw TaskError("a tile was read before any task wrote it");
-  wake();  // a reduction may be due
+  wake();  // a reduction may be pending
   auto read = std::make_shared<Read>(tile, std::make_unique<char[]>(tile->bytes));
   starpu_data_acquire_cb(
       tile->handle, STARPU_R,
@@ -252,8 +252,8 @@ void invalidate(const std::shared_ptr<Tile>& tile) {
 }
 
 void leave(const Tile& tile, bool only_read) {
-  // Whoever reads it later does not wait for the copy, whoever writes it does. That it comes after the tasks that read
-  // the tile takes one that does nothing, and in name writes it: readers have no order among themselves.
+  // Later readers do not wait for the copy, later writers do. Readers have no order among themselves, so an empty task
+  // that nominally writes the tile puts the copy after earlier readers.
   if (only_read) submit_barrier(tile);
   ++g.leaving;
   const auto release = [](void* handle) {
@@ -266,7 +266,7 @@ void leave(const Tile& tile, bool only_read) {
 
 struct Fetch::State {
   uint64_t failures = failure_count();
-  std::atomic<bool> dropped{false};  // the value was read after a task had failed: it is nobody's
+  std::atomic<bool> dropped{false};  // read after a failure: invalid
   std::vector<double> values;
   std::atomic<size_t> missing;
 };
@@ -303,7 +303,7 @@ bool Fetch::done() const { return state_->missing == 0; }
 
 std::vector<double> Fetch::wait() {
   require_main_thread();
-  wake();  // the values may have to come from another memory
+  wake();  // the values may need a transfer
   wait_until([&] { return done(); });
   sleep_if_idle();
   check();

@@ -1,4 +1,4 @@
-// What kernels compute of where an operand lies, without tensors: each takes half a microsecond to make, as long to turn.
+// Layouts of operands without tensors, whose construction and permutation take half a microsecond each.
 #pragma once
 #include <ATen/DimVector.h>
 #include <ATen/TensorUtils.h>
@@ -15,7 +15,7 @@ struct View {
   at::ScalarType dtype;
   c10::Device device;
   at::DimVector sizes, strides;
-  at::Tensor owner;  // of the memory, where that is not a tile's
+  at::Tensor owner;  // owner of the memory, if not a tile
 
   View(void* data_, at::ScalarType dtype_, c10::Device device_, at::DimVector sizes_, at::DimVector strides_,
        at::Tensor owner_ = {})
@@ -33,7 +33,7 @@ struct View {
     return made;
   }
 
-  // The same elements in another shape, if they can be stepped through like that where they lie.
+  // Returns the same elements with another shape, if strides allow it.
   std::optional<View> reshaped(const at::DimVector& shape) const {
     auto found = at::detail::computeStride(sizes, strides, shape);
     return found ? std::optional<View>(std::in_place, data, dtype, device, shape, std::move(*found), owner) : std::nullopt;

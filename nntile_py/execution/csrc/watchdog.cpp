@@ -1,4 +1,4 @@
-// Notices that nothing moves any more: StarPU waits for ever for memory that nobody will give back.
+// Detects standstill: StarPU waits for ever for memory that nobody frees.
 #include <filesystem>
 #include <fstream>
 #include <map>
@@ -8,9 +8,9 @@
 namespace nntile {
 namespace {
 
-std::chrono::seconds g_no_room{10};  // nothing moves, and a tile waits for room that is not there
-std::chrono::seconds g_still{120};   // nothing moves, whatever the cause
-std::chrono::seconds g_in_vain{600};  // no task ends, though tiles move or others have the cores
+std::chrono::seconds g_no_room{10};  // nothing moves, and a tile waits for memory
+std::chrono::seconds g_still{120};   // nothing moves, for any reason
+std::chrono::seconds g_in_vain{600};  // no task ends, although tiles move or other processes use the cores
 
 std::mutex g_mutex;
 std::string g_advice;
@@ -25,8 +25,8 @@ std::string describe(unsigned node) {
          (total > 0 ? " of " + mib(static_cast<size_t>(total)) : "");
 }
 
-// A tile that was asked for on a node and does not fit there: what StarPU keeps for reuse it gives up before it lets a
-// tile wait, so that this is no false alarm. Empty if there is none.
+// Returns a tile that does not fit on a node, or an empty text. StarPU frees its cached buffers before a tile waits, so
+// this is no false alarm.
 std::string lack_of_room() {
   for (unsigned node = 0; node < starpu_memory_nodes_get_count(); ++node) {
     const auto total = starpu_memory_get_total(node);
@@ -40,7 +40,7 @@ std::string lack_of_room() {
   return "";
 }
 
-// What to do: memory is the cause only where some is nearly full.
+// Returns advice: memory is the cause only where it is nearly full.
 std::string advice() {
   for (unsigned node = 0; node < starpu_memory_nodes_get_count(); ++node) {
     const auto total = starpu_memory_get_total(node);
@@ -67,7 +67,7 @@ std::string advice() {
                   ". Memory: " + state + ". " + advice());
 }
 
-// How long this process's threads have been ready to run while others had the cores, all together (proc(5), schedstat).
+// Returns the total time that this process's threads were ready but not running (proc(5), schedstat).
 std::chrono::nanoseconds queued() {
   std::error_code none;
   long long sum = 0, run, wait;
@@ -93,7 +93,7 @@ Transfers transfers(int bus) {
   static std::map<int, Transfers> sums;
   const std::lock_guard lock(g_mutex);
   starpu_profiling_bus_info info;
-  starpu_bus_get_profiling_info(bus, &info);  // counts while nothing is profiled too; StarPU forgets what it has told
+  starpu_bus_get_profiling_info(bus, &info);  // counts without profiling, too; StarPU resets counters on reading
   auto& sum = sums[bus];
   sum.bytes += static_cast<int64_t>(info.transferred_bytes);
   sum.count += info.transfer_count;
@@ -101,7 +101,7 @@ Transfers transfers(int bus) {
 }
 
 void Watchdog::look() {
-  // A process that was stopped, or a machine that was paused, comes back to a clock that has run on.
+  // After a stop of the process or a pause of the machine, the clock has advanced.
   const auto second = std::chrono::seconds(1);
   const auto now = clock::now();
   const auto passed = std::min<clock::duration>(now - last_, second);
@@ -116,12 +116,12 @@ void Watchdog::look() {
   for (unsigned node = 0; node < starpu_memory_nodes_get_count(); ++node) moved.push_back(starpu_memory_get_used(node));
   if (moved != moved_) still_ = {};
   moved_ = std::move(moved);
-  // A transfer is counted when it starts and its memory when it ends: one to a slow disk looks like none.
+  // A transfer counts at its start and its memory at its end, so a slow transfer to disk looks like no progress.
   const auto no_room = starpu_disk_swap_node >= 0 ? g_still : g_no_room;
   if (still_ > no_room)
     if (auto lack = lack_of_room(); !lack.empty()) stuck("out of memory: no task could start", no_room, lack);
   if (early && still_ >= second) queued_ = queued();
-  if (still_ > g_still && queued() - queued_ > g_still / 2) still_ = {};  // starved: wait on, as long as for moving tiles
+  if (still_ > g_still && queued() - queued_ > g_still / 2) still_ = {};  // starved: wait as long as for moving tiles
   if (still_ > g_still) stuck("no progress: no task ended and no tile moved", g_still, "");
   if (in_vain_ > g_in_vain) stuck("no progress: no task ended", g_in_vain, "");
 }

@@ -1,5 +1,5 @@
-// StarPU-MPI, in a module of its own: where one process computes, no MPI library is loaded.
-#define OMPI_SKIP_MPICXX 1  // old bindings for C++, in libraries of their own
+// StarPU-MPI in a separate module, so that a single process loads no MPI library.
+#define OMPI_SKIP_MPICXX 1  // obsolete C++ bindings in separate libraries
 #define MPICH_SKIP_MPICXX 1
 #include <pybind11/pybind11.h>
 #include <signal.h>
@@ -36,7 +36,7 @@ int receive(starpu_data_handle_t handle, int peer, int64_t tag, int priority, vo
 
 const nntile::Transport g_transport{send, receive};
 
-// A number for the processes that see each other's numbers: those of one machine, or container.
+// A number of the process namespace, common to the processes of one machine or container.
 int64_t place() {
   char text[512] = "";
   const auto length = readlink("/proc/self/ns/pid", text, 200);
@@ -44,8 +44,8 @@ int64_t place() {
   return static_cast<int64_t>(std::hash<std::string>{}(text));
 }
 
-// Each rank gives the next one a sign of life, and ends all if the one before gives none, or is there no more. Its thread
-// needs neither Python nor StarPU: only a process that is stopped, or cannot be reached, is silent.
+// Each rank sends heartbeats to the next rank, and ends all ranks if the previous rank is silent or gone. The thread
+// needs neither Python nor StarPU, so only a stopped or unreachable process is silent.
 class Watch {
  public:
   void begin(MPI_Comm comm, double patience, nntile::WaitedFor waited_for) {
@@ -55,7 +55,7 @@ class Watch {
     thread_ = std::thread([this] { run(); });
   }
 
-  // The next one is told, and looks no more.
+  // Tells the next rank to stop watching.
   void end() {
     stopping_ = true;
     if (thread_.joinable()) thread_.join();
@@ -81,7 +81,7 @@ class Watch {
         MPI_Recv(&last, 3, MPI_INT64_T, before, 0, comm_, MPI_STATUS_IGNORE);
         silent = {};
       }
-      // This process may have been stopped, too, or the machine asleep: that is no silence of the other.
+      // This process may have been stopped itself, or the machine asleep; then the other rank is not silent.
       const auto now = clock::now();
       silent += std::min<clock::duration>(now - looked, 4 * kEvery);
       looked = now;
@@ -98,12 +98,12 @@ class Watch {
     say(true);
   }
 
-  // Small, so MPI sends it whether or not anyone takes it; it does not wait.
+  // Small, so MPI sends it without a matching receive; does not wait.
   void say(bool leaves) {
     auto& request = requests_[next_];
     int done = 0;
-    MPI_Test(&request, &done, MPI_STATUS_IGNORE);  // done where there is none
-    if (!done) return;                             // the next rank takes nothing: the one after it will say so
+    MPI_Test(&request, &done, MPI_STATUS_IGNORE);  // done if there is no request
+    if (!done) return;                             // the next rank does not receive: the rank after it will report that
     signs_[next_] = {leaves, getpid(), place_};
     MPI_Isend(&signs_[next_], 3, MPI_INT64_T, (rank_ + 1) % size_, 0, comm_, &request);
     next_ = (next_ + 1) % kSigns;
@@ -127,14 +127,14 @@ class Watch {
   nntile::WaitedFor waited_for_ = nullptr;
   std::atomic<bool> stopping_{false};
   std::thread thread_;
-  static constexpr size_t kSigns = 64;  // on their way
+  static constexpr size_t kSigns = 64;  // in flight
   size_t next_ = 0;
   Sign signs_[kSigns] = {};
   std::vector<MPI_Request> requests_ = std::vector<MPI_Request>(kSigns, MPI_REQUEST_NULL);
 };
 
 Watch& watch() {
-  static auto* one = new Watch;  // never destroyed: the process may end while its thread runs
+  static auto* one = new Watch;  // never destroyed, as the process may end while its thread runs
   return *one;
 }
 
@@ -142,29 +142,29 @@ Watch& watch() {
 
 PYBIND11_MODULE(_mpi, m) {
   m.doc() = "StarPU-MPI for nntile_py._core";
-  // mpi4py would keep the GIL while it waits for the others; the level of threads that MPI gives is asked for later.
+  // mpi4py would hold the GIL while waiting for other ranks; the thread level is queried later.
   m.def("init", [] {
     int level = 0, begun = 0;
-    MPI_Initialized(&begun);  // by a script
+    MPI_Initialized(&begun);  // by the script
     if (!begun && MPI_Init_thread(nullptr, nullptr, MPI_THREAD_MULTIPLE, &level)) throw std::runtime_error("MPI did not start");
   }, py::call_guard<py::gil_scoped_release>());
-  // Its name and version, known before it starts.
+  // Name and version of the library, known before the start.
   m.def("library", [] {
     char text[MPI_MAX_LIBRARY_VERSION_STRING];
     int size = 0;
     MPI_Get_library_version(text, &size);
     return std::string(text);
   });
-  // comm: a communicator that is StarPU's alone, as Fortran's number of it; StarPU is running.
+  // comm: Fortran handle of a communicator for StarPU only; StarPU must be running.
   m.def("start", [](int comm) {
     g_comm = MPI_Comm_f2c(comm);
     const py::gil_scoped_release nogil;
     if (starpu_mpi_init_comm(nullptr, nullptr, 0, g_comm)) throw std::runtime_error("StarPU-MPI did not start");
   });
-  // No message is on its way; StarPU is stopped after it.
+  // No message may be in flight; StarPU must be stopped afterwards.
   m.def("stop", [] { starpu_mpi_shutdown_comm(g_comm); }, py::call_guard<py::gil_scoped_release>());
   m.def("transport", [] { return py::capsule(&g_transport, nntile::kTransport); });
-  // comm: one of its own; patience: seconds without a sign of life; waited_for: _core's.
+  // comm: a separate communicator; patience: seconds without a heartbeat; waited_for: from _core.
   m.def("watch", [](int comm, double patience, const py::capsule& waited_for) {
     watch().begin(MPI_Comm_f2c(comm), patience, reinterpret_cast<nntile::WaitedFor>(waited_for.get_pointer()));
   });
