@@ -16,16 +16,16 @@ from test_objectives import EXPERIMENTS, nntile
 
 import nntile_py as nt
 from nntile_py.config.builders import build_model, step_spec
-from nntile_py.config.run_config import load
+from nntile_py.config.run_config import RunConfig, load
+from nntile_py.data import text as data
+from nntile_py.data.classification import ClassificationDataset, split_samples
 from nntile_py.data.collators import LabelledCollator
 from nntile_py.data.confusion import Confusion
-from nntile_py.data.tables import LEAST_FUNCTIONS, Sample, class_numbers, labels_of, read_samples
+from nntile_py.data.tables import MIN_FUNCTIONS, LabelledText, class_numbers, labels_of, read_labelled_texts
 from nntile_py.errors import ConfigError
 from nntile_py.models.bert import BERTConfig
 from nntile_py.tasks.cross_entropy import IGNORED
-from nntile_py.training import data
-from nntile_py.training.batches import objective
-from nntile_py.training.classification import LabelledBatches, load_labelled, split_samples
+from nntile_py.training.datasets import build_dataset, check_objective
 
 TREE: dict[str, Any] = {
     "model": {"type": "bert", "layers": 1, "embed": 16, "heads": 2, "head": "classification", "dropout": 0.1},
@@ -94,14 +94,14 @@ def test_a_bad_table_is_one_clear_message(case: str, tmp_path: Path) -> None:
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     for _ in range(2):  # what is kept of a file is no message
         with pytest.raises(ConfigError, match=rf"^data.source: .*{told}") as refused:
-            labels_of(str(path), read_samples("data.source", str(path), "text", "label"))
+            labels_of(str(path), read_labelled_texts("data.source", str(path), "text", "label"))
         assert "\n" not in str(refused.value)
 
 
 def test_a_folder_is_no_table(tmp_path: Path) -> None:
     (tmp_path / "a.csv").mkdir()
     with pytest.raises(ConfigError, match=r"data.source: cannot read .*a.csv: is a folder; allowed: a file .csv"):
-        read_samples("data.source", str(tmp_path / "a.csv"), "text", "label")
+        read_labelled_texts("data.source", str(tmp_path / "a.csv"), "text", "label")
 
 
 def test_good_tables(tmp_path: Path) -> None:
@@ -113,11 +113,12 @@ def test_good_tables(tmp_path: Path) -> None:
     (tmp_path / "b.jsonl").write_text("\n\n".join(lines))
     (tmp_path / "c.tsv").write_text('text\tlabel\n"a\n""b"", ü"\t10\n' + f"{long}\t9\nc\t-1", "utf-8")
     for name, places in (("a.csv", (2, 5, 6)), ("b.jsonl", (1, 3, 5)), ("c.tsv", (2, 4, 5))):
-        found = read_samples("data.source", str(tmp_path / name), "text", "label")
-        assert found == [Sample(text, label, line) for (text, label, _), line in zip(wanted, places, strict=True)]
+        found = read_labelled_texts("data.source", str(tmp_path / name), "text", "label")
+        assert found == [LabelledText(text, label, line) for (text, label, _), line in zip(wanted, places, strict=True)]
         assert labels_of(name, found) == ["-1", "9", "10"]  # numbers as such
     (tmp_path / "c.tsv").write_text("text\tlabel\nother\ttrue\n")
-    assert read_samples("data.source", str(tmp_path / "c.tsv"), "text", "label") == [Sample("other", "true", 2)]
+    found = read_labelled_texts("data.source", str(tmp_path / "c.tsv"), "text", "label")
+    assert found == [LabelledText("other", "true", 2)]
 
 
 @pytest.mark.parametrize(
@@ -131,7 +132,7 @@ def test_good_tables(tmp_path: Path) -> None:
     ],
 )
 def test_the_class_that_a_label_means(names: list[str] | None, used: list[str], meant: dict[str, int]) -> None:
-    found = class_numbers(names, len(names or "ab"), [Sample("a", label, 1) for label in used])
+    found = class_numbers(names, len(names or "ab"), [LabelledText("a", label, 1) for label in used])
     assert found == meant
 
 
@@ -143,16 +144,16 @@ def test_labels_that_are_no_names_are_refused(tmp_path: Path) -> None:
         other.write_text(f"text,label\na,{held}\n")
         config = load("experiments/bert_classify.yaml", [f"data.source={table}", f"data.held_out={other}"])
         with pytest.raises(ConfigError, match=rf"line 2: the label '1' is not in data.source; allowed: {labels[0]}, "):
-            load_labelled(config)
+            dataset(config)
     with pytest.raises(ConfigError, match=r"data\.label: got verdict; allowed: label, as it names a column of a table"):
         load("experiments/bert_tiny.yaml", ["data.label=verdict"])
 
 
 def test_functions_of_the_standard_library() -> None:
-    found = read_samples("data.source", "python-stdlib", "text", "label")
+    found = read_labelled_texts("data.source", "python-stdlib", "text", "label")
     labels = labels_of("python-stdlib", found)
     assert {"asyncio", "email", "unittest", "xml"} <= {*labels}
-    assert all(sum(one.label == label for one in found) >= LEAST_FUNCTIONS for label in labels)
+    assert all(sum(one.label == label for one in found) >= MIN_FUNCTIONS for label in labels)
     assert all("def " in one.text.split("\n")[0] and "(" in one.text for one in found)
     texts = {one.text for one in found if one.label == "asyncio"}
     assert any(text.endswith("    return current_task(loop)") is False and text.count("\n") > 5 for text in texts)
@@ -160,7 +161,8 @@ def test_functions_of_the_standard_library() -> None:
 
 
 def test_the_split() -> None:
-    samples = [Sample(f"text {k % 70}", "ab"[k % 70 % 7 == 0], k + 2) for k in range(100)] + [Sample("one", "c", 102)]
+    samples = [LabelledText(f"text {k % 70}", "ab"[k % 70 % 7 == 0], k + 2) for k in range(100)]
+    samples.append(LabelledText("one", "c", 102))
     train, held = split_samples(samples, 0.2)
     assert sorted(train + held) == sorted(samples)
     assert not {one.text for one in train} & {one.text for one in held}
@@ -172,15 +174,21 @@ def test_the_split() -> None:
 # -- batches
 
 
+def dataset(config: RunConfig) -> ClassificationDataset:
+    made = build_dataset(config)
+    assert isinstance(made, ClassificationDataset)
+    return made
+
+
 def test_batches_come_from_seed_and_step_alone(tmp_path: Path) -> None:
     config = load(write(tmp_path), ["train.grad_accumulation=2"])
-    corpus = load_labelled(config)
-    batches, again = LabelledBatches(config, corpus), LabelledBatches(config, corpus)
-    other = LabelledBatches(load(tmp_path / "tiny.yaml", ["train.grad_accumulation=2", "seed=1"]), corpus)
-    last = again.training(7)
+    batches, again = dataset(config), dataset(config)
+    corpus = batches.corpus
+    other = dataset(load(tmp_path / "tiny.yaml", ["train.grad_accumulation=2", "seed=1"]))
+    last = again.train(7)
     for step in (7, 1):
-        assert all((last[name] == batches.training(step)[name]).all() for name in last) == (step == 7)
-    assert (other.training(7)["input_ids"] != last["input_ids"]).any()
+        assert all((last[name] == batches.train(step)[name]).all() for name in last) == (step == 7)
+    assert (other.train(7)["input_ids"] != last["input_ids"]).any()
     count = len(corpus.train)
     epochs = [batches.samples(step) for step in range(1, count + 1)]  # twelve times all samples
     seen = [(one.tobytes(), int(kind)) for part in epochs for one, kind in zip(*part, strict=True)]
@@ -192,18 +200,19 @@ def test_batches_come_from_seed_and_step_alone(tmp_path: Path) -> None:
 
 def test_sequences_are_framed_cut_and_padded(tmp_path: Path) -> None:
     config = load(write(tmp_path))
-    assert objective(config) == "classification"
-    corpus = load_labelled(config)
+    assert check_objective(config) == "classification"
+    batches = dataset(config)
+    corpus = batches.corpus
     assert corpus.names == config.model.labels == ["animal", "fruit", "metal"]
     cls, sep, pad = (corpus.tokenizer.token_to_id(token) for token in ("[CLS]", "[SEP]", "[PAD]"))
     longer = 0
-    texts, _ = split_samples(read_samples("data.source", config.data.source, "words", "kind"), 0.25)
+    texts, _ = split_samples(read_labelled_texts("data.source", config.data.source, "words", "kind"), 0.25)
     for sample, ids, kind in zip(texts, *corpus.train, strict=True):
         plain = corpus.tokenizer.encode(sample.text, add_special_tokens=False).ids
         assert ids.tolist() == [cls, *plain[: 10 - 2], sep] and corpus.names[kind] == sample.label
         longer += len(plain) > 8
-    assert 0 < longer <= corpus.cut and f"{corpus.cut} cut at train.seq, 3 labels" in corpus.told()
-    batch = LabelledBatches(config, corpus).training(1)
+    assert 0 < longer <= corpus.cut and f"{corpus.cut} cut at train.seq, 3 labels" in batches.describe()
+    batch = batches.train(1)
     assert batch["input_ids"].shape == (6, 10) and batch["labels"].shape == (6,)
     assert ((batch["input_ids"] == pad) == (batch["attention_mask"] == 0)).all() and not batch["attention_mask"].all()
     assert corpus.tokenizer.truncation is None  # what is saved cuts nothing
@@ -211,8 +220,8 @@ def test_sequences_are_framed_cut_and_padded(tmp_path: Path) -> None:
 
 def test_held_out_samples_are_read_once(tmp_path: Path) -> None:
     config = load(write(tmp_path), ["train.batch=5"])
-    corpus = load_labelled(config)
-    batches = LabelledBatches(config, corpus)
+    batches = dataset(config)
+    corpus = batches.corpus
     for whole, count in ((True, len(corpus.held_out)), (False, 10)):
         labels = np.concatenate([inputs["labels"] for inputs in batches.held_out(whole)])
         assert len(labels) % 5 == 0 and (labels != IGNORED).sum() == count
@@ -230,7 +239,7 @@ def test_confusion() -> None:
     made = Confusion([*"abcde"])
     made.add(true[:50], predicted[:50])
     made.add(true[50:], predicted[50:])
-    told, scores = made.told(), []
+    told, scores = made.metrics(), []
     assert told["accuracy"] == np.mean(true == predicted)
     for kind in range(4):
         precision = np.mean(true[predicted == kind] == kind) if (predicted == kind).any() else 0.0
@@ -239,9 +248,9 @@ def test_confusion() -> None:
     np.testing.assert_allclose(made.f1, [*scores, np.nan])
     assert told["f1_macro"] == pytest.approx(np.mean(scores)) and "f1" not in told
     assert told["confusion"] == [[int(((true == i) & (predicted == k)).sum()) for k in range(5)] for i in range(5)]
-    two = Confusion(["no", "yes"], [[50, 10], [5, 35]]).told()
+    two = Confusion(["no", "yes"], [[50, 10], [5, 35]]).metrics()
     assert (two["accuracy"], two["f1"]) == (0.85, pytest.approx(70 / 85))
-    assert "f1" in two and np.isnan(Confusion(["no", "yes"]).told()["accuracy"])
+    assert "f1" in two and np.isnan(Confusion(["no", "yes"]).metrics()["accuracy"])
 
 
 def test_the_table_and_the_picture(tmp_path: Path) -> None:
@@ -289,9 +298,9 @@ def test_a_run_measures_and_draws(run: tuple[Path, str]) -> None:
     assert f"drawn in {folder.resolve()}/confusion.png" in said and "sample:" not in said
 
 
-def held_out(folder: Path) -> list[Sample]:
+def held_out(folder: Path) -> list[LabelledText]:
     source = load(folder / "config.yaml").data.source
-    return split_samples(read_samples("data.source", source, "words", "kind"), 0.25)[1]
+    return split_samples(read_labelled_texts("data.source", source, "words", "kind"), 0.25)[1]
 
 
 def test_transformers_reads_it(run: tuple[Path, str]) -> None:
@@ -429,10 +438,10 @@ def test_settings_that_are_refused(tmp_path: Path) -> None:
         path = write(tmp_path, **changes)
         with pytest.raises(ConfigError, match=told):
             config = load(path)
-            objective(config)
-            load_labelled(config)
+            check_objective(config)
+            dataset(config)
     with pytest.raises(ConfigError, match=r"has one text of each label; allowed: two texts or more of a label, or a"):
-        load_labelled(load(write(tmp_path, [["apple", "fruit"], ["iron", "metal"]])))
+        dataset(load(write(tmp_path, [["apple", "fruit"], ["iron", "metal"]])))
 
 
 def test_a_table_of_its_own_to_measure_on(tmp_path: Path) -> None:
@@ -440,7 +449,7 @@ def test_a_table_of_its_own_to_measure_on(tmp_path: Path) -> None:
     held = [{"words": "apple pie", "kind": "fruit"}, {"words": "old iron", "kind": "metal"}]
     (tmp_path / "held.jsonl").write_text("\n".join(map(json.dumps, held)))
     config = load(tmp_path / "tiny.yaml", [f"data.held_out={tmp_path}/held.jsonl", "model.labels=[metal,fruit,animal]"])
-    corpus = load_labelled(config)
+    corpus = dataset(config).corpus
     assert (len(corpus.train), len(corpus.held_out)) == (83, 2)
     assert corpus.held_out.classes.tolist() == [1, 0] and corpus.names == ["metal", "fruit", "animal"]
 
@@ -449,16 +458,16 @@ def test_packed_as_padded(tmp_path: Path) -> None:
     """The loss of the sequences of a step is that of the padded batch, and so is what is measured of held-out ones."""
     how = ["train.pack=true", "train.grad_accumulation=2", "model.dropout=0"]
     config = load(write(tmp_path), how)
-    assert objective(config) == "classification"
-    corpus = load_labelled(config)
-    batches = LabelledBatches(config, corpus)
-    assert re.fullmatch(r"\d+\.\d% of the bins' 30 tokens filled", batches.about)
+    assert check_objective(config) == "classification"
+    batches = dataset(config)
+    corpus = batches.corpus
+    assert re.fullmatch(r"\d+\.\d% of the bins' 30 tokens filled", batches.describe_lengths())
     samples = batches.samples(3)
     assert len(samples) > 12  # more than padded
     padded = LabelledCollator(10, corpus.tokenizer.token_to_id("[PAD]"))(zip(*samples, strict=True))
     with nt.Runtime(cpus=2):
         found = []
-        for pack, inputs, rows in ((True, batches.training(3), 6), (False, padded, len(samples))):
+        for pack, inputs, rows in ((True, batches.train(3), 6), (False, padded, len(samples))):
             model = build_model(config)
             spec = replace(step_spec(config, model), pack=pack, batch=rows, grad_accumulation=2 if pack else 1)
             trainer = nt.Trainer.of_spec(spec)
@@ -491,6 +500,6 @@ def test_others_of_the_family(kind: str, tmp_path: Path) -> None:
 
 def test_the_example(tmp_path: Path) -> None:
     config = load(EXPERIMENTS / "bert_classify.yaml")
-    assert objective(config) == "classification"
+    assert check_objective(config) == "classification"
     assert config.model.classes == len(config.model.labels) >= 5
     assert isinstance(config.model, BERTConfig) and config.data.source == "python-stdlib"

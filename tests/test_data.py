@@ -6,6 +6,7 @@ import sysconfig
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,10 +18,12 @@ from tokenizers import Tokenizer
 
 from nntile_py.config.run_config import RunConfig, load
 from nntile_py.config.sections import DataSection
-from nntile_py.data.array_cache import kept
+from nntile_py.data import text as data
+from nntile_py.data.array_cache import cached
+from nntile_py.data.tokenizer import load_tokenizer
 from nntile_py.errors import ConfigError
 from nntile_py.system.folders import stdlib_files
-from nntile_py.training import data
+from nntile_py.training.datasets import build_dataset
 
 
 def config(tmp_path: Path, source: str, *overrides: str) -> RunConfig:
@@ -30,11 +33,22 @@ def config(tmp_path: Path, source: str, *overrides: str) -> RunConfig:
     return load(path, overrides)
 
 
+def documents_of(**settings: Any) -> list[str]:
+    section = DataSection(**settings)
+    return data.read_documents(section.source, section.extensions, section.max_bytes)
+
+
+def corpus_of(config: RunConfig) -> data.Corpus:
+    dataset = build_dataset(config)
+    assert isinstance(dataset, data.TextDataset)
+    return dataset.corpus
+
+
 def test_the_standard_library_without_its_tests(tmp_path: Path) -> None:
-    documents = data.read_documents(DataSection(max_bytes=2_000_000))
+    documents = documents_of(max_bytes=2_000_000)
     assert 1_900_000 < sum(len(d.encode()) for d in documents) < 2_100_000
-    assert documents == data.read_documents(DataSection(max_bytes=2_000_000))
-    everything = data.read_documents(DataSection())
+    assert documents == documents_of(max_bytes=2_000_000)
+    everything = documents_of()
     root = Path(sysconfig.get_path("stdlib"))
     assert (root / "argparse.py").read_text(encoding="utf-8") in everything
     assert (root / "json" / "decoder.py").read_text(encoding="utf-8") in everything
@@ -55,13 +69,13 @@ def test_a_folder_by_extension_in_the_order_of_names(tmp_path: Path) -> None:
     (tmp_path / "text" / "empty.txt").write_text(" \n")
     (tmp_path / "text" / "f.txt").write_text("caf\u00e9")
     source = str(tmp_path / "text")
-    assert data.read_documents(DataSection(source=source)) == ["first", "second", "third", "café", "fourth"]
-    assert data.read_documents(DataSection(source=source, extensions=[".bin"])) == ["no"]
-    assert data.read_documents(DataSection(source=source, max_bytes=8)) == ["first", "sec"]
-    assert data.read_documents(DataSection(source=source, max_bytes=22)) == ["first", "second", "third", "caf\ufffd"]
+    assert documents_of(source=source) == ["first", "second", "third", "café", "fourth"]
+    assert documents_of(source=source, extensions=[".bin"]) == ["no"]
+    assert documents_of(source=source, max_bytes=8) == ["first", "sec"]
+    assert documents_of(source=source, max_bytes=22) == ["first", "second", "third", "caf\ufffd"]
     (tmp_path / "text" / "latin.txt").write_bytes(b"caf\xe9")
     with pytest.raises(ConfigError, match=r"data.source: .*latin.txt: byte 3 \(0xe9\) is not UTF-8 .*allowed: text in"):
-        data.read_documents(DataSection(source=source))
+        documents_of(source=source)
 
 
 @pytest.mark.parametrize("content", [b"", b"  \n"])
@@ -69,17 +83,17 @@ def test_no_text_is_a_clear_error(content: bytes, tmp_path: Path) -> None:
     path = tmp_path / "x.txt"
     path.write_bytes(content)
     with pytest.raises(ConfigError, match=r"data.source: no text in .*x.txt; allowed: a text file, or a folder"):
-        data.load_corpus(config(tmp_path, str(path)))
+        corpus_of(config(tmp_path, str(path)))
     (tmp_path / "folder").mkdir()
     with pytest.raises(ConfigError, match=r"data.source: no file with one of the extensions .txt, .*data.extensions"):
-        data.load_corpus(config(tmp_path, str(tmp_path / "folder")))
+        corpus_of(config(tmp_path, str(tmp_path / "folder")))
 
 
 def test_too_little_text_is_a_clear_error(tmp_path: Path) -> None:
     path = tmp_path / "x.txt"
     path.write_text("a few words\n" * 9)
     with pytest.raises(ConfigError, match=r"the held-out text .* tokens; allowed: at least train.seq = 8"):
-        data.load_corpus(config(tmp_path, str(path)))
+        corpus_of(config(tmp_path, str(path)))
 
 
 def test_the_split_is_by_documents_and_near_the_fraction() -> None:
@@ -108,14 +122,14 @@ def test_a_single_file_holds_out_its_end() -> None:
 
 
 def test_the_tokenizer_is_the_same_each_time_and_loses_nothing(tmp_path: Path) -> None:
-    documents = data.read_documents(DataSection(max_bytes=300_000))
+    documents = documents_of(max_bytes=300_000)
     first, second = data.train_tokenizer(documents, 400), data.train_tokenizer(documents, 400)
     assert first.to_str() == second.to_str()
     assert first.get_vocab_size() == 400
     text = "def f(x):\n\treturn 'Zürich ☃ \x00'  # 日本\n"
     assert first.decode(first.encode(text).ids) == text
     first.save(str(tmp_path / "tokenizer.json"))
-    loaded = data.load_tokenizer(tmp_path / "tokenizer.json")
+    loaded = load_tokenizer(tmp_path / "tokenizer.json")
     assert loaded.encode(text).ids == first.encode(text).ids
 
 
@@ -131,7 +145,7 @@ def test_any_text_survives_the_tokenizer(text: str) -> None:
 def test_a_file_that_is_no_tokenizer(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"tokenizer.path: cannot read .*; allowed: a tokenizer.json"):
-        data.load_tokenizer(tmp_path / "tokenizer.json")
+        load_tokenizer(tmp_path / "tokenizer.json")
 
 
 def test_a_given_tokenizer_is_used(tmp_path: Path) -> None:
@@ -140,7 +154,7 @@ def test_a_given_tokenizer_is_used(tmp_path: Path) -> None:
     tokenizer.save(str(tmp_path / "mine.json"))
     asked = config(tmp_path, str(tmp_path / "x.txt"), f"tokenizer={{path: {tmp_path}/mine.json}}")
     assert asked.model.vocab == tokenizer.get_vocab_size()
-    corpus = data.load_corpus(asked)
+    corpus = corpus_of(asked)
     assert corpus.tokenizer.to_str() == tokenizer.to_str()
     assert corpus.train.max() < asked.model.vocab
 
@@ -202,7 +216,7 @@ def test_a_long_text_is_made_into_tokens_once(tmp_path: Path, monkeypatch: pytes
 
     def corpus(*overrides: str) -> tuple[str, bytes, bytes, int]:
         made.clear()
-        of = data.load_corpus(config(tmp_path, str(text), *overrides))
+        of = corpus_of(config(tmp_path, str(text), *overrides))
         return of.tokenizer.to_str(pretty=True), of.train.tobytes(), of.held_out.tobytes(), len(made)
 
     *first, times = corpus()
@@ -213,7 +227,7 @@ def test_a_long_text_is_made_into_tokens_once(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(data, "LONG_TEXT", 1000)
     for change in ("tokenizer.vocab_size=290", "data.val_fraction=0.2", "data.max_bytes=9000"):
         assert corpus(change)[3] == 2, change
-    data.load_corpus(config(tmp_path, str(text))).tokenizer.save(str(tmp_path / "t.json"))
+    corpus_of(config(tmp_path, str(text))).tokenizer.save(str(tmp_path / "t.json"))
     other = [f"tokenizer.path={tmp_path}/t.json", "tokenizer.vocab_size=null"]
     assert corpus(*other)[1:] == (first[1], first[2], 2) and corpus(*other)[3] == 0
     text.write_text(text.read_text() + "more")
@@ -230,7 +244,7 @@ def test_a_damaged_file_is_made_again(tmp_path: Path, monkeypatch: pytest.Monkey
         return right
 
     def same() -> bool:
-        found = kept("test", "key", make)
+        found = cached("test", "key", make)
         return all(found[n].dtype == one.dtype and np.array_equal(found[n], one) for n, one in right.items())
 
     assert same() and same() and len(calls) == 1
@@ -254,22 +268,22 @@ def test_a_damaged_file_is_made_again(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_what_is_kept_has_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr("nntile_py.data.array_cache.MOST", 7000)
+    monkeypatch.setattr("nntile_py.data.array_cache.MAX_BYTES", 7000)
     for number, name in enumerate("abc"):
-        kept("test", name, lambda: {"x": np.zeros(2000, np.uint8)})
+        cached("test", name, lambda: {"x": np.zeros(2000, np.uint8)})
         os.utime(tmp_path / "nntile_py" / "test" / f"{name}.npz", (number, number))
-    assert len(kept("test", "a", dict)["x"]) == 2000  # used: now b is the oldest
-    kept("test", "d", lambda: {"x": np.zeros(2000, np.uint8)})
+    assert len(cached("test", "a", dict)["x"]) == 2000  # used: now b is the oldest
+    cached("test", "d", lambda: {"x": np.zeros(2000, np.uint8)})
     assert {p.stem for p in (tmp_path / "nntile_py" / "test").iterdir()} == {"a", "c", "d"}
-    kept("test", "e", lambda: {"x": np.zeros(20_000, np.uint8)})
+    cached("test", "e", lambda: {"x": np.zeros(20_000, np.uint8)})
     assert [p.stem for p in (tmp_path / "nntile_py" / "test").iterdir()] == ["e"]
 
 
 def test_several_processes_keep_the_same(tmp_path: Path, python: Python) -> None:
     code = (
-        "import numpy as np\nfrom nntile_py.data.array_cache import kept\n"
+        "import numpy as np\nfrom nntile_py.data.array_cache import cached\n"
         "for k in range(40):\n"
-        "    a = kept('test', str(k % 4), lambda: {'x': np.full(50_000, k % 4, np.int32)})['x']\n"
+        "    a = cached('test', str(k % 4), lambda: {'x': np.full(50_000, k % 4, np.int32)})['x']\n"
         "    assert (a == k % 4).all() and len(a) == 50_000\n"
     )
     with ThreadPoolExecutor(3) as pool:

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from test_loop import metrics, nntile
 
 import nntile_py as nt
-from nntile_py.data.sampler import Order
+from nntile_py.data import text as data
+from nntile_py.data.sampler import Sampler
 from nntile_py.graph.bin_packing import Bins, best_fit
 from nntile_py.graph.step import StepSpec
-from nntile_py.training import data
 
 PACKED = "train.pack=true", "data.sequences=lines", "tiles={batch: 2, embed: 7, heads: 1}", "sample.tokens=0"
 
@@ -37,7 +37,7 @@ def test_bins_are_filled(capacity: int) -> None:
     rng = np.random.default_rng(0)
     for lengths in (rng.integers(26, 129, 20_000), np.clip(rng.lognormal(3.5, 0.8, 20_000), 3, 128).astype(int)):
         bins = Bins(2, capacity * 128, 128)
-        order = Order(lengths, 0, 64, bins)
+        order = Sampler(lengths, 0, 64, bins)
         assert order.fill() >= 0.98
         works = []
         for step in range(1, 20):
@@ -50,7 +50,7 @@ def test_bins_are_filled(capacity: int) -> None:
 def test_lengths_stay_mixed() -> None:
     """Of a small table whose lengths go with its labels: each step has both, where bins look a few sequences ahead."""
     lengths = np.repeat([8, 24], 200)
-    order = Order(lengths, 0, 16, Bins(2, 8 * 24, 24), ahead=64)
+    order = Sampler(lengths, 0, 16, Bins(2, 8 * 24, 24), lookahead=64)
     steps = [[lengths[one] for one in order.step(step)[0]] for step in range(1, 18)]
     assert all(0.25 < np.mean(np.array(of) == 8) < 0.8 for of in steps) and order.fill() > 0.97
 
@@ -61,9 +61,9 @@ def test_every_sequence_once_in_an_epoch(count: int, rows: int, packed: bool, pa
     """Across the ends of epochs, and asked for in any order."""
     lengths = np.random.default_rng(count).integers(1, 9, count)
     bins = Bins(rows, 16, 8) if packed else None
-    order = Order(lengths, 3, rows * passes, bins, passes)
+    order = Sampler(lengths, 3, rows * passes, bins, passes)
     taken = [order.step(step) for step in range(1, 40)]
-    again = Order(lengths, 3, rows * passes, bins, passes)
+    again = Sampler(lengths, 3, rows * passes, bins, passes)
     assert [again.step(step) for step in (30, 2, 39)] == [taken[k - 1] for k in (30, 2, 39)]
     flat = [one for sequences, _ in taken for one in sequences]
     for first in range(0, len(flat) - count, count):
@@ -74,7 +74,7 @@ def test_every_sequence_once_in_an_epoch(count: int, rows: int, packed: bool, pa
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=20), st.integers(1, 12))
 def test_parts(lengths: list[int], most: int) -> None:
     tokens = np.arange(sum(lengths))
-    parts = data.Parts(tokens, np.array(lengths), most)
+    parts = data.Pieces(tokens, np.array(lengths), most)
     cut = [parts[k] for k in range(len(parts.lengths))]
     assert (np.concatenate(cut) == tokens).all() and max(map(len, cut)) <= most
     assert parts.cut == sum(n > most for n in lengths)
@@ -84,9 +84,9 @@ def test_parts(lengths: list[int], most: int) -> None:
 
 def test_units_of_a_text() -> None:
     texts = ["one\ntwo\n\n\nthree\n", "  \nfour"]
-    assert data.sequences(texts, "lines") == ["one", "two", "three", "four"]
-    assert data.sequences(texts, "paragraphs") == ["one\ntwo", "three", "  \nfour"]
-    assert data.sequences(texts, "documents") == data.sequences(texts, "window") == texts
+    assert data.split_into_sequences(texts, "lines") == ["one", "two", "three", "four"]
+    assert data.split_into_sequences(texts, "paragraphs") == ["one\ntwo", "three", "  \nfour"]
+    assert data.split_into_sequences(texts, "documents") == data.split_into_sequences(texts, "window") == texts
 
 
 @pytest.mark.parametrize("model", ["gpt2", "bert"])

@@ -108,7 +108,7 @@ def test_init_of_an_own_model(folder: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_init_from_a_folder(folder: Path) -> None:
     """Sizes and tokenizer are the folder's."""
-    from nntile_py.training.data import train_tokenizer
+    from nntile_py.data.text import train_tokenizer
 
     shape = {"model_type": "gpt2", "n_layer": 1, "n_embd": 8, "n_head": 2, "n_positions": 200, "vocab_size": 260}
     Path("saved").mkdir()

@@ -20,12 +20,15 @@ import yaml
 
 from nntile_py.config.run_config import load
 from nntile_py.config.sections import CheckpointSection, optimizer_section
+from nntile_py.data import text as data
+from nntile_py.data.collators import CausalCollator
+from nntile_py.data.tokenizer import load_tokenizer
 from nntile_py.errors import ConfigError, MissingWeight, NNTileError, NotFinite, exit_status
 from nntile_py.inference import generate
 from nntile_py.runs import run_folder
 from nntile_py.system.folders import remove_leftovers, replaced
-from nntile_py.training import checkpoint, checkpoint_writer, collectives, data
-from nntile_py.training.batches import Batches
+from nntile_py.training import checkpoint, checkpoint_writer, collectives
+from nntile_py.training.datasets import build_dataset
 from nntile_py.training.display import Display
 from nntile_py.training.loop import learning_rate, run_steps
 from nntile_py.training.run_folder import Metrics
@@ -101,8 +104,9 @@ def test_the_weights_are_those_of_a_transformers_model(run: tuple[Path, str]) ->
     model, found = transformers.GPT2LMHeadModel.from_pretrained(run[0], output_loading_info=True)
     assert {key: list(value) for key, value in found.items() if value} == {}
     config = load(run[0] / "config.yaml")
-    corpus = data.load_corpus(config)
-    batches = data.held_out_batches(corpus.held_out, 4, 12, 2)
+    dataset = build_dataset(config)
+    assert isinstance(dataset, data.TextDataset)
+    batches = data.held_out_batches(dataset.corpus.held_out, 4, 12, 2)
     with torch.no_grad():
         losses = [model(torch.tensor(ids), labels=torch.tensor(ids)).loss.item() for ids in batches]
     assert np.mean(losses) == pytest.approx(metrics(run[0])[-1]["held_out_loss"], rel=1e-5)
@@ -112,7 +116,7 @@ def test_config_and_tokenizer_are_saved(run: tuple[Path, str]) -> None:
     config = load(run[0] / "config.yaml")
     assert config.train.grad_accumulation == 2
     assert config.out == "runs/tiny"
-    tokenizer = data.load_tokenizer(run[0] / "tokenizer.json")
+    tokenizer = load_tokenizer(run[0] / "tokenizer.json")
     assert tokenizer.get_vocab_size() == 300
     assert {path.name for path in run[0].iterdir()} == {
         "checkpoints",
@@ -369,11 +373,16 @@ def fake_run(tmp_path: Path, trainer: Trainer, stop: list[str], steps: int) -> A
     config = load(tmp_path / "tiny.yaml", [f"train.steps={steps}"])
     tokens = np.arange(100, dtype=np.uint16)
     corpus = data.Corpus(None, tokens, tokens)  # type: ignore[arg-type]
+    how = config.train
+    dataset = data.TextDataset(
+        corpus, CausalCollator(how.seq), seq=how.seq, batch=how.batch, passes=how.grad_accumulation,
+        eval_batches=how.eval_batches,
+    )  # fmt: skip
     fake: Any = trainer
     never = MagicMock(**{"due.return_value": False, "needs_report": False})
     display, lines = Display(Console(file=io.StringIO()), config, fake), Metrics(tmp_path, 0, pytest.fail)
     try:
-        return run_steps(config, Batches(config, corpus, "causal"), fake, lines, display, never, stop)
+        return run_steps(config, dataset, fake, lines, display, never, stop)
     finally:
         lines.close()
 

@@ -15,12 +15,12 @@ from nntile_py.analysis import draw
 from nntile_py.analysis.plan import plan
 from nntile_py.config.builders import build_model
 from nntile_py.config.run_config import load
-from nntile_py.data.tokenizer import MASKED, ROBERTA, special_numbers
+from nntile_py.data import text as data
+from nntile_py.data.tokenizer import MASKED, ROBERTA, load_tokenizer, special_numbers
 from nntile_py.errors import ConfigError
 from nntile_py.inference.texts import with_limit
 from nntile_py.models.registry import known
-from nntile_py.training import data
-from nntile_py.training.batches import Batches, objective
+from nntile_py.training.datasets import build_dataset, check_objective
 
 EXPERIMENTS = Path(__file__).parents[1] / "experiments"
 BERT = {"type": "bert", "layers": 1, "embed": 16, "heads": 2}
@@ -73,10 +73,9 @@ def of_transformers(folder: Path, name: str) -> float:
     model, found = getattr(transformers, name).from_pretrained(folder, output_loading_info=True)
     assert {key: list(value) for key, value in found.items() if value} == {}
     config = load(folder / "config.yaml")
-    corpus = data.load_corpus(config, MASKED if "MaskedLM" in name else ())
     losses = []
     with torch.no_grad():
-        for inputs in Batches(config, corpus, objective(config)).held_out:
+        for inputs in build_dataset(config).held_out():
             losses.append(model(**{key: torch.tensor(value) for key, value in inputs.items()}).loss.item())
     return float(np.mean(losses))
 
@@ -89,7 +88,7 @@ def of_auto_tokenizer(folder: Path, kinds: bool, framed: bool) -> Any:
     """What AutoTokenizer makes of the folder, when it has the tokens that the model was trained on."""
     transformers = pytest.importorskip("transformers")
     theirs = transformers.AutoTokenizer.from_pretrained(folder)
-    own = data.load_tokenizer(folder / "tokenizer.json")
+    own = load_tokenizer(folder / "tokenizer.json")
     for texts in (["def of_tiles(): # \u03b1\n    return 'a'"], ["some rows", "of tiles"]):
         made, wanted = theirs(*texts), own.encode(*texts).ids
         assert made["input_ids"] == with_limit(own, 99, framed).encode(*texts).ids == wanted
@@ -108,7 +107,7 @@ def test_bert_learns_and_transformers_reads_it(tmp_path: Path, kind: str, theirs
     folder, said = trained(tmp_path, BERT | {"type": kind})
     assert "guesses at its masked tokens in [[ ]]:\n[CLS]" in said and said.rstrip().endswith("[SEP]")
     assert of_transformers(folder, theirs) == pytest.approx(last_loss(folder), rel=1e-5)
-    tokenizer = data.load_tokenizer(folder / "tokenizer.json")
+    tokenizer = load_tokenizer(folder / "tokenizer.json")
     numbers = [tokenizer.token_to_id(token) for token in (data.END_OF_TEXT, *MASKED)]
     assert None not in numbers and special_numbers(tokenizer) == set(numbers)
     assert json.loads((folder / "config.json").read_text())["pad_token_id"] == tokenizer.token_to_id("[PAD]")
@@ -132,34 +131,34 @@ def test_a_run_goes_on_without_the_tokenizer_that_it_began_with(tmp_path: Path) 
                       f"--set=train.steps={steps}")  # fmt: skip
         assert done.returncode == 0, done.stderr
         (tmp_path / "bare.json").unlink(missing_ok=True)
-    assert data.load_tokenizer(tmp_path / "runs/tiny/tokenizer.json").num_special_tokens_to_add(False) == 2
+    assert load_tokenizer(tmp_path / "runs/tiny/tokenizer.json").num_special_tokens_to_add(False) == 2
 
 
 def test_sequences_of_a_masked_model(tmp_path: Path) -> None:
     config = load(write(tmp_path), ["train.grad_accumulation=2", "train.mask_probability=0.5"])
-    corpus = data.load_corpus(config, MASKED)
-    batches, again = (Batches(config, corpus, objective(config)) for _ in range(2))
-    first, second = batches.training(1), batches.training(2)
-    number = corpus.tokenizer.token_to_id
-    for batch, rows in ((first, 16), (batches.held_out[0], 8)):
+    batches, again = build_dataset(config), build_dataset(config)
+    first, second = batches.train(1), batches.train(2)
+    number = batches.tokenizer.token_to_id
+    for batch, rows in ((first, 16), (batches.held_out()[0], 8)):
         assert {array.shape for array in batch.values()} == {(rows, 12)}
         ends = batch["input_ids"][:, [0, -1]]
         assert (ends == [number("[CLS]"), number("[SEP]")]).all()
         assert 0.3 < (batch["labels"] != -100).mean() < 0.55
-    assert (first["labels"] != second["labels"]).any() and (first["labels"] == again.training(1)["labels"]).all()
-    for one, other in zip(batches.held_out, again.held_out, strict=True):
+    assert (first["labels"] != second["labels"]).any() and (first["labels"] == again.train(1)["labels"]).all()
+    for one, other in zip(batches.held_out(), again.held_out(), strict=True):
         assert all((one[name] == other[name]).all() for name in one)
-    assert (batches.held_out[0]["labels"] != batches.held_out[1]["labels"]).any()
+    assert (batches.held_out()[0]["labels"] != batches.held_out()[1]["labels"]).any()
 
 
 def test_robertas_special_tokens(tmp_path: Path) -> None:
     """A tokenizer that calls them <s>, </s>, <pad>, <mask>."""
-    texts = data.read_documents(load(write(tmp_path)).data)
+    section = load(write(tmp_path)).data
+    texts = data.read_documents(section.source, section.extensions)
     data.train_tokenizer(texts, 300, [*ROBERTA.values()]).save(str(tmp_path / "roberta.json"))
     config = load(write(tmp_path, tokenizer={"path": str(tmp_path / "roberta.json")}, model=BERT | {"type": "roberta"}))
-    corpus = data.load_corpus(config, MASKED)
-    batch = Batches(config, corpus, objective(config)).training(1)
-    pad, cls, sep, mask = (corpus.tokenizer.token_to_id(ROBERTA[token]) for token in MASKED)
+    dataset = build_dataset(config)
+    batch = dataset.train(1)
+    pad, cls, sep, mask = (dataset.tokenizer.token_to_id(ROBERTA[token]) for token in MASKED)
     assert (batch["input_ids"][:, [0, -1]] == [cls, sep]).all() and pad == config.model.padding_token
     assert (batch["input_ids"][batch["labels"] != -100] == mask).mean() > 0.5
     assert not np.isin(batch["labels"], [cls, sep, mask, pad]).any()
@@ -172,9 +171,9 @@ def test_a_folder_without_a_head(tmp_path: Path) -> None:
     data.train_tokenizer(["some text"], 270, MASKED).save(str(tmp_path / "bare/tokenizer.json"))
     path = write(tmp_path, model={"from": str(tmp_path / "bare")}, tokenizer={})
     with pytest.raises(ConfigError, match=r"BERT with head: none \(from .*bare\) has no loss; .* head: masked_lm"):
-        objective(load(path))
+        check_objective(load(path))
     config = load(path, ["model.head=masked_lm"])
-    assert objective(config) == "masked"
+    assert check_objective(config) == "masked"
     made = build_model(config).weights
     assert all((made[name] == value).all() for name, value in model.weights.items())
     assert made["cls.predictions.transform.dense.weight"].std() > 0.01
@@ -192,14 +191,14 @@ def test_models_that_text_does_not_train(tmp_path: Path) -> None:
     ):  # fmt: skip
         config = load(write(tmp_path, model=BERT | {"head": head}))
         with pytest.raises(ConfigError, match=r"model: bert with head: .* from Python with nt.Trainer") as refused:
-            objective(config)
+            check_objective(config)
         assert needs in str(refused.value) and head in str(refused.value)
 
 
 def test_another_padding_token_than_the_tokenizers(tmp_path: Path) -> None:
     config = load(write(tmp_path, model=BERT | {"type": "roberta", "padding_token": 2}))
     with pytest.raises(ConfigError, match=r"model.padding_token: got 2; allowed: 1, the tokenizer's \[PAD\]"):
-        Batches(config, data.load_corpus(config, MASKED), objective(config))
+        build_dataset(config)
 
 
 def test_masked_settings_that_are_refused(tmp_path: Path) -> None:
@@ -211,7 +210,7 @@ def test_masked_settings_that_are_refused(tmp_path: Path) -> None:
         ({"train": {"steps": 1, "batch": 1, "seq": 2}}, "train.seq: got 2; allowed: at least 3"),
     ):  # fmt: skip
         with pytest.raises(ConfigError, match=told):
-            objective(load(write(tmp_path, **changes)))
+            check_objective(load(write(tmp_path, **changes)))
     for value in (0, 1, "x"):
         with pytest.raises(ConfigError, match=r"train.mask_probability: got .*; allowed: a number above 0 and below 1"):
             load(write(tmp_path), [f"train.mask_probability={value}"])
@@ -233,7 +232,7 @@ def test_plan_and_graph(name: str) -> None:
 def test_configs_for_gpus(name: str) -> None:
     config = load(EXPERIMENTS / f"{name}.yaml")
     assert config.precision == "bf16" and config.runtime.cuda == 1
-    assert objective(config) == {"bert_base": "masked", "llama_1b": "causal"}[name]
+    assert check_objective(config) == {"bert_base": "masked", "llama_1b": "causal"}[name]
     millions = {"bert_base": 109.5, "llama_1b": 1235.8}[name]  # as published
     assert plan(config).parameters / 1e6 == pytest.approx(millions, rel=0.002)
 

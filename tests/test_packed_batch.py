@@ -13,7 +13,7 @@ from nntile_py.analysis.draw import draw
 from nntile_py.analysis.plan import plan
 from nntile_py.config.builders import step_spec
 from nntile_py.config.run_config import load
-from nntile_py.data.sampler import Order
+from nntile_py.data.sampler import Sampler
 from nntile_py.graph.bin_packing import Bins, bins_of
 from nntile_py.graph.step import StepSpec
 from nntile_py.tiles import Tiling
@@ -90,7 +90,7 @@ def test_padding_inside_of_a_text() -> None:
 def test_text_fills_just_that(batch: int, tile: int, passes: int) -> None:
     spec = StepSpec(made("bert"), batch, LENGTH, Tiling({"batch": tile}), pack=True, grad_accumulation=passes)
     bins = bins_of(spec)
-    order = Order(np.random.default_rng(0).integers(1, LENGTH + 1, 2000), 0, batch * passes, bins, passes)
+    order = Sampler(np.random.default_rng(0).integers(1, LENGTH + 1, 2000), 0, batch * passes, bins, passes)
     tokens = [sum(place.length for place in order.step(step)[1]) for step in range(1, 30)]
     assert max(tokens) <= batch * LENGTH * passes and np.mean(tokens) > 0.85 * batch * LENGTH * passes
     assert bins.room == bins.capacity or batch % tile  # all of it where the batch divides

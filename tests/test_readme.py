@@ -16,9 +16,9 @@ from pages import PAGES, ROOT, blocks, commands, named
 import nntile_py as nt
 from nntile_py import cli
 from nntile_py.config.run_config import load, resolve
+from nntile_py.data.text import read_documents, train_tokenizer
 from nntile_py.data.tokenizer import MASKED
 from nntile_py.measure.sweep_spec import load_sweep, points
-from nntile_py.training.data import read_documents, train_tokenizer
 
 DOCS = ROOT / "docs"
 MORE = [ROOT / "CHANGELOG.md", ROOT / "experiments" / "README.md"]
@@ -219,7 +219,8 @@ def test_the_readmes_data_formats(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     (tmp_path / "data.parquet").write_bytes(b"PAR1\xff\xfe\x00")
 
     def text(source: str) -> list[str]:
-        return read_documents(resolve({"model": sizes, "data": {"source": source}} | rest, [], "a.yaml").data)
+        section = resolve({"model": sizes, "data": {"source": source}} | rest, [], "a.yaml").data
+        return read_documents(section.source, section.extensions, section.max_bytes)
 
     def classes(source: str) -> int:
         data = {"source": source, "text": "review", "label": "verdict"}

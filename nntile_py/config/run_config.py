@@ -26,7 +26,7 @@ from nntile_py.config.sections import (
     read_optimizer,
 )  # fmt: skip
 from nntile_py.data.collators import most_masked
-from nntile_py.data.tables import class_numbers, labels_of, no_numbers, read_samples
+from nntile_py.data.tables import class_numbers, labels_of, no_numbers, read_labelled_texts
 from nntile_py.errors import ConfigError
 from nntile_py.graph.fusion import Fusion, every_rule
 from nntile_py.graph.step import PRECISIONS, check_pack, check_precision
@@ -162,7 +162,7 @@ class RunConfig(Section):
             raise ConfigError(f"data.max_bytes: got {data.max_bytes}; allowed: null, as a table is read as a whole")
         if data.sequences != "window":
             raise ConfigError(f"data.sequences: got {data.sequences}; allowed: window, as a table's rows are sequences")
-        samples = read_samples("data.source", data.source, data.text, data.label)
+        samples = read_labelled_texts("data.source", data.source, data.text, data.label)
         names = labels_of(data.source, samples)
         if "labels" not in fields or "classes" not in fields:
             return model

@@ -1,4 +1,4 @@
-"""Arrays that take long to make and are the same each time, kept as files in the cache folder."""
+"""Arrays that take long to compute, cached as files in the cache folder."""
 
 from __future__ import annotations
 
@@ -11,25 +11,31 @@ import numpy as np
 
 from nntile_py.system.folders import cache_folder, replaced
 
-MOST = 4 * 2**30  # bytes of all files; those that were not used for longest go first
+MAX_BYTES = 4 * 2**30  # of all files of one kind; the files used least recently are removed first
 
 Arrays = dict[str, np.ndarray[Any, Any]]
 
 
-def kept(kind: str, key: str, make: Callable[[], Arrays]) -> Arrays:
-    """The arrays that `make` returned for this key before, else what it returns now, which is kept.
+def cached(kind: str, key: str, make: Callable[[], Arrays]) -> Arrays:
+    """Return the cached arrays of this key; compute and cache them if there are none.
 
-    A file is whole or not there, whoever else writes it; one that was damaged since is made again (zip's CRC-32). Where
-    nothing can be written, nothing is kept."""
+    A file is complete or absent, also with several writers. A damaged file is computed again (zip's CRC-32). On a full
+    or read-only disk nothing is cached.
+
+    Args:
+        kind: Folder in the cache.
+        key: Hash of all that decides the arrays.
+        make: Computes the arrays.
+    """
     path = cache_folder() / kind / f"{key}.npz"
     try:
-        if not path.is_file():  # nor is it a pipe, which would be waited for
+        if not path.is_file():  # a pipe of this name would block
             raise FileNotFoundError
         with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
             arrays = {name: file[name] for name in file.files}
-        os.utime(path)  # used now
+        os.utime(path)  # marks the file as used now
         return arrays
-    except Exception:  # not there, or damaged in whatever way
+    except Exception:  # absent, or damaged in any way
         arrays = make()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -42,10 +48,10 @@ def kept(kind: str, key: str, make: Callable[[], Arrays]) -> Arrays:
 
 
 def _trim(folder: Path) -> None:
-    """Remove what was used longest ago, until MOST bytes are left; the latest always stays."""
-    found = sorted(((s.st_mtime, s.st_size, p) for p in folder.glob("*.npz") if (s := p.stat())), reverse=True)
+    """Remove the files used least recently until MAX_BYTES are left; the newest file always stays."""
+    files = sorted(((s.st_mtime, s.st_size, p) for p in folder.glob("*.npz") if (s := p.stat())), reverse=True)
     total = 0
-    for _, size, path in found:
-        if total and total + size > MOST:
+    for _, size, path in files:
+        if total and total + size > MAX_BYTES:
             path.unlink(missing_ok=True)
         total += size

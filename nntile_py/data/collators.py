@@ -1,4 +1,4 @@
-"""Samples of token numbers to the dict of inputs that a training step takes."""
+"""From samples of token numbers to the dict of inputs of a training step."""
 
 from __future__ import annotations
 
@@ -18,14 +18,16 @@ Samples = Sequence[Any] | Array  # lists or arrays of token numbers, of any leng
 
 
 def most_masked(tokens: int, probability: float) -> int:
-    """How many of a sequence's tokens are masked at most, where each is with this probability: in one of 700 sequences
-    (three standard deviations) chance would want more. A multiple of 8, for GPUs, or all tokens."""
+    """Return an upper bound on the masked tokens of a sequence, if each token is masked with this probability.
+
+    Chance exceeds the bound in one of 700 sequences (three standard deviations). The bound is a multiple of 8, for
+    GPUs, or all tokens."""
     mean = tokens * probability
     return min(tokens, 8 * math.ceil((mean + 3 * math.sqrt(mean * (1 - probability))) / 8))
 
 
 class Collator(Protocol):
-    """What makes the inputs of step `step`."""
+    """Makes the inputs of a step from samples."""
 
     def __call__(self, samples: Samples, step: int = 0) -> dict[str, Array]: ...
 
@@ -33,17 +35,18 @@ class Collator(Protocol):
 @typed_fields
 @dataclass(frozen=True)
 class CausalCollator:
-    """Inputs of a causal model: each sample padded at its end to `seq` tokens `pad`.
+    """Makes the inputs of a causal model: pads each sample at its end to `seq` tokens with the token `pad`.
 
-    Gives input_ids and labels, int64 [rows, seq], labels -100 where padded; attention_mask [rows, seq], 0 where padded,
-    if anything is. Labels are not shifted: the trainer does so. Raises ValueError for a longer sample."""
+    Returns input_ids and labels, int64 [rows, seq]; labels of padding are -100. If there is padding, returns also
+    attention_mask [rows, seq], 0 for padding. The trainer shifts the labels. Raises ValueError for a sample of more
+    than `seq` tokens."""
 
     seq: int
     pad: int = 0
 
     @typed
     def __call__(self, samples: Samples, step: int = 0) -> dict[str, Array]:
-        """`step` says nothing here; a MaskedCollator draws by it."""
+        """Return the inputs. `step` makes no difference; it seeds a MaskedCollator."""
         ids, real = _padded(samples, self.seq, self.pad)
         return _inputs(ids, np.where(real, ids, IGNORED), real)
 
@@ -51,17 +54,19 @@ class CausalCollator:
 @typed_fields
 @dataclass(frozen=True)
 class MaskedCollator:
-    """Inputs of a masked language model (Devlin et al. 2019, section 3.1): CausalCollator's with tokens masked.
+    """Makes the inputs of a masked language model: CausalCollator's, with masked tokens.
 
-    Of the tokens that are not in `special` a share `probability` is predicted (labels elsewhere -100); of these 80 %
-    become the token `mask`, 10 % one of the tokens 0 to vocab - 1 that are not in `special`, 10 % stay. What is drawn
-    depends on seed, step and place alone. A row has `most` tokens to predict at the most (None: as many as chance
-    exceeds in one of 700 rows), and may have none."""
+    Source: Devlin et al. (2019), BERT, section 3.1.
+
+    The model predicts a share `probability` of the tokens that are not in `special`; other labels are -100. 80 % of
+    the predicted tokens become the token `mask`, 10 % become a random token from 0 to vocab - 1 that is not in
+    `special`, and 10 % stay. The choice is a function of seed, step and position only. A row has at most `most`
+    predicted tokens, and may have none. `most` None: a bound that chance exceeds in one of 700 rows."""
 
     seq: int
     vocab: int
     mask: int
-    special: Collection[int] = ()  # tokens that stand for no text, such as [CLS]; `mask` is one anyway
+    special: Collection[int] = ()  # tokens that are never masked, such as [CLS]; `mask` is always one of them
     pad: int = 0
     probability: float = 0.15
     seed: int = 0
@@ -89,7 +94,7 @@ class MaskedCollator:
     @typed
     def __call__(self, samples: Samples, step: int = 0) -> dict[str, Array]:
         ids, real = _padded(samples, self.seq, self.pad)
-        rng = np.random.default_rng([self.seed, step, 1])  # [seed, step] draws the places of a step's sequences
+        rng = np.random.default_rng([self.seed, step, 1])  # [seed, step] seeds the positions of a step's sequences
         draws = np.where(np.isin(ids, self._ordinary) & real, rng.random(ids.shape), 1.0)
         chosen = (draws < self.probability) & (draws.argsort(axis=1).argsort(axis=1) < (self.most or self.seq))
         how, other = rng.random(ids.shape), rng.choice(self._ordinary, ids.shape)
@@ -100,9 +105,9 @@ class MaskedCollator:
 @typed_fields
 @dataclass(frozen=True)
 class LabelledCollator:
-    """Inputs of a classifier: pairs (token numbers, class) padded as CausalCollator's samples.
+    """Makes the inputs of a classifier from pairs (token numbers, class), padded like CausalCollator's samples.
 
-    Gives input_ids, int64 [rows, seq], labels [rows], and attention_mask if anything is padded."""
+    Returns input_ids, int64 [rows, seq], labels [rows], and attention_mask if there is padding."""
 
     seq: int
     pad: int = 0
@@ -120,7 +125,7 @@ class LabelledCollator:
 
 
 def _padded(samples: Samples, seq: int, pad: int) -> tuple[Array, Array]:
-    """Token numbers [rows, seq], and where they are not padding."""
+    """Return token numbers [rows, seq], and a mask that is False for padding."""
     ids, real = np.full((len(samples), seq), pad, np.int64), np.zeros((len(samples), seq), np.bool_)
     for row, sample in enumerate(samples):
         tokens = np.asarray(sample)

@@ -1,4 +1,4 @@
-"""How well a classifier does: accuracy, F1 and the confusion matrix, as numbers, a table and a picture."""
+"""Accuracy, F1 and the confusion matrix of a classifier, as numbers, a table and a picture."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from nntile_py.system.folders import replace_file
 from nntile_py.system.pictures import files_of, new_figure
 
 Array = np.ndarray[Any, Any]
-MOST_SHOWN = 20  # classes whose matrix fits on a terminal, and whose counts fit into the picture
+MAX_SHOWN = 20  # with more classes the matrix fits neither a terminal nor, with its counts, the picture
 FILES = ("confusion.png", "confusion.svg")
 
 
@@ -23,31 +23,33 @@ class Confusion:
         self.counts = np.zeros((len(names), len(names)), np.int64) if counts is None else np.array(counts)
 
     def add(self, true: Array, predicted: Array) -> None:
-        """Count samples in, given by the numbers of their classes."""
+        """Add samples, as numbers of their true and predicted classes."""
         np.add.at(self.counts, (true, predicted), 1)
 
     @property
     def accuracy(self) -> float:
-        """The share of samples whose class was found; nan of none."""
+        """Share of samples whose class was predicted correctly; nan without samples."""
         return float(self.counts.trace() / self.counts.sum()) if self.counts.any() else float("nan")
 
     @property
     def f1(self) -> Array:
-        """Of each class 2 TP / (2 TP + FP + FN), the harmonic mean of precision and recall; nan of one that neither
-        occurs nor was predicted."""
+        """F1 of each class, 2 TP / (2 TP + FP + FN), the harmonic mean of precision and recall; nan for a class that
+        neither occurs nor was predicted."""
         right, both = self.counts.diagonal(), self.counts.sum(0) + self.counts.sum(1)
         return np.where(both > 0, 2 * right / np.maximum(both, 1), np.nan)
 
-    def told(self) -> dict[str, Any]:
-        """For the metrics. f1_macro: the mean over the classes that occur or were predicted; f1: where there are two
-        classes, that of the second, the positive one."""
+    def metrics(self) -> dict[str, Any]:
+        """Return the entries for metrics.jsonl.
+
+        f1_macro is the mean over the classes that occur or were predicted. f1 is there with two classes only: F1 of the
+        second, positive class."""
         macro = float(np.nanmean(self.f1)) if self.counts.any() else float("nan")
         two = {"f1": float(self.f1[1])} if len(self.names) == 2 else {}
         return {"accuracy": self.accuracy, "f1_macro": macro, **two, "confusion": self.counts.tolist()}
 
     def table(self) -> str:
-        """A line for each true class: how many of it were predicted as which, and precision, recall and F1."""
-        shown = len(self.names) <= MOST_SHOWN
+        """Format one line for each true class: counts by predicted class, precision, recall and F1."""
+        shown = len(self.names) <= MAX_SHOWN
         named = [f"{number} {name}" for number, name in enumerate(self.names)]
         left = max(map(len, [*named, "true class"]))
         wide = max(len(str(self.counts.max())), len(str(len(self.names)))) + 2
@@ -63,7 +65,7 @@ class Confusion:
         return "\n".join([*head, *lines])
 
     def save(self, folder: Path) -> None:
-        """FILES: the matrix, coloured by the share of each true class. The same counts give the same bytes."""
+        """Draw the matrix into FILES, coloured by the share of each true class. Equal counts give equal bytes."""
         for form, content in files_of(self._drawn(), [Path(name).suffix[1:] for name in FILES]).items():
             replace_file(folder / f"confusion.{form}", content)
 
@@ -74,16 +76,16 @@ class Confusion:
         axes = figure.add_subplot()
         share = self.counts / np.maximum(self.counts.sum(1, keepdims=True), 1)
         image = axes.imshow(share, cmap="Blues", vmin=0, vmax=1)
-        size = 8 if count <= MOST_SHOWN else 5
+        size = 8 if count <= MAX_SHOWN else 5
         axes.set_xticks(range(count), self.names, rotation=90 if count > 3 else 0, fontsize=size, parse_math=False)
         axes.set_yticks(range(count), self.names, fontsize=size, parse_math=False)
         axes.set_xlabel("predicted class")
         axes.set_ylabel("true class")
         for (row, column), number in np.ndenumerate(self.counts):
-            if count <= MOST_SHOWN and number:
+            if count <= MAX_SHOWN and number:
                 colour = "white" if share[row, column] > 0.5 else "black"
                 axes.text(column, row, str(number), ha="center", va="center", fontsize=size, color=colour)
-        macro = self.told()["f1_macro"]
+        macro = self.metrics()["f1_macro"]
         axes.set_title(f"{self.counts.sum()} held-out texts: accuracy {self.accuracy:.3f}, F1 {macro:.3f}", fontsize=10)
         figure.colorbar(image, ax=axes, label="share of the true class", shrink=0.8)
         return figure

@@ -1,4 +1,4 @@
-"""Texts with labels: the rows of a CSV or of JSON lines; functions of Python's standard library by their package."""
+"""Texts with labels: rows of a CSV file or of JSON lines, or functions of Python's standard library."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,26 +17,34 @@ from nntile_py.errors import ConfigError
 from nntile_py.schema import short
 from nntile_py.system.folders import STDLIB, read, stdlib, stdlib_files
 
-MOST_LABELS = 256  # more are no classes, but another column
-LEAST_FUNCTIONS = 200  # of a package whose functions are samples
-_DELIMITERS = {".csv": ",", ".tsv": "\t"}
-_LINES = (".jsonl", ".ndjson")
-# A function, with what is nested in it: the lines below that are empty, further in, or close its arguments.
+MAX_LABELS = 256  # a column with more labels is not a column of classes
+MIN_FUNCTIONS = 200  # packages with fewer functions are left out
+# A function with its nested functions: the lines below `def` that are empty, indented further, or close its arguments.
 _FUNCTION = re.compile(r"^( *)(?:async )?def .*\n(?:(?:\1[ \t].*)?\n|\1\).*\n)*", re.MULTILINE)
 
+Row = tuple[int, dict[str, Any]]  # number of its first line, values by column
+RowReader = Callable[[str, Path, Sequence[str], str], Iterator[Row]]
 
-class Sample(NamedTuple):
-    """A text and its label; line: in its file, from 1 on."""
+
+class LabelledText(NamedTuple):
+    """A text, its label, and the number of its line in the file, from 1 on."""
 
     text: str
     label: str
     line: int
 
 
-def read_samples(key: str, source: str, text: str, label: str) -> list[Sample]:
-    """All samples of a table, in its order. key: of the config, for messages; text, label: names of columns.
+def read_labelled_texts(key: str, source: str, text: str, label: str) -> list[LabelledText]:
+    """Read all rows of a table.
 
-    A row without text or label, or what is no table, is a ConfigError that names the file, the line, what is allowed.
+    Args:
+        key: Key of the config that names the table, for messages.
+        source: A file with a suffix of FORMATS, or `python-stdlib`.
+        text: Column of the texts.
+        label: Column of the labels.
+
+    Raises:
+        ConfigError: The file is not a table, or a row lacks its text or label. The message names file and line.
     """
     if source == STDLIB:
         return _functions()
@@ -47,21 +55,23 @@ def read_samples(key: str, source: str, text: str, label: str) -> list[Sample]:
         raise ConfigError(f"{key}: cannot read {source}: {error.strerror}; allowed: {_allowed(text, label)}") from None
 
 
-def labels_of(source: str, samples: list[Sample]) -> list[str]:
-    """Their labels, sorted, integers as such. ConfigError: there is one alone, or too many."""
+def labels_of(source: str, samples: list[LabelledText]) -> list[str]:
+    """Return the labels in order; integers sort as numbers. Raises ConfigError for one label only, or too many."""
     found = {sample.label for sample in samples}
     if len(found) == 1:
         one, need = found.pop(), "at least two labels"
         raise ConfigError(f"data.source: {source}: all {len(samples):,} rows have the label {one!r}; allowed: {need}")
-    if len(found) > MOST_LABELS:
-        need = f"at most {MOST_LABELS} (is data.label the right column?)"
+    if len(found) > MAX_LABELS:
+        need = f"at most {MAX_LABELS} (is data.label the right column?)"
         raise ConfigError(f"data.source: {source} has {len(found):,} labels in {len(samples):,} rows; allowed: {need}")
     return sorted(found, key=int) if all(re.fullmatch(r"-?\d{1,18}", one) for one in found) else sorted(found)
 
 
-def class_numbers(names: list[str] | None, classes: int, samples: list[Sample]) -> dict[str, int]:
-    """The class that a label means: by its name, or by its number where no class has a number as its name, and the
-    labels of `samples` are not all names."""
+def class_numbers(names: list[str] | None, classes: int, samples: list[LabelledText]) -> dict[str, int]:
+    """Return {label: number of its class}.
+
+    A label is the name of a class. If no class has a number as its name, and some labels of `samples` are not names,
+    labels may also be numbers of classes."""
     by_name = {name: number for number, name in enumerate(names or ())}
     if no_numbers(names) and not all(sample.label in by_name for sample in samples):
         return {str(number): number for number in range(classes)} | by_name
@@ -69,16 +79,16 @@ def class_numbers(names: list[str] | None, classes: int, samples: list[Sample]) 
 
 
 def no_numbers(names: list[str] | None) -> bool:
-    """Whether no class has a number as its name, so that a number can only be that of a class."""
+    """Return True if no class has a number as its name, so that a number as a label is unambiguous."""
     return not any(name.removeprefix("-").isdecimal() for name in names or ())
 
 
 @lru_cache(maxsize=2)
-def _read(key: str, source: str, text: str, label: str, changed: tuple[int, int]) -> list[Sample]:
-    """`changed`: another file of this name is read anew."""
+def _read(key: str, source: str, text: str, label: str, changed: tuple[int, int]) -> list[LabelledText]:
+    """Read a table once. `changed`, its time and size, makes the cache read a changed file again."""
     where, need = f"{key}: {source}", _allowed(text, label)
     samples = [
-        Sample(*_checked(f"{where}, line {line}", row, text, label), line)
+        LabelledText(*_checked(f"{where}, line {line}", row, text, label), line)
         for line, row in read_rows(where, Path(source), (text, label), need)
     ]
     if not samples:
@@ -105,29 +115,26 @@ def _checked(here: str, row: dict[str, Any], text: str, label: str) -> tuple[str
 # -- tables
 
 
-def read_rows(where: str, path: Path, columns: Sequence[str], need: str) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The rows of a table, each with the line at which it begins: of a .csv or .tsv whose first line names the columns,
-    of .jsonl or .ndjson with an object a line. Empty lines are no rows.
+def read_rows(where: str, path: Path, columns: Sequence[str], need: str) -> Iterator[Row]:
+    """Yield the rows of a table, each with the number of its first line.
 
-    ConfigError, which begins with `where`, for what is no table or lacks one of `columns`; need: what is allowed
-    there. OSError where it cannot be read."""
-    kind = path.suffix.lower()
-    if kind not in (*_DELIMITERS, *_LINES):
+    Args:
+        where: Begin of error messages.
+        path: A file with a suffix of FORMATS.
+        columns: Columns that every row must have.
+        need: What is allowed, for error messages.
+
+    Raises:
+        ConfigError: The file is not a table, or lacks a column.
+        OSError: The file cannot be read.
+    """
+    if (read_format := FORMATS.get(path.suffix.lower())) is None:
         raise ConfigError(f"{where}: not the name of a table; allowed: {need}")
-    decoded = read_text(where, path)
-    if kind in _DELIMITERS:
-        yield from _csv_rows(where, decoded, _DELIMITERS[kind], columns, need)
-        return
-    for line, row in _json_rows(where, decoded):
-        for key in columns:
-            if key not in row:
-                named = ", ".join(map(repr, row)) or "none"
-                raise ConfigError(f"{where}, line {line}: no {key!r}; it has {named}; allowed: {need}")
-        yield line, row
+    yield from read_format(where, path, columns, need)
 
 
 def read_text(where: str, path: Path) -> str:
-    """A file in UTF-8; ConfigError, which begins with `where`: it is in something else. OSError as of read_rows."""
+    """Read a file in UTF-8. Raises ConfigError, which begins with `where`, for other encodings; OSError."""
     content = read(path)
     if (place := content.find(0)) >= 0:
         raise ConfigError(f"{where}, line {_line(content, place)}: has a null byte; allowed: text in UTF-8")
@@ -139,7 +146,7 @@ def read_text(where: str, path: Path) -> str:
 
 
 def text_of(here: str, key: str, value: Any, *, empty: bool = False) -> str:
-    """The text in a column; ConfigError, which begins with `here`: it is none, or (unless `empty`) holds nothing."""
+    """Check that a value is text, not blank unless `empty`. Raises ConfigError, which begins with `here`."""
     if not isinstance(value, str) or not (empty or value.strip()):
         need = "a text" if empty else "a text that is not empty"
         raise ConfigError(f"{here}: {key!r} is {short(value)}; allowed: {need}")
@@ -148,10 +155,10 @@ def text_of(here: str, key: str, value: Any, *, empty: bool = False) -> str:
 
 
 def check_whole(here: str, text: str, error: type[Exception]) -> None:
-    """Raise `error`, which begins with `here`, for a text that no file can hold."""
+    """Raise `error`, which begins with `here`, if UTF-8 cannot encode the text."""
     try:
         text.encode()
-    except UnicodeEncodeError:  # JSON's \ud800
+    except UnicodeEncodeError:  # such as \ud800 in JSON
         raise error(f"{here}: half of a character (a lone surrogate); allowed: whole characters") from None
 
 
@@ -159,34 +166,37 @@ def _line(content: bytes, place: int) -> int:
     return content.count(b"\n", 0, place) + 1
 
 
-def _json_rows(where: str, content: str) -> Iterator[tuple[int, dict[str, Any]]]:
-    for line, row in enumerate(content.split("\n"), 1):
-        if not row.strip():
+def _json_rows(where: str, path: Path, columns: Sequence[str], need: str) -> Iterator[Row]:
+    """Rows of a file with one JSON object a line. Blank lines are skipped."""
+    for line, text in enumerate(read_text(where, path).split("\n"), 1):
+        if not text.strip():
             continue
-        need = "allowed: one JSON object a line"
+        form = "allowed: one JSON object a line"
         try:
-            found = json.loads(row)
+            row = json.loads(text)
         except (ValueError, RecursionError) as error:
-            raise ConfigError(f"{where}, line {line}: broken JSON ({error}); {need}") from None
-        if not isinstance(found, dict):
-            raise ConfigError(f"{where}, line {line}: holds {short(found)}; {need}")
-        yield line, found
+            raise ConfigError(f"{where}, line {line}: broken JSON ({error}); {form}") from None
+        if not isinstance(row, dict):
+            raise ConfigError(f"{where}, line {line}: holds {short(row)}; {form}")
+        for key in columns:
+            if key not in row:
+                named = ", ".join(map(repr, row)) or "none"
+                raise ConfigError(f"{where}, line {line}: no {key!r}; it has {named}; allowed: {need}")
+        yield line, row
 
 
-def _csv_rows(
-    where: str, content: str, delimiter: str, wanted: Sequence[str], need: str
-) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The rows below the line of the columns' names; a row may go over several lines."""
-    columns: list[str] = []
-    for line, row in _fields(where, content, delimiter):
-        if not columns:
-            columns = [name.strip() for name in row]
-            _check_columns(f"{where}, line {line}", columns, wanted, need)
-        elif len(row) != len(columns):
-            told = f"{len(columns)}, one for each column that the first line names"
-            raise ConfigError(f"{where}, line {line}: {len(row)} fields; allowed: {told}")
+def _csv_rows(where: str, path: Path, columns: Sequence[str], need: str, *, delimiter: str = ",") -> Iterator[Row]:
+    """Rows of a file whose first line names the columns. A row may span several lines; empty lines are skipped."""
+    names: list[str] = []
+    for line, fields in _fields(where, read_text(where, path), delimiter):
+        if not names:
+            names = [name.strip() for name in fields]
+            _check_columns(f"{where}, line {line}", names, columns, need)
+        elif len(fields) != len(names):
+            allowed = f"{len(names)}, one for each column that the first line names"
+            raise ConfigError(f"{where}, line {line}: {len(fields)} fields; allowed: {allowed}")
         else:
-            yield line, dict(zip(columns, row, strict=True))
+            yield line, dict(zip(names, fields, strict=True))
 
 
 def _check_columns(here: str, columns: list[str], wanted: Sequence[str], need: str) -> None:
@@ -199,8 +209,8 @@ def _check_columns(here: str, columns: list[str], wanted: Sequence[str], need: s
 
 
 def _fields(where: str, content: str, delimiter: str) -> Iterator[tuple[int, list[str]]]:
-    """The rows that are not empty, and the line at which each begins."""
-    csv.field_size_limit(2**31 - 1)  # of the whole process, and never lower: others may be reading
+    """Yield the rows that are not empty, each with the number of its first line."""
+    csv.field_size_limit(2**31 - 1)  # a setting of the whole process: never lowered, since other threads may be reading
     try:
         reader = csv.reader(io.StringIO(content, newline=""), delimiter=delimiter, strict=True)
         line = 1
@@ -213,15 +223,24 @@ def _fields(where: str, content: str, delimiter: str) -> Iterator[tuple[int, lis
         raise ConfigError(f"{where}, line {line}: {error}; allowed: {need}") from None
 
 
+# A new table format is a function and a row here; the function takes the arguments of read_rows.
+FORMATS: dict[str, RowReader] = {
+    ".csv": _csv_rows,
+    ".tsv": partial(_csv_rows, delimiter="\t"),
+    ".jsonl": _json_rows,
+    ".ndjson": _json_rows,
+}
+
+
 @lru_cache(maxsize=1)
-def _functions() -> list[Sample]:
-    """The functions and methods of packages of the standard library that have LEAST_FUNCTIONS or more."""
+def _functions() -> list[LabelledText]:
+    """Return the functions and methods of the standard library's packages with at least MIN_FUNCTIONS."""
     root, found = stdlib(), []
     for path in stdlib_files():
         package, *inside = path.relative_to(root).parts
         if inside and (root / package / "__init__.py").is_file():
             content = read(path).decode(errors="replace")
-            found += [Sample(one[0].rstrip(), package, content.count("\n", 0, one.start()) + 1)
+            found += [LabelledText(one[0].rstrip(), package, content.count("\n", 0, one.start()) + 1)
                       for one in _FUNCTION.finditer(content)]  # fmt: skip
     many = Counter(sample.label for sample in found)
-    return [sample for sample in found if many[sample.label] >= LEAST_FUNCTIONS]
+    return [sample for sample in found if many[sample.label] >= MIN_FUNCTIONS]

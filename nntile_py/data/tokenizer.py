@@ -1,4 +1,4 @@
-"""Tokenizers as files, and how many tokens they have."""
+"""Tokenizer files, special tokens and the size of a vocabulary."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -11,65 +11,66 @@ from nntile_py.system.folders import read
 
 END_OF_TEXT = "<|endoftext|>"
 PAD, CLS, SEP, MASK = "[PAD]", "[CLS]", "[SEP]", "[MASK]"
-MASKED = (PAD, CLS, SEP, MASK)  # special tokens of a masked model besides
-ROBERTA = {PAD: "<pad>", CLS: "<s>", SEP: "</s>", MASK: "<mask>"}  # what others call them
+MASKED = (PAD, CLS, SEP, MASK)  # special tokens of a masked model
+ROBERTA = {PAD: "<pad>", CLS: "<s>", SEP: "</s>", MASK: "<mask>"}  # names of the same tokens in RoBERTa
 
 
 def load_tokenizer(path: Path, key: str = "tokenizer.path") -> Tokenizer:
-    """The tokenizer of a tokenizer.json; ConfigError, which names `key`, where it is none."""
+    """Read a tokenizer.json. Raises ConfigError, which names `key`, if the file is not a tokenizer."""
     try:
         return Tokenizer.from_buffer(read(path))
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # the library's Rust panics are no Exception
+    except BaseException as error:  # a panic of the library's Rust code is not an Exception
         raise ConfigError(f"{key}: cannot read {path} ({error}); allowed: a tokenizer.json") from None
 
 
-def called(tokenizer: Tokenizer, token: str) -> str:
-    """What the tokenizer calls one of MASKED: as BERT does, or else as RoBERTa."""
+def token_name(tokenizer: Tokenizer, token: str) -> str:
+    """Return the tokenizer's name of a token in MASKED: BERT's name, or RoBERTa's if BERT's is unknown."""
     return token if tokenizer.token_to_id(token) is not None else ROBERTA[token]
 
 
 def number_of(tokenizer: Tokenizer, token: str) -> int | None:
-    """Of one of MASKED, whatever it is called; None: there is none."""
-    number: int | None = tokenizer.token_to_id(called(tokenizer, token))
+    """Return the number of a token in MASKED under either name; None if the tokenizer lacks the token."""
+    number: int | None = tokenizer.token_to_id(token_name(tokenizer, token))
     return number
 
 
 def lacking(tokenizer: Tokenizer, tokens: Iterable[str] = MASKED) -> list[str]:
-    """Those of MASKED that a tokenizer has under neither name."""
+    """Return the tokens that a tokenizer has under neither name."""
     return [token for token in tokens if number_of(tokenizer, token) is None]
 
 
 def roles(tokenizer: Tokenizer) -> dict[str, str]:
-    """The special tokens that a tokenizer has, by what transformers calls them; GPT-2's one is all that it can be."""
+    """Return {transformers' name of a role: special token}. GPT-2's only special token has several roles."""
     own = {role: (token, ROBERTA[token]) for role, token in zip(("pad", "cls", "sep", "mask"), MASKED, strict=True)}
-    may_be = own | {
+    candidates = own | {
         "pad": (*own["pad"], END_OF_TEXT), "unk": ("[UNK]", "<unk>", END_OF_TEXT),
         "bos": (END_OF_TEXT, *own["cls"]), "eos": (END_OF_TEXT, *own["sep"]),
     }  # fmt: skip
-    there = {role: [token for token in tokens if tokenizer.token_to_id(token) is not None]
-             for role, tokens in may_be.items()}  # fmt: skip
-    return {f"{role}_token": tokens[0] for role, tokens in there.items() if tokens}
+    present = {role: [token for token in tokens if tokenizer.token_to_id(token) is not None]
+             for role, tokens in candidates.items()}  # fmt: skip
+    return {f"{role}_token": tokens[0] for role, tokens in present.items() if tokens}
 
 
 def frame(tokenizer: Tokenizer) -> None:
-    """Have [CLS] put before each text and [SEP] behind, as BERT's template does, or <s> and </s> as RoBERTa's; unless
-    the tokenizer has a template, or lacks the tokens."""
+    """Give a tokenizer a template if it has none: [CLS] text [SEP] as in BERT, or <s> text </s> as in RoBERTa.
+
+    A tokenizer without these tokens is left unchanged."""
     if tokenizer.num_special_tokens_to_add(False) or lacking(tokenizer, (CLS, SEP)):
         return
-    cls, sep = (called(tokenizer, token) for token in (CLS, SEP))
+    cls, sep = (token_name(tokenizer, token) for token in (CLS, SEP))
     pair = f"{cls} $A {sep} $B:1 {sep}:1" if sep == SEP else f"{cls} $A {sep} {sep} $B {sep}"
     ends = [(token, tokenizer.token_to_id(token)) for token in (cls, sep)]
     tokenizer.post_processor = TemplateProcessing(single=f"{cls} $A {sep}", pair=pair, special_tokens=ends)
 
 
 def token_numbers(tokenizer: Tokenizer) -> int:
-    """The largest number of a token, and one: those of its tokens may have gaps."""
+    """Return the largest token number plus 1. Token numbers may have gaps."""
     return max(tokenizer.get_vocab().values(), default=-1) + 1
 
 
 def special_numbers(tokenizer: Tokenizer) -> set[int]:
-    """Tokens that stand for no text, and numbers below token_numbers that are no token."""
+    """Return the numbers of special tokens, and the gaps: numbers below token_numbers that are no token."""
     special = {number for number, token in tokenizer.get_added_tokens_decoder().items() if token.special}
     return special | (set(range(token_numbers(tokenizer))) - set(tokenizer.get_vocab().values()))

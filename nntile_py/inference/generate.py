@@ -1,20 +1,15 @@
 """Text from a trained model: a prompt continued by a causal one, masked tokens guessed by a masked one."""
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer
 
 from nntile_py.config.run_config import RunConfig
+from nntile_py.data.dataset import Evaluator
 from nntile_py.data.tokenizer import END_OF_TEXT, token_numbers
 from nntile_py.tasks.cross_entropy import IGNORED
-
-
-class Evaluator(Protocol):
-    """What makes logits of a batch: a Trainer."""
-
-    def evaluate(self, inputs: Mapping[str, Any], *, return_logits: bool) -> Any: ...
 
 
 def generate(trainer: Evaluator, tokenizer: Tokenizer, config: RunConfig, stop: list[str]) -> str:

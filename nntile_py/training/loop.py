@@ -11,10 +11,9 @@ from typing import Any
 
 from nntile_py.config.run_config import RunConfig
 from nntile_py.config.sections import OptimizerSection
+from nntile_py.data.dataset import Dataset
 from nntile_py.errors import NotFinite
-from nntile_py.training.batches import Batches
 from nntile_py.training.checkpoint_writer import Saver
-from nntile_py.training.classification import LabelledBatches
 from nntile_py.training.collectives import Giver, Silent, agree, told_by_first
 from nntile_py.training.display import Display
 from nntile_py.training.run_folder import Metrics
@@ -36,7 +35,7 @@ def learning_rate(optimizer: OptimizerSection, step: int, steps: int) -> float:
 
 
 def run_steps(
-    config: RunConfig, batches: Batches | LabelledBatches, trainer: Trainer, metrics: Metrics | Silent,
+    config: RunConfig, dataset: Dataset, trainer: Trainer, metrics: Metrics | Silent,
     display: Display | Silent, saver: Saver | Giver, stop: list[str],
 ) -> tuple[float, dict[str, Any] | None]:  # fmt: skip
     """All steps that are left, or those up to a signal: the held-out loss before the first, and what was last measured
@@ -45,7 +44,7 @@ def run_steps(
     in_flight: deque[tuple[Pending, float]] = deque()
     known = (line["held_out_loss_before"] for line in metrics.lines if "held_out_loss_before" in line)
     before, last = told_by_first(next(known, math.nan)), None
-    first = _measured(batches, trainer)["held_out_loss"] if math.isnan(before) else before
+    first = _measured(dataset, trainer)["held_out_loss"] if math.isnan(before) else before
     skipped = 0  # in a row, up to now
     clock = time.perf_counter()
     for step in range(trainer.steps + 1, how.steps + 2):
@@ -53,7 +52,7 @@ def run_steps(
         ends = step > how.steps or asked
         if not ends:
             lr = learning_rate(config.optimizer, step, how.steps)
-            in_flight.append((trainer.submit(batches.training(step), lr=lr), lr))
+            in_flight.append((trainer.submit(dataset.train(step), lr=lr), lr))
         measures = not ends and (step % how.eval_every == 0 or step == how.steps)
         due = due and not ends
         while len(in_flight) >= (1 if ends or measures or (due and saver.needs_report) else STEPS_IN_FLIGHT):
@@ -79,7 +78,7 @@ def run_steps(
                 line["held_out_loss_before"] = first
             if measures and not in_flight:
                 with _ends_where_not_finite(metrics, line | {"held_out_loss": math.nan}):
-                    last = _measured(batches, trainer, whole=step == how.steps)
+                    last = _measured(dataset, trainer, whole=step == how.steps)
                 line |= last
                 clock = time.perf_counter()
             metrics.write(line)
@@ -90,7 +89,7 @@ def run_steps(
         if due:
             saver.begin(step)
     if skipped and asked:
-        _measured(batches, trainer)  # raises if the weights are what is wrong
+        _measured(dataset, trainer)  # raises if the weights are what is wrong
     return first, last
 
 
@@ -107,8 +106,8 @@ def _ends_where_not_finite(metrics: Metrics | Silent, line: dict[str, Any]) -> I
         raise NotFinite(f"{error}; stopped, the weights are not written" + f" ({more})" * bool(more)) from None
 
 
-def _measured(batches: Batches | LabelledBatches, trainer: Trainer, whole: bool = False) -> dict[str, Any]:
-    found = batches.measure(trainer, whole)
+def _measured(dataset: Dataset, trainer: Trainer, whole: bool = False) -> dict[str, Any]:
+    found = dataset.measure(trainer, whole)
     if not math.isfinite(loss := found["held_out_loss"]):
         raise NotFinite(f"after step {trainer.steps} the held-out loss is {loss}")
     return found

@@ -11,12 +11,11 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from nntile_py.config.run_config import RunConfig
+from nntile_py.data.dataset import Dataset
 from nntile_py.errors import ConfigError
 from nntile_py.models.base import Model
 from nntile_py.models.registry import find
 from nntile_py.training import checkpoint
-from nntile_py.training.classification import LabelledCorpus
-from nntile_py.training.data import Corpus
 from nntile_py.training.trainer import Trainer
 from nntile_py.training.trainer_io import scale_of
 
@@ -63,13 +62,13 @@ def newest(where: Path, tell: Callable[[str], None]) -> Resumed:
                       " those; a run that was killed before its first one begins anew with --overwrite")
 
 
-def data_facts(config: RunConfig, corpus: Corpus | LabelledCorpus) -> dict[str, str]:
+def data_facts(config: RunConfig, dataset: Dataset) -> dict[str, str]:
     """What makes another run of a run: hashes of the tokens, of what made them, of an own model's file.
 
     A saved tokenizer has a template that the one that the run began with may lack; what it adds is in the tokens."""
-    bare = Tokenizer.from_str(corpus.tokenizer.to_str())
+    bare = Tokenizer.from_str(dataset.tokenizer.to_str())
     bare.post_processor = None
-    parts = corpus.contents() | {"tokenizer (its template aside)": bare.to_str().encode()}
+    parts = dataset.contents() | {"tokenizer (its template aside)": bare.to_str().encode()}
     if (file := Path(str(config.model.type).rpartition(":")[0])).suffix == ".py":
         parts["text of the model's file"] = file.read_bytes()
     return {name: hashlib.sha256(content).hexdigest() for name, content in parts.items()}

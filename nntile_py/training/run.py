@@ -11,24 +11,23 @@ from types import FrameType
 from rich.console import Console
 
 from nntile_py.config.builders import build_model, step_spec
-from nntile_py.config.run_config import CLASSIFICATION, RunConfig, runtime_options
+from nntile_py.config.run_config import RunConfig, runtime_options
 from nntile_py.data.confusion import FILES, Confusion
+from nntile_py.data.dataset import Dataset
 from nntile_py.errors import ConfigError
 from nntile_py.execution.runtime import Runtime
 from nntile_py.models.base import Model
 from nntile_py.system.folders import replace_file
 from nntile_py.training import checkpoint, final_save
-from nntile_py.training.batches import SPECIAL, Batches, objective
 from nntile_py.training.checkpoint_writer import Saver, told
-from nntile_py.training.classification import LabelledBatches, LabelledCorpus, load_labelled
 from nntile_py.training.collectives import Giver, Silent, agree
-from nntile_py.training.data import load_corpus
+from nntile_py.training.datasets import build_dataset, check_objective
 from nntile_py.training.display import Display, Screen, say
 from nntile_py.training.export import beside_arrays, tokenizer_files
 from nntile_py.training.loop import run_steps
 from nntile_py.training.resume import Resumed, check_same, data_facts, flat, newest
 from nntile_py.training.run_folder import Metrics, RunFolder, check_alone, check_place, check_replaced
-from nntile_py.training.sample import AnyCorpus, sampled
+from nntile_py.training.sample import sampled
 from nntile_py.training.trainer import Trainer
 
 
@@ -45,7 +44,7 @@ def train(
     Returns the exit status: 0, or after SIGINT or SIGTERM 130 or 143, with what was trained saved.
     Raises NNTileError, without writing weights, when the loss or the gradient is no longer a finite number."""
     # Refuses what cannot be trained and what the machine lacks, before any work.
-    objective(config)
+    check_objective(config)
     runtime = Runtime(**runtime_options(config.runtime.model_dump()), mpi=True)
     ranks = runtime.ranks
     leads = not ranks or ranks.rank == 0  # writes and shows everything; the others compute and read alone
@@ -63,18 +62,18 @@ def train(
             check_replaced(out)
     there = checkpoint.found(out)
     resumed = newest(resume, tell) if resume else None
-    corpus, data = _read(config, runtime, resumed, tell)
-    tell(f"{corpus.told()}; writing to {out}")
+    dataset, data = _read(config, runtime, resumed, tell)
+    tell(f"{dataset.describe()}; writing to {out}")
     if resumed:
         differs = check_same(resumed, config, data)
         tell(f"going on after step {resumed.step}, from {resumed.folder}" + (f"; {differs}" if differs else ""))
     with runtime, _signals() as stop:
-        trainer, batches = _prepared(config, runtime, corpus, resumed)
-        if batches.about:
-            tell(batches.about)
+        trainer = _prepared(config, runtime, resumed)
+        if about := dataset.describe_lengths():
+            tell(about)
         if not leads:
-            return _follow(config, corpus, batches, trainer, stop)
-        run = _Run(config, out, corpus, data, batches, trainer, resumed, stop, console, tell)
+            return _follow(config, dataset, trainer, stop)
+        run = _Run(config, out, dataset, data, trainer, resumed, stop, console, tell)
         if not _lead(run, partial(_folder, out, resume, replaces, there), rescue):
             return 128 + signal.Signals[stop[0]].value
     if stop:
@@ -87,12 +86,11 @@ def train(
 
 def _read(
     config: RunConfig, runtime: Runtime, resumed: Resumed | None, tell: Callable[[str], None]
-) -> tuple[AnyCorpus, dict[str, str]]:
+) -> tuple[Dataset, dict[str, str]]:
     """The text, as tokens, and what tells it from another; of several ranks, the same on all."""
     tell(f"reading {config.data.source}")
-    aim = objective(config)
-    corpus = load_labelled(config) if aim == CLASSIFICATION else load_corpus(config, SPECIAL[aim])
-    data = data_facts(config, corpus)
+    dataset = build_dataset(config)
+    data = data_facts(config, dataset)
     if ranks := runtime.ranks:
         ranks.same("the config", flat(config.model_dump(mode="json", by_alias=True)))
         ranks.same("the data", data)
@@ -103,22 +101,18 @@ def _read(
         tell(f"{ranks.size} ranks, each with {each}{shared}")
         if (tiles := len(step_spec(config).tiling.parts("batch", config.train.batch))) < ranks.size:
             tell(f"note: the batch has {tiles} tile{'s' * (tiles > 1)}: smaller tiles.batch gives all ranks work")
-    return corpus, data
+    return dataset, data
 
 
-def _prepared(
-    config: RunConfig, runtime: Runtime, corpus: AnyCorpus, resumed: Resumed | None
-) -> tuple[Trainer, Batches | LabelledBatches]:
-    """What each rank trains with, and on."""
+def _prepared(config: RunConfig, runtime: Runtime, resumed: Resumed | None) -> Trainer:
+    """The trainer of each rank."""
     trainer = build_trainer(config, resumed.model(config) if resumed else None)
     if runtime.ranks:
         runtime.forget(trainer)  # at the end no rank wants all weights: the first has written them
         trainer.model.weights = {}  # they are in tiles
     if resumed:
         resumed.restore(trainer)
-    if isinstance(corpus, LabelledCorpus):
-        return trainer, LabelledBatches(config, corpus)
-    return trainer, Batches(config, corpus, objective(config))
+    return trainer
 
 
 @dataclass(frozen=True)
@@ -127,9 +121,8 @@ class _Run:
 
     config: RunConfig
     out: Path
-    corpus: AnyCorpus
+    dataset: Dataset
     data: dict[str, str]
-    batches: Batches | LabelledBatches
     trainer: Trainer
     resumed: Resumed | None
     stop: list[str]
@@ -160,7 +153,7 @@ def _lead(run: _Run, made: Callable[[], RunFolder], rescue: Path | None) -> bool
     known = not run.resumed or any("held_out_loss_before" in line for line in metrics.lines)
     try:
         with Display(run.console, run.config, run.trainer) as display:
-            before, after = run_steps(run.config, run.batches, run.trainer, metrics, display, saver, run.stop)
+            before, after = run_steps(run.config, run.dataset, run.trainer, metrics, display, saver, run.stop)
         saver.finish()
     except BaseException:
         saver.abandon()
@@ -188,9 +181,9 @@ def _lead(run: _Run, made: Callable[[], RunFolder], rescue: Path | None) -> bool
     if skips := display.skips():
         run.tell(skips)
     run.tell(f"weights saved in {saved / checkpoint.MODEL}")
-    if after and "confusion" in after and isinstance(run.corpus, LabelledCorpus):
-        _show_confusion(Confusion(run.corpus.names, after["confusion"]), saved, run.tell)
-    elif sample := sampled(run.config, run.corpus, run.batches, run.trainer, run.stop):
+    if after and "confusion" in after and run.dataset.class_names:
+        _show_confusion(Confusion(run.dataset.class_names, after["confusion"]), saved, run.tell)
+    elif sample := sampled(run.config, run.dataset, run.trainer, run.stop):
         run.tell(sample)
     return True
 
@@ -200,7 +193,7 @@ def _begun(run: _Run, made: Callable[[], RunFolder]) -> tuple[RunFolder, Metrics
     folder = made()
     try:
         replace_file(folder.path / "config.yaml", run.config.to_yaml())
-        for name, content in tokenizer_files(run.corpus.tokenizer, run.config).items():
+        for name, content in tokenizer_files(run.dataset.tokenizer, run.config).items():
             replace_file(folder.path / name, content)
         return folder, Metrics(folder.path, run.trainer.steps, run.tell, run.out, partial(_set_aside, run, folder.path))
     except OSError:
@@ -215,30 +208,28 @@ def _set_aside(run: _Run, folder: Path) -> None:
 
 def _saver(run: _Run, folder: RunFolder) -> Saver:
     facts = {"config": run.config.model_dump(mode="json", by_alias=True), "data": run.data}
-    files = beside_arrays(run.trainer, run.corpus.tokenizer, run.config)
+    files = beside_arrays(run.trainer, run.dataset.tokenizer, run.config)
     made = Saver(run.config.checkpoint, run.trainer, folder, files, facts, run.tell)
     if run.resumed and checkpoint.folder_of(folder.path, run.resumed.step).is_dir():
         made.newest = run.resumed.step
     return made
 
 
-def _follow(
-    config: RunConfig, corpus: AnyCorpus, batches: Batches | LabelledBatches, trainer: Trainer, stop: list[str]
-) -> int:
+def _follow(config: RunConfig, dataset: Dataset, trainer: Trainer, stop: list[str]) -> int:
     """What a rank does that is not the first: the same steps, and whatever all ranks do together.
 
     It ends well even where a signal has ended the run: mpirun would end the first rank before that has told of it."""
     silent, giver = Silent(), Giver(trainer, config.checkpoint.async_)
-    _, after = run_steps(config, batches, trainer, silent, silent, giver, stop)
+    _, after = run_steps(config, dataset, trainer, silent, silent, giver, stop)
     giver.finish()
     if not (after and "confusion" in after):
-        sampled(config, corpus, batches, trainer, stop)
+        sampled(config, dataset, trainer, stop)
     return 0
 
 
 def _show_confusion(found: Confusion, folder: Path, tell: Callable[[str], None]) -> None:
     """The last measurement of a classifier, as a table and a picture."""
-    told = found.told()
+    told = found.metrics()
     two = f"F1 {told['f1']:.4f} of {found.names[1]}, " if "f1" in told else ""
     count = f"{found.counts.sum():,} held-out texts"
     tell(f"\n{count}: accuracy {told['accuracy']:.4f}, {two}F1 {told['f1_macro']:.4f} (mean of the classes)")

@@ -1,28 +1,22 @@
 """What a trained model is shown to do at the end of a run."""
 
 from nntile_py.config.run_config import RunConfig
+from nntile_py.data.dataset import Dataset
 from nntile_py.inference.generate import fill_masked, generate
-from nntile_py.training.batches import Batches
-from nntile_py.training.classification import LabelledBatches, LabelledCorpus
 from nntile_py.training.collectives import agree, ranks_of_run
-from nntile_py.training.data import Corpus
 from nntile_py.training.trainer import Trainer
 
-AnyCorpus = Corpus | LabelledCorpus
 
-
-def sampled(
-    config: RunConfig, corpus: AnyCorpus, batches: Batches | LabelledBatches, trainer: Trainer, stop: list[str]
-) -> str:
+def sampled(config: RunConfig, dataset: Dataset, trainer: Trainer, stop: list[str]) -> str:
     """What the trained model makes of a prompt or of held-out text."""
     asked, _ = agree(stop)  # and the first rank has saved what was trained
-    if not isinstance(batches, Batches) or not config.sample.tokens or asked:
+    if dataset.example is None or not config.sample.tokens or asked:
         return ""
     if lack := no_logits(trainer):
         return lack
     if config.aim == "causal":
-        return f"\nsample:\n{generate(trainer, corpus.tokenizer, config, [] if ranks_of_run() else stop)}"
-    filled = fill_masked(trainer, corpus.tokenizer, batches.shown, config.sample.tokens)
+        return f"\nsample:\n{generate(trainer, dataset.tokenizer, config, [] if ranks_of_run() else stop)}"
+    filled = fill_masked(trainer, dataset.tokenizer, dataset.example, config.sample.tokens)
     return f"\nheld-out text, guesses at its masked tokens in [[ ]]:\n{filled}"
 
 

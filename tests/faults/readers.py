@@ -81,7 +81,7 @@ def resume() -> None:
 
     def call() -> None:
         from nntile_py.config.run_config import load
-        from nntile_py.training.data import load_corpus
+        from nntile_py.training.datasets import build_dataset
         from nntile_py.training.resume import check_same, data_facts, newest
         from nntile_py.training.run_folder import Metrics
 
@@ -91,7 +91,7 @@ def resume() -> None:
             found = newest(Path("run"), said.append)
         finally:
             print("\n".join(said))
-        check_same(found, config, data_facts(config, load_corpus(config)))
+        check_same(found, config, data_facts(config, build_dataset(config)))
         assert found.model(config).weights
         found_averages = __import__("nntile_py.training.checkpoint", fromlist=["averages"]).averages(found.folder)
         assert isinstance(found_averages, dict)
@@ -131,11 +131,12 @@ def corpus(what: str = "") -> None:
     """The text of a run, and the cache of what it was made into."""
 
     def call() -> None:
-        import nntile_py.training.data as data
+        import nntile_py.data.text as data
         from nntile_py.config.run_config import load
+        from nntile_py.training.datasets import build_dataset
 
         data.LONG_TEXT = 1000
-        made = data.load_corpus(load("run.yaml"))
+        made = build_dataset(load("run.yaml")).corpus  # type: ignore[attr-defined]
         if what == "cache":
             assert np.array_equal(made.train, np.load("expected.npy")), "the cache gave other tokens"
 
@@ -178,7 +179,8 @@ def originals() -> None:
 
     import nntile_py as nt
     from nntile_py.config.run_config import load
-    from nntile_py.training import data
+    from nntile_py.data import text as data
+    from nntile_py.training.datasets import build_dataset
 
     data.LONG_TEXT = 1000
     Path("text.txt").write_text(TEXT)
@@ -189,7 +191,7 @@ def originals() -> None:
     Path("texts").mkdir()
     for name in ("one.txt", "two.py"):
         (Path("texts") / name).write_text(TEXT)
-    np.save("expected.npy", data.load_corpus(load("run.yaml")).train)
+    np.save("expected.npy", build_dataset(load("run.yaml")).corpus.train)
     model = nt.models.GPT2(nt.models.GPT2Config(layers=1, embed=8, heads=2, vocab=270, positions=8))
     try:
         nntile("train", "run.yaml", "--out", "run", "--set", "checkpoint.every=1")

@@ -1,0 +1,238 @@
+"""Tables of texts with labels as training data: tokens, classes, and the batches of a classifier."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from nntile_py.data.collators import Array, LabelledCollator
+from nntile_py.data.confusion import Confusion
+from nntile_py.data.dataset import Evaluator, Inputs
+from nntile_py.data.sampler import Sampler
+from nntile_py.data.tables import LabelledText, class_numbers, labels_of, read_labelled_texts
+from nntile_py.data.text import train_tokenizer
+from nntile_py.data.tokenizer import CLS, MASKED, ROBERTA, SEP, frame, lacking
+from nntile_py.errors import ConfigError
+from nntile_py.graph.bin_packing import Bins
+from nntile_py.graph.padding import MASK
+from nntile_py.tasks.cross_entropy import IGNORED
+
+LOOKAHEAD_STEPS = 16  # the sampler looks for a sample that fits a bin among the samples of this many steps
+
+
+class TokenizedTexts(NamedTuple):
+    """Texts as a classifier reads them: token numbers of each text, and classes, int64 [texts]."""
+
+    sequences: list[Array]
+    classes: Array
+
+    def __len__(self) -> int:
+        return len(self.sequences)
+
+    def take(self, rows: Array) -> TokenizedTexts:
+        return TokenizedTexts([self.sequences[row] for row in rows], self.classes[rows])
+
+    def tobytes(self) -> bytes:
+        """Return the content, to compare it with other texts."""
+        lengths = np.array([len(sequence) for sequence in self.sequences])
+        return b"".join(part.tobytes() for part in (lengths, *self.sequences, self.classes))
+
+
+@dataclass
+class LabelledCorpus:
+    """Tokenized training texts and held-out texts.
+
+    Attributes:
+        names: Names of the classes.
+        cut: How many texts had more tokens than a sequence and were cut.
+    """
+
+    tokenizer: Tokenizer
+    names: list[str]
+    train: TokenizedTexts
+    held_out: TokenizedTexts
+    cut: int
+
+
+def read_labelled_corpus(
+    source: str,
+    *,
+    seq: int,
+    text: str = "text",
+    label: str = "label",
+    held_out: str | None = None,
+    val_fraction: float = 0.05,
+    classes: int | None = None,
+    class_names: list[str] | None = None,
+    tokenizer: Tokenizer | None = None,
+    tokenizer_path: str | None = None,
+    vocab_size: int = 4096,
+) -> LabelledCorpus:
+    """Read, split and tokenize a table of texts with labels.
+
+    Args:
+        source: The table, as of `tables.read_labelled_texts`.
+        seq: Tokens of the longest text. Longer texts are cut.
+        text: Column of the texts.
+        label: Column of the labels.
+        held_out: A table to measure on. None: `val_fraction` of `source`.
+        val_fraction: Share of each label's texts to hold out.
+        classes: Classes of the model. None: the labels of `source` are the classes.
+        class_names: Names of the model's classes.
+        tokenizer: An existing tokenizer. None: a new one is trained on the training texts.
+        tokenizer_path: File of the existing tokenizer, for messages.
+        vocab_size: Size of a new tokenizer.
+
+    Raises:
+        ConfigError: A label is not a class, nothing is left to hold out, or the tokenizer cannot frame a sequence.
+    """
+    samples = read_labelled_texts("data.source", source, text, label)
+    if classes is not None:
+        numbers = class_numbers(class_names, classes, samples)
+        names = class_names or list(map(str, range(classes)))
+    else:  # a model of the user's own
+        names = labels_of(source, samples)
+        numbers = class_numbers(names, len(names), samples)
+    if held_out:
+        train, measured = samples, read_labelled_texts("data.held_out", held_out, text, label)
+        if unknown := next((sample for sample in measured if sample.label not in numbers), None):
+            here = f"data.held_out: {held_out}, line {unknown.line}"
+            need = ", ".join(numbers)
+            raise ConfigError(f"{here}: the label {unknown.label!r} is not in data.source; allowed: {need}")
+    else:
+        train, measured = split_samples(samples, val_fraction)
+        if not measured:
+            need = "two texts or more of a label, or a table of its own for data.held_out"
+            raise ConfigError(f"data.source: {source} has one text of each label; allowed: {need}")
+    if tokenizer is None:
+        tokenizer = train_tokenizer([sample.text for sample in train], vocab_size, MASKED)
+    _check_frames(tokenizer, tokenizer_path)
+    (first, cut), (second, cut_held_out) = (_tokenized(tokenizer, part, numbers, seq) for part in (train, measured))
+    return LabelledCorpus(tokenizer, names, first, second, cut + cut_held_out)
+
+
+def split_samples(
+    samples: list[LabelledText], fraction: float
+) -> tuple[list[LabelledText], list[LabelledText]]:
+    """Split samples into training samples and held-out samples.
+
+    Holds out `fraction` of each label's texts, at least one text if a label has two or more. No text is in both parts.
+    The same texts always give the same split: it follows their hashes."""
+    texts: dict[str, set[str]] = {}
+    for sample in samples:
+        texts.setdefault(sample.label, set()).add(sample.text)
+    held: set[str] = set()
+    for own in texts.values():
+        ordered = sorted(own, key=lambda text: hashlib.sha1(text.encode()).digest())
+        held.update(ordered[: max(round(fraction * len(own)), 1) if len(own) > 1 else 0])
+    return [s for s in samples if s.text not in held], [s for s in samples if s.text in held]
+
+
+def _check_frames(tokenizer: Tokenizer, path: str | None) -> None:
+    """Give the tokenizer a template if it has none; raise ConfigError if it lacks the tokens of a template."""
+    frame(tokenizer)
+    if not tokenizer.num_special_tokens_to_add(False):
+        missing = ", ".join(lacking(tokenizer, (CLS, SEP)))
+        need = f"a tokenizer with a template, with {CLS} and {SEP}, or with {ROBERTA[CLS]} and {ROBERTA[SEP]}"
+        raise ConfigError(f"tokenizer.path: {path} has no token {missing}; allowed: {need}")
+
+
+def _tokenized(
+    tokenizer: Tokenizer, samples: list[LabelledText], numbers: dict[str, int], seq: int
+) -> tuple[TokenizedTexts, int]:
+    """Encode samples, cut to `seq` tokens. Returns also how many texts were cut."""
+    cutting = Tokenizer.from_str(tokenizer.to_str())  # a copy: the tokenizer that the run saves cuts nothing
+    cutting.no_padding()
+    cutting.enable_truncation(seq)
+    sequences, cut = [], 0
+    for first in range(0, len(samples), 256):  # in chunks: the library's encodings take 100 bytes a token
+        for encoding in cutting.encode_batch([sample.text for sample in samples[first : first + 256]]):
+            sequences.append(np.array(encoding.ids, np.int32))
+            cut += bool(encoding.overflowing)
+    return TokenizedTexts(sequences, np.array([numbers[sample.label] for sample in samples], np.int64)), cut
+
+
+class ClassificationDataset:
+    """Batches of a classifier; see Dataset.
+
+    Args:
+        corpus: Texts, as of `read_labelled_corpus`.
+        seq: Tokens of the longest text.
+        batch: Texts of one forward and backward pass.
+        passes: Forward and backward passes of a step.
+        eval_batches: Batches of an evaluation that does not read all held-out texts.
+        seed: Decides which texts a step reads.
+        pad: Token number of padding.
+        bins: Packs texts into bins instead of padding them.
+    """
+
+    example: Mapping[str, Array] | None = None
+
+    def __init__(
+        self, corpus: LabelledCorpus, *, seq: int, batch: int, passes: int = 1, eval_batches: int = 4, seed: int = 0,
+        pad: int = 0, bins: Bins | None = None,
+    ) -> None:  # fmt: skip
+        self.corpus, self.tokenizer = corpus, corpus.tokenizer
+        self.class_names: list[str] | None = corpus.names
+        self._batch, self._passes, self._eval_batches, self._bins = batch, passes, eval_batches, bins
+        lengths, rows = np.array([len(sequence) for sequence in corpus.train.sequences]), batch * passes
+        self._sampler = Sampler(lengths, seed, rows, bins, passes, lookahead=LOOKAHEAD_STEPS * rows)
+        self._collator = LabelledCollator(seq, pad)
+
+    def describe(self) -> str:
+        corpus = self.corpus
+        cut = f", {corpus.cut:,} cut at train.seq" if corpus.cut else ""
+        sizes = f"{len(corpus.train):,} texts to train on, {len(corpus.held_out):,} held out"
+        return f"{sizes}{cut}, {len(corpus.names)} labels"
+
+    def describe_lengths(self) -> str:
+        return f"{self._sampler.fill():.1%} of the bins' {self._bins.room} tokens filled" if self._bins else ""
+
+    def contents(self) -> dict[str, bytes]:
+        return {"training text": self.corpus.train.tobytes(), "held-out text": self.corpus.held_out.tobytes()}
+
+    def train(self, step: int) -> Inputs:
+        numbers, places = self._sampler.step(step)
+        padded = self.collate(zip(*self.corpus.train.take(np.array(numbers)), strict=True))
+        if not self._bins:
+            return padded
+        padded.pop(MASK, None)
+        return self._bins.filled(padded, places, self._passes, shift=False)
+
+    def samples(self, step: int) -> TokenizedTexts:
+        """Return the texts of a training step. Each epoch has every text once, in an order that the seed decides. With
+        bins a step has as many texts as fit."""
+        return self.corpus.train.take(np.array(self._sampler.step(step)[0]))
+
+    def held_out(self, whole: bool = False) -> Iterator[dict[str, Array]]:
+        """Yield batches of held-out texts, spread evenly: `eval_batches` of them, or all texts if `whole`.
+
+        Rows without a label fill the last batch."""
+        texts, rows = self.corpus.held_out, self._batch
+        count = len(texts) if whole else min(len(texts), self._eval_batches * rows)
+        numbers = np.linspace(0, len(texts) - 1, count).astype(np.int64)
+        for first in range(0, count, rows):
+            part = numbers[first : first + rows]
+            filled = texts.take(np.resize(part, rows))
+            labels = np.where(np.arange(rows) < len(part), filled.classes, IGNORED)
+            yield self.collate(zip(filled.sequences, labels, strict=True))
+
+    def collate(self, samples: Any, step: int = 0) -> dict[str, Array]:
+        return self._collator(samples, step)
+
+    def measure(self, model: Evaluator, whole: bool = False) -> dict[str, Any]:
+        """Return the mean loss, accuracy, F1 and the confusion matrix of held-out texts."""
+        losses: list[float] = []
+        confusion, counts = Confusion(self.corpus.names), list[int]()
+        for inputs in self.held_out(whole):
+            loss, logits = model.evaluate(inputs, return_logits=True)
+            real = inputs["labels"] != IGNORED
+            losses.append(loss)
+            counts.append(int(real.sum()))
+            confusion.add(inputs["labels"][real], logits[real].argmax(-1))
+        return {"held_out_loss": float(np.average(losses, weights=counts))} | confusion.metrics()

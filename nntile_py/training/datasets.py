@@ -1,0 +1,152 @@
+"""From a run's config to its Dataset, after a check that the model can be trained on such data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from nntile_py.config.builders import step_spec
+from nntile_py.config.run_config import CLASSIFICATION, RunConfig
+from nntile_py.data.classification import ClassificationDataset, read_labelled_corpus
+from nntile_py.data.collators import CausalCollator, MaskedCollator
+from nntile_py.data.dataset import Dataset
+from nntile_py.data.text import Corpus, TextDataset, read_corpus
+from nntile_py.data.tokenizer import (
+    CLS,
+    MASK,
+    MASKED,
+    PAD,
+    ROBERTA,
+    SEP,
+    lacking,
+    load_tokenizer,
+    number_of,
+    special_numbers,
+    token_name,
+    token_numbers,
+)
+from nntile_py.errors import ConfigError
+from nntile_py.graph.bin_packing import Bins, bins_of
+from nntile_py.models.registry import known
+
+# By objective: special tokens that a tokenizer needs, axes of the labels.
+SPECIAL: dict[str, Sequence[str]] = {"causal": (), "masked": MASKED, CLASSIFICATION: MASKED}
+_LABEL_AXES = {"causal": ["batch", "seq"], "masked": ["batch", "seq"], CLASSIFICATION: ["batch"]}
+
+
+def build_dataset(config: RunConfig) -> Dataset:
+    """Read the data of `config` and return its batches.
+
+    Raises:
+        ConfigError: The data or the tokenizer does not fit the config; see `check_objective` for the model.
+    """
+    return _classification_dataset(config) if config.aim == CLASSIFICATION else _text_dataset(config)
+
+
+def _text_dataset(config: RunConfig) -> TextDataset:
+    """Text of a causal model, or of a masked model: [CLS], a part of the text, [SEP]."""
+    data, train, path = config.data, config.train, config.tokenizer.path
+    masked = config.aim == "masked"
+    corpus = read_corpus(
+        data.source, extensions=data.extensions, max_bytes=data.max_bytes, val_fraction=data.val_fraction,
+        unit=data.sequences, seq=train.seq, tokenizer=load_tokenizer(Path(path)) if path else None,
+        vocab_size=config.tokenizer.size(), special=SPECIAL[config.aim or ""],
+    )  # fmt: skip
+    ends, collator = _masking(config, corpus) if masked else ((), CausalCollator(train.seq))
+    return TextDataset(
+        corpus, collator, seq=train.seq, batch=train.batch, passes=train.grad_accumulation,
+        eval_batches=train.eval_batches, seed=config.seed, ends=ends, unit=data.sequences,
+        bins=_bins(config) if data.sequences != "window" else None,
+    )  # fmt: skip
+
+
+def _masking(config: RunConfig, corpus: Corpus) -> tuple[tuple[int, ...], MaskedCollator]:
+    """Return the tokens around a masked model's text, and the collator that masks tokens."""
+    numbers: dict[str, int] = {token: number_of(corpus.tokenizer, token) or 0 for token in MASKED}  # none is missing
+    padding = getattr(config.model, "padding_token", numbers[PAD])
+    _check_padding(padding, numbers[PAD], corpus.tokenizer)
+    vocab, special = token_numbers(corpus.tokenizer), special_numbers(corpus.tokenizer)
+    return (numbers[CLS], numbers[SEP]), MaskedCollator(
+        config.train.seq, vocab, numbers[MASK], frozenset(special | set(numbers.values())), numbers[PAD],
+        config.train.mask_probability, config.seed, getattr(config.model, "masked", None) or None,
+    )  # fmt: skip
+
+
+def _classification_dataset(config: RunConfig) -> ClassificationDataset:
+    data, train, model, path = config.data, config.train, config.model, config.tokenizer.path
+    corpus = read_labelled_corpus(
+        data.source, seq=train.seq, text=data.text, label=data.label, held_out=data.held_out,
+        val_fraction=data.val_fraction, classes=model.classes if "classes" in type(model).model_fields else None,
+        class_names=getattr(model, "labels", None), tokenizer=load_tokenizer(Path(path)) if path else None,
+        tokenizer_path=path, vocab_size=config.tokenizer.size(),
+    )  # fmt: skip
+    pad = number_of(corpus.tokenizer, PAD)
+    padding = getattr(model, "padding_token", pad)
+    if pad is not None:
+        _check_padding(padding, pad, corpus.tokenizer)
+    return ClassificationDataset(
+        corpus, seq=train.seq, batch=train.batch, passes=train.grad_accumulation, eval_batches=train.eval_batches,
+        seed=config.seed, pad=padding or 0, bins=_bins(config),
+    )  # fmt: skip
+
+
+def _bins(config: RunConfig) -> Bins | None:
+    return bins_of(step_spec(config)) if config.train.pack else None
+
+
+def check_objective(config: RunConfig) -> str:
+    """Return the objective of the config's model, a key of SPECIAL.
+
+    Raises:
+        ConfigError: Text cannot train such a model, or the tokenizer lacks special tokens.
+    """
+    kind, objective = config.model.type, config.aim
+    elsewhere = "train it from Python with nt.Trainer"
+    if objective not in (None, *SPECIAL):
+        raise ConfigError(f"model.type: {kind} has the objective {objective!r}; allowed: {', '.join(SPECIAL)}, None")
+    if objective not in SPECIAL:
+        text = ", ".join(name for name, cls in known().items() if cls.objective)
+        raise ConfigError(
+            f"model.type: {kind} is not trained on text (its objective is {objective}); allowed: {text}, or {elsewhere}"
+        )
+    declared = replace(step_spec(config), pack=False).trace()[0].inputs
+    needed = {name: one for name, one in declared.items() if one.default is None}
+    axes = {name: list(one.tensor.axes) for name, one in needed.items()}
+    fits = axes == {"input_ids": ["batch", "seq"], "labels": _LABEL_AXES[objective]}
+    if not fits or (objective != CLASSIFICATION and needed["labels"].below != needed["input_ids"].below):
+        wanted = ", ".join(f"{name} [{', '.join(axes[name])}] below {one.below}" for name, one in needed.items())
+        head = f" with head: {config.model.head}" if "head" in type(config.model).model_fields else ""
+        gives = f"text gives input_ids [batch, seq] and labels [{', '.join(_LABEL_AXES[objective])}]"
+        gives += ", both tokens" if objective != CLASSIFICATION else ""
+        raise ConfigError(f"model: {kind}{head} needs {wanted}; allowed: no others, as {gives}; {elsewhere}")
+    if objective != "causal":
+        _check_special_tokens(config, objective)
+    return objective
+
+
+def _check_special_tokens(config: RunConfig, objective: str) -> None:
+    """Raise ConfigError if a sequence cannot be framed by [CLS] and [SEP]."""
+    if config.train.seq < 3:
+        raise ConfigError(f"train.seq: got {config.train.seq}; allowed: at least 3, as {CLS} and {SEP} take two places")
+    if (path := config.tokenizer.path) is None:
+        least = 257 + len(MASKED)
+        if config.tokenizer.size() < least:
+            need = f"at least {least}: all bytes, the end-of-text token, {', '.join(MASKED)}"
+            raise ConfigError(f"tokenizer.vocab_size: got {config.tokenizer.size()}; allowed: {need}")
+        return
+    tokenizer = load_tokenizer(Path(path))
+    if objective == CLASSIFICATION:
+        return  # the tokenizer's template may have other tokens
+    if missing := lacking(tokenizer):
+        need = f"a tokenizer with {', '.join(MASKED)}, or with {', '.join(ROBERTA.values())}"
+        raise ConfigError(f"tokenizer.path: {path} has no token {', '.join(missing)}; allowed: {need}")
+
+
+def _check_padding(padding: int | None, token: int, tokenizer: Tokenizer) -> None:
+    """Raise ConfigError if the model's padding token is not the tokenizer's."""
+    if padding != token:
+        name = token_name(tokenizer, PAD)
+        raise ConfigError(f"model.padding_token: got {padding}; allowed: {token}, the tokenizer's {name}")
