@@ -14,14 +14,14 @@ import time
 from collections import deque
 from pathlib import Path
 
+from nntile_py.checkpoint.run_folder import METRICS, RunFolder
+from nntile_py.checkpoint.writer import CheckpointWriter
 from nntile_py.config.run_config import load, runtime_options
 from nntile_py.config.sections import CheckpointSection
 from nntile_py.execution.runtime import Runtime
 from nntile_py.graph.random_inputs import random_inputs
 from nntile_py.system.load import Load
-from nntile_py.training.checkpoint_writer import Saver
 from nntile_py.training.run import build_trainer
-from nntile_py.training.run_folder import METRICS, RunFolder
 from nntile_py.training.step_handle import Pending
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -38,7 +38,7 @@ with Runtime(**runtime_options(config.runtime.model_dump())), tempfile.Temporary
     trainer = build_trainer(config)
     inputs = random_inputs(trainer.spec.trace()[0], config.train.batch * config.train.grad_accumulation, config.seed)
     (Path(run) / METRICS).touch()
-    saver = Saver(CheckpointSection(every=options.every), trainer, RunFolder(Path(run)), {}, {}, print)
+    saver = CheckpointWriter(CheckpointSection(every=options.every), trainer, RunFolder(Path(run)), {}, {}, print)
 
     def turn(saves: bool) -> float:
         """Seconds a step."""

@@ -136,7 +136,8 @@ def saved(trainer: nt.Trainer, out: str) -> dict[str, Any]:
         trainer.step(inputs(step, BATCH))
     before = len(trainer._store.handles)
     trainer.save(f"{out}-checkpoint")
-    found = {"before": before, "after": len(trainer._store.handles), "pieces": len(trainer.live().mine), "error": ""}
+    pieces = len(trainer.live().own_pieces)
+    found = {"before": before, "after": len(trainer._store.handles), "pieces": pieces, "error": ""}
     try:
         trainer.save("/proc/none")
     except (nt.NNTileError, OSError) as error:

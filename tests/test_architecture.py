@@ -26,7 +26,7 @@ FLOORS = (
     ("doctor", "measure"),
     ("profiling",),
     ("analysis", "testing", "training"),
-    ("inference",),  # of whatever evaluates: a Trainer, which shows a sample with it
+    ("checkpoint", "inference"),  # of whatever evaluates: a Trainer, which shows a sample with it
     ("config",),
     ("data",),
     ("execution", "models"),  # side by side: the engine knows no model, a model no engine

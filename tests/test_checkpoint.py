@@ -14,33 +14,33 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from nntile_py.checkpoint import format as checkpoint
+from nntile_py.checkpoint.format import DamagedCheckpoint, StoredArray, TrainerState
+from nntile_py.checkpoint.resume import newest_checkpoint
+from nntile_py.checkpoint.run_folder import Metrics, RunFolder, check_replaced, check_unlocked
+from nntile_py.checkpoint.writer import error_text
 from nntile_py.errors import ConfigError, NNTileError
 from nntile_py.system.folders import exchange
-from nntile_py.training import checkpoint
-from nntile_py.training.checkpoint import Damaged, State, Stored
-from nntile_py.training.checkpoint_writer import told
-from nntile_py.training.resume import newest
-from nntile_py.training.run_folder import Metrics, RunFolder, check_alone, check_replaced
 
 FACTS: dict[str, Any] = {"model": None, "trainer": {}}
 
 
-def state(step: int = 3, seed: int = 0) -> State:
+def state(step: int = 3, seed: int = 0) -> TrainerState:
     rng = np.random.default_rng(seed)
     weights = {"a.weight": rng.standard_normal((5, 7)).astype(np.float32), "b": rng.standard_normal(3)}
     averages = {name: {weight: rng.standard_normal(x.shape).astype(np.float32) for weight, x in weights.items()}
                 for name in ("m", "v")}  # fmt: skip
-    return State(step, stored(weights), {name: stored(of) for name, of in averages.items()})
+    return TrainerState(step, stored(weights), {name: stored(of) for name, of in averages.items()})
 
 
-def stored(arrays: dict[str, Any]) -> dict[str, Stored]:
-    return {name: Stored(x.dtype.name, x.shape, partial(np.asarray, x)) for name, x in arrays.items()}
+def stored(arrays: dict[str, Any]) -> dict[str, StoredArray]:
+    return {name: StoredArray(x.dtype.name, x.shape, partial(np.asarray, x)) for name, x in arrays.items()}
 
 
 def write(run: Path, step: int, seed: int = 0) -> Path:
-    folder = checkpoint.folder_of(run, step)
+    folder = checkpoint.checkpoint_folder(run, step)
     facts = FACTS | {"data": {"seed": str(seed)}}
-    checkpoint.write(folder, state(step, seed), {"tokenizer.json": "{}", "config.json": "{}"}, facts)
+    checkpoint.write_checkpoint(folder, state(step, seed), {"tokenizer.json": "{}", "config.json": "{}"}, facts)
     return folder
 
 
@@ -48,27 +48,28 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     folder, made = write(tmp_path, 3), state()
     read = load_file(folder / "model.safetensors")
     assert read.keys() == made.weights.keys() and all((read[n] == made.weights[n].read()).all() for n in read)
-    averages = checkpoint.averages(folder)
+    averages = checkpoint.read_averages(folder)
     assert averages.keys() == {"m", "v"} and (averages["v"]["a.weight"] == made.averages["v"]["a.weight"].read()).all()
-    facts = checkpoint.facts(folder)
+    facts = checkpoint.read_facts(folder)
     assert facts["step"] == 3 and facts["data"] == {"seed": "0"} and set(facts["sha256"]) == {
         "model.safetensors", "optimizer.safetensors", "tokenizer.json", "config.json",
     }  # fmt: skip
 
 
 def test_an_optimizer_without_averages(tmp_path: Path) -> None:
-    checkpoint.write(tmp_path / "one", State(1, stored({"a": np.ones((0, 2)), "b": np.float64([2.0])}), {}), {}, FACTS)
-    assert checkpoint.averages(tmp_path / "one") == {} and checkpoint.facts(tmp_path / "one")["step"] == 1
+    saved = TrainerState(1, stored({"a": np.ones((0, 2)), "b": np.float64([2.0])}), {})
+    checkpoint.write_checkpoint(tmp_path / "one", saved, {}, FACTS)
+    assert checkpoint.read_averages(tmp_path / "one") == {} and checkpoint.read_facts(tmp_path / "one")["step"] == 1
     assert load_file(tmp_path / "one" / "model.safetensors")["a"].shape == (0, 2)
 
 
 def test_weights_that_are_no_numbers_replace_nothing(tmp_path: Path) -> None:
     folder = write(tmp_path, 3)
-    before = checkpoint.facts(folder)
-    bad = State(3, stored({"a": np.array([1.0, np.inf])}), {})
+    before = checkpoint.read_facts(folder)
+    bad = TrainerState(3, stored({"a": np.array([1.0, np.inf])}), {})
     with pytest.raises(NNTileError, match="weight a has values that are no finite numbers after step 3"):
-        checkpoint.write(folder, bad, {}, {})
-    assert checkpoint.facts(folder) == before
+        checkpoint.write_checkpoint(folder, bad, {}, {})
+    assert checkpoint.read_facts(folder) == before
 
 
 def test_what_is_no_checkpoint_is_not_replaced(tmp_path: Path) -> None:
@@ -77,11 +78,11 @@ def test_what_is_no_checkpoint_is_not_replaced(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     for folder in (tmp_path / "thesis", tmp_path / "file", tmp_path / "thesis" / "..", tmp_path):
         with pytest.raises(ConfigError, match="allowed: a new or empty folder, or a checkpoint"):
-            checkpoint.write(folder, state(), {}, {})
+            checkpoint.write_checkpoint(folder, state(), {}, {})
     assert (tmp_path / "thesis" / "chapter.tex").read_text() == (tmp_path / "file").read_text() == "mine"
     (tmp_path / "empty").mkdir()
-    checkpoint.write(tmp_path / "empty", state(), {}, FACTS)
-    assert checkpoint.facts(tmp_path / "empty")["step"] == 3
+    checkpoint.write_checkpoint(tmp_path / "empty", state(), {}, FACTS)
+    assert checkpoint.read_facts(tmp_path / "empty")["step"] == 3
 
 
 def test_a_damaged_one_is_told_and_the_one_before_is_taken(tmp_path: Path) -> None:
@@ -90,10 +91,10 @@ def test_a_damaged_one_is_told_and_the_one_before_is_taken(tmp_path: Path) -> No
     data = bytearray((bad / "optimizer.safetensors").read_bytes())
     data[-3] ^= 1
     (bad / "optimizer.safetensors").write_bytes(data)
-    assert newest(tmp_path, said.append).folder == good
+    assert newest_checkpoint(tmp_path, said.append).folder == good
     assert len(said) == 1 and "step-000010/optimizer.safetensors" in said[0] and "trying the one before" in said[0]
     with pytest.raises(ConfigError, match=r"no checkpoint that is whole in .*step-000010"):
-        newest(bad, said.append)
+        newest_checkpoint(bad, said.append)
     right = json.loads((good / "state.json").read_text())
     wrong: list[Any] = [{}, [], 3, {"format": 1}, right | {"format": 2}]
     wrong += [right | {"step": step} for step in (None, -1, 2.5, "9", True, [9], 10**30, 8)]
@@ -102,19 +103,19 @@ def test_a_damaged_one_is_told_and_the_one_before_is_taken(tmp_path: Path) -> No
     wrong += [right | {key: 3} for key in ("model", "trainer", "config", "data")]
     for content in ["", "{", "[" * 10**5, *map(json.dumps, wrong)]:
         (good / "state.json").write_text(content)
-        with pytest.raises(Damaged):
-            checkpoint.facts(good)
+        with pytest.raises(DamagedCheckpoint):
+            checkpoint.read_facts(good)
     shutil.rmtree(good)
     (bad / "model.safetensors").unlink()
     with pytest.raises(ConfigError, match="no checkpoint that is whole"):
-        newest(tmp_path, said.append)
+        newest_checkpoint(tmp_path, said.append)
 
 
 def test_which_stay(tmp_path: Path) -> None:
     for step in (2, 4, 6, 8, 10):
         write(tmp_path, step)
         checkpoint.prune(tmp_path, 2, 4)
-    assert [step for step, _ in checkpoint.found(tmp_path)] == [10, 8, 4]
+    assert [step for step, _ in checkpoint.checkpoints_in(tmp_path)] == [10, 8, 4]
 
 
 KILLED = """
@@ -122,7 +123,7 @@ import os, signal, sys
 sys.path.insert(0, {tests!r})
 from pathlib import Path
 from test_checkpoint import write
-from nntile_py.training import checkpoint
+from nntile_py.checkpoint import format as checkpoint
 at, count = int(sys.argv[2]), 0
 
 def watch(event, arguments):
@@ -163,9 +164,9 @@ def test_a_kill_at_any_operation_of_a_save_loses_nothing(tmp_path: Path) -> None
     for at in some:
         run = shutil.copytree(tmp_path / "before", tmp_path / str(at))
         assert killed_at(run, at).returncode == -9
-        found = checkpoint.found(run)
-        assert found and all(checkpoint.facts(folder)["data"]["seed"] in seeds for _, folder in found)
-        assert newest(run, pytest.fail).step == 5
+        found = checkpoint.checkpoints_in(run)
+        assert found and all(checkpoint.read_facts(folder)["data"]["seed"] in seeds for _, folder in found)
+        assert newest_checkpoint(run, pytest.fail).step == 5
         checkpoint.remove_leftovers(run)
         assert not list((run / "checkpoints").glob(".*"))
     assert old.exists() and new.exists()
@@ -178,8 +179,8 @@ def test_a_full_disk_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.M
         write(tmp_path, 4)
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-000003"]
     with pytest.raises(OSError, match=r"free, .* MiB needed") as error:
-        checkpoint.check_room(tmp_path, 1 << 60)
-    assert str(tmp_path) in told(error.value)
+        checkpoint.check_free_space(tmp_path, 1 << 60)
+    assert str(tmp_path) in error_text(error.value)
 
 
 def _full(*_: Any) -> str:
@@ -203,7 +204,7 @@ def test_later_checkpoints_are_set_aside(tmp_path: Path) -> None:
     for step in (3, 4):
         write(tmp_path, step, seed=1)
         checkpoint.prune(tmp_path, 1, None)
-    assert [step for step, _ in checkpoint.found(tmp_path)] == [4]
+    assert [step for step, _ in checkpoint.checkpoints_in(tmp_path)] == [4]
     assert len([*(tmp_path / "checkpoints").iterdir()]) == 3
 
 
@@ -243,7 +244,7 @@ def test_the_place_of_an_earlier_run(at_once: bool, tmp_path: Path, monkeypatch:
     run.settle()
     run.publish(2)
     run.close()
-    assert run.path == out and [step for step, _ in checkpoint.found(out)] == [2]
+    assert run.path == out and [step for step, _ in checkpoint.checkpoints_in(out)] == [2]
     assert (out / "note.txt").read_text() == "old" and load_file(out / "model.safetensors").keys() == {"a.weight", "b"}
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
@@ -292,10 +293,10 @@ def test_folders_that_others_train_into(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="another process is training into"):
             RunFolder(tmp_path / "run", **wanted)
     with pytest.raises(ConfigError, match="another process is training into"):
-        check_alone(tmp_path / "run")
+        check_unlocked(tmp_path / "run")
     (run.path / "metrics.jsonl").touch()
     run.close()
-    check_alone(tmp_path / "run")
+    check_unlocked(tmp_path / "run")
     with pytest.raises(ConfigError, match="another process has begun to train into"):
         RunFolder(tmp_path / "run", new=True)
     RunFolder(tmp_path / "run", replaces=True).close()
@@ -313,7 +314,7 @@ def test_threads_that_write_one_checkpoint(tmp_path: Path) -> None:
         thread.start()
     for thread in made:
         thread.join()
-    assert checkpoint.facts(checkpoint.folder_of(tmp_path, 3))["data"]["seed"] in "012345"
+    assert checkpoint.read_facts(checkpoint.checkpoint_folder(tmp_path, 3))["data"]["seed"] in "012345"
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-000003"]
 
 

@@ -18,6 +18,9 @@ import numpy as np
 import pytest
 import yaml
 
+from nntile_py.checkpoint import format as checkpoint
+from nntile_py.checkpoint import writer
+from nntile_py.checkpoint.run_folder import Metrics
 from nntile_py.config.run_config import load
 from nntile_py.config.sections import CheckpointSection, optimizer_section
 from nntile_py.data import text as data
@@ -27,11 +30,10 @@ from nntile_py.errors import ConfigError, MissingWeight, NNTileError, NotFinite,
 from nntile_py.inference import generate
 from nntile_py.runs import run_folder
 from nntile_py.system.folders import remove_leftovers, replaced
-from nntile_py.training import checkpoint, checkpoint_writer, collectives
+from nntile_py.training import collectives
 from nntile_py.training.datasets import build_dataset
 from nntile_py.training.display import Display
 from nntile_py.training.loop import learning_rate, run_steps
-from nntile_py.training.run_folder import Metrics
 from nntile_py.training.step_handle import StepResult
 
 TREE: dict[str, Any] = {
@@ -298,7 +300,7 @@ def test_the_status_of_an_error(tmp_path: Path) -> None:
         1: (OSError(errno.ENOSPC, "", "x"), OSError(errno.EIO, "", "x"), OSError(errno.ENOENT, ""), MemoryError(),
             NNTileError("x"), NotFinite("x")),
         2: (FileNotFoundError(errno.ENOENT, "", "x"), PermissionError(errno.EACCES, "", "x"), ConfigError("x"),
-            OSError(errno.EROFS, "", "x"), checkpoint.Damaged("x"), MissingWeight("x")),
+            OSError(errno.EROFS, "", "x"), checkpoint.DamagedCheckpoint("x"), MissingWeight("x")),
     }.items():  # fmt: skip
         assert [exit_status(error) for error in errors] == [status] * 6
 
@@ -399,11 +401,12 @@ def test_a_checkpoint_interrupted_as_its_thread_starts(monkeypatch: pytest.Monke
     def interrupted(thread: threading.Thread) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(checkpoint_writer, "trainer_facts", lambda trainer: {})
+    monkeypatch.setattr(writer, "trainer_facts", lambda trainer: {})
     monkeypatch.setattr(threading.Thread, "start", interrupted)
     trainer = MagicMock(steps=1)
+    trainer.live.return_value.ranks = None
     trainer.live.return_value.state.return_value.bytes = 1
-    made = checkpoint_writer.Saver(CheckpointSection(every=1), trainer, MagicMock(), {}, {}, pytest.fail)
+    made = writer.CheckpointWriter(CheckpointSection(every=1), trainer, MagicMock(), {}, {}, pytest.fail)
     with pytest.raises(KeyboardInterrupt):
         made.begin(1)
     made.abandon()

@@ -15,7 +15,7 @@ import pytest
 import yaml
 from test_mpi import END, SCRIPT, TREE, ended, left, pid_of, pytestmark, start
 
-from nntile_py.training import checkpoint
+from nntile_py.checkpoint import format as checkpoint
 
 __all__ = ["pytestmark"]  # skipped where that is
 TORTURE = bool(os.environ.get("NNTILE_TORTURE"))  # `make torture`
@@ -33,7 +33,7 @@ def begun(ranks: int, folder: Path, run: str, *arguments: str) -> Any:
 
 def steps(run: Path) -> list[int]:
     """The steps after which there is a whole checkpoint, the newest first."""
-    return [number for number, _ in checkpoint.found(run)]
+    return [number for number, _ in checkpoint.checkpoints_in(run)]
 
 
 def until_after(step: int, run: Path, process: Any) -> None:

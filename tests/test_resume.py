@@ -17,8 +17,8 @@ from conftest import CPUS, Python
 from test_loop import HOW, command, metrics, nntile
 
 import nntile_py as nt
-from nntile_py.training import checkpoint
-from nntile_py.training.resume import newest
+from nntile_py.checkpoint import format as checkpoint
+from nntile_py.checkpoint.resume import newest_checkpoint
 
 TORTURE = bool(os.environ.get("NNTILE_TORTURE"))
 
@@ -198,7 +198,7 @@ def test_killed_at_200_moments(tmp_path: Path) -> None:
         if stopped(signal.SIGKILL, (*sets, cpus), arguments, when, tmp_path)[0] == 0:
             break
         kills, arguments = kills + 1, ("--resume",)
-        shown = newest(tmp_path / "runs" / "tiny", pytest.fail)  # none damaged
+        shown = newest_checkpoint(tmp_path / "runs" / "tiny", pytest.fail)  # none damaged
     done = nntile(tmp_path, *sets, arguments=arguments)
     assert done.returncode == 0, done.stderr
     print(f"{kills} kills, the last at step {shown.step}")
@@ -223,9 +223,9 @@ def test_signals_at_moments(number: signal.Signals, times: int, runs: int, tmp_p
         for k in range(100 // runs):
             when = -moment.uniform(0, 3) if k % 3 == 2 else moment.uniform(0, 0.3)
             ends += [stopped(number, sets, arguments, when, path, times)]
-            if checkpoint.found(path / "runs" / "tiny"):
+            if checkpoint.checkpoints_in(path / "runs" / "tiny"):
                 arguments = ("--resume",)
-                newest(path / "runs" / "tiny", pytest.fail)  # none damaged
+                newest_checkpoint(path / "runs" / "tiny", pytest.fail)  # none damaged
         return ends
 
     with ThreadPoolExecutor(runs) as pool:
@@ -294,8 +294,8 @@ def test_a_trainers_checkpoint_that_does_not_fit(tmp_path: Path) -> None:
 
 FULL = """
 import resource, sys
-from nntile_py.training import checkpoint, final_save
-final_save.RETRY = 0.2
+from nntile_py.checkpoint import format as checkpoint, writer
+writer.RETRY = 0.2
 real, left = checkpoint.write_tensors, int(sys.argv.pop(1))
 def full(path, tensors, *check):
     global left
@@ -328,7 +328,7 @@ def test_stopped_before_the_first_step(whole: Path, tmp_path: Path) -> None:
     done = subprocess.run(made, **HOW, cwd=tmp_path, check=False)
     assert done.returncode == 143 and "before the first step: nothing is saved" in done.stdout, done.stderr
     assert (run / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
-    assert newest(run, pytest.fail).step == 12
+    assert newest_checkpoint(run, pytest.fail).step == 12
 
 
 def test_weights_that_cannot_be_put_into_the_runs_folder(whole: Path, tmp_path: Path) -> None:
@@ -339,7 +339,7 @@ def test_weights_that_cannot_be_put_into_the_runs_folder(whole: Path, tmp_path: 
     done = nntile(tmp_path, *SHORT, "train.steps=13", arguments=("--resume",))
     told = "model.safetensors: Is a directory; what was trained is in "
     assert done.returncode == 1 and told in done.stderr and "checkpoints/step-000013" in done.stderr, done.stdout
-    assert newest(run, pytest.fail).step == 13
+    assert newest_checkpoint(run, pytest.fail).step == 13
 
 
 @pytest.mark.parametrize(("failures", "arguments"), [(5, ()), (10**6, ("--rescue", "saved"))])
@@ -376,7 +376,7 @@ def test_older_checkpoints_make_room(good: bool, whole: Path, tmp_path: Path) ->
     made = [sys.executable, "-c", SMALL_DISK, str(room), *command(tmp_path, *sets, arguments=("--rescue", "saved"))[3:]]
     done = subprocess.run(made, **HOW, cwd=tmp_path, check=False)
     assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
-    left = [step for step, _ in checkpoint.found(tmp_path / "runs/tiny")]
+    left = [step for step, _ in checkpoint.checkpoints_in(tmp_path / "runs/tiny")]
     assert left == ([4, 2] if good else [12, 10])
     told = [f"checkpoint of step {n} removed: the disk had no room for that of {n + 4}" in done.stdout for n in (2, 8)]
     assert told == 2 * [not good] and ("checkpoint of step 6 not written (" in done.stdout) == good, done.stdout
@@ -411,7 +411,8 @@ def test_a_disk_that_is_full_from_the_start(how: str, whole: Path, tmp_path: Pat
         if not rescue:
             assert done.returncode == 1 and "No space left on device" in done.stderr, done.stderr
     assert done.returncode == 0 and "No space left on device): training into saved instead" in done.stdout, done.stderr
-    assert "weights saved in " in done.stdout and newest(tmp_path / "saved", pytest.fail).step == (13 if resumed else 2)
+    assert "weights saved in " in done.stdout
+    assert newest_checkpoint(tmp_path / "saved", pytest.fail).step == (13 if resumed else 2)
     assert [line["step"] for line in metrics(tmp_path / "saved")] == [*range(1, 14 if resumed else 3)]
     assert len(metrics(whole)) == 12
 

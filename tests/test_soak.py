@@ -39,7 +39,7 @@ with nt.Runtime(cpus=2, scheduler="lws"):
     print(json.dumps([longest, before, held()]))
 """
 TRAIN = HEAD + """
-from nntile_py.training.state import Snapshot
+from nntile_py.checkpoint.state import Snapshot
 end = time.monotonic() + 60 * float(sys.argv[1])
 with nt.Runtime(cpus=2):
     model = nt.models.GPT2(nt.models.GPT2Config(layers=2, embed=32, heads=2, vocab=300, positions=32))

@@ -84,10 +84,10 @@ def train(
     name = Path(config).stem
 
     def newest(configured: str | None) -> Path:
-        from nntile_py.training.checkpoint import found
+        from nntile_py.checkpoint.format import checkpoints_in
 
         start = where or newest_run(name, configured, out)
-        return next((folder for _, folder in found(start)), start)
+        return next((folder for _, folder in checkpoints_in(start)), start)
 
     loaded = load(config, sets or [], newest if resume else None)
     if where and not resume:

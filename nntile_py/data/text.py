@@ -380,7 +380,9 @@ class TextDataset:
         losses = [model.evaluate(inputs) for inputs in self.held_out(whole)]  # type: ignore[arg-type]
         return {"held_out_loss": float(np.mean(losses))}
 
-    def _inputs(self, pieces: Pieces, numbers: list[int], places: list[SequencePlace], passes: int, step: int) -> Inputs:
+    def _inputs(
+        self, pieces: Pieces, numbers: list[int], places: list[SequencePlace], passes: int, step: int
+    ) -> Inputs:
         padded = self.collate(self._samples(pieces, numbers), step)
         if not self._bins:
             return padded

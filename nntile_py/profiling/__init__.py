@@ -27,19 +27,19 @@ def profile(
 
     The steps are of training, or forward passes, on random tokens: no corpus is read. fxt: leave StarPU's own trace
     in the folder `fxt` too. Of several ranks, all of which call it, the first writes for all; the others return {}."""
+    from nntile_py.checkpoint.resume import flattened
     from nntile_py.config.builders import build_model, step_spec
     from nntile_py.config.run_config import runtime_options
     from nntile_py.execution.runtime import Runtime
     from nntile_py.profiling import recorder
     from nntile_py.system.load import Load, among
-    from nntile_py.training.resume import flat
     from nntile_py.training.run import build_trainer
 
     runtime = Runtime(**runtime_options(config.runtime.model_dump()), mpi=True)
     if ranks := runtime.ranks:
         if fxt:
             raise ConfigError("--fxt: not allowed on several ranks, whose messages StarPU's trace does not hold")
-        ranks.same("the config", flat(config.model_dump(mode="json", by_alias=True)))
+        ranks.same("the config", flattened(config.model_dump(mode="json", by_alias=True)))
     raw, made, ran = (folder / "fxt").resolve(), [], False
     if fxt:
         made = [path for path in (raw, raw.parent) if not path.exists()]

@@ -1,4 +1,4 @@
-"""What a user sees of a run's steps."""
+"""Progress of a run on the console: printed lines, and on a terminal a live display."""
 
 from __future__ import annotations
 
@@ -21,31 +21,32 @@ _LIMIT = "its gradient norm is not below train.skip_above_norm"
 
 
 class Screen(Console):
-    """A console that may be closed, as by `nntile train CONFIG | head -1`: who loses sight of a run keeps the run."""
+    """A console that may be closed, as by `nntile train CONFIG | head -1`; training continues."""
 
     def on_broken_pipe(self) -> None:
         self.quiet = True
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, sys.stdout.fileno())  # Python flushes it at the end, too
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, sys.stdout.fileno())  # Python flushes stdout at exit, too
         try:
             print("the output is closed; training goes on, Ctrl-C stops it", file=sys.stderr, flush=True)
         except OSError:
-            os.dup2(nowhere, sys.stderr.fileno())
-        os.close(nowhere)
+            os.dup2(null, sys.stderr.fileno())
+        os.close(null)
 
 
 class Display:
-    """What a user sees of the steps: a line now and then, and on a terminal a live one below them."""
+    """Prints a line for some steps; a terminal has also a live display, which vanishes at the end."""
 
     def __init__(self, console: Console, config: RunConfig, trainer: Trainer) -> None:
         self._console, self._train, self._trainer = console, config.train, trainer
         self._times: deque[tuple[float, float]] = deque(maxlen=20)  # seconds, tokens
         self._held_out = ""
-        self._skipped = Counter[str]()  # steps, by why
+        self._speed = ""
+        self._skipped = Counter[str]()  # steps, by reason
         columns = TextColumn("step {task.completed}/{task.total}"), BarColumn(None), TextColumn("{task.fields[left]}")
         self._progress = Progress(*columns, expand=True)
         self._task = self._progress.add_task("", total=config.train.steps, left="")
-        self._live = Live(self._progress, console=console, refresh_per_second=4)
+        self._live = Live(self._progress, console=console, refresh_per_second=4, transient=True)
 
     def __enter__(self) -> Self:
         if self._console.is_terminal:
@@ -56,9 +57,11 @@ class Display:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._live.stop()
+        if self._console.is_terminal and self._speed:  # the printed lines leave the speed to the live display
+            say(self._console, self._speed)
 
     def show(self, line: dict[str, Any]) -> None:
-        """Take in one line of the metrics."""
+        """Show a line of the metrics."""
         step, steps = line["step"], self._train.steps
         self._times.append((line["step_time_s"], line["tokens_per_s"] * line["step_time_s"]))
         seconds, tokens = (sum(values) for values in zip(*self._times, strict=True))
@@ -70,29 +73,29 @@ class Display:
         left = round(per_step * (steps - step))
         left_text = f"{left // 3600}:{left // 60 % 60:02}:{left % 60:02} left"
         overflow = "loss_scale" in line and not math.isfinite(line["grad_norm"])
-        why = "gradients overflow, the loss' scale is halved" if overflow else _LIMIT
-        skipped = f"skipped, {why}: " if "skipped" in line else ""
+        reason = "gradients overflow, the loss' scale is halved" if overflow else _LIMIT
+        skipped = f"skipped, {reason}: " if "skipped" in line else ""
         if skipped:
             self._skipped["gradients that overflowed" if overflow else "train.skip_above_norm"] += 1
         learnt = f"{skipped}loss {line['loss']:.4f}  grad norm {line['grad_norm']:.3g}  lr {line['lr']:.2e}"
-        speed = (
+        self._speed = speed = (
             f"{tokens / seconds:,.0f} tokens/s"
             f"  {filled * self._trainer.flop_per_step / per_step / 1e12:.3g} TFLOP/s"
             f"  memory {size(self._trainer.memory_bytes())}"
         )
         if step == 1 or step % self._train.log_every == 0 or line.keys() & {"held_out_loss", "skipped"}:
             now = self._held_out if "held_out_loss" in line else ""
-            # A terminal has the rest in the live lines, and may be 80 columns wide.
+            # A terminal may be 80 columns wide; its live display has the speed.
             rest = "" if self._console.is_terminal else f"  {speed}  {left_text}"
             say(self._console, f"step {step}/{steps}  {now}{learnt}{rest}")
         self._progress.update(self._task, completed=step, left=left_text)
         self._live.update(Group(self._progress, Text(f"{self._held_out}{learnt}\n{speed}")))
 
     def skips(self) -> str:
-        """How many steps were skipped, and why; empty where none was."""
+        """Return how many steps were skipped, by reason; empty if none was."""
         count, each = self._skipped.total(), self._skipped.items()
-        why = ", ".join(name if len(each) == 1 else f"{name}: {steps}" for name, steps in each)
-        return f"{count} step{'s were' if count > 1 else ' was'} skipped ({why})" if count else ""
+        reasons = ", ".join(name if len(each) == 1 else f"{name}: {steps}" for name, steps in each)
+        return f"{count} step{'s were' if count > 1 else ' was'} skipped ({reasons})" if count else ""
 
 
 def size(count: int) -> str:

@@ -1,4 +1,4 @@
-"""Where a value that is no finite number came from."""
+"""Which operator wrote the first value that is not finite."""
 
 from __future__ import annotations
 
@@ -9,29 +9,35 @@ from nntile_py.errors import NotFinite
 from nntile_py.execution.program import Program
 
 
-class Checked:
-    """The last runs of a trainer's programs; with `looks` their tasks' results were looked at."""
+class NanCheck:
+    """Remembers the latest runs of a trainer's programs, to name the operator that wrote the first nan or infinity.
 
-    def __init__(self, looks: bool, runs: int) -> None:
-        self.looks = looks
-        self._last: deque[tuple[int, Program, str]] = deque(maxlen=runs)
+    Args:
+        enabled: The programs check all values that tasks write.
+        runs: How many runs to remember.
+    """
+
+    def __init__(self, enabled: bool, runs: int) -> None:
+        self.enabled = enabled
+        self._latest: deque[tuple[int, Program, str]] = deque(maxlen=runs)
 
     def ran(self, program: Program, what: str) -> None:
-        """To be called after each run."""
-        if self.looks:
-            self._last.append((program.checked_run, program, what))
+        """Note a run. what: describes it in messages."""
+        if self.enabled:
+            self._latest.append((program.checked_run, program, what))
 
     def forget(self) -> None:
-        """What was found so far is as it should be."""
-        if self.looks:
+        """Discard the values found so far: an overflow with a loss scale is no error."""
+        if self.enabled:
             _core.take_not_finite()
 
     def end(self, what: str) -> None:
-        """Raise NotFinite, which names the first operator that wrote such a value, if that was looked for."""
-        if not self.looks:
+        """Raise NotFinite with the first operator that wrote such a value, if the check is enabled."""
+        if not self.enabled:
             return
         number, task, part = _core.take_not_finite() or (0, 0, 0)
-        for run, program, when in self._last:
+        for run, program, description in self._latest:
             if run == number:
-                raise NotFinite(f"{what}; the first such value was made by {program.named(task, part)}, in {when}")
+                source = program.named(task, part)
+                raise NotFinite(f"{what}; the first such value was made by {source}, in {description}")
         raise NotFinite(f"{what}; no first such value was found among what tasks wrote")

@@ -1,270 +1,284 @@
-"""The training loop of `nntile train`: text in, steps through the runtime, metrics, weights and a sample out."""
+"""`nntile train` from top to bottom: data, trainer, training loop, checkpoints, weights and a summary."""
 
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from rich.console import Console
 
+from nntile_py.checkpoint import format as checkpoint
+from nntile_py.checkpoint.resume import ResumePoint, check_same_run, data_facts, flattened, newest_checkpoint
+from nntile_py.checkpoint.run_folder import (
+    Metrics,
+    RunFolder,
+    check_place,
+    check_replaced,
+    check_unlocked,
+    model_files,
+    tokenizer_files,
+)
+from nntile_py.checkpoint.writer import CheckpointWriter, TileSender, error_text, save_final
 from nntile_py.config.builders import build_model, step_spec
 from nntile_py.config.run_config import RunConfig, runtime_options
-from nntile_py.data.confusion import FILES, Confusion
 from nntile_py.data.dataset import Dataset
 from nntile_py.errors import ConfigError
 from nntile_py.execution.runtime import Runtime
 from nntile_py.models.base import Model
 from nntile_py.system.folders import replace_file
-from nntile_py.training import checkpoint, final_save
-from nntile_py.training.checkpoint_writer import Saver, told
-from nntile_py.training.collectives import Giver, Silent, agree
+from nntile_py.training.collectives import NoOutput, agree
 from nntile_py.training.datasets import build_dataset, check_objective
 from nntile_py.training.display import Display, Screen, say
-from nntile_py.training.export import beside_arrays, tokenizer_files
 from nntile_py.training.loop import run_steps
-from nntile_py.training.resume import Resumed, check_same, data_facts, flat, newest
-from nntile_py.training.run_folder import Metrics, RunFolder, check_alone, check_place, check_replaced
-from nntile_py.training.sample import sampled
+from nntile_py.training.summary import sample_text, save_confusion
 from nntile_py.training.trainer import Trainer
+
+Report = Callable[[str], None]
 
 
 def train(
     config: RunConfig, out: Path, console: Console, *, resume: Path | None = None, replaces: bool = False,
-    rescue: Path | None = None, again: str = "nntile train CONFIG",
+    rescue: Path | None = None, again: str = "nntile train CONFIG", overrides: list[str] | None = None,
 ) -> int:  # fmt: skip
-    """Train as `config` says; leaves config, tokenizer, metrics, checkpoints and weights in the folder `out`.
+    """Train as `config` says; leave config, tokenizer, metrics, checkpoints and weights in the folder `out`.
 
-    resume: a run's folder, or a checkpoint, to go on from. replaces: an earlier run in `out` goes when this one has its
-    first checkpoint. rescue: where the run goes if `out` has no room at the start, or at the end. again: the command
-    that this is.
+    Args:
+        config: The run's config.
+        out: The run's folder.
+        console: Shows progress.
+        resume: The folder of a run, or a checkpoint, from which to resume.
+        replaces: Replace an earlier run in `out`, when this run has its first checkpoint.
+        rescue: Folder for the run if the disk of `out` is full at the start or at the end.
+        again: The command of this run, for messages.
+        overrides: The command's `--set` options; a resumed run applies them again.
 
-    Returns the exit status: 0, or after SIGINT or SIGTERM 130 or 143, with what was trained saved.
-    Raises NNTileError, without writing weights, when the loss or the gradient is no longer a finite number."""
-    # Refuses what cannot be trained and what the machine lacks, before any work.
+    Returns:
+        The exit status: 0; after SIGINT 130, after SIGTERM 143, with all trained steps saved.
+
+    Raises:
+        NNTileError: The loss or the gradient norm is not finite any more; no weights are written.
+    """
+    # Refuse what cannot be trained, and what the machine lacks, before any work.
     check_objective(config)
     runtime = Runtime(**runtime_options(config.runtime.model_dump()), mpi=True)
     ranks = runtime.ranks
-    leads = not ranks or ranks.rank == 0  # writes and shows everything; the others compute and read alone
-    if ranks:  # what mpirun shows each rank looks like a terminal
-        console = Screen(quiet=not leads, force_terminal=False)
-    tell = partial(say, console)
+    is_rank_0 = not ranks or ranks.rank == 0  # writes and shows everything; other ranks only compute and read
+    if ranks:  # mpirun's pipes look like a terminal
+        console = Screen(quiet=not is_rank_0, force_terminal=False)
+    report = partial(say, console)
     if config.short_warmup:
-        tell(f"note: {config.short_warmup}")
-    if leads:
-        for option, folder in {"--out": out, "--rescue": rescue}.items():
-            if folder:
-                check_place(option, folder)
-        check_alone(out)
-        if replaces and out.exists():
-            check_replaced(out)
-    there = checkpoint.found(out)
-    resumed = newest(resume, tell) if resume else None
-    dataset, data = _read(config, runtime, resumed, tell)
-    tell(f"{dataset.describe()}; writing to {out}")
-    if resumed:
-        differs = check_same(resumed, config, data)
-        tell(f"going on after step {resumed.step}, from {resumed.folder}" + (f"; {differs}" if differs else ""))
+        report(f"note: {config.short_warmup}")
+    if is_rank_0:
+        _check_folders(out, rescue, replaces)
+
+    # Data, and the checkpoint to resume from.
+    checkpoints = checkpoint.checkpoints_in(out)
+    point = newest_checkpoint(resume, report) if resume else None
+    report(f"reading {config.data.source}")
+    dataset = build_dataset(config)
+    data = data_facts(config, dataset)
+    _check_ranks(config, runtime, data, point, report)
+    report(f"{dataset.describe()}; writing to {out}")
+    if point:
+        differences = check_same_run(point, config, data)
+        report(f"going on after step {point.step}, from {point.folder}" + (f"; {differences}" if differences else ""))
+
+    # Trainer, steps, weights.
     with runtime, _signals() as stop:
-        trainer = _prepared(config, runtime, resumed)
-        if about := dataset.describe_lengths():
-            tell(about)
-        if not leads:
+        trainer = _resumed_trainer(config, runtime, point)
+        if lengths := dataset.describe_lengths():
+            report(lengths)
+        if not is_rank_0:
             return _follow(config, dataset, trainer, stop)
-        run = _Run(config, out, dataset, data, trainer, resumed, stop, console, tell)
-        if not _lead(run, partial(_folder, out, resume, replaces, there), rescue):
+        facts = {"config": config.model_dump(mode="json", by_alias=True), "data": data, "overrides": overrides or []}
+        run = _Run(config, out, dataset, facts, trainer, point, stop, console, report)
+        if not _lead(run, partial(_run_folder, out, resume, replaces, checkpoints), rescue):
             return 128 + signal.Signals[stop[0]].value
     if stop:
         more = f"; {again} --resume goes on" if trainer.steps < config.train.steps else ""
         done = f"after step {trainer.steps} of {config.train.steps}"
-        tell(f"stopped by {stop[0]} {done}; what was trained is saved{more}")
+        report(f"stopped by {stop[0]} {done}; what was trained is saved{more}")
         return 128 + signal.Signals[stop[0]].value
     return 0
 
 
-def _read(
-    config: RunConfig, runtime: Runtime, resumed: Resumed | None, tell: Callable[[str], None]
-) -> tuple[Dataset, dict[str, str]]:
-    """The text, as tokens, and what tells it from another; of several ranks, the same on all."""
-    tell(f"reading {config.data.source}")
-    dataset = build_dataset(config)
-    data = data_facts(config, dataset)
-    if ranks := runtime.ranks:
-        ranks.same("the config", flat(config.model_dump(mode="json", by_alias=True)))
-        ranks.same("the data", data)
-        ranks.same("the checkpoint", {"folder": str(resumed.folder), "step": resumed.step} if resumed else {})
-        workers = {"GPU": runtime.cuda, "CPU worker": runtime.cpus}
-        each = " and ".join(f"{count} {name}{'s' * (count > 1)}" for name, count in workers.items() if count)
-        shared = f", of which {ranks.sharers} ranks share one" if ranks.sharers > 1 else ""
-        tell(f"{ranks.size} ranks, each with {each}{shared}")
-        if (tiles := len(step_spec(config).tiling.parts("batch", config.train.batch))) < ranks.size:
-            tell(f"note: the batch has {tiles} tile{'s' * (tiles > 1)}: smaller tiles.batch gives all ranks work")
-    return dataset, data
+# -- before the first step
 
 
-def _prepared(config: RunConfig, runtime: Runtime, resumed: Resumed | None) -> Trainer:
-    """The trainer of each rank."""
-    trainer = build_trainer(config, resumed.model(config) if resumed else None)
-    if runtime.ranks:
-        runtime.forget(trainer)  # at the end no rank wants all weights: the first has written them
-        trainer.model.weights = {}  # they are in tiles
-    if resumed:
-        resumed.restore(trainer)
-    return trainer
+def _check_folders(out: Path, rescue: Path | None, replaces: bool) -> None:
+    for option, folder in {"--out": out, "--rescue": rescue}.items():
+        if folder:
+            check_place(option, folder)
+    check_unlocked(out)
+    if replaces and out.exists():
+        check_replaced(out)
 
 
-@dataclass(frozen=True)
-class _Run:
-    """What the first rank has before the first step. data: see data_facts; stop: see _signals."""
-
-    config: RunConfig
-    out: Path
-    dataset: Dataset
-    data: dict[str, str]
-    trainer: Trainer
-    resumed: Resumed | None
-    stop: list[str]
-    console: Console
-    tell: Callable[[str], None]
-
-
-def _folder(out: Path, resume: Path | None, replaces: bool, there: list[tuple[int, Path]]) -> RunFolder:
-    """Made when all else is ready: what is refused leaves nothing behind. there: checkpoints at the start."""
-    folder = RunFolder(out, replaces, new=not (resume or replaces))
-    if resume and checkpoint.found(out) != there:
-        raise ConfigError(f"--resume: another process has trained into {out} meanwhile; allowed: to begin again")
-    return folder
-
-
-def _lead(run: _Run, made: Callable[[], RunFolder], rescue: Path | None) -> bool:
-    """What the first rank does: train, measure, save, tell. Whether there is something trained. made: the run's folder;
-    where that has no room to begin, all goes to `rescue`."""
-    try:
-        folder, metrics = _begun(run, made)
-    except OSError as error:
-        if error.errno not in checkpoint.NO_ROOM or not rescue:
-            raise
-        run.tell(f"cannot begin ({told(error)}): training into {rescue} instead")
-        folder, metrics = _begun(run, partial(RunFolder, rescue, new=True))
-        rescue = None
-    saver = _saver(run, folder)
-    known = not run.resumed or any("held_out_loss_before" in line for line in metrics.lines)
-    try:
-        with Display(run.console, run.config, run.trainer) as display:
-            before, after = run_steps(run.config, run.dataset, run.trainer, metrics, display, saver, run.stop)
-        saver.finish()
-    except BaseException:
-        saver.abandon()
-        metrics.close()
-        folder.close()
-        if folder.path != folder.out:
-            run.tell(
-                f"no checkpoint was made: the earlier run in {run.out} stays, this one's metrics are in {folder.path}"
-            )
-        raise
-    try:
-        if not run.trainer.steps:  # weights that nobody trained take no run's place
-            saver.close()
-            agree(run.stop)
-            run.tell(f"stopped by {run.stop[0]} before the first step: nothing is saved")
-            return False
-        saved = final_save.save(saver, metrics, run.config, rescue, run.stop, run.tell)
-        saver.close()
-    finally:
-        metrics.close()
-        saver.folder.close()
-    measured = f"{after['held_out_loss']:.4f} at the last measurement" if after else "not measured since"
-    begun = "before the first step" if known else f"after step {run.resumed.step if run.resumed else 0}"
-    run.tell(f"held-out loss {before:.4f} {begun}, {measured}")
-    if skips := display.skips():
-        run.tell(skips)
-    run.tell(f"weights saved in {saved / checkpoint.MODEL}")
-    if after and "confusion" in after and run.dataset.class_names:
-        _show_confusion(Confusion(run.dataset.class_names, after["confusion"]), saved, run.tell)
-    elif sample := sampled(run.config, run.dataset, run.trainer, run.stop):
-        run.tell(sample)
-    return True
-
-
-def _begun(run: _Run, made: Callable[[], RunFolder]) -> tuple[RunFolder, Metrics]:
-    """A run's folder with what it has before the first step; where that fails, a new one is gone again."""
-    folder = made()
-    try:
-        replace_file(folder.path / "config.yaml", run.config.to_yaml())
-        for name, content in tokenizer_files(run.dataset.tokenizer, run.config).items():
-            replace_file(folder.path / name, content)
-        return folder, Metrics(folder.path, run.trainer.steps, run.tell, run.out, partial(_set_aside, run, folder.path))
-    except OSError:
-        folder.give_up()
-        raise
-
-
-def _set_aside(run: _Run, folder: Path) -> None:
-    for path in checkpoint.set_aside(folder, run.resumed.step) if run.resumed else ():
-        run.tell(f"a later checkpoint of this run is now {path.name}")
-
-
-def _saver(run: _Run, folder: RunFolder) -> Saver:
-    facts = {"config": run.config.model_dump(mode="json", by_alias=True), "data": run.data}
-    files = beside_arrays(run.trainer, run.dataset.tokenizer, run.config)
-    made = Saver(run.config.checkpoint, run.trainer, folder, files, facts, run.tell)
-    if run.resumed and checkpoint.folder_of(folder.path, run.resumed.step).is_dir():
-        made.newest = run.resumed.step
-    return made
-
-
-def _follow(config: RunConfig, dataset: Dataset, trainer: Trainer, stop: list[str]) -> int:
-    """What a rank does that is not the first: the same steps, and whatever all ranks do together.
-
-    It ends well even where a signal has ended the run: mpirun would end the first rank before that has told of it."""
-    silent, giver = Silent(), Giver(trainer, config.checkpoint.async_)
-    _, after = run_steps(config, dataset, trainer, silent, silent, giver, stop)
-    giver.finish()
-    if not (after and "confusion" in after):
-        sampled(config, dataset, trainer, stop)
-    return 0
-
-
-def _show_confusion(found: Confusion, folder: Path, tell: Callable[[str], None]) -> None:
-    """The last measurement of a classifier, as a table and a picture."""
-    told = found.metrics()
-    two = f"F1 {told['f1']:.4f} of {found.names[1]}, " if "f1" in told else ""
-    count = f"{found.counts.sum():,} held-out texts"
-    tell(f"\n{count}: accuracy {told['accuracy']:.4f}, {two}F1 {told['f1_macro']:.4f} (mean of the classes)")
-    tell(found.table())
-    try:
-        found.save(folder)
-    except OSError as error:
-        tell(f"no picture of it: {error.filename}: {error.strerror}")
-    else:
-        tell(f"drawn in {folder / FILES[0]}")
+def _check_ranks(
+    config: RunConfig, runtime: Runtime, data: dict[str, str], point: ResumePoint | None, report: Report
+) -> None:
+    """Check that all ranks have the same config, data and checkpoint; report their workers."""
+    if not (ranks := runtime.ranks):
+        return
+    ranks.same("the config", flattened(config.model_dump(mode="json", by_alias=True)))
+    ranks.same("the data", data)
+    ranks.same("the checkpoint", {"folder": str(point.folder), "step": point.step} if point else {})
+    workers = {"GPU": runtime.cuda, "CPU worker": runtime.cpus}
+    each = " and ".join(f"{count} {name}{'s' * (count > 1)}" for name, count in workers.items() if count)
+    shared = f", of which {ranks.sharers} ranks share one" if ranks.sharers > 1 else ""
+    report(f"{ranks.size} ranks, each with {each}{shared}")
+    if (tiles := len(step_spec(config).tiling.parts("batch", config.train.batch))) < ranks.size:
+        report(f"note: the batch has {tiles} tile{'s' * (tiles > 1)}: smaller tiles.batch gives all ranks work")
 
 
 def build_trainer(config: RunConfig, model: Model | None = None) -> Trainer:
-    """The Trainer that `config` asks for; needs a running Runtime."""
+    """Return the Trainer of a config; needs a running Runtime. model: default: a new one, or that of model.from."""
     return Trainer.of_spec(
         step_spec(config, model or build_model(config)), seed=config.seed, check_finite=config.debug.nonfinite
     )
 
 
+def _resumed_trainer(config: RunConfig, runtime: Runtime, point: ResumePoint | None) -> Trainer:
+    trainer = build_trainer(config, point.model(config) if point else None)
+    if runtime.ranks:
+        runtime.forget(trainer)  # at the end no rank gathers all weights: rank 0 has written them
+        trainer.model.weights = {}  # the tiles have them
+    if point:
+        point.restore(trainer)
+    return trainer
+
+
+@dataclass(frozen=True)
+class _Run:
+    """What rank 0 has before the first step.
+
+    facts: entries of each checkpoint's state.json. stop: see _signals."""
+
+    config: RunConfig
+    out: Path
+    dataset: Dataset
+    facts: Mapping[str, Any]
+    trainer: Trainer
+    point: ResumePoint | None
+    stop: list[str]
+    console: Console
+    report: Report
+
+
+def _run_folder(out: Path, resume: Path | None, replaces: bool, checkpoints: list[tuple[int, Path]]) -> RunFolder:
+    """Create the run's folder, after all checks, so that a refused run leaves nothing behind.
+
+    checkpoints: those in `out` at the start, to notice another process that trained into it meanwhile."""
+    folder = RunFolder(out, replaces, new=not (resume or replaces))
+    if resume and checkpoint.checkpoints_in(out) != checkpoints:
+        raise ConfigError(f"--resume: another process has trained into {out} meanwhile; allowed: to begin again")
+    return folder
+
+
+def _first_files(run: _Run, make_folder: Callable[[], RunFolder]) -> tuple[RunFolder, Metrics]:
+    """Create the run's folder with config, tokenizer and metrics; remove it again if that fails."""
+    folder = make_folder()
+
+    def set_aside() -> None:
+        for path in checkpoint.set_aside(folder.path, run.point.step) if run.point else ():
+            run.report(f"a later checkpoint of this run is now {path.name}")
+
+    try:
+        replace_file(folder.path / "config.yaml", run.config.to_yaml())
+        for name, content in tokenizer_files(run.dataset.tokenizer, run.config).items():
+            replace_file(folder.path / name, content)
+        return folder, Metrics(folder.path, run.trainer.steps, run.report, run.out, set_aside)
+    except OSError:
+        folder.give_up()
+        raise
+
+
+# -- the steps
+
+
+def _lead(run: _Run, make_folder: Callable[[], RunFolder], rescue: Path | None) -> bool:
+    """Train on rank 0: steps, metrics, checkpoints, weights, summary. Returns False if no step was trained.
+
+    If the disk has no room for `make_folder`, the run goes to `rescue`."""
+    try:
+        folder, metrics = _first_files(run, make_folder)
+    except OSError as error:
+        if error.errno not in checkpoint.NO_ROOM or not rescue:
+            raise
+        run.report(f"cannot begin ({error_text(error)}): training into {rescue} instead")
+        folder, metrics = _first_files(run, partial(RunFolder, rescue, new=True))
+        rescue = None
+    files = model_files(run.trainer, run.dataset.tokenizer, run.config)
+    writer = CheckpointWriter(run.config.checkpoint, run.trainer, folder, files, run.facts, run.report)
+    if run.point and checkpoint.checkpoint_folder(folder.path, run.point.step).is_dir():
+        writer.newest = run.point.step
+    from_start = not run.point or any("held_out_loss_before" in line for line in metrics.lines)
+    try:
+        with Display(run.console, run.config, run.trainer) as display:
+            before, last = run_steps(run.config, run.dataset, run.trainer, metrics, display, writer, run.stop)
+        writer.finish()
+    except BaseException:
+        writer.abandon()
+        metrics.close()
+        folder.close()
+        if folder.path != folder.out:
+            kept = f"the earlier run in {run.out} stays, this one's metrics are in {folder.path}"
+            run.report(f"no checkpoint was made: {kept}")
+        raise
+    try:
+        if not run.trainer.steps:  # untrained weights never replace a run
+            writer.close()
+            agree(run.stop)
+            run.report(f"stopped by {run.stop[0]} before the first step: nothing is saved")
+            return False
+        saved = save_final(writer, metrics, run.config, rescue, run.stop, run.report)
+        writer.close()
+    finally:
+        metrics.close()
+        writer.folder.close()
+    measured = f"{last['held_out_loss']:.4f} at the last measurement" if last else "not measured since"
+    start = "before the first step" if from_start else f"after step {run.point.step if run.point else 0}"
+    run.report(f"held-out loss {before:.4f} {start}, {measured}")
+    if skips := display.skips():
+        run.report(skips)
+    run.report(f"weights saved in {saved / checkpoint.MODEL}")
+    if last and "confusion" in last and run.dataset.class_names:
+        save_confusion(run.dataset.class_names, last["confusion"], saved, run.report)
+    elif sample := sample_text(run.config, run.dataset, run.trainer, run.stop):
+        run.report(sample)
+    return True
+
+
+def _follow(config: RunConfig, dataset: Dataset, trainer: Trainer, stop: list[str]) -> int:
+    """Train on a rank other than 0: the same steps, and the collective operations of all ranks.
+
+    Returns 0 also after a signal: with another status mpirun would end rank 0 before rank 0 reports the signal."""
+    silent, sender = NoOutput(), TileSender(trainer, config.checkpoint.async_)
+    _, last = run_steps(config, dataset, trainer, silent, silent, sender, stop)
+    sender.finish()
+    if not (last and "confusion" in last):
+        sample_text(config, dataset, trainer, stop)
+    return 0
+
+
 @contextmanager
 def _signals() -> Iterator[list[str]]:
-    """A list that SIGINT and SIGTERM put their name into. After one a SIGINT acts as usual, at once; a SIGTERM does
-    not, as Slurm sends a rank two when its time is over."""
+    """Give a list to which SIGINT and SIGTERM append their names.
+
+    After the first signal a SIGINT acts as usual, at once. A further SIGTERM does not: Slurm sends each rank two."""
     stop: list[str] = []
 
-    def ask(number: int, frame: FrameType | None) -> None:
+    def note(number: int, frame: FrameType | None) -> None:
         stop.append(signal.Signals(number).name)
         signal.signal(signal.SIGINT, before[signal.SIGINT])
 
-    def restore() -> None:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield stop
     finally:
-        restore()
+        for number, handler in before.items():
+            signal.signal(number, handler)

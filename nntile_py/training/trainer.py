@@ -13,6 +13,16 @@ from typing import Any
 import numpy as np
 
 from nntile_py import _core
+from nntile_py.checkpoint.resume import check_averages, load_trainer
+from nntile_py.checkpoint.state import (
+    LiveState,
+    Snapshot,
+    averages_of,
+    masters_of,
+    read_tensors,
+    write_weights,
+)
+from nntile_py.checkpoint.writer import save_trainer
 from nntile_py.errors import ConfigError, TaskError
 from nntile_py.execution import memory
 from nntile_py.execution.program import Program
@@ -24,12 +34,10 @@ from nntile_py.graph.step import Step, StepSpec, check_precision
 from nntile_py.tasks.adamw import AdamW
 from nntile_py.tasks.optimizer import INVERSE_SCALE, Optimizer
 from nntile_py.tiles import TaskList, Tiling
-from nntile_py.training import trainer_io, weights
 from nntile_py.training.inputs import Inputs, IntArray, as_dict, as_filled, counted, dropout_seed, means
 from nntile_py.training.loss_scale import LossScale
-from nntile_py.training.nan_check import Checked
+from nntile_py.training.nan_check import NanCheck
 from nntile_py.training.programs import Programs
-from nntile_py.training.state import Live, Snapshot, averages_of, masters_of
 from nntile_py.training.step_handle import Pending
 from nntile_py.typed import plain, typed
 
@@ -120,17 +128,17 @@ class Trainer:
         if check_finite and Runtime.current.ranks:
             need = "False, as each sees its own tasks alone"
             raise ConfigError(f"check_finite (debug.nonfinite): got True; allowed on several ranks: {need}")
-        self.checked = Checked(plain(check_finite), (STEPS_IN_FLIGHT + 1) * (spec.grad_accumulation + 1))
+        self.nan_check = NanCheck(plain(check_finite), (STEPS_IN_FLIGHT + 1) * (spec.grad_accumulation + 1))
         self.batch, self.seq, self.dtype = spec.batch, spec.seq, spec.dtype
         self.optimizer, self.grad_accumulation = spec.optimizer, spec.grad_accumulation
         self._runtime = Runtime.current
         self._check_alone(self._runtime)
         self.steps, self._pending, self._scale, self._scaled = 0, deque[Pending](), LossScale.of(spec), 1.0
         self._deciding: Pending | None = None  # whose norm the next step's scale depends on
-        self._programs = Programs(spec, self._runtime, self.checked.looks)
+        self._programs = Programs(spec, self._runtime, self.nan_check.enabled)
         self._store, self.spec = self._programs.store, self._programs.spec
         self._built = self._programs.of(spec.given).built
-        weights.write(model, self._built, self._store, self._same)
+        write_weights(model, self._built, self._store, self._same)
         written = set(masters_of(self._built).values())
         for tensor in self._built.update_graph.kept.values():
             if tensor.kind == "state" and tensor not in written:
@@ -224,7 +232,7 @@ class Trainer:
         self._run(made.update, slots, f"the update of step {self.steps}")
         tokens = filled.tokens(self.tokens_per_step)
         fetch = self._store.fetch("loss", "grad_norm")
-        pending = Pending(self.steps, fetch, tokens, self.checked, self.spec.skip_above_norm, scale)
+        pending = Pending(self.steps, fetch, tokens, self.nan_check, self.spec.skip_above_norm, scale)
         self._pending.append(pending)
         self._deciding = pending if scale else None
         return pending
@@ -266,7 +274,7 @@ class Trainer:
         if not any(numbers.values()):
             loss = float("nan")  # the mean of nothing, as in PyTorch
         elif not math.isfinite(loss):
-            self.checked.end(f"the loss of an evaluation is {loss}")
+            self.nan_check.end(f"the loss of an evaluation is {loss}")
         if not keep:
             return loss
         outputs = {name: self._store.read(evaluation.forward, t) for name, t in evaluation.outputs.items()}
@@ -281,22 +289,22 @@ class Trainer:
         """{name in transformers: gradient} of the last step, before clipping."""
         if not self.steps:
             raise TaskError("gradients: no step has been made yet")
-        found = weights.read(self._built, self._store, self._built.grads)
+        found = read_tensors(self._built, self._store, self._built.grads)
         return {name: value / value.dtype.type(self._scaled) for name, value in found.items()}
 
     def state_dict(self) -> dict[str, np.ndarray[Any, Any]]:
         """{name in transformers: weight}, tied weights once; also kept in the model."""
         params = {param.tensor: param.tensor for param in self._built.params}
-        self.model.weights = weights.read(self._built, self._store, params, masters_of(self._built))
+        self.model.weights = read_tensors(self._built, self._store, params, masters_of(self._built))
         return dict(self.model.weights)
 
     def snapshot(self) -> Snapshot:
         """Start to copy weights and averages as the steps submitted so far leave them; returns at once."""
         return Snapshot(self.steps, self._built, self._store, self._scale_state())
 
-    def live(self) -> Live:
+    def live(self) -> LiveState:
         """Weights and averages, read one by one."""
-        return Live(self.steps, self._built, self._store, self._scale_state())
+        return LiveState(self.steps, self._built, self._store, self._scale_state())
 
     def restore(
         self, step: int, averages: Mapping[str, Mapping[str, np.ndarray[Any, Any]]],
@@ -307,7 +315,7 @@ class Trainer:
         loss_scale: what LossScale.state was; None: that of a first step. The weights are the
         model's. Raises ConfigError where an average is missing, or of another shape."""
         states = averages_of(self._built)
-        trainer_io.check_averages(states.keys(), averages)
+        check_averages(states.keys(), averages)
         for name, of in states.items():
             for param in self._built.params:
                 self._store.write(self._built.update, of[param.tensor], param.value(averages[name]))
@@ -324,7 +332,7 @@ class Trainer:
 
         The folder is complete or not there; one of that name is replaced. Raises OSError where it cannot be written,
         NNTileError for weights that are no finite numbers."""
-        trainer_io.save(self, Path(folder), self._runtime.ranks)
+        save_trainer(self, Path(folder), self._runtime.ranks)
 
     def hf_config(self) -> dict[str, Any]:
         """What config.json holds: the model's own, and the dtype of the weights that are written beside it."""
@@ -339,7 +347,7 @@ class Trainer:
         model: one to read the weights into. Default: a new one of the saved type and sizes. options: arguments of
         Trainer in the place of the saved ones. Raises ConfigError where the checkpoint does not fit, NNTileError where
         it is damaged."""
-        trainer: Trainer = trainer_io.load(cls, Path(folder), model, options)
+        trainer: Trainer = load_trainer(cls, Path(folder), model, options)
         return trainer
 
     def close(self) -> None:
@@ -387,14 +395,14 @@ class Trainer:
         if self._scale is None:
             return None
         if self._deciding:
-            result, self._deciding = self._deciding.found(), None
+            result, self._deciding = self._deciding.unchecked_result(), None
             if result.overflow or math.isfinite(result.grad_norm):  # else another scale does not help
                 self._scale.after(overflow=result.overflow)
         return self._scale.state
 
     def _run(self, program: Program, slots: dict[str, float], what: str) -> None:
         program.run(slots)
-        self.checked.ran(program, what)
+        self.nan_check.ran(program, what)
 
     def _same(self, what: str, parts: Mapping[str, Any]) -> None:
         """Raise ConfigError where ranks differ in what each of them is to give."""

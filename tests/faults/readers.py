@@ -80,21 +80,21 @@ def resume() -> None:
     """What `nntile train --resume` reads, but for the training."""
 
     def call() -> None:
+        from nntile_py.checkpoint.format import read_averages
+        from nntile_py.checkpoint.resume import check_same_run, data_facts, newest_checkpoint
+        from nntile_py.checkpoint.run_folder import Metrics
         from nntile_py.config.run_config import load
         from nntile_py.training.datasets import build_dataset
-        from nntile_py.training.resume import check_same, data_facts, newest
-        from nntile_py.training.run_folder import Metrics
 
         said: list[str] = []
         config = load("run.yaml", ["train.steps=4"])
         try:
-            found = newest(Path("run"), said.append)
+            found = newest_checkpoint(Path("run"), said.append)
         finally:
             print("\n".join(said))
-        check_same(found, config, data_facts(config, build_dataset(config)))
+        check_same_run(found, config, data_facts(config, build_dataset(config)))
         assert found.model(config).weights
-        found_averages = __import__("nntile_py.training.checkpoint", fromlist=["averages"]).averages(found.folder)
-        assert isinstance(found_averages, dict)
+        assert isinstance(read_averages(found.folder), dict)
         metrics = Metrics(Path("run"), found.step, said.append)
         assert all(line["step"] <= found.step for line in metrics.lines)
         metrics.close()

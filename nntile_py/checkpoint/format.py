@@ -1,7 +1,7 @@
-"""Checkpoints: folders that are whole or not there, with all that a run needs to go on to the bit.
+"""The format of a checkpoint: a folder, complete or absent, with all that a bitwise equal continuation needs.
 
-model.safetensors and config.json (as transformers reads them), optimizer.safetensors (the optimizer's averages,
-`WEIGHT.m` and `WEIGHT.v`), state.json (the step, what the run was, a hash of each file), of `nntile train` also
+Files: model.safetensors and config.json, as transformers reads them; optimizer.safetensors, the optimizer's averages
+`WEIGHT.m` and `WEIGHT.v`; state.json, the step, the settings of the run and a hash of each file. `nntile train` adds
 tokenizer.json and tokenizer_config.json.
 """
 
@@ -35,20 +35,20 @@ MODEL, CONFIG, OPTIMIZER, TOKENIZER, TOKENIZER_CONFIG, STATE = (
     "model.safetensors", "config.json", "optimizer.safetensors", "tokenizer.json", "tokenizer_config.json",
     "state.json",
 )  # fmt: skip
-_NUMBERS = itertools.count()
-_NAME = re.compile(r"step-(\d+)")
-_DTYPES = {"float32": "F32", "float64": "F64", "float16": "F16", "int64": "I64", "int32": "I32", "int16": "I16"}
+_COUNTER = itertools.count()
+_FOLDER_NAME = re.compile(r"step-(\d+)")
+_FILE_DTYPES = {"float32": "F32", "float64": "F64", "float16": "F16", "int64": "I64", "int32": "I32", "int16": "I16"}
 
 Array = np.ndarray[Any, Any]
 
 
-class Damaged(ConfigError):
-    """A checkpoint whose files are not those that were written."""
+class DamagedCheckpoint(ConfigError):
+    """A file of a checkpoint is not as it was written."""
 
 
 @dataclass(frozen=True)
-class Stored:
-    """An array of a file: NumPy's name of its dtype, its shape, and what gives it when it is written."""
+class StoredArray:
+    """An array to be written: NumPy's name of its dtype, its shape, and a function that reads the array."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -60,33 +60,43 @@ class Stored:
 
 
 @dataclass(frozen=True)
-class State:
-    """What a trainer holds after a step: weights and the optimizer's averages under the checkpoint's names."""
+class TrainerState:
+    """Weights and the optimizer's averages after a step, under the checkpoint's names."""
 
     step: int
-    weights: Mapping[str, Stored]
-    averages: Mapping[str, Mapping[str, Stored]]  # by their name, m or v, then by weight
-    loss_scale: Mapping[str, Any] | None = None  # see LossScale.state
+    weights: Mapping[str, StoredArray]
+    averages: Mapping[str, Mapping[str, StoredArray]]  # by name of the average, m or v, then by weight
+    loss_scale: Mapping[str, Any] | None = None  # LossScale.state
 
     @property
     def bytes(self) -> int:
-        all_of_them = (self.weights, *self.averages.values())
-        return sum(stored.bytes for arrays in all_of_them for stored in arrays.values())
+        groups = (self.weights, *self.averages.values())
+        return sum(stored.bytes for arrays in groups for stored in arrays.values())
 
 
 # -- writing
 
 
-def folder_of(run: Path, step: int) -> Path:
-    """Where a run keeps the checkpoint of a step."""
+def checkpoint_folder(run: Path, step: int) -> Path:
+    """Return the folder of a step's checkpoint."""
     return run / "checkpoints" / f"step-{step:06d}"
 
 
-def write(folder: Path, state: State, files: Mapping[str, str | bytes], facts: Mapping[str, Any]) -> None:
-    """Make the checkpoint `folder`; one of that name that is there is replaced.
+def write_checkpoint(
+    folder: Path, state: TrainerState, files: Mapping[str, str | bytes], facts: Mapping[str, Any]
+) -> None:
+    """Write the checkpoint `folder`; replaces an earlier checkpoint of that name.
 
-    files: by name, beside the arrays; facts: of state.json, beside what is known here. Raises OSError where it
-    cannot be written, NNTileError for weights that are no finite numbers."""
+    Args:
+        folder: The folder to write.
+        state: Weights and averages.
+        files: Further files, by name.
+        facts: Further entries of state.json.
+
+    Raises:
+        OSError: The disk does not take the files.
+        NNTileError: A weight has values that are not finite.
+    """
 
     def finite(name: str, value: Array) -> None:
         if not np.isfinite(value).all():
@@ -107,13 +117,8 @@ def write(folder: Path, state: State, files: Mapping[str, str | bytes], facts: M
         (inside / STATE).write_text(json.dumps(known | dict(facts) | {"sha256": hashes}, indent=2))
 
 
-def check_space(run: Path, state: State) -> None:
-    """Raise OSError where the disk has too little room for a checkpoint; before it is begun."""
-    check_room(run, state.bytes)
-
-
-def check_room(run: Path, need: int) -> None:
-    """Raise OSError where the disk of a run's folder has not this many bytes."""
+def check_free_space(run: Path, need: int) -> None:
+    """Raise OSError if the disk of a run's folder has less than `need` bytes free."""
     free = shutil.disk_usage(run).free
     if free < need:
         text = f"{os.strerror(errno.ENOSPC)}: {free / 2**20:.1f} MiB free, {need / 2**20:.1f} MiB needed"
@@ -121,18 +126,18 @@ def check_room(run: Path, need: int) -> None:
 
 
 def write_tensors(
-    path: Path, tensors: Mapping[str, Stored], check: Callable[[str, Array], None] = lambda name, value: None
+    path: Path, tensors: Mapping[str, StoredArray], check: Callable[[str, Array], None] = lambda name, value: None
 ) -> str:
-    """A safetensors file; returns its SHA-256. One array at a time is in memory, after `check`.
+    """Write a safetensors file and return its SHA-256. One array at a time is in memory; `check` may refuse it.
 
-    https://huggingface.co/docs/safetensors: the length of the header in 8 bytes, the header in JSON, the arrays.
-    safetensors' own save_file copies every array and holds the GIL until the disk has them: a training run that goes on
-    meanwhile would stand still."""
+    Source: https://huggingface.co/docs/safetensors: length of the header in 8 bytes, header in JSON, arrays.
+    safetensors' own save_file copies every array and holds the GIL until the disk has all arrays, which would stop a
+    training run that continues meanwhile."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # without it transformers refuses the file
     end = 0
     for name, value in tensors.items():
         start, end = end, end + value.bytes
-        header[name] = {"dtype": _DTYPES[value.dtype], "shape": value.shape, "data_offsets": [start, end]}
+        header[name] = {"dtype": _FILE_DTYPES[value.dtype], "shape": value.shape, "data_offsets": [start, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     digest = hashlib.sha256()
@@ -152,11 +157,11 @@ def write_tensors(
 
 @contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
-    """A folder to fill; afterwards it is synced and takes the name `folder`, of a checkpoint's if it is there."""
+    """Give a folder to fill. Afterwards sync it and rename it to `folder`, in the place of an earlier checkpoint."""
     folder = Path(os.path.realpath(folder))
     if folder.exists() and not (folder / STATE).is_file() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{folder}: there is something else already; allowed: a new or empty folder, or a checkpoint")
-    beside = folder.with_name(f".{folder.name}.tmp{os.getpid()}-{next(_NUMBERS)}")
+    beside = folder.with_name(f".{folder.name}.tmp{os.getpid()}-{next(_COUNTER)}")
     folder.parent.mkdir(parents=True, exist_ok=True)
     shutil.rmtree(beside, ignore_errors=True)
     beside.mkdir()
@@ -166,7 +171,7 @@ def new_folder(folder: Path) -> Iterator[Path]:
             sync(file)
         sync(beside)
         try:
-            beside.rename(folder)  # also of an empty one
+            beside.rename(folder)  # an empty folder of that name may exist
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
@@ -177,15 +182,15 @@ def new_folder(folder: Path) -> Iterator[Path]:
 
 
 def remove_leftovers(run: Path) -> None:
-    """What killed processes have begun and not ended."""
+    """Remove incomplete checkpoints that killed processes left."""
     for path in (run / "checkpoints").glob(".step-*"):
         shutil.rmtree(path, ignore_errors=True)
 
 
 def set_aside(run: Path, after: int) -> list[Path]:
-    """Give checkpoints of later steps than `after` another name: the run goes on from there. Their new names."""
+    """Rename the checkpoints of steps after `after`, where a run resumes. Returns the new paths."""
     moved = []
-    for step, folder in found(run):
+    for step, folder in checkpoints_in(run):
         if step > after:
             free = (folder.with_name(f"{folder.name}.old{n}") for n in range(1, 10**6))
             moved.append(folder.rename(next(path for path in free if not path.exists())))
@@ -193,47 +198,48 @@ def set_aside(run: Path, after: int) -> list[Path]:
 
 
 def prune(run: Path, keep: int, keep_every: int | None) -> None:
-    """Remove all but the newest `keep` and those of every `keep_every` steps."""
-    for step, folder in [*found(run)][keep:]:
-        if not _for_good(step, keep_every):
-            remove(folder)
+    """Remove old checkpoints; keep the newest `keep`, and every `keep_every` steps one for good."""
+    for step, folder in [*checkpoints_in(run)][keep:]:
+        if not _is_permanent(step, keep_every):
+            remove_checkpoint(folder)
 
 
-def spare(run: Path, newest: int | None, keep_every: int | None) -> list[tuple[int, Path]]:
-    """Checkpoints that may go where the disk has no room for a new one, the oldest first; newest: the step of the one
-    that is known to be whole, which stays; None: all stay."""
-    old = [(step, path) for step, path in found(run) if newest is not None and step < newest]
-    return [(step, path) for step, path in reversed(old) if not _for_good(step, keep_every)]
+def removable(run: Path, newest: int | None, keep_every: int | None) -> list[tuple[int, Path]]:
+    """Return the checkpoints to remove if the disk is full, the oldest first.
+
+    newest: step of the newest checkpoint that is known to be complete; older checkpoints may go. None: all stay."""
+    older = [(step, path) for step, path in checkpoints_in(run) if newest is not None and step < newest]
+    return [(step, path) for step, path in reversed(older) if not _is_permanent(step, keep_every)]
 
 
-def _for_good(step: int, keep_every: int | None) -> bool:
+def _is_permanent(step: int, keep_every: int | None) -> bool:
     return bool(keep_every) and step % (keep_every or 1) == 0
 
 
-def remove(folder: Path) -> None:
-    """A checkpoint; a kill meanwhile leaves no part of it under its name."""
+def remove_checkpoint(folder: Path) -> None:
+    """Remove a checkpoint. If the process is killed meanwhile, no part stays under the checkpoint's name."""
     going = folder.with_name(f".{folder.name}.tmp{os.getpid()}")
     folder.rename(going)
     shutil.rmtree(going, ignore_errors=True)
 
 
-def room_of(folder: Path) -> int:
-    """Bytes that the disk has more when the folder is gone: a file with another link stays."""
+def freed_bytes(folder: Path) -> int:
+    """Return the bytes that removing the folder frees; files with a second link free nothing."""
     return sum(file.stat().st_size for file in folder.iterdir() if file.stat().st_nlink == 1)
 
 
 # -- reading
 
 
-def found(run: Path) -> list[tuple[int, Path]]:
-    """The checkpoints of a run, the newest first."""
+def checkpoints_in(run: Path) -> list[tuple[int, Path]]:
+    """Return step and folder of each checkpoint of a run, the newest first."""
     folders = (run / "checkpoints").iterdir() if (run / "checkpoints").is_dir() else ()
-    named = ((match, path) for path in folders if (match := _NAME.fullmatch(path.name)))
+    named = ((match, path) for path in folders if (match := _FOLDER_NAME.fullmatch(path.name)))
     return sorted(((int(match[1]), path) for match, path in named), reverse=True)
 
 
 class _Scale(BaseModel):
-    """What LossScale.state gives."""
+    """LossScale.state."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
     value: float
@@ -247,8 +253,8 @@ class _Scale(BaseModel):
         return value
 
 
-class _Facts(BaseModel):
-    """What must be in state.json, whoever has written it."""
+class _StateFile(BaseModel):
+    """Required entries of state.json."""
 
     model_config = ConfigDict(strict=True)
     format: Literal[1]
@@ -268,31 +274,31 @@ class _Facts(BaseModel):
         return hashes
 
 
-def facts(folder: Path) -> dict[str, Any]:
-    """state.json of a checkpoint whose files are all whole. Raises Damaged."""
+def read_facts(folder: Path) -> dict[str, Any]:
+    """Read state.json and check the hash of every file. Raises DamagedCheckpoint."""
     try:
         state = json.loads(read(folder / STATE))
-        _Facts.model_validate(state)
-        if (named := _NAME.fullmatch(folder.name)) and int(named[1]) != state["step"]:
-            raise Damaged(f"{folder}: holds step {state['step']}, which is not its name")
+        _StateFile.model_validate(state)
+        if (named := _FOLDER_NAME.fullmatch(folder.name)) and int(named[1]) != state["step"]:
+            raise DamagedCheckpoint(f"{folder}: holds step {state['step']}, which is not its name")
         for name, expected in state["sha256"].items():
             if Path(name).name != name or not (folder / name).is_file():
-                raise Damaged(f"{folder / name}: no such file in the checkpoint")
+                raise DamagedCheckpoint(f"{folder / name}: no such file in the checkpoint")
             with (folder / name).open("rb") as file:
                 if hashlib.file_digest(file, "sha256").hexdigest() != expected:
-                    raise Damaged(f"{folder / name}: the content is not what was written")
+                    raise DamagedCheckpoint(f"{folder / name}: the content is not what was written")
     except OSError as error:
-        raise Damaged(f"{error.filename}: {error.strerror}") from None
+        raise DamagedCheckpoint(f"{error.filename}: {error.strerror}") from None
     except ValidationError as error:
-        told = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
-        raise Damaged(f"{folder / STATE}: {told}") from None
+        reasons = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
+        raise DamagedCheckpoint(f"{folder / STATE}: {reasons}") from None
     except (ValueError, RecursionError) as error:
-        raise Damaged(f"{folder / STATE}: not readable ({type(error).__name__}: {error})") from None
+        raise DamagedCheckpoint(f"{folder / STATE}: not readable ({type(error).__name__}: {error})") from None
     return dict(state)
 
 
 class Averages(Mapping[str, Array]):
-    """Those of one name in a file, by weight; each is read when it is asked for."""
+    """One of the optimizer's averages, by weight. An array is read from the file at each access."""
 
     def __init__(self, path: Path, file: Any, names: Mapping[str, str]) -> None:
         self._path, self._file, self._names = path, file, names
@@ -306,14 +312,14 @@ class Averages(Mapping[str, Array]):
     def __getitem__(self, weight: str) -> Array:
         name = self._names[weight]
         try:
-            found: Array = self._file.get_tensor(name)
-        except Exception as error:  # safetensors' own, and TypeError for dtypes that numpy lacks
-            raise Damaged(f"{self._path}: {name}: {error}") from None
-        return found
+            array: Array = self._file.get_tensor(name)
+        except Exception as error:  # of safetensors; TypeError for dtypes that NumPy lacks
+            raise DamagedCheckpoint(f"{self._path}: {name}: {error}") from None
+        return array
 
 
-def averages(folder: Path) -> dict[str, Averages]:
-    """The optimizer's averages by their name, then by weight."""
+def read_averages(folder: Path) -> dict[str, Averages]:
+    """Return the optimizer's averages, by name and by weight."""
     from safetensors import safe_open
 
     path, names = folder / OPTIMIZER, dict[str, dict[str, str]]()
@@ -322,6 +328,6 @@ def averages(folder: Path) -> dict[str, Averages]:
         for name in file.keys():  # noqa: SIM118
             weight, _, average = name.rpartition(".")
             names.setdefault(average, {})[weight] = name
-    except Exception as error:  # its own
-        raise Damaged(f"{path}: {error}") from None
+    except Exception as error:  # of safetensors
+        raise DamagedCheckpoint(f"{path}: {error}") from None
     return {average: Averages(path, file, of) for average, of in names.items()}

@@ -1,4 +1,4 @@
-"""The folder of a run: how it takes the place of an earlier one, gets its weights, and keeps its metrics."""
+"""The folder of a run: its files, its metrics, and how it replaces an earlier run."""
 
 from __future__ import annotations
 
@@ -12,13 +12,18 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from tokenizers import Tokenizer
+
+from nntile_py.checkpoint import format as checkpoint
+from nntile_py.config.run_config import RunConfig
 from nntile_py.data import confusion
+from nntile_py.data.tokenizer import PAD, frame, number_of, roles
 from nntile_py.errors import ConfigError
 from nntile_py.system.folders import exchange, read, replaced, sync
-from nntile_py.training import checkpoint
 
+Files = dict[str, str | bytes]
 GENERATION, METRICS = "generation_config.json", "metrics.jsonl"
-# What `nntile train` writes; whatever else is in a folder is not its own to remove.
+# Files that `nntile train` writes; a run never removes any other file.
 OWN = (
     checkpoint.MODEL, checkpoint.CONFIG, checkpoint.TOKENIZER,
     checkpoint.TOKENIZER_CONFIG, GENERATION, "config.yaml", METRICS, "checkpoints", *confusion.FILES,
@@ -26,10 +31,20 @@ OWN = (
 
 
 class RunFolder:
-    """`path`: where the run writes. One that replaces an earlier run is made beside it, and takes its place when it has
-    its first checkpoint. A new one is in an empty folder.
+    """The folder of a run, locked while the run trains.
 
-    Raises ConfigError where another process trains, or has begun to since it was found to be free."""
+    Args:
+        out: The folder.
+        replaces: Replace an earlier run in `out`. The new run is written beside it, and takes its place when the first
+            checkpoint is complete.
+        new: The folder must be empty.
+
+    Attributes:
+        path: Where the run writes now.
+
+    Raises:
+        ConfigError: Another process trains into the folder.
+    """
 
     def __init__(self, out: Path, replaces: bool = False, new: bool = False) -> None:
         self.out = self.path = Path(os.path.realpath(out))
@@ -38,24 +53,24 @@ class RunFolder:
             self._locks.append(_locked(self.out))
             self.path = self.out.with_name(f"{self.out.name}.new")
         self._made = not self.path.exists()
-        self._fresh = new or self._made or self.path != self.out  # what is in it, this run has made
+        self._fresh = new or self._made or self.path != self.out  # all files in it are of this run
         self.path.mkdir(parents=True, exist_ok=True)
         self._locks.append(_locked(self.path))
         if new and any(self.path.iterdir()):
             self.close()
             raise ConfigError(f"--out: another process has begun to train into {out}; allowed: another folder")
-        if self.path != self.out:  # what a killed run has left there
+        if self.path != self.out:  # files that a killed run left
             for name in OWN:
                 _remove(self.path / name)
         checkpoint.remove_leftovers(self.path)
 
     def close(self) -> None:
-        """Let others train into it."""
+        """Unlock the folder."""
         while self._locks:
             os.close(self._locks.pop())
 
     def give_up(self) -> None:
-        """The run cannot begin here: leave nothing of it behind."""
+        """Remove all files of this run, which cannot begin here."""
         for name in OWN if self._fresh else ():
             _remove(self.path / name)
         if self._made:
@@ -63,7 +78,7 @@ class RunFolder:
         self.close()
 
     def settle(self) -> None:
-        """There is a checkpoint: take the place of the earlier run. What is not a run's in its folder stays there."""
+        """Take the place of the earlier run, when there is a checkpoint. Files that are not a run's stay."""
         if self.path == self.out:
             return
         old = self.path
@@ -75,8 +90,8 @@ class RunFolder:
         shutil.rmtree(old, ignore_errors=True)
 
     def publish(self, step: int) -> None:
-        """The weights of a checkpoint become those of the run: links where the disk has such, else copies."""
-        source = checkpoint.folder_of(self.path, step)
+        """Publish the weights of a checkpoint as the run's: by hard links, or copies on disks without links."""
+        source = checkpoint.checkpoint_folder(self.path, step)
         files = checkpoint.TOKENIZER, checkpoint.TOKENIZER_CONFIG, GENERATION, checkpoint.CONFIG, checkpoint.MODEL
         for name in files:  # the weights last
             if (source / name).is_file() or name == checkpoint.MODEL:
@@ -89,7 +104,7 @@ class RunFolder:
 
 
 def _locked(folder: Path) -> int:
-    """Held by the process until it is closed."""
+    """Lock a folder; the process holds the lock until it closes the file."""
     lock = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -100,7 +115,7 @@ def _locked(folder: Path) -> int:
 
 
 def check_place(option: str, folder: Path) -> None:
-    """Raise ConfigError for a folder among the checkpoints of a run, which comes and goes with them."""
+    """Raise ConfigError for a folder inside the checkpoints of a run, which are removed in time."""
     whole = Path(os.path.realpath(folder))
     for above in (whole, *whole.parents):
         if above.name == "checkpoints" and (above.parent / METRICS).is_file():
@@ -108,14 +123,14 @@ def check_place(option: str, folder: Path) -> None:
             raise ConfigError(f"{option}: {folder} {where}; allowed: a folder outside of them")
 
 
-def check_alone(out: Path) -> None:
-    """Raise ConfigError while another process trains into the folder."""
+def check_unlocked(out: Path) -> None:
+    """Raise ConfigError if another process trains into the folder."""
     if out.is_dir():
         os.close(_locked(out))
 
 
 def check_replaced(out: Path) -> None:
-    """Raise ConfigError for what no run may take the place of."""
+    """Raise ConfigError if `out` is not an earlier run that a new run may replace."""
     there = Path(os.path.realpath(out))
     new = there.with_name(f"{there.name}.new")
     names = {entry.name for entry in there.iterdir()} if there.is_dir() else set()
@@ -137,14 +152,59 @@ def _remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-class Metrics:
-    """metrics.jsonl, a line for each step. A line that has no room on the disk is kept, and written when there is some.
+# -- files beside the arrays
 
-    after: of a run that goes on, the lines up to this step stay; they are in the folder `earlier`. ready: called when
-    the disk has had room for them, before the others go."""
+
+def model_files(trainer: Any, tokenizer: Tokenizer, config: RunConfig) -> Files:
+    """Return config.json and the tokenizer's files as transformers reads them, by name."""
+    known = roles(tokenizer)
+    saved = trainer.hf_config()
+    for role in ("bos_token", "eos_token"):
+        saved[f"{role}_id"] = tokenizer.token_to_id(known[role]) if role in known else None
+    if (pad := number_of(tokenizer, PAD)) is not None:
+        saved["pad_token_id"] = pad
+    files = {checkpoint.CONFIG: json.dumps(saved, indent=2)} | tokenizer_files(tokenizer, config)
+    if config.model.from_ and (source := Path(config.model.from_) / GENERATION).is_file():
+        files[GENERATION] = read(source)
+    return files
+
+
+def tokenizer_files(tokenizer: Tokenizer, config: RunConfig) -> Files:
+    """Return tokenizer.json, which frames a text like the training sequences, and tokenizer_config.json.
+
+    If model and tokenizer come from one folder, its tokenizer_config.json is kept."""
+    framed = Tokenizer.from_str(tokenizer.to_str())
+    if config.aim == "masked":
+        frame(framed)
+    settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    settings |= roles(tokenizer) | {"model_input_names": ["input_ids", "attention_mask"]}
+    if getattr(config.model, "kinds", 0) > 1:
+        settings["model_input_names"].append("token_type_ids")
+    if positions := getattr(config.model, "positions", None):
+        settings["model_max_length"] = positions
+    text: str | bytes = json.dumps(settings, indent=2)
+    source, path = config.model.from_, config.tokenizer.path
+    if source and path and (file := Path(source) / checkpoint.TOKENIZER_CONFIG).is_file():
+        text = read(file) if file.parent.samefile(Path(path).parent) else text
+    return {checkpoint.TOKENIZER: framed.to_str(pretty=True), checkpoint.TOKENIZER_CONFIG: text}
+
+
+# -- metrics
+
+
+class Metrics:
+    """metrics.jsonl, a line for each step. On a full disk lines wait in memory until there is room.
+
+    Args:
+        run: The run's folder.
+        after: Step from which the run resumes; the earlier lines up to it stay. 0: no earlier lines.
+        report: Shows a message.
+        earlier: Folder of the earlier lines. None: `run`.
+        ready: Called when the earlier lines are on the disk, before the file with later lines is replaced.
+    """
 
     def __init__(
-        self, run: Path, after: int, tell: Callable[[str], None], earlier: Path | None = None,
+        self, run: Path, after: int, report: Callable[[str], None], earlier: Path | None = None,
         ready: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
         self._path = run / METRICS
@@ -153,27 +213,27 @@ class Metrics:
             beside.write_text("".join(json.dumps(line) + "\n" for line in self.lines))
             sync(beside)
             ready()
-        self._file, self._left, self._tell, self._full = self._path.open("ab", buffering=0), b"", tell, False
+        self._file, self._left, self._report, self._full = self._path.open("ab", buffering=0), b"", report, False
 
     def write(self, line: dict[str, Any]) -> None:
-        """JSON has no number that is not finite: it becomes null."""
+        """Write a line. JSON has no infinite numbers and no nan: they become null."""
         whole = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in line.items()}
         self._left += json.dumps(whole).encode() + b"\n"
         self.flush()
 
     def flush(self) -> None:
-        """Write the lines that were kept, if there is room."""
+        """Write the waiting lines, if there is room."""
         try:
             while self._left:
                 self._left = self._left[self._file.write(self._left) :]
             self._full = False
         except OSError as error:
             if not self._full:
-                self._tell(f"metrics.jsonl: {error.strerror}; its lines are kept and written when there is room")
+                self._report(f"metrics.jsonl: {error.strerror}; its lines are kept and written when there is room")
             self._full = True
 
     def move(self, run: Path) -> None:
-        """Go on in another folder, with the lines so far as far as they can be read."""
+        """Continue in another folder, with all earlier lines that can be read."""
         file, before = (run / METRICS).open("ab", buffering=0), b""
         with suppress(OSError):
             before = read(self._path)
@@ -185,11 +245,11 @@ class Metrics:
         self.flush()
         self._file.close()
         if self._left:
-            self._tell(f"metrics.jsonl: {self._left.count(10)} lines could not be written")
+            self._report(f"metrics.jsonl: {self._left.count(10)} lines could not be written")
 
 
 def _read(path: Path) -> list[dict[str, Any]]:
-    """The whole lines of an earlier part of the run; the last may have been cut off."""
+    """Read the complete lines of the run so far; a kill may have cut the last line."""
     lines = []
     for text in read(path).decode(errors="replace").splitlines() if path.is_file() else ():
         try:

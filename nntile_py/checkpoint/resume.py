@@ -1,0 +1,188 @@
+"""How a trainer is loaded, and how a run resumes: which checkpoint, whether it belongs to the run."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from nntile_py.checkpoint.format import STATE, DamagedCheckpoint, checkpoints_in, read_averages, read_facts
+from nntile_py.config.run_config import RunConfig
+from nntile_py.data.dataset import Dataset
+from nntile_py.errors import ConfigError
+from nntile_py.models.base import Model
+from nntile_py.models.hf_config import arrays, named, tensors_of
+from nntile_py.models.registry import find
+from nntile_py.system.folders import read
+from nntile_py.tasks.optimizer import OPTIMIZERS
+
+# Keys that may differ and change no number.
+FREE = (
+    "out", "runtime", "scheduler", "profile", "debug", "sample", "checkpoint", "data", "tokenizer", "model.from",
+    "train.log_every", "train.eval_every", "train.eval_batches",
+)  # fmt: skip
+FIXED = ("model", "optimizer.name")  # keys that must not differ; the run reports differences of all other keys
+_OPTIMIZERS = {optimizer.__name__: optimizer for optimizer in OPTIMIZERS.values()}
+
+
+# -- Trainer.load
+
+
+def load_trainer(cls: type[Any], folder: Path, model: Any, options: Mapping[str, Any]) -> Any:
+    """Return the trainer of a checkpoint; see Trainer.load."""
+    if not (folder / STATE).is_file():
+        newest = next((f"; the newest of this run is {path}" for _, path in checkpoints_in(folder)), "")
+        raise ConfigError(f"{folder}: no checkpoint; allowed: a folder that Trainer.save wrote{newest}")
+    facts, known = read_facts(folder), [*inspect.signature(cls.__init__).parameters][2:]
+    if unknown := options.keys() - {*known}:
+        raise ConfigError(f"{', '.join(sorted(unknown))}: unknown argument; allowed are {', '.join(known)}")
+    with named(folder):
+        saved = _trainer_arguments(facts["trainer"], folder / STATE, known)
+    if model is None:
+        if facts["model"] is None:
+            raise ConfigError(f"{folder}: a model of your own was saved; give it: Trainer.load(folder, model)")
+        with named(folder):
+            model = find(facts["model"].get("type")).from_hf(folder, **facts["model"])
+    elif isinstance(model, type) or not (hasattr(model, "trace") and hasattr(model, "weights")):
+        raise ConfigError(f"model: {model!r} is not allowed; use a model, such as MyModel(config)")
+    else:
+        model.weights = arrays(tensors_of(folder))
+    with named(folder):
+        trainer = cls(model, **{**saved, **options})
+        trainer.restore(facts["step"], read_averages(folder), loss_scale_of(facts, trainer))
+    return trainer
+
+
+def _trainer_arguments(saved: Mapping[str, Any], file: Path, known: list[str]) -> dict[str, Any]:
+    """Return the saved arguments of Trainer. Arguments that the saving version did not know keep their defaults."""
+    if wrong := ({"batch", "seq", "optimizer"} - saved.keys()) | (saved.keys() - {*known}):
+        raise DamagedCheckpoint(f"{file}: trainer: {', '.join(sorted(wrong))}")
+    try:
+        settings: dict[str, Any] = dict(saved["optimizer"])
+        return {**saved, "optimizer": _OPTIMIZERS[str(settings.pop("name"))](**settings)}
+    except (KeyError, TypeError, AttributeError) as error:
+        raise DamagedCheckpoint(f"{file}: trainer.optimizer: {error!r}") from None
+
+
+def loss_scale_of(facts: Mapping[str, Any], trainer: Any) -> dict[str, Any] | None:
+    """Return the saved LossScale.state; None if the trainer starts with another scale than the saved trainer."""
+    same = facts["trainer"].get("loss_scale") == trainer.spec.loss_scale
+    return facts.get("loss_scale") if same else None
+
+
+def check_averages(needed: Collection[str], averages: Mapping[str, Mapping[str, Any]]) -> None:
+    """Raise ConfigError if an average is missing, or has values that are not finite."""
+    if needed != averages.keys():
+        names = [", ".join(names) or "none" for names in (averages, needed)]
+        raise ConfigError(f"optimizer: the averages that were saved are {names[0]}, those that it needs {names[1]}")
+    for name, values in averages.items():
+        if wrong := [weight for weight, value in values.items() if not np.isfinite(value).all()]:
+            raise ConfigError(f"optimizer: {name} of {wrong[0]} has values that are no finite numbers")
+
+
+# -- nntile train --resume
+
+
+@dataclass(frozen=True)
+class ResumePoint:
+    """A complete checkpoint from which a run resumes, with its state.json."""
+
+    folder: Path
+    facts: dict[str, Any]
+
+    @property
+    def step(self) -> int:
+        return int(self.facts["step"])
+
+    def model(self, config: RunConfig) -> Model:
+        """Return the model with the weights of the checkpoint."""
+        section = config.model
+        return find(section.type).from_hf(self.folder, **section.model_dump(by_alias=True))
+
+    def restore(self, trainer: Any) -> None:
+        """Give a trainer of `model` the averages, the step and the loss scale of the checkpoint."""
+        trainer.restore(self.step, read_averages(self.folder), loss_scale_of(self.facts, trainer))
+
+
+def newest_checkpoint(where: Path, report: Callable[[str], None]) -> ResumePoint:
+    """Return the checkpoint `where`, or the newest complete checkpoint of the run `where`. Raises ConfigError."""
+    single = (where / STATE).is_file()
+    folders = [where] if single else [folder for _, folder in checkpoints_in(where)]
+    for folder in folders:
+        try:
+            return ResumePoint(folder, read_facts(folder))
+        except DamagedCheckpoint as error:
+            report(f"{error}: this checkpoint is damaged" + ("" if single else "; trying the one before it"))
+    what = "no checkpoint that is whole" if folders else "no checkpoint"
+    need = "a run's folder with checkpoints/, or one of its checkpoints"
+    raise ConfigError(
+        f"--resume: {what} in {where}; allowed: {need}; a run that was killed before its first one begins anew with"
+        " --overwrite"
+    )
+
+
+def saved_overrides(where: Path) -> list[str]:
+    """Return the `--set` options of the run whose folder or checkpoint is `where`; none if no state.json has any."""
+    folders = [where] if (where / STATE).is_file() else [folder for _, folder in checkpoints_in(where)]
+    for folder in folders:
+        try:
+            overrides = json.loads(read(folder / STATE))["overrides"]
+        except (OSError, ValueError, LookupError, TypeError, RecursionError):
+            continue
+        if isinstance(overrides, list) and all(isinstance(item, str) for item in overrides):
+            return overrides
+    return []
+
+
+def data_facts(config: RunConfig, dataset: Dataset) -> dict[str, str]:
+    """Return hashes of a run's tokens, its tokenizer, and the file of a model of the user's own.
+
+    The tokenizer's template is left out: a saved tokenizer may have a template that the original lacks. The tokens
+    show what a template adds."""
+    bare = Tokenizer.from_str(dataset.tokenizer.to_str())
+    bare.post_processor = None
+    parts = dataset.contents() | {"tokenizer (its template aside)": bare.to_str().encode()}
+    if (file := Path(str(config.model.type).rpartition(":")[0])).suffix == ".py":
+        parts["text of the model's file"] = file.read_bytes()
+    return {name: hashlib.sha256(content).hexdigest() for name, content in parts.items()}
+
+
+def check_same_run(point: ResumePoint, config: RunConfig, data: dict[str, str]) -> str:
+    """Compare a checkpoint's run with `config`. Returns the differences that are allowed, as text.
+
+    Raises:
+        ConfigError: The checkpoint is of another run, or has reached train.steps. The message names the differences.
+    """
+    if point.facts.get("config") is None:
+        raise ConfigError(f"--resume: {point.folder} is no run's (trainer.save wrote it); use nt.Trainer.load")
+    old, new = flattened(point.facts["config"]), flattened(config.model_dump(mode="json", by_alias=True))
+    both = [key for key in sorted(old.keys() & new.keys()) if old[key] != new[key] and not _in(key, FREE)]
+    differences = {key: f"{key} was {old[key]}, is {new[key]}" for key in both}
+    refused = [text for key, text in differences.items() if _in(key, FIXED)]
+    saved = point.facts.get("data") or {}
+    refused += [f"another {name}" for name, digest in data.items() if saved.get(name, digest) != digest]
+    if refused:
+        raise ConfigError(f"--resume: {point.folder} is of another run: {'; '.join(refused)}; allowed: the same")
+    if config.train.steps <= point.step:
+        reached = f"the checkpoint {point.folder} is of step {point.step}"
+        raise ConfigError(f"train.steps: got {config.train.steps}; allowed with --resume: more, as {reached}")
+    return ", ".join(differences.values())
+
+
+def _in(key: str, names: tuple[str, ...]) -> bool:
+    return any(key == name or key.startswith(f"{name}.") for name in names)
+
+
+def flattened(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return a nested mapping as {dotted key: value}."""
+    result: dict[str, Any] = {}
+    for key, value in tree.items():
+        result |= flattened(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return result

@@ -1,0 +1,220 @@
+"""Weights and optimizer state of a trainer: written into tiles, read from them, or copied while training continues."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+import numpy as np
+
+from nntile_py.checkpoint.format import StoredArray, TrainerState
+from nntile_py.errors import ConfigError
+from nntile_py.execution.program import Store, whole
+from nntile_py.graph.params import Param
+from nntile_py.graph.step import Step
+from nntile_py.system.cgroup import free_memory
+from nntile_py.tasks.op import Tensor
+from nntile_py.tasks.optimizer import MASTERS, joined, split
+
+Array = np.ndarray[Any, Any]
+
+
+# -- the optimizer's tensors
+
+
+def states_of(built: Step) -> dict[str, dict[Tensor, Tensor]]:
+    """Return the optimizer's tensors, by name (m, v, master weight), then by parameter."""
+    result: dict[str, dict[Tensor, Tensor]] = {}
+    owners = {param.tensor.name: param.tensor for param in built.params}
+    for tensor in built.update_graph.kept.values():
+        owner, _, name = tensor.name.rpartition(".")
+        if tensor.kind == "state" and owner in owners:
+            result.setdefault(name, {})[owners[owner]] = tensor
+    return result
+
+
+def masters_of(built: Step) -> dict[Tensor, Tensor]:
+    """Return the tensor that completes each bf16 or fp16 parameter to its master weight; empty for other dtypes."""
+    name, _ = MASTERS.get(built.graph.dtype, ("", ""))
+    return states_of(built).get(name, {})
+
+
+def averages_of(built: Step) -> dict[str, dict[Tensor, Tensor]]:
+    """Return the optimizer's tensors without master weights, which belong to the weights."""
+    masters = masters_of(built)
+    return {name: tensors for name, tensors in states_of(built).items() if tensors != masters}
+
+
+# -- weights between a model's arrays and tiles
+
+
+def read_tensors(
+    built: Step, store: Store, tensors: Mapping[Tensor, Tensor], masters: Mapping[Tensor, Tensor] | None = None
+) -> dict[str, Array]:
+    """Read a tensor of each parameter from its tiles. Returns {name in transformers: array}.
+
+    Args:
+        built: The step whose tiles the tensors are.
+        store: Holds the tiles.
+        tensors: The tensor of each parameter to read: the parameter itself, or its gradient.
+        masters: Tensors that complete a parameter to its master weight.
+    """
+    arrays: dict[str, Array] = {}
+    for param in built.params:
+        if param.tensor in tensors:
+            value = store.read(built.first, tensors[param.tensor])
+            if master := (masters or {}).get(param.tensor):
+                value = joined(value, store.read(built.update, master))
+            param.put(arrays, value)
+    return arrays
+
+
+def write_weights(
+    model: Any, built: Step, store: Store, check_equal: Callable[[str, Mapping[str, Any]], None]
+) -> None:
+    """Write a model's weights into tiles. `check_equal` raises ConfigError if the weights of ranks differ."""
+    masters, weights = masters_of(built), getattr(model, "weights", None)
+    if not isinstance(weights, Mapping):
+        raise ConfigError(f"model: {type(model).__name__}.weights is no dict; allowed: {{name: array}}")
+    for param in built.params:
+        value = param.weight(weights)
+        check_equal("the model's weights", {param.tensor.name: value})
+        if param.tensor in masters:
+            value, master = split(value, param.tensor.dtype)
+            store.write(built.update, masters[param.tensor], master)
+        store.write(built.first, param.tensor, value)
+
+
+# -- the state of a step
+
+
+class LiveState:
+    """Weights and averages in a trainer's tiles. `state` reads an array when it is needed, and waits for its tasks.
+
+    All ranks create it. Rank 0 reads `state`; the other ranks `serve` the tiles that rank 0 lacks, until rank 0 calls
+    `end`. Rank 0 never holds more than its own tiles and one tensor."""
+
+    def __init__(self, step: int, built: Step, store: Store, loss_scale: Mapping[str, Any] | None) -> None:
+        self.step, self._built, self._store, self._states = step, built, store, states_of(built)
+        self._loss_scale = loss_scale
+        weights = {param.tensor: built.first for param in built.params}
+        averages = {tensor: built.update for tensors in self._states.values() for tensor in tensors.values()}
+        self.pieces = store.pieces(weights | averages)
+        self._numbers: dict[Tensor, list[int]] = {}
+        for number, piece in enumerate(self.pieces):
+            self._numbers.setdefault(piece.tensor, []).append(number)
+        self.ranks = store.ranks
+        self._rank = self.ranks.rank if self.ranks else 0
+
+    @property
+    def own_pieces(self) -> list[int]:
+        """Numbers of the pieces that this rank reads."""
+        return [number for number, piece in enumerate(self.pieces) if piece.rank == self._rank]
+
+    def piece(self, number: int) -> Array:
+        """Read a piece that this rank has."""
+        array: Array = self._store.handle(self.pieces[number].tile).read()
+        return array
+
+    def serve(self) -> bool:
+        """Send rank 0 the tiles that it requests, until it calls `end`. Returns True if that was the last checkpoint.
+
+        For ranks other than 0."""
+        assert self.ranks
+        return self.ranks.give(self.piece)
+
+    def end(self, last: bool = False) -> None:
+        """End the requests to other ranks; for rank 0. last: no other checkpoint follows."""
+        if self.ranks:
+            self.ranks.end_giving(last)
+
+    def read(self, tensor: Tensor) -> Array:
+        numbers = self._numbers[tensor]
+        return whole(tensor, [(self.pieces[number].where, self._piece_of_any_rank(number)) for number in numbers])
+
+    def _piece_of_any_rank(self, number: int) -> Array:
+        rank = self.pieces[number].rank
+        if rank == self._rank or not self.ranks:
+            return self.piece(number)
+        array: Array = self.ranks.ask(rank, number)
+        return array
+
+    def state(self) -> TrainerState:
+        """Return the state to be written. Raises TaskError if a task has failed."""
+        masters = masters_of(self._built)
+
+        def weight(param: Param) -> Array:
+            value = self.read(param.tensor)
+            return joined(value, self.read(masters[param.tensor])) if param.tensor in masters else value
+
+        def average(tensors: Mapping[Tensor, Tensor], param: Param) -> Array:
+            return self.read(tensors[param.tensor])
+
+        dtype = "float64" if self._built.graph.dtype == "fp64" else "float32"
+        stored = partial(_stored, self._built.params, dtype)
+        averages = {name: stored(partial(average, tensors)) for name, tensors in averages_of(self._built).items()}
+        return TrainerState(self.step, stored(weight), averages, self._loss_scale)
+
+
+class Snapshot(LiveState):
+    """A copy of weights and averages, made while the next steps run. When `done`, any thread may read `state`."""
+
+    def __init__(self, step: int, built: Step, store: Store, loss_scale: Mapping[str, Any] | None) -> None:
+        super().__init__(step, built, store, loss_scale)
+        self._copies = store.copy(self.pieces[number].tile for number in self.own_pieces)
+        self._copy_of = {number: k for k, number in enumerate(self.own_pieces)}
+
+    def done(self) -> bool:
+        return self._copies.done()
+
+    def wait(self) -> None:
+        """Wait for the copy. Raises TaskError if a task failed."""
+        self._copies.wait()
+
+    def piece(self, number: int) -> Array:
+        while not self.done():  # rank 0 may request a piece before this rank has copied it
+            time.sleep(0.001)
+        return self._copies.array(self._copy_of[number])
+
+
+def _stored(params: Sequence[Param], dtype: str, value: Callable[[Param], Array]) -> dict[str, StoredArray]:
+    """Return arrays under the checkpoint's names. `value` reads one parameter, which may hold several weights."""
+    sources = [(param, source) for param in params for source in param.sources]
+    latest: dict[int, Array] = {}  # the parameter read last
+
+    def read(name: str) -> Array:
+        arrays: dict[str, Array] = {}
+        for param, source in sources:
+            if source.weight == name:
+                if id(param) not in latest:
+                    latest.clear()
+                    latest[id(param)] = param.declared(value(param))
+                source.put(arrays, latest[id(param)])
+        return arrays[name]
+
+    return {source.weight: StoredArray(dtype, source.shape, partial(read, source.weight)) for _, source in sources}
+
+
+class Checkpointable(Protocol):
+    """A trainer, as far as checkpoints need it."""
+
+    steps: int
+
+    def live(self) -> LiveState: ...
+
+    def snapshot(self) -> Snapshot: ...
+
+
+def memory_for_copies(trainer: Checkpointable) -> tuple[int, int]:
+    """Return the bytes of a copy of weights and averages, and the free bytes, of the rank with least to spare.
+
+    All ranks call it."""
+    live = trainer.live()
+    if not live.ranks:
+        return live.state().bytes, free_memory()
+    need = sum(live.pieces[number].tile.bytes for number in live.own_pieces)
+    of_ranks = live.ranks.gathered(np.array([need, free_memory()], np.int64))
+    worst = of_ranks[(of_ranks[:, 1] - of_ranks[:, 0]).argmin()]
+    return int(worst[0]), int(worst[1])
