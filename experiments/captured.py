@@ -20,7 +20,7 @@ import nntile_py as nt
 from nntile_py.config.builders import build_model, step_spec
 from nntile_py.config.run_config import load
 from nntile_py.measure.config_peer import inputs_of
-from nntile_py.training.forward import forward_passes
+from nntile_py.training.repeated_steps import forward_passes
 
 TURNS = 15
 WAYS = {"tasks": False, "graph": True}

@@ -21,7 +21,7 @@ from nntile_py.inference.encoder import _Forward
 from nntile_py.profiling.operator_timer import write_random
 from nntile_py.system.folders import installed
 from nntile_py.testing import error
-from nntile_py.training.forward import forward_passes
+from nntile_py.training.repeated_steps import forward_passes
 
 if not (torch.cuda.is_available() and _core.has_cuda):
     pytest.skip("needs a CUDA device and an extension built for it", allow_module_level=True)

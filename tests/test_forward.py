@@ -16,7 +16,7 @@ from nntile_py.execution.program import Store, programs
 from nntile_py.graph.step import StepSpec
 from nntile_py.measure.config_peer import inputs_of, torch_side
 from nntile_py.tiles import Tiling
-from nntile_py.training.forward import forward_passes
+from nntile_py.training.repeated_steps import forward_passes
 
 
 def config(**model: Any) -> RunConfig:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from nntile_py import _core
 from nntile_py.errors import ConfigError, TaskError
-from nntile_py.execution.program import Store, programs
+from nntile_py.execution.program import Program, Store, programs
 from nntile_py.execution.python_task import bound
 from nntile_py.execution.runtime import Runtime
 from nntile_py.tiles import Access, TaskList, Tile
@@ -90,8 +90,10 @@ class Served:
     captured: False: never; True: always, ConfigError where that is not possible; None: where it is faster, as the first
     run finds out. `reason` says why it does not, if it does not."""
 
-    def __init__(self, tasks: TaskList, store: Store, *, tf32: bool = False, captured: bool | None = None) -> None:
-        (self._program,) = programs([tasks], store, tf32=tf32)
+    def __init__(
+        self, tasks: TaskList, store: Store, *, tf32: bool = False, captured: bool | None = None, checked: bool = False
+    ) -> None:
+        (self._program,) = programs([tasks], store, tf32=tf32, checked=checked)
         self._runtime, self.captured = Runtime.current, captured
         self._native: Any = None  # what C++ has of it
         self.reason = "captured: false" if captured is False else self._refusal()
@@ -116,6 +118,11 @@ class Served:
         if not runtime or runtime.cuda != 1 or runtime.cpus:
             return "it needs a runtime of one GPU and no CPU workers"
         return refusal(self._program.list)
+
+    @property
+    def program(self) -> Program:
+        """The program that runs where no graph does."""
+        return self._program
 
     @property
     def slots(self) -> list[str]:

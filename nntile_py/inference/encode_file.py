@@ -1,4 +1,4 @@
-"""`nntile encode`: a file of texts to a file of what a model makes of them."""
+"""`nntile encode`: encode a file of texts into a file of arrays."""
 
 from __future__ import annotations
 
@@ -29,11 +29,25 @@ def encode_file(
     folder: Path, source: Path, key: str, out: Path, output: str, how: Mapping[str, Any],
     workers: tuple[int | None, int], overwrite: bool, console: Console,
 ) -> str:  # fmt: skip
-    """Encode the texts of `source` into `out`, which is written whole or not at all; says what was done.
+    """Encode the texts of `source` into `out`, which is complete or absent. Returns a summary.
 
-    how: further arguments of Encoder; workers: on CPUs and GPUs. A .npy holds the array [texts, ...]; the others hold
-    it under the output's name, of outputs of tokens [tokens, ...] and `offsets` [texts + 1], where each text begins.
-    Raises ConfigError for a wrong option, folder, or line of the file."""
+    A .npy file holds the array [texts, ...]. A .npz or .safetensors file holds the array under the output's name; an
+    output with a row for each token is [tokens, ...], with `offsets` [texts + 1], where each text begins.
+
+    Args:
+        folder: The model's folder.
+        source: File of the texts; see texts.read_texts.
+        key: Column of the texts.
+        out: File to write.
+        output: Output of the model; see Encoder.
+        how: Further arguments of Encoder.
+        workers: CPU workers and CUDA workers.
+        overwrite: Replace an existing file.
+        console: Shows progress.
+
+    Raises:
+        ConfigError: An option, the folder, or a line of the file is wrong.
+    """
     _check_out(out, overwrite)
     cpus, cuda = workers
     with _options("cpus", "cuda"):
@@ -55,17 +69,17 @@ def encode_file(
         raise ConfigError(f"--out: {out} holds one array; allowed with --output {output}: {', '.join(NAMED)}")
     begun = time.perf_counter()
     with runtime, _progress(console) as progress, warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # of cut texts, which are told at the end
+        warnings.simplefilter("ignore", UserWarning)  # about cut texts, which the summary counts
         bar = progress.add_task("texts", total=len(texts))
 
-        def found() -> Iterator[Array]:
+        def outputs() -> Iterator[Array]:
             for one in encoder.each(texts):
                 yield one
                 progress.advance(bar)
 
         remove_leftovers(out)
         with replaced(out) as beside:
-            shape = _write(beside, out.suffix, output, found(), len(texts), encoder.of_tokens)
+            shape = _write(beside, out.suffix, output, outputs(), len(texts), encoder.of_tokens)
     seconds = time.perf_counter() - begun
     cut = f", {encoder.cut:,} of them cut at {encoder.max_length} tokens" if encoder.cut else ""
     return f"{len(texts):,} texts{cut} in {seconds:.1f} s; {out}: {output} {' x '.join(map(str, shape))}"
@@ -73,7 +87,7 @@ def encode_file(
 
 @contextmanager
 def _options(*names: str) -> Iterator[None]:
-    """A ConfigError inside of it names arguments as the command line has them."""
+    """Turn the names of arguments in a ConfigError into names of options."""
     try:
         yield
     except ConfigError as error:
@@ -94,7 +108,7 @@ def _check_out(out: Path, overwrite: bool) -> None:
 
 
 def _write(path: Path, suffix: str, name: str, found: Iterator[Array], count: int, of_tokens: bool) -> tuple[int, ...]:
-    """Write all that is found, of `count` texts; returns the shape of the array."""
+    """Write the outputs of `count` texts. Returns the shape of the array."""
     if suffix == ONE_ARRAY:
         first = next(found)
         array = np.lib.format.open_memmap(path, "w+", first.dtype, (count, *first.shape))

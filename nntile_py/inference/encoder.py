@@ -1,4 +1,4 @@
-"""Texts, or numbers of tokens, to what an encoder makes of them: hidden states, a vector of each, logits."""
+"""From texts or token numbers to an encoder's output: hidden states, a vector for each text, or logits."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from tokenizers import Tokenizer
 from nntile_py import _core
 from nntile_py.data.tokenizer import load_tokenizer
 from nntile_py.errors import ConfigError
-from nntile_py.execution.cuda_graph import Served
-from nntile_py.execution.program import HostCopy, Store, whole
+from nntile_py.execution.forward_program import ForwardProgram, MissingInput
+from nntile_py.execution.program import HostCopy, Store
 from nntile_py.execution.runtime import Runtime
 from nntile_py.graph.bin_packing import Bins, SequencePlace
 from nntile_py.graph.packed_inputs import rows_of
 from nntile_py.graph.padding import MASK, padded
 from nntile_py.graph.step import Evaluation, StepSpec, check_precision
-from nntile_py.inference.texts import Tokens, to_tokens, tokens_of, with_limit
+from nntile_py.inference.texts import TokenizedText, to_tokens, tokens_of, with_limit
 from nntile_py.models.hf_config import named, read_raw
 from nntile_py.models.registry import from_hf, of_hf_type
 from nntile_py.system.gc_pause import no_search_for_cycles
@@ -31,34 +31,33 @@ from nntile_py.typed import typed
 
 Array = np.ndarray[Any, Any]
 OUTPUTS = ("hidden", "mean", "pooled", "logits")
-HEADS = {"hidden": "none", "mean": "none", "pooled": "pooler"}  # of the model that gives it; logits: its own
-SMALLEST = 64  # places of a bin, which are this times 1, 2, 4, ...
-CHUNK = 1024  # texts that are made into tokens together
-IN_FLIGHT = 2  # passes that are submitted before the results of the first are taken
+HEADS = {"hidden": "none", "mean": "none", "pooled": "pooler"}  # the head that an output needs; logits: the model's own
+SMALLEST = 64  # tokens of the smallest bin; larger bins have 2, 4, ... times as many
+CHUNK = 1024  # texts to tokenize together
+IN_FLIGHT = 2  # passes submitted before the results of the first are read
 
 
 class Encoder:
-    """What a model makes of texts: `encoder(texts)`, in the order of the texts.
+    """Encodes texts with a model: `encoder(texts)` returns outputs in the order of the texts.
 
-    Sequences lie packed, without padding, in bins of 64, 128, 256, ... places, a bin for each worker. The program for
-    bins of one size is built when it is first needed and kept: texts of other lengths need none of their own.
+    Sequences are packed, without padding, into bins of 64, 128, 256, ... tokens, one bin for each worker. The program
+    for a size of bins is built at its first use and kept, and serves texts of all lengths.
 
-    A running Runtime is used; where none is, the encoder starts one on all cores, which lasts until `close()`, the end
-    of a `with encoder:`, or until another Runtime is started. Not for several threads at once.
+    The encoder uses the running Runtime. If there is none, it starts one on all cores; this one stops at `close()`, at
+    the end of `with encoder:`, or when another Runtime starts. An encoder is not thread-safe.
 
     Args:
         model: One of nt.models.
-        output: hidden: the last layer's output, [tokens, embed] of each text. mean: its mean over the tokens, [embed].
-            pooled: the vector that transformers calls pooler_output. logits: of a classifier [classes], else
-            [tokens, vocab].
-        tokenizer: Makes texts into tokens, with its template. A masked model's without one puts [CLS] before and [SEP]
-            behind. None: token numbers alone can be encoded.
+        output: `hidden`: the last layer's output, [tokens, embed] for each text. `mean`: its mean over the tokens,
+            [embed]. `pooled`: transformers' pooler_output. `logits`: [classes] for a classifier, else [tokens, vocab].
+        tokenizer: Turns texts into tokens, with its template. For a masked model, a tokenizer without a template gets
+            [CLS] text [SEP]. None: only token numbers can be encoded.
         tiles: {axis: size} over embed, heads, ffn, vocab. An axis left out is not cut.
         dtype: fp32; on CUDA workers also tf32, bf16 and fp16 (results come in float32), on CPU workers fp64.
-        batch_tokens: Tokens that are computed together. More take more memory.
+        batch_tokens: Tokens of one pass. More tokens take more memory.
         max_length: Tokens of the longest text. Default: as many as the model has positions.
-        captured: On one GPU: run each program as a CUDA graph, for which the weights stay on the GPU. Default: where
-            that is faster, which the first pass of a program measures.
+        captured: On one GPU: run each program as a CUDA graph; the weights then stay on the GPU. Default: if that is
+            faster, as the first pass of a program measures.
 
     Raises:
         ConfigError: A value is out of range, or the model has no such output.
@@ -92,24 +91,26 @@ class Encoder:
             raise ConfigError(f"max_length: {max_length} is not allowed; the model has {positions} positions")
         self.model, self.output, self.dtype, self.batch_tokens = model, output, dtype, batch_tokens
         self.max_length, self.captured = max_length or positions or batch_tokens, captured
-        self.cut = 0  # texts that had more tokens
+        self.cut = 0  # texts with more than max_length tokens
         self._tiles, self._tokenizer = dict(tiles or {}), None
         if tokenizer is not None:
             self._tokenizer = with_limit(tokenizer, self.max_length, getattr(model, "objective", None) == "masked")
         self._model, self._name = _headed(model, output)
-        graph, (_, made), _ = self._spec(1, self._capacity(1)).trace(training=False)  # refuses what is wrong
+        graph, (_, made), _ = self._spec(1, self._capacity(1)).trace(training=False)  # checks the model and its sizes
         if self._name not in made:
             raise ConfigError(f"output: {output!r} is not allowed; the model's own are {', '.join(made)}")
         self._axes, self._width = made[self._name].axes, made[self._name].shape[-1]
         self._apart = rows_of(graph.inputs) is not None
-        self._running: _Running | None = None
+        self._bound_model: _BoundModel | None = None
         self._own: Runtime | None = None
 
     @classmethod
     @typed
     def from_hf(cls, folder: str | Path, output: str = "hidden", **options: Any) -> Self:
-        """The encoder of a folder that `save_pretrained` or `nntile train` wrote: config.json, model.safetensors and,
-        for texts, tokenizer.json. A model without a head is read, too. options: as of Encoder."""
+        """Return the encoder of a folder that `save_pretrained` or `nntile train` wrote.
+
+        The folder has config.json, model.safetensors and, for texts, tokenizer.json. The model may lack a head.
+        options: arguments of Encoder."""
         _check_output(output)
         with named(folder):
             kind = of_hf_type(read_raw(folder).get("model_type"))
@@ -126,37 +127,41 @@ class Encoder:
 
     @property
     def of_tokens(self) -> bool:
-        """Whether the output has a row for each token, and not one for each text."""
+        """True if the output has a row for each token, False if it has a row for each text."""
         return self._axes[1] == "seq" and self.output != "mean"
 
     @typed
     def __call__(self, texts: Sequence[Any] | Array) -> Any:
-        """What the model makes of texts, pairs of texts, or lists of token numbers, in their order.
+        """Encode texts, pairs of texts, or lists of token numbers.
 
-        Returns a list of arrays [tokens, ...] for hidden states and logits of tokens, else one array [texts, ...].
-        Raises ValueError for a sequence without tokens, or token numbers that the model does not have."""
+        Returns:
+            One array [texts, ...]; for outputs with a row for each token a list of arrays [tokens, ...].
+
+        Raises:
+            ValueError: A sequence has no tokens, or token numbers that the model does not have.
+        """
         found = list(self.each(texts))
         if self.of_tokens:
             return found
         return np.stack(found) if found else np.zeros((0, self._width), np.float32)
 
     def each(self, texts: Sequence[Any] | Array) -> Iterator[Array]:
-        """The same, one text after the other, as they are computed: for more texts than there is memory for."""
+        """Yield the output of each text as it is computed, for more texts than memory holds."""
         given = tokens_of(texts)
         waiting: deque[_Pass] = deque()
         for first in range(0, len(given), CHUNK):
             tokens = self._tokens(given[first : first + CHUNK], first)
-            running = self._bound()
+            bound = self._bound()
             for part, bins, places in self._passes([len(one.ids) for one in tokens]):
-                waiting.append(self._start(running, tokens[part], bins, places))
+                waiting.append(self._start(bound, tokens[part], bins, places))
                 if len(waiting) > IN_FLIGHT:
-                    yield from self._result(waiting.popleft())
+                    yield from self._results(waiting.popleft())
         while waiting:
-            yield from self._result(waiting.popleft())
+            yield from self._results(waiting.popleft())
 
     def close(self) -> None:
-        """Let go of programs and weights; stop the runtime if the encoder has started it."""
-        self._running, own = None, self._own
+        """Release programs and weights; stop the runtime if the encoder started it."""
+        self._bound_model, own = None, self._own
         self._own = None
         if own is not None and Runtime.current is own:
             own.__exit__()
@@ -168,27 +173,27 @@ class Encoder:
         self.close()
 
     def __del__(self) -> None:
-        with suppress(Exception):  # of an interpreter that ends, or an encoder that was never made
+        with suppress(Exception):  # the interpreter may be ending, or __init__ has failed
             self.close()
 
     @property
     def programs(self) -> int:
-        """How many have been built on the runtime that was used last."""
-        return len(self._running.forwards) if self._running else 0
+        """Number of programs built on the latest runtime."""
+        return len(self._bound_model.programs) if self._bound_model else 0
 
     # -- inside
 
-    def _tokens(self, texts: Sequence[Any], first: int) -> list[Tokens]:
+    def _tokens(self, texts: Sequence[Any], first: int) -> list[TokenizedText]:
         before, vocab = self.cut, getattr(self.model.config, "vocab", None)
         tokens = to_tokens(texts, self._tokenizer, self.max_length, vocab, first)
         self.cut += sum(one.cut for one in tokens)
         if self.cut and not before:
-            told = f"texts with more than {self.max_length} tokens are cut there; `cut` says how many there were"
-            warnings.warn(told, stacklevel=4)
+            message = f"texts with more than {self.max_length} tokens are cut there; `cut` says how many there were"
+            warnings.warn(message, stacklevel=4)
         return tokens
 
-    def _bound(self) -> _Running:
-        """What is there on the running runtime."""
+    def _bound(self) -> _BoundModel:
+        """Return weights and programs on the running Runtime; start one if there is none."""
         if Runtime.current is None:
             own = Runtime()
             own.lent = True
@@ -197,13 +202,13 @@ class Encoder:
         assert runtime is not None
         if runtime.ranks:
             raise ConfigError("Encoder: not on several ranks so far; allowed: nt.Runtime(mpi=False), each for itself")
-        if self._running is None or self._running.runtime is not runtime:
+        if self._bound_model is None or self._bound_model.runtime is not runtime:
             check_precision("dtype", self.dtype, bool(_core.cuda_workers()))
-            self._running = _Running(runtime, self.model, self.dtype == "tf32", self.captured)
-        return self._running
+            self._bound_model = _BoundModel(runtime, self.model, self.dtype == "tf32", self.captured)
+        return self._bound_model
 
     def _passes(self, lengths: Sequence[int]) -> Iterator[tuple[slice, Bins, list[SequencePlace]]]:
-        """The sequences of each pass, its bins, their places: as many as there are tokens computed together."""
+        """Yield the sequences of each pass, its bins, and the places of its sequences."""
         workers, first = _core.cuda_workers() or _core.cpu_workers(), 0
         while first < len(lengths):
             end, total = first + 1, lengths[first]
@@ -215,7 +220,7 @@ class Encoder:
             first = end
 
     def _fitting(self, lengths: Sequence[int], workers: int) -> tuple[Bins, list[SequencePlace]] | None:
-        """The smallest bins in which the sequences find their places; None: larger ones than a pass is to have."""
+        """Return the smallest bins that hold the sequences, with their places; None if a pass would be too large."""
         count = workers if len(lengths) >= workers else 1
         least = max(*lengths, -(-sum(lengths) // count))
         most = max(self._capacity(-(-self.batch_tokens // count)), self._capacity(max(lengths)))
@@ -229,7 +234,7 @@ class Encoder:
         return None
 
     def _capacity(self, least: int) -> int:
-        """Places of the smallest bins with room for so many tokens: 64, 128, ..., or a multiple of the longest text."""
+        """Return the smallest capacity of at least `least`: 64, 128, ..., or a multiple of the longest text."""
         size = SMALLEST
         while size < least:
             size *= 2
@@ -242,21 +247,29 @@ class Encoder:
         tiling = Tiling({**self._tiles, "batch": number})
         return StepSpec(self._model, count * number, longest, tiling, self.dtype, pack=True)
 
-    def _start(self, running: _Running, tokens: Sequence[Tokens], bins: Bins, places: list[SequencePlace]) -> _Pass:
-        """Submit a pass."""
+    def _start(
+        self, bound: _BoundModel, tokens: Sequence[TokenizedText], bins: Bins, places: list[SequencePlace]
+    ) -> _Pass:
+        """Submit a pass and a copy of its output."""
         spec = self._spec(bins.count, bins.capacity)
-        forward = running.forward((bins.count, bins.capacity), lambda: spec.outputs(self._name))
-        given = {"input_ids": [one.ids for one in tokens], "token_type_ids": [one.kinds for one in tokens]}
-        known = {key for key, one in forward.inputs.items() if one.below != 1}  # RoBERTa's pairs are of one kind
-        arrays = padded({key: value for key, value in given.items() if key in known}, bins.length)
-        del arrays[MASK]
-        filled = bins.filled(arrays, places, 1, shift=False)
-        return _Pass(places, forward.start(filled.arrays, dict(filled.live[0])), forward)
+        program = bound.program((bins.count, bins.capacity), lambda: spec.outputs(self._name))
+        given = {"input_ids": [text.ids for text in tokens], "token_type_ids": [text.kinds for text in tokens]}
+        known = {name for name, one in program.inputs.items() if one.below != 1}  # RoBERTa's pairs are of one kind
+        padded_arrays = padded({name: value for name, value in given.items() if name in known}, bins.length)
+        del padded_arrays[MASK]
+        filled = bins.filled(padded_arrays, places, 1, shift=False)
+        try:
+            program.write(program.check(filled.arrays))
+        except MissingInput as error:
+            allowed = "input_ids, and what has a default"
+            raise ConfigError(f"model: it needs {', '.join(error.needed)}; allowed here: {allowed}") from None
+        program.run(dict(filled.live[0]))
+        return _Pass(places, program, program.start_copy(self._name))
 
-    def _result(self, one: _Pass) -> Iterator[Array]:
-        """Of each sequence of a pass."""
-        value = one.forward.finish(one.copied)
-        for place in one.places:
+    def _results(self, submitted: _Pass) -> Iterator[Array]:
+        """Yield the output of each sequence of a pass. Raises TaskError if a task failed."""
+        value = submitted.program.finish_copy(self._name, submitted.copied)
+        for place in submitted.places:
             if self._axes[1] != "seq":
                 yield value[place.bin, place.number].copy()
                 continue
@@ -270,7 +283,7 @@ def _check_output(output: str) -> None:
 
 
 def _check_head(cls: Any, output: str, head: str) -> None:
-    """ConfigError where models of this class have no such head."""
+    """Raise ConfigError if models of this class have no such head."""
     fields = getattr(getattr(cls, "Config", None), "model_fields", {})
     heads = get_args(fields["head"].annotation) if "head" in fields else ()
     if head not in heads:
@@ -279,72 +292,43 @@ def _check_head(cls: Any, output: str, head: str) -> None:
 
 
 def _headed(model: Any, output: str) -> tuple[Any, str]:
-    """The model with the head that makes the output, and what it calls that."""
+    """Return the model with the head that the output needs, and the model's name of the output."""
     if output == "logits":
         return model, output
     _check_head(type(model), output, HEADS[output])
     return model.changed(head=HEADS[output]), "pooled" if output == "pooled" else "hidden"
 
 
-class _Forward:
-    """A forward pass bound to the running StarPU."""
-
-    def __init__(self, made: Evaluation, store: Store, tf32: bool, captured: bool | None) -> None:
-        self.inputs, self._low, self._store = made.graph.inputs, made.forward, store
-        (self._output,) = made.outputs.values()
-        self.program = Served(made.forward.tasks, store, tf32=tf32, captured=captured)
-
-    def start(self, given: Mapping[str, Array], slots: dict[str, float]) -> HostCopy:
-        """Submit it with these inputs; those that are left out have defaults."""
-        found = dict(given)
-        for name, one in self.inputs.items():
-            rows = one.tensor.shape[0]
-            value = one.checked(given[name], rows) if name in given else one.filled(rows, found)
-            if value is None:
-                need = ", ".join(n for n, i in self.inputs.items() if i.default is None)
-                raise ConfigError(f"model: it needs {need}; allowed here: input_ids, and what has a default")
-            found[name] = value  # others may be made of it
-            self._store.write(self._low, one.tensor, value)
-        self.program.run(slots)
-        return self._store.copy(tile for _, tile in self._low.grid(self._output))
-
-    def finish(self, copied: HostCopy) -> Array:
-        """Wait for the output; raises TaskError if a task failed."""
-        copied.wait()
-        grid = self._low.grid(self._output)
-        return whole(self._output, [(where, copied.array(number)) for number, (where, _) in enumerate(grid)])
-
-
 class _Pass(NamedTuple):
-    """One that was submitted."""
+    """A submitted pass: the places of its sequences, its program, and the copy of its output."""
 
     places: list[SequencePlace]
+    program: ForwardProgram
     copied: HostCopy
-    forward: _Forward
 
 
-class _Running:
-    """Weights and programs on one runtime."""
+class _BoundModel:
+    """Weights and programs of a model on one runtime."""
 
     def __init__(self, runtime: Runtime, model: Any, tf32: bool, captured: bool | None) -> None:
         self.runtime, self._model, self._tf32, self._captured = runtime, model, tf32, captured
         self._weights = Store()
-        self.forwards: dict[Hashable, _Forward] = {}
+        self.programs: dict[Hashable, ForwardProgram] = {}
 
-    def forward(self, key: Hashable, make: Callable[[], Evaluation]) -> _Forward:
-        """The program of this key; made, bound and given its weights when it is first asked for."""
-        if key not in self.forwards:
+    def program(self, key: Hashable, evaluation: Callable[[], Evaluation]) -> ForwardProgram:
+        """Return the program of a key; build it and write its weights at the first call."""
+        if key not in self.programs:
             with no_search_for_cycles():
-                self.forwards[key] = self._made(make)
-        return self.forwards[key]
+                self.programs[key] = self._bound(evaluation())
+        return self.programs[key]
 
-    def _made(self, make: Callable[[], Evaluation]) -> _Forward:
-        made = make()
-        for param in made.params:
-            tiles = [tile.key for _, tile in made.forward.grid(param.tensor)]
+    def _bound(self, evaluation: Evaluation) -> ForwardProgram:
+        for param in evaluation.params:
+            tiles = [tile.key for _, tile in evaluation.forward.grid(param.tensor)]
             if not {*tiles} <= self._weights.handles.keys():
-                self._weights.write(made.forward, param.tensor, param.weight(self._model.weights))
-        store = Store()  # of its own: inputs and outputs of other sizes have the same names
+                self._weights.write(evaluation.forward, param.tensor, param.weight(self._model.weights))
+        # A store for each program: inputs and outputs of other sizes have the same keys. Programs share the weights.
+        store = Store()
         store.handles.update(self._weights.handles)
         store.residency = self._weights.residency
-        return _Forward(made, store, self._tf32, self._captured)
+        return ForwardProgram(evaluation, store, tf32=self._tf32, captured=self._captured)

@@ -1,4 +1,4 @@
-"""Text from a trained model: a prompt continued by a causal one, masked tokens guessed by a masked one."""
+"""Text from a trained model: the continuation of a prompt, or guesses at masked tokens."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,7 +13,7 @@ from nntile_py.tasks.cross_entropy import IGNORED
 
 
 def generate(trainer: Evaluator, tokenizer: Tokenizer, config: RunConfig, stop: list[str]) -> str:
-    """The prompt of `config.sample`, continued token by token; ends at the end-of-text token or a signal."""
+    """Continue the prompt of `config.sample` token by token, until the end-of-text token or a signal."""
     sample, batch, seq = config.sample, config.train.batch, config.train.seq
     end = tokenizer.token_to_id(END_OF_TEXT)
     ids = tokenizer.encode(sample.prompt, add_special_tokens=False).ids or [end or 0]
@@ -22,7 +22,7 @@ def generate(trainer: Evaluator, tokenizer: Tokenizer, config: RunConfig, stop: 
         if stop:
             break
         window = ids[-seq:]
-        padded = np.zeros((batch, seq), np.int64)  # what is right of the window cannot influence it
+        padded = np.zeros((batch, seq), np.int64)  # a causal model ignores what is right of the window
         padded[0, : len(window)] = window
         _, logits = trainer.evaluate({"input_ids": padded}, return_logits=True)
         token = _draw(logits[0, len(window) - 1, :tokens], sample.temperature, sample.top_k, rng)
@@ -33,9 +33,16 @@ def generate(trainer: Evaluator, tokenizer: Tokenizer, config: RunConfig, stop: 
 
 
 def fill_masked(trainer: Evaluator, tokenizer: Tokenizer, inputs: Mapping[str, Any], most: int) -> str:
-    """The first `most` tokens of the first row of `inputs`, as MaskedCollator makes them, with the likeliest tokens.
+    """Return the text of a masked sequence, with the model's guesses.
 
-    Where a token was to be predicted stands [[guess]], and [[guess, not token]] where the guess is wrong."""
+    A masked token is shown as [[guess]], or as [[guess, not token]] if the guess is wrong.
+
+    Args:
+        trainer: Evaluates the model.
+        tokenizer: Turns token numbers into text.
+        inputs: Inputs as of MaskedCollator, whose first row is shown.
+        most: Upper bound on the tokens to show.
+    """
     _, logits = trainer.evaluate(inputs, return_logits=True)
     most = min(most, int(np.asarray(inputs["attention_mask"])[0].sum()) if "attention_mask" in inputs else most)
     guesses = logits[0, :most, : token_numbers(tokenizer)].argmax(-1)

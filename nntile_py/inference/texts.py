@@ -1,4 +1,4 @@
-"""Texts: out of files, and into tokens."""
+"""Read texts from files and turn them into tokens."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from nntile_py.schema import short
 Array = np.ndarray[Any, Any]
 
 
-class Tokens(NamedTuple):
-    """Of one text: the numbers of its tokens and their kinds, int64 [tokens]; whether the text was cut."""
+class TokenizedText(NamedTuple):
+    """Token numbers of a text and their token types, int64 [tokens]; whether the text was cut."""
 
     ids: Array
     kinds: Array
@@ -29,9 +29,9 @@ class Tokens(NamedTuple):
 
 
 def with_limit(tokenizer: Tokenizer, longest: int, framed: bool) -> Tokenizer:
-    """A copy that cuts texts at `longest` tokens and fills none up.
+    """Return a copy of a tokenizer that cuts texts at `longest` tokens and never pads.
 
-    framed: one without a template gets one as `nntile train` frames what it trains on: see tokenizer.frame."""
+    framed: give the copy a template if it has none; see tokenizer.frame."""
     own = Tokenizer.from_str(tokenizer.to_str())
     own.no_padding()
     own.no_truncation()
@@ -44,7 +44,7 @@ def with_limit(tokenizer: Tokenizer, longest: int, framed: bool) -> Tokenizer:
 
 
 def tokens_of(texts: Any) -> Sequence[Any]:
-    """`texts` as a sequence; ValueError for what is none of texts."""
+    """Return `texts` as a list. Raises ValueError for anything but a sequence."""
     if isinstance(texts, str) or not isinstance(texts, Sequence | np.ndarray):
         raise ValueError(f"texts: got {short(texts)}; allowed: a list of texts, or of lists of token numbers")
     return list(texts)
@@ -52,19 +52,30 @@ def tokens_of(texts: Any) -> Sequence[Any]:
 
 def to_tokens(
     texts: Sequence[Any], tokenizer: Tokenizer | None, longest: int, vocab: int | None, first: int
-) -> list[Tokens]:
-    """Tokens of texts, of pairs of texts, or of lists of token numbers, which are these already.
+) -> list[TokenizedText]:
+    """Return the tokens of texts, of pairs of texts, or of lists of token numbers.
 
-    first: the number of the first one, for messages. Raises ValueError for one that has no tokens or too many, and for
-    numbers from `vocab` on."""
+    Args:
+        texts: Texts, pairs, or lists of token numbers, all of one sort.
+        tokenizer: Turns texts into tokens.
+        longest: Upper bound on the tokens of a text.
+        vocab: Upper bound on token numbers; None: no bound.
+        first: Number of the first text, for messages.
+
+    Raises:
+        ValueError: A text has no tokens, too many, or numbers outside the vocabulary.
+    """
     if all(map(_is_text, texts)) and len(texts):
         if tokenizer is None:
             raise ConfigError("texts: there is no tokenizer; give one, a folder with tokenizer.json, or token numbers")
         for k, one in enumerate(texts):
             check_whole(f"texts[{first + k}]", "".join(one), ValueError)
         _check_pairs(texts, tokenizer.num_special_tokens_to_add(True), longest, first)
-        made = tokenizer.encode_batch(list(map(_plain, texts)))
-        found = [Tokens(np.array(e.ids, np.int64), np.array(e.type_ids, np.int64), bool(e.overflowing)) for e in made]
+        encodings = tokenizer.encode_batch(list(map(_plain, texts)))
+        found = [
+            TokenizedText(np.array(e.ids, np.int64), np.array(e.type_ids, np.int64), bool(e.overflowing))
+            for e in encodings
+        ]
     else:
         found = [_numbers(one, f"texts[{first + k}]") for k, one in enumerate(texts)]
     for k, one in enumerate(found):
@@ -72,8 +83,8 @@ def to_tokens(
         if not 1 <= n <= longest:
             raise ValueError(f"{here}: {n} tokens; allowed: 1 to {longest}")
         if one.ids.min() < 0 or (vocab and one.ids.max() >= vocab):
-            told = f"token numbers from {one.ids.min()} to {one.ids.max()}"
-            raise ValueError(f"{here}: {told}; allowed: 0 to {(vocab or 0) - 1}, those of the model")
+            numbers = f"token numbers from {one.ids.min()} to {one.ids.max()}"
+            raise ValueError(f"{here}: {numbers}; allowed: 0 to {(vocab or 0) - 1}, those of the model")
     return found
 
 
@@ -83,7 +94,7 @@ def _is_text(one: Any) -> bool:
 
 
 def _check_pairs(texts: Sequence[Any], least: int, longest: int, first: int) -> None:
-    """ValueError for a pair where its template leaves it no place; with_limit has looked at that of one text."""
+    """Raise ValueError for a pair if the template of pairs leaves no room; with_limit checks that of single texts."""
     for number, one in enumerate(texts if least >= longest else (), first):
         if not isinstance(one, str):
             need = f"single texts, or a max_length above {least}"
@@ -94,7 +105,7 @@ def _plain(one: Any) -> Any:
     return one if isinstance(one, str) else tuple(one)
 
 
-def _numbers(one: Any, here: str) -> Tokens:
+def _numbers(one: Any, here: str) -> TokenizedText:
     need = "a text, a pair of texts, or a list of token numbers; all of one sort"
     try:
         ids = np.asarray(one)
@@ -102,16 +113,16 @@ def _numbers(one: Any, here: str) -> Tokens:
         ids = np.array("")
     if ids.ndim != 1 or (ids.dtype.kind not in "iu" and ids.size):
         raise ValueError(f"{here}: got {short(one)}; allowed: {need}")
-    return Tokens(ids.astype(np.int64), np.zeros(len(ids), np.int64))
+    return TokenizedText(ids.astype(np.int64), np.zeros(len(ids), np.int64))
 
 
 # -- out of files
 
 
 def read_texts(path: Path, key: str) -> list[str]:
-    """The texts of a table (see labelled.read_rows), under this key, or of a .txt with a text a line.
+    """Read the texts of a table's column `key` (see tables.read_rows), or of a .txt file with a text a line.
 
-    Raises ConfigError, which names the file and the line, where one is missing or cannot be read."""
+    Raises ConfigError, which names the file and the line, for a missing or unreadable text."""
     where = f"--input: {path}"
     need = f"a file .jsonl, .csv or .tsv with {key!r} (--text names another key or column), or .txt with a text a line"
     try:

@@ -90,8 +90,7 @@ def inputs_of(config: RunConfig, work: Work, alpha: float = 1.0, spec: StepSpec 
 
 def _ours(config: RunConfig, inputs: dict[str, Array], work: Work) -> tuple[Step, dict[str, Any]]:
     from nntile_py.execution.runtime import Runtime
-    from nntile_py.training.forward import forward_passes
-    from nntile_py.training.repeated_steps import same_steps
+    from nntile_py.training.repeated_steps import forward_passes, same_steps
     from nntile_py.training.trainer import Trainer
 
     Runtime(**runtime_options(config.runtime.model_dump()), mpi=True).__enter__()  # for as long as the process lives

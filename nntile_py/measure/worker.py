@@ -30,8 +30,7 @@ from nntile_py.system.clock import clocked
 from nntile_py.system.load import Load, among
 from nntile_py.tasks.op import CATEGORIES
 from nntile_py.training.collectives import ranks_of_run
-from nntile_py.training.forward import forward_passes
-from nntile_py.training.repeated_steps import same_steps
+from nntile_py.training.repeated_steps import forward_passes, same_steps
 
 
 def main() -> int:

@@ -18,9 +18,11 @@ from nntile_py.config.builders import default_layouts, step_spec
 from nntile_py.config.run_config import RunConfig, runtime_options
 from nntile_py.errors import NNTileError
 from nntile_py.execution.cuda_graph import Served
+from nntile_py.execution.forward_program import ForwardProgram
 from nntile_py.execution.program import Program, Store, programs
 from nntile_py.execution.runtime import Runtime
 from nntile_py.graph.graph import Graph
+from nntile_py.graph.step import Evaluation
 from nntile_py.models.init import fill
 from nntile_py.profiling.recorder import known_peak
 from nntile_py.profiling.trace_analysis import Peak
@@ -107,9 +109,10 @@ def small_program(
 ) -> Callable[[int], None]:
     """The task list of a small graph, on random values. captured: as a CUDA graph, see Served."""
     graph, low = made
-    store = Store()
-    write_random(low, store, [t for t in graph.tensors.values() if t.kind in ("input", "param")])
-    return _each([Served(low.tasks, store, tf32=config.precision == "tf32", captured=captured)])
+    tf32 = config.precision == "tf32"
+    program = ForwardProgram(Evaluation(graph, {}, low), Store(), tf32=tf32, captured=captured)
+    write_random(low, program.store, [t for t in graph.tensors.values() if t.kind in ("input", "param")])
+    return _each([program.served])
 
 
 def _each(made: Sequence[Program | Served]) -> Callable[[int], None]:

@@ -28,8 +28,7 @@ from nntile_py.tiles.dependencies import TileUse
 from nntile_py.tiles.rank_tasks import MessageTask
 from nntile_py.tiles.tasklist import PYTHON, Task, TaskList
 from nntile_py.training.collectives import ranks_of_run
-from nntile_py.training.forward import forward_passes
-from nntile_py.training.repeated_steps import same_steps
+from nntile_py.training.repeated_steps import forward_passes, same_steps
 from nntile_py.training.trainer import Trainer
 
 # Of csrc/profile.cpp; `ready` stands between: when the scheduler had taken the task.

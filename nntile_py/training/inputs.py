@@ -1,4 +1,4 @@
-"""What a step is given, as transformers names it, and the means that its values count towards."""
+"""The arguments of a step in their different forms, and the seed of its dropout."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ from typing import Any
 import numpy as np
 
 from nntile_py.graph.bin_packing import StepInputs
-from nntile_py.graph.params import Input
 
 IntArray = np.ndarray[Any, Any]
 Inputs = Mapping[str, Any] | IntArray | StepInputs
 
 
 def as_dict(inputs: Mapping[str, Any] | IntArray, labels: IntArray | None) -> Mapping[str, Any]:
-    """input_ids alone, with labels beside it, as the dict of both."""
+    """Return the dict of inputs. An array is `input_ids`, with `labels` beside it."""
     if isinstance(inputs, Mapping):
         if labels is not None:
             raise ValueError("labels: given beside a dict of inputs; put them into it")
@@ -25,7 +24,7 @@ def as_dict(inputs: Mapping[str, Any] | IntArray, labels: IntArray | None) -> Ma
 
 
 def as_filled(inputs: StepInputs, labels: IntArray | None, passes: int) -> StepInputs:
-    """Inputs that are filled, where they are for so many passes; labels are among them."""
+    """Check that filled inputs are for this many passes; they contain the labels."""
     if labels is not None:
         raise ValueError("labels: given beside inputs that are filled; fill them with these")
     if len(inputs.live) != passes:
@@ -33,19 +32,7 @@ def as_filled(inputs: StepInputs, labels: IntArray | None, passes: int) -> StepI
     return inputs
 
 
-def counted(declared: Mapping[str, Input], arrays: Mapping[str, IntArray], given: Mapping[str, Any]) -> dict[str, int]:
-    """How many values count towards each mean, by its slot; none of labels that were left out."""
-    scaled = {name: one for name, one in declared.items() if one.scale}
-    there = {name for name, one in scaled.items() if name in given or one.default is not None}
-    return {str(one.scale): one.counted(arrays[name]) if name in there else 0 for name, one in scaled.items()}
-
-
-def means(numbers: Mapping[str, int], scale: float = 1.0) -> dict[str, float]:
-    """The slots that make means of sums; scale: of these."""
-    return {slot: scale / max(count, 1) for slot, count in numbers.items()}
-
-
 def dropout_seed(seed: int, step: int, micro: int) -> float:
-    """Another one for each seed, step and micro-batch; 48 bits, which a float argument holds exactly."""
+    """Return a seed for each seed, step and micro-batch; 48 bits, which a float holds exactly."""
     key = f"{seed} {step} {micro}".encode()
     return float(int.from_bytes(hashlib.blake2b(key, digest_size=6).digest(), "big"))

@@ -1,20 +1,55 @@
-"""Steps that all have the same inputs, for whoever times them."""
+"""Steps and forward passes that repeat with the same inputs, to be timed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
+from nntile_py.execution.forward_program import ForwardProgram
+from nntile_py.execution.program import Store
+from nntile_py.execution.runtime import Runtime
+from nntile_py.graph.bin_packing import StepInputs, bins_of
+from nntile_py.graph.step import Evaluation, StepSpec
 from nntile_py.training.inputs import Inputs, IntArray
 from nntile_py.training.trainer import Trainer
 
 
 def same_steps(trainer: Trainer, inputs: Inputs, labels: IntArray | None = None) -> Callable[[int], list[float]]:
-    """What submits n steps together, waits for them and returns their losses. Arguments as of `Trainer.submit`.
+    """Return a function that submits n steps, waits for them and returns their losses. Arguments as of Trainer.submit.
 
-    Sequences are packed here, once: PyTorch, too, is given its offsets and masks, and a run packs while steps run."""
+    Sequences are packed here, once. A run packs while steps run, and PyTorch, too, gets its offsets and masks ready."""
     filled = trainer.filled(inputs, labels)
 
     def run(count: int) -> list[float]:
         return [pending.result().loss for pending in [trainer.submit(filled) for _ in range(count)]]
 
     return run
+
+
+def forward_passes(
+    spec: StepSpec, inputs: Mapping[str, Any], captured: bool | None = None
+) -> tuple[Evaluation, Callable[[int], list[float]]]:
+    """Return a forward pass, and a function that runs it n times; needs a running Runtime.
+
+    Args:
+        spec: The model and its sizes. A model without a loss has losses of 0.
+        inputs: Padded arrays, as of spec.random_inputs. They are written once, as PyTorch's lie on its device.
+        captured: Run as a CUDA graph; see Served.
+    """
+    filled = StepInputs(inputs, [{}])
+    if spec.pack:
+        filled = bins_of(spec, training=False).fill(inputs, 1, spec.batch, shift=True)
+    evaluation = spec.with_inputs(filled.arrays).evaluation()
+    program = ForwardProgram(evaluation, Store(), tf32=spec.dtype == "tf32", captured=captured)
+    program.write_weights(spec.model.weights)
+    arrays = program.check(filled.arrays, spec.rows, shift=not spec.pack)
+    program.write(arrays)
+    slots = program.slots(arrays, filled.arrays) | dict(filled.live[0])
+
+    def run(count: int) -> list[float]:
+        for _ in range(count):
+            program.run(slots)
+        Runtime.wait()
+        return count * [program.loss()]
+
+    return evaluation, run

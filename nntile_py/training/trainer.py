@@ -25,6 +25,7 @@ from nntile_py.checkpoint.state import (
 from nntile_py.checkpoint.writer import save_trainer
 from nntile_py.errors import ConfigError, TaskError
 from nntile_py.execution import memory
+from nntile_py.execution.forward_program import label_counts, mean_slots
 from nntile_py.execution.program import Program
 from nntile_py.execution.runtime import Runtime
 from nntile_py.graph.bin_packing import Bins, StepInputs, bins_of
@@ -34,7 +35,7 @@ from nntile_py.graph.step import Step, StepSpec, check_precision
 from nntile_py.tasks.adamw import AdamW
 from nntile_py.tasks.optimizer import INVERSE_SCALE, Optimizer
 from nntile_py.tiles import TaskList, Tiling
-from nntile_py.training.inputs import Inputs, IntArray, as_dict, as_filled, counted, dropout_seed, means
+from nntile_py.training.inputs import Inputs, IntArray, as_dict, as_filled, dropout_seed
 from nntile_py.training.loss_scale import LossScale
 from nntile_py.training.nan_check import NanCheck
 from nntile_py.training.programs import Programs
@@ -138,7 +139,7 @@ class Trainer:
         self._programs = Programs(spec, self._runtime, self.nan_check.enabled)
         self._store, self.spec = self._programs.store, self._programs.spec
         self._built = self._programs.of(spec.given).built
-        write_weights(model, self._built, self._store, self._same)
+        write_weights(model, self._built, self._store, self._check_equal)
         written = set(masters_of(self._built).values())
         for tensor in self._built.update_graph.kept.values():
             if tensor.kind == "state" and tensor not in written:
@@ -215,10 +216,10 @@ class Trainer:
         built, declared = made.built, made.built.graph.inputs
         slots = {"lr": rate, **self.optimizer.slots(self.steps)}
         scale = self._scale.value if self._scale else None
-        slots |= means(counted(declared, arrays, filled.arrays), scale or 1.0)
+        slots |= mean_slots(label_counts(declared, arrays, filled.arrays), scale or 1.0)
         if scale:
             slots[INVERSE_SCALE], self._scaled = 1 / scale, scale
-        self._same(f"what step {self.steps} is given", {**arrays, **slots, "seed": self.seed})
+        self._check_equal(f"what step {self.steps} is given", {**arrays, **slots, "seed": self.seed})
         for micro in range(self.grad_accumulation):
             part = slice(micro * self.spec.rows, (micro + 1) * self.spec.rows)
             slots |= filled.live[micro]
@@ -261,25 +262,24 @@ class Trainer:
         keep = return_logits or return_outputs
         filled = self.filled(inputs, labels, 1)
         arrays, made = self._programs.check(filled.arrays, self.spec.rows, self._shifts, unlabelled=keep)
-        evaluation, program = self._programs.evaluation(made, keep)
-        if return_logits and not return_outputs and "logits" not in evaluation.outputs:
-            raise ValueError(f"return_logits: the outputs are {', '.join(evaluation.outputs)}; use return_outputs")
-        declared = evaluation.graph.inputs
-        for name in (name for name in arrays if name in declared):  # dropout's are none of an evaluation's
-            self._store.write(evaluation.forward, declared[name].tensor, arrays[name])
-        numbers = counted(declared, arrays, filled.arrays)
-        self._same("what an evaluation is given", {**arrays, **numbers})
-        self._run(program, means(numbers) | dict(filled.live[0]), "an evaluation")
-        (loss,) = self._store.fetch("loss").wait()
-        if not any(numbers.values()):
+        program = self._programs.evaluation(made, keep)
+        if return_logits and not return_outputs and "logits" not in program.outputs:
+            raise ValueError(f"return_logits: the outputs are {', '.join(program.outputs)}; use return_outputs")
+        program.write(arrays)  # of which dropout's are no inputs of an evaluation
+        counts = label_counts(program.inputs, arrays, filled.arrays)
+        self._check_equal("what an evaluation is given", {**arrays, **counts})
+        program.run(mean_slots(counts) | dict(filled.live[0]))
+        self.nan_check.ran(program.served.program, "an evaluation")
+        loss = program.loss()
+        if not any(counts.values()):
             loss = float("nan")  # the mean of nothing, as in PyTorch
         elif not math.isfinite(loss):
             self.nan_check.end(f"the loss of an evaluation is {loss}")
         if not keep:
             return loss
-        outputs = {name: self._store.read(evaluation.forward, t) for name, t in evaluation.outputs.items()}
+        outputs = {name: program.read(name) for name in program.outputs}
         if self.spec.pack:
-            axes = {name: tensor.axes for name, tensor in evaluation.outputs.items()}
+            axes = {name: tensor.axes for name, tensor in program.outputs.items()}
             outputs = {name: self._bins.unpacked(value, filled.places, axes[name]) for name, value in outputs.items()}
         return loss, outputs if return_outputs else outputs["logits"]
 
@@ -320,7 +320,7 @@ class Trainer:
             for param in self._built.params:
                 self._store.write(self._built.update, of[param.tensor], param.value(averages[name]))
         for name, values in averages.items():
-            self._same(f"{name} of the checkpoint", values)
+            self._check_equal(f"{name} of the checkpoint", values)
         if self._scale and loss_scale:
             self._scale = LossScale(**loss_scale)
         self.steps = step
@@ -404,7 +404,7 @@ class Trainer:
         program.run(slots)
         self.nan_check.ran(program, what)
 
-    def _same(self, what: str, parts: Mapping[str, Any]) -> None:
+    def _check_equal(self, what: str, parts: Mapping[str, Any]) -> None:
         """Raise ConfigError where ranks differ in what each of them is to give."""
         if self._runtime.ranks:
             self._runtime.ranks.same(what, parts)

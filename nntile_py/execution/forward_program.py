@@ -1,0 +1,155 @@
+"""A forward pass bound to StarPU: checked inputs and slots in, outputs by name out."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from nntile_py.execution.cuda_graph import Served
+from nntile_py.execution.program import HostCopy, Store, whole
+from nntile_py.graph.params import Array, Input
+from nntile_py.graph.step import Evaluation
+
+LOSS = ("scalar", "loss", (0,))  # key of the loss's tile
+
+
+class MissingInput(ValueError):
+    """An input has neither a value nor a default."""
+
+    def __init__(self, name: str, needed: Iterable[str]) -> None:
+        self.needed = list(needed)
+        super().__init__(f"{name}: missing; the model needs {', '.join(self.needed)}")
+
+
+def check_inputs(
+    declared: Mapping[str, Input], given: Mapping[str, Any], rows: int, *, shift: bool = False,
+    unlabelled: bool = False, own: Collection[str] = (),
+) -> dict[str, Array]:  # fmt: skip
+    """Check the arrays of a program's inputs and fill in defaults.
+
+    Args:
+        declared: The program's inputs.
+        given: Arrays by name.
+        rows: Rows of the batch.
+        shift: Labels still stand at the positions of the inputs, and are shifted here.
+        unlabelled: Labels may be missing; none of their values count.
+        own: Inputs that the engine provides, which messages leave out.
+
+    Raises:
+        MissingInput: An input has neither a value nor a default.
+        ValueError: An array has the wrong shape, dtype or values.
+    """
+    arrays: dict[str, Array] = {}
+    for name, declaration in declared.items():
+        if name in given:
+            value = declaration.checked(given[name], rows)
+            arrays[name] = declaration.shift(value) if declaration.shifted and shift else value
+        elif unlabelled and declaration.default is None and is_label(declaration):
+            arrays[name] = np.full(declaration.shape(rows), declaration.ignored or 0)
+        elif (default := declaration.filled(rows, arrays)) is not None:
+            arrays[name] = default
+        else:
+            raise MissingInput(name, (n for n, i in declared.items() if i.default is None and n not in own))
+    return arrays
+
+
+def is_label(declaration: Input) -> bool:
+    """Return True if an input only affects the loss."""
+    return bool(declaration.scale) or declaration.ignored is not None
+
+
+def label_counts(
+    declared: Mapping[str, Input], arrays: Mapping[str, Array], given: Collection[str]
+) -> dict[str, int]:
+    """Return {slot: values that count towards its mean}; 0 for labels that are not in `given`."""
+    scaled = {name: one for name, one in declared.items() if one.scale}
+    present = {name for name, one in scaled.items() if name in given or one.default is not None}
+    return {str(one.scale): one.counted(arrays[name]) if name in present else 0 for name, one in scaled.items()}
+
+
+def mean_slots(counts: Mapping[str, int], scale: float = 1.0) -> dict[str, float]:
+    """Return the slots that turn sums into means, each multiplied by `scale`."""
+    return {slot: scale / max(count, 1) for slot, count in counts.items()}
+
+
+class ForwardProgram:
+    """A forward pass bound to StarPU; needs a running Runtime.
+
+    Inputs, weights and outputs are persistent tiles: an input keeps its value until `write` gives another one, and a
+    tensor that the program updates keeps its value between runs. Slots are numbers that `run` passes at submission.
+
+        arrays = program.check(given)          # validate, fill in defaults
+        program.write(arrays)                  # asynchronous
+        program.run(program.slots(arrays, given) | {"length": 17.0})
+        logits = program.read("logits")        # waits
+
+    Args:
+        evaluation: The pass, as of StepSpec.evaluation or StepSpec.outputs.
+        store: Holds the persistent tiles. Programs that share weights share a store, or its handles.
+        tf32: CUDA may round fp32 products to tf32.
+        captured: Run as a CUDA graph; see Served.
+        checked: Check that the values written by tasks are finite.
+    """
+
+    def __init__(
+        self, evaluation: Evaluation, store: Store, *, tf32: bool = False, captured: bool | None = False,
+        checked: bool = False,
+    ) -> None:  # fmt: skip
+        self.evaluation, self.store = evaluation, store
+        self.inputs, self.outputs = evaluation.graph.inputs, evaluation.outputs
+        self._lowering = evaluation.forward
+        self._has_loss = any(a.tile.key == LOSS for task in self._lowering.tasks.tasks for a in task.accesses)
+        self.served = Served(evaluation.forward.tasks, store, tf32=tf32, captured=captured, checked=checked)
+
+    @property
+    def slot_names(self) -> list[str]:
+        """Names of the numbers that `run` takes."""
+        return self.served.slots
+
+    def write_weights(self, weights: Any) -> None:
+        """Write the weights of a model, {name: array}, into their tiles."""
+        for param in self.evaluation.params:
+            self.store.write(self._lowering, param.tensor, param.weight(weights))
+
+    def check(
+        self, given: Mapping[str, Any], rows: int | None = None, *, shift: bool = False, unlabelled: bool = False
+    ) -> dict[str, Array]:
+        """Check input arrays and fill in defaults; see check_inputs. rows: default: those of the program."""
+        if rows is None:
+            rows = next((one.tensor.shape[0] for one in self.inputs.values() if one.batched), 1)
+        return check_inputs(self.inputs, given, rows, shift=shift, unlabelled=unlabelled)
+
+    def write(self, arrays: Mapping[str, Array]) -> None:
+        """Write inputs into their tiles, in order with the submitted tasks. Names of other programs are skipped."""
+        for name, value in arrays.items():
+            if name in self.inputs:
+                self.store.write(self._lowering, self.inputs[name].tensor, value)
+
+    def slots(self, arrays: Mapping[str, Array], given: Collection[str]) -> dict[str, float]:
+        """Return the slots that turn the loss's sums into means over the labels in `given`."""
+        return mean_slots(label_counts(self.inputs, arrays, given))
+
+    def run(self, slots: Mapping[str, float]) -> None:
+        """Submit the pass and return at once."""
+        self.served.run(slots)
+
+    def loss(self) -> float:
+        """Wait for the loss and return it; 0 for a model without a loss."""
+        return float(self.store.fetch("loss").wait()[0]) if self._has_loss else 0.0
+
+    def read(self, name: str) -> Array:
+        """Wait for an output and return it. All ranks call it and get the same array."""
+        return self.store.read(self._lowering, self.outputs[name])
+
+    def start_copy(self, name: str) -> HostCopy:
+        """Start to copy an output as the submitted passes leave it; later passes may run meanwhile."""
+        return self.store.copy(tile for _, tile in self._lowering.grid(self.outputs[name]))
+
+    def finish_copy(self, name: str, copied: HostCopy) -> Array:
+        """Wait for a copy and return the output. Raises TaskError if a task failed."""
+        copied.wait()
+        tensor = self.outputs[name]
+        grid = self._lowering.grid(tensor)
+        return whole(tensor, [(where, copied.array(number)) for number, (where, _) in enumerate(grid)])
