@@ -39,9 +39,13 @@ class SquaredReLU(Op):
         (x,) = self.inputs
         return [g.add(SquaredReLUGrad(dy, x, g.temp("squared_relu_grad", x.axes, x.shape, x.dtype))).output]
 
-    def lower(self, low: Any) -> None:
-        for index in low.indices(self.output):
-            low.emit(squared_relu_tile, [W(low.tile(self.output, index)), R(low.tile(self.inputs[0], index))], NoArgs())
+    def lower(self, lowering: Any) -> None:
+        for index in lowering.indices(self.output):
+            lowering.emit(
+                squared_relu_tile,
+                [W(lowering.tile(self.output, index)), R(lowering.tile(self.inputs[0], index))],
+                NoArgs(),
+            )
 
     def reference(self, x: Any) -> tuple[Any, ...]:
         return (np.maximum(x, 0) ** 2,)
@@ -53,10 +57,10 @@ class SquaredReLUGrad(Op):
     def __init__(self, dy: Tensor, x: Tensor, dx: Tensor) -> None:
         super().__init__([dy, x], [dx])
 
-    def lower(self, low: Any) -> None:
-        for index in low.indices(self.output):
-            reads = [R(low.tile(tensor, index)) for tensor in self.inputs]
-            low.emit(squared_relu_grad_tile, [W(low.tile(self.output, index)), *reads], NoArgs())
+    def lower(self, lowering: Any) -> None:
+        for index in lowering.indices(self.output):
+            reads = [R(lowering.tile(tensor, index)) for tensor in self.inputs]
+            lowering.emit(squared_relu_grad_tile, [W(lowering.tile(self.output, index)), *reads], NoArgs())
 
     def reference(self, dy: Any, x: Any) -> tuple[Any, ...]:
         return (2 * dy * np.maximum(x, 0),)

@@ -177,78 +177,82 @@ class Attention(Op):
         if self.group > 1:
             fit_groups(self.operands.parts[1][0], self.output, tiling)
 
-    def fused(self, low: Lowering) -> bool:
-        return self.backend in ("vendor", *NAMED) and not low.cut(*self._queries) and not low.cut(*self._keys)
+    def fused(self, lowering: Lowering) -> bool:
+        return self.backend in ("vendor", *NAMED) and not lowering.cut(*self._queries) and not lowering.cut(*self._keys)
 
-    def tiles_of_queries(self, low: Lowering) -> list[Index]:
-        return [index | {"head_dim": 0} for index in low.indices(self.lse)]
+    def tiles_of_queries(self, lowering: Lowering) -> list[Index]:
+        return [index | {"head_dim": 0} for index in lowering.indices(self.lse)]
 
-    def pairs(self, low: Lowering, at: Index) -> list[Index]:
+    def pairs(self, lowering: Lowering, at: Index) -> list[Index]:
         """Return the indices of the key tiles to which the query tile `at` attends."""
         k, axis = self._keys
-        seq = low.part(self.output, "seq", at)
-        numbers = [j for j, part in enumerate(low.parts(k, axis)) if not self.mask.band.empty(seq, part)]
-        heads = tile_of_group(low, k, self.output, at["heads"]) if "kv_heads" in k.axes else 0
+        seq = lowering.part(self.output, "seq", at)
+        numbers = [j for j, part in enumerate(lowering.parts(k, axis)) if not self.mask.band.empty(seq, part)]
+        heads = tile_of_group(lowering, k, self.output, at["heads"]) if "kv_heads" in k.axes else 0
         return [at | {"seq": j, "key": j, "kv_heads": heads} for j in numbers]
 
-    def shared(self, low: Lowering) -> bool:
+    def shared(self, lowering: Lowering) -> bool:
         """Return whether query tiles of different heads read the same tile of k."""
-        return self.group > 1 and low.parts(self.output, "heads")[0].size < self.group and low.cut(self.output, "heads")
+        return (
+            self.group > 1
+            and lowering.parts(self.output, "heads")[0].size < self.group
+            and lowering.cut(self.output, "heads")
+        )
 
-    def parts(self, low: Lowering, at: Index, key: Index) -> tuple[TileRange, TileRange]:
+    def parts(self, lowering: Lowering, at: Index, key: Index) -> tuple[TileRange, TileRange]:
         k, axis = self._keys
-        return low.part(self.output, "seq", at), low.part(k, axis, key)
+        return lowering.part(self.output, "seq", at), lowering.part(k, axis, key)
 
-    def masked(self, low: Lowering, at: Index, key: Index) -> tuple[bool, Limits | None, list[Access]]:
+    def masked(self, lowering: Lowering, at: Index, key: Index) -> tuple[bool, Limits | None, list[Access]]:
         """Return for a pair of tiles: whether the diagonal crosses it, its other masks, accesses of the masks' data."""
-        seq, keys = self.parts(low, at, key)
-        accesses, dropout = self.mask.accesses(low, key), None
+        seq, keys = self.parts(lowering, at, key)
+        accesses, dropout = self.mask.accesses(lowering, key), None
         if self.dropout:
-            dropout = self.dropout.args(*(low.part(self.lse, axis, at).offset for axis in ("batch", "heads")))
-            accesses += [R(low.tile(self.dropout.row_numbers, at))] if self.dropout.row_numbers else []
+            dropout = self.dropout.args(*(lowering.part(self.lse, axis, at).offset for axis in ("batch", "heads")))
+            accesses += [R(lowering.tile(self.dropout.row_numbers, at))] if self.dropout.row_numbers else []
         return self.mask.band.cuts_causal(seq, keys), self.mask.limits(seq, keys, dropout), accesses
 
-    def pair_flop(self, low: Lowering, at: Index, key: Index) -> float:
-        rows = math.prod(low.part(self.lse, axis, at).size for axis in ("batch", "heads"))
-        area = self.mask.band.area(*self.parts(low, at, key)) * self.mask.share(self._keys[0].size(self._keys[1]))
+    def pair_flop(self, lowering: Lowering, at: Index, key: Index) -> float:
+        rows = math.prod(lowering.part(self.lse, axis, at).size for axis in ("batch", "heads"))
+        area = self.mask.band.area(*self.parts(lowering, at, key)) * self.mask.share(self._keys[0].size(self._keys[1]))
         return 4.0 * rows * self.output.size("head_dim") * area
 
-    def lower(self, low: Lowering) -> None:
-        for at in self.tiles_of_queries(low):
-            if self.fused(low):
-                (key,) = self.pairs(low, at)
-                self._lower_pair(low, self.kernel, [W(low.tile(self.lse, at))], at, key)
+    def lower(self, lowering: Lowering) -> None:
+        for at in self.tiles_of_queries(lowering):
+            if self.fused(lowering):
+                (key,) = self.pairs(lowering, at)
+                self._lower_pair(lowering, self.kernel, [W(lowering.tile(self.lse, at))], at, key)
             else:
-                self._lower_tiled(low, at)
+                self._lower_tiled(lowering, at)
 
-    def _lower_pair(self, low: Lowering, kernel: str, first: list[Access], at: Index, key: Index) -> None:
+    def _lower_pair(self, lowering: Lowering, kernel: str, first: list[Access], at: Index, key: Index) -> None:
         """Emit a task that writes or adds to the output; its tiles are out, lse, then its inputs."""
-        tiles, qkv = self.operands.tiles(low, at, key)
-        diagonal, limits, more = self.masked(low, at, key)
-        out = low.tile(self.output, at)
+        tiles, qkv = self.operands.tiles(lowering, at, key)
+        diagonal, limits, more = self.masked(lowering, at, key)
+        out = lowering.tile(self.output, at)
         accesses = [W(out) if kernel == self.kernel else ACC(out), *first, *map(R, tiles), *more]
         args = AttentionArgs(self.out_order, diagonal, qkv, self.scale, limits)
-        low.emit(kernel, accesses, args, flop=self.pair_flop(low, at, key))
+        lowering.emit(kernel, accesses, args, flop=self.pair_flop(lowering, at, key))
 
-    def _lower_tiled(self, low: Lowering, at: Index) -> None:
-        out, lse = low.tile(self.output, at), low.tile(self.lse, at)
-        flash, keys = self.backend == "flash", self.pairs(low, at)
+    def _lower_tiled(self, lowering: Lowering, at: Index) -> None:
+        out, lse = lowering.tile(self.output, at), lowering.tile(self.lse, at)
+        flash, keys = self.backend == "flash", self.pairs(lowering, at)
         state_shape = (*lse.shape, 2 if flash else self.output.size("head_dim") + 2)
         rows = {axis: at[axis] for axis in BHSD[:3]}
-        state = low.scratch(f"{self.name}.state", rows, state_shape, lse.dtype, "softmax")
+        state = lowering.scratch(f"{self.name}.state", rows, state_shape, lse.dtype, "softmax")
         for key in keys:
-            tiles, qkv = self.operands.tiles(low, at, key)
-            diagonal, limits, more = self.masked(low, at, key)
+            tiles, qkv = self.operands.tiles(lowering, at, key)
+            diagonal, limits, more = self.masked(lowering, at, key)
             args = PairArgs(diagonal, qkv, self.scale, limits)
-            flop = self.pair_flop(low, at, key) / (2 if flash else 1)
+            flop = self.pair_flop(lowering, at, key) / (2 if flash else 1)
             kernel = "flash_maxsumexp" if flash else "attention_partial"
-            low.emit(kernel, [ACC(state), *map(R, tiles), *more], args, flop=flop)
+            lowering.emit(kernel, [ACC(state), *map(R, tiles), *more], args, flop=flop)
         if not flash:
-            low.emit("attention_normalise", [W(out), W(lse), R(state)], OutArgs(self.out_order))
+            lowering.emit("attention_normalise", [W(out), W(lse), R(state)], OutArgs(self.out_order))
             return
-        low.emit("attention_lse", [W(lse), R(state)])
+        lowering.emit("attention_lse", [W(lse), R(state)])
         for key in keys:
-            self._lower_pair(low, "flash_softmax_gemm", [R(lse)], at, key)
+            self._lower_pair(lowering, "flash_softmax_gemm", [R(lse)], at, key)
 
     # -- reference
 
@@ -302,29 +306,29 @@ class AttentionGrad(Op):
     def flop(self) -> float:
         return 2.5 * self.forward.flop()
 
-    def lower(self, low: Lowering) -> None:
+    def lower(self, lowering: Lowering) -> None:
         fwd, do_order = self.forward, order_of(self.do.axes)
-        for at in fwd.tiles_of_queries(low):
-            out, lse, do = (low.tile(t, at) for t in (fwd.output, fwd.lse, self.do))
-            fused = fwd.fused(low)
+        for at in fwd.tiles_of_queries(lowering):
+            out, lse, do = (lowering.tile(t, at) for t in (fwd.output, fwd.lse, self.do))
+            fused = fwd.fused(lowering)
             rows = {axis: at[axis] for axis in BHSD[:3]}
-            delta = low.scratch(f"{self.name}.delta", rows, lse.shape, lse.dtype)
+            delta = lowering.scratch(f"{self.name}.delta", rows, lse.shape, lse.dtype)
             if not fused:
-                low.emit("attention_delta", [W(delta), R(do), R(out)], DeltaArgs(do_order, fwd.out_order))
-            for key in fwd.pairs(low, at):
-                tiles, qkv = fwd.operands.tiles(low, at, key)
-                outs, grads = self.grads.tiles(low, at, key)
-                diagonal, limits, more = fwd.masked(low, at, key)
-                flop = 2.5 * fwd.pair_flop(low, at, key)
+                lowering.emit("attention_delta", [W(delta), R(do), R(out)], DeltaArgs(do_order, fwd.out_order))
+            for key in fwd.pairs(lowering, at):
+                tiles, qkv = fwd.operands.tiles(lowering, at, key)
+                outs, grads = self.grads.tiles(lowering, at, key)
+                diagonal, limits, more = fwd.masked(lowering, at, key)
+                flop = 2.5 * fwd.pair_flop(lowering, at, key)
                 if fused:
-                    of_keys = map(ACC if fwd.shared(low) else W, outs[1:])
+                    of_keys = map(ACC if fwd.shared(lowering) else W, outs[1:])
                     accesses = [R(do), R(out), R(lse), *map(R, tiles), W(outs[0]), *of_keys, *more]
                     args = AttentionGradArgs(do_order, fwd.out_order, diagonal, qkv, grads, fwd.scale, limits)
-                    low.emit(f"{fwd.kernel}_grad", accesses, args, flop=flop)
+                    lowering.emit(f"{fwd.kernel}_grad", accesses, args, flop=flop)
                 else:
                     accesses = [R(do), R(lse), R(delta), *map(R, tiles), *map(ACC, outs), *more]
                     pair = PairGradArgs(do_order, diagonal, qkv, grads, fwd.scale, limits)
-                    low.emit("attention_grad_pair", accesses, pair, flop=flop)
+                    lowering.emit("attention_grad_pair", accesses, pair, flop=flop)
 
     def reference(self, *inputs: Array, seed: int = 0) -> tuple[Array, ...]:
         fwd = self.forward

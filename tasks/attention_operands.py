@@ -62,12 +62,12 @@ class Operands:
         q, k, v = ((other[t], index) if index >= 0 else other[t] for t, index in self.parts)
         return Operands(q, k, v)
 
-    def tiles(self, low: Lowering, at: Index, key: Index) -> tuple[list[Tile], OperandsArgs]:
+    def tiles(self, lowering: Lowering, at: Index, key: Index) -> tuple[list[Tile], OperandsArgs]:
         """Return the distinct tiles with q at `at` and k, v at `key`, and the operands' positions among them."""
         tiles: list[Tile] = []
         places = []
         for (tensor, index), where in zip(self.parts, (at, key, key), strict=True):
-            tile = low.tile(tensor, where | {"qkv": 0})
+            tile = lowering.tile(tensor, where | {"qkv": 0})
             if tile not in tiles:
                 tiles.append(tile)
             places.append((tiles.index(tile), index))

@@ -29,11 +29,13 @@ class AttentionRepeat(Op):
     def fit(self, tiling: Tiling) -> None:
         fit_groups(self.inputs[0], self.output, tiling)
 
-    def lower(self, low: Lowering) -> None:
+    def lower(self, lowering: Lowering) -> None:
         x, y = self.inputs[0], self.output
-        for index in low.indices(y):
-            shared = low.tile(x, index | {"kv_heads": tile_of_group(low, x, y, index["heads"])})
-            low.emit("attention_repeat", [W(low.tile(y, index)), R(shared)], RepeatArgs(y.axes.index("heads")))
+        for index in lowering.indices(y):
+            shared = lowering.tile(x, index | {"kv_heads": tile_of_group(lowering, x, y, index["heads"])})
+            lowering.emit(
+                "attention_repeat", [W(lowering.tile(y, index)), R(shared)], RepeatArgs(y.axes.index("heads"))
+            )
 
     def reference(self, *inputs: Array) -> tuple[Array, ...]:
         axis = self.output.axes.index("heads")
@@ -49,12 +51,12 @@ class AttentionRepeatGrad(Op):
     def fit(self, tiling: Tiling) -> None:
         fit_groups(self.output, self.inputs[0], tiling)
 
-    def lower(self, low: Lowering) -> None:
+    def lower(self, lowering: Lowering) -> None:
         dy, dx = self.inputs[0], self.output
-        for index in low.indices(dy):
-            shared = low.tile(dx, index | {"kv_heads": tile_of_group(low, dx, dy, index["heads"])})
+        for index in lowering.indices(dy):
+            shared = lowering.tile(dx, index | {"kv_heads": tile_of_group(lowering, dx, dy, index["heads"])})
             args = RepeatArgs(dy.axes.index("heads"))
-            low.emit("attention_repeat_grad", [ACC(shared), R(low.tile(dy, index))], args)
+            lowering.emit("attention_repeat_grad", [ACC(shared), R(lowering.tile(dy, index))], args)
 
     def reference(self, *inputs: Array) -> tuple[Array, ...]:
         axis = self.output.axes.index("kv_heads")
@@ -70,11 +72,11 @@ def repeat_heads(g: GraphLike, x: Tensor, heads: int) -> Tensor:
     return g.add(AttentionRepeat(x, g.temp("repeat", axes, shape, x.dtype))).output
 
 
-def tile_of_group(low: Lowering, few: Tensor, many: Tensor, heads: int) -> int:
+def tile_of_group(lowering: Lowering, few: Tensor, many: Tensor, heads: int) -> int:
     """Return the number of the kv_heads tile of `few` for the heads tile number `heads` of `many`."""
     group = many.size("heads") // few.size("kv_heads")
-    first = low.parts(many, "heads")[heads].offset // group
-    return next(i for i, part in enumerate(low.parts(few, "kv_heads")) if first < part.end)
+    first = lowering.parts(many, "heads")[heads].offset // group
+    return next(i for i, part in enumerate(lowering.parts(few, "kv_heads")) if first < part.end)
 
 
 def fit_groups(few: Tensor, many: Tensor, tiling: Tiling) -> None:

@@ -125,59 +125,61 @@ class Contract(Op):
 
     # -- lowering
 
-    def lower(self, low: Lowering) -> None:
+    def lower(self, lowering: Lowering) -> None:
         ks = [
             dict(zip(self.k, index, strict=True))
-            for index in itertools.product(*(range(len(low.parts(self.a, axis))) for axis in self.k))
+            for index in itertools.product(*(range(len(lowering.parts(self.a, axis))) for axis in self.k))
         ]
         plan, known = self._plan(), dict[EpilogueArgs, ContractArgs]()
-        for index in low.indices(self.output):
-            live = [k for k in ks if not (low.empty(self.a, index | k) or low.empty(self.b, index | k))]
-            self._lower_tile(low, index, low.rotated(live, math.prod(low.shape(self.output, index))), plan, known)
+        for index in lowering.indices(self.output):
+            live = [k for k in ks if not (lowering.empty(self.a, index | k) or lowering.empty(self.b, index | k))]
+            self._lower_tile(
+                lowering, index, lowering.rotated(live, math.prod(lowering.shape(self.output, index))), plan, known
+            )
 
     def _lower_tile(
-        self, low: Lowering, index: Index, ks: list[Index], plan: PlanArgs, known: dict[EpilogueArgs, ContractArgs]
+        self, lowering: Lowering, index: Index, ks: list[Index], plan: PlanArgs, known: dict[EpilogueArgs, ContractArgs]
     ) -> None:
-        out = low.tile(self.output, index)
-        target = low.tile(self.pre, index) if self.pre else out
+        out = lowering.tile(self.output, index)
+        target = lowering.tile(self.pre, index) if self.pre else out
         # Only a chain has a last partial product. Other policies need a separate task for the activation.
-        inline = low.policy == "chain" or len(ks) == 1
+        inline = lowering.policy == "chain" or len(ks) == 1
         for number, k in enumerate(ks):
             at = index | k
             first, last = number == 0, number == len(ks) - 1 and inline
-            a, b = low.tile(self.a, at), low.tile(self.b, at)
+            a, b = lowering.tile(self.a, at), lowering.tile(self.b, at)
             accesses = [ACC(target), R(a), R(b)]
-            start = self._start(low, index) if first else []
-            finish = self._finish(low, index, out, target) if last else []
-            sums, colsum = self._bias_grad(low, at)
+            start = self._start(lowering, index) if first else []
+            finish = self._finish(lowering, index, out, target) if last else []
+            sums, colsum = self._bias_grad(lowering, at)
             flop = 2.0 * math.prod(
-                low.part(t, axis, at).size
+                lowering.part(t, axis, at).size
                 for t, axes in ((self.a, [*self.batch, *self.m, *self.k]), (self.b, self.n))
                 for axis in axes
             )
             epilogue = self._epilogue(first, last, colsum)
             args = known.setdefault(epilogue, ContractArgs(epilogue, plan, self.scale))  # few; each encoded once
-            low.emit("contract", [*accesses, *start, *finish, *sums], args, flop=flop)
+            lowering.emit("contract", [*accesses, *start, *finish, *sums], args, flop=flop)
         if not inline and self.activation:
-            accesses = [RW(target), *self._finish(low, index, out, target)]
-            low.emit("contract_epilogue", accesses, self._epilogue(False, True))
+            accesses = [RW(target), *self._finish(lowering, index, out, target)]
+            lowering.emit("contract_epilogue", accesses, self._epilogue(False, True))
 
-    def _start(self, low: Lowering, index: Index) -> list[Access]:
-        return [R(low.tile(t, index)) for t in (self.bias, self.residual) if t]
+    def _start(self, lowering: Lowering, index: Index) -> list[Access]:
+        return [R(lowering.tile(t, index)) for t in (self.bias, self.residual) if t]
 
-    def _finish(self, low: Lowering, index: Index, out: Tile, target: Tile) -> list[Access]:
+    def _finish(self, lowering: Lowering, index: Index, out: Tile, target: Tile) -> list[Access]:
         if self.aux:
-            return [R(low.tile(self.aux, index))]
+            return [R(lowering.tile(self.aux, index))]
         return [W(out)] if target is not out else []
 
-    def _bias_grad(self, low: Lowering, at: Index) -> tuple[list[Access], int]:
+    def _bias_grad(self, lowering: Lowering, at: Index) -> tuple[list[Access], int]:
         """Return access and input of the fused sum, only for the other input's first tile: each tile counts once."""
         if not self.bias_grad:
             return [], -1
         side, grad = self.bias_grad
         if any(at[axis] for axis in (self.n if side == 0 else self.m)):
             return [], -1
-        return [ACC(low.tile(grad, at))], side
+        return [ACC(lowering.tile(grad, at))], side
 
     def _epilogue(self, start: bool, finish: bool, colsum: int = -1) -> EpilogueArgs:
         """Return the epilogue of a tile's first task (start) or last task (finish)."""

@@ -61,25 +61,25 @@ class CrossEntropy(Op):
     def flop(self) -> float:
         return 4.0 * self.inputs[0].numel
 
-    def lower(self, low: Lowering) -> None:
+    def lower(self, lowering: Lowering) -> None:
         logits, labels = self.inputs[:2]
-        loss = low.tile(self.output, {"one": 0})
-        for index in low.indices(labels):
-            label, lse = low.tile(labels, index), low.tile(self.lse, index)
-            parts = low.parts(logits, self.classes)
-            tiles = [low.tile(logits, index | {self.classes: k}) for k in range(len(parts))]
+        loss = lowering.tile(self.output, {"one": 0})
+        for index in lowering.indices(labels):
+            label, lse = lowering.tile(labels, index), lowering.tile(self.lse, index)
+            parts = lowering.parts(logits, self.classes)
+            tiles = [lowering.tile(logits, index | {self.classes: k}) for k in range(len(parts))]
             if len(parts) == 1:
                 access = RW(tiles[0]) if self.fused else R(tiles[0])
                 args = CrossEntropyArgs(bool(self.fused), self.scale)
-                low.emit("cross_entropy", [access, R(label), W(lse), ACC(loss)], args)
+                lowering.emit("cross_entropy", [access, R(label), W(lse), ACC(loss)], args)
                 continue
-            state = low.scratch(f"{self.name}.state", index, (*lse.shape, 2), lse.dtype, "softmax")
-            picked = low.scratch(f"{self.name}.picked", index, lse.shape, lse.dtype)
+            state = lowering.scratch(f"{self.name}.state", index, (*lse.shape, 2), lse.dtype, "softmax")
+            picked = lowering.scratch(f"{self.name}.picked", index, lse.shape, lse.dtype)
             for part, tile in zip(parts, tiles, strict=True):
                 state_args = CrossEntropyStateArgs(part.offset, logits.size(self.classes))
-                low.emit("cross_entropy_state", [ACC(state), ACC(picked), R(tile), R(label)], state_args)
+                lowering.emit("cross_entropy_state", [ACC(state), ACC(picked), R(tile), R(label)], state_args)
             accesses = [W(lse), ACC(loss), R(state), R(picked), R(label)]
-            low.emit("cross_entropy_loss", accesses, CrossEntropyLossArgs(self.scale))
+            lowering.emit("cross_entropy_loss", accesses, CrossEntropyLossArgs(self.scale))
 
     def reference(self, *inputs: Array) -> tuple[Array, ...]:
         logits, labels, before = inputs[0], inputs[1].astype(int), sum(inputs[2:])
@@ -103,14 +103,14 @@ class CrossEntropyGrad(Op):
     def flop(self) -> float:
         return 4.0 * self.output.numel
 
-    def lower(self, low: Lowering) -> None:
+    def lower(self, lowering: Lowering) -> None:
         if self.fused:
             return
         logits, labels, lse = self.inputs
-        for index in low.indices(logits):
-            accesses = [RW(low.tile(logits, index)), R(low.tile(labels, index)), R(low.tile(lse, index))]
-            args = CrossEntropyGradArgs(low.part(logits, self.classes, index).offset, self.scale)
-            low.emit("cross_entropy_grad", accesses, args)
+        for index in lowering.indices(logits):
+            accesses = [RW(lowering.tile(logits, index)), R(lowering.tile(labels, index)), R(lowering.tile(lse, index))]
+            args = CrossEntropyGradArgs(lowering.part(logits, self.classes, index).offset, self.scale)
+            lowering.emit("cross_entropy_grad", accesses, args)
 
     def reference(self, *inputs: Array) -> tuple[Array, ...]:
         logits, labels, lse = inputs[0], inputs[1].astype(int), inputs[2]

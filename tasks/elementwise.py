@@ -72,12 +72,14 @@ class BiasAdd(Op):
             db = g.add(Sum(dy, g.temp("bias_grad", bias.axes, bias.shape, accumulation_dtype(bias.dtype)))).output
         return [dy if x.requires_grad else None, db]
 
-    def lower(self, low: Lowering) -> None:
+    def lower(self, lowering: Lowering) -> None:
         x, bias = self.inputs
-        for index in low.indices(self.output):
-            shape = [low.part(x, axis, index).size if axis in bias.axes else 1 for axis in x.axes]
-            y = low.tile(self.output, index)
-            low.emit("bias_add", [W(y), R(low.tile(x, index)), R(low.tile(bias, index))], BiasAddArgs(tuple(shape)))
+        for index in lowering.indices(self.output):
+            shape = [lowering.part(x, axis, index).size if axis in bias.axes else 1 for axis in x.axes]
+            y = lowering.tile(self.output, index)
+            lowering.emit(
+                "bias_add", [W(y), R(lowering.tile(x, index)), R(lowering.tile(bias, index))], BiasAddArgs(tuple(shape))
+            )
 
     def scalar(self) -> Definition:
         axes, bias = self.output.axes, self.inputs[1]
@@ -107,11 +109,11 @@ class Sum(Op):
     def sums(self) -> Sequence[Tensor]:
         return self.outputs
 
-    def lower(self, low: Lowering) -> None:
+    def lower(self, lowering: Lowering) -> None:
         x = self.inputs[0]
         args = SumArgs(tuple(i for i, axis in enumerate(x.axes) if axis not in self.output.axes))
-        for index in low.indices(x):
-            low.emit("sum", [ACC(low.tile(self.output, index)), R(low.tile(x, index))], args)
+        for index in lowering.indices(x):
+            lowering.emit("sum", [ACC(lowering.tile(self.output, index)), R(lowering.tile(x, index))], args)
 
     def scalar(self) -> Definition:
         x = self.inputs[0]
@@ -141,11 +143,11 @@ class Transpose(Op):
     def flop(self) -> float:
         return 0.0
 
-    def lower(self, low: Lowering) -> None:
+    def lower(self, lowering: Lowering) -> None:
         x = self.inputs[0]
         args = TransposeArgs(tuple(permutation(x.axes, self.output.axes)))
-        for index in low.indices(self.output):
-            low.emit("transpose", [W(low.tile(self.output, index)), R(low.tile(x, index))], args)
+        for index in lowering.indices(self.output):
+            lowering.emit("transpose", [W(lowering.tile(self.output, index)), R(lowering.tile(x, index))], args)
 
     def reference(self, *inputs: Array) -> tuple[Array, ...]:
         return (inputs[0].transpose(permutation(self.inputs[0].axes, self.output.axes)),)
@@ -170,10 +172,10 @@ class Rename(Op):
     def elements(self) -> int:
         return 0
 
-    def lower(self, low: Lowering) -> None:
+    def lower(self, lowering: Lowering) -> None:
         for old, new in self.names.items():
             size = self.output.size(new)
-            if low.tiling.tile(old, size) != low.tiling.tile(new, size):
+            if lowering.tiling.tile(old, size) != lowering.tiling.tile(new, size):
                 raise ValueError(f"{self.name}: {old} and {new} are cut into other tiles; they have to be cut alike")
 
     def reference(self, *inputs: Array) -> tuple[Array, ...]:
@@ -200,11 +202,13 @@ class Unpack(Op):
     def flop(self) -> float:
         return 0.0
 
-    def lower(self, low: Lowering) -> None:
+    def lower(self, lowering: Lowering) -> None:
         x = self.inputs[0]
-        for index in low.indices(x, [a for a in x.axes if a != self.axis]):
-            outs = [W(low.tile(t, index)) for t in self.outputs]
-            low.emit("unpack", [R(low.tile(x, index | {self.axis: 0})), *outs], PackArgs(x.axes.index(self.axis)))
+        for index in lowering.indices(x, [a for a in x.axes if a != self.axis]):
+            outs = [W(lowering.tile(t, index)) for t in self.outputs]
+            lowering.emit(
+                "unpack", [R(lowering.tile(x, index | {self.axis: 0})), *outs], PackArgs(x.axes.index(self.axis))
+            )
 
     def reference(self, *inputs: Array) -> tuple[Array, ...]:
         at = self.inputs[0].axes.index(self.axis)
@@ -221,11 +225,13 @@ class Pack(Op):
     def flop(self) -> float:
         return 0.0
 
-    def lower(self, low: Lowering) -> None:
+    def lower(self, lowering: Lowering) -> None:
         out = self.output
-        for index in low.indices(out, [a for a in out.axes if a != self.axis]):
-            ins = [R(low.tile(t, index)) for t in self.inputs]
-            low.emit("pack", [W(low.tile(out, index | {self.axis: 0})), *ins], PackArgs(out.axes.index(self.axis)))
+        for index in lowering.indices(out, [a for a in out.axes if a != self.axis]):
+            ins = [R(lowering.tile(t, index)) for t in self.inputs]
+            lowering.emit(
+                "pack", [W(lowering.tile(out, index | {self.axis: 0})), *ins], PackArgs(out.axes.index(self.axis))
+            )
 
     def reference(self, *inputs: Array) -> tuple[Array, ...]:
         return (np.stack(inputs, axis=self.output.axes.index(self.axis)),)
@@ -270,23 +276,27 @@ class Dropout(Op):
         dx = g.add(Dropout(dy, out, self.p, self.key, self.row_numbers)).output
         return [dx, *[None for _ in self.inputs[1:]]]
 
-    def args(self, low: Lowering, index: Index) -> DropoutArgs:
+    def args(self, lowering: Lowering, index: Index) -> DropoutArgs:
         x = self.inputs[0]
         steps = {a: math.prod(x.size(b) for b in self.order[i + 1 :]) for i, a in enumerate(self.order)}
         strides = tuple(steps[axis] for axis in x.axes)
         axes = list(zip(x.axes, strides, strict=True))[len(x.axes) - 1 if self.row_numbers else 0 :]
-        first = sum(low.part(x, axis, index).offset * stride for axis, stride in axes)
+        first = sum(lowering.part(x, axis, index).offset * stride for axis, stride in axes)
         return DropoutArgs(self.key, self.row_numbers is not None, first, strides, Slot("dropout_seed"), self.p)
 
-    def numbers(self, low: Lowering, index: Index) -> list[Access]:
+    def numbers(self, lowering: Lowering, index: Index) -> list[Access]:
         """Return the access of the tile with the rows' numbers, which comes last in a task; empty without numbers."""
-        return [R(low.tile(self.row_numbers, index))] if self.row_numbers else []
+        return [R(lowering.tile(self.row_numbers, index))] if self.row_numbers else []
 
-    def lower(self, low: Lowering) -> None:
+    def lower(self, lowering: Lowering) -> None:
         x = self.inputs[0]
-        for index in low.indices(x):
-            accesses = [W(low.tile(self.output, index)), R(low.tile(x, index)), *self.numbers(low, index)]
-            low.emit("dropout", accesses, self.args(low, index))
+        for index in lowering.indices(x):
+            accesses = [
+                W(lowering.tile(self.output, index)),
+                R(lowering.tile(x, index)),
+                *self.numbers(lowering, index),
+            ]
+            lowering.emit("dropout", accesses, self.args(lowering, index))
 
     def dropped(self, x: Expression, row_numbers: Element | None = None) -> Expression:
         """Return the expression x * mask / (1 - p); row_numbers: the number of the element's row."""

@@ -45,13 +45,13 @@ class Embedding(Op):
         ids, table = self.inputs
         return ids.numel + min(table.numel, self.output.numel) + self.output.numel
 
-    def lower(self, low: Lowering) -> None:
+    def lower(self, lowering: Lowering) -> None:
         ids, table = self.inputs
-        for index in low.indices(self.output):
-            for row, part in enumerate(low.parts(table, self.rows)):
-                tile = low.tile(table, index | {self.rows: row})
-                accesses = [ACC(low.tile(self.output, index)), R(low.tile(ids, index)), R(tile)]
-                low.emit("embedding", accesses, EmbeddingArgs(part.offset, table.size(self.rows)))
+        for index in lowering.indices(self.output):
+            for row, part in enumerate(lowering.parts(table, self.rows)):
+                tile = lowering.tile(table, index | {self.rows: row})
+                accesses = [ACC(lowering.tile(self.output, index)), R(lowering.tile(ids, index)), R(tile)]
+                lowering.emit("embedding", accesses, EmbeddingArgs(part.offset, table.size(self.rows)))
 
     def reference(self, *inputs: Array) -> tuple[Array, ...]:
         return (inputs[1][inputs[0].astype(int)],)
@@ -78,13 +78,19 @@ class EmbeddingGrad(Op):
         (ids, dy), out = self.inputs, self.output
         return ids.numel + dy.numel + (2 * min(dy.numel, out.numel) if tied else out.numel)
 
-    def lower(self, low: Lowering) -> None:
+    def lower(self, lowering: Lowering) -> None:
         ids, dy = self.inputs
-        for row in low.indices(self.output):
-            args = EmbeddingGradArgs(low.part(self.output, self.rows, row).offset)
-            for index in low.indices(ids):
-                accesses = [ACC(low.tile(self.output, row)), R(low.tile(ids, index)), R(low.tile(dy, index | row))]
-                low.emit("embedding_grad", accesses, args, flop=float(math.prod(low.tile(dy, index | row).shape)))
+        for row in lowering.indices(self.output):
+            args = EmbeddingGradArgs(lowering.part(self.output, self.rows, row).offset)
+            for index in lowering.indices(ids):
+                accesses = [
+                    ACC(lowering.tile(self.output, row)),
+                    R(lowering.tile(ids, index)),
+                    R(lowering.tile(dy, index | row)),
+                ]
+                lowering.emit(
+                    "embedding_grad", accesses, args, flop=float(math.prod(lowering.tile(dy, index | row).shape))
+                )
 
     def reference(self, *inputs: Array) -> tuple[Array, ...]:
         out = np.zeros(self.output.shape)

@@ -69,14 +69,14 @@ class Gather(Op):
     def elements(self) -> int:
         return 2 * self.output.numel + self.inputs[1].numel
 
-    def lower(self, low: Lowering) -> None:
+    def lower(self, lowering: Lowering) -> None:
         x, places = self.inputs
         positions, new = math.prod(map(x.size, self.axes)), len(places.axes) - self.lead
-        for index in low.indices(self.output):
-            for at, first in _parts(low, x, self.axes):
-                tiles = low.tile(x, index | at), low.tile(places, index)
+        for index in lowering.indices(self.output):
+            for at, first in _parts(lowering, x, self.axes):
+                tiles = lowering.tile(x, index | at), lowering.tile(places, index)
                 args = GatherArgs(first, positions, new)
-                low.emit("gather", [ACC(low.tile(self.output, index)), *map(R, tiles)], args)
+                lowering.emit("gather", [ACC(lowering.tile(self.output, index)), *map(R, tiles)], args)
 
     def reference(self, *inputs: Array) -> tuple[Array, ...]:
         x, places = inputs[0], inputs[1].astype(int)
@@ -102,14 +102,18 @@ class GatherGrad(Op):
     def flop(self) -> float:
         return float(self.inputs[0].numel)
 
-    def lower(self, low: Lowering) -> None:
+    def lower(self, lowering: Lowering) -> None:
         (dy, places), out = self.inputs, self.output
-        _check_uncut(low, out, self.axes)
-        for index in low.indices(out):
-            args = GatherGradArgs(low.part(out, self.axes[0], index).offset, len(self.new))
-            for new in low.indices(places, self.new):
+        _check_uncut(lowering, out, self.axes)
+        for index in lowering.indices(out):
+            args = GatherGradArgs(lowering.part(out, self.axes[0], index).offset, len(self.new))
+            for new in lowering.indices(places, self.new):
                 at = index | new
-                low.emit("gather_grad", [ACC(low.tile(out, index)), R(low.tile(dy, at)), R(low.tile(places, at))], args)
+                lowering.emit(
+                    "gather_grad",
+                    [ACC(lowering.tile(out, index)), R(lowering.tile(dy, at)), R(lowering.tile(places, at))],
+                    args,
+                )
 
     def reference(self, *inputs: Array) -> tuple[Array, ...]:
         dy, places = inputs[0], inputs[1].astype(int)
@@ -127,19 +131,19 @@ def _shared(x: Tensor, places: Tensor) -> int:
     return next((k for k, (a, b) in enumerate(zip(x.axes, places.axes, strict=False)) if a != b), len(places.axes))
 
 
-def _check_uncut(low: Lowering, x: Tensor, axes: Sequence[str]) -> None:
+def _check_uncut(lowering: Lowering, x: Tensor, axes: Sequence[str]) -> None:
     """Raise ValueError if positions are numbered along several axes and one of them is cut."""
-    cut = [axis for axis in axes if low.cut(x, axis)] if len(axes) > 1 else []
+    cut = [axis for axis in axes if lowering.cut(x, axis)] if len(axes) > 1 else []
     if cut:
-        raise ValueError(f"{low.op}: {', '.join(axes)} of {x} are counted as one; {cut[0]} must not be cut")
+        raise ValueError(f"{lowering.op}: {', '.join(axes)} of {x} are counted as one; {cut[0]} must not be cut")
 
 
-def _parts(low: Lowering, x: Tensor, axes: Sequence[str]) -> list[tuple[Index, int]]:
+def _parts(lowering: Lowering, x: Tensor, axes: Sequence[str]) -> list[tuple[Index, int]]:
     """Return the tiles of x along the gathered axes, with the first position of each."""
-    _check_uncut(low, x, axes)
+    _check_uncut(lowering, x, axes)
     if len(axes) > 1:
         return [(dict.fromkeys(axes, 0), 0)]
-    return [({axes[0]: number}, part.offset) for number, part in enumerate(low.parts(x, axes[0]))]
+    return [({axes[0]: number}, part.offset) for number, part in enumerate(lowering.parts(x, axes[0]))]
 
 
 def gather(g: GraphLike, x: Tensor, places: Tensor, axes: int = 1, inverse: Tensor | None = None) -> Tensor:

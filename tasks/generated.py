@@ -200,26 +200,26 @@ class Generated(Op):
         name = f"{self.group[:60]}_{hashlib.sha256(source.encode()).hexdigest()[:8]}"
         return GeneratedKernel(name, self.definition, tiles, len(self.outputs), source, self.width)
 
-    def lower(self, low: Lowering) -> None:
+    def lower(self, lowering: Lowering) -> None:
         assert self._whole, self
         axes = self.definition.axes
-        assert not (self.reduces and low.cut(self._whole, axes[-1])), "not joined where the rows are cut"
+        assert not (self.reduces and lowering.cut(self._whole, axes[-1])), "not joined where the rows are cut"
         sums = set(self.sums)
-        for index in low.indices(self._whole):
+        for index in lowering.indices(self._whole):
             accesses = []
             for tensor in self._tensors:
                 at = zip(tensor.axes, self._at[tensor], strict=True)
-                tile = low.tile(tensor, {axis: index[a] if isinstance(a, str) else 0 for axis, a in at})
+                tile = lowering.tile(tensor, {axis: index[a] if isinstance(a, str) else 0 for axis, a in at})
                 written = ACC(tile) if tensor in sums else W(tile)
                 accesses.append(written if tensor in self.outputs else R(tile))
-            low.emit(self.kernel, accesses, self._args(low, index))
+            lowering.emit(self.kernel, accesses, self._args(lowering, index))
 
-    def _args(self, low: Lowering, index: Index) -> TaskArgs:
+    def _args(self, lowering: Lowering, index: Index) -> TaskArgs:
         assert self._whole, self
         keys = tuple(dict.fromkeys(node.key for node in nodes_of(self.definition, Keep)))
         if not keys and not any(True for _ in nodes_of(self.definition, AxisIndex)):
             return TaskArgs()
-        offsets = tuple(low.part(self._whole, axis, index).offset for axis in self.definition.axes)
+        offsets = tuple(lowering.part(self._whole, axis, index).offset for axis in self.definition.axes)
         numbers = (*offsets, *self.definition.sizes.values())
         return GeneratedDropoutArgs(Slot("dropout_seed"), (*numbers, *keys)) if keys else GeneratedArgs(numbers)
 

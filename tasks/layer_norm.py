@@ -75,35 +75,37 @@ class LayerNorm(Norm):
     def flop(self) -> float:
         return (8.0 + len(self.fused)) * self.output.numel
 
-    def lower(self, low: Lowering) -> None:
+    def lower(self, lowering: Lowering) -> None:
         x, gamma, beta = self.inputs[:3]
         rows = [a for a in x.axes if a != AXIS]
         extra = [self.residual] if self.residual else []
-        for index in low.indices(x, rows):
-            statistics = low.tile(self.statistics, index | {"stat": 0})
-            columns = [index | {AXIS: k} for k in range(len(low.parts(x, AXIS)))]
+        for index in lowering.indices(x, rows):
+            statistics = lowering.tile(self.statistics, index | {"stat": 0})
+            columns = [index | {AXIS: k} for k in range(len(lowering.parts(x, AXIS)))]
             if len(columns) == 1:
                 at = columns[0]
-                total = [W(low.tile(self.total, at))] if self.total else []
-                tiles = [low.tile(t, at) for t in (x, gamma, beta, *extra)]
-                args = LayerNormArgs(self.eps, self.dropout.args(low, at) if self.dropout else None)
-                numbers = self.dropout.numbers(low, at) if self.dropout else []
-                written = [W(low.tile(self.output, at)), W(statistics)]
-                low.emit("layer_norm", [*written, *map(R, tiles), *total, *numbers], args)
+                total = [W(lowering.tile(self.total, at))] if self.total else []
+                tiles = [lowering.tile(t, at) for t in (x, gamma, beta, *extra)]
+                args = LayerNormArgs(self.eps, self.dropout.args(lowering, at) if self.dropout else None)
+                numbers = self.dropout.numbers(lowering, at) if self.dropout else []
+                written = [W(lowering.tile(self.output, at)), W(statistics)]
+                lowering.emit("layer_norm", [*written, *map(R, tiles), *total, *numbers], args)
                 continue
             assert not self.dropout, "not fused where embed is cut"
-            state = low.scratch(f"{self.name}.moments", index, (*statistics.shape[:-1], 3), statistics.dtype, "moments")
+            state = lowering.scratch(
+                f"{self.name}.moments", index, (*statistics.shape[:-1], 3), statistics.dtype, "moments"
+            )
             source = x
             for at in columns:
                 if self.total:
                     source = self.total
-                    tiles = [low.tile(t, at) for t in (x, *extra)]
-                    low.emit("add", [W(low.tile(self.total, at)), *map(R, tiles)])
-                low.emit("layer_norm_moments", [ACC(state), R(low.tile(source, at))])
-            low.emit("layer_norm_stat", [W(statistics), R(state)], LayerNormStatisticsArgs(self.eps))
+                    tiles = [lowering.tile(t, at) for t in (x, *extra)]
+                    lowering.emit("add", [W(lowering.tile(self.total, at)), *map(R, tiles)])
+                lowering.emit("layer_norm_moments", [ACC(state), R(lowering.tile(source, at))])
+            lowering.emit("layer_norm_stat", [W(statistics), R(state)], LayerNormStatisticsArgs(self.eps))
             for at in columns:
-                tiles = [low.tile(t, at) for t in (source, gamma, beta)]
-                low.emit("layer_norm_apply", [W(low.tile(self.output, at)), R(statistics), *map(R, tiles)])
+                tiles = [lowering.tile(t, at) for t in (source, gamma, beta)]
+                lowering.emit("layer_norm_apply", [W(lowering.tile(self.output, at)), R(statistics), *map(R, tiles)])
 
     def scalar(self) -> Definition | None:
         axes, rows = self.output.axes, self.output.axes[:-1]
@@ -178,23 +180,23 @@ class LayerNormGrad(NormGrad):
     def flop(self) -> float:
         return (14.0 + len(self.fused)) * self.output.numel
 
-    def lower(self, low: Lowering) -> None:
+    def lower(self, lowering: Lowering) -> None:
         dy, x, statistics, gamma = self.inputs[:4]
         rows = [a for a in x.axes if a != AXIS]
-        for index in low.indices(x, rows):
-            columns = [index | {AXIS: k} for k in range(len(low.parts(x, AXIS)))]
-            row_statistics, sums = low.tile(statistics, index | {"stat": 0}), None
+        for index in lowering.indices(x, rows):
+            columns = [index | {AXIS: k} for k in range(len(lowering.parts(x, AXIS)))]
+            row_statistics, sums = lowering.tile(statistics, index | {"stat": 0}), None
             if len(columns) > 1:
-                sums = low.scratch(f"{self.name}.sums", index, row_statistics.shape, row_statistics.dtype)
+                sums = lowering.scratch(f"{self.name}.sums", index, row_statistics.shape, row_statistics.dtype)
                 for at in columns:
-                    tiles = [low.tile(t, at) for t in (dy, x, gamma)]
-                    low.emit("layer_norm_grad_sums", [ACC(sums), R(row_statistics), *map(R, tiles)])
+                    tiles = [lowering.tile(t, at) for t in (dy, x, gamma)]
+                    lowering.emit("layer_norm_grad_sums", [ACC(sums), R(row_statistics), *map(R, tiles)])
             for at in columns:
-                self._emit(low, at, row_statistics, sums)
+                self._emit(lowering, at, row_statistics, sums)
 
-    def _emit(self, low: Lowering, at: Index, statistics: Tile, sums: Tile | None) -> None:
-        dx, dgamma, dbeta = (low.tile(t, at) for t in self.outputs[:3])
-        dy, x, gamma = (low.tile(self.inputs[k], at) for k in (0, 1, 3))
+    def _emit(self, lowering: Lowering, at: Index, statistics: Tile, sums: Tile | None) -> None:
+        dx, dgamma, dbeta = (lowering.tile(t, at) for t in self.outputs[:3])
+        dy, x, gamma = (lowering.tile(self.inputs[k], at) for k in (0, 1, 3))
         accesses = [W(dx), ACC(dgamma), ACC(dbeta), R(dy), R(x), R(statistics), R(gamma)]
 
         def place(access: Access | None) -> int:
@@ -202,15 +204,15 @@ class LayerNormGrad(NormGrad):
             return len(accesses) - 1 if access else 0
 
         args = LayerNormGradArgs(
-            add=place(R(low.tile(self.extra, at)) if self.extra else None),
-            dbias=place(ACC(low.tile(self.bias, at)) if self.bias else None),
+            add=place(R(lowering.tile(self.extra, at)) if self.extra else None),
+            dbias=place(ACC(lowering.tile(self.bias, at)) if self.bias else None),
             sums=place(R(sums) if sums else None),
-            dropped=place(W(low.tile(self.dropout.output, at)) if self.dropout else None),
+            dropped=place(W(lowering.tile(self.dropout.output, at)) if self.dropout else None),
             embed=self.inputs[1].size(AXIS),
-            dropout=self.dropout.args(low, at) if self.dropout else None,
+            dropout=self.dropout.args(lowering, at) if self.dropout else None,
         )
-        numbers = self.dropout.numbers(low, at) if self.dropout else []
-        low.emit("layer_norm_grad", [*accesses, *numbers], args)
+        numbers = self.dropout.numbers(lowering, at) if self.dropout else []
+        lowering.emit("layer_norm_grad", [*accesses, *numbers], args)
 
     def scalar(self) -> Definition | None:
         if self.dropout and self.dropout.row_numbers:  # the row numbers are not an input

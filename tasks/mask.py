@@ -116,9 +116,9 @@ class Mask:
             longest=self.longest or key.size, dropout=dropout,
         )  # fmt: skip
 
-    def accesses(self, low: Lowering, at: Index) -> list[Access]:
+    def accesses(self, lowering: Lowering, at: Index) -> list[Access]:
         """Return the accesses of the mask's data for the key tile at["key"]."""
-        return [R(low.tile(t, dict.fromkeys(t.axes, 0) | at | {"seq": at["key"]})) for t in self.inputs]
+        return [R(lowering.tile(t, dict.fromkeys(t.axes, 0) | at | {"seq": at["key"]})) for t in self.inputs]
 
     def condition(self) -> Expression | None:
         """Return the expression of whether a key is attended, with `padding` as the operator's input 1; None: always.

@@ -298,7 +298,7 @@ class Op:
     def fit(self, tiling: Tiling) -> None:
         """Couple axes in the tiling that must be cut alike. Raises ConfigError if that is impossible."""
 
-    def lower(self, low: Lowering) -> None:
+    def lower(self, lowering: Lowering) -> None:
         raise NotImplementedError
 
     def scalar(self) -> Definition | None:

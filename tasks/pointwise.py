@@ -28,11 +28,11 @@ class Pointwise(Op):
         """Return the outputs, of arrays or of expressions."""
         raise NotImplementedError
 
-    def lower(self, low: Lowering) -> None:
+    def lower(self, lowering: Lowering) -> None:
         args = self.args()
-        for index in low.indices(self.output):
-            written = [W(low.tile(t, index)) for t in self.outputs]
-            low.emit(self.kernel, [*written, *(R(low.tile(t, index)) for t in self.inputs)], args)
+        for index in lowering.indices(self.output):
+            written = [W(lowering.tile(t, index)) for t in self.outputs]
+            lowering.emit(self.kernel, [*written, *(R(lowering.tile(t, index)) for t in self.inputs)], args)
 
     def scalar(self) -> Definition:
         axes = self.output.axes

@@ -68,17 +68,17 @@ class RelativeScores(Op):
     def flop(self) -> float:
         return float(self.output.numel * (len(self.inputs) - 2))
 
-    def args(self, low: Lowering, at: dict[str, int]) -> RelativeArgs:
+    def args(self, lowering: Lowering, at: dict[str, int]) -> RelativeArgs:
         scores = self.inputs[0]
-        shift = low.part(scores, "key", at).offset - low.part(scores, "seq", at).offset
+        shift = lowering.part(scores, "key", at).offset - lowering.part(scores, "seq", at).offset
         return RelativeArgs(shift + scores.size("seq") - 1, self.queries is not None, self.keys is not None)
 
-    def lower(self, low: Lowering) -> None:
+    def lower(self, lowering: Lowering) -> None:
         index, *products = self.inputs[1:]
-        for at in low.indices(self.output):
+        for at in lowering.indices(self.output):
             whole = at | {"relative": 0, "distance": 0}
-            reads = [R(low.tile(t, whole)) for t in (index, *products)]
-            low.emit("relative_scores", [RW(low.tile(self.output, at)), *reads], self.args(low, at))
+            reads = [R(lowering.tile(t, whole)) for t in (index, *products)]
+            lowering.emit("relative_scores", [RW(lowering.tile(self.output, at)), *reads], self.args(lowering, at))
 
     def rows(self, index: Array) -> Array:
         """Return [seq, key]: the row along `relative` of each pair."""
@@ -111,13 +111,13 @@ class RelativeScoresGrad(Op):
     def flop(self) -> float:
         return float(self.inputs[0].numel * len(self.outputs))
 
-    def lower(self, low: Lowering) -> None:
+    def lower(self, lowering: Lowering) -> None:
         dy, index = self.inputs
-        for at in low.indices(dy):
+        for at in lowering.indices(dy):
             whole = at | {"relative": 0, "distance": 0}
-            sums = [ACC(low.tile(t, whole)) for t in self.outputs]
-            reads = [R(low.tile(t, whole)) for t in (dy, index)]
-            low.emit("relative_scores_grad", [*sums, *reads], self.forward.args(low, at))
+            sums = [ACC(lowering.tile(t, whole)) for t in self.outputs]
+            reads = [R(lowering.tile(t, whole)) for t in (dy, index)]
+            lowering.emit("relative_scores_grad", [*sums, *reads], self.forward.args(lowering, at))
 
     def reference(self, *inputs: Array) -> tuple[Array, ...]:
         relative = self.output.size("relative")

@@ -66,29 +66,31 @@ class RMSNorm(Norm):
     def flop(self) -> float:
         return (4.0 + len(self.fused)) * self.output.numel
 
-    def lower(self, low: Lowering) -> None:
+    def lower(self, lowering: Lowering) -> None:
         x, gamma = self.inputs[:2]
         extra = [self.residual] if self.residual else []
-        for index in low.indices(x, x.axes[:-1]):
-            rstd = low.tile(self.statistics, index | {"stat": 0})
-            columns = [index | {AXIS: k} for k in range(len(low.parts(x, AXIS)))]
+        for index in lowering.indices(x, x.axes[:-1]):
+            rstd = lowering.tile(self.statistics, index | {"stat": 0})
+            columns = [index | {AXIS: k} for k in range(len(lowering.parts(x, AXIS)))]
             if len(columns) == 1:
                 at = columns[0]
-                total = [W(low.tile(self.total, at))] if self.total else []
-                tiles = [low.tile(t, at) for t in (x, gamma, *extra)]
-                accesses = [W(low.tile(self.output, at)), W(rstd), *map(R, tiles), *total]
-                low.emit("rms_norm", accesses, RMSNormArgs(self.eps))
+                total = [W(lowering.tile(self.total, at))] if self.total else []
+                tiles = [lowering.tile(t, at) for t in (x, gamma, *extra)]
+                accesses = [W(lowering.tile(self.output, at)), W(rstd), *map(R, tiles), *total]
+                lowering.emit("rms_norm", accesses, RMSNormArgs(self.eps))
                 continue
-            squares = low.scratch(f"{self.name}.squares", index, rstd.shape, rstd.dtype)
+            squares = lowering.scratch(f"{self.name}.squares", index, rstd.shape, rstd.dtype)
             source = self.total or x
             for at in columns:
                 if self.total:
-                    low.emit("add", [W(low.tile(self.total, at)), *(R(low.tile(t, at)) for t in (x, *extra))])
-                low.emit("rms_norm_squares", [ACC(squares), R(low.tile(source, at))])
-            low.emit("rms_norm_stat", [W(rstd), R(squares)], RMSNormRstdArgs(x.size(AXIS), self.eps))
+                    lowering.emit(
+                        "add", [W(lowering.tile(self.total, at)), *(R(lowering.tile(t, at)) for t in (x, *extra))]
+                    )
+                lowering.emit("rms_norm_squares", [ACC(squares), R(lowering.tile(source, at))])
+            lowering.emit("rms_norm_stat", [W(rstd), R(squares)], RMSNormRstdArgs(x.size(AXIS), self.eps))
             for at in columns:
-                tiles = [low.tile(t, at) for t in (source, gamma)]
-                low.emit("rms_norm_apply", [W(low.tile(self.output, at)), R(rstd), *map(R, tiles)])
+                tiles = [lowering.tile(t, at) for t in (source, gamma)]
+                lowering.emit("rms_norm_apply", [W(lowering.tile(self.output, at)), R(rstd), *map(R, tiles)])
 
     def scalar(self) -> Definition:
         axes, rows = self.output.axes, self.output.axes[:-1]
@@ -125,22 +127,22 @@ class RMSNormGrad(NormGrad):
     def flop(self) -> float:
         return (9.0 + len(self.fused)) * self.output.numel
 
-    def lower(self, low: Lowering) -> None:
+    def lower(self, lowering: Lowering) -> None:
         dy, x, rstd, gamma = self.inputs[:4]
         dx, dgamma = self.outputs
-        for index in low.indices(x, x.axes[:-1]):
-            columns = [index | {AXIS: k} for k in range(len(low.parts(x, AXIS)))]
-            row_rstd, sums = low.tile(rstd, index | {"stat": 0}), []
+        for index in lowering.indices(x, x.axes[:-1]):
+            columns = [index | {AXIS: k} for k in range(len(lowering.parts(x, AXIS)))]
+            row_rstd, sums = lowering.tile(rstd, index | {"stat": 0}), []
             if len(columns) > 1:
-                sums = [low.scratch(f"{self.name}.sums", index, row_rstd.shape, row_rstd.dtype)]
+                sums = [lowering.scratch(f"{self.name}.sums", index, row_rstd.shape, row_rstd.dtype)]
                 for at in columns:
-                    tiles = [low.tile(t, at) for t in (dy, x, gamma)]
-                    low.emit("rms_norm_grad_sums", [ACC(sums[0]), R(row_rstd), *map(R, tiles)])
+                    tiles = [lowering.tile(t, at) for t in (dy, x, gamma)]
+                    lowering.emit("rms_norm_grad_sums", [ACC(sums[0]), R(row_rstd), *map(R, tiles)])
             for at in columns:
-                tiles = [low.tile(dy, at), low.tile(x, at), row_rstd, low.tile(gamma, at), *sums]
-                tiles += [low.tile(self.extra, at)] if self.extra else []
-                accesses = [W(low.tile(dx, at)), ACC(low.tile(dgamma, at)), *map(R, tiles)]
-                low.emit("rms_norm_grad", accesses, RMSNormGradArgs(x.size(AXIS), bool(sums)))
+                tiles = [lowering.tile(dy, at), lowering.tile(x, at), row_rstd, lowering.tile(gamma, at), *sums]
+                tiles += [lowering.tile(self.extra, at)] if self.extra else []
+                accesses = [W(lowering.tile(dx, at)), ACC(lowering.tile(dgamma, at)), *map(R, tiles)]
+                lowering.emit("rms_norm_grad", accesses, RMSNormGradArgs(x.size(AXIS), bool(sums)))
 
     def scalar(self) -> Definition:
         axes, rows = self.output.axes, self.output.axes[:-1]

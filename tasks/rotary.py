@@ -120,13 +120,13 @@ class Rotary(Op):
         if "batch" in table.axes and (tile := tiling.tile("batch", table.size("batch"))) > 1:
             raise ConfigError(f"tiles.batch: got {tile}; allowed: 1, where rotary positions differ between rows")
 
-    def lower(self, low: Lowering) -> None:
+    def lower(self, lowering: Lowering) -> None:
         x, table = self.inputs
-        assert not low.cut(x, "head_dim"), "head_dim is never cut"
+        assert not lowering.cut(x, "head_dim"), "head_dim is never cut"
         args = RotaryArgs(x.axes.index("seq"), x.axes.index("head_dim"), self.inverse)
-        for index in low.indices(x):
-            angles = R(low.tile(table, index | {"rotary": 0}))
-            low.emit("rotary", [W(low.tile(self.output, index)), R(low.tile(x, index)), angles], args)
+        for index in lowering.indices(x):
+            angles = R(lowering.tile(table, index | {"rotary": 0}))
+            lowering.emit("rotary", [W(lowering.tile(self.output, index)), R(lowering.tile(x, index)), angles], args)
 
     def reference(self, *inputs: Array) -> tuple[Array, ...]:
         x, table = inputs

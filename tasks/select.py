@@ -35,12 +35,12 @@ class Select(Op):
     def elements(self) -> int:
         return 2 * self.output.numel
 
-    def lower(self, low: Lowering) -> None:
+    def lower(self, lowering: Lowering) -> None:
         x = self.inputs[0]
-        number, part = next((k, p) for k, p in enumerate(low.parts(x, self.axis)) if self.index < p.end)
-        for index in low.indices(self.output):
-            accesses = [W(low.tile(self.output, index)), R(low.tile(x, index | {self.axis: number}))]
-            low.emit("select", accesses, SelectArgs(x.axes.index(self.axis), self.index - part.offset))
+        number, part = next((k, p) for k, p in enumerate(lowering.parts(x, self.axis)) if self.index < p.end)
+        for index in lowering.indices(self.output):
+            accesses = [W(lowering.tile(self.output, index)), R(lowering.tile(x, index | {self.axis: number}))]
+            lowering.emit("select", accesses, SelectArgs(x.axes.index(self.axis), self.index - part.offset))
 
     def reference(self, *inputs: Array) -> tuple[Array, ...]:
         return (inputs[0].take(self.index, axis=self.inputs[0].axes.index(self.axis)),)
@@ -56,14 +56,14 @@ class SelectGrad(Op):
     def flop(self) -> float:
         return 0.0
 
-    def lower(self, low: Lowering) -> None:
+    def lower(self, lowering: Lowering) -> None:
         out = self.output
-        for index in low.indices(out):
-            at = self.index - low.part(out, self.axis, index).offset
-            inside = 0 <= at < low.part(out, self.axis, index).size
-            read = [R(low.tile(self.inputs[0], index))] if inside else []
+        for index in lowering.indices(out):
+            at = self.index - lowering.part(out, self.axis, index).offset
+            inside = 0 <= at < lowering.part(out, self.axis, index).size
+            read = [R(lowering.tile(self.inputs[0], index))] if inside else []
             args = SelectArgs(out.axes.index(self.axis), at if inside else -1)
-            low.emit("select_grad", [W(low.tile(out, index)), *read], args)
+            lowering.emit("select_grad", [W(lowering.tile(out, index)), *read], args)
 
     def reference(self, *inputs: Array) -> tuple[Array, ...]:
         dx = np.zeros(self.output.shape)

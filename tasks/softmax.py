@@ -53,25 +53,25 @@ class Softmax(Op):
     def fit(self, tiling: Tiling) -> None:
         self.mask.fit(tiling)
 
-    def lower(self, low: Lowering) -> None:
+    def lower(self, lowering: Lowering) -> None:
         scores = self.inputs[0]
-        for index, keys in rows_of_keys(low, scores):
-            shape = low.shape(scores, keys[0])[:-1]
+        for index, keys in rows_of_keys(lowering, scores):
+            shape = lowering.shape(scores, keys[0])[:-1]
             dtype = accumulation_dtype(scores.dtype)
-            state = low.scratch(f"{self.name}.maxsumexp", index, (*shape, 2), dtype, "softmax")
+            state = lowering.scratch(f"{self.name}.maxsumexp", index, (*shape, 2), dtype, "softmax")
             for at in keys:
-                accesses = [ACC(state), R(low.tile(scores, at)), *self.mask.accesses(low, at)]
-                low.emit("maxsumexp", accesses, self._args(low, at))
+                accesses = [ACC(state), R(lowering.tile(scores, at)), *self.mask.accesses(lowering, at)]
+                lowering.emit("maxsumexp", accesses, self._args(lowering, at))
             for at in keys:
-                accesses = [W(low.tile(self.output, at)), R(low.tile(scores, at)), R(state)]
-                low.emit("softmax", [*accesses, *self.mask.accesses(low, at)], self._args(low, at))
+                accesses = [W(lowering.tile(self.output, at)), R(lowering.tile(scores, at)), R(state)]
+                lowering.emit("softmax", [*accesses, *self.mask.accesses(lowering, at)], self._args(lowering, at))
 
-    def _args(self, low: Lowering, at: Index) -> SoftmaxArgs:
+    def _args(self, lowering: Lowering, at: Index) -> SoftmaxArgs:
         scores, band = self.inputs[0], self.mask.band
-        seq, key = low.part(scores, "seq", at), low.part(scores, "key", at)
+        seq, key = lowering.part(scores, "seq", at), lowering.part(scores, "key", at)
         limits = self.mask.limits(seq, key)
         after = scores.axes[scores.axes.index("batch") + 1 : -1] if "batch" in scores.axes else scores.axes[:-1]
-        rows = math.prod(low.part(scores, axis, at).size for axis in after)
+        rows = math.prod(lowering.part(scores, axis, at).size for axis in after)
         diagonal = band.causal and key.end > seq.offset + 1
         return SoftmaxArgs(diagonal, seq.offset - key.offset, SoftmaxLimits(rows, limits) if limits else None)
 
@@ -104,16 +104,16 @@ class SoftmaxGrad(Op):
     def flop(self) -> float:
         return 4.0 * self.output.numel
 
-    def lower(self, low: Lowering) -> None:
+    def lower(self, lowering: Lowering) -> None:
         p, dp = self.inputs
-        for index, keys in rows_of_keys(low, p):
-            shape = low.shape(p, keys[0])[:-1]
-            sums = low.scratch(f"{self.name}.sums", index, shape, accumulation_dtype(p.dtype))
+        for index, keys in rows_of_keys(lowering, p):
+            shape = lowering.shape(p, keys[0])[:-1]
+            sums = lowering.scratch(f"{self.name}.sums", index, shape, accumulation_dtype(p.dtype))
             for at in keys:
-                low.emit("softmax_grad_sums", [ACC(sums), R(low.tile(p, at)), R(low.tile(dp, at))])
+                lowering.emit("softmax_grad_sums", [ACC(sums), R(lowering.tile(p, at)), R(lowering.tile(dp, at))])
             for at in keys:
-                tiles = [low.tile(t, at) for t in (p, dp)]
-                low.emit("softmax_grad", [W(low.tile(self.output, at)), *map(R, tiles), R(sums)])
+                tiles = [lowering.tile(t, at) for t in (p, dp)]
+                lowering.emit("softmax_grad", [W(lowering.tile(self.output, at)), *map(R, tiles), R(sums)])
 
     def scalar(self) -> Definition:
         axes = self.output.axes
@@ -125,12 +125,12 @@ class SoftmaxGrad(Op):
         return (p * (dp - (p * dp).sum(-1, keepdims=True)),)
 
 
-def rows_of_keys(low: Lowering, scores: Tensor) -> list[tuple[dict[str, int], list[dict[str, int]]]]:
+def rows_of_keys(lowering: Lowering, scores: Tensor) -> list[tuple[dict[str, int], list[dict[str, int]]]]:
     """For each tile index over the axes before key, return the indices of the existing tiles along key."""
     result = []
-    for index in low.indices(scores, scores.axes[:-1]):
-        keys = [index | {"key": k} for k in range(len(low.parts(scores, "key")))]
-        result.append((index, [at for at in keys if not low.empty(scores, at)]))
+    for index in lowering.indices(scores, scores.axes[:-1]):
+        keys = [index | {"key": k} for k in range(len(lowering.parts(scores, "key")))]
+        result.append((index, [at for at in keys if not lowering.empty(scores, at)]))
     return result
 
 

@@ -34,12 +34,12 @@ class SquaredError(Op):
     def flop(self) -> float:
         return 3.0 * self.inputs[0].numel
 
-    def lower(self, low: Lowering) -> None:
+    def lower(self, lowering: Lowering) -> None:
         x, target = self.inputs[:2]
-        loss = low.tile(self.output, {"one": 0})
-        for index in low.indices(x):
-            accesses = [ACC(loss), R(low.tile(x, index)), R(low.tile(target, index))]
-            low.emit("squared_error", accesses, SquaredErrorArgs(Slot(self.scale)))
+        loss = lowering.tile(self.output, {"one": 0})
+        for index in lowering.indices(x):
+            accesses = [ACC(loss), R(lowering.tile(x, index)), R(lowering.tile(target, index))]
+            lowering.emit("squared_error", accesses, SquaredErrorArgs(Slot(self.scale)))
 
     def reference(self, *inputs: Array) -> tuple[Array, ...]:
         x, target, *before = inputs
@@ -56,12 +56,12 @@ class SquaredErrorGrad(Op):
     def flop(self) -> float:
         return 2.0 * self.output.numel
 
-    def lower(self, low: Lowering) -> None:
-        for index in low.indices(self.output):
-            x, target = (low.tile(t, index) for t in self.inputs)
-            low.emit(
+    def lower(self, lowering: Lowering) -> None:
+        for index in lowering.indices(self.output):
+            x, target = (lowering.tile(t, index) for t in self.inputs)
+            lowering.emit(
                 "squared_error_grad",
-                [W(low.tile(self.output, index)), R(x), R(target)],
+                [W(lowering.tile(self.output, index)), R(x), R(target)],
                 SquaredErrorArgs(Slot(self.scale)),
             )
 

@@ -61,13 +61,13 @@ class RMSNorm(Op):
     def flop(self) -> float:
         return 4.0 * self.inputs[0].numel
 
-    def lower(self, low: Lowering) -> None:
+    def lower(self, lowering: Lowering) -> None:
         (x, gamma), (y, squares) = self.inputs, self.outputs
-        for index in low.indices(x):
-            low.emit(sum_squares, [ACC(low.tile(squares, index | {"one": 0})), R(low.tile(x, index))])
-        for index in low.indices(x):
-            tiles = [low.tile(t, index | {"one": 0}) for t in (y, x, squares, gamma)]
-            low.emit(normalise, [W(tiles[0]), *map(R, tiles[1:])], self.args)
+        for index in lowering.indices(x):
+            lowering.emit(sum_squares, [ACC(lowering.tile(squares, index | {"one": 0})), R(lowering.tile(x, index))])
+        for index in lowering.indices(x):
+            tiles = [lowering.tile(t, index | {"one": 0}) for t in (y, x, squares, gamma)]
+            lowering.emit(normalise, [W(tiles[0]), *map(R, tiles[1:])], self.args)
 
     def reference(self, *inputs: Any) -> tuple[Any, ...]:
         x, gamma = inputs
@@ -81,16 +81,16 @@ class RMSNormGrad(Op):
         super().__init__([dy, x, forward.outputs[1], gamma], [dx, dgamma, dots])
         self.args = forward.args
 
-    def lower(self, low: Lowering) -> None:
+    def lower(self, lowering: Lowering) -> None:
         x = self.inputs[1]
         for kernel, outputs in ((norm_sums, (2, 1)), (norm_grad, (0,))):
-            for index in low.indices(x):
-                wrote = [low.tile(self.outputs[k], index | {"one": 0}) for k in outputs]
-                read = [low.tile(t, index | {"one": 0}) for t in self.inputs]
+            for index in lowering.indices(x):
+                wrote = [lowering.tile(self.outputs[k], index | {"one": 0}) for k in outputs]
+                read = [lowering.tile(t, index | {"one": 0}) for t in self.inputs]
                 if kernel is norm_grad:
-                    read.append(low.tile(self.outputs[2], index | {"one": 0}))
+                    read.append(lowering.tile(self.outputs[2], index | {"one": 0}))
                 mode = ACC if kernel is norm_sums else W
-                low.emit(kernel, [*map(mode, wrote), *map(R, read)], self.args)
+                lowering.emit(kernel, [*map(mode, wrote), *map(R, read)], self.args)
 
     def reference(self, *inputs: Any) -> tuple[Any, ...]:
         dy, x, squares, gamma = inputs
@@ -134,10 +134,10 @@ class Swish(Op):
         assert dy
         return [g.add(SwishGrad(dy, x, g.temp("swish_grad", x.axes, x.shape, x.dtype), self.beta)).output]
 
-    def lower(self, low: Lowering) -> None:
-        for index in low.indices(self.output):
-            tiles = [low.tile(t, index) for t in (self.output, *self.inputs)]
-            low.emit(swish_kernel, [W(tiles[0]), R(tiles[1])], SwishArgs(self.beta))
+    def lower(self, lowering: Lowering) -> None:
+        for index in lowering.indices(self.output):
+            tiles = [lowering.tile(t, index) for t in (self.output, *self.inputs)]
+            lowering.emit(swish_kernel, [W(tiles[0]), R(tiles[1])], SwishArgs(self.beta))
 
     def reference(self, *inputs: Any) -> tuple[Any, ...]:
         return (inputs[0] / (1 + np.exp(-self.beta * inputs[0])),)
@@ -148,10 +148,10 @@ class SwishGrad(Op):
         super().__init__([dy, x], [dx])
         self.beta = beta
 
-    def lower(self, low: Lowering) -> None:
-        for index in low.indices(self.output):
-            tiles = [low.tile(t, index) for t in (self.output, *self.inputs)]
-            low.emit(swish_grad_kernel, [W(tiles[0]), *map(R, tiles[1:])], SwishArgs(self.beta))
+    def lower(self, lowering: Lowering) -> None:
+        for index in lowering.indices(self.output):
+            tiles = [lowering.tile(t, index) for t in (self.output, *self.inputs)]
+            lowering.emit(swish_grad_kernel, [W(tiles[0]), *map(R, tiles[1:])], SwishArgs(self.beta))
 
     def reference(self, *inputs: Any) -> tuple[Any, ...]:
         dy, x = inputs
